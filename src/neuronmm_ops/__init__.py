@@ -1,0 +1,49 @@
+"""Low-rank LLMs with one fused kernel per swapped Linear.
+
+`compress_` finds the factors, `SVDLinear` and `SVDMLP` hold them, and `torch.ops.neuronmm.*` run
+them. `neuronmm_ops.hf` saves and loads Transformers models; import it for `from_pretrained`.
+"""
+
+from neuronmm_ops.compress import (
+    CompressionReport,
+    Factorization,
+    LayerReport,
+    Moment,
+    SVDConfig,
+    aligned_rank,
+    collect_moments,
+    compress_,
+    factorize,
+)
+from neuronmm_ops.errors import CalibrationWarning, CheckpointError, NonFiniteError
+from neuronmm_ops.eval import PerplexityResult, encode_documents, token_perplexity
+from neuronmm_ops.nn import SVDMLP, SVDLinear, swap_
+from neuronmm_ops.ops import svd_mlp, use_impl, xuv, xw
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "SVDMLP",
+    "CalibrationWarning",
+    "CheckpointError",
+    "CompressionReport",
+    "Factorization",
+    "LayerReport",
+    "Moment",
+    "NonFiniteError",
+    "PerplexityResult",
+    "SVDConfig",
+    "SVDLinear",
+    "__version__",
+    "aligned_rank",
+    "collect_moments",
+    "compress_",
+    "encode_documents",
+    "factorize",
+    "svd_mlp",
+    "swap_",
+    "token_perplexity",
+    "use_impl",
+    "xuv",
+    "xw",
+]

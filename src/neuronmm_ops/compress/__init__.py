@@ -1,0 +1,20 @@
+"""Finding the factors: calibrate, factorize, swap."""
+
+from neuronmm_ops.compress.calibrate import Moment, collect_moments
+from neuronmm_ops.compress.config import SVDConfig
+from neuronmm_ops.compress.factorize import Factorization, factorize
+from neuronmm_ops.compress.pipeline import compress_
+from neuronmm_ops.compress.rank import aligned_rank
+from neuronmm_ops.compress.report import CompressionReport, LayerReport
+
+__all__ = [
+    "CompressionReport",
+    "Factorization",
+    "LayerReport",
+    "Moment",
+    "SVDConfig",
+    "aligned_rank",
+    "collect_moments",
+    "compress_",
+    "factorize",
+]

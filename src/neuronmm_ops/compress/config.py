@@ -1,0 +1,119 @@
+"""SVDConfig: what to compress, how far, and by which method."""
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, Self, get_args
+
+Method = Literal["plain", "whiten", "swift"]
+METHODS: tuple[Method, ...] = get_args(Method)
+FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True)
+class SVDConfig:
+    """How to compress a model. Frozen; serializes to versioned JSON.
+
+    Args:
+        ratio: nominal compression ratio, the fraction of the replaced matrices' parameters that is
+            *removed*, in (0, 1).
+        block: ranks are multiples of it; itself a multiple of 8. 128 is the kernels' tile.
+        alpha: rounding threshold of the rank rule, in [0, 1]; 0.5 rounds to nearest.
+        targets: which Linears: a preset (`mlp`, `attention`, `all-linear`), module names (whole
+            or last component), or regular expressions for the whole name; one or several.
+        method: `plain` (SVD of the weight), `whiten` (SVD-LLM), `swift` (the same optimum as
+            `whiten` from eigenvectors of the output covariance; needs no inverse).
+
+    Raises:
+        ValueError: a value is outside its range.
+        TypeError: a value has the wrong type.
+    """
+
+    ratio: float = 0.2
+    block: int = 128
+    alpha: float = 0.5
+    targets: str | tuple[str, ...] = "mlp"
+    method: Method = "swift"
+
+    def __post_init__(self) -> None:
+        """Check every field."""
+        _check_number("ratio", self.ratio)
+        _check_number("alpha", self.alpha)
+        if not 0 < self.ratio < 1:
+            raise ValueError(
+                f"ratio must be in (0, 1), the fraction of parameters removed; got {self.ratio}"
+            )
+        if not isinstance(self.block, int) or isinstance(self.block, bool):
+            raise TypeError(f"block must be an integer, got {self.block!r}")
+        if self.block < 8 or self.block % 8:
+            raise ValueError(f"block must be a positive multiple of 8, got {self.block}")
+        if not 0 <= self.alpha <= 1:
+            raise ValueError(f"alpha must be in [0, 1], got {self.alpha}")
+        if self.method not in METHODS:
+            raise ValueError(f"method must be one of {', '.join(METHODS)}; got {self.method!r}")
+        if isinstance(self.targets, list):
+            object.__setattr__(self, "targets", tuple(self.targets))
+        for target in self.target_list:
+            if not isinstance(target, str) or not target:
+                raise TypeError(f"targets must be non-empty strings, got {target!r}")
+            try:
+                re.compile(target)
+            except re.error as error:
+                raise ValueError(f"target {target!r} is no regular expression: {error}") from None
+        if not self.target_list:
+            raise ValueError("targets must name at least one preset, module or pattern")
+
+    @property
+    def target_list(self) -> tuple[str, ...]:
+        """The targets as a tuple."""
+        return (self.targets,) if isinstance(self.targets, str) else self.targets
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return a JSON-compatible dict with a format version."""
+        fields = asdict(self)
+        fields["targets"] = list(self.target_list)
+        return {"version": FORMAT_VERSION, **fields}
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any]) -> Self:
+        """Read what `to_dict` wrote.
+
+        Raises:
+            ValueError: the version is not supported, or a field is unknown or out of range.
+        """
+        values = dict(fields)
+        version = values.pop("version", None)
+        if version != FORMAT_VERSION:
+            raise ValueError(
+                f"SVDConfig version must be {FORMAT_VERSION}, got {version!r}; "
+                "the file was written by another version of neuronmm-ops"
+            )
+        unknown = sorted(set(values) - set(cls.__dataclass_fields__))
+        if unknown:
+            raise ValueError(
+                f"SVDConfig has no field {unknown[0]!r}; "
+                f"its fields are {', '.join(cls.__dataclass_fields__)}"
+            )
+        return cls(**values)
+
+    def to_json(self) -> str:
+        """Return the config as a JSON document."""
+        return json.dumps(self.to_dict(), indent=2)
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """Read what `to_json` wrote.
+
+        Raises:
+            ValueError: the text is no such document.
+        """
+        fields = json.loads(text)
+        if not isinstance(fields, dict):
+            raise ValueError(f"SVDConfig must be a JSON object, got {type(fields).__name__}")
+        return cls.from_dict(fields)
+
+
+def _check_number(name: str, value: object) -> None:
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        raise TypeError(f"{name} must be a number, got {value!r}")

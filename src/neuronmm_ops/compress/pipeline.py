@@ -1,0 +1,161 @@
+"""compress_: calibrate, factorize and swap, in place."""
+
+import warnings
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor, nn
+
+from neuronmm_ops.compress.calibrate import Moment, Progress, Side, collect_moments, fingerprint
+from neuronmm_ops.compress.config import SVDConfig
+from neuronmm_ops.compress.factorize import factorize, moment_side
+from neuronmm_ops.compress.rank import aligned_rank
+from neuronmm_ops.compress.report import CompressionReport, LayerReport, current_provenance
+from neuronmm_ops.compress.targets import select_targets
+from neuronmm_ops.errors import CalibrationWarning, NonFiniteError
+from neuronmm_ops.nn.swap import swap_
+
+# Below this many tokens for each input feature the second moments are noise (peers' users report
+# perplexities in the thousands from 8 samples, with no warning).
+TOKENS_PER_FEATURE = 10
+
+
+@torch.no_grad()
+def compress_(
+    model: nn.Module,
+    config: SVDConfig | None = None,
+    calibration: Iterable[Tensor] | None = None,
+    progress: Progress | None = None,
+) -> CompressionReport:
+    """Replace the model's targeted Linears by low-rank pairs, in place.
+
+    Every moment is taken from the dense model; nothing is replaced before the last factor is
+    found, so an error leaves the model as it was.
+
+    Args:
+        model: a Transformers model, or any module called as `model(batch)`.
+        config: what to do; default `SVDConfig()`.
+        calibration: batches of token ids `[B, T]`; not needed, and not used, by `plain`.
+        progress: called with (stage, done, total).
+
+    Returns:
+        Rank, loss and bytes of every targeted layer, and the provenance.
+
+    Raises:
+        ValueError: no Linear matches, no calibration was given, or it has no batches.
+        NonFiniteError: a weight or an activation is NaN or Inf; names the layer.
+    """
+    config = config or SVDConfig()
+    selection = select_targets(model, config)
+    ranks = {
+        name: aligned_rank(
+            linear.in_features, linear.out_features, config.ratio, config.block, config.alpha
+        )
+        for name, linear in selection.linears.items()
+    }
+    _check_weights(selection.linears)
+    swapped = {n: linear for n, linear in selection.linears.items() if ranks[n] is not None}
+    batches = _batches(config, calibration)
+
+    factors: dict[str, tuple[Tensor, Tensor]] = {}
+    losses: dict[str, float] = {}
+    for name, moment in _moments(model, config, swapped, batches, progress):
+        linear, rank = swapped[name], ranks[name]
+        assert rank is not None
+        factorization = factorize(linear.weight, config.method, moment, rank)
+        u, v = factorization.truncate(rank)
+        factors[name] = (u.to(linear.weight.dtype), v.to(linear.weight.dtype))
+        losses[name] = factorization.relative_loss(rank)
+        if progress:
+            progress("factorize", len(factors), len(swapped))
+    swap_(model, factors)
+
+    calibrated = bool(batches) and bool(swapped)
+    return CompressionReport(
+        config=config,
+        layers=tuple(
+            _layer_report(name, linear, ranks[name], losses.get(name, 0.0))
+            for name, linear in selection.linears.items()
+        ),
+        calibration=_describe(batches) if calibrated else None,
+        provenance=current_provenance(),
+    )
+
+
+def _check_weights(linears: dict[str, nn.Linear]) -> None:
+    for name, linear in linears.items():
+        if linear.weight.is_meta:
+            raise ValueError(f"{name} is on the meta device; load the model's values first")
+        if not torch.isfinite(linear.weight).all():
+            raise NonFiniteError(
+                f"{name}: weight must be finite, got NaN or Inf; the checkpoint is damaged"
+            )
+
+
+def _batches(config: SVDConfig, calibration: Iterable[Tensor] | None) -> list[Tensor]:
+    if config.method == "plain":
+        return []
+    if calibration is None:
+        raise ValueError(
+            f"method {config.method} needs calibration batches; give some, or use method plain"
+        )
+    return list(calibration)
+
+
+def _moments(
+    model: nn.Module,
+    config: SVDConfig,
+    linears: dict[str, nn.Linear],
+    batches: list[Tensor],
+    progress: Progress | None,
+) -> Iterator[tuple[str, Moment | None]]:
+    sides: dict[str, Side] = {}
+    for name, linear in linears.items():
+        side = moment_side(config.method, linear.in_features, linear.out_features)
+        if side is not None:
+            sides[name] = side
+    if not sides:
+        yield from ((name, None) for name in linears)
+        return
+    warned = False
+    for name, moment in collect_moments(model, sides, batches, progress):
+        if not warned:
+            warned = _warn_if_few(moment.tokens, linears)
+        yield name, moment
+
+
+def _warn_if_few(tokens: int, linears: dict[str, nn.Linear]) -> bool:
+    name, widest = max(linears.items(), key=lambda item: item[1].in_features)
+    needed = TOKENS_PER_FEATURE * widest.in_features
+    if tokens < needed:
+        warnings.warn(
+            f"calibration has {tokens} tokens, fewer than {TOKENS_PER_FEATURE}*K = {needed} of "
+            f"{name}; the factors may fit noise, use more text",
+            CalibrationWarning,
+            stacklevel=4,
+        )
+    return True
+
+
+def _layer_report(name: str, linear: nn.Linear, rank: int | None, loss: float) -> LayerReport:
+    K, N, size = linear.in_features, linear.out_features, linear.weight.element_size()
+    parameters = K * N if rank is None else rank * (K + N)
+    return LayerReport(
+        name=name,
+        K=K,
+        N=N,
+        r=rank,
+        dense=rank is None,
+        reason="no aligned rank is smaller than the dense matrix" if rank is None else None,
+        loss=loss,
+        bytes=parameters * size,
+        dense_bytes=K * N * size,
+    )
+
+
+def _describe(batches: list[Tensor]) -> dict[str, int | str]:
+    return {
+        "tokens": sum(batch.numel() for batch in batches),
+        "batches": len(batches),
+        "sha256": fingerprint(batches),
+    }

@@ -1,0 +1,21 @@
+"""Ranks that meet a compression ratio in whole kernel tiles."""
+
+import math
+
+
+def aligned_rank(K: int, N: int, ratio: float, block: int = 128, alpha: float = 0.5) -> int | None:
+    """Return the block-aligned rank for a `[K, N]` matrix, or None where it must stay dense.
+
+    `r = floor(K*N*(1-ratio) / ((K+N)*block) + alpha) * block` (NeuronMM, arXiv 2510.25977, Eq. 5),
+    at least one block. A pair with `r*(K+N) >= K*N` would be no smaller than the matrix: None.
+
+    Args:
+        K: rows, the contraction.
+        N: columns.
+        ratio: fraction of the parameters to remove, in (0, 1).
+        block: the rank is a multiple of it.
+        alpha: rounding threshold; 0.5 rounds to nearest.
+    """
+    blocks = math.floor(K * N * (1 - ratio) / ((K + N) * block) + alpha)
+    rank = max(1, blocks) * block
+    return None if rank * (K + N) >= K * N else rank

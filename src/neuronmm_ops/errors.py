@@ -1,0 +1,13 @@
+"""Errors and warnings that callers may want to catch by name."""
+
+
+class NonFiniteError(ValueError):
+    """A weight, an activation or a logit is NaN or Inf."""
+
+
+class CheckpointError(ValueError):
+    """A checkpoint is missing, damaged, or disagrees with its config."""
+
+
+class CalibrationWarning(UserWarning):
+    """The calibration data is too small for the factors to be trusted."""

@@ -1,0 +1,5 @@
+"""How good a compressed model still is."""
+
+from neuronmm_ops.eval.perplexity import PerplexityResult, encode_documents, token_perplexity
+
+__all__ = ["PerplexityResult", "encode_documents", "token_perplexity"]

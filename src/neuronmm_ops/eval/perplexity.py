@@ -1,0 +1,111 @@
+"""Token perplexity over non-overlapping blocks, as the low-rank literature reports it."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from neuronmm_ops.errors import NonFiniteError
+
+DOCUMENT_SEPARATOR = "\n\n"
+DEFAULT_SEQLEN = 2048
+
+
+@dataclass(frozen=True)
+class PerplexityResult:
+    """Token perplexity of a text.
+
+    Attributes:
+        ppl_token: exp of the mean negative log-likelihood per predicted token.
+        tokens: number of predicted tokens.
+        seqlen: length of the blocks, in tokens.
+    """
+
+    ppl_token: float
+    tokens: int
+    seqlen: int
+
+
+def encode_documents(tokenizer: Any, documents: Sequence[str]) -> Tensor:
+    """Tokenize documents joined by two newlines, without special tokens: token ids `[T]`.
+
+    Args:
+        tokenizer: a Transformers tokenizer.
+        documents: texts, in order.
+    """
+    text = DOCUMENT_SEPARATOR.join(documents)
+    # verbose=False: the text is meant to be longer than the model's context.
+    ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    return torch.tensor(ids, dtype=torch.long)
+
+
+def default_seqlen(model: nn.Module) -> int:
+    """Return the smaller of 2048 and the longest input that the model's config allows."""
+    config = getattr(model, "config", None)
+    limit = getattr(config, "max_position_embeddings", None)
+    return min(DEFAULT_SEQLEN, limit) if isinstance(limit, int) else DEFAULT_SEQLEN
+
+
+@torch.inference_mode()
+def token_perplexity(
+    model: nn.Module,
+    token_ids: Tensor,
+    seqlen: int | None = None,
+    progress: Callable[[str, int, int], None] | None = None,
+) -> PerplexityResult:
+    """Measure token perplexity over non-overlapping blocks, each predicted from its own start.
+
+    The mean is over tokens, so that a shorter last block weighs what it holds. A block of n tokens
+    predicts n - 1. Log-likelihoods are computed in fp32 and summed in fp64.
+
+    Args:
+        model: a causal LM, called as `model(ids[1, n])`, whose result has `.logits [1, n, V]`.
+        token_ids: `[T]`.
+        seqlen: block length in tokens; default the smaller of 2048 and the model's limit.
+        progress: called with ("evaluate", blocks done, blocks in all).
+
+    Raises:
+        NonFiniteError: logits are NaN or Inf; names the block.
+        ValueError: fewer than two tokens, or seqlen outside 2..the model's limit.
+    """
+    seqlen = default_seqlen(model) if seqlen is None else seqlen
+    limit = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    if seqlen < 2 or (isinstance(limit, int) and seqlen > limit):
+        raise ValueError(
+            f"seqlen must be between 2 and the model's limit of {limit} tokens, got {seqlen}"
+        )
+    if token_ids.dim() != 1 or token_ids.numel() < 2:
+        raise ValueError(
+            f"token_ids must be [T] with at least 2 tokens, got shape {list(token_ids.shape)}; "
+            "use a longer text"
+        )
+    device = next(model.parameters()).device
+    blocks = [block for block in token_ids.split(seqlen) if block.numel() >= 2]
+    was_training = model.training
+    model.eval()
+    nll, tokens = 0.0, 0
+    try:
+        for index, block in enumerate(blocks):
+            nll += _block_nll(model, block.to(device), index)
+            tokens += block.numel() - 1
+            if progress:
+                progress("evaluate", index + 1, len(blocks))
+    finally:
+        model.train(was_training)
+    return PerplexityResult(math.exp(nll / tokens), tokens, seqlen)
+
+
+def _block_nll(model: nn.Module, block: Tensor, index: int) -> float:
+    logits = model(block[None]).logits[0, :-1].float()
+    losses = F.cross_entropy(logits, block[1:], reduction="none")
+    # The loss of a token is finite only if the logits it is computed from are.
+    if not torch.isfinite(losses).all():
+        raise NonFiniteError(
+            f"logits of block {index} must be finite, got NaN or Inf; "
+            "a block is never skipped: check the factors, or evaluate in a wider dtype"
+        )
+    return float(losses.double().sum())

@@ -1,0 +1,1 @@
+"""Transformers: which modules, saving and loading, generation."""

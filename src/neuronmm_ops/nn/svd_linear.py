@@ -1,0 +1,160 @@
+"""SVDLinear: `nn.Linear` with its weight as a low-rank pair."""
+
+import math
+from typing import Self
+
+import torch
+from torch import Tensor, nn
+
+from neuronmm_ops.ops import xuv
+
+
+class SVDLinear(nn.Module):
+    """Linear layer `y = (x @ u) @ v + bias` with `weight.T ≈ u @ v`, run as one `neuronmm::xuv`.
+
+    Both parameters are stored contiguous along their contraction (u as a transposed view of
+    `[r, K]`, v of `[N, r]`), the order `nn.Linear` uses: a CPU's decode-time matmul runs in half
+    the time there. Checkpoints hold them contiguous, as `[K, r]` and `[r, N]`.
+
+    Args:
+        in_features: K.
+        out_features: N.
+        rank: r, at least 1.
+        bias: whether to add a learned `[N]` bias.
+        device: of the parameters; `meta` is fine.
+        dtype: of the parameters.
+
+    Attributes:
+        u: `[K, r]`.
+        v: `[r, N]`.
+        bias: `[N]` or None.
+
+    Raises:
+        ValueError: a size is smaller than 1.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        rank: int,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if min(in_features, out_features, rank) < 1:
+            raise ValueError(
+                "in_features, out_features and rank must be at least 1, "
+                f"got {in_features}, {out_features} and {rank}"
+            )
+        self.in_features = in_features
+        self.out_features = out_features
+        self.rank = rank
+        self.u = nn.Parameter(torch.empty(rank, in_features, device=device, dtype=dtype).t())
+        self.v = nn.Parameter(torch.empty(out_features, rank, device=device, dtype=dtype).t())
+        self.bias: nn.Parameter | None
+        if bias:
+            self.bias = nn.Parameter(torch.empty(out_features, device=device, dtype=dtype))
+        else:
+            self.register_parameter("bias", None)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw u and v so that `u @ v` has the variance of `nn.Linear`'s default weight."""
+        bound = 1 / math.sqrt(self.in_features)
+        nn.init.uniform_(self.u, -bound, bound)
+        # A sum of r products: r * var(u) * var(v) = var(weight) = bound² / 3.
+        nn.init.uniform_(self.v, -math.sqrt(3 / self.rank), math.sqrt(3 / self.rank))
+        if self.bias is not None:
+            nn.init.uniform_(self.bias, -bound, bound)
+
+    @classmethod
+    def from_factors(cls, u: Tensor, v: Tensor, bias: Tensor | None = None) -> Self:
+        """Build a layer from `u[K, r]`, `v[r, N]` and `bias[N]`; dtype and device are u's.
+
+        A `nn.Parameter` given as bias is kept as it is, not copied.
+
+        Raises:
+            ValueError: the shapes do not fit.
+        """
+        if u.dim() != 2 or v.dim() != 2 or u.shape[1] != v.shape[0]:
+            raise ValueError(
+                f"u must be [K, r] and v [r, N], got {list(u.shape)} and {list(v.shape)}"
+            )
+        if bias is not None and bias.shape != (v.shape[1],):
+            raise ValueError(f"bias must be [{v.shape[1]}], got {list(bias.shape)}")
+        layer = cls(u.shape[0], v.shape[1], u.shape[1], bias=False, device="meta", dtype=u.dtype)
+        layer.u = nn.Parameter(_contraction_major(u.detach()))
+        layer.v = nn.Parameter(_contraction_major(v.detach().to(u)))
+        if bias is not None:
+            is_parameter = isinstance(bias, nn.Parameter)
+            layer.bias = bias if is_parameter else nn.Parameter(bias.detach().to(u).clone())
+        return layer
+
+    @classmethod
+    def from_linear(cls, linear: nn.Linear, rank: int) -> Self:
+        """Build a layer from the rank-`rank` truncated SVD of a Linear's weight.
+
+        The best approximation of the weight, not of the outputs: `compress_` looks at activations.
+
+        Raises:
+            ValueError: rank is outside 1..min(K, N), or the weight is on the meta device.
+        """
+        limit = min(linear.in_features, linear.out_features)
+        if not 1 <= rank <= limit:
+            raise ValueError(f"rank must be in 1..min(K, N) = {limit}, got {rank}")
+        if linear.weight.is_meta:
+            raise ValueError("cannot factor a weight on the meta device; load its values first")
+        weight = linear.weight.detach()
+        p, sigma, qh = torch.linalg.svd(weight.double().t(), full_matrices=False)
+        root = sigma[:rank].sqrt()
+        u = (p[:, :rank] * root).to(weight.dtype)
+        v = (root[:, None] * qh[:rank]).to(weight.dtype)
+        bias = None if linear.bias is None else linear.bias.detach()
+        return cls.from_factors(u, v, bias)
+
+    @torch.no_grad()
+    def to_linear(self) -> nn.Linear:
+        """Return the dense `nn.Linear` with weight `(u @ v).T`, multiplied in fp32 or wider."""
+        linear = nn.Linear(
+            self.in_features,
+            self.out_features,
+            bias=self.bias is not None,
+            device=self.u.device,
+            dtype=self.u.dtype,
+        )
+        wide = torch.promote_types(self.u.dtype, torch.float32)
+        linear.weight.copy_((self.u.to(wide) @ self.v.to(wide)).t())
+        if self.bias is not None:
+            linear.bias.copy_(self.bias)
+        return linear
+
+    @torch.no_grad()
+    def relayout_(self) -> Self:
+        """Store u and v contiguous along the contraction again, after values were assigned."""
+        for name in ("u", "v"):
+            parameter: nn.Parameter = getattr(self, name)
+            parameter.data = _contraction_major(parameter.data)
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map x `[..., K]` to `[..., N]`."""
+        return xuv(x, self.u, self.v, self.bias)
+
+    @property
+    def effective_ratio(self) -> float:
+        """Fraction of the dense weight's parameters that this layer does without."""
+        dense = self.in_features * self.out_features
+        return 1 - self.rank * (self.in_features + self.out_features) / dense
+
+    def extra_repr(self) -> str:
+        """Describe sizes, rank and effective ratio for `print(model)`."""
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, rank={self.rank}, "
+            f"bias={self.bias is not None}, effective_ratio={self.effective_ratio:.3f}"
+        )
+
+
+def _contraction_major(matrix: Tensor) -> Tensor:
+    return matrix.t().contiguous().t()

@@ -1,0 +1,126 @@
+"""SVDMLP: a gated MLP whose three projections are low-rank, run as one op."""
+
+from typing import Self
+
+import torch
+from torch import Tensor, nn
+
+from neuronmm_ops.nn.svd_linear import SVDLinear
+from neuronmm_ops.ops import ACTIVATIONS, svd_mlp
+
+# Transformers' MLP classes whose forward is exactly down_proj(act_fn(gate_proj(x)) * up_proj(x)).
+# A list, not a guess from attribute names: some classes with the same children do more (dropout,
+# activation sparsity), and replacing those would change the model.
+GATED_MLPS = frozenset(
+    {
+        "ArceeGatedMLP",
+        "Gemma2MLP",
+        "Gemma3MLP",
+        "GemmaMLP",
+        "LlamaMLP",
+        "MistralMLP",
+        "Olmo2MLP",
+        "OlmoMLP",
+        "Qwen2MLP",
+        "Qwen3MLP",
+        "SmolLM3MLP",
+    }
+)
+_ACTIVATION_CLASSES = {
+    "GELUActivation": "gelu",
+    "GELUTanh": "gelu_tanh",
+    "ReLU": "relu",
+    "SiLU": "silu",
+    "SiLUActivation": "silu",
+}
+
+
+class SVDMLP(nn.Module):
+    """Gated MLP `down_proj(act(gate_proj(x)) * up_proj(x))`.
+
+    With three low-rank projections and no biases it is one `neuronmm::svd_mlp`. In every other
+    case (a projection kept dense, a bias, a hook on a projection) each projection is called by
+    itself. Children have Transformers' names, so checkpoints keep their keys.
+
+    Args:
+        hidden_size: K, also the output size.
+        intermediate_size: I.
+        ranks: of gate, up and down.
+        activation: `silu`, `gelu`, `gelu_tanh` or `relu`.
+        device: of the parameters.
+        dtype: of the parameters.
+
+    Raises:
+        ValueError: the activation is unknown, or a size is smaller than 1.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        ranks: tuple[int, int, int],
+        activation: str = "silu",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        _check_activation(activation)
+        gate, up, down = ranks
+        wide = {"bias": False, "device": device, "dtype": dtype}
+        self.gate_proj: nn.Module = SVDLinear(hidden_size, intermediate_size, gate, **wide)
+        self.up_proj: nn.Module = SVDLinear(hidden_size, intermediate_size, up, **wide)
+        self.down_proj: nn.Module = SVDLinear(intermediate_size, hidden_size, down, **wide)
+        self.activation = activation
+
+    @classmethod
+    def from_projections(
+        cls, gate: nn.Module, up: nn.Module, down: nn.Module, activation: str
+    ) -> Self:
+        """Build an MLP around existing projections, `SVDLinear` or `nn.Linear`, without a copy.
+
+        Raises:
+            ValueError: the activation is unknown.
+        """
+        _check_activation(activation)
+        mlp = cls.__new__(cls)
+        nn.Module.__init__(mlp)
+        mlp.gate_proj, mlp.up_proj, mlp.down_proj = gate, up, down
+        mlp.activation = activation
+        return mlp
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map x `[..., K]` to `[..., K]`."""
+        gate, up, down = self.gate_proj, self.up_proj, self.down_proj
+        if _is_fusible(gate) and _is_fusible(up) and _is_fusible(down):
+            return svd_mlp(x, gate.u, gate.v, up.u, up.v, down.u, down.v, self.activation)
+        return down(ACTIVATIONS[self.activation](gate(x)) * up(x))
+
+    def extra_repr(self) -> str:
+        """Name the activation for `print(model)`."""
+        return f"activation={self.activation}"
+
+
+def gated_activation(module: nn.Module) -> str | None:
+    """Return the activation's name if `module` is a gated MLP that `SVDMLP` computes, else None."""
+    if type(module).__name__ not in GATED_MLPS:
+        return None
+    name = type(getattr(module, "act_fn", None)).__name__
+    return _ACTIVATION_CLASSES.get(name)
+
+
+def _is_fusible(projection: nn.Module) -> bool:
+    """Say whether calling the op instead of the module leaves out nothing the user asked for."""
+    return (
+        type(projection) is SVDLinear
+        and projection.bias is None
+        and not projection._forward_hooks
+        and not projection._forward_pre_hooks
+        and not projection._backward_hooks
+        and not projection._backward_pre_hooks
+        and "forward" not in projection.__dict__  # accelerate's offloading wraps it
+    )
+
+
+def _check_activation(activation: str) -> None:
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}; got {activation!r}")

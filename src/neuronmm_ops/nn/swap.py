@@ -1,0 +1,118 @@
+"""Replacing modules inside a model: what is swapped, and what survives the swap."""
+
+from collections import defaultdict
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from neuronmm_ops.nn.svd_linear import SVDLinear
+from neuronmm_ops.nn.svd_mlp import SVDMLP, gated_activation
+
+
+@torch.no_grad()
+def swap_(model: nn.Module, factors: Mapping[str, tuple[Tensor, Tensor]]) -> None:
+    """Replace Linears by `SVDLinear`s, in place, and gated MLPs around them by `SVDMLP`s.
+
+    Bias, buffers, hooks, dtype, device, training flag and requires_grad are those of the replaced
+    module. A Linear used at several places is replaced at all of them by one SVDLinear.
+
+    Args:
+        model: any module that contains the Linears.
+        factors: qualified name of the Linear to `(u[K, r], v[r, N])`.
+
+    Raises:
+        ValueError: a name is no `nn.Linear` of the model, shapes do not fit, or the weight is
+            shared with another module. Nothing is replaced then.
+    """
+    tied = shared_weights(model)
+    replacements: dict[str, nn.Module] = {}
+    for name, (u, v) in factors.items():
+        linear = _linear(model, name)
+        if name in tied:
+            raise ValueError(
+                f"{name} shares its weight with {tied[name]}; a swap would untie them, leave it out"
+            )
+        if (u.shape[0], v.shape[-1]) != (linear.in_features, linear.out_features):
+            raise ValueError(
+                f"{name}: u must be [{linear.in_features}, r] and v [r, {linear.out_features}], "
+                f"got {list(u.shape)} and {list(v.shape)}"
+            )
+        weight = linear.weight
+        layer = SVDLinear.from_factors(u.to(weight), v.to(weight), linear.bias)
+        layer.u.requires_grad_(weight.requires_grad)
+        layer.v.requires_grad_(weight.requires_grad)
+        replacements[name] = layer
+    replace_(model, replacements)
+
+
+def replace_(model: nn.Module, replacements: Mapping[str, nn.Module]) -> None:
+    """Put each module in the place of the one of that name, then fuse the gated MLPs touched."""
+    places = _places(model)
+    for name, new in replacements.items():
+        old = model.get_submodule(name)
+        _carry_over(old, new)
+        for parent, attribute in places[old]:
+            setattr(parent, attribute, new)
+    parents = {name.rpartition(".")[0] for name in replacements}
+    for name in sorted(parents):
+        _fuse_gated_mlp(model, name, places)
+
+
+def shared_weights(model: nn.Module) -> dict[str, str]:
+    """Map each Linear whose weight another module holds too to that parameter's name."""
+    owners: dict[int, list[tuple[str, str]]] = defaultdict(list)
+    for name, module in model.named_modules():
+        for key, parameter in module.named_parameters(recurse=False):
+            owners[id(parameter)].append((name, key))
+    shared: dict[str, str] = {}
+    for places in owners.values():
+        for name, key in places:
+            others = [f"{n}.{k}".lstrip(".") for n, k in places if (n, k) != (name, key)]
+            if others and key == "weight" and isinstance(model.get_submodule(name), nn.Linear):
+                shared[name] = others[0]
+    return shared
+
+
+def _linear(model: nn.Module, name: str) -> nn.Linear:
+    try:
+        module = model.get_submodule(name)
+    except AttributeError:
+        raise ValueError(f"the model has no module named {name!r}") from None
+    # A subclass may compute something else in its forward.
+    if type(module) is not nn.Linear:
+        raise ValueError(f"{name} must be an nn.Linear, got {type(module).__name__}")
+    return module
+
+
+def _places(model: nn.Module) -> dict[nn.Module, list[tuple[nn.Module, str]]]:
+    """Map each submodule to every (parent, attribute) that holds it."""
+    places: dict[nn.Module, list[tuple[nn.Module, str]]] = defaultdict(list)
+    for parent in model.modules():
+        for attribute, child in parent._modules.items():
+            if child is not None:
+                places[child].append((parent, attribute))
+    return places
+
+
+def _fuse_gated_mlp(
+    model: nn.Module, name: str, places: Mapping[nn.Module, list[tuple[nn.Module, str]]]
+) -> None:
+    mlp = model.get_submodule(name)
+    activation = gated_activation(mlp)
+    if activation is None or mlp not in places:
+        return
+    fused = SVDMLP.from_projections(mlp.gate_proj, mlp.up_proj, mlp.down_proj, activation)
+    _carry_over(mlp, fused)
+    for parent, attribute in places[mlp]:
+        setattr(parent, attribute, fused)
+
+
+def _carry_over(old: nn.Module, new: nn.Module) -> None:
+    """Give `new` the training flag, buffers and hooks of `old`."""
+    new.training = old.training
+    for name, buffer in old.named_buffers(recurse=False):
+        new.register_buffer(name, buffer, persistent=name not in old._non_persistent_buffers_set)
+    for key, value in vars(old).items():
+        if "_hooks" in key or key == "_is_full_backward_hook":
+            new.__dict__[key] = value

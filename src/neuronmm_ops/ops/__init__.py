@@ -1,0 +1,7 @@
+"""The ops `neuronmm::xuv`, `neuronmm::svd_mlp` and `neuronmm::xw`. Imports torch only."""
+
+from neuronmm_ops.ops.functional import svd_mlp, xuv, xw
+from neuronmm_ops.ops.implementation import use_impl
+from neuronmm_ops.ops.reference import ACTIVATIONS
+
+__all__ = ["ACTIVATIONS", "svd_mlp", "use_impl", "xuv", "xw"]

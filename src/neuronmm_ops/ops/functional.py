@@ -1,0 +1,101 @@
+"""Typed public wrappers: `neuronmm_ops.xuv(...)` and its siblings."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from neuronmm_ops.ops import schema  # noqa: F401  (registers the ops)
+
+# Bound once: looking an overload up costs more than calling it.
+_XUV = torch.ops.neuronmm.xuv.default
+_XW = torch.ops.neuronmm.xw.default
+_SVD_MLP = torch.ops.neuronmm.svd_mlp.default
+
+
+def _call(op: Callable[..., Tensor], *args: Any) -> Tensor:
+    """Call `op`, past its autograd kernel when nothing can want a gradient.
+
+    Under `no_grad` a registered autograd formula still costs a second trip through Python (4 us);
+    `inference_mode` skips it by itself, and a compiler must see the op as it is.
+    """
+    if (
+        torch.is_grad_enabled()
+        or torch.is_inference_mode_enabled()
+        or torch.compiler.is_compiling()
+    ):
+        return op(*args)
+    with torch._C._AutoDispatchBelowAutograd():
+        return op(*args)
+
+
+def xuv(x: Tensor, u: Tensor, v: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Low-rank matmul `(x @ u) @ v + bias` as one op, `neuronmm::xuv`.
+
+    Args:
+        x: `[..., K]`, any leading dimensions (none, or empty, allowed); bf16, fp16 or fp32
+            (fp64 on CPU).
+        u: `[K, r]`, dtype and device of x.
+        v: `[r, N]`, dtype and device of x.
+        bias: `[N]` or None.
+
+    Returns:
+        `[..., N]`, contiguous, dtype of x. Accumulated in fp32; `x @ u` is rounded once to x's
+        dtype.
+
+    Raises:
+        ValueError: shapes do not fit.
+        TypeError: dtypes or devices differ, or the dtype is not supported.
+    """
+    return _call(_XUV, x, u, v, bias)
+
+
+def xw(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Dense matmul `x @ w + bias` through the same machinery, `neuronmm::xw`: the baseline.
+
+    Args:
+        x: `[..., K]`; bf16, fp16 or fp32 (fp64 on CPU).
+        w: `[K, N]`, dtype and device of x (`nn.Linear`'s weight is its transpose).
+        bias: `[N]` or None.
+
+    Returns:
+        `[..., N]`, contiguous, dtype of x.
+
+    Raises:
+        ValueError: shapes do not fit.
+        TypeError: dtypes or devices differ, or the dtype is not supported.
+    """
+    return _call(_XW, x, w, bias)
+
+
+def svd_mlp(
+    x: Tensor,
+    u_gate: Tensor,
+    v_gate: Tensor,
+    u_up: Tensor,
+    v_up: Tensor,
+    u_down: Tensor,
+    v_down: Tensor,
+    activation: str = "silu",
+) -> Tensor:
+    """Gated MLP `down(act(gate(x)) * up(x))` with low-rank projections, `neuronmm::svd_mlp`.
+
+    Args:
+        x: `[..., K]`; bf16, fp16 or fp32 (fp64 on CPU).
+        u_gate: `[K, r_gate]`.
+        v_gate: `[r_gate, I]`.
+        u_up: `[K, r_up]`.
+        v_up: `[r_up, I]`.
+        u_down: `[I, r_down]`.
+        v_down: `[r_down, N]`.
+        activation: `silu`, `gelu`, `gelu_tanh` or `relu`.
+
+    Returns:
+        `[..., N]`, contiguous, dtype of x.
+
+    Raises:
+        ValueError: shapes do not fit, or the activation is unknown.
+        TypeError: dtypes or devices differ, or the dtype is not supported.
+    """
+    return _call(_SVD_MLP, x, u_gate, v_gate, u_up, v_up, u_down, v_down, activation)

@@ -1,0 +1,81 @@
+"""Which implementation runs the ops on CPU tensors. Never a silent fallback.
+
+`reference` is the composite kernel. Any other one is installed under the CPU key, which outranks
+the composite, and removed again; so the choice costs nothing per call.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+
+import torch
+from torch import Tensor
+
+OPS = ("xuv", "xw", "svd_mlp")
+Kernels = Mapping[str, Callable[..., Tensor]]
+
+_kernels: dict[str, Kernels | None] = {"reference": None}
+_active = "reference"
+_override: torch.library.Library | None = None
+
+
+def register_impl(name: str, kernels: Kernels) -> None:
+    """Make `use_impl(name)` run `kernels`: a callable for each of `xuv`, `xw` and `svd_mlp`.
+
+    Raises:
+        ValueError: the name is taken, or an op is missing.
+    """
+    if name in _kernels:
+        raise ValueError(f"implementation {name!r} is already registered; choose another name")
+    missing = [op for op in OPS if op not in kernels]
+    if missing:
+        raise ValueError(
+            f"implementation {name!r} lacks {', '.join(missing)}; it must have all ops"
+        )
+    _kernels[name] = kernels
+
+
+def use_impl(name: str) -> AbstractContextManager[None]:
+    """Run the ops on CPU tensors through `name`, from now on or for a `with` block.
+
+    Args:
+        name: `reference`, or the name of a registered implementation.
+
+    Returns:
+        A context manager that restores the implementation that was active before.
+
+    Raises:
+        ValueError: no implementation has that name.
+    """
+    previous = _active
+    _activate(name)
+    return _restore(previous)
+
+
+def active_impl() -> str:
+    """Return the name of the implementation that runs on CPU tensors now."""
+    return _active
+
+
+@contextmanager
+def _restore(previous: str) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        _activate(previous)
+
+
+def _activate(name: str) -> None:
+    global _active, _override
+    if name not in _kernels:
+        raise ValueError(f"implementation must be one of {', '.join(_kernels)}; got {name!r}")
+    if name == _active:
+        return
+    if _override is not None:
+        _override._destroy()
+        _override = None
+    kernels = _kernels[name]
+    if kernels is not None:
+        _override = torch.library.Library("neuronmm", "IMPL")
+        for op in OPS:
+            _override.impl(op, kernels[op], "CPU")
+    _active = name
