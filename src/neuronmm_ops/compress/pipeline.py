@@ -10,7 +10,7 @@ from neuronmm_ops.compress.calibrate import Moment, Progress, Side, collect_mome
 from neuronmm_ops.compress.config import SVDConfig
 from neuronmm_ops.compress.factorize import factorize, moment_side
 from neuronmm_ops.compress.rank import aligned_rank
-from neuronmm_ops.compress.report import CompressionReport, LayerReport, current_provenance
+from neuronmm_ops.compress.report import CompressionReport, LayerReport, provenance_of
 from neuronmm_ops.compress.targets import select_targets
 from neuronmm_ops.errors import CalibrationWarning, NonFiniteError
 from neuronmm_ops.nn.swap import swap_
@@ -78,7 +78,7 @@ def compress_(
             for name, linear in selection.linears.items()
         ),
         calibration=_describe(batches) if calibrated else None,
-        provenance=current_provenance(),
+        provenance=provenance_of(model),
     )
 
 

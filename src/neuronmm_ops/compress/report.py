@@ -1,11 +1,13 @@
 """What a compression did: ranks, losses, bytes and provenance, as data."""
 
 import platform
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
 from importlib.metadata import version
-from typing import Any
+from typing import Any, Self
 
 import torch
+from torch import nn
 
 from neuronmm_ops.compress.config import SVDConfig
 
@@ -37,6 +39,33 @@ class LayerReport:
     bytes: int
     dense_bytes: int
 
+    @property
+    def parameters(self) -> int:
+        """Number of parameters of its matrices as they are now."""
+        return self.K * self.N if self.r is None else self.r * (self.K + self.N)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """Read what `dataclasses.asdict` wrote, checking every value.
+
+        Raises:
+            ValueError: a field is missing, unknown, of the wrong type or out of range.
+        """
+        names = {field.name for field in fields(cls)}
+        if set(values) != names:
+            odd = sorted(set(values) ^ names)[0]
+            raise ValueError(f"a layer must have exactly {', '.join(sorted(names))}; see {odd!r}")
+        layer = cls(**values)
+        sizes = (layer.K, layer.N, layer.bytes, layer.dense_bytes)
+        if not isinstance(layer.name, str) or not all(_is_count(size) for size in sizes):
+            raise ValueError(f"layer {layer.name!r} must have positive integer sizes, got {sizes}")
+        if layer.dense != (layer.r is None) or not (layer.r is None or _is_count(layer.r)):
+            raise ValueError(
+                f"{layer.name}: r must be a positive integer, or null for a dense layer; "
+                f"got r={layer.r!r}, dense={layer.dense!r}"
+            )
+        return layer
+
 
 @dataclass(frozen=True)
 class CompressionReport:
@@ -46,7 +75,8 @@ class CompressionReport:
         config: the config used.
         layers: one entry for each targeted Linear, in model order.
         calibration: `{"tokens", "batches", "sha256"}`, or None when the method needs none.
-        provenance: versions of the libraries and the seed-free, deterministic method.
+        provenance: model id and versions of the libraries. There is no seed: the method is
+            deterministic.
     """
 
     config: SVDConfig
@@ -63,7 +93,7 @@ class CompressionReport:
     def effective_ratio(self) -> float:
         """Fraction of the targeted matrices' parameters that is gone."""
         dense = sum(layer.K * layer.N for layer in self.layers)
-        return 1 - sum(_parameters(layer) for layer in self.layers) / dense
+        return 1 - sum(layer.parameters for layer in self.layers) / dense
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as a JSON-compatible dict."""
@@ -76,15 +106,40 @@ class CompressionReport:
             "provenance": self.provenance,
         }
 
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """Read what `to_dict` wrote, checking every value.
 
-def current_provenance() -> dict[str, str]:
-    """Return the versions that the factors depend on."""
+        Raises:
+            ValueError: a field is missing, of the wrong type or out of range.
+        """
+        try:
+            config, layers = values["svd_config"], values["layers"]
+            calibration, provenance = values["calibration"], values["provenance"]
+        except KeyError as error:
+            raise ValueError(f"compression record must have a field {error}") from None
+        if not isinstance(config, Mapping) or not isinstance(layers, list) or not layers:
+            raise ValueError("compression record must have an svd_config and at least one layer")
+        try:
+            return cls(
+                config=SVDConfig.from_dict(config),
+                layers=tuple(LayerReport.from_dict(layer) for layer in layers),
+                calibration=calibration,
+                provenance=provenance,
+            )
+        except TypeError as error:
+            raise ValueError(f"compression record is malformed: {error}") from None
+
+
+def provenance_of(model: nn.Module) -> dict[str, str]:
+    """Return the model's id, as its config names it, and the versions the factors depend on."""
     return {
+        "model": str(getattr(model, "name_or_path", "")),
         "neuronmm_ops": version("neuronmm-ops"),
         "torch": torch.__version__,
         "python": platform.python_version(),
     }
 
 
-def _parameters(layer: LayerReport) -> int:
-    return layer.K * layer.N if layer.r is None else layer.r * (layer.K + layer.N)
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0

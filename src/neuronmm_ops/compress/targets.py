@@ -64,8 +64,8 @@ def _matches(target: str, name: str) -> bool:
 def _output_head(model: nn.Module) -> nn.Module | None:
     """Return Transformers' output embedding, or whatever is called lm_head."""
     find = getattr(model, "get_output_embeddings", None)
-    head = find() if callable(find) else None
-    return head if head is not None else getattr(model, "lm_head", None)
+    head = find() if callable(find) else getattr(model, "lm_head", None)
+    return head if isinstance(head, nn.Module) else None
 
 
 def _nothing_matches(config: SVDConfig, candidates: dict[str, nn.Linear], kept: dict) -> str:

@@ -1,1 +1,20 @@
-"""Transformers: which modules, saving and loading, generation."""
+"""Transformers models: calibration text, saving and loading.
+
+Importing this registers the quantizer `neuronmm`, so that
+`AutoModelForCausalLM.from_pretrained(directory)` restores a compressed checkpoint.
+"""
+
+from neuronmm_ops.hf.loading import load, load_tokenizer
+from neuronmm_ops.hf.quantizer import NeuronMMConfig, NeuronMMQuantizer
+from neuronmm_ops.hf.saving import save
+from neuronmm_ops.hf.text import calibration_batches, read_text
+
+__all__ = [
+    "NeuronMMConfig",
+    "NeuronMMQuantizer",
+    "calibration_batches",
+    "load",
+    "load_tokenizer",
+    "read_text",
+    "save",
+]

@@ -1,0 +1,130 @@
+"""The HfQuantizer that makes `from_pretrained` restore a compressed checkpoint."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.quantizers.auto import register_quantization_config, register_quantizer
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from neuronmm_ops.compress.checkpoint import (
+    QUANT_METHOD,
+    check_shapes,
+    read_shapes,
+    record_of,
+    report_of,
+)
+from neuronmm_ops.compress.report import CompressionReport, LayerReport
+from neuronmm_ops.errors import CheckpointError
+from neuronmm_ops.nn.svd_linear import SVDLinear
+from neuronmm_ops.nn.swap import replace_
+
+
+class NeuronMMConfig(QuantizationConfigMixin):
+    """A compression record in the place where Transformers keeps quantization configs.
+
+    Raises:
+        CheckpointError: the record is not ours, of an unknown version, or malformed.
+    """
+
+    def __init__(self, **record: Any) -> None:
+        self.report: CompressionReport = report_of(record)
+        self.quant_method = QUANT_METHOD  # pyright: ignore  (theirs is an enum of known methods)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the record, as config.json holds it."""
+        return record_of(self.report)
+
+
+class NeuronMMQuantizer(HfQuantizer):
+    """Puts meta `SVDLinear`s and `SVDMLP`s in place before the weights are read."""
+
+    def __init__(self, config: QuantizationConfigMixin, **kwargs: Any) -> None:
+        super().__init__(config, **kwargs)
+        assert isinstance(config, NeuronMMConfig)
+        self.report = config.report
+        if not self.pre_quantized:
+            raise ValueError(
+                "from_pretrained restores compressed checkpoints, it does not compress; "
+                "use compress_ or: neuronmm compress"
+            )
+
+    def _process_model_before_weight_loading(
+        self,
+        model: PreTrainedModel,
+        checkpoint_files: Sequence[str] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        layers = self.report.layers
+        if checkpoint_files is not None:
+            # Before the loader sees them: it would re-initialize what does not fit, with a warning.
+            check_shapes(read_shapes(Path(file) for file in checkpoint_files), layers)
+        replacements = {}
+        for layer in layers:
+            if layer.r is not None:
+                name = _name_in(model, layer.name)
+                replacements[name] = _meta_layer(model, name, layer)
+        replace_(model, replacements)
+
+    def _process_model_after_weight_loading(
+        self, model: PreTrainedModel, **kwargs: Any
+    ) -> PreTrainedModel:
+        for module in model.modules():
+            # Offloaded layers are on the meta device and get their values call by call.
+            if isinstance(module, SVDLinear) and not module.u.is_meta:
+                module.relayout_()
+        return model
+
+    def is_serializable(self) -> bool:  # pyright: ignore  (the base's stub returns None)
+        """Say that `save_pretrained` works."""
+        return True
+
+    @property
+    def is_trainable(self) -> bool:  # pyright: ignore  (likewise)
+        """The factors are ordinary parameters."""
+        return True
+
+    @property
+    def is_compileable(self) -> bool:
+        """The ops have fakes: no graph breaks."""
+        return True
+
+
+register_quantization_config(QUANT_METHOD)(NeuronMMConfig)
+register_quantizer(QUANT_METHOD)(NeuronMMQuantizer)
+
+
+def _name_in(model: PreTrainedModel, name: str) -> str:
+    """Return the layer's name in `model`, which may be the base model of the one saved."""
+    for candidate in (name, name.removeprefix(f"{model.base_model_prefix}.")):
+        try:
+            model.get_submodule(candidate)
+        except AttributeError:
+            continue
+        return candidate
+    raise CheckpointError(
+        f"config.json lists layer {name}, which {type(model).__name__} does not have"
+    )
+
+
+def _meta_layer(model: PreTrainedModel, name: str, layer: LayerReport) -> SVDLinear:
+    linear = model.get_submodule(name)
+    if type(linear) is not nn.Linear:
+        raise CheckpointError(f"{name} must be an nn.Linear, got {type(linear).__name__}")
+    if (linear.in_features, linear.out_features) != (layer.K, layer.N):
+        raise CheckpointError(
+            f"{name}: config.json asks for [K, N] = {[layer.K, layer.N]}, the architecture has "
+            f"{[linear.in_features, linear.out_features]}"
+        )
+    assert layer.r is not None
+    return SVDLinear(
+        layer.K,
+        layer.N,
+        layer.r,
+        bias=linear.bias is not None,
+        device="meta",
+        dtype=linear.weight.dtype,
+    )

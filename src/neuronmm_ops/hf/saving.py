@@ -1,0 +1,95 @@
+"""Saving a compressed model whole, or not at all."""
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from transformers import PreTrainedModel
+
+from neuronmm_ops.compress.checkpoint import record_of
+from neuronmm_ops.compress.report import CompressionReport
+from neuronmm_ops.hf.quantizer import NeuronMMConfig
+
+
+def save(
+    model: PreTrainedModel,
+    directory: str | Path,
+    report: CompressionReport | None = None,
+    tokenizer: Any = None,
+    force: bool = False,
+) -> None:
+    """Write a model that `compress_` changed as a Transformers directory.
+
+    Everything is written to a sibling directory that is renamed at the end: a killed or failed
+    run leaves the target as it was. Load it with `import neuronmm_ops.hf` and
+    `AutoModelForCausalLM.from_pretrained(directory)`.
+
+    Args:
+        model: the compressed model.
+        directory: the target; its parent is created.
+        report: what `compress_` returned; may be left out for a model loaded from a compressed
+            checkpoint.
+        tokenizer: saved along with the model.
+        force: replace an existing target.
+
+    Raises:
+        FileExistsError: the target exists, and force is not given.
+        ValueError: there is no report.
+        OSError: the target cannot be written; says how much room it needs.
+    """
+    target = Path(directory)
+    check_target(target, force)
+    if report is not None:
+        model.config.quantization_config = NeuronMMConfig(**record_of(report))
+    if not isinstance(getattr(model.config, "quantization_config", None), NeuronMMConfig):
+        raise ValueError("report must be given: the model was not loaded from a compressed one")
+
+    target.parent.mkdir(parents=True, exist_ok=True)
+    needed = sum(parameter.nbytes for parameter in model.parameters())
+    free = shutil.disk_usage(target.parent).free
+    if free < needed:
+        raise OSError(_no_room(target, needed, free))
+    temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent))
+    try:
+        os.chmod(temporary, 0o755)  # noqa: S103  (mkdtemp's 0700 would hide the model from others)
+        model.save_pretrained(temporary)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(temporary)
+        _put_in_place(temporary, target)
+    except (OSError, SafetensorError) as error:
+        free = shutil.disk_usage(target.parent).free
+        raise OSError(f"{error}; {_no_room(target, needed, free)}") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def check_target(target: Path, force: bool) -> None:
+    """Refuse an existing target unless force is given.
+
+    Raises:
+        FileExistsError: the target exists, or is a file.
+    """
+    if target.exists() and not (force and target.is_dir()):
+        remedy = "it is no directory" if not target.is_dir() else "use --force to replace it"
+        raise FileExistsError(f"output {target} exists; {remedy}")
+
+
+def _put_in_place(temporary: Path, target: Path) -> None:
+    """Rename, keeping an existing target until the new one is there."""
+    if not target.exists():
+        temporary.rename(target)
+        return
+    old = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".old", dir=target.parent))
+    target.rename(old / target.name)
+    temporary.rename(target)
+    shutil.rmtree(old)
+
+
+def _no_room(target: Path, needed: int, free: int) -> str:
+    return (
+        f"writing {target} needs {needed / 1e9:.3f} GB and the disk has {free / 1e9:.3f} GB free; "
+        "free some, or choose another place"
+    )

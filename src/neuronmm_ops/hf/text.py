@@ -1,0 +1,65 @@
+"""Calibration text: from a file to batches of token ids."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from neuronmm_ops.eval.perplexity import encode_documents
+
+# Tokens in one forward pass: enough for full-speed matmuls, little enough for a laptop.
+BATCH_TOKENS = 4096
+
+
+def read_text(path: str | Path) -> str:
+    """Read a UTF-8 text file.
+
+    Raises:
+        ValueError: the file is missing, empty, binary, or not UTF-8.
+    """
+    try:
+        data = Path(path).read_bytes()
+    except OSError as error:
+        raise ValueError(f"cannot read text {path}: {error.strerror}") from None
+    if b"\0" in data:
+        raise ValueError(f"text {path} must be UTF-8 text, got binary data (a NUL byte)")
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"text {path} must be UTF-8, got byte {data[error.start]:#x} at {error.start}; "
+            "convert it first"
+        ) from None
+    if not text.strip():
+        raise ValueError(f"text {path} is empty; give a file with text")
+    return text
+
+
+def calibration_batches(tokenizer: Any, text: str, samples: int, seqlen: int) -> list[Tensor]:
+    """Cut a text into batches of blocks `[B, seqlen]`, taken evenly over the whole text.
+
+    Deterministic: there is no seed. Fewer blocks than `samples` are taken when the text is short.
+
+    Args:
+        tokenizer: a Transformers tokenizer.
+        text: the calibration text.
+        samples: how many blocks.
+        seqlen: tokens in a block.
+
+    Raises:
+        ValueError: the text is shorter than one block, or a number is smaller than 1.
+    """
+    if samples < 1 or seqlen < 1:
+        raise ValueError(f"samples and seqlen must be at least 1, got {samples} and {seqlen}")
+    ids = encode_documents(tokenizer, [text])
+    available = ids.numel() // seqlen
+    if available == 0:
+        raise ValueError(
+            f"calibration text must hold at least one block of {seqlen} tokens, "
+            f"got {ids.numel()}; use a longer text or a smaller --seqlen"
+        )
+    count = min(samples, available)
+    blocks = ids[: available * seqlen].view(available, seqlen)
+    chosen = blocks[torch.arange(count) * available // count]
+    return list(chosen.split(max(1, BATCH_TOKENS // seqlen)))

@@ -1,0 +1,91 @@
+"""A save happens whole or not at all."""
+
+import errno
+import shutil
+import warnings
+from pathlib import Path
+
+import pytest
+from tiny import tiny_ids, tiny_model
+from transformers import PreTrainedModel
+
+from neuronmm_ops import CalibrationWarning, CompressionReport, SVDConfig, compress_, hf
+
+
+@pytest.fixture(scope="module")
+def compressed() -> tuple[PreTrainedModel, CompressionReport]:
+    model = tiny_model()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", CalibrationWarning)
+        return model, compress_(model, SVDConfig(ratio=0.3, block=8), [tiny_ids()])
+
+
+def test_existing_target_is_refused_without_force(
+    compressed: tuple[PreTrainedModel, CompressionReport], tmp_path: Path
+) -> None:
+    target = tmp_path / "out"
+    target.mkdir()
+    (target / "precious").touch()
+    with pytest.raises(FileExistsError, match="--force"):
+        hf.save(*_arguments(compressed, target))
+    assert (target / "precious").exists()
+
+
+def test_force_replaces_and_leaves_nothing_behind(
+    compressed: tuple[PreTrainedModel, CompressionReport], tmp_path: Path
+) -> None:
+    target = tmp_path / "out"
+    target.mkdir()
+    (target / "stale").touch()
+    hf.save(*_arguments(compressed, target), force=True)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["out"]
+    assert not (target / "stale").exists()
+    assert (target / "model.safetensors").exists()
+
+
+def test_a_file_is_never_replaced(
+    compressed: tuple[PreTrainedModel, CompressionReport], tmp_path: Path
+) -> None:
+    target = tmp_path / "out"
+    target.write_text("precious")
+    with pytest.raises(FileExistsError, match="no directory"):
+        hf.save(*_arguments(compressed, target), force=True)
+    assert target.read_text() == "precious"
+
+
+def test_too_little_room_is_seen_before_writing(
+    compressed: tuple[PreTrainedModel, CompressionReport],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    usage = shutil._ntuple_diskusage(10**9, 10**9 - 1000, 1000)  # pyright: ignore
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    with pytest.raises(OSError, match=r"needs 0\.\d+ GB and the disk has 0\.000 GB free"):
+        hf.save(*_arguments(compressed, tmp_path / "out"))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_failed_write_leaves_the_old_checkpoint(
+    compressed: tuple[PreTrainedModel, CompressionReport],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    target = tmp_path / "out"
+    hf.save(*_arguments(compressed, target))
+    before = (target / "model.safetensors").read_bytes()
+
+    def fail(self: PreTrainedModel, directory: Path, **_: object) -> None:
+        (directory / "model.safetensors").write_bytes(before[:100])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(PreTrainedModel, "save_pretrained", fail)
+    with pytest.raises(OSError, match=r"No space left on device; writing .* needs"):
+        hf.save(*_arguments(compressed, target), force=True)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["out"]
+    assert (target / "model.safetensors").read_bytes() == before
+
+
+def _arguments(
+    compressed: tuple[PreTrainedModel, CompressionReport], target: Path
+) -> tuple[PreTrainedModel, Path, CompressionReport]:
+    return compressed[0], target, compressed[1]
