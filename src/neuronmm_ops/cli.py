@@ -251,7 +251,7 @@ def _command(
 def _show_summary(document: dict[str, Any]) -> None:
     table = Table(title=document.get("output"))
     table.add_column("layer", overflow="fold")
-    for column in ("K", "N", "rank", "effective ratio", "loss", "MB"):
+    for column in ("K", "N", "rank", "effective", "loss", "MB"):
         table.add_column(column, justify="right", no_wrap=True)
     for layer in document["layers"]:
         K, N, r = layer["K"], layer["N"], layer["r"]

@@ -1,6 +1,6 @@
 """SVDMLP: a gated MLP whose three projections are low-rank, run as one op."""
 
-from typing import Self
+from typing import Self, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -13,17 +13,27 @@ from neuronmm_ops.ops import ACTIVATIONS, svd_mlp
 # activation sparsity), and replacing those would change the model.
 GATED_MLPS = frozenset(
     {
-        "ArceeGatedMLP",
+        "Cohere2MLP",
+        "CohereMLP",
+        "Ernie4_5MLP",
+        "Exaone4MLP",
         "Gemma2MLP",
         "Gemma3MLP",
         "GemmaMLP",
+        "GraniteMLP",
+        "HeliumMLP",
         "LlamaMLP",
+        "Ministral3MLP",
+        "MinistralMLP",
         "MistralMLP",
         "Olmo2MLP",
+        "Olmo3MLP",
         "OlmoMLP",
         "Qwen2MLP",
         "Qwen3MLP",
+        "Qwen3_5MLP",
         "SmolLM3MLP",
+        "StableLmMLP",
     }
 )
 _ACTIVATION_CLASSES = {
@@ -108,7 +118,7 @@ def gated_activation(module: nn.Module) -> str | None:
     return _ACTIVATION_CLASSES.get(name)
 
 
-def _is_fusible(projection: nn.Module) -> bool:
+def _is_fusible(projection: nn.Module) -> TypeGuard[SVDLinear]:
     """Say whether calling the op instead of the module leaves out nothing the user asked for."""
     return (
         type(projection) is SVDLinear

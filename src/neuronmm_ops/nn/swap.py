@@ -22,13 +22,16 @@ def swap_(model: nn.Module, factors: Mapping[str, tuple[Tensor, Tensor]]) -> Non
         factors: qualified name of the Linear to `(u[K, r], v[r, N])`.
 
     Raises:
-        ValueError: a name is no `nn.Linear` of the model, shapes do not fit, or the weight is
-            shared with another module. Nothing is replaced then.
+        ValueError: a name is no `nn.Linear` of the model, two names are the same one, shapes do
+            not fit, or the weight is shared with another module. Nothing is replaced then.
     """
     tied = shared_weights(model)
     replacements: dict[str, nn.Module] = {}
+    names: dict[nn.Linear, str] = {}
     for name, (u, v) in factors.items():
         linear = _linear(model, name)
+        if names.setdefault(linear, name) != name:
+            raise ValueError(f"{names[linear]} and {name} are one module; give factors for one name")
         if name in tied:
             raise ValueError(
                 f"{name} shares its weight with {tied[name]}; a swap would untie them, leave it out"
@@ -100,9 +103,14 @@ def _fuse_gated_mlp(
 ) -> None:
     mlp = model.get_submodule(name)
     activation = gated_activation(mlp)
-    if activation is None or mlp not in places:
-        return
-    fused = SVDMLP.from_projections(mlp.gate_proj, mlp.up_proj, mlp.down_proj, activation)
+    if activation is None or mlp not in places or "forward" in vars(mlp):
+        return  # another MLP, or one whose forward somebody replaced
+    fused = SVDMLP.from_projections(
+        mlp.get_submodule("gate_proj"),
+        mlp.get_submodule("up_proj"),
+        mlp.get_submodule("down_proj"),
+        activation,
+    )
     _carry_over(mlp, fused)
     for parent, attribute in places[mlp]:
         setattr(parent, attribute, fused)

@@ -22,8 +22,8 @@ def _call(op: Callable[..., Tensor], *args: Any) -> Tensor:
     """
     if (
         torch.is_grad_enabled()
+        or torch.compiler.is_compiling()  # first: a compiler cannot trace the next question
         or torch.is_inference_mode_enabled()
-        or torch.compiler.is_compiling()
     ):
         return op(*args)
     with torch._C._AutoDispatchBelowAutograd():

@@ -45,7 +45,8 @@ def _xuv_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     needs = ctx.needs_input_grad
     rows, grad_rows = reference.rows(x), reference.rows(grad)
     dx, du, dv = _pair_backward(rows, u, v, grad_rows, needs[:3])
-    dbias = grad_rows.sum(0) if needs[3] else None
+    # The dispatcher drops a bias of None, and its place here with it.
+    dbias = grad_rows.sum(0) if any(needs[3:]) else None
     return _like(dx, x), du, dv, dbias
 
 
@@ -75,7 +76,7 @@ def _xw_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     grad_rows = reference.rows(grad)
     dx = grad_rows.mm(w.t()).view(x.shape) if needs[0] else None
     dw = reference.rows(x).t().mm(grad_rows) if needs[1] else None
-    return dx, dw, grad_rows.sum(0) if needs[2] else None
+    return dx, dw, grad_rows.sum(0) if any(needs[2:]) else None
 
 
 torch.library.register_autograd("neuronmm::xw", _xw_backward, setup_context=_xw_setup, lib=LIBRARY)
@@ -155,6 +156,9 @@ def _pair_backward(
 def _activation_backward(name: str, grad: Tensor, x: Tensor) -> Tensor:
     aten = torch.ops.aten
     if name == "silu":
+        if torch.is_grad_enabled():  # create_graph=True; silu_backward has no derivative itself
+            sigmoid = torch.sigmoid(x)
+            return grad * sigmoid * (1 + x * (1 - sigmoid))
         return aten.silu_backward(grad, x)
     if name == "relu":
         return aten.threshold_backward(grad, x, 0)

@@ -1,0 +1,61 @@
+"""A swapped Transformers model is one graph: every pair one node, no breaks, dynamic sizes."""
+
+import warnings
+
+import pytest
+import torch
+from tiny import tiny_ids, tiny_model
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._dynamo.utils import counters
+from transformers import PreTrainedModel
+
+from neuronmm_ops import CalibrationWarning, SVDConfig, compress_
+
+
+def _swapped(targets: str) -> PreTrainedModel:
+    model = tiny_model()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", CalibrationWarning)
+        compress_(model, SVDConfig(ratio=0.3, block=8, targets=targets), [tiny_ids()])
+    return model
+
+
+def _ops(graph: torch.fx.GraphModule) -> list[str]:
+    return [str(node.target) for node in graph.graph.nodes if "neuronmm" in str(node.target)]
+
+
+@pytest.mark.parametrize(
+    ("targets", "expected"),
+    [
+        ("mlp", ["neuronmm.svd_mlp.default"]),
+        ("attention", ["neuronmm.xuv.default"] * 4),
+        ("all-linear", ["neuronmm.xuv.default"] * 4 + ["neuronmm.svd_mlp.default"]),
+    ],
+)
+def test_one_node_for_each_op_and_no_graph_break(targets: str, expected: list[str]) -> None:
+    torch._dynamo.reset()
+    counters.clear()
+    model = _swapped(targets)
+    counter = CompileCounterWithBackend("eager")
+    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend=counter)
+    with torch.no_grad():
+        for length in (12, 31):
+            ids = tiny_ids(2, length)
+            logits = compiled(ids, use_cache=False).logits
+            torch.testing.assert_close(logits, model(ids, use_cache=False).logits)
+    assert counter.frame_count == 1
+    assert not counters["graph_break"]
+    assert _ops(counter.graphs[0]) == expected * 2
+
+
+def test_training_step_compiles_without_breaks() -> None:
+    torch._dynamo.reset()
+    model = _swapped("mlp")
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    ids = tiny_ids(2, 16)
+    compiled(ids, labels=ids, use_cache=False).loss.backward()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters()}  # pyright: ignore
+    model.zero_grad()
+    model(ids, labels=ids, use_cache=False).loss.backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(gradients[name], parameter.grad)

@@ -1,0 +1,64 @@
+"""Every Python block of the documentation runs, and so does every `neuronmm` line."""
+
+import shlex
+import shutil
+from pathlib import Path
+
+import pytest
+from mktestdocs import check_md_file, grab_code_blocks
+from tiny import tiny_directory
+
+from neuronmm_ops.cli import main
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+TEXT = "The quick brown fox jumps over the lazy dog. 0123456789\n" * 400
+
+
+@pytest.fixture
+def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory with the files that the pages name."""
+    monkeypatch.chdir(tmp_path)
+    for directory in ("model", "out/demo/dense"):
+        tiny_directory(tmp_path / directory)
+    for file in ("calibration.txt", "held_out.txt", "out/demo/calibration.txt"):
+        (tmp_path / file).write_text(TEXT)
+    return tmp_path
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_python_blocks(page: Path, workplace: Path) -> None:
+    check_md_file(page, memory=True)
+
+
+def test_command_lines(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = [
+        line
+        for block in grab_code_blocks((ROOT / "docs" / "cli.md").read_text(), lang="bash")
+        for line in block.splitlines()
+        if line.startswith("neuronmm ")
+    ]
+    assert len(lines) == 5
+    for line in lines:
+        assert main(shlex.split(line)[1:]) == 0, capsys.readouterr().err
+
+
+def test_readme_begins_with_the_two_commands() -> None:
+    block = grab_code_blocks((ROOT / "README.md").read_text(), lang="bash")[0]
+    assert [line.split("#")[0].strip() for line in block.splitlines() if line] == [
+        "make demo",
+        "make test",
+    ]
+
+
+def test_readme_example_is_ten_lines() -> None:
+    (block,) = grab_code_blocks((ROOT / "README.md").read_text(), lang="python")
+    statements = [line for line in block.splitlines() if line and not line.startswith("import")]
+    assert len([line for line in statements if not line.startswith("from")]) <= 10
+
+
+def test_make_help_lists_every_target() -> None:
+    assert shutil.which("make")
+    text = (ROOT / "Makefile").read_text()
+    targets = text.split(".PHONY:")[1].splitlines()[0].split()
+    assert all(f"\n{target}:" in text for target in targets)

@@ -1,0 +1,30 @@
+"""Every example runs in a process of its own, as a user would start it."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+
+def _run(*arguments: object) -> str:
+    command = [sys.executable, *map(str, arguments)]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+@pytest.mark.parametrize("script", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
+def test_script(script: Path) -> None:
+    assert _run(script)
+
+
+def test_demo_makes_its_report_and_uses_its_cache(tmp_path: Path) -> None:
+    first = _run(EXAMPLES / "demo", "--quick", "--out", tmp_path)
+    assert "from the cache" not in first
+    page = (tmp_path / "report.html").read_text()
+    assert page.count("<svg") + page.count("<img") >= 3
+    assert "http" not in page.replace("http://www.w3.org", "")
+    assert "from the cache" in _run(EXAMPLES / "demo", "--quick", "--out", tmp_path)

@@ -1,0 +1,68 @@
+"""The wheel: what is in it, what it asks for, and that it works in a clean environment."""
+
+import json
+import subprocess
+import sys
+import tomllib
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).parents[1]
+# What the default package index has under these names: empty placeholders.
+PLACEHOLDERS = {"nki": "0.0.1", "neuronx-cc": "1.0.post1", "torch-neuronx": "1.0"}
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("dist")
+    command = [sys.executable, "-m", "build", "--wheel", "--outdir", out, ROOT]
+    subprocess.run([str(part) for part in command], check=True, capture_output=True)
+    (path,) = out.glob("*.whl")
+    return path
+
+
+def test_contents(wheel: Path) -> None:
+    names = zipfile.ZipFile(wheel).namelist()
+    assert "neuronmm_ops/py.typed" in names
+    assert "neuronmm_ops/ops/schema.py" in names
+    assert any(name.endswith("licenses/LICENSE") for name in names)
+    assert all(name.split("/")[0].startswith("neuronmm_ops") for name in names)
+
+
+def test_placeholders_are_no_plain_dependency_and_never_satisfy_the_extra() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    plain = {Requirement(text).name for text in project["dependencies"]}
+    assert not plain & set(PLACEHOLDERS)
+    extra = {r.name: r for r in map(Requirement, project["optional-dependencies"]["neuron"])}
+    assert set(extra) == set(PLACEHOLDERS)
+    for name, version in PLACEHOLDERS.items():
+        assert not extra[name].specifier.contains(version, prereleases=True), name
+
+
+def test_installed_into_a_clean_environment(wheel: Path, tmp_path: Path) -> None:
+    venv.create(tmp_path / "env", with_pip=True)
+    python = tmp_path / "env" / "bin" / "python"
+    constraints = ROOT / "constraints.txt"
+    install = ["-m", "pip", "install", "--quiet", "--disable-pip-version-check", "-c", constraints]
+    _run(python, *install, wheel)
+
+    script = "import neuronmm_ops as nm, torch; x = torch.eye(3); print(nm.xuv(x, x, x).sum())"
+    assert _run(python, "-W", "error", "-c", script).strip() == "tensor(3.)"
+    document = json.loads(_run(tmp_path / "env" / "bin" / "neuronmm", "doctor", "--json"))
+    assert document["versions"]["transformers"] is None
+
+    command = [tmp_path / "env" / "bin" / "neuronmm", "eval", ".", "--text", "x"]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 2
+    assert "pip install 'neuronmm-ops[hf]'" in result.stderr
+
+
+def _run(*command: object) -> str:
+    parts = [str(part) for part in command]
+    result = subprocess.run(parts, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
