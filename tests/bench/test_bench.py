@@ -1,0 +1,185 @@
+"""Rows have the documented fields and sane values; nothing here depends on the machine's speed."""
+
+import math
+
+import pytest
+import torch
+
+from neuronmm_ops.bench import cpu, methods, overhead, timing
+from neuronmm_ops.bench.full_shape import make_model, make_tokenizer
+from neuronmm_ops.bench.shapes import SHAPES, ModelShape, model_shape
+
+CPU_FIELDS = (
+    "op",
+    "M",
+    "K",
+    "N",
+    "r",
+    "dtype",
+    "threads",
+    "dense_ms",
+    "two_gemm_ms",
+    "op_ms",
+    "speedup",
+    "ideal_speedup",
+    "gbps",
+    "gflops",
+)
+METHOD_FIELDS = ("method", "ratio", "effective_ratio", "ppl_token", "excess_log_ppl")
+TINY = ModelShape("Tiny", 32, 64, 2, 2, 1, 16, 600, tied=True)
+DOCUMENTS = ["the quick brown fox jumps over the lazy dog. " * 40]
+
+
+@pytest.fixture
+def _tiny_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(SHAPES, "Tiny", TINY)
+
+
+@pytest.fixture
+def tiny_model(_tiny_shape: None, tmp_path):
+    return make_model(tmp_path / "tiny", shape="Tiny")
+
+
+def test_shapes_are_found_whatever_the_case():
+    assert model_shape("llama-3.2-1b") is SHAPES["Llama-3.2-1B"]
+    assert model_shape("Qwen3-4B").projections["q_proj"] == (2560, 4096)
+    assert model_shape("Llama-3.2-1B").projections["down_proj"] == (8192, 2048)
+
+
+def test_unknown_shape_lists_the_names():
+    with pytest.raises(ValueError, match=r"Llama-3\.2-1B, .*Mistral.*; got 'GPT-9'"):
+        model_shape("GPT-9")
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [("Llama-3.2-1B", 1.24), ("Llama-3.1-8B", 8.03), ("Llama-3.1-70B", 70.6), ("Qwen3-32B", 32.8)],
+)
+def test_shapes_have_the_published_number_of_parameters(name, billions):
+    shape = model_shape(name)
+    layer = sum(K * N for K, N in shape.projections.values())
+    embeddings = shape.vocab_size * shape.hidden_size * (1 if shape.tied else 2)
+    assert shape.layers * layer + embeddings == pytest.approx(billions * 1e9, rel=0.01)
+
+
+def test_paired_timing_alternates_and_rotates():
+    calls: list[tuple[str, int]] = []
+    times = timing.time_paired(
+        {name: lambda turn, name=name: calls.append((name, turn)) for name in "ab"},
+        rounds=2,
+        warmup=1,
+    )
+    assert calls == [("b", -1), ("a", -1), ("a", 0), ("b", 0), ("b", 1), ("a", 1)]
+    assert len(times.rounds_ms["a"]) == len(times.rounds_ms["b"]) == 2
+
+
+def test_paired_speedup_is_the_median_of_the_rounds_ratios():
+    times = timing.PairedTimes({"base": (2.0, 40.0, 6.0), "op": (1.0, 10.0, 2.0)})
+    assert times.speedup("op", "base") == 3.0
+    assert times.median_ms("base") == 6.0
+
+
+def test_paired_timing_runs_in_its_mode():
+    seen: list[bool] = []
+    timing.time_paired({"a": lambda _: seen.append(torch.is_inference_mode_enabled())}, 1, 0)
+    timing.time_paired(
+        {"a": lambda _: seen.append(torch.is_inference_mode_enabled())}, 1, 0, mode=torch.no_grad
+    )
+    assert seen == [True, False]
+
+
+@pytest.mark.parametrize(("weights", "copies"), [(10, 10), (30, 4), (1000, 1)])
+def test_copies_leave_the_cache(weights, copies):
+    assert timing.copies_for(weights, cold_bytes=100) == copies
+
+
+@pytest.mark.usefixtures("_tiny_shape")
+def test_cpu_rows(monkeypatch):
+    monkeypatch.setattr(timing, "COLD_BYTES", 1)
+    monkeypatch.setattr(cpu, "copies_for", lambda _: 2)
+    threads = torch.get_num_threads()
+    rows = cpu.run("Tiny", ratios=(0.5,), tokens=(1, 3), threads=1, rounds=2, block=8)
+    assert torch.get_num_threads() == threads
+    assert [(row["op"], row["M"]) for row in rows] == [
+        ("xuv", 1),
+        ("xuv", 3),
+        ("svd_mlp", 1),
+        ("svd_mlp", 3),
+    ]
+    for row in rows:
+        assert tuple(row) == CPU_FIELDS
+        assert (row["K"], row["N"], row["r"], row["threads"]) == (32, 64, 8, 1)
+        assert row["dtype"] == "bfloat16"
+        assert row["ideal_speedup"] == pytest.approx(32 * 64 / (8 * 96))
+        assert min(row[k] for k in CPU_FIELDS if k.endswith("_ms")) > 0
+        matrices = 1 if row["op"] == "xuv" else 3
+        assert row["gbps"] * row["op_ms"] == pytest.approx(matrices * 8 * 96 * 2 / 1e6)
+        assert row["gflops"] == pytest.approx(row["gbps"] * row["M"])
+
+
+def test_cpu_refuses_what_it_does_not_know():
+    with pytest.raises(ValueError, match="op must be one of xuv, svd_mlp"):
+        cpu.row("conv", 1, 32, 64, 0.5)
+    with pytest.raises(ValueError, match="no rank"):
+        cpu.row("xuv", 1, 32, 64, 0.5)
+
+
+def test_overhead_rows():
+    rows = overhead.run(repeats=2, calls=2)
+    assert [(row["mode"], row["x"]) for row in rows] == [
+        ("inference_mode", [2, 8]),
+        ("inference_mode", [1, 1, 8]),
+        ("no_grad", [2, 8]),
+        ("no_grad", [1, 1, 8]),
+    ]
+    for row in rows:
+        assert tuple(row) == (
+            "mode",
+            "x",
+            "linear_us",
+            "op_us",
+            "function_us",
+            "sequential_us",
+            "module_us",
+            "op_excess_us",
+        )
+        assert row["op_excess_us"] == pytest.approx(row["op_us"] - row["linear_us"])
+
+
+def test_tokenizer_gives_any_text_back():
+    tokenizer = make_tokenizer(300)
+    text = "Grüße, 世界!\n"
+    ids = tokenizer(text)["input_ids"]
+    assert tokenizer.decode(ids) == text
+    assert max(ids) < 300
+
+
+@pytest.mark.filterwarnings("ignore::neuronmm_ops.CalibrationWarning")
+def test_method_rows(tiny_model):
+    done: list[tuple[str, int, int]] = []
+    rows = methods.run(
+        tiny_model,
+        DOCUMENTS,
+        DOCUMENTS,
+        ratios=(0.2, 0.6),
+        block=8,
+        seqlen=32,
+        samples=4,
+        progress=lambda *args: done.append(args),
+    )
+    assert [(row["method"], row["ratio"]) for row in rows] == [
+        ("dense", 0.0),
+        *[(method, ratio) for ratio in (0.2, 0.6) for method in ("plain", "whiten", "swift")],
+    ]
+    assert done[-1] == ("methods", 6, 6)
+    dense = rows[0]["ppl_token"]
+    for row in rows:
+        assert tuple(row) == METHOD_FIELDS
+        assert math.isfinite(row["ppl_token"])
+        assert row["excess_log_ppl"] == pytest.approx(math.log(row["ppl_token"] / dense))
+    assert all(0 < row["effective_ratio"] < 1 for row in rows[1:])
+
+
+def test_methods_need_enough_text(tiny_model):
+    with pytest.raises(ValueError, match="at least 64 tokens"):
+        methods.run(tiny_model, DOCUMENTS, ["a b"], seqlen=64)

@@ -1,0 +1,228 @@
+"""Second moments: their values, what they cost, and what they leave behind."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from toys import GatedMLP, causal_lm, token_batches
+
+from neuronmm_ops import NonFiniteError, collect_moments
+from neuronmm_ops.compress import calibrate
+from neuronmm_ops.compress.calibrate import fingerprint
+
+PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+
+
+def batches(count: int = 3, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(2, 5, 8, generator=generator).to(dtype) for _ in range(count)]
+
+
+def inputs_and_outputs(
+    model: nn.Module, names: tuple[str, ...], data: list[Tensor]
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """Return every named module's rows in fp64, collected without the code under test."""
+    seen: dict[str, list[tuple[Tensor, Tensor]]] = {name: [] for name in names}
+    handles = [
+        model.get_submodule(name).register_forward_hook(
+            lambda _, args, y, name=name: seen[name].append(
+                (args[0].flatten(0, -2).double(), y.flatten(0, -2).double())
+            )
+        )
+        for name in names
+    ]
+    with torch.no_grad():
+        for batch in data:
+            model(batch)
+    for handle in handles:
+        handle.remove()
+    return {
+        name: tuple(torch.cat(part) for part in zip(*pairs, strict=True))
+        for name, pairs in seen.items()
+    }
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("bias", [True, False])
+def test_moments_are_exact_in_fp64(dtype, bias):
+    model = GatedMLP(bias=bias).to(dtype)
+    data = batches(dtype=dtype)
+    rows = inputs_and_outputs(model, PROJECTIONS, data)
+    # A product of fp32 sums; bf16 activations are exact in fp32.
+    tolerance = {"rtol": 1e-12, "atol": 1e-12} if dtype == torch.float64 else {}
+    if dtype != torch.float64:
+        tolerance = {"rtol": 1e-5, "atol": 1e-4}
+    for side in ("input", "output"):
+        moments = dict(collect_moments(model, dict.fromkeys(PROJECTIONS, side), data))
+        assert list(moments) == list(PROJECTIONS)
+        for name, moment in moments.items():
+            x, y = rows[name]
+            linear = model.get_submodule(name)
+            if bias:
+                y = y - linear.bias.double()
+            expected = x.t() @ x if side == "input" else y.t() @ y
+            assert moment.matrix.dtype == torch.float64
+            assert (moment.side, moment.tokens) == (side, 30)
+            torch.testing.assert_close(moment.matrix, expected, **tolerance)
+
+
+def test_the_output_moment_is_that_of_the_weight():
+    model = nn.Sequential(nn.Linear(8, 4, dtype=torch.float64))
+    with torch.no_grad():
+        model[0].bias.fill_(1e3)
+    data = batches(dtype=torch.float64)
+    x = torch.cat([b.flatten(0, -2) for b in data])
+    w = model[0].weight.detach()
+    ((_, moment),) = collect_moments(model, {"0": "output"}, data)
+    torch.testing.assert_close(moment.matrix, w @ (x.t() @ x) @ w.t(), rtol=1e-9, atol=1e-9)
+
+
+class CountGrams(TorchDispatchMode):
+    """Count products of a matrix and its own transpose."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.mm.default:
+            self.count += args[0].data_ptr() == args[1].data_ptr()
+        return func(*args, **(kwargs or {}))
+
+
+def test_gate_and_up_share_one_product():
+    model, data = GatedMLP(), batches()
+    with CountGrams() as grams:
+        moments = dict(collect_moments(model, dict.fromkeys(PROJECTIONS, "input"), data))
+    assert grams.count == 2 * len(data)
+    assert torch.equal(moments["gate_proj"].matrix, moments["up_proj"].matrix)
+
+
+class InPlaceResidual(nn.Module):
+    """Changes the tensor that both Linears are given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.second = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.clone()
+        x += self.first(x)
+        x += self.second(x)
+        return x
+
+
+@pytest.mark.parametrize("inference", [True, False])
+def test_a_tensor_changed_in_place_is_measured_again(inference):
+    class Model(InPlaceResidual):
+        def forward(self, x):
+            with torch.inference_mode(inference):
+                return super().forward(x)
+
+    model, data = Model(), batches()
+    names = ("first", "second")
+    expected = [
+        sum((r := row.flatten(0, -2).double()).t() @ r for row in rows)
+        for rows in (
+            data,
+            [x + model.first(x).detach() for x in data],
+        )
+    ]
+    moments = dict(collect_moments(model, dict.fromkeys(names, "input"), data))
+    for name, matrix in zip(names, expected, strict=True):
+        torch.testing.assert_close(moments[name].matrix, matrix, rtol=1e-5, atol=1e-4)
+
+
+def test_several_passes_give_the_same_moments(monkeypatch):
+    model, data = GatedMLP(), batches()
+    sides = {"gate_proj": "input", "up_proj": "output", "down_proj": "input"}
+    expected = dict(collect_moments(model, sides, data))
+    passes, told = [], []
+    model.register_forward_hook(lambda *_: passes.append(1))
+    monkeypatch.setattr(calibrate, "MAX_MOMENT_BYTES", 1)
+    moments = dict(collect_moments(model, sides, data, lambda *args: told.append(args)))
+    assert len(passes) == 3 * len(data)
+    assert told == [("calibrate", done, 9) for done in range(1, 10)]
+    for name in PROJECTIONS:
+        assert torch.equal(moments[name].matrix, expected[name].matrix)
+
+
+def test_the_budget_decides_how_many_passes(monkeypatch):
+    model, passes = GatedMLP(), []
+    model.register_forward_hook(lambda *_: passes.append(1))
+    monkeypatch.setattr(calibrate, "MAX_MOMENT_BYTES", 2 * 8 * 8 * 8)
+    list(collect_moments(model, dict.fromkeys(PROJECTIONS, "input"), batches(1)))
+    assert len(passes) == 2
+
+
+def test_the_model_runs_in_eval_mode_without_gradients_and_is_restored():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.9), nn.Linear(8, 8))
+    model[0].eval()
+    modes = []
+    model[1].register_forward_hook(
+        lambda module, _, y: modes.append((module.training, y.requires_grad))
+    )
+    first = dict(collect_moments(model, {"2": "input"}, batches()))
+    assert set(modes) == {(False, False)}
+    assert [m.training for m in model.modules()] == [True, False, True, True]
+    second = dict(collect_moments(model, {"2": "input"}, batches()))
+    assert torch.equal(first["2"].matrix, second["2"].matrix)
+
+
+def hook_count(model: nn.Module) -> int:
+    return sum(len(module._forward_hooks) for module in model.modules())
+
+
+@pytest.mark.parametrize("side", ["input", "output"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_broken_activations_name_the_layer(side, value):
+    model = GatedMLP()
+    model.train()
+    with torch.no_grad():
+        model.up_proj.weight[0, 0] = value
+    name = "down_proj" if side == "input" else "up_proj"
+    with pytest.raises(NonFiniteError, match=f"^{name}: {side} activations must be finite"):
+        list(collect_moments(model, dict.fromkeys(PROJECTIONS, side), batches()))
+    assert hook_count(model) == 0
+    assert all(module.training for module in model.modules())
+
+
+def test_hooks_are_removed_after_the_model_fails():
+    model = GatedMLP()
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        list(collect_moments(model, {"gate_proj": "input"}, [torch.zeros(2, 7)]))
+    assert hook_count(model) == 0
+    list(collect_moments(model, {"gate_proj": "input"}, batches()))
+    assert hook_count(model) == 0
+
+
+def test_no_batches():
+    with pytest.raises(ValueError, match="calibration has no batches"):
+        list(collect_moments(GatedMLP(), {"gate_proj": "input"}, []))
+
+
+def test_a_linear_that_is_not_called_is_named():
+    model = GatedMLP()
+    model.unused = nn.Linear(8, 8)
+    with pytest.raises(ValueError, match="unused was not called during calibration"):
+        list(collect_moments(model, {"gate_proj": "input", "unused": "input"}, batches()))
+
+
+def test_only_the_body_of_a_transformers_model_runs():
+    model, called = causal_lm(), []
+    model.lm_head.register_forward_hook(lambda *_: called.append("lm_head"))
+    name = "model.layers.1.mlp.down_proj"
+    ((_, moment),) = collect_moments(model, {name: "input"}, token_batches(2))
+    assert moment.tokens == 2 * 4 * 32
+    assert not called
+    list(collect_moments(model, {name: "input", "lm_head": "input"}, token_batches(2)))
+    assert called == ["lm_head"] * 2
+
+
+def test_fingerprints_tell_batches_apart():
+    a, b = torch.arange(6).reshape(2, 3), torch.arange(6).reshape(3, 2)
+    prints = [
+        fingerprint(x) for x in ([a], [b], [a, b], [b, a], [a.int()], [a + 1], [a.t()], [a.float()])
+    ]
+    assert len(set(prints)) == len(prints)
+    assert fingerprint([a]) == fingerprint([a.clone()])
+    assert fingerprint([a.t()]) == fingerprint([a.t().contiguous()])

@@ -1,0 +1,267 @@
+"""`compress_` on whole models: what it reports, and that an error changes nothing."""
+
+import copy
+import json
+import re
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from toys import FAMILIES, GatedMLP, causal_lm, relative_error, token_batches
+
+from neuronmm_ops import (
+    SVDMLP,
+    CalibrationWarning,
+    NonFiniteError,
+    SVDConfig,
+    SVDLinear,
+    aligned_rank,
+    compress_,
+)
+
+SMALL = {"ratio": 0.3, "block": 8}
+
+
+def tokens_for(K: int = 64) -> list[torch.Tensor]:
+    """Enough tokens for no warning: ten for each of K features."""
+    return token_batches(count=-(-10 * K // 128))
+
+
+def linear_parameters(model: nn.Module, names: set[str]) -> int:
+    """Count the matrix parameters of the named layers, whatever they are."""
+    return sum(
+        p.numel()
+        for name in names
+        for key, p in model.get_submodule(name).named_parameters()
+        if key != "bias"
+    )
+
+
+@pytest.mark.parametrize("method", ["plain", "whiten", "swift"])
+@pytest.mark.parametrize("targets", ["mlp", "all-linear"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_report_is_what_was_done(family, targets, method):
+    model = causal_lm(family)
+    before = {n: m for n, m in model.named_modules() if type(m) is nn.Linear}
+    untouched = {n: p for n, p in model.named_parameters() if "_proj.weight" not in n}
+    total = sum(p.numel() for p in model.parameters())
+    config = SVDConfig(**SMALL, targets=targets, method=method)
+    report = compress_(model, config, tokens_for())
+
+    names = {layer.name for layer in report.layers}
+    assert len(names) == (6 if targets == "mlp" else 14)
+    assert "lm_head" not in names
+    dense = sum(before[n].weight.numel() for n in names)
+    kept = linear_parameters(model, names)
+    assert report.ratio == 0.3
+    assert report.effective_ratio == pytest.approx(1 - kept / dense)
+    assert sum(p.numel() for p in model.parameters()) == total - dense + kept
+
+    for layer in report.layers:
+        module, linear = model.get_submodule(layer.name), before[layer.name]
+        assert (linear.in_features, linear.out_features) == (layer.K, layer.N)
+        assert layer.r == aligned_rank(layer.K, layer.N, 0.3, 8)
+        assert layer.dense == (layer.r is None) == (module is linear)
+        assert (layer.reason is not None) == layer.dense
+        parameters = [p for key, p in module.named_parameters() if key != "bias"]
+        assert layer.bytes == sum(p.nbytes for p in parameters)
+        assert layer.dense_bytes == linear.weight.nbytes
+        assert 0 <= layer.loss < 1
+        assert (layer.loss == 0) == layer.dense
+        if not layer.dense:
+            assert type(module) is SVDLinear
+            assert module.rank == layer.r
+            assert module.bias is linear.bias
+    assert all(type(block.mlp) is SVDMLP for block in model.model.layers)
+    after = dict(model.named_parameters())
+    assert all(after[n] is p for n, p in untouched.items())
+    assert model(token_batches(1)[0]).logits.isfinite().all()
+
+
+def test_effective_ratio_of_dense_layers_is_reported():
+    # 8x8 has no rank of 8 that saves anything; the report says so and counts it as dense.
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 64), nn.Linear(64, 64))
+    report = compress_(model, SVDConfig(ratio=0.5, block=8, targets="all-linear", method="plain"))
+    assert [layer.dense for layer in report.layers] == [True, True, False]
+    assert "no aligned rank" in report.layers[0].reason
+    assert type(model[0]) is nn.Linear
+    dense = 64 + 512 + 4096
+    assert report.effective_ratio == pytest.approx(1 - (64 + 512 + 16 * 128) / dense)
+
+
+@pytest.mark.parametrize("method", ["plain", "whiten", "swift"])
+def test_loss_is_what_the_first_layer_loses(method):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 48, dtype=torch.float64))
+    linear = copy.deepcopy(model[0]).requires_grad_(False)
+    data = [torch.randn(64, 32, dtype=torch.float64)] * 6
+    config = SVDConfig(ratio=0.5, block=8, targets="all-linear", method=method)
+    report = compress_(model, config, data)
+    x = torch.eye(32, dtype=torch.float64) if method == "plain" else data[0]
+    expected = x @ linear.weight.t()
+    u, v = model[0].u.detach(), model[0].v.detach()
+    lost = (x @ u @ v - expected).square().sum() / expected.square().sum()
+    assert report.layers[0].loss == pytest.approx(float(lost), rel=1e-6)
+
+
+def test_a_low_rank_model_is_compressed_without_loss():
+    torch.manual_seed(0)
+    model = GatedMLP(32, 64).double()
+    with torch.no_grad():
+        for linear in model.children():
+            n, k = linear.weight.shape
+            linear.weight.copy_(torch.randn(n, 8) @ torch.randn(8, k))
+    x = torch.randn(700, 32, dtype=torch.float64)
+    expected = model(x).detach()
+    for method in ("plain", "whiten", "swift"):
+        clone = copy.deepcopy(model)
+        report = compress_(clone, SVDConfig(ratio=0.6, block=8, method=method), [x])
+        assert all(layer.r == 8 for layer in report.layers)
+        assert max(layer.loss for layer in report.layers) < 1e-9
+        assert relative_error(clone(x), expected) < 1e-6
+
+
+def test_calibrated_methods_beat_plain_on_their_data():
+    data = tokens_for()
+    errors = {}
+    for method in ("plain", "whiten", "swift"):
+        model = causal_lm()
+        expected = model(data[0]).logits.detach()
+        compress_(model, SVDConfig(ratio=0.5, block=8, method=method), data)
+        errors[method] = relative_error(model(data[0]).logits.detach(), expected)
+    assert errors["swift"] == pytest.approx(errors["whiten"], rel=0.02)
+    assert errors["swift"] < errors["plain"]
+
+
+def test_dtype_of_the_model_is_kept():
+    model = causal_lm().to(torch.bfloat16)
+    report = compress_(model, SVDConfig(**SMALL), tokens_for())
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert report.layers[0].dense_bytes == 2 * 32 * 64
+
+
+def test_a_tied_head_stays_tied():
+    model = causal_lm("Qwen3")
+    compress_(model, SVDConfig(**SMALL, targets=("all-linear", "lm_head")), tokens_for())
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def test_it_is_deterministic():
+    states = []
+    for _ in range(2):
+        model = causal_lm()
+        report = compress_(model, SVDConfig(**SMALL), tokens_for())
+        states.append((report, model.state_dict()))
+    assert states[0][0] == states[1][0]
+    assert all(torch.equal(a, states[1][1][name]) for name, a in states[0][1].items())
+
+
+def test_the_report_is_json():
+    report = compress_(causal_lm(), SVDConfig(**SMALL), iter(tokens_for()))
+    document = json.loads(json.dumps(report.to_dict()))
+    assert document["ratio"] == 0.3
+    assert document["effective_ratio"] == report.effective_ratio
+    assert SVDConfig.from_dict(document["svd_config"]) == report.config
+    assert document["calibration"]["tokens"] == 640
+    assert document["calibration"]["batches"] == 5
+    assert re.fullmatch("[0-9a-f]{64}", document["calibration"]["sha256"])
+    assert document["provenance"]["torch"] == torch.__version__
+    assert set(document["layers"][0]) == {
+        *("name", "K", "N", "r", "dense", "reason", "loss", "bytes", "dense_bytes")
+    }
+
+
+def test_plain_needs_no_calibration():
+    report = compress_(causal_lm(), SVDConfig(**SMALL, method="plain"))
+    assert report.calibration is None
+
+
+def test_progress_is_told():
+    told = []
+    compress_(causal_lm(), SVDConfig(**SMALL), tokens_for(), lambda *args: told.append(args))
+    assert [t for t in told if t[0] == "calibrate"] == [("calibrate", i, 5) for i in range(1, 6)]
+    assert [t for t in told if t[0] == "factorize"] == [("factorize", i, 6) for i in range(1, 7)]
+
+
+def test_few_tokens_warn_once_with_the_number():
+    with pytest.warns(CalibrationWarning) as caught:
+        compress_(causal_lm(), SVDConfig(**SMALL), token_batches(1))
+    assert len(caught) == 1
+    text = str(caught[0].message)
+    assert "128 tokens, fewer than 10*K = 640" in text
+    assert "down_proj" in text
+    assert caught[0].filename == __file__
+
+
+def test_enough_tokens_do_not_warn():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        compress_(causal_lm(), SVDConfig(**SMALL), tokens_for())
+        compress_(causal_lm(), SVDConfig(**SMALL, method="plain"))
+
+
+def _nan_weight(model: nn.Module) -> None:
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[3, 4] = float("nan")
+
+
+def _nan_norm(model: nn.Module) -> None:
+    with torch.no_grad():
+        model.model.layers[1].post_attention_layernorm.weight[3] = float("inf")
+
+
+def _on_meta(model: nn.Module) -> None:
+    model.model.layers[1].mlp.up_proj.to("meta")
+
+
+def _nothing(model: nn.Module) -> None:
+    pass
+
+
+ERRORS = {
+    "weight": (_nan_weight, {}, "tokens", NonFiniteError, "layers.1.mlp.up_proj: weight must"),
+    "activation": (_nan_norm, {}, "tokens", NonFiniteError, "layers.1.mlp.(gate|up)_proj: "),
+    "meta": (_on_meta, {}, "tokens", ValueError, "layers.1.mlp.up_proj is on the meta device"),
+    "no calibration": (_nothing, {}, None, ValueError, "method swift needs calibration batches"),
+    "no batches": (_nothing, {}, [], ValueError, "calibration has no batches"),
+    "no target": (_nothing, {"targets": "fc9"}, "tokens", ValueError, "match no nn.Linear"),
+    "bad token": (_nothing, {}, [torch.tensor([[99]])], IndexError, "out of range"),
+}
+
+
+@pytest.mark.parametrize(
+    ("spoil", "options", "data", "error", "message"), ERRORS.values(), ids=ERRORS
+)
+def test_an_error_leaves_the_model_as_it_was(spoil, options, data, error, message):
+    model = causal_lm().train()
+    spoil(model)
+    modules = dict(model.named_modules())
+    parameters = {n: (p, p._version) for n, p in model.named_parameters()}
+    with pytest.raises(error, match=message):
+        compress_(model, SVDConfig(**SMALL, **options), tokens_for() if data == "tokens" else data)
+    assert dict(model.named_modules()) == modules
+    after = dict(model.named_parameters())
+    assert all(after[n] is p and p._version == v for n, (p, v) in parameters.items())
+    assert all(m.training and not m._forward_hooks for m in model.modules())
+
+
+def test_training_flags_and_requires_grad_survive():
+    model = causal_lm().train()
+    model.model.layers[0].mlp.up_proj.weight.requires_grad_(False)
+    compress_(model, SVDConfig(**SMALL), tokens_for())
+    assert all(m.training for m in model.modules())
+    mlp = model.model.layers[0].mlp
+    assert not mlp.up_proj.u.requires_grad
+    assert mlp.gate_proj.u.requires_grad
+    model(token_batches(1)[0]).logits.sum().backward()
+    assert mlp.gate_proj.u.grad is not None
+
+
+def test_a_compressed_model_generates():
+    model = causal_lm()
+    compress_(model, SVDConfig(**SMALL), tokens_for())
+    out = model.generate(
+        token_batches(1)[0][:1, :4], max_new_tokens=4, do_sample=False, eos_token_id=None
+    )
+    assert out.shape == (1, 8)

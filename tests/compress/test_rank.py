@@ -1,0 +1,74 @@
+"""The rank rule, against the published ranks and its own properties."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from neuronmm_ops import aligned_rank
+
+PUBLISHED = {
+    "Llama-3.2-1B": (2048, 8192, (1536, 1536, 1280)),
+    "Llama-3.2-3B": (3072, 8192, (2176, 2048, 1792)),
+    "Llama-3-8B": (4096, 14336, (3072, 2816, 2560)),
+    "Qwen3-1.7B": (2048, 6144, (1408, 1408, 1280)),
+    "Qwen3-4B": (2560, 9728, (1920, 1792, 1664)),
+    "Qwen3-8B": (4096, 12288, (2944, 2816, 2432)),
+}
+
+
+@pytest.mark.parametrize("model", PUBLISHED)
+def test_ranks_of_the_paper_s_models(model):
+    K, N, expected = PUBLISHED[model]
+    assert tuple(aligned_rank(K, N, ratio) for ratio in (0.05, 0.1, 0.2)) == expected
+    assert tuple(aligned_rank(N, K, ratio) for ratio in (0.05, 0.1, 0.2)) == expected
+
+
+sizes = st.integers(1, 20_000)
+ratios = st.floats(0.01, 0.99)
+blocks = st.integers(1, 32).map(lambda n: 8 * n)
+alphas = st.floats(0, 1)
+
+
+@given(sizes, sizes, ratios, blocks, alphas)
+def test_a_rank_is_whole_blocks_and_saves_parameters(K, N, ratio, block, alpha):
+    rank = aligned_rank(K, N, ratio, block, alpha)
+    if rank is not None:
+        assert rank % block == 0
+        assert rank >= block
+        assert rank * (K + N) < K * N
+        assert rank < min(K, N)
+
+
+@given(sizes, sizes, ratios, blocks, alphas)
+def test_it_is_none_exactly_where_nothing_is_saved(K, N, ratio, block, alpha):
+    exact = K * N * (1 - ratio) / ((K + N) * block)
+    rank = max(1, int(exact + alpha)) * block
+    expected = None if rank * (K + N) >= K * N else rank
+    assert aligned_rank(K, N, ratio, block, alpha) == expected
+
+
+@given(sizes, sizes, ratios, blocks)
+def test_rounding_is_to_nearest_by_default(K, N, ratio, block):
+    exact = K * N * (1 - ratio) / (K + N)
+    rank = aligned_rank(K, N, ratio, block)
+    if rank is not None and rank > block:
+        assert abs(rank - exact) <= block / 2 * (1 + 1e-9)
+
+
+@given(sizes, sizes, st.tuples(ratios, ratios), blocks)
+def test_a_higher_ratio_never_raises_the_rank(K, N, two, block):
+    low, high = sorted(two)
+    kept, removed = aligned_rank(K, N, low, block), aligned_rank(K, N, high, block)
+    assert kept is None or (removed is not None and removed <= kept)
+
+
+def test_alpha_decides_which_way_to_round():
+    # 3072 * 8192 * 0.9 / 11264 = 2010.8: between 15 and 16 tiles.
+    assert aligned_rank(3072, 8192, 0.1, alpha=0) == 1920
+    assert aligned_rank(3072, 8192, 0.1, alpha=1) == 2048
+
+
+def test_small_layers_stay_dense():
+    assert aligned_rank(128, 128, 0.2) is None
+    assert aligned_rank(1, 1, 0.5, 8) is None
+    assert aligned_rank(8192, 128, 0.9) is None

@@ -1,0 +1,245 @@
+"""SVDLinear: construction, storage, conversion and gradients."""
+
+import copy
+import itertools
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from neuronmm_ops import SVDLinear
+
+
+def is_contraction_major(layer: SVDLinear) -> bool:
+    K, N, r = layer.in_features, layer.out_features, layer.rank
+    return layer.u.stride() == (1, K) and layer.v.stride() == (1, r) and layer.v.shape == (r, N)
+
+
+def assert_same_function(layer: nn.Module, other: nn.Module, **tolerance: float) -> None:
+    x = torch.randn(5, 12, dtype=next(other.parameters()).dtype)
+    torch.testing.assert_close(layer(x), other(x), **tolerance)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_constructor(bias, device, dtype):
+    layer = SVDLinear(12, 8, 3, bias=bias, device=device, dtype=dtype)
+    assert (layer.u.shape, layer.v.shape) == ((12, 3), (3, 8))
+    assert is_contraction_major(layer)
+    assert all(p.dtype == dtype and p.device.type == device for p in layer.parameters())
+    assert all(p.requires_grad and p.is_leaf for p in layer.parameters())
+    assert (layer.bias is not None) == bias
+    assert layer(torch.empty(2, 12, device=device, dtype=dtype)).shape == (2, 8)
+
+
+def test_a_meta_layer_can_be_filled():
+    source = SVDLinear(12, 8, 3)
+    layer = SVDLinear(12, 8, 3, device="meta").to_empty(device="cpu")
+    layer.load_state_dict(source.state_dict())
+    assert is_contraction_major(layer)
+    assert_same_function(layer, source)
+
+
+@pytest.mark.parametrize("sizes", [(0, 4, 2), (4, 0, 2), (4, 4, 0), (4, 4, -1)])
+def test_sizes_are_positive(sizes):
+    with pytest.raises(ValueError, match=rf"at least 1, got {sizes[0]}, {sizes[1]} and {sizes[2]}"):
+        SVDLinear(*sizes)
+
+
+def test_initial_values_have_the_variance_of_a_linear():
+    torch.manual_seed(0)
+    layer, linear = SVDLinear(256, 192, 64), nn.Linear(256, 192)
+    ratio = (layer.u @ layer.v).var() / linear.weight.var()
+    assert 0.9 < ratio < 1.1
+    assert layer.bias.abs().max() <= 1 / 16
+
+
+@pytest.mark.parametrize(("K", "N"), [(12, 12), (12, 7), (7, 12), (1, 5), (5, 1)])
+@pytest.mark.parametrize("bias", [True, False])
+def test_from_linear_at_full_rank_is_the_linear(K, N, bias):
+    linear = nn.Linear(K, N, bias=bias, dtype=torch.float64)
+    layer = SVDLinear.from_linear(linear, min(K, N))
+    assert is_contraction_major(layer)
+    x = torch.randn(3, K, dtype=torch.float64)
+    torch.testing.assert_close(layer(x), linear(x))
+
+
+def test_from_linear_is_the_best_approximation_of_the_weight():
+    linear = nn.Linear(12, 9, dtype=torch.float64)
+    sigma = torch.linalg.svdvals(linear.weight.detach())
+    for rank in range(1, 10):
+        layer = SVDLinear.from_linear(linear, rank)
+        error = (linear.weight - (layer.u @ layer.v).t()).square().sum()
+        torch.testing.assert_close(error, sigma[rank:].square().sum())
+
+
+def test_from_linear_copies_and_keeps_the_dtype():
+    linear = nn.Linear(12, 8, dtype=torch.bfloat16)
+    layer = SVDLinear.from_linear(linear, 4)
+    assert {p.dtype for p in layer.parameters()} == {torch.bfloat16}
+    before = layer.bias.detach().clone()
+    with torch.no_grad():
+        linear.bias.add_(1)
+    assert torch.equal(layer.bias, before)
+
+
+@pytest.mark.parametrize("rank", [0, 9, -1])
+def test_from_linear_checks_the_rank(rank):
+    with pytest.raises(ValueError, match=rf"1..min\(K, N\) = 8, got {rank}"):
+        SVDLinear.from_linear(nn.Linear(12, 8), rank)
+
+
+def test_from_linear_refuses_meta_weights():
+    with pytest.raises(ValueError, match="meta device"):
+        SVDLinear.from_linear(nn.Linear(12, 8, device="meta"), 4)
+
+
+@pytest.mark.parametrize(
+    ("u", "v", "bias", "message"),
+    [
+        ((12,), (3, 8), None, r"u must be \[K, r\] and v \[r, N\], got \[12\] and \[3, 8\]"),
+        ((12, 3), (8,), None, r"got \[12, 3\] and \[8\]"),
+        ((2, 12, 3), (3, 8), None, r"got \[2, 12, 3\] and \[3, 8\]"),
+        ((12, 3), (4, 8), None, r"got \[12, 3\] and \[4, 8\]"),
+        ((12, 3), (3, 8), (7,), r"bias must be \[8\], got \[7\]"),
+        ((12, 3), (3, 8), (1, 8), r"bias must be \[8\], got \[1, 8\]"),
+        ((12, 0), (0, 8), None, r"at least 1, got 12, 8 and 0"),
+    ],
+)
+def test_from_factors_checks_shapes(u, v, bias, message):
+    with pytest.raises(ValueError, match=message):
+        SVDLinear.from_factors(
+            torch.zeros(u), torch.zeros(v), None if bias is None else torch.zeros(bias)
+        )
+
+
+@given(st.integers(1, 6), st.integers(1, 6), st.integers(1, 6), st.booleans(), st.booleans())
+def test_from_factors_computes_the_product_in_any_layout(K, r, N, transposed, bias):
+    u, v = torch.randn(K, r), torch.randn(r, N)
+    if transposed:
+        u, v = u.t().contiguous().t(), v.t().contiguous().t()
+    b = torch.randn(N) if bias else None
+    layer = SVDLinear.from_factors(u, v, b)
+    x = torch.randn(2, K)
+    torch.testing.assert_close(layer(x), x @ u @ v + (0 if b is None else b))
+    assert layer.u.t().is_contiguous()
+    assert layer.v.t().is_contiguous()
+
+
+def test_from_factors_takes_dtype_from_u():
+    layer = SVDLinear.from_factors(
+        torch.zeros(4, 2, dtype=torch.bfloat16), torch.zeros(2, 3), torch.zeros(3)
+    )
+    assert {p.dtype for p in layer.parameters()} == {torch.bfloat16}
+
+
+def test_from_factors_keeps_a_bias_parameter_and_copies_a_tensor():
+    u, v = torch.randn(4, 2), torch.randn(2, 3)
+    parameter = nn.Parameter(torch.randn(3), requires_grad=False)
+    assert SVDLinear.from_factors(u, v, parameter).bias is parameter
+    bias = torch.zeros(3)
+    layer = SVDLinear.from_factors(u, v, bias)
+    bias.add_(1)
+    assert layer.bias.eq(0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("bias", [True, False])
+def test_to_linear_round_trip(dtype, bias):
+    layer = SVDLinear(12, 8, 3, bias=bias, dtype=dtype)
+    linear = layer.to_linear()
+    assert type(linear) is nn.Linear
+    assert linear.weight.dtype == dtype
+    assert (linear.bias is not None) == bias
+    wide = (layer.u.double() @ layer.v.double()).t()
+    torch.testing.assert_close(linear.weight, wide.to(dtype))
+    if dtype == torch.float64:
+        assert_same_function(linear, layer)
+        assert_same_function(SVDLinear.from_linear(linear, 3), layer)
+
+
+def test_extra_repr_says_what_it_is():
+    text = repr(SVDLinear(100, 50, 10, bias=False))
+    assert text == (
+        "SVDLinear(in_features=100, out_features=50, rank=10, bias=False, effective_ratio=0.700)"
+    )
+    assert SVDLinear(100, 50, 10).effective_ratio == pytest.approx(1 - 10 * 150 / 5000)
+
+
+def test_state_dict_has_the_convention_s_shapes():
+    state = SVDLinear(12, 8, 3).state_dict()
+    assert {k: tuple(t.shape) for k, t in state.items()} == {
+        "u": (12, 3),
+        "v": (3, 8),
+        "bias": (8,),
+    }
+    assert set(SVDLinear(12, 8, 3, bias=False).state_dict()) == {"u", "v"}
+
+
+def test_loading_contiguous_tensors_keeps_the_layout():
+    source = SVDLinear(12, 8, 3)
+    state = {k: t.contiguous() for k, t in source.state_dict().items()}
+    layer = SVDLinear(12, 8, 3)
+    layer.load_state_dict(state)
+    assert is_contraction_major(layer)
+    assert_same_function(layer, source)
+
+
+def test_relayout_after_assignment():
+    source = SVDLinear(12, 8, 3)
+    state = {k: t.contiguous() for k, t in source.state_dict().items()}
+    layer = SVDLinear(12, 8, 3, device="meta")
+    layer.load_state_dict(state, assign=True)
+    u = layer.u
+    assert not is_contraction_major(layer)
+    assert layer.relayout_() is layer
+    assert is_contraction_major(layer)
+    assert layer.u is u
+    assert_same_function(layer, source)
+
+
+def test_deepcopy_is_independent_and_keeps_the_layout():
+    layer = SVDLinear(12, 8, 3)
+    clone = copy.deepcopy(layer)
+    assert is_contraction_major(clone)
+    assert_same_function(clone, layer)
+    with torch.no_grad():
+        clone.u.zero_()
+    assert layer.u.abs().sum() > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_to_dtype_keeps_the_layout(dtype):
+    layer = SVDLinear(12, 8, 3).to(dtype)
+    assert is_contraction_major(layer)
+    assert layer(torch.zeros(2, 12, dtype=dtype)).dtype == dtype
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_gradients_reach_input_and_parameters(bias):
+    layer = SVDLinear(6, 5, 3, bias=bias, dtype=torch.float64)
+    x = torch.randn(2, 4, 6, dtype=torch.float64, requires_grad=True)
+    layer(x).square().sum().backward()
+    inputs = [x, *layer.parameters()]
+    leaves = [t.detach().requires_grad_() for t in inputs]
+    y = leaves[0] @ leaves[1] @ leaves[2] + (leaves[3] if bias else 0)
+    for tensor, expected in zip(inputs, torch.autograd.grad(y.square().sum(), leaves), strict=True):
+        torch.testing.assert_close(tensor.grad, expected)
+
+
+def test_an_optimizer_step_keeps_the_layout_and_lowers_the_loss():
+    layer = SVDLinear(6, 5, 3)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.05)
+    x, target = torch.randn(16, 6), torch.randn(16, 5)
+    losses = []
+    for _ in range(5):
+        loss = (layer(x) - target).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    assert is_contraction_major(layer)
+    assert all(after < before for before, after in itertools.pairwise(losses))

@@ -1,0 +1,110 @@
+"""The public functions under torch.compile and torch.export."""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from operands import make, mlp_shapes
+from torch import Tensor
+
+from neuronmm_ops import ops
+
+FACTORS = {
+    "xuv": [(6, 3), (3, 5), (5,)],
+    "xw": [(6, 5), (5,)],
+    "svd_mlp": mlp_shapes(6, 7, 5),
+}
+CALLS = [(op, getattr(ops, op), shapes) for op, shapes in FACTORS.items()]
+
+
+@pytest.fixture(autouse=True)
+def _fresh_dynamo() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+class Counting:
+    """A compiler backend that keeps the graphs and runs them as they are."""
+
+    def __init__(self) -> None:
+        self.graphs: list[torch.fx.GraphModule] = []
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., object]:
+        self.graphs.append(graph)
+        return graph.forward
+
+    def targets(self) -> list[object]:
+        return [node.target for graph in self.graphs for node in graph.graph.nodes]
+
+
+@pytest.mark.parametrize("guard", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize(("op", "function", "shapes"), CALLS, ids=FACTORS)
+def test_compiles_to_one_graph_with_the_op_in_it(op, function, shapes, guard):
+    factors = [make(shape) for shape in shapes]
+    backend = Counting()
+    compiled = torch.compile(function, fullgraph=True, dynamic=True, backend=backend)
+    with guard():
+        for lead in ((2, 8), (9, 11)):  # no size of a factor: equal sizes share a symbol
+            x = make((*lead, 6))
+            assert torch.equal(compiled(x, *factors), function(x, *factors))
+    assert len(backend.graphs) == 1
+    assert getattr(torch.ops.neuronmm, op).default in backend.targets()
+
+
+@pytest.mark.parametrize(("op", "function", "shapes"), CALLS, ids=FACTORS)
+def test_trains_under_compile_in_one_graph(op, function, shapes):
+    factors = [make(shape, torch.float64) for shape in shapes]
+    compiled = torch.compile(function, fullgraph=True, dynamic=True, backend="aot_eager")
+    for lead in ((2, 8), (9, 11)):
+        inputs = [make((*lead, 6), torch.float64), *factors]
+        grads = []
+        for run in (function, compiled):
+            leaves = [t.clone().requires_grad_() for t in inputs]
+            grads.append(torch.autograd.grad(run(*leaves).square().sum(), leaves))
+        for eager, graph in zip(*grads, strict=True):
+            torch.testing.assert_close(graph, eager)
+
+
+# Inductor's own imports.
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
+def test_inductor_runs_forward_and_backward():
+    def step(x: Tensor, u: Tensor, v: Tensor, factors: list[Tensor]) -> Tensor:
+        return ops.svd_mlp(ops.xuv(x, u, v).relu(), *factors).square().sum()
+
+    compiled = torch.compile(step, fullgraph=True, dynamic=True)
+    for rows in (8, 11):
+        inputs = [make((rows, 6)), make((6, 3)), make((3, 5))]
+        factors = [make(shape) for shape in mlp_shapes(5, 7, 4)]
+        results = []
+        for run in (step, compiled):
+            leaves = [t.clone().requires_grad_() for t in inputs]
+            loss = run(*leaves, factors)
+            results.append((loss.detach(), *torch.autograd.grad(loss, leaves)))
+        for eager, graph in zip(*results, strict=True):
+            torch.testing.assert_close(graph, eager)
+
+
+class Everything(torch.nn.Module):
+    """One call of each op."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for op, shapes in FACTORS.items():
+            setattr(self, op, torch.nn.ParameterList(make(shape) for shape in shapes))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        return tuple(getattr(ops, op)(x, *getattr(self, op)) for op in FACTORS)
+
+
+# torch's own TreeSpec, copied by run_decompositions.
+@pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning")
+def test_export_keeps_the_ops():
+    module, rows = Everything(), torch.export.Dim("rows", min=2, max=64)
+    program = torch.export.export(module, (make((4, 6)),), dynamic_shapes=({0: rows},))
+    for exported in (program, program.run_decompositions()):
+        targets = {str(node.target) for node in exported.graph.nodes}
+        assert {f"neuronmm.{op}.default" for op in FACTORS} <= targets
+        x = make((9, 6))
+        for actual, expected in zip(exported.module()(x), module(x), strict=True):
+            torch.testing.assert_close(actual, expected)

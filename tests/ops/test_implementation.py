@@ -1,0 +1,145 @@
+"""`use_impl`: which implementation runs, from when to when."""
+
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+import torch
+from operands import make, mlp_shapes
+
+from neuronmm_ops import ops
+from neuronmm_ops.ops import implementation, reference
+from neuronmm_ops.ops.implementation import active_impl, register_impl
+
+
+@pytest.fixture
+def calls() -> Iterator[Counter[str]]:
+    """Register `counting`, an implementation that counts its calls; forget it afterwards."""
+    counter: Counter[str] = Counter()
+
+    def counting(name):
+        def kernel(*args):
+            counter[name] += 1
+            return getattr(reference, name)(*args)
+
+        return kernel
+
+    register_impl("counting", {name: counting(name) for name in implementation.OPS})
+    yield counter
+    ops.use_impl("reference")
+    del implementation._kernels["counting"]
+
+
+def run_all() -> list[torch.Tensor]:
+    x = make((2, 4))
+    return [
+        ops.xuv(x, make((4, 3)), make((3, 5)), make((5,))),
+        ops.xw(x, make((4, 5))),
+        ops.svd_mlp(x, *(make(shape) for shape in mlp_shapes(4, 6, 5)), activation="gelu"),
+    ]
+
+
+def test_reference_is_active_by_default():
+    assert active_impl() == "reference"
+
+
+def test_a_with_block_runs_the_implementation_and_restores(calls):
+    expected = run_all()
+    assert not calls
+    with ops.use_impl("counting"):
+        assert active_impl() == "counting"
+        outputs = run_all()
+    assert calls == {"xuv": 1, "xw": 1, "svd_mlp": 1}
+    assert all(torch.equal(a, b) for a, b in zip(outputs, expected, strict=True))
+    run_all()
+    assert calls.total() == 3
+    assert active_impl() == "reference"
+
+
+def test_without_with_it_lasts(calls):
+    ops.use_impl("counting")
+    run_all()
+    run_all()
+    assert calls.total() == 6
+    ops.use_impl("reference")
+    run_all()
+    assert calls.total() == 6
+
+
+def test_blocks_nest(calls):
+    with ops.use_impl("counting"):
+        with ops.use_impl("reference"):
+            run_all()
+        assert not calls
+        with ops.use_impl("counting"):
+            run_all()
+        run_all()
+    assert calls.total() == 6
+    run_all()
+    assert calls.total() == 6
+
+
+def test_an_error_inside_the_block_restores(calls):
+    with pytest.raises(KeyError), ops.use_impl("counting"):
+        raise KeyError
+    run_all()
+    assert not calls
+
+
+@pytest.mark.parametrize("guard", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_it_runs_in_every_grad_mode(calls, guard):
+    with ops.use_impl("counting"), guard():
+        run_all()
+    assert calls.total() == 3
+
+
+def test_its_outputs_have_gradients(calls):
+    x, u, v = (make(shape).requires_grad_() for shape in ((2, 4), (4, 3), (3, 5)))
+    with ops.use_impl("counting"):
+        ops.xuv(x, u, v).sum().backward()
+    assert calls["xuv"] == 1
+    assert all(t.grad is not None for t in (x, u, v))
+
+
+def test_its_errors_are_not_hidden(calls, monkeypatch):
+    def broken(*args):
+        raise NotImplementedError("no kernel for this shape")
+
+    monkeypatch.setitem(
+        implementation._kernels, "broken", dict.fromkeys(implementation.OPS, broken)
+    )
+    with (
+        ops.use_impl("broken"),
+        pytest.raises(NotImplementedError, match="no kernel for this shape"),
+    ):
+        run_all()
+    assert len(run_all()) == 3
+
+
+def test_meta_tensors_never_reach_it(calls):
+    with ops.use_impl("counting"):
+        y = ops.xuv(*(make(s, device="meta") for s in ((2, 4), (4, 3), (3, 5))))
+    assert y.is_meta
+    assert not calls
+
+
+def test_an_unknown_name_changes_nothing(calls):
+    ops.use_impl("counting")
+    with pytest.raises(ValueError, match=r"must be one of reference.*counting; got 'cuda'"):
+        ops.use_impl("cuda")
+    assert active_impl() == "counting"
+
+
+def test_a_name_is_registered_once(calls):
+    for name in ("counting", "reference"):
+        with pytest.raises(ValueError, match=f"'{name}' is already registered"):
+            register_impl(name, {})
+
+
+@pytest.mark.parametrize("missing", [("xuv",), ("xw", "svd_mlp")])
+def test_an_implementation_has_all_ops(missing):
+    kernels = {op: getattr(reference, op) for op in implementation.OPS if op not in missing}
+    with pytest.raises(ValueError, match=f"'partial' lacks {', '.join(missing)}"):
+        register_impl("partial", kernels)
+    with pytest.raises(ValueError, match="got 'partial'"):
+        ops.use_impl("partial")

@@ -1,0 +1,166 @@
+"""Every op against its fp64 oracle, over shapes, dtypes, layouts and biases."""
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from operands import (
+    ACTIVATIONS,
+    DTYPES,
+    doubled,
+    make,
+    mlp_shapes,
+    plain_svd_mlp,
+    plain_xuv,
+    plain_xw,
+    svd_mlp_magnitude,
+    svd_mlp_operands,
+    xuv_operands,
+    xw_operands,
+)
+from tolerances import assert_close_to_oracle
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from neuronmm_ops import ops
+
+
+def check_output(op: Callable[..., Tensor], operands: Sequence[Tensor | None], *extra: str) -> None:
+    """Dtype of x, contiguous, and described exactly by the fake and on the meta device."""
+    x = operands[0]
+    y = op(*operands, *extra)
+    expected = (*x.shape[:-1], operands[-1 if extra or len(operands) == 7 else -2].shape[1])
+    assert y.dtype == x.dtype
+    assert y.shape == expected
+    assert y.stride() == torch.empty(expected).stride()
+    mode = FakeTensorMode()
+    described = {
+        "fake": [None if t is None else mode.from_tensor(t) for t in operands],
+        "meta": [None if t is None else t.to("meta") for t in operands],
+    }
+    for inputs in described.values():
+        like = op(*inputs, *extra)
+        assert (like.shape, like.dtype, like.stride()) == (y.shape, y.dtype, y.stride())
+
+
+def magnitudes(operands: Sequence[Tensor | None]) -> list[Tensor | None]:
+    return [None if t is None else t.abs() for t in doubled(*operands)]
+
+
+@given(xuv_operands())
+@settings(max_examples=150)
+def test_xuv_matches_the_fp64_oracle(operands):
+    assert_close_to_oracle(
+        ops.xuv(*operands),
+        plain_xuv(*doubled(*operands)),
+        plain_xuv(*operands),
+        plain_xuv(*magnitudes(operands)),
+    )
+
+
+@given(xw_operands())
+@settings(max_examples=100)
+def test_xw_matches_the_fp64_oracle(operands):
+    assert_close_to_oracle(
+        ops.xw(*operands),
+        plain_xw(*doubled(*operands)),
+        plain_xw(*operands),
+        plain_xw(*magnitudes(operands)),
+    )
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@given(operands=svd_mlp_operands())
+def test_svd_mlp_matches_the_fp64_oracle(activation, operands):
+    assert_close_to_oracle(
+        ops.svd_mlp(*operands, activation),
+        plain_svd_mlp(*doubled(*operands), activation=activation),
+        plain_svd_mlp(*operands, activation=activation),
+        svd_mlp_magnitude(*doubled(*operands)),
+    )
+
+
+@given(xuv_operands())
+def test_xuv_output_is_what_the_fake_says(operands):
+    check_output(ops.xuv, operands)
+
+
+@given(xw_operands())
+def test_xw_output_is_what_the_fake_says(operands):
+    check_output(ops.xw, operands)
+
+
+@given(svd_mlp_operands(), st.sampled_from(sorted(ACTIVATIONS)))
+def test_svd_mlp_output_is_what_the_fake_says(operands, activation):
+    check_output(ops.svd_mlp, operands, activation)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("layout", ["contiguous", "transposed"])
+@pytest.mark.parametrize("lead", [(), (1,), (1, 1), (2,)], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_row_through_large_factors(dtype, lead, layout, bias):
+    # Large enough for a CPU to choose another matmul for one row.
+    K, r, N = 640, 128, 300
+    operands = [
+        make((*lead, K), dtype),
+        make((K, r), dtype, layout).mul_(K**-0.5),
+        make((r, N), dtype, layout).mul_(r**-0.5),
+        make((N,), dtype) if bias else None,
+    ]
+    assert_close_to_oracle(ops.xuv(*operands), plain_xuv(*doubled(*operands)), plain_xuv(*operands))
+    dense = [operands[0], operands[1]]
+    assert_close_to_oracle(ops.xw(*dense), plain_xw(*doubled(*dense)), plain_xw(*dense))
+    check_output(ops.xuv, operands)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("layout", ["contiguous", "transposed"])
+def test_many_tokens_through_a_wide_mlp(layout, activation):
+    # So many hidden activations that a CPU passes through them in strips.
+    operands = [
+        make((2, 1100, 8)),
+        *(make(shape, layout=layout).mul_(0.5) for shape in mlp_shapes(8, 1100, 6)),
+    ]
+    assert_close_to_oracle(
+        ops.svd_mlp(*operands, activation),
+        plain_svd_mlp(*doubled(*operands), activation=activation),
+        plain_svd_mlp(*operands, activation=activation),
+    )
+
+
+@pytest.mark.parametrize("transposed", [True, False])
+@pytest.mark.parametrize("M", [1, 3])
+@pytest.mark.parametrize("r", [1, 32])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_whole_contraction_is_accumulated_in_fp32(dtype, r, M, transposed):
+    # 1 + 4095 * eps/2: in a low-precision accumulator every later term is rounded away.
+    K = 4096
+    small = torch.finfo(dtype).eps / 2
+    x = torch.full((M, K), small, dtype=dtype)
+    x[:, 0] = 1
+    ones, one = torch.ones(K, r, dtype=dtype), torch.ones(M, 1, dtype=dtype)
+    ones = ones.t().contiguous().t() if transposed else ones
+    first = torch.zeros(r, 1, dtype=dtype)
+    first[0] = 1
+    total = torch.tensor(1 + (K - 1) * small, dtype=torch.float64).to(dtype)
+    assert torch.equal(ops.xw(x, ones), total.expand(M, r))
+    assert torch.equal(ops.xuv(x, ones, first), total.expand(M, 1))
+    # The second matmul: x @ u is a row of ones, v holds the small terms.
+    v = x[:1].t().expand(K, r)
+    v = v.t().contiguous().t() if transposed else v.contiguous()
+    assert torch.equal(ops.xuv(one, torch.ones(1, K, dtype=dtype), v), total.expand(M, r))
+    zeros = torch.zeros(r, dtype=dtype)
+    assert torch.equal(ops.xuv(one, torch.ones(1, K, dtype=dtype), v, zeros), total.expand(M, r))
+
+
+def test_operands_are_not_modified():
+    operands = [torch.randn(4, 4, dtype=torch.float64) for _ in range(7)]
+    copies = [t.clone() for t in operands]
+    for activation in ACTIVATIONS:
+        ops.svd_mlp(*operands, activation)
+    ops.xuv(*operands[:3], torch.ones(4, dtype=torch.float64))
+    ops.xw(*operands[:2])
+    assert all(torch.equal(t, copy) for t, copy in zip(operands, copies, strict=True))

@@ -1,0 +1,218 @@
+"""The registration: what `opcheck` checks, and the autograd formulas."""
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from operands import (
+    ACTIVATIONS,
+    doubled,
+    make,
+    mlp_shapes,
+    plain_svd_mlp,
+    plain_xuv,
+    plain_xw,
+)
+from tolerances import assert_close_to_oracle
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from neuronmm_ops import ops
+
+OPCHECK_UTILS = (
+    "test_schema",
+    "test_autograd_registration",
+    "test_faketensor",
+    "test_aot_dispatch_dynamic",
+)
+LOW_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+LAYOUTS = ("contiguous", "transposed", "sliced")
+LEADING = {"1-D": (), "rows": (3,), "batched": (2, 3), "empty": (0,)}
+
+
+def operands_of(
+    op: str,
+    lead: Sequence[int] = (2, 3),
+    dtype: torch.dtype = torch.float64,
+    layout: str = "contiguous",
+) -> list[Tensor]:
+    """Return the tensors of one op: x, the factors, then the bias if it takes one."""
+    shapes: dict[str, list[tuple[int, ...]]] = {
+        "xuv": [(*lead, 6), (6, 3), (3, 5)],
+        "xuv+bias": [(*lead, 6), (6, 3), (3, 5), (5,)],
+        "xw": [(*lead, 6), (6, 5)],
+        "xw+bias": [(*lead, 6), (6, 5), (5,)],
+        "svd_mlp": [(*lead, 6), *mlp_shapes(6, 7, 5)],
+    }
+    generator = torch.Generator().manual_seed(1)
+    return [make(shape, dtype, layout, generator) for shape in shapes[op]]
+
+
+OVERLOADS = {
+    "xuv": torch.ops.neuronmm.xuv.default,
+    "xw": torch.ops.neuronmm.xw.default,
+    "svd_mlp": torch.ops.neuronmm.svd_mlp.default,
+}
+CASES = ("xuv", "xuv+bias", "xw", "xw+bias", "svd_mlp")
+PLAIN: dict[str, Callable[..., Tensor]] = {
+    "xuv": plain_xuv,
+    "xw": plain_xw,
+    "svd_mlp": plain_svd_mlp,
+}
+
+
+def name_of(case: str) -> str:
+    return case.partition("+")[0]
+
+
+def public(case: str) -> Callable[..., Tensor]:
+    return getattr(ops, name_of(case))
+
+
+def test_schemas_are_the_documented_ones():
+    assert {name: str(overload._schema) for name, overload in OVERLOADS.items()} == {
+        "xuv": "neuronmm::xuv(Tensor x, Tensor u, Tensor v, Tensor? bias=None) -> Tensor",
+        "xw": "neuronmm::xw(Tensor x, Tensor w, Tensor? bias=None) -> Tensor",
+        "svd_mlp": (
+            "neuronmm::svd_mlp(Tensor x, Tensor u_gate, Tensor v_gate, Tensor u_up, Tensor v_up, "
+            'Tensor u_down, Tensor v_down, str activation="silu") -> Tensor'
+        ),
+    }
+    assert all(torch.Tag.pt2_compliant_tag in overload.tags for overload in OVERLOADS.values())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", LOW_DTYPES, ids=str)
+@pytest.mark.parametrize("grad", [True, False], ids=["grad", "no_grad"])
+@pytest.mark.parametrize("case", ["xuv+bias", "xw", "svd_mlp"])
+def test_opcheck(case, grad, dtype, layout):
+    inputs = [
+        t.detach().requires_grad_(grad) for t in operands_of(case, dtype=dtype, layout=layout)
+    ]
+    torch.library.opcheck(OVERLOADS[name_of(case)], tuple(inputs), test_utils=OPCHECK_UTILS)
+
+
+@pytest.mark.parametrize("lead", [(), (0,), (2, 0)], ids=str)
+@pytest.mark.parametrize("case", ["xuv", "xw+bias", "svd_mlp"])
+def test_opcheck_at_the_edges(case, lead):
+    inputs = [t.requires_grad_() for t in operands_of(case, lead, torch.float32)]
+    torch.library.opcheck(OVERLOADS[name_of(case)], tuple(inputs), test_utils=OPCHECK_UTILS)
+
+
+@pytest.mark.parametrize("lead", LEADING.values(), ids=LEADING)
+@pytest.mark.parametrize("case", CASES)
+def test_first_and_second_derivatives(case, lead):
+    inputs = [t.requires_grad_() for t in operands_of(case, lead)]
+    torch.autograd.gradcheck(public(case), inputs)
+    torch.autograd.gradgradcheck(public(case), inputs)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_first_and_second_derivatives_of_activations(activation):
+    inputs = [t.requires_grad_() for t in operands_of("svd_mlp", (2,))]
+    torch.autograd.gradcheck(ops.svd_mlp, (*inputs, activation))
+    torch.autograd.gradgradcheck(ops.svd_mlp, (*inputs, activation))
+
+
+def gradients(
+    function: Callable[..., Tensor], inputs: Sequence[Tensor], seed: Tensor, **options: str
+) -> tuple[Tensor, ...]:
+    leaves = [t.detach().requires_grad_() for t in inputs]
+    return torch.autograd.grad(function(*leaves, **options), leaves, seed.to(leaves[0].dtype))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", [*LOW_DTYPES, torch.float64], ids=str)
+@pytest.mark.parametrize("case", CASES)
+def test_gradients_match_composite_autograd_in_fp64(case, dtype, layout):
+    inputs = operands_of(case, (4, 5), dtype, layout)
+    plain = PLAIN[name_of(case)]
+    seed = make((4, 5, 5), dtype, layout)
+    actual = gradients(public(case), inputs, seed)
+    oracle = gradients(plain, doubled(*inputs), seed)
+    low = gradients(plain, inputs, seed)
+    for a, o, p in zip(actual, oracle, low, strict=True):
+        assert_close_to_oracle(a, o, p)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_gradients_of_activations_match_composite_autograd_in_fp64(activation):
+    inputs = operands_of("svd_mlp", (4, 5), torch.float32)
+    seed = make((4, 5, 5))
+    actual = gradients(ops.svd_mlp, inputs, seed, activation=activation)
+    oracle = gradients(plain_svd_mlp, doubled(*inputs), seed, activation=activation)
+    low = gradients(plain_svd_mlp, inputs, seed, activation=activation)
+    for a, o, p in zip(actual, oracle, low, strict=True):
+        assert_close_to_oracle(a, o, p)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_an_expanded_gradient_is_accepted(case):
+    # `.sum().backward()` hands the formula a gradient with strides of zero.
+    inputs = operands_of(case)
+    leaves = [t.detach().requires_grad_() for t in inputs]
+    public(case)(*leaves).sum().backward()
+    expected = gradients(PLAIN[name_of(case)], inputs, torch.ones(2, 3, 5))
+    for leaf, gradient in zip(leaves, expected, strict=True):
+        torch.testing.assert_close(leaf.grad, gradient)
+
+
+class CountMatmuls(TorchDispatchMode):
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+        return func(*args, **(kwargs or {}))
+
+
+# Matmuls that the backward needs when only this one operand wants a gradient.
+NEEDED = {
+    "xuv+bias": [2, 2, 2, 0],
+    "xw+bias": [1, 1, 0],
+    # 4 to recompute gate and up, then 2 down to the hidden gradient and what lies below it.
+    "svd_mlp": [4 + 2 + 4, 4 + 2 + 2, 4 + 2 + 2, 4 + 2 + 2, 4 + 2 + 2, 4 + 2, 4 + 2],
+}
+
+
+@pytest.mark.parametrize(
+    ("case", "index"), [(case, i) for case, counts in NEEDED.items() for i in range(len(counts))]
+)
+def test_only_wanted_gradients_are_computed(case, index):
+    inputs = operands_of(case)
+    inputs[index].requires_grad_()
+    output = public(case)(*inputs)
+    with CountMatmuls() as matmuls:
+        output.backward(torch.ones_like(output))
+    assert [t.grad is not None for t in inputs] == [i == index for i in range(len(inputs))]
+    assert matmuls.count == NEEDED[case][index]
+
+
+@pytest.mark.parametrize("guard", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("case", CASES)
+def test_nothing_is_recorded_without_gradients(case, guard):
+    inputs = [t.requires_grad_() for t in operands_of(case)]
+    saved = []
+    with guard(), torch.autograd.graph.saved_tensors_hooks(saved.append, lambda t: t):
+        direct = OVERLOADS[name_of(case)](*inputs)
+        output = public(case)(*inputs)
+    assert torch.equal(direct, output)
+    assert not saved
+    for y in (direct, output):
+        assert not y.requires_grad
+        assert y.grad_fn is None
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_operands_that_want_no_gradient_record_nothing(case):
+    output = public(case)(*operands_of(case))
+    assert not output.requires_grad
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_gradients_are_never_silently_missing(case):
+    inputs = operands_of(case)
+    for wanted in inputs:
+        wanted.requires_grad_()
+        assert public(case)(*inputs).requires_grad
+        assert OVERLOADS[name_of(case)](*inputs).requires_grad
+        wanted.requires_grad_(False)

@@ -1,0 +1,218 @@
+"""Every rule on the arguments: its exception, its text, on real, fake and meta tensors."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from operands import make, mlp_shapes
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from neuronmm_ops import ops
+
+OPERANDS = {
+    "xuv": ("x", "u", "v", "bias"),
+    "xw": ("x", "w", "bias"),
+    "svd_mlp": ("x", "u_gate", "v_gate", "u_up", "v_up", "u_down", "v_down"),
+}
+SHAPES = {
+    "xuv": [(2, 3, 8), (8, 4), (4, 6), (6,)],
+    "xw": [(2, 3, 8), (8, 6), (6,)],
+    "svd_mlp": [(2, 3, 8), *mlp_shapes(8, 7, 6)],
+}
+FLOAT8 = torch.float8_e4m3fn
+
+
+@dataclass(frozen=True)
+class Case:
+    """One broken call: what differs from a good one, and what the error must say."""
+
+    op: str
+    change: dict[str, Any]  # operand -> shape or dtype; "*" -> dtype of all; activation -> str
+    error: type[Exception]
+    says: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.op}-" + ",".join(f"{k}={v}" for k, v in self.change.items())
+
+    def arguments(self, device: str) -> tuple[list[Tensor | None], list[str]]:
+        tensors = []
+        for name, shape in zip(OPERANDS[self.op], SHAPES[self.op], strict=True):
+            change = self.change.get(name, self.change.get("*"))
+            wanted = change if isinstance(change, tuple) else shape
+            dtype = change if isinstance(change, torch.dtype) else torch.float32
+            tensors.append(make(wanted, torch.float32, device="cpu").to(dtype).to(device))
+        activation = self.change.get("activation")
+        return tensors, [] if activation is None else [activation]
+
+
+def _scalar_case(op: str) -> Case:
+    return Case(op, {"x": ()}, ValueError, ("x must have at least one dimension", "0-D"))
+
+
+def _unsupported(op: str, dtype: torch.dtype) -> Case:
+    return Case(op, {"*": dtype}, TypeError, ("bfloat16, float16, float32 or float64", str(dtype)))
+
+
+def _mixed(op: str, name: str, dtype: torch.dtype) -> Case:
+    says = (f"x and {name} must have the same dtype", "torch.float32", str(dtype), ".to(dtype)")
+    return Case(op, {name: dtype}, TypeError, says)
+
+
+def _not_a_matrix(op: str, name: str, shape: tuple[int, ...]) -> Case:
+    return Case(op, {name: shape}, ValueError, (f"{name} must be a matrix", str(list(shape))))
+
+
+def _contraction(op: str, a: str, b: str, change: dict[str, Any], *shapes: list[int]) -> Case:
+    says = (f"last dimension of {a} must equal first dimension of {b}", *map(str, shapes))
+    return Case(op, change, ValueError, says)
+
+
+def _bias(op: str, shape: tuple[int, ...], name: str) -> Case:
+    says = ("bias must have shape [N]", f"columns of {name}", f"bias {list(shape)}", "6]")
+    return Case(op, {"bias": shape}, ValueError, says)
+
+
+UNSUPPORTED = (torch.int64, torch.int8, torch.bool, torch.complex64, FLOAT8)
+CASES = [
+    *[_unsupported(op, dtype) for op in OPERANDS for dtype in UNSUPPORTED],
+    *[
+        Case(op, {"x": dtype}, TypeError, ("dtype", str(dtype)))
+        for op in OPERANDS
+        for dtype in UNSUPPORTED
+    ],
+    *[
+        _mixed(op, name, dtype)
+        for op, names in OPERANDS.items()
+        for name in names[1:]
+        for dtype in (torch.bfloat16, torch.float64, torch.int64)
+    ],
+    *[_scalar_case(op) for op in OPERANDS],
+    *[
+        _not_a_matrix(op, name, shape)
+        for op, name, shape in [
+            ("xuv", "u", (8,)),
+            ("xuv", "u", (3, 8, 4)),
+            ("xuv", "u", ()),
+            ("xuv", "v", (4,)),
+            ("xuv", "v", (3, 4, 6)),
+            ("xuv", "v", ()),
+            ("xw", "w", (8,)),
+            ("xw", "w", (3, 8, 6)),
+            ("xw", "w", ()),
+            *[("svd_mlp", name, (8,)) for name in OPERANDS["svd_mlp"][1:]],
+            *[("svd_mlp", name, (3, 8, 6)) for name in OPERANDS["svd_mlp"][1:]],
+        ]
+    ],
+    _contraction("xuv", "x", "u", {"x": (2, 3, 7)}, [2, 3, 7], [8, 4]),
+    _contraction("xuv", "x", "u", {"x": (7,)}, [7], [8, 4]),
+    _contraction("xuv", "x", "u", {"x": (3, 1)}, [3, 1], [8, 4]),
+    _contraction("xuv", "x", "u", {"x": (0, 7)}, [0, 7], [8, 4]),
+    _contraction("xuv", "x", "u", {"u": (1, 4)}, [2, 3, 8], [1, 4]),
+    _contraction("xuv", "u", "v", {"v": (5, 6)}, [8, 4], [5, 6]),
+    _contraction("xuv", "u", "v", {"u": (8, 1)}, [8, 1], [4, 6]),
+    _contraction("xw", "x", "w", {"x": (3, 7)}, [3, 7], [8, 6]),
+    _contraction("xw", "x", "w", {"x": (7,)}, [7], [8, 6]),
+    _contraction("svd_mlp", "x", "u_gate", {"u_gate": (9, 3)}, [2, 3, 8], [9, 3]),
+    _contraction("svd_mlp", "x", "u_up", {"u_up": (9, 4)}, [2, 3, 8], [9, 4]),
+    _contraction("svd_mlp", "u_gate", "v_gate", {"v_gate": (9, 7)}, [8, 3], [9, 7]),
+    _contraction("svd_mlp", "u_up", "v_up", {"v_up": (9, 7)}, [8, 4], [9, 7]),
+    _contraction("svd_mlp", "u_down", "v_down", {"v_down": (9, 6)}, [7, 5], [9, 6]),
+    _contraction("svd_mlp", "v_gate", "u_down", {"u_down": (9, 5)}, [3, 7], [9, 5]),
+    Case(
+        "svd_mlp",
+        {"v_up": (4, 9)},
+        ValueError,
+        ("v_gate and v_up must have the same number of columns", "[3, 7]", "[4, 9]"),
+    ),
+    # One column would broadcast over the other projection.
+    Case("svd_mlp", {"v_up": (4, 1)}, ValueError, ("same number of columns", "[4, 1]")),
+    *[
+        _bias(op, shape, name)
+        for op, name in (("xuv", "v"), ("xw", "w"))
+        for shape in [(1,), (1, 6), (7,), (6, 1), (6, 6), (), (0,)]
+    ],
+    *[
+        Case("svd_mlp", {"activation": name}, ValueError, ("activation must be one of", repr(name)))
+        for name in ("tanh", "", "SiLU")
+    ],
+]
+
+
+def call(case: Case, arguments: list[Tensor], extra: list[str]) -> None:
+    with pytest.raises(case.error) as caught:
+        getattr(ops, case.op)(*arguments, *extra)
+    text = str(caught.value)
+    assert caught.type is case.error
+    assert text.startswith(f"{case.op}: ")
+    assert "\n" not in text
+    for fragment in case.says:
+        assert fragment in text
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_broken_call_raises(case):
+    tensors, extra = case.arguments("cpu")
+    call(case, tensors, extra)
+    with torch.no_grad():
+        call(case, tensors, extra)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_broken_call_raises_on_meta_and_fake_tensors(case):
+    call(case, *case.arguments("meta"))
+    tensors, extra = case.arguments("cpu")
+    mode = FakeTensorMode()
+    call(case, [mode.from_tensor(t) for t in tensors], extra)
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if "*" not in c.change], ids=str)
+def test_a_broken_call_raises_where_gradients_are_wanted(case):
+    tensors, extra = case.arguments("cpu")
+    call(case, [t.requires_grad_(t.is_floating_point()) for t in tensors], extra)
+
+
+# Without a bias xuv lets the matmuls look for mistakes; these must see all of them, whichever
+# matmul runs: for a batch, for rows, for one row, for none.
+VIEWS = {
+    "batch": lambda x: x,
+    "rows": lambda x: x.flatten(0, -2),
+    "row": lambda x: x.flatten(0, -2)[0],
+    "no rows": lambda x: x.flatten(0, -2)[:0],
+    "no batch": lambda x: x.unflatten(0, (-1, 1))[:0],
+}
+
+
+@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize(
+    "case",
+    [c for c in CASES if c.op != "svd_mlp" and "bias" not in c.change and c.change.get("x") != ()],
+    ids=str,
+)
+def test_a_broken_call_without_bias_raises(case, view):
+    tensors, _ = case.arguments("cpu")
+    x = tensors[0]
+    # A changed shape stays as it is.
+    tensors[0] = x if isinstance(case.change.get("x"), tuple) else VIEWS[view](x)
+    for guard in (torch.enable_grad, torch.no_grad, torch.inference_mode):
+        with guard(), pytest.raises(case.error, match=f"^{case.op}: ") as caught:
+            getattr(ops, case.op)(*tensors[:-1])
+        assert caught.type is case.error
+
+
+@pytest.mark.parametrize(
+    ("op", "name"), [(op, name) for op, names in OPERANDS.items() for name in names[1:]]
+)
+def test_tensors_on_two_devices_raise(op, name):
+    good = dict(zip(OPERANDS[op], (make(shape) for shape in SHAPES[op]), strict=True))
+    with pytest.raises(TypeError, match=f"^{op}: .*same device, got .*(cpu|meta) and .*(cpu|meta)"):
+        getattr(ops, op)(**{**good, name: good[name].to("meta")})
+
+
+@pytest.mark.parametrize("op", OPERANDS)
+def test_the_good_call_is_good(op):
+    tensors = [make(shape) for shape in SHAPES[op]]
+    assert getattr(ops, op)(*tensors).shape == (2, 3, 6)
+    keywords = dict(zip(OPERANDS[op], tensors, strict=True))
+    assert torch.equal(getattr(ops, op)(**keywords), getattr(ops, op)(*tensors))

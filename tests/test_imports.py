@@ -1,0 +1,161 @@
+"""Who imports whom, and that the core needs no optional package."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import neuronmm_ops
+
+ROOT = Path(neuronmm_ops.__file__).parent
+MODULES = sorted(ROOT.rglob("*.py"))
+
+# A file may import from the layers below its own. The package root re-exports the core.
+# bench, hf and eval are one storey; between themselves they import in this order.
+LAYERS = (
+    *("cli", "doctor", "bench", "hf", "eval", "compress", "nn", "ops", "kernels", "neuroncore"),
+    "errors",
+)
+RANK = {name: rank for rank, name in enumerate(reversed(LAYERS))}
+ROOT_MAY_IMPORT = {"compress", "errors", "eval", "nn", "ops"}
+
+USES_TRANSFORMERS = {"hf", "cli", "bench"}
+LAZY_IN_OPS = {"transformers", "accelerate", "torch_xla", "nki", "torch_neuronx", "neuronxcc"}
+OPTIONAL = ("transformers", "accelerate", "matplotlib", "tokenizers", "torch_xla", "nki")
+
+
+def layer_of(path: Path) -> str:
+    """Return the layer of a file, `__init__` for the package root."""
+    return path.relative_to(ROOT).parts[0].removesuffix(".py")
+
+
+def imports_of(path: Path, module_level: bool = False) -> Iterator[str]:
+    """Yield the dotted names that a file imports; only those run at import time if asked."""
+    pending: list[ast.AST] = [ast.parse(path.read_text(encoding="utf-8"))]
+    while pending:
+        node = pending.pop()
+        if module_level and isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+            continue
+        pending.extend(ast.iter_child_nodes(node))
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{path.name}:{node.lineno}: relative import"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def imported_layers(path: Path) -> set[str]:
+    """Return the layers of this package that a file imports, anywhere in it."""
+    parts = [name.split(".") for name in imports_of(path)]
+    return {p[1] if len(p) > 1 else "__init__" for p in parts if p[0] == "neuronmm_ops"}
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_imports_point_downwards(path):
+    layer = layer_of(path)
+    imported = imported_layers(path)
+    if layer == "__init__":
+        assert imported <= ROOT_MAY_IMPORT
+        return
+    assert layer in RANK, f"{layer} has no place in the layers; give it one in this test"
+    # The root imports the core; a module below it that imports the root runs in circles.
+    upwards = {name for name in imported - {layer} if RANK.get(name, RANK["eval"]) >= RANK[layer]}
+    assert not upwards, f"{layer} may not import {', '.join(sorted(upwards))}"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_only_hf_cli_and_bench_know_transformers(path):
+    names = {name.split(".")[0] for name in imports_of(path)}
+    if layer_of(path) not in USES_TRANSFORMERS:
+        assert not names & {"transformers", "accelerate", "tokenizers"}
+
+
+def in_layers(*layers: str) -> list[Path]:
+    return [path for path in MODULES if layer_of(path) in layers]
+
+
+@pytest.mark.parametrize("path", in_layers("ops"), ids=lambda p: p.name)
+def test_ops_import_their_backends_when_called(path):
+    names = {name.split(".")[0] for name in imports_of(path, module_level=True)}
+    assert not names & LAZY_IN_OPS
+
+
+def test_the_simulator_and_the_plans_know_no_torch():
+    for path in [*in_layers("neuroncore"), *ROOT.glob("kernels/plan.py")]:
+        assert "torch" not in {name.split(".")[0] for name in imports_of(path)}, path
+
+
+def run_blocked(script: str) -> str:
+    """Run a script in a new interpreter in which no optional package can be imported."""
+    blocker = f"""
+import importlib.abc, sys
+
+class Blocked(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {OPTIONAL!r}:
+            raise ModuleNotFoundError(f"No module named {{name!r}} (blocked)", name=name)
+
+sys.meta_path.insert(0, Blocked())
+import torch
+torch.set_num_threads(1)
+"""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", blocker + script],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_block_blocks():
+    with pytest.raises(AssertionError, match="No module named 'nki'"):
+        run_blocked("import nki")
+
+
+def test_the_core_works_without_any_optional_package():
+    output = run_blocked(
+        """
+import neuronmm_ops as nm
+assert all(hasattr(nm, name) for name in nm.__all__)
+
+x, u, v = torch.randn(5, 8), torch.randn(8, 4), torch.randn(4, 6)
+torch.testing.assert_close(nm.xuv(x, u, v), x @ u @ v)
+with torch.no_grad():
+    torch.testing.assert_close(nm.xw(x, u), x @ u)
+
+model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.ReLU(), torch.nn.Linear(64, 32))
+config = nm.SVDConfig(ratio=0.5, block=8, targets="all-linear")
+report = nm.compress_(model, config, [torch.randn(700, 32)])
+assert all(type(model[i]) is nm.SVDLinear for i in (0, 2))
+assert model(torch.randn(3, 32)).shape == (3, 32)
+print([layer.r for layer in report.layers])
+"""
+    )
+    assert output.strip() == "[8, 8]"
+
+
+@pytest.mark.parametrize("module", ["ops", "nn", "compress", "eval"])
+def test_every_layer_imports_by_itself(module):
+    output = run_blocked(
+        f"""
+import neuronmm_ops.{module} as layer
+assert all(hasattr(layer, name) for name in layer.__all__)
+loaded = [name for name in {OPTIONAL!r} if name in sys.modules]
+print(loaded)
+"""
+    )
+    assert output.strip() == "[]"
+
+
+def test_the_public_surface_is_sorted_and_documented():
+    names = neuronmm_ops.__all__
+    assert names == sorted(set(names), key=lambda n: (not n.isupper(), not n[0].isupper(), n))
+    undocumented = [
+        n for n in names if n != "__version__" and not (getattr(neuronmm_ops, n).__doc__ or "")
+    ]
+    assert not undocumented
