@@ -10,7 +10,7 @@ import json
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -291,7 +291,7 @@ def _show_rows(rows: list[dict[str, Any]]) -> None:
 
 
 @contextlib.contextmanager
-def _progress() -> Iterator[Callable[[str, int, int], None]]:
+def _progress() -> Generator[Callable[[str, int, int], None], None, None]:
     """Show one bar per stage on stderr, where a person watches."""
     columns = (
         TextColumn("{task.description}"),
@@ -311,7 +311,7 @@ def _progress() -> Iterator[Callable[[str, int, int], None]]:
 
 
 @contextlib.contextmanager
-def _our_warnings() -> Iterator[None]:
+def _our_warnings() -> Generator[None, None, None]:
     """Show the package's own warnings, a line each, and nobody else's."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -265,3 +265,23 @@ def test_a_compressed_model_generates():
         token_batches(1)[0][:1, :4], max_new_tokens=4, do_sample=False, eos_token_id=None
     )
     assert out.shape == (1, 8)
+
+
+def test_layers_kept_dense_for_a_tied_weight_are_reported():
+    model = causal_lm("Qwen3")
+    config = SVDConfig(ratio=0.3, block=8, targets=("down_proj", "lm_head"), method="plain")
+    report = compress_(model, config)
+    (head,) = [layer for layer in report.layers if layer.name == "lm_head"]
+    assert (head.dense, head.r, head.loss) == (True, None, 0.0)
+    assert head.reason == "shares its weight with model.embed_tokens.weight"
+    assert head.bytes == head.dense_bytes == model.lm_head.weight.nbytes
+
+
+def test_calibration_tokens_of_features_count_rows():
+    model = nn.Sequential(nn.Linear(64, 64))
+    with pytest.warns(CalibrationWarning):
+        report = compress_(
+            model, SVDConfig(ratio=0.5, block=8, targets="0"), [torch.randn(2, 7, 64)]
+        )
+    assert report.calibration is not None
+    assert report.calibration["tokens"] == 14

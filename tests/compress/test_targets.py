@@ -72,7 +72,8 @@ def test_a_tied_head_is_kept_even_where_it_is_named():
     model = causal_lm("Qwen3")
     selection = select_targets(model, SVDConfig(targets=("mlp", "lm_head")))
     assert leaves(list(selection.linears)) == MLP
-    assert selection.kept == {"lm_head": "shares its weight with model.embed_tokens.weight"}
+    reason = "shares its weight with model.embed_tokens.weight"
+    assert selection.kept == {"lm_head": (model.lm_head, reason)}
     with pytest.raises(ValueError, match="match only shared weights: lm_head shares its weight"):
         selected(model, "lm_head")
 

@@ -283,7 +283,8 @@ def test_activation_classes_are_mapped_to_what_they_compute():
 )
 def test_an_unknown_activation_leaves_the_mlp_alone(key, name):
     activations = pytest.importorskip("transformers.activations")
-    module = type("LlamaMLP", (nn.Module,), {})()
+    home = {"__module__": "transformers.models.llama.modeling_llama"}
+    module = type("LlamaMLP", (nn.Module,), home)()
     module.act_fn = activations.ACT2FN[key]
     assert gated_activation(module) == name
 
@@ -293,3 +294,9 @@ def test_other_classes_are_left_alone():
     module.act_fn = nn.SiLU()
     assert gated_activation(module) is None
     assert gated_activation(type("LlamaMLP", (nn.Module,), {})()) is None
+
+
+def test_a_class_of_that_name_from_elsewhere_is_left_alone():
+    module = type("LlamaMLP", (nn.Module,), {"__module__": "somebody.elses"})()
+    module.act_fn = nn.SiLU()
+    assert gated_activation(module) is None

@@ -11,7 +11,9 @@ from neuronmm_ops.nn import shared_weights
 
 
 class LlamaMLP(nn.Module):
-    """A gated MLP under the name that Transformers gives it."""
+    """A gated MLP under the name and module that Transformers gives it."""
+
+    __module__ = "transformers.models.llama.modeling_llama"
 
     def __init__(self) -> None:
         super().__init__()
@@ -276,7 +278,7 @@ REFUSALS = {
     "two ranks": (
         lambda: _sequential(nn.Linear(6, 4)),
         {"0": GOOD, "1": (torch.zeros(6, 2), torch.zeros(3, 4))},
-        r"u must be \[K, r\] and v \[r, N\], got \[6, 2\] and \[3, 4\]",
+        r"1: u must be \[6, r\] and v \[r, 4\], got \[6, 2\] and \[3, 4\]",
     ),
 }
 
@@ -313,3 +315,25 @@ def test_a_swapped_model_trains(x):
     swap_(model, {n: (u[:, :2], v[:2]) for n, (u, v) in factors_of(model, *PROJECTIONS).items()})
     model(x).square().sum().backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+
+
+def test_a_hooked_activation_keeps_its_mlp():
+    block = Block()
+    block.mlp.act_fn.register_forward_hook(lambda *_: None)
+    swap_(block, factors_of(block, *PROJECTIONS))
+    assert isinstance(block.mlp, LlamaMLP)
+    assert isinstance(block.mlp.gate_proj, SVDLinear)
+
+
+def test_a_linear_with_its_forward_replaced_is_refused():
+    block = Block()
+    factors = factors_of(block, "proj")
+    block.proj.forward = lambda x: x
+    with pytest.raises(ValueError, match="proj has its forward replaced"):
+        swap_(block, factors)
+
+
+def test_ranks_that_disagree_name_the_layer():
+    block = Block()
+    with pytest.raises(ValueError, match=r"proj: u must be \[6, r\].* got \[6, 3\] and \[2, 6\]"):
+        swap_(block, {"proj": (torch.zeros(6, 3), torch.zeros(2, 6))})

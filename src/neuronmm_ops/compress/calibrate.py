@@ -5,7 +5,7 @@ For a Linear `y = x @ W.T`, `W[N, K]`, only the smaller side is kept where the m
 """
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -36,9 +36,12 @@ class Moment:
     matrix: Tensor
     tokens: int = 0
 
+    @torch.no_grad()
     def add(self, product: Tensor, tokens: int) -> None:
         """Add the fp32 (or fp64) product of `tokens` rows."""
-        self.matrix += product
+        # Strip by strip: converting all of it to fp64 first would take three times as long.
+        for total, part in zip(self.matrix.split(64), product.split(64), strict=True):
+            total += part
         self.tokens += tokens
 
 
@@ -70,7 +73,7 @@ def collect_moments(
     total = len(groups) * len(batches)
     for index, names in enumerate(groups):
         moments = {name: _empty_moment(model.get_submodule(name), sides[name]) for name in names}
-        with _eval_mode(model), _Recorder(model, moments), torch.no_grad():
+        with eval_mode(model), _Recorder(model, moments), torch.no_grad():
             for done, batch in enumerate(batches, start=1 + index * len(batches)):
                 body(batch)
                 if progress:
@@ -98,12 +101,13 @@ class _Recorder:
     moments: Mapping[str, Moment]
     _handles: list[Any] = field(default_factory=list)
     # gate_proj and up_proj are given the same tensor object: its product is formed once.
-    _last: tuple[Tensor, Tensor] | None = None
+    _last: tuple[Tensor, int, Tensor] | None = None  # x, its version, X.T @ X
 
     def __enter__(self) -> "_Recorder":
         for name, moment in self.moments.items():
             module = self.model.get_submodule(name)
-            self._handles.append(module.register_forward_hook(self._hook(name, moment)))
+            hook = self._hook(name, moment)
+            self._handles.append(module.register_forward_hook(hook, with_kwargs=True))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -111,10 +115,13 @@ class _Recorder:
             handle.remove()
 
     def _hook(self, name: str, moment: Moment) -> Callable[..., None]:
-        def record(module: nn.Linear, args: tuple[Tensor, ...], output: Tensor) -> None:
+        def record(
+            module: nn.Linear, args: tuple[Tensor, ...], kwargs: dict[str, Tensor], output: Tensor
+        ) -> None:
             if moment.side == "input":
-                rows = args[0].reshape(-1, module.in_features)
-                product = self._input_product(args[0])
+                x = args[0] if args else kwargs["input"]
+                rows = x.reshape(-1, module.in_features)
+                product = self._input_product(x)
             else:
                 rows = _wide(output).reshape(-1, module.out_features)
                 if module.bias is not None:
@@ -131,10 +138,13 @@ class _Recorder:
         return record
 
     def _input_product(self, x: Tensor) -> Tensor:
-        if self._last is None or self._last[0] is not x:
+        # A residual added in place keeps the object and changes the version; only an inference
+        # tensor has none.
+        version = -1 if x.is_inference() else x._version
+        if self._last is None or self._last[0] is not x or self._last[1] != version or version < 0:
             rows = _wide(x).reshape(-1, x.shape[-1])
-            self._last = (x, rows.t() @ rows)
-        return self._last[1]
+            self._last = (x, version, rows.t() @ rows)
+        return self._last[2]
 
 
 def _wide(tensor: Tensor) -> Tensor:
@@ -173,7 +183,8 @@ def _body(model: nn.Module, sides: Mapping[str, Side]) -> nn.Module:
 
 
 @contextmanager
-def _eval_mode(model: nn.Module) -> Iterator[None]:
+def eval_mode(model: nn.Module) -> Generator[None, None, None]:
+    """Put every module in eval mode for a block, then each back as it was."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:

@@ -52,8 +52,9 @@ class SVDConfig:
             raise ValueError(f"alpha must be in [0, 1], got {self.alpha}")
         if self.method not in METHODS:
             raise ValueError(f"method must be one of {', '.join(METHODS)}; got {self.method!r}")
-        if isinstance(self.targets, list):
-            object.__setattr__(self, "targets", tuple(self.targets))
+        # One bare target and a tuple of it are the same config.
+        targets = (self.targets,) if isinstance(self.targets, str) else tuple(self.targets)
+        object.__setattr__(self, "targets", targets)
         for target in self.target_list:
             if not isinstance(target, str) or not target:
                 raise TypeError(f"targets must be non-empty strings, got {target!r}")

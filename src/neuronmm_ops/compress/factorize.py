@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from neuronmm_ops.compress.calibrate import Moment, Side
-from neuronmm_ops.compress.config import Method
+from neuronmm_ops.compress.config import METHODS, Method
 from neuronmm_ops.errors import NonFiniteError
 
 # whiten: relative to the mean of G's diagonal, added when Cholesky fails (see _whiten).
@@ -73,8 +73,11 @@ def factorize(
 
     Raises:
         NonFiniteError: the weight or the moment holds NaN or Inf.
-        ValueError: the moment is missing, of the wrong side or of the wrong size.
+        ValueError: the method is unknown, or the moment is missing, of the wrong side or of the
+            wrong size.
     """
+    if method not in METHODS:
+        raise ValueError(f"method must be one of {', '.join(METHODS)}; got {method!r}")
     N, K = weight.shape
     rank = min(K, N) if max_rank is None else max_rank
     if not 1 <= rank <= min(K, N):
@@ -106,7 +109,8 @@ def _whiten(w: Tensor, gram: Tensor, rank: int) -> Factorization:
     factor, info = torch.linalg.cholesky_ex(gram)
     if int(info) != 0:
         lowest = float(torch.linalg.eigvalsh(gram)[0])
-        shift = max(0.0, -lowest) + DAMPING * float(gram.diagonal().mean())
+        # A layer that was given zeros only has no scale of its own.
+        shift = max(0.0, -lowest) + DAMPING * (float(gram.diagonal().mean()) or 1.0)
         factor = torch.linalg.cholesky(gram + shift * torch.eye(len(gram)).to(gram))
     p, sigma, qh = torch.linalg.svd(w @ factor, full_matrices=False)
     root = sigma[:rank].sqrt()

@@ -1,7 +1,7 @@
 """compress_: calibrate, factorize and swap, in place."""
 
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +11,7 @@ from neuronmm_ops.compress.config import SVDConfig
 from neuronmm_ops.compress.factorize import factorize, moment_side
 from neuronmm_ops.compress.rank import aligned_rank
 from neuronmm_ops.compress.report import CompressionReport, LayerReport, provenance_of
-from neuronmm_ops.compress.targets import select_targets
+from neuronmm_ops.compress.targets import Selection, select_targets
 from neuronmm_ops.errors import CalibrationWarning, NonFiniteError
 from neuronmm_ops.nn.swap import swap_
 
@@ -73,10 +73,7 @@ def compress_(
     calibrated = bool(batches) and bool(swapped)
     return CompressionReport(
         config=config,
-        layers=tuple(
-            _layer_report(name, linear, ranks[name], losses.get(name, 0.0))
-            for name, linear in selection.linears.items()
-        ),
+        layers=tuple(_layer_reports(selection, ranks, losses)),
         calibration=_describe(batches) if calibrated else None,
         provenance=provenance_of(model),
     )
@@ -132,12 +129,24 @@ def _warn_if_few(tokens: int, linears: dict[str, nn.Linear]) -> bool:
             f"calibration has {tokens} tokens, fewer than {TOKENS_PER_FEATURE}*K = {needed} of "
             f"{name}; the factors may fit noise, use more text",
             CalibrationWarning,
-            stacklevel=4,
+            stacklevel=5,  # past this module and no_grad's wrapper
         )
     return True
 
 
-def _layer_report(name: str, linear: nn.Linear, rank: int | None, loss: float) -> LayerReport:
+def _layer_reports(
+    selection: Selection, ranks: Mapping[str, int | None], losses: Mapping[str, float]
+) -> Iterator[LayerReport]:
+    for name, linear in selection.linears.items():
+        reason = "no aligned rank is smaller than the dense matrix" if ranks[name] is None else None
+        yield _layer_report(name, linear, ranks[name], reason, losses.get(name, 0.0))
+    for name, (linear, reason) in selection.kept.items():
+        yield _layer_report(name, linear, None, reason, 0.0)
+
+
+def _layer_report(
+    name: str, linear: nn.Linear, rank: int | None, reason: str | None, loss: float
+) -> LayerReport:
     K, N, size = linear.in_features, linear.out_features, linear.weight.element_size()
     parameters = K * N if rank is None else rank * (K + N)
     return LayerReport(
@@ -146,7 +155,7 @@ def _layer_report(name: str, linear: nn.Linear, rank: int | None, loss: float) -
         N=N,
         r=rank,
         dense=rank is None,
-        reason="no aligned rank is smaller than the dense matrix" if rank is None else None,
+        reason=reason,
         loss=loss,
         bytes=parameters * size,
         dense_bytes=K * N * size,
@@ -155,7 +164,13 @@ def _layer_report(name: str, linear: nn.Linear, rank: int | None, loss: float) -
 
 def _describe(batches: list[Tensor]) -> dict[str, int | str]:
     return {
-        "tokens": sum(batch.numel() for batch in batches),
+        "tokens": sum(_tokens(batch) for batch in batches),
         "batches": len(batches),
         "sha256": fingerprint(batches),
     }
+
+
+def _tokens(batch: Tensor) -> int:
+    """Count token ids [B, T], or rows of features [..., K]."""
+    is_features = batch.is_floating_point() and batch.dim() > 0
+    return batch.numel() // batch.shape[-1] if is_features else batch.numel()

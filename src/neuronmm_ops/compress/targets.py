@@ -21,7 +21,7 @@ class Selection:
     """The Linears to compress, by name, and those a pattern met but that must stay dense."""
 
     linears: dict[str, nn.Linear]
-    kept: dict[str, str]  # name -> reason
+    kept: dict[str, tuple[nn.Linear, str]]  # with the reason
 
 
 def select_targets(model: nn.Module, config: SVDConfig) -> Selection:
@@ -36,7 +36,7 @@ def select_targets(model: nn.Module, config: SVDConfig) -> Selection:
     tied = shared_weights(model)
     head = _output_head(model)
     linears: dict[str, nn.Linear] = {}
-    kept: dict[str, str] = {}
+    kept: dict[str, tuple[nn.Linear, str]] = {}
     candidates = {n: m for n, m in model.named_modules() if type(m) is nn.Linear}
     for name, linear in candidates.items():
         matched = [target for target in config.target_list if _matches(target, name)]
@@ -44,7 +44,7 @@ def select_targets(model: nn.Module, config: SVDConfig) -> Selection:
         if not matched or (linear is head and not is_named):
             continue
         if name in tied:
-            kept[name] = f"shares its weight with {tied[name]}"
+            kept[name] = linear, f"shares its weight with {tied[name]}"
         else:
             linears[name] = linear
     if not linears:
@@ -68,10 +68,14 @@ def _output_head(model: nn.Module) -> nn.Module | None:
     return head if isinstance(head, nn.Module) else None
 
 
-def _nothing_matches(config: SVDConfig, candidates: dict[str, nn.Linear], kept: dict) -> str:
+def _nothing_matches(
+    config: SVDConfig,
+    candidates: dict[str, nn.Linear],
+    kept: dict[str, tuple[nn.Linear, str]],
+) -> str:
     targets = ", ".join(config.target_list)
     if kept:
-        name, reason = next(iter(kept.items()))
+        name, (_, reason) = next(iter(kept.items()))
         return f"targets {targets} match only shared weights: {name} {reason}"
     leaves = sorted({name.rpartition(".")[2] for name in candidates})
     found = (

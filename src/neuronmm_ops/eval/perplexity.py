@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from neuronmm_ops.compress.calibrate import eval_mode
 from neuronmm_ops.errors import NonFiniteError
 
 DOCUMENT_SEPARATOR = "\n\n"
@@ -69,7 +70,7 @@ def token_perplexity(
         progress: called with ("evaluate", blocks done, blocks in all).
 
     Raises:
-        NonFiniteError: logits are NaN or Inf; names the block.
+        NonFiniteError: logits are NaN or Inf (the block is named), or the result overflows.
         ValueError: fewer than two tokens, or seqlen outside 2..the model's limit.
     """
     seqlen = default_seqlen(model) if seqlen is None else seqlen
@@ -85,24 +86,27 @@ def token_perplexity(
         )
     device = next(model.parameters()).device
     blocks = [block for block in token_ids.split(seqlen) if block.numel() >= 2]
-    was_training = model.training
-    model.eval()
     nll, tokens = 0.0, 0
-    try:
+    with eval_mode(model):
         for index, block in enumerate(blocks):
             nll += _block_nll(model, block.to(device), index)
             tokens += block.numel() - 1
             if progress:
                 progress("evaluate", index + 1, len(blocks))
-    finally:
-        model.train(was_training)
-    return PerplexityResult(math.exp(nll / tokens), tokens, seqlen)
+    try:
+        perplexity = math.exp(nll / tokens)
+    except OverflowError:
+        raise NonFiniteError(
+            f"perplexity must be finite, got exp({nll / tokens:.0f}); the factors are broken"
+        ) from None
+    return PerplexityResult(perplexity, tokens, seqlen)
 
 
 def _block_nll(model: nn.Module, block: Tensor, index: int) -> float:
     logits = model(block[None]).logits[0, :-1].float()
     losses = F.cross_entropy(logits, block[1:], reduction="none")
-    # The loss of a token is finite only if the logits it is computed from are.
+    # NaN or +Inf anywhere in a row makes its loss NaN; -Inf only at the token that came, which is
+    # as it should be: elsewhere it is how models mask unused vocabulary.
     if not torch.isfinite(losses).all():
         raise NonFiniteError(
             f"logits of block {index} must be finite, got NaN or Inf; "

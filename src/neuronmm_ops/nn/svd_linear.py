@@ -14,7 +14,7 @@ class SVDLinear(nn.Module):
 
     Both parameters are stored contiguous along their contraction (u as a transposed view of
     `[r, K]`, v of `[N, r]`), the order `nn.Linear` uses: a CPU's decode-time matmul runs in half
-    the time there. Checkpoints hold them contiguous, as `[K, r]` and `[r, N]`.
+    the time there. `hf.save` writes them contiguous, as `[K, r]` and `[r, N]`.
 
     Args:
         in_features: K.
@@ -117,17 +117,13 @@ class SVDLinear(nn.Module):
     @torch.no_grad()
     def to_linear(self) -> nn.Linear:
         """Return the dense `nn.Linear` with weight `(u @ v).T`, multiplied in fp32 or wider."""
-        linear = nn.Linear(
-            self.in_features,
-            self.out_features,
-            bias=self.bias is not None,
-            device=self.u.device,
-            dtype=self.u.dtype,
-        )
+        has_bias = self.bias is not None
+        linear = nn.Linear(self.in_features, self.out_features, has_bias, device="meta")
         wide = torch.promote_types(self.u.dtype, torch.float32)
-        linear.weight.copy_((self.u.to(wide) @ self.v.to(wide)).t())
+        weight = (self.u.to(wide) @ self.v.to(wide)).t()
+        linear.weight = nn.Parameter(weight.to(self.u.dtype).contiguous())
         if self.bias is not None:
-            linear.bias.copy_(self.bias)
+            linear.bias = nn.Parameter(self.bias.detach().clone())
         return linear
 
     @torch.no_grad()
@@ -135,7 +131,7 @@ class SVDLinear(nn.Module):
         """Store u and v contiguous along the contraction again, after values were assigned."""
         for name in ("u", "v"):
             parameter: nn.Parameter = getattr(self, name)
-            parameter.data = _contraction_major(parameter.data)
+            parameter.data = parameter.data.t().contiguous().t()
         return self
 
     def forward(self, x: Tensor) -> Tensor:
@@ -157,4 +153,5 @@ class SVDLinear(nn.Module):
 
 
 def _contraction_major(matrix: Tensor) -> Tensor:
-    return matrix.t().contiguous().t()
+    """Copy a matrix [K, r] into memory that runs along K."""
+    return matrix.t().clone(memory_format=torch.contiguous_format).t()

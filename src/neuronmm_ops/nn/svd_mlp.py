@@ -76,10 +76,10 @@ class SVDMLP(nn.Module):
         super().__init__()
         _check_activation(activation)
         gate, up, down = ranks
-        wide = {"bias": False, "device": device, "dtype": dtype}
-        self.gate_proj: nn.Module = SVDLinear(hidden_size, intermediate_size, gate, **wide)
-        self.up_proj: nn.Module = SVDLinear(hidden_size, intermediate_size, up, **wide)
-        self.down_proj: nn.Module = SVDLinear(intermediate_size, hidden_size, down, **wide)
+        K, I = hidden_size, intermediate_size  # noqa: E741
+        self.gate_proj: nn.Module = SVDLinear(K, I, gate, False, device, dtype)
+        self.up_proj: nn.Module = SVDLinear(K, I, up, False, device, dtype)
+        self.down_proj: nn.Module = SVDLinear(I, K, down, False, device, dtype)
         self.activation = activation
 
     @classmethod
@@ -112,7 +112,8 @@ class SVDMLP(nn.Module):
 
 def gated_activation(module: nn.Module) -> str | None:
     """Return the activation's name if `module` is a gated MLP that `SVDMLP` computes, else None."""
-    if type(module).__name__ not in GATED_MLPS:
+    kind = type(module)
+    if kind.__name__ not in GATED_MLPS or not kind.__module__.startswith("transformers."):
         return None
     name = type(getattr(module, "act_fn", None)).__name__
     return _ACTIVATION_CLASSES.get(name)
@@ -120,14 +121,17 @@ def gated_activation(module: nn.Module) -> str | None:
 
 def _is_fusible(projection: nn.Module) -> TypeGuard[SVDLinear]:
     """Say whether calling the op instead of the module leaves out nothing the user asked for."""
-    return (
-        type(projection) is SVDLinear
-        and projection.bias is None
-        and not projection._forward_hooks
-        and not projection._forward_pre_hooks
-        and not projection._backward_hooks
-        and not projection._backward_pre_hooks
-        and "forward" not in projection.__dict__  # accelerate's offloading wraps it
+    return type(projection) is SVDLinear and projection.bias is None and is_bare(projection)
+
+
+def is_bare(module: nn.Module) -> bool:
+    """Say whether nobody hooked into the module or replaced its forward."""
+    return not (
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or "forward" in module.__dict__  # accelerate's offloading wraps it
     )
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from neuronmm_ops.nn.svd_linear import SVDLinear
-from neuronmm_ops.nn.svd_mlp import SVDMLP, gated_activation
+from neuronmm_ops.nn.svd_mlp import SVDMLP, gated_activation, is_bare
 
 
 @torch.no_grad()
@@ -31,14 +31,17 @@ def swap_(model: nn.Module, factors: Mapping[str, tuple[Tensor, Tensor]]) -> Non
     for name, (u, v) in factors.items():
         linear = _linear(model, name)
         if names.setdefault(linear, name) != name:
-            raise ValueError(f"{names[linear]} and {name} are one module; give factors for one name")
+            raise ValueError(
+                f"{names[linear]} and {name} are one module; give factors for one name"
+            )
         if name in tied:
             raise ValueError(
                 f"{name} shares its weight with {tied[name]}; a swap would untie them, leave it out"
             )
-        if (u.shape[0], v.shape[-1]) != (linear.in_features, linear.out_features):
+        K, r, N = linear.in_features, u.shape[-1], linear.out_features
+        if u.shape != (K, r) or v.shape != (r, N):
             raise ValueError(
-                f"{name}: u must be [{linear.in_features}, r] and v [r, {linear.out_features}], "
+                f"{name}: u must be [{K}, r] and v [r, {N}], "
                 f"got {list(u.shape)} and {list(v.shape)}"
             )
         weight = linear.weight
@@ -85,6 +88,11 @@ def _linear(model: nn.Module, name: str) -> nn.Linear:
     # A subclass may compute something else in its forward.
     if type(module) is not nn.Linear:
         raise ValueError(f"{name} must be an nn.Linear, got {type(module).__name__}")
+    if "forward" in vars(module):
+        raise ValueError(
+            f"{name} has its forward replaced, as accelerate's dispatch does; "
+            "remove the hooks first, or load the model on one device"
+        )
     return module
 
 
@@ -103,8 +111,11 @@ def _fuse_gated_mlp(
 ) -> None:
     mlp = model.get_submodule(name)
     activation = gated_activation(mlp)
+    # Another MLP, the model itself, or one whose activation somebody watches.
     if activation is None or mlp not in places or "forward" in vars(mlp):
-        return  # another MLP, or one whose forward somebody replaced
+        return
+    if not is_bare(mlp.get_submodule("act_fn")):
+        return
     fused = SVDMLP.from_projections(
         mlp.get_submodule("gate_proj"),
         mlp.get_submodule("up_proj"),

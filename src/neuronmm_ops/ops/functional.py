@@ -5,8 +5,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
-from neuronmm_ops.ops import schema  # noqa: F401  (registers the ops)
+from neuronmm_ops.ops import schema as schema  # registers the ops
 
 # Bound once: looking an overload up costs more than calling it.
 _XUV = torch.ops.neuronmm.xuv.default
@@ -20,14 +21,24 @@ def _call(op: Callable[..., Tensor], *args: Any) -> Tensor:
     Under `no_grad` a registered autograd formula still costs a second trip through Python (4 us);
     `inference_mode` skips it by itself, and a compiler must see the op as it is.
     """
-    if (
-        torch.is_grad_enabled()
-        or torch.compiler.is_compiling()  # first: a compiler cannot trace the next question
-        or torch.is_inference_mode_enabled()
-    ):
+    if torch.compiler.is_compiling():  # first: a compiler cannot trace the other questions
+        return op(*args)
+    if forward_ad._current_level >= 0:
+        _refuse_tangents(args)
+    if torch.is_grad_enabled() or torch.is_inference_mode_enabled():
         return op(*args)
     with torch._C._AutoDispatchBelowAutograd():
         return op(*args)
+
+
+def _refuse_tangents(args: tuple[Any, ...]) -> None:
+    """Raise where forward-mode AD would lose a derivative: torch's registration has no formula."""
+    for argument in args:
+        if isinstance(argument, Tensor) and forward_ad.unpack_dual(argument).tangent is not None:
+            raise NotImplementedError(
+                "neuronmm ops have no forward-mode derivative, got an input with a tangent; "
+                "use reverse mode (torch.autograd.grad), or SVDLinear.to_linear()"
+            )
 
 
 def xuv(x: Tensor, u: Tensor, v: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -4,7 +4,7 @@
 the composite, and removed again; so the choice costs nothing per call.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 
 import torch
@@ -57,7 +57,7 @@ def active_impl() -> str:
 
 
 @contextmanager
-def _restore(previous: str) -> Iterator[None]:
+def _restore(previous: str) -> Generator[None, None, None]:
     try:
         yield
     finally:

@@ -139,6 +139,31 @@ torch.library.register_autograd(
     "neuronmm::svd_mlp", _svd_mlp_backward, setup_context=_svd_mlp_setup, lib=LIBRARY
 )
 
+# --- autocast ------------------------------------------------------------------------------------
+
+
+def _register_autocast(name: str, device_type: str) -> None:
+    """Make the op follow `torch.autocast` as `nn.Linear` does: every tensor in the chosen dtype."""
+    op = getattr(torch.ops.neuronmm, name).default
+    key = f"Autocast{device_type.upper()}"
+    exclude = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
+
+    def cast(argument: Any, dtype: torch.dtype) -> Any:
+        is_float = isinstance(argument, Tensor) and argument.is_floating_point()
+        return argument.to(dtype) if is_float and argument.dtype != torch.float64 else argument
+
+    def kernel(*args: Any) -> Tensor:
+        dtype = torch.get_autocast_dtype(device_type)
+        with torch._C._ExcludeDispatchKeyGuard(exclude):
+            return op(*(cast(argument, dtype) for argument in args))
+
+    LIBRARY.impl(name, kernel, key)
+
+
+for _name in ("xuv", "xw", "svd_mlp"):
+    for _device_type in ("cpu", "cuda"):
+        _register_autocast(_name, _device_type)
+
 # --- shared by the formulas ----------------------------------------------------------------------
 
 

@@ -1,0 +1,54 @@
+"""Autocast casts as it does for nn.Linear; forward-mode AD raises instead of losing tangents."""
+
+import pytest
+import torch
+from operands import make, mlp_shapes
+from torch.autograd import forward_ad
+
+from neuronmm_ops import SVDLinear, ops
+
+CALLS = {
+    "xuv": (ops.xuv, [(4, 6), (6, 3), (3, 5), (5,)]),
+    "xw": (ops.xw, [(4, 6), (6, 5), (5,)]),
+    "svd_mlp": (ops.svd_mlp, [(4, 6), *mlp_shapes(6, 7, 5)]),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("guard", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_runs_in_the_dtype_of_autocast(name, guard, dtype):
+    function, shapes = CALLS[name]
+    args = [make(shape) for shape in shapes]
+    mixed = [args[0].to(torch.bfloat16), *(a.float() for a in args[1:])]
+    with guard(), torch.autocast("cpu", dtype=dtype):
+        y = function(*mixed)
+    assert y.dtype == dtype
+    assert torch.equal(y, function(*(a.to(dtype) for a in mixed)))
+
+
+def test_gradients_come_back_in_the_dtype_of_the_parameters():
+    layer = SVDLinear(6, 5, 3)
+    for call in (layer, torch.compile(layer, fullgraph=True, backend="aot_eager")):
+        layer.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y = call(torch.randn(4, 6))
+        assert y.dtype == torch.bfloat16
+        y.float().sum().backward()
+        for parameter in layer.parameters():
+            assert parameter.grad is not None
+            assert parameter.grad.dtype == torch.float32
+
+
+# torch's own forward mode imports its deprecated TorchScript.
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("guard", [torch.enable_grad, torch.no_grad])
+def test_forward_mode_raises(name, guard):
+    function, shapes = CALLS[name]
+    args = [make(shape).float() for shape in shapes]
+    with guard(), forward_ad.dual_level():
+        x = forward_ad.make_dual(args[0], torch.ones_like(args[0]))
+        with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
+            function(x, *args[1:])
+        function(*args)
