@@ -30,6 +30,7 @@ from transformers.utils import logging as transformers_logging
 
 from neuronmm_ops import SVDConfig, compress_
 from neuronmm_ops.eval import encode_documents, token_perplexity
+from neuronmm_ops.eval.perplexity import DOCUMENT_SEPARATOR
 
 METHODS = ("swift", "plain")
 RATIOS = (0.05, 0.2, 0.4, 0.6, 0.8)
@@ -67,6 +68,11 @@ def main() -> None:
     dense_dir = arguments.out / "dense"
     fresh = trained(plan.train, corpus, dense_dir, console)
     console.print(f"Dense model: {dense_dir}" + ("" if fresh else ", from the cache"))
+
+    # For the command line: neuronmm compress --calibration, neuronmm eval --text.
+    for name, documents in (("calibration", corpus.calibration), ("held_out", corpus.held_out)):
+        text = DOCUMENT_SEPARATOR.join(documents)
+        (arguments.out / f"{name}.txt").write_text(text, encoding="utf-8")
 
     results = run(plan, corpus, dense_dir, console)
     report = arguments.out / "report.html"

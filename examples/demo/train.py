@@ -8,7 +8,7 @@ import hashlib
 import json
 import math
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -220,7 +220,7 @@ def _save(
     model: LlamaForCausalLM,
     tokenizer: PreTrainedTokenizerFast,
     directory: Path,
-    record: dict[str, object],
+    record: Mapping[str, object],
 ) -> None:
     """Write a sibling directory and rename it: an interrupted run leaves no half-written cache."""
     partial = directory.with_name(directory.name + ".partial")

@@ -284,9 +284,17 @@ def _show_doctor(document: dict[str, Any]) -> None:
 
 
 def _show_rows(rows: list[dict[str, Any]]) -> None:
-    table = Table(*rows[0])
+    """Print what all rows share in one line, the rest as a table."""
+    shared = {key for key in rows[0] if len({str(row[key]) for row in rows}) == 1}
+    if len(rows) > 1:
+        _stdout.print(", ".join(f"{key} {rows[0][key]}" for key in rows[0] if key in shared))
+    columns = [key for key in rows[0] if key not in shared or len(rows) == 1]
+    table = Table()
+    for column in columns:
+        table.add_column(column.replace("_", " "), justify="right")
     for row in rows:
-        table.add_row(*(f"{v:.3f}" if isinstance(v, float) else str(v) for v in row.values()))
+        cells = (row[column] for column in columns)
+        table.add_row(*(f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in cells))
     _stdout.print(table)
 
 

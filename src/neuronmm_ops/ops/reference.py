@@ -38,9 +38,9 @@ def xuv(x: Tensor, u: Tensor, v: Tensor, bias: Tensor | None = None) -> Tensor:
     if bias is not None or x.dtype not in FLOAT_DTYPES or u.dim() != 2 or v.dim() != 2:
         check_xuv(x, u, v, bias)
     try:
-        if bias is not None or (u.numel() >= _WORTH_A_CHOICE and _is_row(x)):
-            y = _affine(_affine(rows(x), u), v, bias)
-            return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[1])
+        if bias is not None or (u.numel() >= _WORTH_A_CHOICE and x.dim() > 0):
+            y = _affine(_affine(_flat(x, u), u), v, bias)
+            return y if x.dim() == y.dim() else y.view(*x.shape[:-1], y.shape[-1])
         if x.dim() == 2:
             return torch.mm(torch.mm(x, u), v)
         return torch.matmul(torch.matmul(x, u), v)
@@ -52,8 +52,8 @@ def xuv(x: Tensor, u: Tensor, v: Tensor, bias: Tensor | None = None) -> Tensor:
 def xw(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return `x @ w + bias` for `x[..., K]`, `w[K, N]`, `bias[N]`."""
     check_xw(x, w, bias)
-    y = _affine(rows(x), w, bias)
-    return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[1])
+    y = _affine(_flat(x, w), w, bias)
+    return y if x.dim() == y.dim() else y.view(*x.shape[:-1], y.shape[-1])
 
 
 def svd_mlp(
@@ -67,17 +67,24 @@ def svd_mlp(
     activation: str = "silu",
 ) -> Tensor:
     """Return `down(act(gate(x)) * up(x))`, each projection `(x @ u) @ v`."""
-    check_svd_mlp(x, u_gate, v_gate, u_up, v_up, u_down, v_down, activation, ACTIVATION_NAMES)
-    flat, act = rows(x), ACTIVATIONS[activation]
-    gate, up = _affine(flat, u_gate), _affine(flat, u_up)
-    M, N = flat.shape[0], v_gate.shape[1]
-    width = max(_STRIP // max(M, 1), _MIN_STRIP) if x.is_cpu else max(N, 1)
-    hidden = x.new_empty(M, N)
-    strips = (matrix.split(width, dim=1) for matrix in (v_gate, v_up, hidden))
-    for v_gate_strip, v_up_strip, out in zip(*strips, strict=True):
-        torch.mul(act(_affine(gate, v_gate_strip)), _affine(up, v_up_strip), out=out)
-    y = _affine(_affine(hidden, u_down), v_down)
-    return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[1])
+    factors = (u_gate, v_gate, u_up, v_up, u_down, v_down)
+    # As in xuv; the product of gate and up would broadcast.
+    if (
+        activation not in ACTIVATIONS
+        or x.dtype not in FLOAT_DTYPES
+        or x.dim() == 0
+        or v_gate.shape[-1] != v_up.shape[-1]
+    ):
+        check_svd_mlp(x, *factors, activation, ACTIVATION_NAMES)
+    try:
+        flat = _flat(x, u_gate)
+        gate, up = _affine(flat, u_gate), _affine(flat, u_up)
+        hidden = _gated(gate, v_gate, up, v_up, ACTIVATIONS[activation])
+        y = _affine(_affine(hidden, u_down), v_down)
+    except RuntimeError:
+        check_svd_mlp(x, *factors, activation, ACTIVATION_NAMES)
+        raise
+    return y if x.dim() == y.dim() else y.view(*x.shape[:-1], y.shape[-1])
 
 
 def rows(x: Tensor) -> Tensor:
@@ -85,15 +92,29 @@ def rows(x: Tensor) -> Tensor:
     return x.unsqueeze(0) if x.dim() == 1 else x.flatten(0, -2)
 
 
-def _is_row(x: Tensor) -> bool:
-    """Say whether x [..., K] is a single row."""
-    return x.dim() > 0 and x.numel() == x.shape[-1]
+def _gated(
+    gate: Tensor, v_gate: Tensor, up: Tensor, v_up: Tensor, act: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """Return `act(gate @ v_gate) * (up @ v_up)` for gate and up [M, r], v [r, N]."""
+    M, N = gate.shape[0], v_gate.shape[1]
+    if gate.dim() == 1 or M * N <= _STRIP or not gate.is_cpu:
+        return act(_affine(gate, v_gate)).mul_(_affine(up, v_up))
+    width = max(_STRIP // M, _MIN_STRIP)
+    hidden = gate.new_empty(M, N)
+    strips = (matrix.split(width, dim=1) for matrix in (v_gate, v_up, hidden))
+    for v_gate_strip, v_up_strip, out in zip(*strips, strict=True):
+        torch.mul(act(torch.mm(gate, v_gate_strip)), torch.mm(up, v_up_strip), out=out)
+    return hidden
+
+
+def _flat(x: Tensor, w: Tensor) -> Tensor:
+    """View x [..., K] as rows [M, K], or as a vector [K] where `mv` is the faster matmul."""
+    is_vector = x.numel() == x.shape[-1] and w.stride(0) == 1
+    return x.reshape(-1) if is_vector else rows(x)
 
 
 def _affine(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return `x @ w + bias` for x [M, K], w [K, N], bias [N]."""
-    if x.shape[0] == 1 and w.stride(0) == 1:
-        row, matrix = x[0], w.t()
-        y = torch.mv(matrix, row) if bias is None else torch.addmv(bias, matrix, row)
-        return y.unsqueeze(0)
+    """Return `x @ w + bias` for x [M, K] or [K], w [K, N], bias [N]."""
+    if x.dim() == 1:
+        return torch.mv(w.t(), x) if bias is None else torch.addmv(bias, w.t(), x)
     return torch.mm(x, w) if bias is None else torch.addmm(bias, x, w)

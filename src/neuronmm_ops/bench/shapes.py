@@ -1,0 +1,74 @@
+"""The one registry of model shapes that benchmarks name; values from the public configs."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Sizes of a decoder-only Transformer with gated MLPs.
+
+    Attributes:
+        name: as on the Hugging Face Hub, without the organization.
+        hidden_size: width of the residual stream.
+        intermediate_size: width inside the MLP.
+        layers: number of decoder layers.
+        heads: query heads.
+        kv_heads: key and value heads.
+        head_dim: width of a head.
+        vocab_size: rows of the embedding.
+        tied: whether the output head is the embedding.
+    """
+
+    name: str
+    hidden_size: int
+    intermediate_size: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab_size: int
+    tied: bool
+
+    @property
+    def projections(self) -> dict[str, tuple[int, int]]:
+        """`(K, N)` of each Linear of a decoder layer, by Transformers' name."""
+        width, inner = self.hidden_size, self.intermediate_size
+        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        return {
+            "q_proj": (width, queries),
+            "k_proj": (width, keys),
+            "v_proj": (width, keys),
+            "o_proj": (queries, width),
+            "gate_proj": (width, inner),
+            "up_proj": (width, inner),
+            "down_proj": (inner, width),
+        }
+
+
+SHAPES: dict[str, ModelShape] = {
+    shape.name: shape
+    for shape in (
+        ModelShape("Llama-3.2-1B", 2048, 8192, 16, 32, 8, 64, 128256, tied=True),
+        ModelShape("Llama-3.2-3B", 3072, 8192, 28, 24, 8, 128, 128256, tied=True),
+        ModelShape("Llama-3.1-8B", 4096, 14336, 32, 32, 8, 128, 128256, tied=False),
+        ModelShape("Llama-3.1-70B", 8192, 28672, 80, 64, 8, 128, 128256, tied=False),
+        ModelShape("Qwen3-0.6B", 1024, 3072, 28, 16, 8, 128, 151936, tied=True),
+        ModelShape("Qwen3-1.7B", 2048, 6144, 28, 16, 8, 128, 151936, tied=True),
+        ModelShape("Qwen3-4B", 2560, 9728, 36, 32, 8, 128, 151936, tied=True),
+        ModelShape("Qwen3-8B", 4096, 12288, 36, 32, 8, 128, 151936, tied=False),
+        ModelShape("Qwen3-32B", 5120, 25600, 64, 64, 8, 128, 151936, tied=False),
+        ModelShape("Mistral-7B-v0.3", 4096, 14336, 32, 32, 8, 128, 32768, tied=False),
+    )
+}
+
+
+def model_shape(name: str) -> ModelShape:
+    """Return the shape called `name`, whatever its case.
+
+    Raises:
+        ValueError: the registry has no such name.
+    """
+    for known, shape in SHAPES.items():
+        if known.lower() == name.lower():
+            return shape
+    raise ValueError(f"model shape must be one of {', '.join(SHAPES)}; got {name!r}")
