@@ -391,3 +391,23 @@ def test_bfloat16_checkpoints_stay_bfloat16(run: Run, text: Path, tmp_path: Path
     assert {tensor.dtype for tensor in load_file(out / "model.safetensors").values()} == {
         torch.bfloat16
     }
+
+
+def test_bench_methods(run: Run, dense: Path, text: Path) -> None:
+    outcome = run("bench", "methods", dense, "--text", text, "--calibration", text, "--json")
+    assert outcome.code == 0, outcome.err
+    rows = json.loads(outcome.out)
+    assert [row["method"] for row in rows[:4]] == ["dense", "plain", "whiten", "swift"]
+    assert len(rows) == 1 + 3 * 5
+
+
+def test_bench_tables_and_mistakes(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [{"op": "xuv", "M": 1, "op_ms": 0.123456}, {"op": "xuv", "M": 8, "op_ms": 12.0}]
+    monkeypatch.setattr("neuronmm_ops.bench.cpu.run", lambda *_, **__: rows)
+    outcome = run("bench", "cpu")
+    assert outcome.out.startswith("op xuv\n")
+    assert "0.1235" in outcome.out
+    monkeypatch.undo()
+    _refused(run("bench", "cpu", "--shape", "GPT-9"), "GPT-9", "Llama-3.2-1B")
+    _refused(run("bench", "cpu", "--tokens", "0"), "at least 1")
+    _refused(run("bench"), "BENCHMARK")

@@ -72,15 +72,17 @@ def _compress(options: argparse.Namespace) -> dict[str, Any]:
                 f"method {config.method} needs --calibration FILE.txt; or use --method plain"
             )
         text = hf.read_text(options.calibration)
-    model = hf.load(options.model)
-    tokenizer = hf.load_tokenizer(options.model)
+    with _stderr.status(f"loading {options.model}"):
+        model = hf.load(options.model)
+        tokenizer = hf.load_tokenizer(options.model)
     batches = None
     if text is not None:
         seqlen = options.seqlen or default_seqlen(model)
         batches = hf.calibration_batches(tokenizer, text, options.samples, seqlen)
     with _progress() as progress:
         report = compress_(model, config, batches, progress)
-    hf.save(model, options.output, report, tokenizer, options.force)
+    with _stderr.status(f"writing {options.output}"):
+        hf.save(model, options.output, report, tokenizer, options.force)
     return {"output": str(options.output), **_summary(report)}
 
 
@@ -89,7 +91,8 @@ def _eval(options: argparse.Namespace) -> dict[str, Any]:
     from neuronmm_ops.eval import encode_documents, token_perplexity
 
     text = hf.read_text(options.text)
-    model = hf.load(options.model)
+    with _stderr.status(f"loading {options.model}"):
+        model = hf.load(options.model)
     ids = encode_documents(hf.load_tokenizer(options.model), [text])
     with _progress() as progress:
         result = token_perplexity(model, ids, options.seqlen, progress)
@@ -107,18 +110,20 @@ def _generate(options: argparse.Namespace) -> dict[str, Any]:
     hf = _transformers()
     if options.max_new_tokens < 1:
         raise ValueError(f"--max-new-tokens must be at least 1, got {options.max_new_tokens}")
-    model = hf.load(options.model)
-    tokenizer = hf.load_tokenizer(options.model)
+    with _stderr.status(f"loading {options.model}"):
+        model = hf.load(options.model)
+        tokenizer = hf.load_tokenizer(options.model)
     inputs = tokenizer(options.prompt, return_tensors="pt", return_token_type_ids=False)
     length = inputs["input_ids"].shape[1]
     if length == 0:
         raise ValueError("--prompt must hold at least one token, got an empty text")
-    output = model.generate(
-        **inputs,
-        max_new_tokens=options.max_new_tokens,
-        do_sample=False,
-        pad_token_id=tokenizer.eos_token_id,
-    )[0]
+    with _stderr.status(f"generating up to {options.max_new_tokens} tokens"):
+        output = model.generate(
+            **inputs,
+            max_new_tokens=options.max_new_tokens,
+            do_sample=False,
+            pad_token_id=tokenizer.eos_token_id,
+        )[0]
     return {
         "model": str(options.model),
         "prompt": options.prompt,
@@ -139,11 +144,27 @@ def _doctor(options: argparse.Namespace) -> dict[str, Any]:
     return diagnose()
 
 
-def _bench(options: argparse.Namespace) -> list[dict[str, Any]]:
-    from neuronmm_ops.bench import cpu, overhead
+def _bench_cpu(options: argparse.Namespace) -> list[dict[str, Any]]:
+    from neuronmm_ops.bench import cpu
 
-    runs: dict[str, Callable[[], list[dict[str, Any]]]] = {"cpu": cpu.run, "overhead": overhead.run}
-    return runs[options.benchmark]()
+    with _progress() as progress:
+        return cpu.run(options.shape, tokens=options.tokens, progress=progress)
+
+
+def _bench_overhead(options: argparse.Namespace) -> list[dict[str, Any]]:
+    from neuronmm_ops.bench import overhead
+
+    with _stderr.status("calling tiny ops many times"):
+        return overhead.run()
+
+
+def _bench_methods(options: argparse.Namespace) -> list[dict[str, Any]]:
+    hf = _transformers()
+    from neuronmm_ops.bench import methods
+
+    text, calibration = hf.read_text(options.text), hf.read_text(options.calibration)
+    with _progress() as progress:
+        return methods.run(options.model, text, calibration, progress=progress)
 
 
 def _summary(report: Any) -> dict[str, Any]:
@@ -226,8 +247,19 @@ def _parser() -> argparse.ArgumentParser:
 
     _command(commands, "doctor", _doctor, _show_doctor, "versions, and which backends work here")
 
-    command = _command(commands, "bench", _bench, _show_rows, "measure the ops on this machine")
-    command.add_argument("benchmark", choices=("cpu", "overhead"))
+    description = "measure the ops and the methods on this machine"
+    bench = commands.add_parser("bench", help=description, description=description)
+    benchmarks = bench.add_subparsers(dest="benchmark", required=True, metavar="BENCHMARK")
+    command = _command(benchmarks, "cpu", _bench_cpu, _show_rows, "ops beside dense layers")
+    command.add_argument("--shape", default="Llama-3.2-1B", help="of a model, by name")
+    command.add_argument("--tokens", type=int, nargs="+", default=[1, 8, 64, 512], metavar="M")
+    _command(benchmarks, "overhead", _bench_overhead, _show_rows, "what an op call costs")
+    command = _command(
+        benchmarks, "methods", _bench_methods, _show_rows, "perplexity by method and ratio"
+    )
+    command.add_argument("model", type=Path, metavar="DIR")
+    command.add_argument("--text", type=Path, required=True, metavar="FILE")
+    command.add_argument("--calibration", type=Path, required=True, metavar="FILE")
     return parser
 
 

@@ -27,7 +27,7 @@ CPU_FIELDS = (
 )
 METHOD_FIELDS = ("method", "ratio", "effective_ratio", "ppl_token", "excess_log_ppl")
 TINY = ModelShape("Tiny", 32, 64, 2, 2, 1, 16, 600, tied=True)
-DOCUMENTS = ["the quick brown fox jumps over the lazy dog. " * 40]
+TEXT = "the quick brown fox jumps over the lazy dog. " * 40
 
 
 @pytest.fixture
@@ -159,8 +159,8 @@ def test_method_rows(tiny_model):
     done: list[tuple[str, int, int]] = []
     rows = methods.run(
         tiny_model,
-        DOCUMENTS,
-        DOCUMENTS,
+        TEXT,
+        TEXT,
         ratios=(0.2, 0.6),
         block=8,
         seqlen=32,
@@ -181,5 +181,5 @@ def test_method_rows(tiny_model):
 
 
 def test_methods_need_enough_text(tiny_model):
-    with pytest.raises(ValueError, match="at least 64 tokens"):
-        methods.run(tiny_model, DOCUMENTS, ["a b"], seqlen=64)
+    with pytest.raises(ValueError, match="at least one block of 64 tokens"):
+        methods.run(tiny_model, TEXT, "a b", seqlen=64)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from neuronmm_ops.bench.shapes import model_shape
 from neuronmm_ops.bench.timing import PairedTimes, copies_for, time_paired
+from neuronmm_ops.compress.calibrate import Progress
 from neuronmm_ops.compress.rank import aligned_rank
 from neuronmm_ops.nn import SVDMLP, SVDLinear
 
@@ -33,6 +34,7 @@ def run(
     threads: int | None = None,
     rounds: int = 30,
     block: int = 128,
+    progress: Progress | None = None,
 ) -> list[dict[str, Any]]:
     """Time each op at each ratio and number of tokens.
 
@@ -45,6 +47,7 @@ def run(
         threads: of torch; default as it is.
         rounds: timed rounds a row.
         block: ranks are multiples of it.
+        progress: called with ("measure", rows done, rows in all).
 
     Returns:
         A row for each combination: `op`, `M`, `K`, `N`, `r`, `dtype`, `threads`, `dense_ms`,
@@ -56,10 +59,14 @@ def run(
         ValueError: an op or the shape is unknown, or no low-rank pair is smaller at a ratio.
     """
     sizes = model_shape(shape)
-    return [
-        row(op, M, sizes.hidden_size, sizes.intermediate_size, ratio, dtype, threads, rounds, block)
-        for op, ratio, M in product(ops, ratios, tokens)
-    ]
+    K, N = sizes.hidden_size, sizes.intermediate_size
+    cases = list(product(ops, ratios, tokens))
+    rows: list[dict[str, Any]] = []
+    for op, ratio, M in cases:
+        rows.append(row(op, M, K, N, ratio, dtype, threads, rounds, block))
+        if progress:
+            progress("measure", len(rows), len(cases))
+    return rows
 
 
 def row(
@@ -76,6 +83,8 @@ def row(
     """Time one op; for `svd_mlp`, K is the hidden and N the intermediate size. See `run`."""
     if op not in OPS:
         raise ValueError(f"op must be one of {', '.join(OPS)}; got {op!r}")
+    if M < 1:
+        raise ValueError(f"tokens must be at least 1, got {M}")
     r = aligned_rank(K, N, ratio, block)
     if r is None:
         raise ValueError(f"no rank that is a multiple of {block} is smaller than [{K}, {N}]")
