@@ -132,6 +132,13 @@ def test_tables_for_people(run: Run, dense: Path, text: Path, tmp_path: Path) ->
     assert run("generate", tmp_path / "o", "--prompt", "The").out.startswith("The")
 
 
+def test_a_compressed_model_is_not_compressed_again(run: Run, dense: Path, tmp_path: Path) -> None:
+    arguments = ("--method", "plain", "--block", "8")
+    assert run("compress", dense, "-o", tmp_path / "a", *arguments).code == 0
+    outcome = run("compress", tmp_path / "a", "-o", tmp_path / "b", *arguments)
+    _refused(outcome, "compressed or quantized already")
+
+
 def test_doctor(run: Run) -> None:
     document = json.loads(run("doctor", "--json").out)
     assert document["versions"]["torch"] == torch.__version__

@@ -14,6 +14,7 @@ from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
@@ -24,6 +25,8 @@ from neuronmm_ops.errors import CalibrationWarning
 # markup=False: names and messages hold square brackets of their own.
 _stdout = Console(markup=False, highlight=False)
 _stderr = Console(stderr=True, markup=False, highlight=False)
+# So that a layer's name and its numbers fit in 80 columns.
+_COMPACT: dict[str, Any] = {"box": SIMPLE, "collapse_padding": True, "pad_edge": False}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -75,6 +78,8 @@ def _compress(options: argparse.Namespace) -> dict[str, Any]:
     with _stderr.status(f"loading {options.model}"):
         model = hf.load(options.model)
         tokenizer = hf.load_tokenizer(options.model)
+    if getattr(model.config, "quantization_config", None) is not None:
+        raise ValueError(f"{options.model} is compressed or quantized already; start from dense")
     batches = None
     if text is not None:
         seqlen = options.seqlen or default_seqlen(model)
@@ -281,7 +286,7 @@ def _command(
 
 
 def _show_summary(document: dict[str, Any]) -> None:
-    table = Table(title=document.get("output"))
+    table = Table(title=document.get("output"), **_COMPACT)
     table.add_column("layer", overflow="fold")
     for column in ("K", "N", "rank", "effective", "loss", "MB"):
         table.add_column(column, justify="right", no_wrap=True)
@@ -309,7 +314,7 @@ def _show_text(document: dict[str, Any]) -> None:
 
 def _show_doctor(document: dict[str, Any]) -> None:
     _show_fields(document["versions"])
-    table = Table("backend", "usable", "why")
+    table = Table("backend", "usable", "why", **_COMPACT)
     for backend in document["backends"]:
         table.add_row(backend["name"], "yes" if backend["usable"] else "no", backend["reason"])
     _stdout.print(table)
@@ -321,7 +326,7 @@ def _show_rows(rows: list[dict[str, Any]]) -> None:
     if len(rows) > 1:
         _stdout.print(", ".join(f"{key} {rows[0][key]}" for key in rows[0] if key in shared))
     columns = [key for key in rows[0] if key not in shared or len(rows) == 1]
-    table = Table()
+    table = Table(**_COMPACT)
     for column in columns:
         table.add_column(column.replace("_", " "), justify="right")
     for row in rows:

@@ -1,5 +1,6 @@
 """A save happens whole or not at all."""
 
+import dataclasses
 import errno
 import shutil
 import warnings
@@ -83,6 +84,16 @@ def test_a_failed_write_leaves_the_old_checkpoint(
         hf.save(*_arguments(compressed, target), force=True)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out"]
     assert (target / "model.safetensors").read_bytes() == before
+
+
+def test_a_report_of_another_run_is_refused(
+    compressed: tuple[PreTrainedModel, CompressionReport], tmp_path: Path
+) -> None:
+    model, report = compressed
+    fewer = dataclasses.replace(report, layers=report.layers[1:])
+    with pytest.raises(ValueError, match=r"see model\.layers\.0\.mlp\.gate_proj"):
+        hf.save(model, tmp_path / "out", fewer)
+    assert list(tmp_path.iterdir()) == []
 
 
 def _arguments(

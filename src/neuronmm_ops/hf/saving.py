@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from neuronmm_ops.compress.checkpoint import record_of
 from neuronmm_ops.compress.report import CompressionReport
 from neuronmm_ops.hf.quantizer import NeuronMMConfig
+from neuronmm_ops.nn.svd_linear import SVDLinear
 
 
 def save(
@@ -37,15 +38,18 @@ def save(
 
     Raises:
         FileExistsError: the target exists, and force is not given.
-        ValueError: there is no report.
+        ValueError: there is no report, or it is not that of the model.
         OSError: the target cannot be written; says how much room it needs.
     """
     target = Path(directory)
     check_target(target, force)
+    config = getattr(model.config, "quantization_config", None)
     if report is not None:
-        model.config.quantization_config = NeuronMMConfig(**record_of(report))
-    if not isinstance(getattr(model.config, "quantization_config", None), NeuronMMConfig):
+        config = NeuronMMConfig(**record_of(report))
+    if not isinstance(config, NeuronMMConfig):
         raise ValueError("report must be given: the model was not loaded from a compressed one")
+    _check_covers(config.report, model)
+    model.config.quantization_config = config
 
     target.parent.mkdir(parents=True, exist_ok=True)
     needed = sum(parameter.nbytes for parameter in model.parameters())
@@ -75,6 +79,18 @@ def check_target(target: Path, force: bool) -> None:
     if target.exists() and not (force and target.is_dir()):
         remedy = "it is no directory" if not target.is_dir() else "use --force to replace it"
         raise FileExistsError(f"output {target} exists; {remedy}")
+
+
+def _check_covers(report: CompressionReport, model: PreTrainedModel) -> None:
+    """Refuse a report that would make a checkpoint which cannot be loaded."""
+    reported = {layer.name for layer in report.layers if layer.r is not None}
+    present = {name for name, module in model.named_modules() if isinstance(module, SVDLinear)}
+    if reported != present:
+        name = sorted(reported ^ present)[0]
+        raise ValueError(
+            f"report must list exactly the model's SVDLinears, see {name}; "
+            "compress a dense model once, with all targets"
+        )
 
 
 def _put_in_place(temporary: Path, target: Path) -> None:
