@@ -127,10 +127,11 @@ def _perplexity_figure(results: Results) -> Figure:
 def _speed_figure(results: Results, phase: Phase) -> Figure:
     figure, axes = plt.subplots(figsize=(4.4, 3.3), layout="constrained")
     dense = _dense_speed(results, phase)
-    for method, points in _by_method(results.points):
-        x = [point.compression.effective_ratio for point in points]
-        y = [dense * _speedup(point, phase) for point in points]
-        axes.plot(x, y, label=method, **METHOD_STYLE[method])
+    # Every method's points carry the same speeds.
+    method, points = _by_method(results.points)[0]
+    x = [point.compression.effective_ratio for point in points]
+    y = [dense * _speedup(point, phase) for point in points]
+    axes.plot(x, y, label="low-rank", **METHOD_STYLE[method])
     axes.axhline(dense, color=INK, linestyle="--", linewidth=1.2, label="dense")
     tokens = results.prefill_tokens if phase == "prefill" else results.decode_tokens
     axes.set_title(f"{phase.capitalize()}, {tokens} tokens")
@@ -238,8 +239,8 @@ than a real model's; expect real ones to lose more at the same ratio.</p>
 <p class="note">Measured on {_text(results.provenance["CPU"])},
 {_text(results.provenance["threads"])} threads, {_text(results.provenance["dtype"])}, batch 1, in
 this process; dense and compressed runs alternate and medians are taken. Compressed values are the
-dense median times the median speedup of paired runs. Both methods give the same shapes, so
-the distance between their lines is measurement noise. A model this small spends much of a step in
+dense median times the median speedup of paired runs. Every method gives the same shapes, so one
+measurement a ratio serves them all. A model this small spends much of a step in
 Python and in attention, neither of which compression touches: it says little about the speed of a
 large one.</p>
 
