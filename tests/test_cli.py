@@ -19,6 +19,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny import tiny_directory, tiny_model, tiny_tokenizer
 
+from neuronmm_ops import CheckpointError
+
 SCRIPT = Path(sys.executable).with_name("neuronmm")
 TEXT = "The quick brown fox jumps over the lazy dog. 0123456789\n" * 200
 COMPRESS = ("--block", "8", "--seqlen", "64", "--samples", "32")
@@ -286,6 +288,7 @@ def test_unknown_architecture_without_a_matching_module(
         MemoryError(),
         RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried ..."),
         torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB"),
+        CheckpointError("d cannot be loaded: DefaultCPUAllocator: can't allocate memory: you ..."),
     ],
 )
 def test_out_of_memory_hint(

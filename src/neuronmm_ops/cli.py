@@ -20,6 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from neuronmm_ops import __version__
+from neuronmm_ops.compress.rank import parameter_count
 from neuronmm_ops.errors import CalibrationWarning
 
 # markup=False: names and messages hold square brackets of their own.
@@ -292,7 +293,7 @@ def _show_summary(document: dict[str, Any]) -> None:
         table.add_column(column, justify="right", no_wrap=True)
     for layer in document["layers"]:
         K, N, r = layer["K"], layer["N"], layer["r"]
-        ratio = 0.0 if r is None else 1 - r * (K + N) / (K * N)
+        ratio = 1 - parameter_count(K, N, r) / (K * N)
         rank = "dense" if r is None else str(r)
         cells = (layer["name"], K, N, rank, f"{ratio:.3f}", f"{layer['loss']:.4f}")
         table.add_row(*map(str, cells), f"{layer['bytes'] / 1e6:.3f}")
@@ -388,11 +389,10 @@ def _explain(error: Exception) -> tuple[str, int]:
 
 
 def _is_out_of_memory(error: Exception) -> bool:
+    # By its text too: loading wraps what torch raises.
     text = str(error)
-    return isinstance(error, MemoryError) or (
-        isinstance(error, RuntimeError)
-        and ("out of memory" in text or "can't allocate memory" in text)
-    )
+    is_told = "out of memory" in text or "can't allocate memory" in text
+    return is_told or isinstance(error, MemoryError)
 
 
 def _one_line(message: object) -> str:

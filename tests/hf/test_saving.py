@@ -86,6 +86,28 @@ def test_a_failed_write_leaves_the_old_checkpoint(
     assert (target / "model.safetensors").read_bytes() == before
 
 
+def test_an_old_checkpoint_comes_back_when_the_new_one_cannot_take_its_place(
+    compressed: tuple[PreTrainedModel, CompressionReport],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    target = tmp_path / "out"
+    target.mkdir()
+    (target / "precious").touch()
+    rename = Path.rename
+
+    def fail(self: Path, to: Path) -> Path:
+        if self.suffix == ".tmp":
+            raise OSError(errno.EIO, "Input/output error")
+        return rename(self, to)
+
+    monkeypatch.setattr(Path, "rename", fail)
+    with pytest.raises(OSError, match="Input/output error"):
+        hf.save(*_arguments(compressed, target), force=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert (target / "precious").exists()
+
+
 def test_a_report_of_another_run_is_refused(
     compressed: tuple[PreTrainedModel, CompressionReport], tmp_path: Path
 ) -> None:

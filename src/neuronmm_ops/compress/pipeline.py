@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from neuronmm_ops.compress.calibrate import Moment, Progress, Side, collect_moments, fingerprint
 from neuronmm_ops.compress.config import SVDConfig
 from neuronmm_ops.compress.factorize import factorize, moment_side
-from neuronmm_ops.compress.rank import aligned_rank
+from neuronmm_ops.compress.rank import aligned_rank, parameter_count
 from neuronmm_ops.compress.report import CompressionReport, LayerReport, provenance_of
 from neuronmm_ops.compress.targets import Selection, select_targets
 from neuronmm_ops.errors import CalibrationWarning, NonFiniteError
@@ -148,7 +148,6 @@ def _layer_report(
     name: str, linear: nn.Linear, rank: int | None, reason: str | None, loss: float
 ) -> LayerReport:
     K, N, size = linear.in_features, linear.out_features, linear.weight.element_size()
-    parameters = K * N if rank is None else rank * (K + N)
     return LayerReport(
         name=name,
         K=K,
@@ -157,7 +156,7 @@ def _layer_report(
         dense=rank is None,
         reason=reason,
         loss=loss,
-        bytes=parameters * size,
+        bytes=parameter_count(K, N, rank) * size,
         dense_bytes=K * N * size,
     )
 

@@ -18,4 +18,9 @@ def aligned_rank(K: int, N: int, ratio: float, block: int = 128, alpha: float = 
     """
     blocks = math.floor(K * N * (1 - ratio) / ((K + N) * block) + alpha)
     rank = max(1, blocks) * block
-    return None if rank * (K + N) >= K * N else rank
+    return None if parameter_count(K, N, rank) >= K * N else rank
+
+
+def parameter_count(K: int, N: int, r: int | None) -> int:
+    """Return the parameters of a pair `u[K, r]`, `v[r, N]`, or of the dense matrix for None."""
+    return K * N if r is None else r * (K + N)

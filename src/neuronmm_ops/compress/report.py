@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from neuronmm_ops.compress.config import SVDConfig
+from neuronmm_ops.compress.rank import parameter_count
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class LayerReport:
     @property
     def parameters(self) -> int:
         """Number of parameters of its matrices as they are now."""
-        return self.K * self.N if self.r is None else self.r * (self.K + self.N)
+        return parameter_count(self.K, self.N, self.r)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
@@ -64,6 +65,11 @@ class LayerReport:
                 f"{layer.name}: r must be a positive integer, or null for a dense layer; "
                 f"got r={layer.r!r}, dense={layer.dense!r}"
             )
+        is_number = isinstance(layer.loss, (int, float)) and not isinstance(layer.loss, bool)
+        if not is_number or not 0 <= layer.loss <= 1:
+            raise ValueError(f"{layer.name}: loss must be a number in [0, 1], got {layer.loss!r}")
+        if not isinstance(layer.reason, (str, type(None))):
+            raise ValueError(f"{layer.name}: reason must be a text or null, got {layer.reason!r}")
         return layer
 
 
@@ -120,6 +126,8 @@ class CompressionReport:
             raise ValueError(f"compression record must have a field {error}") from None
         if not isinstance(config, Mapping) or not isinstance(layers, list) or not layers:
             raise ValueError("compression record must have an svd_config and at least one layer")
+        if not isinstance(calibration, (dict, type(None))) or not isinstance(provenance, dict):
+            raise ValueError("calibration must be an object or null, and provenance an object")
         try:
             return cls(
                 config=SVDConfig.from_dict(config),

@@ -100,7 +100,12 @@ def _put_in_place(temporary: Path, target: Path) -> None:
         return
     old = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".old", dir=target.parent))
     target.rename(old / target.name)
-    temporary.rename(target)
+    try:
+        temporary.rename(target)
+    except BaseException:
+        (old / target.name).rename(target)
+        old.rmdir()
+        raise
     shutil.rmtree(old)
 
 
