@@ -1,0 +1,114 @@
+"""What commands print: tables, progress, warnings, and one line for an error."""
+
+import contextlib
+import re
+import sys
+import warnings
+from collections.abc import Callable, Generator
+from typing import Any
+
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from neuronmm_ops.errors import CalibrationWarning
+
+
+class KernelError(Exception):
+    """A kernel of the user's breaks a rule or raises; the message says where."""
+
+
+# markup=False: names and messages hold square brackets of their own.
+stdout = Console(markup=False, highlight=False)
+stderr = Console(stderr=True, markup=False, highlight=False)
+# So that a layer's name and its numbers fit in 80 columns.
+COMPACT: dict[str, Any] = {"box": SIMPLE, "collapse_padding": True, "pad_edge": False}
+
+
+def show_fields(document: dict[str, Any]) -> None:
+    """Print a document, a field a line."""
+    for key, value in document.items():
+        print(f"{key:12} {value}")
+
+
+def show_rows(rows: list[dict[str, Any]]) -> None:
+    """Print what all rows share in one line, the rest as a table."""
+    shared = {key for key in rows[0] if len({str(row[key]) for row in rows}) == 1}
+    if len(rows) > 1:
+        stdout.print(", ".join(f"{key} {rows[0][key]}" for key in rows[0] if key in shared))
+    columns = [key for key in rows[0] if key not in shared or len(rows) == 1]
+    table = Table(**COMPACT)
+    for column in columns:
+        table.add_column(column.replace("_", " "), justify="right")
+    for row in rows:
+        cells = (row[column] for column in columns)
+        table.add_row(*(f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in cells))
+    stdout.print(table)
+
+
+@contextlib.contextmanager
+def progress_bars() -> Generator[Callable[[str, int, int], None], None, None]:
+    """Show one bar per stage on stderr, where a person watches."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=stderr, disable=not stderr.is_terminal) as bars:
+        tasks: dict[str, Any] = {}
+
+        def update(stage: str, done: int, total: int) -> None:
+            if stage not in tasks:
+                tasks[stage] = bars.add_task(stage, total=total)
+            bars.update(tasks[stage], completed=done, total=total)
+
+        yield update
+
+
+@contextlib.contextmanager
+def our_warnings() -> Generator[None, None, None]:
+    """Show the package's own warnings, a line each, and nobody else's."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        warnings.simplefilter("always", CalibrationWarning)
+        warnings.showwarning = _show_warning
+        yield
+
+
+def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
+    stderr.print(f"warning: {one_line(message)}", soft_wrap=True)
+
+
+def fail(message: str, code: int) -> int:
+    """Print one line on stderr and return the exit code."""
+    print(f"neuronmm: {message}", file=sys.stderr)
+    return code
+
+
+def explain(error: Exception) -> tuple[str, int]:
+    """Return one line for the user and the exit code."""
+    if isinstance(error, KernelError):
+        return one_line(error), 1
+    if _is_out_of_memory(error):
+        return (
+            "out of memory; use fewer or shorter --samples, --targets with fewer layers, "
+            "or a machine with more memory",
+            2,
+        )
+    if isinstance(error, (ValueError, TypeError, OSError, ImportError)):
+        return one_line(error), 2
+    return f"internal error: {type(error).__name__}: {one_line(error)}; see it with --debug", 1
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    # By its text too: loading wraps what torch raises.
+    text = str(error)
+    is_told = "out of memory" in text or "can't allocate memory" in text
+    return is_told or isinstance(error, MemoryError)
+
+
+def one_line(message: object) -> str:
+    """The message without line breaks."""
+    return re.sub(r"\s+", " ", str(message)).strip()

@@ -1,0 +1,269 @@
+"""The running core: allocates tensors, issues instructions, keeps both cores of an LNC in step."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Callable
+from operator import attrgetter
+from typing import Any
+
+import numpy as np
+
+from neuronmm_ops.neuroncore import rules
+from neuronmm_ops.neuroncore.dtypes import DType, dtype_of
+from neuronmm_ops.neuroncore.machine import RESULT_CYCLES, Engine, Machine
+from neuronmm_ops.neuroncore.memory import Layout, MemoryRegion, Storage
+from neuronmm_ops.neuroncore.tensor import NkiTensor, tensor_of
+from neuronmm_ops.neuroncore.trace import Form, NkiInstruction, Trace, geometry_operands
+
+Build = Callable[..., Form]
+
+_geometry = attrgetter("geometry")
+_storage = attrgetter("storage")
+_PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+
+
+class Launch:
+    """One call of a kernel on one or two cores, which take turns: one runs until it must wait."""
+
+    def __init__(self, machine: Machine, execute: bool, cores: int, seed: int = 0) -> None:
+        self.machine = machine
+        self.execute = execute
+        self.precise = os.environ.get("NKI_PRECISE_FP", "1") != "0"
+        self.seed = seed
+        self.shared: list[Storage] = []
+        self.layouts: dict[tuple[Any, ...], Layout] = {}
+        self.cores = [Core(self, i) for i in range(cores)]
+        self.failure: BaseException | None = None
+        self._turn = threading.Condition()
+        self._running = 0
+        self._ended: set[int] = set()
+        self._meetings = [0] * cores
+
+    def run(self, body: Callable[[Core], Any]) -> list[Any]:
+        """Run `body` once per core and return its results."""
+        if len(self.cores) == 1:
+            return [_run_on(self.cores[0], body)]
+        results: list[Any] = [None] * len(self.cores)
+
+        def thread(core: Core) -> None:
+            try:
+                self._wait_for_turn(core.program_id)
+                with np.errstate(all="ignore"):  # a thread has its own
+                    results[core.program_id] = _run_on(core, body)
+            except BaseException as error:  # handed to the caller's thread
+                self.failure = self.failure or error
+            finally:
+                self._ended.add(core.program_id)
+                self._pass_turn(core.program_id)
+
+        threads = [threading.Thread(target=thread, args=(c,), daemon=True) for c in self.cores]
+        for t in threads:
+            t.start()
+        for t in threads:
+            t.join()
+        if self.failure is not None:
+            raise self.failure
+        return results
+
+    def meet(self, core: Core) -> int:
+        """Wait until the other core comes to its meeting of the same number; returns the number."""
+        number = self._meetings[core.program_id]
+        self._meetings[core.program_id] += 1
+        while min(self._meetings) <= number:
+            self._pass_turn(core.program_id)
+            others = [i for i, n in enumerate(self._meetings) if n <= number]
+            rules.meeting(core.program_id, number, bool(self._ended.intersection(others)))
+            self._wait_for_turn(core.program_id)
+            if self.failure is not None:
+                raise self.failure
+        return number
+
+    def _pass_turn(self, program_id: int) -> None:
+        with self._turn:
+            others = [c.program_id for c in self.cores if c.program_id not in self._ended]
+            waiting = [i for i in others if i != program_id]
+            if waiting:
+                self._running = waiting[0]
+            elif others:
+                self._running = others[0]
+            self._turn.notify_all()
+
+    def _wait_for_turn(self, program_id: int) -> None:
+        with self._turn:
+            while self._running != program_id and self.failure is None:
+                self._turn.wait()
+        _state.core = self.cores[program_id]
+
+    def layout(self, shape: tuple[int, ...], dtype: DType, memory: MemoryRegion) -> Layout:
+        """The layout that all tensors of this shape, dtype and memory share."""
+        key = (shape, dtype, memory)
+        found = self.layouts.get(key)
+        if found is None:
+            found = self.layouts[key] = Layout(shape, dtype, memory)
+        return found
+
+
+class Core:
+    """One physical NeuronCore of a launch."""
+
+    def __init__(self, launch: Launch, program_id: int) -> None:
+        self.launch = launch
+        self.machine = launch.machine
+        self.execute = launch.execute
+        self.program_id = program_id
+        self.trace = Trace()
+        self.forms: dict[tuple[Any, ...], Form] = {}
+        self.shared_outputs = 0
+        self.constants: dict[Any, NkiTensor] = {}
+        self.state: dict[str, Any] = {}
+        """What instructions keep between calls: random number generators, Vector accumulators."""
+
+    def allocate(
+        self,
+        shape: tuple[int, ...],
+        dtype: DType,
+        memory: MemoryRegion,
+        name: str = "",
+        address: tuple[int, int] | None = None,
+    ) -> NkiTensor:
+        """A fresh tensor. Shared HBM is one tensor for both cores, matched by order."""
+        launch = self.launch
+        layout = launch.layouts.get((shape, dtype, memory)) if shape.__class__ is tuple else None
+        if layout is None:
+            shape, dtype = rules.shape_of(shape), dtype_of(dtype)
+            rules.tensor_fits(self.machine, shape, dtype, memory, name)
+            layout = launch.layout(shape, dtype, memory)
+        if memory is MemoryRegion.shared_hbm:
+            order = self.shared_outputs
+            self.shared_outputs += 1
+            if order < len(launch.shared):
+                storage = launch.shared[order]
+                rules.same_shared_tensor(storage, shape, dtype)
+                self.trace.storages.append(storage)
+                return tensor_of(storage)
+        trace = self.trace
+        number = len(trace.storages)
+        storage = Storage(layout, name or f"{memory.value}{number}", number)
+        if memory is MemoryRegion.shared_hbm:
+            launch.shared.append(storage)
+        frame = _kernel_frame()
+        storage.code, storage.line = frame.f_code, frame.f_lineno
+        if address is not None:
+            storage.address = rules.address_of(self.machine, storage, address)
+        if self.execute:
+            storage.fill_fresh(launch.precise)
+        trace.storages.append(storage)
+        return tensor_of(storage)
+
+    def adopt(self, storage: Storage) -> NkiTensor:
+        """Take an input or constant, which is initialised, among the core's tensors."""
+        storage.initialised = True
+        self.trace.storages.append(storage)
+        return tensor_of(storage)
+
+    def issue(
+        self,
+        build: Build,
+        operands: tuple[NkiTensor, ...],
+        options: tuple[Any, ...] = (),
+        name: str | None = None,
+    ) -> NkiInstruction:
+        """Issue the instruction that `build(core, *operands, *options)` describes.
+
+        `operands` are the written tensors, then the read ones. The form is built, and the rules
+        are checked, once per combination of geometries and options.
+        """
+        key = (build, options, *map(_geometry, operands))
+        form = self.forms.get(key)
+        if form is None:
+            form = build(self, *operands, *options)
+            self._prepare(form, operands)
+            self.forms[key] = form
+        storages = tuple(map(_storage, operands))
+        trace = self.trace
+        number = len(trace.records)
+        writes = form.writes
+        for at, s in enumerate(storages):
+            region = form.regions[at]
+            reads = at >= writes or form.keeps
+            if reads and not s.initialised and region not in s.written:
+                self._check_written(form, operands, at)
+            if s.first < 0:
+                s.first = number
+            s.last = number
+        if self.execute:
+            form.run(*operands)  # pyright: ignore[reportOptionalCall] - every form has it then
+        for at in range(writes):
+            s = storages[at]
+            if not s.initialised:
+                s.written.add(form.regions[at])
+                if not s.layout.boxes[form.regions[at]].exact:
+                    s.holes.append(operands[at].geometry)
+            if s.summed and form.engine is not Engine.TENSOR:
+                s.summed.difference_update(form.overlaps[at])
+        frame = sys._getframe(2)
+        if frame.f_code.co_filename.startswith(_PACKAGE):
+            frame = _kernel_frame()
+        trace.records.append((form, storages, frame.f_code, frame.f_lineno))
+        return NkiInstruction(trace, number)
+
+    def _check_written(self, form: Form, operands: tuple[NkiTensor, ...], at: int) -> None:
+        t = operands[at]
+        if not t.storage.covered(t.geometry):
+            rules.unwritten(form.opcode, t, at < form.writes)
+
+    def _prepare(self, form: Form, operands: tuple[NkiTensor, ...]) -> None:
+        """Fill in what follows from the operands and the machine."""
+        form.regions = geometry_operands(operands)
+        form.overlaps = tuple([t.geometry.layout.overlaps[t.geometry.region] for t in operands])
+        memories = [t.geometry.memory for t in operands]
+        in_hbm = [i for i, m in enumerate(memories) if not m.on_chip]
+        form.hbm_operand = in_hbm[0] if in_hbm else -1
+        form.on_sbuf = MemoryRegion.sbuf in memories
+        form.on_psum = MemoryRegion.psum in memories
+        if form.engine <= Engine.GPSIMD:
+            form.ns = self.machine.ns(form.engine, form.cycles)
+            latency = RESULT_CYCLES.get(form.engine, RESULT_CYCLES[Engine.VECTOR])
+            form.result_ns = self.machine.ns(form.engine, latency)
+
+
+class _State:
+    core: Core | None = None
+
+
+_state = _State()
+
+
+def active(name: str = "nki") -> Core:
+    """The core whose kernel is running. Raises RuntimeError outside a kernel."""
+    core = _state.core
+    if core is None:
+        raise RuntimeError(
+            f"{name} was called outside a kernel; call the kernel through neuroncore.simulate"
+        )
+    return core
+
+
+def running() -> Core | None:
+    """The core whose kernel is running, or None."""
+    return _state.core
+
+
+def _run_on(core: Core, body: Callable[[Core], Any]) -> Any:
+    outer = _state.core
+    _state.core = core
+    try:
+        return body(core)
+    finally:
+        _state.core = outer
+
+
+def _kernel_frame() -> Any:
+    """The innermost frame that is not of this package."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+        frame = frame.f_back
+    return frame

@@ -1,0 +1,419 @@
+"""Copies and element-wise arithmetic of VectorE, ScalarE and GpSimdE."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from neuronmm_ops.neuroncore import core as running
+from neuronmm_ops.neuroncore import dtypes, operators, rules
+from neuronmm_ops.neuroncore.core import Core
+from neuronmm_ops.neuroncore.instructions.common import (
+    PSUM,
+    SBUF,
+    SIXTEEN_BIT,
+    copy_cycles,
+    engine,
+    engine_of,
+    free_cycles,
+    on_chip,
+    raw,
+    read,
+    reduce_cmd,
+    scalar,
+    write,
+)
+from neuronmm_ops.neuroncore.machine import MIN_CYCLES, PARTITIONS, Engine
+from neuronmm_ops.neuroncore.tensor import NkiTensor
+from neuronmm_ops.neuroncore.trace import Form, NkiInstruction
+
+Scalar = float | int | NkiTensor
+
+
+def tensor_copy(
+    dst: NkiTensor, src: NkiTensor, engine: engine = engine.unknown, name: str | None = None
+) -> NkiInstruction:
+    """dst = src within SBUF and PSUM; bit exact where the dtypes agree, else through fp32."""
+    core = running._state.core or running.active("nki.isa.tensor_copy")
+    return core.issue(_copy, (dst, src), (engine,), name)
+
+
+def _copy(core: Core, dst: NkiTensor, src: NkiTensor, asked: engine) -> Form:
+    chosen = engine_of(asked, Engine.VECTOR)
+    rules.engine_runs("tensor_copy", chosen, Engine.VECTOR, Engine.SCALAR, Engine.GPSIMD)
+    if chosen is Engine.SCALAR:
+        rules.generation(
+            "tensor_copy", core.machine, 3, "engine.scalar", "use activation(op=nl.copy)"
+        )
+    _checked("tensor_copy", chosen, dst=dst, src=src)
+
+    def run(dst: NkiTensor, src: NkiTensor) -> None:
+        target, source = raw(dst), raw(src)
+        if target.dtype == source.dtype:
+            target[...] = source.reshape(target.shape)
+        else:
+            write(dst, read(src))
+
+    return Form(
+        "tensor_copy", chosen, copy_cycles(core.machine.fast_modes, dst, src, chosen), run=run
+    )
+
+
+def memset(
+    dst: NkiTensor, value: Any, engine: engine = engine.unknown, name: str | None = None
+) -> NkiInstruction:
+    """Fill `dst` with a compile-time constant of its kind (int for integers), Vector or GpSimd."""
+    core = running._state.core or running.active("nki.isa.memset")
+    return core.issue(_memset, (dst,), (value, engine), name)
+
+
+def _memset(core: Core, dst: NkiTensor, value: Any, asked: engine) -> Form:
+    chosen = engine_of(asked, Engine.VECTOR)
+    rules.engine_runs("memset", chosen, Engine.VECTOR, Engine.GPSIMD)
+    _checked("memset", chosen, dst=dst)
+    rules.constant_kind(dst, value)
+    n = dst.geometry.elements
+    half = value == 0 and dst.dtype in SIXTEEN_BIT
+    fill = _constant(dst, value)
+
+    def run(dst: NkiTensor) -> None:
+        target = raw(dst)
+        target[...] = fill if target.dtype == fill.dtype else value
+
+    return Form("memset", chosen, max(MIN_CYCLES, n / 2 if half else n), run=run)
+
+
+def _constant(dst: NkiTensor, value: Any) -> np.ndarray:
+    """One element of the destination's dtype: integers exact and saturated, floats rounded."""
+    if dst.dtype.is_float or dst.dtype.kind == "bool":
+        return dtypes.from_fp32(np.full(1, value, np.float32), dst.dtype)
+    bounds = np.iinfo(dst.dtype.numpy)
+    return np.full(1, min(max(int(value), int(bounds.min)), int(bounds.max)), dst.dtype.numpy)
+
+
+def tensor_tensor(
+    dst: NkiTensor,
+    data1: NkiTensor,
+    data2: NkiTensor,
+    op: Any,
+    engine: engine = engine.unknown,
+    name: str | None = None,
+) -> NkiInstruction:
+    """dst = data1 op data2, element by element; at most one input in PSUM; no broadcasting."""
+    core = running._state.core or running.active("nki.isa.tensor_tensor")
+    return core.issue(_tensor_tensor, (dst, data1, data2), (op, engine), name)
+
+
+def _tensor_tensor(
+    core: Core, dst: NkiTensor, data1: NkiTensor, data2: NkiTensor, op: Any, asked: engine
+) -> Form:
+    alu = operators.alu(op)
+    rules.operator_arity("tensor_tensor", alu, 2)
+    rules.operator_generation("tensor_tensor", core.machine, alu)
+    integers = data1.dtype in ("int32", "uint32") and data1.dtype == data2.dtype == dst.dtype
+    default = (
+        Engine.GPSIMD
+        if alu.name == "power" or (integers and _in_sbuf(dst, data1, data2))
+        else Engine.VECTOR
+    )
+    chosen = engine_of(asked, default)
+    rules.engine_runs("tensor_tensor", chosen, Engine.VECTOR, Engine.GPSIMD)
+    rules.power_engine("tensor_tensor", alu.name, chosen)
+    _checked("tensor_tensor", chosen, dst=dst, data1=data1, data2=data2)
+    rules.one_psum_input("tensor_tensor", data1, data2)
+    rules.bitvec_dtypes("tensor_tensor", alu, dst, data1, data2)
+
+    def run(dst: NkiTensor, data1: NkiTensor, data2: NkiTensor) -> None:
+        if alu.kind == "bitvec" or (integers and chosen is Engine.GPSIMD):
+            exact(dst, alu, raw(data1), raw(data2))
+            return
+        a, b = read(data1), read(data2)
+        write(dst, alu.apply(a, b if b.shape == a.shape else b.reshape(a.shape)))
+
+    return Form(
+        "tensor_tensor", chosen, _two_input_cycles(core, alu.name, dst, data1, data2), run=run
+    )
+
+
+def _two_input_cycles(
+    core: Core, op: str, dst: NkiTensor, data1: NkiTensor, data2: NkiTensor
+) -> float:
+    """N with an input in PSUM or all-bf16 add/multiply/subtract, else 2N (SDK 2.26).
+
+    From trn2 on, 2x more where both inputs are in SBUF and all three are 16-bit.
+    """
+    n = dst.geometry.elements
+    three = (dst, data1, data2)
+    in_psum = PSUM in (data1.geometry.memory, data2.geometry.memory)
+    if in_psum:
+        return max(MIN_CYCLES, n)
+    if core.machine.fast_modes and all(t.dtype in SIXTEEN_BIT for t in three):
+        return max(MIN_CYCLES, n)
+    plain = op in ("add", "multiply", "subtract") and all(t.dtype == "bfloat16" for t in three)
+    if plain and all(t.geometry.unit_stride for t in three):
+        return max(MIN_CYCLES, n)
+    return max(MIN_CYCLES, 2 * n)
+
+
+def tensor_scalar(
+    dst: NkiTensor,
+    data: NkiTensor,
+    op0: Any,
+    operand0: Scalar,
+    reverse0: bool = False,
+    op1: Any = None,
+    operand1: Scalar | None = None,
+    reverse1: bool = False,
+    engine: engine = engine.unknown,
+    name: str | None = None,
+) -> NkiInstruction:
+    """dst = (data op0 operand0) op1 operand1; operands are numbers or tiles [P, 1].
+
+    `reverse` swaps the two sides of its operator. Two operators cost the same as one.
+    """
+    core = running._state.core or running.active("nki.isa.tensor_scalar")
+    tiles = tuple([x for x in (operand0, operand1) if isinstance(x, NkiTensor)])
+    marks = tuple([None if isinstance(x, NkiTensor) else (x,) for x in (operand0, operand1)])
+    return core.issue(
+        _tensor_scalar, (dst, data, *tiles), (op0, reverse0, op1, reverse1, marks, engine), name
+    )
+
+
+def _tensor_scalar(core: Core, dst: NkiTensor, data: NkiTensor, *rest: Any) -> Form:
+    *tiles, op0, reverse0, op1, reverse1, marks, asked = rest
+    first = operators.alu(op0)
+    second = operators.alu(op1) if op1 is not None else None
+    default = (
+        Engine.GPSIMD if "rsqrt" in (first.name, getattr(second, "name", "")) else Engine.VECTOR
+    )
+    chosen = engine_of(asked, default)
+    rules.engine_runs("tensor_scalar", chosen, Engine.VECTOR, Engine.SCALAR, Engine.GPSIMD)
+    rules.scalar_engine_ops(core.machine, chosen, first.name, second.name if second else None)
+    rules.same_kind(chosen, first, second)
+    for alu in (first, *([second] if second else [])):
+        rules.operator_generation("tensor_scalar", core.machine, alu)
+    _checked("tensor_scalar", chosen, dst=dst, data=data)
+    for t in tiles:
+        rules.scalar_operand("tensor_scalar", "operand", t, data.geometry.partitions)
+        if first.kind == "arithmetic":
+            rules.dtype_in("tensor_scalar", "operand", t, "float32")
+    rules.second_operand(
+        "tensor_scalar", op1, marks[1], len(tiles) + sum(m is not None for m in marks)
+    )
+    steps = [(first, reverse0, marks[0])] + ([(second, reverse1, marks[1])] if second else [])
+    bitvec = first.kind == "bitvec" or (second is not None and second.kind == "bitvec")
+    if bitvec:
+        rules.bitvec_dtypes("tensor_scalar", first, dst, data)
+
+    def run(dst: NkiTensor, data: NkiTensor, *tiles: NkiTensor) -> None:
+        left = iter(tiles)
+        value = raw(data) if bitvec else read(data)
+        for alu, reverse, mark in steps:
+            operand = mark[0] if mark is not None else next(left)
+            value = apply(alu, value, operand, reverse)
+        if bitvec:
+            raw(dst)[...] = value.astype(raw(dst).dtype).reshape(raw(dst).shape)
+        else:
+            write(dst, value)
+
+    return Form(
+        "tensor_scalar", chosen, copy_cycles(core.machine.fast_modes, dst, data, chosen), run=run
+    )
+
+
+def apply(alu: operators.AluOp, value: np.ndarray, operand: Any, reverse: bool) -> np.ndarray:
+    """value op operand, or operand op value; the operand is a number or a tile [P, 1]."""
+    if alu.arity == 1:
+        return alu.apply(value)
+    if alu.kind == "bitvec":
+        other = _bits(operand, value)
+    else:
+        other = scalar(operand, value)
+    return alu.apply(other, value) if reverse else alu.apply(value, other)
+
+
+def _bits(operand: Any, like: np.ndarray) -> np.ndarray:
+    """An integer, or a tile [P, 1], as bit patterns of the data's width."""
+    if isinstance(operand, NkiTensor):
+        return raw(operand).astype(like.dtype).reshape(-1, *([1] * (like.ndim - 1)))
+    pattern = int(operand) & ((1 << 8 * like.itemsize) - 1)
+    return np.array(pattern, f"u{like.itemsize}").view(like.dtype)
+
+
+def exact(dst: NkiTensor, alu: operators.AluOp, a: np.ndarray, b: np.ndarray) -> None:
+    """Integer arithmetic on the stored values, wrapping as 32-bit hardware does."""
+    target = raw(dst)
+    target[...] = (
+        np.asarray(alu.apply(a, b.reshape(a.shape))).astype(target.dtype).reshape(target.shape)
+    )
+
+
+def scalar_tensor_tensor(
+    dst: NkiTensor,
+    data: NkiTensor,
+    op0: Any,
+    operand0: Scalar,
+    op1: Any,
+    operand1: NkiTensor,
+    reverse0: bool = False,
+    reverse1: bool = False,
+    name: str | None = None,
+) -> NkiInstruction:
+    """dst = (data op0 operand0) op1 operand1 on VectorE: a number or tile [P, 1], then a tensor."""
+    core = running._state.core or running.active("nki.isa.scalar_tensor_tensor")
+    tiles = (operand0,) if isinstance(operand0, NkiTensor) else ()
+    mark = None if tiles else (operand0,)
+    return core.issue(
+        _scalar_tensor_tensor,
+        (dst, data, operand1, *tiles),
+        (op0, op1, reverse0, reverse1, mark),
+        name,
+    )
+
+
+def _scalar_tensor_tensor(
+    core: Core, dst: NkiTensor, data: NkiTensor, other: NkiTensor, *rest: Any
+) -> Form:
+    *tiles, op0, op1, reverse0, reverse1, mark = rest
+    first, second = operators.alu(op0), operators.alu(op1)
+    for alu in (first, second):
+        rules.arithmetic("scalar_tensor_tensor", alu)
+    _checked("scalar_tensor_tensor", Engine.VECTOR, dst=dst, data=data, operand1=other)
+    for t in tiles:
+        rules.scalar_operand("scalar_tensor_tensor", "operand0", t, data.geometry.partitions)
+    rules.one_psum_input("scalar_tensor_tensor", data, other)
+    n = dst.geometry.elements
+    bf16 = all(t.dtype == "bfloat16" for t in (dst, data, other))
+    quick = bf16 and n % 2 == 0 and (first.name, second.name) == ("subtract", "multiply")
+
+    def run(dst: NkiTensor, data: NkiTensor, other: NkiTensor, *tiles: NkiTensor) -> None:
+        value = apply(first, read(data), mark[0] if mark is not None else tiles[0], reverse0)
+        b = read(other).reshape(value.shape)
+        write(dst, second.apply(b, value) if reverse1 else second.apply(value, b))
+
+    return Form(
+        "scalar_tensor_tensor", Engine.VECTOR, max(MIN_CYCLES, n if quick else 2 * n), run=run
+    )
+
+
+def activation(
+    dst: NkiTensor,
+    op: Any,
+    data: NkiTensor,
+    bias: Scalar | None = None,
+    scale: Scalar = 1.0,
+    reduce_op: Any = None,
+    reduce_res: NkiTensor | None = None,
+    reduce_cmd: reduce_cmd = reduce_cmd.idle,
+    name: str | None = None,
+) -> NkiInstruction:
+    """dst = op(data * scale + bias) on ScalarE, fp32 inside; scale and bias numbers or [P, 1].
+
+    With `reduce_op=nl.add` the results are also summed over the free dimensions into the
+    accumulator, as `reduce_cmd` says, and written to `reduce_res` [P, 1].
+    """
+    core = running._state.core or running.active("nki.isa.activation")
+    outputs = (dst,) if reduce_res is None else (dst, reduce_res)
+    tiles = tuple([x for x in (bias, scale) if isinstance(x, NkiTensor)])
+    marks = tuple([None if isinstance(x, NkiTensor) else (x,) for x in (bias, scale)])
+    return core.issue(
+        _activation,
+        (*outputs, data, *tiles),
+        (op, marks, reduce_op, reduce_cmd, len(outputs), len(tiles)),
+        name,
+    )
+
+
+def _activation(core: Core, *rest: Any) -> Form:
+    *operands, op, marks, reduce_op, command, outputs, tiles = rest
+    dst, data = operands[0], operands[outputs]
+    function = operators.activation(op)
+    on_chip("activation", dst=dst, data=data)
+    rules.same_partitions("activation", {"dst": dst, "data": data})
+    rules.same_elements("activation", {"dst": dst, "data": data})
+    rules.activation_bias(core.machine, marks[0], function.name)
+    names = [n for n, mark in zip(("bias", "scale"), marks, strict=True) if mark is None]
+    for operand, t in zip(names, operands[outputs + 1 :], strict=True):
+        rules.scalar_operand("activation", operand, t, data.geometry.partitions)
+        rules.activation_operand(operand, t)
+    for t in operands[1:outputs]:
+        rules.scalar_operand("activation", "reduce_res", t, data.geometry.partitions)
+    rules.activation_reduce(reduce_op, command.name)
+    sums = command.name != "idle"
+
+    def run(*operands: NkiTensor) -> None:
+        dst, data = operands[0], operands[outputs]
+        left = iter(operands[outputs + 1 :])
+        bias, scale = [m[0] if m is not None else next(left) for m in marks]
+        value = read(data)
+        if isinstance(scale, NkiTensor) or scale != 1.0:
+            value = value * scalar(scale, value)
+        if bias is not None:
+            value = value + scalar(bias, value)
+        value = function.apply(value)
+        total = _accumulated(core, data, command.name, value if sums else None)
+        write(dst, value)
+        if outputs == 2:
+            write(operands[1], total)
+
+    cycles = free_cycles(dst, data) + (MIN_CYCLES if sums or outputs == 2 else 0)
+    return Form("activation", Engine.SCALAR, cycles, writes=outputs, run=run)
+
+
+def _accumulated(
+    core: Core, data: NkiTensor, command: str, values: np.ndarray | None
+) -> np.ndarray:
+    """ScalarE's accumulators of the partitions of `data`, updated; NaN where never reset."""
+    kept = core.state.setdefault("scalar", np.full(PARTITIONS, np.nan, np.float32))
+    start = data.geometry.start
+    kept = kept[start : start + data.geometry.partitions]
+    if command in ("reset", "reset_reduce"):
+        kept[:] = 0
+    if command in ("reduce", "reset_reduce") and values is not None:
+        kept += values.reshape(len(values), -1).sum(1)
+    return kept.copy()
+
+
+def activation_reduce(
+    dst: NkiTensor,
+    op: Any,
+    data: NkiTensor,
+    reduce_op: Any,
+    reduce_res: NkiTensor,
+    bias: Scalar | None = None,
+    scale: Scalar = 1.0,
+    name: str | None = None,
+) -> NkiInstruction:
+    """`activation` that also sums its results over the free dimensions into reduce_res [P, 1]."""
+    return activation(
+        dst, op, data, bias, scale, reduce_op, reduce_res, reduce_cmd.reset_reduce, name
+    )
+
+
+def reciprocal(dst: NkiTensor, data: NkiTensor, name: str | None = None) -> NkiInstruction:
+    """dst = 1 / data on VectorE: more precise and 8x slower than ScalarE's."""
+    core = running._state.core or running.active("nki.isa.reciprocal")
+    return core.issue(_reciprocal, (dst, data), (), name)
+
+
+def _reciprocal(core: Core, dst: NkiTensor, data: NkiTensor) -> Form:
+    _checked("reciprocal", Engine.VECTOR, dst=dst, data=data)
+
+    def run(dst: NkiTensor, data: NkiTensor) -> None:
+        with np.errstate(divide="ignore"):
+            write(dst, np.float32(1) / read(data))
+
+    return Form("reciprocal", Engine.VECTOR, max(MIN_CYCLES, 8 * data.geometry.elements), run=run)
+
+
+def _checked(opcode: str, chosen: Engine, **operands: NkiTensor) -> None:
+    """What every element-wise instruction asks of its tensors."""
+    on_chip(opcode, **operands)
+    rules.engine_reaches(opcode, chosen, operands)
+    rules.same_partitions(opcode, operands)
+    rules.same_elements(opcode, operands)
+
+
+def _in_sbuf(*operands: NkiTensor) -> bool:
+    return all(t.geometry.memory is SBUF for t in operands)

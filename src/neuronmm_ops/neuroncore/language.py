@@ -1,0 +1,303 @@
+"""`nki.language`: dtypes, memories, tensors, loops and programs; element-wise functions by name.
+
+The functions of `elementary` (`nl.add`, `nl.exp`, ...) are also the operator tokens of `nki.isa`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+
+from neuronmm_ops.neuroncore import core as running
+from neuronmm_ops.neuroncore import dtypes, machine, rules
+from neuronmm_ops.neuroncore.composite import *  # noqa: F403 - names of nki.language
+from neuronmm_ops.neuroncore.composite import __all__ as _composite
+from neuronmm_ops.neuroncore.dtypes import (
+    DType,
+    bfloat16,
+    bool_,
+    float4_e2m1fn_x4,
+    float8_e4m3,
+    float8_e4m3fn,
+    float8_e4m3fn_x4,
+    float8_e5m2,
+    float8_e5m2_x4,
+    float8_e8m0fnu,
+    float16,
+    float32,
+    int8,
+    int16,
+    int32,
+    tfloat32,
+    uint8,
+    uint16,
+    uint32,
+)
+from neuronmm_ops.neuroncore.elementary import *  # noqa: F403 - names of nki.language
+from neuronmm_ops.neuroncore.elementary import __all__ as _elementary
+from neuronmm_ops.neuroncore.instructions.elementwise import memset
+from neuronmm_ops.neuroncore.instructions.register import VirtualRegister
+from neuronmm_ops.neuroncore.memory import MemoryRegion, Storage
+from neuronmm_ops.neuroncore.objects import NKIObject
+from neuronmm_ops.neuroncore.tensor import DynamicSlice, NkiTensor
+
+sbuf = MemoryRegion.sbuf
+psum = MemoryRegion.psum
+hbm = private_hbm = MemoryRegion.private_hbm
+shared_hbm = MemoryRegion.shared_hbm
+
+
+class _TileSize:
+    """Sizes of the target's tiles: partitions, PSUM banks and matmul operands."""
+
+    pmax = machine.PARTITIONS
+    psum_bank_fmax = psum_fmax = machine.PSUM_BANK_BYTES // 4
+    psum_bank_fmax_bytes = machine.PSUM_BANK_BYTES
+    gemm_stationary_fmax = 128
+    gemm_moving_fmax = 512
+    bn_stats_fmax = 512
+    psum_min_align = 4
+    sbuf_min_align = 1
+
+    @property
+    def psum_num_banks(self) -> int:
+        """PSUM banks per partition."""
+        return machine.PSUM_BANKS
+
+    @property
+    def sbuf_size_bytes(self) -> int:
+        """SBUF of all partitions, bytes."""
+        return self.sbuf_fmax_bytes * machine.PARTITIONS
+
+    @property
+    def sbuf_fmax(self) -> int:
+        """Usable SBUF per partition, in fp32 elements."""
+        return self.sbuf_fmax_bytes // 4
+
+    @property
+    def sbuf_fmax_bytes(self) -> int:
+        """Usable SBUF per partition, bytes."""
+        core = running.running()
+        return (core.machine if core else machine.machine_of(None)).usable_sbuf_bytes
+
+    total_available_sbuf_size = sbuf_fmax_bytes
+
+
+tile_size = _TileSize()
+
+
+def is_hbm(buffer: MemoryRegion) -> bool:
+    """Whether the memory is HBM."""
+    return not buffer.on_chip
+
+
+def is_on_chip(buffer: MemoryRegion) -> bool:
+    """Whether the memory is SBUF or PSUM."""
+    return buffer.on_chip
+
+
+def is_psum(buffer: MemoryRegion) -> bool:
+    """Whether the memory is PSUM."""
+    return buffer is psum
+
+
+def is_sbuf(buffer: MemoryRegion) -> bool:
+    """Whether the memory is SBUF."""
+    return buffer is sbuf
+
+
+# tensors
+
+
+def ndarray(
+    shape: tuple[int, ...],
+    dtype: DType,
+    buffer: MemoryRegion = sbuf,
+    name: str = "",
+    address: tuple[int, int] | None = None,
+) -> NkiTensor:
+    """An uninitialised tensor; on chip [partition, free, ...] with at most 128 partitions.
+
+    `address` is (partition, byte in the partition). Raises NkiValidationError.
+    """
+    rules.buffer(buffer)
+    return running.active("nl.ndarray").allocate(shape, dtype, buffer, name, address)
+
+
+def full(
+    shape: tuple[int, ...],
+    fill_value: float,
+    dtype: DType,
+    buffer: MemoryRegion = sbuf,
+    name: str = "",
+) -> NkiTensor:
+    """A tensor on chip filled with a constant."""
+    tensor = ndarray(shape, dtype, buffer, name)
+    memset(tensor, fill_value)
+    return tensor
+
+
+def zeros(
+    shape: tuple[int, ...], dtype: DType, buffer: MemoryRegion = sbuf, name: str = ""
+) -> NkiTensor:
+    """A tensor on chip filled with 0."""
+    return full(shape, 0, dtype, buffer, name)
+
+
+def ones(
+    shape: tuple[int, ...], dtype: DType, buffer: MemoryRegion = sbuf, name: str = ""
+) -> NkiTensor:
+    """A tensor on chip filled with 1."""
+    return full(shape, 1, dtype, buffer, name)
+
+
+def zeros_like(
+    x: NkiTensor, dtype: DType | None = None, buffer: MemoryRegion | None = None, name: str = ""
+) -> NkiTensor:
+    """Zeros of the shape, and unless given the dtype, of `x`; in SBUF unless given a memory."""
+    return zeros(x.shape, dtype or x.dtype, buffer or sbuf, name)
+
+
+def empty_like(
+    x: NkiTensor, dtype: DType | None = None, buffer: MemoryRegion | None = None, name: str = ""
+) -> NkiTensor:
+    """An uninitialised tensor of the shape, and unless given the dtype and memory, of `x`."""
+    return ndarray(x.shape, dtype or x.dtype, buffer or x.buffer, name)
+
+
+def shared_constant(constant: np.ndarray | str | Path) -> NkiTensor:
+    """A tensor in shared HBM that holds a NumPy array, or the array of an `.npy` file."""
+    core = running.active("nl.shared_constant")
+    array = constant
+    if not isinstance(array, np.ndarray):
+        array = np.load(array, allow_pickle=False)
+    return core.adopt(constant_storage(core, array, "constant"))
+
+
+def constant_storage(core: running.Core, array: np.ndarray, name: str) -> Storage:
+    """An initialised storage in shared HBM with an array's values."""
+    dtype = dtypes.from_numpy(array.dtype)
+    layout = core.launch.layout(array.shape, dtype, shared_hbm)
+    storage = Storage(layout, name, len(core.trace.storages))
+    if core.execute:
+        storage.data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    return storage
+
+
+def shared_identity_matrix(n: int, dtype: DType = uint8, dst: NkiTensor | None = None) -> NkiTensor:
+    """An n x n identity in SBUF, loaded once per dtype and size, or written to `dst`."""
+    from neuronmm_ops.neuroncore.instructions.dma import dma_copy
+
+    core = running.active("nl.shared_identity_matrix")
+    key = (n, dtype)
+    if dst is None and key in core.constants:
+        return core.constants[key]
+    values = dtypes.from_fp32(np.eye(n, dtype=np.float32), dtypes.dtype_of(dtype))
+    if core.launch.precise or not dtypes.dtype_of(dtype).is_float:
+        constant = shared_constant(values)
+    else:
+        constant = shared_constant(np.eye(n, dtype=np.float32))
+    target = dst if dst is not None else ndarray((n, n), dtype, sbuf, name=f"identity{n}")
+    dma_copy(dst=target, src=constant)
+    if dst is None:
+        core.constants[key] = target
+    return target
+
+
+# indices, loops and programs
+
+
+def ds(start: int | VirtualRegister, size: int) -> slice | DynamicSlice:
+    """`size` elements from `start`, which may be a register."""
+    if isinstance(start, VirtualRegister):
+        return DynamicSlice(start, size)
+    return slice(start, start + size)
+
+
+def affine_range(start: int, stop: int | None = None, step: int = 1) -> range:
+    """Deprecated alias of `range`."""
+    return range(start) if stop is None else range(start, stop, step)
+
+
+sequential_range = static_range = affine_range
+
+
+def dynamic_range(
+    start: int | VirtualRegister, stop: int | VirtualRegister | None = None, step: int = 1
+) -> range:
+    """Deprecated: a loop whose bounds may be registers; use `fori_loop`."""
+    bounds = (0, start) if stop is None else (start, stop)
+    return range(_value(bounds[0]), _value(bounds[1]), step)
+
+
+def fori_loop(
+    lower: int | VirtualRegister,
+    upper: int | VirtualRegister,
+    body_fun: Callable[[VirtualRegister], None],
+    step: int = 1,
+) -> None:
+    """Call body_fun(i) for i from lower to upper, i a read-only register."""
+    rules.loop_step(step)
+    for i in range(_value(lower), _value(upper), step):
+        body_fun(VirtualRegister(i, frozen=True))
+
+
+def while_loop(
+    init: VirtualRegister, body_fun: Callable[[VirtualRegister], VirtualRegister]
+) -> None:
+    """While the register is not 0: register = body_fun(register)."""
+    register = init
+    while register.value != 0:
+        register = body_fun(register)
+        rules.loop_condition(register)
+
+
+def _value(bound: int | VirtualRegister) -> int:
+    return bound.value if isinstance(bound, VirtualRegister) else bound
+
+
+@contextmanager
+def no_reorder() -> Generator[None]:
+    """Keep program order inside the block; the simulated engines always do."""
+    yield
+
+
+def program_id(axis: int = 0) -> int:
+    """Which of the launch's cores this is: 0, or 1 with `kernel[2]`."""
+    rules.program_axis(axis)
+    return running.active("nl.program_id").program_id
+
+
+def num_programs(axes: int = 0) -> int:
+    """How many cores the kernel was launched on."""
+    rules.program_axis(axes)
+    return len(running.active("nl.num_programs").launch.cores)
+
+
+def program_ndim() -> int:
+    """Dimensions of the launch grid: 1 with `kernel[2]`, else 0."""
+    return 1 if len(running.active("nl.program_ndim").launch.cores) > 1 else 0
+
+
+def device_print(print_prefix: str, tensor: NkiTensor) -> None:
+    """Print a tensor's values when the kernel runs in execute mode."""
+    from neuronmm_ops.neuroncore.instructions.common import raw
+
+    core = running.active("nl.device_print")
+    if core.execute:
+        print(f"{print_prefix} {tensor}\n{raw(tensor)}")
+
+
+__all__ = [
+    *_elementary, *_composite, "DType", "MemoryRegion", "NKIObject", "NkiTensor", "affine_range", "bfloat16",
+    "bool_", "device_print", "ds", "dynamic_range", "empty_like", "float16", "float32",
+    "float4_e2m1fn_x4", "float8_e4m3", "float8_e4m3fn", "float8_e4m3fn_x4", "float8_e5m2",
+    "float8_e5m2_x4", "float8_e8m0fnu", "fori_loop", "full", "hbm", "int16", "int32", "int8",
+    "is_hbm", "is_on_chip", "is_psum", "is_sbuf", "ndarray", "no_reorder", "num_programs", "ones",
+    "private_hbm", "program_id", "program_ndim", "psum", "sbuf", "sequential_range",
+    "shared_constant", "shared_hbm", "shared_identity_matrix", "static_range", "tfloat32",
+    "tile_size", "uint16", "uint32", "uint8", "while_loop", "zeros", "zeros_like",
+]  # fmt: skip

@@ -1,0 +1,150 @@
+"""One instruction at a time: load its operands, issue it, store what it wrote."""
+
+import math
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+
+import neuronmm_ops.neuroncore as nc
+from neuronmm_ops.neuroncore import core as running
+from neuronmm_ops.neuroncore import isa as nisa
+from neuronmm_ops.neuroncore import language as nl
+from neuronmm_ops.neuroncore.dtypes import DType, dtype_of, from_fp32, from_numpy
+from neuronmm_ops.neuroncore.trace import Form
+
+OPERATORS: dict[str, Any] = {
+    "add": lambda x, y: x + y,
+    "subtract": lambda x, y: x - y,
+    "multiply": lambda x, y: x * y,
+    "maximum": max,
+    "minimum": min,
+}
+"""Operators of reductions, on Python numbers."""
+START = {"add": 0.0, "subtract": 0.0, "multiply": 1.0, "maximum": -math.inf, "minimum": math.inf}
+
+Body = Callable[[list[nl.NkiTensor], list[nl.NkiTensor]], Any]
+
+
+@dataclass(frozen=True)
+class Out:
+    """A destination: its shape and dtype, and what it holds before, if anything."""
+
+    shape: tuple[int, ...]
+    dtype: str = "float32"
+    initial: np.ndarray | None = None
+
+
+@dataclass(frozen=True)
+class Result:
+    outputs: tuple[Any, ...]
+    forms: list[Form]
+    """Of the instructions that the body issued."""
+
+    @property
+    def output(self) -> Any:
+        assert len(self.outputs) == 1
+        return self.outputs[0]
+
+
+def call(
+    body: Body,
+    *arrays: np.ndarray,
+    outs: list[Out],
+    target: str = "trn2",
+    memory: nl.MemoryRegion = nl.sbuf,
+    step: int = 1,
+    mode: str = "execute",
+    seed: int = 0,
+) -> Result:
+    """Run body(dsts, srcs) on tiles of `memory` that take each `step`-th element of the last axis.
+
+    In trace mode the arrays give only shapes and dtypes, and the outputs are specs.
+    """
+    issued: list[int] = []
+
+    def kernel(arrays: tuple[nl.NkiTensor, ...], initials: tuple[nl.NkiTensor, ...]):
+        sources = [_loaded(a, memory, step) for a in arrays]
+        targets = [_tile(o.shape, dtype_of(o.dtype), memory, step) for o in outs]
+        left = list(initials)
+        for t, o in zip(targets, outs, strict=True):
+            if o.initial is not None:
+                _load(left.pop(0), t)
+        core = running.active()
+        issued.append(len(core.trace))
+        body(targets, sources)
+        issued.append(len(core.trace))
+        return tuple([_stored(t) for t in targets])
+
+    inputs, initials = arrays, tuple([o.initial for o in outs if o.initial is not None])
+    if mode == "trace":
+        inputs, initials = (
+            tuple([nc.TensorSpec(a.shape, from_numpy(a.dtype)) for a in group])
+            for group in (inputs, initials)
+        )
+    done = nc.simulate(kernel, inputs, initials, target=target, mode=mode, seed=seed)
+    records = done.profile.launch.cores[0].trace.records[issued[0] : issued[1]]
+    return Result(done.outputs, [record[0] for record in records])
+
+
+@contextmanager
+def refused(text: str) -> Iterator[None]:
+    """The block raises NkiValidationError with this text, on one line, and the kernel's place."""
+    with pytest.raises(nc.NkiValidationError, match=re.escape(text)) as raised:
+        yield
+    assert "\n" not in str(raised.value)
+    assert re.search(r"\[\w+\.py:\d+\]$", str(raised.value))
+
+
+def values(seed: int, shape: tuple[int, ...], dtype: str = "float32") -> np.ndarray:
+    """Random eighths from -8 to 8 (bytes from 0 in unsigned types): many ties, exact sums."""
+    kind = dtype_of(dtype)
+    low = 0 if kind.kind == "uint" else -64
+    drawn = np.random.default_rng(seed).integers(low, 64, shape)
+    return (drawn / 8 if kind.is_float else drawn).astype(kind.numpy)
+
+
+def stored(expected: Any, dtype: str) -> np.ndarray:
+    """A reference in float64 as an engine writes it: through float32."""
+    with np.errstate(all="ignore"):
+        wide = np.atleast_1d(np.asarray(expected, np.float64)).astype(np.float32)
+        return from_fp32(wide, dtype_of(dtype))
+
+
+def rows_of(array: np.ndarray) -> list[list[float]]:
+    """The elements of each partition as Python numbers."""
+    return array.reshape(len(array), -1).astype(np.float64).tolist()
+
+
+def _tile(shape: tuple[int, ...], dtype: DType, memory: nl.MemoryRegion, step: int) -> nl.NkiTensor:
+    whole = nl.ndarray((*shape[:-1], shape[-1] * step), dtype, buffer=memory)
+    return whole[..., ::step] if step > 1 else whole
+
+
+def _load(array: nl.NkiTensor, tile: nl.NkiTensor) -> None:
+    if tile.buffer is nl.psum:
+        staged = nl.ndarray(array.shape, array.dtype)
+        nisa.dma_copy(staged, array)
+        nisa.tensor_copy(tile, staged, engine=nisa.vector_engine)
+    else:
+        nisa.dma_copy(tile, array)
+
+
+def _loaded(array: nl.NkiTensor, memory: nl.MemoryRegion, step: int) -> nl.NkiTensor:
+    tile = _tile(array.shape, array.dtype, memory, step)
+    _load(array, tile)
+    return tile
+
+
+def _stored(tile: nl.NkiTensor) -> nl.NkiTensor:
+    result = nl.ndarray(tile.shape, tile.dtype, buffer=nl.shared_hbm)
+    if tile.buffer is nl.psum:
+        staged = nl.ndarray(tile.shape, tile.dtype)
+        nisa.tensor_copy(staged, tile, engine=nisa.vector_engine)
+        tile = staged
+    nisa.dma_copy(result, tile)
+    return result
