@@ -1,4 +1,4 @@
-"""What the tests of the simulated NeuronCore share: run one instruction, make data, expect refusals."""
+"""Shared by the tests of the simulated NeuronCore: run instructions, make data, expect errors."""
 
 from collections.abc import Callable
 from typing import Any

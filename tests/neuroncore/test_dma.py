@@ -8,7 +8,6 @@ from neuroncore.kernels import (
     FLOATS,
     INTEGERS,
     TARGETS,
-    bf16,
     compute,
     data,
     equal,
@@ -30,8 +29,8 @@ DTYPES = (*FLOATS, *INTEGERS)
 @settings(max_examples=40, deadline=None)
 @given(
     shape=st.tuples(st.integers(1, 128), st.integers(1, 20)),
-    source=st.sampled_from(DTYPES), target=st.sampled_from(DTYPES), machine=st.sampled_from(TARGETS),
-    seed=seeds,
+    source=st.sampled_from(DTYPES),
+    target=st.sampled_from(DTYPES), machine=st.sampled_from(TARGETS), seed=seeds,
 )  # fmt: skip
 def test_copies_cast_through_fp32(shape, source, target, machine, seed):
     x = data(shape, source, seed, scale=100)
@@ -168,108 +167,35 @@ def test_register_offset_out_of_bounds(place):
 @pytest.mark.parametrize(
     ("match", "build"),
     [
-        ("needs 12 indices", lambda x: (nl.ndarray((12, 6), nl.float32), x.ap([[6, 12], [1, 6]], vector_offset=nl.zeros((3, 1), nl.int32)))),
-        ("index must be integers", lambda x: (nl.ndarray((3, 6), nl.float32), x.vector_select(0, nl.zeros((3, 1), nl.float32)))),
-        ("index must be in sbuf", lambda x: (nl.ndarray((3, 6), nl.float32), x.vector_select(0, nl.zeros((3, 1), nl.int32, nl.psum)))),
+        (
+            "needs 12 indices",
+            lambda x: (
+                nl.ndarray((12, 6), nl.float32),
+                x.ap([[6, 12], [1, 6]], vector_offset=nl.zeros((3, 1), nl.int32)),
+            ),
+        ),
+        (
+            "index must be integers",
+            lambda x: (
+                nl.ndarray((3, 6), nl.float32),
+                x.vector_select(0, nl.zeros((3, 1), nl.float32)),
+            ),
+        ),
+        (
+            "index must be in sbuf",
+            lambda x: (
+                nl.ndarray((3, 6), nl.float32),
+                x.vector_select(0, nl.zeros((3, 1), nl.int32, nl.psum)),
+            ),
+        ),
         ("both indirect", lambda x: (x[nisa.register_alloc(0)], x[nisa.register_alloc(1)])),
     ],
-)  # fmt: skip
+)
 def test_indices_are_checked(match, build):
     refuses(match, lambda x: nisa.dma_copy(*build(x)), data((12, 6)))
 
 
-AXES = {2: (1, 0), 3: (2, 1, 0), 4: (3, 1, 2, 0)}
-
-
-@settings(max_examples=30, deadline=None)
-@given(
-    shape=st.lists(st.integers(1, 8), min_size=2, max_size=4), dtype=st.sampled_from(DTYPES),
-    explicit=st.booleans(), on_chip=st.booleans(),
-)  # fmt: skip
-def test_dma_transpose(shape, dtype, explicit, on_chip):
-    x, axes = data(tuple(shape), dtype), AXES[len(shape)]
-
-    def kernel(a):
-        dst = nl.ndarray(tuple(shape[i] for i in axes), dtype)
-        nisa.dma_transpose(dst, loaded(a) if on_chip else a, axes if explicit else None)
-        return stored(dst)
-
-    equal(run(kernel, x), x.transpose(axes))
-
-
-@pytest.mark.parametrize(
-    ("p", "n", "rows"), [(16, 1, 16), (128, 1, 128), (128, 2, 256), (128, 2, 144)]
-)
-@pytest.mark.parametrize("inner", [(), (2, 3)])
-def test_gathering_transpose_takes_indices_column_by_column(p, n, rows, inner):
-    rng = np.random.default_rng(0)
-    table = data((300, *inner, 20), bf16)
-    index = rng.integers(0, 300, (p, n), np.uint32)
-    expected = table[index.T.ravel()[:rows]].transpose(AXES[len(inner) + 2])
-    strides = [int(s) // 2 for s in table.strides]
-
-    def kernel(x, i):
-        dst = nl.ndarray(expected.shape, nl.bfloat16)
-        counts = (rows, *inner, 20)
-        pattern = [list(pair) for pair in zip(strides, counts, strict=True)]
-        nisa.dma_transpose(dst, x.ap(pattern, vector_offset=loaded(i)))
-        return stored(dst)
-
-    equal(run(kernel, table, index), expected)
-
-
 hw, sw = nisa.dge_mode.hwdge, nisa.dge_mode.swdge
-
-
-def _transposes(shape, dtype, axes=None, mode=nisa.dge_mode.unknown, dst=None, dst_dtype=None):
-    def kernel(x):
-        dst_shape = dst or tuple(shape[i] for i in AXES[len(shape)])
-        nisa.dma_transpose(nl.ndarray(dst_shape, dst_dtype or dtype), x, axes, dge_mode=mode)
-
-    return kernel, data(shape, dtype)
-
-
-@pytest.mark.parametrize(
-    ("match", "arguments"),
-    [
-        ("axes must be", ((4, 6), nl.float32, (0, 1))),
-        ("axes must be", ((4, 6, 2), nl.float32, (1, 0, 2))),
-        (r"dst must be \[6, 4\]", ((4, 6), nl.float32, None, nisa.dge_mode.unknown, (4, 6))),
-        ("one dtype", ((4, 6), nl.float32, None, nisa.dge_mode.unknown, None, nl.bfloat16)),
-        ("hwdge takes 2-byte src", ((16, 6), nl.float32, None, hw)),
-        ("hwdge takes 2-byte src", ((8, 6), nl.bfloat16, None, hw)),
-        ("swdge does not transpose", ((16, 6), nl.bfloat16, None, sw)),
-    ],
-)
-def test_dma_transpose_refuses(match, arguments):
-    kernel, x = _transposes(*arguments)
-    refuses(match, kernel, x)
-
-
-@pytest.mark.parametrize("shape", [(16, 128), (2, 24, 16), (4, 1, 4, 16)])
-def test_hardware_transposes(shape):
-    kernel, x = _transposes(shape, nl.bfloat16, None, hw)
-    run(kernel, x)
-    refuses("needs NeuronCore-v3", kernel, x, target="trn1")
-
-
-@pytest.mark.parametrize(
-    ("match", "dtype", "index", "columns", "target"),
-    [
-        ("indirect src must be 2-byte", nl.float32, ((16, 1), np.uint32), 16, "trn2"),
-        ("indirect src must be 2-byte", nl.bfloat16, ((16, 1), np.uint32), 15, "trn2"),
-        ("index must be uint32", nl.bfloat16, ((16, 1), np.int32), 16, "trn2"),
-        ("indices .* must be", nl.bfloat16, ((16, 2), np.uint32), 16, "trn2"),
-        ("indices .* must be", nl.bfloat16, ((16, 1), np.uint32), 32, "trn2"),
-        ("needs NeuronCore-v3", nl.bfloat16, ((16, 1), np.uint32), 16, "trn1"),
-    ],
-)
-def test_gathering_transpose_refuses(match, dtype, index, columns, target):
-    def kernel(x, i):
-        dst = nl.ndarray((8, columns), dtype)
-        nisa.dma_transpose(dst, x.ap([[8, columns], [1, 8]], vector_offset=loaded(i)))
-
-    refuses(match, kernel, data((64, 8), dtype), np.zeros(*index), target=target)
 
 
 @settings(max_examples=20, deadline=None)

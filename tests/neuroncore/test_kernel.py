@@ -1,11 +1,8 @@
 """`jit`, `simulate`, launches on two cores, arguments and outputs, and the name `nki`."""
 
-import importlib
 import inspect
-import sys
 import types
 
-import ml_dtypes
 import numpy as np
 import pytest
 import torch
@@ -197,6 +194,27 @@ def test_strided_and_read_only_arrays():
     equal(frozen, data((4, 6)))
 
 
+def test_arguments_by_position_by_name_and_in_dictionaries():
+    def kernel(first, /, *rest, table, **others):
+        return tuple(double(x) for x in (first, *rest, table["a"], others["last"]))
+
+    xs = [data((4, 6), seed=i) for i in range(5)]
+    run_ = nc.simulate(kernel, *xs[:3], table={"a": xs[3]}, last=xs[4])
+    for got, x in zip(run_.outputs, xs, strict=True):
+        equal(got, x * 2)
+
+
+def test_torch_has_no_ieee_fp8():
+    def kernel(x):
+        t = nl.ndarray((4, 6), nl.float8_e4m3)
+        nisa.dma_copy(t, x)
+        return stored(t)
+
+    with pytest.raises(TypeError, match="torch has no float8_e4m3; give the kernel NumPy arrays"):
+        nc.simulate(kernel, torch.ones(4, 6))
+    assert nc.simulate(kernel, np.ones((4, 6), np.float32)).outputs.dtype == "float8_e4m3"
+
+
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int32, torch.uint8, torch.float8_e5m2]
 
 
@@ -375,61 +393,3 @@ def test_sizes_depend_on_the_target():
     assert sizes == sorted(set(sizes))
     assert nl.tile_size.sbuf_size_bytes == 128 * nl.tile_size.sbuf_fmax_bytes
     assert nl.tile_size.total_available_sbuf_size == nl.tile_size.sbuf_fmax * 4 // 1
-
-
-# the name nki
-
-SOURCE = """
-import nki
-import nki.isa as nisa
-import nki.language as nl
-import nki.typing as nt
-from nki.language import NKIObject
-from nki.isa import dma_copy
-
-@nki.jit(mode="auto")
-def add(a: nt.tensor[4, 6], b: nt.mutable_tensor[4, 6]):
-    x, y = nl.load(a), nl.load(b)
-    out = nl.ndarray(a.shape, dtype=a.dtype, buffer=nl.shared_hbm)
-    nisa.tensor_tensor(dst=x, data1=x, data2=y, op=nl.add)
-    dma_copy(dst=out, src=x)
-    return out
-
-def answer(a, b):
-    return nki.simulate(add)(a, b)
-"""
-
-
-def test_as_nki_runs_published_source_and_leaves_nothing():
-    module = types.ModuleType("published")
-    with nc.as_nki() as nki:
-        exec(SOURCE, vars(module))  # noqa: S102 - our own text
-        assert nki.dtype is nl.DType
-        assert importlib.import_module("nki.isa") is nisa
-    equal(module.answer(data((4, 6)), data((4, 6), seed=1)), data((4, 6)) + data((4, 6), seed=1))
-    assert not [name for name in sys.modules if name.partition(".")[0] == "nki"]
-    with pytest.raises(ModuleNotFoundError):
-        importlib.import_module("nki")
-
-
-def test_as_nki_does_not_shadow_a_real_package(monkeypatch, tmp_path):
-    monkeypatch.setitem(sys.modules, "nki", types.ModuleType("nki"))
-    with pytest.raises(RuntimeError, match="is installed"), nc.as_nki():
-        pass
-    monkeypatch.undo()
-    (tmp_path / "nki.py").write_text("", encoding="utf-8")
-    monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(RuntimeError, match="is installed"), nc.as_nki():
-        pass
-    assert "nki" not in sys.modules
-
-
-def test_an_error_inside_as_nki_takes_the_name_away():
-    with pytest.raises(KeyError), nc.as_nki():
-        raise KeyError
-    assert "nki" not in sys.modules
-
-
-def test_fp8_has_no_torch_twin_for_the_ieee_format():
-    x = np.ones((4, 6), ml_dtypes.float8_e4m3)
-    assert double(x).dtype == ml_dtypes.float8_e4m3

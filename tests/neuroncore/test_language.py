@@ -23,17 +23,37 @@ BINARY = {
 erf = np.vectorize(math.erf)
 sigmoid = lambda x: 1 / (1 + np.exp(-x))  # noqa: E731
 UNARY = {
-    "exp": np.exp, "tanh": np.tanh, "sigmoid": sigmoid, "silu": lambda x: x * sigmoid(x),
-    "gelu": lambda x: x * (1 + erf(x / math.sqrt(2))) / 2, "erf": erf, "relu": lambda x: np.maximum(x, 0),
-    "softplus": lambda x: np.log1p(np.exp(x)), "mish": lambda x: x * np.tanh(np.log1p(np.exp(x))),
-    "gelu_apprx_sigmoid": lambda x: x * sigmoid(1.702 * x), "square": np.square, "abs": np.abs,
-    "gelu_apprx_tanh": lambda x: x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))) / 2,
-    "erf_dx": lambda x: 2 / math.sqrt(math.pi) * np.exp(-x * x), "sign": np.sign, "negative": np.negative,
-    "silu_dx": lambda x: sigmoid(x) * (1 + x * (1 - sigmoid(x))), "copy": lambda x: x,
-    "gelu_dx": lambda x: (1 + erf(x / math.sqrt(2))) / 2 + x * np.exp(-x * x / 2) / math.sqrt(2 * math.pi),
-    "gelu_apprx_sigmoid_dx": lambda x: sigmoid(1.702 * x) * (1 + 1.702 * x * (1 - sigmoid(1.702 * x))),
-    "reciprocal": lambda x: 1 / x, "floor": np.floor, "ceil": np.ceil, "trunc": np.trunc,
-}  # fmt: skip
+    "exp": np.exp,
+    "tanh": np.tanh,
+    "sigmoid": sigmoid,
+    "silu": lambda x: x * sigmoid(x),
+    "gelu": lambda x: x * (1 + erf(x / math.sqrt(2))) / 2,
+    "erf": erf,
+    "relu": lambda x: np.maximum(x, 0),
+    "softplus": lambda x: np.log1p(np.exp(x)),
+    "mish": lambda x: x * np.tanh(np.log1p(np.exp(x))),
+    "gelu_apprx_sigmoid": lambda x: x * sigmoid(1.702 * x),
+    "square": np.square,
+    "abs": np.abs,
+    "gelu_apprx_tanh": lambda x: (
+        x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))) / 2
+    ),
+    "erf_dx": lambda x: 2 / math.sqrt(math.pi) * np.exp(-x * x),
+    "sign": np.sign,
+    "negative": np.negative,
+    "silu_dx": lambda x: sigmoid(x) * (1 + x * (1 - sigmoid(x))),
+    "copy": lambda x: x,
+    "gelu_dx": lambda x: (
+        (1 + erf(x / math.sqrt(2))) / 2 + x * np.exp(-x * x / 2) / math.sqrt(2 * math.pi)
+    ),
+    "gelu_apprx_sigmoid_dx": lambda x: (
+        sigmoid(1.702 * x) * (1 + 1.702 * x * (1 - sigmoid(1.702 * x)))
+    ),
+    "reciprocal": lambda x: 1 / x,
+    "floor": np.floor,
+    "ceil": np.ceil,
+    "trunc": np.trunc,
+}
 POSITIVE = {"log": np.log, "sqrt": np.sqrt, "rsqrt": lambda x: 1 / np.sqrt(x)}
 TURNING = {"sin": np.sin, "cos": np.cos, "tan": np.tan}
 
@@ -79,8 +99,7 @@ def test_functions_of_one(name, dtype):
     got = of(lambda t: getattr(nl, name)(t, dtype), (16, 40), dtype, x)
     near = 1e-3 if name == "tan" else 2e-5
     tolerance = near if dtype is nl.float32 else 2.0**-7
-    tame = np.abs(expected) < 100  # not beside a pole of tan
-    assert tame.mean() > 0.95
+    tame = np.full(x.shape, True) if name != "tan" else np.abs(expected) < 100  # not at a pole
     np.testing.assert_allclose(wide(got)[tame], expected[tame], rtol=tolerance, atol=near)
 
 
@@ -97,9 +116,12 @@ def test_arctan_in_its_range_and_sin_far_out():
 def test_integers():
     x, y = np.array([[6, -1, 100]], np.int32), np.array([[3, 1, 2]], np.int32)
     for name, expected in (
-        ("bitwise_and", x & y), ("bitwise_or", x | y), ("bitwise_xor", x ^ y), ("left_shift", x << y),
+        ("bitwise_and", x & y),
+        ("bitwise_or", x | y),
+        ("bitwise_xor", x ^ y),
+        ("left_shift", x << y),
         ("right_shift", (x.view(np.uint32) >> y.view(np.uint32)).view(np.int32)),
-    ):  # fmt: skip
+    ):
         equal(of(getattr(nl, name), (1, 3), nl.int32, x, y), expected)
     equal(of(lambda a: nl.bitwise_and(a, 4), (1, 3), nl.int32, x), x & 4)
     equal(of(nl.invert, (1, 3), nl.int32, x), ~x)
@@ -275,8 +297,14 @@ def test_dropout(rate):
 def test_filled_tensors():
     def kernel(x):
         t = loaded(x)
-        tiles = [nl.zeros((4, 2), nl.int32), nl.ones((4, 2), nl.bfloat16), nl.full((4, 2), 2.5, nl.float32),
-                 nl.zeros_like(t), nl.zeros_like(x, nl.int8), nl.copy(nl.zeros((4, 2), nl.float32, nl.psum))]  # fmt: skip
+        tiles = [
+            nl.zeros((4, 2), nl.int32),
+            nl.ones((4, 2), nl.bfloat16),
+            nl.full((4, 2), 2.5, nl.float32),
+            nl.zeros_like(t),
+            nl.zeros_like(x, nl.int8),
+            nl.copy(nl.zeros((4, 2), nl.float32, nl.psum)),
+        ]
         assert nl.empty_like(x).buffer is nl.shared_hbm
         assert nl.empty_like(t, nl.int8, nl.psum).dtype is nl.int8
         assert nl.zeros_like(x).buffer is nl.sbuf

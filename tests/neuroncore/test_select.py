@@ -57,12 +57,8 @@ def test_tensor_copy_predicated(seed, dtype, kind, reverse, tiled, step):
 
 def test_tensor_copy_predicated_is_bit_exact():
     odd = np.array([[2**31 - 1, -(2**31) + 1, 2**24 + 1, 5]], np.int32)
-    done = call(
-        lambda d, s: nisa.tensor_copy_predicated(d[0], s[0], s[1]),
-        odd,
-        np.ones((1, 4), np.uint8),
-        outs=[Out((1, 4), "int32", np.zeros((1, 4), np.int32))],
-    )
+    ones, old = np.ones((1, 4), np.uint8), Out((1, 4), "int32", np.zeros_like(odd))
+    done = call(lambda d, s: nisa.tensor_copy_predicated(d[0], s[0], s[1]), odd, ones, outs=[old])
     assert done.output.tolist() == odd.tolist()
 
 
@@ -124,17 +120,15 @@ def test_iota(pattern, offset, channel, dtype, step):
     np.testing.assert_array_equal(done.output, stored(expected, dtype))
 
 
-def test_iota_computes_in_int32():
+def test_iota_computes_in_int32_and_saturates():
+    done = call(lambda d, s: nisa.iota(d[0], [[150, 3]], -1), outs=[Out((1, 3), "uint8")])
+    assert done.output.tolist() == [[0, 149, 255]]
+
     def body(dsts, srcs):
         nisa.iota(dsts[0], [[2**24 + 1, 3]], offset=2**31 - 1)
 
     expected = [2**31 - 1, 2**24 - 2**31, 2**25 + 1 - 2**31]
     assert call(body, outs=[Out((1, 3), "int32")]).output.tolist() == [expected]
-
-
-def test_iota_saturates():
-    done = call(lambda d, s: nisa.iota(d[0], [[150, 3]], -1), outs=[Out((1, 3), "uint8")])
-    assert done.output.tolist() == [[0, 149, 255]]
 
 
 @pytest.mark.parametrize(
@@ -331,12 +325,12 @@ def test_select_reduce(seed, dtype, kind, reverse, tiled, step):
 
 def test_idle_leaves_the_accumulators_undefined():
     def body(dsts, srcs):
-        for command, result in ((COMMAND.reset_reduce, None), (COMMAND.idle, None),
-                                (COMMAND.reduce, dsts[1])):  # fmt: skip
-            nisa.select_reduce(dsts[0], srcs[1], srcs[0], 0.0, result, command)
+        operands = (dsts[0], srcs[0], srcs[0], 0.0)
+        nisa.select_reduce(*operands, reduce_cmd=COMMAND.reset_reduce)
+        nisa.select_reduce(*operands)
+        nisa.select_reduce(*operands, dsts[1], COMMAND.reduce)
 
-    arrays = values(0, (2, 3)), values(0, (2, 3), "uint8")
-    done = call(body, *arrays, outs=[Out((2, 3)), Out((2, 1))])
+    done = call(body, values(0, (2, 3), "uint8"), outs=[Out((2, 3)), Out((2, 1))])
     assert np.isnan(done.outputs[1]).all()
 
 
@@ -384,8 +378,7 @@ COSTS: list[tuple[str, Any, Any, Engine, float]] = [
      Engine.GPSIMD, 150 + SIZE),
     ("range", lambda d, s: nisa.range_select(d[0], s[0], nl.less, nl.less, s[2], s[2]), nl.sbuf,
      Engine.VECTOR, SIZE),
-    ("select", lambda d, s: nisa.select_reduce(d[0], s[1], s[0], 0.0), nl.sbuf,
-     Engine.VECTOR, SIZE),
+    ("sel", lambda d, s: nisa.select_reduce(d[0], s[1], s[0], 0.0), nl.sbuf, Engine.VECTOR, SIZE),
 ]  # fmt: skip
 
 

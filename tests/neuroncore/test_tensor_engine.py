@@ -241,46 +241,6 @@ def test_is_transpose_on_trn1_is_a_matmul():
     close(compute(body, (32, 64), nl.float32, a, target="trn1", into=nl.psum), wide(a).T, 1)
 
 
-TENSOR, VECTOR = nisa.engine.tensor, nisa.engine.vector
-
-
-@settings(max_examples=20, deadline=None)
-@given(
-    p=st.integers(1, 128), f=st.integers(1, 128),
-    dtype=st.sampled_from([nl.float32, nl.bfloat16, nl.int8, nl.uint32, nl.float8_e4m3]),
-    target=st.sampled_from(TARGETS), seed=seeds,
-)  # fmt: skip
-def test_transpose_on_tensor_engine(p, f, dtype, target, seed):
-    x = data((p, f), dtype, seed)
-    equal(compute(nisa.nc_transpose, (f, p), dtype, x, target=target, into=nl.psum), x.T)
-
-
-@settings(max_examples=20, deadline=None)
-@given(
-    p=st.integers(1, 32), f=st.integers(1, 32), asked=st.sampled_from([VECTOR, nisa.engine.unknown]),
-    dtype=st.sampled_from([nl.float32, nl.bfloat16, nl.int16]), source=st.sampled_from([nl.sbuf, nl.psum]),
-)  # fmt: skip
-def test_transpose_on_vector_engine(p, f, asked, dtype, source):
-    def body(dst, x):
-        nisa.nc_transpose(dst, x, asked)
-
-    x = data((p, f), dtype)
-    equal(compute(body, (f, p), dtype, x, memories=(source,)), x.T)
-    if source is nl.psum or asked is VECTOR:
-        equal(compute(body, (f, p), dtype, x, memories=(source,), into=nl.psum), x.T)
-
-
-def test_transpose_flattens_free_dimensions():
-    x = data((16, 2, 5), np.float32)
-    equal(compute(nisa.nc_transpose, (10, 16), nl.float32, x, into=nl.psum), x.reshape(16, 10).T)
-
-
-def test_trn1_transposes_into_fp32():
-    x = data((16, 10), bf16)
-    got = compute(nisa.nc_transpose, (10, 16), nl.float32, x, target="trn1", into=nl.psum)
-    equal(got, x.astype(np.float32).T)
-
-
 def _mm(dst, a, b, **options):
     """A matmul of fresh tiles, each (shape, dtype) or (shape, dtype, memory)."""
 
@@ -321,15 +281,38 @@ GOOD = ((8, 8), F), ((32, 8), B), ((32, 8), B)
         ("trn2", "accumulate=True on .*no matmul wrote", *GOOD, {"accumulate": True}),
         ("trn1", "double_row needs NeuronCore-v3", *GOOD, {"perf_mode": double_row}),
         ("trn2", "double_row stationary must be float8", *GOOD, {"perf_mode": double_row}),
-        ("trn2", r"must be \[K, 2, free\]", GOOD[0], ((32, 16), E4), ((32, 16), E4), {"perf_mode": double_row}),
+        (
+            "trn2",
+            r"must be \[K, 2, free\]",
+            GOOD[0],
+            ((32, 16), E4),
+            ((32, 16), E4),
+            {"perf_mode": double_row},
+        ),
         ("trn2", "set tile_position and tile_size both", *GOOD, {"tile_size": (32, 32)}),
-        ("trn1", r"must be of \[64, 128\]", *GOOD, {"tile_position": (0, 0), "tile_size": (32, 64)}),
-        ("trn2", "multiples of tile_size", *GOOD, {"tile_position": (16, 0), "tile_size": (32, 32)}),
-        ("trn2", "exceeds tile_size", GOOD[0], ((64, 8), B), ((64, 8), B),
-         {"tile_position": (0, 0), "tile_size": (32, 32)}),
+        (
+            "trn1",
+            r"must be of \[64, 128\]",
+            *GOOD,
+            {"tile_position": (0, 0), "tile_size": (32, 64)},
+        ),
+        (
+            "trn2",
+            "multiples of tile_size",
+            *GOOD,
+            {"tile_position": (16, 0), "tile_size": (32, 32)},
+        ),
+        (
+            "trn2",
+            "exceeds tile_size",
+            GOOD[0],
+            ((64, 8), B),
+            ((64, 8), B),
+            {"tile_position": (0, 0), "tile_size": (32, 32)},
+        ),
         ("trn2", "one dtype", GOOD[0], *GOOD[1:], {"is_transpose": True}),
     ],
-)  # fmt: skip
+)
 def test_matmul_refuses(target, match, dst, a, b, options):
     refuses(match, _mm(dst, a, b, **options), target=target)
 
@@ -365,27 +348,6 @@ def test_accumulating_onto_what_no_matmul_wrote(first, target):
         nisa.nc_matmul(acc[:, 8:24], a, b, accumulate=True)
 
     refuses("no matmul wrote", kernel, target=target)
-
-
-@pytest.mark.parametrize(
-    ("match", "dst", "source", "asked"),
-    [
-        ("TENSOR transposes up to 128 x 128", ((128, 128), F, nl.psum), ((128, 129), F), TENSOR),
-        ("VECTOR transposes up to 32 x 32", ((33, 32), F), ((32, 33), F), VECTOR),
-        (r"dst must be \[16, 32\]", ((32, 16), F), ((32, 16), F), VECTOR),
-        ("one dtype", ((16, 32), F, nl.psum), ((32, 16), B), TENSOR),
-        ("dst must be in psum", ((16, 32), F), ((32, 16), F), TENSOR),
-        ("data must be in sbuf", ((16, 32), F, nl.psum), ((32, 16), F, nl.psum), TENSOR),
-        ("engine.gpsimd does not run it", ((16, 32), F), ((32, 16), F), nisa.engine.gpsimd),
-    ],
-)
-def test_transpose_refuses(match, dst, source, asked):
-    def kernel():
-        x = nl.ndarray(*source)
-        nisa.memset(x, 0)
-        nisa.nc_transpose(nl.ndarray(*dst), x, asked)
-
-    refuses(match, kernel)
 
 
 def test_fp8_formats_differ_in_range():

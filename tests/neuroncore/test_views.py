@@ -147,10 +147,22 @@ def test_indices():
     def kernel(x):
         t = loaded(x)
         shapes = [
-            t[0:4].shape, t[..., 0].shape, t[5].shape, t[:, 1].shape, t[:, 0, 1].shape, t[2, 0, 1].shape,
-            t[..., -1:].shape, t[nl.ds(2, 3), :, nl.ds(1, 2)].shape, t[-1].shape, t[1, ..., 2].shape,
-            x[0].shape, x[0, 1].shape, x[0, 1, 2].shape, x[-2:, :, 1:6:2].shape, t[np.int64(3)].shape,
-        ]  # fmt: skip
+            t[0:4].shape,
+            t[..., 0].shape,
+            t[5].shape,
+            t[:, 1].shape,
+            t[:, 0, 1].shape,
+            t[2, 0, 1].shape,
+            t[..., -1:].shape,
+            t[nl.ds(2, 3), :, nl.ds(1, 2)].shape,
+            t[-1].shape,
+            t[1, ..., 2].shape,
+            x[0].shape,
+            x[0, 1].shape,
+            x[0, 1, 2].shape,
+            x[-2:, :, 1:6:2].shape,
+            t[np.int64(3)].shape,
+        ]
         np.testing.assert_array_equal(raw(t[-3:, -1, 1:6:2]), raw(x)[-3:, -1, 1:6:2])
         return stored(t), shapes
 
@@ -286,13 +298,21 @@ def test_registers_and_tiles_as_indices():
         reg = nisa.register_alloc(3)
         nisa.memset(tile, 2)
         views = [  # each [1, n] of what NumPy has at register 3, tile 2
-            (a[reg], x[3]), (a.select(0, tile), x[2]), (a[1:, reg], x[1:, 3]), (a[:, tile, 1:4], x[:, 2, 1:4]),
-            (a[nl.ds(reg, 2)], x[3:5]), (a[:, :, nl.ds(reg, 1)], x[:, :, 3:4]), (a[..., reg], x[..., 3]),
+            (a[reg], x[3]),
+            (a.select(0, tile), x[2]),
+            (a[1:, reg], x[1:, 3]),
+            (a[:, tile, 1:4], x[:, 2, 1:4]),
+            (a[nl.ds(reg, 2)], x[3:5]),
+            (a[:, :, nl.ds(reg, 1)], x[:, :, 3:4]),
+            (a[..., reg], x[..., 3]),
             (a.ap([[20, 2], [1, 5]], offset=5, scalar_offset=reg, indirect_dim=0), x[3:5, 1]),
             (a.ap([[20, 6], [1, 2]], scalar_offset=tile, indirect_dim=1), x[:, 2, :2]),
-            (t[:, reg], x[:, 3]), (t[:, tile, -1], x[:, 2, 4:]), (t[-2, reg], x[4:5, 3]),
-            (t[:, nl.ds(reg, 1), ::2], x[:, 3:4, ::2]), (a[nl.ds(reg, 2)][:, 1:, 2], x[3:5, 1:, 2]),
-        ]  # fmt: skip
+            (t[:, reg], x[:, 3]),
+            (t[:, tile, -1], x[:, 2, 4:]),
+            (t[-2, reg], x[4:5, 3]),
+            (t[:, nl.ds(reg, 1), ::2], x[:, 3:4, ::2]),
+            (a[nl.ds(reg, 2)][:, 1:, 2], x[3:5, 1:, 2]),
+        ]
         outs = []
         for view, expected in views:
             assert view.is_indirect()

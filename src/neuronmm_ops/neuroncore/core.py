@@ -47,6 +47,7 @@ class Launch:
         if len(self.cores) == 1:
             return [_run_on(self.cores[0], body)]
         results: list[Any] = [None] * len(self.cores)
+        outer = _state.core
 
         def thread(core: Core) -> None:
             try:
@@ -64,6 +65,7 @@ class Launch:
             t.start()
         for t in threads:
             t.join()
+        _state.core = outer
         if self.failure is not None:
             raise self.failure
         return results

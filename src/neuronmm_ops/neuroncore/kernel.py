@@ -7,6 +7,7 @@ import gc
 import inspect
 import sys
 import types
+from collections import OrderedDict
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -99,12 +100,15 @@ def run(
     kernel = kernel if isinstance(kernel, Kernel) else Kernel(kernel)
     launch = Launch(machine_of(target), mode == "execute", kernel.lnc, seed)
     boundary = _Boundary(launch)
-    bound = inspect.signature(kernel.func).bind(*args, **kwargs)
+    signature = inspect.signature(kernel.func)
+    bound = signature.bind(*args, **kwargs)
     bound.apply_defaults()
     inputs = {name: boundary.enter(name, value) for name, value in bound.arguments.items()}
 
     def body(core: Core) -> Any:
-        return kernel.func(**{name: _on_core(core, value) for name, value in inputs.items()})
+        own = {name: _on_core(core, value) for name, value in inputs.items()}
+        call = inspect.BoundArguments(signature, OrderedDict(own))
+        return kernel.func(*call.args, **call.kwargs)
 
     with _no_collection(), np.errstate(all="ignore"):
         results = launch.run(body)
@@ -126,6 +130,8 @@ class _Boundary:
         """An argument as the kernel sees it: storages for arrays, the rest unchanged."""
         if isinstance(value, tuple):
             return tuple([self.enter(f"{name}{i}", v) for i, v in enumerate(value)])
+        if isinstance(value, dict):
+            return {key: self.enter(f"{name}.{key}", v) for key, v in value.items()}
         if isinstance(value, TensorSpec):
             if self.launch.execute:
                 raise ValueError(
@@ -204,6 +210,8 @@ def _on_core(core: Core, value: Any) -> Any:
         return core.adopt(value)
     if isinstance(value, tuple):
         return tuple([_on_core(core, v) for v in value])
+    if isinstance(value, dict):
+        return {key: _on_core(core, v) for key, v in value.items()}
     return value
 
 
@@ -228,6 +236,8 @@ def _torch_tensor(values: np.ndarray) -> Any:
         return torch.from_numpy(np.ascontiguousarray(values))
     bits = np.int16 if values.dtype.itemsize == 2 else np.uint8
     name = dtypes.from_numpy(values.dtype)
+    if not hasattr(torch, str(name)):
+        raise TypeError(f"torch has no {name}; give the kernel NumPy arrays, or cast its output")
     return torch.from_numpy(np.ascontiguousarray(values).view(bits)).view(getattr(torch, str(name)))
 
 

@@ -291,13 +291,14 @@ def device_print(print_prefix: str, tensor: NkiTensor) -> None:
         print(f"{print_prefix} {tensor}\n{raw(tensor)}")
 
 
-__all__ = [
-    *_elementary, *_composite, "DType", "MemoryRegion", "NKIObject", "NkiTensor", "affine_range", "bfloat16",
-    "bool_", "device_print", "ds", "dynamic_range", "empty_like", "float16", "float32",
+__all__ = [  # pyright: ignore[reportUnsupportedDunderAll] - names of two modules, and ours
+    *_elementary, *_composite,
+    "DType", "MemoryRegion", "NKIObject", "NkiTensor", "affine_range", "bfloat16", "bool_",
+    "device_print", "ds", "dynamic_range", "empty_like", "float16", "float32",
     "float4_e2m1fn_x4", "float8_e4m3", "float8_e4m3fn", "float8_e4m3fn_x4", "float8_e5m2",
     "float8_e5m2_x4", "float8_e8m0fnu", "fori_loop", "full", "hbm", "int16", "int32", "int8",
-    "is_hbm", "is_on_chip", "is_psum", "is_sbuf", "ndarray", "no_reorder", "num_programs", "ones",
-    "private_hbm", "program_id", "program_ndim", "psum", "sbuf", "sequential_range",
+    "is_hbm", "is_on_chip", "is_psum", "is_sbuf", "ndarray", "no_reorder", "num_programs",
+    "ones", "private_hbm", "program_id", "program_ndim", "psum", "sbuf", "sequential_range",
     "shared_constant", "shared_hbm", "shared_identity_matrix", "static_range", "tfloat32",
     "tile_size", "uint16", "uint32", "uint8", "while_loop", "zeros", "zeros_like",
 ]  # fmt: skip

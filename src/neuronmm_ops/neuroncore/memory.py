@@ -61,6 +61,15 @@ class Box:
         """Whether it has no holes."""
         return self.pattern is None
 
+    def places(self) -> np.ndarray:
+        """The bytes of the storage that a pattern names, one number each."""
+        assert self.pattern is not None
+        place, sizes, strides = self.pattern
+        places = np.array([place])
+        for count, stride in zip(sizes, strides, strict=True):
+            places = np.add.outer(places, np.arange(count) * stride).reshape(-1)
+        return places
+
 
 class Layout:
     """Every tensor of one shape, dtype and memory: its interned views and regions.
@@ -115,19 +124,31 @@ class Layout:
                 self.containers[other].append(new)
         return new
 
-    def mask(self, regions: Iterable[int]) -> np.ndarray:
-        """One entry per byte of a tensor, true in the regions."""
+    def mask(self, regions: Iterable[int], within: Box | None = None) -> np.ndarray:
+        """One entry per byte of a tensor, or of the rows of a box, true in the regions."""
         row_bytes = self.row_elements * self.dtype.itemsize
-        mask = np.zeros(prod(self.shape) * self.dtype.itemsize, bool)
-        grid = mask.reshape(-1, row_bytes)
+        first = within.row if within else 0
+        rows = within.row_end - first if within else prod(self.shape) // self.row_elements
+        mask = np.zeros(rows * row_bytes, bool)
+        grid = mask.reshape(rows, row_bytes)
         for region in regions:
             box = self.boxes[region]
-            if box.pattern is None:
-                grid[box.row : box.row_end, box.byte : box.byte_end] = True
+            if box.exact:
+                start, end = max(box.row - first, 0), max(box.row_end - first, 0)
+                grid[start:end, box.byte : box.byte_end] = True
             else:
-                place, sizes, strides = box.pattern
-                np.ndarray(sizes, bool, mask, place, strides)[...] = True
+                places = box.places() - first * row_bytes
+                mask[places[(places >= 0) & (places < len(mask))]] = True
         return mask
+
+    def holds(self, region: int, others: Iterable[int]) -> bool:
+        """Whether others together have every byte of a region."""
+        box = self.boxes[region]
+        row_bytes = self.row_elements * self.dtype.itemsize
+        mask = self.mask(others, box)
+        if box.exact:
+            return bool(mask.reshape(-1, row_bytes)[:, box.byte : box.byte_end].all())
+        return bool(mask[box.places() - box.row * row_bytes].all())
 
 
 def _within(inner: Box, outer: Box) -> bool:
@@ -206,7 +227,7 @@ class Storage:
         touching = self.written.intersection(layout.overlaps[geometry.region])
         parts = [layout.boxes[r] for r in touching]
         if not all(p.exact for p in (box, *parts)):
-            return bool(geometry.bytes_of(layout.mask(self.written)).all())
+            return layout.holds(geometry.region, touching)
         rows = sorted({box.row, box.row_end, *(e for p in parts for e in (p.row, p.row_end))})
         cols = sorted({box.byte, box.byte_end, *(e for p in parts for e in (p.byte, p.byte_end))})
         row_at = {edge: i for i, edge in enumerate(rows)}

@@ -17,7 +17,7 @@ from neuronmm_ops.neuroncore.schedule import CoreSchedule
 if TYPE_CHECKING:
     from neuronmm_ops.neuroncore.profile import Profile
 
-_BINNED_ABOVE = 2000
+_BINNED_ABOVE = 500
 _BINS = 600
 
 

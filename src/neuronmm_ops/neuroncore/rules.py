@@ -297,7 +297,7 @@ def _covers(storage: Storage, dst: NkiTensor, parts: set[int]) -> bool:
 def pe_tiling(
     machine: Machine, position: tuple[int, int], size: tuple[int, int], k: int, m: int
 ) -> None:
-    """Row and column tiles of 32, 64 or 128; the stationary tile fits; the position is a multiple."""
+    """Row and column tiles of 32, 64 or 128 that the stationary tile fits; positions in line."""
     least = 32 if machine.generation >= 3 else 64
     sizes = [s for s in (32, 64, 128) if s >= least]
     if any(s not in sizes for s in size):

@@ -6,6 +6,7 @@ a loop is one look-up and the checks made for it hold for all its tensors.
 
 from __future__ import annotations
 
+import itertools
 from math import prod
 from operator import index as as_int
 from types import EllipsisType
@@ -577,7 +578,7 @@ def _merged_stride(sizes: tuple[int, ...], steps: tuple[int, ...]) -> int | None
     real = [(c, s) for c, s in zip(sizes, steps, strict=True) if c != 1]
     if not real:
         return steps[-1]
-    for (_, outer), (count, inner) in zip(real, real[1:], strict=False):
+    for (_, outer), (count, inner) in itertools.pairwise(real):
         if outer != count * inner:
             return None
     return real[-1][1]

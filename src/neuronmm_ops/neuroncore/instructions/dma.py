@@ -145,7 +145,7 @@ def _direction(dst: NkiTensor, src: NkiTensor) -> str:
 
 
 def _indirect_copy(core: Core, dst: NkiTensor, src: NkiTensor, *rest: Any) -> Form:
-    *indices, priority, mode, asked, oob, registers = rest
+    *indices, priority, mode, asked, oob, _ = rest
     generation = _checked(core, "dma_copy", dst, src, priority, mode, asked)
     rules.indirect_sides(dst, src)
     for index in indices:
@@ -186,7 +186,7 @@ def _places(t: NkiTensor) -> tuple[np.ndarray, np.ndarray]:
     """Element offsets of an indirect view, one per index, and which are within bounds."""
     kind = t.geometry.indirect
     assert kind is not None
-    how, dim, scale = kind
+    how, _, scale = kind
     if isinstance(t.index, VirtualRegister):
         values = np.array([t.index.value], np.int64)
     else:

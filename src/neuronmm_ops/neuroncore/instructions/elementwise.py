@@ -160,7 +160,7 @@ def tensor_scalar(
     dst: NkiTensor,
     data: NkiTensor,
     op0: Any,
-    operand0: Scalar,
+    operand0: Scalar | None,
     reverse0: bool = False,
     op1: Any = None,
     operand1: Scalar | None = None,
@@ -226,10 +226,7 @@ def apply(alu: operators.AluOp, value: np.ndarray, operand: Any, reverse: bool) 
     """value op operand, or operand op value; the operand is a number or a tile [P, 1]."""
     if alu.arity == 1:
         return alu.apply(value)
-    if alu.kind == "bitvec":
-        other = _bits(operand, value)
-    else:
-        other = scalar(operand, value)
+    other = _bits(operand, value) if alu.kind == "bitvec" else scalar(operand, value)
     return alu.apply(other, value) if reverse else alu.apply(value, other)
 
 
@@ -326,7 +323,7 @@ def activation(
 
 
 def _activation(core: Core, *rest: Any) -> Form:
-    *operands, op, marks, reduce_op, command, outputs, tiles = rest
+    *operands, op, marks, reduce_op, command, outputs, _ = rest
     dst, data = operands[0], operands[outputs]
     function = operators.activation(op)
     on_chip("activation", dst=dst, data=data)

@@ -79,7 +79,8 @@ def nc_matmul(
 
 def _clear_unsummed(dst: NkiTensor) -> None:
     """Zero the part of an overlapping destination that no matmul wrote: adding overwrites it."""
-    summed = dst.geometry.layout.mask(dst.storage.summed)
+    layout, region = dst.geometry.layout, dst.geometry.region
+    summed = layout.mask(dst.storage.summed.intersection(layout.overlaps[region]))
     fresh = ~dst.geometry.bytes_of(summed)[..., 0]
     raw(dst)[fresh] = 0
 
