@@ -98,6 +98,14 @@ def test_memset_of_integers_is_exact_and_saturates(dtype, value):
     assert (wide(got) == min(value, np.iinfo(dtype.numpy).max)).all()
 
 
+def test_memset_tells_zeros_apart():
+    def body(dst):
+        nisa.memset(dst, 0.0)
+        nisa.memset(dst, -0.0)
+
+    assert np.signbit(compute(body, (2, 3), nl.float32)).all()
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     shape=shapes,
