@@ -9,7 +9,7 @@ from neuroncore.kernels import data, run
 import neuronmm_ops.neuroncore.isa as nisa
 import neuronmm_ops.neuroncore.language as nl
 from neuronmm_ops import neuroncore as nc
-from neuronmm_ops.neuroncore import rules, view_rules
+from neuronmm_ops.neuroncore import rules
 
 F, B, I32, U8, TF = nl.float32, nl.bfloat16, nl.int32, nl.uint8, nl.tfloat32
 E4, U32 = nl.float8_e4m3, nl.uint32
@@ -186,8 +186,6 @@ CASES = [
     ("matrix", "nl.transpose: takes two dimensions", lambda x: nl.transpose(z(4, 2, 3))),
     ("transposed_matmul", "needs transpose_x=True", lambda x: nl.matmul(z(4, 4), z(4, 4))),
     ("broadcast_shape", "does not broadcast to [4, 7]", lambda x: nl.broadcast_to(z(4, 6), (4, 7))),
-    ("trailing_axes", "only the last free dimensions", lambda x: nl.sum(z(4, 2, 3), 1)),
-    ("trailing_axes", "only the last free dimensions", lambda x: nl.sum(z(4, 3), (0, 1))),
     ("gather_axis", "axis must be 0",
      lambda x: nl.gather_flattened(z(4, 6), z(4, 6, dtype=U32), 1)),
     ("buffer", "buffer must be nl.sbuf", lambda x: nl.ndarray((4, 6), F, "sbuf")),
@@ -270,12 +268,15 @@ def test_each_rule(case):
     assert "\n" not in str(raised.value)
 
 
+# the rules of reductions and selections are broken beside their instructions
+HERE = ("views", "tensors", "operands", "tensor_engine", "dma", "elementwise", "language")
+
+
 def test_no_rule_is_left_out():
     names = {
         name
-        for module in (rules, view_rules)
-        for name, function in inspect.getmembers(module, inspect.isfunction)
-        if function.__module__ == module.__name__ and not name.startswith("_") and name != "refuse"
+        for name, function in inspect.getmembers(rules, inspect.isfunction)
+        if function.__module__.removeprefix(f"{rules.__name__}.") in HERE and name != "refuse"
     }
     assert names == {case[0] for case in CASES} | ELSEWHERE
 

@@ -74,8 +74,8 @@ def cases() -> list[Case]:
             TUTORIAL, 22.07,
         ),
         Case(
-            "lhsT@rhs, hand-tuned 2048^3 bf16: MFU", "trn2", kernels.autotune_transposed_lhs, square,
-            AUTOTUNE, engine="MFU", published_share=0.9092,
+            "lhsT@rhs, hand-tuned 2048^3 bf16: MFU", "trn2", kernels.autotune_transposed_lhs,
+            square, AUTOTUNE, engine="MFU", published_share=0.9092,
         ),
     ]  # fmt: skip
     return found + _neuronmm() + _guide()

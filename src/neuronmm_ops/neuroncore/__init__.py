@@ -8,7 +8,7 @@ from neuronmm_ops.neuroncore.kernel import Kernel, Simulation, TensorSpec, as_nk
 from neuronmm_ops.neuroncore.lint import LintError, lint
 from neuronmm_ops.neuroncore.machine import MACHINES, Machine
 from neuronmm_ops.neuroncore.profile import Profile
-from neuronmm_ops.neuroncore.view_rules import NkiValidationError
+from neuronmm_ops.neuroncore.rules import NkiValidationError
 
 __all__ = [
     "MACHINES",

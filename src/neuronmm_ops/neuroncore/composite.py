@@ -17,8 +17,8 @@ from neuronmm_ops.neuroncore import rules
 from neuronmm_ops.neuroncore.dtypes import DType, float32, uint8, uint32
 from neuronmm_ops.neuroncore.elementary import tile
 from neuronmm_ops.neuroncore.memory import MemoryRegion
+from neuronmm_ops.neuroncore.rules import dimension
 from neuronmm_ops.neuroncore.tensor import NkiTensor, view_of
-from neuronmm_ops.neuroncore.view_rules import dimension
 
 Axis = int | Sequence[int]
 

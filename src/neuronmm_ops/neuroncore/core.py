@@ -202,8 +202,6 @@ class Core:
             s = storages[at]
             if not s.initialised:
                 s.written.add(form.regions[at])
-                if not s.layout.boxes[form.regions[at]].exact:
-                    s.holes.append(operands[at].geometry)
             if s.summed and form.engine is not Engine.TENSOR:
                 s.summed.difference_update(form.overlaps[at])
         frame = sys._getframe(2)

@@ -14,6 +14,7 @@ from neuronmm_ops.neuroncore import core as running
 from neuronmm_ops.neuroncore import rules
 from neuronmm_ops.neuroncore.dtypes import DType, float32, int32
 from neuronmm_ops.neuroncore.instructions import elementwise as nisa
+from neuronmm_ops.neuroncore.instructions.activation import activation
 from neuronmm_ops.neuroncore.memory import MemoryRegion
 from neuronmm_ops.neuroncore.tensor import NkiTensor
 
@@ -67,7 +68,7 @@ def _unary(name: str, text: str) -> Function:
     def function(x: NkiTensor, dtype: DType | None = None) -> NkiTensor:
         rules.one_tile(name, x)
         result = tile(x, dtype)
-        nisa.activation(result, function, x)
+        activation(result, function, x)
         return result
 
     return _named(function, name, f"{text}, element by element.")
@@ -173,9 +174,9 @@ def _whole(result: NkiTensor, x: NkiTensor, beyond: Function) -> None:
 
 def _trunc(result: NkiTensor, x: NkiTensor) -> None:
     size, whole = tile(x, float32), tile(x, float32)
-    nisa.activation(size, abs, x)
+    activation(size, abs, x)
     _whole(whole, size, greater)
-    nisa.activation(size, sign, x)
+    activation(size, sign, x)
     nisa.tensor_tensor(result, whole, size, multiply)
 
 
@@ -189,7 +190,7 @@ def _sin(result: NkiTensor, x: NkiTensor, shift: float = 0.0) -> None:
     nisa.scalar_tensor_tensor(angle, turns, multiply, -high, add, moved)
     nisa.scalar_tensor_tensor(angle, turns, multiply, high - 2 * math.pi, add, angle)
     nisa.tensor_scalar(angle, angle, minimum, math.pi, op1=maximum, operand1=-math.pi)
-    nisa.activation(result, sin, angle)
+    activation(result, sin, angle)
 
 
 def _tan(result: NkiTensor, x: NkiTensor) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from neuronmm_ops.neuroncore import core as _running
 from neuronmm_ops.neuroncore import machine as _machine
+from neuronmm_ops.neuroncore.instructions.activation import activation, activation_reduce
 from neuronmm_ops.neuroncore.instructions.common import (
     dge_mode,
     dma_engine,
@@ -15,8 +16,6 @@ from neuronmm_ops.neuroncore.instructions.common import (
 )
 from neuronmm_ops.neuroncore.instructions.dma import dma_compute, dma_copy, dma_transpose
 from neuronmm_ops.neuroncore.instructions.elementwise import (
-    activation,
-    activation_reduce,
     memset,
     reciprocal,
     scalar_tensor_tensor,
@@ -74,8 +73,8 @@ from neuronmm_ops.neuroncore.instructions.uncovered import (
     quantize_mx,
     topk,
 )
+from neuronmm_ops.neuroncore.rules import NkiValidationError
 from neuronmm_ops.neuroncore.trace import NkiInstruction
-from neuronmm_ops.neuroncore.view_rules import NkiValidationError
 
 tensor_engine = engine.tensor
 vector_engine = engine.vector

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from neuronmm_ops.neuroncore.machine import PSUM_BANK_BYTES, PSUM_BANKS, Machine
 from neuronmm_ops.neuroncore.memory import MemoryRegion, Storage
+from neuronmm_ops.neuroncore.rules import NkiValidationError
 from neuronmm_ops.neuroncore.trace import Trace
-from neuronmm_ops.neuroncore.view_rules import NkiValidationError
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from neuronmm_ops.neuroncore import dtypes, machine
 from neuronmm_ops.neuroncore.dtypes import DType
 
 if TYPE_CHECKING:
-    from neuronmm_ops.neuroncore.tensor import Geometry
+    from neuronmm_ops.neuroncore.geometry import Geometry
 
 
 class MemoryRegion(Enum):
@@ -166,7 +166,7 @@ class Storage:
     """The memory behind a tensor and all its views, on one core or shared by both."""
 
     __slots__ = (
-        "address", "code", "data", "first", "holes", "index", "initialised", "last", "latest",
+        "address", "code", "data", "first", "index", "initialised", "last", "latest",
         "latest_engine", "layout", "line", "name", "read_by", "store", "summed", "written",
         "written_by",
     )  # fmt: skip
@@ -184,7 +184,6 @@ class Storage:
         # written and summed: regions that any instruction, or a matmul, wrote
         self.initialised = False
         self.written: set[int] = set()
-        self.holes: list[Geometry] = []
         self.summed: set[int] = set()
         self.first = self.last = -1
         # of the schedule: last instruction by region, and when the latest of them is visible

@@ -15,6 +15,9 @@ from neuronmm_ops.neuroncore.tensor import NkiTensor
 SBUF, PSUM = MemoryRegion.sbuf, MemoryRegion.psum
 SIXTEEN_BIT = ("bfloat16", "float16")
 
+Scalar = float | int | NkiTensor
+"""An operand that is a number, or a tile [P, 1] with one number a partition."""
+
 
 class engine(Enum):  # noqa: N801 - NKI's name
     """Engine of an instruction; `unknown` leaves the choice to the compiler."""

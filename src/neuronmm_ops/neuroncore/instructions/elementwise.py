@@ -13,22 +13,19 @@ from neuronmm_ops.neuroncore.instructions.common import (
     PSUM,
     SBUF,
     SIXTEEN_BIT,
+    Scalar,
     copy_cycles,
     engine,
     engine_of,
-    free_cycles,
     on_chip,
     raw,
     read,
-    reduce_cmd,
     scalar,
     write,
 )
-from neuronmm_ops.neuroncore.machine import MIN_CYCLES, PARTITIONS, Engine
+from neuronmm_ops.neuroncore.machine import MIN_CYCLES, Engine
 from neuronmm_ops.neuroncore.tensor import NkiTensor
 from neuronmm_ops.neuroncore.trace import Form, NkiInstruction
-
-Scalar = float | int | NkiTensor
 
 
 def tensor_copy(
@@ -65,10 +62,11 @@ def memset(
 ) -> NkiInstruction:
     """Fill `dst` with a compile-time constant of its kind (int for integers), Vector or GpSimd."""
     core = running._state.core or running.active("nki.isa.memset")
-    return core.issue(_memset, (dst,), (value, engine), name)
+    return core.issue(_memset, (dst,), (value, str(value), engine), name)
 
 
-def _memset(core: Core, dst: NkiTensor, value: Any, asked: engine) -> Form:
+def _memset(core: Core, dst: NkiTensor, value: Any, _: str, asked: engine) -> Form:
+    # the text tells -0.0 from 0.0, which are one key
     chosen = engine_of(asked, Engine.VECTOR)
     rules.engine_runs("memset", chosen, Engine.VECTOR, Engine.GPSIMD)
     _checked("memset", chosen, dst=dst)
@@ -291,100 +289,6 @@ def _scalar_tensor_tensor(
 
     return Form(
         "scalar_tensor_tensor", Engine.VECTOR, max(MIN_CYCLES, n if quick else 2 * n), run=run
-    )
-
-
-def activation(
-    dst: NkiTensor,
-    op: Any,
-    data: NkiTensor,
-    bias: Scalar | None = None,
-    scale: Scalar = 1.0,
-    reduce_op: Any = None,
-    reduce_res: NkiTensor | None = None,
-    reduce_cmd: reduce_cmd = reduce_cmd.idle,
-    name: str | None = None,
-) -> NkiInstruction:
-    """dst = op(data * scale + bias) on ScalarE, fp32 inside; scale and bias numbers or [P, 1].
-
-    With `reduce_op=nl.add` the results are also summed over the free dimensions into the
-    accumulator, as `reduce_cmd` says, and written to `reduce_res` [P, 1].
-    """
-    core = running._state.core or running.active("nki.isa.activation")
-    outputs = (dst,) if reduce_res is None else (dst, reduce_res)
-    tiles = tuple([x for x in (bias, scale) if isinstance(x, NkiTensor)])
-    marks = tuple([None if isinstance(x, NkiTensor) else (x,) for x in (bias, scale)])
-    return core.issue(
-        _activation,
-        (*outputs, data, *tiles),
-        (op, marks, reduce_op, reduce_cmd, len(outputs), len(tiles)),
-        name,
-    )
-
-
-def _activation(core: Core, *rest: Any) -> Form:
-    *operands, op, marks, reduce_op, command, outputs, _ = rest
-    dst, data = operands[0], operands[outputs]
-    function = operators.activation(op)
-    on_chip("activation", dst=dst, data=data)
-    rules.same_partitions("activation", {"dst": dst, "data": data})
-    rules.same_elements("activation", {"dst": dst, "data": data})
-    rules.activation_bias(core.machine, marks[0], function.name)
-    names = [n for n, mark in zip(("bias", "scale"), marks, strict=True) if mark is None]
-    for operand, t in zip(names, operands[outputs + 1 :], strict=True):
-        rules.scalar_operand("activation", operand, t, data.geometry.partitions)
-        rules.activation_operand(operand, t)
-    for t in operands[1:outputs]:
-        rules.scalar_operand("activation", "reduce_res", t, data.geometry.partitions)
-    rules.activation_reduce(reduce_op, command.name)
-    sums = command.name != "idle"
-
-    def run(*operands: NkiTensor) -> None:
-        dst, data = operands[0], operands[outputs]
-        left = iter(operands[outputs + 1 :])
-        bias, scale = [m[0] if m is not None else next(left) for m in marks]
-        value = read(data)
-        if isinstance(scale, NkiTensor) or scale != 1.0:
-            value = value * scalar(scale, value)
-        if bias is not None:
-            value = value + scalar(bias, value)
-        value = function.apply(value)
-        total = _accumulated(core, data, command.name, value if sums else None)
-        write(dst, value)
-        if outputs == 2:
-            write(operands[1], total)
-
-    cycles = free_cycles(dst, data) + (MIN_CYCLES if sums or outputs == 2 else 0)
-    return Form("activation", Engine.SCALAR, cycles, writes=outputs, run=run)
-
-
-def _accumulated(
-    core: Core, data: NkiTensor, command: str, values: np.ndarray | None
-) -> np.ndarray:
-    """ScalarE's accumulators of the partitions of `data`, updated; NaN where never reset."""
-    kept = core.state.setdefault("scalar", np.full(PARTITIONS, np.nan, np.float32))
-    start = data.geometry.start
-    kept = kept[start : start + data.geometry.partitions]
-    if command in ("reset", "reset_reduce"):
-        kept[:] = 0
-    if command in ("reduce", "reset_reduce") and values is not None:
-        kept += values.reshape(len(values), -1).sum(1)
-    return kept.copy()
-
-
-def activation_reduce(
-    dst: NkiTensor,
-    op: Any,
-    data: NkiTensor,
-    reduce_op: Any,
-    reduce_res: NkiTensor,
-    bias: Scalar | None = None,
-    scale: Scalar = 1.0,
-    name: str | None = None,
-) -> NkiInstruction:
-    """`activation` that also sums its results over the free dimensions into reduce_res [P, 1]."""
-    return activation(
-        dst, op, data, bias, scale, reduce_op, reduce_res, reduce_cmd.reset_reduce, name
     )
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from neuronmm_ops.neuroncore import core as running
-from neuronmm_ops.neuroncore import instruction_rules, rules
+from neuronmm_ops.neuroncore import rules
 from neuronmm_ops.neuroncore.core import Core
 from neuronmm_ops.neuroncore.instructions.common import SBUF, dma_engine, engine, engine_of, raw
 from neuronmm_ops.neuroncore.instructions.dma import copy_cost
@@ -28,8 +28,8 @@ def core_barrier(
     """
     core = running._state.core or running.active("nki.isa.core_barrier")
     _both(core, "core_barrier")
-    instruction_rules.barrier_cores(cores)
-    instruction_rules.shared("core_barrier", data)
+    rules.barrier_cores(cores)
+    rules.shared("core_barrier", data)
     number, _ = _meet(core, ("core_barrier", data.name))
     # ordered like a write of `data`, of which it may have been written a part only
     storage = data.storage
@@ -76,12 +76,12 @@ def sendrecv(
     """
     core = running._state.core or running.active("nki.isa.sendrecv")
     _both(core, "sendrecv")
-    instruction_rules.ranks(send_to_rank, recv_from_rank)
+    rules.ranks(send_to_rank, recv_from_rank)
     values = raw(src).copy() if core.execute else None
     kind = ("sendrecv", pipe_id, src.shape, src.dtype, dma_engine.name)
     number, posts = _meet(core, kind, send_to_rank, values)
     sent_to, core.state["received"] = posts[recv_from_rank][1:]
-    instruction_rules.delivered(core.program_id, sent_to)
+    rules.delivered(core.program_id, sent_to)
     done = core.issue(_sendrecv, (dst, src), (dma_engine,), name)
     core.trace.barriers[done.index] = number
     return done
@@ -91,9 +91,9 @@ def _sendrecv(core: Core, dst: NkiTensor, src: NkiTensor, path: dma_engine) -> F
     rules.memory("sendrecv", "src", src, SBUF)
     rules.memory("sendrecv", "dst", dst, SBUF)
     rules.same_dtype("sendrecv", dst, src)
-    instruction_rules.same_shape("sendrecv", dst, src)
+    rules.same_shape("sendrecv", dst, src)
     if path.name == "gpsimd_dma":
-        instruction_rules.gpsimd_bytes(src)
+        rules.gpsimd_bytes(src)
 
     def run(dst: NkiTensor, src: NkiTensor) -> None:
         target = raw(dst)
@@ -104,7 +104,7 @@ def _sendrecv(core: Core, dst: NkiTensor, src: NkiTensor, path: dma_engine) -> F
 
 def _both(core: Core, opcode: str) -> None:
     rules.generation(opcode, core.machine, 3, "it", "launch on one core")
-    instruction_rules.two_cores(opcode, len(core.launch.cores))
+    rules.two_cores(opcode, len(core.launch.cores))
 
 
 def _meet(
@@ -122,5 +122,5 @@ def _meet(
     number = core.launch.meet(core)
     posts.pop(order - 1, None)
     found = [c.state["posts"][order] for c in core.launch.cores]
-    instruction_rules.counterparts(kind, found[1 - core.program_id][0])
+    rules.counterparts(kind, found[1 - core.program_id][0])
     return number, found

@@ -7,12 +7,11 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from neuronmm_ops.neuroncore import core as running
-from neuronmm_ops.neuroncore import instruction_rules, rules
+from neuronmm_ops.neuroncore import rules
 from neuronmm_ops.neuroncore.core import Core
-from neuronmm_ops.neuroncore.instructions.common import PSUM, SBUF, raw, read, write
+from neuronmm_ops.neuroncore.instructions.common import PSUM, SBUF, free_cycles, raw, read, write
 from neuronmm_ops.neuroncore.instructions.operands import (
     checked,
-    cycles,
     flat,
     in_sbuf,
     write_integers,
@@ -45,7 +44,7 @@ def _find_index8(core: Core, dst: NkiTensor, data: NkiTensor, vals: NkiTensor) -
     def run(dst: NkiTensor, data: NkiTensor, vals: NkiTensor) -> None:
         _write_indices(dst, _places(data, vals, range(8)))
 
-    return Form("nc_find_index8", Engine.VECTOR, cycles(data), run=run)
+    return Form("nc_find_index8", Engine.VECTOR, free_cycles(data), run=run)
 
 
 def nc_match_replace8(
@@ -82,7 +81,7 @@ def _match_replace8(core: Core, *rest: NkiTensor | float) -> Form:
     )
     rules.same_elements(opcode, {"dst": dst, "data": data})
     _search_operands(opcode, data, vals)
-    instruction_rules.number(opcode, "imm", imm)
+    rules.number(opcode, "imm", imm)
     for t in indices:
         _index_operand(opcode, "dst_idx", t)
 
@@ -96,18 +95,18 @@ def _match_replace8(core: Core, *rest: NkiTensor | float) -> Form:
         for t in indices:
             _write_indices(t, places)
 
-    return Form(opcode, Engine.VECTOR, cycles(data), writes=1 + len(indices), run=run)
+    return Form(opcode, Engine.VECTOR, free_cycles(data), writes=1 + len(indices), run=run)
 
 
 def _search_operands(opcode: str, data: NkiTensor, vals: NkiTensor) -> None:
-    instruction_rules.free_range(opcode, "data", data, 8, 16384)
-    instruction_rules.free_size(opcode, "vals", vals, 8)
-    instruction_rules.dimensions(opcode, "data", data, 3)
-    instruction_rules.dimensions(opcode, "vals", vals, 3)
+    rules.free_range(opcode, "data", data, 8, 16384)
+    rules.free_size(opcode, "vals", vals, 8)
+    rules.dimensions(opcode, "data", data, 3)
+    rules.dimensions(opcode, "vals", vals, 3)
 
 
 def _index_operand(opcode: str, operand: str, t: NkiTensor) -> None:
-    instruction_rules.free_size(opcode, operand, t, 8)
+    rules.free_size(opcode, operand, t, 8)
     rules.dtype_in(opcode, operand, t, "uint16", "uint32")
 
 
@@ -145,16 +144,16 @@ def nc_stream_shuffle(
 
 def _shuffle(core: Core, dst: NkiTensor, src: NkiTensor, mask: tuple[int, ...]) -> Form:
     opcode = "nc_stream_shuffle"
-    instruction_rules.shuffle_mask(mask)
+    rules.shuffle_mask(mask)
     count = dst.geometry.partitions
     active = -(-max(src.geometry.partitions, count) // 32) * 32
     for operand, t in (("dst", dst), ("src", src)):
         rules.memory(opcode, operand, t, SBUF, PSUM)
-        instruction_rules.shuffle_start(operand, t, active)
+        rules.shuffle_start(operand, t, active)
     rules.same_dtype(opcode, dst, src)
     rules.same_elements(opcode, {"dst": dst, "src": src})
     for p in range(count):
-        instruction_rules.shuffle_source(mask, p, src)
+        rules.shuffle_source(mask, p, src)
     moved = [p for p in range(count) if mask[p % 32] != _KEEP]
     sources = [p // 32 * 32 + mask[p % 32] for p in moved]
 
@@ -162,7 +161,7 @@ def _shuffle(core: Core, dst: NkiTensor, src: NkiTensor, mask: tuple[int, ...]) 
         target = raw(dst)
         target[moved] = raw(src)[sources].reshape(-1, *target.shape[1:])
 
-    return Form(opcode, Engine.VECTOR, cycles(dst), keeps=len(moved) < count, run=run)
+    return Form(opcode, Engine.VECTOR, free_cycles(dst), keeps=len(moved) < count, run=run)
 
 
 def local_gather(
@@ -189,14 +188,14 @@ def _local_gather(
 ) -> Form:
     opcode = "local_gather"
     in_sbuf(opcode, dst=dst, src_buffer=src, index=index)
-    instruction_rules.sixteen_partitions(opcode, "src_buffer", src)
+    rules.sixteen_partitions(opcode, "src_buffer", src)
     rules.same_dtype(opcode, dst, src)
     rules.dtype_in(opcode, "index", index, "uint16")
-    instruction_rules.gather_run(run_of)
+    rules.gather_run(run_of)
     available = index.geometry.elements * _CORE_PARTITIONS
     count = available if valid is None else valid
-    instruction_rules.gather_indices(count, available)
-    instruction_rules.free_size(opcode, "dst", dst, count * run_of)
+    rules.gather_indices(count, available)
+    rules.free_size(opcode, "dst", dst, count * run_of)
 
     def run(dst: NkiTensor, src: NkiTensor, index: NkiTensor) -> None:
         source, places = flat(raw(src)), flat(raw(index)).astype(np.int64)
@@ -204,12 +203,12 @@ def _local_gather(
         # [core, column, partition]: the partition runs fastest
         rows = places.reshape(cores, _CORE_PARTITIONS, -1).transpose(0, 2, 1).reshape(cores, -1)
         starts = rows[:, :count].repeat(_CORE_PARTITIONS, 0)
-        instruction_rules.in_bounds(opcode, starts, 0, source.shape[1] - run_of + 1)
+        rules.in_bounds(opcode, starts, 0, source.shape[1] - run_of + 1)
         wanted = flat(starts[:, :, None] + np.arange(run_of))
         target = raw(dst)
         target[...] = np.take_along_axis(source, wanted, 1).reshape(target.shape)
 
-    return Form(opcode, Engine.GPSIMD, cycles(dst), run=run)
+    return Form(opcode, Engine.GPSIMD, free_cycles(dst), run=run)
 
 
 def nc_n_gather(
@@ -231,11 +230,11 @@ def _n_gather(core: Core, dst: NkiTensor, data: NkiTensor, indices: NkiTensor) -
 
     def run(dst: NkiTensor, data: NkiTensor, indices: NkiTensor) -> None:
         source, places = flat(raw(data)), flat(raw(indices)).astype(np.int64)
-        instruction_rules.in_bounds("nc_n_gather", places, 0, source.shape[1])
+        rules.in_bounds("nc_n_gather", places, 0, source.shape[1])
         target = raw(dst)
         target[...] = np.take_along_axis(source, places, 1).reshape(target.shape)
 
-    return Form("nc_n_gather", Engine.GPSIMD, cycles(dst), run=run)
+    return Form("nc_n_gather", Engine.GPSIMD, free_cycles(dst), run=run)
 
 
 def nonzero_with_count(
@@ -260,8 +259,8 @@ def _nonzero(core: Core, dst: NkiTensor, src: NkiTensor, offset: int, padding: i
     in_sbuf(opcode, dst=dst, src=src)
     rules.dtype_in(opcode, "src", src, "float32", "int32")
     rules.dtype_in(opcode, "dst", dst, "int32")
-    instruction_rules.free_size(opcode, "dst", dst, src.geometry.elements + 1)
-    instruction_rules.int32(opcode, index_offset=offset, padding_val=padding)
+    rules.free_size(opcode, "dst", dst, src.geometry.elements + 1)
+    rules.int32(opcode, index_offset=offset, padding_val=padding)
     first = -src.geometry.start % _CORE_PARTITIONS
 
     def run(dst: NkiTensor, src: NkiTensor) -> None:
@@ -274,7 +273,7 @@ def _nonzero(core: Core, dst: NkiTensor, src: NkiTensor, offset: int, padding: i
             target[p] = row.reshape(target.shape[1:])
 
     # documented kernels read all partitions of a fresh dst: the others count as written too
-    return Form(opcode, Engine.GPSIMD, cycles(dst), run=run)
+    return Form(opcode, Engine.GPSIMD, free_cycles(dst), run=run)
 
 
 def sequence_bounds(
@@ -292,8 +291,8 @@ def sequence_bounds(
 def _sequence_bounds(core: Core, dst: NkiTensor, ids: NkiTensor) -> Form:
     opcode = "sequence_bounds"
     in_sbuf(opcode, dst=dst, segment_ids=ids)
-    instruction_rules.partition_count(opcode, "segment_ids", ids, 1)
-    instruction_rules.free_size(opcode, "dst", dst, 2 * ids.geometry.elements)
+    rules.partition_count(opcode, "segment_ids", ids, 1)
+    rules.free_size(opcode, "dst", dst, 2 * ids.geometry.elements)
     for operand, t in (("dst", dst), ("segment_ids", ids)):
         rules.dtype_in(opcode, operand, t, "float32", "int32")
 
@@ -307,4 +306,4 @@ def _sequence_bounds(core: Core, dst: NkiTensor, ids: NkiTensor) -> Form:
         bounds = [np.where(padding, n, edges[segment]), np.where(padding, -1, ends[segment])]
         write_integers(dst, np.stack(bounds).astype(np.int64))
 
-    return Form(opcode, Engine.GPSIMD, cycles(dst), run=run)
+    return Form(opcode, Engine.GPSIMD, free_cycles(dst), run=run)

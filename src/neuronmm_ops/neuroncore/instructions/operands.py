@@ -1,4 +1,4 @@
-"""Operands of reductions, selections and gathers; the accumulator registers of VectorE."""
+"""Operands that are numbers or tiles, reductions, and the accumulator registers of engines."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from neuronmm_ops.neuroncore import instruction_rules, operators, rules
+from neuronmm_ops.neuroncore import operators, rules
 from neuronmm_ops.neuroncore.core import Core
 from neuronmm_ops.neuroncore.instructions.common import SBUF, on_chip, raw, scalar, write
-from neuronmm_ops.neuroncore.machine import MIN_CYCLES, PARTITIONS, Engine
+from neuronmm_ops.neuroncore.machine import PARTITIONS, Engine
 from neuronmm_ops.neuroncore.tensor import NkiTensor
 
 _IDENTITY = {"add": 0.0, "subtract": 0.0, "multiply": 1.0, "maximum": -np.inf, "minimum": np.inf}
@@ -29,11 +29,6 @@ def in_sbuf(opcode: str, **operands: NkiTensor) -> None:
         rules.memory(opcode, name, t, SBUF)
         rules.start_partition(opcode, name, t)
     rules.same_partitions(opcode, operands)
-
-
-def cycles(*operands: NkiTensor) -> float:
-    """max(64, elements per partition of the largest): also where no cost is documented."""
-    return max(MIN_CYCLES, *[t.geometry.elements for t in operands])
 
 
 def tiles_of(*values: Any) -> tuple[NkiTensor, ...]:
@@ -78,14 +73,14 @@ def write_integers(dst: NkiTensor, values: np.ndarray) -> None:
 
 def reduction_tile(opcode: str, data: NkiTensor, command: str, result: NkiTensor | None) -> None:
     """reduce_res is a tile [P, 1] that something defined is written to."""
-    instruction_rules.reduction_result(opcode, command, result)
+    rules.reduction_result(opcode, command, result)
     if result is not None:
         rules.scalar_operand(opcode, "reduce_res", result, data.geometry.partitions)
 
 
-def registers(core: Core, data: NkiTensor) -> np.ndarray:
-    """VectorE's fp32 accumulators of the partitions of `data`, NaN where undefined; a view."""
-    kept = core.state.setdefault("vector", np.full(PARTITIONS, np.nan, np.float32))
+def registers(core: Core, data: NkiTensor, engine: str = "vector") -> np.ndarray:
+    """An engine's fp32 accumulators of the partitions of `data`, NaN where undefined; a view."""
+    kept = core.state.setdefault(engine, np.full(PARTITIONS, np.nan, np.float32))
     start = data.geometry.start
     return kept[start : start + data.geometry.partitions]
 

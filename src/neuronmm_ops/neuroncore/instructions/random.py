@@ -13,13 +13,19 @@ from typing import Any
 import numpy as np
 
 from neuronmm_ops.neuroncore import core as running
-from neuronmm_ops.neuroncore import instruction_rules, rules
+from neuronmm_ops.neuroncore import rules
 from neuronmm_ops.neuroncore.core import Core
-from neuronmm_ops.neuroncore.instructions.common import engine, engine_of, raw, scalar, write
-from neuronmm_ops.neuroncore.instructions.elementwise import Scalar
+from neuronmm_ops.neuroncore.instructions.common import (
+    Scalar,
+    engine,
+    engine_of,
+    free_cycles,
+    raw,
+    scalar,
+    write,
+)
 from neuronmm_ops.neuroncore.instructions.operands import (
     checked,
-    cycles,
     flat,
     given,
     marks_of,
@@ -94,7 +100,7 @@ def _rng(core: Core, dst: NkiTensor, asked: engine) -> Form:
         target = raw(dst)
         target[...] = _draw(core, chosen, dst).astype(target.dtype).reshape(target.shape)
 
-    return Form("rng", chosen, cycles(dst), run=run)
+    return Form("rng", chosen, free_cycles(dst), run=run)
 
 
 def dropout(
@@ -116,7 +122,7 @@ def _dropout(core: Core, dst: NkiTensor, data: NkiTensor, *rest: Any) -> Form:
     rules.same_dtype("dropout", dst, data)
     scalar_tiles("dropout", data, tiles, *(_FLOATS if data.dtype.is_float else ("float32",)))
     if marks[0] is not None:
-        instruction_rules.probability(marks[0][0])
+        rules.probability(marks[0][0])
 
     def run(dst: NkiTensor, data: NkiTensor, *tiles: NkiTensor) -> None:
         target, source = raw(dst), flat(raw(data))
@@ -124,7 +130,7 @@ def _dropout(core: Core, dst: NkiTensor, data: NkiTensor, *rest: Any) -> Form:
         dropped = drawn < scalar(given(marks, tiles)[0], drawn)
         target[...] = np.where(dropped, source.dtype.type(0), source).reshape(target.shape)
 
-    return Form("dropout", Engine.VECTOR, cycles(dst), run=run)
+    return Form("dropout", Engine.VECTOR, free_cycles(dst), run=run)
 
 
 def set_rng_seed(src_seeds: NkiTensor, name: str | None = None) -> NkiInstruction:
@@ -136,13 +142,13 @@ def set_rng_seed(src_seeds: NkiTensor, name: str | None = None) -> NkiInstructio
 def _set_seed(core: Core, seed: NkiTensor) -> Form:
     checked("set_rng_seed", Engine.VECTOR, src_seeds=seed)
     rules.one_element("set_rng_seed", seed)
-    instruction_rules.thirty_two_bits("set_rng_seed", "src_seeds", seed)
+    rules.thirty_two_bits("set_rng_seed", "src_seeds", seed)
 
     def run(seed: NkiTensor) -> None:
         value = int(raw(seed).reshape(1).view(np.uint32)[0])
         _states(core, Engine.VECTOR)[:] = _words(np.random.default_rng(value), Engine.VECTOR)
 
-    return Form("set_rng_seed", Engine.VECTOR, cycles(seed), writes=0, run=run)
+    return Form("set_rng_seed", Engine.VECTOR, free_cycles(seed), writes=0, run=run)
 
 
 def rand_set_state(
@@ -164,7 +170,7 @@ def _set_state(core: Core, seeds: NkiTensor, asked: engine) -> Form:
     def run(seeds: NkiTensor) -> None:
         _states(core, chosen)[_lanes(seeds)] = flat(raw(seeds))
 
-    return Form("rand_set_state", chosen, cycles(seeds), writes=0, run=run)
+    return Form("rand_set_state", chosen, free_cycles(seeds), writes=0, run=run)
 
 
 def rand_get_state(
@@ -187,7 +193,7 @@ def _get_state(core: Core, dst: NkiTensor, asked: engine) -> Form:
         target = raw(dst)
         target[...] = _states(core, chosen)[_lanes(dst)].reshape(target.shape)
 
-    return Form("rand_get_state", chosen, cycles(dst), run=run)
+    return Form("rand_get_state", chosen, free_cycles(dst), run=run)
 
 
 def _state_engine(opcode: str, core: Core, asked: engine) -> Engine:
@@ -201,8 +207,8 @@ def _state_engine(opcode: str, core: Core, asked: engine) -> Engine:
 
 def _state_tile(opcode: str, operand: str, chosen: Engine, t: NkiTensor) -> None:
     rules.dtype_in(opcode, operand, t, "uint32")
-    instruction_rules.free_size(opcode, operand, t, _WORDS[chosen])
-    instruction_rules.dimensions(opcode, operand, t, 2)
+    rules.free_size(opcode, operand, t, _WORDS[chosen])
+    rules.dimensions(opcode, operand, t, 2)
 
 
 def rand2(dst: NkiTensor, min: Scalar, max: Scalar, name: str | None = None) -> NkiInstruction:  # noqa: A002
@@ -221,11 +227,11 @@ def _rand2(core: Core, dst: NkiTensor, *rest: Any) -> Form:
     rules.dtype_in("rand2", "dst", dst, *_UNIFORM)
     scalar_tiles("rand2", dst, tiles, "float32")
     if None not in marks:
-        instruction_rules.ordered_bounds(marks[0][0], marks[1][0])
+        rules.ordered_bounds(marks[0][0], marks[1][0])
 
     def run(dst: NkiTensor, *tiles: NkiTensor) -> None:
         share = (_draw(core, Engine.VECTOR, dst) >> 8) * np.float32(2.0**-24)
         low, high = [scalar(v, share) for v in given(marks, tiles)]
         write(dst, np.clip(low + share.astype(np.float32) * (high - low), low, high))
 
-    return Form("rand2", Engine.VECTOR, cycles(dst), run=run)
+    return Form("rand2", Engine.VECTOR, free_cycles(dst), run=run)

@@ -7,14 +7,21 @@ from typing import Any
 import numpy as np
 
 from neuronmm_ops.neuroncore import core as running
-from neuronmm_ops.neuroncore import instruction_rules, operators, rules
+from neuronmm_ops.neuroncore import operators, rules
 from neuronmm_ops.neuroncore.core import Core
-from neuronmm_ops.neuroncore.instructions.common import raw, read, reduce_cmd, scalar, write
-from neuronmm_ops.neuroncore.instructions.elementwise import Scalar, apply
+from neuronmm_ops.neuroncore.instructions.common import (
+    Scalar,
+    free_cycles,
+    raw,
+    read,
+    reduce_cmd,
+    scalar,
+    write,
+)
+from neuronmm_ops.neuroncore.instructions.elementwise import apply
 from neuronmm_ops.neuroncore.instructions.operands import (
     accumulate,
     checked,
-    cycles,
     flat,
     given,
     in_sbuf,
@@ -65,17 +72,17 @@ def _tensor_reduce(
     keepdims: bool,
 ) -> Form:
     alu = operators.alu(op)
-    instruction_rules.reducing_operator("tensor_reduce", alu)
+    rules.reducing_operator("tensor_reduce", alu)
     axes = tuple([a % data.ndim if -data.ndim <= a < 0 else a for a in axes])
-    instruction_rules.trailing_axes(data, axes)
-    instruction_rules.negated(alu, negate)
+    rules.trailing_axes(data, axes)
+    rules.negated(alu, negate)
     checked("tensor_reduce", Engine.VECTOR, dst=dst, data=data)
     left = int(np.prod(data.shape[1 : min(axes)], dtype=int))
-    instruction_rules.free_size("tensor_reduce", "dst", dst, left)
+    rules.free_size("tensor_reduce", "dst", dst, left)
     bitvec = alu.kind == "bitvec"
     if bitvec:
         rules.bitvec_dtypes("tensor_reduce", alu, dst, data)
-        instruction_rules.bit_patterns("tensor_reduce", dst, data)
+        rules.bit_patterns("tensor_reduce", dst, data)
 
     def run(dst: NkiTensor, data: NkiTensor) -> None:
         result = operators.reduce(alu, raw(data) if bitvec else read(data), axes)
@@ -104,15 +111,15 @@ def tensor_partition_reduce(
 def _partition_reduce(core: Core, dst: NkiTensor, data: NkiTensor, op: Any) -> Form:
     opcode = "tensor_partition_reduce"
     alu = operators.alu(op)
-    instruction_rules.reducing_operator(opcode, alu, "add", "maximum", "bitwise_and", "bitwise_or")
+    rules.reducing_operator(opcode, alu, "add", "maximum", "bitwise_and", "bitwise_or")
     in_sbuf(opcode, dst=dst)
     in_sbuf(opcode, data=data)
-    instruction_rules.partition_count(opcode, "dst", dst, 1)
+    rules.partition_count(opcode, "dst", dst, 1)
     rules.same_elements(opcode, {"dst": dst, "data": data})
     bitvec = alu.kind == "bitvec"
     if bitvec:
         rules.bitvec_dtypes(opcode, alu, dst, data)
-        instruction_rules.bit_patterns(opcode, dst, data)
+        rules.bit_patterns(opcode, dst, data)
 
     def run(dst: NkiTensor, data: NkiTensor) -> None:
         result = operators.reduce(alu, raw(data) if bitvec else read(data), (0,))
@@ -122,7 +129,7 @@ def _partition_reduce(core: Core, dst: NkiTensor, data: NkiTensor, op: Any) -> F
         else:
             write(dst, result)
 
-    return Form(opcode, Engine.GPSIMD, cycles(data), run=run)
+    return Form(opcode, Engine.GPSIMD, free_cycles(data), run=run)
 
 
 def tensor_scalar_reduce(
@@ -159,12 +166,12 @@ def _scalar_reduce(core: Core, *rest: Any) -> Form:
     result = operands[1] if outputs == 2 else None
     alu, reducer = operators.alu(op0), operators.alu(reduce_op)
     rules.arithmetic(opcode, alu)
-    instruction_rules.not_reversed(opcode, reverse)
-    instruction_rules.unary_operand(opcode, alu, marks[0])
-    instruction_rules.reducing_operator(opcode, reducer, "add", "multiply", "maximum", "minimum")
-    instruction_rules.reduction_command(opcode, command, "reset_reduce", "reduce", "load_reduce")
+    rules.not_reversed(opcode, reverse)
+    rules.unary_operand(opcode, alu, marks[0])
+    rules.reducing_operator(opcode, reducer, "add", "multiply", "maximum", "minimum")
+    rules.reduction_command(opcode, command, "reset_reduce", "reduce", "load_reduce")
     initial_given = marks[1] is None or marks[1][0] is not None
-    instruction_rules.reduction_start(opcode, "reduce_init", command.name, initial_given)
+    rules.reduction_start(opcode, "reduce_init", command.name, initial_given)
     checked(opcode, Engine.VECTOR, dst=dst, data=data)
     rules.same_elements(opcode, {"dst": dst, "data": data})
     scalar_tiles(opcode, data, tiles, "float32")
@@ -179,7 +186,7 @@ def _scalar_reduce(core: Core, *rest: Any) -> Form:
             write(operands[1], -kept if negate else kept)
 
     # "a small additional performance cost" for the reduction: as activation_reduce's (SDK 2.26)
-    return Form(opcode, Engine.VECTOR, cycles(dst, data) + MIN_CYCLES, writes=outputs, run=run)
+    return Form(opcode, Engine.VECTOR, free_cycles(dst, data) + MIN_CYCLES, writes=outputs, run=run)
 
 
 def tensor_scalar_cumulative(
@@ -207,11 +214,11 @@ def _cumulative(core: Core, dst: NkiTensor, src: NkiTensor, *rest: Any) -> Form:
     *tiles, op0, op1, marks, command = rest
     first, second = operators.alu(op0), operators.alu(op1)
     rules.arithmetic(opcode, first)
-    instruction_rules.unary_operand(opcode, first, marks[0])
-    instruction_rules.reducing_operator(opcode, second, *_CUMULATIVE)
-    instruction_rules.reduction_command(opcode, command, "reset_reduce", "reduce", "load_reduce")
+    rules.unary_operand(opcode, first, marks[0])
+    rules.reducing_operator(opcode, second, *_CUMULATIVE)
+    rules.reduction_command(opcode, command, "reset_reduce", "reduce", "load_reduce")
     initial_given = marks[1] is None or marks[1][0] is not None
-    instruction_rules.reduction_start(opcode, "imm1", command.name, initial_given)
+    rules.reduction_start(opcode, "imm1", command.name, initial_given)
     checked(opcode, Engine.VECTOR, dst=dst, src=src)
     rules.same_elements(opcode, {"dst": dst, "src": src})
     rules.dtype_in(opcode, "dst", dst, *_NARROW)
@@ -228,7 +235,7 @@ def _cumulative(core: Core, dst: NkiTensor, src: NkiTensor, *rest: Any) -> Form:
             kept[:] = result[:, i] = second.apply(value[:, i], kept)
         write(dst, result)
 
-    return Form(opcode, Engine.VECTOR, cycles(dst), run=run)
+    return Form(opcode, Engine.VECTOR, free_cycles(dst), run=run)
 
 
 def tensor_tensor_scan(
@@ -256,8 +263,8 @@ def _scan(core: Core, dst: NkiTensor, data0: NkiTensor, data1: NkiTensor, *rest:
     opcode = "tensor_tensor_scan"
     *tiles, op0, op1, reverse0, reverse1, marks = rest
     first, second = operators.alu(op0), operators.alu(op1)
-    instruction_rules.binary_arithmetic(opcode, "op0", first)
-    instruction_rules.binary_arithmetic(opcode, "op1", second)
+    rules.binary_arithmetic(opcode, "op0", first)
+    rules.binary_arithmetic(opcode, "op1", second)
     checked(opcode, Engine.VECTOR, dst=dst, data0=data0, data1=data1)
     rules.same_elements(opcode, {"dst": dst, "data0": data0, "data1": data1})
     rules.one_psum_input(opcode, data0, data1)
@@ -287,8 +294,8 @@ def bn_stats(dst: NkiTensor, data: NkiTensor, name: str | None = None) -> NkiIns
 
 def _bn_stats(core: Core, dst: NkiTensor, data: NkiTensor) -> Form:
     checked("bn_stats", Engine.VECTOR, dst=dst, data=data)
-    instruction_rules.free_size("bn_stats", "dst", dst, 6)
-    instruction_rules.free_range("bn_stats", "data", data, 1, 512)
+    rules.free_size("bn_stats", "dst", dst, 6)
+    rules.free_range("bn_stats", "data", data, 1, 512)
 
     def run(dst: NkiTensor, data: NkiTensor) -> None:
         values = flat(read(data))
@@ -301,7 +308,7 @@ def _bn_stats(core: Core, dst: NkiTensor, data: NkiTensor) -> Form:
                 stats[:, at + 2] = np.square(half - mean).sum(1)
         write(dst, stats)
 
-    return Form("bn_stats", Engine.VECTOR, cycles(data), run=run)
+    return Form("bn_stats", Engine.VECTOR, free_cycles(data), run=run)
 
 
 def bn_aggr(dst: NkiTensor, data: NkiTensor, name: str | None = None) -> NkiInstruction:
@@ -312,8 +319,8 @@ def bn_aggr(dst: NkiTensor, data: NkiTensor, name: str | None = None) -> NkiInst
 
 def _bn_aggr(core: Core, dst: NkiTensor, data: NkiTensor) -> Form:
     checked("bn_aggr", Engine.VECTOR, dst=dst, data=data)
-    instruction_rules.free_size("bn_aggr", "dst", dst, 2)
-    instruction_rules.free_multiple("bn_aggr", "data", data, 3)
+    rules.free_size("bn_aggr", "dst", dst, 2)
+    rules.free_multiple("bn_aggr", "data", data, 3)
 
     def run(dst: NkiTensor, data: NkiTensor) -> None:
         count, means, spread = np.moveaxis(flat(read(data)).reshape(data.shape[0], -1, 3), 2, 0)
@@ -322,7 +329,7 @@ def _bn_aggr(core: Core, dst: NkiTensor, data: NkiTensor) -> Form:
         between = (count * np.square(means - mean[:, None])).sum(1)
         write(dst, np.stack([mean, (spread.sum(1) + between) / total], 1))
 
-    return Form("bn_aggr", Engine.VECTOR, cycles(data), run=run)
+    return Form("bn_aggr", Engine.VECTOR, free_cycles(data), run=run)
 
 
 def max8(dst: NkiTensor, src: NkiTensor, name: str | None = None) -> NkiInstruction:
@@ -333,15 +340,15 @@ def max8(dst: NkiTensor, src: NkiTensor, name: str | None = None) -> NkiInstruct
 
 def _max8(core: Core, dst: NkiTensor, src: NkiTensor) -> Form:
     checked("max8", Engine.VECTOR, dst=dst, src=src)
-    instruction_rules.free_size("max8", "dst", dst, 8)
-    instruction_rules.dimensions("max8", "dst", dst, 2)
-    instruction_rules.free_range("max8", "src", src, 8, 16384)
-    instruction_rules.dimensions("max8", "src", src, 3)
+    rules.free_size("max8", "dst", dst, 8)
+    rules.dimensions("max8", "dst", dst, 2)
+    rules.free_range("max8", "src", src, 8, 16384)
+    rules.dimensions("max8", "src", src, 3)
 
     def run(dst: NkiTensor, src: NkiTensor) -> None:
         write(dst, np.sort(flat(read(src)), axis=1)[:, :-9:-1])
 
-    return Form("max8", Engine.VECTOR, cycles(src), run=run)
+    return Form("max8", Engine.VECTOR, free_cycles(src), run=run)
 
 
 def exponential(
@@ -370,16 +377,16 @@ def _exponential(core: Core, *rest: Any) -> Form:
     result = operands[1] if outputs == 2 else None
     rules.generation("exponential", core.machine, 4, "it", "use activation(op=nl.exp, bias=)")
     commands = ("idle", "reset_reduce", "reduce", "load_reduce")
-    instruction_rules.reduction_command("exponential", command, *commands)
+    rules.reduction_command("exponential", command, *commands)
     if command.name != "load_reduce":
         initial_given = marks[1] is None or marks[1][0] != 0
-        instruction_rules.reduction_start("exponential", "reduce_init", command.name, initial_given)
+        rules.reduction_start("exponential", "reduce_init", command.name, initial_given)
     checked("exponential", Engine.VECTOR, dst=dst, src=src)
     rules.same_elements("exponential", {"dst": dst, "src": src})
     scalar_tiles("exponential", src, tiles, "float32")
     reduction_tile("exponential", src, command.name, result)
     if result is not None:
-        instruction_rules.float_dtype("exponential", "reduce_res", result)
+        rules.float_dtype("exponential", "reduce_res", result)
     function, add = operators.ACTIVATION["exp"], operators.ALU["add"]
 
     def run(*operands: NkiTensor) -> None:
@@ -391,4 +398,4 @@ def _exponential(core: Core, *rest: Any) -> Form:
         if outputs == 2:
             write(operands[1], kept)
 
-    return Form("exponential", Engine.VECTOR, cycles(dst), writes=outputs, run=run)
+    return Form("exponential", Engine.VECTOR, free_cycles(dst), writes=outputs, run=run)

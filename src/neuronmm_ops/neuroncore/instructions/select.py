@@ -8,23 +8,23 @@ from typing import Any
 import numpy as np
 
 from neuronmm_ops.neuroncore import core as running
-from neuronmm_ops.neuroncore import instruction_rules, operators, rules
+from neuronmm_ops.neuroncore import operators, rules
 from neuronmm_ops.neuroncore.core import Core
 from neuronmm_ops.neuroncore.elementary import equal, maximum
 from neuronmm_ops.neuroncore.instructions.common import (
     PSUM,
+    Scalar,
     convert,
+    free_cycles,
     raw,
     read,
     reduce_cmd,
     scalar,
     write,
 )
-from neuronmm_ops.neuroncore.instructions.elementwise import Scalar
 from neuronmm_ops.neuroncore.instructions.operands import (
     accumulate,
     checked,
-    cycles,
     flat,
     given,
     in_sbuf,
@@ -72,7 +72,7 @@ def _predicated(core: Core, dst: NkiTensor, predicate: NkiTensor, *rest: Any) ->
         rules.same_dtype(opcode, dst, src)
         rules.one_psum_input(opcode, src, predicate)
     if mark is not None:
-        instruction_rules.number(opcode, "src", mark[0])
+        rules.number(opcode, "src", mark[0])
 
     def run(dst: NkiTensor, predicate: NkiTensor, *tiles: NkiTensor) -> None:
         target = raw(dst)
@@ -147,9 +147,9 @@ def _affine_select(
     offset: int,
 ) -> Form:
     compare = operators.alu(cmp_op)
-    allowed = (*instruction_rules.COMPARISONS, "not_equal")
-    instruction_rules.comparison("affine_select", "cmp_op", compare, *allowed)
-    instruction_rules.number("affine_select", "on_false_value", fill)
+    allowed = (*rules.COMPARISONS, "not_equal")
+    rules.comparison("affine_select", "cmp_op", compare, *allowed)
+    rules.number("affine_select", "on_false_value", fill)
     in_sbuf("affine_select", dst=dst, on_true_tile=data)
     rules.same_elements("affine_select", {"dst": dst, "on_true_tile": data})
     values = _affine(core, "affine_select", dst, pattern, offset, channel)
@@ -180,9 +180,9 @@ def _affine(
     channel: int,
 ) -> np.ndarray:
     """The affine expression [P, elements], int64 that wrapped as int32; empty in trace mode."""
-    instruction_rules.affine_pattern(opcode, pattern, dst.geometry.elements)
+    rules.affine_pattern(opcode, pattern, dst.geometry.elements)
     steps = {f"step {i}": step for i, (step, _) in enumerate(pattern)}
-    instruction_rules.int32(opcode, offset=offset, channel_multiplier=channel, **steps)
+    rules.int32(opcode, offset=offset, channel_multiplier=channel, **steps)
     if not core.execute:
         return np.zeros(0, np.int64)
     values = offset + channel * np.arange(dst.geometry.partitions, dtype=np.int64)
@@ -202,7 +202,7 @@ def range_select(
     reduce_res: NkiTensor | None = None,
     reduce_op: Any = maximum,
     range_start: int = 0,
-    on_false_value: float = instruction_rules.FP32_MIN,
+    on_false_value: float = rules.FP32_MIN,
     name: str | None = None,
 ) -> NkiInstruction:
     """dst = on_true_tile where i op0 bound0 and i op1 bound1, else the lowest fp32, on VectorE.
@@ -224,17 +224,17 @@ def _range_select(core: Core, *rest: Any) -> Form:
     rules.generation(opcode, core.machine, 3, "it", "use iota and tensor_copy_predicated")
     tests = [operators.alu(op) for op in (op0, op1)]
     for operand, test in zip(("comp_op0", "comp_op1"), tests, strict=True):
-        instruction_rules.comparison(opcode, operand, test, *instruction_rules.COMPARISONS)
+        rules.comparison(opcode, operand, test, *rules.COMPARISONS)
     reducer = operators.alu(reduce_op)
-    instruction_rules.reducing_operator(opcode, reducer, "maximum")
-    instruction_rules.reduction_command(opcode, command, "idle", "reset_reduce", "reduce")
-    instruction_rules.range_fill(fill)
+    rules.reducing_operator(opcode, reducer, "maximum")
+    rules.reduction_command(opcode, command, "idle", "reset_reduce", "reduce")
+    rules.range_fill(fill)
     checked(opcode, Engine.VECTOR, dst=dst, on_true_tile=data)
     rules.same_elements(opcode, {"dst": dst, "on_true_tile": data})
-    instruction_rules.float_dtype(opcode, "on_true_tile", data)
+    rules.float_dtype(opcode, "on_true_tile", data)
     scalar_tiles(opcode, data, bounds, "float32")
     reduction_tile(opcode, data, command.name, operands[1] if outputs == 2 else None)
-    instruction_rules.range_indices(start, data.geometry.elements)
+    rules.range_indices(start, data.geometry.elements)
 
     def run(*operands: NkiTensor) -> None:
         data, *bounds = operands[outputs:]
@@ -249,7 +249,7 @@ def _range_select(core: Core, *rest: Any) -> Form:
         if outputs == 2:
             write(operands[1], kept)
 
-    return Form(opcode, Engine.VECTOR, cycles(dst), writes=outputs, run=run)
+    return Form(opcode, Engine.VECTOR, free_cycles(dst), writes=outputs, run=run)
 
 
 def select_reduce(
@@ -281,20 +281,20 @@ def _select_reduce(core: Core, *rest: Any) -> Form:
     dst, (predicate, data, *tiles) = operands[0], operands[outputs:]
     rules.generation(opcode, core.machine, 3, "it", "use tensor_copy_predicated and tensor_reduce")
     reducer = operators.alu(reduce_op)
-    instruction_rules.reducing_operator(opcode, reducer, "maximum")
-    instruction_rules.reduction_command(opcode, command, "idle", "reset_reduce", "reduce")
+    rules.reducing_operator(opcode, reducer, "maximum")
+    rules.reduction_command(opcode, command, "idle", "reset_reduce", "reduce")
     checked(opcode, Engine.VECTOR, dst=dst, predicate=predicate, on_true=data)
     rules.same_elements(opcode, {"dst": dst, "predicate": predicate, "on_true": data})
     rules.one_psum_input(opcode, predicate, data)
     rules.dtype_in(opcode, "predicate", predicate, "int8", "uint8", "int16", "uint16")
-    instruction_rules.dtype_not_in(opcode, "on_true", data, "tfloat32", "int32", "uint32")
+    rules.dtype_not_in(opcode, "on_true", data, "tfloat32", "int32", "uint32")
     scalar_tiles(opcode, data, tiles)
     if marks[0] is not None:
-        instruction_rules.number(opcode, "on_false", marks[0][0])
+        rules.number(opcode, "on_false", marks[0][0])
     result = operands[1] if outputs == 2 else None
     reduction_tile(opcode, data, command.name, result)
     if result is not None:
-        instruction_rules.float_dtype(opcode, "reduce_res", result)
+        rules.float_dtype(opcode, "reduce_res", result)
 
     def run(*operands: NkiTensor) -> None:
         predicate, data, *tiles = operands[outputs:]
@@ -306,4 +306,4 @@ def _select_reduce(core: Core, *rest: Any) -> Form:
         if outputs == 2:
             write(operands[1], kept)
 
-    return Form(opcode, Engine.VECTOR, cycles(dst), writes=outputs, run=run)
+    return Form(opcode, Engine.VECTOR, free_cycles(dst), writes=outputs, run=run)

@@ -6,8 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from neuronmm_ops.neuroncore.instructions.common import reduce_cmd
-from neuronmm_ops.neuroncore.instructions.elementwise import Scalar
+from neuronmm_ops.neuroncore.instructions.common import Scalar, reduce_cmd
 from neuronmm_ops.neuroncore.tensor import NkiTensor
 
 Pair = tuple[int, int]

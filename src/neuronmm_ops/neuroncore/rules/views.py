@@ -1,35 +1,19 @@
-"""Rules of views and indices, one function and one error text each.
+"""Rules of views and indices.
 
 Source: NKI 0.6 documentation, `nki.language.NkiTensor`, and the access pattern deep dive.
 """
 
 from __future__ import annotations
 
-import os
-import sys
 from math import prod
 from operator import index as as_int
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from neuronmm_ops.neuroncore.dtypes import DType
+from neuronmm_ops.neuroncore.rules.base import refuse
 
 if TYPE_CHECKING:
     from neuronmm_ops.neuroncore.tensor import NkiTensor
-
-_PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
-
-
-class NkiValidationError(Exception):
-    """A kernel breaks a rule of the NKI API or of the hardware."""
-
-
-def refuse(text: str) -> NoReturn:
-    """Raise an NkiValidationError that ends in the kernel's file and line."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
-        frame = frame.f_back
-    place = f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
-    raise NkiValidationError(f"{text} [{place}]")
 
 
 def dimension(t: NkiTensor, dim: int, extra: int = 0) -> int:
