@@ -44,7 +44,7 @@ def activation(
     With `reduce_op=nl.add` the results are also summed over the free dimensions into the
     accumulator, as `reduce_cmd` says, and written to `reduce_res` [P, 1].
     """
-    core = running._state.core or running.active("nki.isa.activation")
+    core = running.active("nki.isa.activation")
     outputs = (dst,) if reduce_res is None else (dst, reduce_res)
     return core.issue(
         _activation,

@@ -43,7 +43,7 @@ def dma_copy(
 
     One of the two may be indirect (`.ap(vector_offset=)`, `.ap(scalar_offset=)`, `select`).
     """
-    core = running._state.core or running.active("nki.isa.dma_copy")
+    core = running.active("nki.isa.dma_copy")
     if dst.index is None and src.index is None:
         return core.issue(_copy, (dst, src), (priority, dge_mode, engine, oob_mode), name)
     indices = tuple([t.index for t in (dst, src) if isinstance(t.index, NkiTensor)])
@@ -254,7 +254,7 @@ def dma_transpose(
     name: str | None = None,
 ) -> NkiInstruction:
     """dst = src transposed by `axes` on the way to SBUF: (1,0), (2,1,0) or (3,1,2,0)."""
-    core = running._state.core or running.active("nki.isa.dma_transpose")
+    core = running.active("nki.isa.dma_transpose")
     order = tuple(axes) if axes is not None else _AXES.get(src.ndim, ())
     indices = (src.index,) if isinstance(src.index, NkiTensor) else ()
     return core.issue(_transpose, (dst, src, *indices), (order, priority, dge_mode, oob_mode), name)
@@ -327,7 +327,7 @@ def dma_compute(
     name: str | None = None,
 ) -> NkiInstruction:
     """dst = reduce_op over (srcs * scales), element by element, on the DMA engines."""
-    core = running._state.core or running.active("nki.isa.dma_compute")
+    core = running.active("nki.isa.dma_compute")
     indices = tuple([t.index for t in (dst, *srcs) if isinstance(t.index, NkiTensor)])
     factors = tuple(scales) if scales is not None else None
     options = (reduce_op, factors, len(srcs), unique_indices, oob_mode)

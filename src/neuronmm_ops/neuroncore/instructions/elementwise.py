@@ -23,6 +23,7 @@ from neuronmm_ops.neuroncore.instructions.common import (
     scalar,
     write,
 )
+from neuronmm_ops.neuroncore.instructions.operands import given, marks_of, tiles_of
 from neuronmm_ops.neuroncore.machine import MIN_CYCLES, Engine
 from neuronmm_ops.neuroncore.tensor import NkiTensor
 from neuronmm_ops.neuroncore.trace import Form, NkiInstruction
@@ -32,7 +33,7 @@ def tensor_copy(
     dst: NkiTensor, src: NkiTensor, engine: engine = engine.unknown, name: str | None = None
 ) -> NkiInstruction:
     """dst = src within SBUF and PSUM; bit exact where the dtypes agree, else through fp32."""
-    core = running._state.core or running.active("nki.isa.tensor_copy")
+    core = running.active("nki.isa.tensor_copy")
     return core.issue(_copy, (dst, src), (engine,), name)
 
 
@@ -61,7 +62,7 @@ def memset(
     dst: NkiTensor, value: Any, engine: engine = engine.unknown, name: str | None = None
 ) -> NkiInstruction:
     """Fill `dst` with a compile-time constant of its kind (int for integers), Vector or GpSimd."""
-    core = running._state.core or running.active("nki.isa.memset")
+    core = running.active("nki.isa.memset")
     return core.issue(_memset, (dst,), (value, str(value), engine), name)
 
 
@@ -99,7 +100,7 @@ def tensor_tensor(
     name: str | None = None,
 ) -> NkiInstruction:
     """dst = data1 op data2, element by element; at most one input in PSUM; no broadcasting."""
-    core = running._state.core or running.active("nki.isa.tensor_tensor")
+    core = running.active("nki.isa.tensor_tensor")
     return core.issue(_tensor_tensor, (dst, data1, data2), (op, engine), name)
 
 
@@ -170,11 +171,12 @@ def tensor_scalar(
 
     `reverse` swaps the two sides of its operator. Two operators cost the same as one.
     """
-    core = running._state.core or running.active("nki.isa.tensor_scalar")
-    tiles = tuple([x for x in (operand0, operand1) if isinstance(x, NkiTensor)])
-    marks = tuple([None if isinstance(x, NkiTensor) else (x,) for x in (operand0, operand1)])
+    core = running.active("nki.isa.tensor_scalar")
     return core.issue(
-        _tensor_scalar, (dst, data, *tiles), (op0, reverse0, op1, reverse1, marks, engine), name
+        _tensor_scalar,
+        (dst, data, *tiles_of(operand0, operand1)),
+        (op0, reverse0, op1, reverse1, marks_of(operand0, operand1), engine),
+        name,
     )
 
 
@@ -196,19 +198,15 @@ def _tensor_scalar(core: Core, dst: NkiTensor, data: NkiTensor, *rest: Any) -> F
         rules.scalar_operand("tensor_scalar", "operand", t, data.geometry.partitions)
         if first.kind == "arithmetic":
             rules.dtype_in("tensor_scalar", "operand", t, "float32")
-    rules.second_operand(
-        "tensor_scalar", op1, marks[1], len(tiles) + sum(m is not None for m in marks)
-    )
-    steps = [(first, reverse0, marks[0])] + ([(second, reverse1, marks[1])] if second else [])
+    rules.second_operand("tensor_scalar", op1, marks[1])
+    steps = [(first, reverse0)] + ([(second, reverse1)] if second else [])
     bitvec = first.kind == "bitvec" or (second is not None and second.kind == "bitvec")
     if bitvec:
         rules.bitvec_dtypes("tensor_scalar", first, dst, data)
 
     def run(dst: NkiTensor, data: NkiTensor, *tiles: NkiTensor) -> None:
-        left = iter(tiles)
         value = raw(data) if bitvec else read(data)
-        for alu, reverse, mark in steps:
-            operand = mark[0] if mark is not None else next(left)
+        for (alu, reverse), operand in zip(steps, given(marks, tiles), strict=False):
             value = apply(alu, value, operand, reverse)
         if bitvec:
             raw(dst)[...] = value.astype(raw(dst).dtype).reshape(raw(dst).shape)
@@ -256,13 +254,11 @@ def scalar_tensor_tensor(
     name: str | None = None,
 ) -> NkiInstruction:
     """dst = (data op0 operand0) op1 operand1 on VectorE: a number or tile [P, 1], then a tensor."""
-    core = running._state.core or running.active("nki.isa.scalar_tensor_tensor")
-    tiles = (operand0,) if isinstance(operand0, NkiTensor) else ()
-    mark = None if tiles else (operand0,)
+    core = running.active("nki.isa.scalar_tensor_tensor")
     return core.issue(
         _scalar_tensor_tensor,
-        (dst, data, operand1, *tiles),
-        (op0, op1, reverse0, reverse1, mark),
+        (dst, data, operand1, *tiles_of(operand0)),
+        (op0, op1, reverse0, reverse1, marks_of(operand0)),
         name,
     )
 
@@ -270,7 +266,7 @@ def scalar_tensor_tensor(
 def _scalar_tensor_tensor(
     core: Core, dst: NkiTensor, data: NkiTensor, other: NkiTensor, *rest: Any
 ) -> Form:
-    *tiles, op0, op1, reverse0, reverse1, mark = rest
+    *tiles, op0, op1, reverse0, reverse1, marks = rest
     first, second = operators.alu(op0), operators.alu(op1)
     for alu in (first, second):
         rules.arithmetic("scalar_tensor_tensor", alu)
@@ -283,7 +279,8 @@ def _scalar_tensor_tensor(
     quick = bf16 and n % 2 == 0 and (first.name, second.name) == ("subtract", "multiply")
 
     def run(dst: NkiTensor, data: NkiTensor, other: NkiTensor, *tiles: NkiTensor) -> None:
-        value = apply(first, read(data), mark[0] if mark is not None else tiles[0], reverse0)
+        (operand,) = given(marks, tiles)
+        value = apply(first, read(data), operand, reverse0)
         b = read(other).reshape(value.shape)
         write(dst, second.apply(b, value) if reverse1 else second.apply(value, b))
 
@@ -294,7 +291,7 @@ def _scalar_tensor_tensor(
 
 def reciprocal(dst: NkiTensor, data: NkiTensor, name: str | None = None) -> NkiInstruction:
     """dst = 1 / data on VectorE: more precise and 8x slower than ScalarE's."""
-    core = running._state.core or running.active("nki.isa.reciprocal")
+    core = running.active("nki.isa.reciprocal")
     return core.issue(_reciprocal, (dst, data), (), name)
 
 

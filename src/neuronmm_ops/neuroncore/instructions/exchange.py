@@ -26,7 +26,7 @@ def core_barrier(
 
     `data` is in shared_hbm and `cores` is (0, 1). NeuronCore-v3 and later, launches on two cores.
     """
-    core = running._state.core or running.active("nki.isa.core_barrier")
+    core = running.active("nki.isa.core_barrier")
     _both(core, "core_barrier")
     rules.barrier_cores(cores)
     rules.shared("core_barrier", data)
@@ -74,7 +74,7 @@ def sendrecv(
     Both in SBUF, of one shape and dtype. Both cores issue their exchanges and barriers in one
     order, with the same `pipe_id`. NeuronCore-v3 and later, launches on two cores.
     """
-    core = running._state.core or running.active("nki.isa.sendrecv")
+    core = running.active("nki.isa.sendrecv")
     _both(core, "sendrecv")
     rules.ranks(send_to_rank, recv_from_rank)
     values = raw(src).copy() if core.execute else None

@@ -32,7 +32,7 @@ def nc_find_index8(
     uint16 or uint32, all ones where a value is not found. The first of equal vals takes the first
     place, the second the second, and so on.
     """
-    core = running._state.core or running.active("nki.isa.nc_find_index8")
+    core = running.active("nki.isa.nc_find_index8")
     return core.issue(_find_index8, (dst, data, vals), (), name)
 
 
@@ -60,7 +60,7 @@ def nc_match_replace8(
     dst_idx [P, 8], uint16 or uint32, gets the places, all ones where a value is not found. Of
     equal vals the last takes the first place: the opposite of `nc_find_index8`.
     """
-    core = running._state.core or running.active("nki.isa.nc_match_replace8")
+    core = running.active("nki.isa.nc_match_replace8")
     outputs = (dst,) if dst_idx is None else (dst, dst_idx)
     return core.issue(_match_replace8, (*outputs, data, vals), (imm,), name)
 
@@ -138,7 +138,7 @@ def nc_stream_shuffle(
     255 leaves a partition as it is. dst and src have one dtype and number of elements per
     partition, not of partitions, and may be one tile.
     """
-    core = running._state.core or running.active("nki.isa.nc_stream_shuffle")
+    core = running.active("nki.isa.nc_stream_shuffle")
     return core.issue(_shuffle, (dst, src), (tuple(shuffle_mask),), name)
 
 
@@ -178,7 +178,7 @@ def local_gather(
     all 16 partitions of dst then hold, for each of the first `num_valid_indices`, the
     `num_elem_per_idx` elements of src_buffer from that element on. dst has src_buffer's dtype.
     """
-    core = running._state.core or running.active("nki.isa.local_gather")
+    core = running.active("nki.isa.local_gather")
     options = (num_elem_per_idx, num_valid_indices)
     return core.issue(_local_gather, (dst, src_buffer, index), options, name)
 
@@ -218,7 +218,7 @@ def nc_n_gather(
 
     All in SBUF, on GpSimdE; dst has data's dtype and the elements of indices.
     """
-    core = running._state.core or running.active("nki.isa.nc_n_gather")
+    core = running.active("nki.isa.nc_n_gather")
     return core.issue(_n_gather, (dst, data, indices), (), name)
 
 
@@ -249,7 +249,7 @@ def nonzero_with_count(
     On GpSimdE in SBUF, NeuronCore-v3 and later. Only partitions 0, 16, ..., 112 are read and
     written. src is float32 or int32, dst int32; `index_offset` is added to each place.
     """
-    core = running._state.core or running.active("nki.isa.nonzero_with_count")
+    core = running.active("nki.isa.nonzero_with_count")
     return core.issue(_nonzero, (dst, src), (index_offset, padding_val), name)
 
 
@@ -284,7 +284,7 @@ def sequence_bounds(
     Segments are runs of one id; the end is exclusive. Elements with id 0 get (N, -1). float32 or
     int32, on GpSimdE.
     """
-    core = running._state.core or running.active("nki.isa.sequence_bounds")
+    core = running.active("nki.isa.sequence_bounds")
     return core.issue(_sequence_bounds, (dst, segment_ids), (), name)
 
 

@@ -84,7 +84,7 @@ def rng(dst: NkiTensor, engine: engine = engine.vector, name: str | None = None)
 
     GpSimdE from NeuronCore-v3 on, and into SBUF only.
     """
-    core = running._state.core or running.active("nki.isa.rng")
+    core = running.active("nki.isa.rng")
     return core.issue(_rng, (dst,), (engine,), name)
 
 
@@ -111,7 +111,7 @@ def dropout(
     `prob`, the probability of a 0, is a number from 0 to 1 or a tile [P, 1]: fp32 where data is of
     integers, else of any float type.
     """
-    core = running._state.core or running.active("nki.isa.dropout")
+    core = running.active("nki.isa.dropout")
     return core.issue(_dropout, (dst, data, *tiles_of(prob)), (marks_of(prob),), name)
 
 
@@ -135,7 +135,7 @@ def _dropout(core: Core, dst: NkiTensor, data: NkiTensor, *rest: Any) -> Form:
 
 def set_rng_seed(src_seeds: NkiTensor, name: str | None = None) -> NkiInstruction:
     """Seed VectorE's generator with a tile [1, 1] of 32 bits."""
-    core = running._state.core or running.active("nki.isa.set_rng_seed")
+    core = running.active("nki.isa.set_rng_seed")
     return core.issue(_set_seed, (src_seeds,), (), name)
 
 
@@ -158,7 +158,7 @@ def rand_set_state(
 
     [P, 6] for GpSimdE, [P, 24] for VectorE. NeuronCore-v3 and later, VectorE from v4 on.
     """
-    core = running._state.core or running.active("nki.isa.rand_set_state")
+    core = running.active("nki.isa.rand_set_state")
     return core.issue(_set_state, (src_seeds,), (engine,), name)
 
 
@@ -180,7 +180,7 @@ def rand_get_state(
 
     NeuronCore-v3 and later, VectorE from v4 on; GpSimdE writes SBUF only.
     """
-    core = running._state.core or running.active("nki.isa.rand_get_state")
+    core = running.active("nki.isa.rand_get_state")
     return core.issue(_get_state, (dst,), (engine,), name)
 
 
@@ -216,7 +216,7 @@ def rand2(dst: NkiTensor, min: Scalar, max: Scalar, name: str | None = None) -> 
 
     Drawn in fp32, converted to dst's dtype. NeuronCore-v4.
     """
-    core = running._state.core or running.active("nki.isa.rand2")
+    core = running.active("nki.isa.rand2")
     return core.issue(_rand2, (dst, *tiles_of(min, max)), (marks_of(min, max),), name)
 
 

@@ -57,7 +57,7 @@ def tensor_reduce(
     `axis` are the last dimensions, as 2 or (1, 2) of three; dst has the elements of the others,
     whether `keepdims` or not. `negate` changes the sign. Raises NkiValidationError.
     """
-    core = running._state.core or running.active("nki.isa.tensor_reduce")
+    core = running.active("nki.isa.tensor_reduce")
     axes = (axis,) if isinstance(axis, int) else tuple(axis)
     return core.issue(_tensor_reduce, (dst, data), (op, axes, negate, keepdims), name)
 
@@ -104,7 +104,7 @@ def tensor_partition_reduce(
 
     `op` is nl.add, nl.maximum, nl.bitwise_and or nl.bitwise_or.
     """
-    core = running._state.core or running.active("nki.isa.tensor_partition_reduce")
+    core = running.active("nki.isa.tensor_partition_reduce")
     return core.issue(_partition_reduce, (dst, data), (op,), name)
 
 
@@ -150,7 +150,7 @@ def tensor_scalar_reduce(
     `operand0` and `reduce_init` are numbers or tiles [P, 1]. `reduce_op` is nl.add, nl.multiply,
     nl.maximum or nl.minimum, of the fp32 results before they are rounded to dst's dtype.
     """
-    core = running._state.core or running.active("nki.isa.tensor_scalar_reduce")
+    core = running.active("nki.isa.tensor_scalar_reduce")
     scalars = (operand0, reduce_init)
     options = (op0, reduce_op, reverse0, reduce_cmd, reduce_res_negate, marks_of(*scalars))
     outputs = (dst,) if reduce_res is None else (dst, reduce_res)
@@ -204,7 +204,7 @@ def tensor_scalar_cumulative(
     `imm0` is a number or a fp32 tile [P, 1]; `imm1`, with reduce_cmd.load_reduce, is where the
     register starts. `op1` is nl.add, subtract, multiply, maximum or minimum. No 32-bit integers.
     """
-    core = running._state.core or running.active("nki.isa.tensor_scalar_cumulative")
+    core = running.active("nki.isa.tensor_scalar_cumulative")
     options = (op0, op1, marks_of(imm0, imm1), reduce_cmd)
     return core.issue(_cumulative, (dst, src, *tiles_of(imm0, imm1)), options, name)
 
@@ -254,7 +254,7 @@ def tensor_tensor_scan(
     dst[-1] is `initial`, a number or a tile [P, 1]. `reverse` swaps the sides of its operator.
     At most one input is in PSUM.
     """
-    core = running._state.core or running.active("nki.isa.tensor_tensor_scan")
+    core = running.active("nki.isa.tensor_tensor_scan")
     options = (op0, op1, reverse0, reverse1, marks_of(initial))
     return core.issue(_scan, (dst, data0, data1, *tiles_of(initial)), options, name)
 
@@ -288,7 +288,7 @@ def bn_stats(dst: NkiTensor, data: NkiTensor, name: str | None = None) -> NkiIns
 
     data [P, up to 512]; fp32 inside.
     """
-    core = running._state.core or running.active("nki.isa.bn_stats")
+    core = running.active("nki.isa.bn_stats")
     return core.issue(_bn_stats, (dst, data), (), name)
 
 
@@ -313,7 +313,7 @@ def _bn_stats(core: Core, dst: NkiTensor, data: NkiTensor) -> Form:
 
 def bn_aggr(dst: NkiTensor, data: NkiTensor, name: str | None = None) -> NkiInstruction:
     """dst [P, 2] = mean and variance from data [P, 3n], triples of `bn_stats`."""
-    core = running._state.core or running.active("nki.isa.bn_aggr")
+    core = running.active("nki.isa.bn_aggr")
     return core.issue(_bn_aggr, (dst, data), (), name)
 
 
@@ -334,7 +334,7 @@ def _bn_aggr(core: Core, dst: NkiTensor, data: NkiTensor) -> Form:
 
 def max8(dst: NkiTensor, src: NkiTensor, name: str | None = None) -> NkiInstruction:
     """dst [P, 8] = the 8 largest of src [P, 8 to 16384], in descending order."""
-    core = running._state.core or running.active("nki.isa.max8")
+    core = running.active("nki.isa.max8")
     return core.issue(_max8, (dst, src), (), name)
 
 
@@ -364,7 +364,7 @@ def exponential(
 
     `max_value`, and `reduce_init` with reduce_cmd.load_reduce, are numbers or fp32 tiles [P, 1].
     """
-    core = running._state.core or running.active("nki.isa.exponential")
+    core = running.active("nki.isa.exponential")
     scalars = (max_value, reduce_init)
     outputs = (dst,) if reduce_res is None else (dst, reduce_res)
     options = (reduce_cmd, marks_of(*scalars), len(outputs))

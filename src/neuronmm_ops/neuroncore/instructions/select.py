@@ -56,7 +56,7 @@ def tensor_copy_predicated(
     `src` is a number or a tile of dst's dtype; predicate is uint8, uint16 or uint32. At most one
     of the two is in PSUM. dst must have been written before.
     """
-    core = running._state.core or running.active("nki.isa.tensor_copy_predicated")
+    core = running.active("nki.isa.tensor_copy_predicated")
     operands = (dst, predicate, *tiles_of(src))
     return core.issue(_predicated, operands, (marks_of(src)[0], reverse_pred), name)
 
@@ -101,7 +101,7 @@ def iota(
     `pattern` is one to four pairs [step, count], outermost first, whose counts multiply to dst's
     elements per partition. int32 arithmetic on GpSimdE, converted to dst's dtype; dst in SBUF.
     """
-    core = running._state.core or running.active("nki.isa.iota")
+    core = running.active("nki.isa.iota")
     return core.issue(_iota, (dst,), (_pairs(pattern), offset, channel_multiplier), name)
 
 
@@ -131,7 +131,7 @@ def affine_select(
 
     The pattern is `iota`'s. `cmp_op` is nl.equal, nl.not_equal, nl.less, nl.greater_equal, ...
     """
-    core = running._state.core or running.active("nki.isa.affine_select")
+    core = running.active("nki.isa.affine_select")
     options = (_pairs(pattern), channel_multiplier, on_false_value, cmp_op, offset)
     return core.issue(_affine_select, (dst, on_true_tile), options, name)
 
@@ -211,7 +211,7 @@ def range_select(
     [P, 1] and on_true_tile is of a float type. The maximum goes to reduce_res [P, 1].
     NeuronCore-v3 and later.
     """
-    core = running._state.core or running.active("nki.isa.range_select")
+    core = running.active("nki.isa.range_select")
     outputs = (dst,) if reduce_res is None else (dst, reduce_res)
     options = (comp_op0, comp_op1, reduce_cmd, reduce_op, range_start, on_false_value, len(outputs))
     return core.issue(_range_select, (*outputs, on_true_tile, bound0, bound1), options, name)
@@ -268,7 +268,7 @@ def select_reduce(
     The maximum goes to reduce_res [P, 1] as reduce_cmd says. predicate is an 8 or 16-bit integer;
     at most one of predicate and on_true is in PSUM. NeuronCore-v3 and later.
     """
-    core = running._state.core or running.active("nki.isa.select_reduce")
+    core = running.active("nki.isa.select_reduce")
     outputs = (dst,) if reduce_res is None else (dst, reduce_res)
     options = (marks_of(on_false), reduce_cmd, reduce_op, reverse_pred, len(outputs))
     operands = (*outputs, predicate, on_true, *tiles_of(on_false))

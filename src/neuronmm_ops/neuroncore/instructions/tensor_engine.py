@@ -24,8 +24,6 @@ from neuronmm_ops.neuroncore.machine import MIN_CYCLES, Engine
 from neuronmm_ops.neuroncore.tensor import NkiTensor
 from neuronmm_ops.neuroncore.trace import Form, NkiInstruction
 
-_state = running._state
-
 
 def nc_matmul(
     dst: NkiTensor,
@@ -45,7 +43,7 @@ def nc_matmul(
     `accumulate`: False overwrites, True adds to what a matmul wrote, None overwrites what no
     matmul wrote yet and adds elsewhere. Raises NkiValidationError.
     """
-    core = _state.core or running.active("nki.isa.nc_matmul")
+    core = running.active("nki.isa.nc_matmul")
     storage, region = dst.storage, dst.geometry.region
     adds = partly = False
     if accumulate:
@@ -168,7 +166,7 @@ def nc_transpose(
     dst: NkiTensor, data: NkiTensor, engine: engine = engine.unknown, name: str | None = None
 ) -> NkiInstruction:
     """dst[F, P] = data[P, F].T: TensorE SBUF to PSUM up to 128 x 128, VectorE up to 32 x 32."""
-    core = _state.core or running.active("nki.isa.nc_transpose")
+    core = running.active("nki.isa.nc_transpose")
     return core.issue(_transpose, (dst, data), (engine,), name)
 
 

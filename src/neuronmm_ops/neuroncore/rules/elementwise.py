@@ -80,7 +80,7 @@ def scalar_engine_ops(machine: Machine, engine: Engine, op0: str, op1: str | Non
         refuse(f"tensor_scalar: ScalarE runs multiply+add, multiply or add; got {op0}, {op1}")
 
 
-def second_operand(opcode: str, op1: Any, mark: Any, given: int) -> None:
+def second_operand(opcode: str, op1: Any, mark: Any) -> None:
     """op1 and operand1 come together; `mark` is (value,) of a number."""
     absent = mark is not None and mark[0] is None
     if (op1 is None) != absent:
