@@ -16,7 +16,7 @@ from neuronmm_ops.neuroncore.dtypes import DType, dtype_of
 from neuronmm_ops.neuroncore.machine import RESULT_CYCLES, Engine, Machine
 from neuronmm_ops.neuroncore.memory import Layout, MemoryRegion, Storage
 from neuronmm_ops.neuroncore.tensor import NkiTensor, tensor_of
-from neuronmm_ops.neuroncore.trace import Form, NkiInstruction, Trace, geometry_operands
+from neuronmm_ops.neuroncore.trace import Form, NkiInstruction, Trace
 
 Build = Callable[..., Form]
 
@@ -217,7 +217,7 @@ class Core:
 
     def _prepare(self, form: Form, operands: tuple[NkiTensor, ...]) -> None:
         """Fill in what follows from the operands and the machine."""
-        form.regions = geometry_operands(operands)
+        form.regions = tuple([t.geometry.region for t in operands])
         form.overlaps = tuple([t.geometry.layout.overlaps[t.geometry.region] for t in operands])
         memories = [t.geometry.memory for t in operands]
         in_hbm = [i for i, m in enumerate(memories) if not m.on_chip]

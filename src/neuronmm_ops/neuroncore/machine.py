@@ -63,7 +63,6 @@ class Machine:
     """Largest moving free size of a matmul with an fp32 result (isa: 512, 512, 4096)."""
     matmul_overhead_cycles: float
     """Issue overhead of a matmul in TensorE cycles: the only fitted number (fit)."""
-    fitted_on: str
     fast_modes: bool
     """VectorE runs 16-bit copies 2-4x faster (arch, Trainium2: performance modes)."""
     shared_ports: bool
@@ -100,13 +99,10 @@ class Machine:
         """
         return max(DMA_MIN_ROW_BYTES, row_bytes + DMA_ROW_OVERHEAD_BYTES) / self.dma_engine_gbps
 
-    def matmul_cycles(self, columns: int, stationary: int, passes: float, model: Model) -> float:
-        """TensorE cycles of one matmul: max(min(64, stationary), columns) a pass (cost).
-
-        `passes` is 4 for fp32 operands (cost). The calibrated model adds the issue overhead.
-        """
-        overhead = self.matmul_overhead_cycles if model == "calibrated" else 0.0
-        return max(min(MIN_CYCLES, stationary), columns) * passes + overhead
+    @property
+    def matmul_overhead_ns(self) -> float:
+        """The issue overhead of a matmul, which the calibrated model adds."""
+        return self.ns(Engine.TENSOR, self.matmul_overhead_cycles)
 
 
 DMA_MIN_ROW_BYTES = 2430
@@ -140,8 +136,8 @@ TRN1 = Machine(
     clocks_ghz=(2.8, 1.12, 1.4, 1.4),
     dma_engine_gbps=17.0,
     moving_max=512,
+    # fit: matmul tutorial, blocked M, N and K, [4096,8192] @ [8192,8192]
     matmul_overhead_cycles=_issue_overhead(6.97, 32 * 64 * 16, 2.8),
-    fitted_on="matmul tutorial, blocked M, N and K: 6.97 ms at [4096,8192] @ [8192,8192]",
     fast_modes=False,
     shared_ports=True,
     hardware_dge=False,
@@ -154,8 +150,8 @@ TRN2 = Machine(
     clocks_ghz=(2.4, 0.96, 1.2, 1.2),
     dma_engine_gbps=23.0,
     moving_max=512,
+    # fit: nki-autotune lhs @ rhs, hand-tuned, 2048 x 2048 x 2048
     matmul_overhead_cycles=_issue_overhead(0.2442, 16 * 16 * 4, 2.4),
-    fitted_on="nki-autotune lhs @ rhs, hand-tuned: 0.2442 ms at 2048 x 2048 x 2048",
     fast_modes=True,
     shared_ports=False,
     hardware_dge=True,
@@ -168,8 +164,8 @@ TRN3 = Machine(
     clocks_ghz=(2.4, 1.2, 1.2, 1.2),
     dma_engine_gbps=33.0,
     moving_max=4096,
+    # no published kernel to fit on: taken from trn2
     matmul_overhead_cycles=TRN2.matmul_overhead_cycles,
-    fitted_on="nothing: taken from trn2",
     fast_modes=True,
     shared_ports=False,
     hardware_dge=True,

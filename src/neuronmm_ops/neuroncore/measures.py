@@ -137,7 +137,7 @@ def busy(core: CoreSchedule, schedule: Schedule) -> tuple[EngineUse, ...]:
         end[i] = min(end[i], start[i] + core.trace.records[i][0].ns)
     busy_ns = [covered(start[engine == e], end[engine == e]) for e in range(4)]
     for form, *_ in core.trace.records:
-        if form.dma is not None and form.dma.generation == "swdge":
+        if form.dma is not None and form.dma.descriptors == "swdge":
             cycles = max(MIN_CYCLES, form.dma.rows)
             busy_ns[3] += schedule.machine.ns(Engine.GPSIMD, cycles)
     busy_ns.append(sum(core.dma_busy_ns) / DMA_ENGINES)

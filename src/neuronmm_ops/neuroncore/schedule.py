@@ -113,11 +113,7 @@ class _Placer:
         self.times = CoreSchedule(trace)
         self.engine_free = [0.0] * 6
         self.engine_last = [-1] * 6
-        self.overhead_ns = (
-            machine.ns(Engine.TENSOR, machine.matmul_overhead_cycles)
-            if model == "calibrated"
-            else 0.0
-        )
+        self.overhead_ns = machine.matmul_overhead_ns if model == "calibrated" else 0.0
         self.dma = DmaEngines()
         self.queues: dict[Any, tuple[str, float, int]] = {}
         self.dge_free = [0.0, 0.0]
@@ -330,11 +326,11 @@ class _Placer:
         self.queues[key] = (name, ready, i)
         self.times.queue[i] = name
         trigger = ready
-        if cost.generation == "hwdge":
+        if cost.descriptors == "hwdge":
             unit = 0 if self.dge_free[0] <= self.dge_free[1] else 1
             trigger = max(trigger, self.dge_free[unit]) + HWDGE_NS
             self.dge_free[unit] = trigger
-        elif cost.generation == "swdge":
+        elif cost.descriptors == "swdge":
             cycles = max(MIN_CYCLES, cost.rows)
             trigger = max(trigger, self.engine_free[3]) + self.machine.ns(Engine.GPSIMD, cycles)
             self.engine_free[3], self.engine_last[3] = trigger, i

@@ -16,7 +16,7 @@ from neuronmm_ops.neuroncore.machine import DMA_ENGINES, Engine
 from neuronmm_ops.neuroncore.memory import Storage
 
 if TYPE_CHECKING:
-    from neuronmm_ops.neuroncore.tensor import NkiTensor
+    pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +33,8 @@ class DmaCost:
     """Busy time of each of those engines."""
     direction: str
     """"load" (from HBM), "store" (to HBM), "hbm" (within HBM) or "sbuf" (within SBUF)."""
-    generation: str = "none"
-    """Who makes the descriptors: "none" (before the run), "hwdge" or "swdge"."""
+    descriptors: str = "none"
+    """Who makes them: "none" (before the run), "hwdge" or "swdge"."""
     reads: tuple[int, ...] = ()
     """Bytes read from HBM, one number per operand of the instruction."""
     writes: tuple[int, ...] = ()
@@ -133,8 +133,3 @@ def dma_cost(
         busiest = rows / engines
     busy_ns = busiest * machine_row_ns(run_bytes)
     return DmaCost(bytes_, rows, run_bytes, first, engines, busy_ns, **facts)
-
-
-def geometry_operands(operands: tuple[NkiTensor, ...]) -> tuple[int, ...]:
-    """The regions of operands, in order."""
-    return tuple([t.geometry.region for t in operands])

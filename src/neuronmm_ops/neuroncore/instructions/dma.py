@@ -99,7 +99,7 @@ def _copy(
     asked: engine,
     oob: oob_mode,
 ) -> Form:
-    generation = _checked(core, "dma_copy", dst, src, priority, mode, asked)
+    descriptors = _checked(core, "dma_copy", dst, src, priority, mode, asked)
 
     def run(dst: NkiTensor, src: NkiTensor) -> None:
         target, source = raw(dst), raw(src)
@@ -108,10 +108,10 @@ def _copy(
         else:
             write(dst, read(src))
 
-    return Form("dma_copy", Engine.DMA, 0, run=run, dma=copy_cost(core, dst, src, generation))
+    return Form("dma_copy", Engine.DMA, 0, run=run, dma=copy_cost(core, dst, src, descriptors))
 
 
-def copy_cost(core: Core, dst: NkiTensor, src: NkiTensor, generation: str = "none") -> DmaCost:
+def copy_cost(core: Core, dst: NkiTensor, src: NkiTensor, descriptors: str = "none") -> DmaCost:
     """What a copy moves: runs are as long as both sides are contiguous."""
     run = min(_run_bytes(dst), _run_bytes(src) * dst.dtype.itemsize // src.dtype.itemsize)
     moved = max(dst.size * dst.dtype.itemsize, src.size * src.dtype.itemsize)
@@ -121,7 +121,7 @@ def copy_cost(core: Core, dst: NkiTensor, src: NkiTensor, generation: str = "non
         max(run, 1),
         _partitions(dst, src),
         direction=_direction(dst, src),
-        generation=generation,
+        descriptors=descriptors,
         reads=(0, 0 if src.geometry.on_chip else src.size * src.dtype.itemsize),
         writes=(0 if dst.geometry.on_chip else dst.size * dst.dtype.itemsize, 0),
     )
@@ -146,15 +146,15 @@ def _direction(dst: NkiTensor, src: NkiTensor) -> str:
 
 def _indirect_copy(core: Core, dst: NkiTensor, src: NkiTensor, *rest: Any) -> Form:
     *indices, priority, mode, asked, oob, _ = rest
-    generation = _checked(core, "dma_copy", dst, src, priority, mode, asked)
+    descriptors = _checked(core, "dma_copy", dst, src, priority, mode, asked)
     rules.indirect_sides(dst, src)
     for index in indices:
         rules.index_operand("dma_copy", dst if dst.index is not None else src, index)
     kind = (dst if dst.index is not None else src).geometry.indirect
     # descriptors that depend on data are made on the way: by hardware for one offset, else GpSimdE
-    if generation == "none":
+    if descriptors == "none":
         vector = kind is not None and kind[0] == "vector"
-        generation = "swdge" if vector or not core.machine.hardware_dge else "hwdge"
+        descriptors = "swdge" if vector or not core.machine.hardware_dge else "hwdge"
 
     def run(dst: NkiTensor, src: NkiTensor, *indices: NkiTensor) -> None:
         skip = oob is oob_mode.skip
@@ -175,7 +175,7 @@ def _indirect_copy(core: Core, dst: NkiTensor, src: NkiTensor, *rest: Any) -> Fo
             values = source if raw(dst).dtype == source.dtype else _through_fp32(dst, src, source)
             scatter(dst, values, skip)
 
-    return Form("dma_copy", Engine.DMA, 0, run=run, dma=copy_cost(core, dst, src, generation))
+    return Form("dma_copy", Engine.DMA, 0, run=run, dma=copy_cost(core, dst, src, descriptors))
 
 
 def _through_fp32(dst: NkiTensor, src: NkiTensor, values: np.ndarray) -> np.ndarray:
@@ -266,7 +266,7 @@ def _transpose(core: Core, dst: NkiTensor, src: NkiTensor, *rest: Any) -> Form:
     rules.dma_transpose_axes(src, dst, axes, _AXES.get(src.ndim), bool(indices))
     rules.memory(opcode, "dst", dst, SBUF)
     rules.same_dtype(opcode, dst, src)
-    generation = _checked(core, opcode, dst, src, priority, mode, engine.unknown)
+    descriptors = _checked(core, opcode, dst, src, priority, mode, engine.unknown)
     rules.transpose_mode(mode.name, bool(indices))
     if mode is dge_mode.hwdge:
         rules.hwdge_transpose(src)
@@ -285,13 +285,13 @@ def _transpose(core: Core, dst: NkiTensor, src: NkiTensor, *rest: Any) -> Form:
         Engine.DMA,
         0,
         run=run,
-        dma=_transpose_cost(core, dst, src, "swdge" if indices else generation),
+        dma=_transpose_cost(core, dst, src, "swdge" if indices else descriptors),
     )
 
 
-def _transpose_cost(core: Core, dst: NkiTensor, src: NkiTensor, generation: str) -> DmaCost:
+def _transpose_cost(core: Core, dst: NkiTensor, src: NkiTensor, descriptors: str) -> DmaCost:
     """A transpose runs at a share of the DMA rate, whatever its rows (Trainium2 guide)."""
-    plain = copy_cost(core, dst, src, generation)
+    plain = copy_cost(core, dst, src, descriptors)
     share = DMA_TRANSPOSE_SHARE["sbuf" if src.geometry.on_chip else "hbm"]
     return replace(
         plain,
