@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
@@ -20,7 +21,8 @@ _BAR = 24
 def page(profile: Profile) -> str:
     """Time and limit, engines, traffic, critical path and memory, each with a title."""
     sections = (_summary, _engines, _traffic, _dma, _critical, _memory)
-    return "\n\n".join("\n".join(_fit(section(profile))) for section in sections)
+    text = "\n\n".join("\n".join(_fit(section(profile))) for section in sections)
+    return text.replace("\xa0", " ")
 
 
 def _fit(lines: Iterable[str]) -> list[str]:
@@ -75,7 +77,9 @@ def _summary(p: Profile) -> list[str]:
         bound = "latency: no engine is busy for more than 60 % of the time"
     else:
         bound = f"{p.bound}, the busiest engine"
-    opcodes = ", ".join([f"{count:,} {opcode}" for opcode, count in p.opcodes.items()])
+    # a no-break space keeps a count with its opcode
+    opcodes = ", ".join([f"{count:,}\xa0{opcode}" for opcode, count in p.opcodes.items()])
+    issued = textwrap.wrap(f"{p.instructions:,}: {opcodes}", WIDTH - 18)
     intensity = "no HBM traffic"
     if p.intensity is not None:
         intensity = f"{p.intensity:,.1f} FLOP per HBM byte; the knee is at {p.knee:,.1f}"
@@ -98,7 +102,7 @@ def _summary(p: Profile) -> list[str]:
                     f"MFU {p.mfu:.1%} of the bf16 peak of {p.pe_peak_tflops:,.1f}",
                 ),
                 ("intensity", intensity),
-                ("instructions", f"{p.instructions:,}: {opcodes}"),
+                *zip(("instructions", *[""] * len(issued)), issued, strict=False),
             ],
         )[1:],
     ]
