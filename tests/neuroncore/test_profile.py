@@ -331,3 +331,24 @@ def test_execute_and_trace_mode_agree() -> None:
     traced = profile_of(tile, (128, 128), (128, 512)).to_json()
     assert executed.mode == "execute"
     assert {**executed.to_json(), "mode": "trace"} == traced
+
+
+def test_the_documented_time_is_without_the_fitted_overhead():
+    def time(model):
+        @nc.jit
+        def kernel(x):
+            a = nl.ndarray((128, 128), dtype=nl.bfloat16)
+            nisa.dma_copy(a, x)
+            acc = nl.ndarray((128, 128), dtype=nl.float32, buffer=nl.psum)
+            for _ in range(50):
+                nisa.nc_matmul(acc, a, a)
+
+        x = nc.TensorSpec((128, 128), nl.bfloat16)
+        return nc.simulate(kernel, x, target="trn2", mode="trace", model=model).profile
+
+    calibrated, documented = time("calibrated"), time("documented")
+    assert calibrated.documented_ms == documented.time_ms == documented.documented_ms
+    extra_ms = 50 * calibrated.machine.matmul_overhead_ns / 1e6
+    assert calibrated.time_ms - calibrated.documented_ms == pytest.approx(extra_ms)
+    assert calibrated.to_json()["documented_ms"] == documented.time_ms
+    assert "by the documented costs alone" in str(calibrated)

@@ -77,6 +77,9 @@ def _summary(p: Profile) -> list[str]:
         bound = "latency: no engine is busy for more than 60 % of the time"
     else:
         bound = f"{p.bound}, the busiest engine"
+    documented = ""
+    if p.model == "calibrated":
+        documented = f"; {milliseconds(p.documented_ms)} by the documented costs alone"
     # a no-break space keeps a count with its opcode
     opcodes = ", ".join([f"{count:,}\xa0{opcode}" for opcode, count in p.opcodes.items()])
     issued = textwrap.wrap(f"{p.instructions:,}: {opcodes}", WIDTH - 18)
@@ -89,7 +92,7 @@ def _summary(p: Profile) -> list[str]:
         *table(
             ("<", "<"),
             [
-                ("time", f"{milliseconds(p.time_ms)} ms modelled"),
+                ("time", f"{milliseconds(p.time_ms)} ms modelled{documented}"),
                 (
                     "limit",
                     f"{milliseconds(p.limit_ms)} ms modelled ({p.limit_share:.1%} of the time): "
