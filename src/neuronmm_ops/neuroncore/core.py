@@ -147,8 +147,7 @@ class Core:
                 self.trace.storages.append(storage)
                 return tensor_of(storage)
         trace = self.trace
-        number = len(trace.storages)
-        storage = Storage(layout, name or f"{memory.value}{number}", number)
+        storage = Storage(layout, name or f"{memory.value}{len(trace.storages)}")
         if memory is MemoryRegion.shared_hbm:
             launch.shared.append(storage)
         frame = _kernel_frame()

@@ -149,7 +149,7 @@ class _Boundary:
 
     def _storage(self, name: str, shape: tuple[int, ...], dtype: DType) -> Storage:
         layout = self.launch.layout(rules.shape_of(shape), dtype, nl.shared_hbm)
-        storage = Storage(layout, name, -1)
+        storage = Storage(layout, name)
         storage.initialised = True
         return storage
 

@@ -181,7 +181,7 @@ def constant_storage(core: running.Core, array: np.ndarray, name: str) -> Storag
     """An initialised storage in shared HBM with an array's values."""
     dtype = dtypes.from_numpy(array.dtype)
     layout = core.launch.layout(array.shape, dtype, shared_hbm)
-    storage = Storage(layout, name, len(core.trace.storages))
+    storage = Storage(layout, name)
     if core.execute:
         storage.data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
     return storage

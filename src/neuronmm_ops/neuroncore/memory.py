@@ -141,14 +141,32 @@ class Layout:
                 mask[places[(places >= 0) & (places < len(mask))]] = True
         return mask
 
-    def holds(self, region: int, others: Iterable[int]) -> bool:
-        """Whether others together have every byte of a region."""
-        box = self.boxes[region]
+    def covers(self, region: int, written: set[int]) -> bool:
+        """Whether written regions together have every byte of a region."""
+        if not written.isdisjoint(self.containers[region]):
+            return True
+        touching = written.intersection(self.overlaps[region])
+        box, parts = self.boxes[region], [self.boxes[r] for r in touching]
+        if all(p.exact for p in (box, *parts)):
+            return _fill(box, parts)
         row_bytes = self.row_elements * self.dtype.itemsize
-        mask = self.mask(others, box)
+        mask = self.mask(touching, box)
         if box.exact:
             return bool(mask.reshape(-1, row_bytes)[:, box.byte : box.byte_end].all())
         return bool(mask[box.places() - box.row * row_bytes].all())
+
+
+def _fill(box: Box, parts: list[Box]) -> bool:
+    """Whether parts without holes fill a box, on the grid of all their edges."""
+    rows = sorted({e for p in (box, *parts) for e in (p.row, p.row_end)})
+    cols = sorted({e for p in (box, *parts) for e in (p.byte, p.byte_end)})
+    row_at = {edge: i for i, edge in enumerate(rows)}
+    col_at = {edge: i for i, edge in enumerate(cols)}
+    grid = np.zeros((len(rows), len(cols)), bool)
+    for p in parts:
+        grid[row_at[p.row] : row_at[p.row_end], col_at[p.byte] : col_at[p.byte_end]] = True
+    inside = grid[row_at[box.row] : row_at[box.row_end], col_at[box.byte] : col_at[box.byte_end]]
+    return bool(inside.all())
 
 
 def _within(inner: Box, outer: Box) -> bool:
@@ -166,15 +184,14 @@ class Storage:
     """The memory behind a tensor and all its views, on one core or shared by both."""
 
     __slots__ = (
-        "address", "code", "data", "first", "index", "initialised", "last", "latest",
+        "address", "code", "data", "first", "initialised", "last", "latest",
         "latest_engine", "layout", "line", "name", "read_by", "store", "summed", "written",
         "written_by",
     )  # fmt: skip
 
-    def __init__(self, layout: Layout, name: str, index: int) -> None:
+    def __init__(self, layout: Layout, name: str) -> None:
         self.layout = layout
         self.name = name
-        self.index = index
         # bytes, and the dtype they hold: with NKI_PRECISE_FP=0 floats are kept in fp32
         self.data: np.ndarray | None = None
         self.store = layout.dtype.numpy
@@ -211,33 +228,10 @@ class Storage:
     def covered(self, geometry: Geometry) -> bool:
         """Whether instructions wrote every element that a view reads. The view is then noted."""
         region = geometry.region
-        if self.initialised or any(r in self.written for r in self.layout.containers[region]):
+        found = self.initialised or self.layout.covers(region, self.written)
+        if found:
             self.written.add(region)
-            return True
-        if self._union_covers(geometry):
-            self.written.add(region)
-            return True
-        return False
-
-    def _union_covers(self, geometry: Geometry) -> bool:
-        """Mark what was written inside the view's box, on the grid of all box edges."""
-        layout = self.layout
-        box = layout.boxes[geometry.region]
-        touching = self.written.intersection(layout.overlaps[geometry.region])
-        parts = [layout.boxes[r] for r in touching]
-        if not all(p.exact for p in (box, *parts)):
-            return layout.holds(geometry.region, touching)
-        rows = sorted({box.row, box.row_end, *(e for p in parts for e in (p.row, p.row_end))})
-        cols = sorted({box.byte, box.byte_end, *(e for p in parts for e in (p.byte, p.byte_end))})
-        row_at = {edge: i for i, edge in enumerate(rows)}
-        col_at = {edge: i for i, edge in enumerate(cols)}
-        grid = np.zeros((len(rows), len(cols)), bool)
-        for p in parts:
-            grid[row_at[p.row] : row_at[p.row_end], col_at[p.byte] : col_at[p.byte_end]] = True
-        inside = grid[
-            row_at[box.row] : row_at[box.row_end], col_at[box.byte] : col_at[box.byte_end]
-        ]
-        return bool(inside.all())
+        return found
 
     def describe(self) -> str:
         """Name, shape, dtype, memory and the line that made it, for messages."""

@@ -18,6 +18,7 @@ from neuronmm_ops.neuroncore import liveness
 from neuronmm_ops.neuroncore.core import Launch
 from neuronmm_ops.neuroncore.machine import (
     DMA_ENGINES,
+    DMA_QUEUES,
     DMA_START_NS,
     HWDGE_NS,
     MIN_CYCLES,
@@ -370,4 +371,4 @@ def _others(form: Form) -> list[tuple[str, int]]:
 
 
 def _queue_name(key: tuple[str, int], number: int) -> str:
-    return f"q{number % 16} {key[0]}"
+    return f"q{number % DMA_QUEUES} {key[0]}"

@@ -10,13 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import CodeType
-from typing import TYPE_CHECKING, Any
 
-from neuronmm_ops.neuroncore.machine import DMA_ENGINES, Engine
+from neuronmm_ops.neuroncore.machine import Engine
 from neuronmm_ops.neuroncore.memory import Storage
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,30 +102,3 @@ class NkiInstruction:
                     f"{producer.index}, which comes later; engines run in program order"
                 )
         return self
-
-
-def dma_cost(
-    machine_row_ns: Callable[[int], float],
-    bytes_: int,
-    run_bytes: int,
-    partitions: tuple[int, int],
-    **facts: Any,
-) -> DmaCost:
-    """Cost of moving `bytes_` in runs of `run_bytes`, carried by the engines of the partitions.
-
-    Engine e serves partitions 8e to 8e+7 (DMA overview). `partitions` is (start, count); a count
-    of 0 (HBM to HBM) spreads the rows over all engines.
-    """
-    rows = max(1, bytes_ // run_bytes)
-    start, count = partitions
-    per_engine = 128 // DMA_ENGINES
-    if count:
-        first = start // per_engine
-        engines = (start + count - 1) // per_engine - first + 1
-        # the fullest engine bounds it: whole partitions, each with rows/count runs
-        busiest = min(count, per_engine) * rows / count
-    else:
-        first, engines = 0, min(DMA_ENGINES, rows)
-        busiest = rows / engines
-    busy_ns = busiest * machine_row_ns(run_bytes)
-    return DmaCost(bytes_, rows, run_bytes, first, engines, busy_ns, **facts)

@@ -22,10 +22,10 @@ from neuronmm_ops.neuroncore.instructions.common import (
     read,
     write,
 )
-from neuronmm_ops.neuroncore.machine import DMA_ENGINES, DMA_TRANSPOSE_SHARE, Engine
+from neuronmm_ops.neuroncore.machine import DMA_ENGINES, DMA_TRANSPOSE_SHARE, PARTITIONS, Engine
 from neuronmm_ops.neuroncore.memory import MemoryRegion
 from neuronmm_ops.neuroncore.tensor import NkiTensor, VirtualRegister
-from neuronmm_ops.neuroncore.trace import DmaCost, Form, NkiInstruction, dma_cost
+from neuronmm_ops.neuroncore.trace import DmaCost, Form, NkiInstruction
 
 _REACHED = (SBUF, MemoryRegion.private_hbm, MemoryRegion.shared_hbm)
 
@@ -45,28 +45,10 @@ def dma_copy(
     """
     core = running.active("nki.isa.dma_copy")
     if dst.index is None and src.index is None:
-        return core.issue(_copy, (dst, src), (priority, dge_mode, engine, oob_mode), name)
+        return core.issue(_copy, (dst, src), (priority, dge_mode, engine), name)
     indices = tuple([t.index for t in (dst, src) if isinstance(t.index, NkiTensor)])
-    registers = _Registers(dst, src)
-    return core.issue(
-        _indirect_copy,
-        (dst, src, *indices),
-        (priority, dge_mode, engine, oob_mode, registers),
-        name,
-    )
-
-
-class _Registers:
-    """Values of the registers that address an instruction; not part of its kind."""
-
-    def __init__(self, dst: NkiTensor, src: NkiTensor) -> None:
-        self.values = [t.index for t in (dst, src) if isinstance(t.index, VirtualRegister)]
-
-    def __eq__(self, other: object) -> bool:
-        return self is other
-
-    def __hash__(self) -> int:
-        return id(self)
+    options = (priority, dge_mode, engine, oob_mode)
+    return core.issue(_indirect_copy, (dst, src, *indices), options, name)
 
 
 def _checked(
@@ -97,7 +79,6 @@ def _copy(
     priority: int | None,
     mode: dge_mode,
     asked: engine,
-    oob: oob_mode,
 ) -> Form:
     descriptors = _checked(core, "dma_copy", dst, src, priority, mode, asked)
 
@@ -113,13 +94,18 @@ def _copy(
 
 def copy_cost(core: Core, dst: NkiTensor, src: NkiTensor, descriptors: str = "none") -> DmaCost:
     """What a copy moves: runs are as long as both sides are contiguous."""
-    run = min(_run_bytes(dst), _run_bytes(src) * dst.dtype.itemsize // src.dtype.itemsize)
+    read_run = src.geometry.run_bytes * dst.dtype.itemsize // src.dtype.itemsize
+    run = max(1, min(dst.geometry.run_bytes, read_run))
     moved = max(dst.size * dst.dtype.itemsize, src.size * src.dtype.itemsize)
-    return dma_cost(
-        core.machine.dma_row_ns,
+    rows = max(1, moved // run)
+    first, engines, busiest = _shares(rows, *_partitions(dst, src))
+    return DmaCost(
         moved,
-        max(run, 1),
-        _partitions(dst, src),
+        rows,
+        run,
+        first,
+        engines,
+        busiest * core.machine.dma_row_ns(run),
         direction=_direction(dst, src),
         descriptors=descriptors,
         reads=(0, 0 if src.geometry.on_chip else src.size * src.dtype.itemsize),
@@ -127,8 +113,19 @@ def copy_cost(core: Core, dst: NkiTensor, src: NkiTensor, descriptors: str = "no
     )
 
 
-def _run_bytes(t: NkiTensor) -> int:
-    return t.geometry.run_bytes
+def _shares(rows: int, start: int, count: int) -> tuple[int, int, float]:
+    """First engine and number of engines that carry the rows, and the rows of the fullest.
+
+    Engine e serves partitions 8e to 8e+7 (DMA overview); without partitions (HBM to HBM) the
+    rows are spread over all engines.
+    """
+    if not count:
+        engines = min(DMA_ENGINES, rows)
+        return 0, engines, rows / engines
+    each = PARTITIONS // DMA_ENGINES
+    first = start // each
+    # whole partitions, each with rows/count runs
+    return first, (start + count - 1) // each - first + 1, min(count, each) * rows / count
 
 
 def _partitions(dst: NkiTensor, src: NkiTensor) -> tuple[int, int]:
@@ -145,7 +142,7 @@ def _direction(dst: NkiTensor, src: NkiTensor) -> str:
 
 
 def _indirect_copy(core: Core, dst: NkiTensor, src: NkiTensor, *rest: Any) -> Form:
-    *indices, priority, mode, asked, oob, _ = rest
+    *indices, priority, mode, asked, oob = rest
     descriptors = _checked(core, "dma_copy", dst, src, priority, mode, asked)
     rules.indirect_sides(dst, src)
     for index in indices:
@@ -277,7 +274,7 @@ def _transpose(core: Core, dst: NkiTensor, src: NkiTensor, *rest: Any) -> Form:
         target = raw(dst)
         source = raw(src)
         if indices:
-            source, _ = _gathered_columns(src, indices[0], oob is oob_mode.skip)
+            source = _gathered_columns(src, indices[0], oob is oob_mode.skip)
         target[...] = source.transpose(axes).reshape(target.shape)
 
     return Form(
@@ -298,12 +295,12 @@ def _transpose_cost(core: Core, dst: NkiTensor, src: NkiTensor, descriptors: str
         first_engine=0,
         engines=DMA_ENGINES,
         engine_ns=plain.bytes / (core.machine.dma_peak_gbps * share),
-        run_bytes=_run_bytes(src),
-        rows=max(1, plain.bytes // _run_bytes(src)),
+        run_bytes=src.geometry.run_bytes,
+        rows=max(1, plain.bytes // src.geometry.run_bytes),
     )
 
 
-def _gathered_columns(src: NkiTensor, index: NkiTensor, skip: bool) -> tuple[np.ndarray, Any]:
+def _gathered_columns(src: NkiTensor, index: NkiTensor, skip: bool) -> np.ndarray:
     """Rows of `src` in the column-major order of a [P, n] index tile."""
     flat = raw(index).T.reshape(-1)[: src.shape[0]].astype(np.int64)
     kind = src.geometry.indirect
@@ -314,7 +311,7 @@ def _gathered_columns(src: NkiTensor, index: NkiTensor, skip: bool) -> tuple[np.
     rules.dynamic_bounds(src, bool(legal.all()) or skip)
     for i in np.flatnonzero(legal):
         rows[i] = _row(src, int(flat[i]) * kind[2])
-    return rows, legal
+    return rows
 
 
 def dma_compute(

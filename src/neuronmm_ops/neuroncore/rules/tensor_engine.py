@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from neuronmm_ops.neuroncore import machine as facts
 from neuronmm_ops.neuroncore.machine import Engine, Machine
-from neuronmm_ops.neuroncore.memory import Storage
 from neuronmm_ops.neuroncore.rules.base import refuse
 from neuronmm_ops.neuroncore.rules.operands import dtype_in, generation
 
@@ -82,23 +81,11 @@ def psum_bank(opcode: str, machine: Machine, dst: NkiTensor) -> None:
 
 def accumulates(dst: NkiTensor) -> None:
     """accumulate=True needs a matmul result to add to."""
-    storage, layout = dst.storage, dst.geometry.layout
-    if any(r in storage.summed for r in layout.containers[dst.geometry.region]):
-        return
-    parts = {r for r in layout.overlaps[dst.geometry.region] if r in storage.summed}
-    if not parts or not _covers(storage, dst, parts):
+    if not dst.geometry.layout.covers(dst.geometry.region, dst.storage.summed):
         refuse(
             f"nc_matmul: accumulate=True on {dst}, which no matmul wrote; start with "
             "accumulate=False (memset does not count), for example accumulate=(k > 0)"
         )
-
-
-def _covers(storage: Storage, dst: NkiTensor, parts: set[int]) -> bool:
-    kept, storage.written = storage.written, parts
-    initialised, storage.initialised = storage.initialised, False
-    found = storage.covered(dst.geometry)
-    storage.written, storage.initialised = kept, initialised
-    return found
 
 
 def pe_tiling(
