@@ -18,7 +18,7 @@ from neuronmm_ops.compress import (
 from neuronmm_ops.errors import CalibrationWarning, CheckpointError, NonFiniteError
 from neuronmm_ops.eval import PerplexityResult, encode_documents, token_perplexity
 from neuronmm_ops.nn import SVDMLP, SVDLinear, swap_
-from neuronmm_ops.ops import svd_mlp, use_impl, xuv, xw
+from neuronmm_ops.ops import last_profile, svd_mlp, use_impl, xuv, xw
 
 __version__ = "0.1.0"
 
@@ -40,6 +40,7 @@ __all__ = [
     "compress_",
     "encode_documents",
     "factorize",
+    "last_profile",
     "svd_mlp",
     "swap_",
     "token_perplexity",

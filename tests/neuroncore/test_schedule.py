@@ -160,6 +160,24 @@ def test_matmuls_take_their_columns_and_the_fitted_overhead():
         assert core.end[-1] - core.start[2] == pytest.approx(3 * each)
 
 
+def test_with_stationary_reuse_only_a_new_stationary_operand_pays_the_overhead():
+    @nc.jit
+    def matmuls(x):
+        a, b = filled(128, nl.bfloat16), filled(512, nl.bfloat16)
+        first = nl.ndarray((128, 512), dtype=nl.float32, buffer=nl.psum)
+        second = nl.ndarray((128, 512), dtype=nl.float32, buffer=nl.psum)
+        nisa.nc_matmul(first, a, b)
+        nisa.nc_matmul(second, a, b)  # the same operand
+        nisa.nc_matmul(first, a[:64], b[:64])  # a part of it
+        nisa.memset(a, 2.0)
+        nisa.nc_matmul(second, a[:64], b[:64])  # written in between
+
+    core = placed(matmuls, X, model="stationary_reuse")
+    times = [core.end[i] - core.start[i] for i in (2, 3, 4, 6)]
+    without = TRN2.ns(Engine.TENSOR, 512)
+    assert times == pytest.approx([without + n * TRN2.matmul_overhead_ns for n in (1, 0, 1, 1)])
+
+
 def test_the_overhead_is_what_the_two_kernels_were_measured_at():
     for machine, ms, matmuls in ((TRN1, 6.97, 32768), (TRN2, 0.2442, 1024)):
         each = machine.ns(Engine.TENSOR, 512) + machine.matmul_overhead_ns

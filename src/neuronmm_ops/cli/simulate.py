@@ -17,7 +17,7 @@ from neuronmm_ops.cli.kernel_arguments import Tensor, read_argument
 from neuronmm_ops.cli.parser import add_command
 from neuronmm_ops.neuroncore import Kernel, NkiValidationError, Profile, TensorSpec, as_nki, plot
 from neuronmm_ops.neuroncore import kernel as kernels
-from neuronmm_ops.neuroncore.machine import machine_of
+from neuronmm_ops.neuroncore.machine import MODELS, machine_of
 
 _DESCRIPTION = """\
 Run an NKI kernel on the simulated NeuronCore and print what it moves, holds and costs; every time
@@ -47,9 +47,10 @@ def add(commands: Any) -> None:
     )
     command.add_argument(
         "--model",
-        choices=("calibrated", "documented"),
+        choices=MODELS,
         default="calibrated",
-        help="cost model: with the fitted matmul overhead (default), or without",
+        help="cost model: with the fitted matmul overhead (default), without it, or with it only "
+        "where the stationary operand changes",
     )
     command.add_argument(
         "--trace-only", action="store_true", help="compute no values: full sizes take seconds"

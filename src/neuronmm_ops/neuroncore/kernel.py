@@ -19,7 +19,7 @@ from neuronmm_ops.neuroncore import dtypes, rules
 from neuronmm_ops.neuroncore import language as nl
 from neuronmm_ops.neuroncore.core import Core, Launch, running
 from neuronmm_ops.neuroncore.dtypes import DType
-from neuronmm_ops.neuroncore.machine import Model, machine_of
+from neuronmm_ops.neuroncore.machine import MODELS, Model, machine_of
 from neuronmm_ops.neuroncore.memory import Storage
 from neuronmm_ops.neuroncore.profile import Profile
 from neuronmm_ops.neuroncore.schedule import schedule
@@ -95,8 +95,8 @@ def run(
     """Run a kernel and schedule what it issued. See `simulate`."""
     if mode not in ("execute", "trace"):
         raise ValueError(f'mode must be "execute" or "trace"; got {mode!r}')
-    if model not in ("calibrated", "documented"):
-        raise ValueError(f'model must be "calibrated" or "documented"; got {model!r}')
+    if model not in MODELS:
+        raise ValueError(f"model must be one of {', '.join(MODELS)}; got {model!r}")
     kernel = kernel if isinstance(kernel, Kernel) else Kernel(kernel)
     launch = Launch(machine_of(target), mode == "execute", kernel.lnc, seed)
     boundary = _Boundary(launch)
@@ -273,7 +273,8 @@ def simulate(
         args: NumPy arrays, CPU torch tensors, compile-time values; `TensorSpec` in trace mode.
         target: "trn1", "trn2" or "trn3"; None asks `NEURON_PLATFORM_TARGET_OVERRIDE`, then trn3.
         mode: "execute" computes values; "trace" computes none, so that full sizes take seconds.
-        model: "calibrated" adds the fitted matmul overhead to the documented costs.
+        model: "calibrated" adds the fitted matmul overhead to the documented costs;
+            "stationary_reuse", a what-if, only where the stationary operand changes.
         seed: of the random number generators of the core.
 
     Raises NkiValidationError where the kernel breaks a rule, ValueError for bad arguments.

@@ -13,10 +13,11 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Literal
+from typing import Literal, get_args
 
 Target = Literal["trn1", "trn2", "trn3"]
-Model = Literal["calibrated", "documented"]
+Model = Literal["calibrated", "documented", "stationary_reuse"]
+MODELS: tuple[Model, ...] = get_args(Model)
 
 PARTITIONS = 128
 PSUM_BANKS = 8

@@ -60,7 +60,7 @@ class Profile:
 
     @property
     def model(self) -> str:
-        """The cost model: "calibrated" or "documented"."""
+        """The cost model: "calibrated", "documented" or "stationary_reuse"."""
         return self.schedule.model
 
     @property

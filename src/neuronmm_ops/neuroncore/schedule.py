@@ -114,7 +114,10 @@ class _Placer:
         self.times = CoreSchedule(trace)
         self.engine_free = [0.0] * 6
         self.engine_last = [-1] * 6
-        self.overhead_ns = machine.matmul_overhead_ns if model == "calibrated" else 0.0
+        self.overhead_ns = 0.0 if model == "documented" else machine.matmul_overhead_ns
+        self.reuses = model == "stationary_reuse"
+        # what TensorE holds as its stationary operand: storage, region, and who wrote it
+        self.loaded: tuple[Storage, int, int] | None = None
         self.dma = DmaEngines()
         self.queues: dict[Any, tuple[str, float, int]] = {}
         self.dge_free = [0.0, 0.0]
@@ -158,7 +161,7 @@ class _Placer:
         start, end, cause, wait = times.start, times.end, times.cause, times.wait
         visible = self.visible
         engine_free, engine_last = self.engine_free, self.engine_last
-        shared_ports, overhead = self.machine.shared_ports, self.overhead_ns
+        shared_ports = self.machine.shared_ports
         self.meeting_end = 0.0
         i = self.at
         for form, storages, _, _ in records[i:]:
@@ -205,7 +208,7 @@ class _Placer:
                     ready, why, who = self._port(i, form, ready, why, who)
                 begin = ready
                 if engine == 0:
-                    done = begin + form.ns + overhead
+                    done = begin + form.ns + self._issue(form, storages)
                     if form.pe_tile is None:
                         engine_free[0] = done
                         self.pe_full = done
@@ -282,6 +285,17 @@ class _Placer:
         room.held.append((self.times.start[s.first], s.latest, size))
         if s.address is None:
             room.release(s.latest, size, i)
+
+    def _issue(self, form: Form, storages: tuple[Storage, ...]) -> float:
+        """Issue overhead of a TensorE instruction: none for a stationary operand that is loaded."""
+        if not self.reuses:
+            return self.overhead_ns
+        before, self.loaded = self.loaded, None
+        if form.opcode == "nc_matmul":
+            stationary = storages[1]
+            writers = [stationary.written_by.get(region, -1) for region in form.overlaps[1]]
+            self.loaded = (stationary, form.regions[1], max(writers))
+        return 0.0 if before and before == self.loaded else self.overhead_ns
 
     # PE tiles
 

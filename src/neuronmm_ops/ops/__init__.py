@@ -3,5 +3,6 @@
 from neuronmm_ops.ops.functional import svd_mlp, xuv, xw
 from neuronmm_ops.ops.implementation import use_impl
 from neuronmm_ops.ops.reference import ACTIVATIONS
+from neuronmm_ops.ops.simulated import last_profile
 
-__all__ = ["ACTIVATIONS", "svd_mlp", "use_impl", "xuv", "xw"]
+__all__ = ["ACTIVATIONS", "last_profile", "svd_mlp", "use_impl", "xuv", "xw"]

@@ -10,11 +10,13 @@ from contextlib import AbstractContextManager, contextmanager
 import torch
 from torch import Tensor
 
+from neuronmm_ops.ops import simulated
+
 OPS = ("xuv", "xw", "svd_mlp")
 Kernels = Mapping[str, Callable[..., Tensor]]
 
 _kernels: dict[str, Kernels | None] = {"reference": None}
-_active = "reference"
+_active: tuple[str, str | None] = ("reference", None)
 _override: torch.library.Library | None = None
 
 
@@ -24,7 +26,7 @@ def register_impl(name: str, kernels: Kernels) -> None:
     Raises:
         ValueError: the name is taken, or an op is missing.
     """
-    if name in _kernels:
+    if name in (*_kernels, "simulated"):
         raise ValueError(f"implementation {name!r} is already registered; choose another name")
     missing = [op for op in OPS if op not in kernels]
     if missing:
@@ -34,48 +36,60 @@ def register_impl(name: str, kernels: Kernels) -> None:
     _kernels[name] = kernels
 
 
-def use_impl(name: str) -> AbstractContextManager[None]:
+def use_impl(name: str, target: str | None = None) -> AbstractContextManager[None]:
     """Run the ops on CPU tensors through `name`, from now on or for a `with` block.
 
     Args:
-        name: `reference`, or the name of a registered implementation.
+        name: `reference`; `simulated`, the NKI kernels on the simulated NeuronCore; or the name of
+            a registered implementation.
+        target: of `simulated`: trn1 (the default), trn2 or trn3.
 
     Returns:
         A context manager that restores the implementation that was active before.
 
     Raises:
-        ValueError: no implementation has that name.
+        ValueError: no implementation has that name, or it takes no such target.
     """
     previous = _active
-    _activate(name)
+    _activate(name, target)
     return _restore(previous)
 
 
 def active_impl() -> str:
     """Return the name of the implementation that runs on CPU tensors now."""
-    return _active
+    return _active[0]
 
 
 @contextmanager
-def _restore(previous: str) -> Generator[None, None, None]:
+def _restore(previous: tuple[str, str | None]) -> Generator[None, None, None]:
     try:
         yield
     finally:
-        _activate(previous)
+        _activate(*previous)
 
 
-def _activate(name: str) -> None:
+def _activate(name: str, target: str | None) -> None:
     global _active, _override
-    if name not in _kernels:
-        raise ValueError(f"implementation must be one of {', '.join(_kernels)}; got {name!r}")
-    if name == _active:
+    if (name, target) == _active:
         return
+    kernels = _kernels_of(name, target)
     if _override is not None:
         _override._destroy()
         _override = None
-    kernels = _kernels[name]
     if kernels is not None:
         _override = torch.library.Library("neuronmm", "IMPL")
         for op in OPS:
             _override.impl(op, kernels[op], "CPU")
-    _active = name
+    _active = (name, target)
+
+
+def _kernels_of(name: str, target: str | None) -> Kernels | None:
+    """An implementation's kernels, None for the composite. Raises ValueError for an unknown one."""
+    if name == "simulated":
+        return simulated.implementation(target)
+    if name not in _kernels:
+        names = ", ".join(["simulated", *_kernels])
+        raise ValueError(f"implementation must be one of {names}; got {name!r}")
+    if target is not None:
+        raise ValueError(f"only the simulated implementation takes a target; got {target!r}")
+    return _kernels[name]

@@ -1,0 +1,31 @@
+"""NKI kernels of the ops, and the plans that choose their blocks.
+
+`kernel_of(plan)` is the kernel of a plan; `plan.arguments` are its compile-time arguments.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from neuronmm_ops.kernels.plan import Plan, Problem, plan_svd_mlp, plan_xuv, plan_xw
+
+if TYPE_CHECKING:
+    from neuronmm_ops.neuroncore import Kernel
+
+__all__ = ["Plan", "Problem", "kernel_of", "plan_svd_mlp", "plan_xuv", "plan_xw"]
+
+
+def kernel_of(plan: Plan) -> Kernel:
+    """The kernel that a plan is for, on as many cores as it says."""
+    from neuronmm_ops.kernels import svd_mlp, svd_mlp_decode, xuv, xuv_decode, xw, xw_decode
+
+    kernels: dict[str, Any] = {
+        "xw": xw.xw,
+        "xw_decode": xw_decode.xw_decode,
+        "xuv": xuv.xuv,
+        "xuv_decode": xuv_decode.xuv_decode,
+        "svd_mlp": svd_mlp.svd_mlp,
+        "svd_mlp_decode": svd_mlp_decode.svd_mlp_decode,
+    }
+    kernel = kernels[plan.kernel]
+    return kernel if plan.problem.lnc == 1 else kernel[plan.problem.lnc]

@@ -1,0 +1,89 @@
+"""From shapes, dtype and target to a `Plan`: which kernel runs, in which blocks, at which cost.
+
+Every feasible plan is enumerated under the machine's model and the quickest one taken: no table,
+no search at run time, no simulation, no torch. All times are modelled.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from neuronmm_ops.kernels.problem import (
+    DTYPE_BYTES,
+    Plan,
+    Problem,
+    load_ns,
+    matmul_ns,
+)
+
+__all__ = ["DTYPE_BYTES", "Plan", "Problem", "load_ns", "matmul_ns"]
+
+
+def plan_xw(
+    M: int, K: int, N: int, dtype: str = "bfloat16", target: str = "trn1", lnc: int = 1
+) -> Plan:
+    """The quickest plan of `x[M, K] @ w[K, N]`. Raises ValueError for sizes or names that are none.
+
+    Args:
+        M: tokens.
+        K: contraction.
+        N: output features.
+        dtype: bfloat16, float16 or float32.
+        target: trn1, trn2, trn3 or an alias of theirs.
+        lnc: NeuronCores that share the launch: 1, or 2 on trn2 and trn3.
+    """
+    return quickest(Problem("xw", M, K, (), N, 0, dtype, target, lnc))
+
+
+def plan_xuv(
+    M: int, K: int, r: int, N: int, dtype: str = "bfloat16", target: str = "trn1", lnc: int = 1
+) -> Plan:
+    """The quickest plan of `(x[M, K] @ u[K, r]) @ v[r, N]`. Arguments and errors as `plan_xw`."""
+    return quickest(Problem("xuv", M, K, (r,), N, 0, dtype, target, lnc))
+
+
+def plan_svd_mlp(
+    M: int,
+    K: int,
+    ranks: tuple[int, int, int],
+    inner: int,
+    N: int,
+    dtype: str = "bfloat16",
+    target: str = "trn1",
+    lnc: int = 1,
+) -> Plan:
+    """The quickest plan of a gated MLP `[M, K] -> [M, inner] -> [M, N]` of six factors.
+
+    Args:
+        M: tokens.
+        K: input features.
+        ranks: of gate, up and down.
+        inner: features between them.
+        N: output features.
+        dtype: as `plan_xw`.
+        target: as `plan_xw`.
+        lnc: as `plan_xw`.
+
+    Raises:
+        ValueError: sizes or names that are none.
+    """
+    return quickest(Problem("svd_mlp", M, K, ranks, N, inner, dtype, target, lnc))
+
+
+@lru_cache(maxsize=4096)
+def quickest(problem: Problem) -> Plan:
+    """The plan of least predicted time. Raises ValueError where no plan fits."""
+    found = candidates(problem)
+    if not found:
+        raise ValueError(f"no plan of {problem} fits SBUF on {problem.target}; split K or N")
+    return found[0]
+
+
+def candidates(problem: Problem) -> list[Plan]:
+    """All plans that fit, quickest first."""
+    from neuronmm_ops.kernels import plan_decode, plan_mlp, plan_prefill
+
+    found = plan_decode.candidates(problem) if problem.M <= 128 else []
+    prefill = plan_mlp if problem.op == "svd_mlp" else plan_prefill
+    found.extend(prefill.candidates(problem))
+    return sorted(found, key=lambda plan: (plan.time_ms, plan.hbm_bytes, plan.blocks))

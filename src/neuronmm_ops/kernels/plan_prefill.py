@@ -1,0 +1,345 @@
+"""Plans of the prefill kernels `xw` and `xuv`: candidates with their modelled costs.
+
+A stage is a list of passes: groups of PSUM tiles that sum over the contraction while their
+operands arrive. DMA runs ahead of TensorE, so a stage takes what the slower of the two takes,
+and the first strip also what TensorE waits for its first operands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from neuronmm_ops.kernels.costs import Costs, Pass, Stage, edges
+from neuronmm_ops.kernels.problem import Block, Plan, Problem
+from neuronmm_ops.kernels.tiles import BANKS, COLUMNS, P, tiles_in
+from neuronmm_ops.neuroncore.machine import (
+    DMA_START_NS,
+    RESULT_CYCLES,
+    Engine,
+)
+
+STRIPS = (512, 1024, 1536, 2048)
+BLOCKS = (512, 1024, 2048, 4096)
+K_BLOCKS = (0, 512, 1024, 2048, 4096)
+
+
+def candidates(problem: Problem) -> list[Plan]:
+    """All plans of the prefill forms that fit, quickest first."""
+    found = _xw_plans(problem) if problem.op == "xw" else _xuv_plans(problem)
+    return sorted(found, key=lambda plan: (plan.time_ms, plan.hbm_bytes, plan.blocks))
+
+
+def own_tokens(problem: Problem) -> int:
+    """Tokens of the core that has more of them: whole tiles of 128."""
+    if problem.lnc == 1:
+        return problem.M
+    return min(problem.M, tiles_in(tiles_in(problem.M, P), problem.lnc) * P)
+
+
+def strips(tokens: int) -> list[int]:
+    """Strip widths worth trying."""
+    return [s for s in STRIPS if s < tokens] + [s for s in STRIPS if s >= tokens][:1]
+
+
+def _xuv_plans(problem: Problem) -> list[Plan]:
+    found: list[Plan] = []
+    tokens, r = own_tokens(problem), problem.ranks[0]
+    costs = Costs(problem.machine, problem.item_bytes)
+    for strip in strips(tokens):
+        width = min(strip, tokens)
+        held = tiles_in(r, P) * width * costs.item
+        seconds = row_stages(costs, width, r, problem.N, held)
+        for first in project_stages(costs, width, problem.K, r):
+            for second in seconds[:3]:
+                found.append(_plan(problem, strip, tokens, (first, second)))
+    return found
+
+
+def _xw_plans(problem: Problem) -> list[Plan]:
+    found: list[Plan] = []
+    tokens = own_tokens(problem)
+    costs = Costs(problem.machine, problem.item_bytes)
+    for strip in strips(tokens):
+        width = min(strip, tokens)
+        for stage in dense_stages(costs, width, problem.K, problem.N):
+            found.append(_plan(problem, strip, tokens, (stage,)))
+    return found
+
+
+def _plan(problem: Problem, strip: int, tokens: int, stages: tuple[Stage, ...]) -> Plan:
+    machine = problem.machine
+    blocks: dict[str, Block] = {"strip": strip}
+    for stage in stages:
+        blocks.update(stage.blocks)
+    costs = Costs(machine, problem.item_bytes)
+    blocks.update(layout=costs.layout, engines=costs.engines)
+    whole = tokens / min(strip, tokens)
+    pe = sum([s.pe_ns for s in stages])
+    dma = sum([s.dma_ns for s in stages])
+    time = DMA_START_NS + stages[-1].tail_ns
+    fetched = 0.0
+    for stage in stages:
+        once, fetched = stage.time(fetched)
+        time += once
+    later = 0.0
+    for stage in stages:
+        again, fetched = stage.time(max(fetched, 1.0))
+        later += again
+    time += (whole - 1) * max(later, dma)
+    traffic = sum([s.hbm_bytes for s in stages]) * whole * problem.M / tokens
+    return Plan(
+        problem=problem,
+        form="prefill",
+        kernel=problem.op,
+        blocks=tuple(blocks.items()),
+        time_ms=time / 1e6,
+        hbm_bytes=round(traffic),
+        sbuf_bytes=max([s.sbuf_bytes for s in stages]),
+        psum_banks=max([s.psum_banks for s in stages]),
+        bound="PE" if pe >= dma else "DMA",
+    )
+
+
+def project_stages(costs: Costs, width: int, K: int, r: int) -> list[Stage]:
+    """Blocks of `strip.project` on x [K, width] from HBM that fit, quickest first."""
+    found: list[Stage] = []
+    widths = sorted({min(tiles_in(b, P) * P, tiles_in(r, P) * P) for b in (*BLOCKS, *_even(r))})
+    partial, limit = tiles_in(r, P) * width * 4, 0.6 * costs.machine.usable_sbuf_bytes
+    for k_block in K_BLOCKS:
+        if k_block and (k_block >= K or 16 * k_block < K or partial > limit):
+            continue
+        for tokens in sorted({min(COLUMNS, width), width}):
+            if tiles_in(tokens, COLUMNS) > BANKS - 2:
+                continue
+            for block in widths:
+                found.extend(_project(costs, width, K, r, k_block, tokens, block))
+    return sorted(found, key=lambda s: s.first_ns)[:8]
+
+
+def _even(r: int) -> list[int]:
+    """Widths that cut r into even blocks of at most eight and of at most four tiles, and r."""
+    tiles = tiles_in(r, P)
+    return [tiles_in(tiles, tiles_in(tiles, most)) * P for most in (4, 8, tiles)]
+
+
+def _project(
+    costs: Costs,
+    width: int,
+    K: int,
+    r: int,
+    k_block: int,
+    tokens: int,
+    block: int,
+) -> Iterator[Stage]:
+    rows = k_block or K
+    count = tiles_in(rows, P)
+    banks = BANKS - 2 if costs.layout == "pe" else BANKS
+    columns = tiles_in(tokens, COLUMNS)
+    group = max(1, banks // columns)
+    groups = tiles_in(width, tokens)
+    block_tiles = tiles_in(min(block, r), P)
+    passes_per_block = tiles_in(block_tiles, group)
+    reused = groups > 1 or passes_per_block > 1
+    u_bytes = count * min(block, r) * costs.item if reused else 3 * min(block, r) * costs.item
+    strip_bytes = tiles_in(r, P) * width * costs.item
+    partial_bytes = tiles_in(r, P) * width * 4 if k_block else 0
+    x_tile = width * costs.item
+    room = costs.machine.usable_sbuf_bytes - u_bytes - strip_bytes - partial_bytes
+    if costs.layout == "pe":
+        room -= 2 * tiles_in(width, P) * 4 * P * costs.item
+    keep = min(count, (room - 2 * x_tile) // x_tile)
+    if keep < 1 and not (keep == 0 and room >= 3 * x_tile):
+        return
+    if keep < count and groups > 1:
+        return
+    sbuf = u_bytes + strip_bytes + partial_bytes + min(keep + 2, count) * x_tile
+    passes = list(_project_passes(costs, width, K, r, rows, tokens, block, group, keep))
+    yield Stage(
+        blocks=(
+            ("keep", max(0, keep)),
+            ("u_block", block),
+            ("tokens", tokens),
+            ("banks", banks),
+            ("k_block", k_block),
+        ),
+        passes=tuple(passes),
+        hbm_bytes=_traffic(sum([p.load_bytes for p in passes]), K),
+        sbuf_bytes=sbuf,
+        psum_banks=BANKS,
+        room_bytes=costs.machine.usable_sbuf_bytes - sbuf,
+    )
+
+
+def _project_passes(
+    costs: Costs,
+    width: int,
+    K: int,
+    r: int,
+    rows: int,
+    tokens: int,
+    block: int,
+    group: int,
+    keep: int,
+) -> Iterator[Pass]:
+    done = 0
+    while done < K:
+        size = min(rows, K - done)
+        count = tiles_in(size, P)
+        for b in range(tiles_in(r, block)):
+            columns = min(block, r - b * block)
+            for g in range(tiles_in(width, tokens)):
+                own = min(tokens, width - g * tokens)
+                for first in range(0, columns, group * P):
+                    side = min(group * P, columns - first)
+                    loads = count if b == 0 and first == 0 else max(0, count - keep)
+                    dma = loads * costs.transposed(min(P, K), own)
+                    if g == 0 and first == 0:
+                        dma += count * costs.load(size, columns)
+                    evicts = tiles_in(side, P) * tiles_in(own, COLUMNS)
+                    yield Pass(
+                        count * costs.matmuls(side, own) * min(1, size / P)
+                        + loads * costs.turned(own),
+                        dma,
+                        evicts * costs.evict(min(own, COLUMNS), done > 0),
+                        count,
+                        (loads * own + (count * columns if g == 0 and first == 0 else 0))
+                        * costs.item,
+                        evicts,
+                    )
+        done += size
+
+
+def _traffic(loaded_bytes: float, K: int) -> int:
+    """HBM bytes of loads given per partition: all tiles are whole but the last one of K."""
+    return round(loaded_bytes * P * K / (tiles_in(K, P) * P))
+
+
+def row_stages(costs: Costs, width: int, r: int, N: int, held: int) -> list[Stage]:
+    """Blocks of `strip.write_rows` on a strip [r, width] in SBUF that fit, quickest first."""
+    found: list[Stage] = []
+    for block in sorted({min(b, N) for b in BLOCKS}):
+        for rows in (1, 2, 4):
+            if rows > 1 and (rows // 2) * P >= width:
+                continue
+            result = rows * block * costs.item
+            weights = tiles_in(r, P) * block * costs.item
+            sbuf = held + weights + 2 * result + min(block, N) * costs.item
+            if sbuf > costs.machine.usable_sbuf_bytes:
+                continue
+            found.append(_write_rows(costs, width, r, N, block, rows, sbuf))
+    return sorted(found, key=lambda s: s.time(1.0)[0] + s.tail_ns)
+
+
+def _write_rows(
+    costs: Costs, width: int, r: int, N: int, block: int, rows: int, sbuf: int
+) -> Stage:
+    depth = tiles_in(r, P)
+    columns = min(block, N)
+    groups = tiles_in(width, rows * P)
+    store = sum([n * costs.load(t, columns) for t, n in edges(width, P)]) / groups
+    tiles = tiles_in(width, P) * tiles_in(columns, COLUMNS) / groups
+    pe = depth * costs.matmuls(width, columns) * min(1, r / P) / groups
+    evict = tiles * costs.evict(min(columns, COLUMNS))
+    load = depth * costs.load(r, columns)
+    held = depth * columns * costs.item
+    banks = min(BANKS, round(tiles))
+    first = Pass(pe, load + store, evict, depth, held, banks)
+    later = Pass(pe, store, evict, depth, 0, banks)
+    return Stage(
+        blocks=(("v_block", block), ("rows", rows)),
+        passes=(first, *[later] * (groups - 1)),
+        again=(first, *[later] * (groups - 1)),
+        times=max(0.0, N / block - 1),
+        hbm_bytes=costs.item * N * (r + width),
+        sbuf_bytes=sbuf,
+        psum_banks=BANKS,
+        tail_ns=_tail(costs, min(width, rows * P), columns),
+        room_bytes=costs.machine.usable_sbuf_bytes - sbuf,
+    )
+
+
+def _tail(costs: Costs, tokens: int, columns: int) -> float:
+    """From the last matmul to the last byte: evictions of its group, then their store."""
+    tiles = tiles_in(tokens, P)
+    banks = tiles * tiles_in(columns, COLUMNS)
+    wait = costs.machine.ns(Engine.TENSOR, RESULT_CYCLES[Engine.TENSOR])
+    evict = min(banks, BANKS) * costs.evict(min(columns, COLUMNS))
+    return wait + evict + DMA_START_NS + tiles * costs.load(min(tokens, P), columns)
+
+
+def dense_stages(costs: Costs, width: int, K: int, N: int) -> list[Stage]:
+    """Blocks of `xw` that fit, quickest first."""
+    found: list[Stage] = []
+    count = tiles_in(K, P)
+    banks = BANKS - 2 if costs.layout == "pe" else BANKS
+    for block in sorted({min(b, N) for b in BLOCKS}):
+        for rows in (1, 2, 4, 8):
+            if rows > banks or (rows > 1 and (rows // 2) * P >= width):
+                continue
+            reused = rows * P < width or tiles_in(block, COLUMNS) > banks // rows
+            w_bytes = (count if reused else 4) * block * costs.item
+            result = 2 * rows * block * costs.item + block * costs.item
+            x_tile = width * costs.item
+            room = costs.machine.usable_sbuf_bytes - w_bytes - result
+            if costs.layout == "pe":
+                room -= 2 * tiles_in(width, P) * 4 * P * costs.item
+            keep = min(count, (room - 3 * x_tile) // x_tile)
+            if keep < 0 or (keep == 0 and room < 3 * x_tile):
+                continue
+            sbuf = w_bytes + result + min(keep + 2, count) * x_tile
+            found.append(_dense(costs, width, K, N, block, rows, banks, keep, sbuf))
+    return sorted(found, key=lambda s: s.first_ns + s.tail_ns)
+
+
+def _dense(
+    costs: Costs,
+    width: int,
+    K: int,
+    N: int,
+    block: int,
+    rows: int,
+    banks: int,
+    keep: int,
+    sbuf: int,
+) -> Stage:
+    columns = min(block, N)
+    first = _dense_passes(costs, width, K, columns, rows, banks, tiles_in(K, P))
+    later = _dense_passes(costs, width, K, columns, rows, banks, max(0, tiles_in(K, P) - keep))
+    stage = Stage(
+        blocks=(("keep", keep), ("block", block), ("rows", rows), ("banks", banks)),
+        passes=(first[0], *later[1:]),
+        again=tuple(later),
+        times=max(0.0, N / block - 1),
+        hbm_bytes=0,
+        sbuf_bytes=sbuf,
+        psum_banks=BANKS,
+        tail_ns=_tail(costs, min(width, rows * P), columns),
+        room_bytes=costs.machine.usable_sbuf_bytes - sbuf,
+    )
+    return replace(stage, hbm_bytes=_traffic(stage.loaded_bytes, K) + costs.item * N * width)
+
+
+def _dense_passes(
+    costs: Costs, width: int, K: int, columns: int, rows: int, banks: int, loads: int
+) -> list[Pass]:
+    """Passes of one column block; each loads `loads` tiles of x."""
+    count = tiles_in(K, P)
+    step = max(1, banks // rows) * COLUMNS
+    passes: list[Pass] = []
+    for g in range(0, width, rows * P):
+        own = min(rows * P, width - g)
+        for c in range(0, columns, step):
+            part = min(step, columns - c)
+            dma = loads * costs.transposed(min(P, K), width)
+            held = loads * width
+            if not passes:
+                dma += count * costs.load(K, columns)
+                held += count * columns
+            if c == 0:
+                dma += tiles_in(own, P) * costs.load(min(own, P), columns)
+            evicts = tiles_in(own, P) * tiles_in(part, COLUMNS)
+            pe = count * costs.matmuls(own, part) * min(1, K / P) + loads * costs.turned(width)
+            evict = evicts * costs.evict(min(part, COLUMNS))
+            passes.append(Pass(pe, dma, evict, count, held * costs.item, evicts))
+    return passes

@@ -1,0 +1,29 @@
+"""`jit`, `nl` and `nisa`: from the real `nki` package where it is installed, else the simulator.
+
+The only import of either in this room, so that a kernel's source is the same on both.
+"""
+# pyright: reportMissingImports=false
+
+from typing import TYPE_CHECKING
+
+__all__ = ["NkiTensor", "jit", "nisa", "nl"]
+
+if TYPE_CHECKING:
+    from neuronmm_ops.neuroncore import isa as nisa
+    from neuronmm_ops.neuroncore import jit
+    from neuronmm_ops.neuroncore import language as nl
+    from neuronmm_ops.neuroncore.tensor import NkiTensor
+else:
+    try:
+        import nki.isa as nisa
+        import nki.language as nl
+        from nki import jit
+
+        NkiTensor = nl.ndarray
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] != "nki":
+            raise
+        from neuronmm_ops.neuroncore import isa as nisa
+        from neuronmm_ops.neuroncore import jit
+        from neuronmm_ops.neuroncore import language as nl
+        from neuronmm_ops.neuroncore.tensor import NkiTensor

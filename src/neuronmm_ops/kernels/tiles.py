@@ -1,0 +1,24 @@
+"""Tile arithmetic shared by the kernels."""
+
+P = 128
+"""Partitions: the largest contraction and the largest stationary side of a matmul."""
+COLUMNS = 512
+"""fp32 columns of a PSUM bank: the largest moving side of a matmul."""
+BANKS = 8
+"""PSUM banks."""
+
+Span = tuple[int, int]
+"""Start and size of a tile along one dimension."""
+
+
+def tiles_in(size: int, tile: int) -> int:
+    """How many tiles cover `size`, the last one cut at the edge."""
+    return (size + tile - 1) // tile
+
+
+def spans(start: int, size: int, tile: int) -> list[Span]:
+    """Cut [start, start + size) into tiles; the last one ends at the edge."""
+    found: list[Span] = []
+    for i in range(tiles_in(size, tile)):
+        found.append((start + i * tile, min(tile, size - i * tile)))
+    return found

@@ -1,0 +1,121 @@
+"""The opt-in CPU implementation that runs the NKI kernels on the simulated NeuronCore.
+
+`use_impl("simulated", target="trn1")` chooses it; `last_profile()` says what the last op moved and
+how long it would have taken (modelled).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from neuronmm_ops.ops.reference import ACTIVATION_NAMES, rows
+from neuronmm_ops.ops.validation import check_svd_mlp, check_xuv, check_xw
+
+if TYPE_CHECKING:
+    from neuronmm_ops.kernels import Plan
+    from neuronmm_ops.neuroncore import Profile
+    from neuronmm_ops.ops.implementation import Kernels
+
+_DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
+_last: list[Profile] = []
+
+
+def last_profile() -> Profile:
+    """Return the profile of the last op that ran on the simulated NeuronCore.
+
+    Raises:
+        RuntimeError: none has run yet.
+    """
+    if not _last:
+        raise RuntimeError('no op has been simulated; run one under use_impl("simulated")')
+    return _last[0]
+
+
+def implementation(target: str | None) -> Kernels:
+    """The ops on the simulated core of `target`; None is trn1. Raises ValueError for no target."""
+    from neuronmm_ops.neuroncore.machine import machine_of
+
+    return _Ops(machine_of(target or "trn1").target).kernels()
+
+
+class _Ops:
+    """The ops for one target."""
+
+    def __init__(self, target: str) -> None:
+        self.target = target
+
+    def kernels(self) -> Kernels:
+        return {"xuv": self.xuv, "xw": self.xw, "svd_mlp": self.svd_mlp}
+
+    def xuv(self, x: Tensor, u: Tensor, v: Tensor, bias: Tensor | None = None) -> Tensor:
+        from neuronmm_ops.kernels import plan_xuv
+
+        check_xuv(x, u, v, bias)
+        flat, out, dtype = _prepare("xuv", x, v.shape[1])
+        if not (out.numel() and u.numel()):
+            return _without_products(out, bias)
+        plan = plan_xuv(len(flat), u.shape[0], u.shape[1], v.shape[1], dtype, self.target)
+        return _run(plan, flat, u, v, bias).view(out.shape)
+
+    def xw(self, x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
+        from neuronmm_ops.kernels import plan_xw
+
+        check_xw(x, w, bias)
+        flat, out, dtype = _prepare("xw", x, w.shape[1])
+        if not (out.numel() and w.numel()):
+            return _without_products(out, bias)
+        plan = plan_xw(len(flat), w.shape[0], w.shape[1], dtype, self.target)
+        return _run(plan, flat, w, bias).view(out.shape)
+
+    def svd_mlp(
+        self,
+        x: Tensor,
+        u_gate: Tensor,
+        v_gate: Tensor,
+        u_up: Tensor,
+        v_up: Tensor,
+        u_down: Tensor,
+        v_down: Tensor,
+        activation: str = "silu",
+    ) -> Tensor:
+        from neuronmm_ops.kernels import plan_svd_mlp
+
+        factors = (u_gate, v_gate, u_up, v_up, u_down, v_down)
+        check_svd_mlp(x, *factors, activation, ACTIVATION_NAMES)
+        flat, out, dtype = _prepare("svd_mlp", x, v_down.shape[1])
+        if not (out.numel() and all(f.numel() for f in factors)):
+            return _without_products(out, None)
+        ranks = (u_gate.shape[1], u_up.shape[1], u_down.shape[1])
+        plan = plan_svd_mlp(
+            len(flat), u_gate.shape[0], ranks, u_down.shape[0], v_down.shape[1], dtype, self.target
+        )
+        return _run(plan, flat, *factors, activation=activation).view(out.shape)
+
+
+def _prepare(op: str, x: Tensor, n: int) -> tuple[Tensor, Tensor, str]:
+    """x as [M, K], an output [..., N] of zeros, and the dtype's name."""
+    if x.dtype not in _DTYPES:
+        raise TypeError(
+            f"{op}: the simulated NeuronCore takes bfloat16, float16 and float32, got {x.dtype}; "
+            'cast x and the weights, or use_impl("reference")'
+        )
+    return rows(x), x.new_zeros((*x.shape[:-1], n)), _DTYPES[x.dtype]
+
+
+def _without_products(out: Tensor, bias: Tensor | None) -> Tensor:
+    """The result where a dimension is empty: nothing to launch."""
+    return out if bias is None else out + bias
+
+
+def _run(plan: Plan, *tensors: Tensor | None, **options: str) -> Tensor:
+    """Run a plan's kernel and keep its profile."""
+    from neuronmm_ops.kernels import kernel_of
+    from neuronmm_ops.neuroncore.kernel import run
+
+    arguments = {**plan.arguments, **options}
+    done = run(kernel_of(plan), tensors, arguments, target=plan.problem.target)
+    _last[:] = [done.profile]
+    return done.outputs
