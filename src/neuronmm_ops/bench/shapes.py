@@ -1,6 +1,9 @@
 """The one registry of model shapes that benchmarks name; values from the public configs."""
 
+import json
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -63,12 +66,54 @@ SHAPES: dict[str, ModelShape] = {
 
 
 def model_shape(name: str) -> ModelShape:
-    """Return the shape called `name`, whatever its case.
+    """Return the shape called `name`, or the only one whose name begins so, whatever the case.
 
     Raises:
-        ValueError: the registry has no such name.
+        ValueError: the registry has no such name, or several begin so.
     """
-    for known, shape in SHAPES.items():
-        if known.lower() == name.lower():
-            return shape
+    lower = name.lower()
+    if exact := [shape for known, shape in SHAPES.items() if known.lower() == lower]:
+        return exact[0]
+    begins = [shape for known, shape in SHAPES.items() if known.lower().startswith(lower)]
+    if len(begins) == 1:
+        return begins[0]
     raise ValueError(f"model shape must be one of {', '.join(SHAPES)}; got {name!r}")
+
+
+def shape_from_config(path: Path) -> ModelShape:
+    """Return the shape that a config.json, or the one in a directory, describes.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is not JSON, or lacks a size.
+    """
+    path = path / "config.json" if path.is_dir() else path
+    try:
+        config: Any = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"{path} must hold one JSON object, as Transformers saves it")
+    heads = _size(config, "num_attention_heads", path)
+    width = _size(config, "hidden_size", path)
+    return ModelShape(
+        name=path.parent.resolve().name,
+        hidden_size=width,
+        intermediate_size=_size(config, "intermediate_size", path),
+        layers=_size(config, "num_hidden_layers", path),
+        heads=heads,
+        kv_heads=_size(config, "num_key_value_heads", path, heads),
+        head_dim=_size(config, "head_dim", path, max(1, width // heads)),
+        vocab_size=_size(config, "vocab_size", path),
+        tied=config.get("tie_word_embeddings") is True,
+    )
+
+
+def _size(config: dict[str, Any], key: str, path: Path, default: int | None = None) -> int:
+    """A size of at least 1; the default where the key is absent or null."""
+    value = config.get(key)
+    if value is None and default is not None:
+        return default
+    if type(value) is not int or not 1 <= value <= 2**24:
+        raise ValueError(f"{path}: {key} must be an integer of at least 1, got {value!r}")
+    return value

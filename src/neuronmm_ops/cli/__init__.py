@@ -10,7 +10,7 @@ import json
 from collections.abc import Sequence
 
 from neuronmm_ops import __version__
-from neuronmm_ops.cli import bench, models, simulate
+from neuronmm_ops.cli import bench, models, plan, simulate
 from neuronmm_ops.cli.console import explain, fail, our_warnings
 from neuronmm_ops.cli.parser import Parser
 
@@ -45,6 +45,6 @@ def parser() -> argparse.ArgumentParser:
     root = Parser(prog="neuronmm", description="Low-rank LLMs: compress, evaluate and run them.")
     root.add_argument("--version", action="version", version=f"neuronmm-ops {__version__}")
     commands = root.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for module in (models, bench, simulate):
+    for module in (models, bench, plan, simulate):
         module.add(commands)
     return root

@@ -1,6 +1,7 @@
 """`bench`: what the ops and methods reach here, and how far the simulated core is right."""
 
 import argparse
+import os
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,27 @@ def add(commands: Any) -> None:
         _bench_published,
         _show_published,
         "published times of NKI kernels beside the simulated core's",
+    )
+    _add_kernels(benchmarks)
+
+
+def _add_kernels(benchmarks: Any) -> None:
+    command = add_command(
+        benchmarks,
+        "kernels",
+        _bench_kernels,
+        _show_kernels,
+        "the NKI kernels beside NeuronMM's on the simulated core; time is modelled",
+    )
+    command.add_argument("--figure1", action="store_true", help="at the paper's shape, M 1K to 32K")
+    command.add_argument("--target", default="trn1", help="trn1 (default), trn2 or trn3")
+    command.add_argument("--lnc", type=int, choices=(1, 2), default=1, help="cores of a launch")
+    command.add_argument(
+        "--model", nargs="+", default=[], metavar="NAME", help="shapes (default: all), or paper"
+    )
+    command.add_argument("--tokens", type=int, nargs="+", default=[], metavar="M")
+    command.add_argument(
+        "--plot", type=Path, metavar="OUT.png", help="draw the paper's Figure 1 (matplotlib)"
     )
 
 
@@ -94,3 +116,98 @@ def _published_cells(row: dict[str, Any]) -> list[str]:
     if row["published_bytes"] is None:
         traffic[0] = ""
     return [name, row["target"], *values, f"{row['error']:+.1%}", *traffic]
+
+
+def _bench_kernels(options: argparse.Namespace) -> list[dict[str, Any]]:
+    from neuronmm_ops.bench import figure1, kernels
+
+    if options.plot is not None:
+        if not options.figure1:
+            raise ValueError("--plot draws the paper's Figure 1: it needs --figure1")
+        figure1.check(options.plot)
+    with progress_bars() as progress:
+        rows = kernels.run(
+            options.model,
+            options.tokens,
+            target=options.target,
+            lnc=options.lnc,
+            figure1=options.figure1,
+            workers=min(2, os.cpu_count() or 1),
+            progress=progress,
+        )
+    if options.plot is not None:
+        figure1.save(rows, options.plot)
+    return rows
+
+
+def _show_kernels(rows: list[dict[str, Any]]) -> None:
+    first = rows[0]
+    cores = f", {first['lnc']} NeuronCores a launch" if first["lnc"] > 1 else ""
+    stdout.print(f"{first['dtype']} on {first['target']}{cores}. All times are modelled.")
+    for model in dict.fromkeys(row["model"] for row in rows):
+        _show_section(model, [row for row in rows if row["model"] == model])
+    _show_summary(rows)
+
+
+def _show_section(model: str, rows: list[dict[str, Any]]) -> None:
+    """The rows of one model; with what was published for its shape, if anything was."""
+    shapes = list(dict.fromkeys((row["K"], row["N"]) for row in rows))
+    published = any(row["published_bytes"] is not None for row in rows)
+    rank = next(row["r"] for row in rows if row["r"])
+    shape = f"K={shapes[0][0]} N={shapes[0][1]} " if len(shapes) == 1 else ""
+    stdout.print(f"\n{model}, {shape}r={rank}")
+    table = Table(**COMPACT)
+    names = ["M", *(["K x N"] if not shape else []), "kernel", "ms", "of limit", "bound"]
+    names += ["GiB", "publ. ms", "GiB"] if published else ["MiB"]
+    for name in names:
+        table.add_column(name, justify="left" if name == "kernel" else "right", no_wrap=True)
+    for row, after in zip(rows, [*rows[1:], None], strict=True):
+        sizes = [str(row["M"])] if shape else [str(row["M"]), f"{row['K']}x{row['N']}"]
+        cells = [*sizes, row["kernel"], *_modelled_cells(row, 2**30 if published else 2**20)]
+        last = after is not None and after["M"] != row["M"]
+        table.add_row(*cells, *(_published_pair(row, rows) if published else ()), end_section=last)
+    stdout.print(table)
+    if published:
+        stdout.print("Published times and traffic: NeuronMM's Figure 1; its own in brackets.")
+
+
+def _modelled_cells(row: dict[str, Any], unit: int) -> list[str]:
+    if row["time_ms"] is None:
+        return ["no room", "", "", ""]
+    share, moved = f"{row['limit_share']:.0%}", f"{row['hbm_bytes'] / unit:.3g}"
+    return [f"{row['time_ms']:.4g}", share, row["bound"], moved]
+
+
+def _published_pair(row: dict[str, Any], rows: list[dict[str, Any]]) -> list[str]:
+    """Published time and traffic; beside our fused kernel NeuronMM's, in brackets."""
+    of, form = row, "{}"
+    if row["kernel"] == "xuv":
+        peers = [r for r in rows if r["kernel"] == "neuronmm_published" and r["M"] == row["M"]]
+        of, form = [*peers, row][0], "({})"
+    ms, moved = of["published_ms"], of["published_bytes"]
+    return [
+        "" if ms is None else form.format(f"{ms:g}"),
+        "" if moved is None else form.format(f"{moved / 2**30:.3g}"),
+    ]
+
+
+def _show_summary(rows: list[dict[str, Any]]) -> None:
+    from neuronmm_ops.bench import kernels
+
+    worst = kernels.worst_shares(rows)
+    regimes = [regime for regime in kernels.REGIMES if any(r == regime for _, r in worst)]
+    stdout.print("\nSmallest share of the modelled limit, by tokens:")
+    table = Table(**COMPACT)
+    table.add_column("kernel", no_wrap=True)
+    for regime in regimes:
+        table.add_column(regime, justify="right")
+    for kernel in dict.fromkeys(row["kernel"] for row in rows):
+        found = [worst.get((kernel, regime)) for regime in regimes]
+        table.add_row(
+            kernel, *("" if row is None else f"{row['limit_share']:.0%}" for row in found)
+        )
+    stdout.print(table)
+    for ours, theirs, regime in kernels.COMPARED:
+        ratio = kernels.speedup(rows, ours, theirs, regime)
+        if ratio is not None:
+            stdout.print(f"{ours} over {theirs}, {regime}: {ratio:.2f}x (geometric mean, modelled)")

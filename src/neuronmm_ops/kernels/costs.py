@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from neuronmm_ops.kernels.problem import Block, load_ns, matmul_ns
-from neuronmm_ops.kernels.tiles import BANKS, COLUMNS, P, tiles_in
+from neuronmm_ops.kernels.tiles import BANKS, COLUMNS, P, packed_tiles, tiles_in
 from neuronmm_ops.neuroncore.machine import DMA_TRANSPOSE_SHARE, Engine, Machine
 
 EVICT_LATENCY_NS = 150.0
@@ -128,6 +128,8 @@ class Costs:
 
     machine: Machine
     item: int
+    packed: bool = False
+    """u lies in packed order."""
 
     @property
     def passes(self) -> int:
@@ -163,6 +165,15 @@ class Costs:
     def load(self, rows: int, columns: int) -> float:
         """A tile of a matrix with `columns` columns taken together."""
         return load_ns(self.machine, min(P, rows), columns * self.item)
+
+    def project_load(self, rows: int, columns: int, r: int) -> float:
+        """A block [rows, columns] of u [K, r]; packed rows are neighbours in their partition."""
+        count = tiles_in(rows, P)
+        if not (self.packed and columns == r):
+            return count * self.load(rows, columns)
+        together = packed_tiles(columns * self.item)
+        runs = [together] * (count // together) + [count % together] * (count % together > 0)
+        return sum([load_ns(self.machine, P, n * columns * self.item) for n in runs])
 
     def transposed(self, rows: int, tokens: int) -> float:
         """DMA time of an x^T tile [rows, tokens]."""

@@ -19,6 +19,10 @@ from neuronmm_ops.kernels.problem import (
 __all__ = ["DTYPE_BYTES", "Plan", "Problem", "load_ns", "matmul_ns"]
 
 
+TIE = 1.005
+"""Plans within this factor of the least predicted time count as equally quick."""
+
+
 def plan_xw(
     M: int, K: int, N: int, dtype: str = "bfloat16", target: str = "trn1", lnc: int = 1
 ) -> Plan:
@@ -36,10 +40,31 @@ def plan_xw(
 
 
 def plan_xuv(
-    M: int, K: int, r: int, N: int, dtype: str = "bfloat16", target: str = "trn1", lnc: int = 1
+    M: int,
+    K: int,
+    r: int,
+    N: int,
+    dtype: str = "bfloat16",
+    target: str = "trn1",
+    lnc: int = 1,
+    packed: bool = False,
 ) -> Plan:
-    """The quickest plan of `(x[M, K] @ u[K, r]) @ v[r, N]`. Arguments and errors as `plan_xw`."""
-    return quickest(Problem("xuv", M, K, (r,), N, 0, dtype, target, lnc))
+    """The quickest plan of `(x[M, K] @ u[K, r]) @ v[r, N]`.
+
+    Args:
+        M: tokens.
+        K: input features.
+        r: rank.
+        N: output features.
+        dtype: as `plan_xw`.
+        target: as `plan_xw`.
+        lnc: as `plan_xw`.
+        packed: u lies in the order of `SVDLinear.pack_`, so that its tiles load in long runs.
+
+    Raises:
+        ValueError: sizes or names that are none, or packed with K no multiple of 128.
+    """
+    return quickest(Problem("xuv", M, K, (r,), N, 0, dtype, target, lnc, packed))
 
 
 def plan_svd_mlp(
@@ -80,10 +105,14 @@ def quickest(problem: Problem) -> Plan:
 
 
 def candidates(problem: Problem) -> list[Plan]:
-    """All plans that fit, quickest first."""
+    """All plans that fit: the choice first, then by predicted time."""
     from neuronmm_ops.kernels import plan_decode, plan_mlp, plan_prefill
 
     found = plan_decode.candidates(problem) if problem.M <= 128 else []
     prefill = plan_mlp if problem.op == "svd_mlp" else plan_prefill
     found.extend(prefill.candidates(problem))
-    return sorted(found, key=lambda plan: (plan.time_ms, plan.hbm_bytes, plan.blocks))
+    found.sort(key=lambda plan: (plan.time_ms, plan.hbm_bytes, plan.blocks))
+    # of plans that are as quick as the model can tell, the one that moves least goes first
+    ties = [plan for plan in found if plan.time_ms <= TIE * found[0].time_ms]
+    first = min(ties, key=lambda plan: plan.hbm_bytes, default=None)
+    return found if first is None else [first, *[plan for plan in found if plan is not first]]

@@ -45,7 +45,7 @@ def strips(tokens: int) -> list[int]:
 def _xuv_plans(problem: Problem) -> list[Plan]:
     found: list[Plan] = []
     tokens, r = own_tokens(problem), problem.ranks[0]
-    costs = Costs(problem.machine, problem.item_bytes)
+    costs = Costs(problem.machine, problem.item_bytes, problem.packed)
     for strip in strips(tokens):
         width = min(strip, tokens)
         held = tiles_in(r, P) * width * costs.item
@@ -74,6 +74,8 @@ def _plan(problem: Problem, strip: int, tokens: int, stages: tuple[Stage, ...]) 
         blocks.update(stage.blocks)
     costs = Costs(machine, problem.item_bytes)
     blocks.update(layout=costs.layout, engines=costs.engines)
+    if problem.packed:
+        blocks["packed"] = True
     whole = tokens / min(strip, tokens)
     pe = sum([s.pe_ns for s in stages])
     dma = sum([s.dma_ns for s in stages])
@@ -148,27 +150,32 @@ def _project(
     room = costs.machine.usable_sbuf_bytes - u_bytes - strip_bytes - partial_bytes
     if costs.layout == "pe":
         room -= 2 * tiles_in(width, P) * 4 * P * costs.item
-    keep = min(count, (room - 2 * x_tile) // x_tile)
-    if keep < 1 and not (keep == 0 and room >= 3 * x_tile):
-        return
-    if keep < count and groups > 1:
-        return
-    sbuf = u_bytes + strip_bytes + partial_bytes + min(keep + 2, count) * x_tile
-    passes = list(_project_passes(costs, width, K, r, rows, tokens, block, group, keep))
-    yield Stage(
-        blocks=(
-            ("keep", max(0, keep)),
-            ("u_block", block),
-            ("tokens", tokens),
-            ("banks", banks),
-            ("k_block", k_block),
-        ),
-        passes=tuple(passes),
-        hbm_bytes=_traffic(sum([p.load_bytes for p in passes]), K),
-        sbuf_bytes=sbuf,
-        psum_banks=BANKS,
-        room_bytes=costs.machine.usable_sbuf_bytes - sbuf,
-    )
+    for keep in _keeps(count, room // x_tile - 2):
+        if keep < count and groups > 1:
+            continue
+        sbuf = u_bytes + strip_bytes + partial_bytes + min(keep + 2, count) * x_tile
+        passes = list(_project_passes(costs, width, K, r, rows, tokens, block, group, keep))
+        yield Stage(
+            blocks=(
+                ("keep", keep),
+                ("u_block", block),
+                ("tokens", tokens),
+                ("banks", banks),
+                ("k_block", k_block),
+            ),
+            passes=tuple(passes),
+            hbm_bytes=_traffic(sum([p.load_bytes for p in passes]), K),
+            sbuf_bytes=sbuf,
+            psum_banks=BANKS,
+            room_bytes=costs.machine.usable_sbuf_bytes - sbuf,
+        )
+
+
+def _keeps(count: int, most: int) -> list[int]:
+    """How many x^T tiles may stay: all, or as many as there is room for, or fewer for fetching."""
+    if most >= count:
+        return [count]
+    return sorted({most, most * 5 // 8} - {0}) if most > 0 else [0] * (most == 0)
 
 
 def _project_passes(
@@ -195,7 +202,7 @@ def _project_passes(
                     loads = count if b == 0 and first == 0 else max(0, count - keep)
                     dma = loads * costs.transposed(min(P, K), own)
                     if g == 0 and first == 0:
-                        dma += count * costs.load(size, columns)
+                        dma += costs.project_load(size, columns, r)
                     evicts = tiles_in(side, P) * tiles_in(own, COLUMNS)
                     yield Pass(
                         count * costs.matmuls(side, own) * min(1, size / P)
@@ -284,11 +291,9 @@ def dense_stages(costs: Costs, width: int, K: int, N: int) -> list[Stage]:
             room = costs.machine.usable_sbuf_bytes - w_bytes - result
             if costs.layout == "pe":
                 room -= 2 * tiles_in(width, P) * 4 * P * costs.item
-            keep = min(count, (room - 3 * x_tile) // x_tile)
-            if keep < 0 or (keep == 0 and room < 3 * x_tile):
-                continue
-            sbuf = w_bytes + result + min(keep + 2, count) * x_tile
-            found.append(_dense(costs, width, K, N, block, rows, banks, keep, sbuf))
+            for keep in _keeps(count, room // x_tile - 3):
+                sbuf = w_bytes + result + min(keep + 2, count) * x_tile
+                found.append(_dense(costs, width, K, N, block, rows, banks, keep, sbuf))
     return sorted(found, key=lambda s: s.first_ns + s.tail_ns)
 
 

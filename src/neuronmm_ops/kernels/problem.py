@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from neuronmm_ops.kernels.tiles import COLUMNS
+from neuronmm_ops.kernels.tiles import COLUMNS, P
 from neuronmm_ops.neuroncore.machine import Engine, Machine, machine_of
 
 Op = Literal["xw", "xuv", "svd_mlp"]
@@ -32,6 +32,7 @@ class Problem:
         dtype: of all tensors: bfloat16, float16 or float32.
         target: trn1, trn2 or trn3.
         lnc: NeuronCores that share the launch, 1 or 2 (trn2 and trn3 only).
+        packed: u of xuv lies in the order of `SVDLinear.pack_`.
     """
 
     op: Op
@@ -43,6 +44,7 @@ class Problem:
     dtype: str = "bfloat16"
     target: str = "trn1"
     lnc: int = 1
+    packed: bool = False
 
     def __post_init__(self) -> None:
         machine = machine_of(self.target)
@@ -52,6 +54,8 @@ class Problem:
             raise ValueError(f"tokens, features and ranks must be at least 1; got {sizes}")
         if self.dtype not in DTYPE_BYTES:
             raise ValueError(f"dtype must be one of {', '.join(DTYPE_BYTES)}; got {self.dtype!r}")
+        if self.packed and (self.op != "xuv" or self.K % P):
+            raise ValueError(f"only u [K, r] with 128 | K can be packed; got {self.op}, K {self.K}")
         if self.lnc not in (1, 2) or (self.lnc == 2 and machine.generation < 3):
             raise ValueError(
                 f"lnc must be 1, or 2 on trn2 and trn3; got {self.lnc} on {machine.target}"

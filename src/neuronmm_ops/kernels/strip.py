@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from neuronmm_ops.kernels.shim import NkiTensor, nisa, nl
-from neuronmm_ops.kernels.tiles import COLUMNS, P, Span, spans, tiles_in
+from neuronmm_ops.kernels.tiles import COLUMNS, P, Span, packed_tiles, spans, tiles_in
 
 Tiles = list[NkiTensor]
 PE_CHUNK = 4
@@ -26,7 +26,8 @@ class Operand(nl.NKIObject):
         width: columns (tokens).
         keep: how many tiles stay in SBUF; the others are loaded again for each use.
         layout: how `source` lies: "rows" [size, columns], or tokens first [columns, size],
-            transposed by the "dma" engines or by the "pe".
+            transposed by the "dma" engines or by the "pe". "packed": rows in the order that
+            `SVDLinear.pack_` gives them, row j * 128 + p at p * count + j.
         first: first row of the contraction in `source`.
     """
 
@@ -77,6 +78,8 @@ class Operand(nl.NKIObject):
         size = min(P, self.size - k * P)
         rows = nl.ds(self.first + k * P, size)
         columns = nl.ds(self.start, self.width)
+        if self.layout == "packed":
+            return self.load_packed(k)
         found = nl.ndarray((size, self.width), dtype=self.source.dtype)
         if self.layout == "rows":
             nisa.dma_copy(found, self.source[rows, columns])
@@ -85,6 +88,21 @@ class Operand(nl.NKIObject):
         else:
             self.transpose(found, k, size)
         return found
+
+    def load_packed(self, k: int) -> NkiTensor:
+        """Tile k of a packed source; tiles whose rows are neighbours come together."""
+        size, width = self.source.shape
+        item = 4 if self.source.dtype == nl.float32 else 2
+        together = packed_tiles(width * item) if self.width == width else 1
+        if k % together == 0:
+            count = min(together, self.count - k)
+            tiles = nl.ndarray((P, count, self.width), dtype=self.source.dtype)
+            own = nl.ds(self.first // P + k, count)
+            columns = nl.ds(self.start, self.width)
+            packed = self.source.reshape((P, size // P, width))
+            nisa.dma_copy(tiles, packed[:, own, columns])
+            self.rows = [tiles]
+        return self.rows[0][:, k % together, :]
 
     def transpose(self, found: NkiTensor, k: int, rows: int) -> None:
         """Fill tile k by TensorE, from token rows that hold `PE_CHUNK` tiles at a time."""
@@ -105,10 +123,10 @@ class Operand(nl.NKIObject):
             evict(found[:, nl.ds(c[0], c[1])], turned, 0, 1)
 
 
-def weights(source: NkiTensor, columns: Span, rows: Span) -> Operand:
+def weights(source: NkiTensor, columns: Span, rows: Span, layout: str = "rows") -> Operand:
     """A block of w [K, N]; all its tiles stay while they are used."""
     count = tiles_in(rows[1], P)
-    return Operand(source, rows[1], columns[0], columns[1], count, "rows", rows[0])
+    return Operand(source, rows[1], columns[0], columns[1], count, layout, rows[0])
 
 
 def held(tiles: Tiles, size: int) -> Operand:
@@ -166,6 +184,7 @@ def project(
     engines: int,
     k_block: int = 0,
     rounds: bool = False,
+    packed: bool = False,
 ) -> Tiles:
     """(x @ w)^T as SBUF tiles [<=128, width] of w's dtype: w stationary, x moving.
 
@@ -179,6 +198,7 @@ def project(
         k_block: rows of the contraction that a pass over all columns covers; 0 for all. Partial
             sums of several passes are kept in SBUF.
         rounds: partial sums are rounded to w's dtype, instead of fp32.
+        packed: w's rows are in packed order.
     """
     passes = spans(0, x.size, k_block if k_block > 0 else x.size)
     result: Tiles = []
@@ -189,7 +209,7 @@ def project(
             dtype = w.dtype if rounds or n == len(passes) - 1 else nl.float32
             result = make_strip(w.shape[1], x.width, dtype)
         for b in spans(0, w.shape[1], block):
-            wb = weights(w, b, passes[n])
+            wb = weights(w, b, passes[n], "packed" if packed else "rows")
             for g in spans(0, x.width, tokens):
                 if g[0] // tokens == len(parts):
                     parts.append(x.part(passes[n], g))
@@ -273,6 +293,54 @@ def write_rows(
             for i in range(len(group)):
                 tokens = nl.ds(start + group[i][0], group[i][1])
                 nisa.dma_copy(out[tokens, nl.ds(b[0], b[1])], results[i])
+
+
+def write_columns(
+    out: NkiTensor,
+    x: Operand,
+    w: NkiTensor,
+    bias: NkiTensor | None,
+    start: int,
+    block: int,
+    banks: int,
+    engines: int,
+) -> None:
+    """out[:, start : start + width] = (x.T @ w + bias)^T: w stationary, x moving.
+
+    Args:
+        out: [N, M] in HBM.
+        x: [K, width] operand in SBUF.
+        w: [K, N].
+        bias: [N] or None.
+        start: first token in out.
+        block: columns of w that are loaded together.
+        banks: PSUM tiles in a group.
+        engines: that evict.
+    """
+    columns = spans(0, x.width, COLUMNS)
+    step = max(1, banks // len(columns)) * P
+    for b in spans(0, w.shape[1], block):
+        wb = weights(w, b, (0, x.size))
+        for rows in spans(0, b[1], step):
+            group = spans(rows[0], rows[1], P)
+            sums = accumulate(wb, x, group, columns)
+            for i in range(len(group)):
+                features = nl.ds(b[0] + group[i][0], group[i][1])
+                result = nl.ndarray((group[i][1], x.width), dtype=out.dtype)
+                if bias != None:  # noqa: E711
+                    shift_row(result, sums[i], bias.reshape((bias.shape[0], 1))[features])
+                else:
+                    evict_row(result, sums[i], i * len(columns), engines)
+                nisa.dma_copy(out[features, nl.ds(start, x.width)], result)
+
+
+def shift_row(dst: NkiTensor, sums: Tiles, bias: NkiTensor) -> None:
+    """dst [n, columns] = PSUM tiles of 512 columns side by side + bias [n, 1], on VectorE."""
+    added = nl.ndarray((dst.shape[0], 1), dtype=nl.float32)
+    nisa.dma_copy(added, bias)
+    for j in range(len(sums)):
+        own = nl.ds(j * COLUMNS, sums[j].shape[1])
+        nisa.tensor_scalar(dst[:, own], sums[j], nl.add, added)
 
 
 def load_bias(bias: NkiTensor, columns: Span, rows: int) -> NkiTensor:

@@ -11,9 +11,18 @@ Span = tuple[int, int]
 """Start and size of a tile along one dimension."""
 
 
+PACKED_RUN = 4096
+"""Bytes of a DMA's contiguous runs that loads of a packed factor aim at (96 % of the peak)."""
+
+
 def tiles_in(size: int, tile: int) -> int:
     """How many tiles cover `size`, the last one cut at the edge."""
     return (size + tile - 1) // tile
+
+
+def packed_tiles(row_bytes: int) -> int:
+    """Tiles of a packed u that are loaded together: its rows in a partition are neighbours."""
+    return tiles_in(PACKED_RUN, row_bytes)
 
 
 def spans(start: int, size: int, tile: int) -> list[Span]:

@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 from neuronmm_ops.kernels.shim import NkiTensor, jit, nl
-from neuronmm_ops.kernels.strip import Operand, held, own_tokens, project, write_rows
+from neuronmm_ops.kernels.strip import (
+    Operand,
+    held,
+    own_tokens,
+    project,
+    write_columns,
+    write_rows,
+)
 from neuronmm_ops.kernels.tiles import spans
 
 
@@ -15,24 +22,71 @@ def xuv(
     bias: NkiTensor | None = None,
     strip: int = 512,
     layout: str = "dma",
-    keep: int = 1024,
-    u_block: int = 1024,
+    keep: int = 8,
+    u_block: int = 512,
     tokens: int = 512,
     banks: int = 8,
-    v_block: int = 1024,
-    rows: int = 2,
-    engines: int = 1,
     k_block: int = 0,
     rounds: bool = False,
+    v_block: int = 512,
+    rows: int = 2,
+    engines: int = 1,
+    transposed: bool = False,
+    packed: bool = False,
 ) -> NkiTensor:
-    """out = (x @ u) @ v + bias."""
+    """out = (x @ u) @ v + bias, a strip of tokens at a time.
+
+    Dimensions:
+        M: tokens. K: input features. r: rank. N: output features. Any sizes of at least 1.
+
+    Args:
+        x: [M, K], or [K, M] with layout "rows".
+        u: [K, r], dtype of x.
+        v: [r, N], dtype of x.
+        bias: [N] or None.
+        strip: tokens whose (x @ u)^T is in SBUF at a time.
+        layout: how x comes: "dma" or "pe" transposes [M, K]; "rows" takes x as [K, M].
+        keep: x^T tiles of 128 rows that stay in SBUF; the rest is loaded again per group.
+        u_block: columns of u that are loaded together.
+        tokens: of the strip that one group of PSUM tiles of x @ u covers.
+        banks: PSUM tiles in a group.
+        k_block: rows of the contraction K whose sums PSUM holds, the partial sums of several
+            such blocks being added in SBUF in fp32; 0 for all of K.
+        rounds: partial sums in SBUF are rounded to x's dtype: half the room, so wider strips.
+        v_block: columns of v that are loaded together.
+        rows: token tiles of 128 in a group of PSUM tiles of the output.
+        engines: that evict PSUM: 1 ScalarE, 2 ScalarE and VectorE.
+        transposed: out is [N, M].
+        packed: u's rows are in the order of `SVDLinear.pack_`; K is a multiple of 128.
+
+    Returns:
+        [M, N] in shared HBM, dtype of x, or [N, M].
+
+    Notes:
+        x @ u is rounded once, to x's dtype. u as stationary operand makes (x @ u)^T [r, tokens],
+        which lies as the second matmul wants it: nothing is transposed but x. Two cores share the
+        tokens.
+
+    Pseudocode:
+        for each strip of tokens:
+            for each block of columns of u, group of token and rank tiles:
+                psum[rank tile, 512 tokens] += u tile (stationary) . x^T tile, over K
+                xu = psum
+            for each block of columns of v, group of token tiles:
+                psum[token tile, 512 columns] += xu tile (stationary) . v tile, over r
+                out = psum + bias
+    """
     K, r = u.shape
     N = v.shape[1]
     M = x.shape[1] if layout == "rows" else x.shape[0]
-    out = nl.ndarray((M, N), dtype=x.dtype, buffer=nl.shared_hbm)
+    shape = (N, M) if transposed else (M, N)
+    out = nl.ndarray(shape, dtype=x.dtype, buffer=nl.shared_hbm)
     start, size = own_tokens(M)
     for s in spans(start, size, strip):
         xt = Operand(x, K, s[0], s[1], keep, layout)
-        xu = held(project(xt, u, u_block, tokens, banks, engines, k_block, rounds), r)
-        write_rows(out, xu, v, bias, s[0], v_block, rows, banks, engines)
+        xu = held(project(xt, u, u_block, tokens, banks, engines, k_block, rounds, packed), r)
+        if transposed:
+            write_columns(out, xu, v, bias, s[0], v_block, banks, engines)
+        else:
+            write_rows(out, xu, v, bias, s[0], v_block, rows, banks, engines)
     return out

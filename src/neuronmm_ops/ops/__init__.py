@@ -1,8 +1,8 @@
 """The ops `neuronmm::xuv`, `neuronmm::svd_mlp` and `neuronmm::xw`. Imports torch only."""
 
-from neuronmm_ops.ops.functional import svd_mlp, xuv, xw
+from neuronmm_ops.ops.functional import svd_mlp, xuv, xuv_packed, xw
 from neuronmm_ops.ops.implementation import use_impl
 from neuronmm_ops.ops.reference import ACTIVATIONS
 from neuronmm_ops.ops.simulated import last_profile
 
-__all__ = ["ACTIVATIONS", "last_profile", "svd_mlp", "use_impl", "xuv", "xw"]
+__all__ = ["ACTIVATIONS", "last_profile", "svd_mlp", "use_impl", "xuv", "xuv_packed", "xw"]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from neuronmm_ops.ops import simulated
 
-OPS = ("xuv", "xw", "svd_mlp")
+OPS = ("xuv", "xuv_packed", "xw", "svd_mlp")
 Kernels = Mapping[str, Callable[..., Tensor]]
 
 _kernels: dict[str, Kernels | None] = {"reference": None}
@@ -21,7 +21,7 @@ _override: torch.library.Library | None = None
 
 
 def register_impl(name: str, kernels: Kernels) -> None:
-    """Make `use_impl(name)` run `kernels`: a callable for each of `xuv`, `xw` and `svd_mlp`.
+    """Make `use_impl(name)` run `kernels`: a callable for each of `OPS`.
 
     Raises:
         ValueError: the name is taken, or an op is missing.

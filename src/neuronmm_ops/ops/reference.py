@@ -12,7 +12,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from neuronmm_ops.ops.validation import FLOAT_DTYPES, check_svd_mlp, check_xuv, check_xw
+from neuronmm_ops.ops.validation import (
+    FLOAT_DTYPES,
+    TILE,
+    check_packed,
+    check_svd_mlp,
+    check_xuv,
+    check_xw,
+)
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -47,6 +54,25 @@ def xuv(x: Tensor, u: Tensor, v: Tensor, bias: Tensor | None = None) -> Tensor:
     except RuntimeError:
         check_xuv(x, u, v, bias)
         raise
+
+
+def xuv_packed(x: Tensor, u: Tensor, v: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return `(x @ unpacked(u)) @ v + bias`: `xuv` for a `u[K, r]` in packed order."""
+    check_packed(u)
+    return xuv(x, unpacked(u), v, bias)
+
+
+def packed(u: Tensor) -> Tensor:
+    """Return `u[K, r]` in packed order: row j * 128 + p moves to p * (K // 128) + j.
+
+    A NeuronCore's partition p then finds the rows of all its tiles side by side.
+    """
+    return u.unflatten(0, (-1, TILE)).transpose(0, 1).flatten(0, 1)
+
+
+def unpacked(u: Tensor) -> Tensor:
+    """Return a packed `u[K, r]` in its own order."""
+    return u.unflatten(0, (TILE, -1)).transpose(0, 1).flatten(0, 1)
 
 
 def xw(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from neuronmm_ops.ops.reference import ACTIVATION_NAMES, rows
-from neuronmm_ops.ops.validation import check_svd_mlp, check_xuv, check_xw
+from neuronmm_ops.ops.validation import check_packed, check_svd_mlp, check_xuv, check_xw
 
 if TYPE_CHECKING:
     from neuronmm_ops.kernels import Plan
@@ -48,16 +48,30 @@ class _Ops:
         self.target = target
 
     def kernels(self) -> Kernels:
-        return {"xuv": self.xuv, "xw": self.xw, "svd_mlp": self.svd_mlp}
+        return {
+            "xuv": self.xuv,
+            "xuv_packed": self.xuv_packed,
+            "xw": self.xw,
+            "svd_mlp": self.svd_mlp,
+        }
 
     def xuv(self, x: Tensor, u: Tensor, v: Tensor, bias: Tensor | None = None) -> Tensor:
+        return self._xuv(x, u, v, bias, False)
+
+    def xuv_packed(self, x: Tensor, u: Tensor, v: Tensor, bias: Tensor | None = None) -> Tensor:
+        check_packed(u)
+        return self._xuv(x, u, v, bias, True)
+
+    def _xuv(self, x: Tensor, u: Tensor, v: Tensor, bias: Tensor | None, packed: bool) -> Tensor:
         from neuronmm_ops.kernels import plan_xuv
 
         check_xuv(x, u, v, bias)
         flat, out, dtype = _prepare("xuv", x, v.shape[1])
         if not (out.numel() and u.numel()):
             return _without_products(out, bias)
-        plan = plan_xuv(len(flat), u.shape[0], u.shape[1], v.shape[1], dtype, self.target)
+        plan = plan_xuv(
+            len(flat), u.shape[0], v.shape[0], v.shape[1], dtype, self.target, packed=packed
+        )
         return _run(plan, flat, u, v, bias).view(out.shape)
 
     def xw(self, x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -1,0 +1,146 @@
+"""The prefill kernels `xw` and `xuv`: values against fp64, work and traffic against formulas."""
+
+from math import ceil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tolerances import assert_close_to_oracle
+from torch import Tensor
+
+import neuronmm_ops.kernels
+from neuronmm_ops import neuroncore as nc
+from neuronmm_ops.kernels.xuv import xuv
+from neuronmm_ops.kernels.xw import xw
+from neuronmm_ops.neuroncore.dtypes import bfloat16
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+TARGETS = ("trn1", "trn2", "trn3")
+KERNELS = Path(neuronmm_ops.kernels.__file__).parent
+
+sizes = st.integers(1, 700)
+launches = st.sampled_from([("trn1", 1), ("trn2", 1), ("trn2", 2), ("trn3", 1), ("trn3", 2)])
+
+
+def draw(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
+    """Values whose products stay near 1."""
+    generator = torch.Generator().manual_seed(seed)
+    scale = shape[0] ** -0.5 if len(shape) == 2 else 1.0
+    return (torch.randn(shape, generator=generator) * scale).to(dtype)
+
+
+def check(
+    kernel: Any,
+    launch: tuple[str, int],
+    tensors: list[Tensor | None],
+    every: int = 1,
+    **blocks: Any,
+) -> None:
+    """Run a kernel; compare each `every`-th token with fp64 and with the plain composition."""
+    target, lnc = launch
+    done = nc.simulate(kernel[lnc] if lnc > 1 else kernel, *tensors, target=target, **blocks)
+    x, *weights = tensors[:-1]
+    bias = tensors[-1]
+    if blocks.get("layout") == "rows":
+        x = x.t()
+    tokens = len(x)
+    plain = x = x[::every]
+    oracle, size = x.double(), x.double().abs()
+    for w in weights:
+        plain = plain @ w
+        oracle, size = oracle @ w.double(), size @ w.double().abs()
+    if bias is not None:
+        plain, oracle, size = plain + bias, oracle + bias.double(), size + bias.double().abs()
+    actual = done.outputs.t() if blocks.get("transposed") else done.outputs
+    assert_close_to_oracle(actual[::every], oracle, plain, size)
+    products = sum([w.numel() for w in weights])
+    assert done.profile.flops == 2 * tokens * products, "padding was computed"
+
+
+@settings(max_examples=25)
+@given(M=sizes, K=sizes, N=sizes, dtype=st.sampled_from(DTYPES), launch=launches, data=st.data())
+def test_xw_at_any_size(M, K, N, dtype, launch, data):
+    bias = draw((N,), dtype, 3) if data.draw(st.booleans()) else None
+    layout = data.draw(st.sampled_from(["dma", "pe", "rows"]))
+    x = draw((M, K), dtype, 1)
+    x = x.t().contiguous() if layout == "rows" else x
+    blocks = {
+        "strip": data.draw(st.sampled_from([128, 512])),
+        "keep": data.draw(st.sampled_from([0, 1, 9])),
+        "block": data.draw(st.sampled_from([100, 512, 1024])),
+        "rows": data.draw(st.sampled_from([1, 3])),
+        "banks": 6,
+        "engines": data.draw(st.sampled_from([1, 2])),
+    }
+    check(xw, launch, [x, draw((K, N), dtype, 2), bias], layout=layout, **blocks)
+
+
+@settings(max_examples=25)
+@given(
+    M=sizes, K=sizes, r=sizes, N=sizes, dtype=st.sampled_from(DTYPES), launch=launches,
+    data=st.data(),
+)  # fmt: skip
+def test_xuv_at_any_size(M, K, r, N, dtype, launch, data):
+    bias = draw((N,), dtype, 4) if data.draw(st.booleans()) else None
+    layout = data.draw(st.sampled_from(["dma", "pe", "rows"]))
+    x = draw((M, K), dtype, 1)
+    x = x.t().contiguous() if layout == "rows" else x
+    tensors = [x, draw((K, r), dtype, 2), draw((r, N), dtype, 3), bias]
+    strip = data.draw(st.sampled_from([128, 512, 1024]))
+    blocks = {
+        "strip": strip,
+        "keep": data.draw(st.sampled_from([0, 2, 9])),
+        "u_block": data.draw(st.sampled_from([128, 384])),
+        "tokens": data.draw(st.sampled_from([min(strip, 512), strip])),
+        "banks": 6,
+        "k_block": data.draw(st.sampled_from([0, 128, 256])),
+        "v_block": data.draw(st.sampled_from([100, 512, 1024])),
+        "rows": data.draw(st.sampled_from([1, 2])),
+        "engines": data.draw(st.sampled_from([1, 2])),
+        "transposed": data.draw(st.booleans()),
+    }
+    check(xuv, launch, tensors, layout=layout, **blocks)
+
+
+def test_partial_sums_may_be_rounded_behind_a_flag():
+    x, u, v = draw((96, 2048), torch.bfloat16, 1), draw((2048, 64), torch.bfloat16, 2), None
+    v = draw((64, 96), torch.bfloat16, 3)
+    exact = x.double() @ u.double() @ v.double()
+    errors = [
+        float((nc.simulate(xuv, x, u, v, k_block=128, rounds=r).outputs.double() - exact).norm())
+        for r in (False, True)
+    ]
+    assert errors[0] < errors[1] < 10 * errors[0]
+
+
+def test_the_papers_shape_at_256_tokens():
+    K, r, N = 8192, 4096, 16384
+    tensors = [draw(s, torch.bfloat16, i) for i, s in enumerate([(256, K), (K, r), (r, N)])]
+    check(xuv, ("trn1", 1), [*tensors, None], 32, strip=256, keep=64, u_block=1024, v_block=1024)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_every_byte_moves_as_often_as_the_blocks_say(target):
+    M, K, r, N, strip, keep = 1024, 1024, 512, 2048, 512, 3
+    specs = [nc.TensorSpec(shape, bfloat16) for shape in ((M, K), (K, r), (r, N))]
+    done = nc.simulate(
+        xuv, *specs, target=target, mode="trace",
+        strip=strip, keep=keep, u_block=256, tokens=512, v_block=512,
+    )  # fmt: skip
+    moved = {t.name: t.read_bytes + t.write_bytes for t in done.profile.tensors}
+    strips, groups = M // strip, ceil(r / 256)
+    reloaded = (groups - 1) * (K // 128 - keep) * 128 * M
+    assert moved["x"] == 2 * (M * K + reloaded)
+    assert moved["u"] == 2 * K * r * strips
+    assert moved["v"] == 2 * r * N * strips
+    assert sum(moved.values()) == done.profile.hbm_bytes
+    assert done.profile.hbm_write_bytes == 2 * M * N
+
+
+@pytest.mark.parametrize("path", sorted(KERNELS.glob("*.py")), ids=lambda p: p.stem)
+def test_kernels_keep_to_the_strict_subset(path):
+    if not path.stem.startswith(("plan", "problem", "costs", "__init__")):
+        assert nc.lint(path) == []
