@@ -130,6 +130,8 @@ class Costs:
     item: int
     packed: bool = False
     """u lies in packed order."""
+    rounds: bool = False
+    """Partial sums in SBUF have the dtype's size instead of fp32's."""
 
     @property
     def passes(self) -> int:

@@ -48,6 +48,7 @@ def plan_xuv(
     target: str = "trn1",
     lnc: int = 1,
     packed: bool = False,
+    rounds: bool = False,
 ) -> Plan:
     """The quickest plan of `(x[M, K] @ u[K, r]) @ v[r, N]`.
 
@@ -60,11 +61,13 @@ def plan_xuv(
         target: as `plan_xw`.
         lnc: as `plan_xw`.
         packed: u lies in the order of `SVDLinear.pack_`, so that its tiles load in long runs.
+        rounds: partial sums in SBUF may be rounded to dtype: less HBM traffic at large r and M,
+            less accuracy.
 
     Raises:
         ValueError: sizes or names that are none, or packed with K no multiple of 128.
     """
-    return quickest(Problem("xuv", M, K, (r,), N, 0, dtype, target, lnc, packed))
+    return quickest(Problem("xuv", M, K, (r,), N, 0, dtype, target, lnc, packed, rounds))
 
 
 def plan_svd_mlp(

@@ -45,7 +45,7 @@ def strips(tokens: int) -> list[int]:
 def _xuv_plans(problem: Problem) -> list[Plan]:
     found: list[Plan] = []
     tokens, r = own_tokens(problem), problem.ranks[0]
-    costs = Costs(problem.machine, problem.item_bytes, problem.packed)
+    costs = Costs(problem.machine, problem.item_bytes, problem.packed, problem.rounds)
     for strip in strips(tokens):
         width = min(strip, tokens)
         held = tiles_in(r, P) * width * costs.item
@@ -76,6 +76,8 @@ def _plan(problem: Problem, strip: int, tokens: int, stages: tuple[Stage, ...]) 
     blocks.update(layout=costs.layout, engines=costs.engines)
     if problem.packed:
         blocks["packed"] = True
+    if problem.rounds:
+        blocks["rounds"] = True
     whole = tokens / min(strip, tokens)
     pe = sum([s.pe_ns for s in stages])
     dma = sum([s.dma_ns for s in stages])
@@ -107,7 +109,8 @@ def project_stages(costs: Costs, width: int, K: int, r: int) -> list[Stage]:
     """Blocks of `strip.project` on x [K, width] from HBM that fit, quickest first."""
     found: list[Stage] = []
     widths = sorted({min(tiles_in(b, P) * P, tiles_in(r, P) * P) for b in (*BLOCKS, *_even(r))})
-    partial, limit = tiles_in(r, P) * width * 4, 0.6 * costs.machine.usable_sbuf_bytes
+    sums = costs.item if costs.rounds else 4
+    partial, limit = tiles_in(r, P) * width * sums, 0.6 * costs.machine.usable_sbuf_bytes
     for k_block in K_BLOCKS:
         if k_block and (k_block >= K or 16 * k_block < K or partial > limit):
             continue
@@ -145,15 +148,16 @@ def _project(
     reused = groups > 1 or passes_per_block > 1
     u_bytes = count * min(block, r) * costs.item if reused else 3 * min(block, r) * costs.item
     strip_bytes = tiles_in(r, P) * width * costs.item
-    partial_bytes = tiles_in(r, P) * width * 4 if k_block else 0
+    if k_block and not costs.rounds:  # fp32, and the columns that are just rounded
+        strip_bytes = tiles_in(r, P) * width * 4 + block_tiles * width * costs.item
     x_tile = width * costs.item
-    room = costs.machine.usable_sbuf_bytes - u_bytes - strip_bytes - partial_bytes
+    room = costs.machine.usable_sbuf_bytes - u_bytes - strip_bytes
     if costs.layout == "pe":
         room -= 2 * tiles_in(width, P) * 4 * P * costs.item
     for keep in _keeps(count, room // x_tile - 2):
         if keep < count and groups > 1:
             continue
-        sbuf = u_bytes + strip_bytes + partial_bytes + min(keep + 2, count) * x_tile
+        sbuf = u_bytes + strip_bytes + min(keep + 2, count) * x_tile
         passes = list(_project_passes(costs, width, K, r, rows, tokens, block, group, keep))
         yield Stage(
             blocks=(

@@ -33,6 +33,7 @@ class Problem:
         target: trn1, trn2 or trn3.
         lnc: NeuronCores that share the launch, 1 or 2 (trn2 and trn3 only).
         packed: u of xuv lies in the order of `SVDLinear.pack_`.
+        rounds: xuv may round partial sums in SBUF to dtype, which halves them.
     """
 
     op: Op
@@ -45,6 +46,7 @@ class Problem:
     target: str = "trn1"
     lnc: int = 1
     packed: bool = False
+    rounds: bool = False
 
     def __post_init__(self) -> None:
         machine = machine_of(self.target)

@@ -205,7 +205,7 @@ def project(
     for n in range(len(passes)):
         parts: list[Operand] = []
         before = result
-        if n == 0 or n == len(passes) - 1:
+        if n == 0 or (n == len(passes) - 1 and not rounds):
             dtype = w.dtype if rounds or n == len(passes) - 1 else nl.float32
             result = make_strip(w.shape[1], x.width, dtype)
         for b in spans(0, w.shape[1], block):
