@@ -1,0 +1,127 @@
+"""`use_impl("simulated")`: the ops through the NKI kernels on the simulated NeuronCore."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from operands import (
+    ACTIVATIONS,
+    doubled,
+    make,
+    mlp_shapes,
+    plain_svd_mlp,
+    plain_xuv,
+    plain_xuv_packed,
+    plain_xw,
+    svd_mlp_magnitude,
+    svd_mlp_operands,
+    xuv_operands,
+    xw_operands,
+)
+from tolerances import assert_close_to_oracle
+
+import neuronmm_ops as nm
+from neuronmm_ops import ops
+from neuronmm_ops.kernels import plan_xuv
+from neuronmm_ops.ops import simulated
+
+targets = st.sampled_from(["trn1", "trn2", "trn3"])
+
+
+def magnitude(tensors):
+    return [None if t is None else t.double().abs() for t in tensors]
+
+
+@settings(max_examples=40)
+@given(tensors=xuv_operands(), target=targets)
+def test_xuv(tensors, target):
+    if tensors[0].dtype == torch.float64:
+        return
+    with nm.use_impl("simulated", target=target):
+        y = nm.xuv(*tensors)
+    oracle = plain_xuv(*doubled(*tensors))
+    assert_close_to_oracle(y, oracle, plain_xuv(*tensors), plain_xuv(*magnitude(tensors)))
+    assert y.is_contiguous()
+
+
+@settings(max_examples=25)
+@given(tensors=xw_operands(), target=targets)
+def test_xw(tensors, target):
+    if tensors[0].dtype == torch.float64:
+        return
+    with nm.use_impl("simulated", target=target):
+        y = nm.xw(*tensors)
+    oracle = plain_xw(*doubled(*tensors))
+    assert_close_to_oracle(y, oracle, plain_xw(*tensors), plain_xw(*magnitude(tensors)))
+
+
+@settings(max_examples=25)
+@given(tensors=svd_mlp_operands(), target=targets, activation=st.sampled_from(list(ACTIVATIONS)))
+def test_svd_mlp(tensors, target, activation):
+    if tensors[0].dtype == torch.float64:
+        return
+    with nm.use_impl("simulated", target=target):
+        y = nm.svd_mlp(*tensors, activation=activation)
+    oracle = plain_svd_mlp(*doubled(*tensors), activation=activation)
+    low = plain_svd_mlp(*tensors, activation=activation)
+    assert_close_to_oracle(y, oracle, low, svd_mlp_magnitude(*magnitude(tensors)))
+
+
+@pytest.mark.parametrize("tokens", [1, 7, 150])
+def test_packed(tokens):
+    tensors = [make(s, torch.bfloat16) for s in ((tokens, 256), (256, 48), (48, 70))]
+    with nm.use_impl("simulated", target="trn2"):
+        y = ops.xuv_packed(*tensors)
+    oracle = plain_xuv_packed(*doubled(*tensors))
+    low = plain_xuv_packed(*tensors)
+    assert_close_to_oracle(y, oracle, low, plain_xuv_packed(*magnitude(tensors)))
+
+
+def test_the_last_profile_is_kept():
+    simulated._last.clear()
+    with pytest.raises(RuntimeError, match="no op has been simulated"):
+        nm.last_profile()
+    x, u, v = make((2, 3, 200)), make((200, 40)), make((40, 64))
+    with nm.use_impl("simulated", target="trn2"):
+        nm.xuv(x, u, v)
+    profile = nm.last_profile()
+    assert (profile.target, profile.mode) == ("trn2", "execute")
+    assert profile.flops == 2 * 6 * 40 * (200 + 64)
+    plan = plan_xuv(6, 200, 40, 64, "float32", "trn2")
+    assert profile.kernel_name == plan.kernel
+    with nm.use_impl("simulated"):
+        nm.svd_mlp(make((2, 8)), *[make(s) for s in mlp_shapes(8, 9, 8)])
+    assert nm.last_profile().target == "trn1"
+
+
+def test_targets_nest_and_are_restored():
+    x, w = make((4, 8)), make((8, 8))
+    with nm.use_impl("simulated", target="trn1"):
+        with nm.use_impl("simulated", target="trn3"):
+            nm.xw(x, w)
+            assert nm.last_profile().target == "trn3"
+        nm.xw(x, w)
+        assert nm.last_profile().target == "trn1"
+
+
+def test_gradients_flow_around_the_simulated_forward():
+    x, u, v = [make(s).requires_grad_() for s in ((5, 12), (12, 4), (4, 6))]
+    with nm.use_impl("simulated"):
+        nm.xuv(x, u, v).square().sum().backward()
+    expected = [t.detach().clone().requires_grad_() for t in (x, u, v)]
+    plain_xuv(*expected).square().sum().backward()
+    for mine, theirs in zip((x, u, v), expected, strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-4, atol=1e-4)
+
+
+def test_what_the_core_cannot_do_is_refused():
+    x, w = make((4, 8), torch.float64), make((8, 8), torch.float64)
+    with (
+        nm.use_impl("simulated"),
+        pytest.raises(TypeError, match="simulated NeuronCore takes bfloat16, float16 and float32"),
+    ):
+        nm.xw(x, w)
+    with pytest.raises(ValueError, match="target must be one of trn1"):
+        nm.use_impl("simulated", target="trn9")
+    with pytest.raises(ValueError, match="only the simulated implementation takes a target"):
+        nm.use_impl("reference", target="trn1")

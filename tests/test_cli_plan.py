@@ -1,0 +1,83 @@
+"""`neuronmm plan`: a model's plans, and one line for every mistake."""
+
+import json
+
+import pytest
+
+from neuronmm_ops.cli import main
+
+FIELDS = {
+    *("projection", "M", "K", "r", "N", "target", "form", "blocks", "time_ms", "dense_ms"),
+    *("hbm_bytes", "bound", "worth_it"),
+}
+CONFIG = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 1000,
+}
+
+
+def test_rows_of_a_named_model(capsys):
+    arguments = ["--ratio", "0.2", "--tokens", "1,512", "--target", "trn1", "--json"]
+    assert main(["plan", "--model", "Llama-3.2-3B", *arguments]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert all(set(row) == FIELDS for row in rows)
+    assert {row["M"] for row in rows} == {1, 512}
+    up = {row["M"]: row for row in rows if row["projection"] == "up_proj"}
+    assert (up[1]["K"], up[1]["r"], up[1]["N"]) == (3072, 1792, 8192)
+    assert (up[1]["form"], up[512]["form"]) == ("decode", "prefill")
+    assert up[1]["worth_it"]
+    assert up[1]["time_ms"] < up[1]["dense_ms"]
+    mlp = next(row for row in rows if row["projection"] == "mlp" and row["M"] == 512)
+    assert mlp["time_ms"] < mlp["dense_ms"]
+
+
+def test_the_page_says_where_low_rank_does_not_pay(tmp_path, capsys):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(CONFIG))
+    assert main(["plan", "--model", str(tmp_path), "--tokens", "1,300"]) == 0
+    page = capsys.readouterr().out
+    assert "Modelled times on trn1" in page
+    assert "Low rank does not pay at M = 1:" in page
+    assert main(["plan", "--model", str(path), "--tokens", "1", "--ratio", "0.9", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert {row["K"] for row in rows} == {256, 512}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model", "gpt-7"], "model shape must be one of"),
+        (["--model", "Qwen3-8B", "--ratio", "1.5"], "--ratio must be between 0 and 1"),
+        (["--model", "Qwen3-8B", "--tokens", "1,x"], "--tokens must be numbers of at least 1"),
+        (["--model", "Qwen3-8B", "--target", "trn9"], "target must be one of trn1"),
+        (["--model", "Qwen3-8B", "--lnc", "2"], "lnc must be 1, or 2 on trn2 and trn3"),
+        (["--model", "Qwen3-8B", "--dtype", "int8"], "dtype must be one of bfloat16"),
+    ],
+)
+def test_mistakes_are_one_line(arguments, message, capsys):
+    assert main(["plan", *arguments]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert message in printed.err
+    assert printed.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "is not JSON"),
+        ("[1]", "must hold one JSON object"),
+        (json.dumps(CONFIG | {"hidden_size": -1}), "hidden_size must be an integer of at least 1"),
+        (json.dumps(CONFIG | {"vocab_size": "9"}), "vocab_size must be an integer of at least 1"),
+        (json.dumps(CONFIG | {"num_attention_heads": True}), "num_attention_heads must be an int"),
+    ],
+)
+def test_bad_configs_are_one_line(text, message, tmp_path, capsys):
+    (tmp_path / "config.json").write_text(text)
+    assert main(["plan", "--model", str(tmp_path)]) == 2
+    printed = capsys.readouterr()
+    assert message in printed.err
+    assert printed.err.count("\n") == 1
