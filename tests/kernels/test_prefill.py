@@ -144,3 +144,11 @@ def test_every_byte_moves_as_often_as_the_blocks_say(target):
 def test_kernels_keep_to_the_strict_subset(path):
     if not path.stem.startswith(("plan", "problem", "costs", "__init__")):
         assert nc.lint(path) == []
+
+
+@pytest.mark.parametrize("keep", [0, 1, 2, 5, 9])
+def test_tiles_that_tensore_turns_are_turned_again_when_they_were_not_kept(keep):
+    tensors = [draw((256, 1100), torch.float32, 1), draw((1100, 1100), torch.float32, 2), None]
+    check(
+        xw, ("trn1", 1), tensors, layout="pe", keep=keep, strip=256, block=512, rows=1, banks=6
+    )  # fmt: skip

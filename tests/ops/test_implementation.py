@@ -125,7 +125,9 @@ def test_meta_tensors_never_reach_it(calls):
 
 def test_an_unknown_name_changes_nothing(calls):
     ops.use_impl("counting")
-    with pytest.raises(ValueError, match=r"must be one of simulated, reference.*counting; got 'cuda'"):
+    with pytest.raises(
+        ValueError, match=r"must be one of simulated, reference.*counting; got 'cuda'"
+    ):
         ops.use_impl("cuda")
     assert active_impl() == "counting"
 

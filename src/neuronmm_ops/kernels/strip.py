@@ -50,7 +50,9 @@ class Operand(nl.NKIObject):
         self.first = first
         self.count = tiles_in(size, P)
         self.tiles: Tiles = []
+        # what several tiles are made of, and the first of them
         self.rows: Tiles = []
+        self.chunk = -1
 
     def part(self, rows: Span, columns: Span) -> Operand:
         """Some rows of the contraction and some columns, loaded by themselves.
@@ -94,10 +96,12 @@ class Operand(nl.NKIObject):
         size, width = self.source.shape
         item = 4 if self.source.dtype == nl.float32 else 2
         together = packed_tiles(width * item) if self.width == width else 1
-        if k % together == 0:
-            count = min(together, self.count - k)
+        chunk = k - k % together
+        if chunk != self.chunk:
+            self.chunk = chunk
+            count = min(together, self.count - chunk)
             tiles = nl.ndarray((P, count, self.width), dtype=self.source.dtype)
-            own = nl.ds(self.first // P + k, count)
+            own = nl.ds(self.first // P + chunk, count)
             columns = nl.ds(self.start, self.width)
             packed = self.source.reshape((P, size // P, width))
             nisa.dma_copy(tiles, packed[:, own, columns])
@@ -106,13 +110,15 @@ class Operand(nl.NKIObject):
 
     def transpose(self, found: NkiTensor, k: int, rows: int) -> None:
         """Fill tile k by TensorE, from token rows that hold `PE_CHUNK` tiles at a time."""
-        if k % PE_CHUNK == 0:
-            columns = min(PE_CHUNK * P, self.size - k * P)
+        chunk = k - k % PE_CHUNK
+        if chunk != self.chunk:
+            self.chunk = chunk
+            columns = min(PE_CHUNK * P, self.size - chunk * P)
             self.rows = []
             for t in spans(0, self.width, P):
                 block = nl.ndarray((t[1], columns), dtype=self.source.dtype)
                 tokens = nl.ds(self.start + t[0], t[1])
-                nisa.dma_copy(block, self.source[tokens, nl.ds(self.first + k * P, columns)])
+                nisa.dma_copy(block, self.source[tokens, nl.ds(self.first + chunk * P, columns)])
                 self.rows.append(block)
         for c in spans(0, self.width, COLUMNS):
             turned = nl.ndarray((rows, c[1]), dtype=self.source.dtype, buffer=nl.psum)

@@ -1,0 +1,259 @@
+"""`svd_mlp`, prefill form: values against fp64, FLOPs, HBM traffic, and its plans."""
+
+from dataclasses import dataclass, field
+from math import erf
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from neuronmm_ops.bench.shapes import SHAPES
+from neuronmm_ops.compress.rank import aligned_rank
+from neuronmm_ops.kernels.plan_mlp import candidates
+from neuronmm_ops.kernels.problem import Plan, Problem
+from neuronmm_ops.kernels.svd_mlp import GROUP, svd_mlp
+from neuronmm_ops.neuroncore import Profile, TensorSpec, simulate
+from neuronmm_ops.neuroncore.dtypes import dtype_of
+from neuronmm_ops.neuroncore.lint import lint
+from neuronmm_ops.neuroncore.machine import machine_of
+
+DTYPES = {
+    "bfloat16": ml_dtypes.bfloat16,
+    "float16": np.dtype(np.float16),
+    "float32": np.dtype(np.float32),
+}
+ROUNDINGS = 8  # x . u, . v and the product on the way in, the same down, biases, the output
+BLOCKS = ("u_block", "v_block", "down_block", "out_block")
+TARGETS = ("trn1", "trn2", "trn3")
+
+
+def silu(x: np.ndarray) -> np.ndarray:
+    return x / (1 + np.exp(-x))
+
+
+def gelu(x: np.ndarray) -> np.ndarray:
+    return x / 2 * (1 + np.vectorize(erf)(x / np.sqrt(2)))
+
+
+def gelu_tanh(x: np.ndarray) -> np.ndarray:
+    return x / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+
+
+def relu(x: np.ndarray) -> np.ndarray:
+    return np.maximum(x, 0)
+
+
+ACTIVATIONS = {"silu": silu, "gelu": gelu, "gelu_tanh": gelu_tanh, "relu": relu}
+
+
+@dataclass(frozen=True)
+class Case:
+    M: int
+    K: int
+    ranks: tuple[int, int, int]
+    inner: int
+    N: int
+    dtype: str = "float32"
+    target: str = "trn2"
+    lnc: int = 1
+    activation: str = "silu"
+    biases: tuple[bool, bool, bool] = (False, False, False)
+    blocks: dict[str, Any] = field(default_factory=dict)
+
+
+def operands(case: Case) -> list[np.ndarray | None]:
+    rng = np.random.default_rng(case.M * case.K + case.inner)
+    gate, up, down = case.ranks
+    shapes = [(case.K, gate), (gate, case.inner), (case.K, up), (up, case.inner)]
+    shapes += [(case.inner, down), (down, case.N)]
+    values = [rng.standard_normal((case.M, case.K))]
+    values += [rng.standard_normal(s) / np.sqrt(s[0]) for s in shapes]
+    sizes = (case.inner, case.inner, case.N)
+    given = zip(sizes, case.biases, strict=True)
+    values += [rng.standard_normal(size) if has else None for size, has in given]
+    return [None if v is None else v.astype(DTYPES[case.dtype]) for v in values]
+
+
+def composed(case: Case, arrays: list[np.ndarray | None], dtype: Any) -> np.ndarray:
+    """The plain composition: each intermediate rounded to `dtype`, sums in at least fp32."""
+    wide = np.float64 if dtype is np.float64 else np.float32
+    x, *factors, gate_bias, up_bias, down_bias = arrays
+
+    def rounded(value: np.ndarray) -> np.ndarray:
+        return value.astype(dtype).astype(wide)
+
+    def pair(left: np.ndarray, at: int, bias: np.ndarray | None) -> np.ndarray:
+        u, v = factors[at : at + 2]
+        product = rounded(rounded(left @ u.astype(wide)) @ v.astype(wide))
+        return product if bias is None else rounded(product + bias.astype(wide))
+
+    gate, up = pair(x.astype(wide), 0, gate_bias), pair(x.astype(wide), 2, up_bias)
+    hidden = rounded(rounded(ACTIVATIONS[case.activation](gate)) * up)
+    return pair(hidden, 4, down_bias)
+
+
+def check(case: Case) -> Profile:
+    """Run it, compare with fp64, and return the profile."""
+    arrays = operands(case)
+    kernel = svd_mlp if case.lnc == 1 else svd_mlp[case.lnc]
+    found = simulate(kernel, *arrays, activation=case.activation, target=case.target, **case.blocks)
+    assert found.outputs.dtype == DTYPES[case.dtype]
+    assert found.outputs.shape == (case.M, case.N)
+    oracle = composed(case, arrays, np.float64)
+    plain = composed(case, arrays, DTYPES[case.dtype])
+    eps = float(ml_dtypes.finfo(DTYPES[case.dtype]).eps)
+    allowed = 2 * np.abs(plain - oracle).max() + ROUNDINGS * eps * np.abs(oracle).max()
+    assert np.abs(found.outputs.astype(np.float64) - oracle).max() <= allowed
+    assert found.profile.flops == problem_of(case).flops
+    return found.profile
+
+
+def problem_of(case: Case) -> Problem:
+    sizes = (case.M, case.K, case.ranks, case.N, case.inner)
+    return Problem("svd_mlp", *sizes, case.dtype, case.target, case.lnc)
+
+
+def layout_of(dtype: str, target: str) -> dict[str, Any]:
+    turns = dtype == "float32" and target == "trn1"
+    return {"layout": "pe", "banks": 6} if turns else {"layout": "dma", "banks": 8}
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    size = st.integers(1, 300)
+    dtype, target = draw(st.sampled_from(sorted(DTYPES))), draw(st.sampled_from(TARGETS))
+    inner = draw(st.integers(1, 1400))
+    blocks = layout_of(dtype, target)
+    blocks |= {name: draw(st.sampled_from((128, 256, 1024))) for name in BLOCKS}
+    blocks["strip"] = draw(st.sampled_from((192, 512, 640)))
+    blocks["tokens"] = draw(st.sampled_from((512, 1024)))
+    blocks["rows"] = draw(st.sampled_from((1, 2, 4)))
+    blocks["engines"] = 1 if target == "trn1" else 2
+    blocks["keep"] = draw(st.sampled_from((0, 4, 1024)))
+    blocks["spill"] = draw(st.integers(0, inner // (GROUP * 128)))
+    blocks["keep_spilled"] = draw(st.integers(0, blocks["spill"]))
+    return Case(
+        draw(st.integers(1, 700)),
+        draw(size),
+        (draw(size), draw(size), draw(size)),
+        inner,
+        draw(size),
+        dtype,
+        target,
+        1 if target == "trn1" else draw(st.sampled_from((1, 2))),
+        draw(st.sampled_from(sorted(ACTIVATIONS))),
+        draw(st.tuples(st.booleans(), st.booleans(), st.booleans())),
+        blocks,
+    )
+
+
+@settings(max_examples=20)
+@example(Case(1, 1, (1, 1, 1), 1, 1, lnc=2, biases=(True, True, True)))
+@given(cases())
+def test_is_as_accurate_as_the_plain_composition(case: Case) -> None:
+    check(case)
+
+
+@pytest.mark.parametrize("dtype", sorted(DTYPES))
+@pytest.mark.parametrize("activation", sorted(ACTIVATIONS))
+def test_activations(activation: str, dtype: str) -> None:
+    blocks = layout_of(dtype, "trn1")
+    case = Case(130, 200, (70, 40, 65), 300, 150, dtype, "trn1", 1, activation, blocks=blocks)
+    check(case)
+
+
+@pytest.mark.parametrize("lnc", [1, 2])
+@pytest.mark.parametrize(("spill", "keep"), [(1, 0), (2, 1), (2, 2)])
+def test_traffic_of_a_spilled_hidden_strip(spill: int, keep: int, lnc: int) -> None:
+    blocks = {"strip": 128, "spill": spill, "keep_spilled": keep, "banks": 1, "engines": 2}
+    case = Case(256, 128, (64, 64, 256), 1100, 100, "bfloat16", "trn2", lnc, blocks=blocks)
+    profile = check(case)
+    once = problem_of(case)
+    weights = once.weight_elements * 2  # strips
+    activations = once.M * (once.K + once.N)
+    group = GROUP * 128 * once.M
+    spilled = group * (2 * spill + (spill - keep))  # written and read, and read for rank tile 2
+    assert profile.hbm_bytes == 2 * (weights + activations + spilled)
+
+
+def test_two_cores_take_disjoint_tokens() -> None:
+    case = Case(300, 64, (32, 32, 32), 96, 64, "float32", "trn3", 2)
+    assert check(case).lnc == 2
+
+
+def test_lint() -> None:
+    assert lint(svd_mlp) == []
+    assert lint(svd_mlp.func.__code__.co_filename) == []
+
+
+def run(plan: Plan) -> Profile:
+    """Trace a plan."""
+    p = plan.problem
+    gate, up, down = p.ranks
+    shapes = [(p.M, p.K), (p.K, gate), (gate, p.inner), (p.K, up), (up, p.inner)]
+    shapes += [(p.inner, down), (down, p.N)]
+    specs = [TensorSpec(s, dtype_of(p.dtype)) for s in shapes]
+    kernel = svd_mlp if p.lnc == 1 else svd_mlp[p.lnc]
+    return simulate(kernel, *specs, target=p.target, mode="trace", **plan.arguments).profile
+
+
+def of_model(name: str, M: int, target: str, lnc: int = 1) -> Problem:
+    shape = SHAPES[name]
+    K, inner = shape.hidden_size, shape.intermediate_size
+    wide, narrow = aligned_rank(K, inner, 0.2), aligned_rank(inner, K, 0.2)
+    assert wide
+    assert narrow
+    return Problem("svd_mlp", M, K, (wide, wide, narrow), K, inner, target=target, lnc=lnc)
+
+
+PROBLEMS = [
+    Problem("svd_mlp", 1, 1, (1, 1, 1), 1, 1, "float16", "trn3", 2),
+    Problem("svd_mlp", 700, 3, (2, 1, 3), 1, 2, "float32", "trn1"),
+    Problem("svd_mlp", 300, 200, (130, 64, 90), 170, 1000, "float32", "trn1"),
+    Problem("svd_mlp", 1100, 384, (256, 128, 200), 384, 1000, "bfloat16", "trn1"),
+    Problem("svd_mlp", 513, 1024, (640, 512, 384), 768, 6000, "float32", "trn2", 2),
+    Problem("svd_mlp", 640, 600, (256, 128, 130), 700, 22000, "bfloat16", "trn1"),
+    Problem("svd_mlp", 130, 24000, (300, 200, 500), 700, 3000, "float16", "trn3"),
+]
+
+
+@pytest.mark.parametrize("problem", PROBLEMS, ids=lambda p: f"{p.M}-{p.K}-{p.inner}-{p.target}")
+def test_every_candidate_runs_as_predicted(problem: Problem) -> None:
+    plans = candidates(problem)
+    assert plans == sorted(plans, key=lambda plan: plan.time_ms)
+    assert plans == candidates(problem)
+    for plan in plans:
+        profile = run(plan)
+        assert profile.flops == problem.flops
+        assert profile.hbm_bytes == plan.hbm_bytes
+        assert profile.sbuf_peak_bytes <= plan.sbuf_bytes
+        assert plan.sbuf_bytes <= machine_of(problem.target).usable_sbuf_bytes
+        assert profile.psum_peak_banks <= plan.psum_banks <= 8
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("name", ["Qwen3-0.6B", "Llama-3.2-1B"])
+def test_reaches_the_limit_and_the_prediction(name: str, target: str) -> None:
+    problem = of_model(name, 1024, target)
+    plan = candidates(problem)[0]
+    measured = run(plan).time_ms
+    assert problem.limit_ms / measured >= 0.94
+    assert plan.time_ms == pytest.approx(measured, rel=0.02)
+
+
+@pytest.mark.parametrize("target", ["trn2", "trn3"])
+def test_two_cores_are_nearly_twice_as_fast(target: str) -> None:
+    one, two = [run(candidates(of_model("Qwen3-0.6B", 1024, target, n))[0]) for n in (1, 2)]
+    assert one.time_ms / two.time_ms >= 1.8
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_plans_of_the_largest_features(target: str) -> None:
+    sizes = (131072, 32768, (13056, 13056, 13056), 32768, 32768)
+    for dtype in DTYPES:
+        plans = candidates(Problem("svd_mlp", *sizes, dtype, target))
+        assert plans
+        assert all(p.sbuf_bytes <= machine_of(target).usable_sbuf_bytes for p in plans)
