@@ -39,7 +39,7 @@ def test_command_lines(workplace: Path, capsys: pytest.CaptureFixture[str]) -> N
         for line in block.splitlines()
         if line.startswith("neuronmm ")
     ]
-    assert len(lines) == 7
+    assert len(lines) == 8
     for line in lines:
         assert main(shlex.split(line)[1:]) == 0, capsys.readouterr().err
 

@@ -111,8 +111,7 @@ def candidates(problem: Problem) -> list[Plan]:
     """All plans that fit: the choice first, then by predicted time."""
     from neuronmm_ops.kernels import plan_decode, plan_mlp, plan_prefill
 
-    decodes = problem.M <= 128 and not problem.packed
-    found = plan_decode.candidates(problem) if decodes else []
+    found = plan_decode.candidates(problem)
     prefill = plan_mlp if problem.op == "svd_mlp" else plan_prefill
     found.extend(prefill.candidates(problem))
     found.sort(key=lambda plan: (plan.time_ms, plan.hbm_bytes, plan.blocks))

@@ -114,7 +114,7 @@ def project_stages(costs: Costs, width: int, K: int, r: int) -> list[Stage]:
     for k_block in K_BLOCKS:
         if k_block and (k_block >= K or 16 * k_block < K or partial > limit):
             continue
-        for tokens in sorted({min(COLUMNS, width), width}):
+        for tokens in sorted({min(COLUMNS, width), min(2 * COLUMNS, width), width}):
             if tiles_in(tokens, COLUMNS) > BANKS - 2:
                 continue
             for block in widths:

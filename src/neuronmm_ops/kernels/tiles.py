@@ -7,6 +7,13 @@ COLUMNS = 512
 BANKS = 8
 """PSUM banks."""
 
+ALIGN = 32
+"""Columns that a decode kernel's lane of the output is a multiple of."""
+SMALL = 4096
+"""Bytes a partition of a decode kernel's first and last weight tiles: TensorE waits for whole."""
+HALF = 2560
+"""Bytes of a row of its last tile, at least, where that is loaded in two parts."""
+
 Span = tuple[int, int]
 """Start and size of a tile along one dimension."""
 

@@ -1,0 +1,285 @@
+"""The decode kernels: values, FLOPs and traffic on small sizes; plans that run."""
+
+import inspect
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from neuronmm_ops.bench.shapes import SHAPES
+from neuronmm_ops.compress.rank import aligned_rank
+from neuronmm_ops.kernels import pieces, stream
+from neuronmm_ops.kernels.plan_decode import candidates
+from neuronmm_ops.kernels.problem import Plan, Problem
+from neuronmm_ops.kernels.svd_mlp_decode import svd_mlp_decode
+from neuronmm_ops.kernels.xuv_decode import xuv_decode
+from neuronmm_ops.kernels.xw_decode import xw_decode
+from neuronmm_ops.neuroncore import TensorSpec, dtypes, lint, simulate
+from neuronmm_ops.neuroncore.profile import Profile
+
+KERNELS = {"xw": xw_decode, "xuv": xuv_decode, "svd_mlp": svd_mlp_decode}
+EPSILON = {"bfloat16": 2.0**-7, "float16": 2.0**-10, "float32": 2.0**-23}
+SIZES = st.one_of(st.sampled_from((1, 127, 128, 129, 256)), st.integers(1, 300))
+TOKENS = st.one_of(st.sampled_from((1, 2, 32, 33, 64, 65, 128)), st.integers(1, 128))
+CORES = st.sampled_from((("trn1", 1), ("trn2", 1), ("trn2", 2), ("trn3", 1), ("trn3", 2)))
+
+
+def rounded(values: np.ndarray, dtype: str) -> np.ndarray:
+    return dtypes.from_fp32(values.astype(np.float32), dtypes.dtype_of(dtype))
+
+
+def wide(values: np.ndarray) -> np.ndarray:
+    return values.astype(np.float64)
+
+
+def shapes_of(problem: Problem) -> list[tuple[int, ...]]:
+    """Of x and the weights, then of the biases."""
+    M, K, N, inner = problem.M, problem.K, problem.N, problem.inner
+    if problem.op == "xw":
+        return [(M, K), (K, N), (N,)]
+    if problem.op == "xuv":
+        (r,) = problem.ranks
+        return [(M, K), (K, r), (r, N), (N,)]
+    g, u, d = problem.ranks
+    pairs = [(K, g), (g, inner), (K, u), (u, inner), (inner, d), (d, N)]
+    return [(M, K), *pairs, (inner,), (inner,), (N,)]
+
+
+def operands(problem: Problem, bias: bool, seed: int = 0) -> list[np.ndarray]:
+    """Random values such that every product is of the order of 1."""
+    rng = np.random.default_rng(seed)
+    shapes = [s for s in shapes_of(problem) if len(s) == 2 or bias]
+    scales = [1.0, *[s[0] ** -0.5 if len(s) == 2 else 0.5 for s in shapes[1:]]]
+    drawn = [rng.standard_normal(s) * c for s, c in zip(shapes, scales, strict=True)]
+    return [rounded(a, problem.dtype) for a in drawn]
+
+
+def act(name: str, z: np.ndarray) -> np.ndarray:
+    if name == "relu":
+        return np.maximum(z, 0)
+    if name == "silu":
+        return z / (1 + np.exp(-z))
+    if name == "gelu_tanh":
+        return 0.5 * z * (1 + np.tanh(math.sqrt(2 / math.pi) * (z + 0.044715 * z**3)))
+    return 0.5 * z * (1 + np.vectorize(math.erf)(z / math.sqrt(2)))
+
+
+def composition(problem: Problem, arrays: list[np.ndarray], name: str, keep: Any) -> np.ndarray:
+    """The op in fp64; `keep` rounds what the plain composition stores on the way."""
+    x, *weights = [wide(a) for a in arrays]
+    count = {"xw": 1, "xuv": 2, "svd_mlp": 6}[problem.op]
+    factors, biases = weights[:count], weights[count:] or [0.0, 0.0, 0.0]
+    if problem.op == "xw":
+        return keep(x @ factors[0] + biases[0])
+    if problem.op == "xuv":
+        return keep(keep(x @ factors[0]) @ factors[1] + biases[0])
+    gate = keep(keep(x @ factors[0]) @ factors[1] + biases[0])
+    up = keep(keep(x @ factors[2]) @ factors[3] + biases[1])
+    hidden = keep(keep(act(name, gate)) * up)
+    return keep(keep(hidden @ factors[4]) @ factors[5] + biases[2])
+
+
+def run(problem: Problem, arguments: dict[str, Any], arrays: list[Any], **options: Any) -> Any:
+    kernel = KERNELS[problem.op]
+    launch = kernel[2] if problem.lnc == 2 else kernel
+    return simulate(launch, *arrays, target=problem.target, **arguments, **options)
+
+
+def traced(plan: Plan, bias: bool = False) -> Profile:
+    problem = plan.problem
+    shapes = [s for s in shapes_of(problem) if len(s) == 2 or bias]
+    specs = [TensorSpec(s, dtypes.dtype_of(problem.dtype)) for s in shapes]
+    return run(problem, plan.arguments, specs, mode="trace").profile
+
+
+def check(problem: Problem, arguments: dict[str, Any], bias: bool, name: str = "silu") -> None:
+    """Values against fp64, FLOPs without padding, and each weight byte loaded once."""
+    arrays = operands(problem, bias)
+    given_name = {"activation": name} if problem.op == "svd_mlp" else {}
+    done = run(problem, {**arguments, **given_name}, arrays)
+    exact = composition(problem, arrays, name, wide)
+    plain = composition(problem, arrays, name, lambda a: wide(rounded(a, problem.dtype)))
+    band = 4 * EPSILON[problem.dtype] * np.abs(exact).max()
+    assert np.abs(wide(done.outputs) - exact).max() <= 2 * np.abs(plain - exact).max() + band
+    added = sum(a.size for a in arrays if a.ndim == 1)
+    assert done.profile.flops == 2 * problem.M * (problem.weight_elements + added)
+    traffic = {t.name: t.read_bytes for t in done.profile.tensors}
+    names = list(inspect.signature(KERNELS[problem.op].func).parameters)
+    for tensor, array in list(zip(names, arrays, strict=False))[1:]:
+        assert traffic[tensor] == array.nbytes, tensor
+
+
+@settings(max_examples=12)
+@given(TOKENS, SIZES, SIZES, CORES, st.sampled_from(tuple(EPSILON)), st.booleans(), st.booleans())
+def test_dense(
+    M: int, K: int, N: int, core: tuple[str, int], dtype: str, bias: bool, keep: bool
+) -> None:
+    problem = Problem("xw", M, K, (), N, 0, dtype, *core)
+    check(problem, {"span": 128, "block": 96, "last": 64, "chunk": 512, "keep": keep}, bias)
+
+
+@settings(max_examples=25)
+@given(
+    TOKENS,
+    SIZES,
+    SIZES,
+    SIZES,
+    CORES,
+    st.sampled_from(tuple(EPSILON)),
+    st.booleans(),
+    st.booleans(),
+)
+def test_low_rank(
+    M: int, K: int, r: int, N: int, core: tuple[str, int], dtype: str, bias: bool, small: bool
+) -> None:
+    problem = Problem("xuv", M, K, (r,), N, 0, dtype, *core)
+    cut = {"span": 128, "ranks": 128, "block": 96, "last": 64, "chunk": 512}
+    check(problem, cut if small else candidates(problem)[0].arguments, bias)
+
+
+@settings(max_examples=25)
+@given(
+    TOKENS,
+    st.tuples(SIZES, SIZES, SIZES),
+    st.tuples(SIZES, SIZES, SIZES),
+    CORES,
+    st.sampled_from(tuple(EPSILON)),
+    st.booleans(),
+    st.sampled_from(("silu", "gelu", "gelu_tanh", "relu")),
+    st.sampled_from(("planned", "spilled", "kept")),
+)
+def test_mlp(
+    M: int,
+    sizes: tuple[int, int, int],
+    ranks: tuple[int, int, int],
+    core: tuple[str, int],
+    dtype: str,
+    bias: bool,
+    name: str,
+    blocks: str,
+) -> None:
+    K, inner, N = sizes
+    problem = Problem("svd_mlp", M, K, ranks, N, inner, dtype, *core)
+    cut = {"span": 128, "ranks": 128, "inner": 128, "last": 64, "spill": blocks == "spilled"}
+    check(problem, candidates(problem)[0].arguments if blocks == "planned" else cut, bias, name)
+
+
+@pytest.mark.parametrize("core", [("trn1", 1), ("trn2", 2), ("trn3", 1)])
+@pytest.mark.parametrize("M", [3, 100])
+def test_several_banks_and_a_last_tile_in_two_parts(M: int, core: tuple[str, int]) -> None:
+    pair = Problem("xuv", M, 130, (700,), 2600, 0, "float32", *core)
+    check(pair, {"block": 1024, "last": 1400, "ranks": 1536}, bias=False)
+    check(pair, {"block": 1024, "last": 1300, "ranks": 512, "chunk": 99999}, bias=True)
+    few = Problem("xuv", M, 300, (7,), 1400, 0, "float32", *core)
+    check(few, {"last": 1400, "chunk": 99999}, bias=False)
+    mlp = Problem("svd_mlp", M, 70, (600, 300, 500), 90, 1200, "bfloat16", *core)
+    check(mlp, {"inner": 1024, "spill": False}, bias=True)
+
+
+@pytest.mark.parametrize("lnc", [1, 2])
+@pytest.mark.parametrize("K", [128, 384, 512])
+def test_packed_u(K: int, lnc: int) -> None:
+    problem = Problem("xuv", 5, K, (130,), 70, 0, "float32", "trn2", lnc, packed=True)
+    x, u, v = operands(problem, bias=False)
+    tiles = K // 128
+    packed = u.reshape(tiles, 128, -1).transpose(1, 0, 2).reshape(K, -1)
+    for plan in candidates(problem):
+        out = run(problem, plan.arguments, [x, packed, v]).outputs
+        np.testing.assert_allclose(wide(out), wide(x) @ wide(u) @ wide(v), atol=1e-4)
+
+
+def test_strict_front_end() -> None:
+    for kernel in KERNELS.values():
+        assert lint(kernel) == []
+    for module in (stream, pieces):
+        members = [m for _, m in inspect.getmembers(module) if inspect.getmodule(m) is module]
+        for member in members:
+            methods = inspect.getmembers(member, inspect.isfunction)
+            for function in [member] if inspect.isfunction(member) else [m for _, m in methods]:
+                assert lint(function) == []
+
+
+ANY = st.one_of(SIZES, st.integers(300, 3000), st.sampled_from((8192, 32768)))
+
+
+@settings(max_examples=30)
+@given(
+    st.sampled_from(tuple(KERNELS)),
+    TOKENS,
+    st.tuples(ANY, ANY, ANY),
+    st.tuples(ANY, ANY, ANY),
+    CORES,
+    st.sampled_from(tuple(EPSILON)),
+    st.booleans(),
+)
+def test_candidates_run(
+    op: str,
+    M: int,
+    sizes: tuple[int, int, int],
+    ranks: tuple[int, int, int],
+    core: tuple[str, int],
+    dtype: str,
+    bias: bool,
+) -> None:
+    count = {"xw": 0, "xuv": 1, "svd_mlp": 3}[op]
+    K, inner, N = sizes
+    inner = inner if op == "svd_mlp" else 0
+    problem = Problem(op, M, K, tuple(min(r, 6000) for r in ranks[:count]), N, inner, dtype, *core)  # pyright: ignore[reportArgumentType]
+    found = candidates(problem)
+    assert found == candidates(problem)
+    assert found
+    for plan in (found[0], found[-1]):
+        assert plan.kernel == f"{op}_decode"
+        assert plan.sbuf_bytes <= problem.machine.usable_sbuf_bytes
+        profile = traced(plan, bias)
+        assert profile.sbuf_peak_bytes <= plan.sbuf_bytes
+        assert profile.psum_peak_banks <= plan.psum_banks <= 8
+        if not bias:
+            assert profile.hbm_bytes == plan.hbm_bytes
+
+
+def test_no_candidates_for_many_tokens() -> None:
+    assert candidates(Problem("xuv", 129, 256, (128,), 256)) == []
+
+
+def model_problems(op: str, M: int, lnc: int) -> list[Problem]:
+    found: list[Problem] = []
+    for target in ("trn1", "trn2", "trn3"):
+        for shape in SHAPES.values():
+            K, N = shape.hidden_size, shape.intermediate_size
+            r = aligned_rank(K, N, 0.2)
+            assert r is not None
+            if lnc == 2 and target == "trn1":
+                continue
+            if op == "xuv":
+                found.append(Problem("xuv", M, K, (r,), N, target=target, lnc=lnc))
+                found.append(Problem("xuv", M, N, (r,), K, target=target, lnc=lnc))
+            else:
+                found.append(Problem("svd_mlp", M, K, (r, r, r), K, N, target=target, lnc=lnc))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("op", "M", "share", "slack_us"),
+    [("xuv", 1, 0.9, 5), ("xuv", 16, 0.88, 7), ("xuv", 128, 0.88, 7.5), ("svd_mlp", 8, 0.87, 6.5)],
+)
+def test_model_shapes_are_near_the_limit(op: str, M: int, share: float, slack_us: float) -> None:
+    """Share of the modelled limit, or microseconds above it, and the error of the prediction."""
+    for problem in model_problems(op, M, lnc=1):
+        plan = candidates(problem)[0]
+        time_ms, limit_ms = traced(plan).time_ms, problem.limit_ms
+        near = limit_ms >= share * time_ms or time_ms <= limit_ms + slack_us / 1e3
+        assert near, f"{problem}: {time_ms} ms, limit {limit_ms} ms"
+        assert abs(plan.time_ms / time_ms - 1) < 0.08, f"{problem}: {plan.time_ms} for {time_ms}"
+
+
+def test_two_cores_are_nearly_twice_as_fast() -> None:
+    for problem in model_problems("svd_mlp", 1, lnc=2):
+        if problem.inner >= 8192 and problem.target == "trn3":
+            alone = Problem(**{**problem.__dict__, "lnc": 1})
+            plans = [candidates(p)[0] for p in (alone, problem)]
+            one, two = [traced(plan).time_ms for plan in plans]
+            assert one > 1.7 * two, problem
