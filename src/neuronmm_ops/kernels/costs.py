@@ -148,6 +148,15 @@ class Costs:
         """DMA transposes of 4 bytes need NeuronCore-v3."""
         return "pe" if self.item == 4 and self.machine.generation < 3 else "dma"
 
+    @property
+    def banks(self) -> int:
+        """PSUM tiles in a group: TensorE's own transposes take two banks."""
+        return BANKS - 2 if self.layout == "pe" else BANKS
+
+    def staging(self, tokens: int) -> int:
+        """SBUF per partition of the token rows that TensorE transposes, twice."""
+        return 2 * tiles_in(tokens, P) * 4 * P * self.item if self.layout == "pe" else 0
+
     def matmuls(self, stationary: int, moving: int) -> float:
         """All matmuls of one contraction tile: tiles of 128 by tiles of 512."""
         total = 0.0

@@ -20,13 +20,19 @@ from neuronmm_ops.neuroncore.machine import (
 )
 
 STRIPS = (512, 1024, 1536, 2048)
+SMALL_STRIPS = (256, 128)
+"""Where no larger one fits."""
 BLOCKS = (512, 1024, 2048, 4096)
 K_BLOCKS = (0, 512, 1024, 2048, 4096)
 
 
 def candidates(problem: Problem) -> list[Plan]:
     """All plans of the prefill forms that fit, quickest first."""
-    found = _xw_plans(problem) if problem.op == "xw" else _xuv_plans(problem)
+    plans = _xw_plans if problem.op == "xw" else _xuv_plans
+    tokens = own_tokens(problem)
+    found = [plan for strip in strips(tokens) for plan in plans(problem, strip, tokens)]
+    for strip in SMALL_STRIPS:
+        found = found or plans(problem, strip, tokens)
     return sorted(found, key=lambda plan: (plan.time_ms, plan.hbm_bytes, plan.blocks))
 
 
@@ -42,29 +48,22 @@ def strips(tokens: int) -> list[int]:
     return [s for s in STRIPS if s < tokens] + [s for s in STRIPS if s >= tokens][:1]
 
 
-def _xuv_plans(problem: Problem) -> list[Plan]:
-    found: list[Plan] = []
-    tokens, r = own_tokens(problem), problem.ranks[0]
+def _xuv_plans(problem: Problem, strip: int, tokens: int) -> list[Plan]:
     costs = Costs(problem.machine, problem.item_bytes, problem.packed, problem.rounds)
-    for strip in strips(tokens):
-        width = min(strip, tokens)
-        held = tiles_in(r, P) * width * costs.item
-        seconds = row_stages(costs, width, r, problem.N, held)
-        for first in project_stages(costs, width, problem.K, r):
-            for second in seconds[:3]:
-                found.append(_plan(problem, strip, tokens, (first, second)))
-    return found
+    width, r = min(strip, tokens), problem.ranks[0]
+    held = tiles_in(r, P) * width * costs.item
+    seconds = row_stages(costs, width, r, problem.N, held)[:3]
+    return [
+        _plan(problem, strip, tokens, (first, second))
+        for first in (project_stages(costs, width, problem.K, r) if seconds else [])
+        for second in seconds
+    ]
 
 
-def _xw_plans(problem: Problem) -> list[Plan]:
-    found: list[Plan] = []
-    tokens = own_tokens(problem)
+def _xw_plans(problem: Problem, strip: int, tokens: int) -> list[Plan]:
     costs = Costs(problem.machine, problem.item_bytes)
-    for strip in strips(tokens):
-        width = min(strip, tokens)
-        for stage in dense_stages(costs, width, problem.K, problem.N):
-            found.append(_plan(problem, strip, tokens, (stage,)))
-    return found
+    stages = dense_stages(costs, min(strip, tokens), problem.K, problem.N)
+    return [_plan(problem, strip, tokens, (stage,)) for stage in stages]
 
 
 def _plan(problem: Problem, strip: int, tokens: int, stages: tuple[Stage, ...]) -> Plan:
@@ -139,7 +138,7 @@ def _project(
 ) -> Iterator[Stage]:
     rows = k_block or K
     count = tiles_in(rows, P)
-    banks = BANKS - 2 if costs.layout == "pe" else BANKS
+    banks = costs.banks
     columns = tiles_in(tokens, COLUMNS)
     group = max(1, banks // columns)
     groups = tiles_in(width, tokens)
@@ -151,13 +150,12 @@ def _project(
     if k_block and not costs.rounds:  # fp32, and the columns that are just rounded
         strip_bytes = tiles_in(r, P) * width * 4 + block_tiles * width * costs.item
     x_tile = width * costs.item
-    room = costs.machine.usable_sbuf_bytes - u_bytes - strip_bytes
-    if costs.layout == "pe":
-        room -= 2 * tiles_in(width, P) * 4 * P * costs.item
+    held = u_bytes + strip_bytes + costs.staging(width)
+    room = costs.machine.usable_sbuf_bytes - held
     for keep in _keeps(count, room // x_tile - 2):
         if keep < count and groups > 1:
             continue
-        sbuf = u_bytes + strip_bytes + min(keep + 2, count) * x_tile
+        sbuf = held + min(keep + 2, count) * x_tile
         passes = list(_project_passes(costs, width, K, r, rows, tokens, block, group, keep))
         yield Stage(
             blocks=(
@@ -234,7 +232,9 @@ def row_stages(costs: Costs, width: int, r: int, N: int, held: int) -> list[Stag
             if rows > 1 and (rows // 2) * P >= width:
                 continue
             result = rows * block * costs.item
-            weights = tiles_in(r, P) * block * costs.item
+            reused = rows * P < width or tiles_in(block, COLUMNS) > (BANKS - 2) // rows
+            tiles = tiles_in(r, P) if reused else min(4, tiles_in(r, P))
+            weights = tiles * block * costs.item
             sbuf = held + weights + 2 * result + min(block, N) * costs.item
             if sbuf > costs.machine.usable_sbuf_bytes:
                 continue
@@ -283,7 +283,7 @@ def dense_stages(costs: Costs, width: int, K: int, N: int) -> list[Stage]:
     """Blocks of `xw` that fit, quickest first."""
     found: list[Stage] = []
     count = tiles_in(K, P)
-    banks = BANKS - 2 if costs.layout == "pe" else BANKS
+    banks = costs.banks
     for block in sorted({min(b, N) for b in BLOCKS}):
         for rows in (1, 2, 4, 8):
             if rows > banks or (rows > 1 and (rows // 2) * P >= width):
@@ -292,11 +292,10 @@ def dense_stages(costs: Costs, width: int, K: int, N: int) -> list[Stage]:
             w_bytes = (count if reused else 4) * block * costs.item
             result = 2 * rows * block * costs.item + block * costs.item
             x_tile = width * costs.item
-            room = costs.machine.usable_sbuf_bytes - w_bytes - result
-            if costs.layout == "pe":
-                room -= 2 * tiles_in(width, P) * 4 * P * costs.item
+            held = w_bytes + result + costs.staging(width)
+            room = costs.machine.usable_sbuf_bytes - held
             for keep in _keeps(count, room // x_tile - 3):
-                sbuf = w_bytes + result + min(keep + 2, count) * x_tile
+                sbuf = held + min(keep + 2, count) * x_tile
                 found.append(_dense(costs, width, K, N, block, rows, banks, keep, sbuf))
     return sorted(found, key=lambda s: s.first_ns + s.tail_ns)
 
