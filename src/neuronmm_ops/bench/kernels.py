@@ -107,7 +107,7 @@ def run(
 
     Args:
         models: names of model shapes, or "paper"; default the paper's and all of the registry.
-        tokens: values of M; default `TOKENS`, or `FIGURE1_TOKENS` for the figure.
+        tokens: values of M; default `TOKENS`, and `FIGURE1_TOKENS` at the paper's shape.
         target: trn1, trn2 or trn3.
         lnc: NeuronCores that share a launch. The published kernels know one only: with 2 they
             are left out.
@@ -127,7 +127,7 @@ def run(
     Raises:
         ValueError: an unknown model or target, or numbers out of range.
     """
-    entries = _entries(_models(models, figure1), _tokens(tokens, figure1), target, lnc)
+    entries = _entries(_models(models, figure1), _tokens(tokens), target, lnc)
     runs = list(dict.fromkeys([run for e in entries for part in e.parts for run in part]))
     measured: dict[Run, Measured | None] = {}
     for done, outcome in enumerate(_outcomes(runs, workers)):
@@ -149,17 +149,17 @@ def _models(names: Sequence[str], figure1: bool) -> list[str]:
     return list(dict.fromkeys(found)) or [PAPER, *SHAPES]
 
 
-def _tokens(tokens: Sequence[int], figure1: bool) -> list[int]:
+def _tokens(tokens: Sequence[int]) -> list[int]:
     if any(M < 1 for M in tokens):
         raise ValueError(f"tokens must be at least 1, got {min(tokens)}")
-    return list(dict.fromkeys(tokens)) or list(FIGURE1_TOKENS if figure1 else TOKENS)
+    return list(dict.fromkeys(tokens))
 
 
 def _entries(models: list[str], tokens: list[int], target: str, lnc: int) -> list[Entry]:
     target = machine_of(target).target
     entries: list[Entry] = []
     for model in models:
-        for M in tokens:
+        for M in tokens or (FIGURE1_TOKENS if model == PAPER else TOKENS):
             if model == PAPER:
                 entries += _projection(PAPER, M, *_PAPER_SIZES, target, lnc)
                 continue
@@ -189,7 +189,7 @@ def _projection(model: str, M: int, K: int, r: int, N: int, target: str, lnc: in
         blocks = {published_mlp.UP_DEFAULTS: None}
         if model != PAPER:
             blocks[published_mlp.up_blocks(M)] = None
-        part = tuple([Run("neuronmm_xuv_padded", M, K, r, N, target, 1, b) for b in blocks])
+        part = tuple([Run("neuronmm_xuv", M, K, r, N, target, 1, b) for b in blocks])
         found.append(entry("neuronmm_published", "xuv", part))
     return [*found, entry("xuv", "xuv", (Run("xuv", M, K, r, N, target, lnc),))]
 

@@ -1,9 +1,9 @@
 """Published kernels, rewritten from their descriptions, to check the simulated core's clock with.
 
 The four steps of AWS's matmul tutorial (SDK 2.26, and again in the 2.32 optimisation guide), the
-hand-tuned lhs @ rhs of awslabs/nki-autotune, the fused X U V of NeuronMM (arXiv 2510.25977) with
-its own block sizes, and the unfused pair that it is compared with. They keep what the originals
-do, bfloat16 partial sums included: they are measured here, not recommended.
+hand-tuned lhs @ rhs of awslabs/nki-autotune, and the unfused pair that NeuronMM (arXiv 2510.25977)
+is compared with; its own kernels are in `published_mlp`. They keep what the originals do, bfloat16
+partial sums included: they are measured here, not recommended.
 """
 
 from __future__ import annotations
@@ -196,69 +196,6 @@ def autotune_lhs_rhs(lhs: NkiTensor, rhs: NkiTensor) -> NkiTensor:
                 columns = nl.ds(n * COLUMNS, COLUMNS)
                 nisa.dma_copy(result[nl.ds((m * rows + i) * P, P), columns], sums[i][:, columns])
     return result
-
-
-@jit
-def neuronmm_xuv(
-    x: NkiTensor,
-    u: NkiTensor,
-    v: NkiTensor,
-    tiles_m: int = 2,
-    tiles_r: int = 8,
-    tiles_k: int = 4,
-    tiles_n: int = 4,
-) -> NkiTensor:
-    """x [M, K], u [K, r], v [r, N] -> (x u v)^T [N, M]: the published fused loop nest.
-
-    Blocks are in tiles of 512 tokens, 128 ranks, 128 contraction rows and 128 outputs; a strip
-    (x u)^T of `tiles_m` x 512 tokens stays in SBUF.
-    """
-    M, K = x.shape
-    r, N = v.shape
-    strip = min(tiles_m * COLUMNS, M)
-    out = nl.ndarray((N, M), dtype=x.dtype, buffer=nl.shared_hbm)
-    for m in range(M // strip):
-        xu: Tiles = []
-        for _i in range(r // P):
-            tile = nl.ndarray((P, strip), dtype=x.dtype)
-            nisa.memset(tile, 0.0)
-            xu.append(tile)
-        for k in range(K // (tiles_k * P)):
-            xt: Tiles = []
-            for i in range(tiles_k):
-                tile = nl.ndarray((P, strip), dtype=x.dtype)
-                block = x[nl.ds(m * strip, strip), nl.ds((k * tiles_k + i) * P, P)]
-                nisa.dma_transpose(tile, block)
-                xt.append(tile)
-            for b in range(r // (tiles_r * P)):
-                ub = _load_rows(u, k * tiles_k, tiles_k, b * tiles_r * P, tiles_r * P)
-                _add_strip(xu, b * tiles_r, tiles_r, ub, xt, strip)
-        for n in range(N // (tiles_n * P)):
-            y: Tiles = []
-            for _i in range(tiles_n):
-                tile = nl.ndarray((P, strip), dtype=x.dtype)
-                nisa.memset(tile, 0.0)
-                y.append(tile)
-            for b in range(r // (tiles_r * P)):
-                vb = _load_rows(v, b * tiles_r, tiles_r, n * tiles_n * P, tiles_n * P)
-                _add_strip(y, 0, tiles_n, vb, xu[b * tiles_r : (b + 1) * tiles_r], strip)
-            for i in range(tiles_n):
-                nisa.dma_copy(out[nl.ds((n * tiles_n + i) * P, P), nl.ds(m * strip, strip)], y[i])
-    return out
-
-
-def _add_strip(
-    sums: Tiles, first: int, count: int, weights: Tiles, moving: Tiles, strip: int
-) -> None:
-    """sums[first + i] += weights[:, tile i].T @ moving, a strip of tokens wide."""
-    for t in range(strip // COLUMNS):
-        tokens = nl.ds(t * COLUMNS, COLUMNS)
-        for i in range(count):
-            acc = nl.ndarray((P, COLUMNS), dtype=nl.float32, buffer=nl.psum)
-            for j in range(len(weights)):
-                nisa.nc_matmul(acc, weights[j][:, i * P : (i + 1) * P], moving[j][:, tokens])
-            total = sums[first + i][:, tokens]
-            nisa.tensor_tensor(total, total, acc, nl.add)
 
 
 @jit

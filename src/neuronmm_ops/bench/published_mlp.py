@@ -85,7 +85,7 @@ def neuronmm_mlp_up(
 
 
 @jit
-def neuronmm_xuv_padded(
+def neuronmm_xuv(
     x: NkiTensor,
     u: NkiTensor,
     v: NkiTensor,
@@ -94,10 +94,7 @@ def neuronmm_xuv_padded(
     tiles_m: int = 2,
     tiles_n: int = 4,
 ) -> NkiTensor:
-    """x [M, K], u [K, r], v [r, N] -> (x u v)^T [N, M]: the up kernel with one branch, no silu.
-
-    Where blocks divide the shape this is `published_kernels.neuronmm_xuv`.
-    """
+    """x [M, K], u [K, r], v [r, N] -> (x u v)^T [N, M]: the up kernel with one branch, no silu."""
     return _transposed_xuv(x, [u], [v], tiles_k, tiles_r, tiles_m, tiles_n)
 
 
