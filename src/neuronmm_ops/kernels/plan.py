@@ -115,7 +115,9 @@ def candidates(problem: Problem) -> list[Plan]:
     prefill = plan_mlp if problem.op == "svd_mlp" else plan_prefill
     found.extend(prefill.candidates(problem))
     found.sort(key=lambda plan: (plan.time_ms, plan.hbm_bytes, plan.blocks))
+    if not found or problem.op == "svd_mlp":  # what moves least there is what waits most
+        return found
     # of plans that are as quick as the model can tell, the one that moves least goes first
     ties = [plan for plan in found if plan.time_ms <= TIE * found[0].time_ms]
-    first = min(ties, key=lambda plan: plan.hbm_bytes, default=None)
-    return found if first is None else [first, *[plan for plan in found if plan is not first]]
+    first = min(ties, key=lambda plan: plan.hbm_bytes)
+    return [first, *[plan for plan in found if plan is not first]]
