@@ -109,15 +109,16 @@ def project_stages(costs: Costs, width: int, K: int, r: int) -> list[Stage]:
     found: list[Stage] = []
     widths = sorted({min(tiles_in(b, P) * P, tiles_in(r, P) * P) for b in (*BLOCKS, *_even(r))})
     sums = costs.item if costs.rounds else 4
-    partial, limit = tiles_in(r, P) * width * sums, 0.6 * costs.machine.usable_sbuf_bytes
+    partial, limit = tiles_in(r, P) * width * sums, 0.8 * costs.machine.usable_sbuf_bytes
     for k_block in K_BLOCKS:
         if k_block and (k_block >= K or 16 * k_block < K or partial > limit):
             continue
         for tokens in sorted({min(COLUMNS, width), min(2 * COLUMNS, width), width}):
-            if tiles_in(tokens, COLUMNS) > BANKS - 2:
-                continue
-            for block in widths:
-                found.extend(_project(costs, width, K, r, k_block, tokens, block))
+            # groups of half the banks leave the others to slow additions in SBUF
+            for banks in (costs.banks, BANKS // 2) if k_block else (costs.banks,):
+                if tiles_in(tokens, COLUMNS) <= banks:
+                    for block in widths:
+                        found.extend(_project(costs, width, K, r, k_block, tokens, block, banks))
     return sorted(found, key=lambda s: s.first_ns)[:8]
 
 
@@ -135,10 +136,10 @@ def _project(
     k_block: int,
     tokens: int,
     block: int,
+    banks: int,
 ) -> Iterator[Stage]:
     rows = k_block or K
     count = tiles_in(rows, P)
-    banks = costs.banks
     columns = tiles_in(tokens, COLUMNS)
     group = max(1, banks // columns)
     groups = tiles_in(width, tokens)
@@ -156,8 +157,8 @@ def _project(
         if keep < count and groups > 1:
             continue
         sbuf = held + min(keep + 2, count) * x_tile
-        passes = list(_project_passes(costs, width, K, r, rows, tokens, block, group, keep))
-        yield Stage(
+        sizes = (width, r, tokens, block, group, keep)
+        stage = Stage(
             blocks=(
                 ("keep", keep),
                 ("u_block", block),
@@ -165,12 +166,15 @@ def _project(
                 ("banks", banks),
                 ("k_block", k_block),
             ),
-            passes=tuple(passes),
-            hbm_bytes=_traffic(sum([p.load_bytes for p in passes]), K),
+            passes=tuple(_project_passes(costs, min(rows, K), *sizes, adds=False)),
+            again=tuple(_project_passes(costs, rows, *sizes, adds=True)) if rows < K else (),
+            times=max(0.0, K / rows - 1),
+            hbm_bytes=0,
             sbuf_bytes=sbuf,
             psum_banks=BANKS,
             room_bytes=costs.machine.usable_sbuf_bytes - sbuf,
         )
+        yield replace(stage, hbm_bytes=_traffic(stage.loaded_bytes, K))
 
 
 def _keeps(count: int, most: int) -> list[int]:
@@ -182,41 +186,44 @@ def _keeps(count: int, most: int) -> list[int]:
 
 def _project_passes(
     costs: Costs,
-    width: int,
     K: int,
+    width: int,
     r: int,
-    rows: int,
     tokens: int,
     block: int,
     group: int,
     keep: int,
+    adds: bool,
 ) -> Iterator[Pass]:
-    done = 0
-    while done < K:
-        size = min(rows, K - done)
-        count = tiles_in(size, P)
-        for b in range(tiles_in(r, block)):
-            columns = min(block, r - b * block)
-            for g in range(tiles_in(width, tokens)):
-                own = min(tokens, width - g * tokens)
-                for first in range(0, columns, group * P):
-                    side = min(group * P, columns - first)
-                    loads = count if b == 0 and first == 0 else max(0, count - keep)
-                    dma = loads * costs.transposed(min(P, K), own)
-                    if g == 0 and first == 0:
-                        dma += costs.project_load(size, columns, r)
-                    evicts = tiles_in(side, P) * tiles_in(own, COLUMNS)
-                    yield Pass(
-                        count * costs.matmuls(side, own) * min(1, size / P)
-                        + loads * costs.turned(own),
-                        dma,
-                        evicts * costs.evict(min(own, COLUMNS), done > 0),
-                        count,
-                        (loads * own + (count * columns if g == 0 and first == 0 else 0))
-                        * costs.item,
-                        evicts,
-                    )
-        done += size
+    """Passes over K rows of the contraction, whose sums are added to those before, or are first."""
+    count = tiles_in(K, P)
+    alike: dict[tuple[int, ...], Pass] = {}
+    for b in range(0, r, block):
+        columns = min(block, r - b)
+        for g in range(0, width, tokens):
+            own = min(tokens, width - g)
+            for first in range(0, columns, group * P):
+                side = min(group * P, columns - first)
+                loads = count if b == 0 and first == 0 else max(0, count - keep)
+                fresh = columns if g == 0 and first == 0 else 0
+                key = (side, own, loads, fresh)
+                if key not in alike:
+                    alike[key] = _project_pass(costs, K, r, *key, adds)
+                yield alike[key]
+
+
+def _project_pass(
+    costs: Costs, K: int, r: int, side: int, own: int, loads: int, fresh: int, adds: bool
+) -> Pass:
+    """One group [side, own] over K rows: loads of x tiles, and of `fresh` columns of u."""
+    count = tiles_in(K, P)
+    dma = loads * costs.transposed(min(P, K), own)
+    if fresh:
+        dma += costs.project_load(K, fresh, r)
+    pe = count * costs.matmuls(side, own) * min(1, K / P) + loads * costs.turned(own)
+    tiles = tiles_in(side, P) * tiles_in(own, COLUMNS)
+    evict = tiles * costs.evict(min(own, COLUMNS), adds)
+    return Pass(pe, dma, evict, count, (loads * own + count * fresh) * costs.item, tiles)
 
 
 def _traffic(loaded_bytes: float, K: int) -> int:

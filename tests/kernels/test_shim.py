@@ -1,0 +1,39 @@
+"""Which `nki` the kernels are written against."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+SCRIPT = "from neuronmm_ops.kernels import shim; print(shim.jit.__module__, shim.nl.__name__)"
+
+
+def run(packages: Path) -> subprocess.CompletedProcess[str]:
+    path = {"PYTHONPATH": str(packages)}
+    return subprocess.run([sys.executable, "-c", SCRIPT], env=path, capture_output=True, text=True)
+
+
+def package(root: Path, init: str) -> None:
+    (root / "nki").mkdir()
+    (root / "nki" / "__init__.py").write_text(init)
+    (root / "nki" / "isa.py").write_text("")
+    (root / "nki" / "language.py").write_text("class ndarray: ...\n")
+
+
+def test_the_simulator_stands_in_where_nki_is_not_installed(tmp_path):
+    done = run(tmp_path)
+    assert done.stdout.split() == [
+        "neuronmm_ops.neuroncore.kernel",
+        "neuronmm_ops.neuroncore.language",
+    ]
+
+
+def test_an_installed_nki_is_taken(tmp_path):
+    package(tmp_path, "def jit(function): return function\n")
+    assert run(tmp_path).stdout.split() == ["nki", "nki.language"]
+
+
+def test_a_broken_nki_is_not_passed_over(tmp_path):
+    package(tmp_path, "import a_library_that_nki_needs\n")
+    done = run(tmp_path)
+    assert done.returncode != 0
+    assert "a_library_that_nki_needs" in done.stderr
