@@ -174,7 +174,7 @@ def _project(
             psum_banks=BANKS,
             room_bytes=costs.machine.usable_sbuf_bytes - sbuf,
         )
-        yield replace(stage, hbm_bytes=_traffic(stage.loaded_bytes, K))
+        yield replace(stage, hbm_bytes=_traffic(stage.loaded_bytes, min(rows, K)))
 
 
 def _keeps(count: int, most: int) -> list[int]:
