@@ -343,7 +343,7 @@ def _chosen(stages: list[Stage]) -> list[Stage]:
 
 
 def _spilled(strip: Strip, keep: int, first: Stage, gated: Stage, out: Stage) -> Iterator[Form]:
-    """The form whose hidden strip spills as little as needed, and stays as far as it can after."""
+    """Forms whose hidden strip spills as little as needed, and stays as far as it can after."""
     inner, size = strip.problem.inner, strip.hidden
     down = strip.bytes_of(strip.problem.ranks[2])
     least = int(inner % (GROUP * P) > 0)
@@ -355,11 +355,12 @@ def _spilled(strip: Strip, keep: int, first: Stage, gated: Stage, out: Stage) ->
     both = (strip.sbuf - AHEAD_BYTES - down - fits[0].live_bytes) // size - 1
     held = max(least, min(room // size - passing, both))
     spill = tiles_in(inner, GROUP * P) - held
-    again = min(spill, max(0, both - held))
+    most = min(spill, max(0, both - held))
     second = replace(gated, base_bytes=strip.sides + strip.acts + (held + passing) * size)
-    third = Stage(fits[0].block, fits[0].live_bytes + size, down + (held + again) * size)
-    if spill > 0 and max([s.live_bytes + s.base_bytes for s in (second, third)]) <= strip.sbuf:
-        yield Form(strip, keep, spill, again, (first, second, third, out))
+    for again in sorted({most, most * 5 // 8}):  # fewer leave room to fetch ahead
+        third = Stage(fits[0].block, fits[0].live_bytes + size, down + (held + again) * size)
+        if spill > 0 and max([s.live_bytes + s.base_bytes for s in (second, third)]) <= strip.sbuf:
+            yield Form(strip, keep, spill, again, (first, second, third, out))
 
 
 def _inputs(strip: Strip) -> list[tuple[int, Stage]]:
