@@ -19,7 +19,7 @@ from neuronmm_ops.kernels.problem import (
 __all__ = ["DTYPE_BYTES", "Plan", "Problem", "load_ns", "matmul_ns"]
 
 
-TIE = 1.003
+TIE = 1.002
 """Plans within this factor of the least predicted time count as equally quick."""
 
 
