@@ -22,7 +22,7 @@ class Pass:
     """One group of PSUM tiles over the contraction: TensorE's, DMA's and the evictions' time."""
 
     pe_ns: float
-    dma_ns: float
+    load_ns: float
     evict_ns: float
     steps: int
     """Contraction tiles: operands arrive one by one."""
@@ -30,6 +30,8 @@ class Pass:
     """SBUF per partition that its loads fill."""
     tiles: int = 1
     """PSUM tiles, a bank each."""
+    store_ns: float = 0.0
+    """DMA time of its results, for which nothing waits."""
 
     @cached_property
     def stall_ns(self) -> float:
@@ -68,7 +70,8 @@ class Stage:
     @property
     def dma_ns(self) -> float:
         """DMA time of a strip."""
-        return self._sum([p.dma_ns for p in self.passes], [p.dma_ns for p in self.again])
+        once = [p.load_ns + p.store_ns for p in self.passes]
+        return self._sum(once, [p.load_ns + p.store_ns for p in self.again])
 
     @property
     def pe_ns(self) -> float:
@@ -85,17 +88,13 @@ class Stage:
 
     @cached_property
     def first_ns(self) -> float:
-        """Time of the first strip, whose operands are not fetched ahead."""
-        return self.time(0.0)[0]
+        """Time of the first strip: the first operands arrive one by one."""
+        first = self.passes[0]
+        return (first.load_ns + first.work_ns) / first.steps + self.time(0.0)[0]
 
     def time(self, fetched: float) -> tuple[float, float]:
-        """(time, DMA work done ahead for what follows), with `fetched` ns of DMA done before."""
-        total = 0.0
-        if fetched == 0.0:  # the first operands arrive one by one
-            first = self.passes[0]
-            total = (first.dma_ns + first.work_ns) / first.steps
-        ran, fetched = self._run(self.passes, fetched)
-        total += ran
+        """(time, DMA done ahead for what follows), with `fetched` ns of DMA done, or owed."""
+        total, fetched = self._run(self.passes, fetched)
         for times in (min(1.0, self.times), self.times - 1):
             if times > 0:
                 ran, fetched = self._run(self.again, fetched)
@@ -106,11 +105,11 @@ class Stage:
         total = evicting = stall = 0.0
         for n, p in enumerate(passes):
             # PSUM tiles are evicted while the next pass runs
-            took = max(p.pe_ns + stall, evicting, p.dma_ns - fetched)
+            took = max(p.pe_ns + stall, evicting, p.load_ns - fetched)
             evicting, stall = p.evict_ns, p.stall_ns
             total += took
             # while this pass ran, DMA also fetched for later ones, as far as there is room
-            spare = fetched + took - p.dma_ns
+            spare = fetched + took - p.load_ns - p.store_ns
             fetched = min(spare, self._room_ns(passes, n + 1))
         return total, fetched
 
@@ -118,7 +117,7 @@ class Stage:
         """DMA time that fits into the free room before pass n."""
         for p in (*passes[n:], *(self.again or passes)):
             if p.load_bytes:
-                return p.dma_ns * self.room_bytes / p.load_bytes
+                return p.load_ns * self.room_bytes / p.load_bytes
         return 0.0
 
 

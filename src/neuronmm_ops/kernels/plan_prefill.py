@@ -80,14 +80,14 @@ def _plan(problem: Problem, strip: int, tokens: int, stages: tuple[Stage, ...]) 
     whole = tokens / min(strip, tokens)
     pe = sum([s.pe_ns for s in stages])
     dma = sum([s.dma_ns for s in stages])
-    time = DMA_START_NS + stages[-1].tail_ns
-    fetched = 0.0
-    for stage in stages:
+    fetched = stages[0].time(0.0)[1]
+    time = DMA_START_NS + stages[0].first_ns + stages[-1].tail_ns
+    later = 0.0
+    for stage in stages[1:]:
         once, fetched = stage.time(fetched)
         time += once
-    later = 0.0
     for stage in stages:
-        again, fetched = stage.time(max(fetched, 1.0))
+        again, fetched = stage.time(fetched)
         later += again
     time += (whole - 1) * max(later, dma)
     traffic = sum([s.hbm_bytes for s in stages]) * whole * problem.M / tokens
@@ -246,7 +246,7 @@ def row_stages(costs: Costs, width: int, r: int, N: int, held: int) -> list[Stag
             if sbuf > costs.machine.usable_sbuf_bytes:
                 continue
             found.append(_write_rows(costs, width, r, N, block, rows, sbuf))
-    return sorted(found, key=lambda s: s.time(1.0)[0] + s.tail_ns)
+    return sorted(found, key=lambda s: s.time(0.0)[0] + s.tail_ns)
 
 
 def _write_rows(
@@ -262,8 +262,8 @@ def _write_rows(
     load = depth * costs.load(r, columns)
     held = depth * columns * costs.item
     banks = min(BANKS, round(tiles))
-    first = Pass(pe, load + store, evict, depth, held, banks)
-    later = Pass(pe, store, evict, depth, 0, banks)
+    first = Pass(pe, load, evict, depth, held, banks, store)
+    later = Pass(pe, 0.0, evict, depth, 0, banks, store)
     return Stage(
         blocks=(("v_block", block), ("rows", rows)),
         passes=(first, *[later] * (groups - 1)),
@@ -278,12 +278,13 @@ def _write_rows(
 
 
 def _tail(costs: Costs, tokens: int, columns: int) -> float:
-    """From the last matmul to the last byte: evictions of its group, then their store."""
-    tiles = tiles_in(tokens, P)
-    banks = tiles * tiles_in(columns, COLUMNS)
-    wait = costs.machine.ns(Engine.TENSOR, RESULT_CYCLES[Engine.TENSOR])
-    evict = min(banks, BANKS) * costs.evict(min(columns, COLUMNS))
-    return wait + evict + DMA_START_NS + tiles * costs.load(min(tokens, P), columns)
+    """From the last matmul to the last byte: its token tiles are evicted and stored in turn."""
+    begin = costs.machine.ns(Engine.TENSOR, RESULT_CYCLES[Engine.TENSOR]) + DMA_START_NS
+    evict = min(tiles_in(columns, COLUMNS), BANKS) * costs.evict(min(columns, COLUMNS))
+    stored = 0.0
+    for tile in range(1, tiles_in(tokens, P) + 1):
+        stored = max(stored, tile * evict) + costs.load(min(tokens, P), columns)
+    return begin + stored
 
 
 def dense_stages(costs: Costs, width: int, K: int, N: int) -> list[Stage]:
@@ -351,10 +352,9 @@ def _dense_passes(
             if not passes:
                 dma += count * costs.load(K, columns)
                 held += count * columns
-            if c == 0:
-                dma += tiles_in(own, P) * costs.load(min(own, P), columns)
+            stores = tiles_in(own, P) * costs.load(min(own, P), columns) if c == 0 else 0.0
             evicts = tiles_in(own, P) * tiles_in(part, COLUMNS)
             pe = count * costs.matmuls(own, part) * min(1, K / P) + loads * costs.turned(width)
             evict = evicts * costs.evict(min(part, COLUMNS))
-            passes.append(Pass(pe, dma, evict, count, held * costs.item, evicts))
+            passes.append(Pass(pe, dma, evict, count, held * costs.item, evicts, stores))
     return passes
