@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from neuronmm_ops import SVDMLP, SVDLinear
+from neuronmm_ops.kernels import plan_xuv
 from neuronmm_ops.nn.svd_mlp import _ACTIVATION_CLASSES, GATED_MLPS, gated_activation
 from neuronmm_ops.ops import ACTIVATIONS
 
@@ -97,6 +98,19 @@ def test_a_bias_is_added(mlp, x, biased):
     layer.bias = nn.Parameter(torch.randn(layer.out_features, dtype=torch.float64))
     assert ops_of(mlp, x) == ["xuv"] * 3
     torch.testing.assert_close(mlp(x), separate(mlp, x))
+
+
+@pytest.mark.parametrize("name", PROJECTIONS)
+def test_a_packed_projection_is_called_by_itself(name):
+    mlp = SVDMLP(128, 256, (3, 4, 5), dtype=torch.float32)
+    x = torch.randn(2, 128)
+    expected = mlp(x)
+    layer = getattr(mlp, name)
+    layer.pack_(
+        plan_xuv(2, layer.in_features, layer.rank, layer.out_features, "float32", packed=True)
+    )
+    assert sorted(ops_of(mlp, x)) == ["xuv", "xuv", "xuv_packed"]
+    torch.testing.assert_close(mlp(x), expected)
 
 
 def forward_hook(layer: nn.Module, seen: list[str]) -> None:
