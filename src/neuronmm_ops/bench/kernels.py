@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import math
 import multiprocessing
+import os
 import signal
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -228,13 +230,21 @@ def _outcomes(runs: list[Run], workers: int) -> Iterator[Measured | None]:
         yield from map(measure, runs)
         return
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, context, initializer=_leave_interrupts) as pool:
+    with ProcessPoolExecutor(workers, context, initializer=_follow_parent) as pool:
         yield from pool.map(measure, runs)
 
 
-def _leave_interrupts() -> None:
-    """An interrupt ends the parent alone, which ends its workers."""
+def _follow_parent() -> None:
+    """An interrupt ends the parent alone, which ends its workers; killed, it takes them along."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+    os._exit(1)
 
 
 def measure(run: Run) -> Measured | None:
