@@ -81,7 +81,9 @@ def _choices(s: Shape, limit: int) -> list[list[Blocks]]:
         inners = sorted({min(c * COLUMNS * s.lanes, width) for c in range(1, SUM_BANKS + 1)})
         found.append([{"spill": True}, {"spill": False}])
         found.append([{"inner": inner} for inner in inners])
-    found.append([{"span": span} for span in (512, 1024, 2048, 4096)])
+    usual = (512, 1024, 2048, 4096)
+    even = [_even(max(1, s.own(s.problem.K)), most) for most in usual[1:]]
+    found.append([{"span": span} for span in sorted({*usual, *even})])
     found.append(pairs)
     found.append([{"chunk": chunk} for chunk in (16384, 8192, SMALL) if chunk <= limit])
     return found
