@@ -13,6 +13,7 @@ from torch import Tensor
 
 import neuronmm_ops.kernels
 from neuronmm_ops import neuroncore as nc
+from neuronmm_ops.kernels import kernel_of, plan_svd_mlp, plan_xuv, plan_xw
 from neuronmm_ops.kernels.xuv import xuv
 from neuronmm_ops.kernels.xw import xw
 from neuronmm_ops.neuroncore.dtypes import bfloat16
@@ -152,3 +153,20 @@ def test_tiles_that_tensore_turns_are_turned_again_when_they_were_not_kept(keep)
     check(
         xw, ("trn1", 1), tensors, layout="pe", keep=keep, strip=256, block=512, rows=1, banks=6
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["xw", "xuv", "svd_mlp", "xw_decode", "xuv_decode"])
+def test_operands_that_do_not_fit_are_refused(name):
+    plans = {
+        "xw": plan_xw(200, 64, 32),
+        "xuv": plan_xuv(200, 64, 16, 32),
+        "svd_mlp": plan_svd_mlp(200, 64, (16, 16, 16), 48, 64),
+        "xw_decode": plan_xw(2, 4096, 4096),
+        "xuv_decode": plan_xuv(2, 4096, 1024, 4096),
+    }
+    plan = plans[name]
+    assert plan.kernel == name
+    wrong = [nc.TensorSpec(shape, bfloat16) for shape in ((plan.problem.M, 65), *[(64, 16)] * 6)]
+    count = {"xw": 2, "xuv": 3, "svd_mlp": 7}[plan.problem.op]
+    with pytest.raises(AssertionError, match="a contraction has 65 features and 64 rows"):
+        nc.simulate(kernel_of(plan), *wrong[:count], target="trn1", mode="trace", **plan.arguments)

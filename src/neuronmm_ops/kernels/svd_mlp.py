@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from neuronmm_ops.kernels.shim import NkiTensor, jit, nisa, nl
 from neuronmm_ops.kernels.strip import Operand, held, own_tokens, project, weights, write_rows
-from neuronmm_ops.kernels.tiles import COLUMNS, P, Span, spans, tiles_in
+from neuronmm_ops.kernels.tiles import COLUMNS, P, Span, check_pair, spans, tiles_in
 
 Tiles = list[NkiTensor]
 GROUP = 4
@@ -131,8 +131,20 @@ def function_of(activation: str) -> object:
         return nl.gelu_apprx_tanh
     if activation == "relu":
         return nl.relu
-    assert activation == "silu"
+    assert activation == "silu", "activation must be silu, gelu, gelu_tanh or relu"
     return nl.silu
+
+
+def check_factors(K: int, factors: Tiles) -> None:
+    """Check the sizes of u and v of gate, up and down, for x of K features."""
+    gate, up, down = factors[0:2], factors[2:4], factors[4:6]
+    inner = gate[1].shape[1]
+    for pair in [gate, up]:
+        check_pair(K, pair[0].shape[0], 0, 0)
+        check_pair(pair[0].shape[1], pair[1].shape[0], 0, 0)
+    check_pair(up[1].shape[1], inner, 0, 0)
+    check_pair(inner, down[0].shape[0], 0, 0)
+    check_pair(down[0].shape[1], down[1].shape[0], 0, 0)
 
 
 def on_partitions(bias: NkiTensor | None) -> NkiTensor | None:
@@ -313,6 +325,7 @@ def svd_mlp(
             out = down^T . v_down + bias
     """
     K, inner = u_gate.shape[0], v_gate.shape[1]
+    check_factors(x.shape[1], [u_gate, v_gate, u_up, v_up, u_down, v_down])
     out = nl.ndarray((x.shape[0], v_down.shape[1]), dtype=x.dtype, buffer=nl.shared_hbm)
     scratch: Tiles = []
     if spill > 0:

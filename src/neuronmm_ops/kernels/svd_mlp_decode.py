@@ -13,6 +13,7 @@ from neuronmm_ops.kernels.stream import (
     project,
     write_columns,
 )
+from neuronmm_ops.kernels.svd_mlp import check_factors, function_of
 from neuronmm_ops.kernels.tiles import P, Span, spans
 
 
@@ -82,6 +83,8 @@ def svd_mlp_decode(
         out = d . v_down + bias_down
     """
     M, K = x.shape
+    assert M <= P, f"at most {P} tokens, got {M}; use svd_mlp"
+    check_factors(K, [u_gate, v_gate, u_up, v_up, u_down, v_down])
     out = nl.ndarray((M, v_down.shape[1]), dtype=x.dtype, buffer=nl.shared_hbm)
     pieces = pieces_of(x, 0, own(K), span)
     low = project(pieces, [u_gate, u_up], ranks, together, chunk, M)
@@ -143,15 +146,3 @@ def summed(
         sums.add_bias(bias)
     contract(low[which], [sums], chunk, True, False)
     return sums
-
-
-def function_of(activation: str) -> object:
-    """The function of ScalarE for an activation's name."""
-    if activation == "silu":
-        return nl.silu
-    if activation == "gelu":
-        return nl.gelu
-    if activation == "gelu_tanh":
-        return nl.gelu_apprx_tanh
-    assert activation == "relu", "activation must be silu, gelu, gelu_tanh or relu"
-    return nl.relu

@@ -27,6 +27,14 @@ def tiles_in(size: int, tile: int) -> int:
     return (size + tile - 1) // tile
 
 
+def check_pair(size: int, rows: int, columns: int, bias: int) -> None:
+    """Check sizes: a contraction on both sides, and the columns that a bias is for (0: none)."""
+    assert size == rows, (
+        f"a contraction has {size} features and {rows} rows; pass u [K, r], v [r, N]"
+    )
+    assert bias == 0 or bias == columns, f"bias must be [{columns}], got [{bias}]"
+
+
 def packed_tiles(row_bytes: int) -> int:
     """Tiles of a packed u that are loaded together: its rows in a partition are neighbours."""
     return tiles_in(PACKED_RUN, row_bytes)

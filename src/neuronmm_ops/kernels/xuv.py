@@ -11,7 +11,7 @@ from neuronmm_ops.kernels.strip import (
     write_columns,
     write_rows,
 )
-from neuronmm_ops.kernels.tiles import spans
+from neuronmm_ops.kernels.tiles import check_pair, spans
 
 
 @jit
@@ -78,7 +78,9 @@ def xuv(
     """
     K, r = u.shape
     N = v.shape[1]
-    M = x.shape[1] if layout == "rows" else x.shape[0]
+    M, size = (x.shape[1], x.shape[0]) if layout == "rows" else x.shape
+    check_pair(size, K, r, 0)
+    check_pair(r, v.shape[0], N, bias.shape[0] if bias != None else 0)  # noqa: E711
     shape = (N, M) if transposed else (M, N)
     out = nl.ndarray(shape, dtype=x.dtype, buffer=nl.shared_hbm)
     start, size = own_tokens(M)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from neuronmm_ops.kernels.pieces import pieces_of
 from neuronmm_ops.kernels.shim import NkiTensor, jit, nl
 from neuronmm_ops.kernels.stream import blocks_of, own, project, write_columns
+from neuronmm_ops.kernels.tiles import P, check_pair
 
 
 @jit
@@ -53,6 +54,9 @@ def xuv_decode(
             out[:, block] = xu^T (stationary) . v[:, block] (moving) + bias
     """
     M, K = x.shape
+    assert M <= P, f"at most {P} tokens, got {M}; use xuv"
+    check_pair(K, u.shape[0], u.shape[1], 0)
+    check_pair(u.shape[1], v.shape[0], v.shape[1], bias.shape[0] if bias != None else 0)  # noqa: E711
     out = nl.ndarray((M, v.shape[1]), dtype=x.dtype, buffer=nl.shared_hbm)
     pieces = pieces_of(x, 0, own(K), span, packed)
     xu = project(pieces, [u], ranks, False, chunk, M)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from neuronmm_ops.kernels.shim import NkiTensor, jit, nl
 from neuronmm_ops.kernels.strip import Operand, own_tokens, write_rows
-from neuronmm_ops.kernels.tiles import spans
+from neuronmm_ops.kernels.tiles import check_pair, spans
 
 
 @jit
@@ -51,7 +51,8 @@ def xw(
                     out = psum + bias
     """
     K, N = w.shape
-    M = x.shape[1] if layout == "rows" else x.shape[0]
+    M, size = (x.shape[1], x.shape[0]) if layout == "rows" else x.shape
+    check_pair(size, K, N, bias.shape[0] if bias != None else 0)  # noqa: E711
     out = nl.ndarray((M, N), dtype=x.dtype, buffer=nl.shared_hbm)
     start, size = own_tokens(M)
     for s in spans(start, size, strip):
