@@ -173,7 +173,7 @@ class Clock:
         self.held = self.sbuf_bytes = 0
         self.psum_banks = 1
         self.evicted = 0.0
-        self.known: dict[tuple[int, int, int, int], tuple[int, float, float]] = {}
+        self.known: dict[tuple[int, ...], tuple[int, float, float]] = {}
 
     def hold(self, size: int) -> None:
         """SBUF that stays taken."""
@@ -225,7 +225,7 @@ class Clock:
         first_ns, usual_ns = (
             8 * (row_ns(n * width) if one_run else n * row_ns(width)) for n in (ahead, usual)
         )
-        key = (id(pieces), size, unit, step)
+        key = (*pieces, size, columns, unit, step)
         if key not in self.known:
             moved = s.stream_ns(pieces, size, columns, self.chunk)
             tiles = sum(tiles_in(k, P) for k in pieces)
