@@ -19,6 +19,7 @@ from neuronmm_ops.neuroncore.machine import (
     Engine,
 )
 
+Blocks = tuple[tuple[str, Block], ...]
 STRIPS = (512, 1024, 1536, 2048)
 SMALL_STRIPS = (256, 128)
 """Where no larger one fits."""
@@ -53,20 +54,39 @@ def _xuv_plans(problem: Problem, strip: int, tokens: int) -> list[Plan]:
     width, r = min(strip, tokens), problem.ranks[0]
     held = tiles_in(r, P) * width * costs.item
     seconds = row_stages(costs, width, r, problem.N, held)[:3]
-    return [
-        _plan(problem, strip, tokens, (first, second))
-        for first in (project_stages(costs, width, problem.K, r) if seconds else [])
-        for second in seconds
-    ]
+    found: list[Plan] = []
+    for first in project_stages(costs, width, problem.K, r) if seconds else []:
+        for second in seconds:
+            last: tuple[Stage, ...] = ()
+            if narrow := tokens % width:
+                last = (
+                    _project_stage(costs, narrow, problem.K, r, first.blocks, first.sbuf_bytes),
+                    _write_rows(costs, narrow, r, problem.N, second.blocks, second.sbuf_bytes),
+                )
+            found.append(_plan(problem, strip, tokens, (first, second), last))
+    return found
 
 
 def _xw_plans(problem: Problem, strip: int, tokens: int) -> list[Plan]:
     costs = Costs(problem.machine, problem.item_bytes)
-    stages = dense_stages(costs, min(strip, tokens), problem.K, problem.N)
-    return [_plan(problem, strip, tokens, (stage,)) for stage in stages]
+    width, K, N = min(strip, tokens), problem.K, problem.N
+    found: list[Plan] = []
+    for stage in dense_stages(costs, width, K, N):
+        last: tuple[Stage, ...] = ()
+        if narrow := tokens % width:
+            last = (_dense(costs, narrow, K, N, stage.blocks, stage.sbuf_bytes),)
+        found.append(_plan(problem, strip, tokens, (stage,), last))
+    return found
 
 
-def _plan(problem: Problem, strip: int, tokens: int, stages: tuple[Stage, ...]) -> Plan:
+def _plan(
+    problem: Problem,
+    strip: int,
+    tokens: int,
+    stages: tuple[Stage, ...],
+    last: tuple[Stage, ...],
+) -> Plan:
+    """The plan of full strips in `stages`, and of a narrower one in the end in `last`."""
     machine = problem.machine
     blocks: dict[str, Block] = {"strip": strip}
     for stage in stages:
@@ -77,31 +97,35 @@ def _plan(problem: Problem, strip: int, tokens: int, stages: tuple[Stage, ...]) 
         blocks["packed"] = True
     if problem.rounds:
         blocks["rounds"] = True
-    whole = tokens / min(strip, tokens)
-    pe = sum([s.pe_ns for s in stages])
-    dma = sum([s.dma_ns for s in stages])
+    full = tokens // min(strip, tokens)
     fetched = stages[0].time(0.0)[1]
-    time = DMA_START_NS + stages[0].first_ns + stages[-1].tail_ns
-    later = 0.0
+    time = DMA_START_NS + stages[0].first_ns + (last or stages)[-1].tail_ns
     for stage in stages[1:]:
         once, fetched = stage.time(fetched)
         time += once
-    for stage in stages:
-        again, fetched = stage.time(fetched)
-        later += again
-    time += (whole - 1) * max(later, dma)
-    traffic = sum([s.hbm_bytes for s in stages]) * whole * problem.M / tokens
+    steady, fetched = _strip_ns(stages, fetched)
+    time += (full - 1) * steady + _strip_ns(last, fetched)[0]
+    traffic = full * sum([s.hbm_bytes for s in stages]) + sum([s.hbm_bytes for s in last])
     return Plan(
         problem=problem,
         form="prefill",
         kernel=problem.op,
         blocks=tuple(blocks.items()),
         time_ms=time / 1e6,
-        hbm_bytes=round(traffic),
+        hbm_bytes=round(traffic * problem.M / tokens),
         sbuf_bytes=max([s.sbuf_bytes for s in stages]),
         psum_banks=max([s.psum_banks for s in stages]),
-        bound="PE" if pe >= dma else "DMA",
+        bound="PE" if sum([s.pe_ns - s.dma_ns for s in stages]) >= 0 else "DMA",
     )
+
+
+def _strip_ns(stages: tuple[Stage, ...], fetched: float) -> tuple[float, float]:
+    """(time of a strip that is not the first, DMA done ahead after it)."""
+    total = 0.0
+    for stage in stages:
+        once, fetched = stage.time(fetched)
+        total += once
+    return max(total, sum([s.dma_ns for s in stages])), fetched
 
 
 def project_stages(costs: Costs, width: int, K: int, r: int) -> list[Stage]:
@@ -157,24 +181,32 @@ def _project(
         if keep < count and groups > 1:
             continue
         sbuf = held + min(keep + 2, count) * x_tile
-        sizes = (width, r, tokens, block, group, keep)
-        stage = Stage(
-            blocks=(
-                ("keep", keep),
-                ("u_block", block),
-                ("tokens", tokens),
-                ("banks", banks),
-                ("k_block", k_block),
-            ),
-            passes=tuple(_project_passes(costs, min(rows, K), *sizes, adds=False)),
-            again=tuple(_project_passes(costs, rows, *sizes, adds=True)) if rows < K else (),
-            times=max(0.0, K / rows - 1),
-            hbm_bytes=0,
-            sbuf_bytes=sbuf,
-            psum_banks=BANKS,
-            room_bytes=costs.machine.usable_sbuf_bytes - sbuf,
+        blocks: Blocks = (
+            ("keep", keep),
+            ("u_block", block),
+            ("tokens", tokens),
+            ("banks", banks),
+            ("k_block", k_block),
         )
-        yield replace(stage, hbm_bytes=_traffic(stage.loaded_bytes, min(rows, K)))
+        yield _project_stage(costs, width, K, r, blocks, sbuf)
+
+
+def _project_stage(costs: Costs, width: int, K: int, r: int, blocks: Blocks, sbuf: int) -> Stage:
+    keep, block, tokens, banks, k_block = [int(value) for _, value in blocks]
+    rows, tokens = k_block or K, min(tokens, width)
+    group = max(1, banks // tiles_in(tokens, COLUMNS))
+    sizes = (width, r, tokens, block, group, keep)
+    stage = Stage(
+        blocks=blocks,
+        passes=tuple(_project_passes(costs, min(rows, K), *sizes, adds=False)),
+        again=tuple(_project_passes(costs, rows, *sizes, adds=True)) if rows < K else (),
+        times=max(0.0, K / rows - 1),
+        hbm_bytes=0,
+        sbuf_bytes=sbuf,
+        psum_banks=BANKS,
+        room_bytes=costs.machine.usable_sbuf_bytes - sbuf,
+    )
+    return replace(stage, hbm_bytes=_traffic(stage.loaded_bytes, min(rows, K)))
 
 
 def _keeps(count: int, most: int) -> list[int]:
@@ -245,13 +277,13 @@ def row_stages(costs: Costs, width: int, r: int, N: int, held: int) -> list[Stag
             sbuf = held + weights + 2 * result + min(block, N) * costs.item
             if sbuf > costs.machine.usable_sbuf_bytes:
                 continue
-            found.append(_write_rows(costs, width, r, N, block, rows, sbuf))
+            blocks: Blocks = (("v_block", block), ("rows", rows))
+            found.append(_write_rows(costs, width, r, N, blocks, sbuf))
     return sorted(found, key=lambda s: s.time(0.0)[0] + s.tail_ns)
 
 
-def _write_rows(
-    costs: Costs, width: int, r: int, N: int, block: int, rows: int, sbuf: int
-) -> Stage:
+def _write_rows(costs: Costs, width: int, r: int, N: int, blocks: Blocks, sbuf: int) -> Stage:
+    block, rows = [int(value) for _, value in blocks]
     depth = tiles_in(r, P)
     columns = min(block, N)
     groups = tiles_in(width, rows * P)
@@ -265,7 +297,7 @@ def _write_rows(
     first = Pass(pe, load, evict, depth, held, banks, store)
     later = Pass(pe, 0.0, evict, depth, 0, banks, store)
     return Stage(
-        blocks=(("v_block", block), ("rows", rows)),
+        blocks=blocks,
         passes=(first, *[later] * (groups - 1)),
         again=(first, *[later] * (groups - 1)),
         times=max(0.0, N / block - 1),
@@ -304,7 +336,13 @@ def dense_stages(costs: Costs, width: int, K: int, N: int) -> list[Stage]:
             room = costs.machine.usable_sbuf_bytes - held
             for keep in _keeps(count, room // x_tile - 3):
                 sbuf = held + min(keep + 2, count) * x_tile
-                found.append(_dense(costs, width, K, N, block, rows, banks, keep, sbuf))
+                blocks: Blocks = (
+                    ("keep", keep),
+                    ("block", block),
+                    ("rows", rows),
+                    ("banks", banks),
+                )
+                found.append(_dense(costs, width, K, N, blocks, sbuf))
     return sorted(found, key=lambda s: s.first_ns + s.tail_ns)
 
 
@@ -313,17 +351,15 @@ def _dense(
     width: int,
     K: int,
     N: int,
-    block: int,
-    rows: int,
-    banks: int,
-    keep: int,
+    blocks: Blocks,
     sbuf: int,
 ) -> Stage:
+    keep, block, rows, banks = [int(value) for _, value in blocks]
     columns = min(block, N)
     first = _dense_passes(costs, width, K, columns, rows, banks, tiles_in(K, P))
     later = _dense_passes(costs, width, K, columns, rows, banks, max(0, tiles_in(K, P) - keep))
     stage = Stage(
-        blocks=(("keep", keep), ("block", block), ("rows", rows), ("banks", banks)),
+        blocks=blocks,
         passes=(first[0], *later[1:]),
         again=tuple(later),
         times=max(0.0, N / block - 1),
