@@ -252,7 +252,7 @@ def _project_pass(
     dma = loads * costs.transposed(min(P, K), own)
     if fresh:
         dma += costs.project_load(K, fresh, r)
-    pe = count * costs.matmuls(side, own) * min(1, K / P) + loads * costs.turned(own)
+    pe = count * costs.matmuls(side, own) + loads * costs.turned(own)
     tiles = tiles_in(side, P) * tiles_in(own, COLUMNS)
     evict = tiles * costs.evict(min(own, COLUMNS), adds)
     return Pass(pe, dma, evict, count, (loads * own + count * fresh) * costs.item, tiles)
@@ -289,7 +289,7 @@ def _write_rows(costs: Costs, width: int, r: int, N: int, blocks: Blocks, sbuf: 
     groups = tiles_in(width, rows * P)
     store = sum([n * costs.load(t, columns) for t, n in edges(width, P)]) / groups
     tiles = tiles_in(width, P) * tiles_in(columns, COLUMNS) / groups
-    pe = depth * costs.matmuls(width, columns) * min(1, r / P) / groups
+    pe = depth * costs.matmuls(width, columns) / groups
     evict = tiles * costs.evict(min(columns, COLUMNS))
     load = depth * costs.load(r, columns)
     held = depth * columns * costs.item
@@ -390,7 +390,7 @@ def _dense_passes(
                 held += count * columns
             stores = tiles_in(own, P) * costs.load(min(own, P), columns) if c == 0 else 0.0
             evicts = tiles_in(own, P) * tiles_in(part, COLUMNS)
-            pe = count * costs.matmuls(own, part) * min(1, K / P) + loads * costs.turned(width)
+            pe = count * costs.matmuls(own, part) + loads * costs.turned(width)
             evict = evicts * costs.evict(min(part, COLUMNS))
             passes.append(Pass(pe, dma, evict, count, held * costs.item, evicts, stores))
     return passes
