@@ -105,6 +105,8 @@ def _plan(
         time += once
     steady, fetched = _strip_ns(stages, fetched)
     time += (full - 1) * steady + _strip_ns(last, fetched)[0]
+    dma = full * sum([s.dma_ns for s in stages]) + sum([s.dma_ns for s in last])
+    time = max(time, 2 * DMA_START_NS + dma)
     traffic = full * sum([s.hbm_bytes for s in stages]) + sum([s.hbm_bytes for s in last])
     return Plan(
         problem=problem,
@@ -286,7 +288,10 @@ def _write_rows(costs: Costs, width: int, r: int, N: int, blocks: Blocks, sbuf: 
     block, rows = [int(value) for _, value in blocks]
     depth = tiles_in(r, P)
     columns = min(block, N)
-    groups = tiles_in(width, rows * P)
+    # groups of token tiles, by what PSUM holds of a block's columns
+    side_by_side = max(1, costs.banks // min(rows, tiles_in(width, P)))
+    parts = tiles_in(tiles_in(columns, COLUMNS), side_by_side)
+    groups = tiles_in(width, rows * P) * parts
     store = sum([n * costs.load(t, columns) for t, n in edges(width, P)]) / groups
     tiles = tiles_in(width, P) * tiles_in(columns, COLUMNS) / groups
     pe = depth * costs.matmuls(width, columns) / groups

@@ -11,7 +11,7 @@ from neuronmm_ops.kernels.strip import (
     write_columns,
     write_rows,
 )
-from neuronmm_ops.kernels.tiles import check_pair, spans
+from neuronmm_ops.kernels.tiles import BANKS, check_pair, spans
 
 
 @jit
@@ -49,7 +49,7 @@ def xuv(
         keep: x^T tiles of 128 rows that stay in SBUF; the rest is loaded again per group.
         u_block: columns of u that are loaded together.
         tokens: of the strip that one group of PSUM tiles of x @ u covers.
-        banks: PSUM tiles in a group.
+        banks: PSUM tiles in a group of x @ u; of the output too where TensorE turns x.
         k_block: rows of the contraction K whose sums PSUM holds, the partial sums of several
             such blocks being added in SBUF in fp32; 0 for all of K.
         rounds: partial sums in SBUF are rounded to x's dtype: half the room, so wider strips.
@@ -90,5 +90,6 @@ def xuv(
         if transposed:
             write_columns(out, xu, v, bias, s[0], v_block, banks, engines)
         else:
-            write_rows(out, xu, v, bias, s[0], v_block, rows, banks, engines)
+            all_banks = banks if layout == "pe" else BANKS
+            write_rows(out, xu, v, bias, s[0], v_block, rows, all_banks, engines)
     return out
