@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from neuronmm_ops.kernels.plan import Plan, Problem, plan_svd_mlp, plan_xuv, plan_xw
+from neuronmm_ops.kernels.plan import plan_svd_mlp, plan_xuv, plan_xw
+from neuronmm_ops.kernels.problem import Plan, Problem
 
 if TYPE_CHECKING:
     from neuronmm_ops.neuroncore import Kernel

@@ -58,7 +58,6 @@ class Stage:
     hbm_bytes: int
     sbuf_bytes: int
     """Per partition at its peak, the operand that comes from an earlier stage included."""
-    psum_banks: int
     tail_ns: float = 0.0
     room_bytes: int = 0
     """SBUF per partition that is left to fetch ahead into."""

@@ -8,16 +8,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from neuronmm_ops.kernels.problem import (
-    DTYPE_BYTES,
-    Plan,
-    Problem,
-    load_ns,
-    matmul_ns,
-)
-
-__all__ = ["DTYPE_BYTES", "Plan", "Problem", "load_ns", "matmul_ns"]
-
+from neuronmm_ops.kernels.problem import Plan, Problem
 
 TIE = 1.002
 """Plans within this factor of the least predicted time count as equally quick."""

@@ -84,7 +84,7 @@ class Strip:
         self.costs = Costs(machine, item)
         turns = self.costs.layout == "pe"
         self.rows = min(2, tiles_in(width, P))
-        self.banks = BANKS - 2 if turns else BANKS
+        self.banks = self.costs.banks
         self.group = self.banks // tiles_in(tokens, COLUMNS)
         self.sbuf = machine.usable_sbuf_bytes - 8 * tiles_in(problem.inner, P)
         self.sides = self.bytes_of(problem.ranks[0]) + self.bytes_of(problem.ranks[1])
@@ -300,7 +300,7 @@ class _Clock:
 
 def candidates(problem: Problem) -> list[Plan]:
     """All plans that fit, quickest first."""
-    tokens = _core_tokens(problem)[0]
+    tokens = problem.core_tokens[0]
     found: list[Plan] = []
     for strips in (STRIPS, SMALL_STRIPS):
         for width in sorted({min(s, tokens) for s in strips}):
@@ -309,12 +309,6 @@ def candidates(problem: Problem) -> list[Plan]:
         if found:
             break
     return sorted(found, key=lambda plan: (plan.time_ms, plan.hbm_bytes, plan.blocks))
-
-
-def _core_tokens(problem: Problem) -> list[int]:
-    """Tokens of each core: whole tiles of 128."""
-    share = tiles_in(tiles_in(problem.M, P), problem.lnc) * P
-    return [max(0, min(share, problem.M - core * share)) for core in range(problem.lnc)]
 
 
 def _fitting(strip: Strip) -> Iterator[Form]:
@@ -380,7 +374,7 @@ def _inputs(strip: Strip) -> list[tuple[int, Stage]]:
 def _plan(form: Form) -> Plan:
     problem, strip, costs = form.strip.problem, form.strip, form.strip.costs
     clock = _Clock(costs.machine.ns(Engine.VECTOR, max(64, min(COLUMNS, strip.width))))
-    tokens = _core_tokens(problem)
+    tokens = problem.core_tokens
     full, rest = divmod(tokens[0], strip.width)
     steps = list(form.steps(strip.width))
     ends = [0.0] + [clock.run(steps) for _ in range(min(full, 2))]

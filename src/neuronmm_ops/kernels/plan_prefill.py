@@ -30,18 +30,11 @@ K_BLOCKS = (0, 512, 1024, 2048, 4096)
 def candidates(problem: Problem) -> list[Plan]:
     """All plans of the prefill forms that fit, quickest first."""
     plans = _xw_plans if problem.op == "xw" else _xuv_plans
-    tokens = own_tokens(problem)
+    tokens = problem.core_tokens[0]
     found = [plan for strip in strips(tokens) for plan in plans(problem, strip, tokens)]
     for strip in SMALL_STRIPS:
         found = found or plans(problem, strip, tokens)
     return sorted(found, key=lambda plan: (plan.time_ms, plan.hbm_bytes, plan.blocks))
-
-
-def own_tokens(problem: Problem) -> int:
-    """Tokens of the core that has more of them: whole tiles of 128."""
-    if problem.lnc == 1:
-        return problem.M
-    return min(problem.M, tiles_in(tiles_in(problem.M, P), problem.lnc) * P)
 
 
 def strips(tokens: int) -> list[int]:
@@ -63,7 +56,7 @@ def _xuv_plans(problem: Problem, strip: int, tokens: int) -> list[Plan]:
                     _project_stage(costs, narrow, problem.K, r, first.blocks, first.sbuf_bytes),
                     _write_rows(costs, narrow, r, problem.N, second.blocks, second.sbuf_bytes),
                 )
-            found.append(_plan(problem, strip, tokens, (first, second), last))
+            found.append(_plan(problem, costs, strip, (first, second), last))
     return found
 
 
@@ -75,23 +68,22 @@ def _xw_plans(problem: Problem, strip: int, tokens: int) -> list[Plan]:
         last: tuple[Stage, ...] = ()
         if narrow := tokens % width:
             last = (_dense(costs, narrow, K, N, stage.blocks, stage.sbuf_bytes),)
-        found.append(_plan(problem, strip, tokens, (stage,), last))
+        found.append(_plan(problem, costs, strip, (stage,), last))
     return found
 
 
 def _plan(
     problem: Problem,
+    costs: Costs,
     strip: int,
-    tokens: int,
     stages: tuple[Stage, ...],
     last: tuple[Stage, ...],
 ) -> Plan:
     """The plan of full strips in `stages`, and of a narrower one in the end in `last`."""
-    machine = problem.machine
+    tokens = problem.core_tokens[0]
     blocks: dict[str, Block] = {"strip": strip}
     for stage in stages:
         blocks.update(stage.blocks)
-    costs = Costs(machine, problem.item_bytes)
     blocks.update(layout=costs.layout, engines=costs.engines)
     if problem.packed:
         blocks["packed"] = True
@@ -116,7 +108,7 @@ def _plan(
         time_ms=time / 1e6,
         hbm_bytes=round(traffic * problem.M / tokens),
         sbuf_bytes=max([s.sbuf_bytes for s in stages]),
-        psum_banks=max([s.psum_banks for s in stages]),
+        psum_banks=BANKS,
         bound="PE" if sum([s.pe_ns - s.dma_ns for s in stages]) >= 0 else "DMA",
     )
 
@@ -205,7 +197,6 @@ def _project_stage(costs: Costs, width: int, K: int, r: int, blocks: Blocks, sbu
         times=max(0.0, K / rows - 1),
         hbm_bytes=0,
         sbuf_bytes=sbuf,
-        psum_banks=BANKS,
         room_bytes=costs.machine.usable_sbuf_bytes - sbuf,
     )
     return replace(stage, hbm_bytes=_traffic(stage.loaded_bytes, min(rows, K)))
@@ -308,7 +299,6 @@ def _write_rows(costs: Costs, width: int, r: int, N: int, blocks: Blocks, sbuf: 
         times=max(0.0, N / block - 1),
         hbm_bytes=costs.item * N * (r + width),
         sbuf_bytes=sbuf,
-        psum_banks=BANKS,
         tail_ns=_tail(costs, min(width, rows * P), columns),
         room_bytes=costs.machine.usable_sbuf_bytes - sbuf,
     )
@@ -370,7 +360,6 @@ def _dense(
         times=max(0.0, N / block - 1),
         hbm_bytes=0,
         sbuf_bytes=sbuf,
-        psum_banks=BANKS,
         tail_ns=_tail(costs, min(width, rows * P), columns),
         room_bytes=costs.machine.usable_sbuf_bytes - sbuf,
     )

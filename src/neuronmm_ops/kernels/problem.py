@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from neuronmm_ops.kernels.tiles import COLUMNS, P
+from neuronmm_ops.kernels.tiles import COLUMNS, P, tiles_in
 from neuronmm_ops.neuroncore.machine import Engine, Machine, machine_of
 
 Op = Literal["xw", "xuv", "svd_mlp"]
@@ -72,6 +72,12 @@ class Problem:
     def item_bytes(self) -> int:
         """Bytes of an element."""
         return DTYPE_BYTES[self.dtype]
+
+    @property
+    def core_tokens(self) -> list[int]:
+        """Tokens of each core in prefill: whole tiles of 128, the first core has the most."""
+        share = tiles_in(tiles_in(self.M, P), self.lnc) * P
+        return [max(0, min(share, self.M - core * share)) for core in range(self.lnc)]
 
     @cached_property
     def weight_elements(self) -> int:

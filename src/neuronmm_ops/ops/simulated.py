@@ -66,23 +66,23 @@ class _Ops:
         from neuronmm_ops.kernels import plan_xuv
 
         check_xuv(x, u, v, bias)
-        flat, out, dtype = _prepare("xuv", x, v.shape[1])
-        if not (out.numel() and u.numel()):
-            return _without_products(out, bias)
+        flat, dtype, shape = _prepare("xuv", x, v)
+        if _nothing_to_multiply(x, u, v):
+            return _without_products(x, shape, bias)
         plan = plan_xuv(
             len(flat), u.shape[0], v.shape[0], v.shape[1], dtype, self.target, packed=packed
         )
-        return _run(plan, flat, u, v, bias).view(out.shape)
+        return _run(plan, flat, u, v, bias).view(shape)
 
     def xw(self, x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
         from neuronmm_ops.kernels import plan_xw
 
         check_xw(x, w, bias)
-        flat, out, dtype = _prepare("xw", x, w.shape[1])
-        if not (out.numel() and w.numel()):
-            return _without_products(out, bias)
+        flat, dtype, shape = _prepare("xw", x, w)
+        if _nothing_to_multiply(x, w):
+            return _without_products(x, shape, bias)
         plan = plan_xw(len(flat), w.shape[0], w.shape[1], dtype, self.target)
-        return _run(plan, flat, w, bias).view(out.shape)
+        return _run(plan, flat, w, bias).view(shape)
 
     def svd_mlp(
         self,
@@ -99,28 +99,33 @@ class _Ops:
 
         factors = (u_gate, v_gate, u_up, v_up, u_down, v_down)
         check_svd_mlp(x, *factors, activation, ACTIVATION_NAMES)
-        flat, out, dtype = _prepare("svd_mlp", x, v_down.shape[1])
-        if not (out.numel() and all(f.numel() for f in factors)):
-            return _without_products(out, None)
+        flat, dtype, shape = _prepare("svd_mlp", x, v_down)
+        if _nothing_to_multiply(x, *factors):
+            return _without_products(x, shape, None)
         ranks = (u_gate.shape[1], u_up.shape[1], u_down.shape[1])
         plan = plan_svd_mlp(
             len(flat), u_gate.shape[0], ranks, u_down.shape[0], v_down.shape[1], dtype, self.target
         )
-        return _run(plan, flat, *factors, activation=activation).view(out.shape)
+        return _run(plan, flat, *factors, activation=activation).view(shape)
 
 
-def _prepare(op: str, x: Tensor, n: int) -> tuple[Tensor, Tensor, str]:
-    """x as [M, K], an output [..., N] of zeros, and the dtype's name."""
+def _prepare(op: str, x: Tensor, last: Tensor) -> tuple[Tensor, str, tuple[int, ...]]:
+    """x as [M, K], the dtype's name, and the shape [..., N] of the output."""
     if x.dtype not in _DTYPES:
         raise TypeError(
             f"{op}: the simulated NeuronCore takes bfloat16, float16 and float32, got {x.dtype}; "
             'cast x and the weights, or use_impl("reference")'
         )
-    return rows(x), x.new_zeros((*x.shape[:-1], n)), _DTYPES[x.dtype]
+    return rows(x), _DTYPES[x.dtype], (*x.shape[:-1], last.shape[1])
 
 
-def _without_products(out: Tensor, bias: Tensor | None) -> Tensor:
+def _nothing_to_multiply(*tensors: Tensor) -> bool:
+    return any(tensor.numel() == 0 for tensor in tensors)
+
+
+def _without_products(x: Tensor, shape: tuple[int, ...], bias: Tensor | None) -> Tensor:
     """The result where a dimension is empty: nothing to launch."""
+    out = x.new_zeros(shape)
     return out if bias is None else out + bias
 
 
