@@ -1,0 +1,135 @@
+"""The C++ ops: the Python package's schemas, values and errors, and a model without Python."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import op_calls
+import pytest
+import torch
+from commands import run
+from safetensors.torch import load_file
+
+import neuronmm_ops  # noqa: F401 registers the ops
+
+
+@pytest.fixture(scope="module")
+def library(build: Callable[[str], Path]) -> Path:
+    return build("libneuronmm_ops.so")
+
+
+@pytest.fixture(scope="module")
+def recorded(library: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with what a process that has only the C++ library computed."""
+    folder = tmp_path_factory.mktemp("recorded")
+    run(sys.executable, "-W", "error", op_calls.__file__, library, folder)
+    return folder
+
+
+def texts(recorded: Path) -> dict[str, object]:
+    return json.loads((recorded / "texts.json").read_text())
+
+
+def test_schemas_and_tags_are_those_of_the_package(recorded):
+    assert texts(recorded)["schemas"] == op_calls.schemas()
+
+
+def test_errors_are_those_of_the_package(recorded):
+    expected = op_calls.refusals()
+    assert "no error" not in expected
+    assert texts(recorded)["refusals"] == expected
+
+
+@pytest.mark.parametrize("dtype", op_calls.DTYPES, ids=str)
+def test_values_are_those_of_the_package(recorded, dtype):
+    actual = load_file(recorded / f"{dtype}.safetensors")
+    expected = op_calls.results(dtype)
+    assert actual.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(actual[name], value, msg=lambda text, n=name: f"{n}: {text}")
+
+
+# --- both in one process -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("load", ["torch.ops.load_library", "ctypes.CDLL"])
+def test_a_library_loaded_second_registers_nothing_and_says_so(library, load):
+    script = (
+        "import ctypes, sys, torch, neuronmm_ops\n"
+        f"{load}(sys.argv[1])\n"
+        "x = torch.eye(3, requires_grad=True)\n"
+        "print(neuronmm_ops.xuv(x, x, x).requires_grad)\n"
+    )
+    command = [sys.executable, "-c", script, str(library)]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == "True\n"
+    assert "already registered in this process, by the Python package" in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_a_package_imported_second_is_an_import_error(library):
+    script = (
+        "import sys, torch\n"
+        "torch.ops.load_library(sys.argv[1])\n"
+        "try:\n"
+        "    import neuronmm_ops\n"
+        "except ImportError as error:\n"
+        "    print(error)\n"
+        "x = torch.eye(3)\n"
+        "assert torch.equal(torch.ops.neuronmm.xuv(x, x, x), x)\n"
+    )
+    output = run(sys.executable, "-c", script, library)
+    assert "already registered" in output
+    assert output.count("\n") == 1
+
+
+# --- a model without Python ----------------------------------------------------------------------
+
+PACKAGE_A_MODEL = """
+import sys
+import torch
+import neuronmm_ops
+
+folder = sys.argv[1]
+torch.manual_seed(0)
+model = torch.nn.Sequential(
+    neuronmm_ops.SVDLinear(64, 48, 16), neuronmm_ops.SVDMLP(48, 96, (8, 16, 24)),
+).requires_grad_(False)
+x = torch.randn(5, 64)
+x.numpy().tofile(f"{folder}/x")
+model(x).numpy().tofile(f"{folder}/expected")
+program = torch.export.export(model, (x,))
+torch._inductor.aoti_compile_and_package(program, package_path=f"{folder}/model.pt2")
+"""
+
+
+def test_a_compressed_model_runs_without_python(build, tmp_path):
+    program = build("run_package")
+    linked = run("ldd", program)
+    assert "libneuronmm_ops.so => /" in linked
+    assert "libpython" not in linked
+
+    cache = tmp_path / "cache"
+    run(sys.executable, "-c", PACKAGE_A_MODEL, tmp_path, TORCHINDUCTOR_CACHE_DIR=cache)
+
+    output = run(program, tmp_path / "model.pt2", tmp_path / "y", "5x64", tmp_path / "x")
+    assert output == "[5, 48]\n"
+    y, expected = (
+        torch.frombuffer(bytearray((tmp_path / name).read_bytes()), dtype=torch.float32)
+        for name in ("y", "expected")
+    )
+    torch.testing.assert_close(y, expected)
+
+
+def test_the_runner_says_how_it_is_called(build, tmp_path):
+    program = build("run_package")
+    usage = subprocess.run([program], capture_output=True, text=True, check=False)
+    assert (usage.returncode, usage.stderr.split(":")[0]) == (2, "usage")
+    (tmp_path / "x").write_bytes(bytes(12))
+    command = [program, "model.pt2", tmp_path / "y", "2x2", tmp_path / "x"]
+    wrong = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert wrong.returncode == 1
+    assert wrong.stderr.startswith("run_package: input must be float32 of shape [2, 2] = 16 bytes")
