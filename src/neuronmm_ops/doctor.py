@@ -7,7 +7,17 @@ from typing import Any
 
 import torch
 
+from neuronmm_ops.errors import NkiVersionError
 from neuronmm_ops.ops.implementation import active_impl
+from neuronmm_ops.ops.neuron import expected_way
+from neuronmm_ops.ops.toolchain import (
+    INSTALL,
+    PLACEHOLDER,
+    Core,
+    core,
+    missing_packages,
+    xla_route,
+)
 
 PACKAGES = (
     "neuronmm-ops",
@@ -30,11 +40,7 @@ def diagnose() -> dict[str, Any]:
     versions: dict[str, str | None] = {"python": platform.python_version()}
     versions |= {package: _version(package) for package in PACKAGES}
     cpu = f"{torch.get_num_threads()} threads, implementation {active_impl()}"
-    backends = [_backend("cpu", True, cpu), _cuda()]
-    backends += [
-        _device_kernel("xla", "XLA", "torch_xla", "xla"),
-        _device_kernel("neuron", "PrivateUse1", "torch_neuronx", "neuron"),
-    ]
+    backends = [_backend("cpu", True, cpu), _cuda(), _xla(), _neuron()]
     return {"versions": versions, "backends": backends}
 
 
@@ -53,15 +59,48 @@ def _cuda() -> dict[str, Any]:
     return _backend("cuda", True, f"{torch.cuda.get_device_name()}, through the reference kernel")
 
 
-def _device_kernel(name: str, key: str, module: str, extra: str) -> dict[str, Any]:
-    """Report a device whose kernel is registered under a dispatch key of its own."""
-    if importlib.util.find_spec(module) is None:
-        reason = f"{module} is not installed; run: pip install 'neuronmm-ops[{extra}]'"
-        return _backend(name, False, reason)
-    if not torch._C._dispatch_has_kernel_for_dispatch_key("neuronmm::xuv", key):
-        reason = f"this version registers no {key} kernel; the ops would run as plain matmuls"
-        return _backend(name, False, reason)
-    return _backend(name, True, f"{module} {_version(module.replace('_', '-'))}")
+def _xla() -> dict[str, Any]:
+    if importlib.util.find_spec("torch_xla") is None:
+        reason = "torch_xla is not installed; run: pip install 'neuronmm-ops[xla]'"
+        return _backend("xla", False, reason)
+    try:
+        route, chosen = xla_route(), core()
+    except (NkiVersionError, ValueError) as error:
+        return _backend("xla", False, str(error))
+    reasons = [f"torch_xla {_version('torch-xla')}", f"lowered as {route.name}: {route.reason}"]
+    # Only the real NKI compiles for a machine; what is written here can be read without one.
+    usable = chosen.known or route.name != "nki"
+    return _backend("xla", usable, "; ".join([*reasons, *_placeholder(), _described(chosen)]))
+
+
+def _neuron() -> dict[str, Any]:
+    try:
+        missing, chosen = missing_packages(), core()
+    except (NkiVersionError, ValueError) as error:
+        return _backend("neuron", False, str(error))
+    if missing:
+        reasons = [f"needs {' and '.join(missing)}", *_placeholder(), INSTALL]
+        return _backend("neuron", False, "; ".join(reasons))
+    reasons = [
+        f"torch_neuronx {_version('torch-neuronx')} and nki {_version('nki')}",
+        f"kernels called through {expected_way() or 'what the first call finds'}",
+        _described(chosen),
+    ]
+    return _backend("neuron", chosen.known, "; ".join(reasons))
+
+
+def _placeholder() -> list[str]:
+    """What is to be said where the default package index has been asked for nki."""
+    if _version("nki") != PLACEHOLDER:
+        return []
+    return [
+        f"nki {PLACEHOLDER} is the empty placeholder of the default package index; install nki "
+        "from the Neuron index"
+    ]
+
+
+def _described(chosen: Core) -> str:
+    return f"target {chosen.target}, lnc {chosen.lnc} ({chosen.source})"
 
 
 def _backend(name: str, usable: bool, reason: str) -> dict[str, Any]:

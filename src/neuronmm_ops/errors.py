@@ -9,5 +9,9 @@ class CheckpointError(ValueError):
     """A checkpoint is missing, damaged, or disagrees with its config."""
 
 
+class NkiVersionError(RuntimeError):
+    """The installed NKI is of a version that the kernels cannot be called through."""
+
+
 class CalibrationWarning(UserWarning):
     """The calibration data is too small for the factors to be trusted."""

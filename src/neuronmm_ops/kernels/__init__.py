@@ -5,6 +5,9 @@
 
 from __future__ import annotations
 
+import hashlib
+from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from neuronmm_ops.kernels.plan import plan_svd_mlp, plan_xuv, plan_xw
@@ -13,7 +16,15 @@ from neuronmm_ops.kernels.problem import Plan, Problem
 if TYPE_CHECKING:
     from neuronmm_ops.neuroncore import Kernel
 
-__all__ = ["Plan", "Problem", "kernel_of", "plan_svd_mlp", "plan_xuv", "plan_xw"]
+__all__ = [
+    "Plan",
+    "Problem",
+    "kernel_of",
+    "plan_svd_mlp",
+    "plan_xuv",
+    "plan_xw",
+    "source_fingerprint",
+]
 
 
 def kernel_of(plan: Plan) -> Kernel:
@@ -30,3 +41,10 @@ def kernel_of(plan: Plan) -> Kernel:
     }
     kernel = kernels[plan.kernel]
     return kernel if plan.problem.lnc == 1 else kernel[plan.problem.lnc]
+
+
+@cache
+def source_fingerprint() -> str:
+    """16 hexadecimal digits of the kernels' source: what a compiled kernel is a result of."""
+    files = sorted(Path(__file__).parent.glob("*.py"))
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]

@@ -5,6 +5,7 @@ Sources, by the names used below:
 "cost" = Neuron SDK 2.26, `nki.isa` reference, the last release that printed a cost per instruction;
 "dma" = Neuron SDK 2.32, NKI DMA overview and DMA bandwidth guide;
 "nkilib" = aws-neuron/nki-library, what its MLP kernels reserve;
+"lnc" = Neuron SDK, error NCC_EVRF066 of the compiler;
 "fit" = the one constant per generation fitted here, on the kernel named beside it.
 """
 
@@ -72,6 +73,8 @@ class Machine:
     """The hardware generates DMA descriptors (arch: Trainium2 and later)."""
     bf16_psum: bool
     """A matmul may write bfloat16 (isa: NeuronCore-v4)."""
+    default_lnc: int
+    """Physical cores of a logical NeuronCore where nothing is set (lnc: 2 on Trn2 and later)."""
 
     @property
     def usable_sbuf_bytes(self) -> int:
@@ -143,6 +146,7 @@ TRN1 = Machine(
     shared_ports=True,
     hardware_dge=False,
     bf16_psum=False,
+    default_lnc=1,
 )
 TRN2 = Machine(
     target="trn2",
@@ -157,6 +161,7 @@ TRN2 = Machine(
     shared_ports=False,
     hardware_dge=True,
     bf16_psum=False,
+    default_lnc=2,
 )
 TRN3 = Machine(
     target="trn3",
@@ -171,6 +176,7 @@ TRN3 = Machine(
     shared_ports=False,
     hardware_dge=True,
     bf16_psum=True,
+    default_lnc=2,
 )
 MACHINES: dict[Target, Machine] = {"trn1": TRN1, "trn2": TRN2, "trn3": TRN3}
 

@@ -1,5 +1,8 @@
 """The ops `neuronmm::xuv`, `neuronmm::svd_mlp` and `neuronmm::xw`. Imports torch only."""
 
+# The launchers of devices register their kernels.
+from neuronmm_ops.ops import neuron as neuron
+from neuronmm_ops.ops import xla as xla
 from neuronmm_ops.ops.functional import svd_mlp, xuv, xuv_packed, xw
 from neuronmm_ops.ops.implementation import use_impl
 from neuronmm_ops.ops.reference import ACTIVATIONS

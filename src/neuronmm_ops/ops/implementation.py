@@ -4,16 +4,13 @@
 the composite, and removed again; so the choice costs nothing per call.
 """
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Generator
 from contextlib import AbstractContextManager, contextmanager
 
 import torch
-from torch import Tensor
 
 from neuronmm_ops.ops import simulated
-
-OPS = ("xuv", "xuv_packed", "xw", "svd_mlp")
-Kernels = Mapping[str, Callable[..., Tensor]]
+from neuronmm_ops.ops.launch import OPS, Kernels
 
 _kernels: dict[str, Kernels | None] = {"reference": None}
 _active: tuple[str, str | None] = ("reference", None)

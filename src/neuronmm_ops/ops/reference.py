@@ -113,6 +113,15 @@ def svd_mlp(
     return y if x.dim() == y.dim() else y.view(*x.shape[:-1], y.shape[-1])
 
 
+KERNELS: dict[str, Callable[..., Tensor]] = {
+    "xuv": xuv,
+    "xuv_packed": xuv_packed,
+    "xw": xw,
+    "svd_mlp": svd_mlp,
+}
+"""Each op's specification by its name."""
+
+
 def rows(x: Tensor) -> Tensor:
     """View x [..., K] as rows [M, K]."""
     return x.unsqueeze(0) if x.dim() == 1 else x.flatten(0, -2)
@@ -135,7 +144,7 @@ def _gated(
 
 def _flat(x: Tensor, w: Tensor) -> Tensor:
     """View x [..., K] as rows [M, K], or as a vector [K] where `mv` is the faster matmul."""
-    is_vector = x.numel() == x.shape[-1] and w.stride(0) == 1
+    is_vector = 0 < x.numel() == x.shape[-1] and w.stride(0) == 1
     return x.reshape(-1) if is_vector else rows(x)
 
 

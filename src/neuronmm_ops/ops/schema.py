@@ -26,7 +26,13 @@ SVD_MLP = (
 
 # --- neuronmm::xuv -------------------------------------------------------------------------------
 
-LIBRARY.define(XUV, tags=_TAGS)
+try:
+    LIBRARY.define(XUV, tags=_TAGS)
+except RuntimeError:
+    raise ImportError(
+        "the neuronmm ops are already registered in this process, by libneuronmm_ops or by another "
+        "copy of this package; use one of them in a process"
+    ) from None
 LIBRARY.impl("xuv", reference.xuv, "CompositeExplicitAutograd")
 
 

@@ -1,0 +1,156 @@
+"""A custom call as a serialized HLO module, written without a protobuf package.
+
+Source: `xla/service/hlo.proto` and `xla/xla_data.proto` of OpenXLA; field numbers are named below.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+ELEMENT_TYPES = {"float16": 10, "float32": 11, "bfloat16": 16}
+"""PrimitiveType of xla_data.proto."""
+
+
+@dataclass(frozen=True)
+class Array:
+    """Shape and dtype of an HLO value, row-major."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    def encode(self) -> bytes:
+        """The ShapeProto: element_type 2, dimensions 3, layout 5 with minor_to_major 1."""
+        minor_to_major = _bytes(1, _packed(reversed(range(len(self.shape)))))
+        dimensions = _bytes(3, _packed(self.shape))
+        return _integer(2, ELEMENT_TYPES[self.dtype]) + dimensions + _bytes(5, minor_to_major)
+
+
+@dataclass(frozen=True)
+class CustomCall:
+    """What a custom call says besides its operands.
+
+    Attributes:
+        target: the name under which the backend knows it.
+        config: backend_config, as it stands in the HLO.
+        api_version: XLA's CustomCallApiVersion: 2 is status-returning (Neuron), 3 passes the config
+            to a handler on the host.
+    """
+
+    target: str
+    config: str
+    api_version: int
+
+
+def module_of(
+    name: str,
+    call: CustomCall,
+    parameters: Sequence[Array],
+    operands: Sequence[Array],
+    result: Array,
+    output: Array,
+) -> bytes:
+    """The HloModuleProto of one custom call, deterministic byte by byte.
+
+    Args:
+        name: of the module and its only computation.
+        call: the custom call.
+        parameters: of the computation.
+        operands: what the call takes: each parameter, reshaped where the shapes differ.
+        result: of the call.
+        output: of the computation: the result, reshaped where the shapes differ.
+    """
+    body = _Computation()
+    ids = [body.parameter(array) for array in parameters]
+    taken = [
+        body.reshape(given, operand, number)
+        for given, operand, number in zip(parameters, operands, ids, strict=True)
+    ]
+    root = body.reshape(result, output, body.custom_call(call, taken, result))
+    program_shape = (
+        b"".join(_bytes(1, array.encode()) for array in parameters)
+        + _bytes(2, output.encode())
+        + b"".join(_text(3, f"p{number}") for number in range(len(parameters)))
+    )
+    own_id = root + 1
+    # XLA splits names at the dot before their id, and aborts the process where there is none.
+    entry = f"{name}.{own_id}"
+    computation = (
+        _text(1, entry)
+        + b"".join(_bytes(2, instruction) for instruction in body.instructions)
+        + _bytes(4, program_shape)
+        + _integer(5, own_id)
+        + _integer(6, root)
+    )
+    return (
+        _text(1, entry)
+        + _text(2, entry)
+        + _bytes(3, computation)
+        + _bytes(4, program_shape)
+        + _integer(5, own_id)
+        + _integer(6, own_id)
+    )
+
+
+class _Computation:
+    """Instructions of a computation, numbered from 1."""
+
+    def __init__(self) -> None:
+        self.instructions: list[bytes] = []
+
+    def parameter(self, array: Array) -> int:
+        return self._add("parameter", array, _integer(9, len(self.instructions)))
+
+    def reshape(self, given: Array, wanted: Array, operand: int) -> int:
+        """The id of `operand` in the shape that is wanted."""
+        return operand if given == wanted else self._add("reshape", wanted, _operands([operand]))
+
+    def custom_call(self, call: CustomCall, operands: Sequence[int], result: Array) -> int:
+        return self._add(
+            "custom-call",
+            result,
+            _text(28, call.target)
+            + _operands(operands)
+            + _text(43, call.config)
+            + _integer(77, call.api_version),
+        )
+
+    def _add(self, opcode: str, array: Array, fields: bytes) -> int:
+        """Append an HloInstructionProto: name 1, opcode 2, shape 3, id 35. Returns the id."""
+        number = len(self.instructions) + 1
+        self.instructions.append(
+            _text(1, f"{opcode}.{number}")
+            + _text(2, opcode)
+            + _bytes(3, array.encode())
+            + _integer(35, number)
+            + fields
+        )
+        return number
+
+
+def _operands(ids: Sequence[int]) -> bytes:
+    return _bytes(36, _packed(ids))
+
+
+def _integer(field: int, value: int) -> bytes:
+    return _varint(field << 3) + _varint(value)
+
+
+def _bytes(field: int, value: bytes) -> bytes:
+    return _varint(field << 3 | 2) + _varint(len(value)) + value
+
+
+def _text(field: int, value: str) -> bytes:
+    return _bytes(field, value.encode())
+
+
+def _packed(values: Iterable[int]) -> bytes:
+    return b"".join(_varint(value) for value in values)
+
+
+def _varint(value: int) -> bytes:
+    """Seven bits a byte, the lowest first; the eighth says that more follow."""
+    encoded = bytearray()
+    while value > 127:
+        encoded.append(value & 127 | 128)
+        value >>= 7
+    encoded.append(value)
+    return bytes(encoded)

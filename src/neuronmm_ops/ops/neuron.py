@@ -1,0 +1,167 @@
+"""The ops on TorchNeuron's device `neuron`: the NKI kernels, eager and in a compiled graph.
+
+torch_neuronx takes a kernel in three ways; the first that the installed one has is used. `nki_op`
+makes an op of a Python function that calls the kernel, `wrap_nki` a callable that can be traced,
+and every kernel can be called directly. (Neuron SDK: "How to work with NKI kernels from
+torch-neuronx".)
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+from collections.abc import Callable
+from functools import cache
+from importlib.abc import InspectLoader
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+from torch._subclasses.functional_tensor import FunctionalTensorMode
+
+from neuronmm_ops.ops import schema as schema  # registers the ops
+from neuronmm_ops.ops.launch import Kernels, Weights, kernels_of
+from neuronmm_ops.ops.reference import KERNELS
+from neuronmm_ops.ops.toolchain import (
+    INSTALL,
+    call_kernel,
+    is_installed,
+    launch_here,
+    missing_packages,
+    torch_neuronx_function,
+)
+
+if TYPE_CHECKING:
+    from neuronmm_ops.kernels import Plan
+
+Way = Literal["nki_op", "wrap_nki", "direct"]
+DEVICE = "neuron"
+WRAPPERS: tuple[Way, ...] = ("nki_op", "wrap_nki")
+
+LIBRARY = torch.library.Library("neuronmm", "IMPL")
+
+_wrapped: dict[tuple[str, int], Callable[..., Any]] = {}
+
+# --- which way -----------------------------------------------------------------------------------
+
+
+@cache
+def way() -> Way:
+    """How kernels are called here. Imports torch_neuronx.
+
+    Raises:
+        ImportError: torch_neuronx or nki is not installed.
+        NkiVersionError: see `toolchain.nki_release`.
+    """
+    missing = missing_packages()
+    if missing:
+        raise ImportError(
+            f"tensors on a Neuron device need torch_neuronx and nki, {' and '.join(missing)} not "
+            f"found; {INSTALL}"
+        )
+    return _first([name for name in WRAPPERS if torch_neuronx_function(name) is not None])
+
+
+def expected_way() -> Way | None:
+    """What `way` answers, or will answer by the names in torch_neuronx's source; None if unclear.
+
+    Imports nothing.
+    """
+    if "torch_neuronx" in sys.modules:
+        return way()
+    spec = importlib.util.find_spec("torch_neuronx")
+    if spec is None or not isinstance(spec.loader, InspectLoader):
+        return None
+    source = spec.loader.get_source(spec.name)
+    if source is None:  # compiled
+        return None
+    names = re.findall(r"\w+", source)
+    if is_installed("torch_neuronx.nki_hop"):
+        names.append("wrap_nki")
+    return _first([name for name in WRAPPERS if name in names])
+
+
+def _first(offered: list[Way]) -> Way:
+    return offered[0] if offered else "direct"
+
+
+# --- the calls -----------------------------------------------------------------------------------
+
+
+def _run(op: str, x: Tensor, weights: Weights, activation: str | None) -> Tensor:
+    """Run an op the way of this process."""
+    kernels = _kernels() if _is_neuron() else KERNELS
+    return kernels[op](x, *weights, *([] if activation is None else [activation]))
+
+
+def _is_neuron() -> bool:
+    """Whether PrivateUse1 is not another vendor's device; those run the reference.
+
+    Without a name it is nobody's yet.
+    """
+    return torch._C._get_privateuse1_backend_name() in (DEVICE, "privateuseone")
+
+
+@cache
+def _kernels() -> Kernels:
+    """What runs each op: ops of torch_neuronx's making, or the calls themselves."""
+    kernels = kernels_of(_call)
+    if way() != "nki_op":
+        return kernels
+    nki_op = torch_neuronx_function("nki_op")
+    assert nki_op is not None
+    return {op: nki_op(f"neuronmm_nki::{op}", mutates_args={})(kernels[op]) for op in kernels}
+
+
+def _call(op: str, x: Tensor, weights: Weights, activation: str | None) -> Tensor:
+    """Plan an op and call its kernel; `nki_op` also runs this on fake tensors."""
+    return call_kernel(launch_here(op, x, weights, activation), x, weights, _kernel_for)
+
+
+def _kernel_for(plan: Plan) -> Callable[..., Any]:
+    """The kernel of a plan, in `wrap_nki` where there is one.
+
+    Wrapped once: every wrapper takes a place in torch_neuronx's registry. The grid belongs to the
+    wrapper, which does not look at the kernel's own.
+    """
+    from neuronmm_ops.kernels import kernel_of
+
+    wrap_nki = torch_neuronx_function("wrap_nki")
+    if wrap_nki is None:
+        return kernel_of(plan)
+    key = plan.kernel, plan.problem.lnc
+    if key not in _wrapped:
+        _wrapped[key] = wrap_nki(kernel_of(plan))[(plan.problem.lnc,)]
+    return _wrapped[key]
+
+
+# --- registration --------------------------------------------------------------------------------
+
+
+def _traced(kernel: Callable[..., Tensor]) -> Callable[..., Any]:
+    """What an op becomes in a graph: its kernel's call on Neuron tensors, itself on all others.
+
+    A compiler for the device knows the node that torch_neuronx makes of a kernel, not our op.
+    """
+
+    def functionalize(
+        mode: FunctionalTensorMode,
+        op: Any,
+        types: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if args[0].device.type != DEVICE:
+            return mode.__torch_dispatch__(op, types, args, kwargs)
+        with mode:
+            return kernel(*args, **(kwargs or {}))
+
+    return functionalize
+
+
+for _op, _kernel in kernels_of(_run).items():
+    LIBRARY.impl(_op, _kernel, "PrivateUse1")
+    torch.library.register_torch_dispatch(
+        f"neuronmm::{_op}", FunctionalTensorMode, _traced(_kernel), lib=LIBRARY
+    )

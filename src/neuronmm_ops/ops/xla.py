@@ -1,0 +1,136 @@
+"""The ops on XLA tensors: one HLO custom call each, with the NKI kernel inside.
+
+Where NKI and torch_neuronx are installed the `@nki.jit` kernel is called and emits the call itself;
+elsewhere the call is written here, so that lowering can be read and tested without Neuron. The
+call goes through a user computation, whose hash covers its config: torch_xla's own
+`_xla_custom_call` hashes the target alone, and would run one kernel for another.
+"""
+
+import base64
+import json
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from neuronmm_ops.ops import reference
+from neuronmm_ops.ops import schema as schema  # registers the ops
+from neuronmm_ops.ops.hlo import Array, CustomCall, module_of
+from neuronmm_ops.ops.launch import (
+    OPERANDS,
+    Launch,
+    Weights,
+    kernels_of,
+    without_products,
+)
+from neuronmm_ops.ops.toolchain import call_kernel, core, launch_here, xla_route
+
+TARGET = "AwsNeuronCustomNativeKernel"
+"""The custom call that the Neuron compiler replaces by an NKI kernel."""
+API_NEURON = 2
+API_HOST = 3
+"""XLA's api versions: status-returning, and the same with the config passed to a host handler."""
+
+LIBRARY = torch.library.Library("neuronmm", "IMPL")
+
+_api_version = API_NEURON
+_computations: dict[tuple[Any, ...], Any] = {}
+
+
+@contextmanager
+def api_version(version: int) -> Generator[None, None, None]:
+    """Lower the ops with another api version: `API_HOST` for a handler registered with XLA:CPU."""
+    global _api_version
+    previous, _api_version = _api_version, version
+    try:
+        yield
+    finally:
+        _api_version = previous
+
+
+def config_of(launch: Launch) -> str:
+    """The custom call's backend_config: base64 of JSON, in the form of NKI 0.6 and more.
+
+    Source of kernel_version, klir_binary, func_name, grid and has_collectives: Neuron SDK 2.32,
+    "NKI Kernel as a Framework Custom Operator". The object `neuronmm` holds whatever else
+    distinguishes two calls, so that different kernels never share a hash.
+    """
+    from neuronmm_ops.kernels import source_fingerprint
+
+    plan, problem = launch.plan, launch.plan.problem
+    names = OPERANDS[problem.op]
+    config = {
+        "kernel_version": 1,
+        "klir_binary": {
+            "binary": f"neuronmm_ops.kernels.{plan.kernel}@{source_fingerprint()}",
+            "input_names": [name for name in names if launch.bias or name != "bias"],
+            "output_names": ["y"],
+        },
+        "func_name": plan.kernel,
+        "grid": [] if problem.lnc == 1 else [problem.lnc],
+        "has_collectives": False,
+        "neuronmm": {
+            **asdict(problem),
+            "bias": launch.bias,
+            "activation": launch.activation,
+            "form": plan.form,
+            "blocks": plan.arguments,
+        },
+    }
+    return base64.b64encode(json.dumps(config, sort_keys=True).encode()).decode()
+
+
+def module_for(launch: Launch, tensors: Sequence[Tensor], api: int) -> bytes:
+    """The HLO module of one launch: `tensors` as they are, reshaped around the call to [M, K]."""
+    problem = launch.plan.problem
+    parameters = [Array(tuple(tensor.shape), problem.dtype) for tensor in tensors]
+    return module_of(
+        f"neuronmm_{problem.op}",
+        CustomCall(TARGET, config_of(launch), api),
+        parameters,
+        [Array((problem.M, problem.K), problem.dtype), *parameters[1:]],
+        Array((problem.M, problem.N), problem.dtype),
+        Array(launch.shape, problem.dtype),
+    )
+
+
+def _lower(op: str, x: Tensor, weights: Weights, activation: str | None) -> Tensor:
+    """Run an op the way this process lowers ops: see `toolchain.xla_route`."""
+    route = xla_route()
+    if route.name == "custom call":
+        return _custom_call(op, x, weights, activation)
+    if route.name == "nki":
+        return call_kernel(launch_here(op, x, weights, activation), x, weights)
+    return reference.KERNELS[op](x, *weights, *([] if activation is None else [activation]))
+
+
+def _custom_call(op: str, x: Tensor, weights: Weights, activation: str | None) -> Tensor:
+    """Append the op's custom call to the graph that torch_xla is tracing."""
+    from torch_xla import _XLAC  # pyright: ignore[reportMissingImports]
+
+    tensors = [x, *(tensor for tensor in weights if tensor is not None)]
+    signature = [(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors]
+    key = (op, activation, core(), _api_version, *signature)
+    computation = _computations.get(key)
+    if computation is None:
+        launch = launch_here(op, x, weights, activation)
+        if launch is None:
+            return without_products(x, weights)
+        computation = _computations[key] = _computation(launch, tensors)
+    return _XLAC._xla_user_computation(f"xla::neuronmm_{op}", tensors, computation)[0]
+
+
+def _computation(launch: Launch, tensors: Sequence[Tensor]) -> Any:
+    """torch_xla's computation of one launch."""
+    from torch_xla.core import xla_builder  # pyright: ignore[reportMissingImports]
+
+    name = f"neuronmm_{launch.plan.problem.op}"
+    module = module_for(launch, tensors, _api_version)
+    return xla_builder.computation_from_module_proto(name, module)
+
+
+for _op, _kernel in kernels_of(_lower).items():
+    LIBRARY.impl(_op, _kernel, "XLA")

@@ -1,0 +1,291 @@
+"""The PrivateUse1 kernels: the three ways of torch_neuronx to call an NKI kernel.
+
+No device is needed: the kernels are dispatched by their key on CPU tensors.
+"""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import partial
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
+
+import pytest
+import stand_ins
+import torch
+from operands import (
+    ACTIVATIONS,
+    doubled,
+    make,
+    mlp_shapes,
+    plain_svd_mlp,
+    plain_xuv,
+    plain_xuv_packed,
+    plain_xw,
+    svd_mlp_magnitude,
+)
+from stand_ins import TORCH_NEURONX, DirectKernel, Machine, record
+from tolerances import assert_close_to_oracle
+from torch._dynamo.backends.common import aot_autograd
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import neuronmm_ops as nm
+from neuronmm_ops import kernels
+from neuronmm_ops.errors import NkiVersionError
+from neuronmm_ops.ops import launch, neuron
+
+KEY = torch._C.DispatchKeySet(torch._C.DispatchKey.PrivateUse1)
+WAYS = {name: name.split()[0] for name in TORCH_NEURONX}
+kernel_of = kernels.kernel_of
+
+
+@pytest.fixture
+def machine(tmp_path, monkeypatch) -> Iterator[Machine]:
+    """A trn2 whose kernels are called directly where nothing wraps them."""
+    monkeypatch.setattr(kernels, "kernel_of", lambda plan: DirectKernel(kernel_of(plan)))
+    with stand_ins.neuron_machine(tmp_path, monkeypatch) as found:
+        found.environment(NEURON_PLATFORM_TARGET_OVERRIDE="trn2")
+        yield found
+
+
+@pytest.fixture(params=TORCH_NEURONX)
+def offers(request, machine) -> str:
+    """Install nki, and a torch_neuronx that offers one of the ways."""
+    machine.nki()
+    machine.torch_neuronx(request.param)
+    return request.param
+
+
+def dispatched(op, *args):
+    """Run an op's PrivateUse1 kernel on whatever tensors."""
+    return getattr(torch.ops.neuronmm, op).default.redispatch(KEY, *args)
+
+
+def xuv_tensors(*lead: int, dtype=torch.float32, bias=True):
+    shapes = [(*lead, 128), (128, 24), (24, 40)]
+    return [*[make(s, dtype) for s in shapes], make((40,), dtype) if bias else None]
+
+
+def assert_right(y, plain, tensors, magnitude=None):
+    """Compare a result with plain torch in fp64, as tightly as plain torch itself allows."""
+    absolute = [None if t is None else t.double().abs() for t in tensors]
+    bound = (magnitude or plain)(*absolute)
+    assert_close_to_oracle(y, plain(*doubled(*tensors)), plain(*tensors), bound)
+
+
+@pytest.mark.parametrize("op", launch.OPS)
+def test_every_op_has_a_kernel(op):
+    assert torch._C._dispatch_has_kernel_for_dispatch_key(f"neuronmm::{op}", "PrivateUse1")
+
+
+# --- values --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lead", [(), (3,), (2, 5), (130,)])
+@pytest.mark.parametrize("bias", [True, False])
+def test_xuv(offers, lead, bias):
+    tensors = xuv_tensors(*lead, bias=bias)
+    assert_right(dispatched("xuv", *tensors), plain_xuv, tensors)
+
+
+def test_xuv_packed(offers):
+    tensors = xuv_tensors(2, 3)
+    assert_right(dispatched("xuv_packed", *tensors), plain_xuv_packed, tensors)
+    assert record.calls[0].constants["packed"] is True
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_xw(offers, bias):
+    tensors = [make((2, 3, 40)), make((40, 24)), make((24,)) if bias else None]
+    assert_right(dispatched("xw", *tensors), plain_xw, tensors)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_svd_mlp(offers, activation):
+    tensors = [make((2, 3, 32)), *[make(s).mul_(0.25) for s in mlp_shapes(32, 48, 40)]]
+    y = dispatched("svd_mlp", *tensors, activation)
+    assert_right(y, partial(plain_svd_mlp, activation=activation), tensors, svd_mlp_magnitude)
+    assert record.calls[0].constants["activation"] == activation
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision(offers, dtype):
+    tensors = xuv_tensors(7, dtype=dtype)
+    y = dispatched("xuv", *tensors)
+    assert y.dtype == dtype
+    assert_right(y, plain_xuv, tensors)
+
+
+def test_layouts(offers):
+    x, u, v, bias = xuv_tensors(2, 3)
+    u, v = u.t().contiguous().t(), v.t().contiguous().t()
+    x = make((2, 3, 128), layout="sliced")
+    assert_right(dispatched("xuv", x, u, v, bias), plain_xuv, [x, u, v, bias])
+
+
+def test_an_empty_dimension_launches_nothing(offers):
+    y = dispatched("xuv", *xuv_tensors(0))
+    assert y.shape == (0, 40)
+    assert not record.calls
+
+
+# --- the way -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lnc", [1, 2])
+def test_the_first_way_offered_is_taken(machine, offers, lnc):
+    machine.environment(NEURON_LOGICAL_NC_CONFIG=str(lnc))
+    expected = neuron.expected_way()
+    assert "torch_neuronx" not in sys.modules, "expected without an import"
+    dispatched("xuv", *xuv_tensors(3))
+    assert neuron.way() == WAYS[offers] == expected == neuron.expected_way()
+    assert record.ops == (
+        [f"neuronmm_nki::{op}" for op in launch.OPS] if WAYS[offers] == "nki_op" else []
+    )
+    (call,) = record.calls
+    assert call.way == ("direct" if offers in ("direct", "nki_op alone") else "wrap_nki")
+    assert call.grid == (lnc,)
+    assert call.kernel.lnc == lnc
+
+
+def test_a_kernel_is_wrapped_once_for_all_shapes(machine):
+    machine.nki()
+    machine.torch_neuronx()
+    for lead in ((3,), (5,), (2, 3)):
+        dispatched("xuv", *xuv_tensors(*lead))
+    assert (len(record.calls), record.wrapped) == (3, 1)
+
+
+def test_a_compiled_torch_neuronx_tells_nothing_before_it_is_imported(machine):
+    (machine.root / f"torch_neuronx{EXTENSION_SUFFIXES[0]}").touch()
+    assert neuron.expected_way() is None
+
+
+def test_the_target_can_change_between_calls(machine):
+    machine.nki()
+    machine.torch_neuronx()
+    tensors = xuv_tensors(3)
+    for target, grid in (("trn2", (2,)), ("trn1", (1,)), ("trn3", (2,))):
+        machine.environment(NEURON_PLATFORM_TARGET_OVERRIDE=target)
+        assert_right(dispatched("xuv", *tensors), plain_xuv, tensors)
+        assert record.calls[-1].grid == grid
+
+
+# --- what cannot be run --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("installed", [(), ("nki",), ("torch_neuronx",)])
+def test_missing_packages_name_the_extra(machine, installed):
+    for package in installed:
+        getattr(machine, package)()
+    missing = " and ".join(p for p in ("nki", "torch_neuronx") if p not in installed)
+    words = rf"{missing} not found; run: pip install 'neuronmm-ops\[neuron\]' --extra-index-url"
+    with pytest.raises(ImportError, match=words):
+        dispatched("xuv", *xuv_tensors(3))
+
+
+def test_an_unknown_nki_is_refused(machine):
+    machine.package("nki", "0.7.0", {"nki/__init__.py": ""})
+    machine.torch_neuronx()
+    with pytest.raises(NkiVersionError, match=r"got 0.7.0"):
+        dispatched("xuv", *xuv_tensors(3))
+
+
+def test_a_broken_torch_neuronx_is_not_passed_over(machine):
+    machine.nki()
+    source = "import a_library_that_it_needs"
+    machine.package("torch_neuronx", "2.11.3", {"torch_neuronx/__init__.py": source})
+    with pytest.raises(ModuleNotFoundError, match="a_library_that_it_needs"):
+        dispatched("xuv", *xuv_tensors(3))
+
+
+def test_a_guessed_core_is_refused(offers, monkeypatch):
+    monkeypatch.delenv("NEURON_PLATFORM_TARGET_OVERRIDE")
+    with pytest.raises(RuntimeError, match="set NEURON_PLATFORM_TARGET_OVERRIDE"):
+        dispatched("xuv", *xuv_tensors(3))
+
+
+def test_arguments_are_checked(offers):
+    x, u, _, _ = xuv_tensors(3)
+    with pytest.raises(ValueError, match="last dimension of x must equal first dimension of w"):
+        dispatched("xw", x, u.t(), None)
+    with pytest.raises(TypeError, match="a NeuronCore takes bfloat16, float16 and float32"):
+        dispatched("xw", x.double(), u.double(), None)
+    assert not record.calls
+
+
+# --- tracing -------------------------------------------------------------------------------------
+
+
+def test_the_kernels_run_on_fake_tensors(offers):
+    with FakeTensorMode() as mode:
+        tensors = [None if t is None else mode.from_tensor(t) for t in xuv_tensors(2, 3)]
+        y = dispatched("xuv", *tensors)
+    assert y.shape == (2, 3, 40)
+
+
+def test_other_devices_keep_the_op_in_the_graph():
+    graphs = []
+
+    def keep(graph, _):
+        graphs.append(graph)
+        return graph
+
+    tensors = xuv_tensors(3)
+    torch._dynamo.reset()
+    compiled = torch.compile(nm.xuv, backend=aot_autograd(fw_compiler=keep), fullgraph=True)
+    torch.testing.assert_close(compiled(*tensors), plain_xuv(*tensors))
+    (graph,) = graphs
+    assert [n.target for n in graph.graph.nodes if n.op == "call_function"] == [
+        torch.ops.neuronmm.xuv.default
+    ]
+
+
+TRACE = """
+import sys, types
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.functional_tensor import dispatch_functionalize
+from torch.fx.experimental.proxy_tensor import make_fx
+
+torch.utils.rename_privateuse1_backend("neuron")
+device = types.ModuleType("torch.neuron")
+device.is_initialized = lambda: False
+torch._register_device_module("neuron", device)
+
+import stand_ins
+from neuronmm_ops import kernels, ops
+
+kernel_of = kernels.kernel_of
+kernels.kernel_of = lambda plan: stand_ins.DirectKernel(kernel_of(plan))
+with FakeTensorMode():
+    tensors = [torch.empty(shape, device="neuron") for shape in ((2, 3, 128), (128, 24), (24, 40))]
+    graph = make_fx(dispatch_functionalize(lambda *tensors: ops.xuv(*tensors)))(*tensors)
+    mlp = [torch.empty(s, device="neuron") for s in ((3, 32), *[(32, 8), (8, 32)] * 3)]
+    other = make_fx(dispatch_functionalize(lambda *tensors: ops.svd_mlp(*tensors)))(*mlp)
+for traced in (graph, other):
+    *_, output = traced.graph.nodes
+    targets = [str(node.target) for node in traced.graph.nodes]
+    print([t for t in targets if "kernel" in t or "neuronmm" in t], output.args[0].meta["val"])
+"""
+
+
+@pytest.mark.parametrize("offers", ["nki_op", "wrap_nki", "direct"])
+def test_a_graph_on_the_neuron_device_holds_the_kernels_node(machine, offers):
+    """AOTAutograd's tracing, in a process of its own: a device is named once."""
+    machine.nki()
+    machine.torch_neuronx(offers)
+    paths = [machine.root, Path(stand_ins.__file__).parent]
+    environment = {"PYTHONPATH": os.pathsep.join(map(str, paths))}
+    done = subprocess.run(
+        [sys.executable, "-c", TRACE],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **environment},
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        "['stand_in.kernel.default'] FakeTensor(..., device='neuron:0', size=(2, 3, 40))",
+        "['stand_in.kernel.default'] FakeTensor(..., device='neuron:0', size=(3, 32))",
+    ]

@@ -1,0 +1,235 @@
+"""Which core, which NKI, and how an op is lowered."""
+
+import sys
+from collections.abc import Iterator
+
+import pytest
+import stand_ins
+import torch
+from operands import make, plain_xuv
+from stand_ins import Machine
+
+from neuronmm_ops.errors import NkiVersionError
+from neuronmm_ops.kernels import kernel_of
+from neuronmm_ops.neuroncore.machine import MACHINES
+from neuronmm_ops.ops.toolchain import (
+    BRIDGES,
+    call_kernel,
+    core,
+    is_installed,
+    launch_here,
+    nki_bridge,
+    nki_release,
+    xla_route,
+)
+
+
+@pytest.fixture
+def machine(tmp_path, monkeypatch) -> Iterator[Machine]:
+    with stand_ins.neuron_machine(tmp_path, monkeypatch) as found:
+        yield found
+
+
+# --- the core ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("instance", "target", "lnc"),
+    [
+        ("trn1.2xlarge", "trn1", 1),
+        ("trn1.32xlarge", "trn1", 1),
+        ("trn1n.32xlarge", "trn1", 1),
+        ("inf2.xlarge", "trn1", 1),
+        ("inf2.48xlarge", "trn1", 1),
+        ("trn2.3xlarge", "trn2", 2),
+        ("trn2.48xlarge", "trn2", 2),
+        ("trn2u.48xlarge", "trn2", 2),
+        ("trn3.48xlarge", "trn3", 2),
+        ("trn3u.48xlarge", "trn3", 2),
+    ],
+)
+def test_the_instance_type_says_the_target(machine, instance, target, lnc):
+    machine.instance(instance)
+    found = core()
+    assert (found.target, found.lnc, found.known) == (target, lnc, True)
+    assert found.source == f"target: instance type {instance}; lnc: default of {target}"
+
+
+@pytest.mark.parametrize("instance", ["m5.large", "inf1.xlarge", "trn10.large", "", "Virtual PC"])
+def test_other_machines_are_not_known(machine, instance):
+    machine.instance(instance)
+    found = core()
+    assert (found.target, found.lnc, found.known) == ("trn1", 1, False)
+    assert "no Neuron instance found; set NEURON_PLATFORM_TARGET_OVERRIDE" in found.source
+
+
+def test_a_machine_without_a_product_name_is_not_known(machine):
+    assert not core().known
+
+
+@pytest.mark.parametrize(
+    ("name", "target"),
+    [("trn1", "trn1"), ("inf2", "trn1"), ("gen3", "trn2"), ("TRN2", "trn2"), ("gen4", "trn3")],
+)
+def test_the_environment_outranks_the_instance(machine, name, target):
+    machine.instance("trn1.32xlarge")
+    machine.environment(NEURON_PLATFORM_TARGET_OVERRIDE=name)
+    found = core()
+    assert (found.target, found.lnc) == (target, MACHINES[target].default_lnc)
+    assert found.known
+    assert "target: NEURON_PLATFORM_TARGET_OVERRIDE" in found.source
+
+
+def test_the_environment_is_read_at_every_call(machine):
+    for target in ("trn2", "trn1", "trn3"):
+        machine.environment(NEURON_PLATFORM_TARGET_OVERRIDE=target)
+        assert core().target == target
+
+
+@pytest.mark.parametrize(("target", "lnc"), [("trn1", 1), ("trn2", 1), ("trn2", 2), ("trn3", 1)])
+def test_lnc(machine, target, lnc):
+    machine.environment(NEURON_PLATFORM_TARGET_OVERRIDE=target, NEURON_LOGICAL_NC_CONFIG=str(lnc))
+    assert core().lnc == lnc
+    assert core().source.endswith("lnc: NEURON_LOGICAL_NC_CONFIG")
+
+
+@pytest.mark.parametrize(
+    ("target", "lnc"), [("trn1", "2"), ("trn2", "3"), ("trn2", "0"), ("trn3", "two"), ("trn2", " ")]
+)
+def test_an_lnc_that_no_machine_has(machine, target, lnc):
+    machine.environment(NEURON_PLATFORM_TARGET_OVERRIDE=target, NEURON_LOGICAL_NC_CONFIG=lnc)
+    words = rf"NEURON_LOGICAL_NC_CONFIG must be 1, or 2 on trn2 and trn3; got '{lnc}' on {target}"
+    with pytest.raises(ValueError, match=words):
+        core()
+
+
+def test_an_unknown_target(machine):
+    machine.environment(NEURON_PLATFORM_TARGET_OVERRIDE="trn9")
+    with pytest.raises(ValueError, match=r"target must be one of trn1, .*; got 'trn9'"):
+        core()
+
+
+# --- the packages --------------------------------------------------------------------------------
+
+
+def test_no_nki(machine):
+    assert nki_release() is None
+
+
+def test_the_placeholder_is_no_nki(machine):
+    machine.package("nki", "0.0.1", {"nki/__init__.py": ""})
+    assert nki_release() is None
+
+
+@pytest.mark.parametrize("line", BRIDGES)
+@pytest.mark.parametrize("patch", [".0", ".1b4", ".0+g1234abcd"])
+def test_every_supported_line_has_its_bridge(machine, line, patch):
+    machine.nki(line + patch)
+    assert nki_release() == line + patch
+    module = stand_ins.BRIDGES[line].removesuffix(".py").replace("/", ".")
+    assert nki_bridge(line + patch) == module
+    assert "nki" not in sys.modules, "found without an import"
+
+
+@pytest.mark.parametrize("version", ["0.1.0", "0.7.0", "0.60.0", "1.2", "0.0.2", "6"])
+def test_other_versions_are_refused(machine, version):
+    machine.package("nki", version, {"nki/__init__.py": ""})
+    words = rf"nki must be one of 0.2, 0.3, 0.4, 0.5, 0.6; got {version};"
+    for _ in range(2):
+        with pytest.raises(NkiVersionError, match=words):
+            nki_release()
+
+
+@pytest.mark.parametrize(("line", "bridge"), BRIDGES.items())
+def test_a_release_without_its_bridge_is_refused(machine, line, bridge):
+    machine.package("nki", f"{line}.0", {"nki/__init__.py": "", "nki/framework/kernel.py": ""})
+    with pytest.raises(NkiVersionError, match=f"nki {line}.0 should have the module {bridge},"):
+        nki_release()
+
+
+def test_is_installed_imports_no_parent(machine):
+    bad = "raise AssertionError('imported')"
+    machine.package("nki", "0.6.0", {"nki/framework/kernel.py": ""})
+    (machine.root / "nki" / "__init__.py").write_text(bad)
+    assert is_installed("nki.framework.kernel")
+    assert not is_installed("nki.framework.absent")
+    assert not is_installed("nki.absent.kernel")
+    assert not is_installed("no_such_package.part")
+
+
+# --- the route -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("packages", "name", "reason"),
+    [
+        ((), "custom call", "nki and torch_neuronx are not installed"),
+        (("nki",), "custom call", "torch_neuronx is not installed"),
+        (("torch_neuronx",), "custom call", "nki is not installed"),
+        (
+            ("nki", "torch_neuronx"),
+            "nki",
+            "nki 0.6.0 and torch_neuronx, through nki.framework._torch_xla",
+        ),
+    ],
+)
+def test_the_packages_choose_the_route(machine, packages, name, reason):
+    for package in packages:
+        getattr(machine, package)()
+    assert (xla_route().name, xla_route().reason) == (name, reason)
+
+
+def test_the_composite_is_asked_for(machine):
+    machine.nki()
+    machine.torch_neuronx()
+    machine.environment(NEURONMM_XLA="composite")
+    assert xla_route().name == "composite"
+    assert xla_route().reason == "two dots per pair, asked for by NEURONMM_XLA=composite"
+    machine.environment(NEURONMM_XLA="")
+    assert xla_route().name == "nki"
+
+
+@pytest.mark.parametrize("value", ["nki", "Composite", "1", " "])
+def test_no_other_route_can_be_asked_for(machine, value):
+    machine.environment(NEURONMM_XLA=value)
+    with pytest.raises(ValueError, match=f"NEURONMM_XLA must be composite or empty; got '{value}'"):
+        xla_route()
+
+
+def test_an_unknown_nki_is_no_reason_to_go_another_way(machine):
+    machine.package("nki", "0.7.0", {"nki/__init__.py": ""})
+    with pytest.raises(NkiVersionError):
+        xla_route()
+
+
+# --- a launch ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("target", "lnc"), [("trn1", 1), ("trn2", 2), ("trn3", 1)])
+def test_a_launch_is_planned_for_this_machine(machine, target, lnc):
+    machine.environment(NEURON_PLATFORM_TARGET_OVERRIDE=target, NEURON_LOGICAL_NC_CONFIG=str(lnc))
+    launch = launch_here("xuv", make((2, 3, 40)), (make((40, 8)), make((8, 24)), None), None)
+    assert launch is not None
+    assert (launch.plan.problem.target, launch.plan.problem.lnc) == (target, lnc)
+    assert launch.shape == (2, 3, 24)
+
+
+def test_a_kernel_is_called_on_the_tensors(machine):
+    machine.environment(NEURON_PLATFORM_TARGET_OVERRIDE="trn2")
+    x, weights = make((2, 3, 40)), (make((40, 8), layout="transposed"), make((8, 24)), make((24,)))
+    launch = launch_here("xuv", x, weights, None)
+    y = call_kernel(launch, x, weights, lambda plan: stand_ins.DirectKernel(kernel_of(plan)))
+    torch.testing.assert_close(y, plain_xuv(x, *weights))
+
+
+def test_nothing_is_launched_without_elements(machine):
+    x, weights = make((0, 40)), (make((40, 8)), make((8, 24)), None)
+    assert launch_here("xuv", x, weights, None) is None
+    assert call_kernel(None, x, weights).shape == (0, 24)
+
+
+def test_a_kernel_is_not_called_for_a_guessed_core(machine):
+    x, weights = make((3, 40)), (make((40, 24)), None)
+    launch = launch_here("xw", x, weights, None)
+    with pytest.raises(RuntimeError, match="set NEURON_PLATFORM_TARGET_OVERRIDE"):
+        call_kernel(launch, x, weights)

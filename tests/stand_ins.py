@@ -1,0 +1,217 @@
+"""Stand-ins for the packages nki and torch_neuronx, strict about how they are called.
+
+Kernels compute on the simulated NeuronCore, in a graph each call is one node `stand_in::kernel`.
+Behaviour follows the Neuron SDK's guide "How to work with NKI kernels from torch-neuronx".
+"""
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensorMode
+
+# The kernels are bound to the simulator before any nki stands on the path.
+from neuronmm_ops.kernels import shim as shim
+from neuronmm_ops.neuroncore.kernel import TensorSpec, run
+from neuronmm_ops.ops import neuron, toolchain
+
+BRIDGES = {
+    "0.2": "nki/_torch_xla.py",
+    "0.3": "nki/framework/torch_xla.py",
+    "0.4": "nki/framework/torch_xla.py",
+    "0.5": "nki/framework/_torch_xla.py",
+    "0.6": "nki/framework/_torch_xla.py",
+}
+TORCH_NEURONX = {
+    "nki_op": {"torch_neuronx/__init__.py": "from stand_ins import nki_op, wrap_nki"},
+    "wrap_nki": {"torch_neuronx/__init__.py": "from stand_ins import wrap_nki"},
+    "wrap_nki in nki_hop": {
+        "torch_neuronx/__init__.py": "",
+        "torch_neuronx/nki_hop.py": "from stand_ins import wrap_nki",
+    },
+    "nki_op alone": {"torch_neuronx/__init__.py": "from stand_ins import nki_op"},
+    "direct": {"torch_neuronx/__init__.py": ""},
+}
+"""What torch_neuronx may offer."""
+
+
+@dataclass
+class Call:
+    """One call of a kernel: by which way, and how the stand-in was called."""
+
+    way: str
+    kernel: Any
+    grid: tuple[int, ...]
+    constants: dict[str, Any]
+
+
+@dataclass
+class Record:
+    """What has been asked of the stand-ins."""
+
+    calls: list[Call] = field(default_factory=list)
+    ops: list[str] = field(default_factory=list)
+    wrapped: int = 0
+
+
+record = Record()
+
+# --- torch_neuronx -------------------------------------------------------------------------------
+
+
+def nki_op(name: str, fn: Callable[..., Any] | None = None, *, mutates_args: Any) -> Any:
+    """Make an op whose kernel, fake and decomposition are all the function."""
+    if fn is None:
+        return lambda fn: nki_op(name, fn, mutates_args=mutates_args)
+    schema = torch.library.infer_schema(fn, mutates_args=mutates_args)
+    op = torch.library.custom_op(name, fn, mutates_args=mutates_args, schema=schema)
+    op.register_fake(fn)
+
+    def decompose(mode, op, types, args, kwargs):
+        with mode:
+            return fn(*args, **kwargs)
+
+    op.register_torch_dispatch(FunctionalTensorMode, decompose)
+    record.ops.append(name)
+    return op
+
+
+class Caller:
+    """What `wrap_nki` returns: a kernel with a grid of its own."""
+
+    def __init__(self, kernel: Any, grid: tuple[int, ...] = ()) -> None:
+        self.kernel = kernel
+        self.grid = grid
+
+    def __getitem__(self, grid: tuple[int, ...]) -> "Caller":
+        assert type(grid) is tuple
+        assert all(type(size) is int for size in grid)
+        return Caller(self.kernel, grid)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        return called(Call("wrap_nki", self.kernel, self.grid, kwargs), args)
+
+
+def wrap_nki(kernel: "DirectKernel") -> Caller:
+    """Make a kernel traceable; every wrapper takes a place in a registry."""
+    record.wrapped += 1
+    return Caller(kernel.kernel)
+
+
+# --- nki -----------------------------------------------------------------------------------------
+
+
+class DirectKernel:
+    """A kernel as the real `nki.jit` makes it: called on device tensors."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        return called(Call("direct", self.kernel, (self.kernel.lnc,), kwargs), args)
+
+
+def called(call: Call, args: Sequence[Tensor | None]) -> Tensor:
+    """Check the form of a call and run it as one node."""
+    inspect.signature(call.kernel.func).bind(*args, **call.constants)
+    assert call.grid == (call.kernel.lnc,)
+    assert args[0] is not None
+    assert args[0].dim() == 2
+    assert all(t is None or (isinstance(t, Tensor) and t.is_contiguous()) for t in args)
+    assert all(type(value) in (int, bool, str) for value in call.constants.values())
+    record.calls.append(call)
+    return torch.ops.stand_in.kernel(args, len(record.calls) - 1)
+
+
+@torch.library.custom_op("stand_in::kernel", mutates_args=())
+def kernel_node(args: Sequence[Tensor | None], index: int) -> Tensor:
+    """Compute on the simulated core of NEURON_PLATFORM_TARGET_OVERRIDE."""
+    call = record.calls[index]
+    return run(call.kernel, tuple(args), call.constants).outputs
+
+
+@kernel_node.register_fake
+def _(args: Sequence[Tensor | None], index: int) -> Tensor:
+    call, x = record.calls[index], args[0]
+    assert isinstance(x, FakeTensor)
+    specs = [t if t is None else TensorSpec(tuple(t.shape), str(t.dtype)[6:]) for t in args]
+    return x.new_empty(run(call.kernel, tuple(specs), call.constants, mode="trace").outputs.shape)
+
+
+# --- a machine with them installed ---------------------------------------------------------------
+
+
+class Machine:
+    """A Neuron machine of a test: its instance type and its packages."""
+
+    def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.root = root
+        self.monkeypatch = monkeypatch
+        for variable in ("TARGET_VARIABLE", "LNC_VARIABLE", "ROUTE_VARIABLE"):
+            monkeypatch.delenv(getattr(toolchain, variable), raising=False)
+        monkeypatch.setattr(toolchain, "PRODUCT_NAME", root / "product_name")
+        monkeypatch.syspath_prepend(root)
+
+    def instance(self, name: str) -> None:
+        """Make it an EC2 instance."""
+        toolchain.PRODUCT_NAME.write_text(f"{name}\n")
+
+    def environment(self, **variables: str) -> None:
+        """Set environment variables."""
+        for name, value in variables.items():
+            self.monkeypatch.setenv(name, value)
+
+    def package(self, name: str, version: str, files: dict[str, str]) -> None:
+        """Install a distribution."""
+        information = self.root / f"{name}-{version}.dist-info"
+        information.mkdir()
+        header = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+        (information / "METADATA").write_text(header)
+        for file, source in files.items():
+            path = self.root / file
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(source)
+            for parent in path.relative_to(self.root).parents[:-1]:
+                (self.root / parent / "__init__.py").touch()
+
+    def nki(self, version: str = "0.6.0") -> None:
+        """Install a nki of a supported line."""
+        bridge = BRIDGES[version[:3]]
+        self.package("nki", version, {"nki/__init__.py": "", bridge: ""})
+
+    def torch_neuronx(self, offers: str = "nki_op") -> None:
+        """Install a torch_neuronx that offers one of `TORCH_NEURONX`."""
+        self.package("torch_neuronx", "2.11.3", TORCH_NEURONX[offers])
+
+
+def forget() -> None:
+    """Forget what this process found about packages."""
+    toolchain.nki_release.cache_clear()
+    toolchain._route_of_packages.cache_clear()
+    toolchain.torch_neuronx_function.cache_clear()
+    neuron.way.cache_clear()
+    neuron._kernels.cache_clear()
+    neuron._wrapped.clear()
+    record.calls.clear()
+    record.ops.clear()
+    record.wrapped = 0
+    for name in [n for n in sys.modules if n.partition(".")[0] in ("nki", "torch_neuronx")]:
+        del sys.modules[name]
+
+
+@contextmanager
+def neuron_machine(root: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
+    """A machine without a package or an instance type."""
+    forget()
+    try:
+        yield Machine(root, monkeypatch)
+    finally:
+        forget()

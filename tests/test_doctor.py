@@ -1,0 +1,147 @@
+"""What `diagnose` says of the Neuron backends, on machines with and without the packages."""
+
+import sys
+from collections.abc import Iterator
+
+import pytest
+import stand_ins
+from stand_ins import Machine
+
+from neuronmm_ops.doctor import diagnose
+
+
+@pytest.fixture
+def machine(tmp_path, monkeypatch) -> Iterator[Machine]:
+    with stand_ins.neuron_machine(tmp_path, monkeypatch) as found:
+        yield found
+        assert not {"nki", "torch_neuronx", "torch_xla"} & set(sys.modules), "imported"
+
+
+def torch_xla(machine):
+    machine.package("torch_xla", "2.9.0", {"torch_xla/__init__.py": ""})
+
+
+def backend(name):
+    (found,) = [b for b in diagnose()["backends"] if b["name"] == name]
+    assert list(found) == ["name", "usable", "reason"]
+    assert "\n" not in found["reason"]
+    return found["usable"], found["reason"]
+
+
+# --- xla -----------------------------------------------------------------------------------------
+
+
+def test_xla_is_missing(machine):
+    usable, reason = backend("xla")
+    assert not usable
+    assert reason == "torch_xla is not installed; run: pip install 'neuronmm-ops[xla]'"
+
+
+def test_xla_without_neuron(machine):
+    torch_xla(machine)
+    assert backend("xla") == (
+        True,
+        "torch_xla 2.9.0; lowered as custom call: nki and torch_neuronx are not installed; target "
+        "trn1, lnc 1 (target: no Neuron instance found; set NEURON_PLATFORM_TARGET_OVERRIDE; lnc: "
+        "default of trn1)",
+    )
+
+
+def test_xla_with_neuron(machine):
+    torch_xla(machine)
+    machine.nki("0.2.0")
+    machine.torch_neuronx()
+    usable, reason = backend("xla")
+    assert not usable, "nki would compile for a guessed core"
+    assert "set NEURON_PLATFORM_TARGET_OVERRIDE" in reason
+    machine.environment(NEURON_PLATFORM_TARGET_OVERRIDE="trn2", NEURON_LOGICAL_NC_CONFIG="1")
+    assert backend("xla") == (
+        True,
+        "torch_xla 2.9.0; lowered as nki: nki 0.2.0 and torch_neuronx, through nki._torch_xla; "
+        "target trn2, lnc 1 (target: NEURON_PLATFORM_TARGET_OVERRIDE; lnc: "
+        "NEURON_LOGICAL_NC_CONFIG)",
+    )
+
+
+def test_xla_by_composite(machine):
+    torch_xla(machine)
+    machine.environment(NEURONMM_XLA="composite")
+    usable, reason = backend("xla")
+    assert usable
+    assert "lowered as composite: two dots per pair, asked for by NEURONMM_XLA" in reason
+
+
+# --- neuron --------------------------------------------------------------------------------------
+
+
+def test_neuron_is_missing(machine):
+    usable, reason = backend("neuron")
+    assert not usable
+    assert reason.startswith("needs nki and torch_neuronx; run: pip install 'neuronmm-ops[neuron]'")
+
+
+@pytest.mark.parametrize(
+    ("offers", "way"),
+    [
+        ("nki_op", "nki_op"),
+        ("wrap_nki", "wrap_nki"),
+        ("wrap_nki in nki_hop", "wrap_nki"),
+        ("direct", "direct"),
+    ],
+)
+def test_neuron_says_the_way(machine, offers, way):
+    machine.nki()
+    machine.torch_neuronx(offers)
+    machine.instance("trn2.48xlarge")
+    assert backend("neuron") == (
+        True,
+        f"torch_neuronx 2.11.3 and nki 0.6.0; kernels called through {way}; target trn2, lnc 2 "
+        "(target: instance type trn2.48xlarge; lnc: default of trn2)",
+    )
+
+
+def test_neuron_on_another_machine(machine):
+    machine.nki()
+    machine.torch_neuronx()
+    usable, reason = backend("neuron")
+    assert not usable
+    assert "no Neuron instance found; set NEURON_PLATFORM_TARGET_OVERRIDE" in reason
+
+
+# --- errors are lines ----------------------------------------------------------------------------
+
+
+def test_the_placeholder_is_named(machine):
+    torch_xla(machine)
+    machine.package("nki", "0.0.1", {"nki/__init__.py": ""})
+    machine.torch_neuronx()
+    words = "nki 0.0.1 is the empty placeholder of the default package index"
+    assert words in backend("xla")[1]
+    usable, reason = backend("neuron")
+    assert not usable
+    assert reason.startswith(f"needs nki; {words}; install nki from the Neuron index; run: pip ")
+
+
+@pytest.mark.parametrize(
+    ("version", "words"),
+    [("0.7.0", "nki must be one of"), ("0.6.0", "should have the module nki.framework._torch_xla")],
+)
+def test_an_unusable_nki(machine, version, words):
+    torch_xla(machine)
+    machine.package("nki", version, {"nki/__init__.py": ""})
+    machine.torch_neuronx()
+    for name in ("xla", "neuron"):
+        usable, reason = backend(name)
+        assert not usable
+        assert words in reason
+
+
+@pytest.mark.parametrize(
+    "variable", ["NEURON_PLATFORM_TARGET_OVERRIDE", "NEURON_LOGICAL_NC_CONFIG", "NEURONMM_XLA"]
+)
+def test_a_bad_environment(machine, variable):
+    torch_xla(machine)
+    machine.environment(**{variable: "nonsense"})
+    usable, reason = backend("xla")
+    assert not usable
+    assert "'nonsense'" in reason
