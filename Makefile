@@ -2,11 +2,15 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+# torch_xla 2.9.0 loads with torch 2.9.x alone, so it has an environment of its own.
+XLA_VENV := .venv-xla
+XLA_BIN := $(XLA_VENV)/bin
+XLA_INSTALLED := $(XLA_VENV)/.installed
 
-.PHONY: help env demo test lint type pytest docs bench clean
+.PHONY: help env xla-env demo test lint type pytest test-xla docs bench csrc clean
 
 help:  ## list the targets
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
 
 env: $(INSTALLED)  ## create .venv with the package (editable) and every development extra
 
@@ -15,10 +19,23 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch $@
 
+xla-env: $(XLA_INSTALLED)  ## create .venv-xla with torch 2.9.0 and torch_xla 2.9.0, for the CPU
+
+# --no-deps: the CUDA packages that torch would bring take 6 GB; stand-ins are built instead.
+$(XLA_INSTALLED): pyproject.toml constraints.txt tests/xla/requirements.txt
+	$(PYTHON) -m venv $(XLA_VENV)
+	$(XLA_BIN)/pip install --quiet --disable-pip-version-check --no-deps torch==2.9.0 torch_xla==2.9.0
+	grep -v '^torch==' constraints.txt > $(XLA_VENV)/constraints.txt
+	$(XLA_BIN)/pip install --quiet --disable-pip-version-check \
+		-c $(XLA_VENV)/constraints.txt -r tests/xla/requirements.txt
+	$(XLA_BIN)/python tests/xla/cuda_stand_ins.py
+	$(XLA_BIN)/pip install --quiet --disable-pip-version-check --no-deps -e .
+	touch $@
+
 demo: env  ## train a small Llama, compress it, and write out/demo/report.html
 	$(BIN)/python examples/demo
 
-test: lint type pytest docs  ## everything CI runs
+test: lint type pytest test-xla docs  ## everything CI runs
 
 lint: env  ## style and formatting
 	$(BIN)/ruff check .
@@ -30,6 +47,9 @@ type: env  ## static types
 pytest: env  ## unit tests, examples, documentation, packaging
 	$(BIN)/pytest -n 2
 
+test-xla: xla-env  ## lowering through torch_xla, on XLA's CPU client
+	PJRT_DEVICE=CPU $(XLA_BIN)/pytest tests/xla
+
 docs: env  ## build the documentation into site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
@@ -37,5 +57,8 @@ bench: env  ## measure the ops on this machine
 	$(BIN)/neuronmm bench overhead
 	$(BIN)/neuronmm bench cpu
 
+csrc: env  ## build the C and C++ libraries into build/csrc (needs gcc and g++)
+	$(MAKE) --no-print-directory -j2 -C csrc_stub PYTHON=$(abspath $(BIN)/python)
+
 clean:  ## remove what the other targets made
-	rm -rf $(VENV) out site dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(XLA_VENV) build out site dist .pytest_cache .ruff_cache .hypothesis

@@ -16,9 +16,21 @@ def _run(*arguments: object) -> str:
     return result.stdout
 
 
-@pytest.mark.parametrize("script", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
+XLA = EXAMPLES / "xla_llama.py"  # runs in tests/xla
+SCRIPTS = sorted(set(EXAMPLES.glob("*.py")) - {XLA})
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
 def test_script(script: Path) -> None:
     assert _run(script)
+
+
+def test_without_torch_xla_its_example_says_what_to_install() -> None:
+    result = subprocess.run([sys.executable, XLA], capture_output=True, text=True, check=False)
+    assert result.returncode == 1
+    assert result.stderr == (
+        "torch_xla is not installed; run: pip install 'neuronmm-ops[hf,xla]'\n"
+    )
 
 
 def test_demo_makes_its_report_and_uses_its_cache(tmp_path: Path) -> None:

@@ -1,0 +1,160 @@
+"""`torch.compile(backend="openxla")`: one graph, one custom call an op, no Python at run time."""
+
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch_xla
+from graphs import compiled_by
+from tiny import tiny_ids, tiny_model
+from torch import nn
+from torch._dynamo.utils import counters
+from torch_xla import _XLAC
+from torch_xla.debug import metrics
+
+from neuronmm_ops import CalibrationWarning, SVDConfig, compress_
+from neuronmm_ops.nn import SVDMLP, SVDLinear
+from neuronmm_ops.ops import xla
+
+
+def compressed(targets="mlp", **overrides):
+    model = tiny_model(**overrides)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", CalibrationWarning)
+        compress_(model, SVDConfig(ratio=0.3, block=8, targets=targets), [tiny_ids()])
+    return model
+
+
+def ops_of(model):
+    """How many ops one forward pass of the model is."""
+    inside = {id(p) for m in model.modules() if isinstance(m, SVDMLP) for p in m.children()}
+    pairs = [m for m in model.modules() if isinstance(m, SVDLinear) and id(m) not in inside]
+    return len(pairs) + sum(isinstance(m, SVDMLP) for m in model.modules())
+
+
+def compilations():
+    return metrics.metric_data("CompileTime")[0]
+
+
+def test_a_model_is_one_graph_with_one_call_an_op(device, handler):
+    model = nn.Sequential(
+        SVDLinear(64, 96, 16), nn.ReLU(), nn.Linear(96, 96), SVDLinear(96, 96, 16),
+        SVDLinear(96, 96, 16), SVDLinear(96, 96, 16), nn.Linear(96, 10),
+    )  # fmt: skip
+    x = torch.randn(4, 64)
+    with torch.no_grad():
+        expected = model(x)
+    model.to(device)
+    counters.clear()
+    compiled = torch.compile(model, backend="openxla", fullgraph=True)
+    with torch.no_grad():
+        actual, graphs = compiled_by(lambda: compiled(x.to(device)).cpu())
+        before = compilations()
+        again = compiled(x.to(device)).cpu()
+    torch.testing.assert_close(actual, expected)
+    torch.testing.assert_close(again, expected)
+    (graph,) = [graph for graph in graphs if graph.calls]
+    assert (len(graph.calls), graph.dots) == (4, 2)
+    assert {call.api_version for call in graph.calls} == {xla.API_HOST}
+    assert compilations() == before
+    assert not counters["graph_break"]
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.parametrize("targets", ["mlp", "attention", "all-linear"])
+def test_a_llama_lowers_to_its_ops(targets, device):
+    model = compressed(targets)
+    ids = tiny_ids(2, 12)
+    with torch.no_grad():
+        expected = model(ids, use_cache=False).logits
+    count = ops_of(model)
+    dense = sum(type(m) is nn.Linear for m in model.modules())
+    model.to(device)
+    counters.clear()
+    compiled = torch.compile(model, backend="openxla", fullgraph=True)
+    with torch.no_grad():
+        actual, graphs = compiled_by(lambda: compiled(ids.to(device), use_cache=False).logits.cpu())
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+    (graph,) = [graph for graph in graphs if graph.calls]
+    assert len(graph.calls) == count == {"mlp": 2, "attention": 8, "all-linear": 10}[targets]
+    assert graph.dots == dense + 2 * len(model.model.layers)  # two are attention's own
+    assert not counters["graph_break"]
+    assert counters["stats"]["unique_graphs"] == 1
+    fallbacks = _XLAC._get_executed_fallback_ops()
+    assert not [op for op in fallbacks if op.startswith("neuronmm")]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_greedy_tokens_equal_those_of_the_cpu(dtype, device, handler):
+    model = compressed("all-linear", dtype=dtype)
+    prompt = tiny_ids(1, 7)
+    expected = model.generate(prompt, max_new_tokens=5, do_sample=False)
+    model.to(device)
+    before = handler.neuronmm_host_call_count()
+    actual = model.generate(prompt.to(device), max_new_tokens=5, do_sample=False)
+    assert actual.cpu().tolist() == expected.tolist()
+    assert handler.neuronmm_host_call_count() - before >= 5 * ops_of(model)
+
+
+def test_a_second_call_enters_no_python_kernel(device, monkeypatch):
+    entered = []
+    compile_call = xla._custom_call
+    monkeypatch.setattr(xla, "_custom_call", lambda *a: entered.append(1) or compile_call(*a))
+    model = nn.Sequential(SVDLinear(40, 40, 8), SVDLinear(40, 40, 8)).to(device)
+    compiled = torch.compile(model, backend="openxla", fullgraph=True)
+    with torch.no_grad():
+        compiled(torch.randn(3, 40, device=device))
+        assert entered
+        entered.clear()
+        for _ in range(3):
+            compiled(torch.randn(3, 40, device=device)).cpu()
+    assert entered == []
+
+
+def test_a_new_shape_is_a_new_graph(device):
+    layer = SVDLinear(40, 24, 8).to(device)
+    compiled = torch.compile(layer, backend="openxla", fullgraph=True, dynamic=False)
+    with torch.no_grad():
+        for tokens in (3, 5):
+            x = torch.randn(tokens, 40)
+            expected = layer.cpu()(x)
+            layer.to(device)
+            actual, graphs = compiled_by(lambda x=x: compiled(x.to(device)).cpu())
+            torch.testing.assert_close(actual, expected)
+            (graph,) = [graph for graph in graphs if graph.calls]
+            assert graph.calls[0].config["neuronmm"]["M"] == tokens
+
+
+def test_the_kernel_under_the_xla_key_is_what_lowers(device):
+    """Without it, the very checks of this folder fail: the composite would run unnoticed."""
+    script = """
+import torch, torch_xla
+from graphs import lowered
+from neuronmm_ops import xuv
+from neuronmm_ops.ops import xla
+tensors = [torch.randn(s).to(torch_xla.device()) for s in ((4, 64), (64, 16), (16, 64))]
+with torch.no_grad():
+    graph = lowered(xuv(*tensors))
+    assert (len(graph.calls), graph.dots) == (1, 0)
+    xla.LIBRARY._destroy()
+    graph = lowered(xuv(*tensors))
+print(len(graph.calls), graph.dots)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=Path(__file__).parent, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["0", "2"]
+
+
+def test_leaving_the_device_and_coming_back_keeps_values(device):
+    layer = SVDLinear(40, 24, 8)
+    x = torch.randn(3, 40)
+    with torch.no_grad():
+        expected = layer(x)
+        layer.to(device)
+        torch_xla.sync()
+        torch.testing.assert_close(layer.cpu()(x), expected, rtol=0, atol=0)

@@ -1,0 +1,50 @@
+"""`examples/xla_llama.py`: as a script, and with its kernels executed."""
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from graphs import compiled_by
+from torch._dynamo.utils import counters
+
+SCRIPT = Path(__file__).parents[2] / "examples" / "xla_llama.py"
+
+
+@pytest.fixture(scope="module")
+def example():
+    spec = importlib.util.spec_from_file_location("xla_llama", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_as_a_script():
+    done = subprocess.run([sys.executable, str(SCRIPT)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "prefill, 16 tokens: 2 custom calls, 13 dots" in done.stdout
+    assert "decode, 1 tokens: 2 custom calls, 13 dots" in done.stdout
+    assert done.stdout.count('custom_call_target="AwsNeuronCustomNativeKernel"') == 4
+    assert "as on the CPU: True" in done.stdout
+
+
+@torch.no_grad()
+def test_prefill_and_decode_are_two_graphs_of_two_calls(example, device, handler):
+    model = example.compressed_llama()
+    prompt = torch.randint(example.CONFIG.vocab_size, (1, example.PROMPT))
+    expected = model.generate(prompt, max_new_tokens=example.NEW_TOKENS, do_sample=False)
+    counters.clear()
+    llama = example.Llama(model, device)
+    before = handler.neuronmm_host_call_count()
+    tokens, graphs = compiled_by(lambda: llama.generate(prompt))
+    assert tokens == expected[0, example.PROMPT :].tolist()
+    assert handler.neuronmm_host_call_count() - before == 2 * example.NEW_TOKENS
+    rows = [[c.config["neuronmm"]["M"] for c in graph.calls] for graph in graphs if graph.calls]
+    assert rows == [[example.PROMPT] * 2, [1, 1]]
+    assert [graph.dots for graph in graphs if graph.calls] == [13, 13]
+    assert not counters["graph_break"]
+    assert counters["stats"]["unique_graphs"] == 2

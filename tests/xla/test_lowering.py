@@ -1,0 +1,194 @@
+"""Every op on XLA tensors becomes one custom call that says which kernel it is."""
+
+import pytest
+import torch
+import torch_xla
+from graphs import graph_hash, lowered
+from host import plan_of
+from torch_xla import _XLAC
+from torch_xla.core import xla_builder
+
+import neuronmm_ops as nm
+from neuronmm_ops import ops
+from neuronmm_ops.kernels import plan_svd_mlp, plan_xuv, plan_xw
+from neuronmm_ops.ops import launch, xla
+from neuronmm_ops.ops.hlo import Array, CustomCall, module_of
+
+MLP = ((256, 32), (32, 300), (256, 48), (48, 300), (300, 40), (40, 256))
+
+
+def on(device, *shapes, dtype=torch.float32):
+    return [torch.randn(shape, dtype=dtype).to(device) for shape in shapes]
+
+
+def test_xuv(device):
+    x, u, v = on(device, (2, 3, 200), (200, 40), (40, 64))
+    (call,) = lowered(nm.xuv(x, u, v)).calls
+    plan = plan_xuv(6, 200, 40, 64, "float32", "trn1")
+    assert call.config["func_name"] == plan.kernel
+    assert call.config["grid"] == []
+    assert call.config["kernel_version"] == 1
+    assert call.config["has_collectives"] is False
+    assert call.config["klir_binary"]["input_names"] == ["x", "u", "v"]
+    assert call.config["klir_binary"]["output_names"] == ["y"]
+    own = call.config["neuronmm"]
+    assert (own["op"], own["M"], own["K"], own["ranks"], own["N"]) == ("xuv", 6, 200, [40], 64)
+    assert (own["dtype"], own["bias"], own["packed"]) == ("float32", False, False)
+    assert plan_of(call.config).arguments == plan.arguments
+    assert plan_of(call.config).problem == plan.problem
+    assert "f32[6,64]" in call.text
+
+
+def test_xuv_packed(device):
+    x, u, v = on(device, (4, 256), (256, 32), (32, 64))
+    (call,) = lowered(ops.xuv_packed(x, u, v)).calls
+    assert call.config["neuronmm"]["packed"] is True
+
+
+def test_xw_with_a_bias(device):
+    x, w, bias = on(device, (5, 96), (96, 70), (70,), dtype=torch.bfloat16)
+    (call,) = lowered(nm.xw(x, w, bias)).calls
+    assert call.config["klir_binary"]["input_names"] == ["x", "w", "bias"]
+    plan = plan_xw(5, 96, 70, "bfloat16", "trn1")
+    assert plan_of(call.config).problem == plan.problem
+    assert "bf16[5,70]" in call.text
+
+
+def test_svd_mlp(device):
+    x, *factors = on(device, (7, 256), *MLP)
+    (call,) = lowered(nm.svd_mlp(x, *factors, activation="gelu")).calls
+    assert call.config["neuronmm"]["activation"] == "gelu"
+    plan = plan_svd_mlp(7, 256, (32, 48, 40), 300, 256, "float32", "trn1")
+    assert plan_of(call.config).problem == plan.problem
+
+
+@pytest.mark.parametrize("api", [xla.API_NEURON, xla.API_HOST])
+def test_the_api_version_is_a_parameter(device, api):
+    x, w = on(device, (2, 8), (8, 8))
+    with xla.api_version(api):
+        (call,) = lowered(nm.xw(x, w)).calls
+    assert (call.target, call.api_version) == ("AwsNeuronCustomNativeKernel", api)
+
+
+def test_neuron_is_the_default():
+    assert xla._api_version == xla.API_HOST  # this folder's fixture
+    with xla.api_version(7):
+        assert xla._api_version == 7
+    assert xla._api_version == xla.API_HOST
+
+
+@pytest.mark.parametrize("shape", [(200,), (1, 200), (0, 200), (2, 0, 200), (2, 1, 3, 200)])
+def test_any_leading_dimensions(device, shape):
+    x, u, v = on(device, shape, (200, 40), (40, 64))
+    y = nm.xuv(x, u, v)
+    assert y.shape == (*shape[:-1], 64)
+    assert len(lowered(y).calls) == (0 if 0 in shape else 1)
+
+
+def test_what_distinguishes_two_calls_distinguishes_their_hashes(device, monkeypatch):
+    x, u, v, bias = on(device, (4, 256), (256, 64), (64, 256), (256,))
+    square = on(device, (256, 256))[0]
+    halves = [tensor.bfloat16() for tensor in (x, u, v)]
+    mlp = on(device, *MLP)
+    torch_xla.sync()
+    hashes = [
+        graph_hash(nm.xuv(x, u, v)),
+        graph_hash(nm.xuv(x, u, v, bias)),
+        graph_hash(ops.xuv_packed(x, u, v)),
+        graph_hash(nm.xw(x, square)),
+        graph_hash(nm.xuv(x[:3], u, v)),
+        graph_hash(nm.xuv(*halves)),
+        graph_hash(nm.svd_mlp(x, *mlp)),
+        graph_hash(nm.svd_mlp(x, *mlp, activation="relu")),
+    ]
+    for name, value in (("PLATFORM_TARGET_OVERRIDE", "trn2"), ("LOGICAL_NC_CONFIG", "1")):
+        monkeypatch.setenv(f"NEURON_{name}", value)
+        hashes.append(graph_hash(nm.xuv(x, u, v)))
+    assert len(set(hashes)) == len(hashes)
+
+
+def test_the_same_call_has_the_same_hash(device):
+    x, u, v = on(device, (4, 256), (256, 64), (64, 256))
+    torch_xla.sync()
+    first = graph_hash(nm.xuv(x, u, v))
+    xla._computations.clear()
+    assert graph_hash(nm.xuv(x, u, v)) == first
+
+
+def test_the_plan_alone_distinguishes(device):
+    x, u, v = (torch.empty(shape, device="meta") for shape in ((4, 256), (256, 64), (64, 256)))
+    planned = launch.launch_of("xuv", x, (u, v, None), None, "trn1")
+    assert planned is not None
+    blocks = tuple((n, 128 if n == "span" else value) for n, value in planned.plan.blocks)
+    other = type(planned)(
+        type(planned.plan)(**{**planned.plan.__dict__, "blocks": blocks}),
+        planned.shape, planned.bias, planned.activation,
+    )  # fmt: skip
+    hashes = set()
+    tensors = on(device, (4, 256), (256, 64), (64, 256))
+    torch_xla.sync()
+    for which in (planned, other):
+        computation = xla._computation(which, tensors)
+        (y,) = _XLAC._xla_user_computation("xla::same_name", tensors, computation)
+        hashes.add(graph_hash(y))
+    assert len(hashes) == 2
+
+
+def test_cores_and_target_come_from_the_environment(device, monkeypatch):
+    monkeypatch.setenv("NEURON_PLATFORM_TARGET_OVERRIDE", "trn2")
+    monkeypatch.setenv("NEURON_LOGICAL_NC_CONFIG", "2")
+    x, w = on(device, (512, 256), (256, 256))
+    (call,) = lowered(nm.xw(x, w)).calls
+    assert call.config["grid"] == [2]
+    assert call.config["neuronmm"]["target"] == "trn2"
+    assert call.config["neuronmm"]["lnc"] == 2
+
+
+def test_composite_is_asked_for(device, monkeypatch):
+    monkeypatch.setenv("NEURONMM_XLA", "composite")
+    x, u, v = on(device, (2, 3, 200), (200, 40), (40, 64))
+    graph = lowered(nm.xuv(x, u, v))
+    assert (graph.calls, graph.dots) == ([], 2)
+    x, *factors = on(device, (7, 256), *MLP)
+    graph = lowered(nm.svd_mlp(x, *factors, activation="gelu"))
+    assert (graph.calls, graph.dots) == ([], 6)
+
+
+def test_other_ways_are_refused(device, monkeypatch):
+    monkeypatch.setenv("NEURONMM_XLA", "fast")
+    with pytest.raises(ValueError, match="NEURONMM_XLA"):
+        nm.xw(*on(device, (2, 8), (8, 8)))
+
+
+def test_what_no_kernel_takes_is_refused(device):
+    x, w = on(device, (2, 8), (8, 8), dtype=torch.float64)
+    with pytest.raises(TypeError, match="takes bfloat16, float16 and float32"):
+        nm.xw(x, w)
+    x, w = on(device, (2, 8), (9, 8))
+    with pytest.raises(ValueError, match="last dimension of x"):
+        nm.xw(x, w)
+    with pytest.raises(TypeError, match="same device"):
+        nm.xw(x, torch.randn(8, 8))
+
+
+def test_an_hlo_module_survives_xla():
+    module = module_of(
+        "two_words",
+        CustomCall("SomeTarget", "Y29uZmln", 3),
+        [Array((2, 3, 128), "bfloat16"), Array((), "float32")],
+        [Array((6, 128), "bfloat16"), Array((), "float32")],
+        Array((6, 300), "float16"),
+        Array((2, 3, 300), "float16"),
+    )
+    computation = xla_builder.computation_from_module_proto("two_words", module)
+    text = xla_builder.get_computation_hlo(computation)
+    for part in (
+        "bf16[2,3,128]{2,1,0} parameter(0)",
+        "f32[] parameter(1)",
+        "bf16[6,128]{1,0} reshape(",
+        'custom_call_target="SomeTarget"',
+        "api_version=API_VERSION_STATUS_RETURNING_UNIFIED",
+        'backend_config="Y29uZmln"',
+        "ROOT %reshape.5 = f16[2,3,300]{2,1,0} reshape(",
+    ):
+        assert part in text, text

@@ -1,0 +1,55 @@
+"""One way through: torch.compile -> HLO -> custom call -> NKI kernel on the simulated core."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from neuronmm_ops.kernels import plan_svd_mlp, plan_xuv
+
+SCRIPT = """
+import torch, torch_xla
+from host import SimulatedCore, register
+from neuronmm_ops.nn import SVDLinear, SVDMLP
+from neuronmm_ops.ops import xla
+
+core = SimulatedCore()
+register(core.address)
+torch.manual_seed(0)
+mlp = SVDMLP(128, 200, (24, 32, 40))
+for parameter in mlp.parameters():
+    torch.nn.init.normal_(parameter, std=0.1)
+model = torch.nn.Sequential(SVDLinear(96, 128, 32), mlp).to({dtype}).eval()
+prompts = [torch.randn(2, tokens, 96, dtype={dtype}) for tokens in (150, 1)]
+with torch.no_grad(), xla.api_version(xla.API_HOST):
+    expected = [model(x) for x in prompts]
+    model.to(torch_xla.device())
+    compiled = torch.compile(model, backend="openxla", fullgraph=True, dynamic=False)
+    actual = [compiled(x.to(torch_xla.device())).cpu() for x in prompts]
+for y, reference in zip(actual, expected):
+    torch.testing.assert_close(y, reference, rtol={tolerance}, atol={tolerance})
+print(*[config["func_name"] for config in core.configs])
+"""
+
+
+def run(**values):
+    script = SCRIPT.format(**values)
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=Path(__file__).parent, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
+
+
+def planned(tokens, dtype):
+    pair = plan_xuv(tokens, 96, 32, 128, dtype, "trn1")
+    mlp = plan_svd_mlp(tokens, 128, (24, 32, 40), 200, 128, dtype, "trn1")
+    return [pair.kernel, mlp.kernel]
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-4), ("bfloat16", 3e-2)])
+def test_prefill_and_decode_run_the_planned_kernels(dtype, tolerance):
+    kernels = run(dtype=f"torch.{dtype}", tolerance=tolerance)
+    assert kernels == planned(300, dtype) + planned(2, dtype)
+    assert {"xuv", "xuv_decode", "svd_mlp"} <= set(kernels)

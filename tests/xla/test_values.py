@@ -1,0 +1,146 @@
+"""The custom call, executed by the host handler, equals the CPU ops; so do gradients."""
+
+import contextlib
+
+import pytest
+import torch
+import torch_xla
+from torch import nn
+from torch_xla import _XLAC
+
+import neuronmm_ops as nm
+from neuronmm_ops import ops
+from neuronmm_ops.ops import xla
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+MODES = [torch.no_grad, torch.inference_mode, torch.enable_grad]
+CALLS = {
+    "xuv": (ops.xuv, ((5, 200), (200, 40), (40, 64))),
+    "xuv with a bias": (ops.xuv, ((5, 200), (200, 40), (40, 64), (64,))),
+    "one token": (ops.xuv, ((1, 200), (200, 40), (40, 64))),
+    "a vector": (ops.xuv, ((200,), (200, 40), (40, 64))),
+    "batches": (ops.xuv, ((2, 3, 4, 200), (200, 40), (40, 64), (64,))),
+    "no token": (ops.xuv, ((2, 0, 200), (200, 40), (40, 64), (64,))),
+    "packed": (ops.xuv_packed, ((3, 256), (256, 40), (40, 64))),
+    "xw": (ops.xw, ((2, 3, 200), (200, 64))),
+    "xw with a bias": (ops.xw, ((7, 200), (200, 64), (64,))),
+    "svd_mlp": (
+        ops.svd_mlp,
+        ((2, 3, 64), (64, 24), (24, 100), (64, 16), (16, 100), (100, 32), (32, 64)),
+    ),
+}
+
+
+def make(shape, dtype):
+    scale = shape[0] ** -0.5 if len(shape) == 2 and shape[0] > 20 else 1.0
+    return (torch.randn(shape) * scale).to(dtype)
+
+
+def assert_equal(actual, expected):
+    """Both accumulate in fp32 and round at the same places; sums may differ in their order."""
+    assert (actual.shape, actual.dtype) == (expected.shape, expected.dtype)
+    eps = torch.finfo(expected.dtype).eps
+    scale = float(expected.abs().max()) if expected.numel() else 0.0
+    tolerance = (32 if expected.dtype == torch.float32 else 2) * eps * max(scale, 1.0)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.__name__)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", CALLS)
+def test_lazy(name, dtype, mode, device, handler):
+    op, shapes = CALLS[name]
+    tensors = [make(shape, dtype) for shape in shapes]
+    with mode():
+        expected = op(*tensors)
+        on_device = [tensor.to(device) for tensor in tensors]
+        before = handler.neuronmm_host_call_count()
+        actual = op(*on_device).cpu()
+    assert handler.neuronmm_host_call_count() - before == (1 if expected.numel() else 0)
+    assert_equal(actual, expected)
+
+
+@pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.__name__)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["xuv with a bias", "one token", "packed", "xw", "svd_mlp"])
+def test_openxla(name, dtype, mode, device, handler):
+    op, shapes = CALLS[name]
+    tensors = [make(shape, dtype) for shape in shapes]
+    compiled = torch.compile(lambda *given: op(*given) + 1, backend="openxla", fullgraph=True)
+    with mode():
+        expected = op(*tensors) + 1
+        on_device = [tensor.to(device) for tensor in tensors]
+        before = handler.neuronmm_host_call_count()
+        for _ in range(2):
+            assert_equal(compiled(*on_device).cpu(), expected)
+    assert handler.neuronmm_host_call_count() - before == 2
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "relu"])
+def test_activations(activation, device):
+    tensors = [make(shape, torch.float32) for shape in CALLS["svd_mlp"][1]]
+    with torch.no_grad():
+        expected = ops.svd_mlp(*tensors, activation=activation)
+        actual = ops.svd_mlp(*[t.to(device) for t in tensors], activation=activation)
+    assert_equal(actual.cpu(), expected)
+
+
+def test_two_kernels_in_one_graph_give_two_results(device, handler):
+    x, u, v = (make(shape, torch.float32) for shape in ((4, 256), (256, 64), (64, 256)))
+    on_device = [tensor.to(device) for tensor in (x, u, v)]
+    before = handler.neuronmm_host_call_count()
+    with torch.no_grad():
+        both = torch.cat([ops.xuv(*on_device), ops.xuv_packed(*on_device)])
+        expected = torch.cat([ops.xuv(x, u, v), ops.xuv_packed(x, u, v)])
+    assert_equal(both.cpu(), expected)
+    assert handler.neuronmm_host_call_count() - before == 2
+    assert not torch.allclose(expected[:4], expected[4:], atol=0.1)
+
+
+def test_two_kernels_of_one_signature_in_two_graphs(device):
+    x, u, v = (make(shape, torch.float32) for shape in ((4, 256), (256, 64), (64, 256)))
+    on_device = [tensor.to(device) for tensor in (x, u, v)]
+    with torch.no_grad():
+        for op in (ops.xuv, ops.xuv_packed):
+            assert_equal(op(*on_device).cpu(), op(x, u, v))
+
+
+@pytest.mark.parametrize("backend", ["lazy", "openxla"])
+def test_gradients_equal_those_of_the_cpu(backend, device):
+    torch.manual_seed(1)
+    linear = nm.SVDLinear.from_linear(nn.Linear(96, 80), rank=32)
+    mlp = nm.SVDMLP(80, 120, (16, 24, 32))
+    with torch.no_grad():
+        for parameter in mlp.parameters():
+            parameter.normal_(std=0.2)
+    model = nn.Sequential(linear, mlp)
+    x = torch.randn(2, 3, 96)
+    model(x).square().sum().backward()
+    expected = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    model.to(device)
+
+    def step(given):
+        return model(given).square().sum()
+
+    run = torch.compile(step, backend="openxla") if backend == "openxla" else step
+    run(x.to(device)).backward()
+    torch_xla.sync()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad.cpu(), expected[name], rtol=1e-4, atol=1e-4)
+
+
+def test_a_refusal_of_the_handler_is_an_error(device, monkeypatch):
+    monkeypatch.setattr(xla, "_computations", {})
+    monkeypatch.setattr(xla, "config_of", lambda launch: "bm90IGpzb24=")
+    y = ops.xw(*[make(shape, torch.float32).to(device) for shape in ((2, 11), (11, 13))])
+    with pytest.raises(RuntimeError, match="the config must be JSON"):
+        y.cpu()
+    with contextlib.suppress(RuntimeError):  # torch_xla raises it again at its next barrier
+        torch_xla.sync(wait=True)
+
+
+def test_no_op_falls_back(device):
+    for op, shapes in CALLS.values():
+        op(*[make(shape, torch.float32).to(device) for shape in shapes]).cpu()
+    assert not [op for op in _XLAC._get_executed_fallback_ops() if op.startswith("neuronmm")]
