@@ -41,6 +41,7 @@ class Llama:
 
     def __init__(self, model: Any, device: torch.device) -> None:
         self.model, self.device = model.to(device), device
+        self.cache = self.new_cache()
         self.compiled = torch.compile(self.model, backend="openxla", fullgraph=True, dynamic=False)
 
     def new_cache(self) -> StaticCache:
@@ -52,26 +53,23 @@ class Llama:
     def lower(self, tokens: int) -> str:
         """The HLO of a pass over `tokens` tokens, without running it."""
         ids = torch.zeros(1, tokens, dtype=torch.long, device=self.device)
-        logits = self.step(self.model, ids, self.new_cache(), 0)
+        logits = self.step(self.model, ids, self.new_cache())
         hlo = torch_xla._XLAC._get_xla_tensors_hlo([logits])
         del logits  # a pending tensor would be computed with the next graph
         return hlo
 
-    def step(self, model: Any, ids: Tensor, cache: StaticCache, start: int) -> Tensor:
-        """Logits of the token after `ids`."""
-        positions = torch.arange(start, start + ids.shape[1], device=self.device)
-        outputs = model(ids, past_key_values=cache, cache_position=positions)
-        return outputs.logits[:, -1]
+    def step(self, model: Any, ids: Tensor, cache: StaticCache) -> Tensor:
+        """Logits of the token after `ids`, which follow what is in the cache."""
+        return model(ids, past_key_values=cache).logits[:, -1]
 
     def generate(self, prompt: Tensor) -> list[int]:
         """Greedy tokens after prompt [1, tokens]."""
-        cache, ids, start = self.new_cache(), prompt.to(self.device), 0
+        self.cache.reset()  # one cache for every prompt: a new one would compile again
+        ids = prompt.to(self.device)
         tokens: list[int] = []
         while len(tokens) < NEW_TOKENS:
-            token = self.step(self.compiled, ids, cache, start).argmax(-1)
-            start += ids.shape[1]
-            ids = token[:, None]
-            tokens.append(int(token))
+            ids = self.step(self.compiled, ids, self.cache).argmax(-1, keepdim=True)
+            tokens.append(int(ids))
         return tokens
 
 

@@ -187,9 +187,9 @@ class Machine:
         bridge = BRIDGES[version[:3]]
         self.package("nki", version, {"nki/__init__.py": "", bridge: ""})
 
-    def torch_neuronx(self, offers: str = "nki_op") -> None:
+    def torch_neuronx(self, offers: str = "nki_op", version: str = "2.11.3") -> None:
         """Install a torch_neuronx that offers one of `TORCH_NEURONX`."""
-        self.package("torch_neuronx", "2.11.3", TORCH_NEURONX[offers])
+        self.package("torch_neuronx", version, TORCH_NEURONX[offers])
 
 
 def forget() -> None:

@@ -49,7 +49,7 @@ def test_xla_without_neuron(machine):
 
 def test_xla_with_neuron(machine):
     torch_xla(machine)
-    machine.nki("0.2.0")
+    machine.nki("0.3.0")
     machine.torch_neuronx()
     usable, reason = backend("xla")
     assert not usable, "nki would compile for a guessed core"
@@ -57,10 +57,23 @@ def test_xla_with_neuron(machine):
     machine.environment(NEURON_PLATFORM_TARGET_OVERRIDE="trn2", NEURON_LOGICAL_NC_CONFIG="1")
     assert backend("xla") == (
         True,
-        "torch_xla 2.9.0; lowered as nki: nki 0.2.0 and torch_neuronx, through nki._torch_xla; "
-        "target trn2, lnc 1 (target: NEURON_PLATFORM_TARGET_OVERRIDE; lnc: "
-        "NEURON_LOGICAL_NC_CONFIG)",
+        "torch_xla 2.9.0; lowered as nki: nki 0.3.0 and torch_neuronx, through "
+        "nki.framework.torch_xla; target trn2, lnc 1 (target: NEURON_PLATFORM_TARGET_OVERRIDE; "
+        "lnc: NEURON_LOGICAL_NC_CONFIG)",
     )
+
+
+def test_an_nki_too_old_for_the_kernels(machine):
+    torch_xla(machine)
+    machine.nki("0.2.0")
+    machine.torch_neuronx()
+    machine.instance("trn1.32xlarge")
+    for name in ("xla", "neuron"):
+        usable, reason = backend(name)
+        assert not usable
+        assert (
+            "the kernels need NKI 0.3 or later for nc_matmul(accumulate=), got nki 0.2.0" in reason
+        )
 
 
 def test_xla_by_composite(machine):
@@ -97,6 +110,16 @@ def test_neuron_says_the_way(machine, offers, way):
         True,
         f"torch_neuronx 2.11.3 and nki 0.6.0; kernels called through {way}; target trn2, lnc 2 "
         "(target: instance type trn2.48xlarge; lnc: default of trn2)",
+    )
+
+
+def test_the_torch_neuronx_of_xla_has_no_device_neuron(machine):
+    machine.nki()
+    machine.torch_neuronx(version="2.9.0.2.15.32035")
+    machine.instance("trn2.48xlarge")
+    assert backend("neuron") == (
+        False,
+        "torch_neuronx 2.9.0.2.15.32035 is for PyTorch/XLA; the device neuron came with 2.10",
     )
 
 

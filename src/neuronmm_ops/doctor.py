@@ -3,6 +3,7 @@
 import importlib.metadata
 import importlib.util
 import platform
+import re
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from neuronmm_ops.ops.toolchain import (
     Core,
     core,
     missing_packages,
+    why_not_compilable,
     xla_route,
 )
 
@@ -69,8 +71,10 @@ def _xla() -> dict[str, Any]:
         return _backend("xla", False, str(error))
     reasons = [f"torch_xla {_version('torch-xla')}", f"lowered as {route.name}: {route.reason}"]
     # Only the real NKI compiles for a machine; what is written here can be read without one.
-    usable = chosen.known or route.name != "nki"
-    return _backend("xla", usable, "; ".join([*reasons, *_placeholder(), _described(chosen)]))
+    problem = why_not_compilable() if route.name == "nki" else None
+    usable = route.name != "nki" or (chosen.known and problem is None)
+    reasons += [*([problem] if problem else []), *_placeholder(), _described(chosen)]
+    return _backend("xla", usable, "; ".join(reasons))
 
 
 def _neuron() -> dict[str, Any]:
@@ -81,12 +85,18 @@ def _neuron() -> dict[str, Any]:
     if missing:
         reasons = [f"needs {' and '.join(missing)}", *_placeholder(), INSTALL]
         return _backend("neuron", False, "; ".join(reasons))
+    version = _version("torch-neuronx") or ""
+    if re.match(r"(1|2\.[0-9])(\.|$)", version):
+        reason = f"torch_neuronx {version} is for PyTorch/XLA; the device neuron came with 2.10"
+        return _backend("neuron", False, reason)
+    problem = why_not_compilable()
     reasons = [
-        f"torch_neuronx {_version('torch-neuronx')} and nki {_version('nki')}",
+        f"torch_neuronx {version} and nki {_version('nki')}",
         f"kernels called through {expected_way() or 'what the first call finds'}",
+        *([problem] if problem else []),
         _described(chosen),
     ]
-    return _backend("neuron", chosen.known, "; ".join(reasons))
+    return _backend("neuron", chosen.known and problem is None, "; ".join(reasons))
 
 
 def _placeholder() -> list[str]:

@@ -11,6 +11,7 @@ from torch import nn
 
 from neuronmm_ops import SVDLinear
 from neuronmm_ops.kernels import plan_xuv
+from neuronmm_ops.nn import svd_linear
 
 
 def is_contraction_major(layer: SVDLinear) -> bool:
@@ -200,6 +201,14 @@ def test_relayout_after_assignment():
     assert is_contraction_major(layer)
     assert layer.u is u
     assert_same_function(layer, source)
+
+
+def test_a_device_that_reads_rows_gets_rows(monkeypatch):
+    monkeypatch.setattr(svd_linear, "DEVICE", "meta")
+    layer = SVDLinear(12, 8, 3).to("meta")
+    assert layer.u.is_contiguous()
+    assert layer.v.is_contiguous()
+    assert is_contraction_major(layer.to_empty(device="cpu"))
 
 
 def test_deepcopy_is_independent_and_keeps_the_layout():

@@ -6,6 +6,7 @@ import pytest
 import torch
 from operands import make, mlp_shapes
 from torch import Tensor
+from torch._inductor.utils import run_and_get_code
 
 from neuronmm_ops import ops
 
@@ -83,6 +84,27 @@ def test_inductor_runs_forward_and_backward():
             results.append((loss.detach(), *torch.autograd.grad(loss, leaves)))
         for eager, graph in zip(*results, strict=True):
             torch.testing.assert_close(graph, eager)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
+def test_inductor_keeps_one_extern_call_an_op_in_one_dynamic_graph():
+    module = Everything()
+    backend = Counting()
+    compiled = torch.compile(module, fullgraph=True, dynamic=True)
+    traced = torch.compile(module, fullgraph=True, dynamic=True, backend=backend)
+    with torch.no_grad():
+        (first, *_), (code,) = run_and_get_code(compiled, make((4, 6)))
+        assert first.shape == (4, 5)
+        for op in FACTORS:
+            assert code.count(f"torch.ops.neuronmm.{op}.default(") == 1
+        with torch.compiler.set_stance("fail_on_recompile"):
+            for lead in (9, 17):
+                x = make((lead, 6))
+                for actual, expected in zip(compiled(x), module(x), strict=True):
+                    torch.testing.assert_close(actual, expected)
+        for lead in (4, 9, 17):
+            traced(make((lead, 6)))
+    assert len(backend.graphs) == 1
 
 
 class Everything(torch.nn.Module):

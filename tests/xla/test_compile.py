@@ -128,6 +128,17 @@ def test_a_new_shape_is_a_new_graph(device):
             assert graph.calls[0].config["neuronmm"]["M"] == tokens
 
 
+def test_dynamic_sizes_compile_for_each_shape(device):
+    layer = SVDLinear(40, 24, 8)
+    batches = [torch.randn(tokens, 40) for tokens in (3, 5, 9)]
+    with torch.no_grad():
+        expected = [layer(x) for x in batches]
+        layer.to(device)
+        compiled = torch.compile(layer, backend="openxla", fullgraph=True, dynamic=True)
+        for x, y in zip(batches, expected, strict=True):
+            torch.testing.assert_close(compiled(x.to(device)).cpu(), y)
+
+
 def test_the_kernel_under_the_xla_key_is_what_lowers(device):
     """Without it, the very checks of this folder fail: the composite would run unnoticed."""
     script = """

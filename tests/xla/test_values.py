@@ -5,6 +5,9 @@ import contextlib
 import pytest
 import torch
 import torch_xla
+from graphs import lowered
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 from torch_xla import _XLAC
 
@@ -14,6 +17,8 @@ from neuronmm_ops.ops import xla
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 MODES = [torch.no_grad, torch.inference_mode, torch.enable_grad]
+# opcheck's test_autograd_registration knows no XLA tensors.
+XLA_CHECKS = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
 CALLS = {
     "xuv": (ops.xuv, ((5, 200), (200, 40), (40, 64))),
     "xuv with a bias": (ops.xuv, ((5, 200), (200, 40), (40, 64), (64,))),
@@ -138,6 +143,42 @@ def test_a_refusal_of_the_handler_is_an_error(device, monkeypatch):
         y.cpu()
     with contextlib.suppress(RuntimeError):  # torch_xla raises it again at its next barrier
         torch_xla.sync(wait=True)
+
+
+@settings(max_examples=30)
+@given(
+    lead=st.lists(st.integers(0, 5), max_size=3),
+    sizes=st.tuples(*[st.integers(1, 140)] * 3),
+    dtype=st.sampled_from(DTYPES),
+    bias=st.booleans(),
+)
+def test_any_shape(lead, sizes, dtype, bias):
+    K, r, N = sizes
+    shapes = [(*lead, K), (K, r), (r, N), *([(N,)] if bias else [])]
+    tensors = [make(shape, dtype) for shape in shapes]
+    with torch.no_grad():
+        actual = ops.xuv(*[tensor.to("xla") for tensor in tensors])
+        assert_equal(actual.cpu(), ops.xuv(*tensors))
+
+
+@pytest.mark.parametrize("name", ["xuv", "xuv with a bias", "packed", "xw", "svd_mlp"])
+@pytest.mark.parametrize("requires_grad", [True, False])
+def test_opcheck(name, requires_grad, device):
+    op, shapes = CALLS[name]
+    tensors = [make(shape, torch.float32).to(device) for shape in shapes]
+    tensors = [tensor.requires_grad_(requires_grad) for tensor in tensors]
+    overload = getattr(torch.ops.neuronmm, op.__name__).default
+    torch.library.opcheck(overload, tuple(tensors), test_utils=XLA_CHECKS)
+
+
+def test_autocast_casts_as_a_linear_does(device):
+    layer, linear = nm.SVDLinear(40, 24, 8).to(device), nn.Linear(40, 24).to(device)
+    x = torch.randn(3, 40, device=device)
+    with torch.no_grad(), torch.autocast("xla", dtype=torch.bfloat16):
+        y = layer(x)
+        assert y.dtype == linear(x).dtype == torch.bfloat16
+    (call,) = lowered(y).calls
+    assert call.config["neuronmm"]["dtype"] == "bfloat16"
 
 
 def test_no_op_falls_back(device):

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from neuronmm_ops.ops import xuv, xuv_packed
+from neuronmm_ops.ops.neuron import DEVICE
 from neuronmm_ops.ops.reference import packed, unpacked
 
 if TYPE_CHECKING:
@@ -18,7 +19,8 @@ class SVDLinear(nn.Module):
 
     Both parameters are stored contiguous along their contraction (u as a transposed view of
     `[r, K]`, v of `[N, r]`), the order `nn.Linear` uses: a CPU's decode-time matmul runs in half
-    the time there. `hf.save` writes them contiguous, as `[K, r]` and `[r, N]`.
+    the time there. A NeuronCore reads rows, so on a device `neuron` they are contiguous as they
+    are in checkpoints, `[K, r]` and `[r, N]`.
 
     Args:
         in_features: K.
@@ -177,12 +179,22 @@ class SVDLinear(nn.Module):
             state_dict = {**state_dict, name: packed(state_dict[name])}
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        """Move or cast; to or from a NeuronCore the factors change their order in memory."""
+        before = self.u.device.type
+        super()._apply(fn, recurse)
+        if before != self.u.device.type and DEVICE in (before, self.u.device.type):
+            self.relayout_()
+        return self
+
     @torch.no_grad()
     def relayout_(self) -> Self:
-        """Store u and v contiguous along the contraction again, after values were assigned."""
+        """Store u and v in their device's order again, after values were assigned."""
+        row_major = self.u.device.type == DEVICE
         for name in ("v",) if self.packed else ("u", "v"):
-            parameter: nn.Parameter = getattr(self, name)
-            parameter.data = parameter.data.t().contiguous().t()
+            matrix: Tensor = getattr(self, name).data
+            ordered = matrix.contiguous() if row_major else matrix.t().contiguous().t()
+            getattr(self, name).data = ordered
         return self
 
     def forward(self, x: Tensor) -> Tensor:

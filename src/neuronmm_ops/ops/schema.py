@@ -178,7 +178,7 @@ def _register_autocast(name: str, device_type: str) -> None:
     """Make the op follow `torch.autocast` as `nn.Linear` does: every tensor in the chosen dtype."""
     op = getattr(torch.ops.neuronmm, name).default
     key = f"Autocast{device_type.upper()}"
-    exclude = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
+    exclude = torch._C.DispatchKeySet(torch._C._dispatch_key_parse(key))
 
     def cast(argument: Any, dtype: torch.dtype) -> Any:
         is_float = isinstance(argument, Tensor) and argument.is_floating_point()
@@ -193,7 +193,7 @@ def _register_autocast(name: str, device_type: str) -> None:
 
 
 for _name in ("xuv", "xw", "svd_mlp"):
-    for _device_type in ("cpu", "cuda"):
+    for _device_type in ("cpu", "cuda", "xla"):
         _register_autocast(_name, _device_type)
 
 # --- shared by the formulas ----------------------------------------------------------------------

@@ -44,6 +44,11 @@ BRIDGES = {
     "0.6": "nki.framework._torch_xla",
 }
 """The supported NKI lines, each with the module by which its kernels take XLA tensors."""
+TOO_OLD = ("0.2",)
+"""Lines in which the kernels cannot compile: `nc_matmul(accumulate=)` came with 0.3.
+
+Source: Neuron SDK 2.32, NKI migration guide.
+"""
 TORCH_NEURONX = ("torch_neuronx", "torch_neuronx.nki_hop", "libtorch_neuronx_lite.nki.nki_hop")
 """Where `nki_op` and `wrap_nki` have been, newest first."""
 INSTALL = "run: pip install 'neuronmm-ops[neuron]' --extra-index-url https://pip.repos.neuron.amazonaws.com"
@@ -146,6 +151,17 @@ def nki_release() -> str | None:
             "Neuron package index"
         )
     return version
+
+
+def why_not_compilable() -> str | None:
+    """Why the kernels cannot compile with the installed NKI; None where they can."""
+    release = nki_release()
+    if release is None or _line(release) not in TOO_OLD:
+        return None
+    return (
+        f"the kernels need NKI 0.3 or later for nc_matmul(accumulate=), got nki {release}; install "
+        f"a later one, or set {ROUTE_VARIABLE}=composite on XLA"
+    )
 
 
 def nki_bridge(release: str) -> str:
@@ -251,12 +267,16 @@ def call_kernel(
         `[..., N]`.
 
     Raises:
+        NkiVersionError: the kernels cannot compile with the installed NKI.
         RuntimeError: which NeuronCore this machine has is not known.
     """
     from neuronmm_ops.kernels import kernel_of
 
     if launch is None:
         return without_products(x, weights)
+    problem = why_not_compilable()
+    if problem:
+        raise NkiVersionError(problem)
     if not core().known:
         raise RuntimeError(f"cannot plan an NKI kernel: {core().source}")
     kernel = (kernel_for or kernel_of)(launch.plan)

@@ -1,0 +1,64 @@
+"""With NKI and torch_neuronx installed (stand-ins), the kernel is called and emits the call."""
+
+import pytest
+import stand_ins
+import torch
+from graphs import graph_of
+from torch_xla import _XLAC
+from torch_xla.experimental.stablehlo_custom_call import stablehlo_custom_call
+
+import neuronmm_ops as nm
+from neuronmm_ops import kernels
+from neuronmm_ops.errors import NkiVersionError
+from neuronmm_ops.kernels import plan_xuv
+
+
+@pytest.fixture
+def machine(tmp_path, monkeypatch):
+    with stand_ins.neuron_machine(tmp_path, monkeypatch) as found:
+        found.torch_neuronx(version="2.9.0.2.15.32035")
+        found.environment(NEURON_PLATFORM_TARGET_OVERRIDE="trn2", NEURON_LOGICAL_NC_CONFIG="1")
+        yield found
+
+
+def test_the_kernel_is_called_on_xla_tensors(machine, device, monkeypatch):
+    machine.nki()
+    seen = []
+
+    def kernel(x, u, v, bias, **constants):
+        seen.append((tuple(x.shape), x.device.type, bias, constants))
+        shape = [x.shape[0], v.shape[1]]
+        return stablehlo_custom_call([x, u, v], "Theirs", [shape], [x.dtype], False, "e30=", 2)
+
+    monkeypatch.setattr(kernels, "kernel_of", lambda plan: kernel)
+    tensors = [torch.randn(shape).to(device) for shape in ((2, 3, 200), (200, 40), (40, 64))]
+    y = nm.xuv(*tensors)
+    plan = plan_xuv(6, 200, 40, 64, "float32", "trn2")
+    assert seen == [((6, 200), "xla", None, plan.arguments)]
+    assert y.shape == (2, 3, 64)
+    graph = graph_of(_XLAC._get_xla_tensors_hlo([y]))
+    assert [call.target for call in graph.calls] == ["Theirs"]
+    assert graph.dots == 0
+
+
+def test_an_nki_that_cannot_compile_the_kernels_is_an_error(machine, device):
+    machine.nki("0.2.0")
+    x, w = torch.randn(2, 8).to(device), torch.randn(8, 8).to(device)
+    with pytest.raises(NkiVersionError, match=r"NKI 0\.3 or later"):
+        nm.xw(x, w)
+
+
+def test_a_machine_of_no_known_core_is_an_error(machine, device, monkeypatch):
+    machine.nki()
+    monkeypatch.delenv("NEURON_PLATFORM_TARGET_OVERRIDE")
+    x, w = torch.randn(2, 8).to(device), torch.randn(8, 8).to(device)
+    with pytest.raises(RuntimeError, match="set NEURON_PLATFORM_TARGET_OVERRIDE"):
+        nm.xw(x, w)
+
+
+def test_composite_needs_no_nki(machine, device):
+    machine.nki("0.2.0")
+    machine.environment(NEURONMM_XLA="composite")
+    x, w = torch.randn(2, 8).to(device), torch.randn(8, 8).to(device)
+    graph = graph_of(_XLAC._get_xla_tensors_hlo([nm.xw(x, w)]))
+    assert (graph.calls, graph.dots) == ([], 1)
