@@ -157,12 +157,12 @@ class Machine:
         self.monkeypatch = monkeypatch
         for variable in ("TARGET_VARIABLE", "LNC_VARIABLE", "ROUTE_VARIABLE"):
             monkeypatch.delenv(getattr(toolchain, variable), raising=False)
-        monkeypatch.setattr(toolchain, "PRODUCT_NAME", root / "product_name")
+        monkeypatch.setattr(toolchain, "PRODUCT_NAME", str(root / "product_name"))
         monkeypatch.syspath_prepend(root)
 
     def instance(self, name: str) -> None:
         """Make it an EC2 instance."""
-        toolchain.PRODUCT_NAME.write_text(f"{name}\n")
+        Path(toolchain.PRODUCT_NAME).write_text(f"{name}\n")
 
     def environment(self, **variables: str) -> None:
         """Set environment variables."""

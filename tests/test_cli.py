@@ -403,6 +403,10 @@ def test_bfloat16_checkpoints_stay_bfloat16(run: Run, text: Path, tmp_path: Path
     }
 
 
+def test_bench_overhead_of_xla_needs_torch_xla(run: Run) -> None:
+    _refused(run("bench", "overhead", "--xla"), "torch_xla is not installed", "neuronmm-ops[xla]")
+
+
 def test_bench_methods(run: Run, dense: Path, text: Path) -> None:
     outcome = run("bench", "methods", dense, "--text", text, "--calibration", text, "--json")
     assert outcome.code == 0, outcome.err

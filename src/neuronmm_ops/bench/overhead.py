@@ -1,4 +1,4 @@
-"""What a call costs before any arithmetic: the op beside two bare `F.linear`s, on tiny inputs."""
+"""What a call costs before any arithmetic, on tiny inputs: the op beside bare matmuls."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,12 +10,18 @@ from torch import Tensor, nn
 import neuronmm_ops
 from neuronmm_ops.bench.timing import time_paired
 from neuronmm_ops.nn import SVDLinear
+from neuronmm_ops.ops import reference, xla
 
 K, R, N = 8, 4, 8
 SHAPES = ((2, K), (1, 1, K))
 MODES: dict[str, Callable[[], Any]] = {
     "inference_mode": torch.inference_mode,
     "no_grad": torch.no_grad,
+}
+XLA_SHAPES = {
+    "xw": ((2, K), (K, N)),
+    "xuv": ((2, K), (K, R), (R, N)),
+    "svd_mlp": ((2, K), (K, R), (R, N), (K, R), (R, N), (N, R), (R, K)),
 }
 
 
@@ -33,6 +39,42 @@ def run(repeats: int = 30, calls: int = 2000) -> list[dict[str, Any]]:
         and `op_excess_us`, the op's less the two `F.linear`s'.
     """
     return [_row(mode, shape, repeats, calls) for mode in MODES for shape in SHAPES]
+
+
+def run_xla(repeats: int = 30, calls: int = 500) -> list[dict[str, Any]]:
+    """Time what tracing an op costs on XLA tensors: nothing is compiled or run.
+
+    Args:
+        repeats: paired repeats; the fastest one counts.
+        calls: traced calls of a candidate in one repeat.
+
+    Returns:
+        A row for each op: `op`, microseconds a call of the kernel under the XLA key (`kernel_us`),
+        of the public function (`op_us`) and of the op in plain torch (`composite_us`).
+
+    Raises:
+        ImportError: torch_xla is not installed.
+    """
+    try:
+        import torch_xla  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        remedy = "run: pip install 'neuronmm-ops[xla]'"
+        raise ImportError(f"torch_xla is not installed; {remedy}") from error
+
+    device = torch_xla.device()
+    rows: list[dict[str, Any]] = []
+    for op, shapes in XLA_SHAPES.items():
+        tensors = [torch.randn(shape, device=device) for shape in shapes]
+        torch_xla.sync()
+        candidates: dict[str, Callable[[int], Tensor]] = {
+            "kernel": lambda _, op=op, tensors=tensors: xla.KERNELS[op](*tensors),
+            "op": lambda _, op=op, tensors=tensors: getattr(neuronmm_ops, op)(*tensors),
+            "composite": lambda _, op=op, tensors=tensors: reference.KERNELS[op](*tensors),
+        }
+        times = time_paired(candidates, repeats, calls=calls)
+        us = {f"{name}_us": 1e3 * min(times.rounds_ms[name]) for name in candidates}
+        rows.append({"op": op, **us})
+    return rows
 
 
 def _row(mode: str, shape: tuple[int, ...], repeats: int, calls: int) -> dict[str, Any]:

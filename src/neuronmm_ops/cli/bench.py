@@ -20,7 +20,10 @@ def add(commands: Any) -> None:
     command = add_command(benchmarks, "cpu", _bench_cpu, show_rows, "ops beside dense layers")
     command.add_argument("--shape", default="Llama-3.2-1B", help="of a model, by name")
     command.add_argument("--tokens", type=int, nargs="+", default=[1, 8, 64, 512], metavar="M")
-    add_command(benchmarks, "overhead", _bench_overhead, show_rows, "what an op call costs")
+    command = add_command(
+        benchmarks, "overhead", _bench_overhead, show_rows, "what an op call costs"
+    )
+    command.add_argument("--xla", action="store_true", help="what tracing it by torch_xla costs")
     command = add_command(
         benchmarks, "methods", _bench_methods, show_rows, "perplexity by method and ratio"
     )
@@ -68,7 +71,7 @@ def _bench_overhead(options: argparse.Namespace) -> list[dict[str, Any]]:
     from neuronmm_ops.bench import overhead
 
     with stderr.status("calling tiny ops many times"):
-        return overhead.run()
+        return overhead.run_xla() if options.xla else overhead.run()
 
 
 def _bench_methods(options: argparse.Namespace) -> list[dict[str, Any]]:

@@ -28,8 +28,9 @@ COMPACT: dict[str, Any] = {"box": SIMPLE, "collapse_padding": True, "pad_edge": 
 
 def show_fields(document: dict[str, Any]) -> None:
     """Print a document, a field a line."""
+    width = max(map(len, document), default=0)
     for key, value in document.items():
-        print(f"{key:12} {value}")
+        print(f"{key:{width}} {value}")
 
 
 def show_rows(rows: list[dict[str, Any]]) -> None:

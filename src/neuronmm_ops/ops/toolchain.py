@@ -31,7 +31,7 @@ TARGET_VARIABLE = "NEURON_PLATFORM_TARGET_OVERRIDE"
 LNC_VARIABLE = "NEURON_LOGICAL_NC_CONFIG"
 ROUTE_VARIABLE = "NEURONMM_XLA"
 
-PRODUCT_NAME = Path("/sys/devices/virtual/dmi/id/product_name")
+PRODUCT_NAME = "/sys/devices/virtual/dmi/id/product_name"
 """Holds the EC2 instance type (source: aws-neuron/nkipy, which detects the target by it)."""
 
 PLACEHOLDER = "0.0.1"
@@ -87,9 +87,9 @@ def core() -> Core:
 
 
 @cache
-def _instance_type(path: Path) -> str:
+def _instance_type(path: str) -> str:
     try:
-        return path.read_text(encoding="utf-8").strip()
+        return Path(path).read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError):
         return ""
 

@@ -11,6 +11,7 @@ import json
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import cache
 from typing import Any
 
 import torch
@@ -109,9 +110,7 @@ def _lower(op: str, x: Tensor, weights: Weights, activation: str | None) -> Tens
 
 def _custom_call(op: str, x: Tensor, weights: Weights, activation: str | None) -> Tensor:
     """Append the op's custom call to the graph that torch_xla is tracing."""
-    from torch_xla import _XLAC  # pyright: ignore[reportMissingImports]
-
-    tensors = [x, *(tensor for tensor in weights if tensor is not None)]
+    tensors = [x, *[tensor for tensor in weights if tensor is not None]]
     signature = [(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors]
     key = (op, activation, core(), _api_version, *signature)
     computation = _computations.get(key)
@@ -120,7 +119,15 @@ def _custom_call(op: str, x: Tensor, weights: Weights, activation: str | None) -
         if launch is None:
             return without_products(x, weights)
         computation = _computations[key] = _computation(launch, tensors)
-    return _XLAC._xla_user_computation(f"xla::neuronmm_{op}", tensors, computation)[0]
+    return _torch_xla()._xla_user_computation(f"xla::neuronmm_{op}", tensors, computation)[0]
+
+
+@cache
+def _torch_xla() -> Any:
+    """torch_xla's extension module; importing it at every call would cost half a microsecond."""
+    from torch_xla import _XLAC  # pyright: ignore[reportMissingImports]
+
+    return _XLAC
 
 
 def _computation(launch: Launch, tensors: Sequence[Tensor]) -> Any:
@@ -132,5 +139,6 @@ def _computation(launch: Launch, tensors: Sequence[Tensor]) -> Any:
     return xla_builder.computation_from_module_proto(name, module)
 
 
-for _op, _kernel in kernels_of(_lower).items():
+KERNELS = kernels_of(_lower)
+for _op, _kernel in KERNELS.items():
     LIBRARY.impl(_op, _kernel, "XLA")
