@@ -15,7 +15,12 @@ from neuronmm_ops.compress import (
     compress_,
     factorize,
 )
-from neuronmm_ops.errors import CalibrationWarning, CheckpointError, NonFiniteError
+from neuronmm_ops.errors import (
+    CalibrationWarning,
+    CheckpointError,
+    NkiVersionError,
+    NonFiniteError,
+)
 from neuronmm_ops.eval import PerplexityResult, encode_documents, token_perplexity
 from neuronmm_ops.nn import SVDMLP, SVDLinear, swap_
 from neuronmm_ops.ops import last_profile, svd_mlp, use_impl, xuv, xw
@@ -30,6 +35,7 @@ __all__ = [
     "Factorization",
     "LayerReport",
     "Moment",
+    "NkiVersionError",
     "NonFiniteError",
     "PerplexityResult",
     "SVDConfig",
