@@ -62,6 +62,15 @@ def test_svd_mlp(device):
     assert plan_of(call.config).problem == plan.problem
 
 
+def test_one_kernel_twice_and_with_other_shapes(device):
+    x, u, v = on(device, (4, 96), (96, 16), (16, 96))
+    y = nm.xuv(nm.xuv(nm.xuv(x, u, v), u, v)[:2], u, v)
+    first, second, third = lowered(y).calls
+    assert first.config == second.config
+    assert third.config["neuronmm"] | {"M": 4} == first.config["neuronmm"]
+    assert third.config["neuronmm"]["M"] == 2
+
+
 @pytest.mark.parametrize("api", [xla.API_NEURON, xla.API_HOST])
 def test_the_api_version_is_a_parameter(device, api):
     x, w = on(device, (2, 8), (8, 8))
