@@ -97,6 +97,11 @@ def run(
         raise ValueError(f'mode must be "execute" or "trace"; got {mode!r}')
     if model not in MODELS:
         raise ValueError(f"model must be one of {', '.join(MODELS)}; got {model!r}")
+    if type(kernel).__module__.partition(".")[0] == "nki":
+        raise TypeError(
+            f"the simulated core runs functions and kernels of neuroncore.jit, got {kernel!r}, "
+            "made by the installed nki; simulate in an environment without it"
+        )
     kernel = kernel if isinstance(kernel, Kernel) else Kernel(kernel)
     launch = Launch(machine_of(target), mode == "execute", kernel.lnc, seed)
     boundary = _Boundary(launch)
