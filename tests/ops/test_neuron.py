@@ -79,6 +79,13 @@ def test_every_op_has_a_kernel(op):
     assert torch._C._dispatch_has_kernel_for_dispatch_key(f"neuronmm::{op}", "PrivateUse1")
 
 
+def test_another_vendors_device_runs_the_reference(machine, monkeypatch):
+    monkeypatch.setattr(torch._C, "_get_privateuse1_backend_name", lambda: "npu")
+    tensors = xuv_tensors(3)
+    assert torch.equal(dispatched("xuv", *tensors), nm.xuv(*tensors))
+    assert not record.calls
+
+
 # --- values --------------------------------------------------------------------------------------
 
 

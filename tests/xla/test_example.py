@@ -1,10 +1,10 @@
 """`examples/xla_llama.py`: as a script, and with its kernels executed."""
 
-import importlib.util
 import subprocess
 import sys
 from pathlib import Path
 
+import programs
 import pytest
 import torch
 from graphs import compiled_by
@@ -15,12 +15,7 @@ SCRIPT = Path(__file__).parents[2] / "examples" / "xla_llama.py"
 
 @pytest.fixture(scope="module")
 def example():
-    spec = importlib.util.spec_from_file_location("xla_llama", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return programs.load(SCRIPT)
 
 
 def test_as_a_script():
