@@ -84,6 +84,11 @@ def kernels_of(launcher: Launcher) -> Kernels:
     return {"xuv": xuv, "xuv_packed": xuv_packed, "xw": xw, "svd_mlp": svd_mlp}
 
 
+def call(kernels: Kernels, op: str, x: Tensor, weights: Weights, activation: str | None) -> Tensor:
+    """Call one of `kernels` with a launcher's arguments."""
+    return kernels[op](x, *weights, *([] if activation is None else [activation]))
+
+
 def launch_of(
     op: str, x: Tensor, weights: Weights, activation: str | None, target: str, lnc: int = 1
 ) -> Launch | None:

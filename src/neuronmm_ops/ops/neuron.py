@@ -21,7 +21,7 @@ from torch import Tensor
 from torch._subclasses.functional_tensor import FunctionalTensorMode
 
 from neuronmm_ops.ops import schema as schema  # registers the ops
-from neuronmm_ops.ops.launch import Kernels, Weights, kernels_of
+from neuronmm_ops.ops.launch import Kernels, Weights, call, kernels_of
 from neuronmm_ops.ops.reference import KERNELS
 from neuronmm_ops.ops.toolchain import (
     INSTALL,
@@ -91,8 +91,7 @@ def _first(offered: list[Way]) -> Way:
 
 def _run(op: str, x: Tensor, weights: Weights, activation: str | None) -> Tensor:
     """Run an op the way of this process."""
-    kernels = _kernels() if _is_neuron() else KERNELS
-    return kernels[op](x, *weights, *([] if activation is None else [activation]))
+    return call(_kernels() if _is_neuron() else KERNELS, op, x, weights, activation)
 
 
 def _is_neuron() -> bool:

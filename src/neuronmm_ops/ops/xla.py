@@ -24,6 +24,7 @@ from neuronmm_ops.ops.launch import (
     OPERANDS,
     Launch,
     Weights,
+    call,
     kernels_of,
     without_products,
 )
@@ -53,11 +54,11 @@ def api_version(version: int) -> Generator[None, None, None]:
 
 
 def config_of(launch: Launch) -> str:
-    """The custom call's backend_config: base64 of JSON, in the form of NKI 0.6 and more.
+    """The custom call's backend_config, base64 of JSON: what NKI documents, and `neuronmm`.
 
-    Source of kernel_version, klir_binary, func_name, grid and has_collectives: Neuron SDK 2.32,
-    "NKI Kernel as a Framework Custom Operator". The object `neuronmm` holds whatever else
-    distinguishes two calls, so that different kernels never share a hash.
+    Source of the members that NKI writes: Neuron SDK 2.32, "NKI Kernel as a Framework Custom
+    Operator". The object `neuronmm` holds whatever else distinguishes two calls, so that different
+    kernels never share a hash.
     """
     from neuronmm_ops.kernels import source_fingerprint
 
@@ -105,7 +106,7 @@ def _lower(op: str, x: Tensor, weights: Weights, activation: str | None) -> Tens
         return _custom_call(op, x, weights, activation)
     if route.name == "nki":
         return call_kernel(launch_here(op, x, weights, activation), x, weights)
-    return reference.KERNELS[op](x, *weights, *([] if activation is None else [activation]))
+    return call(reference.KERNELS, op, x, weights, activation)
 
 
 def _custom_call(op: str, x: Tensor, weights: Weights, activation: str | None) -> Tensor:
