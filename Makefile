@@ -24,9 +24,10 @@ xla-env: $(XLA_INSTALLED)  ## create .venv-xla with torch 2.9.0 and torch_xla 2.
 # --no-deps: the CUDA packages that torch would bring take 6 GB; stand-ins are built instead.
 $(XLA_INSTALLED): pyproject.toml constraints.txt tests/xla/requirements.txt
 	$(PYTHON) -m venv $(XLA_VENV)
-	$(XLA_BIN)/pip install --quiet --disable-pip-version-check --no-deps torch==2.9.0 torch_xla==2.9.0
+	$(XLA_BIN)/pip install --quiet --disable-pip-version-check --no-compile \
+		--no-deps torch==2.9.0 torch_xla==2.9.0
 	grep -v '^torch==' constraints.txt > $(XLA_VENV)/constraints.txt
-	$(XLA_BIN)/pip install --quiet --disable-pip-version-check \
+	$(XLA_BIN)/pip install --quiet --disable-pip-version-check --no-compile \
 		-c $(XLA_VENV)/constraints.txt -r tests/xla/requirements.txt
 	$(XLA_BIN)/python tests/xla/cuda_stand_ins.py
 	$(XLA_BIN)/pip install --quiet --disable-pip-version-check --no-deps -e .
