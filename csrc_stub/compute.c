@@ -121,8 +121,9 @@ static float activated(Activation activation, float x) {
 }
 
 /* gate = act(gate) * up, each step rounded. */
-static void multiply_gated(float *gate, const float *up, size_t count, const Config *config) {
+static void multiply_gated(float *gate, float *up, size_t count, const Config *config) {
   round_to(config->dtype, gate, count);
+  round_to(config->dtype, up, count);
   for (size_t i = 0; i < count; i++) gate[i] = activated(config->activation, gate[i]);
   round_to(config->dtype, gate, count);
   for (size_t i = 0; i < count; i++) gate[i] *= up[i];
@@ -131,7 +132,7 @@ static void multiply_gated(float *gate, const float *up, size_t count, const Con
 
 /* --- ops ------------------------------------------------------------------------------------- */
 
-/* Where an op's floats lie in its work space; config.c checked that all of them fit. */
+/* Where an op's floats lie in its work space. */
 typedef struct {
   float *x, *y, *low, *gate, *up;
 } Work;
@@ -146,10 +147,11 @@ static size_t largest_rank(const Config *config) {
 static bool allocate(Work *work, const Config *config, Message *why) {
   size_t M = config->M, rank = largest_rank(config);
   size_t columns = config->K + config->N + rank + 2 * config->inner;
-  work->x = malloc(M * columns * sizeof *work->x);
+  bool fits = M <= PTRDIFF_MAX / sizeof *work->x / columns;
+  work->x = fits ? malloc(M * columns * sizeof *work->x) : NULL;
   if (!work->x)
-    return refuse(why, "no memory for %zu bytes of work space, got M=%zu K=%zu N=%zu; run fewer "
-                       "tokens a call", M * columns * sizeof *work->x, M, config->K, config->N);
+    return refuse(why, "no memory for %zu rows of %zu floats, got M=%zu K=%zu N=%zu; run fewer "
+                       "tokens a call", M, columns, M, config->K, config->N);
   work->y = work->x + M * config->K;
   work->low = work->y + M * config->N;
   work->gate = work->low + M * rank;
@@ -175,7 +177,6 @@ static void svd_mlp(const Config *c, const void *const *in, Work *work) {
   Matrix u_down = {in[5], c->inner, c->ranks[2], false}, v_down = {in[6], c->ranks[2], c->N, false};
   pair(work->gate, work->low, work->x, c->M, &u_gate, &v_gate, c->dtype);
   pair(work->up, work->low, work->x, c->M, &u_up, &v_up, c->dtype);
-  round_to(c->dtype, work->up, c->M * c->inner);
   multiply_gated(work->gate, work->up, c->M * c->inner, c);
   pair(work->y, work->low, work->gate, c->M, &u_down, &v_down, c->dtype);
 }

@@ -143,21 +143,16 @@ static bool check_flags(const Config *config, Message *why) {
   return true;
 }
 
-/* Checks that every matrix, and all of compute's work space, fits the address space. */
+/* Checks that every matrix fits the address space. */
 static bool check_bytes(const Config *config, Message *why) {
   size_t K = config->K, N = config->N, inner = config->inner;
-  size_t rank = 0, columns = K + N + 2 * inner;
-  for (size_t i = 0; i < RANKS[config->op]; i++) {
-    rank = config->ranks[i] > rank ? config->ranks[i] : rank;
-    columns += config->ranks[i];
-  }
-  size_t widest = K > N ? K : N;
-  if (inner > widest) widest = inner;
-  size_t largest = PTRDIFF_MAX / sizeof(float);
-  size_t across = config->op == OP_XW ? (K < N ? K : N) : rank;
-  if (config->M > largest / columns || widest > largest / across)
-    return refuse(why, "matrices must be smaller than 2^63 bytes, got M=%zu K=%zu N=%zu inner=%zu "
-                       "and a rank of %zu", config->M, K, N, inner, rank);
+  size_t longest = K > N ? K : N, rank = config->op == OP_XW ? (K < N ? K : N) : 0;
+  if (inner > longest) longest = inner;
+  for (size_t i = 0; i < RANKS[config->op]; i++)
+    if (config->ranks[i] > rank) rank = config->ranks[i];
+  if (longest > PTRDIFF_MAX / sizeof(float) / rank)
+    return refuse(why, "matrices must be smaller than 2^63 bytes, got K=%zu N=%zu inner=%zu and a "
+                       "rank of %zu", K, N, inner, rank);
   return true;
 }
 

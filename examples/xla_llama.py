@@ -7,7 +7,10 @@ prints what would run, and asks for plain matmuls (`NEURONMM_XLA=composite`) to 
     PJRT_DEVICE=CPU python examples/xla_llama.py
 """
 
+import base64
+import json
 import os
+import re
 import sys
 from typing import Any
 
@@ -19,7 +22,7 @@ from neuronmm_ops import SVDConfig, compress_
 try:
     import torch_xla  # pyright: ignore[reportMissingImports]
     import torch_xla.core.xla_model as xm  # pyright: ignore[reportMissingImports]
-except ImportError:
+except ModuleNotFoundError:
     sys.exit("torch_xla is not installed; run: pip install 'neuronmm-ops[hf,xla]'")
 from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
 
@@ -34,6 +37,11 @@ CONFIG = LlamaConfig(
     max_position_embeddings=64,
 )
 PROMPT, NEW_TOKENS = 16, 8
+
+
+def next_logits(model: Any, ids: Tensor, cache: StaticCache) -> Tensor:
+    """Logits of the token after `ids`, which follow what is in the cache."""
+    return model(ids, past_key_values=cache).logits[:, -1]
 
 
 class Llama:
@@ -53,14 +61,10 @@ class Llama:
     def lower(self, tokens: int) -> str:
         """The HLO of a pass over `tokens` tokens, without running it."""
         ids = torch.zeros(1, tokens, dtype=torch.long, device=self.device)
-        logits = self.step(self.model, ids, self.new_cache())
+        logits = next_logits(self.model, ids, self.new_cache())
         hlo = torch_xla._XLAC._get_xla_tensors_hlo([logits])
         del logits  # a pending tensor would be computed with the next graph
         return hlo
-
-    def step(self, model: Any, ids: Tensor, cache: StaticCache) -> Tensor:
-        """Logits of the token after `ids`, which follow what is in the cache."""
-        return model(ids, past_key_values=cache).logits[:, -1]
 
     def generate(self, prompt: Tensor) -> list[int]:
         """Greedy tokens after prompt [1, tokens]."""
@@ -68,9 +72,18 @@ class Llama:
         ids = prompt.to(self.device)
         tokens: list[int] = []
         while len(tokens) < NEW_TOKENS:
-            ids = self.step(self.compiled, ids, self.cache).argmax(-1, keepdim=True)
+            ids = next_logits(self.compiled, ids, self.cache).argmax(-1, keepdim=True)
             tokens.append(int(ids))
         return tokens
+
+
+def show(call: str) -> None:
+    """Print a custom call, and what its config says in place of the config."""
+    text, config, rest = re.split(r'backend_config="([^"]+)"', call)
+    decoded = json.loads(base64.b64decode(config))
+    print(f"  {text}backend_config=...{rest}")
+    for name in ("func_name", "grid", "klir_binary", "neuronmm"):
+        print(f"    {name}: {decoded[name]}")
 
 
 def compressed_llama() -> Any:
@@ -94,9 +107,9 @@ def main() -> None:
         lines = llama.lower(tokens).splitlines()
         calls = [line.strip() for line in lines if " custom-call(" in line]
         dots = sum(" dot(" in line for line in lines)
-        print(f"{form}, {tokens} tokens: {len(calls)} custom calls, {dots} dots")
+        print(f"{form}, M = {tokens}: {len(calls)} custom calls, {dots} dots")
         for call in calls:
-            print(f"  {call}")
+            show(call)
 
     if xm.xla_device_hw(device) == "CPU":
         print("XLA:CPU has no NKI kernels: generating with NEURONMM_XLA=composite")

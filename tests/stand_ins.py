@@ -149,14 +149,18 @@ def _(args: Sequence[Tensor | None], index: int) -> Tensor:
 # --- a machine with them installed ---------------------------------------------------------------
 
 
-class Machine:
+class NeuronMachine:
     """A Neuron machine of a test: its instance type and its packages."""
 
     def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.root = root
         self.monkeypatch = monkeypatch
-        for variable in ("TARGET_VARIABLE", "LNC_VARIABLE", "ROUTE_VARIABLE"):
-            monkeypatch.delenv(getattr(toolchain, variable), raising=False)
+        for variable in (
+            toolchain.TARGET_VARIABLE,
+            toolchain.LNC_VARIABLE,
+            toolchain.ROUTE_VARIABLE,
+        ):
+            monkeypatch.delenv(variable, raising=False)
         monkeypatch.setattr(toolchain, "PRODUCT_NAME", str(root / "product_name"))
         monkeypatch.syspath_prepend(root)
 
@@ -208,10 +212,10 @@ def forget() -> None:
 
 
 @contextmanager
-def neuron_machine(root: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
+def neuron_machine(root: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[NeuronMachine]:
     """A machine without a package or an instance type."""
     forget()
     try:
-        yield Machine(root, monkeypatch)
+        yield NeuronMachine(root, monkeypatch)
     finally:
         forget()

@@ -5,20 +5,24 @@ from collections.abc import Iterator
 
 import pytest
 import stand_ins
-from stand_ins import Machine
+import torch
+from stand_ins import NeuronMachine
 
 from neuronmm_ops.doctor import diagnose
 
 
 @pytest.fixture
-def machine(tmp_path, monkeypatch) -> Iterator[Machine]:
+def machine(tmp_path, monkeypatch) -> Iterator[NeuronMachine]:
     with stand_ins.neuron_machine(tmp_path, monkeypatch) as found:
         yield found
         assert not {"nki", "torch_neuronx", "torch_xla"} & set(sys.modules), "imported"
 
 
-def torch_xla(machine):
-    machine.package("torch_xla", "2.9.0", {"torch_xla/__init__.py": ""})
+OWN = ".".join(torch.__version__.split(".")[:2]) + ".0"
+
+
+def torch_xla(machine, version=OWN):
+    machine.package("torch_xla", version, {"torch_xla/__init__.py": ""})
 
 
 def backend(name):
@@ -37,13 +41,20 @@ def test_xla_is_missing(machine):
     assert reason == "torch_xla is not installed; run: pip install 'neuronmm-ops[xla]'"
 
 
+def test_a_torch_xla_of_another_torch_does_not_load(machine):
+    torch_xla(machine, "2.5.0")
+    usable, reason = backend("xla")
+    assert not usable
+    assert reason == f"torch_xla 2.5.0 loads with torch 2.5, got {torch.__version__}"
+
+
 def test_xla_without_neuron(machine):
     torch_xla(machine)
     assert backend("xla") == (
-        True,
-        "torch_xla 2.9.0; lowered as custom call: nki and torch_neuronx are not installed; target "
+        False,
+        f"torch_xla {OWN}; lowered as custom call: nki and torch_neuronx are not installed; target "
         "trn1, lnc 1 (target: no Neuron instance found; set NEURON_PLATFORM_TARGET_OVERRIDE; lnc: "
-        "default of trn1)",
+        "default of trn1); to be read or exported; to run the ops set NEURONMM_XLA=composite",
     )
 
 
@@ -57,7 +68,7 @@ def test_xla_with_neuron(machine):
     machine.environment(NEURON_PLATFORM_TARGET_OVERRIDE="trn2", NEURON_LOGICAL_NC_CONFIG="1")
     assert backend("xla") == (
         True,
-        "torch_xla 2.9.0; lowered as nki: nki 0.3.0 and torch_neuronx, through "
+        f"torch_xla {OWN}; lowered as nki: nki 0.3.0 and torch_neuronx, through "
         "nki.framework.torch_xla; target trn2, lnc 1 (target: NEURON_PLATFORM_TARGET_OVERRIDE; "
         "lnc: NEURON_LOGICAL_NC_CONFIG)",
     )
@@ -78,9 +89,10 @@ def test_an_nki_too_old_for_the_kernels(machine):
 
 def test_xla_by_composite(machine):
     torch_xla(machine)
-    machine.environment(NEURONMM_XLA="composite")
+    machine.nki("0.2.0")
+    machine.environment(NEURONMM_XLA="composite", NEURON_LOGICAL_NC_CONFIG="nonsense")
     usable, reason = backend("xla")
-    assert usable
+    assert usable, "plain matmuls need no NKI and no core"
     assert "lowered as composite: two dots per pair, asked for by NEURONMM_XLA" in reason
 
 
@@ -96,10 +108,10 @@ def test_neuron_is_missing(machine):
 @pytest.mark.parametrize(
     ("offers", "way"),
     [
-        ("nki_op", "nki_op"),
-        ("wrap_nki", "wrap_nki"),
-        ("wrap_nki in nki_hop", "wrap_nki"),
-        ("direct", "direct"),
+        ("nki_op", "through nki_op"),
+        ("wrap_nki", "through wrap_nki"),
+        ("wrap_nki in nki_hop", "through wrap_nki"),
+        ("direct", "directly"),
     ],
 )
 def test_neuron_says_the_way(machine, offers, way):
@@ -108,19 +120,25 @@ def test_neuron_says_the_way(machine, offers, way):
     machine.instance("trn2.48xlarge")
     assert backend("neuron") == (
         True,
-        f"torch_neuronx 2.11.3 and nki 0.6.0; kernels called through {way}; target trn2, lnc 2 "
+        f"torch_neuronx 2.11.3 and nki 0.6.0; kernels called {way}; target trn2, lnc 2 "
         "(target: instance type trn2.48xlarge; lnc: default of trn2)",
     )
 
 
-def test_the_torch_neuronx_of_xla_has_no_device_neuron(machine):
+@pytest.mark.parametrize(
+    ("version", "has_device"),
+    [("2.9.0.2.15.32035", False), ("2.8.0", False), ("1.13.1", False), ("2.10.0", True)],
+)
+def test_the_torch_neuronx_of_xla_has_no_device_neuron(machine, version, has_device):
     machine.nki()
-    machine.torch_neuronx(version="2.9.0.2.15.32035")
+    machine.torch_neuronx(version=version)
     machine.instance("trn2.48xlarge")
-    assert backend("neuron") == (
-        False,
-        "torch_neuronx 2.9.0.2.15.32035 is for PyTorch/XLA; the device neuron came with 2.10",
-    )
+    usable, reason = backend("neuron")
+    assert usable == has_device
+    if not has_device:
+        assert reason == (
+            f"torch_neuronx {version} is for PyTorch/XLA; the device neuron came with 2.10"
+        )
 
 
 def test_neuron_on_another_machine(machine):
@@ -147,7 +165,10 @@ def test_the_placeholder_is_named(machine):
 
 @pytest.mark.parametrize(
     ("version", "words"),
-    [("0.7.0", "nki must be one of"), ("0.6.0", "should have the module nki.framework._torch_xla")],
+    [
+        ("0.7.0", "nki must be one of"),
+        ("0.6.0", "must have nki.framework._torch_xla or nki.framework.torch_xla"),
+    ],
 )
 def test_an_unusable_nki(machine, version, words):
     torch_xla(machine)

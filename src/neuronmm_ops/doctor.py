@@ -14,6 +14,8 @@ from neuronmm_ops.ops.neuron import expected_way
 from neuronmm_ops.ops.toolchain import (
     INSTALL,
     PLACEHOLDER,
+    ROUTE_VARIABLE,
+    XLA_INSTALL,
     Core,
     core,
     missing_packages,
@@ -32,6 +34,12 @@ PACKAGES = (
     "neuronx-cc",
     "torch-neuronx",
 )
+WAYS = {
+    "nki_op": "through nki_op",
+    "wrap_nki": "through wrap_nki",
+    "direct": "directly",
+    None: "as the first call finds",
+}
 
 
 def diagnose() -> dict[str, Any]:
@@ -63,18 +71,27 @@ def _cuda() -> dict[str, Any]:
 
 def _xla() -> dict[str, Any]:
     if importlib.util.find_spec("torch_xla") is None:
-        reason = "torch_xla is not installed; run: pip install 'neuronmm-ops[xla]'"
+        return _backend("xla", False, XLA_INSTALL)
+    version = _version("torch-xla") or "of unknown version"
+    line, own = version.split(".")[:2], torch.__version__.split(".")[:2]
+    if line != own:
+        reason = f"torch_xla {version} loads with torch {'.'.join(line)}, got {torch.__version__}"
         return _backend("xla", False, reason)
     try:
-        route, chosen = xla_route(), core()
+        route = xla_route()
+        reasons = [f"torch_xla {version}", f"lowered as {route.name}: {route.reason}"]
+        if route.name == "composite":
+            return _backend("xla", True, "; ".join(reasons))
+        chosen = core()
     except (NkiVersionError, ValueError) as error:
         return _backend("xla", False, str(error))
-    reasons = [f"torch_xla {_version('torch-xla')}", f"lowered as {route.name}: {route.reason}"]
-    # Only the real NKI compiles for a machine; what is written here can be read without one.
-    problem = why_not_compilable() if route.name == "nki" else None
-    usable = route.name != "nki" or (chosen.known and problem is None)
-    reasons += [*([problem] if problem else []), *_placeholder(), _described(chosen)]
-    return _backend("xla", usable, "; ".join(reasons))
+    reasons += [*_placeholder(), _described(chosen)]
+    if route.name == "custom call":
+        reasons.append(f"to be read or exported; to run the ops set {ROUTE_VARIABLE}=composite")
+        return _backend("xla", False, "; ".join(reasons))
+    problem = why_not_compilable()
+    reasons += [problem] if problem else []
+    return _backend("xla", chosen.known and problem is None, "; ".join(reasons))
 
 
 def _neuron() -> dict[str, Any]:
@@ -92,7 +109,7 @@ def _neuron() -> dict[str, Any]:
     problem = why_not_compilable()
     reasons = [
         f"torch_neuronx {version} and nki {_version('nki')}",
-        f"kernels called through {expected_way() or 'what the first call finds'}",
+        f"kernels called {WAYS[expected_way()]}",
         *([problem] if problem else []),
         _described(chosen),
     ]

@@ -8,14 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
-DTYPE_NAMES = {
-    torch.float32: "float32",
-    torch.bfloat16: "bfloat16",
-    torch.float16: "float16",
-}
+from neuronmm_ops.ops.launch import DTYPE_NAMES
 
 
 def neuronmm_section(**changes: Any) -> dict[str, Any]:

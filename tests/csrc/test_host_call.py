@@ -10,11 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 from commands import run
-from host_calls import DTYPE_NAMES, Library, document, encoded, neuronmm_section
+from host_calls import Library, document, encoded, neuronmm_section
+from operands import doubled
 from tolerances import assert_close_to_oracle
 from torch import Tensor
 
 from neuronmm_ops.ops import reference
+from neuronmm_ops.ops.launch import DTYPE_NAMES
 
 DTYPES = tuple(DTYPE_NAMES)
 ACTIVATIONS = tuple(reference.ACTIVATIONS)
@@ -31,10 +33,6 @@ def draw(*shapes: tuple[int, ...], dtype: torch.dtype, scale: float = 1.0) -> li
     return [(torch.randn(shape, generator=generator) * scale).to(dtype) for shape in shapes]
 
 
-def doubled(tensors: list[Tensor]) -> list[Tensor]:
-    return [t.double() for t in tensors]
-
-
 # --- values --------------------------------------------------------------------------------------
 
 # One row, odd sizes, more than one tile of the C loops in every direction.
@@ -48,7 +46,7 @@ def test_xw(library, shape, dtype, bias):
     M, K, N, _ = shape
     operands = draw((M, K), (K, N), *[(N,)] * bias, dtype=dtype)
     actual = library.run("xw", operands)
-    assert_close_to_oracle(actual, reference.xw(*doubled(operands)), reference.xw(*operands))
+    assert_close_to_oracle(actual, reference.xw(*doubled(*operands)), reference.xw(*operands))
 
 
 @pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
@@ -58,7 +56,7 @@ def test_xuv(library, shape, dtype, bias):
     M, K, N, r = shape
     operands = draw((M, K), (K, r), (r, N), *[(N,)] * bias, dtype=dtype)
     actual = library.run("xuv", operands)
-    assert_close_to_oracle(actual, reference.xuv(*doubled(operands)), reference.xuv(*operands))
+    assert_close_to_oracle(actual, reference.xuv(*doubled(*operands)), reference.xuv(*operands))
 
 
 @pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
@@ -78,9 +76,9 @@ def test_svd_mlp(library, shape, dtype, activation):
     shapes = [(M, K), (K, r), (r, I), (K, r + 1), (r + 1, I), (I, r + 2), (r + 2, K + 1)]
     operands = draw(*shapes, dtype=dtype, scale=0.25)
     actual = library.run("svd_mlp", operands, activation=activation)
-    oracle = reference.svd_mlp(*doubled(operands), activation=activation)
+    oracle = reference.svd_mlp(*doubled(*operands), activation=activation)
     low = reference.svd_mlp(*operands, activation=activation)
-    magnitude = reference.svd_mlp(*[t.abs() for t in doubled(operands)], activation="relu")
+    magnitude = reference.svd_mlp(*[t.abs() for t in doubled(*operands)], activation="relu")
     assert_close_to_oracle(actual, oracle, low, magnitude)
 
 
@@ -200,17 +198,29 @@ WRONG_SECTIONS = {
     "larger": ({"M": 2**64 + 4}, "M must be an integer in 1..2147483647, got 18446744073709551620"),
     "bytes of a factor": (
         {"M": 1, "K": HUGE, "N": HUGE, "ranks": [HUGE]},
-        "matrices must be smaller than 2^63 bytes, got M=1 K=2147483647 N=2147483647",
+        "matrices must be smaller than 2^63 bytes, got K=2147483647 N=2147483647",
+    ),
+    "bytes of a factor inside an MLP": (
+        MLP | {"M": 1, "K": 1, "N": 1, "inner": HUGE, "ranks": [1, 1, HUGE]},
+        "matrices must be smaller than 2^63 bytes, got K=1 N=1 inner=2147483647 and a rank of 21",
     ),
     "bytes of all tokens": (
         {"M": HUGE, "K": HUGE, "N": HUGE, "ranks": [1]},
-        "matrices must be smaller than 2^63 bytes, got M=2147483647 K=2147483647 N=2147483647",
+        "no memory for 2147483647 rows of 4294967295 floats, got M=2147483647",
+    ),
+    "bytes of all tokens inside an MLP": (
+        MLP | {"M": HUGE, "K": 1, "N": 1, "inner": 2**30, "ranks": [1, 1, 1]},
+        "no memory for 2147483647 rows of 2147483651 floats, got M=2147483647",
+    ),
+    "bytes of all tokens at the rank": (
+        {"M": HUGE, "K": 1, "N": 1, "ranks": [HUGE]},
+        "no memory for 2147483647 rows of 2147483649 floats, got M=2147483647",
     ),
     "bytes of xw": (
         {"op": "xw", "M": 1, "K": HUGE, "N": HUGE, "ranks": []},
-        "matrices must be smaller than 2^63 bytes, got M=1 K=2147483647",
+        "matrices must be smaller than 2^63 bytes, got K=2147483647",
     ),
-    "memory": ({"M": 2**30, "K": 2**16}, "no memory for 2"),
+    "memory": ({"M": 2**30, "K": 2**16}, "no memory for 1073741824 rows of 65544 floats"),
     "no rank": ({"ranks": []}, "ranks of xuv must be a list of 1, got []"),
     "ranks of another op": ({"ranks": [3, 3, 3]}, "ranks of xuv must be a list of 1, got [3, 3, 3"),
     "ranks of xw": ({"op": "xw"}, "ranks of xw must be a list of 0, got [3]"),

@@ -124,12 +124,25 @@ def test_a_compressed_model_runs_without_python(build, tmp_path):
     torch.testing.assert_close(y, expected)
 
 
-def test_the_runner_says_how_it_is_called(build, tmp_path):
-    program = build("run_package")
-    usage = subprocess.run([program], capture_output=True, text=True, check=False)
+def test_the_runner_says_how_it_is_called(build):
+    usage = subprocess.run([build("run_package")], capture_output=True, text=True, check=False)
     assert (usage.returncode, usage.stderr.split(":")[0]) == (2, "usage")
+
+
+@pytest.mark.parametrize(
+    ("shape", "name", "words"),
+    [
+        ("2x2", "x", "input must be float32 of shape [2, 2] = 16 bytes, got another size in x;"),
+        ("i64:2x2", "x", "input must be int64 of shape [2, 2] = 32 bytes, got another size in x;"),
+        ("2x2", "absent", "cannot read absent; check the path"),
+        ("4xabc", "x", "SHAPE must be sizes joined by x, got 4xabc; write 4x256, or i64:1x8"),
+        ("3", "x", "cannot read model.pt2; check the path"),
+    ],
+)
+def test_the_runner_refuses_in_one_line(build, tmp_path, shape, name, words):
     (tmp_path / "x").write_bytes(bytes(12))
-    command = [program, "model.pt2", tmp_path / "y", "2x2", tmp_path / "x"]
-    wrong = subprocess.run(command, capture_output=True, text=True, check=False)
+    command = [build("run_package"), "model.pt2", "y", shape, name]
+    wrong = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
     assert wrong.returncode == 1
-    assert wrong.stderr.startswith("run_package: input must be float32 of shape [2, 2] = 16 bytes")
+    assert wrong.stderr.startswith(f"run_package: {words}")
+    assert wrong.stderr.count("\n") == 1, wrong.stderr

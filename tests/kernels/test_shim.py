@@ -53,6 +53,14 @@ def test_the_simulated_core_refuses_kernels_of_an_installed_nki(tmp_path):
     assert done.stderr.strip().endswith("simulate in an environment without it")
 
 
+def test_an_nki_that_lacks_a_part_is_not_passed_over(tmp_path):
+    package(tmp_path, NKI)
+    (tmp_path / "nki" / "language.py").write_text("import nki._gone\n")
+    done = run(tmp_path)
+    assert done.returncode != 0
+    assert "No module named 'nki._gone'" in done.stderr
+
+
 def test_a_broken_nki_is_not_passed_over(tmp_path):
     package(tmp_path, "import a_library_that_nki_needs\n")
     done = run(tmp_path)

@@ -25,7 +25,7 @@ from operands import (
     plain_xw,
     svd_mlp_magnitude,
 )
-from stand_ins import TORCH_NEURONX, DirectKernel, Machine, record
+from stand_ins import TORCH_NEURONX, DirectKernel, NeuronMachine, record
 from tolerances import assert_close_to_oracle
 from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -41,7 +41,7 @@ kernel_of = kernels.kernel_of
 
 
 @pytest.fixture
-def machine(tmp_path, monkeypatch) -> Iterator[Machine]:
+def machine(tmp_path, monkeypatch) -> Iterator[NeuronMachine]:
     """A trn2 whose kernels are called directly where nothing wraps them."""
     monkeypatch.setattr(kernels, "kernel_of", lambda plan: DirectKernel(kernel_of(plan)))
     with stand_ins.neuron_machine(tmp_path, monkeypatch) as found:
@@ -164,8 +164,24 @@ def test_a_kernel_is_wrapped_once_for_all_shapes(machine):
     assert (len(record.calls), record.wrapped) == (3, 1)
 
 
+def test_each_kernel_and_grid_has_its_wrapper(machine):
+    machine.nki()
+    machine.torch_neuronx()
+    for target, tokens in (("trn1", 130), ("trn2", 130), ("trn1", 3)):
+        machine.environment(NEURON_PLATFORM_TARGET_OVERRIDE=target)
+        tensors = xuv_tensors(tokens)
+        assert_right(dispatched("xuv", *tensors), plain_xuv, tensors)
+        assert record.calls[-1].grid == ((2,) if target == "trn2" else (1,))
+    assert record.wrapped == 3
+
+
 def test_a_compiled_torch_neuronx_tells_nothing_before_it_is_imported(machine):
     (machine.root / f"torch_neuronx{EXTENSION_SUFFIXES[0]}").touch()
+    assert neuron.expected_way() is None
+
+
+def test_an_unreadable_torch_neuronx_tells_nothing_either(machine):
+    (machine.root / "torch_neuronx.py").write_text("# coding: no-such-encoding\n")
     assert neuron.expected_way() is None
 
 

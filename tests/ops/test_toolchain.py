@@ -5,27 +5,23 @@ from collections.abc import Iterator
 
 import pytest
 import stand_ins
-import torch
-from operands import make, plain_xuv
-from stand_ins import Machine
+from stand_ins import NeuronMachine
 
 from neuronmm_ops.errors import NkiVersionError
-from neuronmm_ops.kernels import kernel_of
 from neuronmm_ops.neuroncore.machine import MACHINES
 from neuronmm_ops.ops.toolchain import (
     BRIDGES,
-    call_kernel,
     core,
     is_installed,
-    launch_here,
     nki_bridge,
     nki_release,
+    why_not_compilable,
     xla_route,
 )
 
 
 @pytest.fixture
-def machine(tmp_path, monkeypatch) -> Iterator[Machine]:
+def machine(tmp_path, monkeypatch) -> Iterator[NeuronMachine]:
     with stand_ins.neuron_machine(tmp_path, monkeypatch) as found:
         yield found
 
@@ -134,16 +130,44 @@ def test_every_supported_line_has_its_bridge(machine, line, patch):
 @pytest.mark.parametrize("version", ["0.1.0", "0.7.0", "0.60.0", "1.2", "0.0.2", "6"])
 def test_other_versions_are_refused(machine, version):
     machine.package("nki", version, {"nki/__init__.py": ""})
-    words = rf"nki must be one of 0.2, 0.3, 0.4, 0.5, 0.6; got {version};"
+    words = rf"nki must be one of 0.3, 0.4, 0.5, 0.6; got {version};"
     for _ in range(2):
         with pytest.raises(NkiVersionError, match=words):
             nki_release()
 
 
-@pytest.mark.parametrize(("line", "bridge"), BRIDGES.items())
-def test_a_release_without_its_bridge_is_refused(machine, line, bridge):
+@pytest.mark.parametrize("line", ["0.3", "0.6"])
+@pytest.mark.parametrize("module", ["_torch_xla", "torch_xla"])
+def test_a_bridge_may_have_its_underscore_or_not(machine, line, module):
+    files = {"nki/__init__.py": "", f"nki/framework/{module}.py": ""}
+    machine.package("nki", f"{line}.0", files)
+    assert nki_release() == f"{line}.0"
+    assert nki_bridge(f"{line}.0") == f"nki.framework.{module}"
+
+
+@pytest.mark.parametrize(("line", "modules"), BRIDGES.items())
+def test_a_release_without_its_bridge_is_refused(machine, line, modules):
     machine.package("nki", f"{line}.0", {"nki/__init__.py": "", "nki/framework/kernel.py": ""})
-    with pytest.raises(NkiVersionError, match=f"nki {line}.0 should have the module {bridge},"):
+    words = f"nki {line}.0 must have {' or '.join(modules)}, found none; reinstall it"
+    with pytest.raises(NkiVersionError, match=words):
+        nki_release()
+
+
+@pytest.mark.parametrize("line", BRIDGES)
+def test_the_kernels_compile_from_0_3_on(machine, line):
+    machine.nki(f"{line}.1")
+    problem = why_not_compilable()
+    if line == "0.2":
+        assert problem is not None
+        assert "need NKI 0.3 or later for nc_matmul(accumulate=), got nki 0.2.1" in problem
+    else:
+        assert problem is None
+
+
+def test_an_interrupted_installation_is_named(machine):
+    machine.nki()
+    (machine.root / "nki-0.6.0.dist-info" / "METADATA").unlink()
+    with pytest.raises(NkiVersionError, match="nki is installed without a version; reinstall it"):
         nki_release()
 
 
@@ -200,36 +224,3 @@ def test_an_unknown_nki_is_no_reason_to_go_another_way(machine):
     machine.package("nki", "0.7.0", {"nki/__init__.py": ""})
     with pytest.raises(NkiVersionError):
         xla_route()
-
-
-# --- a launch ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("target", "lnc"), [("trn1", 1), ("trn2", 2), ("trn3", 1)])
-def test_a_launch_is_planned_for_this_machine(machine, target, lnc):
-    machine.environment(NEURON_PLATFORM_TARGET_OVERRIDE=target, NEURON_LOGICAL_NC_CONFIG=str(lnc))
-    launch = launch_here("xuv", make((2, 3, 40)), (make((40, 8)), make((8, 24)), None), None)
-    assert launch is not None
-    assert (launch.plan.problem.target, launch.plan.problem.lnc) == (target, lnc)
-    assert launch.shape == (2, 3, 24)
-
-
-def test_a_kernel_is_called_on_the_tensors(machine):
-    machine.environment(NEURON_PLATFORM_TARGET_OVERRIDE="trn2")
-    x, weights = make((2, 3, 40)), (make((40, 8), layout="transposed"), make((8, 24)), make((24,)))
-    launch = launch_here("xuv", x, weights, None)
-    y = call_kernel(launch, x, weights, lambda plan: stand_ins.DirectKernel(kernel_of(plan)))
-    torch.testing.assert_close(y, plain_xuv(x, *weights))
-
-
-def test_nothing_is_launched_without_elements(machine):
-    x, weights = make((0, 40)), (make((40, 8)), make((8, 24)), None)
-    assert launch_here("xuv", x, weights, None) is None
-    assert call_kernel(None, x, weights).shape == (0, 24)
-
-
-def test_a_kernel_is_not_called_for_a_guessed_core(machine):
-    x, weights = make((3, 40)), (make((40, 24)), None)
-    launch = launch_here("xw", x, weights, None)
-    with pytest.raises(RuntimeError, match="set NEURON_PLATFORM_TARGET_OVERRIDE"):
-        call_kernel(launch, x, weights)

@@ -92,11 +92,8 @@ def register(address: int) -> None:
 
 def build_c_handler(folder: Path) -> ctypes.CDLL:
     """Compile the C handler and load it; it reports failures through XLA's status."""
-    library = folder / "libhost_call.so"
-    sources = [str(source) for source in CSRC.glob("*.c")]
-    options = ["-std=c11", "-O3", "-march=native", "-shared", "-fPIC"]
-    subprocess.run(["gcc", *options, *sources, "-lm", "-o", str(library)], check=True)
-    handler = ctypes.CDLL(str(library))
+    subprocess.run(["make", "-s", "-C", str(CSRC), "host_call", f"BUILD={folder}"], check=True)
+    handler = ctypes.CDLL(str(folder / "libneuronmm_host_call.so"))
     handler.neuronmm_set_status_failure(set_failure)
     return handler
 

@@ -163,7 +163,7 @@ print(len(graph.calls), graph.dots)
     assert done.stdout.split() == ["0", "2"]
 
 
-def test_leaving_the_device_and_coming_back_keeps_values(device):
+def test_leaving_the_device_and_coming_back_keeps_values_and_layout(device):
     layer = SVDLinear(40, 24, 8)
     x = torch.randn(3, 40)
     with torch.no_grad():
@@ -171,3 +171,4 @@ def test_leaving_the_device_and_coming_back_keeps_values(device):
         layer.to(device)
         torch_xla.sync()
         assert torch.equal(layer.cpu()(x), expected)
+    assert (layer.u.stride(), layer.v.stride()) == ((1, 40), (1, 8))

@@ -21,8 +21,10 @@ def example():
 def test_as_a_script():
     done = subprocess.run([sys.executable, str(SCRIPT)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert "prefill, 16 tokens: 2 custom calls, 13 dots" in done.stdout
-    assert "decode, 1 tokens: 2 custom calls, 13 dots" in done.stdout
+    assert "prefill, M = 16: 2 custom calls, 13 dots" in done.stdout
+    assert "decode, M = 1: 2 custom calls, 13 dots" in done.stdout
+    assert done.stdout.count("api_version=API_VERSION_STATUS_RETURNING,") == 4  # Neuron's
+    assert done.stdout.count("func_name: svd_mlp") == 4
     assert done.stdout.count('custom_call_target="AwsNeuronCustomNativeKernel"') == 4
     assert "as on the CPU: True" in done.stdout
 

@@ -1,5 +1,7 @@
 """Every op on XLA tensors becomes one custom call that says which kernel it is."""
 
+import re
+
 import pytest
 import torch
 import torch_xla
@@ -9,7 +11,7 @@ from torch_xla import _XLAC
 from torch_xla.core import xla_builder
 
 import neuronmm_ops as nm
-from neuronmm_ops import ops
+from neuronmm_ops import kernels, ops
 from neuronmm_ops.kernels import plan_svd_mlp, plan_xuv, plan_xw
 from neuronmm_ops.ops import launch, xla
 from neuronmm_ops.ops.hlo import Array, CustomCall, module_of
@@ -79,11 +81,17 @@ def test_the_api_version_is_a_parameter(device, api):
     assert (call.target, call.api_version) == ("AwsNeuronCustomNativeKernel", api)
 
 
-def test_neuron_is_the_default():
-    assert xla._api_version == xla.API_HOST  # this folder's fixture
-    with xla.api_version(7):
-        assert xla._api_version == 7
-    assert xla._api_version == xla.API_HOST
+def test_the_kernels_source_is_in_the_config_and_the_hash(device, monkeypatch):
+    tensors = on(device, (2, 8), (8, 8))
+    torch_xla.sync()
+    y = nm.xw(*tensors)
+    (call,) = lowered(y).calls
+    name, _, fingerprint = call.config["klir_binary"]["binary"].partition("@")
+    assert name == f"neuronmm_ops.kernels.{call.config['func_name']}"
+    assert re.fullmatch("[0-9a-f]{16}", fingerprint)
+    monkeypatch.setattr(xla, "_computations", {})
+    monkeypatch.setattr(kernels, "source_fingerprint", lambda: "0" * 16)
+    assert graph_hash(nm.xw(*tensors)) != graph_hash(y)
 
 
 @pytest.mark.parametrize("shape", [(200,), (1, 200), (0, 200), (2, 0, 200), (2, 1, 3, 200)])
@@ -169,6 +177,14 @@ def test_other_ways_are_refused(device, monkeypatch):
         nm.xw(*on(device, (2, 8), (8, 8)))
 
 
+@pytest.mark.parametrize("name", ["XLA_USE_BF16", "XLA_DOWNCAST_BF16"])
+def test_dtypes_changed_behind_the_ops_are_refused(device, monkeypatch, name):
+    monkeypatch.setattr(xla, "_computations", {})
+    monkeypatch.setenv(name, "1")
+    with pytest.raises(RuntimeError, match=f"{name}=1 changes them; unset it"):
+        nm.xw(*on(device, (2, 8), (8, 8)))
+
+
 def test_what_no_kernel_takes_is_refused(device):
     x, w = on(device, (2, 8), (8, 8), dtype=torch.float64)
     with pytest.raises(TypeError, match="takes bfloat16, float16 and float32"):
@@ -176,8 +192,10 @@ def test_what_no_kernel_takes_is_refused(device):
     x, w = on(device, (2, 8), (9, 8))
     with pytest.raises(ValueError, match="last dimension of x"):
         nm.xw(x, w)
+    x, w = on(device, (2, 8), (8, 8))
+    lowered(nm.xw(x, w))
     with pytest.raises(TypeError, match="same device"):
-        nm.xw(x, torch.randn(8, 8))
+        nm.xw(x, w.cpu())  # of the shapes of the call before
 
 
 def test_an_hlo_module_survives_xla():

@@ -9,12 +9,14 @@ import torch_xla
 from graphs import lowered
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from operands import ACTIVATIONS
 from tolerances import assert_close_to_oracle
 from torch import nn
 from torch_xla import _XLAC
 
 import neuronmm_ops as nm
 from neuronmm_ops import ops
+from neuronmm_ops.kernels import plan_xuv
 from neuronmm_ops.ops import xla
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -80,7 +82,7 @@ def test_openxla(name, dtype, mode, device, handler):
     assert handler.neuronmm_host_call_count() - before == 2
 
 
-@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "relu"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_activations(activation, device):
     tensors = [make(shape, torch.float32) for shape in CALLS["svd_mlp"][1]]
     with torch.no_grad():
@@ -171,9 +173,13 @@ def test_opcheck(name, requires_grad, device):
     torch.library.opcheck(overload, tuple(tensors), test_utils=XLA_CHECKS)
 
 
-def test_autocast_casts_as_a_linear_does(device):
-    layer, linear = nm.SVDLinear(40, 24, 8).to(device), nn.Linear(40, 24).to(device)
-    x = torch.randn(3, 40, device=device)
+@pytest.mark.parametrize("packed", [True, False])
+def test_autocast_casts_as_a_linear_does(device, packed):
+    layer, linear = nm.SVDLinear(256, 24, 8), nn.Linear(256, 24).to(device)
+    if packed:
+        layer.pack_(plan_xuv(3, 256, 8, 24, packed=True))
+    layer.to(device)
+    x = torch.randn(3, 256, device=device)
     with torch.no_grad(), torch.autocast("xla", dtype=torch.bfloat16):
         y = layer(x)
         assert y.dtype == linear(x).dtype == torch.bfloat16

@@ -11,6 +11,7 @@ import neuronmm_ops
 from neuronmm_ops.bench.timing import time_paired
 from neuronmm_ops.nn import SVDLinear
 from neuronmm_ops.ops import reference, xla
+from neuronmm_ops.ops.toolchain import XLA_INSTALL
 
 K, R, N = 8, 4, 8
 SHAPES = ((2, K), (1, 1, K))
@@ -57,9 +58,8 @@ def run_xla(repeats: int = 30, calls: int = 500) -> list[dict[str, Any]]:
     """
     try:
         import torch_xla  # pyright: ignore[reportMissingImports]
-    except ImportError as error:
-        remedy = "run: pip install 'neuronmm-ops[xla]'"
-        raise ImportError(f"torch_xla is not installed; {remedy}") from error
+    except ModuleNotFoundError as error:
+        raise ImportError(XLA_INSTALL) from error
 
     device = torch_xla.device()
     rows: list[dict[str, Any]] = []

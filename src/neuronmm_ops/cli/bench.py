@@ -23,7 +23,7 @@ def add(commands: Any) -> None:
     command = add_command(
         benchmarks, "overhead", _bench_overhead, show_rows, "what an op call costs"
     )
-    command.add_argument("--xla", action="store_true", help="what tracing it by torch_xla costs")
+    command.add_argument("--xla", action="store_true", help="time tracing on XLA tensors instead")
     command = add_command(
         benchmarks, "methods", _bench_methods, show_rows, "perplexity by method and ratio"
     )

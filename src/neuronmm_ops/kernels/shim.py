@@ -21,7 +21,7 @@ else:
 
         NkiTensor = nl.ndarray
     except ModuleNotFoundError as error:
-        if error.name is None or error.name.partition(".")[0] != "nki":
+        if error.name not in ("nki", "nki.isa", "nki.language"):
             raise
         from neuronmm_ops.neuroncore import isa as nisa
         from neuronmm_ops.neuroncore import jit

@@ -180,10 +180,12 @@ class SVDLinear(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
-        """Move or cast; to or from a NeuronCore the factors change their order in memory."""
+        """Move or cast, and restore the order in memory where the devices' orders differ."""
         before = self.u.device.type
         super()._apply(fn, recurse)
-        if before != self.u.device.type and DEVICE in (before, self.u.device.type):
+        after = self.u.device.type
+        # torch_xla keeps no strides: what comes back from it lies in rows.
+        if before != after and (DEVICE in (before, after) or before == "xla"):
             self.relayout_()
         return self
 

@@ -1,19 +1,22 @@
 """What the launchers of NKI kernels share: an op's arguments, checked and planned.
 
 A launcher (`simulated.py`, `xla.py`, `neuron.py`) is one function from an op's name, tensors and
-activation to its result; `kernels_of` makes the dispatcher's kernels of it.
+activation to its result; `kernels_of` makes the dispatcher's kernels of it. `call_kernel` calls an
+NKI kernel on the tensors of a Neuron device.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from neuronmm_ops.errors import NkiVersionError
 from neuronmm_ops.ops.reference import ACTIVATION_NAMES, rows
+from neuronmm_ops.ops.toolchain import TARGET_VARIABLE, core, why_not_compilable
 from neuronmm_ops.ops.validation import check_packed, check_svd_mlp, check_xuv, check_xw
 
 if TYPE_CHECKING:
@@ -130,6 +133,51 @@ def launch_of(
         plan = plan_xuv(M, K, ranks[0], N, dtype, target, lnc, packed=packed)
     has_bias = weights[-1] is not None and weights[-1].dim() == 1
     return Launch(plan, (*x.shape[:-1], N), has_bias, activation)
+
+
+def launch_here(op: str, x: Tensor, weights: Weights, activation: str | None) -> Launch | None:
+    """`launch_of` for the core of this machine."""
+    chosen = core()
+    return launch_of(op, x, weights, activation, chosen.target, chosen.lnc)
+
+
+def call_kernel(
+    launch: Launch | None,
+    x: Tensor,
+    weights: Weights,
+    kernel_for: Callable[[Plan], Callable[..., Any]] | None = None,
+) -> Tensor:
+    """Call the real NKI kernel of a launch on device tensors.
+
+    Args:
+        launch: what to run; None where a dimension is empty.
+        x: `[..., K]`.
+        weights: as they were planned, a missing bias None.
+        kernel_for: makes a callable of a plan; the kernel itself where not given.
+
+    Returns:
+        `[..., N]`.
+
+    Raises:
+        NkiVersionError: the kernels cannot compile with the installed NKI.
+        RuntimeError: which NeuronCore this machine has is not known.
+    """
+    from neuronmm_ops.kernels import kernel_of
+
+    if launch is None:
+        return without_products(x, weights)
+    problem = why_not_compilable()
+    if problem:
+        raise NkiVersionError(problem)
+    if not core().known:
+        raise RuntimeError(
+            "an NKI kernel is planned for one NeuronCore, found no Neuron instance type; "
+            f"set {TARGET_VARIABLE}"
+        )
+    kernel = (kernel_for or kernel_of)(launch.plan)
+    # A kernel reads row-major memory; factors are stored along their contraction.
+    tensors = [t if t is None else t.contiguous() for t in (rows(x), *weights)]
+    return kernel(*tensors, **launch.arguments).view(launch.shape)
 
 
 def without_products(x: Tensor, weights: Weights) -> Tensor:

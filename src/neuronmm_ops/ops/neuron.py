@@ -21,13 +21,18 @@ from torch import Tensor
 from torch._subclasses.functional_tensor import FunctionalTensorMode
 
 from neuronmm_ops.ops import schema as schema  # registers the ops
-from neuronmm_ops.ops.launch import Kernels, Weights, call, kernels_of
+from neuronmm_ops.ops.launch import (
+    Kernels,
+    Weights,
+    call,
+    call_kernel,
+    kernels_of,
+    launch_here,
+)
 from neuronmm_ops.ops.reference import KERNELS
 from neuronmm_ops.ops.toolchain import (
     INSTALL,
-    call_kernel,
     is_installed,
-    launch_here,
     missing_packages,
     torch_neuronx_function,
 )
@@ -73,7 +78,10 @@ def expected_way() -> Way | None:
     spec = importlib.util.find_spec("torch_neuronx")
     if spec is None or not isinstance(spec.loader, InspectLoader):
         return None
-    source = spec.loader.get_source(spec.name)
+    try:
+        source = spec.loader.get_source(spec.name)
+    except (ImportError, SyntaxError):  # not readable
+        return None
     if source is None:  # compiled
         return None
     names = re.findall(r"\w+", source)

@@ -192,7 +192,7 @@ def _register_autocast(name: str, device_type: str) -> None:
     LIBRARY.impl(name, kernel, key)
 
 
-for _name in ("xuv", "xw", "svd_mlp"):
+for _name in ("xuv", "xuv_packed", "xw", "svd_mlp"):
     for _device_type in ("cpu", "cuda", "xla"):
         _register_autocast(_name, _device_type)
 

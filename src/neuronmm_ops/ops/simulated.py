@@ -41,10 +41,10 @@ def implementation(target: str | None) -> Kernels:
     """The ops on the simulated core of `target`; None is trn1. Raises ValueError for no target."""
     from neuronmm_ops.neuroncore.machine import machine_of
 
-    core = machine_of(target or "trn1").target
+    chosen = machine_of(target or "trn1").target
 
     def simulate(op: str, x: Tensor, weights: Weights, activation: str | None) -> Tensor:
-        return _simulate(launch_of(op, x, weights, activation, core), x, weights)
+        return _simulate(launch_of(op, x, weights, activation, chosen), x, weights)
 
     return kernels_of(simulate)
 

@@ -16,16 +16,9 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.machinery import PathFinder
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
-
-from torch import Tensor
+from typing import Any, Literal
 
 from neuronmm_ops.errors import NkiVersionError
-from neuronmm_ops.ops.launch import Launch, Weights, launch_of, without_products
-from neuronmm_ops.ops.reference import rows
-
-if TYPE_CHECKING:
-    from neuronmm_ops.kernels import Plan
 
 TARGET_VARIABLE = "NEURON_PLATFORM_TARGET_OVERRIDE"
 LNC_VARIABLE = "NEURON_LOGICAL_NC_CONFIG"
@@ -36,21 +29,27 @@ PRODUCT_NAME = "/sys/devices/virtual/dmi/id/product_name"
 
 PLACEHOLDER = "0.0.1"
 """The version of `nki` on the default package index, which has no `nki.language`."""
+_FRAMEWORK = ("nki.framework._torch_xla", "nki.framework.torch_xla")
 BRIDGES = {
-    "0.2": "nki._torch_xla",
-    "0.3": "nki.framework.torch_xla",
-    "0.4": "nki.framework.torch_xla",
-    "0.5": "nki.framework._torch_xla",
-    "0.6": "nki.framework._torch_xla",
+    "0.2": ("nki._torch_xla",),
+    "0.3": _FRAMEWORK,
+    "0.4": _FRAMEWORK,
+    "0.5": _FRAMEWORK,
+    "0.6": _FRAMEWORK,
 }
-"""The supported NKI lines, each with the module by which its kernels take XLA tensors."""
-TOO_OLD = ("0.2",)
-"""Lines in which the kernels cannot compile: `nc_matmul(accumulate=)` came with 0.3.
+"""The NKI lines that are known, each with the modules by which its kernels may take XLA tensors.
+
+The kernels are called directly in all of them, and find that module by themselves; without it an
+installation is broken. 0.5 gave internal modules their underscore.
+"""
+COMPILING = ("0.3", "0.4", "0.5", "0.6")
+"""Lines in which the kernels can compile: `nc_matmul(accumulate=)` came with 0.3.
 
 Source: Neuron SDK 2.32, NKI migration guide.
 """
-TORCH_NEURONX = ("torch_neuronx", "torch_neuronx.nki_hop", "libtorch_neuronx_lite.nki.nki_hop")
+TORCH_NEURONX = ("torch_neuronx", "torch_neuronx.nki_hop")
 """Where `nki_op` and `wrap_nki` have been, newest first."""
+XLA_INSTALL = "torch_xla is not installed; run: pip install 'neuronmm-ops[xla]'"
 INSTALL = "run: pip install 'neuronmm-ops[neuron]' --extra-index-url https://pip.repos.neuron.amazonaws.com"
 
 # --- the core ------------------------------------------------------------------------------------
@@ -99,7 +98,10 @@ def _core(override: str | None, lnc: str | None, instance: str) -> Core:
     from neuronmm_ops.neuroncore.machine import machine_of
 
     if override:
-        machine, known, source = machine_of(override), True, TARGET_VARIABLE
+        try:
+            machine, known, source = machine_of(override), True, TARGET_VARIABLE
+        except ValueError as error:
+            raise ValueError(f"{TARGET_VARIABLE}: {error}") from None
     elif found := _target_of(instance):
         machine, known, source = machine_of(found), True, f"instance type {instance}"
     else:
@@ -139,16 +141,19 @@ def nki_release() -> str | None:
         return None
     if version == PLACEHOLDER:
         return None
-    bridge = BRIDGES.get(_line(version))
-    if bridge is None:
+    if not version:  # an interrupted installation
         raise NkiVersionError(
-            f"nki must be one of {', '.join(BRIDGES)}; got {version}; install one of these from "
+            "nki is installed without a version; reinstall it from the Neuron package index"
+        )
+    if _line(version) not in BRIDGES:
+        raise NkiVersionError(
+            f"nki must be one of {', '.join(COMPILING)}; got {version}; install one of these from "
             "the Neuron package index"
         )
-    if not is_installed(bridge):
+    if nki_bridge(version) is None:
         raise NkiVersionError(
-            f"nki {version} should have the module {bridge}, and has none; reinstall it from the "
-            "Neuron package index"
+            f"nki {version} must have {' or '.join(BRIDGES[_line(version)])}, found none; "
+            "reinstall it from the Neuron package index"
         )
     return version
 
@@ -156,7 +161,7 @@ def nki_release() -> str | None:
 def why_not_compilable() -> str | None:
     """Why the kernels cannot compile with the installed NKI; None where they can."""
     release = nki_release()
-    if release is None or _line(release) not in TOO_OLD:
+    if release is None or _line(release) in COMPILING:
         return None
     return (
         f"the kernels need NKI 0.3 or later for nc_matmul(accumulate=), got nki {release}; install "
@@ -164,9 +169,9 @@ def why_not_compilable() -> str | None:
     )
 
 
-def nki_bridge(release: str) -> str:
-    """The module by which the kernels of a supported NKI take XLA tensors."""
-    return BRIDGES[_line(release)]
+def nki_bridge(release: str) -> str | None:
+    """The module by which the kernels of a known NKI take XLA tensors; None where it has none."""
+    return next(filter(is_installed, BRIDGES[_line(release)]), None)
 
 
 def _line(version: str) -> str:
@@ -238,48 +243,3 @@ def _route_of_packages() -> Route:
         verb = "is" if len(missing) == 1 else "are"
         return Route("custom call", f"{' and '.join(missing)} {verb} not installed")
     return Route("nki", f"nki {release} and torch_neuronx, through {nki_bridge(release)}")
-
-
-# --- a launch ------------------------------------------------------------------------------------
-
-
-def launch_here(op: str, x: Tensor, weights: Weights, activation: str | None) -> Launch | None:
-    """`launch_of` for the core of this machine."""
-    chosen = core()
-    return launch_of(op, x, weights, activation, chosen.target, chosen.lnc)
-
-
-def call_kernel(
-    launch: Launch | None,
-    x: Tensor,
-    weights: Weights,
-    kernel_for: Callable[[Plan], Callable[..., Any]] | None = None,
-) -> Tensor:
-    """Call the real NKI kernel of a launch on device tensors.
-
-    Args:
-        launch: what to run; None where a dimension is empty.
-        x: `[..., K]`.
-        weights: as they were planned, a missing bias None.
-        kernel_for: makes a callable of a plan; the kernel itself where not given.
-
-    Returns:
-        `[..., N]`.
-
-    Raises:
-        NkiVersionError: the kernels cannot compile with the installed NKI.
-        RuntimeError: which NeuronCore this machine has is not known.
-    """
-    from neuronmm_ops.kernels import kernel_of
-
-    if launch is None:
-        return without_products(x, weights)
-    problem = why_not_compilable()
-    if problem:
-        raise NkiVersionError(problem)
-    if not core().known:
-        raise RuntimeError(f"cannot plan an NKI kernel: {core().source}")
-    kernel = (kernel_for or kernel_of)(launch.plan)
-    # A kernel reads row-major memory; factors are stored along their contraction.
-    tensors = [t if t is None else t.contiguous() for t in (rows(x), *weights)]
-    return kernel(*tensors, **launch.arguments).view(launch.shape)

@@ -8,6 +8,7 @@ call goes through a user computation, whose hash covers its config: torch_xla's 
 
 import base64
 import json
+import os
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -25,16 +26,19 @@ from neuronmm_ops.ops.launch import (
     Launch,
     Weights,
     call,
+    call_kernel,
     kernels_of,
+    launch_here,
     without_products,
 )
-from neuronmm_ops.ops.toolchain import call_kernel, core, launch_here, xla_route
+from neuronmm_ops.ops.toolchain import core, xla_route
 
 TARGET = "AwsNeuronCustomNativeKernel"
 """The custom call that the Neuron compiler replaces by an NKI kernel."""
 API_NEURON = 2
+"""XLA's api version of the Neuron compiler: status-returning."""
 API_HOST = 3
-"""XLA's api versions: status-returning, and the same with the config passed to a host handler."""
+"""The same with the config passed to a handler on the host."""
 
 LIBRARY = torch.library.Library("neuronmm", "IMPL")
 
@@ -116,11 +120,22 @@ def _custom_call(op: str, x: Tensor, weights: Weights, activation: str | None) -
     key = (op, activation, core(), _api_version, *signature)
     computation = _computations.get(key)
     if computation is None:
+        _refuse_downcasts()
         launch = launch_here(op, x, weights, activation)
         if launch is None:
             return without_products(x, weights)
         computation = _computations[key] = _computation(launch, tensors)
     return _torch_xla()._xla_user_computation(f"xla::neuronmm_{op}", tensors, computation)[0]
+
+
+def _refuse_downcasts() -> None:
+    """Raise where torch_xla computes in another dtype than its tensors have."""
+    for name in ("XLA_USE_BF16", "XLA_DOWNCAST_BF16"):
+        if os.environ.get(name, "0") not in ("", "0"):
+            raise RuntimeError(
+                f"the ops lower the dtypes that tensors have, {name}={os.environ[name]} changes "
+                "them; unset it and use model.bfloat16()"
+            )
 
 
 @cache

@@ -1,0 +1,94 @@
+"""An op's arguments, checked and planned; a kernel called on device tensors."""
+
+from collections.abc import Iterator
+
+import pytest
+import stand_ins
+import torch
+from operands import make, mlp_shapes, plain_xuv
+from stand_ins import NeuronMachine
+
+from neuronmm_ops.errors import NkiVersionError
+from neuronmm_ops.kernels import kernel_of, plan_svd_mlp, plan_xuv, plan_xw
+from neuronmm_ops.ops.launch import call_kernel, launch_here, launch_of, without_products
+
+
+@pytest.fixture
+def machine(tmp_path, monkeypatch) -> Iterator[NeuronMachine]:
+    with stand_ins.neuron_machine(tmp_path, monkeypatch) as found:
+        yield found
+
+
+def test_each_op_has_its_plan():
+    x, u, v, bias = make((2, 3, 256)), make((256, 24)), make((24, 40)), make((40,))
+    launch = launch_of("xuv", x, (u, v, bias), None, "trn2", 2)
+    assert launch is not None
+    assert launch.plan == plan_xuv(6, 256, 24, 40, "float32", "trn2", 2)
+    assert (launch.shape, launch.bias) == ((2, 3, 40), True)
+    launch = launch_of("xuv_packed", x, (u, v, None), None, "trn1")
+    assert launch is not None
+    assert launch.plan == plan_xuv(6, 256, 24, 40, "float32", "trn1", packed=True)
+    assert not launch.bias
+    launch = launch_of("xw", x, (u, None), None, "trn3")
+    assert launch is not None
+    assert launch.plan == plan_xw(6, 256, 24, "float32", "trn3")
+
+
+def test_svd_mlp_has_three_ranks_and_an_activation():
+    shapes = ((256, 8), (8, 96), (256, 16), (16, 96), (96, 24), (24, 40))
+    launch = launch_of("svd_mlp", make((5, 256)), tuple(map(make, shapes)), "relu", "trn1")
+    assert launch is not None
+    assert launch.plan == plan_svd_mlp(5, 256, (8, 16, 24), 96, 40, "float32", "trn1")
+    assert launch.arguments == {**launch.plan.arguments, "activation": "relu"}
+    assert launch.shape == (5, 40)
+
+
+@pytest.mark.parametrize("shapes", [((2, 0), (0, 8), (8, 4)), ((2, 6), (6, 0), (0, 4))])
+def test_without_products_the_bias_is_left(shapes):
+    x, *weights = (make(shape) for shape in shapes)
+    bias = make((4,))
+    assert launch_of("xuv", x, (*weights, bias), None, "trn1") is None
+    assert torch.equal(without_products(x, (*weights, bias)), bias.expand(2, 4))
+    assert torch.equal(without_products(x, (*weights, None)), torch.zeros(2, 4))
+
+
+def test_without_products_of_an_mlp():
+    weights = tuple(map(make, mlp_shapes(8, 9, 8)))
+    assert without_products(make((0, 8)), weights).shape == (0, 8)
+
+
+@pytest.mark.parametrize(("target", "lnc"), [("trn1", 1), ("trn2", 2), ("trn3", 1)])
+def test_a_launch_is_planned_for_this_machine(machine, target, lnc):
+    machine.environment(NEURON_PLATFORM_TARGET_OVERRIDE=target, NEURON_LOGICAL_NC_CONFIG=str(lnc))
+    launch = launch_here("xuv", make((2, 3, 40)), (make((40, 8)), make((8, 24)), None), None)
+    assert launch is not None
+    assert (launch.plan.problem.target, launch.plan.problem.lnc) == (target, lnc)
+
+
+def test_a_kernel_is_called_on_the_tensors(machine):
+    machine.environment(NEURON_PLATFORM_TARGET_OVERRIDE="trn2")
+    x, weights = make((2, 3, 40)), (make((40, 8), layout="transposed"), make((8, 24)), make((24,)))
+    launch = launch_here("xuv", x, weights, None)
+    y = call_kernel(launch, x, weights, lambda plan: stand_ins.DirectKernel(kernel_of(plan)))
+    torch.testing.assert_close(y, plain_xuv(x, *weights))
+
+
+def test_nothing_is_launched_without_elements(machine):
+    x, weights = make((0, 40)), (make((40, 8)), make((8, 24)), None)
+    assert launch_here("xuv", x, weights, None) is None
+    assert call_kernel(None, x, weights).shape == (0, 24)
+
+
+def test_a_kernel_is_not_called_for_a_guessed_core(machine):
+    x, weights = make((3, 40)), (make((40, 24)), None)
+    launch = launch_here("xw", x, weights, None)
+    with pytest.raises(RuntimeError, match="set NEURON_PLATFORM_TARGET_OVERRIDE"):
+        call_kernel(launch, x, weights)
+
+
+def test_a_kernel_is_not_called_through_an_nki_too_old(machine):
+    machine.environment(NEURON_PLATFORM_TARGET_OVERRIDE="trn1")
+    machine.nki("0.2.0")
+    x, weights = make((3, 40)), (make((40, 24)), None)
+    with pytest.raises(NkiVersionError, match=r"NKI 0\.3 or later"):
+        call_kernel(launch_here("xw", x, weights, None), x, weights)
