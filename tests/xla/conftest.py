@@ -2,6 +2,7 @@
 
 import gc
 import os
+import warnings
 
 import pytest
 import torch
@@ -17,6 +18,9 @@ def handler(tmp_path_factory):
     # torch_xla appends every graph to this file, and graphs.py reads them there.
     os.environ["XLA_SAVE_TENSORS_FMT"] = "hlo"
     os.environ["XLA_SAVE_TENSORS_FILE"] = str(tmp_path_factory.mktemp("graphs") / "saved")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        xla._warn_where_it_cannot_run(xla.API_NEURON)  # said once, and not in the tests
     library = build_c_handler(tmp_path_factory.mktemp("host_call"))
     register(handler_address(library))
     return library

@@ -161,6 +161,14 @@ def test_cores_and_target_come_from_the_environment(device, monkeypatch):
     assert call.config["neuronmm"]["lnc"] == 2
 
 
+def test_a_call_that_cannot_run_here_warns_once(device):
+    xla._warn_where_it_cannot_run.cache_clear()
+    with xla.api_version(xla.API_NEURON):
+        with pytest.warns(UserWarning, match="can be read or exported, not run; set NEURONMM_XLA"):
+            nm.xw(*on(device, (3, 7), (7, 5)))
+        nm.xw(*on(device, (3, 7), (7, 6)))
+
+
 def test_composite_is_asked_for(device, monkeypatch):
     monkeypatch.setenv("NEURONMM_XLA", "composite")
     x, u, v = on(device, (2, 3, 200), (200, 40), (40, 64))

@@ -9,6 +9,7 @@ call goes through a user computation, whose hash covers its config: torch_xla's 
 import base64
 import json
 import os
+import warnings
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -31,7 +32,7 @@ from neuronmm_ops.ops.launch import (
     launch_here,
     without_products,
 )
-from neuronmm_ops.ops.toolchain import core, xla_route
+from neuronmm_ops.ops.toolchain import ROUTE_VARIABLE, core, xla_route
 
 TARGET = "AwsNeuronCustomNativeKernel"
 """The custom call that the Neuron compiler replaces by an NKI kernel."""
@@ -121,6 +122,7 @@ def _custom_call(op: str, x: Tensor, weights: Weights, activation: str | None) -
     computation = _computations.get(key)
     if computation is None:
         _refuse_downcasts()
+        _warn_where_it_cannot_run(_api_version)
         launch = launch_here(op, x, weights, activation)
         if launch is None:
             return without_products(x, weights)
@@ -136,6 +138,19 @@ def _refuse_downcasts() -> None:
                 f"the ops lower the dtypes that tensors have, {name}={os.environ[name]} changes "
                 "them; unset it and use model.bfloat16()"
             )
+
+
+@cache
+def _warn_where_it_cannot_run(version: int) -> None:
+    """Warn once: XLA's CPU client fails on a call without a handler, or ends the process."""
+    from torch_xla import runtime  # pyright: ignore[reportMissingImports]
+
+    if version == API_NEURON and runtime.device_type() == "CPU":
+        warnings.warn(
+            "XLA:CPU has no NKI kernels: this graph can be read or exported, not run; "
+            f"set {ROUTE_VARIABLE}=composite to run it",
+            stacklevel=2,
+        )
 
 
 @cache
