@@ -72,10 +72,13 @@ def _cuda() -> dict[str, Any]:
 def _xla() -> dict[str, Any]:
     if importlib.util.find_spec("torch_xla") is None:
         return _backend("xla", False, XLA_INSTALL)
-    version = _version("torch-xla") or "of unknown version"
-    line, own = version.split(".")[:2], torch.__version__.split(".")[:2]
-    if line != own:
-        reason = f"torch_xla {version} loads with torch {'.'.join(line)}, got {torch.__version__}"
+    version = _version("torch-xla") or "without a version"
+    line = version.split(".")[:2]
+    if line != torch.__version__.split(".")[:2]:
+        reason = (
+            f"torch_xla and torch must be of one line, got {version} and {torch.__version__}; run: "
+            "pip install 'neuronmm-ops[xla]'"
+        )
         return _backend("xla", False, reason)
     try:
         route = xla_route()
