@@ -66,9 +66,10 @@ def test_a_model_is_one_graph_with_one_call_an_op(device, handler):
     assert counters["stats"]["unique_graphs"] == 1
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("targets", ["mlp", "attention", "all-linear"])
-def test_a_llama_lowers_to_its_ops(targets, device):
-    model = compressed(targets)
+def test_a_llama_lowers_to_its_ops(targets, dtype, device):
+    model = compressed(targets, dtype=dtype)
     ids = tiny_ids(2, 12)
     with torch.no_grad():
         low = model(ids, use_cache=False).logits
