@@ -174,10 +174,17 @@ torch.library.register_autograd(
 # --- autocast ------------------------------------------------------------------------------------
 
 
-def _register_autocast(name: str, device_type: str) -> None:
+AUTOCAST_KEYS = {
+    "AutocastCPU": "cpu",
+    "AutocastCUDA": "cuda",
+    "AutocastXLA": "xla",
+    "AutocastPrivateUse1": None,  # named when a backend takes it
+}
+
+
+def _register_autocast(name: str, key: str) -> None:
     """Make the op follow `torch.autocast` as `nn.Linear` does: every tensor in the chosen dtype."""
     op = getattr(torch.ops.neuronmm, name).default
-    key = f"Autocast{device_type.upper()}"
     exclude = torch._C.DispatchKeySet(torch._C._dispatch_key_parse(key))
 
     def cast(argument: Any, dtype: torch.dtype) -> Any:
@@ -185,6 +192,7 @@ def _register_autocast(name: str, device_type: str) -> None:
         return argument.to(dtype) if is_float and argument.dtype != torch.float64 else argument
 
     def kernel(*args: Any) -> Tensor:
+        device_type = AUTOCAST_KEYS[key] or torch._C._get_privateuse1_backend_name()
         dtype = torch.get_autocast_dtype(device_type)
         with torch._C._ExcludeDispatchKeyGuard(exclude):
             return op(*(cast(argument, dtype) for argument in args))
@@ -193,8 +201,8 @@ def _register_autocast(name: str, device_type: str) -> None:
 
 
 for _name in ("xuv", "xuv_packed", "xw", "svd_mlp"):
-    for _device_type in ("cpu", "cuda", "xla"):
-        _register_autocast(_name, _device_type)
+    for _key in AUTOCAST_KEYS:
+        _register_autocast(_name, _key)
 
 # --- shared by the formulas ----------------------------------------------------------------------
 
