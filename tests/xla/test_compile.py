@@ -1,6 +1,7 @@
 """`torch.compile(backend="openxla")`: one graph, one custom call an op, no Python at run time."""
 
 import copy
+import os
 import subprocess
 import sys
 import warnings
@@ -162,6 +163,25 @@ print(len(graph.calls), graph.dots)
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["0", "2"]
+
+
+def test_a_dynamic_xla_size_is_refused():
+    script = """
+import torch, torch_xla
+from neuronmm_ops import xw
+x, w = torch.randn(6, 8).to("xla"), torch.randn(1, 4).to("xla")
+try:
+    xw(torch.nonzero(x[:, 0] > 0).float(), w)
+except ValueError as error:
+    print(error)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**os.environ, "XLA_EXPERIMENTAL": "nonzero:masked_select"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout.startswith("xw: XLA shapes must be static, got x [<="), done.stderr
 
 
 def test_leaving_the_device_and_coming_back_keeps_values_and_layout(device):

@@ -119,7 +119,13 @@ def _custom_call(op: str, x: Tensor, weights: Weights, activation: str | None) -
     tensors = [x, *[tensor for tensor in weights if tensor is not None]]
     signature = [(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors]
     key = (op, activation, core(), _api_version, *signature)
-    computation = _computations.get(key)
+    try:
+        computation = _computations.get(key)
+    except TypeError:  # a size that is no number has no hash
+        raise ValueError(
+            f"{op}: XLA shapes must be static, got x {list(x.shape)}; "
+            f"pad to a fixed size, or set {ROUTE_VARIABLE}=composite"
+        ) from None
     if computation is None:
         _refuse_downcasts()
         _warn_where_it_cannot_run(_api_version)
