@@ -164,3 +164,10 @@ def test_operands_are_not_modified():
     ops.xuv(*operands[:3], torch.ones(4, dtype=torch.float64))
     ops.xw(*operands[:2])
     assert all(torch.equal(t, copy) for t, copy in zip(operands, copies, strict=True))
+
+
+def test_rows_without_features_are_no_vector():
+    x, w = torch.empty(2, 0), torch.empty(5, 0).t()
+    assert torch.equal(ops.xw(x, w), torch.zeros(2, 5))
+    bias = torch.ones(5)
+    assert torch.equal(ops.xuv(x, torch.empty(3, 0).t(), torch.ones(3, 5), bias), bias.expand(2, 5))
