@@ -5,15 +5,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from commands import run
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
-
-
-def _run(*arguments: object) -> str:
-    command = [sys.executable, *map(str, arguments)]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr
-    return result.stdout
 
 
 XLA = EXAMPLES / "xla_llama.py"  # runs in tests/xla
@@ -22,7 +16,7 @@ SCRIPTS = sorted(set(EXAMPLES.glob("*.py")) - {XLA})
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
 def test_script(script: Path) -> None:
-    assert _run(script)
+    assert run(sys.executable, script)
 
 
 def test_without_torch_xla_its_example_says_what_to_install() -> None:
@@ -34,9 +28,9 @@ def test_without_torch_xla_its_example_says_what_to_install() -> None:
 
 
 def test_demo_makes_its_report_and_uses_its_cache(tmp_path: Path) -> None:
-    first = _run(EXAMPLES / "demo", "--quick", "--out", tmp_path)
+    first = run(sys.executable, EXAMPLES / "demo", "--quick", "--out", tmp_path)
     assert "from the cache" not in first
     page = (tmp_path / "report.html").read_text()
     assert page.count("<svg") + page.count("<img") >= 3
     assert "http" not in page.replace("http://www.w3.org", "")
-    assert "from the cache" in _run(EXAMPLES / "demo", "--quick", "--out", tmp_path)
+    assert "from the cache" in run(sys.executable, EXAMPLES / "demo", "--quick", "--out", tmp_path)

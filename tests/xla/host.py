@@ -19,6 +19,7 @@ import numpy as np
 
 from neuronmm_ops.kernels import Plan, Problem, kernel_of
 from neuronmm_ops.neuroncore.kernel import run
+from neuronmm_ops.ops.launch import Launch
 from neuronmm_ops.ops.xla import TARGET
 
 CSRC = Path(__file__).parents[2] / "csrc_stub"
@@ -109,13 +110,14 @@ def decode(config: str | bytes) -> dict[str, Any]:
     return json.loads(base64.b64decode(config, validate=True))
 
 
-def plan_of(config: dict[str, Any]) -> Plan:
-    """The plan that a config names; its predictions are not in it."""
+def launch_of(config: dict[str, Any]) -> Launch:
+    """The launch that a config names; the plan's predictions are not in it."""
     call = dict(config["neuronmm"])
     blocks, form = tuple(call.pop("blocks").items()), call.pop("form")
-    del call["bias"], call["activation"]
+    bias, activation = call.pop("bias"), call.pop("activation")
     problem = Problem(**{**call, "ranks": tuple(call["ranks"])})
-    return Plan(problem, form, config["func_name"], blocks, 0.0, 0, 0, 0, "")
+    plan = Plan(problem, form, config["func_name"], blocks, 0.0, 0, 0, 0, "")
+    return Launch(plan, (problem.M, problem.N), bias, activation)
 
 
 def shapes_of(problem: Problem, bias: bool) -> list[tuple[int, ...]]:
@@ -154,8 +156,8 @@ class SimulatedCore:
 
     def launch(self, config: dict[str, Any], out: int, operands: Any) -> None:
         self.configs.append(config)
-        plan = plan_of(config)
-        problem = plan.problem
+        launch = launch_of(config)
+        problem = launch.plan.problem
         dtype = np.dtype(DTYPES[problem.dtype])
 
         def array_at(address: int, shape: tuple[int, ...]) -> np.ndarray:
@@ -163,12 +165,9 @@ class SimulatedCore:
             raw = (ctypes.c_char * size).from_address(address)
             return np.frombuffer(raw, dtype).reshape(shape)
 
-        shapes = shapes_of(problem, config["neuronmm"]["bias"])
+        shapes = shapes_of(problem, launch.bias)
         tensors = tuple(
             array_at(operands[number], shape).copy() for number, shape in enumerate(shapes)
         )
-        activation = config["neuronmm"]["activation"]
-        chosen = {} if activation is None else {"activation": activation}
-        arguments = {**plan.arguments, **chosen}
-        done = run(kernel_of(plan), tensors, arguments, target=problem.target)
-        array_at(out, (problem.M, problem.N))[...] = done.outputs
+        done = run(kernel_of(launch.plan), tensors, launch.arguments, target=problem.target)
+        array_at(out, launch.shape)[...] = done.outputs

@@ -1,8 +1,6 @@
 """`torch.compile(backend="openxla")`: one graph, one custom call an op, no Python at run time."""
 
 import copy
-import os
-import subprocess
 import sys
 import warnings
 from pathlib import Path
@@ -10,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch_xla
+from commands import run
 from graphs import compiled_by
 from tiny import tiny_ids, tiny_model
 from tolerances import assert_close_to_oracle
@@ -158,11 +157,8 @@ with torch.no_grad():
     graph = lowered(xuv(*tensors))
 print(len(graph.calls), graph.dots)
 """
-    done = subprocess.run(
-        [sys.executable, "-c", script], cwd=Path(__file__).parent, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["0", "2"]
+    printed = run(sys.executable, "-c", script, PYTHONPATH=Path(__file__).parent)
+    assert printed.split() == ["0", "2"]
 
 
 def test_a_dynamic_xla_size_is_refused():
@@ -175,13 +171,8 @@ try:
 except ValueError as error:
     print(error)
 """
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        env={**os.environ, "XLA_EXPERIMENTAL": "nonzero:masked_select"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.stdout.startswith("xw: XLA shapes must be static, got x [<="), done.stderr
+    printed = run(sys.executable, "-c", script, XLA_EXPERIMENTAL="nonzero:masked_select")
+    assert printed.startswith("xw: XLA shapes must be static, got x [<=")
 
 
 def test_leaving_the_device_and_coming_back_keeps_values_and_layout(device):

@@ -1,12 +1,12 @@
 """`examples/xla_llama.py`: as a script, and with its kernels executed."""
 
-import subprocess
 import sys
 from pathlib import Path
 
 import programs
 import pytest
 import torch
+from commands import run
 from graphs import compiled_by
 from torch._dynamo.utils import counters
 
@@ -19,14 +19,13 @@ def example():
 
 
 def test_as_a_script():
-    done = subprocess.run([sys.executable, str(SCRIPT)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "prefill, M = 16: 2 custom calls, 13 dots" in done.stdout
-    assert "decode, M = 1: 2 custom calls, 13 dots" in done.stdout
-    assert done.stdout.count("api_version=API_VERSION_STATUS_RETURNING,") == 4  # Neuron's
-    assert done.stdout.count("func_name: svd_mlp") == 4
-    assert done.stdout.count('custom_call_target="AwsNeuronCustomNativeKernel"') == 4
-    assert "as on the CPU: True" in done.stdout
+    printed = run(sys.executable, SCRIPT)
+    assert "prefill, M = 16: 2 custom calls, 13 dots" in printed
+    assert "decode, M = 1: 2 custom calls, 13 dots" in printed
+    assert printed.count("api_version=API_VERSION_STATUS_RETURNING,") == 4  # Neuron's
+    assert printed.count("func_name: svd_mlp") == 4
+    assert printed.count('custom_call_target="AwsNeuronCustomNativeKernel"') == 4
+    assert "as on the CPU: True" in printed
 
 
 @torch.no_grad()

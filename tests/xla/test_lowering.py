@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch_xla
 from graphs import graph_hash, lowered
-from host import plan_of
+from host import launch_of
 from torch_xla import _XLAC
 from torch_xla.core import xla_builder
 
@@ -36,8 +36,8 @@ def test_xuv(device):
     own = call.config["neuronmm"]
     assert (own["op"], own["M"], own["K"], own["ranks"], own["N"]) == ("xuv", 6, 200, [40], 64)
     assert (own["dtype"], own["bias"], own["packed"]) == ("float32", False, False)
-    assert plan_of(call.config).arguments == plan.arguments
-    assert plan_of(call.config).problem == plan.problem
+    assert launch_of(call.config).plan.arguments == plan.arguments
+    assert launch_of(call.config).plan.problem == plan.problem
     assert "f32[6,64]" in call.text
 
 
@@ -52,7 +52,7 @@ def test_xw_with_a_bias(device):
     (call,) = lowered(nm.xw(x, w, bias)).calls
     assert call.config["klir_binary"]["input_names"] == ["x", "w", "bias"]
     plan = plan_xw(5, 96, 70, "bfloat16", "trn1")
-    assert plan_of(call.config).problem == plan.problem
+    assert launch_of(call.config).plan.problem == plan.problem
     assert "bf16[5,70]" in call.text
 
 
@@ -61,7 +61,7 @@ def test_svd_mlp(device):
     (call,) = lowered(nm.svd_mlp(x, *factors, activation="gelu")).calls
     assert call.config["neuronmm"]["activation"] == "gelu"
     plan = plan_svd_mlp(7, 256, (32, 48, 40), 300, 256, "float32", "trn1")
-    assert plan_of(call.config).problem == plan.problem
+    assert launch_of(call.config).plan.problem == plan.problem
 
 
 def test_one_kernel_twice_and_with_other_shapes(device):

@@ -1,11 +1,11 @@
 """One way through: torch.compile -> HLO -> custom call -> NKI kernel on the simulated core."""
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from commands import run
 
 from neuronmm_ops.kernels import plan_svd_mlp, plan_xuv
 
@@ -37,17 +37,10 @@ print(*[config["func_name"] for config in core.configs])
 """
 
 
-def run(**values):
+def kernels_run_by(**values):
     script = SCRIPT.format(**values)
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        cwd=Path(__file__).parent,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.split()
+    here = Path(__file__).parent
+    return run(sys.executable, "-c", script, PYTHONPATH=f"{here}{os.pathsep}{here.parent}").split()
 
 
 def planned(tokens, dtype):
@@ -58,6 +51,6 @@ def planned(tokens, dtype):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_prefill_and_decode_run_the_planned_kernels(dtype):
-    kernels = run(dtype=f"torch.{dtype}")
+    kernels = kernels_run_by(dtype=f"torch.{dtype}")
     assert kernels == planned(300, dtype) + planned(2, dtype)
     assert {"xuv", "xuv_decode", "svd_mlp"} <= set(kernels)

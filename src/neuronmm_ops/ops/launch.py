@@ -61,7 +61,10 @@ class Launch:
 
 
 def kernels_of(launcher: Launcher) -> Kernels:
-    """The dispatcher kernels of all ops, each of which calls `launcher`."""
+    """The dispatcher kernels of all ops, each of which calls `launcher`.
+
+    Written out, for torch_neuronx reads an op's schema from its function's signature.
+    """
 
     def xuv(x: Tensor, u: Tensor, v: Tensor, bias: Tensor | None = None) -> Tensor:
         return launcher("xuv", x, (u, v, bias), None)

@@ -128,10 +128,10 @@ def _custom_call(op: str, x: Tensor, weights: Weights, activation: str | None) -
         ) from None
     if computation is None:
         _refuse_downcasts()
-        _warn_where_it_cannot_run(_api_version)
         launch = launch_here(op, x, weights, activation)
         if launch is None:
             return without_products(x, weights)
+        _warn_where_it_cannot_run(_api_version)
         computation = _computations[key] = _computation(launch, tensors)
     return _torch_xla()._xla_user_computation(f"xla::neuronmm_{op}", tensors, computation)[0]
 
