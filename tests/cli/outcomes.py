@@ -4,7 +4,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import IO, NamedTuple
 
 TEXT = "The quick brown fox jumps over the lazy dog. 0123456789\n" * 200
 COMPRESS = ("--block", "8", "--seqlen", "64", "--samples", "32")
@@ -20,16 +20,17 @@ class Outcome(NamedTuple):
 Run = Callable[..., Outcome]
 
 
-def process(*arguments: object, **environment: str) -> Outcome:
-    """Run a program to its end."""
+def process(*arguments: object, stdout: int | IO[str] = subprocess.PIPE) -> Outcome:
+    """Run a program to its end, offline."""
     result = subprocess.run(
         [str(argument) for argument in arguments],
-        capture_output=True,
+        stdout=stdout,
+        stderr=subprocess.PIPE,
         text=True,
         check=False,
-        env={**os.environ, "HF_HUB_OFFLINE": "1", **environment},
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
     )
-    return Outcome(result.returncode, result.stdout, result.stderr)
+    return Outcome(result.returncode, result.stdout or "", result.stderr)
 
 
 def refused(outcome: Outcome, *words: str) -> None:

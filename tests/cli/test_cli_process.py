@@ -2,7 +2,6 @@
 
 import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -16,18 +15,14 @@ def test_a_reader_that_leaves_is_no_error() -> None:
     """As in `neuronmm doctor | true`: the pipe is closed before anything is written."""
     reader, writer = os.pipe()
     os.close(reader)
-    outcome = subprocess.run([*SCRIPT, "doctor"], stdout=writer, stderr=subprocess.PIPE, text=True)
+    assert process(*SCRIPT, "doctor", stdout=writer) == (141, "", "")
     os.close(writer)
-    assert (outcome.returncode, outcome.stderr) == (141, "")
 
 
 def test_a_full_device_is_one_line() -> None:
     with open("/dev/full", "w") as full:
-        outcome = subprocess.run(
-            [*SCRIPT, "doctor"], stdout=full, stderr=subprocess.PIPE, text=True
-        )
-    line = "neuronmm: cannot write to stdout: No space left on device\n"
-    assert (outcome.returncode, outcome.stderr) == (2, line)
+        outcome = process(*SCRIPT, "doctor", stdout=full)
+    assert outcome == (2, "", "neuronmm: cannot write to stdout: No space left on device\n")
 
 
 IMPORTING = """
