@@ -18,6 +18,7 @@ from neuronmm_ops.compress import (
 from neuronmm_ops.errors import (
     CalibrationWarning,
     CheckpointError,
+    CompressionWarning,
     NkiVersionError,
     NonFiniteError,
 )
@@ -32,6 +33,7 @@ __all__ = [
     "CalibrationWarning",
     "CheckpointError",
     "CompressionReport",
+    "CompressionWarning",
     "Factorization",
     "LayerReport",
     "Moment",

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from neuronmm_ops.errors import NkiVersionError
+from neuronmm_ops.ops.cpu import multiplies_fast
 from neuronmm_ops.ops.implementation import active_impl
 from neuronmm_ops.ops.neuron import expected_way
 from neuronmm_ops.ops.toolchain import (
@@ -34,6 +35,7 @@ PACKAGES = (
     "neuronx-cc",
     "torch-neuronx",
 )
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 WAYS = {
     "nki_op": "through nki_op",
     "wrap_nki": "through wrap_nki",
@@ -49,7 +51,12 @@ def diagnose() -> dict[str, Any]:
     """
     versions: dict[str, str | None] = {"python": platform.python_version()}
     versions |= {package: _version(package) for package in PACKAGES}
-    cpu = f"{torch.get_num_threads()} threads, implementation {active_impl()}"
+    fast = [dtype for dtype in DTYPES if multiplies_fast(dtype)]
+    names = ", ".join(str(dtype).removeprefix("torch.") for dtype in fast)
+    cpu = (
+        f"{torch.get_num_threads()} threads, implementation {active_impl()}, multiplies {names} "
+        "fast"
+    )
     backends = [_backend("cpu", True, cpu), _cuda(), _xla(), _neuron()]
     return {"versions": versions, "backends": backends}
 

@@ -15,3 +15,7 @@ class NkiVersionError(RuntimeError):
 
 class CalibrationWarning(UserWarning):
     """The calibration data is too small for the factors to be trusted."""
+
+
+class CompressionWarning(UserWarning):
+    """Nothing was compressed, or much less of the model than the targets' name promises."""

@@ -1,10 +1,11 @@
 """The rank rule, against the published ranks and its own properties."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from neuronmm_ops import aligned_rank
+from neuronmm_ops.compress.rank import largest_block
 
 PUBLISHED = {
     "Llama-3.2-1B": (2048, 8192, (1536, 1536, 1280)),
@@ -72,3 +73,24 @@ def test_small_layers_stay_dense():
     assert aligned_rank(128, 128, 0.2) is None
     assert aligned_rank(1, 1, 0.5, 8) is None
     assert aligned_rank(8192, 128, 0.9) is None
+
+
+@given(st.lists(st.tuples(sizes, sizes), min_size=1, max_size=3), ratios)
+@settings(max_examples=20)
+def test_the_largest_block_is_the_largest_that_fits(matrices, ratio):
+    def fits(block):
+        return [aligned_rank(K, N, ratio, block) is not None for K, N in matrices]
+
+    block = largest_block(matrices, ratio)
+    if block is None:
+        assert not any(fits(8))
+        return
+    assert fits(block) == fits(8)
+    larger = range(block + 8, min(block + 800, 20_000), 8)
+    assert all(fits(other) != fits(8) for other in larger)
+
+
+def test_the_largest_block_of_small_models():
+    assert largest_block([(64, 176)], 0.2) == 40
+    assert largest_block([(64, 176), (8, 8)], 0.2) == 40
+    assert largest_block([(8, 8)], 0.2) is None

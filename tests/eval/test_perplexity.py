@@ -169,6 +169,23 @@ def test_seqlen_is_checked(seqlen):
         token_perplexity(Causal(), tokens(20), seqlen)
 
 
+def test_the_limit_of_a_model_in_a_larger_one_is_its_text_s():
+    model = Causal(None)
+    text_config = SimpleNamespace(max_position_embeddings=16)
+    model.config = SimpleNamespace(get_text_config=lambda: text_config)
+    assert default_seqlen(model) == 16
+    with pytest.raises(ValueError, match="limit of 16 tokens, got 17"):
+        token_perplexity(model, tokens(20), 17)
+
+
+def test_token_ids_need_a_row_in_the_embedding():
+    model = Causal()
+    model.get_input_embeddings = lambda: nn.Embedding(VOCABULARY, 4)
+    assert token_perplexity(model, tokens(20)).tokens == 19
+    with pytest.raises(ValueError, match=r"text holds token id 11, .* embedding has 11 rows"):
+        token_perplexity(model, torch.tensor([1, VOCABULARY]))
+
+
 def test_default_seqlen():
     assert default_seqlen(Causal(64)) == 64
     assert default_seqlen(Causal(100_000)) == 2048

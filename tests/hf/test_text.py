@@ -17,6 +17,14 @@ def test_blocks_are_spread_over_the_text_and_deterministic() -> None:
     assert tiny_tokenizer().batch_decode(first) == [c * 10 for c in "aeimq"]
 
 
+def test_the_first_blocks_and_unknown_orders() -> None:
+    text = "".join(chr(97 + i) * 10 for i in range(20))
+    first = torch.cat(calibration_batches(tiny_tokenizer(), text, 5, 10, "head"))
+    assert tiny_tokenizer().batch_decode(first) == [c * 10 for c in "abcde"]
+    with pytest.raises(ValueError, match="order must be one of spread, head; got 'tail'"):
+        calibration_batches(tiny_tokenizer(), text, 5, 10, "tail")
+
+
 def test_short_text_gives_what_it_has() -> None:
     batches = calibration_batches(tiny_tokenizer(), "x" * 35, 100, 10)
     assert torch.cat(batches).shape == (3, 10)

@@ -22,12 +22,14 @@ def run(
     block: int = 16,
     samples: int = 64,
     seqlen: int | None = None,
+    dtype: str = "auto",
+    device: str = "cpu",
     progress: Progress | None = None,
 ) -> list[dict[str, Any]]:
     """Compress a trained model's MLPs by each method at each ratio and measure token perplexity.
 
     Args:
-        directory: a Transformers checkpoint with its tokenizer.
+        directory: a Transformers checkpoint with its tokenizer, or a hub id.
         text: to evaluate on.
         calibration: to calibrate on; other text than `text`.
         ratios: nominal compression ratios.
@@ -35,40 +37,49 @@ def run(
         samples: calibration blocks.
         seqlen: tokens of an evaluation block and of a calibration block; default the smaller of
             2048 and the model's limit.
+        dtype: to compute in, as `hf.compress` takes it; the factors are in the checkpoint's.
+        device: to compute on.
         progress: called with ("methods", compressions done, compressions in all).
 
     Returns:
         The dense row (`method` "dense", ratios 0), then one for each ratio and method: `method`,
-        `ratio`, `effective_ratio`, `ppl_token` and `excess_log_ppl`, ln of the perplexity less ln
-        of the dense model's.
+        `ratio`, `effective_ratio`, `ppl_token`, `excess_log_ppl`, ln of the perplexity less ln
+        of the dense model's, and `compute_dtype`.
 
     Raises:
         ValueError: the calibration text is shorter than one block.
         CheckpointError: the directory cannot be loaded.
     """
     from neuronmm_ops import hf
+    from neuronmm_ops.hf.computing import cast_, check_device, computing_in, load_on, name_of
 
+    place = check_device(device)
     tokenizer = hf.load_tokenizer(directory)
-    model = hf.load(directory)
+    model = hf.load_computing(directory, dtype, place)
+    compute = model.dtype
     seqlen = default_seqlen(model) if seqlen is None else seqlen
     ids = encode_documents(tokenizer, [text])
     batches = hf.calibration_batches(tokenizer, calibration, samples, seqlen)
+    batches = [batch.to(place) for batch in batches]
     dense = token_perplexity(model, ids, seqlen).ppl_token
-    rows = [_row("dense", 0.0, 0.0, dense, dense)]
+    rows = [_row("dense", 0.0, 0.0, dense, dense, name_of(compute))]
     total = len(ratios) * len(METHODS)
     for ratio in ratios:
         for method in METHODS:
-            model = hf.load(directory)
-            report = compress_(model, SVDConfig(ratio=ratio, block=block, method=method), batches)
+            model = load_on(directory, place)
+            config = SVDConfig(ratio=ratio, block=block, method=method)
+            with computing_in(model, compute):
+                report = compress_(model, config, batches)
+            cast_(model, compute)
             ppl = token_perplexity(model, ids, seqlen).ppl_token
-            rows.append(_row(method, ratio, report.effective_ratio, ppl, dense))
+            rows.append(_row(method, ratio, report.effective_ratio, ppl, dense, name_of(compute)))
             if progress:
                 progress("methods", len(rows) - 1, total)
     return rows
 
 
 def _row(
-    method: str, ratio: float, effective_ratio: float, ppl: float, dense: float
+    method: str, ratio: float, effective_ratio: float, ppl: float, dense: float, compute: str
 ) -> dict[str, Any]:
     return {
         "method": method,
@@ -76,4 +87,5 @@ def _row(
         "effective_ratio": effective_ratio,
         "ppl_token": ppl,
         "excess_log_ppl": math.log(ppl) - math.log(dense),
+        "compute_dtype": compute,
     }

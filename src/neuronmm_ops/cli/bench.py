@@ -5,11 +5,20 @@ import os
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.table import Table
 
 from neuronmm_ops.cli.console import COMPACT, progress_bars, show_rows, stderr, stdout
-from neuronmm_ops.cli.models import transformers_models
-from neuronmm_ops.cli.parser import add_command
+from neuronmm_ops.cli.library import transformers_models
+from neuronmm_ops.cli.parser import (
+    add_command,
+    add_computing,
+    add_dtype,
+    add_model,
+    add_shape,
+    add_tokens,
+    tokens_of,
+)
 
 
 def add(commands: Any) -> None:
@@ -18,8 +27,9 @@ def add(commands: Any) -> None:
     bench = commands.add_parser("bench", help=description, description=description)
     benchmarks = bench.add_subparsers(dest="benchmark", required=True, metavar="BENCHMARK")
     command = add_command(benchmarks, "cpu", _bench_cpu, show_rows, "ops beside dense layers")
-    command.add_argument("--shape", default="Llama-3.2-1B", help="of a model, by name")
-    command.add_argument("--tokens", type=int, nargs="+", default=[1, 8, 64, 512], metavar="M")
+    add_shape(command, default="Llama-3.2-1B", help="a shape (default Llama-3.2-1B)")
+    add_tokens(command, [1, 8, 64, 512])
+    add_dtype(command, "bfloat16 where the CPU multiplies it fast, otherwise float32")
     command = add_command(
         benchmarks, "overhead", _bench_overhead, show_rows, "what an op call costs"
     )
@@ -27,9 +37,10 @@ def add(commands: Any) -> None:
     command = add_command(
         benchmarks, "methods", _bench_methods, show_rows, "perplexity by method and ratio"
     )
-    command.add_argument("model", type=Path, metavar="DIR")
+    add_model(command)
     command.add_argument("--text", type=Path, required=True, metavar="FILE")
     command.add_argument("--calibration", type=Path, required=True, metavar="FILE")
+    add_computing(command)
     add_command(
         benchmarks,
         "published",
@@ -51,10 +62,8 @@ def _add_kernels(benchmarks: Any) -> None:
     command.add_argument("--figure1", action="store_true", help="at the paper's shape, M 1K to 32K")
     command.add_argument("--target", default="trn1", help="trn1 (default), trn2 or trn3")
     command.add_argument("--lnc", type=int, choices=(1, 2), default=1, help="cores of a launch")
-    command.add_argument(
-        "--model", nargs="+", default=[], metavar="NAME", help="shapes (default: all), or paper"
-    )
-    command.add_argument("--tokens", type=int, nargs="+", default=[], metavar="M")
+    add_shape(command, nargs="+", default=[], help="shapes (default: all), or paper")
+    add_tokens(command, [], "each kernel's own")
     command.add_argument(
         "--plot", type=Path, metavar="OUT.png", help="draw the paper's Figure 1 (matplotlib)"
     )
@@ -62,9 +71,13 @@ def _add_kernels(benchmarks: Any) -> None:
 
 def _bench_cpu(options: argparse.Namespace) -> list[dict[str, Any]]:
     from neuronmm_ops.bench import cpu
+    from neuronmm_ops.ops.cpu import compute_dtype
 
+    is_auto = options.dtype == "auto"
+    dtype = compute_dtype(torch.bfloat16) if is_auto else getattr(torch, options.dtype)
+    tokens = tokens_of(options)
     with progress_bars() as progress:
-        return cpu.run(options.shape, tokens=options.tokens, progress=progress)
+        return cpu.run(options.model, tokens=tokens, dtype=dtype, progress=progress)
 
 
 def _bench_overhead(options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -80,7 +93,14 @@ def _bench_methods(options: argparse.Namespace) -> list[dict[str, Any]]:
 
     text, calibration = hf.read_text(options.text), hf.read_text(options.calibration)
     with progress_bars() as progress:
-        return methods.run(options.model, text, calibration, progress=progress)
+        return methods.run(
+            options.model,
+            text,
+            calibration,
+            dtype=options.dtype,
+            device=options.device,
+            progress=progress,
+        )
 
 
 def _bench_published(options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -131,7 +151,7 @@ def _bench_kernels(options: argparse.Namespace) -> list[dict[str, Any]]:
     with progress_bars() as progress:
         rows = kernels.run(
             options.model,
-            options.tokens,
+            tokens_of(options),
             target=options.target,
             lnc=options.lnc,
             figure1=options.figure1,

@@ -1,8 +1,11 @@
 """What commands print: tables, progress, warnings, and one line for an error."""
 
 import contextlib
+import os
 import re
+import signal
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Generator
 from typing import Any
@@ -12,15 +15,24 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from neuronmm_ops.errors import CalibrationWarning
+from neuronmm_ops.errors import CalibrationWarning, CompressionWarning
 
 
 class KernelError(Exception):
     """A kernel of the user's breaks a rule or raises; the message says where."""
 
 
+class Terminated(BaseException):
+    """SIGTERM, as an exception, so that what a command began is cleaned up."""
+
+
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError  # rich would exit with 1
+
+
 # markup=False: names and messages hold square brackets of their own.
-stdout = Console(markup=False, highlight=False)
+stdout = _Console(markup=False, highlight=False)
 stderr = Console(stderr=True, markup=False, highlight=False)
 # So that a layer's name and its numbers fit in 80 columns.
 COMPACT: dict[str, Any] = {"box": SIMPLE, "collapse_padding": True, "pad_edge": False}
@@ -74,6 +86,7 @@ def our_warnings() -> Generator[None, None, None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         warnings.simplefilter("always", CalibrationWarning)
+        warnings.simplefilter("always", CompressionWarning)
         warnings.showwarning = _show_warning
         yield
 
@@ -82,9 +95,49 @@ def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
     stderr.print(f"warning: {one_line(message)}", soft_wrap=True)
 
 
+@contextlib.contextmanager
+def terminable() -> Generator[None, None, None]:
+    """Raise Terminated where SIGTERM comes in a block."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread may set handlers
+        return
+
+    def stop(*_: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # cleaning up is not cut short
+        raise Terminated
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def flushed(show: Callable[[], None]) -> int:
+    """Print to stdout and flush it; return the exit code."""
+    try:
+        show()
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except BrokenPipeError:  # as after `| head -1`
+        _discard_stdout()
+        return 128 + signal.SIGPIPE
+    except OSError as error:
+        _discard_stdout()
+        return fail(f"cannot write to stdout: {error.strerror}", 2)
+    return 0
+
+
+def _discard_stdout() -> None:
+    """Let stdout go nowhere: the interpreter flushes what is left at exit."""
+    with contextlib.suppress(OSError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def fail(message: str, code: int) -> int:
     """Print one line on stderr and return the exit code."""
-    print(f"neuronmm: {message}", file=sys.stderr)
+    with contextlib.suppress(OSError):
+        print(f"neuronmm: {message}", file=sys.stderr)
     return code
 
 

@@ -8,7 +8,7 @@ from rich.table import Table
 
 from neuronmm_ops.bench.shapes import ModelShape, model_shape, shape_from_config
 from neuronmm_ops.cli.console import COMPACT, stdout
-from neuronmm_ops.cli.parser import add_command
+from neuronmm_ops.cli.parser import add_command, add_shape, add_tokens, tokens_of
 from neuronmm_ops.compress.rank import aligned_rank
 from neuronmm_ops.kernels import Plan, plan_svd_mlp, plan_xuv, plan_xw
 
@@ -24,13 +24,9 @@ def add(commands: Any) -> None:
         _show,
         "a model's kernel plans, and where low rank pays",
     )
-    command.add_argument(
-        "--model", required=True, help="a shape by name, or the path of a config.json"
-    )
+    add_shape(command, required=True, help="a shape by name, or the path of a config.json")
     command.add_argument("--ratio", type=float, default=0.2, help="compression ratio (default 0.2)")
-    command.add_argument(
-        "--tokens", default="1,128,4096", metavar="M,M,...", help="default 1,128,4096"
-    )
+    add_tokens(command, [1, 128, 4096])
     command.add_argument("--target", default="trn1", help="trn1 (default), trn2 or trn3")
     command.add_argument("--lnc", type=int, default=1, help="cores that share a launch (default 1)")
     command.add_argument("--dtype", default="bfloat16", help="bfloat16, float16 or float32")
@@ -43,7 +39,7 @@ def _plan(options: argparse.Namespace) -> list[dict[str, Any]]:
     shape = shape_from_config(path) if path.exists() else model_shape(options.model)
     machine = (options.dtype, options.target, options.lnc)
     rows: list[dict[str, Any]] = []
-    for tokens in _tokens(options.tokens):
+    for tokens in tokens_of(options):
         for name, (k, n) in shape.projections.items():
             rank = aligned_rank(k, n, options.ratio)
             dense = plan_xw(tokens, k, n, *machine)
@@ -51,16 +47,6 @@ def _plan(options: argparse.Namespace) -> list[dict[str, Any]]:
             rows.append(_row(name, plan, dense.time_ms, (k, rank, n)))
         rows.extend(_mlp(shape, tokens, options.ratio, machine))
     return rows
-
-
-def _tokens(text: str) -> list[int]:
-    try:
-        found = [int(part) for part in text.split(",")]
-    except ValueError:
-        found = []
-    if not found or min(found) < 1:
-        raise ValueError(f"--tokens must be numbers of at least 1, as 1,128,4096; got {text!r}")
-    return found
 
 
 def _mlp(

@@ -46,10 +46,10 @@ def add(commands: Any) -> None:
         "--lnc", type=int, choices=(1, 2), help="cores (default: the kernel's own)"
     )
     command.add_argument(
-        "--model",
+        "--cost-model",
         choices=MODELS,
         default="calibrated",
-        help="cost model: with the fitted matmul overhead (default), without it, or with it only "
+        help="with the fitted matmul overhead (default), without it, or with it only "
         "where the stationary operand changes",
     )
     command.add_argument(
@@ -96,7 +96,7 @@ def _run(kernel: Kernel, arguments: dict[str, Any], options: argparse.Namespace)
         arguments,
         target=options.target,
         mode=mode,
-        model=options.model,
+        model=options.cost_model,
         seed=options.seed,
     ).profile
 

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, Self, get_args
 
+from neuronmm_ops.compress.rank import STEP
+
 Method = Literal["plain", "whiten", "swift"]
 METHODS: tuple[Method, ...] = get_args(Method)
 FORMAT_VERSION = 1
@@ -46,8 +48,8 @@ class SVDConfig:
             )
         if not isinstance(self.block, int) or isinstance(self.block, bool):
             raise TypeError(f"block must be an integer, got {self.block!r}")
-        if self.block < 8 or self.block % 8:
-            raise ValueError(f"block must be a positive multiple of 8, got {self.block}")
+        if self.block < STEP or self.block % STEP:
+            raise ValueError(f"block must be a positive multiple of {STEP}, got {self.block}")
         if not 0 <= self.alpha <= 1:
             raise ValueError(f"alpha must be in [0, 1], got {self.alpha}")
         if self.method not in METHODS:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from neuronmm_ops.compress.calibrate import Moment, Progress, Side, collect_moments, fingerprint
 from neuronmm_ops.compress.config import SVDConfig
+from neuronmm_ops.compress.coverage import warn_of_coverage
 from neuronmm_ops.compress.factorize import factorize, moment_side
 from neuronmm_ops.compress.rank import aligned_rank, parameter_count
 from neuronmm_ops.compress.report import CompressionReport, LayerReport, provenance_of
@@ -54,6 +55,8 @@ def compress_(
         for name, linear in selection.linears.items()
     }
     _check_weights(selection.linears)
+    warn_of_coverage(model, config, selection, ranks, stacklevel=3)  # past no_grad's wrapper
+    model_parameters = sum(parameter.numel() for parameter in model.parameters())
     swapped = {n: linear for n, linear in selection.linears.items() if ranks[n] is not None}
     batches = _batches(config, calibration)
 
@@ -76,6 +79,7 @@ def compress_(
         layers=tuple(_layer_reports(selection, ranks, losses)),
         calibration=_describe(batches) if calibrated else None,
         provenance=provenance_of(model),
+        model_parameters=model_parameters,
     )
 
 

@@ -1,6 +1,10 @@
 """Ranks that meet a compression ratio in whole kernel tiles."""
 
 import math
+from collections.abc import Iterable
+
+# Blocks are multiples of it.
+STEP = 8
 
 
 def aligned_rank(K: int, N: int, ratio: float, block: int = 128, alpha: float = 0.5) -> int | None:
@@ -19,6 +23,25 @@ def aligned_rank(K: int, N: int, ratio: float, block: int = 128, alpha: float = 
     blocks = math.floor(K * N * (1 - ratio) / ((K + N) * block) + alpha)
     rank = max(1, blocks) * block
     return None if parameter_count(K, N, rank) >= K * N else rank
+
+
+def largest_block(sizes: Iterable[tuple[int, int]], ratio: float, alpha: float = 0.5) -> int | None:
+    """Return the largest block with which every matrix gets a rank, or None if there is none.
+
+    Args:
+        sizes: `(K, N)` of the matrices; those too small for any rank are left out of account.
+        ratio: as for `aligned_rank`.
+        alpha: as for `aligned_rank`.
+    """
+    fitting = {size for size in sizes if aligned_rank(*size, ratio, STEP, alpha) is not None}
+    if not fitting:
+        return None
+    # A pair is smaller than its matrix below K*N / (K+N), which is below the smaller side.
+    largest = min(min(size) for size in fitting) // STEP * STEP
+    for block in range(largest, 0, -STEP):
+        if all(aligned_rank(*size, ratio, block, alpha) is not None for size in fitting):
+            return block
+    return None
 
 
 def parameter_count(K: int, N: int, r: int | None) -> int:

@@ -1,7 +1,7 @@
 """What a compression did: ranks, losses, bytes and provenance, as data."""
 
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from importlib.metadata import version
 from typing import Any, Self
@@ -80,15 +80,19 @@ class CompressionReport:
     Attributes:
         config: the config used.
         layers: one entry for each targeted Linear, in model order.
-        calibration: `{"tokens", "batches", "sha256"}`, or None when the method needs none.
-        provenance: model id and versions of the libraries. There is no seed: the method is
-            deterministic.
+        calibration: `{"tokens", "batches", "sha256"}`, from `hf.compress` also `{"order",
+            "samples", "seqlen"}`; or None when the method needs none.
+        provenance: model id and versions of the libraries, from `hf.compress` also
+            `compute_dtype`. There is no seed: the method is deterministic.
+        model_parameters: of the whole model while it was dense, tied ones counted once; None in
+            records that do not say.
     """
 
     config: SVDConfig
     layers: tuple[LayerReport, ...]
     calibration: dict[str, Any] | None
     provenance: dict[str, str]
+    model_parameters: int | None = None
 
     @property
     def ratio(self) -> float:
@@ -101,11 +105,21 @@ class CompressionReport:
         dense = sum(layer.K * layer.N for layer in self.layers)
         return 1 - sum(layer.parameters for layer in self.layers) / dense
 
+    @property
+    def model_ratio(self) -> float | None:
+        """Fraction of the whole model's parameters that is gone; None if their number is."""
+        if self.model_parameters is None:
+            return None
+        removed = sum(layer.K * layer.N - layer.parameters for layer in self.layers)
+        return removed / self.model_parameters
+
     def to_dict(self) -> dict[str, Any]:
         """Return the report as a JSON-compatible dict."""
         return {
             "ratio": self.ratio,
             "effective_ratio": self.effective_ratio,
+            "model_ratio": self.model_ratio,
+            "model_parameters": self.model_parameters,
             "svd_config": self.config.to_dict(),
             "layers": [asdict(layer) for layer in self.layers],
             "calibration": self.calibration,
@@ -128,15 +142,21 @@ class CompressionReport:
             raise ValueError("compression record must have an svd_config and at least one layer")
         if not isinstance(calibration, (dict, type(None))) or not isinstance(provenance, dict):
             raise ValueError("calibration must be an object or null, and provenance an object")
+        parameters = values.get("model_parameters")
+        if not (parameters is None or _is_count(parameters)):
+            raise ValueError(f"model_parameters must be a positive integer, got {parameters!r}")
         try:
-            return cls(
+            report = cls(
                 config=SVDConfig.from_dict(config),
                 layers=tuple(LayerReport.from_dict(layer) for layer in layers),
                 calibration=calibration,
                 provenance=provenance,
+                model_parameters=parameters,
             )
         except TypeError as error:
             raise ValueError(f"compression record is malformed: {error}") from None
+        _check_names(report.layers)
+        return report
 
 
 def provenance_of(model: nn.Module) -> dict[str, str]:
@@ -147,6 +167,14 @@ def provenance_of(model: nn.Module) -> dict[str, str]:
         "torch": torch.__version__,
         "python": platform.python_version(),
     }
+
+
+def _check_names(layers: Sequence[LayerReport]) -> None:
+    seen: set[str] = set()
+    for layer in layers:
+        if layer.name in seen:
+            raise ValueError(f"each layer must be listed once, got {layer.name} twice")
+        seen.add(layer.name)
 
 
 def _is_count(value: object) -> bool:

@@ -34,7 +34,7 @@ def select_targets(model: nn.Module, config: SVDConfig) -> Selection:
         ValueError: nothing matches, or all that matches is shared.
     """
     tied = shared_weights(model)
-    head = _output_head(model)
+    head = output_head(model)
     linears: dict[str, nn.Linear] = {}
     kept: dict[str, tuple[nn.Linear, str]] = {}
     candidates = {n: m for n, m in model.named_modules() if type(m) is nn.Linear}
@@ -61,8 +61,8 @@ def _matches(target: str, name: str) -> bool:
     return target in (name, leaf) or re.fullmatch(target, name) is not None
 
 
-def _output_head(model: nn.Module) -> nn.Module | None:
-    """Return Transformers' output embedding, or whatever is called lm_head."""
+def output_head(model: nn.Module) -> nn.Module | None:
+    """Return Transformers' output embedding, or whatever is called lm_head, or None."""
     find = getattr(model, "get_output_embeddings", None)
     head = find() if callable(find) else getattr(model, "lm_head", None)
     return head if isinstance(head, nn.Module) else None

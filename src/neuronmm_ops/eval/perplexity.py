@@ -44,11 +44,54 @@ def encode_documents(tokenizer: Any, documents: Sequence[str]) -> Tensor:
     return torch.tensor(ids, dtype=torch.long)
 
 
+def position_limit(model: nn.Module) -> int | None:
+    """Return the longest input in tokens that the model's config allows, or None."""
+    config = getattr(model, "config", None)
+    text_config = getattr(config, "get_text_config", lambda: config)()
+    limit = getattr(text_config, "max_position_embeddings", None)
+    return limit if isinstance(limit, int) else None
+
+
 def default_seqlen(model: nn.Module) -> int:
     """Return the smaller of 2048 and the longest input that the model's config allows."""
-    config = getattr(model, "config", None)
-    limit = getattr(config, "max_position_embeddings", None)
-    return min(DEFAULT_SEQLEN, limit) if isinstance(limit, int) else DEFAULT_SEQLEN
+    return min(DEFAULT_SEQLEN, position_limit(model) or DEFAULT_SEQLEN)
+
+
+def block_length(model: nn.Module, seqlen: int | None, least: int = 1) -> int:
+    """Return `seqlen`, or the default for None.
+
+    Raises:
+        ValueError: it is outside `least`..the model's limit.
+    """
+    if seqlen is None:
+        return default_seqlen(model)
+    limit = position_limit(model)
+    if seqlen < least or (limit is not None and seqlen > limit):
+        allowed = f"at least {least}"
+        if limit is not None:
+            allowed = f"between {least} and the model's limit of {limit} tokens"
+        raise ValueError(f"seqlen must be {allowed}, got {seqlen}")
+    return seqlen
+
+
+def check_ids(model: nn.Module, ids: Tensor, source: str) -> None:
+    """Check that the model's embedding has a row for every token id.
+
+    Args:
+        model: checked if it has Transformers' `get_input_embeddings`.
+        ids: token ids of any shape.
+        source: what holds them, for the message.
+
+    Raises:
+        ValueError: an id is too large; the tokenizer is another model's.
+    """
+    find = getattr(model, "get_input_embeddings", None)
+    rows = getattr(find() if callable(find) else None, "num_embeddings", None)
+    if isinstance(rows, int) and ids.numel() and int(ids.max()) >= rows:
+        raise ValueError(
+            f"{source} holds token id {int(ids.max())}, but the model's embedding has {rows} rows; "
+            "the tokenizer is not the model's"
+        )
 
 
 @torch.inference_mode()
@@ -71,19 +114,16 @@ def token_perplexity(
 
     Raises:
         NonFiniteError: logits are NaN or Inf (the block is named), or the result overflows.
-        ValueError: fewer than two tokens, or seqlen outside 2..the model's limit.
+        ValueError: fewer than two tokens, a token id without a row in the embedding, or seqlen
+            outside 2..the model's limit.
     """
-    seqlen = default_seqlen(model) if seqlen is None else seqlen
-    limit = getattr(getattr(model, "config", None), "max_position_embeddings", None)
-    if seqlen < 2 or (isinstance(limit, int) and seqlen > limit):
-        raise ValueError(
-            f"seqlen must be between 2 and the model's limit of {limit} tokens, got {seqlen}"
-        )
+    seqlen = block_length(model, seqlen, least=2)
     if token_ids.dim() != 1 or token_ids.numel() < 2:
         raise ValueError(
             f"token_ids must be [T] with at least 2 tokens, got shape {list(token_ids.shape)}; "
             "use a longer text"
         )
+    check_ids(model, token_ids, "text")
     device = next(model.parameters()).device
     blocks = [block for block in token_ids.split(seqlen) if block.numel() >= 2]
     nll, tokens = 0.0, 0

@@ -1,9 +1,12 @@
-"""Transformers models: calibration text, saving and loading.
+"""Transformers models: loading, compressing, saving, and calibration text.
 
 Importing this registers the quantizer `neuronmm`, so that
 `AutoModelForCausalLM.from_pretrained(directory)` restores a compressed checkpoint.
 """
 
+from neuronmm_ops.hf.compress import compress
+from neuronmm_ops.hf.computing import load_computing
+from neuronmm_ops.hf.generate import generate_text
 from neuronmm_ops.hf.loading import load, load_tokenizer
 from neuronmm_ops.hf.quantizer import NeuronMMConfig, NeuronMMQuantizer
 from neuronmm_ops.hf.saving import save
@@ -13,7 +16,10 @@ __all__ = [
     "NeuronMMConfig",
     "NeuronMMQuantizer",
     "calibration_batches",
+    "compress",
+    "generate_text",
     "load",
+    "load_computing",
     "load_tokenizer",
     "read_text",
     "save",

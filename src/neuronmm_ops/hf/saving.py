@@ -21,6 +21,7 @@ def save(
     report: CompressionReport | None = None,
     tokenizer: Any = None,
     force: bool = False,
+    max_shard_size: int | str = "50GB",
 ) -> None:
     """Write a model that `compress_` changed as a Transformers directory.
 
@@ -35,6 +36,7 @@ def save(
             checkpoint.
         tokenizer: saved along with the model.
         force: replace an existing target.
+        max_shard_size: of one file of weights, in bytes or as `5GB`.
 
     Raises:
         FileExistsError: the target exists, and force is not given.
@@ -59,7 +61,7 @@ def save(
     temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent))
     try:
         os.chmod(temporary, 0o755)  # noqa: S103  (mkdtemp's 0700 would hide the model from others)
-        model.save_pretrained(temporary)
+        model.save_pretrained(temporary, max_shard_size=max_shard_size)
         if tokenizer is not None:
             tokenizer.save_pretrained(temporary)
         _put_in_place(temporary, target)
@@ -70,7 +72,9 @@ def save(
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def check_target(target: Path, force: bool) -> None:
+def check_target(
+    target: Path, force: bool, source: Path | None = None, needed_bytes: int = 0
+) -> None:
     """Refuse an existing target unless force is given.
 
     Raises:

@@ -1,7 +1,7 @@
 """Calibration text: from a file to batches of token ids."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -10,6 +10,9 @@ from neuronmm_ops.eval.perplexity import encode_documents
 
 # Tokens in one forward pass: enough for full-speed matmuls, little enough for a laptop.
 BATCH_TOKENS = 4096
+
+Order = Literal["spread", "head"]
+ORDERS: tuple[Order, ...] = get_args(Order)
 
 
 def read_text(path: str | Path) -> str:
@@ -36,8 +39,10 @@ def read_text(path: str | Path) -> str:
     return text
 
 
-def calibration_batches(tokenizer: Any, text: str, samples: int, seqlen: int) -> list[Tensor]:
-    """Cut a text into batches of blocks `[B, seqlen]`, taken evenly over the whole text.
+def calibration_batches(
+    tokenizer: Any, text: str, samples: int, seqlen: int, order: Order = "spread"
+) -> list[Tensor]:
+    """Cut a text into batches of blocks `[B, seqlen]`.
 
     Deterministic: there is no seed. Fewer blocks than `samples` are taken when the text is short.
 
@@ -46,10 +51,14 @@ def calibration_batches(tokenizer: Any, text: str, samples: int, seqlen: int) ->
         text: the calibration text.
         samples: how many blocks.
         seqlen: tokens in a block.
+        order: `spread` takes blocks evenly over the whole text, `head` the first ones.
 
     Raises:
-        ValueError: the text is shorter than one block, or a number is smaller than 1.
+        ValueError: the text is shorter than one block, a number is smaller than 1, or the order
+            is unknown.
     """
+    if order not in ORDERS:
+        raise ValueError(f"order must be one of {', '.join(ORDERS)}; got {order!r}")
     if samples < 1 or seqlen < 1:
         raise ValueError(f"samples and seqlen must be at least 1, got {samples} and {seqlen}")
     ids = encode_documents(tokenizer, [text])
@@ -61,5 +70,6 @@ def calibration_batches(tokenizer: Any, text: str, samples: int, seqlen: int) ->
         )
     count = min(samples, available)
     blocks = ids[: available * seqlen].view(available, seqlen)
-    chosen = blocks[torch.arange(count) * available // count]
+    indices = torch.arange(count)
+    chosen = blocks[indices if order == "head" else indices * available // count]
     return list(chosen.split(max(1, BATCH_TOKENS // seqlen)))

@@ -14,7 +14,7 @@ import pytest
 from neuronmm_ops.cli.kernel_arguments import Tensor, read_argument
 from neuronmm_ops.neuroncore.dtypes import DTYPES, from_numpy
 
-EXAMPLE = Path(__file__).parents[1] / "examples" / "kernels" / "matmul.py"
+EXAMPLE = Path(__file__).parents[2] / "examples" / "kernels" / "matmul.py"
 ARGUMENTS = ("--arg", "lhsT=bf16[256,512]", "--arg", "rhs=bf16[256,1024]", "--target", "trn2")
 KERNELS = """\
 import nki
@@ -135,7 +135,7 @@ def test_the_page(run: Run) -> None:
 
 
 def test_json_is_the_profile(run: Run) -> None:
-    outcome = run(f"{EXAMPLE}:matmul", *ARGUMENTS, "--json", "--model", "documented")
+    outcome = run(f"{EXAMPLE}:matmul", *ARGUMENTS, "--json", "--cost-model", "documented")
     document = json.loads(outcome.out, parse_constant=lambda name: pytest.fail(name))
     assert (document["kernel"], document["model"], document["lnc"]) == ("matmul", "documented", 1)
     assert document["modelled"] is True
@@ -254,7 +254,7 @@ X = ("--arg", "x=f32[128,4]")
         ("kernels.py:copy", ("--arg", "x=tfloat32[4]"), ["tfloat32", "--trace-only"]),
         ("kernels.py:copy", (*X, "--target", "trn9"), ["target must be one of", "'trn9'"]),
         ("kernels.py:copy", (*X, "--lnc", "3"), ["--lnc"]),
-        ("kernels.py:copy", (*X, "--model", "guess"), ["--model"]),
+        ("kernels.py:copy", (*X, "--cost-model", "guess"), ["--cost-model"]),
         ("kernels.py:copy", (*X, "--seed", "-1"), ["--seed"]),
         ("kernels.py:copy", (*X, "--perfetto", "no/a.json"), ["cannot write no/a.json"]),
         ("kernels.py:copy", (*X, "--perfetto", "."), ["cannot write ."]),

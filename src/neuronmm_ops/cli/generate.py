@@ -1,0 +1,47 @@
+"""`generate`: continue a prompt, or answer a chat message, greedily."""
+
+import argparse
+from typing import Any
+
+from neuronmm_ops.cli.console import stderr
+from neuronmm_ops.cli.library import transformers_models
+from neuronmm_ops.cli.parser import add_command, add_computing, add_model
+
+
+def add(commands: Any) -> None:
+    """Add the command to the parser."""
+    command = add_command(commands, "generate", _generate, _show, "continue a prompt, greedily")
+    add_model(command)
+    command.add_argument("--prompt", required=True)
+    command.add_argument(
+        "--chat",
+        action="store_true",
+        help="the prompt is a user's message: put it into the tokenizer's chat template",
+    )
+    command.add_argument("--max-new-tokens", type=int, default=64, metavar="N")
+    add_computing(command)
+
+
+def _generate(options: argparse.Namespace) -> dict[str, Any]:
+    hf = transformers_models()
+    if options.max_new_tokens < 1:
+        raise ValueError(f"--max-new-tokens must be at least 1, got {options.max_new_tokens}")
+    with stderr.status(f"loading {options.model}"):
+        tokenizer = hf.load_tokenizer(options.model)
+        model = hf.load_computing(options.model, options.dtype, options.device)
+    with stderr.status(f"generating up to {options.max_new_tokens} tokens"):
+        text, new_tokens = hf.generate_text(
+            model, tokenizer, options.prompt, options.max_new_tokens, options.chat
+        )
+    return {
+        "model": options.model,
+        "prompt": options.prompt,
+        "chat": options.chat,
+        "text": text,
+        "new_tokens": new_tokens,
+        "compute_dtype": hf.computing.name_of(model.dtype),
+    }
+
+
+def _show(document: dict[str, Any]) -> None:
+    print(document["text"] if document["chat"] else document["prompt"] + document["text"])

@@ -1,0 +1,65 @@
+"""`inspect`: rank and loss of every layer of a compressed checkpoint, from its headers."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from neuronmm_ops.cli.console import COMPACT, stdout
+from neuronmm_ops.cli.parser import add_command
+from neuronmm_ops.compress.rank import parameter_count
+from neuronmm_ops.compress.report import CompressionReport
+
+
+def add(commands: Any) -> None:
+    """Add the command to the parser."""
+    command = add_command(
+        commands, "inspect", _inspect, show_summary, "rank and loss of every layer"
+    )
+    command.add_argument("model", type=Path, metavar="DIR", help="a compressed checkpoint")
+
+
+def _inspect(options: argparse.Namespace) -> dict[str, Any]:
+    from neuronmm_ops.compress.checkpoint import inspect_checkpoint
+
+    return summary(inspect_checkpoint(options.model))
+
+
+def summary(report: CompressionReport) -> dict[str, Any]:
+    """Return the document of `inspect`."""
+    fields = ("name", "K", "N", "r", "dense", "loss", "bytes")
+    return {
+        "ratio": report.ratio,
+        "effective_ratio": report.effective_ratio,
+        "model_ratio": report.model_ratio,
+        "compute_dtype": report.provenance.get("compute_dtype"),
+        "bytes": sum(layer.bytes for layer in report.layers),
+        "dense_bytes": sum(layer.dense_bytes for layer in report.layers),
+        "layers": [{field: getattr(layer, field) for field in fields} for layer in report.layers],
+    }
+
+
+def show_summary(document: dict[str, Any]) -> None:
+    """Print the document as a table and what it comes to."""
+    table = Table(title=document.get("output"), **COMPACT)
+    table.add_column("layer", overflow="fold")
+    for column in ("K", "N", "rank", "effective", "loss", "MB"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for layer in document["layers"]:
+        K, N, r = layer["K"], layer["N"], layer["r"]
+        ratio = 1 - parameter_count(K, N, r) / (K * N)
+        rank = "dense" if r is None else str(r)
+        cells = (layer["name"], K, N, rank, f"{ratio:.3f}", f"{layer['loss']:.4f}")
+        table.add_row(*map(str, cells), f"{layer['bytes'] / 1e6:.3f}")
+    stdout.print(table)
+    stdout.print(
+        f"targeted layers: nominal ratio {document['ratio']:.3f}, effective "
+        f"{document['effective_ratio']:.3f}: {document['dense_bytes'] / 1e6:.1f} MB -> "
+        f"{document['bytes'] / 1e6:.1f} MB",
+        soft_wrap=True,
+    )
+    if document["model_ratio"] is not None:
+        stdout.print(f"whole model: {document['model_ratio']:.3f} of its parameters are gone")
+    if document["compute_dtype"] is not None:
+        stdout.print(f"computed in {document['compute_dtype']}")

@@ -1,0 +1,153 @@
+"""The whole road: load a model, calibrate, compress, verify and save it."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from neuronmm_ops.compress import CompressionReport, SVDConfig, compress_
+from neuronmm_ops.compress.calibrate import Progress
+from neuronmm_ops.compress.rank import aligned_rank, parameter_count
+from neuronmm_ops.compress.targets import select_targets
+from neuronmm_ops.eval.perplexity import block_length, check_ids
+from neuronmm_ops.hf.computing import AUTO, check_device, computing_in, dtype_of, load_on, name_of
+from neuronmm_ops.hf.loading import load_tokenizer
+from neuronmm_ops.hf.saving import check_target, save
+from neuronmm_ops.hf.text import Order, calibration_batches
+
+DEFAULT_SAMPLES = 128
+DEFAULT_SHARD_SIZE = "50GB"
+
+
+def compress(
+    model: str | Path,
+    config: SVDConfig | None,
+    text: str | None,
+    output: str | Path,
+    *,
+    samples: int = DEFAULT_SAMPLES,
+    seqlen: int | None = None,
+    order: Order = "spread",
+    dtype: str = AUTO,
+    device: torch.device | str = "cpu",
+    force: bool = False,
+    max_shard_size: int | str = DEFAULT_SHARD_SIZE,
+    progress: Progress | None = None,
+) -> CompressionReport:
+    """Compress a model and write it as a Transformers directory that `hf.load` takes.
+
+    Everything that can be checked beforehand is: the target, the room on its disk, the text.
+    The checkpoint has the dtype of the model whatever was computed in, and what is not compressed
+    is written bit for bit.
+
+    Args:
+        model: a local directory, or a hub id.
+        config: what to do; None is `SVDConfig()`.
+        text: to calibrate on, see `read_text`; not needed by method `plain`.
+        output: the directory to write; it must not exist, or `force`.
+        samples: calibration blocks.
+        seqlen: tokens in a block; default the smaller of 2048 and the model's limit.
+        order: of the calibration blocks, see `calibration_batches`.
+        dtype: to compute in: `float32`, `bfloat16`, `float16`, or `auto`, the model's own where
+            the device multiplies that fast and otherwise float32.
+        device: to compute on.
+        force: replace an existing compressed checkpoint.
+        max_shard_size: of one file of weights, in bytes or as `5GB`.
+        progress: called with (stage, done, total); stages are load, calibrate, factorize, save.
+
+    Returns:
+        What `compress_` reports, with the calibration's order, samples and seqlen, and the
+        compute dtype in the provenance.
+
+    Raises:
+        CheckpointError: the model cannot be loaded.
+        FileExistsError: the target exists and may not be replaced.
+        OSError: the target cannot be written.
+        ValueError: an argument is out of range, or the model is of a kind that is not supported.
+        NonFiniteError: a weight or an activation is NaN or Inf.
+    """
+    config = config or SVDConfig()
+    is_calibrated = config.method != "plain"
+    if is_calibrated and text is None:
+        raise ValueError(f"method {config.method} needs a calibration text; or use method plain")
+    _check_shard_size(max_shard_size)
+    place = check_device(device)
+    target = Path(output)
+    source = Path(model) if Path(model).is_dir() else None
+    check_target(target, force, source)
+
+    report_progress = progress or _silent
+    report_progress("load", 0, 1)
+    loaded = load_on(model, place)
+    tokenizer = load_tokenizer(model)
+    report_progress("load", 1, 1)
+    if getattr(loaded.config, "quantization_config", None) is not None:
+        raise ValueError(f"{model} is compressed or quantized already; start from dense")
+    compute = dtype_of(dtype, loaded)
+    check_target(target, force, source, _bytes_after(loaded, config))
+
+    batches: list[Tensor] | None = None
+    calibration: dict[str, Any] = {}
+    if is_calibrated and text is not None:
+        seqlen = block_length(loaded, seqlen)
+        batches = calibration_batches(tokenizer, text, samples, seqlen, order)
+        check_ids(loaded, torch.cat(batches), "calibration text")
+        batches = [batch.to(place) for batch in batches]
+        taken = sum(len(batch) for batch in batches)
+        calibration = {"order": order, "samples": taken, "seqlen": seqlen}
+    with computing_in(loaded, compute):
+        report = compress_(loaded, config, batches, progress)
+    report = _completed(report, loaded, calibration, compute)
+
+    report_progress("save", 0, 1)
+    save(loaded, target, report, tokenizer, force, max_shard_size)
+    report_progress("save", 1, 1)
+    return report
+
+
+def _completed(
+    report: CompressionReport,
+    model: PreTrainedModel,
+    calibration: dict[str, Any],
+    compute: torch.dtype,
+) -> CompressionReport:
+    """The report with what `compress_` cannot know: bytes as stored, and how it was run."""
+    layers = [
+        replace(layer, bytes=layer.parameters * size, dense_bytes=layer.K * layer.N * size)
+        for layer in report.layers
+        for size in [next(model.get_submodule(layer.name).parameters()).element_size()]
+    ]
+    return replace(
+        report,
+        layers=tuple(layers),
+        calibration=report.calibration and {**report.calibration, **calibration},
+        provenance={**report.provenance, "compute_dtype": name_of(compute)},
+    )
+
+
+def _bytes_after(model: PreTrainedModel, config: SVDConfig) -> int:
+    """What the compressed model's parameters will take."""
+    total = sum(parameter.nbytes for parameter in model.parameters())
+    for linear in select_targets(model, config).linears.values():
+        K, N = linear.in_features, linear.out_features
+        r = aligned_rank(K, N, config.ratio, config.block, config.alpha)
+        total -= (K * N - parameter_count(K, N, r)) * linear.weight.element_size()
+    return total
+
+
+def _check_shard_size(size: int | str) -> None:
+    # As Transformers reads it, which would refuse it only after the work.
+    if isinstance(size, str):
+        is_valid = re.fullmatch(r"0*[1-9]\d*(\.\d+)?[KMGT]B", size, re.IGNORECASE) is not None
+    else:
+        is_valid = size >= 1
+    if not is_valid:
+        raise ValueError(f"max_shard_size must be a size such as 5GB, 500MB or 1.5GB; got {size!r}")
+
+
+def _silent(stage: str, done: int, total: int) -> None:
+    pass

@@ -1,0 +1,151 @@
+"""The dtype and the device in which a model computes, apart from the dtype of its checkpoint."""
+
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from neuronmm_ops.compress.checkpoint import read_config
+from neuronmm_ops.hf.loading import load
+from neuronmm_ops.ops.cpu import compute_dtype
+
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+AUTO = "auto"
+
+
+def load_computing(
+    model: str | Path, dtype: str = AUTO, device: torch.device | str = "cpu"
+) -> PreTrainedModel:
+    """Load a causal LM onto a device, in the dtype that it is to compute in; for reading only.
+
+    Args:
+        model: a local directory, or a hub id.
+        dtype: `auto`, `float32`, `bfloat16` or `float16`, see `dtype_of`.
+        device: as `check_device` takes it.
+
+    Returns:
+        The model; its `config.dtype` is still that of the checkpoint.
+
+    Raises:
+        CheckpointError: the model cannot be loaded.
+        ValueError: it is an encoder-decoder, or the dtype or the device is not to be had.
+    """
+    loaded = load_on(model, check_device(device))
+    cast_(loaded, dtype_of(dtype, loaded))
+    return loaded
+
+
+def load_on(model: str | Path, device: torch.device) -> PreTrainedModel:
+    """Load a causal LM in its own dtype.
+
+    Raises:
+        CheckpointError: the model cannot be loaded.
+        ValueError: it is an encoder-decoder.
+    """
+    path = Path(model)
+    if (path / "config.json").is_file() and read_config(path).get("is_encoder_decoder") is True:
+        raise ValueError(
+            f"{model} is an encoder-decoder; only decoders (causal language models) are supported"
+        )
+    return load(model).to(device)  # pyright: ignore  (transformers wraps it untyped)
+
+
+def check_device(device: torch.device | str) -> torch.device:
+    """Return the device, if torch can use it here.
+
+    Raises:
+        ValueError: its name is unknown, or there is none.
+    """
+    try:
+        found = torch.device(device)
+    except RuntimeError:
+        raise ValueError(
+            f"device must be cpu, cuda or another of torch's, such as cuda:1; got {device!r}"
+        ) from None
+    if found.type == "cpu":
+        return found
+    backend: Any = getattr(torch, found.type, None)
+    if not getattr(backend, "is_available", bool)():
+        raise ValueError(
+            f"device {found.type} is not available here (neuronmm doctor says why); use cpu"
+        )
+    if found.index is not None and found.index >= backend.device_count():
+        raise ValueError(
+            f"device {found} is not available: there are {backend.device_count()} of its type"
+        )
+    return found
+
+
+def dtype_of(dtype: str, model: nn.Module) -> torch.dtype:
+    """Return the dtype in which the model is to compute on its device.
+
+    Args:
+        dtype: `auto` is the model's own where its device multiplies that fast, otherwise float32.
+        model: loaded in its own dtype, on its device.
+
+    Raises:
+        ValueError: the name is unknown.
+    """
+    if dtype == AUTO:
+        weight = next(
+            parameter for parameter in model.parameters() if parameter.is_floating_point()
+        )
+        return compute_dtype(weight.dtype, weight.device)
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype must be one of {', '.join((AUTO, *DTYPES))}; got {dtype!r}")
+    return DTYPES[dtype]
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """Return `float32` for `torch.float32`."""
+    return str(dtype).removeprefix("torch.")
+
+
+def cast_(model: nn.Module, dtype: torch.dtype) -> None:
+    """Cast parameters and saved buffers in place; others, such as RoPE's angles, keep theirs."""
+    for _, tensor in _floating(model):
+        tensor.data = tensor.data.to(dtype)
+
+
+@contextmanager
+def computing_in(model: nn.Module, dtype: torch.dtype) -> Generator[None, None, None]:
+    """Hold the model in `dtype` for a block, and afterwards in the dtypes that it had.
+
+    What the block leaves alone comes back bit for bit. Factors `u` and `v` that it puts in the
+    place of a `weight` get the weight's dtype.
+    """
+    # A dtype where casting back is exact, otherwise the values.
+    before: dict[str, torch.dtype | Tensor] = {}
+    for name, tensor in _floating(model):
+        is_exact = torch.promote_types(tensor.dtype, dtype) == dtype
+        before[name] = tensor.dtype if is_exact else tensor.data
+        tensor.data = tensor.data.to(dtype)
+    try:
+        yield
+    finally:
+        for name, tensor in _floating(model):
+            replaced = f"{name.rpartition('.')[0]}.weight"
+            known = before[name] if name in before else before[replaced]
+            if name in before and isinstance(known, Tensor):
+                tensor.data = known
+            else:
+                tensor.data = tensor.data.to(known.dtype if isinstance(known, Tensor) else known)
+
+
+def _floating(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the floating-point parameters and saved buffers, each once."""
+    for name, parameter in model.named_parameters():
+        if parameter.is_floating_point():
+            yield name, parameter
+    for prefix, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if buffer.is_floating_point() and name not in module._non_persistent_buffers_set:
+                yield f"{prefix}.{name}", buffer

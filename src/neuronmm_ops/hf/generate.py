@@ -1,0 +1,87 @@
+"""Greedy generation that refuses broken logits, from a prompt or a chat message."""
+
+from typing import Any
+
+import torch
+from jinja2 import TemplateError
+from torch import Tensor
+from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
+
+from neuronmm_ops.errors import NonFiniteError
+from neuronmm_ops.eval.perplexity import check_ids, position_limit
+
+
+class FiniteLogits(LogitsProcessor):
+    """Refuses NaN and Inf, which greedy search would take for the first token of the vocabulary."""
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Return the scores `[B, V]` as they are.
+
+        Raises:
+            NonFiniteError: one is NaN or +Inf, or a row is -Inf alone (it masks unused tokens).
+        """
+        # The maximum of a row with a NaN is NaN.
+        if not torch.isfinite(scores.amax(dim=-1)).all():
+            raise NonFiniteError(
+                f"logits of token {input_ids.shape[1]} must be finite, got NaN or Inf; "
+                "check the factors, or compute in a wider dtype"
+            )
+        return scores
+
+
+def generate_text(
+    model: PreTrainedModel, tokenizer: Any, prompt: str, max_new_tokens: int, chat: bool = False
+) -> tuple[str, int]:
+    """Continue a prompt greedily; return the new text and its number of tokens.
+
+    Args:
+        model: a causal LM.
+        tokenizer: the model's.
+        prompt: text to continue; with `chat` the message of a user to answer.
+        max_new_tokens: at least 1.
+        chat: put the prompt into the tokenizer's chat template.
+
+    Raises:
+        NonFiniteError: logits are NaN or Inf.
+        ValueError: there is no chat template, the prompt is empty, has a token id without a row
+            in the embedding, or is too long for the model's limit.
+    """
+    inputs = _chat(tokenizer, prompt) if chat else _plain(tokenizer, prompt)
+    ids = inputs["input_ids"]
+    length = ids.shape[1]
+    if length == 0:
+        raise ValueError("prompt must hold at least one token, got an empty text")
+    check_ids(model, ids, "prompt")
+    limit = position_limit(model)
+    if limit is not None and length + max_new_tokens > limit:
+        raise ValueError(
+            f"prompt and new tokens must be at most the model's limit of {limit} tokens, "
+            f"got {length} and {max_new_tokens}"
+        )
+    output: Any = model.generate(  # pyright: ignore  (typed as a module's attribute)
+        **inputs.to(model.device),
+        max_new_tokens=max_new_tokens,
+        do_sample=False,
+        pad_token_id=tokenizer.eos_token_id,
+        logits_processor=LogitsProcessorList([FiniteLogits()]),
+    )
+    new = output[0, length:]
+    return tokenizer.decode(new, skip_special_tokens=True), len(new)
+
+
+def _plain(tokenizer: Any, prompt: str) -> Any:
+    return tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
+
+
+def _chat(tokenizer: Any, prompt: str) -> Any:
+    if not getattr(tokenizer, "chat_template", None):
+        raise ValueError("the tokenizer has no chat template; generate without chat")
+    try:
+        return tokenizer.apply_chat_template(
+            [{"role": "user", "content": prompt}],
+            add_generation_prompt=True,
+            return_dict=True,
+            return_tensors="pt",
+        )
+    except TemplateError as error:
+        raise ValueError(f"the tokenizer's chat template cannot be used: {error}") from None

@@ -1,0 +1,33 @@
+"""A tiny model, a text, and the command in this process."""
+
+from pathlib import Path
+
+import pytest
+from outcomes import TEXT, Outcome, Run
+from tiny import tiny_directory
+
+from neuronmm_ops.cli import main
+
+
+@pytest.fixture(scope="session")
+def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_directory(tmp_path_factory.mktemp("model") / "dense")
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text(TEXT)
+    return path
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    """Run the command in this process."""
+
+    def call(*arguments: object) -> Outcome:
+        capsys.readouterr()
+        code = main([str(argument) for argument in arguments])
+        return Outcome(code, *capsys.readouterr())
+
+    return call

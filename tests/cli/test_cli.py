@@ -1,0 +1,98 @@
+"""What all commands have in common: exit codes, one line for every mistake, strict JSON."""
+
+import importlib.metadata
+import json
+import sys
+import tomllib
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from outcomes import Run, refused
+
+from neuronmm_ops import CheckpointError, CompressionWarning
+
+
+def test_doctor(run: Run) -> None:
+    document = json.loads(run("doctor", "--json").out)
+    assert document["versions"]["torch"] == torch.__version__
+    backends = {backend["name"]: backend for backend in document["backends"]}
+    assert backends["cpu"]["usable"]
+    assert "multiplies float32" in backends["cpu"]["reason"]
+    assert list(backends) == ["cpu", "cuda", "xla", "neuron"]
+    for backend in backends.values():
+        assert backend["reason"]
+    assert "neuronmm-ops[xla]" in run("doctor").out
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried ..."),
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB"),
+        CheckpointError("d cannot be loaded: DefaultCPUAllocator: can't allocate memory: you ..."),
+    ],
+)
+def test_out_of_memory_hint(
+    run: Run, dense: Path, text: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr("neuronmm_ops.eval.token_perplexity", fail)
+    refused(run("eval", dense, "--text", text), "out of memory", "--samples")
+
+
+def test_defects_exit_with_1_and_debug_shows_them(
+    run: Run, dense: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise ZeroDivisionError("oops")
+
+    monkeypatch.setattr("neuronmm_ops.eval.token_perplexity", fail)
+    outcome = run("eval", dense, "--text", text)
+    assert outcome.code == 1
+    assert outcome.err.splitlines()[-1].endswith(
+        "internal error: ZeroDivisionError: oops; see it with --debug"
+    )
+    with pytest.raises(ZeroDivisionError):
+        run("eval", dense, "--text", text, "--debug")
+
+
+def test_a_document_that_is_no_json_is_a_line(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    document = {"versions": {"torch": float("nan")}, "backends": []}
+    monkeypatch.setattr("neuronmm_ops.doctor.diagnose", lambda: document)
+    refused(run("doctor", "--json"), "JSON")
+
+
+def test_our_warnings_are_lines_and_others_are_hidden(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def warn() -> dict[str, object]:
+        warnings.warn("nothing is\n compressed", CompressionWarning, stacklevel=1)
+        warnings.warn("of another package", UserWarning, stacklevel=1)
+        return {"versions": {}, "backends": []}
+
+    monkeypatch.setattr("neuronmm_ops.doctor.diagnose", warn)
+    assert run("doctor", "--json").err == "warning: nothing is compressed\n"
+
+
+def test_missing_transformers_names_the_extra(
+    run: Run, dense: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "transformers.utils", None)
+    refused(run("eval", dense, "--text", text), "pip install 'neuronmm-ops[hf]'")
+
+
+def test_no_command_and_version(run: Run) -> None:
+    refused(run(), "COMMAND")
+    outcome = run("--version")
+    version = importlib.metadata.version("neuronmm-ops")
+    assert (outcome.code, outcome.out) == (0, f"neuronmm-ops {version}\n")
+
+
+def test_the_console_script_is_the_module_that_survives_an_early_interrupt() -> None:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    assert project["scripts"] == {"neuronmm": "neuronmm_ops_command:main"}

@@ -1,0 +1,57 @@
+"""`neuronmm bench`: options, tables and mistakes; what it measures is tested in tests/bench."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from outcomes import TEXT, Run, refused
+
+from neuronmm_ops.bench import methods
+
+
+def test_overhead_of_xla_needs_torch_xla(run: Run) -> None:
+    refused(run("bench", "overhead", "--xla"), "torch_xla is not installed", "neuronmm-ops[xla]")
+
+
+def test_methods(run: Run, dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text(TEXT[:1500])
+    whole = methods.run
+    few = {"ratios": (0.4,), "samples": 16, "seqlen": 64}
+    monkeypatch.setattr(methods, "run", lambda *a, **options: whole(*a, **few, **options))
+    arguments = ("--text", text, "--calibration", text, "--dtype", "bfloat16", "--json")
+    outcome = run("bench", "methods", dense, *arguments)
+    assert outcome.code == 0, outcome.err
+    rows = json.loads(outcome.out)
+    assert [row["method"] for row in rows] == ["dense", "plain", "whiten", "swift"]
+    assert {row["compute_dtype"] for row in rows} == {"bfloat16"}
+    assert all(row["ppl_token"] > 1 for row in rows)
+
+
+def test_options_of_cpu(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    rows = [{"op": "xuv", "M": 1, "op_ms": 0.123456}, {"op": "xuv", "M": 8, "op_ms": 12.0}]
+
+    def measure(*arguments: Any, **options: Any) -> list[dict[str, Any]]:
+        asked.append((*arguments, options["tokens"], options["dtype"]))
+        return rows
+
+    monkeypatch.setattr("neuronmm_ops.bench.cpu.run", measure)
+    monkeypatch.setattr("neuronmm_ops.ops.cpu.multiplies_fast", lambda dtype: False)
+    outcome = run("bench", "cpu")
+    assert outcome.out.startswith("op xuv\n")
+    assert "0.1235" in outcome.out
+    run("bench", "cpu", "--model", "Qwen3-4B", "--tokens", "1,2", "3", "--dtype", "bfloat16")
+    assert asked == [
+        ("Llama-3.2-1B", [1, 8, 64, 512], torch.float32),
+        ("Qwen3-4B", [1, 2, 3], torch.bfloat16),
+    ]
+
+
+def test_mistakes(run: Run) -> None:
+    refused(run("bench", "cpu", "--model", "GPT-9"), "GPT-9", "Llama-3.2-1B")
+    refused(run("bench", "cpu", "--tokens", "0"), "at least 1")
+    refused(run("bench", "cpu", "--tokens", "many"), "at least 1")
+    refused(run("bench"), "BENCHMARK")

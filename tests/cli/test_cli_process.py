@@ -1,0 +1,111 @@
+"""The command as a process: signals, pipes, full disks."""
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from outcomes import COMPRESS, SCRIPT, Run, process
+from safetensors.torch import load_file
+
+
+def test_a_reader_that_leaves_is_no_error() -> None:
+    """As in `neuronmm doctor | true`: the pipe is closed before anything is written."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    assert process(*SCRIPT, "doctor", stdout=writer) == (141, "", "")
+    os.close(writer)
+
+
+def test_a_full_device_is_one_line() -> None:
+    with open("/dev/full", "w") as full:
+        outcome = process(*SCRIPT, "doctor", stdout=full)
+    assert outcome == (2, "", "neuronmm: cannot write to stdout: No space left on device\n")
+
+
+IMPORTING = """
+import os, runpy, signal, sys
+
+class Interrupted:
+    def find_spec(self, name, *_):
+        if name == "torch":
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupted())
+runpy.run_module("neuronmm_ops_command", run_name="__main__")
+"""
+
+
+def test_ctrl_c_during_the_imports_is_one_line() -> None:
+    outcome = process(sys.executable, "-c", IMPORTING)
+    assert outcome == (130, "", "neuronmm: interrupted\n")
+
+
+def test_interrupted(
+    run: Run, dense: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("neuronmm_ops.hf.compress", interrupt)
+    outcome = run("compress", dense, "-o", tmp_path / "o", "--calibration", text, *COMPRESS)
+    assert outcome == (130, "", "neuronmm: interrupted\n")
+
+
+def test_sigterm_while_writing_cleans_up(
+    run: Run, dense: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import PreTrainedModel
+
+    def half(self: object, directory: Path, **_: object) -> None:
+        (Path(directory) / "model.safetensors").write_bytes(b"half")
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(1)
+
+    monkeypatch.setattr(PreTrainedModel, "save_pretrained", half)
+    before = signal.getsignal(signal.SIGTERM)
+    outcome = run("compress", dense, "-o", tmp_path / "o", "--calibration", text, *COMPRESS)
+    assert outcome == (143, "", "neuronmm: terminated\n")
+    assert list(tmp_path.iterdir()) == []
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_full_disk_leaves_nothing(dense: Path, text: Path, tmp_path: Path) -> None:
+    """A real write that fails: the process may not make a file larger than 100 KiB."""
+    out = tmp_path / "o"
+    arguments = (*SCRIPT, "compress", dense, "-o", out, "--calibration", text, *COMPRESS)
+    outcome = process("bash", "-c", 'ulimit -f 100; exec "$@"', "bash", *arguments)
+    assert outcome.code == 2, outcome.err
+    assert "Traceback" not in outcome.err
+    last = outcome.err.strip().splitlines()[-1]
+    assert last.startswith("neuronmm: ")
+    assert "GB free" in last
+    assert list(tmp_path.iterdir()) == []
+
+
+KILLED = """
+import os, signal, sys
+from transformers import PreTrainedModel
+from neuronmm_ops.cli import main
+
+def half(self, directory, **_):
+    (directory / "model.safetensors").write_bytes(b"half")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+PreTrainedModel.save_pretrained = half
+main(sys.argv[1:])
+"""
+
+
+def test_a_killed_run_leaves_no_half_checkpoint(
+    run: Run, dense: Path, text: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "o"
+    arguments = ("compress", dense, "-o", out, "--calibration", text, *COMPRESS)
+    outcome = process(sys.executable, "-c", KILLED, *arguments)
+    assert outcome.code == -signal.SIGKILL
+    assert not out.exists()
+    assert run(*arguments).code == 0
+    assert load_file(out / "model.safetensors")

@@ -1,0 +1,92 @@
+"""What a compression leaves alone is said in one warning."""
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from toys import SIZES, causal_lm, token_batches
+
+from neuronmm_ops import CompressionWarning, SVDConfig, compress_
+
+PLAIN = {"ratio": 0.3, "method": "plain"}
+
+
+def warning_of(model: nn.Module, **options: object) -> str | None:
+    """Return the text of the only CompressionWarning, or None."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        compress_(model, SVDConfig(**{**PLAIN, **options}))
+    assert {w.category for w in caught} <= {CompressionWarning}
+    assert len(caught) <= 1
+    return str(caught[0].message) if caught else None
+
+
+@pytest.mark.parametrize("targets", ["mlp", "attention", "all-linear"])
+@pytest.mark.parametrize("family", ["Llama", "Gemma2"])
+def test_a_dense_decoder_is_covered(family, targets):
+    assert warning_of(causal_lm(family), block=8, targets=targets) is None
+
+
+def test_nothing_is_compressed():
+    message = warning_of(causal_lm())
+    assert message == (
+        "nothing is compressed: at ratio 0.3 no rank that is a multiple of 128 is smaller than any "
+        "of the 6 targeted matrices; the largest block that fits is 16"
+    )
+    assert warning_of(causal_lm(), block=16) is None
+
+
+def test_the_warning_points_at_the_caller():
+    with pytest.warns(CompressionWarning) as caught:
+        compress_(causal_lm(), SVDConfig(**PLAIN))
+    assert caught[0].filename == __file__
+
+
+def test_matrices_too_small_for_any_pair():
+    model = nn.ModuleDict({"fc1": nn.Linear(8, 8), "lm_head": nn.Linear(8, 300)})
+    assert warning_of(model, block=8).endswith("the matrices are too small for any pair")
+
+
+def mixtral() -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    options = {"num_local_experts": 8, "tie_word_embeddings": False}
+    return transformers.MixtralForCausalLM(transformers.MixtralConfig(**SIZES, **options))
+
+
+def test_experts_are_not_reached_by_all_linear():
+    message = warning_of(mixtral(), block=8, targets="all-linear")
+    assert message.startswith("targets all-linear reach 5.9% of the matrix parameters")
+    assert "model.layers.*.mlp.experts.gate_up_proj" in message
+    assert "no nn.Linear" in message
+    assert warning_of(mixtral(), block=8, targets="attention") is None
+
+
+def test_names_and_patterns_promise_nothing():
+    assert warning_of(mixtral(), block=8, targets="q_proj") is None
+
+
+def test_an_mlp_of_which_one_matrix_alone_has_a_listed_name():
+    model = nn.ModuleDict({"fc1": nn.Linear(64, 64), "w2": nn.Linear(64, 96)})
+    message = warning_of(model, block=8)
+    assert "reach 40.0%" in message
+    assert "w2.weight with 60.0% (not among the targets)" in message
+
+
+def test_layers_left_dense_by_the_block_are_not_reached():
+    model = nn.ModuleDict({"fc1": nn.Linear(64, 32), "fc2": nn.Linear(64, 96)})
+    message = warning_of(model, block=32, ratio=0.1)
+    assert message is None
+    model = nn.ModuleDict({"fc1": nn.Linear(64, 64), "fc2": nn.Linear(32, 32)})
+    assert warning_of(model, block=24) is None
+
+
+def test_the_whole_model_s_share():
+    model = causal_lm("Qwen3")  # tied: embedding and head count once
+    parameters = sum(p.numel() for p in model.parameters())
+    report = compress_(model, SVDConfig(ratio=0.3, block=8), token_batches(6))
+    assert report.model_parameters == parameters
+    gone = parameters - sum(p.numel() for p in model.parameters())
+    assert report.model_ratio == pytest.approx(gone / parameters)
+    assert 0 < report.model_ratio < report.effective_ratio
+    assert torch.tensor(report.to_dict()["model_ratio"]) > 0

@@ -1,0 +1,150 @@
+"""hf.compress: the whole road as one call, and what is checked before the work."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny import tiny_directory, tiny_ids
+
+from neuronmm_ops import CompressionReport, SVDConfig, hf
+from neuronmm_ops.hf import compress as compress_function
+
+TEXT = "The quick brown fox jumps over the lazy dog. 0123456789\n" * 40
+CONFIG = SVDConfig(ratio=0.3, block=8)
+pytestmark = pytest.mark.filterwarnings("ignore::neuronmm_ops.CalibrationWarning")
+
+
+def slow_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pretend that the CPU multiplies float32 alone."""
+    monkeypatch.setattr(
+        "neuronmm_ops.ops.cpu.multiplies_fast", lambda dtype: dtype == torch.float32
+    )
+
+
+def fast_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pretend that the CPU multiplies every dtype."""
+    monkeypatch.setattr("neuronmm_ops.ops.cpu.multiplies_fast", lambda dtype: True)
+
+
+def compress(model: Path, output: Path, **options: Any) -> CompressionReport:
+    return hf.compress(model, CONFIG, TEXT, output, **{"samples": 16, "seqlen": 64, **options})
+
+
+def test_it_writes_what_it_returns(tmp_path: Path) -> None:
+    told: list[tuple[str, int, int]] = []
+    dense = tiny_directory(tmp_path / "dense")
+    report = compress(
+        dense, tmp_path / "out", order="head", progress=lambda *event: told.append(event)
+    )
+    record = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert {key: record[key] for key in report.to_dict()} == report.to_dict()
+    assert report.calibration is not None
+    assert report.calibration["tokens"] == 16 * 64
+    assert report.calibration | {"order": "head", "samples": 16, "seqlen": 64} == report.calibration
+    assert report.provenance["compute_dtype"] == "float32"
+    assert list(dict.fromkeys(stage for stage, _, _ in told)) == [
+        *("load", "calibrate", "factorize", "save")
+    ]
+    assert hf.load(tmp_path / "out")(tiny_ids(1)).logits.isfinite().all()
+    assert hf.load_tokenizer(tmp_path / "out")("a")["input_ids"]
+
+
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("asked", ["auto", "float32", "bfloat16"])
+def test_what_is_not_compressed_is_written_bit_for_bit(
+    stored: torch.dtype, asked: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow_cpu(monkeypatch)
+    dense = tiny_directory(tmp_path / "dense", dtype=stored)
+    report = compress(dense, tmp_path / "out", dtype=asked)
+    assert report.provenance["compute_dtype"] == ("bfloat16" if asked == "bfloat16" else "float32")
+    before = load_file(dense / "model.safetensors")
+    after = load_file(tmp_path / "out" / "model.safetensors")
+    assert {tensor.dtype for tensor in after.values()} == {stored}
+    same = before.keys() & after.keys()
+    assert len(same) == len(before) - 6
+    for name in same:
+        assert torch.equal(before[name].view(torch.uint8), after[name].view(torch.uint8)), name
+    factors = after["model.layers.0.mlp.up_proj.u"], after["model.layers.0.mlp.up_proj.v"]
+    assert report.layers[1].bytes == sum(factor.nbytes for factor in factors)
+    assert report.layers[1].dense_bytes == before["model.layers.0.mlp.up_proj.weight"].nbytes
+
+
+def test_factors_are_found_in_the_compute_dtype(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[torch.dtype] = []
+    original = compress_function.__globals__["compress_"]
+
+    def spy(model: Any, *rest: Any) -> CompressionReport:
+        seen.append(model.model.layers[0].mlp.up_proj.weight.dtype)
+        return original(model, *rest)
+
+    monkeypatch.setitem(compress_function.__globals__, "compress_", spy)
+    dense = tiny_directory(tmp_path / "dense", dtype=torch.bfloat16)
+    for cpu, expected in ((slow_cpu, torch.float32), (fast_cpu, torch.bfloat16)):
+        cpu(monkeypatch)
+        report = compress(dense, tmp_path / f"{expected}")
+        assert report.provenance["compute_dtype"] == hf.computing.name_of(expected)
+    assert seen == [torch.float32, torch.bfloat16]
+
+
+def test_the_target_is_checked_before_the_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[Any, ...]] = []
+
+    def check(target: Path, force: bool, source: Path | None, needed_bytes: int = 0) -> None:
+        asked.append((target, force, source, needed_bytes))
+        if needed_bytes:
+            raise OSError("no room")
+
+    monkeypatch.setitem(compress_function.__globals__, "check_target", check)
+    monkeypatch.setitem(compress_function.__globals__, "compress_", pytest.fail)
+    dense = tiny_directory(tmp_path / "dense")
+    with pytest.raises(OSError, match="no room"):
+        compress(dense, tmp_path / "out", force=True)
+    monkeypatch.undo()
+    compress(dense, tmp_path / "real")
+    model = hf.load(tmp_path / "real")
+    bytes_after = sum(parameter.nbytes for parameter in model.parameters())
+    assert asked == [
+        (tmp_path / "out", True, dense, 0),
+        (tmp_path / "out", True, dense, bytes_after),
+    ]
+
+
+def test_shards(tmp_path: Path) -> None:
+    compress(tiny_directory(tmp_path / "dense"), tmp_path / "out", max_shard_size="100KB")
+    assert len(list((tmp_path / "out").glob("model-*.safetensors"))) > 2
+    assert hf.load(tmp_path / "out").dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        ({"seqlen": 0}, "seqlen must be between 1 and the model's limit of 128"),
+        ({"seqlen": 129}, "got 129"),
+        ({"samples": 0}, "samples and seqlen must be at least 1"),
+        ({"order": "tail"}, "order must be one of spread, head; got 'tail'"),
+        ({"dtype": "int8"}, "dtype must be one of auto, float32, bfloat16, float16; got 'int8'"),
+        ({"device": "toaster"}, "device must be cpu, cuda"),
+        ({"max_shard_size": 0}, "max_shard_size must be a size"),
+    ],
+)
+def test_bad_arguments(options: dict[str, Any], word: str, tmp_path: Path) -> None:
+    dense = tiny_directory(tmp_path / "dense")
+    with pytest.raises(ValueError, match=word):
+        compress(dense, tmp_path / "out", **options)
+    assert not (tmp_path / "out").exists()
+
+
+def test_text_is_needed_but_for_plain(tmp_path: Path) -> None:
+    dense = tiny_directory(tmp_path / "dense")
+    with pytest.raises(ValueError, match="method swift needs a calibration text"):
+        hf.compress(dense, None, None, tmp_path / "out")
+    plain = SVDConfig(block=8, method="plain")
+    assert hf.compress(dense, plain, None, tmp_path / "out").calibration is None

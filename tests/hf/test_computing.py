@@ -1,0 +1,77 @@
+"""The compute dtype: cast for a block, and every value back as it was."""
+
+import pytest
+import torch
+from tiny import tiny_directory, tiny_model
+from torch import nn
+
+from neuronmm_ops import SVDLinear, hf
+from neuronmm_ops.hf.computing import check_device, computing_in
+
+
+class Mixed(nn.Module):
+    """Parameters and buffers of several dtypes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.Parameter(torch.randn(5))
+        self.narrow = nn.Parameter(torch.randn(5, dtype=torch.bfloat16))
+        self.register_buffer("saved", torch.randn(3, dtype=torch.float16))
+        self.register_buffer("angles", torch.randn(3), persistent=False)
+        self.register_buffer("count", torch.arange(3))
+        self.up = nn.Linear(8, 16, bias=False, dtype=torch.float16)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_values_come_back_bit_for_bit(dtype: torch.dtype) -> None:
+    model = Mixed()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    angles = model.angles
+    with computing_in(model, dtype):
+        assert {p.dtype for p in model.parameters()} == {model.saved.dtype} == {dtype}
+        assert model.angles is angles
+        assert model.count.dtype == torch.int64
+        model.up = SVDLinear.from_factors(
+            torch.ones(8, 2, dtype=dtype), torch.ones(2, 16, dtype=dtype)
+        )
+    assert model.up.u.dtype == model.up.v.dtype == torch.float16
+    for name, value in model.state_dict().items():
+        if not name.startswith("up."):
+            assert value.dtype == before[name].dtype
+            assert torch.equal(value, before[name]), name
+
+
+def test_an_error_leaves_the_dtypes_as_they_were() -> None:
+    model = tiny_model(dtype=torch.bfloat16)
+    with pytest.raises(KeyError), computing_in(model, torch.float32):
+        raise KeyError
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize(("is_fast", "expected"), [(True, "bfloat16"), (False, "float32")])
+def test_auto_is_what_the_cpu_multiplies_fast(
+    is_fast: bool, expected: str, tmp_path, monkeypatch
+) -> None:
+    monkeypatch.setattr("neuronmm_ops.ops.cpu.multiplies_fast", lambda dtype: is_fast)
+    directory = tiny_directory(tmp_path / "model", dtype=torch.bfloat16)
+    model = hf.load_computing(directory)
+    assert model.dtype == getattr(torch, expected)
+    assert model.config.dtype == torch.bfloat16
+    assert hf.load_computing(directory, "float16").dtype == torch.float16
+
+
+def test_devices() -> None:
+    assert check_device("cpu") == torch.device("cpu")
+    with pytest.raises(ValueError, match="device must be cpu, cuda or another"):
+        check_device("toaster")
+    for name in ("meta", "xpu"):
+        with pytest.raises(ValueError, match=f"device {name} is not available here"):
+            check_device(name)
+
+
+def test_more_devices_than_there_are(monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert check_device("cuda:0").index == 0
+    with pytest.raises(ValueError, match="device cuda:1 is not available: there are 1"):
+        check_device("cuda:1")
