@@ -14,6 +14,7 @@ from neuronmm_ops.compress import (
     collect_moments,
     compress_,
     factorize,
+    swap_,
 )
 from neuronmm_ops.errors import (
     CalibrationWarning,
@@ -23,7 +24,7 @@ from neuronmm_ops.errors import (
     NonFiniteError,
 )
 from neuronmm_ops.eval import PerplexityResult, encode_documents, token_perplexity
-from neuronmm_ops.nn import SVDMLP, SVDLinear, swap_
+from neuronmm_ops.nn import SVDMLP, SVDLinear
 from neuronmm_ops.ops import last_profile, svd_mlp, use_impl, xuv, xw
 
 __version__ = "0.1.0"

@@ -10,12 +10,21 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors.torch import load_file, save_file
-from tiny import tiny_directory, tiny_ids, tiny_model, tiny_tokenizer
-from transformers import AutoModelForCausalLM
+from tiny import SIZES, tiny_directory, tiny_ids, tiny_model, tiny_tokenizer
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForSequenceClassification
 
-from neuronmm_ops import CalibrationWarning, CheckpointError, SVDConfig, compress_, hf
+from neuronmm_ops import (
+    CalibrationWarning,
+    CheckpointError,
+    NonFiniteError,
+    SVDConfig,
+    compress_,
+    hf,
+)
 from neuronmm_ops.compress.checkpoint import inspect_checkpoint
+from neuronmm_ops.hf import loading
 
 NAME = "model.layers.0.mlp.gate_proj"
 
@@ -195,3 +204,115 @@ def test_from_pretrained_does_not_compress(tmp_path: Path, pristine: Path) -> No
     record = json.loads((pristine / "config.json").read_text())["quantization_config"]
     with pytest.raises(ValueError, match="it does not compress"):
         AutoModelForCausalLM.from_pretrained(dense, quantization_config=hf.NeuronMMConfig(**record))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("hidden_size", "64"),
+        ("hidden_size", None),
+        ("num_attention_heads", 3),
+        ("num_attention_heads", 0),
+        ("dtype", "float7"),
+        ("rope_parameters", "x"),
+        ("quantization_config", []),
+        ("quantization_config", "x"),
+        ("quantization_config", 5),
+        ("quantization_config", {}),
+        ("model_type", 7),
+        ("num_hidden_layers", -1),
+        ("vocab_size", "many"),
+    ],
+)
+def test_a_malformed_config_is_one_line(tmp_path: Path, key: str, value: object) -> None:
+    directory = tiny_directory(tmp_path / "dense")
+    _edit_config(directory, lambda config: config.update({key: value}))
+    with pytest.raises(CheckpointError) as caught:
+        hf.load(directory)
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 600
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json", "tokenizer.json"])
+@pytest.mark.parametrize("text", ["[]", "[" * 100_000, "{", "5"])
+def test_other_json_than_an_object_is_one_line(name: str, text: str, tmp_path: Path) -> None:
+    directory = tiny_directory(tmp_path / "dense")
+    (directory / name).write_text(text)
+    read = hf.load if name == "config.json" else hf.load_tokenizer
+    with pytest.raises(CheckpointError) as caught:
+        read(directory)
+    assert "\n" not in str(caught.value)
+
+
+def test_layers_that_the_config_does_not_have(tmp_path: Path) -> None:
+    directory = tiny_directory(tmp_path / "dense")
+    _edit_config(directory, lambda config: config.update(num_hidden_layers=1))
+    with pytest.raises(CheckpointError, match=r"has no place for, first model\.layers\.1\."):
+        hf.load(directory)
+
+
+def test_a_classification_head_is_not_dropped(tmp_path: Path) -> None:
+    model = LlamaForSequenceClassification(LlamaConfig(**SIZES, tie_word_embeddings=True))
+    model.save_pretrained(tmp_path / "dense")
+    with pytest.raises(CheckpointError, match=r"first score\.weight; the checkpoint is of a Llama"):
+        hf.load(tmp_path / "dense")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_a_factor_that_is_not_finite(checkpoint: Path, value: float) -> None:
+    file = checkpoint / "model.safetensors"
+    tensors = load_file(file)
+    tensors[f"{NAME}.v"][2, 3] = value
+    save_file(tensors, file, metadata={"format": "pt"})
+    for read in (hf.load, AutoModelForCausalLM.from_pretrained):
+        with pytest.raises(NonFiniteError, match=f"{NAME}.v must be finite"):
+            read(checkpoint)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+def test_low_precision_weights_without_scales(tmp_path: Path, dtype: torch.dtype) -> None:
+    directory = tiny_directory(tmp_path / "dense")
+    file = directory / "model.safetensors"
+    tensors = load_file(file)
+    tensors[f"{NAME}.weight"] = tensors[f"{NAME}.weight"].to(dtype)
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=rf"{NAME}\.weight is .* no quantization_config"):
+        hf.load(directory)
+
+
+def test_an_unreadable_file_is_not_called_damaged(tmp_path: Path) -> None:
+    directory = tiny_directory(tmp_path / "dense")
+    weights, config = directory / "model.safetensors", directory / "config.json"
+    weights.unlink()
+    weights.mkdir()
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        hf.load(directory)
+    config.unlink()
+    config.mkdir()
+    with pytest.raises(CheckpointError, match="cannot be read: Is a directory"):
+        hf.load(directory)
+
+
+def test_a_hub_id_without_a_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreachable(*_: object, **__: object) -> None:
+        raise LocalEntryNotFoundError("no connection\nand more")
+
+    monkeypatch.setattr(loading, "snapshot_download", unreachable)
+    for read in (hf.load, hf.load_tokenizer):
+        with pytest.raises(CheckpointError) as caught:
+            read("some-org/some-model")
+        assert "the hub cannot be reached" in str(caught.value)
+        assert "local Transformers model directory" in str(caught.value)
+        assert "\n" not in str(caught.value)
+
+
+def test_a_hub_id_is_downloaded_and_loaded(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loading, "snapshot_download", lambda *_, **__: str(checkpoint))
+    restored = hf.load("some-org/some-model")
+    assert torch.equal(
+        restored.state_dict()[f"{NAME}.u"], hf.load(checkpoint).state_dict()[f"{NAME}.u"]
+    )
+    with pytest.raises(CheckpointError, match="is no directory"):
+        hf.load(Path("some-org/some-model"))

@@ -4,14 +4,18 @@ import dataclasses
 import errno
 import shutil
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 from tiny import tiny_ids, tiny_model
 from transformers import PreTrainedModel
 
 from neuronmm_ops import (
     CalibrationWarning,
+    CheckpointError,
     CompressionReport,
     SVDConfig,
     SVDLinear,
@@ -33,22 +37,22 @@ def test_existing_target_is_refused_without_force(
     compressed: tuple[PreTrainedModel, CompressionReport], tmp_path: Path
 ) -> None:
     target = tmp_path / "out"
-    target.mkdir()
-    (target / "precious").touch()
+    hf.save(*_arguments(compressed, target))
+    before = (target / "model.safetensors").stat()
     with pytest.raises(FileExistsError, match="--force"):
         hf.save(*_arguments(compressed, target))
-    assert (target / "precious").exists()
+    assert (target / "model.safetensors").stat() == before
 
 
 def test_force_replaces_and_leaves_nothing_behind(
     compressed: tuple[PreTrainedModel, CompressionReport], tmp_path: Path
 ) -> None:
     target = tmp_path / "out"
-    target.mkdir()
-    (target / "stale").touch()
+    hf.save(*_arguments(compressed, target))
+    (target / "merges.txt").touch()
     hf.save(*_arguments(compressed, target), force=True)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out"]
-    assert not (target / "stale").exists()
+    assert not (target / "merges.txt").exists()
     assert (target / "model.safetensors").exists()
 
 
@@ -100,8 +104,8 @@ def test_an_old_checkpoint_comes_back_when_the_new_one_cannot_take_its_place(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     target = tmp_path / "out"
-    target.mkdir()
-    (target / "precious").touch()
+    hf.save(*_arguments(compressed, target))
+    (target / "merges.txt").touch()
     rename = Path.rename
 
     def fail(self: Path, to: Path) -> Path:
@@ -113,17 +117,55 @@ def test_an_old_checkpoint_comes_back_when_the_new_one_cannot_take_its_place(
     with pytest.raises(OSError, match="Input/output error"):
         hf.save(*_arguments(compressed, target), force=True)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
-    assert (target / "precious").exists()
+    assert (target / "merges.txt").exists()
 
 
 def test_a_report_of_another_run_is_refused(
-    compressed: tuple[PreTrainedModel, CompressionReport], tmp_path: Path
+    compressed: tuple[PreTrainedModel, CompressionReport],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model, report = compressed
-    fewer = dataclasses.replace(report, layers=report.layers[1:])
-    with pytest.raises(ValueError, match=r"see model\.layers\.0\.mlp\.gate_proj"):
-        hf.save(model, tmp_path / "out", fewer)
+    first = report.layers[0]
+    assert first.r is not None
+    other_rank = dataclasses.replace(first, r=first.r + 8)
+    for layers in (report.layers[1:], (other_rank, *report.layers[1:])):
+        monkeypatch.setattr(model.config, "quantization_config", None, raising=False)
+        with pytest.raises(ValueError, match=r"see model\.layers\.0\.mlp\.gate_proj"):
+            hf.save(model, tmp_path / "out", dataclasses.replace(report, layers=layers))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_does_not_load_back_is_not_kept(
+    compressed: tuple[PreTrainedModel, CompressionReport],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    save_pretrained = PreTrainedModel.save_pretrained
+
+    def change(edit: Callable[[dict[str, torch.Tensor]], object]) -> None:
+        def saving(self: PreTrainedModel, directory: Path, **options: object) -> None:
+            save_pretrained(self, directory, **options)  # pyright: ignore
+            file = directory / "model.safetensors"
+            tensors = load_file(file)
+            edit(tensors)
+            save_file(tensors, file, metadata={"format": "pt"})
+
+        monkeypatch.setattr(PreTrainedModel, "save_pretrained", saving)
+
+    up, norm = "model.layers.1.mlp.up_proj.u", "model.norm.weight"
+    cases = {
+        "cannot be loaded": lambda tensors: tensors.pop(up),
+        f"missing keys, first {norm}": lambda tensors: tensors.pop(norm),
+        "unexpected keys, first stray": lambda tensors: tensors.update(stray=torch.ones(1)),
+        f"{up} differs": lambda tensors: tensors[up][3].mul_(2),
+        f"{norm} differs": lambda tensors: tensors.update({norm: tensors[norm].bfloat16()}),
+    }
+    for words, edit in cases.items():
+        change(edit)
+        with pytest.raises(CheckpointError, match=words):
+            hf.save(*_arguments(compressed, tmp_path / "out"))
+        assert list(tmp_path.iterdir()) == []
 
 
 def test_a_packed_model_is_saved_unpacked(tmp_path: Path) -> None:

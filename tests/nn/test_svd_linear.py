@@ -176,9 +176,10 @@ def test_state_dict_has_the_convention_s_shapes():
     assert {k: tuple(t.shape) for k, t in state.items()} == {
         "u": (12, 3),
         "v": (3, 8),
+        "weight": (0,),
         "bias": (8,),
     }
-    assert set(SVDLinear(12, 8, 3, bias=False).state_dict()) == {"u", "v"}
+    assert set(SVDLinear(12, 8, 3, bias=False).state_dict()) == {"u", "v", "weight"}
 
 
 def test_loading_contiguous_tensors_keeps_the_layout():

@@ -68,7 +68,8 @@ def test_constructor_on_meta():
     mlp = SVDMLP(8, 16, (3, 4, 5), device="meta", dtype=torch.bfloat16)
     assert {(p.device.type, p.dtype) for p in mlp.parameters()} == {("meta", torch.bfloat16)}
     assert mlp(torch.empty(2, 8, device="meta", dtype=torch.bfloat16)).shape == (2, 8)
-    assert set(mlp.state_dict()) == {f"{name}.{factor}" for name in PROJECTIONS for factor in "uv"}
+    factors = ("u", "v", "weight")
+    assert set(mlp.state_dict()) == {f"{name}.{key}" for name in PROJECTIONS for key in factors}
 
 
 @pytest.mark.parametrize("make", [SVDMLP, SVDMLP.from_projections])

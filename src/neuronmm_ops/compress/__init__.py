@@ -5,6 +5,7 @@ from neuronmm_ops.compress.config import SVDConfig
 from neuronmm_ops.compress.factorize import Factorization, factorize
 from neuronmm_ops.compress.pipeline import compress_
 from neuronmm_ops.compress.rank import aligned_rank
+from neuronmm_ops.compress.record import swap_
 from neuronmm_ops.compress.report import CompressionReport, LayerReport
 
 __all__ = [
@@ -17,4 +18,5 @@ __all__ = [
     "collect_moments",
     "compress_",
     "factorize",
+    "swap_",
 ]

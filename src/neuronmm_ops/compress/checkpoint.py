@@ -2,69 +2,49 @@
 
 A checkpoint is a Transformers directory whose `quantization_config` entry is
 `{"quant_method": "neuronmm", "format_version": 1, ...CompressionReport}` and whose safetensors
-hold `<layer>.u` `[K, r]` and `<layer>.v` `[r, N]` in the place of `<layer>.weight`. Everything here
-reads JSON and safetensors headers only.
+hold `<layer>.u` `[K, r]` and `<layer>.v` `[r, N]`, and a `<layer>.weight` `[0]` (see `SVDLinear`).
+Everything here reads JSON and safetensors headers only.
 """
 
 import json
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
+from neuronmm_ops.compress.record import QUANT_METHOD, report_of
 from neuronmm_ops.compress.report import CompressionReport, LayerReport
 from neuronmm_ops.errors import CheckpointError
 
-QUANT_METHOD = "neuronmm"
-FORMAT_VERSION = 1
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
+FLOATS = ("F64", "F32", "F16", "BF16")
+
 Shapes = dict[str, tuple[int, ...]]
-
-
-def record_of(report: CompressionReport) -> dict[str, Any]:
-    """Return the `quantization_config` entry for a report."""
-    return {
-        "quant_method": QUANT_METHOD,
-        "format_version": FORMAT_VERSION,
-        **report.to_dict(),
-    }
-
-
-def report_of(record: Mapping[str, Any]) -> CompressionReport:
-    """Read a `quantization_config` entry.
-
-    Raises:
-        CheckpointError: it is not ours, of an unknown version, or malformed.
-    """
-    method, version = record.get("quant_method"), record.get("format_version")
-    if method != QUANT_METHOD:
-        raise CheckpointError(f"quant_method must be {QUANT_METHOD!r}, got {method!r}")
-    if version != FORMAT_VERSION:
-        raise CheckpointError(
-            f"format_version must be {FORMAT_VERSION}, got {version!r}; "
-            "the checkpoint was written by another version of neuronmm-ops"
-        )
-    try:
-        return CompressionReport.from_dict(record)
-    except ValueError as error:
-        raise CheckpointError(f"quantization_config is malformed: {error}") from None
 
 
 def read_config(directory: Path) -> dict[str, Any]:
     """Read a model directory's config.json.
 
     Raises:
-        CheckpointError: the directory or the file is missing, or holds no JSON object.
+        CheckpointError: the directory or the file is missing, or holds no JSON object, or one
+            whose quantization_config is none.
     """
     if not directory.is_dir():
         raise CheckpointError(
             f"{directory} is no directory; give a local Transformers model directory "
             "(from a hub: hf download ORG/NAME --local-dir DIR)"
         )
-    return _read_object(directory / "config.json")
+    config = _read_object(directory / "config.json")
+    entry = config.get("quantization_config")
+    if not isinstance(entry, (dict, type(None))):
+        raise CheckpointError(
+            f"{directory / 'config.json'}: quantization_config must be an object, got {entry!r:.50}"
+        )
+    return config
 
 
 def weight_files(directory: Path) -> list[Path]:
@@ -107,11 +87,32 @@ def read_shapes(files: Iterable[Path]) -> Shapes:
             with safe_open(file, framework="pt") as tensors:
                 for name in tensors.keys():  # noqa: SIM118  (not a mapping)
                     shapes[name] = tuple(tensors.get_slice(name).get_shape())
-        except (SafetensorError, OSError) as error:
+        except OSError as error:
+            raise CheckpointError(f"{file} cannot be read: {error.strerror or error}") from None
+        except SafetensorError as error:
             raise CheckpointError(
                 f"{file} is damaged or truncated ({error}); copy it again"
             ) from None
     return shapes
+
+
+def check_float(files: Iterable[Path]) -> None:
+    """Check that tensors are floats, for a checkpoint whose config says nothing of quantization.
+
+    Transformers would cast the integers to floats as they are, without their scales.
+
+    Raises:
+        CheckpointError: names the first tensor of another dtype.
+    """
+    for file in files:
+        with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118  (not a mapping)
+                dtype = tensors.get_slice(name).get_dtype()
+                if name.endswith(".weight") and dtype not in FLOATS:
+                    raise CheckpointError(
+                        f"{name} is {dtype} in {file}, and config.json has no quantization_config; "
+                        "start from the checkpoint before quantization, or restore the entry"
+                    )
 
 
 def check_shapes(shapes: Shapes, layers: Iterable[LayerReport]) -> None:
@@ -146,8 +147,22 @@ def inspect_checkpoint(directory: Path) -> CompressionReport:
             f"of {QUANT_METHOD}; make one with: neuronmm compress {directory} -o OUT"
         )
     report = report_of(record)
-    check_shapes(read_shapes(weight_files(directory)), report.layers)
+    shapes = read_shapes(weight_files(directory))
+    if _are_renamed(shapes, report.layers):
+        return report
+    check_shapes(shapes, report.layers)
     return report
+
+
+def _are_renamed(shapes: Shapes, layers: Iterable[LayerReport]) -> bool:
+    """Say whether the factors are all there, under other names.
+
+    Transformers renames some architectures' tensors on saving, and back on loading.
+    """
+    factors = {n: shape for layer in layers if layer.r for n, shape in _expected(layer).items()}
+    stored = [(n[-2:], shape) for n, shape in shapes.items() if n.endswith((".u", ".v"))]
+    same = Counter(stored) == Counter((n[-2:], shape) for n, shape in factors.items())
+    return same and not set(factors) & set(shapes)
 
 
 def _expected(layer: LayerReport) -> Shapes:
@@ -161,7 +176,9 @@ def _read_object(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing; give a Transformers model directory") from None
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} must hold JSON: {error}") from None
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} must hold a JSON object, got {type(value).__name__}")

@@ -11,10 +11,11 @@ from neuronmm_ops.compress.config import SVDConfig
 from neuronmm_ops.compress.coverage import warn_of_coverage
 from neuronmm_ops.compress.factorize import factorize, moment_side
 from neuronmm_ops.compress.rank import aligned_rank, parameter_count
+from neuronmm_ops.compress.record import attach
 from neuronmm_ops.compress.report import CompressionReport, LayerReport, provenance_of
 from neuronmm_ops.compress.targets import Selection, select_targets
 from neuronmm_ops.errors import CalibrationWarning, NonFiniteError
-from neuronmm_ops.nn.swap import swap_
+from neuronmm_ops.nn.swap import swap_modules_
 
 # Below this many tokens for each input feature the second moments are noise (peers' users report
 # perplexities in the thousands from 8 samples, with no warning).
@@ -71,16 +72,18 @@ def compress_(
         losses[name] = factorization.relative_loss(rank)
         if progress:
             progress("factorize", len(factors), len(swapped))
-    swap_(model, factors)
+    swap_modules_(model, factors)
 
     calibrated = bool(batches) and bool(swapped)
-    return CompressionReport(
+    report = CompressionReport(
         config=config,
         layers=tuple(_layer_reports(selection, ranks, losses)),
         calibration=_describe(batches) if calibrated else None,
         provenance=provenance_of(model),
         model_parameters=model_parameters,
     )
+    attach(model, report)
+    return report
 
 
 def _check_weights(linears: dict[str, nn.Linear]) -> None:

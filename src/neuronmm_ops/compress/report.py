@@ -25,7 +25,7 @@ class LayerReport:
         dense: whether the layer stays dense.
         reason: why it stays dense, else None.
         loss: exact relative loss of the truncation on the calibration data (of the weight's energy
-            for `plain`), in [0, 1]; 0 for a dense layer.
+            for `plain`), in [0, 1]; 0 for a dense layer, None for factors from elsewhere.
         bytes: of its matrices as they are now, without bias.
         dense_bytes: of the dense matrix.
     """
@@ -36,7 +36,7 @@ class LayerReport:
     r: int | None
     dense: bool
     reason: str | None
-    loss: float
+    loss: float | None
     bytes: int
     dense_bytes: int
 
@@ -66,8 +66,10 @@ class LayerReport:
                 f"got r={layer.r!r}, dense={layer.dense!r}"
             )
         is_number = isinstance(layer.loss, (int, float)) and not isinstance(layer.loss, bool)
-        if not is_number or not 0 <= layer.loss <= 1:
-            raise ValueError(f"{layer.name}: loss must be a number in [0, 1], got {layer.loss!r}")
+        if layer.loss is not None and not (is_number and 0 <= layer.loss <= 1):
+            raise ValueError(
+                f"{layer.name}: loss must be a number in [0, 1] or null, got {layer.loss!r}"
+            )
         if not isinstance(layer.reason, (str, type(None))):
             raise ValueError(f"{layer.name}: reason must be a text or null, got {layer.reason!r}")
         return layer
@@ -78,7 +80,7 @@ class CompressionReport:
     """Result of `compress_`: what each layer became, and where the factors come from.
 
     Attributes:
-        config: the config used.
+        config: the config used; None where `swap_` was given the factors.
         layers: one entry for each targeted Linear, in model order.
         calibration: `{"tokens", "batches", "sha256"}`, from `hf.compress` also `{"order",
             "samples", "seqlen"}`; or None when the method needs none.
@@ -88,7 +90,7 @@ class CompressionReport:
             records that do not say.
     """
 
-    config: SVDConfig
+    config: SVDConfig | None
     layers: tuple[LayerReport, ...]
     calibration: dict[str, Any] | None
     provenance: dict[str, str]
@@ -96,8 +98,8 @@ class CompressionReport:
 
     @property
     def ratio(self) -> float:
-        """The nominal compression ratio asked for."""
-        return self.config.ratio
+        """The nominal compression ratio asked for; the effective one where none was."""
+        return self.effective_ratio if self.config is None else self.config.ratio
 
     @property
     def effective_ratio(self) -> float:
@@ -120,7 +122,7 @@ class CompressionReport:
             "effective_ratio": self.effective_ratio,
             "model_ratio": self.model_ratio,
             "model_parameters": self.model_parameters,
-            "svd_config": self.config.to_dict(),
+            "svd_config": self.config and self.config.to_dict(),
             "layers": [asdict(layer) for layer in self.layers],
             "calibration": self.calibration,
             "provenance": self.provenance,
@@ -138,8 +140,10 @@ class CompressionReport:
             calibration, provenance = values["calibration"], values["provenance"]
         except KeyError as error:
             raise ValueError(f"compression record must have a field {error}") from None
-        if not isinstance(config, Mapping) or not isinstance(layers, list) or not layers:
-            raise ValueError("compression record must have an svd_config and at least one layer")
+        if not isinstance(config, (Mapping, type(None))):
+            raise ValueError(f"svd_config must be an object or null, got {config!r}")
+        if not isinstance(layers, list) or not layers:
+            raise ValueError("compression record must list at least one layer")
         if not isinstance(calibration, (dict, type(None))) or not isinstance(provenance, dict):
             raise ValueError("calibration must be an object or null, and provenance an object")
         parameters = values.get("model_parameters")
@@ -147,7 +151,7 @@ class CompressionReport:
             raise ValueError(f"model_parameters must be a positive integer, got {parameters!r}")
         try:
             report = cls(
-                config=SVDConfig.from_dict(config),
+                config=None if config is None else SVDConfig.from_dict(config),
                 layers=tuple(LayerReport.from_dict(layer) for layer in layers),
                 calibration=calibration,
                 provenance=provenance,

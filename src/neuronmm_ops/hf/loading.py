@@ -1,75 +1,132 @@
 """Loading models strictly: what Transformers only warns about is an error here."""
 
+import re
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from neuronmm_ops.compress.checkpoint import read_config, read_shapes, weight_files
-from neuronmm_ops.errors import CheckpointError
+from neuronmm_ops.compress.checkpoint import check_float, read_config, read_shapes, weight_files
+from neuronmm_ops.errors import CheckpointError, NonFiniteError
+
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+# What a model directory holds beside code and weights in other formats.
+HUB_FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
+MAX_REASON = 300
 
 
 def load(
-    directory: str | Path, dtype: torch.dtype | str = "auto", device_map: Any = None
+    model: str | Path, dtype: torch.dtype | str = "auto", device_map: Any = None
 ) -> PreTrainedModel:
-    """Load a causal LM, dense or compressed, from a local directory, in eval mode.
+    """Load a causal LM, dense or compressed, in eval mode.
 
     Args:
-        directory: a Transformers model directory with safetensors.
+        model: a Transformers model directory with safetensors, or a hub id such as `org/name`.
         dtype: of the parameters; `auto` takes the checkpoint's.
         device_map: as in `from_pretrained`.
 
     Raises:
-        CheckpointError: files are missing or damaged, or a parameter of the model is not in them
-            (Transformers would initialize it at random, with a warning).
+        CheckpointError: files are missing, damaged or malformed, or the parameters of the model
+            are not exactly those in them (Transformers would draw missing ones at random, and
+            leave others out, with a warning).
+        NonFiniteError: a factor is NaN or Inf.
     """
-    path = Path(directory)
-    read_config(path)
-    read_shapes(weight_files(path))
+    path = local_directory(model)
+    config, files = read_config(path), weight_files(path)
+    read_shapes(files)
+    if config.get("quantization_config") is None:
+        check_float(files)
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            path,
-            dtype=dtype,
-            device_map=device_map,
-            use_safetensors=True,
-            local_files_only=True,
-            trust_remote_code=False,
-            output_loading_info=True,
-        )
-        model, info = loaded
+        loaded, info = load_exactly(AutoModelForCausalLM, path, dtype=dtype, device_map=device_map)
     except SafetensorError as error:
         raise CheckpointError(f"{path} is damaged ({error}); copy it again") from None
-    except (KeyError, ValueError, RuntimeError) as error:
-        if isinstance(error, (CheckpointError, torch.OutOfMemoryError)):
-            raise
-        raise CheckpointError(f"{path} cannot be loaded: {_first_line(error)}") from error
-    if info["missing_keys"]:
-        name = sorted(info["missing_keys"])[0]
-        raise CheckpointError(
-            f"{path} lacks {len(info['missing_keys'])} of the model's tensors, first {name}; "
-            "config and weights are not of the same checkpoint"
-        )
-    return model
+    except (CheckpointError, NonFiniteError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # a config can break a model's constructor in any way
+        raise CheckpointError(f"{path} cannot be loaded: {_reason(error)}") from error
+    _check_keys(path, config, loaded, info)
+    return loaded
 
 
-def load_tokenizer(directory: str | Path) -> Any:
-    """Load the tokenizer of a model directory.
+def load_exactly(kind: Any, path: Path, **options: Any) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """Call `kind.from_pretrained` on a local directory; return the model and its loading info."""
+    return kind.from_pretrained(
+        path,
+        use_safetensors=True,
+        local_files_only=True,
+        trust_remote_code=False,
+        output_loading_info=True,
+        **options,
+    )
+
+
+def load_tokenizer(model: str | Path) -> Any:
+    """Load the tokenizer of a model directory, or of a hub id.
 
     Raises:
-        CheckpointError: the directory has none.
+        CheckpointError: the directory has none that is usable.
     """
+    path = local_directory(model)
     try:
-        return AutoTokenizer.from_pretrained(
-            Path(directory), local_files_only=True, trust_remote_code=False
-        )
-    except (OSError, ValueError, KeyError) as error:
+        return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # its files can break a tokenizer in any way
         raise CheckpointError(
-            f"{directory} has no usable tokenizer ({_first_line(error)}); "
+            f"{path} has no usable tokenizer ({_reason(error)}); "
             "copy the model's tokenizer files into it"
         ) from error
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0]
+def local_directory(model: str | Path) -> Path:
+    """Return the directory of a model, downloading a hub id into the hub's cache.
+
+    Raises:
+        CheckpointError: it is neither, or the hub cannot be reached or has no such model.
+    """
+    path = Path(model)
+    if path.exists() or isinstance(model, Path) or not HUB_ID.fullmatch(model):
+        return path
+    try:
+        return Path(snapshot_download(model, allow_patterns=list(HUB_FILES), ignore_patterns="*/*"))
+    except (LocalEntryNotFoundError, ConnectionError) as error:
+        raise CheckpointError(
+            f"{model} is no directory, and the hub cannot be reached ({_reason(error)}); give a "
+            "local Transformers model directory"
+        ) from None
+    except (HfHubHTTPError, HFValidationError, OSError) as error:
+        raise CheckpointError(
+            f"{model} is no directory, and the hub does not give it: {_reason(error)}"
+        ) from None
+
+
+def _check_keys(
+    path: Path, config: dict[str, Any], model: PreTrainedModel, info: dict[str, Any]
+) -> None:
+    """Refuse a model that lacks tensors of its checkpoint, or has others."""
+    kind, named = type(model).__name__, config.get("architectures")
+    hint = "config and weights are not of the same checkpoint"
+    if isinstance(named, list) and named and named[0] != kind:
+        hint = f"the checkpoint is of a {named[0]}"
+    if info["missing_keys"]:
+        name = sorted(info["missing_keys"])[0]
+        raise CheckpointError(
+            f"{path} lacks {len(info['missing_keys'])} of the tensors of {kind}, first {name}; "
+            f"{hint}"
+        )
+    if info["unexpected_keys"]:
+        name = sorted(info["unexpected_keys"])[0]
+        raise CheckpointError(
+            f"{path} has {len(info['unexpected_keys'])} tensors that {kind} has no place for, "
+            f"first {name}; {hint}"
+        )
+
+
+def _reason(error: Exception) -> str:
+    """The first line of an error, shortened, with its type where it may be no sentence."""
+    line = str(error).strip().partition("\n")[0]
+    known = isinstance(error, (OSError, ValueError, RuntimeError))
+    line = line if known and line else f"{type(error).__name__}: {line}"
+    return line if len(line) <= MAX_REASON else f"{line[:MAX_REASON]} ..."

@@ -9,22 +9,15 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from neuronmm_ops.compress.checkpoint import (
-    QUANT_METHOD,
-    Shapes,
-    check_shapes,
-    read_shapes,
-    record_of,
-    report_of,
-)
+from neuronmm_ops.compress.checkpoint import check_shapes, read_shapes
+from neuronmm_ops.compress.record import QUANT_METHOD, record_of, report_of
 from neuronmm_ops.compress.report import CompressionReport, LayerReport
 from neuronmm_ops.errors import CheckpointError, NonFiniteError
+from neuronmm_ops.hf.keys import model_names
 from neuronmm_ops.nn.svd_linear import SVDLinear
 from neuronmm_ops.nn.swap import replace_
 
@@ -72,8 +65,9 @@ class NeuronMMQuantizer(HfQuantizer):
         if checkpoint_files is not None:
             # Before the loader sees them: it would re-initialize what does not fit, with a warning.
             shapes = read_shapes(Path(file) for file in checkpoint_files)
-            named = [replace(layer, name=name) for name, layer in layers.items() if layer.r]
-            check_shapes(_renamed(model, shapes), named)
+            named = {name: shapes[key] for key, name in model_names(model, shapes).items()}
+            low_rank = [replace(layer, name=name) for name, layer in layers.items() if layer.r]
+            check_shapes(named, low_rank)
         # Checkpoints of before the placeholder.
         model._keys_to_ignore_on_load_missing = {  # pyright: ignore  (theirs is typed as a list)
             *(model._keys_to_ignore_on_load_missing or ()),
@@ -125,21 +119,6 @@ def _name_in(model: PreTrainedModel, name: str) -> str:
     raise CheckpointError(
         f"config.json lists layer {name}, which {type(model).__name__} does not have"
     )
-
-
-def _renamed(model: PreTrainedModel, shapes: Shapes) -> Shapes:
-    """Give a checkpoint's tensors the names that Transformers' loader will give them."""
-    conversions = get_model_conversion_mapping(model)
-    renamings = [c for c in conversions if isinstance(c, WeightRenaming)]
-    converters = [c for c in conversions if isinstance(c, WeightConverter)]
-    state, prefix = model.state_dict(), model.base_model_prefix
-    renamed: Shapes = {}
-    for key, shape in shapes.items():
-        name, _ = rename_source_key(key, renamings, converters, prefix, state)
-        if name not in state and key in state:
-            name = key
-        renamed[name] = shape
-    return renamed
 
 
 def _check_finite(name: str, layer: SVDLinear) -> None:

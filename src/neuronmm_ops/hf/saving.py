@@ -1,18 +1,24 @@
 """Saving a compressed model whole, or not at all."""
 
-import os
 import shutil
-import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
 from transformers import PreTrainedModel
 
-from neuronmm_ops.compress.checkpoint import record_of
-from neuronmm_ops.compress.report import CompressionReport
-from neuronmm_ops.hf.quantizer import NeuronMMConfig
-from neuronmm_ops.nn.svd_linear import SVDLinear
+from neuronmm_ops.compress.checkpoint import weight_files
+from neuronmm_ops.compress.record import attach, attached_report, low_rank_layers
+from neuronmm_ops.compress.report import CompressionReport, LayerReport
+from neuronmm_ops.errors import CheckpointError
+from neuronmm_ops.hf.keys import model_names
+from neuronmm_ops.hf.loading import load_exactly
+from neuronmm_ops.hf.target import check_target, no_room, replacement
+
+__all__ = ["check_target", "save"]
 
 
 def save(
@@ -23,98 +29,131 @@ def save(
     force: bool = False,
     max_shard_size: int | str = "50GB",
 ) -> None:
-    """Write a model that `compress_` changed as a Transformers directory.
+    """Write a model with low-rank layers as a Transformers directory.
 
-    Everything is written to a sibling directory that is renamed at the end: a killed or failed
-    run leaves the target as it was. Load it with `import neuronmm_ops.hf` and
-    `AutoModelForCausalLM.from_pretrained(directory)`.
+    Everything is written to a sibling directory, loaded back and compared with the model, and
+    renamed at the end: a killed or failed run leaves the target as it was. Load it with
+    `import neuronmm_ops.hf` and `AutoModelForCausalLM.from_pretrained(directory)`.
 
     Args:
-        model: the compressed model.
+        model: what `compress_` or `swap_` changed, or a compressed checkpoint loaded.
         directory: the target; its parent is created.
-        report: what `compress_` returned; may be left out for a model loaded from a compressed
-            checkpoint.
+        report: what `compress_` returned; default what the model's config records.
         tokenizer: saved along with the model.
-        force: replace an existing target.
+        force: replace an existing compressed checkpoint.
         max_shard_size: of one file of weights, in bytes or as `5GB`.
 
     Raises:
-        FileExistsError: the target exists, and force is not given.
-        ValueError: there is no report, or it is not that of the model.
+        FileExistsError: the target exists, and may not be replaced.
+        ValueError: the report is not that of the model, or the model has no low-rank layer.
+        CheckpointError: what was written does not load as the model; it is removed.
         OSError: the target cannot be written; says how much room it needs.
     """
     target = Path(directory)
-    check_target(target, force)
-    config = getattr(model.config, "quantization_config", None)
-    if report is not None:
-        config = NeuronMMConfig(**record_of(report))
-    if not isinstance(config, NeuronMMConfig):
-        raise ValueError("report must be given: the model was not loaded from a compressed one")
-    _check_covers(config.report, model)
-    model.config.quantization_config = config
-
-    target.parent.mkdir(parents=True, exist_ok=True)
     needed = sum(parameter.nbytes for parameter in model.parameters())
-    free = shutil.disk_usage(target.parent).free
-    if free < needed:
-        raise OSError(_no_room(target, needed, free))
-    temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent))
+    check_target(target, force, _source_of(model), needed)
+    _record(model, report)
     try:
-        os.chmod(temporary, 0o755)  # noqa: S103  (mkdtemp's 0700 would hide the model from others)
-        model.save_pretrained(temporary, max_shard_size=max_shard_size)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(temporary)
-        _put_in_place(temporary, target)
+        with replacement(target, force) as temporary:
+            model.save_pretrained(temporary, max_shard_size=max_shard_size)
+            if tokenizer is not None:
+                tokenizer.save_pretrained(temporary)
+            _open_to_others(temporary)
+            verify(model, temporary)
+    except FileExistsError:
+        raise
     except (OSError, SafetensorError) as error:
         free = shutil.disk_usage(target.parent).free
-        raise OSError(f"{error}; {_no_room(target, needed, free)}") from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        raise OSError(f"{error}; {no_room(target, needed, free)}") from error
 
 
-def check_target(
-    target: Path, force: bool, source: Path | None = None, needed_bytes: int = 0
-) -> None:
-    """Refuse an existing target unless force is given.
+@torch.no_grad()
+def verify(model: PreTrainedModel, directory: Path) -> None:
+    """Check that a directory loads as `model`: every name and shape, and the values.
+
+    It is loaded without memory for its values; these are read tensor by tensor. Tensors that
+    Transformers merges on loading, such as single experts', are checked by shape only.
 
     Raises:
-        FileExistsError: the target exists, or is a file.
+        CheckpointError: it cannot be loaded, or is not the same.
     """
-    if target.exists() and not (force and target.is_dir()):
-        remedy = "it is no directory" if not target.is_dir() else "use --force to replace it"
-        raise FileExistsError(f"output {target} exists; {remedy}")
-
-
-def _check_covers(report: CompressionReport, model: PreTrainedModel) -> None:
-    """Refuse a report that would make a checkpoint which cannot be loaded."""
-    reported = {layer.name for layer in report.layers if layer.r is not None}
-    present = {name for name, module in model.named_modules() if isinstance(module, SVDLinear)}
-    if reported != present:
-        name = sorted(reported ^ present)[0]
-        raise ValueError(
-            f"report must list exactly the model's SVDLinears, see {name}; "
-            "compress a dense model once, with all targets"
-        )
-
-
-def _put_in_place(temporary: Path, target: Path) -> None:
-    """Rename, keeping an existing target until the new one is there."""
-    if not target.exists():
-        temporary.rename(target)
-        return
-    old = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".old", dir=target.parent))
-    target.rename(old / target.name)
     try:
-        temporary.rename(target)
-    except BaseException:
-        (old / target.name).rename(target)
-        old.rmdir()
-        raise
-    shutil.rmtree(old)
+        loaded, info = load_exactly(type(model), directory, device_map="meta")
+    except Exception as error:  # whatever keeps it from loading
+        raise CheckpointError(
+            f"what was written cannot be loaded, and is removed: {error}"
+        ) from error
+    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        if info[kind]:
+            name = sorted(str(key) for key in info[kind])[0]
+            raise CheckpointError(
+                f"what was written is not the model, and is removed: loading finds "
+                f"{len(info[kind])} {kind.replace('_', ' ')}, first {name}"
+            )
+    expected = model.state_dict()
+    for file in weight_files(directory):
+        with safe_open(file, framework="pt") as tensors:
+            for key, name in model_names(loaded, tensors.keys()).items():
+                if name in expected and not _same(tensors.get_tensor(key), expected[name]):
+                    raise CheckpointError(
+                        f"what was written is not the model, and is removed: {name} differs"
+                    )
 
 
-def _no_room(target: Path, needed: int, free: int) -> str:
-    return (
-        f"writing {target} needs {needed / 1e9:.3f} GB and the disk has {free / 1e9:.3f} GB free; "
-        "free some, or choose another place"
-    )
+def _record(model: PreTrainedModel, report: CompressionReport | None) -> None:
+    """Put the report into the model's config.
+
+    Raises:
+        ValueError: the report and the model do not have the same low-rank layers.
+    """
+    present, recorded = low_rank_layers(model), attached_report(model)
+    report = report or recorded
+    if report is None:
+        problem = "does not record its low-rank layers" if present else "has none to record"
+        raise ValueError(f"report must be given, the model {problem}; see compress_ and swap_")
+    earlier = recorded.layers if recorded else ()
+    layers = {name: layer for layer in (*earlier, *report.layers) for name in [_name(model, layer)]}
+    reported = {name: layer.r for name, layer in layers.items() if layer.r is not None}
+    ranks = {name: module.rank for name, module in present.items()}
+    odd = sorted(name for name, _ in reported.items() ^ ranks.items())
+    if odd:
+        raise ValueError(
+            f"report must list exactly the model's SVDLinears, see {odd[0]}; "
+            "use the report of the run that compressed this model"
+        )
+    named = tuple(replace(layer, name=name) for name, layer in layers.items())
+    attach(model, replace(report, layers=named))
+
+
+def _name(model: PreTrainedModel, layer: LayerReport) -> str:
+    """The layer's name in the model, whose body alone may have been compressed."""
+    inside = f"{model.base_model_prefix}.{layer.name}"
+    return inside if inside in dict(model.named_modules()) else layer.name
+
+
+def _source_of(model: PreTrainedModel) -> Path | None:
+    """The local directory that the model was loaded from, if it was."""
+    path = Path(model.name_or_path)
+    return path if model.name_or_path and path.is_dir() else None
+
+
+def _open_to_others(directory: Path) -> None:
+    """Give every file the mode of one that was opened plainly: safetensors are written 0600."""
+    mode = (directory / "config.json").stat().st_mode
+    for path in directory.iterdir():
+        if path.is_file():
+            path.chmod(mode)
+
+
+def _same(written: Tensor, tensor: Tensor) -> bool:
+    """Whether two tensors have the same bits; an offloaded one has none to compare."""
+    if tensor.is_meta:
+        return written.shape == tensor.shape
+    held = tensor.detach().cpu()
+    if (written.shape, written.dtype) != (held.shape, held.dtype):
+        return False
+    return torch.equal(_bits(written), _bits(held))
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().flatten().view(torch.uint8)

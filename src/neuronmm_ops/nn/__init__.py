@@ -2,6 +2,6 @@
 
 from neuronmm_ops.nn.svd_linear import SVDLinear
 from neuronmm_ops.nn.svd_mlp import SVDMLP
-from neuronmm_ops.nn.swap import shared_weights, swap_
+from neuronmm_ops.nn.swap import shared_weights, swap_modules_
 
-__all__ = ["SVDMLP", "SVDLinear", "shared_weights", "swap_"]
+__all__ = ["SVDMLP", "SVDLinear", "shared_weights", "swap_modules_"]

@@ -11,20 +11,8 @@ from neuronmm_ops.nn.svd_mlp import SVDMLP, gated_activation, is_bare
 
 
 @torch.no_grad()
-def swap_(model: nn.Module, factors: Mapping[str, tuple[Tensor, Tensor]]) -> None:
-    """Replace Linears by `SVDLinear`s, in place, and gated MLPs around them by `SVDMLP`s.
-
-    Bias, buffers, hooks, dtype, device, training flag and requires_grad are those of the replaced
-    module. A Linear used at several places is replaced at all of them by one SVDLinear.
-
-    Args:
-        model: any module that contains the Linears.
-        factors: qualified name of the Linear to `(u[K, r], v[r, N])`.
-
-    Raises:
-        ValueError: a name is no `nn.Linear` of the model, two names are the same one, shapes do
-            not fit, or the weight is shared with another module. Nothing is replaced then.
-    """
+def swap_modules_(model: nn.Module, factors: Mapping[str, tuple[Tensor, Tensor]]) -> None:
+    """`swap_` without the record in the model's config; see there."""
     tied = shared_weights(model)
     replacements: dict[str, nn.Module] = {}
     names: dict[nn.Linear, str] = {}

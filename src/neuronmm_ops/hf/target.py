@@ -1,0 +1,167 @@
+"""The directory that a checkpoint is written to: what may be replaced, and how it takes its place.
+
+A checkpoint is written to a hidden sibling, `.NAME.HOST.PID.XXXX.tmp`, which is renamed at the end.
+A sibling whose process is gone is what a killed run left: the next run removes it.
+"""
+
+import errno
+import os
+import re
+import shutil
+import socket
+import tempfile
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+
+from neuronmm_ops.compress.checkpoint import read_config
+from neuronmm_ops.compress.record import QUANT_METHOD
+from neuronmm_ops.errors import CheckpointError
+
+# What save_pretrained writes for models and tokenizers.
+OURS = re.compile(
+    r"(generation_)?config\.json|compression\.json|model(-\d+-of-\d+)?\.safetensors"
+    r"|model\.safetensors\.index\.json|tokenizer(_config)?\.json|special_tokens_map\.json"
+    r"|added_tokens\.json|vocab\.(json|txt)|merges\.txt|[\w.]+\.model"
+    r"|chat_template\.(jinja|json)|additional_chat_templates|(pre)?processor_config\.json"
+)
+
+
+def check_target(
+    target: Path, force: bool, source: Path | None = None, needed_bytes: int = 0
+) -> None:
+    """Refuse a target that must not, or cannot, be written.
+
+    Args:
+        target: the directory to write.
+        force: replace it where it is a compressed checkpoint and nothing else, or empty.
+        source: the directory of the model that is being compressed, never replaced.
+        needed_bytes: room that the checkpoint takes.
+
+    Raises:
+        FileExistsError: the target exists, and may not be replaced.
+        OSError: its parent cannot be written, or has too little room.
+    """
+    if os.path.lexists(target):
+        problem = _why_kept(target, source)
+        if problem:
+            raise FileExistsError(f"output {target} exists and {problem}; choose another")
+        if not force:
+            raise FileExistsError(f"output {target} exists; use --force to replace it")
+    parent = _existing_parent(target)
+    if not parent.is_dir():
+        raise NotADirectoryError(f"output {target} needs a directory, {parent} is a file")
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise PermissionError(f"output {target} cannot be written: no permission in {parent}")
+    free = shutil.disk_usage(parent).free
+    if free < needed_bytes:
+        raise OSError(no_room(target, needed_bytes, free))
+
+
+@contextmanager
+def replacement(target: Path, force: bool) -> Generator[Path]:
+    """Give a new directory to write into; rename it to `target` where the block succeeds.
+
+    Raises:
+        FileExistsError: something has appeared at the target, and force is not given.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    _clean(target)
+    temporary = _sibling(target, "tmp")
+    try:
+        yield temporary
+        _put_in_place(temporary, target, force)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def no_room(target: Path, needed: int, free: int) -> str:
+    """The line for a disk that is too full."""
+    return (
+        f"writing {target} needs {needed / 1e9:.3f} GB and the disk has {free / 1e9:.3f} GB free; "
+        "free some, or choose another place"
+    )
+
+
+def _why_kept(target: Path, source: Path | None) -> str | None:
+    """Say why what stands at the target must not be replaced; None where it may be."""
+    if target.is_symlink():
+        return "is a symbolic link"
+    if not target.is_dir():
+        return "is no directory"
+    here = target.resolve()
+    if source is not None and source.resolve().is_relative_to(here):
+        return "holds the input model"
+    foreign = sorted(path.name for path in target.iterdir() if not OURS.fullmatch(path.name))
+    if foreign:
+        return f"holds files that are not a checkpoint's, first {foreign[0]}"
+    if next(target.iterdir(), None) is not None and not _is_compressed(target):
+        return "is no compressed checkpoint"
+    return None
+
+
+def _is_compressed(directory: Path) -> bool:
+    try:
+        record = read_config(directory).get("quantization_config")
+    except CheckpointError:
+        return False
+    return isinstance(record, dict) and record.get("quant_method") == QUANT_METHOD
+
+
+def _existing_parent(target: Path) -> Path:
+    return next(path for path in target.absolute().parents if os.path.lexists(path))
+
+
+def _sibling(target: Path, kind: str) -> Path:
+    """Make a directory beside the target, named after this process, with the umask's mode."""
+    prefix = f".{target.name}.{socket.gethostname()}.{os.getpid()}."
+    directory = Path(tempfile.mkdtemp(prefix=prefix, suffix=f".{kind}", dir=target.parent))
+    directory.rmdir()  # mkdtemp's mode would hide the model from others
+    directory.mkdir()
+    return directory
+
+
+def _put_in_place(temporary: Path, target: Path, force: bool) -> None:
+    """Rename, keeping an existing target until the new one is there."""
+    if force and target.exists():
+        old = _sibling(target, "old")
+        target.rename(old / target.name)
+        try:
+            temporary.rename(target)
+        except BaseException:
+            (old / target.name).rename(target)
+            old.rmdir()
+            raise
+        shutil.rmtree(old)
+        return
+    try:
+        temporary.rename(target)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+            raise
+        raise FileExistsError(
+            f"output {target} has been written by another run; choose another, or use --force"
+        ) from None
+
+
+def _clean(target: Path) -> None:
+    """Remove what killed runs left beside the target; a checkpoint they moved away comes back."""
+    host = re.escape(socket.gethostname())
+    left = re.compile(rf"\.{re.escape(target.name)}\.{host}\.(\d+)\.\w+\.(tmp|old)")
+    for path in target.parent.iterdir():
+        match = left.fullmatch(path.name)
+        if match is None or _is_running(int(match[1])):
+            continue
+        if match[2] == "old" and (path / target.name).exists() and not target.exists():
+            (path / target.name).rename(target)
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

@@ -1,0 +1,112 @@
+"""Architectures whose tensors Transformers renames, or whose code reads a Linear's weight."""
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as t
+from tiny import SIZES, tiny_ids
+from transformers import PreTrainedModel
+
+from neuronmm_ops import SVDConfig, SVDLinear, compress_, hf
+from neuronmm_ops.compress.checkpoint import inspect_checkpoint
+
+VISION = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "image_size": 28,
+    "patch_size": 14,
+}
+PIXTRAL = {**VISION, "head_dim": 16}
+ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
+QWEN = {**SIZES, "rope_parameters": ROPE}
+QWEN2_VISION = {"depth": 1, "embed_dim": 64, "hidden_size": 64, "num_heads": 4, "mlp_ratio": 2}
+QWEN25_VISION = {
+    "depth": 1,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "out_hidden_size": 64,
+    "num_heads": 4,
+}
+T5 = {"d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4, "vocab_size": 260}
+MAMBA = {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 260, "state_size": 8}
+MAMBA2 = {**MAMBA, "num_heads": 8, "head_dim": 16, "n_groups": 2, "chunk_size": 16}
+
+RENAMED: dict[str, Callable[[], PreTrainedModel]] = {
+    "gemma3": lambda: t.Gemma3ForConditionalGeneration(
+        t.Gemma3Config(text_config=SIZES, vision_config=VISION, mm_tokens_per_image=4)  # pyright: ignore
+    ),
+    "llava": lambda: t.LlavaForConditionalGeneration(
+        t.LlavaConfig(
+            text_config=t.LlamaConfig(**SIZES), vision_config=t.CLIPVisionConfig(**VISION)
+        )
+    ),
+    "qwen2_vl": lambda: t.Qwen2VLForConditionalGeneration(
+        t.Qwen2VLConfig(text_config=QWEN, vision_config=QWEN2_VISION)  # pyright: ignore
+    ),
+    "qwen2_5_vl": lambda: t.Qwen2_5_VLForConditionalGeneration(
+        t.Qwen2_5_VLConfig(text_config=QWEN, vision_config=QWEN25_VISION)  # pyright: ignore
+    ),
+    "mistral3": lambda: t.Mistral3ForConditionalGeneration(
+        t.Mistral3Config(
+            text_config=t.MistralConfig(**SIZES), vision_config=t.PixtralVisionConfig(**PIXTRAL)
+        )
+    ),
+    "vit": lambda: t.ViTForImageClassification(t.ViTConfig(**VISION)),
+}
+READING_WEIGHTS: dict[str, Callable[[], PreTrainedModel]] = {
+    "t5": lambda: t.T5ForConditionalGeneration(t.T5Config(**T5)),
+    "mamba": lambda: t.MambaForCausalLM(t.MambaConfig(**MAMBA)),
+    "mamba2": lambda: t.Mamba2ForCausalLM(t.Mamba2Config(**MAMBA2)),
+}
+MIXTURES: dict[str, Callable[[], PreTrainedModel]] = {
+    "mixtral": lambda: t.MixtralForCausalLM(t.MixtralConfig(**SIZES, num_local_experts=2)),
+}
+
+
+def _round_trip(model: PreTrainedModel, directory: Path) -> PreTrainedModel:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        compress_(model, SVDConfig(block=8, targets="all-linear", method="plain"))
+        hf.save(model, directory)
+        restored = type(model).from_pretrained(directory)
+    expected, actual = model.state_dict(), restored.state_dict()
+    assert expected.keys() == actual.keys()
+    for name, value in expected.items():
+        assert torch.equal(value, actual[name]), name
+    assert any(isinstance(module, SVDLinear) for module in restored.modules())
+    return restored
+
+
+@pytest.mark.parametrize("kind", RENAMED)
+def test_renamed_tensors_come_back(kind: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = RENAMED[kind]().eval()
+    _round_trip(model, tmp_path / "out")
+    layers = inspect_checkpoint(tmp_path / "out").layers
+    low_rank = {name for name, m in model.named_modules() if isinstance(m, SVDLinear)}
+    assert {layer.name for layer in layers if layer.r} == low_rank
+
+
+@pytest.mark.parametrize("kind", {**READING_WEIGHTS, **MIXTURES})
+def test_models_that_ask_for_a_weight_run_after_loading(kind: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = {**READING_WEIGHTS, **MIXTURES}[kind]().eval()
+    inputs: dict[str, Any] = {"input_ids": tiny_ids(1, 12)}
+    if model.config.is_encoder_decoder:
+        inputs["decoder_input_ids"] = tiny_ids(1, 8)
+    restored = _round_trip(model, tmp_path / "out").eval()
+    with torch.no_grad():
+        assert torch.equal(model(**inputs).logits, restored(**inputs).logits)
+
+
+def test_multiplying_by_the_placeholder_raises() -> None:
+    layer = SVDLinear(8, 6, 2)
+    assert (layer.weight.dtype, layer.weight.numel()) == (torch.float32, 0)
+    with pytest.raises(RuntimeError):
+        torch.nn.functional.linear(torch.ones(2, 8), layer.weight)

@@ -1,0 +1,164 @@
+"""A directory is not replaced unless it is a compressed checkpoint and nothing else."""
+
+import contextlib
+import os
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tiny import tiny_directory, tiny_model
+
+from neuronmm_ops import SVDConfig, compress_, hf
+from neuronmm_ops.hf.target import check_target, replacement
+
+
+@pytest.fixture(scope="module")
+def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    model, directory = tiny_model(), tmp_path_factory.mktemp("target") / "out"
+    hf.save(model, directory, compress_(model, SVDConfig(block=8, method="plain")))
+    return directory
+
+
+def _tree(directory: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize(
+    ("words", "arrange"),
+    [
+        ("symbolic link", lambda d: ((d / "real").mkdir(), (d / "out").symlink_to(d / "real"))),
+        ("symbolic link", lambda d: (d / "out").symlink_to(d / "nowhere")),
+        ("is no directory", lambda d: (d / "out").write_text("precious")),
+        ("first notes.md", lambda d: ((d / "out").mkdir(), (d / "out/notes.md").touch())),
+        ("first models", lambda d: (d / "out/models").mkdir(parents=True)),
+        ("no compressed checkpoint", lambda d: tiny_directory(d / "out")),
+    ],
+)
+@pytest.mark.parametrize("force", [False, True])
+def test_what_is_not_ours_is_kept(
+    words: str, arrange: Callable[[Path], object], force: bool, tmp_path: Path
+) -> None:
+    arrange(tmp_path)
+    before = _tree(tmp_path)
+    with pytest.raises(FileExistsError, match=words):
+        check_target(tmp_path / "out", force)
+    assert _tree(tmp_path) == before
+
+
+def test_the_input_and_what_is_above_it_are_kept(pristine: Path, tmp_path: Path) -> None:
+    source = Path(shutil.copytree(pristine, tmp_path / "models" / "llama"))
+    for target in (source, source.parent, tmp_path):
+        with pytest.raises(FileExistsError, match="holds the input model"):
+            check_target(target, force=True, source=source)
+    link = tmp_path / "link"
+    link.symlink_to(source)
+    with pytest.raises(FileExistsError, match="holds the input model"):
+        check_target(source, force=True, source=link)
+    with pytest.raises(FileExistsError, match="holds the input model"):
+        hf.save(hf.load(source), source, force=True)
+
+
+def test_an_empty_or_compressed_directory_is_replaced_by_force(
+    pristine: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "empty").mkdir()
+    shutil.copytree(pristine, tmp_path / "out")
+    for name in ("empty", "out"):
+        with pytest.raises(FileExistsError, match="use --force"):
+            check_target(tmp_path / name, force=False)
+        with replacement(tmp_path / name, force=True) as temporary:
+            (temporary / "new").touch()
+        assert [path.name for path in (tmp_path / name).iterdir()] == ["new"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "out"]
+
+
+def test_a_second_run_does_not_replace_the_first_one_s_output(tmp_path: Path) -> None:
+    target = tmp_path / "out"
+    with contextlib.ExitStack() as stack:
+        late = stack.enter_context(replacement(target, force=False))
+        (late / "late").touch()
+        with replacement(target, force=False) as early:
+            (early / "early").touch()
+        with pytest.raises(FileExistsError, match="written by another run"):
+            stack.close()
+    assert [path.name for path in target.iterdir()] == ["early"]
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+WRITING = """
+import signal, sys, time
+from pathlib import Path
+from neuronmm_ops.hf.target import replacement
+with replacement(Path(sys.argv[1]), force=True) as temporary:
+    (temporary / "half").touch()
+    print("ready", flush=True)
+    time.sleep(600)
+"""
+
+
+def test_what_a_killed_run_left_is_removed_and_a_live_run_s_is_not(tmp_path: Path) -> None:
+    target = tmp_path / "out"
+    writing = subprocess.Popen(
+        [sys.executable, "-c", WRITING, target], stdout=subprocess.PIPE, text=True
+    )
+    assert writing.stdout is not None
+    assert writing.stdout.readline() == "ready\n"
+    with replacement(target, force=False) as temporary:
+        (temporary / "new").touch()
+    assert len(list(tmp_path.glob(".out.*.tmp"))) == 1
+    writing.send_signal(signal.SIGKILL)
+    writing.communicate()
+    with replacement(target, force=True) as temporary:
+        (temporary / "newer").touch()
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_checkpoint_that_a_killed_run_had_moved_away_comes_back(tmp_path: Path) -> None:
+    gone = subprocess.run(
+        [sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True
+    )
+    with replacement(tmp_path / "other", force=False) as sibling:
+        name = sibling.name.replace(".other.", ".out.").replace(str(os.getpid()), gone.stdout[:-1])
+    old = tmp_path / name.replace(".tmp", ".old") / "out"
+    old.mkdir(parents=True)
+    (old / "precious").touch()
+    with (
+        pytest.raises(FileExistsError, match="another run"),
+        replacement(tmp_path / "out", force=False) as temporary,
+    ):
+        (temporary / "new").touch()
+    assert (tmp_path / "out" / "precious").exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["other", "out"]
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o007])
+def test_files_and_directory_follow_the_umask(umask: int, tmp_path: Path) -> None:
+    model = tiny_model()
+    report = compress_(model, SVDConfig(block=8, method="plain"))
+    before = os.umask(umask)
+    try:
+        hf.save(model, tmp_path / "out", report)
+    finally:
+        os.umask(before)
+    modes = {stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "out").iterdir()}
+    assert modes == {0o666 & ~umask}
+    assert stat.S_IMODE((tmp_path / "out").stat().st_mode) == 0o777 & ~umask
+
+
+def test_a_parent_that_cannot_be_written_is_seen_beforehand(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(NotADirectoryError, match="is a file"):
+        check_target(tmp_path / "file" / "below" / "out", force=False)
+    with pytest.raises(OSError, match=r"needs 1000000000.* GB and the disk has"):
+        check_target(tmp_path / "a" / "out", force=False, needed_bytes=10**18)
+    monkeypatch.setattr(os, "access", lambda *_: False)  # root may write everywhere
+    with pytest.raises(PermissionError, match="no permission in"):
+        check_target(tmp_path / "a" / "out", force=False)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
