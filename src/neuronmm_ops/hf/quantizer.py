@@ -1,24 +1,30 @@
 """The HfQuantizer that makes `from_pretrained` restore a compressed checkpoint."""
 
+import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from neuronmm_ops.compress.checkpoint import (
     QUANT_METHOD,
+    Shapes,
     check_shapes,
     read_shapes,
     record_of,
     report_of,
 )
 from neuronmm_ops.compress.report import CompressionReport, LayerReport
-from neuronmm_ops.errors import CheckpointError
+from neuronmm_ops.errors import CheckpointError, NonFiniteError
 from neuronmm_ops.nn.svd_linear import SVDLinear
 from neuronmm_ops.nn.swap import replace_
 
@@ -58,24 +64,32 @@ class NeuronMMQuantizer(HfQuantizer):
         checkpoint_files: Sequence[str] | None = None,
         **kwargs: Any,
     ) -> None:
-        layers = self.report.layers
+        layers = {_name_in(model, layer.name): layer for layer in self.report.layers}
+        replace_(
+            model,
+            {name: _meta_layer(model, name, layer) for name, layer in layers.items() if layer.r},
+        )
         if checkpoint_files is not None:
             # Before the loader sees them: it would re-initialize what does not fit, with a warning.
-            check_shapes(read_shapes(Path(file) for file in checkpoint_files), layers)
-        replacements = {}
-        for layer in layers:
-            if layer.r is not None:
-                name = _name_in(model, layer.name)
-                replacements[name] = _meta_layer(model, name, layer)
-        replace_(model, replacements)
+            shapes = read_shapes(Path(file) for file in checkpoint_files)
+            named = [replace(layer, name=name) for name, layer in layers.items() if layer.r]
+            check_shapes(_renamed(model, shapes), named)
+        # Checkpoints of before the placeholder.
+        model._keys_to_ignore_on_load_missing = {  # pyright: ignore  (theirs is typed as a list)
+            *(model._keys_to_ignore_on_load_missing or ()),
+            *(f"^{re.escape(name)}\\.weight$" for name, layer in layers.items() if layer.r),
+        }
 
     def _process_model_after_weight_loading(
         self, model: PreTrainedModel, **kwargs: Any
     ) -> PreTrainedModel:
-        for module in model.modules():
+        for name, module in model.named_modules():
             # Offloaded layers are on the meta device and get their values call by call.
             if isinstance(module, SVDLinear) and not module.u.is_meta:
+                _check_finite(name, module)
                 module.relayout_()
+        # To Transformers a quantized model can neither be trained nor cast; factors can.
+        model.is_quantized = False  # pyright: ignore  (not declared)
         return model
 
     def is_serializable(self) -> bool:  # pyright: ignore  (the base's stub returns None)
@@ -98,8 +112,11 @@ register_quantizer(QUANT_METHOD)(NeuronMMQuantizer)
 
 
 def _name_in(model: PreTrainedModel, name: str) -> str:
-    """Return the layer's name in `model`, which may be the base model of the one saved."""
-    for candidate in (name, name.removeprefix(f"{model.base_model_prefix}.")):
+    """Return the layer's name in `model`, which may be the base model of the one compressed, or
+    have it inside.
+    """
+    prefix = f"{model.base_model_prefix}."
+    for candidate in (name, name.removeprefix(prefix), prefix + name):
         try:
             model.get_submodule(candidate)
         except AttributeError:
@@ -108,6 +125,31 @@ def _name_in(model: PreTrainedModel, name: str) -> str:
     raise CheckpointError(
         f"config.json lists layer {name}, which {type(model).__name__} does not have"
     )
+
+
+def _renamed(model: PreTrainedModel, shapes: Shapes) -> Shapes:
+    """Give a checkpoint's tensors the names that Transformers' loader will give them."""
+    conversions = get_model_conversion_mapping(model)
+    renamings = [c for c in conversions if isinstance(c, WeightRenaming)]
+    converters = [c for c in conversions if isinstance(c, WeightConverter)]
+    state, prefix = model.state_dict(), model.base_model_prefix
+    renamed: Shapes = {}
+    for key, shape in shapes.items():
+        name, _ = rename_source_key(key, renamings, converters, prefix, state)
+        if name not in state and key in state:
+            name = key
+        renamed[name] = shape
+    return renamed
+
+
+def _check_finite(name: str, layer: SVDLinear) -> None:
+    for key in ("u", "v"):
+        # The extremes show NaN and Inf, in one read and without a mask in memory.
+        if not torch.stack(getattr(layer, key).aminmax()).isfinite().all():
+            raise NonFiniteError(
+                f"{name}.{key} must be finite, got NaN or Inf; the checkpoint is damaged, copy it "
+                "again or compress the model again"
+            )
 
 
 def _meta_layer(model: PreTrainedModel, name: str, layer: LayerReport) -> SVDLinear:

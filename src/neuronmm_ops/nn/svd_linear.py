@@ -22,6 +22,10 @@ class SVDLinear(nn.Module):
     the time there. A NeuronCore reads rows, so on a device `neuron` they are contiguous as they
     are in checkpoints, `[K, r]` and `[r, N]`.
 
+    `weight` is an empty buffer of the factors' dtype and device. Model code that asks a Linear's
+    weight for these finds them, code that multiplies by it raises, and in a checkpoint it makes a
+    loader that does not know the factors raise, where it would draw a random weight.
+
     Args:
         in_features: K.
         out_features: N.
@@ -34,10 +38,13 @@ class SVDLinear(nn.Module):
         u: `[K, r]`.
         v: `[r, N]`.
         bias: `[N]` or None.
+        weight: `[0]`, a placeholder.
 
     Raises:
         ValueError: a size is smaller than 1.
     """
+
+    weight: Tensor
 
     def __init__(
         self,
@@ -60,6 +67,7 @@ class SVDLinear(nn.Module):
         self.packed = False
         self.u = nn.Parameter(torch.empty(rank, in_features, device=device, dtype=dtype).t())
         self.v = nn.Parameter(torch.empty(out_features, rank, device=device, dtype=dtype).t())
+        self.register_buffer("weight", torch.empty(0, device=device, dtype=dtype))
         self.bias: nn.Parameter | None
         if bias:
             self.bias = nn.Parameter(torch.empty(out_features, device=device, dtype=dtype))
@@ -94,6 +102,7 @@ class SVDLinear(nn.Module):
         layer = cls(u.shape[0], v.shape[1], u.shape[1], bias=False, device="meta", dtype=u.dtype)
         layer.u = nn.Parameter(_contraction_major(u.detach()))
         layer.v = nn.Parameter(_contraction_major(v.detach().to(u)))
+        layer.weight = u.new_empty(0)
         if bias is not None:
             is_parameter = isinstance(bias, nn.Parameter)
             layer.bias = bias if is_parameter else nn.Parameter(bias.detach().to(u).clone())
@@ -177,6 +186,8 @@ class SVDLinear(nn.Module):
         name = prefix + "u"
         if self.packed and name in state_dict:
             state_dict = {**state_dict, name: packed(state_dict[name])}
+        if prefix + "weight" not in state_dict:  # saved before there was a placeholder
+            state_dict = {**state_dict, prefix + "weight": self.weight}
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
