@@ -134,7 +134,8 @@ def computing_in(model: nn.Module, dtype: torch.dtype) -> Generator[None, None, 
         for name, tensor in _floating(model):
             replaced = f"{name.rpartition('.')[0]}.weight"
             known = before[name] if name in before else before[replaced]
-            if name in before and isinstance(known, Tensor):
+            # A factor's placeholder has the name of the weight that it stands for.
+            if name in before and isinstance(known, Tensor) and known.shape == tensor.shape:
                 tensor.data = known
             else:
                 tensor.data = tensor.data.to(known.dtype if isinstance(known, Tensor) else known)
