@@ -25,7 +25,14 @@ CPU_FIELDS = (
     "gbps",
     "gflops",
 )
-METHOD_FIELDS = ("method", "ratio", "effective_ratio", "ppl_token", "excess_log_ppl")
+METHOD_FIELDS = (
+    "method",
+    "ratio",
+    "effective_ratio",
+    "ppl_token",
+    "excess_log_ppl",
+    "compute_dtype",
+)
 TINY = ModelShape("Tiny", 32, 64, 2, 2, 1, 16, 600, tied=True)
 TEXT = "the quick brown fox jumps over the lazy dog. " * 40
 

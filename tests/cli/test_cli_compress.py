@@ -13,6 +13,8 @@ from outcomes import COMPRESS, TEXT, Run, refused
 from safetensors.torch import load_file, save_file
 from tiny import tiny_directory, tiny_model, tiny_tokenizer
 
+from neuronmm_ops.cli.inspect import show_summary
+
 
 def test_the_whole_road(run: Run, dense: Path, text: Path, tmp_path: Path) -> None:
     out = tmp_path / "small"
@@ -68,6 +70,15 @@ def test_tables_for_people(run: Run, dense: Path, text: Path, tmp_path: Path) ->
     assert "ppl_token" in shown.out
     assert "compute_dtype float32" in shown.out
     assert run("generate", tmp_path / "o", "--prompt", "The").out.startswith("The")
+
+
+def test_a_layer_whose_loss_is_unknown_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    layer = {"name": "fc1", "K": 8, "N": 8, "r": 2, "dense": False, "loss": None, "bytes": 128}
+    ratios = {"ratio": 0.5, "effective_ratio": 0.5, "model_ratio": None, "compute_dtype": None}
+    show_summary({**ratios, "bytes": 128, "dense_bytes": 256, "layers": [layer]})
+    shown = capsys.readouterr().out
+    assert "unknown" in shown
+    assert "whole model" not in shown
 
 
 def test_options_reach_the_library(

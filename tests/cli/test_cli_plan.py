@@ -37,7 +37,7 @@ def test_rows_of_a_named_model(capsys):
 def test_the_page_says_where_low_rank_does_not_pay(tmp_path, capsys):
     path = tmp_path / "config.json"
     path.write_text(json.dumps(CONFIG))
-    assert main(["plan", "--model", str(tmp_path), "--tokens", "1,300"]) == 0
+    assert main(["plan", "--model", str(tmp_path), "--tokens", "1", "300"]) == 0
     page = capsys.readouterr().out
     assert "Modelled times on trn1" in page
     assert "Low rank does not pay at M = 1:" in page

@@ -64,7 +64,8 @@ def test_what_is_not_compressed_is_written_bit_for_bit(
     before = load_file(dense / "model.safetensors")
     after = load_file(tmp_path / "out" / "model.safetensors")
     assert {tensor.dtype for tensor in after.values()} == {stored}
-    same = [name for name in before if after[name].numel()]
+    # A replaced weight may leave an empty tensor of its name.
+    same = [name for name in before if name in after and after[name].numel()]
     assert len(same) == len(before) - 6
     for name in same:
         assert torch.equal(before[name].view(torch.uint8), after[name].view(torch.uint8)), name

@@ -27,8 +27,8 @@ def _generate(options: argparse.Namespace) -> dict[str, Any]:
     if options.max_new_tokens < 1:
         raise ValueError(f"--max-new-tokens must be at least 1, got {options.max_new_tokens}")
     with stderr.status(f"loading {options.model}"):
-        tokenizer = hf.load_tokenizer(options.model)
         model = hf.load_computing(options.model, options.dtype, options.device)
+        tokenizer = hf.load_tokenizer(options.model)
     with stderr.status(f"generating up to {options.max_new_tokens} tokens"):
         text, new_tokens = hf.generate_text(
             model, tokenizer, options.prompt, options.max_new_tokens, options.chat

@@ -50,7 +50,8 @@ def show_summary(document: dict[str, Any]) -> None:
         K, N, r = layer["K"], layer["N"], layer["r"]
         ratio = 1 - parameter_count(K, N, r) / (K * N)
         rank = "dense" if r is None else str(r)
-        cells = (layer["name"], K, N, rank, f"{ratio:.3f}", f"{layer['loss']:.4f}")
+        loss = "unknown" if layer["loss"] is None else f"{layer['loss']:.4f}"
+        cells = (layer["name"], K, N, rank, f"{ratio:.3f}", loss)
         table.add_row(*map(str, cells), f"{layer['bytes'] / 1e6:.3f}")
     stdout.print(table)
     stdout.print(

@@ -82,6 +82,7 @@ def _chat(tokenizer: Any, prompt: str) -> Any:
             add_generation_prompt=True,
             return_dict=True,
             return_tensors="pt",
+            tokenizer_kwargs={"return_token_type_ids": False},
         )
     except TemplateError as error:
         raise ValueError(f"the tokenizer's chat template cannot be used: {error}") from None

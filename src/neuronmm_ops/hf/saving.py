@@ -133,8 +133,8 @@ def _name(model: PreTrainedModel, layer: LayerReport) -> str:
 
 def _source_of(model: PreTrainedModel) -> Path | None:
     """The local directory that the model was loaded from, if it was."""
-    path = Path(model.name_or_path)
-    return path if model.name_or_path and path.is_dir() else None
+    name = model.name_or_path
+    return Path(name) if name and Path(name).is_dir() else None
 
 
 def _open_to_others(directory: Path) -> None:
