@@ -15,7 +15,9 @@ from neuronmm_ops.doctor import diagnose
 def machine(tmp_path, monkeypatch) -> Iterator[NeuronMachine]:
     with stand_ins.neuron_machine(tmp_path, monkeypatch) as found:
         yield found
-        assert not {"nki", "torch_neuronx", "torch_xla"} & set(sys.modules), "imported"
+        assert not {"nki", "torch_neuronx", "libtorch_neuronx_lite", "torch_xla"} & set(
+            sys.modules
+        ), "imported"
 
 
 OWN = ".".join(torch.__version__.split(".")[:2]) + ".0"
@@ -125,6 +127,29 @@ def test_neuron_says_the_way(machine, offers, way):
         f"torch_neuronx 2.11.3 and nki 0.6.0; kernels called {way}; target trn2, lnc 2 "
         "(target: instance type trn2.48xlarge; lnc: default of trn2)",
     )
+
+
+def test_neuron_through_what_vllm_neuron_installs(machine):
+    machine.nki()
+    machine.torch_neuronx("wrap_nki in lite", "2.11.0.1.0.1284")
+    machine.instance("trn2.3xlarge")
+    assert backend("neuron") == (
+        True,
+        "libtorch_neuronx_lite 2.11.0.1.0.1284 and nki 0.6.0; kernels called through wrap_nki, in "
+        "compiled graphs only; target trn2, lnc 2 (target: instance type trn2.3xlarge; lnc: "
+        "default of trn2)",
+    )
+    assert diagnose()["versions"]["libtorch-neuronx-lite"] == "2.11.0.1.0.1284"
+
+
+def test_with_both_packages_torch_neuronx_is_taken(machine):
+    machine.nki()
+    machine.torch_neuronx("wrap_nki in lite", "2.11.0")
+    machine.torch_neuronx("nki_op")
+    machine.instance("trn2.3xlarge")
+    usable, reason = backend("neuron")
+    assert usable
+    assert reason.startswith("torch_neuronx 2.11.3 and nki 0.6.0; kernels called through nki_op;")
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from neuronmm_ops.ops.implementation import active_impl
 from neuronmm_ops.ops.neuron import expected_way
 from neuronmm_ops.ops.toolchain import (
     INSTALL,
+    NEURON_PACKAGES,
     PLACEHOLDER,
     ROUTE_VARIABLE,
     XLA_INSTALL,
@@ -33,6 +34,7 @@ PACKAGES = (
     "nki",
     "neuronx-cc",
     "torch-neuronx",
+    "libtorch-neuronx-lite",
 )
 WAYS = {
     "nki_op": "through nki_op",
@@ -99,20 +101,24 @@ def _xla() -> dict[str, Any]:
 
 def _neuron() -> dict[str, Any]:
     try:
-        missing, chosen = missing_packages(), core()
+        missing, chosen = missing_packages(*NEURON_PACKAGES), core()
     except (NkiVersionError, ValueError) as error:
         return _backend("neuron", False, str(error))
     if missing:
         reasons = [f"needs {' and '.join(missing)}", *_placeholder(), INSTALL]
         return _backend("neuron", False, "; ".join(reasons))
-    version = _version("torch-neuronx") or ""
-    if re.match(r"(1|2\.[0-9])(\.|$)", version):
+    package, version = next(
+        ((package, found) for package in NEURON_PACKAGES if (found := _version(package))),
+        (NEURON_PACKAGES[0], "without a version"),
+    )
+    is_lite = package != NEURON_PACKAGES[0]
+    if not is_lite and re.match(r"(1|2\.[0-9])(\.|$)", version):
         reason = f"torch_neuronx {version} is for PyTorch/XLA; the device neuron came with 2.10"
         return _backend("neuron", False, reason)
     problem = why_not_compilable()
     reasons = [
-        f"torch_neuronx {version} and nki {_version('nki')}",
-        f"kernels called {WAYS[expected_way()]}",
+        f"{package} {version} and nki {_version('nki')}",
+        f"kernels called {WAYS[expected_way()]}" + is_lite * ", in compiled graphs only",
         *([problem] if problem else []),
         _described(chosen),
     ]

@@ -7,10 +7,19 @@ import stand_ins
 import torch
 from operands import make, mlp_shapes, plain_xuv
 from stand_ins import NeuronMachine
+from torch._dynamo.source import ConstantSource
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from neuronmm_ops.errors import NkiVersionError
 from neuronmm_ops.kernels import kernel_of, plan_svd_mlp, plan_xuv, plan_xw
-from neuronmm_ops.ops.launch import call_kernel, launch_here, launch_of, without_products
+from neuronmm_ops.ops.launch import (
+    call_kernel,
+    launch_here,
+    launch_of,
+    static_shape,
+    without_products,
+)
 
 
 @pytest.fixture
@@ -55,6 +64,31 @@ def test_without_products_the_bias_is_left(shapes):
 def test_without_products_of_an_mlp():
     weights = tuple(map(make, mlp_shapes(8, 9, 8)))
     assert without_products(make((0, 8)), weights).shape == (0, 8)
+
+
+def symbolic(shape_env: ShapeEnv, hint: int) -> torch.SymInt:
+    symbol = shape_env.create_symbol(hint, ConstantSource("tokens"))
+    return shape_env.create_symintnode(symbol, hint=hint)
+
+
+def test_a_symbolic_size_is_planned_as_the_size_that_is_traced():
+    shape_env = ShapeEnv()
+    with FakeTensorMode(shape_env=shape_env):
+        tokens = symbolic(shape_env, 6)
+        weights = (torch.empty(256, 24), torch.empty(24, 40), None)
+        launch = launch_of("xuv", torch.empty(2, tokens, 256), weights, None, "trn1")
+    assert launch is not None
+    assert launch.plan == plan_xuv(12, 256, 24, 40, "float32", "trn1")
+    assert launch.shape == (2, 6, 40)
+    assert tokens.node.maybe_as_int() == 6, "the compiler guards on it"
+
+
+def test_a_size_that_only_the_data_tells_is_refused():
+    shape_env = ShapeEnv()
+    with FakeTensorMode(shape_env=shape_env):
+        x = torch.empty(shape_env.create_unbacked_symint(), 256)
+    with pytest.raises(ValueError, match=r"^xw: a kernel's shapes must be static, got \[u0, 256\]"):
+        static_shape("xw", x)
 
 
 @pytest.mark.parametrize(("target", "lnc"), [("trn1", 1), ("trn2", 2), ("trn3", 1)])

@@ -42,6 +42,12 @@ def machine(tmp_path, monkeypatch) -> Iterator[NeuronMachine]:
         ("trn2u.48xlarge", "trn2", 2),
         ("trn3.48xlarge", "trn3", 2),
         ("trn3u.48xlarge", "trn3", 2),
+        ("trn3pd98.3xlarge", "trn3", 2),
+        ("trn3-dev0", "trn3", 2),
+        ("trn3s-es", "trn3", 2),
+        ("trn2-ac", "trn2", 2),
+        ("trn2", "trn2", 2),
+        ("Amazon EC2 trn1.2xlarge", "trn1", 1),
     ],
 )
 def test_the_instance_type_says_the_target(machine, instance, target, lnc):
@@ -51,7 +57,13 @@ def test_the_instance_type_says_the_target(machine, instance, target, lnc):
     assert found.source == f"target: instance type {instance}; lnc: default of {target}"
 
 
-@pytest.mark.parametrize("instance", ["m5.large", "inf1.xlarge", "trn10.large", "", "Virtual PC"])
+@pytest.mark.parametrize(
+    "instance",
+    [
+        *("m5.large", "inf1.xlarge", "trn10.large", "trn4.48xlarge", "inf20.xlarge"),
+        *("", "Virtual PC", "winf2 server", "xtrn2.large", "2trn2.large", "trn 2", "trn-2.large"),
+    ],
+)
 def test_other_machines_are_not_known(machine, instance):
     machine.instance(instance)
     found = core()
@@ -201,6 +213,13 @@ def test_the_packages_choose_the_route(machine, packages, name, reason):
     for package in packages:
         getattr(machine, package)()
     assert (xla_route().name, xla_route().reason) == (name, reason)
+
+
+def test_what_vllm_neuron_installs_does_not_bring_xla(machine):
+    machine.nki()
+    machine.torch_neuronx("wrap_nki in lite")
+    assert xla_route().name == "custom call"
+    assert xla_route().reason == "torch_neuronx is not installed"
 
 
 def test_the_composite_is_asked_for(machine):

@@ -47,8 +47,14 @@ COMPILING = ("0.3", "0.4", "0.5", "0.6")
 
 Source: Neuron SDK 2.32, NKI migration guide.
 """
-TORCH_NEURONX = ("torch_neuronx", "torch_neuronx.nki_hop")
-"""Where `nki_op` and `wrap_nki` have been, newest first."""
+NEURON_PACKAGES = ("torch_neuronx", "libtorch_neuronx_lite")
+"""What brings the device neuron: TorchNeuron, or what vLLM-Neuron installs in its place."""
+WRAPPER_MODULES = (
+    "torch_neuronx",
+    "torch_neuronx.nki_hop",
+    "libtorch_neuronx_lite.nki.nki_hop",
+)
+"""Where `nki_op` and `wrap_nki` are, or have been."""
 XLA_INSTALL = "torch_xla is not installed; run: pip install 'neuronmm-ops[xla]'"
 INSTALL = "run: pip install 'neuronmm-ops[neuron]' --extra-index-url https://pip.repos.neuron.amazonaws.com"
 
@@ -118,8 +124,8 @@ def _core(override: str | None, lnc: str | None, instance: str) -> Core:
 
 
 def _target_of(instance: str) -> str | None:
-    """The target of an EC2 instance type such as trn1n.32xlarge, None for any other machine."""
-    family = re.match(r"(trn[123]|inf2)[a-z]*\.", instance)
+    """The target of an instance type such as trn1n.32xlarge or trn3-dev0, None for any other."""
+    family = re.search(r"\b(trn[123]|inf2)(?!\d)", instance)
     return family and family[1]
 
 
@@ -190,16 +196,21 @@ def is_installed(module: str) -> bool:
     return spec is not None
 
 
-def missing_packages() -> list[str]:
-    """Which of nki and torch_neuronx are not installed. Raises as `nki_release` does."""
-    found = {"nki": nki_release() is not None, "torch_neuronx": is_installed("torch_neuronx")}
-    return [name for name, there in found.items() if not there]
+def neuron_package() -> str | None:
+    """Which of `NEURON_PACKAGES` is installed, the first of both; None without one."""
+    return next(filter(is_installed, NEURON_PACKAGES), None)
+
+
+def missing_packages(*frameworks: str) -> list[str]:
+    """What has to be installed of nki and one of `frameworks`. Raises as `nki_release` does."""
+    missing = [] if nki_release() else ["nki"]
+    return missing if any(map(is_installed, frameworks)) else [*missing, frameworks[0]]
 
 
 @cache
-def torch_neuronx_function(name: str) -> Callable[..., Any] | None:
-    """`nki_op` or `wrap_nki` of the installed torch_neuronx, which is imported; None without it."""
-    for module in TORCH_NEURONX:
+def wrapper(name: str) -> Callable[..., Any] | None:
+    """`nki_op` or `wrap_nki` of an installed package, which is imported; None without it."""
+    for module in WRAPPER_MODULES:
         if is_installed(module):
             found = getattr(importlib.import_module(module), name, None)
             if found is not None:
@@ -238,7 +249,7 @@ def xla_route() -> Route:
 
 @cache
 def _route_of_packages() -> Route:
-    missing, release = missing_packages(), nki_release()
+    missing, release = missing_packages("torch_neuronx"), nki_release()
     if missing or release is None:
         verb = "is" if len(missing) == 1 else "are"
         return Route("custom call", f"{' and '.join(missing)} {verb} not installed")

@@ -30,6 +30,7 @@ from neuronmm_ops.ops.launch import (
     call_kernel,
     kernels_of,
     launch_here,
+    static_shape,
     without_products,
 )
 from neuronmm_ops.ops.toolchain import ROUTE_VARIABLE, core, xla_route
@@ -122,10 +123,9 @@ def _custom_call(op: str, x: Tensor, weights: Weights, activation: str | None) -
     try:
         computation = _computations.get(key)
     except TypeError:  # a size that is no number has no hash
-        raise ValueError(
-            f"{op}: XLA shapes must be static, got x {list(x.shape)}; "
-            f"pad to a fixed size, or set {ROUTE_VARIABLE}=composite"
-        ) from None
+        for tensor in tensors:
+            static_shape(op, tensor)
+        raise
     if computation is None:
         _refuse_downcasts()
         launch = launch_here(op, x, weights, activation)
