@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Iterator
+from types import ModuleType
 
 import pytest
 import stand_ins
@@ -174,6 +175,16 @@ def test_neuron_on_another_machine(machine):
     usable, reason = backend("neuron")
     assert not usable
     assert "no Neuron instance found; set NEURON_PLATFORM_TARGET_OVERRIDE" in reason
+
+
+def test_a_torch_neuronx_made_by_hand(machine, monkeypatch):
+    machine.nki()
+    machine.instance("trn2.3xlarge")
+    monkeypatch.setitem(sys.modules, "torch_neuronx", ModuleType("torch_neuronx"))
+    usable, reason = backend("neuron")
+    assert usable
+    assert reason.startswith("torch_neuronx without a version and nki 0.6.0; kernels called direct")
+    monkeypatch.delitem(sys.modules, "torch_neuronx")
 
 
 # --- errors are lines ----------------------------------------------------------------------------

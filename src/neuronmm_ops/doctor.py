@@ -20,6 +20,7 @@ from neuronmm_ops.ops.toolchain import (
     Core,
     core,
     missing_packages,
+    neuron_package,
     why_not_compilable,
     xla_route,
 )
@@ -107,10 +108,8 @@ def _neuron() -> dict[str, Any]:
     if missing:
         reasons = [f"needs {' and '.join(missing)}", *_placeholder(), INSTALL]
         return _backend("neuron", False, "; ".join(reasons))
-    package, version = next(
-        ((package, found) for package in NEURON_PACKAGES if (found := _version(package))),
-        (NEURON_PACKAGES[0], "without a version"),
-    )
+    package = neuron_package() or NEURON_PACKAGES[0]
+    version = _version(package) or "without a version"
     is_lite = package != NEURON_PACKAGES[0]
     if not is_lite and re.match(r"(1|2\.[0-9])(\.|$)", version):
         reason = f"torch_neuronx {version} is for PyTorch/XLA; the device neuron came with 2.10"

@@ -133,9 +133,25 @@ def test_layouts(offers):
     assert_right(dispatched("xuv", x, u, v, bias), plain_xuv, [x, u, v, bias])
 
 
-def test_an_empty_dimension_launches_nothing(offers):
-    y = dispatched("xuv", *xuv_tensors(0))
-    assert y.shape == (0, 40)
+@pytest.mark.parametrize(
+    ("op", "shapes"),
+    [
+        ("xuv", ((0, 128), (128, 24), (24, 40), (40,))),
+        ("xuv", ((2, 0, 128), (128, 24), (24, 40), (40,))),
+        ("xuv", ((3, 128), (128, 0), (0, 40), (40,))),
+        ("xuv", ((3, 0), (0, 24), (24, 40), (40,))),
+        ("xuv", ((3, 128), (128, 24), (24, 0), (0,))),
+        ("xuv_packed", ((3, 0), (0, 24), (24, 40), (40,))),
+        ("xw", ((3, 0), (0, 40), (40,))),
+        ("xw", ((0,), (0, 40), (40,))),
+        ("svd_mlp", ((3, 32), *mlp_shapes(32, 0, 40))),
+        ("svd_mlp", ((3, 32), *mlp_shapes(32, 48, 40, (0, 8, 8)))),
+    ],
+)
+def test_an_empty_dimension_launches_nothing(offers, op, shapes):
+    tensors = list(map(make, shapes))
+    y = dispatched(op, *tensors)
+    assert torch.equal(y, getattr(torch.ops.neuronmm, op)(*tensors)), "no product is rounded"
     assert not record.calls
 
 

@@ -1,7 +1,10 @@
 """Which core, which NKI, and how an op is lowered."""
 
+import importlib
 import sys
 from collections.abc import Iterator
+from types import ModuleType
+from unittest.mock import MagicMock
 
 import pytest
 import stand_ins
@@ -13,9 +16,11 @@ from neuronmm_ops.ops.toolchain import (
     BRIDGES,
     core,
     is_installed,
+    neuron_package,
     nki_bridge,
     nki_release,
     why_not_compilable,
+    wrapper,
     xla_route,
 )
 
@@ -191,6 +196,40 @@ def test_is_installed_imports_no_parent(machine):
     assert not is_installed("nki.framework.absent")
     assert not is_installed("nki.absent.kernel")
     assert not is_installed("no_such_package.part")
+
+
+def test_of_both_packages_one_is_imported(machine):
+    """Each registers PrivateUse1 for itself, and the second fails."""
+    machine.torch_neuronx("direct")
+    source = "raise AssertionError('imported')"
+    machine.package("libtorch_neuronx_lite", "2.11.0", {"libtorch_neuronx_lite/nki/nki_hop.py": ""})
+    (machine.root / "libtorch_neuronx_lite" / "__init__.py").write_text(source)
+    assert neuron_package() == "torch_neuronx"
+    assert wrapper("wrap_nki") is None
+
+
+def test_the_name_torch_neuronx_may_mean_the_other_package(machine, monkeypatch):
+    machine.torch_neuronx("wrap_nki in lite")
+    lite = importlib.import_module("libtorch_neuronx_lite")
+    monkeypatch.setitem(sys.modules, "torch_neuronx", lite)
+    assert neuron_package() == "libtorch_neuronx_lite"
+    assert wrapper("wrap_nki") is stand_ins.wrap_nki
+
+
+@pytest.mark.parametrize("module", [ModuleType("torch_neuronx"), MagicMock()], ids=type)
+def test_a_module_made_by_hand_is_installed(machine, monkeypatch, module):
+    monkeypatch.setitem(sys.modules, "torch_neuronx", module)
+    assert is_installed("torch_neuronx")
+    assert not is_installed("torch_neuronx.nki_hop")
+    assert neuron_package() == "torch_neuronx"
+    assert xla_route().reason == "nki is not installed"
+
+
+def test_a_blocked_module_is_not_installed(machine, monkeypatch):
+    machine.torch_neuronx()
+    monkeypatch.setitem(sys.modules, "torch_neuronx", None)
+    assert not is_installed("torch_neuronx")
+    assert neuron_package() is None
 
 
 # --- the route -----------------------------------------------------------------------------------

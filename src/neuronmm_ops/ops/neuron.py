@@ -81,11 +81,11 @@ def expected_way() -> Way | None:
         return None
     if package in sys.modules:
         return way()
-    top, *below = WRAPPER_MODULES
-    names = _names_in(top) if package == top else []
+    modules = WRAPPER_MODULES[package]
+    names = _names_in(package) if package in modules else []
     if names is None:
         return None
-    if any(map(is_installed, below)):
+    if any(is_installed(module) for module in modules if module != package):
         names.append("wrap_nki")
     return _first([name for name in WRAPPERS if name in names])
 

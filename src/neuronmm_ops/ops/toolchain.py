@@ -11,6 +11,7 @@ import importlib.metadata
 import importlib.util
 import os
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -47,14 +48,16 @@ COMPILING = ("0.3", "0.4", "0.5", "0.6")
 
 Source: Neuron SDK 2.32, NKI migration guide.
 """
-NEURON_PACKAGES = ("torch_neuronx", "libtorch_neuronx_lite")
-"""What brings the device neuron: TorchNeuron, or what vLLM-Neuron installs in its place."""
-WRAPPER_MODULES = (
-    "torch_neuronx",
-    "torch_neuronx.nki_hop",
-    "libtorch_neuronx_lite.nki.nki_hop",
-)
-"""Where `nki_op` and `wrap_nki` are, or have been."""
+WRAPPER_MODULES = {
+    "torch_neuronx": ("torch_neuronx", "torch_neuronx.nki_hop"),
+    "libtorch_neuronx_lite": ("libtorch_neuronx_lite.nki.nki_hop",),
+}
+"""What brings the device neuron: TorchNeuron, or what vLLM-Neuron installs in its place.
+
+Each with the modules in which `nki_op` and `wrap_nki` are, or have been. Both packages claim the
+device when they are imported, so only one is.
+"""
+NEURON_PACKAGES = tuple(WRAPPER_MODULES)
 XLA_INSTALL = "torch_xla is not installed; run: pip install 'neuronmm-ops[xla]'"
 INSTALL = "run: pip install 'neuronmm-ops[neuron]' --extra-index-url https://pip.repos.neuron.amazonaws.com"
 
@@ -187,7 +190,10 @@ def _line(version: str) -> str:
 def is_installed(module: str) -> bool:
     """Whether a module can be found. Imports none of its parents, as `find_spec` would."""
     top, *below = module.split(".")
-    spec, name = importlib.util.find_spec(top), top
+    try:
+        spec, name = importlib.util.find_spec(top), top
+    except ValueError:  # a module made by hand, without a spec
+        return not below
     for part in below:
         if spec is None:
             return False
@@ -197,8 +203,15 @@ def is_installed(module: str) -> bool:
 
 
 def neuron_package() -> str | None:
-    """Which of `NEURON_PACKAGES` is installed, the first of both; None without one."""
-    return next(filter(is_installed, NEURON_PACKAGES), None)
+    """Which of `NEURON_PACKAGES` is taken: the first that is installed; None without one.
+
+    vLLM-Neuron makes the name torch_neuronx mean its own package, which is then the one.
+    """
+    for package in NEURON_PACKAGES:
+        module = sys.modules.get(package)
+        if is_installed(package) and getattr(module, "__name__", package) == package:
+            return package
+    return None
 
 
 def missing_packages(*frameworks: str) -> list[str]:
@@ -209,8 +222,9 @@ def missing_packages(*frameworks: str) -> list[str]:
 
 @cache
 def wrapper(name: str) -> Callable[..., Any] | None:
-    """`nki_op` or `wrap_nki` of an installed package, which is imported; None without it."""
-    for module in WRAPPER_MODULES:
+    """`nki_op` or `wrap_nki` of the installed package, which is imported; None without it."""
+    package = neuron_package()
+    for module in () if package is None else WRAPPER_MODULES[package]:
         if is_installed(module):
             found = getattr(importlib.import_module(module), name, None)
             if found is not None:
