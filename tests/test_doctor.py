@@ -126,8 +126,11 @@ def test_neuron_says_the_way(machine, offers, way):
     assert backend("neuron") == (
         True,
         f"torch_neuronx 2.11.3 and nki 0.6.0; kernels called {way}; target trn2, lnc 2 "
-        "(target: instance type trn2.48xlarge; lnc: default of trn2)",
+        "(target: instance type trn2.48xlarge; lnc: default of trn2); "
+        "set NEURON_PLATFORM_TARGET_OVERRIDE=trn2: NKI looks it up at every call, slowly",
     )
+    machine.environment(NEURON_PLATFORM_TARGET_OVERRIDE="trn2")
+    assert backend("neuron")[1].endswith("; lnc: default of trn2)")
 
 
 def test_neuron_through_what_vllm_neuron_installs(machine):
@@ -138,7 +141,8 @@ def test_neuron_through_what_vllm_neuron_installs(machine):
         True,
         "libtorch_neuronx_lite 2.11.0.1.0.1284 and nki 0.6.0; kernels called through wrap_nki, in "
         "compiled graphs only; target trn2, lnc 2 (target: instance type trn2.3xlarge; lnc: "
-        "default of trn2)",
+        "default of trn2); set NEURON_PLATFORM_TARGET_OVERRIDE=trn2: NKI looks it up at every "
+        "call, slowly",
     )
     assert diagnose()["versions"]["libtorch-neuronx-lite"] == "2.11.0.1.0.1284"
 

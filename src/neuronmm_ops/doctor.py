@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import importlib.util
+import os
 import platform
 import re
 from typing import Any
@@ -16,6 +17,7 @@ from neuronmm_ops.ops.toolchain import (
     NEURON_PACKAGES,
     PLACEHOLDER,
     ROUTE_VARIABLE,
+    TARGET_VARIABLE,
     XLA_INSTALL,
     Core,
     core,
@@ -96,7 +98,7 @@ def _xla() -> dict[str, Any]:
         reasons.append(f"to be read or exported; to run the ops set {ROUTE_VARIABLE}=composite")
         return _backend("xla", False, "; ".join(reasons))
     problem = why_not_compilable()
-    reasons += [problem] if problem else []
+    reasons += [problem] if problem else _advice(chosen)
     return _backend("xla", chosen.known and problem is None, "; ".join(reasons))
 
 
@@ -120,6 +122,7 @@ def _neuron() -> dict[str, Any]:
         f"kernels called {WAYS[expected_way()]}" + is_lite * ", in compiled graphs only",
         *([problem] if problem else []),
         _described(chosen),
+        *_advice(chosen),
     ]
     return _backend("neuron", chosen.known and problem is None, "; ".join(reasons))
 
@@ -136,6 +139,16 @@ def _placeholder() -> list[str]:
 
 def _described(chosen: Core) -> str:
     return f"target {chosen.target}, lnc {chosen.lnc} ({chosen.source})"
+
+
+def _advice(chosen: Core) -> list[str]:
+    """What is to be said where kernels are called without an override of the target.
+
+    NKI asks `neuron-ls` for it at every call then, which takes about 52 ms.
+    """
+    if not chosen.known or os.environ.get(TARGET_VARIABLE):
+        return []
+    return [f"set {TARGET_VARIABLE}={chosen.target}: NKI looks it up at every call, slowly"]
 
 
 def _backend(name: str, usable: bool, reason: str) -> dict[str, Any]:

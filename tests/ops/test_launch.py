@@ -91,6 +91,15 @@ def test_a_size_that_only_the_data_tells_is_refused():
         static_shape("xw", x)
 
 
+def test_a_symbolic_size_is_refused_on_xla():
+    """Its number would be a bound."""
+    shape_env = ShapeEnv()
+    with FakeTensorMode(shape_env=shape_env):
+        x = torch.empty(symbolic(shape_env, 6), 256, device="xla")
+    with pytest.raises(ValueError, match=r"a fixed size, or set NEURONMM_XLA=composite$"):
+        static_shape("xw", x)
+
+
 @pytest.mark.parametrize(("target", "lnc"), [("trn1", 1), ("trn2", 2), ("trn3", 1)])
 def test_a_launch_is_planned_for_this_machine(machine, target, lnc):
     machine.environment(NEURON_PLATFORM_TARGET_OVERRIDE=target, NEURON_LOGICAL_NC_CONFIG=str(lnc))
