@@ -5,8 +5,9 @@ from collections.abc import Iterator
 import pytest
 import stand_ins
 import torch
-from operands import make, mlp_shapes, plain_xuv
+from operands import doubled, make, mlp_shapes, plain_xuv
 from stand_ins import NeuronMachine
+from tolerances import assert_close_to_oracle
 from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -113,7 +114,9 @@ def test_a_kernel_is_called_on_the_tensors(machine):
     x, weights = make((2, 3, 40)), (make((40, 8), layout="transposed"), make((8, 24)), make((24,)))
     launch = launch_here("xuv", x, weights, None)
     y = call_kernel(launch, x, weights, lambda plan: stand_ins.DirectKernel(kernel_of(plan)))
-    torch.testing.assert_close(y, plain_xuv(x, *weights))
+    oracle = plain_xuv(*doubled(x, *weights))
+    magnitude = plain_xuv(*(tensor.double().abs() for tensor in (x, *weights)))
+    assert_close_to_oracle(y, oracle, plain_xuv(x, *weights), magnitude)
 
 
 def test_nothing_is_launched_without_elements(machine):
