@@ -48,8 +48,9 @@ type: env  ## static types
 pytest: env  ## unit tests, examples, documentation, packaging
 	$(BIN)/pytest -n 2
 
+# Bytecode is kept: each of the processes would compile torch's sources anew, for 10 s.
 test-xla: xla-env  ## lowering through torch_xla, on XLA's CPU client
-	PJRT_DEVICE=CPU $(XLA_BIN)/pytest -n 2 tests/xla
+	PYTHONDONTWRITEBYTECODE= PJRT_DEVICE=CPU $(XLA_BIN)/pytest -n 2 tests/xla
 
 docs: env  ## build the documentation into site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
