@@ -1,12 +1,13 @@
 """A small compressed Llama on an XLA device: what it lowers to, then prefill and decode.
 
 On Trainium each custom call is an NKI kernel. XLA's CPU client has none, so there the example
-prints what would run, and asks for plain matmuls (`NEURONMM_XLA=composite`) to generate.
+says what would run, and asks for plain matmuls (`NEURONMM_XLA=composite`) to generate.
 
     pip install 'neuronmm-ops[hf,xla]'
-    PJRT_DEVICE=CPU python examples/xla_llama.py
+    PJRT_DEVICE=CPU python examples/xla_llama.py --dtype bfloat16 --target trn2
 """
 
+import argparse
 import base64
 import json
 import os
@@ -18,6 +19,8 @@ import torch
 from torch import Tensor
 
 from neuronmm_ops import SVDConfig, compress_
+from neuronmm_ops.kernels import Plan, plan_svd_mlp
+from neuronmm_ops.ops.toolchain import TARGET_VARIABLE, core
 
 try:
     import torch_xla  # pyright: ignore[reportMissingImports]
@@ -26,17 +29,18 @@ except ModuleNotFoundError:
     sys.exit("torch_xla is not installed; run: pip install 'neuronmm-ops[hf,xla]'")
 from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
 
-KV_HEADS, HEAD_DIM = 2, 32
+KV_HEADS, HEAD_DIM = 2, 64
+PROMPT, NEW_TOKENS = 256, 8
 CONFIG = LlamaConfig(
     hidden_size=4 * HEAD_DIM,
-    intermediate_size=384,
+    intermediate_size=1024,
     num_hidden_layers=2,
     num_attention_heads=4,
     num_key_value_heads=KV_HEADS,
     vocab_size=512,
-    max_position_embeddings=64,
+    max_position_embeddings=PROMPT + NEW_TOKENS,
 )
-PROMPT, NEW_TOKENS = 16, 8
+COLUMNS = "{:<12}{:>8}{:>14}{:>6}  {:<16}{:<9}{:>12}"
 
 
 def next_logits(model: Any, ids: Tensor, cache: StaticCache) -> Tensor:
@@ -77,46 +81,65 @@ class Llama:
         return tokens
 
 
-def show(call: str) -> None:
-    """Print a custom call, and what its config says in place of the config."""
-    text, config, rest = re.split(r'backend_config="([^"]+)"', call)
-    decoded = json.loads(base64.b64decode(config))
-    print(f"  {text}backend_config=...{rest}")
-    for name in ("func_name", "grid", "klir_binary", "neuronmm"):
-        print(f"    {name}: {decoded[name]}")
+def plan_of(model: Any, tokens: int) -> Plan:
+    """How the chosen core runs one MLP of the model on so many tokens."""
+    mlp, chosen = model.model.layers[0].mlp, core()
+    ranks = (mlp.gate_proj.rank, mlp.up_proj.rank, mlp.down_proj.rank)
+    K, inner = CONFIG.hidden_size, CONFIG.intermediate_size
+    dtype = str(model.dtype).removeprefix("torch.")
+    return plan_svd_mlp(tokens, K, ranks, inner, K, dtype, chosen.target, chosen.lnc)
 
 
-def compressed_llama() -> Any:
-    """A random Llama, its MLPs replaced by low-rank pairs that keep 60 % of their parameters."""
+def row(name: str, plan: Plan, hlo: str) -> str:
+    """A pass as a line of the table: its HLO, and the plan of its kernels."""
+    found = re.findall(r' custom-call\(.*backend_config="([^"]+)"', hlo)
+    kernels = {json.loads(base64.b64decode(config))["func_name"] for config in found}
+    time_us = f"{1e3 * plan.time_ms:.1f}"
+    cells = (plan.problem.M, len(found), hlo.count(" dot("), "+".join(kernels), plan.form, time_us)
+    return COLUMNS.format(name, *cells)
+
+
+def compressed_llama(dtype: torch.dtype) -> Any:
+    """A random Llama, its MLPs replaced by low-rank pairs that keep 62 % of their parameters."""
     torch.manual_seed(0)
-    model = LlamaForCausalLM(CONFIG).eval()
-    calibration = [torch.randint(CONFIG.vocab_size, (8, 64)) for _ in range(8)]
-    compress_(model, SVDConfig(ratio=0.4, block=32), calibration)
-    return model
+    model: Any = LlamaForCausalLM(CONFIG).eval()
+    compress_(model, SVDConfig(ratio=0.4, method="plain"))
+    return model.to(dtype)
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument(
+        "--target", choices=("trn1", "trn2", "trn3"), help="default: this machine's, else trn1"
+    )
+    return parser.parse_args()
 
 
 @torch.no_grad()
 def main() -> None:
-    model = compressed_llama()
+    given = arguments()
+    if given.target is not None:
+        os.environ[TARGET_VARIABLE] = given.target
+    model = compressed_llama(getattr(torch, given.dtype))
     prompt = torch.randint(CONFIG.vocab_size, (1, PROMPT))
     expected = model.generate(prompt, max_new_tokens=NEW_TOKENS, do_sample=False)[0, PROMPT:]
 
+    chosen = core()
+    print(f"{given.dtype}, planned for {chosen.target}, lnc {chosen.lnc} ({chosen.source})\n")
+    columns = ("pass", "tokens", "custom calls", "dots", "kernel", "form", "modelled us")
+    print(COLUMNS.format(*columns))
     device = torch_xla.device()
     llama = Llama(model, device)
-    for form, tokens in (("prefill", PROMPT), ("decode", 1)):
-        lines = llama.lower(tokens).splitlines()
-        calls = [line.strip() for line in lines if " custom-call(" in line]
-        dots = sum(" dot(" in line for line in lines)
-        print(f"{form}, M = {tokens}: {len(calls)} custom calls, {dots} dots")
-        for call in calls:
-            show(call)
+    for name, tokens in (("prompt", PROMPT), ("next token", 1)):
+        print(row(name, plan_of(model, tokens), llama.lower(tokens)))
 
     if xm.xla_device_hw(device) == "CPU":
-        print("XLA:CPU has no NKI kernels: generating with NEURONMM_XLA=composite")
+        print("\nXLA:CPU has no NKI kernels: generating with NEURONMM_XLA=composite")
         os.environ["NEURONMM_XLA"] = "composite"
     tokens = llama.generate(prompt)
-    print(f"tokens on {device}: {tokens}")
-    print(f"as on the CPU: {tokens == expected.tolist()}")
+    same = sum(a == b for a, b in zip(tokens, expected.tolist(), strict=True))
+    print(f"tokens on {device}: {tokens}; {same} of {len(tokens)} as on the CPU")
 
 
 if __name__ == "__main__":

@@ -37,10 +37,13 @@ TORCH_NEURONX = {
         "torch_neuronx/__init__.py": "",
         "torch_neuronx/nki_hop.py": "from stand_ins import wrap_nki",
     },
+    "wrap_nki in lite": {
+        "libtorch_neuronx_lite/nki/nki_hop.py": "from stand_ins import wrap_nki",
+    },
     "nki_op alone": {"torch_neuronx/__init__.py": "from stand_ins import nki_op"},
     "direct": {"torch_neuronx/__init__.py": ""},
 }
-"""What torch_neuronx may offer."""
+"""What torch_neuronx, or libtorch_neuronx_lite in its place, may offer."""
 
 
 @dataclass
@@ -192,22 +195,24 @@ class NeuronMachine:
         self.package("nki", version, {"nki/__init__.py": "", bridge: ""})
 
     def torch_neuronx(self, offers: str = "nki_op", version: str = "2.11.3") -> None:
-        """Install a torch_neuronx that offers one of `TORCH_NEURONX`."""
-        self.package("torch_neuronx", version, TORCH_NEURONX[offers])
+        """Install a package that offers one of `TORCH_NEURONX`."""
+        files = TORCH_NEURONX[offers]
+        self.package(next(iter(files)).partition("/")[0], version, files)
 
 
 def forget() -> None:
     """Forget what this process found about packages."""
     toolchain.nki_release.cache_clear()
     toolchain._route_of_packages.cache_clear()
-    toolchain.torch_neuronx_function.cache_clear()
+    toolchain.wrapper.cache_clear()
     neuron.way.cache_clear()
     neuron._kernels.cache_clear()
     neuron._wrapped.clear()
     record.calls.clear()
     record.ops.clear()
     record.wrapped = 0
-    for name in [n for n in sys.modules if n.partition(".")[0] in ("nki", "torch_neuronx")]:
+    installed = ("nki", *toolchain.NEURON_PACKAGES)
+    for name in [n for n in sys.modules if n.partition(".")[0] in installed]:
         del sys.modules[name]
 
 

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Iterator
+from types import ModuleType
 
 import pytest
 import stand_ins
@@ -15,7 +16,9 @@ from neuronmm_ops.doctor import diagnose
 def machine(tmp_path, monkeypatch) -> Iterator[NeuronMachine]:
     with stand_ins.neuron_machine(tmp_path, monkeypatch) as found:
         yield found
-        assert not {"nki", "torch_neuronx", "torch_xla"} & set(sys.modules), "imported"
+        assert not {"nki", "torch_neuronx", "libtorch_neuronx_lite", "torch_xla"} & set(
+            sys.modules
+        ), "imported"
 
 
 OWN = ".".join(torch.__version__.split(".")[:2]) + ".0"
@@ -123,8 +126,35 @@ def test_neuron_says_the_way(machine, offers, way):
     assert backend("neuron") == (
         True,
         f"torch_neuronx 2.11.3 and nki 0.6.0; kernels called {way}; target trn2, lnc 2 "
-        "(target: instance type trn2.48xlarge; lnc: default of trn2)",
+        "(target: instance type trn2.48xlarge; lnc: default of trn2); "
+        "set NEURON_PLATFORM_TARGET_OVERRIDE=trn2: NKI looks it up at every call, slowly",
     )
+    machine.environment(NEURON_PLATFORM_TARGET_OVERRIDE="trn2")
+    assert backend("neuron")[1].endswith("; lnc: default of trn2)")
+
+
+def test_neuron_through_what_vllm_neuron_installs(machine):
+    machine.nki()
+    machine.torch_neuronx("wrap_nki in lite", "2.11.0.1.0.1284")
+    machine.instance("trn2.3xlarge")
+    assert backend("neuron") == (
+        True,
+        "libtorch_neuronx_lite 2.11.0.1.0.1284 and nki 0.6.0; kernels called through wrap_nki, in "
+        "compiled graphs only; target trn2, lnc 2 (target: instance type trn2.3xlarge; lnc: "
+        "default of trn2); set NEURON_PLATFORM_TARGET_OVERRIDE=trn2: NKI looks it up at every "
+        "call, slowly",
+    )
+    assert diagnose()["versions"]["libtorch-neuronx-lite"] == "2.11.0.1.0.1284"
+
+
+def test_with_both_packages_torch_neuronx_is_taken(machine):
+    machine.nki()
+    machine.torch_neuronx("wrap_nki in lite", "2.11.0")
+    machine.torch_neuronx("nki_op")
+    machine.instance("trn2.3xlarge")
+    usable, reason = backend("neuron")
+    assert usable
+    assert reason.startswith("torch_neuronx 2.11.3 and nki 0.6.0; kernels called through nki_op;")
 
 
 @pytest.mark.parametrize(
@@ -149,6 +179,16 @@ def test_neuron_on_another_machine(machine):
     usable, reason = backend("neuron")
     assert not usable
     assert "no Neuron instance found; set NEURON_PLATFORM_TARGET_OVERRIDE" in reason
+
+
+def test_a_torch_neuronx_made_by_hand(machine, monkeypatch):
+    machine.nki()
+    machine.instance("trn2.3xlarge")
+    monkeypatch.setitem(sys.modules, "torch_neuronx", ModuleType("torch_neuronx"))
+    usable, reason = backend("neuron")
+    assert usable
+    assert reason.startswith("torch_neuronx without a version and nki 0.6.0; kernels called direct")
+    monkeypatch.delitem(sys.modules, "torch_neuronx")
 
 
 # --- errors are lines ----------------------------------------------------------------------------

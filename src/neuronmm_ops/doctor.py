@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import importlib.util
+import os
 import platform
 import re
 from typing import Any
@@ -14,12 +15,15 @@ from neuronmm_ops.ops.implementation import active_impl
 from neuronmm_ops.ops.neuron import expected_way
 from neuronmm_ops.ops.toolchain import (
     INSTALL,
+    NEURON_PACKAGES,
     PLACEHOLDER,
     ROUTE_VARIABLE,
+    TARGET_VARIABLE,
     XLA_INSTALL,
     Core,
     core,
     missing_packages,
+    neuron_package,
     why_not_compilable,
     xla_route,
 )
@@ -34,6 +38,7 @@ PACKAGES = (
     "nki",
     "neuronx-cc",
     "torch-neuronx",
+    "libtorch-neuronx-lite",
 )
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 WAYS = {
@@ -100,28 +105,31 @@ def _xla() -> dict[str, Any]:
         reasons.append(f"to be read or exported; to run the ops set {ROUTE_VARIABLE}=composite")
         return _backend("xla", False, "; ".join(reasons))
     problem = why_not_compilable()
-    reasons += [problem] if problem else []
+    reasons += [problem] if problem else _advice(chosen)
     return _backend("xla", chosen.known and problem is None, "; ".join(reasons))
 
 
 def _neuron() -> dict[str, Any]:
     try:
-        missing, chosen = missing_packages(), core()
+        missing, chosen = missing_packages(*NEURON_PACKAGES), core()
     except (NkiVersionError, ValueError) as error:
         return _backend("neuron", False, str(error))
     if missing:
         reasons = [f"needs {' and '.join(missing)}", *_placeholder(), INSTALL]
         return _backend("neuron", False, "; ".join(reasons))
-    version = _version("torch-neuronx") or ""
-    if re.match(r"(1|2\.[0-9])(\.|$)", version):
+    package = neuron_package() or NEURON_PACKAGES[0]
+    version = _version(package) or "without a version"
+    is_lite = package != NEURON_PACKAGES[0]
+    if not is_lite and re.match(r"(1|2\.[0-9])(\.|$)", version):
         reason = f"torch_neuronx {version} is for PyTorch/XLA; the device neuron came with 2.10"
         return _backend("neuron", False, reason)
     problem = why_not_compilable()
     reasons = [
-        f"torch_neuronx {version} and nki {_version('nki')}",
-        f"kernels called {WAYS[expected_way()]}",
+        f"{package} {version} and nki {_version('nki')}",
+        f"kernels called {WAYS[expected_way()]}" + is_lite * ", in compiled graphs only",
         *([problem] if problem else []),
         _described(chosen),
+        *_advice(chosen),
     ]
     return _backend("neuron", chosen.known and problem is None, "; ".join(reasons))
 
@@ -138,6 +146,16 @@ def _placeholder() -> list[str]:
 
 def _described(chosen: Core) -> str:
     return f"target {chosen.target}, lnc {chosen.lnc} ({chosen.source})"
+
+
+def _advice(chosen: Core) -> list[str]:
+    """What is to be said where kernels are called without an override of the target.
+
+    NKI asks `neuron-ls` for it at every call then, which takes about 52 ms.
+    """
+    if not chosen.known or os.environ.get(TARGET_VARIABLE):
+        return []
+    return [f"set {TARGET_VARIABLE}={chosen.target}: NKI looks it up at every call, slowly"]
 
 
 def _backend(name: str, usable: bool, reason: str) -> dict[str, Any]:

@@ -5,12 +5,22 @@ from collections.abc import Iterator
 import pytest
 import stand_ins
 import torch
-from operands import make, mlp_shapes, plain_xuv
+from operands import doubled, make, mlp_shapes, plain_xuv
 from stand_ins import NeuronMachine
+from tolerances import assert_close_to_oracle
+from torch._dynamo.source import ConstantSource
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from neuronmm_ops.errors import NkiVersionError
 from neuronmm_ops.kernels import kernel_of, plan_svd_mlp, plan_xuv, plan_xw
-from neuronmm_ops.ops.launch import call_kernel, launch_here, launch_of, without_products
+from neuronmm_ops.ops.launch import (
+    call_kernel,
+    launch_here,
+    launch_of,
+    static_shape,
+    without_products,
+)
 
 
 @pytest.fixture
@@ -57,6 +67,40 @@ def test_without_products_of_an_mlp():
     assert without_products(make((0, 8)), weights).shape == (0, 8)
 
 
+def symbolic(shape_env: ShapeEnv, hint: int) -> torch.SymInt:
+    symbol = shape_env.create_symbol(hint, ConstantSource("tokens"))
+    return shape_env.create_symintnode(symbol, hint=hint)
+
+
+def test_a_symbolic_size_is_planned_as_the_size_that_is_traced():
+    shape_env = ShapeEnv()
+    with FakeTensorMode(shape_env=shape_env):
+        tokens = symbolic(shape_env, 6)
+        weights = (torch.empty(256, 24), torch.empty(24, 40), None)
+        launch = launch_of("xuv", torch.empty(2, tokens, 256), weights, None, "trn1")
+    assert launch is not None
+    assert launch.plan == plan_xuv(12, 256, 24, 40, "float32", "trn1")
+    assert launch.shape == (2, 6, 40)
+    assert tokens.node.maybe_as_int() == 6, "the compiler guards on it"
+
+
+def test_a_size_that_only_the_data_tells_is_refused():
+    shape_env = ShapeEnv()
+    with FakeTensorMode(shape_env=shape_env):
+        x = torch.empty(shape_env.create_unbacked_symint(), 256)
+    with pytest.raises(ValueError, match=r"^xw: a kernel's shapes must be static, got \[u0, 256\]"):
+        static_shape("xw", x)
+
+
+def test_a_symbolic_size_is_refused_on_xla():
+    """Its number would be a bound."""
+    shape_env = ShapeEnv()
+    with FakeTensorMode(shape_env=shape_env):
+        x = torch.empty(symbolic(shape_env, 6), 256, device="xla")
+    with pytest.raises(ValueError, match=r"a fixed size, or set NEURONMM_XLA=composite$"):
+        static_shape("xw", x)
+
+
 @pytest.mark.parametrize(("target", "lnc"), [("trn1", 1), ("trn2", 2), ("trn3", 1)])
 def test_a_launch_is_planned_for_this_machine(machine, target, lnc):
     machine.environment(NEURON_PLATFORM_TARGET_OVERRIDE=target, NEURON_LOGICAL_NC_CONFIG=str(lnc))
@@ -70,7 +114,9 @@ def test_a_kernel_is_called_on_the_tensors(machine):
     x, weights = make((2, 3, 40)), (make((40, 8), layout="transposed"), make((8, 24)), make((24,)))
     launch = launch_here("xuv", x, weights, None)
     y = call_kernel(launch, x, weights, lambda plan: stand_ins.DirectKernel(kernel_of(plan)))
-    torch.testing.assert_close(y, plain_xuv(x, *weights))
+    oracle = plain_xuv(*doubled(x, *weights))
+    magnitude = plain_xuv(*(tensor.double().abs() for tensor in (x, *weights)))
+    assert_close_to_oracle(y, oracle, plain_xuv(x, *weights), magnitude)
 
 
 def test_nothing_is_launched_without_elements(machine):

@@ -3,17 +3,19 @@
 No device is needed: the kernels are dispatched by their key on CPU tensors.
 """
 
+import json
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from functools import partial
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
+import neuron_graphs
 import pytest
 import stand_ins
 import torch
+from commands import run
 from operands import (
     ACTIVATIONS,
     doubled,
@@ -131,9 +133,25 @@ def test_layouts(offers):
     assert_right(dispatched("xuv", x, u, v, bias), plain_xuv, [x, u, v, bias])
 
 
-def test_an_empty_dimension_launches_nothing(offers):
-    y = dispatched("xuv", *xuv_tensors(0))
-    assert y.shape == (0, 40)
+@pytest.mark.parametrize(
+    ("op", "shapes"),
+    [
+        ("xuv", ((0, 128), (128, 24), (24, 40), (40,))),
+        ("xuv", ((2, 0, 128), (128, 24), (24, 40), (40,))),
+        ("xuv", ((3, 128), (128, 0), (0, 40), (40,))),
+        ("xuv", ((3, 0), (0, 24), (24, 40), (40,))),
+        ("xuv", ((3, 128), (128, 24), (24, 0), (0,))),
+        ("xuv_packed", ((3, 0), (0, 24), (24, 40), (40,))),
+        ("xw", ((3, 0), (0, 40), (40,))),
+        ("xw", ((0,), (0, 40), (40,))),
+        ("svd_mlp", ((3, 32), *mlp_shapes(32, 0, 40))),
+        ("svd_mlp", ((3, 32), *mlp_shapes(32, 48, 40, (0, 8, 8)))),
+    ],
+)
+def test_an_empty_dimension_launches_nothing(offers, op, shapes):
+    tensors = list(map(make, shapes))
+    y = dispatched(op, *tensors)
+    assert torch.equal(y, getattr(torch.ops.neuronmm, op)(*tensors)), "no product is rounded"
     assert not record.calls
 
 
@@ -258,57 +276,30 @@ def test_other_devices_keep_the_op_in_the_graph():
     tensors = xuv_tensors(3)
     torch._dynamo.reset()
     compiled = torch.compile(nm.xuv, backend=aot_autograd(fw_compiler=keep), fullgraph=True)
-    torch.testing.assert_close(compiled(*tensors), plain_xuv(*tensors))
+    assert_right(compiled(*tensors), plain_xuv, tensors)
     (graph,) = graphs
     assert [n.target for n in graph.graph.nodes if n.op == "call_function"] == [
         torch.ops.neuronmm.xuv.default
     ]
 
 
-TRACE = """
-import sys, types
-import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch._subclasses.functional_tensor import dispatch_functionalize
-from torch.fx.experimental.proxy_tensor import make_fx
-
-torch.utils.rename_privateuse1_backend("neuron")
-device = types.ModuleType("torch.neuron")
-device.is_initialized = lambda: False
-torch._register_device_module("neuron", device)
-
-import stand_ins
-from neuronmm_ops import kernels, ops
-
-kernel_of = kernels.kernel_of
-kernels.kernel_of = lambda plan: stand_ins.DirectKernel(kernel_of(plan))
-with FakeTensorMode():
-    tensors = [torch.empty(shape, device="neuron") for shape in ((2, 3, 128), (128, 24), (24, 40))]
-    graph = make_fx(dispatch_functionalize(lambda *tensors: ops.xuv(*tensors)))(*tensors)
-    mlp = [torch.empty(s, device="neuron") for s in ((3, 32), *[(32, 8), (8, 32)] * 3)]
-    other = make_fx(dispatch_functionalize(lambda *tensors: ops.svd_mlp(*tensors)))(*mlp)
-for traced in (graph, other):
-    *_, output = traced.graph.nodes
-    targets = [str(node.target) for node in traced.graph.nodes]
-    print([t for t in targets if "kernel" in t or "neuronmm" in t], output.args[0].meta["val"])
-"""
+@pytest.fixture(scope="module")
+def compiled():
+    """What `neuron_graphs.py` prints."""
+    here = Path(__file__).parent
+    path = os.pathsep.join(map(str, (here.parent, here)))
+    program = here / "neuron_graphs.py"
+    return json.loads(run(sys.executable, program, PYTHONPATH=path, OMP_NUM_THREADS=1))
 
 
-@pytest.mark.parametrize("offers", ["nki_op", "wrap_nki", "direct"])
-def test_a_graph_on_the_neuron_device_holds_the_kernels_node(machine, offers):
-    """AOTAutograd's tracing, in a process of its own: a device is named once."""
-    machine.nki()
-    machine.torch_neuronx(offers)
-    paths = [machine.root, Path(stand_ins.__file__).parent]
-    environment = {"PYTHONPATH": os.pathsep.join(map(str, paths))}
-    done = subprocess.run(
-        [sys.executable, "-c", TRACE],
-        capture_output=True,
-        text=True,
-        env={**os.environ, **environment},
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == [
-        "['stand_in.kernel.default'] FakeTensor(..., device='neuron:0', size=(2, 3, 40))",
-        "['stand_in.kernel.default'] FakeTensor(..., device='neuron:0', size=(3, 32))",
-    ]
+@pytest.mark.parametrize("way", neuron_graphs.WAYS)
+def test_a_compiled_graph_holds_the_kernels_node_for_each_prompt_length(compiled, way):
+    shapes = [[2, tokens, 40] for tokens in dict.fromkeys(neuron_graphs.LENGTHS)]
+    expected = [[["stand_in.kernel.default"], shape] for shape in [*shapes, [3, 32]]]
+    assert compiled[way]["graphs"] == expected, "a known length is compiled once more"
+
+
+@pytest.mark.parametrize("way", neuron_graphs.WAYS)
+def test_a_size_that_only_the_data_tells_is_refused(compiled, way):
+    words = "xw: a kernel's shapes must be static, got [u0, 2]; pad to a fixed size"
+    assert f"ValueError: {words}" in compiled[way]["refusal"].splitlines()

@@ -1,7 +1,10 @@
 """Which core, which NKI, and how an op is lowered."""
 
+import importlib
 import sys
 from collections.abc import Iterator
+from types import ModuleType
+from unittest.mock import MagicMock
 
 import pytest
 import stand_ins
@@ -13,9 +16,11 @@ from neuronmm_ops.ops.toolchain import (
     BRIDGES,
     core,
     is_installed,
+    neuron_package,
     nki_bridge,
     nki_release,
     why_not_compilable,
+    wrapper,
     xla_route,
 )
 
@@ -42,6 +47,12 @@ def machine(tmp_path, monkeypatch) -> Iterator[NeuronMachine]:
         ("trn2u.48xlarge", "trn2", 2),
         ("trn3.48xlarge", "trn3", 2),
         ("trn3u.48xlarge", "trn3", 2),
+        ("trn3pd98.3xlarge", "trn3", 2),
+        ("trn3-dev0", "trn3", 2),
+        ("trn3s-es", "trn3", 2),
+        ("trn2-ac", "trn2", 2),
+        ("trn2", "trn2", 2),
+        ("Amazon EC2 trn1.2xlarge", "trn1", 1),
     ],
 )
 def test_the_instance_type_says_the_target(machine, instance, target, lnc):
@@ -51,7 +62,13 @@ def test_the_instance_type_says_the_target(machine, instance, target, lnc):
     assert found.source == f"target: instance type {instance}; lnc: default of {target}"
 
 
-@pytest.mark.parametrize("instance", ["m5.large", "inf1.xlarge", "trn10.large", "", "Virtual PC"])
+@pytest.mark.parametrize(
+    "instance",
+    [
+        *("m5.large", "inf1.xlarge", "trn10.large", "trn4.48xlarge", "inf20.xlarge"),
+        *("", "Virtual PC", "winf2 server", "xtrn2.large", "2trn2.large", "trn 2", "trn-2.large"),
+    ],
+)
 def test_other_machines_are_not_known(machine, instance):
     machine.instance(instance)
     found = core()
@@ -181,6 +198,40 @@ def test_is_installed_imports_no_parent(machine):
     assert not is_installed("no_such_package.part")
 
 
+def test_of_both_packages_one_is_imported(machine):
+    """Each registers PrivateUse1 for itself, and the second fails."""
+    machine.torch_neuronx("direct")
+    source = "raise AssertionError('imported')"
+    machine.package("libtorch_neuronx_lite", "2.11.0", {"libtorch_neuronx_lite/nki/nki_hop.py": ""})
+    (machine.root / "libtorch_neuronx_lite" / "__init__.py").write_text(source)
+    assert neuron_package() == "torch_neuronx"
+    assert wrapper("wrap_nki") is None
+
+
+def test_the_name_torch_neuronx_may_mean_the_other_package(machine, monkeypatch):
+    machine.torch_neuronx("wrap_nki in lite")
+    lite = importlib.import_module("libtorch_neuronx_lite")
+    monkeypatch.setitem(sys.modules, "torch_neuronx", lite)
+    assert neuron_package() == "libtorch_neuronx_lite"
+    assert wrapper("wrap_nki") is stand_ins.wrap_nki
+
+
+@pytest.mark.parametrize("module", [ModuleType("torch_neuronx"), MagicMock()], ids=type)
+def test_a_module_made_by_hand_is_installed(machine, monkeypatch, module):
+    monkeypatch.setitem(sys.modules, "torch_neuronx", module)
+    assert is_installed("torch_neuronx")
+    assert not is_installed("torch_neuronx.nki_hop")
+    assert neuron_package() == "torch_neuronx"
+    assert xla_route().reason == "nki is not installed"
+
+
+def test_a_blocked_module_is_not_installed(machine, monkeypatch):
+    machine.torch_neuronx()
+    monkeypatch.setitem(sys.modules, "torch_neuronx", None)
+    assert not is_installed("torch_neuronx")
+    assert neuron_package() is None
+
+
 # --- the route -----------------------------------------------------------------------------------
 
 
@@ -201,6 +252,13 @@ def test_the_packages_choose_the_route(machine, packages, name, reason):
     for package in packages:
         getattr(machine, package)()
     assert (xla_route().name, xla_route().reason) == (name, reason)
+
+
+def test_what_vllm_neuron_installs_does_not_bring_xla(machine):
+    machine.nki()
+    machine.torch_neuronx("wrap_nki in lite")
+    assert xla_route().name == "custom call"
+    assert xla_route().reason == "torch_neuronx is not installed"
 
 
 def test_the_composite_is_asked_for(machine):

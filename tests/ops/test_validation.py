@@ -210,6 +210,25 @@ def test_tensors_on_two_devices_raise(op, name):
         getattr(ops, op)(**{**good, name: good[name].to("meta")})
 
 
+# torch's own words on nested tensors of layout strided.
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype:UserWarning")
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided], ids=str)
+@pytest.mark.parametrize("op", OPERANDS)
+@pytest.mark.parametrize("guard", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_a_nested_tensor_is_refused(op, layout, guard):
+    _, *weights = (make(shape) for shape in SHAPES[op])
+    x = torch.nested.nested_tensor([make((3, 8)), make((5, 8))], layout=layout)
+    with guard(), pytest.raises(TypeError) as caught:
+        getattr(ops, op)(x, *weights)
+    assert str(caught.value) == (
+        f"neuronmm ops take no nested tensor, got one of layout {layout}; "
+        "unbind() it, or pad it with to_padded_tensor(0.0)"
+    )
+    padded = x.to_padded_tensor(0.0)
+    for given in (padded, *x.unbind()):
+        assert getattr(ops, op)(given, *weights).shape == (*given.shape[:-1], 6)
+
+
 @pytest.mark.parametrize("op", OPERANDS)
 def test_the_good_call_is_good(op):
     tensors = [make(shape) for shape in SHAPES[op]]

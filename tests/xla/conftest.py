@@ -23,6 +23,7 @@ def handler(tmp_path_factory):
         xla._warn_where_it_cannot_run(xla.API_NEURON)  # said once, and not in the tests
     library = build_c_handler(tmp_path_factory.mktemp("host_call"))
     register(handler_address(library))
+    gc.freeze()  # of the modules: the collection after each test sees its own objects only
     return library
 
 

@@ -2,11 +2,13 @@
 
 torch 2.9.0 comes as a CUDA build only; with these, `import torch` works on a machine without CUDA
 and without the 6 GB of nvidia-* wheels. Every function answers 100 (cudaErrorNoDevice), so
-`torch.cuda.is_available()` is False. Nothing is built where `import torch` works already.
+`torch.cuda.is_available()` is False. Nothing is built where `import torch` works already, and an
+environment that holds a CUDA package is refused: something in it resolved torch's dependencies.
 
 Usage: python cuda_stand_ins.py      in the environment that has torch; needs gcc, nm, readelf
 """
 
+import importlib.metadata
 import importlib.util
 import re
 import subprocess
@@ -15,6 +17,7 @@ import tempfile
 from collections import defaultdict
 from pathlib import Path
 
+PACKAGE = re.compile(r"(nvidia|cuda)[-_]|(pytorch-)?triton$")
 CUDA = re.compile(r"lib(cu|nccl|nvshmem|nvrtc|nvJit|nvTools)")
 # Libraries whose symbols carry no version, told apart by the prefix of their functions.
 PREFIXES = {
@@ -76,12 +79,24 @@ def build(library: Path, version: str, functions: set[str]) -> None:
         )
 
 
+def cuda_packages() -> list[str]:
+    """Names of the installed CUDA packages."""
+    names = {installed.name for installed in importlib.metadata.distributions()}
+    return sorted(name for name in names if PACKAGE.match(name))
+
+
 def torch_imports() -> bool:
     tried = subprocess.run([sys.executable, "-c", "import torch"], capture_output=True)
     return tried.returncode == 0
 
 
 def main() -> None:
+    found = cuda_packages()
+    if found:
+        sys.exit(
+            f"this environment must hold no CUDA package, found {', '.join(found)}; delete it, and "
+            "take what requires torch out of tests/xla/requirements.txt"
+        )
     if torch_imports():
         return
     spec = importlib.util.find_spec("torch")

@@ -66,9 +66,15 @@ def test_a_model_is_one_graph_with_one_call_an_op(device, handler):
     assert counters["stats"]["unique_graphs"] == 1
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("targets", ["mlp", "attention", "all-linear"])
-def test_a_llama_lowers_to_its_ops(targets, dtype, device):
+@pytest.mark.parametrize(
+    ("targets", "dtype", "expected"),
+    [
+        ("mlp", torch.float32, 2),
+        ("attention", torch.float32, 8),
+        ("all-linear", torch.bfloat16, 10),
+    ],
+)
+def test_a_llama_lowers_to_its_ops(targets, dtype, expected, device):
     model = compressed(targets, dtype=dtype)
     ids = tiny_ids(2, 12)
     with torch.no_grad():
@@ -83,7 +89,7 @@ def test_a_llama_lowers_to_its_ops(targets, dtype, device):
         actual, graphs = compiled_by(lambda: compiled(ids.to(device), use_cache=False).logits.cpu())
     assert_close_to_oracle(actual, oracle, low)
     (graph,) = [graph for graph in graphs if graph.calls]
-    assert len(graph.calls) == count == {"mlp": 2, "attention": 8, "all-linear": 10}[targets]
+    assert len(graph.calls) == count == expected
     assert graph.dots == dense + 2 * len(model.model.layers)  # two are attention's own
     assert not counters["graph_break"]
     assert counters["stats"]["unique_graphs"] == 1
@@ -91,16 +97,15 @@ def test_a_llama_lowers_to_its_ops(targets, dtype, device):
     assert not [op for op in fallbacks if op.startswith("neuronmm")]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_greedy_tokens_equal_those_of_the_cpu(dtype, device, handler):
-    model = compressed("all-linear", dtype=dtype)
+def test_greedy_tokens_equal_those_of_the_cpu(device, handler):
+    model = compressed("all-linear", num_hidden_layers=1)
     prompt = tiny_ids(1, 7)
-    expected = model.generate(prompt, max_new_tokens=5, do_sample=False)
+    expected = model.generate(prompt, max_new_tokens=3, do_sample=False)
     model.to(device)
     before = handler.neuronmm_host_call_count()
-    actual = model.generate(prompt.to(device), max_new_tokens=5, do_sample=False)
+    actual = model.generate(prompt.to(device), max_new_tokens=3, do_sample=False)
     assert actual.cpu().tolist() == expected.tolist()
-    assert handler.neuronmm_host_call_count() - before >= 5 * ops_of(model)
+    assert handler.neuronmm_host_call_count() - before >= 3 * ops_of(model)
 
 
 def test_a_second_call_enters_no_python_kernel(device, monkeypatch):
@@ -130,9 +135,10 @@ def test_a_new_shape_is_a_new_graph(device):
             assert graph.calls[0].config["neuronmm"]["M"] == tokens
 
 
+@torch._dynamo.config.patch(enable_cpp_symbolic_shape_guards=False)  # these need three g++ runs
 def test_dynamic_sizes_compile_for_each_shape(device):
     layer = SVDLinear(40, 24, 8)
-    batches = [torch.randn(tokens, 40) for tokens in (3, 5, 9)]
+    batches = [torch.randn(tokens, 40) for tokens in (3, 5)]
     with torch.no_grad():
         lows = [layer(x) for x in batches]
         double = copy.deepcopy(layer).double()
@@ -142,37 +148,39 @@ def test_dynamic_sizes_compile_for_each_shape(device):
             assert_close_to_oracle(compiled(x.to(device)).cpu(), double(x.double()), low)
 
 
-def test_the_kernel_under_the_xla_key_is_what_lowers(device):
-    """Without it, the very checks of this folder fail: the composite would run unnoticed."""
+@pytest.fixture(scope="module")
+def elsewhere():
+    """What a process prints that takes dynamic sizes, and then loses its XLA kernels."""
     script = """
 import torch, torch_xla
 from graphs import lowered
-from neuronmm_ops import xuv
+from neuronmm_ops import xuv, xw
 from neuronmm_ops.ops import xla
-tensors = [torch.randn(s).to(torch_xla.device()) for s in ((4, 64), (64, 16), (16, 64))]
-with torch.no_grad():
-    graph = lowered(xuv(*tensors))
-    assert (len(graph.calls), graph.dots) == (1, 0)
-    xla.LIBRARY._destroy()
-    graph = lowered(xuv(*tensors))
-print(len(graph.calls), graph.dots)
-"""
-    printed = run(sys.executable, "-c", script, PYTHONPATH=Path(__file__).parent)
-    assert printed.split() == ["0", "2"]
-
-
-def test_a_dynamic_xla_size_is_refused():
-    script = """
-import torch, torch_xla
-from neuronmm_ops import xw
 x, w = torch.randn(6, 8).to("xla"), torch.randn(1, 4).to("xla")
 try:
     xw(torch.nonzero(x[:, 0] > 0).float(), w)
 except ValueError as error:
     print(error)
+tensors = [torch.randn(s).to("xla") for s in ((4, 64), (64, 16), (16, 64))]
+with torch.no_grad():
+    graph = lowered(xuv(*tensors))
+    print(len(graph.calls), graph.dots)
+    xla.LIBRARY._destroy()
+    graph = lowered(xuv(*tensors))
+print(len(graph.calls), graph.dots)
 """
-    printed = run(sys.executable, "-c", script, XLA_EXPERIMENTAL="nonzero:masked_select")
-    assert printed.startswith("xw: XLA shapes must be static, got x [<=")
+    environment = {"PYTHONPATH": Path(__file__).parent, "OMP_NUM_THREADS": 1}
+    environment["XLA_EXPERIMENTAL"] = "nonzero:masked_select"
+    return run(sys.executable, "-c", script, **environment).splitlines()
+
+
+def test_a_dynamic_xla_size_is_refused(elsewhere):
+    assert elsewhere[0].startswith("xw: a kernel's shapes must be static, got [<=")
+
+
+def test_the_kernel_under_the_xla_key_is_what_lowers(elsewhere):
+    """Without it, the very checks of this folder fail: the composite would run unnoticed."""
+    assert elsewhere[1:] == ["1 0", "0 2"]
 
 
 def test_leaving_the_device_and_coming_back_keeps_values_and_layout(device):

@@ -186,11 +186,19 @@ def test_other_ways_are_refused(device, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["XLA_USE_BF16", "XLA_DOWNCAST_BF16"])
-def test_dtypes_changed_behind_the_ops_are_refused(device, monkeypatch, name):
+@pytest.mark.parametrize("value", ["1", "true", "01"])
+def test_dtypes_changed_behind_the_ops_are_refused(device, monkeypatch, name, value):
     monkeypatch.setattr(xla, "_computations", {})
-    monkeypatch.setenv(name, "1")
-    with pytest.raises(RuntimeError, match=f"{name}=1 changes them; unset it"):
+    monkeypatch.setenv(name, value)
+    with pytest.raises(RuntimeError, match=f"{name}={value} changes them; unset it"):
         nm.xw(*on(device, (2, 8), (8, 8)))
+
+
+@pytest.mark.parametrize("value", ["", "0", "false", "False", "no"])
+def test_dtypes_left_alone_are_not_refused(device, monkeypatch, value):
+    monkeypatch.setattr(xla, "_computations", {})
+    monkeypatch.setenv("XLA_USE_BF16", value)
+    assert len(lowered(nm.xw(*on(device, (2, 8), (8, 8)))).calls) == 1
 
 
 def test_what_no_kernel_takes_is_refused(device):

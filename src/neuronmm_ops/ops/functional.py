@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from neuronmm_ops.ops import schema as schema  # registers the ops
+from neuronmm_ops.ops.validation import check_not_nested
 
 # Bound once: looking an overload up costs more than calling it.
 _XUV = torch.ops.neuronmm.xuv.default
@@ -26,10 +27,14 @@ def _call(op: Callable[..., Tensor], *args: Any) -> Tensor:
         return op(*args)
     if forward_ad._current_level >= 0:
         _refuse_tangents(args)
-    if torch.is_grad_enabled() or torch.is_inference_mode_enabled():
-        return op(*args)
-    with torch._C._AutoDispatchBelowAutograd():
-        return op(*args)
+    try:
+        if torch.is_grad_enabled() or torch.is_inference_mode_enabled():
+            return op(*args)
+        with torch._C._AutoDispatchBelowAutograd():
+            return op(*args)
+    except NotImplementedError:
+        check_not_nested(args)
+        raise
 
 
 def _refuse_tangents(args: tuple[Any, ...]) -> None:

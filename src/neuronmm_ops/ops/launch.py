@@ -7,6 +7,7 @@ NKI kernel on the tensors of a Neuron device.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -16,7 +17,12 @@ from torch import Tensor
 
 from neuronmm_ops.errors import NkiVersionError
 from neuronmm_ops.ops.reference import ACTIVATION_NAMES, rows
-from neuronmm_ops.ops.toolchain import TARGET_VARIABLE, core, why_not_compilable
+from neuronmm_ops.ops.toolchain import (
+    ROUTE_VARIABLE,
+    TARGET_VARIABLE,
+    core,
+    why_not_compilable,
+)
 from neuronmm_ops.ops.validation import check_packed, check_svd_mlp, check_xuv, check_xw
 
 if TYPE_CHECKING:
@@ -109,7 +115,7 @@ def launch_of(
         lnc: NeuronCores that share the launch.
 
     Raises:
-        ValueError: shapes do not fit.
+        ValueError: shapes do not fit, or are not known.
         TypeError: dtypes or devices differ, or the dtype is not one of a NeuronCore's.
     """
     from neuronmm_ops.kernels import plan_svd_mlp, plan_xuv, plan_xw
@@ -120,22 +126,47 @@ def launch_of(
             f"{op}: a NeuronCore takes bfloat16, float16 and float32, got {x.dtype}; "
             "cast x and the weights"
         )
-    matrices = [tensor for tensor in weights if tensor is not None and tensor.dim() == 2]
-    if not all(tensor.numel() for tensor in (x, *matrices)):
+    *lead, K = static_shape(op, x)
+    matrices = [static_shape(op, t) for t in weights if t is not None and t.dim() == 2]
+    if 0 in lead or any(0 in shape for shape in matrices):
         return None
-    (M, K), N, dtype = rows(x).shape, matrices[-1].shape[1], DTYPE_NAMES[x.dtype]
-    ranks = tuple(u.shape[1] for u in matrices[::2])
+    M, N, dtype = math.prod(lead), matrices[-1][1], DTYPE_NAMES[x.dtype]
+    ranks = tuple(shape[1] for shape in matrices[::2])
     if op == "xw":
         plan = plan_xw(M, K, N, dtype, target, lnc)
     elif op == "svd_mlp":
         gate, up, down = ranks
-        inner = matrices[4].shape[0]
+        inner = matrices[4][0]
         plan = plan_svd_mlp(M, K, (gate, up, down), inner, N, dtype, target, lnc)
     else:
         packed = op == "xuv_packed"
         plan = plan_xuv(M, K, ranks[0], N, dtype, target, lnc, packed=packed)
     has_bias = weights[-1] is not None and weights[-1].dim() == 1
-    return Launch(plan, (*x.shape[:-1], N), has_bias, activation)
+    return Launch(plan, (*lead, N), has_bias, activation)
+
+
+def static_shape(op: str, tensor: Tensor) -> tuple[int, ...]:
+    """A tensor's sizes as numbers.
+
+    A kernel is planned for one shape. A compiler's symbol becomes the size that is being traced:
+    the compiler guards on it, and compiles again for another.
+
+    Raises:
+        ValueError: a size is known only when the graph has run.
+    """
+    if not any(isinstance(size, torch.SymInt) for size in tensor.shape):
+        return tuple(tensor.shape)
+    is_xla = tensor.device.type == "xla"
+    try:
+        if not is_xla:  # there int() would run the graph, whose shapes are bounds
+            return tuple(int(size) for size in tensor.shape)
+    except RuntimeError:
+        pass
+    other = f", or set {ROUTE_VARIABLE}=composite" if is_xla else ""
+    raise ValueError(
+        f"{op}: a kernel's shapes must be static, got {list(tensor.shape)}; "
+        f"pad to a fixed size{other}"
+    )
 
 
 def launch_here(op: str, x: Tensor, weights: Weights, activation: str | None) -> Launch | None:

@@ -3,7 +3,7 @@
 torch_neuronx takes a kernel in three ways; the first that the installed one has is used. `nki_op`
 makes an op of a Python function that calls the kernel, `wrap_nki` a callable that can be traced,
 and every kernel can be called directly. (Neuron SDK: "How to work with NKI kernels from
-torch-neuronx".)
+torch-neuronx".) vLLM-Neuron's libtorch_neuronx_lite has `wrap_nki`, for compiled graphs only.
 """
 
 from __future__ import annotations
@@ -32,9 +32,12 @@ from neuronmm_ops.ops.launch import (
 from neuronmm_ops.ops.reference import KERNELS
 from neuronmm_ops.ops.toolchain import (
     INSTALL,
+    NEURON_PACKAGES,
+    WRAPPER_MODULES,
     is_installed,
     missing_packages,
-    torch_neuronx_function,
+    neuron_package,
+    wrapper,
 )
 
 if TYPE_CHECKING:
@@ -53,41 +56,50 @@ _wrapped: dict[tuple[str, int], Callable[..., Any]] = {}
 
 @cache
 def way() -> Way:
-    """How kernels are called here. Imports torch_neuronx.
+    """How kernels are called here. Imports torch_neuronx, or what stands for it.
 
     Raises:
-        ImportError: torch_neuronx or nki is not installed.
+        ImportError: nki is not installed, or none of `toolchain.NEURON_PACKAGES` is.
         NkiVersionError: see `toolchain.nki_release`.
     """
-    missing = missing_packages()
+    missing = missing_packages(*NEURON_PACKAGES)
     if missing:
         raise ImportError(
             f"tensors on a Neuron device need torch_neuronx and nki, {' and '.join(missing)} not "
             f"found; {INSTALL}"
         )
-    return _first([name for name in WRAPPERS if torch_neuronx_function(name) is not None])
+    return _first([name for name in WRAPPERS if wrapper(name) is not None])
 
 
 def expected_way() -> Way | None:
-    """What `way` answers, or will answer by the names in torch_neuronx's source; None if unclear.
+    """What `way` answers, or will answer by the package's source; None if unclear.
 
     Imports nothing.
     """
-    if "torch_neuronx" in sys.modules:
+    package = neuron_package()
+    if package is None:
+        return None
+    if package in sys.modules:
         return way()
-    spec = importlib.util.find_spec("torch_neuronx")
+    modules = WRAPPER_MODULES[package]
+    names = _names_in(package) if package in modules else []
+    if names is None:
+        return None
+    if any(is_installed(module) for module in modules if module != package):
+        names.append("wrap_nki")
+    return _first([name for name in WRAPPERS if name in names])
+
+
+def _names_in(module: str) -> list[str] | None:
+    """The words of an installed module's source, None where it cannot be read."""
+    spec = importlib.util.find_spec(module)
     if spec is None or not isinstance(spec.loader, InspectLoader):
         return None
     try:
         source = spec.loader.get_source(spec.name)
-    except (ImportError, SyntaxError):  # not readable
+    except (ImportError, SyntaxError):
         return None
-    if source is None:  # compiled
-        return None
-    names = re.findall(r"\w+", source)
-    if is_installed("torch_neuronx.nki_hop"):
-        names.append("wrap_nki")
-    return _first([name for name in WRAPPERS if name in names])
+    return None if source is None else re.findall(r"\w+", source)  # None: compiled
 
 
 def _first(offered: list[Way]) -> Way:
@@ -116,7 +128,7 @@ def _kernels() -> Kernels:
     kernels = kernels_of(_call)
     if way() != "nki_op":
         return kernels
-    nki_op = torch_neuronx_function("nki_op")
+    nki_op = wrapper("nki_op")
     assert nki_op is not None
     return {op: nki_op(f"neuronmm_nki::{op}", mutates_args={})(kernels[op]) for op in kernels}
 
@@ -129,12 +141,12 @@ def _call(op: str, x: Tensor, weights: Weights, activation: str | None) -> Tenso
 def _kernel_for(plan: Plan) -> Callable[..., Any]:
     """The kernel of a plan, in `wrap_nki` where there is one.
 
-    Wrapped once: every wrapper takes a place in torch_neuronx's registry. The grid belongs to the
-    wrapper, which does not look at the kernel's own.
+    Wrapped once: every wrapper takes a place in a registry. The grid belongs to the wrapper, which
+    does not look at the kernel's own.
     """
     from neuronmm_ops.kernels import kernel_of
 
-    wrap_nki = torch_neuronx_function("wrap_nki")
+    wrap_nki = wrapper("wrap_nki")
     if wrap_nki is None:
         return kernel_of(plan)
     key = plan.kernel, plan.problem.lnc

@@ -11,6 +11,7 @@ import importlib.metadata
 import importlib.util
 import os
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -47,8 +48,16 @@ COMPILING = ("0.3", "0.4", "0.5", "0.6")
 
 Source: Neuron SDK 2.32, NKI migration guide.
 """
-TORCH_NEURONX = ("torch_neuronx", "torch_neuronx.nki_hop")
-"""Where `nki_op` and `wrap_nki` have been, newest first."""
+WRAPPER_MODULES = {
+    "torch_neuronx": ("torch_neuronx", "torch_neuronx.nki_hop"),
+    "libtorch_neuronx_lite": ("libtorch_neuronx_lite.nki.nki_hop",),
+}
+"""What brings the device neuron: TorchNeuron, or what vLLM-Neuron installs in its place.
+
+Each with the modules in which `nki_op` and `wrap_nki` are, or have been. Both packages claim the
+device when they are imported, so only one is.
+"""
+NEURON_PACKAGES = tuple(WRAPPER_MODULES)
 XLA_INSTALL = "torch_xla is not installed; run: pip install 'neuronmm-ops[xla]'"
 INSTALL = "run: pip install 'neuronmm-ops[neuron]' --extra-index-url https://pip.repos.neuron.amazonaws.com"
 
@@ -118,8 +127,8 @@ def _core(override: str | None, lnc: str | None, instance: str) -> Core:
 
 
 def _target_of(instance: str) -> str | None:
-    """The target of an EC2 instance type such as trn1n.32xlarge, None for any other machine."""
-    family = re.match(r"(trn[123]|inf2)[a-z]*\.", instance)
+    """The target of an instance type such as trn1n.32xlarge or trn3-dev0, None for any other."""
+    family = re.search(r"\b(trn[123]|inf2)(?!\d)", instance)
     return family and family[1]
 
 
@@ -181,7 +190,10 @@ def _line(version: str) -> str:
 def is_installed(module: str) -> bool:
     """Whether a module can be found. Imports none of its parents, as `find_spec` would."""
     top, *below = module.split(".")
-    spec, name = importlib.util.find_spec(top), top
+    try:
+        spec, name = importlib.util.find_spec(top), top
+    except ValueError:  # a module made by hand, without a spec
+        return not below
     for part in below:
         if spec is None:
             return False
@@ -190,16 +202,29 @@ def is_installed(module: str) -> bool:
     return spec is not None
 
 
-def missing_packages() -> list[str]:
-    """Which of nki and torch_neuronx are not installed. Raises as `nki_release` does."""
-    found = {"nki": nki_release() is not None, "torch_neuronx": is_installed("torch_neuronx")}
-    return [name for name, there in found.items() if not there]
+def neuron_package() -> str | None:
+    """Which of `NEURON_PACKAGES` is taken: the first that is installed; None without one.
+
+    vLLM-Neuron makes the name torch_neuronx mean its own package, which is then the one.
+    """
+    for package in NEURON_PACKAGES:
+        module = sys.modules.get(package)
+        if is_installed(package) and getattr(module, "__name__", package) == package:
+            return package
+    return None
+
+
+def missing_packages(*frameworks: str) -> list[str]:
+    """What has to be installed of nki and one of `frameworks`. Raises as `nki_release` does."""
+    missing = [] if nki_release() else ["nki"]
+    return missing if any(map(is_installed, frameworks)) else [*missing, frameworks[0]]
 
 
 @cache
-def torch_neuronx_function(name: str) -> Callable[..., Any] | None:
-    """`nki_op` or `wrap_nki` of the installed torch_neuronx, which is imported; None without it."""
-    for module in TORCH_NEURONX:
+def wrapper(name: str) -> Callable[..., Any] | None:
+    """`nki_op` or `wrap_nki` of the installed package, which is imported; None without it."""
+    package = neuron_package()
+    for module in () if package is None else WRAPPER_MODULES[package]:
         if is_installed(module):
             found = getattr(importlib.import_module(module), name, None)
             if found is not None:
@@ -238,7 +263,7 @@ def xla_route() -> Route:
 
 @cache
 def _route_of_packages() -> Route:
-    missing, release = missing_packages(), nki_release()
+    missing, release = missing_packages("torch_neuronx"), nki_release()
     if missing or release is None:
         verb = "is" if len(missing) == 1 else "are"
         return Route("custom call", f"{' and '.join(missing)} {verb} not installed")

@@ -73,6 +73,16 @@ def check_svd_mlp(
         )
 
 
+def check_not_nested(args: tuple[object, ...]) -> None:
+    """Check that no argument is a nested tensor, of whatever layout: its rows are no `[..., K]`."""
+    for argument in args:
+        if isinstance(argument, Tensor) and argument.is_nested:
+            raise TypeError(
+                f"neuronmm ops take no nested tensor, got one of layout {argument.layout}; "
+                "unbind() it, or pad it with to_padded_tensor(0.0)"
+            )
+
+
 def _check_operands(op: str, x: Tensor, matrices: dict[str, Tensor], bias: Tensor | None) -> None:
     if x.dim() == 0:
         raise ValueError(f"{op}: x must have at least one dimension [..., K], got a 0-D tensor")

@@ -9,6 +9,7 @@ call goes through a user computation, whose hash covers its config: torch_xla's 
 import base64
 import json
 import os
+import re
 import warnings
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
@@ -30,6 +31,7 @@ from neuronmm_ops.ops.launch import (
     call_kernel,
     kernels_of,
     launch_here,
+    static_shape,
     without_products,
 )
 from neuronmm_ops.ops.toolchain import ROUTE_VARIABLE, core, xla_route
@@ -122,10 +124,9 @@ def _custom_call(op: str, x: Tensor, weights: Weights, activation: str | None) -
     try:
         computation = _computations.get(key)
     except TypeError:  # a size that is no number has no hash
-        raise ValueError(
-            f"{op}: XLA shapes must be static, got x {list(x.shape)}; "
-            f"pad to a fixed size, or set {ROUTE_VARIABLE}=composite"
-        ) from None
+        for tensor in tensors:
+            static_shape(op, tensor)
+        raise
     if computation is None:
         _refuse_downcasts()
         launch = launch_here(op, x, weights, activation)
@@ -139,7 +140,7 @@ def _custom_call(op: str, x: Tensor, weights: Weights, activation: str | None) -
 def _refuse_downcasts() -> None:
     """Raise where torch_xla computes in another dtype than its tensors have."""
     for name in ("XLA_USE_BF16", "XLA_DOWNCAST_BF16"):
-        if os.environ.get(name, "0") not in ("", "0"):
+        if re.match(r"true$|\s*[+-]?0*[1-9]", os.environ.get(name, "")):  # as torch_xla reads it
             raise RuntimeError(
                 f"the ops lower the dtypes that tensors have, {name}={os.environ[name]} changes "
                 "them; unset it and use model.bfloat16()"
