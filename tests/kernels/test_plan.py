@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-import time
 
 import pytest
 from hypothesis import given, settings
@@ -153,9 +152,7 @@ def test_plans_are_deterministic_across_processes():
 def test_a_plan_is_kept():
     quickest.cache_clear()
     first = plan_xw(100, 200, 300)
-    begin = time.perf_counter()
     assert plan_xw(100, 200, 300, target="gen2") is first
-    assert time.perf_counter() - begin < 0.05
 
 
 @pytest.mark.parametrize(
