@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
+import torch
+from tolerances import assert_close_to_oracle
 
 from neuronmm_ops.cli.kernel_arguments import Tensor, read_argument
 from neuronmm_ops.neuroncore.dtypes import DTYPES, from_numpy
@@ -158,7 +160,8 @@ def test_the_example_is_right_and_strict() -> None:
     with nc.as_nki():
         spec.loader.exec_module(module)
         outputs = nc.simulate(module.matmul, left, right, target="trn2").outputs
-    np.testing.assert_allclose(outputs, left.T @ right, rtol=1e-4, atol=1e-4)
+    oracle = left.T.astype(np.float64) @ right.astype(np.float64)
+    assert_close_to_oracle(*map(torch.from_numpy, (outputs, oracle, left.T @ right)))
     assert nc.lint(EXAMPLE) == []
 
 
