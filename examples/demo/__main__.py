@@ -5,6 +5,7 @@ downloaded: the text is what every Python installation holds.
 """
 
 import argparse
+import itertools
 import platform
 import sys
 import time
@@ -17,7 +18,6 @@ from corpus import Corpus, load_corpus
 from measure import paired_speed, sample_text
 from report import Point, Results, write_report
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from train import QUICK, TrainConfig, trained
 from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -26,6 +26,7 @@ from transformers.utils import logging as transformers_logging
 from neuronmm_ops import SVDConfig, compress_
 from neuronmm_ops.eval import encode_documents, token_perplexity
 from neuronmm_ops.eval.perplexity import DOCUMENT_SEPARATOR
+from neuronmm_ops.progress import progress_bars
 
 METHODS = ("swift", "plain")
 RATIOS = (0.05, 0.2, 0.4, 0.6, 0.8)
@@ -54,12 +55,12 @@ def main() -> None:
     plan = _plan(arguments)
     console = Console()
     transformers_logging.disable_progress_bar()
-    torch.set_num_threads(THREADS)
+    torch.set_num_threads(min(THREADS, torch.get_num_threads()))
     arguments.out.mkdir(parents=True, exist_ok=True)
     start = time.perf_counter()
 
-    with console.status("Reading the documentation of the standard library …"):
-        corpus = load_corpus(plan.max_modules)
+    console.print("Reading the documentation of the standard library …")
+    corpus = load_corpus(plan.max_modules)
     dense_dir = arguments.out / "dense"
     fresh = trained(plan.train, corpus, dense_dir, console)
     console.print(f"Dense model: {dense_dir}" + ("" if fresh else ", from the cache"))
@@ -69,14 +70,14 @@ def main() -> None:
         text = DOCUMENT_SEPARATOR.join(documents)
         (arguments.out / f"{name}.txt").write_text(text, encoding="utf-8")
 
-    results = run(plan, corpus, dense_dir, console)
+    results = run(plan, corpus, dense_dir)
     report = arguments.out / "report.html"
     write_report(results, report)
     console.print(summary_table(results))
     console.print(f"Report: {report}   ({time.perf_counter() - start:.0f} s in all)")
 
 
-def run(plan: Plan, corpus: Corpus, dense_dir: Path, console: Console) -> Results:
+def run(plan: Plan, corpus: Corpus, dense_dir: Path) -> Results:
     """Measure the dense model, then every ratio by every method."""
     seqlen = plan.train.context
     tokenizer = AutoTokenizer.from_pretrained(dense_dir)
@@ -89,11 +90,12 @@ def run(plan: Plan, corpus: Corpus, dense_dir: Path, console: Console) -> Result
 
     dense = load()
     points = []
-    with _progress(console) as progress:
-        task = progress.add_task("dense", total=2 + 4 * len(plan.ratios) * len(METHODS))
+    with progress_bars() as progress:
+        steps = itertools.count(1)
+        total = 2 + 4 * len(plan.ratios) * len(METHODS)
 
         def advance(what: str) -> None:
-            progress.update(task, advance=1, description=what)
+            progress("Measuring", next(steps), total, what)
 
         dense_ppl = token_perplexity(dense, held_out, seqlen=seqlen).ppl_token
         advance("dense: sample")
@@ -240,17 +242,6 @@ def _ratio(text: str) -> float:
     if not 0 < value < 1:
         raise argparse.ArgumentTypeError(f"must be between 0 and 1, got {text}")
     return value
-
-
-def _progress(console: Console) -> Progress:
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(),
-        console=console,
-    )
 
 
 if __name__ == "__main__":
