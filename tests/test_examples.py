@@ -14,11 +14,13 @@ XLA = EXAMPLES / "xla_llama.py"  # runs in tests/xla
 SCRIPTS = sorted(set(EXAMPLES.glob("*.py")) - {XLA})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
 def test_script(script: Path) -> None:
     assert run(sys.executable, script)
 
 
+@pytest.mark.slow
 def test_without_torch_xla_its_example_says_what_to_install() -> None:
     result = subprocess.run([sys.executable, XLA], capture_output=True, text=True, check=False)
     assert result.returncode == 1
@@ -27,6 +29,7 @@ def test_without_torch_xla_its_example_says_what_to_install() -> None:
     )
 
 
+@pytest.mark.slow
 def test_demo_makes_its_report_and_uses_its_cache(tmp_path: Path) -> None:
     first = run(sys.executable, EXAMPLES / "demo", "--quick", "--out", tmp_path)
     assert "from the cache" not in first

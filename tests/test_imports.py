@@ -114,6 +114,7 @@ torch.set_num_threads(1)
     return done.stdout
 
 
+@pytest.mark.slow
 def test_the_core_works_without_any_optional_package():
     output = run_blocked(
         """

@@ -25,6 +25,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_contents(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     assert "neuronmm_ops/py.typed" in names
@@ -43,6 +44,7 @@ def test_placeholders_are_no_plain_dependency_and_never_satisfy_the_extra() -> N
         assert not extra[name].specifier.contains(version, prereleases=True), name
 
 
+@pytest.mark.slow
 def test_installed_into_a_clean_environment(wheel: Path, tmp_path: Path) -> None:
     venv.create(tmp_path / "env", with_pip=True)
     python = tmp_path / "env" / "bin" / "python"

@@ -26,6 +26,7 @@ def _ops(graph: torch.fx.GraphModule) -> list[str]:
     return [str(node.target) for node in graph.graph.nodes if "neuronmm" in str(node.target)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("targets", "expected"),
     [
@@ -53,6 +54,7 @@ def test_one_node_for_each_op_and_no_graph_break(targets: str, expected: list[st
     assert _ops(counter.graphs[0]) == expected * 2
 
 
+@pytest.mark.slow
 def test_training_step_compiles_without_breaks() -> None:
     torch._dynamo.reset()
     model = _swapped("mlp")

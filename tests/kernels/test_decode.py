@@ -126,6 +126,7 @@ def test_dense(
     check(problem, {"span": 128, "block": 96, "last": 64, "chunk": 512, "keep": keep}, bias)
 
 
+@pytest.mark.slow
 @settings(max_examples=25)
 @given(
     TOKENS,
@@ -145,6 +146,7 @@ def test_low_rank(
     check(problem, cut if small else candidates(problem)[0].arguments, bias)
 
 
+@pytest.mark.slow
 @settings(max_examples=25)
 @given(
     TOKENS,
@@ -172,6 +174,7 @@ def test_mlp(
     check(problem, candidates(problem)[0].arguments if blocks == "planned" else cut, bias, name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("core", [("trn1", 1), ("trn2", 2), ("trn3", 1)])
 @pytest.mark.parametrize("M", [3, 100])
 def test_several_banks_and_a_last_tile_in_two_parts(M: int, core: tuple[str, int]) -> None:
@@ -212,6 +215,7 @@ def test_strict_front_end() -> None:
 ANY = st.one_of(SIZES, st.integers(300, 3000), st.sampled_from((8192, 32768)))
 
 
+@pytest.mark.slow
 @settings(max_examples=30)
 @given(
     st.sampled_from(tuple(KERNELS)),
@@ -269,6 +273,7 @@ def model_problems(op: str, M: int, lnc: int) -> list[Problem]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("op", "M", "share", "slack_us"),
     [("xuv", 1, 0.9, 5), ("xuv", 16, 0.88, 7), ("xuv", 128, 0.88, 7.5), ("svd_mlp", 8, 0.87, 6.5)],
@@ -283,6 +288,7 @@ def test_model_shapes_are_near_the_limit(op: str, M: int, share: float, slack_us
         assert abs(plan.time_ms / time_ms - 1) < 0.08, f"{problem}: {plan.time_ms} for {time_ms}"
 
 
+@pytest.mark.slow
 def test_two_cores_are_nearly_twice_as_fast() -> None:
     for problem in model_problems("svd_mlp", 1, lnc=2):
         if problem.inner >= 8192 and problem.target == "trn3":

@@ -47,6 +47,7 @@ def fits(plan: Plan) -> None:
     assert plan.hbm_bytes >= plan.problem.least_bytes * 0.99
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(M=tokens, K=features, N=features, r=ranks, dtype=dtypes, launch=launches)
 def test_every_size_has_plans_that_fit(M, K, N, r, dtype, launch):
@@ -77,6 +78,7 @@ SMALL = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("problem", SMALL, ids=lambda p: f"{p.op}-{p.M}-{p.target}-{p.dtype}")
 def test_every_candidate_runs_in_the_room_it_says(problem):
     found = candidates(problem)
@@ -113,6 +115,7 @@ RAGGED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "problem", [*MODEL_SHAPES[:2], *RAGGED], ids=lambda p: f"{p.op}-{p.M}-{p.target}"
 )

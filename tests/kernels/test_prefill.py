@@ -61,6 +61,7 @@ def check(
     assert done.profile.flops == 2 * tokens * products, "padding was computed"
 
 
+@pytest.mark.slow
 @settings(max_examples=25)
 @given(M=sizes, K=sizes, N=sizes, dtype=st.sampled_from(DTYPES), launch=launches, data=st.data())
 def test_xw_at_any_size(M, K, N, dtype, launch, data):
@@ -79,6 +80,7 @@ def test_xw_at_any_size(M, K, N, dtype, launch, data):
     check(xw, launch, [x, draw((K, N), dtype, 2), bias], layout=layout, **blocks)
 
 
+@pytest.mark.slow
 @settings(max_examples=25)
 @given(
     M=sizes, K=sizes, r=sizes, N=sizes, dtype=st.sampled_from(DTYPES), launch=launches,
@@ -117,6 +119,7 @@ def test_partial_sums_may_be_rounded_behind_a_flag():
     assert errors[0] < errors[1] < 10 * errors[0]
 
 
+@pytest.mark.slow
 def test_long_contractions():
     """A quarter of the paper's shape in each size: every loop still runs many times."""
     K, r, N = 2048, 1024, 4096

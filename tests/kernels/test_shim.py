@@ -69,6 +69,7 @@ jit = Kernel
 """
 
 
+@pytest.mark.slow
 def test_the_simulated_core_refuses_kernels_of_an_installed_nki(tmp_path):
     package(tmp_path, NKI)
     done = subprocess.run(

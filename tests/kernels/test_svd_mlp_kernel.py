@@ -156,6 +156,7 @@ def cases(draw: st.DrawFn) -> Case:
     )
 
 
+@pytest.mark.slow
 @settings(max_examples=20)
 @example(Case(1, 1, (1, 1, 1), 1, 1, lnc=2, biases=(True, True, True)))
 @given(cases())
@@ -226,6 +227,7 @@ PROBLEMS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("problem", PROBLEMS, ids=lambda p: f"{p.M}-{p.K}-{p.inner}-{p.target}")
 def test_every_candidate_runs_as_predicted(problem: Problem) -> None:
     plans = candidates(problem)
