@@ -18,6 +18,8 @@ from torch import Tensor
 from neuronmm_ops.ops import reference
 from neuronmm_ops.ops.launch import DTYPE_NAMES
 
+pytestmark = pytest.mark.slow  # all need the C compiler
+
 DTYPES = tuple(DTYPE_NAMES)
 ACTIVATIONS = tuple(reference.ACTIVATIONS)
 HALVES = (torch.bfloat16, torch.float16)

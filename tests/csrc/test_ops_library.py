@@ -17,6 +17,8 @@ from torch import Tensor
 
 import neuronmm_ops  # noqa: F401 registers the ops
 
+pytestmark = pytest.mark.slow  # all need the C compiler
+
 
 @pytest.fixture(scope="module")
 def library(build: Callable[[str], Path]) -> Path:
