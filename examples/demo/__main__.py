@@ -19,7 +19,7 @@ from measure import paired_speed, sample_text
 from report import Point, Results, write_report
 from rich.console import Console
 from rich.table import Table
-from train import QUICK, TrainConfig, trained
+from train import QUICK, TrainConfig, dtype_name, trained, training_dtype
 from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
 
@@ -53,7 +53,7 @@ class Plan:
 def main() -> None:
     arguments = _arguments()
     plan = _plan(arguments)
-    console = Console()
+    console = Console(soft_wrap=True)  # a line with a path stays one line
     transformers_logging.disable_progress_bar()
     torch.set_num_threads(min(THREADS, torch.get_num_threads()))
     arguments.out.mkdir(parents=True, exist_ok=True)
@@ -70,6 +70,7 @@ def main() -> None:
         text = DOCUMENT_SEPARATOR.join(documents)
         (arguments.out / f"{name}.txt").write_text(text, encoding="utf-8")
 
+    console.print("Compressing at each ratio by each method, and measuring …")
     results = run(plan, corpus, dense_dir)
     report = arguments.out / "report.html"
     write_report(results, report)
@@ -95,7 +96,7 @@ def run(plan: Plan, corpus: Corpus, dense_dir: Path) -> Results:
         total = 2 + 4 * len(plan.ratios) * len(METHODS)
 
         def advance(what: str) -> None:
-            progress("Measuring", next(steps), total, what)
+            progress("measure", next(steps), total, what)
 
         dense_ppl = token_perplexity(dense, held_out, seqlen=seqlen).ppl_token
         advance("dense: sample")
@@ -178,7 +179,7 @@ def _provenance(
         f"{shape.num_attention_heads} heads over {shape.num_key_value_heads} KV heads, "
         f"vocabulary {shape.vocab_size}, tied embeddings",
         "training": f"{shape.steps} steps of {shape.batch} × {shape.seq_len} tokens, "
-        f"seed {shape.seed}",
+        f"seed {shape.seed}, matmuls in {dtype_name(training_dtype())}",
         "text": f"Python {platform.python_version()} help topics and standard-library docstrings, "
         f"fingerprint {corpus.fingerprint}",
         "split": f"{len(corpus.train)} documents to train on, of which {len(corpus.calibration)} "

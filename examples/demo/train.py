@@ -76,6 +76,9 @@ def trained(config: TrainConfig, corpus: Corpus, directory: Path, console: Conso
     tokenizer = train_tokenizer(config, corpus)
     torch.manual_seed(config.seed)
     model = _new_model(config, tokenizer)
+    console.print(
+        f"Training the model: {config.steps} steps, matmuls in {dtype_name(training_dtype())} …"
+    )
     train_model(model, tokenizer, config, corpus)
     record = {"key": key, "config": asdict(config), "corpus": corpus.fingerprint}
     _save(model, tokenizer, directory, record)
@@ -108,12 +111,8 @@ def train_model(
     config: TrainConfig,
     corpus: Corpus,
 ) -> None:
-    """Train in place: linear warmup, then linear decay.
-
-    Matmuls are in bf16 over fp32 weights where the CPU has units for that, which halves the time;
-    in fp32 elsewhere.
-    """
-    dtype = compute_dtype(torch.bfloat16)
+    """Train in place: linear warmup, then linear decay."""
+    dtype = training_dtype()
     tokens = torch.tensor(tokenizer("\n\n".join(corpus.train), verbose=False)["input_ids"])
     optimizers = _optimizers(model, config, dtype)
     schedules = [LambdaLR(each, lambda step: _lr_factor(step, config)) for each in optimizers]
@@ -131,8 +130,17 @@ def train_model(
                 optimizer.step()
                 schedule.step()
             model.zero_grad()
-            progress("Training", step + 1, config.steps, f"loss {loss.item():.2f}")
+            progress("train", step + 1, config.steps, f"loss {loss.item():.2f}")
     model.eval()
+
+
+def training_dtype() -> torch.dtype:
+    """In which the weights, kept in fp32, are multiplied: bf16 where that is the faster."""
+    return compute_dtype(torch.bfloat16)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _new_model(config: TrainConfig, tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
