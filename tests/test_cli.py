@@ -87,7 +87,6 @@ def _refused(outcome: Outcome, *words: str) -> None:
         assert word in lines[0]
 
 
-@pytest.mark.slow
 def test_the_whole_road_through_the_console_script(dense: Path, text: Path, tmp_path: Path) -> None:
     out = tmp_path / "small"
     arguments = ("--ratio", "0.3", "--calibration", text, *COMPRESS, "--json")
@@ -331,7 +330,6 @@ def test_no_command_and_version(run: Run) -> None:
     assert (outcome.code, outcome.out) == (0, f"neuronmm-ops {_version()}\n")
 
 
-@pytest.mark.slow
 def test_a_full_disk_leaves_nothing(dense: Path, text: Path, tmp_path: Path) -> None:
     """A real write that fails: the process may not make a file larger than 100 KiB."""
     out = tmp_path / "o"
@@ -359,7 +357,6 @@ main(sys.argv[1:])
 """
 
 
-@pytest.mark.slow
 def test_a_killed_run_leaves_no_half_checkpoint(
     run: Run, dense: Path, text: Path, tmp_path: Path
 ) -> None:
@@ -410,7 +407,6 @@ def test_bench_overhead_of_xla_needs_torch_xla(run: Run) -> None:
     _refused(run("bench", "overhead", "--xla"), "torch_xla is not installed", "neuronmm-ops[xla]")
 
 
-@pytest.mark.slow
 def test_bench_methods(run: Run, dense: Path, text: Path) -> None:
     outcome = run("bench", "methods", dense, "--text", text, "--calibration", text, "--json")
     assert outcome.code == 0, outcome.err
