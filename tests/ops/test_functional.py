@@ -53,7 +53,6 @@ def test_compiles_to_one_graph_with_the_op_in_it(op, function, shapes, guard):
     assert getattr(torch.ops.neuronmm, op).default in backend.targets()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("op", "function", "shapes"), CALLS, ids=FACTORS)
 def test_trains_under_compile_in_one_graph(op, function, shapes):
     factors = [make(shape, torch.float64) for shape in shapes]
@@ -68,7 +67,6 @@ def test_trains_under_compile_in_one_graph(op, function, shapes):
             torch.testing.assert_close(graph, eager)
 
 
-@pytest.mark.slow
 # Inductor's own imports.
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 def test_inductor_runs_forward_and_backward():
@@ -88,7 +86,6 @@ def test_inductor_runs_forward_and_backward():
             torch.testing.assert_close(graph, eager)
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 def test_inductor_keeps_one_extern_call_an_op_in_one_dynamic_graph():
     module = Everything()
@@ -122,7 +119,6 @@ class Everything(torch.nn.Module):
         return tuple(getattr(ops, op)(x, *getattr(self, op)) for op in FACTORS)
 
 
-@pytest.mark.slow
 # torch's own TreeSpec, copied by run_decompositions.
 @pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning")
 def test_export_keeps_the_ops():

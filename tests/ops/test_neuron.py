@@ -294,7 +294,6 @@ for traced in (graph, other):
 """
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("offers", ["nki_op", "wrap_nki", "direct"])
 def test_a_graph_on_the_neuron_device_holds_the_kernels_node(machine, offers):
     """AOTAutograd's tracing, in a process of its own: a device is named once."""
