@@ -215,7 +215,7 @@ def _plan(arguments: argparse.Namespace) -> Plan:
         ratios = tuple(arguments.ratios or (0.4,))
         return Plan(config, 60, ratios, 40, 8, decode_tokens=8, rounds=2, sample_tokens=16)
     ratios = tuple(arguments.ratios or RATIOS)
-    return Plan(config, None, ratios, 64, 40, decode_tokens=64, rounds=9, sample_tokens=80)
+    return Plan(config, None, ratios, 64, 40, decode_tokens=64, rounds=7, sample_tokens=80)
 
 
 def _arguments() -> argparse.Namespace:
