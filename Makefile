@@ -6,15 +6,20 @@ INSTALLED := $(VENV)/.installed
 XLA_VENV := .venv-xla
 XLA_BIN := $(XLA_VENV)/bin
 XLA_INSTALLED := $(XLA_VENV)/.installed
+# A file's tests share their models and builds, so one process runs them all.
+PYTEST := $(BIN)/pytest -n 2 --dist loadfile
+# What oneDNN, torch and MKL obey: a CPU with bf16 units then computes as one without.
+AVX2 := ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2
 
-.PHONY: help env xla-env demo test lint type pytest test-xla docs bench csrc clean
+.PHONY: help env xla-env demo test test-fast test-avx2 lint type pytest test-xla docs bench csrc clean
 
 help:  ## list the targets
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
 
 env: $(INSTALLED)  ## create .venv with the package (editable) and every development extra
 
 $(INSTALLED): pyproject.toml constraints.txt
+	@echo "Installing into $(VENV): a few minutes, most of them for torch"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch $@
@@ -36,7 +41,14 @@ $(XLA_INSTALLED): pyproject.toml constraints.txt tests/xla/requirements.txt test
 demo: env  ## train a small Llama, compress it, and write out/demo/report.html
 	$(BIN)/python examples/demo
 
-test: lint type pytest test-xla docs  ## everything CI runs
+test: lint type pytest test-xla docs  ## everything: style, types, tests, XLA, documentation
+
+test-fast: env  ## for the inner loop: tests that build, install and compile nothing
+	$(PYTEST) -m "not slow"
+
+test-avx2: env  ## ops, layers and the demo as on a CPU without bf16 units
+	$(AVX2) $(PYTEST) tests/ops tests/nn \
+		tests/test_examples.py::test_demo_makes_its_report_and_uses_its_cache
 
 lint: env  ## style and formatting
 	$(BIN)/ruff check .
@@ -46,7 +58,7 @@ type: env  ## static types
 	$(BIN)/pyright
 
 pytest: env  ## unit tests, examples, documentation, packaging
-	$(BIN)/pytest -n 2
+	$(PYTEST)
 
 # Bytecode is kept: each of the processes would compile torch's sources anew, for 10 s.
 test-xla: xla-env  ## lowering through torch_xla, on XLA's CPU client

@@ -27,11 +27,13 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_python_blocks(page: Path, workplace: Path) -> None:
     check_md_file(page, memory=True)
 
 
+@pytest.mark.slow
 def test_command_lines(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = [
         line

@@ -5,20 +5,21 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from commands import run
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
-
-
 XLA = EXAMPLES / "xla_llama.py"  # runs in tests/xla
 SCRIPTS = sorted(set(EXAMPLES.glob("*.py")) - {XLA})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
 def test_script(script: Path) -> None:
     assert run(sys.executable, script)
 
 
+@pytest.mark.slow
 def test_without_torch_xla_its_example_says_what_to_install() -> None:
     result = subprocess.run([sys.executable, XLA], capture_output=True, text=True, check=False)
     assert result.returncode == 1
@@ -27,6 +28,7 @@ def test_without_torch_xla_its_example_says_what_to_install() -> None:
     )
 
 
+@pytest.mark.slow
 def test_demo_makes_its_report_and_uses_its_cache(tmp_path: Path) -> None:
     first = run(sys.executable, EXAMPLES / "demo", "--quick", "--out", tmp_path)
     assert "from the cache" not in first
@@ -34,3 +36,25 @@ def test_demo_makes_its_report_and_uses_its_cache(tmp_path: Path) -> None:
     assert page.count("<svg") + page.count("<img") >= 3
     assert "http" not in page.replace("http://www.w3.org", "")
     assert "from the cache" in run(sys.executable, EXAMPLES / "demo", "--quick", "--out", tmp_path)
+
+
+@pytest.mark.parametrize("shape", [(24, 8), (8, 24)])
+def test_the_demos_muon_is_torchs_in_bfloat16(
+    shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(EXAMPLES / "demo")
+    import muon
+
+    generator = torch.Generator().manual_seed(0)
+    ours, theirs = (torch.nn.Parameter(torch.ones(shape)) for _ in range(2))
+    optimizers = (
+        muon.Muon([ours], lr=0.1, weight_decay=0.1, dtype=torch.bfloat16),
+        torch.optim.Muon(
+            [theirs], lr=0.1, ns_steps=muon.ITERATIONS, adjust_lr_fn="match_rms_adamw"
+        ),
+    )
+    for _ in range(3):
+        ours.grad = theirs.grad = torch.randn(shape, generator=generator)
+        for optimizer in optimizers:
+            optimizer.step()
+    assert torch.equal(ours, theirs)

@@ -9,6 +9,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from commands import run
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[1]
@@ -19,12 +20,12 @@ PLACEHOLDERS = {"nki": "0.0.1", "neuronx-cc": "1.0.post1", "torch-neuronx": "1.0
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("dist")
-    command = [sys.executable, "-m", "build", "--wheel", "--outdir", out, ROOT]
-    subprocess.run([str(part) for part in command], check=True, capture_output=True)
+    run(sys.executable, "-m", "build", "--wheel", "--outdir", out, ROOT)
     (path,) = out.glob("*.whl")
     return path
 
 
+@pytest.mark.slow
 def test_contents(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     assert "neuronmm_ops/py.typed" in names
@@ -43,26 +44,21 @@ def test_placeholders_are_no_plain_dependency_and_never_satisfy_the_extra() -> N
         assert not extra[name].specifier.contains(version, prereleases=True), name
 
 
+@pytest.mark.slow
 def test_installed_into_a_clean_environment(wheel: Path, tmp_path: Path) -> None:
-    venv.create(tmp_path / "env", with_pip=True)
+    venv.create(tmp_path / "env")
     python = tmp_path / "env" / "bin" / "python"
-    constraints = ROOT / "constraints.txt"
-    install = ["-m", "pip", "install", "--quiet", "--disable-pip-version-check", "-c", constraints]
-    _run(python, *install, wheel)
+    pip = [sys.executable, "-m", "pip", "--python", python, "--disable-pip-version-check"]
+    # --no-compile: compiling all of torch takes longer than the rest of this file.
+    options = ["--quiet", "--no-compile", "-c", ROOT / "constraints.txt"]
+    run(*pip, "install", *options, wheel)
 
     script = "import neuronmm_ops as nm, torch; x = torch.eye(3); print(nm.xuv(x, x, x).sum())"
-    assert _run(python, "-W", "error", "-c", script).strip() == "tensor(3.)"
-    document = json.loads(_run(tmp_path / "env" / "bin" / "neuronmm", "doctor", "--json"))
+    assert run(python, "-W", "error", "-c", script).strip() == "tensor(3.)"
+    document = json.loads(run(tmp_path / "env" / "bin" / "neuronmm", "doctor", "--json"))
     assert document["versions"]["transformers"] is None
 
     command = [tmp_path / "env" / "bin" / "neuronmm", "eval", ".", "--text", "x"]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 2
     assert "pip install 'neuronmm-ops[hf]'" in result.stderr
-
-
-def _run(*command: object) -> str:
-    parts = [str(part) for part in command]
-    result = subprocess.run(parts, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr
-    return result.stdout

@@ -5,6 +5,7 @@ downloaded: the text is what every Python installation holds.
 """
 
 import argparse
+import itertools
 import platform
 import sys
 import time
@@ -17,15 +18,15 @@ from corpus import Corpus, load_corpus
 from measure import paired_speed, sample_text
 from report import Point, Results, write_report
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
-from train import QUICK, TrainConfig, trained
+from train import QUICK, TrainConfig, dtype_name, trained, training_dtype
 from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
 
 from neuronmm_ops import SVDConfig, compress_
 from neuronmm_ops.eval import encode_documents, token_perplexity
 from neuronmm_ops.eval.perplexity import DOCUMENT_SEPARATOR
+from neuronmm_ops.progress import progress_bars
 
 METHODS = ("swift", "plain")
 RATIOS = (0.05, 0.2, 0.4, 0.6, 0.8)
@@ -52,14 +53,14 @@ class Plan:
 def main() -> None:
     arguments = _arguments()
     plan = _plan(arguments)
-    console = Console()
+    console = Console(soft_wrap=True)  # a line with a path stays one line
     transformers_logging.disable_progress_bar()
-    torch.set_num_threads(THREADS)
+    torch.set_num_threads(min(THREADS, torch.get_num_threads()))
     arguments.out.mkdir(parents=True, exist_ok=True)
     start = time.perf_counter()
 
-    with console.status("Reading the documentation of the standard library …"):
-        corpus = load_corpus(plan.max_modules)
+    console.print("Reading the documentation of the standard library …")
+    corpus = load_corpus(plan.max_modules)
     dense_dir = arguments.out / "dense"
     fresh = trained(plan.train, corpus, dense_dir, console)
     console.print(f"Dense model: {dense_dir}" + ("" if fresh else ", from the cache"))
@@ -69,14 +70,15 @@ def main() -> None:
         text = DOCUMENT_SEPARATOR.join(documents)
         (arguments.out / f"{name}.txt").write_text(text, encoding="utf-8")
 
-    results = run(plan, corpus, dense_dir, console)
+    console.print("Compressing at each ratio by each method, and measuring …")
+    results = run(plan, corpus, dense_dir)
     report = arguments.out / "report.html"
     write_report(results, report)
     console.print(summary_table(results))
     console.print(f"Report: {report}   ({time.perf_counter() - start:.0f} s in all)")
 
 
-def run(plan: Plan, corpus: Corpus, dense_dir: Path, console: Console) -> Results:
+def run(plan: Plan, corpus: Corpus, dense_dir: Path) -> Results:
     """Measure the dense model, then every ratio by every method."""
     seqlen = plan.train.context
     tokenizer = AutoTokenizer.from_pretrained(dense_dir)
@@ -89,11 +91,12 @@ def run(plan: Plan, corpus: Corpus, dense_dir: Path, console: Console) -> Result
 
     dense = load()
     points = []
-    with _progress(console) as progress:
-        task = progress.add_task("dense", total=2 + 4 * len(plan.ratios) * len(METHODS))
+    with progress_bars() as progress:
+        steps = itertools.count(1)
+        total = 2 + 4 * len(plan.ratios) * len(METHODS)
 
         def advance(what: str) -> None:
-            progress.update(task, advance=1, description=what)
+            progress("measure", next(steps), total, what)
 
         dense_ppl = token_perplexity(dense, held_out, seqlen=seqlen).ppl_token
         advance("dense: sample")
@@ -176,7 +179,7 @@ def _provenance(
         f"{shape.num_attention_heads} heads over {shape.num_key_value_heads} KV heads, "
         f"vocabulary {shape.vocab_size}, tied embeddings",
         "training": f"{shape.steps} steps of {shape.batch} × {shape.seq_len} tokens, "
-        f"seed {shape.seed}",
+        f"seed {shape.seed}, matmuls in {dtype_name(training_dtype())}",
         "text": f"Python {platform.python_version()} help topics and standard-library docstrings, "
         f"fingerprint {corpus.fingerprint}",
         "split": f"{len(corpus.train)} documents to train on, of which {len(corpus.calibration)} "
@@ -212,7 +215,7 @@ def _plan(arguments: argparse.Namespace) -> Plan:
         ratios = tuple(arguments.ratios or (0.4,))
         return Plan(config, 60, ratios, 40, 8, decode_tokens=8, rounds=2, sample_tokens=16)
     ratios = tuple(arguments.ratios or RATIOS)
-    return Plan(config, None, ratios, 64, 40, decode_tokens=64, rounds=9, sample_tokens=80)
+    return Plan(config, None, ratios, 64, 40, decode_tokens=64, rounds=7, sample_tokens=80)
 
 
 def _arguments() -> argparse.Namespace:
@@ -240,17 +243,6 @@ def _ratio(text: str) -> float:
     if not 0 < value < 1:
         raise argparse.ArgumentTypeError(f"must be between 0 and 1, got {text}")
     return value
-
-
-def _progress(console: Console) -> Progress:
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(),
-        console=console,
-    )
 
 
 if __name__ == "__main__":

@@ -44,6 +44,7 @@ def close(values, wanted):
 # --- the published kernels
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("M", "H", "r", "I"),
     [(1, 200, 130, 300), (8, 320, 96, 1100), (130, 200, 520, 140), (520, 130, 96, 130)],
@@ -142,6 +143,7 @@ def test_three_launches_are_added_and_their_peaks_are_not(rows):
     assert three["limit_ms"] == by_shape["svd_mlp", 1024]["limit_ms"]
 
 
+@pytest.mark.slow
 def test_rows_of_the_figure_have_what_was_published():
     found = kernels.run(tokens=[1024], figure1=True)
     assert [row["kernel"] for row in found] == ["xw", "xuv_unfused", "neuronmm_published", "xuv"]
@@ -177,6 +179,7 @@ def test_two_cores_leave_the_published_kernels_out(monkeypatch):
     assert {row["lnc"] for row in found} == {2}
 
 
+@pytest.mark.slow
 def test_defaults_and_a_pool(monkeypatch):
     """Two processes return what one does; all models and the paper's shape are covered."""
     entries = kernels._entries(kernels._models([], False), kernels._tokens([]), "trn1", 1)
@@ -251,6 +254,7 @@ def test_mistakes_are_one_line(capsys, arguments, words):
     assert words in outcome.err
 
 
+@pytest.mark.slow
 def test_plot(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(kernels, "measure", lambda run: kernels.Measured(run.M / 400, 10, 5, 2, ""))
     monkeypatch.setattr(kernels, "_POOLED_FROM", 100)

@@ -42,6 +42,7 @@ def test_tutorial_kernels(kernel, blocks):
     close(nc.simulate(kernel, lhsT, rhs, *blocks, target="trn1").outputs, exact)
 
 
+@pytest.mark.slow
 def test_hand_tuned_kernels():
     rng = np.random.default_rng(1)
     lhs, rhs = bf16(rng, 1024, 1024), bf16(rng, 1024, 512)
@@ -51,6 +52,7 @@ def test_hand_tuned_kernels():
     close(nc.simulate(kernels.autotune_transposed_lhs, lhsT, rhs, target="trn2").outputs, exact)
 
 
+@pytest.mark.slow
 def test_fused_and_unfused_low_rank():
     rng = np.random.default_rng(2)
     x, u, v = bf16(rng, 1024, 512), bf16(rng, 512, 1024), bf16(rng, 1024, 512)

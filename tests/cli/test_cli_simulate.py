@@ -2,7 +2,6 @@
 
 import importlib.metadata
 import json
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +9,8 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
+import torch
+from tolerances import assert_close_to_oracle
 
 from neuronmm_ops.cli.kernel_arguments import Tensor, read_argument
 from neuronmm_ops.neuroncore.dtypes import DTYPES, from_numpy
@@ -158,7 +159,8 @@ def test_the_example_is_right_and_strict() -> None:
     with nc.as_nki():
         spec.loader.exec_module(module)
         outputs = nc.simulate(module.matmul, left, right, target="trn2").outputs
-    np.testing.assert_allclose(outputs, left.T @ right, rtol=1e-4, atol=1e-4)
+    oracle = left.T.astype(np.float64) @ right.astype(np.float64)
+    assert_close_to_oracle(*map(torch.from_numpy, (outputs, oracle, left.T @ right)))
     assert nc.lint(EXAMPLE) == []
 
 
@@ -208,23 +210,16 @@ def test_two_cores(run: Run, file: Path) -> None:
     assert document["hbm_bytes"] == 2 * 128 * 512 * 2
 
 
-def test_the_console_script_and_no_matplotlib(file: Path) -> None:
-    """The command leaves matplotlib alone unless it draws."""
-    script = """
-import sys
-sys.modules["matplotlib"] = sys.modules["matplotlib.figure"] = None
-from neuronmm_ops.cli import main
-sys.exit(main(sys.argv[1:]))
-"""
-    command = [sys.executable, "-c", script, "simulate", f"{file}:plain", "--arg", "x=f32[4,4]"]
-    assert subprocess.run(command, capture_output=True, check=False).returncode == 0
-    done = subprocess.run(
-        [*command, "--plot", "a.png"], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 2
-    assert done.stderr == (
-        "neuronmm: plots need matplotlib; run: pip install 'neuronmm-ops[eval]'\n"
-    )
+def test_matplotlib_is_needed_to_draw_alone(
+    run: Run, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    command = (f"{file}:plain", "--arg", "x=f32[4,4]")
+    assert run(*command).code == 0
+    done = run(*command, "--plot", "a.png")
+    assert done.code == 2
+    assert done.err == "neuronmm: plots need matplotlib; run: pip install 'neuronmm-ops[eval]'\n"
 
 
 X = ("--arg", "x=f32[128,4]")

@@ -48,11 +48,13 @@ def cases() -> Iterator[tuple[str, str, tuple[Any, ...]]]:
                 yield f"svd_mlp {activation} {case}", "svd_mlp", (x, *factors, activation)
 
 
-def results(dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return what the registered ops compute for every case."""
+def results(
+    dtype: torch.dtype, prepare: Callable[[Tensor], Tensor] = torch.clone
+) -> dict[str, Tensor]:
+    """Return what the registered ops compute for every case, from prepared operands of a dtype."""
     outputs = {}
     for name, op, arguments in cases():
-        cast = (t.to(dtype) if isinstance(t, Tensor) else t for t in arguments)
+        cast = (prepare(t.to(dtype)) if isinstance(t, Tensor) else t for t in arguments)
         outputs[name] = getattr(torch.ops.neuronmm, op)(*cast)
         assert outputs[name].is_contiguous(), name
     return outputs

@@ -13,6 +13,8 @@ from host_calls import document, encoded, neuronmm_section
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+pytestmark = pytest.mark.slow  # all need the C compiler
+
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
 
 

@@ -1,10 +1,12 @@
 """A swapped Transformers model is one graph: every pair one node, no breaks, dynamic sizes."""
 
 import warnings
+from copy import deepcopy
 
 import pytest
 import torch
 from tiny import tiny_ids, tiny_model
+from tolerances import assert_close_to_oracle
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 from transformers import PreTrainedModel
@@ -24,6 +26,7 @@ def _ops(graph: torch.fx.GraphModule) -> list[str]:
     return [str(node.target) for node in graph.graph.nodes if "neuronmm" in str(node.target)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("targets", "expected"),
     [
@@ -36,26 +39,29 @@ def test_one_node_for_each_op_and_no_graph_break(targets: str, expected: list[st
     torch._dynamo.reset()
     counters.clear()
     model = _swapped(targets)
+    double = deepcopy(model).double()
     counter = CompileCounterWithBackend("eager")
     compiled = torch.compile(model, fullgraph=True, dynamic=True, backend=counter)
     with torch.no_grad():
         for length in (12, 31):
             ids = tiny_ids(2, length)
-            logits = compiled(ids, use_cache=False).logits
-            torch.testing.assert_close(logits, model(ids, use_cache=False).logits)
+            logits, oracle, eager = (
+                module(ids, use_cache=False).logits for module in (compiled, double, model)
+            )
+            assert_close_to_oracle(logits, oracle, eager)
     assert counter.frame_count == 1
     assert not counters["graph_break"]
     assert _ops(counter.graphs[0]) == expected * 2
 
 
+@pytest.mark.slow
 def test_training_step_compiles_without_breaks() -> None:
     torch._dynamo.reset()
     model = _swapped("mlp")
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    eager, double = deepcopy(model), deepcopy(model).double()
     ids = tiny_ids(2, 16)
-    compiled(ids, labels=ids, use_cache=False).loss.backward()
-    gradients = {name: p.grad.clone() for name, p in model.named_parameters()}  # pyright: ignore
-    model.zero_grad()
-    model(ids, labels=ids, use_cache=False).loss.backward()
+    for module in (torch.compile(model, fullgraph=True, backend="aot_eager"), double, eager):
+        module(ids, labels=ids, use_cache=False).loss.backward()
     for name, parameter in model.named_parameters():
-        torch.testing.assert_close(gradients[name], parameter.grad)
+        grads = (module.get_parameter(name).grad for module in (double, eager))
+        assert_close_to_oracle(parameter.grad, *grads)

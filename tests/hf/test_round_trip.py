@@ -61,6 +61,7 @@ def test_round_trip_is_bit_exact(family: str, targets: str, tmp_path: Path) -> N
     assert restored.model.layers[0].mlp.gate_proj.u.t().is_contiguous()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 def test_round_trip_in_a_fresh_process(family: str, tmp_path: Path) -> None:
     model, report = _compressed(family, "all-linear")

@@ -3,12 +3,12 @@
 import json
 import subprocess
 import sys
-import time
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import neuronmm_ops
 from neuronmm_ops import kernels
 from neuronmm_ops import neuroncore as nc
 from neuronmm_ops.kernels import Plan, Problem, plan_svd_mlp, plan_xuv, plan_xw
@@ -47,6 +47,7 @@ def fits(plan: Plan) -> None:
     assert plan.hbm_bytes >= plan.problem.least_bytes * 0.99
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(M=tokens, K=features, N=features, r=ranks, dtype=dtypes, launch=launches)
 def test_every_size_has_plans_that_fit(M, K, N, r, dtype, launch):
@@ -77,6 +78,7 @@ SMALL = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("problem", SMALL, ids=lambda p: f"{p.op}-{p.M}-{p.target}-{p.dtype}")
 def test_every_candidate_runs_in_the_room_it_says(problem):
     found = candidates(problem)
@@ -113,6 +115,7 @@ RAGGED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "problem", [*MODEL_SHAPES[:2], *RAGGED], ids=lambda p: f"{p.op}-{p.M}-{p.target}"
 )
@@ -132,14 +135,18 @@ def test_the_limit_is_the_slower_of_matmuls_and_bytes():
 
 
 def test_plans_are_deterministic_across_processes():
-    script = (
-        "import json, neuronmm_ops.kernels as k;"
-        "p = k.plan_xuv(1000, 3000, 700, 5000, 'bfloat16', 'trn2');"
-        "print(json.dumps([p.time_ms, p.hbm_bytes, p.blocks]))"
-    )
+    script = """
+import json, sys, types
+# The package's root would import torch, which takes seconds; plans need none of it.
+sys.modules["neuronmm_ops"] = root = types.ModuleType("neuronmm_ops")
+root.__path__ = [sys.argv[1]]
+import neuronmm_ops.kernels as k
+p = k.plan_xuv(1000, 3000, 700, 5000, 'bfloat16', 'trn2')
+print(json.dumps([p.time_ms, p.hbm_bytes, p.blocks]))
+"""
     outputs = {
         subprocess.run(
-            [sys.executable, "-c", script],
+            [sys.executable, "-c", script, *neuronmm_ops.__path__],
             env={"PYTHONHASHSEED": seed},
             capture_output=True,
             check=True,
@@ -153,9 +160,7 @@ def test_plans_are_deterministic_across_processes():
 def test_a_plan_is_kept():
     quickest.cache_clear()
     first = plan_xw(100, 200, 300)
-    begin = time.perf_counter()
     assert plan_xw(100, 200, 300, target="gen2") is first
-    assert time.perf_counter() - begin < 0.05
 
 
 @pytest.mark.parametrize(

@@ -4,9 +4,11 @@ import math
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from neuroncore.kernels import bf16, compute, data, equal, loaded, rounded, run, stored, wide
+from tolerances import assert_close_to_oracle
 
 import neuronmm_ops.neuroncore.isa as nisa
 import neuronmm_ops.neuroncore.language as nl
@@ -237,7 +239,8 @@ def test_matmul_is_in_psum():
         return nl.copy(result)
 
     got = of(function, (8, 12), nl.float32, x, y)
-    np.testing.assert_allclose(wide(got), wide(x).T @ wide(y), atol=1e-4)
+    plain = x.T.astype(f32) @ y.astype(f32)
+    assert_close_to_oracle(*map(torch.from_numpy, (got, wide(x).T @ wide(y), plain)))
 
 
 def test_shapes():

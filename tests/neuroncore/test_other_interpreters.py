@@ -2,7 +2,9 @@
 
 import numpy as np
 import pytest
+import torch
 from neuroncore.kernels import bf16, compute, data, equal, loaded, refuses, run, stored
+from tolerances import assert_close_to_oracle
 
 import neuronmm_ops.neuroncore.isa as nisa
 import neuronmm_ops.neuroncore.language as nl
@@ -122,7 +124,8 @@ def test_k_tiles_accumulate():
             nisa.nc_matmul(acc, loaded(x[k * 32 : k * 32 + 32]), loaded(y[k * 32 : k * 32 + 32]))
         return stored(acc)
 
-    np.testing.assert_allclose(run(kernel, a, b), a.astype(float).T @ b.astype(float), atol=1e-4)
+    oracle, plain = (a.astype(t).T @ b.astype(t) for t in (np.float64, np.float32))
+    assert_close_to_oracle(*map(torch.from_numpy, (run(kernel, a, b), oracle, plain)))
 
 
 def test_writes_through_ap_are_kept():

@@ -88,6 +88,7 @@ def test_schemas_are_the_documented_ones():
     assert all(torch.Tag.pt2_compliant_tag in overload.tags for overload in OVERLOADS.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", LOW_DTYPES, ids=str)
 @pytest.mark.parametrize("grad", [True, False], ids=["grad", "no_grad"])
@@ -106,6 +107,7 @@ def test_opcheck_at_the_edges(case, lead):
     torch.library.opcheck(OVERLOADS[name_of(case)], tuple(inputs), test_utils=OPCHECK_UTILS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lead", LEADING.values(), ids=LEADING)
 @pytest.mark.parametrize("case", CASES)
 def test_first_and_second_derivatives(case, lead):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from neuronmm_ops.cli.console import COMPACT, progress_bars, show_rows, stderr, stdout
+from neuronmm_ops.cli.console import COMPACT, show_rows, stderr, stdout
 from neuronmm_ops.cli.library import transformers_models
 from neuronmm_ops.cli.parser import (
     add_command,
@@ -19,6 +19,7 @@ from neuronmm_ops.cli.parser import (
     add_tokens,
     tokens_of,
 )
+from neuronmm_ops.progress import progress_bars
 
 
 def add(commands: Any) -> None:

@@ -4,10 +4,10 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from neuronmm_ops.cli.console import progress_bars
 from neuronmm_ops.cli.inspect import show_summary, summary
 from neuronmm_ops.cli.library import transformers_models
 from neuronmm_ops.cli.parser import add_command, add_computing, add_model
+from neuronmm_ops.progress import progress_bars
 
 
 def add(commands: Any) -> None:

@@ -12,7 +12,6 @@ from typing import Any
 
 from rich.box import SIMPLE
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from neuronmm_ops.errors import CalibrationWarning, CompressionWarning
@@ -58,26 +57,6 @@ def show_rows(rows: list[dict[str, Any]]) -> None:
         cells = (row[column] for column in columns)
         table.add_row(*(f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in cells))
     stdout.print(table)
-
-
-@contextlib.contextmanager
-def progress_bars() -> Generator[Callable[[str, int, int], None], None, None]:
-    """Show one bar per stage on stderr, where a person watches."""
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=stderr, disable=not stderr.is_terminal) as bars:
-        tasks: dict[str, Any] = {}
-
-        def update(stage: str, done: int, total: int) -> None:
-            if stage not in tasks:
-                tasks[stage] = bars.add_task(stage, total=total)
-            bars.update(tasks[stage], completed=done, total=total)
-
-        yield update
 
 
 @contextlib.contextmanager
