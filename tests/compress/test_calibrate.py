@@ -8,7 +8,7 @@ from toys import GatedMLP, causal_lm, token_batches
 
 from neuronmm_ops import NonFiniteError, collect_moments
 from neuronmm_ops.compress import calibrate
-from neuronmm_ops.compress.calibrate import fingerprint
+from neuronmm_ops.compress.batches import fingerprint
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 

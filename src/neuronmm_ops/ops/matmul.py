@@ -16,7 +16,9 @@ SLOW_DTYPES = frozenset(
 """What this CPU multiplies slowly."""
 
 # Up to this many rows dot products in the narrow dtype are faster than a cast of the weights.
-MAX_DOT_ROWS = 4
+_MAX_DOT_ROWS = 4
+# Shorter ones cost as much as these: up to two rows then.
+_MIN_DOT_LENGTH = 512
 # Entries of a strip: it is in the cache from the cast to the product.
 _STRIP = 2**19
 # A strip with fewer rows or columns would starve the matmul.
@@ -44,7 +46,8 @@ def weight_gradient(x: Tensor, grad: Tensor, weight: Tensor) -> Tensor:
 
 def _are_dots(a: Tensor, b: Tensor) -> bool:
     """Say whether a @ b is a few dot products, each of two contiguous vectors."""
-    return a.shape[0] <= MAX_DOT_ROWS and a.stride(1) == 1 and b.stride(0) == 1
+    most = _MAX_DOT_ROWS if a.shape[1] >= _MIN_DOT_LENGTH else 2
+    return a.shape[0] <= most and a.stride(1) == 1 and b.stride(0) == 1
 
 
 def _is_wrapped(tensor: Tensor) -> bool:
@@ -55,6 +58,8 @@ def _is_wrapped(tensor: Tensor) -> bool:
 def _strips(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
     """Return `a @ b + bias` by strips of the larger matrix: rows of a or columns of b."""
     (M, K), N = a.shape, b.shape[1]
+    if K == b.shape[0] == 1 and bias is None:
+        return a * b
     size = max(_STRIP // max(K, 1), _MIN_STRIP)
     if size >= max(M, N):
         return _wide_product(a, b, bias).to(a.dtype)
