@@ -58,8 +58,11 @@ def _is_wrapped(tensor: Tensor) -> bool:
 def _strips(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
     """Return `a @ b + bias` by strips of the larger matrix: rows of a or columns of b."""
     (M, K), N = a.shape, b.shape[1]
-    if K == b.shape[0] == 1 and bias is None:
-        return a * b
+    if bias is None and K == b.shape[0]:
+        if K == 1:
+            return a * b
+        if M == 1:
+            return torch.mv(b.t(), a[0]).unsqueeze(0)
     size = max(_STRIP // max(K, 1), _MIN_STRIP)
     if size >= max(M, N):
         return _wide_product(a, b, bias).to(a.dtype)
