@@ -5,8 +5,9 @@ from collections.abc import Iterator
 import pytest
 import stand_ins
 import torch
-from operands import make, mlp_shapes, plain_xuv
+from operands import doubled, make, mlp_shapes, plain_xuv
 from stand_ins import NeuronMachine
+from tolerances import assert_close_to_oracle
 
 from neuronmm_ops.errors import NkiVersionError
 from neuronmm_ops.kernels import kernel_of, plan_svd_mlp, plan_xuv, plan_xw
@@ -70,7 +71,8 @@ def test_a_kernel_is_called_on_the_tensors(machine):
     x, weights = make((2, 3, 40)), (make((40, 8), layout="transposed"), make((8, 24)), make((24,)))
     launch = launch_here("xuv", x, weights, None)
     y = call_kernel(launch, x, weights, lambda plan: stand_ins.DirectKernel(kernel_of(plan)))
-    torch.testing.assert_close(y, plain_xuv(x, *weights))
+    operands = (x, *weights)
+    assert_close_to_oracle(y, plain_xuv(*doubled(*operands)), plain_xuv(*operands))
 
 
 def test_nothing_is_launched_without_elements(machine):

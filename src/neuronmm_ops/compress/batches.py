@@ -95,7 +95,7 @@ def count_tokens(batch: Batch) -> int:
     ids = _token_ids(batch)
     if ids:
         masks = {} if isinstance(batch, Tensor) else batch
-        return sum(_unmasked(values, masks.get(_MASKS.get(name))) for name, values in ids.items())
+        return sum(_unmasked(ids[name], masks.get(_MASKS.get(name, ""))) for name in ids)
     tensors = [batch] if isinstance(batch, Tensor) else list(batch.values())
     features = next((value for value in tensors if isinstance(value, Tensor)), None)
     if features is None:
@@ -136,8 +136,9 @@ def _token_ids(batch: Batch) -> dict[str, Tensor]:
 
 
 def _unmasked(ids: Tensor, mask: object) -> int:
-    is_mask = isinstance(mask, Tensor) and mask.shape == ids.shape
-    return int(mask.bool().sum()) if is_mask else ids.numel()
+    if isinstance(mask, Tensor) and mask.shape == ids.shape:
+        return int(mask.bool().sum())
+    return ids.numel()
 
 
 def _max_positions(model: nn.Module) -> int | None:

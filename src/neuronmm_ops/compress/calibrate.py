@@ -115,7 +115,7 @@ class _Product:
     version: int
     matrix: Tensor
     tokens: int
-    names: list[str] = field(default_factory=list)
+    names: list[str]
 
 
 class _Recorder:
@@ -165,12 +165,15 @@ class _Recorder:
             # inference tensor has none.
             version = -1 if x.is_inference() else x._version
             last = self._last
-            is_same = last is not None and last.x is x and last.version == version >= 0
-            if last is None or not is_same or name in last.names:
-                matrix, tokens = self._gram(name, x) if not is_same else (last.matrix, last.tokens)
-                self.flush()
-                self._last = last = _Product(x, version, matrix, tokens)
-            last.names.append(name)
+            if last is not None and last.x is x and last.version == version >= 0:
+                if name not in last.names:
+                    last.names.append(name)
+                    return
+                matrix, tokens = last.matrix, last.tokens
+            else:
+                matrix, tokens = self._gram(name, x)
+            self.flush()
+            self._last = _Product(x, version, matrix, tokens, [name])
 
         return record
 

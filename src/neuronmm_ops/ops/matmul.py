@@ -31,7 +31,7 @@ def mm(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
     if a.dtype not in SLOW_DTYPES or not a.is_cpu or b.dtype != a.dtype or _are_dots(a, b):
         return torch.mm(a, b) if bias is None else torch.addmm(bias, a, b)
     if torch.is_grad_enabled() or _is_wrapped(a) or _is_wrapped(b):
-        # To be differentiated once more, traced or batched: what writes into slices cannot be.
+        # To be differentiated once more, or traced: what writes into slices cannot be.
         return _wide_product(a, b, bias).to(a.dtype)
     return _strips(a, b, bias)
 
@@ -51,14 +51,13 @@ def _are_dots(a: Tensor, b: Tensor) -> bool:
 
 
 def _is_wrapped(tensor: Tensor) -> bool:
-    is_plain = type(tensor) is Tensor or type(tensor) is nn.Parameter
-    return not is_plain or torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    return type(tensor) is not Tensor and type(tensor) is not nn.Parameter
 
 
 def _strips(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
     """Return `a @ b + bias` by strips of the larger matrix: rows of a or columns of b."""
     (M, K), N = a.shape, b.shape[1]
-    if bias is None and K == b.shape[0]:
+    if bias is None and b.shape[0] == K:
         if K == 1:
             return a * b
         if M == 1:
