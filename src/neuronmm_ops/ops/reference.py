@@ -4,6 +4,7 @@ Numerics: both matmuls accumulate in fp32 over the whole contraction; the interm
 rounded once, to x's dtype. `mm` reads a matrix in whichever of the two orders it is stored, so
 factors stored contiguous along the contraction (`SVDLinear` does) take the CPU's fast path: for a
 single row that is `mv`, which streams them 1.3 to 1.7 times as fast as `mm` does (bf16, fp16).
+What the CPU multiplies slowly in its own dtype goes through float32 (`matmul.py`).
 """
 
 from collections.abc import Callable
@@ -46,12 +47,11 @@ def xuv(x: Tensor, u: Tensor, v: Tensor, bias: Tensor | None = None) -> Tensor:
     if bias is not None or x.dtype not in FLOAT_DTYPES or u.dim() != 2 or v.dim() != 2:
         check_xuv(x, u, v, bias)
     try:
-        if x.dim() > 0 and (
-            u.numel() >= _WORTH_A_CHOICE or bias is not None or x.dtype in SLOW_DTYPES
-        ):
+        dim = x.dim()
+        if dim and (u.numel() >= _WORTH_A_CHOICE or bias is not None or x.dtype in SLOW_DTYPES):
             y = _affine(_affine(_flat(x, u), u), v, bias)
-            return y if x.dim() == y.dim() else y.view(*x.shape[:-1], y.shape[-1])
-        if x.dim() == 2:
+            return y if dim == y.dim() else y.view(*x.shape[:-1], y.shape[-1])
+        if dim == 2:
             return torch.mm(torch.mm(x, u), v)
         return torch.matmul(torch.matmul(x, u), v)
     except RuntimeError:
