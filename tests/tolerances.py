@@ -1,10 +1,13 @@
-"""The one tolerance of the test suite."""
+"""The tolerances of the test suite."""
 
 import torch
 from torch import Tensor
 
 # Roundings on the way to an output: `x @ u`, its product with v, the bias, the output itself.
 ROUNDINGS = 4
+# Two ways through fp64 part by their roundings, which a factorization multiplies by a condition
+# number; what fp32 would leave is larger.
+FP64_SLACK = 1e-7
 
 
 def assert_close_to_oracle(
@@ -26,10 +29,22 @@ def assert_close_to_oracle(
     assert oracle.dtype == torch.float64
     assert actual.dtype == low_precision.dtype, f"{actual.dtype} != {low_precision.dtype}"
     assert actual.shape == oracle.shape == low_precision.shape
+    actual, oracle, low_precision = actual.detach(), oracle.detach(), low_precision.detach()
     if actual.numel() == 0:
         return
-    scale = (oracle if magnitude is None else magnitude).abs().max()
+    scale = float((oracle if magnitude is None else magnitude.detach()).abs().max())
     band = ROUNDINGS * torch.finfo(actual.dtype).eps * scale
     allowed = float(2 * (low_precision.double() - oracle).abs().max() + band)
     error = float((actual.double() - oracle).abs().max())
     assert error <= allowed, f"error {error:.3e} exceeds {allowed:.3e} ({actual.dtype})"
+
+
+def assert_same_in_fp64(actual: Tensor, expected: Tensor) -> None:
+    """Assert that two fp64 computations are of one thing: equal to 1e-7 of the largest value."""
+    assert actual.dtype == expected.dtype == torch.float64
+    assert actual.shape == expected.shape
+    if actual.numel() == 0:
+        return
+    error = float((actual - expected).detach().abs().max())
+    scale = float(expected.detach().abs().max())
+    assert error <= FP64_SLACK * scale, f"error {error:.3e} exceeds {FP64_SLACK} of {scale:.3e}"

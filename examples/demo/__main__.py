@@ -130,6 +130,7 @@ def run(plan: Plan, corpus: Corpus, dense_dir: Path) -> Results:
         dense_ppl=dense_ppl,
         dense_sample=dense_sample,
         prompt=PROMPT,
+        block=BLOCK,
         points=tuple(points),
         prefill_tokens=len(prompt_tokens),
         decode_tokens=plan.decode_tokens,

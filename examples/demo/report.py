@@ -78,6 +78,8 @@ class Results:
     dense_sample: str
     """What the model wrote after `prompt`; likewise in each point."""
     prompt: str
+    block: int
+    """Ranks are multiples of it."""
     points: tuple[Point, ...]
     prefill_tokens: int
     decode_tokens: int
@@ -207,7 +209,6 @@ def _svg(figure: Figure) -> str:
 
 
 def _page(results: Results, figures: dict[str, str]) -> str:
-    first = min(results.points, key=lambda point: point.ratio)
     return f"""<!doctype html>
 <html lang="en">
 <head>
@@ -254,7 +255,7 @@ calibration text that its rank cannot represent.</p>
 <h2>All numbers</h2>
 <div class="scroll">{_table(results)}</div>
 <p class="note">Nominal ratio: what was asked for. Effective: what ranks in whole blocks of
-{first.compression.config.block} removed. Mean loss: for swift of the layers' output energy, for
+{results.block} removed. Mean loss: for swift of the layers' output energy, for
 plain of the weights' energy, so the two do not compare. Speedups are medians of paired runs;
 tokens/s of a compressed model are the dense model's times the speedup.</p>
 
@@ -317,7 +318,7 @@ def _table(results: Results) -> str:
                 f"{point.ratio:.0%}".replace("%", " %"),
                 f"{100 * point.compression.effective_ratio:.1f} %",
                 rank_text,
-                f"{100 * sum(layer.loss for layer in layers) / len(layers):.1f} %",
+                f"{100 * sum(layer.loss or 0 for layer in layers) / len(layers):.1f} %",
                 f"{point.ppl:.2f}",
                 f"{point.ppl / results.dense_ppl:.2f}",
                 f"{prefill * point.speed.prefill_speedup:,.0f}",

@@ -8,14 +8,17 @@ import torch
 from neuronmm_ops.bench import cpu, methods, overhead, timing
 from neuronmm_ops.bench.full_shape import make_model, make_tokenizer
 from neuronmm_ops.bench.shapes import SHAPES, ModelShape, model_shape
+from neuronmm_ops.ops.cpu import multiplies_fast
 
 CPU_FIELDS = (
     "op",
+    "pass",
     "M",
     "K",
     "N",
     "r",
     "dtype",
+    "compute_dtype",
     "threads",
     "dense_ms",
     "two_gemm_ms",
@@ -122,6 +125,29 @@ def test_cpu_rows(monkeypatch):
         matrices = 1 if row["op"] == "xuv" else 3
         assert row["gbps"] * row["op_ms"] == pytest.approx(matrices * 8 * 96 * 2 / 1e6)
         assert row["gflops"] == pytest.approx(row["gbps"] * row["M"])
+        assert row["compute_dtype"] == (
+            "bfloat16" if multiplies_fast(torch.bfloat16) else "float32"
+        )
+
+
+@pytest.mark.usefixtures("_tiny_shape")
+def test_cpu_rows_of_both_passes(monkeypatch):
+    monkeypatch.setattr(cpu, "copies_for", lambda _: 2)
+    rows = cpu.run(
+        "Tiny", ratios=(0.5,), tokens=(3,), dtype=torch.float32, rounds=2, block=8, backward=True
+    )
+    assert [(row["op"], row["pass"]) for row in rows] == [
+        (op, name) for op in cpu.OPS for name in ("forward", "forward+backward")
+    ]
+    for row in rows:
+        assert row["dtype"] == row["compute_dtype"] == "float32"
+        products = 3 if "backward" in row["pass"] else 1
+        assert row["gflops"] == pytest.approx(products * row["gbps"] * row["M"] / 2)
+
+
+def test_a_slow_round_ends_the_measurement_after_three():
+    times = timing.time_paired({"a": lambda _: None}, rounds=9, limit_s=0)
+    assert len(times.rounds_ms["a"]) == timing.MIN_ROUNDS
 
 
 def test_cpu_refuses_what_it_does_not_know():

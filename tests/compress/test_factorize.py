@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tolerances import assert_same_in_fp64
 from torch import Tensor
 
 from neuronmm_ops import Moment, NonFiniteError, factorize
@@ -67,7 +68,7 @@ def test_the_product_is_the_published_one(method, shape):
     factors = factorize(w, method, moment_of(method, w, x))
     for rank in range(1, min(shape) + 1):
         u, v = factors.truncate(rank)
-        torch.testing.assert_close(u @ v, PUBLISHED[method](w, x, rank), rtol=1e-7, atol=1e-8)
+        assert_same_in_fp64(u @ v, PUBLISHED[method](w, x, rank))
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -97,8 +98,8 @@ def test_factors_are_nested(method, shape):
         part = factorize(w, method, moment, max_rank=rank)
         assert (part.u.shape, part.v.shape) == ((shape[1], rank), (rank, shape[0]))
         u, v = full.truncate(rank)
-        torch.testing.assert_close(part.u @ part.v, u @ v, rtol=1e-9, atol=1e-9)
-        torch.testing.assert_close(part.spectrum, full.spectrum)
+        assert_same_in_fp64(part.u @ part.v, u @ v)
+        assert_same_in_fp64(part.spectrum, full.spectrum)
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
@@ -106,7 +107,7 @@ def test_factors_are_nested(method, shape):
 def test_full_rank_is_the_dense_weight(method, shape):
     w, x = problem(*shape)
     factors = factorize(w, method, moment_of(method, w, x))
-    torch.testing.assert_close(factors.u @ factors.v, w.t(), rtol=1e-7, atol=1e-8)
+    assert_same_in_fp64(factors.u @ factors.v, w.t())
     assert factors.relative_loss(min(shape)) == 0
 
 
@@ -114,10 +115,10 @@ def test_full_rank_is_the_dense_weight(method, shape):
 def test_whiten_and_swift_agree(shape):
     w, x = problem(*shape)
     whiten, swift = (factorize(w, m, moment_of(m, w, x)) for m in ("whiten", "swift"))
-    torch.testing.assert_close(whiten.spectrum, swift.spectrum, rtol=1e-7, atol=1e-7)
+    assert_same_in_fp64(whiten.spectrum, swift.spectrum)
     for rank in range(1, min(shape) + 1):
         a, b = whiten.truncate(rank), swift.truncate(rank)
-        torch.testing.assert_close(a[0] @ a[1], b[0] @ b[1], rtol=1e-6, atol=1e-7)
+        assert_same_in_fp64(a[0] @ a[1], b[0] @ b[1])
 
 
 @pytest.mark.parametrize("method", ["whiten", "swift"])
@@ -181,6 +182,37 @@ def test_whiten_is_damped_on_singular_inputs(kind, shape):
         assert measured <= float(best[rank:].sum()) + 1e-4 * energy
 
 
+@pytest.mark.parametrize("method", ["whiten", "swift"])
+def test_a_shared_moment_is_decomposed_once(monkeypatch, method):
+    calls = []
+    cholesky = torch.linalg.cholesky_ex
+    monkeypatch.setattr(torch.linalg, "cholesky_ex", lambda m: calls.append(1) or cholesky(m))
+    (gate, x), (up, _) = problem(9, 6), problem(9, 6, seed=1)
+    moment = moment_of(method, gate, x)
+    for w in (gate, up):
+        u, v = factorize(w, method, moment).truncate(3)
+        assert_same_in_fp64(u @ v, PUBLISHED[method](w, x, 3))
+    assert len(calls) == 1
+    moment.add(torch.eye(6), 6)
+    factorize(gate, method, moment)
+    assert len(calls) == 2
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-3, 1e-8])
+def test_eigenvectors_are_taken_only_where_the_moment_is_nearly_singular(monkeypatch, scale):
+    w, x = problem(9, 6)
+    x[:, 1] = x[:, 0] + scale * x[:, 1]
+    sizes, eigh = [], torch.linalg.eigh
+    monkeypatch.setattr(torch.linalg, "eigh", lambda m: sizes.append(1) or eigh(m))
+    factors = factorize(w, "swift", moment_of("swift", w, x))
+    assert len(sizes) == (2 if scale == 1e-8 else 1)
+    best = torch.linalg.svdvals(x @ w.t()).square()
+    for rank in range(1, 7):
+        measured = float(loss_of("swift", w, x, *factors.truncate(rank)))
+        scale = 1e-9 * float(best.sum())
+        assert measured == pytest.approx(float(best[rank:].sum()), rel=1e-6, abs=scale)
+
+
 def test_weights_of_zero_have_no_loss():
     w, x = torch.zeros(4, 6), torch.ones(8, 6, dtype=torch.float64)
     for method in METHODS:
@@ -198,7 +230,7 @@ def test_any_float_weight_is_factored_in_fp64(dtype):
         factors = factorize(torch.nn.Parameter(w), method, moment_of(method, w.double(), x))
         assert {factors.u.dtype, factors.v.dtype, factors.spectrum.dtype} == {torch.float64}
         assert not factors.u.requires_grad
-        torch.testing.assert_close(factors.u @ factors.v, w.double().t(), rtol=1e-7, atol=1e-8)
+        assert_same_in_fp64(factors.u @ factors.v, w.double().t())
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -226,7 +226,10 @@ ERRORS = {
     "no calibration": (_nothing, {}, None, ValueError, "method swift needs calibration batches"),
     "no batches": (_nothing, {}, [], ValueError, "calibration has no batches"),
     "no target": (_nothing, {"targets": "fc9"}, "tokens", ValueError, "match no nn.Linear"),
-    "bad token": (_nothing, {}, [torch.tensor([[99]])], IndexError, "out of range"),
+    "bad token": (_nothing, {}, [torch.tensor([[99]])], ValueError, "batch 0 has token id 99, the"),
+    "negative token": (_nothing, {}, [torch.tensor([[3, -1]])], ValueError, "has token id -1, the"),
+    "too long": (_nothing, {}, [torch.ones(1, 65).long()], ValueError, "65 positions, the model"),
+    "a list": (_nothing, {}, [[1, 2]], TypeError, "tensor or a mapping .* got list"),
 }
 
 

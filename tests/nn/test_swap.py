@@ -1,13 +1,22 @@
 """Replacing Linears inside a model: where, by what, and what survives."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import pytest
 import torch
+from tolerances import assert_same_in_fp64
 from torch import Tensor, nn
 
 from neuronmm_ops import SVDMLP, SVDLinear, swap_
 from neuronmm_ops.nn import shared_weights
+
+
+@pytest.fixture(autouse=True)
+def _fp64() -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(before)
 
 
 class LlamaMLP(nn.Module):
@@ -62,7 +71,7 @@ def test_swapped_linears_compute_the_same(x):
     expected = model(x)
     assert swap_(model, factors_of(model, "proj", *PROJECTIONS)) is None
     assert type(model.proj) is SVDLinear
-    torch.testing.assert_close(model(x), expected)
+    assert_same_in_fp64(model(x), expected)
 
 
 def test_a_gated_mlp_is_fused(x):
@@ -73,7 +82,7 @@ def test_a_gated_mlp_is_fused(x):
     assert model.mlp.activation == "silu"
     assert all(type(child) is SVDLinear for child in model.mlp.children())
     assert type(model.proj) is nn.Linear
-    torch.testing.assert_close(model(x), expected)
+    assert_same_in_fp64(model(x), expected)
 
 
 def test_a_gated_mlp_keeps_its_dense_projections(x):
@@ -82,7 +91,7 @@ def test_a_gated_mlp_keeps_its_dense_projections(x):
     swap_(model, factors_of(model, "mlp.gate_proj", "mlp.down_proj"))
     assert type(model.mlp) is SVDMLP
     assert model.mlp.up_proj is up
-    torch.testing.assert_close(model(x), expected)
+    assert_same_in_fp64(model(x), expected)
 
 
 def test_other_gated_mlps_are_left_alone(x):
@@ -93,14 +102,14 @@ def test_other_gated_mlps_are_left_alone(x):
     expected = model(x)
     swap_(model, factors_of(model, "0.gate_proj", "0.up_proj", "0.down_proj"))
     assert type(model[0]) is MyMLP
-    torch.testing.assert_close(model(x), expected)
+    assert_same_in_fp64(model(x), expected)
 
 
 def test_a_gated_mlp_that_is_the_model_itself_keeps_working(x):
     model = LlamaMLP()
     expected = model(x)
     swap_(model, factors_of(model, "gate_proj", "up_proj", "down_proj"))
-    torch.testing.assert_close(model(x), expected)
+    assert_same_in_fp64(model(x), expected)
 
 
 def test_a_gated_mlp_whose_forward_was_replaced_is_left_alone(x):
@@ -109,7 +118,7 @@ def test_a_gated_mlp_whose_forward_was_replaced_is_left_alone(x):
     model.mlp.forward = lambda x: seen.append("forward") or original(x)
     expected = model(x)
     swap_(model, factors_of(model, *PROJECTIONS))
-    torch.testing.assert_close(model(x), expected)
+    assert_same_in_fp64(model(x), expected)
     assert seen == ["forward"] * 2
 
 
@@ -120,7 +129,7 @@ def test_an_mlp_of_two_parents_is_replaced_in_both(x):
     swap_(model, factors_of(model, *(f"0.{name}" for name in PROJECTIONS)))
     assert type(model[0].mlp) is SVDMLP
     assert model[1].mlp is model[0].mlp
-    torch.testing.assert_close(model(x), expected)
+    assert_same_in_fp64(model(x), expected)
 
 
 @pytest.mark.parametrize("name", ["0", "2"])
@@ -132,7 +141,7 @@ def test_a_shared_linear_is_replaced_everywhere_by_one(name, x):
     assert type(model[0]) is SVDLinear
     assert model[2] is model[0]
     assert model[3] is model[0]
-    torch.testing.assert_close(model(x), expected)
+    assert_same_in_fp64(model(x), expected)
 
 
 def test_a_shared_linear_under_two_names_is_not_half_replaced(x):

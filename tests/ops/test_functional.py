@@ -1,10 +1,12 @@
 """The public functions under torch.compile and torch.export."""
 
+import copy
 from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 from operands import make, mlp_shapes
+from tolerances import assert_close_to_oracle
 from torch import Tensor
 from torch._inductor.utils import run_and_get_code
 
@@ -64,7 +66,7 @@ def test_trains_under_compile_in_one_graph(op, function, shapes):
             leaves = [t.clone().requires_grad_() for t in inputs]
             grads.append(torch.autograd.grad(run(*leaves).square().sum(), leaves))
         for eager, graph in zip(*grads, strict=True):
-            torch.testing.assert_close(graph, eager)
+            assert_close_to_oracle(graph, eager, eager)
 
 
 # Inductor's own imports.
@@ -73,17 +75,18 @@ def test_inductor_runs_forward_and_backward():
     def step(x: Tensor, u: Tensor, v: Tensor, factors: list[Tensor]) -> Tensor:
         return ops.svd_mlp(ops.xuv(x, u, v).relu(), *factors).square().sum()
 
-    compiled = torch.compile(step, fullgraph=True, dynamic=True)
+    # Scalar code: inductor's vectors are wrong where ATen is told to use fewer than the CPU has.
+    compiled = torch.compile(step, fullgraph=True, dynamic=True, options={"cpp.simdlen": 1})
     for rows in (8, 11):
         inputs = [make((rows, 6)), make((6, 3)), make((3, 5))]
         factors = [make(shape) for shape in mlp_shapes(5, 7, 4)]
         results = []
-        for run in (step, compiled):
-            leaves = [t.clone().requires_grad_() for t in inputs]
-            loss = run(*leaves, factors)
+        for run, dtype in ((step, torch.float32), (compiled, torch.float32), (step, torch.float64)):
+            leaves = [t.to(dtype, copy=True).requires_grad_() for t in inputs]
+            loss = run(*leaves, [t.to(dtype) for t in factors])
             results.append((loss.detach(), *torch.autograd.grad(loss, leaves)))
-        for eager, graph in zip(*results, strict=True):
-            torch.testing.assert_close(graph, eager)
+        for eager, graph, oracle in zip(*results, strict=True):
+            assert_close_to_oracle(graph, oracle, eager)
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
@@ -100,8 +103,7 @@ def test_inductor_keeps_one_extern_call_an_op_in_one_dynamic_graph():
         with torch.compiler.set_stance("fail_on_recompile"):
             for lead in (9, 17):
                 x = make((lead, 6))
-                for actual, expected in zip(compiled(x), module(x), strict=True):
-                    torch.testing.assert_close(actual, expected)
+                check_outputs(module, x, compiled(x))
         for lead in (4, 9, 17):
             traced(make((lead, 6)))
     assert len(backend.graphs) == 1
@@ -119,6 +121,12 @@ class Everything(torch.nn.Module):
         return tuple(getattr(ops, op)(x, *getattr(self, op)) for op in FACTORS)
 
 
+def check_outputs(module: Everything, x: Tensor, outputs: tuple[Tensor, ...]) -> None:
+    oracles = copy.deepcopy(module).double()(x.double())
+    for actual, oracle, eager in zip(outputs, oracles, module(x), strict=True):
+        assert_close_to_oracle(actual, oracle, eager)
+
+
 # torch's own TreeSpec, copied by run_decompositions.
 @pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning")
 def test_export_keeps_the_ops():
@@ -128,5 +136,4 @@ def test_export_keeps_the_ops():
         targets = {str(node.target) for node in exported.graph.nodes}
         assert {f"neuronmm.{op}.default" for op in FACTORS} <= targets
         x = make((9, 6))
-        for actual, expected in zip(exported.module()(x), module(x), strict=True):
-            torch.testing.assert_close(actual, expected)
+        check_outputs(module, x, exported.module()(x))

@@ -6,7 +6,7 @@ Weights are met cold, as in a model's forward: every round takes another copy of
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from itertools import product
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,12 +17,12 @@ from neuronmm_ops.bench.timing import PairedTimes, copies_for, time_paired
 from neuronmm_ops.compress.calibrate import Progress
 from neuronmm_ops.compress.rank import aligned_rank
 from neuronmm_ops.nn import SVDMLP, SVDLinear
+from neuronmm_ops.ops.cpu import compute_dtype
 
 OPS = ("xuv", "svd_mlp")
 RATIOS = (0.2, 0.5)
 TOKENS = (1, 8, 64, 512)
-
-T = TypeVar("T")
+FORWARD, BOTH = "forward", "forward+backward"
 
 
 def run(
@@ -35,6 +35,7 @@ def run(
     rounds: int = 30,
     block: int = 128,
     progress: Progress | None = None,
+    backward: bool = False,
 ) -> list[dict[str, Any]]:
     """Time each op at each ratio and number of tokens.
 
@@ -45,25 +46,28 @@ def run(
         tokens: values of M.
         dtype: of activations and weights.
         threads: of torch; default as it is.
-        rounds: timed rounds a row.
+        rounds: timed rounds a row; fewer where they take more than a minute.
         block: ranks are multiples of it.
         progress: called with ("measure", rows done, rows in all).
+        backward: also time a forward and the gradients of x and of all weights.
 
     Returns:
-        A row for each combination: `op`, `M`, `K`, `N`, `r`, `dtype`, `threads`, `dense_ms`,
-        `two_gemm_ms`, `op_ms` (medians), `speedup` (dense to op, median of paired rounds),
-        `ideal_speedup` (dense parameters to low-rank ones: the ratio of bytes, and of operations),
-        `gbps` (bytes of the factors over the op's time) and `gflops`.
+        A row for each combination: `op`, `pass` (`forward` or `forward+backward`), `M`, `K`, `N`,
+        `r`, `dtype` (of the tensors), `compute_dtype` (in which the op multiplies on this CPU),
+        `threads`, `dense_ms`, `two_gemm_ms`, `op_ms` (medians), `speedup` (dense to op, median of
+        paired rounds), `ideal_speedup` (dense parameters to low-rank ones: the ratio of bytes, and
+        of operations), `gbps` (bytes of the factors over the op's time) and `gflops` (of the
+        products of x, factors and gradients, recomputed ones not counted).
 
     Raises:
         ValueError: an op or the shape is unknown, or no low-rank pair is smaller at a ratio.
     """
     sizes = model_shape(shape)
     K, N = sizes.hidden_size, sizes.intermediate_size
-    cases = list(product(ops, ratios, tokens))
+    cases = list(product(ops, (False, True) if backward else (False,), ratios, tokens))
     rows: list[dict[str, Any]] = []
-    for op, ratio, M in cases:
-        rows.append(row(op, M, K, N, ratio, dtype, threads, rounds, block))
+    for op, with_gradients, ratio, M in cases:
+        rows.append(row(op, M, K, N, ratio, dtype, threads, rounds, block, with_gradients))
         if progress:
             progress("measure", len(rows), len(cases))
     return rows
@@ -79,6 +83,7 @@ def row(
     threads: int | None = None,
     rounds: int = 30,
     block: int = 128,
+    backward: bool = False,
 ) -> dict[str, Any]:
     """Time one op; for `svd_mlp`, K is the hidden and N the intermediate size. See `run`."""
     if op not in OPS:
@@ -91,17 +96,19 @@ def row(
     matrices = 1 if op == "xuv" else 3
     dense, low_rank = matrices * K * N, matrices * r * (K + N)
     copies = copies_for(low_rank * dtype.itemsize)
-    candidates = _xuv if op == "xuv" else _svd_mlp
     with _threads(threads) as used:
-        times = candidates(M, K, N, r, dtype, copies, rounds)
+        layers = _layers(op, K, N, r, dtype, copies)
+        times = _time(layers, torch.randn(M, K, dtype=dtype), rounds, backward)
     op_ms = times.median_ms("op")
     return {
         "op": op,
+        "pass": BOTH if backward else FORWARD,
         "M": M,
         "K": K,
         "N": N,
         "r": r,
-        "dtype": str(dtype).removeprefix("torch."),
+        "dtype": _name(dtype),
+        "compute_dtype": _name(compute_dtype(dtype)),
         "threads": used,
         "dense_ms": times.median_ms("dense"),
         "two_gemm_ms": times.median_ms("two_gemm"),
@@ -109,90 +116,71 @@ def row(
         "speedup": times.speedup("op", "dense"),
         "ideal_speedup": dense / low_rank,
         "gbps": low_rank * dtype.itemsize / op_ms / 1e6,
-        "gflops": 2 * M * low_rank / op_ms / 1e6,
+        "gflops": (6 if backward else 2) * M * low_rank / op_ms / 1e6,
     }
 
 
-@torch.inference_mode()
-def _xuv(
-    M: int, K: int, N: int, r: int, dtype: torch.dtype, copies: int, rounds: int
+def _layers(
+    op: str, K: int, N: int, r: int, dtype: torch.dtype, copies: int
+) -> dict[str, list[nn.Module]]:
+    """Copies of each candidate, with weights of its own: the next would find them in the cache."""
+
+    def linear(K: int, N: int) -> nn.Linear:
+        return nn.Linear(K, N, bias=False, dtype=dtype)
+
+    def pair(K: int, N: int) -> nn.Sequential:
+        return nn.Sequential(linear(K, r), linear(r, N))
+
+    makers: dict[str, Callable[[], nn.Module]] = {
+        "dense": lambda: linear(K, N),
+        "two_gemm": lambda: pair(K, N),
+        "op": lambda: SVDLinear(K, N, r, bias=False, dtype=dtype),
+    }
+    if op == "svd_mlp":
+        makers = {
+            "dense": lambda: _GatedMLP(linear(K, N), linear(K, N), linear(N, K)),
+            "two_gemm": lambda: _GatedMLP(pair(K, N), pair(K, N), pair(N, K)),
+            "op": lambda: SVDMLP(K, N, (r, r, r), dtype=dtype),
+        }
+    return {name: [make() for _ in range(copies)] for name, make in makers.items()}
+
+
+def _time(
+    layers: dict[str, list[nn.Module]], x: Tensor, rounds: int, backward: bool
 ) -> PairedTimes:
-    op = torch.ops.neuronmm.xuv.default
-    x = torch.randn(M, K, dtype=dtype)
-    dense = _copies(lambda: nn.Linear(K, N, bias=False, dtype=dtype).weight, copies)
-    # Each candidate has its own factors: the next one would find them in the cache.
-    pairs = _copies(lambda: (_matrix(r, K, dtype), _matrix(N, r, dtype)), copies)
-    layers = _copies(lambda: SVDLinear(K, N, r, bias=False, dtype=dtype), copies)
-    factors = [(layer.u, layer.v) for layer in layers]
+    def forward(copies: list[nn.Module]) -> Callable[[int], object]:
+        return lambda turn: copies[turn % len(copies)](x)
 
-    def two_gemm(turn: int) -> Tensor:
-        first, second = pairs[turn % copies]
-        return F.linear(F.linear(x, first), second)
+    def both(copies: list[nn.Module]) -> Callable[[int], object]:
+        def step(turn: int) -> object:
+            layer = copies[turn % len(copies)]
+            y = layer(x)
+            return torch.autograd.grad(y, (x, *layer.parameters()), seed)
 
+        return step
+
+    if not backward:
+        return time_paired({name: forward(copies) for name, copies in layers.items()}, rounds)
+    seed = torch.randn_like(layers["op"][0](x))
+    x = x.requires_grad_()
     return time_paired(
-        {
-            "dense": lambda turn: F.linear(x, dense[turn % copies]),
-            "two_gemm": two_gemm,
-            "op": lambda turn: op(x, *factors[turn % copies]),
-        },
-        rounds,
+        {name: both(copies) for name, copies in layers.items()}, rounds, mode=torch.enable_grad
     )
 
 
-@torch.inference_mode()
-def _svd_mlp(
-    M: int, K: int, N: int, r: int, dtype: torch.dtype, copies: int, rounds: int
-) -> PairedTimes:
-    x = torch.randn(M, K, dtype=dtype)
-    # Each candidate has its own weights: the next one would find them in the cache.
-    dense = _copies(lambda: _DenseMLP(K, N, dtype), copies)
-    pairs = _copies(lambda: _MatrixPairs(K, N, r, dtype), copies)
-    fused = _copies(lambda: SVDMLP(K, N, (r, r, r), dtype=dtype), copies)
-    return time_paired(
-        {
-            "dense": lambda turn: dense[turn % copies](x),
-            "two_gemm": lambda turn: pairs[turn % copies](x),
-            "op": lambda turn: fused[turn % copies](x),
-        },
-        rounds,
-    )
-
-
-class _DenseMLP(nn.Module):
+class _GatedMLP(nn.Module):
     """The gated MLP as Transformers' `LlamaMLP` computes it."""
 
-    def __init__(self, K: int, N: int, dtype: torch.dtype) -> None:
+    def __init__(self, gate: nn.Module, up: nn.Module, down: nn.Module) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(K, N, bias=False, dtype=dtype)
-        self.up_proj = nn.Linear(K, N, bias=False, dtype=dtype)
-        self.down_proj = nn.Linear(N, K, bias=False, dtype=dtype)
+        self.gate_proj, self.up_proj, self.down_proj = gate, up, down
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
-class _MatrixPairs(nn.Module):
-    """The same MLP of pairs of matrices, each a `F.linear`."""
-
-    def __init__(self, K: int, N: int, r: int, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.gate = _matrix(r, K, dtype), _matrix(N, r, dtype)
-        self.up = _matrix(r, K, dtype), _matrix(N, r, dtype)
-        self.down = _matrix(r, N, dtype), _matrix(K, r, dtype)
-
-    def forward(self, x: Tensor) -> Tensor:
-        gate = F.linear(F.linear(x, self.gate[0]), self.gate[1])
-        up = F.linear(F.linear(x, self.up[0]), self.up[1])
-        hidden = F.silu(gate) * up
-        return F.linear(F.linear(hidden, self.down[0]), self.down[1])
-
-
-def _matrix(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
-    return torch.empty(rows, columns, dtype=dtype).uniform_(-1, 1).mul_(columns**-0.5)
-
-
-def _copies(make: Callable[[], T], copies: int) -> list[T]:
-    return [make() for _ in range(copies)]
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 @contextmanager

@@ -11,6 +11,8 @@ import torch
 # More than the caches a core can keep for itself: weights that are met again after this many other
 # bytes come from memory, as they do in a model's forward.
 COLD_BYTES = 512 * 2**20
+# Enough for a median, where a round takes so long that the time limit ends the measurement.
+MIN_ROUNDS = 3
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,7 @@ def time_paired(
     warmup: int = 3,
     calls: int = 1,
     mode: Callable[[], AbstractContextManager[object]] = torch.inference_mode,
+    limit_s: float = 60.0,
 ) -> PairedTimes:
     """Time the candidates in turn, starting each round at another one.
 
@@ -54,11 +57,15 @@ def time_paired(
         warmup: rounds before them, not timed.
         calls: calls of a candidate in one timing, for those near the clock's resolution.
         mode: context in which they run.
+        limit_s: seconds after which no further round starts, `MIN_ROUNDS` being timed.
     """
     names = list(candidates)
     times: dict[str, list[float]] = {name: [] for name in names}
+    start = time.perf_counter()
     with mode():
         for turn in range(-warmup, rounds):
+            if turn >= MIN_ROUNDS and time.perf_counter() - start > limit_s:
+                break
             shift = turn % len(names)
             for name in names[shift:] + names[:shift]:
                 elapsed = _seconds(candidates[name], turn, calls)

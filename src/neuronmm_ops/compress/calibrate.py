@@ -1,19 +1,22 @@
 """Second moments of activations: streamed in fp32 on the device, summed in fp64.
 
 For a Linear `y = x @ W.T`, `W[N, K]`, only the smaller side is kept where the method allows it:
-`E = X.T @ X` `[K, K]`, or `Y.T @ Y` `[N, N]` of the outputs without bias.
+`E = X.T @ X` `[K, K]`, or `Y.T @ Y` `[N, N]` of the outputs without bias. Linears that are always
+given the same tensor (gate and up; q, k and v) share one moment.
 """
 
-import hashlib
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from neuronmm_ops.compress.batches import Batch, check_batches, row_mask, run_batch, takes
 from neuronmm_ops.errors import NonFiniteError
+from neuronmm_ops.ops.cpu import compute_dtype
+from neuronmm_ops.ops.wide import WideProducts
 
 # One pass over the calibration data holds at most this much; more layers mean more passes.
 MAX_MOMENT_BYTES = 4 * 2**30
@@ -24,7 +27,7 @@ Progress = Callable[[str, int, int], None]  # stage, done, total
 
 @dataclass
 class Moment:
-    """Uncentred second moment of one side of a Linear.
+    """Uncentred second moment of one side of a Linear, or of several with the same input.
 
     Attributes:
         side: `input`, `X.T @ X` `[K, K]`; or `output`, `Y.T @ Y` `[N, N]` without bias.
@@ -35,6 +38,7 @@ class Moment:
     side: Side
     matrix: Tensor
     tokens: int = 0
+    _roots: dict[str, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @torch.no_grad()
     def add(self, product: Tensor, tokens: int) -> None:
@@ -43,70 +47,100 @@ class Moment:
         for total, part in zip(self.matrix.split(64), product.split(64), strict=True):
             total += part
         self.tokens += tokens
+        self._roots.clear()
+
+    def root(self, name: str, compute: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return `compute(matrix)`, found once for all Linears that share the moment."""
+        if name not in self._roots:
+            self._roots[name] = compute(self.matrix)
+        return self._roots[name]
 
 
 def collect_moments(
     model: nn.Module,
     sides: Mapping[str, Side],
-    batches: Sequence[Tensor],
+    batches: Sequence[Batch],
     progress: Progress | None = None,
 ) -> Iterator[tuple[str, Moment]]:
     """Run the model over the batches and yield each named Linear's moment.
 
     The model runs in eval mode without gradients, once for every `MAX_MOMENT_BYTES` of moments,
-    so that the moments of few layers are alive at once; use each before taking the next.
+    so that the moments of few layers are alive at once; use each before taking the next. Linears
+    with the same input are given the same object. Products in a dtype that the CPU multiplies
+    slowly are computed in fp32.
 
     Args:
-        model: called as `model(batch)`; of a Transformers model only the body runs.
+        model: called as `model(batch)` or `model(**batch)`; of a Transformers model only the body
+            runs where it takes what the batches bring.
         sides: name of the Linear to the side to measure.
-        batches: token ids `[B, T]` (or whatever the model takes), any number of them.
+        batches: token ids `[B, T]`, or mappings of the model's arguments; any number of them.
+            Rows of `[B, T, K]` activations whose `attention_mask` is 0 do not count, but in an
+            encoder-decoder, where an activation does not say to which mask it belongs.
         progress: told `("calibrate", batches done, batches in all)`.
 
     Raises:
         NonFiniteError: an activation is NaN or Inf; names the layer.
-        ValueError: there are no batches, or a Linear was never called.
+        ValueError: there are no batches, one is too long for the model or has a token id outside
+            its embedding, an encoder-decoder was given one tensor, or a Linear was never called.
+        TypeError: a batch is neither a tensor nor a mapping.
     """
-    if not batches:
-        raise ValueError("calibration has no batches; give at least one")
-    groups = _split(model, sides)
-    body = _body(model, sides)
-    total = len(groups) * len(batches)
-    for index, names in enumerate(groups):
-        moments = {name: _empty_moment(model.get_submodule(name), sides[name]) for name in names}
-        with eval_mode(model), _Recorder(model, moments), torch.no_grad():
-            for done, batch in enumerate(batches, start=1 + index * len(batches)):
-                body(batch)
+    check_batches(model, batches)
+    body = _body(model, sides, batches)
+    waiting, passes = list(sides), 0
+    while waiting:
+        recorder = _Recorder(model, {name: sides[name] for name in waiting})
+        with eval_mode(model), recorder, torch.no_grad(), _products(model):
+            for done, batch in enumerate(batches, start=1 + passes * len(batches)):
+                recorder.mask = row_mask(model, batch)
+                run_batch(body, batch)
+                recorder.flush()
                 if progress:
-                    progress("calibrate", done, total)
-        for name in names:
-            if moments[name].tokens == 0:
+                    to_come = _passes(model, sides, recorder.deferred)
+                    progress("calibrate", done, (passes + 1 + to_come) * len(batches))
+        moments = recorder.moments
+        for name in waiting:
+            if name in moments:
+                yield name, moments.pop(name)
+            elif name not in recorder.deferred:
                 raise ValueError(f"{name} was not called during calibration; leave it out")
-            yield name, moments.pop(name)
-
-
-def fingerprint(batches: Iterable[Tensor]) -> str:
-    """Return the SHA-256 of the batches' values and shapes, in order."""
-    digest = hashlib.sha256()
-    for batch in batches:
-        digest.update(f"{list(batch.shape)} {batch.dtype};".encode())
-        digest.update(batch.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
+        waiting = [name for name in waiting if name in recorder.deferred]
+        passes += 1
 
 
 @dataclass
-class _Recorder:
-    """Forward hooks that add to the moments, alive for a `with` block."""
+class _Product:
+    """X.T @ X of one tensor, and the Linears that were given it."""
 
-    model: nn.Module
-    moments: Mapping[str, Moment]
-    _handles: list[Any] = field(default_factory=list)
-    # gate_proj and up_proj are given the same tensor object: its product is formed once.
-    _last: tuple[Tensor, int, Tensor] | None = None  # x, its version, X.T @ X
+    x: Tensor
+    version: int
+    matrix: Tensor
+    tokens: int
+    names: list[str]
+
+
+class _Recorder:
+    """Forward hooks that add to the moments, alive for a `with` block.
+
+    Attributes:
+        moments: by name, of the Linears met so far; one object where all inputs were the same.
+        deferred: names for which there was no room in this pass.
+        mask: `[B, T]`, which rows of `[B, T, ...]` activations count; None for all.
+    """
+
+    def __init__(self, model: nn.Module, sides: Mapping[str, Side]) -> None:
+        self.moments: dict[str, Moment] = {}
+        self.deferred: set[str] = set()
+        self.mask: Tensor | None = None
+        self._linears = {name: model.get_submodule(name) for name in sides}
+        self._sides = sides
+        self._handles: list[Any] = []
+        self._last: _Product | None = None
 
     def __enter__(self) -> "_Recorder":
-        for name, moment in self.moments.items():
-            module = self.model.get_submodule(name)
-            hook = self._hook(name, moment)
+        for name, module in self._linears.items():
+            hook = (
+                self._input_hook(name) if self._sides[name] == "input" else self._output_hook(name)
+            )
             self._handles.append(module.register_forward_hook(hook, with_kwargs=True))
         return self
 
@@ -114,69 +148,121 @@ class _Recorder:
         for handle in self._handles:
             handle.remove()
 
-    def _hook(self, name: str, moment: Moment) -> Callable[..., None]:
+    def flush(self) -> None:
+        """Add the last product to the moments of the Linears that were given its tensor."""
+        if self._last is not None:
+            self._add(self._last.names, "input", self._last.matrix, self._last.tokens)
+            self._last = None
+
+    def _input_hook(self, name: str) -> Callable[..., None]:
         def record(
-            module: nn.Linear, args: tuple[Tensor, ...], kwargs: dict[str, Tensor], output: Tensor
+            module: nn.Linear, args: tuple[Tensor, ...], kwargs: dict[str, Tensor], _: Tensor
         ) -> None:
-            if moment.side == "input":
-                x = args[0] if args else kwargs["input"]
-                rows = x.reshape(-1, module.in_features)
-                product = self._input_product(x)
+            if name in self.deferred:
+                return
+            x = args[0] if args else kwargs["input"]
+            # A residual added in place keeps the object and changes the version; only an
+            # inference tensor has none.
+            version = -1 if x.is_inference() else x._version
+            last = self._last
+            if last is not None and last.x is x and last.version == version >= 0:
+                if name not in last.names:
+                    last.names.append(name)
+                    return
+                matrix, tokens = last.matrix, last.tokens
             else:
-                rows = _wide(output).reshape(-1, module.out_features)
-                if module.bias is not None:
-                    rows = rows - _wide(module.bias)
-                product = rows.t() @ rows
-            # A NaN or Inf anywhere in a column shows on the diagonal.
-            if not torch.isfinite(product.diagonal()).all():
-                raise NonFiniteError(
-                    f"{name}: {moment.side} activations must be finite, got NaN or Inf "
-                    "during calibration; check the weights, or run in a wider dtype"
-                )
-            moment.add(product, rows.shape[0])
+                matrix, tokens = self._gram(name, x)
+            self.flush()
+            self._last = _Product(x, version, matrix, tokens, [name])
 
         return record
 
-    def _input_product(self, x: Tensor) -> Tensor:
-        # A residual added in place keeps the object and changes the version; only an inference
-        # tensor has none.
-        version = -1 if x.is_inference() else x._version
-        if self._last is None or self._last[0] is not x or self._last[1] != version or version < 0:
-            rows = _wide(x).reshape(-1, x.shape[-1])
-            self._last = (x, version, rows.t() @ rows)
-        return self._last[2]
+    def _output_hook(self, name: str) -> Callable[..., None]:
+        def record(module: nn.Linear, _: Any, __: Any, output: Tensor) -> None:
+            if name in self.deferred:
+                return
+            y = _wide(output)
+            self._add(
+                [name],
+                "output",
+                *self._gram(name, y if module.bias is None else y - _wide(module.bias)),
+            )
+
+        return record
+
+    def _gram(self, name: str, x: Tensor) -> tuple[Tensor, int]:
+        """Return `X.T @ X` and the number of rows X."""
+        if self.mask is not None and x.shape[:2] == self.mask.shape and x.dim() > 2:
+            x = x[self.mask]
+        rows = _wide(x).reshape(-1, x.shape[-1])
+        product = rows.t() @ rows
+        # A NaN or Inf anywhere in a column shows on the diagonal.
+        if not torch.isfinite(product.diagonal()).all():
+            raise NonFiniteError(
+                f"{name}: {self._sides[name]} activations must be finite, got NaN or Inf "
+                "during calibration; check the weights, or run in a wider dtype"
+            )
+        return product, rows.shape[0]
+
+    def _add(self, names: list[str], side: Side, product: Tensor, tokens: int) -> None:
+        """Add a product to the moments of `names`, which part from others that did not get it."""
+        for old in {id(m): m for m in map(self.moments.get, names)}.values():
+            members = [name for name in names if self.moments.get(name) is old]
+            owners = [name for name, moment in self.moments.items() if moment is old]
+            if old is not None and len(owners) == len(members):
+                old.add(product, tokens)
+                continue
+            if not self._has_room(product.shape[0]):
+                self.deferred.update(members)
+                for name in members:
+                    self.moments.pop(name, None)
+                continue
+            matrix = (
+                torch.zeros_like(product, dtype=torch.float64)
+                if old is None
+                else old.matrix.clone()
+            )
+            new = Moment(side, matrix, 0 if old is None else old.tokens)
+            new.add(product, tokens)
+            self.moments.update(dict.fromkeys(members, new))
+
+    def _has_room(self, size: int) -> bool:
+        held = {id(moment): moment.matrix.nbytes for moment in self.moments.values()}
+        return not held or sum(held.values()) + _bytes(size) <= MAX_MOMENT_BYTES
+
+
+def _products(model: nn.Module) -> AbstractContextManager[object]:
+    """Return what to run the model in, so that no product is of a dtype that is slow here."""
+    parameters = model.parameters()
+    is_slow = any(compute_dtype(p.dtype, p.device) != p.dtype for p in parameters)
+    return WideProducts() if is_slow else nullcontext()
 
 
 def _wide(tensor: Tensor) -> Tensor:
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
-def _empty_moment(linear: nn.Module, side: Side) -> Moment:
-    assert isinstance(linear, nn.Linear)
-    size = linear.in_features if side == "input" else linear.out_features
-    return Moment(side, torch.zeros(size, size, dtype=torch.float64, device=linear.weight.device))
+def _bytes(size: int) -> int:
+    return 8 * size**2
 
 
-def _split(model: nn.Module, sides: Mapping[str, Side]) -> list[list[str]]:
-    """Split the names, in order, into groups whose moments fit in MAX_MOMENT_BYTES."""
-    groups: list[list[str]] = [[]]
-    used = 0
-    for name, side in sides.items():
+def _passes(model: nn.Module, sides: Mapping[str, Side], names: set[str]) -> int:
+    """Return in how many passes these moments fit at most: what they will share is not known."""
+    passes = used = 0
+    for name in (name for name in sides if name in names):
         linear = model.get_submodule(name)
         assert isinstance(linear, nn.Linear)
-        size = 8 * (linear.in_features if side == "input" else linear.out_features) ** 2
-        if groups[-1] and used + size > MAX_MOMENT_BYTES:
-            groups.append([])
-            used = 0
-        groups[-1].append(name)
+        size = _bytes(linear.in_features if sides[name] == "input" else linear.out_features)
+        if passes == 0 or used + size > MAX_MOMENT_BYTES:
+            passes, used = passes + 1, 0
         used += size
-    return groups
+    return passes
 
 
-def _body(model: nn.Module, sides: Mapping[str, Side]) -> nn.Module:
+def _body(model: nn.Module, sides: Mapping[str, Side], batches: Sequence[Batch]) -> nn.Module:
     """Return Transformers' base model when every Linear is in it: no logits are needed."""
     body = getattr(model, "base_model", None)
-    if not isinstance(body, nn.Module):
+    if not isinstance(body, nn.Module) or not takes(body, batches):
         return model
     inside = set(body.modules())
     return body if all(model.get_submodule(name) in inside for name in sides) else model

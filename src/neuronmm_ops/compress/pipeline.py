@@ -6,7 +6,8 @@ from collections.abc import Iterable, Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
-from neuronmm_ops.compress.calibrate import Moment, Progress, Side, collect_moments, fingerprint
+from neuronmm_ops.compress.batches import Batch, count_tokens, fingerprint
+from neuronmm_ops.compress.calibrate import Moment, Progress, Side, collect_moments
 from neuronmm_ops.compress.config import SVDConfig
 from neuronmm_ops.compress.coverage import warn_of_coverage
 from neuronmm_ops.compress.factorize import factorize, moment_side
@@ -26,7 +27,7 @@ TOKENS_PER_FEATURE = 10
 def compress_(
     model: nn.Module,
     config: SVDConfig | None = None,
-    calibration: Iterable[Tensor] | None = None,
+    calibration: Iterable[Batch] | None = None,
     progress: Progress | None = None,
 ) -> CompressionReport:
     """Replace the model's targeted Linears by low-rank pairs, in place.
@@ -35,16 +36,18 @@ def compress_(
     found, so an error leaves the model as it was.
 
     Args:
-        model: a Transformers model, or any module called as `model(batch)`.
+        model: a Transformers model, or any module called as `model(batch)` or `model(**batch)`.
         config: what to do; default `SVDConfig()`.
-        calibration: batches of token ids `[B, T]`; not needed, and not used, by `plain`.
+        calibration: batches of token ids `[B, T]`, or mappings of the model's arguments, as
+            `collect_moments` takes them; not needed, and not used, by `plain`.
         progress: called with (stage, done, total).
 
     Returns:
         Rank, loss and bytes of every targeted layer, and the provenance.
 
     Raises:
-        ValueError: no Linear matches, no calibration was given, or it has no batches.
+        ValueError: no Linear matches, no calibration was given, it has no batches, or the model
+            cannot take one (too long, a token id outside the embedding, no decoder inputs).
         NonFiniteError: a weight or an activation is NaN or Inf; names the layer.
     """
     config = config or SVDConfig()
@@ -96,7 +99,7 @@ def _check_weights(linears: dict[str, nn.Linear]) -> None:
             )
 
 
-def _batches(config: SVDConfig, calibration: Iterable[Tensor] | None) -> list[Tensor]:
+def _batches(config: SVDConfig, calibration: Iterable[Batch] | None) -> list[Batch]:
     if config.method == "plain":
         return []
     if calibration is None:
@@ -110,7 +113,7 @@ def _moments(
     model: nn.Module,
     config: SVDConfig,
     linears: dict[str, nn.Linear],
-    batches: list[Tensor],
+    batches: list[Batch],
     progress: Progress | None,
 ) -> Iterator[tuple[str, Moment | None]]:
     sides: dict[str, Side] = {}
@@ -168,15 +171,9 @@ def _layer_report(
     )
 
 
-def _describe(batches: list[Tensor]) -> dict[str, int | str]:
+def _describe(batches: list[Batch]) -> dict[str, int | str]:
     return {
-        "tokens": sum(_tokens(batch) for batch in batches),
+        "tokens": sum(count_tokens(batch) for batch in batches),
         "batches": len(batches),
         "sha256": fingerprint(batches),
     }
-
-
-def _tokens(batch: Tensor) -> int:
-    """Count token ids [B, T], or rows of features [..., K]."""
-    is_features = batch.is_floating_point() and batch.dim() > 0
-    return batch.numel() // batch.shape[-1] if is_features else batch.numel()

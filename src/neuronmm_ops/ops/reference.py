@@ -4,6 +4,7 @@ Numerics: both matmuls accumulate in fp32 over the whole contraction; the interm
 rounded once, to x's dtype. `mm` reads a matrix in whichever of the two orders it is stored, so
 factors stored contiguous along the contraction (`SVDLinear` does) take the CPU's fast path: for a
 single row that is `mv`, which streams them 1.3 to 1.7 times as fast as `mm` does (bf16, fp16).
+What the CPU multiplies slowly in its own dtype goes through float32 (`matmul.py`).
 """
 
 from collections.abc import Callable
@@ -12,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from neuronmm_ops.ops.matmul import SLOW_DTYPES, mm
 from neuronmm_ops.ops.validation import (
     FLOAT_DTYPES,
     TILE,
@@ -45,10 +47,11 @@ def xuv(x: Tensor, u: Tensor, v: Tensor, bias: Tensor | None = None) -> Tensor:
     if bias is not None or x.dtype not in FLOAT_DTYPES or u.dim() != 2 or v.dim() != 2:
         check_xuv(x, u, v, bias)
     try:
-        if bias is not None or (u.numel() >= _WORTH_A_CHOICE and x.dim() > 0):
+        dim = x.dim()
+        if dim and (u.numel() >= _WORTH_A_CHOICE or bias is not None or x.dtype in SLOW_DTYPES):
             y = _affine(_affine(_flat(x, u), u), v, bias)
-            return y if x.dim() == y.dim() else y.view(*x.shape[:-1], y.shape[-1])
-        if x.dim() == 2:
+            return y if dim == y.dim() else y.view(*x.shape[:-1], y.shape[-1])
+        if dim == 2:
             return torch.mm(torch.mm(x, u), v)
         return torch.matmul(torch.matmul(x, u), v)
     except RuntimeError:
@@ -107,7 +110,7 @@ def svd_mlp(
         gate, up = _affine(flat, u_gate), _affine(flat, u_up)
         hidden = _gated(gate, v_gate, up, v_up, ACTIVATIONS[activation])
         y = _affine(_affine(hidden, u_down), v_down)
-    except RuntimeError:
+    except (RuntimeError, IndexError):
         check_svd_mlp(x, *factors, activation, ACTIVATION_NAMES)
         raise
     return y if x.dim() == y.dim() else y.view(*x.shape[:-1], y.shape[-1])
@@ -138,7 +141,7 @@ def _gated(
     hidden = gate.new_empty(M, N)
     strips = (matrix.split(width, dim=1) for matrix in (v_gate, v_up, hidden))
     for v_gate_strip, v_up_strip, out in zip(*strips, strict=True):
-        torch.mul(act(torch.mm(gate, v_gate_strip)), torch.mm(up, v_up_strip), out=out)
+        torch.mul(act(mm(gate, v_gate_strip)), mm(up, v_up_strip), out=out)
     return hidden
 
 
@@ -152,4 +155,4 @@ def _affine(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return `x @ w + bias` for x [M, K] or [K], w [K, N], bias [N]."""
     if x.dim() == 1:
         return torch.mv(w.t(), x) if bias is None else torch.addmv(bias, w.t(), x)
-    return torch.mm(x, w) if bias is None else torch.addmm(bias, x, w)
+    return mm(x, w, bias)

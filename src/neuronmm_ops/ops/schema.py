@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from neuronmm_ops.ops import reference
+from neuronmm_ops.ops.matmul import mm, weight_gradient
 from neuronmm_ops.ops.validation import check_packed, check_svd_mlp, check_xuv, check_xw
 
 LIBRARY = torch.library.Library("neuronmm", "FRAGMENT")
@@ -106,8 +107,8 @@ def _xw_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     x, w = ctx.saved_tensors
     needs = ctx.needs_input_grad
     grad_rows = reference.rows(grad)
-    dx = grad_rows.mm(w.t()).view(x.shape) if needs[0] else None
-    dw = reference.rows(x).t().mm(grad_rows) if needs[1] else None
+    dx = mm(grad_rows, w.t()).view(x.shape) if needs[0] else None
+    dw = weight_gradient(reference.rows(x), grad_rows, w) if needs[1] else None
     return dx, dw, grad_rows.sum(0) if any(needs[2:]) else None
 
 
@@ -146,8 +147,8 @@ def _svd_mlp_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     needs = ctx.needs_input_grad
     rows = reference.rows(x)
     # Recomputed rather than saved: three [M, I] tensors a layer would dominate training memory.
-    gate = rows.mm(u_gate).mm(v_gate)
-    up = rows.mm(u_up).mm(v_up)
+    gate = mm(mm(rows, u_gate), v_gate)
+    up = mm(mm(rows, u_up), v_up)
     act = reference.ACTIVATIONS[ctx.activation](gate)
 
     dhidden, du_down, dv_down = _pair_backward(
@@ -211,10 +212,10 @@ def _pair_backward(
     rows: Tensor, u: Tensor, v: Tensor, grad: Tensor, needs: tuple[bool, ...]
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Gradients of `(rows @ u) @ v` for rows [M, K] and grad [M, N]: dx, du, dv."""
-    dinner = grad.mm(v.t()) if needs[0] or needs[1] else None
-    dx = dinner.mm(u.t()) if needs[0] and dinner is not None else None
-    du = rows.t().mm(dinner) if needs[1] and dinner is not None else None
-    dv = rows.mm(u).t().mm(grad) if needs[2] else None
+    dinner = mm(grad, v.t()) if needs[0] or needs[1] else None
+    dx = mm(dinner, u.t()) if needs[0] and dinner is not None else None
+    du = weight_gradient(rows, dinner, u) if needs[1] and dinner is not None else None
+    dv = weight_gradient(mm(rows, u), grad, v) if needs[2] else None
     return dx, du, dv
 
 

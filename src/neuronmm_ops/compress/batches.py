@@ -1,0 +1,166 @@
+"""Calibration batches: what a model takes, checked, counted and fingerprinted.
+
+A batch is one tensor, the model's first argument (token ids `[B, T]` for a language model), or a
+mapping of the model's keyword arguments, such as a tokenizer returns.
+"""
+
+import hashlib
+import inspect
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Batch = Tensor | Mapping[str, Any]
+
+_MASKS = {"input_ids": "attention_mask", "decoder_input_ids": "decoder_attention_mask"}
+
+
+def check_batches(model: nn.Module, batches: Sequence[Batch]) -> None:
+    """Check the batches before any of them is run.
+
+    Raises:
+        ValueError: there are none; one has more positions than the model, or a token id that its
+            embedding lacks.
+        TypeError: one is neither a tensor nor a mapping.
+    """
+    if not batches:
+        raise ValueError("calibration has no batches; give at least one")
+    limit, vocabulary = _max_positions(model), _vocabulary(model)
+    for index, batch in enumerate(batches):
+        if not isinstance(batch, (Tensor, Mapping)):
+            raise TypeError(
+                "a calibration batch must be a tensor or a mapping of the model's arguments, got "
+                f"{type(batch).__name__}"
+            )
+        for ids in _token_ids(batch).values():
+            if limit is not None and ids.shape[-1] > limit:
+                raise ValueError(
+                    f"calibration batch {index} has {ids.shape[-1]} positions, the model has "
+                    f"{limit}; use shorter blocks"
+                )
+            if vocabulary is None or ids.numel() == 0:
+                continue
+            low, high = (int(end) for end in ids.aminmax())
+            if low < 0 or high >= vocabulary:
+                raise ValueError(
+                    f"calibration batch {index} has token id {high if low >= 0 else low}, the "
+                    f"model's embedding has {vocabulary}; use the model's own tokenizer"
+                )
+
+
+def run_batch(model: nn.Module, batch: Batch) -> None:
+    """Call the model on a batch.
+
+    Raises:
+        ValueError: an encoder-decoder that needs decoder inputs was given one tensor.
+    """
+    if isinstance(batch, Mapping):
+        model(**batch)
+        return
+    try:
+        model(batch)
+    except ValueError as error:
+        if not _is_encoder_decoder(model):
+            raise
+        raise ValueError(
+            "an encoder-decoder needs decoder inputs too; give calibration batches as dicts, "
+            "such as {'input_ids': ..., 'decoder_input_ids': ...}"
+        ) from error
+
+
+def takes(module: nn.Module, batches: Iterable[Batch]) -> bool:
+    """Say whether the module's forward names every argument that the batches bring."""
+    named = inspect.signature(module.forward).parameters
+    return all(isinstance(batch, Tensor) or set(batch) <= set(named) for batch in batches)
+
+
+def row_mask(model: nn.Module, batch: Batch) -> Tensor | None:
+    """Return the positions `[B, T]` that count, None where all do or none can be told apart.
+
+    Of an encoder-decoder all count: an activation does not say to which of its sides it belongs.
+    """
+    mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
+    if not isinstance(mask, Tensor) or mask.dim() != 2 or _is_encoder_decoder(model):
+        return None
+    return None if bool(mask.all()) else mask.bool()
+
+
+def count_tokens(batch: Batch) -> int:
+    """Count a batch's tokens: the ids that a mask leaves, encoder's and decoder's; else rows.
+
+    Rows are those of features `[..., K]`, of the first tensor of a mapping.
+    """
+    ids = _token_ids(batch)
+    if ids:
+        masks = {} if isinstance(batch, Tensor) else batch
+        return sum(_unmasked(ids[name], masks.get(_MASKS.get(name, ""))) for name in ids)
+    tensors = [batch] if isinstance(batch, Tensor) else list(batch.values())
+    features = next((value for value in tensors if isinstance(value, Tensor)), None)
+    if features is None:
+        return 0
+    return features.numel() // features.shape[-1] if features.dim() > 0 else 1
+
+
+def fingerprint(batches: Iterable[Batch]) -> str:
+    """Return the SHA-256 of the batches' names, values and shapes, in order."""
+    digest = hashlib.sha256()
+    for batch in batches:
+        if isinstance(batch, Tensor):
+            _add(digest, batch)
+            continue
+        for name in sorted(batch):
+            digest.update(f"{name}=".encode())
+            _add(digest, batch[name])
+    return digest.hexdigest()
+
+
+def _add(digest: Any, value: object) -> None:
+    if not isinstance(value, Tensor):
+        digest.update(f"{value!r};".encode())
+        return
+    digest.update(f"{list(value.shape)} {value.dtype};".encode())
+    digest.update(value.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+
+
+def _token_ids(batch: Batch) -> dict[str, Tensor]:
+    """The batch's tensors of token ids, by argument name; "" for a batch that is one."""
+    given = {"": batch} if isinstance(batch, Tensor) else batch
+    named = {name: given[name] for name in ("", *_MASKS) if name in given}
+    return {
+        name: value
+        for name, value in named.items()
+        if isinstance(value, Tensor) and value.dim() > 0 and not value.is_floating_point()
+    }
+
+
+def _unmasked(ids: Tensor, mask: object) -> int:
+    if isinstance(mask, Tensor) and mask.shape == ids.shape:
+        return int(mask.bool().sum())
+    return ids.numel()
+
+
+def _max_positions(model: nn.Module) -> int | None:
+    limit = getattr(_text_config(model), "max_position_embeddings", None)
+    return limit if isinstance(limit, int) and limit > 0 else None
+
+
+def _vocabulary(model: nn.Module) -> int | None:
+    """Return how many token ids the model embeds, None where that is not known."""
+    find = getattr(model, "get_input_embeddings", None)
+    try:
+        embedding = find() if callable(find) else None
+    except NotImplementedError:  # Transformers' answer for models without token ids
+        return None
+    return embedding.num_embeddings if isinstance(embedding, nn.Embedding) else None
+
+
+def _text_config(model: nn.Module) -> Any:
+    config = getattr(model, "config", None)
+    text_config = getattr(config, "get_text_config", None)
+    return text_config() if callable(text_config) else config
+
+
+def _is_encoder_decoder(model: nn.Module) -> bool:
+    return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
