@@ -35,7 +35,7 @@ def test_options_of_cpu(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [{"op": "xuv", "M": 1, "op_ms": 0.123456}, {"op": "xuv", "M": 8, "op_ms": 12.0}]
 
     def measure(*arguments: Any, **options: Any) -> list[dict[str, Any]]:
-        asked.append((*arguments, options["tokens"], options["dtype"]))
+        asked.append((*arguments, options["tokens"], options["dtype"], options["backward"]))
         return rows
 
     monkeypatch.setattr("neuronmm_ops.bench.cpu.run", measure)
@@ -43,10 +43,21 @@ def test_options_of_cpu(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     outcome = run("bench", "cpu")
     assert outcome.out.startswith("op xuv\n")
     assert "0.1235" in outcome.out
-    run("bench", "cpu", "--model", "Qwen3-4B", "--tokens", "1,2", "3", "--dtype", "bfloat16")
+    run(
+        "bench",
+        "cpu",
+        "--model",
+        "Qwen3-4B",
+        "--tokens",
+        "1,2",
+        "3",
+        "--dtype",
+        "bfloat16",
+        "--backward",
+    )
     assert asked == [
-        ("Llama-3.2-1B", [1, 8, 64, 512], torch.float32),
-        ("Qwen3-4B", [1, 2, 3], torch.bfloat16),
+        ("Llama-3.2-1B", [1, 8, 64, 512], torch.float32, False),
+        ("Qwen3-4B", [1, 2, 3], torch.bfloat16, True),
     ]
 
 

@@ -31,6 +31,9 @@ def add(commands: Any) -> None:
     add_shape(command, default="Llama-3.2-1B", help="a shape (default Llama-3.2-1B)")
     add_tokens(command, [1, 8, 64, 512])
     add_dtype(command, "bfloat16 where the CPU multiplies it fast, otherwise float32")
+    command.add_argument(
+        "--backward", action="store_true", help="also a forward with the gradients of all operands"
+    )
     command = add_command(
         benchmarks, "overhead", _bench_overhead, show_rows, "what an op call costs"
     )
@@ -78,7 +81,13 @@ def _bench_cpu(options: argparse.Namespace) -> list[dict[str, Any]]:
     dtype = compute_dtype(torch.bfloat16) if is_auto else getattr(torch, options.dtype)
     tokens = tokens_of(options)
     with progress_bars() as progress:
-        return cpu.run(options.model, tokens=tokens, dtype=dtype, progress=progress)
+        return cpu.run(
+            options.model,
+            tokens=tokens,
+            dtype=dtype,
+            backward=options.backward,
+            progress=progress,
+        )
 
 
 def _bench_overhead(options: argparse.Namespace) -> list[dict[str, Any]]:
