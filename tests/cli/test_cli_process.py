@@ -10,6 +10,8 @@ import pytest
 from outcomes import COMPRESS, SCRIPT, Run, process
 from safetensors.torch import load_file
 
+pytestmark = pytest.mark.slow  # each starts a process that imports torch
+
 
 def test_a_reader_that_leaves_is_no_error() -> None:
     """As in `neuronmm doctor | true`: the pipe is closed before anything is written."""

@@ -130,6 +130,7 @@ AutoModelForCausalLM.from_pretrained(sys.argv[1])
 """
 
 
+@pytest.mark.slow
 def test_a_loader_that_does_not_know_the_factors_raises(tmp_path: Path) -> None:
     model = tiny_model()
     _compress(model)

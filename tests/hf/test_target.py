@@ -101,6 +101,7 @@ with replacement(Path(sys.argv[1]), force=True) as temporary:
 """
 
 
+@pytest.mark.slow
 def test_what_a_killed_run_left_is_removed_and_a_live_run_s_is_not(tmp_path: Path) -> None:
     target = tmp_path / "out"
     writing = subprocess.Popen(
@@ -118,6 +119,7 @@ def test_what_a_killed_run_left_is_removed_and_a_live_run_s_is_not(tmp_path: Pat
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_a_killed_run_had_moved_away_comes_back(tmp_path: Path) -> None:
     gone = subprocess.run(
         [sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True

@@ -56,6 +56,7 @@ def test_compiles_to_one_graph_with_the_op_in_it(op, function, shapes, guard):
 
 
 @pytest.mark.parametrize(("op", "function", "shapes"), CALLS, ids=FACTORS)
+@pytest.mark.slow
 def test_trains_under_compile_in_one_graph(op, function, shapes):
     factors = [make(shape, torch.float64) for shape in shapes]
     compiled = torch.compile(function, fullgraph=True, dynamic=True, backend="aot_eager")
@@ -71,6 +72,7 @@ def test_trains_under_compile_in_one_graph(op, function, shapes):
 
 # Inductor's own imports.
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
+@pytest.mark.slow
 def test_inductor_runs_forward_and_backward():
     def step(x: Tensor, u: Tensor, v: Tensor, factors: list[Tensor]) -> Tensor:
         return ops.svd_mlp(ops.xuv(x, u, v).relu(), *factors).square().sum()
@@ -90,6 +92,7 @@ def test_inductor_runs_forward_and_backward():
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
+@pytest.mark.slow
 def test_inductor_keeps_one_extern_call_an_op_in_one_dynamic_graph():
     module = Everything()
     backend = Counting()
@@ -129,6 +132,7 @@ def check_outputs(module: Everything, x: Tensor, outputs: tuple[Tensor, ...]) ->
 
 # torch's own TreeSpec, copied by run_decompositions.
 @pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning")
+@pytest.mark.slow
 def test_export_keeps_the_ops():
     module, rows = Everything(), torch.export.Dim("rows", min=2, max=64)
     program = torch.export.export(module, (make((4, 6)),), dynamic_shapes=({0: rows},))

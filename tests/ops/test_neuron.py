@@ -293,6 +293,7 @@ def compiled():
 
 
 @pytest.mark.parametrize("way", neuron_graphs.WAYS)
+@pytest.mark.slow
 def test_a_compiled_graph_holds_the_kernels_node_for_each_prompt_length(compiled, way):
     shapes = [[2, tokens, 40] for tokens in dict.fromkeys(neuron_graphs.LENGTHS)]
     expected = [[["stand_in.kernel.default"], shape] for shape in [*shapes, [3, 32]]]
