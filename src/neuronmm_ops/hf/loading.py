@@ -47,7 +47,9 @@ def load(
     except (CheckpointError, NonFiniteError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # a config can break a model's constructor in any way
-        raise CheckpointError(f"{path} cannot be loaded: {_reason(error)}") from error
+        raise CheckpointError(
+            f"{path} cannot be loaded: {_reason(error)}; check its config.json"
+        ) from error
     _check_keys(path, config, loaded, info)
     return loaded
 
@@ -125,8 +127,8 @@ def _check_keys(
 
 
 def _reason(error: Exception) -> str:
-    """The first line of an error, shortened, with its type where it may be no sentence."""
-    line = str(error).strip().partition("\n")[0]
-    known = isinstance(error, (OSError, ValueError, RuntimeError))
+    """An error in one line, shortened, with its type where it may be no sentence."""
+    line = " ".join(str(error).split())
+    known = type(error) in (OSError, ValueError, RuntimeError)
     line = line if known and line else f"{type(error).__name__}: {line}"
     return line if len(line) <= MAX_REASON else f"{line[:MAX_REASON]} ..."
