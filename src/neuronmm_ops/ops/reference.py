@@ -3,7 +3,7 @@
 Numerics: both matmuls accumulate in fp32 over the whole contraction; the intermediate `x @ u` is
 rounded once, to x's dtype. `mm` reads a matrix in whichever of the two orders it is stored, so
 factors stored contiguous along the contraction (`SVDLinear` does) take the CPU's fast path: for a
-single row that is `mv`, which streams them 1.3 to 1.7 times as fast as `mm` does (bf16, fp16).
+single row that is `mv`, except where `cpu.streams_by_mv` says otherwise.
 What the CPU multiplies slowly in its own dtype goes through float32 (`matmul.py`).
 """
 
@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from neuronmm_ops.ops.cpu import streams_by_mv
 from neuronmm_ops.ops.matmul import SLOW_DTYPES, mm
 from neuronmm_ops.ops.validation import (
     FLOAT_DTYPES,
@@ -31,6 +32,8 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 ACTIVATION_NAMES = tuple(ACTIVATIONS)
 
+# A single row of these is multiplied by `mm`.
+_MM_ROWS = frozenset(dtype for dtype in FLOAT_DTYPES if not streams_by_mv(dtype))
 # From this many entries on, choosing the faster matmul for one row is worth a microsecond.
 _WORTH_A_CHOICE = 2**16
 # Entries of the strips [M, n] in which a CPU passes through the MLP's hidden activations: they are
@@ -147,7 +150,7 @@ def _gated(
 
 def _flat(x: Tensor, w: Tensor) -> Tensor:
     """View x [..., K] as rows [M, K], or as a vector [K] where `mv` is the faster matmul."""
-    is_vector = 0 < x.numel() == x.shape[-1] and w.stride(0) == 1
+    is_vector = 0 < x.numel() == x.shape[-1] and w.stride(0) == 1 and x.dtype not in _MM_ROWS
     return x.reshape(-1) if is_vector else rows(x)
 
 
