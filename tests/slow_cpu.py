@@ -22,6 +22,7 @@ def make_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the package believe that this CPU multiplies only float32 and wider fast."""
     for module in (matmul, reference, wide):
         monkeypatch.setattr(module, "SLOW_DTYPES", SLOW)
+    monkeypatch.setattr(reference, "_MM_ROWS", frozenset())
     monkeypatch.setattr(cpu, "multiplies_fast", lambda dtype: dtype not in SLOW)
 
 
