@@ -84,8 +84,18 @@ def test_the_body_alone_may_be_compressed(tmp_path: Path) -> None:
     _assert_same(model, tmp_path / "saved")
 
 
+def test_a_layer_that_was_made_dense_again_is_no_longer_recorded(tmp_path: Path) -> None:
+    model = tiny_model()
+    _compress(model)
+    mlp = model.model.layers[0].mlp
+    mlp.gate_proj = mlp.gate_proj.to_linear()
+    hf.save(model, tmp_path / "out")
+    restored = _assert_same(model, tmp_path / "out")
+    assert type(restored.model.layers[0].mlp.gate_proj) is nn.Linear
+
+
 def test_a_dense_model_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="none to record; see compress_"):
+    with pytest.raises(ValueError, match="records no low-rank layer; see compress_"):
         hf.save(tiny_model(), tmp_path / "out")
 
 

@@ -77,6 +77,25 @@ def test_an_empty_or_compressed_directory_is_replaced_by_force(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "out"]
 
 
+def test_a_path_through_the_target_itself(pristine: Path, tmp_path: Path) -> None:
+    """`out/../out` leads nowhere while `out` has been moved away."""
+    shutil.copytree(pristine, tmp_path / "out")
+    with replacement(tmp_path / "out" / ".." / "out", force=True) as temporary:
+        (temporary / "new").touch()
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["new"]
+
+
+@pytest.mark.parametrize("name", [".", "..", "sub/..", "/"])
+def test_a_directory_that_one_is_in_is_kept(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here" / "sub").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "here")
+    with pytest.raises(FileExistsError, match="files that are not a checkpoint's"):
+        check_target(Path(name), force=True)
+
+
 def test_a_second_run_does_not_replace_the_first_one_s_output(tmp_path: Path) -> None:
     target = tmp_path / "out"
     with contextlib.ExitStack() as stack:

@@ -106,23 +106,24 @@ def _record(model: PreTrainedModel, report: CompressionReport | None) -> None:
     Raises:
         ValueError: the report and the model do not have the same low-rank layers.
     """
-    present, recorded = low_rank_layers(model), attached_report(model)
-    report = report or recorded
-    if report is None:
-        problem = "does not record its low-rank layers" if present else "has none to record"
-        raise ValueError(f"report must be given, the model {problem}; see compress_ and swap_")
-    earlier = recorded.layers if recorded else ()
-    layers = {name: layer for layer in (*earlier, *report.layers) for name in [_name(model, layer)]}
+    recorded = attached_report(model)
+    source = report or recorded
+    if source is None:
+        raise ValueError("the model's config records no low-rank layer; see compress_ and swap_")
+    ranks = {name: module.rank for name, module in low_rank_layers(model).items()}
+    layers = {_name(model, layer): layer for layer in (recorded.layers if recorded else ())}
+    # What was replaced since is no longer true.
+    layers = {n: layer for n, layer in layers.items() if layer.r is None or layer.r == ranks.get(n)}
+    layers |= {_name(model, layer): layer for layer in (report.layers if report else ())}
     reported = {name: layer.r for name, layer in layers.items() if layer.r is not None}
-    ranks = {name: module.rank for name, module in present.items()}
     odd = sorted(name for name, _ in reported.items() ^ ranks.items())
-    if odd:
+    if odd or not layers:
         raise ValueError(
-            f"report must list exactly the model's SVDLinears, see {odd[0]}; "
+            f"report must list exactly the model's SVDLinears, see {odd[0] if odd else 'none'}; "
             "use the report of the run that compressed this model"
         )
     named = tuple(replace(layer, name=name) for name, layer in layers.items())
-    attach(model, replace(report, layers=named))
+    attach(model, replace(source, layers=named))
 
 
 def _name(model: PreTrainedModel, layer: LayerReport) -> str:

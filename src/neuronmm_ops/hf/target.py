@@ -42,6 +42,7 @@ def check_target(
         FileExistsError: the target exists, and may not be replaced.
         OSError: its parent cannot be written, or has too little room.
     """
+    target = _plain(target)
     if os.path.lexists(target):
         problem = _why_kept(target, source)
         if problem:
@@ -65,6 +66,7 @@ def replacement(target: Path, force: bool) -> Generator[Path]:
     Raises:
         FileExistsError: something has appeared at the target, and force is not given.
     """
+    target = _plain(target)
     target.parent.mkdir(parents=True, exist_ok=True)
     _clean(target)
     temporary = _sibling(target, "tmp")
@@ -81,6 +83,13 @@ def no_room(target: Path, needed: int, free: int) -> str:
         f"writing {target} needs {needed / 1e9:.3f} GB and the disk has {free / 1e9:.3f} GB free; "
         "free some, or choose another place"
     )
+
+
+def _plain(target: Path) -> Path:
+    """The target without `..`, which would not lead back once the target has been moved away."""
+    if target.name in ("", ".."):
+        return target.resolve()
+    return target.parent.resolve() / target.name
 
 
 def _why_kept(target: Path, source: Path | None) -> str | None:
@@ -109,7 +118,7 @@ def _is_compressed(directory: Path) -> bool:
 
 
 def _existing_parent(target: Path) -> Path:
-    return next(path for path in target.absolute().parents if os.path.lexists(path))
+    return next(path for path in target.parents if os.path.lexists(path))
 
 
 def _sibling(target: Path, kind: str) -> Path:
