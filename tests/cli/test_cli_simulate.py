@@ -1,15 +1,14 @@
 """`neuronmm simulate`: a kernel file in, its profile out, and one line for every mistake."""
 
-import importlib.metadata
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Generator
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import pytest
 import torch
+from outcomes import Outcome, Run
 from tolerances import assert_close_to_oracle
 
 from neuronmm_ops.cli.kernel_arguments import Tensor, read_argument
@@ -84,15 +83,6 @@ def load(x):
 """
 
 
-class Outcome(NamedTuple):
-    code: int
-    out: str
-    err: str
-
-
-Run = Callable[..., Outcome]
-
-
 @pytest.fixture(scope="module")
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("kernels")
@@ -102,20 +92,9 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Run:
-    (entry_point,) = importlib.metadata.entry_points(group="console_scripts", name="neuronmm")
-    main = entry_point.load()
-
-    def call(kernel: object, *arguments: object) -> Outcome:
-        capsys.readouterr()
-        try:
-            code = main(["simulate", str(kernel), *map(str, arguments)])
-        except SystemExit as stop:
-            code = stop.code
-        return Outcome(code, *capsys.readouterr())
-
-    yield call
+@pytest.fixture(name="run")
+def simulate(run: Run) -> Generator[Run]:
+    yield lambda *arguments: run("simulate", *arguments)
     sys.modules.pop("helpers", None)  # each file of these tests has its own
 
 
