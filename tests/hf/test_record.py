@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-import warnings
 from pathlib import Path
 
 import pytest
@@ -19,7 +18,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from neuronmm_ops import CompressionWarning, SVDConfig, SVDLinear, compress_, factorize, hf, swap_
+from neuronmm_ops import SVDConfig, SVDLinear, compress_, factorize, hf, swap_
 
 ATTENTION = tuple(f"model.layers.{i}.self_attn.q_proj" for i in (0, 1))
 
@@ -67,12 +66,10 @@ def test_runs_add_up(tmp_path: Path) -> None:
     _swap(model, ATTENTION[0])
     _compress(model)
     _swap(model, ATTENTION[1])
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", CompressionWarning)
-        _compress(model, r".*o_proj")
+    _compress(model, "all-linear")
     hf.save(model, tmp_path / "out")
     restored = _assert_same(model, tmp_path / "out")
-    assert sum(isinstance(module, SVDLinear) for module in restored.modules()) == 6 + 2 + 2
+    assert sum(isinstance(module, SVDLinear) for module in restored.modules()) == 14
 
 
 def test_the_body_alone_may_be_compressed(tmp_path: Path) -> None:

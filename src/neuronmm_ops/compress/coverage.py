@@ -10,6 +10,7 @@ from neuronmm_ops.compress.config import SVDConfig
 from neuronmm_ops.compress.rank import largest_block
 from neuronmm_ops.compress.targets import ALL_LINEAR, PRESETS, Selection, output_head
 from neuronmm_ops.errors import CompressionWarning
+from neuronmm_ops.nn.svd_linear import SVDLinear
 
 # Below this share of the promised parameters there is a warning.
 EXPECTED = 0.5
@@ -93,12 +94,15 @@ def _promised(model: nn.Module, config: SVDConfig) -> dict[str, int]:
 
 
 def _matrices(model: nn.Module) -> dict[str, int]:
-    """Parameters of 2 or 3 dimensions and their sizes, without embeddings and output head."""
+    """Parameters of 2 or 3 dimensions and their sizes, without embeddings and output head.
+
+    Factors that an earlier run has found are no matrices to be reached any more.
+    """
     head = output_head(model)
     left_out = {
         id(parameter)
         for module in model.modules()
-        if module is head or isinstance(module, nn.Embedding)
+        if module is head or isinstance(module, (nn.Embedding, SVDLinear))
         for parameter in module.parameters()
     }
     return {
