@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from neuronmm_ops.compress.checkpoint import read_config
 from neuronmm_ops.hf.loading import load
 from neuronmm_ops.ops.cpu import compute_dtype
 
@@ -36,7 +35,7 @@ def load_computing(
 
     Raises:
         CheckpointError: the model cannot be loaded.
-        ValueError: it is an encoder-decoder, or the dtype or the device is not to be had.
+        ValueError: the dtype or the device is not to be had.
     """
     loaded = load_on(model, check_device(device))
     cast_(loaded, dtype_of(dtype, loaded))
@@ -48,13 +47,7 @@ def load_on(model: str | Path, device: torch.device) -> PreTrainedModel:
 
     Raises:
         CheckpointError: the model cannot be loaded.
-        ValueError: it is an encoder-decoder.
     """
-    path = Path(model)
-    if (path / "config.json").is_file() and read_config(path).get("is_encoder_decoder") is True:
-        raise ValueError(
-            f"{model} is an encoder-decoder; only decoders (causal language models) are supported"
-        )
     return load(model).to(device)  # pyright: ignore  (transformers wraps it untyped)
 
 

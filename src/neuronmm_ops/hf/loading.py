@@ -30,13 +30,18 @@ def load(
         device_map: as in `from_pretrained`.
 
     Raises:
-        CheckpointError: files are missing, damaged or malformed, or the parameters of the model
-            are not exactly those in them (Transformers would draw missing ones at random, and
-            leave others out, with a warning).
+        CheckpointError: files are missing, damaged or malformed, the model is an encoder-decoder,
+            or its parameters are not exactly those in the files (Transformers would draw missing
+            ones at random, and leave others out, with a warning).
         NonFiniteError: a factor is NaN or Inf.
     """
     path = local_directory(model)
-    config, files = read_config(path), weight_files(path)
+    config = read_config(path)
+    if config.get("is_encoder_decoder") is True:
+        raise CheckpointError(
+            f"{model} is an encoder-decoder; only decoders (causal language models) are supported"
+        )
+    files = weight_files(path)
     read_shapes(files)
     if config.get("quantization_config") is None:
         check_float(files)
