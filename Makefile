@@ -26,7 +26,8 @@ $(INSTALLED): pyproject.toml constraints.txt
 
 xla-env: $(XLA_INSTALLED)  ## create .venv-xla with torch 2.9.0 and torch_xla 2.9.0, for the CPU
 
-# --no-deps: the CUDA packages that torch would bring take 5 GB; stand-ins are built instead.
+# --no-deps: the CUDA packages that torch (and accelerate, by way of it) would bring take 5 GB;
+# stand-ins are built instead.
 # torch<0: pip stops at a requirement that requires torch, before it brings CUDA.
 $(XLA_INSTALLED): pyproject.toml constraints.txt tests/xla/requirements.txt tests/xla/cuda_stand_ins.py
 	$(PYTHON) -m venv $(XLA_VENV)
@@ -34,7 +35,7 @@ $(XLA_INSTALLED): pyproject.toml constraints.txt tests/xla/requirements.txt test
 	$(XLA_BIN)/pip install --quiet --disable-pip-version-check --no-compile \
 		-c $(XLA_VENV)/constraints.txt -r tests/xla/requirements.txt
 	$(XLA_BIN)/pip install --quiet --disable-pip-version-check --no-compile \
-		--no-deps torch==2.9.0 torch_xla==2.9.0 -e .
+		--no-deps torch==2.9.0 torch_xla==2.9.0 $$(grep '^accelerate==' constraints.txt) -e .
 	$(XLA_BIN)/python tests/xla/cuda_stand_ins.py
 	touch $@
 
