@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import subprocess
 import sys
 import warnings
@@ -72,7 +73,7 @@ def test_round_trip_in_a_fresh_process(family: str, tmp_path: Path) -> None:
         capture_output=True,
         text=True,
         check=False,
-        env={"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PATH": ""},
+        env=os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
     )
 
     assert result.returncode == 0, result.stderr
