@@ -27,7 +27,7 @@ def check_batches(model: nn.Module, batches: Sequence[Batch]) -> None:
     """
     if not batches:
         raise ValueError("calibration has no batches; give at least one")
-    limit, vocabulary = _max_positions(model), _vocabulary(model)
+    limit, vocabulary = position_limit(model), embedding_rows(model)
     for index, batch in enumerate(batches):
         if not isinstance(batch, (Tensor, Mapping)):
             raise TypeError(
@@ -48,6 +48,25 @@ def check_batches(model: nn.Module, batches: Sequence[Batch]) -> None:
                     f"calibration batch {index} has token id {high if low >= 0 else low}, the "
                     f"model's embedding has {vocabulary}; use the model's own tokenizer"
                 )
+
+
+def position_limit(model: nn.Module) -> int | None:
+    """Return the longest input in tokens that the model's config allows, or None."""
+    config = getattr(model, "config", None)
+    text_config = getattr(config, "get_text_config", lambda: config)()
+    limit = getattr(text_config, "max_position_embeddings", None)
+    return limit if isinstance(limit, int) and limit > 0 else None
+
+
+def embedding_rows(model: nn.Module) -> int | None:
+    """Return how many token ids the model embeds, None where that is not known."""
+    find = getattr(model, "get_input_embeddings", None)
+    try:
+        embedding = find() if callable(find) else None
+    except NotImplementedError:  # Transformers' answer for models without token ids
+        return None
+    rows = getattr(embedding, "num_embeddings", None)
+    return rows if isinstance(rows, int) else None
 
 
 def run_batch(model: nn.Module, batch: Batch) -> None:
@@ -139,27 +158,6 @@ def _unmasked(ids: Tensor, mask: object) -> int:
     if isinstance(mask, Tensor) and mask.shape == ids.shape:
         return int(mask.bool().sum())
     return ids.numel()
-
-
-def _max_positions(model: nn.Module) -> int | None:
-    limit = getattr(_text_config(model), "max_position_embeddings", None)
-    return limit if isinstance(limit, int) and limit > 0 else None
-
-
-def _vocabulary(model: nn.Module) -> int | None:
-    """Return how many token ids the model embeds, None where that is not known."""
-    find = getattr(model, "get_input_embeddings", None)
-    try:
-        embedding = find() if callable(find) else None
-    except NotImplementedError:  # Transformers' answer for models without token ids
-        return None
-    return embedding.num_embeddings if isinstance(embedding, nn.Embedding) else None
-
-
-def _text_config(model: nn.Module) -> Any:
-    config = getattr(model, "config", None)
-    text_config = getattr(config, "get_text_config", None)
-    return text_config() if callable(text_config) else config
 
 
 def _is_encoder_decoder(model: nn.Module) -> bool:

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from neuronmm_ops.compress.batches import embedding_rows, position_limit
 from neuronmm_ops.compress.calibrate import eval_mode
 from neuronmm_ops.errors import NonFiniteError
 
@@ -44,14 +45,6 @@ def encode_documents(tokenizer: Any, documents: Sequence[str]) -> Tensor:
     return torch.tensor(ids, dtype=torch.long)
 
 
-def position_limit(model: nn.Module) -> int | None:
-    """Return the longest input in tokens that the model's config allows, or None."""
-    config = getattr(model, "config", None)
-    text_config = getattr(config, "get_text_config", lambda: config)()
-    limit = getattr(text_config, "max_position_embeddings", None)
-    return limit if isinstance(limit, int) else None
-
-
 def default_seqlen(model: nn.Module) -> int:
     """Return the smaller of 2048 and the longest input that the model's config allows."""
     return min(DEFAULT_SEQLEN, position_limit(model) or DEFAULT_SEQLEN)
@@ -85,9 +78,8 @@ def check_ids(model: nn.Module, ids: Tensor, source: str) -> None:
     Raises:
         ValueError: an id is too large; the tokenizer is another model's.
     """
-    find = getattr(model, "get_input_embeddings", None)
-    rows = getattr(find() if callable(find) else None, "num_embeddings", None)
-    if isinstance(rows, int) and ids.numel() and int(ids.max()) >= rows:
+    rows = embedding_rows(model)
+    if rows is not None and ids.numel() and int(ids.max()) >= rows:
         raise ValueError(
             f"{source} holds token id {int(ids.max())}, but the model's embedding has {rows} rows; "
             "the tokenizer is not the model's"

@@ -16,7 +16,8 @@ from neuronmm_ops.compress.targets import select_targets
 from neuronmm_ops.eval.perplexity import block_length, check_ids
 from neuronmm_ops.hf.computing import AUTO, check_device, computing_in, dtype_of, load_on, name_of
 from neuronmm_ops.hf.loading import load_tokenizer
-from neuronmm_ops.hf.saving import check_target, save
+from neuronmm_ops.hf.saving import save
+from neuronmm_ops.hf.target import check_target
 from neuronmm_ops.hf.text import Order, calibration_batches
 
 DEFAULT_SAMPLES = 128

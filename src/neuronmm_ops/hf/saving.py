@@ -1,6 +1,7 @@
 """Saving a compressed model whole, or not at all."""
 
 import shutil
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,6 @@ from neuronmm_ops.errors import CheckpointError
 from neuronmm_ops.hf.keys import model_names
 from neuronmm_ops.hf.loading import load_exactly
 from neuronmm_ops.hf.target import check_target, no_room, replacement
-
-__all__ = ["check_target", "save"]
 
 
 def save(
@@ -111,10 +110,10 @@ def _record(model: PreTrainedModel, report: CompressionReport | None) -> None:
     if source is None:
         raise ValueError("the model's config records no low-rank layer; see compress_ and swap_")
     ranks = {name: module.rank for name, module in low_rank_layers(model).items()}
-    layers = {_name(model, layer): layer for layer in (recorded.layers if recorded else ())}
+    layers = _by_name(model, recorded.layers if recorded else ())
     # What was replaced since is no longer true.
     layers = {n: layer for n, layer in layers.items() if layer.r is None or layer.r == ranks.get(n)}
-    layers |= {_name(model, layer): layer for layer in (report.layers if report else ())}
+    layers |= _by_name(model, report.layers if report else ())
     reported = {name: layer.r for name, layer in layers.items() if layer.r is not None}
     odd = sorted(name for name, _ in reported.items() ^ ranks.items())
     if odd or not layers:
@@ -126,10 +125,13 @@ def _record(model: PreTrainedModel, report: CompressionReport | None) -> None:
     attach(model, replace(source, layers=named))
 
 
-def _name(model: PreTrainedModel, layer: LayerReport) -> str:
-    """The layer's name in the model, whose body alone may have been compressed."""
-    inside = f"{model.base_model_prefix}.{layer.name}"
-    return inside if inside in dict(model.named_modules()) else layer.name
+def _by_name(model: PreTrainedModel, layers: Iterable[LayerReport]) -> dict[str, LayerReport]:
+    """The layers by their names in the model, whose body alone may have been compressed."""
+    modules, prefix = {name for name, _ in model.named_modules()}, f"{model.base_model_prefix}."
+    return {
+        prefix + layer.name if prefix + layer.name in modules else layer.name: layer
+        for layer in layers
+    }
 
 
 def _source_of(model: PreTrainedModel) -> Path | None:
