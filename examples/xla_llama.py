@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from neuronmm_ops import SVDConfig, compress_
+from neuronmm_ops.hardware import TARGET_VARIABLE
 from neuronmm_ops.kernels import Plan, plan_svd_mlp
-from neuronmm_ops.ops.toolchain import TARGET_VARIABLE, core
+from neuronmm_ops.ops.toolchain import core
 
 try:
     import torch_xla  # pyright: ignore[reportMissingImports]
@@ -111,7 +112,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument(
-        "--target", choices=("trn1", "trn2", "trn3"), help="default: this machine's, else trn1"
+        "--target", choices=("trn1", "trn2", "trn3"), help="default: this machine's, else trn2"
     )
     return parser.parse_args()
 

@@ -18,6 +18,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensorMode
 
+from neuronmm_ops import hardware
+
 # The kernels are bound to the simulator before any nki stands on the path.
 from neuronmm_ops.kernels import shim as shim
 from neuronmm_ops.neuroncore.kernel import TensorSpec, run
@@ -159,17 +161,17 @@ class NeuronMachine:
         self.root = root
         self.monkeypatch = monkeypatch
         for variable in (
-            toolchain.TARGET_VARIABLE,
+            hardware.TARGET_VARIABLE,
             toolchain.LNC_VARIABLE,
             toolchain.ROUTE_VARIABLE,
         ):
             monkeypatch.delenv(variable, raising=False)
-        monkeypatch.setattr(toolchain, "PRODUCT_NAME", str(root / "product_name"))
+        monkeypatch.setattr(hardware, "PRODUCT_NAME", str(root / "product_name"))
         monkeypatch.syspath_prepend(root)
 
     def instance(self, name: str) -> None:
         """Make it an EC2 instance."""
-        Path(toolchain.PRODUCT_NAME).write_text(f"{name}\n")
+        Path(hardware.PRODUCT_NAME).write_text(f"{name}\n")
 
     def environment(self, **variables: str) -> None:
         """Set environment variables."""

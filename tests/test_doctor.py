@@ -58,8 +58,8 @@ def test_xla_without_neuron(machine):
     assert backend("xla") == (
         False,
         f"torch_xla {OWN}; lowered as custom call: nki and torch_neuronx are not installed; target "
-        "trn1, lnc 1 (target: no Neuron instance found; set NEURON_PLATFORM_TARGET_OVERRIDE; lnc: "
-        "default of trn1); to be read or exported; to run the ops set NEURONMM_XLA=composite",
+        "trn2, lnc 2 (target: no Neuron instance found; set NEURON_PLATFORM_TARGET_OVERRIDE; lnc: "
+        "default of trn2); to be read or exported; to run the ops set NEURONMM_XLA=composite",
     )
 
 

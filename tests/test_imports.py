@@ -17,7 +17,7 @@ MODULES = sorted(ROOT.rglob("*.py"))
 # bench, hf and eval are one storey; between themselves they import in this order.
 LAYERS = (
     *("cli", "doctor", "bench", "hf", "eval", "compress", "nn", "ops", "kernels", "neuroncore"),
-    *("progress", "errors"),
+    *("models", "hardware", "progress", "errors"),
 )
 RANK = {name: rank for rank, name in enumerate(reversed(LAYERS))}
 ROOT_MAY_IMPORT = {"compress", "errors", "eval", "nn", "ops"}

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from neuronmm_ops.errors import NkiVersionError
+from neuronmm_ops.hardware import TARGET_VARIABLE
 from neuronmm_ops.ops.cpu import multiplies_fast
 from neuronmm_ops.ops.implementation import active_impl
 from neuronmm_ops.ops.neuron import expected_way
@@ -18,7 +19,6 @@ from neuronmm_ops.ops.toolchain import (
     NEURON_PACKAGES,
     PLACEHOLDER,
     ROUTE_VARIABLE,
-    TARGET_VARIABLE,
     XLA_INSTALL,
     Core,
     core,

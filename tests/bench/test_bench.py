@@ -7,7 +7,7 @@ import torch
 
 from neuronmm_ops.bench import cpu, methods, overhead, timing
 from neuronmm_ops.bench.full_shape import make_model, make_tokenizer
-from neuronmm_ops.bench.shapes import SHAPES, ModelShape, model_shape
+from neuronmm_ops.models import SHAPES, ModelShape, model_shape
 from neuronmm_ops.ops.cpu import multiplies_fast
 
 CPU_FIELDS = (

@@ -37,7 +37,7 @@ def test_rows_of_a_named_model(capsys):
 def test_the_page_says_where_low_rank_does_not_pay(tmp_path, capsys):
     path = tmp_path / "config.json"
     path.write_text(json.dumps(CONFIG))
-    assert main(["plan", "--model", str(tmp_path), "--tokens", "1", "300"]) == 0
+    assert main(["plan", "--model", str(tmp_path), "--tokens", "1", "300", "--target", "trn1"]) == 0
     page = capsys.readouterr().out
     assert "Modelled times on trn1" in page
     assert "Low rank does not pay at M = 1:" in page
@@ -53,7 +53,10 @@ def test_the_page_says_where_low_rank_does_not_pay(tmp_path, capsys):
         (["--model", "Qwen3-8B", "--ratio", "1.5"], "--ratio must be between 0 and 1"),
         (["--model", "Qwen3-8B", "--tokens", "1,x"], "--tokens must be numbers of at least 1"),
         (["--model", "Qwen3-8B", "--target", "trn9"], "target must be one of trn1"),
-        (["--model", "Qwen3-8B", "--lnc", "2"], "lnc must be 1, or 2 on trn2 and trn3"),
+        (
+            ["--model", "Qwen3-8B", "--target", "trn1", "--lnc", "2"],
+            "lnc must be 1, or 2 on trn2 and trn3",
+        ),
         (["--model", "Qwen3-8B", "--dtype", "int8"], "dtype must be one of bfloat16"),
     ],
 )

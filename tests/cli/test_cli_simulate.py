@@ -162,7 +162,7 @@ def test_values_prints_and_helpers_beside_the_file(run: Run, file: Path) -> None
     arguments = ("--arg", "x=f32[128,4]", "--arg", "scale=2.5", "--arg", "act=silu")
     outcome = run(f"{file}:copy", *arguments)
     assert outcome.code == 0, outcome.err
-    assert outcome.out.startswith("scale 2.5 act silu\ncopy on trn3")
+    assert outcome.out.startswith("scale 2.5 act silu\ncopy on trn2")
     outcome = run(f"{file}:copy", *arguments, "--json")
     assert json.loads(outcome.out)["kernel"] == "copy"
     assert "scale 2.5" in outcome.err

@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tolerances import assert_close_to_oracle
 
-from neuronmm_ops.bench.shapes import SHAPES
 from neuronmm_ops.compress.rank import aligned_rank
 from neuronmm_ops.kernels import pieces, stream
 from neuronmm_ops.kernels.plan_decode import candidates
@@ -19,6 +18,7 @@ from neuronmm_ops.kernels.problem import Plan, Problem
 from neuronmm_ops.kernels.svd_mlp_decode import svd_mlp_decode
 from neuronmm_ops.kernels.xuv_decode import xuv_decode
 from neuronmm_ops.kernels.xw_decode import xw_decode
+from neuronmm_ops.models import SHAPES
 from neuronmm_ops.neuroncore import TensorSpec, dtypes, lint, simulate
 from neuronmm_ops.neuroncore.profile import Profile
 

@@ -12,15 +12,15 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tolerances import assert_close_to_oracle
 
-from neuronmm_ops.bench.shapes import SHAPES
 from neuronmm_ops.compress.rank import aligned_rank
+from neuronmm_ops.hardware import resolve_target
 from neuronmm_ops.kernels.plan_mlp import candidates
 from neuronmm_ops.kernels.problem import Plan, Problem
 from neuronmm_ops.kernels.svd_mlp import GROUP, svd_mlp
+from neuronmm_ops.models import SHAPES
 from neuronmm_ops.neuroncore import Profile, TensorSpec, simulate
 from neuronmm_ops.neuroncore.dtypes import dtype_of
 from neuronmm_ops.neuroncore.lint import lint
-from neuronmm_ops.neuroncore.machine import machine_of
 
 DTYPES = {
     "bfloat16": ml_dtypes.bfloat16,
@@ -238,7 +238,7 @@ def test_every_candidate_runs_as_predicted(problem: Problem) -> None:
         assert profile.flops == problem.flops
         assert profile.hbm_bytes == plan.hbm_bytes
         assert profile.sbuf_peak_bytes <= plan.sbuf_bytes
-        assert plan.sbuf_bytes <= machine_of(problem.target).usable_sbuf_bytes
+        assert plan.sbuf_bytes <= resolve_target(problem.target).usable_sbuf_bytes
         assert profile.psum_peak_banks <= plan.psum_banks <= 8
 
 
@@ -264,4 +264,4 @@ def test_plans_of_the_largest_features(target: str) -> None:
     for dtype in DTYPES:
         plans = candidates(Problem("svd_mlp", *sizes, dtype, target))
         assert plans
-        assert all(p.sbuf_bytes <= machine_of(target).usable_sbuf_bytes for p in plans)
+        assert all(p.sbuf_bytes <= resolve_target(target).usable_sbuf_bytes for p in plans)

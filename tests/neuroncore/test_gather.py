@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from neuroncore.harness import Out, call, refused, stored, values
 
+from neuronmm_ops.hardware import Engine
 from neuronmm_ops.neuroncore import isa as nisa
 from neuronmm_ops.neuroncore import language as nl
-from neuronmm_ops.neuroncore.machine import Engine
 
 seeds = st.integers(0, 2**32 - 1)
 steps = st.sampled_from([1, 2, 3])

@@ -61,7 +61,7 @@ def test_bad_options(options):
 
 @pytest.mark.parametrize(
     ("name", "version"),
-    [("trn1", 2), ("inf2", 2), ("gen3", 3), ("trn2", 3), ("TRN3", 4), (None, 4)],
+    [("trn1", 2), ("inf2", 2), ("gen3", 3), ("trn2", 3), ("TRN3", 4), (None, 3)],
 )
 def test_target_from_the_environment(name, version, monkeypatch):
     monkeypatch.delenv("NEURON_PLATFORM_TARGET_OVERRIDE", raising=False)

@@ -3,9 +3,9 @@
 import pytest
 
 from neuronmm_ops import neuroncore as nc
+from neuronmm_ops.hardware import MACHINES
 from neuronmm_ops.neuroncore import isa as nisa
 from neuronmm_ops.neuroncore import language as nl
-from neuronmm_ops.neuroncore.machine import MACHINES
 from neuronmm_ops.neuroncore.memory import MemoryRegion
 
 X = nc.TensorSpec((128, 64), nl.float32)

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from neuroncore.harness import Out, call, refused, values
 
 from neuronmm_ops import neuroncore as nc
+from neuronmm_ops.hardware import Engine
 from neuronmm_ops.neuroncore import isa as nisa
 from neuronmm_ops.neuroncore import language as nl
-from neuronmm_ops.neuroncore.machine import Engine
 
 BITS = Out((128, 64), "uint32")
 

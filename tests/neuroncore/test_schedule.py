@@ -3,9 +3,9 @@
 import pytest
 
 from neuronmm_ops import neuroncore as nc
+from neuronmm_ops.hardware import MACHINES, TRN1, TRN2, Engine
 from neuronmm_ops.neuroncore import isa as nisa
 from neuronmm_ops.neuroncore import language as nl
-from neuronmm_ops.neuroncore.machine import MACHINES, TRN1, TRN2, Engine
 from neuronmm_ops.neuroncore.resources import Room
 from neuronmm_ops.neuroncore.schedule import Wait, schedule
 

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from neuroncore.harness import Out, call, refused, stored, values
 
+from neuronmm_ops.hardware import Engine
 from neuronmm_ops.neuroncore import isa as nisa
 from neuronmm_ops.neuroncore import language as nl
-from neuronmm_ops.neuroncore.machine import Engine
 
 COMPARE: dict[str, Any] = {
     "equal": operator.eq,

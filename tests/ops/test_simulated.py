@@ -91,7 +91,7 @@ def test_the_last_profile_is_kept():
     assert profile.kernel_name == plan.kernel
     with nm.use_impl("simulated"):
         nm.svd_mlp(make((2, 8)), *[make(s) for s in mlp_shapes(8, 9, 8)])
-    assert nm.last_profile().target == "trn1"
+    assert nm.last_profile().target == "trn2"
 
 
 def test_targets_nest_and_are_restored():

@@ -11,7 +11,7 @@ import stand_ins
 from stand_ins import NeuronMachine
 
 from neuronmm_ops.errors import NkiVersionError
-from neuronmm_ops.neuroncore.machine import MACHINES
+from neuronmm_ops.hardware import MACHINES
 from neuronmm_ops.ops.toolchain import (
     BRIDGES,
     core,
@@ -72,7 +72,7 @@ def test_the_instance_type_says_the_target(machine, instance, target, lnc):
 def test_other_machines_are_not_known(machine, instance):
     machine.instance(instance)
     found = core()
-    assert (found.target, found.lnc, found.known) == ("trn1", 1, False)
+    assert (found.target, found.lnc, found.known) == ("trn2", 2, False)
     assert "no Neuron instance found; set NEURON_PLATFORM_TARGET_OVERRIDE" in found.source
 
 

@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from neuronmm_ops.bench.shapes import model_shape
 from neuronmm_ops.bench.timing import PairedTimes, copies_for, time_paired
 from neuronmm_ops.compress.calibrate import Progress
 from neuronmm_ops.compress.rank import aligned_rank
+from neuronmm_ops.models import model_shape
 from neuronmm_ops.nn import SVDMLP, SVDLinear
 from neuronmm_ops.ops.cpu import compute_dtype
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from neuronmm_ops.bench.shapes import model_shape
+from neuronmm_ops.models import model_shape
 
 TOKENIZER_ENTRIES = 2048
 SPECIAL_TOKENS = ("<s>", "</s>")  # begin, end

@@ -23,14 +23,14 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from neuronmm_ops.bench import published, published_mlp
-from neuronmm_ops.bench.shapes import SHAPES, model_shape
 from neuronmm_ops.compress.calibrate import Progress
 from neuronmm_ops.compress.rank import aligned_rank
+from neuronmm_ops.hardware import resolve_target
 from neuronmm_ops.kernels import Plan, Problem, kernel_of, plan_svd_mlp, plan_xuv, plan_xw
 from neuronmm_ops.kernels.problem import Op
+from neuronmm_ops.models import SHAPES, model_shape
 from neuronmm_ops.neuroncore import NkiValidationError, Profile, TensorSpec, simulate
 from neuronmm_ops.neuroncore.dtypes import bfloat16
-from neuronmm_ops.neuroncore.machine import machine_of
 
 PAPER = "paper"
 """The shape of the paper's Figure 1 among the models' names."""
@@ -99,7 +99,7 @@ def run(
     models: Sequence[str] = (),
     tokens: Sequence[int] = (),
     *,
-    target: str = "trn1",
+    target: str | None = None,
     lnc: int = 1,
     figure1: bool = False,
     workers: int = 1,
@@ -157,8 +157,8 @@ def _tokens(tokens: Sequence[int]) -> list[int]:
     return list(dict.fromkeys(tokens))
 
 
-def _entries(models: list[str], tokens: list[int], target: str, lnc: int) -> list[Entry]:
-    target = machine_of(target).target
+def _entries(models: list[str], tokens: list[int], target: str | None, lnc: int) -> list[Entry]:
+    target = resolve_target(target).target
     entries: list[Entry] = []
     for model in models:
         for M in tokens or (FIGURE1_TOKENS if model == PAPER else TOKENS):

@@ -64,7 +64,7 @@ def _add_kernels(benchmarks: Any) -> None:
         "the NKI kernels beside NeuronMM's on the simulated core; time is modelled",
     )
     command.add_argument("--figure1", action="store_true", help="at the paper's shape, M 1K to 32K")
-    command.add_argument("--target", default="trn1", help="trn1 (default), trn2 or trn3")
+    command.add_argument("--target", help="trn1, trn2 or trn3 (default: this machine's or trn2)")
     command.add_argument("--lnc", type=int, choices=(1, 2), default=1, help="cores of a launch")
     add_shape(command, nargs="+", default=[], help="shapes (default: all), or paper")
     add_tokens(command, [], "each kernel's own")

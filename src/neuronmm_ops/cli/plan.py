@@ -6,11 +6,11 @@ from typing import Any
 
 from rich.table import Table
 
-from neuronmm_ops.bench.shapes import ModelShape, model_shape, shape_from_config
 from neuronmm_ops.cli.console import COMPACT, stdout
 from neuronmm_ops.cli.parser import add_command, add_shape, add_tokens, tokens_of
 from neuronmm_ops.compress.rank import aligned_rank
 from neuronmm_ops.kernels import Plan, plan_svd_mlp, plan_xuv, plan_xw
+from neuronmm_ops.models import ModelShape, model_shape, shape_from_config
 
 MLP = ("gate_proj", "up_proj", "down_proj")
 
@@ -27,7 +27,7 @@ def add(commands: Any) -> None:
     add_shape(command, required=True, help="a shape by name, or the path of a config.json")
     command.add_argument("--ratio", type=float, default=0.2, help="compression ratio (default 0.2)")
     add_tokens(command, [1, 128, 4096])
-    command.add_argument("--target", default="trn1", help="trn1 (default), trn2 or trn3")
+    command.add_argument("--target", help="trn1, trn2 or trn3 (default: this machine's or trn2)")
     command.add_argument("--lnc", type=int, default=1, help="cores that share a launch (default 1)")
     command.add_argument("--dtype", default="bfloat16", help="bfloat16, float16 or float32")
 

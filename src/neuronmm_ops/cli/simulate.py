@@ -15,9 +15,9 @@ import numpy as np
 from neuronmm_ops.cli.console import KernelError
 from neuronmm_ops.cli.kernel_arguments import Tensor, read_argument
 from neuronmm_ops.cli.parser import add_command
+from neuronmm_ops.hardware import MODELS, resolve_target
 from neuronmm_ops.neuroncore import Kernel, NkiValidationError, Profile, TensorSpec, as_nki, plot
 from neuronmm_ops.neuroncore import kernel as kernels
-from neuronmm_ops.neuroncore.machine import MODELS, machine_of
 
 _DESCRIPTION = """\
 Run an NKI kernel on the simulated NeuronCore and print what it moves, holds and costs; every time
@@ -40,7 +40,7 @@ def add(commands: Any) -> None:
         "--arg", action="append", default=[], metavar="NAME=VALUE", dest="arguments", help=_ARGUMENT
     )
     command.add_argument(
-        "--target", help="trn1, trn2 or trn3 (default: NEURON_PLATFORM_TARGET_OVERRIDE, then trn3)"
+        "--target", help="trn1, trn2 or trn3 (default: of this machine, else trn2)"
     )
     command.add_argument(
         "--lnc", type=int, choices=(1, 2), help="cores (default: the kernel's own)"
@@ -64,7 +64,7 @@ def add(commands: Any) -> None:
 
 def _simulate(options: argparse.Namespace) -> Any:
     path, name = _file_and_name(options.kernel)
-    machine_of(options.target)
+    resolve_target(options.target)
     given = [read_argument(text) for text in options.arguments]
     values = dict(given)
     for parameter in values:

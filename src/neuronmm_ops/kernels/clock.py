@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+from neuronmm_ops.hardware import DMA_START_NS, MIN_CYCLES, RESULT_CYCLES, Engine
 from neuronmm_ops.kernels.problem import Block, Problem
 from neuronmm_ops.kernels.tiles import ALIGN, COLUMNS, HALF, SMALL, P, spans, tiles_in
-from neuronmm_ops.neuroncore.machine import DMA_START_NS, MIN_CYCLES, RESULT_CYCLES, Engine
 
 SUM_BANKS = 6
 """Banks for sums; the other two are for transposes."""

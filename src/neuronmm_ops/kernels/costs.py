@@ -1,6 +1,6 @@
 """What prefill costs: single instructions, passes of TensorE over operands, and stages of passes.
 
-Modelled times, from the facts of `neuroncore.machine`.
+Modelled times, from the facts of `hardware`.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
+from neuronmm_ops.hardware import DMA_TRANSPOSE_SHARE, Engine, Machine
 from neuronmm_ops.kernels.problem import Block, load_ns, matmul_ns
 from neuronmm_ops.kernels.tiles import BANKS, COLUMNS, P, packed_tiles, tiles_in
-from neuronmm_ops.neuroncore.machine import DMA_TRANSPOSE_SHARE, Engine, Machine
 
 EVICT_LATENCY_NS = 150.0
 """From the last matmul of a PSUM tile to its eviction, and to the next matmul into its bank."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
+from neuronmm_ops.hardware import resolve_target
 from neuronmm_ops.kernels.problem import Plan, Problem
 
 TIE = 1.002
@@ -15,7 +16,7 @@ TIE = 1.002
 
 
 def plan_xw(
-    M: int, K: int, N: int, dtype: str = "bfloat16", target: str = "trn1", lnc: int = 1
+    M: int, K: int, N: int, dtype: str = "bfloat16", target: str | None = None, lnc: int = 1
 ) -> Plan:
     """The quickest plan of `x[M, K] @ w[K, N]`. Raises ValueError for sizes or names that are none.
 
@@ -24,10 +25,10 @@ def plan_xw(
         K: contraction.
         N: output features.
         dtype: bfloat16, float16 or float32.
-        target: trn1, trn2, trn3 or an alias of theirs.
+        target: trn1, trn2, trn3 or an alias of theirs; None as `hardware.resolve_target`.
         lnc: NeuronCores that share the launch: 1, or 2 on trn2 and trn3.
     """
-    return quickest(Problem("xw", M, K, (), N, 0, dtype, target, lnc))
+    return quickest(Problem("xw", M, K, (), N, 0, dtype, resolve_target(target).target, lnc))
 
 
 def plan_xuv(
@@ -36,7 +37,7 @@ def plan_xuv(
     r: int,
     N: int,
     dtype: str = "bfloat16",
-    target: str = "trn1",
+    target: str | None = None,
     lnc: int = 1,
     packed: bool = False,
     rounds: bool = False,
@@ -58,7 +59,9 @@ def plan_xuv(
     Raises:
         ValueError: sizes or names that are none, or packed with K no multiple of 128.
     """
-    return quickest(Problem("xuv", M, K, (r,), N, 0, dtype, target, lnc, packed, rounds))
+    return quickest(
+        Problem("xuv", M, K, (r,), N, 0, dtype, resolve_target(target).target, lnc, packed, rounds)
+    )
 
 
 def plan_svd_mlp(
@@ -68,7 +71,7 @@ def plan_svd_mlp(
     inner: int,
     N: int,
     dtype: str = "bfloat16",
-    target: str = "trn1",
+    target: str | None = None,
     lnc: int = 1,
 ) -> Plan:
     """The quickest plan of a gated MLP `[M, K] -> [M, inner] -> [M, N]` of six factors.
@@ -86,7 +89,9 @@ def plan_svd_mlp(
     Raises:
         ValueError: sizes or names that are none.
     """
-    return quickest(Problem("svd_mlp", M, K, ranks, N, inner, dtype, target, lnc))
+    return quickest(
+        Problem("svd_mlp", M, K, ranks, N, inner, dtype, resolve_target(target).target, lnc)
+    )
 
 
 @lru_cache(maxsize=4096)

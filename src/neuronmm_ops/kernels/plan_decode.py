@@ -5,6 +5,7 @@ The kernels are `xw_decode`, `xuv_decode` and `svd_mlp_decode`. All times are mo
 
 from __future__ import annotations
 
+from neuronmm_ops.hardware import DMA_START_NS
 from neuronmm_ops.kernels.clock import (
     SUM_BANKS,
     Blocks,
@@ -15,7 +16,6 @@ from neuronmm_ops.kernels.clock import (
 )
 from neuronmm_ops.kernels.problem import Block, Plan, Problem
 from neuronmm_ops.kernels.tiles import ALIGN, COLUMNS, SMALL, P, spans, tiles_in
-from neuronmm_ops.neuroncore.machine import DMA_START_NS
 
 KEPT = 8
 """Plans that are returned, best first."""

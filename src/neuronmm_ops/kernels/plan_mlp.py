@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 
+from neuronmm_ops.hardware import DMA_START_NS, Engine
 from neuronmm_ops.kernels.costs import EVICT_LATENCY_NS, Costs
 from neuronmm_ops.kernels.problem import Plan, Problem
 from neuronmm_ops.kernels.tiles import BANKS, COLUMNS, P, Span, tiles_in
-from neuronmm_ops.neuroncore.machine import DMA_START_NS, Engine
 
 GROUP = 4
 """Tiles of the hidden strip that spill together, and of x that TensorE transposes together."""

@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from neuronmm_ops.kernels.costs import Costs, Pass, Stage, edges
-from neuronmm_ops.kernels.problem import Block, Plan, Problem
-from neuronmm_ops.kernels.tiles import BANKS, COLUMNS, P, tiles_in
-from neuronmm_ops.neuroncore.machine import (
+from neuronmm_ops.hardware import (
     DMA_START_NS,
     RESULT_CYCLES,
     Engine,
 )
+from neuronmm_ops.kernels.costs import Costs, Pass, Stage, edges
+from neuronmm_ops.kernels.problem import Block, Plan, Problem
+from neuronmm_ops.kernels.tiles import BANKS, COLUMNS, P, tiles_in
 
 Blocks = tuple[tuple[str, Block], ...]
 STRIPS = (512, 1024, 1536, 2048)

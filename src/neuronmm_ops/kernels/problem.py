@@ -1,6 +1,6 @@
 """What is to be computed (`Problem`), how it runs (`Plan`), and modelled costs of its instructions.
 
-Pure arithmetic on the facts of `neuroncore.machine`: no torch, no simulation. All times modelled.
+Pure arithmetic on the facts of `hardware`: no torch, no simulation. All times modelled.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
+from neuronmm_ops.hardware import DEFAULT_TARGET, Engine, Machine, resolve_target
 from neuronmm_ops.kernels.tiles import COLUMNS, P, tiles_in
-from neuronmm_ops.neuroncore.machine import Engine, Machine, machine_of
 
 Op = Literal["xw", "xuv", "svd_mlp"]
 Form = Literal["prefill", "decode"]
@@ -43,13 +43,13 @@ class Problem:
     N: int
     inner: int = 0
     dtype: str = "bfloat16"
-    target: str = "trn1"
+    target: str = DEFAULT_TARGET
     lnc: int = 1
     packed: bool = False
     rounds: bool = False
 
     def __post_init__(self) -> None:
-        machine = machine_of(self.target)
+        machine = resolve_target(self.target)
         object.__setattr__(self, "target", machine.target)
         sizes = (self.M, self.K, self.N, *self.ranks, *((self.inner,) if self.inner else ()))
         if min(sizes) < 1:
@@ -66,7 +66,7 @@ class Problem:
     @property
     def machine(self) -> Machine:
         """Facts of the target."""
-        return machine_of(self.target)
+        return resolve_target(self.target)
 
     @property
     def item_bytes(self) -> int:

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from neuronmm_ops.hardware import RESULT_CYCLES, Engine, Machine
 from neuronmm_ops.neuroncore import rules
 from neuronmm_ops.neuroncore.dtypes import DType, dtype_of
-from neuronmm_ops.neuroncore.machine import RESULT_CYCLES, Engine, Machine
 from neuronmm_ops.neuroncore.memory import Layout, MemoryRegion, Storage
 from neuronmm_ops.neuroncore.tensor import NkiTensor, tensor_of
 from neuronmm_ops.neuroncore.trace import Form, NkiInstruction, Trace

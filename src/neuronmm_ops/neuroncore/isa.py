@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from neuronmm_ops import hardware as _hardware
 from neuronmm_ops.neuroncore import core as _running
-from neuronmm_ops.neuroncore import machine as _machine
 from neuronmm_ops.neuroncore.instructions.activation import activation, activation_reduce
 from neuronmm_ops.neuroncore.instructions.common import (
     dge_mode,
@@ -86,7 +86,7 @@ unknown_engine = engine.unknown
 def get_nc_version() -> nc_version:
     """Generation of the target."""
     core = _running.running()
-    machine = core.machine if core else _machine.machine_of(None)
+    machine = core.machine if core else _hardware.resolve_target(None)
     return nc_version(machine.generation)
 
 

@@ -15,11 +15,11 @@ from typing import Any, Literal
 
 import numpy as np
 
+from neuronmm_ops.hardware import MODELS, Model, resolve_target
 from neuronmm_ops.neuroncore import dtypes, rules
 from neuronmm_ops.neuroncore import language as nl
 from neuronmm_ops.neuroncore.core import Core, Launch, running
 from neuronmm_ops.neuroncore.dtypes import DType
-from neuronmm_ops.neuroncore.machine import MODELS, Model, machine_of
 from neuronmm_ops.neuroncore.memory import Storage
 from neuronmm_ops.neuroncore.profile import Profile
 from neuronmm_ops.neuroncore.schedule import schedule
@@ -103,7 +103,7 @@ def run(
             "made by the installed nki; simulate in an environment without it"
         )
     kernel = kernel if isinstance(kernel, Kernel) else Kernel(kernel)
-    launch = Launch(machine_of(target), mode == "execute", kernel.lnc, seed)
+    launch = Launch(resolve_target(target), mode == "execute", kernel.lnc, seed)
     boundary = _Boundary(launch)
     signature = inspect.signature(kernel.func)
     bound = signature.bind(*args, **kwargs)
@@ -276,7 +276,7 @@ def simulate(
     Args:
         kernel: a jitted kernel, `kernel[2]` for two cores, or a plain function.
         args: NumPy arrays, CPU torch tensors, compile-time values; `TensorSpec` in trace mode.
-        target: "trn1", "trn2" or "trn3"; None asks `NEURON_PLATFORM_TARGET_OVERRIDE`, then trn3.
+        target: "trn1", "trn2" or "trn3"; None as `hardware.resolve_target`.
         mode: "execute" computes values; "trace" computes none, so that full sizes take seconds.
         model: "calibrated" adds the fitted matmul overhead to the documented costs;
             "stationary_reuse", a what-if, only where the stationary operand changes.

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import numpy as np
 
+from neuronmm_ops import hardware
 from neuronmm_ops.neuroncore import core as running
-from neuronmm_ops.neuroncore import dtypes, machine, rules
+from neuronmm_ops.neuroncore import dtypes, rules
 from neuronmm_ops.neuroncore.composite import *  # noqa: F403 - names of nki.language
 from neuronmm_ops.neuroncore.composite import __all__ as _composite
 from neuronmm_ops.neuroncore.dtypes import (
@@ -53,9 +54,9 @@ shared_hbm = MemoryRegion.shared_hbm
 class _TileSize:
     """Sizes of the target's tiles: partitions, PSUM banks and matmul operands."""
 
-    pmax = machine.PARTITIONS
-    psum_bank_fmax = psum_fmax = machine.PSUM_BANK_BYTES // 4
-    psum_bank_fmax_bytes = machine.PSUM_BANK_BYTES
+    pmax = hardware.PARTITIONS
+    psum_bank_fmax = psum_fmax = hardware.PSUM_BANK_BYTES // 4
+    psum_bank_fmax_bytes = hardware.PSUM_BANK_BYTES
     gemm_stationary_fmax = 128
     gemm_moving_fmax = 512
     bn_stats_fmax = 512
@@ -65,12 +66,12 @@ class _TileSize:
     @property
     def psum_num_banks(self) -> int:
         """PSUM banks per partition."""
-        return machine.PSUM_BANKS
+        return hardware.PSUM_BANKS
 
     @property
     def sbuf_size_bytes(self) -> int:
         """SBUF of all partitions, bytes."""
-        return self.sbuf_fmax_bytes * machine.PARTITIONS
+        return self.sbuf_fmax_bytes * hardware.PARTITIONS
 
     @property
     def sbuf_fmax(self) -> int:
@@ -81,7 +82,7 @@ class _TileSize:
     def sbuf_fmax_bytes(self) -> int:
         """Usable SBUF per partition, bytes."""
         core = running.running()
-        return (core.machine if core else machine.machine_of(None)).usable_sbuf_bytes
+        return (core.machine if core else hardware.resolve_target(None)).usable_sbuf_bytes
 
     total_available_sbuf_size = sbuf_fmax_bytes
 

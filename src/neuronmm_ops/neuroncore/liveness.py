@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from neuronmm_ops.neuroncore.machine import PSUM_BANK_BYTES, PSUM_BANKS, Machine
+from neuronmm_ops.hardware import PSUM_BANK_BYTES, PSUM_BANKS, Machine
 from neuronmm_ops.neuroncore.memory import MemoryRegion, Storage
 from neuronmm_ops.neuroncore.rules import NkiValidationError
 from neuronmm_ops.neuroncore.trace import Trace

@@ -13,8 +13,8 @@ from types import CodeType
 
 import numpy as np
 
+from neuronmm_ops.hardware import DMA_ENGINES, MIN_CYCLES, Engine
 from neuronmm_ops.neuroncore import liveness
-from neuronmm_ops.neuroncore.machine import DMA_ENGINES, MIN_CYCLES, Engine
 from neuronmm_ops.neuroncore.memory import MemoryRegion, Storage
 from neuronmm_ops.neuroncore.schedule import CoreSchedule, Schedule, Wait
 from neuronmm_ops.neuroncore.trace import Form

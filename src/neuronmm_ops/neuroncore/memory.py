@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from neuronmm_ops.neuroncore import dtypes, machine
+from neuronmm_ops import hardware
+from neuronmm_ops.neuroncore import dtypes
 from neuronmm_ops.neuroncore.dtypes import DType
 
 if TYPE_CHECKING:
@@ -89,7 +90,7 @@ class Layout:
         self.bytes = prod(shape[1:] if self.on_chip else shape) * dtype.itemsize
         self.size = self.bytes
         if memory is MemoryRegion.psum:
-            self.size = -(-self.bytes // machine.PSUM_BANK_BYTES)
+            self.size = -(-self.bytes // hardware.PSUM_BANK_BYTES)
         # an access pattern addresses on-chip storage as [partition, free elements]
         self.row_elements = prod(shape[1:]) if memory.on_chip else shape[-1]
         self.views: dict[object, Geometry] = {}

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from neuronmm_ops.hardware import Engine
 from neuronmm_ops.neuroncore.files import replacing
-from neuronmm_ops.neuroncore.machine import Engine
 from neuronmm_ops.neuroncore.measures import ENGINE_NAMES, WAIT_NAMES, held
 from neuronmm_ops.neuroncore.memory import MemoryRegion
 from neuronmm_ops.neuroncore.schedule import CoreSchedule

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 from itertools import pairwise
 
-from neuronmm_ops.neuroncore.machine import DMA_ENGINES
+from neuronmm_ops.hardware import DMA_ENGINES
 from neuronmm_ops.neuroncore.trace import DmaCost
 
 

@@ -14,9 +14,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
 
-from neuronmm_ops.neuroncore import liveness
-from neuronmm_ops.neuroncore.core import Launch
-from neuronmm_ops.neuroncore.machine import (
+from neuronmm_ops.hardware import (
     DMA_ENGINES,
     DMA_QUEUES,
     DMA_START_NS,
@@ -26,6 +24,8 @@ from neuronmm_ops.neuroncore.machine import (
     Machine,
     Model,
 )
+from neuronmm_ops.neuroncore import liveness
+from neuronmm_ops.neuroncore.core import Launch
 from neuronmm_ops.neuroncore.memory import MemoryRegion, Storage
 from neuronmm_ops.neuroncore.resources import DmaEngines, Room
 from neuronmm_ops.neuroncore.trace import Form, Trace

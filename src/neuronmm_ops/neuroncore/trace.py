@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import CodeType
 
-from neuronmm_ops.neuroncore.machine import Engine
+from neuronmm_ops.hardware import Engine
 from neuronmm_ops.neuroncore.memory import Storage
 
 

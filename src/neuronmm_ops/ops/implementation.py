@@ -39,7 +39,7 @@ def use_impl(name: str, target: str | None = None) -> AbstractContextManager[Non
     Args:
         name: `reference`; `simulated`, the NKI kernels on the simulated NeuronCore; or the name of
             a registered implementation.
-        target: of `simulated`: trn1 (the default), trn2 or trn3.
+        target: of `simulated`: trn1, trn2 or trn3; default that of `hardware.resolve_target`.
 
     Returns:
         A context manager that restores the implementation that was active before.

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from neuronmm_ops.errors import NkiVersionError
+from neuronmm_ops.hardware import TARGET_VARIABLE
 from neuronmm_ops.ops.reference import ACTIVATION_NAMES, rows
 from neuronmm_ops.ops.toolchain import (
     ROUTE_VARIABLE,
-    TARGET_VARIABLE,
     core,
     why_not_compilable,
 )

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from neuronmm_ops.hardware import resolve_target
 from neuronmm_ops.ops.launch import (
     Kernels,
     Launch,
@@ -38,10 +39,8 @@ def last_profile() -> Profile:
 
 
 def implementation(target: str | None) -> Kernels:
-    """The ops on the simulated core of `target`; None is trn1. Raises ValueError for no target."""
-    from neuronmm_ops.neuroncore.machine import machine_of
-
-    chosen = machine_of(target or "trn1").target
+    """The ops on the simulated core of `target`. Raises ValueError for no target."""
+    chosen = resolve_target(target).target
 
     def simulate(op: str, x: Tensor, weights: Weights, activation: str | None) -> Tensor:
         return _simulate(launch_of(op, x, weights, activation, chosen), x, weights)

@@ -10,23 +10,18 @@ import importlib
 import importlib.metadata
 import importlib.util
 import os
-import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from importlib.machinery import PathFinder
-from pathlib import Path
 from typing import Any, Literal
 
 from neuronmm_ops.errors import NkiVersionError
+from neuronmm_ops.hardware import Found, find_target
 
-TARGET_VARIABLE = "NEURON_PLATFORM_TARGET_OVERRIDE"
 LNC_VARIABLE = "NEURON_LOGICAL_NC_CONFIG"
 ROUTE_VARIABLE = "NEURONMM_XLA"
-
-PRODUCT_NAME = "/sys/devices/virtual/dmi/id/product_name"
-"""Holds the EC2 instance type (source: aws-neuron/nkipy, which detects the target by it)."""
 
 PLACEHOLDER = "0.0.1"
 """The version of `nki` on the default package index, which has no `nki.language`."""
@@ -72,7 +67,7 @@ class Core:
         target: trn1, trn2 or trn3.
         lnc: physical cores of a logical one, 1 or 2.
         source: where each of the two came from.
-        known: the target was set or found; otherwise it is only the smallest.
+        known: the target was set or found; otherwise it is the default.
     """
 
     target: str
@@ -82,54 +77,27 @@ class Core:
 
 
 def core() -> Core:
-    """The core of this machine: by the environment, else by the instance type, else trn1.
-
-    The environment is read at every call: the Neuron tools read it late, too.
+    """The core of this machine: `hardware.find_target`, and the logical core of the environment.
 
     Raises:
         ValueError: `NEURON_PLATFORM_TARGET_OVERRIDE` is no target, or `NEURON_LOGICAL_NC_CONFIG` is
             not 1 or 2, or 2 where the target has single cores only.
     """
-    read = os.environ.get
-    return _core(read(TARGET_VARIABLE), read(LNC_VARIABLE), _instance_type(PRODUCT_NAME))
+    return _core(find_target(), os.environ.get(LNC_VARIABLE))
 
 
 @cache
-def _instance_type(path: str) -> str:
-    try:
-        return Path(path).read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError):
-        return ""
-
-
-@cache
-def _core(override: str | None, lnc: str | None, instance: str) -> Core:
-    from neuronmm_ops.neuroncore.machine import machine_of
-
-    if override:
-        try:
-            machine, known, source = machine_of(override), True, TARGET_VARIABLE
-        except ValueError as error:
-            raise ValueError(f"{TARGET_VARIABLE}: {error}") from None
-    elif found := _target_of(instance):
-        machine, known, source = machine_of(found), True, f"instance type {instance}"
-    else:
-        machine, known = machine_of("trn1"), False
-        source = f"no Neuron instance found; set {TARGET_VARIABLE}"
-    target, default = machine.target, machine.default_lnc
+def _core(found: Found, lnc: str | None) -> Core:
+    target, default = found.machine.target, found.machine.default_lnc
     if not lnc:
-        return Core(target, default, f"target: {source}; lnc: default of {target}", known)
+        source = f"target: {found.source}; lnc: default of {target}"
+        return Core(target, default, source, found.known)
     if lnc not in ("1", "2") or int(lnc) > default:
         raise ValueError(
-            f"{LNC_VARIABLE} must be 1, or 2 on trn2 and trn3; got {lnc!r} on {target} ({source})"
+            f"{LNC_VARIABLE} must be 1, or 2 on trn2 and trn3; got {lnc!r} on {target} "
+            f"({found.source})"
         )
-    return Core(target, int(lnc), f"target: {source}; lnc: {LNC_VARIABLE}", known)
-
-
-def _target_of(instance: str) -> str | None:
-    """The target of an instance type such as trn1n.32xlarge or trn3-dev0, None for any other."""
-    family = re.search(r"\b(trn[123]|inf2)(?!\d)", instance)
-    return family and family[1]
+    return Core(target, int(lnc), f"target: {found.source}; lnc: {LNC_VARIABLE}", found.known)
 
 
 # --- the packages --------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from neuronmm_ops.hardware import MIN_CYCLES, Engine
 from neuronmm_ops.neuroncore import core as running
 from neuronmm_ops.neuroncore import operators, rules
 from neuronmm_ops.neuroncore.core import Core
@@ -23,7 +24,6 @@ from neuronmm_ops.neuroncore.instructions.operands import (
     registers,
     tiles_of,
 )
-from neuronmm_ops.neuroncore.machine import MIN_CYCLES, Engine
 from neuronmm_ops.neuroncore.tensor import NkiTensor
 from neuronmm_ops.neuroncore.trace import Form, NkiInstruction
 

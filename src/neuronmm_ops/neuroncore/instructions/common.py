@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from neuronmm_ops.hardware import MIN_CYCLES, Engine
 from neuronmm_ops.neuroncore import dtypes, rules
-from neuronmm_ops.neuroncore.machine import MIN_CYCLES, Engine
 from neuronmm_ops.neuroncore.memory import MemoryRegion
 from neuronmm_ops.neuroncore.tensor import NkiTensor
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from neuronmm_ops.hardware import DMA_ENGINES, DMA_TRANSPOSE_SHARE, PARTITIONS, Engine
 from neuronmm_ops.neuroncore import core as running
 from neuronmm_ops.neuroncore import dtypes, operators, rules
 from neuronmm_ops.neuroncore.core import Core
@@ -22,7 +23,6 @@ from neuronmm_ops.neuroncore.instructions.common import (
     read,
     write,
 )
-from neuronmm_ops.neuroncore.machine import DMA_ENGINES, DMA_TRANSPOSE_SHARE, PARTITIONS, Engine
 from neuronmm_ops.neuroncore.memory import MemoryRegion
 from neuronmm_ops.neuroncore.tensor import NkiTensor, VirtualRegister
 from neuronmm_ops.neuroncore.trace import DmaCost, Form, NkiInstruction

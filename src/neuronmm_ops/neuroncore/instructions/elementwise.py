@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from neuronmm_ops.hardware import MIN_CYCLES, Engine
 from neuronmm_ops.neuroncore import core as running
 from neuronmm_ops.neuroncore import dtypes, operators, rules
 from neuronmm_ops.neuroncore.core import Core
@@ -24,7 +25,6 @@ from neuronmm_ops.neuroncore.instructions.common import (
     write,
 )
 from neuronmm_ops.neuroncore.instructions.operands import given, marks_of, tiles_of
-from neuronmm_ops.neuroncore.machine import MIN_CYCLES, Engine
 from neuronmm_ops.neuroncore.tensor import NkiTensor
 from neuronmm_ops.neuroncore.trace import Form, NkiInstruction
 

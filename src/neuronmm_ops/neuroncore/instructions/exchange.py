@@ -6,12 +6,12 @@ from typing import Any
 
 import numpy as np
 
+from neuronmm_ops.hardware import MIN_CYCLES, Engine
 from neuronmm_ops.neuroncore import core as running
 from neuronmm_ops.neuroncore import rules
 from neuronmm_ops.neuroncore.core import Core
 from neuronmm_ops.neuroncore.instructions.common import SBUF, dma_engine, engine, engine_of, raw
 from neuronmm_ops.neuroncore.instructions.dma import copy_cost
-from neuronmm_ops.neuroncore.machine import MIN_CYCLES, Engine
 from neuronmm_ops.neuroncore.tensor import NkiTensor
 from neuronmm_ops.neuroncore.trace import Form, NkiInstruction
 

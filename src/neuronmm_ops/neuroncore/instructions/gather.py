@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from neuronmm_ops.hardware import Engine
 from neuronmm_ops.neuroncore import core as running
 from neuronmm_ops.neuroncore import rules
 from neuronmm_ops.neuroncore.core import Core
@@ -16,7 +17,6 @@ from neuronmm_ops.neuroncore.instructions.operands import (
     in_sbuf,
     write_integers,
 )
-from neuronmm_ops.neuroncore.machine import Engine
 from neuronmm_ops.neuroncore.tensor import NkiTensor
 from neuronmm_ops.neuroncore.trace import Form, NkiInstruction
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
+from neuronmm_ops.hardware import PARTITIONS, Engine
 from neuronmm_ops.neuroncore import operators, rules
 from neuronmm_ops.neuroncore.core import Core
 from neuronmm_ops.neuroncore.instructions.common import SBUF, on_chip, raw, scalar, write
-from neuronmm_ops.neuroncore.machine import PARTITIONS, Engine
 from neuronmm_ops.neuroncore.tensor import NkiTensor
 
 _IDENTITY = {"add": 0.0, "subtract": 0.0, "multiply": 1.0, "maximum": -np.inf, "minimum": np.inf}

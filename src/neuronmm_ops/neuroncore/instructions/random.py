@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from neuronmm_ops.hardware import PARTITIONS, Engine
 from neuronmm_ops.neuroncore import core as running
 from neuronmm_ops.neuroncore import rules
 from neuronmm_ops.neuroncore.core import Core
@@ -32,7 +33,6 @@ from neuronmm_ops.neuroncore.instructions.operands import (
     scalar_tiles,
     tiles_of,
 )
-from neuronmm_ops.neuroncore.machine import PARTITIONS, Engine
 from neuronmm_ops.neuroncore.tensor import NkiTensor
 from neuronmm_ops.neuroncore.trace import Form, NkiInstruction
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from neuronmm_ops.hardware import MIN_CYCLES, Engine
 from neuronmm_ops.neuroncore import core as running
 from neuronmm_ops.neuroncore import rules
 from neuronmm_ops.neuroncore.core import Core
 from neuronmm_ops.neuroncore.instructions.common import SBUF, raw
-from neuronmm_ops.neuroncore.machine import MIN_CYCLES, Engine
 from neuronmm_ops.neuroncore.memory import MemoryRegion
 from neuronmm_ops.neuroncore.tensor import NkiTensor, VirtualRegister
 from neuronmm_ops.neuroncore.trace import Form

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from neuronmm_ops.hardware import MIN_CYCLES, Engine
 from neuronmm_ops.neuroncore import core as running
 from neuronmm_ops.neuroncore import operators, rules
 from neuronmm_ops.neuroncore.core import Core
@@ -34,7 +35,6 @@ from neuronmm_ops.neuroncore.instructions.operands import (
     tiles_of,
     write_integers,
 )
-from neuronmm_ops.neuroncore.machine import MIN_CYCLES, Engine
 from neuronmm_ops.neuroncore.tensor import NkiTensor
 from neuronmm_ops.neuroncore.trace import Form, NkiInstruction
 

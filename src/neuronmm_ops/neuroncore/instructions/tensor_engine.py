@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from neuronmm_ops.hardware import MIN_CYCLES, Engine
 from neuronmm_ops.neuroncore import core as running
 from neuronmm_ops.neuroncore import rules
 from neuronmm_ops.neuroncore.core import Core
@@ -20,7 +21,6 @@ from neuronmm_ops.neuroncore.instructions.common import (
     raw,
     read,
 )
-from neuronmm_ops.neuroncore.machine import MIN_CYCLES, Engine
 from neuronmm_ops.neuroncore.tensor import NkiTensor
 from neuronmm_ops.neuroncore.trace import Form, NkiInstruction
 

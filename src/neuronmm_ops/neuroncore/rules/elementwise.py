@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from neuronmm_ops.neuroncore.machine import Engine, Machine
+from neuronmm_ops.hardware import Engine, Machine
 from neuronmm_ops.neuroncore.rules.base import refuse
 from neuronmm_ops.neuroncore.rules.operands import dtype_in, generation
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from neuronmm_ops.neuroncore.machine import Engine, Machine
+from neuronmm_ops.hardware import Engine, Machine
 from neuronmm_ops.neuroncore.memory import MemoryRegion
 from neuronmm_ops.neuroncore.rules.base import refuse
 

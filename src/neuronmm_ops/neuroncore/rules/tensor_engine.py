@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from neuronmm_ops.neuroncore import machine as facts
-from neuronmm_ops.neuroncore.machine import Engine, Machine
+from neuronmm_ops import hardware as facts
+from neuronmm_ops.hardware import Engine, Machine
 from neuronmm_ops.neuroncore.rules.base import refuse
 from neuronmm_ops.neuroncore.rules.operands import dtype_in, generation
 

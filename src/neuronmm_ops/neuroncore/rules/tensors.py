@@ -8,9 +8,9 @@ from __future__ import annotations
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from neuronmm_ops.neuroncore import machine as facts
+from neuronmm_ops import hardware as facts
+from neuronmm_ops.hardware import Machine
 from neuronmm_ops.neuroncore.dtypes import DType
-from neuronmm_ops.neuroncore.machine import Machine
 from neuronmm_ops.neuroncore.memory import MemoryRegion, Storage
 from neuronmm_ops.neuroncore.rules.base import refuse
 

@@ -12,8 +12,11 @@ Sources, by the names used below:
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import cache
+from pathlib import Path
 from typing import Literal, get_args
 
 Target = Literal["trn1", "trn2", "trn3"]
@@ -181,14 +184,71 @@ TRN3 = Machine(
 MACHINES: dict[Target, Machine] = {"trn1": TRN1, "trn2": TRN2, "trn3": TRN3}
 
 
-def machine_of(target: str | None) -> Machine:
-    """The machine of a target name or alias; None asks the environment, then takes trn3.
+DEFAULT_TARGET: Target = "trn2"
+"""The first target of NKI 0.6's documentation; trn1 needs an older toolchain."""
+TARGET_VARIABLE = "NEURON_PLATFORM_TARGET_OVERRIDE"
+"""Names the target for AWS's tools, and for these."""
+PRODUCT_NAME = "/sys/devices/virtual/dmi/id/product_name"
+"""Holds the EC2 instance type (source: aws-neuron/nkipy, which detects the target by it)."""
 
-    `NEURON_PLATFORM_TARGET_OVERRIDE` and trn3 as the default are what AWS's simulator does.
-    Raises ValueError for a name that is none.
+
+@dataclass(frozen=True)
+class Found:
+    """The machine that is meant where nobody names one.
+
+    Attributes:
+        machine: its facts.
+        source: what said so.
+        known: the environment or the instance type did; otherwise it is the default.
     """
-    name = target or os.environ.get("NEURON_PLATFORM_TARGET_OVERRIDE") or "trn3"
-    found = _ALIASES.get(name.lower())
+
+    machine: Machine
+    source: str
+    known: bool
+
+
+def resolve_target(target: str | None = None) -> Machine:
+    """The machine of a target name or alias; None is what `find_target` finds.
+
+    Raises:
+        ValueError: a name that is none.
+    """
+    if target is None:
+        return find_target().machine
+    found = _ALIASES.get(target.lower())
     if found is None:
-        raise ValueError(f"target must be one of {', '.join(_ALIASES)}; got {name!r}")
+        raise ValueError(f"target must be one of {', '.join(_ALIASES)}; got {target!r}")
     return MACHINES[found]
+
+
+def find_target() -> Found:
+    """The machine by the environment, else by the instance type, else `DEFAULT_TARGET`.
+
+    The environment is read at every call: the Neuron tools read it late, too.
+
+    Raises:
+        ValueError: the environment names no target.
+    """
+    return _find_target(os.environ.get(TARGET_VARIABLE), PRODUCT_NAME)
+
+
+@cache
+def _find_target(override: str | None, product_name: str) -> Found:
+    if override:
+        try:
+            return Found(resolve_target(override), TARGET_VARIABLE, known=True)
+        except ValueError as error:
+            raise ValueError(f"{TARGET_VARIABLE}: {error}") from None
+    instance = _instance_type(product_name)
+    family = re.search(r"\b(trn[123]|inf2)(?!\d)", instance)  # trn1n.32xlarge, trn3-dev0
+    if family:
+        return Found(resolve_target(family[1]), f"instance type {instance}", known=True)
+    source = f"no Neuron instance found; set {TARGET_VARIABLE}"
+    return Found(resolve_target(DEFAULT_TARGET), source, known=False)
+
+
+def _instance_type(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError):
+        return ""
