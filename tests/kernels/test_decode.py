@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from tolerances import assert_close_to_oracle
 
 from neuronmm_ops.compress.rank import aligned_rank
-from neuronmm_ops.kernels import pieces, stream
-from neuronmm_ops.kernels.plan_decode import candidates
-from neuronmm_ops.kernels.problem import Plan, Problem
-from neuronmm_ops.kernels.svd_mlp_decode import svd_mlp_decode
-from neuronmm_ops.kernels.xuv_decode import xuv_decode
-from neuronmm_ops.kernels.xw_decode import xw_decode
+from neuronmm_ops.kernels.planner.decode import candidates
+from neuronmm_ops.kernels.planner.problem import Plan, Problem
+from neuronmm_ops.kernels.stages import chunks, decode
+from neuronmm_ops.kernels.svd_mlp.decode import svd_mlp_decode
+from neuronmm_ops.kernels.xuv.decode import xuv_decode
+from neuronmm_ops.kernels.xw.decode import xw_decode
 from neuronmm_ops.models import SHAPES
 from neuronmm_ops.neuroncore import TensorSpec, dtypes, lint, simulate
 from neuronmm_ops.neuroncore.profile import Profile
@@ -204,7 +204,7 @@ def test_packed_u(K: int, lnc: int) -> None:
 def test_strict_front_end() -> None:
     for kernel in KERNELS.values():
         assert lint(kernel) == []
-    for module in (stream, pieces):
+    for module in (decode, chunks):
         members = [m for _, m in inspect.getmembers(module) if inspect.getmodule(m) is module]
         for member in members:
             methods = inspect.getmembers(member, inspect.isfunction)

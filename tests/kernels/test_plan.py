@@ -12,7 +12,7 @@ import neuronmm_ops
 from neuronmm_ops import kernels
 from neuronmm_ops import neuroncore as nc
 from neuronmm_ops.kernels import Plan, Problem, plan_svd_mlp, plan_xuv, plan_xw
-from neuronmm_ops.kernels.plan import candidates, quickest
+from neuronmm_ops.kernels.planner.plan import candidates, quickest
 from neuronmm_ops.neuroncore.dtypes import dtype_of
 
 TARGETS = ("trn1", "trn2", "trn3")
@@ -35,7 +35,7 @@ def profile(plan: Plan) -> nc.Profile:
         shapes = [(p.M, p.K), (p.K, gate), (gate, p.inner), (p.K, up), (up, p.inner)]
         shapes += [(p.inner, down), (down, p.N)]
     specs = [nc.TensorSpec(shape, dtype_of(p.dtype)) for shape in shapes]
-    kernel = kernels.kernel_of(plan)
+    kernel = kernels.nki_kernel(plan)
     return nc.simulate(kernel, *specs, target=p.target, mode="trace", **plan.arguments).profile
 
 

@@ -13,9 +13,9 @@ from torch import Tensor
 
 import neuronmm_ops.kernels
 from neuronmm_ops import neuroncore as nc
-from neuronmm_ops.kernels import kernel_of, plan_svd_mlp, plan_xuv, plan_xw
-from neuronmm_ops.kernels.xuv import xuv
-from neuronmm_ops.kernels.xw import xw
+from neuronmm_ops.kernels import nki_kernel, plan_svd_mlp, plan_xuv, plan_xw
+from neuronmm_ops.kernels.xuv.prefill import xuv
+from neuronmm_ops.kernels.xw.prefill import xw
 from neuronmm_ops.neuroncore.dtypes import bfloat16
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -173,4 +173,4 @@ def test_operands_that_do_not_fit_are_refused(name):
     wrong = [nc.TensorSpec(shape, bfloat16) for shape in ((plan.problem.M, 65), *[(64, 16)] * 6)]
     count = {"xw": 2, "xuv": 3, "svd_mlp": 7}[plan.problem.op]
     with pytest.raises(AssertionError, match="a contraction has 65 features and 64 rows"):
-        nc.simulate(kernel_of(plan), *wrong[:count], target="trn1", mode="trace", **plan.arguments)
+        nc.simulate(nki_kernel(plan), *wrong[:count], target="trn1", mode="trace", **plan.arguments)

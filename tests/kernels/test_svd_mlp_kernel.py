@@ -14,9 +14,9 @@ from tolerances import assert_close_to_oracle
 
 from neuronmm_ops.compress.rank import aligned_rank
 from neuronmm_ops.hardware import resolve_target
-from neuronmm_ops.kernels.plan_mlp import candidates
-from neuronmm_ops.kernels.problem import Plan, Problem
-from neuronmm_ops.kernels.svd_mlp import GROUP, svd_mlp
+from neuronmm_ops.kernels.planner.prefill_mlp import candidates
+from neuronmm_ops.kernels.planner.problem import Plan, Problem
+from neuronmm_ops.kernels.svd_mlp.prefill import GROUP, svd_mlp
 from neuronmm_ops.models import SHAPES
 from neuronmm_ops.neuroncore import Profile, TensorSpec, simulate
 from neuronmm_ops.neuroncore.dtypes import dtype_of

@@ -25,7 +25,7 @@ LENGTHS = (6, 7, 9, 7)
 PAIR = ((128, 24), (24, 40))
 MLP = ((32, 8), (8, 32)) * 3
 
-kernel_of = kernels.kernel_of
+nki_kernel = kernels.nki_kernel
 
 
 class Compiler:
@@ -76,7 +76,7 @@ def refusal() -> str:
 
 def main() -> None:
     backend_registration._setup_privateuseone_for_python_backend("neuron")
-    kernels.kernel_of = lambda plan: stand_ins.DirectKernel(kernel_of(plan))
+    kernels.nki_kernel = lambda plan: stand_ins.DirectKernel(nki_kernel(plan))
     found: dict[str, Any] = {}
     for way in WAYS:
         with (

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from neuronmm_ops.errors import NkiVersionError
-from neuronmm_ops.kernels import kernel_of, plan_svd_mlp, plan_xuv, plan_xw
+from neuronmm_ops.kernels import nki_kernel, plan_svd_mlp, plan_xuv, plan_xw
 from neuronmm_ops.ops.launch import (
     call_kernel,
     launch_here,
@@ -113,7 +113,7 @@ def test_a_kernel_is_called_on_the_tensors(machine):
     machine.environment(NEURON_PLATFORM_TARGET_OVERRIDE="trn2")
     x, weights = make((2, 3, 40)), (make((40, 8), layout="transposed"), make((8, 24)), make((24,)))
     launch = launch_here("xuv", x, weights, None)
-    y = call_kernel(launch, x, weights, lambda plan: stand_ins.DirectKernel(kernel_of(plan)))
+    y = call_kernel(launch, x, weights, lambda plan: stand_ins.DirectKernel(nki_kernel(plan)))
     oracle = plain_xuv(*doubled(x, *weights))
     magnitude = plain_xuv(*(tensor.double().abs() for tensor in (x, *weights)))
     assert_close_to_oracle(y, oracle, plain_xuv(x, *weights), magnitude)

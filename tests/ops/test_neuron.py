@@ -39,13 +39,13 @@ from neuronmm_ops.ops import launch, neuron
 
 KEY = torch._C.DispatchKeySet(torch._C.DispatchKey.PrivateUse1)
 WAYS = {name: name.split()[0] for name in TORCH_NEURONX}
-kernel_of = kernels.kernel_of
+nki_kernel = kernels.nki_kernel
 
 
 @pytest.fixture
 def machine(tmp_path, monkeypatch) -> Iterator[NeuronMachine]:
     """A trn2 whose kernels are called directly where nothing wraps them."""
-    monkeypatch.setattr(kernels, "kernel_of", lambda plan: DirectKernel(kernel_of(plan)))
+    monkeypatch.setattr(kernels, "nki_kernel", lambda plan: DirectKernel(nki_kernel(plan)))
     with stand_ins.neuron_machine(tmp_path, monkeypatch) as found:
         found.environment(NEURON_PLATFORM_TARGET_OVERRIDE="trn2")
         yield found

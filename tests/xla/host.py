@@ -17,7 +17,7 @@ import _XLAC
 import ml_dtypes
 import numpy as np
 
-from neuronmm_ops.kernels import Plan, Problem, kernel_of
+from neuronmm_ops.kernels import Plan, Problem, nki_kernel
 from neuronmm_ops.neuroncore.kernel import run
 from neuronmm_ops.ops.launch import Launch
 from neuronmm_ops.ops.xla import TARGET
@@ -169,5 +169,5 @@ class SimulatedCore:
         tensors = tuple(
             array_at(operands[number], shape).copy() for number, shape in enumerate(shapes)
         )
-        done = run(kernel_of(launch.plan), tensors, launch.arguments, target=problem.target)
+        done = run(nki_kernel(launch.plan), tensors, launch.arguments, target=problem.target)
         array_at(out, launch.shape)[...] = done.outputs

@@ -30,7 +30,7 @@ def test_the_kernel_is_called_on_xla_tensors(machine, device, monkeypatch):
         shape = [x.shape[0], v.shape[1]]
         return stablehlo_custom_call([x, u, v], "Theirs", [shape], [x.dtype], False, "e30=", 2)
 
-    monkeypatch.setattr(kernels, "kernel_of", lambda plan: kernel)
+    monkeypatch.setattr(kernels, "nki_kernel", lambda plan: kernel)
     tensors = [torch.randn(shape).to(device) for shape in ((2, 3, 200), (200, 40), (40, 64))]
     y = nm.xuv(*tensors)
     plan = plan_xuv(6, 200, 40, 64, "float32", "trn2")

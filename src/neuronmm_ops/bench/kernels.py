@@ -26,8 +26,8 @@ from neuronmm_ops.bench import published, published_mlp
 from neuronmm_ops.compress.calibrate import Progress
 from neuronmm_ops.compress.rank import aligned_rank
 from neuronmm_ops.hardware import resolve_target
-from neuronmm_ops.kernels import Plan, Problem, kernel_of, plan_svd_mlp, plan_xuv, plan_xw
-from neuronmm_ops.kernels.problem import Op
+from neuronmm_ops.kernels import Plan, Problem, nki_kernel, plan_svd_mlp, plan_xuv, plan_xw
+from neuronmm_ops.kernels.planner.problem import Op
 from neuronmm_ops.models import SHAPES, model_shape
 from neuronmm_ops.neuroncore import NkiValidationError, Profile, TensorSpec, simulate
 from neuronmm_ops.neuroncore.dtypes import bfloat16
@@ -257,7 +257,7 @@ def measure(run: Run) -> Measured | None:
             return None
     else:
         plan = _plan(run)
-        profile = _simulated(kernel_of(plan), run, plan.arguments)
+        profile = _simulated(nki_kernel(plan), run, plan.arguments)
     return Measured(
         profile.time_ms,
         profile.hbm_bytes,

@@ -1,17 +1,18 @@
 """NKI kernels of the ops, and the plans that choose their blocks.
 
-`kernel_of(plan)` is the kernel of a plan; `plan.arguments` are its compile-time arguments.
+`nki_kernel(plan)` is the kernel of a plan; `plan.arguments` are its compile-time arguments.
 """
 
 from __future__ import annotations
 
 import hashlib
 from functools import cache
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from neuronmm_ops.kernels.plan import plan_svd_mlp, plan_xuv, plan_xw
-from neuronmm_ops.kernels.problem import Plan, Problem
+from neuronmm_ops.kernels.planner.plan import plan_svd_mlp, plan_xuv, plan_xw
+from neuronmm_ops.kernels.planner.problem import Plan, Problem
 
 if TYPE_CHECKING:
     from neuronmm_ops.neuroncore import Kernel
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Plan",
     "Problem",
-    "kernel_of",
+    "nki_kernel",
     "plan_svd_mlp",
     "plan_xuv",
     "plan_xw",
@@ -27,24 +28,18 @@ __all__ = [
 ]
 
 
-def kernel_of(plan: Plan) -> Kernel:
-    """The kernel that a plan is for, on as many cores as it says."""
-    from neuronmm_ops.kernels import svd_mlp, svd_mlp_decode, xuv, xuv_decode, xw, xw_decode
+def nki_kernel(plan: Plan) -> Kernel:
+    """The kernel that a plan is for, on as many cores as it says.
 
-    kernels: dict[str, Any] = {
-        "xw": xw.xw,
-        "xw_decode": xw_decode.xw_decode,
-        "xuv": xuv.xuv,
-        "xuv_decode": xuv_decode.xuv_decode,
-        "svd_mlp": svd_mlp.svd_mlp,
-        "svd_mlp_decode": svd_mlp_decode.svd_mlp_decode,
-    }
-    kernel = kernels[plan.kernel]
+    Kernel `xuv_decode` is the function of that name in `kernels/xuv/decode.py`.
+    """
+    module = import_module(f"{__name__}.{plan.problem.op}.{plan.form}")
+    kernel = getattr(module, plan.kernel)
     return kernel if plan.problem.lnc == 1 else kernel[plan.problem.lnc]
 
 
 @cache
 def source_fingerprint() -> str:
     """16 hexadecimal digits of the kernels' source: what a compiled kernel is a result of."""
-    files = sorted(Path(__file__).parent.glob("*.py"))
+    files = sorted(Path(__file__).parent.rglob("*.py"))
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]

@@ -196,7 +196,7 @@ def call_kernel(
         NkiVersionError: the kernels cannot compile with the installed NKI.
         RuntimeError: which NeuronCore this machine has is not known.
     """
-    from neuronmm_ops.kernels import kernel_of
+    from neuronmm_ops.kernels import nki_kernel
 
     if launch is None:
         return without_products(x, weights)
@@ -208,7 +208,7 @@ def call_kernel(
             "an NKI kernel is planned for one NeuronCore, found no Neuron instance type; "
             f"set {TARGET_VARIABLE}"
         )
-    kernel = (kernel_for or kernel_of)(launch.plan)
+    kernel = (kernel_for or nki_kernel)(launch.plan)
     # A kernel reads row-major memory; factors are stored along their contraction.
     tensors = [t if t is None else t.contiguous() for t in (rows(x), *weights)]
     return kernel(*tensors, **launch.arguments).view(launch.shape)

@@ -144,14 +144,14 @@ def _kernel_for(plan: Plan) -> Callable[..., Any]:
     Wrapped once: every wrapper takes a place in a registry. The grid belongs to the wrapper, which
     does not look at the kernel's own.
     """
-    from neuronmm_ops.kernels import kernel_of
+    from neuronmm_ops.kernels import nki_kernel
 
     wrap_nki = wrapper("wrap_nki")
     if wrap_nki is None:
-        return kernel_of(plan)
+        return nki_kernel(plan)
     key = plan.kernel, plan.problem.lnc
     if key not in _wrapped:
-        _wrapped[key] = wrap_nki(kernel_of(plan))[(plan.problem.lnc,)]
+        _wrapped[key] = wrap_nki(nki_kernel(plan))[(plan.problem.lnc,)]
     return _wrapped[key]
 
 

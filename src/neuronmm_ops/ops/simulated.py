@@ -50,12 +50,12 @@ def implementation(target: str | None) -> Kernels:
 
 def _simulate(launch: Launch | None, x: Tensor, weights: Weights) -> Tensor:
     """Run a launch on the simulated core and keep its profile."""
-    from neuronmm_ops.kernels import kernel_of
+    from neuronmm_ops.kernels import nki_kernel
     from neuronmm_ops.neuroncore.kernel import run
 
     if launch is None:
         return without_products(x, weights)
     plan = launch.plan
-    done = run(kernel_of(plan), (rows(x), *weights), launch.arguments, target=plan.problem.target)
+    done = run(nki_kernel(plan), (rows(x), *weights), launch.arguments, target=plan.problem.target)
     _last[:] = [done.profile]
     return done.outputs.view(launch.shape)

@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 from neuronmm_ops.kernels.shim import NkiTensor, jit, nisa, nl
-from neuronmm_ops.kernels.strip import Operand, held, own_tokens, project, weights, write_rows
-from neuronmm_ops.kernels.tiles import COLUMNS, P, Span, check_pair, spans, tiles_in
+from neuronmm_ops.kernels.stages.prefill import (
+    Operand,
+    held,
+    own_tokens,
+    project,
+    weights,
+    write_rows,
+)
+from neuronmm_ops.kernels.stages.tiling import COLUMNS, P, Span, check_pair, spans, tiles_in
 
 Tiles = list[NkiTensor]
 GROUP = 4

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from neuronmm_ops.kernels.shim import NkiTensor, nisa, nl
-from neuronmm_ops.kernels.tiles import P, Span, spans
+from neuronmm_ops.kernels.stages.tiling import P, Span, spans
 
 
 class Piece(nl.NKIObject):

@@ -6,7 +6,7 @@ The kernels are `xw_decode`, `xuv_decode` and `svd_mlp_decode`. All times are mo
 from __future__ import annotations
 
 from neuronmm_ops.hardware import DMA_START_NS
-from neuronmm_ops.kernels.clock import (
+from neuronmm_ops.kernels.planner.clock import (
     SUM_BANKS,
     Blocks,
     Clock,
@@ -14,8 +14,8 @@ from neuronmm_ops.kernels.clock import (
     cut_sizes,
     rounded_up,
 )
-from neuronmm_ops.kernels.problem import Block, Plan, Problem
-from neuronmm_ops.kernels.tiles import ALIGN, COLUMNS, SMALL, P, spans, tiles_in
+from neuronmm_ops.kernels.planner.problem import Block, Plan, Problem
+from neuronmm_ops.kernels.stages.tiling import ALIGN, COLUMNS, SMALL, P, spans, tiles_in
 
 KEPT = 8
 """Plans that are returned, best first."""

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from neuronmm_ops.hardware import DMA_START_NS, MIN_CYCLES, RESULT_CYCLES, Engine
-from neuronmm_ops.kernels.problem import Block, Problem
-from neuronmm_ops.kernels.tiles import ALIGN, COLUMNS, HALF, SMALL, P, spans, tiles_in
+from neuronmm_ops.kernels.planner.problem import Block, Problem
+from neuronmm_ops.kernels.stages.tiling import ALIGN, COLUMNS, HALF, SMALL, P, spans, tiles_in
 
 SUM_BANKS = 6
 """Banks for sums; the other two are for transposes."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from neuronmm_ops.kernels.shim import NkiTensor, jit, nl
-from neuronmm_ops.kernels.strip import (
+from neuronmm_ops.kernels.stages.prefill import (
     Operand,
     held,
     own_tokens,
@@ -11,7 +11,7 @@ from neuronmm_ops.kernels.strip import (
     write_columns,
     write_rows,
 )
-from neuronmm_ops.kernels.tiles import BANKS, check_pair, spans
+from neuronmm_ops.kernels.stages.tiling import BANKS, check_pair, spans
 
 
 @jit

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from neuronmm_ops.kernels.pieces import Piece, pieces_of
 from neuronmm_ops.kernels.shim import NkiTensor, jit, nisa, nl
-from neuronmm_ops.kernels.stream import (
+from neuronmm_ops.kernels.stages.chunks import Piece, pieces_of
+from neuronmm_ops.kernels.stages.decode import (
     Sums,
     blocks_of,
     contract,
@@ -13,8 +13,8 @@ from neuronmm_ops.kernels.stream import (
     project,
     write_columns,
 )
-from neuronmm_ops.kernels.svd_mlp import check_factors, function_of
-from neuronmm_ops.kernels.tiles import P, Span, spans
+from neuronmm_ops.kernels.stages.tiling import P, Span, spans
+from neuronmm_ops.kernels.svd_mlp.prefill import check_factors, function_of
 
 
 @jit

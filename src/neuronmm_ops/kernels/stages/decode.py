@@ -8,9 +8,9 @@ same time, which keeps TensorE ahead of the DMA engines.
 
 from __future__ import annotations
 
-from neuronmm_ops.kernels.pieces import Piece, again, evict, item_bytes, load_lanes
 from neuronmm_ops.kernels.shim import NkiTensor, nisa, nl
-from neuronmm_ops.kernels.tiles import ALIGN, COLUMNS, HALF, SMALL, P, Span, spans, tiles_in
+from neuronmm_ops.kernels.stages.chunks import Piece, again, evict, item_bytes, load_lanes
+from neuronmm_ops.kernels.stages.tiling import ALIGN, COLUMNS, HALF, SMALL, P, Span, spans, tiles_in
 
 Part = tuple[int, int, int]
 """Lane, first column in it, and columns."""

@@ -15,9 +15,9 @@ from neuronmm_ops.hardware import (
     RESULT_CYCLES,
     Engine,
 )
-from neuronmm_ops.kernels.costs import Costs, Pass, Stage, edges
-from neuronmm_ops.kernels.problem import Block, Plan, Problem
-from neuronmm_ops.kernels.tiles import BANKS, COLUMNS, P, tiles_in
+from neuronmm_ops.kernels.planner.costs import Costs, Pass, Stage, edges
+from neuronmm_ops.kernels.planner.problem import Block, Plan, Problem
+from neuronmm_ops.kernels.stages.tiling import BANKS, COLUMNS, P, tiles_in
 
 Blocks = tuple[tuple[str, Block], ...]
 STRIPS = (512, 1024, 1536, 2048)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from neuronmm_ops.kernels.pieces import pieces_of
 from neuronmm_ops.kernels.shim import NkiTensor, jit, nl
-from neuronmm_ops.kernels.stream import blocks_of, own, project, write_columns
-from neuronmm_ops.kernels.tiles import P, check_pair
+from neuronmm_ops.kernels.stages.chunks import pieces_of
+from neuronmm_ops.kernels.stages.decode import blocks_of, own, project, write_columns
+from neuronmm_ops.kernels.stages.tiling import P, check_pair
 
 
 @jit

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from neuronmm_ops.kernels.shim import NkiTensor, jit, nl
-from neuronmm_ops.kernels.strip import Operand, own_tokens, write_rows
-from neuronmm_ops.kernels.tiles import check_pair, spans
+from neuronmm_ops.kernels.stages.prefill import Operand, own_tokens, write_rows
+from neuronmm_ops.kernels.stages.tiling import check_pair, spans
 
 
 @jit

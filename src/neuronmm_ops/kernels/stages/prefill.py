@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from neuronmm_ops.kernels.shim import NkiTensor, nisa, nl
-from neuronmm_ops.kernels.tiles import COLUMNS, P, Span, packed_tiles, spans, tiles_in
+from neuronmm_ops.kernels.stages.tiling import COLUMNS, P, Span, packed_tiles, spans, tiles_in
 
 Tiles = list[NkiTensor]
 PE_CHUNK = 4

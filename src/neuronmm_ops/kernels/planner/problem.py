@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Literal
 
 from neuronmm_ops.hardware import DEFAULT_TARGET, Engine, Machine, resolve_target
-from neuronmm_ops.kernels.tiles import COLUMNS, P, tiles_in
+from neuronmm_ops.kernels.stages.tiling import COLUMNS, P, tiles_in
 
 Op = Literal["xw", "xuv", "svd_mlp"]
 Form = Literal["prefill", "decode"]

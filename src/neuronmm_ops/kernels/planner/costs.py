@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from neuronmm_ops.hardware import DMA_TRANSPOSE_SHARE, Engine, Machine
-from neuronmm_ops.kernels.problem import Block, load_ns, matmul_ns
-from neuronmm_ops.kernels.tiles import BANKS, COLUMNS, P, packed_tiles, tiles_in
+from neuronmm_ops.kernels.planner.problem import Block, load_ns, matmul_ns
+from neuronmm_ops.kernels.stages.tiling import BANKS, COLUMNS, P, packed_tiles, tiles_in
 
 EVICT_LATENCY_NS = 150.0
 """From the last matmul of a PSUM tile to its eviction, and to the next matmul into its bank."""

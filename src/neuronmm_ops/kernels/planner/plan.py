@@ -9,7 +9,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from neuronmm_ops.hardware import resolve_target
-from neuronmm_ops.kernels.problem import Plan, Problem
+from neuronmm_ops.kernels.planner.problem import Plan, Problem
 
 TIE = 1.002
 """Plans within this factor of the least predicted time count as equally quick."""
@@ -105,11 +105,11 @@ def quickest(problem: Problem) -> Plan:
 
 def candidates(problem: Problem) -> list[Plan]:
     """All plans that fit: the choice first, then by predicted time."""
-    from neuronmm_ops.kernels import plan_decode, plan_mlp, plan_prefill
+    from neuronmm_ops.kernels.planner import decode, prefill, prefill_mlp
 
-    found = plan_decode.candidates(problem)
-    prefill = plan_mlp if problem.op == "svd_mlp" else plan_prefill
-    found.extend(prefill.candidates(problem))
+    found = decode.candidates(problem)
+    of_prefill = prefill_mlp if problem.op == "svd_mlp" else prefill
+    found.extend(of_prefill.candidates(problem))
     found.sort(key=lambda plan: (plan.time_ms, plan.hbm_bytes, plan.blocks))
     if not found or problem.op == "svd_mlp":  # what moves least there is what waits most
         return found

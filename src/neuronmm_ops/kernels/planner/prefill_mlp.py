@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from neuronmm_ops.hardware import DMA_START_NS, Engine
-from neuronmm_ops.kernels.costs import EVICT_LATENCY_NS, Costs
-from neuronmm_ops.kernels.problem import Plan, Problem
-from neuronmm_ops.kernels.tiles import BANKS, COLUMNS, P, Span, tiles_in
+from neuronmm_ops.kernels.planner.costs import EVICT_LATENCY_NS, Costs
+from neuronmm_ops.kernels.planner.problem import Plan, Problem
+from neuronmm_ops.kernels.stages.tiling import BANKS, COLUMNS, P, Span, tiles_in
 
 GROUP = 4
 """Tiles of the hidden strip that spill together, and of x that TensorE transposes together."""

@@ -1,0 +1,1 @@
+"""From shapes, dtype and target to the kernel and blocks that run."""

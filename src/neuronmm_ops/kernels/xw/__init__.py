@@ -1,0 +1,1 @@
+"""Dense matmul: the honest baseline, and the path of layers kept dense."""
