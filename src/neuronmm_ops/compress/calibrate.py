@@ -7,13 +7,14 @@ given the same tensor (gate and up; q, k and v) share one moment.
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from neuronmm_ops.compress.batches import Batch, check_batches, row_mask, run_batch, takes
+from neuronmm_ops.compress.moments import SecondMoment, Side
 from neuronmm_ops.errors import NonFiniteError
 from neuronmm_ops.ops.cpu import compute_dtype
 from neuronmm_ops.ops.wide import WideProducts
@@ -21,39 +22,7 @@ from neuronmm_ops.ops.wide import WideProducts
 # One pass over the calibration data holds at most this much; more layers mean more passes.
 MAX_MOMENT_BYTES = 4 * 2**30
 
-Side = Literal["input", "output"]
 Progress = Callable[[str, int, int], None]  # stage, done, total
-
-
-@dataclass
-class Moment:
-    """Uncentred second moment of one side of a Linear, or of several with the same input.
-
-    Attributes:
-        side: `input`, `X.T @ X` `[K, K]`; or `output`, `Y.T @ Y` `[N, N]` without bias.
-        matrix: fp64, summed over tokens.
-        tokens: how many rows were summed.
-    """
-
-    side: Side
-    matrix: Tensor
-    tokens: int = 0
-    _roots: dict[str, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
-
-    @torch.no_grad()
-    def add(self, product: Tensor, tokens: int) -> None:
-        """Add the fp32 (or fp64) product of `tokens` rows."""
-        # Strip by strip: converting all of it to fp64 first would take three times as long.
-        for total, part in zip(self.matrix.split(64), product.split(64), strict=True):
-            total += part
-        self.tokens += tokens
-        self._roots.clear()
-
-    def root(self, name: str, compute: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return `compute(matrix)`, found once for all Linears that share the moment."""
-        if name not in self._roots:
-            self._roots[name] = compute(self.matrix)
-        return self._roots[name]
 
 
 def collect_moments(
@@ -61,7 +30,7 @@ def collect_moments(
     sides: Mapping[str, Side],
     batches: Sequence[Batch],
     progress: Progress | None = None,
-) -> Iterator[tuple[str, Moment]]:
+) -> Iterator[tuple[str, SecondMoment]]:
     """Run the model over the batches and yield each named Linear's moment.
 
     The model runs in eval mode without gradients, once for every `MAX_MOMENT_BYTES` of moments,
@@ -128,7 +97,7 @@ class _Recorder:
     """
 
     def __init__(self, model: nn.Module, sides: Mapping[str, Side]) -> None:
-        self.moments: dict[str, Moment] = {}
+        self.moments: dict[str, SecondMoment] = {}
         self.deferred: set[str] = set()
         self.mask: Tensor | None = None
         self._linears = {name: model.get_submodule(name) for name in sides}
@@ -222,7 +191,7 @@ class _Recorder:
                 if old is None
                 else old.matrix.clone()
             )
-            new = Moment(side, matrix, 0 if old is None else old.tokens)
+            new = SecondMoment(side, matrix, 0 if old is None else old.tokens)
             new.add(product, tokens)
             self.moments.update(dict.fromkeys(members, new))
 

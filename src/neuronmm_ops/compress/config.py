@@ -4,12 +4,11 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, Self, get_args
+from typing import Any, Self
 
+from neuronmm_ops.compress.methods import METHODS
 from neuronmm_ops.compress.rank import STEP
 
-Method = Literal["plain", "whiten", "swift"]
-METHODS: tuple[Method, ...] = get_args(Method)
 FORMAT_VERSION = 1
 
 
@@ -36,7 +35,7 @@ class SVDConfig:
     block: int = 128
     alpha: float = 0.5
     targets: str | tuple[str, ...] = "mlp"
-    method: Method = "swift"
+    method: str = "swift"
 
     def __post_init__(self) -> None:
         """Check every field."""
@@ -52,7 +51,7 @@ class SVDConfig:
             raise ValueError(f"block must be a positive multiple of {STEP}, got {self.block}")
         if not 0 <= self.alpha <= 1:
             raise ValueError(f"alpha must be in [0, 1], got {self.alpha}")
-        if self.method not in METHODS:
+        if self.method not in tuple(METHODS):
             raise ValueError(f"method must be one of {', '.join(METHODS)}; got {self.method!r}")
         # One bare target and a tuple of it are the same config.
         targets = (self.targets,) if isinstance(self.targets, str) else tuple(self.targets)
@@ -71,6 +70,11 @@ class SVDConfig:
     def target_list(self) -> tuple[str, ...]:
         """The targets as a tuple."""
         return (self.targets,) if isinstance(self.targets, str) else self.targets
+
+    @property
+    def needs_calibration(self) -> bool:
+        """Whether the method looks at activations."""
+        return METHODS[self.method].side is not None
 
     def to_dict(self) -> dict[str, Any]:
         """Return a JSON-compatible dict with a format version."""

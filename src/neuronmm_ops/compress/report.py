@@ -46,6 +46,21 @@ class LayerReport:
         return parameter_count(self.K, self.N, self.r)
 
     @classmethod
+    def of(
+        cls,
+        name: str,
+        K: int,
+        N: int,
+        r: int | None,
+        itemsize: int,
+        loss: float | None,
+        reason: str | None = None,
+    ) -> Self:
+        """Describe a layer whose elements take `itemsize` bytes."""
+        size = parameter_count(K, N, r) * itemsize
+        return cls(name, K, N, r, r is None, reason, loss, size, K * N * itemsize)
+
+    @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
         """Read what `dataclasses.asdict` wrote, checking every value.
 

@@ -72,8 +72,7 @@ def compress(
         NonFiniteError: a weight or an activation is NaN or Inf.
     """
     config = config or SVDConfig()
-    is_calibrated = config.method != "plain"
-    if is_calibrated and text is None:
+    if config.needs_calibration and text is None:
         raise ValueError(f"method {config.method} needs a calibration text; or use method plain")
     _check_shard_size(max_shard_size)
     place = check_device(device)
@@ -93,7 +92,7 @@ def compress(
 
     batches: list[Tensor] | None = None
     calibration: dict[str, Any] = {}
-    if is_calibrated and text is not None:
+    if config.needs_calibration and text is not None:
         seqlen = block_length(loaded, seqlen)
         batches = calibration_batches(tokenizer, text, samples, seqlen, order)
         check_ids(loaded, torch.cat(batches), "calibration text")
