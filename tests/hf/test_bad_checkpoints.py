@@ -23,7 +23,7 @@ from neuronmm_ops import (
     compress_,
     hf,
 )
-from neuronmm_ops.compress.checkpoint import inspect_checkpoint
+from neuronmm_ops.checkpoint import inspect_checkpoint
 from neuronmm_ops.hf import loading
 
 NAME = "model.layers.0.mlp.gate_proj"

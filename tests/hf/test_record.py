@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from neuronmm_ops import SVDConfig, SVDLinear, compress_, factorize, hf, swap_
-from neuronmm_ops.compress.checkpoint import inspect_checkpoint
+from neuronmm_ops.checkpoint import inspect_checkpoint
 
 ATTENTION = tuple(f"model.layers.{i}.self_attn.q_proj" for i in (0, 1))
 

@@ -10,11 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 from tiny import FAMILIES, tiny_ids, tiny_model
 from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
 
 from neuronmm_ops import CalibrationWarning, CompressionReport, SVDConfig, compress_, hf
+from neuronmm_ops.checkpoint import headers
 from neuronmm_ops.nn import SVDMLP, SVDLinear
 
 FRESH_PROCESS = """
@@ -167,3 +169,21 @@ def test_gradients_flow_after_loading(tmp_path: Path) -> None:
     for name, parameter in restored.named_parameters():
         assert parameter.grad is not None, name
         assert parameter.grad.abs().sum() > 0, name
+
+
+def test_loading_reads_each_header_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, report = _compressed()
+    hf.save(model, tmp_path / "out", report)
+    hf.load(tmp_path / "out").save_pretrained(tmp_path / "many", max_shard_size="50KB")
+    tiny_model().save_pretrained(tmp_path / "dense")
+    opened: list[str] = []
+
+    def counting(file: Path, framework: str) -> object:
+        opened.append(file.name)
+        return safe_open(file, framework=framework)
+
+    monkeypatch.setattr(headers, "safe_open", counting)
+    for name in ("out", "many", "dense"):
+        hf.load(tmp_path / name)
+        assert sorted(opened) == sorted(p.name for p in (tmp_path / name).glob("*.safetensors"))
+        opened.clear()

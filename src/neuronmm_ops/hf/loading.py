@@ -10,7 +10,8 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from neuronmm_ops.compress.checkpoint import check_float, read_config, read_shapes, weight_files
+from neuronmm_ops.checkpoint import check_float, read_config, read_headers, weight_files
+from neuronmm_ops.compress.record import is_record
 from neuronmm_ops.errors import CheckpointError, NonFiniteError
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -41,10 +42,11 @@ def load(
         raise CheckpointError(
             f"{model} is an encoder-decoder; only decoders (causal language models) are supported"
         )
-    files = weight_files(path)
-    read_shapes(files)
-    if config.get("quantization_config") is None:
-        check_float(files)
+    files, entry = weight_files(path), config.get("quantization_config")
+    if not is_record(entry):  # NeuronMMQuantizer reads those of compressed checkpoints
+        headers = read_headers(files)
+        if entry is None:
+            check_float(headers)
     try:
         loaded, info = load_exactly(AutoModelForCausalLM, path, dtype=dtype, device_map=device_map)
     except SafetensorError as error:

@@ -13,7 +13,7 @@ from transformers.quantizers.auto import register_quantization_config, register_
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from neuronmm_ops.compress.checkpoint import check_shapes, read_shapes
+from neuronmm_ops.checkpoint import check_shapes, read_headers
 from neuronmm_ops.compress.record import QUANT_METHOD, record_of, report_of
 from neuronmm_ops.compress.report import CompressionReport, LayerReport
 from neuronmm_ops.errors import CheckpointError, NonFiniteError
@@ -64,8 +64,8 @@ class NeuronMMQuantizer(HfQuantizer):
         )
         if checkpoint_files is not None:
             # Before the loader sees them: it would re-initialize what does not fit, with a warning.
-            shapes = read_shapes(Path(file) for file in checkpoint_files)
-            named = {name: shapes[key] for key, name in model_names(model, shapes).items()}
+            headers = read_headers(Path(file) for file in checkpoint_files)
+            named = {name: headers[key] for key, name in model_names(model, headers).items()}
             low_rank = [replace(layer, name=name) for name, layer in layers.items() if layer.r]
             check_shapes(named, low_rank)
         # Checkpoints of before the placeholder.

@@ -14,8 +14,8 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
-from neuronmm_ops.compress.checkpoint import read_config
-from neuronmm_ops.compress.record import QUANT_METHOD
+from neuronmm_ops.checkpoint import read_config
+from neuronmm_ops.compress.record import is_record
 from neuronmm_ops.errors import CheckpointError
 
 # What save_pretrained writes for models and tokenizers.
@@ -111,10 +111,9 @@ def _why_kept(target: Path, source: Path | None) -> str | None:
 
 def _is_compressed(directory: Path) -> bool:
     try:
-        record = read_config(directory).get("quantization_config")
+        return is_record(read_config(directory).get("quantization_config"))
     except CheckpointError:
         return False
-    return isinstance(record, dict) and record.get("quant_method") == QUANT_METHOD
 
 
 def _existing_parent(target: Path) -> Path:
