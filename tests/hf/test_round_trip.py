@@ -16,7 +16,7 @@ from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
 
 from neuronmm_ops import CalibrationWarning, CompressionReport, SVDConfig, compress_, hf
-from neuronmm_ops.checkpoint import headers
+from neuronmm_ops.checkpoint import headers, inspect_checkpoint
 from neuronmm_ops.nn import SVDMLP, SVDLinear
 
 FRESH_PROCESS = """
@@ -103,6 +103,18 @@ def test_resaving_sharded_and_reloading(tmp_path: Path) -> None:
 
     restored = hf.load(tmp_path / "many")
 
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, restored.state_dict()[name]), name
+
+
+def test_saving_a_sharded_model_again_as_one_file(tmp_path: Path) -> None:
+    model, _ = _compressed()
+    model.save_pretrained(tmp_path / "out", max_shard_size="50KB")
+    model.save_pretrained(tmp_path / "out")
+    assert (tmp_path / "out" / "model.safetensors.index.json").exists()
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) == 1
+    assert inspect_checkpoint(tmp_path / "out").layers
+    restored = hf.load(tmp_path / "out")
     for name, value in model.state_dict().items():
         assert torch.equal(value, restored.state_dict()[name]), name
 

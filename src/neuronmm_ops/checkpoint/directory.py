@@ -35,21 +35,20 @@ def read_config(directory: Path) -> dict[str, Any]:
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """List the safetensors files of a model directory.
+    """List the safetensors files that Transformers loads: the single one, else the index's.
 
     Raises:
         CheckpointError: there are none, one named by the index is missing, or the index is
             malformed or names a file outside the directory.
     """
-    index = directory / INDEX
-    if not index.exists():
-        single = directory / SINGLE
-        if not single.exists():
-            raise CheckpointError(
-                f"{directory} has no weights: neither {SINGLE} nor {INDEX}; "
-                "only safetensors are read"
-            )
+    index, single = directory / INDEX, directory / SINGLE
+    # Saving a sharded model again as one file leaves the index of the shards behind.
+    if single.exists():
         return [single]
+    if not index.exists():
+        raise CheckpointError(
+            f"{directory} has no weights: neither {SINGLE} nor {INDEX}; only safetensors are read"
+        )
     weight_map = _read_object(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index} must map tensor names to files in weight_map")
