@@ -249,6 +249,16 @@ def test_an_error_leaves_the_model_as_it_was(spoil, options, data, error, messag
     assert all(m.training and not m._forward_hooks for m in model.modules())
 
 
+def test_factors_that_the_weight_s_dtype_cannot_hold_are_refused():
+    model = nn.Sequential(nn.Linear(32, 48, dtype=torch.float16))
+    linear = model[0]
+    nn.init.constant_(linear.weight, 6e4)
+    data = [torch.full((400, 32), 1e-3, dtype=torch.float16)]
+    with pytest.raises(NonFiniteError, match=r"0\.u must be finite in float16.* a wider dtype"):
+        compress_(model, SVDConfig(ratio=0.5, block=8, targets="0"), data)
+    assert model[0] is linear
+
+
 def test_training_flags_and_requires_grad_survive():
     model = causal_lm().train()
     model.model.layers[0].mlp.up_proj.weight.requires_grad_(False)

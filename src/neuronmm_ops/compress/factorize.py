@@ -1,4 +1,4 @@
-"""`factorize`: the arguments checked, then the method's closed form."""
+"""`factorize`: the arguments checked, then the method's closed form; and what factors must be."""
 
 import torch
 from torch import Tensor
@@ -43,6 +43,21 @@ def factorize(
         raise NonFiniteError("weight must be finite, got NaN or Inf; the checkpoint is damaged")
     _check_moment(moment, method, K, N)
     return METHODS[method].factor(w, moment, rank)
+
+
+def check_finite(name: str, u: Tensor, v: Tensor, remedy: str) -> None:
+    """Check the factors of the layer `name`.
+
+    Raises:
+        NonFiniteError: a factor holds NaN or Inf.
+    """
+    for key, factor in (("u", u), ("v", v)):
+        # The extremes show NaN and Inf, in one read and without a mask in memory.
+        if not torch.stack(factor.aminmax()).isfinite().all():
+            raise NonFiniteError(
+                f"{name}.{key} must be finite in {str(factor.dtype).removeprefix('torch.')}, "
+                f"got NaN or Inf; {remedy}"
+            )
 
 
 def _check_moment(moment: SecondMoment | None, method: str, K: int, N: int) -> None:

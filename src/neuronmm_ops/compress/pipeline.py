@@ -10,7 +10,7 @@ from neuronmm_ops.compress.batches import Batch, count_tokens, fingerprint
 from neuronmm_ops.compress.calibrate import Progress, collect_moments
 from neuronmm_ops.compress.config import SVDConfig
 from neuronmm_ops.compress.coverage import warn_of_coverage
-from neuronmm_ops.compress.factorize import factorize, moment_side
+from neuronmm_ops.compress.factorize import check_finite, factorize, moment_side
 from neuronmm_ops.compress.moments import SecondMoment, Side
 from neuronmm_ops.compress.rank import aligned_rank
 from neuronmm_ops.compress.record import attach, dense_parameters
@@ -49,7 +49,8 @@ def compress_(
     Raises:
         ValueError: no Linear matches, no calibration was given, it has no batches, or the model
             cannot take one (too long, a token id outside the embedding, no decoder inputs).
-        NonFiniteError: a weight or an activation is NaN or Inf; names the layer.
+        NonFiniteError: a weight, an activation or a factor in the weight's dtype is NaN or Inf;
+            names the layer.
     """
     config = config or SVDConfig()
     selection = select_targets(model, config)
@@ -71,7 +72,9 @@ def compress_(
         assert rank is not None
         factorization = factorize(linear.weight, config.method, moment, rank)
         u, v = factorization.truncate(rank)
-        factors[name] = (u.to(linear.weight.dtype), v.to(linear.weight.dtype))
+        u, v = u.to(linear.weight.dtype), v.to(linear.weight.dtype)
+        check_finite(name, u, v, "compress the model in a wider dtype")
+        factors[name] = u, v
         losses[name] = factorization.relative_loss(rank)
         if progress:
             progress("factorize", len(factors), len(swapped))

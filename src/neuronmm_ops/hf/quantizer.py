@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
@@ -14,9 +13,10 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from neuronmm_ops.checkpoint import check_shapes, read_headers
+from neuronmm_ops.compress.factorize import check_finite
 from neuronmm_ops.compress.record import QUANT_METHOD, record_of, report_of
 from neuronmm_ops.compress.report import CompressionReport, LayerReport
-from neuronmm_ops.errors import CheckpointError, NonFiniteError
+from neuronmm_ops.errors import CheckpointError
 from neuronmm_ops.hf.keys import model_names
 from neuronmm_ops.nn.svd_linear import SVDLinear
 from neuronmm_ops.nn.swap import replace_
@@ -80,7 +80,8 @@ class NeuronMMQuantizer(HfQuantizer):
         for name, module in model.named_modules():
             # Offloaded layers are on the meta device and get their values call by call.
             if isinstance(module, SVDLinear) and not module.u.is_meta:
-                _check_finite(name, module)
+                remedy = "the checkpoint is damaged, copy it again or compress the model again"
+                check_finite(name, module.u, module.v, remedy)
                 module.relayout_()
         # To Transformers a quantized model can neither be trained nor cast; factors can.
         model.is_quantized = False  # pyright: ignore  (not declared)
@@ -119,16 +120,6 @@ def _name_in(model: PreTrainedModel, name: str) -> str:
     raise CheckpointError(
         f"config.json lists layer {name}, which {type(model).__name__} does not have"
     )
-
-
-def _check_finite(name: str, layer: SVDLinear) -> None:
-    for key in ("u", "v"):
-        # The extremes show NaN and Inf, in one read and without a mask in memory.
-        if not torch.stack(getattr(layer, key).aminmax()).isfinite().all():
-            raise NonFiniteError(
-                f"{name}.{key} must be finite, got NaN or Inf; the checkpoint is damaged, copy it "
-                "again or compress the model again"
-            )
 
 
 def _meta_layer(model: PreTrainedModel, name: str, layer: LayerReport) -> SVDLinear:

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from neuronmm_ops.checkpoint import weight_files
+from neuronmm_ops.compress.factorize import check_finite
 from neuronmm_ops.compress.record import attach, attached_report, low_rank_layers
 from neuronmm_ops.compress.report import CompressionReport, LayerReport
 from neuronmm_ops.errors import CheckpointError
@@ -45,6 +46,7 @@ def save(
     Raises:
         FileExistsError: the target exists, and may not be replaced.
         ValueError: the report is not that of the model, or the model has no low-rank layer.
+        NonFiniteError: a factor is NaN or Inf, such as after a cast to float16.
         CheckpointError: what was written does not load as the model; it is removed.
         OSError: the target cannot be written; says how much room it needs.
     """
@@ -52,6 +54,9 @@ def save(
     needed = sum(parameter.nbytes for parameter in model.parameters())
     check_target(target, force, _source_of(model), needed)
     _record(model, report)
+    for name, layer in low_rank_layers(model).items():
+        if not layer.u.is_meta:
+            check_finite(name, layer.u, layer.v, "save the model in a wider dtype")
     try:
         with replacement(target, force) as temporary:
             model.save_pretrained(temporary, max_shard_size=max_shard_size)
