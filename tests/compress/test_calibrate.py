@@ -71,6 +71,16 @@ def test_moments_are_exact_in_fp64(dtype, bias):
             assert_close_to_oracle(moment.matrix.float(), expected, low, magnitude)
 
 
+def test_one_tensor_that_is_an_output_and_an_input_has_two_moments():
+    model = nn.Sequential(nn.Linear(8, 6, bias=False), nn.Linear(6, 4))
+    data = batches()
+    moments = dict(collect_moments(model, {"0": "output", "1": "input"}, data))
+    assert {name: moment.side for name, moment in moments.items()} == {"0": "output", "1": "input"}
+    rows = inputs_and_outputs(model, ("0",), data)["0"][1]
+    for moment in moments.values():
+        assert (moment.matrix - rows.t() @ rows).norm() < 1e-5 * moment.matrix.norm()
+
+
 def test_the_output_moment_is_that_of_the_weight():
     model = nn.Sequential(nn.Linear(8, 4, dtype=torch.float64))
     with torch.no_grad():

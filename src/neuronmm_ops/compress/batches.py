@@ -96,9 +96,10 @@ def takes(module: nn.Module, batches: Iterable[Batch]) -> bool:
 
 
 def row_mask(model: nn.Module, batch: Batch) -> Tensor | None:
-    """Return the positions `[B, T]` that count, None where all do or none can be told apart.
+    """Return the positions `[B, T]` that count; None where all do.
 
-    Of an encoder-decoder all count: an activation does not say to which of its sides it belongs.
+    All positions of an encoder-decoder count: whether an activation is the encoder's or the
+    decoder's is not known.
     """
     mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
     if not isinstance(mask, Tensor) or mask.dim() != 2 or _is_encoder_decoder(model):
@@ -107,16 +108,15 @@ def row_mask(model: nn.Module, batch: Batch) -> Tensor | None:
 
 
 def count_tokens(batch: Batch) -> int:
-    """Count a batch's tokens: the ids that a mask leaves, encoder's and decoder's; else rows.
+    """Count the token ids that are not masked; in a batch without ids the rows of features.
 
-    Rows are those of features `[..., K]`, of the first tensor of a mapping.
+    These are the rows of `[..., K]`, of a mapping's first tensor.
     """
+    given = {"": batch} if isinstance(batch, Tensor) else batch
     ids = _token_ids(batch)
     if ids:
-        masks = {} if isinstance(batch, Tensor) else batch
-        return sum(_unmasked(ids[name], masks.get(_MASKS.get(name, ""))) for name in ids)
-    tensors = [batch] if isinstance(batch, Tensor) else list(batch.values())
-    features = next((value for value in tensors if isinstance(value, Tensor)), None)
+        return sum(_unmasked(ids[name], given.get(_MASKS.get(name, ""))) for name in ids)
+    features = next((value for value in given.values() if isinstance(value, Tensor)), None)
     if features is None:
         return 0
     return features.numel() // features.shape[-1] if features.dim() > 0 else 1
@@ -126,21 +126,16 @@ def fingerprint(batches: Iterable[Batch]) -> str:
     """Return the SHA-256 of the batches' names, values and shapes, in order."""
     digest = hashlib.sha256()
     for batch in batches:
-        if isinstance(batch, Tensor):
-            _add(digest, batch)
-            continue
-        for name in sorted(batch):
-            digest.update(f"{name}=".encode())
-            _add(digest, batch[name])
+        named = {"": batch} if isinstance(batch, Tensor) else batch
+        for name in sorted(named):
+            digest.update(f"{name}=".encode() if name else b"")
+            value = named[name]
+            if not isinstance(value, Tensor):
+                digest.update(f"{value!r};".encode())
+                continue
+            digest.update(f"{list(value.shape)} {value.dtype};".encode())
+            digest.update(value.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
-
-
-def _add(digest: Any, value: object) -> None:
-    if not isinstance(value, Tensor):
-        digest.update(f"{value!r};".encode())
-        return
-    digest.update(f"{list(value.shape)} {value.dtype};".encode())
-    digest.update(value.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
 
 
 def _token_ids(batch: Batch) -> dict[str, Tensor]:

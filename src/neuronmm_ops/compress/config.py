@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Self
 
@@ -38,9 +38,11 @@ class SVDConfig:
     method: str = "swift"
 
     def __post_init__(self) -> None:
-        """Check every field."""
-        _check_number("ratio", self.ratio)
-        _check_number("alpha", self.alpha)
+        """Check every field; one bare target and a tuple of it are the same config."""
+        for name in ("ratio", "alpha"):
+            value = getattr(self, name)
+            if not isinstance(value, (int, float)) or isinstance(value, bool):
+                raise TypeError(f"{name} must be a number, got {value!r}")
         if not 0 < self.ratio < 1:
             raise ValueError(
                 f"ratio must be in (0, 1), the fraction of parameters removed; got {self.ratio}"
@@ -53,18 +55,7 @@ class SVDConfig:
             raise ValueError(f"alpha must be in [0, 1], got {self.alpha}")
         if self.method not in tuple(METHODS):
             raise ValueError(f"method must be one of {', '.join(METHODS)}; got {self.method!r}")
-        # One bare target and a tuple of it are the same config.
-        targets = (self.targets,) if isinstance(self.targets, str) else tuple(self.targets)
-        object.__setattr__(self, "targets", targets)
-        for target in self.target_list:
-            if not isinstance(target, str) or not target:
-                raise TypeError(f"targets must be non-empty strings, got {target!r}")
-            try:
-                re.compile(target)
-            except re.error as error:
-                raise ValueError(f"target {target!r} is no regular expression: {error}") from None
-        if not self.target_list:
-            raise ValueError("targets must name at least one preset, module or pattern")
+        object.__setattr__(self, "targets", _checked_targets(self.targets))
 
     @property
     def target_list(self) -> tuple[str, ...]:
@@ -78,9 +69,7 @@ class SVDConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """Return a JSON-compatible dict with a format version."""
-        fields = asdict(self)
-        fields["targets"] = list(self.target_list)
-        return {"version": FORMAT_VERSION, **fields}
+        return {"version": FORMAT_VERSION, **asdict(self), "targets": list(self.target_list)}
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> Self:
@@ -121,6 +110,15 @@ class SVDConfig:
         return cls.from_dict(fields)
 
 
-def _check_number(name: str, value: object) -> None:
-    if not isinstance(value, (int, float)) or isinstance(value, bool):
-        raise TypeError(f"{name} must be a number, got {value!r}")
+def _checked_targets(targets: str | Iterable[str]) -> tuple[str, ...]:
+    checked = (targets,) if isinstance(targets, str) else tuple(targets)
+    if not checked:
+        raise ValueError("targets must name at least one preset, module or pattern")
+    for target in checked:
+        if not isinstance(target, str) or not target:
+            raise TypeError(f"targets must be non-empty strings, got {target!r}")
+        try:
+            re.compile(target)
+        except re.error as error:
+            raise ValueError(f"target {target!r} is no regular expression: {error}") from None
+    return checked
