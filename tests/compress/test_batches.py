@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from toys import causal_lm, token_batches
 
 from neuronmm_ops import SVDConfig, collect_moments, compress_
@@ -95,6 +95,21 @@ def test_tokens_are_those_that_the_masks_leave():
     decoder = {"decoder_input_ids": ids, "decoder_attention_mask": mask}
     assert count_tokens({"input_ids": ids, **decoder}) == 20
     assert count_tokens(torch.ones(2, 6, 4)) == count_tokens({"x": torch.ones(2, 6, 4)}) == 12
+
+
+def test_a_mapping_may_hold_a_scalar():
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc1 = nn.Linear(16, 32)
+
+        def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+            return self.fc1(x * scale)
+
+    batches = [{"x": torch.randn(200, 16), "scale": torch.tensor(2.0)}]
+    report = compress_(Scaled(), SVDConfig(ratio=0.3, block=8), batches)
+    assert report.calibration["sha256"] == fingerprint(batches)
+    assert fingerprint(batches) != fingerprint([{**batches[0], "scale": torch.tensor(3.0)}])
 
 
 def test_fingerprints_of_mappings():

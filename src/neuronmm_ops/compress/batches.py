@@ -134,7 +134,8 @@ def fingerprint(batches: Iterable[Batch]) -> str:
                 digest.update(f"{value!r};".encode())
                 continue
             digest.update(f"{list(value.shape)} {value.dtype};".encode())
-            digest.update(value.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+            data = value.detach().cpu().contiguous().flatten()
+            digest.update(data.view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 

@@ -78,16 +78,14 @@ def compress_(
         losses[name] = factorization.relative_loss(rank)
         if progress:
             progress("factorize", len(factors), len(swapped))
-    layers = tuple(_layer_reports(selection, ranks, losses))
-    swap_modules_(model, factors)
-
     report = CompressionReport(
         config=config,
-        layers=layers,
+        layers=tuple(_layer_reports(selection, ranks, losses)),
         calibration=_describe(batches) if batches and swapped else None,
         provenance=provenance_of(model),
         model_parameters=dense_parameters(model),
     )
+    swap_modules_(model, factors)
     attach(model, report)
     return report
 
