@@ -41,6 +41,17 @@ def test_values_come_back_bit_for_bit(dtype: torch.dtype) -> None:
             assert torch.equal(value, before[name]), name
 
 
+def test_a_buffer_of_two_modules_comes_back() -> None:
+    model = nn.ModuleList([Mixed(), nn.Module()])
+    model[1].register_buffer("again", model[0].saved)
+    before = model[0].saved.clone()
+    with computing_in(model, torch.float32):
+        assert model[0].saved.dtype == torch.float32
+    assert model[1].again is model[0].saved
+    assert model[0].saved.dtype == torch.float16
+    assert torch.equal(model[0].saved, before)
+
+
 def test_an_error_leaves_the_dtypes_as_they_were() -> None:
     model = tiny_model(dtype=torch.bfloat16)
     with pytest.raises(KeyError), computing_in(model, torch.float32):

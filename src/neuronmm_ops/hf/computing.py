@@ -2,6 +2,7 @@
 
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -136,10 +137,11 @@ def computing_in(model: nn.Module, dtype: torch.dtype) -> Generator[None, None, 
 
 def _floating(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield the floating-point parameters and saved buffers, each once."""
-    for name, parameter in model.named_parameters():
-        if parameter.is_floating_point():
-            yield name, parameter
-    for prefix, module in model.named_modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            if buffer.is_floating_point() and name not in module._non_persistent_buffers_set:
-                yield f"{prefix}.{name}", buffer
+    unsaved = {
+        id(module._buffers[name])
+        for module in model.modules()
+        for name in module._non_persistent_buffers_set
+    }
+    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+        if tensor.is_floating_point() and id(tensor) not in unsaved:
+            yield name, tensor
