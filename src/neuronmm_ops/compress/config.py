@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Self
 
 from neuronmm_ops.compress.methods import METHODS
-from neuronmm_ops.compress.rank import STEP
+from neuronmm_ops.compress.rank import STEP, aligned_rank
 
 FORMAT_VERSION = 1
 
@@ -66,6 +66,10 @@ class SVDConfig:
     def needs_calibration(self) -> bool:
         """Whether the method looks at activations."""
         return METHODS[self.method].side is not None
+
+    def rank(self, K: int, N: int) -> int | None:
+        """Return the rank of a `[K, N]` matrix, None where it stays dense."""
+        return aligned_rank(K, N, self.ratio, self.block, self.alpha)
 
     def to_dict(self) -> dict[str, Any]:
         """Return a JSON-compatible dict with a format version."""

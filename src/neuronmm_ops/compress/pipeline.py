@@ -12,7 +12,6 @@ from neuronmm_ops.compress.config import SVDConfig
 from neuronmm_ops.compress.coverage import warn_of_coverage
 from neuronmm_ops.compress.factorize import check_finite, factorize, moment_side
 from neuronmm_ops.compress.moments import SecondMoment, Side
-from neuronmm_ops.compress.rank import aligned_rank
 from neuronmm_ops.compress.record import attach, dense_parameters
 from neuronmm_ops.compress.report import CompressionReport, LayerReport, provenance_of
 from neuronmm_ops.compress.targets import Selection, select_targets
@@ -54,15 +53,10 @@ def compress_(
     """
     config = config or SVDConfig()
     selection = select_targets(model, config)
-    ranks = {
-        name: aligned_rank(
-            linear.in_features, linear.out_features, config.ratio, config.block, config.alpha
-        )
-        for name, linear in selection.linears.items()
-    }
+    ranks = {n: config.rank(m.in_features, m.out_features) for n, m in selection.linears.items()}
     _check_weights(selection.linears)
     warn_of_coverage(model, config, selection, ranks, stacklevel=3)  # past no_grad's wrapper
-    swapped = {n: linear for n, linear in selection.linears.items() if ranks[n] is not None}
+    swapped = {n: m for n, m in selection.linears.items() if ranks[n] is not None}
     batches = _batches(config, calibration)
 
     factors: dict[str, tuple[Tensor, Tensor]] = {}
@@ -149,18 +143,9 @@ def _layer_reports(
 ) -> Iterator[LayerReport]:
     for name, linear in selection.linears.items():
         reason = "no aligned rank is smaller than the dense matrix" if ranks[name] is None else None
-        yield _layer_report(name, linear, ranks[name], losses.get(name, 0.0), reason)
+        yield LayerReport.of(name, linear, ranks[name], losses.get(name, 0.0), reason)
     for name, (linear, reason) in selection.kept.items():
-        yield _layer_report(name, linear, None, 0.0, reason)
-
-
-def _layer_report(
-    name: str, linear: nn.Linear, rank: int | None, loss: float, reason: str | None
-) -> LayerReport:
-    itemsize = linear.weight.element_size()
-    return LayerReport.of(
-        name, linear.in_features, linear.out_features, rank, itemsize, loss, reason
-    )
+        yield LayerReport.of(name, linear, None, 0.0, reason)
 
 
 def _describe(batches: list[Batch]) -> dict[str, int | str]:

@@ -83,7 +83,10 @@ def attach(model: nn.Module, report: CompressionReport) -> None:
     if others:
         previous = attached_report(model)
         recorded = {layer.name: layer for layer in previous.layers} if previous else {}
-        earlier = (recorded.get(name) or _layer(name, layer) for name, layer in others.items())
+        earlier = (
+            recorded.get(name) or LayerReport.of(name, layer, layer.rank, loss=None)
+            for name, layer in others.items()
+        )
         report = replace(report, layers=(*report.layers, *earlier))
     config.quantization_config = record_of(report)  # pyright: ignore
 
@@ -114,7 +117,9 @@ def swap_(model: nn.Module, factors: Mapping[str, tuple[Tensor, Tensor]]) -> Non
     swap_modules_(model, factors)
     swapped = {model.get_submodule(name) for name in factors}
     layers = tuple(
-        _layer(name, layer) for name, layer in low_rank_layers(model).items() if layer in swapped
+        LayerReport.of(name, layer, layer.rank, loss=None)
+        for name, layer in low_rank_layers(model).items()
+        if layer in swapped
     )
     if layers:
         provenance, total = provenance_of(model), dense_parameters(model)
@@ -133,9 +138,3 @@ def dense_parameters(model: nn.Module) -> int:
         K, N, r = layer.in_features, layer.out_features, layer.rank
         total += K * N - parameter_count(K, N, r)
     return total
-
-
-def _layer(name: str, layer: SVDLinear) -> LayerReport:
-    """Describe an SVDLinear whose factors come from elsewhere: its loss is not known."""
-    K, N, itemsize = layer.in_features, layer.out_features, layer.u.element_size()
-    return LayerReport.of(name, K, N, layer.rank, itemsize, loss=None)

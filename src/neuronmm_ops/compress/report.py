@@ -12,6 +12,7 @@ from torch import nn
 
 from neuronmm_ops.compress.config import SVDConfig
 from neuronmm_ops.compress.rank import parameter_count
+from neuronmm_ops.nn.svd_linear import SVDLinear
 
 
 @dataclass(frozen=True)
@@ -50,14 +51,13 @@ class LayerReport:
     def of(
         cls,
         name: str,
-        K: int,
-        N: int,
+        layer: nn.Linear | SVDLinear,
         r: int | None,
-        itemsize: int,
         loss: float | None,
         reason: str | None = None,
     ) -> Self:
-        """Describe a layer whose elements take `itemsize` bytes."""
+        """Describe the layer once it has rank `r`, or stays dense for None."""
+        K, N, itemsize = layer.in_features, layer.out_features, layer.weight.element_size()
         size = parameter_count(K, N, r) * itemsize
         return cls(name, K, N, r, r is None, reason, loss, size, K * N * itemsize)
 

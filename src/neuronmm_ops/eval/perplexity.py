@@ -1,7 +1,7 @@
 """Token perplexity over non-overlapping blocks, as the low-rank literature reports it."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from neuronmm_ops.compress.batches import embedding_rows, position_limit
-from neuronmm_ops.compress.calibrate import eval_mode
+from neuronmm_ops.compress.calibrate import Progress, eval_mode
 from neuronmm_ops.errors import NonFiniteError
 
 DOCUMENT_SEPARATOR = "\n\n"
@@ -91,7 +91,7 @@ def token_perplexity(
     model: nn.Module,
     token_ids: Tensor,
     seqlen: int | None = None,
-    progress: Callable[[str, int, int], None] | None = None,
+    progress: Progress | None = None,
 ) -> PerplexityResult:
     """Measure token perplexity over non-overlapping blocks, each predicted from its own start.
 
@@ -137,8 +137,8 @@ def token_perplexity(
 def _block_nll(model: nn.Module, block: Tensor, index: int) -> float:
     logits = model(block[None]).logits[0, :-1].float()
     losses = F.cross_entropy(logits, block[1:], reduction="none")
-    # NaN or +Inf anywhere in a row makes its loss NaN; -Inf only at the token that came, which is
-    # as it should be: elsewhere it is how models mask unused vocabulary.
+    # NaN or +Inf in a row makes its loss NaN, -Inf only where it is the true token's logit: models
+    # mask unused vocabulary with it.
     if not torch.isfinite(losses).all():
         raise NonFiniteError(
             f"logits of block {index} must be finite, got NaN or Inf; "

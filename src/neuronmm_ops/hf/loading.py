@@ -101,36 +101,29 @@ def local_directory(model: str | Path) -> Path:
     try:
         return Path(snapshot_download(model, allow_patterns=list(HUB_FILES), ignore_patterns="*/*"))
     except (LocalEntryNotFoundError, ConnectionError) as error:
-        raise CheckpointError(
-            f"{model} is no directory, and the hub cannot be reached ({_reason(error)}); give a "
-            "local Transformers model directory"
-        ) from None
+        problem = f"the hub cannot be reached ({_reason(error)})"
     except (HfHubHTTPError, HFValidationError, OSError) as error:
-        raise CheckpointError(
-            f"{model} is no directory, and the hub does not give it: {_reason(error)}"
-        ) from None
+        problem = f"the hub does not give it ({_reason(error)})"
+    raise CheckpointError(
+        f"{model} is no directory, and {problem}; give a local Transformers model directory"
+    )
 
 
 def _check_keys(
     path: Path, config: dict[str, Any], model: PreTrainedModel, info: dict[str, Any]
 ) -> None:
-    """Refuse a model that lacks tensors of its checkpoint, or has others."""
+    """Refuse a checkpoint that lacks tensors of the model, or has others."""
     kind, named = type(model).__name__, config.get("architectures")
     hint = "config and weights are not of the same checkpoint"
     if isinstance(named, list) and named and named[0] != kind:
         hint = f"the checkpoint is of a {named[0]}"
-    if info["missing_keys"]:
-        name = sorted(info["missing_keys"])[0]
-        raise CheckpointError(
-            f"{path} lacks {len(info['missing_keys'])} of the tensors of {kind}, first {name}; "
-            f"{hint}"
-        )
-    if info["unexpected_keys"]:
-        name = sorted(info["unexpected_keys"])[0]
-        raise CheckpointError(
-            f"{path} has {len(info['unexpected_keys'])} tensors that {kind} has no place for, "
-            f"first {name}; {hint}"
-        )
+    for keys, problem in (
+        (info["missing_keys"], f"lacks {{}} of the tensors of {kind}"),
+        (info["unexpected_keys"], f"has {{}} tensors that {kind} has no place for"),
+    ):
+        if keys:
+            found = problem.format(len(keys))
+            raise CheckpointError(f"{path} {found}, first {sorted(keys)[0]}; {hint}")
 
 
 def _reason(error: Exception) -> str:

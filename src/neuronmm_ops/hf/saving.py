@@ -1,4 +1,4 @@
-"""Saving a compressed model whole, or not at all."""
+"""Saving a compressed model: the whole checkpoint is written and checked, or nothing is."""
 
 import shutil
 from collections.abc import Iterable
@@ -116,7 +116,7 @@ def _record(model: PreTrainedModel, report: CompressionReport | None) -> None:
         raise ValueError("the model's config records no low-rank layer; see compress_ and swap_")
     ranks = {name: module.rank for name, module in low_rank_layers(model).items()}
     layers = _by_name(model, recorded.layers if recorded else ())
-    # What was replaced since is no longer true.
+    # Layers that were replaced after they were recorded are left out.
     layers = {n: layer for n, layer in layers.items() if layer.r is None or layer.r == ranks.get(n)}
     layers |= _by_name(model, report.layers if report else ())
     reported = {name: layer.r for name, layer in layers.items() if layer.r is not None}
@@ -146,7 +146,7 @@ def _source_of(model: PreTrainedModel) -> Path | None:
 
 
 def _open_to_others(directory: Path) -> None:
-    """Give every file the mode of one that was opened plainly: safetensors are written 0600."""
+    """Give every file the mode of config.json: safetensors are written with mode 0600."""
     mode = (directory / "config.json").stat().st_mode
     for path in directory.iterdir():
         if path.is_file():

@@ -1,7 +1,7 @@
-"""The directory that a checkpoint is written to: what may be replaced, and how it takes its place.
+"""The directory that a checkpoint is written to: what may be replaced, and how it is replaced.
 
 A checkpoint is written to a hidden sibling, `.NAME.HOST.PID.XXXX.tmp`, which is renamed at the end.
-A sibling whose process is gone is what a killed run left: the next run removes it.
+A killed run leaves its sibling behind; the next run removes it.
 """
 
 import errno
@@ -78,7 +78,7 @@ def replacement(target: Path, force: bool) -> Generator[Path]:
 
 
 def no_room(target: Path, needed: int, free: int) -> str:
-    """The line for a disk that is too full."""
+    """Return the message for a disk with too little room."""
     return (
         f"writing {target} needs {needed / 1e9:.3f} GB and the disk has {free / 1e9:.3f} GB free; "
         "free some, or choose another place"
@@ -86,7 +86,7 @@ def no_room(target: Path, needed: int, free: int) -> str:
 
 
 def _plain(target: Path) -> Path:
-    """The target without `..`, which would not lead back once the target has been moved away."""
+    """Return the target without `..`, which leads elsewhere once the target has been renamed."""
     if target.name in ("", ".."):
         return target.resolve()
     return target.parent.resolve() / target.name
@@ -153,7 +153,7 @@ def _put_in_place(temporary: Path, target: Path, force: bool) -> None:
 
 
 def _clean(target: Path) -> None:
-    """Remove what killed runs left beside the target; a checkpoint they moved away comes back."""
+    """Remove what killed runs left beside the target; put back a checkpoint that they renamed."""
     host = re.escape(socket.gethostname())
     left = re.compile(rf"\.{re.escape(target.name)}\.{host}\.(\d+)\.\w+\.(tmp|old)")
     for path in target.parent.iterdir():
