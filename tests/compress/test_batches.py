@@ -89,7 +89,7 @@ def test_a_batch_with_labels_runs_the_whole_model():
 
 
 def test_tokens_are_those_that_the_masks_leave():
-    ids, mask = torch.ones(2, 6).long(), torch.tensor([[1] * 6, [1, 1, 0, 0, 0, 0]])
+    ids, mask = torch.zeros(2, 6).long(), torch.tensor([[1] * 6, [1, 1, 0, 0, 0, 0]])
     assert count_tokens(ids) == count_tokens({"input_ids": ids}) == 12
     assert count_tokens({"input_ids": ids, "attention_mask": mask}) == 8
     decoder = {"decoder_input_ids": ids, "decoder_attention_mask": mask}

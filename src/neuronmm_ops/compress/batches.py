@@ -112,11 +112,12 @@ def count_tokens(batch: Batch) -> int:
 
     These are the rows of `[..., K]`, of a mapping's first tensor.
     """
-    given = {"": batch} if isinstance(batch, Tensor) else batch
     ids = _token_ids(batch)
     if ids:
-        return sum(_unmasked(ids[name], given.get(_MASKS.get(name, ""))) for name in ids)
-    features = next((value for value in given.values() if isinstance(value, Tensor)), None)
+        masks = {} if isinstance(batch, Tensor) else batch
+        return sum(_unmasked(ids[name], masks.get(_MASKS.get(name, ""))) for name in ids)
+    values = [batch] if isinstance(batch, Tensor) else batch.values()
+    features = next((value for value in values if isinstance(value, Tensor)), None)
     if features is None:
         return 0
     return features.numel() // features.shape[-1] if features.dim() > 0 else 1
