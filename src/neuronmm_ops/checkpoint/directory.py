@@ -1,4 +1,7 @@
-"""A model directory: its config.json, its weight files, and whether they fit one another."""
+"""A model directory: its config.json, its weight files, and whether they fit one another.
+
+What cannot be read raises CheckpointError.
+"""
 
 import json
 from pathlib import Path
@@ -14,12 +17,7 @@ SINGLE = "model.safetensors"
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """Read a model directory's config.json.
-
-    Raises:
-        CheckpointError: the directory or the file is missing, or holds no JSON object, or one
-            whose quantization_config is none.
-    """
+    """Read a model directory's config.json."""
     if not directory.is_dir():
         raise CheckpointError(
             f"{directory} is no directory; give a local Transformers model directory "
@@ -35,12 +33,7 @@ def read_config(directory: Path) -> dict[str, Any]:
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """List the safetensors files that Transformers loads: the single one, else the index's.
-
-    Raises:
-        CheckpointError: there are none, one named by the index is missing, or the index is
-            malformed or names a file outside the directory.
-    """
+    """List the safetensors files that Transformers loads: the single one, else the index's."""
     index, single = directory / INDEX, directory / SINGLE
     # Saving a sharded model again as one file leaves the index of the shards behind.
     if single.exists():
@@ -62,11 +55,7 @@ def weight_files(directory: Path) -> list[Path]:
 
 
 def inspect_checkpoint(directory: Path) -> CompressionReport:
-    """Read a compressed checkpoint's record and check it against the headers alone.
-
-    Raises:
-        CheckpointError: the directory is no compressed checkpoint, or is inconsistent.
-    """
+    """Read a compressed checkpoint's record and check it against the headers."""
     record = read_config(directory).get("quantization_config")
     if not is_record(record):
         raise CheckpointError(

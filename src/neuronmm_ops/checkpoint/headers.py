@@ -1,4 +1,7 @@
-"""The headers of safetensors files: every tensor's shape and dtype, and what they must be."""
+"""The headers of safetensors files: every tensor's shape and dtype, and what they must be.
+
+What is refused raises CheckpointError.
+"""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -23,11 +26,7 @@ class TensorHeader:
 
 
 def read_headers(files: Iterable[Path]) -> dict[str, TensorHeader]:
-    """Read the header of every tensor, by the tensor's name.
-
-    Raises:
-        CheckpointError: a file is no safetensors file, or is truncated.
-    """
+    """Read the header of every tensor, by the tensor's name."""
     headers: dict[str, TensorHeader] = {}
     for file in files:
         try:
@@ -45,12 +44,9 @@ def read_headers(files: Iterable[Path]) -> dict[str, TensorHeader]:
 
 
 def check_float(headers: Mapping[str, TensorHeader]) -> None:
-    """Check that weights are floats, for a checkpoint whose config says nothing of quantization.
+    """Refuse integer weights, for a checkpoint whose config says nothing of quantization.
 
     Transformers would cast the integers to floats as they are, without their scales.
-
-    Raises:
-        CheckpointError: names the first tensor of another dtype.
     """
     for name, header in headers.items():
         if name.endswith(".weight") and header.dtype not in FLOATS:
@@ -62,11 +58,7 @@ def check_float(headers: Mapping[str, TensorHeader]) -> None:
 
 
 def check_shapes(headers: Mapping[str, TensorHeader], layers: Iterable[LayerReport]) -> None:
-    """Check that the tensors are those that the record describes.
-
-    Raises:
-        CheckpointError: names the tensor, the shape the config asks for and the one in the file.
-    """
+    """Refuse tensors of other shapes than the record describes, and factors that are missing."""
     for layer in layers:
         for tensor, expected in _expected(layer).items():
             found = headers.get(tensor)

@@ -1,4 +1,4 @@
-"""Calibration batches: what a model takes, checked, counted and fingerprinted.
+"""Calibration batches: their checks, their number of tokens and their fingerprint.
 
 A batch is one tensor, the model's first argument (token ids `[B, T]` for a language model), or a
 mapping of the model's keyword arguments, such as a tokenizer returns.
@@ -18,16 +18,10 @@ _MASKS = {"input_ids": "attention_mask", "decoder_input_ids": "decoder_attention
 
 
 def check_batches(model: nn.Module, batches: Sequence[Batch]) -> None:
-    """Check the batches before any of them is run.
-
-    Raises:
-        ValueError: there are none; one has more positions than the model, or a token id that its
-            embedding lacks.
-        TypeError: one is neither a tensor nor a mapping.
-    """
+    """Check the batches, as `collect_moments` says, before any of them is run."""
     if not batches:
         raise ValueError("calibration has no batches; give at least one")
-    limit, vocabulary = position_limit(model), embedding_rows(model)
+    limit = position_limit(model)
     for index, batch in enumerate(batches):
         if not isinstance(batch, (Tensor, Mapping)):
             raise TypeError(
@@ -40,41 +34,37 @@ def check_batches(model: nn.Module, batches: Sequence[Batch]) -> None:
                     f"calibration batch {index} has {ids.shape[-1]} positions, the model has "
                     f"{limit}; use shorter blocks"
                 )
-            if vocabulary is None or ids.numel() == 0:
-                continue
-            low, high = (int(end) for end in ids.aminmax())
-            if low < 0 or high >= vocabulary:
-                raise ValueError(
-                    f"calibration batch {index} has token id {high if low >= 0 else low}, the "
-                    f"model's embedding has {vocabulary}; use the model's own tokenizer"
-                )
+            check_ids(model, ids, f"calibration batch {index}")
 
 
 def position_limit(model: nn.Module) -> int | None:
-    """Return the longest input in tokens that the model's config allows, or None."""
+    """Return the longest input in tokens that the model's config allows, None for no limit."""
     config = getattr(model, "config", None)
     text_config = getattr(config, "get_text_config", lambda: config)()
     limit = getattr(text_config, "max_position_embeddings", None)
     return limit if isinstance(limit, int) and limit > 0 else None
 
 
-def embedding_rows(model: nn.Module) -> int | None:
-    """Return how many token ids the model embeds, None where that is not known."""
+def check_ids(model: nn.Module, ids: Tensor, source: str) -> None:
+    """Refuse token ids, of any shape, for which the model's embedding has no row."""
     find = getattr(model, "get_input_embeddings", None)
     try:
         embedding = find() if callable(find) else None
-    except NotImplementedError:  # Transformers' answer for models without token ids
-        return None
+    except NotImplementedError:  # raised by Transformers' models without token ids
+        return
     rows = getattr(embedding, "num_embeddings", None)
-    return rows if isinstance(rows, int) else None
+    if not isinstance(rows, int) or ids.numel() == 0:
+        return
+    low, high = (int(end) for end in ids.aminmax())
+    if low < 0 or high >= rows:
+        raise ValueError(
+            f"{source} has token id {high if low >= 0 else low}, the model's embedding has {rows} "
+            "rows; use the model's own tokenizer"
+        )
 
 
 def run_batch(model: nn.Module, batch: Batch) -> None:
-    """Call the model on a batch.
-
-    Raises:
-        ValueError: an encoder-decoder that needs decoder inputs was given one tensor.
-    """
+    """Call the model on a batch; an encoder-decoder that lacks decoder inputs says so."""
     if isinstance(batch, Mapping):
         model(**batch)
         return

@@ -46,13 +46,9 @@ def factorize(
 
 
 def check_finite(name: str, u: Tensor, v: Tensor, remedy: str) -> None:
-    """Check the factors of the layer `name`.
-
-    Raises:
-        NonFiniteError: a factor holds NaN or Inf.
-    """
+    """Raise NonFiniteError where a factor of the layer `name` holds NaN or Inf."""
     for key, factor in (("u", u), ("v", v)):
-        # The extremes show NaN and Inf, in one read and without a mask in memory.
+        # The extremes are NaN or Inf if any element is; they take one read and no mask.
         if not torch.stack(factor.aminmax()).isfinite().all():
             raise NonFiniteError(
                 f"{name}.{key} must be finite in {str(factor.dtype).removeprefix('torch.')}, "

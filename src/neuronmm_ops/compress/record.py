@@ -35,11 +35,7 @@ def is_record(entry: object) -> TypeGuard[Mapping[str, Any]]:
 
 
 def report_of(record: Mapping[str, Any]) -> CompressionReport:
-    """Read a `quantization_config` entry.
-
-    Raises:
-        CheckpointError: it is not ours, of an unknown version, or malformed.
-    """
+    """Read a `quantization_config` entry; raise CheckpointError where it cannot be read."""
     if not is_record(record):
         raise CheckpointError(
             f"quant_method must be {QUANT_METHOD!r}, got {record.get('quant_method')!r}"
@@ -57,11 +53,7 @@ def report_of(record: Mapping[str, Any]) -> CompressionReport:
 
 
 def attached_report(model: nn.Module) -> CompressionReport | None:
-    """Return the report in the model's config; None where there is none of ours.
-
-    Raises:
-        CheckpointError: it is ours, and malformed.
-    """
+    """Return the report in the model's config, None where there is no record of this package."""
     entry = getattr(getattr(model, "config", None), "quantization_config", None)
     if is_record(entry):
         return report_of(entry)

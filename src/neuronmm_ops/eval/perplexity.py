@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from neuronmm_ops.compress.batches import embedding_rows, position_limit
+from neuronmm_ops.compress.batches import check_ids, position_limit
 from neuronmm_ops.compress.calibrate import Progress, eval_mode
 from neuronmm_ops.errors import NonFiniteError
 
@@ -51,11 +51,7 @@ def default_seqlen(model: nn.Module) -> int:
 
 
 def block_length(model: nn.Module, seqlen: int | None, least: int = 1) -> int:
-    """Return `seqlen`, or the default for None.
-
-    Raises:
-        ValueError: it is outside `least`..the model's limit.
-    """
+    """Return `seqlen`, or the default for None; refuse it outside `least`..the model's limit."""
     if seqlen is None:
         return default_seqlen(model)
     limit = position_limit(model)
@@ -65,25 +61,6 @@ def block_length(model: nn.Module, seqlen: int | None, least: int = 1) -> int:
             allowed = f"between {least} and the model's limit of {limit} tokens"
         raise ValueError(f"seqlen must be {allowed}, got {seqlen}")
     return seqlen
-
-
-def check_ids(model: nn.Module, ids: Tensor, source: str) -> None:
-    """Check that the model's embedding has a row for every token id.
-
-    Args:
-        model: checked if it has Transformers' `get_input_embeddings`.
-        ids: token ids of any shape.
-        source: what holds them, for the message.
-
-    Raises:
-        ValueError: an id is too large; the tokenizer is another model's.
-    """
-    rows = embedding_rows(model)
-    if rows is not None and ids.numel() and int(ids.max()) >= rows:
-        raise ValueError(
-            f"{source} holds token id {int(ids.max())}, but the model's embedding has {rows} rows; "
-            "the tokenizer is not the model's"
-        )
 
 
 @torch.inference_mode()

@@ -68,15 +68,7 @@ def check_device(device: torch.device | str) -> torch.device:
 
 
 def dtype_of(dtype: str, model: nn.Module) -> torch.dtype:
-    """Return the dtype in which the model is to compute on its device.
-
-    Args:
-        dtype: `auto` is the model's own where its device multiplies that fast, otherwise float32.
-        model: loaded in its own dtype, on its device.
-
-    Raises:
-        ValueError: the name is unknown.
-    """
+    """Return the dtype of a name; of `auto` for a model in its own dtype, on its device."""
     if dtype == AUTO:
         weight = next(p for p in model.parameters() if p.is_floating_point())
         return compute_dtype(weight.dtype, weight.device)

@@ -7,9 +7,8 @@ from jinja2 import TemplateError
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
-from neuronmm_ops.compress.batches import position_limit
+from neuronmm_ops.compress.batches import check_ids, position_limit
 from neuronmm_ops.errors import NonFiniteError
-from neuronmm_ops.eval.perplexity import check_ids
 
 
 class FiniteLogits(LogitsProcessor):

@@ -90,11 +90,7 @@ def load_tokenizer(model: str | Path) -> Any:
 
 
 def local_directory(model: str | Path) -> Path:
-    """Return the directory of a model, downloading a hub id into the hub's cache.
-
-    Raises:
-        CheckpointError: it is neither, or the hub cannot be reached or has no such model.
-    """
+    """Return the directory of a model, downloading a hub id into the hub's cache."""
     path = Path(model)
     if path.exists() or isinstance(model, Path) or not HUB_ID.fullmatch(model):
         return path

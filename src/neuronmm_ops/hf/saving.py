@@ -77,9 +77,6 @@ def verify(model: PreTrainedModel, directory: Path) -> None:
 
     It is loaded without memory for its values; these are read tensor by tensor. Tensors that
     Transformers merges on loading, such as single experts', are checked by shape only.
-
-    Raises:
-        CheckpointError: it cannot be loaded, or is not the same.
     """
     try:
         loaded, info = load_exactly(type(model), directory, device_map="meta")
@@ -105,11 +102,7 @@ def verify(model: PreTrainedModel, directory: Path) -> None:
 
 
 def _record(model: PreTrainedModel, report: CompressionReport | None) -> None:
-    """Put the report into the model's config.
-
-    Raises:
-        ValueError: the report and the model do not have the same low-rank layers.
-    """
+    """Put the report into the model's config; refuse it where it has other low-rank layers."""
     recorded = attached_report(model)
     source = report or recorded
     if source is None:
