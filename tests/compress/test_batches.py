@@ -53,7 +53,7 @@ def test_a_mapping_is_the_tensor_it_holds():
 def test_masked_rows_do_not_count():
     model, (ids,) = causal_lm(), token_batches(1, rows=1)
     name = "model.layers.1.mlp.down_proj"
-    # Padded behind: what comes before sees nothing of it.
+    # Padding at the end: causal attention hides it from the tokens before.
     mask = torch.ones(1, 40).long()
     mask[:, 32:] = 0
     padded = torch.cat([ids, torch.zeros(1, 8).long()], 1)

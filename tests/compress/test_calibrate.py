@@ -1,4 +1,4 @@
-"""Second moments: their values, what they cost, and what they leave behind."""
+"""Second moments: their values, the number of products, and the model's state afterwards."""
 
 import pytest
 import torch
@@ -113,7 +113,7 @@ def test_gate_and_up_share_one_product():
 
 
 class TwoInputs(nn.Module):
-    """Both Linears are given the same tensor, until they are not."""
+    """Both Linears are given the same tensor, in later batches different ones."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The closed forms against the published formulas, and against the loss they promise."""
+"""The closed forms against the published formulas, and their loss against a measured one."""
 
 import pytest
 import torch
@@ -36,7 +36,7 @@ def loss_of(method: str, w: Tensor, x: Tensor, u: Tensor, v: Tensor) -> Tensor:
     return (difference if method == "plain" else x @ difference).square().sum()
 
 
-# --- the published formulas, written down independently ------------------------------------------
+# --- the published formulas ----------------------------------------------------------------------
 
 
 def published_plain(w: Tensor, x: Tensor, rank: int) -> Tensor:
@@ -123,7 +123,7 @@ def test_whiten_and_swift_agree(shape):
 
 @pytest.mark.parametrize("method", ["whiten", "swift"])
 def test_activations_matter(method):
-    # One input channel is huge: plain SVD of an isotropic weight does not know.
+    # One input channel is 100 times larger than the others; `plain` does not take that in.
     w, x = problem(8, 8)
     x[:, 0] *= 100
     u, v = factorize(w, method, moment_of(method, w, x)).truncate(2)

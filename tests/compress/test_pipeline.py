@@ -24,12 +24,12 @@ SMALL = {"ratio": 0.3, "block": 8}
 
 
 def tokens_for(K: int = 64) -> list[torch.Tensor]:
-    """Enough tokens for no warning: ten for each of K features."""
+    """Return batches of ten tokens for each of K features, with which there is no warning."""
     return token_batches(count=-(-10 * K // 128))
 
 
 def linear_parameters(model: nn.Module, names: set[str]) -> int:
-    """Count the matrix parameters of the named layers, whatever they are."""
+    """Count the parameters of the named layers without their biases."""
     return sum(
         p.numel()
         for name in names

@@ -1,4 +1,4 @@
-"""The compute dtype: cast for a block, and every value back as it was."""
+"""The compute dtype: a model is cast for a block and has its old values afterwards."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Saving and loading: values, not keys, bit for bit, also in a fresh process."""
+"""Saving and loading keep every value bit for bit, also in a fresh process."""
 
 import hashlib
 import json

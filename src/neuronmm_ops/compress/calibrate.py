@@ -18,7 +18,7 @@ from neuronmm_ops.errors import NonFiniteError
 from neuronmm_ops.ops.cpu import compute_dtype
 from neuronmm_ops.ops.wide import WideProducts
 
-# One pass over the calibration data holds at most this much; more layers mean more passes.
+# The moments of one pass over the calibration data take at most this much memory.
 MAX_MOMENT_BYTES = 4 * 2**30
 
 Progress = Callable[[str, int, int], None]  # stage, done, total
@@ -91,7 +91,7 @@ class _Recorder:
     """Forward hooks that add to the moments, alive for a `with` block.
 
     Attributes:
-        moments: by name, of the Linears met so far; one object where all inputs were the same.
+        moments: by name, of the Linears called so far; one object where all inputs were the same.
         deferred: names for which there was no room in this pass.
         mask: `[B, T]`, which rows of `[B, T, ...]` activations count; None for all.
     """
@@ -138,8 +138,7 @@ class _Recorder:
             x = args[0] if args else kwargs["input"]
         else:
             x = output if module.bias is None else _wide(output) - _wide(module.bias)
-        # A residual added in place keeps the object and changes the version; only an inference
-        # tensor has none.
+        # Adding a residual in place changes a tensor's version; inference tensors have none.
         version = -1 if x.is_inference() else x._version
         last = self._last
         if last and last.x is x and last.side == side and last.version == version >= 0:
@@ -158,7 +157,7 @@ class _Recorder:
             x = x[self.mask]
         rows = _wide(x).reshape(-1, x.shape[-1])
         product = rows.t() @ rows
-        # A NaN or Inf anywhere in a column shows on the diagonal.
+        # A column with a NaN or Inf makes its element of the diagonal one.
         if not torch.isfinite(product.diagonal()).all():
             raise NonFiniteError(
                 f"{name}: {side} activations must be finite, got NaN or Inf "

@@ -12,7 +12,7 @@ from neuronmm_ops.compress.targets import ALL_LINEAR, Selection, output_head
 from neuronmm_ops.errors import CompressionWarning
 from neuronmm_ops.nn.svd_linear import SVDLinear
 
-# Below this share of the promised parameters there is a warning.
+# A compression that reaches a smaller share of the promised parameters is warned of.
 EXPECTED = 0.5
 _ATTENTION = re.compile(r"attn|attention", re.IGNORECASE)
 

@@ -18,8 +18,8 @@ from neuronmm_ops.compress.targets import Selection, select_targets
 from neuronmm_ops.errors import CalibrationWarning, NonFiniteError
 from neuronmm_ops.nn.swap import swap_modules_
 
-# Below this many tokens for each input feature the second moments are noise (peers' users report
-# perplexities in the thousands from 8 samples, with no warning).
+# With fewer tokens for each input feature, second moments are mostly noise (users of similar
+# packages report perplexities in the thousands from 8 samples).
 TOKENS_PER_FEATURE = 10
 
 

@@ -40,7 +40,7 @@ def encode_documents(tokenizer: Any, documents: Sequence[str]) -> Tensor:
         documents: texts, in order.
     """
     text = DOCUMENT_SEPARATOR.join(documents)
-    # verbose=False: the text is meant to be longer than the model's context.
+    # verbose=False: no warning where the text is longer than the model's context.
     ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     return torch.tensor(ids, dtype=torch.long)
 

@@ -20,7 +20,7 @@ class FiniteLogits(LogitsProcessor):
         Raises:
             NonFiniteError: one is NaN or +Inf, or a row is -Inf alone (it masks unused tokens).
         """
-        # The maximum of a row with a NaN is NaN.
+        # amax of a row with a NaN is NaN.
         if not torch.isfinite(scores.amax(dim=-1)).all():
             raise NonFiniteError(
                 f"logits of token {input_ids.shape[1]} must be finite, got NaN or Inf; "

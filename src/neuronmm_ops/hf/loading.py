@@ -15,7 +15,7 @@ from neuronmm_ops.compress.record import is_record
 from neuronmm_ops.errors import CheckpointError, NonFiniteError
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
-# What a model directory holds beside code and weights in other formats.
+# The files of a model but its code and its weights in other formats.
 HUB_FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
 MAX_REASON = 300
 
@@ -53,7 +53,7 @@ def load(
         raise CheckpointError(f"{path} is damaged ({error}); copy it again") from None
     except (CheckpointError, NonFiniteError, MemoryError, torch.OutOfMemoryError):
         raise
-    except Exception as error:  # a config can break a model's constructor in any way
+    except Exception as error:  # a bad config makes constructors raise anything
         raise CheckpointError(
             f"{path} cannot be loaded: {_reason(error)}; check its config.json"
         ) from error
@@ -82,7 +82,7 @@ def load_tokenizer(model: str | Path) -> Any:
     path = local_directory(model)
     try:
         return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # its files can break a tokenizer in any way
+    except Exception as error:  # bad files make tokenizers raise anything
         raise CheckpointError(
             f"{path} has no usable tokenizer ({_reason(error)}); "
             "copy the model's tokenizer files into it"

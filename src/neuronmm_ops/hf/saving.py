@@ -80,7 +80,7 @@ def verify(model: PreTrainedModel, directory: Path) -> None:
     """
     try:
         loaded, info = load_exactly(type(model), directory, device_map="meta")
-    except Exception as error:  # whatever keeps it from loading
+    except Exception as error:  # loading may raise anything
         raise CheckpointError(
             f"what was written cannot be loaded, and is removed: {error}"
         ) from error
@@ -124,7 +124,7 @@ def _record(model: PreTrainedModel, report: CompressionReport | None) -> None:
 
 
 def _by_name(model: PreTrainedModel, layers: Iterable[LayerReport]) -> dict[str, LayerReport]:
-    """The layers by their names in the model, whose body alone may have been compressed."""
+    """Return the layers by their names in the model; its body alone may have been compressed."""
     modules, prefix = {name for name, _ in model.named_modules()}, f"{model.base_model_prefix}."
     return {
         prefix + layer.name if prefix + layer.name in modules else layer.name: layer
@@ -133,7 +133,7 @@ def _by_name(model: PreTrainedModel, layers: Iterable[LayerReport]) -> dict[str,
 
 
 def _source_of(model: PreTrainedModel) -> Path | None:
-    """The local directory that the model was loaded from, if it was."""
+    """Return the local directory that the model was loaded from, None if there is none."""
     name = model.name_or_path
     return Path(name) if name and Path(name).is_dir() else None
 
@@ -147,14 +147,10 @@ def _open_to_others(directory: Path) -> None:
 
 
 def _same(written: Tensor, tensor: Tensor) -> bool:
-    """Whether two tensors have the same bits; an offloaded one has none to compare."""
+    """Say whether two tensors have the same bits; of an offloaded one the shape is compared."""
     if tensor.is_meta:
         return written.shape == tensor.shape
-    held = tensor.detach().cpu()
-    if (written.shape, written.dtype) != (held.shape, held.dtype):
+    if (written.shape, written.dtype) != (tensor.shape, tensor.dtype):
         return False
-    return torch.equal(_bits(written), _bits(held))
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().flatten().view(torch.uint8)
+    bits = [t.detach().cpu().contiguous().flatten().view(torch.uint8) for t in (written, tensor)]
+    return torch.equal(*bits)

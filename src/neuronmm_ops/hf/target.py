@@ -18,7 +18,7 @@ from neuronmm_ops.checkpoint import read_config
 from neuronmm_ops.compress.record import is_record
 from neuronmm_ops.errors import CheckpointError
 
-# What save_pretrained writes for models and tokenizers.
+# The files that save_pretrained writes for models and tokenizers.
 OURS = re.compile(
     r"(generation_)?config\.json|compression\.json|model(-\d+-of-\d+)?\.safetensors"
     r"|model\.safetensors\.index\.json|tokenizer(_config)?\.json|special_tokens_map\.json"
@@ -124,7 +124,7 @@ def _sibling(target: Path, kind: str) -> Path:
     """Make a directory beside the target, named after this process, with the umask's mode."""
     prefix = f".{target.name}.{socket.gethostname()}.{os.getpid()}."
     directory = Path(tempfile.mkdtemp(prefix=prefix, suffix=f".{kind}", dir=target.parent))
-    directory.rmdir()  # mkdtemp's mode would hide the model from others
+    directory.rmdir()  # mkdtemp makes it with mode 0700, which no other user can read
     directory.mkdir()
     return directory
 

@@ -1,4 +1,4 @@
-"""Replacing modules inside a model: what is swapped, and what survives the swap."""
+"""Replacing modules inside a model, with the state of the replaced ones."""
 
 from collections import defaultdict
 from collections.abc import Mapping
@@ -94,7 +94,7 @@ def _fuse_gated_mlp(
 ) -> None:
     mlp = model.get_submodule(name)
     activation = gated_activation(mlp)
-    # Another MLP, the model itself, or one whose activation somebody watches.
+    # Not such an MLP, the model itself, or an MLP whose forward was replaced.
     if activation is None or mlp not in places or "forward" in vars(mlp):
         return
     if not is_bare(mlp.get_submodule("act_fn")):

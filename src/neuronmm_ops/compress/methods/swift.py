@@ -6,7 +6,7 @@ from torch import Tensor
 from neuronmm_ops.compress.factorization import Factorization, Method
 from neuronmm_ops.compress.moments import SecondMoment, Side
 
-# Squared pivots of Cholesky further apart than this mean that G may be singular.
+# G counts as singular where the squared pivots of its Cholesky factor have a smaller ratio.
 MIN_PIVOT = 1e-12
 
 
