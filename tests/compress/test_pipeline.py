@@ -19,6 +19,8 @@ from neuronmm_ops import (
     aligned_rank,
     compress_,
 )
+from neuronmm_ops.compress.factorization import Factorization, Method
+from neuronmm_ops.compress.methods import METHODS
 
 SMALL = {"ratio": 0.3, "block": 8}
 
@@ -170,6 +172,23 @@ def test_the_report_is_json():
     assert set(document["layers"][0]) == {
         *("name", "K", "N", "r", "dense", "reason", "loss", "bytes", "dense_bytes")
     }
+
+
+def test_a_method_is_what_the_registry_holds(monkeypatch):
+    def first_columns(w, moment, rank):
+        assert moment.side == "input"
+        u, v = torch.eye(w.shape[1]).double()[:, :rank], w.t()[:rank]
+        return Factorization(u, v, torch.ones(min(w.shape)).double())
+
+    method = Method(first_columns, side=lambda K, N: "input")
+    monkeypatch.setitem(METHODS, "columns", method)
+    model = nn.Sequential(nn.Linear(32, 48, bias=False))
+    weight, x = model[0].weight.detach().clone(), torch.randn(700, 32)
+    config = SVDConfig(ratio=0.5, block=8, targets="0", method="columns")
+    report = compress_(model, config, [x])
+    assert (report.layers[0].r, report.layers[0].loss) == (8, 24 / 32)
+    assert torch.equal(model(x), x[:, :8] @ weight[:, :8].t())
+    assert report.calibration["tokens"] == 700
 
 
 def test_plain_needs_no_calibration():
