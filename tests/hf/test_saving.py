@@ -75,6 +75,17 @@ def test_too_little_room_is_seen_before_writing(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_factors_that_their_dtype_cannot_hold_are_not_written(tmp_path: Path) -> None:
+    model = tiny_model()
+    compress_(model, SVDConfig(ratio=0.3, block=8, method="plain"))
+    layer = model.get_submodule("model.layers.1.mlp.up_proj")
+    layer.v.data[2, 3] = 1e5  # pyright: ignore
+    hf.save(model, tmp_path / "float32")
+    with pytest.raises(NonFiniteError, match=r"1\.mlp\.up_proj\.v must be finite in float16"):
+        hf.save(model.half(), tmp_path / "float16")
+    assert [path.name for path in tmp_path.iterdir()] == ["float32"]
+
+
 def test_a_failed_write_leaves_the_old_checkpoint(
     compressed: Compressed,
     tmp_path: Path,
@@ -163,17 +174,6 @@ def test_what_does_not_load_back_is_not_kept(
         with pytest.raises(CheckpointError, match=words):
             hf.save(*_arguments(compressed, tmp_path / "out"))
         assert list(tmp_path.iterdir()) == []
-
-
-def test_factors_that_their_dtype_cannot_hold_are_not_written(tmp_path: Path) -> None:
-    model = tiny_model()
-    compress_(model, SVDConfig(ratio=0.3, block=8, method="plain"))
-    layer = model.get_submodule("model.layers.1.mlp.up_proj")
-    layer.v.data[2, 3] = 1e5  # pyright: ignore
-    hf.save(model, tmp_path / "float32")
-    with pytest.raises(NonFiniteError, match=r"1\.mlp\.up_proj\.v must be finite in float16"):
-        hf.save(model.half(), tmp_path / "float16")
-    assert [path.name for path in tmp_path.iterdir()] == ["float32"]
 
 
 def test_a_packed_model_is_saved_unpacked(tmp_path: Path) -> None:
