@@ -1,4 +1,4 @@
-"""How far long work has come, on stderr: bars on a terminal, elsewhere a plain line at times."""
+"""The progress of long work, on stderr: bars on a terminal, lines of text elsewhere."""
 
 import contextlib
 import sys
@@ -67,7 +67,7 @@ class _Lines:
     def __call__(self, stage: str, done: int, total: int, note: str = "") -> None:
         now = monotonic()
         if stage != self._stage:
-            # A stage begins where the one before ended: it is named when units of it are done.
+            # The first call comes after a stage's first units: the stage began at the call before.
             self._stage, self._started = stage, self._called
         self._called = now
         elapsed = now - self._started

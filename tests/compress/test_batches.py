@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from toys import causal_lm, token_batches
 
 from neuronmm_ops import SVDConfig, collect_moments, compress_
@@ -53,7 +53,7 @@ def test_a_mapping_is_the_tensor_it_holds():
 def test_masked_rows_do_not_count():
     model, (ids,) = causal_lm(), token_batches(1, rows=1)
     name = "model.layers.1.mlp.down_proj"
-    # Padded behind: what comes before sees nothing of it.
+    # Padding at the end: causal attention hides it from the tokens before.
     mask = torch.ones(1, 40).long()
     mask[:, 32:] = 0
     padded = torch.cat([ids, torch.zeros(1, 8).long()], 1)
@@ -89,12 +89,27 @@ def test_a_batch_with_labels_runs_the_whole_model():
 
 
 def test_tokens_are_those_that_the_masks_leave():
-    ids, mask = torch.ones(2, 6).long(), torch.tensor([[1] * 6, [1, 1, 0, 0, 0, 0]])
+    ids, mask = torch.zeros(2, 6).long(), torch.tensor([[1] * 6, [1, 1, 0, 0, 0, 0]])
     assert count_tokens(ids) == count_tokens({"input_ids": ids}) == 12
     assert count_tokens({"input_ids": ids, "attention_mask": mask}) == 8
     decoder = {"decoder_input_ids": ids, "decoder_attention_mask": mask}
     assert count_tokens({"input_ids": ids, **decoder}) == 20
     assert count_tokens(torch.ones(2, 6, 4)) == count_tokens({"x": torch.ones(2, 6, 4)}) == 12
+
+
+def test_a_mapping_may_hold_a_scalar():
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc1 = nn.Linear(16, 32)
+
+        def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+            return self.fc1(x * scale)
+
+    batches = [{"x": torch.randn(200, 16), "scale": torch.tensor(2.0)}]
+    report = compress_(Scaled(), SVDConfig(ratio=0.3, block=8), batches)
+    assert report.calibration["sha256"] == fingerprint(batches)
+    assert fingerprint(batches) != fingerprint([{**batches[0], "scale": torch.tensor(3.0)}])
 
 
 def test_fingerprints_of_mappings():

@@ -1,4 +1,4 @@
-"""Second moments: their values, what they cost, and what they leave behind."""
+"""Second moments: their values, the number of products, and the model's state afterwards."""
 
 import pytest
 import torch
@@ -71,6 +71,16 @@ def test_moments_are_exact_in_fp64(dtype, bias):
             assert_close_to_oracle(moment.matrix.float(), expected, low, magnitude)
 
 
+def test_one_tensor_that_is_an_output_and_an_input_has_two_moments():
+    model = nn.Sequential(nn.Linear(8, 6, bias=False), nn.Linear(6, 4))
+    data = batches()
+    moments = dict(collect_moments(model, {"0": "output", "1": "input"}, data))
+    assert {name: moment.side for name, moment in moments.items()} == {"0": "output", "1": "input"}
+    rows = inputs_and_outputs(model, ("0",), data)["0"][1]
+    for moment in moments.values():
+        assert (moment.matrix - rows.t() @ rows).norm() < 1e-5 * moment.matrix.norm()
+
+
 def test_the_output_moment_is_that_of_the_weight():
     model = nn.Sequential(nn.Linear(8, 4, dtype=torch.float64))
     with torch.no_grad():
@@ -103,7 +113,7 @@ def test_gate_and_up_share_one_product():
 
 
 class TwoInputs(nn.Module):
-    """Both Linears are given the same tensor, until they are not."""
+    """Both Linears are given the same tensor, in later batches different ones."""
 
     def __init__(self) -> None:
         super().__init__()

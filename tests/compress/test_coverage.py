@@ -1,4 +1,4 @@
-"""What a compression leaves alone is said in one warning."""
+"""One warning names what a compression does not reach."""
 
 import warnings
 

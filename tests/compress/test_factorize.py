@@ -1,4 +1,4 @@
-"""The closed forms against the published formulas, and against the loss they promise."""
+"""The closed forms against the published formulas, and their loss against a measured one."""
 
 import pytest
 import torch
@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 from tolerances import assert_same_in_fp64
 from torch import Tensor
 
-from neuronmm_ops import Moment, NonFiniteError, factorize
+from neuronmm_ops import NonFiniteError, SecondMoment, SVDConfig, factorize
 from neuronmm_ops.compress.factorize import moment_side
+from neuronmm_ops.compress.methods import METHODS
 
-METHODS = ("plain", "whiten", "swift")
 SHAPES = {"tall": (9, 6), "wide": (6, 9), "square": (7, 7), "row": (1, 5), "column": (5, 1)}
 
 
@@ -23,12 +23,12 @@ def problem(N: int, K: int, tokens: int = 40, seed: int = 0) -> tuple[Tensor, Te
     return w, x
 
 
-def moment_of(method: str, w: Tensor, x: Tensor) -> Moment | None:
+def moment_of(method: str, w: Tensor, x: Tensor) -> SecondMoment | None:
     side = moment_side(method, w.shape[1], w.shape[0])
     if side is None:
         return None
     rows = x if side == "input" else x @ w.t()
-    return Moment(side, rows.t() @ rows, len(rows))
+    return SecondMoment(side, rows.t() @ rows, len(rows))
 
 
 def loss_of(method: str, w: Tensor, x: Tensor, u: Tensor, v: Tensor) -> Tensor:
@@ -36,7 +36,7 @@ def loss_of(method: str, w: Tensor, x: Tensor, u: Tensor, v: Tensor) -> Tensor:
     return (difference if method == "plain" else x @ difference).square().sum()
 
 
-# --- the published formulas, written down independently ------------------------------------------
+# --- the published formulas ----------------------------------------------------------------------
 
 
 def published_plain(w: Tensor, x: Tensor, rank: int) -> Tensor:
@@ -123,7 +123,7 @@ def test_whiten_and_swift_agree(shape):
 
 @pytest.mark.parametrize("method", ["whiten", "swift"])
 def test_activations_matter(method):
-    # One input channel is huge: plain SVD of an isotropic weight does not know.
+    # One input channel is 100 times larger than the others; `plain` does not take that in.
     w, x = problem(8, 8)
     x[:, 0] *= 100
     u, v = factorize(w, method, moment_of(method, w, x)).truncate(2)
@@ -265,7 +265,7 @@ def test_a_broken_moment_is_refused(method, value):
     ],
 )
 def test_the_moment_must_fit(method, shape, side, size, message):
-    moment = None if side is None else Moment(side, torch.eye(size, dtype=torch.float64), 1)
+    moment = None if side is None else SecondMoment(side, torch.eye(size, dtype=torch.float64), 1)
     with pytest.raises(ValueError, match=message):
         factorize(torch.zeros(shape), method, moment)
 
@@ -293,3 +293,8 @@ def test_the_smaller_side_is_measured():
     ]
     assert {moment_side("whiten", K, N) for K, N in ((6, 4), (4, 6))} == {"input"}
     assert moment_side("plain", 4, 6) is None
+
+
+def test_the_registry_is_the_methods_with_a_published_formula():
+    assert list(METHODS) == list(PUBLISHED)
+    assert [SVDConfig(method=name).needs_calibration for name in METHODS] == [False, True, True]

@@ -19,17 +19,19 @@ from neuronmm_ops import (
     aligned_rank,
     compress_,
 )
+from neuronmm_ops.compress.factorization import Factorization, Method
+from neuronmm_ops.compress.methods import METHODS
 
 SMALL = {"ratio": 0.3, "block": 8}
 
 
 def tokens_for(K: int = 64) -> list[torch.Tensor]:
-    """Enough tokens for no warning: ten for each of K features."""
+    """Return batches of ten tokens for each of K features, with which there is no warning."""
     return token_batches(count=-(-10 * K // 128))
 
 
 def linear_parameters(model: nn.Module, names: set[str]) -> int:
-    """Count the matrix parameters of the named layers, whatever they are."""
+    """Count the parameters of the named layers without their biases."""
     return sum(
         p.numel()
         for name in names
@@ -172,6 +174,23 @@ def test_the_report_is_json():
     }
 
 
+def test_a_method_is_what_the_registry_holds(monkeypatch):
+    def first_columns(w, moment, rank):
+        assert moment.side == "input"
+        u, v = torch.eye(w.shape[1]).double()[:, :rank], w.t()[:rank]
+        return Factorization(u, v, torch.ones(min(w.shape)).double())
+
+    method = Method(first_columns, side=lambda K, N: "input")
+    monkeypatch.setitem(METHODS, "columns", method)
+    model = nn.Sequential(nn.Linear(32, 48, bias=False))
+    weight, x = model[0].weight.detach().clone(), torch.randn(700, 32)
+    config = SVDConfig(ratio=0.5, block=8, targets="0", method="columns")
+    report = compress_(model, config, [x])
+    assert (report.layers[0].r, report.layers[0].loss) == (8, 24 / 32)
+    assert torch.equal(model(x), x[:, :8] @ weight[:, :8].t())
+    assert report.calibration["tokens"] == 700
+
+
 def test_plain_needs_no_calibration():
     report = compress_(causal_lm(), SVDConfig(**SMALL, method="plain"))
     assert report.calibration is None
@@ -247,6 +266,16 @@ def test_an_error_leaves_the_model_as_it_was(spoil, options, data, error, messag
     after = dict(model.named_parameters())
     assert all(after[n] is p and p._version == v for n, (p, v) in parameters.items())
     assert all(m.training and not m._forward_hooks for m in model.modules())
+
+
+def test_factors_that_the_weight_s_dtype_cannot_hold_are_refused():
+    model = nn.Sequential(nn.Linear(32, 48, dtype=torch.float16))
+    linear = model[0]
+    nn.init.constant_(linear.weight, 6e4)
+    data = [torch.full((400, 32), 1e-3, dtype=torch.float16)]
+    with pytest.raises(NonFiniteError, match=r"0\.u must be finite in float16.* a wider dtype"):
+        compress_(model, SVDConfig(ratio=0.5, block=8, targets="0"), data)
+    assert model[0] is linear
 
 
 def test_training_flags_and_requires_grad_survive():

@@ -1,4 +1,4 @@
-"""The rank rule, against the published ranks and its own properties."""
+"""The rank rule: the published ranks, and properties of all ranks."""
 
 import pytest
 from hypothesis import given, settings

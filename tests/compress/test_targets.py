@@ -1,4 +1,4 @@
-"""Which Linears a config means."""
+"""The Linears that a config's targets select."""
 
 import pytest
 from torch import nn

@@ -182,8 +182,9 @@ def test_token_ids_need_a_row_in_the_embedding():
     model = Causal()
     model.get_input_embeddings = lambda: nn.Embedding(VOCABULARY, 4)
     assert token_perplexity(model, tokens(20)).tokens == 19
-    with pytest.raises(ValueError, match=r"text holds token id 11, .* embedding has 11 rows"):
-        token_perplexity(model, torch.tensor([1, VOCABULARY]))
+    for bad in (VOCABULARY, -1):
+        with pytest.raises(ValueError, match=rf"text has token id {bad}, .* embedding has 11 rows"):
+            token_perplexity(model, torch.tensor([1, bad]))
 
 
 def test_default_seqlen():

@@ -12,7 +12,7 @@ from tiny import SIZES, tiny_ids
 from transformers import PreTrainedModel
 
 from neuronmm_ops import SVDConfig, SVDLinear, compress_, hf
-from neuronmm_ops.compress.checkpoint import inspect_checkpoint
+from neuronmm_ops.checkpoint import inspect_checkpoint
 
 VISION = {
     "hidden_size": 64,

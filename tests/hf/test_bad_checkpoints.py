@@ -23,7 +23,7 @@ from neuronmm_ops import (
     compress_,
     hf,
 )
-from neuronmm_ops.compress.checkpoint import inspect_checkpoint
+from neuronmm_ops.checkpoint import inspect_checkpoint
 from neuronmm_ops.hf import loading
 
 NAME = "model.layers.0.mlp.gate_proj"
@@ -113,6 +113,7 @@ def test_no_weights(checkpoint: Path) -> None:
 
 @pytest.mark.parametrize("name", ["../secret.safetensors", "/tmp/x.safetensors", "w.bin"])  # noqa: S108
 def test_index_must_stay_in_its_directory(checkpoint: Path, name: str) -> None:
+    (checkpoint / "model.safetensors").unlink()
     index = {"metadata": {}, "weight_map": {"a": name}}
     (checkpoint / "model.safetensors.index.json").write_text(json.dumps(index))
     for read in (hf.load, inspect_checkpoint):
@@ -121,6 +122,7 @@ def test_index_must_stay_in_its_directory(checkpoint: Path, name: str) -> None:
 
 
 def test_shard_missing(checkpoint: Path) -> None:
+    (checkpoint / "model.safetensors").unlink()
     index = {"metadata": {}, "weight_map": {"a": "model-00001-of-00002.safetensors"}}
     (checkpoint / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(CheckpointError, match="lacks model-00001-of-00002"):

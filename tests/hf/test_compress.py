@@ -1,4 +1,4 @@
-"""hf.compress: the whole road as one call, and what is checked before the work."""
+"""hf.compress: the checkpoint it writes, and what it checks before the compression."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The compute dtype: cast for a block, and every value back as it was."""
+"""The compute dtype: a model is cast for a block and has its old values afterwards."""
 
 import pytest
 import torch
@@ -39,6 +39,17 @@ def test_values_come_back_bit_for_bit(dtype: torch.dtype) -> None:
         if not name.startswith("up."):
             assert value.dtype == before[name].dtype
             assert torch.equal(value, before[name]), name
+
+
+def test_a_buffer_of_two_modules_comes_back() -> None:
+    model = nn.ModuleList([Mixed(), nn.Module()])
+    model[1].register_buffer("again", model[0].saved)
+    before = model[0].saved.clone()
+    with computing_in(model, torch.float32):
+        assert model[0].saved.dtype == torch.float32
+    assert model[1].again is model[0].saved
+    assert model[0].saved.dtype == torch.float16
+    assert torch.equal(model[0].saved, before)
 
 
 def test_an_error_leaves_the_dtypes_as_they_were() -> None:

@@ -19,6 +19,7 @@ from transformers import (
 )
 
 from neuronmm_ops import SVDConfig, SVDLinear, compress_, factorize, hf, swap_
+from neuronmm_ops.checkpoint import inspect_checkpoint
 
 ATTENTION = tuple(f"model.layers.{i}.self_attn.q_proj" for i in (0, 1))
 
@@ -70,6 +71,18 @@ def test_runs_add_up(tmp_path: Path) -> None:
     hf.save(model, tmp_path / "out")
     restored = _assert_same(model, tmp_path / "out")
     assert sum(isinstance(module, SVDLinear) for module in restored.modules()) == 14
+
+
+def test_the_size_of_the_model_is_that_of_the_dense_one_however_many_runs(tmp_path: Path) -> None:
+    model = tiny_model()
+    dense = sum(parameter.numel() for parameter in model.parameters())
+    _swap(model, *ATTENTION)
+    _compress(model)
+    model.save_pretrained(tmp_path / "out")
+    report = inspect_checkpoint(tmp_path / "out")
+    left = sum(parameter.numel() for parameter in model.parameters())
+    assert report.model_parameters == dense
+    assert report.model_ratio == pytest.approx(1 - left / dense)
 
 
 def test_the_body_alone_may_be_compressed(tmp_path: Path) -> None:

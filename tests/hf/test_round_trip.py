@@ -1,4 +1,4 @@
-"""Saving and loading: values, not keys, bit for bit, also in a fresh process."""
+"""Saving and loading keep every value bit for bit, also in a fresh process."""
 
 import hashlib
 import json
@@ -10,11 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 from tiny import FAMILIES, tiny_ids, tiny_model
 from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
 
 from neuronmm_ops import CalibrationWarning, CompressionReport, SVDConfig, compress_, hf
+from neuronmm_ops.checkpoint import headers, inspect_checkpoint
 from neuronmm_ops.nn import SVDMLP, SVDLinear
 
 FRESH_PROCESS = """
@@ -105,6 +107,18 @@ def test_resaving_sharded_and_reloading(tmp_path: Path) -> None:
         assert torch.equal(value, restored.state_dict()[name]), name
 
 
+def test_saving_a_sharded_model_again_as_one_file(tmp_path: Path) -> None:
+    model, _ = _compressed()
+    model.save_pretrained(tmp_path / "out", max_shard_size="50KB")
+    model.save_pretrained(tmp_path / "out")
+    assert (tmp_path / "out" / "model.safetensors.index.json").exists()
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) == 1
+    assert inspect_checkpoint(tmp_path / "out").layers
+    restored = hf.load(tmp_path / "out")
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, restored.state_dict()[name]), name
+
+
 def test_saving_a_loaded_model_needs_no_report(tmp_path: Path) -> None:
     model, report = _compressed()
     hf.save(model, tmp_path / "first", report)
@@ -167,3 +181,21 @@ def test_gradients_flow_after_loading(tmp_path: Path) -> None:
     for name, parameter in restored.named_parameters():
         assert parameter.grad is not None, name
         assert parameter.grad.abs().sum() > 0, name
+
+
+def test_loading_reads_each_header_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, report = _compressed()
+    hf.save(model, tmp_path / "out", report)
+    hf.load(tmp_path / "out").save_pretrained(tmp_path / "many", max_shard_size="50KB")
+    tiny_model().save_pretrained(tmp_path / "dense")
+    opened: list[str] = []
+
+    def counting(file: Path, framework: str) -> object:
+        opened.append(file.name)
+        return safe_open(file, framework=framework)
+
+    monkeypatch.setattr(headers, "safe_open", counting)
+    for name in ("out", "many", "dense"):
+        hf.load(tmp_path / name)
+        assert sorted(opened) == sorted(p.name for p in (tmp_path / name).glob("*.safetensors"))
+        opened.clear()

@@ -1,4 +1,4 @@
-"""A save happens whole or not at all."""
+"""A save writes the whole checkpoint or nothing."""
 
 import dataclasses
 import errno
@@ -17,6 +17,7 @@ from neuronmm_ops import (
     CalibrationWarning,
     CheckpointError,
     CompressionReport,
+    NonFiniteError,
     SVDConfig,
     SVDLinear,
     compress_,
@@ -24,18 +25,18 @@ from neuronmm_ops import (
 )
 from neuronmm_ops.kernels import plan_xuv
 
+Compressed = tuple[PreTrainedModel, CompressionReport]
+
 
 @pytest.fixture(scope="module")
-def compressed() -> tuple[PreTrainedModel, CompressionReport]:
+def compressed() -> Compressed:
     model = tiny_model()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", CalibrationWarning)
         return model, compress_(model, SVDConfig(ratio=0.3, block=8), [tiny_ids()])
 
 
-def test_existing_target_is_refused_without_force(
-    compressed: tuple[PreTrainedModel, CompressionReport], tmp_path: Path
-) -> None:
+def test_existing_target_is_refused_without_force(compressed: Compressed, tmp_path: Path) -> None:
     target = tmp_path / "out"
     hf.save(*_arguments(compressed, target))
     before = (target / "model.safetensors").stat()
@@ -44,9 +45,7 @@ def test_existing_target_is_refused_without_force(
     assert (target / "model.safetensors").stat() == before
 
 
-def test_force_replaces_and_leaves_nothing_behind(
-    compressed: tuple[PreTrainedModel, CompressionReport], tmp_path: Path
-) -> None:
+def test_force_replaces_and_leaves_nothing_behind(compressed: Compressed, tmp_path: Path) -> None:
     target = tmp_path / "out"
     hf.save(*_arguments(compressed, target))
     (target / "merges.txt").touch()
@@ -56,9 +55,7 @@ def test_force_replaces_and_leaves_nothing_behind(
     assert (target / "model.safetensors").exists()
 
 
-def test_a_file_is_never_replaced(
-    compressed: tuple[PreTrainedModel, CompressionReport], tmp_path: Path
-) -> None:
+def test_a_file_is_never_replaced(compressed: Compressed, tmp_path: Path) -> None:
     target = tmp_path / "out"
     target.write_text("precious")
     with pytest.raises(FileExistsError, match="no directory"):
@@ -67,7 +64,7 @@ def test_a_file_is_never_replaced(
 
 
 def test_too_little_room_is_seen_before_writing(
-    compressed: tuple[PreTrainedModel, CompressionReport],
+    compressed: Compressed,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -78,8 +75,19 @@ def test_too_little_room_is_seen_before_writing(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_factors_that_their_dtype_cannot_hold_are_not_written(tmp_path: Path) -> None:
+    model = tiny_model()
+    compress_(model, SVDConfig(ratio=0.3, block=8, method="plain"))
+    layer = model.get_submodule("model.layers.1.mlp.up_proj")
+    layer.v.data[2, 3] = 1e5  # pyright: ignore
+    hf.save(model, tmp_path / "float32")
+    with pytest.raises(NonFiniteError, match=r"1\.mlp\.up_proj\.v must be finite in float16"):
+        hf.save(model.half(), tmp_path / "float16")
+    assert [path.name for path in tmp_path.iterdir()] == ["float32"]
+
+
 def test_a_failed_write_leaves_the_old_checkpoint(
-    compressed: tuple[PreTrainedModel, CompressionReport],
+    compressed: Compressed,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -99,7 +107,7 @@ def test_a_failed_write_leaves_the_old_checkpoint(
 
 
 def test_an_old_checkpoint_comes_back_when_the_new_one_cannot_take_its_place(
-    compressed: tuple[PreTrainedModel, CompressionReport],
+    compressed: Compressed,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -121,7 +129,7 @@ def test_an_old_checkpoint_comes_back_when_the_new_one_cannot_take_its_place(
 
 
 def test_a_report_of_another_run_is_refused(
-    compressed: tuple[PreTrainedModel, CompressionReport],
+    compressed: Compressed,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -137,7 +145,7 @@ def test_a_report_of_another_run_is_refused(
 
 
 def test_what_does_not_load_back_is_not_kept(
-    compressed: tuple[PreTrainedModel, CompressionReport],
+    compressed: Compressed,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -184,6 +192,6 @@ def test_a_packed_model_is_saved_unpacked(tmp_path: Path) -> None:
 
 
 def _arguments(
-    compressed: tuple[PreTrainedModel, CompressionReport], target: Path
+    compressed: Compressed, target: Path
 ) -> tuple[PreTrainedModel, Path, CompressionReport]:
     return compressed[0], target, compressed[1]

@@ -78,7 +78,7 @@ def test_an_empty_or_compressed_directory_is_replaced_by_force(
 
 
 def test_a_path_through_the_target_itself(pristine: Path, tmp_path: Path) -> None:
-    """`out/../out` leads nowhere while `out` has been moved away."""
+    """`out/../out` does not exist while `out` is renamed."""
     shutil.copytree(pristine, tmp_path / "out")
     with replacement(tmp_path / "out" / ".." / "out", force=True) as temporary:
         (temporary / "new").touch()

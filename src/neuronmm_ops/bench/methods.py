@@ -7,7 +7,7 @@ from typing import Any
 
 from neuronmm_ops.compress import SVDConfig, compress_
 from neuronmm_ops.compress.calibrate import Progress
-from neuronmm_ops.compress.config import METHODS
+from neuronmm_ops.compress.methods import METHODS
 from neuronmm_ops.eval import encode_documents, token_perplexity
 from neuronmm_ops.eval.perplexity import default_seqlen
 

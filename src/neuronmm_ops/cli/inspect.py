@@ -21,7 +21,7 @@ def add(commands: Any) -> None:
 
 
 def _inspect(options: argparse.Namespace) -> dict[str, Any]:
-    from neuronmm_ops.compress.checkpoint import inspect_checkpoint
+    from neuronmm_ops.checkpoint import inspect_checkpoint
 
     return summary(inspect_checkpoint(options.model))
 

@@ -1,8 +1,10 @@
 """Finding the factors: calibrate, factorize, swap."""
 
-from neuronmm_ops.compress.calibrate import Moment, collect_moments
+from neuronmm_ops.compress.calibrate import collect_moments
 from neuronmm_ops.compress.config import SVDConfig
-from neuronmm_ops.compress.factorize import Factorization, factorize
+from neuronmm_ops.compress.factorization import Factorization
+from neuronmm_ops.compress.factorize import factorize
+from neuronmm_ops.compress.moments import SecondMoment
 from neuronmm_ops.compress.pipeline import compress_
 from neuronmm_ops.compress.rank import aligned_rank
 from neuronmm_ops.compress.record import swap_
@@ -12,8 +14,8 @@ __all__ = [
     "CompressionReport",
     "Factorization",
     "LayerReport",
-    "Moment",
     "SVDConfig",
+    "SecondMoment",
     "aligned_rank",
     "collect_moments",
     "compress_",

@@ -1,4 +1,4 @@
-"""Calibration batches: what a model takes, checked, counted and fingerprinted.
+"""Calibration batches: their checks, their number of tokens and their fingerprint.
 
 A batch is one tensor, the model's first argument (token ids `[B, T]` for a language model), or a
 mapping of the model's keyword arguments, such as a tokenizer returns.
@@ -18,16 +18,10 @@ _MASKS = {"input_ids": "attention_mask", "decoder_input_ids": "decoder_attention
 
 
 def check_batches(model: nn.Module, batches: Sequence[Batch]) -> None:
-    """Check the batches before any of them is run.
-
-    Raises:
-        ValueError: there are none; one has more positions than the model, or a token id that its
-            embedding lacks.
-        TypeError: one is neither a tensor nor a mapping.
-    """
+    """Check the batches, as `collect_moments` says, before any of them is run."""
     if not batches:
         raise ValueError("calibration has no batches; give at least one")
-    limit, vocabulary = position_limit(model), embedding_rows(model)
+    limit = position_limit(model)
     for index, batch in enumerate(batches):
         if not isinstance(batch, (Tensor, Mapping)):
             raise TypeError(
@@ -40,41 +34,37 @@ def check_batches(model: nn.Module, batches: Sequence[Batch]) -> None:
                     f"calibration batch {index} has {ids.shape[-1]} positions, the model has "
                     f"{limit}; use shorter blocks"
                 )
-            if vocabulary is None or ids.numel() == 0:
-                continue
-            low, high = (int(end) for end in ids.aminmax())
-            if low < 0 or high >= vocabulary:
-                raise ValueError(
-                    f"calibration batch {index} has token id {high if low >= 0 else low}, the "
-                    f"model's embedding has {vocabulary}; use the model's own tokenizer"
-                )
+            check_ids(model, ids, f"calibration batch {index}")
 
 
 def position_limit(model: nn.Module) -> int | None:
-    """Return the longest input in tokens that the model's config allows, or None."""
+    """Return the longest input in tokens that the model's config allows, None for no limit."""
     config = getattr(model, "config", None)
     text_config = getattr(config, "get_text_config", lambda: config)()
     limit = getattr(text_config, "max_position_embeddings", None)
     return limit if isinstance(limit, int) and limit > 0 else None
 
 
-def embedding_rows(model: nn.Module) -> int | None:
-    """Return how many token ids the model embeds, None where that is not known."""
+def check_ids(model: nn.Module, ids: Tensor, source: str) -> None:
+    """Refuse token ids, of any shape, for which the model's embedding has no row."""
     find = getattr(model, "get_input_embeddings", None)
     try:
         embedding = find() if callable(find) else None
-    except NotImplementedError:  # Transformers' answer for models without token ids
-        return None
+    except NotImplementedError:  # raised by Transformers' models without token ids
+        return
     rows = getattr(embedding, "num_embeddings", None)
-    return rows if isinstance(rows, int) else None
+    if not isinstance(rows, int) or ids.numel() == 0:
+        return
+    low, high = (int(end) for end in ids.aminmax())
+    if low < 0 or high >= rows:
+        raise ValueError(
+            f"{source} has token id {high if low >= 0 else low}, the model's embedding has {rows} "
+            "rows; use the model's own tokenizer"
+        )
 
 
 def run_batch(model: nn.Module, batch: Batch) -> None:
-    """Call the model on a batch.
-
-    Raises:
-        ValueError: an encoder-decoder that needs decoder inputs was given one tensor.
-    """
+    """Call the model on a batch; an encoder-decoder that lacks decoder inputs says so."""
     if isinstance(batch, Mapping):
         model(**batch)
         return
@@ -96,9 +86,10 @@ def takes(module: nn.Module, batches: Iterable[Batch]) -> bool:
 
 
 def row_mask(model: nn.Module, batch: Batch) -> Tensor | None:
-    """Return the positions `[B, T]` that count, None where all do or none can be told apart.
+    """Return the positions `[B, T]` that count; None where all do.
 
-    Of an encoder-decoder all count: an activation does not say to which of its sides it belongs.
+    All positions of an encoder-decoder count: whether an activation is the encoder's or the
+    decoder's is not known.
     """
     mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
     if not isinstance(mask, Tensor) or mask.dim() != 2 or _is_encoder_decoder(model):
@@ -107,16 +98,16 @@ def row_mask(model: nn.Module, batch: Batch) -> Tensor | None:
 
 
 def count_tokens(batch: Batch) -> int:
-    """Count a batch's tokens: the ids that a mask leaves, encoder's and decoder's; else rows.
+    """Count the token ids that are not masked; in a batch without ids the rows of features.
 
-    Rows are those of features `[..., K]`, of the first tensor of a mapping.
+    These are the rows of `[..., K]`, of a mapping's first tensor.
     """
     ids = _token_ids(batch)
     if ids:
         masks = {} if isinstance(batch, Tensor) else batch
         return sum(_unmasked(ids[name], masks.get(_MASKS.get(name, ""))) for name in ids)
-    tensors = [batch] if isinstance(batch, Tensor) else list(batch.values())
-    features = next((value for value in tensors if isinstance(value, Tensor)), None)
+    values = [batch] if isinstance(batch, Tensor) else batch.values()
+    features = next((value for value in values if isinstance(value, Tensor)), None)
     if features is None:
         return 0
     return features.numel() // features.shape[-1] if features.dim() > 0 else 1
@@ -126,21 +117,17 @@ def fingerprint(batches: Iterable[Batch]) -> str:
     """Return the SHA-256 of the batches' names, values and shapes, in order."""
     digest = hashlib.sha256()
     for batch in batches:
-        if isinstance(batch, Tensor):
-            _add(digest, batch)
-            continue
-        for name in sorted(batch):
-            digest.update(f"{name}=".encode())
-            _add(digest, batch[name])
+        named = {"": batch} if isinstance(batch, Tensor) else batch
+        for name in sorted(named):
+            digest.update(f"{name}=".encode() if name else b"")
+            value = named[name]
+            if not isinstance(value, Tensor):
+                digest.update(f"{value!r};".encode())
+                continue
+            digest.update(f"{list(value.shape)} {value.dtype};".encode())
+            data = value.detach().cpu().contiguous().flatten()
+            digest.update(data.view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
-
-
-def _add(digest: Any, value: object) -> None:
-    if not isinstance(value, Tensor):
-        digest.update(f"{value!r};".encode())
-        return
-    digest.update(f"{list(value.shape)} {value.dtype};".encode())
-    digest.update(value.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
 
 
 def _token_ids(batch: Batch) -> dict[str, Tensor]:

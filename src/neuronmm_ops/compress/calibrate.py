@@ -1,59 +1,27 @@
-"""Second moments of activations: streamed in fp32 on the device, summed in fp64.
+"""Second moments of activations: products in fp32 on the device, summed in fp64.
 
-For a Linear `y = x @ W.T`, `W[N, K]`, only the smaller side is kept where the method allows it:
-`E = X.T @ X` `[K, K]`, or `Y.T @ Y` `[N, N]` of the outputs without bias. Linears that are always
-given the same tensor (gate and up; q, k and v) share one moment.
+Linears that are always given the same tensor (gate and up; q, k and v) share one moment.
 """
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from neuronmm_ops.compress.batches import Batch, check_batches, row_mask, run_batch, takes
+from neuronmm_ops.compress.moments import SecondMoment, Side
 from neuronmm_ops.errors import NonFiniteError
 from neuronmm_ops.ops.cpu import compute_dtype
 from neuronmm_ops.ops.wide import WideProducts
 
-# One pass over the calibration data holds at most this much; more layers mean more passes.
+# The moments of one pass over the calibration data take at most this much memory.
 MAX_MOMENT_BYTES = 4 * 2**30
 
-Side = Literal["input", "output"]
 Progress = Callable[[str, int, int], None]  # stage, done, total
-
-
-@dataclass
-class Moment:
-    """Uncentred second moment of one side of a Linear, or of several with the same input.
-
-    Attributes:
-        side: `input`, `X.T @ X` `[K, K]`; or `output`, `Y.T @ Y` `[N, N]` without bias.
-        matrix: fp64, summed over tokens.
-        tokens: how many rows were summed.
-    """
-
-    side: Side
-    matrix: Tensor
-    tokens: int = 0
-    _roots: dict[str, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
-
-    @torch.no_grad()
-    def add(self, product: Tensor, tokens: int) -> None:
-        """Add the fp32 (or fp64) product of `tokens` rows."""
-        # Strip by strip: converting all of it to fp64 first would take three times as long.
-        for total, part in zip(self.matrix.split(64), product.split(64), strict=True):
-            total += part
-        self.tokens += tokens
-        self._roots.clear()
-
-    def root(self, name: str, compute: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return `compute(matrix)`, found once for all Linears that share the moment."""
-        if name not in self._roots:
-            self._roots[name] = compute(self.matrix)
-        return self._roots[name]
 
 
 def collect_moments(
@@ -61,7 +29,7 @@ def collect_moments(
     sides: Mapping[str, Side],
     batches: Sequence[Batch],
     progress: Progress | None = None,
-) -> Iterator[tuple[str, Moment]]:
+) -> Iterator[tuple[str, SecondMoment]]:
     """Run the model over the batches and yield each named Linear's moment.
 
     The model runs in eval mode without gradients, once for every `MAX_MOMENT_BYTES` of moments,
@@ -109,12 +77,13 @@ def collect_moments(
 
 @dataclass
 class _Product:
-    """X.T @ X of one tensor, and the Linears that were given it."""
+    """X.T @ X of one tensor, and the Linears of which it is the product."""
 
     x: Tensor
     version: int
     matrix: Tensor
     tokens: int
+    side: Side
     names: list[str]
 
 
@@ -122,25 +91,24 @@ class _Recorder:
     """Forward hooks that add to the moments, alive for a `with` block.
 
     Attributes:
-        moments: by name, of the Linears met so far; one object where all inputs were the same.
+        moments: by name, of the Linears called so far; one object where all inputs were the same.
         deferred: names for which there was no room in this pass.
         mask: `[B, T]`, which rows of `[B, T, ...]` activations count; None for all.
     """
 
     def __init__(self, model: nn.Module, sides: Mapping[str, Side]) -> None:
-        self.moments: dict[str, Moment] = {}
+        self.moments: dict[str, SecondMoment] = {}
         self.deferred: set[str] = set()
         self.mask: Tensor | None = None
-        self._linears = {name: model.get_submodule(name) for name in sides}
+        self._model = model
         self._sides = sides
         self._handles: list[Any] = []
         self._last: _Product | None = None
 
     def __enter__(self) -> "_Recorder":
-        for name, module in self._linears.items():
-            hook = (
-                self._input_hook(name) if self._sides[name] == "input" else self._output_hook(name)
-            )
+        for name, side in self._sides.items():
+            hook = partial(self._record, name, side)
+            module = self._model.get_submodule(name)
             self._handles.append(module.register_forward_hook(hook, with_kwargs=True))
         return self
 
@@ -149,86 +117,78 @@ class _Recorder:
             handle.remove()
 
     def flush(self) -> None:
-        """Add the last product to the moments of the Linears that were given its tensor."""
+        """Add the last product to the moments of its Linears."""
         if self._last is not None:
-            self._add(self._last.names, "input", self._last.matrix, self._last.tokens)
+            self._add(self._last)
             self._last = None
 
-    def _input_hook(self, name: str) -> Callable[..., None]:
-        def record(
-            module: nn.Linear, args: tuple[Tensor, ...], kwargs: dict[str, Tensor], _: Tensor
-        ) -> None:
-            if name in self.deferred:
-                return
+    def _record(
+        self,
+        name: str,
+        side: Side,
+        module: nn.Linear,
+        args: tuple[Tensor, ...],
+        kwargs: dict[str, Tensor],
+        output: Tensor,
+    ) -> None:
+        """Take what one call of a Linear shows: a forward hook once name and side are bound."""
+        if name in self.deferred:
+            return
+        if side == "input":
             x = args[0] if args else kwargs["input"]
-            # A residual added in place keeps the object and changes the version; only an
-            # inference tensor has none.
-            version = -1 if x.is_inference() else x._version
-            last = self._last
-            if last is not None and last.x is x and last.version == version >= 0:
-                if name not in last.names:
-                    last.names.append(name)
-                    return
-                matrix, tokens = last.matrix, last.tokens
-            else:
-                matrix, tokens = self._gram(name, x)
-            self.flush()
-            self._last = _Product(x, version, matrix, tokens, [name])
-
-        return record
-
-    def _output_hook(self, name: str) -> Callable[..., None]:
-        def record(module: nn.Linear, _: Any, __: Any, output: Tensor) -> None:
-            if name in self.deferred:
+        else:
+            x = output if module.bias is None else _wide(output) - _wide(module.bias)
+        # Adding a residual in place changes a tensor's version; inference tensors have none.
+        version = -1 if x.is_inference() else x._version
+        last = self._last
+        if last and last.x is x and last.side == side and last.version == version >= 0:
+            if name not in last.names:
+                last.names.append(name)
                 return
-            y = _wide(output)
-            self._add(
-                [name],
-                "output",
-                *self._gram(name, y if module.bias is None else y - _wide(module.bias)),
-            )
+            matrix, tokens = last.matrix, last.tokens
+        else:
+            matrix, tokens = self._gram(name, side, x)
+        self.flush()
+        self._last = _Product(x, version, matrix, tokens, side, [name])
 
-        return record
-
-    def _gram(self, name: str, x: Tensor) -> tuple[Tensor, int]:
+    def _gram(self, name: str, side: Side, x: Tensor) -> tuple[Tensor, int]:
         """Return `X.T @ X` and the number of rows X."""
         if self.mask is not None and x.shape[:2] == self.mask.shape and x.dim() > 2:
             x = x[self.mask]
         rows = _wide(x).reshape(-1, x.shape[-1])
         product = rows.t() @ rows
-        # A NaN or Inf anywhere in a column shows on the diagonal.
+        # A column with a NaN or Inf makes its element of the diagonal one.
         if not torch.isfinite(product.diagonal()).all():
             raise NonFiniteError(
-                f"{name}: {self._sides[name]} activations must be finite, got NaN or Inf "
+                f"{name}: {side} activations must be finite, got NaN or Inf "
                 "during calibration; check the weights, or run in a wider dtype"
             )
         return product, rows.shape[0]
 
-    def _add(self, names: list[str], side: Side, product: Tensor, tokens: int) -> None:
-        """Add a product to the moments of `names`, which part from others that did not get it."""
-        for old in {id(m): m for m in map(self.moments.get, names)}.values():
-            members = [name for name in names if self.moments.get(name) is old]
+    def _add(self, product: _Product) -> None:
+        """Add to the moments of the product's Linears, which part from others without it."""
+        for old in {id(m): m for m in map(self.moments.get, product.names)}.values():
+            members = [name for name in product.names if self.moments.get(name) is old]
             owners = [name for name, moment in self.moments.items() if moment is old]
             if old is not None and len(owners) == len(members):
-                old.add(product, tokens)
+                old.add(product.matrix, product.tokens)
                 continue
-            if not self._has_room(product.shape[0]):
+            if not self._has_room(len(product.matrix)):
                 self.deferred.update(members)
                 for name in members:
                     self.moments.pop(name, None)
                 continue
-            matrix = (
-                torch.zeros_like(product, dtype=torch.float64)
-                if old is None
-                else old.matrix.clone()
-            )
-            new = Moment(side, matrix, 0 if old is None else old.tokens)
-            new.add(product, tokens)
+            if old is None:
+                zeros = torch.zeros_like(product.matrix, dtype=torch.float64)
+                new = SecondMoment(product.side, zeros)
+            else:
+                new = SecondMoment(product.side, old.matrix.clone(), old.tokens)
+            new.add(product.matrix, product.tokens)
             self.moments.update(dict.fromkeys(members, new))
 
     def _has_room(self, size: int) -> bool:
-        held = {id(moment): moment.matrix.nbytes for moment in self.moments.values()}
-        return not held or sum(held.values()) + _bytes(size) <= MAX_MOMENT_BYTES
+        resident = {id(moment): moment.matrix.nbytes for moment in self.moments.values()}
+        return not resident or sum(resident.values()) + _bytes(size) <= MAX_MOMENT_BYTES
 
 
 def _products(model: nn.Module) -> AbstractContextManager[object]:

@@ -2,14 +2,13 @@
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, Self, get_args
+from typing import Any, Self
 
-from neuronmm_ops.compress.rank import STEP
+from neuronmm_ops.compress.methods import METHODS
+from neuronmm_ops.compress.rank import STEP, aligned_rank
 
-Method = Literal["plain", "whiten", "swift"]
-METHODS: tuple[Method, ...] = get_args(Method)
 FORMAT_VERSION = 1
 
 
@@ -36,12 +35,14 @@ class SVDConfig:
     block: int = 128
     alpha: float = 0.5
     targets: str | tuple[str, ...] = "mlp"
-    method: Method = "swift"
+    method: str = "swift"
 
     def __post_init__(self) -> None:
-        """Check every field."""
-        _check_number("ratio", self.ratio)
-        _check_number("alpha", self.alpha)
+        """Check every field; one bare target and a tuple of it are the same config."""
+        for name in ("ratio", "alpha"):
+            value = getattr(self, name)
+            if not isinstance(value, (int, float)) or isinstance(value, bool):
+                raise TypeError(f"{name} must be a number, got {value!r}")
         if not 0 < self.ratio < 1:
             raise ValueError(
                 f"ratio must be in (0, 1), the fraction of parameters removed; got {self.ratio}"
@@ -52,31 +53,27 @@ class SVDConfig:
             raise ValueError(f"block must be a positive multiple of {STEP}, got {self.block}")
         if not 0 <= self.alpha <= 1:
             raise ValueError(f"alpha must be in [0, 1], got {self.alpha}")
-        if self.method not in METHODS:
+        if self.method not in tuple(METHODS):
             raise ValueError(f"method must be one of {', '.join(METHODS)}; got {self.method!r}")
-        # One bare target and a tuple of it are the same config.
-        targets = (self.targets,) if isinstance(self.targets, str) else tuple(self.targets)
-        object.__setattr__(self, "targets", targets)
-        for target in self.target_list:
-            if not isinstance(target, str) or not target:
-                raise TypeError(f"targets must be non-empty strings, got {target!r}")
-            try:
-                re.compile(target)
-            except re.error as error:
-                raise ValueError(f"target {target!r} is no regular expression: {error}") from None
-        if not self.target_list:
-            raise ValueError("targets must name at least one preset, module or pattern")
+        object.__setattr__(self, "targets", _checked_targets(self.targets))
 
     @property
     def target_list(self) -> tuple[str, ...]:
         """The targets as a tuple."""
         return (self.targets,) if isinstance(self.targets, str) else self.targets
 
+    @property
+    def needs_calibration(self) -> bool:
+        """Whether the method looks at activations."""
+        return METHODS[self.method].side is not None
+
+    def rank(self, K: int, N: int) -> int | None:
+        """Return the rank of a `[K, N]` matrix, None where it stays dense."""
+        return aligned_rank(K, N, self.ratio, self.block, self.alpha)
+
     def to_dict(self) -> dict[str, Any]:
         """Return a JSON-compatible dict with a format version."""
-        fields = asdict(self)
-        fields["targets"] = list(self.target_list)
-        return {"version": FORMAT_VERSION, **fields}
+        return {"version": FORMAT_VERSION, **asdict(self), "targets": list(self.target_list)}
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> Self:
@@ -117,6 +114,15 @@ class SVDConfig:
         return cls.from_dict(fields)
 
 
-def _check_number(name: str, value: object) -> None:
-    if not isinstance(value, (int, float)) or isinstance(value, bool):
-        raise TypeError(f"{name} must be a number, got {value!r}")
+def _checked_targets(targets: str | Iterable[str]) -> tuple[str, ...]:
+    checked = (targets,) if isinstance(targets, str) else tuple(targets)
+    if not checked:
+        raise ValueError("targets must name at least one preset, module or pattern")
+    for target in checked:
+        if not isinstance(target, str) or not target:
+            raise TypeError(f"targets must be non-empty strings, got {target!r}")
+        try:
+            re.compile(target)
+        except re.error as error:
+            raise ValueError(f"target {target!r} is no regular expression: {error}") from None
+    return checked

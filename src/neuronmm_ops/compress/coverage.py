@@ -1,4 +1,4 @@
-"""How much of what the targets' name promises a compression reaches; said when it is little."""
+"""A warning where a compression reaches little of what the names of its targets promise."""
 
 import re
 import warnings
@@ -8,11 +8,11 @@ from torch import nn
 
 from neuronmm_ops.compress.config import SVDConfig
 from neuronmm_ops.compress.rank import largest_block
-from neuronmm_ops.compress.targets import ALL_LINEAR, PRESETS, Selection, output_head
+from neuronmm_ops.compress.targets import ALL_LINEAR, Selection, output_head
 from neuronmm_ops.errors import CompressionWarning
 from neuronmm_ops.nn.svd_linear import SVDLinear
 
-# Below this share of the promised parameters there is a warning.
+# A compression that reaches a smaller share of the promised parameters is warned of.
 EXPECTED = 0.5
 _ATTENTION = re.compile(r"attn|attention", re.IGNORECASE)
 
@@ -37,32 +37,25 @@ def warn_of_coverage(
         ranks: of the found Linears; None for one that stays dense.
         stacklevel: as in `warnings.warn`, of the caller.
     """
-    message = _nothing(config, selection, ranks) or _little(model, config, selection, ranks)
+    reached = {f"{name}.weight" for name, rank in ranks.items() if rank is not None}
+    message = _little(model, config, selection, reached) if reached else _nothing(config, selection)
     if message:
         warnings.warn(message, CompressionWarning, stacklevel=stacklevel + 1)
 
 
-def _nothing(
-    config: SVDConfig, selection: Selection, ranks: Mapping[str, int | None]
-) -> str | None:
-    if any(rank is not None for rank in ranks.values()):
-        return None
+def _nothing(config: SVDConfig, selection: Selection) -> str:
     return (
         f"nothing is compressed: at ratio {config.ratio} no rank that is a multiple of "
-        f"{config.block} is smaller than any of the {len(ranks)} targeted matrices; "
+        f"{config.block} is smaller than any of the {len(selection.linears)} targeted matrices; "
         f"{_remedy(config, selection)}"
     )
 
 
 def _little(
-    model: nn.Module,
-    config: SVDConfig,
-    selection: Selection,
-    ranks: Mapping[str, int | None],
+    model: nn.Module, config: SVDConfig, selection: Selection, reached: set[str]
 ) -> str | None:
     promised = _promised(model, config)
     total = sum(promised.values())
-    reached = {f"{name}.weight" for name, rank in ranks.items() if rank is not None}
     share = sum(size for name, size in promised.items() if name in reached) / max(1, total)
     if not promised or share >= EXPECTED:
         return None
@@ -83,21 +76,12 @@ def _little(
 
 
 def _promised(model: nn.Module, config: SVDConfig) -> dict[str, int]:
-    """Parameters of every matrix that the presets among the targets stand for, by name."""
-    presets = {target for target in config.target_list if target in (*PRESETS, ALL_LINEAR)}
-    promised: dict[str, int] = {}
-    for name, size in _matrices(model).items():
-        kind = "attention" if _ATTENTION.search(name) else "mlp"
-        if presets & {kind, ALL_LINEAR}:
-            promised[name] = size
-    return promised
+    """Return the sizes of the matrices that the presets among the targets promise, by name.
 
-
-def _matrices(model: nn.Module) -> dict[str, int]:
-    """Parameters of 2 or 3 dimensions and their sizes, without embeddings and output head.
-
-    Factors that an earlier run has found are no matrices to be reached any more.
+    Matrices are parameters of 2 or 3 dimensions, but for embeddings, the output head, and factors
+    that an earlier run has found.
     """
+    targets = set(config.target_list)
     head = output_head(model)
     left_out = {
         id(parameter)
@@ -108,7 +92,9 @@ def _matrices(model: nn.Module) -> dict[str, int]:
     return {
         name: parameter.numel()
         for name, parameter in model.named_parameters()
-        if parameter.dim() in (2, 3) and id(parameter) not in left_out
+        if targets & {ALL_LINEAR, "attention" if _ATTENTION.search(name) else "mlp"}
+        and parameter.dim() in (2, 3)
+        and id(parameter) not in left_out
     }
 
 

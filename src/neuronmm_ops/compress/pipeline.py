@@ -7,19 +7,19 @@ import torch
 from torch import Tensor, nn
 
 from neuronmm_ops.compress.batches import Batch, count_tokens, fingerprint
-from neuronmm_ops.compress.calibrate import Moment, Progress, Side, collect_moments
+from neuronmm_ops.compress.calibrate import Progress, collect_moments
 from neuronmm_ops.compress.config import SVDConfig
 from neuronmm_ops.compress.coverage import warn_of_coverage
-from neuronmm_ops.compress.factorize import factorize, moment_side
-from neuronmm_ops.compress.rank import aligned_rank, parameter_count
-from neuronmm_ops.compress.record import attach
+from neuronmm_ops.compress.factorize import check_finite, factorize, moment_side
+from neuronmm_ops.compress.moments import SecondMoment, Side
+from neuronmm_ops.compress.record import attach, dense_parameters
 from neuronmm_ops.compress.report import CompressionReport, LayerReport, provenance_of
 from neuronmm_ops.compress.targets import Selection, select_targets
 from neuronmm_ops.errors import CalibrationWarning, NonFiniteError
 from neuronmm_ops.nn.swap import swap_modules_
 
-# Below this many tokens for each input feature the second moments are noise (peers' users report
-# perplexities in the thousands from 8 samples, with no warning).
+# With fewer tokens for each input feature, second moments are mostly noise (users of similar
+# packages report perplexities in the thousands from 8 samples).
 TOKENS_PER_FEATURE = 10
 
 
@@ -48,20 +48,15 @@ def compress_(
     Raises:
         ValueError: no Linear matches, no calibration was given, it has no batches, or the model
             cannot take one (too long, a token id outside the embedding, no decoder inputs).
-        NonFiniteError: a weight or an activation is NaN or Inf; names the layer.
+        NonFiniteError: a weight, an activation or a factor in the weight's dtype is NaN or Inf;
+            names the layer.
     """
     config = config or SVDConfig()
     selection = select_targets(model, config)
-    ranks = {
-        name: aligned_rank(
-            linear.in_features, linear.out_features, config.ratio, config.block, config.alpha
-        )
-        for name, linear in selection.linears.items()
-    }
+    ranks = {n: config.rank(m.in_features, m.out_features) for n, m in selection.linears.items()}
     _check_weights(selection.linears)
     warn_of_coverage(model, config, selection, ranks, stacklevel=3)  # past no_grad's wrapper
-    model_parameters = sum(parameter.numel() for parameter in model.parameters())
-    swapped = {n: linear for n, linear in selection.linears.items() if ranks[n] is not None}
+    swapped = {n: m for n, m in selection.linears.items() if ranks[n] is not None}
     batches = _batches(config, calibration)
 
     factors: dict[str, tuple[Tensor, Tensor]] = {}
@@ -71,20 +66,20 @@ def compress_(
         assert rank is not None
         factorization = factorize(linear.weight, config.method, moment, rank)
         u, v = factorization.truncate(rank)
-        factors[name] = (u.to(linear.weight.dtype), v.to(linear.weight.dtype))
+        u, v = u.to(linear.weight.dtype), v.to(linear.weight.dtype)
+        check_finite(name, u, v, "compress the model in a wider dtype")
+        factors[name] = u, v
         losses[name] = factorization.relative_loss(rank)
         if progress:
             progress("factorize", len(factors), len(swapped))
-    swap_modules_(model, factors)
-
-    calibrated = bool(batches) and bool(swapped)
     report = CompressionReport(
         config=config,
         layers=tuple(_layer_reports(selection, ranks, losses)),
-        calibration=_describe(batches) if calibrated else None,
+        calibration=_describe(batches) if batches and swapped else None,
         provenance=provenance_of(model),
-        model_parameters=model_parameters,
+        model_parameters=dense_parameters(model),
     )
+    swap_modules_(model, factors)
     attach(model, report)
     return report
 
@@ -100,7 +95,7 @@ def _check_weights(linears: dict[str, nn.Linear]) -> None:
 
 
 def _batches(config: SVDConfig, calibration: Iterable[Batch] | None) -> list[Batch]:
-    if config.method == "plain":
+    if not config.needs_calibration:
         return []
     if calibration is None:
         raise ValueError(
@@ -115,7 +110,8 @@ def _moments(
     linears: dict[str, nn.Linear],
     batches: list[Batch],
     progress: Progress | None,
-) -> Iterator[tuple[str, Moment | None]]:
+) -> Iterator[tuple[str, SecondMoment | None]]:
+    """Yield each Linear's name with the second moment that the method needs of it."""
     sides: dict[str, Side] = {}
     for name, linear in linears.items():
         side = moment_side(config.method, linear.in_features, linear.out_features)
@@ -124,14 +120,13 @@ def _moments(
     if not sides:
         yield from ((name, None) for name in linears)
         return
-    warned = False
-    for name, moment in collect_moments(model, sides, batches, progress):
-        if not warned:
-            warned = _warn_if_few(moment.tokens, linears)
+    for index, (name, moment) in enumerate(collect_moments(model, sides, batches, progress)):
+        if index == 0:
+            _warn_if_few(moment.tokens, linears)
         yield name, moment
 
 
-def _warn_if_few(tokens: int, linears: dict[str, nn.Linear]) -> bool:
+def _warn_if_few(tokens: int, linears: dict[str, nn.Linear]) -> None:
     name, widest = max(linears.items(), key=lambda item: item[1].in_features)
     needed = TOKENS_PER_FEATURE * widest.in_features
     if tokens < needed:
@@ -141,7 +136,6 @@ def _warn_if_few(tokens: int, linears: dict[str, nn.Linear]) -> bool:
             CalibrationWarning,
             stacklevel=5,  # past this module and no_grad's wrapper
         )
-    return True
 
 
 def _layer_reports(
@@ -149,26 +143,9 @@ def _layer_reports(
 ) -> Iterator[LayerReport]:
     for name, linear in selection.linears.items():
         reason = "no aligned rank is smaller than the dense matrix" if ranks[name] is None else None
-        yield _layer_report(name, linear, ranks[name], reason, losses.get(name, 0.0))
+        yield LayerReport.of(name, linear, ranks[name], losses.get(name, 0.0), reason)
     for name, (linear, reason) in selection.kept.items():
-        yield _layer_report(name, linear, None, reason, 0.0)
-
-
-def _layer_report(
-    name: str, linear: nn.Linear, rank: int | None, reason: str | None, loss: float
-) -> LayerReport:
-    K, N, size = linear.in_features, linear.out_features, linear.weight.element_size()
-    return LayerReport(
-        name=name,
-        K=K,
-        N=N,
-        r=rank,
-        dense=rank is None,
-        reason=reason,
-        loss=loss,
-        bytes=parameter_count(K, N, rank) * size,
-        dense_bytes=K * N * size,
-    )
+        yield LayerReport.of(name, linear, None, 0.0, reason)
 
 
 def _describe(batches: list[Batch]) -> dict[str, int | str]:

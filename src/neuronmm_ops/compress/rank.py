@@ -1,9 +1,9 @@
-"""Ranks that meet a compression ratio in whole kernel tiles."""
+"""The rank of a layer: the compression ratio's, rounded to whole blocks."""
 
 import math
 from collections.abc import Iterable
 
-# Blocks are multiples of it.
+# Blocks are multiples of this.
 STEP = 8
 
 
@@ -36,7 +36,7 @@ def largest_block(sizes: Iterable[tuple[int, int]], ratio: float, alpha: float =
     fitting = {size for size in sizes if aligned_rank(*size, ratio, STEP, alpha) is not None}
     if not fitting:
         return None
-    # A pair is smaller than its matrix below K*N / (K+N), which is below the smaller side.
+    # Ranks below K*N / (K+N) save parameters; that bound is below min(K, N).
     largest = min(min(size) for size in fitting) // STEP * STEP
     for block in range(largest, 0, -STEP):
         if all(aligned_rank(*size, ratio, block, alpha) is not None for size in fitting):

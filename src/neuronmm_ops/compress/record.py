@@ -6,7 +6,7 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeGuard
 
 from torch import Tensor, nn
 
@@ -14,7 +14,7 @@ from neuronmm_ops.compress.rank import parameter_count
 from neuronmm_ops.compress.report import CompressionReport, LayerReport, provenance_of
 from neuronmm_ops.errors import CheckpointError
 from neuronmm_ops.nn.svd_linear import SVDLinear
-from neuronmm_ops.nn.swap import swap_modules_
+from neuronmm_ops.nn.swap import shared_weights, swap_modules_
 
 QUANT_METHOD = "neuronmm"
 FORMAT_VERSION = 1
@@ -29,15 +29,18 @@ def record_of(report: CompressionReport) -> dict[str, Any]:
     }
 
 
-def report_of(record: Mapping[str, Any]) -> CompressionReport:
-    """Read a `quantization_config` entry.
+def is_record(entry: object) -> TypeGuard[Mapping[str, Any]]:
+    """Say whether a `quantization_config` entry is one of this package."""
+    return isinstance(entry, Mapping) and entry.get("quant_method") == QUANT_METHOD
 
-    Raises:
-        CheckpointError: it is not ours, of an unknown version, or malformed.
-    """
-    method, version = record.get("quant_method"), record.get("format_version")
-    if method != QUANT_METHOD:
-        raise CheckpointError(f"quant_method must be {QUANT_METHOD!r}, got {method!r}")
+
+def report_of(record: Mapping[str, Any]) -> CompressionReport:
+    """Read a `quantization_config` entry; raise CheckpointError where it cannot be read."""
+    if not is_record(record):
+        raise CheckpointError(
+            f"quant_method must be {QUANT_METHOD!r}, got {record.get('quant_method')!r}"
+        )
+    version = record.get("format_version")
     if version != FORMAT_VERSION:
         raise CheckpointError(
             f"format_version must be {FORMAT_VERSION}, got {version!r}; "
@@ -50,27 +53,34 @@ def report_of(record: Mapping[str, Any]) -> CompressionReport:
 
 
 def attached_report(model: nn.Module) -> CompressionReport | None:
-    """Return the report in the model's config; None where there is none of ours.
-
-    Raises:
-        CheckpointError: it is ours, and malformed.
-    """
+    """Return the report in the model's config, None where there is no record of this package."""
     entry = getattr(getattr(model, "config", None), "quantization_config", None)
-    record = entry if isinstance(entry, Mapping) or entry is None else entry.to_dict()
-    if record is None or record.get("quant_method") != QUANT_METHOD:
-        return None
-    return report_of(record)
+    if is_record(entry):
+        return report_of(entry)
+    # A loaded model's config has an `hf.NeuronMMConfig` there.
+    report = getattr(entry, "report", None)
+    return report if isinstance(report, CompressionReport) else None
 
 
 def attach(model: nn.Module, report: CompressionReport) -> None:
     """Put the report into the config of a Transformers model; other models have no such place.
 
-    Low-rank layers of an earlier run, which the report does not know, stay recorded.
+    Low-rank layers of an earlier run, which the report does not list, stay recorded.
     """
     config = getattr(model, "config", None)
-    if callable(getattr(config, "save_pretrained", None)):
-        layers = (*report.layers, *_earlier_layers(model, report))
-        config.quantization_config = record_of(replace(report, layers=layers))  # pyright: ignore
+    if not callable(getattr(config, "save_pretrained", None)):
+        return
+    known = {layer.name for layer in report.layers}
+    others = {name: m for name, m in low_rank_layers(model).items() if name not in known}
+    if others:
+        previous = attached_report(model)
+        recorded = {layer.name: layer for layer in previous.layers} if previous else {}
+        earlier = (
+            recorded.get(name) or LayerReport.of(name, layer, layer.rank, loss=None)
+            for name, layer in others.items()
+        )
+        report = replace(report, layers=(*report.layers, *earlier))
+    config.quantization_config = record_of(report)  # pyright: ignore
 
 
 def swap_(model: nn.Module, factors: Mapping[str, tuple[Tensor, Tensor]]) -> None:
@@ -89,11 +99,22 @@ def swap_(model: nn.Module, factors: Mapping[str, tuple[Tensor, Tensor]]) -> Non
         ValueError: a name is no `nn.Linear` of the model, two names are the same one, shapes do
             not fit, or the weight is shared with another module. Nothing is replaced then.
     """
-    total = sum(parameter.numel() for parameter in model.parameters())
+    shared = shared_weights(model)
+    for name in factors:
+        if name in shared:
+            raise ValueError(
+                f"{name} shares its weight with {shared[name]}; a swap would untie them, "
+                "leave it out"
+            )
     swap_modules_(model, factors)
-    layers = tuple(_layer(name, model.get_submodule(name)) for name in factors)
+    swapped = {model.get_submodule(name) for name in factors}
+    layers = tuple(
+        LayerReport.of(name, layer, layer.rank, loss=None)
+        for name, layer in low_rank_layers(model).items()
+        if layer in swapped
+    )
     if layers:
-        provenance = provenance_of(model)
+        provenance, total = provenance_of(model), dense_parameters(model)
         attach(model, CompressionReport(None, layers, None, provenance, total))
 
 
@@ -102,28 +123,10 @@ def low_rank_layers(model: nn.Module) -> dict[str, SVDLinear]:
     return {name: m for name, m in model.named_modules() if isinstance(m, SVDLinear)}
 
 
-def _earlier_layers(model: nn.Module, report: CompressionReport) -> list[LayerReport]:
-    """Return what the model's config says of the low-rank layers that the report leaves out."""
-    previous = attached_report(model)
-    known = {layer.name for layer in report.layers}
-    unknown = {name: m for name, m in low_rank_layers(model).items() if name not in known}
-    recorded = {layer.name: layer for layer in previous.layers} if previous else {}
-    return [recorded.get(name) or _layer(name, module) for name, module in unknown.items()]
-
-
-def _layer(name: str, module: nn.Module) -> LayerReport:
-    """Describe an SVDLinear whose factors come from elsewhere: its loss is not known."""
-    assert isinstance(module, SVDLinear)
-    K, N, r = module.in_features, module.out_features, module.rank
-    size = module.u.element_size()
-    return LayerReport(
-        name=name,
-        K=K,
-        N=N,
-        r=r,
-        dense=False,
-        reason=None,
-        loss=None,
-        bytes=parameter_count(K, N, r) * size,
-        dense_bytes=K * N * size,
-    )
+def dense_parameters(model: nn.Module) -> int:
+    """Count the model's parameters as if its low-rank layers were dense."""
+    total = sum(parameter.numel() for parameter in model.parameters())
+    for layer in low_rank_layers(model).values():
+        K, N, r = layer.in_features, layer.out_features, layer.rank
+        total += K * N - parameter_count(K, N, r)
+    return total

@@ -1,7 +1,8 @@
 """What a compression did: ranks, losses, bytes and provenance, as data."""
 
 import platform
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from importlib.metadata import version
 from typing import Any, Self
@@ -11,6 +12,7 @@ from torch import nn
 
 from neuronmm_ops.compress.config import SVDConfig
 from neuronmm_ops.compress.rank import parameter_count
+from neuronmm_ops.nn.svd_linear import SVDLinear
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,20 @@ class LayerReport:
         return parameter_count(self.K, self.N, self.r)
 
     @classmethod
+    def of(
+        cls,
+        name: str,
+        layer: nn.Linear | SVDLinear,
+        r: int | None,
+        loss: float | None,
+        reason: str | None = None,
+    ) -> Self:
+        """Describe the layer once it has rank `r`, or stays dense for None."""
+        K, N, itemsize = layer.in_features, layer.out_features, layer.weight.element_size()
+        size = parameter_count(K, N, r) * itemsize
+        return cls(name, K, N, r, r is None, reason, loss, size, K * N * itemsize)
+
+    @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
         """Read what `dataclasses.asdict` wrote, checking every value.
 
@@ -57,19 +73,16 @@ class LayerReport:
             odd = sorted(set(values) ^ names)[0]
             raise ValueError(f"a layer must have exactly {', '.join(sorted(names))}; see {odd!r}")
         layer = cls(**values)
-        sizes = (layer.K, layer.N, layer.bytes, layer.dense_bytes)
-        if not isinstance(layer.name, str) or not all(_is_count(size) for size in sizes):
+        sizes, r, loss = (layer.K, layer.N, layer.bytes, layer.dense_bytes), layer.r, layer.loss
+        if not isinstance(layer.name, str) or not all(map(_is_count, sizes)):
             raise ValueError(f"layer {layer.name!r} must have positive integer sizes, got {sizes}")
-        if layer.dense != (layer.r is None) or not (layer.r is None or _is_count(layer.r)):
+        if layer.dense != (r is None) or not (r is None or _is_count(r)):
             raise ValueError(
                 f"{layer.name}: r must be a positive integer, or null for a dense layer; "
-                f"got r={layer.r!r}, dense={layer.dense!r}"
+                f"got r={r!r}, dense={layer.dense!r}"
             )
-        is_number = isinstance(layer.loss, (int, float)) and not isinstance(layer.loss, bool)
-        if layer.loss is not None and not (is_number and 0 <= layer.loss <= 1):
-            raise ValueError(
-                f"{layer.name}: loss must be a number in [0, 1] or null, got {layer.loss!r}"
-            )
+        if loss is not None and not (type(loss) in (int, float) and 0 <= loss <= 1):
+            raise ValueError(f"{layer.name}: loss must be a number in [0, 1] or null, got {loss!r}")
         if not isinstance(layer.reason, (str, type(None))):
             raise ValueError(f"{layer.name}: reason must be a text or null, got {layer.reason!r}")
         return layer
@@ -140,27 +153,24 @@ class CompressionReport:
             calibration, provenance = values["calibration"], values["provenance"]
         except KeyError as error:
             raise ValueError(f"compression record must have a field {error}") from None
+        parameters = values.get("model_parameters")
         if not isinstance(config, (Mapping, type(None))):
             raise ValueError(f"svd_config must be an object or null, got {config!r}")
         if not isinstance(layers, list) or not layers:
             raise ValueError("compression record must list at least one layer")
         if not isinstance(calibration, (dict, type(None))) or not isinstance(provenance, dict):
             raise ValueError("calibration must be an object or null, and provenance an object")
-        parameters = values.get("model_parameters")
         if not (parameters is None or _is_count(parameters)):
             raise ValueError(f"model_parameters must be a positive integer, got {parameters!r}")
         try:
-            report = cls(
-                config=None if config is None else SVDConfig.from_dict(config),
-                layers=tuple(LayerReport.from_dict(layer) for layer in layers),
-                calibration=calibration,
-                provenance=provenance,
-                model_parameters=parameters,
-            )
+            config = None if config is None else SVDConfig.from_dict(config)
+            read = tuple(LayerReport.from_dict(layer) for layer in layers)
         except TypeError as error:
             raise ValueError(f"compression record is malformed: {error}") from None
-        _check_names(report.layers)
-        return report
+        name, count = Counter(layer.name for layer in read).most_common(1)[0]
+        if count > 1:
+            raise ValueError(f"each layer must be listed once, got {name} {count} times")
+        return cls(config, read, calibration, provenance, parameters)
 
 
 def provenance_of(model: nn.Module) -> dict[str, str]:
@@ -171,14 +181,6 @@ def provenance_of(model: nn.Module) -> dict[str, str]:
         "torch": torch.__version__,
         "python": platform.python_version(),
     }
-
-
-def _check_names(layers: Sequence[LayerReport]) -> None:
-    seen: set[str] = set()
-    for layer in layers:
-        if layer.name in seen:
-            raise ValueError(f"each layer must be listed once, got {layer.name} twice")
-        seen.add(layer.name)
 
 
 def _is_count(value: object) -> bool:

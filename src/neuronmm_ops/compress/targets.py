@@ -1,4 +1,4 @@
-"""Which Linears of a model a config means."""
+"""The Linears of a model that a config's targets select."""
 
 import re
 from dataclasses import dataclass
@@ -18,22 +18,19 @@ ALL_LINEAR = "all-linear"
 
 @dataclass(frozen=True)
 class Selection:
-    """The Linears to compress, by name, and those a pattern met but that must stay dense."""
+    """The Linears to compress, by name, and those that match a target but must stay dense."""
 
     linears: dict[str, nn.Linear]
     kept: dict[str, tuple[nn.Linear, str]]  # with the reason
 
 
 def select_targets(model: nn.Module, config: SVDConfig) -> Selection:
-    """Find the Linears that `config.targets` means.
+    """Find the Linears that `config.targets` selects; raise ValueError where there is none.
 
     The output head is taken only where it is named, and a Linear that shares its weight with
     another module (a tied head) never.
-
-    Raises:
-        ValueError: nothing matches, or all that matches is shared.
     """
-    tied = shared_weights(model)
+    shared = shared_weights(model)
     head = output_head(model)
     linears: dict[str, nn.Linear] = {}
     kept: dict[str, tuple[nn.Linear, str]] = {}
@@ -43,8 +40,8 @@ def select_targets(model: nn.Module, config: SVDConfig) -> Selection:
         is_named = any(target in (name, name.rpartition(".")[2]) for target in matched)
         if not matched or (linear is head and not is_named):
             continue
-        if name in tied:
-            kept[name] = linear, f"shares its weight with {tied[name]}"
+        if name in shared:
+            kept[name] = linear, f"shares its weight with {shared[name]}"
         else:
             linears[name] = linear
     if not linears:

@@ -1,4 +1,4 @@
-"""How good a compressed model still is."""
+"""Token perplexity, dense or compressed."""
 
 from neuronmm_ops.eval.perplexity import PerplexityResult, encode_documents, token_perplexity
 

@@ -1,7 +1,7 @@
 """Token perplexity over non-overlapping blocks, as the low-rank literature reports it."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from neuronmm_ops.compress.batches import embedding_rows, position_limit
-from neuronmm_ops.compress.calibrate import eval_mode
+from neuronmm_ops.compress.batches import check_ids, position_limit
+from neuronmm_ops.compress.calibrate import Progress, eval_mode
 from neuronmm_ops.errors import NonFiniteError
 
 DOCUMENT_SEPARATOR = "\n\n"
@@ -40,7 +40,7 @@ def encode_documents(tokenizer: Any, documents: Sequence[str]) -> Tensor:
         documents: texts, in order.
     """
     text = DOCUMENT_SEPARATOR.join(documents)
-    # verbose=False: the text is meant to be longer than the model's context.
+    # verbose=False: no warning where the text is longer than the model's context.
     ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     return torch.tensor(ids, dtype=torch.long)
 
@@ -51,11 +51,7 @@ def default_seqlen(model: nn.Module) -> int:
 
 
 def block_length(model: nn.Module, seqlen: int | None, least: int = 1) -> int:
-    """Return `seqlen`, or the default for None.
-
-    Raises:
-        ValueError: it is outside `least`..the model's limit.
-    """
+    """Return `seqlen`, or the default for None; refuse it outside `least`..the model's limit."""
     if seqlen is None:
         return default_seqlen(model)
     limit = position_limit(model)
@@ -67,31 +63,12 @@ def block_length(model: nn.Module, seqlen: int | None, least: int = 1) -> int:
     return seqlen
 
 
-def check_ids(model: nn.Module, ids: Tensor, source: str) -> None:
-    """Check that the model's embedding has a row for every token id.
-
-    Args:
-        model: checked if it has Transformers' `get_input_embeddings`.
-        ids: token ids of any shape.
-        source: what holds them, for the message.
-
-    Raises:
-        ValueError: an id is too large; the tokenizer is another model's.
-    """
-    rows = embedding_rows(model)
-    if rows is not None and ids.numel() and int(ids.max()) >= rows:
-        raise ValueError(
-            f"{source} holds token id {int(ids.max())}, but the model's embedding has {rows} rows; "
-            "the tokenizer is not the model's"
-        )
-
-
 @torch.inference_mode()
 def token_perplexity(
     model: nn.Module,
     token_ids: Tensor,
     seqlen: int | None = None,
-    progress: Callable[[str, int, int], None] | None = None,
+    progress: Progress | None = None,
 ) -> PerplexityResult:
     """Measure token perplexity over non-overlapping blocks, each predicted from its own start.
 
@@ -137,8 +114,8 @@ def token_perplexity(
 def _block_nll(model: nn.Module, block: Tensor, index: int) -> float:
     logits = model(block[None]).logits[0, :-1].float()
     losses = F.cross_entropy(logits, block[1:], reduction="none")
-    # NaN or +Inf anywhere in a row makes its loss NaN; -Inf only at the token that came, which is
-    # as it should be: elsewhere it is how models mask unused vocabulary.
+    # NaN or +Inf in a row makes its loss NaN, -Inf only where it is the true token's logit: models
+    # mask unused vocabulary with it.
     if not torch.isfinite(losses).all():
         raise NonFiniteError(
             f"logits of block {index} must be finite, got NaN or Inf; "

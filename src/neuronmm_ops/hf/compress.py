@@ -1,4 +1,4 @@
-"""The whole road: load a model, calibrate, compress, verify and save it."""
+"""`compress`: load a model, calibrate, compress, verify and save it."""
 
 import re
 from dataclasses import replace
@@ -6,19 +6,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from neuronmm_ops.compress import CompressionReport, SVDConfig, compress_
+from neuronmm_ops.compress import CompressionReport, LayerReport, SVDConfig, compress_
+from neuronmm_ops.compress.batches import check_ids
 from neuronmm_ops.compress.calibrate import Progress
-from neuronmm_ops.compress.rank import aligned_rank, parameter_count
+from neuronmm_ops.compress.rank import parameter_count
 from neuronmm_ops.compress.targets import select_targets
-from neuronmm_ops.eval.perplexity import block_length, check_ids
+from neuronmm_ops.eval.perplexity import block_length
 from neuronmm_ops.hf.computing import AUTO, check_device, computing_in, dtype_of, load_on, name_of
 from neuronmm_ops.hf.loading import load_tokenizer
 from neuronmm_ops.hf.saving import save
 from neuronmm_ops.hf.target import check_target
 from neuronmm_ops.hf.text import Order, calibration_batches
+from neuronmm_ops.nn.svd_linear import SVDLinear
 
 DEFAULT_SAMPLES = 128
 DEFAULT_SHARD_SIZE = "50GB"
@@ -72,8 +74,7 @@ def compress(
         NonFiniteError: a weight or an activation is NaN or Inf.
     """
     config = config or SVDConfig()
-    is_calibrated = config.method != "plain"
-    if is_calibrated and text is None:
+    if config.needs_calibration and text is None:
         raise ValueError(f"method {config.method} needs a calibration text; or use method plain")
     _check_shard_size(max_shard_size)
     place = check_device(device)
@@ -81,11 +82,11 @@ def compress(
     source = Path(model) if Path(model).is_dir() else None
     check_target(target, force, source)
 
-    report_progress = progress or _silent
-    report_progress("load", 0, 1)
+    tell = progress or (lambda stage, done, total: None)
+    tell("load", 0, 1)
     loaded = load_on(model, place)
     tokenizer = load_tokenizer(model)
-    report_progress("load", 1, 1)
+    tell("load", 1, 1)
     if getattr(loaded.config, "quantization_config", None) is not None:
         raise ValueError(f"{model} is compressed or quantized already; start from dense")
     compute = dtype_of(dtype, loaded)
@@ -93,7 +94,7 @@ def compress(
 
     batches: list[Tensor] | None = None
     calibration: dict[str, Any] = {}
-    if is_calibrated and text is not None:
+    if config.needs_calibration and text is not None:
         seqlen = block_length(loaded, seqlen)
         batches = calibration_batches(tokenizer, text, samples, seqlen, order)
         check_ids(loaded, torch.cat(batches), "calibration text")
@@ -104,9 +105,9 @@ def compress(
         report = compress_(loaded, config, batches, progress)
     report = _completed(report, loaded, calibration, compute)
 
-    report_progress("save", 0, 1)
+    tell("save", 0, 1)
     save(loaded, target, report, tokenizer, force, max_shard_size)
-    report_progress("save", 1, 1)
+    tell("save", 1, 1)
     return report
 
 
@@ -116,39 +117,35 @@ def _completed(
     calibration: dict[str, Any],
     compute: torch.dtype,
 ) -> CompressionReport:
-    """The report with what `compress_` cannot know: bytes as stored, and how it was run."""
-    layers = [
-        replace(layer, bytes=layer.parameters * size, dense_bytes=layer.K * layer.N * size)
+    """Return the report with bytes as stored, the calibration's options and the compute dtype."""
+    modules = {n: m for n, m in model.named_modules() if isinstance(m, (nn.Linear, SVDLinear))}
+    layers = tuple(
+        LayerReport.of(layer.name, modules[layer.name], layer.r, layer.loss, layer.reason)
         for layer in report.layers
-        for size in [next(model.get_submodule(layer.name).parameters()).element_size()]
-    ]
+    )
     return replace(
         report,
-        layers=tuple(layers),
+        layers=layers,
         calibration=report.calibration and {**report.calibration, **calibration},
         provenance={**report.provenance, "compute_dtype": name_of(compute)},
     )
 
 
 def _bytes_after(model: PreTrainedModel, config: SVDConfig) -> int:
-    """What the compressed model's parameters will take."""
+    """Return the bytes of the compressed model's parameters."""
     total = sum(parameter.nbytes for parameter in model.parameters())
     for linear in select_targets(model, config).linears.values():
         K, N = linear.in_features, linear.out_features
-        r = aligned_rank(K, N, config.ratio, config.block, config.alpha)
-        total -= (K * N - parameter_count(K, N, r)) * linear.weight.element_size()
+        removed = K * N - parameter_count(K, N, config.rank(K, N))
+        total -= removed * linear.weight.element_size()
     return total
 
 
 def _check_shard_size(size: int | str) -> None:
-    # As Transformers reads it, which would refuse it only after the work.
+    # Transformers reads sizes of this form, and would refuse another only after the compression.
     if isinstance(size, str):
         is_valid = re.fullmatch(r"0*[1-9]\d*(\.\d+)?[KMGT]B", size, re.IGNORECASE) is not None
     else:
         is_valid = size >= 1
     if not is_valid:
         raise ValueError(f"max_shard_size must be a size such as 5GB, 500MB or 1.5GB; got {size!r}")
-
-
-def _silent(stage: str, done: int, total: int) -> None:
-    pass

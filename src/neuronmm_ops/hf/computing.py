@@ -1,7 +1,8 @@
-"""The dtype and the device in which a model computes, apart from the dtype of its checkpoint."""
+"""The dtype in which a model computes, which is not always its checkpoint's, and the device."""
 
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,7 @@ from transformers import PreTrainedModel
 from neuronmm_ops.hf.loading import load
 from neuronmm_ops.ops.cpu import compute_dtype
 
-DTYPES = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 AUTO = "auto"
 
 
@@ -27,8 +24,9 @@ def load_computing(
 
     Args:
         model: a local directory, or a hub id.
-        dtype: `auto`, `float32`, `bfloat16` or `float16`, see `dtype_of`.
-        device: as `check_device` takes it.
+        dtype: `float32`, `bfloat16`, `float16`, or `auto`: the model's own where the device
+            multiplies that fast and otherwise float32.
+        device: of torch, such as `cpu` or `cuda:1`.
 
     Returns:
         The model; its `config.dtype` is still that of the checkpoint.
@@ -43,20 +41,12 @@ def load_computing(
 
 
 def load_on(model: str | Path, device: torch.device) -> PreTrainedModel:
-    """Load a causal LM in its own dtype.
-
-    Raises:
-        CheckpointError: the model cannot be loaded.
-    """
+    """Load a causal LM in its own dtype, as `load` does, onto a device."""
     return load(model).to(device)  # pyright: ignore  (transformers wraps it untyped)
 
 
 def check_device(device: torch.device | str) -> torch.device:
-    """Return the device, if torch can use it here.
-
-    Raises:
-        ValueError: its name is unknown, or there is none.
-    """
+    """Return the device; raise ValueError where torch does not know it or cannot use it here."""
     try:
         found = torch.device(device)
     except RuntimeError:
@@ -78,19 +68,9 @@ def check_device(device: torch.device | str) -> torch.device:
 
 
 def dtype_of(dtype: str, model: nn.Module) -> torch.dtype:
-    """Return the dtype in which the model is to compute on its device.
-
-    Args:
-        dtype: `auto` is the model's own where its device multiplies that fast, otherwise float32.
-        model: loaded in its own dtype, on its device.
-
-    Raises:
-        ValueError: the name is unknown.
-    """
+    """Return the dtype of a name; of `auto` for a model in its own dtype, on its device."""
     if dtype == AUTO:
-        weight = next(
-            parameter for parameter in model.parameters() if parameter.is_floating_point()
-        )
+        weight = next(p for p in model.parameters() if p.is_floating_point())
         return compute_dtype(weight.dtype, weight.device)
     if dtype not in DTYPES:
         raise ValueError(f"dtype must be one of {', '.join((AUTO, *DTYPES))}; got {dtype!r}")
@@ -115,7 +95,7 @@ def computing_in(model: nn.Module, dtype: torch.dtype) -> Generator[None, None, 
     What the block leaves alone comes back bit for bit. Factors `u` and `v` that it puts in the
     place of a `weight` get the weight's dtype.
     """
-    # A dtype where casting back is exact, otherwise the values.
+    # The dtype of a tensor that casting back restores exactly, the values of any other.
     before: dict[str, torch.dtype | Tensor] = {}
     for name, tensor in _floating(model):
         is_exact = torch.promote_types(tensor.dtype, dtype) == dtype
@@ -136,10 +116,11 @@ def computing_in(model: nn.Module, dtype: torch.dtype) -> Generator[None, None, 
 
 def _floating(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield the floating-point parameters and saved buffers, each once."""
-    for name, parameter in model.named_parameters():
-        if parameter.is_floating_point():
-            yield name, parameter
-    for prefix, module in model.named_modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            if buffer.is_floating_point() and name not in module._non_persistent_buffers_set:
-                yield f"{prefix}.{name}", buffer
+    unsaved = {
+        id(module._buffers[name])
+        for module in model.modules()
+        for name in module._non_persistent_buffers_set
+    }
+    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+        if tensor.is_floating_point() and id(tensor) not in unsaved:
+            yield name, tensor

@@ -7,9 +7,8 @@ from jinja2 import TemplateError
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
-from neuronmm_ops.compress.batches import position_limit
+from neuronmm_ops.compress.batches import check_ids, position_limit
 from neuronmm_ops.errors import NonFiniteError
-from neuronmm_ops.eval.perplexity import check_ids
 
 
 class FiniteLogits(LogitsProcessor):
@@ -21,7 +20,7 @@ class FiniteLogits(LogitsProcessor):
         Raises:
             NonFiniteError: one is NaN or +Inf, or a row is -Inf alone (it masks unused tokens).
         """
-        # The maximum of a row with a NaN is NaN.
+        # amax of a row with a NaN is NaN.
         if not torch.isfinite(scores.amax(dim=-1)).all():
             raise NonFiniteError(
                 f"logits of token {input_ids.shape[1]} must be finite, got NaN or Inf; "

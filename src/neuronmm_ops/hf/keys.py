@@ -1,4 +1,4 @@
-"""The names of tensors in a checkpoint and in its model: Transformers renames some on the way."""
+"""The names of tensors in a checkpoint and in its model; Transformers renames some on loading."""
 
 from collections.abc import Iterable
 

@@ -10,11 +10,12 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from neuronmm_ops.compress.checkpoint import check_float, read_config, read_shapes, weight_files
+from neuronmm_ops.checkpoint import check_float, read_config, read_headers, weight_files
+from neuronmm_ops.compress.record import is_record
 from neuronmm_ops.errors import CheckpointError, NonFiniteError
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
-# What a model directory holds beside code and weights in other formats.
+# The files of a model but its code and its weights in other formats.
 HUB_FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
 MAX_REASON = 300
 
@@ -41,17 +42,18 @@ def load(
         raise CheckpointError(
             f"{model} is an encoder-decoder; only decoders (causal language models) are supported"
         )
-    files = weight_files(path)
-    read_shapes(files)
-    if config.get("quantization_config") is None:
-        check_float(files)
+    files, entry = weight_files(path), config.get("quantization_config")
+    if not is_record(entry):  # NeuronMMQuantizer reads those of compressed checkpoints
+        headers = read_headers(files)
+        if entry is None:
+            check_float(headers)
     try:
         loaded, info = load_exactly(AutoModelForCausalLM, path, dtype=dtype, device_map=device_map)
     except SafetensorError as error:
         raise CheckpointError(f"{path} is damaged ({error}); copy it again") from None
     except (CheckpointError, NonFiniteError, MemoryError, torch.OutOfMemoryError):
         raise
-    except Exception as error:  # a config can break a model's constructor in any way
+    except Exception as error:  # a bad config makes constructors raise anything
         raise CheckpointError(
             f"{path} cannot be loaded: {_reason(error)}; check its config.json"
         ) from error
@@ -80,7 +82,7 @@ def load_tokenizer(model: str | Path) -> Any:
     path = local_directory(model)
     try:
         return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # its files can break a tokenizer in any way
+    except Exception as error:  # bad files make tokenizers raise anything
         raise CheckpointError(
             f"{path} has no usable tokenizer ({_reason(error)}); "
             "copy the model's tokenizer files into it"
@@ -88,47 +90,36 @@ def load_tokenizer(model: str | Path) -> Any:
 
 
 def local_directory(model: str | Path) -> Path:
-    """Return the directory of a model, downloading a hub id into the hub's cache.
-
-    Raises:
-        CheckpointError: it is neither, or the hub cannot be reached or has no such model.
-    """
+    """Return the directory of a model, downloading a hub id into the hub's cache."""
     path = Path(model)
     if path.exists() or isinstance(model, Path) or not HUB_ID.fullmatch(model):
         return path
     try:
         return Path(snapshot_download(model, allow_patterns=list(HUB_FILES), ignore_patterns="*/*"))
     except (LocalEntryNotFoundError, ConnectionError) as error:
-        raise CheckpointError(
-            f"{model} is no directory, and the hub cannot be reached ({_reason(error)}); give a "
-            "local Transformers model directory"
-        ) from None
+        problem = f"the hub cannot be reached ({_reason(error)})"
     except (HfHubHTTPError, HFValidationError, OSError) as error:
-        raise CheckpointError(
-            f"{model} is no directory, and the hub does not give it: {_reason(error)}"
-        ) from None
+        problem = f"the hub does not give it ({_reason(error)})"
+    raise CheckpointError(
+        f"{model} is no directory, and {problem}; give a local Transformers model directory"
+    )
 
 
 def _check_keys(
     path: Path, config: dict[str, Any], model: PreTrainedModel, info: dict[str, Any]
 ) -> None:
-    """Refuse a model that lacks tensors of its checkpoint, or has others."""
+    """Refuse a checkpoint that lacks tensors of the model, or has others."""
     kind, named = type(model).__name__, config.get("architectures")
     hint = "config and weights are not of the same checkpoint"
     if isinstance(named, list) and named and named[0] != kind:
         hint = f"the checkpoint is of a {named[0]}"
-    if info["missing_keys"]:
-        name = sorted(info["missing_keys"])[0]
-        raise CheckpointError(
-            f"{path} lacks {len(info['missing_keys'])} of the tensors of {kind}, first {name}; "
-            f"{hint}"
-        )
-    if info["unexpected_keys"]:
-        name = sorted(info["unexpected_keys"])[0]
-        raise CheckpointError(
-            f"{path} has {len(info['unexpected_keys'])} tensors that {kind} has no place for, "
-            f"first {name}; {hint}"
-        )
+    for keys, problem in (
+        (info["missing_keys"], f"lacks {{}} of the tensors of {kind}"),
+        (info["unexpected_keys"], f"has {{}} tensors that {kind} has no place for"),
+    ):
+        if keys:
+            found = problem.format(len(keys))
+            raise CheckpointError(f"{path} {found}, first {sorted(keys)[0]}; {hint}")
 
 
 def _reason(error: Exception) -> str:

@@ -6,17 +6,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from neuronmm_ops.compress.checkpoint import check_shapes, read_shapes
+from neuronmm_ops.checkpoint import check_shapes, read_headers
+from neuronmm_ops.compress.factorize import check_finite
 from neuronmm_ops.compress.record import QUANT_METHOD, record_of, report_of
 from neuronmm_ops.compress.report import CompressionReport, LayerReport
-from neuronmm_ops.errors import CheckpointError, NonFiniteError
+from neuronmm_ops.errors import CheckpointError
 from neuronmm_ops.hf.keys import model_names
 from neuronmm_ops.nn.svd_linear import SVDLinear
 from neuronmm_ops.nn.swap import replace_
@@ -31,7 +31,7 @@ class NeuronMMConfig(QuantizationConfigMixin):
 
     def __init__(self, **record: Any) -> None:
         self.report: CompressionReport = report_of(record)
-        self.quant_method = QUANT_METHOD  # pyright: ignore  (theirs is an enum of known methods)
+        self.quant_method = QUANT_METHOD  # pyright: ignore  (an enum of Transformers' methods)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the record, as config.json holds it."""
@@ -63,12 +63,12 @@ class NeuronMMQuantizer(HfQuantizer):
             {name: _meta_layer(model, name, layer) for name, layer in layers.items() if layer.r},
         )
         if checkpoint_files is not None:
-            # Before the loader sees them: it would re-initialize what does not fit, with a warning.
-            shapes = read_shapes(Path(file) for file in checkpoint_files)
-            named = {name: shapes[key] for key, name in model_names(model, shapes).items()}
+            # Transformers would re-initialize tensors that do not fit, with a warning.
+            headers = read_headers(Path(file) for file in checkpoint_files)
+            named = {name: headers[key] for key, name in model_names(model, headers).items()}
             low_rank = [replace(layer, name=name) for name, layer in layers.items() if layer.r]
             check_shapes(named, low_rank)
-        # Checkpoints of before the placeholder.
+        # Older checkpoints lack the placeholder `weight`.
         model._keys_to_ignore_on_load_missing = {  # pyright: ignore  (theirs is typed as a list)
             *(model._keys_to_ignore_on_load_missing or ()),
             *(f"^{re.escape(name)}\\.weight$" for name, layer in layers.items() if layer.r),
@@ -78,11 +78,12 @@ class NeuronMMQuantizer(HfQuantizer):
         self, model: PreTrainedModel, **kwargs: Any
     ) -> PreTrainedModel:
         for name, module in model.named_modules():
-            # Offloaded layers are on the meta device and get their values call by call.
+            # Offloaded layers are on the meta device; accelerate loads their values in each call.
             if isinstance(module, SVDLinear) and not module.u.is_meta:
-                _check_finite(name, module)
+                remedy = "the checkpoint is damaged, copy it again or compress the model again"
+                check_finite(name, module.u, module.v, remedy)
                 module.relayout_()
-        # To Transformers a quantized model can neither be trained nor cast; factors can.
+        # Transformers neither trains nor casts a model with this flag.
         model.is_quantized = False  # pyright: ignore  (not declared)
         return model
 
@@ -92,12 +93,12 @@ class NeuronMMQuantizer(HfQuantizer):
 
     @property
     def is_trainable(self) -> bool:  # pyright: ignore  (likewise)
-        """The factors are ordinary parameters."""
+        """Say that the factors, ordinary parameters, can be trained."""
         return True
 
     @property
     def is_compileable(self) -> bool:
-        """The ops have fakes: no graph breaks."""
+        """Say that `torch.compile` works: the ops have fakes."""
         return True
 
 
@@ -106,8 +107,8 @@ register_quantizer(QUANT_METHOD)(NeuronMMQuantizer)
 
 
 def _name_in(model: PreTrainedModel, name: str) -> str:
-    """Return the layer's name in `model`, which may be the base model of the one compressed, or
-    have it inside.
+    """Return the layer's name in `model`; either of `model` and the compressed model may be the
+    other's base model.
     """
     prefix = f"{model.base_model_prefix}."
     for candidate in (name, name.removeprefix(prefix), prefix + name):
@@ -121,16 +122,6 @@ def _name_in(model: PreTrainedModel, name: str) -> str:
     )
 
 
-def _check_finite(name: str, layer: SVDLinear) -> None:
-    for key in ("u", "v"):
-        # The extremes show NaN and Inf, in one read and without a mask in memory.
-        if not torch.stack(getattr(layer, key).aminmax()).isfinite().all():
-            raise NonFiniteError(
-                f"{name}.{key} must be finite, got NaN or Inf; the checkpoint is damaged, copy it "
-                "again or compress the model again"
-            )
-
-
 def _meta_layer(model: PreTrainedModel, name: str, layer: LayerReport) -> SVDLinear:
     linear = model.get_submodule(name)
     if type(linear) is not nn.Linear:
@@ -141,11 +132,5 @@ def _meta_layer(model: PreTrainedModel, name: str, layer: LayerReport) -> SVDLin
             f"{[linear.in_features, linear.out_features]}"
         )
     assert layer.r is not None
-    return SVDLinear(
-        layer.K,
-        layer.N,
-        layer.r,
-        bias=linear.bias is not None,
-        device="meta",
-        dtype=linear.weight.dtype,
-    )
+    has_bias = linear.bias is not None
+    return SVDLinear(layer.K, layer.N, layer.r, has_bias, "meta", linear.weight.dtype)

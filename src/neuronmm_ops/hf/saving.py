@@ -1,4 +1,4 @@
-"""Saving a compressed model whole, or not at all."""
+"""Saving a compressed model: the whole checkpoint is written and checked, or nothing is."""
 
 import shutil
 from collections.abc import Iterable
@@ -11,7 +11,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from neuronmm_ops.compress.checkpoint import weight_files
+from neuronmm_ops.checkpoint import weight_files
+from neuronmm_ops.compress.factorize import check_finite
 from neuronmm_ops.compress.record import attach, attached_report, low_rank_layers
 from neuronmm_ops.compress.report import CompressionReport, LayerReport
 from neuronmm_ops.errors import CheckpointError
@@ -45,6 +46,7 @@ def save(
     Raises:
         FileExistsError: the target exists, and may not be replaced.
         ValueError: the report is not that of the model, or the model has no low-rank layer.
+        NonFiniteError: a factor is NaN or Inf, such as after a cast to float16.
         CheckpointError: what was written does not load as the model; it is removed.
         OSError: the target cannot be written; says how much room it needs.
     """
@@ -52,6 +54,9 @@ def save(
     needed = sum(parameter.nbytes for parameter in model.parameters())
     check_target(target, force, _source_of(model), needed)
     _record(model, report)
+    for name, layer in low_rank_layers(model).items():
+        if not layer.u.is_meta:
+            check_finite(name, layer.u, layer.v, "save the model in a wider dtype")
     try:
         with replacement(target, force) as temporary:
             model.save_pretrained(temporary, max_shard_size=max_shard_size)
@@ -72,13 +77,10 @@ def verify(model: PreTrainedModel, directory: Path) -> None:
 
     It is loaded without memory for its values; these are read tensor by tensor. Tensors that
     Transformers merges on loading, such as single experts', are checked by shape only.
-
-    Raises:
-        CheckpointError: it cannot be loaded, or is not the same.
     """
     try:
         loaded, info = load_exactly(type(model), directory, device_map="meta")
-    except Exception as error:  # whatever keeps it from loading
+    except Exception as error:  # loading may raise anything
         raise CheckpointError(
             f"what was written cannot be loaded, and is removed: {error}"
         ) from error
@@ -100,18 +102,14 @@ def verify(model: PreTrainedModel, directory: Path) -> None:
 
 
 def _record(model: PreTrainedModel, report: CompressionReport | None) -> None:
-    """Put the report into the model's config.
-
-    Raises:
-        ValueError: the report and the model do not have the same low-rank layers.
-    """
+    """Put the report into the model's config; refuse it where it has other low-rank layers."""
     recorded = attached_report(model)
     source = report or recorded
     if source is None:
         raise ValueError("the model's config records no low-rank layer; see compress_ and swap_")
     ranks = {name: module.rank for name, module in low_rank_layers(model).items()}
     layers = _by_name(model, recorded.layers if recorded else ())
-    # What was replaced since is no longer true.
+    # Layers that were replaced after they were recorded are left out.
     layers = {n: layer for n, layer in layers.items() if layer.r is None or layer.r == ranks.get(n)}
     layers |= _by_name(model, report.layers if report else ())
     reported = {name: layer.r for name, layer in layers.items() if layer.r is not None}
@@ -126,7 +124,7 @@ def _record(model: PreTrainedModel, report: CompressionReport | None) -> None:
 
 
 def _by_name(model: PreTrainedModel, layers: Iterable[LayerReport]) -> dict[str, LayerReport]:
-    """The layers by their names in the model, whose body alone may have been compressed."""
+    """Return the layers by their names in the model; its body alone may have been compressed."""
     modules, prefix = {name for name, _ in model.named_modules()}, f"{model.base_model_prefix}."
     return {
         prefix + layer.name if prefix + layer.name in modules else layer.name: layer
@@ -135,13 +133,13 @@ def _by_name(model: PreTrainedModel, layers: Iterable[LayerReport]) -> dict[str,
 
 
 def _source_of(model: PreTrainedModel) -> Path | None:
-    """The local directory that the model was loaded from, if it was."""
+    """Return the local directory that the model was loaded from, None if there is none."""
     name = model.name_or_path
     return Path(name) if name and Path(name).is_dir() else None
 
 
 def _open_to_others(directory: Path) -> None:
-    """Give every file the mode of one that was opened plainly: safetensors are written 0600."""
+    """Give every file the mode of config.json: safetensors are written with mode 0600."""
     mode = (directory / "config.json").stat().st_mode
     for path in directory.iterdir():
         if path.is_file():
@@ -149,14 +147,10 @@ def _open_to_others(directory: Path) -> None:
 
 
 def _same(written: Tensor, tensor: Tensor) -> bool:
-    """Whether two tensors have the same bits; an offloaded one has none to compare."""
+    """Say whether two tensors have the same bits; of an offloaded one the shape is compared."""
     if tensor.is_meta:
         return written.shape == tensor.shape
-    held = tensor.detach().cpu()
-    if (written.shape, written.dtype) != (held.shape, held.dtype):
+    if (written.shape, written.dtype) != (tensor.shape, tensor.dtype):
         return False
-    return torch.equal(_bits(written), _bits(held))
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().flatten().view(torch.uint8)
+    bits = [t.detach().cpu().contiguous().flatten().view(torch.uint8) for t in (written, tensor)]
+    return torch.equal(*bits)

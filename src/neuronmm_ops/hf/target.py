@@ -1,7 +1,7 @@
-"""The directory that a checkpoint is written to: what may be replaced, and how it takes its place.
+"""The directory that a checkpoint is written to: what may be replaced, and how it is replaced.
 
 A checkpoint is written to a hidden sibling, `.NAME.HOST.PID.XXXX.tmp`, which is renamed at the end.
-A sibling whose process is gone is what a killed run left: the next run removes it.
+A killed run leaves its sibling behind; the next run removes it.
 """
 
 import errno
@@ -14,11 +14,11 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
-from neuronmm_ops.compress.checkpoint import read_config
-from neuronmm_ops.compress.record import QUANT_METHOD
+from neuronmm_ops.checkpoint import read_config
+from neuronmm_ops.compress.record import is_record
 from neuronmm_ops.errors import CheckpointError
 
-# What save_pretrained writes for models and tokenizers.
+# The files that save_pretrained writes for models and tokenizers.
 OURS = re.compile(
     r"(generation_)?config\.json|compression\.json|model(-\d+-of-\d+)?\.safetensors"
     r"|model\.safetensors\.index\.json|tokenizer(_config)?\.json|special_tokens_map\.json"
@@ -78,7 +78,7 @@ def replacement(target: Path, force: bool) -> Generator[Path]:
 
 
 def no_room(target: Path, needed: int, free: int) -> str:
-    """The line for a disk that is too full."""
+    """Return the message for a disk with too little room."""
     return (
         f"writing {target} needs {needed / 1e9:.3f} GB and the disk has {free / 1e9:.3f} GB free; "
         "free some, or choose another place"
@@ -86,7 +86,7 @@ def no_room(target: Path, needed: int, free: int) -> str:
 
 
 def _plain(target: Path) -> Path:
-    """The target without `..`, which would not lead back once the target has been moved away."""
+    """Return the target without `..`, which leads elsewhere once the target has been renamed."""
     if target.name in ("", ".."):
         return target.resolve()
     return target.parent.resolve() / target.name
@@ -111,10 +111,9 @@ def _why_kept(target: Path, source: Path | None) -> str | None:
 
 def _is_compressed(directory: Path) -> bool:
     try:
-        record = read_config(directory).get("quantization_config")
+        return is_record(read_config(directory).get("quantization_config"))
     except CheckpointError:
         return False
-    return isinstance(record, dict) and record.get("quant_method") == QUANT_METHOD
 
 
 def _existing_parent(target: Path) -> Path:
@@ -125,7 +124,7 @@ def _sibling(target: Path, kind: str) -> Path:
     """Make a directory beside the target, named after this process, with the umask's mode."""
     prefix = f".{target.name}.{socket.gethostname()}.{os.getpid()}."
     directory = Path(tempfile.mkdtemp(prefix=prefix, suffix=f".{kind}", dir=target.parent))
-    directory.rmdir()  # mkdtemp's mode would hide the model from others
+    directory.rmdir()  # mkdtemp makes it with mode 0700, which no other user can read
     directory.mkdir()
     return directory
 
@@ -154,7 +153,7 @@ def _put_in_place(temporary: Path, target: Path, force: bool) -> None:
 
 
 def _clean(target: Path) -> None:
-    """Remove what killed runs left beside the target; a checkpoint they moved away comes back."""
+    """Remove what killed runs left beside the target; put back a checkpoint that they renamed."""
     host = re.escape(socket.gethostname())
     left = re.compile(rf"\.{re.escape(target.name)}\.{host}\.(\d+)\.\w+\.(tmp|old)")
     for path in target.parent.iterdir():

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from neuronmm_ops.eval.perplexity import encode_documents
 
-# Tokens in one forward pass: enough for full-speed matmuls, little enough for a laptop.
+# Tokens in one forward pass: matmuls run at full speed, activations fit a laptop's memory.
 BATCH_TOKENS = 4096
 
 Order = Literal["spread", "head"]

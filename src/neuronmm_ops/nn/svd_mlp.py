@@ -9,8 +9,7 @@ from neuronmm_ops.nn.svd_linear import SVDLinear
 from neuronmm_ops.ops import ACTIVATIONS, svd_mlp
 
 # Transformers' MLP classes whose forward is exactly down_proj(act_fn(gate_proj(x)) * up_proj(x)).
-# A list, not a guess from attribute names: some classes with the same children do more (dropout,
-# activation sparsity), and replacing those would change the model.
+# Other classes with the same children compute something else (dropout, activation sparsity).
 GATED_MLPS = frozenset(
     {
         "Cohere2MLP",

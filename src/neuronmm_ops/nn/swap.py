@@ -1,4 +1,4 @@
-"""Replacing modules inside a model: what is swapped, and what survives the swap."""
+"""Replacing modules inside a model, with the state of the replaced ones."""
 
 from collections import defaultdict
 from collections.abc import Mapping
@@ -12,8 +12,7 @@ from neuronmm_ops.nn.svd_mlp import SVDMLP, gated_activation, is_bare
 
 @torch.no_grad()
 def swap_modules_(model: nn.Module, factors: Mapping[str, tuple[Tensor, Tensor]]) -> None:
-    """`swap_` without the record in the model's config; see there."""
-    tied = shared_weights(model)
+    """Replace Linears as `swap_` does, none of which shares its weight with another module."""
     replacements: dict[str, nn.Module] = {}
     names: dict[nn.Linear, str] = {}
     for name, (u, v) in factors.items():
@@ -21,10 +20,6 @@ def swap_modules_(model: nn.Module, factors: Mapping[str, tuple[Tensor, Tensor]]
         if names.setdefault(linear, name) != name:
             raise ValueError(
                 f"{names[linear]} and {name} are one module; give factors for one name"
-            )
-        if name in tied:
-            raise ValueError(
-                f"{name} shares its weight with {tied[name]}; a swap would untie them, leave it out"
             )
         K, r, N = linear.in_features, u.shape[-1], linear.out_features
         if u.shape != (K, r) or v.shape != (r, N):
@@ -99,7 +94,7 @@ def _fuse_gated_mlp(
 ) -> None:
     mlp = model.get_submodule(name)
     activation = gated_activation(mlp)
-    # Another MLP, the model itself, or one whose activation somebody watches.
+    # Not such an MLP, the model itself, or an MLP whose forward was replaced.
     if activation is None or mlp not in places or "forward" in vars(mlp):
         return
     if not is_bare(mlp.get_submodule("act_fn")):
