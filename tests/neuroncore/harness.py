@@ -15,7 +15,7 @@ from neuronmm_ops.neuroncore import core as running
 from neuronmm_ops.neuroncore import isa as nisa
 from neuronmm_ops.neuroncore import language as nl
 from neuronmm_ops.neuroncore.dtypes import DType, dtype_of, from_fp32, from_numpy
-from neuronmm_ops.neuroncore.trace import Form
+from neuronmm_ops.neuroncore.timing.trace import Form
 
 OPERATORS: dict[str, Any] = {
     "add": lambda x, y: x + y,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from neuronmm_ops.neuroncore.lint import REFUSED_NODES, RULES, LintError, lint
+from neuronmm_ops.neuroncore.checks.lint import REFUSED_NODES, RULES, LintError, lint
 
 HEADER = """\
 import ml_dtypes

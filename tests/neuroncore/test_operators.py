@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from neuronmm_ops.neuroncore.operators import ACTIVATION, ALU, activation, alu, erf, erfc, reduce
+from neuronmm_ops.neuroncore.nl.operators import ACTIVATION, ALU, activation, alu, erf, erfc, reduce
 
 NAN, INF = math.nan, math.inf
 

@@ -12,8 +12,8 @@ import pytest
 import neuronmm_ops.neuroncore.isa as nisa
 import neuronmm_ops.neuroncore.language as nl
 from neuronmm_ops import neuroncore as nc
-from neuronmm_ops.neuroncore import measures, plot
-from neuronmm_ops.neuroncore.memory import MemoryRegion
+from neuronmm_ops.neuroncore.memory.storage import MemoryRegion
+from neuronmm_ops.neuroncore.profile import metrics, plot
 
 # Trainium2, documented model, in ns.
 ROW = 2430 / 23  # of up to 2280 bytes, on one DMA engine
@@ -170,15 +170,15 @@ def test_the_schedule_holds_more_than_the_program_order() -> None:
 def test_held_counts_what_begins_and_ends_at_once_together(profile: nc.Profile) -> None:
     (core,) = profile.schedule.cores
     for memory in (MemoryRegion.sbuf, MemoryRegion.psum):
-        sizes = [size for _, size in measures.held(core, memory)]
+        sizes = [size for _, size in metrics.held(core, memory)]
         assert min(sizes) >= 0
         assert sizes[-1] == 0
 
 
 def test_covered_is_the_union() -> None:
     start, end = np.array([0.0, 1.0, 2.0, 10.0]), np.array([5.0, 3.0, 6.0, 11.0])
-    assert measures.covered(start, end) == 7.0
-    assert measures.covered(start[:0], end[:0]) == 0.0
+    assert metrics.covered(start, end) == 7.0
+    assert metrics.covered(start[:0], end[:0]) == 0.0
 
 
 def test_a_kernel_without_instructions() -> None:

@@ -9,7 +9,7 @@ from neuroncore.kernels import data, run
 import neuronmm_ops.neuroncore.isa as nisa
 import neuronmm_ops.neuroncore.language as nl
 from neuronmm_ops import neuroncore as nc
-from neuronmm_ops.neuroncore import rules
+from neuronmm_ops.neuroncore import checks
 
 F, B, I32, U8, TF = nl.float32, nl.bfloat16, nl.int32, nl.uint8, nl.tfloat32
 E4, U32 = nl.float8_e4m3, nl.uint32
@@ -275,8 +275,8 @@ HERE = ("views", "tensors", "operands", "tensor_engine", "dma", "elementwise", "
 def test_no_rule_is_left_out():
     names = {
         name
-        for name, function in inspect.getmembers(rules, inspect.isfunction)
-        if function.__module__.removeprefix(f"{rules.__name__}.") in HERE and name != "refuse"
+        for name, function in inspect.getmembers(checks, inspect.isfunction)
+        if function.__module__.removeprefix(f"{checks.__name__}.") in HERE and name != "refuse"
     }
     assert names == {case[0] for case in CASES} | ELSEWHERE
 

@@ -6,8 +6,8 @@ from neuronmm_ops import neuroncore as nc
 from neuronmm_ops.hardware import MACHINES, TRN1, TRN2, Engine
 from neuronmm_ops.neuroncore import isa as nisa
 from neuronmm_ops.neuroncore import language as nl
-from neuronmm_ops.neuroncore.resources import Room
-from neuronmm_ops.neuroncore.schedule import Wait, schedule
+from neuronmm_ops.neuroncore.timing.resources import Room
+from neuronmm_ops.neuroncore.timing.schedule import Wait, schedule
 
 X = nc.TensorSpec((128, 2048), nl.bfloat16)
 

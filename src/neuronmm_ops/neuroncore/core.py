@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 
 from neuronmm_ops.hardware import RESULT_CYCLES, Engine, Machine
-from neuronmm_ops.neuroncore import rules
+from neuronmm_ops.neuroncore import checks
 from neuronmm_ops.neuroncore.dtypes import DType, dtype_of
-from neuronmm_ops.neuroncore.memory import Layout, MemoryRegion, Storage
-from neuronmm_ops.neuroncore.tensor import NkiTensor, tensor_of
-from neuronmm_ops.neuroncore.trace import Form, NkiInstruction, Trace
+from neuronmm_ops.neuroncore.memory.storage import Layout, MemoryRegion, Storage
+from neuronmm_ops.neuroncore.memory.tensor import NkiTensor, tensor_of
+from neuronmm_ops.neuroncore.timing.trace import Form, NkiInstruction, Trace
 
 Build = Callable[..., Form]
 
@@ -77,7 +77,7 @@ class Launch:
         while min(self._meetings) <= number:
             self._pass_turn(core.program_id)
             others = [i for i, n in enumerate(self._meetings) if n <= number]
-            rules.meeting(core.program_id, number, bool(self._ended.intersection(others)))
+            checks.meeting(core.program_id, number, bool(self._ended.intersection(others)))
             self._wait_for_turn(core.program_id)
             if self.failure is not None:
                 raise self.failure
@@ -135,15 +135,15 @@ class Core:
         launch = self.launch
         layout = launch.layouts.get((shape, dtype, memory)) if shape.__class__ is tuple else None
         if layout is None:
-            shape, dtype = rules.shape_of(shape), dtype_of(dtype)
-            rules.tensor_fits(self.machine, shape, dtype, memory, name)
+            shape, dtype = checks.shape_of(shape), dtype_of(dtype)
+            checks.tensor_fits(self.machine, shape, dtype, memory, name)
             layout = launch.layout(shape, dtype, memory)
         if memory is MemoryRegion.shared_hbm:
             order = self.shared_outputs
             self.shared_outputs += 1
             if order < len(launch.shared):
                 storage = launch.shared[order]
-                rules.same_shared_tensor(storage, shape, dtype)
+                checks.same_shared_tensor(storage, shape, dtype)
                 self.trace.storages.append(storage)
                 return tensor_of(storage)
         trace = self.trace
@@ -153,7 +153,7 @@ class Core:
         frame = _kernel_frame()
         storage.code, storage.line = frame.f_code, frame.f_lineno
         if address is not None:
-            storage.address = rules.address_of(self.machine, storage, address)
+            storage.address = checks.address_of(self.machine, storage, address)
         if self.execute:
             storage.fill_fresh(launch.precise)
         trace.storages.append(storage)
@@ -212,7 +212,7 @@ class Core:
     def _check_written(self, form: Form, operands: tuple[NkiTensor, ...], at: int) -> None:
         t = operands[at]
         if not t.storage.covered(t.geometry):
-            rules.unwritten(form.opcode, t, at < form.writes)
+            checks.unwritten(form.opcode, t, at < form.writes)
 
     def _prepare(self, form: Form, operands: tuple[NkiTensor, ...]) -> None:
         """Fill in what follows from the operands and the machine."""

@@ -16,14 +16,14 @@ from typing import Any, Literal
 import numpy as np
 
 from neuronmm_ops.hardware import MODELS, Model, resolve_target
-from neuronmm_ops.neuroncore import dtypes, rules
+from neuronmm_ops.neuroncore import checks, dtypes
 from neuronmm_ops.neuroncore import language as nl
 from neuronmm_ops.neuroncore.core import Core, Launch, running
 from neuronmm_ops.neuroncore.dtypes import DType
-from neuronmm_ops.neuroncore.memory import Storage
-from neuronmm_ops.neuroncore.profile import Profile
-from neuronmm_ops.neuroncore.schedule import schedule
-from neuronmm_ops.neuroncore.tensor import NkiTensor
+from neuronmm_ops.neuroncore.memory.storage import Storage
+from neuronmm_ops.neuroncore.memory.tensor import NkiTensor
+from neuronmm_ops.neuroncore.profile.profile import Profile
+from neuronmm_ops.neuroncore.timing.schedule import schedule
 
 Mode = Literal["execute", "trace"]
 
@@ -56,7 +56,7 @@ class Kernel:
         self.lnc = lnc
 
     def __getitem__(self, lnc: int) -> Kernel:
-        rules.launch_cores(lnc)
+        checks.launch_cores(lnc)
         return Kernel(self.func, lnc)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -153,7 +153,7 @@ class _Boundary:
         return value
 
     def _storage(self, name: str, shape: tuple[int, ...], dtype: DType) -> Storage:
-        layout = self.launch.layout(rules.shape_of(shape), dtype, nl.shared_hbm)
+        layout = self.launch.layout(checks.shape_of(shape), dtype, nl.shared_hbm)
         storage = Storage(layout, name)
         storage.initialised = True
         return storage
@@ -195,7 +195,7 @@ class _Boundary:
             return None
         many = isinstance(result, tuple | list)
         tensors: list[NkiTensor] = list(result) if many else [result]
-        rules.outputs(tensors)
+        checks.outputs(tensors)
         found = tuple([self._output(t) for t in tensors])
         return found if many else found[0]
 

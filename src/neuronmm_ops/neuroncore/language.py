@@ -12,10 +12,8 @@ from pathlib import Path
 import numpy as np
 
 from neuronmm_ops import hardware
+from neuronmm_ops.neuroncore import checks, dtypes
 from neuronmm_ops.neuroncore import core as running
-from neuronmm_ops.neuroncore import dtypes, rules
-from neuronmm_ops.neuroncore.composite import *  # noqa: F403 - names of nki.language
-from neuronmm_ops.neuroncore.composite import __all__ as _composite
 from neuronmm_ops.neuroncore.dtypes import (
     DType,
     bfloat16,
@@ -37,13 +35,15 @@ from neuronmm_ops.neuroncore.dtypes import (
     uint16,
     uint32,
 )
-from neuronmm_ops.neuroncore.elementary import *  # noqa: F403 - names of nki.language
-from neuronmm_ops.neuroncore.elementary import __all__ as _elementary
-from neuronmm_ops.neuroncore.instructions.elementwise import memset
-from neuronmm_ops.neuroncore.instructions.register import VirtualRegister
-from neuronmm_ops.neuroncore.memory import MemoryRegion, Storage
-from neuronmm_ops.neuroncore.objects import NKIObject
-from neuronmm_ops.neuroncore.tensor import DynamicSlice, NkiTensor
+from neuronmm_ops.neuroncore.isa.elementwise import memset
+from neuronmm_ops.neuroncore.isa.register import VirtualRegister
+from neuronmm_ops.neuroncore.memory.storage import MemoryRegion, Storage
+from neuronmm_ops.neuroncore.memory.tensor import DynamicSlice, NkiTensor
+from neuronmm_ops.neuroncore.nl.composite import *  # noqa: F403 - names of nki.language
+from neuronmm_ops.neuroncore.nl.composite import __all__ as _composite
+from neuronmm_ops.neuroncore.nl.elementary import *  # noqa: F403 - names of nki.language
+from neuronmm_ops.neuroncore.nl.elementary import __all__ as _elementary
+from neuronmm_ops.neuroncore.nl.objects import NKIObject
 
 sbuf = MemoryRegion.sbuf
 psum = MemoryRegion.psum
@@ -124,7 +124,7 @@ def ndarray(
 
     `address` is (partition, byte in the partition). Raises NkiValidationError.
     """
-    rules.buffer(buffer)
+    checks.buffer(buffer)
     return running.active("nl.ndarray").allocate(shape, dtype, buffer, name, address)
 
 
@@ -190,7 +190,7 @@ def constant_storage(core: running.Core, array: np.ndarray, name: str) -> Storag
 
 def shared_identity_matrix(n: int, dtype: DType = uint8, dst: NkiTensor | None = None) -> NkiTensor:
     """An n x n identity in SBUF, loaded once per dtype and size, or written to `dst`."""
-    from neuronmm_ops.neuroncore.instructions.dma import dma_copy
+    from neuronmm_ops.neuroncore.isa.dma import dma_copy
 
     core = running.active("nl.shared_identity_matrix")
     key = (n, dtype)
@@ -241,7 +241,7 @@ def fori_loop(
     step: int = 1,
 ) -> None:
     """Call body_fun(i) for i from lower to upper, i a read-only register."""
-    rules.loop_step(step)
+    checks.loop_step(step)
     for i in range(_value(lower), _value(upper), step):
         body_fun(VirtualRegister(i, frozen=True))
 
@@ -253,7 +253,7 @@ def while_loop(
     register = init
     while register.value != 0:
         register = body_fun(register)
-        rules.loop_condition(register)
+        checks.loop_condition(register)
 
 
 def _value(bound: int | VirtualRegister) -> int:
@@ -268,13 +268,13 @@ def no_reorder() -> Generator[None]:
 
 def program_id(axis: int = 0) -> int:
     """Which of the launch's cores this is: 0, or 1 with `kernel[2]`."""
-    rules.program_axis(axis)
+    checks.program_axis(axis)
     return running.active("nl.program_id").program_id
 
 
 def num_programs(axes: int = 0) -> int:
     """How many cores the kernel was launched on."""
-    rules.program_axis(axes)
+    checks.program_axis(axes)
     return len(running.active("nl.num_programs").launch.cores)
 
 
@@ -285,7 +285,7 @@ def program_ndim() -> int:
 
 def device_print(print_prefix: str, tensor: NkiTensor) -> None:
     """Print a tensor's values when the kernel runs in execute mode."""
-    from neuronmm_ops.neuroncore.instructions.common import raw
+    from neuronmm_ops.neuroncore.isa.common import raw
 
     core = running.active("nl.device_print")
     if core.execute:

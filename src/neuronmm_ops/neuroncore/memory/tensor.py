@@ -1,0 +1,448 @@
+"""`NkiTensor`: a storage seen through a geometry, with the views of NKI 0.6."""
+
+from __future__ import annotations
+
+from math import prod
+from operator import index as as_int
+from types import EllipsisType
+from typing import Any
+
+import numpy as np
+
+from neuronmm_ops.neuroncore import checks
+from neuronmm_ops.neuroncore.dtypes import DType, dtype_of
+from neuronmm_ops.neuroncore.memory.geometry import (
+    Geometry,
+    contiguous_strides,
+    geometry_of,
+    merged_stride,
+    reshaped_strides,
+)
+from neuronmm_ops.neuroncore.memory.storage import MemoryRegion, Storage
+
+Pattern = list[list[int]]
+
+
+class VirtualRegister:
+    """An integer register; its value is known when the instruction that sets it has run."""
+
+    __slots__ = ("frozen", "value")
+
+    def __init__(self, state: int | None = None, frozen: bool = False) -> None:
+        self.value = 0 if state is None else int(state)
+        self.frozen = frozen
+
+    def __repr__(self) -> str:
+        return f"VirtualRegister({self.value})"
+
+    def __bool__(self) -> bool:
+        return self.value != 0
+
+
+class DynamicSlice:
+    """`nl.ds(register, size)`: a slice whose start is known when the instruction runs."""
+
+    __slots__ = ("size", "start")
+
+    def __init__(self, start: Any, size: int) -> None:
+        self.start, self.size = start, size
+
+
+class NkiTensor:
+    """A tensor in HBM, SBUF or PSUM, or a view of one; views share storage, nothing is copied.
+
+    On chip, dimension 0 is the partition: it cannot be permuted, merged, split or broadcast, and
+    indexing it with an integer keeps it, with size 1.
+    """
+
+    __slots__ = ("geometry", "index", "storage")
+
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        dtype: DType,
+        storage: Storage,
+        buffer: MemoryRegion = MemoryRegion.sbuf,
+        name: str = "",
+    ) -> None:
+        layout = storage.layout
+        if (
+            layout.memory is not buffer
+            or prod(shape) * dtype_of(dtype).itemsize != prod(layout.shape) * layout.dtype.itemsize
+        ):
+            raise ValueError(
+                f"NkiTensor {list(shape)} {dtype} in {buffer.value} does not cover its storage "
+                f"{storage.describe()}; use nl.ndarray for fresh storage"
+            )
+        self.storage = storage
+        self.geometry = geometry_of(layout, shape, contiguous_strides(shape), 0, dtype_of(dtype))
+        self.index: Any = None
+        storage.name = name or storage.name
+
+    # what it is
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Sizes of the dimensions."""
+        return self.geometry.shape
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """Distance of neighbours in each dimension, in elements."""
+        return self.geometry.strides
+
+    @property
+    def offset(self) -> int:
+        """First element's place in the storage, in elements."""
+        return self.geometry.offset
+
+    @property
+    def dtype(self) -> DType:
+        """Element type."""
+        return self.geometry.dtype
+
+    @property
+    def buffer(self) -> MemoryRegion:
+        """The memory it lies in."""
+        return self.geometry.memory
+
+    @property
+    def ndim(self) -> int:
+        """Number of dimensions."""
+        return len(self.geometry.shape)
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return prod(self.geometry.shape)
+
+    @property
+    def name(self) -> str:
+        """Its storage's name."""
+        return self.storage.name
+
+    def __repr__(self) -> str:
+        return f"{self.name} {list(self.shape)} {self.dtype} in {self.buffer.value}"
+
+    def is_contiguous(self) -> bool:
+        """Whether the view is row-major without gaps (on chip: within each partition)."""
+        first = 1 if self.geometry.on_chip else 0
+        run = 1
+        for count, stride in reversed(list(zip(self.shape, self.strides, strict=True))[first:]):
+            if count != 1 and stride != run:
+                return False
+            run *= count
+        return True
+
+    def is_indirect(self) -> bool:
+        """Whether its place depends on an index that is known when the instruction runs."""
+        return self.geometry.indirect is not None
+
+    def get_pattern(self) -> Pattern:
+        """The access pattern [[stride, count], ...] in elements."""
+        return [[s, c] for s, c in zip(self.strides, self.shape, strict=True)]
+
+    # views
+
+    def __getitem__(self, key: Any) -> NkiTensor:
+        geometry = self.geometry
+        if key.__class__ is tuple and len(key) == 2:
+            a, b = key
+            if a.__class__ is slice and b.__class__ is slice:
+                cached = (a.start, a.stop, a.step, b.start, b.stop, b.step, slice)
+            else:
+                cached = _hashable(key)
+        else:
+            cached = _hashable(key)
+        try:
+            found = geometry.children.get(cached)
+        except TypeError:  # a register or a tensor in the key
+            return _dynamic_index(self, key)
+        if found is None:
+            if any(isinstance(k, DynamicSlice | NkiTensor | VirtualRegister) for k in cached):
+                return _dynamic_index(self, key)
+            found = geometry.children[cached] = _indexed(self, key)
+        view = _new(NkiTensor)
+        view.storage = self.storage
+        view.geometry = found
+        view.index = self.index
+        return view
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        checks.tile_assignment(self)
+
+    def _view(
+        self, shape: tuple[int, ...], strides: tuple[int, ...], offset: int | None = None
+    ) -> NkiTensor:
+        geometry = self.geometry
+        place = geometry.offset if offset is None else offset
+        return view_of(self.storage, geometry.derive(shape, strides, place), self.index)
+
+    def slice(self, dim: int, start: int, end: int, step: int = 1) -> NkiTensor:
+        """Elements start, start+step, ... below end of one dimension."""
+        dim = checks.dimension(self, dim)
+        checks.slice_bounds(self, dim, start, end, step)
+        checks.not_the_indirect(self, dim)
+        shape, strides = list(self.shape), list(self.strides)
+        shape[dim] = -(-(end - start) // step)
+        place = self.offset + start * strides[dim]
+        strides[dim] *= step
+        return self._view(tuple(shape), tuple(strides), place)
+
+    def select(self, dim: int, index: Any) -> NkiTensor:
+        """One element of a dimension, which disappears; the index may be a tensor or register."""
+        dim = checks.dimension(self, dim)
+        checks.not_the_indirect(self, dim)
+        shape = self.shape[:dim] + self.shape[dim + 1 :]
+        strides = self.strides[:dim] + self.strides[dim + 1 :]
+        if len(shape) == (1 if self.geometry.on_chip else 0):
+            shape, strides = (*shape, 1), (*strides, 1)
+        if not isinstance(index, int | np.integer):
+            checks.scalar_index(self, dim, index, isinstance(index, NkiTensor | VirtualRegister))
+            checks.one_dynamic_index(self, dim)
+            how = ("scalar", dim, self.strides[dim])
+            return view_of(
+                self.storage, self.geometry.derive(shape, strides, self.offset, None, how), index
+            )
+        checks.partition_view(self, dim, "selected away")
+        checks.index_bounds(self, dim, as_int(index))
+        return self._view(shape, strides, self.offset + as_int(index) * self.strides[dim])
+
+    def vector_select(self, dim: int, vector_offset: NkiTensor) -> NkiTensor:
+        """HBM rows chosen by one index per partition, `vector_offset` [P, 1] in SBUF."""
+        checks.vector_index(self, dim, vector_offset)
+        shape = (vector_offset.shape[0], *self.shape[1:])
+        how = ("vector", dim, self.strides[dim])
+        geometry = self.geometry.derive(shape, self.strides, self.offset, None, how)
+        return view_of(self.storage, geometry, vector_offset)
+
+    def permute(self, dims: tuple[int, ...]) -> NkiTensor:
+        """Dimensions in another order; the partition stays first."""
+        checks.permutation(self, dims)
+        return self._view(
+            tuple([self.shape[d] for d in dims]), tuple([self.strides[d] for d in dims])
+        )
+
+    def broadcast(self, dim: int, size: int) -> NkiTensor:
+        """Repeat a dimension of size 1."""
+        dim = checks.dimension(self, dim)
+        checks.partition_view(self, dim, "broadcast")
+        checks.size_one(self, dim, "broadcast")
+        shape, strides = list(self.shape), list(self.strides)
+        shape[dim], strides[dim] = size, 0
+        return self._view(tuple(shape), tuple(strides))
+
+    def expand_dim(self, dim: int) -> NkiTensor:
+        """Insert a dimension of size 1."""
+        dim = checks.dimension(self, dim, extra=1)
+        checks.partition_view(self, dim, "moved by a new dimension")
+        return self._view(
+            (*self.shape[:dim], 1, *self.shape[dim:]), (*self.strides[:dim], 0, *self.strides[dim:])
+        )
+
+    def squeeze_dim(self, dim: int) -> NkiTensor:
+        """Remove a dimension of size 1."""
+        dim = checks.dimension(self, dim)
+        checks.partition_view(self, dim, "removed")
+        checks.size_one(self, dim, "removed")
+        return self._view(
+            self.shape[:dim] + self.shape[dim + 1 :], self.strides[:dim] + self.strides[dim + 1 :]
+        )
+
+    def reshape_dim(self, dim: int, shape: tuple[int, ...]) -> NkiTensor:
+        """Split a dimension; one size may be -1."""
+        dim = checks.dimension(self, dim)
+        sizes = checks.split_sizes(self, dim, tuple(shape))
+        if len(sizes) > 1:
+            checks.partition_view(self, dim, "split")
+        steps = tuple([s * self.strides[dim] for s in contiguous_strides(sizes)])
+        return self._view(
+            self.shape[:dim] + sizes + self.shape[dim + 1 :],
+            self.strides[:dim] + steps + self.strides[dim + 1 :],
+        )
+
+    def flatten_dims(self, start_dim: int, end_dim: int) -> NkiTensor:
+        """Merge neighbouring dimensions that are contiguous in memory, both ends included."""
+        start_dim, end_dim = checks.dimension(self, start_dim), checks.dimension(self, end_dim)
+        if start_dim != end_dim:
+            checks.partition_view(self, start_dim, "merged")
+        sizes, steps = self.shape[start_dim : end_dim + 1], self.strides[start_dim : end_dim + 1]
+        merged = merged_stride(sizes, steps)
+        checks.mergeable(self, merged, start_dim, end_dim)
+        return self._view(
+            (*self.shape[:start_dim], prod(sizes), *self.shape[end_dim + 1 :]),
+            (*self.strides[:start_dim], merged or 0, *self.strides[end_dim + 1 :]),
+        )
+
+    def reshape(self, shape: tuple[int, ...]) -> NkiTensor:
+        """The same elements in another shape, where memory allows it without a copy."""
+        sizes = checks.reshaped(self, tuple(shape))
+        strides = reshaped_strides(self.shape, self.strides, sizes)
+        checks.reshapeable(self, sizes, strides)
+        return self._view(sizes, strides or ())
+
+    def rearrange(
+        self,
+        src_pattern: tuple[Any, ...],
+        dst_pattern: tuple[Any, ...],
+        fixed_sizes: dict[str, int] | None = None,
+    ) -> NkiTensor:
+        """Split, reorder and merge dimensions by name, as einops does."""
+        view = self
+        source = [(g,) if isinstance(g, str) else tuple(g) for g in src_pattern]
+        names = [m for g in source for m in g]
+        flat = [m for g in dst_pattern for m in ((g,) if isinstance(g, str) else g)]
+        checks.rearrange_names(self, len(source), names, flat)
+        sizes = fixed_sizes or {}
+        dim = 0
+        for members in source:
+            if len(members) > 1:
+                view = view.reshape_dim(dim, tuple([sizes.get(m, -1) for m in members]))
+            dim += len(members)
+        view = view.permute(tuple([names.index(m) for m in flat]))
+        for dim, group in enumerate(dst_pattern):
+            if not isinstance(group, str) and len(group) > 1:
+                view = view.flatten_dims(dim, dim + len(group) - 1)
+        return view
+
+    def view(self, dtype: DType) -> NkiTensor:
+        """The same bytes as another dtype; the last dimension's size changes with the itemsize."""
+        new, old = dtype_of(dtype), self.dtype
+        checks.reinterpretable(self, new)
+        shape, strides, offset = list(self.shape), list(self.strides), self.offset
+        if new.itemsize != old.itemsize:
+            shape[-1] = shape[-1] * old.itemsize // new.itemsize
+            scaled = [s * old.itemsize for s in strides]
+            strides = [s // new.itemsize for s in scaled[:-1]] + [1]
+            offset = offset * old.itemsize // new.itemsize
+        geometry = self.geometry.derive(tuple(shape), tuple(strides), offset, new)
+        return view_of(self.storage, geometry, self.index)
+
+    reinterpret_cast = view
+
+    def ap(
+        self,
+        pattern: Pattern,
+        offset: int | None = None,
+        scalar_offset: Any = None,
+        vector_offset: NkiTensor | None = None,
+        indirect_dim: int = 0,
+        dtype: DType | None = None,
+    ) -> NkiTensor:
+        """An explicit access pattern [[stride, count], ...] on the storage, in elements.
+
+        On chip the first pair is the partition's: its stride is the storage's number of elements
+        per partition. `offset` is added to the view's own. The stride of `indirect_dim` of this
+        view scales `scalar_offset` (a register or a [1, 1] tensor) or `vector_offset` [P, 1].
+        """
+        new = self.dtype if dtype is None else dtype_of(dtype)
+        strides = tuple([as_int(s) for s, _ in pattern])
+        shape = tuple([as_int(c) for _, c in pattern])
+        place = self.offset * self.dtype.itemsize // new.itemsize + (offset or 0)
+        index = vector_offset if vector_offset is not None else scalar_offset
+        if index is not None:
+            checks.one_index(self, scalar_offset, vector_offset, indirect_dim)
+        walked = strides if vector_offset is None else (0, *strides[1:])  # rows come by index
+        checks.access_pattern(self, new, shape, walked, place)
+        checks.stored_as_itself(self, new)
+        how = None
+        if index is not None:
+            scale = self.strides[indirect_dim] * self.dtype.itemsize // new.itemsize
+            how = ("vector" if vector_offset is not None else "scalar", indirect_dim, scale)
+        geometry = geometry_of(self.geometry.layout, shape, strides, place, new, how)
+        return view_of(self.storage, geometry, index)
+
+    def indirect(self, index: NkiTensor, num_elem: int | None = None) -> NkiTensor:
+        """Tensor indirection of trn3; not modelled."""
+        raise NotImplementedError(
+            "NkiTensor.indirect is not covered by the simulated NeuronCore; nearest: "
+            "nisa.nc_n_gather or .ap(vector_offset=)"
+        )
+
+
+_new = object.__new__
+
+
+def view_of(storage: Storage, geometry: Geometry, index: Any = None) -> NkiTensor:
+    """A tensor from its parts."""
+    view = _new(NkiTensor)
+    view.storage, view.geometry, view.index = storage, geometry, index
+    return view
+
+
+def tensor_of(storage: Storage) -> NkiTensor:
+    """A storage as a whole."""
+    layout = storage.layout
+    strides = contiguous_strides(layout.shape)
+    return view_of(storage, geometry_of(layout, layout.shape, strides, 0, layout.dtype))
+
+
+def _hashable(key: Any) -> tuple[Any, ...]:
+    """An index as a tuple that can be a key of a dict: slices cannot, in Python 3.11."""
+    keys = key if isinstance(key, tuple) else (key,)
+    return tuple([(k.start, k.stop, k.step) if isinstance(k, slice) else k for k in keys])
+
+
+def _full_index(tensor: NkiTensor, key: Any) -> list[Any]:
+    """One entry per dimension, `...` and what is left out made explicit."""
+    keys = list(key) if isinstance(key, tuple) else [key]
+    dots = [i for i, k in enumerate(keys) if isinstance(k, EllipsisType)]
+    checks.index_count(tensor, len(keys) - len(dots), len(dots))
+    fill = [slice(None)] * (tensor.ndim - (len(keys) - len(dots)))
+    at = dots[0] if dots else len(keys)
+    return keys[:at] + fill + keys[at + len(dots) :]
+
+
+def _indexed(tensor: NkiTensor, key: Any) -> Geometry:
+    """The geometry of a static index."""
+    geometry = tensor.geometry
+    shape: list[int] = []
+    strides: list[int] = []
+    offset = geometry.offset
+    for dim, k in enumerate(_full_index(tensor, key)):
+        count, stride = geometry.shape[dim], geometry.strides[dim]
+        if isinstance(k, slice):
+            start, stop, step = checks.slice_of(tensor, dim, k)
+            if (start, stop, step) != (0, count, 1):
+                checks.not_the_indirect(tensor, dim)
+            shape.append(-(-(stop - start) // step))
+            strides.append(stride * step)
+            offset += start * stride
+        else:
+            checks.not_the_indirect(tensor, dim)
+            offset += checks.index_of(tensor, dim, k) * stride
+            if geometry.on_chip and dim == 0:
+                shape.append(1)
+                strides.append(stride)
+    if (geometry.on_chip and len(shape) == 1) or not shape:
+        shape.append(1)
+        strides.append(1)
+    return geometry.derive(tuple(shape), tuple(strides), offset)
+
+
+def _dynamic_index(tensor: NkiTensor, key: Any) -> NkiTensor:
+    """An index with one register, or `nl.ds(register, size)`, in it."""
+    view, dim = tensor, 0
+    for k in _full_index(tensor, key):
+        if isinstance(k, DynamicSlice):
+            checks.one_dynamic_index(view, dim)
+            shape = (*view.shape[:dim], k.size, *view.shape[dim + 1 :])
+            how = ("scalar", dim, view.strides[dim])
+            geometry = view.geometry.derive(shape, view.strides, view.offset, None, how)
+            view = view_of(view.storage, geometry, k.start)
+            dim += 1
+        elif isinstance(k, slice):
+            start, stop, step = checks.slice_of(view, dim, k)
+            if (start, stop, step) != (0, view.shape[dim], 1):
+                view = view.slice(dim, start, stop, step)
+            dim += 1
+        elif isinstance(k, NkiTensor | VirtualRegister):
+            view = view.select(dim, k)
+        else:
+            place = checks.index_of(view, dim, k)
+            if view.geometry.on_chip and dim == 0:
+                view = view.slice(0, place, place + 1)
+                dim += 1
+            else:
+                view = view.select(dim, place)
+    return view
