@@ -15,7 +15,7 @@ from neuronmm_ops.neuroncore import core as running
 from neuronmm_ops.neuroncore import isa as nisa
 from neuronmm_ops.neuroncore import language as nl
 from neuronmm_ops.neuroncore.dtypes import DType, dtype_of, from_fp32, from_numpy
-from neuronmm_ops.neuroncore.timing.trace import Form
+from neuronmm_ops.neuroncore.timing.trace import InstructionTemplate
 
 OPERATORS: dict[str, Any] = {
     "add": lambda x, y: x + y,
@@ -42,7 +42,7 @@ class Out:
 @dataclass(frozen=True)
 class Result:
     outputs: tuple[Any, ...]
-    forms: list[Form]
+    templates: list[InstructionTemplate]
     """Of the instructions that the body issued."""
 
     @property

@@ -346,5 +346,5 @@ def test_engines_and_costs_in_trace_mode(body, shape, dtype, engine):
         outs=[Out(shape, dtype)],
         mode="trace",
     )
-    assert [(f.engine, f.cycles) for f in done.forms] == [(engine, SIZE)]
+    assert [(f.engine, f.cycles) for f in done.templates] == [(engine, SIZE)]
     assert (done.output.shape, done.output.dtype) == (shape, dtype)

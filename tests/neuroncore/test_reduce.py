@@ -305,5 +305,5 @@ COSTS: list[tuple[str, Any, str, list[Out], Engine, float]] = [
 )
 def test_engines_and_costs_in_trace_mode(body, dtype, outs, engine, cycles):
     done = call(body, values(0, (2, SIZE), dtype), outs=outs, mode="trace")
-    assert [(f.engine, f.cycles) for f in done.forms] == [(engine, cycles)]
+    assert [(f.engine, f.cycles) for f in done.templates] == [(engine, cycles)]
     assert [(o.shape, o.dtype) for o in done.outputs] == [(o.shape, o.dtype) for o in outs]

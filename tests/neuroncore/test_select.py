@@ -396,5 +396,5 @@ def test_engines_and_costs_in_trace_mode(body, memory, engine, cycles):
         memory=memory,
         mode="trace",
     )
-    assert [(f.engine, f.cycles) for f in done.forms] == [(engine, cycles)]
+    assert [(f.engine, f.cycles) for f in done.templates] == [(engine, cycles)]
     assert done.output.shape == x.shape

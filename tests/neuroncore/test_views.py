@@ -12,7 +12,7 @@ from neuroncore.kernels import compute, data, equal, loaded, refused, run, store
 import neuronmm_ops.neuroncore.isa as nisa
 import neuronmm_ops.neuroncore.language as nl
 from neuronmm_ops import neuroncore as nc
-from neuronmm_ops.neuroncore.isa.common import raw
+from neuronmm_ops.neuroncore.isa.values import raw
 
 SHAPES = [(4, 12), (8, 2, 6), (3, 4, 1, 5), (16, 1), (2, 3, 2, 2, 2)]
 

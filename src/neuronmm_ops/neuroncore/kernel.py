@@ -16,9 +16,11 @@ from typing import Any, Literal
 import numpy as np
 
 from neuronmm_ops.hardware import MODELS, Model, resolve_target
-from neuronmm_ops.neuroncore import checks, dtypes
+from neuronmm_ops.neuroncore import dtypes
 from neuronmm_ops.neuroncore import language as nl
-from neuronmm_ops.neuroncore.core import Core, Launch, running
+from neuronmm_ops.neuroncore.checks import language as check
+from neuronmm_ops.neuroncore.checks import tensors as tensor_check
+from neuronmm_ops.neuroncore.core import KernelRun, SimulatedCore, running
 from neuronmm_ops.neuroncore.dtypes import DType
 from neuronmm_ops.neuroncore.memory.storage import Storage
 from neuronmm_ops.neuroncore.memory.tensor import NkiTensor
@@ -56,7 +58,7 @@ class Kernel:
         self.lnc = lnc
 
     def __getitem__(self, lnc: int) -> Kernel:
-        checks.launch_cores(lnc)
+        check.launch_cores(lnc)
         return Kernel(self.func, lnc)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -103,14 +105,14 @@ def run(
             "made by the installed nki; simulate in an environment without it"
         )
     kernel = kernel if isinstance(kernel, Kernel) else Kernel(kernel)
-    launch = Launch(resolve_target(target), mode == "execute", kernel.lnc, seed)
+    launch = KernelRun(resolve_target(target), mode == "execute", kernel.lnc, seed)
     boundary = _Boundary(launch)
     signature = inspect.signature(kernel.func)
     bound = signature.bind(*args, **kwargs)
     bound.apply_defaults()
     inputs = {name: boundary.enter(name, value) for name, value in bound.arguments.items()}
 
-    def body(core: Core) -> Any:
+    def body(core: SimulatedCore) -> Any:
         own = {name: _on_core(core, value) for name, value in inputs.items()}
         call = inspect.BoundArguments(signature, OrderedDict(own))
         return kernel.func(*call.args, **call.kwargs)
@@ -126,7 +128,7 @@ def run(
 class _Boundary:
     """Arrays and tensors from outside become HBM tensors, and outputs become their kind."""
 
-    def __init__(self, launch: Launch) -> None:
+    def __init__(self, launch: KernelRun) -> None:
         self.launch = launch
         self.torch = False
         self._copied: list[tuple[np.ndarray, Storage]] = []
@@ -153,7 +155,7 @@ class _Boundary:
         return value
 
     def _storage(self, name: str, shape: tuple[int, ...], dtype: DType) -> Storage:
-        layout = self.launch.layout(checks.shape_of(shape), dtype, nl.shared_hbm)
+        layout = self.launch.layout(tensor_check.shape_of(shape), dtype, nl.shared_hbm)
         storage = Storage(layout, name)
         storage.initialised = True
         return storage
@@ -195,7 +197,7 @@ class _Boundary:
             return None
         many = isinstance(result, tuple | list)
         tensors: list[NkiTensor] = list(result) if many else [result]
-        checks.outputs(tensors)
+        check.outputs(tensors)
         found = tuple([self._output(t) for t in tensors])
         return found if many else found[0]
 
@@ -210,7 +212,7 @@ class _Boundary:
         return _torch_tensor(values) if self.torch else values
 
 
-def _on_core(core: Core, value: Any) -> Any:
+def _on_core(core: SimulatedCore, value: Any) -> Any:
     if isinstance(value, Storage):
         return core.adopt(value)
     if isinstance(value, tuple):

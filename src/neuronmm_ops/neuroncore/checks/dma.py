@@ -57,9 +57,7 @@ def dynamic_bounds(t: NkiTensor, fine: bool) -> None:
         refuse(f"dma_copy: a dynamic index runs out of {t}; check it or use oob_mode.skip")
 
 
-def dma_transpose_axes(
-    src: NkiTensor, dst: NkiTensor, axes: tuple[int, ...], legal: Any, gathers: bool
-) -> None:
+def dma_transpose_axes(src: NkiTensor, dst: NkiTensor, axes: tuple[int, ...], legal: Any) -> None:
     """Axes (1,0), (2,1,0) or (3,1,2,0); dst has exactly the transposed shape."""
     if legal is None or axes != legal:
         refuse(f"dma_transpose: axes must be (1,0), (2,1,0) or (3,1,2,0) by rank; got {axes}")

@@ -37,12 +37,6 @@ def executes(execute: bool, opcode: str) -> None:
         refuse(f'{opcode}: the value is data, which mode="trace" does not compute; use "execute"')
 
 
-def one_element(opcode: str, t: NkiTensor) -> None:
-    """A tile [1, 1]."""
-    if t.size != 1:
-        refuse(f"{opcode}: the tile must be [1, 1]; got {t}")
-
-
 def one_tile(name: str, x: Any) -> None:
     """An element-wise function of `nl` gets at least one tile."""
     if not hasattr(x, "geometry"):

@@ -92,6 +92,10 @@ def pe_tiling(
     machine: Machine, position: tuple[int, int], size: tuple[int, int], k: int, m: int
 ) -> None:
     """Row and column tiles of 32, 64 or 128 that the stationary tile fits; positions in line."""
+    if bool(position) != bool(size):
+        refuse(f"nc_matmul: set tile_position and tile_size both; got {position} and {size}")
+    if not size:
+        return
     least = 32 if machine.generation >= 3 else 64
     sizes = [s for s in (32, 64, 128) if s >= least]
     if any(s not in sizes for s in size):
@@ -123,9 +127,3 @@ def transpose_tile(opcode: str, engine: Engine, data: NkiTensor, dst: NkiTensor)
         refuse(f"{opcode}: {engine.name} transposes up to {limit} x {limit}; data is [{p}, {f}]")
     if (dst.geometry.partitions, dst.geometry.elements) != (f, p):
         refuse(f"{opcode}: dst must be [{f}, {p}]; got {dst}")
-
-
-def pe_pair(position: tuple[int, ...], size: tuple[int, ...]) -> None:
-    """tile_position and tile_size come together."""
-    if bool(position) != bool(size):
-        refuse(f"nc_matmul: set tile_position and tile_size both; got {position} and {size}")

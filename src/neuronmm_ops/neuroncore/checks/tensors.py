@@ -86,7 +86,7 @@ def unwritten(opcode: str, t: NkiTensor, destination: bool) -> None:
     )
 
 
-def meeting(program_id: int, number: int, other_ended: bool) -> None:
+def barrier(program_id: int, number: int, other_ended: bool) -> None:
     """Both cores come to every barrier and exchange."""
     if other_ended:
         refuse(

@@ -4,77 +4,37 @@ from __future__ import annotations
 
 from neuronmm_ops import hardware as _hardware
 from neuronmm_ops.neuroncore import core as _running
-from neuronmm_ops.neuroncore.checks import NkiValidationError
+from neuronmm_ops.neuroncore.checks.base import NkiValidationError
 from neuronmm_ops.neuroncore.isa.activation import activation, activation_reduce
-from neuronmm_ops.neuroncore.isa.common import (
-    dge_mode,
-    dma_engine,
-    engine,
-    matmul_perf_mode,
-    nc_version,
-    oob_mode,
-    reduce_cmd,
-)
 from neuronmm_ops.neuroncore.isa.dma import dma_compute, dma_copy, dma_transpose
-from neuronmm_ops.neuroncore.isa.elementwise import (
-    memset,
-    reciprocal,
-    scalar_tensor_tensor,
-    tensor_copy,
-    tensor_scalar,
-    tensor_tensor,
-)
 from neuronmm_ops.neuroncore.isa.exchange import core_barrier, sendrecv
-from neuronmm_ops.neuroncore.isa.gather import (
-    local_gather,
-    nc_find_index8,
-    nc_match_replace8,
-    nc_n_gather,
-    nc_stream_shuffle,
-    nonzero_with_count,
-    sequence_bounds,
-)
-from neuronmm_ops.neuroncore.isa.random import (
-    dropout,
-    rand2,
-    rand_get_state,
-    rand_set_state,
-    rng,
-    set_rng_seed,
-)
-from neuronmm_ops.neuroncore.isa.reduce import (
-    bn_aggr,
-    bn_stats,
-    exponential,
-    max8,
-    tensor_partition_reduce,
-    tensor_reduce,
-    tensor_scalar_cumulative,
-    tensor_scalar_reduce,
-    tensor_tensor_scan,
-)
-from neuronmm_ops.neuroncore.isa.register import (
-    VirtualRegister,
-    register_alloc,
-    register_load,
-    register_move,
-    register_store,
-)
-from neuronmm_ops.neuroncore.isa.select import (
-    affine_select,
-    iota,
-    range_select,
-    select_reduce,
-    tensor_copy_predicated,
-)
 from neuronmm_ops.neuroncore.isa.tensor_engine import nc_matmul, nc_transpose
-from neuronmm_ops.neuroncore.isa.uncovered import (
-    activate2,
-    nc_matmul_mx,
-    quantize_mx,
-    topk,
-)
+from neuronmm_ops.neuroncore.isa.uncovered import activate2, nc_matmul_mx, quantize_mx, topk
 from neuronmm_ops.neuroncore.timing.trace import NkiInstruction
+
+from neuronmm_ops.neuroncore.isa.elementwise import (  # isort: skip
+    memset, reciprocal, scalar_tensor_tensor, tensor_copy, tensor_scalar, tensor_tensor,
+)  # fmt: skip
+from neuronmm_ops.neuroncore.isa.enums import (  # isort: skip
+    dge_mode, dma_engine, engine, matmul_perf_mode, nc_version, oob_mode, reduce_cmd,
+)  # fmt: skip
+from neuronmm_ops.neuroncore.isa.gather import (  # isort: skip
+    local_gather, nc_find_index8, nc_match_replace8, nc_n_gather, nc_stream_shuffle,
+    nonzero_with_count, sequence_bounds,
+)  # fmt: skip
+from neuronmm_ops.neuroncore.isa.random import (  # isort: skip
+    dropout, rand2, rand_get_state, rand_set_state, rng, set_rng_seed,
+)  # fmt: skip
+from neuronmm_ops.neuroncore.isa.reduce import (  # isort: skip
+    bn_aggr, bn_stats, exponential, max8, tensor_partition_reduce, tensor_reduce,
+    tensor_scalar_cumulative, tensor_scalar_reduce, tensor_tensor_scan,
+)  # fmt: skip
+from neuronmm_ops.neuroncore.isa.register import (  # isort: skip
+    VirtualRegister, register_alloc, register_load, register_move, register_store,
+)  # fmt: skip
+from neuronmm_ops.neuroncore.isa.select import (  # isort: skip
+    affine_select, iota, range_select, select_reduce, tensor_copy_predicated,
+)  # fmt: skip
 
 tensor_engine = engine.tensor
 vector_engine = engine.vector

@@ -9,24 +9,16 @@ from typing import Any
 import numpy as np
 
 from neuronmm_ops.hardware import DMA_ENGINES, DMA_TRANSPOSE_SHARE, PARTITIONS, Engine
-from neuronmm_ops.neuroncore import checks, dtypes
 from neuronmm_ops.neuroncore import core as running
-from neuronmm_ops.neuroncore.core import Core
-from neuronmm_ops.neuroncore.isa.common import (
-    SBUF,
-    convert,
-    dge_mode,
-    engine,
-    engine_of,
-    oob_mode,
-    raw,
-    read,
-    write,
-)
+from neuronmm_ops.neuroncore import dtypes
+from neuronmm_ops.neuroncore.checks import dma as dma_check
+from neuronmm_ops.neuroncore.checks import operands as check
+from neuronmm_ops.neuroncore.isa.enums import dge_mode, engine, engine_of, oob_mode
+from neuronmm_ops.neuroncore.isa.values import SBUF, convert, copy, raw, read, write
 from neuronmm_ops.neuroncore.memory.storage import MemoryRegion
 from neuronmm_ops.neuroncore.memory.tensor import NkiTensor, VirtualRegister
 from neuronmm_ops.neuroncore.nl import operators
-from neuronmm_ops.neuroncore.timing.trace import DmaCost, Form, NkiInstruction
+from neuronmm_ops.neuroncore.timing.trace import DmaCost, InstructionTemplate, NkiInstruction
 
 _REACHED = (SBUF, MemoryRegion.private_hbm, MemoryRegion.shared_hbm)
 
@@ -45,15 +37,20 @@ def dma_copy(
     One of the two may be indirect (`.ap(vector_offset=)`, `.ap(scalar_offset=)`, `select`).
     """
     core = running.active("nki.isa.dma_copy")
-    if dst.index is None and src.index is None:
-        return core.issue(_copy, (dst, src), (priority, dge_mode, engine), name)
-    indices = tuple([t.index for t in (dst, src) if isinstance(t.index, NkiTensor)])
+    indices = _indices(dst, src)
     options = (priority, dge_mode, engine, oob_mode)
-    return core.issue(_indirect_copy, (dst, src, *indices), options, name)
+    operands = (dst, src, *indices)
+    if dst.index is None and src.index is None:
+        return core.record(core.template(_copy, operands, options), operands)
+    return core.record(core.template(_indirect_copy, operands, options), operands)
+
+
+def _indices(*tensors: NkiTensor) -> tuple[NkiTensor, ...]:
+    """The index tiles of indirect views, which an instruction reads too."""
+    return tuple([t.index for t in tensors if isinstance(t.index, NkiTensor)])
 
 
 def _checked(
-    core: Core,
     opcode: str,
     dst: NkiTensor,
     src: NkiTensor,
@@ -62,38 +59,27 @@ def _checked(
     asked: engine,
 ) -> str:
     """Rules of every DMA; returns who generates its descriptors."""
-    checks.memory(opcode, "dst", dst, *_REACHED)
-    checks.memory(opcode, "src", src, *_REACHED)
-    checks.dma_sizes(opcode, dst, src)
-    checks.dma_priority(opcode, core.machine, priority)
-    trigger = engine_of(asked, Engine.DMA)
+    machine = running.active().machine
+    check.memory(opcode, "dst", dst, *_REACHED)
+    check.memory(opcode, "src", src, *_REACHED)
+    dma_check.dma_sizes(opcode, dst, src)
+    dma_check.dma_priority(opcode, machine, priority)
+    trigger = Engine.DMA if asked is engine.unknown else engine_of(opcode, asked)
     if mode is dge_mode.hwdge and asked is not engine.unknown:
-        checks.engine_runs(opcode, trigger, Engine.SYNC, Engine.SCALAR)
-    checks.dma_generation(opcode, core.machine, mode.name, trigger, dst, src)
+        check.engine_runs(opcode, trigger, Engine.SYNC, Engine.SCALAR)
+    dma_check.dma_generation(opcode, machine, mode.name, trigger, dst, src)
     return mode.name if mode in (dge_mode.hwdge, dge_mode.swdge) else "none"
 
 
-def _copy(
-    core: Core,
-    dst: NkiTensor,
-    src: NkiTensor,
-    priority: int | None,
-    mode: dge_mode,
-    asked: engine,
-) -> Form:
-    descriptors = _checked(core, "dma_copy", dst, src, priority, mode, asked)
-
-    def run(dst: NkiTensor, src: NkiTensor) -> None:
-        target, source = raw(dst), raw(src)
-        if target.dtype == source.dtype:
-            target[...] = source.reshape(target.shape)
-        else:
-            write(dst, read(src))
-
-    return Form("dma_copy", Engine.DMA, 0, run=run, dma=copy_cost(core, dst, src, descriptors))
+def _copy(dst: NkiTensor, src: NkiTensor, *options: Any) -> InstructionTemplate:
+    priority, mode, asked, _ = options
+    descriptors = _checked("dma_copy", dst, src, priority, mode, asked)
+    return InstructionTemplate(
+        Engine.DMA, 0, copy, "dma_copy", dma=copy_cost(dst, src, descriptors)
+    )
 
 
-def copy_cost(core: Core, dst: NkiTensor, src: NkiTensor, descriptors: str = "none") -> DmaCost:
+def copy_cost(dst: NkiTensor, src: NkiTensor, descriptors: str = "none") -> DmaCost:
     """What a copy moves: runs are as long as both sides are contiguous."""
     read_run = src.geometry.run_bytes * dst.dtype.itemsize // src.dtype.itemsize
     run = max(1, min(dst.geometry.run_bytes, read_run))
@@ -106,7 +92,7 @@ def copy_cost(core: Core, dst: NkiTensor, src: NkiTensor, descriptors: str = "no
         run,
         first,
         engines,
-        busiest * core.machine.dma_row_ns(run),
+        busiest * running.active().machine.dma_row_ns(run),
         direction=_direction(dst, src),
         descriptors=descriptors,
         reads=(0, 0 if src.geometry.on_chip else src.size * src.dtype.itemsize),
@@ -142,42 +128,36 @@ def _direction(dst: NkiTensor, src: NkiTensor) -> str:
     return "store" if src.geometry.on_chip else "hbm"
 
 
-def _indirect_copy(core: Core, dst: NkiTensor, src: NkiTensor, *rest: Any) -> Form:
+def _indirect_copy(dst: NkiTensor, src: NkiTensor, *rest: Any) -> InstructionTemplate:
     *indices, priority, mode, asked, oob = rest
-    descriptors = _checked(core, "dma_copy", dst, src, priority, mode, asked)
-    checks.indirect_sides(dst, src)
+    descriptors = _checked("dma_copy", dst, src, priority, mode, asked)
+    dma_check.indirect_sides(dst, src)
+    indirect = dst if dst.index is not None else src
     for index in indices:
-        checks.index_operand("dma_copy", dst if dst.index is not None else src, index)
-    kind = (dst if dst.index is not None else src).geometry.indirect
+        dma_check.index_operand("dma_copy", indirect, index)
+    kind = indirect.geometry.indirect
     # descriptors that depend on data are made on the way: by hardware for one offset, else GpSimdE
     if descriptors == "none":
         vector = kind is not None and kind[0] == "vector"
-        descriptors = "swdge" if vector or not core.machine.hardware_dge else "hwdge"
+        machine = running.active().machine
+        descriptors = "swdge" if vector or not machine.hardware_dge else "hwdge"
+    skip = oob is oob_mode.skip
 
     def run(dst: NkiTensor, src: NkiTensor, *indices: NkiTensor) -> None:
-        skip = oob is oob_mode.skip
-        if src.index is not None:
-            found, rows = gathered(src, skip)
-            target = raw(dst)
-            if rows is not None and not rows.any():
-                return
-            values = found.reshape(target.shape)
-            if target.dtype != found.dtype:
-                values = _through_fp32(dst, src, found).reshape(target.shape)
-            if rows is None:
-                target[...] = values
-            else:
-                target[rows] = values[rows]
-        else:
-            source = raw(src)
-            values = source if raw(dst).dtype == source.dtype else _through_fp32(dst, src, source)
+        values, rows = gathered(src, skip) if src.index is not None else (raw(src), None)
+        if raw(dst).dtype != values.dtype:
+            values = convert(dst, dtypes.to_fp32(values, src.dtype))
+        if src.index is None:
             scatter(dst, values, skip)
+            return
+        target, values = raw(dst), values.reshape(dst.shape)
+        if rows is None:
+            target[...] = values
+        elif rows.any():
+            target[rows] = values[rows]
 
-    return Form("dma_copy", Engine.DMA, 0, run=run, dma=copy_cost(core, dst, src, descriptors))
-
-
-def _through_fp32(dst: NkiTensor, src: NkiTensor, values: np.ndarray) -> np.ndarray:
-    return convert(dst, dtypes.to_fp32(values, src.dtype))
+    cost = copy_cost(dst, src, descriptors)
+    return InstructionTemplate(Engine.DMA, 0, run, "dma_copy", dma=cost)
 
 
 def _places(t: NkiTensor) -> tuple[np.ndarray, np.ndarray]:
@@ -204,7 +184,7 @@ def gathered(t: NkiTensor, skip: bool) -> tuple[np.ndarray, np.ndarray | None]:
     kind = t.geometry.indirect
     assert kind is not None
     offsets, legal = _places(t)
-    checks.dynamic_bounds(t, bool(legal.all()) or skip)
+    dma_check.dynamic_bounds(t, bool(legal.all()) or skip)
     if kind[0] == "scalar":
         if not legal[0]:
             return np.zeros(t.shape, t.storage.store), np.zeros(t.shape[0], bool)
@@ -221,7 +201,7 @@ def scatter(t: NkiTensor, values: np.ndarray, skip: bool) -> None:
     kind = t.geometry.indirect
     assert kind is not None
     offsets, legal = _places(t)
-    checks.dynamic_bounds(t, bool(legal.all()) or skip)
+    dma_check.dynamic_bounds(t, bool(legal.all()) or skip)
     if kind[0] == "scalar":
         if legal[0]:
             target = t.geometry.array(t.storage, int(offsets[0]))
@@ -254,48 +234,43 @@ def dma_transpose(
     """dst = src transposed by `axes` on the way to SBUF: (1,0), (2,1,0) or (3,1,2,0)."""
     core = running.active("nki.isa.dma_transpose")
     order = tuple(axes) if axes is not None else _AXES.get(src.ndim, ())
-    indices = (src.index,) if isinstance(src.index, NkiTensor) else ()
-    return core.issue(_transpose, (dst, src, *indices), (order, priority, dge_mode, oob_mode), name)
+    operands = (dst, src, *_indices(src))
+    options = (order, priority, dge_mode, oob_mode)
+    return core.record(core.template(_transpose, operands, options), operands)
 
 
-def _transpose(core: Core, dst: NkiTensor, src: NkiTensor, *rest: Any) -> Form:
+def _transpose(dst: NkiTensor, src: NkiTensor, *rest: Any) -> InstructionTemplate:
     *indices, axes, priority, mode, oob = rest
     opcode = "dma_transpose"
-    checks.dma_transpose_axes(src, dst, axes, _AXES.get(src.ndim), bool(indices))
-    checks.memory(opcode, "dst", dst, SBUF)
-    checks.same_dtype(opcode, dst, src)
-    descriptors = _checked(core, opcode, dst, src, priority, mode, engine.unknown)
-    checks.transpose_mode(mode.name, bool(indices))
+    dma_check.dma_transpose_axes(src, dst, axes, _AXES.get(src.ndim))
+    check.memory(opcode, "dst", dst, SBUF)
+    check.same_dtype(opcode, dst, src)
+    descriptors = _checked(opcode, dst, src, priority, mode, engine.unknown)
+    dma_check.transpose_mode(mode.name, bool(indices))
     if mode is dge_mode.hwdge:
-        checks.hwdge_transpose(src)
+        dma_check.hwdge_transpose(src)
     for index in indices:
-        checks.indirect_transpose(core.machine, src, index)
+        dma_check.indirect_transpose(running.active().machine, src, index)
 
     def run(dst: NkiTensor, src: NkiTensor, *indices: NkiTensor) -> None:
-        target = raw(dst)
-        source = raw(src)
+        target, source = raw(dst), raw(src)
         if indices:
             source = _gathered_columns(src, indices[0], oob is oob_mode.skip)
         target[...] = source.transpose(axes).reshape(target.shape)
 
-    return Form(
-        opcode,
-        Engine.DMA,
-        0,
-        run=run,
-        dma=_transpose_cost(core, dst, src, "swdge" if indices else descriptors),
-    )
+    cost = _transpose_cost(dst, src, "swdge" if indices else descriptors)
+    return InstructionTemplate(Engine.DMA, 0, run, opcode, dma=cost)
 
 
-def _transpose_cost(core: Core, dst: NkiTensor, src: NkiTensor, descriptors: str) -> DmaCost:
+def _transpose_cost(dst: NkiTensor, src: NkiTensor, descriptors: str) -> DmaCost:
     """A transpose runs at a share of the DMA rate, whatever its rows (Trainium2 guide)."""
-    plain = copy_cost(core, dst, src, descriptors)
+    plain = copy_cost(dst, src, descriptors)
     share = DMA_TRANSPOSE_SHARE["sbuf" if src.geometry.on_chip else "hbm"]
     return replace(
         plain,
         first_engine=0,
         engines=DMA_ENGINES,
-        engine_ns=plain.bytes / (core.machine.dma_peak_gbps * share),
+        engine_ns=plain.bytes / (running.active().machine.dma_peak_gbps * share),
         run_bytes=src.geometry.run_bytes,
         rows=max(1, plain.bytes // src.geometry.run_bytes),
     )
@@ -309,7 +284,7 @@ def _gathered_columns(src: NkiTensor, index: NkiTensor, skip: bool) -> np.ndarra
     rows = np.zeros(src.shape, src.storage.store)
     count = src.geometry.layout.shape[kind[1]]
     legal = (flat >= 0) & (flat < count)
-    checks.dynamic_bounds(src, bool(legal.all()) or skip)
+    dma_check.dynamic_bounds(src, bool(legal.all()) or skip)
     for i in np.flatnonzero(legal):
         rows[i] = _row(src, int(flat[i]) * kind[2])
     return rows
@@ -326,28 +301,27 @@ def dma_compute(
 ) -> NkiInstruction:
     """dst = reduce_op over (srcs * scales), element by element, on the DMA engines."""
     core = running.active("nki.isa.dma_compute")
-    indices = tuple([t.index for t in (dst, *srcs) if isinstance(t.index, NkiTensor)])
+    operands = (dst, *srcs, *_indices(dst, *srcs))
     factors = tuple(scales) if scales is not None else None
     options = (reduce_op, factors, len(srcs), unique_indices, oob_mode)
-    return core.issue(_compute, (dst, *srcs, *indices), options, name)
+    return core.record(core.template(_compute, operands, options), operands)
 
 
-def _compute(core: Core, dst: NkiTensor, *rest: Any) -> Form:
+def _compute(dst: NkiTensor, *rest: Any) -> InstructionTemplate:
     *operands, op, scales, count, unique, oob = rest
+    opcode, tensors = "dma_compute", (dst, *operands[:count])
     srcs, indices = operands[:count], operands[count:]
-    checks.dma_compute(dst, srcs, operators.alu(op), scales)
-    indirect = any(t.index is not None for t in (dst, *srcs))
+    dma_check.dma_compute(dst, srcs, operators.alu(op), scales)
+    indirect = any(t.index is not None for t in tensors)
     if indirect:
-        checks.read_modify_write(dst, srcs, unique)
+        dma_check.read_modify_write(dst, srcs, unique)
     for index in indices:
-        checks.index_operand(
-            "dma_compute", next(t for t in (dst, *srcs) if t.index is index), index
-        )
+        dma_check.index_operand(opcode, next(t for t in tensors if t.index is index), index)
     skip = oob is oob_mode.skip
-    checks.memory("dma_compute", "dst", dst, *_REACHED)
+    check.memory(opcode, "dst", dst, *_REACHED)
     for src in srcs:
-        checks.memory("dma_compute", "srcs", src, *_REACHED)
-        checks.dma_sizes("dma_compute", dst, src)
+        check.memory(opcode, "srcs", src, *_REACHED)
+        dma_check.dma_sizes(opcode, dst, src)
 
     def run(dst: NkiTensor, *operands: NkiTensor) -> None:
         total = np.zeros(dst.shape, np.float32)
@@ -356,10 +330,11 @@ def _compute(core: Core, dst: NkiTensor, *rest: Any) -> Form:
         if dst.index is None:
             write(dst, total)
         else:
-            checks.repeated_indices(len(np.unique(_places(dst)[0])) == len(_places(dst)[0]))
+            places = _places(dst)[0]
+            dma_check.repeated_indices(len(np.unique(places)) == len(places))
             scatter(dst, convert(dst, total), skip)
 
-    costs = [copy_cost(core, dst, s) for s in srcs]
+    costs = [copy_cost(dst, s) for s in srcs]
     busiest = max(costs, key=lambda c: c.engine_ns)
     cost = DmaCost(
         sum(c.bytes for c in costs),
@@ -373,7 +348,7 @@ def _compute(core: Core, dst: NkiTensor, *rest: Any) -> Form:
         (0, *[c.reads[1] for c in costs]),
         (costs[0].writes[0], *[0] * len(costs)),
     )
-    return Form("dma_compute", Engine.DMA, 0, run=run, dma=cost)
+    return InstructionTemplate(Engine.DMA, 0, run, opcode, dma=cost)
 
 
 def _values(t: NkiTensor, skip: bool) -> np.ndarray:

@@ -7,81 +7,66 @@ from typing import Any
 import numpy as np
 
 from neuronmm_ops.hardware import MIN_CYCLES, Engine
-from neuronmm_ops.neuroncore import checks, dtypes
 from neuronmm_ops.neuroncore import core as running
-from neuronmm_ops.neuroncore.core import Core
-from neuronmm_ops.neuroncore.isa.common import (
+from neuronmm_ops.neuroncore import dtypes
+from neuronmm_ops.neuroncore.checks import operands as check
+from neuronmm_ops.neuroncore.checks.base import refuse
+from neuronmm_ops.neuroncore.isa.enums import engine, engine_of
+from neuronmm_ops.neuroncore.isa.instruction import Scalar, instruction
+from neuronmm_ops.neuroncore.isa.values import (
     PSUM,
     SBUF,
     SIXTEEN_BIT,
-    Scalar,
+    copy,
     copy_cycles,
-    engine,
-    engine_of,
-    on_chip,
     raw,
     read,
     scalar,
     write,
+    write_bits,
 )
-from neuronmm_ops.neuroncore.isa.operands import given, marks_of, tiles_of
 from neuronmm_ops.neuroncore.memory.tensor import NkiTensor
 from neuronmm_ops.neuroncore.nl import operators
-from neuronmm_ops.neuroncore.timing.trace import Form, NkiInstruction
+from neuronmm_ops.neuroncore.timing.trace import InstructionTemplate
+
+_ALL = (Engine.VECTOR, Engine.SCALAR, Engine.GPSIMD)
 
 
+@instruction("dst")
 def tensor_copy(
     dst: NkiTensor, src: NkiTensor, engine: engine = engine.unknown, name: str | None = None
-) -> NkiInstruction:
+) -> InstructionTemplate:
     """dst = src within SBUF and PSUM; bit exact where the dtypes agree, else through fp32."""
-    core = running.active("nki.isa.tensor_copy")
-    return core.issue(_copy, (dst, src), (engine,), name)
-
-
-def _copy(core: Core, dst: NkiTensor, src: NkiTensor, asked: engine) -> Form:
-    chosen = engine_of(asked, Engine.VECTOR)
-    checks.engine_runs("tensor_copy", chosen, Engine.VECTOR, Engine.SCALAR, Engine.GPSIMD)
+    machine = running.active().machine
+    chosen = engine_of("tensor_copy", engine, *_ALL)
     if chosen is Engine.SCALAR:
-        checks.generation(
-            "tensor_copy", core.machine, 3, "engine.scalar", "use activation(op=nl.copy)"
-        )
-    _checked("tensor_copy", chosen, dst=dst, src=src)
-
-    def run(dst: NkiTensor, src: NkiTensor) -> None:
-        target, source = raw(dst), raw(src)
-        if target.dtype == source.dtype:
-            target[...] = source.reshape(target.shape)
-        else:
-            write(dst, read(src))
-
-    return Form(
-        "tensor_copy", chosen, copy_cycles(core.machine.fast_modes, dst, src, chosen), run=run
-    )
+        remedy = "use activation(op=nl.copy)"
+        check.generation("tensor_copy", machine, 3, "engine.scalar", remedy)
+    check.elementwise("tensor_copy", chosen, dst=dst, src=src)
+    return InstructionTemplate(chosen, copy_cycles(machine.fast_modes, dst, src, chosen), copy)
 
 
+@instruction("dst")
 def memset(
-    dst: NkiTensor, value: Any, engine: engine = engine.unknown, name: str | None = None
-) -> NkiInstruction:
+    dst: NkiTensor, value: Scalar, engine: engine = engine.unknown, name: str | None = None
+) -> InstructionTemplate:
     """Fill `dst` with a compile-time constant of its kind (int for integers), Vector or GpSimd."""
-    core = running.active("nki.isa.memset")
-    return core.issue(_memset, (dst,), (value, str(value), engine), name)
-
-
-def _memset(core: Core, dst: NkiTensor, value: Any, _: str, asked: engine) -> Form:
-    # the text tells -0.0 from 0.0, which are one key
-    chosen = engine_of(asked, Engine.VECTOR)
-    checks.engine_runs("memset", chosen, Engine.VECTOR, Engine.GPSIMD)
-    _checked("memset", chosen, dst=dst)
-    checks.constant_kind(dst, value)
+    chosen = engine_of("memset", engine, Engine.VECTOR, Engine.GPSIMD)
+    check.vector("memset", chosen, dst=dst)
+    if not isinstance(value, int | float):
+        refuse(f"memset: value must be a number; got {value!r}")
+    if not dst.dtype.is_float and isinstance(value, float) and not value.is_integer():
+        refuse(f"memset: {dst} takes an int; got {value!r}")
+    if dst.dtype.kind == "packed" and value != 0:
+        refuse(f"memset: {dst} packs four values and takes 0 only; got {value!r}")
     n = dst.geometry.elements
     half = value == 0 and dst.dtype in SIXTEEN_BIT
-    fill = _constant(dst, value)
 
-    def run(dst: NkiTensor) -> None:
-        target = raw(dst)
+    def run(dst: NkiTensor, value: Any) -> None:
+        target, fill = raw(dst), _constant(dst, value)
         target[...] = fill if target.dtype == fill.dtype else value
 
-    return Form("memset", chosen, max(MIN_CYCLES, n / 2 if half else n), run=run)
+    return InstructionTemplate(chosen, max(MIN_CYCLES, n / 2 if half else n), run)
 
 
 def _constant(dst: NkiTensor, value: Any) -> np.ndarray:
@@ -92,6 +77,7 @@ def _constant(dst: NkiTensor, value: Any) -> np.ndarray:
     return np.full(1, min(max(int(value), int(bounds.min)), int(bounds.max)), dst.dtype.numpy)
 
 
+@instruction("dst")
 def tensor_tensor(
     dst: NkiTensor,
     data1: NkiTensor,
@@ -99,63 +85,54 @@ def tensor_tensor(
     op: Any,
     engine: engine = engine.unknown,
     name: str | None = None,
-) -> NkiInstruction:
+) -> InstructionTemplate:
     """dst = data1 op data2, element by element; at most one input in PSUM; no broadcasting."""
-    core = running.active("nki.isa.tensor_tensor")
-    return core.issue(_tensor_tensor, (dst, data1, data2), (op, engine), name)
-
-
-def _tensor_tensor(
-    core: Core, dst: NkiTensor, data1: NkiTensor, data2: NkiTensor, op: Any, asked: engine
-) -> Form:
-    alu = operators.alu(op)
-    checks.operator_arity("tensor_tensor", alu, 2)
-    checks.operator_generation("tensor_tensor", core.machine, alu)
+    machine = running.active().machine
+    opcode, alu, tiles = "tensor_tensor", operators.alu(op), (dst, data1, data2)
+    if alu.arity != 2:
+        remedy = "use tensor_scalar or activation"
+        refuse(f"{opcode}: op nl.{alu.name} takes {alu.arity} input; {remedy}")
+    check.operator_generation(opcode, machine, alu)
     integers = data1.dtype in ("int32", "uint32") and data1.dtype == data2.dtype == dst.dtype
-    default = (
-        Engine.GPSIMD
-        if alu.name == "power" or (integers and _in_sbuf(dst, data1, data2))
-        else Engine.VECTOR
-    )
-    chosen = engine_of(asked, default)
-    checks.engine_runs("tensor_tensor", chosen, Engine.VECTOR, Engine.GPSIMD)
-    checks.power_engine("tensor_tensor", alu.name, chosen)
-    _checked("tensor_tensor", chosen, dst=dst, data1=data1, data2=data2)
-    checks.one_psum_input("tensor_tensor", data1, data2)
-    checks.bitvec_dtypes("tensor_tensor", alu, dst, data1, data2)
+    in_sbuf = all(t.geometry.memory is SBUF for t in tiles)
+    engines = Engine.VECTOR, Engine.GPSIMD
+    gpsimd = alu.name == "power" or (integers and in_sbuf)
+    chosen = engine_of(opcode, engine, *(reversed(engines) if gpsimd else engines))
+    if alu.name == "power" and chosen is not Engine.GPSIMD:
+        remedy = "leave engine out or use engine.gpsimd"
+        refuse(f"{opcode}: nl.power runs on GpSimdE only; {remedy}")
+    check.elementwise(opcode, chosen, dst=dst, data1=data1, data2=data2)
+    check.one_psum_input(opcode, data1, data2)
+    bits = check.bit_operator(opcode, alu, *tiles)
 
     def run(dst: NkiTensor, data1: NkiTensor, data2: NkiTensor) -> None:
-        if alu.kind == "bitvec" or (integers and chosen is Engine.GPSIMD):
-            exact(dst, alu, raw(data1), raw(data2))
+        if bits or (integers and chosen is Engine.GPSIMD):  # on stored values, wrapping
+            a, b = raw(data1), raw(data2)
+            write_bits(dst, alu.apply(a, b.reshape(a.shape)))
             return
         a, b = read(data1), read(data2)
         write(dst, alu.apply(a, b if b.shape == a.shape else b.reshape(a.shape)))
 
-    return Form(
-        "tensor_tensor", chosen, _two_input_cycles(core, alu.name, dst, data1, data2), run=run
-    )
+    fast = machine.fast_modes
+    return InstructionTemplate(chosen, _two_input_cycles(fast, alu.name, dst, data1, data2), run)
 
 
 def _two_input_cycles(
-    core: Core, op: str, dst: NkiTensor, data1: NkiTensor, data2: NkiTensor
+    fast: bool, op: str, dst: NkiTensor, data1: NkiTensor, data2: NkiTensor
 ) -> float:
     """N with an input in PSUM or all-bf16 add/multiply/subtract, else 2N (SDK 2.26).
 
-    From trn2 on, 2x more where both inputs are in SBUF and all three are 16-bit.
+    From trn2 on (`fast`), 2x more where both inputs are in SBUF and all three are 16-bit.
     """
-    n = dst.geometry.elements
     three = (dst, data1, data2)
     in_psum = PSUM in (data1.geometry.memory, data2.geometry.memory)
-    if in_psum:
-        return max(MIN_CYCLES, n)
-    if core.machine.fast_modes and all(t.dtype in SIXTEEN_BIT for t in three):
-        return max(MIN_CYCLES, n)
+    narrow = fast and all(t.dtype in SIXTEEN_BIT for t in three)
     plain = op in ("add", "multiply", "subtract") and all(t.dtype == "bfloat16" for t in three)
-    if plain and all(t.geometry.unit_stride for t in three):
-        return max(MIN_CYCLES, n)
-    return max(MIN_CYCLES, 2 * n)
+    once = in_psum or narrow or (plain and all(t.geometry.unit_stride for t in three))
+    return max(MIN_CYCLES, dst.geometry.elements * (1 if once else 2))
 
 
+@instruction("dst")
 def tensor_scalar(
     dst: NkiTensor,
     data: NkiTensor,
@@ -167,56 +144,57 @@ def tensor_scalar(
     reverse1: bool = False,
     engine: engine = engine.unknown,
     name: str | None = None,
-) -> NkiInstruction:
+) -> InstructionTemplate:
     """dst = (data op0 operand0) op1 operand1; operands are numbers or tiles [P, 1].
 
     `reverse` swaps the two sides of its operator. Two operators cost the same as one.
     """
-    core = running.active("nki.isa.tensor_scalar")
-    return core.issue(
-        _tensor_scalar,
-        (dst, data, *tiles_of(operand0, operand1)),
-        (op0, reverse0, op1, reverse1, marks_of(operand0, operand1), engine),
-        name,
-    )
-
-
-def _tensor_scalar(core: Core, dst: NkiTensor, data: NkiTensor, *rest: Any) -> Form:
-    *tiles, op0, reverse0, op1, reverse1, marks, asked = rest
+    opcode, machine = "tensor_scalar", running.active().machine
     first = operators.alu(op0)
     second = operators.alu(op1) if op1 is not None else None
-    default = (
-        Engine.GPSIMD if "rsqrt" in (first.name, getattr(second, "name", "")) else Engine.VECTOR
-    )
-    chosen = engine_of(asked, default)
-    checks.engine_runs("tensor_scalar", chosen, Engine.VECTOR, Engine.SCALAR, Engine.GPSIMD)
-    checks.scalar_engine_ops(core.machine, chosen, first.name, second.name if second else None)
-    checks.same_kind(chosen, first, second)
-    for alu in (first, *([second] if second else [])):
-        checks.operator_generation("tensor_scalar", core.machine, alu)
-    _checked("tensor_scalar", chosen, dst=dst, data=data)
-    for t in tiles:
-        checks.scalar_operand("tensor_scalar", "operand", t, data.geometry.partitions)
+    names = first.name, second.name if second else None
+    engines = (Engine.GPSIMD, *_ALL) if "rsqrt" in names else _ALL
+    chosen = engine_of(opcode, engine, *engines)
+    if chosen is Engine.SCALAR:
+        remedy = "use engine.vector or activation"
+        check.generation(opcode, machine, 3, "engine.scalar", remedy)
+        if names not in {("multiply", "add"), ("multiply", None), ("add", None)}:
+            seen = f"{names[0]}, {names[1]}"
+            refuse(f"{opcode}: ScalarE runs multiply+add, multiply or add; got {seen}")
+    _check_kinds(chosen, first, second)
+    for alu in filter(None, (first, second)):
+        check.operator_generation(opcode, machine, alu)
+    check.elementwise(opcode, chosen, dst=dst, data=data)
+    for t in filter(check.is_tile, (operand0, operand1)):
+        check.scalar_operand(opcode, "operand", t, data.geometry.partitions)
         if first.kind == "arithmetic":
-            checks.dtype_in("tensor_scalar", "operand", t, "float32")
-    checks.second_operand("tensor_scalar", op1, marks[1])
-    steps = [(first, reverse0)] + ([(second, reverse1)] if second else [])
-    bitvec = first.kind == "bitvec" or (second is not None and second.kind == "bitvec")
-    if bitvec:
-        checks.bitvec_dtypes("tensor_scalar", first, dst, data)
+            check.dtype_in(opcode, "operand", t, "float32")
+    if (op1 is None) != (operand1 is None):
+        refuse(f"{opcode}: op1 and operand1 come together; set both or neither")
+    bits = check.bit_operator(opcode, first, dst, data)
 
-    def run(dst: NkiTensor, data: NkiTensor, *tiles: NkiTensor) -> None:
-        value = raw(data) if bitvec else read(data)
-        for (alu, reverse), operand in zip(steps, given(marks, tiles), strict=False):
-            value = apply(alu, value, operand, reverse)
-        if bitvec:
-            raw(dst)[...] = value.astype(raw(dst).dtype).reshape(raw(dst).shape)
-        else:
-            write(dst, value)
+    def run(
+        dst: NkiTensor, data: NkiTensor, operand0: Scalar | None, operand1: Scalar | None
+    ) -> None:
+        value = apply(first, raw(data) if bits else read(data), operand0, reverse0)
+        if second is not None:
+            value = apply(second, value, operand1, reverse1)
+        (write_bits if bits else write)(dst, value)
 
-    return Form(
-        "tensor_scalar", chosen, copy_cycles(core.machine.fast_modes, dst, data, chosen), run=run
-    )
+    return InstructionTemplate(chosen, copy_cycles(machine.fast_modes, dst, data, chosen), run)
+
+
+def _check_kinds(chosen: Engine, first: operators.AluOp, second: operators.AluOp | None) -> None:
+    """Both operators arithmetic or both on bits; bits on VectorE; GpSimdE runs rsqrt only."""
+    if second is not None and first.kind != second.kind:
+        refuse(
+            f"tensor_scalar: nl.{first.name} and nl.{second.name} are of different kinds; both "
+            "must be bit operators or both arithmetic"
+        )
+    if first.kind == "bitvec" and chosen is not Engine.VECTOR:
+        refuse(f"tensor_scalar: nl.{first.name} is a bit operator and runs on engine.vector only")
+    if chosen is Engine.GPSIMD and "rsqrt" not in (first.name, second and second.name):
+        refuse("tensor_scalar: engine.gpsimd runs nl.rsqrt only; use engine.vector")
 
 
 def apply(alu: operators.AluOp, value: np.ndarray, operand: Any, reverse: bool) -> np.ndarray:
@@ -235,14 +213,7 @@ def _bits(operand: Any, like: np.ndarray) -> np.ndarray:
     return np.array(pattern, f"u{like.itemsize}").view(like.dtype)
 
 
-def exact(dst: NkiTensor, alu: operators.AluOp, a: np.ndarray, b: np.ndarray) -> None:
-    """Integer arithmetic on the stored values, wrapping as 32-bit hardware does."""
-    target = raw(dst)
-    target[...] = (
-        np.asarray(alu.apply(a, b.reshape(a.shape))).astype(target.dtype).reshape(target.shape)
-    )
-
-
+@instruction("dst")
 def scalar_tensor_tensor(
     dst: NkiTensor,
     data: NkiTensor,
@@ -253,66 +224,35 @@ def scalar_tensor_tensor(
     reverse0: bool = False,
     reverse1: bool = False,
     name: str | None = None,
-) -> NkiInstruction:
+) -> InstructionTemplate:
     """dst = (data op0 operand0) op1 operand1 on VectorE: a number or tile [P, 1], then a tensor."""
-    core = running.active("nki.isa.scalar_tensor_tensor")
-    return core.issue(
-        _scalar_tensor_tensor,
-        (dst, data, operand1, *tiles_of(operand0)),
-        (op0, op1, reverse0, reverse1, marks_of(operand0)),
-        name,
-    )
-
-
-def _scalar_tensor_tensor(
-    core: Core, dst: NkiTensor, data: NkiTensor, other: NkiTensor, *rest: Any
-) -> Form:
-    *tiles, op0, op1, reverse0, reverse1, marks = rest
+    opcode = "scalar_tensor_tensor"
     first, second = operators.alu(op0), operators.alu(op1)
     for alu in (first, second):
-        checks.arithmetic("scalar_tensor_tensor", alu)
-    _checked("scalar_tensor_tensor", Engine.VECTOR, dst=dst, data=data, operand1=other)
-    for t in tiles:
-        checks.scalar_operand("scalar_tensor_tensor", "operand0", t, data.geometry.partitions)
-    checks.one_psum_input("scalar_tensor_tensor", data, other)
+        check.arithmetic(opcode, alu)
+    check.elementwise(opcode, Engine.VECTOR, dst=dst, data=data, operand1=operand1)
+    if isinstance(operand0, NkiTensor):
+        check.scalar_operand(opcode, "operand0", operand0, data.geometry.partitions)
+    check.one_psum_input(opcode, data, operand1)
     n = dst.geometry.elements
-    bf16 = all(t.dtype == "bfloat16" for t in (dst, data, other))
+    bf16 = all(t.dtype == "bfloat16" for t in (dst, data, operand1))
     quick = bf16 and n % 2 == 0 and (first.name, second.name) == ("subtract", "multiply")
 
-    def run(dst: NkiTensor, data: NkiTensor, other: NkiTensor, *tiles: NkiTensor) -> None:
-        (operand,) = given(marks, tiles)
-        value = apply(first, read(data), operand, reverse0)
-        b = read(other).reshape(value.shape)
+    def run(dst: NkiTensor, data: NkiTensor, operand0: Scalar, operand1: NkiTensor) -> None:
+        value = apply(first, read(data), operand0, reverse0)
+        b = read(operand1).reshape(value.shape)
         write(dst, second.apply(b, value) if reverse1 else second.apply(value, b))
 
-    return Form(
-        "scalar_tensor_tensor", Engine.VECTOR, max(MIN_CYCLES, n if quick else 2 * n), run=run
-    )
+    return InstructionTemplate(Engine.VECTOR, max(MIN_CYCLES, n if quick else 2 * n), run)
 
 
-def reciprocal(dst: NkiTensor, data: NkiTensor, name: str | None = None) -> NkiInstruction:
+@instruction("dst")
+def reciprocal(dst: NkiTensor, data: NkiTensor, name: str | None = None) -> InstructionTemplate:
     """dst = 1 / data on VectorE: more precise and 8x slower than ScalarE's."""
-    core = running.active("nki.isa.reciprocal")
-    return core.issue(_reciprocal, (dst, data), (), name)
-
-
-def _reciprocal(core: Core, dst: NkiTensor, data: NkiTensor) -> Form:
-    _checked("reciprocal", Engine.VECTOR, dst=dst, data=data)
+    check.elementwise("reciprocal", Engine.VECTOR, dst=dst, data=data)
 
     def run(dst: NkiTensor, data: NkiTensor) -> None:
         with np.errstate(divide="ignore"):
             write(dst, np.float32(1) / read(data))
 
-    return Form("reciprocal", Engine.VECTOR, max(MIN_CYCLES, 8 * data.geometry.elements), run=run)
-
-
-def _checked(opcode: str, chosen: Engine, **operands: NkiTensor) -> None:
-    """What every element-wise instruction asks of its tensors."""
-    on_chip(opcode, **operands)
-    checks.engine_reaches(opcode, chosen, operands)
-    checks.same_partitions(opcode, operands)
-    checks.same_elements(opcode, operands)
-
-
-def _in_sbuf(*operands: NkiTensor) -> bool:
-    return all(t.geometry.memory is SBUF for t in operands)
+    return InstructionTemplate(Engine.VECTOR, max(MIN_CYCLES, 8 * data.geometry.elements), run)

@@ -7,43 +7,35 @@ from typing import Any
 import numpy as np
 
 from neuronmm_ops.hardware import MIN_CYCLES, Engine
-from neuronmm_ops.neuroncore import checks
 from neuronmm_ops.neuroncore import core as running
-from neuronmm_ops.neuroncore.core import Core
-from neuronmm_ops.neuroncore.isa.common import (
-    Scalar,
+from neuronmm_ops.neuroncore.checks import operands as check
+from neuronmm_ops.neuroncore.checks.base import refuse
+from neuronmm_ops.neuroncore.isa.elementwise import apply
+from neuronmm_ops.neuroncore.isa.enums import reduce_cmd
+from neuronmm_ops.neuroncore.isa.instruction import Scalar, instruction
+from neuronmm_ops.neuroncore.isa.values import (
+    flat,
     free_cycles,
     raw,
     read,
-    reduce_cmd,
+    reduced,
     scalar,
+    started,
     write,
-)
-from neuronmm_ops.neuroncore.isa.elementwise import apply
-from neuronmm_ops.neuroncore.isa.operands import (
-    accumulate,
-    checked,
-    flat,
-    given,
-    in_sbuf,
-    marks_of,
-    reduction_tile,
-    registers,
-    scalar_tiles,
-    start_accumulators,
-    tiles_of,
+    write_bits,
 )
 from neuronmm_ops.neuroncore.memory.tensor import NkiTensor
 from neuronmm_ops.neuroncore.nl import operators
-from neuronmm_ops.neuroncore.timing.trace import Form, NkiInstruction
+from neuronmm_ops.neuroncore.timing.trace import InstructionTemplate
 
-_CUMULATIVE = ("add", "subtract", "multiply", "maximum", "minimum")
-_FLOAT8 = ("float8_e4m3", "float8_e4m3fn", "float8_e5m2")
+_STARTED = ("reset_reduce", "reduce", "load_reduce")
 _NARROW = (
-    "bfloat16", "float16", "float32", *_FLOAT8, "uint8", "uint16", "int8", "int16"
-)  # fmt: skip
+    *("bfloat16", "float16", "float32", "float8_e4m3", "float8_e4m3fn", "float8_e5m2"),
+    *("uint8", "uint16", "int8", "int16"),
+)
 
 
+@instruction("dst")
 def tensor_reduce(
     dst: NkiTensor,
     op: Any,
@@ -52,87 +44,57 @@ def tensor_reduce(
     negate: bool = False,
     keepdims: bool = False,
     name: str | None = None,
-) -> NkiInstruction:
+) -> InstructionTemplate:
     """dst = data [P, ...] reduced over its last free dimensions, in fp32; bit operators on bits.
 
     `axis` are the last dimensions, as 2 or (1, 2) of three; dst has the elements of the others,
     whether `keepdims` or not. `negate` changes the sign. Raises NkiValidationError.
     """
-    core = running.active("nki.isa.tensor_reduce")
+    opcode, alu = "tensor_reduce", operators.alu(op)
+    check.reducing_operator(opcode, alu)
     axes = (axis,) if isinstance(axis, int) else tuple(axis)
-    return core.issue(_tensor_reduce, (dst, data), (op, axes, negate, keepdims), name)
-
-
-def _tensor_reduce(
-    core: Core,
-    dst: NkiTensor,
-    data: NkiTensor,
-    op: Any,
-    axes: tuple[int, ...],
-    negate: bool,
-    keepdims: bool,
-) -> Form:
-    alu = operators.alu(op)
-    checks.reducing_operator("tensor_reduce", alu)
     axes = tuple([a % data.ndim if -data.ndim <= a < 0 else a for a in axes])
-    checks.trailing_axes(data, axes)
-    checks.negated(alu, negate)
-    checked("tensor_reduce", Engine.VECTOR, dst=dst, data=data)
+    check.trailing_axes(data, axes)
+    if negate and alu.kind == "bitvec":
+        refuse(f"{opcode}: negate is for arithmetic operators; got nl.{alu.name}")
+    check.vector(opcode, Engine.VECTOR, dst=dst, data=data)
     left = int(np.prod(data.shape[1 : min(axes)], dtype=int))
-    checks.free_size("tensor_reduce", "dst", dst, left)
-    bitvec = alu.kind == "bitvec"
-    if bitvec:
-        checks.bitvec_dtypes("tensor_reduce", alu, dst, data)
-        checks.bit_patterns("tensor_reduce", dst, data)
+    check.free_size(opcode, "dst", dst, left)
+    bits = check.bit_reduction(opcode, alu, dst, data)
 
     def run(dst: NkiTensor, data: NkiTensor) -> None:
-        result = operators.reduce(alu, raw(data) if bitvec else read(data), axes)
-        if bitvec:
-            target = raw(dst)
-            target[...] = result.astype(target.dtype).reshape(target.shape)
-        else:
-            write(dst, -result if negate else result)
+        result = operators.reduce(alu, raw(data) if bits else read(data), axes)
+        (write_bits if bits else write)(dst, -result if negate else result)
 
     n = data.geometry.elements
     half = alu.name in ("add", "maximum") and dst.dtype == data.dtype == "bfloat16"
-    return Form("tensor_reduce", Engine.VECTOR, max(MIN_CYCLES, n / 2 if half else n), run=run)
+    return InstructionTemplate(Engine.VECTOR, max(MIN_CYCLES, n / 2 if half else n), run)
 
 
+@instruction("dst")
 def tensor_partition_reduce(
     dst: NkiTensor, op: Any, data: NkiTensor, name: str | None = None
-) -> NkiInstruction:
+) -> InstructionTemplate:
     """dst [1, ...] = data [P, ...] reduced over its partitions on GpSimdE, both in SBUF.
 
     `op` is nl.add, nl.maximum, nl.bitwise_and or nl.bitwise_or.
     """
-    core = running.active("nki.isa.tensor_partition_reduce")
-    return core.issue(_partition_reduce, (dst, data), (op,), name)
-
-
-def _partition_reduce(core: Core, dst: NkiTensor, data: NkiTensor, op: Any) -> Form:
-    opcode = "tensor_partition_reduce"
-    alu = operators.alu(op)
-    checks.reducing_operator(opcode, alu, "add", "maximum", "bitwise_and", "bitwise_or")
-    in_sbuf(opcode, dst=dst)
-    in_sbuf(opcode, data=data)
-    checks.partition_count(opcode, "dst", dst, 1)
-    checks.same_elements(opcode, {"dst": dst, "data": data})
-    bitvec = alu.kind == "bitvec"
-    if bitvec:
-        checks.bitvec_dtypes(opcode, alu, dst, data)
-        checks.bit_patterns(opcode, dst, data)
+    opcode, alu = "tensor_partition_reduce", operators.alu(op)
+    check.reducing_operator(opcode, alu, "add", "maximum", "bitwise_and", "bitwise_or")
+    check.in_sbuf(opcode, dst=dst)
+    check.in_sbuf(opcode, data=data)
+    check.partition_count(opcode, "dst", dst, 1)
+    check.same_elements(opcode, dst=dst, data=data)
+    bits = check.bit_reduction(opcode, alu, dst, data)
 
     def run(dst: NkiTensor, data: NkiTensor) -> None:
-        result = operators.reduce(alu, raw(data) if bitvec else read(data), (0,))
-        if bitvec:
-            target = raw(dst)
-            target[...] = result.astype(target.dtype).reshape(target.shape)
-        else:
-            write(dst, result)
+        result = operators.reduce(alu, raw(data) if bits else read(data), (0,))
+        (write_bits if bits else write)(dst, result)
 
-    return Form(opcode, Engine.GPSIMD, free_cycles(data), run=run)
+    return InstructionTemplate(Engine.GPSIMD, free_cycles(data), run)
 
 
+@instruction("dst", "reduce_res")
 def tensor_scalar_reduce(
     dst: NkiTensor,
     data: NkiTensor,
@@ -145,51 +107,43 @@ def tensor_scalar_reduce(
     reduce_init: Scalar | None = None,
     reduce_res_negate: bool = False,
     name: str | None = None,
-) -> NkiInstruction:
+) -> InstructionTemplate:
     """dst = data op0 operand0, and its reduction over the free dimensions into reduce_res [P, 1].
 
     `operand0` and `reduce_init` are numbers or tiles [P, 1]. `reduce_op` is nl.add, nl.multiply,
     nl.maximum or nl.minimum, of the fp32 results before they are rounded to dst's dtype.
     """
-    core = running.active("nki.isa.tensor_scalar_reduce")
-    scalars = (operand0, reduce_init)
-    options = (op0, reduce_op, reverse0, reduce_cmd, reduce_res_negate, marks_of(*scalars))
-    outputs = (dst,) if reduce_res is None else (dst, reduce_res)
-    return core.issue(
-        _scalar_reduce, (*outputs, data, *tiles_of(*scalars)), (*options, len(outputs)), name
-    )
-
-
-def _scalar_reduce(core: Core, *rest: Any) -> Form:
-    opcode = "tensor_scalar_reduce"
-    *operands, op0, reduce_op, reverse, command, negate, marks, outputs = rest
-    dst, data, tiles = operands[0], operands[outputs], operands[outputs + 1 :]
-    result = operands[1] if outputs == 2 else None
+    opcode, core = "tensor_scalar_reduce", running.active()
     alu, reducer = operators.alu(op0), operators.alu(reduce_op)
-    checks.arithmetic(opcode, alu)
-    checks.not_reversed(opcode, reverse)
-    checks.unary_operand(opcode, alu, marks[0])
-    checks.reducing_operator(opcode, reducer, "add", "multiply", "maximum", "minimum")
-    checks.reduction_command(opcode, command, "reset_reduce", "reduce", "load_reduce")
-    initial_given = marks[1] is None or marks[1][0] is not None
-    checks.reduction_start(opcode, "reduce_init", command.name, initial_given)
-    checked(opcode, Engine.VECTOR, dst=dst, data=data)
-    checks.same_elements(opcode, {"dst": dst, "data": data})
-    scalar_tiles(opcode, data, tiles, "float32")
-    reduction_tile(opcode, data, command.name, result)
+    check.arithmetic(opcode, alu)
+    if reverse0:  # documented as not supported yet
+        refuse(f"{opcode}: reverse0 is not supported; swap the operands or use tensor_scalar")
+    check.unary_operand(opcode, alu, operand0)
+    check.reducing_operator(opcode, reducer, "add", "multiply", "maximum", "minimum")
+    check.reduction_command(opcode, reduce_cmd, *_STARTED)
+    check.reduction_start(opcode, "reduce_init", reduce_cmd, reduce_init is not None)
+    check.elementwise(opcode, Engine.VECTOR, dst=dst, data=data)
+    check.scalars(opcode, data, (operand0, reduce_init), "float32")
+    check.reduction_result(opcode, data, reduce_cmd, reduce_res)
 
-    def run(*operands: NkiTensor) -> None:
-        operand, initial = given(marks, operands[outputs + 1 :])
-        value = apply(alu, read(operands[outputs]), operand, False)
-        kept = accumulate(core, operands[outputs], command.name, reducer, value, initial)
-        write(operands[0], value)
-        if outputs == 2:
-            write(operands[1], -kept if negate else kept)
+    def run(
+        dst: NkiTensor,
+        data: NkiTensor,
+        operand0: Scalar | None,
+        reduce_res: NkiTensor | None,
+        reduce_init: Scalar | None,
+    ) -> None:
+        value = apply(alu, read(data), operand0, False)
+        sums = reduced(core, data, reduce_cmd.name, reducer, value, reduce_init)
+        write(dst, value)
+        if reduce_res is not None:
+            write(reduce_res, -sums if reduce_res_negate else sums)
 
     # "a small additional performance cost" for the reduction: as activation_reduce's (SDK 2.26)
-    return Form(opcode, Engine.VECTOR, free_cycles(dst, data) + MIN_CYCLES, writes=outputs, run=run)
+    return InstructionTemplate(Engine.VECTOR, free_cycles(dst, data) + MIN_CYCLES, run)
 
 
+@instruction("dst")
 def tensor_scalar_cumulative(
     dst: NkiTensor,
     src: NkiTensor,
@@ -199,46 +153,37 @@ def tensor_scalar_cumulative(
     imm1: Scalar | None = None,
     reduce_cmd: reduce_cmd = reduce_cmd.reset_reduce,
     name: str | None = None,
-) -> NkiInstruction:
+) -> InstructionTemplate:
     """dst[i] = register = (src[i] op0 imm0) op1 register, along the free dimensions, in fp32.
 
     `imm0` is a number or a fp32 tile [P, 1]; `imm1`, with reduce_cmd.load_reduce, is where the
     register starts. `op1` is nl.add, subtract, multiply, maximum or minimum. No 32-bit integers.
     """
-    core = running.active("nki.isa.tensor_scalar_cumulative")
-    options = (op0, op1, marks_of(imm0, imm1), reduce_cmd)
-    return core.issue(_cumulative, (dst, src, *tiles_of(imm0, imm1)), options, name)
-
-
-def _cumulative(core: Core, dst: NkiTensor, src: NkiTensor, *rest: Any) -> Form:
-    opcode = "tensor_scalar_cumulative"
-    *tiles, op0, op1, marks, command = rest
+    opcode, core = "tensor_scalar_cumulative", running.active()
     first, second = operators.alu(op0), operators.alu(op1)
-    checks.arithmetic(opcode, first)
-    checks.unary_operand(opcode, first, marks[0])
-    checks.reducing_operator(opcode, second, *_CUMULATIVE)
-    checks.reduction_command(opcode, command, "reset_reduce", "reduce", "load_reduce")
-    initial_given = marks[1] is None or marks[1][0] is not None
-    checks.reduction_start(opcode, "imm1", command.name, initial_given)
-    checked(opcode, Engine.VECTOR, dst=dst, src=src)
-    checks.same_elements(opcode, {"dst": dst, "src": src})
-    checks.dtype_in(opcode, "dst", dst, *_NARROW)
-    checks.dtype_in(opcode, "src", src, *_NARROW)
-    scalar_tiles(opcode, src, tiles, "float32")
+    check.arithmetic(opcode, first)
+    check.unary_operand(opcode, first, imm0)
+    allowed = "add", "subtract", "multiply", "maximum", "minimum"
+    check.reducing_operator(opcode, second, *allowed)
+    check.reduction_command(opcode, reduce_cmd, *_STARTED)
+    check.reduction_start(opcode, "imm1", reduce_cmd, imm1 is not None)
+    check.elementwise(opcode, Engine.VECTOR, dst=dst, src=src)
+    check.dtype_in(opcode, "dst", dst, *_NARROW)
+    check.dtype_in(opcode, "src", src, *_NARROW)
+    check.scalars(opcode, src, (imm0, imm1), "float32")
 
-    def run(dst: NkiTensor, src: NkiTensor, *tiles: NkiTensor) -> None:
-        operand, initial = given(marks, tiles)
-        value = flat(apply(first, read(src), operand, False))
-        kept = registers(core, src)
-        start_accumulators(kept, command.name, second, initial)
+    def run(dst: NkiTensor, src: NkiTensor, imm0: Scalar, imm1: Scalar | None) -> None:
+        value = flat(apply(first, read(src), imm0, False))
+        register = started(core, src, reduce_cmd.name, second, imm1)
         result = np.empty_like(value)
         for i in range(value.shape[1]):
-            kept[:] = result[:, i] = second.apply(value[:, i], kept)
+            register[:] = result[:, i] = second.apply(value[:, i], register)
         write(dst, result)
 
-    return Form(opcode, Engine.VECTOR, free_cycles(dst), run=run)
+    return InstructionTemplate(Engine.VECTOR, free_cycles(dst), run)
 
 
+@instruction("dst")
 def tensor_tensor_scan(
     dst: NkiTensor,
     data0: NkiTensor,
@@ -249,31 +194,23 @@ def tensor_tensor_scan(
     reverse0: bool = False,
     reverse1: bool = False,
     name: str | None = None,
-) -> NkiInstruction:
+) -> InstructionTemplate:
     """dst[i] = (data0[i] op0 dst[i - 1]) op1 data1[i] along the free dimensions, in fp32.
 
     dst[-1] is `initial`, a number or a tile [P, 1]. `reverse` swaps the sides of its operator.
     At most one input is in PSUM.
     """
-    core = running.active("nki.isa.tensor_tensor_scan")
-    options = (op0, op1, reverse0, reverse1, marks_of(initial))
-    return core.issue(_scan, (dst, data0, data1, *tiles_of(initial)), options, name)
-
-
-def _scan(core: Core, dst: NkiTensor, data0: NkiTensor, data1: NkiTensor, *rest: Any) -> Form:
     opcode = "tensor_tensor_scan"
-    *tiles, op0, op1, reverse0, reverse1, marks = rest
     first, second = operators.alu(op0), operators.alu(op1)
-    checks.binary_arithmetic(opcode, "op0", first)
-    checks.binary_arithmetic(opcode, "op1", second)
-    checked(opcode, Engine.VECTOR, dst=dst, data0=data0, data1=data1)
-    checks.same_elements(opcode, {"dst": dst, "data0": data0, "data1": data1})
-    checks.one_psum_input(opcode, data0, data1)
-    scalar_tiles(opcode, data0, tiles)
+    check.binary_arithmetic(opcode, "op0", first)
+    check.binary_arithmetic(opcode, "op1", second)
+    check.elementwise(opcode, Engine.VECTOR, dst=dst, data0=data0, data1=data1)
+    check.one_psum_input(opcode, data0, data1)
+    check.scalars(opcode, data0, [initial])
 
-    def run(dst: NkiTensor, data0: NkiTensor, data1: NkiTensor, *tiles: NkiTensor) -> None:
+    def run(dst: NkiTensor, data0: NkiTensor, data1: NkiTensor, initial: Scalar) -> None:
         a, b = flat(read(data0)), flat(read(data1))
-        last = np.broadcast_to(scalar(given(marks, tiles)[0], a), (len(a), 1))[:, 0]
+        last = np.broadcast_to(scalar(initial, a), (len(a), 1))[:, 0]
         result = np.empty_like(a)
         for i in range(a.shape[1]):
             x = first.apply(last, a[:, i]) if reverse0 else first.apply(a[:, i], last)
@@ -281,22 +218,19 @@ def _scan(core: Core, dst: NkiTensor, data0: NkiTensor, data1: NkiTensor, *rest:
             result[:, i] = last
         write(dst, result)
 
-    return Form(opcode, Engine.VECTOR, max(MIN_CYCLES, 2 * data0.geometry.elements), run=run)
+    cycles = max(MIN_CYCLES, 2 * data0.geometry.elements)
+    return InstructionTemplate(Engine.VECTOR, cycles, run)
 
 
-def bn_stats(dst: NkiTensor, data: NkiTensor, name: str | None = None) -> NkiInstruction:
+@instruction("dst")
+def bn_stats(dst: NkiTensor, data: NkiTensor, name: str | None = None) -> InstructionTemplate:
     """dst [P, 6] = count, mean, variance * count of the even, then of the odd elements of data.
 
     data [P, up to 512]; fp32 inside.
     """
-    core = running.active("nki.isa.bn_stats")
-    return core.issue(_bn_stats, (dst, data), (), name)
-
-
-def _bn_stats(core: Core, dst: NkiTensor, data: NkiTensor) -> Form:
-    checked("bn_stats", Engine.VECTOR, dst=dst, data=data)
-    checks.free_size("bn_stats", "dst", dst, 6)
-    checks.free_range("bn_stats", "data", data, 1, 512)
+    check.vector("bn_stats", Engine.VECTOR, dst=dst, data=data)
+    check.free_size("bn_stats", "dst", dst, 6)
+    check.free_range("bn_stats", "data", data, 1, 512)
 
     def run(dst: NkiTensor, data: NkiTensor) -> None:
         values = flat(read(data))
@@ -309,19 +243,16 @@ def _bn_stats(core: Core, dst: NkiTensor, data: NkiTensor) -> Form:
                 stats[:, at + 2] = np.square(half - mean).sum(1)
         write(dst, stats)
 
-    return Form("bn_stats", Engine.VECTOR, free_cycles(data), run=run)
+    return InstructionTemplate(Engine.VECTOR, free_cycles(data), run)
 
 
-def bn_aggr(dst: NkiTensor, data: NkiTensor, name: str | None = None) -> NkiInstruction:
+@instruction("dst")
+def bn_aggr(dst: NkiTensor, data: NkiTensor, name: str | None = None) -> InstructionTemplate:
     """dst [P, 2] = mean and variance from data [P, 3n], triples of `bn_stats`."""
-    core = running.active("nki.isa.bn_aggr")
-    return core.issue(_bn_aggr, (dst, data), (), name)
-
-
-def _bn_aggr(core: Core, dst: NkiTensor, data: NkiTensor) -> Form:
-    checked("bn_aggr", Engine.VECTOR, dst=dst, data=data)
-    checks.free_size("bn_aggr", "dst", dst, 2)
-    checks.free_multiple("bn_aggr", "data", data, 3)
+    check.vector("bn_aggr", Engine.VECTOR, dst=dst, data=data)
+    check.free_size("bn_aggr", "dst", dst, 2)
+    if data.geometry.elements % 3:
+        refuse(f"bn_aggr: data must have a multiple of 3 elements per partition; got {data}")
 
     def run(dst: NkiTensor, data: NkiTensor) -> None:
         count, means, spread = np.moveaxis(flat(read(data)).reshape(data.shape[0], -1, 3), 2, 0)
@@ -330,28 +261,25 @@ def _bn_aggr(core: Core, dst: NkiTensor, data: NkiTensor) -> Form:
         between = (count * np.square(means - mean[:, None])).sum(1)
         write(dst, np.stack([mean, (spread.sum(1) + between) / total], 1))
 
-    return Form("bn_aggr", Engine.VECTOR, free_cycles(data), run=run)
+    return InstructionTemplate(Engine.VECTOR, free_cycles(data), run)
 
 
-def max8(dst: NkiTensor, src: NkiTensor, name: str | None = None) -> NkiInstruction:
+@instruction("dst")
+def max8(dst: NkiTensor, src: NkiTensor, name: str | None = None) -> InstructionTemplate:
     """dst [P, 8] = the 8 largest of src [P, 8 to 16384], in descending order."""
-    core = running.active("nki.isa.max8")
-    return core.issue(_max8, (dst, src), (), name)
-
-
-def _max8(core: Core, dst: NkiTensor, src: NkiTensor) -> Form:
-    checked("max8", Engine.VECTOR, dst=dst, src=src)
-    checks.free_size("max8", "dst", dst, 8)
-    checks.dimensions("max8", "dst", dst, 2)
-    checks.free_range("max8", "src", src, 8, 16384)
-    checks.dimensions("max8", "src", src, 3)
+    check.vector("max8", Engine.VECTOR, dst=dst, src=src)
+    check.free_size("max8", "dst", dst, 8)
+    check.dimensions("max8", "dst", dst, 2)
+    check.free_range("max8", "src", src, 8, 16384)
+    check.dimensions("max8", "src", src, 3)
 
     def run(dst: NkiTensor, src: NkiTensor) -> None:
         write(dst, np.sort(flat(read(src)), axis=1)[:, :-9:-1])
 
-    return Form("max8", Engine.VECTOR, free_cycles(src), run=run)
+    return InstructionTemplate(Engine.VECTOR, free_cycles(src), run)
 
 
+@instruction("dst", "reduce_res")
 def exponential(
     dst: NkiTensor,
     src: NkiTensor,
@@ -360,43 +288,35 @@ def exponential(
     reduce_cmd: reduce_cmd = reduce_cmd.idle,
     reduce_init: Scalar = 0.0,
     name: str | None = None,
-) -> NkiInstruction:
+) -> InstructionTemplate:
     """dst = exp(src - max_value) on VectorE, NeuronCore-v4; the sums go to reduce_res [P, 1].
 
     `max_value`, and `reduce_init` with reduce_cmd.load_reduce, are numbers or fp32 tiles [P, 1].
     """
-    core = running.active("nki.isa.exponential")
-    scalars = (max_value, reduce_init)
-    outputs = (dst,) if reduce_res is None else (dst, reduce_res)
-    options = (reduce_cmd, marks_of(*scalars), len(outputs))
-    return core.issue(_exponential, (*outputs, src, *tiles_of(*scalars)), options, name)
-
-
-def _exponential(core: Core, *rest: Any) -> Form:
-    *operands, command, marks, outputs = rest
-    dst, src, tiles = operands[0], operands[outputs], operands[outputs + 1 :]
-    result = operands[1] if outputs == 2 else None
-    checks.generation("exponential", core.machine, 4, "it", "use activation(op=nl.exp, bias=)")
-    commands = ("idle", "reset_reduce", "reduce", "load_reduce")
-    checks.reduction_command("exponential", command, *commands)
-    if command.name != "load_reduce":
-        initial_given = marks[1] is None or marks[1][0] != 0
-        checks.reduction_start("exponential", "reduce_init", command.name, initial_given)
-    checked("exponential", Engine.VECTOR, dst=dst, src=src)
-    checks.same_elements("exponential", {"dst": dst, "src": src})
-    scalar_tiles("exponential", src, tiles, "float32")
-    reduction_tile("exponential", src, command.name, result)
-    if result is not None:
-        checks.float_dtype("exponential", "reduce_res", result)
+    opcode, core = "exponential", running.active()
+    check.generation(opcode, core.machine, 4, "it", "use activation(op=nl.exp, bias=)")
+    check.reduction_command(opcode, reduce_cmd, "idle", *_STARTED)
+    if reduce_cmd.name != "load_reduce":
+        started_at = isinstance(reduce_init, NkiTensor) or reduce_init != 0
+        check.reduction_start(opcode, "reduce_init", reduce_cmd, started_at)
+    check.elementwise(opcode, Engine.VECTOR, dst=dst, src=src)
+    check.scalars(opcode, src, (max_value, reduce_init), "float32")
+    check.reduction_result(opcode, src, reduce_cmd, reduce_res)
+    check.float_dtype(opcode, "reduce_res", reduce_res)
     function, add = operators.ACTIVATION["exp"], operators.ALU["add"]
 
-    def run(*operands: NkiTensor) -> None:
-        largest, initial = given(marks, operands[outputs + 1 :])
-        value = read(operands[outputs])
-        value = function.apply(value - scalar(largest, value))
-        kept = accumulate(core, operands[outputs], command.name, add, value, initial)
-        write(operands[0], value)
-        if outputs == 2:
-            write(operands[1], kept)
+    def run(
+        dst: NkiTensor,
+        src: NkiTensor,
+        max_value: Scalar,
+        reduce_res: NkiTensor | None,
+        reduce_init: Scalar,
+    ) -> None:
+        value = read(src)
+        value = function.apply(value - scalar(max_value, value))
+        sums = reduced(core, src, reduce_cmd.name, add, value, reduce_init)
+        write(dst, value)
+        if reduce_res is not None:
+            write(reduce_res, sums)
 
-    return Form("exponential", Engine.VECTOR, free_cycles(dst), writes=outputs, run=run)
+    return InstructionTemplate(Engine.VECTOR, free_cycles(dst), run)

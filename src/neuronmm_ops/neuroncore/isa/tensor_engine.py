@@ -7,22 +7,14 @@ from typing import Any
 import numpy as np
 
 from neuronmm_ops.hardware import MIN_CYCLES, Engine
-from neuronmm_ops.neuroncore import checks
 from neuronmm_ops.neuroncore import core as running
-from neuronmm_ops.neuroncore.core import Core
-from neuronmm_ops.neuroncore.isa.common import (
-    PSUM,
-    SBUF,
-    convert,
-    engine,
-    engine_of,
-    matmul_perf_mode,
-    on_chip,
-    raw,
-    read,
-)
+from neuronmm_ops.neuroncore.checks import operands as check
+from neuronmm_ops.neuroncore.checks import tensor_engine as pe_check
+from neuronmm_ops.neuroncore.isa.enums import engine, engine_of, matmul_perf_mode
+from neuronmm_ops.neuroncore.isa.instruction import instruction
+from neuronmm_ops.neuroncore.isa.values import PSUM, SBUF, convert, raw, read
 from neuronmm_ops.neuroncore.memory.tensor import NkiTensor
-from neuronmm_ops.neuroncore.timing.trace import Form, NkiInstruction
+from neuronmm_ops.neuroncore.timing.trace import InstructionTemplate, NkiInstruction
 
 
 def nc_matmul(
@@ -47,8 +39,8 @@ def nc_matmul(
     storage, region = dst.storage, dst.geometry.region
     adds = partly = False
     if accumulate:
-        checks.memory("nc_matmul", "dst", dst, PSUM)
-        checks.accumulates(dst)
+        check.memory("nc_matmul", "dst", dst, PSUM)
+        pe_check.accumulates(dst)
         adds = True
     elif accumulate is None and storage.summed:
         adds = region in storage.summed
@@ -56,21 +48,10 @@ def nc_matmul(
             adds = partly = True
             if core.execute:
                 _clear_unsummed(dst)
-    done = core.issue(
-        _matmul,
-        (dst, stationary, moving),
-        (
-            adds,
-            partly,
-            is_stationary_onezero,
-            is_moving_onezero,
-            is_transpose,
-            tile_position,
-            tile_size,
-            perf_mode,
-        ),
-        name,
-    )
+    operands = (dst, stationary, moving)
+    onezero = is_stationary_onezero or is_moving_onezero
+    options = (adds, partly, onezero, is_transpose, tile_position, tile_size, perf_mode)
+    done = core.record(core.template(_matmul, operands, options), operands)
     storage.summed.add(region)
     return done
 
@@ -84,50 +65,46 @@ def _clear_unsummed(dst: NkiTensor) -> None:
 
 
 def _matmul(
-    core: Core,
     dst: NkiTensor,
     stationary: NkiTensor,
     moving: NkiTensor,
     adds: bool,
     partly: bool,
-    stationary_onezero: bool,
-    moving_onezero: bool,
+    onezero: bool,
     is_transpose: bool,
     position: tuple[int, int],
     size: tuple[int, int],
     perf_mode: matmul_perf_mode,
-) -> Form:
-    machine = core.machine
-    checks.memory("nc_matmul", "dst", dst, PSUM)
-    checks.memory("nc_matmul", "stationary", stationary, SBUF)
-    checks.memory("nc_matmul", "moving", moving, SBUF)
+) -> InstructionTemplate:
+    opcode, machine = "nc_matmul", running.active().machine
+    check.memory(opcode, "dst", dst, PSUM)
+    check.memory(opcode, "stationary", stationary, SBUF)
+    check.memory(opcode, "moving", moving, SBUF)
     double = perf_mode is matmul_perf_mode.double_row
     if double:
-        checks.double_row(machine, stationary, moving, bool(size))
+        pe_check.double_row(machine, stationary, moving, bool(size))
     rows = 2 if double else 1
-    checks.matmul_shapes(machine, dst, stationary, moving, rows)
+    pe_check.matmul_shapes(machine, dst, stationary, moving, rows)
     native_transpose = is_transpose and machine.generation >= 3
     if native_transpose:
-        checks.same_dtype("nc_matmul(is_transpose=True)", dst, stationary)
-        checks.same_dtype("nc_matmul(is_transpose=True)", dst, moving)
+        check.same_dtype("nc_matmul(is_transpose=True)", dst, stationary)
+        check.same_dtype("nc_matmul(is_transpose=True)", dst, moving)
     else:
-        checks.matmul_dtypes(machine, dst, stationary, moving)
-    checks.psum_bank("nc_matmul", machine, dst)
+        pe_check.matmul_dtypes(machine, dst, stationary, moving)
+    pe_check.psum_bank(opcode, machine, dst)
     k = stationary.geometry.partitions
     m, n = dst.geometry.partitions, dst.geometry.elements
-    checks.pe_pair(position, size)
-    if size:
-        checks.pe_tiling(machine, position, size, k, m)
+    pe_check.pe_tiling(machine, position, size, k, m)
     for operand, t in (("stationary", stationary), ("moving", moving), ("dst", dst)):
-        checks.start_partition("nc_matmul", operand, t)
-    passes = _passes(stationary, moving, stationary_onezero or moving_onezero, native_transpose)
-    return Form(
-        "nc_matmul",
+        check.start_partition(opcode, operand, t)
+    passes = _passes(stationary, moving, onezero, native_transpose)
+    return InstructionTemplate(
         Engine.TENSOR,
         max(min(MIN_CYCLES, m), n) * passes,
-        keeps=adds and not partly,
+        _matmul_values(rows, adds, native_transpose),
+        opcode,
+        reads_dst=adds and not partly,
         flops=0 if is_transpose else 2 * rows * k * m * n,
-        run=_matmul_values(rows, adds, native_transpose),
         pe_tile=(position[0], size[0], position[1], size[1]) if size else None,
     )
 
@@ -162,36 +139,33 @@ def _matmul_values(rows: int, adds: bool, transpose: bool) -> Any:
     return run
 
 
+@instruction("dst")
 def nc_transpose(
     dst: NkiTensor, data: NkiTensor, engine: engine = engine.unknown, name: str | None = None
-) -> NkiInstruction:
+) -> InstructionTemplate:
     """dst[F, P] = data[P, F].T: TensorE SBUF to PSUM up to 128 x 128, VectorE up to 32 x 32."""
-    core = running.active("nki.isa.nc_transpose")
-    return core.issue(_transpose, (dst, data), (engine,), name)
-
-
-def _transpose(core: Core, dst: NkiTensor, data: NkiTensor, asked: engine) -> Form:
+    opcode, machine = "nc_transpose", running.active().machine
     p, f = data.geometry.partitions, data.geometry.elements
     moves = dst.geometry.memory is PSUM and data.geometry.memory is SBUF
-    default = Engine.TENSOR if moves else Engine.VECTOR
-    chosen = engine_of(asked, default)
-    checks.engine_runs("nc_transpose", chosen, Engine.TENSOR, Engine.VECTOR)
-    checks.transpose_tile("nc_transpose", chosen, data, dst)
-    on_chip("nc_transpose", dst=dst, data=data)
-    if core.machine.generation >= 3 or chosen is Engine.VECTOR:
-        checks.same_dtype("nc_transpose", dst, data)
+    engines = (Engine.TENSOR, Engine.VECTOR) if moves else (Engine.VECTOR, Engine.TENSOR)
+    chosen = engine_of(opcode, engine, *engines)
+    pe_check.transpose_tile(opcode, chosen, data, dst)
+    for operand, t in (("dst", dst), ("data", data)):
+        check.memory(opcode, operand, t, SBUF, PSUM)
+        check.start_partition(opcode, operand, t)
+    if machine.generation >= 3 or chosen is Engine.VECTOR:
+        check.same_dtype(opcode, dst, data)
     cycles: float = max(MIN_CYCLES, f)
     if chosen is Engine.TENSOR:
-        checks.memory("nc_transpose", "data", data, SBUF)
-        checks.memory("nc_transpose", "dst", dst, PSUM)
-        checks.psum_bank("nc_transpose", core.machine, dst)
-        cycles = max(p, min(MIN_CYCLES, f)) * _passes(
-            data, data, False, core.machine.generation >= 3
-        )
+        check.memory(opcode, "data", data, SBUF)
+        check.memory(opcode, "dst", dst, PSUM)
+        pe_check.psum_bank(opcode, machine, dst)
+        passes = _passes(data, data, False, machine.generation >= 3)
+        cycles = max(p, min(MIN_CYCLES, f)) * passes
 
     def run(dst: NkiTensor, data: NkiTensor) -> None:
         out, source = raw(dst), raw(data)
         values = source if out.dtype == source.dtype else convert(dst, read(data))
         out[...] = values.reshape(p, f).T.reshape(out.shape)
 
-    return Form("nc_transpose", chosen, cycles, run=run)
+    return InstructionTemplate(chosen, cycles, run)

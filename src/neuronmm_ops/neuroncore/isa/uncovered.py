@@ -6,7 +6,8 @@ import functools
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from neuronmm_ops.neuroncore.isa.common import Scalar, reduce_cmd
+from neuronmm_ops.neuroncore.isa.enums import reduce_cmd
+from neuronmm_ops.neuroncore.isa.instruction import Scalar
 from neuronmm_ops.neuroncore.memory.tensor import NkiTensor
 
 Pair = tuple[int, int]

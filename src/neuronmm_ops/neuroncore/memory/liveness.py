@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from neuronmm_ops.hardware import PSUM_BANK_BYTES, PSUM_BANKS, Machine
-from neuronmm_ops.neuroncore.checks import NkiValidationError
+from neuronmm_ops.neuroncore.checks.base import NkiValidationError
 from neuronmm_ops.neuroncore.memory.storage import MemoryRegion, Storage
 from neuronmm_ops.neuroncore.timing.trace import Trace
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from neuronmm_ops.neuroncore import checks
+from neuronmm_ops.neuroncore.checks import views as check
 from neuronmm_ops.neuroncore.dtypes import DType, dtype_of
 from neuronmm_ops.neuroncore.memory.geometry import (
     Geometry,
@@ -169,7 +169,7 @@ class NkiTensor:
         return view
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        checks.tile_assignment(self)
+        check.tile_assignment(self)
 
     def _view(
         self, shape: tuple[int, ...], strides: tuple[int, ...], offset: int | None = None
@@ -180,9 +180,9 @@ class NkiTensor:
 
     def slice(self, dim: int, start: int, end: int, step: int = 1) -> NkiTensor:
         """Elements start, start+step, ... below end of one dimension."""
-        dim = checks.dimension(self, dim)
-        checks.slice_bounds(self, dim, start, end, step)
-        checks.not_the_indirect(self, dim)
+        dim = check.dimension(self, dim)
+        check.slice_bounds(self, dim, start, end, step)
+        check.not_the_indirect(self, dim)
         shape, strides = list(self.shape), list(self.strides)
         shape[dim] = -(-(end - start) // step)
         place = self.offset + start * strides[dim]
@@ -191,26 +191,26 @@ class NkiTensor:
 
     def select(self, dim: int, index: Any) -> NkiTensor:
         """One element of a dimension, which disappears; the index may be a tensor or register."""
-        dim = checks.dimension(self, dim)
-        checks.not_the_indirect(self, dim)
+        dim = check.dimension(self, dim)
+        check.not_the_indirect(self, dim)
         shape = self.shape[:dim] + self.shape[dim + 1 :]
         strides = self.strides[:dim] + self.strides[dim + 1 :]
         if len(shape) == (1 if self.geometry.on_chip else 0):
             shape, strides = (*shape, 1), (*strides, 1)
         if not isinstance(index, int | np.integer):
-            checks.scalar_index(self, dim, index, isinstance(index, NkiTensor | VirtualRegister))
-            checks.one_dynamic_index(self, dim)
+            check.scalar_index(self, dim, index, isinstance(index, NkiTensor | VirtualRegister))
+            check.one_dynamic_index(self, dim)
             how = ("scalar", dim, self.strides[dim])
             return view_of(
                 self.storage, self.geometry.derive(shape, strides, self.offset, None, how), index
             )
-        checks.partition_view(self, dim, "selected away")
-        checks.index_bounds(self, dim, as_int(index))
+        check.partition_view(self, dim, "selected away")
+        check.index_bounds(self, dim, as_int(index))
         return self._view(shape, strides, self.offset + as_int(index) * self.strides[dim])
 
     def vector_select(self, dim: int, vector_offset: NkiTensor) -> NkiTensor:
         """HBM rows chosen by one index per partition, `vector_offset` [P, 1] in SBUF."""
-        checks.vector_index(self, dim, vector_offset)
+        check.vector_index(self, dim, vector_offset)
         shape = (vector_offset.shape[0], *self.shape[1:])
         how = ("vector", dim, self.strides[dim])
         geometry = self.geometry.derive(shape, self.strides, self.offset, None, how)
@@ -218,43 +218,43 @@ class NkiTensor:
 
     def permute(self, dims: tuple[int, ...]) -> NkiTensor:
         """Dimensions in another order; the partition stays first."""
-        checks.permutation(self, dims)
+        check.permutation(self, dims)
         return self._view(
             tuple([self.shape[d] for d in dims]), tuple([self.strides[d] for d in dims])
         )
 
     def broadcast(self, dim: int, size: int) -> NkiTensor:
         """Repeat a dimension of size 1."""
-        dim = checks.dimension(self, dim)
-        checks.partition_view(self, dim, "broadcast")
-        checks.size_one(self, dim, "broadcast")
+        dim = check.dimension(self, dim)
+        check.partition_view(self, dim, "broadcast")
+        check.size_one(self, dim, "broadcast")
         shape, strides = list(self.shape), list(self.strides)
         shape[dim], strides[dim] = size, 0
         return self._view(tuple(shape), tuple(strides))
 
     def expand_dim(self, dim: int) -> NkiTensor:
         """Insert a dimension of size 1."""
-        dim = checks.dimension(self, dim, extra=1)
-        checks.partition_view(self, dim, "moved by a new dimension")
+        dim = check.dimension(self, dim, extra=1)
+        check.partition_view(self, dim, "moved by a new dimension")
         return self._view(
             (*self.shape[:dim], 1, *self.shape[dim:]), (*self.strides[:dim], 0, *self.strides[dim:])
         )
 
     def squeeze_dim(self, dim: int) -> NkiTensor:
         """Remove a dimension of size 1."""
-        dim = checks.dimension(self, dim)
-        checks.partition_view(self, dim, "removed")
-        checks.size_one(self, dim, "removed")
+        dim = check.dimension(self, dim)
+        check.partition_view(self, dim, "removed")
+        check.size_one(self, dim, "removed")
         return self._view(
             self.shape[:dim] + self.shape[dim + 1 :], self.strides[:dim] + self.strides[dim + 1 :]
         )
 
     def reshape_dim(self, dim: int, shape: tuple[int, ...]) -> NkiTensor:
         """Split a dimension; one size may be -1."""
-        dim = checks.dimension(self, dim)
-        sizes = checks.split_sizes(self, dim, tuple(shape))
+        dim = check.dimension(self, dim)
+        sizes = check.split_sizes(self, dim, tuple(shape))
         if len(sizes) > 1:
-            checks.partition_view(self, dim, "split")
+            check.partition_view(self, dim, "split")
         steps = tuple([s * self.strides[dim] for s in contiguous_strides(sizes)])
         return self._view(
             self.shape[:dim] + sizes + self.shape[dim + 1 :],
@@ -263,12 +263,12 @@ class NkiTensor:
 
     def flatten_dims(self, start_dim: int, end_dim: int) -> NkiTensor:
         """Merge neighbouring dimensions that are contiguous in memory, both ends included."""
-        start_dim, end_dim = checks.dimension(self, start_dim), checks.dimension(self, end_dim)
+        start_dim, end_dim = check.dimension(self, start_dim), check.dimension(self, end_dim)
         if start_dim != end_dim:
-            checks.partition_view(self, start_dim, "merged")
+            check.partition_view(self, start_dim, "merged")
         sizes, steps = self.shape[start_dim : end_dim + 1], self.strides[start_dim : end_dim + 1]
         merged = merged_stride(sizes, steps)
-        checks.mergeable(self, merged, start_dim, end_dim)
+        check.mergeable(self, merged, start_dim, end_dim)
         return self._view(
             (*self.shape[:start_dim], prod(sizes), *self.shape[end_dim + 1 :]),
             (*self.strides[:start_dim], merged or 0, *self.strides[end_dim + 1 :]),
@@ -276,9 +276,9 @@ class NkiTensor:
 
     def reshape(self, shape: tuple[int, ...]) -> NkiTensor:
         """The same elements in another shape, where memory allows it without a copy."""
-        sizes = checks.reshaped(self, tuple(shape))
+        sizes = check.reshaped(self, tuple(shape))
         strides = reshaped_strides(self.shape, self.strides, sizes)
-        checks.reshapeable(self, sizes, strides)
+        check.reshapeable(self, sizes, strides)
         return self._view(sizes, strides or ())
 
     def rearrange(
@@ -292,7 +292,7 @@ class NkiTensor:
         source = [(g,) if isinstance(g, str) else tuple(g) for g in src_pattern]
         names = [m for g in source for m in g]
         flat = [m for g in dst_pattern for m in ((g,) if isinstance(g, str) else g)]
-        checks.rearrange_names(self, len(source), names, flat)
+        check.rearrange_names(self, len(source), names, flat)
         sizes = fixed_sizes or {}
         dim = 0
         for members in source:
@@ -308,7 +308,7 @@ class NkiTensor:
     def view(self, dtype: DType) -> NkiTensor:
         """The same bytes as another dtype; the last dimension's size changes with the itemsize."""
         new, old = dtype_of(dtype), self.dtype
-        checks.reinterpretable(self, new)
+        check.reinterpretable(self, new)
         shape, strides, offset = list(self.shape), list(self.strides), self.offset
         if new.itemsize != old.itemsize:
             shape[-1] = shape[-1] * old.itemsize // new.itemsize
@@ -341,10 +341,10 @@ class NkiTensor:
         place = self.offset * self.dtype.itemsize // new.itemsize + (offset or 0)
         index = vector_offset if vector_offset is not None else scalar_offset
         if index is not None:
-            checks.one_index(self, scalar_offset, vector_offset, indirect_dim)
+            check.one_index(self, scalar_offset, vector_offset, indirect_dim)
         walked = strides if vector_offset is None else (0, *strides[1:])  # rows come by index
-        checks.access_pattern(self, new, shape, walked, place)
-        checks.stored_as_itself(self, new)
+        check.access_pattern(self, new, shape, walked, place)
+        check.stored_as_itself(self, new)
         how = None
         if index is not None:
             scale = self.strides[indirect_dim] * self.dtype.itemsize // new.itemsize
@@ -387,7 +387,7 @@ def _full_index(tensor: NkiTensor, key: Any) -> list[Any]:
     """One entry per dimension, `...` and what is left out made explicit."""
     keys = list(key) if isinstance(key, tuple) else [key]
     dots = [i for i, k in enumerate(keys) if isinstance(k, EllipsisType)]
-    checks.index_count(tensor, len(keys) - len(dots), len(dots))
+    check.index_count(tensor, len(keys) - len(dots), len(dots))
     fill = [slice(None)] * (tensor.ndim - (len(keys) - len(dots)))
     at = dots[0] if dots else len(keys)
     return keys[:at] + fill + keys[at + len(dots) :]
@@ -402,15 +402,15 @@ def _indexed(tensor: NkiTensor, key: Any) -> Geometry:
     for dim, k in enumerate(_full_index(tensor, key)):
         count, stride = geometry.shape[dim], geometry.strides[dim]
         if isinstance(k, slice):
-            start, stop, step = checks.slice_of(tensor, dim, k)
+            start, stop, step = check.slice_of(tensor, dim, k)
             if (start, stop, step) != (0, count, 1):
-                checks.not_the_indirect(tensor, dim)
+                check.not_the_indirect(tensor, dim)
             shape.append(-(-(stop - start) // step))
             strides.append(stride * step)
             offset += start * stride
         else:
-            checks.not_the_indirect(tensor, dim)
-            offset += checks.index_of(tensor, dim, k) * stride
+            check.not_the_indirect(tensor, dim)
+            offset += check.index_of(tensor, dim, k) * stride
             if geometry.on_chip and dim == 0:
                 shape.append(1)
                 strides.append(stride)
@@ -425,21 +425,21 @@ def _dynamic_index(tensor: NkiTensor, key: Any) -> NkiTensor:
     view, dim = tensor, 0
     for k in _full_index(tensor, key):
         if isinstance(k, DynamicSlice):
-            checks.one_dynamic_index(view, dim)
+            check.one_dynamic_index(view, dim)
             shape = (*view.shape[:dim], k.size, *view.shape[dim + 1 :])
             how = ("scalar", dim, view.strides[dim])
             geometry = view.geometry.derive(shape, view.strides, view.offset, None, how)
             view = view_of(view.storage, geometry, k.start)
             dim += 1
         elif isinstance(k, slice):
-            start, stop, step = checks.slice_of(view, dim, k)
+            start, stop, step = check.slice_of(view, dim, k)
             if (start, stop, step) != (0, view.shape[dim], 1):
                 view = view.slice(dim, start, stop, step)
             dim += 1
         elif isinstance(k, NkiTensor | VirtualRegister):
             view = view.select(dim, k)
         else:
-            place = checks.index_of(view, dim, k)
+            place = check.index_of(view, dim, k)
             if view.geometry.on_chip and dim == 0:
                 view = view.slice(0, place, place + 1)
                 dim += 1

@@ -10,10 +10,11 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from neuronmm_ops.neuroncore import checks
 from neuronmm_ops.neuroncore import core as running
 from neuronmm_ops.neuroncore import isa as nisa
-from neuronmm_ops.neuroncore.checks import dimension
+from neuronmm_ops.neuroncore.checks import language as check
+from neuronmm_ops.neuroncore.checks.operands import trailing_axes
+from neuronmm_ops.neuroncore.checks.views import dimension
 from neuronmm_ops.neuroncore.dtypes import DType, float32, uint8, uint32
 from neuronmm_ops.neuroncore.memory.storage import MemoryRegion
 from neuronmm_ops.neuroncore.memory.tensor import NkiTensor, view_of
@@ -37,7 +38,7 @@ def store(dst: NkiTensor, value: NkiTensor) -> None:
 
 def load_transpose2d(src: NkiTensor, dtype: DType | None = None) -> NkiTensor:
     """A tile in SBUF with an HBM matrix transposed."""
-    checks.matrix("load_transpose2d", src)
+    check.matrix("load_transpose2d", src)
     result = tile(src, shape=(src.shape[1], src.shape[0]))
     nisa.dma_transpose(result, src)
     return _cast(result, dtype)
@@ -45,7 +46,7 @@ def load_transpose2d(src: NkiTensor, dtype: DType | None = None) -> NkiTensor:
 
 def transpose(x: NkiTensor, dtype: DType | None = None) -> NkiTensor:
     """x.T of a matrix in SBUF by TensorE; in PSUM, unless a cast brings it to SBUF."""
-    checks.matrix("transpose", x)
+    check.matrix("transpose", x)
     result = _psum((x.shape[1], x.shape[0]), x.dtype)
     nisa.nc_transpose(result, x)
     return _cast(result, dtype)
@@ -53,7 +54,7 @@ def transpose(x: NkiTensor, dtype: DType | None = None) -> NkiTensor:
 
 def matmul(x: NkiTensor, y: NkiTensor, transpose_x: bool = False) -> NkiTensor:
     """x.T @ y in PSUM, fp32; needs transpose_x=True."""
-    checks.transposed_matmul(transpose_x)
+    check.transposed_matmul(transpose_x)
     result = _psum((x.geometry.elements, y.geometry.elements), float32)
     nisa.nc_matmul(result, x, y)
     return result
@@ -66,7 +67,7 @@ def expand_dims(x: NkiTensor, axis: int) -> NkiTensor:
 
 def broadcast_to(x: NkiTensor, shape: tuple[int, ...], dtype: DType | None = None) -> NkiTensor:
     """A tile whose dimensions of size 1 are repeated; partitions by DMA. `x` if nothing changes."""
-    shape = checks.broadcast_shape(x, tuple(shape))
+    shape = check.broadcast_shape(x, tuple(shape))
     if shape == x.shape:
         return _cast(x, dtype)
     source = x
@@ -205,7 +206,7 @@ def gather_flattened(
     data: NkiTensor, indices: NkiTensor, axis: int = 0, dtype: DType | None = None
 ) -> NkiTensor:
     """Per partition, the elements of the flattened free dimensions that uint32 `indices` name."""
-    checks.gather_axis(axis)
+    check.gather_axis(axis)
     result = tile(data, shape=indices.shape)
     nisa.nc_n_gather(result, data, indices)
     return _cast(result, dtype)
@@ -222,7 +223,7 @@ def _cast(x: NkiTensor, dtype: DType | None) -> NkiTensor:
 def _axes(x: NkiTensor, axis: Axis) -> tuple[int, ...]:
     given = (axis,) if isinstance(axis, int) else tuple(axis)
     axes = tuple(sorted([dimension(x, a) for a in given]))
-    checks.trailing_axes(x, axes)
+    trailing_axes(x, axes)
     return axes
 
 
@@ -245,10 +246,3 @@ def _like(reduced: NkiTensor, x: NkiTensor) -> NkiTensor:
         if reduced.shape[dim] != x.shape[dim]:
             reduced = reduced.broadcast(dim, x.shape[dim])
     return reduced
-
-
-__all__ = [
-    "all", "broadcast_to", "dropout", "expand_dims", "gather_flattened", "load",
-    "load_transpose2d", "matmul", "max", "mean", "min", "prod", "rand", "random_seed", "rms_norm",
-    "softmax", "store", "sum", "transpose", "var", "where",
-]  # fmt: skip

@@ -10,8 +10,8 @@ import math
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from neuronmm_ops.neuroncore import checks
 from neuronmm_ops.neuroncore import core as running
+from neuronmm_ops.neuroncore.checks import language as check
 from neuronmm_ops.neuroncore.dtypes import DType, float32, int32
 from neuronmm_ops.neuroncore.isa import elementwise as nisa
 from neuronmm_ops.neuroncore.isa.activation import activation
@@ -42,7 +42,7 @@ def _binary(name: str, text: str) -> Function:
 
     def function(x: Any, y: Any, dtype: DType | None = None) -> NkiTensor:
         like = x if isinstance(x, NkiTensor) else y
-        checks.one_tile(name, like)
+        check.one_tile(name, like)
         result = tile(like, dtype)
         if _is_scalar(name, y):
             nisa.tensor_scalar(result, x, function, y)
@@ -66,7 +66,7 @@ def _unary(name: str, text: str) -> Function:
     """A function of one input, by one activation on ScalarE."""
 
     def function(x: NkiTensor, dtype: DType | None = None) -> NkiTensor:
-        checks.one_tile(name, x)
+        check.one_tile(name, x)
         result = tile(x, dtype)
         activation(result, function, x)
         return result
@@ -78,7 +78,7 @@ def _built(name: str, text: str, write: Callable[[NkiTensor, NkiTensor], Any]) -
     """A function of one input by other instructions: write(result, x)."""
 
     def function(x: NkiTensor, dtype: DType | None = None) -> NkiTensor:
-        checks.one_tile(name, x)
+        check.one_tile(name, x)
         result = tile(x, dtype)
         write(result, x)
         return result
@@ -215,14 +215,3 @@ average = _token("average", "Mean, for reductions over partitions.")
 divide = not_covered("divide", "nl.reciprocal, then nl.multiply")
 fmod = not_covered("fmod", "nl.trunc of x * nl.reciprocal(y), then x - y * that")
 mod = not_covered("mod", "nl.floor of x * nl.reciprocal(y), then x - y * that")
-
-__all__ = [
-    "abs", "abs_max", "abs_min", "add", "arctan", "average", "bitwise_and", "bitwise_or",
-    "bitwise_xor", "bypass", "ceil", "copy", "cos", "divide", "equal", "erf", "erf_dx", "exp",
-    "floor", "fmod", "gelu", "gelu_apprx_sigmoid", "gelu_apprx_sigmoid_dx", "gelu_apprx_tanh",
-    "gelu_dx", "greater", "greater_equal", "invert", "left_shift", "less", "less_equal", "log",
-    "logical_and", "logical_not", "logical_or", "logical_xor", "maximum", "minimum", "mish", "mod",
-    "multiply", "negative", "not_equal", "power", "prelu", "reciprocal", "relu", "right_shift",
-    "rsqrt", "sigmoid", "sign", "silu", "silu_dx", "sin", "softplus", "sqrt", "square", "subtract",
-    "tan", "tanh", "trunc",
-]  # fmt: skip

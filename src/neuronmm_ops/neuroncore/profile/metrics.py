@@ -17,7 +17,7 @@ from neuronmm_ops.hardware import DMA_ENGINES, MIN_CYCLES, Engine
 from neuronmm_ops.neuroncore.memory import liveness
 from neuronmm_ops.neuroncore.memory.storage import MemoryRegion, Storage
 from neuronmm_ops.neuroncore.timing.schedule import CoreSchedule, Schedule, Wait
-from neuronmm_ops.neuroncore.timing.trace import Form
+from neuronmm_ops.neuroncore.timing.trace import InstructionTemplate
 
 ENGINE_NAMES = ("TensorE", "VectorE", "ScalarE", "GpSimdE", "SyncE", "DMA")
 WAIT_NAMES: dict[int, str] = {
@@ -113,14 +113,14 @@ def traffic(schedule: Schedule) -> tuple[TensorTraffic, ...]:
         for s in core.trace.storages:
             if not s.memory.on_chip:
                 totals.setdefault(s, [0, 0])
-        moving: dict[Form, list[tuple[int, int, int]]] = {}
-        for form, storages, _, _ in core.trace.records:
-            if form.dma is None:
+        moving: dict[InstructionTemplate, list[tuple[int, int, int]]] = {}
+        for template, storages, _, _ in core.trace.records:
+            if template.dma is None:
                 continue
-            if form not in moving:
-                pairs = zip(form.dma.reads, form.dma.writes, strict=True)
-                moving[form] = [(i, r, w) for i, (r, w) in enumerate(pairs) if r or w]
-            for i, read, write in moving[form]:
+            if template not in moving:
+                pairs = zip(template.dma.reads, template.dma.writes, strict=True)
+                moving[template] = [(i, r, w) for i, (r, w) in enumerate(pairs) if r or w]
+            for i, read, write in moving[template]:
                 total = totals.setdefault(storages[i], [0, 0])
                 total[0] += read
                 total[1] += write
@@ -136,9 +136,9 @@ def busy(core: CoreSchedule, schedule: Schedule) -> tuple[EngineUse, ...]:
     for i in core.trace.barriers:  # waiting for the other core is idle
         end[i] = min(end[i], start[i] + core.trace.records[i][0].ns)
     busy_ns = [covered(start[engine == e], end[engine == e]) for e in range(4)]
-    for form, *_ in core.trace.records:
-        if form.dma is not None and form.dma.descriptors == "swdge":
-            cycles = max(MIN_CYCLES, form.dma.rows)
+    for template, *_ in core.trace.records:
+        if template.dma is not None and template.dma.descriptors == "swdge":
+            cycles = max(MIN_CYCLES, template.dma.rows)
             busy_ns[3] += schedule.machine.ns(Engine.GPSIMD, cycles)
     busy_ns.append(sum(core.dma_busy_ns) / DMA_ENGINES)
     total = schedule.time_ns
@@ -153,9 +153,9 @@ def critical_path(schedule: Schedule) -> tuple[CriticalLine, ...]:
     """The chain of waits that ends with the last instruction, by source line, longest first."""
     found: dict[tuple[int, CodeType, int, str, int], list[float]] = {}
     for core, i, own, latency in _walk(schedule):
-        form, _, code, line = schedule.cores[core].trace.records[i]
+        template, _, code, line = schedule.cores[core].trace.records[i]
         wait = schedule.cores[core].wait[i]
-        entry = found.setdefault((core, code, line, form.opcode, wait), [0, 0.0, 0.0])
+        entry = found.setdefault((core, code, line, template.opcode, wait), [0, 0.0, 0.0])
         entry[0] += 1
         entry[1] += own + latency
         entry[2] += latency
@@ -218,7 +218,7 @@ def peak(schedule: Schedule, memory: MemoryRegion) -> MemoryPeak:
 
 def columns(core: CoreSchedule) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Engine, start and end of a core's instructions, as arrays."""
-    engine = np.array([form.engine for form, *_ in core.trace.records], np.int8)
+    engine = np.array([template.engine for template, *_ in core.trace.records], np.int8)
     return engine, np.array(core.start, float), np.array(core.end, float)
 
 

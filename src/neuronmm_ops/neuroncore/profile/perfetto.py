@@ -86,31 +86,31 @@ def _instructions(core: CoreSchedule, process: int) -> Iterator[str]:
     queues = {name: 10 + i for i, name in enumerate(dict.fromkeys(queue.values()))}
     quoted: dict[Any, str] = {}
     for i in np.argsort(np.array(core.start, float), kind="stable").tolist():
-        form, storages, code, line = records[i]
+        template, storages, code, line = records[i]
         start, end = _picoseconds(core.start[i]), _picoseconds(core.end[i])
-        if form.engine is Engine.DMA and i in queue:
+        if template.engine is Engine.DMA and i in queue:
             track = tracks.take(queue[i], queues[queue[i]], start, end)
         else:
-            track = tracks.take(ENGINE_NAMES[form.engine], form.engine, start, end)
+            track = tracks.take(ENGINE_NAMES[template.engine], template.engine, start, end)
         yield from tracks.new
         tracks.new.clear()
         if code not in quoted:
             quoted[code] = json.dumps(os.path.basename(code.co_filename))[1:-1]
         names = [json.dumps(s.name) for s in storages]
-        facts = f'"writes": [{", ".join(names[: form.writes])}], '
-        facts += f'"reads": [{", ".join(names[form.writes :])}], '
-        if form.dma is not None:
-            facts += f'"bytes": {form.dma.bytes}, "row_bytes": {form.dma.run_bytes}, '
-        elif form.flops:
-            facts += f'"flops": {form.flops}, '
+        facts = f'"writes": [{", ".join(names[: template.writes])}], '
+        facts += f'"reads": [{", ".join(names[template.writes :])}], '
+        if template.dma is not None:
+            facts += f'"bytes": {template.dma.bytes}, "row_bytes": {template.dma.run_bytes}, '
+        elif template.flops:
+            facts += f'"flops": {template.flops}, '
         cause = core.cause[i]
         waited = f'"waited_for": "{WAIT_NAMES[core.wait[i]]}"'
         if cause >= 0:
             waited += f', "waited_for_instruction": {cause}'
         yield (
             f'{{"ph": "X", "pid": {process}, "tid": {track}, "ts": {_us(start)}, '
-            f'"dur": {_us(end - start)}, "name": "{form.opcode}", '
-            f'"args": {{"instruction": {i}, "opcode": "{form.opcode}", '
+            f'"dur": {_us(end - start)}, "name": "{template.opcode}", '
+            f'"args": {{"instruction": {i}, "opcode": "{template.opcode}", '
             f'"source": "{quoted[code]}:{line}", {facts}{waited}}}}}'
         )
 

@@ -22,10 +22,10 @@ from neuronmm_ops.neuroncore.profile.metrics import (
     TensorTraffic,
 )
 from neuronmm_ops.neuroncore.timing.schedule import Schedule, schedule
-from neuronmm_ops.neuroncore.timing.trace import Form
+from neuronmm_ops.neuroncore.timing.trace import InstructionTemplate
 
 if TYPE_CHECKING:
-    from neuronmm_ops.neuroncore.core import Launch
+    from neuronmm_ops.neuroncore.core import KernelRun
     from neuronmm_ops.neuroncore.kernel import Kernel
 
 BOUND_SHARE = 0.6
@@ -41,7 +41,7 @@ class Profile:
         schedule: when its instructions run.
     """
 
-    def __init__(self, kernel_name: str, launch: Launch, schedule: Schedule) -> None:
+    def __init__(self, kernel_name: str, launch: KernelRun, schedule: Schedule) -> None:
         self.kernel_name = kernel_name
         self.launch = launch
         self.schedule = schedule
@@ -49,7 +49,7 @@ class Profile:
         self.lnc = len(schedule.cores)
 
     @classmethod
-    def of(cls, kernel: Kernel, launch: Launch, schedule: Schedule) -> Profile:
+    def of(cls, kernel: Kernel, launch: KernelRun, schedule: Schedule) -> Profile:
         """The profile of a finished run."""
         return cls(kernel.func.__name__, launch, schedule)
 
@@ -141,8 +141,8 @@ class Profile:
     # what was issued
 
     @cached_property
-    def _forms(self) -> dict[Form, int]:
-        found: Counter[Form] = Counter()
+    def _templates(self) -> dict[InstructionTemplate, int]:
+        found: Counter[InstructionTemplate] = Counter()
         for core in self.schedule.cores:
             found.update(map(itemgetter(0), core.trace.records))
         return found
@@ -150,20 +150,20 @@ class Profile:
     @property
     def instructions(self) -> int:
         """How many instructions all cores ran."""
-        return sum(self._forms.values())
+        return sum(self._templates.values())
 
     @cached_property
     def opcodes(self) -> dict[str, int]:
         """Instructions by opcode, most first."""
         found: Counter[str] = Counter()
-        for form, count in self._forms.items():
-            found[form.opcode] += count
+        for template, count in self._templates.items():
+            found[template.opcode] += count
         return dict(found.most_common())
 
     @cached_property
     def flops(self) -> int:
         """FLOPs of the matmuls, two per multiply-add; transposes count none."""
-        return sum(form.flops * count for form, count in self._forms.items())
+        return sum(template.flops * count for template, count in self._templates.items())
 
     # what was moved
 
@@ -190,29 +190,29 @@ class Profile:
     @cached_property
     def dma_count(self) -> int:
         """How many DMAs ran."""
-        return sum(count for form, count in self._forms.items() if form.dma is not None)
+        return sum(count for template, count in self._templates.items() if template.dma is not None)
 
     @cached_property
     def dma_bytes(self) -> int:
         """Bytes that the DMA engines carried; HBM to HBM counts once."""
-        return sum(f.dma.bytes * count for f, count in self._forms.items() if f.dma)
+        return sum(f.dma.bytes * count for f, count in self._templates.items() if f.dma)
 
     @cached_property
     def dma_sbuf_bytes(self) -> int:
         """Bytes of them that went from SBUF to SBUF."""
-        forms = self._forms.items()
-        return sum(f.dma.bytes * n for f, n in forms if f.dma and f.dma.direction == "sbuf")
+        templates = self._templates.items()
+        return sum(f.dma.bytes * n for f, n in templates if f.dma and f.dma.direction == "sbuf")
 
     @cached_property
     def dma_rows(self) -> tuple[RowBucket, ...]:
         """Histogram of the contiguous runs that DMAs carried, in powers of two."""
         rows: Counter[int] = Counter()
         moved: Counter[int] = Counter()
-        for form, count in self._forms.items():
-            if form.dma is not None:
-                bucket = 1 << (form.dma.run_bytes.bit_length() - 1)
-                rows[bucket] += form.dma.rows * count
-                moved[bucket] += form.dma.bytes * count
+        for template, count in self._templates.items():
+            if template.dma is not None:
+                bucket = 1 << (template.dma.run_bytes.bit_length() - 1)
+                rows[bucket] += template.dma.rows * count
+                moved[bucket] += template.dma.bytes * count
         return tuple(RowBucket(size, rows[size], moved[size]) for size in sorted(rows))
 
     @cached_property

@@ -24,11 +24,11 @@ from neuronmm_ops.hardware import (
     Machine,
     Model,
 )
-from neuronmm_ops.neuroncore.core import Launch
+from neuronmm_ops.neuroncore.core import KernelRun
 from neuronmm_ops.neuroncore.memory import liveness
 from neuronmm_ops.neuroncore.memory.storage import MemoryRegion, Storage
 from neuronmm_ops.neuroncore.timing.resources import DmaEngines, Room
-from neuronmm_ops.neuroncore.timing.trace import Form, Trace
+from neuronmm_ops.neuroncore.timing.trace import InstructionTemplate, Trace
 
 
 class Wait(IntEnum):
@@ -78,7 +78,7 @@ class Schedule:
         return max([max(c.end, default=0.0) for c in self.cores])
 
 
-def schedule(launch: Launch, model: Model = "calibrated") -> Schedule:
+def schedule(launch: KernelRun, model: Model = "calibrated") -> Schedule:
     """Place every instruction in time. Raises NkiValidationError where tensors do not fit."""
     for core in launch.cores:
         liveness.check_fits(core.trace, launch.machine)
@@ -164,16 +164,16 @@ class _Placer:
         shared_ports = self.machine.shared_ports
         self.meeting_end = 0.0
         i = self.at
-        for form, storages, _, _ in records[i:]:
-            engine: int = form.engine
+        for template, storages, _, _ in records[i:]:
+            engine: int = template.engine
             if engine == 5:
                 ready, why, who = 0.0, 0, -1
-            elif form.pe_tile is None:
+            elif template.pe_tile is None:
                 ready, who = engine_free[engine], engine_last[engine]
                 why = 1
             else:
-                ready, why, who = self._tile_free(form), 1, engine_last[0]
-            writes = form.writes
+                ready, why, who = self._tile_free(template), 1, engine_last[0]
+            writes = template.writes
             for operand, s in enumerate(storages):
                 writing = operand < writes
                 if writing and s.first == i and s.layout.on_chip:
@@ -183,12 +183,12 @@ class _Placer:
                 latest = s.latest
                 if latest > ready and not (engine == 0 and s.latest_engine == 0):
                     written_by, read_by = s.written_by, s.read_by
-                    for region in form.overlaps[operand]:
+                    for region in template.overlaps[operand]:
                         other = written_by.get(region)
                         if other is not None:
                             t = visible[other]
                             # an engine overwrites its own result without waiting to see it
-                            if writing and t > ready and (engine == 0 or not form.keeps):
+                            if writing and t > ready and (engine == 0 or not template.reads_dst):
                                 t = end[other] if records[other][0].engine == engine else t
                             if t > ready:
                                 ready, why, who = t, 2, other
@@ -201,33 +201,33 @@ class _Placer:
                     if visible[other] > ready:
                         ready, why, who = visible[other], 2, other
             if engine == 5:
-                begin, done, why, who = self._transfer(i, form, storages, ready, why, who)
+                begin, done, why, who = self._transfer(i, template, storages, ready, why, who)
                 seen = done
             else:
                 if shared_ports and engine <= 3:
-                    ready, why, who = self._port(i, form, ready, why, who)
+                    ready, why, who = self._port(i, template, ready, why, who)
                 begin = ready
                 if engine == 0:
-                    done = begin + form.ns + self._issue(form, storages)
-                    if form.pe_tile is None:
+                    done = begin + template.ns + self._issue(template, storages)
+                    if template.pe_tile is None:
                         engine_free[0] = done
                         self.pe_full = done
                     else:
-                        self._occupy_tile(form, begin, done)
+                        self._occupy_tile(template, begin, done)
                 else:
-                    done = begin + form.ns
+                    done = begin + template.ns
                     engine_free[engine] = done
                     if shared_ports:
-                        self._hold_port(i, form, done)
+                        self._hold_port(i, template, done)
                 engine_last[engine] = i
-                seen = done + form.result_ns
+                seen = done + template.result_ns
             start.append(begin)
             end.append(done)
             visible.append(seen)
             cause.append(who)
             wait.append(why)
             for operand, s in enumerate(storages):
-                region = form.regions[operand]
+                region = template.regions[operand]
                 if operand < writes:
                     s.written_by[region] = i
                     if seen > s.latest:
@@ -251,15 +251,15 @@ class _Placer:
         last = self.at - 1
         if last not in self.trace.barriers:
             return
-        form, storages, _, _ = self.trace.records[last]
+        template, storages, _, _ = self.trace.records[last]
         if when > self.times.end[last]:
             self.times.end[last] = when
             self.times.wait[last], self.times.cause[last] = Wait.OTHER_CORE, -1
         self.visible[last] = max(self.visible[last], when)
         for s in storages:
             if when > s.latest:
-                s.latest, s.latest_engine = when, form.engine
-        if form.opcode == "core_barrier":
+                s.latest, s.latest_engine = when, template.engine
+        if template.opcode == "core_barrier":
             for engine in range(4):
                 if self.engine_free[engine] < when:
                     self.engine_free[engine], self.engine_last[engine] = when, last
@@ -286,26 +286,28 @@ class _Placer:
         if s.address is None:
             room.release(s.latest, size, i)
 
-    def _issue(self, form: Form, storages: tuple[Storage, ...]) -> float:
+    def _issue(self, template: InstructionTemplate, storages: tuple[Storage, ...]) -> float:
         """Issue overhead of a TensorE instruction: none for a stationary operand that is loaded."""
         if not self.reuses:
             return self.overhead_ns
         before, self.loaded = self.loaded, None
-        if form.opcode == "nc_matmul":
+        if template.opcode == "nc_matmul":
             stationary = storages[1]
-            writers = [stationary.written_by.get(region, -1) for region in form.overlaps[1]]
-            self.loaded = (stationary, form.regions[1], max(writers))
+            writers = [stationary.written_by.get(region, -1) for region in template.overlaps[1]]
+            self.loaded = (stationary, template.regions[1], max(writers))
         return 0.0 if before and before == self.loaded else self.overhead_ns
 
     # PE tiles
 
-    def _tile_free(self, form: Form) -> float:
-        assert form.pe_tile is not None
-        return max([self.pe_issue, self.pe_full, *[self.cells[c] for c in _cells(form.pe_tile)]])
+    def _tile_free(self, template: InstructionTemplate) -> float:
+        assert template.pe_tile is not None
+        return max(
+            [self.pe_issue, self.pe_full, *[self.cells[c] for c in _cells(template.pe_tile)]]
+        )
 
-    def _occupy_tile(self, form: Form, begin: float, done: float) -> None:
-        assert form.pe_tile is not None
-        for c in _cells(form.pe_tile):
+    def _occupy_tile(self, template: InstructionTemplate, begin: float, done: float) -> None:
+        assert template.pe_tile is not None
+        for c in _cells(template.pe_tile):
             self.cells[c] = done
         # instructions are issued one after another: at least MIN_II apart
         self.pe_issue = begin + self.machine.ns(Engine.TENSOR, MIN_CYCLES) + self.overhead_ns
@@ -313,27 +315,38 @@ class _Placer:
 
     # gen2 exclusions
 
-    def _port(self, i: int, form: Form, ready: float, why: int, who: int) -> tuple[float, int, int]:
-        for port, other in _others(form):
+    def _port(
+        self, i: int, template: InstructionTemplate, ready: float, why: int, who: int
+    ) -> tuple[float, int, int]:
+        for port, other in _others(template):
             slots = self.ports[port]
             if slots[2 * other] > ready:
                 ready, why, who = slots[2 * other], Wait.PORT, int(slots[2 * other + 1])
         return ready, why, who
 
-    def _hold_port(self, i: int, form: Form, done: float) -> None:
-        for port, other in _others(form):
+    def _hold_port(self, i: int, template: InstructionTemplate, done: float) -> None:
+        for port, other in _others(template):
             mine = 1 - other
             self.ports[port][2 * mine : 2 * mine + 2] = [done, i]
 
     # DMA
 
     def _transfer(
-        self, i: int, form: Form, storages: tuple[Storage, ...], ready: float, why: int, who: int
+        self,
+        i: int,
+        template: InstructionTemplate,
+        storages: tuple[Storage, ...],
+        ready: float,
+        why: int,
+        who: int,
     ) -> tuple[float, float, int, int]:
-        cost = form.dma
+        cost = template.dma
         assert cost is not None
         # one queue per HBM tensor and direction: what a compiler's DMA rings come to
-        key = (cost.direction, id(storages[form.hbm_operand]) if form.hbm_operand >= 0 else 0)
+        key = (
+            cost.direction,
+            id(storages[template.hbm_operand]) if template.hbm_operand >= 0 else 0,
+        )
         found = self.queues.get(key)
         name, after, last = found or (_queue_name(key, len(self.queues)), 0.0, -1)
         if after > ready:
@@ -370,16 +383,16 @@ def _cells(tile: tuple[int, int, int, int]) -> list[int]:
     ]
 
 
-def _others(form: Form) -> list[tuple[str, int]]:
+def _others(template: InstructionTemplate) -> list[tuple[str, int]]:
     """Ports that an instruction takes on gen2, and the side that excludes it there.
 
     Side 0 of each is VectorE; side 1 is GpSimdE on SBUF and ScalarE on PSUM.
     """
-    if form.engine is Engine.VECTOR:
-        return [("sbuf", 1)] * form.on_sbuf + [("psum", 1)] * form.on_psum
-    if form.engine is Engine.GPSIMD and form.on_sbuf:
+    if template.engine is Engine.VECTOR:
+        return [("sbuf", 1)] * template.on_sbuf + [("psum", 1)] * template.on_psum
+    if template.engine is Engine.GPSIMD and template.on_sbuf:
         return [("sbuf", 0)]
-    if form.engine is Engine.SCALAR and form.on_psum:
+    if template.engine is Engine.SCALAR and template.on_psum:
         return [("psum", 0)]
     return []
 

@@ -1,8 +1,8 @@
-"""What was executed: one record per instruction, and the prepared forms that records share.
+"""What was executed: one record per instruction, and the templates that records share.
 
-A form holds what an instruction costs and touches. It depends on the geometries of its operands
-and on its options only, so it is checked and built once and then shared by every instruction
-of its kind: a loop of a million matmuls has a handful of forms.
+A template holds what an instruction costs and touches. It depends on the geometries of its
+operands and on its options only, so it is checked and built once and then shared by every
+instruction of its kind: a loop of a million matmuls has a handful of templates.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ class DmaCost:
 
 
 @dataclass(slots=True, eq=False)
-class Form:
-    """An instruction's kind: engine, cost and regions, the same for all its occurrences."""
+class InstructionTemplate:
+    """An instruction with its engine, cost and regions: the same for all its occurrences."""
 
-    opcode: str
     engine: Engine
     cycles: float
     """Occupancy of the engine in its own cycles, without the fitted overhead."""
+    run: Callable[..., None]
+    """Computes the result; called in execute mode only."""
+    opcode: str = ""
     writes: int = 1
     """How many of the operands, from the first, are written; the rest are read."""
-    keeps: bool = False
+    reads_dst: bool = False
     """The destination is read too: the instruction adds to it or leaves parts as they are."""
     flops: int = 0
-    run: Callable[..., None] | None = None
-    """Computes the result; called with the operands, in execute mode only."""
     dma: DmaCost | None = None
     pe_tile: tuple[int, int, int, int] | None = None
     """(row, rows, column, columns) of the PE array that a tiled matmul takes."""
@@ -65,7 +65,7 @@ class Form:
     on_psum: bool = False
 
 
-Record = tuple[Form, tuple[Storage, ...], CodeType, int]
+Record = tuple[InstructionTemplate, tuple[Storage, ...], CodeType, int]
 
 
 @dataclass(slots=True)
@@ -77,7 +77,7 @@ class Trace:
     edges: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
     """Extra dependencies from `instruction.depends_on`: consumer -> producers."""
     barriers: dict[int, int] = field(default_factory=dict[int, int])
-    """Instructions that wait for the other core: index -> number of the meeting."""
+    """Instructions that wait for the other core: index -> number of the barrier."""
 
     def __len__(self) -> int:
         return len(self.records)
