@@ -185,9 +185,8 @@ class Storage:
     """The memory behind a tensor and all its views, on one core or shared by both."""
 
     __slots__ = (
-        "address", "code", "data", "first", "initialised", "last", "latest",
-        "latest_engine", "layout", "line", "name", "read_by", "store", "summed", "written",
-        "written_by",
+        "address", "code", "data", "first", "initialised", "last", "layout", "line", "name",
+        "store", "summed", "written",
     )  # fmt: skip
 
     def __init__(self, layout: Layout, name: str) -> None:
@@ -203,12 +202,8 @@ class Storage:
         self.initialised = False
         self.written: set[int] = set()
         self.summed: set[int] = set()
+        # numbers of the first and last instruction that use it
         self.first = self.last = -1
-        # of the schedule: last instruction by region, and when the latest of them is visible
-        self.written_by: dict[int, int] = {}
-        self.read_by: dict[int, int] = {}
-        self.latest = 0.0
-        self.latest_engine = -1
 
     @property
     def memory(self) -> MemoryRegion:
@@ -222,9 +217,9 @@ class Storage:
 
     def fill_fresh(self, precise: bool) -> None:
         """Give it memory as it is before the first write: NaN in floats, 4 in integers."""
-        kept = self.layout.dtype if precise or not self.layout.dtype.is_float else dtypes.float32
-        self.store = kept.numpy
-        self.data = dtypes.fresh((prod(self.layout.shape),), kept).view(np.uint8)
+        dtype = self.layout.dtype if precise or not self.layout.dtype.is_float else dtypes.float32
+        self.store = dtype.numpy
+        self.data = dtypes.fresh((prod(self.layout.shape),), dtype).view(np.uint8)
 
     def covered(self, geometry: Geometry) -> bool:
         """Whether instructions wrote every element that a view reads. The view is then noted."""

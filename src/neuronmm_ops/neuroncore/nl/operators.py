@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
 from types import BuiltinFunctionType
 from typing import Any, Literal
 
@@ -166,50 +167,12 @@ def reduce(op: AluOp, array: Array, axes: tuple[int, ...], keepdims: bool = Fals
 
 # Beyond these arguments every tail has reached its limit in float32; infinities would make NaN.
 _FAR = 200.0
-_ERF_GRID = 128
-_ERF_END = 16
 _BLOCK = 8192
 
 
-def _erf_tables() -> tuple[Float64, Float64]:
-    """Taylor coefficients of erf(x) and exp(x^2) erfc(x), order 0 to 3, on a grid of step 1/128."""
-    erf: list[list[float]] = []
-    erfcx: list[list[float]] = []
-    for n in range(_ERF_GRID * _ERF_END + 1):
-        x = n / _ERF_GRID
-        slope = 2 / math.sqrt(math.pi) * math.exp(-x * x)
-        erf.append([math.erf(x), slope, -x * slope, (2 * x * x - 1) / 3 * slope])
-        # f' = 2 x f - 2 / sqrt(pi), and so on by differentiation.
-        f = math.exp(x * x) * math.erfc(x)
-        f1 = 2 * x * f - 2 / math.sqrt(math.pi)
-        f2 = 2 * f + 2 * x * f1
-        f3 = 4 * f1 + 2 * x * f2
-        erfcx.append([f, f1, f2 / 2, f3 / 6])
-    return np.array(erf).T.copy(), np.array(erfcx).T.copy()
-
-
-_ERF, _ERFCX = _erf_tables()
-
-
-def _taylor(table: Float64, x: Float64) -> Float64:
-    """Evaluate around the nearest grid point, for x in [0, _ERF_END] or NaN."""
-    grid = np.rint(np.fmin(x, _ERF_END) * _ERF_GRID)
-    n = grid.astype(np.intp)
-    h = x - grid / _ERF_GRID
-    c0, c1, c2, c3 = (row.take(n) for row in table)
-    return c0 + h * (c1 + h * (c2 + h * c3))
-
-
-def erf(x: Float64) -> Float64:
-    """The error function, to 1e-9 of its value: 0.01 ulp of float32, without SciPy."""
-    return np.copysign(_taylor(_ERF, np.minimum(np.abs(x), _ERF_END)), x)
-
-
-def erfc(x: Float64) -> Float64:
-    """The complementary error function, to 1e-9 of its value up to x = 16, and constant beyond."""
-    a = np.minimum(np.abs(x), _ERF_END)
-    tail = np.exp(-a * a) * _taylor(_ERFCX, a)
-    return np.where(x < 0, 2 - tail, tail)
+def _special() -> Any:
+    """scipy.special, imported by the first kernel that needs it."""
+    return import_module("scipy.special")
 
 
 def _clip(x: Float64) -> Float64:
@@ -229,7 +192,7 @@ def _times_sigmoid(x: Float64, u: Float64) -> Float64:
 
 
 def _normal_cdf(x: Float64) -> Float64:
-    return 0.5 * erfc(x * -math.sqrt(0.5))
+    return _special().ndtr(x)
 
 
 def _gelu(x: Float64) -> Float64:
@@ -307,7 +270,7 @@ ACTIVATION: dict[str, Activation] = {
         _activation("tanh", np.tanh),
         _activation("softplus", lambda x: np.logaddexp(0, x)),
         _activation("mish", _mish),
-        _activation("erf", erf),
+        _activation("erf", lambda x: _special().erf(x)),
         _activation("erf_dx", lambda x: 2 / math.sqrt(math.pi) * np.exp(-x * x)),
         _activation("exp", np.exp),
         _activation("log", np.log, (2.0**-64, 2.0**64)),

@@ -24,7 +24,7 @@ WAIT_NAMES: dict[int, str] = {
     Wait.NOTHING: "nothing",
     Wait.ENGINE: "engine",
     Wait.DATA: "data",
-    Wait.ROOM: "room",
+    Wait.CAPACITY: "room",
     Wait.QUEUE: "queue",
     Wait.DMA_ENGINES: "DMA engines",
     Wait.PORT: "port",
@@ -212,7 +212,7 @@ def peak(schedule: Schedule, memory: MemoryRegion) -> MemoryPeak:
         LiveTensor(s.name, s.layout.shape, str(s.layout.dtype), s.line, s.layout.size)
         for s in peaks[core].live
     ]
-    scheduled = max([n for c in schedule.cores for _, n in held(c, memory)], default=0)
+    scheduled = max([n for c in schedule.cores for _, n in occupancy(c, memory)], default=0)
     return MemoryPeak(peaks[core].used, peaks[core].limit, scheduled, core, tuple(live))
 
 
@@ -230,10 +230,10 @@ def covered(start: np.ndarray, end: np.ndarray) -> float:
     return first + float(np.maximum(0.0, end[1:] - begin).sum())
 
 
-def held(core: CoreSchedule, memory: MemoryRegion) -> list[tuple[float, int]]:
+def occupancy(core: CoreSchedule, memory: MemoryRegion) -> list[tuple[float, int]]:
     """(ns, size in use from then on) of a memory, in time; one entry per moment."""
     changes: dict[float, int] = {}
-    for begin, end, size in core.room.get(memory, []):
+    for begin, end, size in core.occupied.get(memory, []):
         changes[begin] = changes.get(begin, 0) + size
         changes[end] = changes.get(end, 0) - size
     moments = sorted(changes)

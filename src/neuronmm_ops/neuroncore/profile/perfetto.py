@@ -16,7 +16,7 @@ import numpy as np
 from neuronmm_ops.hardware import Engine
 from neuronmm_ops.neuroncore.files import replacing
 from neuronmm_ops.neuroncore.memory.storage import MemoryRegion
-from neuronmm_ops.neuroncore.profile.metrics import ENGINE_NAMES, WAIT_NAMES, held
+from neuronmm_ops.neuroncore.profile.metrics import ENGINE_NAMES, WAIT_NAMES, occupancy
 from neuronmm_ops.neuroncore.timing.schedule import CoreSchedule
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class _Tracks:
         self.new: list[str] = []
         self._count = 0
         self._free: dict[str, list[tuple[int, int]]] = {}
-        self._lanes: dict[str, int] = {}
+        self._copies: dict[str, int] = {}
 
     def take(self, name: str, order: int, start: int, end: int) -> int:
         """The track of an event; events come sorted by their starts."""
@@ -70,10 +70,10 @@ class _Tracks:
         else:
             self._count += 1
             track = self._count
-            lane = self._lanes[name] = self._lanes.get(name, 0) + 1
-            label = name if lane == 1 else f"{name} ({lane})"
+            copy = self._copies[name] = self._copies.get(name, 0) + 1
+            label = name if copy == 1 else f"{name} ({copy})"
             self.new.append(_metadata("thread_name", self.process, track, {"name": label}))
-            place = {"sort_index": 1000 * order + lane}
+            place = {"sort_index": 1000 * order + copy}
             self.new.append(_metadata("thread_sort_index", self.process, track, place))
         heapq.heappush(free, (end, track))
         return track
@@ -117,7 +117,7 @@ def _instructions(core: CoreSchedule, process: int) -> Iterator[str]:
 
 def _counters(core: CoreSchedule, process: int) -> Iterator[str]:
     for memory, name, unit in _COUNTERS:
-        for ns, size in held(core, memory):
+        for ns, size in occupancy(core, memory):
             yield (
                 f'{{"ph": "C", "pid": {process}, "ts": {_us(_picoseconds(ns))}, '
                 f'"name": "{name}", "args": {{"{unit}": {size}}}}}'

@@ -122,8 +122,8 @@ def _shares(start: np.ndarray, end: np.ndarray, edges: np.ndarray) -> np.ndarray
 
 def _roofline(axes: Any, p: Profile) -> None:
     at = p.intensity
-    low = min(p.knee, at or p.knee) / 8
-    high = max(p.knee, at or p.knee) * 8
+    low = min(p.ridge_point, at or p.ridge_point) / 8
+    high = max(p.ridge_point, at or p.ridge_point) * 8
     x = np.geomspace(low, high, 200)
     axes.loglog(x, np.minimum(p.pe_peak_tflops, x * p.dma_peak_gbps / 1e3), color="black")
     axes.axhline(
@@ -139,7 +139,13 @@ def _roofline(axes: Any, p: Profile) -> None:
         color="tab:orange",
         label=f"DMA: {p.dma_peak_gbps:.0f} GB/s",
     )
-    axes.axvline(p.knee, ls="--", lw=0.8, color="gray", label=f"knee: {p.knee:.0f} FLOP/byte")
+    axes.axvline(
+        p.ridge_point,
+        ls="--",
+        lw=0.8,
+        color="gray",
+        label=f"ridge point: {p.ridge_point:.0f} FLOP/byte",
+    )
     if at and p.tflops:
         label = f"{p.kernel_name}: {p.tflops:.3g} TFLOP/s modelled, MFU {p.mfu:.1%}"
         axes.plot([at], [p.tflops], "o", color="tab:red", label=label)

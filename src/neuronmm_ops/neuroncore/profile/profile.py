@@ -108,20 +108,20 @@ class Profile:
         return self.flops / self.hbm_bytes if self.hbm_bytes else None
 
     @property
-    def knee(self) -> float:
+    def ridge_point(self) -> float:
         """FLOPs per HBM byte at which the bf16 peak and the DMA peak take equally long."""
         return self.pe_peak_tflops * 1e3 / self.dma_peak_gbps
 
     @property
-    def limit_ms(self) -> float:
+    def roofline_ms(self) -> float:
         """The longer of FLOPs at the bf16 peak and HBM bytes at the DMA peak: a lower bound."""
         compute_ns = self.flops / self.pe_peak_tflops / 1e3
         return max(compute_ns, self.hbm_bytes / self.dma_peak_gbps) / 1e6
 
     @property
-    def limit_share(self) -> float:
-        """`limit_ms` over `time_ms`: 1 is as good as it gets."""
-        return self.limit_ms / self.time_ms if self.time_ms else 0.0
+    def roofline_share(self) -> float:
+        """`roofline_ms` over `time_ms`: 1 is as good as it gets."""
+        return self.roofline_ms / self.time_ms if self.time_ms else 0.0
 
     @cached_property
     def bound(self) -> str:
@@ -129,7 +129,7 @@ class Profile:
 
         "TensorE", "VectorE", "ScalarE", "GpSimdE", or "DMA" by the busiest of the 16 DMA
         engines. Where none is busy for more than 60 % of the time it is "latency": the kernel
-        waits for results, for room or for DMAs to start.
+        waits for results, for free memory or for DMAs to start.
         """
         shares = {"DMA": max(max(c.dma_busy_ns) for c in self.schedule.cores) / 1e6}
         for uses in self.engines:
@@ -239,7 +239,7 @@ class Profile:
         """The chain of waits that ends with the last instruction, by source line, longest first.
 
         Walked back from the instruction that ends last to the one it waited for last, and so on,
-        over to the other core where that one came late to a meeting.
+        over to the other core where that one came late to a barrier.
         """
         return metrics.critical_path(self.schedule)
 
@@ -288,26 +288,17 @@ class Profile:
 
         Live sets hold the 16 largest tensors. `intensity` is null where no HBM byte moves.
         """
-        plain = (
-            "target",
-            "lnc",
-            "model",
-            "mode",
-            "time_ms",
-            "documented_ms",
-            "limit_ms",
-            "limit_share",
-            "bound",
-        )
+        named = {"limit_ms": "roofline_ms", "limit_share": "roofline_share", "knee": "ridge_point"}
         numbers = (
-            *("instructions", "opcodes", "flops", "tflops", "mfu", "intensity", "knee"),
-            *("hbm_bytes", "hbm_read_bytes", "hbm_write_bytes"),
+            *("target", "lnc", "model", "mode", "time_ms", "documented_ms", "limit_ms"),
+            *("limit_share", "bound", "instructions", "opcodes", "flops", "tflops", "mfu"),
+            *("intensity", "knee", "hbm_bytes", "hbm_read_bytes", "hbm_write_bytes"),
         )
         dma = ("count", "bytes", "sbuf_bytes", "efficiency")
         return {
             "modelled": True,
             "kernel": self.kernel_name,
-            **{name: getattr(self, name) for name in (*plain, *numbers)},
+            **{name: getattr(self, named.get(name, name)) for name in numbers},
             "peak": {
                 "pe_dtype": "bfloat16",
                 "pe_tflops": self.pe_peak_tflops,

@@ -16,10 +16,13 @@ _TENSORS = 12
 _LINES = 10
 _LIVE = 6
 _BAR = 24
+MOST_INSTRUCTIONS = 500_000
+"""The compiler unrolls loops. Reported of it: over 30 minutes and 30 GB for a chain of kernels of
+32K tokens (aws-neuron-sdk issue 1374); such a kernel here has about 511,000 instructions."""
 
 
 def page(profile: Profile) -> str:
-    """Time and limit, engines, traffic, critical path and memory, each with a title."""
+    """Time and roofline, engines, traffic, critical path and memory, each with a title."""
     sections = (_summary, _engines, _traffic, _dma, _critical, _memory)
     text = "\n\n".join("\n".join(_fit(section(profile))) for section in sections)
     return text.replace("\xa0", " ")
@@ -71,44 +74,35 @@ def _shape(shape: Sequence[int], dtype: str) -> str:
 
 def _summary(p: Profile) -> list[str]:
     cores = "1 core" if p.lnc == 1 else f"{p.lnc} cores"
-    flops_ms = p.flops / p.pe_peak_tflops / 1e9
-    bytes_ms = p.hbm_bytes / p.dma_peak_gbps / 1e6
+    flops_ms = milliseconds(p.flops / p.pe_peak_tflops / 1e9)
+    bytes_ms = milliseconds(p.hbm_bytes / p.dma_peak_gbps / 1e6)
+    roofline = f"{milliseconds(p.roofline_ms)} ms modelled ({p.roofline_share:.1%} of the time)"
+    bound = f"{p.bound}, the busiest engine"
     if p.bound == "latency":
         bound = "latency: no engine is busy for more than 60 % of the time"
-    else:
-        bound = f"{p.bound}, the busiest engine"
     documented = ""
     if p.model == "calibrated":
         documented = f"; {milliseconds(p.documented_ms)} by the documented costs alone"
+    reached = f"{p.tflops:,.2f} TFLOP/s modelled, MFU {p.mfu:.1%} of the bf16 peak"
     # a no-break space keeps a count with its opcode
     opcodes = ", ".join([f"{count:,}\xa0{opcode}" for opcode, count in p.opcodes.items()])
     issued = textwrap.wrap(f"{p.instructions:,}: {opcodes}", WIDTH - 18)
+    if p.instructions > MOST_INSTRUCTIONS:
+        issued.append(f"more than {MOST_INSTRUCTIONS:,} in a launch compile for long; split tokens")
     intensity = "no HBM traffic"
     if p.intensity is not None:
-        intensity = f"{p.intensity:,.1f} FLOP per HBM byte; the knee is at {p.knee:,.1f}"
-    return [
-        f"{p.kernel_name} on {p.target}, {cores}, {p.model} model, {p.mode} mode",
-        "=" * 60,
-        *table(
-            ("<", "<"),
-            [
-                ("time", f"{milliseconds(p.time_ms)} ms modelled{documented}"),
-                (
-                    "limit",
-                    f"{milliseconds(p.limit_ms)} ms modelled ({p.limit_share:.1%} of the time): "
-                    f"FLOPs {milliseconds(flops_ms)}, HBM {milliseconds(bytes_ms)}",
-                ),
-                ("bound by", bound),
-                (
-                    "FLOPs",
-                    f"{quantity(p.flops, 'FLOP')}; {p.tflops:,.2f} TFLOP/s modelled, "
-                    f"MFU {p.mfu:.1%} of the bf16 peak of {p.pe_peak_tflops:,.1f}",
-                ),
-                ("intensity", intensity),
-                *zip(("instructions", *[""] * len(issued)), issued, strict=False),
-            ],
-        )[1:],
+        ridge = f"the ridge point is at {p.ridge_point:,.1f}"
+        intensity = f"{p.intensity:,.1f} FLOP per HBM byte; {ridge}"
+    rows = [
+        ("time", f"{milliseconds(p.time_ms)} ms modelled{documented}"),
+        ("roofline", f"{roofline}: FLOPs {flops_ms}, HBM {bytes_ms}"),
+        ("bound by", bound),
+        ("FLOPs", f"{quantity(p.flops, 'FLOP')}; {reached} of {p.pe_peak_tflops:,.1f}"),
+        ("intensity", intensity),
+        *zip(("instructions", *[""] * len(issued)), issued, strict=False),
     ]
+    title = f"{p.kernel_name} on {p.target}, {cores}, {p.model} model, {p.mode} mode"
+    return [title, "=" * 60, *table(("<", "<"), rows)[1:]]
 
 
 def _engines(p: Profile) -> list[str]:
@@ -116,36 +110,24 @@ def _engines(p: Profile) -> list[str]:
     for core, uses in enumerate(p.engines):
         for use in uses:
             full = min(_BAR, round(use.share * _BAR))
-            rows.append(
-                (
-                    str(core),
-                    use.engine,
-                    milliseconds(use.busy_ms),
-                    milliseconds(use.idle_ms),
-                    f"{use.share:.1%}",
-                    "█" * full + "·" * (_BAR - full),
-                )
-            )
+            times = milliseconds(use.busy_ms), milliseconds(use.idle_ms), f"{use.share:.1%}"
+            rows.append((str(core), use.engine, *times, "█" * full + "·" * (_BAR - full)))
     header = ("core", "<engine", "busy ms", "idle ms", "share", "<")
     return ["Engines (modelled; DMA is the mean of 16 engines)", *table(header, rows)]
 
 
 def _traffic(p: Profile) -> list[str]:
     shown = sorted(p.tensors, key=lambda t: -(t.read_bytes + t.write_bytes))
-    rows = [
-        (
-            clip(t.name, 24),
-            clip(_shape(t.shape, t.dtype), 30),
-            f"{t.read_bytes:,}",
-            f"{t.write_bytes:,}",
-        )
+    listed = [
+        (clip(t.name, 24), clip(_shape(t.shape, t.dtype), 30), t.read_bytes, t.write_bytes)
         for t in shown[:_TENSORS]
     ]
     if len(shown) > _TENSORS:
         rest = shown[_TENSORS:]
         read, written = sum(t.read_bytes for t in rest), sum(t.write_bytes for t in rest)
-        rows.append((f"{len(rest)} more", "", f"{read:,}", f"{written:,}"))
-    rows.append(("total", "", f"{p.hbm_read_bytes:,}", f"{p.hbm_write_bytes:,}"))
+        listed.append((f"{len(rest)} more", "", read, written))
+    listed.append(("total", "", p.hbm_read_bytes, p.hbm_write_bytes))
+    rows = [(name, shape, f"{read:,}", f"{written:,}") for name, shape, read, written in listed]
     return [
         f"HBM traffic: {p.hbm_bytes:,} bytes",
         *table(("<tensor", "<shape", "read bytes", "written bytes"), rows),
@@ -158,15 +140,11 @@ def _dma(p: Profile) -> list[str]:
         title += f", {p.dma_sbuf_bytes:,} of them within SBUF"
     if not p.dma_rows:
         return [title]
-    rows = [
-        (
-            f"{bucket.row_bytes:,} to {2 * bucket.row_bytes - 1:,}",
-            f"{bucket.rows:,}",
-            f"{bucket.bytes:,}",
-            f"{bucket.bytes / p.dma_bytes:.1%}",
-        )
-        for bucket in p.dma_rows
-    ]
+    rows: list[tuple[str, ...]] = []
+    for bucket in p.dma_rows:
+        sizes = f"{bucket.row_bytes:,} to {2 * bucket.row_bytes - 1:,}"
+        share = f"{bucket.bytes / p.dma_bytes:.1%}"
+        rows.append((sizes, f"{bucket.rows:,}", f"{bucket.bytes:,}", share))
     return [
         title,
         f"  efficiency {p.dma_efficiency:.1%} (modelled): of what the busy engines could carry",
@@ -221,16 +199,11 @@ def _live(peak: MemoryPeak) -> list[str]:
         names.setdefault(key, t.name)
         groups.setdefault(key, []).append(t.size)
     order = sorted(groups, key=lambda key: -sum(groups[key]))
-    rows = [
-        (
-            f"{sum(groups[key]):,}",
-            f"{len(groups[key])} ×",
-            clip(key[1], 34),
-            clip(names[key], 24),
-            f"line {key[0]}" if key[0] else "",
-        )
-        for key in order[:_LIVE]
-    ]
+    rows: list[tuple[str, ...]] = []
+    for key in order[:_LIVE]:
+        line = f"line {key[0]}" if key[0] else ""
+        size, count = f"{sum(groups[key]):,}", f"{len(groups[key])} ×"
+        rows.append((size, count, clip(key[1], 34), clip(names[key], 24), line))
     lines = ["    " + line for line in table((">", ">", "<", "<", "<"), rows)[1:]]
     if len(order) > _LIVE:
         rest = sum(sum(groups[key]) for key in order[_LIVE:])

@@ -1,4 +1,4 @@
-"""What instructions compete for: DMA engines and room in a memory."""
+"""What instructions compete for: DMA engines and the capacity of a memory."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ class Timeline:
     def take(self, ready: float, ns: float) -> float:
         """Use `ns` of free time from `ready` on; returns when it is used up."""
         if self.gaps and self.gaps[-1][1] > ready:
-            kept: list[tuple[float, float]] = []
+            left: list[tuple[float, float]] = []
             end = ready
             for low, high in self.gaps:
                 if high <= ready or ns <= 0:
-                    kept.append((low, high))
+                    left.append((low, high))
                     continue
                 begin = max(low, ready)
                 used = min(ns, high - begin)
                 if low < begin:
-                    kept.append((low, begin))
+                    left.append((low, begin))
                 ns -= used
                 end = begin + used
                 if end < high:
-                    kept.append((end, high))
-            self.gaps = kept
+                    left.append((end, high))
+            self.gaps = left
             if ns <= 0:
                 return end
         if ready > self.busy_until:
@@ -73,17 +73,17 @@ class DmaEngines:
         return self.groups
 
 
-class Room:
-    """Space of one memory: handed out in program order, freed at last uses."""
+class Capacity:
+    """The bytes or banks of one memory: handed out in program order, freed at last uses."""
 
     def __init__(self, limit: int) -> None:
         # (free from, size, instruction whose end freed it), earliest first
         self.free = [(0.0, limit, -1)]
-        self.held: list[tuple[float, float, int]] = []
+        self.occupied: list[tuple[float, float, int]] = []
         """(from, to, size) of the tensors that have been here."""
 
     def take(self, size: int) -> tuple[float, int]:
-        """(when there is room, instruction whose end frees it) for a tensor of this size."""
+        """(when so much is free, instruction whose end frees it) for a tensor of this size."""
         when, who = 0.0, -1
         while size > 0:  # liveness.check_fits has shown that enough will be freed
             when, found, who = heapq.heappop(self.free)
@@ -93,5 +93,5 @@ class Room:
         return when, who
 
     def release(self, when: float, size: int, who: int) -> None:
-        """Give back a tensor's space after its last use."""
+        """Give back what a tensor took, after its last use."""
         heapq.heappush(self.free, (when, size, who))

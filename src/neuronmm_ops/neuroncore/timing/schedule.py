@@ -1,15 +1,14 @@
-"""When each instruction runs: engines in order, DMA queues, dependencies, room in SBUF and PSUM.
+"""When each instruction runs: engines in order, DMA queues, dependencies, SBUF and PSUM capacity.
 
 The instructions of a core are placed in program order. Each starts when its engine is free, what
 it reads is written, what it overwrites is read, and, for the first write of a tensor, when
 enough tensors before it have had their last use. That last wait is what double buffering is:
-a tile allocated in a loop may be loaded ahead as far as there is room.
+a tile allocated in a loop may be loaded ahead as far as the memory has capacity.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator
-from contextlib import contextmanager
+from collections import defaultdict
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
@@ -27,7 +26,7 @@ from neuronmm_ops.hardware import (
 from neuronmm_ops.neuroncore.core import KernelRun
 from neuronmm_ops.neuroncore.memory import liveness
 from neuronmm_ops.neuroncore.memory.storage import MemoryRegion, Storage
-from neuronmm_ops.neuroncore.timing.resources import DmaEngines, Room
+from neuronmm_ops.neuroncore.timing.resources import Capacity, DmaEngines
 from neuronmm_ops.neuroncore.timing.trace import InstructionTemplate, Trace
 
 
@@ -37,7 +36,7 @@ class Wait(IntEnum):
     NOTHING = 0
     ENGINE = 1
     DATA = 2
-    ROOM = 3
+    CAPACITY = 3
     QUEUE = 4
     DMA_ENGINES = 5
     PORT = 6
@@ -58,7 +57,7 @@ class CoreSchedule:
     queue: dict[int, str] = field(default_factory=dict[int, str])
     """Queue of each DMA."""
     dma_busy_ns: list[float] = field(default_factory=lambda: [0.0] * DMA_ENGINES)
-    room: dict[MemoryRegion, list[tuple[float, float, int]]] = field(
+    occupied: dict[MemoryRegion, list[tuple[float, float, int]]] = field(
         default_factory=dict[MemoryRegion, list[tuple[float, float, int]]]
     )
     """(from, to, size) of each tensor on chip."""
@@ -82,28 +81,29 @@ def schedule(launch: KernelRun, model: Model = "calibrated") -> Schedule:
     """Place every instruction in time. Raises NkiValidationError where tensors do not fit."""
     for core in launch.cores:
         liveness.check_fits(core.trace, launch.machine)
-        for storage in core.trace.storages:
-            storage.written_by.clear()
-            storage.read_by.clear()
-            storage.latest, storage.latest_engine = 0.0, -1
     placers = [_Placer(core.trace, launch.machine, model) for core in launch.cores]
-    if len(placers) > 1:
+    barriers = max([len(core.trace.barriers) for core in launch.cores])
+    for number in range(barriers + 1):
         for placer in placers:
-            placer.share([s for s in placer.trace.storages if not s.layout.on_chip])
-    meetings = max([len(core.trace.barriers) for core in launch.cores])
-    for number in range(meetings + 1):
-        for placer in placers:
-            with placer.turn():
-                placer.advance(number)
-        if number < meetings:
-            met = max([p.meeting_end for p in placers])
+            placer.advance()
+        if number < barriers:
+            both = max([p.barrier_end for p in placers])
             for placer in placers:
-                with placer.turn():
-                    placer.meet(met)
+                placer.pass_barrier(both)
     return Schedule(launch.machine, model, [p.times for p in placers])
 
 
-_Notes = tuple[dict[int, int], dict[int, int], float, int]
+class _Uses:
+    """What one core's instructions have done with a tensor so far, by their numbers."""
+
+    __slots__ = ("latest", "latest_engine", "read_by", "written_by")
+
+    def __init__(self) -> None:
+        # the last instruction by region, and when the latest of all is visible
+        self.written_by: dict[int, int] = {}
+        self.read_by: dict[int, int] = {}
+        self.latest = 0.0
+        self.latest_engine = -1
 
 
 class _Placer:
@@ -116,7 +116,7 @@ class _Placer:
         self.engine_last = [-1] * 6
         self.overhead_ns = 0.0 if model == "documented" else machine.matmul_overhead_ns
         self.reuses = model == "stationary_reuse"
-        # what TensorE holds as its stationary operand: storage, region, and who wrote it
+        # the stationary operand in TensorE: storage, region, and who wrote it
         self.loaded: tuple[Storage, int, int] | None = None
         self.dma = DmaEngines()
         self.queues: dict[Any, tuple[str, float, int]] = {}
@@ -127,32 +127,18 @@ class _Placer:
         # when another engine may use an instruction's result
         self.visible: list[float] = []
         self.at = 0
-        self.meeting_end = 0.0
-        self.room: dict[MemoryRegion, Room] = {}
+        self.barrier_end = 0.0
+        self.uses: defaultdict[Storage, _Uses] = defaultdict(_Uses)
+        self.capacity: dict[MemoryRegion, Capacity] = {}
         for memory in (MemoryRegion.sbuf, MemoryRegion.psum):
             placed = [s for s in trace.storages if s.memory is memory and s.address]
             limit = liveness.limit_of(memory, machine) - liveness.covered(placed)
-            self.room[memory] = Room(limit)
-            self.times.room[memory] = self.room[memory].held
+            self.capacity[memory] = Capacity(limit)
+            self.times.occupied[memory] = self.capacity[memory].occupied
         self.placed = [s for s in trace.storages if s.address and s.first >= 0]
-        self.shared: list[tuple[Storage, _Notes]] = []
 
-    def share(self, storages: list[Storage]) -> None:
-        """Keep own notes on tensors that the other core may use too: indices are a core's."""
-        self.shared = [(s, ({}, {}, 0.0, -1)) for s in storages]
-
-    @contextmanager
-    def turn(self) -> Generator[None]:
-        """Put this core's notes on the shared tensors in place while the block runs."""
-        for s, notes in self.shared:
-            s.written_by, s.read_by, s.latest, s.latest_engine = notes
-        yield
-        self.shared = [
-            (s, (s.written_by, s.read_by, s.latest, s.latest_engine)) for s, _ in self.shared
-        ]
-
-    def advance(self, meeting: int) -> None:
-        """Place instructions up to and with the one that is the meeting of this number.
+    def advance(self) -> None:
+        """Place instructions up to and with the next barrier.
 
         One long loop: at 10 us an instruction, calls for its parts would double the time.
         """
@@ -162,7 +148,8 @@ class _Placer:
         visible = self.visible
         engine_free, engine_last = self.engine_free, self.engine_last
         shared_ports = self.machine.shared_ports
-        self.meeting_end = 0.0
+        self.barrier_end = 0.0
+        uses = self.uses
         i = self.at
         for template, storages, _, _ in records[i:]:
             engine: int = template.engine
@@ -174,15 +161,15 @@ class _Placer:
             else:
                 ready, why, who = self._tile_free(template), 1, engine_last[0]
             writes = template.writes
-            for operand, s in enumerate(storages):
+            used = [uses[s] for s in storages]
+            for operand, use in enumerate(used):
                 writing = operand < writes
-                if writing and s.first == i and s.layout.on_chip:
-                    when, by = self._take_room(s)
+                if writing and (s := storages[operand]).first == i and s.layout.on_chip:
+                    when, by = self._allocate(s)
                     if when > ready:
                         ready, why, who = when, 3, by
-                latest = s.latest
-                if latest > ready and not (engine == 0 and s.latest_engine == 0):
-                    written_by, read_by = s.written_by, s.read_by
+                if use.latest > ready and not (engine == 0 and use.latest_engine == 0):
+                    written_by, read_by = use.written_by, use.read_by
                     for region in template.overlaps[operand]:
                         other = written_by.get(region)
                         if other is not None:
@@ -205,7 +192,7 @@ class _Placer:
                 seen = done
             else:
                 if shared_ports and engine <= 3:
-                    ready, why, who = self._port(i, template, ready, why, who)
+                    ready, why, who = self._port(template, ready, why, who)
                 begin = ready
                 if engine == 0:
                     done = begin + template.ns + self._issue(template, storages)
@@ -218,7 +205,7 @@ class _Placer:
                     done = begin + template.ns
                     engine_free[engine] = done
                     if shared_ports:
-                        self._hold_port(i, template, done)
+                        self._occupy_port(i, template, done)
                 engine_last[engine] = i
                 seen = done + template.result_ns
             start.append(begin)
@@ -226,28 +213,28 @@ class _Placer:
             visible.append(seen)
             cause.append(who)
             wait.append(why)
-            for operand, s in enumerate(storages):
+            for operand, use in enumerate(used):
                 region = template.regions[operand]
                 if operand < writes:
-                    s.written_by[region] = i
-                    if seen > s.latest:
-                        s.latest, s.latest_engine = seen, engine
+                    use.written_by[region] = i
+                    visible_from = seen
                 else:
-                    known = s.read_by.get(region)
+                    known = use.read_by.get(region)
                     if known is None or end[known] < done:
-                        s.read_by[region] = i
-                    if done > s.latest:
-                        s.latest, s.latest_engine = done, engine
-                if s.last == i:
-                    self._release(s, i)
+                        use.read_by[region] = i
+                    visible_from = done
+                if visible_from > use.latest:
+                    use.latest, use.latest_engine = visible_from, engine
+                if storages[operand].last == i:
+                    self._release(storages[operand], i)
             i += 1
             if i - 1 in barriers:
-                self.meeting_end = done
+                self.barrier_end = done
                 break
         self.at = i
 
-    def meet(self, when: float) -> None:
-        """Both cores have come to a meeting: its instruction ends when the later one does."""
+    def pass_barrier(self, when: float) -> None:
+        """Both cores have come to a barrier: its instruction ends when the later one does."""
         last = self.at - 1
         if last not in self.trace.barriers:
             return
@@ -256,35 +243,35 @@ class _Placer:
             self.times.end[last] = when
             self.times.wait[last], self.times.cause[last] = Wait.OTHER_CORE, -1
         self.visible[last] = max(self.visible[last], when)
-        for s in storages:
-            if when > s.latest:
-                s.latest, s.latest_engine = when, template.engine
+        for use in map(self.uses.__getitem__, storages):
+            if when > use.latest:
+                use.latest, use.latest_engine = when, template.engine
         if template.opcode == "core_barrier":
             for engine in range(4):
                 if self.engine_free[engine] < when:
                     self.engine_free[engine], self.engine_last[engine] = when, last
 
-    # rooms
+    # capacity
 
-    def _take_room(self, s: Storage) -> tuple[float, int]:
+    def _allocate(self, s: Storage) -> tuple[float, int]:
+        """When a tensor's place is free, and the instruction that frees it."""
         if s.address is None:
-            when, who = self.room[s.layout.memory].take(s.layout.size)
-        else:
-            when, who = 0.0, -1
-            before = [o for o in self.placed if o.last < s.first and o.memory is s.memory]
-            for other in before:
-                if other.latest > when and liveness.overlap(s, other):
-                    when, who = other.latest, other.last
+            return self.capacity[s.layout.memory].take(s.layout.size)
+        when, who = 0.0, -1
+        for other in self.placed:
+            before = other.last < s.first and other.memory is s.memory
+            if before and self.uses[other].latest > when and liveness.overlap(s, other):
+                when, who = self.uses[other].latest, other.last
         return when, who
 
     def _release(self, s: Storage, i: int) -> None:
         layout = s.layout
         if not layout.on_chip:
             return
-        room, size = self.room[layout.memory], layout.size
-        room.held.append((self.times.start[s.first], s.latest, size))
+        capacity, latest = self.capacity[layout.memory], self.uses[s].latest
+        capacity.occupied.append((self.times.start[s.first], latest, layout.size))
         if s.address is None:
-            room.release(s.latest, size, i)
+            capacity.release(latest, layout.size, i)
 
     def _issue(self, template: InstructionTemplate, storages: tuple[Storage, ...]) -> float:
         """Issue overhead of a TensorE instruction: none for a stationary operand that is loaded."""
@@ -293,7 +280,9 @@ class _Placer:
         before, self.loaded = self.loaded, None
         if template.opcode == "nc_matmul":
             stationary = storages[1]
-            writers = [stationary.written_by.get(region, -1) for region in template.overlaps[1]]
+            writers = [
+                self.uses[stationary].written_by.get(region, -1) for region in template.overlaps[1]
+            ]
             self.loaded = (stationary, template.regions[1], max(writers))
         return 0.0 if before and before == self.loaded else self.overhead_ns
 
@@ -313,10 +302,10 @@ class _Placer:
         self.pe_issue = begin + self.machine.ns(Engine.TENSOR, MIN_CYCLES) + self.overhead_ns
         self.engine_free[0] = max(self.engine_free[0], done)
 
-    # gen2 exclusions
+    # ports that engines share on gen2
 
     def _port(
-        self, i: int, template: InstructionTemplate, ready: float, why: int, who: int
+        self, template: InstructionTemplate, ready: float, why: int, who: int
     ) -> tuple[float, int, int]:
         for port, other in _others(template):
             slots = self.ports[port]
@@ -324,7 +313,7 @@ class _Placer:
                 ready, why, who = slots[2 * other], Wait.PORT, int(slots[2 * other + 1])
         return ready, why, who
 
-    def _hold_port(self, i: int, template: InstructionTemplate, done: float) -> None:
+    def _occupy_port(self, i: int, template: InstructionTemplate, done: float) -> None:
         for port, other in _others(template):
             mine = 1 - other
             self.ports[port][2 * mine : 2 * mine + 2] = [done, i]
