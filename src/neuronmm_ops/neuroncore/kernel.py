@@ -18,8 +18,8 @@ import numpy as np
 from neuronmm_ops.hardware import MODELS, Model, resolve_target
 from neuronmm_ops.neuroncore import dtypes
 from neuronmm_ops.neuroncore import language as nl
-from neuronmm_ops.neuroncore.checks import language as check
-from neuronmm_ops.neuroncore.checks import tensors as tensor_check
+from neuronmm_ops.neuroncore.checks.base import refuse
+from neuronmm_ops.neuroncore.checks.tensors import shape_of
 from neuronmm_ops.neuroncore.core import KernelRun, SimulatedCore, running
 from neuronmm_ops.neuroncore.dtypes import DType
 from neuronmm_ops.neuroncore.memory.storage import Storage
@@ -58,7 +58,8 @@ class Kernel:
         self.lnc = lnc
 
     def __getitem__(self, lnc: int) -> Kernel:
-        check.launch_cores(lnc)
+        if lnc not in (1, 2):
+            refuse(f"kernel[{lnc}]: a launch takes 1 or 2 cores (LNC)")
         return Kernel(self.func, lnc)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -155,7 +156,7 @@ class _Boundary:
         return value
 
     def _storage(self, name: str, shape: tuple[int, ...], dtype: DType) -> Storage:
-        layout = self.launch.layout(tensor_check.shape_of(shape), dtype, nl.shared_hbm)
+        layout = self.launch.layout(shape_of(shape), dtype, nl.shared_hbm)
         storage = Storage(layout, name)
         storage.initialised = True
         return storage
@@ -197,7 +198,12 @@ class _Boundary:
             return None
         many = isinstance(result, tuple | list)
         tensors: list[NkiTensor] = list(result) if many else [result]
-        check.outputs(tensors)
+        for t in tensors:
+            if getattr(t, "buffer", None) is not nl.shared_hbm:
+                refuse(
+                    f"kernel output {t!r} must be a tensor in nl.shared_hbm; "
+                    "allocate it with buffer=nl.shared_hbm and dma_copy the result into it"
+                )
         found = tuple([self._output(t) for t in tensors])
         return found if many else found[0]
 

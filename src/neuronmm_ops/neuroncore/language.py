@@ -14,11 +14,12 @@ import numpy as np
 from neuronmm_ops import hardware
 from neuronmm_ops.neuroncore import core as running
 from neuronmm_ops.neuroncore import dtypes
-from neuronmm_ops.neuroncore.checks import language as check
+from neuronmm_ops.neuroncore.checks.base import refuse
 from neuronmm_ops.neuroncore.isa.elementwise import memset
 from neuronmm_ops.neuroncore.isa.register import VirtualRegister
+from neuronmm_ops.neuroncore.memory.indexing import DynamicSlice
 from neuronmm_ops.neuroncore.memory.storage import MemoryRegion, Storage
-from neuronmm_ops.neuroncore.memory.tensor import DynamicSlice, NkiTensor
+from neuronmm_ops.neuroncore.memory.tensor import NkiTensor
 from neuronmm_ops.neuroncore.nl.objects import NKIObject
 
 from neuronmm_ops.neuroncore.dtypes import (  # isort: skip
@@ -121,7 +122,10 @@ def ndarray(
 
     `address` is (partition, byte in the partition). Raises NkiValidationError.
     """
-    check.buffer(buffer)
+    if not isinstance(buffer, MemoryRegion):
+        refuse(
+            f"nl.ndarray: buffer must be nl.sbuf, nl.psum, nl.hbm or nl.shared_hbm; got {buffer!r}"
+        )
     return running.active("nl.ndarray").allocate(shape, dtype, buffer, name, address)
 
 
@@ -238,7 +242,8 @@ def fori_loop(
     step: int = 1,
 ) -> None:
     """Call body_fun(i) for i from lower to upper, i a read-only register."""
-    check.loop_step(step)
+    if not isinstance(step, int) or step < 1:
+        refuse(f"nl.fori_loop: step must be a positive int; got {step!r}")
     for i in range(_value(lower), _value(upper), step):
         body_fun(VirtualRegister(i, frozen=True))
 
@@ -250,7 +255,8 @@ def while_loop(
     register = init
     while register.value != 0:
         register = body_fun(register)
-        check.loop_condition(register)
+        if not hasattr(register, "value"):
+            refuse(f"nl.while_loop: the body must return the condition register; got {register!r}")
 
 
 def _value(bound: int | VirtualRegister) -> int:
@@ -265,14 +271,19 @@ def no_reorder() -> Generator[None]:
 
 def program_id(axis: int = 0) -> int:
     """Which of the launch's cores this is: 0, or 1 with `kernel[2]`."""
-    check.program_axis(axis)
+    _check_axis(axis)
     return running.active("nl.program_id").program_id
 
 
 def num_programs(axes: int = 0) -> int:
     """How many cores the kernel was launched on."""
-    check.program_axis(axes)
+    _check_axis(axes)
     return len(running.active("nl.num_programs").launch.cores)
+
+
+def _check_axis(axis: int) -> None:
+    if axis != 0:
+        refuse(f"nl.program_id/num_programs: the only axis is 0; got {axis}")
 
 
 def program_ndim() -> int:

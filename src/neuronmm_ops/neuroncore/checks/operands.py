@@ -26,6 +26,12 @@ def is_tile(value: Any) -> TypeGuard[NkiTensor]:
     return hasattr(value, "geometry")
 
 
+def one_tile(name: str, x: Any) -> None:
+    """An element-wise function of `nl` gets at least one tile."""
+    if not is_tile(x):
+        refuse(f"nl.{name}: one input must be a tile; got {x!r}")
+
+
 # where tiles are
 
 

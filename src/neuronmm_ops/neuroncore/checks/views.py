@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from math import prod
 from operator import index as as_int
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from neuronmm_ops.neuroncore.checks.base import refuse
 from neuronmm_ops.neuroncore.dtypes import DType
@@ -24,15 +24,6 @@ def dimension(t: NkiTensor, dim: int, extra: int = 0) -> int:
     return dim % count
 
 
-def index_count(t: NkiTensor, given: int, ellipses: int) -> None:
-    """No more indices than dimensions, and one ellipsis at most."""
-    if ellipses > 1 or given > t.ndim:
-        refuse(
-            f"{t}: index has {given} entries and {ellipses} ellipses; "
-            f"use at most {t.ndim} entries and one ellipsis"
-        )
-
-
 def index_of(t: NkiTensor, dim: int, k: Any) -> int:
     """An integer index within bounds, negative ones counted from the end."""
     try:
@@ -46,12 +37,6 @@ def index_of(t: NkiTensor, dim: int, k: Any) -> int:
     if not -count <= value < count:
         refuse(f"{t}: index {value} is out of bounds of dimension {dim} of size {count}")
     return value % count
-
-
-def index_bounds(t: NkiTensor, dim: int, value: int) -> None:
-    """`select` takes 0 <= index < size."""
-    if not 0 <= value < t.shape[dim]:
-        refuse(f"{t}: select({dim}, {value}) is out of bounds; the size is {t.shape[dim]}")
 
 
 def slice_of(t: NkiTensor, dim: int, k: slice) -> tuple[int, int, int]:
@@ -75,11 +60,6 @@ def slice_bounds(t: NkiTensor, dim: int, start: int, end: int, step: int) -> Non
             f"{t}: slice {start}:{end}:{step} is out of bounds of dimension {dim} of size "
             f"{t.shape[dim]}; cut edge tiles with min(), slices are not clamped"
         )
-
-
-def tile_assignment(t: NkiTensor) -> NoReturn:
-    """Tiles are written by instructions only."""
-    refuse(f"{t}: assigning into a tile is not NKI; use nisa.tensor_copy(dst=tile[...], src=...)")
 
 
 def not_the_indirect(t: NkiTensor, dim: int) -> None:
@@ -107,11 +87,12 @@ def one_dynamic_index(t: NkiTensor, dim: int) -> None:
 
 def partition_view(t: NkiTensor, dim: int, verb: str) -> None:
     """The partition dimension, or the one that vector_select indexes, stays as it is."""
-    if _first_fixed(t) and dim == 0:
+    if first_fixed(t) and dim == 0:
         refuse(f"{t}: dimension 0 is the partition and cannot be {verb}; use a free dimension")
 
 
-def _first_fixed(t: NkiTensor) -> bool:
+def first_fixed(t: NkiTensor) -> bool:
+    """Whether dimension 0 stays as it is: the partition, or the one that vector_select indexes."""
     indirect = t.geometry.indirect
     return t.geometry.on_chip or (indirect is not None and indirect[0] == "vector")
 
@@ -122,59 +103,13 @@ def size_one(t: NkiTensor, dim: int, verb: str) -> None:
         refuse(f"{t}: dimension {dim} has size {t.shape[dim]}; only size 1 can be {verb}")
 
 
-def permutation(t: NkiTensor, dims: tuple[int, ...]) -> None:
-    """A permutation of all dimensions, with the partition first."""
-    if sorted(dims) != list(range(t.ndim)):
-        refuse(f"{t}: permute{tuple(dims)} is no permutation of {t.ndim} dimensions")
-    if _first_fixed(t) and dims[0] != 0:
-        refuse(f"{t}: permute{tuple(dims)} moves the partition; dims[0] must be 0")
-
-
-def split_sizes(t: NkiTensor, dim: int, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Sizes whose product is the dimension's, one -1 filled in."""
-    return _filled(t, shape, t.shape[dim], f"reshape_dim({dim}, {shape})")
-
-
-def reshaped(t: NkiTensor, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Sizes whose product is the tensor's, with the partition kept."""
-    sizes = _filled(t, shape, t.size, f"reshape({shape})")
-    if _first_fixed(t) and sizes[0] != t.shape[0]:
-        refuse(f"{t}: reshape({shape}) changes the partition size; it must stay {t.shape[0]}")
-    return sizes
-
-
-def _filled(t: NkiTensor, shape: tuple[int, ...], total: int, call: str) -> tuple[int, ...]:
+def filled(t: NkiTensor, shape: tuple[int, ...], total: int, call: str) -> tuple[int, ...]:
+    """Sizes whose product is `total`, one -1 filled in."""
     known = prod([s for s in shape if s != -1])
     sizes = tuple([total // known if s == -1 and known else s for s in shape])
     if shape.count(-1) > 1 or prod(sizes) != total:
         refuse(f"{t}: {call} must keep {total} elements")
     return sizes
-
-
-def reshapeable(t: NkiTensor, sizes: tuple[int, ...], strides: tuple[int, ...] | None) -> None:
-    """A view reshapes only where no copy is needed."""
-    if strides is None:
-        refuse(
-            f"{t}: reshape({sizes}) needs a copy, strides are {list(t.strides)}; copy it into a "
-            "fresh tile first"
-        )
-
-
-def mergeable(t: NkiTensor, stride: int | None, start: int, end: int) -> None:
-    """Merged dimensions are contiguous in memory."""
-    if stride is None:
-        refuse(
-            f"{t}: dimensions {start} to {end} with strides {list(t.strides[start : end + 1])} are "
-            "not contiguous; flatten before permute or slice"
-        )
-
-
-def rearrange_names(t: NkiTensor, groups: int, source: list[str], target: list[str]) -> None:
-    """Both patterns of `rearrange` name the same dimensions, one name each, one group each."""
-    if groups != t.ndim:
-        refuse(f"{t}: rearrange's source pattern has {groups} groups; it has {t.ndim} dimensions")
-    if len(set(source)) != len(source) or sorted(source) != sorted(target):
-        refuse(f"{t}: rearrange needs the same names on both sides; got {source} and {target}")
 
 
 def reinterpretable(t: NkiTensor, new: DType) -> None:
@@ -197,13 +132,6 @@ def stored_as_itself(t: NkiTensor, new: DType) -> None:
     own = t.geometry.layout.dtype
     if t.storage.store != own.numpy and new is not own:
         refuse(f"{t}: NKI_PRECISE_FP=0 keeps it in fp32, it cannot be seen as {new}; unset it")
-
-
-def vector_index(t: NkiTensor, dim: int, index: NkiTensor) -> None:
-    """`vector_select` indexes dimension 0 of an HBM tensor by SBUF [P, 1]."""
-    if dim != 0 or t.geometry.on_chip or index.shape[1:] != (1,):
-        refuse(f"{t}: vector_select takes dim 0 of an HBM tensor and an index [P, 1]; got {index}")
-    one_dynamic_index(t, dim)
 
 
 def one_index(t: NkiTensor, scalar: Any, vector: Any, dim: int) -> None:

@@ -11,12 +11,21 @@ import numpy as np
 from neuronmm_ops.hardware import DMA_ENGINES, DMA_TRANSPOSE_SHARE, PARTITIONS, Engine
 from neuronmm_ops.neuroncore import core as running
 from neuronmm_ops.neuroncore import dtypes
-from neuronmm_ops.neuroncore.checks import dma as dma_check
 from neuronmm_ops.neuroncore.checks import operands as check
+from neuronmm_ops.neuroncore.checks.base import refuse
 from neuronmm_ops.neuroncore.isa.enums import dge_mode, engine, engine_of, oob_mode
-from neuronmm_ops.neuroncore.isa.values import SBUF, convert, copy, raw, read, write
+from neuronmm_ops.neuroncore.isa.indirect import (
+    check_index,
+    gathered,
+    gathered_columns,
+    index_tiles,
+    places,
+    scatter,
+    values_of,
+)
+from neuronmm_ops.neuroncore.isa.values import SBUF, convert, copy, raw, write
 from neuronmm_ops.neuroncore.memory.storage import MemoryRegion
-from neuronmm_ops.neuroncore.memory.tensor import NkiTensor, VirtualRegister
+from neuronmm_ops.neuroncore.memory.tensor import NkiTensor
 from neuronmm_ops.neuroncore.nl import operators
 from neuronmm_ops.neuroncore.timing.trace import DmaCost, InstructionTemplate, NkiInstruction
 
@@ -37,17 +46,12 @@ def dma_copy(
     One of the two may be indirect (`.ap(vector_offset=)`, `.ap(scalar_offset=)`, `select`).
     """
     core = running.active("nki.isa.dma_copy")
-    indices = _indices(dst, src)
+    indices = index_tiles(dst, src)
     options = (priority, dge_mode, engine, oob_mode)
     operands = (dst, src, *indices)
     if dst.index is None and src.index is None:
         return core.record(core.template(_copy, operands, options), operands)
     return core.record(core.template(_indirect_copy, operands, options), operands)
-
-
-def _indices(*tensors: NkiTensor) -> tuple[NkiTensor, ...]:
-    """The index tiles of indirect views, which an instruction reads too."""
-    return tuple([t.index for t in tensors if isinstance(t.index, NkiTensor)])
 
 
 def _checked(
@@ -62,13 +66,29 @@ def _checked(
     machine = running.active().machine
     check.memory(opcode, "dst", dst, *_REACHED)
     check.memory(opcode, "src", src, *_REACHED)
-    dma_check.dma_sizes(opcode, dst, src)
-    dma_check.dma_priority(opcode, machine, priority)
+    _check_sizes(opcode, dst, src)
+    if priority is not None:
+        check.generation(opcode, machine, 4, "priority", "leave it out")
+        if priority not in (0, 1, 2, 3):
+            refuse(f"{opcode}: priority must be 0 to 3; got {priority}")
     trigger = Engine.DMA if asked is engine.unknown else engine_of(opcode, asked)
-    if mode is dge_mode.hwdge and asked is not engine.unknown:
-        check.engine_runs(opcode, trigger, Engine.SYNC, Engine.SCALAR)
-    dma_check.dma_generation(opcode, machine, mode.name, trigger, dst, src)
+    if mode is dge_mode.hwdge:
+        if asked is not engine.unknown:
+            check.engine_runs(opcode, trigger, Engine.SYNC, Engine.SCALAR)
+        check.generation(opcode, machine, 3, "dge_mode.hwdge", "use dge_mode.unknown")
+        if dst.dtype != src.dtype:
+            refuse(
+                f"{opcode}: dge_mode.hwdge does not cast; dst is {dst.dtype} and src {src.dtype}; "
+                "use dge_mode.unknown or cast on an engine"
+            )
+    elif trigger is not Engine.DMA:
+        refuse(f"{opcode}: engine is for dge_mode.hwdge only; leave it engine.unknown")
     return mode.name if mode in (dge_mode.hwdge, dge_mode.swdge) else "none"
+
+
+def _check_sizes(opcode: str, dst: NkiTensor, src: NkiTensor) -> None:
+    if dst.size != src.size:
+        refuse(f"{opcode}: dst has {dst.size} elements and src {src.size}; slice them alike")
 
 
 def _copy(dst: NkiTensor, src: NkiTensor, *options: Any) -> InstructionTemplate:
@@ -131,10 +151,11 @@ def _direction(dst: NkiTensor, src: NkiTensor) -> str:
 def _indirect_copy(dst: NkiTensor, src: NkiTensor, *rest: Any) -> InstructionTemplate:
     *indices, priority, mode, asked, oob = rest
     descriptors = _checked("dma_copy", dst, src, priority, mode, asked)
-    dma_check.indirect_sides(dst, src)
+    if dst.index is not None and src.index is not None:
+        refuse("dma_copy: dst and src are both indirect; copy through SBUF in two steps")
     indirect = dst if dst.index is not None else src
     for index in indices:
-        dma_check.index_operand("dma_copy", indirect, index)
+        check_index("dma_copy", indirect, index)
     kind = indirect.geometry.indirect
     # descriptors that depend on data are made on the way: by hardware for one offset, else GpSimdE
     if descriptors == "none":
@@ -160,65 +181,6 @@ def _indirect_copy(dst: NkiTensor, src: NkiTensor, *rest: Any) -> InstructionTem
     return InstructionTemplate(Engine.DMA, 0, run, "dma_copy", dma=cost)
 
 
-def _places(t: NkiTensor) -> tuple[np.ndarray, np.ndarray]:
-    """Element offsets of an indirect view, one per index, and which are within bounds."""
-    kind = t.geometry.indirect
-    assert kind is not None
-    how, _, scale = kind
-    if isinstance(t.index, VirtualRegister):
-        values = np.array([t.index.value], np.int64)
-    else:
-        values = raw(t.index).reshape(-1).astype(np.int64)
-    offsets = values * scale
-    layout = t.geometry.layout
-    total = int(np.prod(layout.shape)) * layout.dtype.itemsize // t.dtype.itemsize
-    strides = list(t.strides)
-    first = 1 if how == "vector" else 0
-    reach = sum(s * (c - 1) for s, c in list(zip(strides, t.shape, strict=True))[first:])
-    legal = (values >= 0) & (t.offset + offsets + reach < total)
-    return offsets, legal
-
-
-def gathered(t: NkiTensor, skip: bool) -> tuple[np.ndarray, np.ndarray | None]:
-    """What an indirect view reads, and with `skip` the rows that were within bounds."""
-    kind = t.geometry.indirect
-    assert kind is not None
-    offsets, legal = _places(t)
-    dma_check.dynamic_bounds(t, bool(legal.all()) or skip)
-    if kind[0] == "scalar":
-        if not legal[0]:
-            return np.zeros(t.shape, t.storage.store), np.zeros(t.shape[0], bool)
-        return t.geometry.array(t.storage, int(offsets[0])), None
-    rows = np.zeros(t.shape, t.storage.store)
-    for i, (offset, ok) in enumerate(zip(offsets[: t.shape[0]], legal, strict=False)):
-        if ok:
-            rows[i] = _row(t, int(offset))
-    return rows, None if legal.all() else legal[: t.shape[0]]
-
-
-def scatter(t: NkiTensor, values: np.ndarray, skip: bool) -> None:
-    """Write through an indirect view, in the order of the indices."""
-    kind = t.geometry.indirect
-    assert kind is not None
-    offsets, legal = _places(t)
-    dma_check.dynamic_bounds(t, bool(legal.all()) or skip)
-    if kind[0] == "scalar":
-        if legal[0]:
-            target = t.geometry.array(t.storage, int(offsets[0]))
-            target[...] = values.reshape(target.shape)
-        return
-    rows = values.reshape(t.shape)
-    for i, (offset, ok) in enumerate(zip(offsets[: t.shape[0]], legal, strict=False)):
-        if ok:
-            _row(t, int(offset))[...] = rows[i]
-
-
-def _row(t: NkiTensor, offset: int) -> np.ndarray:
-    """Row 0 of a vector-indexed view, `offset` elements further on."""
-    row = t.geometry.derive((1, *t.shape[1:]), t.strides, t.offset)
-    return row.array(t.storage, offset)[0]
-
-
 _AXES = {2: (1, 0), 3: (2, 1, 0), 4: (3, 1, 2, 0)}
 
 
@@ -234,7 +196,7 @@ def dma_transpose(
     """dst = src transposed by `axes` on the way to SBUF: (1,0), (2,1,0) or (3,1,2,0)."""
     core = running.active("nki.isa.dma_transpose")
     order = tuple(axes) if axes is not None else _AXES.get(src.ndim, ())
-    operands = (dst, src, *_indices(src))
+    operands = (dst, src, *index_tiles(src))
     options = (order, priority, dge_mode, oob_mode)
     return core.record(core.template(_transpose, operands, options), operands)
 
@@ -242,24 +204,56 @@ def dma_transpose(
 def _transpose(dst: NkiTensor, src: NkiTensor, *rest: Any) -> InstructionTemplate:
     *indices, axes, priority, mode, oob = rest
     opcode = "dma_transpose"
-    dma_check.dma_transpose_axes(src, dst, axes, _AXES.get(src.ndim))
+    if axes != _AXES.get(src.ndim):
+        refuse(f"{opcode}: axes must be (1,0), (2,1,0) or (3,1,2,0) by rank; got {axes}")
+    shape = tuple([src.shape[a] for a in axes])
+    if dst.shape != shape:
+        refuse(f"{opcode}: dst must be {list(shape)}; got {dst}")
     check.memory(opcode, "dst", dst, SBUF)
     check.same_dtype(opcode, dst, src)
     descriptors = _checked(opcode, dst, src, priority, mode, engine.unknown)
-    dma_check.transpose_mode(mode.name, bool(indices))
+    if mode not in (dge_mode.unknown, dge_mode.swdge if indices else dge_mode.hwdge):
+        problem = f"dge_mode.{mode.name} does not {'gather' if indices else 'transpose'}"
+        refuse(f"{opcode}: {problem}; use dge_mode.unknown")
     if mode is dge_mode.hwdge:
-        dma_check.hwdge_transpose(src)
+        _check_hwdge_transpose(src)
     for index in indices:
-        dma_check.indirect_transpose(running.active().machine, src, index)
+        _check_indirect_transpose(src, index)
 
     def run(dst: NkiTensor, src: NkiTensor, *indices: NkiTensor) -> None:
         target, source = raw(dst), raw(src)
         if indices:
-            source = _gathered_columns(src, indices[0], oob is oob_mode.skip)
+            source = gathered_columns(src, indices[0], oob is oob_mode.skip)
         target[...] = source.transpose(axes).reshape(target.shape)
 
     cost = _transpose_cost(dst, src, "swdge" if indices else descriptors)
     return InstructionTemplate(Engine.DMA, 0, run, opcode, dma=cost)
+
+
+def _check_hwdge_transpose(src: NkiTensor) -> None:
+    """Shapes that the hardware transposes: 2 bytes, 16 rows, 128 columns at most."""
+    rows = src.shape[0] if src.ndim == 2 else src.shape[0] * src.shape[-2]
+    legal_rows = (
+        rows == 16 if src.ndim == 2 else src.shape[0] in (1, 2, 4, 8, 16) and rows % 16 == 0
+    )
+    if src.dtype.itemsize != 2 or src.shape[-1] > 128 or not legal_rows:
+        refuse(
+            f"dma_transpose: dge_mode.hwdge takes 2-byte src [16, <=128], or [1|2|4|8|16, .., n, "
+            f"<=128] with a multiple of 16 rows; got {src}; use dge_mode.unknown"
+        )
+
+
+def _check_indirect_transpose(src: NkiTensor, index: NkiTensor) -> None:
+    """A gathering transpose: 2-byte HBM rows, a multiple of 16 of them, uint32 indices in SBUF."""
+    opcode, machine = "dma_transpose", running.active().machine
+    check.generation(opcode, machine, 3, "an indirect transpose", "gather with dma_copy first")
+    check.memory(opcode, "index", index, SBUF)
+    check.dtype_in(opcode, "index", index, "uint32")
+    p, columns = index.shape[0], index.size // index.shape[0]
+    if src.dtype.itemsize != 2 or src.shape[-1] > 128 or src.geometry.on_chip or src.shape[0] % 16:
+        refuse(f"{opcode}: indirect src must be 2-byte HBM [16n, .., <=128]; got {src}")
+    if p % 16 or p > 128 or (columns > 1 and p != 128) or p * columns < src.shape[0]:
+        refuse(f"{opcode}: indices {index} must be [16n <= 128, 1] or [128, n]")
 
 
 def _transpose_cost(dst: NkiTensor, src: NkiTensor, descriptors: str) -> DmaCost:
@@ -276,20 +270,6 @@ def _transpose_cost(dst: NkiTensor, src: NkiTensor, descriptors: str) -> DmaCost
     )
 
 
-def _gathered_columns(src: NkiTensor, index: NkiTensor, skip: bool) -> np.ndarray:
-    """Rows of `src` in the column-major order of a [P, n] index tile."""
-    flat = raw(index).T.reshape(-1)[: src.shape[0]].astype(np.int64)
-    kind = src.geometry.indirect
-    assert kind is not None
-    rows = np.zeros(src.shape, src.storage.store)
-    count = src.geometry.layout.shape[kind[1]]
-    legal = (flat >= 0) & (flat < count)
-    dma_check.dynamic_bounds(src, bool(legal.all()) or skip)
-    for i in np.flatnonzero(legal):
-        rows[i] = _row(src, int(flat[i]) * kind[2])
-    return rows
-
-
 def dma_compute(
     dst: NkiTensor,
     srcs: Sequence[NkiTensor],
@@ -301,7 +281,7 @@ def dma_compute(
 ) -> NkiInstruction:
     """dst = reduce_op over (srcs * scales), element by element, on the DMA engines."""
     core = running.active("nki.isa.dma_compute")
-    operands = (dst, *srcs, *_indices(dst, *srcs))
+    operands = (dst, *srcs, *index_tiles(dst, *srcs))
     factors = tuple(scales) if scales is not None else None
     options = (reduce_op, factors, len(srcs), unique_indices, oob_mode)
     return core.record(core.template(_compute, operands, options), operands)
@@ -311,27 +291,38 @@ def _compute(dst: NkiTensor, *rest: Any) -> InstructionTemplate:
     *operands, op, scales, count, unique, oob = rest
     opcode, tensors = "dma_compute", (dst, *operands[:count])
     srcs, indices = operands[:count], operands[count:]
-    dma_check.dma_compute(dst, srcs, operators.alu(op), scales)
+    alu = operators.alu(op)
+    if alu.name != "add":
+        refuse(f"{opcode}: reduce_op nl.{alu.name} is not supported; use nl.add")
+    if not 1 <= count <= 16:
+        refuse(f"{opcode}: takes 1 to 16 sources; got {count}")
+    if scales is not None and (len(scales) != count or any(s != 1.0 for s in scales)):
+        refuse(f"{opcode}: scales must be 1.0 for each of {count} sources; got {scales}")
     indirect = any(t.index is not None for t in tensors)
-    if indirect:
-        dma_check.read_modify_write(dst, srcs, unique)
+    if indirect and (count != 2 or not unique):
+        problem = "with a dynamic index it takes two sources and unique_indices=True"
+        refuse(f"{opcode}: {problem}; got {count} and {unique}")
+    if indirect and not any(s.storage is dst.storage and s.geometry is dst.geometry for s in srcs):
+        refuse(f"{opcode}: with a dynamic index one source must be dst itself, {dst}")
     for index in indices:
-        dma_check.index_operand(opcode, next(t for t in tensors if t.index is index), index)
+        check_index(opcode, next(t for t in tensors if t.index is index), index)
     skip = oob is oob_mode.skip
     check.memory(opcode, "dst", dst, *_REACHED)
     for src in srcs:
         check.memory(opcode, "srcs", src, *_REACHED)
-        dma_check.dma_sizes(opcode, dst, src)
+        _check_sizes(opcode, dst, src)
 
     def run(dst: NkiTensor, *operands: NkiTensor) -> None:
         total = np.zeros(dst.shape, np.float32)
         for src in operands[:count]:
-            total = total + _values(src, skip).reshape(dst.shape)
+            total = total + values_of(src, skip).reshape(dst.shape)
         if dst.index is None:
             write(dst, total)
         else:
-            places = _places(dst)[0]
-            dma_check.repeated_indices(len(np.unique(places)) == len(places))
+            rows = places(dst)[0]
+            if len(np.unique(rows)) != len(rows):
+                problem = "an index occurs twice; the sum would depend on timing"
+                refuse(f"{opcode}: {problem}; merge rows first")
             scatter(dst, convert(dst, total), skip)
 
     costs = [copy_cost(dst, s) for s in srcs]
@@ -349,8 +340,3 @@ def _compute(dst: NkiTensor, *rest: Any) -> InstructionTemplate:
         (costs[0].writes[0], *[0] * len(costs)),
     )
     return InstructionTemplate(Engine.DMA, 0, run, opcode, dma=cost)
-
-
-def _values(t: NkiTensor, skip: bool) -> np.ndarray:
-    """What an operand of dma_compute reads, in fp32; 0 where an index is out of bounds."""
-    return read(t) if t.index is None else dtypes.to_fp32(gathered(t, skip)[0], t.dtype)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from math import prod
 from operator import index as as_int
-from types import EllipsisType
 from typing import Any
 
 import numpy as np
 
 from neuronmm_ops.neuroncore.checks import views as check
+from neuronmm_ops.neuroncore.checks.base import refuse
 from neuronmm_ops.neuroncore.dtypes import DType, dtype_of
 from neuronmm_ops.neuroncore.memory.geometry import (
     Geometry,
@@ -18,34 +18,16 @@ from neuronmm_ops.neuroncore.memory.geometry import (
     merged_stride,
     reshaped_strides,
 )
+from neuronmm_ops.neuroncore.memory.indexing import (
+    DynamicSlice,
+    VirtualRegister,
+    dynamic_index,
+    hashable,
+    static_index,
+)
 from neuronmm_ops.neuroncore.memory.storage import MemoryRegion, Storage
 
 Pattern = list[list[int]]
-
-
-class VirtualRegister:
-    """An integer register; its value is known when the instruction that sets it has run."""
-
-    __slots__ = ("frozen", "value")
-
-    def __init__(self, state: int | None = None, frozen: bool = False) -> None:
-        self.value = 0 if state is None else int(state)
-        self.frozen = frozen
-
-    def __repr__(self) -> str:
-        return f"VirtualRegister({self.value})"
-
-    def __bool__(self) -> bool:
-        return self.value != 0
-
-
-class DynamicSlice:
-    """`nl.ds(register, size)`: a slice whose start is known when the instruction runs."""
-
-    __slots__ = ("size", "start")
-
-    def __init__(self, start: Any, size: int) -> None:
-        self.start, self.size = start, size
 
 
 class NkiTensor:
@@ -151,17 +133,17 @@ class NkiTensor:
             if a.__class__ is slice and b.__class__ is slice:
                 cached = (a.start, a.stop, a.step, b.start, b.stop, b.step, slice)
             else:
-                cached = _hashable(key)
+                cached = hashable(key)
         else:
-            cached = _hashable(key)
+            cached = hashable(key)
         try:
             found = geometry.children.get(cached)
         except TypeError:  # a register or a tensor in the key
-            return _dynamic_index(self, key)
+            return dynamic_index(self, key)
         if found is None:
             if any(isinstance(k, DynamicSlice | NkiTensor | VirtualRegister) for k in cached):
-                return _dynamic_index(self, key)
-            found = geometry.children[cached] = _indexed(self, key)
+                return dynamic_index(self, key)
+            found = geometry.children[cached] = static_index(self, key)
         view = _new(NkiTensor)
         view.storage = self.storage
         view.geometry = found
@@ -169,14 +151,19 @@ class NkiTensor:
         return view
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        check.tile_assignment(self)
+        remedy = "use nisa.tensor_copy(dst=tile[...], src=...)"
+        refuse(f"{self}: assigning into a tile is not NKI; {remedy}")
 
     def _view(
         self, shape: tuple[int, ...], strides: tuple[int, ...], offset: int | None = None
     ) -> NkiTensor:
         geometry = self.geometry
         place = geometry.offset if offset is None else offset
-        return view_of(self.storage, geometry.derive(shape, strides, place), self.index)
+        return self.with_geometry(geometry.derive(shape, strides, place), self.index)
+
+    def with_geometry(self, geometry: Geometry, index: Any) -> NkiTensor:
+        """Another view of the same storage."""
+        return view_of(self.storage, geometry, index)
 
     def slice(self, dim: int, start: int, end: int, step: int = 1) -> NkiTensor:
         """Elements start, start+step, ... below end of one dimension."""
@@ -201,24 +188,31 @@ class NkiTensor:
             check.scalar_index(self, dim, index, isinstance(index, NkiTensor | VirtualRegister))
             check.one_dynamic_index(self, dim)
             how = ("scalar", dim, self.strides[dim])
-            return view_of(
-                self.storage, self.geometry.derive(shape, strides, self.offset, None, how), index
-            )
+            geometry = self.geometry.derive(shape, strides, self.offset, None, how)
+            return self.with_geometry(geometry, index)
         check.partition_view(self, dim, "selected away")
-        check.index_bounds(self, dim, as_int(index))
+        if not 0 <= as_int(index) < self.shape[dim]:
+            seen = f"select({dim}, {as_int(index)}) is out of bounds"
+            refuse(f"{self}: {seen}; the size is {self.shape[dim]}")
         return self._view(shape, strides, self.offset + as_int(index) * self.strides[dim])
 
     def vector_select(self, dim: int, vector_offset: NkiTensor) -> NkiTensor:
         """HBM rows chosen by one index per partition, `vector_offset` [P, 1] in SBUF."""
-        check.vector_index(self, dim, vector_offset)
+        if dim != 0 or self.geometry.on_chip or vector_offset.shape[1:] != (1,):
+            rule = "vector_select takes dim 0 of an HBM tensor and an index [P, 1]"
+            refuse(f"{self}: {rule}; got {vector_offset}")
+        check.one_dynamic_index(self, dim)
         shape = (vector_offset.shape[0], *self.shape[1:])
         how = ("vector", dim, self.strides[dim])
         geometry = self.geometry.derive(shape, self.strides, self.offset, None, how)
-        return view_of(self.storage, geometry, vector_offset)
+        return self.with_geometry(geometry, vector_offset)
 
     def permute(self, dims: tuple[int, ...]) -> NkiTensor:
         """Dimensions in another order; the partition stays first."""
-        check.permutation(self, dims)
+        if sorted(dims) != list(range(self.ndim)):
+            refuse(f"{self}: permute{tuple(dims)} is no permutation of {self.ndim} dimensions")
+        if check.first_fixed(self) and dims[0] != 0:
+            refuse(f"{self}: permute{tuple(dims)} moves the partition; dims[0] must be 0")
         return self._view(
             tuple([self.shape[d] for d in dims]), tuple([self.strides[d] for d in dims])
         )
@@ -252,7 +246,8 @@ class NkiTensor:
     def reshape_dim(self, dim: int, shape: tuple[int, ...]) -> NkiTensor:
         """Split a dimension; one size may be -1."""
         dim = check.dimension(self, dim)
-        sizes = check.split_sizes(self, dim, tuple(shape))
+        shape = tuple(shape)
+        sizes = check.filled(self, shape, self.shape[dim], f"reshape_dim({dim}, {shape})")
         if len(sizes) > 1:
             check.partition_view(self, dim, "split")
         steps = tuple([s * self.strides[dim] for s in contiguous_strides(sizes)])
@@ -268,18 +263,30 @@ class NkiTensor:
             check.partition_view(self, start_dim, "merged")
         sizes, steps = self.shape[start_dim : end_dim + 1], self.strides[start_dim : end_dim + 1]
         merged = merged_stride(sizes, steps)
-        check.mergeable(self, merged, start_dim, end_dim)
+        if merged is None:
+            refuse(
+                f"{self}: dimensions {start_dim} to {end_dim} with strides {list(steps)} are "
+                "not contiguous; flatten before permute or slice"
+            )
         return self._view(
             (*self.shape[:start_dim], prod(sizes), *self.shape[end_dim + 1 :]),
-            (*self.strides[:start_dim], merged or 0, *self.strides[end_dim + 1 :]),
+            (*self.strides[:start_dim], merged, *self.strides[end_dim + 1 :]),
         )
 
     def reshape(self, shape: tuple[int, ...]) -> NkiTensor:
         """The same elements in another shape, where memory allows it without a copy."""
-        sizes = check.reshaped(self, tuple(shape))
+        shape = tuple(shape)
+        sizes = check.filled(self, shape, self.size, f"reshape({shape})")
+        if check.first_fixed(self) and sizes[0] != self.shape[0]:
+            problem = f"reshape({shape}) changes the partition size"
+            refuse(f"{self}: {problem}; it must stay {self.shape[0]}")
         strides = reshaped_strides(self.shape, self.strides, sizes)
-        check.reshapeable(self, sizes, strides)
-        return self._view(sizes, strides or ())
+        if strides is None:
+            refuse(
+                f"{self}: reshape({sizes}) needs a copy, strides are {list(self.strides)}; copy it "
+                "into a fresh tile first"
+            )
+        return self._view(sizes, strides)
 
     def rearrange(
         self,
@@ -292,7 +299,11 @@ class NkiTensor:
         source = [(g,) if isinstance(g, str) else tuple(g) for g in src_pattern]
         names = [m for g in source for m in g]
         flat = [m for g in dst_pattern for m in ((g,) if isinstance(g, str) else g)]
-        check.rearrange_names(self, len(source), names, flat)
+        if len(source) != self.ndim:
+            seen = f"rearrange's source pattern has {len(source)} groups"
+            refuse(f"{self}: {seen}; it has {self.ndim} dimensions")
+        if len(set(names)) != len(names) or sorted(names) != sorted(flat):
+            refuse(f"{self}: rearrange needs the same names on both sides; got {names} and {flat}")
         sizes = fixed_sizes or {}
         dim = 0
         for members in source:
@@ -316,7 +327,7 @@ class NkiTensor:
             strides = [s // new.itemsize for s in scaled[:-1]] + [1]
             offset = offset * old.itemsize // new.itemsize
         geometry = self.geometry.derive(tuple(shape), tuple(strides), offset, new)
-        return view_of(self.storage, geometry, self.index)
+        return self.with_geometry(geometry, self.index)
 
     reinterpret_cast = view
 
@@ -350,7 +361,7 @@ class NkiTensor:
             scale = self.strides[indirect_dim] * self.dtype.itemsize // new.itemsize
             how = ("vector" if vector_offset is not None else "scalar", indirect_dim, scale)
         geometry = geometry_of(self.geometry.layout, shape, strides, place, new, how)
-        return view_of(self.storage, geometry, index)
+        return self.with_geometry(geometry, index)
 
     def indirect(self, index: NkiTensor, num_elem: int | None = None) -> NkiTensor:
         """Tensor indirection of trn3; not modelled."""
@@ -375,74 +386,3 @@ def tensor_of(storage: Storage) -> NkiTensor:
     layout = storage.layout
     strides = contiguous_strides(layout.shape)
     return view_of(storage, geometry_of(layout, layout.shape, strides, 0, layout.dtype))
-
-
-def _hashable(key: Any) -> tuple[Any, ...]:
-    """An index as a tuple that can be a key of a dict: slices cannot, in Python 3.11."""
-    keys = key if isinstance(key, tuple) else (key,)
-    return tuple([(k.start, k.stop, k.step) if isinstance(k, slice) else k for k in keys])
-
-
-def _full_index(tensor: NkiTensor, key: Any) -> list[Any]:
-    """One entry per dimension, `...` and what is left out made explicit."""
-    keys = list(key) if isinstance(key, tuple) else [key]
-    dots = [i for i, k in enumerate(keys) if isinstance(k, EllipsisType)]
-    check.index_count(tensor, len(keys) - len(dots), len(dots))
-    fill = [slice(None)] * (tensor.ndim - (len(keys) - len(dots)))
-    at = dots[0] if dots else len(keys)
-    return keys[:at] + fill + keys[at + len(dots) :]
-
-
-def _indexed(tensor: NkiTensor, key: Any) -> Geometry:
-    """The geometry of a static index."""
-    geometry = tensor.geometry
-    shape: list[int] = []
-    strides: list[int] = []
-    offset = geometry.offset
-    for dim, k in enumerate(_full_index(tensor, key)):
-        count, stride = geometry.shape[dim], geometry.strides[dim]
-        if isinstance(k, slice):
-            start, stop, step = check.slice_of(tensor, dim, k)
-            if (start, stop, step) != (0, count, 1):
-                check.not_the_indirect(tensor, dim)
-            shape.append(-(-(stop - start) // step))
-            strides.append(stride * step)
-            offset += start * stride
-        else:
-            check.not_the_indirect(tensor, dim)
-            offset += check.index_of(tensor, dim, k) * stride
-            if geometry.on_chip and dim == 0:
-                shape.append(1)
-                strides.append(stride)
-    if (geometry.on_chip and len(shape) == 1) or not shape:
-        shape.append(1)
-        strides.append(1)
-    return geometry.derive(tuple(shape), tuple(strides), offset)
-
-
-def _dynamic_index(tensor: NkiTensor, key: Any) -> NkiTensor:
-    """An index with one register, or `nl.ds(register, size)`, in it."""
-    view, dim = tensor, 0
-    for k in _full_index(tensor, key):
-        if isinstance(k, DynamicSlice):
-            check.one_dynamic_index(view, dim)
-            shape = (*view.shape[:dim], k.size, *view.shape[dim + 1 :])
-            how = ("scalar", dim, view.strides[dim])
-            geometry = view.geometry.derive(shape, view.strides, view.offset, None, how)
-            view = view_of(view.storage, geometry, k.start)
-            dim += 1
-        elif isinstance(k, slice):
-            start, stop, step = check.slice_of(view, dim, k)
-            if (start, stop, step) != (0, view.shape[dim], 1):
-                view = view.slice(dim, start, stop, step)
-            dim += 1
-        elif isinstance(k, NkiTensor | VirtualRegister):
-            view = view.select(dim, k)
-        else:
-            place = check.index_of(view, dim, k)
-            if view.geometry.on_chip and dim == 0:
-                view = view.slice(0, place, place + 1)
-                dim += 1
-            else:
-                view = view.select(dim, place)
-    return view

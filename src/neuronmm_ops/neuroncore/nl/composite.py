@@ -12,7 +12,7 @@ from typing import Any
 
 from neuronmm_ops.neuroncore import core as running
 from neuronmm_ops.neuroncore import isa as nisa
-from neuronmm_ops.neuroncore.checks import language as check
+from neuronmm_ops.neuroncore.checks.base import refuse
 from neuronmm_ops.neuroncore.checks.operands import trailing_axes
 from neuronmm_ops.neuroncore.checks.views import dimension
 from neuronmm_ops.neuroncore.dtypes import DType, float32, uint8, uint32
@@ -38,7 +38,7 @@ def store(dst: NkiTensor, value: NkiTensor) -> None:
 
 def load_transpose2d(src: NkiTensor, dtype: DType | None = None) -> NkiTensor:
     """A tile in SBUF with an HBM matrix transposed."""
-    check.matrix("load_transpose2d", src)
+    _check_matrix("load_transpose2d", src)
     result = tile(src, shape=(src.shape[1], src.shape[0]))
     nisa.dma_transpose(result, src)
     return _cast(result, dtype)
@@ -46,15 +46,21 @@ def load_transpose2d(src: NkiTensor, dtype: DType | None = None) -> NkiTensor:
 
 def transpose(x: NkiTensor, dtype: DType | None = None) -> NkiTensor:
     """x.T of a matrix in SBUF by TensorE; in PSUM, unless a cast brings it to SBUF."""
-    check.matrix("transpose", x)
+    _check_matrix("transpose", x)
     result = _psum((x.shape[1], x.shape[0]), x.dtype)
     nisa.nc_transpose(result, x)
     return _cast(result, dtype)
 
 
+def _check_matrix(name: str, x: NkiTensor) -> None:
+    if x.ndim != 2:
+        refuse(f"nl.{name}: takes two dimensions; got {x}; reshape it")
+
+
 def matmul(x: NkiTensor, y: NkiTensor, transpose_x: bool = False) -> NkiTensor:
     """x.T @ y in PSUM, fp32; needs transpose_x=True."""
-    check.transposed_matmul(transpose_x)
+    if not transpose_x:
+        refuse("nl.matmul: needs transpose_x=True; give x transposed, contraction on partitions")
     result = _psum((x.geometry.elements, y.geometry.elements), float32)
     nisa.nc_matmul(result, x, y)
     return result
@@ -67,7 +73,9 @@ def expand_dims(x: NkiTensor, axis: int) -> NkiTensor:
 
 def broadcast_to(x: NkiTensor, shape: tuple[int, ...], dtype: DType | None = None) -> NkiTensor:
     """A tile whose dimensions of size 1 are repeated; partitions by DMA. `x` if nothing changes."""
-    shape = check.broadcast_shape(x, tuple(shape))
+    shape = tuple(shape)
+    if len(shape) != x.ndim or any(a not in (1, b) for a, b in zip(x.shape, shape, strict=True)):
+        refuse(f"nl.broadcast_to: {x} does not broadcast to {list(shape)}; only size 1 repeats")
     if shape == x.shape:
         return _cast(x, dtype)
     source = x
@@ -206,7 +214,8 @@ def gather_flattened(
     data: NkiTensor, indices: NkiTensor, axis: int = 0, dtype: DType | None = None
 ) -> NkiTensor:
     """Per partition, the elements of the flattened free dimensions that uint32 `indices` name."""
-    check.gather_axis(axis)
+    if axis != 0:
+        refuse(f"nl.gather_flattened: axis must be 0; got {axis}")
     result = tile(data, shape=indices.shape)
     nisa.nc_n_gather(result, data, indices)
     return _cast(result, dtype)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from neuronmm_ops.neuroncore import core as running
-from neuronmm_ops.neuroncore.checks import language as check
+from neuronmm_ops.neuroncore.checks.operands import one_tile
 from neuronmm_ops.neuroncore.dtypes import DType, float32, int32
 from neuronmm_ops.neuroncore.isa import elementwise as nisa
 from neuronmm_ops.neuroncore.isa.activation import activation
@@ -42,7 +42,7 @@ def _binary(name: str, text: str) -> Function:
 
     def function(x: Any, y: Any, dtype: DType | None = None) -> NkiTensor:
         like = x if isinstance(x, NkiTensor) else y
-        check.one_tile(name, like)
+        one_tile(name, like)
         result = tile(like, dtype)
         if _is_scalar(name, y):
             nisa.tensor_scalar(result, x, function, y)
@@ -66,7 +66,7 @@ def _unary(name: str, text: str) -> Function:
     """A function of one input, by one activation on ScalarE."""
 
     def function(x: NkiTensor, dtype: DType | None = None) -> NkiTensor:
-        check.one_tile(name, x)
+        one_tile(name, x)
         result = tile(x, dtype)
         activation(result, function, x)
         return result
@@ -78,7 +78,7 @@ def _built(name: str, text: str, write: Callable[[NkiTensor, NkiTensor], Any]) -
     """A function of one input by other instructions: write(result, x)."""
 
     def function(x: NkiTensor, dtype: DType | None = None) -> NkiTensor:
-        check.one_tile(name, x)
+        one_tile(name, x)
         result = tile(x, dtype)
         write(result, x)
         return result
