@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from neuroncore.kernels import bf16, compute, data, equal, loaded, rounded, run, stored, wide
+from neuroncore.harness import bf16, compute, data, equal, loaded, rounded, run, stored, wide
 from tolerances import assert_close_to_oracle
 
 import neuronmm_ops.neuroncore.isa as nisa

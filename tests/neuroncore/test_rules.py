@@ -4,7 +4,7 @@ import inspect
 import re
 
 import pytest
-from neuroncore.kernels import data, run
+from neuroncore.harness import data, run
 
 import neuronmm_ops.neuroncore.isa as nisa
 import neuronmm_ops.neuroncore.language as nl
@@ -271,7 +271,7 @@ def test_each_rule(case):
     with pytest.raises(nc.NkiValidationError, match=re.escape(text)) as raised:
         run(body, data((12, 6)), target=target[0] if target else "trn2")
     assert rule in [frame.name for frame in raised.traceback]
-    assert re.search(r"\[(test_rules|kernels)\.py:\d+\]$", str(raised.value))
+    assert re.search(r"\[(test_rules|harness)\.py:\d+\]$", str(raised.value))
     assert "\n" not in str(raised.value)
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from neuroncore.kernels import compute, data, equal, loaded, refused, run, stored
+from neuroncore.harness import compute, data, equal, loaded, refused, run, stored
 
 import neuronmm_ops.neuroncore.isa as nisa
 import neuronmm_ops.neuroncore.language as nl
