@@ -167,17 +167,17 @@ class _Boundary:
         if not self.launch.execute:
             return storage
         if dtype.is_float and not self.launch.precise:
-            kept = dtypes.to_fp32(array, dtype).copy()
-            storage.store = kept.dtype
+            values = dtypes.to_fp32(array, dtype).copy()
+            storage.store = values.dtype
             self._copied.append((array, storage))
         else:
-            kept = array
+            values = array
             if not array.flags.c_contiguous:
-                kept = np.ascontiguousarray(array)
+                values = np.ascontiguousarray(array)
                 self._copied.append((array, storage))
-        if not kept.flags.writeable:
-            kept = kept.copy()
-        storage.data = kept.reshape(-1).view(np.uint8)
+        if not values.flags.writeable:
+            values = values.copy()
+        storage.data = values.reshape(-1).view(np.uint8)
         return storage
 
     def write_back(self) -> None:

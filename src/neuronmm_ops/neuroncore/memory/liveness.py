@@ -32,8 +32,8 @@ def peak(trace: Trace, memory: MemoryRegion, machine: Machine) -> Peak:
     events = [(s.first, 0, s.layout.size, s) for s in tensors if s.address is None]
     events += [(s.last, 1, -s.layout.size, s) for s in tensors if s.address is None]
     # tensors with an address hold their place for the whole kernel: nothing else is put there
-    held = covered(placed)
-    used = most = held
+    reserved = covered(placed)
+    used = most = reserved
     at = -1
     for instruction, _, size, _ in sorted(events, key=lambda e: e[:2]):
         used += size

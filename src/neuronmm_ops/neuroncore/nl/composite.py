@@ -242,9 +242,9 @@ def _count(x: NkiTensor, axis: Axis) -> int:
 
 def _reduced(x: NkiTensor, op: Any, axis: Axis, dtype: DType | None, keepdims: bool) -> NkiTensor:
     axes = _axes(x, axis)
-    kept = x.shape[: axes[0]]
-    ones = len(axes) if keepdims else int(len(kept) == 1)  # a tile has two dimensions at least
-    result = tile(x, dtype, (*kept, *[1] * ones))
+    outer = x.shape[: axes[0]]
+    ones = len(axes) if keepdims else int(len(outer) == 1)  # a tile has two dimensions at least
+    result = tile(x, dtype, (*outer, *[1] * ones))
     nisa.tensor_reduce(result, op, x, axes, keepdims=keepdims)
     return result
 

@@ -158,8 +158,8 @@ def reduce(op: AluOp, array: Array, axes: tuple[int, ...], keepdims: bool = Fals
     reducer = _REDUCERS[op.name]
     if reducer is np.subtract:
         ordered = sorted(axis % array.ndim for axis in axes)
-        kept = [n for n in range(array.ndim) if n not in ordered]
-        flat = array.transpose(*kept, *ordered).reshape(*(array.shape[n] for n in kept), -1)
+        outer = [n for n in range(array.ndim) if n not in ordered]
+        flat = array.transpose(*outer, *ordered).reshape(*(array.shape[n] for n in outer), -1)
         result = np.subtract.reduce(flat, axis=-1)
         return np.expand_dims(result, tuple(ordered)) if keepdims else result
     return reducer.reduce(array, axis=axes, keepdims=keepdims).astype(array.dtype, copy=False)
