@@ -292,15 +292,10 @@ def simulate(
 
     Raises NkiValidationError where the kernel breaks a rule, ValueError for bad arguments.
     """
-    if not args and not kwargs:
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            return run(
-                kernel, args, kwargs, target=target, mode=mode, model=model, seed=seed
-            ).outputs
-
-        return call
-    return run(kernel, args, kwargs, target=target, mode=mode, model=model, seed=seed)
+    bound = functools.partial(run, kernel, target=target, mode=mode, model=model, seed=seed)
+    if args or kwargs:
+        return bound(args, kwargs)
+    return lambda *args, **kwargs: bound(args, kwargs).outputs
 
 
 @contextmanager
@@ -322,17 +317,9 @@ def as_nki() -> Generator[types.ModuleType]:
         "nki", "The simulated NeuronCore, under the name of the real package."
     )
     package.__path__ = []
-    names = {
-        "jit": jit,
-        "simulate": simulate,
-        "language": nl,
-        "isa": isa,
-        "typing": nt,
-        "dtype": DType,
-    }
-    for name, value in names.items():
-        setattr(package, name, value)
-    modules = {"nki": package, "nki.language": nl, "nki.isa": isa, "nki.typing": nt}
+    parts = {"language": nl, "isa": isa, "typing": nt}
+    vars(package).update(parts, jit=jit, simulate=simulate, dtype=DType)
+    modules = {"nki": package, **{f"nki.{name}": part for name, part in parts.items()}}
     sys.modules.update(modules)
     try:
         yield package

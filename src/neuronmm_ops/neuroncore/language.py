@@ -58,13 +58,9 @@ class _TileSize:
     gemm_stationary_fmax = 128
     gemm_moving_fmax = 512
     bn_stats_fmax = 512
+    psum_num_banks = hardware.PSUM_BANKS
     psum_min_align = 4
     sbuf_min_align = 1
-
-    @property
-    def psum_num_banks(self) -> int:
-        """PSUM banks per partition."""
-        return hardware.PSUM_BANKS
 
     @property
     def sbuf_size_bytes(self) -> int:

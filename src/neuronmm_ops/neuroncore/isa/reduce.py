@@ -18,11 +18,11 @@ from neuronmm_ops.neuroncore.isa.values import (
     free_cycles,
     raw,
     read,
-    reduced,
     scalar,
     started,
     write,
     write_bits,
+    write_reduced,
 )
 from neuronmm_ops.neuroncore.memory.tensor import NkiTensor
 from neuronmm_ops.neuroncore.nl import operators
@@ -134,10 +134,8 @@ def tensor_scalar_reduce(
         reduce_init: Scalar | None,
     ) -> None:
         value = apply(alu, read(data), operand0, False)
-        sums = reduced(core, data, reduce_cmd.name, reducer, value, reduce_init)
-        write(dst, value)
-        if reduce_res is not None:
-            write(reduce_res, -sums if reduce_res_negate else sums)
+        command, sign = reduce_cmd.name, reduce_res_negate
+        write_reduced(core, dst, reduce_res, data, command, reducer, value, reduce_init, sign)
 
     # "a small additional performance cost" for the reduction: as activation_reduce's (SDK 2.26)
     return InstructionTemplate(Engine.VECTOR, free_cycles(dst, data) + MIN_CYCLES, run)
@@ -314,9 +312,6 @@ def exponential(
     ) -> None:
         value = read(src)
         value = function.apply(value - scalar(max_value, value))
-        sums = reduced(core, src, reduce_cmd.name, add, value, reduce_init)
-        write(dst, value)
-        if reduce_res is not None:
-            write(reduce_res, sums)
+        write_reduced(core, dst, reduce_res, src, reduce_cmd.name, add, value, reduce_init)
 
     return InstructionTemplate(Engine.VECTOR, free_cycles(dst), run)

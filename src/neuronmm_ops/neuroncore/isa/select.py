@@ -21,10 +21,10 @@ from neuronmm_ops.neuroncore.isa.values import (
     free_cycles,
     raw,
     read,
-    reduced,
     scalar,
     write,
     write_integers,
+    write_reduced,
 )
 from neuronmm_ops.neuroncore.memory.tensor import NkiTensor
 from neuronmm_ops.neuroncore.nl import operators
@@ -203,15 +203,10 @@ def range_select(
     ) -> None:
         value = flat(read(on_true_tile))
         index = np.arange(range_start, range_start + elements, dtype=np.float32)[None, :]
-        low, high = (
-            first.apply(index, scalar(bound0, value)),
-            second.apply(index, scalar(bound1, value)),
-        )
+        low = first.apply(index, scalar(bound0, value))
+        high = second.apply(index, scalar(bound1, value))
         value = np.where((low != 0) & (high != 0), value, np.float32(on_false_value))
-        sums = reduced(core, on_true_tile, reduce_cmd.name, reducer, value)
-        write(dst, value)
-        if reduce_res is not None:
-            write(reduce_res, sums)
+        write_reduced(core, dst, reduce_res, on_true_tile, reduce_cmd.name, reducer, value)
 
     return InstructionTemplate(Engine.VECTOR, free_cycles(dst), run)
 
@@ -254,10 +249,7 @@ def select_reduce(
         value = flat(read(on_true))
         chosen = (flat(raw(predicate)) == 0) == reverse_pred
         value = np.where(chosen, value, scalar(on_false, value))
-        sums = reduced(core, on_true, reduce_cmd.name, reducer, value)
-        write(dst, value)
-        if reduce_res is not None:
-            write(reduce_res, sums)
+        write_reduced(core, dst, reduce_res, on_true, reduce_cmd.name, reducer, value)
 
     return InstructionTemplate(Engine.VECTOR, free_cycles(dst), run)
 

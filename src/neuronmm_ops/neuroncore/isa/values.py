@@ -101,19 +101,24 @@ def started(
     return sums
 
 
-def reduced(
+def write_reduced(
     core: SimulatedCore,
+    dst: NkiTensor,
+    result: NkiTensor | None,
     data: NkiTensor,
     command: str,
     alu: operators.AluOp,
     values: np.ndarray,
     initial: Any = None,
-) -> np.ndarray:
-    """Reduce fp32 values over the free dimensions into the accumulators, and return them [P]."""
+    negate: bool = False,
+) -> None:
+    """Write fp32 values to dst, and their reduction over the free dimensions to result [P, 1]."""
     sums = started(core, data, command, alu, initial)
     if command != "idle":
         sums[:] = alu.apply(sums, operators.reduce(alu, flat(values), (1,)))
-    return sums
+    write(dst, values)
+    if result is not None:
+        write(result, -sums if negate else sums)
 
 
 def free_cycles(*operands: NkiTensor) -> int:

@@ -109,30 +109,19 @@ def where(condition: NkiTensor, x: Any, y: Any, dtype: DType | None = None) -> N
 # reductions over the last free dimensions
 
 
-def sum(  # noqa: A001 - NKI's name
-    x: NkiTensor, axis: Axis, dtype: DType | None = None, keepdims: bool = False
-) -> NkiTensor:
-    """Sum over the last free dimension, or several."""
-    return _reduced(x, nl.add, axis, dtype, keepdims)
+def _reduction(name: str, text: str, op: Any) -> Any:
+    def function(
+        x: NkiTensor, axis: Axis, dtype: DType | None = None, keepdims: bool = False
+    ) -> NkiTensor:
+        return _reduced(x, op, axis, dtype, keepdims)
+
+    return nl.named(function, name, f"{text} over the last free dimension, or several.")
 
 
-def prod(x: NkiTensor, axis: Axis, dtype: DType | None = None, keepdims: bool = False) -> NkiTensor:
-    """Product over the last free dimension, or several."""
-    return _reduced(x, nl.multiply, axis, dtype, keepdims)
-
-
-def max(  # noqa: A001 - NKI's name
-    x: NkiTensor, axis: Axis, dtype: DType | None = None, keepdims: bool = False
-) -> NkiTensor:
-    """Largest element over the last free dimension, or several."""
-    return _reduced(x, nl.maximum, axis, dtype, keepdims)
-
-
-def min(  # noqa: A001 - NKI's name
-    x: NkiTensor, axis: Axis, dtype: DType | None = None, keepdims: bool = False
-) -> NkiTensor:
-    """Smallest element over the last free dimension, or several."""
-    return _reduced(x, nl.minimum, axis, dtype, keepdims)
+sum = _reduction("sum", "Sum", nl.add)  # noqa: A001 - NKI's names
+prod = _reduction("prod", "Product", nl.multiply)
+max = _reduction("max", "Largest element", nl.maximum)  # noqa: A001
+min = _reduction("min", "Smallest element", nl.minimum)  # noqa: A001
 
 
 def all(x: NkiTensor, axis: Axis, dtype: DType | None = None) -> NkiTensor:  # noqa: A001

@@ -30,7 +30,8 @@ def tile(
     )
 
 
-def _named(function: Any, name: str, text: str) -> Any:
+def named(function: Any, name: str, text: str) -> Any:
+    """Give a function of `nl` its name and docstring."""
     function.__name__ = function.__qualname__ = name
     function.__doc__ = text
     function.__module__ = __name__
@@ -52,7 +53,7 @@ def _binary(name: str, text: str) -> Function:
             nisa.tensor_tensor(result, x, y, function)
         return result
 
-    return _named(function, name, f"{text}, element by element; one of the two may be a number.")
+    return named(function, name, f"{text}, element by element; one of the two may be a number.")
 
 
 def _is_scalar(name: str, y: Any) -> bool:
@@ -71,7 +72,7 @@ def _unary(name: str, text: str) -> Function:
         activation(result, function, x)
         return result
 
-    return _named(function, name, f"{text}, element by element.")
+    return named(function, name, f"{text}, element by element.")
 
 
 def _built(name: str, text: str, write: Callable[[NkiTensor, NkiTensor], Any]) -> Function:
@@ -83,7 +84,7 @@ def _built(name: str, text: str, write: Callable[[NkiTensor, NkiTensor], Any]) -
         write(result, x)
         return result
 
-    return _named(function, name, f"{text}, element by element.")
+    return named(function, name, f"{text}, element by element.")
 
 
 def _token(name: str, text: str) -> Function:
@@ -92,7 +93,7 @@ def _token(name: str, text: str) -> Function:
     def function(x: NkiTensor, dtype: DType | None = None) -> NkiTensor:
         raise TypeError(f"nl.{name} is an operator for op= and cannot be called")
 
-    return _named(function, name, text)
+    return named(function, name, text)
 
 
 def not_covered(name: str, nearest: str) -> Function:
@@ -104,7 +105,7 @@ def not_covered(name: str, nearest: str) -> Function:
         )
 
     function.not_covered = True  # pyright: ignore[reportFunctionMemberAccess]
-    return _named(function, name, f"Not covered, and does not compile for hardware: {nearest}.")
+    return named(function, name, f"Not covered, and does not compile for hardware: {nearest}.")
 
 
 add = _binary("add", "x + y")

@@ -59,13 +59,9 @@ def _to_float(predicate: np.ufunc) -> Callable[..., Array]:
     return lambda x, y: predicate(x, y).astype(np.float32)
 
 
-def _abs_max(x: Float32, y: Float32) -> Float32:
-    # As documented, x where |x| > |y| and y elsewhere; a NaN on either side stays visible.
-    return np.where((np.abs(x) > np.abs(y)) | np.isnan(x), x, y)
-
-
-def _abs_min(x: Float32, y: Float32) -> Float32:
-    return np.where((np.abs(x) < np.abs(y)) | np.isnan(x), x, y)
+def _by_magnitude(compare: np.ufunc) -> Callable[..., Array]:
+    # As documented, x where |x| compares to |y|, else y; a NaN on either side stays visible.
+    return lambda x, y: np.where(compare(np.abs(x), np.abs(y)) | np.isnan(x), x, y)
 
 
 def _relu(x: Float32) -> Float32:
@@ -76,15 +72,14 @@ def _rsqrt(x: Float32) -> Float32:
     return (1 / np.sqrt(x, dtype=np.float64)).astype(np.float32)
 
 
-def _right_shift(x: Array, y: Array) -> Array:
-    """Shift the bit patterns: zeros come in from the left, whatever the sign."""
-    pattern = np.dtype(f"u{x.itemsize}")
-    return np.right_shift(x.view(pattern), y.view(pattern)).view(x.dtype)
+def _shift(shift: np.ufunc) -> Callable[..., Array]:
+    """Shift the bit patterns: zeros come in from either side, whatever the sign."""
 
+    def apply(x: Array, y: Array) -> Array:
+        pattern = np.dtype(f"u{x.itemsize}")
+        return shift(x.view(pattern), y.view(pattern)).view(x.dtype)
 
-def _left_shift(x: Array, y: Array) -> Array:
-    pattern = np.dtype(f"u{x.itemsize}")
-    return np.left_shift(x.view(pattern), y.view(pattern)).view(x.dtype)
+    return apply
 
 
 _REDUCERS: dict[str, np.ufunc] = {
@@ -94,24 +89,14 @@ _REDUCERS: dict[str, np.ufunc] = {
     "bitwise_and": np.bitwise_and, "bitwise_or": np.bitwise_or, "bitwise_xor": np.bitwise_xor,
 }  # fmt: skip
 
+_PREDICATES = ("equal", "not_equal", "greater_equal", "greater", "less_equal", "less")
+_LOGICAL = ("logical_and", "logical_or", "logical_xor")
 _BINARY: dict[str, Callable[..., Array]] = {
-    "add": np.add,
-    "subtract": np.subtract,
-    "multiply": np.multiply,
-    "maximum": np.maximum,
-    "minimum": np.minimum,
-    "equal": _to_float(np.equal),
-    "not_equal": _to_float(np.not_equal),
-    "greater_equal": _to_float(np.greater_equal),
-    "greater": _to_float(np.greater),
-    "less_equal": _to_float(np.less_equal),
-    "less": _to_float(np.less),
-    "logical_and": _to_float(np.logical_and),
-    "logical_or": _to_float(np.logical_or),
-    "logical_xor": _to_float(np.logical_xor),
+    **{n: _REDUCERS[n] for n in ("add", "subtract", "multiply", "maximum", "minimum")},
+    **{n: _to_float(getattr(np, n)) for n in (*_PREDICATES, *_LOGICAL)},
     "power": np.power,
-    "abs_max": _abs_max,
-    "abs_min": _abs_min,
+    "abs_max": _by_magnitude(np.greater),
+    "abs_min": _by_magnitude(np.less),
     "bypass": lambda x, y: x,
 }
 _UNARY: dict[str, Callable[..., Array]] = {
@@ -123,11 +108,9 @@ _UNARY: dict[str, Callable[..., Array]] = {
     "logical_not": lambda x: np.equal(x, 0).astype(np.float32),
 }
 _BITVEC: dict[str, Callable[..., Array]] = {
-    "bitwise_and": np.bitwise_and,
-    "bitwise_or": np.bitwise_or,
-    "bitwise_xor": np.bitwise_xor,
-    "left_shift": _left_shift,
-    "right_shift": _right_shift,
+    **{n: _REDUCERS[n] for n in ("bitwise_and", "bitwise_or", "bitwise_xor")},
+    "left_shift": _shift(np.left_shift),
+    "right_shift": _shift(np.right_shift),
 }
 
 ALU: dict[str, AluOp] = {
@@ -304,12 +287,8 @@ def alu(op: object) -> AluOp:
     Raises:
         TypeError: for functions of other libraries, activations, and what the engines lack.
     """
-    name = _token_name(op, ALU)
-    if name in ALU:
-        return ALU[name]
-    if name in ACTIVATION:
-        raise TypeError(f"nl.{name} is an activation, not an ALU operator: use nisa.activation")
-    raise _unsupported(name, ALU)
+    remedy = "is an activation, not an ALU operator: use nisa.activation"
+    return ALU[_known(op, ALU, ACTIVATION, remedy)]
 
 
 def activation(op: object) -> Activation:
@@ -318,36 +297,28 @@ def activation(op: object) -> Activation:
     Raises:
         TypeError: for functions of other libraries, ALU operators, and what the engines lack.
     """
-    name = _token_name(op, ACTIVATION)
-    if name in ACTIVATION:
-        return ACTIVATION[name]
-    if name in ALU:
-        raise TypeError(
-            f"nl.{name} is an ALU operator, not an activation: "
-            "use nisa.tensor_tensor or nisa.tensor_scalar"
-        )
-    raise _unsupported(name, ACTIVATION)
+    remedy = "is an ALU operator, not an activation: use nisa.tensor_tensor or nisa.tensor_scalar"
+    return ACTIVATION[_known(op, ACTIVATION, ALU, remedy)]
 
 
-def _token_name(op: object, table: dict[str, Any]) -> str:
+def _known(op: object, table: dict[str, Any], others: dict[str, Any], remedy: str) -> str:
+    """The name of a token that the table has."""
     name = getattr(op, "__name__", None)
     module = str(getattr(op, "__module__", None)).partition(".")[0]
     foreign = isinstance(op, (np.ufunc, BuiltinFunctionType, type)) or module in _FOREIGN
-    if isinstance(name, str) and callable(op) and not foreign:
+    if foreign or not isinstance(name, str) or not callable(op):
+        meant = str(name or op).removeprefix("nl.")
+        meant = "abs" if meant == "absolute" else meant
+        seen = f"operator {' '.join(repr(op).split())} is not a function of nl"
+        raise TypeError(f"{seen}: {f'use nl.{meant}' if meant in table else _use(meant, table)}")
+    if name in table:
         return name
-    meant = str(name or op).removeprefix("nl.")
-    meant = "abs" if meant == "absolute" else meant
-    raise TypeError(
-        f"operator {' '.join(repr(op).split())} is not a function of nl: "
-        + (f"use nl.{meant}" if meant in table else _remedy(meant, table))
-    )
+    if name in others:
+        raise TypeError(f"nl.{name} {remedy}")
+    raise TypeError(f"operator {name!r} is not supported: {_use(name, table)}")
 
 
-def _unsupported(name: str, table: dict[str, Any]) -> TypeError:
-    return TypeError(f"operator {name!r} is not supported: {_remedy(name, table)}")
-
-
-def _remedy(name: str, table: dict[str, Any]) -> str:
+def _use(name: str, table: dict[str, Any]) -> str:
     return _MISSING.get(name) or f"use {_listing(table)}"
 
 
