@@ -13,6 +13,7 @@ import numpy as np
 
 from neuronmm_ops.hardware import RESULT_CYCLES, Engine, Machine
 from neuronmm_ops.neuroncore.checks import tensors as check
+from neuronmm_ops.neuroncore.checks.base import refuse
 from neuronmm_ops.neuroncore.dtypes import DType, dtype_of
 from neuronmm_ops.neuroncore.memory.storage import Layout, MemoryRegion, Storage
 from neuronmm_ops.neuroncore.memory.tensor import NkiTensor, tensor_of
@@ -77,7 +78,11 @@ class KernelRun:
         while min(self._barriers) <= number:
             self._pass_turn(core.program_id)
             others = [i for i, n in enumerate(self._barriers) if n <= number]
-            check.barrier(core.program_id, number, bool(self._ended.intersection(others)))
+            if self._ended.intersection(others):
+                refuse(
+                    f"core_barrier/sendrecv {number}: core {core.program_id} waits but the other "
+                    "core has ended; both cores must take the same branches"
+                )
             self._wait_for_turn(core.program_id)
             if self.failure is not None:
                 raise self.failure
@@ -143,7 +148,11 @@ class SimulatedCore:
             self.shared_outputs += 1
             if order < len(launch.shared):
                 storage = launch.shared[order]
-                check.same_shared_tensor(storage, shape, dtype)
+                if (storage.layout.shape, storage.layout.dtype) != (shape, dtype):
+                    refuse(
+                        f"nl.ndarray: core 1 allocates {list(shape)} {dtype} in shared_hbm where "
+                        f"core 0 has {storage.describe()}; both cores must allocate the same"
+                    )
                 self.trace.storages.append(storage)
                 return tensor_of(storage)
         trace = self.trace
@@ -222,7 +231,11 @@ class SimulatedCore:
     ) -> None:
         t = operands[at]
         if not t.storage.covered(t.geometry):
-            check.unwritten(template.opcode, t, at < template.writes)
+            verb = "adds to" if at < template.writes else "reads"
+            refuse(
+                f"{template.opcode}: {verb} {t}, at line {t.storage.line}, of which some elements "
+                "were never written; write the tile, or slice to what was written"
+            )
 
     def prepare(self, template: InstructionTemplate, operands: Sequence[NkiTensor]) -> None:
         """Fill in what follows from the operands and the machine."""

@@ -122,7 +122,7 @@ def run(
         results = launch.run(body)
         boundary.write_back()
         outputs = boundary.leave(results[0])
-        profile = Profile.of(kernel, launch, schedule(launch, model))
+        profile = Profile(kernel.func.__name__, launch, schedule(launch, model))
     return Simulation(outputs, profile)
 
 

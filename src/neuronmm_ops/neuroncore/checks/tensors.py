@@ -1,4 +1,4 @@
-"""Rules of tensors: shapes, sizes, addresses, and what was written.
+"""Rules of tensors: shapes, sizes and addresses.
 
 Source: NKI 0.6 documentation, `nki.language.ndarray`; architecture guides.
 """
@@ -6,16 +6,13 @@ Source: NKI 0.6 documentation, `nki.language.ndarray`; architecture guides.
 from __future__ import annotations
 
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from neuronmm_ops import hardware as facts
 from neuronmm_ops.hardware import Machine
 from neuronmm_ops.neuroncore.checks.base import refuse
 from neuronmm_ops.neuroncore.dtypes import DType
 from neuronmm_ops.neuroncore.memory.storage import MemoryRegion, Storage
-
-if TYPE_CHECKING:
-    from neuronmm_ops.neuroncore.memory.tensor import NkiTensor
 
 
 def shape_of(shape: Any) -> tuple[int, ...]:
@@ -48,16 +45,6 @@ def tensor_fits(
         )
 
 
-def same_shared_tensor(storage: Storage, shape: tuple[int, ...], dtype: DType) -> None:
-    """Both cores of a launch allocate the same shared HBM tensors in the same order."""
-    layout = storage.layout
-    if (layout.shape, layout.dtype) != (shape, dtype):
-        refuse(
-            f"nl.ndarray: core 1 allocates {list(shape)} {dtype} in shared_hbm where core 0 has "
-            f"{storage.describe()}; both cores must allocate the same"
-        )
-
-
 def address_of(machine: Machine, storage: Storage, address: tuple[int, int]) -> tuple[int, int]:
     """An explicit (partition, byte) address lies inside the memory; PSUM on a bank boundary."""
     partition, byte = address
@@ -75,21 +62,3 @@ def address_of(machine: Machine, storage: Storage, address: tuple[int, int]) -> 
     if psum and byte % facts.PSUM_BANK_BYTES:
         refuse(f"{storage.describe()}: a PSUM address starts on a bank, a multiple of 2048 bytes")
     return partition, byte
-
-
-def unwritten(opcode: str, t: NkiTensor, destination: bool) -> None:
-    """An instruction reads only what was written."""
-    how = "adds to" if destination else "reads"
-    refuse(
-        f"{opcode}: {how} {t}, at line {t.storage.line}, of which some elements were never "
-        "written; write the tile, or slice to what was written"
-    )
-
-
-def barrier(program_id: int, number: int, other_ended: bool) -> None:
-    """Both cores come to every barrier and exchange."""
-    if other_ended:
-        refuse(
-            f"core_barrier/sendrecv {number}: core {program_id} waits but the other core has "
-            "ended; both cores must take the same branches"
-        )

@@ -121,36 +121,20 @@ def _shares(start: np.ndarray, end: np.ndarray, edges: np.ndarray) -> np.ndarray
 
 
 def _roofline(axes: Any, p: Profile) -> None:
-    at = p.intensity
-    low = min(p.ridge_point, at or p.ridge_point) / 8
-    high = max(p.ridge_point, at or p.ridge_point) * 8
+    at, ridge = p.intensity or p.ridge_point, p.ridge_point
+    low, high = min(ridge, at) / 8, max(ridge, at) * 8
     x = np.geomspace(low, high, 200)
-    axes.loglog(x, np.minimum(p.pe_peak_tflops, x * p.dma_peak_gbps / 1e3), color="black")
-    axes.axhline(
-        p.pe_peak_tflops,
-        ls=":",
-        color="tab:blue",
-        label=f"TensorE, bf16: {p.pe_peak_tflops:.1f} TFLOP/s",
-    )
-    axes.plot(
-        x,
-        x * p.dma_peak_gbps / 1e3,
-        ls=":",
-        color="tab:orange",
-        label=f"DMA: {p.dma_peak_gbps:.0f} GB/s",
-    )
-    axes.axvline(
-        p.ridge_point,
-        ls="--",
-        lw=0.8,
-        color="gray",
-        label=f"ridge point: {p.ridge_point:.0f} FLOP/byte",
-    )
-    if at and p.tflops:
+    slope, peak = x * p.dma_peak_gbps / 1e3, p.pe_peak_tflops
+    axes.loglog(x, np.minimum(peak, slope), color="black")
+    compute = f"TensorE, bf16: {peak:.1f} TFLOP/s"
+    axes.axhline(peak, ls=":", color="tab:blue", label=compute)
+    axes.plot(x, slope, ls=":", color="tab:orange", label=f"DMA: {p.dma_peak_gbps:.0f} GB/s")
+    axes.axvline(ridge, ls="--", lw=0.8, color="gray", label=f"ridge point: {ridge:.0f} FLOP/byte")
+    if p.intensity and p.tflops:
         label = f"{p.kernel_name}: {p.tflops:.3g} TFLOP/s modelled, MFU {p.mfu:.1%}"
         axes.plot([at], [p.tflops], "o", color="tab:red", label=label)
-    floor = min(p.tflops or p.pe_peak_tflops, low * p.dma_peak_gbps / 1e3)
-    axes.set_ylim(floor / 2, p.pe_peak_tflops * 4)
+    floor = min(p.tflops or peak, low * p.dma_peak_gbps / 1e3)
+    axes.set_ylim(floor / 2, peak * 4)
     axes.set_xlim(low, high)
     axes.set_xlabel("FLOP per HBM byte")
     axes.set_ylabel("TFLOP/s (modelled)")

@@ -26,7 +26,6 @@ from neuronmm_ops.neuroncore.timing.trace import InstructionTemplate
 
 if TYPE_CHECKING:
     from neuronmm_ops.neuroncore.core import KernelRun
-    from neuronmm_ops.neuroncore.kernel import Kernel
 
 BOUND_SHARE = 0.6
 _LISTED = 16
@@ -47,11 +46,6 @@ class Profile:
         self.schedule = schedule
         self.machine = schedule.machine
         self.lnc = len(schedule.cores)
-
-    @classmethod
-    def of(cls, kernel: Kernel, launch: KernelRun, schedule: Schedule) -> Profile:
-        """The profile of a finished run."""
-        return cls(kernel.func.__name__, launch, schedule)
 
     @property
     def target(self) -> str:
