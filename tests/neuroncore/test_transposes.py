@@ -13,6 +13,7 @@ from neuroncore.harness import (
     data,
     equal,
     loaded,
+    refused,
     refuses,
     run,
     seeds,
@@ -36,7 +37,9 @@ TENSOR, VECTOR = nisa.engine.tensor, nisa.engine.vector
 )  # fmt: skip
 def test_transpose_on_tensor_engine(p, f, dtype, target, seed):
     x = data((p, f), dtype, seed)
-    equal(compute(nisa.nc_transpose, (f, p), dtype, x, target=target, into=nl.psum), x.T)
+    into = nl.float32 if target == "trn1" else dtype
+    got = compute(nisa.nc_transpose, (f, p), into, x, target=target, into=nl.psum)
+    equal(got, x.astype(into.numpy).T)
 
 
 @settings(max_examples=20, deadline=None)
@@ -66,6 +69,18 @@ def test_trn1_transposes_into_fp32():
     x = data((16, 10), bf16)
     got = compute(nisa.nc_transpose, (10, 16), nl.float32, x, target="trn1", into=nl.psum)
     equal(got, x.astype(np.float32).T)
+
+
+@pytest.mark.parametrize("dtype", [nl.bfloat16, nl.float16, nl.float8_e4m3])
+def test_trn1_refuses_narrow_transposes_of_tensor_engine_alone(dtype):
+    def body(dst, x):
+        nisa.nc_transpose(dst, x, TENSOR if dst.buffer is nl.psum else VECTOR)
+
+    x = data((16, 10), dtype)
+    with refused("nc_transpose: dst must be float32 on trn1.*copy it to 16 bits afterwards"):
+        compute(body, (10, 16), dtype, x, target="trn1", into=nl.psum)
+    equal(compute(body, (10, 16), dtype, x, target="trn1"), x.T)
+    equal(compute(body, (10, 16), dtype, x, target="trn2", into=nl.psum), x.T)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from neuronmm_ops.hardware import MIN_CYCLES, Engine
 from neuronmm_ops.neuroncore import core as running
 from neuronmm_ops.neuroncore.checks import operands as check
 from neuronmm_ops.neuroncore.checks import tensor_engine as pe_check
+from neuronmm_ops.neuroncore.checks.base import refuse
 from neuronmm_ops.neuroncore.isa.enums import engine, engine_of, matmul_perf_mode
 from neuronmm_ops.neuroncore.isa.instruction import instruction
 from neuronmm_ops.neuroncore.isa.values import PSUM, SBUF, convert, raw, read
@@ -143,7 +144,10 @@ def _matmul_values(rows: int, adds: bool, transpose: bool) -> Any:
 def nc_transpose(
     dst: NkiTensor, data: NkiTensor, engine: engine = engine.unknown, name: str | None = None
 ) -> InstructionTemplate:
-    """dst[F, P] = data[P, F].T: TensorE SBUF to PSUM up to 128 x 128, VectorE up to 32 x 32."""
+    """dst[F, P] = data[P, F].T: TensorE SBUF to PSUM up to 128 x 128, VectorE up to 32 x 32.
+
+    Both have one dtype; before NeuronCore-v3 TensorE writes float32.
+    """
     opcode, machine = "nc_transpose", running.active().machine
     p, f = data.geometry.partitions, data.geometry.elements
     moves = dst.geometry.memory is PSUM and data.geometry.memory is SBUF
@@ -155,6 +159,11 @@ def nc_transpose(
         check.start_partition(opcode, operand, t)
     if machine.generation >= 3 or chosen is Engine.VECTOR:
         check.same_dtype(opcode, dst, data)
+    elif dst.dtype != "float32":
+        refuse(
+            f"{opcode}: dst must be float32 on {machine.target}; {dst} is {dst.dtype}, and TensorE "
+            "transposes into 16 bits from NeuronCore-v3 on; copy it to 16 bits afterwards"
+        )
     cycles: float = max(MIN_CYCLES, f)
     if chosen is Engine.TENSOR:
         check.memory(opcode, "data", data, SBUF)
