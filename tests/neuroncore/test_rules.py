@@ -119,6 +119,8 @@ CASES = [
     ("psum_bank", "crosses a 2048-byte PSUM bank",
      lambda x: nisa.nc_matmul(n(8, 1024, buffer=psum)[:, 504:520], z(8, 8), z(8, 16))),
     ("accumulates", "memset does not count", lambda x: mm(accumulate=True)),
+    ("pe_partitions", "TensorE of trn1 addresses partitions from 0 or 64",
+     lambda x: nisa.nc_transpose(n(8, 32, buffer=psum), z(64, 8)[32:], T), "trn1"),
     ("pe_tiling", "must be multiples of tile_size",
      lambda x: mm(tile_position=(16, 0), tile_size=(32, 32))),
     ("pe_tiling", "set tile_position and tile_size both", lambda x: mm(tile_position=(32, 0))),

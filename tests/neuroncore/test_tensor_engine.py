@@ -359,3 +359,32 @@ def test_fp8_formats_differ_in_range():
         got = compute(nisa.tensor_copy, (1, 4), dtype, x, target="trn3")
         assert got.dtype in (ml_dtypes.float8_e4m3, ml_dtypes.float8_e4m3fn)
         np.testing.assert_array_equal(wide(got), [expected])
+
+
+@pytest.mark.parametrize("start", [0, 32, 64, 96])
+@pytest.mark.parametrize("operand", ["stationary", "moving", "dst", "data", "transposed"])
+def test_trn1_addresses_partitions_of_tensor_engine_from_0_or_64(operand, start):
+    def kernel():
+        def part(name, shape, dtype, buffer=nl.sbuf):
+            at = start if name == operand else 0
+            whole = nl.zeros((128, *shape[1:]), dtype, buffer)
+            return whole[at : at + shape[0]]
+
+        acc = part("dst", (32, 16), nl.float32, nl.psum)
+        nisa.nc_matmul(acc, part("stationary", (32, 32), B), part("moving", (32, 16), B))
+        transposed = part("transposed", (16, 32), nl.float32, nl.psum)
+        nisa.nc_transpose(transposed, part("data", (32, 16), nl.float32), nisa.engine.tensor)
+
+    run(kernel, target="trn2")
+    if start in (0, 64):
+        run(kernel, target="trn1")
+    else:
+        refuses(f"starts at partition {start}; TensorE of trn1 addresses", kernel, target="trn1")
+
+
+def test_trn1_vector_engine_still_transposes_in_quadrants():
+    def kernel():
+        tiles = nl.zeros((128, 32), nl.bfloat16), nl.zeros((128, 32), nl.bfloat16)
+        nisa.nc_transpose(tiles[0][96:128], tiles[1][32:64], nisa.engine.vector)
+
+    run(kernel, target="trn1")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from neuronmm_ops import hardware as facts
 from neuronmm_ops.hardware import Engine, Machine
 from neuronmm_ops.neuroncore.checks.base import refuse
-from neuronmm_ops.neuroncore.checks.operands import dtype_in, generation
+from neuronmm_ops.neuroncore.checks.operands import dtype_in, generation, start_partition
 
 if TYPE_CHECKING:
     from neuronmm_ops.neuroncore.memory.tensor import NkiTensor
@@ -77,6 +77,18 @@ def psum_bank(opcode: str, machine: Machine, dst: NkiTensor) -> None:
             f"{opcode}: dst {dst} covers bytes {box.byte} to {box.byte_end} per partition and "
             "crosses a 2048-byte PSUM bank; start tiles on multiples of 512 fp32"
         )
+
+
+def pe_partitions(opcode: str, machine: Machine, **operands: NkiTensor) -> None:
+    """Operands start on partitions of a PE tile: of 64 x 64 before NeuronCore-v3, then 32 x 32."""
+    for operand, t in operands.items():
+        start_partition(opcode, operand, t)
+        if machine.generation < 3 and t.geometry.start not in (0, 64):
+            refuse(
+                f"{opcode}: {operand} {t} starts at partition {t.geometry.start}; TensorE of "
+                f"{machine.target} addresses partitions from 0 or 64, tiles of 32 rows need "
+                "NeuronCore-v3; lay it out so"
+            )
 
 
 def accumulates(dst: NkiTensor) -> None:

@@ -96,8 +96,7 @@ def _matmul(
     k = stationary.geometry.partitions
     m, n = dst.geometry.partitions, dst.geometry.elements
     pe_check.pe_tiling(machine, position, size, k, m)
-    for operand, t in (("stationary", stationary), ("moving", moving), ("dst", dst)):
-        check.start_partition(opcode, operand, t)
+    pe_check.pe_partitions(opcode, machine, stationary=stationary, moving=moving, dst=dst)
     passes = _passes(stationary, moving, onezero, native_transpose)
     return InstructionTemplate(
         Engine.TENSOR,
@@ -168,6 +167,7 @@ def nc_transpose(
     if chosen is Engine.TENSOR:
         check.memory(opcode, "data", data, SBUF)
         check.memory(opcode, "dst", dst, PSUM)
+        pe_check.pe_partitions(opcode, machine, data=data, dst=dst)
         pe_check.psum_bank(opcode, machine, dst)
         passes = _passes(data, data, False, machine.generation >= 3)
         cycles = max(p, min(MIN_CYCLES, f)) * passes
