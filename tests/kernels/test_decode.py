@@ -20,7 +20,7 @@ from neuronmm_ops.kernels.xuv.decode import xuv_decode
 from neuronmm_ops.kernels.xw.decode import xw_decode
 from neuronmm_ops.models import SHAPES
 from neuronmm_ops.neuroncore import TensorSpec, dtypes, lint, simulate
-from neuronmm_ops.neuroncore.profile import Profile
+from neuronmm_ops.neuroncore.profile.profile import Profile
 
 KERNELS = {"xw": xw_decode, "xuv": xuv_decode, "svd_mlp": svd_mlp_decode}
 DTYPES = ("bfloat16", "float16", "float32")

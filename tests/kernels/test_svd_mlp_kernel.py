@@ -19,8 +19,8 @@ from neuronmm_ops.kernels.planner.problem import Plan, Problem
 from neuronmm_ops.kernels.svd_mlp.prefill import GROUP, svd_mlp
 from neuronmm_ops.models import SHAPES
 from neuronmm_ops.neuroncore import Profile, TensorSpec, simulate
+from neuronmm_ops.neuroncore.checks.lint import lint
 from neuronmm_ops.neuroncore.dtypes import dtype_of
-from neuronmm_ops.neuroncore.lint import lint
 
 DTYPES = {
     "bfloat16": ml_dtypes.bfloat16,

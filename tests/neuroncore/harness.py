@@ -1,4 +1,4 @@
-"""One instruction at a time: load its operands, issue it, store what it wrote."""
+"""Shared by the tests of the simulated NeuronCore: run instructions, make data, expect errors."""
 
 import math
 import re
@@ -7,15 +7,24 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
+from hypothesis import strategies as st
 
 import neuronmm_ops.neuroncore as nc
 from neuronmm_ops.neuroncore import core as running
 from neuronmm_ops.neuroncore import isa as nisa
 from neuronmm_ops.neuroncore import language as nl
 from neuronmm_ops.neuroncore.dtypes import DType, dtype_of, from_fp32, from_numpy
-from neuronmm_ops.neuroncore.trace import Form
+from neuronmm_ops.neuroncore.timing.trace import InstructionTemplate
+
+TARGETS = ("trn1", "trn2", "trn3")
+FLOATS = (nl.float32, nl.bfloat16, nl.float16, nl.float8_e5m2, nl.float8_e4m3)
+INTEGERS = (nl.int8, nl.uint8, nl.int16, nl.uint16, nl.int32, nl.uint32)
+bf16 = ml_dtypes.bfloat16
+partitions = st.sampled_from([1, 2, 31, 32, 64, 128])
+seeds = st.integers(0, 2**16)
 
 OPERATORS: dict[str, Any] = {
     "add": lambda x, y: x + y,
@@ -30,6 +39,89 @@ START = {"add": 0.0, "subtract": 0.0, "multiply": 1.0, "maximum": -math.inf, "mi
 Body = Callable[[list[nl.NkiTensor], list[nl.NkiTensor]], Any]
 
 
+def run(body: Callable[..., Any], *arrays: Any, target: str = "trn2") -> Any:
+    """Run `body(*hbm_tensors)` as a kernel and return its outputs."""
+
+    @nc.jit
+    def kernel(inputs):
+        return body(*inputs)
+
+    return nc.simulate(kernel, tuple(arrays), target=target).outputs
+
+
+@contextmanager
+def refused(text: str, placed: bool = True) -> Iterator[None]:
+    """The block raises NkiValidationError with this text, on one line, and the kernel's place.
+
+    `.*` stands for anything. What is found after the kernel has run has no place.
+    """
+    pattern = ".*".join(map(re.escape, text.split(".*")))
+    with pytest.raises(nc.NkiValidationError, match=pattern) as raised:
+        yield
+    assert "\n" not in str(raised.value)
+    assert placed == bool(re.search(r"\[\w+\.py:\d+\]$", str(raised.value)))
+
+
+def refuses(
+    text: str, body: Callable[..., Any], *arrays: Any, target: str = "trn2", placed: bool = True
+) -> None:
+    with refused(text, placed):
+        run(body, *arrays, target=target)
+
+
+def _tile(shape: tuple[int, ...], dtype: DType, memory: nl.MemoryRegion, step: int) -> nl.NkiTensor:
+    whole = nl.ndarray((*shape[:-1], shape[-1] * step), dtype, buffer=memory)
+    return whole[..., ::step] if step > 1 else whole
+
+
+def _load(array: nl.NkiTensor, tile: nl.NkiTensor) -> None:
+    if tile.buffer is nl.psum:
+        staged = nl.ndarray(array.shape, array.dtype)
+        nisa.dma_copy(staged, array)
+        nisa.tensor_copy(tile, staged, engine=nisa.vector_engine)
+    else:
+        nisa.dma_copy(tile, array)
+
+
+def loaded(array: nl.NkiTensor, memory: nl.MemoryRegion = nl.sbuf, step: int = 1) -> nl.NkiTensor:
+    """A tile with an HBM tensor's values, in each `step`-th place of the last axis."""
+    tile = _tile(array.shape, array.dtype, memory, step)
+    _load(array, tile)
+    return tile
+
+
+def stored(tile: nl.NkiTensor) -> nl.NkiTensor:
+    """An output in HBM with a tile's values."""
+    result = nl.ndarray(tile.shape, tile.dtype, buffer=nl.shared_hbm)
+    if tile.buffer is nl.psum:
+        staged = nl.ndarray(tile.shape, tile.dtype)
+        nisa.tensor_copy(staged, tile, engine=nisa.vector_engine)
+        tile = staged
+    nisa.dma_copy(result, tile)
+    return result
+
+
+def compute(
+    body: Callable[..., Any],
+    shape: tuple[int, ...],
+    dtype: Any,
+    *arrays: Any,
+    target: str = "trn2",
+    memories: tuple[Any, ...] = (),
+    into: Any = nl.sbuf,
+) -> Any:
+    """Run `body(dst, *tiles)` and return what the fresh tile dst [shape] of dtype then holds."""
+
+    def kernel(*inputs):
+        where = memories or (nl.sbuf,) * len(inputs)
+        tiles = [loaded(x, m) for x, m in zip(inputs, where, strict=True)]
+        dst = nl.ndarray(shape, dtype, into)
+        body(dst, *tiles)
+        return stored(dst)
+
+    return run(kernel, *arrays, target=target)
+
+
 @dataclass(frozen=True)
 class Out:
     """A destination: its shape and dtype, and what it holds before, if anything."""
@@ -42,7 +134,7 @@ class Out:
 @dataclass(frozen=True)
 class Result:
     outputs: tuple[Any, ...]
-    forms: list[Form]
+    templates: list[InstructionTemplate]
     """Of the instructions that the body issued."""
 
     @property
@@ -68,7 +160,7 @@ def call(
     issued: list[int] = []
 
     def kernel(arrays: tuple[nl.NkiTensor, ...], initials: tuple[nl.NkiTensor, ...]):
-        sources = [_loaded(a, memory, step) for a in arrays]
+        sources = [loaded(a, memory, step) for a in arrays]
         targets = [_tile(o.shape, dtype_of(o.dtype), memory, step) for o in outs]
         left = list(initials)
         for t, o in zip(targets, outs, strict=True):
@@ -78,7 +170,7 @@ def call(
         issued.append(len(core.trace))
         body(targets, sources)
         issued.append(len(core.trace))
-        return tuple([_stored(t) for t in targets])
+        return tuple([stored(t) for t in targets])
 
     inputs, initials = arrays, tuple([o.initial for o in outs if o.initial is not None])
     if mode == "trace":
@@ -91,13 +183,14 @@ def call(
     return Result(done.outputs, [record[0] for record in records])
 
 
-@contextmanager
-def refused(text: str) -> Iterator[None]:
-    """The block raises NkiValidationError with this text, on one line, and the kernel's place."""
-    with pytest.raises(nc.NkiValidationError, match=re.escape(text)) as raised:
-        yield
-    assert "\n" not in str(raised.value)
-    assert re.search(r"\[\w+\.py:\d+\]$", str(raised.value))
+def data(shape: tuple[int, ...], dtype: Any = np.float32, seed: int = 0, scale: float = 1) -> Any:
+    """Normal values in a dtype; integers over their whole range."""
+    rng = np.random.default_rng(seed)
+    dtype = np.dtype(getattr(dtype, "numpy", dtype))
+    if dtype.kind in "iu":
+        bounds = np.iinfo(dtype)
+        return rng.integers(bounds.min, bounds.max, shape, dtype, endpoint=True)
+    return (rng.standard_normal(shape) * scale).astype(np.float32).astype(dtype)
 
 
 def values(seed: int, shape: tuple[int, ...], dtype: str = "float32") -> np.ndarray:
@@ -108,43 +201,36 @@ def values(seed: int, shape: tuple[int, ...], dtype: str = "float32") -> np.ndar
     return (drawn / 8 if kind.is_float else drawn).astype(kind.numpy)
 
 
-def stored(expected: Any, dtype: str) -> np.ndarray:
+def as_stored(expected: Any, dtype: str) -> np.ndarray:
     """A reference in float64 as an engine writes it: through float32."""
     with np.errstate(all="ignore"):
         wide = np.atleast_1d(np.asarray(expected, np.float64)).astype(np.float32)
         return from_fp32(wide, dtype_of(dtype))
 
 
+def wide(x: Any) -> Any:
+    """Values in fp64."""
+    return np.asarray(x).astype(np.float64)
+
+
+def rounded(values: Any, dtype: Any) -> Any:
+    """Independent statement of a conversion from fp32: nearest even, saturating to integers."""
+    values = np.asarray(values, np.float32)
+    target = np.dtype(getattr(dtype, "numpy", dtype))
+    if target.kind in "iu":
+        bounds = np.iinfo(target)
+        whole = np.rint(values.astype(np.float64))
+        return np.minimum(np.maximum(whole, bounds.min), bounds.max).astype(target)
+    with np.errstate(over="ignore", invalid="ignore"):
+        return values.astype(target)
+
+
+def equal(got: Any, expected: Any) -> None:
+    """Bit-equal dtypes and values, NaN equal to NaN."""
+    assert got.dtype == expected.dtype
+    np.testing.assert_array_equal(wide(got), wide(expected).reshape(got.shape))
+
+
 def rows_of(array: np.ndarray) -> list[list[float]]:
     """The elements of each partition as Python numbers."""
     return array.reshape(len(array), -1).astype(np.float64).tolist()
-
-
-def _tile(shape: tuple[int, ...], dtype: DType, memory: nl.MemoryRegion, step: int) -> nl.NkiTensor:
-    whole = nl.ndarray((*shape[:-1], shape[-1] * step), dtype, buffer=memory)
-    return whole[..., ::step] if step > 1 else whole
-
-
-def _load(array: nl.NkiTensor, tile: nl.NkiTensor) -> None:
-    if tile.buffer is nl.psum:
-        staged = nl.ndarray(array.shape, array.dtype)
-        nisa.dma_copy(staged, array)
-        nisa.tensor_copy(tile, staged, engine=nisa.vector_engine)
-    else:
-        nisa.dma_copy(tile, array)
-
-
-def _loaded(array: nl.NkiTensor, memory: nl.MemoryRegion, step: int) -> nl.NkiTensor:
-    tile = _tile(array.shape, array.dtype, memory, step)
-    _load(array, tile)
-    return tile
-
-
-def _stored(tile: nl.NkiTensor) -> nl.NkiTensor:
-    result = nl.ndarray(tile.shape, tile.dtype, buffer=nl.shared_hbm)
-    if tile.buffer is nl.psum:
-        staged = nl.ndarray(tile.shape, tile.dtype)
-        nisa.tensor_copy(staged, tile, engine=nisa.vector_engine)
-        tile = staged
-    nisa.dma_copy(result, tile)
-    return result

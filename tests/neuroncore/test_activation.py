@@ -3,7 +3,7 @@
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from neuroncore.kernels import TARGETS, bf16, compute, data, loaded, run, seeds, stored, wide
+from neuroncore.harness import TARGETS, bf16, compute, data, loaded, run, seeds, stored, wide
 
 import neuronmm_ops.neuroncore.isa as nisa
 import neuronmm_ops.neuroncore.language as nl

@@ -8,10 +8,14 @@ import enum
 import importlib
 import inspect
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+import neuronmm_ops
 
 API: dict[str, dict[str, dict[str, Any]]] = json.loads(
     Path(__file__).with_name("nki_api.json").read_text(encoding="utf-8")
@@ -139,3 +143,22 @@ def test_functions_not_covered_say_so_and_name_the_nearest(module):
             function(**dict.fromkeys(required))
         assert name in str(raised.value)
         assert "nearest" in str(raised.value)
+
+
+def test_a_submodule_does_not_import_the_simulator():
+    script = f"""
+import sys, types
+package = types.ModuleType("neuronmm_ops")  # without its __init__, which imports torch
+package.__path__ = [{str(Path(neuronmm_ops.__file__).parent)!r}]
+sys.modules["neuronmm_ops"] = package
+from neuronmm_ops.neuroncore.nl.objects import NKIObject
+print(sorted(name for name in sys.modules if name.startswith(("numpy", "neuronmm_ops."))))
+import neuronmm_ops.neuroncore as nc
+print([name for name in nc.__all__ if not hasattr(nc, name)], hasattr(nc, "absent"))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    loaded, public = done.stdout.splitlines()
+    parents = ["neuronmm_ops.neuroncore", "neuronmm_ops.neuroncore.nl"]
+    assert ast.literal_eval(loaded) == [*parents, "neuronmm_ops.neuroncore.nl.objects"]
+    assert public == "[] False"

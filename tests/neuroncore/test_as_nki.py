@@ -5,7 +5,7 @@ import sys
 import types
 
 import pytest
-from neuroncore.kernels import data, equal
+from neuroncore.harness import data, equal
 
 import neuronmm_ops.neuroncore.isa as nisa
 import neuronmm_ops.neuroncore.language as nl

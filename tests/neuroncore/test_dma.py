@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from neuroncore.kernels import (
+from neuroncore.harness import (
     FLOATS,
     INTEGERS,
     TARGETS,

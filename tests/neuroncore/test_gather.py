@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from neuroncore.harness import Out, call, refused, stored, values
+from neuroncore.harness import Out, as_stored, call, refused, values
 
 from neuronmm_ops.hardware import Engine
 from neuronmm_ops.neuroncore import isa as nisa
@@ -301,7 +301,7 @@ def test_sequence_bounds(ids, source, target):
             high += 1
         starts.append(low if segment else n)
         ends.append(high if segment else -1)
-    np.testing.assert_array_equal(done.output[0], stored([starts, ends], target))
+    np.testing.assert_array_equal(done.output[0], as_stored([starts, ends], target))
 
 
 @pytest.mark.parametrize(
@@ -346,5 +346,5 @@ def test_engines_and_costs_in_trace_mode(body, shape, dtype, engine):
         outs=[Out(shape, dtype)],
         mode="trace",
     )
-    assert [(f.engine, f.cycles) for f in done.forms] == [(engine, SIZE)]
+    assert [(f.engine, f.cycles) for f in done.templates] == [(engine, SIZE)]
     assert (done.output.shape, done.output.dtype) == (shape, dtype)

@@ -6,7 +6,7 @@ import types
 import numpy as np
 import pytest
 import torch
-from neuroncore.kernels import bf16, data, equal, loaded, run, stored
+from neuroncore.harness import bf16, data, equal, loaded, run, stored
 
 import neuronmm_ops.neuroncore.isa as nisa
 import neuronmm_ops.neuroncore.language as nl

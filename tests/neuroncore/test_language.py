@@ -7,13 +7,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from neuroncore.kernels import bf16, compute, data, equal, loaded, rounded, run, stored, wide
+from neuroncore.harness import bf16, compute, data, equal, loaded, rounded, run, stored, wide
 from tolerances import assert_close_to_oracle
 
 import neuronmm_ops.neuroncore.isa as nisa
 import neuronmm_ops.neuroncore.language as nl
 from neuronmm_ops import neuroncore as nc
-from neuronmm_ops.neuroncore import operators
+from neuronmm_ops.neuroncore.nl import operators
 
 f32 = np.float32
 BINARY = {

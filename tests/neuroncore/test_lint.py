@@ -1,12 +1,14 @@
 """What the strict NKI front end refuses, rule by rule."""
 
 import functools
+import importlib.util
 import types
 from pathlib import Path
 
 import pytest
 
-from neuronmm_ops.neuroncore.lint import REFUSED_NODES, RULES, LintError, lint
+from neuronmm_ops.neuroncore.checks.lint import LintError, lint
+from neuronmm_ops.neuroncore.checks.lint_rules import REFUSED_NODES, RULES
 
 HEADER = """\
 import ml_dtypes
@@ -81,6 +83,8 @@ BODIES = [
     ("tile-store", "t = nl.ndarray((1, 2), nl.int8)\nt[0] = 1", 2, 5),
     ("try", "try:\n    pass\nfinally:\n    pass", 1, 5),
     ("try", "try:\n    pass\nexcept* ValueError:\n    pass", 1, 5),
+    ("tuple-attribute", "x.a, b = 1, 2", 1, 5),
+    ("tuple-attribute", "b, table['a'] = 1, 2", 1, 5),
     ("with-as", "with nl.no_reorder() as region:\n    pass", 1, 5),
     ("yield", "yield x", 1, 5),
     ("yield", "yield from x", 1, 5),
@@ -96,6 +100,39 @@ SOURCES = [
     ("star-parameters", "import nki\n@nki.jit\ndef kernel(x, *rest):\n    ...", 3, 16),
     ("star-parameters", "import nki\n@nki.jit()\ndef kernel(x, **rest):\n    ...", 3, 17),
 ]
+IN_CLASSES = [
+    ("class-base", "class Part(Base):", 2, 1),
+    ("class-base", "class Part(NamedTuple):", 2, 1),
+    ("class-base", "class Part:", 2, 1),
+    ("class-base", "class Part(nl.NKIObject, Base):", 2, 1),
+    ("class-base", "class Part(nl.NKIObject, frozen=True):", 2, 1),
+    ("comprehension", "    def f(self):\n        return [i for i in self.a]", 4, 16),
+    ("comprehension", "    sizes = [i for i in range(4)]", 3, 13),
+    ("decorator", "    @property\n    def f(self):\n        return 1", 3, 6),
+    ("identity", "    def f(self, a):\n        self.a = a is not None", 4, 18),
+    ("inner-class", "    class Inner:\n        pass", 3, 5),
+    ("raise", "    def f(self):\n        raise ValueError", 4, 9),
+    ("star-parameters", "    def f(self, *rest):\n        pass", 3, 18),
+    (
+        "try",
+        "    def f(self):\n        try:\n            pass\n        finally:\n            pass",
+        4,
+        9,
+    ),
+    ("tuple-attribute", "    def f(self, a):\n        self.a, self.b = a", 4, 9),
+]
+LEGAL_CLASS = """\
+@dataclass(frozen=True)
+class Part(nl.NKIObject):
+    rows: int = 128
+
+    def __post_init__(self):
+        self.columns = other(self.rows)
+
+    @staticmethod
+    def f(a):
+        return a
+"""
 DYNAMIC = """\
 import nki
 import nki.language as nl
@@ -242,8 +279,142 @@ def test_a_file_that_breaks_one_rule(tmp_path, rule, source, line, column):
     assert places(lint(str(write(tmp_path, source)))) == [(rule, line, column)]
 
 
+@pytest.mark.parametrize(("rule", "part", "line", "column"), IN_CLASSES)
+def test_a_class_that_breaks_one_rule(tmp_path, rule, part, line, column):
+    head = "" if part.startswith("class") else "class Part(nl.NKIObject):\n"
+    body = "\n    pass" if part.startswith("class") else ""
+    kernel = "\n@nki.jit\ndef kernel(x):\n    return Part(x)\n"
+    path = write(tmp_path, "import nki\n" + head + part + body + kernel)
+    assert places(lint(path)) == [(rule, line, column)]
+
+
+def test_a_legal_class(tmp_path):
+    enum = "class Mode(Enum):\n    FAST = 1\n"
+    kernel = "@nki.jit\ndef kernel(x):\n    return Part(x), Mode.FAST\n"
+    assert lint(write(tmp_path, LEGAL_CLASS + enum + kernel)) == []
+
+
+def test_base_classes_and_what_methods_reach_are_read(tmp_path):
+    path = write(
+        tmp_path,
+        """\
+import nki
+
+class Base(nl.NKIObject):
+    def f(self):
+        return lambda: far(self)
+
+class Part(Base):
+    def g(self):
+        return far(self)
+
+def far(x):
+    return x in (1, 2)
+
+class NotReached(Base):
+    pass
+
+@nki.jit
+def kernel(x):
+    return Part().f()
+""",
+    )
+    expected = [("lambda", 5, 16), ("class-base", 7, 1), ("membership", 12, 12)]
+    assert places(lint(path)) == expected
+
+
+FILES = {
+    "pack/__init__.py": "",
+    "pack/kernels/__init__.py": "from .helpers import third\n",
+    "pack/kernels/first.py": """\
+import json
+import pack.kernels.helpers as h
+from pack.kernels import third
+from pack.kernels.classes import Part
+from other.module import helper
+from . import helpers
+import nki
+
+@nki.jit
+def kernel(x):
+    json.dumps(x)
+    helper(x)
+    helpers.second(x)
+    return Part(h.first(x)), third(x)
+""",
+    "pack/kernels/classes.py": """\
+from .helpers import Base
+
+class Part(Base):
+    pass
+""",
+    "pack/kernels/helpers.py": """\
+import nki.language as nl
+
+class Base(nl.NKIObject):
+    def f(self):
+        return self is None
+
+def first(x):
+    return x is None
+
+def second(x):
+    return [i for i in x]
+
+def third(x):
+    return unused if x else lambda: x
+
+def not_reached(x):
+    yield x
+""",
+    "other/__init__.py": "",
+    "other/module.py": "def helper(x):\n    return x is None\n",
+}
+
+
+def test_helpers_and_classes_of_the_kernels_package_are_read(tmp_path):
+    for name, text in FILES.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    found = lint(tmp_path / "pack/kernels/first.py")
+    assert [(Path(e.path).name, e.rule, e.line) for e in found] == [
+        ("classes.py", "class-base", 3),
+        ("helpers.py", "identity", 5),
+        ("helpers.py", "identity", 8),
+        ("helpers.py", "comprehension", 11),
+        ("helpers.py", "lambda", 14),
+    ]
+
+
+def test_a_script_reaches_the_files_beside_it(tmp_path):
+    (tmp_path / "beside.py").write_text("def helper(x):\n    return x is None\n", encoding="utf-8")
+    kernel = "from beside import helper\n@jit\ndef kernel(x):\n    return helper(x)\n"
+    (found,) = lint(write(tmp_path, kernel))
+    assert (Path(found.path).name, found.rule, found.line) == ("beside.py", "identity", 2)
+
+
+def test_a_function_reaches_modules_that_python_has_imported(tmp_path, monkeypatch):
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "lint_helper.py").write_text("def helper(x):\n    return x is None\n")
+    kernel = "from lint_helper import helper\ndef kernel(x):\n    return helper(x), json.dumps(x)\n"
+    path = write(tmp_path, "import json\n" + kernel)
+    monkeypatch.syspath_prepend(elsewhere)
+    spec = importlib.util.spec_from_file_location("lint_kernels", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    (found,) = lint(module.kernel)
+    assert (Path(found.path).name, found.line) == ("lint_helper.py", 2)
+
+
+def test_a_kernel_of_another_file_may_not_be_called(tmp_path):
+    (tmp_path / "beside.py").write_text("@jit\ndef other(x):\n    return x\n", encoding="utf-8")
+    kernel = "import beside\n@jit\ndef kernel(x):\n    return beside.other(x)\n"
+    assert places(lint(write(tmp_path, kernel))) == [("sub-kernel", 4, 12)]
+
+
 def test_every_rule_has_a_test(tmp_path):
-    tested = {case[0] for case in (*BODIES, *SOURCES)}
+    tested = {case[0] for case in (*BODIES, *SOURCES, *IN_CLASSES)}
     assert set(RULES) - tested == {"dynamic-break", "sub-kernel", "type-alias"}
     assert all(rule.what and rule.remedy for rule in RULES.values())
     assert REFUSED_NODES["TypeAlias"] == "type-alias"  # the syntax is Python 3.12's

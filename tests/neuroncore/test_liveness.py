@@ -6,7 +6,7 @@ from neuronmm_ops import neuroncore as nc
 from neuronmm_ops.hardware import MACHINES
 from neuronmm_ops.neuroncore import isa as nisa
 from neuronmm_ops.neuroncore import language as nl
-from neuronmm_ops.neuroncore.memory import MemoryRegion
+from neuronmm_ops.neuroncore.memory.storage import MemoryRegion
 
 X = nc.TensorSpec((128, 64), nl.float32)
 
@@ -47,7 +47,7 @@ def test_a_tile_is_live_from_first_write_to_last_use_only():
         assert never.shape == (128, 200_000)
 
     (core,) = run(kernel).launch.cores
-    from neuronmm_ops.neuroncore.liveness import peak
+    from neuronmm_ops.neuroncore.memory.liveness import peak
 
     assert peak(core.trace, MemoryRegion.sbuf, core.machine).used == 100_000
 

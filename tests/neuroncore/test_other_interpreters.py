@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from neuroncore.kernels import bf16, compute, data, equal, loaded, refuses, run, stored
+from neuroncore.harness import bf16, compute, data, equal, loaded, refuses, run, stored
 from tolerances import assert_close_to_oracle
 
 import neuronmm_ops.neuroncore.isa as nisa
@@ -70,7 +70,7 @@ def _live(count, memory, shape):
     [(9, nl.psum, (8, 512)), (5, nl.psum, (8, 1024)), (2, nl.sbuf, (8, 30000))],
 )
 def test_live_tiles_fit_or_are_refused(count, memory, shape):
-    refuses("does not fit", _live(count, memory, shape), data((1, 1)))
+    refuses("does not fit", _live(count, memory, shape), data((1, 1)), placed=False)
     run(
         lambda x: [None for _ in range(3) if _live(count - 1, memory, shape)(x)] or None,
         data((1, 1)),

@@ -170,7 +170,7 @@ def test_a_failed_write_leaves_the_old_file(
     def fail(*_: object) -> None:
         raise OSError("disk full")
 
-    monkeypatch.setattr("neuronmm_ops.neuroncore.perfetto._counters", fail)
+    monkeypatch.setattr("neuronmm_ops.neuroncore.profile.perfetto._counters", fail)
     with pytest.raises(OSError, match="disk full"):
         one_core.save_perfetto(path)
     assert path.read_text() == "old"

@@ -12,8 +12,8 @@ import pytest
 import neuronmm_ops.neuroncore.isa as nisa
 import neuronmm_ops.neuroncore.language as nl
 from neuronmm_ops import neuroncore as nc
-from neuronmm_ops.neuroncore import measures, plot
-from neuronmm_ops.neuroncore.memory import MemoryRegion
+from neuronmm_ops.neuroncore.memory.storage import MemoryRegion
+from neuronmm_ops.neuroncore.profile import metrics, plot, report
 
 # Trainium2, documented model, in ns.
 ROW = 2430 / 23  # of up to 2280 bytes, on one DMA engine
@@ -96,9 +96,9 @@ def test_calibrated_tensor_engine_includes_the_overhead() -> None:
 
 def test_roofline(profile: nc.Profile) -> None:
     assert profile.intensity == pytest.approx(FLOPS / sum(BYTES.values()))
-    assert profile.knee == pytest.approx(PE_PEAK / DMA_PEAK)
-    assert profile.limit_ms == pytest.approx(sum(BYTES.values()) / DMA_PEAK * 1e3)
-    assert profile.limit_share == pytest.approx(profile.limit_ms / profile.time_ms)
+    assert profile.ridge_point == pytest.approx(PE_PEAK / DMA_PEAK)
+    assert profile.roofline_ms == pytest.approx(sum(BYTES.values()) / DMA_PEAK * 1e3)
+    assert profile.roofline_share == pytest.approx(profile.roofline_ms / profile.time_ms)
     assert profile.mfu == pytest.approx(FLOPS / (TIME * 1e-9) / PE_PEAK)
     assert profile.tflops == pytest.approx(FLOPS / TIME / 1e3)
 
@@ -170,20 +170,20 @@ def test_the_schedule_holds_more_than_the_program_order() -> None:
 def test_held_counts_what_begins_and_ends_at_once_together(profile: nc.Profile) -> None:
     (core,) = profile.schedule.cores
     for memory in (MemoryRegion.sbuf, MemoryRegion.psum):
-        sizes = [size for _, size in measures.held(core, memory)]
+        sizes = [size for _, size in metrics.occupancy(core, memory)]
         assert min(sizes) >= 0
         assert sizes[-1] == 0
 
 
 def test_covered_is_the_union() -> None:
     start, end = np.array([0.0, 1.0, 2.0, 10.0]), np.array([5.0, 3.0, 6.0, 11.0])
-    assert measures.covered(start, end) == 7.0
-    assert measures.covered(start[:0], end[:0]) == 0.0
+    assert metrics.covered(start, end) == 7.0
+    assert metrics.covered(start[:0], end[:0]) == 0.0
 
 
 def test_a_kernel_without_instructions() -> None:
     empty = profile_of(idle, (128, 128))
-    assert (empty.time_ms, empty.mfu, empty.limit_share, empty.intensity) == (0, 0, 0, None)
+    assert (empty.time_ms, empty.mfu, empty.roofline_share, empty.intensity) == (0, 0, 0, None)
     assert (empty.bound, empty.critical_path, empty.instructions) == ("latency", (), 0)
     (tensor,) = empty.tensors
     assert (tensor.name, tensor.read_bytes, tensor.write_bytes) == ("x", 0, 0)
@@ -241,9 +241,11 @@ def test_json_is_plain_and_complete(profile: nc.Profile) -> None:
     document = profile.to_json()
     assert json.loads(json.dumps(document, allow_nan=False)) == document
     assert document["modelled"] is True
-    names = "time_ms limit_ms limit_share bound hbm_bytes mfu sbuf_peak_bytes psum_peak_banks"
+    names = "time_ms bound instructions hbm_bytes mfu sbuf_peak_bytes psum_peak_banks"
     for name in names.split():
         assert document[name] == getattr(profile, name), name
+    roofline = (profile.roofline_ms, profile.roofline_share, profile.ridge_point)
+    assert (document["limit_ms"], document["limit_share"], document["knee"]) == roofline
     assert document["tensors"][0] == {
         "name": "x",
         "shape": [128, 128],
@@ -254,6 +256,15 @@ def test_json_is_plain_and_complete(profile: nc.Profile) -> None:
     }
     assert document["cores"][0]["engines"][0]["engine"] == "TensorE"
     assert document["sbuf_live"][0]["name"] == "b"
+
+
+def test_the_page_warns_of_too_many_instructions(
+    profile: nc.Profile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(report, "MOST_INSTRUCTIONS", profile.instructions)
+    assert "compile for long" not in str(profile)
+    monkeypatch.setattr(report, "MOST_INSTRUCTIONS", profile.instructions - 1)
+    assert "compile for long; split tokens" in str(profile)
 
 
 @pytest.mark.parametrize("lnc", [1, 2])

@@ -299,4 +299,4 @@ COSTS: list[tuple[str, Any, str, Engine]] = [
 def test_engines_and_costs_in_trace_mode(body, dtype, engine):
     x = values(0, (2, 256))
     done = call(body, x, outs=[Out(x.shape, dtype)], mode="trace", target="trn3")
-    assert [(f.engine, f.cycles) for f in done.forms] == [(engine, 256)]
+    assert [(f.engine, f.cycles) for f in done.templates] == [(engine, 256)]

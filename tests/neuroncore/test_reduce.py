@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from neuroncore.harness import OPERATORS, START, Out, call, refused, rows_of, stored, values
+from neuroncore.harness import OPERATORS, START, Out, as_stored, call, refused, rows_of, values
 
 from neuronmm_ops.hardware import Engine
 from neuronmm_ops.neuroncore import isa as nisa
@@ -64,7 +64,7 @@ def test_tensor_reduce(shape, data, op, source, target, negate):
     groups = x.reshape(shape[0] * left, -1).astype(np.float64).tolist()
     truth = [float(bool(v)) if op in LOGICAL else v for v in (g[0] for g in groups)]
     truth = [functools.reduce(function, g[1:], t) for g, t in zip(groups, truth, strict=True)]
-    expected = stored(np.reshape(truth, (shape[0], left)) * sign, target)
+    expected = as_stored(np.reshape(truth, (shape[0], left)) * sign, target)
     np.testing.assert_array_equal(done.output, expected)
 
 
@@ -125,7 +125,7 @@ def test_tensor_partition_reduce(seed, partitions, op, source, target):
     )
     columns = x.reshape(partitions, 6).astype(np.float64).T.tolist()
     expected = [[functools.reduce(OPERATORS[op], column) for column in columns]]
-    np.testing.assert_array_equal(done.output, stored(expected, target))
+    np.testing.assert_array_equal(done.output, as_stored(expected, target))
 
 
 def test_tensor_partition_reduce_of_bits():
@@ -181,7 +181,7 @@ def test_tensor_scalar_reduce(seed, op, reduce_op, tiled, dtype, memory, step):
     done = call(body, x, operand, outs=[Out((4, 6), dtype), Out((4, 1))], memory=memory, step=step)
     right = operand[:, 0].tolist() if tiled else [1.5] * 4
     rows = [[OPERATORS[op](v, y) for v in row] for row, y in zip(rows_of(x), right, strict=True)]
-    np.testing.assert_array_equal(done.outputs[0], stored(rows, dtype))
+    np.testing.assert_array_equal(done.outputs[0], as_stored(rows, dtype))
     totals = [[functools.reduce(OPERATORS[reduce_op], row, START[reduce_op])] for row in rows]
     np.testing.assert_allclose(done.outputs[1], totals, rtol=1e-6)
 
@@ -305,5 +305,5 @@ COSTS: list[tuple[str, Any, str, list[Out], Engine, float]] = [
 )
 def test_engines_and_costs_in_trace_mode(body, dtype, outs, engine, cycles):
     done = call(body, values(0, (2, SIZE), dtype), outs=outs, mode="trace")
-    assert [(f.engine, f.cycles) for f in done.forms] == [(engine, cycles)]
+    assert [(f.engine, f.cycles) for f in done.templates] == [(engine, cycles)]
     assert [(o.shape, o.dtype) for o in done.outputs] == [(o.shape, o.dtype) for o in outs]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from neuroncore.harness import OPERATORS, START, Out, call, refused, rows_of, stored, values
+from neuroncore.harness import OPERATORS, START, Out, as_stored, call, refused, rows_of, values
 
 from neuronmm_ops.neuroncore import isa as nisa
 from neuronmm_ops.neuroncore import language as nl
@@ -56,7 +56,7 @@ def test_tensor_scalar_cumulative(seed, op0, op1, command, tiled, dtype, memory,
                 register = float(np.float32(OPERATORS[op1](OPERATORS[op0](v, immediate), register)))
                 line.append(register)
         expected.append(line)
-    np.testing.assert_array_equal(done.output, stored(expected, dtype))
+    np.testing.assert_array_equal(done.output, as_stored(expected, dtype))
 
 
 @pytest.mark.parametrize(
@@ -191,7 +191,7 @@ def test_max8(seed, half, source, target, memory, step):
         lambda d, s: nisa.max8(d[0], s[0]), x, outs=[Out((3, 8), target)], memory=memory, step=step
     )
     expected = [sorted(row, reverse=True)[:8] for row in rows_of(x)]
-    np.testing.assert_array_equal(done.output, stored(expected, target))
+    np.testing.assert_array_equal(done.output, as_stored(expected, target))
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,8 @@ from neuronmm_ops import neuroncore as nc
 from neuronmm_ops.hardware import MACHINES, TRN1, TRN2, Engine
 from neuronmm_ops.neuroncore import isa as nisa
 from neuronmm_ops.neuroncore import language as nl
-from neuronmm_ops.neuroncore.resources import Room
-from neuronmm_ops.neuroncore.schedule import Wait, schedule
+from neuronmm_ops.neuroncore.timing.resources import Capacity
+from neuronmm_ops.neuroncore.timing.schedule import Wait, schedule
 
 X = nc.TensorSpec((128, 2048), nl.bfloat16)
 
@@ -141,9 +141,9 @@ def test_tiles_made_in_a_loop_are_loaded_ahead_as_far_as_there_is_room():
     last_use = [i - 1 for i in loads[1:]]
     assert two_fit.start[loads[1]] < two_fit.start[last_use[0]]  # the second is loaded meanwhile
     assert two_fit.start[loads[2]] >= two_fit.end[last_use[0]]  # the third waits for the first
-    assert (two_fit.wait[loads[2]], two_fit.cause[loads[2]]) == (Wait.ROOM, last_use[0])
+    assert (two_fit.wait[loads[2]], two_fit.cause[loads[2]]) == (Wait.CAPACITY, last_use[0])
     all_fit = streamed(4096)
-    assert Wait.ROOM not in all_fit.wait
+    assert Wait.CAPACITY not in all_fit.wait
 
 
 def test_matmuls_take_their_columns_and_the_fitted_overhead():
@@ -274,11 +274,11 @@ def test_a_second_model_needs_no_second_run():
 
 
 def test_room_is_never_handed_out_twice():
-    room = Room(100)
-    assert room.take(100) == (0.0, -1)
-    room.release(50.0, 100, 7)
-    assert room.take(60) == (50.0, 7)
-    assert room.take(40) == (50.0, 7)  # what was left over is free from the same time on
+    capacity = Capacity(100)
+    assert capacity.take(100) == (0.0, -1)
+    capacity.release(50.0, 100, 7)
+    assert capacity.take(60) == (50.0, 7)
+    assert capacity.take(40) == (50.0, 7)  # what was left over is free from the same time on
 
 
 def test_the_schedule_holds_no_more_than_there_is():

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from neuroncore.harness import Out, call, refused, stored, values
+from neuroncore.harness import Out, as_stored, call, refused, values
 
 from neuronmm_ops.hardware import Engine
 from neuronmm_ops.neuroncore import isa as nisa
@@ -117,7 +117,7 @@ def test_iota(pattern, offset, channel, dtype, step):
         outs=[Out((5, size), dtype)],
         step=step,
     )
-    np.testing.assert_array_equal(done.output, stored(expected, dtype))
+    np.testing.assert_array_equal(done.output, as_stored(expected, dtype))
 
 
 def test_iota_computes_in_int32_and_saturates():
@@ -171,7 +171,7 @@ def test_affine_select(pattern, offset, channel, compare, source, target, step):
         [v if test(a, 0) else -2.5 for v, a in zip(row, line, strict=True)]
         for row, line in zip(x.astype(np.float64).tolist(), places, strict=True)
     ]
-    np.testing.assert_array_equal(done.output, stored(expected, target))
+    np.testing.assert_array_equal(done.output, as_stored(expected, target))
 
 
 def test_affine_select_makes_a_causal_mask():
@@ -238,7 +238,7 @@ def test_range_select(seed, op0, op1, start, dtype, memory, step):
             strict=True,
         )
     ]
-    np.testing.assert_array_equal(done.outputs[0], stored(rows, dtype))
+    np.testing.assert_array_equal(done.outputs[0], as_stored(rows, dtype))
     np.testing.assert_array_equal(done.outputs[1], [[max(row)] for row in rows])
 
 
@@ -396,5 +396,5 @@ def test_engines_and_costs_in_trace_mode(body, memory, engine, cycles):
         memory=memory,
         mode="trace",
     )
-    assert [(f.engine, f.cycles) for f in done.forms] == [(engine, cycles)]
+    assert [(f.engine, f.cycles) for f in done.templates] == [(engine, cycles)]
     assert done.output.shape == x.shape

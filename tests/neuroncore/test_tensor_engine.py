@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from neuroncore.kernels import (
+from neuroncore.harness import (
     FLOATS,
     TARGETS,
     bf16,
@@ -268,7 +268,7 @@ GOOD = ((8, 8), F), ((32, 8), B), ((32, 8), B)
         ("trn2", "free size 129 exceeds 128", GOOD[0], ((32, 129), B), GOOD[2], {}),
         ("trn2", "513 exceeds 512 on trn2", ((8, 513), F), GOOD[1], ((32, 513), B), {}),
         ("trn3", "4097 exceeds 4096 on trn3", ((8, 4096), F), GOOD[1], ((32, 4097), B), {}),
-        ("trn2", r"dst must be \[8, 8\]", ((8, 9), F), *GOOD[1:], {}),
+        ("trn2", "dst must be [8, 8]", ((8, 9), F), *GOOD[1:], {}),
         ("trn2", "dst must be float32 on trn2", ((8, 8), B), *GOOD[1:], {}),
         ("trn1", "dst must be float32 on trn1", ((8, 8), B), *GOOD[1:], {}),
         ("trn3", "dst must be float32, bfloat16", ((8, 8), nl.float16), *GOOD[1:], {}),
@@ -283,7 +283,7 @@ GOOD = ((8, 8), F), ((32, 8), B), ((32, 8), B)
         ("trn2", "double_row stationary must be float8", *GOOD, {"perf_mode": double_row}),
         (
             "trn2",
-            r"must be \[K, 2, free\]",
+            "must be [K, 2, free]",
             GOOD[0],
             ((32, 16), E4),
             ((32, 16), E4),
@@ -292,7 +292,7 @@ GOOD = ((8, 8), F), ((32, 8), B), ((32, 8), B)
         ("trn2", "set tile_position and tile_size both", *GOOD, {"tile_size": (32, 32)}),
         (
             "trn1",
-            r"must be of \[64, 128\]",
+            "must be of [64, 128]",
             *GOOD,
             {"tile_position": (0, 0), "tile_size": (32, 64)},
         ),
@@ -359,3 +359,32 @@ def test_fp8_formats_differ_in_range():
         got = compute(nisa.tensor_copy, (1, 4), dtype, x, target="trn3")
         assert got.dtype in (ml_dtypes.float8_e4m3, ml_dtypes.float8_e4m3fn)
         np.testing.assert_array_equal(wide(got), [expected])
+
+
+@pytest.mark.parametrize("start", [0, 32, 64, 96])
+@pytest.mark.parametrize("operand", ["stationary", "moving", "dst", "data", "transposed"])
+def test_trn1_addresses_partitions_of_tensor_engine_from_0_or_64(operand, start):
+    def kernel():
+        def part(name, shape, dtype, buffer=nl.sbuf):
+            at = start if name == operand else 0
+            whole = nl.zeros((128, *shape[1:]), dtype, buffer)
+            return whole[at : at + shape[0]]
+
+        acc = part("dst", (32, 16), nl.float32, nl.psum)
+        nisa.nc_matmul(acc, part("stationary", (32, 32), B), part("moving", (32, 16), B))
+        transposed = part("transposed", (16, 32), nl.float32, nl.psum)
+        nisa.nc_transpose(transposed, part("data", (32, 16), nl.float32), nisa.engine.tensor)
+
+    run(kernel, target="trn2")
+    if start in (0, 64):
+        run(kernel, target="trn1")
+    else:
+        refuses(f"starts at partition {start}; TensorE of trn1 addresses", kernel, target="trn1")
+
+
+def test_trn1_vector_engine_still_transposes_in_quadrants():
+    def kernel():
+        tiles = nl.zeros((128, 32), nl.bfloat16), nl.zeros((128, 32), nl.bfloat16)
+        nisa.nc_transpose(tiles[0][96:128], tiles[1][32:64], nisa.engine.vector)
+
+    run(kernel, target="trn1")

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from neuroncore.kernels import (
+from neuroncore.harness import (
     FLOATS,
     INTEGERS,
     TARGETS,
@@ -13,6 +13,7 @@ from neuroncore.kernels import (
     data,
     equal,
     loaded,
+    refused,
     refuses,
     run,
     seeds,
@@ -36,7 +37,9 @@ TENSOR, VECTOR = nisa.engine.tensor, nisa.engine.vector
 )  # fmt: skip
 def test_transpose_on_tensor_engine(p, f, dtype, target, seed):
     x = data((p, f), dtype, seed)
-    equal(compute(nisa.nc_transpose, (f, p), dtype, x, target=target, into=nl.psum), x.T)
+    into = nl.float32 if target == "trn1" else dtype
+    got = compute(nisa.nc_transpose, (f, p), into, x, target=target, into=nl.psum)
+    equal(got, x.astype(into.numpy).T)
 
 
 @settings(max_examples=20, deadline=None)
@@ -68,12 +71,24 @@ def test_trn1_transposes_into_fp32():
     equal(got, x.astype(np.float32).T)
 
 
+@pytest.mark.parametrize("dtype", [nl.bfloat16, nl.float16, nl.float8_e4m3])
+def test_trn1_refuses_narrow_transposes_of_tensor_engine_alone(dtype):
+    def body(dst, x):
+        nisa.nc_transpose(dst, x, TENSOR if dst.buffer is nl.psum else VECTOR)
+
+    x = data((16, 10), dtype)
+    with refused("nc_transpose: dst must be float32 on trn1.*copy it to 16 bits afterwards"):
+        compute(body, (10, 16), dtype, x, target="trn1", into=nl.psum)
+    equal(compute(body, (10, 16), dtype, x, target="trn1"), x.T)
+    equal(compute(body, (10, 16), dtype, x, target="trn2", into=nl.psum), x.T)
+
+
 @pytest.mark.parametrize(
     ("match", "dst", "source", "asked"),
     [
         ("TENSOR transposes up to 128 x 128", ((128, 128), F, nl.psum), ((128, 129), F), TENSOR),
         ("VECTOR transposes up to 32 x 32", ((33, 32), F), ((32, 33), F), VECTOR),
-        (r"dst must be \[16, 32\]", ((32, 16), F), ((32, 16), F), VECTOR),
+        ("dst must be [16, 32]", ((32, 16), F), ((32, 16), F), VECTOR),
         ("one dtype", ((16, 32), F, nl.psum), ((32, 16), B), TENSOR),
         ("dst must be in psum", ((16, 32), F), ((32, 16), F), TENSOR),
         ("data must be in sbuf", ((16, 32), F, nl.psum), ((32, 16), F, nl.psum), TENSOR),
@@ -142,7 +157,7 @@ def _transposes(shape, dtype, axes=None, mode=nisa.dge_mode.unknown, dst=None, d
     [
         ("axes must be", ((4, 6), nl.float32, (0, 1))),
         ("axes must be", ((4, 6, 2), nl.float32, (1, 0, 2))),
-        (r"dst must be \[6, 4\]", ((4, 6), nl.float32, None, nisa.dge_mode.unknown, (4, 6))),
+        ("dst must be [6, 4]", ((4, 6), nl.float32, None, nisa.dge_mode.unknown, (4, 6))),
         ("one dtype", ((4, 6), nl.float32, None, nisa.dge_mode.unknown, None, nl.bfloat16)),
         ("hwdge takes 2-byte src", ((16, 6), nl.float32, None, hw)),
         ("hwdge takes 2-byte src", ((8, 6), nl.bfloat16, None, hw)),

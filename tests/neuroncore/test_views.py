@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from neuroncore.kernels import compute, data, equal, loaded, refused, run, stored
+from neuroncore.harness import compute, data, equal, loaded, refused, run, stored
 
 import neuronmm_ops.neuroncore.isa as nisa
 import neuronmm_ops.neuroncore.language as nl
 from neuronmm_ops import neuroncore as nc
-from neuronmm_ops.neuroncore.instructions.common import raw
+from neuronmm_ops.neuroncore.isa.values import raw
 
 SHAPES = [(4, 12), (8, 2, 6), (3, 4, 1, 5), (16, 1), (2, 3, 2, 2, 2)]
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from neuronmm_ops.bench.published import FIGURE1, GIB
 from neuronmm_ops.neuroncore.files import replacing
-from neuronmm_ops.neuroncore.plot import check_format, new_figure
+from neuronmm_ops.neuroncore.profile.plot import check_format, new_figure
 
 
 class Line(NamedTuple):

@@ -11,7 +11,7 @@ from __future__ import annotations
 from neuronmm_ops.neuroncore import isa as nisa
 from neuronmm_ops.neuroncore import jit
 from neuronmm_ops.neuroncore import language as nl
-from neuronmm_ops.neuroncore.tensor import NkiTensor
+from neuronmm_ops.neuroncore.memory.tensor import NkiTensor
 
 Tiles = list[NkiTensor]
 P = 128

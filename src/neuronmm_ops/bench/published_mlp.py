@@ -18,7 +18,7 @@ from typing import NamedTuple
 from neuronmm_ops.neuroncore import isa as nisa
 from neuronmm_ops.neuroncore import jit
 from neuronmm_ops.neuroncore import language as nl
-from neuronmm_ops.neuroncore.tensor import NkiTensor
+from neuronmm_ops.neuroncore.memory.tensor import NkiTensor
 
 Tiles = list[NkiTensor]
 P = 128

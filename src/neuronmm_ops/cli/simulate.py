@@ -16,8 +16,9 @@ from neuronmm_ops.cli.console import KernelError
 from neuronmm_ops.cli.kernel_arguments import Tensor, read_argument
 from neuronmm_ops.cli.parser import add_command
 from neuronmm_ops.hardware import MODELS, resolve_target
-from neuronmm_ops.neuroncore import Kernel, NkiValidationError, Profile, TensorSpec, as_nki, plot
+from neuronmm_ops.neuroncore import Kernel, NkiValidationError, Profile, TensorSpec, as_nki
 from neuronmm_ops.neuroncore import kernel as kernels
+from neuronmm_ops.neuroncore.profile import plot
 
 _DESCRIPTION = """\
 Run an NKI kernel on the simulated NeuronCore and print what it moves, holds and costs; every time

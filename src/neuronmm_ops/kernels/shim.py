@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from neuronmm_ops.neuroncore import isa as nisa
     from neuronmm_ops.neuroncore import jit
     from neuronmm_ops.neuroncore import language as nl
-    from neuronmm_ops.neuroncore.tensor import NkiTensor
+    from neuronmm_ops.neuroncore.memory.tensor import NkiTensor
 else:
     try:
         import nki.isa as nisa
@@ -26,4 +26,4 @@ else:
         from neuronmm_ops.neuroncore import isa as nisa
         from neuronmm_ops.neuroncore import jit
         from neuronmm_ops.neuroncore import language as nl
-        from neuronmm_ops.neuroncore.tensor import NkiTensor
+        from neuronmm_ops.neuroncore.memory.tensor import NkiTensor

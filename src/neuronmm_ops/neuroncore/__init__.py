@@ -1,28 +1,40 @@
 """A NeuronCore on the CPU: runs NKI kernels on NumPy, and says what they move and cost.
 
-Imports numpy and ml_dtypes only. All times are modelled.
+The names below are imported when they are first used, so that a submodule such as `nl.objects`
+costs no more than itself. All times are modelled.
 """
 
-from neuronmm_ops.hardware import MACHINES, Machine
-from neuronmm_ops.neuroncore import isa, language
-from neuronmm_ops.neuroncore.kernel import Kernel, Simulation, TensorSpec, as_nki, jit, simulate
-from neuronmm_ops.neuroncore.lint import LintError, lint
-from neuronmm_ops.neuroncore.profile import Profile
-from neuronmm_ops.neuroncore.rules import NkiValidationError
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
+if TYPE_CHECKING:
+    from neuronmm_ops.hardware import MACHINES, Machine
+    from neuronmm_ops.neuroncore import isa, language
+    from neuronmm_ops.neuroncore.checks.base import NkiValidationError
+    from neuronmm_ops.neuroncore.checks.lint import LintError, lint
+    from neuronmm_ops.neuroncore.kernel import Kernel, Simulation, TensorSpec, as_nki, jit, simulate
+    from neuronmm_ops.neuroncore.profile.profile import Profile
+
+_HOMES = {
+    "neuronmm_ops.hardware": ("MACHINES", "Machine"),
+    "neuronmm_ops.neuroncore.checks.base": ("NkiValidationError",),
+    "neuronmm_ops.neuroncore.kernel": (
+        *("Kernel", "Simulation", "TensorSpec", "as_nki", "jit", "simulate"),
+    ),
+    "neuronmm_ops.neuroncore.checks.lint": ("LintError", "lint"),
+    "neuronmm_ops.neuroncore.profile.profile": ("Profile",),
+}
 __all__ = [
-    "MACHINES",
-    "Kernel",
-    "LintError",
-    "Machine",
-    "NkiValidationError",
-    "Profile",
-    "Simulation",
-    "TensorSpec",
-    "as_nki",
-    "isa",
-    "jit",
-    "language",
-    "lint",
-    "simulate",
-]
+    "MACHINES", "Kernel", "LintError", "Machine", "NkiValidationError", "Profile", "Simulation",
+    "TensorSpec", "as_nki", "isa", "jit", "language", "lint", "simulate",
+]  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("isa", "language", "typing"):
+        return import_module(f"{__name__}.{name}")
+    home = next((home for home, names in _HOMES.items() if name in names), None)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(home), name)
+    return value

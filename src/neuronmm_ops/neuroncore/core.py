@@ -5,27 +5,28 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Any
 
 import numpy as np
 
 from neuronmm_ops.hardware import RESULT_CYCLES, Engine, Machine
-from neuronmm_ops.neuroncore import rules
+from neuronmm_ops.neuroncore.checks import tensors as check
+from neuronmm_ops.neuroncore.checks.base import refuse
 from neuronmm_ops.neuroncore.dtypes import DType, dtype_of
-from neuronmm_ops.neuroncore.memory import Layout, MemoryRegion, Storage
-from neuronmm_ops.neuroncore.tensor import NkiTensor, tensor_of
-from neuronmm_ops.neuroncore.trace import Form, NkiInstruction, Trace
+from neuronmm_ops.neuroncore.memory.storage import Layout, MemoryRegion, Storage
+from neuronmm_ops.neuroncore.memory.tensor import NkiTensor, tensor_of
+from neuronmm_ops.neuroncore.timing.trace import InstructionTemplate, NkiInstruction, Trace
 
-Build = Callable[..., Form]
+Build = Callable[..., InstructionTemplate]
 
 _geometry = attrgetter("geometry")
 _storage = attrgetter("storage")
 _PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 
 
-class Launch:
+class KernelRun:
     """One call of a kernel on one or two cores, which take turns: one runs until it must wait."""
 
     def __init__(self, machine: Machine, execute: bool, cores: int, seed: int = 0) -> None:
@@ -35,21 +36,21 @@ class Launch:
         self.seed = seed
         self.shared: list[Storage] = []
         self.layouts: dict[tuple[Any, ...], Layout] = {}
-        self.cores = [Core(self, i) for i in range(cores)]
+        self.cores = [SimulatedCore(self, i) for i in range(cores)]
         self.failure: BaseException | None = None
         self._turn = threading.Condition()
         self._running = 0
         self._ended: set[int] = set()
-        self._meetings = [0] * cores
+        self._barriers = [0] * cores
 
-    def run(self, body: Callable[[Core], Any]) -> list[Any]:
+    def run(self, body: Callable[[SimulatedCore], Any]) -> list[Any]:
         """Run `body` once per core and return its results."""
         if len(self.cores) == 1:
             return [_run_on(self.cores[0], body)]
         results: list[Any] = [None] * len(self.cores)
         outer = _state.core
 
-        def thread(core: Core) -> None:
+        def thread(core: SimulatedCore) -> None:
             try:
                 self._wait_for_turn(core.program_id)
                 with np.errstate(all="ignore"):  # a thread has its own
@@ -70,14 +71,18 @@ class Launch:
             raise self.failure
         return results
 
-    def meet(self, core: Core) -> int:
-        """Wait until the other core comes to its meeting of the same number; returns the number."""
-        number = self._meetings[core.program_id]
-        self._meetings[core.program_id] += 1
-        while min(self._meetings) <= number:
+    def barrier(self, core: SimulatedCore) -> int:
+        """Wait until the other core comes to its barrier of the same number; returns the number."""
+        number = self._barriers[core.program_id]
+        self._barriers[core.program_id] += 1
+        while min(self._barriers) <= number:
             self._pass_turn(core.program_id)
-            others = [i for i, n in enumerate(self._meetings) if n <= number]
-            rules.meeting(core.program_id, number, bool(self._ended.intersection(others)))
+            others = [i for i, n in enumerate(self._barriers) if n <= number]
+            if self._ended.intersection(others):
+                refuse(
+                    f"core_barrier/sendrecv {number}: core {core.program_id} waits but the other "
+                    "core has ended; both cores must take the same branches"
+                )
             self._wait_for_turn(core.program_id)
             if self.failure is not None:
                 raise self.failure
@@ -108,16 +113,16 @@ class Launch:
         return found
 
 
-class Core:
+class SimulatedCore:
     """One physical NeuronCore of a launch."""
 
-    def __init__(self, launch: Launch, program_id: int) -> None:
+    def __init__(self, launch: KernelRun, program_id: int) -> None:
         self.launch = launch
         self.machine = launch.machine
         self.execute = launch.execute
         self.program_id = program_id
         self.trace = Trace()
-        self.forms: dict[tuple[Any, ...], Form] = {}
+        self.templates: dict[tuple[Any, ...], Any] = {}
         self.shared_outputs = 0
         self.constants: dict[Any, NkiTensor] = {}
         self.state: dict[str, Any] = {}
@@ -135,15 +140,19 @@ class Core:
         launch = self.launch
         layout = launch.layouts.get((shape, dtype, memory)) if shape.__class__ is tuple else None
         if layout is None:
-            shape, dtype = rules.shape_of(shape), dtype_of(dtype)
-            rules.tensor_fits(self.machine, shape, dtype, memory, name)
+            shape, dtype = check.shape_of(shape), dtype_of(dtype)
+            check.tensor_fits(self.machine, shape, dtype, memory, name)
             layout = launch.layout(shape, dtype, memory)
         if memory is MemoryRegion.shared_hbm:
             order = self.shared_outputs
             self.shared_outputs += 1
             if order < len(launch.shared):
                 storage = launch.shared[order]
-                rules.same_shared_tensor(storage, shape, dtype)
+                if (storage.layout.shape, storage.layout.dtype) != (shape, dtype):
+                    refuse(
+                        f"nl.ndarray: core 1 allocates {list(shape)} {dtype} in shared_hbm where "
+                        f"core 0 has {storage.describe()}; both cores must allocate the same"
+                    )
                 self.trace.storages.append(storage)
                 return tensor_of(storage)
         trace = self.trace
@@ -153,7 +162,7 @@ class Core:
         frame = _kernel_frame()
         storage.code, storage.line = frame.f_code, frame.f_lineno
         if address is not None:
-            storage.address = rules.address_of(self.machine, storage, address)
+            storage.address = check.address_of(self.machine, storage, address)
         if self.execute:
             storage.fill_fresh(launch.precise)
         trace.storages.append(storage)
@@ -165,78 +174,93 @@ class Core:
         self.trace.storages.append(storage)
         return tensor_of(storage)
 
-    def issue(
-        self,
-        build: Build,
-        operands: tuple[NkiTensor, ...],
-        options: tuple[Any, ...] = (),
-        name: str | None = None,
-    ) -> NkiInstruction:
-        """Issue the instruction that `build(core, *operands, *options)` describes.
+    def template(
+        self, build: Build, operands: tuple[NkiTensor, ...], options: tuple[Any, ...] = ()
+    ) -> InstructionTemplate:
+        """What `build(*operands, *options)` returns, which checks the rules.
 
-        `operands` are the written tensors, then the read ones. The form is built, and the rules
-        are checked, once per combination of geometries and options.
+        Built once per combination of geometries and options. `operands` are the written tensors,
+        then the read ones.
         """
         key = (build, options, *map(_geometry, operands))
-        form = self.forms.get(key)
-        if form is None:
-            form = build(self, *operands, *options)
-            self._prepare(form, operands)
-            self.forms[key] = form
+        found = self.templates.get(key)
+        if found is None:
+            found = self.templates[key] = build(*operands, *options)
+            self.prepare(found, operands)
+        return found
+
+    def record(
+        self,
+        template: InstructionTemplate,
+        operands: Sequence[NkiTensor],
+        arguments: Sequence[Any] | None = None,
+    ) -> NkiInstruction:
+        """Append an instruction to the trace and, in execute mode, compute its result.
+
+        Called by a function of `nki.isa`, whose caller's line is recorded. `arguments` are those of
+        the template's `run` where they are not the operands.
+        """
         storages = tuple(map(_storage, operands))
         trace = self.trace
         number = len(trace.records)
-        writes = form.writes
+        writes = template.writes
         for at, s in enumerate(storages):
-            region = form.regions[at]
-            reads = at >= writes or form.keeps
+            region = template.regions[at]
+            reads = at >= writes or template.reads_dst
             if reads and not s.initialised and region not in s.written:
-                self._check_written(form, operands, at)
+                self._check_written(template, operands, at)
             if s.first < 0:
                 s.first = number
             s.last = number
         if self.execute:
-            form.run(*operands)  # pyright: ignore[reportOptionalCall] - every form has it then
+            template.run(*(operands if arguments is None else arguments))
         for at in range(writes):
             s = storages[at]
             if not s.initialised:
-                s.written.add(form.regions[at])
-            if s.summed and form.engine is not Engine.TENSOR:
-                s.summed.difference_update(form.overlaps[at])
+                s.written.add(template.regions[at])
+            if s.summed and template.engine is not Engine.TENSOR:
+                s.summed.difference_update(template.overlaps[at])
         frame = sys._getframe(2)
         if frame.f_code.co_filename.startswith(_PACKAGE):
             frame = _kernel_frame()
-        trace.records.append((form, storages, frame.f_code, frame.f_lineno))
+        trace.records.append((template, storages, frame.f_code, frame.f_lineno))
         return NkiInstruction(trace, number)
 
-    def _check_written(self, form: Form, operands: tuple[NkiTensor, ...], at: int) -> None:
+    def _check_written(
+        self, template: InstructionTemplate, operands: Sequence[NkiTensor], at: int
+    ) -> None:
         t = operands[at]
         if not t.storage.covered(t.geometry):
-            rules.unwritten(form.opcode, t, at < form.writes)
+            verb = "adds to" if at < template.writes else "reads"
+            refuse(
+                f"{template.opcode}: {verb} {t}, at line {t.storage.line}, of which some elements "
+                "were never written; write the tile, or slice to what was written"
+            )
 
-    def _prepare(self, form: Form, operands: tuple[NkiTensor, ...]) -> None:
+    def prepare(self, template: InstructionTemplate, operands: Sequence[NkiTensor]) -> None:
         """Fill in what follows from the operands and the machine."""
-        form.regions = tuple([t.geometry.region for t in operands])
-        form.overlaps = tuple([t.geometry.layout.overlaps[t.geometry.region] for t in operands])
-        memories = [t.geometry.memory for t in operands]
+        geometries = [t.geometry for t in operands]
+        template.regions = tuple([g.region for g in geometries])
+        template.overlaps = tuple([g.layout.overlaps[g.region] for g in geometries])
+        memories = [g.memory for g in geometries]
         in_hbm = [i for i, m in enumerate(memories) if not m.on_chip]
-        form.hbm_operand = in_hbm[0] if in_hbm else -1
-        form.on_sbuf = MemoryRegion.sbuf in memories
-        form.on_psum = MemoryRegion.psum in memories
-        if form.engine <= Engine.GPSIMD:
-            form.ns = self.machine.ns(form.engine, form.cycles)
-            latency = RESULT_CYCLES.get(form.engine, RESULT_CYCLES[Engine.VECTOR])
-            form.result_ns = self.machine.ns(form.engine, latency)
+        template.hbm_operand = in_hbm[0] if in_hbm else -1
+        template.on_sbuf = MemoryRegion.sbuf in memories
+        template.on_psum = MemoryRegion.psum in memories
+        if template.engine <= Engine.GPSIMD:
+            template.ns = self.machine.ns(template.engine, template.cycles)
+            latency = RESULT_CYCLES.get(template.engine, RESULT_CYCLES[Engine.VECTOR])
+            template.result_ns = self.machine.ns(template.engine, latency)
 
 
 class _State:
-    core: Core | None = None
+    core: SimulatedCore | None = None
 
 
 _state = _State()
 
 
-def active(name: str = "nki") -> Core:
+def active(name: str = "nki") -> SimulatedCore:
     """The core whose kernel is running. Raises RuntimeError outside a kernel."""
     core = _state.core
     if core is None:
@@ -246,12 +270,12 @@ def active(name: str = "nki") -> Core:
     return core
 
 
-def running() -> Core | None:
+def running() -> SimulatedCore | None:
     """The core whose kernel is running, or None."""
     return _state.core
 
 
-def _run_on(core: Core, body: Callable[[Core], Any]) -> Any:
+def _run_on(core: SimulatedCore, body: Callable[[SimulatedCore], Any]) -> Any:
     outer = _state.core
     _state.core = core
     try:

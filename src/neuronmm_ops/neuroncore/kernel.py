@@ -16,14 +16,16 @@ from typing import Any, Literal
 import numpy as np
 
 from neuronmm_ops.hardware import MODELS, Model, resolve_target
-from neuronmm_ops.neuroncore import dtypes, rules
+from neuronmm_ops.neuroncore import dtypes
 from neuronmm_ops.neuroncore import language as nl
-from neuronmm_ops.neuroncore.core import Core, Launch, running
+from neuronmm_ops.neuroncore.checks.base import refuse
+from neuronmm_ops.neuroncore.checks.tensors import shape_of
+from neuronmm_ops.neuroncore.core import KernelRun, SimulatedCore, running
 from neuronmm_ops.neuroncore.dtypes import DType
-from neuronmm_ops.neuroncore.memory import Storage
-from neuronmm_ops.neuroncore.profile import Profile
-from neuronmm_ops.neuroncore.schedule import schedule
-from neuronmm_ops.neuroncore.tensor import NkiTensor
+from neuronmm_ops.neuroncore.memory.storage import Storage
+from neuronmm_ops.neuroncore.memory.tensor import NkiTensor
+from neuronmm_ops.neuroncore.profile.profile import Profile
+from neuronmm_ops.neuroncore.timing.schedule import schedule
 
 Mode = Literal["execute", "trace"]
 
@@ -56,7 +58,8 @@ class Kernel:
         self.lnc = lnc
 
     def __getitem__(self, lnc: int) -> Kernel:
-        rules.launch_cores(lnc)
+        if lnc not in (1, 2):
+            refuse(f"kernel[{lnc}]: a launch takes 1 or 2 cores (LNC)")
         return Kernel(self.func, lnc)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -103,14 +106,14 @@ def run(
             "made by the installed nki; simulate in an environment without it"
         )
     kernel = kernel if isinstance(kernel, Kernel) else Kernel(kernel)
-    launch = Launch(resolve_target(target), mode == "execute", kernel.lnc, seed)
+    launch = KernelRun(resolve_target(target), mode == "execute", kernel.lnc, seed)
     boundary = _Boundary(launch)
     signature = inspect.signature(kernel.func)
     bound = signature.bind(*args, **kwargs)
     bound.apply_defaults()
     inputs = {name: boundary.enter(name, value) for name, value in bound.arguments.items()}
 
-    def body(core: Core) -> Any:
+    def body(core: SimulatedCore) -> Any:
         own = {name: _on_core(core, value) for name, value in inputs.items()}
         call = inspect.BoundArguments(signature, OrderedDict(own))
         return kernel.func(*call.args, **call.kwargs)
@@ -119,14 +122,14 @@ def run(
         results = launch.run(body)
         boundary.write_back()
         outputs = boundary.leave(results[0])
-        profile = Profile.of(kernel, launch, schedule(launch, model))
+        profile = Profile(kernel.func.__name__, launch, schedule(launch, model))
     return Simulation(outputs, profile)
 
 
 class _Boundary:
     """Arrays and tensors from outside become HBM tensors, and outputs become their kind."""
 
-    def __init__(self, launch: Launch) -> None:
+    def __init__(self, launch: KernelRun) -> None:
         self.launch = launch
         self.torch = False
         self._copied: list[tuple[np.ndarray, Storage]] = []
@@ -153,7 +156,7 @@ class _Boundary:
         return value
 
     def _storage(self, name: str, shape: tuple[int, ...], dtype: DType) -> Storage:
-        layout = self.launch.layout(rules.shape_of(shape), dtype, nl.shared_hbm)
+        layout = self.launch.layout(shape_of(shape), dtype, nl.shared_hbm)
         storage = Storage(layout, name)
         storage.initialised = True
         return storage
@@ -164,17 +167,17 @@ class _Boundary:
         if not self.launch.execute:
             return storage
         if dtype.is_float and not self.launch.precise:
-            kept = dtypes.to_fp32(array, dtype).copy()
-            storage.store = kept.dtype
+            values = dtypes.to_fp32(array, dtype).copy()
+            storage.store = values.dtype
             self._copied.append((array, storage))
         else:
-            kept = array
+            values = array
             if not array.flags.c_contiguous:
-                kept = np.ascontiguousarray(array)
+                values = np.ascontiguousarray(array)
                 self._copied.append((array, storage))
-        if not kept.flags.writeable:
-            kept = kept.copy()
-        storage.data = kept.reshape(-1).view(np.uint8)
+        if not values.flags.writeable:
+            values = values.copy()
+        storage.data = values.reshape(-1).view(np.uint8)
         return storage
 
     def write_back(self) -> None:
@@ -195,7 +198,12 @@ class _Boundary:
             return None
         many = isinstance(result, tuple | list)
         tensors: list[NkiTensor] = list(result) if many else [result]
-        rules.outputs(tensors)
+        for t in tensors:
+            if getattr(t, "buffer", None) is not nl.shared_hbm:
+                refuse(
+                    f"kernel output {t!r} must be a tensor in nl.shared_hbm; "
+                    "allocate it with buffer=nl.shared_hbm and dma_copy the result into it"
+                )
         found = tuple([self._output(t) for t in tensors])
         return found if many else found[0]
 
@@ -210,7 +218,7 @@ class _Boundary:
         return _torch_tensor(values) if self.torch else values
 
 
-def _on_core(core: Core, value: Any) -> Any:
+def _on_core(core: SimulatedCore, value: Any) -> Any:
     if isinstance(value, Storage):
         return core.adopt(value)
     if isinstance(value, tuple):
@@ -284,15 +292,10 @@ def simulate(
 
     Raises NkiValidationError where the kernel breaks a rule, ValueError for bad arguments.
     """
-    if not args and not kwargs:
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            return run(
-                kernel, args, kwargs, target=target, mode=mode, model=model, seed=seed
-            ).outputs
-
-        return call
-    return run(kernel, args, kwargs, target=target, mode=mode, model=model, seed=seed)
+    bound = functools.partial(run, kernel, target=target, mode=mode, model=model, seed=seed)
+    if args or kwargs:
+        return bound(args, kwargs)
+    return lambda *args, **kwargs: bound(args, kwargs).outputs
 
 
 @contextmanager
@@ -314,17 +317,9 @@ def as_nki() -> Generator[types.ModuleType]:
         "nki", "The simulated NeuronCore, under the name of the real package."
     )
     package.__path__ = []
-    names = {
-        "jit": jit,
-        "simulate": simulate,
-        "language": nl,
-        "isa": isa,
-        "typing": nt,
-        "dtype": DType,
-    }
-    for name, value in names.items():
-        setattr(package, name, value)
-    modules = {"nki": package, "nki.language": nl, "nki.isa": isa, "nki.typing": nt}
+    parts = {"language": nl, "isa": isa, "typing": nt}
+    vars(package).update(parts, jit=jit, simulate=simulate, dtype=DType)
+    modules = {"nki": package, **{f"nki.{name}": part for name, part in parts.items()}}
     sys.modules.update(modules)
     try:
         yield package

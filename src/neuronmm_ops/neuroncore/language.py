@@ -13,37 +13,35 @@ import numpy as np
 
 from neuronmm_ops import hardware
 from neuronmm_ops.neuroncore import core as running
-from neuronmm_ops.neuroncore import dtypes, rules
-from neuronmm_ops.neuroncore.composite import *  # noqa: F403 - names of nki.language
-from neuronmm_ops.neuroncore.composite import __all__ as _composite
-from neuronmm_ops.neuroncore.dtypes import (
-    DType,
-    bfloat16,
-    bool_,
-    float4_e2m1fn_x4,
-    float8_e4m3,
-    float8_e4m3fn,
-    float8_e4m3fn_x4,
-    float8_e5m2,
-    float8_e5m2_x4,
-    float8_e8m0fnu,
-    float16,
-    float32,
-    int8,
-    int16,
-    int32,
-    tfloat32,
-    uint8,
-    uint16,
-    uint32,
-)
-from neuronmm_ops.neuroncore.elementary import *  # noqa: F403 - names of nki.language
-from neuronmm_ops.neuroncore.elementary import __all__ as _elementary
-from neuronmm_ops.neuroncore.instructions.elementwise import memset
-from neuronmm_ops.neuroncore.instructions.register import VirtualRegister
-from neuronmm_ops.neuroncore.memory import MemoryRegion, Storage
-from neuronmm_ops.neuroncore.objects import NKIObject
-from neuronmm_ops.neuroncore.tensor import DynamicSlice, NkiTensor
+from neuronmm_ops.neuroncore import dtypes
+from neuronmm_ops.neuroncore.checks.base import refuse
+from neuronmm_ops.neuroncore.isa.elementwise import memset
+from neuronmm_ops.neuroncore.isa.register import VirtualRegister
+from neuronmm_ops.neuroncore.memory.indexing import DynamicSlice
+from neuronmm_ops.neuroncore.memory.storage import MemoryRegion, Storage
+from neuronmm_ops.neuroncore.memory.tensor import NkiTensor
+from neuronmm_ops.neuroncore.nl.objects import NKIObject
+
+from neuronmm_ops.neuroncore.dtypes import (  # isort: skip
+    DType, bfloat16, bool_, float16, float32, float4_e2m1fn_x4, float8_e4m3, float8_e4m3fn,
+    float8_e4m3fn_x4, float8_e5m2, float8_e5m2_x4, float8_e8m0fnu, int16, int32, int8,
+    tfloat32, uint16, uint32, uint8,
+)  # fmt: skip
+from neuronmm_ops.neuroncore.nl.composite import (  # isort: skip
+    broadcast_to, dropout, expand_dims, gather_flattened, load, load_transpose2d, matmul, mean,
+    prod, rand, random_seed, rms_norm, softmax, store, transpose, var, where,
+    all, max, min, sum,  # noqa: A004
+)  # fmt: skip
+from neuronmm_ops.neuroncore.nl.elementary import (  # isort: skip
+    abs_max, abs_min, add, arctan, average, bitwise_and, bitwise_or, bitwise_xor, bypass,
+    ceil, copy, cos, divide, equal, erf, erf_dx, exp, floor, fmod, gelu, gelu_apprx_sigmoid,
+    gelu_apprx_sigmoid_dx, gelu_apprx_tanh, gelu_dx, greater, greater_equal, invert,
+    left_shift, less, less_equal, log, logical_and, logical_not, logical_or, logical_xor,
+    maximum, minimum, mish, mod, multiply, negative, not_equal, power, prelu, reciprocal, relu,
+    right_shift, rsqrt, sigmoid, sign, silu, silu_dx, sin, softplus, sqrt, square, subtract,
+    tan, tanh, trunc,
+    abs,  # noqa: A004
+)  # fmt: skip
 
 sbuf = MemoryRegion.sbuf
 psum = MemoryRegion.psum
@@ -60,13 +58,9 @@ class _TileSize:
     gemm_stationary_fmax = 128
     gemm_moving_fmax = 512
     bn_stats_fmax = 512
+    psum_num_banks = hardware.PSUM_BANKS
     psum_min_align = 4
     sbuf_min_align = 1
-
-    @property
-    def psum_num_banks(self) -> int:
-        """PSUM banks per partition."""
-        return hardware.PSUM_BANKS
 
     @property
     def sbuf_size_bytes(self) -> int:
@@ -124,7 +118,10 @@ def ndarray(
 
     `address` is (partition, byte in the partition). Raises NkiValidationError.
     """
-    rules.buffer(buffer)
+    if not isinstance(buffer, MemoryRegion):
+        refuse(
+            f"nl.ndarray: buffer must be nl.sbuf, nl.psum, nl.hbm or nl.shared_hbm; got {buffer!r}"
+        )
     return running.active("nl.ndarray").allocate(shape, dtype, buffer, name, address)
 
 
@@ -178,7 +175,7 @@ def shared_constant(constant: np.ndarray | str | Path) -> NkiTensor:
     return core.adopt(constant_storage(core, array, "constant"))
 
 
-def constant_storage(core: running.Core, array: np.ndarray, name: str) -> Storage:
+def constant_storage(core: running.SimulatedCore, array: np.ndarray, name: str) -> Storage:
     """An initialised storage in shared HBM with an array's values."""
     dtype = dtypes.from_numpy(array.dtype)
     layout = core.launch.layout(array.shape, dtype, shared_hbm)
@@ -190,7 +187,7 @@ def constant_storage(core: running.Core, array: np.ndarray, name: str) -> Storag
 
 def shared_identity_matrix(n: int, dtype: DType = uint8, dst: NkiTensor | None = None) -> NkiTensor:
     """An n x n identity in SBUF, loaded once per dtype and size, or written to `dst`."""
-    from neuronmm_ops.neuroncore.instructions.dma import dma_copy
+    from neuronmm_ops.neuroncore.isa.dma import dma_copy
 
     core = running.active("nl.shared_identity_matrix")
     key = (n, dtype)
@@ -241,7 +238,8 @@ def fori_loop(
     step: int = 1,
 ) -> None:
     """Call body_fun(i) for i from lower to upper, i a read-only register."""
-    rules.loop_step(step)
+    if not isinstance(step, int) or step < 1:
+        refuse(f"nl.fori_loop: step must be a positive int; got {step!r}")
     for i in range(_value(lower), _value(upper), step):
         body_fun(VirtualRegister(i, frozen=True))
 
@@ -253,7 +251,8 @@ def while_loop(
     register = init
     while register.value != 0:
         register = body_fun(register)
-        rules.loop_condition(register)
+        if not hasattr(register, "value"):
+            refuse(f"nl.while_loop: the body must return the condition register; got {register!r}")
 
 
 def _value(bound: int | VirtualRegister) -> int:
@@ -268,14 +267,19 @@ def no_reorder() -> Generator[None]:
 
 def program_id(axis: int = 0) -> int:
     """Which of the launch's cores this is: 0, or 1 with `kernel[2]`."""
-    rules.program_axis(axis)
+    _check_axis(axis)
     return running.active("nl.program_id").program_id
 
 
 def num_programs(axes: int = 0) -> int:
     """How many cores the kernel was launched on."""
-    rules.program_axis(axes)
+    _check_axis(axes)
     return len(running.active("nl.num_programs").launch.cores)
+
+
+def _check_axis(axis: int) -> None:
+    if axis != 0:
+        refuse(f"nl.program_id/num_programs: the only axis is 0; got {axis}")
 
 
 def program_ndim() -> int:
@@ -285,21 +289,31 @@ def program_ndim() -> int:
 
 def device_print(print_prefix: str, tensor: NkiTensor) -> None:
     """Print a tensor's values when the kernel runs in execute mode."""
-    from neuronmm_ops.neuroncore.instructions.common import raw
+    from neuronmm_ops.neuroncore.isa.values import raw
 
     core = running.active("nl.device_print")
     if core.execute:
         print(f"{print_prefix} {tensor}\n{raw(tensor)}")
 
 
-__all__ = [  # pyright: ignore[reportUnsupportedDunderAll] - names of two modules, and ours
-    *_elementary, *_composite,
-    "DType", "MemoryRegion", "NKIObject", "NkiTensor", "affine_range", "bfloat16", "bool_",
-    "device_print", "ds", "dynamic_range", "empty_like", "float16", "float32",
-    "float4_e2m1fn_x4", "float8_e4m3", "float8_e4m3fn", "float8_e4m3fn_x4", "float8_e5m2",
-    "float8_e5m2_x4", "float8_e8m0fnu", "fori_loop", "full", "hbm", "int16", "int32", "int8",
-    "is_hbm", "is_on_chip", "is_psum", "is_sbuf", "ndarray", "no_reorder", "num_programs",
-    "ones", "private_hbm", "program_id", "program_ndim", "psum", "sbuf", "sequential_range",
-    "shared_constant", "shared_hbm", "shared_identity_matrix", "static_range", "tfloat32",
-    "tile_size", "uint16", "uint32", "uint8", "while_loop", "zeros", "zeros_like",
+__all__ = [
+    "DType", "MemoryRegion", "NKIObject", "NkiTensor", "abs", "abs_max", "abs_min", "add",
+    "affine_range", "all", "arctan", "average", "bfloat16", "bitwise_and", "bitwise_or",
+    "bitwise_xor", "bool_", "broadcast_to", "bypass", "ceil", "copy", "cos", "device_print",
+    "divide", "dropout", "ds", "dynamic_range", "empty_like", "equal", "erf", "erf_dx", "exp",
+    "expand_dims", "float4_e2m1fn_x4", "float8_e4m3", "float8_e4m3fn", "float8_e4m3fn_x4",
+    "float8_e5m2", "float8_e5m2_x4", "float8_e8m0fnu", "float16", "float32", "floor", "fmod",
+    "fori_loop", "full", "gather_flattened", "gelu", "gelu_apprx_sigmoid",
+    "gelu_apprx_sigmoid_dx", "gelu_apprx_tanh", "gelu_dx", "greater", "greater_equal", "hbm",
+    "int8", "int16", "int32", "invert", "is_hbm", "is_on_chip", "is_psum", "is_sbuf",
+    "left_shift", "less", "less_equal", "load", "load_transpose2d", "log", "logical_and",
+    "logical_not", "logical_or", "logical_xor", "matmul", "max", "maximum", "mean", "min",
+    "minimum", "mish", "mod", "multiply", "ndarray", "negative", "no_reorder", "not_equal",
+    "num_programs", "ones", "power", "prelu", "private_hbm", "prod", "program_id", "program_ndim",
+    "psum", "rand", "random_seed", "reciprocal", "relu", "right_shift", "rms_norm", "rsqrt",
+    "sbuf", "sequential_range", "shared_constant", "shared_hbm", "shared_identity_matrix",
+    "sigmoid", "sign", "silu", "silu_dx", "sin", "softmax", "softplus", "sqrt", "square",
+    "static_range", "store", "subtract", "sum", "tan", "tanh", "tfloat32", "tile_size",
+    "transpose", "trunc", "uint8", "uint16", "uint32", "var", "where", "while_loop", "zeros",
+    "zeros_like",
 ]  # fmt: skip

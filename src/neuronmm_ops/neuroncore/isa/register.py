@@ -1,0 +1,59 @@
+"""Registers of the engines' sequencers: dynamic offsets and loop bounds."""
+
+from __future__ import annotations
+
+from neuronmm_ops.hardware import MIN_CYCLES, Engine
+from neuronmm_ops.neuroncore import core as running
+from neuronmm_ops.neuroncore.checks import operands as check
+from neuronmm_ops.neuroncore.checks.base import refuse
+from neuronmm_ops.neuroncore.isa.values import SBUF, raw
+from neuronmm_ops.neuroncore.memory.indexing import VirtualRegister
+from neuronmm_ops.neuroncore.memory.storage import MemoryRegion
+from neuronmm_ops.neuroncore.memory.tensor import NkiTensor
+from neuronmm_ops.neuroncore.timing.trace import InstructionTemplate
+
+
+def register_alloc(x: int | None = None) -> VirtualRegister:
+    """A new register, holding `x`."""
+    return VirtualRegister(x)
+
+
+def register_move(dst: VirtualRegister, src: VirtualRegister | int) -> None:
+    """dst = src."""
+    _check_writable(dst)
+    dst.value = src.value if isinstance(src, VirtualRegister) else int(src)
+
+
+def register_load(dst: VirtualRegister, src: NkiTensor) -> None:
+    """dst = the one element of a tensor of integers in SBUF or HBM; needs execute mode."""
+    core = running.active("nki.isa.register_load")
+    _check_writable(dst)
+    if not core.execute:
+        problem = 'the value is data, which mode="trace" does not compute'
+        refuse(f'register_load: {problem}; use "execute"')
+    core.record(core.template(_transfer, (src,), ("register_load", 0)), (src,))
+    dst.value = int(raw(src).reshape(-1)[0])
+
+
+def _check_writable(register: VirtualRegister) -> None:
+    if register.frozen:
+        refuse("register_move/load: the loop variable is read-only; use another register")
+
+
+def register_store(dst: NkiTensor, src: VirtualRegister | int) -> None:
+    """The one element of a tensor in SBUF or HBM = src."""
+    core = running.active("nki.isa.register_store")
+    value = src.value if isinstance(src, VirtualRegister) else int(src)
+    core.record(core.template(_transfer, (dst,), ("register_store", 1)), (dst,))
+    if core.execute:
+        raw(dst)[...] = value
+
+
+def _transfer(tile: NkiTensor, opcode: str, writes: int) -> InstructionTemplate:
+    check.memory(opcode, "tile", tile, SBUF, MemoryRegion.private_hbm, MemoryRegion.shared_hbm)
+    check.one_element(opcode, tile)
+
+    def run(tile: NkiTensor) -> None:
+        """The value moves in register_load and register_store."""
+
+    return InstructionTemplate(Engine.GPSIMD, MIN_CYCLES, run, opcode, writes)

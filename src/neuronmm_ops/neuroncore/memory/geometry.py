@@ -1,0 +1,186 @@
+"""Where a view's elements lie: shape, strides and offset, interned per layout.
+
+A view made again in a loop is one look-up, and the checks made for it hold for all tensors of its
+layout.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from math import prod
+
+import numpy as np
+
+from neuronmm_ops.neuroncore.dtypes import DType
+from neuronmm_ops.neuroncore.memory.storage import Box, Layout, Storage
+
+
+class Geometry:
+    """Shape, strides and offset of a view, in elements of its dtype, and the region it touches."""
+
+    __slots__ = (
+        "children", "dtype", "elements", "indirect", "layout", "memory", "offset", "on_chip",
+        "partitions", "region", "shape", "start", "strides",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        layout: Layout,
+        shape: tuple[int, ...],
+        strides: tuple[int, ...],
+        offset: int,
+        dtype: DType,
+        indirect: tuple[str, int, int] | None,
+    ) -> None:
+        self.layout, self.memory, self.on_chip = layout, layout.memory, layout.memory.on_chip
+        self.shape, self.strides, self.offset, self.dtype = shape, strides, offset, dtype
+        self.indirect = indirect
+        self.children: dict[object, Geometry] = {}
+        row = layout.row_elements * layout.dtype.itemsize // dtype.itemsize
+        self.start = offset // row if self.on_chip else 0
+        self.partitions = shape[0] if self.on_chip else 0
+        self.elements = prod(shape[1:]) if self.on_chip else prod(shape)
+        whole = Box(0, max(1, prod(layout.shape) // layout.row_elements), 0, row * dtype.itemsize)
+        self.region = layout.region(whole if indirect else self._box(row))
+
+    def _box(self, row: int) -> Box:
+        """The rows and bytes that the view touches, and whether it touches all of them."""
+        size = self.dtype.itemsize
+        steps = [(s, c) for s, c in zip(self.strides, self.shape, strict=True) if c > 1 and s]
+        lowest = self.offset + sum([s * (c - 1) for s, c in steps if s < 0])
+        first_row, first = divmod(lowest, row)
+        rows = columns = 1
+        exact = True
+        for stride, count in sorted([(abs(s), c) for s, c in steps]):
+            if stride % row == 0:
+                exact &= stride // row == rows
+                rows += (stride // row) * (count - 1)
+            else:
+                exact &= stride == columns
+                columns += stride * (count - 1)
+        pattern = None
+        if first + columns > row:  # runs over the end of a row: take whole rows
+            rows += (first + columns - 1) // row
+            first, columns, exact = 0, row, False
+        if not exact:
+            byte_strides = tuple([s * size for s in self.strides])
+            pattern = (self.offset * size, (*self.shape, size), (*byte_strides, 1))
+        return Box(first_row, first_row + rows, first * size, (first + columns) * size, pattern)
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)
+
+    @property
+    def run_bytes(self) -> int:
+        """Bytes of one contiguous run in memory, over the free dimensions on chip."""
+        run = 1
+        first = 1 if self.on_chip else 0
+        dims = list(zip(self.shape[first:], self.strides[first:], strict=True))
+        for count, stride in reversed(dims):
+            if count != 1 and stride != run:
+                break
+            run *= count
+        return run * self.dtype.itemsize
+
+    @property
+    def unit_stride(self) -> bool:
+        """Whether the innermost elements lie side by side."""
+        return self.shape[-1] == 1 or self.strides[-1] == 1
+
+    def array(self, storage: Storage, extra: int = 0) -> np.ndarray:
+        """The view as a NumPy array on the storage's memory, `extra` elements further on."""
+        dtype = storage.store if self.dtype is self.layout.dtype else self.dtype.numpy
+        size = dtype.itemsize
+        strides = tuple([s * size for s in self.strides])
+        return np.ndarray(self.shape, dtype, storage.data, (self.offset + extra) * size, strides)
+
+    def bytes_of(self, mask: np.ndarray) -> np.ndarray:
+        """The view's bytes in a mask that has one entry per byte of the storage."""
+        size = self.dtype.itemsize
+        strides = (*[s * size for s in self.strides], 1)
+        return np.ndarray((*self.shape, size), bool, mask, self.offset * size, strides)
+
+    def derive(
+        self,
+        shape: tuple[int, ...],
+        strides: tuple[int, ...],
+        offset: int,
+        dtype: DType | None = None,
+        indirect: tuple[str, int, int] | None = None,
+    ) -> Geometry:
+        """The interned geometry of another view of the same layout."""
+        return geometry_of(
+            self.layout, shape, strides, offset, dtype or self.dtype, indirect or self.indirect
+        )
+
+
+def geometry_of(
+    layout: Layout,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    offset: int,
+    dtype: DType,
+    indirect: tuple[str, int, int] | None = None,
+) -> Geometry:
+    """Find or make a geometry."""
+    key = (shape, strides, offset, dtype, indirect)
+    found = layout.views.get(key)
+    if found is None:
+        found = layout.views[key] = Geometry(layout, shape, strides, offset, dtype, indirect)
+    return found
+
+
+def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Row-major strides in elements."""
+    strides: list[int] = []
+    step = 1
+    for count in reversed(shape):
+        strides.append(step)
+        step *= count
+    return tuple(reversed(strides))
+
+
+def merged_stride(sizes: tuple[int, ...], steps: tuple[int, ...]) -> int | None:
+    """The one stride of merged dimensions, or None where they are not contiguous."""
+    real = [(c, s) for c, s in zip(sizes, steps, strict=True) if c != 1]
+    if not real:
+        return steps[-1]
+    for (_, outer), (count, inner) in pairwise(real):
+        if outer != count * inner:
+            return None
+    return real[-1][1]
+
+
+def reshaped_strides(
+    shape: tuple[int, ...], strides: tuple[int, ...], sizes: tuple[int, ...]
+) -> tuple[int, ...] | None:
+    """Strides of a reshape without copy, or None: groups of equal product are matched."""
+    result: list[int] = []
+    old = [(c, s) for c, s in zip(shape, strides, strict=True) if c != 1]
+    at = 0
+    taken: list[tuple[int, int]] = []
+    want = list(sizes)
+    while want:
+        group = [want.pop(0)]
+        taken = []
+        have = 1
+        while prod(group) != have or (not taken and prod(group) != 1):
+            if have < prod(group) and at < len(old):
+                taken.append(old[at])
+                have *= old[at][0]
+                at += 1
+            elif want:
+                group.append(want.pop(0))
+            else:
+                return None
+        inner = (
+            merged_stride(tuple([c for c, _ in taken]), tuple([s for _, s in taken]))
+            if taken
+            else 1
+        )
+        if inner is None:
+            return None
+        result.extend([s * inner for s in contiguous_strides(tuple(group))])
+    return tuple(result)

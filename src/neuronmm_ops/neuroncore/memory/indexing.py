@@ -1,0 +1,115 @@
+"""What `tensor[...]` means: integers, slices, registers and tiles as indices."""
+
+from __future__ import annotations
+
+from types import EllipsisType
+from typing import TYPE_CHECKING, Any
+
+from neuronmm_ops.neuroncore.checks import views as check
+from neuronmm_ops.neuroncore.checks.base import refuse
+from neuronmm_ops.neuroncore.checks.operands import is_tile
+
+if TYPE_CHECKING:
+    from neuronmm_ops.neuroncore.memory.geometry import Geometry
+    from neuronmm_ops.neuroncore.memory.tensor import NkiTensor
+
+
+class VirtualRegister:
+    """An integer register; its value is known when the instruction that sets it has run."""
+
+    __slots__ = ("frozen", "value")
+
+    def __init__(self, state: int | None = None, frozen: bool = False) -> None:
+        self.value = 0 if state is None else int(state)
+        self.frozen = frozen
+
+    def __repr__(self) -> str:
+        return f"VirtualRegister({self.value})"
+
+    def __bool__(self) -> bool:
+        return self.value != 0
+
+
+class DynamicSlice:
+    """`nl.ds(register, size)`: a slice whose start is known when the instruction runs."""
+
+    __slots__ = ("size", "start")
+
+    def __init__(self, start: Any, size: int) -> None:
+        self.start, self.size = start, size
+
+
+def hashable(key: Any) -> tuple[Any, ...]:
+    """An index as a tuple that can be a key of a dict: slices cannot, in Python 3.11."""
+    keys = key if isinstance(key, tuple) else (key,)
+    return tuple([(k.start, k.stop, k.step) if isinstance(k, slice) else k for k in keys])
+
+
+def _full_index(tensor: NkiTensor, key: Any) -> list[Any]:
+    """One entry per dimension, `...` and what is left out made explicit."""
+    keys = list(key) if isinstance(key, tuple) else [key]
+    dots = [i for i, k in enumerate(keys) if isinstance(k, EllipsisType)]
+    given = len(keys) - len(dots)
+    if len(dots) > 1 or given > tensor.ndim:
+        refuse(
+            f"{tensor}: index has {given} entries and {len(dots)} ellipses; "
+            f"use at most {tensor.ndim} entries and one ellipsis"
+        )
+    fill = [slice(None)] * (tensor.ndim - given)
+    at = dots[0] if dots else len(keys)
+    return keys[:at] + fill + keys[at + len(dots) :]
+
+
+def static_index(tensor: NkiTensor, key: Any) -> Geometry:
+    """The geometry of a static index."""
+    geometry = tensor.geometry
+    shape: list[int] = []
+    strides: list[int] = []
+    offset = geometry.offset
+    for dim, k in enumerate(_full_index(tensor, key)):
+        count, stride = geometry.shape[dim], geometry.strides[dim]
+        if isinstance(k, slice):
+            start, stop, step = check.slice_of(tensor, dim, k)
+            if (start, stop, step) != (0, count, 1):
+                check.not_the_indirect(tensor, dim)
+            shape.append(-(-(stop - start) // step))
+            strides.append(stride * step)
+            offset += start * stride
+        else:
+            check.not_the_indirect(tensor, dim)
+            offset += check.index_of(tensor, dim, k) * stride
+            if geometry.on_chip and dim == 0:
+                shape.append(1)
+                strides.append(stride)
+    if (geometry.on_chip and len(shape) == 1) or not shape:
+        shape.append(1)
+        strides.append(1)
+    return geometry.derive(tuple(shape), tuple(strides), offset)
+
+
+def dynamic_index(tensor: NkiTensor, key: Any) -> NkiTensor:
+    """An index with one register, or `nl.ds(register, size)`, in it."""
+    view, dim = tensor, 0
+    for k in _full_index(tensor, key):
+        if isinstance(k, DynamicSlice):
+            check.one_dynamic_index(view, dim)
+            shape = (*view.shape[:dim], k.size, *view.shape[dim + 1 :])
+            how = ("scalar", dim, view.strides[dim])
+            geometry = view.geometry.derive(shape, view.strides, view.offset, None, how)
+            view = view.with_geometry(geometry, k.start)
+            dim += 1
+        elif isinstance(k, slice):
+            start, stop, step = check.slice_of(view, dim, k)
+            if (start, stop, step) != (0, view.shape[dim], 1):
+                view = view.slice(dim, start, stop, step)
+            dim += 1
+        elif isinstance(k, VirtualRegister) or is_tile(k):
+            view = view.select(dim, k)
+        else:
+            place = check.index_of(view, dim, k)
+            if view.geometry.on_chip and dim == 0:
+                view = view.slice(0, place, place + 1)
+                dim += 1
+            else:
+                view = view.select(dim, place)
+    return view

@@ -1,0 +1,1 @@
+"""The parts of `nki.language`: operators, element-wise and composite functions, objects."""

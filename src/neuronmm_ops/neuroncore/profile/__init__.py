@@ -1,0 +1,1 @@
+"""What a run moved, computed and waited for; `Profile` and how it is shown."""

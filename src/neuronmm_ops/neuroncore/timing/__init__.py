@@ -1,0 +1,1 @@
+"""When instructions run: their trace, the resources they compete for, their schedule."""

@@ -1,0 +1,97 @@
+"""What instructions compete for: DMA engines and the capacity of a memory."""
+
+from __future__ import annotations
+
+import heapq
+from itertools import pairwise
+
+from neuronmm_ops.hardware import DMA_ENGINES
+from neuronmm_ops.neuroncore.timing.trace import DmaCost
+
+
+class Timeline:
+    """Free time of DMA engines that carry the same load; transfers share it by interleaving."""
+
+    __slots__ = ("busy_until", "gaps")
+
+    def __init__(self, gaps: list[tuple[float, float]], busy_until: float) -> None:
+        self.gaps, self.busy_until = gaps, busy_until
+
+    def take(self, ready: float, ns: float) -> float:
+        """Use `ns` of free time from `ready` on; returns when it is used up."""
+        if self.gaps and self.gaps[-1][1] > ready:
+            left: list[tuple[float, float]] = []
+            end = ready
+            for low, high in self.gaps:
+                if high <= ready or ns <= 0:
+                    left.append((low, high))
+                    continue
+                begin = max(low, ready)
+                used = min(ns, high - begin)
+                if low < begin:
+                    left.append((low, begin))
+                ns -= used
+                end = begin + used
+                if end < high:
+                    left.append((end, high))
+            self.gaps = left
+            if ns <= 0:
+                return end
+        if ready > self.busy_until:
+            self.gaps.append((self.busy_until, ready))
+            if len(self.gaps) > 256:
+                del self.gaps[:128]
+            self.busy_until = ready
+        self.busy_until += ns
+        return self.busy_until
+
+
+class DmaEngines:
+    """The 16 DMA engines, in groups that have carried the same load so far."""
+
+    def __init__(self) -> None:
+        self.groups = [(0, DMA_ENGINES, Timeline([], 0.0))]
+
+    def take(self, cost: DmaCost, ready: float) -> float:
+        """Carry one DMA; returns when its last engine is done."""
+        first, last = cost.first_engine, cost.first_engine + cost.engines
+        end = ready
+        for low, high, line in self._split(first, last):
+            if first <= low and high <= last:
+                end = max(end, line.take(ready, cost.engine_ns))
+        return end
+
+    def _split(self, first: int, last: int) -> list[tuple[int, int, Timeline]]:
+        if any(low < cut < high for cut in (first, last) for low, high, _ in self.groups):
+            groups: list[tuple[int, int, Timeline]] = []
+            for low, high, line in self.groups:
+                cuts = [low, *[c for c in (first, last) if low < c < high], high]
+                groups.extend(
+                    [(a, b, Timeline(list(line.gaps), line.busy_until)) for a, b in pairwise(cuts)]
+                )
+            self.groups = groups
+        return self.groups
+
+
+class Capacity:
+    """The bytes or banks of one memory: handed out in program order, freed at last uses."""
+
+    def __init__(self, limit: int) -> None:
+        # (free from, size, instruction whose end freed it), earliest first
+        self.free = [(0.0, limit, -1)]
+        self.occupied: list[tuple[float, float, int]] = []
+        """(from, to, size) of the tensors that have been here."""
+
+    def take(self, size: int) -> tuple[float, int]:
+        """(when so much is free, instruction whose end frees it) for a tensor of this size."""
+        when, who = 0.0, -1
+        while size > 0:  # liveness.check_fits has shown that enough will be freed
+            when, found, who = heapq.heappop(self.free)
+            if found > size:
+                heapq.heappush(self.free, (when, found - size, who))
+            size -= found
+        return when, who
+
+    def release(self, when: float, size: int, who: int) -> None:
+        """Give back what a tensor took, after its last use."""
+        heapq.heappush(self.free, (when, size, who))

@@ -1,0 +1,390 @@
+"""When each instruction runs: engines in order, DMA queues, dependencies, SBUF and PSUM capacity.
+
+The instructions of a core are placed in program order. Each starts when its engine is free, what
+it reads is written, what it overwrites is read, and, for the first write of a tensor, when
+enough tensors before it have had their last use. That last wait is what double buffering is:
+a tile allocated in a loop may be loaded ahead as far as the memory has capacity.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Any
+
+from neuronmm_ops.hardware import (
+    DMA_ENGINES,
+    DMA_QUEUES,
+    DMA_START_NS,
+    HWDGE_NS,
+    MIN_CYCLES,
+    Engine,
+    Machine,
+    Model,
+)
+from neuronmm_ops.neuroncore.core import KernelRun
+from neuronmm_ops.neuroncore.memory import liveness
+from neuronmm_ops.neuroncore.memory.storage import MemoryRegion, Storage
+from neuronmm_ops.neuroncore.timing.resources import Capacity, DmaEngines
+from neuronmm_ops.neuroncore.timing.trace import InstructionTemplate, Trace
+
+
+class Wait(IntEnum):
+    """What an instruction waited for last."""
+
+    NOTHING = 0
+    ENGINE = 1
+    DATA = 2
+    CAPACITY = 3
+    QUEUE = 4
+    DMA_ENGINES = 5
+    PORT = 6
+    OTHER_CORE = 7
+
+
+@dataclass
+class CoreSchedule:
+    """Times of one core's instructions, ns from the start, by instruction number."""
+
+    trace: Trace
+    start: list[float] = field(default_factory=list[float])
+    end: list[float] = field(default_factory=list[float])
+    cause: list[int] = field(default_factory=list[int])
+    """The instruction that was waited for last, or -1."""
+    wait: list[int] = field(default_factory=list[int])
+    """A `Wait` each."""
+    queue: dict[int, str] = field(default_factory=dict[int, str])
+    """Queue of each DMA."""
+    dma_busy_ns: list[float] = field(default_factory=lambda: [0.0] * DMA_ENGINES)
+    occupied: dict[MemoryRegion, list[tuple[float, float, int]]] = field(
+        default_factory=dict[MemoryRegion, list[tuple[float, float, int]]]
+    )
+    """(from, to, size) of each tensor on chip."""
+
+
+@dataclass
+class Schedule:
+    """All cores of a launch under one cost model."""
+
+    machine: Machine
+    model: Model
+    cores: list[CoreSchedule]
+
+    @property
+    def time_ns(self) -> float:
+        """When the last instruction ends."""
+        return max([max(c.end, default=0.0) for c in self.cores])
+
+
+def schedule(launch: KernelRun, model: Model = "calibrated") -> Schedule:
+    """Place every instruction in time. Raises NkiValidationError where tensors do not fit."""
+    for core in launch.cores:
+        liveness.check_fits(core.trace, launch.machine)
+    placers = [_Placer(core.trace, launch.machine, model) for core in launch.cores]
+    barriers = max([len(core.trace.barriers) for core in launch.cores])
+    for number in range(barriers + 1):
+        for placer in placers:
+            placer.advance()
+        if number < barriers:
+            both = max([p.barrier_end for p in placers])
+            for placer in placers:
+                placer.pass_barrier(both)
+    return Schedule(launch.machine, model, [p.times for p in placers])
+
+
+class _Uses:
+    """What one core's instructions have done with a tensor so far, by their numbers."""
+
+    __slots__ = ("latest", "latest_engine", "read_by", "written_by")
+
+    def __init__(self) -> None:
+        # the last instruction by region, and when the latest of all is visible
+        self.written_by: dict[int, int] = {}
+        self.read_by: dict[int, int] = {}
+        self.latest = 0.0
+        self.latest_engine = -1
+
+
+class _Placer:
+    """Places the instructions of one core."""
+
+    def __init__(self, trace: Trace, machine: Machine, model: Model) -> None:
+        self.trace, self.machine = trace, machine
+        self.times = CoreSchedule(trace)
+        self.engine_free = [0.0] * 6
+        self.engine_last = [-1] * 6
+        self.overhead_ns = 0.0 if model == "documented" else machine.matmul_overhead_ns
+        self.reuses = model == "stationary_reuse"
+        # the stationary operand in TensorE: storage, region, and who wrote it
+        self.loaded: tuple[Storage, int, int] | None = None
+        self.dma = DmaEngines()
+        self.queues: dict[Any, tuple[str, float, int]] = {}
+        self.dge_free = [0.0, 0.0]
+        self.cells = [0.0] * 16
+        self.pe_issue = self.pe_full = 0.0
+        self.ports = {"sbuf": [0.0, -1, 0.0, -1], "psum": [0.0, -1, 0.0, -1]}
+        # when another engine may use an instruction's result
+        self.visible: list[float] = []
+        self.at = 0
+        self.barrier_end = 0.0
+        self.uses: defaultdict[Storage, _Uses] = defaultdict(_Uses)
+        self.capacity: dict[MemoryRegion, Capacity] = {}
+        for memory in (MemoryRegion.sbuf, MemoryRegion.psum):
+            placed = [s for s in trace.storages if s.memory is memory and s.address]
+            limit = liveness.limit_of(memory, machine) - liveness.covered(placed)
+            self.capacity[memory] = Capacity(limit)
+            self.times.occupied[memory] = self.capacity[memory].occupied
+        self.placed = [s for s in trace.storages if s.address and s.first >= 0]
+
+    def advance(self) -> None:
+        """Place instructions up to and with the next barrier.
+
+        One long loop: at 10 us an instruction, calls for its parts would double the time.
+        """
+        records, barriers, edges = self.trace.records, self.trace.barriers, self.trace.edges
+        times = self.times
+        start, end, cause, wait = times.start, times.end, times.cause, times.wait
+        visible = self.visible
+        engine_free, engine_last = self.engine_free, self.engine_last
+        shared_ports = self.machine.shared_ports
+        self.barrier_end = 0.0
+        uses = self.uses
+        i = self.at
+        for template, storages, _, _ in records[i:]:
+            engine: int = template.engine
+            if engine == 5:
+                ready, why, who = 0.0, 0, -1
+            elif template.pe_tile is None:
+                ready, who = engine_free[engine], engine_last[engine]
+                why = 1
+            else:
+                ready, why, who = self._tile_free(template), 1, engine_last[0]
+            writes = template.writes
+            used = [uses[s] for s in storages]
+            for operand, use in enumerate(used):
+                writing = operand < writes
+                if writing and (s := storages[operand]).first == i and s.layout.on_chip:
+                    when, by = self._allocate(s)
+                    if when > ready:
+                        ready, why, who = when, 3, by
+                if use.latest > ready and not (engine == 0 and use.latest_engine == 0):
+                    written_by, read_by = use.written_by, use.read_by
+                    for region in template.overlaps[operand]:
+                        other = written_by.get(region)
+                        if other is not None:
+                            t = visible[other]
+                            # an engine overwrites its own result without waiting to see it
+                            if writing and t > ready and (engine == 0 or not template.reads_dst):
+                                t = end[other] if records[other][0].engine == engine else t
+                            if t > ready:
+                                ready, why, who = t, 2, other
+                        if writing:
+                            other = read_by.get(region)
+                            if other is not None and end[other] > ready:
+                                ready, why, who = end[other], 2, other
+            if i in edges:
+                for other in edges[i]:
+                    if visible[other] > ready:
+                        ready, why, who = visible[other], 2, other
+            if engine == 5:
+                begin, done, why, who = self._transfer(i, template, storages, ready, why, who)
+                seen = done
+            else:
+                if shared_ports and engine <= 3:
+                    ready, why, who = self._port(template, ready, why, who)
+                begin = ready
+                if engine == 0:
+                    done = begin + template.ns + self._issue(template, storages)
+                    if template.pe_tile is None:
+                        engine_free[0] = done
+                        self.pe_full = done
+                    else:
+                        self._occupy_tile(template, begin, done)
+                else:
+                    done = begin + template.ns
+                    engine_free[engine] = done
+                    if shared_ports:
+                        self._occupy_port(i, template, done)
+                engine_last[engine] = i
+                seen = done + template.result_ns
+            start.append(begin)
+            end.append(done)
+            visible.append(seen)
+            cause.append(who)
+            wait.append(why)
+            for operand, use in enumerate(used):
+                region = template.regions[operand]
+                if operand < writes:
+                    use.written_by[region] = i
+                    visible_from = seen
+                else:
+                    known = use.read_by.get(region)
+                    if known is None or end[known] < done:
+                        use.read_by[region] = i
+                    visible_from = done
+                if visible_from > use.latest:
+                    use.latest, use.latest_engine = visible_from, engine
+                if storages[operand].last == i:
+                    self._release(storages[operand], i)
+            i += 1
+            if i - 1 in barriers:
+                self.barrier_end = done
+                break
+        self.at = i
+
+    def pass_barrier(self, when: float) -> None:
+        """Both cores have come to a barrier: its instruction ends when the later one does."""
+        last = self.at - 1
+        if last not in self.trace.barriers:
+            return
+        template, storages, _, _ = self.trace.records[last]
+        if when > self.times.end[last]:
+            self.times.end[last] = when
+            self.times.wait[last], self.times.cause[last] = Wait.OTHER_CORE, -1
+        self.visible[last] = max(self.visible[last], when)
+        for use in map(self.uses.__getitem__, storages):
+            if when > use.latest:
+                use.latest, use.latest_engine = when, template.engine
+        if template.opcode == "core_barrier":
+            for engine in range(4):
+                if self.engine_free[engine] < when:
+                    self.engine_free[engine], self.engine_last[engine] = when, last
+
+    # capacity
+
+    def _allocate(self, s: Storage) -> tuple[float, int]:
+        """When a tensor's place is free, and the instruction that frees it."""
+        if s.address is None:
+            return self.capacity[s.layout.memory].take(s.layout.size)
+        when, who = 0.0, -1
+        for other in self.placed:
+            before = other.last < s.first and other.memory is s.memory
+            if before and self.uses[other].latest > when and liveness.overlap(s, other):
+                when, who = self.uses[other].latest, other.last
+        return when, who
+
+    def _release(self, s: Storage, i: int) -> None:
+        layout = s.layout
+        if not layout.on_chip:
+            return
+        capacity, latest = self.capacity[layout.memory], self.uses[s].latest
+        capacity.occupied.append((self.times.start[s.first], latest, layout.size))
+        if s.address is None:
+            capacity.release(latest, layout.size, i)
+
+    def _issue(self, template: InstructionTemplate, storages: tuple[Storage, ...]) -> float:
+        """Issue overhead of a TensorE instruction: none for a stationary operand that is loaded."""
+        if not self.reuses:
+            return self.overhead_ns
+        before, self.loaded = self.loaded, None
+        if template.opcode == "nc_matmul":
+            stationary = storages[1]
+            writers = [
+                self.uses[stationary].written_by.get(region, -1) for region in template.overlaps[1]
+            ]
+            self.loaded = (stationary, template.regions[1], max(writers))
+        return 0.0 if before and before == self.loaded else self.overhead_ns
+
+    # PE tiles
+
+    def _tile_free(self, template: InstructionTemplate) -> float:
+        assert template.pe_tile is not None
+        return max(
+            [self.pe_issue, self.pe_full, *[self.cells[c] for c in _cells(template.pe_tile)]]
+        )
+
+    def _occupy_tile(self, template: InstructionTemplate, begin: float, done: float) -> None:
+        assert template.pe_tile is not None
+        for c in _cells(template.pe_tile):
+            self.cells[c] = done
+        # instructions are issued one after another: at least MIN_II apart
+        self.pe_issue = begin + self.machine.ns(Engine.TENSOR, MIN_CYCLES) + self.overhead_ns
+        self.engine_free[0] = max(self.engine_free[0], done)
+
+    # ports that engines share on gen2
+
+    def _port(
+        self, template: InstructionTemplate, ready: float, why: int, who: int
+    ) -> tuple[float, int, int]:
+        for port, other in _others(template):
+            slots = self.ports[port]
+            if slots[2 * other] > ready:
+                ready, why, who = slots[2 * other], Wait.PORT, int(slots[2 * other + 1])
+        return ready, why, who
+
+    def _occupy_port(self, i: int, template: InstructionTemplate, done: float) -> None:
+        for port, other in _others(template):
+            mine = 1 - other
+            self.ports[port][2 * mine : 2 * mine + 2] = [done, i]
+
+    # DMA
+
+    def _transfer(
+        self,
+        i: int,
+        template: InstructionTemplate,
+        storages: tuple[Storage, ...],
+        ready: float,
+        why: int,
+        who: int,
+    ) -> tuple[float, float, int, int]:
+        cost = template.dma
+        assert cost is not None
+        # one queue per HBM tensor and direction: what a compiler's DMA rings come to
+        key = (
+            cost.direction,
+            id(storages[template.hbm_operand]) if template.hbm_operand >= 0 else 0,
+        )
+        found = self.queues.get(key)
+        name, after, last = found or (_queue_name(key, len(self.queues)), 0.0, -1)
+        if after > ready:
+            ready, why, who = after, Wait.QUEUE, last
+        self.queues[key] = (name, ready, i)
+        self.times.queue[i] = name
+        trigger = ready
+        if cost.descriptors == "hwdge":
+            unit = 0 if self.dge_free[0] <= self.dge_free[1] else 1
+            trigger = max(trigger, self.dge_free[unit]) + HWDGE_NS
+            self.dge_free[unit] = trigger
+        elif cost.descriptors == "swdge":
+            cycles = max(MIN_CYCLES, cost.rows)
+            trigger = max(trigger, self.engine_free[3]) + self.machine.ns(Engine.GPSIMD, cycles)
+            self.engine_free[3], self.engine_last[3] = trigger, i
+        first = trigger + DMA_START_NS
+        done = self.dma.take(cost, first)
+        for engine in range(cost.first_engine, cost.first_engine + cost.engines):
+            self.times.dma_busy_ns[engine] += cost.engine_ns
+        begin = max(first, done - cost.engine_ns)
+        if begin > first + 1 and self.engine_last[5] >= 0:
+            why, who = Wait.DMA_ENGINES, self.engine_last[5]
+        self.engine_last[5] = i
+        return begin, done, why, who
+
+
+def _cells(tile: tuple[int, int, int, int]) -> list[int]:
+    """Cells of the PE array, 4 x 4 of 32 x 32, that a tile covers."""
+    row, rows, column, columns = tile
+    return [
+        4 * r + c
+        for r in range(row // 32, (row + rows) // 32)
+        for c in range(column // 32, (column + columns) // 32)
+    ]
+
+
+def _others(template: InstructionTemplate) -> list[tuple[str, int]]:
+    """Ports that an instruction takes on gen2, and the side that excludes it there.
+
+    Side 0 of each is VectorE; side 1 is GpSimdE on SBUF and ScalarE on PSUM.
+    """
+    if template.engine is Engine.VECTOR:
+        return [("sbuf", 1)] * template.on_sbuf + [("psum", 1)] * template.on_psum
+    if template.engine is Engine.GPSIMD and template.on_sbuf:
+        return [("sbuf", 0)]
+    if template.engine is Engine.SCALAR and template.on_psum:
+        return [("psum", 0)]
+    return []
+
+
+def _queue_name(key: tuple[str, int], number: int) -> str:
+    return f"q{number % DMA_QUEUES} {key[0]}"
