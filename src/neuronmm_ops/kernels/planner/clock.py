@@ -11,10 +11,19 @@ from functools import cached_property
 
 from neuronmm_ops.hardware import DMA_START_NS, MIN_CYCLES, RESULT_CYCLES, Engine
 from neuronmm_ops.kernels.planner.problem import Block, Problem
-from neuronmm_ops.kernels.stages.tiling import ALIGN, COLUMNS, HALF, SMALL, P, spans, tiles_in
+from neuronmm_ops.kernels.stages.tiling import (
+    COLUMNS,
+    EDGE_TILE_BYTES,
+    HALF_ROW_BYTES,
+    OUTPUT_UNIT,
+    SUM_BANKS,
+    P,
+    column_groups,
+    matmul_columns,
+    spans,
+    tiles_in,
+)
 
-SUM_BANKS = 6
-"""Banks for sums; the other two are for transposes."""
 Blocks = dict[str, Block]
 
 
@@ -47,13 +56,12 @@ class Shape:
     @cached_property
     def load_lanes(self) -> int:
         """As `pieces.load_lanes`."""
-        M = self.problem.M
-        return 4 if M <= 32 else 2 if M <= 64 else 1
+        return self.lanes
 
     @cached_property
     def lanes(self) -> int:
         """As `stream.matmul_lanes`."""
-        return min(2, self.load_lanes) if self.problem.target == "trn1" else self.load_lanes
+        return column_groups(self.problem.M, self.problem.machine.generation)
 
     @cached_property
     def most(self) -> int:
@@ -63,8 +71,7 @@ class Shape:
     @cached_property
     def step(self) -> int:
         """As `stream.matmul_columns`."""
-        wide = self.problem.target == "trn3" and self.load_lanes == 1
-        return 4 * COLUMNS if wide else COLUMNS
+        return matmul_columns(self.problem.M, self.problem.machine.generation)
 
     @property
     def room(self) -> int:
@@ -165,7 +172,7 @@ class Clock:
 
     def __init__(self, s: Shape, blocks: Blocks) -> None:
         self.s, self.blocks = s, blocks
-        self.span, self.chunk = int(blocks["span"]), int(blocks["chunk"])
+        self.span, self.chunk = int(blocks["k_chunk"]), int(blocks["tile_bytes"])
         self.dma = self.pe = self.end_ns = DMA_START_NS
         self.dma_ns = self.pe_ns = self.tail_ns = 0.0
         p = s.problem
@@ -217,10 +224,10 @@ class Clock:
         step = COLUMNS if last else s.step
         self.psum_banks = max(self.psum_banks, s.banks(size, unit))
         width = size * s.item
-        rows = max(1, (SMALL if last else self.chunk) // width)
+        rows = max(1, (EDGE_TILE_BYTES if last else self.chunk) // width)
         row_ns = s.problem.machine.dma_row_ns
         usual = max(1, min(self.chunk // width, pieces[0] // P))
-        ahead = min(usual, max(1, SMALL // width)) if first else usual
+        ahead = min(usual, max(1, EDGE_TILE_BYTES // width)) if first else usual
         one_run = size == columns
         first_ns, usual_ns = (
             8 * (row_ns(n * width) if one_run else n * row_ns(width)) for n in (ahead, usual)
@@ -248,7 +255,7 @@ class Clock:
         `source`: columns that both cores together load for each pass, 0 if they are in SBUF.
         """
         s, found = self.s, list[list[int]]()
-        cut = max(ranks) if together else int(self.blocks["ranks"])
+        cut = max(ranks) if together else int(self.blocks["rank_block"])
         passes = 0
         for r in ranks:
             parts: list[int] = []
@@ -300,15 +307,15 @@ class Clock:
         s = self.s
         self.turn(turns)
         for i, size in enumerate(blocks):
-            lane = s.lane(size, ALIGN)
+            lane = s.lane(size, OUTPUT_UNIT)
             last = i + 1 == len(blocks)
             self.hold(lane * s.item + 2 * size * s.item)
-            self.stage(pieces, size, columns, ALIGN, i == 0, last)
+            self.stage(pieces, size, columns, OUTPUT_UNIT, i == 0, last)
             self.release(lane * s.item + 2 * size * s.item)
             out = s.load_ns([lane])
-            evict = s.evict_ns(size, ALIGN)
+            evict = s.evict_ns(size, OUTPUT_UNIT)
             self.evicted = (self.evicted if last else max(self.evicted, self.pe)) + evict
-            if not last and s.banks(size, ALIGN) > 4:
+            if not last and s.banks(size, OUTPUT_UNIT) > 4:
                 self.pe += evict  # the next block waits for banks
             if last:
                 self.end_ns = max(self.last_evicted(size), self.evicted) + DMA_START_NS + out
@@ -318,8 +325,8 @@ class Clock:
     def last_evicted(self, size: int) -> float:
         """When the last block is in SBUF: its last tile comes in two parts if it is wide."""
         s = self.s
-        evict = s.evict_ns(size, ALIGN)
-        if size * s.item < 2 * HALF or self.pe > self.dma + self.tail_ns + 1:
+        evict = s.evict_ns(size, OUTPUT_UNIT)
+        if size * s.item < 2 * HALF_ROW_BYTES or self.pe > self.dma + self.tail_ns + 1:
             return self.pe + evict
         row_ns = s.problem.machine.dma_row_ns
         half = 8 * row_ns(size * s.item // 2)
@@ -330,5 +337,5 @@ class Clock:
 
     def blocks_of(self, size: int) -> list[int]:
         """As `stream.blocks_of`."""
-        rest = max(0, size - int(self.blocks["last"]))
+        rest = max(0, size - int(self.blocks["last_block"]))
         return [*cut_sizes(rest, int(self.blocks["block"])), *([size - rest] if size else [])]

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from neuronmm_ops.hardware import DMA_START_NS
 from neuronmm_ops.kernels.planner.clock import (
-    SUM_BANKS,
     Blocks,
     Clock,
     Shape,
@@ -15,7 +14,15 @@ from neuronmm_ops.kernels.planner.clock import (
     rounded_up,
 )
 from neuronmm_ops.kernels.planner.problem import Block, Plan, Problem
-from neuronmm_ops.kernels.stages.tiling import ALIGN, COLUMNS, SMALL, P, spans, tiles_in
+from neuronmm_ops.kernels.stages.tiling import (
+    COLUMNS,
+    EDGE_TILE_BYTES,
+    OUTPUT_UNIT,
+    SUM_BANKS,
+    P,
+    spans,
+    tiles_in,
+)
 
 KEPT = 8
 """Plans that are returned, best first."""
@@ -30,7 +37,7 @@ def candidates(problem: Problem) -> list[Plan]:
         return []
     shape = Shape(problem)
     found: dict[tuple[tuple[str, Block], ...], Plan] = {}
-    for chunk in (16384, SMALL, 512):
+    for chunk in (16384, EDGE_TILE_BYTES, 512):
         best = _first(shape, chunk)
         for choices in _choices(shape, chunk):
             plans = [_plan(shape, {**best, **choice}) for choice in choices]
@@ -50,42 +57,53 @@ def _rank(plan: Plan) -> tuple[float, int, str]:
 def _first(s: Shape, chunk: int) -> Blocks:
     """Arguments to begin with: the smallest tiles."""
     least = min(1024, s.most)
-    shared: Blocks = {"span": 1024, "block": least, "last": least, "chunk": chunk}
+    shared: Blocks = {"k_chunk": 1024, "block": least, "last_block": least, "tile_bytes": chunk}
     if s.problem.op == "xw":
-        return {**shared, "keep": False}
+        return {**shared, "resident": False}
     ranks = s.problem.ranks
     if s.problem.op == "xuv":
-        return {**shared, "ranks": _even(ranks[0], s.most), "packed": s.problem.packed}
+        return {**shared, "rank_block": _even(ranks[0], s.most)}
     together = sum(s.banks(r, P) for r in ranks[:2]) <= SUM_BANKS
     cut = _even(ranks[2] if together else max(ranks), s.most)
     inner = min(rounded_up(s.own(s.problem.inner), P), COLUMNS * s.lanes)
-    return {**shared, "ranks": cut, "together": together, "inner": inner, "spill": True}
+    return {
+        **shared,
+        "rank_block": cut,
+        "fuse_gate_up": together,
+        "inner_block": inner,
+        "spill": True,
+    }
 
 
 def _choices(s: Shape, limit: int) -> list[list[Blocks]]:
     """For each argument, or pair of them, the values worth a look."""
-    own = rounded_up(max(1, s.own(s.problem.N)), ALIGN)
+    own = rounded_up(max(1, s.own(s.problem.N)), OUTPUT_UNIT)
     widths = (512, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288)
     blocks = sorted({min(w, s.most, own) for w in widths})
     pairs: list[Blocks] = [
-        {"block": min(block, rounded_up(own - last, ALIGN)) if last < own else last, "last": last}
+        {
+            "block": min(block, rounded_up(own - last, OUTPUT_UNIT)) if last < own else last,
+            "last_block": last,
+        }
         for block in blocks[-3:]
         for last in blocks
         if last <= 6144
     ]
     found: list[list[Blocks]] = []
     if s.problem.op == "xw":
-        found.append([{"keep": False}, {"keep": True}])
+        found.append([{"resident": False}, {"resident": True}])
     if s.problem.op == "svd_mlp":
         width = rounded_up(max(1, s.own(s.problem.inner)), P)
         inners = sorted({min(c * COLUMNS * s.lanes, width) for c in range(1, SUM_BANKS + 1)})
         found.append([{"spill": True}, {"spill": False}])
-        found.append([{"inner": inner} for inner in inners])
+        found.append([{"inner_block": inner} for inner in inners])
     usual = (512, 1024, 2048, 4096)
     even = [_even(max(1, s.own(s.problem.K)), most) for most in usual[1:]]
-    found.append([{"span": span} for span in sorted({*usual, *even})])
+    found.append([{"k_chunk": span} for span in sorted({*usual, *even})])
     found.append(pairs)
-    found.append([{"chunk": chunk} for chunk in (16384, 8192, SMALL) if chunk <= limit])
+    found.append(
+        [{"tile_bytes": chunk} for chunk in (16384, 8192, EDGE_TILE_BYTES) if chunk <= limit]
+    )
     return found
 
 
@@ -112,7 +130,7 @@ def _run_xw(c: Clock) -> None:
     pieces = cut_sizes(p.K, c.span)
     own = c.s.own(p.N)
     blocks = c.blocks_of(own)
-    keep = bool(c.blocks["keep"])
+    keep = bool(c.blocks["resident"])
     loads = 1 if keep or not blocks else len(blocks)
     other = c.blocks_of(p.N - own) if p.lnc == 2 else []
     also = min(len(other), 1) if keep else len(other)  # the other core loads all of x too
@@ -139,11 +157,11 @@ def _run_svd_mlp(c: Clock) -> None:
     gate, up, down = p.ranks
     pieces = cut_sizes(s.own(p.K), c.span)
     c.hold(s.natural(gate) + s.natural(up) + s.buffers(pieces))
-    low = c.project(pieces, [gate, up], bool(c.blocks["together"]), source=p.K)
+    low = c.project(pieces, [gate, up], bool(c.blocks["fuse_gate_up"]), source=p.K)
     c.release(s.buffers(pieces))
     c.hold(s.turned(low[0]) + s.turned(low[1]))
     inner = s.own(p.inner)
-    spans_of_h = [size for _, size in spans(0, inner, int(c.blocks["inner"]))]
+    spans_of_h = [size for _, size in spans(0, inner, int(c.blocks["inner_block"]))]
     h = [w for size in spans_of_h for w in s.lane_widths(size, P)]
     spill = bool(c.blocks["spill"])
     kept = 0 if spill else sum(s.lane(size, P) for size in spans_of_h) * s.item

@@ -1,5 +1,7 @@
 """Tile arithmetic shared by the kernels."""
 
+from typing import NamedTuple
+
 P = 128
 """Partitions: the largest contraction and the largest stationary side of a matmul."""
 COLUMNS = 512
@@ -7,15 +9,12 @@ COLUMNS = 512
 BANKS = 8
 """PSUM banks."""
 
-ALIGN = 32
-"""Columns that a decode kernel's lane of the output is a multiple of."""
-SMALL = 4096
-"""Bytes a partition of a decode kernel's first and last weight tiles: TensorE waits for whole."""
-HALF = 2560
-"""Bytes of a row of its last tile, at least, where that is loaded in two parts."""
 
-Span = tuple[int, int]
-"""Start and size of a tile along one dimension."""
+class Span(NamedTuple):
+    """Start and size of a tile along one dimension."""
+
+    start: int
+    size: int
 
 
 PACKED_RUN = 4096
@@ -44,5 +43,133 @@ def spans(start: int, size: int, tile: int) -> list[Span]:
     """Cut [start, start + size) into tiles; the last one ends at the edge."""
     found: list[Span] = []
     for i in range(tiles_in(size, tile)):
-        found.append((start + i * tile, min(tile, size - i * tile)))
+        found.append(Span(start + i * tile, min(tile, size - i * tile)))
     return found
+
+
+# --- decode: tokens are the stationary operand, weights stream past them
+
+SUM_BANKS = 6
+"""PSUM banks for sums; the other two are for transposes."""
+OUTPUT_UNIT = 32
+"""Columns that a column group of the output is a multiple of."""
+EDGE_TILE_BYTES = 4096
+"""Bytes a partition of a stage's first and of the kernel's last weight tile, at most.
+
+TensorE starts on a tile when all of it has arrived.
+"""
+HALF_ROW_BYTES = 2560
+"""Bytes of a row of the last weight tile, at least, where that is loaded in two halves."""
+
+
+def core_range(size: int, cores: int, core: int) -> Span:
+    """A core's range of a dimension; two cores split at a multiple of 128 if it is large enough."""
+    if cores == 1:
+        return Span(0, size)
+    unit = P if size >= 2 * P else 1
+    half = min(size, tiles_in(size, 2 * unit) * unit)
+    return Span(0, half) if core == 0 else Span(half, size - half)
+
+
+def column_groups(M: int, generation: int) -> int:
+    """Groups of PE columns that work side by side on M tokens: of 32 columns, on gen2 of 64.
+
+    Activations from HBM are loaded to as many groups of partitions: TensorE reads from no other
+    start partition.
+    """
+    groups = 4 if M <= 32 else 2 if M <= 64 else 1
+    return min(2, groups) if generation == 2 else groups
+
+
+def matmul_columns(M: int, generation: int) -> int:
+    """Columns of a matmul: a PSUM bank, on gen4 four where no group shares the issue overhead."""
+    return 4 * COLUMNS if generation == 4 and M > 64 else COLUMNS
+
+
+def transposes_in_bank(M: int, itemsize: int) -> int:
+    """Transposed tiles [128, M] that fit in a PSUM bank; those of 2 bytes start on 4 bytes."""
+    return 2048 // itemsize // (M + M % 2)
+
+
+def output_blocks(part: Span, block: int, last_block: int) -> list[Span]:
+    """Cut a range of output columns into blocks, the last one of `last_block` columns."""
+    rest = max(0, part.size - last_block)
+    found = spans(part.start, rest, block)
+    if part.size > 0:
+        found.append(Span(part.start + rest, part.size - rest))
+    return found
+
+
+def weight_tiles(
+    tiles: int, row_bytes: int, tile_bytes: int, first: bool, last: bool
+) -> list[Span]:
+    """Cut `tiles` K tiles of a weight into loads of `tile_bytes` a partition, at least one K tile.
+
+    The `first` load of a stage and the `last` of the kernel are of `EDGE_TILE_BYTES` at most.
+    """
+    edge = max(1, min(tile_bytes, EDGE_TILE_BYTES) // row_bytes)
+    head = min(tiles, edge) if first else 0
+    tail = min(tiles - head, edge) if last else 0
+    found = spans(0, head, edge)
+    found.extend(spans(head, tiles - head - tail, max(1, tile_bytes // row_bytes)))
+    found.extend(spans(tiles - tail, tail, edge))
+    return found
+
+
+class GroupSpan(NamedTuple):
+    """Columns `start` to `start + size` of a PE column group."""
+
+    group: int
+    start: int
+    size: int
+
+
+class SumTiling:
+    """How sums [M, size] lie in PSUM: in PE column groups of one width, the last one cut.
+
+    A group's sums are in partitions of their own, from column 0 on, in the same banks.
+
+    Args:
+        size: columns of the sums.
+        M: tokens.
+        generation: of the NeuronCore.
+        unit: the width of a group is a multiple of it.
+        step: columns of a matmul, whole banks.
+    """
+
+    def __init__(self, size: int, M: int, generation: int, unit: int, step: int) -> None:
+        count = column_groups(M, generation)
+        self.size = size
+        self.step = step
+        self.group_partitions = P // count
+        self.width = min(size, tiles_in(size, unit * count) * unit)
+        self.groups = spans(0, size, self.width)
+        self.partitions = (len(self.groups) - 1) * self.group_partitions + M
+
+    def matmuls(self, columns: Span) -> list[GroupSpan]:
+        """The matmuls of a K tile over `columns`; neighbours are in different groups."""
+        found: list[GroupSpan] = []
+        for s in spans(0, self.width, self.step):
+            for i in range(len(self.groups)):
+                start = self.groups[i].start + s.start - columns.start
+                size = min(s.size, self.groups[i].size - s.start)
+                if size > 0 and start >= 0 and start < columns.size:
+                    found.append(GroupSpan(i, s.start, size))
+        return found
+
+    def evictions(self) -> list[GroupSpan]:
+        """The sums cut into banks, in the order of columns."""
+        found: list[GroupSpan] = []
+        for i in range(len(self.groups)):
+            for s in spans(0, self.groups[i].size, COLUMNS):
+                found.append(GroupSpan(i, s.start, s.size))
+        return found
+
+    def halves(self, itemsize: int) -> list[Span]:
+        """The columns in two parts that are loaded one after the other, if both make long rows."""
+        if self.size * itemsize < 2 * HALF_ROW_BYTES:
+            return [Span(0, self.size)]
+        first = tiles_in(self.size, 2 * self.step) * self.step
+        if len(self.groups) > 1:
+            first = self.groups[len(self.groups) // 2].start
+        return [Span(0, first), Span(first, self.size - first)]
