@@ -75,7 +75,7 @@ def _row(
         "r": r,
         "N": n,
         "target": plan.problem.target,
-        "form": plan.form,
+        "form": plan.phase,
         "blocks": plan.arguments,
         "time_ms": plan.time_ms,
         "dense_ms": dense_ms,

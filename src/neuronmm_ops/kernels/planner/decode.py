@@ -20,7 +20,6 @@ from neuronmm_ops.kernels.stages.tiling import (
     OUTPUT_UNIT,
     SUM_BANKS,
     P,
-    spans,
     tiles_in,
 )
 
@@ -161,7 +160,7 @@ def _run_svd_mlp(c: Clock) -> None:
     c.release(s.buffers(pieces))
     c.hold(s.turned(low[0]) + s.turned(low[1]))
     inner = s.own(p.inner)
-    spans_of_h = [size for _, size in spans(0, inner, int(c.blocks["inner_block"]))]
+    spans_of_h = cut_sizes(inner, int(c.blocks["inner_block"]))
     h = [w for size in spans_of_h for w in s.lane_widths(size, P)]
     spill = bool(c.blocks["spill"])
     kept = 0 if spill else sum(s.lane(size, P) for size in spans_of_h) * s.item

@@ -1,42 +1,29 @@
-"""Tile arithmetic shared by the kernels."""
+"""Tile arithmetic that the kernels and their planners share. Pure: no instruction, no tensor."""
 
-from typing import NamedTuple
+from __future__ import annotations
 
-P = 128
-"""Partitions: the largest contraction and the largest stationary side of a matmul."""
-COLUMNS = 512
+from neuronmm_ops.hardware import PARTITIONS, PSUM_BANKS
+from neuronmm_ops.kernels.nki_object import NKIObject
+
+BANK_COLUMNS = 512
 """fp32 columns of a PSUM bank: the largest moving side of a matmul."""
-BANKS = 8
-"""PSUM banks."""
+
+P = PARTITIONS
+COLUMNS = BANK_COLUMNS
+BANKS = PSUM_BANKS
 
 
-class Span(NamedTuple):
-    """Start and size of a tile along one dimension."""
+class Span(NKIObject):
+    """A range of one dimension: [start, start + size)."""
 
-    start: int
-    size: int
-
-
-PACKED_RUN = 4096
-"""Bytes of a DMA's contiguous runs that loads of a packed factor aim at (96 % of the peak)."""
+    def __init__(self, start: int, size: int) -> None:
+        self.start = start
+        self.size = size
 
 
 def tiles_in(size: int, tile: int) -> int:
     """How many tiles cover `size`, the last one cut at the edge."""
     return (size + tile - 1) // tile
-
-
-def check_pair(size: int, rows: int, columns: int, bias: int) -> None:
-    """Check sizes: a contraction on both sides, and the columns that a bias is for (0: none)."""
-    assert size == rows, (
-        f"a contraction has {size} features and {rows} rows; pass u [K, r], v [r, N]"
-    )
-    assert bias == 0 or bias == columns, f"bias must be [{columns}], got [{bias}]"
-
-
-def packed_tiles(row_bytes: int) -> int:
-    """Tiles of a packed u that are loaded together: its rows in a partition are neighbours."""
-    return tiles_in(PACKED_RUN, row_bytes)
 
 
 def spans(start: int, size: int, tile: int) -> list[Span]:
@@ -45,6 +32,70 @@ def spans(start: int, size: int, tile: int) -> list[Span]:
     for i in range(tiles_in(size, tile)):
         found.append(Span(start + i * tile, min(tile, size - i * tile)))
     return found
+
+
+def sizes(size: int, tile: int) -> list[int]:
+    """The sizes of `spans`."""
+    found: list[int] = []
+    for span in spans(0, size, tile):
+        found.append(span.size)
+    return found
+
+
+class Group(NKIObject):
+    """PSUM tiles that are summed together: `rows` of the stationary, `columns` of the moving side.
+
+    They are cut into tiles of 128 by 512.
+    """
+
+    def __init__(self, rows: Span, columns: Span) -> None:
+        self.rows = rows
+        self.columns = columns
+
+
+def transposed_groups(features: int, tokens: int, token_group: int, banks: int) -> list[Group]:
+    """Groups of at most `banks` PSUM tiles that cover [features, tokens], token group first."""
+    found: list[Group] = []
+    for columns in spans(0, tokens, token_group):
+        step = max(1, banks // tiles_in(columns.size, BANK_COLUMNS)) * PARTITIONS
+        for rows in spans(0, features, step):
+            found.append(Group(rows, columns))
+    return found
+
+
+def natural_groups(tokens: int, features: int, token_tiles: int, banks: int) -> list[Group]:
+    """Groups of at most `banks` PSUM tiles that cover [tokens, features], `token_tiles` first."""
+    found: list[Group] = []
+    for rows in spans(0, tokens, token_tiles * PARTITIONS):
+        step = max(1, banks // tiles_in(rows.size, PARTITIONS)) * BANK_COLUMNS
+        for columns in spans(0, features, step):
+            found.append(Group(rows, columns))
+    return found
+
+
+def core_span(tokens: int, core: int, cores: int) -> Span:
+    """The tokens of one core in prefill: whole tiles of 128, the first core has the most."""
+    share = tiles_in(tiles_in(tokens, PARTITIONS), cores) * PARTITIONS
+    start = min(core * share, tokens)
+    return Span(start, min(share, tokens - start))
+
+
+STAGED_TILES = 4
+"""Contraction tiles of x that are loaded together where TensorE transposes them."""
+HIDDEN_TILES = 4
+"""Tiles of svd_mlp's hidden block that lie side by side, so that their rows in HBM are long."""
+
+
+TAIL_TILES = 4
+"""Last tiles of a contraction that one PSUM tile of svd_mlp's takes after the other."""
+
+
+def check_pair(size: int, rows: int, columns: int, bias: int) -> None:
+    """Check sizes: a contraction on both sides, and the columns that a bias is for (0: none)."""
+    assert size == rows, (
+        f"a contraction has {size} features and {rows} rows; pass u [K, r], v [r, N]"
+    )
+    assert bias == 0 or bias == columns, f"bias must be [{columns}], got [{bias}]"
 
 
 # --- decode: tokens are the stationary operand, weights stream past them
@@ -116,15 +167,16 @@ def weight_tiles(
     return found
 
 
-class GroupSpan(NamedTuple):
-    """Columns `start` to `start + size` of a PE column group."""
+class GroupSpan(NKIObject):
+    """Columns [start, start + size) of a PE column group."""
 
-    group: int
-    start: int
-    size: int
+    def __init__(self, group: int, start: int, size: int) -> None:
+        self.group = group
+        self.start = start
+        self.size = size
 
 
-class SumTiling:
+class SumTiling(NKIObject):
     """How sums [M, size] lie in PSUM: in PE column groups of one width, the last one cut.
 
     A group's sums are in partitions of their own, from column 0 on, in the same banks.
