@@ -1,184 +1,444 @@
-"""Plans of the decode kernels: in which blocks they could run, and what each would cost.
+"""Stages of the decode kernels as steps on a timeline, and the search for their arguments.
 
-The kernels are `xw_decode`, `xuv_decode` and `svd_mlp_decode`. All times are modelled, by `clock`.
+`Costs` turns a `Stage` into steps, `Stages` runs them in the order of the kernel, and `candidates`
+tries arguments. Times are modelled, in ns; SBUF is in bytes per partition.
 """
 
 from __future__ import annotations
 
-from neuronmm_ops.hardware import DMA_START_NS
-from neuronmm_ops.kernels.planner.clock import (
-    Blocks,
-    Clock,
-    Shape,
-    cut_sizes,
-    rounded_up,
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any, Literal
+
+from neuronmm_ops.hardware import MIN_CYCLES, Engine
+from neuronmm_ops.kernels.planner.instructions import (
+    evict_ns,
+    load_ns,
+    matmul_ns,
+    matmul_passes,
+    transpose_ns,
 )
 from neuronmm_ops.kernels.planner.problem import Block, Plan, Problem
-from neuronmm_ops.kernels.stages.tiling import (
-    COLUMNS,
-    EDGE_TILE_BYTES,
-    OUTPUT_UNIT,
-    SUM_BANKS,
-    P,
-    tiles_in,
-)
+from neuronmm_ops.kernels.planner.timeline import Step, Timeline
+from neuronmm_ops.kernels.stages import tiling
+from neuronmm_ops.kernels.stages.tiling import BANK_COLUMNS, OUTPUT_UNIT, P, Span, sizes, tiles_in
 
+Blocks = dict[str, Block]
+Source = Literal["hbm", "stored", "sums", "transposed"]
+"""Where the activations of K chunks are when a stage begins; `stored`: in HBM, by this kernel."""
+BOTH, SCALAR, VECTOR = (Engine.VECTOR, Engine.SCALAR), (Engine.SCALAR,), (Engine.VECTOR,)
 KEPT = 8
 """Plans that are returned, best first."""
 
 
-def candidates(problem: Problem) -> list[Plan]:
+class Sums:
+    """Sums [M, columns] of some of the `of` columns of a weight.
+
+    Attributes:
+        row_bytes: of a row of the weight's columns; `adjoin`: the next row follows it in HBM.
+        width: columns of a PE column group; `chunks`: of each group.
+        banks: of PSUM.
+        parts: columns of each eviction.
+        matmuls: of a K tile; `ns`: their time.
+    """
+
+    def __init__(self, problem: Problem, columns: int, of: int, unit: int, step: int) -> None:
+        machine = problem.machine
+        tiles = tiling.SumTiling(columns, problem.M, machine.generation, unit, step)
+        self.columns, self.adjoin = columns, columns == of
+        self.row_bytes = columns * problem.itemsize
+        self.width, self.chunks = tiles.width, [group.size for group in tiles.groups]
+        self.banks = tiles_in(tiles.width, BANK_COLUMNS)
+        self.parts = [part.size for part in tiles.evictions()]
+        self.halves = [half.size for half in tiles.halves(problem.itemsize)]
+        self.matmuls = len(tiles.matmuls(Span(0, columns)))
+        passes = matmul_passes(problem.itemsize)
+        self.ns = sum([matmul_ns(machine, problem.M, w, passes) for w in sizes(tiles.width, step)])
+        if len(self.chunks) > 1:  # side by side, but issued one after the other
+            self.ns = max(self.ns, self.matmuls * matmul_ns(machine, MIN_CYCLES, MIN_CYCLES))
+
+
+@dataclass(frozen=True)
+class Stage:
+    """K chunks times columns of weights, as `stages.decode.contract`, and the sums' eviction.
+
+    Attributes:
+        chunks: sizes of the K chunks.
+        source: where they are.
+        sums: of each weight.
+        tile_bytes: of a weight tile.
+        engines: that evict the sums, in turns.
+        first: the first weight tile is small.
+        last: so is the last, which is loaded in two halves.
+    """
+
+    chunks: tuple[int, ...]
+    source: Source
+    sums: tuple[Sums, ...]
+    tile_bytes: int
+    engines: tuple[Engine, ...] = BOTH
+    first: bool = True
+    last: bool = False
+
+    @property
+    def loads_x(self) -> bool:
+        """Whether the activations are loaded."""
+        return self.source in ("hbm", "stored")
+
+
+class Costs:
+    """What stages of a problem cost. Many stages of many candidates are the same."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem, self.machine = problem, problem.machine
+        self.M, self.itemsize = problem.M, problem.itemsize
+        self.groups = tiling.column_groups(self.M, self.machine.generation)
+        self.step = tiling.matmul_columns(self.M, self.machine.generation)
+        self.most_columns = tiling.SUM_BANKS * BANK_COLUMNS * self.groups
+        self.sums = cache(self._sums)
+        self.transposes = cache(self._transposes)
+        self.steps = cache(self._steps)
+
+    def own(self, size: int, core: int = 0) -> int:
+        """A core's part of a dimension; as `stages.decode.own`."""
+        return tiling.core_range(size, self.problem.lnc, core).size
+
+    def load_x(self, chunks: Sequence[int]) -> float:
+        """DMA time of tokens on the busiest engines: groups of partitions take chunks in turns."""
+        own = chunks[:: self.groups]
+        return sum([load_ns(self.machine, self.M, size * self.itemsize) for size in own])
+
+    def _sums(self, columns: int, of: int, unit: int = P, step: int = 0) -> Sums:
+        return Sums(self.problem, columns, of, unit, step or self.step)
+
+    def _transposes(self, size: int) -> tuple[float, float, int]:
+        """(TensorE's time, the evictions' time, instructions) of a transposed K chunk."""
+        fp32 = self.machine.generation == 2 or self.itemsize == 4
+        in_bank = tiling.transposes_in_bank(self.M, 4 if fp32 else 2)
+        engine = Engine.SCALAR if self.machine.generation == 2 else Engine.VECTOR
+        rate = 1 if fp32 or self.M % 2 else 2  # VectorE copies 2-byte neighbours twice as fast
+        work = evicting = 0.0
+        count = 0
+        for rows, tiles in ((P, size // P), (size % P, int(size % P > 0))):
+            work += tiles * transpose_ns(self.machine, self.M, rows, self.itemsize)
+            banks = [
+                evict_ns(self.machine, engine, n * self.M // rate) for n in sizes(tiles, in_bank)
+            ]
+            evicting += sum(banks)
+            count += tiles + len(banks)
+        return work, evicting, count
+
+    def _steps(self, stage: Stage) -> list[Step]:
+        """The steps of a stage; traffic and instructions are in the first."""
+        if not stage.chunks:
+            return []
+        steps: list[Step] = []
+        if stage.source != "transposed":
+            steps.append(self._first_transposes(stage))
+        loads = self._loads(stage)
+        last = loads.pop() if stage.last and len(loads) > 1 else None
+        streams = [loads[:1], loads[1:], [last] if last else []]
+        steps.extend([_stream(stream) for stream in streams if stream])
+        steps[-len([s for s in streams if s])].waits = stage.source != "transposed"
+        halves = stage.sums[0].halves if stage.last else []
+        if len(halves) > 1:
+            steps[-1:] = self._halves(steps[-1], stage)
+        else:
+            self._evict(steps[-1], stage)
+        for step in steps:
+            step.needs = 2 * max(stage.tile_bytes, *[s.row_bytes for s in stage.sums])
+        self._count(steps[0], stage, len(loads) + (last is not None) + max(0, len(halves) - 1))
+        return steps
+
+    def _first_transposes(self, stage: Stage) -> Step:
+        """Transposes of the first two K chunks."""
+        found = [self.transposes(size) for size in stage.chunks[:2]]
+        step = Step(sum([work for work, _, _ in found]), tiles=len(found))
+        step.last_ns = step.waits_ns = step.tail_ns = found[-1][0]
+        step.waits = stage.source != "hbm"
+        evicting = sum([evicting for _, evicting, _ in found]) / len(found)
+        if self.machine.generation == 2:
+            step.scalar_ns = evicting
+        else:
+            step.vector_ns = evicting
+        if stage.loads_x:
+            step.head_ns = self.load_x(stage.chunks[:1])
+            step.load_ns = self.load_x(stage.chunks[:2])
+        return step
+
+    def _loads(self, stage: Stage) -> list[Step]:
+        """A step for each weight tile, as `stages.decode.Sums.add_chunk` loads them."""
+        found: list[Step] = []
+        end = len(stage.chunks) - 1
+        for n, size in enumerate(stage.chunks):
+            at = len(found)
+            for s in stage.sums:
+                tiles, rest = divmod(size, P)
+                ends = stage.last and n == end and rest == 0
+                starts = stage.first and n == 0
+                for tile in tiling.weight_tiles(tiles, s.row_bytes, stage.tile_bytes, starts, ends):
+                    found.append(self._load(P, tile.size, s))
+                if rest:
+                    found.append(self._load(rest, 1, s))
+            if n and n < end and stage.source != "transposed":  # the next chunk comes before
+                found[at].work_ns += self.transposes(stage.chunks[n + 1])[0]
+                if stage.loads_x and (n + 1) % self.groups == 0:
+                    found[at].load_ns += self.load_x([stage.chunks[n + 1]])
+        return found
+
+    def _load(self, rows: int, tiles: int, s: Sums) -> Step:
+        runs, run = (1, tiles * s.row_bytes) if s.adjoin else (tiles, s.row_bytes)
+        size = tiles * s.row_bytes
+        dma = load_ns(self.machine, rows, run, runs)
+        return Step(tiles * s.ns, dma, fills=size, frees=size)
+
+    def _halves(self, whole: Step, stage: Stage) -> list[Step]:
+        """The kernel's last weight tile in two halves."""
+        (s,) = stage.sums
+        found: list[Step] = []
+        for columns in s.halves:
+            work = whole.work_ns * (0.5 if self.groups == 1 else 1.0)
+            rows = stage.chunks[-1] % P or P
+            dma = load_ns(self.machine, rows, columns * self.itemsize, round(whole.work_ns / s.ns))
+            step = Step(work, dma, waits=whole.waits)
+            self._evict(step, stage, share=2)
+            found.append(step)
+        return found
+
+    def _evict(self, step: Step, stage: Stage, share: int = 1) -> None:
+        """Let the sums be evicted after a step, or 1 / `share` of them."""
+        parts = [size for s in stage.sums for size in s.parts]
+        banks = sum([s.banks for s in stage.sums])
+        engines = SCALAR if self.machine.shared_ports and len(stage.engines) > 1 else stage.engines
+        engines = engines[: len(parts)]
+        # two engines share a bank's column groups
+        in_bank = 2 if len(engines) > 1 and len(parts) > banks else 1
+        tiles = banks * in_bank
+        step.bank_tiles = in_bank if share == 1 else 1
+        step.tiles = max(1, tiles // share)
+        step.first_ns = step.last_ns = sum([s.ns for s in stage.sums]) / tiles
+        for n, engine in enumerate(engines):
+            own = [evict_ns(self.machine, engine, size) for size in parts[n :: len(engines)]]
+            ns = sum(own) / tiles_in(tiles - n, len(engines))
+            if engine is Engine.VECTOR:
+                step.vector_ns = ns
+            else:
+                step.scalar_ns = ns
+
+    def _count(self, step: Step, stage: Stage, loads: int) -> None:
+        """Instructions and traffic of a stage."""
+        k_tiles = sum([tiles_in(size, P) for size in stage.chunks])
+        rows = sum(stage.chunks)
+        step.hbm_bytes = rows * sum([s.row_bytes for s in stage.sums])
+        step.instructions = loads + sum([k_tiles * s.matmuls + len(s.parts) for s in stage.sums])
+        if stage.source != "transposed":
+            step.instructions += sum([self.transposes(size)[2] for size in stage.chunks])
+        if stage.loads_x:
+            step.instructions += len(stage.chunks)
+            step.hbm_bytes += self.M * rows * self.itemsize
+
+
+def _stream(loads: list[Step]) -> Step:
+    """Weight tiles one after the other as one step."""
+    step = Step(0.0, head_ns=loads[0].load_ns)
+    for load in reversed(loads):
+        # what is left to do when this tile has come, beyond the loads that follow it
+        step.tail_ns = max(step.tail_ns, step.work_ns + load.work_ns - step.load_ns)
+        step.work_ns += load.work_ns
+        step.load_ns += load.load_ns
+        step.fills += load.fills
+    step.frees, step.waits_ns = step.fills, step.work_ns
+    return step
+
+
+class Stages:
+    """The stages of one core's kernel on a timeline.
+
+    Attributes:
+        timeline: when they run.
+        psum_banks: the most that sums take.
+    """
+
+    def __init__(self, costs: Costs, blocks: Blocks, core: int) -> None:
+        self.costs, self.blocks, self.core = costs, blocks, core
+        self.problem = costs.problem
+        self.timeline = Timeline(costs.machine)
+        self.psum_banks = 1
+
+    def chunks(self, size: int) -> list[int]:
+        """K chunks of activations in HBM."""
+        return sizes(size, int(self.blocks["k_chunk"]))
+
+    def own(self, size: int) -> int:
+        """The core's part of a dimension."""
+        return self.costs.own(size, self.core)
+
+    def transposed(self, chunks: list[int]) -> int:
+        """SBUF of all K chunks transposed."""
+        return sum([tiles_in(size, P) for size in chunks]) * self.costs.M * self.costs.itemsize
+
+    def buffers(self, chunks: list[int]) -> int:
+        """SBUF of two K chunks, as tokens and transposed."""
+        most = sorted(chunks)[-2:]
+        return sum(most) * self.costs.itemsize + self.transposed(most)
+
+    def natural(self, size: int) -> int:
+        """SBUF of sums rounded, with both fp32 sides of an exchange."""
+        each = self.costs.itemsize + (8 if self.problem.lnc == 2 else 0)
+        return self.costs.sums(size, size).width * each
+
+    def run(self, chunks: list[int], source: Source, *sums: Sums, **options: Any) -> None:
+        """Run a `Stage`; `options` are its other attributes."""
+        self.psum_banks = max(self.psum_banks, sum([s.banks for s in sums]))
+        tile_bytes = int(self.blocks["tile_bytes"])
+        stage = Stage(tuple(chunks), source, sums, tile_bytes, **options)
+        self.timeline.run(self.costs.steps(stage))
+
+    def project(
+        self, chunks: list[int], source: Source, ranks: Sequence[int], fuse: bool = False
+    ) -> list[list[int]]:
+        """As `stages.decode.project`; returns the K chunks of each rank."""
+        if fuse:
+            together = [self.costs.sums(r, r) for r in ranks]
+            self.run(chunks, source, *together)
+            self._exchange(together, bool(chunks))
+            return [s.chunks for s in together]
+        found: list[list[int]] = []
+        for r in ranks:
+            found.append([])
+            for columns in sizes(r, int(self.blocks["rank_block"])):
+                s = self.costs.sums(columns, r)
+                self.run(chunks, source, s)
+                self._exchange([s], bool(chunks))
+                found[-1].extend(s.chunks)
+        return found
+
+    def _exchange(self, sums: list[Sums], started: bool) -> None:
+        """As `stages.decode.Sums.exchanged`; a core that has not `started` sends zeros."""
+        if self.problem.lnc == 1:
+            return
+        machine, parts = self.costs.machine, [size for s in sums for size in s.parts]
+        width = sum([s.width for s in sums])
+        self.timeline.instructions += len(parts) * (1 if started else 2)
+        self.timeline.instructions += sum([len(s.chunks) for s in sums])
+        add_ns = sum([evict_ns(machine, Engine.VECTOR, size) for size in parts])
+        self.timeline.exchange(load_ns(machine, self.costs.M, 4 * width), add_ns)
+
+    def write(self, chunks: list[int], source: Source, resident: bool) -> None:
+        """As `stages.decode.write_block` for all blocks of the output."""
+        costs, N = self.costs, self.problem.N
+        block, last_block = int(self.blocks["block"]), int(self.blocks["last_block"])
+        blocks = tiling.output_blocks(Span(0, self.own(N)), block, last_block)
+        for i, columns in enumerate(blocks):
+            last = i + 1 == len(blocks)
+            s = costs.sums(columns.size, N, OUTPUT_UNIT, BANK_COLUMNS if last else costs.step)
+            held = s.width * costs.itemsize + 2 * s.row_bytes
+            self.timeline.hold(held)
+            self.run(chunks, source, s, first=i == 0, last=last)
+            self.timeline.release(held)
+            self.store(s)
+            if resident:
+                source = "transposed"
+
+    def store(self, s: Sums) -> None:
+        """Store evicted sums, a PE column group at a time."""
+        costs, groups = self.costs, len(s.chunks)
+        ns = load_ns(costs.machine, costs.M, s.width * costs.itemsize)
+        step = Step(0.0, store_ns=ns, store_parts=groups, hbm_bytes=costs.M * s.row_bytes)
+        step.instructions = groups
+        self.timeline.run([step])
+
+
+def candidates(
+    costs: Costs,
+    run: Callable[[Stages], None],
+    first: Blocks,
+    choices: Sequence[list[Blocks]] = (),
+) -> list[Plan]:
     """Plans for up to 128 tokens, the fastest first; each fits in SBUF and PSUM.
 
     One argument after the other takes its best value, the others fixed: they hardly interact.
+
+    Args:
+        costs: of the problem.
+        run: the kernel's stages.
+        first: the kernel's own arguments to begin with.
+        choices: for each of them the values worth a look.
     """
-    if problem.M > P:
+    if costs.M > P:
         return []
-    shape = Shape(problem)
-    found: dict[tuple[tuple[str, Block], ...], Plan] = {}
-    for chunk in (16384, EDGE_TILE_BYTES, 512):
-        best = _first(shape, chunk)
-        for choices in _choices(shape, chunk):
-            plans = [_plan(shape, {**best, **choice}) for choice in choices]
-            fitting = [plan for plan in plans if plan.sbuf_bytes <= shape.room]
-            found |= {plan.blocks: plan for plan in fitting}
-            if fitting:
-                best = dict(min(fitting, key=_rank).blocks)
+    plan = cache(lambda items: _plan(costs, run, dict(items)))
+    least = min(1024, costs.most_columns)
+    for tile_bytes in (16384, tiling.EDGE_TILE_BYTES, 512):
+        best: Blocks = {"k_chunk": 1024, "block": least, "last_block": least, **first}
+        best["tile_bytes"] = tile_bytes
+        found: dict[tuple[tuple[str, Block], ...], Plan] = {}
+        for values in [*choices, *_choices(costs, tile_bytes)]:
+            plans = [plan(tuple({**best, **value}.items())) for value in values]
+            fitting = [p for p in plans if p.sbuf_bytes <= costs.machine.usable_sbuf_bytes]
+            found.update({p.blocks: p for p in fitting})
+            best = dict(min(fitting, key=_rank).blocks) if fitting else best
         if found:
-            break
-    return sorted(found.values(), key=_rank)[:KEPT]
+            kept = sorted(found.values(), key=_rank)[:KEPT]
+            return [_of_all_cores(p, costs, run) for p in kept]
+    return []
 
 
 def _rank(plan: Plan) -> tuple[float, int, str]:
     return plan.time_ms, plan.sbuf_bytes, repr(plan.blocks)
 
 
-def _first(s: Shape, chunk: int) -> Blocks:
-    """Arguments to begin with: the smallest tiles."""
-    least = min(1024, s.most)
-    shared: Blocks = {"k_chunk": 1024, "block": least, "last_block": least, "tile_bytes": chunk}
-    if s.problem.op == "xw":
-        return {**shared, "resident": False}
-    ranks = s.problem.ranks
-    if s.problem.op == "xuv":
-        return {**shared, "rank_block": _even(ranks[0], s.most)}
-    together = sum(s.banks(r, P) for r in ranks[:2]) <= SUM_BANKS
-    cut = _even(ranks[2] if together else max(ranks), s.most)
-    inner = min(rounded_up(s.own(s.problem.inner), P), COLUMNS * s.lanes)
-    return {
-        **shared,
-        "rank_block": cut,
-        "fuse_gate_up": together,
-        "inner_block": inner,
-        "spill": True,
-    }
-
-
-def _choices(s: Shape, limit: int) -> list[list[Blocks]]:
-    """For each argument, or pair of them, the values worth a look."""
-    own = rounded_up(max(1, s.own(s.problem.N)), OUTPUT_UNIT)
+def _choices(costs: Costs, limit: int) -> list[list[Blocks]]:
+    """Values of the arguments that all kernels have."""
+    own = rounded_up(costs.own(costs.problem.N), OUTPUT_UNIT)
     widths = (512, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288)
-    blocks = sorted({min(w, s.most, own) for w in widths})
-    pairs: list[Blocks] = [
-        {
-            "block": min(block, rounded_up(own - last, OUTPUT_UNIT)) if last < own else last,
-            "last_block": last,
-        }
-        for block in blocks[-3:]
-        for last in blocks
-        if last <= 6144
-    ]
-    found: list[list[Blocks]] = []
-    if s.problem.op == "xw":
-        found.append([{"resident": False}, {"resident": True}])
-    if s.problem.op == "svd_mlp":
-        width = rounded_up(max(1, s.own(s.problem.inner)), P)
-        inners = sorted({min(c * COLUMNS * s.lanes, width) for c in range(1, SUM_BANKS + 1)})
-        found.append([{"spill": True}, {"spill": False}])
-        found.append([{"inner_block": inner} for inner in inners])
+    blocks = sorted({min(width, costs.most_columns, own) for width in widths})
+    pairs: list[Blocks] = []
+    for last in [width for width in blocks if width <= 6144]:
+        rest = rounded_up(own - last, OUTPUT_UNIT) or last
+        pairs.extend([{"block": min(block, rest), "last_block": last} for block in blocks[-3:]])
     usual = (512, 1024, 2048, 4096)
-    even = [_even(max(1, s.own(s.problem.K)), most) for most in usual[1:]]
-    found.append([{"k_chunk": span} for span in sorted({*usual, *even})])
-    found.append(pairs)
-    found.append(
-        [{"tile_bytes": chunk} for chunk in (16384, 8192, EDGE_TILE_BYTES) if chunk <= limit]
-    )
-    return found
+    even_chunks = [even(costs.own(costs.problem.K), most) for most in usual[1:]]
+    chunks: list[Blocks] = [{"k_chunk": size} for size in sorted({*usual, *even_chunks})]
+    tiles = [size for size in (16384, 8192, tiling.EDGE_TILE_BYTES) if size <= limit]
+    return [chunks, pairs, [{"tile_bytes": size} for size in tiles]]
 
 
-def _plan(s: Shape, blocks: Blocks) -> Plan:
-    """What a kernel costs with these arguments."""
-    p = s.problem
-    clock = Clock(s, blocks)
-    {"xw": _run_xw, "xuv": _run_xuv, "svd_mlp": _run_svd_mlp}[p.op](clock)
+def _plan(costs: Costs, run: Callable[[Stages], None], blocks: Blocks, core: int = 0) -> Plan:
+    """What a kernel costs with these arguments, by one core."""
+    stages = Stages(costs, blocks, core)
+    run(stages)
+    done, problem = stages.timeline, costs.problem
     return Plan(
-        p,
+        problem,
         "decode",
-        f"{p.op}_decode",
+        f"{problem.op}_decode",
         tuple(blocks.items()),
-        clock.end_ns / 1e6,
-        clock.hbm_bytes,
-        clock.sbuf_bytes,
-        clock.psum_banks + 1,
-        "PE" if clock.pe_ns > clock.dma_ns else "DMA",
+        done.end_ns / 1e6,
+        done.hbm_bytes,
+        done.sbuf_bytes,
+        stages.psum_banks + 1,
+        "PE" if done.work_ns > done.transfer_ns else "DMA",
+        done.instructions,
+        (problem.M,),
     )
 
 
-def _run_xw(c: Clock) -> None:
-    p = c.s.problem
-    pieces = cut_sizes(p.K, c.span)
-    own = c.s.own(p.N)
-    blocks = c.blocks_of(own)
-    keep = bool(c.blocks["resident"])
-    loads = 1 if keep or not blocks else len(blocks)
-    other = c.blocks_of(p.N - own) if p.lnc == 2 else []
-    also = min(len(other), 1) if keep else len(other)  # the other core loads all of x too
-    c.hbm_bytes += (loads - 1 + also) * p.M * p.K * c.s.item
-    c.hold(c.s.buffers(pieces) if not keep else c.s.turned(pieces) + c.span * c.s.item)
-    for i in range(loads):
-        c.load_x(pieces, start=i == 0)
-    c.write(pieces, p.N, blocks, turns=0 if keep else p.K * max(0, len(blocks) - 1))
+def _of_all_cores(plan: Plan, costs: Costs, run: Callable[[Stages], None]) -> Plan:
+    """The plan with the traffic and the instructions of the core of the lesser part, too."""
+    if plan.problem.lnc == 1:
+        return plan
+    other = _plan(costs, run, plan.arguments, core=1)
+    traffic = plan.hbm_bytes + other.hbm_bytes
+    return replace(plan, hbm_bytes=traffic, instructions=plan.instructions + other.instructions)
 
 
-def _run_xuv(c: Clock) -> None:
-    p = c.s.problem
-    (r,) = p.ranks
-    pieces = cut_sizes(c.s.own(p.K), c.span)
-    c.hold(c.s.buffers(pieces))
-    low = c.project(pieces, [r], together=False, source=p.K)
-    c.release(c.s.buffers(pieces))
-    c.hold(c.s.turned(low[0]) + c.s.natural(r))
-    c.write(low[0], p.N, c.blocks_of(c.s.own(p.N)), turns=0)
+def rounded_up(size: int, unit: int) -> int:
+    """The least multiple of `unit` that is not below `size`."""
+    return tiles_in(size, unit) * unit
 
 
-def _run_svd_mlp(c: Clock) -> None:
-    p, s = c.s.problem, c.s
-    gate, up, down = p.ranks
-    pieces = cut_sizes(s.own(p.K), c.span)
-    c.hold(s.natural(gate) + s.natural(up) + s.buffers(pieces))
-    low = c.project(pieces, [gate, up], bool(c.blocks["fuse_gate_up"]), source=p.K)
-    c.release(s.buffers(pieces))
-    c.hold(s.turned(low[0]) + s.turned(low[1]))
-    inner = s.own(p.inner)
-    spans_of_h = cut_sizes(inner, int(c.blocks["inner_block"]))
-    h = [w for size in spans_of_h for w in s.lane_widths(size, P)]
-    spill = bool(c.blocks["spill"])
-    kept = 0 if spill else sum(s.lane(size, P) for size in spans_of_h) * s.item
-    c.hold(kept)
-    for size in spans_of_h:
-        c.gated(low, size, spill)
-    c.release(s.turned(low[0]) + s.turned(low[1]) + s.natural(gate) + s.natural(up))
-    if spill:
-        h = cut_sizes(inner, c.span)
-        c.hbm_bytes += 2 * p.M * p.inner * s.item
-        c.pe += 2 * DMA_START_NS + s.load_ns(h[:1])
-    c.hold(s.buffers(h))
-    last = c.project(h, [down], together=False, source=p.inner if spill else 0)
-    c.release(s.buffers(h) + kept)
-    c.hold(s.turned(last[0]) + s.natural(down))
-    c.write(last[0], p.N, c.blocks_of(s.own(p.N)), turns=0)
-
-
-def _even(size: int, most: int) -> int:
+def even(size: int, most: int) -> int:
     """The width of the fewest equal parts of at most `most`, a multiple of 128."""
     return min(most, rounded_up(tiles_in(size, tiles_in(size, most)), P))

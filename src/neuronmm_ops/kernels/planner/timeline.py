@@ -25,8 +25,10 @@ class Step:
         head_ns: of `load_ns`, what TensorE waits for before it may begin.
         tail_ns: of `work_ns`, what is left to do when the last byte has come.
         store_ns: DMA time of stores that follow the evictions.
+        store_parts: of the tiles, each stored when it is evicted, by DMA engines of its own.
         tiles: PSUM tiles, each of `banks` banks; 0 where nothing is evicted.
         banks: see `tiles`.
+        bank_tiles: tiles that share a bank, in partitions of their own.
         first_ns: TensorE's time of one matmul: the tiles' first matmuls follow one another so.
         last_ns: from the last matmul of one tile to that of the next.
         scalar_ns: of ScalarE to evict a tile; 0 where it evicts none.
@@ -46,8 +48,10 @@ class Step:
     head_ns: float = 0.0
     tail_ns: float = 0.0
     store_ns: float = 0.0
+    store_parts: int = 1
     tiles: int = 0
     banks: int = 1
+    bank_tiles: int = 1
     first_ns: float = 0.0
     last_ns: float = 0.0
     scalar_ns: float = 0.0
@@ -150,20 +154,21 @@ class Timeline:
     def _store(self, s: Step) -> None:
         begin = max(self._results[1] + DMA_START_NS, self._stored)
         self._stored = begin + s.store_ns
-        self._stores.append((begin, s.store_ns))
+        earlier = (self._results[1] - self._results[0]) * (1 - 1 / s.store_parts)
+        self._stores.append((begin - earlier, s.store_ns))
         if s.stored:
             self._free(s.stored, begin, self._stored)
 
     def _first_matmuls(self, s: Step, start: float) -> float:
         """When the tiles' first matmuls would have begun, had they not waited for banks."""
-        wanted = s.tiles * s.banks
+        wanted = s.tiles * s.banks // s.bank_tiles
         if not wanted:
             return start
         at = start
         for free in self._banks[: wanted : s.banks]:
             at = max(at, free) + s.first_ns
         del self._banks[:wanted]
-        return at - s.tiles * s.first_ns
+        return at - wanted // s.banks * s.first_ns
 
     def _evict(self, s: Step, done: float) -> None:
         """Evict the tiles in order, each after its last matmul; their banks are free then."""
@@ -183,7 +188,8 @@ class Timeline:
                 seen = max(seen, end + self._latency[Engine.SCALAR])
             if i == 0:
                 self._results[0] = seen
-            self._banks.extend([end] * s.banks)
+            if i % s.bank_tiles == s.bank_tiles - 1:
+                self._banks.extend([end] * s.banks)
         self._banks.sort()
         self._results[1] = seen
         self.end_ns = max(self.end_ns, end)
@@ -203,3 +209,28 @@ class Timeline:
         after = marks[self._at + 1][0] if self._at + 1 < len(marks) else self._freed
         share = min(1.0, (amount - before) / max(1, after - before))
         return begin + (end - begin) * share + DMA_START_NS
+
+    # --- decode
+
+    def hold(self, size: int) -> None:
+        """Take SBUF for what stays."""
+        self.live += size
+        self._taken += size
+        self.sbuf_bytes = max(self.sbuf_bytes, self.live)
+
+    def release(self, size: int) -> None:
+        """Give back what was held."""
+        self.live -= size
+        self._free(size, self.now, self.now)
+
+    def exchange(self, ns: float, add_ns: float) -> None:
+        """Let the last results go to the other core by DMA, and VectorE add what comes from it."""
+        begin = self._results[1] + DMA_START_NS
+        self._stores.append((begin, ns))
+        self.transfer_ns += ns
+        self._vector = max(self._vector, begin + ns) + add_ns
+        self._results = [self._vector + self._latency[Engine.VECTOR]] * 2
+
+    def reload(self, ns: float) -> None:
+        """Let what was stored come back from HBM as results."""
+        self._results = [self._stored + DMA_START_NS + ns] * 2

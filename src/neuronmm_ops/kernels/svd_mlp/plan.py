@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from neuronmm_ops.kernels.planner import decode, prefill_mlp
+from neuronmm_ops.kernels.planner import prefill_mlp
 from neuronmm_ops.kernels.planner.problem import Plan, Problem
+from neuronmm_ops.kernels.svd_mlp import plan_decode
 
 
 def candidates(problem: Problem) -> list[Plan]:
     """All plans that fit."""
-    return decode.candidates(problem) + prefill_mlp.candidates(problem)
+    return plan_decode.candidates(problem) + prefill_mlp.candidates(problem)

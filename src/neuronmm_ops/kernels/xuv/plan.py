@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from neuronmm_ops.kernels.planner import decode, prefill
+from neuronmm_ops.kernels.planner import prefill
 from neuronmm_ops.kernels.planner.problem import Plan, Problem
+from neuronmm_ops.kernels.xuv import plan_decode
 
 
 def candidates(problem: Problem) -> list[Plan]:
     """All plans that fit."""
-    return decode.candidates(problem) + prefill.candidates(problem)
+    return plan_decode.candidates(problem) + prefill.candidates(problem)

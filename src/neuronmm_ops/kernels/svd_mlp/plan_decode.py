@@ -1,0 +1,78 @@
+"""Plans of `svd_mlp_decode`."""
+
+from __future__ import annotations
+
+from neuronmm_ops.kernels.planner import decode
+from neuronmm_ops.kernels.planner.decode import (
+    SCALAR,
+    VECTOR,
+    Blocks,
+    Costs,
+    Stages,
+    even,
+    rounded_up,
+)
+from neuronmm_ops.kernels.planner.problem import Plan, Problem
+from neuronmm_ops.kernels.stages.tiling import BANK_COLUMNS, SUM_BANKS, P, sizes
+
+
+def candidates(problem: Problem) -> list[Plan]:
+    """The best plans that fit, the fastest first."""
+    costs = Costs(problem)
+    gate, up, down = problem.ranks
+    fuse = sum([costs.sums(r, r).banks for r in (gate, up)]) <= SUM_BANKS
+    first: Blocks = {
+        "rank_block": even(down if fuse else max(gate, up, down), costs.most_columns),
+        "fuse_gate_up": fuse,
+    }
+    width = rounded_up(costs.own(problem.inner), P)
+    bank = BANK_COLUMNS * costs.groups
+    inners = sorted({min(count * bank, width) for count in range(1, SUM_BANKS + 1)})
+    spills: list[Blocks] = [{"spill": True}, {"spill": False}]
+    blocks: list[Blocks] = [{"inner_block": inner} for inner in inners]
+    return decode.candidates(costs, run, {**first, **blocks[0], **spills[0]}, [spills, blocks])
+
+
+def run(s: Stages) -> None:
+    """The stages of the kernel."""
+    costs, (gate, up, down) = s.costs, s.problem.ranks
+    chunks = s.chunks(s.own(s.problem.K))
+    natural = s.natural(gate) + s.natural(up)
+    s.timeline.hold(natural + s.buffers(chunks))
+    low = s.project(chunks, "hbm", (gate, up), bool(s.blocks["fuse_gate_up"]))
+    s.timeline.release(s.buffers(chunks))
+    transposed = s.transposed(low[0]) + s.transposed(low[1])
+    s.timeline.hold(transposed)
+    h_chunks, in_sbuf = _hidden(s, low)
+    s.timeline.release(transposed + natural)
+    source = "sums"
+    if s.blocks["spill"]:
+        h_chunks, source = s.chunks(s.own(s.problem.inner)), "stored"
+        s.timeline.reload(costs.load_x(h_chunks[:1]))
+    s.timeline.hold(s.buffers(h_chunks))
+    (d_chunks,) = s.project(h_chunks, source, [down])
+    s.timeline.release(s.buffers(h_chunks) + in_sbuf)
+    s.timeline.hold(s.transposed(d_chunks) + s.natural(down))
+    s.write(d_chunks, "sums", resident=True)
+
+
+def _hidden(s: Stages, low: list[list[int]]) -> tuple[list[int], int]:
+    """act(gate) * up, block after block; its K chunks, and their SBUF where they stay there."""
+    costs, in_sbuf = s.costs, 0
+    h_chunks: list[int] = []
+    source = "sums"
+    for columns in sizes(s.own(s.problem.inner), int(s.blocks["inner_block"])):
+        sums = costs.sums(columns, s.problem.inner)
+        acts, h = sums.width * 4, sums.width * costs.itemsize
+        s.timeline.hold(acts + h)
+        s.run(low[0], source, sums, engines=SCALAR)
+        s.run(low[1], source, sums, engines=VECTOR)
+        if s.blocks["spill"]:
+            s.store(sums)
+            s.timeline.release(acts + h)
+        else:
+            s.timeline.release(acts)
+            in_sbuf += h
+        h_chunks.extend(sums.chunks)
+        source = "transposed"
+    return h_chunks, in_sbuf
