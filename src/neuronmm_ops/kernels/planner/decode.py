@@ -95,6 +95,10 @@ class Costs:
         self.M, self.itemsize = problem.M, problem.itemsize
         self.groups = tiling.column_groups(self.M, self.machine.generation)
         self.step = tiling.matmul_columns(self.M, self.machine.generation)
+        fp32 = self.machine.generation == 2 or self.itemsize == 4
+        self.bank_tiles = tiling.transposes_in_bank(self.M, 4 if fp32 else 2)
+        self.copier = Engine.SCALAR if self.machine.generation == 2 else Engine.VECTOR
+        self.copy_rate = 1 if fp32 else 2  # VectorE copies 2 bytes twice as fast as 4
         self.most_columns = tiling.SUM_BANKS * BANK_COLUMNS * self.groups
         self.sums = cache(self._sums)
         self.transposes = cache(self._transposes)
@@ -112,22 +116,15 @@ class Costs:
     def _sums(self, columns: int, of: int, unit: int = P, step: int = 0) -> Sums:
         return Sums(self.problem, columns, of, unit, step or self.step)
 
-    def _transposes(self, size: int) -> tuple[float, float, int]:
-        """(TensorE's time, the evictions' time, instructions) of a transposed K chunk."""
-        fp32 = self.machine.generation == 2 or self.itemsize == 4
-        in_bank = tiling.transposes_in_bank(self.M, 4 if fp32 else 2)
-        engine = Engine.SCALAR if self.machine.generation == 2 else Engine.VECTOR
-        rate = 1 if fp32 or self.M % 2 else 2  # VectorE copies 2-byte neighbours twice as fast
-        work = evicting = 0.0
-        count = 0
+    def _transposes(self, size: int) -> list[tuple[int, float, float]]:
+        """(K tiles, TensorE's time, the eviction's time) of each bank of a transposed K chunk."""
+        found: list[tuple[int, float, float]] = []
         for rows, tiles in ((P, size // P), (size % P, int(size % P > 0))):
-            work += tiles * transpose_ns(self.machine, self.M, rows, self.itemsize)
-            banks = [
-                evict_ns(self.machine, engine, n * self.M // rate) for n in sizes(tiles, in_bank)
-            ]
-            evicting += sum(banks)
-            count += tiles + len(banks)
-        return work, evicting, count
+            ns = transpose_ns(self.machine, self.M, rows, self.itemsize)
+            for n in sizes(tiles, self.bank_tiles):
+                columns = n * self.M // self.copy_rate
+                found.append((n, n * ns, evict_ns(self.machine, self.copier, columns)))
+        return found
 
     def _steps(self, stage: Stage) -> list[Step]:
         """The steps of a stage; traffic and instructions are in the first."""
@@ -140,7 +137,8 @@ class Costs:
         last = loads.pop() if stage.last and len(loads) > 1 else None
         streams = [loads[:1], loads[1:], [last] if last else []]
         steps.extend([_stream(stream) for stream in streams if stream])
-        steps[-len([s for s in streams if s])].waits = stage.source != "transposed"
+        if stage.source != "transposed":
+            self._wait(steps[1], steps[0], round(steps[1].work_ns / stage.sums[0].ns))
         halves = stage.sums[0].halves if stage.last else []
         if len(halves) > 1:
             steps[-1:] = self._halves(steps[-1], stage)
@@ -152,13 +150,15 @@ class Costs:
         return steps
 
     def _first_transposes(self, stage: Stage) -> Step:
-        """Transposes of the first two K chunks."""
-        found = [self.transposes(size) for size in stage.chunks[:2]]
-        step = Step(sum([work for work, _, _ in found]), tiles=len(found))
-        step.last_ns = step.waits_ns = step.tail_ns = found[-1][0]
+        """Transposes of the first two K chunks, bank after bank."""
+        first, *second = [self.transposes(size) for size in stage.chunks[:2]]
+        banks = [*first, *sum(second, [])]
+        step = Step(sum([work for _, work, _ in banks]), tiles=len(banks), bank_tiles=len(banks))
+        step.last_ns = step.work_ns / len(banks)
+        step.waits_ns = step.tail_ns = banks[-1][1]
         step.waits = stage.source != "hbm"
-        evicting = sum([evicting for _, evicting, _ in found]) / len(found)
-        if self.machine.generation == 2:
+        evicting = sum([evicting for _, _, evicting in banks]) / len(banks)
+        if self.copier is Engine.SCALAR:
             step.scalar_ns = evicting
         else:
             step.vector_ns = evicting
@@ -166,6 +166,13 @@ class Costs:
             step.head_ns = self.load_x(stage.chunks[:1])
             step.load_ns = self.load_x(stage.chunks[:2])
         return step
+
+    def _wait(self, step: Step, transposes: Step, tiles: int) -> None:
+        """Let a step of some K tiles wait for the transposes of them."""
+        later = transposes.tiles - tiles_in(tiles, self.bank_tiles)
+        spacing = max(transposes.last_ns, transposes.scalar_ns, transposes.vector_ns)
+        of_bank = (tiles - 1) % self.bank_tiles + 1
+        step.waits, step.waits_ns = True, step.work_ns * of_bank / tiles - later * spacing
 
     def _loads(self, stage: Stage) -> list[Step]:
         """A step for each weight tile, as `stages.decode.Sums.add_chunk` loads them."""
@@ -182,7 +189,7 @@ class Costs:
                 if rest:
                     found.append(self._load(rest, 1, s))
             if n and n < end and stage.source != "transposed":  # the next chunk comes before
-                found[at].work_ns += self.transposes(stage.chunks[n + 1])[0]
+                found[at].work_ns += sum([ns for _, ns, _ in self.transposes(stage.chunks[n + 1])])
                 if stage.loads_x and (n + 1) % self.groups == 0:
                     found[at].load_ns += self.load_x([stage.chunks[n + 1]])
         return found
@@ -201,7 +208,7 @@ class Costs:
             work = whole.work_ns * (0.5 if self.groups == 1 else 1.0)
             rows = stage.chunks[-1] % P or P
             dma = load_ns(self.machine, rows, columns * self.itemsize, round(whole.work_ns / s.ns))
-            step = Step(work, dma, waits=whole.waits)
+            step = Step(work, dma, waits=whole.waits, waits_ns=whole.waits_ns)
             self._evict(step, stage, share=2)
             found.append(step)
         return found
@@ -233,7 +240,8 @@ class Costs:
         step.hbm_bytes = rows * sum([s.row_bytes for s in stage.sums])
         step.instructions = loads + sum([k_tiles * s.matmuls + len(s.parts) for s in stage.sums])
         if stage.source != "transposed":
-            step.instructions += sum([self.transposes(size)[2] for size in stage.chunks])
+            banks = [bank for size in stage.chunks for bank in self.transposes(size)]
+            step.instructions += sum([tiles + 1 for tiles, _, _ in banks])
         if stage.loads_x:
             step.instructions += len(stage.chunks)
             step.hbm_bytes += self.M * rows * self.itemsize
@@ -248,7 +256,7 @@ def _stream(loads: list[Step]) -> Step:
         step.work_ns += load.work_ns
         step.load_ns += load.load_ns
         step.fills += load.fills
-    step.frees, step.waits_ns = step.fills, step.work_ns
+    step.frees = step.fills
     return step
 
 
@@ -396,8 +404,9 @@ def _choices(costs: Costs, limit: int) -> list[list[Blocks]]:
     blocks = sorted({min(width, costs.most_columns, own) for width in widths})
     pairs: list[Blocks] = []
     for last in [width for width in blocks if width <= 6144]:
-        rest = rounded_up(own - last, OUTPUT_UNIT) or last
-        pairs.extend([{"block": min(block, rest), "last_block": last} for block in blocks[-3:]])
+        widest = rounded_up(own - last, OUTPUT_UNIT) or last
+        usual = {min(block, widest) for block in blocks[-3:]}
+        pairs.extend([{"block": block, "last_block": last} for block in sorted(usual)])
     usual = (512, 1024, 2048, 4096)
     even_chunks = [even(costs.own(costs.problem.K), most) for most in usual[1:]]
     chunks: list[Blocks] = [{"k_chunk": size} for size in sorted({*usual, *even_chunks})]
