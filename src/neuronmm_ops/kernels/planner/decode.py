@@ -226,8 +226,9 @@ class Costs:
         step.tiles = max(1, tiles // share)
         step.first_ns = step.last_ns = sum([s.ns for s in stage.sums]) / tiles
         for n, engine in enumerate(engines):
-            own = [evict_ns(self.machine, engine, size) for size in parts[n :: len(engines)]]
-            ns = sum(own) / tiles_in(tiles - n, len(engines))
+            each = [evict_ns(self.machine, engine, size) for size in [*parts[:-1], parts[0]]]
+            ns = sum(each[n :: len(engines)]) / tiles_in(tiles - n, len(engines))
+            step.shorter_ns = each[-1] - evict_ns(self.machine, engine, parts[-1])
             if engine is Engine.VECTOR:
                 step.vector_ns = ns
             else:
@@ -382,7 +383,8 @@ def candidates(
         best: Blocks = {"k_chunk": 1024, "block": least, "last_block": least, **first}
         best["tile_bytes"] = tile_bytes
         found: dict[tuple[tuple[str, Block], ...], Plan] = {}
-        for values in [*choices, *_choices(costs, tile_bytes)]:
+        shared = _choices(costs, tile_bytes)
+        for values in [*choices, *shared, *shared]:
             plans = [plan(tuple({**best, **value}.items())) for value in values]
             fitting = [p for p in plans if p.sbuf_bytes <= costs.machine.usable_sbuf_bytes]
             found.update({p.blocks: p for p in fitting})

@@ -33,6 +33,7 @@ class Step:
         last_ns: from the last matmul of one tile to that of the next.
         scalar_ns: of ScalarE to evict a tile; 0 where it evicts none.
         vector_ns: of VectorE. The two take turns where both evict.
+        shorter_ns: what the last tile takes less, being narrower.
         waits: it reads what the steps before have evicted.
         waits_ns: of `work_ns`, what is left to do after the last of that.
         fills: SBUF that its loads and results take.
@@ -56,6 +57,7 @@ class Step:
     last_ns: float = 0.0
     scalar_ns: float = 0.0
     vector_ns: float = 0.0
+    shorter_ns: float = 0.0
     waits: bool = False
     waits_ns: float = 0.0
     fills: int = 0
@@ -175,16 +177,19 @@ class Timeline:
         shared = self.machine.shared_ports
         matmul = self._latency[Engine.TENSOR]
         seen = end = 0.0
+        scalar_ns, vector_ns = s.scalar_ns, s.vector_ns
         for i in range(s.tiles):
+            if i == s.tiles - 1:
+                scalar_ns, vector_ns = scalar_ns - s.shorter_ns, vector_ns - s.shorter_ns
             ready = done - (s.tiles - 1 - i) * s.last_ns + matmul
             by_vector = s.vector_ns and (i % 2 or not s.scalar_ns)
             if by_vector:
                 ready = max(ready, self._vector, self._scalar if shared else 0.0)
-                self._vector = end = ready + s.vector_ns
+                self._vector = end = ready + vector_ns
                 seen = max(seen, end + self._latency[Engine.VECTOR])
             else:
                 ready = max(ready, self._scalar, self._vector if shared else 0.0)
-                self._scalar = end = ready + s.scalar_ns
+                self._scalar = end = ready + scalar_ns
                 seen = max(seen, end + self._latency[Engine.SCALAR])
             if i == 0:
                 self._results[0] = seen

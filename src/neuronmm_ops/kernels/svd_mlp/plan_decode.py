@@ -28,9 +28,10 @@ def candidates(problem: Problem) -> list[Plan]:
     width = rounded_up(costs.own(problem.inner), P)
     bank = BANK_COLUMNS * costs.groups
     inners = sorted({min(count * bank, width) for count in range(1, SUM_BANKS + 1)})
-    spills: list[Blocks] = [{"spill": True}, {"spill": False}]
-    blocks: list[Blocks] = [{"inner_block": inner} for inner in inners]
-    return decode.candidates(costs, run, {**first, **blocks[0], **spills[0]}, [spills, blocks])
+    hidden: list[Blocks] = [
+        {"inner_block": inner, "spill": spill} for inner in inners for spill in (True, False)
+    ]
+    return decode.candidates(costs, run, {**first, **hidden[0]}, [hidden])
 
 
 def run(s: Stages) -> None:
