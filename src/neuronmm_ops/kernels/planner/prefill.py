@@ -20,6 +20,7 @@ from neuronmm_ops.kernels.stages.tiling import (
     PSUM_BANKS,
     STAGED_TILES,
     Group,
+    Span,
     natural_groups,
     sizes,
     tiles_in,
@@ -80,9 +81,12 @@ class Moving(NamedTuple):
     stays: bool = False
     made_in: int = 0
 
-    def first_needed(self, width: int) -> int:
-        """The first of the tokens that were made last; `width` if it comes from HBM."""
-        return (width - 1) // self.made_in * self.made_in if self.made_in else width
+    def wait(self, step: Step, width: int, tokens: Span, count: int, back: int = 1) -> None:
+        """Let a stage's first step wait for it, made `back` steps before; it reads `tokens`."""
+        if self.made_in:
+            step.waits = back
+            if tokens.start + tokens.size > (width - 1) // self.made_in * self.made_in:
+                step.waits_ns = step.work_ns / count
 
 
 class Costs:
@@ -234,7 +238,6 @@ def project_steps(
     program = Program()
     passes, blocks = sizes(K, k_block or K), sizes(N, block)
     partial = width * (c.item if bf16_partial_sums else 4)
-    waits = x.first_needed(width)
     for n, rows in enumerate(passes):
         last = n + 1 == len(passes)
         made = width * c.item if last else partial
@@ -253,9 +256,8 @@ def project_steps(
                 fresh = c.weights(rows, columns, len(groups)) if g == 0 else NOTHING
                 step = c.step(rows, group, (fresh, arriving))
                 c.evict(step, group.columns.size, "vector" if n else "shared")
-                if group.columns.start + group.columns.size > waits:
-                    step.waits, step.waits_ns = True, step.work_ns / tiles_in(rows, PARTITIONS)
-                    waits = width
+                if n + b + g == 0:
+                    x.wait(step, width, group.columns, tiles_in(rows, PARTITIONS))
                 if makes and group.columns.start == 0:
                     c.results(step, step.rows * made)
                 if makes and n > 0 and group.columns.start + group.columns.size == width:
@@ -281,7 +283,7 @@ def write_steps(
     """`stages.prefill.write_rows`, of a block of `width` tokens."""
     program = Program()
     count, blocks = tiles_in(K, PARTITIONS), sizes(N, block)
-    waits, seen, held = x.first_needed(width), x.seen, 0
+    seen, held = x.seen, 0
     for b, columns in enumerate(blocks):
         ends = b + 1 == len(blocks)
         if program.again((0, columns, b == 0, ends)):
@@ -294,9 +296,8 @@ def write_steps(
             fresh = c.weights(K, columns, len(groups)) if g == 0 else NOTHING
             step = c.step(K, group, (arriving, fresh))
             c.evict(step, group.columns.size, "shared")
-            if group.rows.start + group.rows.size > waits:
-                step.waits, step.waits_ns = True, step.work_ns / count
-                waits = width
+            if b + g == 0:
+                x.wait(step, width, group.rows, count)
             size = step.rows * columns * c.item
             if group.columns.start == 0:
                 c.results(step, size)

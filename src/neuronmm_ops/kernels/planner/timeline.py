@@ -35,8 +35,9 @@ class Step:
         scalar_ns: of ScalarE to evict a tile; 0 where it evicts none.
         vector_ns: of VectorE. The two take turns where both evict.
         rows: rows of PSUM tiles, each a contraction tile of a step that reads them.
-        waits: it is the first that reads what the steps since the last such have evicted.
-        waits_ns: of `work_ns`, one contraction tile's.
+        waits: it is the first to read a stage's results: those of the step so many before it are
+            the last; 0 if it is not.
+        waits_ns: of `work_ns`, one contraction tile's, if it reads the last results; else 0.
         fills: SBUF that its loads and results take.
         needs: of `fills`, what must fit at once.
         frees: SBUF that has its last use in this step.
@@ -57,7 +58,7 @@ class Step:
     scalar_ns: float = 0.0
     vector_ns: float = 0.0
     rows: int = 1
-    waits: bool = False
+    waits: int = 0
     waits_ns: float = 0.0
     fills: int = 0
     needs: int = 0
@@ -128,10 +129,10 @@ class Timeline:
         self._stored = 0.0
         self._scalar = self._vector = 0.0
         self._banks = [0.0] * PSUM_BANKS
-        # when others may read the first result since a step that waited, and of the last step
-        # the first and the last, which has so many rows
-        self._oldest = self._first = self._last = 0.0
-        self._rows = 1
+        # when others may read the first result since a step that waited, and of the last two
+        # steps the first and the last, in so many rows
+        self._oldest = 0.0
+        self._results = deque([(0.0, 0.0, 1)] * 2, maxlen=2)
         engines = (Engine.TENSOR, Engine.SCALAR, Engine.VECTOR)
         self._latencies = [result_ns(machine, engine) for engine in engines]
         # SBUF: bytes taken and freed so far, and (freed before, from when, to when) of each step
@@ -195,8 +196,9 @@ class Timeline:
         begun = self._first_matmuls(s, start)
         work = (begun[-1] - s.tiles * s.first_ns if s.tiles else start) + s.work_ns
         done = max(work, self._dma + s.tail_ns) if s.load_ns else work
-        if s.waits:
-            done = max(done, self._last + s.waits_ns, self._first + self._rows * s.waits_ns)
+        if s.waits_ns:
+            first, last, rows = self._results[-s.waits]
+            done = max(done, last + s.waits_ns, first + rows * s.waits_ns)
         if s.tiles:
             self._evict(s, begun, done)
         if s.frees:
@@ -230,7 +232,7 @@ class Timeline:
         return end
 
     def _store(self, s: Step) -> None:
-        begin = max(self._last + DMA_START_NS, self._stored)
+        begin = max(self._results[-1][1] + DMA_START_NS, self._stored)
         self._stored = begin + s.store_ns
         self._stores.append((begin, s.store_ns))
         if s.stored:
@@ -250,7 +252,7 @@ class Timeline:
         """Evict the tiles in order, each after its last matmul; their banks are free then."""
         shared = self.machine.shared_ports
         matmul, scalar, vector = self._latencies
-        seen = end = 0.0
+        first = seen = end = 0.0
         late = done - begun[-1]
         at_once = s.tiles * s.first_ns > 0.999 * s.work_ns  # what a tile does first is all it does
         for i in range(s.tiles):
@@ -265,11 +267,11 @@ class Timeline:
                 self._scalar = end = ready + s.scalar_ns
                 seen = max(seen, end + scalar)
             if i == 0:
-                self._first = seen
-                self._oldest = self._oldest or seen
+                first = seen
             self._banks.extend([end] * s.banks)
         self._banks.sort()
-        self._last, self._rows = seen, s.rows
+        self._oldest = self._oldest or first
+        self._results.append((first, seen, s.rows))
         self._end = max(self._end, end)
 
     def _free(self, amount: int, begin: float, end: float) -> None:

@@ -119,7 +119,7 @@ class _Form:
         """`gated`: of each group of PSUM tiles a step of the gate, then one of up."""
         program, c, inner = Program(), self.costs, self.costs.problem.inner
         gate, up, _ = c.problem.ranks
-        waits = (width - 1) // self.tokens * self.tokens
+        side = in_sbuf(self._side_tiles * width * c.item, self.tokens)
         blocks = sizes(inner, self.v_block)
         made = 0  # tiles of the hidden block
         for b, columns in enumerate(blocks):
@@ -143,9 +143,8 @@ class _Form:
                 program.add(step)
                 step = c.step(up, group, loads[1:], TAIL_TILES)
                 c.evict(step, group.columns.size, "vector")
-                if group.columns.start + group.columns.size > waits:
-                    step.waits, step.waits_ns = True, step.work_ns / tiles_in(up, PARTITIONS)
-                    waits = width
+                if b + g == 0:  # a step of the gate lies between
+                    side.wait(step, width, group.columns, tiles_in(up, PARTITIONS), 2)
                 if group.columns.start == 0:
                     slots = self._slots(made + step.rows) - self._slots(made)
                     made += step.rows
@@ -155,7 +154,7 @@ class _Form:
                     step.frees += many * self.costs.item * columns * self._side_tiles
                     self._store(step, stored, width)
                     if b + 1 == len(blocks):
-                        step.frees += self._side_tiles * width * c.item
+                        step.frees += side.frees
                 program.add(step)
         return program
 
