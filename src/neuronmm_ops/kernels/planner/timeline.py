@@ -162,7 +162,7 @@ class Timeline:
     def _settle(self, once: Callable[[], None], times: int) -> int:
         """Run `once` until each further time takes as long; returns how many were skipped.
 
-        That is so when TensorE took as long twice, and DMA does not fall behind it, stores included.
+        That is so when TensorE took as long twice, and no load or store falls behind it.
         """
         period = 0.0
         for n in range(times):

@@ -36,6 +36,11 @@ WIDTHS = (2048, 1024, 512)
 """Tokens of a block."""
 SMALL_WIDTHS = (384, 256, 128, 64, 32, 16)
 """Where no larger one fits."""
+ARGUMENTS = (
+    *("tokens", "resident", "spill", "resident_spilled"),
+    *("u_block", "v_block", "down_block", "out_block"),
+)
+"""Arguments of the kernel that the problem and `token_block` leave open, as `_Form` has them."""
 AHEAD_BYTES = 8192
 """SBUF per partition that a hidden block which spills leaves to loads ahead."""
 
@@ -48,6 +53,12 @@ def candidates(problem: Problem) -> list[Plan]:
         if prefill:
             return found + prefill
     return found
+
+
+def plan_with(problem: Problem, blocks: Blocks) -> Plan | None:
+    """The plan of these arguments of the prefill kernel; None where it does not fit."""
+    width = min(int(blocks["token_block"]), problem.core_tokens[0])
+    return _Form(Costs(problem), width, *[int(blocks[name]) for name in ARGUMENTS]).plan()
 
 
 def _forms(problem: Problem, widths: tuple[int, ...]) -> Iterator[_Form]:
@@ -250,25 +261,28 @@ class _Form:
 
     def _with_hidden(self, rank: int) -> Iterator[_Form]:
         """With the columns of u_down, the hidden block spilling as little as needed."""
-        room, size = self.costs.machine.usable_sbuf_bytes, self._group_bytes(self.width)
-        inner = self.costs.problem.inner
-        groups = inner // (HIDDEN_TILES * PARTITIONS)
+        room = self.costs.machine.usable_sbuf_bytes
+        spilled: list[_Form] = []
         for form in self._ordered("down_block", rank):
-            over = max(form._gated_peak(), form._down_peak()) - room
-            if over <= 0:
+            if max(form._gated_peak(), form._down_peak()) <= room:
                 yield form
+                break
+            spilled = spilled or list(form._spilled(room))
+        yield from spilled
+
+    def _spilled(self, room: int) -> Iterator[_Form]:
+        """With as few groups of the hidden block spilled as fit, some of which stay after."""
+        size, inner = self._group_bytes(self.width), self.costs.problem.inner
+        spill = 0
+        while spill <= inner // (HIDDEN_TILES * PARTITIONS):
+            found = replace(self, spill=spill)
+            over = max(found._gated_peak(), found._down_peak()) + AHEAD_BYTES - room
+            if over <= 0 and spill:
+                most = min(spill, (room - AHEAD_BYTES - found._down_peak()) // size)
+                for again in sorted({most, most * 5 // 8}):  # fewer leave room for loads
+                    yield replace(found, resident_spilled=again)
                 return
-            spill = tiles_in(over + AHEAD_BYTES, size)
-            while spill <= groups:
-                found = replace(form, spill=spill)
-                over = max(found._gated_peak(), found._down_peak()) + AHEAD_BYTES - room
-                if over <= 0:
-                    spare = room - AHEAD_BYTES - found._down_peak()
-                    most = min(spill, max(0, spare // size))
-                    for again in sorted({most, most * 5 // 8}):  # fewer leave room for loads
-                        yield replace(found, resident_spilled=again)
-                    return
-                spill += tiles_in(over, size)
+            spill += max(1, tiles_in(over, size))
 
     def _gated_peak(self) -> int:
         return sbuf_peak([self.gated(self.width)], self._side_tiles * self.width * self.costs.item)
@@ -280,10 +294,8 @@ class _Form:
 
     def _ordered(self, name: str, size: int) -> list[_Form]:
         """With widths of a block of `size` columns, least DMA time first, then room."""
-        tiles, group = (
-            tiles_in(size, PARTITIONS),
-            self.costs.banks // tiles_in(self.tokens, BANK_COLUMNS),
-        )
+        tiles = tiles_in(size, PARTITIONS)
+        group = self.costs.banks // tiles_in(self.tokens, BANK_COLUMNS)
         widths = {group, 2 * group, 4, 8, 12, 16}
         widths.update([tiles_in(tiles, shares) for shares in (1, 2, 3, 4)])
         blocks = sorted({min(w, tiles) * PARTITIONS for w in widths if min(w, tiles) <= 32})
@@ -300,14 +312,7 @@ class _Form:
         blocks: Blocks = {
             "token_block": self.width,
             "layout": c.layout,
-            "resident": self.resident,
-            "spill": self.spill,
-            "resident_spilled": self.resident_spilled,
-            "u_block": self.u_block,
-            "v_block": self.v_block,
-            "down_block": self.down_block,
-            "out_block": self.out_block,
-            "tokens": self.tokens,
+            **{name: getattr(self, name) for name in ARGUMENTS},
             "token_tiles": self.token_tiles,
             "banks": c.banks,
             "engines": c.engines,

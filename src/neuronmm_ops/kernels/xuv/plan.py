@@ -36,10 +36,17 @@ def candidates(problem: Problem) -> list[Plan]:
     """All plans that fit."""
     found = decode.candidates(problem)
     for widths in token_blocks(problem):
-        prefill = [plan for width in widths for plan in _prefill(problem, width)]
+        prefill = [plan for width in widths for plan in _Stages(problem).plans(width)]
         if prefill:
             return found + prefill
     return found
+
+
+def plan_with(problem: Problem, blocks: Blocks) -> Plan | None:
+    """The plan of these arguments of the prefill kernel; None where it does not fit."""
+    first = First(*[int(blocks[name]) for name in First._fields])
+    second = Second(*[int(blocks[name]) for name in Second._fields])
+    return _Stages(problem).plan(int(blocks["token_block"]), first, second)
 
 
 class First(NamedTuple):
@@ -126,28 +133,30 @@ class _Stages:
                 if token_tiles == 1 or token_tiles // 2 * PARTITIONS < width:
                     yield Second(block, token_tiles)
 
+    def plans(self, token_block: int) -> Iterator[Plan]:
+        """The quickest for blocks of so many tokens."""
+        c = self.costs
+        width = min(token_block, self.problem.core_tokens[0])
+        live = tiles_in(self.problem.ranks[0], PARTITIONS) * width * c.item
+        seconds = quickest_stages(
+            c.machine, self.seconds(width), lambda b: self.write(width, b, width), live
+        )[:SECOND]
+        firsts = self.quickest_firsts(width) if seconds else []
+        for n, (first, second) in enumerate(product(firsts, seconds)):
+            if n < SECOND or second == seconds[0]:  # the stages hardly interact
+                plan = self.plan(token_block, first, second)
+                if plan:
+                    yield plan
 
-def _prefill(problem: Problem, token_block: int) -> list[Plan]:
-    """Plans for blocks of so many tokens."""
-    stages, c = _Stages(problem), Costs(problem)
-    width = min(token_block, problem.core_tokens[0])
-    live = tiles_in(problem.ranks[0], PARTITIONS) * width * c.item
-    seconds = quickest_stages(
-        c.machine, stages.seconds(width), lambda b: stages.write(width, b, width), live
-    )[:SECOND]
-    firsts = stages.quickest_firsts(width) if seconds else []
-    found: list[Plan] = []
-    for n, (first, second) in enumerate(product(firsts, seconds)):
-        if n >= SECOND and second != seconds[0]:  # stages hardly interact
-            continue
+    def plan(self, token_block: int, first: First, second: Second) -> Plan | None:
+        """What these arguments come to."""
+        c, p = self.costs, self.problem
         blocks: Blocks = {"token_block": token_block, "layout": c.layout, **first._asdict()}
-        if problem.bf16_partial_sums:
+        if p.bf16_partial_sums:
             blocks["bf16_partial_sums"] = True
         blocks.update(second._asdict(), v_banks=c.banks, engines=c.engines)
 
-        def both(size: int, first: First = first, second: Second = second) -> list[Program]:
-            return [stages.project(size, first), stages.write(size, second, first.tokens)]
+        def both(size: int) -> list[Program]:
+            return [self.project(size, first), self.write(size, second, first.tokens)]
 
-        plan = plan_of(problem, blocks, both, width)
-        found += [plan] if plan else []
-    return found
+        return plan_of(p, blocks, both, min(token_block, p.core_tokens[0]))
