@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from neuronmm_ops.hardware import MIN_CYCLES, Engine
 from neuronmm_ops.kernels.planner.instructions import (
@@ -30,6 +30,15 @@ Source = Literal["hbm", "stored", "sums", "transposed"]
 BOTH, SCALAR, VECTOR = (Engine.VECTOR, Engine.SCALAR), (Engine.SCALAR,), (Engine.VECTOR,)
 KEPT = 8
 """Plans that are returned, best first."""
+
+
+class Tile(NamedTuple):
+    """Some K tiles: what TensorE does with them, their load or eviction, and their SBUF."""
+
+    count: int
+    work_ns: float
+    move_ns: float
+    size: int
 
 
 class Sums:
@@ -93,15 +102,17 @@ class Costs:
     def __init__(self, problem: Problem) -> None:
         self.problem, self.machine = problem, problem.machine
         self.M, self.itemsize = problem.M, problem.itemsize
-        self.groups = tiling.column_groups(self.M, self.machine.generation)
-        self.step = tiling.matmul_columns(self.M, self.machine.generation)
-        fp32 = self.machine.generation == 2 or self.itemsize == 4
-        self.bank_tiles = tiling.transposes_in_bank(self.M, 4 if fp32 else 2)
-        self.copier = Engine.SCALAR if self.machine.generation == 2 else Engine.VECTOR
-        self.copy_rate = 1 if fp32 else 2  # VectorE copies 2 bytes twice as fast as 4
+        generation = self.machine.generation
+        self.groups = tiling.column_groups(self.M, generation)
+        self.step = tiling.matmul_columns(self.M, generation)
         self.most_columns = tiling.SUM_BANKS * BANK_COLUMNS * self.groups
+        fp32 = generation == 2 or self.itemsize == 4
+        self.bank_tiles = tiling.transposes_in_bank(self.M, 4 if fp32 else 2)
+        self.copier = Engine.SCALAR if generation == 2 else Engine.VECTOR
+        self.copy_rate = 1 if fp32 else 2  # VectorE copies 2 bytes twice as fast as 4
         self.sums = cache(self._sums)
         self.transposes = cache(self._transposes)
+        self.weight_tiles = cache(self._weight_tiles)
         self.steps = cache(self._steps)
 
     def own(self, size: int, core: int = 0) -> int:
@@ -116,52 +127,92 @@ class Costs:
     def _sums(self, columns: int, of: int, unit: int = P, step: int = 0) -> Sums:
         return Sums(self.problem, columns, of, unit, step or self.step)
 
-    def _transposes(self, size: int) -> list[tuple[int, float, float]]:
-        """(K tiles, TensorE's time, the eviction's time) of each bank of a transposed K chunk."""
-        found: list[tuple[int, float, float]] = []
+    def _transposes(self, size: int) -> list[Tile]:
+        """The transposes of a K chunk, those of a bank together."""
+        found: list[Tile] = []
         for rows, tiles in ((P, size // P), (size % P, int(size % P > 0))):
             ns = transpose_ns(self.machine, self.M, rows, self.itemsize)
             for n in sizes(tiles, self.bank_tiles):
-                columns = n * self.M // self.copy_rate
-                found.append((n, n * ns, evict_ns(self.machine, self.copier, columns)))
+                evict = evict_ns(self.machine, self.copier, n * self.M // self.copy_rate)
+                found.append(Tile(n, n * ns, evict, 0))
         return found
+
+    def _weight_tiles(
+        self, s: Sums, rows: int, tile_bytes: int, first: bool, last: bool
+    ) -> list[Tile]:
+        """The weight tiles of a K chunk; as `stages.decode.Sums.add_chunk`."""
+        tiles, rest = divmod(rows, P)
+        ends = last and rest == 0
+        spans = tiling.weight_tiles(tiles, s.row_bytes, tile_bytes, first, ends)
+        found = [self._weight_tile(s, P, span.size, s.columns) for span in spans]
+        if rest:
+            found.append(self._weight_tile(s, rest, 1, s.columns))
+        if last:
+            count = found.pop().count
+            halves = [self._weight_tile(s, rest or P, count, columns) for columns in s.halves]
+            found.extend(halves)
+        return found
+
+    def _weight_tile(self, s: Sums, rows: int, count: int, columns: int) -> Tile:
+        row, whole = columns * self.itemsize, columns == s.columns
+        runs, run = (1, count * row) if s.adjoin and whole else (count, row)
+        share = 1.0 if self.groups > 1 else columns / s.columns
+        load = load_ns(self.machine, rows, run, runs)
+        return Tile(count, count * s.ns * share, load, count * row)
 
     def _steps(self, stage: Stage) -> list[Step]:
         """The steps of a stage; traffic and instructions are in the first."""
-        if not stage.chunks:
-            return []
-        steps: list[Step] = []
+        tiles = self._streamed(stage)
+        halves = len(stage.sums[0].halves) if stage.last else 1
+        end = max(1, len(tiles) - halves) if stage.last else len(tiles)
+        parts = [tiles[:1], tiles[1:end], *[[tile] for tile in tiles[end:]]]
+        steps = [_stream(part) for part in parts if part]
+        for step in steps[-halves:]:
+            self._evict(step, stage, halves)
         if stage.source != "transposed":
-            steps.append(self._first_transposes(stage))
-        loads = self._loads(stage)
-        last = loads.pop() if stage.last and len(loads) > 1 else None
-        streams = [loads[:1], loads[1:], [last] if last else []]
-        steps.extend([_stream(stream) for stream in streams if stream])
+            transposes = self._first_transposes(stage)
+            self._wait(steps[0], transposes, tiles[0].count)
+            steps.insert(0, transposes)
+        k_tiles, rows = sum([tiles_in(size, P) for size in stage.chunks]), sum(stage.chunks)
+        count = steps[0]
+        count.hbm_bytes = rows * sum([s.row_bytes for s in stage.sums])
+        count.instructions = sum([k_tiles * s.matmuls + len(s.parts) for s in stage.sums])
+        count.instructions += len(tiles)
         if stage.source != "transposed":
-            self._wait(steps[1], steps[0], round(steps[1].work_ns / stage.sums[0].ns))
-        halves = stage.sums[0].halves if stage.last else []
-        if len(halves) > 1:
-            steps[-1:] = self._halves(steps[-1], stage)
-        else:
-            self._evict(steps[-1], stage)
-        for step in steps:
-            step.needs = 2 * max(stage.tile_bytes, *[s.row_bytes for s in stage.sums])
-        self._count(steps[0], stage, len(loads) + (last is not None) + max(0, len(halves) - 1))
+            banks = [bank for size in stage.chunks for bank in self.transposes(size)]
+            count.instructions += sum([bank.count + 1 for bank in banks])
+        if stage.loads_x:
+            count.instructions += len(stage.chunks)
+            count.hbm_bytes += self.M * rows * self.itemsize
         return steps
+
+    def _streamed(self, stage: Stage) -> list[Tile]:
+        """All weight tiles of a stage."""
+        found: list[Tile] = []
+        end = len(stage.chunks) - 1
+        for n, size in enumerate(stage.chunks):
+            at = len(found)
+            edges = stage.first and n == 0, stage.last and n == end
+            for s in stage.sums:
+                found.extend(self.weight_tiles(s, size, stage.tile_bytes, *edges))
+            if 0 < n < end and stage.source != "transposed":  # the next chunk comes before
+                work = found[at].work_ns + sum(
+                    [b.work_ns for b in self.transposes(stage.chunks[n + 1])]
+                )
+                again = stage.loads_x and (n + 1) % self.groups == 0
+                load = found[at].move_ns + (self.load_x([stage.chunks[n + 1]]) if again else 0.0)
+                found[at] = found[at]._replace(work_ns=work, move_ns=load)
+        return found
 
     def _first_transposes(self, stage: Stage) -> Step:
         """Transposes of the first two K chunks, bank after bank."""
-        first, *second = [self.transposes(size) for size in stage.chunks[:2]]
-        banks = [*first, *sum(second, [])]
-        step = Step(sum([work for _, work, _ in banks]), tiles=len(banks), bank_tiles=len(banks))
+        banks = [bank for size in stage.chunks[:2] for bank in self.transposes(size)]
+        step = Step(sum([bank.work_ns for bank in banks]), fresh=True)
+        step.tiles = step.bank_tiles = len(banks)
         step.last_ns = step.work_ns / len(banks)
-        step.waits_ns = step.tail_ns = banks[-1][1]
-        step.waits = stage.source != "hbm"
-        evicting = sum([evicting for _, _, evicting in banks]) / len(banks)
-        if self.copier is Engine.SCALAR:
-            step.scalar_ns = evicting
-        else:
-            step.vector_ns = evicting
+        step.waits_ns = step.tail_ns = banks[-1].work_ns
+        step.waits = int(stage.source != "hbm")
+        self._evicts(step, self.copier, sum([bank.move_ns for bank in banks]) / len(banks))
         if stage.loads_x:
             step.head_ns = self.load_x(stage.chunks[:1])
             step.load_ns = self.load_x(stage.chunks[:2])
@@ -172,49 +223,10 @@ class Costs:
         later = transposes.tiles - tiles_in(tiles, self.bank_tiles)
         spacing = max(transposes.last_ns, transposes.scalar_ns, transposes.vector_ns)
         of_bank = (tiles - 1) % self.bank_tiles + 1
-        step.waits, step.waits_ns = True, step.work_ns * of_bank / tiles - later * spacing
+        step.waits, step.waits_ns = 1, step.work_ns * of_bank / tiles - later * spacing
 
-    def _loads(self, stage: Stage) -> list[Step]:
-        """A step for each weight tile, as `stages.decode.Sums.add_chunk` loads them."""
-        found: list[Step] = []
-        end = len(stage.chunks) - 1
-        for n, size in enumerate(stage.chunks):
-            at = len(found)
-            for s in stage.sums:
-                tiles, rest = divmod(size, P)
-                ends = stage.last and n == end and rest == 0
-                starts = stage.first and n == 0
-                for tile in tiling.weight_tiles(tiles, s.row_bytes, stage.tile_bytes, starts, ends):
-                    found.append(self._load(P, tile.size, s))
-                if rest:
-                    found.append(self._load(rest, 1, s))
-            if n and n < end and stage.source != "transposed":  # the next chunk comes before
-                found[at].work_ns += sum([ns for _, ns, _ in self.transposes(stage.chunks[n + 1])])
-                if stage.loads_x and (n + 1) % self.groups == 0:
-                    found[at].load_ns += self.load_x([stage.chunks[n + 1]])
-        return found
-
-    def _load(self, rows: int, tiles: int, s: Sums) -> Step:
-        runs, run = (1, tiles * s.row_bytes) if s.adjoin else (tiles, s.row_bytes)
-        size = tiles * s.row_bytes
-        dma = load_ns(self.machine, rows, run, runs)
-        return Step(tiles * s.ns, dma, fills=size, frees=size)
-
-    def _halves(self, whole: Step, stage: Stage) -> list[Step]:
-        """The kernel's last weight tile in two halves."""
-        (s,) = stage.sums
-        found: list[Step] = []
-        for columns in s.halves:
-            work = whole.work_ns * (0.5 if self.groups == 1 else 1.0)
-            rows = stage.chunks[-1] % P or P
-            dma = load_ns(self.machine, rows, columns * self.itemsize, round(whole.work_ns / s.ns))
-            step = Step(work, dma, waits=whole.waits, waits_ns=whole.waits_ns)
-            self._evict(step, stage, share=2)
-            found.append(step)
-        return found
-
-    def _evict(self, step: Step, stage: Stage, share: int = 1) -> None:
-        """Let the sums be evicted after a step, or 1 / `share` of them."""
+    def _evict(self, step: Step, stage: Stage, steps: int) -> None:
+        """Let the sums be evicted after a step, those of one of several `steps`."""
         parts = [size for s in stage.sums for size in s.parts]
         banks = sum([s.banks for s in stage.sums])
         engines = SCALAR if self.machine.shared_ports and len(stage.engines) > 1 else stage.engines
@@ -222,41 +234,31 @@ class Costs:
         # two engines share a bank's column groups
         in_bank = 2 if len(engines) > 1 and len(parts) > banks else 1
         tiles = banks * in_bank
-        step.bank_tiles = in_bank if share == 1 else 1
-        step.tiles = max(1, tiles // share)
+        step.bank_tiles, step.fresh = in_bank if steps == 1 else 1, True
+        step.tiles = max(1, tiles // steps)
         step.first_ns = step.last_ns = sum([s.ns for s in stage.sums]) / tiles
         for n, engine in enumerate(engines):
             each = [evict_ns(self.machine, engine, size) for size in [*parts[:-1], parts[0]]]
-            ns = sum(each[n :: len(engines)]) / tiles_in(tiles - n, len(engines))
             step.shorter_ns = each[-1] - evict_ns(self.machine, engine, parts[-1])
-            if engine is Engine.VECTOR:
-                step.vector_ns = ns
-            else:
-                step.scalar_ns = ns
+            ns = sum(each[n :: len(engines)]) / tiles_in(tiles - n, len(engines))
+            self._evicts(step, engine, ns)
 
-    def _count(self, step: Step, stage: Stage, loads: int) -> None:
-        """Instructions and traffic of a stage."""
-        k_tiles = sum([tiles_in(size, P) for size in stage.chunks])
-        rows = sum(stage.chunks)
-        step.hbm_bytes = rows * sum([s.row_bytes for s in stage.sums])
-        step.instructions = loads + sum([k_tiles * s.matmuls + len(s.parts) for s in stage.sums])
-        if stage.source != "transposed":
-            banks = [bank for size in stage.chunks for bank in self.transposes(size)]
-            step.instructions += sum([tiles + 1 for tiles, _, _ in banks])
-        if stage.loads_x:
-            step.instructions += len(stage.chunks)
-            step.hbm_bytes += self.M * rows * self.itemsize
+    def _evicts(self, step: Step, engine: Engine, ns: float) -> None:
+        if engine is Engine.VECTOR:
+            step.vector_ns = ns
+        else:
+            step.scalar_ns = ns
 
 
-def _stream(loads: list[Step]) -> Step:
+def _stream(tiles: list[Tile]) -> Step:
     """Weight tiles one after the other as one step."""
-    step = Step(0.0, head_ns=loads[0].load_ns)
-    for load in reversed(loads):
+    step = Step(0.0, head_ns=tiles[0].move_ns)
+    for tile in reversed(tiles):
         # what is left to do when this tile has come, beyond the loads that follow it
-        step.tail_ns = max(step.tail_ns, step.work_ns + load.work_ns - step.load_ns)
-        step.work_ns += load.work_ns
-        step.load_ns += load.load_ns
-        step.fills += load.fills
+        step.tail_ns = max(step.tail_ns, step.work_ns + tile.work_ns - step.load_ns)
+        step.work_ns += tile.work_ns
+        step.load_ns += tile.move_ns
+        step.fills += tile.size
     step.frees = step.fills
     return step
 
@@ -266,7 +268,9 @@ class Stages:
 
     Attributes:
         timeline: when they run.
+        sbuf_bytes: the most that is in use.
         psum_banks: the most that sums take.
+        hbm_bytes, instructions: of all stages.
     """
 
     def __init__(self, costs: Costs, blocks: Blocks, core: int) -> None:
@@ -274,6 +278,7 @@ class Stages:
         self.problem = costs.problem
         self.timeline = Timeline(costs.machine)
         self.psum_banks = 1
+        self.held = self.sbuf_bytes = self.hbm_bytes = self.instructions = 0
 
     def chunks(self, size: int) -> list[int]:
         """K chunks of activations in HBM."""
@@ -282,6 +287,14 @@ class Stages:
     def own(self, size: int) -> int:
         """The core's part of a dimension."""
         return self.costs.own(size, self.core)
+
+    # SBUF
+
+    def hold(self, size: int) -> None:
+        """Take SBUF for what stays; a negative size gives it back."""
+        self.held += size
+        self.sbuf_bytes = max(self.sbuf_bytes, self.held)
+        self.timeline.hold(size)
 
     def transposed(self, chunks: list[int]) -> int:
         """SBUF of all K chunks transposed."""
@@ -297,42 +310,51 @@ class Stages:
         each = self.costs.itemsize + (8 if self.problem.lnc == 2 else 0)
         return self.costs.sums(size, size).width * each
 
+    # stages
+
     def run(self, chunks: list[int], source: Source, *sums: Sums, **options: Any) -> None:
         """Run a `Stage`; `options` are its other attributes."""
-        self.psum_banks = max(self.psum_banks, sum([s.banks for s in sums]))
         tile_bytes = int(self.blocks["tile_bytes"])
-        stage = Stage(tuple(chunks), source, sums, tile_bytes, **options)
-        self.timeline.run(self.costs.steps(stage))
+        self.psum_banks = max(self.psum_banks, sum([s.banks for s in sums]))
+        if chunks:
+            steps = self.costs.steps(Stage(tuple(chunks), source, sums, tile_bytes, **options))
+            needs = 2 * max(tile_bytes, *[s.row_bytes for s in sums])
+            self.sbuf_bytes = max(self.sbuf_bytes, self.held + needs)
+            self._count(steps[0])
+            self.timeline.run(steps)
+
+    def _count(self, step: Step) -> None:
+        self.hbm_bytes += step.hbm_bytes
+        self.instructions += step.instructions
 
     def project(
         self, chunks: list[int], source: Source, ranks: Sequence[int], fuse: bool = False
     ) -> list[list[int]]:
         """As `stages.decode.project`; returns the K chunks of each rank."""
         if fuse:
-            together = [self.costs.sums(r, r) for r in ranks]
-            self.run(chunks, source, *together)
-            self._exchange(together, bool(chunks))
-            return [s.chunks for s in together]
+            fused = [self.costs.sums(r, r) for r in ranks]
+            self._sum(chunks, source, fused)
+            return [s.chunks for s in fused]
         found: list[list[int]] = []
         for r in ranks:
             found.append([])
             for columns in sizes(r, int(self.blocks["rank_block"])):
                 s = self.costs.sums(columns, r)
-                self.run(chunks, source, s)
-                self._exchange([s], bool(chunks))
+                self._sum(chunks, source, [s])
                 found[-1].extend(s.chunks)
         return found
 
-    def _exchange(self, sums: list[Sums], started: bool) -> None:
-        """As `stages.decode.Sums.exchanged`; a core that has not `started` sends zeros."""
+    def _sum(self, chunks: list[int], source: Source, sums: list[Sums]) -> None:
+        """Sums over both cores; as `stages.decode.Sums.exchanged`."""
+        self.run(chunks, source, *sums)
         if self.problem.lnc == 1:
             return
         machine, parts = self.costs.machine, [size for s in sums for size in s.parts]
-        width = sum([s.width for s in sums])
-        self.timeline.instructions += len(parts) * (1 if started else 2)
-        self.timeline.instructions += sum([len(s.chunks) for s in sums])
+        # a core without a part of the contraction sends zeros
+        self.instructions += len(parts) * (1 if chunks else 2) + sum([len(s.chunks) for s in sums])
+        send_ns = load_ns(machine, self.costs.M, 4 * sum([s.width for s in sums]))
         add_ns = sum([evict_ns(machine, Engine.VECTOR, size) for size in parts])
-        self.timeline.exchange(load_ns(machine, self.costs.M, 4 * width), add_ns)
+        self.timeline.exchange(send_ns, add_ns)
 
     def write(self, chunks: list[int], source: Source, resident: bool) -> None:
         """As `stages.decode.write_block` for all blocks of the output."""
@@ -343,9 +365,9 @@ class Stages:
             last = i + 1 == len(blocks)
             s = costs.sums(columns.size, N, OUTPUT_UNIT, BANK_COLUMNS if last else costs.step)
             held = s.width * costs.itemsize + 2 * s.row_bytes
-            self.timeline.hold(held)
+            self.hold(held)
             self.run(chunks, source, s, first=i == 0, last=last)
-            self.timeline.release(held)
+            self.hold(-held)
             self.store(s)
             if resident:
                 source = "transposed"
@@ -356,6 +378,7 @@ class Stages:
         ns = load_ns(costs.machine, costs.M, s.width * costs.itemsize)
         step = Step(0.0, store_ns=ns, store_parts=groups, hbm_bytes=costs.M * s.row_bytes)
         step.instructions = groups
+        self._count(step)
         self.timeline.run([step])
 
 
@@ -427,11 +450,11 @@ def _plan(costs: Costs, run: Callable[[Stages], None], blocks: Blocks, core: int
         f"{problem.op}_decode",
         tuple(blocks.items()),
         done.end_ns / 1e6,
-        done.hbm_bytes,
-        done.sbuf_bytes,
+        stages.hbm_bytes,
+        stages.sbuf_bytes,
         stages.psum_banks + 1,
         "PE" if done.work_ns > done.transfer_ns else "DMA",
-        done.instructions,
+        stages.instructions,
         (problem.M,),
     )
 

@@ -39,21 +39,21 @@ def run(s: Stages) -> None:
     costs, (gate, up, down) = s.costs, s.problem.ranks
     chunks = s.chunks(s.own(s.problem.K))
     natural = s.natural(gate) + s.natural(up)
-    s.timeline.hold(natural + s.buffers(chunks))
+    s.hold(natural + s.buffers(chunks))
     low = s.project(chunks, "hbm", (gate, up), bool(s.blocks["fuse_gate_up"]))
-    s.timeline.release(s.buffers(chunks))
+    s.hold(-s.buffers(chunks))
     transposed = s.transposed(low[0]) + s.transposed(low[1])
-    s.timeline.hold(transposed)
+    s.hold(transposed)
     h_chunks, in_sbuf = _hidden(s, low)
-    s.timeline.release(transposed + natural)
+    s.hold(-(transposed + natural))
     source = "sums"
     if s.blocks["spill"]:
         h_chunks, source = s.chunks(s.own(s.problem.inner)), "stored"
         s.timeline.reload(costs.load_x(h_chunks[:1]))
-    s.timeline.hold(s.buffers(h_chunks))
+    s.hold(s.buffers(h_chunks))
     (d_chunks,) = s.project(h_chunks, source, [down])
-    s.timeline.release(s.buffers(h_chunks) + in_sbuf)
-    s.timeline.hold(s.transposed(d_chunks) + s.natural(down))
+    s.hold(-(s.buffers(h_chunks) + in_sbuf))
+    s.hold(s.transposed(d_chunks) + s.natural(down))
     s.write(d_chunks, "sums", resident=True)
 
 
@@ -65,14 +65,14 @@ def _hidden(s: Stages, low: list[list[int]]) -> tuple[list[int], int]:
     for columns in sizes(s.own(s.problem.inner), int(s.blocks["inner_block"])):
         sums = costs.sums(columns, s.problem.inner)
         acts, h = sums.width * 4, sums.width * costs.itemsize
-        s.timeline.hold(acts + h)
+        s.hold(acts + h)
         s.run(low[0], source, sums, engines=SCALAR)
         s.run(low[1], source, sums, engines=VECTOR)
         if s.blocks["spill"]:
             s.store(sums)
-            s.timeline.release(acts + h)
+            s.hold(-(acts + h))
         else:
-            s.timeline.release(acts)
+            s.hold(-acts)
             in_sbuf += h
         h_chunks.extend(sums.chunks)
         source = "transposed"

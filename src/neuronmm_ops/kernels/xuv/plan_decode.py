@@ -16,8 +16,8 @@ def candidates(problem: Problem) -> list[Plan]:
 def run(s: Stages) -> None:
     """The stages of the kernel."""
     chunks = s.chunks(s.own(s.problem.K))
-    s.timeline.hold(s.buffers(chunks))
+    s.hold(s.buffers(chunks))
     (low,) = s.project(chunks, "hbm", s.problem.ranks)
-    s.timeline.release(s.buffers(chunks))
-    s.timeline.hold(s.transposed(low) + s.natural(s.problem.ranks[0]))
+    s.hold(-s.buffers(chunks))
+    s.hold(s.transposed(low) + s.natural(s.problem.ranks[0]))
     s.write(low, "sums", resident=True)

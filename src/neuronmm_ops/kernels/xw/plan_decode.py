@@ -17,5 +17,5 @@ def run(s: Stages) -> None:
     """The stages of the kernel."""
     chunks, resident = s.chunks(s.problem.K), bool(s.blocks["resident"])
     widest = max(chunks) * s.problem.itemsize
-    s.timeline.hold(s.transposed(chunks) + widest if resident else s.buffers(chunks))
+    s.hold(s.transposed(chunks) + widest if resident else s.buffers(chunks))
     s.write(chunks, "hbm", resident)
