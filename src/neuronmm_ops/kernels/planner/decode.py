@@ -1,15 +1,14 @@
-"""Stages of the decode kernels as steps on a timeline, and the search for their arguments.
+"""Stages of the decode kernels as steps on a timeline.
 
-`Costs` turns a `Stage` into steps, `Stages` runs them in the order of the kernel, and `candidates`
-tries arguments. Times are modelled, in ns; SBUF is in bytes per partition.
+`Costs` turns a stage into steps, `Stages` runs them in the order of the kernel. Times are modelled,
+in ns; SBUF is in bytes per partition.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import cache
-from typing import Any, Literal, NamedTuple
+from collections.abc import Sequence
+from functools import cache, partial
+from typing import Literal, NamedTuple
 
 from neuronmm_ops.hardware import MIN_CYCLES, Engine
 from neuronmm_ops.kernels.planner.instructions import (
@@ -19,7 +18,7 @@ from neuronmm_ops.kernels.planner.instructions import (
     matmul_passes,
     transpose_ns,
 )
-from neuronmm_ops.kernels.planner.problem import Block, Plan, Problem
+from neuronmm_ops.kernels.planner.problem import Block, Problem
 from neuronmm_ops.kernels.planner.timeline import Step, Timeline
 from neuronmm_ops.kernels.stages import tiling
 from neuronmm_ops.kernels.stages.tiling import BANK_COLUMNS, OUTPUT_UNIT, P, Span, sizes, tiles_in
@@ -27,15 +26,14 @@ from neuronmm_ops.kernels.stages.tiling import BANK_COLUMNS, OUTPUT_UNIT, P, Spa
 Blocks = dict[str, Block]
 Source = Literal["hbm", "stored", "sums", "transposed"]
 """Where the activations of K chunks are when a stage begins; `stored`: in HBM, by this kernel."""
+IN_HBM = ("hbm", "stored")
 BOTH, SCALAR, VECTOR = (Engine.VECTOR, Engine.SCALAR), (Engine.SCALAR,), (Engine.VECTOR,)
-KEPT = 8
-"""Plans that are returned, best first."""
 
 
 class Tile(NamedTuple):
     """Some K tiles: what TensorE does with them, their load or eviction, and their SBUF."""
 
-    count: int
+    k_tiles: int
     work_ns: float
     move_ns: float
     size: int
@@ -52,8 +50,11 @@ class Sums:
         matmuls: of a K tile; `ns`: their time.
     """
 
-    def __init__(self, problem: Problem, columns: int, of: int, unit: int, step: int) -> None:
+    def __init__(
+        self, problem: Problem, columns: int, of: int, unit: int = P, step: int | None = None
+    ) -> None:
         machine = problem.machine
+        step = step or tiling.matmul_columns(problem.M, machine.generation)
         tiles = tiling.SumTiling(columns, problem.M, machine.generation, unit, step)
         self.columns, self.adjoin = columns, columns == of
         self.row_bytes = columns * problem.itemsize
@@ -68,34 +69,6 @@ class Sums:
             self.ns = max(self.ns, self.matmuls * matmul_ns(machine, MIN_CYCLES, MIN_CYCLES))
 
 
-@dataclass(frozen=True)
-class Stage:
-    """K chunks times columns of weights, as `stages.decode.contract`, and the sums' eviction.
-
-    Attributes:
-        chunks: sizes of the K chunks.
-        source: where they are.
-        sums: of each weight.
-        tile_bytes: of a weight tile.
-        engines: that evict the sums, in turns.
-        first: the first weight tile is small.
-        last: so is the last, which is loaded in two halves.
-    """
-
-    chunks: tuple[int, ...]
-    source: Source
-    sums: tuple[Sums, ...]
-    tile_bytes: int
-    engines: tuple[Engine, ...] = BOTH
-    first: bool = True
-    last: bool = False
-
-    @property
-    def loads_x(self) -> bool:
-        """Whether the activations are loaded."""
-        return self.source in ("hbm", "stored")
-
-
 class Costs:
     """What stages of a problem cost. Many stages of many candidates are the same."""
 
@@ -104,13 +77,12 @@ class Costs:
         self.M, self.itemsize = problem.M, problem.itemsize
         generation = self.machine.generation
         self.groups = tiling.column_groups(self.M, generation)
-        self.step = tiling.matmul_columns(self.M, generation)
         self.most_columns = tiling.SUM_BANKS * BANK_COLUMNS * self.groups
         fp32 = generation == 2 or self.itemsize == 4
         self.bank_tiles = tiling.transposes_in_bank(self.M, 4 if fp32 else 2)
         self.copier = Engine.SCALAR if generation == 2 else Engine.VECTOR
         self.copy_rate = 1 if fp32 else 2  # VectorE copies 2 bytes twice as fast as 4
-        self.sums = cache(self._sums)
+        self.sums = cache(partial(Sums, problem))
         self.transposes = cache(self._transposes)
         self.weight_tiles = cache(self._weight_tiles)
         self.steps = cache(self._steps)
@@ -123,9 +95,6 @@ class Costs:
         """DMA time of tokens on the busiest engines: groups of partitions take chunks in turns."""
         own = chunks[:: self.groups]
         return sum([load_ns(self.machine, self.M, size * self.itemsize) for size in own])
-
-    def _sums(self, columns: int, of: int, unit: int = P, step: int = 0) -> Sums:
-        return Sums(self.problem, columns, of, unit, step or self.step)
 
     def _transposes(self, size: int) -> list[Tile]:
         """The transposes of a K chunk, those of a bank together."""
@@ -148,7 +117,7 @@ class Costs:
         if rest:
             found.append(self._weight_tile(s, rest, 1, s.columns))
         if last:
-            count = found.pop().count
+            count = found.pop().k_tiles
             halves = [self._weight_tile(s, rest or P, count, columns) for columns in s.halves]
             found.extend(halves)
         return found
@@ -160,62 +129,78 @@ class Costs:
         load = load_ns(self.machine, rows, run, runs)
         return Tile(count, count * s.ns * share, load, count * row)
 
-    def _steps(self, stage: Stage) -> list[Step]:
-        """The steps of a stage; traffic and instructions are in the first."""
-        tiles = self._streamed(stage)
-        halves = len(stage.sums[0].halves) if stage.last else 1
-        end = max(1, len(tiles) - halves) if stage.last else len(tiles)
+    def _steps(
+        self,
+        chunks: tuple[int, ...],
+        source: Source,
+        sums: tuple[Sums, ...],
+        tile_bytes: int,
+        engines: tuple[Engine, ...],
+        first: bool,
+        last: bool,
+    ) -> list[Step]:
+        """K chunks times columns of weights, as `stages.decode.contract`, then the evictions.
+
+        Traffic and instructions are those of the first step.
+
+        Args:
+            chunks: sizes of the K chunks.
+            source: where they are.
+            sums: of each weight.
+            tile_bytes: of a weight tile.
+            engines: that evict the sums, in turns.
+            first: the first weight tile is small.
+            last: so is the last, which is loaded in two halves.
+        """
+        tiles: list[Tile] = []
+        for n, size in enumerate(chunks):
+            at, ends = len(tiles), n + 1 == len(chunks)
+            for s in sums:
+                tiles.extend(
+                    self.weight_tiles(s, size, tile_bytes, first and n == 0, last and ends)
+                )
+            if n and not ends:  # the next chunk is transposed before this one is multiplied
+                tiles[at] = self._after_next(tiles[at], source, n + 1, chunks[n + 1])
+        halves = len(sums[0].halves) if last else 1
+        end = max(1, len(tiles) - halves) if last else len(tiles)
         parts = [tiles[:1], tiles[1:end], *[[tile] for tile in tiles[end:]]]
         steps = [_stream(part) for part in parts if part]
         for step in steps[-halves:]:
-            self._evict(step, stage, halves)
-        if stage.source != "transposed":
-            transposes = self._first_transposes(stage)
-            self._wait(steps[0], transposes, tiles[0].count)
-            steps.insert(0, transposes)
-        k_tiles, rows = sum([tiles_in(size, P) for size in stage.chunks]), sum(stage.chunks)
-        count = steps[0]
-        count.hbm_bytes = rows * sum([s.row_bytes for s in stage.sums])
-        count.instructions = sum([k_tiles * s.matmuls + len(s.parts) for s in stage.sums])
-        count.instructions += len(tiles)
-        if stage.source != "transposed":
-            banks = [bank for size in stage.chunks for bank in self.transposes(size)]
-            count.instructions += sum([bank.count + 1 for bank in banks])
-        if stage.loads_x:
-            count.instructions += len(stage.chunks)
-            count.hbm_bytes += self.M * rows * self.itemsize
+            self._evict(step, sums, engines, halves)
+        k_tiles, rows = sum([tiles_in(size, P) for size in chunks]), sum(chunks)
+        instructions = len(tiles) + sum([k_tiles * s.matmuls + len(s.parts) for s in sums])
+        hbm_bytes = rows * sum([s.row_bytes for s in sums])
+        if source in IN_HBM:
+            instructions += len(chunks)
+            hbm_bytes += self.M * rows * self.itemsize
+        if source != "transposed":
+            steps.insert(0, self._first_transposes(chunks[:2], source))
+            self._wait(steps[1], steps[0], tiles[0].k_tiles)
+            banks = [bank for size in chunks for bank in self.transposes(size)]
+            instructions += sum([bank.k_tiles + 1 for bank in banks])
+        steps[0].instructions, steps[0].hbm_bytes = instructions, hbm_bytes
         return steps
 
-    def _streamed(self, stage: Stage) -> list[Tile]:
-        """All weight tiles of a stage."""
-        found: list[Tile] = []
-        end = len(stage.chunks) - 1
-        for n, size in enumerate(stage.chunks):
-            at = len(found)
-            edges = stage.first and n == 0, stage.last and n == end
-            for s in stage.sums:
-                found.extend(self.weight_tiles(s, size, stage.tile_bytes, *edges))
-            if 0 < n < end and stage.source != "transposed":  # the next chunk comes before
-                work = found[at].work_ns + sum(
-                    [b.work_ns for b in self.transposes(stage.chunks[n + 1])]
-                )
-                again = stage.loads_x and (n + 1) % self.groups == 0
-                load = found[at].move_ns + (self.load_x([stage.chunks[n + 1]]) if again else 0.0)
-                found[at] = found[at]._replace(work_ns=work, move_ns=load)
-        return found
+    def _after_next(self, tile: Tile, source: Source, n: int, size: int) -> Tile:
+        """A weight tile, and before it the load and the transposes of K chunk `n`."""
+        work, load = tile.work_ns, tile.move_ns
+        if source != "transposed":
+            work += sum([bank.work_ns for bank in self.transposes(size)])
+        if source in IN_HBM and n % self.groups == 0:
+            load += self.load_x([size])
+        return tile._replace(work_ns=work, move_ns=load)
 
-    def _first_transposes(self, stage: Stage) -> Step:
+    def _first_transposes(self, chunks: tuple[int, ...], source: Source) -> Step:
         """Transposes of the first two K chunks, bank after bank."""
-        banks = [bank for size in stage.chunks[:2] for bank in self.transposes(size)]
+        banks = [bank for size in chunks for bank in self.transposes(size)]
         step = Step(sum([bank.work_ns for bank in banks]), fresh=True)
         step.tiles = step.bank_tiles = len(banks)
         step.last_ns = step.work_ns / len(banks)
         step.waits_ns = step.tail_ns = banks[-1].work_ns
-        step.waits = int(stage.source != "hbm")
-        self._evicts(step, self.copier, sum([bank.move_ns for bank in banks]) / len(banks))
-        if stage.loads_x:
-            step.head_ns = self.load_x(stage.chunks[:1])
-            step.load_ns = self.load_x(stage.chunks[:2])
+        step.waits = int(source != "hbm")
+        _evict_by(step, self.copier, sum([bank.move_ns for bank in banks]) / len(banks))
+        if source in IN_HBM:
+            step.head_ns, step.load_ns = self.load_x(chunks[:1]), self.load_x(chunks)
         return step
 
     def _wait(self, step: Step, transposes: Step, tiles: int) -> None:
@@ -225,29 +210,34 @@ class Costs:
         of_bank = (tiles - 1) % self.bank_tiles + 1
         step.waits, step.waits_ns = 1, step.work_ns * of_bank / tiles - later * spacing
 
-    def _evict(self, step: Step, stage: Stage, steps: int) -> None:
+    def _evict(
+        self, step: Step, sums: tuple[Sums, ...], engines: tuple[Engine, ...], steps: int
+    ) -> None:
         """Let the sums be evicted after a step, those of one of several `steps`."""
-        parts = [size for s in stage.sums for size in s.parts]
-        banks = sum([s.banks for s in stage.sums])
-        engines = SCALAR if self.machine.shared_ports and len(stage.engines) > 1 else stage.engines
+        parts = [size for s in sums for size in s.parts]
+        banks = sum([s.banks for s in sums])
+        if self.machine.shared_ports and engines == BOTH:
+            engines = SCALAR
         engines = engines[: len(parts)]
         # two engines share a bank's column groups
         in_bank = 2 if len(engines) > 1 and len(parts) > banks else 1
         tiles = banks * in_bank
         step.bank_tiles, step.fresh = in_bank if steps == 1 else 1, True
         step.tiles = max(1, tiles // steps)
-        step.first_ns = step.last_ns = sum([s.ns for s in stage.sums]) / tiles
+        step.first_ns = step.last_ns = sum([s.ns for s in sums]) / tiles
         for n, engine in enumerate(engines):
             each = [evict_ns(self.machine, engine, size) for size in [*parts[:-1], parts[0]]]
             step.shorter_ns = each[-1] - evict_ns(self.machine, engine, parts[-1])
-            ns = sum(each[n :: len(engines)]) / tiles_in(tiles - n, len(engines))
-            self._evicts(step, engine, ns)
+            _evict_by(
+                step, engine, sum(each[n :: len(engines)]) / tiles_in(tiles - n, len(engines))
+            )
 
-    def _evicts(self, step: Step, engine: Engine, ns: float) -> None:
-        if engine is Engine.VECTOR:
-            step.vector_ns = ns
-        else:
-            step.scalar_ns = ns
+
+def _evict_by(step: Step, engine: Engine, ns: float) -> None:
+    if engine is Engine.VECTOR:
+        step.vector_ns = ns
+    else:
+        step.scalar_ns = ns
 
 
 def _stream(tiles: list[Tile]) -> Step:
@@ -312,20 +302,29 @@ class Stages:
 
     # stages
 
-    def run(self, chunks: list[int], source: Source, *sums: Sums, **options: Any) -> None:
-        """Run a `Stage`; `options` are its other attributes."""
+    def run(
+        self,
+        chunks: list[int],
+        source: Source,
+        *sums: Sums,
+        engines: tuple[Engine, ...] = BOTH,
+        first: bool = True,
+        last: bool = False,
+    ) -> None:
+        """Contract and evict; the arguments are as in `Costs.steps`."""
         tile_bytes = int(self.blocks["tile_bytes"])
         self.psum_banks = max(self.psum_banks, sum([s.banks for s in sums]))
         if chunks:
-            steps = self.costs.steps(Stage(tuple(chunks), source, sums, tile_bytes, **options))
             needs = 2 * max(tile_bytes, *[s.row_bytes for s in sums])
             self.sbuf_bytes = max(self.sbuf_bytes, self.held + needs)
-            self._count(steps[0])
-            self.timeline.run(steps)
+            self._run(
+                self.costs.steps(tuple(chunks), source, sums, tile_bytes, engines, first, last)
+            )
 
-    def _count(self, step: Step) -> None:
-        self.hbm_bytes += step.hbm_bytes
-        self.instructions += step.instructions
+    def _run(self, steps: list[Step]) -> None:
+        self.hbm_bytes += steps[0].hbm_bytes
+        self.instructions += steps[0].instructions
+        self.timeline.run(steps)
 
     def project(
         self, chunks: list[int], source: Source, ranks: Sequence[int], fuse: bool = False
@@ -363,7 +362,7 @@ class Stages:
         blocks = tiling.output_blocks(Span(0, self.own(N)), block, last_block)
         for i, columns in enumerate(blocks):
             last = i + 1 == len(blocks)
-            s = costs.sums(columns.size, N, OUTPUT_UNIT, BANK_COLUMNS if last else costs.step)
+            s = costs.sums(columns.size, N, OUTPUT_UNIT, BANK_COLUMNS if last else None)
             held = s.width * costs.itemsize + 2 * s.row_bytes
             self.hold(held)
             self.run(chunks, source, s, first=i == 0, last=last)
@@ -378,101 +377,4 @@ class Stages:
         ns = load_ns(costs.machine, costs.M, s.width * costs.itemsize)
         step = Step(0.0, store_ns=ns, store_parts=groups, hbm_bytes=costs.M * s.row_bytes)
         step.instructions = groups
-        self._count(step)
-        self.timeline.run([step])
-
-
-def candidates(
-    costs: Costs,
-    run: Callable[[Stages], None],
-    first: Blocks,
-    choices: Sequence[list[Blocks]] = (),
-) -> list[Plan]:
-    """Plans for up to 128 tokens, the fastest first; each fits in SBUF and PSUM.
-
-    One argument after the other takes its best value, the others fixed: they hardly interact.
-
-    Args:
-        costs: of the problem.
-        run: the kernel's stages.
-        first: the kernel's own arguments to begin with.
-        choices: for each of them the values worth a look.
-    """
-    if costs.M > P:
-        return []
-    plan = cache(lambda items: _plan(costs, run, dict(items)))
-    least = min(1024, costs.most_columns)
-    for tile_bytes in (16384, tiling.EDGE_TILE_BYTES, 512):
-        best: Blocks = {"k_chunk": 1024, "block": least, "last_block": least, **first}
-        best["tile_bytes"] = tile_bytes
-        found: dict[tuple[tuple[str, Block], ...], Plan] = {}
-        shared = _choices(costs, tile_bytes)
-        for values in [*choices, *shared, *shared]:
-            plans = [plan(tuple({**best, **value}.items())) for value in values]
-            fitting = [p for p in plans if p.sbuf_bytes <= costs.machine.usable_sbuf_bytes]
-            found.update({p.blocks: p for p in fitting})
-            best = dict(min(fitting, key=_rank).blocks) if fitting else best
-        if found:
-            kept = sorted(found.values(), key=_rank)[:KEPT]
-            return [_of_all_cores(p, costs, run) for p in kept]
-    return []
-
-
-def _rank(plan: Plan) -> tuple[float, int, str]:
-    return plan.time_ms, plan.sbuf_bytes, repr(plan.blocks)
-
-
-def _choices(costs: Costs, limit: int) -> list[list[Blocks]]:
-    """Values of the arguments that all kernels have."""
-    own = rounded_up(costs.own(costs.problem.N), OUTPUT_UNIT)
-    widths = (512, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288)
-    blocks = sorted({min(width, costs.most_columns, own) for width in widths})
-    pairs: list[Blocks] = []
-    for last in [width for width in blocks if width <= 6144]:
-        widest = rounded_up(own - last, OUTPUT_UNIT) or last
-        usual = {min(block, widest) for block in blocks[-3:]}
-        pairs.extend([{"block": block, "last_block": last} for block in sorted(usual)])
-    usual = (512, 1024, 2048, 4096)
-    even_chunks = [even(costs.own(costs.problem.K), most) for most in usual[1:]]
-    chunks: list[Blocks] = [{"k_chunk": size} for size in sorted({*usual, *even_chunks})]
-    tiles = [size for size in (16384, 8192, tiling.EDGE_TILE_BYTES) if size <= limit]
-    return [chunks, pairs, [{"tile_bytes": size} for size in tiles]]
-
-
-def _plan(costs: Costs, run: Callable[[Stages], None], blocks: Blocks, core: int = 0) -> Plan:
-    """What a kernel costs with these arguments, by one core."""
-    stages = Stages(costs, blocks, core)
-    run(stages)
-    done, problem = stages.timeline, costs.problem
-    return Plan(
-        problem,
-        "decode",
-        f"{problem.op}_decode",
-        tuple(blocks.items()),
-        done.end_ns / 1e6,
-        stages.hbm_bytes,
-        stages.sbuf_bytes,
-        stages.psum_banks + 1,
-        "PE" if done.work_ns > done.transfer_ns else "DMA",
-        stages.instructions,
-        (problem.M,),
-    )
-
-
-def _of_all_cores(plan: Plan, costs: Costs, run: Callable[[Stages], None]) -> Plan:
-    """The plan with the traffic and the instructions of the core of the lesser part, too."""
-    if plan.problem.lnc == 1:
-        return plan
-    other = _plan(costs, run, plan.arguments, core=1)
-    traffic = plan.hbm_bytes + other.hbm_bytes
-    return replace(plan, hbm_bytes=traffic, instructions=plan.instructions + other.instructions)
-
-
-def rounded_up(size: int, unit: int) -> int:
-    """The least multiple of `unit` that is not below `size`."""
-    return tiles_in(size, unit) * unit
-
-
-def even(size: int, most: int) -> int:
-    """The width of the fewest equal parts of at most `most`, a multiple of 128."""
-    return min(most, rounded_up(tiles_in(size, tiles_in(size, most)), P))
+        self._run([step])

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from neuronmm_ops.kernels.planner import decode
 from neuronmm_ops.kernels.planner.decode import (
     SCALAR,
     VECTOR,
     Blocks,
     Costs,
     Stages,
-    even,
-    rounded_up,
 )
+from neuronmm_ops.kernels.planner.decode_search import best_plans, even, rounded_up
 from neuronmm_ops.kernels.planner.problem import Plan, Problem
 from neuronmm_ops.kernels.stages.tiling import BANK_COLUMNS, SUM_BANKS, P, sizes
 
@@ -31,7 +29,7 @@ def candidates(problem: Problem) -> list[Plan]:
     hidden: list[Blocks] = [
         {"inner_block": inner, "spill": spill} for inner in inners for spill in (True, False)
     ]
-    return decode.candidates(costs, run, {**first, **hidden[0]}, [hidden])
+    return best_plans(costs, run, {**first, **hidden[0]}, [hidden])
 
 
 def run(s: Stages) -> None:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from neuronmm_ops.kernels.planner import decode
-from neuronmm_ops.kernels.planner.decode import Costs, Stages, even
+from neuronmm_ops.kernels.planner.decode import Costs, Stages
+from neuronmm_ops.kernels.planner.decode_search import best_plans, even
 from neuronmm_ops.kernels.planner.problem import Plan, Problem
 
 
 def candidates(problem: Problem) -> list[Plan]:
     """The best plans that fit, the fastest first."""
     costs = Costs(problem)
-    return decode.candidates(costs, run, {"rank_block": even(problem.ranks[0], costs.most_columns)})
+    return best_plans(costs, run, {"rank_block": even(problem.ranks[0], costs.most_columns)})
 
 
 def run(s: Stages) -> None:

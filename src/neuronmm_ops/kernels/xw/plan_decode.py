@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from neuronmm_ops.kernels.planner import decode
 from neuronmm_ops.kernels.planner.decode import Blocks, Costs, Stages
+from neuronmm_ops.kernels.planner.decode_search import best_plans
 from neuronmm_ops.kernels.planner.problem import Plan, Problem
 
 
 def candidates(problem: Problem) -> list[Plan]:
     """The best plans that fit, the fastest first."""
     resident: list[Blocks] = [{"resident": False}, {"resident": True}]
-    return decode.candidates(Costs(problem), run, resident[0], [resident])
+    return best_plans(Costs(problem), run, resident[0], [resident])
 
 
 def run(s: Stages) -> None:
