@@ -46,15 +46,22 @@ class Sums:
         row_bytes: of a row of the weight's columns; `adjoin`: the next row follows it in HBM.
         width: columns of a PE column group; `chunks`: of each group.
         banks: of PSUM.
-        parts: columns of each eviction.
+        parts: columns of each eviction, by `engines` in turns.
         matmuls: of a K tile; `ns`: their time.
     """
 
     def __init__(
-        self, problem: Problem, columns: int, of: int, unit: int = P, step: int | None = None
+        self,
+        problem: Problem,
+        columns: int,
+        of: int,
+        unit: int = P,
+        step: int = 0,
+        engines: tuple[Engine, ...] = BOTH,
     ) -> None:
         machine = problem.machine
         step = step or tiling.matmul_columns(problem.M, machine.generation)
+        self.engines = SCALAR if machine.shared_ports and engines == BOTH else engines
         tiles = tiling.SumTiling(columns, problem.M, machine.generation, unit, step)
         self.columns, self.adjoin = columns, columns == of
         self.row_bytes = columns * problem.itemsize
@@ -135,38 +142,29 @@ class Costs:
         source: Source,
         sums: tuple[Sums, ...],
         tile_bytes: int,
-        engines: tuple[Engine, ...],
         first: bool,
         last: bool,
     ) -> list[Step]:
         """K chunks times columns of weights, as `stages.decode.contract`, then the evictions.
 
-        Traffic and instructions are those of the first step.
-
-        Args:
-            chunks: sizes of the K chunks.
-            source: where they are.
-            sums: of each weight.
-            tile_bytes: of a weight tile.
-            engines: that evict the sums, in turns.
-            first: the first weight tile is small.
-            last: so is the last, which is loaded in two halves.
+        The `first` weight tile is small; so is the `last`, which is loaded in two halves. Traffic
+        and instructions are in the first step.
         """
         tiles: list[Tile] = []
         for n, size in enumerate(chunks):
             at, ends = len(tiles), n + 1 == len(chunks)
+            edges = first and n == 0, last and ends
             for s in sums:
-                tiles.extend(
-                    self.weight_tiles(s, size, tile_bytes, first and n == 0, last and ends)
-                )
-            if n and not ends:  # the next chunk is transposed before this one is multiplied
-                tiles[at] = self._after_next(tiles[at], source, n + 1, chunks[n + 1])
+                tiles.extend(self.weight_tiles(s, size, tile_bytes, *edges))
+            if n and not ends and source != "transposed":  # the next K chunk goes before this one
+                turn = source in IN_HBM and (n + 1) % self.groups == 0
+                tiles[at] = self._after(tiles[at], chunks[n + 1], turn)
         halves = len(sums[0].halves) if last else 1
         end = max(1, len(tiles) - halves) if last else len(tiles)
         parts = [tiles[:1], tiles[1:end], *[[tile] for tile in tiles[end:]]]
         steps = [_stream(part) for part in parts if part]
         for step in steps[-halves:]:
-            self._evict(step, sums, engines, halves)
+            self._evict(step, sums, halves)
         k_tiles, rows = sum([tiles_in(size, P) for size in chunks]), sum(chunks)
         instructions = len(tiles) + sum([k_tiles * s.matmuls + len(s.parts) for s in sums])
         hbm_bytes = rows * sum([s.row_bytes for s in sums])
@@ -181,14 +179,11 @@ class Costs:
         steps[0].instructions, steps[0].hbm_bytes = instructions, hbm_bytes
         return steps
 
-    def _after_next(self, tile: Tile, source: Source, n: int, size: int) -> Tile:
-        """A weight tile, and before it the load and the transposes of K chunk `n`."""
-        work, load = tile.work_ns, tile.move_ns
-        if source != "transposed":
-            work += sum([bank.work_ns for bank in self.transposes(size)])
-        if source in IN_HBM and n % self.groups == 0:
-            load += self.load_x([size])
-        return tile._replace(work_ns=work, move_ns=load)
+    def _after(self, tile: Tile, size: int, loads: bool) -> Tile:
+        """A weight tile, and before it the transposes of a K chunk, and its load."""
+        work = sum([bank.work_ns for bank in self.transposes(size)])
+        load = self.load_x([size]) if loads else 0.0
+        return tile._replace(work_ns=tile.work_ns + work, move_ns=tile.move_ns + load)
 
     def _first_transposes(self, chunks: tuple[int, ...], source: Source) -> Step:
         """Transposes of the first two K chunks, bank after bank."""
@@ -198,7 +193,8 @@ class Costs:
         step.last_ns = step.work_ns / len(banks)
         step.waits_ns = step.tail_ns = banks[-1].work_ns
         step.waits = int(source != "hbm")
-        _evict_by(step, self.copier, sum([bank.move_ns for bank in banks]) / len(banks))
+        evict = sum([bank.move_ns for bank in banks]) / len(banks)
+        step.vector_ns, step.scalar_ns = [evict * (e is self.copier) for e in BOTH]
         if source in IN_HBM:
             step.head_ns, step.load_ns = self.load_x(chunks[:1]), self.load_x(chunks)
         return step
@@ -210,34 +206,23 @@ class Costs:
         of_bank = (tiles - 1) % self.bank_tiles + 1
         step.waits, step.waits_ns = 1, step.work_ns * of_bank / tiles - later * spacing
 
-    def _evict(
-        self, step: Step, sums: tuple[Sums, ...], engines: tuple[Engine, ...], steps: int
-    ) -> None:
+    def _evict(self, step: Step, sums: tuple[Sums, ...], steps: int) -> None:
         """Let the sums be evicted after a step, those of one of several `steps`."""
         parts = [size for s in sums for size in s.parts]
         banks = sum([s.banks for s in sums])
-        if self.machine.shared_ports and engines == BOTH:
-            engines = SCALAR
-        engines = engines[: len(parts)]
+        engines = sums[0].engines[: len(parts)]
         # two engines share a bank's column groups
         in_bank = 2 if len(engines) > 1 and len(parts) > banks else 1
         tiles = banks * in_bank
         step.bank_tiles, step.fresh = in_bank if steps == 1 else 1, True
         step.tiles = max(1, tiles // steps)
         step.first_ns = step.last_ns = sum([s.ns for s in sums]) / tiles
+        evict = dict.fromkeys(BOTH, 0.0)
         for n, engine in enumerate(engines):
             each = [evict_ns(self.machine, engine, size) for size in [*parts[:-1], parts[0]]]
+            evict[engine] = sum(each[n :: len(engines)]) / tiles_in(tiles - n, len(engines))
             step.shorter_ns = each[-1] - evict_ns(self.machine, engine, parts[-1])
-            _evict_by(
-                step, engine, sum(each[n :: len(engines)]) / tiles_in(tiles - n, len(engines))
-            )
-
-
-def _evict_by(step: Step, engine: Engine, ns: float) -> None:
-    if engine is Engine.VECTOR:
-        step.vector_ns = ns
-    else:
-        step.scalar_ns = ns
+        step.vector_ns, step.scalar_ns = evict.values()
 
 
 def _stream(tiles: list[Tile]) -> Step:
@@ -303,13 +288,7 @@ class Stages:
     # stages
 
     def run(
-        self,
-        chunks: list[int],
-        source: Source,
-        *sums: Sums,
-        engines: tuple[Engine, ...] = BOTH,
-        first: bool = True,
-        last: bool = False,
+        self, chunks: list[int], source: Source, *sums: Sums, first: bool = True, last: bool = False
     ) -> None:
         """Contract and evict; the arguments are as in `Costs.steps`."""
         tile_bytes = int(self.blocks["tile_bytes"])
@@ -317,9 +296,7 @@ class Stages:
         if chunks:
             needs = 2 * max(tile_bytes, *[s.row_bytes for s in sums])
             self.sbuf_bytes = max(self.sbuf_bytes, self.held + needs)
-            self._run(
-                self.costs.steps(tuple(chunks), source, sums, tile_bytes, engines, first, last)
-            )
+            self._run(self.costs.steps(tuple(chunks), source, sums, tile_bytes, first, last))
 
     def _run(self, steps: list[Step]) -> None:
         self.hbm_bytes += steps[0].hbm_bytes
@@ -362,7 +339,7 @@ class Stages:
         blocks = tiling.output_blocks(Span(0, self.own(N)), block, last_block)
         for i, columns in enumerate(blocks):
             last = i + 1 == len(blocks)
-            s = costs.sums(columns.size, N, OUTPUT_UNIT, BANK_COLUMNS if last else None)
+            s = costs.sums(columns.size, N, OUTPUT_UNIT, BANK_COLUMNS if last else 0)
             held = s.width * costs.itemsize + 2 * s.row_bytes
             self.hold(held)
             self.run(chunks, source, s, first=i == 0, last=last)

@@ -61,17 +61,17 @@ def _hidden(s: Stages, low: list[list[int]]) -> tuple[list[int], int]:
     h_chunks: list[int] = []
     source = "sums"
     for columns in sizes(s.own(s.problem.inner), int(s.blocks["inner_block"])):
-        sums = costs.sums(columns, s.problem.inner)
-        acts, h = sums.width * 4, sums.width * costs.itemsize
+        gate, up = [costs.sums(columns, s.problem.inner, engines=e) for e in (SCALAR, VECTOR)]
+        acts, h = up.width * 4, up.width * costs.itemsize
         s.hold(acts + h)
-        s.run(low[0], source, sums, engines=SCALAR)
-        s.run(low[1], source, sums, engines=VECTOR)
+        s.run(low[0], source, gate)
+        s.run(low[1], source, up)
         if s.blocks["spill"]:
-            s.store(sums)
+            s.store(up)
             s.hold(-(acts + h))
         else:
             s.hold(-acts)
             in_sbuf += h
-        h_chunks.extend(sums.chunks)
+        h_chunks.extend(up.chunks)
         source = "transposed"
     return h_chunks, in_sbuf
