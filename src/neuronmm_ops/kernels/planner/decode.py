@@ -21,7 +21,14 @@ from neuronmm_ops.kernels.planner.instructions import (
 from neuronmm_ops.kernels.planner.problem import Block, Problem
 from neuronmm_ops.kernels.planner.timeline import Step, Timeline
 from neuronmm_ops.kernels.stages import tiling
-from neuronmm_ops.kernels.stages.tiling import BANK_COLUMNS, OUTPUT_UNIT, P, Span, sizes, tiles_in
+from neuronmm_ops.kernels.stages.tiling import (
+    BANK_COLUMNS,
+    OUTPUT_UNIT,
+    PARTITIONS,
+    Span,
+    sizes,
+    tiles_in,
+)
 
 Blocks = dict[str, Block]
 Source = Literal["hbm", "stored", "sums", "transposed"]
@@ -55,7 +62,7 @@ class Sums:
         problem: Problem,
         columns: int,
         of: int,
-        unit: int = P,
+        unit: int = PARTITIONS,
         step: int = 0,
         engines: tuple[Engine, ...] = BOTH,
     ) -> None:
@@ -92,6 +99,7 @@ class Costs:
         self.sums = cache(partial(Sums, problem))
         self.transposes = cache(self._transposes)
         self.weight_tiles = cache(self._weight_tiles)
+        self.weight_tile = cache(self._weight_tile)
         self.steps = cache(self._steps)
 
     def own(self, size: int, core: int = 0) -> int:
@@ -106,9 +114,10 @@ class Costs:
     def _transposes(self, size: int) -> list[Tile]:
         """The transposes of a K chunk, those of a bank together."""
         found: list[Tile] = []
-        for rows, tiles in ((P, size // P), (size % P, int(size % P > 0))):
+        tiles, rest = divmod(size, PARTITIONS)
+        for rows, count in ((PARTITIONS, tiles), (rest, int(rest > 0))):
             ns = transpose_ns(self.machine, self.M, rows, self.itemsize)
-            for n in sizes(tiles, self.bank_tiles):
+            for n in sizes(count, self.bank_tiles):
                 evict = evict_ns(self.machine, self.copier, n * self.M // self.copy_rate)
                 found.append(Tile(n, n * ns, evict, 0))
         return found
@@ -117,16 +126,15 @@ class Costs:
         self, s: Sums, rows: int, tile_bytes: int, first: bool, last: bool
     ) -> list[Tile]:
         """The weight tiles of a K chunk; as `stages.decode.Sums.add_chunk`."""
-        tiles, rest = divmod(rows, P)
+        tiles, rest = divmod(rows, PARTITIONS)
         ends = last and rest == 0
         spans = tiling.weight_tiles(tiles, s.row_bytes, tile_bytes, first, ends)
-        found = [self._weight_tile(s, P, span.size, s.columns) for span in spans]
+        found = [self.weight_tile(s, PARTITIONS, span.size, s.columns) for span in spans]
         if rest:
-            found.append(self._weight_tile(s, rest, 1, s.columns))
+            found.append(self.weight_tile(s, rest, 1, s.columns))
         if last:
-            count = found.pop().k_tiles
-            halves = [self._weight_tile(s, rest or P, count, columns) for columns in s.halves]
-            found.extend(halves)
+            count, k = found.pop().k_tiles, rest or PARTITIONS
+            found.extend([self.weight_tile(s, k, count, columns) for columns in s.halves])
         return found
 
     def _weight_tile(self, s: Sums, rows: int, count: int, columns: int) -> Tile:
@@ -157,15 +165,15 @@ class Costs:
             for s in sums:
                 tiles.extend(self.weight_tiles(s, size, tile_bytes, *edges))
             if n and not ends and source != "transposed":  # the next K chunk goes before this one
-                turn = source in IN_HBM and (n + 1) % self.groups == 0
-                tiles[at] = self._after(tiles[at], chunks[n + 1], turn)
+                loads = source in IN_HBM and (n + 1) % self.groups == 0
+                tiles[at] = self._after(tiles[at], chunks[n + 1], loads)
         halves = len(sums[0].halves) if last else 1
         end = max(1, len(tiles) - halves) if last else len(tiles)
         parts = [tiles[:1], tiles[1:end], *[[tile] for tile in tiles[end:]]]
         steps = [_stream(part) for part in parts if part]
         for step in steps[-halves:]:
             self._evict(step, sums, halves)
-        k_tiles, rows = sum([tiles_in(size, P) for size in chunks]), sum(chunks)
+        k_tiles, rows = sum([tiles_in(size, PARTITIONS) for size in chunks]), sum(chunks)
         instructions = len(tiles) + sum([k_tiles * s.matmuls + len(s.parts) for s in sums])
         hbm_bytes = rows * sum([s.row_bytes for s in sums])
         if source in IN_HBM:
@@ -253,7 +261,7 @@ class Stages:
         self.problem = costs.problem
         self.timeline = Timeline(costs.machine)
         self.psum_banks = 1
-        self.held = self.sbuf_bytes = self.hbm_bytes = self.instructions = 0
+        self.live = self.sbuf_bytes = self.hbm_bytes = self.instructions = 0
 
     def chunks(self, size: int) -> list[int]:
         """K chunks of activations in HBM."""
@@ -267,13 +275,14 @@ class Stages:
 
     def hold(self, size: int) -> None:
         """Take SBUF for what stays; a negative size gives it back."""
-        self.held += size
-        self.sbuf_bytes = max(self.sbuf_bytes, self.held)
+        self.live += size
+        self.sbuf_bytes = max(self.sbuf_bytes, self.live)
         self.timeline.hold(size)
 
     def transposed(self, chunks: list[int]) -> int:
         """SBUF of all K chunks transposed."""
-        return sum([tiles_in(size, P) for size in chunks]) * self.costs.M * self.costs.itemsize
+        tiles = sum([tiles_in(size, PARTITIONS) for size in chunks])
+        return tiles * self.costs.M * self.costs.itemsize
 
     def buffers(self, chunks: list[int]) -> int:
         """SBUF of two K chunks, as tokens and transposed."""
@@ -295,7 +304,7 @@ class Stages:
         self.psum_banks = max(self.psum_banks, sum([s.banks for s in sums]))
         if chunks:
             needs = 2 * max(tile_bytes, *[s.row_bytes for s in sums])
-            self.sbuf_bytes = max(self.sbuf_bytes, self.held + needs)
+            self.sbuf_bytes = max(self.sbuf_bytes, self.live + needs)
             self._run(self.costs.steps(tuple(chunks), source, sums, tile_bytes, first, last))
 
     def _run(self, steps: list[Step]) -> None:
@@ -340,10 +349,10 @@ class Stages:
         for i, columns in enumerate(blocks):
             last = i + 1 == len(blocks)
             s = costs.sums(columns.size, N, OUTPUT_UNIT, BANK_COLUMNS if last else 0)
-            held = s.width * costs.itemsize + 2 * s.row_bytes
-            self.hold(held)
+            size = s.width * costs.itemsize + 2 * s.row_bytes
+            self.hold(size)
             self.run(chunks, source, s, first=i == 0, last=last)
-            self.hold(-held)
+            self.hold(-size)
             self.store(s)
             if resident:
                 source = "transposed"

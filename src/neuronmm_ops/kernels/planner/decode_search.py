@@ -8,7 +8,7 @@ from functools import cache
 
 from neuronmm_ops.kernels.planner.decode import Blocks, Costs, Stages
 from neuronmm_ops.kernels.planner.problem import Block, Plan
-from neuronmm_ops.kernels.stages.tiling import EDGE_TILE_BYTES, OUTPUT_UNIT, P, tiles_in
+from neuronmm_ops.kernels.stages.tiling import EDGE_TILE_BYTES, OUTPUT_UNIT, PARTITIONS, tiles_in
 
 KEPT = 8
 """Plans that are returned, best first."""
@@ -30,7 +30,7 @@ def best_plans(
         first: the kernel's own arguments to begin with.
         choices: for each of them the values worth a look.
     """
-    if costs.M > P:
+    if costs.M > PARTITIONS:
         return []
     plan = cache(lambda items: _plan(costs, run, dict(items)))
     least = min(1024, costs.most_columns)
@@ -107,4 +107,4 @@ def rounded_up(size: int, unit: int) -> int:
 
 def even(size: int, most: int) -> int:
     """The width of the fewest equal parts of at most `most`, a multiple of 128."""
-    return min(most, rounded_up(tiles_in(size, tiles_in(size, most)), P))
+    return min(most, rounded_up(tiles_in(size, tiles_in(size, most)), PARTITIONS))

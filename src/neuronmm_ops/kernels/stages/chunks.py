@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 from neuronmm_ops.kernels.shim import NkiTensor, nisa, nl
-from neuronmm_ops.kernels.stages.tiling import P, Span, column_groups, spans, transposes_in_bank
+from neuronmm_ops.kernels.stages.tiling import (
+    PARTITIONS,
+    Span,
+    column_groups,
+    spans,
+    transposes_in_bank,
+)
 
 
 class KChunk(nl.NKIObject):
@@ -35,16 +41,16 @@ class KChunk(nl.NKIObject):
         if len(self.transposed_sb) > 0:
             return
         tokens_sb = self.source if self.in_sbuf else self.load()
-        tiles = self.size // P
-        whole = tiles * P
+        tiles = self.size // PARTITIONS
+        whole = tiles * PARTITIONS
         if tiles > 0:
-            self.transpose_columns(tokens_sb[:, 0:whole], P, tiles)
+            self.transpose_columns(tokens_sb[:, 0:whole], PARTITIONS, tiles)
         if whole < self.size:
             self.transpose_columns(tokens_sb[:, whole : self.size], self.size - whole, 1)
 
     def load(self) -> NkiTensor:
         """Load the activations to the partitions of the group."""
-        first = self.group * P // column_groups(self.tokens, generation())
+        first = self.group * PARTITIONS // column_groups(self.tokens, generation())
         tile_sb = nl.ndarray((first + self.tokens, self.size), dtype=self.source.dtype)
         tokens_sb = tile_sb[first : first + self.tokens, :]
         nisa.dma_copy(tokens_sb, self.source)

@@ -11,10 +11,10 @@ from __future__ import annotations
 from neuronmm_ops.kernels.shim import NkiTensor, nisa, nl
 from neuronmm_ops.kernels.stages.chunks import KChunk, evict, generation, itemsize
 from neuronmm_ops.kernels.stages.tiling import (
-    COLUMNS,
+    BANK_COLUMNS,
     OUTPUT_UNIT,
+    PARTITIONS,
     GroupSpan,
-    P,
     Span,
     SumTiling,
     core_range,
@@ -37,13 +37,21 @@ class Sums(nl.NKIObject):
         columns: which of N.
         M: tokens.
         unit: the width of a PE column group is a multiple of it.
-        step: columns of a matmul, whole banks.
+        last: the kernel ends with these sums: their matmuls are short.
     """
 
-    def __init__(self, weight: NkiTensor, columns: Span, M: int, unit: int, step: int) -> None:
+    def __init__(
+        self,
+        weight: NkiTensor,
+        columns: Span,
+        M: int,
+        unit: int = PARTITIONS,
+        last: bool = False,
+    ) -> None:
         self.weight = weight
         self.columns = columns
         self.tokens = M
+        step = BANK_COLUMNS if last else matmul_columns(M, generation())
         self.tiling = SumTiling(columns.size, M, generation(), unit, step)
         self.banks_psum: list[NkiTensor] = []
         for s in spans(0, self.tiling.width, step):
@@ -78,7 +86,7 @@ class Sums(nl.NKIObject):
         for part in self.tiling.matmuls(columns):
             start = self.tiling.groups[part.group].start + part.start - columns.start
             moving = moving_sb[:, nl.ds(start, part.size)]
-            if rows == P:
+            if rows == PARTITIONS:
                 nisa.nc_matmul(self.psum(part), stationary_sb, moving, accumulate=accumulate)
             else:
                 nisa.nc_matmul(
@@ -87,7 +95,7 @@ class Sums(nl.NKIObject):
                     moving,
                     accumulate=accumulate,
                     tile_position=(0, part.group * rows),
-                    tile_size=(P, rows),
+                    tile_size=(PARTITIONS, rows),
                 )
 
     def add_bias(self, bias: NkiTensor) -> None:
@@ -101,11 +109,11 @@ class Sums(nl.NKIObject):
 
     def add_chunk(self, chunk: KChunk, tile_bytes: int, first: bool, last: bool) -> None:
         """Stream the weight rows of a K chunk, in tiles of `weight_tiles`."""
-        tiles = chunk.size // P
-        whole = tiles * P
+        tiles = chunk.size // PARTITIONS
+        whole = tiles * PARTITIONS
         ends = last and whole == chunk.size
         if tiles > 0:
-            rows_hbm = self.weight[nl.ds(chunk.start, whole), :].reshape_dim(0, (P, tiles))
+            rows_hbm = self.weight[nl.ds(chunk.start, whole), :].reshape_dim(0, (PARTITIONS, tiles))
             row_bytes = self.columns.size * itemsize(self.weight.dtype)
             for s in weight_tiles(tiles, row_bytes, tile_bytes, first, ends):
                 tile_hbm = rows_hbm[:, nl.ds(s.start, s.size), :]
@@ -204,11 +212,10 @@ def project(
     pass for all weights.
     """
     found: list[list[KChunk]] = []
-    step = matmul_columns(M, generation())
     if fuse:
         sums: list[Sums] = []
         for w in weights:
-            sums.append(Sums(w, Span(0, w.shape[1]), M, P, step))
+            sums.append(Sums(w, Span(0, w.shape[1]), M))
         contract(chunks, sums, tile_bytes, True, False)
         for s in sums:
             found.append(s.chunks(of_both_cores(s)))
@@ -216,7 +223,7 @@ def project(
     for w in weights:
         of_weight: list[KChunk] = []
         for columns in spans(0, w.shape[1], rank_block):
-            s = Sums(w, columns, M, P, step)
+            s = Sums(w, columns, M)
             contract(again(chunks), [s], tile_bytes, True, False)
             of_weight.extend(s.chunks(of_both_cores(s)))
         found.append(of_weight)
@@ -252,9 +259,7 @@ def write_block(
 
     The last weight tiles are small, so that little is left to do when the last byte has come.
     """
-    M = out_hbm.shape[0]
-    step = COLUMNS if last else matmul_columns(M, generation())
-    sums = Sums(w, columns, M, OUTPUT_UNIT, step)
+    sums = Sums(w, columns, out_hbm.shape[0], OUTPUT_UNIT, last)
     if bias != None:  # noqa: E711 - strict NKI has no `is`
         sums.add_bias(bias)
     contract(chunks, [sums], tile_bytes, first, last)

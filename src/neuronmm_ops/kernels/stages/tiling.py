@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from neuronmm_ops.hardware import PARTITIONS, PSUM_BANKS
+from neuronmm_ops.hardware import PARTITIONS, PSUM_BANK_BYTES, PSUM_BANKS
 from neuronmm_ops.kernels.nki_object import NKIObject
 
 BANK_COLUMNS = 512
 """fp32 columns of a PSUM bank: the largest moving side of a matmul."""
-
-P = PARTITIONS
-COLUMNS = BANK_COLUMNS
-BANKS = PSUM_BANKS
 
 
 class Span(NKIObject):
@@ -98,7 +94,7 @@ def check_pair(size: int, rows: int, columns: int, bias: int) -> None:
 
 # --- decode: tokens are the stationary operand, weights stream past them
 
-SUM_BANKS = 6
+SUM_BANKS = PSUM_BANKS - 2
 """PSUM banks for sums; the other two are for transposes."""
 OUTPUT_UNIT = 32
 """Columns that a column group of the output is a multiple of."""
@@ -115,7 +111,7 @@ def core_range(size: int, cores: int, core: int) -> Span:
     """A core's range of a dimension; two cores split at a multiple of 128 if it is large enough."""
     if cores == 1:
         return Span(0, size)
-    unit = P if size >= 2 * P else 1
+    unit = PARTITIONS if size >= 2 * PARTITIONS else 1
     half = min(size, tiles_in(size, 2 * unit) * unit)
     return Span(0, half) if core == 0 else Span(half, size - half)
 
@@ -132,12 +128,12 @@ def column_groups(M: int, generation: int) -> int:
 
 def matmul_columns(M: int, generation: int) -> int:
     """Columns of a matmul: a PSUM bank, on gen4 four where no group shares the issue overhead."""
-    return 4 * COLUMNS if generation == 4 and M > 64 else COLUMNS
+    return 4 * BANK_COLUMNS if generation == 4 and M > 64 else BANK_COLUMNS
 
 
 def transposes_in_bank(M: int, itemsize: int) -> int:
     """Transposed tiles [128, M] that fit in a PSUM bank; those of 2 bytes start on 4 bytes."""
-    return 2048 // itemsize // (M + M % 2)
+    return PSUM_BANK_BYTES // itemsize // (M + M % 2)
 
 
 def output_blocks(part: Span, block: int, last_block: int) -> list[Span]:
@@ -191,7 +187,7 @@ class SumTiling(NKIObject):
         count = column_groups(M, generation)
         self.size = size
         self.step = step
-        self.group_partitions = P // count
+        self.group_partitions = PARTITIONS // count
         self.width = min(size, tiles_in(size, unit * count) * unit)
         self.groups = spans(0, size, self.width)
         self.partitions = (len(self.groups) - 1) * self.group_partitions + M
@@ -211,7 +207,7 @@ class SumTiling(NKIObject):
         """The sums cut into banks, in the order of columns."""
         found: list[GroupSpan] = []
         for i in range(len(self.groups)):
-            for s in spans(0, self.groups[i].size, COLUMNS):
+            for s in spans(0, self.groups[i].size, BANK_COLUMNS):
                 found.append(GroupSpan(i, s.start, s.size))
         return found
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from neuronmm_ops.kernels.shim import NkiTensor, jit, nisa, nl
-from neuronmm_ops.kernels.stages.chunks import KChunk, chunks_of, generation
+from neuronmm_ops.kernels.stages.chunks import KChunk, chunks_of
 from neuronmm_ops.kernels.stages.decode import Sums, contract, own, project, write_block
-from neuronmm_ops.kernels.stages.tiling import P, Span, matmul_columns, output_blocks, spans
+from neuronmm_ops.kernels.stages.tiling import PARTITIONS, Span, output_blocks, spans
 from neuronmm_ops.kernels.svd_mlp.prefill import check_factors, function_of
 
 
@@ -69,7 +69,7 @@ def svd_mlp_decode(
         out = d . v_down
     """
     M, K = x.shape
-    assert M <= P, f"at most {P} tokens, got {M}; use svd_mlp"
+    assert M <= PARTITIONS, f"at most {PARTITIONS} tokens, got {M}; use svd_mlp"
     check_factors(K, [u_gate, v_gate, u_up, v_up, u_down, v_down])
     out_hbm = nl.ndarray((M, v_down.shape[1]), dtype=x.dtype, buffer=nl.shared_hbm)
     x_chunks = chunks_of(x, own(K), 0, k_chunk)
@@ -107,14 +107,13 @@ def gated(
 
     `low` are the products with u_gate and with u_up.
     """
-    step = matmul_columns(M, generation())
-    gate = Sums(v_gate, columns, M, P, step)
+    gate = Sums(v_gate, columns, M)
     contract(low[0], [gate], tile_bytes, True, False)
     acts_sb = gate.new_tile(nl.float32)
     parts = gate.tiling.evictions()
     for part in parts:
         nisa.activation(gate.like(acts_sb, part), function_of(activation), gate.psum(part))
-    up = Sums(v_up, columns, M, P, step)
+    up = Sums(v_up, columns, M)
     contract(low[1], [up], tile_bytes, True, False)
     h_sb = up.new_tile(v_up.dtype)
     for part in parts:

@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-from neuronmm_ops.kernels.planner.decode import (
-    SCALAR,
-    VECTOR,
-    Blocks,
-    Costs,
-    Stages,
-)
+from neuronmm_ops.kernels.planner.decode import SCALAR, VECTOR, Blocks, Costs, Stages
 from neuronmm_ops.kernels.planner.decode_search import best_plans, even, rounded_up
 from neuronmm_ops.kernels.planner.problem import Plan, Problem
-from neuronmm_ops.kernels.stages.tiling import BANK_COLUMNS, SUM_BANKS, P, sizes
+from neuronmm_ops.kernels.stages.tiling import BANK_COLUMNS, PARTITIONS, SUM_BANKS, sizes
 
 
 def candidates(problem: Problem) -> list[Plan]:
@@ -23,7 +17,7 @@ def candidates(problem: Problem) -> list[Plan]:
         "rank_block": even(down if fuse else max(gate, up, down), costs.most_columns),
         "fuse_gate_up": fuse,
     }
-    width = rounded_up(costs.own(problem.inner), P)
+    width = rounded_up(costs.own(problem.inner), PARTITIONS)
     bank = BANK_COLUMNS * costs.groups
     inners = sorted({min(count * bank, width) for count in range(1, SUM_BANKS + 1)})
     hidden: list[Blocks] = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 from neuronmm_ops.kernels.shim import NkiTensor, jit, nl
 from neuronmm_ops.kernels.stages.chunks import chunks_of
 from neuronmm_ops.kernels.stages.decode import own, project, write_block
-from neuronmm_ops.kernels.stages.tiling import P, check_pair, output_blocks
+from neuronmm_ops.kernels.stages.tiling import PARTITIONS, check_pair, output_blocks
 
 
 @jit
@@ -52,7 +52,7 @@ def xuv_decode(
             out[:, block] = xu^T (stationary) . v[:, block] (moving) + bias
     """
     M, K = x.shape
-    assert M <= P, f"at most {P} tokens, got {M}; use xuv"
+    assert M <= PARTITIONS, f"at most {PARTITIONS} tokens, got {M}; use xuv"
     check_pair(K, u.shape[0], u.shape[1], 0)
     check_pair(u.shape[1], v.shape[0], v.shape[1], bias.shape[0] if bias != None else 0)  # noqa: E711
     out_hbm = nl.ndarray((M, v.shape[1]), dtype=x.dtype, buffer=nl.shared_hbm)

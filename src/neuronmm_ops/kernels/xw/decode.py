@@ -5,7 +5,7 @@ from __future__ import annotations
 from neuronmm_ops.kernels.shim import NkiTensor, jit, nl
 from neuronmm_ops.kernels.stages.chunks import chunks_of
 from neuronmm_ops.kernels.stages.decode import again, own, write_block
-from neuronmm_ops.kernels.stages.tiling import P, Span, check_pair, output_blocks
+from neuronmm_ops.kernels.stages.tiling import PARTITIONS, Span, check_pair, output_blocks
 
 
 @jit
@@ -48,7 +48,7 @@ def xw_decode(
             out[:, block] = psum + bias
     """
     M, K = x.shape
-    assert M <= P, f"at most {P} tokens, got {M}; use xw"
+    assert M <= PARTITIONS, f"at most {PARTITIONS} tokens, got {M}; use xw"
     check_pair(K, w.shape[0], w.shape[1], bias.shape[0] if bias != None else 0)  # noqa: E711
     out_hbm = nl.ndarray((M, w.shape[1]), dtype=x.dtype, buffer=nl.shared_hbm)
     chunks = chunks_of(x, Span(0, K), 0, k_chunk)
