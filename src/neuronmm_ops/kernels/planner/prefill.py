@@ -31,6 +31,8 @@ WIDTHS = (512, 1024, 1536, 2048)
 """Tokens of a block."""
 SMALL_WIDTHS = (256, 128)
 """Where no larger one fits."""
+AHEAD_BYTES = 16384
+"""SBUF per partition that is left to loads ahead where x does not stay whole."""
 Blocks = dict[str, Block]
 
 
@@ -44,6 +46,7 @@ class Loads(NamedTuple):
         fills: SBUF it takes; `passing` of it are tiles used once, `window` of those at a time.
         hbm_bytes: moved.
         instructions: issued.
+        last: contraction tiles that the last DMA brings.
     """
 
     ns: float = 0.0
@@ -54,6 +57,7 @@ class Loads(NamedTuple):
     window: int = 0
     hbm_bytes: int = 0
     instructions: int = 0
+    last: int = 1
 
 
 NOTHING = Loads()
@@ -181,6 +185,7 @@ class Costs:
             found.window + staging,
             sum(chunks) * tokens * item,
             number,
+            (count - 1) % STAGED_TILES + 1 if chunks else 1,
         )
 
     def step(self, rows: int, group: Group, loads: Iterable[Loads], tail: int = 1) -> Step:
@@ -191,6 +196,7 @@ class Costs:
         found.first_ns = (count if count <= tail else 1) * work / tiles
         found.rows = tiles_in(group.rows.size, PARTITIONS)
         found.last_ns = min(tail, count) * work / tiles
+        last, after = 1, 0.0
         for load in loads:
             found.work_ns += load.work_ns
             found.load_ns += load.ns
@@ -200,9 +206,13 @@ class Costs:
             found.needs += load.fills - load.passing + load.window
             found.hbm_bytes += load.hbm_bytes
             found.instructions += load.instructions
+            last = max(last, load.last)
+            after += load.ns / count if load.last == 1 else 0.0
         if found.load_ns:
-            left = min(count, tail) * work - (tail - 1) * work / tiles if tail > 1 else work
-            found.tail_ns = max(left, found.work_ns * found.head_ns / found.load_ns)
+            left = min(count, tail) * work - (min(count, tail) - 1) * work / tiles
+            left += found.work_ns / count - work
+            # tiles that came together were there while those after them came one by one
+            found.tail_ns = max(left, left + (last - 1) * found.work_ns / count - last * after)
         return found
 
     def evict(self, step: Step, columns: int, engines: str) -> None:
@@ -368,8 +378,8 @@ def fitting_residents(
     count, room = tiles_in(K, PARTITIONS), c.machine.usable_sbuf_bytes
     if peak(count) <= room:
         return [count]
-    most = min(count - 1, (room - peak(0)) // (width * c.item) - 2)
-    if parts > 1 or most < -2:
+    most = min(count - 1, (room - peak(0) - AHEAD_BYTES) // (width * c.item))
+    if parts > 1 or peak(0) > room:
         return []
     found = {max(0, most), max(0, most) * 5 // 8}
     if c.layout == "pe":
