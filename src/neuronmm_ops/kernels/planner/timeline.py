@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from math import ceil
 
 from neuronmm_ops.hardware import DMA_START_NS, PSUM_BANKS, Engine, Machine
 from neuronmm_ops.kernels.planner.instructions import result_ns
@@ -68,11 +69,15 @@ class Step:
     instructions: int = 0
 
 
+Section = tuple[list[Step], int]
+"""Steps, and how often they run in a row."""
+
+
 class Program:
-    """Steps in program order, in sections: their steps, and how often they run in a row."""
+    """Steps in program order, in sections."""
 
     def __init__(self) -> None:
-        self.sections: list[tuple[list[Step], int]] = []
+        self.sections: list[Section] = []
         self._key: object = None
 
     def again(self, key: object) -> bool:
@@ -209,17 +214,32 @@ class Timeline:
         self._end = max(self._end, done, self._stored)
 
     def _load(self, s: Step) -> float:
-        """Let the loads of a step pass; returns when TensorE may begin."""
-        head = s.head_ns or s.load_ns
-        share = round(s.fills * head / s.load_ns)
-        begin = max(self._dma, self._room_at(self._taken + share - self.room))
-        first = self._transfer(begin, head)
+        """Let the loads of a step pass, one by one; returns when TensorE may begin."""
+        head = min(s.load_ns, s.head_ns or s.load_ns)
+        parts = ceil(s.load_ns / head - 0.01)
+        arrived, loaded = 0.0, 0.0
+        for n in range(parts):
+            taken = self._taken + s.fills * (n + 1) // parts
+            begin = max(self._dma, self._room_at(taken - self.room))
+            ns = head if n + 1 < parts else s.load_ns - loaded
+            if n and self._fits(s.fills):  # so all others have room, too
+                self._transfer(begin, s.load_ns - loaded)
+                break
+            self._transfer(begin, ns)
+            loaded += ns
+            arrived = arrived or self._dma
         self._taken += s.fills
-        if head < s.load_ns:
-            room = self._room_at(self._taken - self.room)
-            self._transfer(first, s.load_ns - head)
-            self._dma = max(self._dma, room + head)
-        return first
+        return arrived
+
+    def _fits(self, amount: int) -> bool:
+        """Whether there is room for so many bytes as soon as DMA is free."""
+        amount += self._taken - self.room
+        if amount > self._freed:
+            return False
+        at = self._at
+        fits = self._room_at(amount) <= self._dma
+        self._at = at  # less is asked for next
+        return fits
 
     def _transfer(self, begin: float, ns: float) -> float:
         """Keep the DMA engines busy from `begin`, stores that come in between included."""

@@ -14,13 +14,13 @@ from neuronmm_ops.kernels.planner.prefill import (
     Costs,
     Loads,
     Moving,
-    fitting_residents,
     in_sbuf,
     plan_of,
     project_steps,
     write_steps,
 )
 from neuronmm_ops.kernels.planner.problem import Plan, Problem
+from neuronmm_ops.kernels.planner.search import fitting_residents
 from neuronmm_ops.kernels.planner.timeline import Program, Step, sbuf_peak
 from neuronmm_ops.kernels.stages.tiling import (
     BANK_COLUMNS,
