@@ -100,6 +100,7 @@ class Costs:
         staged = self.item == 4 and machine.generation < 3
         self.layout = "pe" if staged else "dma"
         self.banks = PSUM_BANKS - 2 if staged else PSUM_BANKS
+        self.programs: dict[object, Program] = {}
         self._matmuls: dict[tuple[int, int], tuple[float, int]] = {}
 
     def matmuls(self, stationary: int, moving: int) -> tuple[float, int]:

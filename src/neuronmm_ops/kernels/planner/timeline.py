@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from math import ceil
 
 from neuronmm_ops.hardware import DMA_START_NS, PSUM_BANKS, Engine, Machine
 from neuronmm_ops.kernels.planner.instructions import result_ns
 
+PARTS = 8
+"""Of a step's loads, each of which waits for SBUF by itself."""
 SETTLED = 1.002
 """Repeats within this factor take as long as each other."""
 
@@ -214,26 +215,24 @@ class Timeline:
         self._end = max(self._end, done, self._stored)
 
     def _load(self, s: Step) -> float:
-        """Let the loads of a step pass, one by one; returns when TensorE may begin."""
+        """Let the loads of a step pass, part by part; returns when TensorE may begin."""
         head = min(s.load_ns, s.head_ns or s.load_ns)
-        parts = ceil(s.load_ns / head - 0.01)
-        arrived, loaded = 0.0, 0.0
-        for n in range(parts):
-            taken = self._taken + s.fills * (n + 1) // parts
-            begin = max(self._dma, self._room_at(taken - self.room))
-            ns = head if n + 1 < parts else s.load_ns - loaded
-            if n and self._fits(s.fills):  # so all others have room, too
-                self._transfer(begin, s.load_ns - loaded)
-                break
-            self._transfer(begin, ns)
-            loaded += ns
-            arrived = arrived or self._dma
+        arrived, left, taken = 0.0, s.load_ns, self._taken
         self._taken += s.fills
+        part = max(head, (s.load_ns - head) / PARTS)
+        while left > 0.0:
+            ns = min(left, part if arrived else head)
+            if arrived and self._fits(self._taken):  # so all that is left has room
+                ns = left
+            left -= ns
+            needed = taken + round(s.fills * (1.0 - left / s.load_ns))
+            self._transfer(max(self._dma, self._room_at(needed - self.room)), ns)
+            arrived = arrived or self._dma
         return arrived
 
-    def _fits(self, amount: int) -> bool:
-        """Whether there is room for so many bytes as soon as DMA is free."""
-        amount += self._taken - self.room
+    def _fits(self, taken: int) -> bool:
+        """Whether there is room for so many bytes in all as soon as DMA is free."""
+        amount = taken - self.room
         if amount > self._freed:
             return False
         at = self._at
