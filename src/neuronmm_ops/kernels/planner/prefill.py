@@ -5,15 +5,15 @@ Times in ns, SBUF in bytes per partition. All times are modelled.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from functools import cache
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
-from neuronmm_ops.hardware import Engine, Machine
+from neuronmm_ops.hardware import Engine
 from neuronmm_ops.kernels.planner import instructions
 from neuronmm_ops.kernels.planner.instructions import evict_ns, load_ns, matmul_ns
 from neuronmm_ops.kernels.planner.problem import Block, Plan, Problem
-from neuronmm_ops.kernels.planner.timeline import Program, Step, Timeline, sbuf_peak
+from neuronmm_ops.kernels.planner.timeline import Program, Section, Step, Timeline, sbuf_peak
 from neuronmm_ops.kernels.stages.tiling import (
     BANK_COLUMNS,
     PARTITIONS,
@@ -27,10 +27,6 @@ from neuronmm_ops.kernels.stages.tiling import (
     transposed_groups,
 )
 
-WIDTHS = (512, 1024, 1536, 2048)
-"""Tokens of a block."""
-SMALL_WIDTHS = (256, 128)
-"""Where no larger one fits."""
 Blocks = dict[str, Block]
 
 
@@ -44,6 +40,7 @@ class Loads(NamedTuple):
         fills: SBUF it takes; `passing` of it are tiles used once, `window` of those at a time.
         hbm_bytes: moved.
         instructions: issued.
+        last: contraction tiles that the last DMA brings.
     """
 
     ns: float = 0.0
@@ -54,10 +51,10 @@ class Loads(NamedTuple):
     window: int = 0
     hbm_bytes: int = 0
     instructions: int = 0
+    last: int = 1
 
 
 NOTHING = Loads()
-T = TypeVar("T")
 _transposed_groups = cache(transposed_groups)
 _natural_groups = cache(natural_groups)
 
@@ -103,6 +100,7 @@ class Costs:
         staged = self.item == 4 and machine.generation < 3
         self.layout = "pe" if staged else "dma"
         self.banks = PSUM_BANKS - 2 if staged else PSUM_BANKS
+        self.programs: dict[object, Program] = {}
         self._matmuls: dict[tuple[int, int], tuple[float, int]] = {}
 
     def matmuls(self, stationary: int, moving: int) -> tuple[float, int]:
@@ -181,6 +179,7 @@ class Costs:
             found.window + staging,
             sum(chunks) * tokens * item,
             number,
+            (count - 1) % STAGED_TILES + 1 if chunks else 1,
         )
 
     def step(self, rows: int, group: Group, loads: Iterable[Loads], tail: int = 1) -> Step:
@@ -191,6 +190,7 @@ class Costs:
         found.first_ns = (count if count <= tail else 1) * work / tiles
         found.rows = tiles_in(group.rows.size, PARTITIONS)
         found.last_ns = min(tail, count) * work / tiles
+        last, after = 1, 0.0
         for load in loads:
             found.work_ns += load.work_ns
             found.load_ns += load.ns
@@ -200,9 +200,13 @@ class Costs:
             found.needs += load.fills - load.passing + load.window
             found.hbm_bytes += load.hbm_bytes
             found.instructions += load.instructions
+            last = max(last, load.last)
+            after += load.ns / count if load.last == 1 else 0.0
         if found.load_ns:
-            left = min(count, tail) * work - (tail - 1) * work / tiles if tail > 1 else work
-            found.tail_ns = max(left, found.work_ns * found.head_ns / found.load_ns)
+            left = min(count, tail) * work - (min(count, tail) - 1) * work / tiles
+            left += found.work_ns / count - work
+            # tiles that came together were there while those after them came one by one
+            found.tail_ns = max(left, left + (last - 1) * found.work_ns / count - last * after)
         return found
 
     def evict(self, step: Step, columns: int, engines: str) -> None:
@@ -238,8 +242,13 @@ def project_steps(
     program = Program()
     passes, blocks = sizes(K, k_block or K), sizes(N, block)
     partial = width * (c.item if bf16_partial_sums else 4)
+    middle: list[Section] = []
     for n, rows in enumerate(passes):
         last = n + 1 == len(passes)
+        if n > 1 and not last:  # as the pass before
+            program.sections.extend(middle)
+            continue
+        start = len(program.sections)
         made = width * c.item if last else partial
         makes = n == 0 or (last and not bf16_partial_sums)
         held, seen = 0, [x.seen] * tiles_in(width, tokens if x.split else width)
@@ -267,6 +276,7 @@ def project_steps(
                     if ends and not x.stays:
                         step.frees += held + x.frees * last
                 program.add(step)
+        middle = program.sections[start:]
     return program
 
 
@@ -349,43 +359,3 @@ def plan_of(
         issued,
         (problem.M,),
     )
-
-
-def token_blocks(problem: Problem) -> Iterator[list[int]]:
-    """Widths of token blocks worth trying together; each list is for where none before fits."""
-    tokens = problem.core_tokens[0]
-    yield [w for w in WIDTHS if w < tokens] + [w for w in WIDTHS if w >= tokens][:1]
-    yield from [[width] for width in SMALL_WIDTHS]
-
-
-def fitting_residents(
-    c: Costs, K: int, width: int, peak: Callable[[int], int], parts: int = 1
-) -> list[int]:
-    """How many x^T tiles may stay in SBUF: all, or as many as fit, or fewer to fetch ahead.
-
-    `peak` of so many, whose tiles are [128, width]; several `parts` of tokens want all.
-    """
-    count, room = tiles_in(K, PARTITIONS), c.machine.usable_sbuf_bytes
-    if peak(count) <= room:
-        return [count]
-    most = min(count - 1, (room - peak(0)) // (width * c.item) - 2)
-    if parts > 1 or most < -2:
-        return []
-    found = {max(0, most), max(0, most) * 5 // 8}
-    if c.layout == "pe":
-        found = {n - n % STAGED_TILES for n in found}
-    return sorted(found - {0}) or [0]
-
-
-def quickest_stages(
-    machine: Machine, arguments: Iterable[T], stage: Callable[[T], Program], live: int = 0
-) -> list[T]:
-    """Arguments of stages that fit beside `live` bytes of SBUF, by their time alone."""
-    found: list[tuple[float, T]] = []
-    for chosen in arguments:
-        program = stage(chosen)
-        if sbuf_peak([program], live) <= machine.usable_sbuf_bytes:
-            timeline = Timeline(machine)
-            timeline.repeat([program], 1)
-            found.append((timeline.end_ns, chosen))
-    return [chosen for _, chosen in sorted(found, key=lambda entry: entry[0])]

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from neuronmm_ops.hardware import DMA_START_NS, PSUM_BANKS, Engine, Machine
 from neuronmm_ops.kernels.planner.instructions import result_ns
 
+PARTS = 8
+"""Of a step's loads, each of which waits for SBUF by itself."""
 SETTLED = 1.002
 """Repeats within this factor take as long as each other."""
 
@@ -76,11 +78,15 @@ class Step:
     instructions: int = 0
 
 
+Section = tuple[list[Step], int]
+"""Steps, and how often they run in a row."""
+
+
 class Program:
-    """Steps in program order, in sections: their steps, and how often they run in a row."""
+    """Steps in program order, in sections."""
 
     def __init__(self) -> None:
-        self.sections: list[tuple[list[Step], int]] = []
+        self.sections: list[Section] = []
         self._key: object = None
 
     def again(self, key: object) -> bool:
@@ -217,17 +223,30 @@ class Timeline:
         self._end = max(self._end, done, self._stored)
 
     def _load(self, s: Step) -> float:
-        """Let the loads of a step pass; returns when TensorE may begin."""
-        head = s.head_ns or s.load_ns
-        share = round(s.fills * head / s.load_ns)
-        begin = max(self._dma, self._room_at(self._taken + share - self.room))
-        first = self._transfer(begin, head)
+        """Let the loads of a step pass, part by part; returns when TensorE may begin."""
+        head = min(s.load_ns, s.head_ns or s.load_ns)
+        arrived, left, taken = 0.0, s.load_ns, self._taken
         self._taken += s.fills
-        if head < s.load_ns:
-            room = self._room_at(self._taken - self.room)
-            self._transfer(first, s.load_ns - head)
-            self._dma = max(self._dma, room + head)
-        return first
+        part = max(head, (s.load_ns - head) / PARTS)
+        while left > 0.0:
+            ns = min(left, part if arrived else head)
+            if arrived and self._fits(self._taken):  # so all that is left has room
+                ns = left
+            left -= ns
+            needed = taken + round(s.fills * (1.0 - left / s.load_ns))
+            self._transfer(max(self._dma, self._room_at(needed - self.room)), ns)
+            arrived = arrived or self._dma
+        return arrived
+
+    def _fits(self, taken: int) -> bool:
+        """Whether there is room for so many bytes in all as soon as DMA is free."""
+        amount = taken - self.room
+        if amount > self._freed:
+            return False
+        at = self._at
+        fits = self._room_at(amount) <= self._dma
+        self._at = at  # less is asked for next
+        return fits
 
     def _transfer(self, begin: float, ns: float) -> float:
         """Keep the DMA engines busy from `begin`, stores that come in between included."""

@@ -13,13 +13,13 @@ from neuronmm_ops.kernels.planner.prefill import (
     Costs,
     Loads,
     Moving,
-    fitting_residents,
     in_sbuf,
     plan_of,
     project_steps,
     write_steps,
 )
 from neuronmm_ops.kernels.planner.problem import Plan, Problem
+from neuronmm_ops.kernels.planner.search import fitting_residents
 from neuronmm_ops.kernels.planner.timeline import Program, Step, sbuf_peak
 from neuronmm_ops.kernels.stages.tiling import (
     BANK_COLUMNS,
@@ -41,6 +41,14 @@ ARGUMENTS = (
     *("u_block", "v_block", "down_block", "out_block"),
 )
 """Arguments of the kernel that the problem and `token_block` leave open, as `_Form` has them."""
+STAGES = {
+    "gate": ("resident", "u_block"),
+    "up": ("resident", "u_block"),
+    "gated": ("v_block", "spill"),
+    "down": ("down_block", "spill", "resident_spilled"),
+    "out": ("out_block",),
+}
+"""Methods of `_Form` in the kernel's order, and what each depends on."""
 AHEAD_BYTES = 8192
 """SBUF per partition that a hidden block which spills leaves to loads ahead."""
 
@@ -102,13 +110,16 @@ class _Form:
 
     def stages(self, width: int) -> list[Program]:
         """A block of `width` tokens."""
-        return [
-            self.gate(width),
-            self.up(width),
-            self.gated(width),
-            self.down(width),
-            self.out(width),
-        ]
+        return [self.program(stage, width) for stage in STAGES]
+
+    def program(self, stage: str, width: int) -> Program:
+        """One of `STAGES`; forms with the same arguments for it share it."""
+        chosen = [getattr(self, name) for name in STAGES[stage]]
+        key = (stage, width, self.width, self.tokens, *chosen)
+        programs = self.costs.programs
+        if key not in programs:
+            programs[key] = getattr(self, stage)(width)
+        return programs[key]
 
     def gate(self, width: int) -> Program:
         """The product of x with u_gate."""
@@ -240,7 +251,7 @@ class _Form:
         live = self.bytes_of(self.costs.problem.ranks[2], self.width)
         blocks = sorted({min(b, N) for b in (128, 512, 1024, 2048, N) if b <= 4096})
         forms = [replace(self, out_block=block) for block in blocks]
-        fitting = [f for f in forms if sbuf_peak([f.out(self.width)], live) <= room]
+        fitting = [f for f in forms if sbuf_peak([f.program("out", self.width)], live) <= room]
         return min(fitting, key=lambda f: self._load_ns(N, f.out_block), default=None)
 
     def _with_sides(self) -> Iterator[tuple[int, int]]:
@@ -251,7 +262,7 @@ class _Form:
 
             def peak(resident: int, form: _Form = form) -> int:
                 found = replace(form, resident=resident)
-                return sbuf_peak([found.gate(self.width), found.up(self.width)])
+                return sbuf_peak([found.program(side, self.width) for side in ("gate", "up")])
 
             for resident in fitting_residents(c, K, self.width, peak)[-1:]:
                 yield form.u_block, resident
@@ -285,12 +296,14 @@ class _Form:
             spill += max(1, tiles_in(over, size))
 
     def _gated_peak(self) -> int:
-        return sbuf_peak([self.gated(self.width)], self._side_tiles * self.width * self.costs.item)
+        return sbuf_peak(
+            [self.program("gated", self.width)], self._side_tiles * self.width * self.costs.item
+        )
 
     def _down_peak(self) -> int:
         made = self.bytes_of(self.costs.problem.inner, self.width)
         live = made - self.spill * self._group_bytes(self.width)
-        return sbuf_peak([self.down(self.width)], live)
+        return sbuf_peak([self.program("down", self.width)], live)
 
     def _ordered(self, name: str, size: int) -> list[_Form]:
         """With widths of a block of `size` columns, least DMA time first, then room."""

@@ -11,22 +11,20 @@ from neuronmm_ops.kernels.planner.prefill import (
     Blocks,
     Costs,
     Moving,
-    fitting_residents,
     in_sbuf,
     plan_of,
     project_steps,
-    quickest_stages,
-    token_blocks,
     write_steps,
 )
 from neuronmm_ops.kernels.planner.problem import Plan, Problem
+from neuronmm_ops.kernels.planner.search import fitting_residents, quickest_stages, token_blocks
 from neuronmm_ops.kernels.planner.timeline import Program, Timeline, sbuf_peak
 from neuronmm_ops.kernels.stages.tiling import BANK_COLUMNS, PARTITIONS, PSUM_BANKS, tiles_in
 from neuronmm_ops.kernels.xuv import plan_decode
 
 BLOCKS = (512, 1024, 2048, 4096)
 K_BLOCKS = (512, 1024, 2048, 4096)
-WAITS = 1.05
+WAITS = 1.01
 """Time over that of TensorE from which on blocks of K are tried."""
 FIRST, SECOND = 8, 3
 """Stages of each product that plans are made of."""

@@ -11,13 +11,11 @@ from neuronmm_ops.kernels.planner.prefill import (
     Blocks,
     Costs,
     Moving,
-    fitting_residents,
     plan_of,
-    quickest_stages,
-    token_blocks,
     write_steps,
 )
 from neuronmm_ops.kernels.planner.problem import Plan, Problem
+from neuronmm_ops.kernels.planner.search import fitting_residents, quickest_stages, token_blocks
 from neuronmm_ops.kernels.planner.timeline import Program, sbuf_peak
 from neuronmm_ops.kernels.stages.tiling import PARTITIONS
 from neuronmm_ops.kernels.xw import plan_decode
