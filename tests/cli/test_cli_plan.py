@@ -8,7 +8,7 @@ from neuronmm_ops.cli import main
 
 FIELDS = {
     *("projection", "M", "K", "r", "N", "target", "form", "blocks", "time_ms", "dense_ms"),
-    *("hbm_bytes", "bound", "worth_it"),
+    *("hbm_bytes", "instructions", "bound", "worth_it"),
 }
 CONFIG = {
     "hidden_size": 256,

@@ -2,6 +2,8 @@
 
 import inspect
 import math
+from dataclasses import replace
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -12,9 +14,8 @@ from hypothesis import strategies as st
 from tolerances import assert_close_to_oracle
 
 from neuronmm_ops.compress.rank import aligned_rank
-from neuronmm_ops.kernels.planner.decode import candidates
-from neuronmm_ops.kernels.planner.problem import Plan, Problem
-from neuronmm_ops.kernels.stages import chunks, decode
+from neuronmm_ops.kernels.planner.problem import Plan, Problem, mlp_matrices
+from neuronmm_ops.kernels.stages import chunks, decode, tiling
 from neuronmm_ops.kernels.svd_mlp.decode import svd_mlp_decode
 from neuronmm_ops.kernels.xuv.decode import xuv_decode
 from neuronmm_ops.kernels.xw.decode import xw_decode
@@ -29,6 +30,11 @@ TOKENS = st.one_of(st.sampled_from((1, 2, 32, 33, 64, 65, 128)), st.integers(1, 
 CORES = st.sampled_from((("trn1", 1), ("trn2", 1), ("trn2", 2), ("trn3", 1), ("trn3", 2)))
 
 
+def candidates(problem: Problem) -> list[Plan]:
+    module = import_module(f"neuronmm_ops.kernels.{problem.op}.plan_decode")
+    return module.candidates(problem)
+
+
 def rounded(values: np.ndarray, dtype: str) -> np.ndarray:
     return dtypes.from_fp32(values.astype(np.float32), dtypes.dtype_of(dtype))
 
@@ -38,16 +44,9 @@ def wide(values: np.ndarray) -> np.ndarray:
 
 
 def shapes_of(problem: Problem) -> list[tuple[int, ...]]:
-    """Of x and the weights, then of the biases."""
-    M, K, N, inner = problem.M, problem.K, problem.N, problem.inner
-    if problem.op == "xw":
-        return [(M, K), (K, N), (N,)]
-    if problem.op == "xuv":
-        (r,) = problem.ranks
-        return [(M, K), (K, r), (r, N), (N,)]
-    g, u, d = problem.ranks
-    pairs = [(K, g), (g, inner), (K, u), (u, inner), (inner, d), (d, N)]
-    return [(M, K), *pairs, (inner,), (inner,), (N,)]
+    """Of x and the weights, then of the bias."""
+    bias = [] if problem.op == "svd_mlp" else [(problem.N,)]
+    return [(problem.M, problem.K), *problem.matrices, *bias]
 
 
 def operands(problem: Problem, bias: bool, seed: int = 0) -> list[np.ndarray]:
@@ -73,15 +72,15 @@ def composition(problem: Problem, arrays: list[np.ndarray], name: str, keep: Any
     """The op in fp64; `keep` rounds what the plain composition stores on the way."""
     x, *weights = [wide(a) for a in arrays]
     count = {"xw": 1, "xuv": 2, "svd_mlp": 6}[problem.op]
-    factors, biases = weights[:count], weights[count:] or [0.0, 0.0, 0.0]
+    factors, bias = weights[:count], weights[count] if len(weights) > count else 0.0
     if problem.op == "xw":
-        return keep(x @ factors[0] + biases[0])
+        return keep(x @ factors[0] + bias)
     if problem.op == "xuv":
-        return keep(keep(x @ factors[0]) @ factors[1] + biases[0])
-    gate = keep(keep(x @ factors[0]) @ factors[1] + biases[0])
-    up = keep(keep(x @ factors[2]) @ factors[3] + biases[1])
+        return keep(keep(x @ factors[0]) @ factors[1] + bias)
+    gate = keep(keep(x @ factors[0]) @ factors[1])
+    up = keep(keep(x @ factors[2]) @ factors[3])
     hidden = keep(keep(act(name, gate)) * up)
-    return keep(keep(hidden @ factors[4]) @ factors[5] + biases[2])
+    return keep(keep(hidden @ factors[4]) @ factors[5])
 
 
 def run(problem: Problem, arguments: dict[str, Any], arrays: list[Any], **options: Any) -> Any:
@@ -95,6 +94,10 @@ def traced(plan: Plan, bias: bool = False) -> Profile:
     shapes = [s for s in shapes_of(problem) if len(s) == 2 or bias]
     specs = [TensorSpec(s, dtypes.dtype_of(problem.dtype)) for s in shapes]
     return run(problem, plan.arguments, specs, mode="trace").profile
+
+
+def instructions(profile: Profile) -> int:
+    return sum([len(core.trace.records) for core in profile.schedule.cores])
 
 
 def check(problem: Problem, arguments: dict[str, Any], bias: bool, name: str = "silu") -> None:
@@ -120,10 +123,11 @@ def check(problem: Problem, arguments: dict[str, Any], bias: bool, name: str = "
 @settings(max_examples=12)
 @given(TOKENS, SIZES, SIZES, CORES, st.sampled_from(DTYPES), st.booleans(), st.booleans())
 def test_dense(
-    M: int, K: int, N: int, core: tuple[str, int], dtype: str, bias: bool, keep: bool
+    M: int, K: int, N: int, core: tuple[str, int], dtype: str, bias: bool, resident: bool
 ) -> None:
-    problem = Problem("xw", M, K, (), N, 0, dtype, *core)
-    check(problem, {"span": 128, "block": 96, "last": 64, "chunk": 512, "keep": keep}, bias)
+    problem = Problem("xw", M, ((K, N),), dtype, *core)
+    cut = {"k_chunk": 128, "block": 96, "last_block": 64, "tile_bytes": 512}
+    check(problem, {**cut, "resident": resident}, bias)
 
 
 @pytest.mark.slow
@@ -141,8 +145,8 @@ def test_dense(
 def test_low_rank(
     M: int, K: int, r: int, N: int, core: tuple[str, int], dtype: str, bias: bool, small: bool
 ) -> None:
-    problem = Problem("xuv", M, K, (r,), N, 0, dtype, *core)
-    cut = {"span": 128, "ranks": 128, "block": 96, "last": 64, "chunk": 512}
+    problem = Problem("xuv", M, ((K, r), (r, N)), dtype, *core)
+    cut = {"k_chunk": 128, "rank_block": 128, "block": 96, "last_block": 64, "tile_bytes": 512}
     check(problem, cut if small else candidates(problem)[0].arguments, bias)
 
 
@@ -154,9 +158,8 @@ def test_low_rank(
     st.tuples(SIZES, SIZES, SIZES),
     CORES,
     st.sampled_from(DTYPES),
-    st.booleans(),
     st.sampled_from(("silu", "gelu", "gelu_tanh", "relu")),
-    st.sampled_from(("planned", "spilled", "kept")),
+    st.sampled_from(("planned", "spilled", "in SBUF")),
 )
 def test_mlp(
     M: int,
@@ -164,47 +167,82 @@ def test_mlp(
     ranks: tuple[int, int, int],
     core: tuple[str, int],
     dtype: str,
-    bias: bool,
     name: str,
     blocks: str,
 ) -> None:
     K, inner, N = sizes
-    problem = Problem("svd_mlp", M, K, ranks, N, inner, dtype, *core)
-    cut = {"span": 128, "ranks": 128, "inner": 128, "last": 64, "spill": blocks == "spilled"}
-    check(problem, candidates(problem)[0].arguments if blocks == "planned" else cut, bias, name)
+    problem = Problem("svd_mlp", M, mlp_matrices(K, ranks, inner, N), dtype, *core)
+    cut = {"k_chunk": 128, "rank_block": 128, "inner_block": 128, "last_block": 64}
+    cut["spill"] = blocks == "spilled"
+    chosen = candidates(problem)[0].arguments if blocks == "planned" else cut
+    check(problem, chosen, bias=False, name=name)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("core", [("trn1", 1), ("trn2", 2), ("trn3", 1)])
 @pytest.mark.parametrize("M", [3, 100])
 def test_several_banks_and_a_last_tile_in_two_parts(M: int, core: tuple[str, int]) -> None:
-    pair = Problem("xuv", M, 130, (700,), 2600, 0, "float32", *core)
-    check(pair, {"block": 1024, "last": 1400, "ranks": 1536}, bias=False)
-    check(pair, {"block": 1024, "last": 1300, "ranks": 512, "chunk": 99999}, bias=True)
-    few = Problem("xuv", M, 300, (7,), 1400, 0, "float32", *core)
-    check(few, {"last": 1400, "chunk": 99999}, bias=False)
-    mlp = Problem("svd_mlp", M, 70, (600, 300, 500), 90, 1200, "bfloat16", *core)
-    check(mlp, {"inner": 1024, "spill": False}, bias=True)
+    pair = Problem("xuv", M, ((130, 700), (700, 2600)), "float32", *core)
+    check(pair, {"block": 1024, "last_block": 1400, "rank_block": 1536}, bias=False)
+    blocks = {"block": 1024, "last_block": 1300, "rank_block": 512, "tile_bytes": 99999}
+    check(pair, blocks, bias=True)
+    few = Problem("xuv", M, ((300, 7), (7, 1400)), "float32", *core)
+    check(few, {"last_block": 1400, "tile_bytes": 99999}, bias=False)
+    mlp = Problem("svd_mlp", M, mlp_matrices(70, (600, 300, 500), 1200, 90), "bfloat16", *core)
+    check(mlp, {"inner_block": 1024, "spill": False}, bias=False)
 
 
-@pytest.mark.parametrize("lnc", [1, 2])
-@pytest.mark.parametrize("K", [128, 384, 512])
-def test_packed_u(K: int, lnc: int) -> None:
-    problem = Problem("xuv", 5, K, (130,), 70, 0, "float32", "trn2", lnc, packed=True)
-    x, u, v = operands(problem, bias=False)
-    tiles = K // 128
-    packed = u.reshape(tiles, 128, -1).transpose(1, 0, 2).reshape(K, -1)
-    for plan in candidates(problem):
-        out = run(problem, plan.arguments, [x, packed, v]).outputs
-        exact, size = (wide(k(x)) @ wide(k(u)) @ wide(k(v)) for k in (np.asarray, np.abs))
-        plain = x @ u @ v
-        assert_close_to_oracle(*map(torch.from_numpy, (out, exact, plain, size)))
+@given(
+    st.integers(1, 9000), TOKENS, st.sampled_from((2, 3, 4)), st.sampled_from((32, 128)),
+    st.sampled_from((2, 4)),
+)  # fmt: skip
+def test_sums_are_cut_without_overlap(
+    size: int, M: int, generation: int, unit: int, itemsize: int
+) -> None:
+    step = tiling.matmul_columns(M, generation)
+    sums = tiling.SumTiling(size, M, generation, unit, step)
+    assert sums.partitions <= 128
+    whole = tiling.Span(0, size)
+
+    def columns(parts: list[tiling.GroupSpan]) -> list[int]:
+        starts = [sums.groups[part.group].start + part.start for part in parts]
+        return [c for a, part in zip(starts, parts, strict=True) for c in range(a, a + part.size)]
+
+    assert columns(sums.evictions()) == list(range(size))
+    assert sorted(columns(sums.matmuls(whole))) == list(range(size))
+    parts = [part for half in sums.halves(itemsize) for part in sums.matmuls(half)]
+    assert sorted(columns(parts)) == list(range(size))
+
+
+@given(st.integers(0, 60), st.integers(2, 9000), st.sampled_from((512, 4096, 16384)), st.booleans())
+def test_weight_tiles_follow_one_another(
+    tiles: int, row_bytes: int, tile_bytes: int, first: bool
+) -> None:
+    for last in (False, True):
+        found = tiling.weight_tiles(tiles, row_bytes, tile_bytes, first, last)
+        starts = [0, *[s.start + s.size for s in found]]
+        assert [s.start for s in found] == starts[:-1]
+        assert starts[-1] == tiles
+        assert all(s.size == 1 or s.size * row_bytes <= tile_bytes for s in found)
+        for s in found[:1] * first + found[-1:] * last:
+            assert s.size == 1 or s.size * row_bytes <= tiling.EDGE_TILE_BYTES
+
+
+@pytest.mark.parametrize("M", [1, 32, 33, 64, 65, 128])
+def test_transposes_on_trn1(M: int) -> None:
+    """TensorE writes fp32 there, and reads from partitions 0 and 64 only."""
+    assert 128 // tiling.column_groups(M, generation=2) >= 64
+    problem = Problem("xuv", M, ((600, 300), (300, 200)), "bfloat16", "trn1")
+    records = traced(candidates(problem)[0]).schedule.cores[0].trace.records
+    into = [storages[0] for form, storages, _, _ in records if form.opcode == "nc_transpose"]
+    assert into
+    assert {storage.layout.dtype for storage in into} == {dtypes.dtype_of("float32")}
 
 
 def test_strict_front_end() -> None:
     for kernel in KERNELS.values():
         assert lint(kernel) == []
-    for module in (decode, chunks):
+    for module in (decode, chunks, tiling):
         members = [m for _, m in inspect.getmembers(module) if inspect.getmodule(m) is module]
         for member in members:
             methods = inspect.getmembers(member, inspect.isfunction)
@@ -235,25 +273,66 @@ def test_candidates_run(
     dtype: str,
     bias: bool,
 ) -> None:
-    count = {"xw": 0, "xuv": 1, "svd_mlp": 3}[op]
     K, inner, N = sizes
-    inner = inner if op == "svd_mlp" else 0
-    problem = Problem(op, M, K, tuple(min(r, 6000) for r in ranks[:count]), N, inner, dtype, *core)  # pyright: ignore[reportArgumentType]
+    g, u, d = [min(r, 6000) for r in ranks]
+    matrices = {
+        "xw": ((K, N),),
+        "xuv": ((K, g), (g, N)),
+        "svd_mlp": mlp_matrices(K, (g, u, d), inner, N),
+    }[op]
+    problem = Problem(op, M, matrices, dtype, *core)
     found = candidates(problem)
     assert found == candidates(problem)
     assert found
     for plan in (found[0], found[-1]):
         assert plan.kernel == f"{op}_decode"
         assert plan.sbuf_bytes <= problem.machine.usable_sbuf_bytes
-        profile = traced(plan, bias)
+        profile = traced(plan, bias and op != "svd_mlp")
         assert profile.sbuf_peak_bytes <= plan.sbuf_bytes
         assert profile.psum_peak_banks <= plan.psum_banks <= 8
-        if not bias:
+        if not bias or op == "svd_mlp":
             assert profile.hbm_bytes == plan.hbm_bytes
+            assert instructions(profile) == plan.instructions
+
+
+def random_problem(op: str, rng: np.random.Generator) -> Problem:
+    """Any sizes up to 8192, and ranks up to 3072; half of them multiples of 128."""
+
+    def size(most: int) -> int:
+        if rng.random() < 0.5:
+            return 128 * int(rng.integers(1, most // 128 + 1))
+        return round(math.exp(rng.uniform(math.log(64), math.log(most))))
+
+    M = int(rng.choice([1, 2, 4, 8, 16, 32, 64, 128, rng.integers(1, 129)]))
+    K, inner, N = [size(8192) for _ in range(3)]
+    ranks = (size(3072), size(3072), size(3072))
+    matrices = {
+        "xw": ((K, N),),
+        "xuv": ((K, ranks[0]), (ranks[0], N)),
+        "svd_mlp": mlp_matrices(K, ranks, inner, N),
+    }[op]
+    dtype = str(rng.choice(["bfloat16", "bfloat16", "bfloat16", "float16", "float32"]))
+    cores = [("trn1", 1), ("trn2", 1), ("trn2", 2), ("trn3", 1), ("trn3", 2)]
+    return Problem(op, M, matrices, dtype, *cores[rng.integers(len(cores))])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("op", KERNELS)
+def test_plans_predict_time_and_instructions(op: str) -> None:
+    """On 200 random problems: median error at most 1 %, above 20 us none over 10 %."""
+    rng = np.random.default_rng(list(op.encode()))
+    errors: list[float] = []
+    for _ in range(200):
+        plan = candidates(random_problem(op, rng))[0]
+        profile = traced(plan)
+        assert instructions(profile) == plan.instructions, plan
+        errors.append(abs(plan.time_ms / profile.time_ms - 1))
+        assert errors[-1] <= 0.1 or profile.time_ms < 0.02, plan
+    assert sorted(errors)[100] <= 0.01
 
 
 def test_no_candidates_for_many_tokens() -> None:
-    assert candidates(Problem("xuv", 129, 256, (128,), 256)) == []
+    assert candidates(Problem("xuv", 129, ((256, 128), (128, 256)))) == []
 
 
 def model_problems(op: str, M: int, lnc: int) -> list[Problem]:
@@ -266,10 +345,12 @@ def model_problems(op: str, M: int, lnc: int) -> list[Problem]:
             if lnc == 2 and target == "trn1":
                 continue
             if op == "xuv":
-                found.append(Problem("xuv", M, K, (r,), N, target=target, lnc=lnc))
-                found.append(Problem("xuv", M, N, (r,), K, target=target, lnc=lnc))
+                found.append(Problem("xuv", M, ((K, r), (r, N)), target=target, lnc=lnc))
+                found.append(Problem("xuv", M, ((N, r), (r, K)), target=target, lnc=lnc))
             else:
-                found.append(Problem("svd_mlp", M, K, (r, r, r), K, N, target=target, lnc=lnc))
+                found.append(
+                    Problem("svd_mlp", M, mlp_matrices(K, (r, r, r), N, K), target=target, lnc=lnc)
+                )
     return list(dict.fromkeys(found))  # some models share their sizes
 
 
@@ -282,9 +363,9 @@ def test_model_shapes_are_near_the_limit(op: str, M: int, share: float, slack_us
     """Share of the modelled limit, or microseconds above it, and the error of the prediction."""
     for problem in model_problems(op, M, lnc=1):
         plan = candidates(problem)[0]
-        time_ms, limit_ms = traced(plan).time_ms, problem.limit_ms
-        near = limit_ms >= share * time_ms or time_ms <= limit_ms + slack_us / 1e3
-        assert near, f"{problem}: {time_ms} ms, limit {limit_ms} ms"
+        time_ms, roofline_ms = traced(plan).time_ms, problem.roofline_ms
+        near = roofline_ms >= share * time_ms or time_ms <= roofline_ms + slack_us / 1e3
+        assert near, f"{problem}: {time_ms} ms, limit {roofline_ms} ms"
         assert abs(plan.time_ms / time_ms - 1) < 0.08, f"{problem}: {plan.time_ms} for {time_ms}"
 
 
@@ -292,7 +373,7 @@ def test_model_shapes_are_near_the_limit(op: str, M: int, share: float, slack_us
 def test_two_cores_are_nearly_twice_as_fast() -> None:
     for problem in model_problems("svd_mlp", 1, lnc=2):
         if problem.inner >= 8192 and problem.target == "trn3":
-            alone = Problem(**{**problem.__dict__, "lnc": 1})
+            alone = replace(problem, lnc=1)
             plans = [candidates(p)[0] for p in (alone, problem)]
             one, two = [traced(plan).time_ms for plan in plans]
             assert one > 1.7 * two, problem

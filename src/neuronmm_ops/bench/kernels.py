@@ -27,7 +27,6 @@ from neuronmm_ops.compress.calibrate import Progress
 from neuronmm_ops.compress.rank import aligned_rank
 from neuronmm_ops.hardware import resolve_target
 from neuronmm_ops.kernels import Plan, Problem, nki_kernel, plan_svd_mlp, plan_xuv, plan_xw
-from neuronmm_ops.kernels.planner.problem import Op
 from neuronmm_ops.models import SHAPES, model_shape
 from neuronmm_ops.neuroncore import NkiValidationError, Profile, TensorSpec, simulate
 from neuronmm_ops.neuroncore.dtypes import bfloat16
@@ -122,7 +121,7 @@ def run(
         `dtype`, `time_ms`, `limit_ms`, `limit_share`, `bound`, `hbm_bytes`, `mfu`,
         `sbuf_peak_bytes`, `psum_peak_banks`, `published_ms`, `published_bytes`. Times are
         modelled, but for `published_ms`, which like `published_bytes` the paper measured on
-        trn1. `limit_ms` is the op's own (`Problem.limit_ms`), and `mfu` counts the op's FLOPs,
+        trn1. `limit_ms` is the op's own (`Problem.roofline_ms`), and `mfu` counts the op's FLOPs,
         not those of padding. An MLP's K and N are its hidden and intermediate sizes. Where a
         published kernel does not fit on the core, what would be modelled is None.
 
@@ -178,10 +177,10 @@ def _entries(models: list[str], tokens: list[int], target: str | None, lnc: int)
 def _projection(model: str, M: int, K: int, r: int, N: int, target: str, lnc: int) -> list[Entry]:
     """One Linear: dense, unfused at the paper's shape, NeuronMM's X U V on one core, ours."""
 
-    def entry(kernel: str, op: Op, *parts: tuple[Run, ...]) -> Entry:
-        ranks = () if op == "xw" else (r,)
-        problem = Problem(op, M, K, ranks, N, 0, DTYPE, target, lnc)
-        return Entry(kernel, model, problem, ranks[0] if ranks else None, N, parts)
+    def entry(kernel: str, op: str, *parts: tuple[Run, ...]) -> Entry:
+        matrices = ((K, N),) if op == "xw" else ((K, r), (r, N))
+        problem = Problem(op, M, matrices, DTYPE, target, lnc)
+        return Entry(kernel, model, problem, None if op == "xw" else r, N, parts)
 
     found = [entry("xw", "xw", (Run("xw", M, K, 0, N, target, lnc),))]
     if model == PAPER:
@@ -198,7 +197,7 @@ def _projection(model: str, M: int, K: int, r: int, N: int, target: str, lnc: in
 
 def _mlp(model: str, M: int, H: int, r: int, I: int, target: str, lnc: int) -> list[Entry]:  # noqa: E741
     """One MLP: ours in one launch, ours as three launches of X U V, NeuronMM's pair."""
-    problem = Problem("svd_mlp", M, H, (r, r, r), H, I, DTYPE, target, lnc)
+    problem = Problem("svd_mlp", M, (*[(H, r), (r, I)] * 2, (I, r), (r, H)), DTYPE, target, lnc)
 
     def entry(kernel: str, *parts: tuple[Run, ...]) -> Entry:
         return Entry(kernel, model, problem, r, I, parts)
@@ -310,7 +309,7 @@ def _row(entry: Entry, measured: dict[Run, Measured | None]) -> dict[str, Any]:
         "N": entry.N,
         "dtype": problem.dtype,
         "time_ms": None,
-        "limit_ms": problem.limit_ms,
+        "limit_ms": problem.roofline_ms,
         "limit_share": None,
         "bound": None,
         "hbm_bytes": None,
@@ -344,7 +343,7 @@ def _modelled(problem: Problem, parts: list[Measured] | None) -> dict[str, Any]:
     peak_tflops = problem.machine.pe_peak_tflops * problem.lnc
     return {
         "time_ms": time_ms,
-        "limit_share": problem.limit_ms / time_ms,
+        "limit_share": problem.roofline_ms / time_ms,
         "bound": max(parts).bound,
         "hbm_bytes": sum(part.hbm_bytes for part in parts),
         "mfu": problem.flops / time_ms / 1e9 / peak_tflops,

@@ -75,11 +75,12 @@ def _row(
         "r": r,
         "N": n,
         "target": plan.problem.target,
-        "form": plan.form,
+        "form": plan.phase,
         "blocks": plan.arguments,
         "time_ms": plan.time_ms,
         "dense_ms": dense_ms,
         "hbm_bytes": plan.hbm_bytes,
+        "instructions": plan.instructions,
         "bound": plan.bound,
         "worth_it": plan.time_ms < dense_ms,
     }
@@ -87,7 +88,19 @@ def _row(
 
 def _show(rows: list[dict[str, Any]]) -> None:
     table = Table(**COMPACT)
-    for column in ("M", "projection", "K", "r", "N", "form", "ms", "dense ms", "speedup", "bound"):
+    for column in (
+        "M",
+        "projection",
+        "K",
+        "r",
+        "N",
+        "form",
+        "ms",
+        "dense ms",
+        "speedup",
+        "bound",
+        "instr",
+    ):
         table.add_column(column, justify="left" if column == "projection" else "right")
     for row in rows:
         speedup = row["dense_ms"] / row["time_ms"]
@@ -102,6 +115,7 @@ def _show(rows: list[dict[str, Any]]) -> None:
             f"{row['dense_ms']:.4g}",
             f"{speedup:.2f}x",
             row["bound"],
+            f"{row['instructions']:,}",
         )
     stdout.print(table)
     losing = [row for row in rows if not row["worth_it"]]

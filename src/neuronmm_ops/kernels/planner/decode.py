@@ -1,167 +1,366 @@
-"""Plans of the decode kernels: in which blocks they could run, and what each would cost.
+"""Stages of the decode kernels as steps on a timeline.
 
-The kernels are `xw_decode`, `xuv_decode` and `svd_mlp_decode`. All times are modelled, by `clock`.
+`Costs` turns a stage into steps, `Stages` runs them in the order of the kernel. Times are modelled,
+in ns; SBUF is in bytes per partition.
 """
 
 from __future__ import annotations
 
-from neuronmm_ops.hardware import DMA_START_NS
-from neuronmm_ops.kernels.planner.clock import (
-    SUM_BANKS,
-    Blocks,
-    Clock,
-    Shape,
-    cut_sizes,
-    rounded_up,
+from collections.abc import Sequence
+from functools import cache, partial
+from typing import Literal, NamedTuple
+
+from neuronmm_ops.hardware import MIN_CYCLES, Engine
+from neuronmm_ops.kernels.planner.instructions import (
+    evict_ns,
+    load_ns,
+    matmul_ns,
+    matmul_passes,
+    transpose_ns,
 )
-from neuronmm_ops.kernels.planner.problem import Block, Plan, Problem
-from neuronmm_ops.kernels.stages.tiling import ALIGN, COLUMNS, SMALL, P, spans, tiles_in
+from neuronmm_ops.kernels.planner.problem import Block, Problem
+from neuronmm_ops.kernels.planner.timeline import Step, Timeline
+from neuronmm_ops.kernels.stages import tiling
+from neuronmm_ops.kernels.stages.tiling import (
+    BANK_COLUMNS,
+    OUTPUT_UNIT,
+    PARTITIONS,
+    Span,
+    sizes,
+    tiles_in,
+)
 
-KEPT = 8
-"""Plans that are returned, best first."""
+Blocks = dict[str, Block]
+Source = Literal["hbm", "stored", "sums", "transposed"]
+"""Where the activations of K chunks are when a stage begins; `stored`: in HBM, by this kernel."""
+IN_HBM = ("hbm", "stored")
+BOTH, SCALAR, VECTOR = (Engine.VECTOR, Engine.SCALAR), (Engine.SCALAR,), (Engine.VECTOR,)
 
 
-def candidates(problem: Problem) -> list[Plan]:
-    """Plans for up to 128 tokens, the fastest first; each fits in SBUF and PSUM.
+class Tile(NamedTuple):
+    """Some K tiles: what TensorE does with them, their load or eviction, and their SBUF."""
 
-    One argument after the other takes its best value, the others fixed: they hardly interact.
+    k_tiles: int
+    work_ns: float
+    move_ns: float
+    size: int
+
+
+class Sums:
+    """Sums [M, columns] of some of the `of` columns of a weight.
+
+    Attributes:
+        row_bytes: of a row of the weight's columns; `adjoin`: the next row follows it in HBM.
+        width: columns of a PE column group; `chunks`: of each group.
+        banks: of PSUM.
+        parts: columns of each eviction, by `engines` in turns.
+        matmuls: of a K tile; `ns`: their time.
     """
-    if problem.M > P:
-        return []
-    shape = Shape(problem)
-    found: dict[tuple[tuple[str, Block], ...], Plan] = {}
-    for chunk in (16384, SMALL, 512):
-        best = _first(shape, chunk)
-        for choices in _choices(shape, chunk):
-            plans = [_plan(shape, {**best, **choice}) for choice in choices]
-            fitting = [plan for plan in plans if plan.sbuf_bytes <= shape.room]
-            found |= {plan.blocks: plan for plan in fitting}
-            if fitting:
-                best = dict(min(fitting, key=_rank).blocks)
-        if found:
-            break
-    return sorted(found.values(), key=_rank)[:KEPT]
+
+    def __init__(
+        self,
+        problem: Problem,
+        columns: int,
+        of: int,
+        unit: int = PARTITIONS,
+        step: int = 0,
+        engines: tuple[Engine, ...] = BOTH,
+    ) -> None:
+        machine = problem.machine
+        step = step or tiling.matmul_columns(problem.M, machine.generation)
+        self.engines = SCALAR if machine.shared_ports and engines == BOTH else engines
+        tiles = tiling.SumTiling(columns, problem.M, machine.generation, unit, step)
+        self.columns, self.adjoin = columns, columns == of
+        self.row_bytes = columns * problem.itemsize
+        self.width, self.chunks = tiles.width, [group.size for group in tiles.groups]
+        self.banks = tiles_in(tiles.width, BANK_COLUMNS)
+        self.parts = [part.size for part in tiles.evictions()]
+        self.halves = [half.size for half in tiles.halves(problem.itemsize)]
+        self.matmuls = len(tiles.matmuls(Span(0, columns)))
+        passes = matmul_passes(problem.itemsize)
+        self.ns = sum([matmul_ns(machine, problem.M, w, passes) for w in sizes(tiles.width, step)])
+        if len(self.chunks) > 1:  # side by side, but issued one after the other
+            self.ns = max(self.ns, self.matmuls * matmul_ns(machine, MIN_CYCLES, MIN_CYCLES))
 
 
-def _rank(plan: Plan) -> tuple[float, int, str]:
-    return plan.time_ms, plan.sbuf_bytes, repr(plan.blocks)
+class Costs:
+    """What stages of a problem cost. Many stages of many candidates are the same."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem, self.machine = problem, problem.machine
+        self.M, self.itemsize = problem.M, problem.itemsize
+        generation = self.machine.generation
+        self.groups = tiling.column_groups(self.M, generation)
+        self.most_columns = tiling.SUM_BANKS * BANK_COLUMNS * self.groups
+        fp32 = generation == 2 or self.itemsize == 4
+        self.bank_tiles = tiling.transposes_in_bank(self.M, 4 if fp32 else 2)
+        self.copier = Engine.SCALAR if generation == 2 else Engine.VECTOR
+        self.copy_rate = 1 if fp32 else 2  # VectorE copies 2 bytes twice as fast as 4
+        self.sums = cache(partial(Sums, problem))
+        self.transposes = cache(self._transposes)
+        self.weight_tiles = cache(self._weight_tiles)
+        self.weight_tile = cache(self._weight_tile)
+        self.steps = cache(self._steps)
+
+    def own(self, size: int, core: int = 0) -> int:
+        """A core's part of a dimension; as `stages.decode.own`."""
+        return tiling.core_range(size, self.problem.lnc, core).size
+
+    def load_x(self, chunks: Sequence[int]) -> float:
+        """DMA time of tokens on the busiest engines: groups of partitions take chunks in turns."""
+        own = chunks[:: self.groups]
+        return sum([load_ns(self.machine, self.M, size * self.itemsize) for size in own])
+
+    def _transposes(self, size: int) -> list[Tile]:
+        """The transposes of a K chunk, those of a bank together."""
+        found: list[Tile] = []
+        tiles, rest = divmod(size, PARTITIONS)
+        for rows, count in ((PARTITIONS, tiles), (rest, int(rest > 0))):
+            ns = transpose_ns(self.machine, self.M, rows, self.itemsize)
+            for n in sizes(count, self.bank_tiles):
+                evict = evict_ns(self.machine, self.copier, n * self.M // self.copy_rate)
+                found.append(Tile(n, n * ns, evict, 0))
+        return found
+
+    def _weight_tiles(
+        self, s: Sums, rows: int, tile_bytes: int, first: bool, last: bool
+    ) -> list[Tile]:
+        """The weight tiles of a K chunk; as `stages.decode.Sums.add_chunk`."""
+        tiles, rest = divmod(rows, PARTITIONS)
+        ends = last and rest == 0
+        spans = tiling.weight_tiles(tiles, s.row_bytes, tile_bytes, first, ends)
+        found = [self.weight_tile(s, PARTITIONS, span.size, s.columns) for span in spans]
+        if rest:
+            found.append(self.weight_tile(s, rest, 1, s.columns))
+        if last:
+            count, k = found.pop().k_tiles, rest or PARTITIONS
+            found.extend([self.weight_tile(s, k, count, columns) for columns in s.halves])
+        return found
+
+    def _weight_tile(self, s: Sums, rows: int, count: int, columns: int) -> Tile:
+        row, whole = columns * self.itemsize, columns == s.columns
+        runs, run = (1, count * row) if s.adjoin and whole else (count, row)
+        share = 1.0 if self.groups > 1 else columns / s.columns
+        load = load_ns(self.machine, rows, run, runs)
+        return Tile(count, count * s.ns * share, load, count * row)
+
+    def _steps(
+        self,
+        chunks: tuple[int, ...],
+        source: Source,
+        sums: tuple[Sums, ...],
+        tile_bytes: int,
+        first: bool,
+        last: bool,
+    ) -> list[Step]:
+        """K chunks times columns of weights, as `stages.decode.contract`, then the evictions.
+
+        The `first` weight tile is small; so is the `last`, which is loaded in two halves. Traffic
+        and instructions are in the first step.
+        """
+        tiles: list[Tile] = []
+        for n, size in enumerate(chunks):
+            at, ends = len(tiles), n + 1 == len(chunks)
+            edges = first and n == 0, last and ends
+            for s in sums:
+                tiles.extend(self.weight_tiles(s, size, tile_bytes, *edges))
+            if n and not ends and source != "transposed":  # the next K chunk goes before this one
+                loads = source in IN_HBM and (n + 1) % self.groups == 0
+                tiles[at] = self._after(tiles[at], chunks[n + 1], loads)
+        halves = len(sums[0].halves) if last else 1
+        end = max(1, len(tiles) - halves) if last else len(tiles)
+        parts = [tiles[:1], tiles[1:end], *[[tile] for tile in tiles[end:]]]
+        steps = [_stream(part) for part in parts if part]
+        for step in steps[-halves:]:
+            self._evict(step, sums, halves)
+        k_tiles, rows = sum([tiles_in(size, PARTITIONS) for size in chunks]), sum(chunks)
+        instructions = len(tiles) + sum([k_tiles * s.matmuls + len(s.parts) for s in sums])
+        hbm_bytes = rows * sum([s.row_bytes for s in sums])
+        if source in IN_HBM:
+            instructions += len(chunks)
+            hbm_bytes += self.M * rows * self.itemsize
+        if source != "transposed":
+            steps.insert(0, self._first_transposes(chunks[:2], source))
+            self._wait(steps[1], steps[0], tiles[0].k_tiles)
+            banks = [bank for size in chunks for bank in self.transposes(size)]
+            instructions += sum([bank.k_tiles + 1 for bank in banks])
+        steps[0].instructions, steps[0].hbm_bytes = instructions, hbm_bytes
+        return steps
+
+    def _after(self, tile: Tile, size: int, loads: bool) -> Tile:
+        """A weight tile, and before it the transposes of a K chunk, and its load."""
+        work = sum([bank.work_ns for bank in self.transposes(size)])
+        load = self.load_x([size]) if loads else 0.0
+        return tile._replace(work_ns=tile.work_ns + work, move_ns=tile.move_ns + load)
+
+    def _first_transposes(self, chunks: tuple[int, ...], source: Source) -> Step:
+        """Transposes of the first two K chunks, bank after bank."""
+        banks = [bank for size in chunks for bank in self.transposes(size)]
+        step = Step(sum([bank.work_ns for bank in banks]), fresh=True)
+        step.tiles = step.bank_tiles = len(banks)
+        step.last_ns = step.work_ns / len(banks)
+        step.waits_ns = step.tail_ns = banks[-1].work_ns
+        step.waits = int(source != "hbm")
+        evict = sum([bank.move_ns for bank in banks]) / len(banks)
+        step.vector_ns, step.scalar_ns = [evict * (e is self.copier) for e in BOTH]
+        if source in IN_HBM:
+            step.head_ns, step.load_ns = self.load_x(chunks[:1]), self.load_x(chunks)
+        return step
+
+    def _wait(self, step: Step, transposes: Step, tiles: int) -> None:
+        """Let a step of some K tiles wait for the transposes of them."""
+        later = transposes.tiles - tiles_in(tiles, self.bank_tiles)
+        spacing = max(transposes.last_ns, transposes.scalar_ns, transposes.vector_ns)
+        of_bank = (tiles - 1) % self.bank_tiles + 1
+        step.waits, step.waits_ns = 1, step.work_ns * of_bank / tiles - later * spacing
+
+    def _evict(self, step: Step, sums: tuple[Sums, ...], steps: int) -> None:
+        """Let the sums be evicted after a step, those of one of several `steps`."""
+        parts = [size for s in sums for size in s.parts]
+        banks = sum([s.banks for s in sums])
+        engines = sums[0].engines[: len(parts)]
+        # two engines share a bank's column groups
+        in_bank = 2 if len(engines) > 1 and len(parts) > banks else 1
+        tiles = banks * in_bank
+        step.bank_tiles, step.fresh = in_bank if steps == 1 else 1, True
+        step.tiles = max(1, tiles // steps)
+        step.first_ns = step.last_ns = sum([s.ns for s in sums]) / tiles
+        evict = dict.fromkeys(BOTH, 0.0)
+        for n, engine in enumerate(engines):
+            each = [evict_ns(self.machine, engine, size) for size in [*parts[:-1], parts[0]]]
+            evict[engine] = sum(each[n :: len(engines)]) / tiles_in(tiles - n, len(engines))
+            step.shorter_ns = each[-1] - evict_ns(self.machine, engine, parts[-1])
+        step.vector_ns, step.scalar_ns = evict.values()
 
 
-def _first(s: Shape, chunk: int) -> Blocks:
-    """Arguments to begin with: the smallest tiles."""
-    least = min(1024, s.most)
-    shared: Blocks = {"span": 1024, "block": least, "last": least, "chunk": chunk}
-    if s.problem.op == "xw":
-        return {**shared, "keep": False}
-    ranks = s.problem.ranks
-    if s.problem.op == "xuv":
-        return {**shared, "ranks": _even(ranks[0], s.most), "packed": s.problem.packed}
-    together = sum(s.banks(r, P) for r in ranks[:2]) <= SUM_BANKS
-    cut = _even(ranks[2] if together else max(ranks), s.most)
-    inner = min(rounded_up(s.own(s.problem.inner), P), COLUMNS * s.lanes)
-    return {**shared, "ranks": cut, "together": together, "inner": inner, "spill": True}
+def _stream(tiles: list[Tile]) -> Step:
+    """Weight tiles one after the other as one step."""
+    step = Step(0.0, head_ns=tiles[0].move_ns)
+    for tile in reversed(tiles):
+        # what is left to do when this tile has come, beyond the loads that follow it
+        step.tail_ns = max(step.tail_ns, step.work_ns + tile.work_ns - step.load_ns)
+        step.work_ns += tile.work_ns
+        step.load_ns += tile.move_ns
+        step.fills += tile.size
+    step.frees = step.fills
+    return step
 
 
-def _choices(s: Shape, limit: int) -> list[list[Blocks]]:
-    """For each argument, or pair of them, the values worth a look."""
-    own = rounded_up(max(1, s.own(s.problem.N)), ALIGN)
-    widths = (512, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288)
-    blocks = sorted({min(w, s.most, own) for w in widths})
-    pairs: list[Blocks] = [
-        {"block": min(block, rounded_up(own - last, ALIGN)) if last < own else last, "last": last}
-        for block in blocks[-3:]
-        for last in blocks
-        if last <= 6144
-    ]
-    found: list[list[Blocks]] = []
-    if s.problem.op == "xw":
-        found.append([{"keep": False}, {"keep": True}])
-    if s.problem.op == "svd_mlp":
-        width = rounded_up(max(1, s.own(s.problem.inner)), P)
-        inners = sorted({min(c * COLUMNS * s.lanes, width) for c in range(1, SUM_BANKS + 1)})
-        found.append([{"spill": True}, {"spill": False}])
-        found.append([{"inner": inner} for inner in inners])
-    usual = (512, 1024, 2048, 4096)
-    even = [_even(max(1, s.own(s.problem.K)), most) for most in usual[1:]]
-    found.append([{"span": span} for span in sorted({*usual, *even})])
-    found.append(pairs)
-    found.append([{"chunk": chunk} for chunk in (16384, 8192, SMALL) if chunk <= limit])
-    return found
+class Stages:
+    """The stages of one core's kernel on a timeline.
 
+    Attributes:
+        timeline: when they run.
+        sbuf_bytes: the most that is in use.
+        psum_banks: the most that sums take.
+        hbm_bytes, instructions: of all stages.
+    """
 
-def _plan(s: Shape, blocks: Blocks) -> Plan:
-    """What a kernel costs with these arguments."""
-    p = s.problem
-    clock = Clock(s, blocks)
-    {"xw": _run_xw, "xuv": _run_xuv, "svd_mlp": _run_svd_mlp}[p.op](clock)
-    return Plan(
-        p,
-        "decode",
-        f"{p.op}_decode",
-        tuple(blocks.items()),
-        clock.end_ns / 1e6,
-        clock.hbm_bytes,
-        clock.sbuf_bytes,
-        clock.psum_banks + 1,
-        "PE" if clock.pe_ns > clock.dma_ns else "DMA",
-    )
+    def __init__(self, costs: Costs, blocks: Blocks, core: int) -> None:
+        self.costs, self.blocks, self.core = costs, blocks, core
+        self.problem = costs.problem
+        self.timeline = Timeline(costs.machine)
+        self.psum_banks = 1
+        self.live = self.sbuf_bytes = self.hbm_bytes = self.instructions = 0
 
+    def chunks(self, size: int) -> list[int]:
+        """K chunks of activations in HBM."""
+        return sizes(size, int(self.blocks["k_chunk"]))
 
-def _run_xw(c: Clock) -> None:
-    p = c.s.problem
-    pieces = cut_sizes(p.K, c.span)
-    own = c.s.own(p.N)
-    blocks = c.blocks_of(own)
-    keep = bool(c.blocks["keep"])
-    loads = 1 if keep or not blocks else len(blocks)
-    other = c.blocks_of(p.N - own) if p.lnc == 2 else []
-    also = min(len(other), 1) if keep else len(other)  # the other core loads all of x too
-    c.hbm_bytes += (loads - 1 + also) * p.M * p.K * c.s.item
-    c.hold(c.s.buffers(pieces) if not keep else c.s.turned(pieces) + c.span * c.s.item)
-    for i in range(loads):
-        c.load_x(pieces, start=i == 0)
-    c.write(pieces, p.N, blocks, turns=0 if keep else p.K * max(0, len(blocks) - 1))
+    def own(self, size: int) -> int:
+        """The core's part of a dimension."""
+        return self.costs.own(size, self.core)
 
+    # SBUF
 
-def _run_xuv(c: Clock) -> None:
-    p = c.s.problem
-    (r,) = p.ranks
-    pieces = cut_sizes(c.s.own(p.K), c.span)
-    c.hold(c.s.buffers(pieces))
-    low = c.project(pieces, [r], together=False, source=p.K)
-    c.release(c.s.buffers(pieces))
-    c.hold(c.s.turned(low[0]) + c.s.natural(r))
-    c.write(low[0], p.N, c.blocks_of(c.s.own(p.N)), turns=0)
+    def hold(self, size: int) -> None:
+        """Take SBUF for what stays; a negative size gives it back."""
+        self.live += size
+        self.sbuf_bytes = max(self.sbuf_bytes, self.live)
+        self.timeline.hold(size)
 
+    def transposed(self, chunks: list[int]) -> int:
+        """SBUF of all K chunks transposed."""
+        tiles = sum([tiles_in(size, PARTITIONS) for size in chunks])
+        return tiles * self.costs.M * self.costs.itemsize
 
-def _run_svd_mlp(c: Clock) -> None:
-    p, s = c.s.problem, c.s
-    gate, up, down = p.ranks
-    pieces = cut_sizes(s.own(p.K), c.span)
-    c.hold(s.natural(gate) + s.natural(up) + s.buffers(pieces))
-    low = c.project(pieces, [gate, up], bool(c.blocks["together"]), source=p.K)
-    c.release(s.buffers(pieces))
-    c.hold(s.turned(low[0]) + s.turned(low[1]))
-    inner = s.own(p.inner)
-    spans_of_h = [size for _, size in spans(0, inner, int(c.blocks["inner"]))]
-    h = [w for size in spans_of_h for w in s.lane_widths(size, P)]
-    spill = bool(c.blocks["spill"])
-    kept = 0 if spill else sum(s.lane(size, P) for size in spans_of_h) * s.item
-    c.hold(kept)
-    for size in spans_of_h:
-        c.gated(low, size, spill)
-    c.release(s.turned(low[0]) + s.turned(low[1]) + s.natural(gate) + s.natural(up))
-    if spill:
-        h = cut_sizes(inner, c.span)
-        c.hbm_bytes += 2 * p.M * p.inner * s.item
-        c.pe += 2 * DMA_START_NS + s.load_ns(h[:1])
-    c.hold(s.buffers(h))
-    last = c.project(h, [down], together=False, source=p.inner if spill else 0)
-    c.release(s.buffers(h) + kept)
-    c.hold(s.turned(last[0]) + s.natural(down))
-    c.write(last[0], p.N, c.blocks_of(s.own(p.N)), turns=0)
+    def buffers(self, chunks: list[int]) -> int:
+        """SBUF of two K chunks, as tokens and transposed."""
+        most = sorted(chunks)[-2:]
+        return sum(most) * self.costs.itemsize + self.transposed(most)
 
+    def natural(self, size: int) -> int:
+        """SBUF of sums rounded, with both fp32 sides of an exchange."""
+        each = self.costs.itemsize + (8 if self.problem.lnc == 2 else 0)
+        return self.costs.sums(size, size).width * each
 
-def _even(size: int, most: int) -> int:
-    """The width of the fewest equal parts of at most `most`, a multiple of 128."""
-    return min(most, rounded_up(tiles_in(size, tiles_in(size, most)), P))
+    # stages
+
+    def run(
+        self, chunks: list[int], source: Source, *sums: Sums, first: bool = True, last: bool = False
+    ) -> None:
+        """Contract and evict; the arguments are as in `Costs.steps`."""
+        tile_bytes = int(self.blocks["tile_bytes"])
+        self.psum_banks = max(self.psum_banks, sum([s.banks for s in sums]))
+        if chunks:
+            needs = 2 * max(tile_bytes, *[s.row_bytes for s in sums])
+            self.sbuf_bytes = max(self.sbuf_bytes, self.live + needs)
+            self._run(self.costs.steps(tuple(chunks), source, sums, tile_bytes, first, last))
+
+    def _run(self, steps: list[Step]) -> None:
+        self.hbm_bytes += steps[0].hbm_bytes
+        self.instructions += steps[0].instructions
+        self.timeline.run(steps)
+
+    def project(
+        self, chunks: list[int], source: Source, ranks: Sequence[int], fuse: bool = False
+    ) -> list[list[int]]:
+        """As `stages.decode.project`; returns the K chunks of each rank."""
+        if fuse:
+            fused = [self.costs.sums(r, r) for r in ranks]
+            self._sum(chunks, source, fused)
+            return [s.chunks for s in fused]
+        found: list[list[int]] = []
+        for r in ranks:
+            found.append([])
+            for columns in sizes(r, int(self.blocks["rank_block"])):
+                s = self.costs.sums(columns, r)
+                self._sum(chunks, source, [s])
+                found[-1].extend(s.chunks)
+        return found
+
+    def _sum(self, chunks: list[int], source: Source, sums: list[Sums]) -> None:
+        """Sums over both cores; as `stages.decode.Sums.exchanged`."""
+        self.run(chunks, source, *sums)
+        if self.problem.lnc == 1:
+            return
+        machine, parts = self.costs.machine, [size for s in sums for size in s.parts]
+        # a core without a part of the contraction sends zeros
+        self.instructions += len(parts) * (1 if chunks else 2) + sum([len(s.chunks) for s in sums])
+        send_ns = load_ns(machine, self.costs.M, 4 * sum([s.width for s in sums]))
+        add_ns = sum([evict_ns(machine, Engine.VECTOR, size) for size in parts])
+        self.timeline.exchange(send_ns, add_ns)
+
+    def write(self, chunks: list[int], source: Source, resident: bool) -> None:
+        """As `stages.decode.write_block` for all blocks of the output."""
+        costs, N = self.costs, self.problem.N
+        block, last_block = int(self.blocks["block"]), int(self.blocks["last_block"])
+        blocks = tiling.output_blocks(Span(0, self.own(N)), block, last_block)
+        for i, columns in enumerate(blocks):
+            last = i + 1 == len(blocks)
+            s = costs.sums(columns.size, N, OUTPUT_UNIT, BANK_COLUMNS if last else 0)
+            size = s.width * costs.itemsize + 2 * s.row_bytes
+            self.hold(size)
+            self.run(chunks, source, s, first=i == 0, last=last)
+            self.hold(-size)
+            self.store(s)
+            if resident:
+                source = "transposed"
+
+    def store(self, s: Sums) -> None:
+        """Store evicted sums, a PE column group at a time."""
+        costs, groups = self.costs, len(s.chunks)
+        ns = load_ns(costs.machine, costs.M, s.width * costs.itemsize)
+        step = Step(0.0, store_ns=ns, store_parts=groups, hbm_bytes=costs.M * s.row_bytes)
+        step.instructions = groups
+        self._run([step])

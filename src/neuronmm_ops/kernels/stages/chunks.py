@@ -1,128 +1,116 @@
-"""Activations of the decode kernels, in pieces of the contraction, transposed by TensorE."""
+"""K chunks: activations of the decode kernels, transposed by TensorE a range of K at a time."""
 
 from __future__ import annotations
 
 from neuronmm_ops.kernels.shim import NkiTensor, nisa, nl
-from neuronmm_ops.kernels.stages.tiling import P, Span, spans
+from neuronmm_ops.kernels.stages.tiling import (
+    PARTITIONS,
+    Span,
+    column_groups,
+    spans,
+    transposes_in_bank,
+)
 
 
-class Piece(nl.NKIObject):
-    """A range of a contraction, whose weight rows are split over partitions: p * tiles + j.
+class KChunk(nl.NKIObject):
+    """A range of a contraction: activations [M, size], and their transposes for TensorE.
 
-    Each partition so reads neighbouring rows of the weight, in one long run. A packed weight is
-    split so as a whole: row p * (K // 128) + j of it belongs to feature j * 128 + p.
+    Row p * tiles + j of the range belongs to partition p of K tile j, so that each partition reads
+    neighbouring rows of the weight in one long run. What is left below 128 rows is a tile of its
+    own.
 
     Args:
-        start: first feature of the contraction.
-        source: [M, size] activations, in HBM or in SBUF.
-        loaded: whether they are in SBUF.
-        lane: which quarter or half of the partitions they are loaded to.
-        packed: whether the weight is, in the order of `SVDLinear.pack_`.
+        start: the row of the weight that belongs to the first activation.
+        source: [M, size] activations in HBM or SBUF.
+        in_sbuf: whether they are in SBUF.
+        group: the group of partitions that activations from HBM are loaded to.
     """
 
-    def __init__(
-        self, start: int, source: NkiTensor, loaded: bool, lane: int, packed: bool = False
-    ) -> None:
+    def __init__(self, start: int, source: NkiTensor, in_sbuf: bool, group: int) -> None:
         self.start = start
         self.source = source
-        self.loaded = loaded
-        self.lane = lane
-        self.packed = packed
-        self.tokens, self.size = source.shape
-        self.turned: list[NkiTensor] = []
+        self.in_sbuf = in_sbuf
+        self.group = group
+        self.tokens = source.shape[0]
+        self.size = source.shape[1]
+        # [128, size // 128, M] and [size % 128, 1, M], those that are not empty
+        self.transposed_sb: list[NkiTensor] = []
 
-    def turn(self) -> None:
-        """Fill `turned`: [128, size // 128, M] and [size % 128, M], where they are not empty."""
-        if len(self.turned) > 0:
+    def transpose(self) -> None:
+        """Fill `transposed_sb`, unless that is done."""
+        if len(self.transposed_sb) > 0:
             return
-        tokens = self.source if self.loaded else self.load()
-        tiles = self.size // P
-        whole = tiles * P
+        tokens_sb = self.source if self.in_sbuf else self.load()
+        tiles = self.size // PARTITIONS
+        whole = tiles * PARTITIONS
         if tiles > 0:
-            full = nl.ndarray((P, tiles, self.tokens), dtype=self.source.dtype)
-            for group in spans(0, tiles, transposes_in_bank(self.tokens, self.source.dtype)):
-                turn_columns(full, tokens[:, 0:whole], group, self.packed)
-            self.turned.append(full)
+            self.transpose_columns(tokens_sb[:, 0:whole], PARTITIONS, tiles)
         if whole < self.size:
-            rest = nl.ndarray((self.size - whole, 1, self.tokens), dtype=self.source.dtype)
-            turn_columns(rest, tokens[:, whole : self.size], (0, 1), True)
-            self.turned.append(rest)
-
-    def rows_of(self, weight: NkiTensor) -> NkiTensor:
-        """[128, size // 128, N]: the whole tiles of weight rows, by partition."""
-        tiles = self.size // P
-        if not self.packed:
-            return weight[self.start : self.start + tiles * P, :].reshape_dim(0, (P, tiles))
-        split = weight.reshape_dim(0, (P, weight.shape[0] // P))
-        return split[:, self.start // P : self.start // P + tiles, :]
+            self.transpose_columns(tokens_sb[:, whole : self.size], self.size - whole, 1)
 
     def load(self) -> NkiTensor:
-        """Load the activations to the partitions of the lane."""
-        first = self.lane * P // load_lanes(self.tokens)
-        tile = nl.ndarray((first + self.tokens, self.size), dtype=self.source.dtype)
-        tokens = tile[first : first + self.tokens, :]
-        nisa.dma_copy(tokens, self.source)
-        return tokens
+        """Load the activations to the partitions of the group."""
+        first = self.group * PARTITIONS // column_groups(self.tokens, generation())
+        tile_sb = nl.ndarray((first + self.tokens, self.size), dtype=self.source.dtype)
+        tokens_sb = tile_sb[first : first + self.tokens, :]
+        nisa.dma_copy(tokens_sb, self.source)
+        return tokens_sb
+
+    def transpose_columns(self, tokens_sb: NkiTensor, rows: int, tiles: int) -> None:
+        """Transpose `tiles` tiles of every tiles-th column, several through one bank of PSUM.
+
+        On gen2 TensorE writes fp32 only; the copy to SBUF converts back without loss.
+        """
+        M = self.tokens
+        dtype = self.source.dtype
+        to_sb = nl.ndarray((rows, tiles, M), dtype=dtype)
+        in_psum = nl.float32 if generation() == 2 else dtype
+        for group in spans(0, tiles, transposes_in_bank(M, itemsize(in_psum))):
+            bank_psum = nl.ndarray((rows, group.size, M + M % 2), dtype=in_psum, buffer=nl.psum)
+            for i in range(group.size):
+                columns = tokens_sb[:, group.start + i : rows * tiles : tiles]
+                nisa.nc_transpose(bank_psum[:, i, 0:M], columns)
+            evict(to_sb[:, nl.ds(group.start, group.size), :], bank_psum[:, :, 0:M], 0)
+        self.transposed_sb.append(to_sb)
+
+    def again(self) -> KChunk:
+        """The same activations, not transposed: SBUF of their transposes can be freed."""
+        return KChunk(self.start, self.source, self.in_sbuf, self.group)
 
 
-def turn_columns(to: NkiTensor, tokens: NkiTensor, group: Span, packed: bool) -> None:
-    """to[:, j, :] = tokens[:, j::tiles]^T for the j of a group, through one bank of PSUM.
+def chunks_of(x_hbm: NkiTensor, part: Span, start: int, width: int) -> list[KChunk]:
+    """Columns `part` of activations [M, K] in HBM as K chunks of `width`.
 
-    Of a `packed` weight, tile j is of neighbouring columns.
+    `start` is the row of the weight that belongs to column 0.
     """
-    rows, tiles, M = to.shape
-    width = tokens.shape[1]
-    bank = nl.ndarray((rows, group[1], M + M % 2), dtype=to.dtype, buffer=nl.psum)
-    for i in range(group[1]):
-        j = group[0] + i
-        if packed:
-            nisa.nc_transpose(bank[:, i, 0:M], tokens[:, j * rows : (j + 1) * rows])
-        else:
-            nisa.nc_transpose(bank[:, i, 0:M], tokens[:, j:width:tiles])
-    evict(to[:, group[0] : group[0] + group[1], :], bank[:, :, 0:M], 0)
+    found: list[KChunk] = []
+    groups = column_groups(x_hbm.shape[0], generation())
+    for s in spans(part.start, part.size, width):
+        group = groups - 1 - len(found) % groups
+        columns_hbm = x_hbm[:, nl.ds(s.start, s.size)]
+        found.append(KChunk(start + s.start, columns_hbm, False, group))
+    return found
 
 
-def evict(to: NkiTensor, bank: NkiTensor, turn: int) -> None:
-    """Copy PSUM to SBUF: on ScalarE, and from trn2 on every other time on VectorE.
+def evict(to_sb: NkiTensor, bank_psum: NkiTensor, number: int) -> None:
+    """Copy PSUM to SBUF: on ScalarE, from gen3 on every even `number` on VectorE.
 
-    On trn1 the two exclude each other on PSUM, and ScalarE is the faster.
+    On gen2 the two exclude each other on PSUM, and ScalarE is the faster.
     """
-    if nisa.get_nc_version() == nisa.nc_version.gen2 or turn % 2 == 1:
-        nisa.activation(to, nl.copy, bank)
+    if generation() == 2 or number % 2 == 1:
+        nisa.activation(to_sb, nl.copy, bank_psum)
     else:
-        nisa.tensor_copy(to, bank)
+        nisa.tensor_copy(to_sb, bank_psum)
 
 
-def item_bytes(dtype: nl.DType) -> int:
+def generation() -> int:
+    """Generation of the NeuronCore: 2 (trn1), 3 (trn2) or 4 (trn3)."""
+    version = nisa.get_nc_version()
+    if version == nisa.nc_version.gen2:
+        return 2
+    return 4 if version == nisa.nc_version.gen4 else 3
+
+
+def itemsize(dtype: nl.DType) -> int:
     """Bytes of an element."""
     return 4 if dtype == nl.float32 else 2
-
-
-def transposes_in_bank(M: int, dtype: nl.DType) -> int:
-    """How many transposed tiles [128, M] fit in a bank of PSUM; 2-byte ones start on 4 bytes."""
-    return 2048 // item_bytes(dtype) // (M + M % 2)
-
-
-def load_lanes(M: int) -> int:
-    """Parts of the partitions that M tokens may be loaded to."""
-    return 4 if M <= 32 else 2 if M <= 64 else 1
-
-
-def pieces_of(
-    x: NkiTensor, start: int, part: Span, width: int, packed: bool = False
-) -> list[Piece]:
-    """Columns `part` of x [M, K] in HBM as pieces of `width`; x's column 0 is row `start`."""
-    found: list[Piece] = []
-    lanes = load_lanes(x.shape[0])
-    for s in spans(part[0], part[1], width):
-        lane = lanes - 1 - len(found) % lanes
-        found.append(Piece(start + s[0], x[:, s[0] : s[0] + s[1]], False, lane, packed))
-    return found
-
-
-def again(pieces: list[Piece]) -> list[Piece]:
-    """The same pieces, not transposed: what was is free for other tiles."""
-    found: list[Piece] = []
-    for piece in pieces:
-        found.append(Piece(piece.start, piece.source, piece.loaded, piece.lane, piece.packed))
-    return found

@@ -2,300 +2,265 @@
 
 A weight tile is the moving operand and x^T the stationary one, so that sums come out as tokens
 [M, columns] and are transposed by TensorE where they are contracted next. Up to 64 tokens fill a
-part of the PE columns only: two or four *lanes* of them then take different weight columns at the
+part of the PE columns only: two or four *column groups* then take different weight columns at the
 same time, which keeps TensorE ahead of the DMA engines.
 """
 
 from __future__ import annotations
 
 from neuronmm_ops.kernels.shim import NkiTensor, nisa, nl
-from neuronmm_ops.kernels.stages.chunks import Piece, again, evict, item_bytes, load_lanes
-from neuronmm_ops.kernels.stages.tiling import ALIGN, COLUMNS, HALF, SMALL, P, Span, spans, tiles_in
-
-Part = tuple[int, int, int]
-"""Lane, first column in it, and columns."""
-
-
-def matmul_lanes(M: int) -> int:
-    """Parts of the PE columns that work side by side: of 32 columns, on trn1 of 64."""
-    if nisa.get_nc_version() == nisa.nc_version.gen2:
-        return min(2, load_lanes(M))
-    return load_lanes(M)
-
-
-def matmul_columns(M: int) -> int:
-    """Columns of a matmul: a bank, on trn3 several where no lanes share the issue overhead."""
-    if nisa.get_nc_version() == nisa.nc_version.gen4 and load_lanes(M) == 1:
-        return 4 * COLUMNS
-    return COLUMNS
+from neuronmm_ops.kernels.stages.chunks import KChunk, evict, generation, itemsize
+from neuronmm_ops.kernels.stages.tiling import (
+    BANK_COLUMNS,
+    OUTPUT_UNIT,
+    PARTITIONS,
+    GroupSpan,
+    Span,
+    SumTiling,
+    core_range,
+    matmul_columns,
+    spans,
+    weight_tiles,
+)
 
 
 def own(size: int) -> Span:
-    """This core's range of a dimension; halves are multiples of 128 where it is large enough."""
-    if nl.num_programs(0) == 1:
-        return (0, size)
-    unit = P if size >= 2 * P else 1
-    half = min(size, tiles_in(size, 2 * unit) * unit)
-    if nl.program_id(0) == 0:
-        return (0, half)
-    return (half, size - half)
+    """This core's range of a dimension."""
+    return core_range(size, nl.num_programs(0), nl.program_id(0))
 
 
 class Sums(nl.NKIObject):
-    """Sums in PSUM of [M, size], for columns `part` of a weight, in lanes of equal width.
+    """Sums [M, columns] of activations times some columns of a weight, in PSUM.
 
     Args:
         weight: [K, N] in HBM.
-        part: its columns.
+        columns: which of N.
         M: tokens.
-        unit: the width of a lane is a multiple of it.
-        step: columns of a matmul, whole banks.
+        unit: the width of a PE column group is a multiple of it.
+        last: the kernel ends with these sums: their matmuls are short.
     """
 
-    def __init__(self, weight: NkiTensor, part: Span, M: int, unit: int, step: int) -> None:
+    def __init__(
+        self,
+        weight: NkiTensor,
+        columns: Span,
+        M: int,
+        unit: int = PARTITIONS,
+        last: bool = False,
+    ) -> None:
         self.weight = weight
-        self.start, self.size = part
+        self.columns = columns
         self.tokens = M
-        self.step = step
-        count = matmul_lanes(M)
-        self.rows = P // count
-        self.width = min(part[1], tiles_in(part[1], unit * count) * unit)
-        self.lanes = spans(0, part[1], self.width)
-        self.partitions = (len(self.lanes) - 1) * self.rows + M
-        self.banks: list[NkiTensor] = []
-        for s in spans(0, self.width, step):
-            self.banks.append(nl.ndarray((self.partitions, s[1]), nl.float32, buffer=nl.psum))
+        step = BANK_COLUMNS if last else matmul_columns(M, generation())
+        self.tiling = SumTiling(columns.size, M, generation(), unit, step)
+        self.banks_psum: list[NkiTensor] = []
+        for s in spans(0, self.tiling.width, step):
+            shape = (self.tiling.partitions, s.size)
+            self.banks_psum.append(nl.ndarray(shape, nl.float32, buffer=nl.psum))
         self.started = False
 
-    def parts(self, step: int) -> list[Part]:
-        """The sums cut into `step` columns; neighbours are in different lanes."""
-        found: list[Part] = []
-        for s in spans(0, self.width, step):
-            for i in range(len(self.lanes)):
-                width = min(s[1], self.lanes[i][1] - s[0])
-                if width > 0:
-                    found.append((i, s[0], width))
-        return found
-
-    def in_order(self) -> list[Part]:
-        """The sums cut into banks, in the order of columns."""
-        found: list[Part] = []
-        for i in range(len(self.lanes)):
-            for s in spans(0, self.lanes[i][1], COLUMNS):
-                found.append((i, s[0], s[1]))
-        return found
-
-    def halves(self) -> list[Span]:
-        """Columns in two parts that are loaded one after the other, if both make long rows."""
-        if self.size * item_bytes(self.weight.dtype) < 2 * HALF:
-            return [(0, self.size)]
-        first = tiles_in(self.size, 2 * self.step) * self.step
-        if len(self.lanes) > 1:
-            first = self.lanes[len(self.lanes) // 2][0]
-        return [(0, first), (first, self.size - first)]
-
-    def sums(self, part: Part) -> NkiTensor:
-        """[M, columns] of a part, in PSUM."""
-        first, at = part[0] * self.rows, part[1] % self.step
-        return self.banks[part[1] // self.step][first : first + self.tokens, at : at + part[2]]
-
-    def like(self, tile: NkiTensor, part: Part) -> NkiTensor:
-        """[M, columns] of a part, in a tile of `new_tile`."""
-        first = part[0] * self.rows
-        return tile[first : first + self.tokens, part[1] : part[1] + part[2]]
-
-    def lane(self, tile: NkiTensor, i: int) -> NkiTensor:
-        """[M, width] of a lane, in a tile of `new_tile`."""
-        return self.like(tile, (i, 0, self.lanes[i][1]))
+    def psum(self, part: GroupSpan) -> NkiTensor:
+        """[M, columns] of a part of the sums."""
+        first, step = part.group * self.tiling.group_partitions, self.tiling.step
+        bank_psum = self.banks_psum[part.start // step]
+        return bank_psum[first : first + self.tokens, nl.ds(part.start % step, part.size)]
 
     def new_tile(self, dtype: nl.DType) -> NkiTensor:
         """A tile in SBUF for all sums, laid out as they are."""
-        return nl.ndarray((self.partitions, self.width), dtype=dtype)
+        return nl.ndarray((self.tiling.partitions, self.tiling.width), dtype=dtype)
 
-    def add(self, stationary: NkiTensor, moving: NkiTensor, start: int, more: bool) -> None:
-        """sums[:, start :] += stationary [k, M]^T . moving [k, columns].
+    def like(self, tile_sb: NkiTensor, part: GroupSpan) -> NkiTensor:
+        """[M, columns] of a part, in a tile of `new_tile`."""
+        first = part.group * self.tiling.group_partitions
+        return tile_sb[first : first + self.tokens, nl.ds(part.start, part.size)]
 
-        The first products overwrite, unless there are `more` in these columns already.
-        """
-        add = self.started or more
-        for part in self.parts(self.step):
-            first = self.lanes[part[0]][0] + part[1] - start
-            if first < 0 or first >= moving.shape[1]:
-                continue
-            columns = moving[:, first : first + part[2]]
-            if self.rows == P:
-                nisa.nc_matmul(self.sums(part), stationary, columns, accumulate=add)
+    def group(self, tile_sb: NkiTensor, i: int) -> NkiTensor:
+        """[M, width] of a column group, in a tile of `new_tile`."""
+        return self.like(tile_sb, GroupSpan(i, 0, self.tiling.groups[i].size))
+
+    def add(
+        self, stationary_sb: NkiTensor, moving_sb: NkiTensor, columns: Span, accumulate: bool
+    ) -> None:
+        """sums[:, columns] (+)= stationary [k, M]^T . moving [k, columns]."""
+        rows = self.tiling.group_partitions
+        for part in self.tiling.matmuls(columns):
+            start = self.tiling.groups[part.group].start + part.start - columns.start
+            moving = moving_sb[:, nl.ds(start, part.size)]
+            if rows == PARTITIONS:
+                nisa.nc_matmul(self.psum(part), stationary_sb, moving, accumulate=accumulate)
             else:
                 nisa.nc_matmul(
-                    self.sums(part),
-                    stationary,
-                    columns,
-                    accumulate=add,
-                    tile_position=(0, part[0] * self.rows),
-                    tile_size=(P, self.rows),
+                    self.psum(part),
+                    stationary_sb,
+                    moving,
+                    accumulate=accumulate,
+                    tile_position=(0, part.group * rows),
+                    tile_size=(PARTITIONS, rows),
                 )
-        self.started = self.started or start + moving.shape[1] == self.size
 
     def add_bias(self, bias: NkiTensor) -> None:
-        """sums += bias [N]: a matmul of ones [1, M] and the bias, which broadcasts it."""
-        ones = nl.ndarray((1, self.tokens), dtype=bias.dtype)
-        nisa.memset(ones, 1.0)
-        row = nl.ndarray((1, self.size), dtype=bias.dtype)
-        nisa.dma_copy(row, bias[self.start : self.start + self.size])
-        self.add(ones, row, 0, False)
+        """sums = bias [N]: a matmul of ones [1, M] and the bias, which broadcasts it."""
+        ones_sb = nl.ndarray((1, self.tokens), dtype=bias.dtype)
+        nisa.memset(ones_sb, 1.0)
+        row_sb = nl.ndarray((1, self.columns.size), dtype=bias.dtype)
+        nisa.dma_copy(row_sb, bias[nl.ds(self.columns.start, self.columns.size)])
+        self.add(ones_sb, row_sb, Span(0, self.columns.size), False)
+        self.started = True
 
-    def add_piece(self, piece: Piece, chunk: int, first: bool, last: bool) -> None:
-        """Stream a piece's weight rows, `chunk` bytes a partition at a time (at least one row).
-
-        The `first` or `last` tile of all may be small: TensorE waits for whole tiles.
-        """
-        tiles = piece.size // P
-        whole = tiles * P
-        cut = last and whole == piece.size
+    def add_chunk(self, chunk: KChunk, tile_bytes: int, first: bool, last: bool) -> None:
+        """Stream the weight rows of a K chunk, in tiles of `weight_tiles`."""
+        tiles = chunk.size // PARTITIONS
+        whole = tiles * PARTITIONS
+        ends = last and whole == chunk.size
         if tiles > 0:
-            rows = piece.rows_of(self.weight)
-            row_bytes = self.size * item_bytes(self.weight.dtype)
-            few = max(1, min(chunk, SMALL) // row_bytes)
-            head, tail = min(tiles, few) if first else 0, few if cut else 0
-            for s in ramp(tiles, head, max(1, chunk // row_bytes), tail):
-                ends = cut and s[0] + s[1] == tiles
-                self.add_rows(rows[:, s[0] : s[0] + s[1], :], piece.turned[0], s[0], ends)
-        if whole < piece.size:
-            rows = self.weight[piece.start + whole : piece.start + piece.size, :].expand_dim(1)
-            self.add_rows(rows, piece.turned[len(piece.turned) - 1], 0, last)
+            rows_hbm = self.weight[nl.ds(chunk.start, whole), :].reshape_dim(0, (PARTITIONS, tiles))
+            row_bytes = self.columns.size * itemsize(self.weight.dtype)
+            for s in weight_tiles(tiles, row_bytes, tile_bytes, first, ends):
+                tile_hbm = rows_hbm[:, nl.ds(s.start, s.size), :]
+                stationary_sb = chunk.transposed_sb[0][:, nl.ds(s.start, s.size), :]
+                self.add_tile(tile_hbm, stationary_sb, ends and s.start + s.size == tiles)
+        if whole < chunk.size:
+            rest = nl.ds(chunk.start + whole, chunk.size - whole)
+            stationary_sb = chunk.transposed_sb[len(chunk.transposed_sb) - 1]
+            self.add_tile(self.weight[rest, :].expand_dim(1), stationary_sb, last)
 
-    def add_rows(self, rows: NkiTensor, turned: NkiTensor, at: int, last: bool) -> None:
-        """Load weight rows [k, count, N], the `last` in two parts, and multiply tiles from `at`."""
-        for part in self.halves() if last else [(0, self.size)]:
-            tile = nl.ndarray((rows.shape[0], rows.shape[1], part[1]), dtype=self.weight.dtype)
-            nisa.dma_copy(tile, rows[:, :, nl.ds(self.start + part[0], part[1])])
-            for j in range(rows.shape[1]):
-                self.add(turned[:, at + j, :], tile[:, j, :], part[0], j > 0)
+    def add_tile(self, tile_hbm: NkiTensor, stationary_sb: NkiTensor, last: bool) -> None:
+        """Load a weight tile [k, tiles, N], the `last` in two halves, and multiply its K tiles."""
+        k, tiles, _ = tile_hbm.shape
+        dtype = self.weight.dtype
+        whole = [Span(0, self.columns.size)]
+        for columns in self.tiling.halves(itemsize(dtype)) if last else whole:
+            tile_sb = nl.ndarray((k, tiles, columns.size), dtype=dtype)
+            start = self.columns.start + columns.start
+            nisa.dma_copy(tile_sb, tile_hbm[:, :, nl.ds(start, columns.size)])
+            for j in range(tiles):
+                accumulate = self.started or j > 0
+                self.add(stationary_sb[:, j, :], tile_sb[:, j, :], columns, accumulate)
+        self.started = True
 
     def rounded(self, dtype: nl.DType) -> NkiTensor:
         """The sums in SBUF."""
-        tile = self.new_tile(dtype)
-        parts = self.in_order()
+        tile_sb = self.new_tile(dtype)
+        parts = self.tiling.evictions()
         for i in range(len(parts)):
-            evict(self.like(tile, parts[i]), self.sums(parts[i]), i)
-        return tile
+            evict(self.like(tile_sb, parts[i]), self.psum(parts[i]), i)
+        return tile_sb
 
     def exchanged(self, dtype: nl.DType) -> NkiTensor:
         """The sums of both cores together, in SBUF: fp32 until they are added."""
-        sent, received = self.new_tile(nl.float32), self.new_tile(nl.float32)
-        parts = self.in_order()
+        sent_sb = self.new_tile(nl.float32)
+        received_sb = self.new_tile(nl.float32)
+        parts = self.tiling.evictions()
         for i in range(len(parts)):
             if self.started:
-                evict(self.like(sent, parts[i]), self.sums(parts[i]), i)
+                evict(self.like(sent_sb, parts[i]), self.psum(parts[i]), i)
             else:  # this core has no part of the contraction
-                nisa.memset(self.like(sent, parts[i]), 0.0)
+                nisa.memset(self.like(sent_sb, parts[i]), 0.0)
         other = 1 - nl.program_id(0)
-        for i in range(len(self.lanes)):
-            nisa.sendrecv(self.lane(sent, i), self.lane(received, i), other, other, 0)
-        tile = self.new_tile(dtype)
+        for i in range(len(self.tiling.groups)):
+            nisa.sendrecv(self.group(sent_sb, i), self.group(received_sb, i), other, other, 0)
+        tile_sb = self.new_tile(dtype)
         for part in parts:
-            own_sums = self.sums(part) if self.started else self.like(sent, part)
-            nisa.tensor_tensor(self.like(tile, part), self.like(received, part), own_sums, nl.add)
-        return tile
+            mine = self.psum(part) if self.started else self.like(sent_sb, part)
+            received = self.like(received_sb, part)
+            nisa.tensor_tensor(self.like(tile_sb, part), received, mine, nl.add)
+        return tile_sb
 
-    def pieces(self, tile: NkiTensor) -> list[Piece]:
-        """What is in a tile, as pieces of a contraction over the columns of the weight."""
-        found: list[Piece] = []
-        for i in range(len(self.lanes)):
-            found.append(Piece(self.start + self.lanes[i][0], self.lane(tile, i), True, 0))
+    def chunks(self, tile_sb: NkiTensor) -> list[KChunk]:
+        """What is in a tile of `new_tile`, as K chunks of a contraction over these columns."""
+        found: list[KChunk] = []
+        for i in range(len(self.tiling.groups)):
+            start = self.columns.start + self.tiling.groups[i].start
+            found.append(KChunk(start, self.group(tile_sb, i), True, 0))
         return found
 
-    def store(self, to: NkiTensor, first: int, tile: NkiTensor) -> None:
-        """Store a tile; `to` is [M, N] in HBM, its column 0 is column `first` of the weight."""
-        for i in range(len(self.lanes)):
-            columns = nl.ds(self.start - first + self.lanes[i][0], self.lanes[i][1])
-            nisa.dma_copy(to[:, columns], self.lane(tile, i))
+    def store(self, to_hbm: NkiTensor, first: int, tile_sb: NkiTensor) -> None:
+        """Store a tile of `new_tile`; column 0 of `to_hbm` is column `first` of the weight."""
+        for i in range(len(self.tiling.groups)):
+            s = self.tiling.groups[i]
+            columns = nl.ds(self.columns.start - first + s.start, s.size)
+            nisa.dma_copy(to_hbm[:, columns], self.group(tile_sb, i))
 
 
-def ramp(size: int, head: int, step: int, tail: int) -> list[Span]:
-    """Cut [0, size) into `head`, steps, and `tail` (0: none)."""
-    found = spans(0, head, max(1, head))
-    end = max(head, size - tail)
-    found.extend(spans(head, end - head, step))
-    found.extend(spans(end, size - end, max(1, size - end)))
-    return found
+def contract(
+    chunks: list[KChunk], sums: list[Sums], tile_bytes: int, first: bool, last: bool
+) -> None:
+    """Add all K chunks to all sums; each is transposed while the one before it is multiplied.
 
-
-def contract(pieces: list[Piece], sums: list[Sums], chunk: int, first: bool, last: bool) -> None:
-    """Add all pieces to all sums; each is transposed while the one before it is multiplied.
-
-    `chunk` bytes a partition are a weight tile, less for the `first` and the `last` of the kernel.
+    Weight tiles have `tile_bytes` a partition; the `first` and the `last` of all have fewer.
     """
-    if len(pieces) > 0:
-        pieces[0].turn()
-    for i in range(len(pieces)):
-        if i + 1 < len(pieces):
-            pieces[i + 1].turn()
+    if len(chunks) > 0:
+        chunks[0].transpose()
+    for i in range(len(chunks)):
+        if i + 1 < len(chunks):
+            chunks[i + 1].transpose()
         for s in sums:
-            s.add_piece(pieces[i], chunk, first and i == 0, last and i + 1 == len(pieces))
+            s.add_chunk(chunks[i], tile_bytes, first and i == 0, last and i + 1 == len(chunks))
 
 
 def project(
-    pieces: list[Piece], weights: list[NkiTensor], ranks: int, together: bool, chunk: int, M: int
-) -> list[list[Piece]]:
-    """For each weight [K, r] its product with the pieces, over both cores, as pieces of r.
+    chunks: list[KChunk],
+    weights: list[NkiTensor],
+    rank_block: int,
+    fuse: bool,
+    tile_bytes: int,
+    M: int,
+) -> list[list[KChunk]]:
+    """For each weight [K, r] the product of the K chunks and it, over both cores, as K chunks of r.
 
-    `ranks` columns of a weight are summed in a pass; `together`: all weights share the one pass.
+    `rank_block` columns of a weight are summed in a pass over the K chunks. `fuse`: there is one
+    pass for all weights.
     """
-    found: list[list[Piece]] = []
-    step = matmul_columns(M)
-    if together:
+    found: list[list[KChunk]] = []
+    if fuse:
         sums: list[Sums] = []
         for w in weights:
-            sums.append(Sums(w, (0, w.shape[1]), M, P, step))
-        contract(pieces, sums, chunk, True, False)
+            sums.append(Sums(w, Span(0, w.shape[1]), M))
+        contract(chunks, sums, tile_bytes, True, False)
         for s in sums:
-            found.append(s.pieces(finished(s)))
+            found.append(s.chunks(of_both_cores(s)))
         return found
     for w in weights:
-        parts: list[Piece] = []
-        for columns in spans(0, w.shape[1], ranks):
-            s = Sums(w, columns, M, P, step)
-            contract(again(pieces), [s], chunk, True, False)
-            parts.extend(s.pieces(finished(s)))
-        found.append(parts)
+        of_weight: list[KChunk] = []
+        for columns in spans(0, w.shape[1], rank_block):
+            s = Sums(w, columns, M)
+            contract(again(chunks), [s], tile_bytes, True, False)
+            of_weight.extend(s.chunks(of_both_cores(s)))
+        found.append(of_weight)
     return found
 
 
-def finished(sums: Sums) -> NkiTensor:
+def again(chunks: list[KChunk]) -> list[KChunk]:
+    """The same K chunks, not transposed."""
+    found: list[KChunk] = []
+    for chunk in chunks:
+        found.append(chunk.again())
+    return found
+
+
+def of_both_cores(sums: Sums) -> NkiTensor:
     """The sums rounded to the dtype of the weight, of both cores where two run."""
     if nl.num_programs(0) == 1:
         return sums.rounded(sums.weight.dtype)
     return sums.exchanged(sums.weight.dtype)
 
 
-def blocks_of(part: Span, block: int, last: int) -> list[Span]:
-    """Cut a range into blocks, the last of `last` columns."""
-    rest = max(0, part[1] - last)
-    found = spans(part[0], rest, block)
-    if part[1] > 0:
-        found.append((part[0] + rest, part[1] - rest))
-    return found
-
-
-def write_columns(
-    out: NkiTensor,
-    pieces: list[Piece],
+def write_block(
+    out_hbm: NkiTensor,
+    chunks: list[KChunk],
     w: NkiTensor,
     bias: NkiTensor | None,
-    blocks: list[Span],
-    chunk: int,
-    keep: bool,
+    columns: Span,
+    tile_bytes: int,
+    first: bool,
+    last: bool,
 ) -> None:
-    """out[:, blocks] = pieces . w + bias. `keep`: pieces stay transposed from block to block.
+    """out[:, columns] = chunks . w[:, columns] + bias; is it the `first` block, or the `last`?
 
-    The last tiles of w are small, so that little is left to do when the last byte has come.
+    The last weight tiles are small, so that little is left to do when the last byte has come.
     """
-    M = out.shape[0]
-    for i in range(len(blocks)):
-        ends = i + 1 == len(blocks)
-        sums = Sums(w, blocks[i], M, ALIGN, COLUMNS if ends else matmul_columns(M))
-        if bias != None:  # noqa: E711 - strict NKI has no `is`
-            sums.add_bias(bias)
-        contract(pieces if keep else again(pieces), [sums], chunk, i == 0, ends)
-        sums.store(out, 0, sums.rounded(out.dtype))
+    sums = Sums(w, columns, out_hbm.shape[0], OUTPUT_UNIT, last)
+    if bias != None:  # noqa: E711 - strict NKI has no `is`
+        sums.add_bias(bias)
+    contract(chunks, [sums], tile_bytes, first, last)
+    sums.store(out_hbm, 0, sums.rounded(out_hbm.dtype))

@@ -1,30 +1,87 @@
-"""Tile arithmetic shared by the kernels."""
+"""Tile arithmetic that the kernels and their planners share. Pure: no instruction, no tensor."""
 
-P = 128
-"""Partitions: the largest contraction and the largest stationary side of a matmul."""
-COLUMNS = 512
+from __future__ import annotations
+
+from neuronmm_ops.hardware import PARTITIONS, PSUM_BANK_BYTES, PSUM_BANKS
+from neuronmm_ops.kernels.nki_object import NKIObject
+
+BANK_COLUMNS = 512
 """fp32 columns of a PSUM bank: the largest moving side of a matmul."""
-BANKS = 8
-"""PSUM banks."""
-
-ALIGN = 32
-"""Columns that a decode kernel's lane of the output is a multiple of."""
-SMALL = 4096
-"""Bytes a partition of a decode kernel's first and last weight tiles: TensorE waits for whole."""
-HALF = 2560
-"""Bytes of a row of its last tile, at least, where that is loaded in two parts."""
-
-Span = tuple[int, int]
-"""Start and size of a tile along one dimension."""
 
 
-PACKED_RUN = 4096
-"""Bytes of a DMA's contiguous runs that loads of a packed factor aim at (96 % of the peak)."""
+class Span(NKIObject):
+    """A range of one dimension: [start, start + size)."""
+
+    def __init__(self, start: int, size: int) -> None:
+        self.start = start
+        self.size = size
 
 
 def tiles_in(size: int, tile: int) -> int:
     """How many tiles cover `size`, the last one cut at the edge."""
     return (size + tile - 1) // tile
+
+
+def spans(start: int, size: int, tile: int) -> list[Span]:
+    """Cut [start, start + size) into tiles; the last one ends at the edge."""
+    found: list[Span] = []
+    for i in range(tiles_in(size, tile)):
+        found.append(Span(start + i * tile, min(tile, size - i * tile)))
+    return found
+
+
+def sizes(size: int, tile: int) -> list[int]:
+    """The sizes of `spans`."""
+    rest = size % tile
+    return [tile] * (size // tile) + [rest] * (rest > 0)
+
+
+class Group(NKIObject):
+    """PSUM tiles that are summed together: `rows` of the stationary, `columns` of the moving side.
+
+    They are cut into tiles of 128 by 512.
+    """
+
+    def __init__(self, rows: Span, columns: Span) -> None:
+        self.rows = rows
+        self.columns = columns
+
+
+def transposed_groups(features: int, tokens: int, token_group: int, banks: int) -> list[Group]:
+    """Groups of at most `banks` PSUM tiles that cover [features, tokens], token group first."""
+    found: list[Group] = []
+    for columns in spans(0, tokens, token_group):
+        step = max(1, banks // tiles_in(columns.size, BANK_COLUMNS)) * PARTITIONS
+        for rows in spans(0, features, step):
+            found.append(Group(rows, columns))
+    return found
+
+
+def natural_groups(tokens: int, features: int, token_tiles: int, banks: int) -> list[Group]:
+    """Groups of at most `banks` PSUM tiles that cover [tokens, features], `token_tiles` first."""
+    found: list[Group] = []
+    for rows in spans(0, tokens, token_tiles * PARTITIONS):
+        step = max(1, banks // tiles_in(rows.size, PARTITIONS)) * BANK_COLUMNS
+        for columns in spans(0, features, step):
+            found.append(Group(rows, columns))
+    return found
+
+
+def core_span(tokens: int, core: int, cores: int) -> Span:
+    """The tokens of one core in prefill: whole tiles of 128, the first core has the most."""
+    share = tiles_in(tiles_in(tokens, PARTITIONS), cores) * PARTITIONS
+    start = min(core * share, tokens)
+    return Span(start, min(share, tokens - start))
+
+
+STAGED_TILES = 4
+"""Contraction tiles of x that are loaded together where TensorE transposes them."""
+HIDDEN_TILES = 4
+"""Tiles of svd_mlp's hidden block that lie side by side, so that their rows in HBM are long."""
+
+
+TAIL_TILES = 4
+"""Last tiles of a contraction that one PSUM tile of svd_mlp's takes after the other."""
 
 
 def check_pair(size: int, rows: int, columns: int, bias: int) -> None:
@@ -35,14 +92,130 @@ def check_pair(size: int, rows: int, columns: int, bias: int) -> None:
     assert bias == 0 or bias == columns, f"bias must be [{columns}], got [{bias}]"
 
 
-def packed_tiles(row_bytes: int) -> int:
-    """Tiles of a packed u that are loaded together: its rows in a partition are neighbours."""
-    return tiles_in(PACKED_RUN, row_bytes)
+# --- decode: tokens are the stationary operand, weights stream past them
+
+SUM_BANKS = PSUM_BANKS - 2
+"""PSUM banks for sums; the other two are for transposes."""
+OUTPUT_UNIT = 32
+"""Columns that a column group of the output is a multiple of."""
+EDGE_TILE_BYTES = 4096
+"""Bytes a partition of a stage's first and of the kernel's last weight tile, at most.
+
+TensorE starts on a tile when all of it has arrived.
+"""
+HALF_ROW_BYTES = 2560
+"""Bytes of a row of the last weight tile, at least, where that is loaded in two halves."""
 
 
-def spans(start: int, size: int, tile: int) -> list[Span]:
-    """Cut [start, start + size) into tiles; the last one ends at the edge."""
-    found: list[Span] = []
-    for i in range(tiles_in(size, tile)):
-        found.append((start + i * tile, min(tile, size - i * tile)))
+def core_range(size: int, cores: int, core: int) -> Span:
+    """A core's range of a dimension; two cores split at a multiple of 128 if it is large enough."""
+    if cores == 1:
+        return Span(0, size)
+    unit = PARTITIONS if size >= 2 * PARTITIONS else 1
+    half = min(size, tiles_in(size, 2 * unit) * unit)
+    return Span(0, half) if core == 0 else Span(half, size - half)
+
+
+def column_groups(M: int, generation: int) -> int:
+    """Groups of PE columns that work side by side on M tokens: of 32 columns, on gen2 of 64.
+
+    Activations from HBM are loaded to as many groups of partitions: TensorE reads from no other
+    start partition.
+    """
+    groups = 4 if M <= 32 else 2 if M <= 64 else 1
+    return min(2, groups) if generation == 2 else groups
+
+
+def matmul_columns(M: int, generation: int) -> int:
+    """Columns of a matmul: a PSUM bank, on gen4 four where no group shares the issue overhead."""
+    return 4 * BANK_COLUMNS if generation == 4 and M > 64 else BANK_COLUMNS
+
+
+def transposes_in_bank(M: int, itemsize: int) -> int:
+    """Transposed tiles [128, M] that fit in a PSUM bank; those of 2 bytes start on 4 bytes."""
+    return PSUM_BANK_BYTES // itemsize // (M + M % 2)
+
+
+def output_blocks(part: Span, block: int, last_block: int) -> list[Span]:
+    """Cut a range of output columns into blocks, the last one of `last_block` columns."""
+    rest = max(0, part.size - last_block)
+    found = spans(part.start, rest, block)
+    if part.size > 0:
+        found.append(Span(part.start + rest, part.size - rest))
     return found
+
+
+def weight_tiles(
+    tiles: int, row_bytes: int, tile_bytes: int, first: bool, last: bool
+) -> list[Span]:
+    """Cut `tiles` K tiles of a weight into loads of `tile_bytes` a partition, at least one K tile.
+
+    The `first` load of a stage and the `last` of the kernel are of `EDGE_TILE_BYTES` at most.
+    """
+    edge = max(1, min(tile_bytes, EDGE_TILE_BYTES) // row_bytes)
+    head = min(tiles, edge) if first else 0
+    tail = min(tiles - head, edge) if last else 0
+    found = spans(0, head, edge)
+    found.extend(spans(head, tiles - head - tail, max(1, tile_bytes // row_bytes)))
+    found.extend(spans(tiles - tail, tail, edge))
+    return found
+
+
+class GroupSpan(NKIObject):
+    """Columns [start, start + size) of a PE column group."""
+
+    def __init__(self, group: int, start: int, size: int) -> None:
+        self.group = group
+        self.start = start
+        self.size = size
+
+
+class SumTiling(NKIObject):
+    """How sums [M, size] lie in PSUM: in PE column groups of one width, the last one cut.
+
+    A group's sums are in partitions of their own, from column 0 on, in the same banks.
+
+    Args:
+        size: columns of the sums.
+        M: tokens.
+        generation: of the NeuronCore.
+        unit: the width of a group is a multiple of it.
+        step: columns of a matmul, whole banks.
+    """
+
+    def __init__(self, size: int, M: int, generation: int, unit: int, step: int) -> None:
+        count = column_groups(M, generation)
+        self.size = size
+        self.step = step
+        self.group_partitions = PARTITIONS // count
+        self.width = min(size, tiles_in(size, unit * count) * unit)
+        self.groups = spans(0, size, self.width)
+        self.partitions = (len(self.groups) - 1) * self.group_partitions + M
+
+    def matmuls(self, columns: Span) -> list[GroupSpan]:
+        """The matmuls of a K tile over `columns`; neighbours are in different groups."""
+        found: list[GroupSpan] = []
+        for s in spans(0, self.width, self.step):
+            for i in range(len(self.groups)):
+                start = self.groups[i].start + s.start - columns.start
+                size = min(s.size, self.groups[i].size - s.start)
+                if size > 0 and start >= 0 and start < columns.size:
+                    found.append(GroupSpan(i, s.start, size))
+        return found
+
+    def evictions(self) -> list[GroupSpan]:
+        """The sums cut into banks, in the order of columns."""
+        found: list[GroupSpan] = []
+        for i in range(len(self.groups)):
+            for s in spans(0, self.groups[i].size, BANK_COLUMNS):
+                found.append(GroupSpan(i, s.start, s.size))
+        return found
+
+    def halves(self, itemsize: int) -> list[Span]:
+        """The columns in two parts that are loaded one after the other, if both make long rows."""
+        if self.size * itemsize < 2 * HALF_ROW_BYTES:
+            return [Span(0, self.size)]
+        first = tiles_in(self.size, 2 * self.step) * self.step
+        if len(self.groups) > 1:
+            first = self.groups[len(self.groups) // 2].start
+        return [Span(0, first), Span(first, self.size - first)]

@@ -1,19 +1,11 @@
-"""Low-rank gated MLP, decode form: three pairs of factors in one launch."""
+"""Low-rank gated MLP, decode phase: three pairs of factors in one launch."""
 
 from __future__ import annotations
 
 from neuronmm_ops.kernels.shim import NkiTensor, jit, nisa, nl
-from neuronmm_ops.kernels.stages.chunks import Piece, pieces_of
-from neuronmm_ops.kernels.stages.decode import (
-    Sums,
-    blocks_of,
-    contract,
-    matmul_columns,
-    own,
-    project,
-    write_columns,
-)
-from neuronmm_ops.kernels.stages.tiling import P, Span, spans
+from neuronmm_ops.kernels.stages.chunks import KChunk, chunks_of
+from neuronmm_ops.kernels.stages.decode import Sums, contract, own, project, write_block
+from neuronmm_ops.kernels.stages.tiling import PARTITIONS, Span, output_blocks, spans
 from neuronmm_ops.kernels.svd_mlp.prefill import check_factors, function_of
 
 
@@ -26,17 +18,14 @@ def svd_mlp_decode(
     v_up: NkiTensor,
     u_down: NkiTensor,
     v_down: NkiTensor,
-    bias_gate: NkiTensor | None = None,
-    bias_up: NkiTensor | None = None,
-    bias_down: NkiTensor | None = None,
     activation: str = "silu",
-    span: int = 1024,
-    ranks: int = 1536,
-    together: bool = False,
-    inner: int = 512,
+    k_chunk: int = 1024,
+    rank_block: int = 1536,
+    fuse_gate_up: bool = False,
+    inner_block: int = 512,
     block: int = 1024,
-    last: int = 1024,
-    chunk: int = 16384,
+    last_block: int = 1024,
+    tile_bytes: int = 16384,
     spill: bool = True,
 ) -> NkiTensor:
     """out = down(act(gate(x)) * up(x)) for up to 128 tokens, every byte of a factor loaded once.
@@ -53,17 +42,14 @@ def svd_mlp_decode(
         v_up: [r_up, I].
         u_down: [I, r_down].
         v_down: [r_down, N].
-        bias_gate: [I] or None.
-        bias_up: [I] or None.
-        bias_down: [N] or None.
         activation: "silu", "gelu", "gelu_tanh" or "relu".
-        span: columns of x that are transposed together.
-        ranks: columns of a u whose sums are in PSUM together.
-        together: x passes u_gate and u_up at once.
-        inner: columns of v_gate and of v_up whose sums are in PSUM together.
+        k_chunk: columns of x that are transposed together.
+        rank_block: columns of a u whose sums are in PSUM together.
+        fuse_gate_up: x passes u_gate and u_up at once.
+        inner_block: columns of v_gate and of v_up whose sums are in PSUM together.
         block: columns of v_down whose sums are in PSUM together.
-        last: columns of the last block.
-        chunk: bytes a partition of a weight tile, more where one row is longer.
+        last_block: columns of the last block.
+        tile_bytes: bytes a partition of a weight tile, more where one row is longer.
         spill: act(gate) * up goes through HBM instead of staying in SBUF.
 
     Returns:
@@ -77,72 +63,59 @@ def svd_mlp_decode(
     Pseudocode:
         g[M, r_gate], p[M, r_up] = x . u_gate, x . u_up
         for each block of columns of I:
-            a = act(g . v_gate[:, block] + bias_gate)
-            h[:, block] = a * (p . v_up[:, block] + bias_up)
+            a = act(g . v_gate[:, block])
+            h[:, block] = a * (p . v_up[:, block])
         d[M, r_down] = h . u_down
-        out = d . v_down + bias_down
+        out = d . v_down
     """
     M, K = x.shape
-    assert M <= P, f"at most {P} tokens, got {M}; use svd_mlp"
+    assert M <= PARTITIONS, f"at most {PARTITIONS} tokens, got {M}; use svd_mlp"
     check_factors(K, [u_gate, v_gate, u_up, v_up, u_down, v_down])
-    out = nl.ndarray((M, v_down.shape[1]), dtype=x.dtype, buffer=nl.shared_hbm)
-    pieces = pieces_of(x, 0, own(K), span)
-    low = project(pieces, [u_gate, u_up], ranks, together, chunk, M)
-    part = own(v_gate.shape[1])
-    factors = [v_gate, v_up]
-    biases = [bias_gate, bias_up]
-    h: list[Piece] = []
-    if spill and part[1] > 0:
-        kept = nl.ndarray((M, part[1]), dtype=x.dtype, buffer=nl.private_hbm)
-        for columns in spans(part[0], part[1], inner):
-            sums, tile = gated(low, factors, biases, columns, M, activation, chunk)
-            sums.store(kept, part[0], tile)
-        h = pieces_of(kept, part[0], (0, part[1]), span)
+    out_hbm = nl.ndarray((M, v_down.shape[1]), dtype=x.dtype, buffer=nl.shared_hbm)
+    x_chunks = chunks_of(x, own(K), 0, k_chunk)
+    low = project(x_chunks, [u_gate, u_up], rank_block, fuse_gate_up, tile_bytes, M)
+    inner = own(v_gate.shape[1])
+    h_chunks: list[KChunk] = []
+    if spill and inner.size > 0:
+        h_hbm = nl.ndarray((M, inner.size), dtype=x.dtype, buffer=nl.private_hbm)
+        for columns in spans(inner.start, inner.size, inner_block):
+            up, h_sb = gated(low, v_gate, v_up, columns, M, activation, tile_bytes)
+            up.store(h_hbm, inner.start, h_sb)
+        h_chunks = chunks_of(h_hbm, Span(0, inner.size), inner.start, k_chunk)
     if not spill:
-        for columns in spans(part[0], part[1], inner):
-            sums, tile = gated(low, factors, biases, columns, M, activation, chunk)
-            h.extend(sums.pieces(tile))
-    down = project(h, [u_down], ranks, False, chunk, M)
-    blocks = blocks_of(own(v_down.shape[1]), block, last)
-    write_columns(out, down[0], v_down, bias_down, blocks, chunk, True)
-    return out
+        for columns in spans(inner.start, inner.size, inner_block):
+            up, h_sb = gated(low, v_gate, v_up, columns, M, activation, tile_bytes)
+            h_chunks.extend(up.chunks(h_sb))
+    d_chunks = project(h_chunks, [u_down], rank_block, False, tile_bytes, M)[0]
+    blocks = output_blocks(own(v_down.shape[1]), block, last_block)
+    for i in range(len(blocks)):
+        first, last = i == 0, i + 1 == len(blocks)
+        write_block(out_hbm, d_chunks, v_down, None, blocks[i], tile_bytes, first, last)
+    return out_hbm
 
 
 def gated(
-    low: list[list[Piece]],
-    factors: list[NkiTensor],
-    biases: list[NkiTensor | None],
+    low: list[list[KChunk]],
+    v_gate: NkiTensor,
+    v_up: NkiTensor,
     columns: Span,
     M: int,
     activation: str,
-    chunk: int,
+    tile_bytes: int,
 ) -> tuple[Sums, NkiTensor]:
-    """act(gate) * up of some columns of I, in SBUF, and the sums that say how it lies there."""
-    gate = summed(low, factors, biases, 0, columns, M, chunk)
-    acts = gate.new_tile(nl.float32)
-    parts = gate.in_order()
-    for part in parts:
-        nisa.activation(gate.like(acts, part), function_of(activation), gate.sums(part))
-    up = summed(low, factors, biases, 1, columns, M, chunk)
-    tile = up.new_tile(factors[1].dtype)
-    for part in parts:
-        nisa.tensor_tensor(up.like(tile, part), up.like(acts, part), up.sums(part), nl.multiply)
-    return up, tile
+    """act(gate) * up of some columns of I, in SBUF, and the sums that say how it lies there.
 
-
-def summed(
-    low: list[list[Piece]],
-    factors: list[NkiTensor],
-    biases: list[NkiTensor | None],
-    which: int,
-    columns: Span,
-    M: int,
-    chunk: int,
-) -> Sums:
-    """Sums of the gate (0) or of up (1) for some columns of I, bias included."""
-    sums = Sums(factors[which], columns, M, P, matmul_columns(M))
-    bias = biases[which]
-    if bias != None:  # noqa: E711 - strict NKI has no `is`
-        sums.add_bias(bias)
-    contract(low[which], [sums], chunk, True, False)
-    return sums
+    `low` are the products with u_gate and with u_up.
+    """
+    gate = Sums(v_gate, columns, M)
+    contract(low[0], [gate], tile_bytes, True, False)
+    acts_sb = gate.new_tile(nl.float32)
+    parts = gate.tiling.evictions()
+    for part in parts:
+        nisa.activation(gate.like(acts_sb, part), function_of(activation), gate.psum(part))
+    up = Sums(v_up, columns, M)
+    contract(low[1], [up], tile_bytes, True, False)
+    h_sb = up.new_tile(v_up.dtype)
+    for part in parts:
+        nisa.tensor_tensor(up.like(h_sb, part), up.like(acts_sb, part), up.psum(part), nl.multiply)
+    return up, h_sb

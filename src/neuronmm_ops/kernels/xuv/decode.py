@@ -1,11 +1,11 @@
-"""Low-rank matmul, decode form."""
+"""Low-rank matmul, decode phase."""
 
 from __future__ import annotations
 
 from neuronmm_ops.kernels.shim import NkiTensor, jit, nl
-from neuronmm_ops.kernels.stages.chunks import pieces_of
-from neuronmm_ops.kernels.stages.decode import blocks_of, own, project, write_columns
-from neuronmm_ops.kernels.stages.tiling import P, check_pair
+from neuronmm_ops.kernels.stages.chunks import chunks_of
+from neuronmm_ops.kernels.stages.decode import own, project, write_block
+from neuronmm_ops.kernels.stages.tiling import PARTITIONS, check_pair, output_blocks
 
 
 @jit
@@ -14,12 +14,11 @@ def xuv_decode(
     u: NkiTensor,
     v: NkiTensor,
     bias: NkiTensor | None = None,
-    span: int = 1024,
-    ranks: int = 3072,
+    k_chunk: int = 1024,
+    rank_block: int = 3072,
     block: int = 1024,
-    last: int = 1024,
-    chunk: int = 16384,
-    packed: bool = False,
+    last_block: int = 1024,
+    tile_bytes: int = 16384,
 ) -> NkiTensor:
     """out = (x @ u) @ v + bias for up to 128 tokens, every byte of u and v loaded once.
 
@@ -31,12 +30,11 @@ def xuv_decode(
         u: [K, r], dtype of x.
         v: [r, N], dtype of x.
         bias: [N] of that dtype, or None.
-        span: columns of x that are transposed together.
-        ranks: columns of u whose sums are in PSUM together.
+        k_chunk: columns of x that are transposed together.
+        rank_block: columns of u whose sums are in PSUM together.
         block: columns of v whose sums are in PSUM together.
-        last: columns of the last block.
-        chunk: bytes a partition of a weight tile, more where one row is longer.
-        packed: u lies in the order of `SVDLinear.pack_`; 128 divides K.
+        last_block: columns of the last block.
+        tile_bytes: bytes a partition of a weight tile, more where one row is longer.
 
     Returns:
         [M, N] in shared HBM, dtype of x.
@@ -46,20 +44,22 @@ def xuv_decode(
         Two cores share K and exchange their sums of x @ u, then share N.
 
     Pseudocode:
-        for each span of x:
-            x^T = transpose(x[:, span])
-            xu[M, r] += x^T (stationary) . u[span, :] (moving)
+        for each K chunk of x:
+            x^T = transpose(x[:, K chunk])
+            xu[M, r] += x^T (stationary) . u[K chunk, :] (moving)
         xu^T = transpose(xu)
         for each block of columns:
             out[:, block] = xu^T (stationary) . v[:, block] (moving) + bias
     """
     M, K = x.shape
-    assert M <= P, f"at most {P} tokens, got {M}; use xuv"
+    assert M <= PARTITIONS, f"at most {PARTITIONS} tokens, got {M}; use xuv"
     check_pair(K, u.shape[0], u.shape[1], 0)
     check_pair(u.shape[1], v.shape[0], v.shape[1], bias.shape[0] if bias != None else 0)  # noqa: E711
-    out = nl.ndarray((M, v.shape[1]), dtype=x.dtype, buffer=nl.shared_hbm)
-    pieces = pieces_of(x, 0, own(K), span, packed)
-    xu = project(pieces, [u], ranks, False, chunk, M)
-    blocks = blocks_of(own(v.shape[1]), block, last)
-    write_columns(out, xu[0], v, bias, blocks, chunk, True)
-    return out
+    out_hbm = nl.ndarray((M, v.shape[1]), dtype=x.dtype, buffer=nl.shared_hbm)
+    x_chunks = chunks_of(x, own(K), 0, k_chunk)
+    xu_chunks = project(x_chunks, [u], rank_block, False, tile_bytes, M)[0]
+    blocks = output_blocks(own(v.shape[1]), block, last_block)
+    for i in range(len(blocks)):
+        first, last = i == 0, i + 1 == len(blocks)
+        write_block(out_hbm, xu_chunks, v, bias, blocks[i], tile_bytes, first, last)
+    return out_hbm

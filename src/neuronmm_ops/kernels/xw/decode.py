@@ -1,11 +1,11 @@
-"""Dense matmul, decode form: the honest baseline, and the path of layers kept dense."""
+"""Dense matmul, decode phase: the honest baseline, and the path of layers kept dense."""
 
 from __future__ import annotations
 
 from neuronmm_ops.kernels.shim import NkiTensor, jit, nl
-from neuronmm_ops.kernels.stages.chunks import pieces_of
-from neuronmm_ops.kernels.stages.decode import blocks_of, own, write_columns
-from neuronmm_ops.kernels.stages.tiling import P, check_pair
+from neuronmm_ops.kernels.stages.chunks import chunks_of
+from neuronmm_ops.kernels.stages.decode import again, own, write_block
+from neuronmm_ops.kernels.stages.tiling import PARTITIONS, Span, check_pair, output_blocks
 
 
 @jit
@@ -13,11 +13,11 @@ def xw_decode(
     x: NkiTensor,
     w: NkiTensor,
     bias: NkiTensor | None = None,
-    span: int = 1024,
+    k_chunk: int = 1024,
     block: int = 1024,
-    last: int = 1024,
-    chunk: int = 16384,
-    keep: bool = False,
+    last_block: int = 1024,
+    tile_bytes: int = 16384,
+    resident: bool = False,
 ) -> NkiTensor:
     """out = x @ w + bias for up to 128 tokens, every byte of w loaded once.
 
@@ -28,11 +28,11 @@ def xw_decode(
         x: [M, K].
         w: [K, N], dtype of x.
         bias: [N] of that dtype, or None.
-        span: columns of x that are transposed together.
+        k_chunk: columns of x that are transposed together.
         block: columns of w whose sums are in PSUM together.
-        last: columns of the last block.
-        chunk: bytes a partition of a weight tile, more where one row is longer.
-        keep: x^T stays in SBUF; else x is loaded and transposed again for each block.
+        last_block: columns of the last block.
+        tile_bytes: bytes a partition of a weight tile, more where one row is longer.
+        resident: x^T stays in SBUF; else x is loaded and transposed again for each block.
 
     Returns:
         [M, N] in shared HBM, dtype of x.
@@ -42,16 +42,19 @@ def xw_decode(
 
     Pseudocode:
         for each block of columns:
-            for each span of x:
-                x^T = transpose(x[:, span])
-                psum[M, block] += x^T (stationary) . w[span, block] (moving)
+            for each K chunk of x:
+                x^T = transpose(x[:, K chunk])
+                psum[M, block] += x^T (stationary) . w[K chunk, block] (moving)
             out[:, block] = psum + bias
     """
     M, K = x.shape
-    assert M <= P, f"at most {P} tokens, got {M}; use xw"
+    assert M <= PARTITIONS, f"at most {PARTITIONS} tokens, got {M}; use xw"
     check_pair(K, w.shape[0], w.shape[1], bias.shape[0] if bias != None else 0)  # noqa: E711
-    out = nl.ndarray((M, w.shape[1]), dtype=x.dtype, buffer=nl.shared_hbm)
-    pieces = pieces_of(x, 0, (0, K), span)
-    blocks = blocks_of(own(w.shape[1]), block, last)
-    write_columns(out, pieces, w, bias, blocks, chunk, keep)
-    return out
+    out_hbm = nl.ndarray((M, w.shape[1]), dtype=x.dtype, buffer=nl.shared_hbm)
+    chunks = chunks_of(x, Span(0, K), 0, k_chunk)
+    blocks = output_blocks(own(w.shape[1]), block, last_block)
+    for i in range(len(blocks)):
+        stationary = chunks if resident else again(chunks)
+        first, last = i == 0, i + 1 == len(blocks)
+        write_block(out_hbm, stationary, w, bias, blocks[i], tile_bytes, first, last)
+    return out_hbm

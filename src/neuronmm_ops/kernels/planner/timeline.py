@@ -1,0 +1,356 @@
+"""The resources that a kernel's steps compete for, as the simulator schedules them, but coarsely.
+
+A `Step` is one group of PSUM tiles summed over a contraction, or one stream of weight tiles. A
+`Timeline` runs steps in program order on: the DMA engines, which fetch ahead as far as SBUF has
+room; TensorE; the engines that evict PSUM; and the PSUM banks. All times are modelled.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from neuronmm_ops.hardware import DMA_START_NS, PSUM_BANKS, Engine, Machine
+from neuronmm_ops.kernels.planner.instructions import result_ns
+
+PARTS = 8
+"""Of a step's loads, each of which waits for SBUF by itself."""
+SETTLED = 1.002
+"""Repeats within this factor take as long as each other."""
+
+
+@dataclass(slots=True)
+class Step:
+    """One group of PSUM tiles over a contraction. Times in ns, SBUF in bytes per partition.
+
+    Attributes:
+        work_ns: of TensorE.
+        load_ns: DMA time of the step's loads.
+        head_ns: of `load_ns`, what TensorE waits for before it may begin.
+        tail_ns: of `work_ns`, what is left to do when the last byte has come.
+        store_ns: DMA time of stores that follow the evictions.
+        store_parts: of the tiles, each stored when it is evicted, by DMA engines of its own.
+        tiles: PSUM tiles, each of `banks` banks; 0 where nothing is evicted.
+        banks: see `tiles`.
+        bank_tiles: tiles that share a bank, in partitions of their own.
+        first_ns: TensorE's time of what a tile does before the next tile begins.
+        last_ns: from the last matmul of one tile to that of the next.
+        scalar_ns: of ScalarE to evict a tile; 0 where it evicts none.
+        vector_ns: of VectorE. The two take turns where both evict.
+        shorter_ns: what the last tile takes less, being narrower.
+        fresh: a step that waits next reads its results, not those of steps before.
+        rows: rows of PSUM tiles, each a contraction tile of a step that reads them.
+        waits: it is the first to read a stage's results: those of the step so many before it are
+            the last; 0 if it is not.
+        waits_ns: of `work_ns`, one contraction tile's, if it reads the last results; else 0.
+        fills: SBUF that its loads and results take.
+        needs: of `fills`, what must fit at once.
+        frees: SBUF that has its last use in this step.
+        stored: SBUF that is free when its stores are done.
+        hbm_bytes: moved by its loads and stores.
+        instructions: issued.
+    """
+
+    work_ns: float
+    load_ns: float = 0.0
+    head_ns: float = 0.0
+    tail_ns: float = 0.0
+    store_ns: float = 0.0
+    store_parts: int = 1
+    tiles: int = 0
+    banks: int = 1
+    bank_tiles: int = 1
+    first_ns: float = 0.0
+    last_ns: float = 0.0
+    scalar_ns: float = 0.0
+    vector_ns: float = 0.0
+    shorter_ns: float = 0.0
+    fresh: bool = False
+    rows: int = 1
+    waits: int = 0
+    waits_ns: float = 0.0
+    fills: int = 0
+    needs: int = 0
+    frees: int = 0
+    stored: int = 0
+    hbm_bytes: int = 0
+    instructions: int = 0
+
+
+Section = tuple[list[Step], int]
+"""Steps, and how often they run in a row."""
+
+
+class Program:
+    """Steps in program order, in sections."""
+
+    def __init__(self) -> None:
+        self.sections: list[Section] = []
+        self._key: object = None
+
+    def again(self, key: object) -> bool:
+        """Begin the next section, or let the last run once more where `key` is equal to its."""
+        if self.sections and key == self._key:
+            steps, times = self.sections[-1]
+            self.sections[-1] = steps, times + 1
+            return True
+        self._key = key
+        self.sections.append(([], 1))
+        return False
+
+    def add(self, step: Step) -> None:
+        """Append a step to the last section."""
+        self.sections[-1][0].append(step)
+
+    def total(self, name: str) -> int:
+        """Sum of an attribute of all steps."""
+        return sum([n * sum([getattr(s, name) for s in steps]) for steps, n in self.sections])
+
+
+def sbuf_peak(programs: Iterable[Program], live: int = 0) -> int:
+    """SBUF per partition that programs take at their peak, beside `live` bytes."""
+    peak = live
+    for program in programs:
+        for steps, times in program.sections:
+            live += (times - 1) * _kept(steps)
+            for step in steps:
+                peak = max(peak, live + step.needs)
+                live += step.fills - step.frees - step.stored
+    return peak
+
+
+def _kept(steps: Iterable[Step]) -> int:
+    """SBUF that steps fill and do not free."""
+    return sum([s.fills - s.frees - s.stored for s in steps])
+
+
+class Timeline:
+    """Time of the resources of one core while steps run on it.
+
+    Attributes:
+        now: when TensorE is free.
+        work_ns, transfer_ns: busy time of TensorE and of DMA.
+    """
+
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
+        self.room = machine.usable_sbuf_bytes
+        self.now = self._end = self._skipped = 0.0
+        self.work_ns = self.transfer_ns = 0.0
+        self._dma = DMA_START_NS
+        self._stores: deque[tuple[float, float]] = deque()
+        self._stored = 0.0
+        self._scalar = self._vector = 0.0
+        self._banks = [0.0] * PSUM_BANKS
+        # when others may read the first result since a step that waited, and of the last two
+        # steps the first and the last, in so many rows
+        self._oldest = 0.0
+        self._results = deque([(0.0, 0.0, 1)] * 2, maxlen=2)
+        engines = (Engine.TENSOR, Engine.SCALAR, Engine.VECTOR)
+        self._latencies = [result_ns(machine, engine) for engine in engines]
+        # SBUF: bytes taken and freed so far, and (freed before, from when, to when) of each step
+        self._taken = self._freed = self._at = 0
+        self._marks: list[tuple[int, float, float]] = [(0, 0.0, 0.0)]
+
+    def repeat(self, programs: Sequence[Program], times: int) -> None:
+        """Run programs one after the other, all of them `times` over."""
+
+        def once() -> None:
+            for program in programs:
+                for steps, often in program.sections:
+                    self._repeat(steps, often)
+
+        self._settle(once, times)
+
+    def _repeat(self, steps: Sequence[Step], times: int) -> None:
+        def once() -> None:
+            for step in steps:
+                self._run(step)
+
+        more = self._settle(once, times)
+        self._taken += more * _kept(steps)
+        self.work_ns += more * sum([s.work_ns for s in steps])
+        self.transfer_ns += more * sum([s.load_ns + s.store_ns for s in steps])
+
+    def _settle(self, once: Callable[[], None], times: int) -> int:
+        """Run `once` until each further time takes as long; returns how many were skipped.
+
+        That is so when TensorE took as long twice, and no load or store falls behind it.
+        """
+        period = 0.0
+        for n in range(times):
+            now, dma, stored = self.now + self._skipped, self._dma, self._stored
+            before, pending = period, len(self._stores)
+            once()
+            period = self.now + self._skipped - now
+            slowest = max(self._dma - dma, self._stored - stored, before)
+            steady = slowest <= SETTLED * period and period <= SETTLED * before
+            if n and steady and len(self._stores) <= pending:
+                self._skipped += (times - 1 - n) * period
+                return times - 1 - n
+        return 0
+
+    @property
+    def end_ns(self) -> float:
+        """When the last byte is stored and the last result evicted, repeats included."""
+        return self._end + self._skipped
+
+    def _run(self, s: Step) -> None:
+        self.work_ns += s.work_ns
+        self.transfer_ns += s.load_ns + s.store_ns
+        start = self.now
+        if s.load_ns:
+            start = max(start, self._load(s))
+        elif s.fills:
+            self._taken += s.fills
+        if s.waits:
+            start = max(start, self._oldest)
+            self._oldest = 0.0
+        begun = self._first_matmuls(s, start)
+        work = (begun[-1] - len(begun) * s.first_ns if begun else start) + s.work_ns
+        done = max(work, self._dma + s.tail_ns) if s.load_ns else work
+        if s.waits_ns:
+            first, last, rows = self._results[-s.waits]
+            done = max(done, last + s.waits_ns, first + rows * s.waits_ns)
+        if s.tiles:
+            self._evict(s, begun, done)
+        if s.frees:
+            self._free(s.frees, start, done)
+        self.now = done
+        if s.store_ns:
+            self._store(s)
+        self._end = max(self._end, done, self._stored)
+
+    def _load(self, s: Step) -> float:
+        """Let the loads of a step pass, part by part; returns when TensorE may begin."""
+        head = min(s.load_ns, s.head_ns or s.load_ns)
+        arrived, left, taken = 0.0, s.load_ns, self._taken
+        self._taken += s.fills
+        part = max(head, (s.load_ns - head) / PARTS)
+        while left > 0.0:
+            ns = min(left, part if arrived else head)
+            if arrived and self._fits(self._taken):  # so all that is left has room
+                ns = left
+            left -= ns
+            needed = taken + round(s.fills * (1.0 - left / s.load_ns))
+            self._transfer(max(self._dma, self._room_at(needed - self.room)), ns)
+            arrived = arrived or self._dma
+        return arrived
+
+    def _fits(self, taken: int) -> bool:
+        """Whether there is room for so many bytes in all as soon as DMA is free."""
+        amount = taken - self.room
+        if amount > self._freed:
+            return False
+        at = self._at
+        fits = self._room_at(amount) <= self._dma
+        self._at = at  # less is asked for next
+        return fits
+
+    def _transfer(self, begin: float, ns: float) -> float:
+        """Keep the DMA engines busy from `begin`, stores that come in between included."""
+        end = begin + ns
+        stores = self._stores
+        while stores and stores[0][0] < end:
+            ready, size = stores.popleft()
+            end += max(0.0, min(size, ready + size - begin))
+        self._dma = end
+        return end
+
+    def _store(self, s: Step) -> None:
+        begin = max(self._results[-1][1] + DMA_START_NS, self._stored)
+        self._stored = begin + s.store_ns
+        first, last, _ = self._results[-1]
+        earlier = (last - first) * (1 - 1 / s.store_parts)
+        self._stores.append((begin - earlier, s.store_ns))
+        if s.stored:
+            self._free(s.stored, begin, self._stored)
+
+    def _first_matmuls(self, s: Step, start: float) -> list[float]:
+        """When what each tile does first is done; each waits for its banks."""
+        wanted = s.tiles * s.banks // s.bank_tiles
+        found: list[float] = []
+        for free in self._banks[: wanted : s.banks]:
+            start = max(start, free) + s.first_ns
+            found.append(start)
+        del self._banks[:wanted]
+        return found
+
+    def _evict(self, s: Step, begun: list[float], done: float) -> None:
+        """Evict the tiles in order, each after its last matmul; their banks are free then."""
+        shared = self.machine.shared_ports
+        matmul, scalar, vector = self._latencies
+        first = seen = end = 0.0
+        late = done - begun[-1]
+        at_once = s.tiles * s.first_ns > 0.999 * s.work_ns  # what a tile does first is all it does
+        scalar_ns, vector_ns = s.scalar_ns, s.vector_ns
+        for i in range(s.tiles):
+            if i == s.tiles - 1:
+                scalar_ns, vector_ns = scalar_ns - s.shorter_ns, vector_ns - s.shorter_ns
+            last = (
+                begun[i // s.bank_tiles] + late if at_once else done - (s.tiles - 1 - i) * s.last_ns
+            )
+            ready = last + matmul
+            if s.vector_ns and (i % 2 or not s.scalar_ns):
+                ready = max(ready, self._vector, self._scalar if shared else 0.0)
+                self._vector = end = ready + vector_ns
+                seen = max(seen, end + vector)
+            else:
+                ready = max(ready, self._scalar, self._vector if shared else 0.0)
+                self._scalar = end = ready + scalar_ns
+                seen = max(seen, end + scalar)
+            if i == 0:
+                first = seen
+            if i % s.bank_tiles == s.bank_tiles - 1:
+                self._banks.extend([end] * s.banks)
+        self._banks.sort()
+        self._oldest = first if s.fresh else self._oldest or first
+        self._results.append((first, seen, s.rows))
+        self._end = max(self._end, end)
+
+    def _free(self, amount: int, begin: float, end: float) -> None:
+        self._marks.append((self._freed, begin, end))
+        self._freed += amount
+
+    def _room_at(self, amount: int) -> float:
+        """When DMA may begin to fill SBUF of which so many bytes must have been freed."""
+        if amount <= 0:
+            return 0.0
+        marks = self._marks
+        while self._at + 1 < len(marks) and marks[self._at + 1][0] < amount:
+            self._at += 1
+        before, begin, end = marks[self._at]
+        after = marks[self._at + 1][0] if self._at + 1 < len(marks) else self._freed
+        share = min(1.0, (amount - before) / max(1, after - before))
+        return begin + (end - begin) * share + DMA_START_NS
+
+    # --- decode
+
+    def run(self, steps: Iterable[Step]) -> None:
+        """Run steps once."""
+        for step in steps:
+            self._run(step)
+
+    def hold(self, size: int) -> None:
+        """Take SBUF for what stays; a negative size gives it back."""
+        if size > 0:
+            self._taken += size
+        else:
+            self._free(-size, self.now, self.now)
+
+    def exchange(self, ns: float, add_ns: float) -> None:
+        """Let the last results go to the other core by DMA, and VectorE add what comes from it."""
+        begin = self._results[-1][1] + DMA_START_NS
+        self._stores.append((begin, ns))
+        self.transfer_ns += ns
+        self._vector = max(self._vector, begin + ns) + add_ns
+        self._arrive(self._vector + self._latencies[2])
+
+    def reload(self, ns: float) -> None:
+        """Let what was stored come back from HBM as results."""
+        self._arrive(self._stored + DMA_START_NS + ns)
+
+    def _arrive(self, when: float) -> None:
+        self._oldest = when
+        self._results.append((when, when, 1))
