@@ -12,8 +12,6 @@ namespace {
 
 using at::Tensor;
 
-constexpr int64_t kTile = 128;  // rows of a NeuronCore's tile
-
 // --- rules for arguments ------------------------------------------------------------------------
 
 struct Named {
@@ -111,16 +109,6 @@ Tensor xuv(const Tensor& x, const Tensor& u, const Tensor& v, const std::optiona
   return in_shape_of(x, affine(affine(flat(x, u), u), v, bias));
 }
 
-// Packed order moves u's row j * 128 + p to p * (K / 128) + j.
-Tensor xuv_packed(const Tensor& x, const Tensor& u, const Tensor& v,
-                  const std::optional<Tensor>& bias) {
-  TORCH_CHECK_VALUE(u.dim() == 2 && u.size(0) % kTile == 0,
-                    "a packed u must be [K, r] with K a multiple of ", kTile, ", got ", u.sizes(),
-                    "; leave it unpacked");
-  const auto tiles = u.size(0) / kTile;
-  return xuv(x, u.view({kTile, tiles, u.size(1)}).transpose(0, 1).flatten(0, 1), v, bias);
-}
-
 void check_svd_mlp(const Tensor& x, const Tensor& u_gate, const Tensor& v_gate, const Tensor& u_up,
                    const Tensor& v_up, const Tensor& u_down, const Tensor& v_down,
                    const std::string& activation) {
@@ -178,8 +166,6 @@ TORCH_LIBRARY_FRAGMENT(neuronmm, library) {
     return;
   }
   define(library, "xuv", "xuv(Tensor x, Tensor u, Tensor v, Tensor? bias=None) -> Tensor", xuv);
-  define(library, "xuv_packed",
-         "xuv_packed(Tensor x, Tensor u, Tensor v, Tensor? bias=None) -> Tensor", xuv_packed);
   define(library, "xw", "xw(Tensor x, Tensor w, Tensor? bias=None) -> Tensor", xw);
   define(library, "svd_mlp",
          "svd_mlp(Tensor x, Tensor u_gate, Tensor v_gate, Tensor u_up, Tensor v_up, "

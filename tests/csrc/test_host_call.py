@@ -61,15 +61,6 @@ def test_xuv(library, shape, dtype, bias):
     assert_close_to_oracle(actual, reference.xuv(*doubled(*operands)), reference.xuv(*operands))
 
 
-@pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("K", [128, 384])
-def test_packed_xuv_is_xuv_of_the_unpacked_factor(library, K, dtype, bias):
-    x, u, *rest = draw((3, K), (K, 9), (9, 5), *[(5,)] * bias, dtype=dtype)
-    packed = library.run("xuv", [x, reference.packed(u), *rest], packed=True)
-    assert torch.equal(packed, library.run("xuv", [x, u, *rest]))
-
-
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

@@ -54,12 +54,6 @@ def plain_xuv(x: Tensor, u: Tensor, v: Tensor, bias: Tensor | None = None) -> Te
     return y if bias is None else y + bias
 
 
-def plain_xuv_packed(x: Tensor, u: Tensor, v: Tensor, bias: Tensor | None = None) -> Tensor:
-    tiles = len(u) // 128
-    order = [(row % 128) * tiles + row // 128 for row in range(len(u))]
-    return plain_xuv(x, u[order], v, bias)
-
-
 def plain_xw(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
     y = x @ w
     return y if bias is None else y + bias

@@ -9,7 +9,6 @@ from neuronmm_ops import SVDLinear, ops
 
 CALLS = {
     "xuv": (ops.xuv, [(4, 6), (6, 3), (3, 5), (5,)]),
-    "xuv_packed": (ops.xuv_packed, [(4, 256), (256, 3), (3, 5), (5,)]),
     "xw": (ops.xw, [(4, 6), (6, 5), (5,)]),
     "svd_mlp": (ops.svd_mlp, [(4, 6), *mlp_shapes(6, 7, 5)]),
 }

@@ -23,7 +23,6 @@ from operands import (
     mlp_shapes,
     plain_svd_mlp,
     plain_xuv,
-    plain_xuv_packed,
     plain_xw,
     svd_mlp_magnitude,
 )
@@ -98,12 +97,6 @@ def test_xuv(offers, lead, bias):
     assert_right(dispatched("xuv", *tensors), plain_xuv, tensors)
 
 
-def test_xuv_packed(offers):
-    tensors = xuv_tensors(2, 3)
-    assert_right(dispatched("xuv_packed", *tensors), plain_xuv_packed, tensors)
-    assert record.calls[0].constants["packed"] is True
-
-
 @pytest.mark.parametrize("bias", [True, False])
 def test_xw(offers, bias):
     tensors = [make((2, 3, 40)), make((40, 24)), make((24,)) if bias else None]
@@ -141,7 +134,6 @@ def test_layouts(offers):
         ("xuv", ((3, 128), (128, 0), (0, 40), (40,))),
         ("xuv", ((3, 0), (0, 24), (24, 40), (40,))),
         ("xuv", ((3, 128), (128, 24), (24, 0), (0,))),
-        ("xuv_packed", ((3, 0), (0, 24), (24, 40), (40,))),
         ("xw", ((3, 0), (0, 40), (40,))),
         ("xw", ((0,), (0, 40), (40,))),
         ("svd_mlp", ((3, 32), *mlp_shapes(32, 0, 40))),

@@ -11,7 +11,6 @@ from operands import (
     mlp_shapes,
     plain_svd_mlp,
     plain_xuv,
-    plain_xuv_packed,
     plain_xw,
 )
 from tolerances import assert_close_to_oracle
@@ -41,7 +40,6 @@ def operands_of(
     shapes: dict[str, list[tuple[int, ...]]] = {
         "xuv": [(*lead, 6), (6, 3), (3, 5)],
         "xuv+bias": [(*lead, 6), (6, 3), (3, 5), (5,)],
-        "xuv_packed": [(*lead, 256), (256, 3), (3, 5)],
         "xw": [(*lead, 6), (6, 5)],
         "xw+bias": [(*lead, 6), (6, 5), (5,)],
         "svd_mlp": [(*lead, 6), *mlp_shapes(6, 7, 5)],
@@ -52,14 +50,12 @@ def operands_of(
 
 OVERLOADS = {
     "xuv": torch.ops.neuronmm.xuv.default,
-    "xuv_packed": torch.ops.neuronmm.xuv_packed.default,
     "xw": torch.ops.neuronmm.xw.default,
     "svd_mlp": torch.ops.neuronmm.svd_mlp.default,
 }
-CASES = ("xuv", "xuv+bias", "xuv_packed", "xw", "xw+bias", "svd_mlp")
+CASES = ("xuv", "xuv+bias", "xw", "xw+bias", "svd_mlp")
 PLAIN: dict[str, Callable[..., Tensor]] = {
     "xuv": plain_xuv,
-    "xuv_packed": plain_xuv_packed,
     "xw": plain_xw,
     "svd_mlp": plain_svd_mlp,
 }
@@ -76,9 +72,6 @@ def public(case: str) -> Callable[..., Tensor]:
 def test_schemas_are_the_documented_ones():
     assert {name: str(overload._schema) for name, overload in OVERLOADS.items()} == {
         "xuv": "neuronmm::xuv(Tensor x, Tensor u, Tensor v, Tensor? bias=None) -> Tensor",
-        "xuv_packed": (
-            "neuronmm::xuv_packed(Tensor x, Tensor u, Tensor v, Tensor? bias=None) -> Tensor"
-        ),
         "xw": "neuronmm::xw(Tensor x, Tensor w, Tensor? bias=None) -> Tensor",
         "svd_mlp": (
             "neuronmm::svd_mlp(Tensor x, Tensor u_gate, Tensor v_gate, Tensor u_up, Tensor v_up, "

@@ -11,7 +11,6 @@ from operands import (
     mlp_shapes,
     plain_svd_mlp,
     plain_xuv,
-    plain_xuv_packed,
     plain_xw,
     svd_mlp_magnitude,
     svd_mlp_operands,
@@ -21,7 +20,6 @@ from operands import (
 from tolerances import assert_close_to_oracle
 
 import neuronmm_ops as nm
-from neuronmm_ops import ops
 from neuronmm_ops.kernels import plan_xuv
 from neuronmm_ops.ops import simulated
 
@@ -65,16 +63,6 @@ def test_svd_mlp(tensors, target, activation):
     oracle = plain_svd_mlp(*doubled(*tensors), activation=activation)
     low = plain_svd_mlp(*tensors, activation=activation)
     assert_close_to_oracle(y, oracle, low, svd_mlp_magnitude(*magnitude(tensors)))
-
-
-@pytest.mark.parametrize("tokens", [1, 7, 150])
-def test_packed(tokens):
-    tensors = [make(s, torch.bfloat16) for s in ((tokens, 256), (256, 48), (48, 70))]
-    with nm.use_impl("simulated", target="trn2"):
-        y = ops.xuv_packed(*tensors)
-    oracle = plain_xuv_packed(*doubled(*tensors))
-    low = plain_xuv_packed(*tensors)
-    assert_close_to_oracle(y, oracle, low, plain_xuv_packed(*magnitude(tensors)))
 
 
 def test_the_last_profile_is_kept():

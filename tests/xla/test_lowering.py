@@ -11,7 +11,7 @@ from torch_xla import _XLAC
 from torch_xla.core import xla_builder
 
 import neuronmm_ops as nm
-from neuronmm_ops import kernels, ops
+from neuronmm_ops import kernels
 from neuronmm_ops.kernels import plan_svd_mlp, plan_xuv, plan_xw
 from neuronmm_ops.ops import launch, xla
 from neuronmm_ops.ops.hlo import Array, CustomCall, module_of
@@ -35,16 +35,10 @@ def test_xuv(device):
     assert call.config["klir_binary"]["output_names"] == ["y"]
     own = call.config["neuronmm"]
     assert (own["op"], own["M"], own["K"], own["ranks"], own["N"]) == ("xuv", 6, 200, [40], 64)
-    assert (own["dtype"], own["bias"], own["packed"]) == ("float32", False, False)
+    assert (own["dtype"], own["bias"]) == ("float32", False)
     assert launch_of(call.config).plan.arguments == plan.arguments
     assert launch_of(call.config).plan.problem == plan.problem
     assert "f32[6,64]" in call.text
-
-
-def test_xuv_packed(device):
-    x, u, v = on(device, (4, 256), (256, 32), (32, 64))
-    (call,) = lowered(ops.xuv_packed(x, u, v)).calls
-    assert call.config["neuronmm"]["packed"] is True
 
 
 def test_xw_with_a_bias(device):
@@ -111,7 +105,6 @@ def test_what_distinguishes_two_calls_distinguishes_their_hashes(device, monkeyp
     hashes = [
         graph_hash(nm.xuv(x, u, v)),
         graph_hash(nm.xuv(x, u, v, bias)),
-        graph_hash(ops.xuv_packed(x, u, v)),
         graph_hash(nm.xw(x, square)),
         graph_hash(nm.xuv(x[:3], u, v)),
         graph_hash(nm.xuv(*halves)),

@@ -12,7 +12,6 @@ from neuronmm_ops.ops.validation import check_not_nested
 
 # Bound once: looking an overload up costs more than calling it.
 _XUV = torch.ops.neuronmm.xuv.default
-_XUV_PACKED = torch.ops.neuronmm.xuv_packed.default
 _XW = torch.ops.neuronmm.xw.default
 _SVD_MLP = torch.ops.neuronmm.svd_mlp.default
 
@@ -66,25 +65,6 @@ def xuv(x: Tensor, u: Tensor, v: Tensor, bias: Tensor | None = None) -> Tensor:
         TypeError: dtypes or devices differ, or the dtype is not supported.
     """
     return _call(_XUV, x, u, v, bias)
-
-
-def xuv_packed(x: Tensor, u: Tensor, v: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`xuv` for a u in the order of `SVDLinear.pack_`, `neuronmm::xuv_packed`.
-
-    Args:
-        x: `[..., K]`, as in `xuv`.
-        u: `[K, r]` with 128 | K, row j * 128 + p of the factor at p * (K // 128) + j.
-        v: `[r, N]`.
-        bias: `[N]` or None.
-
-    Returns:
-        `[..., N]`, as `xuv` of the unpacked u.
-
-    Raises:
-        ValueError: shapes do not fit.
-        TypeError: dtypes or devices differ, or the dtype is not supported.
-    """
-    return _call(_XUV_PACKED, x, u, v, bias)
 
 
 def xw(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:

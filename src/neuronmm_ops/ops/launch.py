@@ -23,14 +23,13 @@ from neuronmm_ops.ops.toolchain import (
     core,
     why_not_compilable,
 )
-from neuronmm_ops.ops.validation import check_packed, check_svd_mlp, check_xuv, check_xw
+from neuronmm_ops.ops.validation import check_svd_mlp, check_xuv, check_xw
 
 if TYPE_CHECKING:
     from neuronmm_ops.kernels import Plan
 
 OPERANDS = {
     "xuv": ("x", "u", "v", "bias"),
-    "xuv_packed": ("x", "u", "v", "bias"),
     "xw": ("x", "w", "bias"),
     "svd_mlp": ("x", "u_gate", "v_gate", "u_up", "v_up", "u_down", "v_down"),
 }
@@ -75,9 +74,6 @@ def kernels_of(launcher: Launcher) -> Kernels:
     def xuv(x: Tensor, u: Tensor, v: Tensor, bias: Tensor | None = None) -> Tensor:
         return launcher("xuv", x, (u, v, bias), None)
 
-    def xuv_packed(x: Tensor, u: Tensor, v: Tensor, bias: Tensor | None = None) -> Tensor:
-        return launcher("xuv_packed", x, (u, v, bias), None)
-
     def xw(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
         return launcher("xw", x, (w, bias), None)
 
@@ -93,7 +89,7 @@ def kernels_of(launcher: Launcher) -> Kernels:
     ) -> Tensor:
         return launcher("svd_mlp", x, (u_gate, v_gate, u_up, v_up, u_down, v_down), activation)
 
-    return {"xuv": xuv, "xuv_packed": xuv_packed, "xw": xw, "svd_mlp": svd_mlp}
+    return {"xuv": xuv, "xw": xw, "svd_mlp": svd_mlp}
 
 
 def call(kernels: Kernels, op: str, x: Tensor, weights: Weights, activation: str | None) -> Tensor:
@@ -139,8 +135,7 @@ def launch_of(
         inner = matrices[4][0]
         plan = plan_svd_mlp(M, K, (gate, up, down), inner, N, dtype, target, lnc)
     else:
-        packed = op == "xuv_packed"
-        plan = plan_xuv(M, K, ranks[0], N, dtype, target, lnc, packed=packed)
+        plan = plan_xuv(M, K, ranks[0], N, dtype, target, lnc)
     has_bias = weights[-1] is not None and weights[-1].dim() == 1
     return Launch(plan, (*lead, N), has_bias, activation)
 
@@ -231,6 +226,4 @@ def _check(op: str, x: Tensor, weights: Weights, activation: str | None) -> None
         check_xw(x, first, second)
     else:
         assert second is not None
-        if op == "xuv_packed":
-            check_packed(first)
         check_xuv(x, first, second, weights[2])

@@ -17,8 +17,6 @@ from neuronmm_ops.ops.cpu import streams_by_mv
 from neuronmm_ops.ops.matmul import SLOW_DTYPES, mm
 from neuronmm_ops.ops.validation import (
     FLOAT_DTYPES,
-    TILE,
-    check_packed,
     check_svd_mlp,
     check_xuv,
     check_xw,
@@ -62,25 +60,6 @@ def xuv(x: Tensor, u: Tensor, v: Tensor, bias: Tensor | None = None) -> Tensor:
         raise
 
 
-def xuv_packed(x: Tensor, u: Tensor, v: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return `(x @ unpacked(u)) @ v + bias`: `xuv` for a `u[K, r]` in packed order."""
-    check_packed(u)
-    return xuv(x, unpacked(u), v, bias)
-
-
-def packed(u: Tensor) -> Tensor:
-    """Return `u[K, r]` in packed order: row j * 128 + p moves to p * (K // 128) + j.
-
-    A NeuronCore's partition p then finds the rows of all its tiles side by side.
-    """
-    return u.unflatten(0, (-1, TILE)).transpose(0, 1).flatten(0, 1)
-
-
-def unpacked(u: Tensor) -> Tensor:
-    """Return a packed `u[K, r]` in its own order."""
-    return u.unflatten(0, (TILE, -1)).transpose(0, 1).flatten(0, 1)
-
-
 def xw(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return `x @ w + bias` for `x[..., K]`, `w[K, N]`, `bias[N]`."""
     check_xw(x, w, bias)
@@ -121,7 +100,6 @@ def svd_mlp(
 
 KERNELS: dict[str, Callable[..., Tensor]] = {
     "xuv": xuv,
-    "xuv_packed": xuv_packed,
     "xw": xw,
     "svd_mlp": svd_mlp,
 }

@@ -12,13 +12,12 @@ from torch import Tensor
 
 from neuronmm_ops.ops import reference
 from neuronmm_ops.ops.matmul import mm, weight_gradient
-from neuronmm_ops.ops.validation import check_packed, check_svd_mlp, check_xuv, check_xw
+from neuronmm_ops.ops.validation import check_svd_mlp, check_xuv, check_xw
 
 LIBRARY = torch.library.Library("neuronmm", "FRAGMENT")
 _TAGS = (torch.Tag.pt2_compliant_tag,)
 
 XUV = "xuv(Tensor x, Tensor u, Tensor v, Tensor? bias=None) -> Tensor"
-XUV_PACKED = "xuv_packed(Tensor x, Tensor u, Tensor v, Tensor? bias=None) -> Tensor"
 XW = "xw(Tensor x, Tensor w, Tensor? bias=None) -> Tensor"
 SVD_MLP = (
     "svd_mlp(Tensor x, Tensor u_gate, Tensor v_gate, Tensor u_up, Tensor v_up, "
@@ -60,31 +59,6 @@ def _xuv_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 torch.library.register_autograd(
     "neuronmm::xuv", _xuv_backward, setup_context=_xuv_setup, lib=LIBRARY
-)
-
-# --- neuronmm::xuv_packed ------------------------------------------------------------------------
-
-LIBRARY.define(XUV_PACKED, tags=_TAGS)
-LIBRARY.impl("xuv_packed", reference.xuv_packed, "CompositeExplicitAutograd")
-
-
-@torch.library.register_fake("neuronmm::xuv_packed", lib=LIBRARY)
-def _xuv_packed_fake(x: Tensor, u: Tensor, v: Tensor, bias: Tensor | None = None) -> Tensor:
-    check_packed(u)
-    return _xuv_fake(x, u, v, bias)
-
-
-def _xuv_packed_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    x, u, v = ctx.saved_tensors
-    needs = ctx.needs_input_grad
-    rows, grad_rows = reference.rows(x), reference.rows(grad)
-    dx, du, dv = _pair_backward(rows, reference.unpacked(u), v, grad_rows, needs[:3])
-    dbias = grad_rows.sum(0) if any(needs[3:]) else None
-    return _like(dx, x), None if du is None else reference.packed(du), dv, dbias
-
-
-torch.library.register_autograd(
-    "neuronmm::xuv_packed", _xuv_packed_backward, setup_context=_xuv_setup, lib=LIBRARY
 )
 
 # --- neuronmm::xw --------------------------------------------------------------------------------
@@ -201,7 +175,7 @@ def _register_autocast(name: str, key: str) -> None:
     LIBRARY.impl(name, kernel, key)
 
 
-for _name in ("xuv", "xuv_packed", "xw", "svd_mlp"):
+for _name in ("xuv", "xw", "svd_mlp"):
     for _key in AUTOCAST_KEYS:
         _register_autocast(_name, _key)
 

@@ -7,8 +7,6 @@ seen and the remedy.
 import torch
 from torch import Tensor
 
-TILE = 128
-"""Rows of a NeuronCore's tile."""
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
@@ -18,15 +16,6 @@ def check_xuv(x: Tensor, u: Tensor, v: Tensor, bias: Tensor | None) -> None:
     _check_contraction("xuv", "x", x, "u", u)
     _check_contraction("xuv", "u", u, "v", v)
     _check_bias("xuv", "v", v, bias)
-
-
-def check_packed(u: Tensor) -> None:
-    """Check that `u[K, r]` can be packed: whole tiles of 128 rows."""
-    if u.dim() != 2 or u.shape[0] % TILE:
-        raise ValueError(
-            f"a packed u must be [K, r] with K a multiple of {TILE}, got {_shape(u)}; "
-            "leave it unpacked"
-        )
 
 
 def check_xw(x: Tensor, w: Tensor, bias: Tensor | None) -> None:
