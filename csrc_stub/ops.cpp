@@ -1,5 +1,5 @@
 // The ops for a process without Python: their schemas, argument rules and numerics are those of
-// the Python package (src/neuronmm_ops/ops: schema.py, validation.py, reference.py).
+// the Python package (src/neuronmm_ops/ops: spec.py and definitions/).
 #include <ATen/ATen.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/library.h>
@@ -117,15 +117,15 @@ void check_svd_mlp(const Tensor& x, const Tensor& u_gate, const Tensor& v_gate, 
   const Named up[] = {{"u_up", u_up}, {"v_up", v_up}};
   const Named down[] = {{"u_down", u_down}, {"v_down", v_down}};
   check_operands(op, x, {gate[0], gate[1], up[0], up[1], down[0], down[1]});
-  check_contraction(op, gate[0], gate[1]);
-  check_contraction(op, up[0], up[1]);
-  check_contraction(op, down[0], down[1]);
   check_contraction(op, {"x", x}, gate[0]);
+  check_contraction(op, gate[0], gate[1]);
   check_contraction(op, {"x", x}, up[0]);
+  check_contraction(op, up[0], up[1]);
   TORCH_CHECK_VALUE(v_gate.size(1) == v_up.size(1), op,
                     ": v_gate and v_up must have the same number of columns, got v_gate ",
                     v_gate.sizes(), " and v_up ", v_up.sizes());
   check_contraction(op, gate[1], down[0]);
+  check_contraction(op, down[0], down[1]);
   TORCH_CHECK_VALUE(activation == "silu" || activation == "gelu" || activation == "gelu_tanh" ||
                         activation == "relu",
                     op, ": activation must be one of silu, gelu, gelu_tanh, relu; got '",

@@ -21,11 +21,30 @@ __all__ = [
     "Plan",
     "Problem",
     "nki_kernel",
+    "plan_op",
     "plan_svd_mlp",
     "plan_xuv",
     "plan_xw",
     "source_fingerprint",
 ]
+
+
+def plan_op(
+    op: str,
+    M: int,
+    matrices: tuple[tuple[int, ...], ...],
+    dtype: str = "bfloat16",
+    target: str | None = None,
+    lnc: int = 1,
+) -> Plan:
+    """The quickest plan of an op for M tokens and weights of the shapes `matrices`."""
+    K, N = matrices[0][0], matrices[-1][1]
+    if op == "xw":
+        return plan_xw(M, K, N, dtype, target, lnc)
+    if op == "xuv":
+        return plan_xuv(M, K, matrices[0][1], N, dtype, target, lnc)
+    gate, up, down = (columns for _, columns in matrices[::2])
+    return plan_svd_mlp(M, K, (gate, up, down), matrices[1][1], N, dtype, target, lnc)
 
 
 def nki_kernel(plan: Plan) -> Kernel:

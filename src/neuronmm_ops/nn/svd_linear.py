@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from neuronmm_ops.errors import CheckpointError
 from neuronmm_ops.ops import xuv
-from neuronmm_ops.ops.neuron import DEVICE
+from neuronmm_ops.ops.backends.neuron import DEVICE
 
 
 class SVDLinear(nn.Module):

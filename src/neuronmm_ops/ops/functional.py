@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from neuronmm_ops.ops import schema as schema  # registers the ops
-from neuronmm_ops.ops.validation import check_not_nested
+from neuronmm_ops.ops import register as register  # registers the ops
 
 # Bound once: looking an overload up costs more than calling it.
 _XUV = torch.ops.neuronmm.xuv.default
@@ -32,7 +31,7 @@ def _call(op: Callable[..., Tensor], *args: Any) -> Tensor:
         with torch._C._AutoDispatchBelowAutograd():
             return op(*args)
     except NotImplementedError:
-        check_not_nested(args)
+        _refuse_nested(args)
         raise
 
 
@@ -43,6 +42,16 @@ def _refuse_tangents(args: tuple[Any, ...]) -> None:
             raise NotImplementedError(
                 "neuronmm ops have no forward-mode derivative, got an input with a tangent; "
                 "use reverse mode (torch.autograd.grad), or SVDLinear.to_linear()"
+            )
+
+
+def _refuse_nested(args: tuple[Any, ...]) -> None:
+    """Raise for a nested tensor, of whatever layout: its rows are no `[..., K]`."""
+    for argument in args:
+        if isinstance(argument, Tensor) and argument.is_nested:
+            raise TypeError(
+                f"neuronmm ops take no nested tensor, got one of layout {argument.layout}; "
+                "unbind() it, or pad it with to_padded_tensor(0.0)"
             )
 
 

@@ -69,6 +69,19 @@ class Problem:
         return resolve_target(self.target)
 
     @property
+    def matrices(self) -> tuple[tuple[int, int], ...]:
+        """Shapes of the weights in the order of the op's schema."""
+        if self.op == "xw":
+            return ((self.K, self.N),)
+        if self.op == "xuv":
+            return ((self.K, self.ranks[0]), (self.ranks[0], self.N))
+        gate, up, down = self.ranks
+        return (
+            *((self.K, gate), (gate, self.inner), (self.K, up), (up, self.inner)),
+            *((self.inner, down), (down, self.N)),
+        )
+
+    @property
     def item_bytes(self) -> int:
         """Bytes of an element."""
         return DTYPE_BYTES[self.dtype]
@@ -139,6 +152,16 @@ class Plan:
     sbuf_bytes: int
     psum_banks: int
     bound: str
+
+    @property
+    def phase(self) -> Form:
+        """prefill or decode."""
+        return self.form
+
+    @property
+    def launches(self) -> tuple[int, ...]:
+        """Tokens of each launch."""
+        return (self.problem.M,)
 
     @property
     def arguments(self) -> dict[str, Block]:
