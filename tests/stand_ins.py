@@ -125,7 +125,7 @@ class DirectKernel:
 
 
 def called(call: Call, args: Sequence[Tensor | None]) -> Tensor:
-    """Check the form of a call and run it as one node."""
+    """Check how a kernel is called and run it as one node."""
     inspect.signature(call.kernel.func).bind(*args, **call.constants)
     assert call.grid == (call.kernel.lnc,)
     assert args[0] is not None

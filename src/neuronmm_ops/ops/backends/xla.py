@@ -115,7 +115,7 @@ def module_for(launch: Launch, tensors: Sequence[Tensor], api: int) -> bytes:
 
 
 def _lower(spec: OpSpec, tensors: Tensors, choices: Choices) -> Tensor:
-    """Run an op the way this process lowers ops: see `environment.xla_route`."""
+    """Lower an op by the route of this process, `environment.xla_route`."""
     route = xla_route()
     if route.name == "custom call":
         return _custom_call(spec, tensors, choices)
