@@ -145,7 +145,9 @@ def test_the_activation_is_in_the_config():
         decoded(launch("svd_mlp", *shapes, choices=(name,))) for name in ("silu", "gelu_tanh")
     ]
     assert [c["neuronmm"]["activation"] for c in configs] == ["silu", "gelu_tanh"]
-    assert configs[0]["func_name"] == plan_svd_mlp(7, 64, (8, 8, 8), 96, 64, "float32").kernel
+    assert (
+        configs[0]["func_name"] == plan_svd_mlp(7, 64, (8, 8, 8), 96, 64, "float32", "trn1").kernel
+    )
 
 
 @pytest.mark.parametrize("api", [2, 3])

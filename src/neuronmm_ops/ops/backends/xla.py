@@ -44,6 +44,9 @@ API_HOST = 3
 
 LIBRARY = torch.library.Library("neuronmm", "IMPL")
 
+# What a config says of the problem.
+_PROBLEM = ("op", "M", "matrices", "K", "ranks", "inner", "N", "dtype", "target", "lnc")
+
 _api_version = API_NEURON
 _computations: dict[tuple[Any, ...], Any] = {}
 
@@ -80,16 +83,7 @@ def config_of(launch: Launch) -> str:
         "grid": [] if problem.lnc == 1 else [problem.lnc],
         "has_collectives": False,
         "neuronmm": {
-            "op": problem.op,
-            "M": problem.M,
-            "matrices": problem.matrices,
-            "K": problem.K,
-            "ranks": problem.ranks,
-            "inner": problem.inner,
-            "N": problem.N,
-            "dtype": problem.dtype,
-            "target": problem.target,
-            "lnc": problem.lnc,
+            **{name: getattr(problem, name) for name in _PROBLEM},
             "bias": "bias" in launch.operands,
             "activation": None,
             **launch.choices,
