@@ -1,6 +1,6 @@
 """The ops on TorchNeuron's device `neuron`: the NKI kernels, eager and in a compiled graph.
 
-torch_neuronx takes a kernel in three ways; the first that the installed one has is used. `nki_op`
+torch_neuronx has three call modes; the first that the installed one has is used. `nki_op`
 makes an op of a Python function that calls the kernel, `wrap_nki` a callable that can be traced,
 and every kernel can be called directly. (Neuron SDK: "How to work with NKI kernels from
 torch-neuronx".) vLLM-Neuron's libtorch_neuronx_lite has `wrap_nki`, for compiled graphs only.
