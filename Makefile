@@ -72,7 +72,7 @@ bench: env  ## measure the ops on this machine
 	$(BIN)/neuronmm bench overhead
 	$(BIN)/neuronmm bench cpu
 
-csrc: env  ## build the C and C++ libraries into build/csrc (needs gcc and g++)
+csrc: env  ## build the C++ ops into build/csrc (needs g++)
 	$(MAKE) --no-print-directory -j2 -C csrc_stub PYTHON=$(abspath $(BIN)/python)
 
 clean:  ## remove what the other targets made

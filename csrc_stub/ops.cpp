@@ -1,5 +1,5 @@
 // The ops for a process without Python: their schemas, argument rules and numerics are those of
-// the Python package (src/neuronmm_ops/ops: schema.py, validation.py, reference.py).
+// the Python package (src/neuronmm_ops/ops: spec.py and definitions/).
 #include <ATen/ATen.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/library.h>
@@ -11,8 +11,6 @@
 namespace {
 
 using at::Tensor;
-
-constexpr int64_t kTile = 128;  // rows of a NeuronCore's tile
 
 // --- rules for arguments ------------------------------------------------------------------------
 
@@ -111,16 +109,6 @@ Tensor xuv(const Tensor& x, const Tensor& u, const Tensor& v, const std::optiona
   return in_shape_of(x, affine(affine(flat(x, u), u), v, bias));
 }
 
-// Packed order moves u's row j * 128 + p to p * (K / 128) + j.
-Tensor xuv_packed(const Tensor& x, const Tensor& u, const Tensor& v,
-                  const std::optional<Tensor>& bias) {
-  TORCH_CHECK_VALUE(u.dim() == 2 && u.size(0) % kTile == 0,
-                    "a packed u must be [K, r] with K a multiple of ", kTile, ", got ", u.sizes(),
-                    "; leave it unpacked");
-  const auto tiles = u.size(0) / kTile;
-  return xuv(x, u.view({kTile, tiles, u.size(1)}).transpose(0, 1).flatten(0, 1), v, bias);
-}
-
 void check_svd_mlp(const Tensor& x, const Tensor& u_gate, const Tensor& v_gate, const Tensor& u_up,
                    const Tensor& v_up, const Tensor& u_down, const Tensor& v_down,
                    const std::string& activation) {
@@ -129,15 +117,15 @@ void check_svd_mlp(const Tensor& x, const Tensor& u_gate, const Tensor& v_gate, 
   const Named up[] = {{"u_up", u_up}, {"v_up", v_up}};
   const Named down[] = {{"u_down", u_down}, {"v_down", v_down}};
   check_operands(op, x, {gate[0], gate[1], up[0], up[1], down[0], down[1]});
-  check_contraction(op, gate[0], gate[1]);
-  check_contraction(op, up[0], up[1]);
-  check_contraction(op, down[0], down[1]);
   check_contraction(op, {"x", x}, gate[0]);
+  check_contraction(op, gate[0], gate[1]);
   check_contraction(op, {"x", x}, up[0]);
+  check_contraction(op, up[0], up[1]);
   TORCH_CHECK_VALUE(v_gate.size(1) == v_up.size(1), op,
                     ": v_gate and v_up must have the same number of columns, got v_gate ",
                     v_gate.sizes(), " and v_up ", v_up.sizes());
   check_contraction(op, gate[1], down[0]);
+  check_contraction(op, down[0], down[1]);
   TORCH_CHECK_VALUE(activation == "silu" || activation == "gelu" || activation == "gelu_tanh" ||
                         activation == "relu",
                     op, ": activation must be one of silu, gelu, gelu_tanh, relu; got '",
@@ -178,8 +166,6 @@ TORCH_LIBRARY_FRAGMENT(neuronmm, library) {
     return;
   }
   define(library, "xuv", "xuv(Tensor x, Tensor u, Tensor v, Tensor? bias=None) -> Tensor", xuv);
-  define(library, "xuv_packed",
-         "xuv_packed(Tensor x, Tensor u, Tensor v, Tensor? bias=None) -> Tensor", xuv_packed);
   define(library, "xw", "xw(Tensor x, Tensor w, Tensor? bias=None) -> Tensor", xw);
   define(library, "svd_mlp",
          "svd_mlp(Tensor x, Tensor u_gate, Tensor v_gate, Tensor u_up, Tensor v_up, "

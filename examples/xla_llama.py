@@ -21,7 +21,7 @@ from torch import Tensor
 from neuronmm_ops import SVDConfig, compress_
 from neuronmm_ops.hardware import TARGET_VARIABLE
 from neuronmm_ops.kernels import Plan, plan_svd_mlp
-from neuronmm_ops.ops.toolchain import core
+from neuronmm_ops.ops.backends.environment import core
 
 try:
     import torch_xla  # pyright: ignore[reportMissingImports]

@@ -4,7 +4,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from neuronmm_ops.ops import cpu, matmul, reference, wide
+from neuronmm_ops.ops import products
+from neuronmm_ops.ops.backends import cpu
+from neuronmm_ops.ops.definitions import xuv
 
 SLOW = frozenset({torch.bfloat16, torch.float16})
 _NARROW_PRODUCTS = frozenset(
@@ -20,9 +22,9 @@ _NARROW_PRODUCTS = frozenset(
 
 def make_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the package believe that this CPU multiplies only float32 and wider fast."""
-    for module in (matmul, reference, wide):
+    for module in (cpu, xuv):
         monkeypatch.setattr(module, "SLOW_DTYPES", SLOW)
-    monkeypatch.setattr(reference, "_MM_ROWS", frozenset())
+    monkeypatch.setattr(products, "_MM_ROWS", frozenset())
     monkeypatch.setattr(cpu, "multiplies_fast", lambda dtype: dtype not in SLOW)
 
 

@@ -23,7 +23,7 @@ from neuronmm_ops import hardware
 # The kernels are bound to the simulator before any nki stands on the path.
 from neuronmm_ops.kernels import shim as shim
 from neuronmm_ops.neuroncore.kernel import TensorSpec, run
-from neuronmm_ops.ops import neuron, toolchain
+from neuronmm_ops.ops.backends import environment, neuron
 
 BRIDGES = {
     "0.2": "nki/_torch_xla.py",
@@ -50,9 +50,9 @@ TORCH_NEURONX = {
 
 @dataclass
 class Call:
-    """One call of a kernel: by which way, and how the stand-in was called."""
+    """One call of a kernel: in which mode, and how the stand-in was called."""
 
-    way: str
+    mode: str
     kernel: Any
     grid: tuple[int, ...]
     constants: dict[str, Any]
@@ -125,7 +125,7 @@ class DirectKernel:
 
 
 def called(call: Call, args: Sequence[Tensor | None]) -> Tensor:
-    """Check the form of a call and run it as one node."""
+    """Check how a kernel is called and run it as one node."""
     inspect.signature(call.kernel.func).bind(*args, **call.constants)
     assert call.grid == (call.kernel.lnc,)
     assert args[0] is not None
@@ -162,8 +162,8 @@ class NeuronMachine:
         self.monkeypatch = monkeypatch
         for variable in (
             hardware.TARGET_VARIABLE,
-            toolchain.LNC_VARIABLE,
-            toolchain.ROUTE_VARIABLE,
+            environment.LNC_VARIABLE,
+            environment.ROUTE_VARIABLE,
         ):
             monkeypatch.delenv(variable, raising=False)
         monkeypatch.setattr(hardware, "PRODUCT_NAME", str(root / "product_name"))
@@ -204,16 +204,16 @@ class NeuronMachine:
 
 def forget() -> None:
     """Forget what this process found about packages."""
-    toolchain.nki_release.cache_clear()
-    toolchain._route_of_packages.cache_clear()
-    toolchain.wrapper.cache_clear()
-    neuron.way.cache_clear()
-    neuron._kernels.cache_clear()
+    environment.nki_release.cache_clear()
+    environment._route_of_packages.cache_clear()
+    environment.wrapper.cache_clear()
+    neuron.call_mode.cache_clear()
+    neuron._implementations.cache_clear()
     neuron._wrapped.clear()
     record.calls.clear()
     record.ops.clear()
     record.wrapped = 0
-    installed = ("nki", *toolchain.NEURON_PACKAGES)
+    installed = ("nki", *environment.NEURON_PACKAGES)
     for name in [n for n in sys.modules if n.partition(".")[0] in installed]:
         del sys.modules[name]
 

@@ -111,7 +111,7 @@ def test_neuron_is_missing(machine):
 
 
 @pytest.mark.parametrize(
-    ("offers", "way"),
+    ("offers", "call_mode"),
     [
         ("nki_op", "through nki_op"),
         ("wrap_nki", "through wrap_nki"),
@@ -119,13 +119,13 @@ def test_neuron_is_missing(machine):
         ("direct", "directly"),
     ],
 )
-def test_neuron_says_the_way(machine, offers, way):
+def test_neuron_says_the_call_mode(machine, offers, call_mode):
     machine.nki()
     machine.torch_neuronx(offers)
     machine.instance("trn2.48xlarge")
     assert backend("neuron") == (
         True,
-        f"torch_neuronx 2.11.3 and nki 0.6.0; kernels called {way}; target trn2, lnc 2 "
+        f"torch_neuronx 2.11.3 and nki 0.6.0; kernels called {call_mode}; target trn2, lnc 2 "
         "(target: instance type trn2.48xlarge; lnc: default of trn2); "
         "set NEURON_PLATFORM_TARGET_OVERRIDE=trn2: NKI looks it up at every call, slowly",
     )

@@ -29,7 +29,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_contents(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     assert "neuronmm_ops/py.typed" in names
-    assert "neuronmm_ops/ops/schema.py" in names
+    assert "neuronmm_ops/ops/register.py" in names
     assert any(name.endswith("licenses/LICENSE") for name in names)
     assert all(name.split("/")[0].startswith("neuronmm_ops") for name in names)
 

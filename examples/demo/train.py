@@ -20,7 +20,7 @@ from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from neuronmm_ops.ops.cpu import compute_dtype
+from neuronmm_ops.ops.backends.cpu import compute_dtype
 from neuronmm_ops.progress import progress_bars
 
 END_OF_TEXT = "<|endoftext|>"

@@ -11,10 +11,8 @@ import torch
 
 from neuronmm_ops.errors import NkiVersionError
 from neuronmm_ops.hardware import TARGET_VARIABLE
-from neuronmm_ops.ops.cpu import multiplies_fast
-from neuronmm_ops.ops.implementation import active_impl
-from neuronmm_ops.ops.neuron import expected_way
-from neuronmm_ops.ops.toolchain import (
+from neuronmm_ops.ops.backends.cpu import multiplies_fast
+from neuronmm_ops.ops.backends.environment import (
     INSTALL,
     NEURON_PACKAGES,
     PLACEHOLDER,
@@ -27,6 +25,8 @@ from neuronmm_ops.ops.toolchain import (
     why_not_compilable,
     xla_route,
 )
+from neuronmm_ops.ops.backends.neuron import expected_call_mode
+from neuronmm_ops.ops.implementation import active_impl
 
 PACKAGES = (
     "neuronmm-ops",
@@ -41,7 +41,7 @@ PACKAGES = (
     "libtorch-neuronx-lite",
 )
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-WAYS = {
+CALL_MODES = {
     "nki_op": "through nki_op",
     "wrap_nki": "through wrap_nki",
     "direct": "directly",
@@ -126,7 +126,8 @@ def _neuron() -> dict[str, Any]:
     problem = why_not_compilable()
     reasons = [
         f"{package} {version} and nki {_version('nki')}",
-        f"kernels called {WAYS[expected_way()]}" + is_lite * ", in compiled graphs only",
+        f"kernels called {CALL_MODES[expected_call_mode()]}"
+        + is_lite * ", in compiled graphs only",
         *([problem] if problem else []),
         _described(chosen),
         *_advice(chosen),

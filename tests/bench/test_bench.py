@@ -8,7 +8,7 @@ import torch
 from neuronmm_ops.bench import cpu, methods, overhead, timing
 from neuronmm_ops.bench.full_shape import make_model, make_tokenizer
 from neuronmm_ops.models import SHAPES, ModelShape, model_shape
-from neuronmm_ops.ops.cpu import multiplies_fast
+from neuronmm_ops.ops.backends.cpu import multiplies_fast
 
 CPU_FIELDS = (
     "op",

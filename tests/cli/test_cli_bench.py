@@ -39,7 +39,7 @@ def test_options_of_cpu(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
         return rows
 
     monkeypatch.setattr("neuronmm_ops.bench.cpu.run", measure)
-    monkeypatch.setattr("neuronmm_ops.ops.cpu.multiplies_fast", lambda dtype: False)
+    monkeypatch.setattr("neuronmm_ops.ops.backends.cpu.multiplies_fast", lambda dtype: False)
     outcome = run("bench", "cpu")
     assert outcome.out.startswith("op xuv\n")
     assert "0.1235" in outcome.out

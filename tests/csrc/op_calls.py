@@ -12,7 +12,7 @@ from torch import Tensor
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-OPS = ("xuv", "xuv_packed", "xw", "svd_mlp")
+OPS = ("xuv", "xw", "svd_mlp")
 
 
 def schemas() -> dict[str, list[str]]:
@@ -40,7 +40,6 @@ def cases() -> Iterator[tuple[str, str, tuple[Any, ...]]]:
             case = f"{list(lead)} {'columns' if by_column else 'rows'}"
             yield f"xuv {case}", "xuv", (x, order(u), order(v))
             yield f"xuv bias {case}", "xuv", (x, order(u), order(v), bias)
-            yield f"xuv_packed {case}", "xuv_packed", (x, order(u), order(v), bias)
             yield f"xw {case}", "xw", (x, order(w))
             yield f"xw bias {case}", "xw", (x, order(w), bias)
             for activation in ACTIVATIONS:
@@ -77,8 +76,6 @@ def refusals() -> list[str]:
         ("xuv", (ones(3, 4), ones(5, 2), ones(2, 5))),
         ("xuv", (ones(3, 4), ones(4, 2), ones(3, 5))),
         ("xuv", (ones(3, 4), ones(4, 2), ones(2, 5), ones(4))),
-        ("xuv_packed", (ones(3, 4), ones(4, 2), ones(2, 5))),
-        ("xuv_packed", (ones(3, 128), ones(128), ones(2, 5))),
         ("svd_mlp", (ones(3, 5), *mlp)),
         ("svd_mlp", (ones(3, 4), *mlp[:3], ones(2, 7), *mlp[4:])),
         ("svd_mlp", (ones(3, 4), *mlp[:4], ones(7, 2), mlp[5])),

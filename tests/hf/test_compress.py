@@ -20,13 +20,13 @@ pytestmark = pytest.mark.filterwarnings("ignore::neuronmm_ops.CalibrationWarning
 def slow_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pretend that the CPU multiplies float32 alone."""
     monkeypatch.setattr(
-        "neuronmm_ops.ops.cpu.multiplies_fast", lambda dtype: dtype == torch.float32
+        "neuronmm_ops.ops.backends.cpu.multiplies_fast", lambda dtype: dtype == torch.float32
     )
 
 
 def fast_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pretend that the CPU multiplies every dtype."""
-    monkeypatch.setattr("neuronmm_ops.ops.cpu.multiplies_fast", lambda dtype: True)
+    monkeypatch.setattr("neuronmm_ops.ops.backends.cpu.multiplies_fast", lambda dtype: True)
 
 
 def compress(model: Path, output: Path, **options: Any) -> CompressionReport:

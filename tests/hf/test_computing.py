@@ -63,7 +63,7 @@ def test_an_error_leaves_the_dtypes_as_they_were() -> None:
 def test_auto_is_what_the_cpu_multiplies_fast(
     is_fast: bool, expected: str, tmp_path, monkeypatch
 ) -> None:
-    monkeypatch.setattr("neuronmm_ops.ops.cpu.multiplies_fast", lambda dtype: is_fast)
+    monkeypatch.setattr("neuronmm_ops.ops.backends.cpu.multiplies_fast", lambda dtype: is_fast)
     directory = tiny_directory(tmp_path / "model", dtype=torch.bfloat16)
     model = hf.load_computing(directory)
     assert model.dtype == getattr(torch, expected)

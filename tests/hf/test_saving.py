@@ -19,11 +19,9 @@ from neuronmm_ops import (
     CompressionReport,
     NonFiniteError,
     SVDConfig,
-    SVDLinear,
     compress_,
     hf,
 )
-from neuronmm_ops.kernels import plan_xuv
 
 Compressed = tuple[PreTrainedModel, CompressionReport]
 
@@ -174,21 +172,6 @@ def test_what_does_not_load_back_is_not_kept(
         with pytest.raises(CheckpointError, match=words):
             hf.save(*_arguments(compressed, tmp_path / "out"))
         assert list(tmp_path.iterdir()) == []
-
-
-def test_a_packed_model_is_saved_unpacked(tmp_path: Path) -> None:
-    model = tiny_model(hidden_size=128)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", CalibrationWarning)
-        report = compress_(model, SVDConfig(ratio=0.3, block=8), [tiny_ids()])
-    hf.save(model, tmp_path / "plain", report)
-    for layer in model.modules():
-        if isinstance(layer, SVDLinear) and layer.in_features % 128 == 0:
-            sizes = (8, layer.in_features, layer.rank, layer.out_features)
-            assert layer.pack_(plan_xuv(*sizes, "float32", packed=True)).packed
-    hf.save(model, tmp_path / "packed", report)
-    name = "model.safetensors"
-    assert (tmp_path / "packed" / name).read_bytes() == (tmp_path / "plain" / name).read_bytes()
 
 
 def _arguments(

@@ -12,7 +12,7 @@ from tolerances import assert_close_to_oracle, assert_same_in_fp64
 from torch import nn
 
 from neuronmm_ops import SVDLinear
-from neuronmm_ops.kernels import plan_xuv
+from neuronmm_ops.errors import CheckpointError
 from neuronmm_ops.nn import svd_linear
 
 
@@ -264,40 +264,11 @@ def test_an_optimizer_step_keeps_the_layout_and_lowers_the_loss():
     assert all(after < before for before, after in itertools.pairwise(losses))
 
 
-def packed_layer() -> tuple[SVDLinear, SVDLinear]:
-    layer = SVDLinear(256, 40, 24, dtype=torch.bfloat16)
-    return layer, copy.deepcopy(layer).pack_(plan_xuv(64, 256, 24, 40, packed=True))
-
-
-def test_packing_changes_the_order_and_nothing_else():
-    layer, packed = packed_layer()
-    assert packed.packed
-    row = 1 * 128 + 5
-    assert torch.equal(packed.u[5 * 2 + 1], layer.u[row])
-    x = torch.randn(3, 256, dtype=torch.bfloat16)
-    assert torch.equal(packed(x), layer(x))
-    assert torch.equal(packed.to_linear().weight, layer.to_linear().weight)
-    packed.unpack_()
-    assert not packed.packed
-    assert torch.equal(packed.u, layer.u)
-    assert is_contraction_major(packed)
-
-
-def test_checkpoints_stay_unpacked():
-    layer, packed = packed_layer()
-    state = packed.state_dict()
-    assert torch.equal(state["u"], layer.u)
-    torch.nn.init.zeros_(packed.u)
-    packed.load_state_dict(layer.state_dict())
-    assert torch.equal(packed.unpack_().u, layer.u)
-
-
-def test_packing_happens_once_and_only_where_the_plan_asks():
-    layer, packed = packed_layer()
-    before = packed.u.clone()
-    assert torch.equal(packed.pack_(plan_xuv(64, 256, 24, 40, packed=True)).u, before)
-    assert not layer.pack_(plan_xuv(64, 256, 24, 40)).packed
-    with pytest.raises(ValueError, match=r"the plan must be for \[K, r, N\] = \[256, 24, 40\]"):
-        layer.pack_(plan_xuv(64, 256, 24, 41, packed=True))
-    with pytest.raises(ValueError, match=r"only u \[K, r\] with 128 \| K can be packed"):
-        plan_xuv(64, 250, 24, 40, packed=True)
+def test_a_layer_pickled_with_a_packed_factor_is_refused():
+    layer = SVDLinear(256, 40, 24)
+    assert torch.equal(copy.deepcopy(layer).u, layer.u)
+    layer.__dict__["packed"] = False  # as earlier versions pickled it
+    assert "packed" not in copy.deepcopy(layer).__dict__
+    layer.__dict__["packed"] = True
+    with pytest.raises(CheckpointError, match=r"pickled with a packed u, .*; save its state_dict"):
+        copy.deepcopy(layer)

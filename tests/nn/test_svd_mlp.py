@@ -1,7 +1,6 @@
 """SVDMLP: fused and separate calls, and which Transformers MLPs it stands for."""
 
 import ast
-import copy
 import functools
 import importlib.util
 import inspect
@@ -12,12 +11,11 @@ from types import MethodType
 
 import pytest
 import torch
-from tolerances import assert_close_to_oracle, assert_same_in_fp64
+from tolerances import assert_same_in_fp64
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from neuronmm_ops import SVDMLP, SVDLinear
-from neuronmm_ops.kernels import plan_xuv
 from neuronmm_ops.nn.svd_mlp import _ACTIVATION_CLASSES, GATED_MLPS, gated_activation
 from neuronmm_ops.ops import ACTIVATIONS
 
@@ -101,20 +99,6 @@ def test_a_bias_is_added(mlp, x, biased):
     layer.bias = nn.Parameter(torch.randn(layer.out_features, dtype=torch.float64))
     assert ops_of(mlp, x) == ["xuv"] * 3
     assert_same_in_fp64(mlp(x), separate(mlp, x))
-
-
-@pytest.mark.parametrize("name", PROJECTIONS)
-def test_a_packed_projection_is_called_by_itself(name):
-    mlp = SVDMLP(128, 256, (3, 4, 5), dtype=torch.float32)
-    x = torch.randn(2, 128)
-    expected = mlp(x)
-    layer = getattr(mlp, name)
-    layer.pack_(
-        plan_xuv(2, layer.in_features, layer.rank, layer.out_features, "float32", packed=True)
-    )
-    assert sorted(ops_of(mlp, x)) == ["xuv", "xuv", "xuv_packed"]
-    oracle = copy.deepcopy(mlp).double()(x.double())
-    assert_close_to_oracle(mlp(x), oracle, expected)
 
 
 def forward_hook(layer: nn.Module, seen: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""What the ops become when a model is compiled for the device `neuron`, by each way of calling.
+"""What the ops become when a model is compiled for the device `neuron`, in each call mode.
 
 A program for test_neuron.py, in a process of its own, for a device is named once: it prints a JSON
 object. The device is torch's Python backend, its tensors are fake.
@@ -20,7 +20,7 @@ from torch.utils import backend_registration
 
 from neuronmm_ops import kernels, ops
 
-WAYS = ("nki_op", "wrap_nki", "wrap_nki in lite", "direct")
+OFFERS = ("nki_op", "wrap_nki", "wrap_nki in lite", "direct")
 LENGTHS = (6, 7, 9, 7)
 PAIR = ((128, 24), (24, 40))
 MLP = ((32, 8), (8, 32)) * 3
@@ -78,16 +78,16 @@ def main() -> None:
     backend_registration._setup_privateuseone_for_python_backend("neuron")
     kernels.nki_kernel = lambda plan: stand_ins.DirectKernel(nki_kernel(plan))
     found: dict[str, Any] = {}
-    for way in WAYS:
+    for offered in OFFERS:
         with (
             tempfile.TemporaryDirectory() as root,
             pytest.MonkeyPatch.context() as patch,
             stand_ins.neuron_machine(Path(root), patch) as machine,
         ):
             machine.nki()
-            machine.torch_neuronx(way)
+            machine.torch_neuronx(offered)
             machine.environment(NEURON_PLATFORM_TARGET_OVERRIDE="trn2")
-            found[way] = {"graphs": graphs(), "refusal": refusal()}
+            found[offered] = {"graphs": graphs(), "refusal": refusal()}
     print(json.dumps(found))
 
 

@@ -1,11 +1,14 @@
 """Operands of the ops in every layout, and the ops written out in plain torch."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from hypothesis import strategies as st
 from torch import Tensor
+
+from neuronmm_ops.ops.definitions import SPECS
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 LAYOUTS = ("contiguous", "transposed", "sliced", "stepped")
@@ -54,75 +57,90 @@ def plain_xuv(x: Tensor, u: Tensor, v: Tensor, bias: Tensor | None = None) -> Te
     return y if bias is None else y + bias
 
 
-def plain_xuv_packed(x: Tensor, u: Tensor, v: Tensor, bias: Tensor | None = None) -> Tensor:
-    tiles = len(u) // 128
-    order = [(row % 128) * tiles + row // 128 for row in range(len(u))]
-    return plain_xuv(x, u[order], v, bias)
-
-
 def plain_xw(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
     y = x @ w
     return y if bias is None else y + bias
 
 
-def plain_svd_mlp(x: Tensor, *factors: Tensor, activation: str = "silu") -> Tensor:
-    u_gate, v_gate, u_up, v_up, u_down, v_down = factors
+def plain_svd_mlp(
+    x: Tensor,
+    u_gate: Tensor,
+    v_gate: Tensor,
+    u_up: Tensor,
+    v_up: Tensor,
+    u_down: Tensor,
+    v_down: Tensor,
+    activation: str = "silu",
+) -> Tensor:
     act = ACTIVATIONS[activation]
     return act(x @ u_gate @ v_gate) * (x @ u_up @ v_up) @ u_down @ v_down
 
 
-def svd_mlp_magnitude(x: Tensor, *factors: Tensor) -> Tensor:
+def doubled(*arguments: Any) -> list[Any]:
+    return [a.double() if isinstance(a, Tensor) else a for a in arguments]
+
+
+PLAIN: dict[str, Callable[..., Tensor]] = {
+    "xuv": plain_xuv,
+    "xw": plain_xw,
+    "svd_mlp": plain_svd_mlp,
+}
+"""Each op written out in plain torch."""
+OPS = tuple(SPECS)
+SIZES = {"K": 6, "I": 7, "N": 5, "r": 3, "r_gate": 3, "r_up": 4, "r_down": 5}
+"""Small sizes of the dimensions of the ops' operands, no two of one operand alike."""
+
+
+def names_of(op: str) -> list[str]:
+    """Names of an op's tensors."""
+    return [operand.name for operand in SPECS[op].operands]
+
+
+def shapes_of(
+    op: str, lead: Sequence[int] = (2, 3), optional: bool = True, **sizes: int
+) -> list[tuple[int, ...]]:
+    """Shapes of an op's tensors, by default small ones, those that it may lack included."""
+    spec = SPECS[op]
+    shapes = zip(spec.operands, spec.shapes(SIZES | sizes, lead), strict=True)
+    return [shape for operand, shape in shapes if optional or not operand.optional]
+
+
+def magnitude_of(op: str, *tensors: Tensor | None) -> Tensor:
     """Bound the sums of absolute terms: every activation obeys |act(z)| <= |z|."""
-    return plain_svd_mlp(x.abs(), *(f.abs() for f in factors), activation="relu")
-
-
-def doubled(*tensors: Tensor | None) -> list[Tensor | None]:
-    return [None if t is None else t.double() for t in tensors]
+    absolute = [None if t is None else t.double().abs() for t in tensors]
+    choices = {"activation": "relu"} if "activation" in SPECS[op].choices else {}
+    return PLAIN[op](*absolute, **choices)
 
 
 def mlp_shapes(
     K: int, inner: int, N: int, ranks: tuple[int, int, int] = (3, 4, 5)
-) -> list[tuple[int, int]]:
+) -> list[tuple[int, ...]]:
+    """Shapes of the factors of svd_mlp."""
     gate, up, down = ranks
-    return [(K, gate), (gate, inner), (K, up), (up, inner), (inner, down), (down, N)]
+    sizes = {"K": K, "I": inner, "N": N, "r_gate": gate, "r_up": up, "r_down": down}
+    return shapes_of("svd_mlp", **sizes)[1:]
 
 
 leading = st.one_of(
     st.just([]), st.lists(st.integers(1, 4), min_size=1, max_size=3), st.just([0]), st.just([2, 0])
 )
 widths = st.one_of(st.just(1), st.integers(1, 40))
-dtypes = st.sampled_from(DTYPES)
 layouts = st.sampled_from(LAYOUTS)
 generators = st.integers(0, 2**32).map(lambda seed: torch.Generator().manual_seed(seed))
 
 
 @st.composite
-def xuv_operands(draw: st.DrawFn) -> list[Tensor | None]:
-    lead, K, r, N = draw(leading), draw(widths), draw(widths), draw(widths)
-    dtype, generator = draw(dtypes), draw(generators)
-    operands: list[Tensor | None] = [
-        make(shape, dtype, draw(layouts), generator) for shape in ((*lead, K), (K, r), (r, N))
+def operands_of(draw: st.DrawFn, op: str, dtypes: Sequence[torch.dtype] = DTYPES) -> list[Any]:
+    """All arguments of a call of an op: tensors of any layout, None for some, then choices."""
+    spec, generator, dtype = SPECS[op], draw(generators), draw(st.sampled_from(dtypes))
+    sizes = {name: draw(widths) for operand in spec.operands for name in operand.sizes}
+    tensors = [
+        make(shape, dtype, draw(layouts), generator)
+        if not operand.optional or draw(st.booleans())
+        else None
+        for operand, shape in zip(spec.operands, spec.shapes(sizes, draw(leading)), strict=True)
     ]
-    bias = make((N,), dtype, draw(layouts), generator) if draw(st.booleans()) else None
-    return [*operands, bias]
-
-
-@st.composite
-def xw_operands(draw: st.DrawFn) -> list[Tensor | None]:
-    lead, K, N = draw(leading), draw(widths), draw(widths)
-    dtype, generator = draw(dtypes), draw(generators)
-    operands: list[Tensor | None] = [
-        make(shape, dtype, draw(layouts), generator) for shape in ((*lead, K), (K, N))
-    ]
-    bias = make((N,), dtype, draw(layouts), generator) if draw(st.booleans()) else None
-    return [*operands, bias]
-
-
-@st.composite
-def svd_mlp_operands(draw: st.DrawFn) -> list[Tensor]:
-    lead, K, inner, N = draw(leading), draw(widths), draw(widths), draw(widths)
-    ranks = draw(st.tuples(*[st.integers(1, 12)] * 3))
-    dtype, generator = draw(dtypes), draw(generators)
-    # Scaled down: three matmuls in a row leave fp16's range otherwise.
-    shapes = [(*lead, K), *mlp_shapes(K, inner, N, ranks)]
-    return [make(shape, dtype, draw(layouts), generator).mul_(0.25) for shape in shapes]
+    if len(spec.factors) > 2:
+        # Scaled down: more matmuls in a row leave fp16's range otherwise.
+        tensors = [t if t is None else t.mul_(0.25) for t in tensors]
+    return [*tensors, *[draw(st.sampled_from(values)) for values in spec.choices.values()]]

@@ -2,17 +2,12 @@
 
 import pytest
 import torch
-from operands import make, mlp_shapes
+from operands import OPS, make, shapes_of
 from torch.autograd import forward_ad
 
 from neuronmm_ops import SVDLinear, ops
 
-CALLS = {
-    "xuv": (ops.xuv, [(4, 6), (6, 3), (3, 5), (5,)]),
-    "xuv_packed": (ops.xuv_packed, [(4, 256), (256, 3), (3, 5), (5,)]),
-    "xw": (ops.xw, [(4, 6), (6, 5), (5,)]),
-    "svd_mlp": (ops.svd_mlp, [(4, 6), *mlp_shapes(6, 7, 5)]),
-}
+CALLS = {op: (getattr(ops, op), shapes_of(op, (4,))) for op in OPS}
 
 
 @pytest.mark.parametrize("name", CALLS)

@@ -8,7 +8,9 @@ import torch
 from operands import doubled, make, plain_xuv
 from tolerances import assert_close_to_oracle
 
-from neuronmm_ops.ops import cpu, reference
+from neuronmm_ops.ops import products
+from neuronmm_ops.ops.backends import cpu
+from neuronmm_ops.ops.definitions import xuv
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,7 @@ def test_one_row_by_mm_and_by_mv(monkeypatch, dtype, bias):
         for f in (lambda t: t, torch.abs)
     )
     for rows in (frozenset(), frozenset({dtype})):
-        monkeypatch.setattr(reference, "_MM_ROWS", rows)
-        y = reference.xuv(*operands)
+        monkeypatch.setattr(products, "_MM_ROWS", rows)
+        y = xuv.reference(*operands)
         assert y.shape == (1, 1, 40)
         assert_close_to_oracle(y, oracle, plain_xuv(*operands), magnitude)

@@ -5,18 +5,14 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from operands import make, mlp_shapes
+from operands import OPS, make, mlp_shapes, shapes_of
 from tolerances import assert_close_to_oracle
 from torch import Tensor
 from torch._inductor.utils import run_and_get_code
 
 from neuronmm_ops import ops
 
-FACTORS = {
-    "xuv": [(6, 3), (3, 5), (5,)],
-    "xw": [(6, 5), (5,)],
-    "svd_mlp": mlp_shapes(6, 7, 5),
-}
+FACTORS = {op: shapes_of(op)[1:] for op in OPS}
 CALLS = [(op, getattr(ops, op), shapes) for op, shapes in FACTORS.items()]
 
 

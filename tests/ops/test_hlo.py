@@ -9,9 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from neuronmm_ops.kernels import plan_svd_mlp, plan_xuv
-from neuronmm_ops.ops import hlo, xla
-from neuronmm_ops.ops.hlo import Array, CustomCall, module_of
-from neuronmm_ops.ops.launch import launch_of
+from neuronmm_ops.ops.backends import hlo, xla
+from neuronmm_ops.ops.backends.hlo import Array, CustomCall, module_of
+from neuronmm_ops.ops.backends.launch import launch_of
+from neuronmm_ops.ops.definitions import SPECS
 
 CALL = CustomCall("Target", "Y29uZmln", 2)
 X = Array((2, 3, 128), "bfloat16")
@@ -117,9 +118,10 @@ def test_texts_and_integers_come_back(name, config, version):
     assert found[77] == [version]
 
 
-def launch(op, *shapes, activation=None):
-    x, *weights = (torch.empty(shape, device="meta") for shape in shapes)
-    return launch_of(op, x, (*weights, *([] if op == "svd_mlp" else [None])), activation, "trn1")
+def launch(op, *shapes, choices=()):
+    tensors = [torch.empty(shape, device="meta") for shape in shapes]
+    missing = [None] * (len(SPECS[op].operands) - len(tensors))
+    return launch_of(SPECS[op], (*tensors, *missing), choices, "trn1")
 
 
 def decoded(found):
@@ -140,10 +142,12 @@ def test_the_config_has_the_documented_form_and_what_distinguishes_the_call():
 def test_the_activation_is_in_the_config():
     shapes = ((7, 64), (64, 8), (8, 96), (64, 8), (8, 96), (96, 8), (8, 64))
     configs = [
-        decoded(launch("svd_mlp", *shapes, activation=name)) for name in ("silu", "gelu_tanh")
+        decoded(launch("svd_mlp", *shapes, choices=(name,))) for name in ("silu", "gelu_tanh")
     ]
     assert [c["neuronmm"]["activation"] for c in configs] == ["silu", "gelu_tanh"]
-    assert configs[0]["func_name"] == plan_svd_mlp(7, 64, (8, 8, 8), 96, 64, "float32").kernel
+    assert (
+        configs[0]["func_name"] == plan_svd_mlp(7, 64, (8, 8, 8), 96, 64, "float32", "trn1").kernel
+    )
 
 
 @pytest.mark.parametrize("api", [2, 3])

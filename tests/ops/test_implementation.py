@@ -8,26 +8,23 @@ import torch
 from operands import make, mlp_shapes
 
 from neuronmm_ops import ops
-from neuronmm_ops.ops import implementation, reference
-from neuronmm_ops.ops.implementation import active_impl, register_impl
+from neuronmm_ops.ops.backends import simulated
+from neuronmm_ops.ops.backends.launch import implementations
+from neuronmm_ops.ops.implementation import active_impl
 
 
 @pytest.fixture
-def calls() -> Iterator[Counter[str]]:
-    """Register `counting`, an implementation that counts its calls; forget it afterwards."""
+def calls(monkeypatch) -> Iterator[Counter[str]]:
+    """Let `simulated` run the reference and count its calls."""
     counter: Counter[str] = Counter()
 
-    def counting(name):
-        def kernel(*args):
-            counter[name] += 1
-            return getattr(reference, name)(*args)
+    def count(spec, tensors, choices):
+        counter[spec.name] += 1
+        return spec.reference(*tensors, *choices)
 
-        return kernel
-
-    register_impl("counting", {name: counting(name) for name in implementation.OPS})
+    monkeypatch.setattr(simulated, "implementation", lambda target: implementations(count))
     yield counter
     ops.use_impl("reference")
-    del implementation._kernels["counting"]
 
 
 def run_all() -> list[torch.Tensor]:
@@ -46,8 +43,8 @@ def test_reference_is_active_by_default():
 def test_a_with_block_runs_the_implementation_and_restores(calls):
     expected = run_all()
     assert not calls
-    with ops.use_impl("counting"):
-        assert active_impl() == "counting"
+    with ops.use_impl("simulated"):
+        assert active_impl() == "simulated"
         outputs = run_all()
     assert calls == {"xuv": 1, "xw": 1, "svd_mlp": 1}
     assert all(torch.equal(a, b) for a, b in zip(outputs, expected, strict=True))
@@ -57,7 +54,7 @@ def test_a_with_block_runs_the_implementation_and_restores(calls):
 
 
 def test_without_with_it_lasts(calls):
-    ops.use_impl("counting")
+    ops.use_impl("simulated")
     run_all()
     run_all()
     assert calls.total() == 6
@@ -67,11 +64,11 @@ def test_without_with_it_lasts(calls):
 
 
 def test_blocks_nest(calls):
-    with ops.use_impl("counting"):
+    with ops.use_impl("simulated"):
         with ops.use_impl("reference"):
             run_all()
         assert not calls
-        with ops.use_impl("counting"):
+        with ops.use_impl("simulated"):
             run_all()
         run_all()
     assert calls.total() == 6
@@ -80,7 +77,7 @@ def test_blocks_nest(calls):
 
 
 def test_an_error_inside_the_block_restores(calls):
-    with pytest.raises(KeyError), ops.use_impl("counting"):
+    with pytest.raises(KeyError), ops.use_impl("simulated"):
         raise KeyError
     run_all()
     assert not calls
@@ -88,28 +85,26 @@ def test_an_error_inside_the_block_restores(calls):
 
 @pytest.mark.parametrize("guard", [torch.enable_grad, torch.no_grad, torch.inference_mode])
 def test_it_runs_in_every_grad_mode(calls, guard):
-    with ops.use_impl("counting"), guard():
+    with ops.use_impl("simulated"), guard():
         run_all()
     assert calls.total() == 3
 
 
 def test_its_outputs_have_gradients(calls):
     x, u, v = (make(shape).requires_grad_() for shape in ((2, 4), (4, 3), (3, 5)))
-    with ops.use_impl("counting"):
+    with ops.use_impl("simulated"):
         ops.xuv(x, u, v).sum().backward()
     assert calls["xuv"] == 1
     assert all(t.grad is not None for t in (x, u, v))
 
 
-def test_its_errors_are_not_hidden(calls, monkeypatch):
-    def broken(*args):
+def test_its_errors_are_not_hidden(monkeypatch):
+    def broken(spec, tensors, choices):
         raise NotImplementedError("no kernel for this shape")
 
-    monkeypatch.setitem(
-        implementation._kernels, "broken", dict.fromkeys(implementation.OPS, broken)
-    )
+    monkeypatch.setattr(simulated, "implementation", lambda target: implementations(broken))
     with (
-        ops.use_impl("broken"),
+        ops.use_impl("simulated"),
         pytest.raises(NotImplementedError, match="no kernel for this shape"),
     ):
         run_all()
@@ -117,31 +112,14 @@ def test_its_errors_are_not_hidden(calls, monkeypatch):
 
 
 def test_meta_tensors_never_reach_it(calls):
-    with ops.use_impl("counting"):
+    with ops.use_impl("simulated"):
         y = ops.xuv(*(make(s, device="meta") for s in ((2, 4), (4, 3), (3, 5))))
     assert y.is_meta
     assert not calls
 
 
 def test_an_unknown_name_changes_nothing(calls):
-    ops.use_impl("counting")
-    with pytest.raises(
-        ValueError, match=r"must be one of simulated, reference.*counting; got 'cuda'"
-    ):
+    ops.use_impl("simulated")
+    with pytest.raises(ValueError, match="must be one of simulated, reference; got 'cuda'"):
         ops.use_impl("cuda")
-    assert active_impl() == "counting"
-
-
-def test_a_name_is_registered_once(calls):
-    for name in ("counting", "reference"):
-        with pytest.raises(ValueError, match=f"'{name}' is already registered"):
-            register_impl(name, {})
-
-
-@pytest.mark.parametrize("missing", [("xuv",), ("xw", "svd_mlp")])
-def test_an_implementation_has_all_ops(missing):
-    kernels = {op: getattr(reference, op) for op in implementation.OPS if op not in missing}
-    with pytest.raises(ValueError, match=f"'partial' lacks {', '.join(missing)}"):
-        register_impl("partial", kernels)
-    with pytest.raises(ValueError, match="got 'partial'"):
-        ops.use_impl("partial")
+    assert active_impl() == "simulated"

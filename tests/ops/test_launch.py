@@ -5,7 +5,8 @@ from collections.abc import Iterator
 import pytest
 import stand_ins
 import torch
-from operands import doubled, make, mlp_shapes, plain_xuv
+from operands import OPS, doubled, magnitude_of, make, plain_xuv, shapes_of
+from splits import split_plans
 from stand_ins import NeuronMachine
 from tolerances import assert_close_to_oracle
 from torch._dynamo.source import ConstantSource
@@ -14,13 +15,16 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from neuronmm_ops.errors import NkiVersionError
 from neuronmm_ops.kernels import nki_kernel, plan_svd_mlp, plan_xuv, plan_xw
-from neuronmm_ops.ops.launch import (
+from neuronmm_ops.ops.backends.launch import (
     call_kernel,
     launch_here,
     launch_of,
     static_shape,
     without_products,
 )
+from neuronmm_ops.ops.definitions import SPECS
+
+XUV = SPECS["xuv"]
 
 
 @pytest.fixture
@@ -31,22 +35,21 @@ def machine(tmp_path, monkeypatch) -> Iterator[NeuronMachine]:
 
 def test_each_op_has_its_plan():
     x, u, v, bias = make((2, 3, 256)), make((256, 24)), make((24, 40)), make((40,))
-    launch = launch_of("xuv", x, (u, v, bias), None, "trn2", 2)
+    launch = launch_of(XUV, (x, u, v, bias), (), "trn2", 2)
     assert launch is not None
     assert launch.plan == plan_xuv(6, 256, 24, 40, "float32", "trn2", 2)
-    assert (launch.shape, launch.bias) == ((2, 3, 40), True)
-    launch = launch_of("xuv_packed", x, (u, v, None), None, "trn1")
+    assert (launch.shape, launch.operands) == ((2, 3, 40), ("x", "u", "v", "bias"))
+    launch = launch_of(XUV, (x, u, v, None), (), "trn1")
     assert launch is not None
-    assert launch.plan == plan_xuv(6, 256, 24, 40, "float32", "trn1", packed=True)
-    assert not launch.bias
-    launch = launch_of("xw", x, (u, None), None, "trn3")
+    assert launch.operands == ("x", "u", "v")
+    launch = launch_of(SPECS["xw"], (x, u, None), (), "trn3")
     assert launch is not None
     assert launch.plan == plan_xw(6, 256, 24, "float32", "trn3")
 
 
 def test_svd_mlp_has_three_ranks_and_an_activation():
-    shapes = ((256, 8), (8, 96), (256, 16), (16, 96), (96, 24), (24, 40))
-    launch = launch_of("svd_mlp", make((5, 256)), tuple(map(make, shapes)), "relu", "trn1")
+    shapes = ((5, 256), (256, 8), (8, 96), (256, 16), (16, 96), (96, 24), (24, 40))
+    launch = launch_of(SPECS["svd_mlp"], tuple(map(make, shapes)), ("relu",), "trn1")
     assert launch is not None
     assert launch.plan == plan_svd_mlp(5, 256, (8, 16, 24), 96, 40, "float32", "trn1")
     assert launch.arguments == {**launch.plan.arguments, "activation": "relu"}
@@ -57,14 +60,14 @@ def test_svd_mlp_has_three_ranks_and_an_activation():
 def test_without_products_the_bias_is_left(shapes):
     x, *weights = (make(shape) for shape in shapes)
     bias = make((4,))
-    assert launch_of("xuv", x, (*weights, bias), None, "trn1") is None
-    assert torch.equal(without_products(x, (*weights, bias)), bias.expand(2, 4))
-    assert torch.equal(without_products(x, (*weights, None)), torch.zeros(2, 4))
+    assert launch_of(XUV, (x, *weights, bias), (), "trn1") is None
+    assert torch.equal(without_products(XUV, (x, *weights, bias)), bias.expand(2, 4))
+    assert torch.equal(without_products(XUV, (x, *weights, None)), torch.zeros(2, 4))
 
 
 def test_without_products_of_an_mlp():
-    weights = tuple(map(make, mlp_shapes(8, 9, 8)))
-    assert without_products(make((0, 8)), weights).shape == (0, 8)
+    tensors = tuple(map(make, shapes_of("svd_mlp", (0,))))
+    assert without_products(SPECS["svd_mlp"], tensors).shape == (0, 5)
 
 
 def symbolic(shape_env: ShapeEnv, hint: int) -> torch.SymInt:
@@ -77,7 +80,7 @@ def test_a_symbolic_size_is_planned_as_the_size_that_is_traced():
     with FakeTensorMode(shape_env=shape_env):
         tokens = symbolic(shape_env, 6)
         weights = (torch.empty(256, 24), torch.empty(24, 40), None)
-        launch = launch_of("xuv", torch.empty(2, tokens, 256), weights, None, "trn1")
+        launch = launch_of(XUV, (torch.empty(2, tokens, 256), *weights), (), "trn1")
     assert launch is not None
     assert launch.plan == plan_xuv(12, 256, 24, 40, "float32", "trn1")
     assert launch.shape == (2, 6, 40)
@@ -104,37 +107,48 @@ def test_a_symbolic_size_is_refused_on_xla():
 @pytest.mark.parametrize(("target", "lnc"), [("trn1", 1), ("trn2", 2), ("trn3", 1)])
 def test_a_launch_is_planned_for_this_machine(machine, target, lnc):
     machine.environment(NEURON_PLATFORM_TARGET_OVERRIDE=target, NEURON_LOGICAL_NC_CONFIG=str(lnc))
-    launch = launch_here("xuv", make((2, 3, 40)), (make((40, 8)), make((8, 24)), None), None)
+    launch = launch_here(XUV, (make((2, 3, 40)), make((40, 8)), make((8, 24)), None), ())
     assert launch is not None
     assert (launch.plan.problem.target, launch.plan.problem.lnc) == (target, lnc)
 
 
+def direct(plan):
+    return stand_ins.DirectKernel(nki_kernel(plan))
+
+
 def test_a_kernel_is_called_on_the_tensors(machine):
     machine.environment(NEURON_PLATFORM_TARGET_OVERRIDE="trn2")
-    x, weights = make((2, 3, 40)), (make((40, 8), layout="transposed"), make((8, 24)), make((24,)))
-    launch = launch_here("xuv", x, weights, None)
-    y = call_kernel(launch, x, weights, lambda plan: stand_ins.DirectKernel(nki_kernel(plan)))
-    oracle = plain_xuv(*doubled(x, *weights))
-    magnitude = plain_xuv(*(tensor.double().abs() for tensor in (x, *weights)))
-    assert_close_to_oracle(y, oracle, plain_xuv(x, *weights), magnitude)
+    tensors = make((2, 3, 40)), make((40, 8), layout="transposed"), make((8, 24)), make((24,))
+    y = call_kernel(XUV, tensors, (), direct)
+    oracle = plain_xuv(*doubled(*tensors))
+    assert_close_to_oracle(y, oracle, plain_xuv(*tensors), magnitude_of("xuv", *tensors))
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_a_split_kernel_is_called_once_for_each_part(op, machine, monkeypatch):
+    machine.environment(NEURON_PLATFORM_TARGET_OVERRIDE="trn1")
+    tensors = tuple(make(shape) for shape in shapes_of(op, (3, 50)))
+    choices = tuple(values[0] for values in SPECS[op].choices.values())
+    whole = call_kernel(SPECS[op], tensors, choices, direct)
+    stand_ins.record.calls.clear()
+    split_plans(monkeypatch, 64)
+    assert torch.equal(call_kernel(SPECS[op], tensors, choices, direct), whole)
+    assert len(stand_ins.record.calls) == 3
 
 
 def test_nothing_is_launched_without_elements(machine):
-    x, weights = make((0, 40)), (make((40, 8)), make((8, 24)), None)
-    assert launch_here("xuv", x, weights, None) is None
-    assert call_kernel(None, x, weights).shape == (0, 24)
+    tensors = make((0, 40)), make((40, 8)), make((8, 24)), None
+    assert launch_here(XUV, tensors, ()) is None
+    assert call_kernel(XUV, tensors, ()).shape == (0, 24)
 
 
 def test_a_kernel_is_not_called_for_a_guessed_core(machine):
-    x, weights = make((3, 40)), (make((40, 24)), None)
-    launch = launch_here("xw", x, weights, None)
     with pytest.raises(RuntimeError, match="set NEURON_PLATFORM_TARGET_OVERRIDE"):
-        call_kernel(launch, x, weights)
+        call_kernel(SPECS["xw"], (make((3, 40)), make((40, 24)), None), ())
 
 
 def test_a_kernel_is_not_called_through_an_nki_too_old(machine):
     machine.environment(NEURON_PLATFORM_TARGET_OVERRIDE="trn1")
     machine.nki("0.2.0")
-    x, weights = make((3, 40)), (make((40, 24)), None)
     with pytest.raises(NkiVersionError, match=r"NKI 0\.3 or later"):
-        call_kernel(launch_here("xw", x, weights, None), x, weights)
+        call_kernel(SPECS["xw"], (make((3, 40)), make((40, 24)), None), ())

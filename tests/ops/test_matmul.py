@@ -8,7 +8,8 @@ from tolerances import assert_close_to_oracle
 from torch import Tensor
 
 from neuronmm_ops import SVDLinear, ops
-from neuronmm_ops.ops import matmul, reference
+from neuronmm_ops.ops.backends import cpu
+from neuronmm_ops.ops.definitions import xuv
 
 SLOW = (torch.bfloat16, torch.float16)
 
@@ -17,8 +18,8 @@ SLOW = (torch.bfloat16, torch.float16)
 def _slow_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     make_slow(monkeypatch)
     # Small tensors in many strips.
-    monkeypatch.setattr(matmul, "_STRIP", 64)
-    monkeypatch.setattr(matmul, "_MIN_STRIP", 3)
+    monkeypatch.setattr(cpu, "_STRIP", 64)
+    monkeypatch.setattr(cpu, "_MIN_STRIP", 3)
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -30,7 +31,7 @@ def test_products_match_the_fp64_oracle(dtype, sizes, layout, bias):
     a, b = make((M, K), dtype, layout), make((K, N), dtype, layout)
     c = make((N,), dtype) if bias else None
     with torch.no_grad():
-        y = matmul.mm(a, b, c)
+        y = cpu.mm(a, b, c)
     operands = [a, b, torch.zeros(N, dtype=dtype) if c is None else c]
     oracle, low = (torch.addmm(z, x, y) for x, y, z in (doubled(*operands), operands))
     assert_close_to_oracle(y, oracle, low)
@@ -43,7 +44,7 @@ def test_only_a_few_dot_products_are_narrow(dtype, rows):
     layer = SVDLinear(600, 520, 512, dtype=dtype)
     x = make((rows, 600), dtype)
     with torch.no_grad(), NarrowProducts() as products:
-        reference.xuv(x, layer.u, layer.v)  # past the dispatcher, which the counter cannot see into
+        xuv.reference(x, layer.u, layer.v)  # past the dispatcher, which the counter cannot see into
     assert len(products.shapes) == (2 if 1 < rows < 5 else 0)  # one row is a vector
 
 

@@ -1,4 +1,4 @@
-"""The PrivateUse1 kernels: the three ways of torch_neuronx to call an NKI kernel.
+"""The PrivateUse1 kernels: the three call modes of torch_neuronx.
 
 No device is needed: the kernels are dispatched by their key on CPU tensors.
 """
@@ -18,14 +18,14 @@ import torch
 from commands import run
 from operands import (
     ACTIVATIONS,
+    OPS,
     doubled,
+    magnitude_of,
     make,
     mlp_shapes,
     plain_svd_mlp,
     plain_xuv,
-    plain_xuv_packed,
     plain_xw,
-    svd_mlp_magnitude,
 )
 from stand_ins import TORCH_NEURONX, DirectKernel, NeuronMachine, record
 from tolerances import assert_close_to_oracle
@@ -35,10 +35,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import neuronmm_ops as nm
 from neuronmm_ops import kernels
 from neuronmm_ops.errors import NkiVersionError
-from neuronmm_ops.ops import launch, neuron
+from neuronmm_ops.ops.backends import neuron
 
 KEY = torch._C.DispatchKeySet(torch._C.DispatchKey.PrivateUse1)
-WAYS = {name: name.split()[0] for name in TORCH_NEURONX}
+CALL_MODES = {name: name.split()[0] for name in TORCH_NEURONX}
 nki_kernel = kernels.nki_kernel
 
 
@@ -53,7 +53,7 @@ def machine(tmp_path, monkeypatch) -> Iterator[NeuronMachine]:
 
 @pytest.fixture(params=TORCH_NEURONX)
 def offers(request, machine) -> str:
-    """Install nki, and a torch_neuronx that offers one of the ways."""
+    """Install nki, and a torch_neuronx that offers one of the call modes."""
     machine.nki()
     machine.torch_neuronx(request.param)
     return request.param
@@ -69,14 +69,13 @@ def xuv_tensors(*lead: int, dtype=torch.float32, bias=True):
     return [*[make(s, dtype) for s in shapes], make((40,), dtype) if bias else None]
 
 
-def assert_right(y, plain, tensors, magnitude=None):
+def assert_right(y, plain, tensors, op="xuv"):
     """Compare a result with plain torch in fp64, as tightly as plain torch itself allows."""
-    absolute = [None if t is None else t.double().abs() for t in tensors]
-    bound = (magnitude or plain)(*absolute)
+    bound = magnitude_of(op, *tensors)
     assert_close_to_oracle(y, plain(*doubled(*tensors)), plain(*tensors), bound)
 
 
-@pytest.mark.parametrize("op", launch.OPS)
+@pytest.mark.parametrize("op", OPS)
 def test_every_op_has_a_kernel(op):
     assert torch._C._dispatch_has_kernel_for_dispatch_key(f"neuronmm::{op}", "PrivateUse1")
 
@@ -98,23 +97,17 @@ def test_xuv(offers, lead, bias):
     assert_right(dispatched("xuv", *tensors), plain_xuv, tensors)
 
 
-def test_xuv_packed(offers):
-    tensors = xuv_tensors(2, 3)
-    assert_right(dispatched("xuv_packed", *tensors), plain_xuv_packed, tensors)
-    assert record.calls[0].constants["packed"] is True
-
-
 @pytest.mark.parametrize("bias", [True, False])
 def test_xw(offers, bias):
     tensors = [make((2, 3, 40)), make((40, 24)), make((24,)) if bias else None]
-    assert_right(dispatched("xw", *tensors), plain_xw, tensors)
+    assert_right(dispatched("xw", *tensors), plain_xw, tensors, "xw")
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_svd_mlp(offers, activation):
     tensors = [make((2, 3, 32)), *[make(s).mul_(0.25) for s in mlp_shapes(32, 48, 40)]]
     y = dispatched("svd_mlp", *tensors, activation)
-    assert_right(y, partial(plain_svd_mlp, activation=activation), tensors, svd_mlp_magnitude)
+    assert_right(y, partial(plain_svd_mlp, activation=activation), tensors, "svd_mlp")
     assert record.calls[0].constants["activation"] == activation
 
 
@@ -141,7 +134,6 @@ def test_layouts(offers):
         ("xuv", ((3, 128), (128, 0), (0, 40), (40,))),
         ("xuv", ((3, 0), (0, 24), (24, 40), (40,))),
         ("xuv", ((3, 128), (128, 24), (24, 0), (0,))),
-        ("xuv_packed", ((3, 0), (0, 24), (24, 40), (40,))),
         ("xw", ((3, 0), (0, 40), (40,))),
         ("xw", ((0,), (0, 40), (40,))),
         ("svd_mlp", ((3, 32), *mlp_shapes(32, 0, 40))),
@@ -155,21 +147,21 @@ def test_an_empty_dimension_launches_nothing(offers, op, shapes):
     assert not record.calls
 
 
-# --- the way -------------------------------------------------------------------------------------
+# --- the call mode -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("lnc", [1, 2])
-def test_the_first_way_offered_is_taken(machine, offers, lnc):
+def test_the_first_call_mode_offered_is_taken(machine, offers, lnc):
     machine.environment(NEURON_LOGICAL_NC_CONFIG=str(lnc))
-    expected = neuron.expected_way()
+    expected = neuron.expected_call_mode()
     assert "torch_neuronx" not in sys.modules, "expected without an import"
     dispatched("xuv", *xuv_tensors(3))
-    assert neuron.way() == WAYS[offers] == expected == neuron.expected_way()
+    assert neuron.call_mode() == CALL_MODES[offers] == expected == neuron.expected_call_mode()
     assert record.ops == (
-        [f"neuronmm_nki::{op}" for op in launch.OPS] if WAYS[offers] == "nki_op" else []
+        [f"neuronmm_nki::{op}" for op in OPS] if CALL_MODES[offers] == "nki_op" else []
     )
     (call,) = record.calls
-    assert call.way == ("direct" if offers in ("direct", "nki_op alone") else "wrap_nki")
+    assert call.mode == ("direct" if offers in ("direct", "nki_op alone") else "wrap_nki")
     assert call.grid == (lnc,)
     assert call.kernel.lnc == lnc
 
@@ -195,12 +187,12 @@ def test_each_kernel_and_grid_has_its_wrapper(machine):
 
 def test_a_compiled_torch_neuronx_tells_nothing_before_it_is_imported(machine):
     (machine.root / f"torch_neuronx{EXTENSION_SUFFIXES[0]}").touch()
-    assert neuron.expected_way() is None
+    assert neuron.expected_call_mode() is None
 
 
 def test_an_unreadable_torch_neuronx_tells_nothing_either(machine):
     (machine.root / "torch_neuronx.py").write_text("# coding: no-such-encoding\n")
-    assert neuron.expected_way() is None
+    assert neuron.expected_call_mode() is None
 
 
 def test_the_target_can_change_between_calls(machine):
@@ -292,15 +284,15 @@ def compiled():
     return json.loads(run(sys.executable, program, PYTHONPATH=path, OMP_NUM_THREADS=1))
 
 
-@pytest.mark.parametrize("way", neuron_graphs.WAYS)
+@pytest.mark.parametrize("offered", neuron_graphs.OFFERS)
 @pytest.mark.slow
-def test_a_compiled_graph_holds_the_kernels_node_for_each_prompt_length(compiled, way):
+def test_a_compiled_graph_holds_the_kernels_node_for_each_prompt_length(compiled, offered):
     shapes = [[2, tokens, 40] for tokens in dict.fromkeys(neuron_graphs.LENGTHS)]
     expected = [[["stand_in.kernel.default"], shape] for shape in [*shapes, [3, 32]]]
-    assert compiled[way]["graphs"] == expected, "a known length is compiled once more"
+    assert compiled[offered]["graphs"] == expected, "a known length is compiled once more"
 
 
-@pytest.mark.parametrize("way", neuron_graphs.WAYS)
-def test_a_size_that_only_the_data_tells_is_refused(compiled, way):
+@pytest.mark.parametrize("offered", neuron_graphs.OFFERS)
+def test_a_size_that_only_the_data_tells_is_refused(compiled, offered):
     words = "xw: a kernel's shapes must be static, got [u0, 2]; pad to a fixed size"
-    assert f"ValueError: {words}" in compiled[way]["refusal"].splitlines()
+    assert f"ValueError: {words}" in compiled[offered]["refusal"].splitlines()

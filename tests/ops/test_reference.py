@@ -1,6 +1,7 @@
 """Every op against its fp64 oracle, over shapes, dtypes, layouts and biases."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -9,92 +10,56 @@ from hypothesis import strategies as st
 from operands import (
     ACTIVATIONS,
     DTYPES,
+    OPS,
+    PLAIN,
     doubled,
+    magnitude_of,
     make,
     mlp_shapes,
+    operands_of,
     plain_svd_mlp,
     plain_xuv,
     plain_xw,
-    svd_mlp_magnitude,
-    svd_mlp_operands,
-    xuv_operands,
-    xw_operands,
 )
 from tolerances import assert_close_to_oracle
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from neuronmm_ops import ops
+from neuronmm_ops.ops.definitions import SPECS
 
 
-def check_output(op: Callable[..., Tensor], operands: Sequence[Tensor | None], *extra: str) -> None:
+def check_output(op: str, arguments: Sequence[Any]) -> None:
     """Dtype of x, contiguous, and described exactly by the fake and on the meta device."""
-    x = operands[0]
-    y = op(*operands, *extra)
-    expected = (*x.shape[:-1], operands[-1 if extra or len(operands) == 7 else -2].shape[1])
+    x, public = arguments[0], getattr(ops, op)
+    y = public(*arguments)
+    expected = SPECS[op].result_shape(arguments)
     assert y.dtype == x.dtype
     assert y.shape == expected
     assert y.stride() == torch.empty(expected).stride()
     mode = FakeTensorMode()
-    described = {
-        "fake": [None if t is None else mode.from_tensor(t) for t in operands],
-        "meta": [None if t is None else t.to("meta") for t in operands],
-    }
-    for inputs in described.values():
-        like = op(*inputs, *extra)
+    for describe in (mode.from_tensor, lambda t: t.to("meta")):
+        like = public(*(describe(a) if isinstance(a, Tensor) else a for a in arguments))
         assert (like.shape, like.dtype, like.stride()) == (y.shape, y.dtype, y.stride())
 
 
-def magnitudes(operands: Sequence[Tensor | None]) -> list[Tensor | None]:
-    return [None if t is None else t.abs() for t in doubled(*operands)]
-
-
-@given(xuv_operands())
+@pytest.mark.parametrize("op", OPS)
+@given(data=st.data())
 @settings(max_examples=150)
-def test_xuv_matches_the_fp64_oracle(operands):
+def test_the_op_matches_the_fp64_oracle(op, data):
+    arguments = data.draw(operands_of(op))
     assert_close_to_oracle(
-        ops.xuv(*operands),
-        plain_xuv(*doubled(*operands)),
-        plain_xuv(*operands),
-        plain_xuv(*magnitudes(operands)),
+        getattr(ops, op)(*arguments),
+        PLAIN[op](*doubled(*arguments)),
+        PLAIN[op](*arguments),
+        magnitude_of(op, *arguments[: len(SPECS[op].operands)]),
     )
 
 
-@given(xw_operands())
-@settings(max_examples=100)
-def test_xw_matches_the_fp64_oracle(operands):
-    assert_close_to_oracle(
-        ops.xw(*operands),
-        plain_xw(*doubled(*operands)),
-        plain_xw(*operands),
-        plain_xw(*magnitudes(operands)),
-    )
-
-
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-@given(operands=svd_mlp_operands())
-def test_svd_mlp_matches_the_fp64_oracle(activation, operands):
-    assert_close_to_oracle(
-        ops.svd_mlp(*operands, activation),
-        plain_svd_mlp(*doubled(*operands), activation=activation),
-        plain_svd_mlp(*operands, activation=activation),
-        svd_mlp_magnitude(*doubled(*operands)),
-    )
-
-
-@given(xuv_operands())
-def test_xuv_output_is_what_the_fake_says(operands):
-    check_output(ops.xuv, operands)
-
-
-@given(xw_operands())
-def test_xw_output_is_what_the_fake_says(operands):
-    check_output(ops.xw, operands)
-
-
-@given(svd_mlp_operands(), st.sampled_from(sorted(ACTIVATIONS)))
-def test_svd_mlp_output_is_what_the_fake_says(operands, activation):
-    check_output(ops.svd_mlp, operands, activation)
+@pytest.mark.parametrize("op", OPS)
+@given(data=st.data())
+def test_the_output_is_what_the_fake_says(op, data):
+    check_output(op, data.draw(operands_of(op)))
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -113,7 +78,7 @@ def test_a_row_through_large_factors(dtype, lead, layout, bias):
     assert_close_to_oracle(ops.xuv(*operands), plain_xuv(*doubled(*operands)), plain_xuv(*operands))
     dense = [operands[0], operands[1]]
     assert_close_to_oracle(ops.xw(*dense), plain_xw(*doubled(*dense)), plain_xw(*dense))
-    check_output(ops.xuv, operands)
+    check_output("xuv", operands)
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)

@@ -4,21 +4,14 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
-from operands import (
-    ACTIVATIONS,
-    doubled,
-    make,
-    mlp_shapes,
-    plain_svd_mlp,
-    plain_xuv,
-    plain_xuv_packed,
-    plain_xw,
-)
+from operands import ACTIVATIONS, OPS, PLAIN, doubled, make, names_of, plain_svd_mlp, shapes_of
 from tolerances import assert_close_to_oracle
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from neuronmm_ops import ops
+from neuronmm_ops.ops.backends import xla
+from neuronmm_ops.ops.definitions import SPECS
 
 OPCHECK_UTILS = (
     "test_schema",
@@ -31,38 +24,21 @@ LAYOUTS = ("contiguous", "transposed", "sliced")
 LEADING = {"1-D": (), "rows": (3,), "batched": (2, 3), "empty": (0,)}
 
 
+OVERLOADS = {op: getattr(torch.ops.neuronmm, op).default for op in OPS}
+CASES = (*OPS, *(f"{op}+bias" for op in OPS if "bias" in names_of(op)))
+
+
 def operands_of(
-    op: str,
+    case: str,
     lead: Sequence[int] = (2, 3),
     dtype: torch.dtype = torch.float64,
     layout: str = "contiguous",
 ) -> list[Tensor]:
-    """Return the tensors of one op: x, the factors, then the bias if it takes one."""
-    shapes: dict[str, list[tuple[int, ...]]] = {
-        "xuv": [(*lead, 6), (6, 3), (3, 5)],
-        "xuv+bias": [(*lead, 6), (6, 3), (3, 5), (5,)],
-        "xuv_packed": [(*lead, 256), (256, 3), (3, 5)],
-        "xw": [(*lead, 6), (6, 5)],
-        "xw+bias": [(*lead, 6), (6, 5), (5,)],
-        "svd_mlp": [(*lead, 6), *mlp_shapes(6, 7, 5)],
-    }
+    """Return the tensors of a case: x, the factors, then the bias if it has one."""
+    op, _, bias = case.partition("+")
     generator = torch.Generator().manual_seed(1)
-    return [make(shape, dtype, layout, generator) for shape in shapes[op]]
-
-
-OVERLOADS = {
-    "xuv": torch.ops.neuronmm.xuv.default,
-    "xuv_packed": torch.ops.neuronmm.xuv_packed.default,
-    "xw": torch.ops.neuronmm.xw.default,
-    "svd_mlp": torch.ops.neuronmm.svd_mlp.default,
-}
-CASES = ("xuv", "xuv+bias", "xuv_packed", "xw", "xw+bias", "svd_mlp")
-PLAIN: dict[str, Callable[..., Tensor]] = {
-    "xuv": plain_xuv,
-    "xuv_packed": plain_xuv_packed,
-    "xw": plain_xw,
-    "svd_mlp": plain_svd_mlp,
-}
+    shapes = shapes_of(op, lead, optional=bool(bias))
+    return [make(shape, dtype, layout, generator) for shape in shapes]
 
 
 def name_of(case: str) -> str:
@@ -76,9 +52,6 @@ def public(case: str) -> Callable[..., Tensor]:
 def test_schemas_are_the_documented_ones():
     assert {name: str(overload._schema) for name, overload in OVERLOADS.items()} == {
         "xuv": "neuronmm::xuv(Tensor x, Tensor u, Tensor v, Tensor? bias=None) -> Tensor",
-        "xuv_packed": (
-            "neuronmm::xuv_packed(Tensor x, Tensor u, Tensor v, Tensor? bias=None) -> Tensor"
-        ),
         "xw": "neuronmm::xw(Tensor x, Tensor w, Tensor? bias=None) -> Tensor",
         "svd_mlp": (
             "neuronmm::svd_mlp(Tensor x, Tensor u_gate, Tensor v_gate, Tensor u_up, Tensor v_up, "
@@ -86,6 +59,24 @@ def test_schemas_are_the_documented_ones():
         ),
     }
     assert all(torch.Tag.pt2_compliant_tag in overload.tags for overload in OVERLOADS.values())
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_a_schema_read_from_a_signature_is_the_ops(op):
+    """torch_neuronx makes ops of the dispatch implementations, by their signatures."""
+    for function in (SPECS[op].reference, xla.IMPLEMENTATIONS[op], getattr(ops, op)):
+        schema = torch.library.infer_schema(function, mutates_args=())
+        assert f"neuronmm::{op}{schema}" == str(OVERLOADS[op]._schema)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_an_implementation_takes_keywords_and_defaults(op):
+    spec, tensors = SPECS[op], operands_of(op)
+    keywords = dict(zip(names_of(op), tensors, strict=False))
+    expected = [*tensors, *[None] * (len(spec.operands) - len(tensors))]
+    expected += [values[0] for values in spec.choices.values()]
+    assert list(spec.complete(tuple(tensors), {})) == expected
+    assert list(spec.complete((), keywords)) == expected
 
 
 @pytest.mark.slow

@@ -5,76 +5,52 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from operands import (
-    ACTIVATIONS,
+    OPS,
+    PLAIN,
     doubled,
+    magnitude_of,
     make,
     mlp_shapes,
-    plain_svd_mlp,
+    operands_of,
     plain_xuv,
-    plain_xuv_packed,
-    plain_xw,
-    svd_mlp_magnitude,
-    svd_mlp_operands,
-    xuv_operands,
-    xw_operands,
+    shapes_of,
 )
+from splits import split_plans
 from tolerances import assert_close_to_oracle
 
 import neuronmm_ops as nm
-from neuronmm_ops import ops
 from neuronmm_ops.kernels import plan_xuv
-from neuronmm_ops.ops import simulated
+from neuronmm_ops.ops.backends import simulated
+from neuronmm_ops.ops.backends.launch import DTYPE_NAMES
+from neuronmm_ops.ops.definitions import SPECS
 
 targets = st.sampled_from(["trn1", "trn2", "trn3"])
 
 
-def magnitude(tensors):
-    return [None if t is None else t.double().abs() for t in tensors]
-
-
+@pytest.mark.parametrize("op", OPS)
 @settings(max_examples=40)
-@given(tensors=xuv_operands(), target=targets)
-def test_xuv(tensors, target):
-    if tensors[0].dtype == torch.float64:
-        return
+@given(data=st.data(), target=targets)
+def test_the_simulated_op_matches_the_fp64_oracle(op, data, target):
+    arguments = data.draw(operands_of(op, tuple(DTYPE_NAMES)))
     with nm.use_impl("simulated", target=target):
-        y = nm.xuv(*tensors)
-    oracle = plain_xuv(*doubled(*tensors))
-    assert_close_to_oracle(y, oracle, plain_xuv(*tensors), plain_xuv(*magnitude(tensors)))
+        y = getattr(nm, op)(*arguments)
+    oracle = PLAIN[op](*doubled(*arguments))
+    magnitude = magnitude_of(op, *arguments[: len(SPECS[op].operands)])
+    assert_close_to_oracle(y, oracle, PLAIN[op](*arguments), magnitude)
     assert y.is_contiguous()
 
 
-@settings(max_examples=25)
-@given(tensors=xw_operands(), target=targets)
-def test_xw(tensors, target):
-    if tensors[0].dtype == torch.float64:
-        return
-    with nm.use_impl("simulated", target=target):
-        y = nm.xw(*tensors)
-    oracle = plain_xw(*doubled(*tensors))
-    assert_close_to_oracle(y, oracle, plain_xw(*tensors), plain_xw(*magnitude(tensors)))
-
-
-@settings(max_examples=25)
-@given(tensors=svd_mlp_operands(), target=targets, activation=st.sampled_from(list(ACTIVATIONS)))
-def test_svd_mlp(tensors, target, activation):
-    if tensors[0].dtype == torch.float64:
-        return
-    with nm.use_impl("simulated", target=target):
-        y = nm.svd_mlp(*tensors, activation=activation)
-    oracle = plain_svd_mlp(*doubled(*tensors), activation=activation)
-    low = plain_svd_mlp(*tensors, activation=activation)
-    assert_close_to_oracle(y, oracle, low, svd_mlp_magnitude(*magnitude(tensors)))
-
-
-@pytest.mark.parametrize("tokens", [1, 7, 150])
-def test_packed(tokens):
-    tensors = [make(s, torch.bfloat16) for s in ((tokens, 256), (256, 48), (48, 70))]
+@pytest.mark.parametrize("op", OPS)
+def test_a_split_op_is_launched_once_for_each_part(op, monkeypatch):
+    tensors = [make(shape) for shape in shapes_of(op, lead=(3, 50))]
     with nm.use_impl("simulated", target="trn2"):
-        y = ops.xuv_packed(*tensors)
-    oracle = plain_xuv_packed(*doubled(*tensors))
-    low = plain_xuv_packed(*tensors)
-    assert_close_to_oracle(y, oracle, low, plain_xuv_packed(*magnitude(tensors)))
+        whole = getattr(nm, op)(*tensors)
+        profile = nm.last_profile()
+        calls = split_plans(monkeypatch, 64)
+        y = getattr(nm, op)(*tensors)
+    assert calls == [150, 64, 64, 22]
+    assert torch.equal(y, whole)
+    assert nm.last_profile().flops == profile.flops * 22 // 150
 
 
 def test_the_last_profile_is_kept():

@@ -5,22 +5,15 @@ from typing import Any
 
 import pytest
 import torch
-from operands import make, mlp_shapes
+from operands import OPS, make, names_of, shapes_of
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from neuronmm_ops import ops
 
-OPERANDS = {
-    "xuv": ("x", "u", "v", "bias"),
-    "xw": ("x", "w", "bias"),
-    "svd_mlp": ("x", "u_gate", "v_gate", "u_up", "v_up", "u_down", "v_down"),
-}
-SHAPES = {
-    "xuv": [(2, 3, 8), (8, 4), (4, 6), (6,)],
-    "xw": [(2, 3, 8), (8, 6), (6,)],
-    "svd_mlp": [(2, 3, 8), *mlp_shapes(8, 7, 6)],
-}
+OPERANDS = {op: names_of(op) for op in OPS}
+GOOD = {"K": 8, "I": 7, "N": 6, "r": 4}
+SHAPES = {op: shapes_of(op, **GOOD) for op in OPS}
 FLOAT8 = torch.float8_e4m3fn
 
 

@@ -11,7 +11,7 @@ from host import decode
 from torch import Tensor
 from torch_xla import _XLAC
 
-from neuronmm_ops.ops.xla import TARGET
+from neuronmm_ops.ops.backends.xla import TARGET
 
 NAME = r"%?([\w.-]+)"
 API_VERSIONS = {

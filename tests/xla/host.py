@@ -1,35 +1,35 @@
 """Test-only: run the custom call `AwsNeuronCustomNativeKernel` on XLA's CPU client.
 
 torch_xla exports no way to register a handler, but its library keeps the symbols of XLA's registry;
-their offsets from an exported function give their addresses. Two handlers: the C one of
-`csrc_stub`, and one that runs the kernel on the simulated NeuronCore.
+their offsets from an exported function give their addresses. Two handlers: one calls the op's
+reference, one runs the kernel on the simulated NeuronCore.
 """
 
 import base64
 import ctypes
 import json
+import math
 import subprocess
+from dataclasses import replace
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import _XLAC
-import ml_dtypes
-import numpy as np
+import torch
+from torch import Tensor
 
-from neuronmm_ops.kernels import Plan, Problem, nki_kernel
+from neuronmm_ops.kernels import nki_kernel, plan_op
 from neuronmm_ops.neuroncore.kernel import run
-from neuronmm_ops.ops.launch import Launch
-from neuronmm_ops.ops.xla import TARGET
+from neuronmm_ops.ops.backends.launch import Launch
+from neuronmm_ops.ops.backends.xla import TARGET
+from neuronmm_ops.ops.definitions import SPECS
 
-CSRC = Path(__file__).parents[2] / "csrc_stub"
 EXPORTED = "PyInit__XLAC"
 STD_STRING = "RKNSt7__cxx1112basic_stringIcSt11char_traitsIcESaIcEEE"
 GLOBAL = "_ZN3xla24CustomCallTargetRegistry6GlobalEv"
 REGISTER = f"_ZN3xla24CustomCallTargetRegistry8RegisterE{STD_STRING}PvS8_"
-DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float32": np.float32}
 
-Handler = ctypes.CFUNCTYPE(
+Callback = ctypes.CFUNCTYPE(
     None,
     ctypes.c_void_p,  # out
     ctypes.POINTER(ctypes.c_void_p),  # in
@@ -91,20 +91,6 @@ def register(address: int) -> None:
     add(registry, ctypes.addressof(name), address, ctypes.addressof(platform))
 
 
-def build_c_handler(folder: Path) -> ctypes.CDLL:
-    """Compile the C handler and load it; it reports failures through XLA's status."""
-    subprocess.run(["make", "-s", "-C", str(CSRC), "host_call", f"BUILD={folder}"], check=True)
-    handler = ctypes.CDLL(str(folder / "libneuronmm_host_call.so"))
-    handler.neuronmm_set_status_failure(set_failure)
-    return handler
-
-
-def handler_address(library: ctypes.CDLL) -> int:
-    address = ctypes.cast(library.neuronmm_host_call, ctypes.c_void_p).value
-    assert address is not None
-    return address
-
-
 def decode(config: str | bytes) -> dict[str, Any]:
     """The JSON of a backend_config."""
     return json.loads(base64.b64decode(config, validate=True))
@@ -112,34 +98,27 @@ def decode(config: str | bytes) -> dict[str, Any]:
 
 def launch_of(config: dict[str, Any]) -> Launch:
     """The launch that a config names; the plan's predictions are not in it."""
-    call = dict(config["neuronmm"])
-    blocks, form = tuple(call.pop("blocks").items()), call.pop("form")
-    bias, activation = call.pop("bias"), call.pop("activation")
-    problem = Problem(**{**call, "ranks": tuple(call["ranks"])})
-    plan = Plan(problem, form, config["func_name"], blocks, 0.0, 0, 0, 0, "")
-    return Launch(plan, (problem.M, problem.N), bias, activation)
+    call = config["neuronmm"]
+    spec, matrices = SPECS[call["op"]], tuple(map(tuple, call["matrices"]))
+    plan = plan_op(spec.name, call["M"], matrices, call["dtype"], call["target"], call["lnc"])
+    plan = replace(plan, kernel=config["func_name"], blocks=tuple(call["blocks"].items()))
+    choices = {name: call[name] for name in spec.choices}
+    names = tuple(config["klir_binary"]["input_names"])
+    return Launch(spec, plan, (call["M"], plan.problem.N), names, choices)
 
 
-def shapes_of(problem: Problem, bias: bool) -> list[tuple[int, ...]]:
-    """Shapes of a kernel's tensor arguments."""
-    M, K, N, inner = problem.M, problem.K, problem.N, problem.inner
-    if problem.op == "xw":
-        shapes: list[tuple[int, ...]] = [(M, K), (K, N)]
-    elif problem.op == "xuv":
-        (r,) = problem.ranks
-        shapes = [(M, K), (K, r), (r, N)]
-    else:
-        gate, up, down = problem.ranks
-        shapes = [(M, K), (K, gate), (gate, inner), (K, up), (up, inner), (inner, down), (down, N)]
-    return [*shapes, (N,)] if bias else shapes
+def tensor_at(address: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """The tensor of a bare pointer."""
+    raw = (ctypes.c_char * (math.prod(shape) * dtype.itemsize)).from_address(address)
+    return torch.frombuffer(raw, dtype=dtype).view(shape)
 
 
-class SimulatedCore:
-    """A handler that runs the call's kernel on the simulated NeuronCore, and keeps the configs."""
+class Handler:
+    """A handler of the custom call that calls the op's reference, and keeps the configs."""
 
     def __init__(self) -> None:
         self.configs: list[dict[str, Any]] = []
-        self.callback = Handler(self.handle)
+        self.callback = Callback(self.handle)
 
     @property
     def address(self) -> int:
@@ -147,27 +126,37 @@ class SimulatedCore:
         assert address is not None
         return address
 
+    @property
+    def count(self) -> int:
+        """Calls that were made."""
+        return len(self.configs)
+
     def handle(self, out: int, operands: Any, opaque: int, length: int, status: int) -> None:
         try:
-            self.launch(decode(ctypes.string_at(opaque, length)), out, operands)
+            self.call(decode(ctypes.string_at(opaque, length)), out, operands)
         except Exception as error:
             message = f"{type(error).__name__}: {error}".encode()
             set_failure(status, message, len(message))
 
-    def launch(self, config: dict[str, Any], out: int, operands: Any) -> None:
-        self.configs.append(config)
+    def call(self, config: dict[str, Any], out: int, operands: Any) -> None:
+        """Read the operands where XLA has them, compute, and write the result."""
         launch = launch_of(config)
         problem = launch.plan.problem
-        dtype = np.dtype(DTYPES[problem.dtype])
+        dtype = getattr(torch, problem.dtype)
+        shapes = [(problem.M, problem.K), *problem.matrices]
+        shapes += [(problem.N,)] * (len(launch.operands) - len(shapes))
+        tensors = [tensor_at(operands[i], shape, dtype) for i, shape in enumerate(shapes)]
+        missing = [None] * (len(launch.spec.operands) - len(tensors))
+        tensor_at(out, launch.shape, dtype).copy_(self.compute(launch, (*tensors, *missing)))
+        self.configs.append(config)
 
-        def array_at(address: int, shape: tuple[int, ...]) -> np.ndarray:
-            size = int(np.prod(shape)) * dtype.itemsize
-            raw = (ctypes.c_char * size).from_address(address)
-            return np.frombuffer(raw, dtype).reshape(shape)
+    def compute(self, launch: Launch, tensors: tuple[Tensor | None, ...]) -> Tensor:
+        return launch.spec.reference(*tensors, **launch.choices)
 
-        shapes = shapes_of(problem, launch.bias)
-        tensors = tuple(
-            array_at(operands[number], shape).copy() for number, shape in enumerate(shapes)
-        )
-        done = run(nki_kernel(launch.plan), tensors, launch.arguments, target=problem.target)
-        array_at(out, launch.shape)[...] = done.outputs
+
+class SimulatedCore(Handler):
+    """A handler that runs the call's kernel on the simulated NeuronCore."""
+
+    def compute(self, launch: Launch, tensors: tuple[Tensor | None, ...]) -> Tensor:
+        kernel, target = nki_kernel(launch.plan), launch.plan.problem.target
+        return run(kernel, tensors, launch.arguments, target=target).outputs

@@ -37,10 +37,10 @@ def test_prefill_and_decode_are_two_graphs_of_two_calls(example, device, handler
     expected = model.generate(prompt, max_new_tokens=example.NEW_TOKENS, do_sample=False)
     counters.clear()
     llama = example.Llama(model, device)
-    before = handler.neuronmm_host_call_count()
+    before = handler.count
     tokens, graphs = compiled_by(lambda: llama.generate(prompt))
     assert tokens == expected[0, example.PROMPT :].tolist()
-    assert handler.neuronmm_host_call_count() - before == 2 * example.NEW_TOKENS
+    assert handler.count - before == 2 * example.NEW_TOKENS
     calls = [[c.config["neuronmm"] for c in graph.calls] for graph in graphs if graph.calls]
     passes = [[(call["M"], call["form"]) for call in of_pass] for of_pass in calls]
     assert passes == [[(example.PROMPT, "prefill")] * 2, [(1, "decode")] * 2]

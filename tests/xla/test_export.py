@@ -8,7 +8,7 @@ from torch import nn
 from torch_xla.stablehlo import exported_program_to_stablehlo
 
 from neuronmm_ops.nn import SVDLinear
-from neuronmm_ops.ops import xla
+from neuronmm_ops.ops.backends import xla
 
 
 def test_stablehlo_contains_the_custom_call():

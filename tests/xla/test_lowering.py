@@ -1,6 +1,7 @@
 """Every op on XLA tensors becomes one custom call that says which kernel it is."""
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,10 +12,11 @@ from torch_xla import _XLAC
 from torch_xla.core import xla_builder
 
 import neuronmm_ops as nm
-from neuronmm_ops import kernels, ops
+from neuronmm_ops import kernels
 from neuronmm_ops.kernels import plan_svd_mlp, plan_xuv, plan_xw
-from neuronmm_ops.ops import launch, xla
-from neuronmm_ops.ops.hlo import Array, CustomCall, module_of
+from neuronmm_ops.ops.backends import launch, xla
+from neuronmm_ops.ops.backends.hlo import Array, CustomCall, module_of
+from neuronmm_ops.ops.definitions import SPECS
 
 MLP = ((256, 32), (32, 300), (256, 48), (48, 300), (300, 40), (40, 256))
 
@@ -26,32 +28,26 @@ def on(device, *shapes, dtype=torch.float32):
 def test_xuv(device):
     x, u, v = on(device, (2, 3, 200), (200, 40), (40, 64))
     (call,) = lowered(nm.xuv(x, u, v)).calls
-    plan = plan_xuv(6, 200, 40, 64, "float32", "trn1")
+    plan = plan_xuv(6, 200, 40, 64, "float32", "trn2", 2)
     assert call.config["func_name"] == plan.kernel
-    assert call.config["grid"] == []
+    assert call.config["grid"] == [2]
     assert call.config["kernel_version"] == 1
     assert call.config["has_collectives"] is False
     assert call.config["klir_binary"]["input_names"] == ["x", "u", "v"]
     assert call.config["klir_binary"]["output_names"] == ["y"]
     own = call.config["neuronmm"]
     assert (own["op"], own["M"], own["K"], own["ranks"], own["N"]) == ("xuv", 6, 200, [40], 64)
-    assert (own["dtype"], own["bias"], own["packed"]) == ("float32", False, False)
+    assert (own["dtype"], own["bias"]) == ("float32", False)
     assert launch_of(call.config).plan.arguments == plan.arguments
     assert launch_of(call.config).plan.problem == plan.problem
     assert "f32[6,64]" in call.text
-
-
-def test_xuv_packed(device):
-    x, u, v = on(device, (4, 256), (256, 32), (32, 64))
-    (call,) = lowered(ops.xuv_packed(x, u, v)).calls
-    assert call.config["neuronmm"]["packed"] is True
 
 
 def test_xw_with_a_bias(device):
     x, w, bias = on(device, (5, 96), (96, 70), (70,), dtype=torch.bfloat16)
     (call,) = lowered(nm.xw(x, w, bias)).calls
     assert call.config["klir_binary"]["input_names"] == ["x", "w", "bias"]
-    plan = plan_xw(5, 96, 70, "bfloat16", "trn1")
+    plan = plan_xw(5, 96, 70, "bfloat16", "trn2", 2)
     assert launch_of(call.config).plan.problem == plan.problem
     assert "bf16[5,70]" in call.text
 
@@ -60,11 +56,12 @@ def test_svd_mlp(device):
     x, *factors = on(device, (7, 256), *MLP)
     (call,) = lowered(nm.svd_mlp(x, *factors, activation="gelu")).calls
     assert call.config["neuronmm"]["activation"] == "gelu"
-    plan = plan_svd_mlp(7, 256, (32, 48, 40), 300, 256, "float32", "trn1")
+    plan = plan_svd_mlp(7, 256, (32, 48, 40), 300, 256, "float32", "trn2", 2)
     assert launch_of(call.config).plan.problem == plan.problem
 
 
-def test_one_kernel_twice_and_with_other_shapes(device):
+def test_one_kernel_twice_and_with_other_shapes(device, monkeypatch):
+    monkeypatch.setenv("NEURON_PLATFORM_TARGET_OVERRIDE", "trn1")
     x, u, v = on(device, (4, 96), (96, 16), (16, 96))
     y = nm.xuv(nm.xuv(nm.xuv(x, u, v), u, v)[:2], u, v)
     first, second, third = lowered(y).calls
@@ -111,14 +108,13 @@ def test_what_distinguishes_two_calls_distinguishes_their_hashes(device, monkeyp
     hashes = [
         graph_hash(nm.xuv(x, u, v)),
         graph_hash(nm.xuv(x, u, v, bias)),
-        graph_hash(ops.xuv_packed(x, u, v)),
         graph_hash(nm.xw(x, square)),
         graph_hash(nm.xuv(x[:3], u, v)),
         graph_hash(nm.xuv(*halves)),
         graph_hash(nm.svd_mlp(x, *mlp)),
         graph_hash(nm.svd_mlp(x, *mlp, activation="relu")),
     ]
-    for name, value in (("PLATFORM_TARGET_OVERRIDE", "trn2"), ("LOGICAL_NC_CONFIG", "1")):
+    for name, value in (("PLATFORM_TARGET_OVERRIDE", "trn3"), ("LOGICAL_NC_CONFIG", "1")):
         monkeypatch.setenv(f"NEURON_{name}", value)
         hashes.append(graph_hash(nm.xuv(x, u, v)))
     assert len(set(hashes)) == len(hashes)
@@ -134,13 +130,10 @@ def test_the_same_call_has_the_same_hash(device):
 
 def test_the_plan_alone_distinguishes(device):
     x, u, v = (torch.empty(shape, device="meta") for shape in ((4, 256), (256, 64), (64, 256)))
-    planned = launch.launch_of("xuv", x, (u, v, None), None, "trn1")
+    planned = launch.launch_of(SPECS["xuv"], (x, u, v, None), (), "trn1")
     assert planned is not None
     blocks = tuple((n, 128 if n == "span" else value) for n, value in planned.plan.blocks)
-    other = type(planned)(
-        type(planned.plan)(**{**planned.plan.__dict__, "blocks": blocks}),
-        planned.shape, planned.bias, planned.activation,
-    )  # fmt: skip
+    other = replace(planned, plan=replace(planned.plan, blocks=blocks))
     hashes = set()
     tensors = on(device, (4, 256), (256, 64), (64, 256))
     torch_xla.sync()

@@ -15,7 +15,7 @@ import torch, torch_xla
 from tolerances import assert_close_to_oracle
 from host import SimulatedCore, register
 from neuronmm_ops.nn import SVDLinear, SVDMLP
-from neuronmm_ops.ops import xla
+from neuronmm_ops.ops.backends import xla
 
 core = SimulatedCore()
 register(core.address)
@@ -51,7 +51,8 @@ def planned(tokens, dtype):
 def test_prefill_and_decode_run_the_planned_kernels():
     here = Path(__file__).parent
     path = f"{here}{os.pathsep}{here.parent}"
-    executed = json.loads(run(sys.executable, "-c", SCRIPT, PYTHONPATH=path, OMP_NUM_THREADS=1))
+    environment = {"PYTHONPATH": path, "NEURON_PLATFORM_TARGET_OVERRIDE": "trn1"}
+    executed = json.loads(run(sys.executable, "-c", SCRIPT, OMP_NUM_THREADS=1, **environment))
     for dtype, kernels in executed.items():
         assert kernels == planned(130, dtype) + planned(2, dtype)
         assert {"xuv", "xuv_decode", "svd_mlp"} <= set(kernels)

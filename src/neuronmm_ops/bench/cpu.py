@@ -17,7 +17,7 @@ from neuronmm_ops.compress.calibrate import Progress
 from neuronmm_ops.compress.rank import aligned_rank
 from neuronmm_ops.models import model_shape
 from neuronmm_ops.nn import SVDMLP, SVDLinear
-from neuronmm_ops.ops.cpu import compute_dtype
+from neuronmm_ops.ops.backends.cpu import compute_dtype
 
 OPS = ("xuv", "svd_mlp")
 RATIOS = (0.2, 0.5)

@@ -10,19 +10,16 @@ from torch import Tensor, nn
 import neuronmm_ops
 from neuronmm_ops.bench.timing import time_paired
 from neuronmm_ops.nn import SVDLinear
-from neuronmm_ops.ops import reference, xla
-from neuronmm_ops.ops.toolchain import XLA_INSTALL
+from neuronmm_ops.ops.backends import xla
+from neuronmm_ops.ops.backends.environment import XLA_INSTALL
+from neuronmm_ops.ops.definitions import SPECS
+from neuronmm_ops.ops.spec import OpSpec
 
 K, R, N = 8, 4, 8
 SHAPES = ((2, K), (1, 1, K))
 MODES: dict[str, Callable[[], Any]] = {
     "inference_mode": torch.inference_mode,
     "no_grad": torch.no_grad,
-}
-XLA_SHAPES = {
-    "xw": ((2, K), (K, N)),
-    "xuv": ((2, K), (K, R), (R, N)),
-    "svd_mlp": ((2, K), (K, R), (R, N), (K, R), (R, N), (N, R), (R, K)),
 }
 
 
@@ -63,18 +60,25 @@ def run_xla(repeats: int = 30, calls: int = 500) -> list[dict[str, Any]]:
 
     device = torch_xla.device()
     rows: list[dict[str, Any]] = []
-    for op, shapes in XLA_SHAPES.items():
-        tensors = [torch.randn(shape, device=device) for shape in shapes]
+    for op, spec in SPECS.items():
+        tensors = [torch.randn(shape, device=device) for shape in _shapes(spec)]
         torch_xla.sync()
         candidates: dict[str, Callable[[int], Tensor]] = {
-            "kernel": lambda _, op=op, tensors=tensors: xla.KERNELS[op](*tensors),
+            "kernel": lambda _, op=op, tensors=tensors: xla.IMPLEMENTATIONS[op](*tensors),
             "op": lambda _, op=op, tensors=tensors: getattr(neuronmm_ops, op)(*tensors),
-            "composite": lambda _, op=op, tensors=tensors: reference.KERNELS[op](*tensors),
+            "composite": lambda _, spec=spec, tensors=tensors: spec.reference(*tensors),
         }
         times = time_paired(candidates, repeats, calls=calls)
         us = {f"{name}_us": 1e3 * min(times.rounds_ms[name]) for name in candidates}
         rows.append({"op": op, **us})
     return rows
+
+
+def _shapes(spec: OpSpec) -> list[tuple[int, ...]]:
+    """Tiny shapes of an op's tensors, without a bias."""
+    sizes = {n: R if n.islower() else K for operand in spec.operands for n in operand.sizes}
+    shapes = zip(spec.operands, spec.shapes(sizes, lead=(2,)), strict=True)
+    return [shape for operand, shape in shapes if not operand.optional]
 
 
 def _row(mode: str, shape: tuple[int, ...], repeats: int, calls: int) -> dict[str, Any]:

@@ -75,7 +75,7 @@ def _add_kernels(benchmarks: Any) -> None:
 
 def _bench_cpu(options: argparse.Namespace) -> list[dict[str, Any]]:
     from neuronmm_ops.bench import cpu
-    from neuronmm_ops.ops.cpu import compute_dtype
+    from neuronmm_ops.ops.backends.cpu import compute_dtype
 
     is_auto = options.dtype == "auto"
     dtype = compute_dtype(torch.bfloat16) if is_auto else getattr(torch, options.dtype)

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from neuronmm_ops.compress.batches import Batch, check_batches, row_mask, run_batch, takes
 from neuronmm_ops.compress.moments import SecondMoment, Side
 from neuronmm_ops.errors import NonFiniteError
-from neuronmm_ops.ops.cpu import compute_dtype
-from neuronmm_ops.ops.wide import WideProducts
+from neuronmm_ops.ops.backends.cpu import WideProducts, compute_dtype
 
 # The moments of one pass over the calibration data take at most this much memory.
 MAX_MOMENT_BYTES = 4 * 2**30

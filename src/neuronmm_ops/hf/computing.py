@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from neuronmm_ops.hf.loading import load
-from neuronmm_ops.ops.cpu import compute_dtype
+from neuronmm_ops.ops.backends.cpu import compute_dtype
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 AUTO = "auto"

@@ -1,17 +1,14 @@
 """SVDLinear: `nn.Linear` with its weight as a low-rank pair."""
 
 import math
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
-from neuronmm_ops.ops import xuv, xuv_packed
-from neuronmm_ops.ops.neuron import DEVICE
-from neuronmm_ops.ops.reference import packed, unpacked
-
-if TYPE_CHECKING:
-    from neuronmm_ops.kernels import Plan
+from neuronmm_ops.errors import CheckpointError
+from neuronmm_ops.ops import xuv
+from neuronmm_ops.ops.backends.neuron import DEVICE
 
 
 class SVDLinear(nn.Module):
@@ -64,7 +61,6 @@ class SVDLinear(nn.Module):
         self.in_features = in_features
         self.out_features = out_features
         self.rank = rank
-        self.packed = False
         self.u = nn.Parameter(torch.empty(rank, in_features, device=device, dtype=dtype).t())
         self.v = nn.Parameter(torch.empty(out_features, rank, device=device, dtype=dtype).t())
         self.register_buffer("weight", torch.empty(0, device=device, dtype=dtype))
@@ -136,59 +132,26 @@ class SVDLinear(nn.Module):
         has_bias = self.bias is not None
         linear = nn.Linear(self.in_features, self.out_features, has_bias, device="meta")
         wide = torch.promote_types(self.u.dtype, torch.float32)
-        u = unpacked(self.u) if self.packed else self.u
-        weight = (u.to(wide) @ self.v.to(wide)).t()
+        weight = (self.u.to(wide) @ self.v.to(wide)).t()
         linear.weight = nn.Parameter(weight.to(self.u.dtype).contiguous())
         if self.bias is not None:
             linear.bias = nn.Parameter(self.bias.detach().clone())
         return linear
 
-    @torch.no_grad()
-    def pack_(self, plan: "Plan") -> Self:
-        """Store u in the order that the plan's kernel loads in long runs, if it asks for one.
-
-        Row j * 128 + p moves to p * (K // 128) + j, once, at load time. `state_dict` and the
-        checkpoints made of it stay unpacked.
-
-        Args:
-            plan: of this layer's K, r and N, such as `plan_xuv(..., packed=True)`.
-
-        Raises:
-            ValueError: the plan is for other sizes.
-        """
-        problem, sizes = plan.problem, [*self.u.shape, self.out_features]
-        if [problem.K, *problem.ranks, problem.N] != sizes:
-            raise ValueError(
-                f"the plan must be for [K, r, N] = {sizes}, got one for "
-                f"{[problem.K, *problem.ranks, problem.N]}"
-            )
-        if problem.packed and not self.packed:
-            self.u.data = packed(self.u.data)
-            self.packed = True
-        return self
-
-    @torch.no_grad()
-    def unpack_(self) -> Self:
-        """Store u in its own order again."""
-        if self.packed:
-            self.u.data = _contraction_major(unpacked(self.u.data))
-            self.packed = False
-        return self
-
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        if self.packed:
-            destination[prefix + "u"] = unpacked(destination[prefix + "u"])
-
     def _load_from_state_dict(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, state_dict: Any, prefix: str, *rest: Any
     ) -> None:
-        name = prefix + "u"
-        if self.packed and name in state_dict:
-            state_dict = {**state_dict, name: packed(state_dict[name])}
         if prefix + "weight" not in state_dict:  # saved before there was a placeholder
             state_dict = {**state_dict, prefix + "weight": self.weight}
         super()._load_from_state_dict(state_dict, prefix, *rest)
+
+    def __setstate__(self, state: Any) -> None:
+        if state.pop("packed", False):
+            raise CheckpointError(
+                "an SVDLinear was pickled with a packed u, which this version cannot read; "
+                "save its state_dict with the version that packed it"
+            )
+        super().__setstate__(state)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         """Move or cast, and restore the order in memory where the devices' orders differ."""
@@ -204,7 +167,7 @@ class SVDLinear(nn.Module):
     def relayout_(self) -> Self:
         """Store u and v in their device's order again, after values were assigned."""
         row_major = self.u.device.type == DEVICE
-        for name in ("v",) if self.packed else ("u", "v"):
+        for name in ("u", "v"):
             matrix: Tensor = getattr(self, name).data
             ordered = matrix.contiguous() if row_major else matrix.t().contiguous().t()
             getattr(self, name).data = ordered
@@ -212,8 +175,6 @@ class SVDLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map x `[..., K]` to `[..., N]`."""
-        if self.packed:
-            return xuv_packed(x, self.u, self.v, self.bias)
         return xuv(x, self.u, self.v, self.bias)
 
     @property

@@ -120,7 +120,7 @@ def gated_activation(module: nn.Module) -> str | None:
 
 def _is_fusible(projection: nn.Module) -> TypeGuard[SVDLinear]:
     """Say whether calling the op instead of the module leaves out nothing the user asked for."""
-    plain = type(projection) is SVDLinear and projection.bias is None and not projection.packed
+    plain = type(projection) is SVDLinear and projection.bias is None
     return plain and is_bare(projection)
 
 

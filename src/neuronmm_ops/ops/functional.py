@@ -7,12 +7,10 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from neuronmm_ops.ops import schema as schema  # registers the ops
-from neuronmm_ops.ops.validation import check_not_nested
+from neuronmm_ops.ops import register as register  # registers the ops
 
 # Bound once: looking an overload up costs more than calling it.
 _XUV = torch.ops.neuronmm.xuv.default
-_XUV_PACKED = torch.ops.neuronmm.xuv_packed.default
 _XW = torch.ops.neuronmm.xw.default
 _SVD_MLP = torch.ops.neuronmm.svd_mlp.default
 
@@ -33,7 +31,7 @@ def _call(op: Callable[..., Tensor], *args: Any) -> Tensor:
         with torch._C._AutoDispatchBelowAutograd():
             return op(*args)
     except NotImplementedError:
-        check_not_nested(args)
+        _refuse_nested(args)
         raise
 
 
@@ -44,6 +42,16 @@ def _refuse_tangents(args: tuple[Any, ...]) -> None:
             raise NotImplementedError(
                 "neuronmm ops have no forward-mode derivative, got an input with a tangent; "
                 "use reverse mode (torch.autograd.grad), or SVDLinear.to_linear()"
+            )
+
+
+def _refuse_nested(args: tuple[Any, ...]) -> None:
+    """Raise for a nested tensor, of whatever layout: its rows are no `[..., K]`."""
+    for argument in args:
+        if isinstance(argument, Tensor) and argument.is_nested:
+            raise TypeError(
+                f"neuronmm ops take no nested tensor, got one of layout {argument.layout}; "
+                "unbind() it, or pad it with to_padded_tensor(0.0)"
             )
 
 
@@ -66,25 +74,6 @@ def xuv(x: Tensor, u: Tensor, v: Tensor, bias: Tensor | None = None) -> Tensor:
         TypeError: dtypes or devices differ, or the dtype is not supported.
     """
     return _call(_XUV, x, u, v, bias)
-
-
-def xuv_packed(x: Tensor, u: Tensor, v: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`xuv` for a u in the order of `SVDLinear.pack_`, `neuronmm::xuv_packed`.
-
-    Args:
-        x: `[..., K]`, as in `xuv`.
-        u: `[K, r]` with 128 | K, row j * 128 + p of the factor at p * (K // 128) + j.
-        v: `[r, N]`.
-        bias: `[N]` or None.
-
-    Returns:
-        `[..., N]`, as `xuv` of the unpacked u.
-
-    Raises:
-        ValueError: shapes do not fit.
-        TypeError: dtypes or devices differ, or the dtype is not supported.
-    """
-    return _call(_XUV_PACKED, x, u, v, bias)
 
 
 def xw(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:

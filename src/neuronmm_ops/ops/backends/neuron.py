@@ -1,6 +1,6 @@
 """The ops on TorchNeuron's device `neuron`: the NKI kernels, eager and in a compiled graph.
 
-torch_neuronx takes a kernel in three ways; the first that the installed one has is used. `nki_op`
+torch_neuronx has three call modes; the first that the installed one has is used. `nki_op`
 makes an op of a Python function that calls the kernel, `wrap_nki` a callable that can be traced,
 and every kernel can be called directly. (Neuron SDK: "How to work with NKI kernels from
 torch-neuronx".) vLLM-Neuron's libtorch_neuronx_lite has `wrap_nki`, for compiled graphs only.
@@ -20,17 +20,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.functional_tensor import FunctionalTensorMode
 
-from neuronmm_ops.ops import schema as schema  # registers the ops
-from neuronmm_ops.ops.launch import (
-    Kernels,
-    Weights,
-    call,
-    call_kernel,
-    kernels_of,
-    launch_here,
-)
-from neuronmm_ops.ops.reference import KERNELS
-from neuronmm_ops.ops.toolchain import (
+from neuronmm_ops.ops import register as register  # registers the ops
+from neuronmm_ops.ops.backends.environment import (
     INSTALL,
     NEURON_PACKAGES,
     WRAPPER_MODULES,
@@ -39,28 +30,36 @@ from neuronmm_ops.ops.toolchain import (
     neuron_package,
     wrapper,
 )
+from neuronmm_ops.ops.backends.launch import (
+    Choices,
+    Implementations,
+    Tensors,
+    call_kernel,
+    implementations,
+)
+from neuronmm_ops.ops.spec import OpSpec
 
 if TYPE_CHECKING:
     from neuronmm_ops.kernels import Plan
 
-Way = Literal["nki_op", "wrap_nki", "direct"]
+CallMode = Literal["nki_op", "wrap_nki", "direct"]
 DEVICE = "neuron"
-WRAPPERS: tuple[Way, ...] = ("nki_op", "wrap_nki")
+WRAPPERS: tuple[CallMode, ...] = ("nki_op", "wrap_nki")
 
 LIBRARY = torch.library.Library("neuronmm", "IMPL")
 
 _wrapped: dict[tuple[str, int], Callable[..., Any]] = {}
 
-# --- which way -----------------------------------------------------------------------------------
+# --- the call mode -------------------------------------------------------------------------------
 
 
 @cache
-def way() -> Way:
+def call_mode() -> CallMode:
     """How kernels are called here. Imports torch_neuronx, or what stands for it.
 
     Raises:
-        ImportError: nki is not installed, or none of `toolchain.NEURON_PACKAGES` is.
-        NkiVersionError: see `toolchain.nki_release`.
+        ImportError: nki is not installed, or none of `environment.NEURON_PACKAGES` is.
+        NkiVersionError: see `environment.nki_release`.
     """
     missing = missing_packages(*NEURON_PACKAGES)
     if missing:
@@ -71,8 +70,8 @@ def way() -> Way:
     return _first([name for name in WRAPPERS if wrapper(name) is not None])
 
 
-def expected_way() -> Way | None:
-    """What `way` answers, or will answer by the package's source; None if unclear.
+def expected_call_mode() -> CallMode | None:
+    """What `call_mode` answers, or will answer by the package's source; None if unclear.
 
     Imports nothing.
     """
@@ -80,7 +79,7 @@ def expected_way() -> Way | None:
     if package is None:
         return None
     if package in sys.modules:
-        return way()
+        return call_mode()
     modules = WRAPPER_MODULES[package]
     names = _names_in(package) if package in modules else []
     if names is None:
@@ -102,40 +101,41 @@ def _names_in(module: str) -> list[str] | None:
     return None if source is None else re.findall(r"\w+", source)  # None: compiled
 
 
-def _first(offered: list[Way]) -> Way:
+def _first(offered: list[CallMode]) -> CallMode:
     return offered[0] if offered else "direct"
 
 
 # --- the calls -----------------------------------------------------------------------------------
 
 
-def _run(op: str, x: Tensor, weights: Weights, activation: str | None) -> Tensor:
-    """Run an op the way of this process."""
-    return call(_kernels() if _is_neuron() else KERNELS, op, x, weights, activation)
+def _run(spec: OpSpec, tensors: Tensors, choices: Choices) -> Tensor:
+    """Run an op in the call mode of this process."""
+    run = _implementations()[spec.name] if _is_neuron() else spec.reference
+    return run(*tensors, *choices)
 
 
 def _is_neuron() -> bool:
     """Whether PrivateUse1 is not another vendor's device; those run the reference.
 
-    Without a name it is nobody's yet.
+    Until a backend registers, the device has no name.
     """
     return torch._C._get_privateuse1_backend_name() in (DEVICE, "privateuseone")
 
 
 @cache
-def _kernels() -> Kernels:
-    """What runs each op: ops of torch_neuronx's making, or the calls themselves."""
-    kernels = kernels_of(_call)
-    if way() != "nki_op":
-        return kernels
+def _implementations() -> Implementations:
+    """What runs each op: ops that torch_neuronx makes, or the calls themselves."""
+    calls = implementations(_call)
+    if call_mode() != "nki_op":
+        return calls
     nki_op = wrapper("nki_op")
     assert nki_op is not None
-    return {op: nki_op(f"neuronmm_nki::{op}", mutates_args={})(kernels[op]) for op in kernels}
+    return {op: nki_op(f"neuronmm_nki::{op}", mutates_args={})(calls[op]) for op in calls}
 
 
-def _call(op: str, x: Tensor, weights: Weights, activation: str | None) -> Tensor:
+def _call(spec: OpSpec, tensors: Tensors, choices: Choices) -> Tensor:
     """Plan an op and call its kernel; `nki_op` also runs this on fake tensors."""
-    return call_kernel(launch_here(op, x, weights, activation), x, weights, _kernel_for)
+    return call_kernel(spec, tensors, choices, _kernel_for)
 
 
 def _kernel_for(plan: Plan) -> Callable[..., Any]:
@@ -158,7 +158,7 @@ def _kernel_for(plan: Plan) -> Callable[..., Any]:
 # --- registration --------------------------------------------------------------------------------
 
 
-def _traced(kernel: Callable[..., Tensor]) -> Callable[..., Any]:
+def _traced(implementation: Callable[..., Tensor]) -> Callable[..., Any]:
     """What an op becomes in a graph: its kernel's call on Neuron tensors, itself on all others.
 
     A compiler for the device knows the node that torch_neuronx makes of a kernel, not our op.
@@ -174,13 +174,13 @@ def _traced(kernel: Callable[..., Tensor]) -> Callable[..., Any]:
         if args[0].device.type != DEVICE:
             return mode.__torch_dispatch__(op, types, args, kwargs)
         with mode:
-            return kernel(*args, **(kwargs or {}))
+            return implementation(*args, **(kwargs or {}))
 
     return functionalize
 
 
-for _op, _kernel in kernels_of(_run).items():
-    LIBRARY.impl(_op, _kernel, "PrivateUse1")
+for _op, _implementation in implementations(_run).items():
+    LIBRARY.impl(_op, _implementation, "PrivateUse1")
     torch.library.register_torch_dispatch(
-        f"neuronmm::{_op}", FunctionalTensorMode, _traced(_kernel), lib=LIBRARY
+        f"neuronmm::{_op}", FunctionalTensorMode, _traced(_implementation), lib=LIBRARY
     )

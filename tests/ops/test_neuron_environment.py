@@ -12,7 +12,7 @@ from stand_ins import NeuronMachine
 
 from neuronmm_ops.errors import NkiVersionError
 from neuronmm_ops.hardware import MACHINES
-from neuronmm_ops.ops.toolchain import (
+from neuronmm_ops.ops.backends.environment import (
     BRIDGES,
     core,
     is_installed,

@@ -11,15 +11,17 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from neuronmm_ops.hardware import resolve_target
-from neuronmm_ops.ops.launch import (
-    Kernels,
+from neuronmm_ops.ops.backends.launch import (
+    Choices,
+    Implementations,
     Launch,
-    Weights,
-    kernels_of,
+    Tensors,
+    implementations,
     launch_of,
+    launch_parts,
     without_products,
 )
-from neuronmm_ops.ops.reference import rows
+from neuronmm_ops.ops.spec import OpSpec
 
 if TYPE_CHECKING:
     from neuronmm_ops.neuroncore import Profile
@@ -28,7 +30,7 @@ _last: list[Profile] = []
 
 
 def last_profile() -> Profile:
-    """Return the profile of the last op that ran on the simulated NeuronCore.
+    """Return the profile of the last launch on the simulated NeuronCore.
 
     Raises:
         RuntimeError: none has run yet.
@@ -38,24 +40,25 @@ def last_profile() -> Profile:
     return _last[0]
 
 
-def implementation(target: str | None) -> Kernels:
+def implementation(target: str | None) -> Implementations:
     """The ops on the simulated core of `target`. Raises ValueError for no target."""
     chosen = resolve_target(target).target
 
-    def simulate(op: str, x: Tensor, weights: Weights, activation: str | None) -> Tensor:
-        return _simulate(launch_of(op, x, weights, activation, chosen), x, weights)
+    def simulate(spec: OpSpec, tensors: Tensors, choices: Choices) -> Tensor:
+        launch = launch_of(spec, tensors, choices, chosen)
+        if launch is None:
+            return without_products(spec, tensors)
+        return launch_parts(launch, tensors, _simulate)
 
-    return kernels_of(simulate)
+    return implementations(simulate)
 
 
-def _simulate(launch: Launch | None, x: Tensor, weights: Weights) -> Tensor:
+def _simulate(launch: Launch, tensors: Tensors) -> Tensor:
     """Run a launch on the simulated core and keep its profile."""
     from neuronmm_ops.kernels import nki_kernel
     from neuronmm_ops.neuroncore.kernel import run
 
-    if launch is None:
-        return without_products(x, weights)
-    plan = launch.plan
-    done = run(nki_kernel(plan), (rows(x), *weights), launch.arguments, target=plan.problem.target)
+    kernel, target = nki_kernel(launch.plan), launch.plan.problem.target
+    done = run(kernel, tensors, launch.arguments, target=target)
     _last[:] = [done.profile]
-    return done.outputs.view(launch.shape)
+    return done.outputs

@@ -19,24 +19,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from neuronmm_ops.ops import reference
-from neuronmm_ops.ops import schema as schema  # registers the ops
-from neuronmm_ops.ops.hlo import Array, CustomCall, module_of
-from neuronmm_ops.ops.launch import (
-    OPERANDS,
+from neuronmm_ops.ops import register as register  # registers the ops
+from neuronmm_ops.ops.backends.environment import ROUTE_VARIABLE, core, xla_route
+from neuronmm_ops.ops.backends.hlo import Array, CustomCall, module_of
+from neuronmm_ops.ops.backends.launch import (
+    Choices,
     Launch,
-    Weights,
-    call,
+    Tensors,
     call_kernel,
-    kernels_of,
+    implementations,
     launch_here,
+    launch_parts,
     static_shape,
     without_products,
 )
-from neuronmm_ops.ops.toolchain import ROUTE_VARIABLE, core, xla_route
+from neuronmm_ops.ops.spec import OpSpec
 
 TARGET = "AwsNeuronCustomNativeKernel"
-PROBLEM_FIELDS = ("op", "M", "K", "ranks", "N", "inner", "dtype", "target", "lnc")
 """The custom call that the Neuron compiler replaces by an NKI kernel."""
 API_NEURON = 2
 """XLA's api version of the Neuron compiler: status-returning."""
@@ -44,6 +43,9 @@ API_HOST = 3
 """The same with the config passed to a handler on the host."""
 
 LIBRARY = torch.library.Library("neuronmm", "IMPL")
+
+# What a config says of the problem.
+_PROBLEM = ("op", "M", "matrices", "K", "ranks", "inner", "N", "dtype", "target", "lnc")
 
 _api_version = API_NEURON
 _computations: dict[tuple[Any, ...], Any] = {}
@@ -70,22 +72,21 @@ def config_of(launch: Launch) -> str:
     from neuronmm_ops.kernels import source_fingerprint
 
     plan, problem = launch.plan, launch.plan.problem
-    names = OPERANDS[problem.op]
     config = {
         "kernel_version": 1,
         "klir_binary": {
             "binary": f"neuronmm_ops.kernels.{plan.kernel}@{source_fingerprint()}",
-            "input_names": [name for name in names if launch.bias or name != "bias"],
+            "input_names": launch.operands,
             "output_names": ["y"],
         },
         "func_name": plan.kernel,
         "grid": [] if problem.lnc == 1 else [problem.lnc],
         "has_collectives": False,
         "neuronmm": {
-            **{name: getattr(problem, name) for name in PROBLEM_FIELDS},
-            "packed": False,
-            "bias": launch.bias,
-            "activation": launch.activation,
+            **{name: getattr(problem, name) for name in _PROBLEM},
+            "bias": "bias" in launch.operands,
+            "activation": None,
+            **launch.choices,
             "form": plan.phase,
             "blocks": plan.arguments,
         },
@@ -107,35 +108,41 @@ def module_for(launch: Launch, tensors: Sequence[Tensor], api: int) -> bytes:
     )
 
 
-def _lower(op: str, x: Tensor, weights: Weights, activation: str | None) -> Tensor:
-    """Run an op the way this process lowers ops: see `toolchain.xla_route`."""
+def _lower(spec: OpSpec, tensors: Tensors, choices: Choices) -> Tensor:
+    """Lower an op by the route of this process, `environment.xla_route`."""
     route = xla_route()
     if route.name == "custom call":
-        return _custom_call(op, x, weights, activation)
+        return _custom_call(spec, tensors, choices)
     if route.name == "nki":
-        return call_kernel(launch_here(op, x, weights, activation), x, weights)
-    return call(reference.KERNELS, op, x, weights, activation)
+        return call_kernel(spec, tensors, choices)
+    return spec.reference(*tensors, *choices)
 
 
-def _custom_call(op: str, x: Tensor, weights: Weights, activation: str | None) -> Tensor:
-    """Append the op's custom call to the graph that torch_xla is tracing."""
-    tensors = [x, *[tensor for tensor in weights if tensor is not None]]
-    signature = [(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors]
-    key = (op, activation, core(), _api_version, *signature)
+def _custom_call(spec: OpSpec, tensors: Tensors, choices: Choices) -> Tensor:
+    """Append the op's custom call to the graph that torch_xla is tracing.
+
+    Where the plan splits the tokens, one for each part.
+    """
+    given = [tensor for tensor in tensors if tensor is not None]
+    signature = [(tensor.shape, tensor.dtype, tensor.device) for tensor in given]
+    key = (spec.name, choices, core(), _api_version, *signature)
     try:
         computation = _computations.get(key)
     except TypeError:  # a size that is no number has no hash
-        for tensor in tensors:
-            static_shape(op, tensor)
+        for tensor in given:
+            static_shape(spec.name, tensor)
         raise
     if computation is None:
         _refuse_downcasts()
-        launch = launch_here(op, x, weights, activation)
+        launch = launch_here(spec, tensors, choices)
         if launch is None:
-            return without_products(x, weights)
+            return without_products(spec, tensors)
         _warn_where_it_cannot_run(_api_version)
-        computation = _computations[key] = _computation(launch, tensors)
-    return _torch_xla()._xla_user_computation(f"xla::neuronmm_{op}", tensors, computation)[0]
+        is_split = len(launch.plan.launches) > 1
+        computation = _computations[key] = launch if is_split else _computation(launch, given)
+    if isinstance(computation, Launch):
+        return launch_parts(computation, tensors, lambda _, part: _custom_call(spec, part, choices))
+    return _torch_xla()._xla_user_computation(f"xla::neuronmm_{spec.name}", given, computation)[0]
 
 
 def _refuse_downcasts() -> None:
@@ -178,6 +185,6 @@ def _computation(launch: Launch, tensors: Sequence[Tensor]) -> Any:
     return xla_builder.computation_from_module_proto(name, module)
 
 
-KERNELS = kernels_of(_lower)
-for _op, _kernel in KERNELS.items():
-    LIBRARY.impl(_op, _kernel, "XLA")
+IMPLEMENTATIONS = implementations(_lower)
+for _op, _implementation in IMPLEMENTATIONS.items():
+    LIBRARY.impl(_op, _implementation, "XLA")

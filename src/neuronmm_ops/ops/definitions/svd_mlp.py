@@ -1,0 +1,128 @@
+"""`neuronmm::svd_mlp`: the gated MLP `down(act(gate(x)) * up(x))` of low-rank projections."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from neuronmm_ops.ops.backends.cpu import mm
+from neuronmm_ops.ops.products import affine, batched, flat, pair_backward
+from neuronmm_ops.ops.spec import FLOAT_DTYPES, Operand, OpSpec
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu": F.relu,
+}
+# Entries of the strips [M, n] in which a CPU passes through the hidden activations: they are in its
+# cache from the matmul to the product, and the allocator has them at hand. Strips narrower than
+# MIN_STRIP would starve the matmuls.
+_STRIP = 2**20
+_MIN_STRIP = 512
+
+
+def reference(
+    x: Tensor,
+    u_gate: Tensor,
+    v_gate: Tensor,
+    u_up: Tensor,
+    v_up: Tensor,
+    u_down: Tensor,
+    v_down: Tensor,
+    activation: str = "silu",
+) -> Tensor:
+    """Return `down(act(gate(x)) * up(x))`."""
+    args = (x, u_gate, v_gate, u_up, v_up, u_down, v_down, activation)
+    # As in xuv; the product of gate and up would broadcast.
+    if (
+        activation not in ACTIVATIONS
+        or x.dtype not in FLOAT_DTYPES
+        or x.dim() == 0
+        or v_gate.shape[-1] != v_up.shape[-1]
+    ):
+        SPEC.check(*args)
+    try:
+        rows = flat(x, u_gate)
+        gate, up = affine(rows, u_gate), affine(rows, u_up)
+        hidden = _gated(gate, v_gate, up, v_up, ACTIVATIONS[activation])
+        return batched(affine(affine(hidden, u_down), v_down), x)
+    except (RuntimeError, IndexError):
+        SPEC.check(*args)
+        raise
+
+
+def backward(
+    grad: Tensor,
+    needs: Sequence[bool],
+    x: Tensor,
+    u_gate: Tensor,
+    v_gate: Tensor,
+    u_up: Tensor,
+    v_up: Tensor,
+    u_down: Tensor,
+    v_down: Tensor,
+    activation: str,
+) -> tuple[Tensor | None, ...]:
+    """Return dx and the gradients of the six factors."""
+    # Recomputed rather than saved: three [M, I] tensors a layer would dominate training memory.
+    gate = mm(mm(x, u_gate), v_gate)
+    up = mm(mm(x, u_up), v_up)
+    act = ACTIVATIONS[activation](gate)
+
+    dhidden, du_down, dv_down = pair_backward(
+        grad, (any(needs[:5]), *needs[5:7]), act * up, u_down, v_down
+    )
+    dx = du_gate = dv_gate = du_up = dv_up = None
+    if dhidden is not None:
+        dgate = _activation_backward(activation, dhidden * up, gate)
+        dx_gate, du_gate, dv_gate = pair_backward(dgate, (needs[0], *needs[1:3]), x, u_gate, v_gate)
+        dx_up, du_up, dv_up = pair_backward(dhidden * act, (needs[0], *needs[3:5]), x, u_up, v_up)
+        if dx_gate is not None and dx_up is not None:
+            dx = dx_gate + dx_up
+    return dx, du_gate, dv_gate, du_up, dv_up, du_down, dv_down
+
+
+def _gated(
+    gate: Tensor, v_gate: Tensor, up: Tensor, v_up: Tensor, act: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """Return `act(gate @ v_gate) * (up @ v_up)` for gate and up [M, r], v [r, I]."""
+    M, inner = gate.shape[0], v_gate.shape[1]
+    if gate.dim() == 1 or M * inner <= _STRIP or not gate.is_cpu:
+        return act(affine(gate, v_gate)).mul_(affine(up, v_up))
+    width = max(_STRIP // M, _MIN_STRIP)
+    hidden = gate.new_empty(M, inner)
+    strips = (matrix.split(width, dim=1) for matrix in (v_gate, v_up, hidden))
+    for v_gate_strip, v_up_strip, out in zip(*strips, strict=True):
+        torch.mul(act(mm(gate, v_gate_strip)), mm(up, v_up_strip), out=out)
+    return hidden
+
+
+def _activation_backward(name: str, grad: Tensor, x: Tensor) -> Tensor:
+    aten = torch.ops.aten
+    if name == "silu":
+        if torch.is_grad_enabled():  # create_graph=True; silu_backward has no derivative itself
+            sigmoid = torch.sigmoid(x)
+            return grad * sigmoid * (1 + x * (1 - sigmoid))
+        return aten.silu_backward(grad, x)
+    if name == "relu":
+        return aten.threshold_backward(grad, x, 0)
+    return aten.gelu_backward(grad, x, approximate="tanh" if name == "gelu_tanh" else "none")
+
+
+SPEC = OpSpec(
+    "svd_mlp",
+    operands=(
+        Operand("x", "... K", "activation"),
+        Operand("u_gate", "K r_gate"),
+        Operand("v_gate", "r_gate I"),
+        Operand("u_up", "K r_up"),
+        Operand("v_up", "r_up I"),
+        Operand("u_down", "I r_down"),
+        Operand("v_down", "r_down N"),
+    ),
+    reference=reference,
+    backward=backward,
+    choices={"activation": tuple(ACTIVATIONS)},
+)

@@ -1,0 +1,42 @@
+"""`neuronmm::xuv`: the low-rank matmul `(x @ u) @ v + bias`, `x @ u` rounded once to x's dtype."""
+
+import torch
+from torch import Tensor
+
+from neuronmm_ops.ops.backends.cpu import SLOW_DTYPES
+from neuronmm_ops.ops.products import affine, batched, flat, pair_backward
+from neuronmm_ops.ops.spec import FLOAT_DTYPES, Operand, OpSpec
+
+# From this many entries on, choosing the faster matmul for one row is worth a microsecond.
+_WORTH_A_CHOICE = 2**16
+
+
+def reference(x: Tensor, u: Tensor, v: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return `(x @ u) @ v + bias`."""
+    # What the matmuls refuse by themselves is explained afterwards: that keeps the decode path
+    # within a microsecond of two bare matmuls. The rest is checked here.
+    if bias is not None or x.dtype not in FLOAT_DTYPES or u.dim() != 2 or v.dim() != 2:
+        SPEC.check(x, u, v, bias)
+    try:
+        dim = x.dim()
+        if dim and (u.numel() >= _WORTH_A_CHOICE or bias is not None or x.dtype in SLOW_DTYPES):
+            return batched(affine(affine(flat(x, u), u), v, bias), x)
+        if dim == 2:
+            return torch.mm(torch.mm(x, u), v)
+        return torch.matmul(torch.matmul(x, u), v)
+    except RuntimeError:
+        SPEC.check(x, u, v, bias)
+        raise
+
+
+SPEC = OpSpec(
+    "xuv",
+    operands=(
+        Operand("x", "... K", "activation"),
+        Operand("u", "K r"),
+        Operand("v", "r N"),
+        Operand("bias", "N", "bias", optional=True),
+    ),
+    reference=reference,
+    backward=pair_backward,
+)

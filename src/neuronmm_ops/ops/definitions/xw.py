@@ -1,0 +1,42 @@
+"""`neuronmm::xw`: `x @ w + bias`, the dense baseline."""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from neuronmm_ops.ops.backends.cpu import mm, weight_gradient
+from neuronmm_ops.ops.products import affine, batched, flat
+from neuronmm_ops.ops.spec import FLOAT_DTYPES, Operand, OpSpec
+
+
+def reference(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return `x @ w + bias`."""
+    # As in xuv: what the matmul refuses by itself is explained afterwards.
+    if bias is not None or x.dtype not in FLOAT_DTYPES or x.dim() == 0 or w.dim() != 2:
+        SPEC.check(x, w, bias)
+    try:
+        return batched(affine(flat(x, w), w, bias), x)
+    except RuntimeError:
+        SPEC.check(x, w, bias)
+        raise
+
+
+def backward(
+    grad: Tensor, needs: Sequence[bool], x: Tensor, w: Tensor
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return dx and dw."""
+    dx = mm(grad, w.t()) if needs[0] else None
+    dw = weight_gradient(x, grad, w) if needs[1] else None
+    return dx, dw
+
+
+SPEC = OpSpec(
+    "xw",
+    operands=(
+        Operand("x", "... K", "activation"),
+        Operand("w", "K N"),
+        Operand("bias", "N", "bias", optional=True),
+    ),
+    reference=reference,
+    backward=backward,
+)

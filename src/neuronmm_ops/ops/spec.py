@@ -1,0 +1,225 @@
+"""What an op is: `OpSpec` says which operands it takes, and holds its arithmetic.
+
+Registration, launchers and tables of shapes are loops over the specs in `ops/definitions`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from inspect import signature
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+LEADING = "..."
+_WHICH = {-1: "last", -2: "first"}
+_LINES = {-1: "columns", -2: "rows"}
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A tensor of an op.
+
+    Attributes:
+        name: as in the schema.
+        shape: a name for each dimension, `K r`; the same name is the same size in all operands.
+            `...` stands for any leading dimensions.
+        role: "activation" is x, "factor" a matrix of weights, "bias" a vector added to the result.
+        optional: may be None.
+    """
+
+    name: str
+    shape: str
+    role: Literal["activation", "factor", "bias"] = "factor"
+    optional: bool = False
+
+    @property
+    def sizes(self) -> tuple[str, ...]:
+        """Names of the dimensions, without the leading ones."""
+        return tuple(name for name in self.shape.split() if name != LEADING)
+
+
+class _EqualSizes(NamedTuple):
+    """A rule: a dimension of one operand has the size of one of another."""
+
+    name: str
+    left: int
+    left_dim: int
+    right: int
+    right_dim: int
+    is_bias: bool
+
+
+@dataclass(frozen=True, eq=False)
+class OpSpec:
+    """The op `neuronmm::<name>`: everything but its kernels, which are in `kernels/<name>`.
+
+    K is the last dimension of x, N that of the result, `[..., N]`; ranks have lower-case names.
+
+    Attributes:
+        name: of the op.
+        operands: x, the factors, then a bias, in the order of the schema.
+        reference: the op in plain torch, for any device: its specification. Tools that read a
+            schema from a function's signature read this one's.
+        backward: `(grad, needs, x, *factors, *choices)` to the gradients of x and the factors, for
+            rows grad [M, N] and x [M, K]; None for each that `needs` does not want.
+        choices: string arguments after the tensors, each with its values, the default first.
+    """
+
+    name: str
+    operands: tuple[Operand, ...]
+    reference: Callable[..., Tensor]
+    backward: Callable[..., tuple[Tensor | None, ...]]
+    choices: Mapping[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
+
+    # --- calls -----------------------------------------------------------------------------------
+
+    @property
+    def schema(self) -> str:
+        """The schema, as `torch.library` takes it."""
+        tensors = [
+            f"Tensor? {operand.name}=None" if operand.optional else f"Tensor {operand.name}"
+            for operand in self.operands
+        ]
+        choices = [f'str {name}="{values[0]}"' for name, values in self.choices.items()]
+        return f"{self.name}({', '.join([*tensors, *choices])}) -> Tensor"
+
+    def complete(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
+        """All arguments of a call in the order of the schema, the default where one is missing."""
+        if kwargs:
+            bound = signature(self.reference).bind(*args, **kwargs)
+            bound.apply_defaults()
+            return bound.args
+        return args + self._defaults[len(args) :]
+
+    @cached_property
+    def _defaults(self) -> tuple[str | None, ...]:
+        return (*[None] * len(self.operands), *[values[0] for values in self.choices.values()])
+
+    # --- shapes ----------------------------------------------------------------------------------
+
+    def shapes(self, sizes: Mapping[str, int], lead: Sequence[int] = ()) -> list[tuple[int, ...]]:
+        """The shapes of all operands.
+
+        Args:
+            sizes: of the dimensions by name.
+            lead: the leading dimensions.
+        """
+        return [
+            (*(lead if LEADING in operand.shape else ()), *[sizes[name] for name in operand.sizes])
+            for operand in self.operands
+        ]
+
+    def result_shape(self, tensors: Sequence[Any]) -> tuple[int, ...]:
+        """The shape `[..., N]` of the result for the op's tensors."""
+        index, dim = self._first["N"]
+        return (*tensors[0].shape[:-1], tensors[index].shape[dim])
+
+    def _dimensions(self) -> Iterator[tuple[str, int, int]]:
+        """Each named size, the operand that has it, and its dimension, counted from the last."""
+        for index, operand in enumerate(self.operands):
+            for dim, name in enumerate(operand.sizes, -len(operand.sizes)):
+                yield name, index, dim
+
+    @cached_property
+    def _first(self) -> dict[str, tuple[int, int]]:
+        """Operand and dimension where each named size comes first."""
+        found: dict[str, tuple[int, int]] = {}
+        for name, index, dim in self._dimensions():
+            found.setdefault(name, (index, dim))
+        return found
+
+    # --- checks ----------------------------------------------------------------------------------
+
+    def check(self, *args: Any) -> None:
+        """Check a call's arguments: all of them, in the order of the schema.
+
+        Raises:
+            ValueError: shapes do not fit, or a choice is unknown.
+            TypeError: dtypes or devices differ, or the dtype is not supported.
+        """
+        x = args[0]
+        if x.dim() == 0:
+            raise ValueError(
+                f"{self.name}: x must have at least one dimension [..., K], got a 0-D tensor"
+            )
+        for index in self.factors:
+            if args[index].dim() != 2:
+                raise ValueError(
+                    f"{self.name}: {self.operands[index].name} must be a matrix, "
+                    f"got shape {list(args[index].shape)}"
+                )
+        dtype, device = x.dtype, x.device
+        if dtype not in FLOAT_DTYPES:
+            raise TypeError(
+                f"{self.name}: dtype must be bfloat16, float16, float32 or float64, got {dtype}; "
+                "cast x and the weights"
+            )
+        for name, tensor in zip(self._weights, args[1:], strict=False):
+            if tensor is not None and (tensor.dtype != dtype or tensor.device != device):
+                raise TypeError(self._unlike(x, name, tensor))
+        for rule in self._equal_sizes:
+            _, left, left_dim, right, right_dim, is_bias = rule
+            a, b = args[left], args[right]
+            if b is not None and (
+                (is_bias and b.dim() != 1) or a.shape[left_dim] != b.shape[right_dim]
+            ):
+                raise ValueError(self._unequal(rule, a, b))
+        if self.choices:
+            self._check_choices(args[len(self.operands) :])
+
+    def _check_choices(self, chosen: tuple[str, ...]) -> None:
+        for (name, values), value in zip(self.choices.items(), chosen, strict=True):
+            if value not in values:
+                raise ValueError(
+                    f"{self.name}: {name} must be one of {', '.join(values)}; got {value!r}"
+                )
+
+    def _unlike(self, x: Tensor, name: str, tensor: Tensor) -> str:
+        """Why a tensor's dtype or device is refused."""
+        what, ours, theirs, remedy = (
+            ("have the same dtype", x.dtype, tensor.dtype, ".to(dtype)")
+            if tensor.dtype != x.dtype
+            else ("be on the same device", x.device, tensor.device, ".to(device)")
+        )
+        verb = "cast" if tensor.dtype != x.dtype else "move"
+        return (
+            f"{self.name}: x and {name} must {what}, got {ours} and {theirs}; "
+            f"{verb} one of them with {remedy}"
+        )
+
+    def _unequal(self, rule: _EqualSizes, left: Tensor, right: Tensor) -> str:
+        """Why the sizes of two operands are refused."""
+        first, second = self.operands[rule.left].name, self.operands[rule.right].name
+        got = f"{first} {list(left.shape)}", f"{second} {list(right.shape)}"
+        if rule.is_bias:
+            text = f"{second} must have shape [{rule.name}] with {rule.name} the columns of {first}"
+            got = got[::-1]
+        elif rule.left_dim == rule.right_dim:
+            text = f"{first} and {second} must have the same number of {_LINES[rule.left_dim]}"
+        else:
+            which, other = _WHICH[rule.left_dim], _WHICH[rule.right_dim]
+            text = f"{which} dimension of {first} must equal {other} dimension of {second}"
+        return f"{self.name}: {text}, got {got[0]} and {got[1]}"
+
+    @cached_property
+    def factors(self) -> tuple[int, ...]:
+        """Places of the factors among the operands."""
+        return tuple(i for i, operand in enumerate(self.operands) if operand.role == "factor")
+
+    @cached_property
+    def _weights(self) -> tuple[str, ...]:
+        return tuple(operand.name for operand in self.operands[1:])
+
+    @cached_property
+    def _equal_sizes(self) -> tuple[_EqualSizes, ...]:
+        """What the names of the dimensions ask of the operands' shapes."""
+        return tuple(
+            _EqualSizes(name, *self._first[name], index, dim, index not in self.factors)
+            for name, index, dim in self._dimensions()
+            if self._first[name] != (index, dim)
+        )
