@@ -7,10 +7,12 @@ import statistics
 import pytest
 
 from neuronmm_ops import neuroncore as nc
-from neuronmm_ops.hardware import Target
+from neuronmm_ops.hardware import DMA_START_NS, Engine, Target, resolve_target
 from neuronmm_ops.kernels import Plan, Problem, nki_kernel, plan_op, plan_xuv, plan_xw
 from neuronmm_ops.kernels.planner import search
+from neuronmm_ops.kernels.planner.instructions import result_ns
 from neuronmm_ops.kernels.planner.problem import mlp_matrices
+from neuronmm_ops.kernels.planner.timeline import Program, Step, Timeline, sbuf_peak
 from neuronmm_ops.neuroncore.dtypes import dtype_of
 
 OPS = ("xw", "xuv", "svd_mlp")
@@ -131,3 +133,57 @@ def test_a_long_prompt_is_split_by_default():
     plan = plan_xuv(2**17, 8192, 4096, 16384, target="trn2")
     assert len(plan.launches) > 1
     assert plan.instructions / len(plan.launches) <= search.MAX_INSTRUCTIONS
+
+
+def test_a_step_waits_for_its_first_load_and_is_evicted_and_stored():
+    machine = resolve_target("trn1")
+    step = Step(
+        1000.0, load_ns=400.0, head_ns=100.0, tail_ns=250.0, store_ns=60.0,
+        tiles=2, first_ns=100.0, last_ns=100.0, scalar_ns=300.0,
+    )  # fmt: skip
+    timeline = Timeline(machine)
+    timeline.repeat([program_of([step])], 1)
+    assert timeline.now == DMA_START_NS + 100 + 1000
+    # the last tile is evicted after the first, which ends later than the last matmul
+    first = timeline.now - 100 + result_ns(machine, Engine.TENSOR) + 300
+    seen = first + 300 + result_ns(machine, Engine.SCALAR)
+    assert timeline.end_ns == pytest.approx(seen + DMA_START_NS + 60)
+
+
+def test_tensor_engine_waits_for_the_last_byte():
+    step = Step(100.0, load_ns=400.0, head_ns=100.0, tail_ns=50.0)
+    timeline = Timeline(resolve_target("trn2"))
+    timeline.repeat([program_of([step])], 1)
+    assert timeline.now == DMA_START_NS + 400 + 50
+
+
+def test_a_load_waits_for_sbuf_that_a_step_before_frees():
+    machine = resolve_target("trn2")
+    size = machine.usable_sbuf_bytes
+    step = Step(1000.0, load_ns=10.0, head_ns=10.0, fills=size, needs=size, frees=size)
+    timeline = Timeline(machine)
+    timeline.repeat([program_of([step])], 2)
+    first = DMA_START_NS + 10 + 1000
+    second = first + DMA_START_NS + 10 + 1000  # it fills what is free when the first ends
+    assert timeline.now == second
+    assert sbuf_peak([program_of([step])], live=7) == size + 7
+
+
+def test_repeats_are_skipped_without_a_change():
+    step = Step(700.0, load_ns=300.0, head_ns=50.0, tail_ns=20.0, store_ns=90.0,
+                tiles=4, first_ns=50.0, last_ns=50.0, scalar_ns=120.0)  # fmt: skip
+    program = program_of([step])
+    long, short = Timeline(resolve_target("trn2")), Timeline(resolve_target("trn2"))
+    for _ in range(500):  # each of them alone, so that none is skipped
+        long.repeat([program], 1)
+    short.repeat([program], 500)
+    assert short.end_ns == pytest.approx(long.end_ns, rel=1e-6)
+    assert len(program.sections) == 1
+
+
+def program_of(steps: list[Step]) -> Program:
+    program = Program()
+    program.again(None)
+    for step in steps:
+        program.add(step)
+    return program

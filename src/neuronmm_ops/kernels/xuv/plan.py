@@ -24,8 +24,8 @@ from neuronmm_ops.kernels.xuv import plan_decode
 
 BLOCKS = (512, 1024, 2048, 4096)
 K_BLOCKS = (512, 1024, 2048, 4096)
-WAITS = 1.01
-"""Time over that of TensorE from which on blocks of K are tried."""
+WAITS = 0.005
+"""Share of the whole time that the first block waits for DMA, from which blocks of K are tried."""
 FIRST, SECOND = 8, 3
 """Stages of each product that plans are made of."""
 
@@ -115,7 +115,7 @@ class _Stages:
         if whole and whole[0].resident == tiles_in(K, PARTITIONS):
             timeline = Timeline(c.machine)
             timeline.repeat([self.project(width, whole[0])], 1)
-            if timeline.end_ns <= WAITS * timeline.work_ns:
+            if timeline.end_ns - timeline.work_ns <= WAITS * self.problem.roofline_ms * 1e6:
                 return whole[:FIRST]
         item = c.item if self.problem.bf16_partial_sums else 4
         partial = tiles_in(self.problem.ranks[0], PARTITIONS) * width * item
