@@ -152,12 +152,12 @@ def _published_cells(row: dict[str, Any]) -> list[str]:
 
 
 def _bench_kernels(options: argparse.Namespace) -> list[dict[str, Any]]:
-    from neuronmm_ops.bench import figure1, kernels
+    from neuronmm_ops.bench import figure1_plot, kernels
 
     if options.plot is not None:
         if not options.figure1:
             raise ValueError("--plot draws the paper's Figure 1: it needs --figure1")
-        figure1.check(options.plot)
+        figure1_plot.check(options.plot)
     with progress_bars() as progress:
         rows = kernels.run(
             options.model,
@@ -169,7 +169,7 @@ def _bench_kernels(options: argparse.Namespace) -> list[dict[str, Any]]:
             progress=progress,
         )
     if options.plot is not None:
-        figure1.save(rows, options.plot)
+        figure1_plot.save(rows, options.plot)
     return rows
 
 

@@ -9,26 +9,25 @@ import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from neuronmm_ops.bench.published import FIGURE1, GIB
+from neuronmm_ops.bench.cases.figure1 import GIB, KERNELS, READINGS, TARGET
 from neuronmm_ops.neuroncore.files import replacing
 from neuronmm_ops.neuroncore.plot import check_format, new_figure
 
 
 class Line(NamedTuple):
-    """A kernel's line, and the name under which the paper measured it."""
+    """A kernel's line, and the marker of what the paper measured."""
 
     label: str
     color: str
     width: float
     marker: str
-    published: str | None
 
 
 LINES = {
-    "xw": Line("X W, dense (neuronmm-ops)", "tab:gray", 1.5, "s", "NKI XW"),
-    "xuv_unfused": Line("X U then (X U) V (neuronmm-ops)", "tab:orange", 1.5, "^", "NKI XUV"),
-    "neuronmm_published": Line("X U V (NeuronMM's loop nest)", "skyblue", 6.0, "o", "NeuronMM"),
-    "xuv": Line("X U V (neuronmm-ops)", "tab:red", 1.5, "", None),
+    "xw": Line("X W, dense (neuronmm-ops)", "tab:gray", 1.5, "s"),
+    "xuv_unfused": Line("X U then (X U) V (neuronmm-ops)", "tab:orange", 1.5, "^"),
+    "neuronmm_published": Line("X U V (NeuronMM's loop nest)", "skyblue", 6.0, "o"),
+    "xuv": Line("X U V (neuronmm-ops)", "tab:red", 1.5, ""),
 }
 
 
@@ -55,15 +54,15 @@ def save(rows: list[dict[str, Any]], path: str | os.PathLike[str]) -> None:
     target = rows[0]["target"]
     _lines(times, rows, "time_ms", 1.0)
     _lines(traffic, rows, "hbm_bytes", GIB)
-    if target == "trn1":
+    if target == TARGET:
         _markers(times, traffic, {row["M"] for row in rows})
     for axes, quantity in ((times, "time, ms"), (traffic, "HBM traffic, GiB")):
         _label(axes, sorted({row["M"] for row in rows}), quantity)
     cores = "one NeuronCore" if rows[0]["lnc"] == 1 else f"{rows[0]['lnc']} NeuronCores"
     figure.suptitle(
         f"X [M, 8192] at rank 4096 to 16384 outputs, bf16, {cores} of {target}\n"
-        "lines: modelled on the simulated core"
-        + ("; markers: published by NeuronMM" if target == "trn1" else "")
+        "lines: modelled on the simulated core; a ratio of two hangs on its DMA row model"
+        + ("; markers: published by NeuronMM" if target == TARGET else "")
     )
     handles, labels = times.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=2, frameon=False)
@@ -91,13 +90,11 @@ def _lines(axes: Any, rows: list[dict[str, Any]], key: str, unit: float) -> None
 
 def _markers(times: Any, traffic: Any, tokens: set[int]) -> None:
     """What the paper measured at these tokens."""
-    for line in LINES.values():
-        readings = FIGURE1.get(line.published or "", {})
-        chosen = {M: reading for M, reading in readings.items() if M in tokens}
-        if not chosen:
-            continue
+    for kernel, published in KERNELS.items():
+        line = LINES[kernel]
+        chosen = {M: reading for M, reading in READINGS[published].items() if M in tokens}
         how: dict[str, Any] = {
-            "color": "tab:blue" if line.published == "NeuronMM" else line.color,
+            "color": "tab:blue" if published == "NeuronMM" else line.color,
             "marker": line.marker,
             "linestyle": "",
             "fillstyle": "none",
@@ -106,8 +103,9 @@ def _markers(times: Any, traffic: Any, tokens: set[int]) -> None:
         }
         ms = {M: reading.ms for M, reading in chosen.items() if reading.ms is not None}
         gib = {M: reading.gib for M, reading in chosen.items() if reading.gib is not None}
-        times.plot(list(ms), list(ms.values()), label=f"{line.published}, published", **how)
-        traffic.plot(list(gib), list(gib.values()), **how)
+        if ms or gib:
+            times.plot(list(ms), list(ms.values()), label=f"{published}, published", **how)
+            traffic.plot(list(gib), list(gib.values()), **how)
 
 
 def _label(axes: Any, tokens: list[int], quantity: str) -> None:

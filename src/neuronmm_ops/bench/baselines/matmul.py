@@ -1,0 +1,203 @@
+"""Published matmul kernels, to hold the simulated core's clock against.
+
+The four steps of AWS's matmul tutorial (SDK 2.26, and again in the 2.32 optimisation guide), the
+two hand-tuned kernels of awslabs/nki-autotune, and the unfused pair that NeuronMM
+(arXiv 2510.25977) is compared with.
+
+Letters: M rows of the result, K the contraction, N columns of the result.
+"""
+
+from __future__ import annotations
+
+from neuronmm_ops.bench.baselines.tiles import (
+    COLUMNS,
+    P,
+    Tiles,
+    add,
+    load_tiles,
+    load_transposed,
+    multiply,
+    zero_tiles,
+)
+from neuronmm_ops.neuroncore import isa as nisa
+from neuronmm_ops.neuroncore import jit
+from neuronmm_ops.neuroncore import language as nl
+from neuronmm_ops.neuroncore.tensor import NkiTensor
+
+
+@jit
+def tutorial_tiled(lhsT: NkiTensor, rhs: NkiTensor) -> NkiTensor:
+    """lhsT [K, M], rhs [K, N] -> [M, N]: one tile at a time, operands loaded for each matmul."""
+    out_hbm = _output(lhsT, rhs)
+    for m in range(lhsT.shape[1] // P):
+        for n in range(rhs.shape[1] // COLUMNS):
+            acc_psum = nl.ndarray((P, COLUMNS), dtype=nl.float32, buffer=nl.psum)
+            for k in range(lhsT.shape[0] // P):
+                a_sb = nl.ndarray((P, P), dtype=lhsT.dtype)
+                b_sb = nl.ndarray((P, COLUMNS), dtype=rhs.dtype)
+                nisa.dma_copy(a_sb, lhsT[nl.ds(k * P, P), nl.ds(m * P, P)])
+                nisa.dma_copy(b_sb, rhs[nl.ds(k * P, P), nl.ds(n * COLUMNS, COLUMNS)])
+                nisa.nc_matmul(acc_psum, a_sb, b_sb)
+            _evict(out_hbm, acc_psum, m, n)
+    return out_hbm
+
+
+@jit
+def tutorial_hoisted(lhsT: NkiTensor, rhs: NkiTensor) -> NkiTensor:
+    """lhsT [K, M], rhs [K, N] -> [M, N]: operands of a row of tiles are loaded before its loop."""
+    out_hbm = _output(lhsT, rhs)
+    for m in range(lhsT.shape[1] // P):
+        a_sb = _load_column(lhsT, m, P)
+        for n in range(rhs.shape[1] // COLUMNS):
+            b_sb = _load_column(rhs, n, COLUMNS)
+            _evict(out_hbm, multiply(a_sb, 0, P, b_sb, 0, COLUMNS), m, n)
+    return out_hbm
+
+
+@jit
+def tutorial_blocked(lhsT: NkiTensor, rhs: NkiTensor) -> NkiTensor:
+    """lhsT [K, M], rhs [K, N] -> [M, N]: blocks of 2 x 2 tiles share their operands."""
+    out_hbm = _output(lhsT, rhs)
+    for m in range(lhsT.shape[1] // (2 * P)):
+        a_sb: list[Tiles] = []
+        for i in range(2):
+            a_sb.append(_load_column(lhsT, 2 * m + i, P))
+        for n in range(rhs.shape[1] // (2 * COLUMNS)):
+            b_sb: list[Tiles] = []
+            for j in range(2):
+                b_sb.append(_load_column(rhs, 2 * n + j, COLUMNS))
+            for i in range(2):
+                for j in range(2):
+                    acc_psum = multiply(a_sb[i], 0, P, b_sb[j], 0, COLUMNS)
+                    _evict(out_hbm, acc_psum, 2 * m + i, 2 * n + j)
+    return out_hbm
+
+
+@jit
+def tutorial_blocked_k(
+    lhsT: NkiTensor, rhs: NkiTensor, tiles_m: int = 16, tiles_n: int = 2, tiles_k: int = 8
+) -> NkiTensor:
+    """lhsT [K, M], rhs [K, N] -> [M, N]: all three dimensions blocked, partial sums in SBUF."""
+    out_hbm = _output(lhsT, rhs)
+    K, M = lhsT.shape
+    rows, width, depth = tiles_m * P, tiles_n * COLUMNS, tiles_k * P
+    for n in range(rhs.shape[1] // width):
+        sums_sb = _zero_grid(M // P, tiles_n, lhsT.dtype)
+        for k in range(K // depth):
+            b_sb = load_tiles(rhs, k * depth, tiles_k, P, n * width, width)
+            for m in range(M // rows):
+                a_sb = load_tiles(lhsT, k * depth, tiles_k, P, m * rows, rows)
+                _add_block(sums_sb, a_sb, b_sb, m * tiles_m, tiles_m)
+        for m in range(M // P):
+            row_sb = nl.ndarray((P, width), dtype=out_hbm.dtype)
+            for j in range(tiles_n):
+                nisa.activation(row_sb[:, nl.ds(j * COLUMNS, COLUMNS)], nl.copy, sums_sb[m][j])
+            nisa.dma_copy(out_hbm[nl.ds(m * P, P), nl.ds(n * width, width)], row_sb)
+    return out_hbm
+
+
+@jit
+def autotune_lhs_rhs(lhs: NkiTensor, rhs: NkiTensor) -> NkiTensor:
+    """lhs [M, K] @ rhs [K, N], 2048^3: DMA transposes, 8 x 1 tiles a block, 8 tiles deep."""
+    M, K = lhs.shape
+    N = rhs.shape[1]
+    out_hbm = nl.ndarray((M, N), dtype=lhs.dtype, buffer=nl.shared_hbm)
+    block = 8 * P
+    for m in range(M // block):
+        sums_sb = zero_tiles(8, P, N, lhs.dtype)
+        for n in range(N // COLUMNS):
+            for k in range(K // block):
+                a_sb = load_transposed(lhs, k * block, 8, m * block, block)
+                b_sb = load_tiles(rhs, k * block, 8, P, n * COLUMNS, COLUMNS)
+                for i in range(8):
+                    total_sb = sums_sb[i][:, nl.ds(n * COLUMNS, COLUMNS)]
+                    _add_rounded(total_sb, a_sb, i, b_sb)
+            for i in range(8):
+                columns = nl.ds(n * COLUMNS, COLUMNS)
+                nisa.dma_copy(out_hbm[nl.ds(m * block + i * P, P), columns], sums_sb[i][:, columns])
+    return out_hbm
+
+
+@jit
+def autotune_transposed_lhs(lhsT: NkiTensor, rhs: NkiTensor) -> NkiTensor:
+    """lhsT [K, M], rhs [K, N] -> [M, N], 2048^3: 4 x 1 tiles a block, 8 deep, sums of all M."""
+    out_hbm = _output(lhsT, rhs)
+    K, M = lhsT.shape
+    for n in range(rhs.shape[1] // COLUMNS):
+        sums_sb = zero_tiles(M // P, P, COLUMNS, lhsT.dtype)
+        for k in range(K // (8 * P)):
+            b_sb = load_tiles(rhs, 8 * k * P, 8, P, n * COLUMNS, COLUMNS)
+            for m in range(M // (4 * P)):
+                a_sb = load_tiles(lhsT, 8 * k * P, 8, P, m * 4 * P, 4 * P)
+                for i in range(4):
+                    _add_rounded(sums_sb[4 * m + i], a_sb, i, b_sb)
+        for m in range(M // P):
+            nisa.dma_copy(out_hbm[nl.ds(m * P, P), nl.ds(n * COLUMNS, COLUMNS)], sums_sb[m])
+    return out_hbm
+
+
+@jit
+def unfused_xuv(x: NkiTensor, u: NkiTensor, v: NkiTensor) -> NkiTensor:
+    """x [M, K], u [K, r], v [r, N] -> [M, N]: two blocked matmuls, (x u) through HBM."""
+    return _matmul_from_rows(_matmul_from_rows(x, u, nl.private_hbm), v, nl.shared_hbm)
+
+
+def _matmul_from_rows(lhs: NkiTensor, rhs: NkiTensor, buffer: nl.MemoryRegion) -> NkiTensor:
+    """lhs [M, K] @ rhs [K, N], transposed on the way in; the tutorial's blocks of 16, 2, 8."""
+    M, K = lhs.shape
+    N = rhs.shape[1]
+    out_hbm = nl.ndarray((M, N), dtype=lhs.dtype, buffer=buffer)
+    rows, width, depth = 16 * P, 2 * COLUMNS, 8 * P
+    for n in range(N // width):
+        sums_sb = _zero_grid(M // P, 2, lhs.dtype)
+        for k in range(K // depth):
+            b_sb = load_tiles(rhs, k * depth, 8, P, n * width, width)
+            for m in range(M // rows):
+                a_sb = load_transposed(lhs, k * depth, 8, m * rows, rows)
+                _add_block(sums_sb, a_sb, b_sb, m * 16, 16)
+        for m in range(M // P):
+            for j in range(2):
+                columns = nl.ds(n * width + j * COLUMNS, COLUMNS)
+                nisa.dma_copy(out_hbm[nl.ds(m * P, P), columns], sums_sb[m][j])
+    return out_hbm
+
+
+def _output(lhsT: NkiTensor, rhs: NkiTensor) -> NkiTensor:
+    """The result [M, N] of lhsT [K, M] and rhs [K, N]."""
+    return nl.ndarray((lhsT.shape[1], rhs.shape[1]), dtype=lhsT.dtype, buffer=nl.shared_hbm)
+
+
+def _load_column(source: NkiTensor, column: int, width: int) -> Tiles:
+    """All tiles [128, width] of one column of tiles."""
+    return load_tiles(source, 0, source.shape[0] // P, P, column * width, width)
+
+
+def _zero_grid(rows: int, columns: int, dtype: nl.DType) -> list[Tiles]:
+    """rows x columns tiles [128, 512] of zeros."""
+    grid_sb: list[Tiles] = []
+    for _i in range(rows):
+        grid_sb.append(zero_tiles(columns, P, COLUMNS, dtype))
+    return grid_sb
+
+
+def _add_block(sums_sb: list[Tiles], a_sb: Tiles, b_sb: Tiles, first: int, rows: int) -> None:
+    """sums_sb[first:] += a.T @ b for `rows` rows of result tiles, each through one PSUM tile."""
+    for j in range(len(sums_sb[0])):
+        for i in range(rows):
+            part_psum = multiply(a_sb, i * P, P, b_sb, j * COLUMNS, COLUMNS)
+            add(sums_sb[first + i][j], part_psum)
+
+
+def _add_rounded(total_sb: NkiTensor, a_sb: Tiles, i: int, b_sb: Tiles) -> None:
+    """total_sb += a[:, tile i].T @ b, the product first rounded to the sum's dtype."""
+    part_psum = multiply(a_sb, i * P, P, b_sb, 0, COLUMNS)
+    part_sb = nl.ndarray((P, COLUMNS), dtype=total_sb.dtype)
+    nisa.tensor_copy(part_sb, part_psum)
+    add(total_sb, part_sb)
+
+
+def _evict(out_hbm: NkiTensor, acc_psum: NkiTensor, m: int, n: int) -> None:
+    """Copy a finished PSUM tile to SBUF and store it."""
+    out_sb = nl.ndarray((P, COLUMNS), dtype=out_hbm.dtype)
+    nisa.tensor_copy(out_sb, acc_psum)
+    nisa.dma_copy(out_hbm[nl.ds(m * P, P), nl.ds(n * COLUMNS, COLUMNS)], out_sb)
