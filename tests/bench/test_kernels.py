@@ -55,15 +55,15 @@ def test_the_published_pair_is_right_over_all_edges(M, H, r, I):  # noqa: E741
     rng = np.random.default_rng(M)
     x, u, v = bf16(rng, M, H), bf16(rng, H, r), bf16(rng, r, I)
     u_up, v_up = bf16(rng, H, r), bf16(rng, r, I)
-    up = neuronmm.up_blocks(M)._asdict()
-    out = nc.simulate(neuronmm.neuronmm_mlp_up, x, u, v, u_up, v_up, target="trn1", **up)
+    up = neuronmm.up_blocks(M)
+    out = nc.simulate(neuronmm.neuronmm_mlp_up, x, u, v, u_up, v_up, target="trn1", blocks=up)
     gate = exact(x, u, v)
     close(out.outputs.T, gate / (1 + np.exp(-gate)) * exact(x, u_up, v_up))
 
     u_down, v_down = bf16(rng, I, r), bf16(rng, r, H)
-    down = neuronmm.down_blocks(M)._asdict()
+    down = neuronmm.down_blocks(M)
     kernel = neuronmm.neuronmm_mlp_down
-    end = nc.simulate(kernel, out.outputs, u_down, v_down, target="trn1", **down)
+    end = nc.simulate(kernel, out.outputs, u_down, v_down, target="trn1", blocks=down)
     close(end.outputs, exact(out.outputs.T, u_down, v_down))
 
 
@@ -81,14 +81,14 @@ def test_padding_is_multiplied_and_not_moved():
     factors = (spec(H, r), spec(r, I))
     up = nc.simulate(
         neuronmm.neuronmm_mlp_up, spec(M, H), *factors, *factors, target="trn1",
-        mode="trace", **blocks._asdict(),
+        mode="trace", blocks=blocks,
     ).profile  # fmt: skip
     # rank in blocks of 4 x 128, outputs in blocks of 16 x 128
     assert up.flops == 2 * 2 * M * 1024 * (H + 4096)
     assert up.hbm_bytes == 2 * (M * (H + I) + 2 * r * (H + I))
     down = nc.simulate(
         neuronmm.neuronmm_mlp_down, spec(I, 200), spec(I, r), spec(r, H), target="trn1",
-        mode="trace", **neuronmm.down_blocks(200)._asdict(),
+        mode="trace", blocks=neuronmm.down_blocks(200),
     ).profile  # fmt: skip
     # 200 tokens in blocks of 128, outputs cut to tiles of 512, rank in blocks of 256
     assert down.flops == 2 * 256 * 768 * (I + H)

@@ -234,7 +234,7 @@ def measure(launch: Launch) -> Measured | None:
     else:
         try:
             kernel = getattr(neuronmm, launch.published)
-            profile = traced(kernel, operands, target, launch.blocks._asdict())
+            profile = traced(kernel, operands, target, {"blocks": launch.blocks})
         except NkiValidationError:
             return None
     return Measured._make([getattr(profile, field) for field in Measured._fields])

@@ -79,16 +79,10 @@ def tutorial_blocked_k(
 ) -> NkiTensor:
     """lhsT [K, M], rhs [K, N] -> [M, N]: all three dimensions blocked, partial sums in SBUF."""
     out_hbm = _output(lhsT, rhs)
-    K, M = lhsT.shape
-    rows, width, depth = tiles_m * P, tiles_n * COLUMNS, tiles_k * P
+    width = tiles_n * COLUMNS
     for n in range(rhs.shape[1] // width):
-        sums_sb = _zero_grid(M // P, tiles_n, lhsT.dtype)
-        for k in range(K // depth):
-            b_sb = load_tiles(rhs, k * depth, tiles_k, P, n * width, width)
-            for m in range(M // rows):
-                a_sb = load_tiles(lhsT, k * depth, tiles_k, P, m * rows, rows)
-                _add_block(sums_sb, a_sb, b_sb, m * tiles_m, tiles_m)
-        for m in range(M // P):
+        sums_sb = _column_sums(lhsT, rhs, n, tiles_m, tiles_n, tiles_k)
+        for m in range(len(sums_sb)):
             row_sb = nl.ndarray((P, width), dtype=out_hbm.dtype)
             for j in range(tiles_n):
                 nisa.activation(row_sb[:, nl.ds(j * COLUMNS, COLUMNS)], nl.copy, sums_sb[m][j])
@@ -110,8 +104,9 @@ def autotune_lhs_rhs(lhs: NkiTensor, rhs: NkiTensor) -> NkiTensor:
                 a_sb = load_transposed(lhs, k * block, 8, m * block, block)
                 b_sb = load_tiles(rhs, k * block, 8, P, n * COLUMNS, COLUMNS)
                 for i in range(8):
-                    total_sb = sums_sb[i][:, nl.ds(n * COLUMNS, COLUMNS)]
-                    _add_rounded(total_sb, a_sb, i, b_sb)
+                    part_psum = multiply(a_sb, i * P, P, b_sb, 0, COLUMNS)
+                    part_sb = _rounded(part_psum, lhs.dtype)
+                    add(sums_sb[i][:, nl.ds(n * COLUMNS, COLUMNS)], part_sb)
             for i in range(8):
                 columns = nl.ds(n * COLUMNS, COLUMNS)
                 nisa.dma_copy(out_hbm[nl.ds(m * block + i * P, P), columns], sums_sb[i][:, columns])
@@ -122,17 +117,9 @@ def autotune_lhs_rhs(lhs: NkiTensor, rhs: NkiTensor) -> NkiTensor:
 def autotune_transposed_lhs(lhsT: NkiTensor, rhs: NkiTensor) -> NkiTensor:
     """lhsT [K, M], rhs [K, N] -> [M, N], 2048^3: 4 x 1 tiles a block, 8 deep, sums of all M."""
     out_hbm = _output(lhsT, rhs)
-    K, M = lhsT.shape
     for n in range(rhs.shape[1] // COLUMNS):
-        sums_sb = zero_tiles(M // P, P, COLUMNS, lhsT.dtype)
-        for k in range(K // (8 * P)):
-            b_sb = load_tiles(rhs, 8 * k * P, 8, P, n * COLUMNS, COLUMNS)
-            for m in range(M // (4 * P)):
-                a_sb = load_tiles(lhsT, 8 * k * P, 8, P, m * 4 * P, 4 * P)
-                for i in range(4):
-                    _add_rounded(sums_sb[4 * m + i], a_sb, i, b_sb)
-        for m in range(M // P):
-            nisa.dma_copy(out_hbm[nl.ds(m * P, P), nl.ds(n * COLUMNS, COLUMNS)], sums_sb[m])
+        sums_sb = _column_sums(lhsT, rhs, n, 4, 1, 8, rounds_products=True)
+        _store_columns(out_hbm, sums_sb, n * COLUMNS)
     return out_hbm
 
 
@@ -144,22 +131,55 @@ def unfused_xuv(x: NkiTensor, u: NkiTensor, v: NkiTensor) -> NkiTensor:
 
 def _matmul_from_rows(lhs: NkiTensor, rhs: NkiTensor, buffer: nl.MemoryRegion) -> NkiTensor:
     """lhs [M, K] @ rhs [K, N], transposed on the way in; the tutorial's blocks of 16, 2, 8."""
-    M, K = lhs.shape
-    N = rhs.shape[1]
-    out_hbm = nl.ndarray((M, N), dtype=lhs.dtype, buffer=buffer)
-    rows, width, depth = 16 * P, 2 * COLUMNS, 8 * P
-    for n in range(N // width):
-        sums_sb = _zero_grid(M // P, 2, lhs.dtype)
-        for k in range(K // depth):
-            b_sb = load_tiles(rhs, k * depth, 8, P, n * width, width)
-            for m in range(M // rows):
-                a_sb = load_transposed(lhs, k * depth, 8, m * rows, rows)
-                _add_block(sums_sb, a_sb, b_sb, m * 16, 16)
-        for m in range(M // P):
-            for j in range(2):
-                columns = nl.ds(n * width + j * COLUMNS, COLUMNS)
-                nisa.dma_copy(out_hbm[nl.ds(m * P, P), columns], sums_sb[m][j])
+    out_hbm = nl.ndarray((lhs.shape[0], rhs.shape[1]), dtype=lhs.dtype, buffer=buffer)
+    for n in range(rhs.shape[1] // (2 * COLUMNS)):
+        sums_sb = _column_sums(lhs, rhs, n, 16, 2, 8, is_transposed=False)
+        _store_columns(out_hbm, sums_sb, n * 2 * COLUMNS)
     return out_hbm
+
+
+def _column_sums(
+    lhs: NkiTensor,
+    rhs: NkiTensor,
+    n: int,
+    tiles_m: int,
+    tiles_n: int,
+    tiles_k: int,
+    is_transposed: bool = True,
+    rounds_products: bool = False,
+) -> list[Tiles]:
+    """Column block n of lhs @ rhs in SBUF: a row of `tiles_n` tiles for each tile of M.
+
+    lhs is [K, M], or [M, K] if it is not transposed. A product over one block of K goes through one
+    PSUM tile, and if asked is rounded to the sums' dtype before it is added.
+    """
+    M = lhs.shape[1] if is_transposed else lhs.shape[0]
+    rows, width, depth = tiles_m * P, tiles_n * COLUMNS, tiles_k * P
+    sums_sb: list[Tiles] = []
+    for _i in range(M // P):
+        sums_sb.append(zero_tiles(tiles_n, P, COLUMNS, lhs.dtype))
+    for k in range(rhs.shape[0] // depth):
+        b_sb = load_tiles(rhs, k * depth, tiles_k, P, n * width, width)
+        for m in range(M // rows):
+            if is_transposed:
+                a_sb = load_tiles(lhs, k * depth, tiles_k, P, m * rows, rows)
+            else:
+                a_sb = load_transposed(lhs, k * depth, tiles_k, m * rows, rows)
+            for j in range(tiles_n):
+                for i in range(tiles_m):
+                    part = multiply(a_sb, i * P, P, b_sb, j * COLUMNS, COLUMNS)
+                    if rounds_products:
+                        part = _rounded(part, lhs.dtype)
+                    add(sums_sb[m * tiles_m + i][j], part)
+    return sums_sb
+
+
+def _store_columns(out_hbm: NkiTensor, sums_sb: list[Tiles], column: int) -> None:
+    """Store the tiles one by one."""
+    for m in range(len(sums_sb)):
+        for j in range(len(sums_sb[m])):
+            columns = nl.ds(column + j * COLUMNS, COLUMNS)
+            nisa.dma_copy(out_hbm[nl.ds(m * P, P), columns], sums_sb[m][j])
 
 
 def _output(lhsT: NkiTensor, rhs: NkiTensor) -> NkiTensor:
@@ -172,32 +192,14 @@ def _load_column(source: NkiTensor, column: int, width: int) -> Tiles:
     return load_tiles(source, 0, source.shape[0] // P, P, column * width, width)
 
 
-def _zero_grid(rows: int, columns: int, dtype: nl.DType) -> list[Tiles]:
-    """rows x columns tiles [128, 512] of zeros."""
-    grid_sb: list[Tiles] = []
-    for _i in range(rows):
-        grid_sb.append(zero_tiles(columns, P, COLUMNS, dtype))
-    return grid_sb
-
-
-def _add_block(sums_sb: list[Tiles], a_sb: Tiles, b_sb: Tiles, first: int, rows: int) -> None:
-    """sums_sb[first:] += a.T @ b for `rows` rows of result tiles, each through one PSUM tile."""
-    for j in range(len(sums_sb[0])):
-        for i in range(rows):
-            part_psum = multiply(a_sb, i * P, P, b_sb, j * COLUMNS, COLUMNS)
-            add(sums_sb[first + i][j], part_psum)
-
-
-def _add_rounded(total_sb: NkiTensor, a_sb: Tiles, i: int, b_sb: Tiles) -> None:
-    """total_sb += a[:, tile i].T @ b, the product first rounded to the sum's dtype."""
-    part_psum = multiply(a_sb, i * P, P, b_sb, 0, COLUMNS)
-    part_sb = nl.ndarray((P, COLUMNS), dtype=total_sb.dtype)
+def _rounded(part_psum: NkiTensor, dtype: nl.DType) -> NkiTensor:
+    """A PSUM tile in SBUF, rounded to a dtype."""
+    part_sb = nl.ndarray(part_psum.shape, dtype=dtype)
     nisa.tensor_copy(part_sb, part_psum)
-    add(total_sb, part_sb)
+    return part_sb
 
 
 def _evict(out_hbm: NkiTensor, acc_psum: NkiTensor, m: int, n: int) -> None:
     """Copy a finished PSUM tile to SBUF and store it."""
-    out_sb = nl.ndarray((P, COLUMNS), dtype=out_hbm.dtype)
-    nisa.tensor_copy(out_sb, acc_psum)
+    out_sb = _rounded(acc_psum, out_hbm.dtype)
     nisa.dma_copy(out_hbm[nl.ds(m * P, P), nl.ds(n * COLUMNS, COLUMNS)], out_sb)

@@ -80,34 +80,23 @@ def neuronmm_mlp_up(
     v_gate: NkiTensor,
     u_up: NkiTensor,
     v_up: NkiTensor,
-    tiles_k: int,
-    tiles_r: int,
-    tiles_m: int,
-    tiles_n: int,
+    blocks: Blocks,
 ) -> NkiTensor:
     """x [M, H], u [H, r] and v [r, I] twice -> (silu(x u_gate v_gate) * (x u_up v_up))^T [I, M]."""
-    us, vs = [u_gate, u_up], [v_gate, v_up]
-    return _transposed_xuv(x, us, vs, tiles_k, tiles_r, tiles_m, tiles_n)
+    return _transposed_xuv(x, [u_gate, u_up], [v_gate, v_up], blocks)
 
 
 @jit
 def neuronmm_xuv(
-    x: NkiTensor,
-    u: NkiTensor,
-    v: NkiTensor,
-    tiles_k: int = 4,
-    tiles_r: int = 8,
-    tiles_m: int = 2,
-    tiles_n: int = 4,
+    x: NkiTensor, u: NkiTensor, v: NkiTensor, blocks: Blocks = UP_DEFAULTS
 ) -> NkiTensor:
     """x [M, K], u [K, r], v [r, N] -> (x u v)^T [N, M]: the up kernel with one branch, no silu."""
-    return _transposed_xuv(x, [u], [v], tiles_k, tiles_r, tiles_m, tiles_n)
+    return _transposed_xuv(x, [u], [v], blocks)
 
 
-def _transposed_xuv(
-    x: NkiTensor, us: Tiles, vs: Tiles, tiles_k: int, tiles_r: int, tiles_m: int, tiles_n: int
-) -> NkiTensor:
+def _transposed_xuv(x: NkiTensor, us: Tiles, vs: Tiles, blocks: Blocks) -> NkiTensor:
     """x [M, K], a u [K, r] and a v [r, N] for each branch -> [N, M]."""
+    tiles_k, tiles_r, tiles_m, tiles_n = blocks
     M, N = x.shape[0], vs[0].shape[1]
     out_hbm = nl.ndarray((N, M), dtype=x.dtype, buffer=nl.shared_hbm)
     tile, tiles = _fitted(M, COLUMNS, tiles_m)
@@ -137,19 +126,12 @@ def _transposed_xuv(
 
 
 @jit
-def neuronmm_mlp_down(
-    xt: NkiTensor,
-    u: NkiTensor,
-    v: NkiTensor,
-    tiles_k: int,
-    tiles_r: int,
-    tiles_m: int,
-    tiles_n: int,
-) -> NkiTensor:
+def neuronmm_mlp_down(xt: NkiTensor, u: NkiTensor, v: NkiTensor, blocks: Blocks) -> NkiTensor:
     """xt [I, M], u [I, r], v [r, H] -> (xt^T u v) [M, H], 128 tokens a matmul in both stages."""
     I, M = xt.shape  # noqa: E741
     N = v.shape[1]
     out_hbm = nl.ndarray((M, N), dtype=v.dtype, buffer=nl.shared_hbm)
+    tiles_k, tiles_r, tiles_m, tiles_n = blocks
     rows, tiles_k = _fitted(I, P, tiles_k)
     tile, tiles = _fitted(M, P, tiles_m)
     columns, tiles_n = _fitted(N, COLUMNS, tiles_n)
