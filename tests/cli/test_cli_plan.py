@@ -73,8 +73,14 @@ def test_mistakes_are_one_line(arguments, message, capsys):
     [
         ("{", "is not JSON"),
         ("[1]", "must hold one JSON object"),
-        (json.dumps(CONFIG | {"hidden_size": -1}), "hidden_size must be an integer of at least 1"),
-        (json.dumps(CONFIG | {"vocab_size": "9"}), "vocab_size must be an integer of at least 1"),
+        (
+            json.dumps(CONFIG | {"hidden_size": -1}),
+            "hidden_size must be an integer from 1 to",
+        ),
+        (
+            json.dumps(CONFIG | {"vocab_size": "9"}),
+            "vocab_size must be an integer from 1 to",
+        ),
         (json.dumps(CONFIG | {"num_attention_heads": True}), "num_attention_heads must be an int"),
     ],
 )

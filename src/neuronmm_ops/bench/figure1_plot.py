@@ -6,7 +6,6 @@ matplotlib is imported when the picture is drawn.
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from neuronmm_ops.bench.cases.figure1 import GIB, KERNELS, READINGS, TARGET
@@ -31,24 +30,9 @@ LINES = {
 }
 
 
-def check(path: str | os.PathLike[str]) -> None:
-    """Find what would fail after the run before it.
-
-    Raises:
-        ValueError: the path cannot be written, or matplotlib does not write its format.
-        ImportError: matplotlib is missing.
-    """
-    path = Path(path)
-    if not path.resolve().parent.is_dir():
-        raise ValueError(f"cannot write {path}: {path.parent} is no directory")
-    if path.is_dir():
-        raise ValueError(f"cannot write {path}: it is a directory")
-    check_format(path)
-
-
 def save(rows: list[dict[str, Any]], path: str | os.PathLike[str]) -> None:
     """Draw the rows of `kernels.run(figure1=True)` in the format of the suffix, PNG without one."""
-    check(path)
+    check_format(path)
     figure = new_figure(10, 5.2)
     times, traffic = figure.subplots(1, 2)
     target = rows[0]["target"]
