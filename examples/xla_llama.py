@@ -96,7 +96,7 @@ def row(name: str, plan: Plan, hlo: str) -> str:
     found = re.findall(r' custom-call\(.*backend_config="([^"]+)"', hlo)
     kernels = {json.loads(base64.b64decode(config))["func_name"] for config in found}
     time_us = f"{1e3 * plan.time_ms:.1f}"
-    cells = (plan.problem.M, len(found), hlo.count(" dot("), "+".join(kernels), plan.form, time_us)
+    cells = (plan.problem.M, len(found), hlo.count(" dot("), "+".join(kernels), plan.phase, time_us)
     return COLUMNS.format(name, *cells)
 
 

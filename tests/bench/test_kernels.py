@@ -12,6 +12,7 @@ from neuronmm_ops.bench import figure1_plot, kernels, runner
 from neuronmm_ops.bench.baselines import matmul, neuronmm, tiles
 from neuronmm_ops.bench.cases import figure1
 from neuronmm_ops.cli import main
+from neuronmm_ops.kernels import Problem
 
 FIELDS = (
     "kernel", "model", "target", "lnc", "M", "K", "r", "N", "dtype", "time_ms", "limit_ms",
@@ -164,7 +165,7 @@ def test_rows_of_the_figure_have_what_was_published():
 
 def test_what_has_no_room_is_none(monkeypatch):
     pairs = ((256, 7168), (7168, 256)) * 3
-    problem = kernels._problem("svd_mlp", 2048, pairs, "trn1", 1)
+    problem = Problem("svd_mlp", 2048, pairs, target="trn1")
     launch = kernels.Launch(problem, "neuronmm_mlp_up", neuronmm.UP_DEFAULTS)
     assert kernels.measure(launch) is None
     monkeypatch.setattr(kernels, "measure", lambda launch: None if launch.blocks else measured)
@@ -194,7 +195,7 @@ def test_defaults_and_a_pool(monkeypatch):
     paper = {entry.problem.M for entry in entries if entry.model == "paper"}
     assert paper == set(figure1.TOKENS)
     monkeypatch.setattr(runner, "POOLED_FROM", 1)
-    problems = [kernels._problem("xw", 1, ((128, n),), "trn1", 1) for n in (128, 256)]
+    problems = [Problem("xw", 1, ((128, n),), target="trn1") for n in (128, 256)]
     launches = [kernels.Launch(problem) for problem in problems]
     pooled = runner.run_all("kernels", kernels.measure, launches, workers=2)
     assert pooled == [kernels.measure(launch) for launch in launches]

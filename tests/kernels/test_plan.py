@@ -12,7 +12,8 @@ import neuronmm_ops
 from neuronmm_ops import kernels
 from neuronmm_ops import neuroncore as nc
 from neuronmm_ops.kernels import Plan, Problem, plan_svd_mlp, plan_xuv, plan_xw
-from neuronmm_ops.kernels.planner.plan import candidates, quickest
+from neuronmm_ops.kernels.planner.problem import mlp_matrices
+from neuronmm_ops.kernels.planner.search import candidates, quickest
 from neuronmm_ops.neuroncore.dtypes import dtype_of
 
 TARGETS = ("trn1", "trn2", "trn3")
@@ -26,15 +27,7 @@ launches = st.sampled_from([("trn1", 1), ("trn2", 1), ("trn2", 2), ("trn3", 1), 
 def profile(plan: Plan) -> nc.Profile:
     """Trace the plan's kernel on its problem."""
     p = plan.problem
-    shapes = {
-        "xw": [(p.M, p.K), (p.K, p.N)],
-        "xuv": [(p.M, p.K), *((p.K, r) for r in p.ranks), *((r, p.N) for r in p.ranks)],
-    }.get(p.op)
-    if shapes is None:
-        gate, up, down = p.ranks
-        shapes = [(p.M, p.K), (p.K, gate), (gate, p.inner), (p.K, up), (up, p.inner)]
-        shapes += [(p.inner, down), (down, p.N)]
-    specs = [nc.TensorSpec(shape, dtype_of(p.dtype)) for shape in shapes]
+    specs = [nc.TensorSpec(shape, dtype_of(p.dtype)) for shape in ((p.M, p.K), *p.matrices)]
     kernel = kernels.nki_kernel(plan)
     return nc.simulate(kernel, *specs, target=p.target, mode="trace", **plan.arguments).profile
 
@@ -66,15 +59,15 @@ def test_every_mlp_has_plans_that_fit(M, K, inner, triple, dtype, launch):
 
 
 SMALL = [
-    Problem("xuv", 1500, 1000, (300,), 900, target="trn1"),
-    Problem("xuv", 129, 700, (77,), 65, target="trn3", dtype="float32"),
-    Problem("xuv", 777, 513, (129,), 1030, target="trn1", dtype="float32"),
-    Problem("xuv", 2048, 1024, (640,), 3072, target="trn2", lnc=2),
-    Problem("xuv", 5, 300, (17,), 4100, target="trn2", lnc=2),
-    Problem("xw", 1300, 1100, (), 700, target="trn1"),
-    Problem("xw", 1, 2048, (), 999, target="trn3"),
-    Problem("svd_mlp", 600, 512, (130, 64, 256), 512, 1000, target="trn1"),
-    Problem("svd_mlp", 3, 512, (130, 64, 256), 512, 1000, target="trn2"),
+    Problem("xuv", 1500, ((1000, 300), (300, 900)), target="trn1"),
+    Problem("xuv", 129, ((700, 77), (77, 65)), target="trn3", dtype="float32"),
+    Problem("xuv", 777, ((513, 129), (129, 1030)), target="trn1", dtype="float32"),
+    Problem("xuv", 2048, ((1024, 640), (640, 3072)), target="trn2", lnc=2),
+    Problem("xuv", 5, ((300, 17), (17, 4100)), target="trn2", lnc=2),
+    Problem("xw", 1300, ((1100, 700),), target="trn1"),
+    Problem("xw", 1, ((2048, 999),), target="trn3"),
+    Problem("svd_mlp", 600, mlp_matrices(512, (130, 64, 256), 1000, 512), target="trn1"),
+    Problem("svd_mlp", 3, mlp_matrices(512, (130, 64, 256), 1000, 512), target="trn2"),
 ]
 
 
@@ -91,13 +84,13 @@ def test_every_candidate_runs_in_the_room_it_says(problem):
 
 
 MODEL_SHAPES = [
-    Problem("xuv", 1024, 2048, (1280,), 8192, target="trn1"),
-    Problem("xuv", 1024, 8192, (1280,), 2048, target="trn2"),
-    Problem("xuv", 512, 4096, (2560,), 14336, target="trn3"),
-    Problem("xuv", 1, 2048, (1280,), 8192, target="trn1"),
-    Problem("xw", 1024, 2048, (), 8192, target="trn1"),
-    Problem("svd_mlp", 1024, 2048, (1280, 1280, 1280), 2048, 8192, target="trn1"),
-    Problem("svd_mlp", 8, 2048, (1280, 1280, 1280), 2048, 8192, target="trn2"),
+    Problem("xuv", 1024, ((2048, 1280), (1280, 8192)), target="trn1"),
+    Problem("xuv", 1024, ((8192, 1280), (1280, 2048)), target="trn2"),
+    Problem("xuv", 512, ((4096, 2560), (2560, 14336)), target="trn3"),
+    Problem("xuv", 1, ((2048, 1280), (1280, 8192)), target="trn1"),
+    Problem("xw", 1024, ((2048, 8192),), target="trn1"),
+    Problem("svd_mlp", 1024, mlp_matrices(2048, (1280, 1280, 1280), 8192, 2048), target="trn1"),
+    Problem("svd_mlp", 8, mlp_matrices(2048, (1280, 1280, 1280), 8192, 2048), target="trn2"),
 ]
 
 
@@ -110,8 +103,8 @@ def test_plans_predict_what_the_simulated_core_says(problem):
 
 
 RAGGED = [
-    Problem("xuv", 538, 4096, (640,), 2048, target="trn3", dtype="float16"),
-    Problem("xw", 1408, 4096, (), 706, target="trn2"),
+    Problem("xuv", 538, ((4096, 640), (640, 2048)), target="trn3", dtype="float16"),
+    Problem("xw", 1408, ((4096, 706),), target="trn2"),
 ]
 
 
@@ -125,12 +118,12 @@ def test_the_first_plan_is_within_3_percent_of_the_best(problem):
 
 
 def test_the_limit_is_the_slower_of_matmuls_and_bytes():
-    prefill = Problem("xuv", 1024, 8192, (4096,), 16384, target="trn1")
+    prefill = Problem("xuv", 1024, ((8192, 4096), (4096, 16384)), target="trn1")
     each = 6.97e6 / (32 * 64 * 16)  # ns of a full matmul in the kernel the overhead was fitted on
-    assert prefill.limit_ms == pytest.approx(2 * 32 * (64 + 128) * each / 1e6)
-    assert Problem("xw", 4096, 8192, (), 8192, target="trn1").limit_ms == pytest.approx(6.97)
-    decode = Problem("xuv", 1, 2048, (1280,), 8192, target="trn1")
-    assert decode.limit_ms == pytest.approx(decode.least_bytes / 272e6)
+    assert prefill.roofline_ms == pytest.approx(2 * 32 * (64 + 128) * each / 1e6)
+    assert Problem("xw", 4096, ((8192, 8192),), target="trn1").roofline_ms == pytest.approx(6.97)
+    decode = Problem("xuv", 1, ((2048, 1280), (1280, 8192)), target="trn1")
+    assert decode.roofline_ms == pytest.approx(decode.least_bytes / 272e6)
     assert decode.least_bytes == 2 * (2048 + 1280 * (2048 + 8192) + 8192)
 
 

@@ -23,9 +23,7 @@ from neuronmm_ops.bench.runner import run_all, traced
 from neuronmm_ops.compress.calibrate import Progress
 from neuronmm_ops.compress.rank import aligned_rank
 from neuronmm_ops.hardware import resolve_target
-from neuronmm_ops.kernels import Plan, Problem, nki_kernel
-from neuronmm_ops.kernels.planner.plan import quickest
-from neuronmm_ops.kernels.planner.problem import Op
+from neuronmm_ops.kernels import Problem, nki_kernel, plan_op
 from neuronmm_ops.models import SHAPES, model_shape
 from neuronmm_ops.neuroncore import NkiValidationError, TensorSpec
 from neuronmm_ops.neuroncore.dtypes import bfloat16
@@ -48,8 +46,6 @@ FIELDS = (
     "limit_share", "bound", "hbm_bytes", "mfu", "sbuf_peak_bytes", "psum_peak_banks",
     "published_ms", "published_bytes",
 )  # fmt: skip
-
-Matrices = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
@@ -170,9 +166,9 @@ def _projection(model: str, M: int, K: int, r: int, N: int, target: str, lnc: in
     """One Linear: dense, unfused at the paper's shape, NeuronMM's X U V on one core, ours."""
 
     def dense(K: int, N: int) -> Problem:
-        return _problem("xw", M, ((K, N),), target, lnc)
+        return Problem("xw", M, ((K, N),), DTYPE, target, lnc)
 
-    pair = _problem("xuv", M, ((K, r), (r, N)), target, lnc)
+    pair = Problem("xuv", M, ((K, r), (r, N)), DTYPE, target, lnc)
     found = [Entry("xw", model, dense(K, N), ((Launch(dense(K, N)),),))]
     if model == PAPER:
         halves = ((Launch(dense(K, r)),), (Launch(dense(r, N)),))
@@ -187,8 +183,8 @@ def _projection(model: str, M: int, K: int, r: int, N: int, target: str, lnc: in
 def _mlp(model: str, M: int, H: int, r: int, I: int, target: str, lnc: int) -> list[Entry]:  # noqa: E741
     """One MLP: ours in one launch, ours as three launches of X U V, NeuronMM's pair."""
     up, down = ((H, r), (r, I)), ((I, r), (r, H))
-    mlp = _problem("svd_mlp", M, up + up + down, target, lnc)
-    three = [(Launch(_problem("xuv", M, pair, target, lnc)),) for pair in (up, up, down)]
+    mlp = Problem("svd_mlp", M, up + up + down, DTYPE, target, lnc)
+    three = [(Launch(Problem("xuv", M, pair, DTYPE, target, lnc)),) for pair in (up, up, down)]
     found = [
         Entry("svd_mlp", model, mlp, ((Launch(mlp),),)),
         Entry("svd_mlp_3xuv", model, mlp, tuple(three)),
@@ -207,20 +203,6 @@ def _published(problem: Problem, kernel: str, *blocks: neuronmm.Blocks) -> tuple
     return tuple([Launch(problem, kernel, choice) for choice in blocks])
 
 
-def _problem(op: Op, M: int, matrices: Matrices, target: str, lnc: int) -> Problem:
-    K, N = matrices[0][0], matrices[-1][1]
-    ranks = tuple([columns for _, columns in matrices[0:-1:2]])
-    inner = matrices[1][1] if op == "svd_mlp" else 0
-    return Problem(op, M, K, ranks, N, inner, DTYPE, target, lnc)
-
-
-def _matrices(problem: Problem) -> Matrices:
-    K, N, inner = problem.K, problem.N, problem.inner
-    sizes = {"xw": [], "xuv": [(K, N)], "svd_mlp": [(K, inner), (K, inner), (inner, N)]}
-    pairs = zip(problem.ranks, sizes[problem.op], strict=True)
-    return tuple([m for r, (k, n) in pairs for m in ((k, r), (r, n))]) or ((K, N),)
-
-
 # --- one launch
 
 
@@ -229,7 +211,8 @@ def measure(launch: Launch) -> Measured | None:
     operands = [TensorSpec(shape, bfloat16) for shape in _shapes(launch)]
     target = launch.problem.target
     if launch.blocks is None:
-        plan = _plan(launch.problem)
+        problem = launch.problem
+        plan = plan_op(problem.op, problem.M, problem.matrices, DTYPE, target, problem.lnc)
         profile = traced(nki_kernel(plan), operands, target, plan.arguments)
     else:
         try:
@@ -240,13 +223,9 @@ def measure(launch: Launch) -> Measured | None:
     return Measured._make([getattr(profile, field) for field in Measured._fields])
 
 
-def _plan(problem: Problem) -> Plan:
-    return quickest(problem)
-
-
 def _shapes(launch: Launch) -> list[tuple[int, int]]:
     """Shapes of a kernel's tensors, in order."""
-    problem, matrices = launch.problem, _matrices(launch.problem)
+    problem, matrices = launch.problem, launch.problem.matrices
     if launch.published == "neuronmm_mlp_up":
         return [(problem.M, problem.K), *matrices[:4]]
     if launch.published == "neuronmm_mlp_down":
@@ -263,12 +242,12 @@ def _row(entry: Entry, measured: dict[Launch, Measured | None]) -> dict[str, Any
     row["kernel"], row["model"] = entry.kernel, entry.model
     row["r"] = problem.ranks[0] if problem.ranks else None
     row["N"] = problem.inner or problem.N
-    row["limit_ms"] = problem.limit_ms
+    row["limit_ms"] = problem.roofline_ms
     modelled = _added(entry, measured)
     if modelled is not None:
         peak_tflops = problem.machine.pe_peak_tflops * problem.lnc
         row |= modelled._asdict()
-        row["limit_share"] = problem.limit_ms / modelled.time_ms
+        row["limit_share"] = problem.roofline_ms / modelled.time_ms
         row["mfu"] = problem.flops / modelled.time_ms / 1e9 / peak_tflops
     if entry.model == PAPER and problem.target == paper.TARGET:
         readings = paper.READINGS.get(paper.KERNELS.get(entry.kernel, ""), {})

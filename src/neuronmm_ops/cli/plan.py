@@ -65,7 +65,7 @@ def _row(projection: str, plan: Plan, dense_ms: float) -> dict[str, Any]:
         "r": max(problem.ranks, default=None),
         "N": problem.inner or problem.N,
         "target": problem.target,
-        "form": plan.form,
+        "form": plan.phase,
         "blocks": plan.arguments,
         "time_ms": plan.time_ms,
         "dense_ms": dense_ms,

@@ -11,8 +11,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from neuronmm_ops.kernels.planner.plan import plan_svd_mlp, plan_xuv, plan_xw
 from neuronmm_ops.kernels.planner.problem import Plan, Problem
+from neuronmm_ops.kernels.planner.search import plan_op, plan_svd_mlp, plan_xuv, plan_xw
 
 if TYPE_CHECKING:
     from neuronmm_ops.neuroncore import Kernel
@@ -21,6 +21,7 @@ __all__ = [
     "Plan",
     "Problem",
     "nki_kernel",
+    "plan_op",
     "plan_svd_mlp",
     "plan_xuv",
     "plan_xw",
@@ -33,7 +34,7 @@ def nki_kernel(plan: Plan) -> Kernel:
 
     Kernel `xuv_decode` is the function of that name in `kernels/xuv/decode.py`.
     """
-    module = import_module(f"{__name__}.{plan.problem.op}.{plan.form}")
+    module = import_module(f"{__name__}.{plan.problem.op}.{plan.phase}")
     kernel = getattr(module, plan.kernel)
     return kernel if plan.problem.lnc == 1 else kernel[plan.problem.lnc]
 

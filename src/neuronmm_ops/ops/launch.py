@@ -139,8 +139,7 @@ def launch_of(
         inner = matrices[4][0]
         plan = plan_svd_mlp(M, K, (gate, up, down), inner, N, dtype, target, lnc)
     else:
-        packed = op == "xuv_packed"
-        plan = plan_xuv(M, K, ranks[0], N, dtype, target, lnc, packed=packed)
+        plan = plan_xuv(M, K, ranks[0], N, dtype, target, lnc)
     has_bias = weights[-1] is not None and weights[-1].dim() == 1
     return Launch(plan, (*lead, N), has_bias, activation)
 

@@ -13,7 +13,6 @@ import re
 import warnings
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
 from functools import cache
 from typing import Any
 
@@ -37,6 +36,7 @@ from neuronmm_ops.ops.launch import (
 from neuronmm_ops.ops.toolchain import ROUTE_VARIABLE, core, xla_route
 
 TARGET = "AwsNeuronCustomNativeKernel"
+PROBLEM_FIELDS = ("op", "M", "K", "ranks", "N", "inner", "dtype", "target", "lnc")
 """The custom call that the Neuron compiler replaces by an NKI kernel."""
 API_NEURON = 2
 """XLA's api version of the Neuron compiler: status-returning."""
@@ -82,10 +82,11 @@ def config_of(launch: Launch) -> str:
         "grid": [] if problem.lnc == 1 else [problem.lnc],
         "has_collectives": False,
         "neuronmm": {
-            **asdict(problem),
+            **{name: getattr(problem, name) for name in PROBLEM_FIELDS},
+            "packed": False,
             "bias": launch.bias,
             "activation": launch.activation,
-            "form": plan.form,
+            "form": plan.phase,
             "blocks": plan.arguments,
         },
     }

@@ -25,7 +25,7 @@ def rounded_up(size: int, unit: int) -> int:
 
 def cut_sizes(size: int, span: int) -> list[int]:
     """Sizes of the tiles of `span` that cover `size`."""
-    return [width for _, width in spans(0, size, span)]
+    return [s.size for s in spans(0, size, span)]
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Shape:
     @cached_property
     def item(self) -> int:
         """Bytes of an element."""
-        return self.problem.item_bytes
+        return self.problem.itemsize
 
     @cached_property
     def passes(self) -> int:

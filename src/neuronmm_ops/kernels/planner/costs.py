@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from neuronmm_ops.hardware import DMA_TRANSPOSE_SHARE, Engine, Machine
-from neuronmm_ops.kernels.planner.problem import Block, load_ns, matmul_ns
-from neuronmm_ops.kernels.stages.tiling import BANKS, COLUMNS, P, packed_tiles, tiles_in
+from neuronmm_ops.kernels.planner.instructions import load_ns, matmul_ns
+from neuronmm_ops.kernels.planner.problem import Block
+from neuronmm_ops.kernels.stages.tiling import BANKS, COLUMNS, P, tiles_in
 
 EVICT_LATENCY_NS = 150.0
 """From the last matmul of a PSUM tile to its eviction, and to the next matmul into its bank."""
@@ -126,9 +127,7 @@ class Costs:
 
     machine: Machine
     item: int
-    packed: bool = False
-    """u lies in packed order."""
-    rounds: bool = False
+    bf16_partial_sums: bool = False
     """Partial sums in SBUF have the dtype's size instead of fp32's."""
 
     @property
@@ -174,15 +173,6 @@ class Costs:
     def load(self, rows: int, columns: int) -> float:
         """A tile of a matrix with `columns` columns taken together."""
         return load_ns(self.machine, min(P, rows), columns * self.item)
-
-    def project_load(self, rows: int, columns: int, r: int) -> float:
-        """A block [rows, columns] of u [K, r]; packed rows are neighbours in their partition."""
-        count = tiles_in(rows, P)
-        if not (self.packed and columns == r):
-            return count * self.load(rows, columns)
-        together = packed_tiles(columns * self.item)
-        runs = [together] * (count // together) + [count % together] * (count % together > 0)
-        return sum([load_ns(self.machine, P, n * columns * self.item) for n in runs])
 
     def transposed(self, rows: int, tokens: int) -> float:
         """DMA time of an x^T tile [rows, tokens]."""

@@ -15,7 +15,7 @@ from neuronmm_ops.kernels.planner.clock import (
     rounded_up,
 )
 from neuronmm_ops.kernels.planner.problem import Block, Plan, Problem
-from neuronmm_ops.kernels.stages.tiling import ALIGN, COLUMNS, SMALL, P, spans, tiles_in
+from neuronmm_ops.kernels.stages.tiling import ALIGN, COLUMNS, SMALL, P, tiles_in
 
 KEPT = 8
 """Plans that are returned, best first."""
@@ -55,7 +55,7 @@ def _first(s: Shape, chunk: int) -> Blocks:
         return {**shared, "keep": False}
     ranks = s.problem.ranks
     if s.problem.op == "xuv":
-        return {**shared, "ranks": _even(ranks[0], s.most), "packed": s.problem.packed}
+        return {**shared, "ranks": _even(ranks[0], s.most)}
     together = sum(s.banks(r, P) for r in ranks[:2]) <= SUM_BANKS
     cut = _even(ranks[2] if together else max(ranks), s.most)
     inner = min(rounded_up(s.own(s.problem.inner), P), COLUMNS * s.lanes)
@@ -143,7 +143,7 @@ def _run_svd_mlp(c: Clock) -> None:
     c.release(s.buffers(pieces))
     c.hold(s.turned(low[0]) + s.turned(low[1]))
     inner = s.own(p.inner)
-    spans_of_h = [size for _, size in spans(0, inner, int(c.blocks["inner"]))]
+    spans_of_h = cut_sizes(inner, int(c.blocks["inner"]))
     h = [w for size in spans_of_h for w in s.lane_widths(size, P)]
     spill = bool(c.blocks["spill"])
     kept = 0 if spill else sum(s.lane(size, P) for size in spans_of_h) * s.item

@@ -43,7 +43,7 @@ def strips(tokens: int) -> list[int]:
 
 
 def _xuv_plans(problem: Problem, strip: int, tokens: int) -> list[Plan]:
-    costs = Costs(problem.machine, problem.item_bytes, problem.packed, problem.rounds)
+    costs = Costs(problem.machine, problem.itemsize, problem.bf16_partial_sums)
     width, r = min(strip, tokens), problem.ranks[0]
     held = tiles_in(r, P) * width * costs.item
     seconds = row_stages(costs, width, r, problem.N, held)[:3]
@@ -61,7 +61,7 @@ def _xuv_plans(problem: Problem, strip: int, tokens: int) -> list[Plan]:
 
 
 def _xw_plans(problem: Problem, strip: int, tokens: int) -> list[Plan]:
-    costs = Costs(problem.machine, problem.item_bytes)
+    costs = Costs(problem.machine, problem.itemsize)
     width, K, N = min(strip, tokens), problem.K, problem.N
     found: list[Plan] = []
     for stage in dense_stages(costs, width, K, N):
@@ -81,14 +81,14 @@ def _plan(
 ) -> Plan:
     """The plan of full strips in `stages`, and of a narrower one in the end in `last`."""
     tokens = problem.core_tokens[0]
-    blocks: dict[str, Block] = {"strip": strip}
+    blocks: dict[str, Block] = {"token_block": strip}
     for stage in stages:
         blocks.update(stage.blocks)
     blocks.update(layout=costs.layout, engines=costs.engines)
-    if problem.packed:
-        blocks["packed"] = True
-    if problem.rounds:
-        blocks["rounds"] = True
+    if problem.op == "xuv":
+        blocks["v_banks"] = costs.banks if costs.layout == "pe" else BANKS
+    if problem.bf16_partial_sums:
+        blocks["bf16_partial_sums"] = True
     full = tokens // min(strip, tokens)
     fetched = stages[0].time(0.0)[1]
     time = DMA_START_NS + stages[0].first_ns + (last or stages)[-1].tail_ns
@@ -102,7 +102,7 @@ def _plan(
     traffic = full * sum([s.hbm_bytes for s in stages]) + sum([s.hbm_bytes for s in last])
     return Plan(
         problem=problem,
-        form="prefill",
+        phase="prefill",
         kernel=problem.op,
         blocks=tuple(blocks.items()),
         time_ms=time / 1e6,
@@ -126,7 +126,7 @@ def project_stages(costs: Costs, width: int, K: int, r: int) -> list[Stage]:
     """Blocks of `strip.project` on x [K, width] from HBM that fit, quickest first."""
     found: list[Stage] = []
     widths = sorted({min(tiles_in(b, P) * P, tiles_in(r, P) * P) for b in (*BLOCKS, *_even(r))})
-    sums = costs.item if costs.rounds else 4
+    sums = costs.item if costs.bf16_partial_sums else 4
     partial, limit = tiles_in(r, P) * width * sums, 0.8 * costs.machine.usable_sbuf_bytes
     for k_block in K_BLOCKS:
         if k_block and (k_block >= K or 16 * k_block < K or partial > limit):
@@ -166,7 +166,7 @@ def _project(
     reused = groups > 1 or passes_per_block > 1
     u_bytes = count * min(block, r) * costs.item if reused else 3 * min(block, r) * costs.item
     strip_bytes = tiles_in(r, P) * width * costs.item
-    if k_block and not costs.rounds:  # fp32, and the columns that are just rounded
+    if k_block and not costs.bf16_partial_sums:  # fp32, and the columns that are just rounded
         strip_bytes = tiles_in(r, P) * width * 4 + block_tiles * width * costs.item
     x_tile = width * costs.item
     held = u_bytes + strip_bytes + costs.staging(width)
@@ -176,7 +176,7 @@ def _project(
             continue
         sbuf = held + min(keep + 2, count) * x_tile
         blocks: Blocks = (
-            ("keep", keep),
+            ("resident", keep),
             ("u_block", block),
             ("tokens", tokens),
             ("banks", banks),
@@ -244,7 +244,7 @@ def _project_pass(
     count = tiles_in(K, P)
     dma = loads * costs.transposed(min(P, K), own)
     if fresh:
-        dma += costs.project_load(K, fresh, r)
+        dma += count * costs.load(K, fresh)
     pe = count * costs.matmuls(side, own) + loads * costs.turned(own)
     tiles = tiles_in(side, P) * tiles_in(own, COLUMNS)
     evict = tiles * costs.evict(min(own, COLUMNS), adds)
@@ -270,7 +270,7 @@ def row_stages(costs: Costs, width: int, r: int, N: int, held: int) -> list[Stag
             sbuf = held + weights + 2 * result + min(block, N) * costs.item
             if sbuf > costs.machine.usable_sbuf_bytes:
                 continue
-            blocks: Blocks = (("v_block", block), ("rows", rows))
+            blocks: Blocks = (("v_block", block), ("token_tiles", rows))
             found.append(_write_rows(costs, width, r, N, blocks, sbuf))
     return sorted(found, key=lambda s: s.time(0.0)[0] + s.tail_ns)
 
@@ -332,9 +332,9 @@ def dense_stages(costs: Costs, width: int, K: int, N: int) -> list[Stage]:
             for keep in _keeps(count, room // x_tile - 3):
                 sbuf = held + min(keep + 2, count) * x_tile
                 blocks: Blocks = (
-                    ("keep", keep),
+                    ("resident", keep),
                     ("block", block),
-                    ("rows", rows),
+                    ("token_tiles", rows),
                     ("banks", banks),
                 )
                 found.append(_dense(costs, width, K, N, blocks, sbuf))

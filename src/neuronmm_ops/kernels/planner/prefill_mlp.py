@@ -13,7 +13,7 @@ from itertools import product
 from neuronmm_ops.hardware import DMA_START_NS, Engine
 from neuronmm_ops.kernels.planner.costs import EVICT_LATENCY_NS, Costs
 from neuronmm_ops.kernels.planner.problem import Plan, Problem
-from neuronmm_ops.kernels.stages.tiling import BANKS, COLUMNS, P, Span, tiles_in
+from neuronmm_ops.kernels.stages.tiling import BANKS, COLUMNS, P, tiles_in
 
 GROUP = 4
 """Tiles of the hidden strip that spill together, and of x that TensorE transposes together."""
@@ -22,8 +22,8 @@ SMALL_STRIPS = (384, 256, 128, 64, 32, 16)  # where no larger one fits
 MARGIN = 4
 """Tiles of a stream that are in SBUF at least: the four last of a contraction."""
 NAMES = (  # the kernel's compile-time arguments, in order
-    *("strip", "layout", "keep", "spill", "keep_spilled"),
-    *("u_block", "v_block", "down_block", "out_block", "tokens", "rows", "banks", "engines"),
+    *("token_block", "layout", "resident", "spill", "resident_spilled"),
+    *("u_block", "v_block", "down_block", "out_block", "tokens", "token_tiles", "banks", "engines"),
 )
 AHEAD_BYTES = 8192
 """SBUF per partition that a hidden strip which spills leaves to loads ahead."""
@@ -79,7 +79,7 @@ class Strip:
     """
 
     def __init__(self, problem: Problem, width: int, tokens: int) -> None:
-        machine, item = problem.machine, problem.item_bytes
+        machine, item = problem.machine, problem.itemsize
         self.problem, self.width, self.tokens = problem, width, tokens
         self.costs = Costs(machine, item)
         turns = self.costs.layout == "pe"
@@ -172,7 +172,9 @@ class Form:
         yield from self._project(width, 2, (problem.inner, down), first, later)
         yield from self._write(width)
 
-    def _block(self, stage: int, shape: Span, load: float, passes: list[Costing]) -> Iterator[Step]:
+    def _block(
+        self, stage: int, shape: tuple[int, int], load: float, passes: list[Costing]
+    ) -> Iterator[Step]:
         """Steps with weights of `shape` tiles, columns: loaded for the first, used until the last.
 
         What arrives of an operand, its stage counts as held, or is used in that step only.
@@ -185,7 +187,7 @@ class Form:
             yield Step(work, dma + load * first, store, fills, frees, shape[0], room, stage)
 
     def _project(
-        self, width: int, stage: int, shape: Span, operand: Arrival, later: Arrival
+        self, width: int, stage: int, shape: tuple[int, int], operand: Arrival, later: Arrival
     ) -> Iterator[Step]:
         """`strip.project`: what the operand takes first, and in later passes."""
         costs = self.strip.costs
@@ -254,7 +256,7 @@ class Form:
         gate, up, down = passes
         rows = problem.K + (gate + up - 1) * max(0, problem.K - self.keep * P)
         rows += GROUP * P * (2 * self.spill + (down - 1) * (self.spill - self.keep_spilled))
-        return problem.item_bytes * (width * (rows + problem.N) + problem.weight_elements)
+        return problem.itemsize * (width * (rows + problem.N) + problem.weight_elements)
 
 
 class _Clock:

@@ -9,25 +9,20 @@ from neuronmm_ops.kernels.stages.tiling import P, Span, spans
 class Piece(nl.NKIObject):
     """A range of a contraction, whose weight rows are split over partitions: p * tiles + j.
 
-    Each partition so reads neighbouring rows of the weight, in one long run. A packed weight is
-    split so as a whole: row p * (K // 128) + j of it belongs to feature j * 128 + p.
+    Each partition so reads neighbouring rows of the weight, in one long run.
 
     Args:
         start: first feature of the contraction.
         source: [M, size] activations, in HBM or in SBUF.
         loaded: whether they are in SBUF.
         lane: which quarter or half of the partitions they are loaded to.
-        packed: whether the weight is, in the order of `SVDLinear.pack_`.
     """
 
-    def __init__(
-        self, start: int, source: NkiTensor, loaded: bool, lane: int, packed: bool = False
-    ) -> None:
+    def __init__(self, start: int, source: NkiTensor, loaded: bool, lane: int) -> None:
         self.start = start
         self.source = source
         self.loaded = loaded
         self.lane = lane
-        self.packed = packed
         self.tokens, self.size = source.shape
         self.turned: list[NkiTensor] = []
 
@@ -41,20 +36,17 @@ class Piece(nl.NKIObject):
         if tiles > 0:
             full = nl.ndarray((P, tiles, self.tokens), dtype=self.source.dtype)
             for group in spans(0, tiles, transposes_in_bank(self.tokens, self.source.dtype)):
-                turn_columns(full, tokens[:, 0:whole], group, self.packed)
+                turn_columns(full, tokens[:, 0:whole], group)
             self.turned.append(full)
         if whole < self.size:
             rest = nl.ndarray((self.size - whole, 1, self.tokens), dtype=self.source.dtype)
-            turn_columns(rest, tokens[:, whole : self.size], (0, 1), True)
+            turn_columns(rest, tokens[:, whole : self.size], Span(0, 1))
             self.turned.append(rest)
 
     def rows_of(self, weight: NkiTensor) -> NkiTensor:
         """[128, size // 128, N]: the whole tiles of weight rows, by partition."""
         tiles = self.size // P
-        if not self.packed:
-            return weight[self.start : self.start + tiles * P, :].reshape_dim(0, (P, tiles))
-        split = weight.reshape_dim(0, (P, weight.shape[0] // P))
-        return split[:, self.start // P : self.start // P + tiles, :]
+        return weight[self.start : self.start + tiles * P, :].reshape_dim(0, (P, tiles))
 
     def load(self) -> NkiTensor:
         """Load the activations to the partitions of the lane."""
@@ -65,21 +57,15 @@ class Piece(nl.NKIObject):
         return tokens
 
 
-def turn_columns(to: NkiTensor, tokens: NkiTensor, group: Span, packed: bool) -> None:
-    """to[:, j, :] = tokens[:, j::tiles]^T for the j of a group, through one bank of PSUM.
-
-    Of a `packed` weight, tile j is of neighbouring columns.
-    """
+def turn_columns(to: NkiTensor, tokens: NkiTensor, group: Span) -> None:
+    """to[:, j, :] = tokens[:, j::tiles]^T for the j of a group, through one bank of PSUM."""
     rows, tiles, M = to.shape
     width = tokens.shape[1]
-    bank = nl.ndarray((rows, group[1], M + M % 2), dtype=to.dtype, buffer=nl.psum)
-    for i in range(group[1]):
-        j = group[0] + i
-        if packed:
-            nisa.nc_transpose(bank[:, i, 0:M], tokens[:, j * rows : (j + 1) * rows])
-        else:
-            nisa.nc_transpose(bank[:, i, 0:M], tokens[:, j:width:tiles])
-    evict(to[:, group[0] : group[0] + group[1], :], bank[:, :, 0:M], 0)
+    bank = nl.ndarray((rows, group.size, M + M % 2), dtype=to.dtype, buffer=nl.psum)
+    for i in range(group.size):
+        j = group.start + i
+        nisa.nc_transpose(bank[:, i, 0:M], tokens[:, j:width:tiles])
+    evict(to[:, group.start : group.start + group.size, :], bank[:, :, 0:M], 0)
 
 
 def evict(to: NkiTensor, bank: NkiTensor, turn: int) -> None:
@@ -108,15 +94,13 @@ def load_lanes(M: int) -> int:
     return 4 if M <= 32 else 2 if M <= 64 else 1
 
 
-def pieces_of(
-    x: NkiTensor, start: int, part: Span, width: int, packed: bool = False
-) -> list[Piece]:
+def pieces_of(x: NkiTensor, start: int, part: Span, width: int) -> list[Piece]:
     """Columns `part` of x [M, K] in HBM as pieces of `width`; x's column 0 is row `start`."""
     found: list[Piece] = []
     lanes = load_lanes(x.shape[0])
-    for s in spans(part[0], part[1], width):
+    for s in spans(part.start, part.size, width):
         lane = lanes - 1 - len(found) % lanes
-        found.append(Piece(start + s[0], x[:, s[0] : s[0] + s[1]], False, lane, packed))
+        found.append(Piece(start + s.start, x[:, s.start : s.start + s.size], False, lane))
     return found
 
 
@@ -124,5 +108,5 @@ def again(pieces: list[Piece]) -> list[Piece]:
     """The same pieces, not transposed: what was is free for other tiles."""
     found: list[Piece] = []
     for piece in pieces:
-        found.append(Piece(piece.start, piece.source, piece.loaded, piece.lane, piece.packed))
+        found.append(Piece(piece.start, piece.source, piece.loaded, piece.lane))
     return found

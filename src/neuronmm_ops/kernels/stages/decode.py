@@ -33,12 +33,12 @@ def matmul_columns(M: int) -> int:
 def own(size: int) -> Span:
     """This core's range of a dimension; halves are multiples of 128 where it is large enough."""
     if nl.num_programs(0) == 1:
-        return (0, size)
+        return Span(0, size)
     unit = P if size >= 2 * P else 1
     half = min(size, tiles_in(size, 2 * unit) * unit)
     if nl.program_id(0) == 0:
-        return (0, half)
-    return (half, size - half)
+        return Span(0, half)
+    return Span(half, size - half)
 
 
 class Sums(nl.NKIObject):
@@ -54,17 +54,18 @@ class Sums(nl.NKIObject):
 
     def __init__(self, weight: NkiTensor, part: Span, M: int, unit: int, step: int) -> None:
         self.weight = weight
-        self.start, self.size = part
+        self.start = part.start
+        self.size = part.size
         self.tokens = M
         self.step = step
         count = matmul_lanes(M)
         self.rows = P // count
-        self.width = min(part[1], tiles_in(part[1], unit * count) * unit)
-        self.lanes = spans(0, part[1], self.width)
+        self.width = min(part.size, tiles_in(part.size, unit * count) * unit)
+        self.lanes = spans(0, part.size, self.width)
         self.partitions = (len(self.lanes) - 1) * self.rows + M
         self.banks: list[NkiTensor] = []
         for s in spans(0, self.width, step):
-            self.banks.append(nl.ndarray((self.partitions, s[1]), nl.float32, buffer=nl.psum))
+            self.banks.append(nl.ndarray((self.partitions, s.size), nl.float32, buffer=nl.psum))
         self.started = False
 
     def parts(self, step: int) -> list[Part]:
@@ -72,27 +73,27 @@ class Sums(nl.NKIObject):
         found: list[Part] = []
         for s in spans(0, self.width, step):
             for i in range(len(self.lanes)):
-                width = min(s[1], self.lanes[i][1] - s[0])
+                width = min(s.size, self.lanes[i].size - s.start)
                 if width > 0:
-                    found.append((i, s[0], width))
+                    found.append((i, s.start, width))
         return found
 
     def in_order(self) -> list[Part]:
         """The sums cut into banks, in the order of columns."""
         found: list[Part] = []
         for i in range(len(self.lanes)):
-            for s in spans(0, self.lanes[i][1], COLUMNS):
-                found.append((i, s[0], s[1]))
+            for s in spans(0, self.lanes[i].size, COLUMNS):
+                found.append((i, s.start, s.size))
         return found
 
     def halves(self) -> list[Span]:
         """Columns in two parts that are loaded one after the other, if both make long rows."""
         if self.size * item_bytes(self.weight.dtype) < 2 * HALF:
-            return [(0, self.size)]
+            return [Span(0, self.size)]
         first = tiles_in(self.size, 2 * self.step) * self.step
         if len(self.lanes) > 1:
-            first = self.lanes[len(self.lanes) // 2][0]
-        return [(0, first), (first, self.size - first)]
+            first = self.lanes[len(self.lanes) // 2].start
+        return [Span(0, first), Span(first, self.size - first)]
 
     def sums(self, part: Part) -> NkiTensor:
         """[M, columns] of a part, in PSUM."""
@@ -106,7 +107,7 @@ class Sums(nl.NKIObject):
 
     def lane(self, tile: NkiTensor, i: int) -> NkiTensor:
         """[M, width] of a lane, in a tile of `new_tile`."""
-        return self.like(tile, (i, 0, self.lanes[i][1]))
+        return self.like(tile, (i, 0, self.lanes[i].size))
 
     def new_tile(self, dtype: nl.DType) -> NkiTensor:
         """A tile in SBUF for all sums, laid out as they are."""
@@ -119,7 +120,7 @@ class Sums(nl.NKIObject):
         """
         add = self.started or more
         for part in self.parts(self.step):
-            first = self.lanes[part[0]][0] + part[1] - start
+            first = self.lanes[part[0]].start + part[1] - start
             if first < 0 or first >= moving.shape[1]:
                 continue
             columns = moving[:, first : first + part[2]]
@@ -158,19 +159,21 @@ class Sums(nl.NKIObject):
             few = max(1, min(chunk, SMALL) // row_bytes)
             head, tail = min(tiles, few) if first else 0, few if cut else 0
             for s in ramp(tiles, head, max(1, chunk // row_bytes), tail):
-                ends = cut and s[0] + s[1] == tiles
-                self.add_rows(rows[:, s[0] : s[0] + s[1], :], piece.turned[0], s[0], ends)
+                ends = cut and s.start + s.size == tiles
+                self.add_rows(
+                    rows[:, s.start : s.start + s.size, :], piece.turned[0], s.start, ends
+                )
         if whole < piece.size:
             rows = self.weight[piece.start + whole : piece.start + piece.size, :].expand_dim(1)
             self.add_rows(rows, piece.turned[len(piece.turned) - 1], 0, last)
 
     def add_rows(self, rows: NkiTensor, turned: NkiTensor, at: int, last: bool) -> None:
         """Load weight rows [k, count, N], the `last` in two parts, and multiply tiles from `at`."""
-        for part in self.halves() if last else [(0, self.size)]:
-            tile = nl.ndarray((rows.shape[0], rows.shape[1], part[1]), dtype=self.weight.dtype)
-            nisa.dma_copy(tile, rows[:, :, nl.ds(self.start + part[0], part[1])])
+        for part in self.halves() if last else [Span(0, self.size)]:
+            tile = nl.ndarray((rows.shape[0], rows.shape[1], part.size), dtype=self.weight.dtype)
+            nisa.dma_copy(tile, rows[:, :, nl.ds(self.start + part.start, part.size)])
             for j in range(rows.shape[1]):
-                self.add(turned[:, at + j, :], tile[:, j, :], part[0], j > 0)
+                self.add(turned[:, at + j, :], tile[:, j, :], part.start, j > 0)
 
     def rounded(self, dtype: nl.DType) -> NkiTensor:
         """The sums in SBUF."""
@@ -202,13 +205,13 @@ class Sums(nl.NKIObject):
         """What is in a tile, as pieces of a contraction over the columns of the weight."""
         found: list[Piece] = []
         for i in range(len(self.lanes)):
-            found.append(Piece(self.start + self.lanes[i][0], self.lane(tile, i), True, 0))
+            found.append(Piece(self.start + self.lanes[i].start, self.lane(tile, i), True, 0))
         return found
 
     def store(self, to: NkiTensor, first: int, tile: NkiTensor) -> None:
         """Store a tile; `to` is [M, N] in HBM, its column 0 is column `first` of the weight."""
         for i in range(len(self.lanes)):
-            columns = nl.ds(self.start - first + self.lanes[i][0], self.lanes[i][1])
+            columns = nl.ds(self.start - first + self.lanes[i].start, self.lanes[i].size)
             nisa.dma_copy(to[:, columns], self.lane(tile, i))
 
 
@@ -247,7 +250,7 @@ def project(
     if together:
         sums: list[Sums] = []
         for w in weights:
-            sums.append(Sums(w, (0, w.shape[1]), M, P, step))
+            sums.append(Sums(w, Span(0, w.shape[1]), M, P, step))
         contract(pieces, sums, chunk, True, False)
         for s in sums:
             found.append(s.pieces(finished(s)))
@@ -271,10 +274,10 @@ def finished(sums: Sums) -> NkiTensor:
 
 def blocks_of(part: Span, block: int, last: int) -> list[Span]:
     """Cut a range into blocks, the last of `last` columns."""
-    rest = max(0, part[1] - last)
-    found = spans(part[0], rest, block)
-    if part[1] > 0:
-        found.append((part[0] + rest, part[1] - rest))
+    rest = max(0, part.size - last)
+    found = spans(part.start, rest, block)
+    if part.size > 0:
+        found.append(Span(part.start + rest, part.size - rest))
     return found
 
 

@@ -1,4 +1,4 @@
-"""Stages of the prefill kernels: a strip of tokens stays in SBUF while weights stream past it.
+"""Stages of the prefill kernels: a block of tokens stays in SBUF while weights stream past it.
 
 Every sum is held in PSUM (fp32) over its whole contraction. Tiles are loaded where they are first
 used, each into SBUF of its own, so that they are fetched ahead as far as there is room.
@@ -9,349 +9,313 @@ from __future__ import annotations
 from typing import Any
 
 from neuronmm_ops.kernels.shim import NkiTensor, nisa, nl
-from neuronmm_ops.kernels.stages.tiling import COLUMNS, P, Span, packed_tiles, spans, tiles_in
+from neuronmm_ops.kernels.stages.tiling import (
+    BANK_COLUMNS,
+    PARTITIONS,
+    STAGED_TILES,
+    Group,
+    Span,
+    core_span,
+    natural_groups,
+    spans,
+    tiles_in,
+    transposed_groups,
+)
 
 Tiles = list[NkiTensor]
-PE_CHUNK = 4
-"""Contraction tiles that are loaded together when TensorE transposes them."""
 
 
 class Operand(nl.NKIObject):
     """One side of a matmul, [size, width], in tiles of 128 rows of the contraction.
 
     Args:
-        source: HBM tensor, or None where `tiles` holds everything.
-        size: the contraction.
-        start: first column (first token) in `source`.
-        width: columns (tokens).
-        keep: how many tiles stay in SBUF; the others are loaded again for each use.
-        layout: how `source` lies: "rows" [size, columns], or tokens first [columns, size],
-            transposed by the "dma" engines or by the "pe". "packed": rows in the order that
-            `SVDLinear.pack_` gives them, row j * 128 + p at p * count + j.
-        first: first row of the contraction in `source`.
+        source_hbm: tensor in HBM, or None where `tiles_sb` holds everything.
+        rows: of the contraction, in `source_hbm`.
+        columns: of `source_hbm`; of x, tokens.
+        resident: how many tiles stay in SBUF; the others are loaded again for each use.
+        layout: how `source_hbm` lies: "rows" [size, columns], or tokens first [columns, size],
+            transposed by the "dma" engines or by the "pe".
+        split: each group of tokens has tiles of its own.
     """
 
     def __init__(
         self,
-        source: NkiTensor | None,
-        size: int,
-        start: int,
-        width: int,
-        keep: int,
+        source_hbm: NkiTensor | None,
+        rows: Span,
+        columns: Span,
+        resident: int,
         layout: str = "rows",
-        first: int = 0,
+        split: bool = False,
     ) -> None:
-        self.source: Any = source
-        self.size = size
-        self.start = start
-        self.width = width
-        self.keep = keep
+        self.source_hbm: Any = source_hbm
+        self.rows = rows
+        self.columns = columns
+        self.resident = resident
         self.layout = layout
-        self.first = first
-        self.count = tiles_in(size, P)
-        self.tiles: Tiles = []
-        # what several tiles are made of, and the first of them
-        self.rows: Tiles = []
-        self.chunk = -1
+        self.split = split
+        self.size = rows.size
+        self.width = columns.size
+        self.count = tiles_in(rows.size, PARTITIONS)
+        self.tiles_sb: Tiles = []
+        # token rows that several tiles are transposed from, and the number of these rows
+        self.staged_sb: Tiles = []
+        self.staged = -1
 
     def part(self, rows: Span, columns: Span) -> Operand:
-        """Some rows of the contraction and some columns, loaded by themselves.
-
-        Of an operand that is in SBUF, the tiles of these rows, with all columns.
-        """
-        if self.source == None:  # noqa: E711
-            tiles = self.tiles[rows[0] // P : tiles_in(rows[0] + rows[1], P)]
-            return held(tiles, rows[1])
-        start = self.start + columns[0]
-        first = self.first + rows[0]
-        return Operand(self.source, rows[1], start, columns[1], self.keep, self.layout, first)
+        """Some rows and columns with tiles of their own; itself where it is not split."""
+        if not self.split:
+            return self
+        own_rows = Span(self.rows.start + rows.start, rows.size)
+        own_columns = Span(self.columns.start + columns.start, columns.size)
+        return Operand(self.source_hbm, own_rows, own_columns, self.resident, self.layout)
 
     def tile(self, k: int) -> NkiTensor:
         """Tile k, [<=128, width], in SBUF; tiles are first asked for in order."""
-        if k < len(self.tiles):
-            return self.tiles[k]
-        found = self.load(k)
-        if k < self.keep:
-            self.tiles.append(found)
-        return found
+        if k < len(self.tiles_sb):
+            return self.tiles_sb[k]
+        tile_sb = self.load(k)
+        if k < self.resident:
+            self.tiles_sb.append(tile_sb)
+        return tile_sb
 
     def load(self, k: int) -> NkiTensor:
         """Tile k from HBM."""
-        size = min(P, self.size - k * P)
-        rows = nl.ds(self.first + k * P, size)
-        columns = nl.ds(self.start, self.width)
-        if self.layout == "packed":
-            return self.load_packed(k)
-        found = nl.ndarray((size, self.width), dtype=self.source.dtype)
+        size = min(PARTITIONS, self.size - k * PARTITIONS)
+        rows = nl.ds(self.rows.start + k * PARTITIONS, size)
+        columns = nl.ds(self.columns.start, self.width)
+        tile_sb = nl.ndarray((size, self.width), dtype=self.source_hbm.dtype)
         if self.layout == "rows":
-            nisa.dma_copy(found, self.source[rows, columns])
+            nisa.dma_copy(tile_sb, self.source_hbm[rows, columns])
         elif self.layout == "dma":
-            nisa.dma_transpose(found, self.source[columns, rows])
+            nisa.dma_transpose(tile_sb, self.source_hbm[columns, rows])
         else:
-            self.transpose(found, k, size)
-        return found
+            self.stage(k // STAGED_TILES)
+            self.transpose(tile_sb, k)
+        return tile_sb
 
-    def load_packed(self, k: int) -> NkiTensor:
-        """Tile k of a packed source; tiles whose rows are neighbours come together."""
-        size, width = self.source.shape
-        item = 4 if self.source.dtype == nl.float32 else 2
-        together = packed_tiles(width * item) if self.width == width else 1
-        chunk = k - k % together
-        if chunk != self.chunk:
-            self.chunk = chunk
-            count = min(together, self.count - chunk)
-            tiles = nl.ndarray((P, count, self.width), dtype=self.source.dtype)
-            own = nl.ds(self.first // P + chunk, count)
-            columns = nl.ds(self.start, self.width)
-            packed = self.source.reshape((P, size // P, width))
-            nisa.dma_copy(tiles, packed[:, own, columns])
-            self.rows = [tiles]
-        return self.rows[0][:, k % together, :]
+    def stage(self, number: int) -> None:
+        """Load the token rows of `STAGED_TILES` tiles, where they are not in SBUF."""
+        if number == self.staged:
+            return
+        self.staged = number
+        self.staged_sb = []
+        first = number * STAGED_TILES * PARTITIONS
+        size = min(STAGED_TILES * PARTITIONS, self.size - first)
+        for t in spans(self.columns.start, self.width, PARTITIONS):
+            rows_sb = nl.ndarray((t.size, size), dtype=self.source_hbm.dtype)
+            columns = nl.ds(self.rows.start + first, size)
+            nisa.dma_copy(rows_sb, self.source_hbm[nl.ds(t.start, t.size), columns])
+            self.staged_sb.append(rows_sb)
 
-    def transpose(self, found: NkiTensor, k: int, rows: int) -> None:
-        """Fill tile k by TensorE, from token rows that hold `PE_CHUNK` tiles at a time."""
-        chunk = k - k % PE_CHUNK
-        if chunk != self.chunk:
-            self.chunk = chunk
-            columns = min(PE_CHUNK * P, self.size - chunk * P)
-            self.rows = []
-            for t in spans(0, self.width, P):
-                block = nl.ndarray((t[1], columns), dtype=self.source.dtype)
-                tokens = nl.ds(self.start + t[0], t[1])
-                nisa.dma_copy(block, self.source[tokens, nl.ds(self.first + chunk * P, columns)])
-                self.rows.append(block)
-        for c in spans(0, self.width, COLUMNS):
-            turned = nl.ndarray((rows, c[1]), dtype=self.source.dtype, buffer=nl.psum)
-            for t in spans(0, c[1], P):
-                block = self.rows[(c[0] + t[0]) // P]
-                own = nl.ds((k % PE_CHUNK) * P, rows)
-                nisa.nc_transpose(turned[:, nl.ds(t[0], t[1])], block[:, own])
-            evict(found[:, nl.ds(c[0], c[1])], turned, 0, 1)
+    def transpose(self, tile_sb: NkiTensor, k: int) -> None:
+        """Fill tile k from staged token rows, by TensorE."""
+        size = tile_sb.shape[0]
+        own = nl.ds(k % STAGED_TILES * PARTITIONS, size)
+        for c in spans(0, self.width, BANK_COLUMNS):
+            bank_psum = nl.ndarray((size, c.size), transposed_dtype(tile_sb), buffer=nl.psum)
+            for t in spans(0, c.size, PARTITIONS):
+                rows_sb = self.staged_sb[(c.start + t.start) // PARTITIONS]
+                nisa.nc_transpose(bank_psum[:, nl.ds(t.start, t.size)], rows_sb[:, own])
+            evict(tile_sb[:, nl.ds(c.start, c.size)], bank_psum, 0, 1)
 
 
-def weights(source: NkiTensor, columns: Span, rows: Span, layout: str = "rows") -> Operand:
+def transposed_dtype(source: NkiTensor) -> nl.DType:
+    """Dtype of a transpose in PSUM: TensorE of trn1 writes fp32 only."""
+    if nisa.get_nc_version() == nisa.nc_version.gen2:
+        return nl.float32
+    return source.dtype
+
+
+def weights(w_hbm: NkiTensor, rows: Span, columns: Span) -> Operand:
     """A block of w [K, N]; all its tiles stay while they are used."""
-    count = tiles_in(rows[1], P)
-    return Operand(source, rows[1], columns[0], columns[1], count, layout, rows[0])
+    return Operand(w_hbm, rows, columns, tiles_in(rows.size, PARTITIONS))
 
 
-def held(tiles: Tiles, size: int) -> Operand:
-    """An operand that is in SBUF: `tiles` of 128 rows each, [size, width] together."""
-    found = Operand(None, size, 0, tiles[0].shape[1], len(tiles))
-    found.tiles = tiles
+def in_sbuf(tiles_sb: Tiles, size: int) -> Operand:
+    """An operand of `tiles_sb`, 128 rows each, [size, width] together."""
+    found = Operand(None, Span(0, size), Span(0, tiles_sb[0].shape[1]), len(tiles_sb))
+    found.tiles_sb = tiles_sb
     return found
 
 
 def own_tokens(tokens: int) -> Span:
-    """Start and number of this core's tokens: two cores share them in whole tiles of 128."""
-    cores = nl.num_programs(0)
-    share = tiles_in(tiles_in(tokens, P), cores) * P
-    start = min(nl.program_id(0) * share, tokens)
-    return start, min(share, tokens - start)
+    """This core's tokens."""
+    return core_span(tokens, nl.program_id(0), nl.num_programs(0))
 
 
-def accumulate(
-    stationary: Operand, moving: Operand, rows: list[Span], columns: list[Span]
-) -> list[Tiles]:
-    """PSUM tiles stationary[:, rows[i]].T @ moving[:, columns[j]], fp32, over all tiles."""
-    sums: list[Tiles] = []
+def accumulate(stationary: Any, moving: Any, group: Group, tail: int = 1) -> list[Tiles]:
+    """PSUM tiles stationary[:, group.rows].T @ moving[:, group.columns], fp32, row by row.
+
+    All PSUM tiles take a tile of the contraction before any takes the next, except for the last
+    `tail`: these, one PSUM tile takes after the other, which spreads the evictions.
+    """
+    rows = spans(group.rows.start, group.rows.size, PARTITIONS)
+    columns = spans(group.columns.start, group.columns.size, BANK_COLUMNS)
+    sums_psum: list[Tiles] = []
     for i in rows:
-        row: Tiles = []
+        row_psum: Tiles = []
         for j in columns:
-            row.append(nl.ndarray((i[1], j[1]), dtype=nl.float32, buffer=nl.psum))
-        sums.append(row)
-    for k in range(stationary.count):
-        s, m = stationary.tile(k), moving.tile(k)
+            row_psum.append(nl.ndarray((i.size, j.size), dtype=nl.float32, buffer=nl.psum))
+        sums_psum.append(row_psum)
+    for part in contraction_parts(stationary.count, tail):
+        stationary_sb: Tiles = []
+        moving_sb: Tiles = []
+        for k in range(part.start, part.start + part.size):
+            stationary_sb.append(stationary.tile(k))
+            moving_sb.append(moving.tile(k))
         for i in range(len(rows)):
             for j in range(len(columns)):
-                nisa.nc_matmul(
-                    sums[i][j],
-                    s[:, nl.ds(rows[i][0], rows[i][1])],
-                    m[:, nl.ds(columns[j][0], columns[j][1])],
-                    accumulate=(k > 0),
-                )
-    return sums
+                for k in range(part.size):
+                    nisa.nc_matmul(
+                        sums_psum[i][j],
+                        stationary_sb[k][:, nl.ds(rows[i].start, rows[i].size)],
+                        moving_sb[k][:, nl.ds(columns[j].start, columns[j].size)],
+                        accumulate=part.start + k > 0,
+                    )
+    return sums_psum
 
 
-def evict(dst: NkiTensor, total: NkiTensor, turn: int, engines: int) -> None:
-    """PSUM to SBUF: by ScalarE, and every other turn by VectorE where two engines may share."""
-    if turn % engines == 0:
-        nisa.activation(dst, nl.copy, total)
+def contraction_parts(count: int, tail: int) -> list[Span]:
+    """Tiles of a contraction, one by one but the last `tail`."""
+    found = spans(0, max(0, count - tail), 1)
+    found.append(Span(max(0, count - tail), min(tail, count)))
+    return found
+
+
+def evict(dst_sb: NkiTensor, sums_psum: NkiTensor, number: int, engines: int) -> None:
+    """PSUM to SBUF: by ScalarE, every other `number` by VectorE where two engines share."""
+    if number % engines == 0:
+        nisa.activation(dst_sb, nl.copy, sums_psum)
     else:
-        nisa.tensor_copy(dst, total)
+        nisa.tensor_copy(dst_sb, sums_psum)
+
+
+def evict_row(dst_sb: NkiTensor, row_psum: Tiles, number: int, engines: int) -> None:
+    """dst [<=128, columns] = PSUM tiles of 512 columns side by side."""
+    for j in range(len(row_psum)):
+        own = nl.ds(j * BANK_COLUMNS, row_psum[j].shape[1])
+        evict(dst_sb[:, own], row_psum[j], number + j, engines)
+
+
+def add_row(dst_sb: NkiTensor, before_sb: NkiTensor, row_psum: Tiles) -> None:
+    """dst = before + PSUM tiles of 512 columns side by side, on VectorE."""
+    for j in range(len(row_psum)):
+        own = nl.ds(j * BANK_COLUMNS, row_psum[j].shape[1])
+        nisa.tensor_tensor(dst_sb[:, own], before_sb[:, own], row_psum[j], nl.add)
+
+
+def new_tiles(size: int, width: int, dtype: nl.DType) -> Tiles:
+    """SBUF tiles of 128 rows each, [size, width] together."""
+    found: Tiles = []
+    for t in spans(0, size, PARTITIONS):
+        found.append(nl.ndarray((t.size, width), dtype=dtype))
+    return found
 
 
 def project(
-    x: Operand,
-    w: NkiTensor,
+    x: Any,
+    w_hbm: NkiTensor,
     block: int,
     tokens: int,
     banks: int,
     engines: int,
     k_block: int = 0,
-    rounds: bool = False,
-    packed: bool = False,
-) -> Tiles:
-    """(x @ w)^T as SBUF tiles [<=128, width] of w's dtype: w stationary, x moving.
+    bf16_partial_sums: bool = False,
+) -> Operand:
+    """(x @ w)^T [N, width] in SBUF, of w's dtype: w stationary, x moving.
 
     Args:
-        x: [K, width] operand.
-        w: [K, N].
+        x: [K, width], an Operand or an object with its methods.
+        w_hbm: [K, N].
         block: columns of w that are loaded together.
         tokens: columns of x that one group of PSUM tiles covers.
         banks: PSUM tiles in a group.
         engines: that evict.
         k_block: rows of the contraction that a pass over all columns covers; 0 for all. Partial
             sums of several passes are kept in SBUF.
-        rounds: partial sums are rounded to w's dtype, instead of fp32.
-        packed: w's rows are in packed order.
+        bf16_partial_sums: partial sums are rounded to w's dtype, instead of fp32.
     """
-    passes = spans(0, x.size, k_block if k_block > 0 else x.size)
-    result: Tiles = []
+    K, N = w_hbm.shape
+    passes = spans(0, K, k_block if k_block > 0 else K)
+    result_sb: Tiles = []
     for n in range(len(passes)):
-        parts: list[Operand] = []
-        before = result
-        if n == 0 or (n == len(passes) - 1 and not rounds):
-            dtype = w.dtype if rounds or n == len(passes) - 1 else nl.float32
-            result = make_strip(w.shape[1], x.width, dtype)
-        for b in spans(0, w.shape[1], block):
-            wb = weights(w, b, passes[n], "packed" if packed else "rows")
-            for g in spans(0, x.width, tokens):
-                if g[0] // tokens == len(parts):
-                    parts.append(x.part(passes[n], g))
-                moving = parts[g[0] // tokens]
-                columns = spans(0 if moving.width == g[1] else g[0], g[1], COLUMNS)
-                step = max(1, banks // len(columns)) * P
-                for rows in spans(0, b[1], step):
-                    sums = accumulate(wb, moving, spans(rows[0], rows[1], P), columns)
-                    first = (b[0] + rows[0]) // P
-                    for i in range(len(sums)):
-                        dst = result[first + i][:, nl.ds(g[0], g[1])]
-                        if n == 0:
-                            evict_row(dst, sums[i], i * len(columns), engines)
-                        else:
-                            add_row(dst, before[first + i][:, nl.ds(g[0], g[1])], sums[i])
-    return result
-
-
-def evict_row(dst: NkiTensor, sums: Tiles, turn: int, engines: int) -> None:
-    """dst [<=128, columns] = PSUM tiles of 512 columns side by side."""
-    for j in range(len(sums)):
-        evict(dst[:, nl.ds(j * COLUMNS, sums[j].shape[1])], sums[j], turn + j, engines)
-
-
-def add_row(dst: NkiTensor, before: NkiTensor, sums: Tiles) -> None:
-    """dst = before + PSUM tiles of 512 columns side by side, on VectorE."""
-    for j in range(len(sums)):
-        own = nl.ds(j * COLUMNS, sums[j].shape[1])
-        nisa.tensor_tensor(dst[:, own], before[:, own], sums[j], nl.add)
-
-
-def make_strip(size: int, width: int, dtype: nl.DType) -> Tiles:
-    """SBUF tiles of 128 rows each, [size, width] together."""
-    found: Tiles = []
-    for t in spans(0, size, P):
-        found.append(nl.ndarray((t[1], width), dtype=dtype))
-    return found
+        x_parts: list[Any] = []
+        before_sb = result_sb
+        last = n + 1 == len(passes)
+        if n == 0 or (last and not bf16_partial_sums):
+            exact = not last and not bf16_partial_sums
+            result_sb = new_tiles(N, x.width, nl.float32 if exact else w_hbm.dtype)
+        for b in spans(0, N, block):
+            w_block = weights(w_hbm, passes[n], b)
+            for group in transposed_groups(b.size, x.width, tokens, banks):
+                own = nl.ds(group.columns.start, group.columns.size)
+                at = group.columns.start // tokens
+                if at == len(x_parts):
+                    x_parts.append(x.part(passes[n], group.columns))
+                if x.split:  # the tokens of the group are all that the part has
+                    group = Group(group.rows, Span(0, group.columns.size))
+                sums_psum = accumulate(w_block, x_parts[at], group)
+                for i in range(len(sums_psum)):
+                    tile = (b.start + group.rows.start) // PARTITIONS + i
+                    dst_sb = result_sb[tile][:, own]
+                    if n == 0:
+                        evict_row(dst_sb, sums_psum[i], i * len(sums_psum[i]), engines)
+                    else:
+                        add_row(dst_sb, before_sb[tile][:, own], sums_psum[i])
+    return in_sbuf(result_sb, N)
 
 
 def write_rows(
-    out: NkiTensor,
+    out_hbm: NkiTensor,
     x: Operand,
-    w: NkiTensor,
-    bias: NkiTensor | None,
+    w_hbm: NkiTensor,
+    bias_hbm: NkiTensor | None,
     start: int,
     block: int,
-    rows: int,
+    token_tiles: int,
     banks: int,
     engines: int,
 ) -> None:
-    """out[start : start + width] = x.T @ w + bias: x stationary, w moving, natural layout.
+    """out[start : start + width] = x.T @ w + bias: x stationary, w moving.
 
     Args:
-        out: [M, N] in HBM.
+        out_hbm: [M, N].
         x: [K, width] operand.
-        w: [K, N].
-        bias: [N] or None.
+        w_hbm: [K, N].
+        bias_hbm: [N] or None.
         start: first token in out.
         block: columns of w that are loaded, and of out that are stored, together.
-        rows: token tiles of 128 that one group of PSUM tiles covers.
+        token_tiles: of 128, that one group of PSUM tiles covers.
         banks: PSUM tiles in a group.
         engines: that evict.
     """
-    for b in spans(0, w.shape[1], block):
-        wb = weights(w, b, (0, x.size))
-        added = load_bias(bias, b, min(P, x.width)) if bias != None else None  # noqa: E711
-        for g in spans(0, x.width, rows * P):
-            group = spans(g[0], g[1], P)
-            results: Tiles = []
-            for t in group:
-                results.append(nl.ndarray((t[1], b[1]), dtype=out.dtype))
-            step = max(1, banks // len(group)) * COLUMNS
-            for c in spans(0, b[1], step):
-                sums = accumulate(x, wb, group, spans(c[0], c[1], COLUMNS))
-                for i in range(len(group)):
-                    dst = results[i][:, nl.ds(c[0], c[1])]
-                    if added != None:  # noqa: E711
-                        add_row(dst, added[: group[i][1], nl.ds(c[0], c[1])], sums[i])
-                    else:
-                        evict_row(dst, sums[i], i * len(sums[i]), engines)
-            for i in range(len(group)):
-                tokens = nl.ds(start + group[i][0], group[i][1])
-                nisa.dma_copy(out[tokens, nl.ds(b[0], b[1])], results[i])
-
-
-def write_columns(
-    out: NkiTensor,
-    x: Operand,
-    w: NkiTensor,
-    bias: NkiTensor | None,
-    start: int,
-    block: int,
-    banks: int,
-    engines: int,
-) -> None:
-    """out[:, start : start + width] = (x.T @ w + bias)^T: w stationary, x moving.
-
-    Args:
-        out: [N, M] in HBM.
-        x: [K, width] operand in SBUF.
-        w: [K, N].
-        bias: [N] or None.
-        start: first token in out.
-        block: columns of w that are loaded together.
-        banks: PSUM tiles in a group.
-        engines: that evict.
-    """
-    columns = spans(0, x.width, COLUMNS)
-    step = max(1, banks // len(columns)) * P
-    for b in spans(0, w.shape[1], block):
-        wb = weights(w, b, (0, x.size))
-        for rows in spans(0, b[1], step):
-            group = spans(rows[0], rows[1], P)
-            sums = accumulate(wb, x, group, columns)
-            for i in range(len(group)):
-                features = nl.ds(b[0] + group[i][0], group[i][1])
-                result = nl.ndarray((group[i][1], x.width), dtype=out.dtype)
-                if bias != None:  # noqa: E711
-                    shift_row(result, sums[i], bias.reshape((bias.shape[0], 1))[features])
+    K, N = w_hbm.shape
+    for b in spans(0, N, block):
+        w_block = weights(w_hbm, Span(0, K), b)
+        added_sb = load_bias(bias_hbm, b, min(PARTITIONS, x.width)) if bias_hbm != None else None  # noqa: E711
+        results_sb: Tiles = []
+        for group in natural_groups(x.width, b.size, token_tiles, banks):
+            if group.columns.start == 0:
+                results_sb = new_tiles(group.rows.size, b.size, out_hbm.dtype)
+            sums_psum = accumulate(x, w_block, group)
+            for i in range(len(sums_psum)):
+                dst_sb = results_sb[i][:, nl.ds(group.columns.start, group.columns.size)]
+                if added_sb != None:  # noqa: E711
+                    rows = results_sb[i].shape[0]
+                    own_sb = added_sb[:rows, nl.ds(group.columns.start, group.columns.size)]
+                    add_row(dst_sb, own_sb, sums_psum[i])
                 else:
-                    evict_row(result, sums[i], i * len(columns), engines)
-                nisa.dma_copy(out[features, nl.ds(start, x.width)], result)
+                    evict_row(dst_sb, sums_psum[i], i * len(sums_psum[i]), engines)
+            if group.columns.start + group.columns.size == b.size:
+                tokens = spans(start + group.rows.start, group.rows.size, PARTITIONS)
+                for i in range(len(tokens)):
+                    rows = nl.ds(tokens[i].start, tokens[i].size)
+                    nisa.dma_copy(out_hbm[rows, nl.ds(b.start, b.size)], results_sb[i])
 
 
-def shift_row(dst: NkiTensor, sums: Tiles, bias: NkiTensor) -> None:
-    """dst [n, columns] = PSUM tiles of 512 columns side by side + bias [n, 1], on VectorE."""
-    added = nl.ndarray((dst.shape[0], 1), dtype=nl.float32)
-    nisa.dma_copy(added, bias)
-    for j in range(len(sums)):
-        own = nl.ds(j * COLUMNS, sums[j].shape[1])
-        nisa.tensor_scalar(dst[:, own], sums[j], nl.add, added)
-
-
-def load_bias(bias: NkiTensor, columns: Span, rows: int) -> NkiTensor:
+def load_bias(bias_hbm: NkiTensor, columns: Span, rows: int) -> NkiTensor:
     """bias[columns] on each of `rows` partitions."""
-    found = nl.ndarray((rows, columns[1]), dtype=bias.dtype)
-    row = bias.reshape((1, bias.shape[0]))[:, nl.ds(columns[0], columns[1])]
-    nisa.dma_copy(found, row.broadcast(0, rows))
-    return found
+    bias_sb = nl.ndarray((rows, columns.size), dtype=bias_hbm.dtype)
+    row = bias_hbm.reshape((1, bias_hbm.shape[0]))[:, nl.ds(columns.start, columns.size)]
+    nisa.dma_copy(bias_sb, row.broadcast(0, rows))
+    return bias_sb

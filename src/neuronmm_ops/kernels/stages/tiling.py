@@ -1,11 +1,16 @@
-"""Tile arithmetic shared by the kernels."""
+"""Tile arithmetic that the kernels and their planners share. Pure: no instruction, no tensor."""
 
-P = 128
-"""Partitions: the largest contraction and the largest stationary side of a matmul."""
-COLUMNS = 512
+from __future__ import annotations
+
+from neuronmm_ops.hardware import PARTITIONS, PSUM_BANKS
+from neuronmm_ops.kernels.nki_object import NKIObject
+
+BANK_COLUMNS = 512
 """fp32 columns of a PSUM bank: the largest moving side of a matmul."""
-BANKS = 8
-"""PSUM banks."""
+
+P = PARTITIONS
+COLUMNS = BANK_COLUMNS
+BANKS = PSUM_BANKS
 
 ALIGN = 32
 """Columns that a decode kernel's lane of the output is a multiple of."""
@@ -14,17 +19,82 @@ SMALL = 4096
 HALF = 2560
 """Bytes of a row of its last tile, at least, where that is loaded in two parts."""
 
-Span = tuple[int, int]
-"""Start and size of a tile along one dimension."""
 
+class Span(NKIObject):
+    """A range of one dimension: [start, start + size)."""
 
-PACKED_RUN = 4096
-"""Bytes of a DMA's contiguous runs that loads of a packed factor aim at (96 % of the peak)."""
+    def __init__(self, start: int, size: int) -> None:
+        self.start = start
+        self.size = size
 
 
 def tiles_in(size: int, tile: int) -> int:
     """How many tiles cover `size`, the last one cut at the edge."""
     return (size + tile - 1) // tile
+
+
+def spans(start: int, size: int, tile: int) -> list[Span]:
+    """Cut [start, start + size) into tiles; the last one ends at the edge."""
+    found: list[Span] = []
+    for i in range(tiles_in(size, tile)):
+        found.append(Span(start + i * tile, min(tile, size - i * tile)))
+    return found
+
+
+def sizes(size: int, tile: int) -> list[int]:
+    """The sizes of `spans`."""
+    found: list[int] = []
+    for span in spans(0, size, tile):
+        found.append(span.size)
+    return found
+
+
+class Group(NKIObject):
+    """PSUM tiles that are summed together: `rows` of the stationary, `columns` of the moving side.
+
+    They are cut into tiles of 128 by 512.
+    """
+
+    def __init__(self, rows: Span, columns: Span) -> None:
+        self.rows = rows
+        self.columns = columns
+
+
+def transposed_groups(features: int, tokens: int, token_group: int, banks: int) -> list[Group]:
+    """Groups of at most `banks` PSUM tiles that cover [features, tokens], token group first."""
+    found: list[Group] = []
+    for columns in spans(0, tokens, token_group):
+        step = max(1, banks // tiles_in(columns.size, BANK_COLUMNS)) * PARTITIONS
+        for rows in spans(0, features, step):
+            found.append(Group(rows, columns))
+    return found
+
+
+def natural_groups(tokens: int, features: int, token_tiles: int, banks: int) -> list[Group]:
+    """Groups of at most `banks` PSUM tiles that cover [tokens, features], `token_tiles` first."""
+    found: list[Group] = []
+    for rows in spans(0, tokens, token_tiles * PARTITIONS):
+        step = max(1, banks // tiles_in(rows.size, PARTITIONS)) * BANK_COLUMNS
+        for columns in spans(0, features, step):
+            found.append(Group(rows, columns))
+    return found
+
+
+def core_span(tokens: int, core: int, cores: int) -> Span:
+    """The tokens of one core in prefill: whole tiles of 128, the first core has the most."""
+    share = tiles_in(tiles_in(tokens, PARTITIONS), cores) * PARTITIONS
+    start = min(core * share, tokens)
+    return Span(start, min(share, tokens - start))
+
+
+STAGED_TILES = 4
+"""Contraction tiles of x that are loaded together where TensorE transposes them."""
+HIDDEN_TILES = 4
+"""Tiles of svd_mlp's hidden block that lie side by side, so that their rows in HBM are long."""
+
+
+TAIL_TILES = 4
+"""Last tiles of a contraction that one PSUM tile of svd_mlp's takes after the other."""
 
 
 def check_pair(size: int, rows: int, columns: int, bias: int) -> None:
@@ -33,16 +103,3 @@ def check_pair(size: int, rows: int, columns: int, bias: int) -> None:
         f"a contraction has {size} features and {rows} rows; pass u [K, r], v [r, N]"
     )
     assert bias == 0 or bias == columns, f"bias must be [{columns}], got [{bias}]"
-
-
-def packed_tiles(row_bytes: int) -> int:
-    """Tiles of a packed u that are loaded together: its rows in a partition are neighbours."""
-    return tiles_in(PACKED_RUN, row_bytes)
-
-
-def spans(start: int, size: int, tile: int) -> list[Span]:
-    """Cut [start, start + size) into tiles; the last one ends at the edge."""
-    found: list[Span] = []
-    for i in range(tiles_in(size, tile)):
-        found.append((start + i * tile, min(tile, size - i * tile)))
-    return found

@@ -92,14 +92,14 @@ def svd_mlp_decode(
     factors = [v_gate, v_up]
     biases = [bias_gate, bias_up]
     h: list[Piece] = []
-    if spill and part[1] > 0:
-        kept = nl.ndarray((M, part[1]), dtype=x.dtype, buffer=nl.private_hbm)
-        for columns in spans(part[0], part[1], inner):
+    if spill and part.size > 0:
+        kept = nl.ndarray((M, part.size), dtype=x.dtype, buffer=nl.private_hbm)
+        for columns in spans(part.start, part.size, inner):
             sums, tile = gated(low, factors, biases, columns, M, activation, chunk)
-            sums.store(kept, part[0], tile)
-        h = pieces_of(kept, part[0], (0, part[1]), span)
+            sums.store(kept, part.start, tile)
+        h = pieces_of(kept, part.start, Span(0, part.size), span)
     if not spill:
-        for columns in spans(part[0], part[1], inner):
+        for columns in spans(part.start, part.size, inner):
             sums, tile = gated(low, factors, biases, columns, M, activation, chunk)
             h.extend(sums.pieces(tile))
     down = project(h, [u_down], ranks, False, chunk, M)

@@ -19,7 +19,6 @@ def xuv_decode(
     block: int = 1024,
     last: int = 1024,
     chunk: int = 16384,
-    packed: bool = False,
 ) -> NkiTensor:
     """out = (x @ u) @ v + bias for up to 128 tokens, every byte of u and v loaded once.
 
@@ -36,7 +35,6 @@ def xuv_decode(
         block: columns of v whose sums are in PSUM together.
         last: columns of the last block.
         chunk: bytes a partition of a weight tile, more where one row is longer.
-        packed: u lies in the order of `SVDLinear.pack_`; 128 divides K.
 
     Returns:
         [M, N] in shared HBM, dtype of x.
@@ -58,7 +56,7 @@ def xuv_decode(
     check_pair(K, u.shape[0], u.shape[1], 0)
     check_pair(u.shape[1], v.shape[0], v.shape[1], bias.shape[0] if bias != None else 0)  # noqa: E711
     out = nl.ndarray((M, v.shape[1]), dtype=x.dtype, buffer=nl.shared_hbm)
-    pieces = pieces_of(x, 0, own(K), span, packed)
+    pieces = pieces_of(x, 0, own(K), span)
     xu = project(pieces, [u], ranks, False, chunk, M)
     blocks = blocks_of(own(v.shape[1]), block, last)
     write_columns(out, xu[0], v, bias, blocks, chunk, True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from neuronmm_ops.kernels.shim import NkiTensor, jit, nl
 from neuronmm_ops.kernels.stages.chunks import pieces_of
 from neuronmm_ops.kernels.stages.decode import blocks_of, own, write_columns
-from neuronmm_ops.kernels.stages.tiling import P, check_pair
+from neuronmm_ops.kernels.stages.tiling import P, Span, check_pair
 
 
 @jit
@@ -51,7 +51,7 @@ def xw_decode(
     assert M <= P, f"at most {P} tokens, got {M}; use xw"
     check_pair(K, w.shape[0], w.shape[1], bias.shape[0] if bias != None else 0)  # noqa: E711
     out = nl.ndarray((M, w.shape[1]), dtype=x.dtype, buffer=nl.shared_hbm)
-    pieces = pieces_of(x, 0, (0, K), span)
+    pieces = pieces_of(x, 0, Span(0, K), span)
     blocks = blocks_of(own(w.shape[1]), block, last)
     write_columns(out, pieces, w, bias, blocks, chunk, keep)
     return out

@@ -1,34 +1,50 @@
 """From shapes, dtype and target to a `Plan`: which kernel runs, in which blocks, at which cost.
 
-Every feasible plan is enumerated under the machine's model and the quickest one taken: no table,
-no search at run time, no simulation, no torch. All times are modelled.
+The feasible plans of an op are enumerated under the machine's model and the quickest one taken: no
+table, no search at run time, no simulation, no torch. All times are modelled.
 """
 
 from __future__ import annotations
 
 from functools import lru_cache
+from importlib import import_module
 
 from neuronmm_ops.hardware import resolve_target
-from neuronmm_ops.kernels.planner.problem import Plan, Problem
+from neuronmm_ops.kernels.planner.problem import Matrices, Plan, Problem, mlp_matrices
 
 TIE = 1.002
 """Plans within this factor of the least predicted time count as equally quick."""
 
 
-def plan_xw(
-    M: int, K: int, N: int, dtype: str = "bfloat16", target: str | None = None, lnc: int = 1
+def plan_op(
+    op: str,
+    M: int,
+    matrices: Matrices,
+    dtype: str = "bfloat16",
+    target: str | None = None,
+    lnc: int = 1,
 ) -> Plan:
-    """The quickest plan of `x[M, K] @ w[K, N]`. Raises ValueError for sizes or names that are none.
+    """The quickest plan of an op.
 
     Args:
+        op: its name, that of its folder in `neuronmm_ops.kernels`.
         M: tokens.
-        K: contraction.
-        N: output features.
+        matrices: shapes of its weights in the order of its schema.
         dtype: bfloat16, float16 or float32.
         target: trn1, trn2, trn3 or an alias of theirs; None as `hardware.resolve_target`.
         lnc: NeuronCores that share the launch: 1, or 2 on trn2 and trn3.
+
+    Raises:
+        ValueError: sizes or names that are none, or weights that no plan fits.
     """
-    return quickest(Problem("xw", M, K, (), N, 0, dtype, resolve_target(target).target, lnc))
+    return quickest(Problem(op, M, matrices, dtype, resolve_target(target).target, lnc))
+
+
+def plan_xw(
+    M: int, K: int, N: int, dtype: str = "bfloat16", target: str | None = None, lnc: int = 1
+) -> Plan:
+    """The quickest plan of `x[M, K] @ w[K, N]`; `dtype`, `target` and `lnc` as `plan_op`."""
+    return plan_op("xw", M, ((K, N),), dtype, target, lnc)
 
 
 def plan_xuv(
@@ -39,8 +55,7 @@ def plan_xuv(
     dtype: str = "bfloat16",
     target: str | None = None,
     lnc: int = 1,
-    packed: bool = False,
-    rounds: bool = False,
+    bf16_partial_sums: bool = False,
 ) -> Plan:
     """The quickest plan of `(x[M, K] @ u[K, r]) @ v[r, N]`.
 
@@ -49,19 +64,18 @@ def plan_xuv(
         K: input features.
         r: rank.
         N: output features.
-        dtype: as `plan_xw`.
-        target: as `plan_xw`.
-        lnc: as `plan_xw`.
-        packed: u lies in the order of `SVDLinear.pack_`, so that its tiles load in long runs.
-        rounds: partial sums in SBUF may be rounded to dtype: less HBM traffic at large r and M,
-            less accuracy.
+        dtype: as `plan_op`.
+        target: as `plan_op`.
+        lnc: as `plan_op`.
+        bf16_partial_sums: partial sums in SBUF may be rounded to dtype: less HBM traffic at large
+            r and M, less accuracy.
 
     Raises:
-        ValueError: sizes or names that are none, or packed with K no multiple of 128.
+        ValueError: sizes or names that are none.
     """
-    return quickest(
-        Problem("xuv", M, K, (r,), N, 0, dtype, resolve_target(target).target, lnc, packed, rounds)
-    )
+    machine = resolve_target(target)
+    matrices = ((K, r), (r, N))
+    return quickest(Problem("xuv", M, matrices, dtype, machine.target, lnc, bf16_partial_sums))
 
 
 def plan_svd_mlp(
@@ -82,16 +96,14 @@ def plan_svd_mlp(
         ranks: of gate, up and down.
         inner: features between them.
         N: output features.
-        dtype: as `plan_xw`.
-        target: as `plan_xw`.
-        lnc: as `plan_xw`.
+        dtype: as `plan_op`.
+        target: as `plan_op`.
+        lnc: as `plan_op`.
 
     Raises:
         ValueError: sizes or names that are none.
     """
-    return quickest(
-        Problem("svd_mlp", M, K, ranks, N, inner, dtype, resolve_target(target).target, lnc)
-    )
+    return plan_op("svd_mlp", M, mlp_matrices(K, ranks, inner, N), dtype, target, lnc)
 
 
 @lru_cache(maxsize=4096)
@@ -105,13 +117,10 @@ def quickest(problem: Problem) -> Plan:
 
 def candidates(problem: Problem) -> list[Plan]:
     """All plans that fit: the choice first, then by predicted time."""
-    from neuronmm_ops.kernels.planner import decode, prefill, prefill_mlp
-
-    found = decode.candidates(problem)
-    of_prefill = prefill_mlp if problem.op == "svd_mlp" else prefill
-    found.extend(of_prefill.candidates(problem))
+    module = import_module(f"neuronmm_ops.kernels.{problem.op}.plan")
+    found: list[Plan] = module.candidates(problem)
     found.sort(key=lambda plan: (plan.time_ms, plan.hbm_bytes, plan.blocks))
-    if not found or problem.op == "svd_mlp":  # what moves least there is what waits most
+    if not found or problem.op == "svd_mlp":  # its plan of least traffic is the slowest to start
         return found
     # of plans that are as quick as the model can tell, the one that moves least goes first
     ties = [plan for plan in found if plan.time_ms <= TIE * found[0].time_ms]

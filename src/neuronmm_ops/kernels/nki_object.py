@@ -1,0 +1,16 @@
+"""`NKIObject`, the base of the classes of kernels, without the rest of `nki.language`."""
+# pyright: reportMissingImports=false
+
+from typing import TYPE_CHECKING
+
+__all__ = ["NKIObject"]
+
+if TYPE_CHECKING:
+    from neuronmm_ops.neuroncore.objects import NKIObject
+else:
+    try:
+        from nki.language import NKIObject
+    except ModuleNotFoundError as error:
+        if error.name not in ("nki", "nki.language"):
+            raise
+        from neuronmm_ops.neuroncore.objects import NKIObject
