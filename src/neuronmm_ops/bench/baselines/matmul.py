@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from neuronmm_ops.bench.baselines.tiles import (
     COLUMNS,
+    NkiTensor,
     P,
     Tiles,
     add,
@@ -22,7 +23,6 @@ from neuronmm_ops.bench.baselines.tiles import (
 from neuronmm_ops.neuroncore import isa as nisa
 from neuronmm_ops.neuroncore import jit
 from neuronmm_ops.neuroncore import language as nl
-from neuronmm_ops.neuroncore.tensor import NkiTensor
 
 
 @jit

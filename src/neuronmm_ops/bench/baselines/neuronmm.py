@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from neuronmm_ops.bench.baselines.tiles import (
     COLUMNS,
+    NkiTensor,
     P,
     Tiles,
     add,
@@ -28,7 +29,6 @@ from neuronmm_ops.bench.baselines.tiles import (
 from neuronmm_ops.neuroncore import isa as nisa
 from neuronmm_ops.neuroncore import jit
 from neuronmm_ops.neuroncore import language as nl
-from neuronmm_ops.neuroncore.tensor import NkiTensor
 
 
 class Blocks(NamedTuple):
