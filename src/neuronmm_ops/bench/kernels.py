@@ -13,8 +13,9 @@ nest is the same with two branches.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import geometric_mean
 from typing import Any, NamedTuple
 
 from neuronmm_ops.bench.baselines import neuronmm
@@ -279,12 +280,6 @@ def _added(entry: Entry, measured: dict[Launch, Measured | None]) -> Measured | 
 # --- what rows say together
 
 
-def geometric_mean(values: Iterable[float]) -> float | None:
-    """The geometric mean of positive numbers; None of none."""
-    logs = [math.log(value) for value in values]
-    return math.exp(sum(logs) / len(logs)) if logs else None
-
-
 def speedup(rows: list[dict[str, Any]], ours: str, theirs: str, regime: str) -> float | None:
     """Geometric mean of their modelled time over ours, over the shapes that have both."""
     times: dict[str, dict[tuple[Any, ...], float]] = {ours: {}, theirs: {}}
@@ -293,7 +288,8 @@ def speedup(rows: list[dict[str, Any]], ours: str, theirs: str, regime: str) -> 
             shape = (row["model"], row["M"], row["K"], row["N"])
             times[row["kernel"]][shape] = row["time_ms"]
     both = times[ours].keys() & times[theirs].keys()
-    return geometric_mean(times[theirs][shape] / times[ours][shape] for shape in sorted(both))
+    ratios = [times[theirs][shape] / times[ours][shape] for shape in sorted(both)]
+    return geometric_mean(ratios) if ratios else None
 
 
 def worst_shares(rows: list[dict[str, Any]]) -> dict[tuple[str, str], dict[str, Any]]:

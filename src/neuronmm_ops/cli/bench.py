@@ -179,10 +179,11 @@ def _show_model(model: str, rows: list[dict[str, Any]]) -> None:
             tokens = row["M"]
         sizes = [row["M"], f"{row['K']}x{row['N']}"][: min(2, len(shapes))]
         measured = _modelled_cells(row, 2**30 if published else 2**20)
-        cells.append([*sizes, row["kernel"], *measured, *_published_pair(row, rows, published)])
+        pair = [_number(row["published_ms"]), _number(row["published_bytes"], 2**30, ".3g")]
+        cells.append([*sizes, row["kernel"], *measured, *(pair if published else [])])
     show_table(columns, cells, left=["kernel"])
     if published:
-        stdout.print("Published times and traffic: NeuronMM's Figure 1; its own in brackets.")
+        stdout.print("Published times and traffic: NeuronMM's Figure 1.")
 
 
 def _modelled_cells(row: dict[str, Any], unit: int) -> list[str]:
@@ -190,16 +191,6 @@ def _modelled_cells(row: dict[str, Any], unit: int) -> list[str]:
         return ["no room", "", "", ""]
     share, moved = f"{row['limit_share']:.0%}", _number(row["hbm_bytes"], unit, ".3g")
     return [_number(row["time_ms"]), share, row["bound"], moved]
-
-
-def _published_pair(row: dict[str, Any], rows: list[dict[str, Any]], published: bool) -> list[str]:
-    """Published time and traffic; beside our fused kernel NeuronMM's, in brackets."""
-    if not published:
-        return []
-    peers = [r for r in rows if r["kernel"] == "neuronmm_published" and r["M"] == row["M"]]
-    of, form = (peers[0], "({})") if row["kernel"] == "xuv" and peers else (row, "{}")
-    pair = [_number(of["published_ms"], form="g"), _number(of["published_bytes"], 2**30, ".3g")]
-    return [form.format(text) if text else "" for text in pair]
 
 
 def _show_shares(rows: list[dict[str, Any]]) -> None:

@@ -45,31 +45,26 @@ def tutorial_tiled(lhsT: NkiTensor, rhs: NkiTensor) -> NkiTensor:
 @jit
 def tutorial_hoisted(lhsT: NkiTensor, rhs: NkiTensor) -> NkiTensor:
     """lhsT [K, M], rhs [K, N] -> [M, N]: operands of a row of tiles are loaded before its loop."""
-    out_hbm = _output(lhsT, rhs)
-    for m in range(lhsT.shape[1] // P):
-        a_sb = _load_column(lhsT, m, P)
-        for n in range(rhs.shape[1] // COLUMNS):
-            b_sb = _load_column(rhs, n, COLUMNS)
-            _evict(out_hbm, multiply(a_sb, 0, P, b_sb, 0, COLUMNS), m, n)
-    return out_hbm
+    return _matmul_of_columns(lhsT, rhs, 1)
 
 
 @jit
 def tutorial_blocked(lhsT: NkiTensor, rhs: NkiTensor) -> NkiTensor:
     """lhsT [K, M], rhs [K, N] -> [M, N]: blocks of 2 x 2 tiles share their operands."""
+    return _matmul_of_columns(lhsT, rhs, 2)
+
+
+def _matmul_of_columns(lhsT: NkiTensor, rhs: NkiTensor, tiles: int) -> NkiTensor:
+    """Blocks of tiles x tiles result tiles, all of K in SBUF."""
     out_hbm = _output(lhsT, rhs)
-    for m in range(lhsT.shape[1] // (2 * P)):
-        a_sb: list[Tiles] = []
-        for i in range(2):
-            a_sb.append(_load_column(lhsT, 2 * m + i, P))
-        for n in range(rhs.shape[1] // (2 * COLUMNS)):
-            b_sb: list[Tiles] = []
-            for j in range(2):
-                b_sb.append(_load_column(rhs, 2 * n + j, COLUMNS))
-            for i in range(2):
-                for j in range(2):
+    for m in range(0, lhsT.shape[1] // P, tiles):
+        a_sb = _load_columns(lhsT, m, tiles, P)
+        for n in range(0, rhs.shape[1] // COLUMNS, tiles):
+            b_sb = _load_columns(rhs, n, tiles, COLUMNS)
+            for i in range(tiles):
+                for j in range(tiles):
                     acc_psum = multiply(a_sb[i], 0, P, b_sb[j], 0, COLUMNS)
-                    _evict(out_hbm, acc_psum, 2 * m + i, 2 * n + j)
+                    _evict(out_hbm, acc_psum, m + i, n + j)
     return out_hbm
 
 
@@ -187,9 +182,12 @@ def _output(lhsT: NkiTensor, rhs: NkiTensor) -> NkiTensor:
     return nl.ndarray((lhsT.shape[1], rhs.shape[1]), dtype=lhsT.dtype, buffer=nl.shared_hbm)
 
 
-def _load_column(source: NkiTensor, column: int, width: int) -> Tiles:
-    """All tiles [128, width] of one column of tiles."""
-    return load_tiles(source, 0, source.shape[0] // P, P, column * width, width)
+def _load_columns(source: NkiTensor, first: int, count: int, width: int) -> list[Tiles]:
+    """All tiles [128, width] of `count` columns of tiles."""
+    found_sb: list[Tiles] = []
+    for column in range(first, first + count):
+        found_sb.append(load_tiles(source, 0, source.shape[0] // P, P, column * width, width))
+    return found_sb
 
 
 def _rounded(part_psum: NkiTensor, dtype: nl.DType) -> NkiTensor:
