@@ -75,7 +75,7 @@ def test_shapes_have_the_published_number_of_parameters(name, billions):
 def test_paired_timing_alternates_and_rotates():
     calls: list[tuple[str, int]] = []
     times = timing.time_paired(
-        {name: lambda turn, name=name: calls.append((name, turn)) for name in "ab"},
+        {name: lambda index, name=name: calls.append((name, index)) for name in "ab"},
         rounds=2,
         warmup=1,
     )

@@ -136,12 +136,12 @@ def _time(case: Case, copies: int) -> PairedTimes:
 def _step(layers: list[nn.Module], x: Tensor, backward: bool) -> Callable[[int], object]:
     """A function of the round's number: the forward of one copy, or its gradients too."""
     if not backward:
-        return lambda turn: layers[turn % len(layers)](x)
+        return lambda index: layers[index % len(layers)](x)
     with torch.no_grad():
         seed = torch.randn_like(layers[0](x))
 
-    def both(turn: int) -> object:
-        layer = layers[turn % len(layers)]
+    def both(index: int) -> object:
+        layer = layers[index % len(layers)]
         return torch.autograd.grad(layer(x), (x, *layer.parameters()), seed)
 
     return both

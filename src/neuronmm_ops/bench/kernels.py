@@ -277,7 +277,7 @@ def _added(entry: Entry, measured: dict[Launch, Measured | None]) -> Measured | 
     )
 
 
-# --- what rows say together
+# --- summaries
 
 
 def speedup(rows: list[dict[str, Any]], ours: str, theirs: str, regime: str) -> float | None:

@@ -67,16 +67,16 @@ def time_paired(
     times: dict[str, list[float]] = {name: [] for name in names}
     start = time.perf_counter()
     with mode():
-        for turn in range(-warmup, rounds):
-            if turn >= MIN_ROUNDS and time.perf_counter() - start > limit_s:
+        for index in range(-warmup, rounds):
+            if index >= MIN_ROUNDS and time.perf_counter() - start > limit_s:
                 break
-            shift = turn % len(names)
+            shift = index % len(names)
             for name in names[shift:] + names[:shift]:
                 function = candidates[name]
                 called = time.perf_counter()
                 for _ in range(calls):
-                    function(turn)
+                    function(index)
                 elapsed = time.perf_counter() - called
-                if turn >= 0:
+                if index >= 0:
                     times[name].append(elapsed * 1e3 / calls)
     return PairedTimes({name: tuple(values) for name, values in times.items()})

@@ -120,9 +120,9 @@ def _published_cells(row: dict[str, Any]) -> list[str]:
     return [name, row["target"], *values, f"{row['error']:+.1%}", *traffic]
 
 
-def _number(value: float | None, unit: int = 1, form: str = ".4g") -> str:
+def _number(value: float | None, unit: int = 1, spec: str = ".4g") -> str:
     """A number in a unit; nothing for None."""
-    return "" if value is None else format(value / unit, form)
+    return "" if value is None else format(value / unit, spec)
 
 
 def _kernels(options: argparse.Namespace) -> list[dict[str, Any]]:
