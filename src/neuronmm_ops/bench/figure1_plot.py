@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from typing import Any, NamedTuple
 
-from neuronmm_ops.bench.cases.figure1 import GIB, KERNELS, READINGS, TARGET
+from neuronmm_ops.bench.cases.figure1 import GIB, KERNELS
 from neuronmm_ops.neuroncore.files import replacing
 from neuronmm_ops.neuroncore.plot import check_format, new_figure
 
@@ -35,18 +35,13 @@ def save(rows: list[dict[str, Any]], path: str | os.PathLike[str]) -> None:
     check_format(path)
     figure = new_figure(10, 5.2)
     times, traffic = figure.subplots(1, 2)
-    target = rows[0]["target"]
-    _lines(times, rows, "time_ms", 1.0)
-    _lines(traffic, rows, "hbm_bytes", GIB)
-    if target == TARGET:
-        _markers(times, traffic, {row["M"] for row in rows})
-    for axes, quantity in ((times, "time, ms"), (traffic, "HBM traffic, GiB")):
-        _label(axes, sorted({row["M"] for row in rows}), quantity)
+    _panel(times, rows, "time, ms", "time_ms", "published_ms", 1)
+    _panel(traffic, rows, "HBM traffic, GiB", "hbm_bytes", "published_bytes", GIB)
     cores = "one NeuronCore" if rows[0]["lnc"] == 1 else f"{rows[0]['lnc']} NeuronCores"
     figure.suptitle(
-        f"X [M, 8192] at rank 4096 to 16384 outputs, bf16, {cores} of {target}\n"
+        f"X [M, 8192] at rank 4096 to 16384 outputs, bf16, {cores} of {rows[0]['target']}\n"
         "lines: modelled on the simulated core; a ratio of two hangs on its DMA row model"
-        + ("; markers: published by NeuronMM" if target == TARGET else "")
+        + ("; markers: published by NeuronMM" if any(r["published_bytes"] for r in rows) else "")
     )
     handles, labels = times.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=2, frameon=False)
@@ -55,47 +50,51 @@ def save(rows: list[dict[str, Any]], path: str | os.PathLike[str]) -> None:
         figure.savefig(temporary, format=name, dpi=150)
 
 
-def _lines(axes: Any, rows: list[dict[str, Any]], key: str, unit: float) -> None:
+def _panel(
+    axes: Any, rows: list[dict[str, Any]], quantity: str, modelled: str, published: str, unit: int
+) -> None:
+    """A line of each kernel's modelled values, and markers where the paper measured it."""
     for kernel, line in LINES.items():
-        points = sorted(
-            (r["M"], r[key] / unit) for r in rows if r["kernel"] == kernel and r[key] is not None
-        )
-        if points:
-            tokens, values = zip(*points, strict=True)
+        tokens, values = _points(rows, kernel, modelled, unit)
+        if tokens:
             axes.plot(
                 tokens,
                 values,
                 color=line.color,
                 linewidth=line.width,  # a wide line stays visible under one that coincides
-                marker="." if len(points) < 2 else "",
+                marker="." if len(tokens) < 2 else "",
                 label=f"{line.label}, modelled",
             )
+    for kernel, name in KERNELS.items():
+        tokens, values = _points(rows, kernel, published, unit)
+        if tokens:
+            axes.plot(
+                tokens,
+                values,
+                color="tab:blue" if name == "NeuronMM" else LINES[kernel].color,
+                marker=LINES[kernel].marker,
+                linestyle="",
+                fillstyle="none",
+                markersize=8,
+                markeredgewidth=1.5,
+                label=f"{name}, published",
+            )
+    _label(axes, sorted({row["M"] for row in rows}), quantity)
 
 
-def _markers(times: Any, traffic: Any, tokens: set[int]) -> None:
-    """What the paper measured at these tokens."""
-    for kernel, published in KERNELS.items():
-        line = LINES[kernel]
-        chosen = {M: reading for M, reading in READINGS[published].items() if M in tokens}
-        how: dict[str, Any] = {
-            "color": "tab:blue" if published == "NeuronMM" else line.color,
-            "marker": line.marker,
-            "linestyle": "",
-            "fillstyle": "none",
-            "markersize": 8,
-            "markeredgewidth": 1.5,
-        }
-        ms = {M: reading.ms for M, reading in chosen.items() if reading.ms is not None}
-        gib = {M: reading.gib for M, reading in chosen.items() if reading.gib is not None}
-        if ms or gib:
-            times.plot(list(ms), list(ms.values()), label=f"{published}, published", **how)
-            traffic.plot(list(gib), list(gib.values()), **how)
+def _points(
+    rows: list[dict[str, Any]], kernel: str, key: str, unit: int
+) -> tuple[list[int], list[float]]:
+    """Tokens of a kernel's rows that have a value, and the values in the unit."""
+    found = [row for row in rows if row["kernel"] == kernel and row[key] is not None]
+    found.sort(key=lambda row: row["M"])
+    return [row["M"] for row in found], [row[key] / unit for row in found]
 
 
 def _label(axes: Any, tokens: list[int], quantity: str) -> None:
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
-    axes.set_xticks(tokens, [_short(M) for M in tokens])
+    axes.set_xticks(tokens, [str(M) if M % 1024 else f"{M // 1024}K" for M in tokens])
     low, high = axes.get_ylim()
     ticks = [digit * 10.0**power for power in range(-3, 5) for digit in (1, 2, 5)]
     shown = [tick for tick in ticks if low <= tick <= high]
@@ -104,7 +103,3 @@ def _label(axes: Any, tokens: list[int], quantity: str) -> None:
     axes.grid(alpha=0.3)
     axes.set_xlabel("tokens M")
     axes.set_ylabel(quantity)
-
-
-def _short(tokens: int) -> str:
-    return str(tokens) if tokens % 1024 else f"{tokens // 1024}K"
