@@ -1,5 +1,6 @@
 """NeuronMM's kernels compute what they should, padding included; rows, means, plot and CLI."""
 
+import dataclasses
 import json
 import math
 
@@ -12,7 +13,7 @@ from neuronmm_ops.bench import figure1_plot, kernels, runner
 from neuronmm_ops.bench.baselines import matmul, neuronmm, tiles
 from neuronmm_ops.bench.cases import figure1
 from neuronmm_ops.cli import main
-from neuronmm_ops.kernels import Problem
+from neuronmm_ops.kernels import Problem, nki_kernel, plan_op
 
 FIELDS = (
     "kernel", "model", "target", "lnc", "M", "K", "r", "N", "dtype", "time_ms", "limit_ms",
@@ -212,6 +213,22 @@ def test_defaults_and_a_pool(monkeypatch):
     launches = [kernels.Launch(problem) for problem in problems]
     pooled = runner.run_all("kernels", kernels.measure, launches, workers=2)
     assert pooled == [kernels.measure(launch) for launch in launches]
+
+
+def test_a_plan_of_several_launches_is_their_sum(monkeypatch):
+    def plan(*arguments):
+        return dataclasses.replace(plan_op(*arguments), launches=(256, 256, 128))
+
+    problem = Problem("xw", 640, ((256, 512),), target="trn2")
+    monkeypatch.setattr(kernels, "plan_op", plan)
+    split = kernels.measure(kernels.Launch(problem))
+    chosen = plan_op("xw", 640, ((256, 512),), "bfloat16", "trn2")
+    times = 0.0
+    for M, count in ((256, 2), (128, 1)):
+        tensors = spec(M, 256), spec(256, 512)
+        options = {"target": "trn2", "mode": "trace", **chosen.arguments}
+        times += count * nc.simulate(nki_kernel(chosen), *tensors, **options).profile.time_ms
+    assert split.time_ms == pytest.approx(times)
 
 
 # --- summaries

@@ -1,6 +1,7 @@
 """`neuronmm plan`: a model's plans, and one line for every mistake."""
 
 import json
+import re
 
 import pytest
 
@@ -8,7 +9,7 @@ from neuronmm_ops.cli import main
 
 FIELDS = {
     *("projection", "M", "K", "r", "N", "target", "form", "blocks", "time_ms", "dense_ms"),
-    *("hbm_bytes", "bound", "worth_it"),
+    *("hbm_bytes", "instructions", "bound", "worth_it"),
 }
 CONFIG = {
     "hidden_size": 256,
@@ -40,6 +41,8 @@ def test_the_page_says_where_low_rank_does_not_pay(tmp_path, capsys):
     assert main(["plan", "--model", str(tmp_path), "--tokens", "1", "300", "--target", "trn1"]) == 0
     page = capsys.readouterr().out
     assert "Modelled times on trn1" in page
+    assert re.search(r"The longest plan has [\d,]+ instructions\.", page)
+    assert "down_proj" in page
     assert "Low rank does not pay at M = 1:" in page
     assert main(["plan", "--model", str(path), "--tokens", "1", "--ratio", "0.9", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)

@@ -164,11 +164,10 @@ def test_kernels_keep_to_the_strict_subset(path):
 
 
 @pytest.mark.parametrize("resident", [0, 1, 2, 5, 9])
-def test_tiles_that_tensore_turns_are_turned_again_when_they_were_not_resident(resident):
+def test_tiles_that_are_not_resident_are_transposed_again(resident):
     tensors = [draw((256, 1100), torch.float32, 1), draw((1100, 1100), torch.float32, 2), None]
-    check(
-        xw, ("trn1", 1), tensors, layout="pe", resident=resident, token_block=256, block=512, token_tiles=1, banks=6
-    )  # fmt: skip
+    blocks = {"token_block": 256, "resident": resident, "block": 512, "token_tiles": 1, "banks": 6}
+    check(xw, ("trn1", 1), tensors, layout="pe", **blocks)
 
 
 @pytest.mark.parametrize("name", ["xw", "xuv", "svd_mlp", "xw_decode", "xuv_decode"])

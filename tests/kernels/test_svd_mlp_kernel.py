@@ -14,7 +14,7 @@ from tolerances import assert_close_to_oracle
 
 from neuronmm_ops.compress.rank import aligned_rank
 from neuronmm_ops.hardware import resolve_target
-from neuronmm_ops.kernels.planner.prefill_mlp import candidates
+from neuronmm_ops.kernels.planner import search
 from neuronmm_ops.kernels.planner.problem import Plan, Problem, mlp_matrices
 from neuronmm_ops.kernels.stages.tiling import HIDDEN_TILES
 from neuronmm_ops.kernels.svd_mlp.prefill import svd_mlp
@@ -195,6 +195,11 @@ def test_two_cores_take_disjoint_tokens() -> None:
 def test_lint() -> None:
     assert lint(svd_mlp) == []
     assert lint(svd_mlp.func.__code__.co_filename) == []
+
+
+def candidates(problem: Problem) -> list[Plan]:
+    """The plans of the prefill kernel."""
+    return [plan for plan in search.candidates(problem) if plan.phase == "prefill"]
 
 
 def run(plan: Plan) -> Profile:

@@ -25,8 +25,9 @@ from neuronmm_ops.compress.calibrate import Progress
 from neuronmm_ops.compress.rank import aligned_rank
 from neuronmm_ops.hardware import resolve_target
 from neuronmm_ops.kernels import Problem, nki_kernel, plan_op
+from neuronmm_ops.kernels.planner.problem import Matrices
 from neuronmm_ops.models import SHAPES, model_shape
-from neuronmm_ops.neuroncore import NkiValidationError, TensorSpec
+from neuronmm_ops.neuroncore import Kernel, NkiValidationError, TensorSpec
 from neuronmm_ops.neuroncore.dtypes import bfloat16
 
 PAPER = "paper"
@@ -51,7 +52,7 @@ FIELDS = (
 
 @dataclass(frozen=True)
 class Launch:
-    """One simulated launch: the planned kernel of a problem, or one of NeuronMM's.
+    """What is simulated once: the planned kernel of a problem, or one of NeuronMM's.
 
     Attributes:
         problem: what is computed; for a half of NeuronMM's MLP, the whole MLP.
@@ -208,30 +209,52 @@ def _published(problem: Problem, kernel: str, *blocks: neuronmm.Blocks) -> tuple
 
 
 def measure(launch: Launch) -> Measured | None:
-    """Simulate one launch without values; None where a published kernel does not fit."""
-    operands = [TensorSpec(shape, bfloat16) for shape in _shapes(launch)]
-    target = launch.problem.target
-    if launch.blocks is None:
-        problem = launch.problem
-        plan = plan_op(problem.op, problem.M, problem.matrices, DTYPE, target, problem.lnc)
-        profile = traced(nki_kernel(plan), operands, target, plan.arguments)
-    else:
+    """Simulate a kernel without values; None where a published one does not fit.
+
+    A plan of several launches is their sum.
+    """
+    problem = launch.problem
+    if launch.blocks is not None:
+        kernel, blocks = getattr(neuronmm, launch.published), {"blocks": launch.blocks}
         try:
-            kernel = getattr(neuronmm, launch.published)
-            profile = traced(kernel, operands, target, {"blocks": launch.blocks})
+            return _simulated(kernel, _published_shapes(launch), problem.target, blocks)
         except NkiValidationError:
             return None
+    plan = plan_op(problem.op, problem.M, problem.matrices, DTYPE, problem.target, problem.lnc)
+    of_tokens: dict[int, Measured] = {}
+    for M in set(plan.launches):
+        shapes = ((M, problem.K), *problem.matrices)
+        of_tokens[M] = _simulated(nki_kernel(plan), shapes, problem.target, plan.arguments)
+    return _added([of_tokens[M] for M in plan.launches])
+
+
+def _simulated(
+    kernel: Kernel, shapes: Matrices, target: str, arguments: dict[str, Any]
+) -> Measured:
+    operands = [TensorSpec(shape, bfloat16) for shape in shapes]
+    profile = traced(kernel, operands, target, arguments)
     return Measured._make([getattr(profile, field) for field in Measured._fields])
 
 
-def _shapes(launch: Launch) -> list[tuple[int, int]]:
-    """Shapes of a kernel's tensors, in order."""
+def _published_shapes(launch: Launch) -> Matrices:
+    """Shapes of the tensors of one of NeuronMM's kernels, in order."""
     problem, matrices = launch.problem, launch.problem.matrices
     if launch.published == "neuronmm_mlp_up":
-        return [(problem.M, problem.K), *matrices[:4]]
+        return ((problem.M, problem.K), *matrices[:4])
     if launch.published == "neuronmm_mlp_down":
-        return [(problem.inner, problem.M), *matrices[4:]]
-    return [(problem.M, problem.K), *matrices]
+        return ((problem.inner, problem.M), *matrices[4:])
+    return ((problem.M, problem.K), *matrices)
+
+
+def _added(launches: Sequence[Measured]) -> Measured:
+    """Launches that follow each other: peaks of the largest, bound of the longest."""
+    return Measured(
+        time_ms=sum(launch.time_ms for launch in launches),
+        hbm_bytes=sum(launch.hbm_bytes for launch in launches),
+        sbuf_peak_bytes=max(launch.sbuf_peak_bytes for launch in launches),
+        psum_peak_banks=max(launch.psum_peak_banks for launch in launches),
+        bound=max(launches).bound,
+    )
 
 
 # --- rows
@@ -244,7 +267,7 @@ def _row(entry: Entry, measured: dict[Launch, Measured | None]) -> dict[str, Any
     row["r"] = problem.ranks[0] if problem.ranks else None
     row["N"] = problem.inner or problem.N
     row["limit_ms"] = problem.roofline_ms
-    modelled = _added(entry, measured)
+    modelled = _fastest(entry, measured)
     if modelled is not None:
         peak_tflops = problem.machine.pe_peak_tflops * problem.lnc
         row |= modelled._asdict()
@@ -257,24 +280,15 @@ def _row(entry: Entry, measured: dict[Launch, Measured | None]) -> dict[str, Any
     return row
 
 
-def _added(entry: Entry, measured: dict[Launch, Measured | None]) -> Measured | None:
-    """The fastest alternative of each part, added: peaks of the largest, bound of the longest.
-
-    None where no alternative of a part fits on the core.
-    """
+def _fastest(entry: Entry, measured: dict[Launch, Measured | None]) -> Measured | None:
+    """The fastest alternative of each part, added; None where no alternative of a part fits."""
     found: list[Measured] = []
     for part in entry.parts:
         fitting = [m for m in (measured[launch] for launch in part) if m is not None]
         if not fitting:
             return None
         found.append(min(fitting))
-    return Measured(
-        time_ms=sum(part.time_ms for part in found),
-        hbm_bytes=sum(part.hbm_bytes for part in found),
-        sbuf_peak_bytes=max(part.sbuf_peak_bytes for part in found),
-        psum_peak_banks=max(part.psum_peak_banks for part in found),
-        bound=max(found).bound,
-    )
+    return _added(found)
 
 
 # --- summaries

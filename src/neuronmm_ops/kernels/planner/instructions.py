@@ -34,7 +34,7 @@ def transpose_ns(machine: Machine, rows: int, columns: int, itemsize: int) -> fl
     return machine.ns(Engine.TENSOR, cycles) + machine.matmul_overhead_ns
 
 
-def evict_ns(machine: Machine, engine: Engine, columns: int) -> float:
+def evict_ns(machine: Machine, engine: Engine, columns: float) -> float:
     """fp32 [partitions, columns] from PSUM to SBUF on ScalarE or VectorE."""
     return machine.ns(engine, max(MIN_CYCLES, columns))
 

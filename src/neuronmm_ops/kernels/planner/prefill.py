@@ -1,390 +1,391 @@
-"""Plans of the prefill kernels `xw` and `xuv`: candidates with their modelled costs.
+"""Steps of the prefill stages, in the groups and tiles of `stages.tiling` that the kernels run in.
 
-A stage is a list of passes: groups of PSUM tiles that sum over the contraction while their
-operands arrive. DMA runs ahead of TensorE, so a stage takes what the slower of the two takes,
-and the first strip also what TensorE waits for its first operands.
+Times in ns, SBUF in bytes per partition. All times are modelled.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache
+from typing import NamedTuple, TypeVar
 
-from neuronmm_ops.hardware import (
-    DMA_START_NS,
-    RESULT_CYCLES,
-    Engine,
-)
-from neuronmm_ops.kernels.planner.costs import Costs, Pass, Stage, edges
+from neuronmm_ops.hardware import Engine, Machine
+from neuronmm_ops.kernels.planner import instructions
+from neuronmm_ops.kernels.planner.instructions import evict_ns, load_ns, matmul_ns
 from neuronmm_ops.kernels.planner.problem import Block, Plan, Problem
-from neuronmm_ops.kernels.stages.tiling import BANKS, COLUMNS, P, tiles_in
+from neuronmm_ops.kernels.planner.timeline import Program, Step, Timeline, sbuf_peak
+from neuronmm_ops.kernels.stages.tiling import (
+    BANK_COLUMNS,
+    PARTITIONS,
+    PSUM_BANKS,
+    STAGED_TILES,
+    Group,
+    Span,
+    natural_groups,
+    sizes,
+    tiles_in,
+    transposed_groups,
+)
 
-Blocks = tuple[tuple[str, Block], ...]
-STRIPS = (512, 1024, 1536, 2048)
-SMALL_STRIPS = (256, 128)
+WIDTHS = (512, 1024, 1536, 2048)
+"""Tokens of a block."""
+SMALL_WIDTHS = (256, 128)
 """Where no larger one fits."""
-BLOCKS = (512, 1024, 2048, 4096)
-K_BLOCKS = (0, 512, 1024, 2048, 4096)
+Blocks = dict[str, Block]
 
 
-def candidates(problem: Problem) -> list[Plan]:
-    """All plans of the prefill forms that fit, quickest first."""
-    plans = _xw_plans if problem.op == "xw" else _xuv_plans
-    tokens = problem.core_tokens[0]
-    found = [plan for strip in strips(tokens) for plan in plans(problem, strip, tokens)]
-    for strip in SMALL_STRIPS:
-        found = found or plans(problem, strip, tokens)
-    return sorted(found, key=lambda plan: (plan.time_ms, plan.hbm_bytes, plan.blocks))
+class Loads(NamedTuple):
+    """What arrives for one group of PSUM tiles.
+
+    Attributes:
+        ns: DMA time.
+        head_ns: of it, until the first contraction tile is there.
+        work_ns: of TensorE, and its waits, to transpose it.
+        fills: SBUF it takes; `passing` of it are tiles used once, `window` of those at a time.
+        hbm_bytes: moved.
+        instructions: issued.
+    """
+
+    ns: float = 0.0
+    head_ns: float = 0.0
+    work_ns: float = 0.0
+    fills: int = 0
+    passing: int = 0
+    window: int = 0
+    hbm_bytes: int = 0
+    instructions: int = 0
 
 
-def strips(tokens: int) -> list[int]:
-    """Strip widths worth trying."""
-    return [s for s in STRIPS if s < tokens] + [s for s in STRIPS if s >= tokens][:1]
+NOTHING = Loads()
+T = TypeVar("T")
+_transposed_groups = cache(transposed_groups)
+_natural_groups = cache(natural_groups)
 
 
-def _xuv_plans(problem: Problem, strip: int, tokens: int) -> list[Plan]:
-    costs = Costs(problem.machine, problem.itemsize, problem.bf16_partial_sums)
-    width, r = min(strip, tokens), problem.ranks[0]
-    held = tiles_in(r, P) * width * costs.item
-    seconds = row_stages(costs, width, r, problem.N, held)[:3]
-    found: list[Plan] = []
-    for first in project_stages(costs, width, problem.K, r) if seconds else []:
-        for second in seconds:
-            last: tuple[Stage, ...] = ()
-            if narrow := tokens % width:
-                last = (
-                    _project_stage(costs, narrow, problem.K, r, first.blocks, first.sbuf_bytes),
-                    _write_rows(costs, narrow, r, problem.N, second.blocks, second.sbuf_bytes),
-                )
-            found.append(_plan(problem, costs, strip, (first, second), last))
-    return found
+class Moving(NamedTuple):
+    """The operand of `project_steps` that is no weight.
+
+    Attributes:
+        loads: what arrives for a group, of (rows of the contraction, tokens, seen before).
+        split: each group of tokens has tiles of its own.
+        seen: it has been in SBUF before.
+        frees: SBUF that its last use frees, tiles that stay in SBUF not included.
+        stays: it is used again after this stage.
+        made_in: tokens of a group of the stage that made it; 0 if it comes from HBM.
+    """
+
+    loads: Callable[[int, int, bool], Loads]
+    split: bool = False
+    seen: bool = False
+    frees: int = 0
+    stays: bool = False
+    made_in: int = 0
+
+    def wait(self, step: Step, width: int, tokens: Span, count: int, back: int = 1) -> None:
+        """Let a stage's first step wait for it, made `back` steps before; it reads `tokens`."""
+        if self.made_in:
+            step.waits = back
+            if tokens.start + tokens.size > (width - 1) // self.made_in * self.made_in:
+                step.waits_ns = step.work_ns / count
 
 
-def _xw_plans(problem: Problem, strip: int, tokens: int) -> list[Plan]:
-    costs = Costs(problem.machine, problem.itemsize)
-    width, K, N = min(strip, tokens), problem.K, problem.N
-    found: list[Plan] = []
-    for stage in dense_stages(costs, width, K, N):
-        last: tuple[Stage, ...] = ()
-        if narrow := tokens % width:
-            last = (_dense(costs, narrow, K, N, stage.blocks, stage.sbuf_bytes),)
-        found.append(_plan(problem, costs, strip, (stage,), last))
-    return found
+class Costs:
+    """What prefill costs for one problem: its dtype and target decide."""
 
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.machine = machine = problem.machine
+        self.item = problem.itemsize
+        self.passes = instructions.matmul_passes(self.item)
+        # VectorE and ScalarE of gen2 exclude each other on PSUM
+        self.engines = 1 if machine.shared_ports else 2
+        # a DMA that transposes 4 bytes needs NeuronCore-v3; TensorE's transposes take two banks
+        staged = self.item == 4 and machine.generation < 3
+        self.layout = "pe" if staged else "dma"
+        self.banks = PSUM_BANKS - 2 if staged else PSUM_BANKS
+        self._matmuls: dict[tuple[int, int], tuple[float, int]] = {}
 
-def _plan(
-    problem: Problem,
-    costs: Costs,
-    strip: int,
-    stages: tuple[Stage, ...],
-    last: tuple[Stage, ...],
-) -> Plan:
-    """The plan of full strips in `stages`, and of a narrower one in the end in `last`."""
-    tokens = problem.core_tokens[0]
-    blocks: dict[str, Block] = {"token_block": strip}
-    for stage in stages:
-        blocks.update(stage.blocks)
-    blocks.update(layout=costs.layout, engines=costs.engines)
-    if problem.op == "xuv":
-        blocks["v_banks"] = costs.banks if costs.layout == "pe" else BANKS
-    if problem.bf16_partial_sums:
-        blocks["bf16_partial_sums"] = True
-    full = tokens // min(strip, tokens)
-    fetched = stages[0].time(0.0)[1]
-    time = DMA_START_NS + stages[0].first_ns + (last or stages)[-1].tail_ns
-    for stage in stages[1:]:
-        once, fetched = stage.time(fetched)
-        time += once
-    steady, fetched = _strip_ns(stages, fetched)
-    time += (full - 1) * steady + _strip_ns(last, fetched)[0]
-    dma = full * sum([s.dma_ns for s in stages]) + sum([s.dma_ns for s in last])
-    time = max(time, 2 * DMA_START_NS + dma)
-    traffic = full * sum([s.hbm_bytes for s in stages]) + sum([s.hbm_bytes for s in last])
-    return Plan(
-        problem=problem,
-        phase="prefill",
-        kernel=problem.op,
-        blocks=tuple(blocks.items()),
-        time_ms=time / 1e6,
-        hbm_bytes=round(traffic * problem.M / tokens),
-        sbuf_bytes=max([s.sbuf_bytes for s in stages]),
-        psum_banks=BANKS,
-        bound="PE" if sum([s.pe_ns - s.dma_ns for s in stages]) >= 0 else "DMA",
-    )
+    def matmuls(self, stationary: int, moving: int) -> tuple[float, int]:
+        """Time and number of the matmuls of one contraction tile."""
+        key = (stationary, moving)
+        if key not in self._matmuls:
+            rows, columns = sizes(stationary, PARTITIONS), sizes(moving, BANK_COLUMNS)
+            times = [matmul_ns(self.machine, i, j, self.passes) for i in rows for j in columns]
+            self._matmuls[key] = sum(times), len(times)
+        return self._matmuls[key]
 
+    def rows_ns(self, rows: int, columns: int) -> float:
+        """DMA time of [rows, columns] in tiles of 128 rows."""
+        full, rest = divmod(rows, PARTITIONS)
+        time = full * load_ns(self.machine, PARTITIONS, columns * self.item)
+        return time + (load_ns(self.machine, rest, columns * self.item) if rest else 0.0)
 
-def _strip_ns(stages: tuple[Stage, ...], fetched: float) -> tuple[float, float]:
-    """(time of a strip that is not the first, DMA done ahead after it)."""
-    total = 0.0
-    for stage in stages:
-        once, fetched = stage.time(fetched)
-        total += once
-    return max(total, sum([s.dma_ns for s in stages])), fetched
+    def weight_bytes(self, rows: int, columns: int) -> int:
+        """SBUF of a block of weights."""
+        return tiles_in(rows, PARTITIONS) * columns * self.item
 
+    def weights(self, rows: int, columns: int, groups: int, tail: int = 1) -> Loads:
+        """A block of weights that `groups` groups use; of one group, each tile passes."""
+        count, row = tiles_in(rows, PARTITIONS), columns * self.item
+        ns = self.rows_ns(rows, columns)
+        passing = count * row if groups == 1 else 0
+        window = min(tail, count) * row if groups == 1 else 0
+        head = min(ns, load_ns(self.machine, min(PARTITIONS, rows), row))
+        return Loads(ns, head, 0.0, count * row, passing, window, rows * row, count)
 
-def project_stages(costs: Costs, width: int, K: int, r: int) -> list[Stage]:
-    """Blocks of `strip.project` on x [K, width] from HBM that fit, quickest first."""
-    found: list[Stage] = []
-    widths = sorted({min(tiles_in(b, P) * P, tiles_in(r, P) * P) for b in (*BLOCKS, *_even(r))})
-    sums = costs.item if costs.bf16_partial_sums else 4
-    partial, limit = tiles_in(r, P) * width * sums, 0.8 * costs.machine.usable_sbuf_bytes
-    for k_block in K_BLOCKS:
-        if k_block and (k_block >= K or 16 * k_block < K or partial > limit):
-            continue
-        for tokens in sorted({min(COLUMNS, width), min(2 * COLUMNS, width), width}):
-            # groups of half the banks leave the others to slow additions in SBUF
-            for banks in (costs.banks, BANKS // 2) if k_block else (costs.banks,):
-                if tiles_in(tokens, COLUMNS) <= banks:
-                    for block in widths:
-                        found.extend(_project(costs, width, K, r, k_block, tokens, block, banks))
-    return sorted(found, key=lambda s: s.first_ns)[:8]
+    def tokens(self, resident: int) -> Callable[[int, int, bool], Loads]:
+        """x^T from HBM, of which `resident` tiles stay in SBUF."""
 
+        def loads(rows: int, tokens: int, seen: bool) -> Loads:
+            first = resident if seen else 0
+            count, size = tiles_in(rows, PARTITIONS), tokens * self.item
+            if first >= count:
+                return NOTHING
+            stays = min(count, resident) - first if resident > first else 0
+            passing, window = (count - first - stays) * size, size * (stays + first < count)
+            fills = (count - first) * size
+            if self.layout == "pe":
+                return self._staged(rows, tokens, first, Loads(0, 0, 0, fills, passing, window))
+            moved = (rows - first * PARTITIONS) * size
+            ns = instructions.load_transposed_ns(self.machine, moved // self.item, self.item)
+            head = ns * min(1.0, PARTITIONS * size / moved)
+            return Loads(ns, head, 0.0, fills, passing, window, moved, count - first)
 
-def _even(r: int) -> list[int]:
-    """Widths that cut r into even blocks of at most eight and of at most four tiles, and r."""
-    tiles = tiles_in(r, P)
-    return [tiles_in(tiles, tiles_in(tiles, most)) * P for most in (4, 8, tiles)]
+        return loads
 
-
-def _project(
-    costs: Costs,
-    width: int,
-    K: int,
-    r: int,
-    k_block: int,
-    tokens: int,
-    block: int,
-    banks: int,
-) -> Iterator[Stage]:
-    rows = k_block or K
-    count = tiles_in(rows, P)
-    columns = tiles_in(tokens, COLUMNS)
-    group = max(1, banks // columns)
-    groups = tiles_in(width, tokens)
-    block_tiles = tiles_in(min(block, r), P)
-    passes_per_block = tiles_in(block_tiles, group)
-    reused = groups > 1 or passes_per_block > 1
-    u_bytes = count * min(block, r) * costs.item if reused else 3 * min(block, r) * costs.item
-    strip_bytes = tiles_in(r, P) * width * costs.item
-    if k_block and not costs.bf16_partial_sums:  # fp32, and the columns that are just rounded
-        strip_bytes = tiles_in(r, P) * width * 4 + block_tiles * width * costs.item
-    x_tile = width * costs.item
-    held = u_bytes + strip_bytes + costs.staging(width)
-    room = costs.machine.usable_sbuf_bytes - held
-    for keep in _keeps(count, room // x_tile - 2):
-        if keep < count and groups > 1:
-            continue
-        sbuf = held + min(keep + 2, count) * x_tile
-        blocks: Blocks = (
-            ("resident", keep),
-            ("u_block", block),
-            ("tokens", tokens),
-            ("banks", banks),
-            ("k_block", k_block),
+    def _staged(self, rows: int, tokens: int, first: int, found: Loads) -> Loads:
+        """Tiles from `first` on, which TensorE transposes; the last staged rows are there still."""
+        machine, item = self.machine, self.item
+        parts, count = sizes(tokens, PARTITIONS), tiles_in(rows, PARTITIONS)
+        chunks = sizes(rows, STAGED_TILES * PARTITIONS)[first // STAGED_TILES :]
+        again = first > 0 or found.fills == 0
+        if again and len(chunks) == 1:
+            chunks = []
+        times = [sum([load_ns(machine, t, c * item) for t in parts]) for c in chunks]
+        each = sum([instructions.transpose_ns(machine, t, PARTITIONS, item) for t in parts])
+        last = sizes(tokens, BANK_COLUMNS)[-1]
+        wait = evict_ns(machine, Engine.SCALAR, last)
+        wait += sum([instructions.result_ns(machine, e) for e in (Engine.TENSOR, Engine.SCALAR)])
+        each += wait
+        number = len(parts) * len(chunks)
+        number += (count - first) * (len(parts) + tiles_in(tokens, BANK_COLUMNS))
+        staging = len(parts) * max([min(c, STAGED_TILES * PARTITIONS) for c in chunks], default=0)
+        staging *= item
+        stays = staging if found.passing and not again else 0  # some are transposed again
+        return Loads(
+            sum(times),
+            times[0] if times else 0.0,
+            (count - first) * each,
+            found.fills + staging * len(chunks),
+            found.passing + staging * len(chunks) - stays,
+            found.window + staging,
+            sum(chunks) * tokens * item,
+            number,
         )
-        yield _project_stage(costs, width, K, r, blocks, sbuf)
+
+    def step(self, rows: int, group: Group, loads: Iterable[Loads], tail: int = 1) -> Step:
+        """A group of PSUM tiles over `rows` of a contraction, not evicted yet."""
+        work, tiles = self.matmuls(group.rows.size, group.columns.size)
+        count = tiles_in(rows, PARTITIONS)
+        found = Step(count * work, tiles=tiles, instructions=count * tiles)
+        found.first_ns = (count if count <= tail else 1) * work / tiles
+        found.rows = tiles_in(group.rows.size, PARTITIONS)
+        found.last_ns = min(tail, count) * work / tiles
+        for load in loads:
+            found.work_ns += load.work_ns
+            found.load_ns += load.ns
+            found.head_ns += load.head_ns
+            found.fills += load.fills
+            found.frees += load.passing
+            found.needs += load.fills - load.passing + load.window
+            found.hbm_bytes += load.hbm_bytes
+            found.instructions += load.instructions
+        if found.load_ns:
+            left = min(count, tail) * work - (tail - 1) * work / tiles if tail > 1 else work
+            found.tail_ns = max(left, found.work_ns * found.head_ns / found.load_ns)
+        return found
+
+    def evict(self, step: Step, columns: int, engines: str) -> None:
+        """Evict a step's tiles on "scalar", "vector", or "shared" by both where they may share."""
+        width = min(columns, BANK_COLUMNS)
+        if columns > BANK_COLUMNS:  # the mean, where the last tile is cut
+            width = columns / tiles_in(columns, BANK_COLUMNS)
+        step.instructions += step.tiles
+        if engines == "vector" or (engines == "shared" and self.engines == 2):
+            step.vector_ns = evict_ns(self.machine, Engine.VECTOR, width)
+        if engines != "vector":
+            step.scalar_ns = evict_ns(self.machine, Engine.SCALAR, width)
+
+    def results(self, step: Step, size: int) -> None:
+        """SBUF that a step's evictions fill."""
+        step.fills += size
+        step.needs += size
 
 
-def _project_stage(costs: Costs, width: int, K: int, r: int, blocks: Blocks, sbuf: int) -> Stage:
-    keep, block, tokens, banks, k_block = [int(value) for _, value in blocks]
-    rows, tokens = k_block or K, min(tokens, width)
-    group = max(1, banks // tiles_in(tokens, COLUMNS))
-    sizes = (width, r, tokens, block, group, keep)
-    stage = Stage(
-        blocks=blocks,
-        passes=tuple(_project_passes(costs, min(rows, K), *sizes, adds=False)),
-        again=tuple(_project_passes(costs, rows, *sizes, adds=True)) if rows < K else (),
-        times=max(0.0, K / rows - 1),
-        hbm_bytes=0,
-        sbuf_bytes=sbuf,
-        room_bytes=costs.machine.usable_sbuf_bytes - sbuf,
-    )
-    return replace(stage, hbm_bytes=_traffic(stage.loaded_bytes, min(rows, K)))
-
-
-def _keeps(count: int, most: int) -> list[int]:
-    """How many x^T tiles may stay: all, or as many as there is room for, or fewer for fetching."""
-    if most >= count:
-        return [count]
-    return sorted({most, most * 5 // 8} - {0}) if most > 0 else [0] * (most == 0)
-
-
-def _project_passes(
-    costs: Costs,
-    K: int,
-    width: int,
-    r: int,
-    tokens: int,
-    block: int,
-    group: int,
-    keep: int,
-    adds: bool,
-) -> Iterator[Pass]:
-    """Passes over K rows of the contraction, whose sums are added to those before, or are first."""
-    count = tiles_in(K, P)
-    alike: dict[tuple[int, ...], Pass] = {}
-    for b in range(0, r, block):
-        columns = min(block, r - b)
-        for g in range(0, width, tokens):
-            own = min(tokens, width - g)
-            for first in range(0, columns, group * P):
-                side = min(group * P, columns - first)
-                loads = count if b == 0 and first == 0 else max(0, count - keep)
-                fresh = columns if g == 0 and first == 0 else 0
-                key = (side, own, loads, fresh)
-                if key not in alike:
-                    alike[key] = _project_pass(costs, K, r, *key, adds)
-                yield alike[key]
-
-
-def _project_pass(
-    costs: Costs, K: int, r: int, side: int, own: int, loads: int, fresh: int, adds: bool
-) -> Pass:
-    """One group [side, own] over K rows: loads of x tiles, and of `fresh` columns of u."""
-    count = tiles_in(K, P)
-    dma = loads * costs.transposed(min(P, K), own)
-    if fresh:
-        dma += count * costs.load(K, fresh)
-    pe = count * costs.matmuls(side, own) + loads * costs.turned(own)
-    tiles = tiles_in(side, P) * tiles_in(own, COLUMNS)
-    evict = tiles * costs.evict(min(own, COLUMNS), adds)
-    return Pass(pe, dma, evict, count, (loads * own + count * fresh) * costs.item, tiles)
-
-
-def _traffic(loaded_bytes: float, K: int) -> int:
-    """HBM bytes of loads given per partition: all tiles are whole but the last one of K."""
-    return round(loaded_bytes * P * K / (tiles_in(K, P) * P))
-
-
-def row_stages(costs: Costs, width: int, r: int, N: int, held: int) -> list[Stage]:
-    """Blocks of `strip.write_rows` on a strip [r, width] in SBUF that fit, quickest first."""
-    found: list[Stage] = []
-    for block in sorted({min(b, N) for b in BLOCKS}):
-        for rows in (1, 2, 4):
-            if rows > 1 and (rows // 2) * P >= width:
-                continue
-            result = rows * block * costs.item
-            reused = rows * P < width or tiles_in(block, COLUMNS) > (BANKS - 2) // rows
-            tiles = tiles_in(r, P) if reused else min(4, tiles_in(r, P))
-            weights = tiles * block * costs.item
-            sbuf = held + weights + 2 * result + min(block, N) * costs.item
-            if sbuf > costs.machine.usable_sbuf_bytes:
-                continue
-            blocks: Blocks = (("v_block", block), ("token_tiles", rows))
-            found.append(_write_rows(costs, width, r, N, blocks, sbuf))
-    return sorted(found, key=lambda s: s.time(0.0)[0] + s.tail_ns)
-
-
-def _write_rows(costs: Costs, width: int, r: int, N: int, blocks: Blocks, sbuf: int) -> Stage:
-    block, rows = [int(value) for _, value in blocks]
-    depth = tiles_in(r, P)
-    columns = min(block, N)
-    # groups of token tiles, by what PSUM holds of a block's columns
-    side_by_side = max(1, costs.banks // min(rows, tiles_in(width, P)))
-    parts = tiles_in(tiles_in(columns, COLUMNS), side_by_side)
-    groups = tiles_in(width, rows * P) * parts
-    store = sum([n * costs.load(t, columns) for t, n in edges(width, P)]) / groups
-    tiles = tiles_in(width, P) * tiles_in(columns, COLUMNS) / groups
-    pe = depth * costs.matmuls(width, columns) / groups
-    evict = tiles * costs.evict(min(columns, COLUMNS))
-    load = depth * costs.load(r, columns)
-    held = depth * columns * costs.item
-    banks = min(BANKS, round(tiles))
-    first = Pass(pe, load, evict, depth, held, banks, store)
-    later = Pass(pe, 0.0, evict, depth, 0, banks, store)
-    return Stage(
-        blocks=blocks,
-        passes=(first, *[later] * (groups - 1)),
-        again=(first, *[later] * (groups - 1)),
-        times=max(0.0, N / block - 1),
-        hbm_bytes=costs.item * N * (r + width),
-        sbuf_bytes=sbuf,
-        tail_ns=_tail(costs, min(width, rows * P), columns),
-        room_bytes=costs.machine.usable_sbuf_bytes - sbuf,
-    )
-
-
-def _tail(costs: Costs, tokens: int, columns: int) -> float:
-    """From the last matmul to the last byte: its token tiles are evicted and stored in turn."""
-    begin = costs.machine.ns(Engine.TENSOR, RESULT_CYCLES[Engine.TENSOR]) + DMA_START_NS
-    evict = min(tiles_in(columns, COLUMNS), BANKS) * costs.evict(min(columns, COLUMNS))
-    stored = 0.0
-    for tile in range(1, tiles_in(tokens, P) + 1):
-        stored = max(stored, tile * evict) + costs.load(min(tokens, P), columns)
-    return begin + stored
-
-
-def dense_stages(costs: Costs, width: int, K: int, N: int) -> list[Stage]:
-    """Blocks of `xw` that fit, quickest first."""
-    found: list[Stage] = []
-    count = tiles_in(K, P)
-    banks = costs.banks
-    for block in sorted({min(b, N) for b in BLOCKS}):
-        for rows in (1, 2, 4, 8):
-            if rows > banks or (rows > 1 and (rows // 2) * P >= width):
-                continue
-            reused = rows * P < width or tiles_in(block, COLUMNS) > banks // rows
-            w_bytes = (count if reused else 4) * block * costs.item
-            result = 2 * rows * block * costs.item + block * costs.item
-            x_tile = width * costs.item
-            held = w_bytes + result + costs.staging(width)
-            room = costs.machine.usable_sbuf_bytes - held
-            for keep in _keeps(count, room // x_tile - 3):
-                sbuf = held + min(keep + 2, count) * x_tile
-                blocks: Blocks = (
-                    ("resident", keep),
-                    ("block", block),
-                    ("token_tiles", rows),
-                    ("banks", banks),
-                )
-                found.append(_dense(costs, width, K, N, blocks, sbuf))
-    return sorted(found, key=lambda s: s.first_ns + s.tail_ns)
-
-
-def _dense(
-    costs: Costs,
+def project_steps(
+    c: Costs,
     width: int,
     K: int,
     N: int,
-    blocks: Blocks,
-    sbuf: int,
-) -> Stage:
-    keep, block, rows, banks = [int(value) for _, value in blocks]
-    columns = min(block, N)
-    first = _dense_passes(costs, width, K, columns, rows, banks, tiles_in(K, P))
-    later = _dense_passes(costs, width, K, columns, rows, banks, max(0, tiles_in(K, P) - keep))
-    stage = Stage(
-        blocks=blocks,
-        passes=(first[0], *later[1:]),
-        again=tuple(later),
-        times=max(0.0, N / block - 1),
-        hbm_bytes=0,
-        sbuf_bytes=sbuf,
-        tail_ns=_tail(costs, min(width, rows * P), columns),
-        room_bytes=costs.machine.usable_sbuf_bytes - sbuf,
+    x: Moving,
+    block: int,
+    tokens: int,
+    banks: int,
+    k_block: int = 0,
+    bf16_partial_sums: bool = False,
+) -> Program:
+    """`stages.prefill.project`, of a block of `width` tokens."""
+    program = Program()
+    passes, blocks = sizes(K, k_block or K), sizes(N, block)
+    partial = width * (c.item if bf16_partial_sums else 4)
+    for n, rows in enumerate(passes):
+        last = n + 1 == len(passes)
+        made = width * c.item if last else partial
+        makes = n == 0 or (last and not bf16_partial_sums)
+        held, seen = 0, [x.seen] * tiles_in(width, tokens if x.split else width)
+        for b, columns in enumerate(blocks):
+            ends = b + 1 == len(blocks)
+            if program.again((n, columns, b == 0, ends)):
+                continue
+            groups = _transposed_groups(columns, width, tokens, banks)
+            for g, group in enumerate(groups):
+                at = group.columns.start // tokens if x.split else 0
+                arriving = x.loads(rows, group.columns.size if x.split else width, seen[at])
+                held += arriving.fills - arriving.passing
+                seen[at] = True
+                fresh = c.weights(rows, columns, len(groups)) if g == 0 else NOTHING
+                step = c.step(rows, group, (fresh, arriving))
+                c.evict(step, group.columns.size, "vector" if n else "shared")
+                if n + b + g == 0:
+                    x.wait(step, width, group.columns, tiles_in(rows, PARTITIONS))
+                if makes and group.columns.start == 0:
+                    c.results(step, step.rows * made)
+                if makes and n > 0 and group.columns.start + group.columns.size == width:
+                    step.frees += step.rows * partial
+                if g + 1 == len(groups):
+                    step.frees += c.weight_bytes(rows, columns) * (len(groups) > 1)
+                    if ends and not x.stays:
+                        step.frees += held + x.frees * last
+                program.add(step)
+    return program
+
+
+def write_steps(
+    c: Costs,
+    width: int,
+    K: int,
+    N: int,
+    x: Moving,
+    block: int,
+    token_tiles: int,
+    banks: int,
+) -> Program:
+    """`stages.prefill.write_rows`, of a block of `width` tokens."""
+    program = Program()
+    count, blocks = tiles_in(K, PARTITIONS), sizes(N, block)
+    seen, held = x.seen, 0
+    for b, columns in enumerate(blocks):
+        ends = b + 1 == len(blocks)
+        if program.again((0, columns, b == 0, ends)):
+            continue
+        groups = _natural_groups(width, columns, token_tiles, banks)
+        for g, group in enumerate(groups):
+            arriving = x.loads(K, width, seen)
+            held += arriving.fills - arriving.passing
+            seen = True
+            fresh = c.weights(K, columns, len(groups)) if g == 0 else NOTHING
+            step = c.step(K, group, (arriving, fresh))
+            c.evict(step, group.columns.size, "shared")
+            if b + g == 0:
+                x.wait(step, width, group.rows, count)
+            size = step.rows * columns * c.item
+            if group.columns.start == 0:
+                c.results(step, size)
+            if group.columns.start + group.columns.size == columns:
+                step.store_ns = c.rows_ns(group.rows.size, columns)
+                step.stored = size
+                step.hbm_bytes += group.rows.size * columns * c.item
+                step.instructions += step.rows
+            if g + 1 == len(groups):
+                step.frees += c.weight_bytes(K, columns) * (len(groups) > 1)
+                step.frees += (held + x.frees) * ends
+            program.add(step)
+    return program
+
+
+def in_sbuf(size: int, made_in: int) -> Moving:
+    """An operand of `size` bytes a partition that a stage has made."""
+    return Moving(lambda rows, tokens, seen: NOTHING, seen=True, frees=size, made_in=made_in)
+
+
+def plan_of(
+    problem: Problem, blocks: Blocks, stages: Callable[[int], Iterable[Program]], width: int
+) -> Plan | None:
+    """The plan of a kernel that runs `stages` for blocks of `width` tokens; None without room."""
+    timeline = Timeline(problem.machine)
+    hbm_bytes = issued = sbuf_bytes = 0
+    for core, tokens in enumerate(problem.core_tokens):
+        for size, times in ((width, tokens // width), (tokens % width, 1)):
+            if size == 0 or times == 0:
+                continue
+            programs = list(stages(size))
+            hbm_bytes += times * sum([p.total("hbm_bytes") for p in programs])
+            issued += times * sum([p.total("instructions") for p in programs])
+            if core == 0:
+                timeline.repeat(programs, times)
+                sbuf_bytes = max(sbuf_bytes, sbuf_peak(programs))
+                if sbuf_bytes > timeline.room:
+                    return None
+    return Plan(
+        problem,
+        "prefill",
+        problem.op,
+        tuple(blocks.items()),
+        timeline.end_ns / 1e6,
+        hbm_bytes,
+        sbuf_bytes,
+        PSUM_BANKS,
+        "PE" if timeline.work_ns >= timeline.transfer_ns else "DMA",
+        issued,
+        (problem.M,),
     )
-    return replace(stage, hbm_bytes=_traffic(stage.loaded_bytes, K) + costs.item * N * width)
 
 
-def _dense_passes(
-    costs: Costs, width: int, K: int, columns: int, rows: int, banks: int, loads: int
-) -> list[Pass]:
-    """Passes of one column block; each loads `loads` tiles of x."""
-    count = tiles_in(K, P)
-    step = max(1, banks // rows) * COLUMNS
-    passes: list[Pass] = []
-    for g in range(0, width, rows * P):
-        own = min(rows * P, width - g)
-        for c in range(0, columns, step):
-            part = min(step, columns - c)
-            dma = loads * costs.transposed(min(P, K), width)
-            held = loads * width
-            if not passes:
-                dma += count * costs.load(K, columns)
-                held += count * columns
-            stores = tiles_in(own, P) * costs.load(min(own, P), columns) if c == 0 else 0.0
-            evicts = tiles_in(own, P) * tiles_in(part, COLUMNS)
-            pe = count * costs.matmuls(own, part) + loads * costs.turned(width)
-            evict = evicts * costs.evict(min(part, COLUMNS))
-            passes.append(Pass(pe, dma, evict, count, held * costs.item, evicts, stores))
-    return passes
+def token_blocks(problem: Problem) -> Iterator[list[int]]:
+    """Widths of token blocks worth trying together; each list is for where none before fits."""
+    tokens = problem.core_tokens[0]
+    yield [w for w in WIDTHS if w < tokens] + [w for w in WIDTHS if w >= tokens][:1]
+    yield from [[width] for width in SMALL_WIDTHS]
+
+
+def fitting_residents(
+    c: Costs, K: int, width: int, peak: Callable[[int], int], parts: int = 1
+) -> list[int]:
+    """How many x^T tiles may stay in SBUF: all, or as many as fit, or fewer to fetch ahead.
+
+    `peak` of so many, whose tiles are [128, width]; several `parts` of tokens want all.
+    """
+    count, room = tiles_in(K, PARTITIONS), c.machine.usable_sbuf_bytes
+    if peak(count) <= room:
+        return [count]
+    most = min(count - 1, (room - peak(0)) // (width * c.item) - 2)
+    if parts > 1 or most < -2:
+        return []
+    found = {max(0, most), max(0, most) * 5 // 8}
+    if c.layout == "pe":
+        found = {n - n % STAGED_TILES for n in found}
+    return sorted(found - {0}) or [0]
+
+
+def quickest_stages(
+    machine: Machine, arguments: Iterable[T], stage: Callable[[T], Program], live: int = 0
+) -> list[T]:
+    """Arguments of stages that fit beside `live` bytes of SBUF, by their time alone."""
+    found: list[tuple[float, T]] = []
+    for chosen in arguments:
+        program = stage(chosen)
+        if sbuf_peak([program], live) <= machine.usable_sbuf_bytes:
+            timeline = Timeline(machine)
+            timeline.repeat([program], 1)
+            found.append((timeline.end_ns, chosen))
+    return [chosen for _, chosen in sorted(found, key=lambda entry: entry[0])]

@@ -136,12 +136,12 @@ class Plan:
             once).
         kernel: name of the kernel in `neuronmm_ops.kernels`.
         blocks: the kernel's compile-time arguments, in order.
-        time_ms: predicted, all launches.
+        time_ms: predicted, the sum over the launches.
         hbm_bytes: predicted HBM traffic, all cores and launches.
         sbuf_bytes: predicted peak per partition.
         psum_banks: predicted peak.
         bound: "PE" or "DMA", what takes longest.
-        instructions: predicted, all cores of the largest launch.
+        instructions: predicted, all cores and launches.
         launches: tokens of each launch; more than one where a launch would be too long.
     """
 

@@ -6,12 +6,17 @@ table, no search at run time, no simulation, no torch. All times are modelled.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 from importlib import import_module
+from types import ModuleType
 
 from neuronmm_ops.hardware import resolve_target
 from neuronmm_ops.kernels.planner.problem import Matrices, Plan, Problem, mlp_matrices
+from neuronmm_ops.kernels.stages.tiling import PARTITIONS, tiles_in
 
+MAX_INSTRUCTIONS = 500_000
+"""Of a launch: loops unroll, and compilers refuse, or take hours over, a few million."""
 TIE = 1.002
 """Plans within this factor of the least predicted time count as equally quick."""
 
@@ -23,6 +28,7 @@ def plan_op(
     dtype: str = "bfloat16",
     target: str | None = None,
     lnc: int = 1,
+    max_instructions: int = MAX_INSTRUCTIONS,
 ) -> Plan:
     """The quickest plan of an op.
 
@@ -33,18 +39,26 @@ def plan_op(
         dtype: bfloat16, float16 or float32.
         target: trn1, trn2, trn3 or an alias of theirs; None as `hardware.resolve_target`.
         lnc: NeuronCores that share the launch: 1, or 2 on trn2 and trn3.
+        max_instructions: of a launch; more tokens than that are split into several launches.
 
     Raises:
         ValueError: sizes or names that are none, or weights that no plan fits.
     """
-    return quickest(Problem(op, M, matrices, dtype, resolve_target(target).target, lnc))
+    problem = Problem(op, M, matrices, dtype, resolve_target(target).target, lnc)
+    return quickest(problem, max_instructions)
 
 
 def plan_xw(
-    M: int, K: int, N: int, dtype: str = "bfloat16", target: str | None = None, lnc: int = 1
+    M: int,
+    K: int,
+    N: int,
+    dtype: str = "bfloat16",
+    target: str | None = None,
+    lnc: int = 1,
+    max_instructions: int = MAX_INSTRUCTIONS,
 ) -> Plan:
-    """The quickest plan of `x[M, K] @ w[K, N]`; `dtype`, `target` and `lnc` as `plan_op`."""
-    return plan_op("xw", M, ((K, N),), dtype, target, lnc)
+    """The quickest plan of `x[M, K] @ w[K, N]`; the other arguments as `plan_op`."""
+    return plan_op("xw", M, ((K, N),), dtype, target, lnc, max_instructions)
 
 
 def plan_xuv(
@@ -56,6 +70,7 @@ def plan_xuv(
     target: str | None = None,
     lnc: int = 1,
     bf16_partial_sums: bool = False,
+    max_instructions: int = MAX_INSTRUCTIONS,
 ) -> Plan:
     """The quickest plan of `(x[M, K] @ u[K, r]) @ v[r, N]`.
 
@@ -69,13 +84,15 @@ def plan_xuv(
         lnc: as `plan_op`.
         bf16_partial_sums: partial sums in SBUF may be rounded to dtype: less HBM traffic at large
             r and M, less accuracy.
+        max_instructions: as `plan_op`.
 
     Raises:
         ValueError: sizes or names that are none.
     """
     machine = resolve_target(target)
     matrices = ((K, r), (r, N))
-    return quickest(Problem("xuv", M, matrices, dtype, machine.target, lnc, bf16_partial_sums))
+    problem = Problem("xuv", M, matrices, dtype, machine.target, lnc, bf16_partial_sums)
+    return quickest(problem, max_instructions)
 
 
 def plan_svd_mlp(
@@ -87,6 +104,7 @@ def plan_svd_mlp(
     dtype: str = "bfloat16",
     target: str | None = None,
     lnc: int = 1,
+    max_instructions: int = MAX_INSTRUCTIONS,
 ) -> Plan:
     """The quickest plan of a gated MLP `[M, K] -> [M, inner] -> [M, N]` of six factors.
 
@@ -99,26 +117,67 @@ def plan_svd_mlp(
         dtype: as `plan_op`.
         target: as `plan_op`.
         lnc: as `plan_op`.
+        max_instructions: as `plan_op`.
 
     Raises:
         ValueError: sizes or names that are none.
     """
-    return plan_op("svd_mlp", M, mlp_matrices(K, ranks, inner, N), dtype, target, lnc)
+    matrices = mlp_matrices(K, ranks, inner, N)
+    return plan_op("svd_mlp", M, matrices, dtype, target, lnc, max_instructions)
 
 
 @lru_cache(maxsize=4096)
-def quickest(problem: Problem) -> Plan:
-    """The plan of least predicted time. Raises ValueError where no plan fits."""
-    found = candidates(problem)
-    if not found:
-        raise ValueError(f"no plan of {problem} fits SBUF on {problem.target}; split K or N")
-    return found[0]
+def quickest(problem: Problem, max_instructions: int = MAX_INSTRUCTIONS) -> Plan:
+    """The plan of least predicted time, in launches of so many instructions at most.
+
+    A launch has at least 128 tokens, however many instructions that takes.
+
+    Raises:
+        ValueError: no plan fits, or `max_instructions` is less than 1.
+    """
+    if max_instructions < 1:
+        raise ValueError(f"max_instructions must be at least 1, got {max_instructions}")
+    tiles, launches = tiles_in(problem.M, PARTITIONS), 1
+    while True:
+        tokens = min(problem.M, tiles_in(tiles, launches) * PARTITIONS)
+        found = candidates(replace(problem, M=tokens))
+        if tokens < problem.M:  # decode's arguments are for one number of tokens
+            found = [plan for plan in found if plan.phase == "prefill"]
+        if not found:
+            raise ValueError(f"no plan of {problem} fits SBUF on {problem.target}; split K or N")
+        if found[0].instructions <= max_instructions or tokens <= PARTITIONS:
+            return _launched(problem, found[0])
+        launches = max(launches + 1, tiles_in(tiles * PARTITIONS, tokens))
+
+
+def _launched(problem: Problem, first: Plan) -> Plan:
+    """The plan of a problem in launches of as many tokens as `first`, the last of the rest."""
+    tokens = first.problem.M
+    count, rest = divmod(problem.M, tokens)
+    launched, plans = (tokens,) * count, [first] * count
+    if rest:
+        last: Plan | None = _module(problem).plan_with(replace(problem, M=rest), first.arguments)
+        if last is None:
+            raise AssertionError(f"{first} fits for {tokens} tokens and not for {rest}")
+        launched, plans = (*launched, rest), [*plans, last]
+    return replace(
+        first,
+        problem=problem,
+        time_ms=sum([plan.time_ms for plan in plans]),
+        hbm_bytes=sum([plan.hbm_bytes for plan in plans]),
+        instructions=sum([plan.instructions for plan in plans]),
+        launches=launched,
+    )
+
+
+def _module(problem: Problem) -> ModuleType:
+    """`plan.py` of the op: its `candidates`, and `plan_with` given arguments."""
+    return import_module(f"neuronmm_ops.kernels.{problem.op}.plan")
 
 
 def candidates(problem: Problem) -> list[Plan]:
     """All plans that fit: the choice first, then by predicted time."""
-    module = import_module(f"neuronmm_ops.kernels.{problem.op}.plan")
-    found: list[Plan] = module.candidates(problem)
+    found: list[Plan] = _module(problem).candidates(problem)
     found.sort(key=lambda plan: (plan.time_ms, plan.hbm_bytes, plan.blocks))
     if not found or problem.op == "svd_mlp":  # its plan of least traffic is the slowest to start
         return found

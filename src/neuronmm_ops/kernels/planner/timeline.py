@@ -8,11 +8,14 @@ room; TensorE; the engines that evict PSUM; and the PSUM banks. All times are mo
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from neuronmm_ops.hardware import DMA_START_NS, PSUM_BANKS, Engine, Machine
 from neuronmm_ops.kernels.planner.instructions import result_ns
+
+SETTLED = 1.002
+"""Repeats within this factor take as long as each other."""
 
 
 @dataclass(slots=True)
@@ -27,12 +30,14 @@ class Step:
         store_ns: DMA time of stores that follow the evictions.
         tiles: PSUM tiles, each of `banks` banks; 0 where nothing is evicted.
         banks: see `tiles`.
-        first_ns: TensorE's time of one matmul: the tiles' first matmuls follow one another so.
+        first_ns: TensorE's time of what a tile does before the next tile begins.
         last_ns: from the last matmul of one tile to that of the next.
         scalar_ns: of ScalarE to evict a tile; 0 where it evicts none.
         vector_ns: of VectorE. The two take turns where both evict.
-        waits: it reads what the steps before have evicted.
-        waits_ns: of `work_ns`, what is left to do after the last of that.
+        rows: rows of PSUM tiles, each a contraction tile of a step that reads them.
+        waits: it is the first to read a stage's results: those of the step so many before it are
+            the last; 0 if it is not.
+        waits_ns: of `work_ns`, one contraction tile's, if it reads the last results; else 0.
         fills: SBUF that its loads and results take.
         needs: of `fills`, what must fit at once.
         frees: SBUF that has its last use in this step.
@@ -52,7 +57,8 @@ class Step:
     last_ns: float = 0.0
     scalar_ns: float = 0.0
     vector_ns: float = 0.0
-    waits: bool = False
+    rows: int = 1
+    waits: int = 0
     waits_ns: float = 0.0
     fills: int = 0
     needs: int = 0
@@ -62,46 +68,121 @@ class Step:
     instructions: int = 0
 
 
+class Program:
+    """Steps in program order, in sections: their steps, and how often they run in a row."""
+
+    def __init__(self) -> None:
+        self.sections: list[tuple[list[Step], int]] = []
+        self._key: object = None
+
+    def again(self, key: object) -> bool:
+        """Begin the next section, or let the last run once more where `key` is equal to its."""
+        if self.sections and key == self._key:
+            steps, times = self.sections[-1]
+            self.sections[-1] = steps, times + 1
+            return True
+        self._key = key
+        self.sections.append(([], 1))
+        return False
+
+    def add(self, step: Step) -> None:
+        """Append a step to the last section."""
+        self.sections[-1][0].append(step)
+
+    def total(self, name: str) -> int:
+        """Sum of an attribute of all steps."""
+        return sum([n * sum([getattr(s, name) for s in steps]) for steps, n in self.sections])
+
+
+def sbuf_peak(programs: Iterable[Program], live: int = 0) -> int:
+    """SBUF per partition that programs take at their peak, beside `live` bytes."""
+    peak = live
+    for program in programs:
+        for steps, times in program.sections:
+            live += (times - 1) * _kept(steps)
+            for step in steps:
+                peak = max(peak, live + step.needs)
+                live += step.fills - step.frees - step.stored
+    return peak
+
+
+def _kept(steps: Iterable[Step]) -> int:
+    """SBUF that steps fill and do not free."""
+    return sum([s.fills - s.frees - s.stored for s in steps])
+
+
 class Timeline:
     """Time of the resources of one core while steps run on it.
 
     Attributes:
         now: when TensorE is free.
-        end_ns: when the last byte is stored and the last result evicted.
         work_ns, transfer_ns: busy time of TensorE and of DMA.
-        sbuf_bytes: peak per partition.
-        hbm_bytes, instructions: sums over the steps.
     """
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
         self.room = machine.usable_sbuf_bytes
-        self.now = self.end_ns = 0.0
+        self.now = self._end = self._skipped = 0.0
         self.work_ns = self.transfer_ns = 0.0
-        self.live = self.sbuf_bytes = self.hbm_bytes = self.instructions = 0
         self._dma = DMA_START_NS
         self._stores: deque[tuple[float, float]] = deque()
         self._stored = 0.0
         self._scalar = self._vector = 0.0
         self._banks = [0.0] * PSUM_BANKS
-        self._results = [0.0, 0.0]
-        self._latency = {e: result_ns(machine, e) for e in (Engine.TENSOR, Engine.SCALAR)}
-        self._latency[Engine.VECTOR] = result_ns(machine, Engine.VECTOR)
+        # when others may read the first result since a step that waited, and of the last two
+        # steps the first and the last, in so many rows
+        self._oldest = 0.0
+        self._results = deque([(0.0, 0.0, 1)] * 2, maxlen=2)
+        engines = (Engine.TENSOR, Engine.SCALAR, Engine.VECTOR)
+        self._latencies = [result_ns(machine, engine) for engine in engines]
         # SBUF: bytes taken and freed so far, and (freed before, from when, to when) of each step
         self._taken = self._freed = self._at = 0
         self._marks: list[tuple[int, float, float]] = [(0, 0.0, 0.0)]
 
-    def run(self, steps: Iterable[Step]) -> float:
-        """Let steps pass; returns when everything so far has ended."""
-        for step in steps:
-            self._run(step)
-        return self.end_ns
+    def repeat(self, programs: Sequence[Program], times: int) -> None:
+        """Run programs one after the other, all of them `times` over."""
+
+        def once() -> None:
+            for program in programs:
+                for steps, often in program.sections:
+                    self._repeat(steps, often)
+
+        self._settle(once, times)
+
+    def _repeat(self, steps: Sequence[Step], times: int) -> None:
+        def once() -> None:
+            for step in steps:
+                self._run(step)
+
+        more = self._settle(once, times)
+        self._taken += more * _kept(steps)
+        self.work_ns += more * sum([s.work_ns for s in steps])
+        self.transfer_ns += more * sum([s.load_ns + s.store_ns for s in steps])
+
+    def _settle(self, once: Callable[[], None], times: int) -> int:
+        """Run `once` until each further time takes as long; returns how many were skipped.
+
+        That is so when TensorE took as long twice, and no load or store falls behind it.
+        """
+        period = 0.0
+        for n in range(times):
+            now, dma, stored = self.now + self._skipped, self._dma, self._stored
+            before, pending = period, len(self._stores)
+            once()
+            period = self.now + self._skipped - now
+            slowest = max(self._dma - dma, self._stored - stored, before)
+            steady = slowest <= SETTLED * period and period <= SETTLED * before
+            if n and steady and len(self._stores) <= pending:
+                self._skipped += (times - 1 - n) * period
+                return times - 1 - n
+        return 0
+
+    @property
+    def end_ns(self) -> float:
+        """When the last byte is stored and the last result evicted, repeats included."""
+        return self._end + self._skipped
 
     def _run(self, s: Step) -> None:
-        self.sbuf_bytes = max(self.sbuf_bytes, self.live + s.needs)
-        self.live += s.fills - s.frees - s.stored
-        self.hbm_bytes += s.hbm_bytes
-        self.instructions += s.instructions
         self.work_ns += s.work_ns
         self.transfer_ns += s.load_ns + s.store_ns
         start = self.now
@@ -110,19 +191,22 @@ class Timeline:
         elif s.fills:
             self._taken += s.fills
         if s.waits:
-            start = max(start, self._results[0])
-        work = self._first_matmuls(s, start) + s.work_ns
+            start = max(start, self._oldest)
+            self._oldest = 0.0
+        begun = self._first_matmuls(s, start)
+        work = (begun[-1] - s.tiles * s.first_ns if s.tiles else start) + s.work_ns
         done = max(work, self._dma + s.tail_ns) if s.load_ns else work
-        if s.waits:
-            done = max(done, self._results[1] + s.waits_ns)
+        if s.waits_ns:
+            first, last, rows = self._results[-s.waits]
+            done = max(done, last + s.waits_ns, first + rows * s.waits_ns)
         if s.tiles:
-            self._evict(s, done)
+            self._evict(s, begun, done)
         if s.frees:
             self._free(s.frees, start, done)
         self.now = done
         if s.store_ns:
             self._store(s)
-        self.end_ns = max(self.end_ns, done, self._stored)
+        self._end = max(self._end, done, self._stored)
 
     def _load(self, s: Step) -> float:
         """Let the loads of a step pass; returns when TensorE may begin."""
@@ -148,45 +232,47 @@ class Timeline:
         return end
 
     def _store(self, s: Step) -> None:
-        begin = max(self._results[1] + DMA_START_NS, self._stored)
+        begin = max(self._results[-1][1] + DMA_START_NS, self._stored)
         self._stored = begin + s.store_ns
         self._stores.append((begin, s.store_ns))
         if s.stored:
             self._free(s.stored, begin, self._stored)
 
-    def _first_matmuls(self, s: Step, start: float) -> float:
-        """When the tiles' first matmuls would have begun, had they not waited for banks."""
+    def _first_matmuls(self, s: Step, start: float) -> list[float]:
+        """When what each tile does first is done; each waits for its banks."""
         wanted = s.tiles * s.banks
-        if not wanted:
-            return start
-        at = start
+        found: list[float] = []
         for free in self._banks[: wanted : s.banks]:
-            at = max(at, free) + s.first_ns
+            start = max(start, free) + s.first_ns
+            found.append(start)
         del self._banks[:wanted]
-        return at - s.tiles * s.first_ns
+        return found
 
-    def _evict(self, s: Step, done: float) -> None:
+    def _evict(self, s: Step, begun: list[float], done: float) -> None:
         """Evict the tiles in order, each after its last matmul; their banks are free then."""
         shared = self.machine.shared_ports
-        matmul = self._latency[Engine.TENSOR]
-        seen = end = 0.0
+        matmul, scalar, vector = self._latencies
+        first = seen = end = 0.0
+        late = done - begun[-1]
+        at_once = s.tiles * s.first_ns > 0.999 * s.work_ns  # what a tile does first is all it does
         for i in range(s.tiles):
-            ready = done - (s.tiles - 1 - i) * s.last_ns + matmul
-            by_vector = s.vector_ns and (i % 2 or not s.scalar_ns)
-            if by_vector:
+            last = begun[i] + late if at_once else done - (s.tiles - 1 - i) * s.last_ns
+            ready = last + matmul
+            if s.vector_ns and (i % 2 or not s.scalar_ns):
                 ready = max(ready, self._vector, self._scalar if shared else 0.0)
                 self._vector = end = ready + s.vector_ns
-                seen = max(seen, end + self._latency[Engine.VECTOR])
+                seen = max(seen, end + vector)
             else:
                 ready = max(ready, self._scalar, self._vector if shared else 0.0)
                 self._scalar = end = ready + s.scalar_ns
-                seen = max(seen, end + self._latency[Engine.SCALAR])
+                seen = max(seen, end + scalar)
             if i == 0:
-                self._results[0] = seen
+                first = seen
             self._banks.extend([end] * s.banks)
         self._banks.sort()
-        self._results[1] = seen
-        self.end_ns = max(self.end_ns, end)
+        self._oldest = self._oldest or first
+        self._results.append((first, seen, s.rows))
+        self._end = max(self._end, end)
 
     def _free(self, amount: int, begin: float, end: float) -> None:
         self._marks.append((self._freed, begin, end))

@@ -43,10 +43,8 @@ def spans(start: int, size: int, tile: int) -> list[Span]:
 
 def sizes(size: int, tile: int) -> list[int]:
     """The sizes of `spans`."""
-    found: list[int] = []
-    for span in spans(0, size, tile):
-        found.append(span.size)
-    return found
+    rest = size % tile
+    return [tile] * (size // tile) + [rest] * (rest > 0)
 
 
 class Group(NKIObject):

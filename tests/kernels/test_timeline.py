@@ -1,0 +1,133 @@
+"""Plans against the simulated core: time within a bound; traffic, SBUF and instructions exact."""
+
+import math
+import random
+import statistics
+
+import pytest
+
+from neuronmm_ops import neuroncore as nc
+from neuronmm_ops.hardware import Target
+from neuronmm_ops.kernels import Plan, Problem, nki_kernel, plan_op, plan_xuv, plan_xw
+from neuronmm_ops.kernels.planner import search
+from neuronmm_ops.kernels.planner.problem import mlp_matrices
+from neuronmm_ops.neuroncore.dtypes import dtype_of
+
+OPS = ("xw", "xuv", "svd_mlp")
+CORES: tuple[tuple[Target, int], ...] = (
+    ("trn1", 1),
+    ("trn2", 1),
+    ("trn2", 2),
+    ("trn3", 1),
+    ("trn3", 2),
+)
+DTYPES = ("bfloat16", "bfloat16", "float16", "float32")
+MOST_MATMULS = 20_000
+"""Of a problem, so that a sample of 200 runs in a minute."""
+
+
+def drawn(rng: random.Random, low: int, high: int) -> int:
+    """A whole number, its logarithm even."""
+    return round(math.exp(rng.uniform(math.log(low), math.log(high))))
+
+
+def sample(op: str, count: int, first_M: int = 1) -> list[Problem]:
+    """Random problems, the same in every run."""
+    rng, found = random.Random(op), list[Problem]()  # noqa: S311
+    while len(found) < count:
+        M = drawn(rng, first_M, 4096)
+        K, inner, N = [drawn(rng, 64, 8192) for _ in range(3)]
+        ranks = (drawn(rng, 16, 2048), drawn(rng, 16, 2048), drawn(rng, 16, 2048))
+        matrices = {
+            "xw": ((K, N),),
+            "xuv": ((K, ranks[0]), (ranks[0], N)),
+            "svd_mlp": mlp_matrices(K, ranks, inner, N),
+        }[op]
+        target, lnc = rng.choice(CORES)
+        problem = Problem(op, M, matrices, rng.choice(DTYPES), target, lnc)
+        if problem.flops / (2 * 128 * 128 * 512) < MOST_MATMULS:
+            found.append(problem)
+    return found
+
+
+def prefill_plan(problem: Problem) -> Plan:
+    return next(plan for plan in search.candidates(problem) if plan.phase == "prefill")
+
+
+def traced(plan: Plan) -> nc.Profile:
+    p = plan.problem
+    specs = [nc.TensorSpec(shape, dtype_of(p.dtype)) for shape in ((p.M, p.K), *p.matrices)]
+    kernel = nki_kernel(plan)
+    return nc.simulate(kernel, *specs, target=p.target, mode="trace", **plan.arguments).profile
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("op", OPS)
+def test_prefill_plans_predict_200_random_problems(op):
+    errors: list[float] = []
+    for problem in sample(op, 200):
+        plan = prefill_plan(problem)
+        seen = traced(plan)
+        assert plan.hbm_bytes == seen.hbm_bytes, plan
+        assert plan.instructions == seen.instructions, plan
+        assert seen.sbuf_peak_bytes <= plan.sbuf_bytes, plan
+        error = abs(plan.time_ms / seen.time_ms - 1)
+        assert seen.time_ms < 0.02 or error <= 0.1, f"{plan}: {seen.time_ms} ms"
+        errors.append(error)
+    assert statistics.median(errors) <= 0.01
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_prefill_plans_count_instructions_and_bytes(op):
+    for problem in sample(op, 6, first_M=129):
+        plan = prefill_plan(problem)
+        seen = traced(plan)
+        assert (plan.hbm_bytes, plan.instructions) == (seen.hbm_bytes, seen.instructions), plan
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("M", [2048, 2100])
+@pytest.mark.parametrize(("target", "lnc"), [("trn1", 1), ("trn2", 2)])
+def test_a_launch_of_many_instructions_is_split_by_tokens(op, M, target, lnc):
+    matrices = {
+        "xw": ((512, 768),),
+        "xuv": ((512, 256), (256, 768)),
+        "svd_mlp": mlp_matrices(512, (128, 128, 256), 768, 512),
+    }[op]
+    whole = plan_op(op, M, matrices, "bfloat16", target, lnc)
+    assert whole.launches == (M,)
+    plan = plan_op(op, M, matrices, "bfloat16", target, lnc, whole.instructions // 3)
+    *first, last = plan.launches
+    assert sum(plan.launches) == M
+    assert len(first) >= 2
+    assert set(first) == {first[0]}
+    assert first[0] % 128 == 0
+    assert 0 < last <= first[0]
+    launches = [
+        traced(Plan(Problem(op, tokens, matrices, "bfloat16", target, lnc), *fields(plan)))
+        for tokens in plan.launches
+    ]
+    assert max(launch.instructions for launch in launches) <= whole.instructions // 3
+    assert plan.instructions == sum(launch.instructions for launch in launches)
+    assert plan.hbm_bytes == sum(launch.hbm_bytes for launch in launches)
+    time_ms = sum(launch.time_ms for launch in launches)
+    assert plan.time_ms == pytest.approx(time_ms, rel=0.1)
+
+
+def fields(plan: Plan) -> tuple[object, ...]:
+    """All of a plan but its problem."""
+    return tuple(plan.__dict__.values())[1:]
+
+
+def test_a_launch_has_128_tokens_at_least():
+    plan = plan_xuv(300, 512, 128, 640, target="trn1", max_instructions=1)
+    assert plan.launches == (128, 128, 44)
+    assert plan_xw(128, 512, 640, target="trn1", max_instructions=1).launches == (128,)
+    with pytest.raises(ValueError, match="max_instructions must be at least 1, got 0"):
+        plan_xw(128, 512, 640, max_instructions=0)
+
+
+def test_a_long_prompt_is_split_by_default():
+    plan = plan_xuv(2**17, 8192, 4096, 16384, target="trn2")
+    assert len(plan.launches) > 1
+    assert plan.instructions / len(plan.launches) <= search.MAX_INSTRUCTIONS
