@@ -150,7 +150,7 @@ def test_three_launches_are_added_and_their_peaks_are_not(rows):
 
 def test_the_figure_is_of_the_target_that_the_paper_measured_on(monkeypatch):
     measured = kernels.Measured(1.0, 10, 5, 2, "DMA")
-    monkeypatch.setattr(kernels, "measure", lambda launch: measured)
+    monkeypatch.setattr(kernels, "measure", lambda candidate: measured)
     monkeypatch.setenv("NEURON_PLATFORM_TARGET_OVERRIDE", "trn3")
     found = kernels.run(tokens=[2048], figure1=True)
     assert {row["target"] for row in found} == {"trn1"}
@@ -180,9 +180,9 @@ def test_rows_of_the_figure_have_what_was_published():
 def test_what_has_no_room_is_none(monkeypatch):
     pairs = ((256, 7168), (7168, 256)) * 3
     problem = Problem("svd_mlp", 2048, pairs, target="trn1")
-    launch = kernels.Launch(problem, "neuronmm_mlp_up", neuronmm.UP_DEFAULTS)
-    assert kernels.measure(launch) is None
-    monkeypatch.setattr(kernels, "measure", lambda launch: None if launch.blocks else measured)
+    candidate = kernels.Candidate(problem, "neuronmm_mlp_up", neuronmm.UP_DEFAULTS)
+    assert kernels.measure(candidate) is None
+    monkeypatch.setattr(kernels, "measure", lambda c: None if c.blocks else measured)
     measured = kernels.Measured(1.0, 10, 5, 2, "DMA")
     found = kernels.run(SMALL, [1])
     empty = [row for row in found if row["time_ms"] is None]
@@ -193,7 +193,7 @@ def test_what_has_no_room_is_none(monkeypatch):
 
 def test_two_cores_leave_the_published_kernels_out(monkeypatch):
     measured = kernels.Measured(1.0, 10, 5, 2, "DMA")
-    monkeypatch.setattr(kernels, "measure", lambda launch: measured)
+    monkeypatch.setattr(kernels, "measure", lambda candidate: measured)
     found = kernels.run(SMALL, [1], target="trn2", lnc=2)
     assert {row["kernel"] for row in found} == {"xw", "xuv", "svd_mlp", "svd_mlp_3xuv"}
     assert {row["lnc"] for row in found} == {2}
@@ -210,9 +210,9 @@ def test_defaults_and_a_pool(monkeypatch):
     assert paper == set(figure1.TOKENS)
     monkeypatch.setattr(runner, "POOLED_FROM", 1)
     problems = [Problem("xw", 1, ((128, n),), target="trn1") for n in (128, 256)]
-    launches = [kernels.Launch(problem) for problem in problems]
-    pooled = runner.run_all("kernels", kernels.measure, launches, workers=2)
-    assert pooled == [kernels.measure(launch) for launch in launches]
+    candidates = [kernels.Candidate(problem) for problem in problems]
+    pooled = runner.run_all("kernels", kernels.measure, candidates, workers=2)
+    assert pooled == [kernels.measure(candidate) for candidate in candidates]
 
 
 def test_a_plan_of_several_launches_is_their_sum(monkeypatch):
@@ -221,7 +221,7 @@ def test_a_plan_of_several_launches_is_their_sum(monkeypatch):
 
     problem = Problem("xw", 640, ((256, 512),), target="trn2")
     monkeypatch.setattr(kernels, "plan_op", plan)
-    split = kernels.measure(kernels.Launch(problem))
+    split = kernels.measure(kernels.Candidate(problem))
     chosen = plan_op("xw", 640, ((256, 512),), "bfloat16", "trn2")
     times = 0.0
     for M, count in ((256, 2), (128, 1)):
@@ -298,7 +298,9 @@ def test_mistakes_are_one_line(capsys, arguments, words):
 @pytest.mark.slow
 def test_plot(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(
-        kernels, "measure", lambda launch: kernels.Measured(launch.problem.M / 400, 10, 5, 2, "")
+        kernels,
+        "measure",
+        lambda candidate: kernels.Measured(candidate.problem.M / 400, 10, 5, 2, ""),
     )
     monkeypatch.setattr(runner, "POOLED_FROM", 100)
     path = tmp_path / "figure1.png"

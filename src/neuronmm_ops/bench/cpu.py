@@ -72,18 +72,18 @@ def run(
     if min(tokens) < 1:
         raise ValueError(f"tokens must be at least 1, got {min(tokens)}")
     ranks = [aligned_rank(K, N, ratio, block) for ratio in ratios]
-    cases: list[Case] = []
+    cases: list[Comparison] = []
     for op, with_gradients, r, M in product(ops, (False, True)[: 1 + backward], ranks, tokens):
         if r is None:
             raise ValueError(f"no rank that is a multiple of {block} is smaller than [{K}, {N}]")
-        cases.append(Case(op, M, K, N, r, dtype, rounds, with_gradients))
+        cases.append(Comparison(op, M, K, N, r, dtype, rounds, with_gradients))
     with _threads(threads):
         return run_all("measure", measure, cases, progress)
 
 
 @dataclass(frozen=True)
-class Case:
-    """What one row measures; for `svd_mlp`, K is the hidden and N the intermediate size."""
+class Comparison:
+    """What one row compares; for `svd_mlp`, K is the hidden and N the intermediate size."""
 
     op: str
     M: int
@@ -95,7 +95,7 @@ class Case:
     backward: bool
 
 
-def measure(case: Case) -> dict[str, Any]:
+def measure(case: Comparison) -> dict[str, Any]:
     """Time one op on the threads that torch has now, and return its row; see `run`."""
     M, K, N, r, itemsize = case.M, case.K, case.N, case.r, case.dtype.itemsize
     matrices = 1 if case.op == "xuv" else 3
@@ -122,7 +122,7 @@ def measure(case: Case) -> dict[str, Any]:
     }
 
 
-def _time(case: Case, copies: int) -> PairedTimes:
+def _time(case: Comparison, copies: int) -> PairedTimes:
     """Each candidate on `copies` copies of its weights, so that no round finds them in a cache."""
     x = torch.randn(case.M, case.K, dtype=case.dtype, requires_grad=case.backward)
     candidates = {
@@ -147,7 +147,7 @@ def _step(layers: list[nn.Module], x: Tensor, backward: bool) -> Callable[[int],
     return both
 
 
-def _makers(case: Case) -> dict[str, Callable[[], nn.Module]]:
+def _makers(case: Comparison) -> dict[str, Callable[[], nn.Module]]:
     """What makes a copy of each candidate's layer."""
     K, N, r, dtype = case.K, case.N, case.r, case.dtype
 

@@ -12,6 +12,8 @@ from neuronmm_ops.bench.cases.figure1 import GIB, KERNELS
 from neuronmm_ops.neuroncore.files import replacing
 from neuronmm_ops.neuroncore.plot import check_format, new_figure
 
+__all__ = ["check_format", "save"]
+
 
 class Line(NamedTuple):
     """A kernel's line, and the marker of what the paper measured."""

@@ -51,8 +51,8 @@ FIELDS = (
 
 
 @dataclass(frozen=True)
-class Launch:
-    """What is simulated once: the planned kernel of a problem, or one of NeuronMM's.
+class Candidate:
+    """A kernel that computes a problem: the planned one, or one of NeuronMM's.
 
     Attributes:
         problem: what is computed; for a half of NeuronMM's MLP, the whole MLP.
@@ -67,12 +67,12 @@ class Launch:
 
 @dataclass(frozen=True)
 class Entry:
-    """What one row reports: launches that follow each other, each the fastest alternative."""
+    """What one row reports: launches that follow each other, each of its fastest candidate."""
 
     kernel: str
     model: str
     problem: Problem
-    parts: tuple[tuple[Launch, ...], ...]
+    parts: tuple[tuple[Candidate, ...], ...]
 
 
 class Measured(NamedTuple):
@@ -107,7 +107,7 @@ def run(
         figure1: the kernels of the paper's Figure 1 at its shape alone. The paper measured them on
             trn1: rows of another target have nothing published.
         workers: processes, if there is enough to do.
-        progress: called with ("kernels", launches done, launches in all).
+        progress: called with ("kernels", kernels done, kernels in all).
 
     Returns:
         One row a kernel and shape, with `FIELDS`. Times are modelled, but for `published_ms`, which
@@ -122,10 +122,10 @@ def run(
     if figure1 and target is None:
         target = paper.TARGET
     entries = _entries(_models(models, figure1), _tokens(tokens), target, lnc)
-    launches = list(dict.fromkeys([part for e in entries for parts in e.parts for part in parts]))
-    measured = run_all("kernels", measure, launches, progress, workers)
-    of_launch = dict(zip(launches, measured, strict=True))
-    return [_row(entry, of_launch) for entry in entries]
+    candidates = list(dict.fromkeys([part for e in entries for parts in e.parts for part in parts]))
+    measured = run_all("kernels", measure, candidates, progress, workers)
+    of_candidate = dict(zip(candidates, measured, strict=True))
+    return [_row(entry, of_candidate) for entry in entries]
 
 
 # --- what to run
@@ -171,24 +171,24 @@ def _projection(model: str, M: int, K: int, r: int, N: int, target: str, lnc: in
         return Problem("xw", M, ((K, N),), DTYPE, target, lnc)
 
     pair = Problem("xuv", M, ((K, r), (r, N)), DTYPE, target, lnc)
-    found = [Entry("xw", model, dense(K, N), ((Launch(dense(K, N)),),))]
+    found = [Entry("xw", model, dense(K, N), ((Candidate(dense(K, N)),),))]
     if model == PAPER:
-        halves = ((Launch(dense(K, r)),), (Launch(dense(r, N)),))
+        halves = ((Candidate(dense(K, r)),), (Candidate(dense(r, N)),))
         found.append(Entry("xuv_unfused", model, pair, halves))
     if lnc == 1:
         shipped = () if model == PAPER else (neuronmm.up_blocks(M),)
         part = _published(pair, "neuronmm_xuv", neuronmm.UP_DEFAULTS, *shipped)
         found.append(Entry("neuronmm_published", model, pair, (part,)))
-    return [*found, Entry("xuv", model, pair, ((Launch(pair),),))]
+    return [*found, Entry("xuv", model, pair, ((Candidate(pair),),))]
 
 
 def _mlp(model: str, M: int, H: int, r: int, I: int, target: str, lnc: int) -> list[Entry]:  # noqa: E741
     """One MLP: ours in one launch, ours as three launches of X U V, NeuronMM's pair."""
     up, down = ((H, r), (r, I)), ((I, r), (r, H))
     mlp = Problem("svd_mlp", M, up + up + down, DTYPE, target, lnc)
-    three = [(Launch(Problem("xuv", M, pair, DTYPE, target, lnc)),) for pair in (up, up, down)]
+    three = [(Candidate(Problem("xuv", M, pair, DTYPE, target, lnc)),) for pair in (up, up, down)]
     found = [
-        Entry("svd_mlp", model, mlp, ((Launch(mlp),),)),
+        Entry("svd_mlp", model, mlp, ((Candidate(mlp),),)),
         Entry("svd_mlp_3xuv", model, mlp, tuple(three)),
     ]
     if lnc == 1:
@@ -200,24 +200,24 @@ def _mlp(model: str, M: int, H: int, r: int, I: int, target: str, lnc: int) -> l
     return found
 
 
-def _published(problem: Problem, kernel: str, *blocks: neuronmm.Blocks) -> tuple[Launch, ...]:
-    """The alternatives of one published kernel."""
-    return tuple([Launch(problem, kernel, choice) for choice in blocks])
+def _published(problem: Problem, kernel: str, *blocks: neuronmm.Blocks) -> tuple[Candidate, ...]:
+    """One published kernel with each of its blocks."""
+    return tuple([Candidate(problem, kernel, choice) for choice in blocks])
 
 
-# --- one launch
+# --- one kernel
 
 
-def measure(launch: Launch) -> Measured | None:
+def measure(candidate: Candidate) -> Measured | None:
     """Simulate a kernel without values; None where a published one does not fit.
 
     A plan of several launches is their sum.
     """
-    problem = launch.problem
-    if launch.blocks is not None:
-        kernel, blocks = getattr(neuronmm, launch.published), {"blocks": launch.blocks}
+    problem = candidate.problem
+    if candidate.blocks is not None:
+        kernel, blocks = getattr(neuronmm, candidate.published), {"blocks": candidate.blocks}
         try:
-            return _simulated(kernel, _published_shapes(launch), problem.target, blocks)
+            return _simulated(kernel, _published_shapes(candidate), problem.target, blocks)
         except NkiValidationError:
             return None
     plan = plan_op(problem.op, problem.M, problem.matrices, DTYPE, problem.target, problem.lnc)
@@ -236,12 +236,12 @@ def _simulated(
     return Measured._make([getattr(profile, field) for field in Measured._fields])
 
 
-def _published_shapes(launch: Launch) -> Matrices:
+def _published_shapes(candidate: Candidate) -> Matrices:
     """Shapes of the tensors of one of NeuronMM's kernels, in order."""
-    problem, matrices = launch.problem, launch.problem.matrices
-    if launch.published == "neuronmm_mlp_up":
+    problem, matrices = candidate.problem, candidate.problem.matrices
+    if candidate.published == "neuronmm_mlp_up":
         return ((problem.M, problem.K), *matrices[:4])
-    if launch.published == "neuronmm_mlp_down":
+    if candidate.published == "neuronmm_mlp_down":
         return ((problem.inner, problem.M), *matrices[4:])
     return ((problem.M, problem.K), *matrices)
 
@@ -260,7 +260,7 @@ def _added(launches: Sequence[Measured]) -> Measured:
 # --- rows
 
 
-def _row(entry: Entry, measured: dict[Launch, Measured | None]) -> dict[str, Any]:
+def _row(entry: Entry, measured: dict[Candidate, Measured | None]) -> dict[str, Any]:
     problem = entry.problem
     row: dict[str, Any] = {field: getattr(problem, field, None) for field in FIELDS}
     row["kernel"], row["model"] = entry.kernel, entry.model
@@ -280,11 +280,11 @@ def _row(entry: Entry, measured: dict[Launch, Measured | None]) -> dict[str, Any
     return row
 
 
-def _fastest(entry: Entry, measured: dict[Launch, Measured | None]) -> Measured | None:
-    """The fastest alternative of each part, added; None where no alternative of a part fits."""
+def _fastest(entry: Entry, measured: dict[Candidate, Measured | None]) -> Measured | None:
+    """The fastest candidate of each part, added; None where none of a part fits."""
     found: list[Measured] = []
     for part in entry.parts:
-        fitting = [m for m in (measured[launch] for launch in part) if m is not None]
+        fitting = [m for m in (measured[candidate] for candidate in part) if m is not None]
         if not fitting:
             return None
         found.append(min(fitting))

@@ -127,13 +127,12 @@ def _number(value: float | None, unit: int = 1, spec: str = ".4g") -> str:
 
 def _kernels(options: argparse.Namespace) -> list[dict[str, Any]]:
     from neuronmm_ops.bench import figure1_plot, kernels
-    from neuronmm_ops.neuroncore.plot import check_format
 
     if options.plot is not None:
         if not options.figure1:
             raise ValueError("--plot draws the paper's Figure 1: it needs --figure1")
         check_output(options.plot)
-        check_format(options.plot)
+        figure1_plot.check_format(options.plot)
     with progress_bars() as progress:
         rows = kernels.run(
             options.model,
