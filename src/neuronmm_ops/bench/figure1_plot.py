@@ -12,8 +12,6 @@ from neuronmm_ops.bench.cases.figure1 import GIB, KERNELS
 from neuronmm_ops.neuroncore.files import replacing
 from neuronmm_ops.neuroncore.plot import check_format, new_figure
 
-__all__ = ["check_format", "save"]
-
 
 class Line(NamedTuple):
     """A kernel's line, and the marker of what the paper measured."""
@@ -58,29 +56,18 @@ def _panel(
     """A line of each kernel's modelled values, and markers where the paper measured it."""
     for kernel, line in LINES.items():
         tokens, values = _points(rows, kernel, modelled, unit)
+        # A wide line stays visible under one that coincides with it.
+        style: dict[str, Any] = {"color": line.color, "linewidth": line.width}
         if tokens:
-            axes.plot(
-                tokens,
-                values,
-                color=line.color,
-                linewidth=line.width,  # a wide line stays visible under one that coincides
-                marker="." if len(tokens) < 2 else "",
-                label=f"{line.label}, modelled",
-            )
+            single = "." if len(tokens) < 2 else ""
+            axes.plot(tokens, values, marker=single, label=f"{line.label}, modelled", **style)
     for kernel, name in KERNELS.items():
         tokens, values = _points(rows, kernel, published, unit)
+        color = "tab:blue" if name == "NeuronMM" else LINES[kernel].color
+        style = {"color": color, "marker": LINES[kernel].marker, "fillstyle": "none"}
+        style |= {"linestyle": "", "markersize": 8, "markeredgewidth": 1.5}
         if tokens:
-            axes.plot(
-                tokens,
-                values,
-                color="tab:blue" if name == "NeuronMM" else LINES[kernel].color,
-                marker=LINES[kernel].marker,
-                linestyle="",
-                fillstyle="none",
-                markersize=8,
-                markeredgewidth=1.5,
-                label=f"{name}, published",
-            )
+            axes.plot(tokens, values, label=f"{name}, published", **style)
     _label(axes, sorted({row["M"] for row in rows}), quantity)
 
 

@@ -6,18 +6,6 @@ from neuronmm_ops.neuroncore import isa as nisa
 from neuronmm_ops.neuroncore import language as nl
 from neuronmm_ops.neuroncore.tensor import NkiTensor
 
-__all__ = [
-    "COLUMNS",
-    "NkiTensor",
-    "P",
-    "Tiles",
-    "add",
-    "load_tiles",
-    "load_transposed",
-    "multiply",
-    "zero_tiles",
-]
-
 Tiles = list[NkiTensor]
 P = 128
 """Partitions of a tile."""
