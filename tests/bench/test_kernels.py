@@ -191,6 +191,11 @@ def test_what_has_no_room_is_none(monkeypatch):
     assert kernels.speedup(found, "xuv", "neuronmm_published", "M <= 8") is None
 
 
+def test_tokens_are_at_least_one():
+    with pytest.raises(ValueError, match="at least 1"):
+        kernels.run(SMALL, [8, 0])
+
+
 def test_two_cores_leave_the_published_kernels_out(monkeypatch):
     measured = kernels.Measured(1.0, 10, 5, 2, "DMA")
     monkeypatch.setattr(kernels, "measure", lambda candidate: measured)
@@ -202,7 +207,7 @@ def test_two_cores_leave_the_published_kernels_out(monkeypatch):
 @pytest.mark.slow
 def test_defaults_and_a_pool(monkeypatch):
     """Two processes return what one does; all models and the paper's shape are covered."""
-    entries = kernels._entries(kernels._models([], False), kernels._tokens([]), "trn1", 1)
+    entries = kernels._entries(kernels._models([], False), (), "trn1", 1)
     assert {entry.model for entry in entries} == {"paper", *kernels.SHAPES}
     models = {entry.problem.M for entry in entries if entry.model != "paper"}
     assert models == set(kernels.TOKENS)

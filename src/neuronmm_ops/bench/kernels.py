@@ -121,7 +121,7 @@ def run(
     """
     if figure1 and target is None:
         target = paper.TARGET
-    entries = _entries(_models(models, figure1), _tokens(tokens), target, lnc)
+    entries = _entries(_models(models, figure1), tuple(dict.fromkeys(tokens)), target, lnc)
     candidates = list(dict.fromkeys([part for e in entries for parts in e.parts for part in parts]))
     measured = run_all("kernels", measure, candidates, progress, workers)
     of_candidate = dict(zip(candidates, measured, strict=True))
@@ -140,13 +140,9 @@ def _models(names: Sequence[str], figure1: bool) -> list[str]:
     return list(dict.fromkeys(found)) or [PAPER, *SHAPES]
 
 
-def _tokens(tokens: Sequence[int]) -> list[int]:
-    if any(M < 1 for M in tokens):
-        raise ValueError(f"tokens must be at least 1, got {min(tokens)}")
-    return list(dict.fromkeys(tokens))
-
-
-def _entries(models: list[str], tokens: list[int], target: str | None, lnc: int) -> list[Entry]:
+def _entries(
+    models: list[str], tokens: tuple[int, ...], target: str | None, lnc: int
+) -> list[Entry]:
     core = (resolve_target(target).target, lnc)
     entries: list[Entry] = []
     for model in models:
