@@ -1,7 +1,9 @@
 """Every Python block of the documentation runs, and so does every `neuronmm` line."""
 
+import re
 import shlex
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -58,6 +60,41 @@ def test_readme_example_is_ten_lines() -> None:
     (block,) = grab_code_blocks((ROOT / "README.md").read_text(), lang="python")
     statements = [line for line in block.splitlines() if line and not line.startswith("import")]
     assert len([line for line in statements if not line.startswith("from")]) <= 10
+
+
+def compared_with_neuronmm(text: str) -> Iterator[str]:
+    """Lines with a figure such as 1.70x that a line or its heading says is over NeuronMM's kernels.
+
+    A table's row comes with the table's header.
+    """
+    heading = header = ""
+    for line in text.splitlines():
+        heading = line if line.startswith("#") else heading
+        if not line.startswith("|"):
+            header = ""
+        elif not header:
+            header = line
+        if re.search(r"\d\.\d+x", line) and re.search("NeuronMM|[Pp]ublished", heading + line):
+            yield header + line
+
+
+def test_speedups_over_neuronmm_name_what_they_hang_on() -> None:
+    pages = [*PAGES, ROOT / "DESIGN.md", ROOT / "CONTRIBUTING.md"]
+    lines = [line for page in pages for line in compared_with_neuronmm(page.read_text())]
+    assert len(lines) >= 20
+    assert [line for line in lines if "DMA row model" not in line] == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "NeuronMM's kernel: 1.7x",
+        "## Published kernels\n| op | faster |\n| --- | --- |\n| a | 2.1x |",
+    ],
+)
+def test_a_speedup_without_its_condition_is_found(text: str) -> None:
+    (line,) = compared_with_neuronmm(text)
+    assert "DMA row model" not in line
 
 
 def test_make_help_lists_every_target() -> None:

@@ -21,7 +21,7 @@ class Speed:
 
 @dataclass(frozen=True)
 class PairedSpeed:
-    """Two models timed in turn, so that a busy moment of the machine hits both."""
+    """Two models timed in turn, so that a change of the machine's speed affects both."""
 
     dense: Speed
     compressed: Speed
@@ -47,7 +47,7 @@ def paired_speed(
     prefill = []
     decode = []
     for index in range(rounds):
-        # The order alternates, or the second model would always find the other's caches.
+        # The order alternates, so that neither model always runs on caches that the other filled.
         order = (0, 1) if index % 2 == 0 else (1, 0)
         prefill_s = {i: _prefill_s(models[i], tokens[None]) for i in order}
         decode_s = {i: _decode_s(models[i], prompt, decode_tokens) for i in order}

@@ -1,4 +1,4 @@
-"""The one registry of model shapes that benchmarks name; values from the public configs."""
+"""Shapes of public models by name, and of any model by its config.json."""
 
 import json
 from dataclasses import dataclass
@@ -48,6 +48,7 @@ class ModelShape:
         }
 
 
+_LARGEST_SIZE = 2**24
 SHAPES: dict[str, ModelShape] = {
     shape.name: shape
     for shape in (
@@ -110,10 +111,12 @@ def shape_from_config(path: Path) -> ModelShape:
 
 
 def _size(config: dict[str, Any], key: str, path: Path, default: int | None = None) -> int:
-    """A size of at least 1; the default where the key is absent or null."""
+    """A size; the default where the key is absent or null."""
     value = config.get(key)
     if value is None and default is not None:
         return default
-    if type(value) is not int or not 1 <= value <= 2**24:
-        raise ValueError(f"{path}: {key} must be an integer of at least 1, got {value!r}")
+    if type(value) is not int or not 1 <= value <= _LARGEST_SIZE:
+        raise ValueError(
+            f"{path}: {key} must be an integer from 1 to {_LARGEST_SIZE}, got {value!r}"
+        )
     return value

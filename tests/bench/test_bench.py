@@ -75,7 +75,7 @@ def test_shapes_have_the_published_number_of_parameters(name, billions):
 def test_paired_timing_alternates_and_rotates():
     calls: list[tuple[str, int]] = []
     times = timing.time_paired(
-        {name: lambda turn, name=name: calls.append((name, turn)) for name in "ab"},
+        {name: lambda index, name=name: calls.append((name, index)) for name in "ab"},
         rounds=2,
         warmup=1,
     )
@@ -150,11 +150,18 @@ def test_a_slow_round_ends_the_measurement_after_three():
     assert len(times.rounds_ms["a"]) == timing.MIN_ROUNDS
 
 
-def test_cpu_refuses_what_it_does_not_know():
-    with pytest.raises(ValueError, match="op must be one of xuv, svd_mlp"):
-        cpu.row("conv", 1, 32, 64, 0.5)
-    with pytest.raises(ValueError, match="no rank"):
-        cpu.row("xuv", 1, 32, 64, 0.5)
+@pytest.mark.usefixtures("_tiny_shape")
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"ops": ["conv"]}, "op must be one of xuv, svd_mlp; got 'conv'"),
+        ({"tokens": [1, 0]}, "tokens must be at least 1, got 0"),
+        ({}, r"no rank that is a multiple of 128 is smaller than \[32, 64\]"),
+    ],
+)
+def test_cpu_refuses_what_it_does_not_know(options, message):
+    with pytest.raises(ValueError, match=message):
+        cpu.run("Tiny", **options)
 
 
 def test_overhead_rows():

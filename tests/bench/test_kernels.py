@@ -1,5 +1,6 @@
 """NeuronMM's kernels compute what they should, padding included; rows, means, plot and CLI."""
 
+import dataclasses
 import json
 import math
 
@@ -8,8 +9,11 @@ import numpy as np
 import pytest
 
 from neuronmm_ops import neuroncore as nc
-from neuronmm_ops.bench import figure1, kernels, published_mlp
+from neuronmm_ops.bench import figure1_plot, kernels, runner
+from neuronmm_ops.bench.baselines import matmul, neuronmm, tiles
+from neuronmm_ops.bench.cases import figure1
 from neuronmm_ops.cli import main
+from neuronmm_ops.kernels import Problem, nki_kernel, plan_op
 
 FIELDS = (
     "kernel", "model", "target", "lnc", "M", "K", "r", "N", "dtype", "time_ms", "limit_ms",
@@ -53,58 +57,59 @@ def test_the_published_pair_is_right_over_all_edges(M, H, r, I):  # noqa: E741
     rng = np.random.default_rng(M)
     x, u, v = bf16(rng, M, H), bf16(rng, H, r), bf16(rng, r, I)
     u_up, v_up = bf16(rng, H, r), bf16(rng, r, I)
-    up = published_mlp.up_blocks(M)._asdict()
-    out = nc.simulate(published_mlp.neuronmm_mlp_up, x, u, v, u_up, v_up, target="trn1", **up)
+    up = neuronmm.up_blocks(M)
+    out = nc.simulate(neuronmm.neuronmm_mlp_up, x, u, v, u_up, v_up, target="trn1", blocks=up)
     gate = exact(x, u, v)
     close(out.outputs.T, gate / (1 + np.exp(-gate)) * exact(x, u_up, v_up))
 
     u_down, v_down = bf16(rng, I, r), bf16(rng, r, H)
-    down = published_mlp.down_blocks(M)._asdict()
-    kernel = published_mlp.neuronmm_mlp_down
-    end = nc.simulate(kernel, out.outputs, u_down, v_down, target="trn1", **down)
+    down = neuronmm.down_blocks(M)
+    kernel = neuronmm.neuronmm_mlp_down
+    end = nc.simulate(kernel, out.outputs, u_down, v_down, target="trn1", blocks=down)
     close(end.outputs, exact(out.outputs.T, u_down, v_down))
 
 
 def test_one_branch_is_right_over_edges():
     rng = np.random.default_rng(1)
     x, u, v = bf16(rng, 20, 600), bf16(rng, 600, 130), bf16(rng, 130, 520)
-    out = nc.simulate(published_mlp.neuronmm_xuv, x, u, v, target="trn1").outputs
+    out = nc.simulate(neuronmm.neuronmm_xuv, x, u, v, target="trn1").outputs
     close(out.T, exact(x, u, v))
 
 
 def test_padding_is_multiplied_and_not_moved():
     M, H, r, I = 512, 1024, 640, 3072  # noqa: E741
-    blocks = published_mlp.up_blocks(M)
+    blocks = neuronmm.up_blocks(M)
     assert blocks == (8, 4, 1, 16)
     factors = (spec(H, r), spec(r, I))
     up = nc.simulate(
-        published_mlp.neuronmm_mlp_up, spec(M, H), *factors, *factors, target="trn1",
-        mode="trace", **blocks._asdict(),
+        neuronmm.neuronmm_mlp_up, spec(M, H), *factors, *factors, target="trn1",
+        mode="trace", blocks=blocks,
     ).profile  # fmt: skip
     # rank in blocks of 4 x 128, outputs in blocks of 16 x 128
     assert up.flops == 2 * 2 * M * 1024 * (H + 4096)
     assert up.hbm_bytes == 2 * (M * (H + I) + 2 * r * (H + I))
     down = nc.simulate(
-        published_mlp.neuronmm_mlp_down, spec(I, 200), spec(I, r), spec(r, H), target="trn1",
-        mode="trace", **published_mlp.down_blocks(200)._asdict(),
+        neuronmm.neuronmm_mlp_down, spec(I, 200), spec(I, r), spec(r, H), target="trn1",
+        mode="trace", blocks=neuronmm.down_blocks(200),
     ).profile  # fmt: skip
     # 200 tokens in blocks of 128, outputs cut to tiles of 512, rank in blocks of 256
     assert down.flops == 2 * 256 * 768 * (I + H)
 
 
 def test_the_strict_front_end_takes_them():
-    assert nc.lint(published_mlp.__file__) == []
+    for module in (matmul, neuronmm, tiles):
+        assert nc.lint(module.__file__) == []
 
 
 def test_shipped_tables():
     up = {1: (1, 1, 1, 8), 127: (1, 1, 1, 8), 128: (8, 4, 1, 4), 511: (8, 4, 1, 4)}
     up |= {512: (8, 4, 1, 16), 513: (8, 4, 2, 1), 1023: (8, 4, 2, 1), 1024: (8, 4, 1, 4)}
     up |= {1025: (8, 4, 2, 1), 4096: (8, 4, 2, 1)}
-    assert {M: published_mlp.up_blocks(M) for M in up} == up
+    assert {M: neuronmm.up_blocks(M) for M in up} == up
     down = {1: (8, 2, 1, 4), 128: (8, 2, 1, 4), 255: (8, 2, 1, 4), 256: (4, 2, 2, 4)}
     down |= {511: (4, 2, 2, 4), 512: (4, 4, 4, 4), 513: (4, 2, 4, 4), 1023: (4, 2, 4, 4)}
     down |= {1024: (4, 4, 8, 1), 1025: (4, 2, 8, 4), 4096: (4, 2, 8, 4)}
-    assert {M: published_mlp.down_blocks(M) for M in down} == down
+    assert {M: neuronmm.down_blocks(M) for M in down} == down
 
 
 # --- rows
@@ -143,6 +148,19 @@ def test_three_launches_are_added_and_their_peaks_are_not(rows):
     assert three["limit_ms"] == by_shape["svd_mlp", 1024]["limit_ms"]
 
 
+def test_the_figure_is_of_the_target_that_the_paper_measured_on(monkeypatch):
+    measured = kernels.Measured(1.0, 10, 5, 2, "DMA")
+    monkeypatch.setattr(kernels, "measure", lambda candidate: measured)
+    monkeypatch.setenv("NEURON_PLATFORM_TARGET_OVERRIDE", "trn3")
+    found = kernels.run(tokens=[2048], figure1=True)
+    assert {row["target"] for row in found} == {"trn1"}
+    assert [row["published_ms"] for row in found] == [None, 7.0, 5.3, None]
+    asked = kernels.run(tokens=[2048], figure1=True, target="trn2")
+    assert {row["target"] for row in asked} == {"trn2"}
+    assert {row["published_ms"] for row in asked} == {None}
+    assert {row["target"] for row in kernels.run(SMALL, [1])} == {"trn3"}
+
+
 @pytest.mark.slow
 def test_rows_of_the_figure_have_what_was_published():
     found = kernels.run(tokens=[1024], figure1=True)
@@ -160,9 +178,11 @@ def test_rows_of_the_figure_have_what_was_published():
 
 
 def test_what_has_no_room_is_none(monkeypatch):
-    run = kernels.Run("neuronmm_mlp_up", 2048, 256, 7168, 256, "trn1", 1, published_mlp.UP_DEFAULTS)
-    assert kernels.measure(run) is None
-    monkeypatch.setattr(kernels, "measure", lambda run: None if run.blocks else measured)
+    pairs = ((256, 7168), (7168, 256)) * 3
+    problem = Problem("svd_mlp", 2048, pairs, target="trn1")
+    candidate = kernels.Candidate(problem, "neuronmm_mlp_up", neuronmm.UP_DEFAULTS)
+    assert kernels.measure(candidate) is None
+    monkeypatch.setattr(kernels, "measure", lambda c: None if c.blocks else measured)
     measured = kernels.Measured(1.0, 10, 5, 2, "DMA")
     found = kernels.run(SMALL, [1])
     empty = [row for row in found if row["time_ms"] is None]
@@ -171,9 +191,14 @@ def test_what_has_no_room_is_none(monkeypatch):
     assert kernels.speedup(found, "xuv", "neuronmm_published", "M <= 8") is None
 
 
+def test_tokens_are_at_least_one():
+    with pytest.raises(ValueError, match="at least 1"):
+        kernels.run(SMALL, [8, 0])
+
+
 def test_two_cores_leave_the_published_kernels_out(monkeypatch):
     measured = kernels.Measured(1.0, 10, 5, 2, "DMA")
-    monkeypatch.setattr(kernels, "measure", lambda run: measured)
+    monkeypatch.setattr(kernels, "measure", lambda candidate: measured)
     found = kernels.run(SMALL, [1], target="trn2", lnc=2)
     assert {row["kernel"] for row in found} == {"xw", "xuv", "svd_mlp", "svd_mlp_3xuv"}
     assert {row["lnc"] for row in found} == {2}
@@ -182,15 +207,33 @@ def test_two_cores_leave_the_published_kernels_out(monkeypatch):
 @pytest.mark.slow
 def test_defaults_and_a_pool(monkeypatch):
     """Two processes return what one does; all models and the paper's shape are covered."""
-    entries = kernels._entries(kernels._models([], False), kernels._tokens([]), "trn1", 1)
+    entries = kernels._entries(kernels._models([], False), (), "trn1", 1)
     assert {entry.model for entry in entries} == {"paper", *kernels.SHAPES}
     models = {entry.problem.M for entry in entries if entry.model != "paper"}
     assert models == set(kernels.TOKENS)
     paper = {entry.problem.M for entry in entries if entry.model == "paper"}
-    assert paper == set(kernels.FIGURE1_TOKENS)
-    monkeypatch.setattr(kernels, "_POOLED_FROM", 1)
-    runs = [kernels.Run("xuv", 1, 128, 128, n, "trn1") for n in (128, 256)]
-    assert list(kernels._outcomes(runs, 2)) == [kernels.measure(run) for run in runs]
+    assert paper == set(figure1.TOKENS)
+    monkeypatch.setattr(runner, "POOLED_FROM", 1)
+    problems = [Problem("xw", 1, ((128, n),), target="trn1") for n in (128, 256)]
+    candidates = [kernels.Candidate(problem) for problem in problems]
+    pooled = runner.run_all("kernels", kernels.measure, candidates, workers=2)
+    assert pooled == [kernels.measure(candidate) for candidate in candidates]
+
+
+def test_a_plan_of_several_launches_is_their_sum(monkeypatch):
+    def plan(*arguments):
+        return dataclasses.replace(plan_op(*arguments), launches=(256, 256, 128))
+
+    problem = Problem("xw", 640, ((256, 512),), target="trn2")
+    monkeypatch.setattr(kernels, "plan_op", plan)
+    split = kernels.measure(kernels.Candidate(problem))
+    chosen = plan_op("xw", 640, ((256, 512),), "bfloat16", "trn2")
+    times = 0.0
+    for M, count in ((256, 2), (128, 1)):
+        tensors = spec(M, 256), spec(256, 512)
+        options = {"target": "trn2", "mode": "trace", **chosen.arguments}
+        times += count * nc.simulate(nki_kernel(chosen), *tensors, **options).profile.time_ms
+    assert split.time_ms == pytest.approx(times)
 
 
 # --- summaries
@@ -202,8 +245,6 @@ def row(kernel, M, time_ms, share=0.5, model="a"):
 
 
 def test_means_and_worst_shares():
-    assert kernels.geometric_mean([2.0, 8.0]) == pytest.approx(4.0)
-    assert kernels.geometric_mean([]) is None
     found = [
         row("xuv", 1024, 1.0, 0.9), row("neuronmm_published", 1024, 2.0),
         row("xuv", 4096, 1.0, 0.8), row("neuronmm_published", 4096, 8.0),
@@ -213,6 +254,7 @@ def test_means_and_worst_shares():
     ]  # fmt: skip
     ratio = kernels.speedup(found, "xuv", "neuronmm_published", "M >= 1K")
     assert ratio == pytest.approx(math.sqrt(2 * 8))
+    assert kernels.speedup(found, "xuv", "xw", "M >= 1K") is None
     worst = kernels.worst_shares(found)
     assert worst["xuv", "M >= 1K"] is found[4]
     assert worst["xuv", "M <= 8"] is found[5]
@@ -229,7 +271,11 @@ def test_command_line(capsys, rows):
     assert main(arguments) == 0
     shown = capsys.readouterr().out
     assert "All times are modelled." in shown
-    assert "svd_mlp over neuronmm_published_mlp, M <= 8: " in shown
+    speedups = [line for line in shown.splitlines() if " over neuronmm_published" in line]
+    assert [line.split(":")[0] for line in speedups] == [
+        "svd_mlp over neuronmm_published_mlp, M <= 8"
+    ]
+    assert all(line.endswith("x (hangs on the DMA row model)") for line in speedups)
     assert max(len(line) for line in shown.splitlines()) <= 80
 
 
@@ -256,14 +302,20 @@ def test_mistakes_are_one_line(capsys, arguments, words):
 
 @pytest.mark.slow
 def test_plot(capsys, tmp_path, monkeypatch):
-    monkeypatch.setattr(kernels, "measure", lambda run: kernels.Measured(run.M / 400, 10, 5, 2, ""))
-    monkeypatch.setattr(kernels, "_POOLED_FROM", 100)
+    monkeypatch.setattr(
+        kernels,
+        "measure",
+        lambda candidate: kernels.Measured(candidate.problem.M / 400, 10, 5, 2, ""),
+    )
+    monkeypatch.setattr(runner, "POOLED_FROM", 100)
     path = tmp_path / "figure1.png"
     assert main(["bench", "kernels", "--figure1", "--plot", str(path)]) == 0
     assert path.read_bytes().startswith(b"\x89PNG")
     assert [p.name for p in tmp_path.iterdir()] == ["figure1.png"]
     shown = capsys.readouterr().out
-    assert "(84.15)" in shown
+    assert "84.15" in shown
     assert "186.6" in shown
-    figure1.save(kernels.run(tokens=[1000], figure1=True, target="trn3"), tmp_path / "other.svg")
+    figure1_plot.save(
+        kernels.run(tokens=[1000], figure1=True, target="trn3"), tmp_path / "other.svg"
+    )
     assert (tmp_path / "other.svg").exists()

@@ -8,7 +8,7 @@ import pytest
 import torch
 from outcomes import TEXT, Run, refused
 
-from neuronmm_ops.bench import methods
+from neuronmm_ops.bench import methods, published
 
 
 def test_overhead_of_xla_needs_torch_xla(run: Run) -> None:
@@ -59,6 +59,24 @@ def test_options_of_cpu(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
         ("Llama-3.2-1B", [1, 8, 64, 512], torch.float32, False),
         ("Qwen3-4B", [1, 2, 3], torch.bfloat16, True),
     ]
+
+
+def test_the_table_of_published_figures(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    nothing = dict.fromkeys(published.FIELDS)
+    time = {"published_ms": 2.0, "modelled_ms": 2.5, "documented_ms": 2.25, "error": 0.25}
+    share = {"engine": "DMA", "published_share": 0.5, "modelled_share": 0.4, "error": -0.2}
+    rows = [
+        {**nothing, "name": "a", "target": "trn1", **time, "published_bytes": 2**30},
+        {**nothing, "name": "b", "target": "trn2", **share, "modelled_bytes": 2**31},
+        {**nothing, "name": "c", "target": "trn2", "refused": "SBUF is full"},
+    ]
+    monkeypatch.setattr(published, "run", lambda progress: rows)
+    out = run("bench", "published").out
+    shown = [line.split() for line in out.splitlines()]
+    assert ["a", "trn1", "2", "2.5", "2.25", "+25.0%", "1.00"] in shown
+    assert ["b", "trn2", "50.0%", "40.0%", "-20.0%", "2.00"] in shown
+    assert "c: refused, SBUF is full" in " ".join(out.replace("trn2", "").split())
+    assert "Mean absolute error of the predicted times: 25.0%" in out
 
 
 def test_mistakes(run: Run) -> None:

@@ -1,6 +1,7 @@
 """`neuronmm plan`: a model's plans, and one line for every mistake."""
 
 import json
+import re
 
 import pytest
 
@@ -40,6 +41,8 @@ def test_the_page_says_where_low_rank_does_not_pay(tmp_path, capsys):
     assert main(["plan", "--model", str(tmp_path), "--tokens", "1", "300", "--target", "trn1"]) == 0
     page = capsys.readouterr().out
     assert "Modelled times on trn1" in page
+    assert re.search(r"The longest plan has [\d,]+ instructions\.", page)
+    assert "down_proj" in page
     assert "Low rank does not pay at M = 1:" in page
     assert main(["plan", "--model", str(path), "--tokens", "1", "--ratio", "0.9", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)
@@ -73,8 +76,14 @@ def test_mistakes_are_one_line(arguments, message, capsys):
     [
         ("{", "is not JSON"),
         ("[1]", "must hold one JSON object"),
-        (json.dumps(CONFIG | {"hidden_size": -1}), "hidden_size must be an integer of at least 1"),
-        (json.dumps(CONFIG | {"vocab_size": "9"}), "vocab_size must be an integer of at least 1"),
+        (
+            json.dumps(CONFIG | {"hidden_size": -1}),
+            "hidden_size must be an integer from 1 to",
+        ),
+        (
+            json.dumps(CONFIG | {"vocab_size": "9"}),
+            "vocab_size must be an integer from 1 to",
+        ),
         (json.dumps(CONFIG | {"num_attention_heads": True}), "num_attention_heads must be an int"),
     ],
 )

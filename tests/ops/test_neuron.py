@@ -65,7 +65,7 @@ def dispatched(op, *args):
 
 
 def xuv_tensors(*lead: int, dtype=torch.float32, bias=True):
-    shapes = [(*lead, 128), (128, 24), (24, 40)]
+    shapes = [(*lead, 256), (256, 24), (24, 40)]
     return [*[make(s, dtype) for s in shapes], make((40,), dtype) if bias else None]
 
 

@@ -1,10 +1,11 @@
 """Measured on the host's CPU: the ops beside the dense layer and beside two bare matmuls a pair.
 
-Weights are met cold, as in a model's forward: every round takes another copy of them.
+Weights are read from memory, as in a model's forward: every round takes another copy of them.
 """
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from neuronmm_ops.bench.runner import run_all
 from neuronmm_ops.bench.timing import PairedTimes, copies_for, time_paired
 from neuronmm_ops.compress.calibrate import Progress
 from neuronmm_ops.compress.rank import aligned_rank
@@ -64,108 +66,108 @@ def run(
     """
     sizes = model_shape(shape)
     K, N = sizes.hidden_size, sizes.intermediate_size
-    cases = list(product(ops, (False, True) if backward else (False,), ratios, tokens))
-    rows: list[dict[str, Any]] = []
-    for op, with_gradients, ratio, M in cases:
-        rows.append(row(op, M, K, N, ratio, dtype, threads, rounds, block, with_gradients))
-        if progress:
-            progress("measure", len(rows), len(cases))
-    return rows
+    for op in ops:
+        if op not in OPS:
+            raise ValueError(f"op must be one of {', '.join(OPS)}; got {op!r}")
+    if min(tokens) < 1:
+        raise ValueError(f"tokens must be at least 1, got {min(tokens)}")
+    ranks = [aligned_rank(K, N, ratio, block) for ratio in ratios]
+    cases: list[Comparison] = []
+    for op, with_gradients, r, M in product(ops, (False, True)[: 1 + backward], ranks, tokens):
+        if r is None:
+            raise ValueError(f"no rank that is a multiple of {block} is smaller than [{K}, {N}]")
+        cases.append(Comparison(op, M, K, N, r, dtype, rounds, with_gradients))
+    with _threads(threads):
+        return run_all("measure", measure, cases, progress)
 
 
-def row(
-    op: str,
-    M: int,
-    K: int,
-    N: int,
-    ratio: float,
-    dtype: torch.dtype = torch.bfloat16,
-    threads: int | None = None,
-    rounds: int = 30,
-    block: int = 128,
-    backward: bool = False,
-) -> dict[str, Any]:
-    """Time one op; for `svd_mlp`, K is the hidden and N the intermediate size. See `run`."""
-    if op not in OPS:
-        raise ValueError(f"op must be one of {', '.join(OPS)}; got {op!r}")
-    if M < 1:
-        raise ValueError(f"tokens must be at least 1, got {M}")
-    r = aligned_rank(K, N, ratio, block)
-    if r is None:
-        raise ValueError(f"no rank that is a multiple of {block} is smaller than [{K}, {N}]")
-    matrices = 1 if op == "xuv" else 3
+@dataclass(frozen=True)
+class Comparison:
+    """What one row compares; for `svd_mlp`, K is the hidden and N the intermediate size."""
+
+    op: str
+    M: int
+    K: int
+    N: int
+    r: int
+    dtype: torch.dtype
+    rounds: int
+    backward: bool
+
+
+def measure(case: Comparison) -> dict[str, Any]:
+    """Time one op on the threads that torch has now, and return its row; see `run`."""
+    M, K, N, r, itemsize = case.M, case.K, case.N, case.r, case.dtype.itemsize
+    matrices = 1 if case.op == "xuv" else 3
     dense, low_rank = matrices * K * N, matrices * r * (K + N)
-    copies = copies_for(low_rank * dtype.itemsize)
-    with _threads(threads) as used:
-        layers = _layers(op, K, N, r, dtype, copies)
-        times = _time(layers, torch.randn(M, K, dtype=dtype), rounds, backward)
+    times = _time(case, copies_for(low_rank * itemsize))
     op_ms = times.median_ms("op")
     return {
-        "op": op,
-        "pass": BOTH if backward else FORWARD,
+        "op": case.op,
+        "pass": BOTH if case.backward else FORWARD,
         "M": M,
         "K": K,
         "N": N,
         "r": r,
-        "dtype": _name(dtype),
-        "compute_dtype": _name(compute_dtype(dtype)),
-        "threads": used,
+        "dtype": _name(case.dtype),
+        "compute_dtype": _name(compute_dtype(case.dtype)),
+        "threads": torch.get_num_threads(),
         "dense_ms": times.median_ms("dense"),
         "two_gemm_ms": times.median_ms("two_gemm"),
         "op_ms": op_ms,
         "speedup": times.speedup("op", "dense"),
         "ideal_speedup": dense / low_rank,
-        "gbps": low_rank * dtype.itemsize / op_ms / 1e6,
-        "gflops": (6 if backward else 2) * M * low_rank / op_ms / 1e6,
+        "gbps": low_rank * itemsize / op_ms / 1e6,
+        "gflops": (6 if case.backward else 2) * M * low_rank / op_ms / 1e6,
     }
 
 
-def _layers(
-    op: str, K: int, N: int, r: int, dtype: torch.dtype, copies: int
-) -> dict[str, list[nn.Module]]:
-    """Copies of each candidate, with weights of its own: the next would find them in the cache."""
+def _time(case: Comparison, copies: int) -> PairedTimes:
+    """Each candidate on `copies` copies of its weights, so that no round finds them in a cache."""
+    x = torch.randn(case.M, case.K, dtype=case.dtype, requires_grad=case.backward)
+    candidates = {
+        name: _step([make() for _ in range(copies)], x, case.backward)
+        for name, make in _makers(case).items()
+    }
+    mode = torch.enable_grad if case.backward else torch.inference_mode
+    return time_paired(candidates, case.rounds, mode=mode)
 
-    def linear(K: int, N: int) -> nn.Linear:
+
+def _step(layers: list[nn.Module], x: Tensor, backward: bool) -> Callable[[int], object]:
+    """A function of the round's number: the forward of one copy, or its gradients too."""
+    if not backward:
+        return lambda index: layers[index % len(layers)](x)
+    with torch.no_grad():
+        seed = torch.randn_like(layers[0](x))
+
+    def both(index: int) -> object:
+        layer = layers[index % len(layers)]
+        return torch.autograd.grad(layer(x), (x, *layer.parameters()), seed)
+
+    return both
+
+
+def _makers(case: Comparison) -> dict[str, Callable[[], nn.Module]]:
+    """What makes a copy of each candidate's layer."""
+    K, N, r, dtype = case.K, case.N, case.r, case.dtype
+
+    def linear(K: int, N: int) -> nn.Module:
         return nn.Linear(K, N, bias=False, dtype=dtype)
 
-    def pair(K: int, N: int) -> nn.Sequential:
+    def pair(K: int, N: int) -> nn.Module:
         return nn.Sequential(linear(K, r), linear(r, N))
 
-    makers: dict[str, Callable[[], nn.Module]] = {
-        "dense": lambda: linear(K, N),
-        "two_gemm": lambda: pair(K, N),
-        "op": lambda: SVDLinear(K, N, r, bias=False, dtype=dtype),
-    }
-    if op == "svd_mlp":
-        makers = {
-            "dense": lambda: _GatedMLP(linear(K, N), linear(K, N), linear(N, K)),
-            "two_gemm": lambda: _GatedMLP(pair(K, N), pair(K, N), pair(N, K)),
-            "op": lambda: SVDMLP(K, N, (r, r, r), dtype=dtype),
-        }
-    return {name: [make() for _ in range(copies)] for name, make in makers.items()}
+    def layer(make: Callable[[int, int], nn.Module]) -> nn.Module:
+        if case.op == "xuv":
+            return make(K, N)
+        return _GatedMLP(make(K, N), make(K, N), make(N, K))
 
+    def op() -> nn.Module:
+        if case.op == "xuv":
+            return SVDLinear(K, N, r, bias=False, dtype=dtype)
+        return SVDMLP(K, N, (r, r, r), dtype=dtype)
 
-def _time(
-    layers: dict[str, list[nn.Module]], x: Tensor, rounds: int, backward: bool
-) -> PairedTimes:
-    def forward(copies: list[nn.Module]) -> Callable[[int], object]:
-        return lambda turn: copies[turn % len(copies)](x)
-
-    def both(copies: list[nn.Module]) -> Callable[[int], object]:
-        def step(turn: int) -> object:
-            layer = copies[turn % len(copies)]
-            y = layer(x)
-            return torch.autograd.grad(y, (x, *layer.parameters()), seed)
-
-        return step
-
-    if not backward:
-        return time_paired({name: forward(copies) for name, copies in layers.items()}, rounds)
-    seed = torch.randn_like(layers["op"][0](x))
-    x = x.requires_grad_()
-    return time_paired(
-        {name: both(copies) for name, copies in layers.items()}, rounds, mode=torch.enable_grad
-    )
+    return {"dense": lambda: layer(linear), "two_gemm": lambda: layer(pair), "op": op}
 
 
 class _GatedMLP(nn.Module):
@@ -184,11 +186,11 @@ def _name(dtype: torch.dtype) -> str:
 
 
 @contextmanager
-def _threads(count: int | None) -> Generator[int]:
-    """Run a block with torch on `count` threads; yield how many there are."""
+def _threads(count: int | None) -> Generator[None]:
+    """Run a block with torch on `count` threads; None leaves them as they are."""
     before = torch.get_num_threads()
     torch.set_num_threads(count or before)
     try:
-        yield torch.get_num_threads()
+        yield
     finally:
         torch.set_num_threads(before)

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -62,30 +63,29 @@ def run(
     batches = hf.calibration_batches(tokenizer, calibration, samples, seqlen)
     batches = [batch.to(place) for batch in batches]
     dense = token_perplexity(model, ids, seqlen).ppl_token
-    rows = [_row("dense", 0.0, 0.0, dense, dense, name_of(compute))]
-    total = len(ratios) * len(METHODS)
-    for ratio in ratios:
-        for method in METHODS:
-            model = load_on(directory, place)
-            config = SVDConfig(ratio=ratio, block=block, method=method)
-            with computing_in(model, compute):
-                report = compress_(model, config, batches)
-            cast_(model, compute)
-            ppl = token_perplexity(model, ids, seqlen).ppl_token
-            rows.append(_row(method, ratio, report.effective_ratio, ppl, dense, name_of(compute)))
-            if progress:
-                progress("methods", len(rows) - 1, total)
+    rows: list[dict[str, Any]] = []
+
+    def add(method: str, ratio: float, effective_ratio: float, ppl: float) -> None:
+        rows.append(
+            {
+                "method": method,
+                "ratio": ratio,
+                "effective_ratio": effective_ratio,
+                "ppl_token": ppl,
+                "excess_log_ppl": math.log(ppl) - math.log(dense),
+                "compute_dtype": name_of(compute),
+            }
+        )
+
+    add("dense", 0.0, 0.0, dense)
+    for ratio, method in product(ratios, METHODS):
+        model = load_on(directory, place)
+        config = SVDConfig(ratio=ratio, block=block, method=method)
+        with computing_in(model, compute):
+            report = compress_(model, config, batches)
+        cast_(model, compute)
+        ppl = token_perplexity(model, ids, seqlen).ppl_token
+        add(method, ratio, report.effective_ratio, ppl)
+        if progress:
+            progress("methods", len(rows) - 1, len(ratios) * len(METHODS))
     return rows
-
-
-def _row(
-    method: str, ratio: float, effective_ratio: float, ppl: float, dense: float, compute: str
-) -> dict[str, Any]:
-    return {
-        "method": method,
-        "ratio": ratio,
-        "effective_ratio": effective_ratio,
-        "ppl_token": ppl,
-        "excess_log_ppl": math.log(ppl) - math.log(dense),
-        "compute_dtype": compute,
-    }

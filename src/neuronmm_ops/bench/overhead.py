@@ -1,4 +1,4 @@
-"""What a call costs before any arithmetic, on tiny inputs: the op beside bare matmuls."""
+"""What a call of an op costs on tiny inputs, beside bare matmuls."""
 
 from collections.abc import Callable
 from typing import Any
@@ -24,10 +24,10 @@ MODES: dict[str, Callable[[], Any]] = {
 
 
 def run(repeats: int = 30, calls: int = 2000) -> list[dict[str, Any]]:
-    """Time calls on inputs so small that nothing but overhead is left.
+    """Time calls on inputs so small that their arithmetic takes no time.
 
     Args:
-        repeats: paired repeats; the fastest one counts, for noise only ever adds time.
+        repeats: paired repeats; the fastest one counts.
         calls: calls of a candidate in one repeat.
 
     Returns:
@@ -68,9 +68,7 @@ def run_xla(repeats: int = 30, calls: int = 500) -> list[dict[str, Any]]:
             "op": lambda _, op=op, tensors=tensors: getattr(neuronmm_ops, op)(*tensors),
             "composite": lambda _, spec=spec, tensors=tensors: spec.reference(*tensors),
         }
-        times = time_paired(candidates, repeats, calls=calls)
-        us = {f"{name}_us": 1e3 * min(times.rounds_ms[name]) for name in candidates}
-        rows.append({"op": op, **us})
+        rows.append({"op": op, **time_paired(candidates, repeats, calls=calls).fastest_us})
     return rows
 
 
@@ -95,11 +93,5 @@ def _row(mode: str, shape: tuple[int, ...], repeats: int, calls: int) -> dict[st
         "sequential": lambda _: pair(x),
         "module": lambda _: layer(x),
     }
-    times = time_paired(candidates, repeats, calls=calls, mode=MODES[mode])
-    us = {name: 1e3 * min(times.rounds_ms[name]) for name in candidates}
-    return {
-        "mode": mode,
-        "x": list(shape),
-        **{f"{name}_us": value for name, value in us.items()},
-        "op_excess_us": us["op"] - us["linear"],
-    }
+    us = time_paired(candidates, repeats, calls=calls, mode=MODES[mode]).fastest_us
+    return {"mode": mode, "x": list(shape), **us, "op_excess_us": us["op_us"] - us["linear_us"]}

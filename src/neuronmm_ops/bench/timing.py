@@ -1,4 +1,4 @@
-"""Paired, interleaved timing: what drifts (clock, neighbours, heat) drifts for every candidate."""
+"""Paired, interleaved timing: a drift of the machine's speed meets every candidate alike."""
 
 import statistics
 import time
@@ -8,11 +8,10 @@ from dataclasses import dataclass
 
 import torch
 
-# More than the caches a core can keep for itself: weights that are met again after this many other
-# bytes come from memory, as they do in a model's forward.
 COLD_BYTES = 512 * 2**20
-# Enough for a median, where a round takes so long that the time limit ends the measurement.
+"""More than a CPU's caches: weights that are read again after this many bytes come from memory."""
 MIN_ROUNDS = 3
+"""Rounds that are timed even if they take longer than the time limit."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +28,11 @@ class PairedTimes:
         """Return the median time of a candidate in milliseconds."""
         return statistics.median(self.rounds_ms[name])
 
+    @property
+    def fastest_us(self) -> dict[str, float]:
+        """Microseconds of each candidate's fastest round: noise only ever adds time."""
+        return {f"{name}_us": 1e3 * min(times) for name, times in self.rounds_ms.items()}
+
     def speedup(self, name: str, baseline: str) -> float:
         """Return the median over rounds of `baseline`'s time divided by `name`'s."""
         pairs = zip(self.rounds_ms[baseline], self.rounds_ms[name], strict=True)
@@ -36,7 +40,7 @@ class PairedTimes:
 
 
 def copies_for(weight_bytes: int, cold_bytes: int = COLD_BYTES) -> int:
-    """Return how many copies of weights of that size are needed to meet each one cold."""
+    """Return how many copies of weights of that size fill `cold_bytes`, so that none is cached."""
     return max(1, -(-cold_bytes // weight_bytes))
 
 
@@ -48,7 +52,7 @@ def time_paired(
     mode: Callable[[], AbstractContextManager[object]] = torch.inference_mode,
     limit_s: float = 60.0,
 ) -> PairedTimes:
-    """Time the candidates in turn, starting each round at another one.
+    """Time the candidates in turn; each round starts at another one.
 
     Args:
         candidates: name to a function of the round's number, which chooses the copy of the
@@ -57,25 +61,22 @@ def time_paired(
         warmup: rounds before them, not timed.
         calls: calls of a candidate in one timing, for those near the clock's resolution.
         mode: context in which they run.
-        limit_s: seconds after which no further round starts, `MIN_ROUNDS` being timed.
+        limit_s: seconds after which no further round starts once `MIN_ROUNDS` are timed.
     """
     names = list(candidates)
     times: dict[str, list[float]] = {name: [] for name in names}
     start = time.perf_counter()
     with mode():
-        for turn in range(-warmup, rounds):
-            if turn >= MIN_ROUNDS and time.perf_counter() - start > limit_s:
+        for index in range(-warmup, rounds):
+            if index >= MIN_ROUNDS and time.perf_counter() - start > limit_s:
                 break
-            shift = turn % len(names)
+            shift = index % len(names)
             for name in names[shift:] + names[:shift]:
-                elapsed = _seconds(candidates[name], turn, calls)
-                if turn >= 0:
+                function = candidates[name]
+                called = time.perf_counter()
+                for _ in range(calls):
+                    function(index)
+                elapsed = time.perf_counter() - called
+                if index >= 0:
                     times[name].append(elapsed * 1e3 / calls)
     return PairedTimes({name: tuple(values) for name, values in times.items()})
-
-
-def _seconds(function: Callable[[int], object], turn: int, calls: int) -> float:
-    start = time.perf_counter()
-    for _ in range(calls):
-        function(turn)
-    return time.perf_counter() - start

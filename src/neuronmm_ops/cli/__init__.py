@@ -1,7 +1,7 @@
 """The command `neuronmm`: arguments in, one table or one JSON document out.
 
 Exit codes: 0 done, 2 usage or bad input (one line on stderr), 1 a defect, of ours or of the kernel
-that `simulate` runs, 130 interrupted, 141 the reader of stdout has left, 143 terminated. With
+that `simulate` runs, 130 interrupted, 141 stdout was closed, 143 terminated. With
 `--json` stdout carries one JSON document and nothing else; progress and tables go to stderr. Each
 module adds its command to the parser.
 """

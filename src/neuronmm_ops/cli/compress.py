@@ -6,27 +6,20 @@ from typing import Any
 
 from neuronmm_ops.cli.inspect import show_summary, summary
 from neuronmm_ops.cli.library import transformers_models
-from neuronmm_ops.cli.parser import add_command, add_computing, add_model
+from neuronmm_ops.cli.parser import add_command
 from neuronmm_ops.progress import progress_bars
 
 
 def add(commands: Any) -> None:
     """Add the command to the parser."""
-    command = add_command(
-        commands, "compress", _compress, show_summary, "replace Linears by factors"
-    )
-    add_model(command)
+    description = "replace Linears by factors"
+    options = ("model", "--ratio", "--seqlen", "--dtype", "--device")
+    command = add_command(commands, "compress", _compress, show_summary, description, *options)
     command.add_argument("-o", "--output", type=Path, required=True, metavar="OUT")
-    command.add_argument(
-        "--ratio", type=float, default=0.2, help="fraction of parameters to remove (default 0.2)"
-    )
     command.add_argument("--method", default="swift", help="swift (default), whiten or plain")
     command.add_argument("--calibration", type=Path, metavar="FILE.txt")
     command.add_argument(
         "--samples", type=int, default=128, help="calibration blocks (default 128)"
-    )
-    command.add_argument(
-        "--seqlen", type=int, help="tokens in a block (default: 2048, or the model's limit)"
     )
     command.add_argument(
         "--calibration-order",
@@ -43,7 +36,6 @@ def add(commands: Any) -> None:
         default=["mlp"],
         help="mlp (default), attention, all-linear, module names or regular expressions",
     )
-    add_computing(command)
     command.add_argument(
         "--max-shard-size", default="50GB", metavar="SIZE", help="of a file (default 50GB)"
     )

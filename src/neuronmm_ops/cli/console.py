@@ -7,7 +7,8 @@ import signal
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 from rich.box import SIMPLE
@@ -22,7 +23,7 @@ class KernelError(Exception):
 
 
 class Terminated(BaseException):
-    """SIGTERM, as an exception, so that what a command began is cleaned up."""
+    """SIGTERM as an exception, so that context managers clean up."""
 
 
 class _Console(Console):
@@ -33,8 +34,6 @@ class _Console(Console):
 # markup=False: names and messages hold square brackets of their own.
 stdout = _Console(markup=False, highlight=False)
 stderr = Console(stderr=True, markup=False, highlight=False)
-# So that a layer's name and its numbers fit in 80 columns.
-COMPACT: dict[str, Any] = {"box": SIMPLE, "collapse_padding": True, "pad_edge": False}
 
 
 def show_fields(document: dict[str, Any]) -> None:
@@ -44,24 +43,54 @@ def show_fields(document: dict[str, Any]) -> None:
         print(f"{key:{width}} {value}")
 
 
+def show_table(
+    columns: Sequence[str],
+    rows: Iterable[Sequence[object] | None],
+    left: Sequence[str] = (),
+    title: str | None = None,
+) -> None:
+    """Print a table, as narrow as its cells allow; None among the rows is a line between two.
+
+    Columns named in `left` are aligned to the left, and fold where the terminal is too narrow.
+    """
+    table = Table(title=title, box=SIMPLE, collapse_padding=True, pad_edge=False)
+    for column in columns:
+        if column in left:
+            table.add_column(column, overflow="fold")
+        else:
+            table.add_column(column, justify="right", no_wrap=bool(left))
+    for row in rows:
+        if row is None:
+            table.add_section()
+        else:
+            table.add_row(*["" if cell is None else str(cell) for cell in row])
+    stdout.print(table)
+
+
 def show_rows(rows: list[dict[str, Any]]) -> None:
     """Print what all rows share in one line, the rest as a table."""
     shared = {key for key in rows[0] if len({str(row[key]) for row in rows}) == 1}
     if len(rows) > 1:
         stdout.print(", ".join(f"{key} {rows[0][key]}" for key in rows[0] if key in shared))
     columns = [key for key in rows[0] if key not in shared or len(rows) == 1]
-    table = Table(**COMPACT)
-    for column in columns:
-        table.add_column(column.replace("_", " "), justify="right")
-    for row in rows:
-        cells = (row[column] for column in columns)
-        table.add_row(*(f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in cells))
-    stdout.print(table)
+    cells = [[row[column] for column in columns] for row in rows]
+    show_table(
+        [column.replace("_", " ") for column in columns],
+        [[f"{c:.4g}" if isinstance(c, float) else str(c) for c in row] for row in cells],
+    )
+
+
+def check_output(path: Path) -> None:
+    """Raise ValueError where a file cannot be written, before the work that it is for."""
+    if not path.resolve().parent.is_dir():
+        raise ValueError(f"cannot write {path}: {path.parent} is no directory")
+    if path.is_dir():
+        raise ValueError(f"cannot write {path}: it is a directory")
 
 
 @contextlib.contextmanager
 def our_warnings() -> Generator[None, None, None]:
-    """Show the package's own warnings, a line each, and nobody else's."""
+    """Show the package's own warnings, a line each, and no others."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         warnings.simplefilter("always", CalibrationWarning)
@@ -76,13 +105,13 @@ def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
 
 @contextlib.contextmanager
 def terminable() -> Generator[None, None, None]:
-    """Raise Terminated where SIGTERM comes in a block."""
+    """Raise Terminated in a block when the process gets SIGTERM."""
     if threading.current_thread() is not threading.main_thread():
         yield  # only the main thread may set handlers
         return
 
     def stop(*_: object) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # cleaning up is not cut short
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one must not stop the clean-up
         raise Terminated
 
     before = signal.signal(signal.SIGTERM, stop)
@@ -108,7 +137,7 @@ def flushed(show: Callable[[], None]) -> int:
 
 
 def _discard_stdout() -> None:
-    """Let stdout go nowhere: the interpreter flushes what is left at exit."""
+    """Discard what the interpreter flushes to stdout at exit."""
     with contextlib.suppress(OSError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 

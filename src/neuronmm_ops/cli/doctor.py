@@ -3,9 +3,7 @@
 import argparse
 from typing import Any
 
-from rich.table import Table
-
-from neuronmm_ops.cli.console import COMPACT, show_fields, stdout
+from neuronmm_ops.cli.console import show_fields, show_table
 from neuronmm_ops.cli.parser import add_command
 
 
@@ -22,7 +20,6 @@ def _doctor(options: argparse.Namespace) -> dict[str, Any]:
 
 def _show(document: dict[str, Any]) -> None:
     show_fields(document["versions"])
-    table = Table("backend", "usable", "why", **COMPACT)
-    for backend in document["backends"]:
-        table.add_row(backend["name"], "yes" if backend["usable"] else "no", backend["reason"])
-    stdout.print(table)
+    columns = ("backend", "usable", "why")
+    rows = [(b["name"], "yes" if b["usable"] else "no", b["reason"]) for b in document["backends"]]
+    show_table(columns, rows, left=columns)

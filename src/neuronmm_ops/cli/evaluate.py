@@ -1,24 +1,19 @@
 """`eval`: token perplexity of a model on a text."""
 
 import argparse
-from pathlib import Path
 from typing import Any
 
 from neuronmm_ops.cli.console import show_fields, stderr
 from neuronmm_ops.cli.library import transformers_models
-from neuronmm_ops.cli.parser import add_command, add_computing, add_model
+from neuronmm_ops.cli.parser import add_command
 from neuronmm_ops.progress import progress_bars
 
 
 def add(commands: Any) -> None:
     """Add the command to the parser."""
-    command = add_command(commands, "eval", _evaluate, show_fields, "token perplexity on a text")
-    add_model(command)
-    command.add_argument("--text", type=Path, required=True, metavar="FILE")
-    command.add_argument(
-        "--seqlen", type=int, help="tokens in a block (default: 2048, or the model's limit)"
-    )
-    add_computing(command)
+    description = "token perplexity on a text"
+    options = ("model", "--text", "--seqlen", "--dtype", "--device")
+    add_command(commands, "eval", _evaluate, show_fields, description, *options)
 
 
 def _evaluate(options: argparse.Namespace) -> dict[str, Any]:

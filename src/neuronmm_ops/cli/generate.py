@@ -5,13 +5,13 @@ from typing import Any
 
 from neuronmm_ops.cli.console import stderr
 from neuronmm_ops.cli.library import transformers_models
-from neuronmm_ops.cli.parser import add_command, add_computing, add_model
+from neuronmm_ops.cli.parser import add_command
 
 
 def add(commands: Any) -> None:
     """Add the command to the parser."""
-    command = add_command(commands, "generate", _generate, _show, "continue a prompt, greedily")
-    add_model(command)
+    description, options = "continue a prompt, greedily", ("model", "--dtype", "--device")
+    command = add_command(commands, "generate", _generate, _show, description, *options)
     command.add_argument("--prompt", required=True)
     command.add_argument(
         "--chat",
@@ -19,7 +19,6 @@ def add(commands: Any) -> None:
         help="the prompt is a user's message: put it into the tokenizer's chat template",
     )
     command.add_argument("--max-new-tokens", type=int, default=64, metavar="N")
-    add_computing(command)
 
 
 def _generate(options: argparse.Namespace) -> dict[str, Any]:

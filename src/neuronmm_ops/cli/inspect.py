@@ -4,9 +4,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-
-from neuronmm_ops.cli.console import COMPACT, stdout
+from neuronmm_ops.cli.console import show_table, stdout
 from neuronmm_ops.cli.parser import add_command
 from neuronmm_ops.compress.rank import parameter_count
 from neuronmm_ops.compress.report import CompressionReport
@@ -41,19 +39,16 @@ def summary(report: CompressionReport) -> dict[str, Any]:
 
 
 def show_summary(document: dict[str, Any]) -> None:
-    """Print the document as a table and what it comes to."""
-    table = Table(title=document.get("output"), **COMPACT)
-    table.add_column("layer", overflow="fold")
-    for column in ("K", "N", "rank", "effective", "loss", "MB"):
-        table.add_column(column, justify="right", no_wrap=True)
+    """Print the document as a table, and its totals."""
+    rows: list[tuple[object, ...]] = []
     for layer in document["layers"]:
         K, N, r = layer["K"], layer["N"], layer["r"]
         ratio = 1 - parameter_count(K, N, r) / (K * N)
-        rank = "dense" if r is None else str(r)
         loss = "unknown" if layer["loss"] is None else f"{layer['loss']:.4f}"
-        cells = (layer["name"], K, N, rank, f"{ratio:.3f}", loss)
-        table.add_row(*map(str, cells), f"{layer['bytes'] / 1e6:.3f}")
-    stdout.print(table)
+        cells = (layer["name"], K, N, "dense" if r is None else r, f"{ratio:.3f}", loss)
+        rows.append((*cells, f"{layer['bytes'] / 1e6:.3f}"))
+    columns = ("layer", "K", "N", "rank", "effective", "loss", "MB")
+    show_table(columns, rows, left=columns[:1], title=document.get("output"))
     stdout.print(
         f"targeted layers: nominal ratio {document['ratio']:.3f}, effective "
         f"{document['effective_ratio']:.3f}: {document['dense_bytes'] / 1e6:.1f} MB -> "

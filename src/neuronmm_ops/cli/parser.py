@@ -2,9 +2,40 @@
 
 import argparse
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NoReturn
 
-DTYPES = ("auto", "float32", "bfloat16", "float16")
+OPTIONS: dict[str, dict[str, Any]] = {
+    "model": {
+        "metavar": "MODEL",
+        "help": "a Transformers directory, or a hub id such as ORG/NAME",
+    },
+    "--text": {"type": Path, "required": True, "metavar": "FILE"},
+    "--seqlen": {
+        "type": int,
+        "help": "tokens in a block (default: 2048, or the model's limit)",
+    },
+    "--ratio": {
+        "type": float,
+        "default": 0.2,
+        "help": "fraction of parameters to remove (default 0.2)",
+    },
+    "--dtype": {
+        "choices": ("auto", "float32", "bfloat16", "float16"),
+        "default": "auto",
+        "help": "to compute in (default auto: the checkpoint's where the device multiplies it "
+        "fast, otherwise float32)",
+    },
+    "--device": {"default": "cpu", "help": "cpu (default), cuda, cuda:1, ..."},
+    "--target": {"help": "trn1, trn2 or trn3 (default: this machine's or trn2)"},
+    "--lnc": {
+        "type": int,
+        "choices": (1, 2),
+        "default": 1,
+        "help": "NeuronCores that share a launch (default 1; 2 on trn2 and trn3)",
+    },
+}
+"""Arguments that mean the same in several commands."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -21,23 +52,19 @@ def add_command(
     run: Callable[[argparse.Namespace], Any],
     show: Callable[[Any], None],
     description: str,
+    *options: str,
 ) -> argparse.ArgumentParser:
-    """Add a command with the options that all have.
+    """Add a command with the options that all have, and those of `OPTIONS` that it names.
 
     `run` makes its document of the parsed options, and `show` prints that for people.
     """
     command = commands.add_parser(name, help=description, description=description)
     command.add_argument("--json", action="store_true", help="print one JSON document")
     command.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    for option in options:
+        command.add_argument(option, **OPTIONS[option])
     command.set_defaults(run=run, show=show)
     return command
-
-
-def add_model(command: argparse.ArgumentParser) -> None:
-    """Add the positional MODEL: weights to work with."""
-    command.add_argument(
-        "model", metavar="MODEL", help="a Transformers directory, or a hub id such as ORG/NAME"
-    )
 
 
 def add_shape(command: argparse.ArgumentParser, **options: Any) -> None:
@@ -73,16 +100,3 @@ def tokens_of(options: argparse.Namespace) -> list[int]:
             f"--tokens must be numbers of at least 1, such as 1,128,4096; got {text!r}"
         )
     return found
-
-
-def add_dtype(command: argparse.ArgumentParser, auto: str) -> None:
-    """Add `--dtype`; `auto` says what that takes."""
-    command.add_argument(
-        "--dtype", choices=DTYPES, default="auto", help=f"to compute in (default auto: {auto})"
-    )
-
-
-def add_computing(command: argparse.ArgumentParser) -> None:
-    """Add `--dtype` and `--device`."""
-    add_dtype(command, "the checkpoint's where the device multiplies it fast, otherwise float32")
-    command.add_argument("--device", default="cpu", help="cpu (default), cuda, cuda:1, ...")

@@ -1,0 +1,1 @@
+"""Published measurements, and the runs that they are compared with."""

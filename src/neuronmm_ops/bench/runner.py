@@ -1,0 +1,79 @@
+"""What the benchmarks share: items measured in order with their progress, and traced kernels."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any, TypeVar
+
+from neuronmm_ops.compress.calibrate import Progress
+from neuronmm_ops.neuroncore import Kernel, Profile, simulate
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+POOLED_FROM = 24
+"""Items; fewer are measured before processes for them would have started."""
+
+
+def run_all(
+    stage: str,
+    measure: Callable[[Item], Result],
+    items: Sequence[Item],
+    progress: Progress | None = None,
+    workers: int = 1,
+) -> list[Result]:
+    """Measure every item and return the results in order.
+
+    Args:
+        stage: name of the benchmark.
+        measure: called with one item; a function of a module, if there are several workers.
+        items: what is measured.
+        progress: called with (stage, items done, items in all) after each item.
+        workers: processes; one where there are fewer than `POOLED_FROM` items.
+    """
+    results: list[Result] = []
+    for result in _results(measure, items, workers):
+        results.append(result)
+        if progress is not None:
+            progress(stage, len(results), len(items))
+    return results
+
+
+def _results(
+    measure: Callable[[Item], Result], items: Sequence[Item], workers: int
+) -> Iterator[Result]:
+    if workers == 1 or len(items) < POOLED_FROM:
+        yield from map(measure, items)
+        return
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(workers, context, initializer=_follow_parent) as pool:
+        yield from pool.map(measure, items)
+
+
+def _follow_parent() -> None:
+    """Ignore SIGINT, which the parent handles by ending its workers; exit when the parent dies."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+    os._exit(1)
+
+
+def traced(
+    kernel: Kernel, operands: Sequence[Any], target: str, arguments: dict[str, Any] | None = None
+) -> Profile:
+    """The modelled profile of one launch; no values are computed.
+
+    Raises:
+        NkiValidationError: the kernel breaks a rule of the target, or does not fit on it.
+    """
+    simulation = simulate(kernel, *operands, target=target, mode="trace", **(arguments or {}))
+    return simulation.profile
