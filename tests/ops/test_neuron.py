@@ -65,7 +65,7 @@ def dispatched(op, *args):
 
 
 def xuv_tensors(*lead: int, dtype=torch.float32, bias=True):
-    shapes = [(*lead, 256), (256, 24), (24, 40)]
+    shapes = [(*lead, 128), (128, 24), (24, 40)]
     return [*[make(s, dtype) for s in shapes], make((40,), dtype) if bias else None]
 
 
@@ -179,10 +179,10 @@ def test_each_kernel_and_grid_has_its_wrapper(machine):
     machine.torch_neuronx()
     for target, tokens in (("trn1", 130), ("trn2", 130), ("trn1", 3)):
         machine.environment(NEURON_PLATFORM_TARGET_OVERRIDE=target)
-        tensors = xuv_tensors(tokens)
+        tensors = [*map(make, [(tokens, 256), (256, 64), (64, 512)]), None]
         assert_right(dispatched("xuv", *tensors), plain_xuv, tensors)
         assert record.calls[-1].grid == ((2,) if target == "trn2" else (1,))
-    assert record.wrapped == 3
+    assert record.wrapped == 3  # two grids of the prefill kernel, and the decode kernel
 
 
 def test_a_compiled_torch_neuronx_tells_nothing_before_it_is_imported(machine):
