@@ -23,11 +23,11 @@ kernels = {}
 for name in ("float32", "bfloat16"):
     dtype = getattr(torch, name)
     torch.manual_seed(0)
-    mlp = SVDMLP(128, 200, (24, 32, 40))
+    mlp = SVDMLP(512, 200, (24, 32, 40))
     for parameter in mlp.parameters():
         torch.nn.init.normal_(parameter, std=0.1)
-    model = torch.nn.Sequential(SVDLinear(96, 128, 32), mlp).to(dtype).eval()
-    prompts = [torch.randn(2, tokens, 96, dtype=dtype) for tokens in (65, 1)]
+    model = torch.nn.Sequential(SVDLinear(256, 512, 64), mlp).to(dtype).eval()
+    prompts = [torch.randn(2, tokens, 256, dtype=dtype) for tokens in (65, 1)]
     core.configs.clear()
     with torch.no_grad(), xla.api_version(xla.API_HOST):
         lows = [model(x) for x in prompts]
@@ -43,8 +43,8 @@ print(json.dumps(kernels))
 
 
 def planned(tokens, dtype):
-    pair = plan_xuv(tokens, 96, 32, 128, dtype, "trn1")
-    mlp = plan_svd_mlp(tokens, 128, (24, 32, 40), 200, 128, dtype, "trn1")
+    pair = plan_xuv(tokens, 256, 64, 512, dtype, "trn1")
+    mlp = plan_svd_mlp(tokens, 512, (24, 32, 40), 200, 512, dtype, "trn1")
     return [pair.kernel, mlp.kernel]
 
 
