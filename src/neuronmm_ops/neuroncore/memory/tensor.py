@@ -108,13 +108,7 @@ class NkiTensor:
 
     def is_contiguous(self) -> bool:
         """Whether the view is row-major without gaps (on chip: within each partition)."""
-        first = 1 if self.geometry.on_chip else 0
-        run = 1
-        for count, stride in reversed(list(zip(self.shape, self.strides, strict=True))[first:]):
-            if count != 1 and stride != run:
-                return False
-            run *= count
-        return True
+        return self.geometry.run_bytes == self.geometry.elements * self.dtype.itemsize
 
     def is_indirect(self) -> bool:
         """Whether its place depends on an index that is known when the instruction runs."""
@@ -161,6 +155,15 @@ class NkiTensor:
         place = geometry.offset if offset is None else offset
         return self.with_geometry(geometry.derive(shape, strides, place), self.index)
 
+    def _recut(
+        self, dim: int, sizes: tuple[int, ...], steps: tuple[int, ...], start: int = 0, cut: int = 1
+    ) -> NkiTensor:
+        """`cut` dimensions from `dim` on replaced by others, `start` elements further on."""
+        after = dim + cut
+        shape = (*self.shape[:dim], *sizes, *self.shape[after:])
+        strides = (*self.strides[:dim], *steps, *self.strides[after:])
+        return self._view(shape, strides, self.offset + start)
+
     def with_geometry(self, geometry: Geometry, index: Any) -> NkiTensor:
         """Another view of the same storage."""
         return view_of(self.storage, geometry, index)
@@ -170,11 +173,8 @@ class NkiTensor:
         dim = check.dimension(self, dim)
         check.slice_bounds(self, dim, start, end, step)
         check.not_the_indirect(self, dim)
-        shape, strides = list(self.shape), list(self.strides)
-        shape[dim] = -(-(end - start) // step)
-        place = self.offset + start * strides[dim]
-        strides[dim] *= step
-        return self._view(tuple(shape), tuple(strides), place)
+        count, stride = -(-(end - start) // step), self.strides[dim]
+        return self._recut(dim, (count,), (stride * step,), start * stride)
 
     def select(self, dim: int, index: Any) -> NkiTensor:
         """One element of a dimension, which disappears; the index may be a tensor or register."""
@@ -222,26 +222,20 @@ class NkiTensor:
         dim = check.dimension(self, dim)
         check.partition_view(self, dim, "broadcast")
         check.size_one(self, dim, "broadcast")
-        shape, strides = list(self.shape), list(self.strides)
-        shape[dim], strides[dim] = size, 0
-        return self._view(tuple(shape), tuple(strides))
+        return self._recut(dim, (size,), (0,))
 
     def expand_dim(self, dim: int) -> NkiTensor:
         """Insert a dimension of size 1."""
         dim = check.dimension(self, dim, extra=1)
         check.partition_view(self, dim, "moved by a new dimension")
-        return self._view(
-            (*self.shape[:dim], 1, *self.shape[dim:]), (*self.strides[:dim], 0, *self.strides[dim:])
-        )
+        return self._recut(dim, (1,), (0,), cut=0)
 
     def squeeze_dim(self, dim: int) -> NkiTensor:
         """Remove a dimension of size 1."""
         dim = check.dimension(self, dim)
         check.partition_view(self, dim, "removed")
         check.size_one(self, dim, "removed")
-        return self._view(
-            self.shape[:dim] + self.shape[dim + 1 :], self.strides[:dim] + self.strides[dim + 1 :]
-        )
+        return self._recut(dim, (), ())
 
     def reshape_dim(self, dim: int, shape: tuple[int, ...]) -> NkiTensor:
         """Split a dimension; one size may be -1."""
@@ -251,10 +245,7 @@ class NkiTensor:
         if len(sizes) > 1:
             check.partition_view(self, dim, "split")
         steps = tuple([s * self.strides[dim] for s in contiguous_strides(sizes)])
-        return self._view(
-            self.shape[:dim] + sizes + self.shape[dim + 1 :],
-            self.strides[:dim] + steps + self.strides[dim + 1 :],
-        )
+        return self._recut(dim, sizes, steps)
 
     def flatten_dims(self, start_dim: int, end_dim: int) -> NkiTensor:
         """Merge neighbouring dimensions that are contiguous in memory, both ends included."""
@@ -268,10 +259,7 @@ class NkiTensor:
                 f"{self}: dimensions {start_dim} to {end_dim} with strides {list(steps)} are "
                 "not contiguous; flatten before permute or slice"
             )
-        return self._view(
-            (*self.shape[:start_dim], prod(sizes), *self.shape[end_dim + 1 :]),
-            (*self.strides[:start_dim], merged, *self.strides[end_dim + 1 :]),
-        )
+        return self._recut(start_dim, (prod(sizes),), (merged,), cut=len(sizes))
 
     def reshape(self, shape: tuple[int, ...]) -> NkiTensor:
         """The same elements in another shape, where memory allows it without a copy."""
