@@ -148,12 +148,9 @@ class NkiTensor:
         remedy = "use nisa.tensor_copy(dst=tile[...], src=...)"
         refuse(f"{self}: assigning into a tile is not NKI; {remedy}")
 
-    def _view(
-        self, shape: tuple[int, ...], strides: tuple[int, ...], offset: int | None = None
-    ) -> NkiTensor:
-        geometry = self.geometry
-        place = geometry.offset if offset is None else offset
-        return self.with_geometry(geometry.derive(shape, strides, place), self.index)
+    def _view(self, shape: tuple[int, ...], strides: tuple[int, ...], start: int = 0) -> NkiTensor:
+        geometry = self.geometry.derive(shape, strides, self.offset + start)
+        return self.with_geometry(geometry, self.index)
 
     def _recut(
         self, dim: int, sizes: tuple[int, ...], steps: tuple[int, ...], start: int = 0, cut: int = 1
@@ -162,11 +159,18 @@ class NkiTensor:
         after = dim + cut
         shape = (*self.shape[:dim], *sizes, *self.shape[after:])
         strides = (*self.strides[:dim], *steps, *self.strides[after:])
-        return self._view(shape, strides, self.offset + start)
+        return self._view(shape, strides, start)
 
     def with_geometry(self, geometry: Geometry, index: Any) -> NkiTensor:
         """Another view of the same storage."""
         return view_of(self.storage, geometry, index)
+
+    def moved(
+        self, index: Any, how: tuple[str, int, int], shape: tuple[int, ...] | None = None
+    ) -> NkiTensor:
+        """The view that `index` moves when the instruction runs; `how`: kind, dimension, scale."""
+        geometry = self.geometry.derive(shape or self.shape, self.strides, self.offset, None, how)
+        return self.with_geometry(geometry, index)
 
     def slice(self, dim: int, start: int, end: int, step: int = 1) -> NkiTensor:
         """Elements start, start+step, ... below end of one dimension."""
@@ -180,21 +184,17 @@ class NkiTensor:
         """One element of a dimension, which disappears; the index may be a tensor or register."""
         dim = check.dimension(self, dim)
         check.not_the_indirect(self, dim)
-        shape = self.shape[:dim] + self.shape[dim + 1 :]
-        strides = self.strides[:dim] + self.strides[dim + 1 :]
-        if len(shape) == (1 if self.geometry.on_chip else 0):
-            shape, strides = (*shape, 1), (*strides, 1)
+        # a tile keeps one free dimension, a tensor in HBM one dimension
+        kept = (1,) if self.ndim == (2 if self.geometry.on_chip else 1) else ()
         if not isinstance(index, int | np.integer):
             check.scalar_index(self, dim, index, isinstance(index, NkiTensor | VirtualRegister))
             check.one_dynamic_index(self, dim)
-            how = ("scalar", dim, self.strides[dim])
-            geometry = self.geometry.derive(shape, strides, self.offset, None, how)
-            return self.with_geometry(geometry, index)
+            return self._recut(dim, kept, kept).moved(index, ("scalar", dim, self.strides[dim]))
         check.partition_view(self, dim, "selected away")
         if not 0 <= as_int(index) < self.shape[dim]:
             seen = f"select({dim}, {as_int(index)}) is out of bounds"
             refuse(f"{self}: {seen}; the size is {self.shape[dim]}")
-        return self._view(shape, strides, self.offset + as_int(index) * self.strides[dim])
+        return self._recut(dim, kept, kept, as_int(index) * self.strides[dim])
 
     def vector_select(self, dim: int, vector_offset: NkiTensor) -> NkiTensor:
         """HBM rows chosen by one index per partition, `vector_offset` [P, 1] in SBUF."""
@@ -203,9 +203,7 @@ class NkiTensor:
             refuse(f"{self}: {rule}; got {vector_offset}")
         check.one_dynamic_index(self, dim)
         shape = (vector_offset.shape[0], *self.shape[1:])
-        how = ("vector", dim, self.strides[dim])
-        geometry = self.geometry.derive(shape, self.strides, self.offset, None, how)
-        return self.with_geometry(geometry, vector_offset)
+        return self.moved(vector_offset, ("vector", dim, self.strides[dim]), shape)
 
     def permute(self, dims: tuple[int, ...]) -> NkiTensor:
         """Dimensions in another order; the partition stays first."""
