@@ -102,22 +102,20 @@ def start_partition(opcode: str, operand: str, t: NkiTensor, active: int = 0) ->
 def same_partitions(opcode: str, tiles: dict[str, NkiTensor]) -> None:
     """Operands of an element-wise instruction have the same number of partitions."""
     counts = {name: t.geometry.partitions for name, t in tiles.items()}
-    if len(set(counts.values())) > 1:
-        refuse(f"{opcode}: partition counts differ: {_listed(counts)}; slice them alike")
+    _equal(f"{opcode}: partition counts differ", counts, "slice them alike")
 
 
 def same_elements(opcode: str, **operands: Any) -> None:
     """They have the same number of elements per partition: nothing is broadcast."""
     counts = {name: t.geometry.elements for name, t in _tiles(operands).items()}
+    remedy = "nothing is broadcast, use view.broadcast(dim, size)"
+    _equal(f"{opcode}: elements per partition differ", counts, remedy)
+
+
+def _equal(problem: str, counts: dict[str, int], remedy: str) -> None:
     if len(set(counts.values())) > 1:
-        refuse(
-            f"{opcode}: elements per partition differ: {_listed(counts)}; nothing is broadcast, "
-            "use view.broadcast(dim, size)"
-        )
-
-
-def _listed(counts: dict[str, int]) -> str:
-    return ", ".join([f"{name} has {count}" for name, count in counts.items()])
+        seen = ", ".join([f"{name} has {count}" for name, count in counts.items()])
+        refuse(f"{problem}: {seen}; {remedy}")
 
 
 def one_psum_input(opcode: str, first: Any, second: Any) -> None:

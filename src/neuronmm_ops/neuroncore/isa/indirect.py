@@ -44,9 +44,8 @@ def places(t: NkiTensor) -> tuple[np.ndarray, np.ndarray]:
     offsets = values * scale
     layout = t.geometry.layout
     total = int(np.prod(layout.shape)) * layout.dtype.itemsize // t.dtype.itemsize
-    strides = list(t.strides)
     first = 1 if how == "vector" else 0
-    reach = sum(s * (c - 1) for s, c in list(zip(strides, t.shape, strict=True))[first:])
+    reach = sum(s * (c - 1) for s, c in list(zip(t.strides, t.shape, strict=True))[first:])
     legal = (values >= 0) & (t.offset + offsets + reach < total)
     return offsets, legal
 
@@ -62,9 +61,8 @@ def gathered(t: NkiTensor, skip: bool) -> tuple[np.ndarray, np.ndarray | None]:
             return np.zeros(t.shape, t.storage.store), np.zeros(t.shape[0], bool)
         return t.geometry.array(t.storage, int(offsets[0])), None
     rows = np.zeros(t.shape, t.storage.store)
-    for i, (offset, ok) in enumerate(zip(offsets[: t.shape[0]], legal, strict=False)):
-        if ok:
-            rows[i] = _row(t, int(offset))
+    for i in np.flatnonzero(legal[: t.shape[0]]):
+        rows[i] = _row(t, int(offsets[i]))
     return rows, None if legal.all() else legal[: t.shape[0]]
 
 
@@ -80,9 +78,8 @@ def scatter(t: NkiTensor, values: np.ndarray, skip: bool) -> None:
             target[...] = values.reshape(target.shape)
         return
     rows = values.reshape(t.shape)
-    for i, (offset, ok) in enumerate(zip(offsets[: t.shape[0]], legal, strict=False)):
-        if ok:
-            _row(t, int(offset))[...] = rows[i]
+    for i in np.flatnonzero(legal[: t.shape[0]]):
+        _row(t, int(offsets[i]))[...] = rows[i]
 
 
 def _row(t: NkiTensor, offset: int) -> np.ndarray:
