@@ -102,8 +102,6 @@ _NARROWER = {
     "half": "float16",
 }  # fmt: skip
 
-_UNINITIALISED_INTEGER = 4
-
 
 def dtype_of(value: object) -> DType:
     """Return the dtype that `value`, a `DType` or its name, stands for.
@@ -239,6 +237,4 @@ def fresh(shape: int | tuple[int, ...], dtype: DType) -> Array:
 
     Floats are NaN, so that they show in whatever is computed from them; all other types are 4.
     """
-    if dtype.is_float:
-        return np.full(shape, np.nan, dtype.numpy)
-    return np.full(shape, _UNINITIALISED_INTEGER, dtype.numpy)
+    return np.full(shape, np.nan if dtype.is_float else 4, dtype.numpy)

@@ -41,9 +41,7 @@ def vector(opcode: str, engine: Engine, **operands: Any) -> None:
     They start on legal partitions; GpSimdE does not reach PSUM.
     """
     tiles = _tiles(operands)
-    for name, t in tiles.items():
-        memory(opcode, name, t, SBUF, PSUM)
-        start_partition(opcode, name, t)
+    _placed(opcode, tiles, SBUF, PSUM)
     for name, t in tiles.items():
         if engine is Engine.GPSIMD and t.geometry.memory is PSUM:
             refuse(f"{opcode}: GpSimdE does not reach PSUM, {name} is {t}; use engine.vector")
@@ -58,10 +56,14 @@ def elementwise(opcode: str, engine: Engine, **operands: Any) -> None:
 
 def in_sbuf(opcode: str, **operands: NkiTensor) -> None:
     """Tiles of a GpSimdE instruction: in SBUF, on equally many partitions."""
-    for name, t in operands.items():
-        memory(opcode, name, t, SBUF)
-        start_partition(opcode, name, t)
+    _placed(opcode, operands, SBUF)
     same_partitions(opcode, operands)
+
+
+def _placed(opcode: str, tiles: dict[str, NkiTensor], *memories: MemoryRegion) -> None:
+    for name, t in tiles.items():
+        memory(opcode, name, t, *memories)
+        start_partition(opcode, name, t)
 
 
 def _tiles(operands: dict[str, Any]) -> dict[str, NkiTensor]:
@@ -201,12 +203,6 @@ def dtype_in(opcode: str, operand: str, t: NkiTensor, *allowed: str) -> None:
     """The dtype is one that the instruction takes."""
     if t.dtype not in allowed:
         refuse(f"{opcode}: {operand} must be {', '.join(allowed)}; {t} is {t.dtype}")
-
-
-def dtype_not_in(opcode: str, operand: str, t: NkiTensor, *excluded: str) -> None:
-    """Any dtype but some."""
-    if t.dtype in excluded:
-        refuse(f"{opcode}: {operand} must not be {', '.join(excluded)}; {t} is {t.dtype}")
 
 
 def float_dtype(opcode: str, operand: str, t: NkiTensor | None) -> None:
