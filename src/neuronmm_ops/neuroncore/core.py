@@ -13,7 +13,7 @@ import numpy as np
 
 from neuronmm_ops.hardware import RESULT_CYCLES, Engine, Machine
 from neuronmm_ops.neuroncore.checks import tensors as check
-from neuronmm_ops.neuroncore.checks.base import refuse
+from neuronmm_ops.neuroncore.checks.base import PACKAGE, kernel_frame, refuse
 from neuronmm_ops.neuroncore.dtypes import DType, dtype_of
 from neuronmm_ops.neuroncore.memory.storage import Layout, MemoryRegion, Storage
 from neuronmm_ops.neuroncore.memory.tensor import NkiTensor, tensor_of
@@ -23,7 +23,6 @@ Build = Callable[..., InstructionTemplate]
 
 _geometry = attrgetter("geometry")
 _storage = attrgetter("storage")
-_PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 
 
 class KernelRun:
@@ -159,7 +158,7 @@ class SimulatedCore:
         storage = Storage(layout, name or f"{memory.value}{len(trace.storages)}")
         if memory is MemoryRegion.shared_hbm:
             launch.shared.append(storage)
-        frame = _kernel_frame()
+        frame = kernel_frame()
         storage.code, storage.line = frame.f_code, frame.f_lineno
         if address is not None:
             storage.address = check.address_of(self.machine, storage, address)
@@ -221,8 +220,8 @@ class SimulatedCore:
             if s.summed and template.engine is not Engine.TENSOR:
                 s.summed.difference_update(template.overlaps[at])
         frame = sys._getframe(2)
-        if frame.f_code.co_filename.startswith(_PACKAGE):
-            frame = _kernel_frame()
+        if frame.f_code.co_filename.startswith(PACKAGE):
+            frame = kernel_frame()
         trace.records.append((template, storages, frame.f_code, frame.f_lineno))
         return NkiInstruction(trace, number)
 
@@ -282,11 +281,3 @@ def _run_on(core: SimulatedCore, body: Callable[[SimulatedCore], Any]) -> Any:
         return body(core)
     finally:
         _state.core = outer
-
-
-def _kernel_frame() -> Any:
-    """The innermost frame that is not of this package."""
-    frame = sys._getframe(2)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
-        frame = frame.f_back
-    return frame

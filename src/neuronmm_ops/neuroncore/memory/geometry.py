@@ -6,8 +6,9 @@ layout.
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import accumulate
 from math import prod
+from operator import mul
 
 import numpy as np
 
@@ -75,14 +76,9 @@ class Geometry:
     @property
     def run_bytes(self) -> int:
         """Bytes of one contiguous run in memory, over the free dimensions on chip."""
-        run = 1
         first = 1 if self.on_chip else 0
-        dims = list(zip(self.shape[first:], self.strides[first:], strict=True))
-        for count, stride in reversed(dims):
-            if count != 1 and stride != run:
-                break
-            run *= count
-        return run * self.dtype.itemsize
+        runs = merged(self.shape[first:], self.strides[first:])
+        return (runs[-1][0] if runs and runs[-1][1] == 1 else 1) * self.dtype.itemsize
 
     @property
     def unit_stride(self) -> bool:
@@ -134,53 +130,36 @@ def geometry_of(
 
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Row-major strides in elements."""
-    strides: list[int] = []
-    step = 1
-    for count in reversed(shape):
-        strides.append(step)
-        step *= count
-    return tuple(reversed(strides))
+    sizes = tuple(accumulate(reversed(shape), mul, initial=1))
+    return sizes[-2::-1]
 
 
-def merged_stride(sizes: tuple[int, ...], steps: tuple[int, ...]) -> int | None:
-    """The one stride of merged dimensions, or None where they are not contiguous."""
-    real = [(c, s) for c, s in zip(sizes, steps, strict=True) if c != 1]
-    if not real:
-        return steps[-1]
-    for (_, outer), (count, inner) in pairwise(real):
-        if outer != count * inner:
-            return None
-    return real[-1][1]
+def merged(shape: tuple[int, ...], strides: tuple[int, ...]) -> list[tuple[int, int]]:
+    """(count, stride) of the longest runs of dimensions that one stride walks; sizes 1 left out."""
+    runs: list[tuple[int, int]] = []
+    for count, stride in zip(shape, strides, strict=True):
+        if count == 1:
+            continue
+        if runs and runs[-1][1] == count * stride:
+            count *= runs.pop()[0]
+        runs.append((count, stride))
+    return runs
 
 
 def reshaped_strides(
     shape: tuple[int, ...], strides: tuple[int, ...], sizes: tuple[int, ...]
 ) -> tuple[int, ...] | None:
-    """Strides of a reshape without copy, or None: groups of equal product are matched."""
+    """Strides of a reshape, or None where it needs a copy: each size divides a merged run."""
+    runs = merged(shape, strides)
     result: list[int] = []
-    old = [(c, s) for c, s in zip(shape, strides, strict=True) if c != 1]
-    at = 0
-    taken: list[tuple[int, int]] = []
-    want = list(sizes)
-    while want:
-        group = [want.pop(0)]
-        taken = []
-        have = 1
-        while prod(group) != have or (not taken and prod(group) != 1):
-            if have < prod(group) and at < len(old):
-                taken.append(old[at])
-                have *= old[at][0]
-                at += 1
-            elif want:
-                group.append(want.pop(0))
-            else:
+    step = 1
+    for size in reversed(sizes):
+        if size != 1:
+            count, step = runs.pop()
+            if count % size:
                 return None
-        inner = (
-            merged_stride(tuple([c for c, _ in taken]), tuple([s for _, s in taken]))
-            if taken
-            else 1
-        )
-        if inner is None:
-            return None
-        result.extend([s * inner for s in contiguous_strides(tuple(group))])
-    return tuple(result)
+            if count > size:
+                runs.append((count // size, step * size))
+        result.append(step)
+        step *= size
+    return tuple(reversed(result))

@@ -15,7 +15,7 @@ from neuronmm_ops.neuroncore.memory.geometry import (
     Geometry,
     contiguous_strides,
     geometry_of,
-    merged_stride,
+    merged,
     reshaped_strides,
 )
 from neuronmm_ops.neuroncore.memory.indexing import (
@@ -251,13 +251,13 @@ class NkiTensor:
         if start_dim != end_dim:
             check.partition_view(self, start_dim, "merged")
         sizes, steps = self.shape[start_dim : end_dim + 1], self.strides[start_dim : end_dim + 1]
-        merged = merged_stride(sizes, steps)
-        if merged is None:
+        runs = merged(sizes, steps)
+        if len(runs) > 1:
             refuse(
                 f"{self}: dimensions {start_dim} to {end_dim} with strides {list(steps)} are "
                 "not contiguous; flatten before permute or slice"
             )
-        return self._recut(start_dim, (prod(sizes),), (merged,), cut=len(sizes))
+        return self._recut(start_dim, (prod(sizes),), (runs[0][1] if runs else 1,), cut=len(sizes))
 
     def reshape(self, shape: tuple[int, ...]) -> NkiTensor:
         """The same elements in another shape, where memory allows it without a copy."""
