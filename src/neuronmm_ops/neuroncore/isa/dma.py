@@ -311,7 +311,7 @@ def _compute(dst: NkiTensor, *rest: Any) -> InstructionTemplate:
         if dst.index is None:
             write(dst, total)
         else:
-            rows = places(dst)[0]
+            rows = places(dst, skip)[1]
             if len(np.unique(rows)) != len(rows):
                 problem = "an index occurs twice; the sum would depend on timing"
                 refuse(f"{opcode}: {problem}; merge rows first")

@@ -69,11 +69,6 @@ class Geometry:
         return Box(first_row, first_row + rows, first * size, (first + columns) * size, pattern)
 
     @property
-    def size(self) -> int:
-        """Number of elements."""
-        return prod(self.shape)
-
-    @property
     def run_bytes(self) -> int:
         """Bytes of one contiguous run in memory, over the free dimensions on chip."""
         first = 1 if self.on_chip else 0

@@ -138,11 +138,7 @@ class NkiTensor:
             if any(isinstance(k, DynamicSlice | NkiTensor | VirtualRegister) for k in cached):
                 return dynamic_index(self, key)
             found = geometry.children[cached] = static_index(self, key)
-        view = _new(NkiTensor)
-        view.storage = self.storage
-        view.geometry = found
-        view.index = self.index
-        return view
+        return view_of(self.storage, found, self.index)
 
     def __setitem__(self, key: Any, value: Any) -> None:
         remedy = "use nisa.tensor_copy(dst=tile[...], src=...)"
