@@ -72,12 +72,11 @@ class KernelRun:
 
     def barrier(self, core: SimulatedCore) -> int:
         """Wait until the other core comes to its barrier of the same number; returns the number."""
-        number = self._barriers[core.program_id]
+        number, other = self._barriers[core.program_id], 1 - core.program_id
         self._barriers[core.program_id] += 1
-        while min(self._barriers) <= number:
+        while self._barriers[other] <= number:
             self._pass_turn(core.program_id)
-            others = [i for i, n in enumerate(self._barriers) if n <= number]
-            if self._ended.intersection(others):
+            if other in self._ended and self._barriers[other] <= number:
                 refuse(
                     f"core_barrier/sendrecv {number}: core {core.program_id} waits but the other "
                     "core has ended; both cores must take the same branches"
@@ -89,12 +88,8 @@ class KernelRun:
 
     def _pass_turn(self, program_id: int) -> None:
         with self._turn:
-            others = [c.program_id for c in self.cores if c.program_id not in self._ended]
-            waiting = [i for i in others if i != program_id]
-            if waiting:
-                self._running = waiting[0]
-            elif others:
-                self._running = others[0]
+            if 1 - program_id not in self._ended:
+                self._running = 1 - program_id
             self._turn.notify_all()
 
     def _wait_for_turn(self, program_id: int) -> None:

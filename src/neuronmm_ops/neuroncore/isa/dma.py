@@ -319,16 +319,14 @@ def _compute(dst: NkiTensor, *rest: Any) -> InstructionTemplate:
 
     costs = [copy_cost(dst, s) for s in srcs]
     busiest = max(costs, key=lambda c: c.engine_ns)
-    cost = DmaCost(
-        sum(c.bytes for c in costs),
-        sum(c.rows for c in costs),
-        min(c.run_bytes for c in costs),
-        busiest.first_engine,
-        busiest.engines,
-        sum(c.engine_ns for c in costs),
-        busiest.direction,
-        "swdge" if indirect else "none",
-        (0, *[c.reads[1] for c in costs]),
-        (costs[0].writes[0], *[0] * len(costs)),
+    cost = replace(
+        busiest,
+        bytes=sum(c.bytes for c in costs),
+        rows=sum(c.rows for c in costs),
+        run_bytes=min(c.run_bytes for c in costs),
+        engine_ns=sum(c.engine_ns for c in costs),
+        descriptors="swdge" if indirect else "none",
+        reads=(0, *[c.reads[1] for c in costs]),
+        writes=(costs[0].writes[0], *[0] * len(costs)),
     )
     return InstructionTemplate(Engine.DMA, 0, run, opcode, dma=cost)

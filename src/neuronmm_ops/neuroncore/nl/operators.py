@@ -18,8 +18,8 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-Array = npt.NDArray[Any]
-Float32 = npt.NDArray[np.float32]
+from neuronmm_ops.neuroncore.dtypes import Array, Float32
+
 Float64 = npt.NDArray[np.float64]
 
 
