@@ -102,24 +102,19 @@ class Geometry:
         indirect: tuple[str, int, int] | None = None,
     ) -> Geometry:
         """The interned geometry of another view of the same layout."""
-        return geometry_of(
-            self.layout, shape, strides, offset, dtype or self.dtype, indirect or self.indirect
-        )
+        key = (shape, strides, offset, dtype or self.dtype, indirect or self.indirect)
+        found = self.layout.views.get(key)
+        if found is None:
+            found = self.layout.views[key] = Geometry(self.layout, *key)
+        return found
 
 
-def geometry_of(
-    layout: Layout,
-    shape: tuple[int, ...],
-    strides: tuple[int, ...],
-    offset: int,
-    dtype: DType,
-    indirect: tuple[str, int, int] | None = None,
-) -> Geometry:
-    """Find or make a geometry."""
-    key = (shape, strides, offset, dtype, indirect)
+def whole(layout: Layout) -> Geometry:
+    """The interned geometry of a tensor, from which those of its views derive."""
+    key = (layout.shape, contiguous_strides(layout.shape), 0, layout.dtype, None)
     found = layout.views.get(key)
     if found is None:
-        found = layout.views[key] = Geometry(layout, shape, strides, offset, dtype, indirect)
+        found = layout.views[key] = Geometry(layout, *key)
     return found
 
 

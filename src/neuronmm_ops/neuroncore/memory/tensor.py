@@ -14,9 +14,9 @@ from neuronmm_ops.neuroncore.dtypes import DType, dtype_of
 from neuronmm_ops.neuroncore.memory.geometry import (
     Geometry,
     contiguous_strides,
-    geometry_of,
     merged,
     reshaped_strides,
+    whole,
 )
 from neuronmm_ops.neuroncore.memory.indexing import (
     DynamicSlice,
@@ -57,7 +57,7 @@ class NkiTensor:
                 f"{storage.describe()}; use nl.ndarray for fresh storage"
             )
         self.storage = storage
-        self.geometry = geometry_of(layout, shape, contiguous_strides(shape), 0, dtype_of(dtype))
+        self.geometry = whole(layout).derive(shape, contiguous_strides(shape), 0, dtype_of(dtype))
         self.index: Any = None
         storage.name = name or storage.name
 
@@ -342,7 +342,7 @@ class NkiTensor:
         if index is not None:
             scale = self.strides[indirect_dim] * self.dtype.itemsize // new.itemsize
             how = ("vector" if vector_offset is not None else "scalar", indirect_dim, scale)
-        geometry = geometry_of(self.geometry.layout, shape, strides, place, new, how)
+        geometry = whole(self.geometry.layout).derive(shape, strides, place, new, how)
         return self.with_geometry(geometry, index)
 
     def indirect(self, index: NkiTensor, num_elem: int | None = None) -> NkiTensor:
@@ -365,6 +365,4 @@ def view_of(storage: Storage, geometry: Geometry, index: Any = None) -> NkiTenso
 
 def tensor_of(storage: Storage) -> NkiTensor:
     """A storage as a whole."""
-    layout = storage.layout
-    strides = contiguous_strides(layout.shape)
-    return view_of(storage, geometry_of(layout, layout.shape, strides, 0, layout.dtype))
+    return view_of(storage, whole(storage.layout))
