@@ -167,9 +167,9 @@ def call(
             if o.initial is not None:
                 _load(left.pop(0), t)
         core = running.active()
-        issued.append(len(core.trace))
+        issued.append(len(core.trace.records))
         body(targets, sources)
-        issued.append(len(core.trace))
+        issued.append(len(core.trace.records))
         return tuple([stored(t) for t in targets])
 
     inputs, initials = arrays, tuple([o.initial for o in outs if o.initial is not None])

@@ -232,6 +232,10 @@ def test_view_reinterprets_bytes():
             raw(t[1:3, 2:4].view(nl.uint16)), x[1:3, 2:4].copy().view(np.uint16)
         )
         np.testing.assert_array_equal(raw(t.view(nl.uint8).view(nl.float32)), x)
+        # sizes of 1 that a reshape adds have strides of whole wider elements too
+        np.testing.assert_array_equal(
+            raw(t.view(nl.uint8).reshape((4, 1, 24)).view(nl.float32)), x[:, None]
+        )
         assert t.reinterpret_cast(nl.int16).shape == (4, 12)
         high = t.view(nl.uint16)[:, 1::2]  # the upper halves of fp32: bf16 by truncation
         np.testing.assert_array_equal(raw(high), x.view(np.uint16)[:, 1::2])

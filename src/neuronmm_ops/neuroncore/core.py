@@ -13,7 +13,7 @@ import numpy as np
 
 from neuronmm_ops.hardware import RESULT_CYCLES, Engine, Machine
 from neuronmm_ops.neuroncore.checks import tensors as check
-from neuronmm_ops.neuroncore.checks.base import refuse
+from neuronmm_ops.neuroncore.checks.base import PACKAGE, kernel_frame, refuse
 from neuronmm_ops.neuroncore.dtypes import DType, dtype_of
 from neuronmm_ops.neuroncore.memory.storage import Layout, MemoryRegion, Storage
 from neuronmm_ops.neuroncore.memory.tensor import NkiTensor, tensor_of
@@ -23,7 +23,6 @@ Build = Callable[..., InstructionTemplate]
 
 _geometry = attrgetter("geometry")
 _storage = attrgetter("storage")
-_PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 
 
 class KernelRun:
@@ -73,12 +72,11 @@ class KernelRun:
 
     def barrier(self, core: SimulatedCore) -> int:
         """Wait until the other core comes to its barrier of the same number; returns the number."""
-        number = self._barriers[core.program_id]
+        number, other = self._barriers[core.program_id], 1 - core.program_id
         self._barriers[core.program_id] += 1
-        while min(self._barriers) <= number:
+        while self._barriers[other] <= number:
             self._pass_turn(core.program_id)
-            others = [i for i, n in enumerate(self._barriers) if n <= number]
-            if self._ended.intersection(others):
+            if other in self._ended and self._barriers[other] <= number:
                 refuse(
                     f"core_barrier/sendrecv {number}: core {core.program_id} waits but the other "
                     "core has ended; both cores must take the same branches"
@@ -90,12 +88,8 @@ class KernelRun:
 
     def _pass_turn(self, program_id: int) -> None:
         with self._turn:
-            others = [c.program_id for c in self.cores if c.program_id not in self._ended]
-            waiting = [i for i in others if i != program_id]
-            if waiting:
-                self._running = waiting[0]
-            elif others:
-                self._running = others[0]
+            if 1 - program_id not in self._ended:
+                self._running = 1 - program_id
             self._turn.notify_all()
 
     def _wait_for_turn(self, program_id: int) -> None:
@@ -159,7 +153,7 @@ class SimulatedCore:
         storage = Storage(layout, name or f"{memory.value}{len(trace.storages)}")
         if memory is MemoryRegion.shared_hbm:
             launch.shared.append(storage)
-        frame = _kernel_frame()
+        frame = kernel_frame()
         storage.code, storage.line = frame.f_code, frame.f_lineno
         if address is not None:
             storage.address = check.address_of(self.machine, storage, address)
@@ -221,8 +215,8 @@ class SimulatedCore:
             if s.summed and template.engine is not Engine.TENSOR:
                 s.summed.difference_update(template.overlaps[at])
         frame = sys._getframe(2)
-        if frame.f_code.co_filename.startswith(_PACKAGE):
-            frame = _kernel_frame()
+        if frame.f_code.co_filename.startswith(PACKAGE):
+            frame = kernel_frame()
         trace.records.append((template, storages, frame.f_code, frame.f_lineno))
         return NkiInstruction(trace, number)
 
@@ -282,11 +276,3 @@ def _run_on(core: SimulatedCore, body: Callable[[SimulatedCore], Any]) -> Any:
         return body(core)
     finally:
         _state.core = outer
-
-
-def _kernel_frame() -> Any:
-    """The innermost frame that is not of this package."""
-    frame = sys._getframe(2)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
-        frame = frame.f_back
-    return frame

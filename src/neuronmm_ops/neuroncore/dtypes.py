@@ -102,8 +102,6 @@ _NARROWER = {
     "half": "float16",
 }  # fmt: skip
 
-_UNINITIALISED_INTEGER = 4
-
 
 def dtype_of(value: object) -> DType:
     """Return the dtype that `value`, a `DType` or its name, stands for.
@@ -164,7 +162,7 @@ def to_fp32(array: Array, dtype: DType) -> Float32:
     """Return the values of `array`, stored as `dtype`, in float32, as an engine reads them.
 
     Exact, but for 32-bit integers, which round to nearest even. An array already in float32 is
-    returned itself, without a copy; so are floats that `from_fp32(precise=False)` kept wide.
+    returned itself, without a copy; so are floats that `NKI_PRECISE_FP=0` keeps wide.
 
     Args:
         array: any shape and strides, of dtype `dtype.numpy`.
@@ -183,7 +181,7 @@ def to_fp32(array: Array, dtype: DType) -> Float32:
     return array.astype(np.float32)
 
 
-def from_fp32(values: Float32, dtype: DType, *, precise: bool = True) -> Array:
+def from_fp32(values: Float32, dtype: DType) -> Array:
     """Return `values` as an engine writes them to `dtype`, in an array of dtype `dtype.numpy`.
 
     Floats round to nearest even. What is too large becomes infinite, and NaN in the types without
@@ -194,13 +192,12 @@ def from_fp32(values: Float32, dtype: DType, *, precise: bool = True) -> Array:
     Args:
         values: float32, of one or more dimensions and any strides.
         dtype: the type to write.
-        precise: False leaves all floats unrounded in float32, as `NKI_PRECISE_FP=0` does.
 
     Raises:
         TypeError: if `dtype` is packed.
     """
     if dtype.is_float:
-        if dtype is float32 or not precise:
+        if dtype is float32:
             return values
         if dtype is tfloat32:
             return _round_to_tfloat32(values)
@@ -240,6 +237,4 @@ def fresh(shape: int | tuple[int, ...], dtype: DType) -> Array:
 
     Floats are NaN, so that they show in whatever is computed from them; all other types are 4.
     """
-    if dtype.is_float:
-        return np.full(shape, np.nan, dtype.numpy)
-    return np.full(shape, _UNINITIALISED_INTEGER, dtype.numpy)
+    return np.full(shape, np.nan if dtype.is_float else 4, dtype.numpy)

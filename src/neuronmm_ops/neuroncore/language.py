@@ -172,17 +172,11 @@ def shared_constant(constant: np.ndarray | str | Path) -> NkiTensor:
     array = constant
     if not isinstance(array, np.ndarray):
         array = np.load(array, allow_pickle=False)
-    return core.adopt(constant_storage(core, array, "constant"))
-
-
-def constant_storage(core: running.SimulatedCore, array: np.ndarray, name: str) -> Storage:
-    """An initialised storage in shared HBM with an array's values."""
-    dtype = dtypes.from_numpy(array.dtype)
-    layout = core.launch.layout(array.shape, dtype, shared_hbm)
-    storage = Storage(layout, name)
+    layout = core.launch.layout(array.shape, dtypes.from_numpy(array.dtype), shared_hbm)
+    storage = Storage(layout, "constant")
     if core.execute:
         storage.data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-    return storage
+    return core.adopt(storage)
 
 
 def shared_identity_matrix(n: int, dtype: DType = uint8, dst: NkiTensor | None = None) -> NkiTensor:

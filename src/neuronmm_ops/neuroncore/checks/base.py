@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import os
 import sys
+from types import FrameType
 from typing import NoReturn
 
-_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 
 class NkiValidationError(Exception):
     """A kernel breaks a rule of the NKI API or of the hardware."""
 
 
+def kernel_frame() -> FrameType:
+    """The innermost frame that is not of this package."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(PACKAGE):
+        frame = frame.f_back
+    return frame
+
+
 def refuse(text: str) -> NoReturn:
     """Raise an NkiValidationError that ends in the kernel's file and line."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
-        frame = frame.f_back
+    frame = kernel_frame()
     place = f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
     raise NkiValidationError(f"{text} [{place}]")

@@ -41,9 +41,7 @@ def vector(opcode: str, engine: Engine, **operands: Any) -> None:
     They start on legal partitions; GpSimdE does not reach PSUM.
     """
     tiles = _tiles(operands)
-    for name, t in tiles.items():
-        memory(opcode, name, t, SBUF, PSUM)
-        start_partition(opcode, name, t)
+    _placed(opcode, tiles, SBUF, PSUM)
     for name, t in tiles.items():
         if engine is Engine.GPSIMD and t.geometry.memory is PSUM:
             refuse(f"{opcode}: GpSimdE does not reach PSUM, {name} is {t}; use engine.vector")
@@ -58,10 +56,14 @@ def elementwise(opcode: str, engine: Engine, **operands: Any) -> None:
 
 def in_sbuf(opcode: str, **operands: NkiTensor) -> None:
     """Tiles of a GpSimdE instruction: in SBUF, on equally many partitions."""
-    for name, t in operands.items():
-        memory(opcode, name, t, SBUF)
-        start_partition(opcode, name, t)
+    _placed(opcode, operands, SBUF)
     same_partitions(opcode, operands)
+
+
+def _placed(opcode: str, tiles: dict[str, NkiTensor], *memories: MemoryRegion) -> None:
+    for name, t in tiles.items():
+        memory(opcode, name, t, *memories)
+        start_partition(opcode, name, t)
 
 
 def _tiles(operands: dict[str, Any]) -> dict[str, NkiTensor]:
@@ -102,22 +104,20 @@ def start_partition(opcode: str, operand: str, t: NkiTensor, active: int = 0) ->
 def same_partitions(opcode: str, tiles: dict[str, NkiTensor]) -> None:
     """Operands of an element-wise instruction have the same number of partitions."""
     counts = {name: t.geometry.partitions for name, t in tiles.items()}
-    if len(set(counts.values())) > 1:
-        refuse(f"{opcode}: partition counts differ: {_listed(counts)}; slice them alike")
+    _equal(f"{opcode}: partition counts differ", counts, "slice them alike")
 
 
 def same_elements(opcode: str, **operands: Any) -> None:
     """They have the same number of elements per partition: nothing is broadcast."""
     counts = {name: t.geometry.elements for name, t in _tiles(operands).items()}
+    remedy = "nothing is broadcast, use view.broadcast(dim, size)"
+    _equal(f"{opcode}: elements per partition differ", counts, remedy)
+
+
+def _equal(problem: str, counts: dict[str, int], remedy: str) -> None:
     if len(set(counts.values())) > 1:
-        refuse(
-            f"{opcode}: elements per partition differ: {_listed(counts)}; nothing is broadcast, "
-            "use view.broadcast(dim, size)"
-        )
-
-
-def _listed(counts: dict[str, int]) -> str:
-    return ", ".join([f"{name} has {count}" for name, count in counts.items()])
+        seen = ", ".join([f"{name} has {count}" for name, count in counts.items()])
+        refuse(f"{problem}: {seen}; {remedy}")
 
 
 def one_psum_input(opcode: str, first: Any, second: Any) -> None:
@@ -203,12 +203,6 @@ def dtype_in(opcode: str, operand: str, t: NkiTensor, *allowed: str) -> None:
     """The dtype is one that the instruction takes."""
     if t.dtype not in allowed:
         refuse(f"{opcode}: {operand} must be {', '.join(allowed)}; {t} is {t.dtype}")
-
-
-def dtype_not_in(opcode: str, operand: str, t: NkiTensor, *excluded: str) -> None:
-    """Any dtype but some."""
-    if t.dtype in excluded:
-        refuse(f"{opcode}: {operand} must not be {', '.join(excluded)}; {t} is {t.dtype}")
 
 
 def float_dtype(opcode: str, operand: str, t: NkiTensor | None) -> None:

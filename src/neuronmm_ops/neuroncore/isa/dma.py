@@ -46,12 +46,9 @@ def dma_copy(
     One of the two may be indirect (`.ap(vector_offset=)`, `.ap(scalar_offset=)`, `select`).
     """
     core = running.active("nki.isa.dma_copy")
-    indices = index_tiles(dst, src)
+    operands = (dst, src, *index_tiles(dst, src))
     options = (priority, dge_mode, engine, oob_mode)
-    operands = (dst, src, *indices)
-    if dst.index is None and src.index is None:
-        return core.record(core.template(_copy, operands, options), operands)
-    return core.record(core.template(_indirect_copy, operands, options), operands)
+    return core.record(core.template(_copy, operands, options), operands)
 
 
 def _checked(
@@ -89,14 +86,6 @@ def _checked(
 def _check_sizes(opcode: str, dst: NkiTensor, src: NkiTensor) -> None:
     if dst.size != src.size:
         refuse(f"{opcode}: dst has {dst.size} elements and src {src.size}; slice them alike")
-
-
-def _copy(dst: NkiTensor, src: NkiTensor, *options: Any) -> InstructionTemplate:
-    priority, mode, asked, _ = options
-    descriptors = _checked("dma_copy", dst, src, priority, mode, asked)
-    return InstructionTemplate(
-        Engine.DMA, 0, copy, "dma_copy", dma=copy_cost(dst, src, descriptors)
-    )
 
 
 def copy_cost(dst: NkiTensor, src: NkiTensor, descriptors: str = "none") -> DmaCost:
@@ -148,9 +137,12 @@ def _direction(dst: NkiTensor, src: NkiTensor) -> str:
     return "store" if src.geometry.on_chip else "hbm"
 
 
-def _indirect_copy(dst: NkiTensor, src: NkiTensor, *rest: Any) -> InstructionTemplate:
+def _copy(dst: NkiTensor, src: NkiTensor, *rest: Any) -> InstructionTemplate:
     *indices, priority, mode, asked, oob = rest
     descriptors = _checked("dma_copy", dst, src, priority, mode, asked)
+    if dst.index is None and src.index is None:
+        cost = copy_cost(dst, src, descriptors)
+        return InstructionTemplate(Engine.DMA, 0, copy, "dma_copy", dma=cost)
     if dst.index is not None and src.index is not None:
         refuse("dma_copy: dst and src are both indirect; copy through SBUF in two steps")
     indirect = dst if dst.index is not None else src
@@ -319,7 +311,7 @@ def _compute(dst: NkiTensor, *rest: Any) -> InstructionTemplate:
         if dst.index is None:
             write(dst, total)
         else:
-            rows = places(dst)[0]
+            rows = places(dst, skip)[1]
             if len(np.unique(rows)) != len(rows):
                 problem = "an index occurs twice; the sum would depend on timing"
                 refuse(f"{opcode}: {problem}; merge rows first")
@@ -327,16 +319,14 @@ def _compute(dst: NkiTensor, *rest: Any) -> InstructionTemplate:
 
     costs = [copy_cost(dst, s) for s in srcs]
     busiest = max(costs, key=lambda c: c.engine_ns)
-    cost = DmaCost(
-        sum(c.bytes for c in costs),
-        sum(c.rows for c in costs),
-        min(c.run_bytes for c in costs),
-        busiest.first_engine,
-        busiest.engines,
-        sum(c.engine_ns for c in costs),
-        busiest.direction,
-        "swdge" if indirect else "none",
-        (0, *[c.reads[1] for c in costs]),
-        (costs[0].writes[0], *[0] * len(costs)),
+    cost = replace(
+        busiest,
+        bytes=sum(c.bytes for c in costs),
+        rows=sum(c.rows for c in costs),
+        run_bytes=min(c.run_bytes for c in costs),
+        engine_ns=sum(c.engine_ns for c in costs),
+        descriptors="swdge" if indirect else "none",
+        reads=(0, *[c.reads[1] for c in costs]),
+        writes=(costs[0].writes[0], *[0] * len(costs)),
     )
     return InstructionTemplate(Engine.DMA, 0, run, opcode, dma=cost)

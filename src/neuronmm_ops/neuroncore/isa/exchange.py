@@ -49,11 +49,8 @@ def core_barrier(
 def _barrier(data: NkiTensor, asked: engine) -> InstructionTemplate:
     engines = Engine.GPSIMD, Engine.VECTOR, Engine.SCALAR, Engine.TENSOR, Engine.SYNC
     chosen = engine_of("core_barrier", asked, *engines)
-
-    def run(data: NkiTensor) -> None:
-        """Moves nothing."""
-
-    return InstructionTemplate(chosen, MIN_CYCLES, run, "core_barrier")  # cost not documented
+    # moves nothing; its cost is not documented
+    return InstructionTemplate(chosen, MIN_CYCLES, lambda data: None, "core_barrier")
 
 
 def sendrecv(

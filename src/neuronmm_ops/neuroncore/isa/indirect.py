@@ -32,11 +32,10 @@ def _check_bounds(t: NkiTensor, legal: np.ndarray, skip: bool) -> None:
         refuse(f"dma_copy: a dynamic index runs out of {t}; check it or use oob_mode.skip")
 
 
-def places(t: NkiTensor) -> tuple[np.ndarray, np.ndarray]:
-    """Element offsets of an indirect view, one per index, and which are within bounds."""
-    kind = t.geometry.indirect
-    assert kind is not None
-    how, _, scale = kind
+def places(t: NkiTensor, skip: bool) -> tuple[str, np.ndarray, np.ndarray]:
+    """An indirect view's kind, the element offset of each index, and which are within bounds."""
+    assert t.geometry.indirect is not None
+    how, _, scale = t.geometry.indirect
     if isinstance(t.index, VirtualRegister):
         values = np.array([t.index.value], np.int64)
     else:
@@ -44,45 +43,37 @@ def places(t: NkiTensor) -> tuple[np.ndarray, np.ndarray]:
     offsets = values * scale
     layout = t.geometry.layout
     total = int(np.prod(layout.shape)) * layout.dtype.itemsize // t.dtype.itemsize
-    strides = list(t.strides)
     first = 1 if how == "vector" else 0
-    reach = sum(s * (c - 1) for s, c in list(zip(strides, t.shape, strict=True))[first:])
+    reach = sum(s * (c - 1) for s, c in list(zip(t.strides, t.shape, strict=True))[first:])
     legal = (values >= 0) & (t.offset + offsets + reach < total)
-    return offsets, legal
+    _check_bounds(t, legal, skip)
+    return how, offsets, legal
 
 
 def gathered(t: NkiTensor, skip: bool) -> tuple[np.ndarray, np.ndarray | None]:
     """What an indirect view reads, and with `skip` the rows that were within bounds."""
-    kind = t.geometry.indirect
-    assert kind is not None
-    offsets, legal = places(t)
-    _check_bounds(t, legal, skip)
-    if kind[0] == "scalar":
+    how, offsets, legal = places(t, skip)
+    if how == "scalar":
         if not legal[0]:
             return np.zeros(t.shape, t.storage.store), np.zeros(t.shape[0], bool)
         return t.geometry.array(t.storage, int(offsets[0])), None
     rows = np.zeros(t.shape, t.storage.store)
-    for i, (offset, ok) in enumerate(zip(offsets[: t.shape[0]], legal, strict=False)):
-        if ok:
-            rows[i] = _row(t, int(offset))
+    for i in np.flatnonzero(legal[: t.shape[0]]):
+        rows[i] = _row(t, int(offsets[i]))
     return rows, None if legal.all() else legal[: t.shape[0]]
 
 
 def scatter(t: NkiTensor, values: np.ndarray, skip: bool) -> None:
     """Write through an indirect view, in the order of the indices."""
-    kind = t.geometry.indirect
-    assert kind is not None
-    offsets, legal = places(t)
-    _check_bounds(t, legal, skip)
-    if kind[0] == "scalar":
+    how, offsets, legal = places(t, skip)
+    if how == "scalar":
         if legal[0]:
             target = t.geometry.array(t.storage, int(offsets[0]))
             target[...] = values.reshape(target.shape)
         return
     rows = values.reshape(t.shape)
-    for i, (offset, ok) in enumerate(zip(offsets[: t.shape[0]], legal, strict=False)):
-        if ok:
-            _row(t, int(offset))[...] = rows[i]
+    for i in np.flatnonzero(legal[: t.shape[0]]):
+        _row(t, int(offsets[i]))[...] = rows[i]
 
 
 def _row(t: NkiTensor, offset: int) -> np.ndarray:

@@ -52,8 +52,5 @@ def register_store(dst: NkiTensor, src: VirtualRegister | int) -> None:
 def _transfer(tile: NkiTensor, opcode: str, writes: int) -> InstructionTemplate:
     check.memory(opcode, "tile", tile, SBUF, MemoryRegion.private_hbm, MemoryRegion.shared_hbm)
     check.one_element(opcode, tile)
-
-    def run(tile: NkiTensor) -> None:
-        """The value moves in register_load and register_store."""
-
-    return InstructionTemplate(Engine.GPSIMD, MIN_CYCLES, run, opcode, writes)
+    # the value moves in register_load and register_store
+    return InstructionTemplate(Engine.GPSIMD, MIN_CYCLES, lambda tile: None, opcode, writes)

@@ -234,7 +234,9 @@ def select_reduce(
     check.elementwise(opcode, Engine.VECTOR, dst=dst, predicate=predicate, on_true=on_true)
     check.one_psum_input(opcode, predicate, on_true)
     check.dtype_in(opcode, "predicate", predicate, "int8", "uint8", "int16", "uint16")
-    check.dtype_not_in(opcode, "on_true", on_true, "tfloat32", "int32", "uint32")
+    if on_true.dtype in ("tfloat32", "int32", "uint32"):
+        seen = f"{on_true} is {on_true.dtype}"
+        refuse(f"{opcode}: on_true must not be tfloat32, int32, uint32; {seen}")
     check.scalars(opcode, on_true, [on_false])
     check.number(opcode, "on_false", on_false)
     check.float_dtype(opcode, "reduce_res", reduce_res)

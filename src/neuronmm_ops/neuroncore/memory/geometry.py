@@ -6,8 +6,9 @@ layout.
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import accumulate
 from math import prod
+from operator import mul
 
 import numpy as np
 
@@ -68,21 +69,11 @@ class Geometry:
         return Box(first_row, first_row + rows, first * size, (first + columns) * size, pattern)
 
     @property
-    def size(self) -> int:
-        """Number of elements."""
-        return prod(self.shape)
-
-    @property
     def run_bytes(self) -> int:
         """Bytes of one contiguous run in memory, over the free dimensions on chip."""
-        run = 1
         first = 1 if self.on_chip else 0
-        dims = list(zip(self.shape[first:], self.strides[first:], strict=True))
-        for count, stride in reversed(dims):
-            if count != 1 and stride != run:
-                break
-            run *= count
-        return run * self.dtype.itemsize
+        runs = merged(self.shape[first:], self.strides[first:])
+        return (runs[-1][0] if runs and runs[-1][1] == 1 else 1) * self.dtype.itemsize
 
     @property
     def unit_stride(self) -> bool:
@@ -111,76 +102,54 @@ class Geometry:
         indirect: tuple[str, int, int] | None = None,
     ) -> Geometry:
         """The interned geometry of another view of the same layout."""
-        return geometry_of(
-            self.layout, shape, strides, offset, dtype or self.dtype, indirect or self.indirect
-        )
+        key = (shape, strides, offset, dtype or self.dtype, indirect or self.indirect)
+        found = self.layout.views.get(key)
+        if found is None:
+            found = self.layout.views[key] = Geometry(self.layout, *key)
+        return found
 
 
-def geometry_of(
-    layout: Layout,
-    shape: tuple[int, ...],
-    strides: tuple[int, ...],
-    offset: int,
-    dtype: DType,
-    indirect: tuple[str, int, int] | None = None,
-) -> Geometry:
-    """Find or make a geometry."""
-    key = (shape, strides, offset, dtype, indirect)
+def whole(layout: Layout) -> Geometry:
+    """The interned geometry of a tensor, from which those of its views derive."""
+    key = (layout.shape, contiguous_strides(layout.shape), 0, layout.dtype, None)
     found = layout.views.get(key)
     if found is None:
-        found = layout.views[key] = Geometry(layout, shape, strides, offset, dtype, indirect)
+        found = layout.views[key] = Geometry(layout, *key)
     return found
 
 
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Row-major strides in elements."""
-    strides: list[int] = []
-    step = 1
-    for count in reversed(shape):
-        strides.append(step)
-        step *= count
-    return tuple(reversed(strides))
+    sizes = tuple(accumulate(reversed(shape), mul, initial=1))
+    return sizes[-2::-1]
 
 
-def merged_stride(sizes: tuple[int, ...], steps: tuple[int, ...]) -> int | None:
-    """The one stride of merged dimensions, or None where they are not contiguous."""
-    real = [(c, s) for c, s in zip(sizes, steps, strict=True) if c != 1]
-    if not real:
-        return steps[-1]
-    for (_, outer), (count, inner) in pairwise(real):
-        if outer != count * inner:
-            return None
-    return real[-1][1]
+def merged(shape: tuple[int, ...], strides: tuple[int, ...]) -> list[tuple[int, int]]:
+    """(count, stride) of the longest runs of dimensions that one stride walks; sizes 1 left out."""
+    runs: list[tuple[int, int]] = []
+    for count, stride in zip(shape, strides, strict=True):
+        if count == 1:
+            continue
+        if runs and runs[-1][1] == count * stride:
+            count *= runs.pop()[0]
+        runs.append((count, stride))
+    return runs
 
 
 def reshaped_strides(
     shape: tuple[int, ...], strides: tuple[int, ...], sizes: tuple[int, ...]
 ) -> tuple[int, ...] | None:
-    """Strides of a reshape without copy, or None: groups of equal product are matched."""
+    """Strides of a reshape, or None where it needs a copy: each size divides a merged run."""
+    runs = merged(shape, strides)
     result: list[int] = []
-    old = [(c, s) for c, s in zip(shape, strides, strict=True) if c != 1]
-    at = 0
-    taken: list[tuple[int, int]] = []
-    want = list(sizes)
-    while want:
-        group = [want.pop(0)]
-        taken = []
-        have = 1
-        while prod(group) != have or (not taken and prod(group) != 1):
-            if have < prod(group) and at < len(old):
-                taken.append(old[at])
-                have *= old[at][0]
-                at += 1
-            elif want:
-                group.append(want.pop(0))
-            else:
+    step = 1
+    for size in reversed(sizes):
+        if size != 1:
+            count, step = runs.pop()
+            if count % size:
                 return None
-        inner = (
-            merged_stride(tuple([c for c, _ in taken]), tuple([s for _, s in taken]))
-            if taken
-            else 1
-        )
-        if inner is None:
-            return None
-        result.extend([s * inner for s in contiguous_strides(tuple(group))])
-    return tuple(result)
+            if count > size:
+                runs.append((count // size, step * size))
+        result.append(step)
+        step *= size
+    return tuple(reversed(result))

@@ -88,28 +88,19 @@ def static_index(tensor: NkiTensor, key: Any) -> Geometry:
 
 
 def dynamic_index(tensor: NkiTensor, key: Any) -> NkiTensor:
-    """An index with one register, or `nl.ds(register, size)`, in it."""
-    view, dim = tensor, 0
-    for k in _full_index(tensor, key):
+    """An index with one register, tile or `nl.ds(register, size)` in it: what is static first."""
+    keys = _full_index(tensor, key)
+    moving = [isinstance(k, DynamicSlice | VirtualRegister) or is_tile(k) for k in keys]
+    still = tuple([slice(None) if m else k for k, m in zip(keys, moving, strict=True)])
+    view = tensor.with_geometry(static_index(tensor, still), tensor.index)
+    stays = [m or isinstance(k, slice) for k, m in zip(keys, moving, strict=True)]
+    stays[0] |= tensor.geometry.on_chip
+    for at in reversed([i for i, m in enumerate(moving) if m]):  # earlier dimensions keep places
+        dim, k = sum(stays[:at]), keys[at]
         if isinstance(k, DynamicSlice):
             check.one_dynamic_index(view, dim)
             shape = (*view.shape[:dim], k.size, *view.shape[dim + 1 :])
-            how = ("scalar", dim, view.strides[dim])
-            geometry = view.geometry.derive(shape, view.strides, view.offset, None, how)
-            view = view.with_geometry(geometry, k.start)
-            dim += 1
-        elif isinstance(k, slice):
-            start, stop, step = check.slice_of(view, dim, k)
-            if (start, stop, step) != (0, view.shape[dim], 1):
-                view = view.slice(dim, start, stop, step)
-            dim += 1
-        elif isinstance(k, VirtualRegister) or is_tile(k):
-            view = view.select(dim, k)
+            view = view.moved(k.start, ("scalar", dim, view.strides[dim]), shape)
         else:
-            place = check.index_of(view, dim, k)
-            if view.geometry.on_chip and dim == 0:
-                view = view.slice(0, place, place + 1)
-                dim += 1
-            else:
-                view = view.select(dim, place)
+            view = view.select(dim, k)
     return view

@@ -14,9 +14,9 @@ from neuronmm_ops.neuroncore.dtypes import DType, dtype_of
 from neuronmm_ops.neuroncore.memory.geometry import (
     Geometry,
     contiguous_strides,
-    geometry_of,
-    merged_stride,
+    merged,
     reshaped_strides,
+    whole,
 )
 from neuronmm_ops.neuroncore.memory.indexing import (
     DynamicSlice,
@@ -57,7 +57,7 @@ class NkiTensor:
                 f"{storage.describe()}; use nl.ndarray for fresh storage"
             )
         self.storage = storage
-        self.geometry = geometry_of(layout, shape, contiguous_strides(shape), 0, dtype_of(dtype))
+        self.geometry = whole(layout).derive(shape, contiguous_strides(shape), 0, dtype_of(dtype))
         self.index: Any = None
         storage.name = name or storage.name
 
@@ -108,13 +108,7 @@ class NkiTensor:
 
     def is_contiguous(self) -> bool:
         """Whether the view is row-major without gaps (on chip: within each partition)."""
-        first = 1 if self.geometry.on_chip else 0
-        run = 1
-        for count, stride in reversed(list(zip(self.shape, self.strides, strict=True))[first:]):
-            if count != 1 and stride != run:
-                return False
-            run *= count
-        return True
+        return self.geometry.run_bytes == self.geometry.elements * self.dtype.itemsize
 
     def is_indirect(self) -> bool:
         """Whether its place depends on an index that is known when the instruction runs."""
@@ -144,57 +138,59 @@ class NkiTensor:
             if any(isinstance(k, DynamicSlice | NkiTensor | VirtualRegister) for k in cached):
                 return dynamic_index(self, key)
             found = geometry.children[cached] = static_index(self, key)
-        view = _new(NkiTensor)
-        view.storage = self.storage
-        view.geometry = found
-        view.index = self.index
-        return view
+        return view_of(self.storage, found, self.index)
 
     def __setitem__(self, key: Any, value: Any) -> None:
         remedy = "use nisa.tensor_copy(dst=tile[...], src=...)"
         refuse(f"{self}: assigning into a tile is not NKI; {remedy}")
 
-    def _view(
-        self, shape: tuple[int, ...], strides: tuple[int, ...], offset: int | None = None
+    def _view(self, shape: tuple[int, ...], strides: tuple[int, ...], start: int = 0) -> NkiTensor:
+        geometry = self.geometry.derive(shape, strides, self.offset + start)
+        return self.with_geometry(geometry, self.index)
+
+    def _recut(
+        self, dim: int, sizes: tuple[int, ...], steps: tuple[int, ...], start: int = 0, cut: int = 1
     ) -> NkiTensor:
-        geometry = self.geometry
-        place = geometry.offset if offset is None else offset
-        return self.with_geometry(geometry.derive(shape, strides, place), self.index)
+        """`cut` dimensions from `dim` on replaced by others, `start` elements further on."""
+        after = dim + cut
+        shape = (*self.shape[:dim], *sizes, *self.shape[after:])
+        strides = (*self.strides[:dim], *steps, *self.strides[after:])
+        return self._view(shape, strides, start)
 
     def with_geometry(self, geometry: Geometry, index: Any) -> NkiTensor:
         """Another view of the same storage."""
         return view_of(self.storage, geometry, index)
+
+    def moved(
+        self, index: Any, how: tuple[str, int, int], shape: tuple[int, ...] | None = None
+    ) -> NkiTensor:
+        """The view that `index` moves when the instruction runs; `how`: kind, dimension, scale."""
+        geometry = self.geometry.derive(shape or self.shape, self.strides, self.offset, None, how)
+        return self.with_geometry(geometry, index)
 
     def slice(self, dim: int, start: int, end: int, step: int = 1) -> NkiTensor:
         """Elements start, start+step, ... below end of one dimension."""
         dim = check.dimension(self, dim)
         check.slice_bounds(self, dim, start, end, step)
         check.not_the_indirect(self, dim)
-        shape, strides = list(self.shape), list(self.strides)
-        shape[dim] = -(-(end - start) // step)
-        place = self.offset + start * strides[dim]
-        strides[dim] *= step
-        return self._view(tuple(shape), tuple(strides), place)
+        count, stride = -(-(end - start) // step), self.strides[dim]
+        return self._recut(dim, (count,), (stride * step,), start * stride)
 
     def select(self, dim: int, index: Any) -> NkiTensor:
         """One element of a dimension, which disappears; the index may be a tensor or register."""
         dim = check.dimension(self, dim)
         check.not_the_indirect(self, dim)
-        shape = self.shape[:dim] + self.shape[dim + 1 :]
-        strides = self.strides[:dim] + self.strides[dim + 1 :]
-        if len(shape) == (1 if self.geometry.on_chip else 0):
-            shape, strides = (*shape, 1), (*strides, 1)
+        # a tile keeps one free dimension, a tensor in HBM one dimension
+        kept = (1,) if self.ndim == (2 if self.geometry.on_chip else 1) else ()
         if not isinstance(index, int | np.integer):
             check.scalar_index(self, dim, index, isinstance(index, NkiTensor | VirtualRegister))
             check.one_dynamic_index(self, dim)
-            how = ("scalar", dim, self.strides[dim])
-            geometry = self.geometry.derive(shape, strides, self.offset, None, how)
-            return self.with_geometry(geometry, index)
+            return self._recut(dim, kept, kept).moved(index, ("scalar", dim, self.strides[dim]))
         check.partition_view(self, dim, "selected away")
         if not 0 <= as_int(index) < self.shape[dim]:
             seen = f"select({dim}, {as_int(index)}) is out of bounds"
             refuse(f"{self}: {seen}; the size is {self.shape[dim]}")
-        return self._view(shape, strides, self.offset + as_int(index) * self.strides[dim])
+        return self._recut(dim, kept, kept, as_int(index) * self.strides[dim])
 
     def vector_select(self, dim: int, vector_offset: NkiTensor) -> NkiTensor:
         """HBM rows chosen by one index per partition, `vector_offset` [P, 1] in SBUF."""
@@ -203,9 +199,7 @@ class NkiTensor:
             refuse(f"{self}: {rule}; got {vector_offset}")
         check.one_dynamic_index(self, dim)
         shape = (vector_offset.shape[0], *self.shape[1:])
-        how = ("vector", dim, self.strides[dim])
-        geometry = self.geometry.derive(shape, self.strides, self.offset, None, how)
-        return self.with_geometry(geometry, vector_offset)
+        return self.moved(vector_offset, ("vector", dim, self.strides[dim]), shape)
 
     def permute(self, dims: tuple[int, ...]) -> NkiTensor:
         """Dimensions in another order; the partition stays first."""
@@ -222,26 +216,20 @@ class NkiTensor:
         dim = check.dimension(self, dim)
         check.partition_view(self, dim, "broadcast")
         check.size_one(self, dim, "broadcast")
-        shape, strides = list(self.shape), list(self.strides)
-        shape[dim], strides[dim] = size, 0
-        return self._view(tuple(shape), tuple(strides))
+        return self._recut(dim, (size,), (0,))
 
     def expand_dim(self, dim: int) -> NkiTensor:
         """Insert a dimension of size 1."""
         dim = check.dimension(self, dim, extra=1)
         check.partition_view(self, dim, "moved by a new dimension")
-        return self._view(
-            (*self.shape[:dim], 1, *self.shape[dim:]), (*self.strides[:dim], 0, *self.strides[dim:])
-        )
+        return self._recut(dim, (1,), (0,), cut=0)
 
     def squeeze_dim(self, dim: int) -> NkiTensor:
         """Remove a dimension of size 1."""
         dim = check.dimension(self, dim)
         check.partition_view(self, dim, "removed")
         check.size_one(self, dim, "removed")
-        return self._view(
-            self.shape[:dim] + self.shape[dim + 1 :], self.strides[:dim] + self.strides[dim + 1 :]
-        )
+        return self._recut(dim, (), ())
 
     def reshape_dim(self, dim: int, shape: tuple[int, ...]) -> NkiTensor:
         """Split a dimension; one size may be -1."""
@@ -251,10 +239,7 @@ class NkiTensor:
         if len(sizes) > 1:
             check.partition_view(self, dim, "split")
         steps = tuple([s * self.strides[dim] for s in contiguous_strides(sizes)])
-        return self._view(
-            self.shape[:dim] + sizes + self.shape[dim + 1 :],
-            self.strides[:dim] + steps + self.strides[dim + 1 :],
-        )
+        return self._recut(dim, sizes, steps)
 
     def flatten_dims(self, start_dim: int, end_dim: int) -> NkiTensor:
         """Merge neighbouring dimensions that are contiguous in memory, both ends included."""
@@ -262,16 +247,13 @@ class NkiTensor:
         if start_dim != end_dim:
             check.partition_view(self, start_dim, "merged")
         sizes, steps = self.shape[start_dim : end_dim + 1], self.strides[start_dim : end_dim + 1]
-        merged = merged_stride(sizes, steps)
-        if merged is None:
+        runs = merged(sizes, steps)
+        if len(runs) > 1:
             refuse(
                 f"{self}: dimensions {start_dim} to {end_dim} with strides {list(steps)} are "
                 "not contiguous; flatten before permute or slice"
             )
-        return self._view(
-            (*self.shape[:start_dim], prod(sizes), *self.shape[end_dim + 1 :]),
-            (*self.strides[:start_dim], merged, *self.strides[end_dim + 1 :]),
-        )
+        return self._recut(start_dim, (prod(sizes),), (runs[0][1] if runs else 1,), cut=len(sizes))
 
     def reshape(self, shape: tuple[int, ...]) -> NkiTensor:
         """The same elements in another shape, where memory allows it without a copy."""
@@ -360,7 +342,7 @@ class NkiTensor:
         if index is not None:
             scale = self.strides[indirect_dim] * self.dtype.itemsize // new.itemsize
             how = ("vector" if vector_offset is not None else "scalar", indirect_dim, scale)
-        geometry = geometry_of(self.geometry.layout, shape, strides, place, new, how)
+        geometry = whole(self.geometry.layout).derive(shape, strides, place, new, how)
         return self.with_geometry(geometry, index)
 
     def indirect(self, index: NkiTensor, num_elem: int | None = None) -> NkiTensor:
@@ -383,6 +365,4 @@ def view_of(storage: Storage, geometry: Geometry, index: Any = None) -> NkiTenso
 
 def tensor_of(storage: Storage) -> NkiTensor:
     """A storage as a whole."""
-    layout = storage.layout
-    strides = contiguous_strides(layout.shape)
-    return view_of(storage, geometry_of(layout, layout.shape, strides, 0, layout.dtype))
+    return view_of(storage, whole(storage.layout))

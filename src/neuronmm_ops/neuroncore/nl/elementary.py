@@ -65,14 +65,8 @@ def _is_scalar(name: str, y: Any) -> bool:
 
 def _unary(name: str, text: str) -> Function:
     """A function of one input, by one activation on ScalarE."""
-
-    def function(x: NkiTensor, dtype: DType | None = None) -> NkiTensor:
-        one_tile(name, x)
-        result = tile(x, dtype)
-        activation(result, function, x)
-        return result
-
-    return named(function, name, f"{text}, element by element.")
+    function = _built(name, text, lambda result, x: activation(result, function, x))
+    return function
 
 
 def _built(name: str, text: str, write: Callable[[NkiTensor, NkiTensor], Any]) -> Function:

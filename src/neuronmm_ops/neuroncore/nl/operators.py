@@ -18,8 +18,8 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-Array = npt.NDArray[Any]
-Float32 = npt.NDArray[np.float32]
+from neuronmm_ops.neuroncore.dtypes import Array, Float32
+
 Float64 = npt.NDArray[np.float64]
 
 
@@ -122,7 +122,7 @@ ALU: dict[str, AluOp] = {
 """Operators by name. `bypass` returns its first operand. There is no divide and no modulo."""
 
 
-def reduce(op: AluOp, array: Array, axes: tuple[int, ...], keepdims: bool = False) -> Array:
+def reduce(op: AluOp, array: Array, axes: tuple[int, ...]) -> Array:
     """Return `array` reduced over `axes`, in its own dtype: sums of float32 stay float32.
 
     `subtract` takes the first element, in row-major order of the axes, minus all others.
@@ -131,21 +131,14 @@ def reduce(op: AluOp, array: Array, axes: tuple[int, ...], keepdims: bool = Fals
         op: a reducible operator.
         array: float32 for an arithmetic operator, integers for a bitvec one.
         axes: one or more, none twice.
-        keepdims: leave each reduced axis with length 1.
-
-    Raises:
-        TypeError: if the operator cannot reduce.
     """
-    if not op.reducible:
-        raise TypeError(f"nl.{op.name} cannot reduce: use {_listing(_REDUCERS)}")
     reducer = _REDUCERS[op.name]
     if reducer is np.subtract:
         ordered = sorted(axis % array.ndim for axis in axes)
         outer = [n for n in range(array.ndim) if n not in ordered]
         flat = array.transpose(*outer, *ordered).reshape(*(array.shape[n] for n in outer), -1)
-        result = np.subtract.reduce(flat, axis=-1)
-        return np.expand_dims(result, tuple(ordered)) if keepdims else result
-    return reducer.reduce(array, axis=axes, keepdims=keepdims).astype(array.dtype, copy=False)
+        return np.subtract.reduce(flat, axis=-1)
+    return reducer.reduce(array, axis=axes).astype(array.dtype, copy=False)
 
 
 # Beyond these arguments every tail has reached its limit in float32; infinities would make NaN.

@@ -20,16 +20,10 @@ from neuronmm_ops.neuroncore.timing.schedule import CoreSchedule, Schedule, Wait
 from neuronmm_ops.neuroncore.timing.trace import InstructionTemplate
 
 ENGINE_NAMES = ("TensorE", "VectorE", "ScalarE", "GpSimdE", "SyncE", "DMA")
-WAIT_NAMES: dict[int, str] = {
-    Wait.NOTHING: "nothing",
-    Wait.ENGINE: "engine",
-    Wait.DATA: "data",
-    Wait.CAPACITY: "room",
-    Wait.QUEUE: "queue",
-    Wait.DMA_ENGINES: "DMA engines",
-    Wait.PORT: "port",
-    Wait.OTHER_CORE: "other core",
-}
+WAIT_NAMES = (
+    "nothing", "engine", "data", "room", "queue", "DMA engines", "port", "other core"
+)  # fmt: skip
+"""By `Wait`."""
 
 
 @dataclass(frozen=True)
@@ -222,12 +216,17 @@ def columns(core: CoreSchedule) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return engine, np.array(core.start, float), np.array(core.end, float)
 
 
+def disjoint(start: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Intervals sorted by start, each cut to what those before it leave uncovered."""
+    until = np.maximum.accumulate(end)
+    begin = np.concatenate([start[:1], np.maximum(start[1:], until[:-1])])
+    return begin, np.maximum(begin, end)
+
+
 def covered(start: np.ndarray, end: np.ndarray) -> float:
     """Length of the union of intervals, which are sorted by their starts."""
-    until = np.maximum.accumulate(end)
-    begin = np.maximum(start[1:], until[:-1])
-    first = float(end[0] - start[0]) if len(start) else 0.0
-    return first + float(np.maximum(0.0, end[1:] - begin).sum())
+    begin, end = disjoint(start, end)
+    return float((end - begin).sum())
 
 
 def occupancy(core: CoreSchedule, memory: MemoryRegion) -> list[tuple[float, int]]:

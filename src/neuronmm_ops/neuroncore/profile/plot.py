@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from neuronmm_ops.neuroncore.files import replacing
-from neuronmm_ops.neuroncore.profile.metrics import ENGINE_NAMES, columns
+from neuronmm_ops.neuroncore.profile.metrics import ENGINE_NAMES, columns, disjoint
 from neuronmm_ops.neuroncore.timing.schedule import CoreSchedule
 
 if TYPE_CHECKING:
@@ -83,15 +83,8 @@ def _rows_of(core: CoreSchedule) -> list[Row]:
     for name, found in chosen.items():
         if len(found):
             found = found[np.argsort(start[found], kind="stable")]
-            rows.append((name, *_disjoint(start[found] / 1e6, end[found] / 1e6)))
+            rows.append((name, *disjoint(start[found] / 1e6, end[found] / 1e6)))
     return rows
-
-
-def _disjoint(start: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Intervals sorted by start, each cut to what those before it leave uncovered."""
-    until = np.maximum.accumulate(end)
-    begin = np.concatenate([start[:1], np.maximum(start[1:], until[:-1])])
-    return begin, np.maximum(begin, end)
 
 
 def _timeline(axes: Any, rows: list[Row], time_ms: float, binned: bool) -> None:

@@ -22,7 +22,7 @@ from neuronmm_ops.neuroncore.profile.metrics import (
     TensorTraffic,
 )
 from neuronmm_ops.neuroncore.timing.schedule import Schedule, schedule
-from neuronmm_ops.neuroncore.timing.trace import InstructionTemplate
+from neuronmm_ops.neuroncore.timing.trace import DmaCost, InstructionTemplate
 
 if TYPE_CHECKING:
     from neuronmm_ops.neuroncore.core import KernelRun
@@ -182,31 +182,34 @@ class Profile:
         return self.hbm_read_bytes + self.hbm_write_bytes
 
     @cached_property
+    def _dmas(self) -> list[tuple[DmaCost, int]]:
+        """What each kind of DMA costs, and how many ran."""
+        return [(t.dma, count) for t, count in self._templates.items() if t.dma is not None]
+
+    @property
     def dma_count(self) -> int:
         """How many DMAs ran."""
-        return sum(count for template, count in self._templates.items() if template.dma is not None)
+        return sum(count for _, count in self._dmas)
 
-    @cached_property
+    @property
     def dma_bytes(self) -> int:
         """Bytes that the DMA engines carried; HBM to HBM counts once."""
-        return sum(f.dma.bytes * count for f, count in self._templates.items() if f.dma)
+        return sum(dma.bytes * count for dma, count in self._dmas)
 
-    @cached_property
+    @property
     def dma_sbuf_bytes(self) -> int:
         """Bytes of them that went from SBUF to SBUF."""
-        templates = self._templates.items()
-        return sum(f.dma.bytes * n for f, n in templates if f.dma and f.dma.direction == "sbuf")
+        return sum(dma.bytes * count for dma, count in self._dmas if dma.direction == "sbuf")
 
     @cached_property
     def dma_rows(self) -> tuple[RowBucket, ...]:
         """Histogram of the contiguous runs that DMAs carried, in powers of two."""
         rows: Counter[int] = Counter()
         moved: Counter[int] = Counter()
-        for template, count in self._templates.items():
-            if template.dma is not None:
-                bucket = 1 << (template.dma.run_bytes.bit_length() - 1)
-                rows[bucket] += template.dma.rows * count
-                moved[bucket] += template.dma.bytes * count
+        for dma, count in self._dmas:
+            bucket = 1 << (dma.run_bytes.bit_length() - 1)
+            rows[bucket] += dma.rows * count
+            moved[bucket] += dma.bytes * count
         return tuple(RowBucket(size, rows[size], moved[size]) for size in sorted(rows))
 
     @cached_property

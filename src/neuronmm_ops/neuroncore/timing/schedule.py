@@ -332,12 +332,11 @@ class _Placer:
         cost = template.dma
         assert cost is not None
         # one queue per HBM tensor and direction: what a compiler's DMA rings come to
-        key = (
-            cost.direction,
-            id(storages[template.hbm_operand]) if template.hbm_operand >= 0 else 0,
-        )
+        hbm = id(storages[template.hbm_operand]) if template.hbm_operand >= 0 else 0
+        key = (cost.direction, hbm)
         found = self.queues.get(key)
-        name, after, last = found or (_queue_name(key, len(self.queues)), 0.0, -1)
+        queue = f"q{len(self.queues) % DMA_QUEUES} {cost.direction}"
+        name, after, last = found or (queue, 0.0, -1)
         if after > ready:
             ready, why, who = after, Wait.QUEUE, last
         self.queues[key] = (name, ready, i)
@@ -384,7 +383,3 @@ def _others(template: InstructionTemplate) -> list[tuple[str, int]]:
     if template.engine is Engine.SCALAR and template.on_psum:
         return [("psum", 0)]
     return []
-
-
-def _queue_name(key: tuple[str, int], number: int) -> str:
-    return f"q{number % DMA_QUEUES} {key[0]}"

@@ -79,9 +79,6 @@ class Trace:
     barriers: dict[int, int] = field(default_factory=dict[int, int])
     """Instructions that wait for the other core: index -> number of the barrier."""
 
-    def __len__(self) -> int:
-        return len(self.records)
-
 
 class NkiInstruction:
     """Handle of an issued instruction."""
