@@ -4,9 +4,9 @@ import math
 
 import pytest
 import torch
+from full_shape import make_model, make_tokenizer
 
 from neuronmm_ops.bench import cpu, methods, overhead, timing
-from neuronmm_ops.bench.full_shape import make_model, make_tokenizer
 from neuronmm_ops.models import SHAPES, ModelShape, model_shape
 from neuronmm_ops.ops.backends.cpu import multiplies_fast
 
