@@ -11,7 +11,7 @@ import torch
 
 from neuronmm_ops.errors import NkiVersionError
 from neuronmm_ops.hardware import TARGET_VARIABLE
-from neuronmm_ops.ops.backends.cpu import multiplies_fast
+from neuronmm_ops.ops.backends.cpu import multiplies_fast, name_of
 from neuronmm_ops.ops.backends.environment import (
     INSTALL,
     NEURON_PACKAGES,
@@ -57,7 +57,7 @@ def diagnose() -> dict[str, Any]:
     versions: dict[str, str | None] = {"python": platform.python_version()}
     versions |= {package: _version(package) for package in PACKAGES}
     fast = [dtype for dtype in DTYPES if multiplies_fast(dtype)]
-    names = ", ".join(str(dtype).removeprefix("torch.") for dtype in fast)
+    names = ", ".join(map(name_of, fast))
     cpu = (
         f"{torch.get_num_threads()} threads, implementation {active_impl()}, multiplies {names} "
         "fast"

@@ -11,6 +11,7 @@ from neuronmm_ops.compress.calibrate import Progress
 from neuronmm_ops.compress.methods import METHODS
 from neuronmm_ops.eval import encode_documents, token_perplexity
 from neuronmm_ops.eval.perplexity import default_seqlen
+from neuronmm_ops.ops.backends.cpu import name_of
 
 RATIOS = (0.05, 0.2, 0.4, 0.6, 0.8)
 
@@ -52,7 +53,7 @@ def run(
         CheckpointError: the directory cannot be loaded.
     """
     from neuronmm_ops import hf
-    from neuronmm_ops.hf.computing import cast_, check_device, computing_in, load_on, name_of
+    from neuronmm_ops.hf.computing import cast_, check_device, computing_in, load_on
 
     place = check_device(device)
     tokenizer = hf.load_tokenizer(directory)

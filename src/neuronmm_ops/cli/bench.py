@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from neuronmm_ops.cli.console import check_output, show_rows, show_table, stderr, stdout
-from neuronmm_ops.cli.library import transformers_models
+from neuronmm_ops.cli.models import transformers_models
 from neuronmm_ops.cli.parser import add_command, add_shape, add_tokens, tokens_of
 from neuronmm_ops.progress import progress_bars
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from neuronmm_ops.cli.inspect import show_summary, summary
-from neuronmm_ops.cli.library import transformers_models
+from neuronmm_ops.cli.models import transformers_models
 from neuronmm_ops.cli.parser import add_command
 from neuronmm_ops.progress import progress_bars
 

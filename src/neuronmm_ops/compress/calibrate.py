@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from neuronmm_ops.compress.batches import Batch, check_batches, row_mask, run_batch, takes
-from neuronmm_ops.compress.moments import SecondMoment, Side
+from neuronmm_ops.compress.factorization import SecondMoment, Side
 from neuronmm_ops.errors import NonFiniteError
 from neuronmm_ops.ops.backends.cpu import WideProducts, compute_dtype
 

@@ -10,8 +10,8 @@ from neuronmm_ops.compress.batches import Batch, count_tokens, fingerprint
 from neuronmm_ops.compress.calibrate import Progress, collect_moments
 from neuronmm_ops.compress.config import SVDConfig
 from neuronmm_ops.compress.coverage import warn_of_coverage
+from neuronmm_ops.compress.factorization import SecondMoment, Side
 from neuronmm_ops.compress.factorize import check_finite, factorize, moment_side
-from neuronmm_ops.compress.moments import SecondMoment, Side
 from neuronmm_ops.compress.record import attach, dense_parameters
 from neuronmm_ops.compress.report import CompressionReport, LayerReport, provenance_of
 from neuronmm_ops.compress.targets import Selection, select_targets
