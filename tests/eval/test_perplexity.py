@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from neuronmm_ops import NonFiniteError, PerplexityResult, encode_documents, token_perplexity
-from neuronmm_ops.eval.perplexity import default_seqlen
+from neuronmm_ops.eval import default_seqlen
 
 VOCABULARY = 11
 

@@ -9,8 +9,7 @@ from typing import Any
 from neuronmm_ops.compress import SVDConfig, compress_
 from neuronmm_ops.compress.calibrate import Progress
 from neuronmm_ops.compress.methods import METHODS
-from neuronmm_ops.eval import encode_documents, token_perplexity
-from neuronmm_ops.eval.perplexity import default_seqlen
+from neuronmm_ops.eval import default_seqlen, encode_documents, token_perplexity
 from neuronmm_ops.ops.backends.cpu import name_of
 
 RATIOS = (0.05, 0.2, 0.4, 0.6, 0.8)

@@ -14,7 +14,7 @@ from neuronmm_ops.compress.batches import check_ids
 from neuronmm_ops.compress.calibrate import Progress
 from neuronmm_ops.compress.rank import parameter_count
 from neuronmm_ops.compress.targets import select_targets
-from neuronmm_ops.eval.perplexity import block_length
+from neuronmm_ops.eval import block_length
 from neuronmm_ops.hf.computing import AUTO, check_device, computing_in, dtype_of, load_on
 from neuronmm_ops.hf.loading import load_tokenizer
 from neuronmm_ops.hf.saving import save
