@@ -144,7 +144,6 @@ def _step(layers: list[nn.Module], x: Tensor, backward: bool) -> Callable[[int],
 
 
 def _makers(case: Comparison) -> dict[str, Callable[[], nn.Module]]:
-    """What makes a copy of each candidate's layer."""
     K, N, r, dtype = case.K, case.N, case.r, case.dtype
 
     def linear(K: int, N: int) -> nn.Module:

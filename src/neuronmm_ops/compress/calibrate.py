@@ -5,9 +5,8 @@ Linears that are always given the same tensor (gate and up; q, k and v) share on
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -74,8 +73,7 @@ def collect_moments(
         passes += 1
 
 
-@dataclass
-class _Product:
+class _Product(NamedTuple):
     """X.T @ X of one tensor, and the Linears of which it is the product."""
 
     x: Tensor

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -76,8 +76,7 @@ class Factorization:
         return self.loss(rank) / energy if energy > 0 else 0.0
 
 
-@dataclass(frozen=True)
-class Method:
+class Method(NamedTuple):
     """A closed form.
 
     Attributes:

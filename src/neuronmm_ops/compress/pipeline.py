@@ -111,7 +111,6 @@ def _moments(
     batches: list[Batch],
     progress: Progress | None,
 ) -> Iterator[tuple[str, SecondMoment | None]]:
-    """Yield each Linear's name with the second moment that the method needs of it."""
     sides: dict[str, Side] = {}
     for name, linear in linears.items():
         side = moment_side(config.method, linear.in_features, linear.out_features)

@@ -133,7 +133,6 @@ def _completed(
 
 
 def _bytes_after(model: PreTrainedModel, config: SVDConfig) -> int:
-    """Return the bytes of the compressed model's parameters."""
     total = sum(parameter.nbytes for parameter in model.parameters())
     for linear in select_targets(model, config).linears.values():
         K, N = linear.in_features, linear.out_features

@@ -133,7 +133,6 @@ def _by_name(model: PreTrainedModel, layers: Iterable[LayerReport]) -> dict[str,
 
 
 def _source_of(model: PreTrainedModel) -> Path | None:
-    """Return the local directory that the model was loaded from, None if there is none."""
     name = model.name_or_path
     return Path(name) if name and Path(name).is_dir() else None
 

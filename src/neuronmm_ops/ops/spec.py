@@ -20,8 +20,7 @@ _WHICH = {-1: "last", -2: "first"}
 _LINES = {-1: "columns", -2: "rows"}
 
 
-@dataclass(frozen=True)
-class Operand:
+class Operand(NamedTuple):
     """A tensor of an op.
 
     Attributes:
@@ -160,8 +159,16 @@ class OpSpec:
                 "cast x and the weights"
             )
         for name, tensor in zip(self._weights, args[1:], strict=False):
-            if tensor is not None and (tensor.dtype != dtype or tensor.device != device):
-                raise TypeError(self._unlike(x, name, tensor))
+            if tensor is not None and tensor.dtype != dtype:
+                raise TypeError(
+                    f"{self.name}: x and {name} must have the same dtype, got {dtype} and "
+                    f"{tensor.dtype}; cast one of them with .to(dtype)"
+                )
+            if tensor is not None and tensor.device != device:
+                raise TypeError(
+                    f"{self.name}: x and {name} must be on the same device, got {device} and "
+                    f"{tensor.device}; move one of them with .to(device)"
+                )
         for rule in self._equal_sizes:
             _, left, left_dim, right, right_dim, is_bias = rule
             a, b = args[left], args[right]
@@ -169,28 +176,12 @@ class OpSpec:
                 (is_bias and b.dim() != 1) or a.shape[left_dim] != b.shape[right_dim]
             ):
                 raise ValueError(self._unequal(rule, a, b))
-        if self.choices:
-            self._check_choices(args[len(self.operands) :])
-
-    def _check_choices(self, chosen: tuple[str, ...]) -> None:
+        chosen = args[len(self.operands) :]
         for (name, values), value in zip(self.choices.items(), chosen, strict=True):
             if value not in values:
                 raise ValueError(
                     f"{self.name}: {name} must be one of {', '.join(values)}; got {value!r}"
                 )
-
-    def _unlike(self, x: Tensor, name: str, tensor: Tensor) -> str:
-        """Why a tensor's dtype or device is refused."""
-        what, ours, theirs, remedy = (
-            ("have the same dtype", x.dtype, tensor.dtype, ".to(dtype)")
-            if tensor.dtype != x.dtype
-            else ("be on the same device", x.device, tensor.device, ".to(device)")
-        )
-        verb = "cast" if tensor.dtype != x.dtype else "move"
-        return (
-            f"{self.name}: x and {name} must {what}, got {ours} and {theirs}; "
-            f"{verb} one of them with {remedy}"
-        )
 
     def _unequal(self, rule: _EqualSizes, left: Tensor, right: Tensor) -> str:
         """Why the sizes of two operands are refused."""
