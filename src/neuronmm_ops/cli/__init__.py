@@ -11,23 +11,8 @@ import json
 from collections.abc import Sequence
 
 from neuronmm_ops import __version__
-from neuronmm_ops.cli import (
-    bench,
-    compress,
-    doctor,
-    inspect,
-    models,
-    plan,
-    simulate,
-)
-from neuronmm_ops.cli.console import (
-    Terminated,
-    explain,
-    fail,
-    flushed,
-    our_warnings,
-    terminable,
-)
+from neuronmm_ops.cli import bench, compress, doctor, models, plan, simulate
+from neuronmm_ops.cli.console import Terminated, explain, fail, flushed, our_warnings, terminable
 from neuronmm_ops.cli.parser import Parser
 
 __all__ = ["main", "parser"]
@@ -69,6 +54,6 @@ def parser() -> argparse.ArgumentParser:
     root = Parser(prog="neuronmm", description="Low-rank LLMs: compress, evaluate and run them.")
     root.add_argument("--version", action="version", version=f"neuronmm-ops {__version__}")
     commands = root.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for module in (compress, models, inspect, doctor, bench, plan, simulate):
+    for module in (compress, models, doctor, bench, plan, simulate):
         module.add(commands)
     return root

@@ -16,8 +16,7 @@ from neuronmm_ops.compress.factorize import check_finite
 from neuronmm_ops.compress.record import attach, attached_report, low_rank_layers
 from neuronmm_ops.compress.report import CompressionReport, LayerReport
 from neuronmm_ops.errors import CheckpointError
-from neuronmm_ops.hf.keys import model_names
-from neuronmm_ops.hf.loading import load_exactly
+from neuronmm_ops.hf.loading import load_exactly, model_names
 from neuronmm_ops.hf.target import check_target, no_room, replacement
 
 
