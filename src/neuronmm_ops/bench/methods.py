@@ -9,7 +9,7 @@ from typing import Any
 from neuronmm_ops.compress import SVDConfig, compress_
 from neuronmm_ops.compress.calibrate import Progress
 from neuronmm_ops.compress.methods import METHODS
-from neuronmm_ops.eval import default_seqlen, encode_documents, token_perplexity
+from neuronmm_ops.eval import block_length, encode_documents, token_perplexity
 from neuronmm_ops.ops.backends.cpu import name_of
 
 RATIOS = (0.05, 0.2, 0.4, 0.6, 0.8)
@@ -48,7 +48,8 @@ def run(
         of the dense model's, and `compute_dtype`.
 
     Raises:
-        ValueError: the calibration text is shorter than one block.
+        ValueError: the calibration text is shorter than one block, or a block longer than the
+            model takes.
         CheckpointError: the directory cannot be loaded.
     """
     from neuronmm_ops import hf
@@ -58,7 +59,7 @@ def run(
     tokenizer = hf.load_tokenizer(directory)
     model = hf.load_computing(directory, dtype, place)
     compute = model.dtype
-    seqlen = default_seqlen(model) if seqlen is None else seqlen
+    seqlen = block_length(model, seqlen)
     ids = encode_documents(tokenizer, [text])
     batches = hf.calibration_batches(tokenizer, calibration, samples, seqlen)
     batches = [batch.to(place) for batch in batches]

@@ -158,16 +158,16 @@ class OpSpec:
                 f"{self.name}: dtype must be bfloat16, float16, float32 or float64, got {dtype}; "
                 "cast x and the weights"
             )
-        for name, tensor in zip(self._weights, args[1:], strict=False):
+        for operand, tensor in zip(self.operands[1:], args[1:], strict=False):
             if tensor is not None and tensor.dtype != dtype:
                 raise TypeError(
-                    f"{self.name}: x and {name} must have the same dtype, got {dtype} and "
+                    f"{self.name}: x and {operand.name} must have the same dtype, got {dtype} and "
                     f"{tensor.dtype}; cast one of them with .to(dtype)"
                 )
             if tensor is not None and tensor.device != device:
                 raise TypeError(
-                    f"{self.name}: x and {name} must be on the same device, got {device} and "
-                    f"{tensor.device}; move one of them with .to(device)"
+                    f"{self.name}: x and {operand.name} must be on the same device, got {device} "
+                    f"and {tensor.device}; move one of them with .to(device)"
                 )
         for rule in self._equal_sizes:
             _, left, left_dim, right, right_dim, is_bias = rule
@@ -201,10 +201,6 @@ class OpSpec:
     def factors(self) -> tuple[int, ...]:
         """Places of the factors among the operands."""
         return tuple(i for i, operand in enumerate(self.operands) if operand.role == "factor")
-
-    @cached_property
-    def _weights(self) -> tuple[str, ...]:
-        return tuple(operand.name for operand in self.operands[1:])
 
     @cached_property
     def _equal_sizes(self) -> tuple[_EqualSizes, ...]:

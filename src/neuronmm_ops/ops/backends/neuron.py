@@ -67,7 +67,7 @@ def call_mode() -> CallMode:
             f"tensors on a Neuron device need torch_neuronx and nki, {' and '.join(missing)} not "
             f"found; {INSTALL}"
         )
-    return next((name for name in WRAPPERS if wrapper(name) is not None), "direct")
+    return _first([name for name in WRAPPERS if wrapper(name) is not None])
 
 
 def expected_call_mode() -> CallMode | None:
@@ -86,7 +86,7 @@ def expected_call_mode() -> CallMode | None:
         return None
     if any(is_installed(module) for module in modules if module != package):
         names.append("wrap_nki")
-    return next((name for name in WRAPPERS if name in names), "direct")
+    return _first([name for name in WRAPPERS if name in names])
 
 
 def _names_in(module: str) -> list[str] | None:
@@ -99,6 +99,10 @@ def _names_in(module: str) -> list[str] | None:
     except (ImportError, SyntaxError):
         return None
     return None if source is None else re.findall(r"\w+", source)  # None: compiled
+
+
+def _first(offered: list[CallMode]) -> CallMode:
+    return offered[0] if offered else "direct"
 
 
 # --- the calls -----------------------------------------------------------------------------------
