@@ -13,6 +13,8 @@ from neuronmm_ops.compress.batches import check_ids, position_limit
 from neuronmm_ops.compress.calibrate import Progress, eval_mode
 from neuronmm_ops.errors import NonFiniteError
 
+__all__ = ["PerplexityResult", "encode_documents", "token_perplexity"]
+
 DOCUMENT_SEPARATOR = "\n\n"
 DEFAULT_SEQLEN = 2048
 

@@ -158,17 +158,9 @@ class OpSpec:
                 f"{self.name}: dtype must be bfloat16, float16, float32 or float64, got {dtype}; "
                 "cast x and the weights"
             )
-        for operand, tensor in zip(self.operands[1:], args[1:], strict=False):
-            if tensor is not None and tensor.dtype != dtype:
-                raise TypeError(
-                    f"{self.name}: x and {operand.name} must have the same dtype, got {dtype} and "
-                    f"{tensor.dtype}; cast one of them with .to(dtype)"
-                )
-            if tensor is not None and tensor.device != device:
-                raise TypeError(
-                    f"{self.name}: x and {operand.name} must be on the same device, got {device} "
-                    f"and {tensor.device}; move one of them with .to(device)"
-                )
+        for name, tensor in zip(self._weights, args[1:], strict=False):
+            if tensor is not None and (tensor.dtype != dtype or tensor.device != device):
+                raise TypeError(self._unlike(x, name, tensor))
         for rule in self._equal_sizes:
             _, left, left_dim, right, right_dim, is_bias = rule
             a, b = args[left], args[right]
@@ -176,12 +168,28 @@ class OpSpec:
                 (is_bias and b.dim() != 1) or a.shape[left_dim] != b.shape[right_dim]
             ):
                 raise ValueError(self._unequal(rule, a, b))
-        chosen = args[len(self.operands) :]
+        if self.choices:
+            self._check_choices(args[len(self.operands) :])
+
+    def _check_choices(self, chosen: tuple[str, ...]) -> None:
         for (name, values), value in zip(self.choices.items(), chosen, strict=True):
             if value not in values:
                 raise ValueError(
                     f"{self.name}: {name} must be one of {', '.join(values)}; got {value!r}"
                 )
+
+    def _unlike(self, x: Tensor, name: str, tensor: Tensor) -> str:
+        """Why a tensor's dtype or device is refused."""
+        what, ours, theirs, remedy = (
+            ("have the same dtype", x.dtype, tensor.dtype, ".to(dtype)")
+            if tensor.dtype != x.dtype
+            else ("be on the same device", x.device, tensor.device, ".to(device)")
+        )
+        verb = "cast" if tensor.dtype != x.dtype else "move"
+        return (
+            f"{self.name}: x and {name} must {what}, got {ours} and {theirs}; "
+            f"{verb} one of them with {remedy}"
+        )
 
     def _unequal(self, rule: _EqualSizes, left: Tensor, right: Tensor) -> str:
         """Why the sizes of two operands are refused."""
@@ -201,6 +209,10 @@ class OpSpec:
     def factors(self) -> tuple[int, ...]:
         """Places of the factors among the operands."""
         return tuple(i for i, operand in enumerate(self.operands) if operand.role == "factor")
+
+    @cached_property
+    def _weights(self) -> tuple[str, ...]:
+        return tuple(operand.name for operand in self.operands[1:])
 
     @cached_property
     def _equal_sizes(self) -> tuple[_EqualSizes, ...]:
