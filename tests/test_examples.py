@@ -10,7 +10,8 @@ from commands import run
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 XLA = EXAMPLES / "xla_llama.py"  # runs in tests/xla
-SCRIPTS = sorted(set(EXAMPLES.glob("*.py")) - {XLA})
+FULL_SHAPE = EXAMPLES / "full_shape.py"  # its functions run in tests/bench
+SCRIPTS = sorted(set(EXAMPLES.glob("*.py")) - {XLA, FULL_SHAPE})
 
 
 @pytest.mark.slow

@@ -24,8 +24,7 @@ from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFas
 from transformers.utils import logging as transformers_logging
 
 from neuronmm_ops import SVDConfig, compress_
-from neuronmm_ops.eval import encode_documents, token_perplexity
-from neuronmm_ops.eval.perplexity import DOCUMENT_SEPARATOR
+from neuronmm_ops.eval import DOCUMENT_SEPARATOR, encode_documents, token_perplexity
 from neuronmm_ops.progress import progress_bars
 
 METHODS = ("swift", "plain")

@@ -11,7 +11,7 @@ import torch
 
 from neuronmm_ops.errors import NkiVersionError
 from neuronmm_ops.hardware import TARGET_VARIABLE
-from neuronmm_ops.ops.backends.cpu import multiplies_fast
+from neuronmm_ops.ops.backends.cpu import multiplies_fast, name_of
 from neuronmm_ops.ops.backends.environment import (
     INSTALL,
     NEURON_PACKAGES,
@@ -26,7 +26,7 @@ from neuronmm_ops.ops.backends.environment import (
     xla_route,
 )
 from neuronmm_ops.ops.backends.neuron import expected_call_mode
-from neuronmm_ops.ops.implementation import active_impl
+from neuronmm_ops.ops.backends.simulated import active_impl
 
 PACKAGES = (
     "neuronmm-ops",
@@ -57,12 +57,18 @@ def diagnose() -> dict[str, Any]:
     versions: dict[str, str | None] = {"python": platform.python_version()}
     versions |= {package: _version(package) for package in PACKAGES}
     fast = [dtype for dtype in DTYPES if multiplies_fast(dtype)]
-    names = ", ".join(str(dtype).removeprefix("torch.") for dtype in fast)
+    names = ", ".join(map(name_of, fast))
     cpu = (
         f"{torch.get_num_threads()} threads, implementation {active_impl()}, multiplies {names} "
         "fast"
     )
-    backends = [_backend("cpu", True, cpu), _cuda(), _xla(), _neuron()]
+    backends = [{"name": "cpu", "usable": True, "reason": cpu}]
+    for name, probe in (("cuda", _cuda), ("xla", _xla), ("neuron", _neuron)):
+        try:
+            usable, reason = probe()
+        except (NkiVersionError, ValueError) as error:
+            usable, reason = False, str(error)
+        backends.append({"name": name, "usable": usable, "reason": reason})
     return {"versions": versions, "backends": backends}
 
 
@@ -73,56 +79,48 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _cuda() -> dict[str, Any]:
+def _cuda() -> tuple[bool, str]:
     if torch.version.cuda is None:
-        return _backend("cuda", False, f"torch {torch.__version__} is built without CUDA")
+        return False, f"torch {torch.__version__} is built without CUDA"
     if not torch.cuda.is_available():
-        return _backend("cuda", False, "torch finds no CUDA device")
-    return _backend("cuda", True, f"{torch.cuda.get_device_name()}, through the reference kernel")
+        return False, "torch finds no CUDA device"
+    return True, f"{torch.cuda.get_device_name()}, through the reference kernel"
 
 
-def _xla() -> dict[str, Any]:
+def _xla() -> tuple[bool, str]:
     if importlib.util.find_spec("torch_xla") is None:
-        return _backend("xla", False, XLA_INSTALL)
+        return False, XLA_INSTALL
     version = _version("torch-xla") or "without a version"
     line = version.split(".")[:2]
     if line != torch.__version__.split(".")[:2]:
-        reason = (
+        return False, (
             f"torch_xla and torch must be of one line, got {version} and {torch.__version__}; run: "
             "pip install 'neuronmm-ops[xla]'"
         )
-        return _backend("xla", False, reason)
-    try:
-        route = xla_route()
-        reasons = [f"torch_xla {version}", f"lowered as {route.name}: {route.reason}"]
-        if route.name == "composite":
-            return _backend("xla", True, "; ".join(reasons))
-        chosen = core()
-    except (NkiVersionError, ValueError) as error:
-        return _backend("xla", False, str(error))
+    route = xla_route()
+    reasons = [f"torch_xla {version}", f"lowered as {route.name}: {route.reason}"]
+    if route.name == "composite":
+        return True, "; ".join(reasons)
+    chosen = core()
     reasons += [*_placeholder(), _described(chosen)]
     if route.name == "custom call":
         reasons.append(f"to be read or exported; to run the ops set {ROUTE_VARIABLE}=composite")
-        return _backend("xla", False, "; ".join(reasons))
+        return False, "; ".join(reasons)
     problem = why_not_compilable()
     reasons += [problem] if problem else _advice(chosen)
-    return _backend("xla", chosen.known and problem is None, "; ".join(reasons))
+    return chosen.known and problem is None, "; ".join(reasons)
 
 
-def _neuron() -> dict[str, Any]:
-    try:
-        missing, chosen = missing_packages(*NEURON_PACKAGES), core()
-    except (NkiVersionError, ValueError) as error:
-        return _backend("neuron", False, str(error))
+def _neuron() -> tuple[bool, str]:
+    missing, chosen = missing_packages(*NEURON_PACKAGES), core()
     if missing:
-        reasons = [f"needs {' and '.join(missing)}", *_placeholder(), INSTALL]
-        return _backend("neuron", False, "; ".join(reasons))
+        return False, "; ".join([f"needs {' and '.join(missing)}", *_placeholder(), INSTALL])
     package = neuron_package() or NEURON_PACKAGES[0]
     version = _version(package) or "without a version"
     is_lite = package != NEURON_PACKAGES[0]
     if not is_lite and re.match(r"(1|2\.[0-9])(\.|$)", version):
         reason = f"torch_neuronx {version} is for PyTorch/XLA; the device neuron came with 2.10"
-        return _backend("neuron", False, reason)
+        return False, reason
     problem = why_not_compilable()
     reasons = [
         f"{package} {version} and nki {_version('nki')}",
@@ -132,7 +130,7 @@ def _neuron() -> dict[str, Any]:
         _described(chosen),
         *_advice(chosen),
     ]
-    return _backend("neuron", chosen.known and problem is None, "; ".join(reasons))
+    return chosen.known and problem is None, "; ".join(reasons)
 
 
 def _placeholder() -> list[str]:
@@ -157,7 +155,3 @@ def _advice(chosen: Core) -> list[str]:
     if not chosen.known or os.environ.get(TARGET_VARIABLE):
         return []
     return [f"set {TARGET_VARIABLE}={chosen.target}: NKI looks it up at every call, slowly"]
-
-
-def _backend(name: str, usable: bool, reason: str) -> dict[str, Any]:
-    return {"name": name, "usable": usable, "reason": reason}

@@ -13,7 +13,7 @@ from outcomes import COMPRESS, TEXT, Run, refused
 from safetensors.torch import load_file, save_file
 from tiny import tiny_directory, tiny_model, tiny_tokenizer
 
-from neuronmm_ops.cli.inspect import show_summary
+from neuronmm_ops.cli.compress import show_summary
 
 
 def test_the_whole_road(run: Run, dense: Path, text: Path, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from neuronmm_ops import NonFiniteError, PerplexityResult, encode_documents, token_perplexity
-from neuronmm_ops.eval.perplexity import default_seqlen
+from neuronmm_ops.eval import block_length
 
 VOCABULARY = 11
 
@@ -173,7 +173,7 @@ def test_the_limit_of_a_model_in_a_larger_one_is_its_text_s():
     model = Causal(None)
     text_config = SimpleNamespace(max_position_embeddings=16)
     model.config = SimpleNamespace(get_text_config=lambda: text_config)
-    assert default_seqlen(model) == 16
+    assert block_length(model, None) == 16
     with pytest.raises(ValueError, match="limit of 16 tokens, got 17"):
         token_perplexity(model, tokens(20), 17)
 
@@ -188,9 +188,9 @@ def test_token_ids_need_a_row_in_the_embedding():
 
 
 def test_default_seqlen():
-    assert default_seqlen(Causal(64)) == 64
-    assert default_seqlen(Causal(100_000)) == 2048
-    assert default_seqlen(Causal(None)) == 2048
+    assert block_length(Causal(64), None) == 64
+    assert block_length(Causal(100_000), None) == 2048
+    assert block_length(Causal(None), None) == 2048
     assert token_perplexity(Causal(16), tokens(40)).seqlen == 16
 
 

@@ -11,6 +11,7 @@ from tiny import tiny_directory, tiny_ids
 
 from neuronmm_ops import CompressionReport, SVDConfig, hf
 from neuronmm_ops.hf import compress as compress_function
+from neuronmm_ops.ops.backends.cpu import name_of
 
 TEXT = "The quick brown fox jumps over the lazy dog. 0123456789\n" * 40
 CONFIG = SVDConfig(ratio=0.3, block=8)
@@ -89,7 +90,7 @@ def test_factors_are_found_in_the_compute_dtype(
     for cpu, expected in ((slow_cpu, torch.float32), (fast_cpu, torch.bfloat16)):
         cpu(monkeypatch)
         report = compress(dense, tmp_path / f"{expected}")
-        assert report.provenance["compute_dtype"] == hf.computing.name_of(expected)
+        assert report.provenance["compute_dtype"] == name_of(expected)
     assert seen == [torch.float32, torch.bfloat16]
 
 

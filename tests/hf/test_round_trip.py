@@ -15,8 +15,8 @@ from tiny import FAMILIES, tiny_ids, tiny_model
 from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
 
-from neuronmm_ops import CalibrationWarning, CompressionReport, SVDConfig, compress_, hf
-from neuronmm_ops.checkpoint import headers, inspect_checkpoint
+from neuronmm_ops import CalibrationWarning, CompressionReport, SVDConfig, checkpoint, compress_, hf
+from neuronmm_ops.checkpoint import inspect_checkpoint
 from neuronmm_ops.nn import SVDMLP, SVDLinear
 
 FRESH_PROCESS = """
@@ -194,7 +194,7 @@ def test_loading_reads_each_header_once(tmp_path: Path, monkeypatch: pytest.Monk
         opened.append(file.name)
         return safe_open(file, framework=framework)
 
-    monkeypatch.setattr(headers, "safe_open", counting)
+    monkeypatch.setattr(checkpoint, "safe_open", counting)
     for name in ("out", "many", "dense"):
         hf.load(tmp_path / name)
         assert sorted(opened) == sorted(p.name for p in (tmp_path / name).glob("*.safetensors"))

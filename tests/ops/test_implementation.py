@@ -10,7 +10,7 @@ from operands import make, mlp_shapes
 from neuronmm_ops import ops
 from neuronmm_ops.ops.backends import simulated
 from neuronmm_ops.ops.backends.launch import implementations
-from neuronmm_ops.ops.implementation import active_impl
+from neuronmm_ops.ops.backends.simulated import active_impl
 
 
 @pytest.fixture

@@ -3,8 +3,7 @@
 Weights are read from memory, as in a model's forward: every round takes another copy of them.
 """
 
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -19,7 +18,7 @@ from neuronmm_ops.compress.calibrate import Progress
 from neuronmm_ops.compress.rank import aligned_rank
 from neuronmm_ops.models import model_shape
 from neuronmm_ops.nn import SVDMLP, SVDLinear
-from neuronmm_ops.ops.backends.cpu import compute_dtype
+from neuronmm_ops.ops.backends.cpu import compute_dtype, name_of
 
 OPS = ("xuv", "svd_mlp")
 RATIOS = (0.2, 0.5)
@@ -33,7 +32,6 @@ def run(
     ratios: Sequence[float] = RATIOS,
     tokens: Sequence[int] = TOKENS,
     dtype: torch.dtype = torch.bfloat16,
-    threads: int | None = None,
     rounds: int = 30,
     block: int = 128,
     progress: Progress | None = None,
@@ -47,7 +45,6 @@ def run(
         ratios: compression ratios; ranks as `aligned_rank` gives them.
         tokens: values of M.
         dtype: of activations and weights.
-        threads: of torch; default as it is.
         rounds: timed rounds a row; fewer where they take more than a minute.
         block: ranks are multiples of it.
         progress: called with ("measure", rows done, rows in all).
@@ -77,8 +74,7 @@ def run(
         if r is None:
             raise ValueError(f"no rank that is a multiple of {block} is smaller than [{K}, {N}]")
         cases.append(Comparison(op, M, K, N, r, dtype, rounds, with_gradients))
-    with _threads(threads):
-        return run_all("measure", measure, cases, progress)
+    return run_all("measure", measure, cases, progress)
 
 
 @dataclass(frozen=True)
@@ -109,8 +105,8 @@ def measure(case: Comparison) -> dict[str, Any]:
         "K": K,
         "N": N,
         "r": r,
-        "dtype": _name(case.dtype),
-        "compute_dtype": _name(compute_dtype(case.dtype)),
+        "dtype": name_of(case.dtype),
+        "compute_dtype": name_of(compute_dtype(case.dtype)),
         "threads": torch.get_num_threads(),
         "dense_ms": times.median_ms("dense"),
         "two_gemm_ms": times.median_ms("two_gemm"),
@@ -148,7 +144,6 @@ def _step(layers: list[nn.Module], x: Tensor, backward: bool) -> Callable[[int],
 
 
 def _makers(case: Comparison) -> dict[str, Callable[[], nn.Module]]:
-    """What makes a copy of each candidate's layer."""
     K, N, r, dtype = case.K, case.N, case.r, case.dtype
 
     def linear(K: int, N: int) -> nn.Module:
@@ -179,18 +174,3 @@ class _GatedMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-@contextmanager
-def _threads(count: int | None) -> Generator[None]:
-    """Run a block with torch on `count` threads; None leaves them as they are."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count or before)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

@@ -9,8 +9,8 @@ from typing import Any
 from neuronmm_ops.compress import SVDConfig, compress_
 from neuronmm_ops.compress.calibrate import Progress
 from neuronmm_ops.compress.methods import METHODS
-from neuronmm_ops.eval import encode_documents, token_perplexity
-from neuronmm_ops.eval.perplexity import default_seqlen
+from neuronmm_ops.eval import block_length, encode_documents, token_perplexity
+from neuronmm_ops.ops.backends.cpu import name_of
 
 RATIOS = (0.05, 0.2, 0.4, 0.6, 0.8)
 
@@ -48,17 +48,18 @@ def run(
         of the dense model's, and `compute_dtype`.
 
     Raises:
-        ValueError: the calibration text is shorter than one block.
+        ValueError: the calibration text is shorter than one block, or a block longer than the
+            model takes.
         CheckpointError: the directory cannot be loaded.
     """
     from neuronmm_ops import hf
-    from neuronmm_ops.hf.computing import cast_, check_device, computing_in, load_on, name_of
+    from neuronmm_ops.hf.computing import cast_, check_device, computing_in, load_on
 
     place = check_device(device)
     tokenizer = hf.load_tokenizer(directory)
     model = hf.load_computing(directory, dtype, place)
     compute = model.dtype
-    seqlen = default_seqlen(model) if seqlen is None else seqlen
+    seqlen = block_length(model, seqlen)
     ids = encode_documents(tokenizer, [text])
     batches = hf.calibration_batches(tokenizer, calibration, samples, seqlen)
     batches = [batch.to(place) for batch in batches]

@@ -53,7 +53,7 @@ def _compress(options: argparse.Namespace) -> dict[str, Any]:
         targets=tuple(options.targets),
         method=options.method,
     )
-    if config.method != "plain" and options.calibration is None:
+    if config.needs_calibration and options.calibration is None:
         raise ValueError(
             f"method {config.method} needs --calibration FILE.txt; or use --method plain"
         )

@@ -6,6 +6,7 @@ from typing import Any
 from neuronmm_ops.cli.console import show_fields, stderr
 from neuronmm_ops.cli.library import transformers_models
 from neuronmm_ops.cli.parser import add_command
+from neuronmm_ops.ops.backends.cpu import name_of
 from neuronmm_ops.progress import progress_bars
 
 
@@ -32,6 +33,6 @@ def _evaluate(options: argparse.Namespace) -> dict[str, Any]:
         "ppl_token": result.ppl_token,
         "tokens": result.tokens,
         "seqlen": result.seqlen,
-        "dtype": hf.computing.name_of(model.config.dtype),
-        "compute_dtype": hf.computing.name_of(model.dtype),
+        "dtype": name_of(model.config.dtype),
+        "compute_dtype": name_of(model.dtype),
     }

@@ -6,6 +6,7 @@ from typing import Any
 from neuronmm_ops.cli.console import stderr
 from neuronmm_ops.cli.library import transformers_models
 from neuronmm_ops.cli.parser import add_command
+from neuronmm_ops.ops.backends.cpu import name_of
 
 
 def add(commands: Any) -> None:
@@ -38,7 +39,7 @@ def _generate(options: argparse.Namespace) -> dict[str, Any]:
         "chat": options.chat,
         "text": text,
         "new_tokens": new_tokens,
-        "compute_dtype": hf.computing.name_of(model.dtype),
+        "compute_dtype": name_of(model.dtype),
     }
 
 

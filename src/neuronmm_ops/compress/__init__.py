@@ -2,9 +2,8 @@
 
 from neuronmm_ops.compress.calibrate import collect_moments
 from neuronmm_ops.compress.config import SVDConfig
-from neuronmm_ops.compress.factorization import Factorization
+from neuronmm_ops.compress.factorization import Factorization, SecondMoment
 from neuronmm_ops.compress.factorize import factorize
-from neuronmm_ops.compress.moments import SecondMoment
 from neuronmm_ops.compress.pipeline import compress_
 from neuronmm_ops.compress.rank import aligned_rank
 from neuronmm_ops.compress.record import swap_

@@ -5,15 +5,14 @@ Linears that are always given the same tensor (gate and up; q, k and v) share on
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from neuronmm_ops.compress.batches import Batch, check_batches, row_mask, run_batch, takes
-from neuronmm_ops.compress.moments import SecondMoment, Side
+from neuronmm_ops.compress.factorization import SecondMoment, Side
 from neuronmm_ops.errors import NonFiniteError
 from neuronmm_ops.ops.backends.cpu import WideProducts, compute_dtype
 
@@ -74,8 +73,7 @@ def collect_moments(
         passes += 1
 
 
-@dataclass
-class _Product:
+class _Product(NamedTuple):
     """X.T @ X of one tensor, and the Linears of which it is the product."""
 
     x: Tensor

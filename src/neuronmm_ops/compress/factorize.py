@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor
 
-from neuronmm_ops.compress.factorization import Factorization
+from neuronmm_ops.compress.factorization import Factorization, SecondMoment, Side
 from neuronmm_ops.compress.methods import METHODS
-from neuronmm_ops.compress.moments import SecondMoment, Side
 from neuronmm_ops.errors import NonFiniteError
+from neuronmm_ops.ops.backends.cpu import name_of
 
 
 def moment_side(method: str, K: int, N: int) -> Side | None:
@@ -51,8 +51,7 @@ def check_finite(name: str, u: Tensor, v: Tensor, remedy: str) -> None:
         # The extremes are NaN or Inf if any element is; they take one read and no mask.
         if not torch.stack(factor.aminmax()).isfinite().all():
             raise NonFiniteError(
-                f"{name}.{key} must be finite in {str(factor.dtype).removeprefix('torch.')}, "
-                f"got NaN or Inf; {remedy}"
+                f"{name}.{key} must be finite in {name_of(factor.dtype)}, got NaN or Inf; {remedy}"
             )
 
 

@@ -10,8 +10,8 @@ from neuronmm_ops.compress.batches import Batch, count_tokens, fingerprint
 from neuronmm_ops.compress.calibrate import Progress, collect_moments
 from neuronmm_ops.compress.config import SVDConfig
 from neuronmm_ops.compress.coverage import warn_of_coverage
+from neuronmm_ops.compress.factorization import SecondMoment, Side
 from neuronmm_ops.compress.factorize import check_finite, factorize, moment_side
-from neuronmm_ops.compress.moments import SecondMoment, Side
 from neuronmm_ops.compress.record import attach, dense_parameters
 from neuronmm_ops.compress.report import CompressionReport, LayerReport, provenance_of
 from neuronmm_ops.compress.targets import Selection, select_targets
@@ -111,7 +111,6 @@ def _moments(
     batches: list[Batch],
     progress: Progress | None,
 ) -> Iterator[tuple[str, SecondMoment | None]]:
-    """Yield each Linear's name with the second moment that the method needs of it."""
     sides: dict[str, Side] = {}
     for name, linear in linears.items():
         side = moment_side(config.method, linear.in_features, linear.out_features)

@@ -1,7 +1,7 @@
 """The Linears of a model that a config's targets select."""
 
 import re
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import nn
 
@@ -16,8 +16,7 @@ PRESETS: dict[str, frozenset[str]] = {
 ALL_LINEAR = "all-linear"
 
 
-@dataclass(frozen=True)
-class Selection:
+class Selection(NamedTuple):
     """The Linears to compress, by name, and those that match a target but must stay dense."""
 
     linears: dict[str, nn.Linear]

@@ -14,13 +14,14 @@ from neuronmm_ops.compress.batches import check_ids
 from neuronmm_ops.compress.calibrate import Progress
 from neuronmm_ops.compress.rank import parameter_count
 from neuronmm_ops.compress.targets import select_targets
-from neuronmm_ops.eval.perplexity import block_length
-from neuronmm_ops.hf.computing import AUTO, check_device, computing_in, dtype_of, load_on, name_of
+from neuronmm_ops.eval import block_length
+from neuronmm_ops.hf.computing import AUTO, check_device, computing_in, dtype_of, load_on
 from neuronmm_ops.hf.loading import load_tokenizer
 from neuronmm_ops.hf.saving import save
 from neuronmm_ops.hf.target import check_target
 from neuronmm_ops.hf.text import Order, calibration_batches
 from neuronmm_ops.nn.svd_linear import SVDLinear
+from neuronmm_ops.ops.backends.cpu import name_of
 
 DEFAULT_SAMPLES = 128
 DEFAULT_SHARD_SIZE = "50GB"
@@ -132,7 +133,6 @@ def _completed(
 
 
 def _bytes_after(model: PreTrainedModel, config: SVDConfig) -> int:
-    """Return the bytes of the compressed model's parameters."""
     total = sum(parameter.nbytes for parameter in model.parameters())
     for linear in select_targets(model, config).linears.values():
         K, N = linear.in_features, linear.out_features

@@ -77,11 +77,6 @@ def dtype_of(dtype: str, model: nn.Module) -> torch.dtype:
     return DTYPES[dtype]
 
 
-def name_of(dtype: torch.dtype) -> str:
-    """Return `float32` for `torch.float32`."""
-    return str(dtype).removeprefix("torch.")
-
-
 def cast_(model: nn.Module, dtype: torch.dtype) -> None:
     """Cast parameters and saved buffers in place; others, such as RoPE's angles, keep theirs."""
     for _, tensor in _floating(model):

@@ -1,6 +1,7 @@
 """Loading models strictly: what Transformers only warns about is an error here."""
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,8 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
 from neuronmm_ops.checkpoint import check_float, read_config, read_headers, weight_files
 from neuronmm_ops.compress.record import is_record
@@ -87,6 +90,25 @@ def load_tokenizer(model: str | Path) -> Any:
             f"{path} has no usable tokenizer ({_reason(error)}); "
             "copy the model's tokenizer files into it"
         ) from error
+
+
+def model_names(model: PreTrainedModel, keys: Iterable[str]) -> dict[str, str]:
+    """Map the keys of a checkpoint to the names that Transformers' loader gives them in `model`.
+
+    Keys whose tensors the loader merges or splits, such as single experts', are left out.
+    """
+    conversions = get_model_conversion_mapping(model)
+    renamings = [c for c in conversions if isinstance(c, WeightRenaming)]
+    converters = [c for c in conversions if isinstance(c, WeightConverter)]
+    state, prefix = model.state_dict(), model.base_model_prefix
+    names: dict[str, str] = {}
+    for key in keys:
+        name, merged = rename_source_key(key, renamings, converters, prefix, state)
+        if name not in state and key in state:
+            names[key] = key
+        elif merged is None:
+            names[key] = name
+    return names
 
 
 def local_directory(model: str | Path) -> Path:

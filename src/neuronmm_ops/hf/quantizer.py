@@ -17,7 +17,7 @@ from neuronmm_ops.compress.factorize import check_finite
 from neuronmm_ops.compress.record import QUANT_METHOD, record_of, report_of
 from neuronmm_ops.compress.report import CompressionReport, LayerReport
 from neuronmm_ops.errors import CheckpointError
-from neuronmm_ops.hf.keys import model_names
+from neuronmm_ops.hf.loading import model_names
 from neuronmm_ops.nn.svd_linear import SVDLinear
 from neuronmm_ops.nn.swap import replace_
 

@@ -16,8 +16,7 @@ from neuronmm_ops.compress.factorize import check_finite
 from neuronmm_ops.compress.record import attach, attached_report, low_rank_layers
 from neuronmm_ops.compress.report import CompressionReport, LayerReport
 from neuronmm_ops.errors import CheckpointError
-from neuronmm_ops.hf.keys import model_names
-from neuronmm_ops.hf.loading import load_exactly
+from neuronmm_ops.hf.loading import load_exactly, model_names
 from neuronmm_ops.hf.target import check_target, no_room, replacement
 
 
@@ -133,7 +132,6 @@ def _by_name(model: PreTrainedModel, layers: Iterable[LayerReport]) -> dict[str,
 
 
 def _source_of(model: PreTrainedModel) -> Path | None:
-    """Return the local directory that the model was loaded from, None if there is none."""
     name = model.name_or_path
     return Path(name) if name and Path(name).is_dir() else None
 

@@ -49,7 +49,7 @@ def check_target(
             raise FileExistsError(f"output {target} exists and {problem}; choose another")
         if not force:
             raise FileExistsError(f"output {target} exists; use --force to replace it")
-    parent = _existing_parent(target)
+    parent = next(path for path in target.parents if os.path.lexists(path))
     if not parent.is_dir():
         raise NotADirectoryError(f"output {target} needs a directory, {parent} is a file")
     if not os.access(parent, os.W_OK | os.X_OK):
@@ -114,10 +114,6 @@ def _is_compressed(directory: Path) -> bool:
         return is_record(read_config(directory).get("quantization_config"))
     except CheckpointError:
         return False
-
-
-def _existing_parent(target: Path) -> Path:
-    return next(path for path in target.parents if os.path.lexists(path))
 
 
 def _sibling(target: Path, kind: str) -> Path:

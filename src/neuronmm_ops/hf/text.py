@@ -6,7 +6,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from neuronmm_ops.eval.perplexity import encode_documents
+from neuronmm_ops.eval import encode_documents
 
 # Tokens in one forward pass: matmuls run at full speed, activations fit a laptop's memory.
 BATCH_TOKENS = 4096

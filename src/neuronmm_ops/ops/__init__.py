@@ -3,9 +3,8 @@
 # The launchers of devices register their kernels.
 from neuronmm_ops.ops.backends import neuron as neuron
 from neuronmm_ops.ops.backends import xla as xla
-from neuronmm_ops.ops.backends.simulated import last_profile
+from neuronmm_ops.ops.backends.simulated import last_profile, use_impl
 from neuronmm_ops.ops.definitions.svd_mlp import ACTIVATIONS
 from neuronmm_ops.ops.functional import svd_mlp, xuv, xw
-from neuronmm_ops.ops.implementation import use_impl
 
 __all__ = ["ACTIVATIONS", "last_profile", "svd_mlp", "use_impl", "xuv", "xw"]

@@ -20,8 +20,7 @@ _WHICH = {-1: "last", -2: "first"}
 _LINES = {-1: "columns", -2: "rows"}
 
 
-@dataclass(frozen=True)
-class Operand:
+class Operand(NamedTuple):
     """A tensor of an op.
 
     Attributes:

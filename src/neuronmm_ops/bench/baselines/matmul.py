@@ -170,7 +170,6 @@ def _column_sums(
 
 
 def _store_columns(out_hbm: NkiTensor, sums_sb: list[Tiles], column: int) -> None:
-    """Store the tiles one by one."""
     for m in range(len(sums_sb)):
         for j in range(len(sums_sb[m])):
             columns = nl.ds(column + j * COLUMNS, COLUMNS)

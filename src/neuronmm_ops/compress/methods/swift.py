@@ -3,8 +3,7 @@
 import torch
 from torch import Tensor
 
-from neuronmm_ops.compress.factorization import Factorization, Method
-from neuronmm_ops.compress.moments import SecondMoment, Side
+from neuronmm_ops.compress.factorization import Factorization, Method, SecondMoment, Side
 
 # G counts as singular where the squared pivots of its Cholesky factor have a smaller ratio.
 MIN_PIVOT = 1e-12

@@ -3,8 +3,7 @@
 import torch
 from torch import Tensor
 
-from neuronmm_ops.compress.factorization import Factorization, Method
-from neuronmm_ops.compress.moments import SecondMoment
+from neuronmm_ops.compress.factorization import Factorization, Method, SecondMoment
 
 # Relative to the mean of G's diagonal, added to the diagonal where Cholesky fails.
 DAMPING = 1e-6

@@ -57,6 +57,11 @@ def compute_dtype(dtype: torch.dtype, device: torch.device | str = "cpu") -> tor
     return torch.float32 if is_cpu and not multiplies_fast(dtype) else dtype
 
 
+def name_of(dtype: torch.dtype) -> str:
+    """Return `float32` for `torch.float32`."""
+    return str(dtype).removeprefix("torch.")
+
+
 def _has_bf16_units() -> bool:
     # oneDNN reports AVX-512 without bf16 instructions as supported: it emulates them.
     return not _is_x86() or torch.cpu._is_avx512_bf16_supported() or _has_amx()

@@ -12,10 +12,9 @@ import importlib.util
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
 from importlib.machinery import PathFinder
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from neuronmm_ops.errors import NkiVersionError
 from neuronmm_ops.hardware import Found, find_target
@@ -59,8 +58,7 @@ INSTALL = "run: pip install 'neuronmm-ops[neuron]' --extra-index-url https://pip
 # --- the core ------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Core:
+class Core(NamedTuple):
     """The NeuronCore that kernels are planned for.
 
     Attributes:
@@ -203,8 +201,7 @@ def wrapper(name: str) -> Callable[..., Any] | None:
 # --- the route of XLA ----------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Route:
+class Route(NamedTuple):
     """How the ops on XLA tensors are lowered, and why so."""
 
     name: Literal["custom call", "nki", "composite"]

@@ -4,14 +4,13 @@ Source: `xla/service/hlo.proto` and `xla/xla_data.proto` of OpenXLA; field numbe
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 ELEMENT_TYPES = {"float16": 10, "float32": 11, "bfloat16": 16}
 """PrimitiveType of xla_data.proto."""
 
 
-@dataclass(frozen=True)
-class Array:
+class Array(NamedTuple):
     """Shape and dtype of an HLO value, row-major."""
 
     shape: tuple[int, ...]
@@ -24,8 +23,7 @@ class Array:
         return _integer(2, ELEMENT_TYPES[self.dtype]) + dimensions + _bytes(5, minor_to_major)
 
 
-@dataclass(frozen=True)
-class CustomCall:
+class CustomCall(NamedTuple):
     """What a custom call says besides its operands.
 
     Attributes:

@@ -109,7 +109,6 @@ def _first(offered: list[CallMode]) -> CallMode:
 
 
 def _run(spec: OpSpec, tensors: Tensors, choices: Choices) -> Tensor:
-    """Run an op in the call mode of this process."""
     run = _implementations()[spec.name] if _is_neuron() else spec.reference
     return run(*tensors, *choices)
 

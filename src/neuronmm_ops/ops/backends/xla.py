@@ -21,7 +21,6 @@ from torch import Tensor
 
 from neuronmm_ops.ops import register as register  # registers the ops
 from neuronmm_ops.ops.backends.environment import ROUTE_VARIABLE, core, xla_route
-from neuronmm_ops.ops.backends.hlo import Array, CustomCall, module_of
 from neuronmm_ops.ops.backends.launch import (
     Choices,
     Launch,
@@ -96,6 +95,8 @@ def config_of(launch: Launch) -> str:
 
 def module_for(launch: Launch, tensors: Sequence[Tensor], api: int) -> bytes:
     """The HLO module of one launch: `tensors` as they are, reshaped around the call to [M, K]."""
+    from neuronmm_ops.ops.backends.hlo import Array, CustomCall, module_of
+
     problem = launch.plan.problem
     parameters = [Array(tuple(tensor.shape), problem.dtype) for tensor in tensors]
     return module_of(
@@ -109,7 +110,6 @@ def module_for(launch: Launch, tensors: Sequence[Tensor], api: int) -> bytes:
 
 
 def _lower(spec: OpSpec, tensors: Tensors, choices: Choices) -> Tensor:
-    """Lower an op by the route of this process, `environment.xla_route`."""
     route = xla_route()
     if route.name == "custom call":
         return _custom_call(spec, tensors, choices)
@@ -177,7 +177,6 @@ def _torch_xla() -> Any:
 
 
 def _computation(launch: Launch, tensors: Sequence[Tensor]) -> Any:
-    """torch_xla's computation of one launch."""
     from torch_xla.core import xla_builder  # pyright: ignore[reportMissingImports]
 
     name = f"neuronmm_{launch.plan.problem.op}"

@@ -13,6 +13,8 @@ from neuronmm_ops.compress.batches import check_ids, position_limit
 from neuronmm_ops.compress.calibrate import Progress, eval_mode
 from neuronmm_ops.errors import NonFiniteError
 
+__all__ = ["PerplexityResult", "encode_documents", "token_perplexity"]
+
 DOCUMENT_SEPARATOR = "\n\n"
 DEFAULT_SEQLEN = 2048
 
@@ -45,16 +47,15 @@ def encode_documents(tokenizer: Any, documents: Sequence[str]) -> Tensor:
     return torch.tensor(ids, dtype=torch.long)
 
 
-def default_seqlen(model: nn.Module) -> int:
-    """Return the smaller of 2048 and the longest input that the model's config allows."""
-    return min(DEFAULT_SEQLEN, position_limit(model) or DEFAULT_SEQLEN)
-
-
 def block_length(model: nn.Module, seqlen: int | None, least: int = 1) -> int:
-    """Return `seqlen`, or the default for None; refuse it outside `least`..the model's limit."""
-    if seqlen is None:
-        return default_seqlen(model)
+    """Return `seqlen`, for None the smaller of 2048 and the longest input of the model's config.
+
+    Raises:
+        ValueError: it is outside `least`..the model's limit.
+    """
     limit = position_limit(model)
+    if seqlen is None:
+        return min(DEFAULT_SEQLEN, limit or DEFAULT_SEQLEN)
     if seqlen < least or (limit is not None and seqlen > limit):
         allowed = f"at least {least}"
         if limit is not None:

@@ -1,6 +1,7 @@
-"""A model of a real model's shape with random weights: its cost is real, its text is not.
+"""Write a model of a real model's shape with random weights: its cost is real, its text is not.
 
-`neuronmm compress` on it takes the time and memory it would take on the trained model.
+`python examples/full_shape.py llama-1b`, then `neuronmm compress llama-1b -o small ...` takes the
+time and memory it would take on the trained model.
 """
 
 import argparse
@@ -11,11 +12,21 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from neuronmm_ops.models import model_shape
 
 TOKENIZER_ENTRIES = 2048
 SPECIAL_TOKENS = ("<s>", "</s>")  # begin, end
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="a model of a real shape with random weights")
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--shape", default="Llama-3.2-1B")
+    options = parser.parse_args()
+    make_model(options.directory, options.shape)
 
 
 def make_model(
@@ -38,8 +49,6 @@ def make_model(
     Raises:
         ValueError: the registry has no such shape.
     """
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     sizes = model_shape(shape)
     directory = Path(directory)
     tokenizer = make_tokenizer(min(TOKENIZER_ENTRIES, sizes.vocab_size))
@@ -66,9 +75,6 @@ def make_model(
 
 def make_tokenizer(entries: int = TOKENIZER_ENTRIES) -> Any:
     """Train a byte-level BPE tokenizer of at most `entries` tokens on Python's own source."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
-
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -82,3 +88,7 @@ def make_tokenizer(entries: int = TOKENIZER_ENTRIES) -> Any:
     tokenizer.train_from_iterator([inspect.getsource(module) for module in modules], trainer)
     ends = dict(zip(("bos_token", "eos_token"), SPECIAL_TOKENS, strict=True))
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **ends)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,174 @@
+"""Compressed checkpoints on disk, read without Transformers and without reading a weight.
+
+A checkpoint is a Transformers directory whose `quantization_config` entry is
+`{"quant_method": "neuronmm", "format_version": 1, ...CompressionReport}` and whose safetensors
+hold `<layer>.u` `[K, r]` and `<layer>.v` `[r, N]`, and a `<layer>.weight` `[0]` (see `SVDLinear`).
+What cannot be read or does not fit raises CheckpointError.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from neuronmm_ops.compress.record import QUANT_METHOD, is_record, report_of
+from neuronmm_ops.compress.report import CompressionReport, LayerReport
+from neuronmm_ops.errors import CheckpointError
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+FLOATS = ("F64", "F32", "F16", "BF16")
+
+
+# --- the directory
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    """Read a model directory's config.json."""
+    if not directory.is_dir():
+        raise CheckpointError(
+            f"{directory} is no directory; give a local Transformers model directory "
+            "(from a hub: hf download ORG/NAME --local-dir DIR)"
+        )
+    config = _read_object(directory / "config.json")
+    entry = config.get("quantization_config")
+    if not isinstance(entry, (dict, type(None))):
+        raise CheckpointError(
+            f"{directory / 'config.json'}: quantization_config must be an object, got {entry!r:.50}"
+        )
+    return config
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """List the safetensors files that Transformers loads: the single one, else the index's."""
+    index, single = directory / INDEX, directory / SINGLE
+    # Saving a sharded model again as one file leaves the index of the shards behind.
+    if single.exists():
+        return [single]
+    if not index.exists():
+        raise CheckpointError(
+            f"{directory} has no weights: neither {SINGLE} nor {INDEX}; only safetensors are read"
+        )
+    weight_map = _read_object(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{index} must map tensor names to files in weight_map")
+    names = sorted({str(name) for name in weight_map.values()})
+    for name in names:
+        if Path(name).name != name or not name.endswith(".safetensors"):
+            raise CheckpointError(f"{index} must name safetensors files beside it, got {name!r}")
+        if not (directory / name).exists():
+            raise CheckpointError(f"{directory} lacks {name}, which {INDEX} names; copy it again")
+    return [directory / name for name in names]
+
+
+def inspect_checkpoint(directory: Path) -> CompressionReport:
+    """Read a compressed checkpoint's record and check it against the headers."""
+    record = read_config(directory).get("quantization_config")
+    if not is_record(record):
+        raise CheckpointError(
+            f"{directory} is not a compressed checkpoint: config.json has no quantization_config "
+            f"of {QUANT_METHOD}; make one with: neuronmm compress {directory} -o OUT"
+        )
+    report = report_of(record)
+    headers = read_headers(weight_files(directory))
+    if not are_renamed(headers, report.layers):
+        check_shapes(headers, report.layers)
+    return report
+
+
+# --- the headers
+
+
+@dataclass(frozen=True)
+class TensorHeader:
+    """What a file's header says of one tensor; dtype as safetensors writes it, such as `BF16`."""
+
+    file: Path
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def read_headers(files: Iterable[Path]) -> dict[str, TensorHeader]:
+    """Read the header of every tensor, by the tensor's name."""
+    headers: dict[str, TensorHeader] = {}
+    for file in files:
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                for name in tensors.keys():  # noqa: SIM118  (not a mapping)
+                    view = tensors.get_slice(name)
+                    headers[name] = TensorHeader(file, tuple(view.get_shape()), view.get_dtype())
+        except OSError as error:
+            raise CheckpointError(f"{file} cannot be read: {error.strerror or error}") from None
+        except SafetensorError as error:
+            raise CheckpointError(
+                f"{file} is damaged or truncated ({error}); copy it again"
+            ) from None
+    return headers
+
+
+def check_float(headers: Mapping[str, TensorHeader]) -> None:
+    """Refuse integer weights, for a checkpoint whose config says nothing of quantization.
+
+    Transformers would cast the integers to floats as they are, without their scales.
+    """
+    for name, header in headers.items():
+        if name.endswith(".weight") and header.dtype not in FLOATS:
+            raise CheckpointError(
+                f"{name} is {header.dtype} in {header.file}, and config.json has no "
+                "quantization_config; start from the checkpoint before quantization, or restore "
+                "the entry"
+            )
+
+
+def check_shapes(headers: Mapping[str, TensorHeader], layers: Iterable[LayerReport]) -> None:
+    """Refuse tensors of other shapes than the record describes, and factors that are missing."""
+    for layer in layers:
+        for tensor, expected in _expected(layer).items():
+            found = headers.get(tensor)
+            if layer.dense and found is None:
+                continue  # a tied weight is stored under its other name
+            if found is None or found.shape != expected:
+                actual = f"the file has {'none' if found is None else list(found.shape)}"
+                raise CheckpointError(
+                    f"{tensor}: config.json asks for {list(expected)}, {actual}; "
+                    "config and weights are not of the same checkpoint"
+                )
+
+
+def are_renamed(headers: Mapping[str, TensorHeader], layers: Iterable[LayerReport]) -> bool:
+    """Say whether the factors are all there, under other names.
+
+    Transformers renames some architectures' tensors on saving, and back on loading.
+    """
+    factors = {n: shape for layer in layers if layer.r for n, shape in _expected(layer).items()}
+    stored = [(n[-2:], header.shape) for n, header in headers.items() if n.endswith((".u", ".v"))]
+    same = Counter(stored) == Counter((n[-2:], shape) for n, shape in factors.items())
+    return same and not set(factors) & set(headers)
+
+
+# --- helpers
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is missing; give a Transformers model directory") from None
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} must hold JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} must hold a JSON object, got {type(value).__name__}")
+    return value
+
+
+def _expected(layer: LayerReport) -> dict[str, tuple[int, int]]:
+    """The tensors that the layer is stored as, and their shapes."""
+    if layer.r is None:
+        return {f"{layer.name}.weight": (layer.N, layer.K)}
+    return {f"{layer.name}.u": (layer.K, layer.r), f"{layer.name}.v": (layer.r, layer.N)}
