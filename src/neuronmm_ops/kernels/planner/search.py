@@ -50,7 +50,8 @@ def plan_op(
         dtype: bfloat16, float16 or float32.
         target: trn1, trn2, trn3 or an alias of theirs; None as `hardware.resolve_target`.
         lnc: NeuronCores that share the launch: 1, or 2 on trn2 and trn3.
-        max_instructions: of a launch; more tokens than that are split into several launches.
+        max_instructions: of a launch, for the compiler's sake; more tokens than that are split into
+            several launches. One of 128 tokens runs however many instructions it takes.
 
     Raises:
         ValueError: sizes or names that are none, or weights that no plan fits.
@@ -139,9 +140,7 @@ def plan_svd_mlp(
 
 @lru_cache(maxsize=4096)
 def quickest(problem: Problem, max_instructions: int = MAX_INSTRUCTIONS) -> Plan:
-    """The plan of least predicted time, in launches of so many instructions at most.
-
-    A launch has at least 128 tokens, however many instructions that takes.
+    """The plan of least predicted time, in launches of so many instructions if 128 tokens take less.
 
     Raises:
         ValueError: no plan fits, or `max_instructions` is less than 1.
@@ -150,35 +149,41 @@ def quickest(problem: Problem, max_instructions: int = MAX_INSTRUCTIONS) -> Plan
         raise ValueError(f"max_instructions must be at least 1, got {max_instructions}")
     tiles, launches = tiles_in(problem.M, PARTITIONS), 1
     while True:
-        tokens = min(problem.M, tiles_in(tiles, launches) * PARTITIONS)
+        each = tiles_in(tiles, launches)
+        tokens = min(problem.M, each * PARTITIONS)
         found = candidates(replace(problem, M=tokens))
         if tokens < problem.M:  # decode's arguments are for one number of tokens
             found = [plan for plan in found if plan.phase == "prefill"]
         if not found:
             raise ValueError(f"no plan of {problem} fits SBUF on {problem.target}; split K or N")
-        if found[0].instructions <= max_instructions or tokens <= PARTITIONS:
+        if found[0].instructions <= max_instructions or each == 1:
             return _launched(problem, found[0])
-        launches = max(launches + 1, tiles_in(tiles * PARTITIONS, tokens))
+        wanted = launches * found[0].instructions // max_instructions
+        launches = max(wanted, tiles_in(tiles, each - 1))
 
 
 def _launched(problem: Problem, first: Plan) -> Plan:
     """The plan of a problem in launches of as many tokens as `first`, the last of the rest."""
-    tokens = first.problem.M
-    count, rest = divmod(problem.M, tokens)
-    launched, plans = (tokens,) * count, [first] * count
-    if rest:
-        last: Plan | None = _module(problem).plan_with(replace(problem, M=rest), first.arguments)
-        if last is None:
-            raise AssertionError(f"{first} fits for {tokens} tokens and not for {rest}")
-        launched, plans = (*launched, rest), [*plans, last]
+    count, rest = divmod(problem.M, first.problem.M)
+    plans = [first] * count + ([plan_part(first, rest)] if rest else [])
     return replace(
         first,
         problem=problem,
         time_ms=sum([plan.time_ms for plan in plans]),
         hbm_bytes=sum([plan.hbm_bytes for plan in plans]),
         instructions=sum([plan.instructions for plan in plans]),
-        launches=launched,
+        launches=tuple([plan.problem.M for plan in plans]),
     )
+
+
+def plan_part(plan: Plan, tokens: int) -> Plan:
+    """The plan of one of `plan.launches`: the same arguments for some of the tokens."""
+    part: Plan | None = _module(plan.problem).plan_with(
+        replace(plan.problem, M=tokens), plan.arguments
+    )
+    if part is None:
+        raise ValueError(f"{plan.kernel} does not fit with {plan.arguments} for {tokens} tokens")
+    return part
 
 
 def _module(problem: Problem) -> ModuleType:

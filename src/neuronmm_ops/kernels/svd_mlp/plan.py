@@ -65,8 +65,8 @@ def candidates(problem: Problem) -> list[Plan]:
 
 def plan_with(problem: Problem, blocks: Blocks) -> Plan | None:
     """The plan of these arguments of the prefill kernel; None where it does not fit."""
-    width = min(int(blocks["token_block"]), problem.core_tokens[0])
-    return _Form(Costs(problem), width, *[int(blocks[name]) for name in ARGUMENTS]).plan()
+    numbers = [int(blocks[name]) for name in ("token_block", *ARGUMENTS)]
+    return _Form(Costs(problem), *numbers).plan()
 
 
 def _forms(problem: Problem, widths: tuple[int, ...]) -> Iterator[_Form]:
@@ -330,7 +330,8 @@ class _Form:
             "banks": c.banks,
             "engines": c.engines,
         }
-        return plan_of(c.problem, blocks, self.stages, self.width)
+        width = min(self.width, c.problem.core_tokens[0])
+        return plan_of(c.problem, blocks, self.stages, width)
 
 
 def _no_loads(rows: int, tokens: int, seen: bool) -> Loads:
