@@ -6,26 +6,16 @@ table, no search at run time, no simulation, no torch. All times are modelled.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import lru_cache
 from importlib import import_module
 from types import ModuleType
-from typing import TypeVar
 
-from neuronmm_ops.hardware import Machine, resolve_target
-from neuronmm_ops.kernels.planner.prefill import Costs
+from neuronmm_ops.hardware import resolve_target
+from neuronmm_ops.kernels.planner.prefill_search import Prefill
 from neuronmm_ops.kernels.planner.problem import Matrices, Plan, Problem, mlp_matrices
-from neuronmm_ops.kernels.planner.timeline import Program, Timeline, sbuf_peak
-from neuronmm_ops.kernels.stages.tiling import PARTITIONS, STAGED_TILES, tiles_in
+from neuronmm_ops.kernels.stages.tiling import PARTITIONS, tiles_in
 
-T = TypeVar("T")
-WIDTHS = (512, 1024, 1536, 2048)
-"""Tokens of a block."""
-SMALL_WIDTHS = (256, 128)
-"""Where no larger one fits."""
-AHEAD_BYTES = 16384
-"""SBUF per partition that is left to loads ahead where x does not stay whole."""
 MAX_INSTRUCTIONS = 500_000
 """Of a launch: loops unroll, and compilers refuse, or take hours over, a few million."""
 TIE = 1.002
@@ -140,7 +130,9 @@ def plan_svd_mlp(
 
 @lru_cache(maxsize=4096)
 def quickest(problem: Problem, max_instructions: int = MAX_INSTRUCTIONS) -> Plan:
-    """The plan of least predicted time, in launches of so many instructions if 128 tokens take less.
+    """The plan of least predicted time, in launches of at most so many instructions.
+
+    A launch has at least 128 tokens, however many instructions that takes.
 
     Raises:
         ValueError: no plan fits, or `max_instructions` is less than 1.
@@ -178,22 +170,23 @@ def _launched(problem: Problem, first: Plan) -> Plan:
 
 def plan_part(plan: Plan, tokens: int) -> Plan:
     """The plan of one of `plan.launches`: the same arguments for some of the tokens."""
-    part: Plan | None = _module(plan.problem).plan_with(
-        replace(plan.problem, M=tokens), plan.arguments
-    )
+    prefill: Prefill = _module(plan.problem).Prefill(replace(plan.problem, M=tokens))
+    part = prefill.plan(tuple([int(plan.arguments[name]) for name in prefill.names]))
     if part is None:
         raise ValueError(f"{plan.kernel} does not fit with {plan.arguments} for {tokens} tokens")
     return part
 
 
 def _module(problem: Problem) -> ModuleType:
-    """`plan.py` of the op: its `candidates`, and `plan_with` given arguments."""
+    """`plan.py` of the op: its class `Prefill`, and `decode` with plans of up to 128 tokens."""
     return import_module(f"neuronmm_ops.kernels.{problem.op}.plan")
 
 
 def candidates(problem: Problem) -> list[Plan]:
     """All plans that fit: the choice first, then by predicted time."""
-    found: list[Plan] = _module(problem).candidates(problem)
+    module = _module(problem)
+    found: list[Plan] = module.decode(problem) if problem.M <= PARTITIONS else []
+    found += module.Prefill(problem).plans()
     found.sort(key=lambda plan: (plan.time_ms, plan.hbm_bytes, plan.blocks))
     if not found or problem.op == "svd_mlp":  # its plan of least traffic is the slowest to start
         return found
@@ -201,47 +194,3 @@ def candidates(problem: Problem) -> list[Plan]:
     ties = [plan for plan in found if plan.time_ms <= TIE * found[0].time_ms]
     first = min(ties, key=lambda plan: plan.hbm_bytes)
     return [first, *[plan for plan in found if plan is not first]]
-
-
-# what the ops' plan.py share in trying arguments of the prefill kernels
-
-
-def token_blocks(problem: Problem) -> Iterator[list[int]]:
-    """Widths of token blocks worth trying together; each list is for where none before fits."""
-    tokens = problem.core_tokens[0]
-    yield [w for w in WIDTHS if w < tokens] + [w for w in WIDTHS if w >= tokens][:1]
-    yield from [[width] for width in SMALL_WIDTHS]
-
-
-def fitting_residents(
-    c: Costs, K: int, width: int, peak: Callable[[int], int], parts: int = 1
-) -> list[int]:
-    """How many x^T tiles may stay in SBUF: all, or as many as fit, or fewer to fetch ahead.
-
-    `peak` of so many, whose tiles are [128, width]; several `parts` of tokens want all.
-    """
-    count, room = tiles_in(K, PARTITIONS), c.machine.usable_sbuf_bytes
-    if peak(count) <= room:
-        return [count]
-    least = peak(0) if parts == 1 else room + 1
-    if least > room:
-        return []
-    most = min(count - 1, (room - least - AHEAD_BYTES) // (width * c.item))
-    found = {max(0, most), max(0, most) * 5 // 8}
-    if c.layout == "pe":
-        found = {n - n % STAGED_TILES for n in found}
-    return sorted(found - {0}) or [0]
-
-
-def quickest_stages(
-    machine: Machine, arguments: Iterable[T], stage: Callable[[T], Program], live: int = 0
-) -> list[T]:
-    """Arguments of stages that fit beside `live` bytes of SBUF, by their time alone."""
-    found: list[tuple[float, T]] = []
-    for chosen in arguments:
-        program = stage(chosen)
-        if sbuf_peak([program], live) <= machine.usable_sbuf_bytes:
-            timeline = Timeline(machine)
-            timeline.repeat([program], 1)
-            found.append((timeline.end_ns, chosen))
-    return [chosen for _, chosen in sorted(found, key=lambda entry: entry[0])]

@@ -16,7 +16,7 @@ from neuronmm_ops.kernels.planner.instructions import result_ns
 
 PARTS = 8
 """Of a step's loads, each of which waits for SBUF by itself."""
-SETTLED = 1.002
+SETTLED = 1.01
 """Repeats within this factor take as long as each other."""
 
 
