@@ -126,9 +126,10 @@ class Prefill(prefill_search.Prefill):
         c, r_tiles = self.costs, self.r_tiles
         even = [tiles_in(r_tiles, tiles_in(r_tiles, most)) * PARTITIONS for most in (4, 8, r_tiles)]
         widths = sorted({min(b, r_tiles * PARTITIONS) for b in (*BLOCKS, *even)})
-        groups = sorted({min(BANK_COLUMNS, width), min(2 * BANK_COLUMNS, width), width})
-        # groups of half the banks leave the others to slow additions in SBUF
-        all_banks = (c.banks, PSUM_BANKS // 2) if k_block else (c.banks,)
+        groups, all_banks = {BANK_COLUMNS, 2 * BANK_COLUMNS, width}, (c.banks,)
+        if k_block:  # groups of half the banks leave the others to slow additions in SBUF
+            groups, all_banks = {BANK_COLUMNS}, (c.banks, PSUM_BANKS // 2)
+        groups = sorted({min(tokens, width) for tokens in groups})
         for tokens, banks, block in product(groups, all_banks, widths):
             if tiles_in(tokens, BANK_COLUMNS) <= banks:
                 first = First(0, block, tokens, banks, k_block, self.problem.bf16_partial_sums)
