@@ -98,7 +98,8 @@ def test_a_launch_of_many_instructions_is_split_by_tokens(op, M, target, lnc):
     }[op]
     whole = plan_op(op, M, matrices, "bfloat16", target, lnc)
     assert whole.launches == (M,)
-    plan = plan_op(op, M, matrices, "bfloat16", target, lnc, whole.instructions // 3)
+    most = whole.instructions // 2
+    plan = plan_op(op, M, matrices, "bfloat16", target, lnc, most)
     *first, last = plan.launches
     assert sum(plan.launches) == M
     assert len(first) >= 2
@@ -108,7 +109,7 @@ def test_a_launch_of_many_instructions_is_split_by_tokens(op, M, target, lnc):
     parts = [plan_part(plan, tokens) for tokens in plan.launches]
     assert {part.blocks for part in parts} == {plan.blocks}
     launches = [traced(part) for part in parts]
-    assert max(launch.instructions for launch in launches) <= whole.instructions // 3
+    assert max(launch.instructions for launch in launches) <= most
     assert plan.instructions == sum(launch.instructions for launch in launches)
     assert plan.hbm_bytes == sum(launch.hbm_bytes for launch in launches)
     time_ms = sum(launch.time_ms for launch in launches)
