@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from tolerances import assert_close_to_oracle
 
 from neuronmm_ops.compress.rank import aligned_rank
+from neuronmm_ops.kernels.planner import search
 from neuronmm_ops.kernels.planner.problem import Plan, Problem, mlp_matrices
 from neuronmm_ops.kernels.stages import chunks, decode, tiling
 from neuronmm_ops.kernels.svd_mlp.decode import svd_mlp_decode
@@ -31,8 +32,7 @@ CORES = st.sampled_from((("trn1", 1), ("trn2", 1), ("trn2", 2), ("trn3", 1), ("t
 
 
 def candidates(problem: Problem) -> list[Plan]:
-    module = import_module(f"neuronmm_ops.kernels.{problem.op}.plan_decode")
-    return module.candidates(problem)
+    return import_module(f"neuronmm_ops.kernels.{problem.op}.plan").decode(problem)
 
 
 def rounded(values: np.ndarray, dtype: str) -> np.ndarray:
@@ -332,7 +332,8 @@ def test_plans_predict_time_and_instructions(op: str) -> None:
 
 
 def test_no_candidates_for_many_tokens() -> None:
-    assert candidates(Problem("xuv", 129, ((256, 128), (128, 256)))) == []
+    found = search.candidates(Problem("xuv", 129, ((256, 128), (128, 256))))
+    assert {plan.phase for plan in found} == {"prefill"}
 
 
 def model_problems(op: str, M: int, lnc: int) -> list[Problem]:

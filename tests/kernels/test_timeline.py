@@ -8,7 +8,7 @@ import pytest
 
 from neuronmm_ops import neuroncore as nc
 from neuronmm_ops.hardware import DMA_START_NS, Engine, Target, resolve_target
-from neuronmm_ops.kernels import Plan, Problem, nki_kernel, plan_op, plan_xuv, plan_xw
+from neuronmm_ops.kernels import Plan, Problem, nki_kernel, plan_op, plan_part, plan_xuv, plan_xw
 from neuronmm_ops.kernels.planner import search
 from neuronmm_ops.kernels.planner.instructions import result_ns
 from neuronmm_ops.kernels.planner.problem import mlp_matrices
@@ -98,33 +98,31 @@ def test_a_launch_of_many_instructions_is_split_by_tokens(op, M, target, lnc):
     }[op]
     whole = plan_op(op, M, matrices, "bfloat16", target, lnc)
     assert whole.launches == (M,)
-    plan = plan_op(op, M, matrices, "bfloat16", target, lnc, whole.instructions // 3)
+    most = whole.instructions // 2
+    plan = plan_op(op, M, matrices, "bfloat16", target, lnc, most)
     *first, last = plan.launches
     assert sum(plan.launches) == M
     assert len(first) >= 2
     assert set(first) == {first[0]}
     assert first[0] % 128 == 0
     assert 0 < last <= first[0]
-    launches = [
-        traced(Plan(Problem(op, tokens, matrices, "bfloat16", target, lnc), *fields(plan)))
-        for tokens in plan.launches
-    ]
-    assert max(launch.instructions for launch in launches) <= whole.instructions // 3
+    parts = [plan_part(plan, tokens) for tokens in plan.launches]
+    assert {part.blocks for part in parts} == {plan.blocks}
+    launches = [traced(part) for part in parts]
+    assert max(launch.instructions for launch in launches) <= most
     assert plan.instructions == sum(launch.instructions for launch in launches)
     assert plan.hbm_bytes == sum(launch.hbm_bytes for launch in launches)
     time_ms = sum(launch.time_ms for launch in launches)
     assert plan.time_ms == pytest.approx(time_ms, rel=0.1)
 
 
-def fields(plan: Plan) -> tuple[object, ...]:
-    """All of a plan but its problem."""
-    return tuple(plan.__dict__.values())[1:]
-
-
 def test_a_launch_has_128_tokens_at_least():
     plan = plan_xuv(300, 512, 128, 640, target="trn1", max_instructions=1)
     assert plan.launches == (128, 128, 44)
-    assert plan_xw(128, 512, 640, target="trn1", max_instructions=1).launches == (128,)
+    decode = plan_xw(1, 2048, 8192, target="trn2", lnc=2, max_instructions=1)
+    assert (decode.phase, decode.launches) == ("decode", (1,))
+    longest = plan_xw(2**17, 512, 640, target="trn1", max_instructions=1)
+    assert longest.launches == (128,) * 1024
     with pytest.raises(ValueError, match="max_instructions must be at least 1, got 0"):
         plan_xw(128, 512, 640, max_instructions=0)
 

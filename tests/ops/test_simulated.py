@@ -1,5 +1,7 @@
 """`use_impl("simulated")`: the ops through the NKI kernels on the simulated NeuronCore."""
 
+from functools import partial
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -19,7 +21,9 @@ from splits import split_plans
 from tolerances import assert_close_to_oracle
 
 import neuronmm_ops as nm
+from neuronmm_ops import kernels
 from neuronmm_ops.kernels import plan_xuv
+from neuronmm_ops.neuroncore import kernel
 from neuronmm_ops.ops.backends import simulated
 from neuronmm_ops.ops.backends.launch import DTYPE_NAMES
 from neuronmm_ops.ops.definitions import SPECS
@@ -46,11 +50,32 @@ def test_a_split_op_is_launched_once_for_each_part(op, monkeypatch):
     with nm.use_impl("simulated", target="trn2"):
         whole = getattr(nm, op)(*tensors)
         profile = nm.last_profile()
-        calls = split_plans(monkeypatch, 64)
+        planned = split_plans(monkeypatch, 64)
         y = getattr(nm, op)(*tensors)
-    assert calls == [150, 64, 64, 22]
+    assert [plan.launches for plan in planned] == [(64, 64, 22)]
     assert torch.equal(y, whole)
     assert nm.last_profile().flops == profile.flops * 22 // 150
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_the_parts_of_a_split_plan_are_what_it_counts(op, monkeypatch):
+    profiles, run = [], kernel.run
+
+    def noted(*arguments, **named):
+        profiles.append((done := run(*arguments, **named)).profile)
+        return done
+
+    monkeypatch.setattr(kernel, "run", noted)
+    plan_op = partial(kernels.plan_op, max_instructions=1)
+    monkeypatch.setattr(kernels, "plan_op", plan_op)
+    x, *others = [make(shape) for shape in shapes_of(op, lead=(2, 150))]
+    with nm.use_impl("simulated", target="trn2"):
+        getattr(nm, op)(x, *others[: len(SPECS[op].factors)])
+    matrices = tuple(others[index - 1].shape for index in SPECS[op].factors)
+    plan = plan_op(op, 300, matrices, "float32", "trn2")
+    assert plan.launches == (128, 128, 44)
+    assert plan.instructions == sum(profile.instructions for profile in profiles)
+    assert plan.hbm_bytes == sum(profile.hbm_bytes for profile in profiles)
 
 
 def test_the_last_profile_is_kept():

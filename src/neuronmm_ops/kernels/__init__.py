@@ -12,7 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from neuronmm_ops.kernels.planner.problem import Plan, Problem
-from neuronmm_ops.kernels.planner.search import plan_op, plan_svd_mlp, plan_xuv, plan_xw
+from neuronmm_ops.kernels.planner.search import (
+    plan_op,
+    plan_part,
+    plan_svd_mlp,
+    plan_xuv,
+    plan_xw,
+)
 
 if TYPE_CHECKING:
     from neuronmm_ops.neuroncore import Kernel
@@ -22,6 +28,7 @@ __all__ = [
     "Problem",
     "nki_kernel",
     "plan_op",
+    "plan_part",
     "plan_svd_mlp",
     "plan_xuv",
     "plan_xw",

@@ -104,7 +104,7 @@ class Costs:
 
     def own(self, size: int, core: int = 0) -> int:
         """A core's part of a dimension; as `stages.decode.own`."""
-        return tiling.core_range(size, self.problem.lnc, core).size
+        return tiling.core_span(size, core, self.problem.lnc).size
 
     def load_x(self, chunks: Sequence[int]) -> float:
         """DMA time of tokens on the busiest engines: groups of partitions take chunks in turns."""
@@ -227,9 +227,8 @@ class Costs:
         step.first_ns = step.last_ns = sum([s.ns for s in sums]) / tiles
         evict = dict.fromkeys(BOTH, 0.0)
         for n, engine in enumerate(engines):
-            each = [evict_ns(self.machine, engine, size) for size in [*parts[:-1], parts[0]]]
+            each = [evict_ns(self.machine, engine, size) for size in parts]
             evict[engine] = sum(each[n :: len(engines)]) / tiles_in(tiles - n, len(engines))
-            step.shorter_ns = each[-1] - evict_ns(self.machine, engine, parts[-1])
         step.vector_ns, step.scalar_ns = evict.values()
 
 
@@ -361,6 +360,6 @@ class Stages:
         """Store evicted sums, a PE column group at a time."""
         costs, groups = self.costs, len(s.chunks)
         ns = load_ns(costs.machine, costs.M, s.width * costs.itemsize)
-        step = Step(0.0, store_ns=ns, store_parts=groups, hbm_bytes=costs.M * s.row_bytes)
+        step = Step(0.0, store_ns=ns, hbm_bytes=costs.M * s.row_bytes)
         step.instructions = groups
         self._run([step])

@@ -30,8 +30,6 @@ def best_plans(
         first: the kernel's own arguments to begin with.
         choices: for each of them the values worth a look.
     """
-    if costs.M > PARTITIONS:
-        return []
     plan = cache(lambda items: _plan(costs, run, dict(items)))
     least = min(1024, costs.most_columns)
     for tile_bytes in (16384, EDGE_TILE_BYTES, 512):

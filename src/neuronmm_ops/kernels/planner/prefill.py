@@ -12,8 +12,8 @@ from typing import NamedTuple
 from neuronmm_ops.hardware import Engine
 from neuronmm_ops.kernels.planner import instructions
 from neuronmm_ops.kernels.planner.instructions import evict_ns, load_ns, matmul_ns
-from neuronmm_ops.kernels.planner.problem import Block, Plan, Problem
-from neuronmm_ops.kernels.planner.timeline import Program, Section, Step, Timeline, sbuf_peak
+from neuronmm_ops.kernels.planner.problem import Block, Problem
+from neuronmm_ops.kernels.planner.timeline import Program, Section, Step
 from neuronmm_ops.kernels.stages.tiling import (
     BANK_COLUMNS,
     PARTITIONS,
@@ -326,36 +326,3 @@ def write_steps(
 def in_sbuf(size: int, made_in: int) -> Moving:
     """An operand of `size` bytes a partition that a stage has made."""
     return Moving(lambda rows, tokens, seen: NOTHING, seen=True, frees=size, made_in=made_in)
-
-
-def plan_of(
-    problem: Problem, blocks: Blocks, stages: Callable[[int], Iterable[Program]], width: int
-) -> Plan | None:
-    """The plan of a kernel that runs `stages` for blocks of `width` tokens; None without room."""
-    timeline = Timeline(problem.machine)
-    hbm_bytes = issued = sbuf_bytes = 0
-    for core, tokens in enumerate(problem.core_tokens):
-        for size, times in ((width, tokens // width), (tokens % width, 1)):
-            if size == 0 or times == 0:
-                continue
-            programs = list(stages(size))
-            hbm_bytes += times * sum([p.total("hbm_bytes") for p in programs])
-            issued += times * sum([p.total("instructions") for p in programs])
-            if core == 0:
-                timeline.repeat(programs, times)
-                sbuf_bytes = max(sbuf_bytes, sbuf_peak(programs))
-                if sbuf_bytes > timeline.room:
-                    return None
-    return Plan(
-        problem,
-        "prefill",
-        problem.op,
-        tuple(blocks.items()),
-        timeline.end_ns / 1e6,
-        hbm_bytes,
-        sbuf_bytes,
-        PSUM_BANKS,
-        "PE" if timeline.work_ns >= timeline.transfer_ns else "DMA",
-        issued,
-        (problem.M,),
-    )

@@ -16,7 +16,7 @@ from neuronmm_ops.kernels.planner.instructions import result_ns
 
 PARTS = 8
 """Of a step's loads, each of which waits for SBUF by itself."""
-SETTLED = 1.002
+SETTLED = 1.01
 """Repeats within this factor take as long as each other."""
 
 
@@ -30,7 +30,6 @@ class Step:
         head_ns: of `load_ns`, what TensorE waits for before it may begin.
         tail_ns: of `work_ns`, what is left to do when the last byte has come.
         store_ns: DMA time of stores that follow the evictions.
-        store_parts: of the tiles, each stored when it is evicted, by DMA engines of its own.
         tiles: PSUM tiles, each of `banks` banks; 0 where nothing is evicted.
         banks: see `tiles`.
         bank_tiles: tiles that share a bank, in partitions of their own.
@@ -38,7 +37,6 @@ class Step:
         last_ns: from the last matmul of one tile to that of the next.
         scalar_ns: of ScalarE to evict a tile; 0 where it evicts none.
         vector_ns: of VectorE. The two take turns where both evict.
-        shorter_ns: what the last tile takes less, being narrower.
         fresh: a step that waits next reads its results, not those of steps before.
         rows: rows of PSUM tiles, each a contraction tile of a step that reads them.
         waits: it is the first to read a stage's results: those of the step so many before it are
@@ -57,7 +55,6 @@ class Step:
     head_ns: float = 0.0
     tail_ns: float = 0.0
     store_ns: float = 0.0
-    store_parts: int = 1
     tiles: int = 0
     banks: int = 1
     bank_tiles: int = 1
@@ -65,7 +62,6 @@ class Step:
     last_ns: float = 0.0
     scalar_ns: float = 0.0
     vector_ns: float = 0.0
-    shorter_ns: float = 0.0
     fresh: bool = False
     rows: int = 1
     waits: int = 0
@@ -261,9 +257,7 @@ class Timeline:
     def _store(self, s: Step) -> None:
         begin = max(self._results[-1][1] + DMA_START_NS, self._stored)
         self._stored = begin + s.store_ns
-        first, last, _ = self._results[-1]
-        earlier = (last - first) * (1 - 1 / s.store_parts)
-        self._stores.append((begin - earlier, s.store_ns))
+        self._stores.append((begin, s.store_ns))
         if s.stored:
             self._free(s.stored, begin, self._stored)
 
@@ -284,21 +278,18 @@ class Timeline:
         first = seen = end = 0.0
         late = done - begun[-1]
         at_once = s.tiles * s.first_ns > 0.999 * s.work_ns  # what a tile does first is all it does
-        scalar_ns, vector_ns = s.scalar_ns, s.vector_ns
         for i in range(s.tiles):
-            if i == s.tiles - 1:
-                scalar_ns, vector_ns = scalar_ns - s.shorter_ns, vector_ns - s.shorter_ns
             last = (
                 begun[i // s.bank_tiles] + late if at_once else done - (s.tiles - 1 - i) * s.last_ns
             )
             ready = last + matmul
             if s.vector_ns and (i % 2 or not s.scalar_ns):
                 ready = max(ready, self._vector, self._scalar if shared else 0.0)
-                self._vector = end = ready + vector_ns
+                self._vector = end = ready + s.vector_ns
                 seen = max(seen, end + vector)
             else:
                 ready = max(ready, self._scalar, self._vector if shared else 0.0)
-                self._scalar = end = ready + scalar_ns
+                self._scalar = end = ready + s.scalar_ns
                 seen = max(seen, end + scalar)
             if i == 0:
                 first = seen

@@ -17,7 +17,7 @@ from neuronmm_ops.kernels.stages.tiling import (
     GroupSpan,
     Span,
     SumTiling,
-    core_range,
+    core_span,
     matmul_columns,
     spans,
     weight_tiles,
@@ -26,7 +26,7 @@ from neuronmm_ops.kernels.stages.tiling import (
 
 def own(size: int) -> Span:
     """This core's range of a dimension."""
-    return core_range(size, nl.num_programs(0), nl.program_id(0))
+    return core_span(size, nl.program_id(0), nl.num_programs(0))
 
 
 class Sums(nl.NKIObject):

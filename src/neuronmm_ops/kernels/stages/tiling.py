@@ -67,11 +67,13 @@ def natural_groups(tokens: int, features: int, token_tiles: int, banks: int) -> 
     return found
 
 
-def core_span(tokens: int, core: int, cores: int) -> Span:
-    """The tokens of one core in prefill: whole tiles of 128, the first core has the most."""
-    share = tiles_in(tiles_in(tokens, PARTITIONS), cores) * PARTITIONS
-    start = min(core * share, tokens)
-    return Span(start, min(share, tokens - start))
+def core_span(size: int, core: int, cores: int) -> Span:
+    """A core's range of a dimension; two cores split at a multiple of 128 if it is large enough."""
+    if cores == 1:
+        return Span(0, size)
+    unit = PARTITIONS if size >= 2 * PARTITIONS else 1
+    half = min(size, tiles_in(size, 2 * unit) * unit)
+    return Span(0, half) if core == 0 else Span(half, size - half)
 
 
 STAGED_TILES = 4
@@ -105,15 +107,6 @@ TensorE starts on a tile when all of it has arrived.
 """
 HALF_ROW_BYTES = 2560
 """Bytes of a row of the last weight tile, at least, where that is loaded in two halves."""
-
-
-def core_range(size: int, cores: int, core: int) -> Span:
-    """A core's range of a dimension; two cores split at a multiple of 128 if it is large enough."""
-    if cores == 1:
-        return Span(0, size)
-    unit = PARTITIONS if size >= 2 * PARTITIONS else 1
-    half = min(size, tiles_in(size, 2 * unit) * unit)
-    return Span(0, half) if core == 0 else Span(half, size - half)
 
 
 def column_groups(M: int, generation: int) -> int:

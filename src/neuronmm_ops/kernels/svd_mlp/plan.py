@@ -3,157 +3,180 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from functools import cache
 from itertools import product
+from typing import NamedTuple
 
+from neuronmm_ops.kernels.planner import decode_search, prefill_search
+from neuronmm_ops.kernels.planner.decode import SCALAR, VECTOR, Blocks, Stages
+from neuronmm_ops.kernels.planner.decode_search import even, rounded_up
 from neuronmm_ops.kernels.planner.instructions import load_ns
 from neuronmm_ops.kernels.planner.prefill import (
     NOTHING,
-    Blocks,
-    Costs,
     Loads,
     Moving,
     in_sbuf,
-    plan_of,
     project_steps,
     write_steps,
 )
+from neuronmm_ops.kernels.planner.prefill_search import Arguments
 from neuronmm_ops.kernels.planner.problem import Plan, Problem
-from neuronmm_ops.kernels.planner.search import fitting_residents
 from neuronmm_ops.kernels.planner.timeline import Program, Step, sbuf_peak
 from neuronmm_ops.kernels.stages.tiling import (
     BANK_COLUMNS,
     HIDDEN_TILES,
     PARTITIONS,
+    SUM_BANKS,
     TAIL_TILES,
     sizes,
     tiles_in,
     transposed_groups,
 )
-from neuronmm_ops.kernels.svd_mlp import plan_decode
 
-WIDTHS = (2048, 1024, 512)
-"""Tokens of a block."""
-SMALL_WIDTHS = (384, 256, 128, 64, 32, 16)
-"""Where no larger one fits."""
-ARGUMENTS = (
-    *("tokens", "resident", "spill", "resident_spilled"),
-    *("u_block", "v_block", "down_block", "out_block"),
-)
-"""Arguments of the kernel that the problem and `token_block` leave open, as `_Form` has them."""
-STAGES = {
-    "gate": ("resident", "u_block"),
-    "up": ("resident", "u_block"),
-    "gated": ("v_block", "spill"),
-    "down": ("down_block", "spill", "resident_spilled"),
-    "out": ("out_block",),
-}
-"""Methods of `_Form` in the kernel's order, and what each depends on."""
+TOKENS = 1024
+"""Of a group of PSUM tiles with transposed results."""
+TOKEN_TILES = 2
+"""Of a group of PSUM tiles of the output."""
 AHEAD_BYTES = 8192
 """SBUF per partition that a hidden block which spills leaves to loads ahead."""
 
-
-def candidates(problem: Problem) -> list[Plan]:
-    """All plans that fit."""
-    found = plan_decode.candidates(problem)
-    for widths in (WIDTHS, SMALL_WIDTHS):
-        prefill = [plan for form in _forms(problem, widths) for plan in form.plans()]
-        if prefill:
-            return found + prefill
-    return found
+# --- decode
 
 
-def plan_with(problem: Problem, blocks: Blocks) -> Plan | None:
-    """The plan of these arguments of the prefill kernel; None where it does not fit."""
-    width = min(int(blocks["token_block"]), problem.core_tokens[0])
-    return _Form(Costs(problem), width, *[int(blocks[name]) for name in ARGUMENTS]).plan()
+def decode(problem: Problem) -> list[Plan]:
+    """The best plans of the decode kernel that fit, the fastest first."""
+    costs = decode_search.Costs(problem)
+    gate, up, down = problem.ranks
+    fuse = sum([costs.sums(r, r).banks for r in (gate, up)]) <= SUM_BANKS
+    first: Blocks = {
+        "rank_block": even(down if fuse else max(gate, up, down), costs.most_columns),
+        "fuse_gate_up": fuse,
+    }
+    width = rounded_up(costs.own(problem.inner), PARTITIONS)
+    bank = BANK_COLUMNS * costs.groups
+    inners = sorted({min(count * bank, width) for count in range(1, SUM_BANKS + 1)})
+    hidden: list[Blocks] = [
+        {"inner_block": inner, "spill": spill} for inner in inners for spill in (True, False)
+    ]
+    return decode_search.best_plans(costs, decode_stages, {**first, **hidden[0]}, [hidden])
 
 
-def _forms(problem: Problem, widths: tuple[int, ...]) -> Iterator[_Form]:
-    costs, most = Costs(problem), problem.core_tokens[0]
-    for width in sorted({min(w, most) for w in widths}):
-        for tokens in sorted({min(width, BANK_COLUMNS), min(width, 2 * BANK_COLUMNS)}):
-            yield _Form(costs, width, tokens)
+def decode_stages(s: Stages) -> None:
+    """The stages of the decode kernel."""
+    gate, up, down = s.problem.ranks
+    chunks = s.chunks(s.own(s.problem.K))
+    natural = s.natural(gate) + s.natural(up)
+    s.hold(natural + s.buffers(chunks))
+    low = s.project(chunks, "hbm", (gate, up), bool(s.blocks["fuse_gate_up"]))
+    s.hold(-s.buffers(chunks))
+    transposed = s.transposed(low[0]) + s.transposed(low[1])
+    s.hold(transposed)
+    h_chunks, h_bytes = _decode_hidden(s, low)
+    s.hold(-(transposed + natural))
+    source = "sums"
+    if s.blocks["spill"]:
+        h_chunks, source = s.chunks(s.own(s.problem.inner)), "stored"
+        s.timeline.reload(s.costs.load_x(h_chunks[:1]))
+    s.hold(s.buffers(h_chunks))
+    (d_chunks,) = s.project(h_chunks, source, [down])
+    s.hold(-(s.buffers(h_chunks) + h_bytes))
+    s.hold(s.transposed(d_chunks) + s.natural(down))
+    s.write(d_chunks, "sums", resident=True)
 
 
-@dataclass(frozen=True)
-class _Form:
-    """The kernel's arguments, and its stages for blocks of `width` tokens.
+def _decode_hidden(s: Stages, low: list[list[int]]) -> tuple[list[int], int]:
+    """act(gate) * up, block after block; its K chunks, and their SBUF where they stay there."""
+    costs, h_bytes = s.costs, 0
+    h_chunks: list[int] = []
+    source = "sums"
+    for columns in sizes(s.own(s.problem.inner), int(s.blocks["inner_block"])):
+        gate, up = [costs.sums(columns, s.problem.inner, engines=e) for e in (SCALAR, VECTOR)]
+        acts, h = up.width * 4, up.width * costs.itemsize
+        s.hold(acts + h)
+        s.run(low[0], source, gate)
+        s.run(low[1], source, up)
+        if s.blocks["spill"]:
+            s.store(up)
+            s.hold(-(acts + h))
+        else:
+            s.hold(-acts)
+            h_bytes += h
+        h_chunks.extend(up.chunks)
+        source = "transposed"
+    return h_chunks, h_bytes
 
-    Attributes:
-        costs: of the problem.
-        width: token_block.
-        tokens: of a group of PSUM tiles with transposed results.
-        resident, spill, resident_spilled, u_block, v_block, down_block, out_block: as the
-            kernel's.
-    """
 
-    costs: Costs
-    width: int
+# --- prefill
+
+
+class Mlp(NamedTuple):
+    """Arguments of the prefill kernel."""
+
+    token_block: int
     tokens: int
-    resident: int = 0
-    spill: int = 0
-    resident_spilled: int = 0
-    u_block: int = 0
-    v_block: int = 0
-    down_block: int = 0
-    out_block: int = 0
+    resident: int
+    spill: int
+    resident_spilled: int
+    u_block: int
+    v_block: int
+    down_block: int
+    out_block: int
+    token_tiles: int
+    banks: int
 
-    @property
-    def token_tiles(self) -> int:
-        """Of a group of PSUM tiles of the output."""
-        return min(2, tiles_in(self.width, PARTITIONS))
 
-    def bytes_of(self, size: int, width: int) -> int:
-        """SBUF per partition of [size, width]."""
-        return tiles_in(size, PARTITIONS) * width * self.costs.item
+class Prefill(prefill_search.Prefill):
+    """The prefill kernel: five stages for each block of tokens."""
 
-    def stages(self, width: int) -> list[Program]:
-        """A block of `width` tokens."""
-        return [self.program(stage, width) for stage in STAGES]
+    names = Mlp._fields
+    widths = (512, 1024)
 
-    def program(self, stage: str, width: int) -> Program:
-        """One of `STAGES`; forms with the same arguments for it share it."""
-        chosen = [getattr(self, name) for name in STAGES[stage]]
-        key = (stage, width, self.width, self.tokens, *chosen)
-        programs = self.costs.programs
-        if key not in programs:
-            programs[key] = getattr(self, stage)(width)
-        return programs[key]
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(problem)
+        self.side_tiles = sum([tiles_in(r, PARTITIONS) for r in problem.ranks[:2]])
+        self.inner_tiles = tiles_in(problem.inner, PARTITIONS)
+        self.side, self.out = cache(self._side), cache(self._out)
+        self.gated, self.down = cache(self._gated), cache(self._down)
 
-    def gate(self, width: int) -> Program:
-        """The product of x with u_gate."""
-        c, problem = self.costs, self.costs.problem
-        x = Moving(c.tokens(self.resident), stays=True)
-        blocks = (self.u_block, self.tokens, c.banks)
-        return project_steps(c, width, problem.K, problem.ranks[0], x, *blocks)
+    def stages(self, width: int, arguments: Arguments) -> list[Program]:
+        """The kernel for a block of `width` tokens."""
+        a = Mlp(*arguments)
+        return [
+            *self.sides(width, a.u_block, a.resident),
+            self.gated(width, a.v_block, a.spill),
+            self.down(width, a.down_block, a.spill, a.resident_spilled),
+            self.out(width, a.out_block),
+        ]
 
-    def up(self, width: int) -> Program:
-        """The product of x with u_up."""
-        c, problem = self.costs, self.costs.problem
-        loads = c.tokens(self.resident)
-        first = loads(problem.K, width, False)
-        x = Moving(loads, seen=True, frees=first.fills - first.passing)
-        blocks = (self.u_block, self.tokens, c.banks)
-        return project_steps(c, width, problem.K, problem.ranks[1], x, *blocks)
+    def sides(self, width: int, u_block: int, resident: int) -> list[Program]:
+        """The products of x with u_gate and u_up."""
+        return [self.side(width, u_block, resident, n) for n in range(2)]
 
-    def gated(self, width: int) -> Program:
+    def _side(self, width: int, u_block: int, resident: int, number: int) -> Program:
+        """The first or the second product of x."""
+        c, problem = self.costs, self.problem
+        x = Moving(c.tokens(resident), stays=True)
+        if number:
+            first = x.loads(problem.K, width, False)
+            x = Moving(x.loads, seen=True, frees=first.fills - first.passing)
+        blocks = (u_block, TOKENS, c.banks)
+        return project_steps(c, width, problem.K, problem.ranks[number], x, *blocks)
+
+    def _gated(self, width: int, v_block: int, spill: int) -> Program:
         """`gated`: of each group of PSUM tiles a step of the gate, then one of up."""
-        program, c, inner = Program(), self.costs, self.costs.problem.inner
-        gate, up, _ = c.problem.ranks
-        side = in_sbuf(self._side_tiles * width * c.item, self.tokens)
-        blocks = sizes(inner, self.v_block)
+        program, c = Program(), self.costs
+        gate, up, _ = self.problem.ranks
+        side = in_sbuf(self.side_tiles * width * c.item, TOKENS)
         made = 0  # tiles of the hidden block
+        blocks = sizes(self.problem.inner, v_block)
         for b, columns in enumerate(blocks):
-            tiles = tiles_in(columns, PARTITIONS)
-            slots = self._slots(made + tiles) - self._slots(made)
-            stored = self._stored(made + tiles) - self._stored(made)
-            key = (columns, b == 0, b + 1 == len(blocks), made % HIDDEN_TILES, slots, stored)
-            if program.again(key):
-                made += tiles
+            first, last = b == 0, b + 1 == len(blocks)
+            before, made = made, made + tiles_in(columns, PARTITIONS)
+            slots = self._slots(made) - self._slots(before)
+            stored = min(spill, made // HIDDEN_TILES) - min(spill, before // HIDDEN_TILES)
+            if program.again((columns, first, last, before % HIDDEN_TILES, slots, stored)):
                 continue
-            groups = transposed_groups(columns, width, self.tokens, c.banks)
-            many = len(groups) > 1
+            groups = transposed_groups(columns, width, TOKENS, c.banks)
             for g, group in enumerate(groups):
                 loads = [NOTHING, NOTHING]
                 if g == 0:
@@ -165,36 +188,26 @@ class _Form:
                 program.add(step)
                 step = c.step(up, group, loads[1:], TAIL_TILES)
                 c.evict(step, group.columns.size, "vector")
-                if b + g == 0:  # a step of the gate lies between
+                if first and g == 0:  # a step of the gate lies between
                     side.wait(step, width, group.columns, tiles_in(up, PARTITIONS), 2)
                 if group.columns.start == 0:
-                    slots = self._slots(made + step.rows) - self._slots(made)
-                    made += step.rows
+                    slots = self._slots(before + step.rows) - self._slots(before)
+                    before += step.rows
                     c.results(step, slots * width * c.item)
                 step.frees += acts
                 if g + 1 == len(groups):
-                    step.frees += many * self.costs.item * columns * self._side_tiles
+                    step.frees += (len(groups) > 1) * c.item * columns * self.side_tiles
+                    step.frees += side.frees * last
                     self._store(step, stored, width)
-                    if b + 1 == len(blocks):
-                        step.frees += side.frees
                 program.add(step)
         return program
 
-    @property
-    def _side_tiles(self) -> int:
-        return sum([tiles_in(r, PARTITIONS) for r in self.costs.problem.ranks[:2]])
-
     def _slots(self, tiles: int) -> int:
         """Tiles of the groups of the hidden block that the first `tiles` are in."""
-        count = tiles_in(self.costs.problem.inner, PARTITIONS)
-        return min(count, tiles_in(tiles, HIDDEN_TILES) * HIDDEN_TILES)
-
-    def _stored(self, tiles: int) -> int:
-        """Groups that spill and are complete with the first `tiles`."""
-        return min(self.spill, tiles // HIDDEN_TILES)
+        return min(self.inner_tiles, tiles_in(tiles, HIDDEN_TILES) * HIDDEN_TILES)
 
     def _store(self, step: Step, groups: int, width: int) -> None:
-        """Store so many groups after a step."""
+        """Store so many groups of the hidden block after a step."""
         size = self._group_bytes(width)
         step.store_ns = groups * load_ns(self.costs.machine, PARTITIONS, size)
         step.stored = groups * size
@@ -204,141 +217,111 @@ class _Form:
     def _group_bytes(self, width: int) -> int:
         return HIDDEN_TILES * width * self.costs.item
 
-    def down(self, width: int) -> Program:
+    def _made(self, width: int, spill: int) -> int:
+        """SBUF of the hidden block without what spills."""
+        return self.inner_tiles * width * self.costs.item - spill * self._group_bytes(width)
+
+    def _down(self, width: int, down_block: int, spill: int, resident_spilled: int) -> Program:
         """The product of the hidden block with u_down."""
         c, size = self.costs, self._group_bytes(width)
         row = load_ns(c.machine, PARTITIONS, size)
 
         def loads(rows: int, tokens: int, seen: bool) -> Loads:
-            groups = self.spill - seen * self.resident_spilled
-            passing = (self.spill - self.resident_spilled) * size
-            moved = groups * size * PARTITIONS
-            window = size * (passing > 0)
-            return Loads(groups * row, row, 0.0, groups * size, passing, window, moved, groups)
+            groups = spill - seen * resident_spilled
+            passing = (spill - resident_spilled) * size
+            window, moved = size * (passing > 0), groups * size * PARTITIONS
+            head = row * (spill > 0)
+            return Loads(groups * row, head, 0.0, groups * size, passing, window, moved, groups)
 
-        inner, rank = c.problem.inner, c.problem.ranks[2]
-        made = self.bytes_of(inner, width) - self.spill * size
-        x = Moving(loads if self.spill else _no_loads, frees=made, made_in=self.tokens)
-        return project_steps(c, width, inner, rank, x, self.down_block, self.tokens, c.banks)
+        x = Moving(loads, frees=self._made(width, spill), made_in=TOKENS)
+        blocks = (down_block, TOKENS, c.banks)
+        return project_steps(c, width, self.problem.inner, self.problem.ranks[2], x, *blocks)
 
-    def out(self, width: int) -> Program:
+    def _out(self, width: int, out_block: int) -> Program:
         """The product with v_down."""
-        c, rank = self.costs, self.costs.problem.ranks[2]
-        x = in_sbuf(self.bytes_of(rank, width), self.tokens)
-        blocks = (self.out_block, self.token_tiles, c.banks)
-        return write_steps(c, width, rank, c.problem.N, x, *blocks)
+        c, rank = self.costs, self.problem.ranks[2]
+        x = in_sbuf(tiles_in(rank, PARTITIONS) * width * c.item, TOKENS)
+        blocks = (out_block, TOKEN_TILES, c.banks)
+        return write_steps(c, width, rank, self.problem.N, x, *blocks)
 
     # what to try
 
-    def plans(self) -> Iterator[Plan]:
-        """Plans whose hidden block stays in SBUF, and where that costs, spills."""
-        problem = self.costs.problem
-        rank = problem.ranks[2]
-        fixed = self._with_output()
-        sides = list(self._with_sides()) if fixed else []
-        if not fixed or not sides:
-            return
-        wide = fixed._ordered("v_block", problem.inner)
-        for (u_block, resident), form in product(sides, _spread(wide)):
-            for found in form._with_hidden(rank):
-                plan = replace(found, u_block=u_block, resident=resident).plan()
-                if plan:
-                    yield plan
+    def choices(self, token_block: int, width: int) -> Iterator[Mlp]:
+        """With as much in SBUF as fits, blocks of the least DMA time first."""
+        out_block, inner = self._out_block(width), self.problem.inner
+        sides = self._sides(width) if out_block else []
+        ordered = self._blocks(inner)
+        narrow = min(ordered)
+        between = [block for block in ordered if block <= 2 * narrow][:1]
+        v_blocks = dict.fromkeys([ordered[0], *between, narrow])
+        for (u_block, resident), v_block in product(sides, v_blocks):
+            for down_block, spill, again in self._hidden(width, v_block):
+                yield Mlp(
+                    *(token_block, TOKENS, resident, spill, again),
+                    *(u_block, v_block, down_block, out_block, TOKEN_TILES, self.costs.banks),
+                )
 
-    def _with_output(self) -> _Form | None:
-        """With the columns of v_down of the least DMA time that fit."""
-        N, room = self.costs.problem.N, self.costs.machine.usable_sbuf_bytes
-        live = self.bytes_of(self.costs.problem.ranks[2], self.width)
+    def _out_block(self, width: int) -> int:
+        """Columns of v_down of the least DMA time that fit; 0: none."""
+        N = self.problem.N
+        live = tiles_in(self.problem.ranks[2], PARTITIONS) * width * self.costs.item
         blocks = sorted({min(b, N) for b in (128, 512, 1024, 2048, N) if b <= 4096})
-        forms = [replace(self, out_block=block) for block in blocks]
-        fitting = [f for f in forms if sbuf_peak([f.program("out", self.width)], live) <= room]
-        return min(fitting, key=lambda f: self._load_ns(N, f.out_block), default=None)
+        fitting = [b for b in blocks if sbuf_peak([self.out(width, b)], live) <= self.room]
+        return min(fitting, key=lambda block: self._load_ns(N, block), default=0)
 
-    def _with_sides(self) -> Iterator[tuple[int, int]]:
-        """Columns of u_gate and u_up, and how much of x may stay in SBUF beside them."""
-        c, K = self.costs, self.costs.problem.K
-        left = 2
-        for form in self._ordered("u_block", max(c.problem.ranks[:2])):
+    def _sides(self, width: int) -> list[tuple[int, int]]:
+        """Two widths of u_gate and u_up, and how much of x may stay in SBUF beside them."""
+        found: list[tuple[int, int]] = []
+        for block in self._blocks(max(self.problem.ranks[:2])):
 
-            def peak(resident: int, form: _Form = form) -> int:
-                found = replace(form, resident=resident)
-                return sbuf_peak([found.program(side, self.width) for side in ("gate", "up")])
+            def programs(resident: int, block: int = block) -> list[Program]:
+                return self.sides(width, block, resident)
 
-            for resident in fitting_residents(c, K, self.width, peak)[-1:]:
-                yield form.u_block, resident
-                left -= 1
-            if not left:
-                return
-
-    def _with_hidden(self, rank: int) -> Iterator[_Form]:
-        """With the columns of u_down, the hidden block spilling as little as needed."""
-        room = self.costs.machine.usable_sbuf_bytes
-        spilled: list[_Form] = []
-        for form in self._ordered("down_block", rank):
-            if max(form._gated_peak(), form._down_peak()) <= room:
-                yield form
+            residents = self.residents(self.problem.K, width, programs)
+            found.extend([(block, resident) for resident in residents[-1:]])
+            if len(found) == 2:
                 break
-            spilled = spilled or list(form._spilled(room))
+        return found
+
+    def _hidden(self, width: int, v_block: int) -> Iterator[tuple[int, int, int]]:
+        """Columns of u_down, and how many groups of the hidden block spill and stay after."""
+        spilled: list[tuple[int, int, int]] = []
+        for block in self._blocks(self.problem.ranks[2]):
+            if max(self._peaks(width, v_block, block, 0)) <= self.room:
+                yield block, 0, 0
+                break
+            spilled = spilled or list(self._spilled(width, v_block, block))
         yield from spilled
 
-    def _spilled(self, room: int) -> Iterator[_Form]:
-        """With as few groups of the hidden block spilled as fit, some of which stay after."""
-        size, inner = self._group_bytes(self.width), self.costs.problem.inner
+    def _spilled(self, width: int, v_block: int, block: int) -> Iterator[tuple[int, int, int]]:
+        """As few groups of the hidden block spilled as fit, some of which stay after."""
+        size, room = self._group_bytes(width), self.room - AHEAD_BYTES
         spill = 0
-        while spill <= inner // (HIDDEN_TILES * PARTITIONS):
-            found = replace(self, spill=spill)
-            over = max(found._gated_peak(), found._down_peak()) + AHEAD_BYTES - room
+        while spill <= self.problem.inner // (HIDDEN_TILES * PARTITIONS):
+            gated, down = self._peaks(width, v_block, block, spill)
+            over = max(gated, down) - room
             if over <= 0 and spill:
-                most = min(spill, (room - AHEAD_BYTES - found._down_peak()) // size)
+                most = min(spill, (room - down) // size)
                 for again in sorted({most, most * 5 // 8}):  # fewer leave room for loads
-                    yield replace(found, resident_spilled=again)
+                    yield block, spill, again
                 return
             spill += max(1, tiles_in(over, size))
 
-    def _gated_peak(self) -> int:
-        return sbuf_peak(
-            [self.program("gated", self.width)], self._side_tiles * self.width * self.costs.item
-        )
+    def _peaks(self, width: int, v_block: int, down_block: int, spill: int) -> tuple[int, int]:
+        """SBUF of `gated` and of `down`."""
+        sides = self.side_tiles * width * self.costs.item
+        gated = sbuf_peak([self.gated(width, v_block, spill)], sides)
+        down = self.down(width, down_block, spill, 0)
+        return gated, sbuf_peak([down], self._made(width, spill))
 
-    def _down_peak(self) -> int:
-        made = self.bytes_of(self.costs.problem.inner, self.width)
-        live = made - self.spill * self._group_bytes(self.width)
-        return sbuf_peak([self.program("down", self.width)], live)
-
-    def _ordered(self, name: str, size: int) -> list[_Form]:
-        """With widths of a block of `size` columns, least DMA time first, then room."""
-        tiles = tiles_in(size, PARTITIONS)
-        group = self.costs.banks // tiles_in(self.tokens, BANK_COLUMNS)
+    def _blocks(self, size: int) -> list[int]:
+        """Widths of a block of `size` columns, least DMA time first, then room."""
+        tiles, group = tiles_in(size, PARTITIONS), self.costs.banks
         widths = {group, 2 * group, 4, 8, 12, 16}
         widths.update([tiles_in(tiles, shares) for shares in (1, 2, 3, 4)])
-        blocks = sorted({min(w, tiles) * PARTITIONS for w in widths if min(w, tiles) <= 32})
-        ordered = sorted(blocks, key=lambda block: (self._load_ns(size, block), block))
-        return [replace(self, **{name: block}) for block in ordered]
+        blocks = {min(w, tiles) * PARTITIONS for w in widths if min(w, tiles) <= 32}
+        return sorted(blocks, key=lambda block: (self._load_ns(size, block), block))
 
     def _load_ns(self, size: int, block: int) -> float:
         """DMA time of a row tile of [128, size], a block at a time."""
         return sum([self.costs.rows_ns(PARTITIONS, columns) for columns in sizes(size, block)])
-
-    def plan(self) -> Plan | None:
-        """What it comes to; None where it does not fit."""
-        c = self.costs
-        blocks: Blocks = {
-            "token_block": self.width,
-            "layout": c.layout,
-            **{name: getattr(self, name) for name in ARGUMENTS},
-            "token_tiles": self.token_tiles,
-            "banks": c.banks,
-            "engines": c.engines,
-        }
-        return plan_of(c.problem, blocks, self.stages, self.width)
-
-
-def _no_loads(rows: int, tokens: int, seen: bool) -> Loads:
-    return NOTHING
-
-
-def _spread(forms: list[_Form]) -> list[_Form]:
-    """The one with the least DMA time, the one with the narrowest block, and one between."""
-    narrow = min(forms, key=lambda form: form.v_block)
-    between = [form for form in forms if form.v_block <= 2 * narrow.v_block][:1]
-    return list(dict.fromkeys([forms[0], *between, narrow]))

@@ -7,154 +7,136 @@ from functools import cache
 from itertools import chain, product
 from typing import NamedTuple
 
-from neuronmm_ops.kernels.planner.prefill import (
-    Blocks,
-    Costs,
-    Moving,
-    in_sbuf,
-    plan_of,
-    project_steps,
-    write_steps,
-)
+from neuronmm_ops.kernels.planner import decode_search, prefill_search
+from neuronmm_ops.kernels.planner.decode import Blocks, Stages
+from neuronmm_ops.kernels.planner.prefill import Moving, in_sbuf, project_steps, write_steps
+from neuronmm_ops.kernels.planner.prefill_search import Arguments
 from neuronmm_ops.kernels.planner.problem import Plan, Problem
-from neuronmm_ops.kernels.planner.search import fitting_residents, quickest_stages, token_blocks
-from neuronmm_ops.kernels.planner.timeline import Program, Timeline, sbuf_peak
+from neuronmm_ops.kernels.planner.timeline import Program, Timeline
 from neuronmm_ops.kernels.stages.tiling import BANK_COLUMNS, PARTITIONS, PSUM_BANKS, tiles_in
-from neuronmm_ops.kernels.xuv import plan_decode
 
 BLOCKS = (512, 1024, 2048, 4096)
-K_BLOCKS = (512, 1024, 2048, 4096)
+K_BLOCKS = (512, 1024, 2048)
 WAITS = 0.005
 """Share of the whole time that the first block waits for DMA, from which blocks of K are tried."""
 FIRST, SECOND = 8, 3
 """Stages of each product that plans are made of."""
 
 
-def candidates(problem: Problem) -> list[Plan]:
-    """All plans that fit."""
-    found = plan_decode.candidates(problem)
-    for widths in token_blocks(problem):
-        prefill = [plan for width in widths for plan in _Stages(problem).plans(width)]
-        if prefill:
-            return found + prefill
-    return found
+def decode(problem: Problem) -> list[Plan]:
+    """The best plans of the decode kernel that fit, the fastest first."""
+    costs = decode_search.Costs(problem)
+    first: Blocks = {"rank_block": decode_search.even(problem.ranks[0], costs.most_columns)}
+    return decode_search.best_plans(costs, decode_stages, first)
 
 
-def plan_with(problem: Problem, blocks: Blocks) -> Plan | None:
-    """The plan of these arguments of the prefill kernel; None where it does not fit."""
-    first = First(*[int(blocks[name]) for name in First._fields])
-    second = Second(*[int(blocks[name]) for name in Second._fields])
-    return _Stages(problem).plan(int(blocks["token_block"]), first, second)
+def decode_stages(s: Stages) -> None:
+    """The stages of the decode kernel."""
+    chunks = s.chunks(s.own(s.problem.K))
+    s.hold(s.buffers(chunks))
+    (low,) = s.project(chunks, "hbm", s.problem.ranks)
+    s.hold(-s.buffers(chunks))
+    s.hold(s.transposed(low) + s.natural(s.problem.ranks[0]))
+    s.write(low, "sums", resident=True)
 
 
 class First(NamedTuple):
-    """The kernel's arguments for x @ u."""
+    """Arguments of the prefill kernel for x @ u."""
 
     resident: int
     u_block: int
     tokens: int
     banks: int
     k_block: int
+    bf16_partial_sums: bool
 
 
 class Second(NamedTuple):
-    """The kernel's arguments for xu @ v."""
+    """Arguments of the prefill kernel for xu @ v."""
 
     v_block: int
     token_tiles: int
+    v_banks: int
 
 
-class _Stages:
-    """The two products for blocks of tokens, by the kernel's arguments."""
+class Prefill(prefill_search.Prefill):
+    """The prefill kernel: two products for each block of tokens."""
+
+    names = ("token_block", *First._fields, *Second._fields)
 
     def __init__(self, problem: Problem) -> None:
-        self.problem, self.costs = problem, Costs(problem)
+        super().__init__(problem)
+        self.r_tiles = tiles_in(problem.ranks[0], PARTITIONS)
         self.project, self.write = cache(self._project), cache(self._write)
+
+    def stages(self, width: int, arguments: Arguments) -> list[Program]:
+        """The kernel for a block of `width` tokens."""
+        first = First._make(arguments[1 : 1 + len(First._fields)])
+        second = Second._make(arguments[1 + len(First._fields) :])
+        return [self.project(width, first), self.write(width, second, first.tokens)]
 
     def _project(self, width: int, first: First) -> Program:
         """x @ u."""
-        p = self.problem
         x = Moving(self.costs.tokens(first.resident), split=True)
-        return project_steps(self.costs, width, p.K, p.ranks[0], x, *first[1:], p.bf16_partial_sums)
+        return project_steps(
+            self.costs, width, self.problem.K, self.problem.ranks[0], x, *first[1:]
+        )
 
     def _write(self, width: int, second: Second, tokens: int) -> Program:
         """xu @ v, where groups of `tokens` have made xu."""
-        c, r = self.costs, self.problem.ranks[0]
-        x = in_sbuf(tiles_in(r, PARTITIONS) * width * c.item, tokens)
-        return write_steps(c, width, r, self.problem.N, x, *second, c.banks)
+        x = in_sbuf(self.r_tiles * width * self.costs.item, tokens)
+        return write_steps(self.costs, width, self.problem.ranks[0], self.problem.N, x, *second)
 
-    def firsts(self, width: int, k_block: int) -> Iterator[First]:
-        """Arguments of x @ u worth trying, that fit."""
-        c, K, r = self.costs, self.problem.K, self.problem.ranks[0]
-        tiles = tiles_in(r, PARTITIONS)
-        even = [tiles_in(tiles, tiles_in(tiles, most)) * PARTITIONS for most in (4, 8, tiles)]
-        widths = sorted({min(b, tiles * PARTITIONS) for b in (*BLOCKS, *even)})
-        groups = sorted({min(BANK_COLUMNS, width), min(2 * BANK_COLUMNS, width), width})
-        # groups of half the banks leave the others to slow additions in SBUF
-        all_banks = (c.banks, PSUM_BANKS // 2) if k_block else (c.banks,)
-        for tokens, banks, block in product(groups, all_banks, widths):
-            if tiles_in(tokens, BANK_COLUMNS) > banks:
-                continue
-            first = First(0, block, tokens, banks, k_block)
+    def choices(self, token_block: int, width: int) -> Iterator[Arguments]:
+        """The quickest of both products, for the first block of tokens."""
+        live = self.r_tiles * width * self.costs.item
+        seconds = self.quickest(self._seconds(width), lambda s: self.write(width, s, width), live)
+        firsts = self._quickest_firsts(width) if seconds else []
+        for n, (first, second) in enumerate(product(firsts, seconds[:SECOND])):
+            if n < SECOND or second == seconds[0]:  # the stages hardly interact
+                yield (token_block, *first, *second)
 
-            def peak(resident: int, first: First = first) -> int:
-                return sbuf_peak([self.project(width, first._replace(resident=resident))])
-
-            parts = tiles_in(width, tokens)
-            for resident in fitting_residents(c, k_block or K, tokens, peak, parts):
-                yield first._replace(resident=resident)
-
-    def quickest_firsts(self, width: int) -> list[First]:
-        """The quickest for x @ u. Blocks of K are tried where x does not stay, or is waited for."""
-
-        def quickest(arguments: Iterable[First]) -> list[First]:
-            return quickest_stages(c.machine, arguments, lambda a: self.project(width, a))
-
-        c, K = self.costs, self.problem.K
-        whole = quickest(self.firsts(width, 0))
-        if whole and whole[0].resident == tiles_in(K, PARTITIONS):
-            timeline = Timeline(c.machine)
-            timeline.repeat([self.project(width, whole[0])], 1)
-            if timeline.end_ns - timeline.work_ns <= WAITS * self.problem.roofline_ms * 1e6:
-                return whole[:FIRST]
-        item = c.item if self.problem.bf16_partial_sums else 4
-        partial = tiles_in(self.problem.ranks[0], PARTITIONS) * width * item
-        if partial > 0.8 * c.machine.usable_sbuf_bytes:
-            return whole[:FIRST]
-        tried = [self.firsts(width, k_block) for k_block in K_BLOCKS if k_block < K <= 16 * k_block]
-        return quickest(chain(whole[:FIRST], *tried))[:FIRST]
-
-    def seconds(self, width: int) -> Iterator[Second]:
-        """Arguments of xu @ v."""
+    def _seconds(self, width: int) -> Iterator[Second]:
         for block in sorted({min(b, self.problem.N) for b in BLOCKS}):
             for token_tiles in (1, 2, 4):
                 if token_tiles == 1 or token_tiles // 2 * PARTITIONS < width:
-                    yield Second(block, token_tiles)
+                    yield Second(block, token_tiles, self.costs.banks)
 
-    def plans(self, token_block: int) -> Iterator[Plan]:
-        """The quickest for blocks of so many tokens."""
-        c = self.costs
-        width = min(token_block, self.problem.core_tokens[0])
-        live = tiles_in(self.problem.ranks[0], PARTITIONS) * width * c.item
-        seconds = quickest_stages(
-            c.machine, self.seconds(width), lambda b: self.write(width, b, width), live
-        )[:SECOND]
-        firsts = self.quickest_firsts(width) if seconds else []
-        for n, (first, second) in enumerate(product(firsts, seconds)):
-            if n < SECOND or second == seconds[0]:  # the stages hardly interact
-                plan = self.plan(token_block, first, second)
-                if plan:
-                    yield plan
+    def _quickest_firsts(self, width: int) -> list[First]:
+        """Blocks of K are tried where x does not stay, or is waited for."""
 
-    def plan(self, token_block: int, first: First, second: Second) -> Plan | None:
-        """What these arguments come to."""
-        c, p = self.costs, self.problem
-        blocks: Blocks = {"token_block": token_block, "layout": c.layout, **first._asdict()}
-        if p.bf16_partial_sums:
-            blocks["bf16_partial_sums"] = True
-        blocks.update(second._asdict(), v_banks=c.banks, engines=c.engines)
+        def quickest(arguments: Iterable[First]) -> list[First]:
+            return self.quickest(arguments, lambda first: self.project(width, first))[:FIRST]
 
-        def both(size: int) -> list[Program]:
-            return [self.project(size, first), self.write(size, second, first.tokens)]
+        problem = self.problem
+        whole = quickest(self._firsts(width, 0))
+        if whole and whole[0].resident == tiles_in(problem.K, PARTITIONS):
+            timeline = Timeline(self.costs.machine)
+            timeline.repeat([self.project(width, whole[0])], 1)
+            if timeline.end_ns - timeline.work_ns <= WAITS * problem.roofline_ms * 1e6:
+                return whole
+        partial = self.r_tiles * width * (self.costs.item if problem.bf16_partial_sums else 4)
+        if partial > 0.8 * self.room:
+            return whole
+        blocks = [k_block for k_block in K_BLOCKS if k_block < problem.K <= 16 * k_block]
+        return quickest(chain(whole, *[self._firsts(width, k_block) for k_block in blocks]))
 
-        return plan_of(p, blocks, both, min(token_block, p.core_tokens[0]))
+    def _firsts(self, width: int, k_block: int) -> Iterator[First]:
+        """Those that fit."""
+        c, r_tiles = self.costs, self.r_tiles
+        even = [tiles_in(r_tiles, tiles_in(r_tiles, most)) * PARTITIONS for most in (4, 8, r_tiles)]
+        widths = sorted({min(b, r_tiles * PARTITIONS) for b in (*BLOCKS, *even)})
+        groups, all_banks = {BANK_COLUMNS, 2 * BANK_COLUMNS, width}, (c.banks,)
+        if k_block:  # groups of half the banks leave the others to slow additions in SBUF
+            groups, all_banks = {BANK_COLUMNS}, (c.banks, PSUM_BANKS // 2)
+        groups = sorted({min(tokens, width) for tokens in groups})
+        for tokens, banks, block in product(groups, all_banks, widths):
+            if tiles_in(tokens, BANK_COLUMNS) <= banks:
+                first = First(0, block, tokens, banks, k_block, self.problem.bf16_partial_sums)
+
+                def programs(resident: int, first: First = first) -> list[Program]:
+                    return [self.project(width, first._replace(resident=resident))]
+
+                parts = tiles_in(width, tokens)
+                for resident in self.residents(k_block or self.problem.K, tokens, programs, parts):
+                    yield first._replace(resident=resident)

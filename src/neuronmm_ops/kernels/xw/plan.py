@@ -7,89 +7,75 @@ from functools import cache
 from itertools import product
 from typing import NamedTuple
 
-from neuronmm_ops.kernels.planner.prefill import (
-    Blocks,
-    Costs,
-    Moving,
-    plan_of,
-    write_steps,
-)
+from neuronmm_ops.kernels.planner import decode_search, prefill_search
+from neuronmm_ops.kernels.planner.decode import Blocks, Stages
+from neuronmm_ops.kernels.planner.prefill import Moving, write_steps
+from neuronmm_ops.kernels.planner.prefill_search import Arguments
 from neuronmm_ops.kernels.planner.problem import Plan, Problem
-from neuronmm_ops.kernels.planner.search import fitting_residents, quickest_stages, token_blocks
-from neuronmm_ops.kernels.planner.timeline import Program, sbuf_peak
+from neuronmm_ops.kernels.planner.timeline import Program
 from neuronmm_ops.kernels.stages.tiling import PARTITIONS
-from neuronmm_ops.kernels.xw import plan_decode
 
 BLOCKS = (512, 1024, 2048, 4096)
-TOKEN_TILES = (1, 2, 4, 8)
-STAGES = 6
-"""Plans for each width of a token block."""
+TOKEN_TILES = (1, 2, 4)
+PLANS = 2
+"""For each width of a token block."""
 
 
-class Arguments(NamedTuple):
-    """The kernel's arguments, those left out that the problem decides."""
+def decode(problem: Problem) -> list[Plan]:
+    """The best plans of the decode kernel that fit, the fastest first."""
+    resident: list[Blocks] = [{"resident": False}, {"resident": True}]
+    costs = decode_search.Costs(problem)
+    return decode_search.best_plans(costs, decode_stages, resident[0], [resident])
+
+
+def decode_stages(s: Stages) -> None:
+    """The stages of the decode kernel."""
+    chunks, resident = s.chunks(s.problem.K), bool(s.blocks["resident"])
+    widest = max(chunks) * s.problem.itemsize
+    s.hold(s.transposed(chunks) + widest if resident else s.buffers(chunks))
+    s.write(chunks, "hbm", resident)
+
+
+class Dense(NamedTuple):
+    """Arguments of the prefill kernel."""
 
     token_block: int
     resident: int
     block: int
     token_tiles: int
+    banks: int
 
 
-def candidates(problem: Problem) -> list[Plan]:
-    """All plans that fit."""
-    found = plan_decode.candidates(problem)
-    for widths in token_blocks(problem):
-        prefill = [plan for width in widths for plan in _Dense(problem).plans(width)]
-        if prefill:
-            return found + prefill
-    return found
+class Prefill(prefill_search.Prefill):
+    """The prefill kernel, of one stage."""
 
-
-def plan_with(problem: Problem, blocks: Blocks) -> Plan | None:
-    """The plan of these arguments of the prefill kernel; None where it does not fit."""
-    return _Dense(problem).plan(Arguments(*[int(blocks[name]) for name in Arguments._fields]))
-
-
-class _Dense:
-    """The one stage of `xw`, by the kernel's arguments."""
+    names = Dense._fields
 
     def __init__(self, problem: Problem) -> None:
-        self.problem, self.costs = problem, Costs(problem)
-        self.tokens = problem.core_tokens[0]
+        super().__init__(problem)
         self.stage = cache(self._stage)
 
-    def _stage(self, width: int, a: Arguments) -> Program:
-        c, p = self.costs, self.problem
-        x = Moving(c.tokens(a.resident))
-        return write_steps(c, width, p.K, p.N, x, a.block, a.token_tiles, c.banks)
+    def _stage(self, width: int, a: Dense) -> Program:
+        p, x = self.problem, Moving(self.costs.tokens(a.resident))
+        return write_steps(self.costs, width, p.K, p.N, x, *a[2:])
 
-    def plan(self, a: Arguments) -> Plan | None:
-        """What these arguments come to."""
-        c = self.costs
-        blocks: Blocks = {**a._asdict(), "layout": c.layout, "banks": c.banks, "engines": c.engines}
-        width = min(a.token_block, self.tokens)
-        return plan_of(self.problem, blocks, lambda size: [self.stage(size, a)], width)
+    def stages(self, width: int, arguments: Arguments) -> list[Program]:
+        """The kernel for a block of `width` tokens."""
+        return [self.stage(width, Dense(*arguments))]
 
-    def plans(self, token_block: int) -> list[Plan]:
-        """The quickest for blocks of so many tokens."""
-        width = min(token_block, self.tokens)
-        found = quickest_stages(
-            self.costs.machine, self._arguments(token_block, width), lambda a: self.stage(width, a)
-        )
-        plans = [self.plan(a) for a in found[:STAGES]]
-        return [plan for plan in plans if plan]
+    def choices(self, token_block: int, width: int) -> list[Dense]:
+        """The quickest for the first block of tokens."""
+        tried = self._fitting(token_block, width)
+        return self.quickest(tried, lambda a: self.stage(width, a))[:PLANS]
 
-    def _arguments(self, token_block: int, width: int) -> Iterator[Arguments]:
-        c, K, N = self.costs, self.problem.K, self.problem.N
-        for block, token_tiles in product(sorted({min(b, N) for b in BLOCKS}), TOKEN_TILES):
-            if token_tiles > c.banks or (
-                token_tiles > 1 and token_tiles // 2 * PARTITIONS >= width
-            ):
-                continue
-            wanted = Arguments(token_block, 0, block, token_tiles)
+    def _fitting(self, token_block: int, width: int) -> Iterator[Dense]:
+        blocks = sorted({min(b, self.problem.N) for b in BLOCKS})
+        for block, token_tiles in product(blocks, TOKEN_TILES):
+            if token_tiles == 1 or token_tiles // 2 * PARTITIONS < width:
+                a = Dense(token_block, 0, block, token_tiles, self.costs.banks)
 
-            def peak(resident: int, wanted: Arguments = wanted) -> int:
-                return sbuf_peak([self.stage(width, wanted._replace(resident=resident))])
+                def programs(resident: int, a: Dense = a) -> list[Program]:
+                    return [self.stage(width, a._replace(resident=resident))]
 
-            for resident in fitting_residents(c, K, width, peak):
-                yield wanted._replace(resident=resident)
+                for resident in self.residents(self.problem.K, width, programs):
+                    yield a._replace(resident=resident)

@@ -61,12 +61,11 @@ class Launch:
         return {**self.plan.arguments, **self.choices}
 
     def part(self, tokens: int) -> Launch:
-        """The launch of some of the tokens."""
-        from neuronmm_ops.kernels import plan_op
+        """The launch of some of the tokens, by the arguments of the plan."""
+        from neuronmm_ops.kernels import plan_part
 
-        p = self.plan.problem
-        plan = plan_op(p.op, tokens, p.matrices, p.dtype, p.target, p.lnc)
-        return Launch(self.spec, plan, (tokens, p.N), self.operands, self.choices)
+        plan = plan_part(self.plan, tokens)
+        return Launch(self.spec, plan, (tokens, plan.problem.N), self.operands, self.choices)
 
 
 def implementations(launcher: Launcher) -> Implementations:

@@ -118,14 +118,16 @@ def _lower(spec: OpSpec, tensors: Tensors, choices: Choices) -> Tensor:
     return spec.reference(*tensors, *choices)
 
 
-def _custom_call(spec: OpSpec, tensors: Tensors, choices: Choices) -> Tensor:
+def _custom_call(
+    spec: OpSpec, tensors: Tensors, choices: Choices, part: Launch | None = None
+) -> Tensor:
     """Append the op's custom call to the graph that torch_xla is tracing.
 
-    Where the plan splits the tokens, one for each part.
+    Where the plan splits the tokens, one for each part, which is planned already.
     """
     given = [tensor for tensor in tensors if tensor is not None]
     signature = [(tensor.shape, tensor.dtype, tensor.device) for tensor in given]
-    key = (spec.name, choices, core(), _api_version, *signature)
+    key = (spec.name, choices, core(), _api_version, part and part.plan, *signature)
     try:
         computation = _computations.get(key)
     except TypeError:  # a size that is no number has no hash
@@ -134,14 +136,16 @@ def _custom_call(spec: OpSpec, tensors: Tensors, choices: Choices) -> Tensor:
         raise
     if computation is None:
         _refuse_downcasts()
-        launch = launch_here(spec, tensors, choices)
+        launch = part or launch_here(spec, tensors, choices)
         if launch is None:
             return without_products(spec, tensors)
         _warn_where_it_cannot_run(_api_version)
         is_split = len(launch.plan.launches) > 1
         computation = _computations[key] = launch if is_split else _computation(launch, given)
     if isinstance(computation, Launch):
-        return launch_parts(computation, tensors, lambda _, part: _custom_call(spec, part, choices))
+        return launch_parts(
+            computation, tensors, lambda own, given: _custom_call(spec, given, choices, own)
+        )
     return _torch_xla()._xla_user_computation(f"xla::neuronmm_{spec.name}", given, computation)[0]
 
 

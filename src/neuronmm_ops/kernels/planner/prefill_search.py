@@ -1,0 +1,119 @@
+"""The search for the arguments of a prefill kernel."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
+
+from neuronmm_ops.kernels.planner.prefill import Blocks, Costs
+from neuronmm_ops.kernels.planner.problem import Plan, Problem
+from neuronmm_ops.kernels.planner.timeline import Program, Timeline, sbuf_peak
+from neuronmm_ops.kernels.stages.tiling import PARTITIONS, PSUM_BANKS, STAGED_TILES, tiles_in
+
+T = TypeVar("T")
+Arguments = tuple[int, ...]
+SMALL_WIDTHS = (256, 128, 64, 32, 16)
+"""Tokens of a block where none of `Prefill.widths` fits."""
+AHEAD_BYTES = 16384
+"""SBUF per partition that is left to loads ahead where x does not stay whole."""
+
+
+class Prefill(ABC):
+    """An op's prefill kernel for one problem.
+
+    Attributes:
+        names: of the kernel's arguments that are numbers, `token_block` the first.
+        widths: tokens of a block.
+    """
+
+    names: tuple[str, ...]
+    widths: tuple[int, ...] = (512, 1024, 2048)
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem, self.costs = problem, Costs(problem)
+        self.tokens = problem.core_tokens[0]
+        self.room = problem.machine.usable_sbuf_bytes
+
+    @abstractmethod
+    def stages(self, width: int, arguments: Arguments) -> list[Program]:
+        """The kernel for a block of `width` tokens."""
+
+    @abstractmethod
+    def choices(self, token_block: int, width: int) -> Iterable[Arguments]:
+        """Arguments worth a plan; the widest block has `width` tokens."""
+
+    def plans(self) -> list[Plan]:
+        """The plans that fit of the choices; small blocks where no larger one does."""
+        wide = [w for n, w in enumerate(self.widths) if n == 0 or self.widths[n - 1] < self.tokens]
+        for blocks in (wide, *[[width] for width in SMALL_WIDTHS]):
+            tried = [a for block in blocks for a in self.choices(block, min(block, self.tokens))]
+            found = [plan for plan in map(self.plan, tried) if plan]
+            if found:
+                return found
+        return []
+
+    def plan(self, arguments: Arguments) -> Plan | None:
+        """What these arguments come to; None where they do not fit."""
+        problem, timeline = self.problem, Timeline(self.costs.machine)
+        width = min(arguments[0], self.tokens)
+        hbm_bytes = issued = sbuf_bytes = 0
+        for core, tokens in enumerate(problem.core_tokens):
+            for size, times in ((width, tokens // width), (tokens % width, 1)):
+                if size == 0 or times == 0:
+                    continue
+                programs = self.stages(size, arguments)
+                hbm_bytes += times * sum([p.total("hbm_bytes") for p in programs])
+                issued += times * sum([p.total("instructions") for p in programs])
+                if core == 0:
+                    timeline.repeat(programs, times)
+                    sbuf_bytes = max(sbuf_bytes, sbuf_peak(programs))
+                    if sbuf_bytes > self.room:
+                        return None
+        blocks: Blocks = dict(zip(self.names, arguments, strict=True))
+        blocks |= {"layout": self.costs.layout, "engines": self.costs.engines}
+        return Plan(
+            problem,
+            "prefill",
+            problem.op,
+            tuple(blocks.items()),
+            timeline.end_ns / 1e6,
+            hbm_bytes,
+            sbuf_bytes,
+            PSUM_BANKS,
+            "PE" if timeline.work_ns >= timeline.transfer_ns else "DMA",
+            issued,
+            (problem.M,),
+        )
+
+    def residents(
+        self, K: int, width: int, programs: Callable[[int], Sequence[Program]], parts: int = 1
+    ) -> list[int]:
+        """How many x^T tiles may stay in SBUF: all, or as many as fit, or fewer to fetch ahead.
+
+        `programs` of so many, whose tiles are [128, width]; several `parts` of tokens want all.
+        """
+        count = tiles_in(K, PARTITIONS)
+        if sbuf_peak(programs(count)) <= self.room:
+            return [count]
+        left = self.room - sbuf_peak(programs(0))
+        if parts > 1 or left < 0:
+            return []
+        most = min(count - 1, (left - AHEAD_BYTES) // (width * self.costs.item))
+        found = {max(0, most), max(0, most) * 5 // 8}
+        if self.costs.layout == "pe":
+            found = {n - n % STAGED_TILES for n in found}
+        return sorted(found - {0}) or [0]
+
+    def quickest(
+        self, arguments: Iterable[T], stage: Callable[[T], Program], live: int = 0
+    ) -> list[T]:
+        """Arguments of a stage that fit beside `live` bytes of SBUF, by its time alone."""
+        found: list[tuple[float, T]] = []
+        for chosen in arguments:
+            program = stage(chosen)
+            if sbuf_peak([program], live) <= self.room:
+                timeline = Timeline(self.costs.machine)
+                timeline.repeat([program], 1)
+                found.append((timeline.end_ns, chosen))
+        return [chosen for _, chosen in sorted(found, key=lambda entry: entry[0])]
