@@ -9,7 +9,7 @@ from neuronmm_ops.cli import main
 
 FIELDS = {
     *("projection", "M", "K", "r", "N", "target", "form", "blocks", "time_ms", "dense_ms"),
-    *("hbm_bytes", "instructions", "bound", "worth_it"),
+    *("hbm_bytes", "instructions", "launches", "bound", "worth_it"),
 }
 CONFIG = {
     "hidden_size": 256,
@@ -93,3 +93,16 @@ def test_bad_configs_are_one_line(text, message, tmp_path, capsys):
     printed = capsys.readouterr()
     assert message in printed.err
     assert printed.err.count("\n") == 1
+
+
+def test_launches_of_a_split_plan_are_counted(capsys):
+    arguments = ["plan", "--model", "Llama-3.1-8B", "--tokens", "32768"]
+    assert main([*arguments, "--json"]) == 0
+    rows = {row["projection"]: row for row in json.loads(capsys.readouterr().out)}
+    mlp = rows["mlp"]
+    assert mlp["launches"] > 1
+    assert 1 < mlp["instructions"] / 500_000 <= mlp["launches"]
+    assert rows["k_proj"]["launches"] == 1
+    assert main(arguments) == 0
+    words = f"{mlp['instructions']:,} instructions, in {mlp['launches']} launches."
+    assert words in capsys.readouterr().out

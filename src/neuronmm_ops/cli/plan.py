@@ -71,6 +71,7 @@ def _row(projection: str, plan: Plan, dense_ms: float) -> dict[str, Any]:
         "dense_ms": dense_ms,
         "hbm_bytes": plan.hbm_bytes,
         "instructions": plan.instructions,
+        "launches": len(plan.launches),
         "bound": plan.bound,
         "worth_it": plan.time_ms < dense_ms,
     }
@@ -88,9 +89,10 @@ def _show(rows: list[dict[str, Any]]) -> None:
     ]
     show_table(columns, cells, left=["projection"])
     losing = [row for row in rows if not row["worth_it"]]
-    longest = max(row["instructions"] for row in rows)
+    longest = max(rows, key=lambda row: row["instructions"])
     stdout.print(f"Modelled times on {rows[0]['target']}; --json shows the blocks of each plan.")
-    stdout.print(f"The longest plan has {longest:,} instructions.")
+    launches = f", in {longest['launches']} launches" if longest["launches"] > 1 else ""
+    stdout.print(f"The longest plan has {longest['instructions']:,} instructions{launches}.")
     for tokens in dict.fromkeys([row["M"] for row in losing]):
         names = ", ".join([row["projection"] for row in losing if row["M"] == tokens])
         stdout.print(f"Low rank does not pay at M = {tokens}: {names}", soft_wrap=True)

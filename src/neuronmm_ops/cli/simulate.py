@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from neuronmm_ops.cli.console import KernelError
+from neuronmm_ops.cli.console import KernelError, check_output
 from neuronmm_ops.cli.kernel_arguments import Tensor, read_argument
 from neuronmm_ops.cli.parser import add_command
 from neuronmm_ops.hardware import MODELS, resolve_target
@@ -122,10 +122,8 @@ def _file_and_name(text: str) -> tuple[Path, str]:
 def _check_outputs(options: argparse.Namespace) -> None:
     """Find what would fail after the run before it."""
     for path in (options.perfetto, options.plot):
-        if path is not None and not path.resolve().parent.is_dir():
-            raise ValueError(f"cannot write {path}: {path.parent} is no directory")
-        if path is not None and path.is_dir():
-            raise ValueError(f"cannot write {path}: it is a directory")
+        if path is not None:
+            check_output(path)
     if options.plot is not None:
         plot.check_format(options.plot)
 
