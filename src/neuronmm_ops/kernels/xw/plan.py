@@ -16,8 +16,8 @@ from neuronmm_ops.kernels.planner.timeline import Program
 from neuronmm_ops.kernels.stages.tiling import PARTITIONS
 
 BLOCKS = (512, 1024, 2048, 4096)
-TOKEN_TILES = (1, 2, 4)
-PLANS = 2
+TOKEN_TILES = (1, 2, 4, 8)
+PLANS = 4
 """For each width of a token block."""
 
 
