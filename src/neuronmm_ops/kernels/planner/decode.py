@@ -1,7 +1,7 @@
 """Stages of the decode kernels as steps on a timeline.
 
-`Costs` turns a stage into steps, `Stages` runs them in the order of the kernel. Times are modelled,
-in ns; SBUF is in bytes per partition.
+`DecodeCosts` turns a stage into steps, `Stages` runs them in the order of the kernel. Times are
+modelled, in ns; SBUF is in bytes per partition.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Sums:
             self.ns = max(self.ns, self.matmuls * matmul_ns(machine, MIN_CYCLES, MIN_CYCLES))
 
 
-class Costs:
+class DecodeCosts:
     """What stages of a problem cost. Many stages of many candidates are the same."""
 
     def __init__(self, problem: Problem) -> None:
@@ -255,7 +255,7 @@ class Stages:
         hbm_bytes, instructions: of all stages.
     """
 
-    def __init__(self, costs: Costs, blocks: Blocks, core: int) -> None:
+    def __init__(self, costs: DecodeCosts, blocks: Blocks, core: int) -> None:
         self.costs, self.blocks, self.core = costs, blocks, core
         self.problem = costs.problem
         self.timeline = Timeline(costs.machine)
@@ -298,7 +298,7 @@ class Stages:
     def run(
         self, chunks: list[int], source: Source, *sums: Sums, first: bool = True, last: bool = False
     ) -> None:
-        """Contract and evict; the arguments are as in `Costs.steps`."""
+        """Contract and evict; the arguments are as in `DecodeCosts.steps`."""
         tile_bytes = int(self.blocks["tile_bytes"])
         self.psum_banks = max(self.psum_banks, sum([s.banks for s in sums]))
         if chunks:

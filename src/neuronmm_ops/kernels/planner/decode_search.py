@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 
-from neuronmm_ops.kernels.planner.decode import Blocks, Costs, Stages
+from neuronmm_ops.kernels.planner.decode import Blocks, DecodeCosts, Stages
 from neuronmm_ops.kernels.planner.problem import Block, Plan
 from neuronmm_ops.kernels.stages.tiling import EDGE_TILE_BYTES, OUTPUT_UNIT, PARTITIONS, tiles_in
 
@@ -15,7 +15,7 @@ KEPT = 8
 
 
 def best_plans(
-    costs: Costs,
+    costs: DecodeCosts,
     run: Callable[[Stages], None],
     first: Blocks,
     choices: Sequence[list[Blocks]] = (),
@@ -52,7 +52,7 @@ def _rank(plan: Plan) -> tuple[float, int, str]:
     return plan.time_ms, plan.sbuf_bytes, repr(plan.blocks)
 
 
-def _choices(costs: Costs, limit: int) -> list[list[Blocks]]:
+def _choices(costs: DecodeCosts, limit: int) -> list[list[Blocks]]:
     """Values of the arguments that all kernels have."""
     own = rounded_up(costs.own(costs.problem.N), OUTPUT_UNIT)
     widths = (512, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288)
@@ -69,7 +69,7 @@ def _choices(costs: Costs, limit: int) -> list[list[Blocks]]:
     return [chunks, pairs, [{"tile_bytes": size} for size in tiles]]
 
 
-def _plan(costs: Costs, run: Callable[[Stages], None], blocks: Blocks, core: int = 0) -> Plan:
+def _plan(costs: DecodeCosts, run: Callable[[Stages], None], blocks: Blocks, core: int = 0) -> Plan:
     """What a kernel costs with these arguments, by one core."""
     stages = Stages(costs, blocks, core)
     run(stages)
@@ -89,7 +89,7 @@ def _plan(costs: Costs, run: Callable[[Stages], None], blocks: Blocks, core: int
     )
 
 
-def _of_all_cores(plan: Plan, costs: Costs, run: Callable[[Stages], None]) -> Plan:
+def _of_all_cores(plan: Plan, costs: DecodeCosts, run: Callable[[Stages], None]) -> Plan:
     """The plan with the traffic and the instructions of the core of the lesser part, too."""
     if plan.problem.lnc == 1:
         return plan

@@ -86,7 +86,7 @@ class Moving(NamedTuple):
                 step.waits_ns = step.work_ns / count
 
 
-class Costs:
+class PrefillCosts:
     """What prefill costs for one problem: its dtype and target decide."""
 
     def __init__(self, problem: Problem) -> None:
@@ -227,7 +227,7 @@ class Costs:
 
 
 def project_steps(
-    c: Costs,
+    c: PrefillCosts,
     width: int,
     K: int,
     N: int,
@@ -281,7 +281,7 @@ def project_steps(
 
 
 def write_steps(
-    c: Costs,
+    c: PrefillCosts,
     width: int,
     K: int,
     N: int,

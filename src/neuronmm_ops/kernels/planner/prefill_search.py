@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
-from neuronmm_ops.kernels.planner.prefill import Blocks, Costs
+from neuronmm_ops.kernels.planner.prefill import Blocks, PrefillCosts
 from neuronmm_ops.kernels.planner.problem import Plan, Problem
 from neuronmm_ops.kernels.planner.timeline import Program, Timeline, sbuf_peak
 from neuronmm_ops.kernels.stages.tiling import PARTITIONS, PSUM_BANKS, STAGED_TILES, tiles_in
@@ -31,7 +31,7 @@ class Prefill(ABC):
     widths: tuple[int, ...] = (512, 1024, 2048)
 
     def __init__(self, problem: Problem) -> None:
-        self.problem, self.costs = problem, Costs(problem)
+        self.problem, self.costs = problem, PrefillCosts(problem)
         self.tokens = problem.core_tokens[0]
         self.room = problem.machine.usable_sbuf_bytes
 

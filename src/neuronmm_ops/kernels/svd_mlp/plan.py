@@ -45,7 +45,7 @@ AHEAD_BYTES = 8192
 
 def decode(problem: Problem) -> list[Plan]:
     """The best plans of the decode kernel that fit, the fastest first."""
-    costs = decode_search.Costs(problem)
+    costs = decode_search.DecodeCosts(problem)
     gate, up, down = problem.ranks
     fuse = sum([costs.sums(r, r).banks for r in (gate, up)]) <= SUM_BANKS
     first: Blocks = {

@@ -25,7 +25,7 @@ FIRST, SECOND = 8, 3
 
 def decode(problem: Problem) -> list[Plan]:
     """The best plans of the decode kernel that fit, the fastest first."""
-    costs = decode_search.Costs(problem)
+    costs = decode_search.DecodeCosts(problem)
     first: Blocks = {"rank_block": decode_search.even(problem.ranks[0], costs.most_columns)}
     return decode_search.best_plans(costs, decode_stages, first)
 

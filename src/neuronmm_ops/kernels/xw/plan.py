@@ -24,7 +24,7 @@ PLANS = 4
 def decode(problem: Problem) -> list[Plan]:
     """The best plans of the decode kernel that fit, the fastest first."""
     resident: list[Blocks] = [{"resident": False}, {"resident": True}]
-    costs = decode_search.Costs(problem)
+    costs = decode_search.DecodeCosts(problem)
     return decode_search.best_plans(costs, decode_stages, resident[0], [resident])
 
 

@@ -9,7 +9,7 @@ from neuronmm_ops.hardware import DMA_ENGINES
 from neuronmm_ops.neuroncore.timing.trace import DmaCost
 
 
-class Timeline:
+class FreeTime:
     """Free time of DMA engines that carry the same load; transfers share it by interleaving."""
 
     __slots__ = ("busy_until", "gaps")
@@ -50,7 +50,7 @@ class DmaEngines:
     """The 16 DMA engines, in groups that have carried the same load so far."""
 
     def __init__(self) -> None:
-        self.groups = [(0, DMA_ENGINES, Timeline([], 0.0))]
+        self.groups = [(0, DMA_ENGINES, FreeTime([], 0.0))]
 
     def take(self, cost: DmaCost, ready: float) -> float:
         """Carry one DMA; returns when its last engine is done."""
@@ -61,13 +61,13 @@ class DmaEngines:
                 end = max(end, line.take(ready, cost.engine_ns))
         return end
 
-    def _split(self, first: int, last: int) -> list[tuple[int, int, Timeline]]:
+    def _split(self, first: int, last: int) -> list[tuple[int, int, FreeTime]]:
         if any(low < cut < high for cut in (first, last) for low, high, _ in self.groups):
-            groups: list[tuple[int, int, Timeline]] = []
+            groups: list[tuple[int, int, FreeTime]] = []
             for low, high, line in self.groups:
                 cuts = [low, *[c for c in (first, last) if low < c < high], high]
                 groups.extend(
-                    [(a, b, Timeline(list(line.gaps), line.busy_until)) for a, b in pairwise(cuts)]
+                    [(a, b, FreeTime(list(line.gaps), line.busy_until)) for a, b in pairwise(cuts)]
                 )
             self.groups = groups
         return self.groups
