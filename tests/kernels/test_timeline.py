@@ -108,6 +108,7 @@ def test_a_launch_of_many_instructions_is_split_by_tokens(op, M, target, lnc):
     assert 0 < last <= first[0]
     parts = [plan_part(plan, tokens) for tokens in plan.launches]
     assert {part.blocks for part in parts} == {plan.blocks}
+    assert parts[-1] is plan_part(plan, last)  # planned once, however often it is launched
     launches = [traced(part) for part in parts]
     assert max(launch.instructions for launch in launches) <= most
     assert plan.instructions == sum(launch.instructions for launch in launches)

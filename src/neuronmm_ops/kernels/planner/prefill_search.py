@@ -25,10 +25,12 @@ class Prefill(ABC):
     Attributes:
         names: of the kernel's arguments that are numbers, `token_block` the first.
         widths: tokens of a block.
+        tie_to_traffic: of plans that are equally quick the one that moves least is taken.
     """
 
     names: tuple[str, ...]
     widths: tuple[int, ...] = (512, 1024, 2048)
+    tie_to_traffic = True
 
     def __init__(self, problem: Problem) -> None:
         self.problem, self.costs = problem, PrefillCosts(problem)

@@ -154,8 +154,8 @@ class Plan:
     sbuf_bytes: int
     psum_banks: int
     bound: str
-    instructions: int = 0
-    launches: tuple[int, ...] = ()
+    instructions: int
+    launches: tuple[int, ...]
 
     @property
     def arguments(self) -> dict[str, Block]:

@@ -168,8 +168,12 @@ def _launched(problem: Problem, first: Plan) -> Plan:
     )
 
 
+@lru_cache(maxsize=4096)
 def plan_part(plan: Plan, tokens: int) -> Plan:
-    """The plan of one of `plan.launches`: the same arguments for some of the tokens."""
+    """The plan of one of `plan.launches`: the same arguments for some of the tokens.
+
+    Kept, for launchers ask for it at every call.
+    """
     prefill: Prefill = _module(plan.problem).Prefill(replace(plan.problem, M=tokens))
     part = prefill.plan(tuple([int(plan.arguments[name]) for name in prefill.names]))
     if part is None:
@@ -185,10 +189,11 @@ def _module(problem: Problem) -> ModuleType:
 def candidates(problem: Problem) -> list[Plan]:
     """All plans that fit: the choice first, then by predicted time."""
     module = _module(problem)
+    prefill: Prefill = module.Prefill(problem)
     found: list[Plan] = module.decode(problem) if problem.M <= PARTITIONS else []
-    found += module.Prefill(problem).plans()
+    found += prefill.plans()
     found.sort(key=lambda plan: (plan.time_ms, plan.hbm_bytes, plan.blocks))
-    if not found or problem.op == "svd_mlp":  # its plan of least traffic is the slowest to start
+    if not found or not prefill.tie_to_traffic:
         return found
     # of plans that are as quick as the model can tell, the one that moves least goes first
     ties = [plan for plan in found if plan.time_ms <= TIE * found[0].time_ms]

@@ -130,6 +130,7 @@ class Prefill(prefill_search.Prefill):
 
     names = Mlp._fields
     widths = (512, 1024)
+    tie_to_traffic = False  # its plan of least traffic is the slowest to start
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)

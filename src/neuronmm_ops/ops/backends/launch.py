@@ -216,11 +216,11 @@ def call_kernel(
         )
 
     def run(part: Launch, given: Tensors) -> Tensor:
-        kernel = (kernel_for or nki_kernel)(part.plan)
-        # A kernel reads row-major memory; factors are stored along their contraction.
-        return kernel(*[t if t is None else t.contiguous() for t in given], **part.arguments)
+        return (kernel_for or nki_kernel)(part.plan)(*given, **part.arguments)
 
-    return launch_parts(launch, tensors, run)
+    # A kernel reads row-major memory; factors are stored along their contraction.
+    row_major = tuple([tensor if tensor is None else tensor.contiguous() for tensor in tensors])
+    return launch_parts(launch, row_major, run)
 
 
 def without_products(spec: OpSpec, tensors: Tensors) -> Tensor:
