@@ -85,6 +85,29 @@ def takes(module: nn.Module, batches: Iterable[Batch]) -> bool:
     return all(isinstance(batch, Tensor) or set(batch) <= set(named) for batch in batches)
 
 
+def single_rows(batches: Sequence[Batch], max_tokens: int) -> list[tuple[int, Batch]]:
+    """Return rows of the batches, each with its number, evenly chosen up to `max_tokens` tokens.
+
+    A batch whose tensors have no common first dimension is one row.
+    """
+    rows = [row for batch in batches for row in _rows(batch)]
+    size = max(1, max(count_tokens(row) for row in rows))
+    count = min(len(rows), max(1, max_tokens // size))
+    return [(index, rows[index]) for index in (i * len(rows) // count for i in range(count))]
+
+
+def _rows(batch: Batch) -> list[Batch]:
+    if isinstance(batch, Tensor):
+        return list(batch.split(1)) if batch.dim() > 1 else [batch]
+    sizes = {len(v) for v in batch.values() if isinstance(v, Tensor) and v.dim() > 0}
+    if len(sizes) != 1:
+        return [batch]
+    return [
+        {name: v[i : i + 1] if isinstance(v, Tensor) and v.dim() else v for name, v in batch.items()}
+        for i in range(sizes.pop())
+    ]
+
+
 def row_mask(model: nn.Module, batch: Batch) -> Tensor | None:
     """Return the positions `[B, T]` that count; None where all do.
 

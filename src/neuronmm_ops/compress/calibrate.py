@@ -55,7 +55,7 @@ def collect_moments(
     waiting, passes = list(sides), 0
     while waiting:
         recorder = _Recorder(model, {name: sides[name] for name in waiting})
-        with eval_mode(model), recorder, torch.no_grad(), _products(model):
+        with eval_mode(model), recorder, torch.no_grad(), fast_products(model):
             for done, batch in enumerate(batches, start=1 + passes * len(batches)):
                 recorder.mask = row_mask(model, batch)
                 run_batch(body, batch)
@@ -188,7 +188,7 @@ class _Recorder:
         return not resident or sum(resident.values()) + _bytes(size) <= MAX_MOMENT_BYTES
 
 
-def _products(model: nn.Module) -> AbstractContextManager[object]:
+def fast_products(model: nn.Module) -> AbstractContextManager[object]:
     """Return what to run the model in, so that no product is of a dtype that is slow here."""
     parameters = model.parameters()
     is_slow = any(compute_dtype(p.dtype, p.device) != p.dtype for p in parameters)

@@ -8,6 +8,9 @@ import torch
 from torch import Tensor
 
 Side = Literal["input", "output"]
+# Of the loss's gradient g [M, N] with respect to a Linear's output: the mean of its squares, or its
+# second moment gᵀg / M [N, N]; or the gradient with respect to the weight, gᵀX / M [N, K].
+Gradient = Literal["scale", "moment", "weight"]
 
 
 @dataclass
@@ -49,12 +52,16 @@ class Factorization:
         u: `[K, R]`, fp64.
         v: `[R, N]`, fp64.
         spectrum: `[min(K, N)]`, fp64, descending; entry i is the loss avoided by rank i + 1, and
-            the sum is the energy `‖X W.T‖²` (`‖W‖²` for `plain`).
+            the sum is the energy `‖X W.T‖²` (`‖W‖²` for `plain`; for `drift` what full rank
+            explains of it, the loss being the rest more).
+        scores: `[min(K, N)]`, fp64, the first-order change of the model's loss where entry i alone
+            is dropped; of `zero-sum` only.
     """
 
     u: Tensor
     v: Tensor
     spectrum: Tensor
+    scores: Tensor | None = None
 
     def truncate(self, rank: int) -> tuple[Tensor, Tensor]:
         """Return the rank-`rank` factors `u[K, rank]`, `v[rank, N]`.
@@ -76,15 +83,36 @@ class Factorization:
         return self.loss(rank) / energy if energy > 0 else 0.0
 
 
+class Statistics(NamedTuple):
+    """What calibration has measured for one weight `[N, K]`; a method takes what it names.
+
+    Attributes:
+        moment: of the activations on the method's side.
+        gradient: of the kind that the method names, fp64: `[N, N]` or `[N, K]`.
+        cross: `X.T @ X̂` `[K, K]`, fp64, of the dense model's inputs X and the inputs X̂ that the
+            compressed layers before this one produce; `moment` is then that of X̂.
+    """
+
+    moment: Any = None
+    gradient: Any = None
+    cross: Any = None
+
+
 class Method(NamedTuple):
     """A closed form.
 
     Attributes:
-        factor: maps a finite weight `[N, K]` in fp64, the second moment (None where `side` is)
-            and R to the factors of rank R.
+        factor: maps a finite weight `[N, K]` in fp64, its statistics and R to the factors of
+            rank R.
         side: maps K and N to the side of the second moment that `factor` needs; None for a method
             that looks at the weight alone.
+        gradient: the kind of gradient that `factor` needs.
+        is_loss: whether the spectrum is in units of the model's loss, comparable between layers.
+        follows_drift: whether `factor` needs `cross`: layers are then factored one after another.
     """
 
-    factor: Callable[[Tensor, Any, int], Factorization]
+    factor: Callable[[Tensor, Statistics, int], Factorization]
     side: Callable[[int, int], Side] | None = None
+    gradient: Gradient | None = None
+    is_loss: bool = False
+    follows_drift: bool = False

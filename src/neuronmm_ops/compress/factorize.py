@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from neuronmm_ops.compress.factorization import Factorization, SecondMoment, Side
+from neuronmm_ops.compress.factorization import Factorization, SecondMoment, Side, Statistics
 from neuronmm_ops.compress.methods import METHODS
 from neuronmm_ops.errors import NonFiniteError
 from neuronmm_ops.ops.backends.cpu import name_of
@@ -16,20 +16,30 @@ def moment_side(method: str, K: int, N: int) -> Side | None:
 
 
 def factorize(
-    weight: Tensor, method: str, moment: SecondMoment | None = None, max_rank: int | None = None
+    weight: Tensor,
+    method: str,
+    moment: SecondMoment | None = None,
+    max_rank: int | None = None,
+    *,
+    gradient: Tensor | None = None,
+    cross: Tensor | None = None,
 ) -> Factorization:
     """Factor a weight `[N, K]` by a closed form.
 
     Args:
         weight: `[N, K]`, as `nn.Linear` holds it; any float dtype.
-        method: `plain`, `whiten` or `swift`.
-        moment: of the inputs for `whiten`, and for `swift` where N > K; of the outputs for `swift`
-            where N <= K; not used by `plain`.
+        method: a name in `METHODS`.
+        moment: of the outputs for `swift` where N <= K, not used by `plain`, else of the inputs;
+            for `drift` of the inputs that the compressed layers produce.
         max_rank: R of the result; default `min(K, N)`.
+        gradient: for `kfac` the mean outer product `[N, N]` of the loss's gradient with respect to
+            the output, for `zero-sum` the gradient `[N, K]` with respect to the weight.
+        cross: for `drift`, `X.T @ X̂` `[K, K]` of the dense model's inputs X and the inputs X̂ of
+            `moment`.
 
     Raises:
-        NonFiniteError: the weight or the moment holds NaN or Inf.
-        ValueError: the method is unknown, or the moment is missing, of the wrong side or of the
+        NonFiniteError: the weight or a statistic holds NaN or Inf.
+        ValueError: the method is unknown, or a statistic is missing, of the wrong side or of the
             wrong size.
     """
     if method not in METHODS:
@@ -42,7 +52,12 @@ def factorize(
     if not torch.isfinite(w).all():
         raise NonFiniteError("weight must be finite, got NaN or Inf; the checkpoint is damaged")
     _check_moment(moment, method, K, N)
-    return METHODS[method].factor(w, moment, rank)
+    expects = METHODS[method]
+    if expects.gradient:
+        _check_matrix("gradient", gradient, method, (N, N if expects.gradient == "moment" else K))
+    if expects.follows_drift:
+        _check_matrix("cross", cross, method, (K, K))
+    return expects.factor(w, Statistics(moment, _double(gradient), _double(cross)), rank)
 
 
 def check_finite(name: str, u: Tensor, v: Tensor, remedy: str) -> None:
@@ -69,3 +84,17 @@ def _check_moment(moment: SecondMoment | None, method: str, K: int, N: int) -> N
         )
     if not torch.isfinite(moment.matrix).all():
         raise NonFiniteError("second moment must be finite, got NaN or Inf; check the activations")
+
+
+def _check_matrix(
+    kind: str, matrix: Tensor | None, method: str, shape: tuple[int, int]
+) -> None:
+    if matrix is None or matrix.shape != shape:
+        found = "none" if matrix is None else list(matrix.shape)
+        raise ValueError(f"method {method} needs a {kind} {list(shape)}; got {found}")
+    if not torch.isfinite(matrix).all():
+        raise NonFiniteError(f"{kind} must be finite, got NaN or Inf; check the activations")
+
+
+def _double(matrix: Tensor | None) -> Tensor | None:
+    return None if matrix is None else matrix.double()

@@ -8,10 +8,13 @@ A new method is a file here that defines `METHOD`, and its line in `METHODS`.
 """
 
 from neuronmm_ops.compress.factorization import Method
-from neuronmm_ops.compress.methods import plain, swift, whiten
+from neuronmm_ops.compress.methods import drift, kfac, plain, swift, whiten, zero_sum
 
 METHODS: dict[str, Method] = {
     "plain": plain.METHOD,
     "whiten": whiten.METHOD,
     "swift": swift.METHOD,
+    "drift": drift.METHOD,
+    "kfac": kfac.METHOD,
+    "zero-sum": zero_sum.METHOD,
 }

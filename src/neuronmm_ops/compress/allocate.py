@@ -1,0 +1,182 @@
+"""Ranks for all matrices under one budget.
+
+Every matrix offers its ranks, whole blocks, and to stay dense, each with a cost and a loss. What
+lies on the lower convex hull of its (cost, loss) curve is bought in the order of loss avoided per
+cost, over all matrices at once (marginal analysis, Fox 1966: optimal for every budget that it
+meets exactly). A smaller ratio only buys more, so it never lowers a rank.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from neuronmm_ops.compress.rank import parameter_count
+
+Rank = int | None  # None: dense
+Cost = Callable[[str, Rank], float]
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """What the allocation knows of one matrix `[K, N]`.
+
+    Attributes:
+        K: input features.
+        N: output features.
+        spectrum: `[R]`, the loss avoided by each rank; the sum is the loss of rank 0.
+        weight: by which its losses are multiplied to be comparable with other matrices'.
+        min_ratio: at least this fraction of its parameters is removed.
+        max_ratio: at most this fraction is.
+        scores: `[R]`, signed first-order changes of the model's loss, for `zero_sum`.
+    """
+
+    K: int
+    N: int
+    spectrum: Tensor
+    weight: float = 1.0
+    min_ratio: float = 0.0
+    max_ratio: float = 1.0
+    scores: Tensor | None = None
+
+    def ranks(self, block: int) -> list[Rank]:
+        """Return what it may become, ascending: multiples of `block`, then None for dense.
+
+        Where no multiple lies within the bounds, the nearest to them does.
+        """
+        dense = self.K * self.N
+        pairs: list[Rank] = [
+            rank
+            for rank in range(block, min(self.K, self.N) + 1, block)
+            if parameter_count(self.K, self.N, rank) < dense
+        ]
+        every = [*pairs, None]
+        removed = {rank: 1 - parameter_count(self.K, self.N, rank) / dense for rank in every}
+        inside = [r for r in every if self.min_ratio <= removed[r] <= self.max_ratio]
+        middle = (self.min_ratio + self.max_ratio) / 2
+        return inside or [min(every, key=lambda rank: abs(removed[rank] - middle))]
+
+    def loss(self, rank: Rank) -> float:
+        """Return the weighted loss of a rank."""
+        return 0.0 if rank is None else self.weight * float(self.spectrum[rank:].sum())
+
+
+def greedy(
+    matrices: Mapping[str, Matrix], cost: Cost, budget: float, block: int
+) -> dict[str, Rank]:
+    """Buy blocks of ranks in the order of loss avoided per cost until the budget is spent.
+
+    The first block that does not fit ends it: what is left is less than that block's cost.
+
+    Args:
+        matrices: by name.
+        cost: of a matrix, by name, at a rank; in the budget's unit.
+        budget: what all may cost.
+        block: ranks are multiples of it.
+
+    Raises:
+        ValueError: the smallest ranks cost more than the budget.
+    """
+    options = {name: matrix.ranks(block) for name, matrix in matrices.items()}
+    ranks = {name: choices[0] for name, choices in options.items()}
+    costs = {name: _costs(name, choices, cost) for name, choices in options.items()}
+    spent = sum(costs[name][0] for name in matrices)
+    _check_budget(spent, budget, costs)
+    steps = [
+        (slope, name, index)
+        for name, matrix in matrices.items()
+        for slope, index in _steps(costs[name], [matrix.loss(rank) for rank in options[name]])
+    ]
+    # Stable: of equal slopes the model's first layer, and a matrix's smaller rank, come first.
+    for _, name, index in sorted(steps, key=lambda step: -step[0]):
+        price = costs[name][index] - costs[name][index - 1]
+        if spent + price > budget * (1 + 1e-12):
+            break
+        ranks[name] = options[name][index]
+        spent += price
+    return ranks
+
+
+def zero_sum(
+    matrices: Mapping[str, Matrix], cost: Cost, budget: float, block: int
+) -> dict[str, Rank]:
+    """Drop blocks such that their first-order changes of the loss stay near zero in sum (ZS-SVD).
+
+    Every matrix starts dense and offers its last block. While the sum is at most zero the smallest
+    change that is not negative is taken, else the negative one nearest to zero.
+
+    Args:
+        matrices: by name, with scores.
+        cost: of a matrix, by name, at a rank; in the budget's unit.
+        budget: what all may cost.
+        block: ranks are multiples of it.
+
+    Raises:
+        ValueError: the smallest ranks cost more than the budget.
+    """
+    options = {name: matrix.ranks(block) for name, matrix in matrices.items()}
+    costs = {name: _costs(name, choices, cost) for name, choices in options.items()}
+    _check_budget(sum(c[0] for c in costs.values()), budget, costs)
+    position = {name: len(choices) - 1 for name, choices in options.items()}
+    spent = sum(c[-1] for c in costs.values())
+    offers = {name: _change(matrices[name], options[name], position[name]) for name in matrices}
+    total = 0.0
+    while spent > budget:
+        wanted = {n: d for n, d in offers.items() if d is not None and (d >= 0) == (total <= 0)}
+        known = wanted or {n: d for n, d in offers.items() if d is not None}
+        name = min(known, key=lambda n: abs(known[n]))
+        total += known[name]
+        spent -= costs[name][position[name]] - costs[name][position[name] - 1]
+        position[name] -= 1
+        offers[name] = _change(matrices[name], options[name], position[name])
+    return {name: options[name][position[name]] for name in matrices}
+
+
+def _change(matrix: Matrix, options: list[Rank], position: int) -> float | None:
+    """The change of the loss where the matrix takes the next smaller rank; None at its last."""
+    if position == 0:
+        return None
+    scores, low, high = matrix.scores, options[position - 1], options[position]
+    assert scores is not None
+    return float(scores[low:high].sum())
+
+
+def _costs(name: str, ranks: list[Rank], cost: Cost) -> list[float]:
+    """The costs, made ascending: a larger rank that takes less time costs what the smaller does."""
+    values = torch.tensor([cost(name, rank) for rank in ranks], dtype=torch.float64)
+    return values.cummax(0).values.tolist()
+
+
+def _steps(costs: list[float], losses: list[float]) -> list[tuple[float, int]]:
+    """Return (loss avoided per cost, index of the option) of every option but the first.
+
+    Between two corners of the lower convex hull each has the slope of the hull.
+    """
+    hull = [0]
+    for index in range(1, len(costs)):
+        while len(hull) > 1 and _slope(costs, losses, hull[-2], hull[-1]) <= _slope(
+            costs, losses, hull[-1], index
+        ):
+            hull.pop()
+        hull.append(index)
+    return [
+        (_slope(costs, losses, start, end), index)
+        for start, end in pairwise(hull)
+        for index in range(start + 1, end + 1)
+    ]
+
+
+def _slope(costs: list[float], losses: list[float], start: int, end: int) -> float:
+    price = costs[end] - costs[start]
+    return (losses[start] - losses[end]) / price if price > 0 else float("inf")
+
+
+def _check_budget(least: float, budget: float, costs: Mapping[str, list[float]]) -> None:
+    dense = sum(each[-1] for each in costs.values())
+    if least > budget:
+        raise ValueError(
+            f"no allocation keeps {budget / dense:.1%}: the smallest ranks, one block each, are "
+            f"{least / dense:.1%} of the dense cost; use a smaller ratio or a smaller block"
+        )

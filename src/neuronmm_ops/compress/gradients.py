@@ -1,0 +1,187 @@
+"""Gradients of the model's loss with respect to the Linears' outputs: what an error there costs.
+
+The loss is the negative log-likelihood of labels drawn from the model's own distribution, so that
+the gradients' second moment is its Fisher information: to second order the divergence between
+the model and one with an error in that output. A model without logits is taken for a Gaussian of
+variance one around its output. `zero-sum` alone asks for the loss of the true next tokens.
+"""
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from collections.abc import Generator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from neuronmm_ops.compress.batches import Batch, row_mask, single_rows
+from neuronmm_ops.compress.calibrate import Progress, eval_mode, fast_products
+from neuronmm_ops.compress.factorization import Gradient
+from neuronmm_ops.errors import NonFiniteError
+
+# More tokens than these change no rank by more than a block; a backward pass takes twice the time
+# of a forward pass.
+MAX_TOKENS = 8192
+SEED = 0
+
+
+def collect_gradients(
+    model: nn.Module,
+    kinds: Mapping[str, Gradient],
+    batches: Sequence[Batch],
+    progress: Progress | None = None,
+    seed: int = SEED,
+) -> dict[str, Tensor]:
+    """Run the model forward and backward and return each named Linear's gradient statistic.
+
+    No parameter's `.grad` is touched. Rows are run one at a time, at most `MAX_TOKENS` tokens,
+    evenly over the batches.
+
+    Args:
+        model: as `collect_moments` takes it.
+        kinds: name of the Linear to what to measure: `scale` `[]`, the mean over tokens and output
+            features of g²; `moment` `[N, N]`, the mean of the outer product; `weight` `[N, K]`, the
+            gradient with respect to the weight, per token. All fp64.
+        batches: as for `collect_moments`.
+        progress: told `("gradients", rows done, rows in all)`.
+        seed: of the drawn labels.
+
+    Raises:
+        NonFiniteError: the loss or a gradient is NaN or Inf; names the layer.
+        ValueError: `weight` was asked of a model without logits, or a Linear has no gradient.
+    """
+    sums = _Sums(kinds)
+    rows = single_rows(batches, MAX_TOKENS)
+    generator = torch.Generator()
+    with ExitStack() as stack:
+        stack.enter_context(eval_mode(model))
+        stack.enter_context(_frozen(model))
+        stack.enter_context(fast_products(model))
+        stack.enter_context(torch.enable_grad())
+        for name in kinds:
+            hook = model.get_submodule(name).register_forward_hook(
+                sums.hook(name), with_kwargs=True
+            )
+            stack.callback(hook.remove)
+        for done, (index, row) in enumerate(rows, start=1):
+            # By row, so that the labels do not depend on who else takes a share of the rows.
+            generator.manual_seed(seed + index)
+            loss, tokens = _loss(model, row, "weight" in kinds.values(), generator)
+            if not torch.isfinite(loss):
+                raise NonFiniteError(
+                    f"the loss of calibration row {index} must be finite, got {float(loss)}; "
+                    "check the weights, or run in a wider dtype"
+                )
+            loss.backward()
+            sums.tokens += tokens
+            if progress:
+                progress("gradients", done, len(rows))
+    return sums.means()
+
+
+class _Sums:
+    """Hooks on the outputs of Linears that add up what their gradients show.
+
+    Attributes:
+        tokens: of which there are gradients.
+    """
+
+    def __init__(self, kinds: Mapping[str, Gradient]) -> None:
+        self.tokens = 0
+        self._kinds = kinds
+        self._totals: dict[str, Tensor] = {}
+
+    def hook(self, name: str) -> Any:
+        def record(
+            module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor], output: Tensor
+        ) -> Tensor:
+            x = (args[0] if args else kwargs["input"]).detach()
+            # The model is frozen: what the first Linear returns is where gradients end.
+            if not output.requires_grad:
+                output = output.requires_grad_()
+            output = output.clone()  # a model may change it in place
+            output.register_hook(lambda g: self._add(name, x, g))
+            return output
+
+        return record
+
+    def means(self) -> dict[str, Tensor]:
+        """Return every statistic per token; raise ValueError where there is none."""
+        for name in self._kinds:
+            if name not in self._totals:
+                raise ValueError(f"the loss does not depend on {name}; leave it out")
+        return {name: self._totals[name] / max(1, self.tokens) for name in self._kinds}
+
+    def _add(self, name: str, x: Tensor, gradient: Tensor) -> None:
+        g = gradient.flatten(0, -2).to(torch.promote_types(gradient.dtype, torch.float32))
+        kind = self._kinds[name]
+        if kind == "scale":
+            total = g.square().mean(1).sum()
+        elif kind == "moment":
+            total = g.t() @ g
+        else:
+            total = g.t() @ x.flatten(0, -2).to(g.dtype)
+        if not torch.isfinite(total).all():
+            raise NonFiniteError(
+                f"{name}: the gradient must be finite, got NaN or Inf during calibration; "
+                "run in a wider dtype, or weigh by importance='error'"
+            )
+        known = self._totals.get(name)
+        self._totals[name] = total.double() if known is None else known.add_(total)
+
+
+def _loss(
+    model: nn.Module, row: Batch, labelled: bool, generator: torch.Generator
+) -> tuple[Tensor, int]:
+    """Return the summed loss of one row, and the number of its tokens."""
+    output = model(**row) if isinstance(row, Mapping) else model(row)
+    logits = getattr(output, "logits", None)
+    mask = row_mask(model, row)
+    if labelled:
+        return _next_token_loss(row, logits, mask)
+    values = logits if logits is not None else _tensor_of(output)
+    values = values if mask is None or values.shape[:2] != mask.shape else values[mask]
+    values = values.reshape(-1, values.shape[-1])
+    values = values.to(torch.promote_types(values.dtype, torch.float32))
+    if logits is None:
+        noise = torch.randn(values.shape, generator=generator, dtype=values.dtype)
+        return (values * noise.to(values.device)).sum(), len(values)
+    # Gumbel's trick on the generator's device: the same labels on every device.
+    uniform = torch.rand(values.shape, generator=generator).clamp_min_(1e-20)
+    labels = (values.detach() - (-uniform.log()).log().to(values.device)).argmax(-1)
+    return F.cross_entropy(values, labels, reduction="sum"), len(values)
+
+
+def _next_token_loss(row: Batch, logits: Tensor | None, mask: Tensor | None) -> tuple[Tensor, int]:
+    ids = row.get("input_ids") if isinstance(row, Mapping) else row
+    if logits is None or ids is None or ids.is_floating_point():
+        raise ValueError("method zero-sum needs a causal language model and token ids; use swift")
+    labels = ids[:, 1:].clone()
+    if mask is not None:
+        labels[~mask[:, 1:]] = -100
+    loss = F.cross_entropy(logits[:, :-1].float().flatten(0, 1), labels.flatten(), reduction="sum")
+    return loss, int((labels >= 0).sum())
+
+
+def _tensor_of(output: Any) -> Tensor:
+    found = output if isinstance(output, Tensor) else next(iter(output.values()), None)
+    if not isinstance(found, Tensor):
+        raise ValueError(
+            f"the model must return a tensor or logits, got {type(output).__name__}; "
+            "weigh by importance='error'"
+        )
+    return found
+
+
+@contextmanager
+def _frozen(model: nn.Module) -> Generator[None, None, None]:
+    """Let no parameter require a gradient for a block: none is computed for weights."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    for parameter in trained:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in trained:
+            parameter.requires_grad_(True)

@@ -1,0 +1,27 @@
+"""Reduced-rank regression towards the dense outputs, from the inputs that are really there.
+
+X̂ are the inputs that the compressed layers before this one produce, X the dense model's. With
+Ĝ = X̂ᵀX̂ = L Lᵀ and B = W (XᵀX̂) L⁻ᵀ, W_r = [B]_r L⁻¹ minimizes ‖X Wᵀ − X̂ W_rᵀ‖² (Izenman 1975).
+"""
+
+import torch
+from torch import Tensor
+
+from neuronmm_ops.compress.factorization import Factorization, Method, Statistics
+from neuronmm_ops.compress.methods.whitening import balanced_factors, damped_cholesky
+
+# Relative to the mean of Ĝ's diagonal, added to it and to the cross moment alike: it draws the
+# regression towards W itself, where the data say little.
+RIDGE = 1e-3
+
+
+def _factor(w: Tensor, statistics: Statistics, rank: int) -> Factorization:
+    gram, cross = statistics.moment.matrix, statistics.cross
+    ridge = RIDGE * float(gram.diagonal().mean()) * torch.eye(len(gram)).to(gram)
+    factor = damped_cholesky(gram + ridge)
+    b = torch.linalg.solve_triangular(factor, (w @ (cross + ridge)).t(), upper=False).t()
+    p, sigma, qh = torch.linalg.svd(b, full_matrices=False)
+    return Factorization(*balanced_factors(p, sigma, qh, rank, factor), sigma.square())
+
+
+METHOD = Method(_factor, side=lambda K, N: "input", follows_drift=True)
