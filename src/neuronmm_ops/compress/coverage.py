@@ -8,13 +8,13 @@ from torch import nn
 
 from neuronmm_ops.compress.config import SVDConfig
 from neuronmm_ops.compress.rank import largest_block
-from neuronmm_ops.compress.targets import ALL_LINEAR, Selection, output_head
+from neuronmm_ops.compress.targets import ALL_LINEAR, Selection, output_head, preset_of
 from neuronmm_ops.errors import CompressionWarning
+from neuronmm_ops.nn.dense_linear import dense_linear
 from neuronmm_ops.nn.svd_linear import SVDLinear
 
 # A compression that reaches a smaller share of the promised parameters is warned of.
 EXPECTED = 0.5
-_ATTENTION = re.compile(r"attn|attention", re.IGNORECASE)
 
 
 def warn_of_coverage(
@@ -61,9 +61,10 @@ def _little(
         return None
     group, members = _largest_group({n: size for n, size in promised.items() if n not in reached})
     module = model.get_submodule(next(iter(members)).rpartition(".")[0])
-    if type(module) is not nn.Linear:
+    linear = dense_linear(module)
+    if linear is None:
         reason = f"parameters of {type(module).__name__}, no nn.Linear"
-    elif module in selection.linears.values():
+    elif linear in selection.linears.values():
         reason = f"no rank is smaller; {_remedy(config, selection)}"
     else:
         reason = "not among the targets"
@@ -92,7 +93,7 @@ def _promised(model: nn.Module, config: SVDConfig) -> dict[str, int]:
     return {
         name: parameter.numel()
         for name, parameter in model.named_parameters()
-        if targets & {ALL_LINEAR, "attention" if _ATTENTION.search(name) else "mlp"}
+        if targets & {ALL_LINEAR, preset_of(name.rpartition(".")[0])}
         and parameter.dim() in (2, 3)
         and id(parameter) not in left_out
     }

@@ -16,6 +16,7 @@ from neuronmm_ops.compress.record import attach, dense_parameters
 from neuronmm_ops.compress.report import CompressionReport, LayerReport, provenance_of
 from neuronmm_ops.compress.targets import Selection, select_targets
 from neuronmm_ops.errors import CalibrationWarning, NonFiniteError
+from neuronmm_ops.nn.dense_linear import DenseLinear
 from neuronmm_ops.nn.swap import swap_modules_
 
 # With fewer tokens for each input feature, second moments are mostly noise (users of similar
@@ -84,7 +85,7 @@ def compress_(
     return report
 
 
-def _check_weights(linears: dict[str, nn.Linear]) -> None:
+def _check_weights(linears: dict[str, DenseLinear]) -> None:
     for name, linear in linears.items():
         if linear.weight.is_meta:
             raise ValueError(f"{name} is on the meta device; load the model's values first")
@@ -107,7 +108,7 @@ def _batches(config: SVDConfig, calibration: Iterable[Batch] | None) -> list[Bat
 def _moments(
     model: nn.Module,
     config: SVDConfig,
-    linears: dict[str, nn.Linear],
+    linears: dict[str, DenseLinear],
     batches: list[Batch],
     progress: Progress | None,
 ) -> Iterator[tuple[str, SecondMoment | None]]:
@@ -125,7 +126,7 @@ def _moments(
         yield name, moment
 
 
-def _warn_if_few(tokens: int, linears: dict[str, nn.Linear]) -> None:
+def _warn_if_few(tokens: int, linears: dict[str, DenseLinear]) -> None:
     name, widest = max(linears.items(), key=lambda item: item[1].in_features)
     needed = TOKENS_PER_FEATURE * widest.in_features
     if tokens < needed:

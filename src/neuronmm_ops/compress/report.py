@@ -12,6 +12,7 @@ from torch import nn
 
 from neuronmm_ops.compress.config import SVDConfig
 from neuronmm_ops.compress.rank import parameter_count
+from neuronmm_ops.nn.dense_linear import DenseLinear
 from neuronmm_ops.nn.svd_linear import SVDLinear
 
 
@@ -51,7 +52,7 @@ class LayerReport:
     def of(
         cls,
         name: str,
-        layer: nn.Linear | SVDLinear,
+        layer: DenseLinear | SVDLinear,
         r: int | None,
         loss: float | None,
         reason: str | None = None,
