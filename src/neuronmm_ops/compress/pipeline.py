@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from neuronmm_ops.compress.batches import Batch, count_tokens, fingerprint
 from neuronmm_ops.compress.calibrate import Progress, collect_moments
 from neuronmm_ops.compress.config import SVDConfig
-from neuronmm_ops.compress.coverage import warn_of_coverage
+from neuronmm_ops.compress.coverage import left_dense, warn_of_coverage
 from neuronmm_ops.compress.factorization import SecondMoment, Side
 from neuronmm_ops.compress.factorize import check_finite, factorize, moment_side
 from neuronmm_ops.compress.record import attach, dense_parameters
@@ -73,12 +73,14 @@ def compress_(
         losses[name] = factorization.relative_loss(rank)
         if progress:
             progress("factorize", len(factors), len(swapped))
+    parameters = dense_parameters(model)
     report = CompressionReport(
         config=config,
         layers=tuple(_layer_reports(selection, ranks, losses)),
         calibration=_describe(batches) if batches and swapped else None,
         provenance=provenance_of(model),
-        model_parameters=dense_parameters(model),
+        model_parameters=parameters,
+        left_dense=left_dense(model, config, selection, parameters),
     )
     swap_modules_(model, factors)
     attach(model, report)

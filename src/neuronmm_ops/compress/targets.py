@@ -66,7 +66,7 @@ def select_targets(model: nn.Module, config: SVDConfig) -> Selection:
         else:
             linears[name] = linear
     if not linears:
-        raise ValueError(_nothing_matches(config, candidates, kept))
+        raise ValueError(_nothing_matches(model, config, candidates, kept))
     return Selection(linears, kept)
 
 
@@ -95,6 +95,7 @@ def output_head(model: nn.Module) -> nn.Module | None:
 
 
 def _nothing_matches(
+    model: nn.Module,
     config: SVDConfig,
     candidates: dict[str, DenseLinear],
     kept: dict[str, tuple[DenseLinear, str]],
@@ -107,4 +108,13 @@ def _nothing_matches(
     found = (
         f"its nn.Linears are called {', '.join(leaves[:12])}" if leaves else "it has no nn.Linear"
     )
+    stacks = sorted({type(m).__name__ for m in model.modules() if _holds_stacks(m)})
+    if stacks:
+        found += f", and matrices stacked in one parameter, of {', '.join(stacks)}, stay dense"
     return f"targets {targets} match no nn.Linear of the model; {found}"
+
+
+def _holds_stacks(module: nn.Module) -> bool:
+    # A convolution's weight has three dimensions too.
+    own = module.parameters(recurse=False)
+    return not isinstance(module, nn.Conv1d) and any(p.dim() == 3 for p in own)
