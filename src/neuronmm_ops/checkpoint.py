@@ -129,8 +129,8 @@ def check_shapes(headers: Mapping[str, TensorHeader], layers: Iterable[LayerRepo
     for layer in layers:
         for tensor, expected in _expected(layer).items():
             found = headers.get(tensor)
-            if layer.dense and found is None:
-                continue  # a tied weight is stored under its other name
+            if layer.dense and (found is None or found.shape == expected[::-1]):
+                continue  # a tied weight, stored under its other name, or one of GPT-2, [K, N]
             if found is None or found.shape != expected:
                 actual = f"the file has {'none' if found is None else list(found.shape)}"
                 raise CheckpointError(

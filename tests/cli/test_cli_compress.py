@@ -11,7 +11,7 @@ import pytest
 import torch
 from outcomes import COMPRESS, TEXT, Run, refused
 from safetensors.torch import load_file, save_file
-from tiny import tiny_directory, tiny_model, tiny_tokenizer
+from tiny import SIZES, tiny_directory, tiny_model, tiny_tokenizer
 
 from neuronmm_ops.cli.compress import show_summary
 
@@ -32,7 +32,7 @@ def test_the_whole_road(run: Run, dense: Path, text: Path, tmp_path: Path) -> No
     assert summary == {key: value for key, value in document.items() if key != "output"}
     assert list(summary) == [
         *("ratio", "effective_ratio", "model_ratio", "compute_dtype", "bytes", "dense_bytes"),
-        "layers",
+        *("left_dense", "layers"),
     ]
     assert list(summary["layers"][0]) == ["name", "K", "N", "r", "dense", "loss", "bytes"]
     assert len(summary["layers"]) == 6
@@ -75,7 +75,8 @@ def test_tables_for_people(run: Run, dense: Path, text: Path, tmp_path: Path) ->
 def test_a_layer_whose_loss_is_unknown_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     layer = {"name": "fc1", "K": 8, "N": 8, "r": 2, "dense": False, "loss": None, "bytes": 128}
     ratios = {"ratio": 0.5, "effective_ratio": 0.5, "model_ratio": None, "compute_dtype": None}
-    show_summary({**ratios, "bytes": 128, "dense_bytes": 256, "layers": [layer]})
+    sizes = {"bytes": 128, "dense_bytes": 256, "left_dense": []}
+    show_summary({**ratios, **sizes, "layers": [layer]})
     shown = capsys.readouterr().out
     assert "unknown" in shown
     assert "whole model" not in shown
@@ -265,18 +266,64 @@ def test_non_finite_activations_name_the_layer(
     refused(outcome, "model.layers.0.mlp.gate_proj", "activations must be finite")
 
 
-def test_unknown_architecture_without_a_matching_module(
-    run: Run, text: Path, tmp_path: Path
-) -> None:
+def mixtral(directory: Path) -> int:
+    """Write a mixture of experts; return the number of its parameters."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    config = MixtralConfig(**SIZES, num_local_experts=4)  # pyright: ignore
+    model = MixtralForCausalLM(config)
+    model.save_pretrained(directory)
+    tiny_tokenizer().save_pretrained(directory)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def test_experts_alone_are_refused(run: Run, text: Path, tmp_path: Path) -> None:
+    mixtral(tmp_path / "moe")
+    outcome = run(
+        "compress", tmp_path / "moe", "-o", tmp_path / "o", "--calibration", text, *COMPRESS
+    )
+    refused(outcome, "targets mlp match no nn.Linear", "q_proj", "MixtralExperts, stay dense")
+
+
+def test_what_was_left_dense_is_shown(run: Run, text: Path, tmp_path: Path) -> None:
+    total, out = mixtral(tmp_path / "moe"), tmp_path / "o"
+    experts = 2 * 4 * 2 * 176 * 64
+    arguments = ("--calibration", text, *COMPRESS, "--targets", "all-linear")
+    compressed = run("compress", tmp_path / "moe", "-o", out, *arguments)
+    assert compressed.code == 0, compressed.err
+    inspected = run("inspect", out)
+    line = (
+        f"left dense: model.layers.*.mlp.experts.gate_up_proj, {experts / total:.1%} of the model's "
+        "parameters (a stack of matrices in one parameter of MixtralExperts)\n"
+    )
+    for outcome in (compressed, inspected):
+        assert line in outcome.out
+    left = json.loads(run("inspect", out, "--json").out)["left_dense"]
+    assert [entry["name"].rpartition(".")[2] for entry in left[:2]] == ["gate_up_proj", "down_proj"]
+    assert left[0]["parameters"] == 2 * left[1]["parameters"] == experts
+
+
+def test_gpt2(run: Run, text: Path, tmp_path: Path) -> None:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    directory = tmp_path / "gpt2"
+    directory, out = tmp_path / "gpt2", tmp_path / "o"
     # Its projections are Conv1D modules: there is no nn.Linear but the head.
-    sizes = {"n_embd": 32, "n_layer": 1, "n_head": 2, "vocab_size": 260, "n_positions": 64}
+    sizes = {"n_embd": 64, "n_layer": 1, "n_head": 2, "vocab_size": 260, "n_positions": 64}
     GPT2LMHeadModel(GPT2Config(**sizes)).save_pretrained(directory)
     tiny_tokenizer().save_pretrained(directory)
-    outcome = run("compress", directory, "-o", tmp_path / "o", "--calibration", text, *COMPRESS)
-    refused(outcome, "targets mlp match no nn.Linear", "lm_head")
+    arguments = ("--calibration", text, *COMPRESS, "--targets", "mlp", "c_attn")
+    outcome = run("compress", directory, "-o", out, *arguments, "--json")
+    assert outcome.code == 0, outcome.err
+    layers = {layer["name"]: layer for layer in json.loads(outcome.out)["layers"]}
+    shapes = {name: (layer["K"], layer["N"]) for name, layer in layers.items()}
+    assert shapes == {
+        "transformer.h.0.attn.c_attn": (64, 192),
+        "transformer.h.0.mlp.c_fc": (64, 256),
+        "transformer.h.0.mlp.c_proj": (256, 64),
+    }
+    assert json.loads(run("inspect", out, "--json").out)["layers"] == list(layers.values())
+    generated = run("generate", out, "--prompt", "The", "--max-new-tokens", "3", "--json")
+    assert json.loads(generated.out)["new_tokens"] == 3
 
 
 def test_encoder_decoders_are_refused_in_one_line(run: Run, text: Path, tmp_path: Path) -> None:

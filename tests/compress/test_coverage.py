@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from toys import SIZES, causal_lm, token_batches
 
-from neuronmm_ops import CompressionWarning, SVDConfig, compress_
+from neuronmm_ops import CompressionReport, CompressionWarning, LeftDense, SVDConfig, compress_
 
 PLAIN = {"ratio": 0.3, "method": "plain"}
 
@@ -58,7 +58,7 @@ def test_experts_are_not_reached_by_all_linear():
     message = warning_of(mixtral(), block=8, targets="all-linear")
     assert message.startswith("targets all-linear reach 5.9% of the matrix parameters")
     assert "model.layers.*.mlp.experts.gate_up_proj" in message
-    assert "no nn.Linear" in message
+    assert "a stack of matrices in one parameter of MixtralExperts" in message
     assert warning_of(mixtral(), block=8, targets="attention") is None
 
 
@@ -90,3 +90,82 @@ def test_the_whole_model_s_share():
     assert report.model_ratio == pytest.approx(gone / parameters)
     assert 0 < report.model_ratio < report.effective_ratio
     assert torch.tensor(report.to_dict()["model_ratio"]) > 0
+
+
+@pytest.mark.filterwarnings("ignore::neuronmm_ops.CompressionWarning")
+def test_stacked_experts_are_in_the_report_with_their_share():
+    model = mixtral()
+    total = sum(p.numel() for p in model.parameters())
+    experts = model.model.layers[0].mlp.experts
+    left = compress_(model, SVDConfig(**PLAIN, block=8, targets="all-linear")).left_dense
+    stacked = "a stack of matrices in one parameter of MixtralExperts"
+    sizes = [2 * experts.gate_up_proj.numel(), 2 * experts.down_proj.numel(), 2 * 8 * 32]
+    assert left == (
+        LeftDense("model.layers.*.mlp.experts.gate_up_proj", sizes[0], sizes[0] / total, stacked),
+        LeftDense("model.layers.*.mlp.experts.down_proj", sizes[1], sizes[1] / total, stacked),
+        LeftDense(
+            "model.layers.*.mlp.gate.weight",
+            sizes[2],
+            sizes[2] / total,
+            "a parameter of MixtralTopKRouter, no nn.Linear",
+        ),
+    )
+
+
+def test_biases_of_experts_are_no_matrices():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GptOssConfig(**SIZES, num_local_experts=4, head_dim=8)
+    model = transformers.GptOssForCausalLM(config)
+    with pytest.warns(CompressionWarning):
+        left = compress_(model, SVDConfig(**PLAIN, block=8, targets="all-linear")).left_dense
+    assert [entry.name.rpartition("experts.")[2] for entry in left[:2]] == [
+        "gate_up_proj",
+        "down_proj",
+    ]
+    assert not any("bias" in entry.name for entry in left)
+
+
+def test_a_preset_that_finds_experts_alone_says_so():
+    with pytest.raises(ValueError, match=r"targets mlp match no nn\.Linear.*of MixtralExperts"):
+        compress_(mixtral(), SVDConfig(block=8))
+
+
+@pytest.mark.parametrize("targets", ["attention", "q_proj", "mlp"])
+def test_nothing_is_left_where_all_that_was_promised_is_taken(targets):
+    model = causal_lm("Gemma2") if targets == "mlp" else mixtral()
+    assert compress_(model, SVDConfig(**PLAIN, block=8, targets=targets)).left_dense == ()
+
+
+def test_a_linear_of_another_name_is_left():
+    model = nn.ModuleDict({"fc1": nn.Linear(64, 64), "w2": nn.Linear(64, 96)})
+    with pytest.warns(CompressionWarning):
+        report = compress_(model, SVDConfig(**PLAIN, block=8))
+    size, total = 64 * 96, 64 * 64 + 64 * 96 + 64 + 96
+    assert report.left_dense == (
+        LeftDense("w2.weight", size, size / total, "not among the targets"),
+    )
+
+
+def recorded(model: nn.Module) -> dict[str, float]:
+    entry = model.config.quantization_config
+    return {left.name: left.share for left in CompressionReport.from_dict(entry).left_dense}
+
+
+@pytest.mark.filterwarnings("ignore::neuronmm_ops.CompressionWarning")
+def test_later_runs_keep_what_is_still_dense():
+    model = mixtral()
+    compress_(model, SVDConfig(**PLAIN, block=8, targets=("all-linear",)))
+    after_one = recorded(model)
+    assert len(after_one) == 3
+    compress_(model, SVDConfig(**PLAIN, block=8, targets="lm_head"))
+    assert recorded(model) == after_one
+    # What a later run takes is left no more.
+    model = causal_lm()
+    model.model.layers[0].w9 = nn.Linear(64, 64)
+    model.model.layers[1].w9 = nn.Linear(64, 64)
+    compress_(model, SVDConfig(**PLAIN, block=8, targets="mlp"))
+    both = recorded(model)["model.layers.*.w9.weight"]
+    compress_(model, SVDConfig(**PLAIN, block=8, targets="model.layers.0.w9"))
+    assert recorded(model) == {"model.layers.*.w9.weight": pytest.approx(both / 2)}
+    compress_(model, SVDConfig(**PLAIN, block=8, targets="w9"))
+    assert recorded(model) == {}

@@ -6,6 +6,7 @@ from toys import causal_lm
 
 from neuronmm_ops import SVDConfig
 from neuronmm_ops.compress.targets import select_targets
+from neuronmm_ops.nn import DenseLinear
 
 MLP = {"gate_proj", "up_proj", "down_proj"}
 ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
@@ -73,7 +74,7 @@ def test_a_tied_head_is_kept_even_where_it_is_named():
     selection = select_targets(model, SVDConfig(targets=("mlp", "lm_head")))
     assert leaves(list(selection.linears)) == MLP
     reason = "shares its weight with model.embed_tokens.weight"
-    assert selection.kept == {"lm_head": (model.lm_head, reason)}
+    assert selection.kept == {"lm_head": (DenseLinear(model.lm_head), reason)}
     with pytest.raises(ValueError, match="match only shared weights: lm_head shares its weight"):
         selected(model, "lm_head")
 
@@ -98,9 +99,53 @@ def test_a_shared_module_is_one_target():
     assert selected(nn.Sequential(linear, nn.ReLU(), linear), "all-linear") == ["0"]
 
 
-def test_presets_of_other_architectures():
-    model = nn.ModuleDict(
-        {name: nn.Linear(4, 4) for name in ("fc1", "fc2", "gate_up_proj", "out_proj", "qkv_proj")}
-    )
-    assert selected(model, "mlp") == ["fc1", "fc2", "gate_up_proj"]
-    assert selected(model, "attention") == ["out_proj", "qkv_proj"]
+def named(*names: str) -> nn.Module:
+    """Return a model with a Linear of each name."""
+    model = nn.Module()
+    for name in names:
+        parent, _, leaf = name.rpartition(".")
+        for depth in range(1, len(parent.split(".")) + 1 if parent else 1):
+            path = ".".join(parent.split(".")[:depth])
+            above, _, last = path.rpartition(".")
+            if last not in model.get_submodule(above)._modules:
+                model.get_submodule(above).add_module(last, nn.Module())
+        model.get_submodule(parent).add_module(leaf, nn.Linear(4, 4))
+    return model
+
+
+NAMES_OF_MLP = (
+    "layers.0.fc1",
+    "h.0.mlp.c_proj",
+    "mlp.dense_4h_to_h",
+    "mlp.Wo",
+    "layer.0.output.dense",
+    "mlp.shared_experts.up_proj",
+    "feed_forward.w2",
+)
+NAMES_OF_ATTENTION = (
+    "mixer.q_proj",
+    "h.0.attn.c_proj",
+    "h.0.crossattention.c_attn",
+    "self_attention.dense",
+    "attn.Wo",
+    "attention.output.dense",
+    "linear_attn.out_proj",
+    "self_attn.qkv_proj",
+)
+NAMES_OF_NEITHER = (
+    "mamba.out_proj",
+    "conv.out_proj",
+    "self_attn.gate_proj",
+    "pooler.dense",
+    "mlp.gate",
+    "mlp.shared_expert_gate",
+    "w1",
+    "embedder.key",
+)
+
+
+def test_a_preset_tells_equal_names_apart_by_their_parents():
+    model = named(*NAMES_OF_MLP, *NAMES_OF_ATTENTION, *NAMES_OF_NEITHER)
+    assert set(selected(model, "mlp")) == set(NAMES_OF_MLP)
+    assert set(selected(model, "attention")) == set(NAMES_OF_ATTENTION)
+    assert len(selected(model, "all-linear")) == 23

@@ -1,6 +1,7 @@
 """`inspect`: rank and loss of every layer of a compressed checkpoint, from its headers."""
 
 import argparse
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ def summary(report: CompressionReport) -> dict[str, Any]:
         "compute_dtype": report.provenance.get("compute_dtype"),
         "bytes": sum(layer.bytes for layer in report.layers),
         "dense_bytes": sum(layer.dense_bytes for layer in report.layers),
+        "left_dense": [asdict(left) for left in report.left_dense],
         "layers": [{field: getattr(layer, field) for field in fields} for layer in report.layers],
     }
 
@@ -57,5 +59,11 @@ def show_summary(document: dict[str, Any]) -> None:
     )
     if document["model_ratio"] is not None:
         stdout.print(f"whole model: {document['model_ratio']:.3f} of its parameters are gone")
+    for left in document["left_dense"]:
+        stdout.print(
+            f"left dense: {left['name']}, {left['share']:.1%} of the model's parameters "
+            f"({left['reason']})",
+            soft_wrap=True,
+        )
     if document["compute_dtype"] is not None:
         stdout.print(f"computed in {document['compute_dtype']}")

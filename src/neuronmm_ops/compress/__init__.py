@@ -7,12 +7,13 @@ from neuronmm_ops.compress.factorize import factorize
 from neuronmm_ops.compress.pipeline import compress_
 from neuronmm_ops.compress.rank import aligned_rank
 from neuronmm_ops.compress.record import swap_
-from neuronmm_ops.compress.report import CompressionReport, LayerReport
+from neuronmm_ops.compress.report import CompressionReport, LayerReport, LeftDense
 
 __all__ = [
     "CompressionReport",
     "Factorization",
     "LayerReport",
+    "LeftDense",
     "SVDConfig",
     "SecondMoment",
     "aligned_rank",

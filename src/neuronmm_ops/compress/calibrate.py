@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from neuronmm_ops.compress.batches import Batch, check_batches, row_mask, run_batch, takes
 from neuronmm_ops.compress.factorization import SecondMoment, Side
 from neuronmm_ops.errors import NonFiniteError
+from neuronmm_ops.nn.dense_linear import dense_linear
 from neuronmm_ops.ops.backends.cpu import WideProducts, compute_dtype
 
 # The moments of one pass over the calibration data take at most this much memory.
@@ -123,7 +124,7 @@ class _Recorder:
         self,
         name: str,
         side: Side,
-        module: nn.Linear,
+        module: nn.Module,
         args: tuple[Tensor, ...],
         kwargs: dict[str, Tensor],
         output: Tensor,
@@ -132,9 +133,11 @@ class _Recorder:
         if name in self.deferred:
             return
         if side == "input":
-            x = args[0] if args else kwargs["input"]
+            (x,) = args or kwargs.values()
         else:
-            x = output if module.bias is None else _wide(output) - _wide(module.bias)
+            linear = dense_linear(module)
+            assert linear is not None
+            x = output if linear.bias is None else _wide(output) - _wide(linear.bias)
         # Adding a residual in place changes a tensor's version; inference tensors have none.
         version = -1 if x.is_inference() else x._version
         last = self._last
@@ -207,8 +210,8 @@ def _passes(model: nn.Module, sides: Mapping[str, Side], names: set[str]) -> int
     """Return in how many passes these moments fit at most: what they will share is not known."""
     passes = used = 0
     for name in (name for name in sides if name in names):
-        linear = model.get_submodule(name)
-        assert isinstance(linear, nn.Linear)
+        linear = dense_linear(model.get_submodule(name))
+        assert linear is not None
         size = _bytes(linear.in_features if sides[name] == "input" else linear.out_features)
         if passes == 0 or used + size > MAX_MOMENT_BYTES:
             passes, used = passes + 1, 0

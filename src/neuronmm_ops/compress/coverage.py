@@ -1,20 +1,58 @@
-"""A warning where a compression reaches little of what the names of its targets promise."""
+"""What a compression does not reach of what the names of its targets promise."""
 
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
 from torch import nn
 
 from neuronmm_ops.compress.config import SVDConfig
 from neuronmm_ops.compress.rank import largest_block
-from neuronmm_ops.compress.targets import ALL_LINEAR, Selection, output_head
+from neuronmm_ops.compress.report import LayerReport, LeftDense
+from neuronmm_ops.compress.targets import ALL_LINEAR, Selection, output_head, preset_of
 from neuronmm_ops.errors import CompressionWarning
+from neuronmm_ops.nn.dense_linear import dense_linear
 from neuronmm_ops.nn.svd_linear import SVDLinear
 
 # A compression that reaches a smaller share of the promised parameters is warned of.
 EXPECTED = 0.5
-_ATTENTION = re.compile(r"attn|attention", re.IGNORECASE)
+
+
+def left_dense(
+    model: nn.Module, config: SVDConfig, selection: Selection, model_parameters: int
+) -> tuple[LeftDense, ...]:
+    """Return what the presets among the targets promise and the selection lacks, largest first.
+
+    Args:
+        model: still dense.
+        config: what was asked for.
+        selection: the linear layers that were found.
+        model_parameters: of the whole model.
+    """
+    found = {f"{name}.weight" for name in (*selection.linears, *selection.kept)}
+    promised = _promised(model, config)
+    groups = _groups({name: size for name, size in promised.items() if name not in found})
+    left: list[LeftDense] = []
+    for name, members in groups.items():
+        size = sum(members.values())
+        reason = _obstacle(model, next(iter(members))) or "not among the targets"
+        left.append(LeftDense(name, size, size / model_parameters, reason))
+    return tuple(sorted(left, key=lambda entry: -entry.parameters))
+
+
+def still_dense(
+    model: nn.Module, left: Iterable[LeftDense], layers: Iterable[LayerReport]
+) -> tuple[LeftDense, ...]:
+    """Return what an earlier run left dense and no one of the `layers` of a later one is."""
+    taken = {f"{layer.name}.weight" for layer in layers}
+    groups = _groups({n: p.numel() for n, p in model.named_parameters() if n not in taken})
+    sizes = {name: sum(members.values()) for name, members in groups.items()}
+    return tuple(
+        replace(entry, parameters=size, share=entry.share * size / entry.parameters)
+        for entry in left
+        if (size := sizes.get(entry.name, 0))
+    )
 
 
 def warn_of_coverage(
@@ -59,14 +97,12 @@ def _little(
     share = sum(size for name, size in promised.items() if name in reached) / max(1, total)
     if not promised or share >= EXPECTED:
         return None
-    group, members = _largest_group({n: size for n, size in promised.items() if n not in reached})
-    module = model.get_submodule(next(iter(members)).rpartition(".")[0])
-    if type(module) is not nn.Linear:
-        reason = f"parameters of {type(module).__name__}, no nn.Linear"
-    elif module in selection.linears.values():
+    groups = _groups({name: size for name, size in promised.items() if name not in reached})
+    group, members = max(groups.items(), key=lambda item: sum(item[1].values()))
+    parameter = next(iter(members))
+    reason = _obstacle(model, parameter) or "not among the targets"
+    if parameter.removesuffix(".weight") in selection.linears:
         reason = f"no rank is smaller; {_remedy(config, selection)}"
-    else:
-        reason = "not among the targets"
     targets = ", ".join(config.target_list)
     return (
         f"targets {targets} reach {share:.1%} of the matrix parameters they stand for; "
@@ -92,19 +128,31 @@ def _promised(model: nn.Module, config: SVDConfig) -> dict[str, int]:
     return {
         name: parameter.numel()
         for name, parameter in model.named_parameters()
-        if targets & {ALL_LINEAR, "attention" if _ATTENTION.search(name) else "mlp"}
+        if targets & {ALL_LINEAR, preset_of(name.rpartition(".")[0])}
         and parameter.dim() in (2, 3)
+        and not name.endswith("bias")  # of experts, one in a row
         and id(parameter) not in left_out
     }
 
 
-def _largest_group(sizes: Mapping[str, int]) -> tuple[str, dict[str, int]]:
-    """The same parameter of all layers, as `model.layers.*.mlp.up_proj.weight`, and its members."""
+def _groups(sizes: Mapping[str, int]) -> dict[str, dict[str, int]]:
+    """Return the same parameters of all layers, by a name as `layers.*.mlp.up_proj.weight`."""
     groups: dict[str, dict[str, int]] = {}
     for name, size in sizes.items():
-        group = re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
+        group = re.sub(r"(?<![^.])\d+(?=\.)", "*", name)
         groups.setdefault(group, {})[name] = size
-    return max(groups.items(), key=lambda item: sum(item[1].values()))
+    return groups
+
+
+def _obstacle(model: nn.Module, parameter: str) -> str | None:
+    """Say why no SVDLinear can take the parameter's place, None where one can."""
+    module = model.get_submodule(parameter.rpartition(".")[0])
+    kind = type(module).__name__
+    if dense_linear(module) is not None:
+        return None
+    if model.get_parameter(parameter).dim() == 3:
+        return f"a stack of matrices in one parameter of {kind}"
+    return f"a parameter of {kind}, no nn.Linear"
 
 
 def _remedy(config: SVDConfig, selection: Selection) -> str:

@@ -9,13 +9,14 @@ from torch import Tensor, nn
 from neuronmm_ops.compress.batches import Batch, count_tokens, fingerprint
 from neuronmm_ops.compress.calibrate import Progress, collect_moments
 from neuronmm_ops.compress.config import SVDConfig
-from neuronmm_ops.compress.coverage import warn_of_coverage
+from neuronmm_ops.compress.coverage import left_dense, warn_of_coverage
 from neuronmm_ops.compress.factorization import SecondMoment, Side
 from neuronmm_ops.compress.factorize import check_finite, factorize, moment_side
 from neuronmm_ops.compress.record import attach, dense_parameters
 from neuronmm_ops.compress.report import CompressionReport, LayerReport, provenance_of
 from neuronmm_ops.compress.targets import Selection, select_targets
 from neuronmm_ops.errors import CalibrationWarning, NonFiniteError
+from neuronmm_ops.nn.dense_linear import DenseLinear
 from neuronmm_ops.nn.swap import swap_modules_
 
 # With fewer tokens for each input feature, second moments are mostly noise (users of similar
@@ -72,19 +73,21 @@ def compress_(
         losses[name] = factorization.relative_loss(rank)
         if progress:
             progress("factorize", len(factors), len(swapped))
+    parameters = dense_parameters(model)
     report = CompressionReport(
         config=config,
         layers=tuple(_layer_reports(selection, ranks, losses)),
         calibration=_describe(batches) if batches and swapped else None,
         provenance=provenance_of(model),
-        model_parameters=dense_parameters(model),
+        model_parameters=parameters,
+        left_dense=left_dense(model, config, selection, parameters),
     )
     swap_modules_(model, factors)
     attach(model, report)
     return report
 
 
-def _check_weights(linears: dict[str, nn.Linear]) -> None:
+def _check_weights(linears: dict[str, DenseLinear]) -> None:
     for name, linear in linears.items():
         if linear.weight.is_meta:
             raise ValueError(f"{name} is on the meta device; load the model's values first")
@@ -107,7 +110,7 @@ def _batches(config: SVDConfig, calibration: Iterable[Batch] | None) -> list[Bat
 def _moments(
     model: nn.Module,
     config: SVDConfig,
-    linears: dict[str, nn.Linear],
+    linears: dict[str, DenseLinear],
     batches: list[Batch],
     progress: Progress | None,
 ) -> Iterator[tuple[str, SecondMoment | None]]:
@@ -125,7 +128,7 @@ def _moments(
         yield name, moment
 
 
-def _warn_if_few(tokens: int, linears: dict[str, nn.Linear]) -> None:
+def _warn_if_few(tokens: int, linears: dict[str, DenseLinear]) -> None:
     name, widest = max(linears.items(), key=lambda item: item[1].in_features)
     needed = TOKENS_PER_FEATURE * widest.in_features
     if tokens < needed:

@@ -10,6 +10,7 @@ from typing import Any, TypeGuard
 
 from torch import Tensor, nn
 
+from neuronmm_ops.compress.coverage import still_dense
 from neuronmm_ops.compress.rank import parameter_count
 from neuronmm_ops.compress.report import CompressionReport, LayerReport, provenance_of
 from neuronmm_ops.errors import CheckpointError
@@ -65,21 +66,25 @@ def attached_report(model: nn.Module) -> CompressionReport | None:
 def attach(model: nn.Module, report: CompressionReport) -> None:
     """Put the report into the config of a Transformers model; other models have no such place.
 
-    Low-rank layers of an earlier run, which the report does not list, stay recorded.
+    Low-rank layers of an earlier run, which the report does not list, stay recorded, and what that
+    left dense where it still is.
     """
     config = getattr(model, "config", None)
     if not callable(getattr(config, "save_pretrained", None)):
         return
+    previous = attached_report(model)
     known = {layer.name for layer in report.layers}
     others = {name: m for name, m in low_rank_layers(model).items() if name not in known}
     if others:
-        previous = attached_report(model)
         recorded = {layer.name: layer for layer in previous.layers} if previous else {}
         earlier = (
             recorded.get(name) or LayerReport.of(name, layer, layer.rank, loss=None)
             for name, layer in others.items()
         )
         report = replace(report, layers=(*report.layers, *earlier))
+    left = {entry.name: entry for entry in (previous.left_dense if previous else ())}
+    left |= {entry.name: entry for entry in report.left_dense}
+    report = replace(report, left_dense=still_dense(model, left.values(), report.layers))
     config.quantization_config = record_of(report)  # pyright: ignore
 
 

@@ -12,6 +12,7 @@ from torch import nn
 
 from neuronmm_ops.compress.config import SVDConfig
 from neuronmm_ops.compress.rank import parameter_count
+from neuronmm_ops.nn.dense_linear import DenseLinear
 from neuronmm_ops.nn.svd_linear import SVDLinear
 
 
@@ -51,7 +52,7 @@ class LayerReport:
     def of(
         cls,
         name: str,
-        layer: nn.Linear | SVDLinear,
+        layer: DenseLinear | SVDLinear,
         r: int | None,
         loss: float | None,
         reason: str | None = None,
@@ -89,6 +90,47 @@ class LayerReport:
 
 
 @dataclass(frozen=True)
+class LeftDense:
+    """Matrices that a preset stands for and the compression cannot or does not take.
+
+    Attributes:
+        name: of the parameter, with `*` for the numbers of layers.
+        parameters: of all of them together.
+        share: of the whole dense model's parameters, in (0, 1].
+        reason: why they stay dense.
+    """
+
+    name: str
+    parameters: int
+    share: float
+    reason: str
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """Read what `dataclasses.asdict` wrote, checking every value.
+
+        Raises:
+            ValueError: a field is missing, unknown, of the wrong type or out of range.
+        """
+        names = [field.name for field in fields(cls)]
+        if not isinstance(values, Mapping) or set(values) != set(names):
+            raise ValueError(f"left_dense must list objects of {', '.join(names)}; got {values!r}")
+        left = cls(**values)
+        if not isinstance(left.name, str) or not isinstance(left.reason, str):
+            raise ValueError(f"left_dense: name and reason must be texts, got {values!r}")
+        if not _is_count(left.parameters):
+            raise ValueError(
+                f"left_dense {left.name}: parameters must be a positive integer, "
+                f"got {left.parameters!r}"
+            )
+        if type(left.share) not in (int, float) or not 0 < left.share <= 1:
+            raise ValueError(
+                f"left_dense {left.name}: share must be a number in (0, 1], got {left.share!r}"
+            )
+        return left
+
+
+@dataclass(frozen=True)
 class CompressionReport:
     """Result of `compress_`: what each layer became, and where the factors come from.
 
@@ -101,6 +143,8 @@ class CompressionReport:
             `compute_dtype`. There is no seed: the method is deterministic.
         model_parameters: of the whole model while it was dense, tied ones counted once; None in
             records that do not say.
+        left_dense: what the presets among the targets stand for and `layers` does not list, such
+            as experts stacked in one parameter, largest first; empty in records that do not say.
     """
 
     config: SVDConfig | None
@@ -108,6 +152,7 @@ class CompressionReport:
     calibration: dict[str, Any] | None
     provenance: dict[str, str]
     model_parameters: int | None = None
+    left_dense: tuple[LeftDense, ...] = ()
 
     @property
     def ratio(self) -> float:
@@ -137,6 +182,7 @@ class CompressionReport:
             "model_parameters": self.model_parameters,
             "svd_config": self.config and self.config.to_dict(),
             "layers": [asdict(layer) for layer in self.layers],
+            "left_dense": [asdict(left) for left in self.left_dense],
             "calibration": self.calibration,
             "provenance": self.provenance,
         }
@@ -153,11 +199,13 @@ class CompressionReport:
             calibration, provenance = values["calibration"], values["provenance"]
         except KeyError as error:
             raise ValueError(f"compression record must have a field {error}") from None
-        parameters = values.get("model_parameters")
+        parameters, left_dense = values.get("model_parameters"), values.get("left_dense", [])
         if not isinstance(config, (Mapping, type(None))):
             raise ValueError(f"svd_config must be an object or null, got {config!r}")
         if not isinstance(layers, list) or not layers:
             raise ValueError("compression record must list at least one layer")
+        if not isinstance(left_dense, list):
+            raise ValueError(f"left_dense must be a list, got {left_dense!r}")
         if not isinstance(calibration, (dict, type(None))) or not isinstance(provenance, dict):
             raise ValueError("calibration must be an object or null, and provenance an object")
         if not (parameters is None or _is_count(parameters)):
@@ -170,7 +218,8 @@ class CompressionReport:
         name, count = Counter(layer.name for layer in read).most_common(1)[0]
         if count > 1:
             raise ValueError(f"each layer must be listed once, got {name} {count} times")
-        return cls(config, read, calibration, provenance, parameters)
+        left = tuple(map(LeftDense.from_dict, left_dense))
+        return cls(config, read, calibration, provenance, parameters, left)
 
 
 def provenance_of(model: nn.Module) -> dict[str, str]:

@@ -6,21 +6,43 @@ from typing import NamedTuple
 from torch import nn
 
 from neuronmm_ops.compress.config import SVDConfig
+from neuronmm_ops.nn.dense_linear import DenseLinear, dense_linears
 from neuronmm_ops.nn.swap import shared_weights
 
-# Last name components in Transformers' decoders and encoders.
-PRESETS: dict[str, frozenset[str]] = {
-    "mlp": frozenset({"gate_proj", "up_proj", "down_proj", "gate_up_proj", "fc1", "fc2"}),
-    "attention": frozenset({"q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", "out_proj"}),
-}
 ALL_LINEAR = "all-linear"
+# Last components of a Linear's name in Transformers' decoders and encoders. Some mean one thing
+# in attention and another outside, as c_proj and Wo.
+PRESETS: dict[str, frozenset[str]] = {
+    "mlp": frozenset(
+        {
+            *("gate_proj", "up_proj", "down_proj", "gate_up_proj"),  # Llama, Phi3
+            *("fc1", "fc2", "fc_in", "fc_out", "c_fc", "c_proj"),  # OPT, GPT-J, GPT-2
+            *("dense_h_to_4h", "dense_4h_to_h"),  # GPT-NeoX, Bloom, Falcon
+            *("feed_forward.w1", "feed_forward.w2", "feed_forward.w3"),  # LFM2
+            *("Wi", "Wo"),  # ModernBERT
+            *("intermediate.dense", "output.dense"),  # BERT
+        }
+    ),
+    "attention": frozenset(
+        {
+            *("q_proj", "k_proj", "v_proj", "o_proj", "out_proj", "dense"),  # Llama, OPT, Phi
+            *("qkv_proj", "query_key_value", "c_attn", "c_proj", "Wqkv", "Wo"),  # Phi3, Bloom, MPT
+            *("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"),  # DeepSeek
+            *("query", "key", "value"),  # BERT
+            *("in_proj_qkvz", "in_proj_qkv", "in_proj_z"),  # Qwen3-Next
+        }
+    ),
+}
+_ATTENTION = re.compile(r"attn|attention", re.IGNORECASE)
+# These are of attention also where no parent is named so, as in Nemotron-H.
+_IN_ATTENTION_ALONE = frozenset({"q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj"})
 
 
 class Selection(NamedTuple):
-    """The Linears to compress, by name, and those that match a target but must stay dense."""
+    """The linear layers to compress, by name, and those that match a target but must stay dense."""
 
-    linears: dict[str, nn.Linear]
-    kept: dict[str, tuple[nn.Linear, str]]  # with the reason
+    linears: dict[str, DenseLinear]
+    kept: dict[str, tuple[DenseLinear, str]]  # with the reason
 
 
 def select_targets(model: nn.Module, config: SVDConfig) -> Selection:
@@ -31,20 +53,20 @@ def select_targets(model: nn.Module, config: SVDConfig) -> Selection:
     """
     shared = shared_weights(model)
     head = output_head(model)
-    linears: dict[str, nn.Linear] = {}
-    kept: dict[str, tuple[nn.Linear, str]] = {}
-    candidates = {n: m for n, m in model.named_modules() if type(m) is nn.Linear}
+    linears: dict[str, DenseLinear] = {}
+    kept: dict[str, tuple[DenseLinear, str]] = {}
+    candidates = dense_linears(model)
     for name, linear in candidates.items():
         matched = [target for target in config.target_list if _matches(target, name)]
         is_named = any(target in (name, name.rpartition(".")[2]) for target in matched)
-        if not matched or (linear is head and not is_named):
+        if not matched or (linear.module is head and not is_named):
             continue
         if name in shared:
             kept[name] = linear, f"shares its weight with {shared[name]}"
         else:
             linears[name] = linear
     if not linears:
-        raise ValueError(_nothing_matches(config, candidates, kept))
+        raise ValueError(_nothing_matches(model, config, candidates, kept))
     return Selection(linears, kept)
 
 
@@ -53,8 +75,16 @@ def _matches(target: str, name: str) -> bool:
     if target == ALL_LINEAR:
         return True
     if target in PRESETS:
-        return leaf in PRESETS[target]
+        last_two = ".".join(name.split(".")[-2:])
+        return preset_of(name) == target and not PRESETS[target].isdisjoint((leaf, last_two))
     return target in (name, leaf) or re.fullmatch(target, name) is not None
+
+
+def preset_of(name: str) -> str:
+    """Return the preset that stands for the module of this name: `attention` or `mlp`."""
+    parents, _, leaf = name.rpartition(".")
+    is_attention = _ATTENTION.search(parents) or leaf in _IN_ATTENTION_ALONE
+    return "attention" if is_attention else "mlp"
 
 
 def output_head(model: nn.Module) -> nn.Module | None:
@@ -65,9 +95,10 @@ def output_head(model: nn.Module) -> nn.Module | None:
 
 
 def _nothing_matches(
+    model: nn.Module,
     config: SVDConfig,
-    candidates: dict[str, nn.Linear],
-    kept: dict[str, tuple[nn.Linear, str]],
+    candidates: dict[str, DenseLinear],
+    kept: dict[str, tuple[DenseLinear, str]],
 ) -> str:
     targets = ", ".join(config.target_list)
     if kept:
@@ -77,4 +108,13 @@ def _nothing_matches(
     found = (
         f"its nn.Linears are called {', '.join(leaves[:12])}" if leaves else "it has no nn.Linear"
     )
+    stacks = sorted({type(m).__name__ for m in model.modules() if _holds_stacks(m)})
+    if stacks:
+        found += f", and matrices stacked in one parameter, of {', '.join(stacks)}, stay dense"
     return f"targets {targets} match no nn.Linear of the model; {found}"
+
+
+def _holds_stacks(module: nn.Module) -> bool:
+    # A convolution's weight has three dimensions too.
+    own = module.parameters(recurse=False)
+    return not isinstance(module, nn.Conv1d) and any(p.dim() == 3 for p in own)

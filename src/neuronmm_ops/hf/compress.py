@@ -6,13 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from neuronmm_ops.compress import CompressionReport, LayerReport, SVDConfig, compress_
 from neuronmm_ops.compress.batches import check_ids
 from neuronmm_ops.compress.calibrate import Progress
 from neuronmm_ops.compress.rank import parameter_count
+from neuronmm_ops.compress.record import low_rank_layers
 from neuronmm_ops.compress.targets import select_targets
 from neuronmm_ops.eval import block_length
 from neuronmm_ops.hf.computing import AUTO, check_device, computing_in, dtype_of, load_on
@@ -20,7 +21,7 @@ from neuronmm_ops.hf.loading import load_tokenizer
 from neuronmm_ops.hf.saving import save
 from neuronmm_ops.hf.target import check_target
 from neuronmm_ops.hf.text import Order, calibration_batches
-from neuronmm_ops.nn.svd_linear import SVDLinear
+from neuronmm_ops.nn import dense_linears
 from neuronmm_ops.ops.backends.cpu import name_of
 
 DEFAULT_SAMPLES = 128
@@ -119,7 +120,7 @@ def _completed(
     compute: torch.dtype,
 ) -> CompressionReport:
     """Return the report with bytes as stored, the calibration's options and the compute dtype."""
-    modules = {n: m for n, m in model.named_modules() if isinstance(m, (nn.Linear, SVDLinear))}
+    modules = {**dense_linears(model), **low_rank_layers(model)}
     layers = tuple(
         LayerReport.of(layer.name, modules[layer.name], layer.r, layer.loss, layer.reason)
         for layer in report.layers

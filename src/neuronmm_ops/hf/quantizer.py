@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torch import nn
 from transformers import PreTrainedModel
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
@@ -18,6 +17,7 @@ from neuronmm_ops.compress.record import QUANT_METHOD, record_of, report_of
 from neuronmm_ops.compress.report import CompressionReport, LayerReport
 from neuronmm_ops.errors import CheckpointError
 from neuronmm_ops.hf.loading import model_names
+from neuronmm_ops.nn.dense_linear import dense_linear
 from neuronmm_ops.nn.svd_linear import SVDLinear
 from neuronmm_ops.nn.swap import replace_
 
@@ -123,9 +123,10 @@ def _name_in(model: PreTrainedModel, name: str) -> str:
 
 
 def _meta_layer(model: PreTrainedModel, name: str, layer: LayerReport) -> SVDLinear:
-    linear = model.get_submodule(name)
-    if type(linear) is not nn.Linear:
-        raise CheckpointError(f"{name} must be an nn.Linear, got {type(linear).__name__}")
+    module = model.get_submodule(name)
+    linear = dense_linear(module)
+    if linear is None:
+        raise CheckpointError(f"{name} must be an nn.Linear, got {type(module).__name__}")
     if (linear.in_features, linear.out_features) != (layer.K, layer.N):
         raise CheckpointError(
             f"{name}: config.json asks for [K, N] = {[layer.K, layer.N]}, the architecture has "

@@ -1,7 +1,16 @@
 """Modules that replace `nn.Linear` and gated MLPs, and the replacement itself."""
 
+from neuronmm_ops.nn.dense_linear import DenseLinear, dense_linear, dense_linears
 from neuronmm_ops.nn.svd_linear import SVDLinear
 from neuronmm_ops.nn.svd_mlp import SVDMLP
 from neuronmm_ops.nn.swap import shared_weights, swap_modules_
 
-__all__ = ["SVDMLP", "SVDLinear", "shared_weights", "swap_modules_"]
+__all__ = [
+    "SVDMLP",
+    "DenseLinear",
+    "SVDLinear",
+    "dense_linear",
+    "dense_linears",
+    "shared_weights",
+    "swap_modules_",
+]

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from neuronmm_ops.nn.dense_linear import DenseLinear, dense_linear
 from neuronmm_ops.nn.svd_linear import SVDLinear
 from neuronmm_ops.nn.svd_mlp import SVDMLP, gated_activation, is_bare
 
@@ -14,12 +15,12 @@ from neuronmm_ops.nn.svd_mlp import SVDMLP, gated_activation, is_bare
 def swap_modules_(model: nn.Module, factors: Mapping[str, tuple[Tensor, Tensor]]) -> None:
     """Replace Linears as `swap_` does, none of which shares its weight with another module."""
     replacements: dict[str, nn.Module] = {}
-    names: dict[nn.Linear, str] = {}
+    names: dict[nn.Module, str] = {}
     for name, (u, v) in factors.items():
         linear = _linear(model, name)
-        if names.setdefault(linear, name) != name:
+        if names.setdefault(linear.module, name) != name:
             raise ValueError(
-                f"{names[linear]} and {name} are one module; give factors for one name"
+                f"{names[linear.module]} and {name} are one module; give factors for one name"
             )
         K, r, N = linear.in_features, u.shape[-1], linear.out_features
         if u.shape != (K, r) or v.shape != (r, N):
@@ -29,8 +30,8 @@ def swap_modules_(model: nn.Module, factors: Mapping[str, tuple[Tensor, Tensor]]
             )
         weight = linear.weight
         layer = SVDLinear.from_factors(u.to(weight), v.to(weight), linear.bias)
-        layer.u.requires_grad_(weight.requires_grad)
-        layer.v.requires_grad_(weight.requires_grad)
+        layer.u.requires_grad_(linear.stored.requires_grad)
+        layer.v.requires_grad_(linear.stored.requires_grad)
         replacements[name] = layer
     replace_(model, replacements)
 
@@ -58,25 +59,29 @@ def shared_weights(model: nn.Module) -> dict[str, str]:
     for places in owners.values():
         for name, key in places:
             others = [f"{n}.{k}".lstrip(".") for n, k in places if (n, k) != (name, key)]
-            if others and key == "weight" and isinstance(model.get_submodule(name), nn.Linear):
+            if others and key == "weight" and _is_linear(model.get_submodule(name)):
                 shared[name] = others[0]
     return shared
 
 
-def _linear(model: nn.Module, name: str) -> nn.Linear:
+def _is_linear(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear) or dense_linear(module) is not None
+
+
+def _linear(model: nn.Module, name: str) -> DenseLinear:
     try:
         module = model.get_submodule(name)
     except AttributeError:
         raise ValueError(f"the model has no module named {name!r}") from None
-    # A subclass may compute something else in its forward.
-    if type(module) is not nn.Linear:
+    linear = dense_linear(module)
+    if linear is None:
         raise ValueError(f"{name} must be an nn.Linear, got {type(module).__name__}")
     if "forward" in vars(module):
         raise ValueError(
             f"{name} has its forward replaced, as accelerate's dispatch does; "
             "remove the hooks first, or load the model on one device"
         )
-    return module
+    return linear
 
 
 def _places(model: nn.Module) -> dict[nn.Module, list[tuple[nn.Module, str]]]:

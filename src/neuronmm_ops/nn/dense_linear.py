@@ -1,0 +1,68 @@
+"""Which modules are linear layers, and the weight of each as `nn.Linear` would hold it."""
+
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+# Transformers' classes that compute what an nn.Linear does; of True the weight is [K, N].
+_TRANSPOSED = {"Conv1D": True, "FalconLinear": False}
+
+
+@dataclass(frozen=True)
+class DenseLinear:
+    """A module that computes `y = x @ weight.T + bias`, seen as an `nn.Linear`.
+
+    Attributes:
+        module: `nn.Linear`, or Transformers' `Conv1D` (of GPT-2) or `FalconLinear`.
+        is_transposed: whether the module holds its weight as `[K, N]`.
+    """
+
+    module: nn.Module
+    is_transposed: bool = False
+
+    @property
+    def stored(self) -> Tensor:
+        """The weight as the module holds it: `[N, K]`, or `[K, N]` where it is transposed."""
+        assert isinstance(self.module.weight, Tensor)
+        return self.module.weight
+
+    @property
+    def weight(self) -> Tensor:
+        """The weight `[N, K]`, a view of the module's where that is transposed."""
+        return self.stored.t() if self.is_transposed else self.stored
+
+    @property
+    def bias(self) -> Tensor | None:
+        """The bias `[N]`, or None."""
+        bias = self.module.bias
+        assert bias is None or isinstance(bias, Tensor)
+        return bias
+
+    @property
+    def in_features(self) -> int:
+        """K."""
+        return self.weight.shape[1]
+
+    @property
+    def out_features(self) -> int:
+        """N."""
+        return self.weight.shape[0]
+
+
+def dense_linear(module: nn.Module) -> DenseLinear | None:
+    """Return the module as a `DenseLinear`, None where it is another kind of module.
+
+    Other subclasses of `nn.Linear` may compute something else, and are none.
+    """
+    kind = type(module)
+    if kind is nn.Linear:
+        return DenseLinear(module)
+    if kind.__name__ in _TRANSPOSED and kind.__module__.startswith("transformers."):
+        return DenseLinear(module, _TRANSPOSED[kind.__name__])
+    return None
+
+
+def dense_linears(model: nn.Module) -> dict[str, DenseLinear]:
+    """Return the model's linear layers by name."""
+    found = {name: dense_linear(module) for name, module in model.named_modules()}
+    return {name: linear for name, linear in found.items() if linear is not None}
