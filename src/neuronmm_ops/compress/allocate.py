@@ -83,7 +83,7 @@ def greedy(
     ranks = {name: choices[0] for name, choices in options.items()}
     costs = {name: _costs(name, choices, cost) for name, choices in options.items()}
     spent = sum(costs[name][0] for name in matrices)
-    _check_budget(spent, budget, costs)
+    _check_budget(spent, budget)
     steps = [
         (slope, name, index)
         for name, matrix in matrices.items()
@@ -118,7 +118,7 @@ def zero_sum(
     """
     options = {name: matrix.ranks(block) for name, matrix in matrices.items()}
     costs = {name: _costs(name, choices, cost) for name, choices in options.items()}
-    _check_budget(sum(c[0] for c in costs.values()), budget, costs)
+    _check_budget(sum(c[0] for c in costs.values()), budget)
     position = {name: len(choices) - 1 for name, choices in options.items()}
     spent = sum(c[-1] for c in costs.values())
     offers = {name: _change(matrices[name], options[name], position[name]) for name in matrices}
@@ -173,10 +173,9 @@ def _slope(costs: list[float], losses: list[float], start: int, end: int) -> flo
     return (losses[start] - losses[end]) / price if price > 0 else float("inf")
 
 
-def _check_budget(least: float, budget: float, costs: Mapping[str, list[float]]) -> None:
-    dense = sum(each[-1] for each in costs.values())
+def _check_budget(least: float, budget: float) -> None:
     if least > budget:
         raise ValueError(
-            f"no allocation keeps {budget / dense:.1%}: the smallest ranks, one block each, are "
-            f"{least / dense:.1%} of the dense cost; use a smaller ratio or a smaller block"
+            f"no allocation meets the budget of {budget:.6g}: the smallest ranks, one block each, "
+            f"cost {least:.6g}; use a smaller ratio or a smaller block"
         )

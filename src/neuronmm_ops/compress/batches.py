@@ -63,13 +63,12 @@ def check_ids(model: nn.Module, ids: Tensor, source: str) -> None:
         )
 
 
-def run_batch(model: nn.Module, batch: Batch) -> None:
+def call_model(model: nn.Module, batch: Batch) -> Any:
     """Call the model on a batch; an encoder-decoder that lacks decoder inputs says so."""
     if isinstance(batch, Mapping):
-        model(**batch)
-        return
+        return model(**batch)
     try:
-        model(batch)
+        return model(batch)
     except ValueError as error:
         if not _is_encoder_decoder(model):
             raise
@@ -103,7 +102,10 @@ def _rows(batch: Batch) -> list[Batch]:
     if len(sizes) != 1:
         return [batch]
     return [
-        {name: v[i : i + 1] if isinstance(v, Tensor) and v.dim() else v for name, v in batch.items()}
+        {
+            name: v[i : i + 1] if isinstance(v, Tensor) and v.dim() else v
+            for name, v in batch.items()
+        }
         for i in range(sizes.pop())
     ]
 

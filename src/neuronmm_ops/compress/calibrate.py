@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from neuronmm_ops.compress.batches import Batch, check_batches, row_mask, run_batch, takes
+from neuronmm_ops.compress.batches import Batch, call_model, check_batches, row_mask, takes
 from neuronmm_ops.compress.factorization import SecondMoment, Side
 from neuronmm_ops.errors import NonFiniteError
 from neuronmm_ops.nn.dense_linear import dense_linear
@@ -59,7 +59,7 @@ def collect_moments(
         with eval_mode(model), recorder, torch.no_grad(), fast_products(model):
             for done, batch in enumerate(batches, start=1 + passes * len(batches)):
                 recorder.mask = row_mask(model, batch)
-                run_batch(body, batch)
+                call_model(body, batch)
                 recorder.flush()
                 if progress:
                     to_come = _passes(model, sides, recorder.deferred)

@@ -8,8 +8,14 @@ from typing import Any, Self
 
 from neuronmm_ops.compress.methods import METHODS
 from neuronmm_ops.compress.rank import STEP, aligned_rank
+from neuronmm_ops.hardware import resolve_target
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+ALLOCATIONS = ("greedy", "uniform")
+IMPORTANCES = ("gradient", "error", "perplexity")
+BUDGETS = ("parameters", "bytes", "time")
+# Of one layer: its ratio, or the smallest and the largest that it may get.
+LayerRatio = float | tuple[float, float]
 
 
 @dataclass(frozen=True)
@@ -24,7 +30,23 @@ class SVDConfig:
         targets: which Linears: a preset (`mlp`, `attention`, `all-linear`), module names (whole
             or last component), or regular expressions for the whole name; one or several.
         method: `plain` (SVD of the weight), `whiten` (SVD-LLM), `swift` (the same optimum as
-            `whiten` from eigenvectors of the output covariance; needs no inverse).
+            `whiten` from eigenvectors of the output covariance; needs no inverse), `kfac` (output
+            errors weighed by the loss's gradient), `drift` (regression towards the dense outputs
+            from the inputs that compressed layers produce), `zero-sum` (ZS-SVD).
+        allocation: `greedy`, one budget for all matrices, spent where it avoids most loss; or
+            `uniform`, the paper's rule for each matrix. With `zero-sum`, `greedy` is that method's
+            own order.
+        importance: what makes losses of matrices comparable: `gradient` (the mean square of the
+            loss's gradient with respect to the output), `error` (each output's relative error), or
+            `perplexity` (measured with one matrix compressed at a time). None is `gradient`, for
+            `plain`, which needs no calibration, `error`.
+        budget: what `ratio` is a fraction of: `parameters`, `bytes`, or `time`, which is modelled
+            for `tokens` tokens on a `target`.
+        target: `trn1`, `trn2` or `trn3`, for budget `time`.
+        tokens: M, for budget `time`; 1 is decoding.
+        layer_ratios: target (as in `targets`) to a ratio of its own for every layer it selects,
+            which then takes no part in the common budget (0 keeps it dense); or to the smallest and
+            largest ratio it may get. The first that selects a layer holds.
 
     Raises:
         ValueError: a value is outside its range.
@@ -35,7 +57,13 @@ class SVDConfig:
     block: int = 128
     alpha: float = 0.5
     targets: str | tuple[str, ...] = "mlp"
-    method: str = "swift"
+    method: str = "kfac"
+    allocation: str = "greedy"
+    importance: str | None = None
+    budget: str = "parameters"
+    target: str | None = None
+    tokens: int = 1
+    layer_ratios: Mapping[str, LayerRatio] | tuple[tuple[str, LayerRatio], ...] = ()
 
     def __post_init__(self) -> None:
         """Check every field; one bare target and a tuple of it are the same config."""
@@ -53,9 +81,29 @@ class SVDConfig:
             raise ValueError(f"block must be a positive multiple of {STEP}, got {self.block}")
         if not 0 <= self.alpha <= 1:
             raise ValueError(f"alpha must be in [0, 1], got {self.alpha}")
-        if self.method not in tuple(METHODS):
-            raise ValueError(f"method must be one of {', '.join(METHODS)}; got {self.method!r}")
+        for name, allowed in (
+            ("method", tuple(METHODS)),
+            ("allocation", ALLOCATIONS),
+            ("importance", (None, *IMPORTANCES)),
+            ("budget", BUDGETS),
+        ):
+            value = getattr(self, name)
+            if value not in allowed:
+                choices = ", ".join(str(choice) for choice in allowed if choice)
+                raise ValueError(f"{name} must be one of {choices}; got {value!r}")
+        if not isinstance(self.tokens, int) or isinstance(self.tokens, bool) or self.tokens < 1:
+            raise ValueError(f"tokens must be a positive integer, got {self.tokens!r}")
+        if (self.budget == "time") != (self.target is not None):
+            raise ValueError(
+                "budget time needs a target (trn1, trn2 or trn3), and no other budget has one; "
+                f"got budget {self.budget} and target {self.target}"
+            )
+        if self.budget != "parameters" and self.allocation == "uniform":
+            raise ValueError(f"allocation uniform knows no budget in {self.budget}; use greedy")
+        if self.target is not None:
+            object.__setattr__(self, "target", resolve_target(self.target).target)
         object.__setattr__(self, "targets", _checked_targets(self.targets))
+        object.__setattr__(self, "layer_ratios", _checked_ratios(self.layer_ratios))
 
     @property
     def target_list(self) -> tuple[str, ...]:
@@ -63,17 +111,45 @@ class SVDConfig:
         return (self.targets,) if isinstance(self.targets, str) else self.targets
 
     @property
-    def needs_calibration(self) -> bool:
-        """Whether the method looks at activations."""
-        return METHODS[self.method].side is not None
+    def ratio_list(self) -> tuple[tuple[str, LayerRatio], ...]:
+        """The layer ratios as pairs."""
+        assert isinstance(self.layer_ratios, tuple)
+        return self.layer_ratios
 
-    def rank(self, K: int, N: int) -> int | None:
-        """Return the rank of a `[K, N]` matrix, None where it stays dense."""
-        return aligned_rank(K, N, self.ratio, self.block, self.alpha)
+    @property
+    def weighs_by(self) -> str | None:
+        """The importance in effect; None where losses need no weight."""
+        if self.allocation == "uniform" or self.method == "zero-sum":
+            return None
+        method = METHODS[self.method]
+        if self.importance is None:
+            return None if method.is_loss else "gradient" if method.side else "error"
+        return None if method.is_loss and self.importance == "gradient" else self.importance
+
+    @property
+    def needs_calibration(self) -> bool:
+        """Whether anything looks at activations."""
+        return METHODS[self.method].side is not None or self.weighs_by in ("gradient", "perplexity")
+
+    def rank(self, K: int, N: int, bounds: tuple[float, float] = (0.0, 1.0)) -> int | None:
+        """Return the uniform rule's rank of a `[K, N]` matrix, None where it stays dense.
+
+        Args:
+            K: rows.
+            N: columns.
+            bounds: the smallest and largest ratio that the matrix may get.
+        """
+        ratio = min(max(self.ratio, bounds[0]), bounds[1])
+        return aligned_rank(K, N, ratio, self.block, self.alpha) if ratio > 0 else None
 
     def to_dict(self) -> dict[str, Any]:
         """Return a JSON-compatible dict with a format version."""
-        return {"version": FORMAT_VERSION, **asdict(self), "targets": list(self.target_list)}
+        return {
+            "version": FORMAT_VERSION,
+            **asdict(self),
+            "targets": list(self.target_list),
+            "layer_ratios": dict(self.ratio_list),
+        }
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> Self:
@@ -84,6 +160,8 @@ class SVDConfig:
         """
         values = dict(fields)
         version = values.pop("version", None)
+        if version == 1:  # there was no other allocation
+            values["allocation"], version = "uniform", FORMAT_VERSION
         if version != FORMAT_VERSION:
             raise ValueError(
                 f"SVDConfig version must be {FORMAT_VERSION}, got {version!r}; "
@@ -126,3 +204,21 @@ def _checked_targets(targets: str | Iterable[str]) -> tuple[str, ...]:
         except re.error as error:
             raise ValueError(f"target {target!r} is no regular expression: {error}") from None
     return checked
+
+
+def _checked_ratios(
+    given: Mapping[str, LayerRatio] | Iterable[tuple[str, LayerRatio]],
+) -> tuple[tuple[str, LayerRatio], ...]:
+    pairs = given.items() if isinstance(given, Mapping) else given
+    return tuple((_checked_targets(name)[0], _checked_ratio(name, ratio)) for name, ratio in pairs)
+
+
+def _checked_ratio(name: str, ratio: Any) -> LayerRatio:
+    ends = tuple(ratio) if isinstance(ratio, (list, tuple)) else (ratio,)
+    numbers = all(isinstance(end, (int, float)) and not isinstance(end, bool) for end in ends)
+    if not numbers or len(ends) > 2 or not all(0 <= end < 1 for end in ends) or ends[0] > ends[-1]:
+        raise ValueError(
+            f"the layer ratio of {name} must be a number in [0, 1), or two such in order; "
+            f"got {ratio!r}"
+        )
+    return float(ends[0]) if len(ends) == 1 else (float(ends[0]), float(ends[1]))

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 Side = Literal["input", "output"]
-# Of the loss's gradient g [M, N] with respect to a Linear's output: the mean of its squares, or its
-# second moment gᵀg / M [N, N]; or the gradient with respect to the weight, gᵀX / M [N, K].
-Gradient = Literal["scale", "moment", "weight"]
+# Of the loss's gradient g [M, N] with respect to a Linear's output: the mean of all its squares,
+# the second moment gᵀg / M [N, N], or that one's diagonal [N]; or the gradient with respect to
+# the weight, gᵀX / M [N, K].
+Gradient = Literal["scale", "diagonal", "moment", "weight"]
 
 
 @dataclass
@@ -88,7 +89,7 @@ class Statistics(NamedTuple):
 
     Attributes:
         moment: of the activations on the method's side.
-        gradient: of the kind that the method names, fp64: `[N, N]` or `[N, K]`.
+        gradient: of the kind that the method names, fp64: `[N]`, `[N, N]` or `[N, K]`.
         cross: `X.T @ X̂` `[K, K]`, fp64, of the dense model's inputs X and the inputs X̂ that the
             compressed layers before this one produce; `moment` is then that of X̂.
     """
@@ -106,13 +107,13 @@ class Method(NamedTuple):
             rank R.
         side: maps K and N to the side of the second moment that `factor` needs; None for a method
             that looks at the weight alone.
-        gradient: the kind of gradient that `factor` needs.
+        gradient: maps K and N to the kind of gradient that `factor` needs; None for none.
         is_loss: whether the spectrum is in units of the model's loss, comparable between layers.
         follows_drift: whether `factor` needs `cross`: layers are then factored one after another.
     """
 
     factor: Callable[[Tensor, Statistics, int], Factorization]
     side: Callable[[int, int], Side] | None = None
-    gradient: Gradient | None = None
+    gradient: Callable[[int, int], Gradient] | None = None
     is_loss: bool = False
     follows_drift: bool = False

@@ -3,7 +3,13 @@
 import torch
 from torch import Tensor
 
-from neuronmm_ops.compress.factorization import Factorization, SecondMoment, Side, Statistics
+from neuronmm_ops.compress.factorization import (
+    Factorization,
+    Gradient,
+    SecondMoment,
+    Side,
+    Statistics,
+)
 from neuronmm_ops.compress.methods import METHODS
 from neuronmm_ops.errors import NonFiniteError
 from neuronmm_ops.ops.backends.cpu import name_of
@@ -33,7 +39,8 @@ def factorize(
             for `drift` of the inputs that the compressed layers produce.
         max_rank: R of the result; default `min(K, N)`.
         gradient: for `kfac` the mean outer product `[N, N]` of the loss's gradient with respect to
-            the output, for `zero-sum` the gradient `[N, K]` with respect to the weight.
+            the output, or where N > K its diagonal `[N]`; for `zero-sum` the gradient `[N, K]` with
+            respect to the weight.
         cross: for `drift`, `X.T @ X̂` `[K, K]` of the dense model's inputs X and the inputs X̂ of
             `moment`.
 
@@ -54,10 +61,16 @@ def factorize(
     _check_moment(moment, method, K, N)
     expects = METHODS[method]
     if expects.gradient:
-        _check_matrix("gradient", gradient, method, (N, N if expects.gradient == "moment" else K))
+        shape = gradient_shape(expects.gradient(K, N), K, N)
+        _check_matrix("gradient", gradient, method, shape)
     if expects.follows_drift:
         _check_matrix("cross", cross, method, (K, K))
     return expects.factor(w, Statistics(moment, _double(gradient), _double(cross)), rank)
+
+
+def gradient_shape(kind: Gradient, K: int, N: int) -> tuple[int, ...]:
+    """Return the shape of a gradient statistic of a `[N, K]` weight."""
+    return {"scale": (), "diagonal": (N,), "moment": (N, N), "weight": (N, K)}[kind]
 
 
 def check_finite(name: str, u: Tensor, v: Tensor, remedy: str) -> None:
@@ -86,9 +99,7 @@ def _check_moment(moment: SecondMoment | None, method: str, K: int, N: int) -> N
         raise NonFiniteError("second moment must be finite, got NaN or Inf; check the activations")
 
 
-def _check_matrix(
-    kind: str, matrix: Tensor | None, method: str, shape: tuple[int, int]
-) -> None:
+def _check_matrix(kind: str, matrix: Tensor | None, method: str, shape: tuple[int, ...]) -> None:
     if matrix is None or matrix.shape != shape:
         found = "none" if matrix is None else list(matrix.shape)
         raise ValueError(f"method {method} needs a {kind} {list(shape)}; got {found}")

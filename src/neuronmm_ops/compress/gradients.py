@@ -6,23 +6,22 @@ the model and one with an error in that output. A model without logits is taken 
 variance one around its output. `zero-sum` alone asks for the loss of the true next tokens.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from collections.abc import Generator
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from neuronmm_ops.compress.batches import Batch, row_mask, single_rows
+from neuronmm_ops.compress.batches import Batch, call_model, row_mask, single_rows
 from neuronmm_ops.compress.calibrate import Progress, eval_mode, fast_products
 from neuronmm_ops.compress.factorization import Gradient
 from neuronmm_ops.errors import NonFiniteError
 
 # More tokens than these change no rank by more than a block; a backward pass takes twice the time
 # of a forward pass.
-MAX_TOKENS = 8192
+MAX_TOKENS = 4096
 SEED = 0
 
 
@@ -41,8 +40,9 @@ def collect_gradients(
     Args:
         model: as `collect_moments` takes it.
         kinds: name of the Linear to what to measure: `scale` `[]`, the mean over tokens and output
-            features of g²; `moment` `[N, N]`, the mean of the outer product; `weight` `[N, K]`, the
-            gradient with respect to the weight, per token. All fp64.
+            features of g²; `moment` `[N, N]`, the mean over tokens of the outer product; `diagonal`
+            `[N]`, its diagonal; `weight` `[N, K]`, the gradient with respect to the weight, per
+            token. All fp64.
         batches: as for `collect_moments`.
         progress: told `("gradients", rows done, rows in all)`.
         seed: of the drawn labels.
@@ -67,7 +67,10 @@ def collect_gradients(
         for done, (index, row) in enumerate(rows, start=1):
             # By row, so that the labels do not depend on who else takes a share of the rows.
             generator.manual_seed(seed + index)
-            loss, tokens = _loss(model, row, "weight" in kinds.values(), generator)
+            if "weight" in kinds.values():
+                loss, tokens = next_token_loss(model, row)
+            else:
+                loss, tokens = _drawn_loss(model, row, generator)
             if not torch.isfinite(loss):
                 raise NonFiniteError(
                     f"the loss of calibration row {index} must be finite, got {float(loss)}; "
@@ -96,12 +99,12 @@ class _Sums:
         def record(
             module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor], output: Tensor
         ) -> Tensor:
-            x = (args[0] if args else kwargs["input"]).detach()
+            (x,) = args or kwargs.values()
             # The model is frozen: what the first Linear returns is where gradients end.
             if not output.requires_grad:
                 output = output.requires_grad_()
             output = output.clone()  # a model may change it in place
-            output.register_hook(lambda g: self._add(name, x, g))
+            output.register_hook(lambda g: self._add(name, x.detach(), g))
             return output
 
         return record
@@ -118,6 +121,8 @@ class _Sums:
         kind = self._kinds[name]
         if kind == "scale":
             total = g.square().mean(1).sum()
+        elif kind == "diagonal":
+            total = g.square().sum(0)
         elif kind == "moment":
             total = g.t() @ g
         else:
@@ -131,37 +136,58 @@ class _Sums:
         self._totals[name] = total.double() if known is None else known.add_(total)
 
 
-def _loss(
-    model: nn.Module, row: Batch, labelled: bool, generator: torch.Generator
-) -> tuple[Tensor, int]:
-    """Return the summed loss of one row, and the number of its tokens."""
-    output = model(**row) if isinstance(row, Mapping) else model(row)
-    logits = getattr(output, "logits", None)
-    mask = row_mask(model, row)
-    if labelled:
-        return _next_token_loss(row, logits, mask)
-    values = logits if logits is not None else _tensor_of(output)
-    values = values if mask is None or values.shape[:2] != mask.shape else values[mask]
-    values = values.reshape(-1, values.shape[-1])
-    values = values.to(torch.promote_types(values.dtype, torch.float32))
-    if logits is None:
-        noise = torch.randn(values.shape, generator=generator, dtype=values.dtype)
-        return (values * noise.to(values.device)).sum(), len(values)
-    # Gumbel's trick on the generator's device: the same labels on every device.
-    uniform = torch.rand(values.shape, generator=generator).clamp_min_(1e-20)
-    labels = (values.detach() - (-uniform.log()).log().to(values.device)).argmax(-1)
-    return F.cross_entropy(values, labels, reduction="sum"), len(values)
+def next_token_loss(model: nn.Module, row: Batch) -> tuple[Tensor, int]:
+    """Return the summed negative log-likelihood of a row's next tokens, and their number.
 
-
-def _next_token_loss(row: Batch, logits: Tensor | None, mask: Tensor | None) -> tuple[Tensor, int]:
+    Raises:
+        ValueError: the model has no logits, or the row no token ids.
+    """
+    logits = getattr(call_model(model, row), "logits", None)
     ids = row.get("input_ids") if isinstance(row, Mapping) else row
     if logits is None or ids is None or ids.is_floating_point():
-        raise ValueError("method zero-sum needs a causal language model and token ids; use swift")
-    labels = ids[:, 1:].clone()
+        raise ValueError(
+            "method zero-sum and importance perplexity need a causal language model and token ids; "
+            "use another"
+        )
+    labels, mask = ids[:, 1:].clone(), row_mask(model, row)
     if mask is not None:
         labels[~mask[:, 1:]] = -100
-    loss = F.cross_entropy(logits[:, :-1].float().flatten(0, 1), labels.flatten(), reduction="sum")
+    loss = F.cross_entropy(_wide(logits[:, :-1]), labels.flatten(), reduction="sum")
     return loss, int((labels >= 0).sum())
+
+
+def drawn_label_loss(values: Tensor, is_logits: bool, generator: torch.Generator) -> Tensor:
+    """Return the summed loss of labels drawn from the model's own distribution.
+
+    Args:
+        values: `[..., V]`, logits or any other output.
+        is_logits: whether the distribution is categorical, else Gaussian of variance one.
+        generator: on the CPU, so that the labels are the same on every device.
+    """
+    values = _wide(values)
+    if not is_logits:
+        noise = torch.randn(values.shape, generator=generator)
+        return (values * noise.to(values)).sum()
+    # Gumbel's trick: the largest of logits and noise is a draw.
+    uniform = torch.rand(values.shape, generator=generator).clamp_min_(1e-20)
+    labels = (values.detach() - (-uniform.log()).log().to(values)).argmax(-1)
+    return F.cross_entropy(values, labels, reduction="sum")
+
+
+def _drawn_loss(model: nn.Module, row: Batch, generator: torch.Generator) -> tuple[Tensor, int]:
+    """Return the summed loss of drawn labels of one row, and the number of its tokens."""
+    output = call_model(model, row)
+    logits = getattr(output, "logits", None)
+    values = _tensor_of(output) if logits is None else logits
+    mask = row_mask(model, row)
+    if mask is not None and values.shape[:2] == mask.shape:
+        values = values[mask]
+    loss = drawn_label_loss(values, logits is not None, generator)
+    return loss, values[..., 0].numel()
+
+
+def _wide(values: Tensor) -> Tensor:
+    return values.reshape(-1, values.shape[-1]).to(torch.promote_types(values.dtype, torch.float32))
 
 
 def _tensor_of(output: Any) -> Tensor:

@@ -1,23 +1,31 @@
-"""compress_: calibrate, factorize and swap, in place."""
+"""compress_: calibrate, factorize, allocate and swap, in place."""
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from neuronmm_ops.compress.allocate import Matrix, Rank
 from neuronmm_ops.compress.batches import Batch, count_tokens, fingerprint
+from neuronmm_ops.compress.budget import allocate, ratio_bounds
 from neuronmm_ops.compress.calibrate import Progress, collect_moments
 from neuronmm_ops.compress.config import SVDConfig
 from neuronmm_ops.compress.coverage import left_dense, warn_of_coverage
-from neuronmm_ops.compress.factorization import SecondMoment, Side
+from neuronmm_ops.compress.drift import follow_drift
+from neuronmm_ops.compress.factorization import Gradient, SecondMoment, Side
 from neuronmm_ops.compress.factorize import check_finite, factorize, moment_side
+from neuronmm_ops.compress.gradients import collect_gradients
+from neuronmm_ops.compress.importance import weights_of
+from neuronmm_ops.compress.methods import METHODS
 from neuronmm_ops.compress.record import attach, dense_parameters
 from neuronmm_ops.compress.report import CompressionReport, LayerReport, provenance_of
 from neuronmm_ops.compress.targets import Selection, select_targets
 from neuronmm_ops.errors import CalibrationWarning, NonFiniteError
 from neuronmm_ops.nn.dense_linear import DenseLinear
 from neuronmm_ops.nn.swap import swap_modules_
+from neuronmm_ops.ops.backends.cpu import name_of
 
 # With fewer tokens for each input feature, second moments are mostly noise (users of similar
 # packages report perplexities in the thousands from 8 samples).
@@ -33,51 +41,59 @@ def compress_(
 ) -> CompressionReport:
     """Replace the model's targeted Linears by low-rank pairs, in place.
 
-    Every moment is taken from the dense model; nothing is replaced before the last factor is
-    found, so an error leaves the model as it was.
+    Nothing is replaced before the last factor is found, so an error leaves the model as it was.
+    Until then the factors of the largest ranks that the allocation may choose are held, at most as
+    large as the targeted matrices themselves.
 
     Args:
         model: a Transformers model, or any module called as `model(batch)` or `model(**batch)`.
         config: what to do; default `SVDConfig()`.
         calibration: batches of token ids `[B, T]`, or mappings of the model's arguments, as
-            `collect_moments` takes them; not needed, and not used, by `plain`.
+            `collect_moments` takes them; not needed by `plain`, unless losses are weighed by
+            gradients or perplexity.
         progress: called with (stage, done, total).
 
     Returns:
         Rank, loss and bytes of every targeted layer, and the provenance.
 
     Raises:
-        ValueError: no Linear matches, no calibration was given, it has no batches, or the model
-            cannot take one (too long, a token id outside the embedding, no decoder inputs).
-        NonFiniteError: a weight, an activation or a factor in the weight's dtype is NaN or Inf;
-            names the layer.
+        ValueError: no Linear matches, no calibration was given, it has no batches, the model
+            cannot take one (too long, a token id outside the embedding, no decoder inputs), or no
+            allocation meets the budget.
+        NonFiniteError: a weight, an activation, a gradient or a factor in the weight's dtype is
+            NaN or Inf; names the layer.
     """
     config = config or SVDConfig()
     selection = select_targets(model, config)
-    ranks = {n: config.rank(m.in_features, m.out_features) for n, m in selection.linears.items()}
-    _check_weights(selection.linears)
-    warn_of_coverage(model, config, selection, ranks, stacklevel=3)  # past no_grad's wrapper
-    swapped = {n: m for n, m in selection.linears.items() if ranks[n] is not None}
-    batches = _batches(config, calibration)
+    check_weights(selection.linears)
+    limits = rank_limits(config, selection.linears)
+    warn_of_coverage(model, config, selection, limits, stacklevel=3)  # past no_grad's wrapper
+    linears = {n: m for n, m in selection.linears.items() if limits[n] is not None}
+    batches = _batches(config, calibration) if linears else []
 
-    factors: dict[str, tuple[Tensor, Tensor]] = {}
-    losses: dict[str, float] = {}
-    for name, moment in _moments(model, config, swapped, batches, progress):
-        linear, rank = swapped[name], ranks[name]
+    kinds = gradient_kinds(config, linears)
+    gradients = collect_gradients(model, kinds, batches, progress) if kinds else {}
+    found: dict[str, Nested] = {}
+    for name, moment in _moments(model, config, linears, batches, progress):
+        rank = limits[name]
         assert rank is not None
-        factorization = factorize(linear.weight, config.method, moment, rank)
-        u, v = factorization.truncate(rank)
-        u, v = u.to(linear.weight.dtype), v.to(linear.weight.dtype)
-        check_finite(name, u, v, "compress the model in a wider dtype")
-        factors[name] = u, v
-        losses[name] = factorization.relative_loss(rank)
+        found[name] = Nested.of(
+            name, linears[name].weight, config, moment, gradients.get(name), rank
+        )
         if progress:
-            progress("factorize", len(factors), len(swapped))
+            progress("factorize", len(found), len(linears))
+    weights = weights_of(model, config, linears, found, gradients, batches, progress)
+    ranks = dict(limits) | choose_ranks(config, selection.linears, found, weights)
+
+    factors = {name: found[name].truncate(r) for name, r in ranks.items() if r is not None}
+    losses = {name: found[name].relative_loss(ranks[name]) for name in factors}
+    if METHODS[config.method].follows_drift:
+        factors, losses = follow_drift(model, config.method, factors, batches, progress)
     parameters = dense_parameters(model)
     report = CompressionReport(
         config=config,
-        layers=tuple(_layer_reports(selection, ranks, losses)),
-        calibration=_describe(batches) if batches and swapped else None,
+        layers=tuple(layer_reports(selection, limits, ranks, losses)),
+        calibration=_describe(batches) if batches else None,
         provenance=provenance_of(model),
         model_parameters=parameters,
         left_dense=left_dense(model, config, selection, parameters),
@@ -87,7 +103,99 @@ def compress_(
     return report
 
 
-def _check_weights(linears: dict[str, DenseLinear]) -> None:
+@dataclass(frozen=True)
+class Nested:
+    """Factors of the largest rank that a layer may get, in the weight's dtype, and their losses.
+
+    Attributes:
+        u: `[K, R]`.
+        v: `[R, N]`.
+        spectrum: `[min(K, N)]`, fp64, per calibration token unless the method is `plain`.
+        scores: `[min(K, N)]`, fp64, of `zero-sum` only.
+    """
+
+    u: Tensor
+    v: Tensor
+    spectrum: Tensor
+    scores: Tensor | None
+
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        weight: Tensor,
+        config: SVDConfig,
+        moment: SecondMoment | None,
+        gradient: Tensor | None,
+        rank: int,
+    ) -> "Nested":
+        """Factor one layer's weight `[N, K]`; raise NonFiniteError with the layer's name."""
+        method = first_method(config)
+        wanted = gradient if METHODS[method].gradient else None
+        factorization = factorize(weight, method, moment, rank, gradient=wanted)
+        u, v = (factor.to(weight.dtype) for factor in factorization.truncate(rank))
+        check_finite(name, u, v, "compress the model in a wider dtype")
+        tokens = 1 if moment is None or METHODS[method].is_loss else max(1, moment.tokens)
+        return cls(u, v, factorization.spectrum.cpu() / tokens, factorization.scores)
+
+    def truncate(self, rank: int) -> tuple[Tensor, Tensor]:
+        """Return the factors of a smaller rank, `u[K, rank]`, `v[rank, N]`."""
+        return self.u[:, :rank], self.v[:rank]
+
+    def relative_loss(self, rank: int | None) -> float:
+        """Return the loss of a rank as a fraction of the energy, in [0, 1]."""
+        energy = float(self.spectrum.sum())
+        return float(self.spectrum[rank:].sum()) / energy if rank and energy > 0 else 0.0
+
+
+def first_method(config: SVDConfig) -> str:
+    """Return the method of the factors that ranks are allocated by."""
+    # What a compressed prefix will do is not known before its ranks are.
+    return "swift" if METHODS[config.method].follows_drift else config.method
+
+
+def rank_limits(config: SVDConfig, linears: Mapping[str, DenseLinear]) -> dict[str, Rank]:
+    """Return the largest rank that each layer may get; None where it can only stay dense."""
+    limits: dict[str, Rank] = {}
+    for name, linear in linears.items():
+        bounds = ratio_bounds(config, name) or (0.0, 1.0)
+        K, N = linear.in_features, linear.out_features
+        if config.allocation == "uniform":
+            limits[name] = config.rank(K, N, bounds)
+        else:
+            ranks = Matrix(K, N, torch.zeros(0), 1.0, *bounds).ranks(config.block)
+            limits[name] = max((rank for rank in ranks if rank is not None), default=None)
+    return limits
+
+
+def gradient_kinds(config: SVDConfig, linears: Mapping[str, DenseLinear]) -> dict[str, Gradient]:
+    """Return the gradient statistic that each layer needs; empty where none does."""
+    wanted = METHODS[first_method(config)].gradient
+    if wanted:
+        return {n: wanted(m.in_features, m.out_features) for n, m in linears.items()}
+    return dict.fromkeys(linears, "scale") if config.weighs_by == "gradient" else {}
+
+
+def choose_ranks(
+    config: SVDConfig,
+    linears: Mapping[str, DenseLinear],
+    found: Mapping[str, Nested],
+    weights: Mapping[str, float],
+) -> dict[str, Rank]:
+    """Return the ranks that the config's budget buys of the factors found."""
+    matrices: dict[str, Matrix] = {}
+    for name, nested in found.items():
+        K, N = linears[name].in_features, linears[name].out_features
+        bounds = ratio_bounds(config, name) or (0.0, 1.0)
+        matrices[name] = Matrix(K, N, nested.spectrum, weights[name], *bounds, scores=nested.scores)
+    dtypes = {
+        n: (name_of(linears[n].weight.dtype), linears[n].weight.element_size()) for n in found
+    }
+    return allocate(config, matrices, dtypes)
+
+
+def check_weights(linears: Mapping[str, DenseLinear]) -> None:
+    """Raise where a weight is on the meta device or not finite."""
     for name, linear in linears.items():
         if linear.weight.is_meta:
             raise ValueError(f"{name} is on the meta device; load the model's values first")
@@ -110,13 +218,13 @@ def _batches(config: SVDConfig, calibration: Iterable[Batch] | None) -> list[Bat
 def _moments(
     model: nn.Module,
     config: SVDConfig,
-    linears: dict[str, DenseLinear],
-    batches: list[Batch],
+    linears: Mapping[str, DenseLinear],
+    batches: Sequence[Batch],
     progress: Progress | None,
 ) -> Iterator[tuple[str, SecondMoment | None]]:
     sides: dict[str, Side] = {}
     for name, linear in linears.items():
-        side = moment_side(config.method, linear.in_features, linear.out_features)
+        side = moment_side(first_method(config), linear.in_features, linear.out_features)
         if side is not None:
             sides[name] = side
     if not sides:
@@ -124,11 +232,12 @@ def _moments(
         return
     for index, (name, moment) in enumerate(collect_moments(model, sides, batches, progress)):
         if index == 0:
-            _warn_if_few(moment.tokens, linears)
+            warn_if_few(moment.tokens, linears, stacklevel=6)  # past this module and no_grad's
         yield name, moment
 
 
-def _warn_if_few(tokens: int, linears: dict[str, DenseLinear]) -> None:
+def warn_if_few(tokens: int, linears: Mapping[str, DenseLinear], stacklevel: int) -> None:
+    """Warn where there are too few calibration tokens for the widest layer."""
     name, widest = max(linears.items(), key=lambda item: item[1].in_features)
     needed = TOKENS_PER_FEATURE * widest.in_features
     if tokens < needed:
@@ -136,21 +245,29 @@ def _warn_if_few(tokens: int, linears: dict[str, DenseLinear]) -> None:
             f"calibration has {tokens} tokens, fewer than {TOKENS_PER_FEATURE}*K = {needed} of "
             f"{name}; the factors may fit noise, use more text",
             CalibrationWarning,
-            stacklevel=5,  # past this module and no_grad's wrapper
+            stacklevel=stacklevel,
         )
 
 
-def _layer_reports(
-    selection: Selection, ranks: Mapping[str, int | None], losses: Mapping[str, float]
+def layer_reports(
+    selection: Selection,
+    limits: Mapping[str, Rank],
+    ranks: Mapping[str, Rank],
+    losses: Mapping[str, float],
 ) -> Iterator[LayerReport]:
+    """Yield the report of every targeted layer, those that stay dense with the reason."""
     for name, linear in selection.linears.items():
-        reason = "no aligned rank is smaller than the dense matrix" if ranks[name] is None else None
+        reason = None
+        if limits[name] is None:
+            reason = "no aligned rank is smaller than the dense matrix"
+        elif ranks[name] is None:
+            reason = "the allocation keeps it dense"
         yield LayerReport.of(name, linear, ranks[name], losses.get(name, 0.0), reason)
     for name, (linear, reason) in selection.kept.items():
         yield LayerReport.of(name, linear, None, 0.0, reason)
 
 
-def _describe(batches: list[Batch]) -> dict[str, int | str]:
+def _describe(batches: Sequence[Batch]) -> dict[str, int | str]:
     return {
         "tokens": sum(count_tokens(batch) for batch in batches),
         "batches": len(batches),

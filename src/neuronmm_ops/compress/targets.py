@@ -57,7 +57,7 @@ def select_targets(model: nn.Module, config: SVDConfig) -> Selection:
     kept: dict[str, tuple[DenseLinear, str]] = {}
     candidates = dense_linears(model)
     for name, linear in candidates.items():
-        matched = [target for target in config.target_list if _matches(target, name)]
+        matched = [target for target in config.target_list if matches(target, name)]
         is_named = any(target in (name, name.rpartition(".")[2]) for target in matched)
         if not matched or (linear.module is head and not is_named):
             continue
@@ -66,11 +66,12 @@ def select_targets(model: nn.Module, config: SVDConfig) -> Selection:
         else:
             linears[name] = linear
     if not linears:
-        raise ValueError(_nothing_matches(model, config, candidates, kept))
+        raise ValueError(_nothingmatches(model, config, candidates, kept))
     return Selection(linears, kept)
 
 
-def _matches(target: str, name: str) -> bool:
+def matches(target: str, name: str) -> bool:
+    """Say whether a target, as in `SVDConfig.targets`, selects the module of this name."""
     leaf = name.rpartition(".")[2]
     if target == ALL_LINEAR:
         return True
@@ -94,7 +95,7 @@ def output_head(model: nn.Module) -> nn.Module | None:
     return head if isinstance(head, nn.Module) else None
 
 
-def _nothing_matches(
+def _nothingmatches(
     model: nn.Module,
     config: SVDConfig,
     candidates: dict[str, DenseLinear],

@@ -1,0 +1,162 @@
+"""Layer by layer: factors that regress towards the dense model from the compressed one's inputs."""
+
+import copy
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from neuronmm_ops.compress.batches import Batch, check_batches, row_mask
+from neuronmm_ops.compress.calibrate import Progress, eval_mode, fast_products
+from neuronmm_ops.compress.factorization import SecondMoment
+from neuronmm_ops.compress.factorize import check_finite, factorize
+from neuronmm_ops.compress.layers import LayerStack
+from neuronmm_ops.nn.dense_linear import dense_linear
+from neuronmm_ops.nn.swap import swap_modules_
+
+Factors = tuple[Tensor, Tensor]
+
+
+@torch.no_grad()
+def follow_drift(
+    model: nn.Module,
+    method: str,
+    factors: Mapping[str, Factors],
+    batches: Sequence[Batch],
+    progress: Progress | None = None,
+) -> tuple[dict[str, Factors], dict[str, float]]:
+    """Return factors of the same ranks, each found from what the ones before it produce.
+
+    Also the relative loss of each, of what full rank explains of the dense outputs.
+
+    The hidden states of the dense and of the compressed prefix go through the layers side by side;
+    in a layer, Linears are taken in the order of their calls, those with one input together.
+
+    Args:
+        model: a decoder, still dense; left as it was.
+        method: one that needs `cross`.
+        factors: of every Linear to compress, which stand for it until its own are found.
+        batches: token ids, or mappings of the model's arguments.
+        progress: told `("drift", layers done, layers in all)`.
+
+    Raises:
+        NonFiniteError: a factor in the weight's dtype is NaN or Inf.
+        ValueError: the model has no list of layers.
+    """
+    check_batches(model, batches)
+    stack = LayerStack(model)
+    found, losses = dict(factors), dict.fromkeys(factors, 0.0)
+    with eval_mode(model), fast_products(model):
+        dense = [stack.first_input(batch) for batch in batches]
+        drifted = list(dense)
+        for index in range(len(stack)):
+            prefix = f"{stack.name}.{index}."
+            inside = [n.removeprefix(prefix) for n in factors if n.startswith(prefix)]
+            layer = copy.deepcopy(stack[index])
+            passed = _Pass(stack, index, layer, model, batches, dense, drifted)
+            for group in passed.groups(inside):
+                swapped: dict[str, Factors] = {}
+                for name, moment, cross in passed.moments(group):
+                    linear = dense_linear(stack[index].get_submodule(name))
+                    assert linear is not None
+                    rank = factors[prefix + name][0].shape[1]
+                    result = factorize(linear.weight, method, moment, rank, cross=cross)
+                    u, v = (f.to(linear.weight.dtype) for f in result.truncate(rank))
+                    check_finite(prefix + name, u, v, "compress the model in a wider dtype")
+                    swapped[name] = found[prefix + name] = u, v
+                    losses[prefix + name] = result.relative_loss(rank)
+                swap_modules_(layer, swapped)
+            dense, drifted = passed.outputs()
+            if progress:
+                progress("drift", index + 1, len(stack))
+    return found, losses
+
+
+class _Pass:
+    """One layer, dense and as far as it is compressed, over all batches."""
+
+    def __init__(
+        self,
+        stack: LayerStack,
+        index: int,
+        layer: nn.Module,
+        model: nn.Module,
+        batches: Sequence[Batch],
+        dense: Sequence[Tensor],
+        drifted: Sequence[Tensor],
+    ) -> None:
+        self._stack, self._index, self._layer = stack, index, layer
+        self._masks = [row_mask(model, batch) for batch in batches]
+        self._states = list(zip(batches, dense, drifted, strict=True))
+
+    def groups(self, names: Sequence[str]) -> list[list[str]]:
+        """Return the Linears in the order of their calls, those given one tensor together."""
+        if not names:
+            return []
+        batch, dense, _ = self._states[0]
+        inputs = self._inputs(self._stack[self._index], batch, dense, names, None)
+        groups: dict[int, list[str]] = {}
+        for name, x in inputs.items():
+            groups.setdefault(id(x), []).append(name)
+        return list(groups.values())
+
+    def moments(self, group: Sequence[str]) -> list[tuple[str, SecondMoment, Tensor]]:
+        """Return X̂ᵀX̂ and XᵀX̂ `[K, K]` of the Linears of one input, shared by them."""
+        moment: SecondMoment | None = None
+        cross: Tensor | None = None
+        # One input: what holds of the first holds of all.
+        name = group[0]
+        for (batch, dense, drifted), mask in zip(self._states, self._masks, strict=True):
+            clean = self._rows(self._stack[self._index], batch, dense, name, mask)
+            seen = self._rows(self._layer, batch, drifted, name, mask)
+            if moment is None or cross is None:
+                K = seen.shape[1]
+                zeros = torch.zeros(K, K, dtype=torch.float64, device=seen.device)
+                moment, cross = SecondMoment("input", zeros), zeros.clone()
+            moment.add(seen.t() @ seen, len(seen))
+            cross += clean.t() @ seen
+        assert moment is not None
+        assert cross is not None
+        return [(each, moment, cross) for each in group]
+
+    def outputs(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the hidden states that leave the dense layer and the compressed one."""
+        index, stack = self._index, self._stack
+        return (
+            [stack.run(index, batch, dense) for batch, dense, _ in self._states],
+            [stack.run(index, batch, seen, self._layer) for batch, _, seen in self._states],
+        )
+
+    def _rows(
+        self, layer: nn.Module, batch: Batch, hidden: Tensor, name: str, mask: Tensor | None
+    ) -> Tensor:
+        x = self._inputs(layer, batch, hidden, [name], mask)[name]
+        return x.reshape(-1, x.shape[-1]).to(torch.promote_types(x.dtype, torch.float32))
+
+    def _inputs(
+        self,
+        layer: nn.Module,
+        batch: Batch,
+        hidden: Tensor,
+        names: Sequence[str],
+        mask: Tensor | None,
+    ) -> dict[str, Tensor]:
+        """Return what each Linear is given, in the order of the calls."""
+        inputs: dict[str, Tensor] = {}
+
+        def record(name: str, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
+            (x,) = args or kwargs.values()
+            inputs[name] = x[mask] if mask is not None and x.shape[:2] == mask.shape else x
+
+        handles = [
+            layer.get_submodule(name).register_forward_pre_hook(
+                lambda _, args, kwargs, name=name: record(name, args, kwargs), with_kwargs=True
+            )
+            for name in names
+        ]
+        try:
+            self._stack.run(self._index, batch, hidden, layer)
+        finally:
+            for handle in handles:
+                handle.remove()
+        return inputs

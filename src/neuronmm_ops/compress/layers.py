@@ -1,0 +1,123 @@
+"""A decoder's stack of layers, run one layer at a time.
+
+The model's own forward makes masks and positions, so that every architecture's rules hold: of all
+layers the one that is to run is given hidden states that the caller holds, and others are skipped.
+"""
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from neuronmm_ops.compress.batches import Batch, call_model
+
+
+class LayerStack:
+    """The layers of a Transformers decoder.
+
+    Args:
+        model: with an `nn.ModuleList` of layers whose first argument are hidden states.
+
+    Attributes:
+        name: of the list in the model, such as `model.layers`.
+
+    Raises:
+        ValueError: the model has no list of layers.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        lists = {n: m for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m)}
+        if not lists:
+            raise ValueError(
+                f"{type(model).__name__} has no list of layers to go through one by one; "
+                "use a method other than drift, and do not stream"
+            )
+        # The list of layers holds more than those of one layer's experts or branches.
+        sizes = {n: sum(p.numel() for p in m.parameters()) for n, m in lists.items()}
+        self.name = max(sizes, key=lambda name: sizes[name])
+        self._model = model
+        self._layers = lists[self.name]
+        self._returns_tuple = False
+
+    def __len__(self) -> int:
+        return len(self._layers)
+
+    def __getitem__(self, index: int) -> nn.Module:
+        return self._layers[index]
+
+    def first_input(self, batch: Batch) -> Tensor:
+        """Return the hidden states `[B, T, H]` that enter the first layer."""
+        return _states(self._stopped_at(0, batch, lambda states, *_, **__: states))
+
+    def run(
+        self, index: int, batch: Batch, hidden: Tensor, layer: nn.Module | None = None
+    ) -> Tensor:
+        """Return what layer `index`, or `layer` in its place, makes of `hidden` `[B, T, H]`."""
+        module = self._layers[index] if layer is None else layer
+        output = self._stopped_at(
+            index, batch, lambda _, *args, **kwargs: module(hidden, *args, **kwargs)
+        )
+        self._returns_tuple = isinstance(output, tuple)
+        return _states(output)
+
+    def finish(self, batch: Batch, hidden: Tensor) -> Any:
+        """Return the model's output where `hidden` `[B, T, H]` leaves the last layer."""
+        with self._replaced(lambda *_, **__: self._as_output(hidden)):
+            return call_model(self._model, batch)
+
+    def _stopped_at(self, index: int, batch: Batch, call: Any) -> Any:
+        """Return what `call` returns, given what the model calls layer `index` with."""
+
+        def stop(*args: Any, **kwargs: Any) -> None:
+            raise _Stop(call(*args, **kwargs))
+
+        with self._replaced(lambda states, *_, **__: self._as_output(states), {index: stop}):
+            try:
+                call_model(self._model, batch)
+            except _Stop as stopped:
+                return stopped.output
+        raise ValueError(f"{self.name}.{index} is not called by {type(self._model).__name__}")
+
+    def _as_output(self, hidden: Tensor) -> Any:
+        return (hidden, None) if self._returns_tuple else hidden
+
+    @contextmanager
+    def _replaced(self, call: Any, calls: dict[int, Any] | None = None) -> Generator[None]:
+        """Let `call`, or `calls[index]`, stand for every layer for a block."""
+        layers = list(self._layers)
+        for index, layer in enumerate(layers):
+            self._layers[index] = _Stand((calls or {}).get(index, call), layer)
+        try:
+            yield
+        finally:
+            for index, layer in enumerate(layers):
+                self._layers[index] = layer
+
+
+class _Stop(Exception):  # noqa: N818  (no error)
+    """Ends the model's forward where nothing after it is wanted."""
+
+    def __init__(self, output: Any) -> None:
+        self.output = output
+
+
+class _Stand(nn.Module):
+    """Stands for a layer: what the model asks of that one's attributes it gets."""
+
+    def __init__(self, call: Any, layer: nn.Module) -> None:
+        super().__init__()
+        self.__dict__.update(call=call, layer=layer)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["layer"], name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Hand the hidden states on as the first positional argument."""
+        if not args:
+            args = (kwargs.pop("hidden_states"),)
+        return self.__dict__["call"](*args, **kwargs)
+
+
+def _states(output: Any) -> Tensor:
+    return output[0] if isinstance(output, tuple) else output
