@@ -207,18 +207,23 @@ def _checked_targets(targets: str | Iterable[str]) -> tuple[str, ...]:
 
 
 def _checked_ratios(
-    given: Mapping[str, LayerRatio] | Iterable[tuple[str, LayerRatio]],
+    given: Mapping[str, LayerRatio] | tuple[tuple[str, LayerRatio], ...],
 ) -> tuple[tuple[str, LayerRatio], ...]:
-    pairs = given.items() if isinstance(given, Mapping) else given
-    return tuple((_checked_targets(name)[0], _checked_ratio(name, ratio)) for name, ratio in pairs)
+    pairs = tuple(given.items()) if isinstance(given, Mapping) else given
+    for name, _ in pairs:
+        _checked_targets(name)
+    return tuple((name, _checked_ratio(name, ratio)) for name, ratio in pairs)
 
 
 def _checked_ratio(name: str, ratio: Any) -> LayerRatio:
-    ends = tuple(ratio) if isinstance(ratio, (list, tuple)) else (ratio,)
-    numbers = all(isinstance(end, (int, float)) and not isinstance(end, bool) for end in ends)
-    if not numbers or len(ends) > 2 or not all(0 <= end < 1 for end in ends) or ends[0] > ends[-1]:
+    is_pair = isinstance(ratio, (list, tuple)) and len(ratio) == 2
+    low, high = ratio if is_pair else (ratio, ratio)
+    numbers = all(
+        isinstance(end, (int, float)) and not isinstance(end, bool) for end in (low, high)
+    )
+    if not numbers or not 0 <= low <= high < 1:
         raise ValueError(
             f"the layer ratio of {name} must be a number in [0, 1), or two such in order; "
             f"got {ratio!r}"
         )
-    return float(ends[0]) if len(ends) == 1 else (float(ends[0]), float(ends[1]))
+    return (float(low), float(high)) if is_pair else float(low)

@@ -1,8 +1,8 @@
 """Two-sided whitening (K-FAC): C = R Rᵀ of the output gradients, G = L Lᵀ of the inputs.
 
 W_r = R⁻ᵀ [Rᵀ W L]_r L⁻¹ minimizes ‖Rᵀ (W − W_r) L‖², to second order the change of the model's
-loss where inputs and output gradients are independent (Martens & Grosse, arXiv 1503.05671). Where
-N > K only C's diagonal is measured: in trained models that allocates the same ranks to a block.
+loss where inputs and output gradients are independent (Martens & Grosse, arXiv 1503.05671). Of a wide
+output only C's diagonal is measured: its Cholesky factor would take longer than all the rest.
 """
 
 import torch
@@ -15,10 +15,12 @@ from neuronmm_ops.compress.methods.whitening import damped_cholesky
 # Relative to the mean of C's diagonal, added to it: a direction in which calibration saw no
 # gradient still matters on other text.
 GRADIENT_DAMPING = 0.1
+# Outputs wider than this, and than the input, are wide.
+MAX_FULL = 2048
 
 
 def _gradient(K: int, N: int) -> Gradient:
-    return "moment" if N <= K else "diagonal"
+    return "moment" if N <= max(K, MAX_FULL) else "diagonal"
 
 
 def _factor(w: Tensor, statistics: Statistics, rank: int) -> Factorization:
