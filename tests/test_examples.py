@@ -1,5 +1,6 @@
 """Every example runs in a process of its own, as a user would start it."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -37,6 +38,21 @@ def test_demo_makes_its_report_and_uses_its_cache(tmp_path: Path) -> None:
     assert page.count("<svg") + page.count("<img") >= 3
     assert "http" not in page.replace("http://www.w3.org", "")
     assert "from the cache" in run(sys.executable, EXAMPLES / "demo", "--quick", "--out", tmp_path)
+
+
+@pytest.mark.slow
+def test_study_prints_its_table_and_writes_rows_and_plot(tmp_path: Path) -> None:
+    shown = run(sys.executable, EXAMPLES / "study", "--quick", "--out", tmp_path)
+    for word in ("docs", "packages", "code", "kfac", "whiten"):
+        assert word in shown
+    rows = json.loads((tmp_path / "methods.json").read_text())
+    assert {Path(row["text"]).stem for row in rows} == {"docs", "packages", "code"}
+    assert len(rows) == 3 * (1 + 2)
+    assert all((tmp_path / f"{name}.txt").stat().st_size for name in ("docs", "packages", "code"))
+    assert (tmp_path / "methods.png").read_bytes().startswith(b"\x89PNG")
+    # No held-out document is among those that calibrate.
+    calibration = (tmp_path / "calibration.txt").read_text()
+    assert (tmp_path / "docs.txt").read_text()[:400] not in calibration
 
 
 @pytest.mark.parametrize("shape", [(24, 8), (8, 24)])

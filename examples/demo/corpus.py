@@ -82,7 +82,7 @@ def _documents(max_modules: int | None) -> Iterator[str]:
     seen: set[str] = set()
     # By paragraph, because topics quote whole sections of one another.
     sources = [text.split("\n\n") for _, text in sorted(topics.items())]
-    sources += [_module_pieces(path) for path in _module_files()[:max_modules]]
+    sources += [module_pieces(path) for path in _module_files()[:max_modules]]
     for pieces in sources:
         kept = []
         for piece in pieces:
@@ -116,7 +116,7 @@ def _module_files() -> list[Path]:
     ]
 
 
-def _module_pieces(path: Path) -> list[str]:
+def module_pieces(path: Path) -> list[str]:
     """The module's docstring, then `signature + docstring` of its classes and functions."""
     try:
         tree = ast.parse(path.read_bytes())
