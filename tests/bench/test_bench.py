@@ -1,13 +1,15 @@
 """Rows have the documented fields and sane values; nothing here depends on the machine's speed."""
 
 import itertools
+import json
 import math
 
+import compress_1b
 import pytest
 import torch
 from full_shape import make_model, make_tokenizer
 
-from neuronmm_ops import PerplexityResult, SVDConfig
+from neuronmm_ops import PerplexityResult, SVDConfig, SVDLinear, compress_, hf
 from neuronmm_ops.bench import cpu, methods, overhead, timing
 from neuronmm_ops.models import SHAPES, ModelShape, model_shape
 from neuronmm_ops.ops.backends.cpu import multiplies_fast
@@ -266,3 +268,35 @@ def test_excess_is_divided_by_the_baselines_of_the_same_ratio_and_text(
 def test_methods_need_enough_text(tiny_model):
     with pytest.raises(ValueError, match="at least one block of 64 tokens"):
         methods.run(tiny_model, {"text": TEXT}, "a b", seqlen=64)
+
+
+@pytest.mark.filterwarnings("ignore::neuronmm_ops.CalibrationWarning")
+def test_the_svd_llm_of_the_example_is_whiten_with_uniform_ranks(tiny_model):
+    config = SVDConfig(ratio=0.3, block=8, method="whiten", allocation="uniform")
+    tokenizer = hf.load_tokenizer(tiny_model)
+    batches = hf.calibration_batches(tokenizer, TEXT, 16, 32)
+    model = hf.load_computing(tiny_model, "float32")
+    rows = [row for batch in batches for row in batch.split(1)]
+    found = {name: (u, v) for name, u, v in compress_1b.svd_llm(model, rows, config)}
+    compress_(model, config, batches)
+    layers = {n: m for n, m in model.named_modules() if isinstance(m, SVDLinear)}
+    assert found.keys() == layers.keys()
+    assert len(found) == 6
+    for name, (u, v) in found.items():
+        expected = (layers[name].u @ layers[name].v).detach()
+        torch.testing.assert_close(u @ v, expected, atol=1e-4 * float(expected.norm()), rtol=0)
+
+
+@pytest.mark.filterwarnings("ignore::neuronmm_ops.CalibrationWarning")
+@pytest.mark.usefixtures("_tiny_shape")
+def test_the_example_times_both_procedures(capsys: pytest.CaptureFixture[str]):
+    arguments = ["--shape", "Tiny", "--layers", "2", "--block", "8", "--tokens", "256"]
+    compress_1b.main([*arguments, "--seqlen", "32", "--dtype", "float32"])
+    document = json.loads(capsys.readouterr().out)
+    ours, theirs = document["procedures"]
+    assert [ours["procedure"], theirs["procedure"]] == ["neuronmm-ops", "SVD-LLM"]
+    assert document["wall_quotient"] == pytest.approx(theirs["wall_s"] / ours["wall_s"])
+    for spent in (ours, theirs):
+        assert spent["compute_dtype"] == "float32"
+        assert spent["cpu_s_per_layer"] == pytest.approx(spent["cpu_s"] / 2)
+        assert spent["peak_rss_gib"] is None or 0.01 < spent["peak_rss_gib"] < 64
