@@ -22,7 +22,7 @@ from neuronmm_ops import (
 from neuronmm_ops.compress.factorization import Factorization, Method
 from neuronmm_ops.compress.methods import METHODS
 
-SMALL = {"ratio": 0.3, "block": 8}
+SMALL = {"allocation": "uniform", "ratio": 0.3, "block": 8}
 
 
 def tokens_for(K: int = 64) -> list[torch.Tensor]:
@@ -84,7 +84,10 @@ def test_the_report_is_what_was_done(family, targets, method):
 def test_effective_ratio_of_dense_layers_is_reported():
     # 8x8 has no rank of 8 that saves anything; the report says so and counts it as dense.
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 64), nn.Linear(64, 64))
-    report = compress_(model, SVDConfig(ratio=0.5, block=8, targets="all-linear", method="plain"))
+    report = compress_(
+        model,
+        SVDConfig(ratio=0.5, block=8, targets="all-linear", method="plain", allocation="uniform"),
+    )
     assert [layer.dense for layer in report.layers] == [True, True, False]
     assert "no aligned rank" in report.layers[0].reason
     assert type(model[0]) is nn.Linear
@@ -98,7 +101,9 @@ def test_loss_is_what_the_first_layer_loses(method):
     model = nn.Sequential(nn.Linear(32, 48, dtype=torch.float64))
     linear = copy.deepcopy(model[0]).requires_grad_(False)
     data = [torch.randn(64, 32, dtype=torch.float64)] * 6
-    config = SVDConfig(ratio=0.5, block=8, targets="all-linear", method=method)
+    config = SVDConfig(
+        ratio=0.5, block=8, targets="all-linear", method=method, allocation="uniform"
+    )
     report = compress_(model, config, data)
     x = torch.eye(32, dtype=torch.float64) if method == "plain" else data[0]
     expected = x @ linear.weight.t()
