@@ -139,6 +139,9 @@ NAMES_OF_NEITHER = (
     "pooler.dense",
     "mlp.gate",
     "mlp.shared_expert_gate",
+    "post_attention_layernorm.mlp.fc1",
+    "mlp.gate.router_mlp.fc2",
+    "attention.key",
     "w1",
     "embedder.key",
 )
@@ -148,4 +151,11 @@ def test_a_preset_tells_equal_names_apart_by_their_parents():
     model = named(*NAMES_OF_MLP, *NAMES_OF_ATTENTION, *NAMES_OF_NEITHER)
     assert set(selected(model, "mlp")) == set(NAMES_OF_MLP)
     assert set(selected(model, "attention")) == set(NAMES_OF_ATTENTION)
-    assert len(selected(model, "all-linear")) == 23
+    assert len(selected(model, "all-linear")) == 26
+
+
+def test_a_model_that_changes_its_weights_as_it_runs_is_refused():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.RwkvConfig(vocab_size=16, hidden_size=16, num_hidden_layers=2)
+    with pytest.raises(ValueError, match="RWKV models scale their weights in place"):
+        selected(transformers.RwkvForCausalLM(config), "all-linear")

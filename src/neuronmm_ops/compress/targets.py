@@ -20,7 +20,7 @@ PRESETS: dict[str, frozenset[str]] = {
             *("dense_h_to_4h", "dense_4h_to_h"),  # GPT-NeoX, Bloom, Falcon
             *("feed_forward.w1", "feed_forward.w2", "feed_forward.w3"),  # LFM2
             *("Wi", "Wo"),  # ModernBERT
-            *("intermediate.dense", "output.dense"),  # BERT
+            *("intermediate.dense", "output.dense", "ffn.0", "ffn.2"),  # BERT, CTRL
         }
     ),
     "attention": frozenset(
@@ -28,12 +28,13 @@ PRESETS: dict[str, frozenset[str]] = {
             *("q_proj", "k_proj", "v_proj", "o_proj", "out_proj", "dense"),  # Llama, OPT, Phi
             *("qkv_proj", "query_key_value", "c_attn", "c_proj", "Wqkv", "Wo"),  # Phi3, Bloom, MPT
             *("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"),  # DeepSeek
-            *("query", "key", "value"),  # BERT
+            *("self.query", "self.key", "self.value", "Wq", "Wk", "Wv"),  # BERT, CTRL
             *("in_proj_qkvz", "in_proj_qkv", "in_proj_z"),  # Qwen3-Next
         }
     ),
 }
 _ATTENTION = re.compile(r"attn|attention", re.IGNORECASE)
+_OF_NO_PRESET = re.compile(r"norm|router", re.IGNORECASE)  # have MLPs of their own
 # These are of attention also where no parent is named so, as in Nemotron-H.
 _IN_ATTENTION_ALONE = frozenset({"q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj"})
 
@@ -46,11 +47,19 @@ class Selection(NamedTuple):
 
 
 def select_targets(model: nn.Module, config: SVDConfig) -> Selection:
-    """Find the Linears that `config.targets` selects; raise ValueError where there is none.
+    """Find the linear layers that `config.targets` selects.
 
     The output head is taken only where it is named, and a Linear that shares its weight with
     another module (a tied head) never.
+
+    Raises:
+        ValueError: no layer is selected, or the model is of a kind that is not supported.
     """
+    if any(type(module).__name__ == "RwkvModel" for module in model.modules()):
+        raise ValueError(
+            "RWKV models scale their weights in place when they run, which factors would not "
+            "follow; they are not supported"
+        )
     shared = shared_weights(model)
     head = output_head(model)
     linears: dict[str, DenseLinear] = {}
@@ -80,9 +89,11 @@ def _matches(target: str, name: str) -> bool:
     return target in (name, leaf) or re.fullmatch(target, name) is not None
 
 
-def preset_of(name: str) -> str:
-    """Return the preset that stands for the module of this name: `attention` or `mlp`."""
+def preset_of(name: str) -> str | None:
+    """Return the preset that stands for the module of this name: `attention`, `mlp` or none."""
     parents, _, leaf = name.rpartition(".")
+    if _OF_NO_PRESET.search(parents):
+        return None
     is_attention = _ATTENTION.search(parents) or leaf in _IN_ATTENTION_ALONE
     return "attention" if is_attention else "mlp"
 
