@@ -129,6 +129,7 @@ NAMES_OF_ATTENTION = (
     "self_attention.dense",
     "attn.Wo",
     "attention.output.dense",
+    "attention.self.key",
     "linear_attn.out_proj",
     "self_attn.qkv_proj",
 )
@@ -141,7 +142,6 @@ NAMES_OF_NEITHER = (
     "mlp.shared_expert_gate",
     "post_attention_layernorm.mlp.fc1",
     "mlp.gate.router_mlp.fc2",
-    "attention.key",
     "w1",
     "embedder.key",
 )

@@ -1,5 +1,6 @@
 """docs/compress.md says what each preset reaches in which family; and every family loads again."""
 
+import json
 import re
 import subprocess
 import sys
@@ -15,9 +16,11 @@ from tiny import tiny_ids
 from torch import nn
 from transformers import PreTrainedModel
 
-from neuronmm_ops import LeftDense, SVDConfig, compress_, hf
+from neuronmm_ops import CheckpointError, LeftDense, SVDConfig, compress_, hf
+from neuronmm_ops.checkpoint import inspect_checkpoint
 from neuronmm_ops.compress.targets import select_targets
 
+LEFT = {"name": "experts", "parameters": 8, "share": 0.25, "reason": "a stack"}
 DOCS = Path(__file__).parents[2] / "docs" / "compress.md"
 
 
@@ -128,3 +131,44 @@ def test_every_family_comes_back_in_a_fresh_process(tmp_path: Path) -> None:
     )
     assert loaded.returncode == 0, loaded.stderr
     assert loaded.stdout.split() == [directory.name for directory in directories]
+
+
+def test_a_linear_in_the_place_of_a_conv1d_is_not_saved(tmp_path: Path) -> None:
+    """Its square weight would load, transposed."""
+    model = tiny_family("gpt2")
+    _compress(model, "plain")
+    attention = model.get_submodule("transformer.h.0.attn")
+    dense = attention.get_submodule("c_proj").to_linear()  # pyright: ignore
+    attention.add_module("c_proj", dense)
+    assert dense.weight.shape == (64, 64)
+    message = r"transformer\.h\.0\.attn\.c_proj is Linear here and Conv1D when loaded"
+    with pytest.raises(CheckpointError, match=message):
+        hf.save(model, tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_the_body_left_dense_is_recorded_by_the_whole_model_s_names(tmp_path: Path) -> None:
+    model = tiny_family("mixtral")
+    left = _compress(model.base_model, "plain")
+    assert left[0].name == "layers.*.mlp.experts.gate_up_proj"
+    hf.save(model, tmp_path / "out")
+    recorded = inspect_checkpoint(tmp_path / "out").left_dense
+    assert [entry.name for entry in recorded] == [f"model.{entry.name}" for entry in left]
+    assert [entry.share for entry in recorded] == [entry.share for entry in left]
+    # Loading changes nothing of it, and so does saving again.
+    hf.save(hf.load(tmp_path / "out"), tmp_path / "again")
+    assert inspect_checkpoint(tmp_path / "again").left_dense == recorded
+
+
+@pytest.mark.parametrize("value", ["all", [{"name": "experts"}], [{**LEFT, "share": 2}]])
+def test_a_damaged_list_of_what_was_left_is_one_line(tmp_path: Path, value: object) -> None:
+    model = tiny_family("mixtral")
+    _compress(model, "plain")
+    hf.save(model, tmp_path / "out")
+    path = tmp_path / "out" / "config.json"
+    config = json.loads(path.read_text())
+    config["quantization_config"]["left_dense"] = value
+    path.write_text(json.dumps(config))
+    for read in (inspect_checkpoint, hf.load):
+        with pytest.raises(CheckpointError, match="quantization_config is malformed: left_dense"):
+            read(tmp_path / "out")

@@ -28,7 +28,7 @@ PRESETS: dict[str, frozenset[str]] = {
             *("q_proj", "k_proj", "v_proj", "o_proj", "out_proj", "dense"),  # Llama, OPT, Phi
             *("qkv_proj", "query_key_value", "c_attn", "c_proj", "Wqkv", "Wo"),  # Phi3, Bloom, MPT
             *("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"),  # DeepSeek
-            *("self.query", "self.key", "self.value", "Wq", "Wk", "Wv"),  # BERT, CTRL
+            *("query", "key", "value", "Wq", "Wk", "Wv"),  # BERT, CTRL
             *("in_proj_qkvz", "in_proj_qkv", "in_proj_z"),  # Qwen3-Next
         }
     ),
