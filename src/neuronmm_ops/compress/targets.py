@@ -72,11 +72,19 @@ def select_targets(model: nn.Module, config: SVDConfig) -> Selection:
             continue
         if name in shared:
             kept[name] = linear, f"shares its weight with {shared[name]}"
+        elif _is_read_by_its_parent(model, name):
+            kept[name] = linear, "cannot be replaced: the model's code reads its weight"
         else:
             linears[name] = linear
     if not linears:
         raise ValueError(_nothing_matches(model, config, candidates, kept))
     return Selection(linears, kept)
+
+
+def _is_read_by_its_parent(model: nn.Module, name: str) -> bool:
+    """Say whether it is the step size's projection in a Mamba mixer, which multiplies by it."""
+    parent, _, leaf = name.rpartition(".")
+    return leaf == "dt_proj" and hasattr(model.get_submodule(parent), "A_log")
 
 
 def _matches(target: str, name: str) -> bool:
@@ -114,7 +122,7 @@ def _nothing_matches(
     targets = ", ".join(config.target_list)
     if kept:
         name, (_, reason) = next(iter(kept.items()))
-        return f"targets {targets} match only shared weights: {name} {reason}"
+        return f"targets {targets} match only layers kept dense: {name} {reason}"
     leaves = sorted({name.rpartition(".")[2] for name in candidates})
     found = (
         f"its nn.Linears are called {', '.join(leaves[:12])}" if leaves else "it has no nn.Linear"
