@@ -293,8 +293,8 @@ def test_what_was_left_dense_is_shown(run: Run, text: Path, tmp_path: Path) -> N
     assert compressed.code == 0, compressed.err
     inspected = run("inspect", out)
     line = (
-        f"left dense: model.layers.*.mlp.experts.gate_up_proj, {experts / total:.1%} of the model's "
-        "parameters (a stack of matrices in one parameter of MixtralExperts)\n"
+        f"left dense: model.layers.*.mlp.experts.gate_up_proj, {experts / total:.1%} of the "
+        "model's parameters (a stack of matrices in one parameter of MixtralExperts)\n"
     )
     for outcome in (compressed, inspected):
         assert line in outcome.out

@@ -91,7 +91,7 @@ BAD = [
         "method",
         "svd",
         ValueError,
-        "method must be one of plain, whiten, swift, drift, kfac, zero-sum; got 'svd'",
+        "one of plain, whiten, swift, drift, kfac, zero-sum; got 'svd'",
     ),
     ("method", None, ValueError, "got None"),
     ("allocation", "best", ValueError, "allocation must be one of greedy, uniform; got 'best'"),

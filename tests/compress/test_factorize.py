@@ -341,7 +341,7 @@ def test_ranks_are_checked(rank):
 
 def test_an_unknown_method_is_refused():
     w, x = problem(6, 4)
-    with pytest.raises(ValueError, match="method must be one of plain, .*; got 'asvd'"):
+    with pytest.raises(ValueError, match=r"method must be one of plain, .*; got 'asvd'"):
         factorize(w, "asvd", moment_of("whiten", w, x))
 
 

@@ -180,8 +180,8 @@ def test_the_report_is_json():
 
 
 def test_a_method_is_what_the_registry_holds(monkeypatch):
-    def first_columns(w, moment, rank):
-        assert moment.side == "input"
+    def first_columns(w, statistics, rank):
+        assert statistics.moment.side == "input"
         u, v = torch.eye(w.shape[1]).double()[:, :rank], w.t()[:rank]
         return Factorization(u, v, torch.ones(min(w.shape)).double())
 
@@ -189,7 +189,7 @@ def test_a_method_is_what_the_registry_holds(monkeypatch):
     monkeypatch.setitem(METHODS, "columns", method)
     model = nn.Sequential(nn.Linear(32, 48, bias=False))
     weight, x = model[0].weight.detach().clone(), torch.randn(700, 32)
-    config = SVDConfig(ratio=0.5, block=8, targets="0", method="columns")
+    config = SVDConfig(ratio=0.5, block=8, targets="0", method="columns", allocation="uniform")
     report = compress_(model, config, [x])
     assert (report.layers[0].r, report.layers[0].loss) == (8, 24 / 32)
     assert torch.equal(model(x), x[:, :8] @ weight[:, :8].t())
@@ -247,7 +247,7 @@ ERRORS = {
     "weight": (_nan_weight, {}, "tokens", NonFiniteError, "layers.1.mlp.up_proj: weight must"),
     "activation": (_nan_norm, {}, "tokens", NonFiniteError, "layers.1.mlp.(gate|up)_proj: "),
     "meta": (_on_meta, {}, "tokens", ValueError, "layers.1.mlp.up_proj is on the meta device"),
-    "no calibration": (_nothing, {}, None, ValueError, "method swift needs calibration batches"),
+    "no calibration": (_nothing, {}, None, ValueError, "method kfac needs calibration batches"),
     "no batches": (_nothing, {}, [], ValueError, "calibration has no batches"),
     "no target": (_nothing, {"targets": "fc9"}, "tokens", ValueError, "match no nn.Linear"),
     "bad token": (_nothing, {}, [torch.tensor([[99]])], ValueError, "batch 0 has token id 99, the"),

@@ -232,7 +232,7 @@ def _moments(
         return
     for index, (name, moment) in enumerate(collect_moments(model, sides, batches, progress)):
         if index == 0:
-            warn_if_few(moment.tokens, linears, stacklevel=6)  # past this module and no_grad's
+            warn_if_few(moment.tokens, linears, stacklevel=5)  # past this module and no_grad's
         yield name, moment
 
 

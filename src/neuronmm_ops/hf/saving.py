@@ -18,6 +18,7 @@ from neuronmm_ops.compress.report import CompressionReport, LayerReport
 from neuronmm_ops.errors import CheckpointError
 from neuronmm_ops.hf.loading import load_exactly, model_names
 from neuronmm_ops.hf.target import check_target, no_room, replacement
+from neuronmm_ops.nn import dense_linear, dense_linears
 
 
 def save(
@@ -89,6 +90,15 @@ def verify(model: PreTrainedModel, directory: Path) -> None:
             raise CheckpointError(
                 f"what was written is not the model, and is removed: loading finds "
                 f"{len(info[kind])} {kind.replace('_', ' ')}, first {name}"
+            )
+    for name, layer in dense_linears(loaded).items():
+        own = dense_linear(model.get_submodule(name))
+        # A square weight would load as it is, and mean its transpose.
+        if own is not None and own.is_transposed != layer.is_transposed:
+            raise CheckpointError(
+                f"what was written is not the model, and is removed: {name} is "
+                f"{type(own.module).__name__} here and {type(layer.module).__name__} when loaded, "
+                "which hold their weights transposed; put the architecture's own module back"
             )
     expected = model.state_dict()
     for file in weight_files(directory):
