@@ -83,7 +83,8 @@ def collect_gradients(
                     f"the loss of calibration row {index} must be finite, got {float(loss)}; "
                     "check the weights, or run in a wider dtype"
                 )
-            loss.backward()
+            if loss.requires_grad:  # else it depends on no Linear asked for
+                loss.backward()
             sums.tokens += tokens
             if progress:
                 progress("gradients", done, len(rows))
