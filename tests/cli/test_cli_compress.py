@@ -154,7 +154,7 @@ def test_nothing_compressed_warns_in_one_line(run: Run, dense: Path, tmp_path: P
         (("--ratio", "much"), "invalid float value"),
         (("--block", "12"), "multiple of 8, got 12"),
         (("--block", "0"), "multiple of 8, got 0"),
-        (("--method", "magic"), "plain, whiten, swift; got 'magic'"),
+        (("--method", "magic"), "zero-sum; got 'magic'"),
         (("--targets", "no_such_proj"), "match no nn.Linear"),
         (("--targets", "lm_head"), "shares its weight with model.embed_tokens"),
         (("--targets", "("), "no regular expression"),

@@ -47,7 +47,7 @@ def test_it_writes_what_it_returns(tmp_path: Path) -> None:
     assert report.calibration | {"order": "head", "samples": 16, "seqlen": 64} == report.calibration
     assert report.provenance["compute_dtype"] == "float32"
     assert list(dict.fromkeys(stage for stage, _, _ in told)) == [
-        *("load", "calibrate", "factorize", "save")
+        *("load", "gradients", "calibrate", "factorize", "save")
     ]
     assert hf.load(tmp_path / "out")(tiny_ids(1)).logits.isfinite().all()
     assert hf.load_tokenizer(tmp_path / "out")("a")["input_ids"]
@@ -146,7 +146,7 @@ def test_bad_arguments(options: dict[str, Any], word: str, tmp_path: Path) -> No
 
 def test_text_is_needed_but_for_plain(tmp_path: Path) -> None:
     dense = tiny_directory(tmp_path / "dense")
-    with pytest.raises(ValueError, match="method swift needs a calibration text"):
+    with pytest.raises(ValueError, match="method kfac needs a calibration text"):
         hf.compress(dense, None, None, tmp_path / "out")
     plain = SVDConfig(block=8, method="plain")
     assert hf.compress(dense, plain, None, tmp_path / "out").calibration is None

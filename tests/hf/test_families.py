@@ -70,7 +70,9 @@ def _matrices(model: PreTrainedModel) -> int:
 
 
 def _compress(model: nn.Module, method: str) -> tuple[LeftDense, ...]:
-    config = SVDConfig(ratio=0.3, block=8, targets=("mlp", "attention"), method=method)
+    config = SVDConfig(
+        ratio=0.3, block=8, targets=("mlp", "attention"), method=method, allocation="uniform"
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # few tokens, and experts left out
         return compress_(model, config, [tiny_ids(4, 16)]).left_dense

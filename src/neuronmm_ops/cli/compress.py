@@ -55,7 +55,7 @@ def _compress(options: argparse.Namespace) -> dict[str, Any]:
     )
     if config.needs_calibration and options.calibration is None:
         raise ValueError(
-            f"method {config.method} needs --calibration FILE.txt; or use --method plain"
+            f"{config.calibrated_by} needs --calibration FILE.txt; or use --method plain"
         )
     hf = transformers_models()
     text = None if options.calibration is None else hf.read_text(options.calibration)

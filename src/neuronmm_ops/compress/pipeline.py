@@ -210,7 +210,7 @@ def _batches(config: SVDConfig, calibration: Iterable[Batch] | None) -> list[Bat
         return []
     if calibration is None:
         raise ValueError(
-            f"method {config.method} needs calibration batches; give some, or use method plain"
+            f"{config.calibrated_by} needs calibration batches; give some, or use method plain"
         )
     return list(calibration)
 

@@ -77,7 +77,7 @@ def compress(
     """
     config = config or SVDConfig()
     if config.needs_calibration and text is None:
-        raise ValueError(f"method {config.method} needs a calibration text; or use method plain")
+        raise ValueError(f"{config.calibrated_by} needs a calibration text; or use method plain")
     _check_shard_size(max_shard_size)
     place = check_device(device)
     target = Path(output)
