@@ -9,14 +9,15 @@ import itertools
 import platform
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 
 import torch
 from corpus import Corpus, load_corpus
-from measure import paired_speed, sample_text
-from report import Point, Results, write_report
+from measure import PairedSpeed, paired_speed, sample_text
+from report import write_report
+from results import BASELINE, OURS, Point, Results
 from rich.console import Console
 from rich.table import Table
 from train import QUICK, TrainConfig, dtype_name, trained, training_dtype
@@ -27,7 +28,11 @@ from neuronmm_ops import SVDConfig, compress_
 from neuronmm_ops.eval import DOCUMENT_SEPARATOR, encode_documents, token_perplexity
 from neuronmm_ops.progress import progress_bars
 
-METHODS = ("swift", "plain")
+METHODS = {
+    "plain": SVDConfig(method="plain", allocation="uniform"),
+    BASELINE: SVDConfig(method="whiten", allocation="uniform"),
+    OURS: SVDConfig(),
+}
 RATIOS = (0.05, 0.2, 0.4, 0.6, 0.8)
 # The default block of 128 is for real models: here it would leave three ranks to choose from.
 BLOCK = 16
@@ -90,6 +95,7 @@ def run(plan: Plan, corpus: Corpus, dense_dir: Path) -> Results:
 
     dense = load()
     points = []
+    speeds: dict[tuple[int | None, ...], PairedSpeed] = {}
     with progress_bars() as progress:
         steps = itertools.count(1)
         total = 2 + 4 * len(plan.ratios) * len(METHODS)
@@ -101,28 +107,29 @@ def run(plan: Plan, corpus: Corpus, dense_dir: Path) -> Results:
         advance("dense: sample")
         dense_sample = sample_text(dense, tokenizer, PROMPT, new_tokens=plan.sample_tokens)
         for ratio in plan.ratios:
-            speed = None
-            for method in METHODS:
+            for method, config in METHODS.items():
                 name = f"{method} at {ratio:.0%}"
                 advance(f"{name}: compress")
                 model = load()
-                config = SVDConfig(ratio=ratio, block=BLOCK, method=method, targets="mlp")
-                batches = None if method == "plain" else list(calibration.split(8))
+                config = replace(config, ratio=ratio, block=BLOCK)
+                batches = list(calibration.split(8)) if config.needs_calibration else None
                 compression = compress_(model, config, calibration=batches)
                 advance(f"{name}: perplexity")
                 ppl = token_perplexity(model, held_out, seqlen=seqlen).ppl_token
                 advance(f"{name}: speed")
-                # Every method gives the same shapes at a ratio: one measurement serves them all.
-                speed = speed or paired_speed(
-                    dense,
-                    model,
-                    prompt_tokens,
-                    decode_tokens=plan.decode_tokens,
-                    rounds=plan.rounds,
-                )
+                # Models of equal ranks are equally fast: one measurement serves them all.
+                ranks = tuple(layer.r for layer in compression.layers)
+                if ranks not in speeds:
+                    speeds[ranks] = paired_speed(
+                        dense,
+                        model,
+                        prompt_tokens,
+                        decode_tokens=plan.decode_tokens,
+                        rounds=plan.rounds,
+                    )
                 advance(f"{name}: sample")
                 sample = sample_text(model, tokenizer, PROMPT, new_tokens=plan.sample_tokens)
-                points.append(Point(method, ratio, compression, ppl, speed, sample))
+                points.append(Point(method, ratio, compression, ppl, speeds[ranks], sample))
         advance("done")
     provenance = _provenance(plan, dense, calibration.numel(), held_out.numel(), corpus)
     return Results(
@@ -215,7 +222,7 @@ def _plan(arguments: argparse.Namespace) -> Plan:
         ratios = tuple(arguments.ratios or (0.4,))
         return Plan(config, 60, ratios, 40, 8, decode_tokens=8, rounds=2, sample_tokens=16)
     ratios = tuple(arguments.ratios or RATIOS)
-    return Plan(config, None, ratios, 64, 40, decode_tokens=64, rounds=7, sample_tokens=80)
+    return Plan(config, None, ratios, 64, 40, decode_tokens=64, rounds=5, sample_tokens=80)
 
 
 def _arguments() -> argparse.Namespace:

@@ -1,11 +1,13 @@
 """Rows have the documented fields and sane values; nothing here depends on the machine's speed."""
 
+import itertools
 import math
 
 import pytest
 import torch
 from full_shape import make_model, make_tokenizer
 
+from neuronmm_ops import PerplexityResult, SVDConfig
 from neuronmm_ops.bench import cpu, methods, overhead, timing
 from neuronmm_ops.models import SHAPES, ModelShape, model_shape
 from neuronmm_ops.ops.backends.cpu import multiplies_fast
@@ -30,10 +32,14 @@ CPU_FIELDS = (
 )
 METHOD_FIELDS = (
     "method",
+    "allocation",
+    "importance",
     "ratio",
     "effective_ratio",
+    "text",
     "ppl_token",
     "excess_log_ppl",
+    "excess_quotient",
     "compute_dtype",
 )
 TINY = ModelShape("Tiny", 32, 64, 2, 2, 1, 16, 600, tied=True)
@@ -195,12 +201,21 @@ def test_tokenizer_gives_any_text_back():
     assert max(ids) < 300
 
 
+CANDIDATES = [
+    *[("whiten", "uniform", None), ("kfac", "greedy", None), ("plain", "uniform", None)],
+    *[("plain", "greedy", "error"), ("whiten", "greedy", "gradient")],
+    *[("drift", "greedy", "gradient"), ("zero-sum", "greedy", None)],
+    *[("swift", "greedy", name) for name in ("gradient", "error", "perplexity")],
+]
+
+
 @pytest.mark.filterwarnings("ignore::neuronmm_ops.CalibrationWarning")
 def test_method_rows(tiny_model):
     done: list[tuple[str, int, int]] = []
+    texts = {"in": TEXT[:600], "out": "".join(reversed(TEXT))[:600]}
     rows = methods.run(
         tiny_model,
-        TEXT,
+        texts,
         TEXT,
         ratios=(0.2, 0.6),
         block=8,
@@ -208,19 +223,46 @@ def test_method_rows(tiny_model):
         samples=4,
         progress=lambda *args: done.append(args),
     )
-    assert [(row["method"], row["ratio"]) for row in rows] == [
-        ("dense", 0.0),
-        *[(method, ratio) for ratio in (0.2, 0.6) for method in ("plain", "whiten", "swift")],
+    assert [(row["method"], row["ratio"], row["text"]) for row in rows[:2]] == [
+        ("dense", 0.0, "in"),
+        ("dense", 0.0, "out"),
     ]
-    assert done[-1] == ("methods", 6, 6)
-    dense = rows[0]["ppl_token"]
+    assert [
+        (row["ratio"], (row["method"], row["allocation"], row["importance"]), row["text"])
+        for row in rows[2:]
+    ] == list(itertools.product((0.2, 0.6), CANDIDATES, texts))
+    assert done[-1] == ("methods", 20, 20)
+    dense = {row["text"]: row["ppl_token"] for row in rows[:2]}
     for row in rows:
         assert tuple(row) == METHOD_FIELDS
         assert math.isfinite(row["ppl_token"])
-        assert row["excess_log_ppl"] == pytest.approx(math.log(row["ppl_token"] / dense))
-    assert all(0 < row["effective_ratio"] < 1 for row in rows[1:])
+        excess = math.log(row["ppl_token"] / dense[row["text"]])
+        assert row["excess_log_ppl"] == pytest.approx(excess)
+    assert all(0 < row["effective_ratio"] < 1 for row in rows[2:])
+
+
+@pytest.mark.filterwarnings("ignore::neuronmm_ops.CalibrationWarning")
+def test_excess_is_divided_by_the_baselines_of_the_same_ratio_and_text(
+    tiny_model, monkeypatch: pytest.MonkeyPatch
+):
+    # By text: the dense model's, then the baseline's and the default's at each ratio.
+    ppl = iter([100.0, 200.0, 110.0, 190.0, 105.0, 210.0, 121.0, 242.0, 110.0, 220.0])
+
+    def perplexity(*_: object) -> PerplexityResult:
+        return PerplexityResult(next(ppl), 1, 1)
+
+    monkeypatch.setattr(methods, "token_perplexity", perplexity)
+    candidates = (methods.BASELINE, SVDConfig(method="plain"))
+    options = {"ratios": (0.2, 0.4), "block": 8, "seqlen": 32, "samples": 4}
+    rows = methods.run(tiny_model, {"a": TEXT, "b": TEXT}, TEXT, candidates=candidates, **options)
+    half = pytest.approx(math.log(1.05) / math.log(1.1))
+    assert [row["excess_quotient"] for row in rows] == [
+        *(None, None),
+        *(1.0, None, half, None),  # the baseline is better than dense on b
+        *(1.0, 1.0, pytest.approx(0.5), pytest.approx(0.5)),
+    ]
 
 
 def test_methods_need_enough_text(tiny_model):
     with pytest.raises(ValueError, match="at least one block of 64 tokens"):
-        methods.run(tiny_model, TEXT, "a b", seqlen=64)
+        methods.run(tiny_model, {"text": TEXT}, "a b", seqlen=64)

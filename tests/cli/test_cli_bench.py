@@ -15,19 +15,34 @@ def test_overhead_of_xla_needs_torch_xla(run: Run) -> None:
     refused(run("bench", "overhead", "--xla"), "torch_xla is not installed", "neuronmm-ops[xla]")
 
 
+@pytest.mark.filterwarnings("ignore::neuronmm_ops.CalibrationWarning")
 def test_methods(run: Run, dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    text = tmp_path / "text.txt"
-    text.write_text(TEXT[:1500])
+    texts = [tmp_path / name for name in ("near.txt", "far.txt")]
+    for path in texts:
+        path.write_text(TEXT[:1500])
     whole = methods.run
-    few = {"ratios": (0.4,), "samples": 16, "seqlen": 64}
+    few = {"ratios": (0.4, 0.6), "samples": 16, "seqlen": 64, "candidates": methods.CANDIDATES[:2]}
     monkeypatch.setattr(methods, "run", lambda *a, **options: whole(*a, **few, **options))
-    arguments = ("--text", text, "--calibration", text, "--dtype", "bfloat16", "--json")
-    outcome = run("bench", "methods", dense, *arguments)
+    arguments = ("bench", "methods", dense, "--text", texts[0], "--text", texts[1])
+    arguments = (*arguments, "--calibration", texts[0], "--dtype", "bfloat16")
+    outcome = run(*arguments, "--json")
     assert outcome.code == 0, outcome.err
     rows = json.loads(outcome.out)
-    assert [row["method"] for row in rows] == ["dense", "plain", "whiten", "swift"]
+    methods_of_a_ratio = ["whiten", "whiten", "kfac", "kfac"]
+    assert [row["method"] for row in rows] == ["dense", "dense", *methods_of_a_ratio * 2]
+    assert {row["text"] for row in rows} == {str(path) for path in texts}
     assert {row["compute_dtype"] for row in rows} == {"bfloat16"}
     assert all(row["ppl_token"] > 1 for row in rows)
+
+    shown = [line.split() for line in run(*arguments).out.splitlines()]
+    assert ["ratio", "effective", "method", "ranks", "near", "far"] in shown
+    (default,) = (line for line in shown if line[:1] == ["0.6"] and "kfac" in line)
+    near, far = (row for row in rows if (row["ratio"], row["method"]) == (0.6, "kfac"))
+    assert default[3] == "greedy"
+    for row, cells in ((near, default[4:6]), (far, default[6:])):
+        quotient = row["excess_quotient"]
+        expected = [f"{row['excess_log_ppl']:.4f}", *([f"{quotient:.2f}x"] if quotient else [])]
+        assert cells == expected
 
 
 def test_options_of_cpu(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

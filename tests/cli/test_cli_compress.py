@@ -13,6 +13,7 @@ from outcomes import COMPRESS, TEXT, Run, refused
 from safetensors.torch import load_file, save_file
 from tiny import SIZES, tiny_directory, tiny_model, tiny_tokenizer
 
+from neuronmm_ops import SVDConfig, aligned_rank
 from neuronmm_ops.cli.compress import show_summary
 
 
@@ -63,7 +64,7 @@ def test_tables_for_people(run: Run, dense: Path, text: Path, tmp_path: Path) ->
     outcome = run("compress", dense, "-o", tmp_path / "o", "--calibration", text, *COMPRESS)
     assert outcome.code == 0, outcome.err
     assert "nominal ratio 0.200, effective" in outcome.out
-    assert "whole model: 0.091" in outcome.out
+    assert "whole model: 0.129" in outcome.out
     assert "computed in float32" in outcome.out
     assert "model.layers.0.mlp.gate" in outcome.out
     shown = run("eval", tmp_path / "o", "--text", text)
@@ -95,11 +96,13 @@ def test_options_reach_the_library(
     arguments = (
         *("compress", "org/name", "-o", tmp_path / "o", "--calibration", text, "--samples", 3),
         *("--seqlen", 0, "--calibration-order", "head", "--dtype", "bfloat16", "--device", "cuda"),
-        *("--max-shard-size", "1GB", "--force"),
+        *("--max-shard-size", "1GB", "--force", "--budget", "time", "--target", "trn2"),
+        *("--tokens", "512"),
     )
     refused(run(*arguments), "enough")
     model, config, read, output = asked.pop("arguments")
-    assert (model, config.ratio, read, output) == ("org/name", 0.2, TEXT, tmp_path / "o")
+    assert (model, read, output) == ("org/name", TEXT, tmp_path / "o")
+    assert config == SVDConfig(budget="time", target="trn2", tokens=512)
     assert asked.pop("progress")
     assert asked == {
         "samples": 3,
@@ -117,6 +120,48 @@ def test_a_compressed_model_is_not_compressed_again(run: Run, dense: Path, tmp_p
     assert run("compress", dense, "-o", tmp_path / "a", *arguments).code == 0
     outcome = run("compress", tmp_path / "a", "-o", tmp_path / "b", *arguments)
     refused(outcome, "compressed or quantized already")
+
+
+def test_ranks_are_chosen_as_asked(run: Run, dense: Path, text: Path, tmp_path: Path) -> None:
+    config = (
+        *("--method", "swift", "--importance", "error", "--budget", "bytes", "--ratio", "0.4"),
+        *("--layer-ratio", "down_proj=0.5", "--layer-ratio", "gate_proj=0"),
+        *("--layer-ratio", r"model\.layers\.0\..*=0.6:0.9"),
+    )
+    out = tmp_path / "o"
+    outcome = run("compress", dense, "-o", out, "--calibration", text, *COMPRESS, *config, "--json")
+    assert outcome.code == 0, outcome.err
+    record = json.loads((out / "config.json").read_text())["quantization_config"]["svd_config"]
+    expected = SVDConfig(
+        ratio=0.4,
+        block=8,
+        method="swift",
+        importance="error",
+        budget="bytes",
+        layer_ratios={"down_proj": 0.5, "gate_proj": 0, r"model\.layers\.0\..*": (0.6, 0.9)},
+    )
+    assert record == json.loads(expected.to_json())
+    ranks = {layer["name"]: layer["r"] for layer in json.loads(outcome.out)["layers"]}
+    both = ("model.layers.0.mlp.", "model.layers.1.mlp.")
+    assert [ranks[f"{layer}gate_proj"] for layer in both] == [None, None]
+    assert [ranks[f"{layer}down_proj"] for layer in both] == [24, 24]
+    # Of 46 ranks that cost what the matrix does: at most 0.4 * 46, and 2 * 0.6 * 46 for both.
+    assert ranks["model.layers.0.mlp.up_proj"] in (8, 16)
+    assert ranks["model.layers.1.mlp.up_proj"] in (None, 32, 40)
+
+
+def test_uniform_is_the_papers_rule(run: Run, dense: Path, text: Path, tmp_path: Path) -> None:
+    arguments = ("--calibration", text, *COMPRESS, "--allocation", "uniform", "--json")
+    outcome = run("compress", dense, "-o", tmp_path / "o", *arguments)
+    assert outcome.code == 0, outcome.err
+    ranks = {layer["r"] for layer in json.loads(outcome.out)["layers"]}
+    assert ranks == {aligned_rank(64, 176, 0.2, block=8)}
+
+
+def test_plain_with_importance_needs_calibration(run: Run, dense: Path, tmp_path: Path) -> None:
+    arguments = ("--method", "plain", "--block", "8", "--importance", "gradient")
+    outcome = run("compress", dense, "-o", tmp_path / "o", *arguments)
+    refused(outcome, "method plain with importance gradient needs --calibration FILE.txt")
 
 
 def test_plain_needs_no_calibration(run: Run, dense: Path, tmp_path: Path) -> None:
@@ -154,7 +199,25 @@ def test_nothing_compressed_warns_in_one_line(run: Run, dense: Path, tmp_path: P
         (("--ratio", "much"), "invalid float value"),
         (("--block", "12"), "multiple of 8, got 12"),
         (("--block", "0"), "multiple of 8, got 0"),
-        (("--method", "magic"), "zero-sum; got 'magic'"),
+        (("--method", "magic"), "drift, kfac, zero-sum; got 'magic'"),
+        (("--allocation", "fair"), "one of greedy, uniform; got 'fair'"),
+        (("--importance", "fame"), "one of gradient, error, perplexity; got 'fame'"),
+        (("--budget", "euros"), "one of parameters, bytes, time; got 'euros'"),
+        (("--budget", "time"), "budget time needs a target (trn1, trn2 or trn3)"),
+        (("--target", "trn2"), "no other budget has one; got budget parameters"),
+        (("--budget", "time", "--target", "trn9"), "trn9"),
+        (("--budget", "bytes", "--allocation", "uniform"), "uniform knows no budget in bytes"),
+        (("--tokens", "0"), "tokens must be a positive integer, got 0"),
+        (("--tokens", "many"), "invalid int value: 'many'"),
+        (("--layer-ratio", "up_proj"), "PATTERN=R or PATTERN=LO:HI; got 'up_proj'"),
+        (("--layer-ratio", "=0.5"), "PATTERN=R or PATTERN=LO:HI; got '=0.5'"),
+        (("--layer-ratio", "up_proj=half"), "PATTERN=LO:HI; got 'up_proj=half'"),
+        (("--layer-ratio", "up_proj=0.2:"), "PATTERN=LO:HI; got 'up_proj=0.2:'"),
+        (("--layer-ratio", "up_proj=1"), "ratio of up_proj must be a number in [0, 1)"),
+        (("--layer-ratio", "up_proj=nan"), "ratio of up_proj must be a number in [0, 1)"),
+        (("--layer-ratio", "up_proj=0.6:0.2"), "or two such in order; got (0.6, 0.2)"),
+        (("--layer-ratio", "(=0.5"), "no regular expression"),
+        (("--layer-ratio", "mlp=0:0.3", "--ratio", "0.9"), "no allocation meets the budget"),
         (("--targets", "no_such_proj"), "match no nn.Linear"),
         (("--targets", "lm_head"), "shares its weight with model.embed_tokens"),
         (("--targets", "("), "no regular expression"),
@@ -262,8 +325,12 @@ def test_non_finite_activations_name_the_layer(
     tensors = load_file(copy / "model.safetensors")
     tensors["model.layers.0.self_attn.o_proj.weight"][0, 0] = float("inf")
     save_file(tensors, copy / "model.safetensors", metadata={"format": "pt"})
-    outcome = run("compress", copy, "-o", tmp_path / "o", "--calibration", text, *COMPRESS)
-    refused(outcome, "model.layers.0.mlp.gate_proj", "activations must be finite")
+    arguments = ("compress", copy, "-o", tmp_path / "o", "--calibration", text, *COMPRESS)
+    by_error = ("--method", "swift", "--importance", "error")
+    refused(
+        run(*arguments, *by_error), "model.layers.0.mlp.gate_proj", "activations must be finite"
+    )
+    refused(run(*arguments), "the loss of calibration row", "must be finite")
 
 
 def mixtral(directory: Path) -> int:

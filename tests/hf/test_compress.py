@@ -109,14 +109,46 @@ def test_the_target_is_checked_before_the_work(
     dense = tiny_directory(tmp_path / "dense")
     with pytest.raises(OSError, match="no room"):
         compress(dense, tmp_path / "out", force=True)
-    monkeypatch.undo()
-    compress(dense, tmp_path / "real")
-    model = hf.load(tmp_path / "real")
+    assert asked[0] == (tmp_path / "out", True, dense, 0)
+    assert asked[1][:3] == asked[0][:3]
+
+
+@pytest.mark.parametrize(
+    ("options", "is_exact"),
+    [
+        ({"allocation": "uniform"}, True),
+        ({"allocation": "uniform", "layer_ratios": {"up_proj": 0, "gate_proj": (0.5, 0.9)}}, True),
+        ({"layer_ratios": {"mlp": 0.5}}, True),
+        ({}, False),
+        ({"method": "zero-sum", "budget": "bytes"}, False),
+        ({"layer_ratios": {"up_proj": 0, "down_proj": 0.6}}, False),
+    ],
+)
+def test_room_is_asked_for_what_the_budget_may_leave(
+    options: dict[str, Any], is_exact: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+
+    def check(target: Path, force: bool, source: Path | None, needed_bytes: int = 0) -> None:
+        asked.append(needed_bytes)
+
+    monkeypatch.setitem(compress_function.__globals__, "check_target", check)
+    config = SVDConfig(ratio=0.3, block=8, **options)
+    dense = tiny_directory(tmp_path / "dense")
+    hf.compress(dense, config, TEXT, tmp_path / "out", samples=4, seqlen=64)
+    model = hf.load(tmp_path / "out")
     bytes_after = sum(parameter.nbytes for parameter in model.parameters())
-    assert asked == [
-        (tmp_path / "out", True, dense, 0),
-        (tmp_path / "out", True, dense, bytes_after),
-    ]
+    largest_block = 4 * 8 * (64 + 176)
+    assert 0 <= asked[-1] - bytes_after < (1 if is_exact else largest_block)
+
+
+def test_a_budget_of_time_asks_for_the_dense_models_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = SVDConfig(budget="time", target="trn2", block=8)
+    model = hf.load(tiny_directory(tmp_path / "dense"))
+    dense_bytes = sum(parameter.nbytes for parameter in model.parameters())
+    assert compress_function.__globals__["_bytes_after"](model, config) == dense_bytes
 
 
 def test_shards(tmp_path: Path) -> None:

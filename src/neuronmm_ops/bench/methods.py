@@ -1,23 +1,34 @@
 """The compression methods beside each other: perplexity of one model at several ratios."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 from neuronmm_ops.compress import SVDConfig, compress_
 from neuronmm_ops.compress.calibrate import Progress
-from neuronmm_ops.compress.methods import METHODS
 from neuronmm_ops.eval import block_length, encode_documents, token_perplexity
 from neuronmm_ops.ops.backends.cpu import name_of
 
 RATIOS = (0.05, 0.2, 0.4, 0.6, 0.8)
+# SVD-LLM(W): what the others are measured against.
+BASELINE = SVDConfig(method="whiten", allocation="uniform")
+DEFAULT = SVDConfig()
+# NeuronMM's own, then every method with one budget, and every importance with one method.
+CANDIDATES = (
+    BASELINE,
+    DEFAULT,
+    SVDConfig(method="plain", allocation="uniform"),
+    *(SVDConfig(method=method) for method in ("plain", "whiten", "drift", "zero-sum")),
+    *(SVDConfig(method="swift", importance=name) for name in ("gradient", "error", "perplexity")),
+)
 
 
 def run(
     directory: str | Path,
-    text: str,
+    texts: Mapping[str, str],
     calibration: str,
     ratios: Sequence[float] = RATIOS,
     block: int = 16,
@@ -25,14 +36,15 @@ def run(
     seqlen: int | None = None,
     dtype: str = "auto",
     device: str = "cpu",
+    candidates: Sequence[SVDConfig] = CANDIDATES,
     progress: Progress | None = None,
 ) -> list[dict[str, Any]]:
-    """Compress a trained model's MLPs by each method at each ratio and measure token perplexity.
+    """Compress a trained model's MLPs by each candidate at each ratio and take perplexities.
 
     Args:
         directory: a Transformers checkpoint with its tokenizer, or a hub id.
-        text: to evaluate on.
-        calibration: to calibrate on; other text than `text`.
+        texts: name to the text to evaluate on.
+        calibration: to calibrate on; other text than `texts`.
         ratios: nominal compression ratios.
         block: ranks are multiples of it; small, so that a small model has many ranks.
         samples: calibration blocks.
@@ -40,12 +52,15 @@ def run(
             2048 and the model's limit.
         dtype: to compute in, as `hf.compress` takes it; the factors are in the checkpoint's.
         device: to compute on.
+        candidates: what to compare, but for ratio and block.
         progress: called with ("methods", compressions done, compressions in all).
 
     Returns:
-        The dense row (`method` "dense", ratios 0), then one for each ratio and method: `method`,
-        `ratio`, `effective_ratio`, `ppl_token`, `excess_log_ppl`, ln of the perplexity less ln
-        of the dense model's, and `compute_dtype`.
+        For each text the dense row (`method` "dense", ratios 0), then for each ratio, candidate
+        and text: `method`, `allocation`, `importance`, `ratio`, `effective_ratio`, `text`,
+        `ppl_token`, `excess_log_ppl`, ln of the perplexity less ln of the dense model's,
+        `excess_quotient`, that divided by `BASELINE`'s, and `compute_dtype`. The quotient is None
+        where the baseline is no candidate, or no worse than the dense model.
 
     Raises:
         ValueError: the calibration text is shorter than one block, or a block longer than the
@@ -60,33 +75,53 @@ def run(
     model = hf.load_computing(directory, dtype, place)
     compute = model.dtype
     seqlen = block_length(model, seqlen)
-    ids = encode_documents(tokenizer, [text])
+    ids = {name: encode_documents(tokenizer, [text]) for name, text in texts.items()}
     batches = hf.calibration_batches(tokenizer, calibration, samples, seqlen)
     batches = [batch.to(place) for batch in batches]
-    dense = token_perplexity(model, ids, seqlen).ppl_token
+    dense = {name: token_perplexity(model, ids[name], seqlen).ppl_token for name in ids}
     rows: list[dict[str, Any]] = []
 
-    def add(method: str, ratio: float, effective_ratio: float, ppl: float) -> None:
-        rows.append(
-            {
-                "method": method,
-                "ratio": ratio,
-                "effective_ratio": effective_ratio,
-                "ppl_token": ppl,
-                "excess_log_ppl": math.log(ppl) - math.log(dense),
-                "compute_dtype": name_of(compute),
-            }
-        )
+    def add(config: SVDConfig | None, ratio: float, effective_ratio: float) -> None:
+        for name in ids:
+            ppl = token_perplexity(model, ids[name], seqlen).ppl_token if config else dense[name]
+            rows.append(
+                {
+                    "method": config.method if config else "dense",
+                    "allocation": config and config.allocation,
+                    "importance": config and config.weighs_by,
+                    "ratio": ratio,
+                    "effective_ratio": effective_ratio,
+                    "text": name,
+                    "ppl_token": ppl,
+                    "excess_log_ppl": math.log(ppl) - math.log(dense[name]),
+                    "excess_quotient": None,
+                    "compute_dtype": name_of(compute),
+                }
+            )
 
-    add("dense", 0.0, 0.0, dense)
-    for ratio, method in product(ratios, METHODS):
+    add(None, 0.0, 0.0)
+    steps = list(product(ratios, candidates))
+    for done, (ratio, candidate) in enumerate(steps, start=1):
         model = load_on(directory, place)
-        config = SVDConfig(ratio=ratio, block=block, method=method)
+        config = replace(candidate, ratio=ratio, block=block)
         with computing_in(model, compute):
             report = compress_(model, config, batches)
         cast_(model, compute)
-        ppl = token_perplexity(model, ids, seqlen).ppl_token
-        add(method, ratio, report.effective_ratio, ppl)
+        add(config, ratio, report.effective_ratio)
         if progress:
-            progress("methods", len(rows) - 1, len(ratios) * len(METHODS))
+            progress("methods", done, len(steps))
+    _add_quotients(rows)
     return rows
+
+
+def _add_quotients(rows: Sequence[dict[str, Any]]) -> None:
+    """Set each row's `excess_quotient` from the baseline's row of the same ratio and text."""
+    baseline = {
+        (row["ratio"], row["text"]): row["excess_log_ppl"]
+        for row in rows
+        if (row["method"], row["allocation"]) == (BASELINE.method, BASELINE.allocation)
+    }
+    for row in rows:
+        excess = baseline.get((row["ratio"], row["text"]), 0.0)
+        if excess > 0:
+            row["excess_quotient"] = row["excess_log_ppl"] / excess

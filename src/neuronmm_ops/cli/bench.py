@@ -37,8 +37,16 @@ def add(commands: Any) -> None:
     command = add_command(benchmarks, "overhead", _overhead, show_rows, _HELP["overhead"])
     command.add_argument("--xla", action="store_true", help="time tracing on XLA tensors instead")
 
-    options = ("model", "--text", "--dtype", "--device")
-    command = add_command(benchmarks, "methods", _methods, show_rows, _HELP["methods"], *options)
+    options = ("model", "--dtype", "--device")
+    command = add_command(benchmarks, "methods", _methods, show_methods, _HELP["methods"], *options)
+    command.add_argument(
+        "--text",
+        type=Path,
+        action="append",
+        required=True,
+        metavar="FILE",
+        help="to take the perplexity on; once for each text",
+    )
     command.add_argument("--calibration", type=Path, required=True, metavar="FILE")
 
     add_command(benchmarks, "published", _published, _show_published, _HELP["published"])
@@ -81,10 +89,39 @@ def _methods(options: argparse.Namespace) -> list[dict[str, Any]]:
     hf = transformers_models()
     from neuronmm_ops.bench import methods
 
-    texts = hf.read_text(options.text), hf.read_text(options.calibration)
+    texts = {str(path): hf.read_text(path) for path in options.text}
+    calibration = hf.read_text(options.calibration)
     computing = {"dtype": options.dtype, "device": options.device}
     with progress_bars() as progress:
-        return methods.run(options.model, *texts, **computing, progress=progress)
+        return methods.run(options.model, texts, calibration, **computing, progress=progress)
+
+
+def show_methods(rows: list[dict[str, Any]]) -> None:
+    """Print a table of the methods' excess, a column a text."""
+    texts = [row["text"] for row in rows if row["method"] == "dense"]
+    dense = ", ".join(
+        f"{Path(row['text']).stem} {row['ppl_token']:.2f}" for row in rows[: len(texts)]
+    )
+    stdout.print(
+        f"Dense perplexity: {dense}. Below, what ln of it grows by, and that as a multiple of what "
+        f"whiten with uniform ranks adds. Computed in {rows[0]['compute_dtype']}."
+    )
+    cells: list[list[object] | None] = []
+    for start in range(len(texts), len(rows), len(texts)):
+        group = rows[start : start + len(texts)]
+        if cells and group[0]["ratio"] != rows[start - 1]["ratio"]:
+            cells.append(None)
+        first = group[0]
+        importance = f", {first['importance']}" if first["importance"] else ""
+        name = [f"{first['ratio']:g}", f"{first['effective_ratio']:.3f}", first["method"]]
+        cells.append([*name, first["allocation"] + importance, *map(_excess, group)])
+    columns = ["ratio", "effective", "method", "ranks", *(Path(text).stem for text in texts)]
+    show_table(columns, cells, left=["method", "ranks"])
+
+
+def _excess(row: dict[str, Any]) -> str:
+    quotient = row["excess_quotient"]
+    return f"{row['excess_log_ppl']:.4f}" + ("" if quotient is None else f" {quotient:.2f}x")
 
 
 def _published(options: argparse.Namespace) -> list[dict[str, Any]]:

@@ -17,6 +17,12 @@ def ratio_bounds(config: SVDConfig, name: str) -> tuple[float, float] | None:
     return None
 
 
+def shares_budget(config: SVDConfig, name: str) -> bool:
+    """Whether a layer's rank is bought of the common budget: it has no ratio of its own."""
+    low, high = ratio_bounds(config, name) or (0.0, 1.0)
+    return config.allocation != "uniform" and low < high
+
+
 def allocate(
     config: SVDConfig, matrices: Mapping[str, Matrix], dtypes: Mapping[str, tuple[str, int]]
 ) -> dict[str, Rank]:
@@ -40,8 +46,7 @@ def allocate(
         count = parameter_count(matrix.K, matrix.N, rank)
         return count * itemsize if config.budget == "bytes" else count
 
-    # A layer with a ratio of its own takes no part in the common budget.
-    shared = {name: m for name, m in matrices.items() if m.min_ratio < m.max_ratio}
+    shared = {name: m for name, m in matrices.items() if shares_budget(config, name)}
     budget = (1 - config.ratio) * sum(cost(name, None) for name in shared)
     buy = zero_sum if config.method == "zero-sum" else greedy
     ranks = buy(shared, cost, budget, config.block)

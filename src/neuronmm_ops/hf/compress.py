@@ -11,7 +11,9 @@ from transformers import PreTrainedModel
 
 from neuronmm_ops.compress import CompressionReport, LayerReport, SVDConfig, compress_
 from neuronmm_ops.compress.batches import check_ids
+from neuronmm_ops.compress.budget import shares_budget
 from neuronmm_ops.compress.calibrate import Progress
+from neuronmm_ops.compress.pipeline import rank_limits
 from neuronmm_ops.compress.rank import parameter_count
 from neuronmm_ops.compress.record import low_rank_layers
 from neuronmm_ops.compress.targets import select_targets
@@ -134,10 +136,15 @@ def _completed(
 
 
 def _bytes_after(model: PreTrainedModel, config: SVDConfig) -> int:
+    """Return the most bytes that the allocation may leave; a budget of time limits none."""
+    linears = select_targets(model, config).linears
+    limits = rank_limits(config, linears)
     total = sum(parameter.nbytes for parameter in model.parameters())
-    for linear in select_targets(model, config).linears.values():
+    for name, linear in linears.items():
         K, N = linear.in_features, linear.out_features
-        removed = K * N - parameter_count(K, N, config.rank(K, N))
+        removed = K * N - parameter_count(K, N, limits[name])
+        if limits[name] is not None and shares_budget(config, name):
+            removed = 0 if config.budget == "time" else int(config.ratio * K * N)
         total -= removed * linear.weight.element_size()
     return total
 

@@ -1,0 +1,61 @@
+"""What the demo found, as its report shows it."""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from measure import PairedSpeed
+
+from neuronmm_ops import CompressionReport, LayerReport
+
+BASELINE = "SVD-LLM"
+OURS = "greedy"
+
+
+@dataclass(frozen=True)
+class Point:
+    """One compressed model: how it was made and what was measured of it."""
+
+    method: str
+    ratio: float
+    compression: CompressionReport
+    ppl: float
+    speed: PairedSpeed
+    sample: str
+
+
+@dataclass(frozen=True)
+class Results:
+    """All that the report shows."""
+
+    dense_ppl: float
+    dense_sample: str
+    """What the model wrote after `prompt`; likewise in each point."""
+    prompt: str
+    block: int
+    """Ranks are multiples of it."""
+    points: tuple[Point, ...]
+    prefill_tokens: int
+    decode_tokens: int
+    provenance: dict[str, str]
+
+    def excess(self, point: Point) -> float:
+        """ln of the perplexity less ln of the dense model's."""
+        return math.log(point.ppl) - math.log(self.dense_ppl)
+
+    def excess_quotient(self, point: Point) -> float | None:
+        """The excess as a multiple of the baseline's at that ratio; None where that is 0."""
+        (baseline,) = (p for p in self.points if (p.method, p.ratio) == (BASELINE, point.ratio))
+        lost = self.excess(baseline)
+        return self.excess(point) / lost if lost > 0 else None
+
+
+def by_method(points: Sequence[Point]) -> list[tuple[str, list[Point]]]:
+    """The points of each method, in the order of the ratios."""
+    methods = dict.fromkeys(point.method for point in points)
+    return [(method, [p for p in points if p.method == method]) for method in methods]
+
+
+def layers_of(points: Iterable[Point]) -> list[LayerReport]:
+    """The layers of all points."""
+    return [layer for point in points for layer in point.compression.layers]
