@@ -32,8 +32,10 @@ def test_the_whole_road(run: Run, dense: Path, text: Path, tmp_path: Path) -> No
     assert summary == {key: value for key, value in document.items() if key != "output"}
     assert list(summary) == [
         *("ratio", "effective_ratio", "model_ratio", "compute_dtype", "bytes", "dense_bytes"),
-        "layers",
+        *("config", "calibration", "provenance", "layers"),
     ]
+    assert summary["config"]["ratio"] == 0.3
+    assert summary["calibration"]["tokens"] == 32 * 64
     assert list(summary["layers"][0]) == ["name", "K", "N", "r", "dense", "loss", "bytes"]
     assert len(summary["layers"]) == 6
     parameters = sum(layer["r"] * (layer["K"] + layer["N"]) for layer in summary["layers"])
@@ -64,6 +66,9 @@ def test_tables_for_people(run: Run, dense: Path, text: Path, tmp_path: Path) ->
     assert outcome.code == 0, outcome.err
     assert "nominal ratio 0.200, effective" in outcome.out
     assert "whole model: 0.091" in outcome.out
+    assert "method swift, block 8, alpha 0.5, targets mlp" in outcome.out
+    assert "calibrated on 2048 tokens: order spread, samples 32, seqlen 64" in outcome.out
+    assert f"from {dense}" in outcome.out
     assert "computed in float32" in outcome.out
     assert "model.layers.0.mlp.gate" in outcome.out
     shown = run("eval", tmp_path / "o", "--text", text)
@@ -75,8 +80,10 @@ def test_tables_for_people(run: Run, dense: Path, text: Path, tmp_path: Path) ->
 def test_a_layer_whose_loss_is_unknown_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     layer = {"name": "fc1", "K": 8, "N": 8, "r": 2, "dense": False, "loss": None, "bytes": 128}
     ratios = {"ratio": 0.5, "effective_ratio": 0.5, "model_ratio": None, "compute_dtype": None}
-    show_summary({**ratios, "bytes": 128, "dense_bytes": 256, "layers": [layer]})
+    record = {"config": None, "calibration": None, "provenance": {}}
+    show_summary({**ratios, **record, "bytes": 128, "dense_bytes": 256, "layers": [layer]})
     shown = capsys.readouterr().out
+    assert "factors are not of neuronmm compress" in shown
     assert "unknown" in shown
     assert "whole model" not in shown
 
@@ -98,7 +105,7 @@ def test_options_reach_the_library(
     )
     refused(run(*arguments), "enough")
     model, config, read, output = asked.pop("arguments")
-    assert (model, config.ratio, read, output) == ("org/name", 0.2, TEXT, tmp_path / "o")
+    assert (model, config.ratio, read, output) == ("org/name", 0.2, text, tmp_path / "o")
     assert asked.pop("progress")
     assert asked == {
         "samples": 3,
