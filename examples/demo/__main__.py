@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 from corpus import Corpus, load_corpus
-from measure import paired_speed, sample_text
+from measure import sample_text
 from report import Point, Results, write_report
 from rich.console import Console
 from rich.table import Table
@@ -24,6 +24,7 @@ from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFas
 from transformers.utils import logging as transformers_logging
 
 from neuronmm_ops import SVDConfig, compress_
+from neuronmm_ops.bench.speed import paired_speed
 from neuronmm_ops.eval import DOCUMENT_SEPARATOR, encode_documents, token_perplexity
 from neuronmm_ops.progress import progress_bars
 
@@ -148,8 +149,8 @@ def summary_table(results: Results) -> Table:
             f"{point.compression.effective_ratio:.1%}",
             point.method,
             f"{point.ppl:.2f}",
-            f"{point.speed.prefill_speedup:.2f}×",
-            f"{point.speed.decode_speedup:.2f}×",
+            f"{point.speed.speedup('prefill'):.2f}×",
+            f"{point.speed.speedup('decode'):.2f}×",
         )
     return table
 

@@ -7,12 +7,12 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import matplotlib as mpl
-from measure import PairedSpeed
 
 from neuronmm_ops import CompressionReport, LayerReport
+from neuronmm_ops.bench.speed import PairedSpeed, Phase
 
 mpl.use("Agg")  # before pyplot is imported, or it may look for a display
 import matplotlib.pyplot as plt
@@ -26,8 +26,6 @@ from matplotlib.ticker import (
     ScalarFormatter,
     StrMethodFormatter,
 )
-
-Phase = Literal["prefill", "decode"]
 
 INK = "#222222"
 MUTED = "#5a6472"
@@ -132,7 +130,7 @@ def _speed_figure(results: Results, phase: Phase) -> Figure:
     # Every method's points carry the same speeds.
     method, points = _by_method(results.points)[0]
     x = [point.compression.effective_ratio for point in points]
-    y = [dense * _speedup(point, phase) for point in points]
+    y = [dense * point.speed.speedup(phase) for point in points]
     axes.plot(x, y, label="low-rank", **METHOD_STYLE[method])
     axes.axhline(dense, color=INK, linestyle="--", linewidth=1.2, label="dense")
     tokens = results.prefill_tokens if phase == "prefill" else results.decode_tokens
@@ -147,11 +145,7 @@ def _speed_figure(results: Results, phase: Phase) -> Figure:
 
 def _dense_speed(results: Results, phase: Phase) -> float:
     """The median over all points: each was timed beside the dense model anew."""
-    return statistics.median(getattr(point.speed.dense, phase) for point in results.points)
-
-
-def _speedup(point: Point, phase: Phase) -> float:
-    return point.speed.prefill_speedup if phase == "prefill" else point.speed.decode_speedup
+    return statistics.median(point.speed.tokens_per_s("dense", phase) for point in results.points)
 
 
 def _layers_figure(results: Results) -> Figure:
@@ -321,10 +315,10 @@ def _table(results: Results) -> str:
                 f"{100 * sum(layer.loss or 0 for layer in layers) / len(layers):.1f} %",
                 f"{point.ppl:.2f}",
                 f"{point.ppl / results.dense_ppl:.2f}",
-                f"{prefill * point.speed.prefill_speedup:,.0f}",
-                f"{point.speed.prefill_speedup:.2f}",
-                f"{decode * point.speed.decode_speedup:,.0f}",
-                f"{point.speed.decode_speedup:.2f}",
+                f"{prefill * point.speed.speedup('prefill'):,.0f}",
+                f"{point.speed.speedup('prefill'):.2f}",
+                f"{decode * point.speed.speedup('decode'):,.0f}",
+                f"{point.speed.speedup('decode'):.2f}",
             )
         )
     cells = "".join(f"<th>{_text(name)}</th>" for name in head)
