@@ -75,7 +75,7 @@ def test_speeds_hang_together(rows: list[dict[str, Any]]) -> None:
     dense, *others = rows
     assert dense["speedup"] == {"prefill": 1.0, "decode": 1.0, "end_to_end": 1.0}
     assert dense["gamma"] is None
-    assert (dense["prefill_tokens"], dense["decode_tokens"]) == (128, 32)
+    assert (dense["prefill_tokens"], dense["decode_tokens"]) == (64, 32)
     for row in others:
         for phase, speed in row["tokens_per_s"].items():
             expected = dense["tokens_per_s"][phase] * row["speedup"][phase]
@@ -123,6 +123,14 @@ def test_short_texts_have_a_perplexity_and_a_speed(places: Path) -> None:
     dense, small = compare.run([places / "a"], {"t": "ab"}, rounds=1)
     assert dense["tokens"] == {"t": 2}
     assert small["tokens_per_s"]["prefill"] > 0
+
+
+def test_a_model_with_few_positions_is_timed_within_them(tmp_path: Path) -> None:
+    tiny_directory(tmp_path / "dense", max_position_embeddings=8)
+    config = SVDConfig(ratio=0.4, block=8, method="plain")
+    hf.compress(tmp_path / "dense", config, None, tmp_path / "small")
+    dense, _ = compare.run([tmp_path / "small"], TEXTS, rounds=1)
+    assert (dense["seqlen"], dense["prefill_tokens"], dense["decode_tokens"]) == (8, 8, 7)
 
 
 def test_progress_names_model_and_text(places: Path) -> None:

@@ -63,3 +63,30 @@ def test_bad_arguments(run: Run, dense: Path, small: Path, text: Path, tmp_path:
     refused(run("compare", small, *named, "--device", "toaster"), "device must be cpu")
     refused(run("compare", small, *named, "--plot", tmp_path / "a.docx"), "a plot ends in one of")
     refused(run("compare", small, *named, "--plot", tmp_path / "no" / "a.png"), "is no directory")
+
+
+def test_a_plot_that_cannot_be_written_is_seen_before_the_work(
+    run: Run, small: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("neuronmm_ops.bench.compare.run", pytest.fail)
+    monkeypatch.setattr("os.access", lambda path, mode: Path(path) != tmp_path)
+    refused(run("compare", small, "--text", text, "--plot", tmp_path / "a.png"), "no permission in")
+
+
+def test_a_damaged_record_is_one_line(run: Run, small: Path, text: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(small, tmp_path / "copy"))
+    (copy / "compression.json").write_text("[]")
+    refused(run("compare", copy, "--text", text), "copy/compression.json", "must be an object")
+
+
+def test_an_interrupt_is_one_line(
+    run: Run, small: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("neuronmm_ops.bench.compare.paired_speed", interrupt)
+    outcome = run("compare", small, "--text", text, "--plot", tmp_path / "a.png")
+    assert (outcome.code, outcome.out) == (130, "")
+    assert outcome.err.splitlines()[-1] == "neuronmm: interrupted"
+    assert list(tmp_path.iterdir()) == []

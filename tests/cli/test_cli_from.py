@@ -118,3 +118,26 @@ def test_records_do_not_depend_on_where_the_command_ran(
     outcome = again(run, places)
     assert outcome.code == 0, outcome.err
     assert load_file(places / "again" / "model.safetensors")
+
+
+def test_a_checkpoint_may_be_replaced_by_its_own_run(run: Run, places: Path) -> None:
+    recorded = places / "small" / "compression.json"
+    before = (places / "small" / "model.safetensors").read_bytes()
+    arguments = ("compress", "--from", recorded, "-o", places / "small")
+    refused(run(*arguments), "exists; use --force")
+    outcome = run(*arguments, "--force", "--json")
+    assert json.loads(outcome.out)["same_weights"] is True
+    assert (places / "small" / "model.safetensors").read_bytes() == before
+
+
+def test_an_unwritable_record_is_an_error_and_leaves_nothing(
+    run: Run, places: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("neuronmm_ops.hf.saving.write_run", fail)
+    outcome = again(run, places)
+    assert outcome.code == 2
+    assert "No space left on device" in outcome.err.splitlines()[-1]
+    assert sorted(path.name for path in places.iterdir()) == ["dense", "small", "text.txt"]

@@ -74,6 +74,20 @@ def test_running_it_again_gives_the_same_bits(places: Path, tmp_path: Path) -> N
     assert document(again) == {**document(places / "small"), "dtype": "float32"}
 
 
+@pytest.mark.parametrize(("dtype", "tied"), [(torch.bfloat16, True), (torch.float16, False)])
+def test_low_precision_is_run_again_bit_for_bit(
+    dtype: torch.dtype, tied: bool, places: Path, tmp_path: Path
+) -> None:
+    dense = tiny_directory(tmp_path / "dense", dtype=dtype, tied=tied)
+    options = {"samples": 16, "seqlen": 64, "dtype": "float32"}
+    hf.compress(dense, CONFIG, places / "text.txt", tmp_path / "first", **options)
+    run = hf.read_run(tmp_path / "first" / RUN_FILE)
+    hf.compress(run.checked_model(), run.config, run.checked_text(), tmp_path / "x", **run.options)
+    assert document(tmp_path / "x") == document(tmp_path / "first")
+    files = [tmp_path / name / "model.safetensors" for name in ("first", "x")]
+    assert files[0].read_bytes() == files[1].read_bytes()
+
+
 def test_a_text_that_is_no_file_has_no_path(places: Path, tmp_path: Path) -> None:
     hf.compress(places / "dense", CONFIG, TEXT, tmp_path / "out", samples=16, seqlen=64)
     run = hf.read_run(tmp_path / "out" / RUN_FILE)

@@ -81,7 +81,9 @@ def run(
 
     base: Any = load_computing(dense, dtype, device)
     seqlen = block_length(base, seqlen, least=2)
-    tokens, decode_tokens = _speed_tokens(base, max(ids.values(), key=len))
+    tokens = max(ids.values(), key=len)[: min(PREFILL_TOKENS, seqlen)]
+    limit = position_limit(base) or PREFILL_TOKENS
+    decode_tokens = max(1, min(DECODE_TOKENS, limit - 1))
     base_ppl = _perplexities(base, dense, ids, seqlen, progress)
     base_dtype = name_of(base.config.dtype)
 
@@ -243,14 +245,6 @@ def _origin(path: Path) -> str:
         return read_run(path / RUN_FILE).model.path
     named = str(inspect_checkpoint(path).provenance.get("model", ""))
     return str(Path(named).resolve()) if named and Path(named).is_dir() else named
-
-
-def _speed_tokens(model: Any, ids: Tensor) -> tuple[Tensor, int]:
-    """Return the tokens to prefill, and how many to decode, within the model's limit."""
-    limit = position_limit(model)
-    if limit is None:
-        return ids[:PREFILL_TOKENS], DECODE_TOKENS
-    return ids[: min(PREFILL_TOKENS, limit)], max(1, min(DECODE_TOKENS, limit - 1))
 
 
 def _check_names(kind: str, names: Sequence[str]) -> None:
