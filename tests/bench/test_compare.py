@@ -172,7 +172,9 @@ def test_the_dense_model_must_be_there_and_dense(places: Path, tmp_path: Path) -
     run = json.loads((copy / RUN_FILE).read_text())
     run["model"]["path"] = "/no/such/model"
     (copy / RUN_FILE).write_text(json.dumps(run))
-    with pytest.raises(CheckpointError, match=r"/no/such/model, .* is gone; give --dense"):
+    with pytest.raises(
+        CheckpointError, match=r"/no/such/model, .* cannot be read .*; give --dense"
+    ):
         compare.run([copy], TEXTS)
     with pytest.raises(ValueError, match=r"a is of .*dense and .*copy of /no/such/model"):
         compare.run([places / "a", copy], TEXTS)

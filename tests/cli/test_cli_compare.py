@@ -38,11 +38,20 @@ def test_document_and_plot(run: Run, dense: Path, small: Path, text: Path, tmp_p
 def test_table(
     run: Run, dense: Path, small: Path, text: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "160")
+    monkeypatch.setenv("COLUMNS", "80")
     outcome = run("compare", small, "--text", text, "--dense", dense, "--dtype", "float32")
     assert outcome.code == 0, outcome.err
-    for word in ("dense", "small", "ppl text", "excess", "prefill/s", "gamma"):
+    for word in (
+        "dense",
+        "small",
+        "text",
+        "(+0.0000)",
+        "perplexity (excess)",
+        "prefill/s",
+        "gamma",
+    ):
         assert word in outcome.out
+    assert "…" not in outcome.out  # nothing is cut at 80 columns
     assert "computed in float32 on cpu, threads: 1; neuronmm-ops" in outcome.out
     assert "paper defines it in words only" in outcome.out
 

@@ -235,8 +235,12 @@ def _recorded_dense(paths: Sequence[Path]) -> str:
                 f"{first} is of {dense} and {path} of {origin}; give --dense DIR, or compare "
                 "checkpoints of one model"
             )
-    if Path(dense).is_absolute() and not Path(dense).is_dir():
-        raise CheckpointError(f"{dense}, the dense model of {first}, is gone; give --dense DIR")
+    try:
+        read_config(local_directory(dense))
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"{dense}, the dense model of {first}, cannot be read ({error}); give --dense DIR"
+        ) from None
     return dense
 
 

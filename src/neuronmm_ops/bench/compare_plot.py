@@ -86,6 +86,7 @@ def _perplexity(axes: Any, series: Sequence[Series], text: str, dense: float) ->
         y = [row["excess_log_ppl"][text] for row in rows]
         axes.plot(_ratios(rows), y, label=label, **_style(index))
     axes.axhline(0, color="black", linestyle="--", linewidth=1)
+    axes.margins(y=0.08)
     axes.annotate(
         f"dense {dense:.2f}",
         (1, 0),
