@@ -24,8 +24,8 @@ TEXTS = {
 RUN_FILE = "compression.json"
 FIELDS = (
     *("dir", "ratio", "effective_ratio", "model_ratio", "bytes", "ppl_token", "excess_log_ppl"),
-    *("tokens_per_s", "speedup", "gamma", "config", "dtype", "tokens", "seqlen", "prefill_tokens"),
-    *("decode_tokens", "compute_dtype", "device", "threads", "versions"),
+    *("tokens_per_s", "speedup", "gamma", "config", "recovered", "dtype", "tokens", "seqlen"),
+    *("prefill_tokens", "decode_tokens", "compute_dtype", "device", "threads", "versions"),
 )
 
 
@@ -242,9 +242,10 @@ def test_a_model_without_a_cache_is_refused() -> None:
         paired_speed(model, model, torch.arange(8), decode_tokens=2, rounds=1)
 
 
-def row(name: str, ratio: float, **config: Any) -> dict[str, Any]:
+def row(name: str, ratio: float, recovered: bool = False, **config: Any) -> dict[str, Any]:
     record = {"version": 1, "ratio": ratio, "block": 8, **config} if config else None
-    return {"dir": f"x/{name}", "ratio": ratio, "effective_ratio": ratio, "config": record}
+    shown = {"ratio": ratio, "effective_ratio": ratio, "config": record, "recovered": recovered}
+    return {"dir": f"x/{name}", **shown}
 
 
 def test_checkpoints_that_differ_in_the_ratio_alone_are_one_line() -> None:
@@ -272,6 +273,20 @@ def test_checkpoints_of_one_config_and_ratio_are_points() -> None:
     assert [each.label for each in compare_plot.series_of(twice)] == ["before", "after"]
     alone = [row("a", 0.2, method="swift"), row("b", 0.4, method="swift")]
     assert [each.label for each in compare_plot.series_of(alone)] == ["swift"]
+
+
+def test_recovered_checkpoints_are_a_line_of_their_own() -> None:
+    rows = [row(f"{r}{s}", r, s == "r", method="swift") for r in (0.2, 0.4) for s in ("", "r")]
+    assert [each.label for each in compare_plot.series_of(rows)] == ["as compressed", "recovered"]
+
+
+def test_a_row_says_whether_its_factors_were_trained(places: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(places / "a", tmp_path / "copy"))
+    config = json.loads((copy / "config.json").read_text())
+    config["quantization_config"]["provenance"]["recovery"] = [{"method": "distill"}]
+    (copy / "config.json").write_text(json.dumps(config))
+    rows = compare.run([places / "a", copy], TEXTS, rounds=1)
+    assert [row["recovered"] for row in rows] == [False, False, True]
 
 
 @pytest.mark.parametrize("suffix", ["png", "svg"])

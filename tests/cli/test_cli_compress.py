@@ -80,10 +80,12 @@ def test_tables_for_people(run: Run, dense: Path, text: Path, tmp_path: Path) ->
 def test_a_layer_whose_loss_is_unknown_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     layer = {"name": "fc1", "K": 8, "N": 8, "r": 2, "dense": False, "loss": None, "bytes": 128}
     ratios = {"ratio": 0.5, "effective_ratio": 0.5, "model_ratio": None, "compute_dtype": None}
-    record = {"config": None, "calibration": None, "provenance": {}}
+    provenance = {"model": "m", "torch": "2", "recovery": [{"steps": 3}]}
+    record = {"config": None, "calibration": None, "provenance": provenance}
     show_summary({**ratios, **record, "bytes": 128, "dense_bytes": 256, "layers": [layer]})
     shown = capsys.readouterr().out
     assert "factors are not of neuronmm compress" in shown
+    assert "from m, torch 2\n" in shown
     assert "unknown" in shown
     assert "whole model" not in shown
 

@@ -60,9 +60,10 @@ def run(
         `model_ratio` (0 for dense); `bytes` of the weights' files; `ppl_token`, `excess_log_ppl`
         (ln of the perplexity less ln of the dense model's) and `tokens` by text; `tokens_per_s`
         and `speedup` by phase, where a checkpoint's tokens/s are the dense model's median times
-        the median speed-up of paired rounds; `gamma`, see there; `config`; and what it was
-        measured with: `seqlen`, `prefill_tokens`, `decode_tokens`, `dtype` (the checkpoint's),
-        `compute_dtype`, `device`, `threads`, `versions`.
+        the median speed-up of paired rounds; `gamma`, see there; `config`; `recovered`, whether
+        the factors were trained afterwards; and what it was measured with: `seqlen`,
+        `prefill_tokens`, `decode_tokens`, `dtype` (the checkpoint's), `compute_dtype`, `device`,
+        `threads`, `versions`.
 
     Raises:
         ValueError: two names are the same, a text is too short, or the checkpoints record
@@ -125,6 +126,7 @@ def run(
         "speedup": dict.fromkeys((*_PHASES, "end_to_end"), 1.0),
         "gamma": None,
         "config": None,
+        "recovered": False,
         "dtype": base_dtype,
     }
     return [{**row, **context} for row in (first, *(_row(e, base_ppl, base_speed) for e in found))]
@@ -175,6 +177,7 @@ def _row(
         "speedup": speedup,
         "gamma": gamma(statistics.mean(excess.values()), speedup["end_to_end"]),
         "config": None if report.config is None else report.config.to_dict(),
+        "recovered": bool(report.provenance.get("recovery")),
         "dtype": each.dtype,
     }
 

@@ -57,7 +57,10 @@ def save(rows: Sequence[dict[str, Any]], path: str | os.PathLike[str]) -> None:
 
 
 def series_of(rows: Sequence[dict[str, Any]]) -> list[Series]:
-    """Join the checkpoints whose configs differ in the ratio alone; others are points by name."""
+    """Join the checkpoints whose configs differ in the ratio alone; others are points by name.
+
+    Recovered checkpoints and others are not joined.
+    """
     groups: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
         groups.setdefault(str(_config(row) or row["dir"]), []).append(row)
@@ -69,7 +72,8 @@ def series_of(rows: Sequence[dict[str, Any]]) -> list[Series]:
     for key, group in groups.items():
         if key in lines:
             config = _config(group[0])
-            label = ", ".join(str(config.get(name)) for name in differing or ["method"])
+            values = [str(config.get(name)) for name in differing or ["method"]]
+            label = ", ".join(filter(None, values)) or "as compressed"
             series.append(Series(label, sorted(group, key=lambda row: row["effective_ratio"])))
         else:
             series += [Series(Path(row["dir"]).resolve().name, [row]) for row in group]
@@ -77,7 +81,11 @@ def series_of(rows: Sequence[dict[str, Any]]) -> list[Series]:
 
 
 def _config(row: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in (row["config"] or {}).items() if key != "ratio"}
+    """Return what joins a row with others, by name; nothing where its options are unknown."""
+    if row["config"] is None:
+        return {}
+    config = {key: value for key, value in row["config"].items() if key != "ratio"}
+    return {**config, "recovered": "recovered" if row["recovered"] else ""}
 
 
 def _perplexity(axes: Any, series: Sequence[Series], text: str, dense: float) -> None:

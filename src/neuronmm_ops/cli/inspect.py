@@ -78,7 +78,7 @@ def _record_lines(document: dict[str, Any]) -> Iterator[str]:
         how = _listed({key: calibration[key] for key in calibration if key not in known})
         tokens, digest = (calibration.get(key, "unknown") for key in ("tokens", "sha256"))
         yield f"calibrated on {tokens} tokens{how and ': '}{how}; their SHA-256 {digest}"
-    provenance = dict(document["provenance"])
+    provenance = {name: v for name, v in document["provenance"].items() if isinstance(v, str)}
     model, dtype = provenance.pop("model", ""), provenance.pop("compute_dtype", None)
     origin = [f"from {model}"] if model else []
     origin += [] if dtype is None else [f"computed in {dtype}"]
