@@ -82,63 +82,26 @@ def run(
 
     base: Any = load_computing(dense, dtype, device)
     seqlen = block_length(base, seqlen, least=2)
-    tokens = max(ids.values(), key=len)[: min(PREFILL_TOKENS, seqlen)]
-    limit = position_limit(base) or PREFILL_TOKENS
-    decode_tokens = max(1, min(DECODE_TOKENS, limit - 1))
-    base_ppl = _perplexities(base, dense, ids, seqlen, progress)
-    base_dtype = name_of(base.config.dtype)
-
-    def measured(path: Path, report: CompressionReport) -> _Measured:
-        model: Any = load_computing(path, name_of(base.dtype), device)
-        ppl = _perplexities(model, path, ids, seqlen, progress)
-        speed = paired_speed(
-            base,
-            model,
-            tokens,
-            decode_tokens=decode_tokens,
-            rounds=rounds,
-            progress=_named(progress, path.name),
-        )
-        return _Measured(path, report, name_of(model.config.dtype), ppl, speed)
-
-    found = [measured(path, report) for path, report in zip(paths, reports, strict=True)]
+    setting = _Setting(base, ids, seqlen, rounds, progress)
+    base_ppl = setting.perplexities(base, dense)
+    measured = [setting.measured(path, report) for path, report in zip(paths, reports, strict=True)]
     base_speed: dict[Phase, float] = {
-        phase: statistics.median(each.speed.tokens_per_s("dense", phase) for each in found)
+        phase: statistics.median(each.speed.tokens_per_s("dense", phase) for each in measured)
         for phase in _PHASES
     }
-    context = {
-        "tokens": {name: len(each) for name, each in ids.items()},
-        "seqlen": seqlen,
-        "prefill_tokens": len(tokens),
-        "decode_tokens": decode_tokens,
-        "compute_dtype": name_of(base.dtype),
-        "device": str(base.device),
-        "threads": torch.get_num_threads(),
-        "versions": {name: version(name) for name in ("neuronmm-ops", "torch", "transformers")},
-    }
-    first = {
-        "dir": str(dense),
-        **dict.fromkeys(("ratio", "effective_ratio", "model_ratio"), 0.0),
-        "bytes": _bytes(local_directory(dense)),
-        "ppl_token": base_ppl,
-        "excess_log_ppl": dict.fromkeys(base_ppl, 0.0),
-        "tokens_per_s": base_speed,
-        "speedup": dict.fromkeys((*_PHASES, "end_to_end"), 1.0),
-        "gamma": None,
-        "config": None,
-        "recovered": False,
-        "dtype": base_dtype,
-    }
-    return [{**row, **context} for row in (first, *(_row(e, base_ppl, base_speed) for e in found))]
+    rows = [_dense_row(dense, name_of(base.config.dtype), base_ppl, base_speed)]
+    rows += [_row(each, base_ppl, base_speed) for each in measured]
+    return [{**row, **setting.context()} for row in rows]
 
 
 def gamma(excess_log_ppl: float, speedup: float) -> float | None:
     """Return the loss of quality for each unit of speed-up; lower is better.
 
     NeuronMM (arXiv:2510.25977) defines its gamma in words alone, as the trade-off between inference
-    speed and accuracy degradation, lower being better; its published values fit drop of the mean
-    accuracy / (speed-up - 1). This is that reconstruction with perplexity in the place of accuracy,
-    so its values compare with one another and not with the paper's.
+    speed and accuracy degradation, lower being better. Drop of the mean accuracy / (speed-up - 1)
+    fits the published range of 3.24 % to 25.27 %; no source confirms it. This is that
+    reconstruction with perplexity in the place of accuracy, so its values compare with one another
+    and not with the paper's.
 
     Args:
         excess_log_ppl: of the compressed model over the dense one, nats a token, mean over texts.
@@ -157,6 +120,90 @@ class _Measured:
     dtype: str
     ppl: Mapping[str, float]
     speed: PairedSpeed
+
+
+@dataclass(frozen=True)
+class _Setting:
+    """What all models are measured with: the dense model, the texts' token ids, how often."""
+
+    base: Any
+    ids: Mapping[str, Tensor]
+    seqlen: int
+    rounds: int
+    progress: Progress | None
+
+    @property
+    def prefill(self) -> Tensor:
+        """The tokens whose prefill is timed."""
+        return max(self.ids.values(), key=len)[: min(PREFILL_TOKENS, self.seqlen)]
+
+    @property
+    def decode_tokens(self) -> int:
+        """How many tokens are decoded after one or more others, within the model's limit."""
+        limit = position_limit(self.base) or PREFILL_TOKENS
+        return max(1, min(DECODE_TOKENS, limit - 1))
+
+    def measured(self, path: Path, report: CompressionReport) -> _Measured:
+        """Load a checkpoint, measure it, and let go of it."""
+        model: Any = load_computing(path, name_of(self.base.dtype), self.base.device)
+        ppl = self.perplexities(model, path)
+        speed = paired_speed(
+            self.base,
+            model,
+            self.prefill,
+            decode_tokens=self.decode_tokens,
+            rounds=self.rounds,
+            progress=self._named(path.name),
+        )
+        return _Measured(path, report, name_of(model.config.dtype), ppl, speed)
+
+    def perplexities(self, model: Any, source: str | Path) -> dict[str, float]:
+        """Return the perplexity of every text."""
+        found: dict[str, float] = {}
+        for name, tokens in self.ids.items():
+            progress = self._named(f"{Path(source).name} on {Path(name).name}")
+            try:
+                found[name] = token_perplexity(model, tokens, self.seqlen, progress).ppl_token
+            except NonFiniteError as error:
+                raise NonFiniteError(f"{source} on {name}: {error}") from None
+        return found
+
+    def context(self) -> dict[str, Any]:
+        """Return the fields that all rows share."""
+        return {
+            "tokens": {name: len(tokens) for name, tokens in self.ids.items()},
+            "seqlen": self.seqlen,
+            "prefill_tokens": len(self.prefill),
+            "decode_tokens": self.decode_tokens,
+            "compute_dtype": name_of(self.base.dtype),
+            "device": str(self.base.device),
+            "threads": torch.get_num_threads(),
+            "versions": {name: version(name) for name in ("neuronmm-ops", "torch", "transformers")},
+        }
+
+    def _named(self, name: str) -> Progress | None:
+        progress = self.progress
+        if progress is None:
+            return None
+        return lambda stage, done, total: progress(f"{stage} {name}", done, total)
+
+
+def _dense_row(
+    dense: str | Path, dtype: str, ppl: Mapping[str, float], speed: Mapping[Phase, float]
+) -> dict[str, Any]:
+    return {
+        "dir": str(dense),
+        **dict.fromkeys(("ratio", "effective_ratio", "model_ratio"), 0.0),
+        "bytes": _bytes(local_directory(dense)),
+        "ppl_token": ppl,
+        "excess_log_ppl": dict.fromkeys(ppl, 0.0),
+        "tokens_per_s": speed,
+        "speedup": dict.fromkeys((*_PHASES, "end_to_end"), 1.0),
+        "gamma": None,
+        "config": None,
+        "recovered": False,
+        "dtype": dtype,
+    }
 
 
 def _row(
@@ -180,25 +227,6 @@ def _row(
         "recovered": bool(report.provenance.get("recovery")),
         "dtype": each.dtype,
     }
-
-
-def _perplexities(
-    model: Any,
-    source: str | Path,
-    ids: Mapping[str, Tensor],
-    seqlen: int,
-    progress: Progress | None,
-) -> dict[str, float]:
-    found: dict[str, float] = {}
-    for name, tokens in ids.items():
-        try:
-            result = token_perplexity(
-                model, tokens, seqlen, _named(progress, f"{Path(source).name} on {Path(name).name}")
-            )
-        except NonFiniteError as error:
-            raise NonFiniteError(f"{source} on {name}: {error}") from None
-        found[name] = result.ppl_token
-    return found
 
 
 def _encoded(
@@ -260,12 +288,6 @@ def _check_names(kind: str, names: Sequence[str]) -> None:
     name, count = Counter(names).most_common(1)[0]
     if count > 1:
         raise ValueError(f"{kind} must have names that differ, got {name} {count} times")
-
-
-def _named(progress: Progress | None, name: str) -> Progress | None:
-    if progress is None:
-        return None
-    return lambda stage, done, total: progress(f"{stage} {name}", done, total)
 
 
 def _bytes(directory: Path) -> int:

@@ -6,6 +6,7 @@ What became of each layer is in config.json.
 
 import hashlib
 import json
+import platform
 import re
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -19,7 +20,6 @@ from safetensors import safe_open
 
 from neuronmm_ops.checkpoint import read_config, read_headers, weight_files
 from neuronmm_ops.compress.config import SVDConfig
-from neuronmm_ops.compress.report import provenance_of
 from neuronmm_ops.errors import CheckpointError
 from neuronmm_ops.hf.computing import AUTO, DTYPES
 from neuronmm_ops.hf.loading import local_directory
@@ -99,9 +99,8 @@ class CalibrationSource:
 
 
 def _versions() -> dict[str, str]:
-    known = provenance_of(torch.nn.Module())
-    del known["model"]
-    return {**known, "transformers": version("transformers"), "tokenizers": version("tokenizers")}
+    packages = ("neuronmm-ops", "torch", "transformers", "tokenizers")
+    return {"python": platform.python_version(), **{name: version(name) for name in packages}}
 
 
 @dataclass(frozen=True)
