@@ -16,6 +16,7 @@ from neuronmm_ops import CheckpointError, NonFiniteError, SVDConfig, hf, token_p
 from neuronmm_ops.bench import compare, compare_plot
 from neuronmm_ops.bench.speed import paired_speed
 from neuronmm_ops.eval import encode_documents
+from neuronmm_ops.ops.backends.cpu import name_of
 
 TEXTS = {
     "in/quick.txt": "The quick brown fox jumps over the lazy dog. 0123456789\n" * 20,
@@ -102,11 +103,23 @@ def test_a_record_in_config_json_alone_names_the_dense_model(places: Path, tmp_p
     assert compare.run([copy], TEXTS, rounds=1)[0]["dir"] == str(places / "dense")
 
 
-def test_all_compute_in_the_dense_models_dtype(places: Path, tmp_path: Path) -> None:
-    tiny_directory(tmp_path / "dense", dtype=torch.bfloat16)
-    rows = compare.run([places / "a"], TEXTS, tmp_path / "dense", dtype="bfloat16", rounds=1)
-    assert [row["dtype"] for row in rows] == ["bfloat16", "float32"]
-    assert {row["compute_dtype"] for row in rows} == {"bfloat16"}
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_all_compute_in_the_dense_models_dtype(
+    dtype: torch.dtype, places: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("neuronmm_ops.ops.backends.cpu.multiplies_fast", lambda dtype: True)
+    computed: list[torch.dtype] = []
+
+    def spy(*models: Any, **options: Any) -> Any:
+        computed.extend(model.model.layers[0].input_layernorm.weight.dtype for model in models[:2])
+        return paired_speed(*models, **options)
+
+    monkeypatch.setattr(compare, "paired_speed", spy)
+    tiny_directory(tmp_path / "dense", dtype=dtype)
+    rows = compare.run([places / "a"], TEXTS, tmp_path / "dense", rounds=1)
+    assert [row["dtype"] for row in rows] == [name_of(dtype), "float32"]
+    assert {row["compute_dtype"] for row in rows} == {name_of(dtype)}
+    assert computed == [dtype, dtype]
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma2"])

@@ -88,6 +88,15 @@ def test_low_precision_is_run_again_bit_for_bit(
     assert files[0].read_bytes() == files[1].read_bytes()
 
 
+def test_a_model_in_float64_is_run_again(places: Path, tmp_path: Path) -> None:
+    dense = tiny_directory(tmp_path / "dense", dtype=torch.float64)
+    hf.compress(dense, CONFIG, places / "text.txt", tmp_path / "first", samples=16, seqlen=64)
+    run = hf.read_run(tmp_path / "first" / RUN_FILE)
+    assert (run.compute_dtype, run.options["dtype"]) == ("float64", "auto")
+    hf.compress(run.checked_model(), run.config, run.checked_text(), tmp_path / "x", **run.options)
+    assert document(tmp_path / "x") == document(tmp_path / "first")
+
+
 def test_a_text_that_is_no_file_has_no_path(places: Path, tmp_path: Path) -> None:
     hf.compress(places / "dense", CONFIG, TEXT, tmp_path / "out", samples=16, seqlen=64)
     run = hf.read_run(tmp_path / "out" / RUN_FILE)

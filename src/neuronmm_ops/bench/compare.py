@@ -19,7 +19,7 @@ from neuronmm_ops.compress.calibrate import Progress
 from neuronmm_ops.compress.report import CompressionReport
 from neuronmm_ops.errors import CheckpointError, NonFiniteError
 from neuronmm_ops.eval import block_length, encode_documents, token_perplexity
-from neuronmm_ops.hf.computing import load_computing
+from neuronmm_ops.hf.computing import cast_, load_computing, load_on
 from neuronmm_ops.hf.loading import load_tokenizer, local_directory
 from neuronmm_ops.hf.provenance import RUN_FILE, read_run
 from neuronmm_ops.ops.backends.cpu import name_of
@@ -145,7 +145,8 @@ class _Setting:
 
     def measured(self, path: Path, report: CompressionReport) -> _Measured:
         """Load a checkpoint, measure it, and let go of it."""
-        model: Any = load_computing(path, name_of(self.base.dtype), self.base.device)
+        model: Any = load_on(path, self.base.device)
+        cast_(model, self.base.dtype)
         ppl = self.perplexities(model, path)
         speed = paired_speed(
             self.base,

@@ -27,6 +27,7 @@ from neuronmm_ops.hf.text import ORDERS, read_text
 
 RUN_FILE = "compression.json"
 FORMAT_VERSION = 1
+FLOAT64 = "float64"  # computed in where the model is in it, and never asked for by name
 SHA256 = re.compile(r"[0-9a-f]{64}")
 # What decides a model's activations beside its weights: architecture and tokenizer.
 DECIDING = re.compile(
@@ -132,17 +133,13 @@ class CompressionRun:
     weights_sha256: str | None = None
 
     def __post_init__(self) -> None:
-        dtypes, size = (AUTO, *DTYPES), self.max_shard_size
+        dtypes, computing, size = (AUTO, *DTYPES), (*DTYPES, FLOAT64), self.max_shard_size
+        is_known = self.compute_dtype in computing
+        is_size = isinstance(size, str) or _is_count(size)
         _check("dtype", self.dtype, self.dtype in dtypes, f"one of {_list(dtypes)}")
-        _check(
-            *("compute_dtype", self.compute_dtype, self.compute_dtype in tuple(DTYPES)),
-            f"one of {_list(DTYPES)}",
-        )
+        _check("compute_dtype", self.compute_dtype, is_known, f"one of {_list(computing)}")
         _check("device", self.device, isinstance(self.device, str), "a device's name")
-        _check(
-            *("max_shard_size", size, isinstance(size, str) or _is_count(size)),
-            "bytes or a size such as 5GB",
-        )
+        _check("max_shard_size", size, is_size, "bytes or a size such as 5GB")
         _check("threads", self.threads, _is_count(self.threads), "a positive integer")
         is_text = isinstance(self.versions, Mapping) and all(
             isinstance(text, str) for text in self.versions.values()
@@ -155,7 +152,7 @@ class CompressionRun:
     def options(self) -> dict[str, Any]:
         """Keyword arguments of `hf.compress`; the dtype is that which was computed in."""
         options = {
-            "dtype": self.compute_dtype,
+            "dtype": self.dtype if self.compute_dtype == FLOAT64 else self.compute_dtype,
             "device": self.device,
             "max_shard_size": self.max_shard_size,
         }
