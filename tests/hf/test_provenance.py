@@ -243,10 +243,11 @@ def test_bytes_that_are_no_text_are_refused(tmp_path: Path) -> None:
         hf.read_run(tmp_path / RUN_FILE)
 
 
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner),
-    max_leaves=5,
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5)
+JSON = (
+    SCALARS
+    | st.lists(SCALARS, max_size=3)
+    | st.dictionaries(st.text(max_size=5), SCALARS, max_size=3)
 )
 
 
