@@ -17,6 +17,7 @@ from neuronmm_ops.compress.record import attach, attached_report, low_rank_layer
 from neuronmm_ops.compress.report import CompressionReport, LayerReport
 from neuronmm_ops.errors import CheckpointError
 from neuronmm_ops.hf.loading import load_exactly, model_names
+from neuronmm_ops.hf.provenance import CompressionRun, keep_run, write_run
 from neuronmm_ops.hf.target import check_target, no_room, replacement
 from neuronmm_ops.nn import dense_linear, dense_linears
 
@@ -28,6 +29,7 @@ def save(
     tokenizer: Any = None,
     force: bool = False,
     max_shard_size: int | str = "50GB",
+    run: CompressionRun | None = None,
 ) -> None:
     """Write a model with low-rank layers as a Transformers directory.
 
@@ -42,6 +44,8 @@ def save(
         tokenizer: saved along with the model.
         force: replace an existing compressed checkpoint.
         max_shard_size: of one file of weights, in bytes or as `5GB`.
+        run: what made the model, for `compression.json`; default that of the checkpoint which the
+            model was loaded from, where the weights are still the same.
 
     Raises:
         FileExistsError: the target exists, and may not be replaced.
@@ -52,7 +56,8 @@ def save(
     """
     target = Path(directory)
     needed = sum(parameter.nbytes for parameter in model.parameters())
-    check_target(target, force, _source_of(model), needed)
+    source = _source_of(model)
+    check_target(target, force, source, needed)
     _record(model, report)
     for name, layer in low_rank_layers(model).items():
         if not layer.u.is_meta:
@@ -62,6 +67,10 @@ def save(
             model.save_pretrained(temporary, max_shard_size=max_shard_size)
             if tokenizer is not None:
                 tokenizer.save_pretrained(temporary)
+            if run is not None:
+                write_run(temporary, run)
+            elif source is not None:
+                keep_run(temporary, source)
             _open_to_others(temporary)
             verify(model, temporary)
     except FileExistsError:
