@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 from corpus import Corpus, load_corpus
-from measure import PairedSpeed, paired_speed, sample_text
+from measure import sample_text
 from report import write_report
 from results import BASELINE, OURS, Point, Results
 from rich.console import Console
@@ -25,6 +25,7 @@ from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFas
 from transformers.utils import logging as transformers_logging
 
 from neuronmm_ops import SVDConfig, compress_
+from neuronmm_ops.bench.speed import PairedSpeed, paired_speed
 from neuronmm_ops.eval import DOCUMENT_SEPARATOR, encode_documents, token_perplexity
 from neuronmm_ops.progress import progress_bars
 
@@ -155,8 +156,8 @@ def summary_table(results: Results) -> Table:
             f"{point.compression.effective_ratio:.1%}",
             point.method,
             f"{point.ppl:.2f}",
-            f"{point.speed.prefill_speedup:.2f}×",
-            f"{point.speed.decode_speedup:.2f}×",
+            f"{point.speed.speedup('prefill'):.2f}×",
+            f"{point.speed.speedup('decode'):.2f}×",
         )
     return table
 

@@ -3,10 +3,12 @@
 import base64
 import io
 import statistics
-from typing import Any, Literal
+from typing import Any
 
 import matplotlib as mpl
-from results import BASELINE, OURS, Point, Results, by_method, layers_of
+from results import BASELINE, OURS, Results, by_method, layers_of
+
+from neuronmm_ops.bench.speed import Phase
 
 mpl.use("Agg")  # before pyplot is imported, or it may look for a display
 import matplotlib.pyplot as plt
@@ -20,8 +22,6 @@ from matplotlib.ticker import (
     ScalarFormatter,
     StrMethodFormatter,
 )
-
-Phase = Literal["prefill", "decode"]
 
 INK = "#222222"
 MUTED = "#5a6472"
@@ -100,7 +100,7 @@ def _speed_figure(results: Results, phase: Phase) -> Figure:
     for method, label in ((BASELINE, "one rank for all"), (OURS, "greedy ranks")):
         points = [point for point in results.points if point.method == method]
         x = [point.compression.effective_ratio for point in points]
-        y = [dense * _speedup(point, phase) for point in points]
+        y = [dense * point.speed.speedup(phase) for point in points]
         axes.plot(x, y, label=label, **METHOD_STYLE[method])
     axes.axhline(dense, color=INK, linestyle="--", linewidth=1.2, label="dense")
     tokens = results.prefill_tokens if phase == "prefill" else results.decode_tokens
@@ -116,10 +116,6 @@ def _speed_figure(results: Results, phase: Phase) -> Figure:
 def dense_speed(results: Results, phase: Phase) -> float:
     """The dense model's tokens per second: the median over all points, each timed beside it."""
     return statistics.median(getattr(point.speed.dense, phase) for point in results.points)
-
-
-def _speedup(point: Point, phase: Phase) -> float:
-    return point.speed.prefill_speedup if phase == "prefill" else point.speed.decode_speedup
 
 
 def _layers_figure(results: Results) -> Figure:

@@ -133,10 +133,10 @@ def _table(results: Results) -> str:
                 f"{point.ppl:.2f}",
                 f"{results.excess(point):.4f}",
                 "–" if quotient is None else f"{quotient:.2f}",
-                f"{prefill * point.speed.prefill_speedup:,.0f}",
-                f"{point.speed.prefill_speedup:.2f}",
-                f"{decode * point.speed.decode_speedup:,.0f}",
-                f"{point.speed.decode_speedup:.2f}",
+                f"{prefill * point.speed.speedup('prefill'):,.0f}",
+                f"{point.speed.speedup('prefill'):.2f}",
+                f"{decode * point.speed.speedup('decode'):,.0f}",
+                f"{point.speed.speedup('decode'):.2f}",
             )
         )
     cells = "".join(f"<th>{_text(name)}</th>" for name in head)

@@ -4,9 +4,8 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from measure import PairedSpeed
-
 from neuronmm_ops import CompressionReport, LayerReport
+from neuronmm_ops.bench.speed import PairedSpeed
 
 BASELINE = "SVD-LLM"
 OURS = "greedy"

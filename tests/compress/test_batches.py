@@ -8,7 +8,7 @@ from toys import causal_lm, token_batches
 from neuronmm_ops import SVDConfig, collect_moments, compress_
 from neuronmm_ops.compress.batches import count_tokens, fingerprint
 
-SMALL = {"ratio": 0.3, "block": 8}
+SMALL = {"allocation": "uniform", "ratio": 0.3, "block": 8}
 
 
 def t5() -> nn.Module:
@@ -107,7 +107,7 @@ def test_a_mapping_may_hold_a_scalar():
             return self.fc1(x * scale)
 
     batches = [{"x": torch.randn(200, 16), "scale": torch.tensor(2.0)}]
-    report = compress_(Scaled(), SVDConfig(ratio=0.3, block=8), batches)
+    report = compress_(Scaled(), SVDConfig(**SMALL), batches)
     assert report.calibration["sha256"] == fingerprint(batches)
     assert fingerprint(batches) != fingerprint([{**batches[0], "scale": torch.tensor(3.0)}])
 

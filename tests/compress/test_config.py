@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from neuronmm_ops import SVDConfig
+from neuronmm_ops.compress.methods import METHODS
 
 configs = st.builds(
     SVDConfig,
@@ -20,7 +21,13 @@ configs = st.builds(
         st.lists(st.from_regex(r"\A[a-z_.]{1,12}\Z"), min_size=1, max_size=3),
         st.lists(st.from_regex(r"\A[a-z_.]{1,12}\Z"), min_size=1, max_size=3).map(tuple),
     ),
-    method=st.sampled_from(["plain", "whiten", "swift"]),
+    method=st.sampled_from(list(METHODS)),
+    importance=st.sampled_from([None, "gradient", "error", "perplexity"]),
+    layer_ratios=st.dictionaries(
+        st.from_regex(r"\A[a-z_.]{1,12}\Z"),
+        st.floats(0, 0.99) | st.tuples(st.floats(0, 0.4), st.floats(0.5, 0.99)),
+        max_size=2,
+    ),
 )
 
 
@@ -35,12 +42,18 @@ def test_json_round_trip(config):
 
 def test_the_document():
     assert SVDConfig().to_dict() == {
-        "version": 1,
+        "version": 2,
         "ratio": 0.2,
         "block": 128,
         "alpha": 0.5,
         "targets": ["mlp"],
-        "method": "swift",
+        "method": "kfac",
+        "allocation": "greedy",
+        "importance": None,
+        "budget": "parameters",
+        "target": None,
+        "tokens": 1,
+        "layer_ratios": {},
     }
 
 
@@ -74,8 +87,24 @@ BAD = [
     ("alpha", math.nan, ValueError, "got nan"),
     ("alpha", math.inf, ValueError, "got inf"),
     ("alpha", "half", TypeError, "alpha must be a number, got 'half'"),
-    ("method", "svd", ValueError, "method must be one of plain, whiten, swift; got 'svd'"),
+    (
+        "method",
+        "svd",
+        ValueError,
+        "one of plain, whiten, swift, drift, kfac, zero-sum; got 'svd'",
+    ),
     ("method", None, ValueError, "got None"),
+    ("allocation", "best", ValueError, "allocation must be one of greedy, uniform; got 'best'"),
+    ("importance", "loss", ValueError, "must be one of gradient, error, perplexity; got 'loss'"),
+    ("budget", "flops", ValueError, "budget must be one of parameters, bytes, time; got 'flops'"),
+    ("budget", "time", ValueError, "budget time needs a target (trn1, trn2 or trn3)"),
+    ("target", "trn2", ValueError, "no other budget has one; got budget parameters and target"),
+    ("tokens", 0, ValueError, "tokens must be a positive integer, got 0"),
+    ("tokens", True, ValueError, "got True"),
+    ("layer_ratios", {"mlp": 1.0}, ValueError, "of mlp must be a number in [0, 1), or two such"),
+    ("layer_ratios", {"mlp": (0.5, 0.2)}, ValueError, "in order; got (0.5, 0.2)"),
+    ("layer_ratios", {"mlp": "half"}, ValueError, "got 'half'"),
+    ("layer_ratios", {"(": 0.5}, ValueError, "target '(' is no regular expression"),
     ("targets", (), ValueError, "targets must name at least one"),
     ("targets", "", TypeError, "targets must be non-empty strings, got ''"),
     ("targets", ("mlp", ""), TypeError, "got ''"),
@@ -101,14 +130,14 @@ def test_an_unknown_field_is_named():
         SVDConfig.from_dict({**SVDConfig().to_dict(), "rank": 8})
 
 
-@pytest.mark.parametrize("version", [0, 2, "1", None])
+@pytest.mark.parametrize("version", [0, 3, "2", None])
 def test_another_version_is_refused(version):
-    with pytest.raises(ValueError, match=f"version must be 1, got {version!r}"):
+    with pytest.raises(ValueError, match=f"version must be 2, got {version!r}"):
         SVDConfig.from_dict({**SVDConfig().to_dict(), "version": version})
 
 
 def test_a_missing_version_is_refused():
-    with pytest.raises(ValueError, match="version must be 1, got None"):
+    with pytest.raises(ValueError, match="version must be 2, got None"):
         SVDConfig.from_dict({"ratio": 0.2})
 
 
@@ -116,3 +145,36 @@ def test_a_missing_version_is_refused():
 def test_other_documents_are_refused(text):
     with pytest.raises(ValueError, match=r"JSON object|Expecting"):
         SVDConfig.from_json(text)
+
+
+def test_a_config_before_there_were_allocations_is_uniform():
+    old = {"version": 1, "ratio": 0.2, "block": 64, "alpha": 0.5, "targets": ["mlp"]}
+    assert SVDConfig.from_dict({**old, "method": "swift"}) == SVDConfig(
+        ratio=0.2, block=64, method="swift", allocation="uniform"
+    )
+
+
+def test_a_target_is_known_by_any_of_its_names():
+    assert SVDConfig(budget="time", target="gen3").target == "trn2"
+    with pytest.raises(ValueError, match="target must be one of"):
+        SVDConfig(budget="time", target="trn9")
+    with pytest.raises(ValueError, match="allocation uniform knows no budget in bytes; use greedy"):
+        SVDConfig(budget="bytes", allocation="uniform")
+
+
+@pytest.mark.parametrize(
+    ("options", "weighs_by"),
+    [
+        ({}, None),  # kfac's losses are the model's
+        ({"importance": "gradient"}, None),
+        ({"importance": "error"}, "error"),
+        ({"method": "swift"}, "gradient"),
+        ({"method": "plain"}, "error"),
+        ({"method": "plain", "importance": "gradient"}, "gradient"),
+        ({"method": "swift", "importance": "perplexity"}, "perplexity"),
+        ({"method": "swift", "allocation": "uniform"}, None),
+        ({"method": "zero-sum"}, None),
+    ],
+)
+def test_what_losses_are_weighed_by(options, weighs_by):
+    assert SVDConfig(**options).weighs_by == weighs_by

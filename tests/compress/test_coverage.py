@@ -9,7 +9,7 @@ from toys import SIZES, causal_lm, token_batches
 
 from neuronmm_ops import CompressionReport, CompressionWarning, LeftDense, SVDConfig, compress_
 
-PLAIN = {"ratio": 0.3, "method": "plain"}
+PLAIN = {"allocation": "uniform", "ratio": 0.3, "method": "plain"}
 
 
 def warning_of(model: nn.Module, **options: object) -> str | None:

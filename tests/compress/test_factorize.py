@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 from tolerances import assert_same_in_fp64
 from torch import Tensor
 
-from neuronmm_ops import NonFiniteError, SecondMoment, SVDConfig, factorize
+from neuronmm_ops import Factorization, NonFiniteError, SecondMoment, SVDConfig, factorize
 from neuronmm_ops.compress.factorize import moment_side
-from neuronmm_ops.compress.methods import METHODS
+from neuronmm_ops.compress.methods import METHODS, drift, kfac
 
 SHAPES = {"tall": (9, 6), "wide": (6, 9), "square": (7, 7), "row": (1, 5), "column": (5, 1)}
 
@@ -31,9 +31,45 @@ def moment_of(method: str, w: Tensor, x: Tensor) -> SecondMoment | None:
     return SecondMoment(side, rows.t() @ rows, len(rows))
 
 
+def gradient_of(method: str, w: Tensor) -> Tensor | None:
+    """Return output gradients' mean outer product [N, N] for kfac, [N, K] for zero-sum."""
+    generator = torch.Generator().manual_seed(3)
+    N, K = w.shape
+    if method == "kfac":
+        g = torch.randn(50, N, dtype=torch.float64, generator=generator)
+        return g.t() @ g / 50
+    return torch.randn(N, K, dtype=torch.float64, generator=generator)
+
+
+def factored(
+    method: str, w: Tensor, x: Tensor, moment: SecondMoment | None = None, rank: int | None = None
+) -> Factorization:
+    """Factor by any method with what it needs; for `drift` there is none."""
+    moment = moment_of(method, w.double(), x) if moment is None else moment
+    gradient = gradient_of(method, w) if METHODS[method].gradient else None
+    cross = x.t() @ x if METHODS[method].follows_drift else None
+    return factorize(w, method, moment, rank, gradient=gradient, cross=cross)
+
+
 def loss_of(method: str, w: Tensor, x: Tensor, u: Tensor, v: Tensor) -> Tensor:
     difference = w.t() - u @ v
-    return (difference if method == "plain" else x @ difference).square().sum()
+    lost = (difference if method == "plain" else x @ difference).square().sum()
+    if method == "drift":
+        return lost + ridge_of(x) * difference.square().sum()
+    if method == "kfac":
+        c = damped_gradient(w)
+        return torch.trace(difference.t() @ (x.t() @ x) @ difference @ c) / len(x)
+    return lost
+
+
+def damped_gradient(w: Tensor) -> Tensor:
+    c = gradient_of("kfac", w)
+    assert c is not None
+    return c + kfac.GRADIENT_DAMPING * c.diagonal().mean() * torch.eye(len(c)).double()
+
+
+def ridge_of(x: Tensor) -> Tensor:
+    return drift.RIDGE * (x.t() @ x).diagonal().mean()
 
 
 # --- the published formulas ----------------------------------------------------------------------
@@ -58,14 +94,38 @@ def published_swift(w: Tensor, x: Tensor, rank: int) -> Tensor:
     return (top @ top.t() @ w).t()
 
 
-PUBLISHED = {"plain": published_plain, "whiten": published_whiten, "swift": published_swift}
+def published_kfac(w: Tensor, x: Tensor, rank: int) -> Tensor:
+    """W_r = R⁻ᵀ [Rᵀ W L]_r L⁻¹."""
+    r, s = torch.linalg.cholesky(damped_gradient(w)), torch.linalg.cholesky(x.t() @ x)
+    p, sigma, qh = torch.linalg.svd(r.t() @ w @ s)
+    middle = p[:, :rank] @ torch.diag(sigma[:rank]) @ qh[:rank]
+    return (torch.linalg.inv(r.t()) @ middle @ torch.linalg.inv(s)).t()
+
+
+def published_drift(w: Tensor, x: Tensor, rank: int) -> Tensor:
+    """Reduced-rank ridge regression: the least-squares fit, projected on its top directions."""
+    K = x.shape[1]
+    rows = torch.cat([x, ridge_of(x).sqrt() * torch.eye(K).double()])
+    fit = rows @ torch.linalg.lstsq(rows, rows @ w.t()).solution
+    _, _, vh = torch.linalg.svd(fit)
+    return w.t() @ vh[:rank].t() @ vh[:rank]
+
+
+PUBLISHED = {
+    "plain": published_plain,
+    "whiten": published_whiten,
+    "swift": published_swift,
+    "drift": published_drift,
+    "kfac": published_kfac,
+    "zero-sum": published_whiten,
+}
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize("method", METHODS)
 def test_the_product_is_the_published_one(method, shape):
     w, x = problem(*shape)
-    factors = factorize(w, method, moment_of(method, w, x))
+    factors = factored(method, w, x)
     for rank in range(1, min(shape) + 1):
         u, v = factors.truncate(rank)
         assert_same_in_fp64(u @ v, PUBLISHED[method](w, x, rank))
@@ -76,10 +136,10 @@ def test_the_product_is_the_published_one(method, shape):
 @settings(max_examples=30)
 def test_the_loss_is_the_discarded_spectrum(method, N, K, seed):
     w, x = problem(N, K, seed=seed)
-    factors = factorize(w, method, moment_of(method, w, x))
+    factors = factored(method, w, x)
     assert factors.spectrum.shape == (min(K, N),)
     assert (factors.spectrum.diff() <= 0).all()
-    energy = float((w if method == "plain" else x @ w.t()).square().sum())
+    energy = float(loss_of(method, w, x, torch.zeros(K, 1).double(), torch.zeros(1, N).double()))
     assert float(factors.spectrum.sum()) == pytest.approx(energy, rel=1e-9)
     for rank in range(1, min(K, N) + 1):
         measured = float(loss_of(method, w, x, *factors.truncate(rank)))
@@ -93,9 +153,9 @@ def test_the_loss_is_the_discarded_spectrum(method, N, K, seed):
 def test_factors_are_nested(method, shape):
     w, x = problem(*shape)
     moment = moment_of(method, w, x)
-    full = factorize(w, method, moment)
+    full = factored(method, w, x, moment)
     for rank in (1, 3, 6):
-        part = factorize(w, method, moment, max_rank=rank)
+        part = factored(method, w, x, moment, rank)
         assert (part.u.shape, part.v.shape) == ((shape[1], rank), (rank, shape[0]))
         u, v = full.truncate(rank)
         assert_same_in_fp64(part.u @ part.v, u @ v)
@@ -106,7 +166,7 @@ def test_factors_are_nested(method, shape):
 @pytest.mark.parametrize("method", METHODS)
 def test_full_rank_is_the_dense_weight(method, shape):
     w, x = problem(*shape)
-    factors = factorize(w, method, moment_of(method, w, x))
+    factors = factored(method, w, x)
     assert_same_in_fp64(factors.u @ factors.v, w.t())
     assert factors.relative_loss(min(shape)) == 0
 
@@ -126,7 +186,7 @@ def test_activations_matter(method):
     # One input channel is 100 times larger than the others; `plain` does not take that in.
     w, x = problem(8, 8)
     x[:, 0] *= 100
-    u, v = factorize(w, method, moment_of(method, w, x)).truncate(2)
+    u, v = factored(method, w, x).truncate(2)
     plain = factorize(w, "plain").truncate(2)
     assert loss_of(method, w, x, u, v) < 0.2 * loss_of(method, w, x, *plain)
 
@@ -216,7 +276,7 @@ def test_eigenvectors_are_taken_only_where_the_moment_is_nearly_singular(monkeyp
 def test_weights_of_zero_have_no_loss():
     w, x = torch.zeros(4, 6), torch.ones(8, 6, dtype=torch.float64)
     for method in METHODS:
-        factors = factorize(w, method, moment_of(method, w.double(), x))
+        factors = factored(method, w, x)
         u, v = factors.truncate(2)
         assert (u @ v).abs().max() == 0
         assert factors.relative_loss(2) == 0
@@ -227,7 +287,7 @@ def test_any_float_weight_is_factored_in_fp64(dtype):
     w, x = problem(9, 6)
     w = w.to(dtype)
     for method in METHODS:
-        factors = factorize(torch.nn.Parameter(w), method, moment_of(method, w.double(), x))
+        factors = factored(method, torch.nn.Parameter(w), x)
         assert {factors.u.dtype, factors.v.dtype, factors.spectrum.dtype} == {torch.float64}
         assert not factors.u.requires_grad
         assert_same_in_fp64(factors.u @ factors.v, w.double().t())
@@ -240,7 +300,7 @@ def test_a_broken_weight_is_refused(method, value):
     moment = moment_of(method, w, x)
     w[1, 2] = value
     with pytest.raises(NonFiniteError, match="weight must be finite"):
-        factorize(w, method, moment)
+        factored(method, w, x, moment)
 
 
 @pytest.mark.parametrize("method", ["whiten", "swift"])
@@ -281,7 +341,7 @@ def test_ranks_are_checked(rank):
 
 def test_an_unknown_method_is_refused():
     w, x = problem(6, 4)
-    with pytest.raises(ValueError, match="method must be one of plain, whiten, swift; got 'asvd'"):
+    with pytest.raises(ValueError, match=r"method must be one of plain, .*; got 'asvd'"):
         factorize(w, "asvd", moment_of("whiten", w, x))
 
 
@@ -297,4 +357,86 @@ def test_the_smaller_side_is_measured():
 
 def test_the_registry_is_the_methods_with_a_published_formula():
     assert list(METHODS) == list(PUBLISHED)
-    assert [SVDConfig(method=name).needs_calibration for name in METHODS] == [False, True, True]
+    needed = [SVDConfig(method=name).needs_calibration for name in METHODS]
+    assert needed == [name != "plain" for name in METHODS]
+
+
+# --- what the methods that need more do with it --------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(9, 6), (6, 9)])
+def test_drift_regresses_from_the_inputs_that_are_there(shape):
+    w, x = problem(*shape, tokens=60)
+    seen = x + 0.3 * torch.randn(x.shape, dtype=torch.float64)
+    moment = SecondMoment("input", seen.t() @ seen, len(seen))
+    factors = factorize(w, "drift", moment, cross=x.t() @ seen)
+    ridge = float(ridge_of(seen))
+
+    def objective(u: Tensor, v: Tensor) -> float:
+        fit = (x @ w.t() - seen @ u @ v).square().sum() + ridge * (w.t() - u @ v).square().sum()
+        return float(fit)
+
+    best = objective(factors.u, factors.v)
+    for rank in range(1, min(shape)):
+        u, v = factors.truncate(rank)
+        assert objective(u, v) - best == pytest.approx(factors.loss(rank), rel=1e-6)
+        other = factorize(w, "swift", moment_of("swift", w, seen)).truncate(rank)
+        assert objective(u, v) < objective(*other)
+
+
+@pytest.mark.parametrize("shape", [(9, 6), (6, 9)])
+def test_the_scores_are_first_order_changes_of_the_loss(shape):
+    w, x = problem(*shape)
+    gradient = gradient_of("zero-sum", w)
+    factors = factored("zero-sum", w, x)
+    for index in range(min(shape)):
+        dropped = torch.outer(factors.u[:, index], factors.v[index]).t()
+        assert float(factors.scores[index]) == pytest.approx(-float((gradient * dropped).sum()))
+
+
+def test_a_wide_output_is_whitened_by_the_diagonal(monkeypatch):
+    monkeypatch.setattr(kfac, "MAX_FULL", 4)
+    w, x = problem(9, 6)
+    c = gradient_of("kfac", w).diagonal()
+    factors = factorize(w, "kfac", moment_of("kfac", w, x), gradient=c)
+    metric = torch.diag(c + kfac.GRADIENT_DAMPING * c.mean())
+    for rank in range(1, 7):
+        u, v = factors.truncate(rank)
+        d = w.t() - u @ v
+        lost = float(torch.trace(d.t() @ (x.t() @ x) @ d @ metric)) / len(x)
+        assert factors.loss(rank) == pytest.approx(lost, rel=1e-7, abs=1e-12)
+    assert_same_in_fp64(factors.u @ factors.v, w.t())
+
+
+@pytest.mark.parametrize("shape", [(9, 6), (6, 9)])
+@pytest.mark.parametrize("kind", SINGULAR)
+@pytest.mark.parametrize("method", ["kfac", "drift", "zero-sum"])
+def test_every_method_is_finite_on_singular_inputs(method, kind, shape):
+    w, x = singular(kind, *shape)
+    factors = factored(method, w, x)
+    lost = [float((x @ (w.t() - factors.u @ factors.v)).norm())]
+    assert lost[0] <= 1e-3 * float((x @ w.t()).norm()) + 1e-9
+    for factor in (factors.u, factors.v, factors.spectrum):
+        assert factor.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("method", "extra", "message"),
+    [
+        ("kfac", {}, r"method kfac needs a gradient \[4, 4\]; got none"),
+        ("kfac", {"gradient": torch.eye(6)}, r"needs a gradient \[4, 4\]; got \[6, 6\]"),
+        ("zero-sum", {"gradient": torch.eye(4)}, r"needs a gradient \[4, 6\]; got \[4, 4\]"),
+        ("drift", {"cross": torch.eye(4)}, r"needs a cross \[6, 6\]; got \[4, 4\]"),
+    ],
+)
+def test_the_other_statistics_must_fit(method, extra, message):
+    w, x = problem(4, 6)
+    with pytest.raises(ValueError, match=message):
+        factorize(w, method, moment_of(method, w, x), **extra)
+
+
+def test_a_broken_gradient_is_refused():
+    w, x = problem(4, 6)
+    gradient = torch.full((4, 4), float("nan"))
+    with pytest.raises(NonFiniteError, match="gradient must be finite"):
+        factorize(w, "kfac", moment_of("kfac", w, x), gradient=gradient)

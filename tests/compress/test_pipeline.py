@@ -22,7 +22,7 @@ from neuronmm_ops import (
 from neuronmm_ops.compress.factorization import Factorization, Method
 from neuronmm_ops.compress.methods import METHODS
 
-SMALL = {"ratio": 0.3, "block": 8}
+SMALL = {"allocation": "uniform", "ratio": 0.3, "block": 8}
 
 
 def tokens_for(K: int = 64) -> list[torch.Tensor]:
@@ -84,7 +84,10 @@ def test_the_report_is_what_was_done(family, targets, method):
 def test_effective_ratio_of_dense_layers_is_reported():
     # 8x8 has no rank of 8 that saves anything; the report says so and counts it as dense.
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 64), nn.Linear(64, 64))
-    report = compress_(model, SVDConfig(ratio=0.5, block=8, targets="all-linear", method="plain"))
+    report = compress_(
+        model,
+        SVDConfig(ratio=0.5, block=8, targets="all-linear", method="plain", allocation="uniform"),
+    )
     assert [layer.dense for layer in report.layers] == [True, True, False]
     assert "no aligned rank" in report.layers[0].reason
     assert type(model[0]) is nn.Linear
@@ -98,7 +101,9 @@ def test_loss_is_what_the_first_layer_loses(method):
     model = nn.Sequential(nn.Linear(32, 48, dtype=torch.float64))
     linear = copy.deepcopy(model[0]).requires_grad_(False)
     data = [torch.randn(64, 32, dtype=torch.float64)] * 6
-    config = SVDConfig(ratio=0.5, block=8, targets="all-linear", method=method)
+    config = SVDConfig(
+        ratio=0.5, block=8, targets="all-linear", method=method, allocation="uniform"
+    )
     report = compress_(model, config, data)
     x = torch.eye(32, dtype=torch.float64) if method == "plain" else data[0]
     expected = x @ linear.weight.t()
@@ -175,8 +180,8 @@ def test_the_report_is_json():
 
 
 def test_a_method_is_what_the_registry_holds(monkeypatch):
-    def first_columns(w, moment, rank):
-        assert moment.side == "input"
+    def first_columns(w, statistics, rank):
+        assert statistics.moment.side == "input"
         u, v = torch.eye(w.shape[1]).double()[:, :rank], w.t()[:rank]
         return Factorization(u, v, torch.ones(min(w.shape)).double())
 
@@ -184,7 +189,7 @@ def test_a_method_is_what_the_registry_holds(monkeypatch):
     monkeypatch.setitem(METHODS, "columns", method)
     model = nn.Sequential(nn.Linear(32, 48, bias=False))
     weight, x = model[0].weight.detach().clone(), torch.randn(700, 32)
-    config = SVDConfig(ratio=0.5, block=8, targets="0", method="columns")
+    config = SVDConfig(ratio=0.5, block=8, targets="0", method="columns", allocation="uniform")
     report = compress_(model, config, [x])
     assert (report.layers[0].r, report.layers[0].loss) == (8, 24 / 32)
     assert torch.equal(model(x), x[:, :8] @ weight[:, :8].t())
@@ -242,7 +247,7 @@ ERRORS = {
     "weight": (_nan_weight, {}, "tokens", NonFiniteError, "layers.1.mlp.up_proj: weight must"),
     "activation": (_nan_norm, {}, "tokens", NonFiniteError, "layers.1.mlp.(gate|up)_proj: "),
     "meta": (_on_meta, {}, "tokens", ValueError, "layers.1.mlp.up_proj is on the meta device"),
-    "no calibration": (_nothing, {}, None, ValueError, "method swift needs calibration batches"),
+    "no calibration": (_nothing, {}, None, ValueError, "method kfac needs calibration batches"),
     "no batches": (_nothing, {}, [], ValueError, "calibration has no batches"),
     "no target": (_nothing, {"targets": "fc9"}, "tokens", ValueError, "match no nn.Linear"),
     "bad token": (_nothing, {}, [torch.tensor([[99]])], ValueError, "batch 0 has token id 99, the"),

@@ -12,7 +12,9 @@ from neuronmm_ops import CompressionReport, LeftDense, SVDConfig, compress_
 
 @pytest.fixture(scope="module")
 def report() -> CompressionReport:
-    return compress_(causal_lm(), SVDConfig(ratio=0.3, block=8, method="plain"))
+    return compress_(
+        causal_lm(), SVDConfig(ratio=0.3, block=8, method="plain", allocation="uniform")
+    )
 
 
 def test_json_round_trip(report):

@@ -1,10 +1,11 @@
 """The Linears that a config's targets select."""
 
 import pytest
+import torch
 from torch import nn
-from toys import causal_lm
+from toys import causal_lm, relative_error
 
-from neuronmm_ops import SVDConfig
+from neuronmm_ops import SVDConfig, compress_
 from neuronmm_ops.compress.targets import select_targets
 from neuronmm_ops.nn import DenseLinear
 
@@ -75,7 +76,7 @@ def test_a_tied_head_is_kept_even_where_it_is_named():
     assert leaves(list(selection.linears)) == MLP
     reason = "shares its weight with model.embed_tokens.weight"
     assert selection.kept == {"lm_head": (DenseLinear(model.lm_head), reason)}
-    with pytest.raises(ValueError, match="match only shared weights: lm_head shares its weight"):
+    with pytest.raises(ValueError, match="match only layers kept dense: lm_head shares its weight"):
         selected(model, "lm_head")
 
 
@@ -129,6 +130,7 @@ NAMES_OF_ATTENTION = (
     "self_attention.dense",
     "attn.Wo",
     "attention.output.dense",
+    "attention.self.key",
     "linear_attn.out_proj",
     "self_attn.qkv_proj",
 )
@@ -139,6 +141,8 @@ NAMES_OF_NEITHER = (
     "pooler.dense",
     "mlp.gate",
     "mlp.shared_expert_gate",
+    "post_attention_layernorm.mlp.fc1",
+    "mlp.gate.router_mlp.fc2",
     "w1",
     "embedder.key",
 )
@@ -148,4 +152,22 @@ def test_a_preset_tells_equal_names_apart_by_their_parents():
     model = named(*NAMES_OF_MLP, *NAMES_OF_ATTENTION, *NAMES_OF_NEITHER)
     assert set(selected(model, "mlp")) == set(NAMES_OF_MLP)
     assert set(selected(model, "attention")) == set(NAMES_OF_ATTENTION)
-    assert len(selected(model, "all-linear")) == 23
+    assert len(selected(model, "all-linear")) == 26
+
+
+def test_a_model_that_changes_its_weights_as_it_runs_is_refused():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.RwkvConfig(vocab_size=16, hidden_size=16, num_hidden_layers=2)
+    with pytest.raises(ValueError, match="RWKV models scale their weights in place"):
+        selected(transformers.RwkvForCausalLM(config), "all-linear")
+
+
+def test_a_weight_that_the_model_reads_stays_dense():
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 16, "hidden_size": 32, "num_hidden_layers": 1, "time_step_rank": 24}
+    model = transformers.MambaForCausalLM(transformers.MambaConfig(**sizes, state_size=4)).eval()
+    expected = model(torch.arange(8)[None]).logits.detach()
+    report = compress_(model, SVDConfig(ratio=0.1, block=8, targets="all-linear", method="plain"))
+    kept = {layer.name.rpartition(".")[2]: layer.reason for layer in report.layers if layer.dense}
+    assert kept == {"dt_proj": "cannot be replaced: the model's code reads its weight"}
+    assert relative_error(model(torch.arange(8)[None]).logits, expected) < 0.5

@@ -35,7 +35,7 @@ def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = tiny_model()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", CalibrationWarning)
-        report = compress_(model, SVDConfig(ratio=0.3, block=8), [tiny_ids()])
+        report = compress_(model, SVDConfig(ratio=0.3, block=8, allocation="uniform"), [tiny_ids()])
     hf.save(model, directory, report, tiny_tokenizer())
     return directory
 
@@ -140,7 +140,7 @@ def test_config_is_no_json_object(checkpoint: Path, text: str) -> None:
 @pytest.mark.parametrize(
     ("path", "value", "word"),
     [
-        (("format_version",), 99, "format_version must be 1, got 99"),
+        (("format_version",), 99, "format_version must be 2, got 99"),
         (("layers",), [], "at least one layer"),
         (("layers",), [1], "malformed"),
         (("layers", 0, "r"), "32", "positive integer"),
@@ -154,7 +154,7 @@ def test_config_is_no_json_object(checkpoint: Path, text: str) -> None:
         (("calibration",), 3, "object or null"),
         (("provenance",), [], "provenance an object"),
         (("svd_config", "ratio"), 2, "ratio must be in (0, 1)"),
-        (("svd_config", "version"), 7, "version must be 1"),
+        (("svd_config", "version"), 7, "version must be 2"),
     ],
 )
 def test_malformed_record(

@@ -25,7 +25,9 @@ ATTENTION = tuple(f"model.layers.{i}.self_attn.q_proj" for i in (0, 1))
 
 
 def _compress(model: nn.Module, targets: str = "mlp") -> None:
-    compress_(model, SVDConfig(ratio=0.3, block=8, targets=targets, method="plain"))
+    compress_(
+        model, SVDConfig(ratio=0.3, block=8, targets=targets, method="plain", allocation="uniform")
+    )
 
 
 def _swap(model: PreTrainedModel, *names: str) -> None:

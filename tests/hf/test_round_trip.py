@@ -36,7 +36,7 @@ def _compressed(
     family: str = "llama", targets: str = "mlp", **overrides: object
 ) -> tuple[PreTrainedModel, CompressionReport]:
     model = tiny_model(family, **overrides)  # pyright: ignore
-    config = SVDConfig(ratio=0.3, block=8, targets=targets)
+    config = SVDConfig(ratio=0.3, block=8, targets=targets, allocation="uniform")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", CalibrationWarning)
         return model, compress_(model, config, [tiny_ids()])

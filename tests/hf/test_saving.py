@@ -75,7 +75,7 @@ def test_too_little_room_is_seen_before_writing(
 
 def test_factors_that_their_dtype_cannot_hold_are_not_written(tmp_path: Path) -> None:
     model = tiny_model()
-    compress_(model, SVDConfig(ratio=0.3, block=8, method="plain"))
+    compress_(model, SVDConfig(ratio=0.3, block=8, method="plain", allocation="uniform"))
     layer = model.get_submodule("model.layers.1.mlp.up_proj")
     layer.v.data[2, 3] = 1e5  # pyright: ignore
     hf.save(model, tmp_path / "float32")

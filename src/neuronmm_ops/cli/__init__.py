@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from neuronmm_ops import __version__
 from neuronmm_ops.cli import (
     bench,
+    compare,
     compress,
     doctor,
     evaluate,
@@ -70,6 +71,6 @@ def parser() -> argparse.ArgumentParser:
     root = Parser(prog="neuronmm", description="Low-rank LLMs: compress, evaluate and run them.")
     root.add_argument("--version", action="version", version=f"neuronmm-ops {__version__}")
     commands = root.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for module in (compress, evaluate, generate, inspect, doctor, bench, plan, simulate):
+    for module in (compress, evaluate, compare, generate, inspect, doctor, bench, plan, simulate):
         module.add(commands)
     return root

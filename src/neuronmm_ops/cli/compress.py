@@ -1,51 +1,57 @@
 """`compress`: a model in, a directory with its compressed form out."""
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from neuronmm_ops.cli.console import stdout
 from neuronmm_ops.cli.inspect import show_summary, summary
 from neuronmm_ops.cli.library import transformers_models
-from neuronmm_ops.cli.parser import add_command
+from neuronmm_ops.cli.parser import OPTIONS, add_command
 from neuronmm_ops.compress.config import LayerRatio, SVDConfig
 from neuronmm_ops.progress import progress_bars
+
+# Options of the command that are keyword arguments of `hf.compress`; others are SVDConfig's fields.
+KEYWORDS = ("samples", "seqlen", "order", "dtype", "device", "force", "max_shard_size")
 
 
 def add(commands: Any) -> None:
     """Add the command to the parser."""
     description = "replace Linears by factors"
-    options = ("model", "--ratio", "--seqlen", "--dtype", "--device")
-    command = add_command(commands, "compress", _compress, show_summary, description, *options)
+    options = ("--ratio", "--seqlen", "--dtype", "--device")
+    command = add_command(commands, "compress", _compress, _show, description, *options)
+    command.add_argument("model", nargs="?", **OPTIONS["model"])
     command.add_argument("-o", "--output", type=Path, required=True, metavar="OUT")
     command.add_argument(
-        "--method", default="kfac", help="kfac (default), swift, whiten, drift, zero-sum or plain"
+        "--from",
+        dest="recorded",
+        type=Path,
+        metavar="compression.json",
+        help="run what a checkpoint records again; other options replace what it says",
     )
+    command.add_argument("--method", help="kfac (default), swift, whiten, drift, zero-sum or plain")
     command.add_argument("--calibration", type=Path, metavar="FILE.txt")
-    command.add_argument(
-        "--samples", type=int, default=128, help="calibration blocks (default 128)"
-    )
+    command.add_argument("--samples", type=int, help="calibration blocks (default 128)")
     command.add_argument(
         "--calibration-order",
+        dest="order",
         choices=("spread", "head"),
-        default="spread",
         help="blocks evenly over the whole text (default), or its first ones",
     )
-    command.add_argument(
-        "--block", type=int, default=128, help="ranks are multiples of it (default 128)"
-    )
+    command.add_argument("--block", type=int, help="ranks are multiples of it (default 128)")
     command.add_argument(
         "--targets",
         nargs="+",
-        default=["mlp"],
         help="mlp (default), attention, all-linear, module names or regular expressions",
     )
     _add_allocation(command)
-    command.add_argument(
-        "--max-shard-size", default="50GB", metavar="SIZE", help="of a file (default 50GB)"
-    )
+    command.add_argument("--max-shard-size", metavar="SIZE", help="of a file (default 50GB)")
     command.add_argument(
         "--force", action="store_true", help="replace OUT if it is a compressed checkpoint"
     )
+    # None is "not given", so that the record's values or the library's defaults hold.
+    command.set_defaults(**dict.fromkeys((*SVDConfig.__dataclass_fields__, *KEYWORDS)))
 
 
 def _add_allocation(command: argparse.ArgumentParser) -> None:
@@ -53,7 +59,6 @@ def _add_allocation(command: argparse.ArgumentParser) -> None:
     group = command.add_argument_group("ranks")
     group.add_argument(
         "--allocation",
-        default="greedy",
         help="greedy (default): one budget for all matrices; uniform: the paper's rule for each",
     )
     group.add_argument(
@@ -63,21 +68,20 @@ def _add_allocation(command: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--budget",
-        default="parameters",
         help="what --ratio is a fraction of: parameters (default), bytes or modelled time",
     )
     group.add_argument("--target", help="trn1, trn2 or trn3, with --budget time")
     group.add_argument(
         "--tokens",
         type=int,
-        default=1,
         metavar="M",
         help="of a launch, with --budget time (default 1: decoding)",
     )
     group.add_argument(
         "--layer-ratio",
+        dest="layer_ratios",
+        type=layer_ratio,
         action="append",
-        default=[],
         metavar="PATTERN=R",
         help="a ratio of its own for the layers that PATTERN selects, as --targets does; 0 keeps "
         "them dense. PATTERN=LO:HI bounds what they get of the common budget. Repeatable, the "
@@ -85,26 +89,11 @@ def _add_allocation(command: argparse.ArgumentParser) -> None:
     )
 
 
-def _config(options: argparse.Namespace) -> SVDConfig:
-    return SVDConfig(
-        ratio=options.ratio,
-        block=options.block,
-        targets=tuple(options.targets),
-        method=options.method,
-        allocation=options.allocation,
-        importance=options.importance,
-        budget=options.budget,
-        target=options.target,
-        tokens=options.tokens,
-        layer_ratios=tuple(layer_ratio(text) for text in options.layer_ratio),
-    )
-
-
 def layer_ratio(text: str) -> tuple[str, LayerRatio]:
     """Read `PATTERN=R` or `PATTERN=LO:HI`; a pattern may itself hold `=`.
 
     Raises:
-        ValueError: it is neither.
+        ArgumentTypeError: it is neither.
     """
     pattern, _, ratio = text.rpartition("=")
     low, colon, high = ratio.partition(":")
@@ -113,33 +102,42 @@ def layer_ratio(text: str) -> tuple[str, LayerRatio]:
     except ValueError:
         ends = None
     if not pattern or ends is None:
-        raise ValueError(f"--layer-ratio must be PATTERN=R or PATTERN=LO:HI; got {text!r}")
+        raise argparse.ArgumentTypeError(f"must be PATTERN=R or PATTERN=LO:HI; got {text!r}")
     return pattern, ends if colon else ends[0]
 
 
 def _compress(options: argparse.Namespace) -> dict[str, Any]:
-    config = _config(options)
-    if config.needs_calibration and options.calibration is None:
-        importance = f" with importance {config.importance}" if config.importance else ""
+    if options.model is None and options.recorded is None:
+        raise ValueError("MODEL is needed: a Transformers directory or a hub id; or use --from")
+    given = {name: value for name, value in vars(options).items() if value is not None}
+    choices = {name: given[name] for name in SVDConfig.__dataclass_fields__ if name in given}
+    keywords = {name: given[name] for name in KEYWORDS if name in given}
+    model, text, run = options.model, options.calibration, None
+    if options.recorded is None:
+        config = SVDConfig(**choices)
+    else:
+        run = transformers_models().read_run(options.recorded)
+        config = replace(run.config, **choices)
+        keywords = run.options | keywords
+        model = model or run.checked_model()
+        if config.needs_calibration:
+            text = text or run.checked_text()
+    if config.needs_calibration and text is None:
         raise ValueError(
-            f"method {config.method}{importance} needs --calibration FILE.txt; "
-            "or use --method plain alone"
+            f"{config.calibrated_by} needs --calibration FILE.txt; or use --method plain"
         )
     hf = transformers_models()
-    text = None if options.calibration is None else hf.read_text(options.calibration)
     with progress_bars() as progress:
-        report = hf.compress(
-            options.model,
-            config,
-            text,
-            options.output,
-            samples=options.samples,
-            seqlen=options.seqlen,
-            order=options.calibration_order,
-            dtype=options.dtype,
-            device=options.device,
-            force=options.force,
-            max_shard_size=options.max_shard_size,
-            progress=progress,
-        )
-    return {"output": str(options.output), **summary(report)}
+        report = hf.compress(model, config, text, options.output, **keywords, progress=progress)
+    document = {"output": str(options.output), **summary(report)}
+    if run is not None:
+        written = hf.read_run(options.output / "compression.json")
+        document["same_weights"] = written.weights_sha256 == run.weights_sha256
+    return document
+
+
+def _show(document: dict[str, Any]) -> None:
+    show_summary(document)
+    if "same_weights" in document:
+        how = "are bit for bit" if document["same_weights"] else "differ from"
+        stdout.print(f"weights {how} those of the recorded run")

@@ -86,6 +86,8 @@ def check_output(path: Path) -> None:
         raise ValueError(f"cannot write {path}: {path.parent} is no directory")
     if path.is_dir():
         raise ValueError(f"cannot write {path}: it is a directory")
+    if not os.access(path.resolve().parent, os.W_OK):
+        raise ValueError(f"cannot write {path}: no permission in {path.parent}")
 
 
 @contextlib.contextmanager

@@ -1,6 +1,7 @@
 """`inspect`: rank and loss of every layer of a compressed checkpoint, from its headers."""
 
 import argparse
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,9 @@ def summary(report: CompressionReport) -> dict[str, Any]:
         "bytes": sum(layer.bytes for layer in report.layers),
         "dense_bytes": sum(layer.dense_bytes for layer in report.layers),
         "left_dense": [asdict(left) for left in report.left_dense],
+        "config": None if report.config is None else report.config.to_dict(),
+        "calibration": report.calibration,
+        "provenance": report.provenance,
         "layers": [{field: getattr(layer, field) for field in fields} for layer in report.layers],
     }
 
@@ -65,5 +69,37 @@ def show_summary(document: dict[str, Any]) -> None:
             f"({left['reason']})",
             soft_wrap=True,
         )
-    if document["compute_dtype"] is not None:
-        stdout.print(f"computed in {document['compute_dtype']}")
+    for line in _record_lines(document):
+        stdout.print(line, soft_wrap=True)
+
+
+def _record_lines(document: dict[str, Any]) -> Iterator[str]:
+    """Yield what the record says of the run: how, on what text, of what model, by what versions."""
+    config, calibration = document["config"], document["calibration"]
+    if config is None:
+        yield "factors are not of neuronmm compress: the record has no config"
+    else:
+        method = {"method": config["method"], **config}
+        yield _listed({key: method[key] for key in method if key not in ("version", "ratio")})
+    if calibration is not None:
+        known = ("tokens", "batches", "sha256")
+        how = _listed({key: calibration[key] for key in calibration if key not in known})
+        tokens, digest = (calibration.get(key, "unknown") for key in ("tokens", "sha256"))
+        yield f"calibrated on {tokens} tokens{how and ': '}{how}; their SHA-256 {digest}"
+    provenance = {name: v for name, v in document["provenance"].items() if isinstance(v, str)}
+    model, dtype = provenance.pop("model", ""), provenance.pop("compute_dtype", None)
+    origin = [f"from {model}"] if model else []
+    origin += [] if dtype is None else [f"computed in {dtype}"]
+    if origin or provenance:
+        yield ", ".join([*origin, _listed(provenance)])
+
+
+def _listed(fields: dict[str, Any]) -> str:
+    """Return fields as `name value, name value`; those without a value are left out."""
+    return ", ".join(
+        f"{name} {_text(value)}" for name, value in fields.items() if value is not None
+    )
+
+
+def _text(value: object) -> str:
+    return " ".join(map(str, value)) if isinstance(value, list) else str(value)

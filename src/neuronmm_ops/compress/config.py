@@ -129,7 +129,15 @@ class SVDConfig:
     @property
     def needs_calibration(self) -> bool:
         """Whether anything looks at activations."""
-        return METHODS[self.method].side is not None or self.weighs_by in ("gradient", "perplexity")
+        return self.calibrated_by is not None
+
+    @property
+    def calibrated_by(self) -> str | None:
+        """What looks at activations, for messages; None where nothing does."""
+        if METHODS[self.method].side is not None:
+            return f"method {self.method}"
+        needs = self.weighs_by in ("gradient", "perplexity")
+        return f"importance {self.weighs_by}" if needs else None
 
     def rank(self, K: int, N: int, bounds: tuple[float, float] = (0.0, 1.0)) -> int | None:
         """Return the uniform rule's rank of a `[K, N]` matrix, None where it stays dense.

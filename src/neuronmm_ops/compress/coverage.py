@@ -47,12 +47,17 @@ def still_dense(
     """Return what an earlier run left dense and no one of the `layers` of a later one is."""
     taken = {f"{layer.name}.weight" for layer in layers}
     groups = _groups({n: p.numel() for n, p in model.named_parameters() if n not in taken})
-    sizes = {name: sum(members.values()) for name, members in groups.items()}
-    return tuple(
-        replace(entry, parameters=size, share=entry.share * size / entry.parameters)
-        for entry in left
-        if (size := sizes.get(entry.name, 0))
-    )
+    prefix = getattr(model, "base_model_prefix", "") + "."
+    still: list[LeftDense] = []
+    for entry in left:
+        # Either of the model and the one of the earlier run may be the other's base model.
+        candidates = (entry.name, prefix + entry.name, entry.name.removeprefix(prefix))
+        name = next((name for name in candidates if name in groups), None)
+        if name is not None:
+            size = sum(groups[name].values())
+            share = entry.share * size / entry.parameters
+            still.append(replace(entry, name=name, parameters=size, share=share))
+    return tuple(still)
 
 
 def warn_of_coverage(

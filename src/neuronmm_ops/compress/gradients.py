@@ -14,7 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from neuronmm_ops.compress.batches import Batch, call_model, row_mask, single_rows
+from neuronmm_ops.compress.batches import (
+    Batch,
+    call_model,
+    check_batches,
+    row_mask,
+    single_rows,
+)
 from neuronmm_ops.compress.calibrate import Progress, eval_mode, fast_products
 from neuronmm_ops.compress.factorization import Gradient
 from neuronmm_ops.errors import NonFiniteError
@@ -51,6 +57,7 @@ def collect_gradients(
         NonFiniteError: the loss or a gradient is NaN or Inf; names the layer.
         ValueError: `weight` was asked of a model without logits, or a Linear has no gradient.
     """
+    check_batches(model, batches)
     sums = _Sums(kinds)
     rows = single_rows(batches, MAX_TOKENS)
     generator = torch.Generator()
@@ -76,7 +83,8 @@ def collect_gradients(
                     f"the loss of calibration row {index} must be finite, got {float(loss)}; "
                     "check the weights, or run in a wider dtype"
                 )
-            loss.backward()
+            if loss.requires_grad:  # else it depends on no Linear asked for
+                loss.backward()
             sums.tokens += tokens
             if progress:
                 progress("gradients", done, len(rows))
@@ -100,6 +108,11 @@ class _Sums:
             module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor], output: Tensor
         ) -> Tensor:
             (x,) = args or kwargs.values()
+            if not torch.isfinite(x).all():
+                raise NonFiniteError(
+                    f"{name}: input activations must be finite, got NaN or Inf during "
+                    "calibration; check the weights, or run in a wider dtype"
+                )
             # The model is frozen: what the first Linear returns is where gradients end.
             if not output.requires_grad:
                 output = output.requires_grad_()

@@ -210,7 +210,7 @@ def _batches(config: SVDConfig, calibration: Iterable[Batch] | None) -> list[Bat
         return []
     if calibration is None:
         raise ValueError(
-            f"method {config.method} needs calibration batches; give some, or use method plain"
+            f"{config.calibrated_by} needs calibration batches; give some, or use method plain"
         )
     return list(calibration)
 
@@ -232,7 +232,7 @@ def _moments(
         return
     for index, (name, moment) in enumerate(collect_moments(model, sides, batches, progress)):
         if index == 0:
-            warn_if_few(moment.tokens, linears, stacklevel=6)  # past this module and no_grad's
+            warn_if_few(moment.tokens, linears, stacklevel=5)  # past this module and no_grad's
         yield name, moment
 
 

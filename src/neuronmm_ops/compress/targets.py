@@ -20,7 +20,7 @@ PRESETS: dict[str, frozenset[str]] = {
             *("dense_h_to_4h", "dense_4h_to_h"),  # GPT-NeoX, Bloom, Falcon
             *("feed_forward.w1", "feed_forward.w2", "feed_forward.w3"),  # LFM2
             *("Wi", "Wo"),  # ModernBERT
-            *("intermediate.dense", "output.dense"),  # BERT
+            *("intermediate.dense", "output.dense", "ffn.0", "ffn.2"),  # BERT, CTRL
         }
     ),
     "attention": frozenset(
@@ -28,12 +28,13 @@ PRESETS: dict[str, frozenset[str]] = {
             *("q_proj", "k_proj", "v_proj", "o_proj", "out_proj", "dense"),  # Llama, OPT, Phi
             *("qkv_proj", "query_key_value", "c_attn", "c_proj", "Wqkv", "Wo"),  # Phi3, Bloom, MPT
             *("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"),  # DeepSeek
-            *("query", "key", "value"),  # BERT
+            *("query", "key", "value", "Wq", "Wk", "Wv"),  # BERT, CTRL
             *("in_proj_qkvz", "in_proj_qkv", "in_proj_z"),  # Qwen3-Next
         }
     ),
 }
 _ATTENTION = re.compile(r"attn|attention", re.IGNORECASE)
+_OF_NO_PRESET = re.compile(r"norm|router", re.IGNORECASE)  # have MLPs of their own
 # These are of attention also where no parent is named so, as in Nemotron-H.
 _IN_ATTENTION_ALONE = frozenset({"q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj"})
 
@@ -46,11 +47,19 @@ class Selection(NamedTuple):
 
 
 def select_targets(model: nn.Module, config: SVDConfig) -> Selection:
-    """Find the Linears that `config.targets` selects; raise ValueError where there is none.
+    """Find the linear layers that `config.targets` selects.
 
     The output head is taken only where it is named, and a Linear that shares its weight with
     another module (a tied head) never.
+
+    Raises:
+        ValueError: no layer is selected, or the model is of a kind that is not supported.
     """
+    if any(type(module).__name__ == "RwkvModel" for module in model.modules()):
+        raise ValueError(
+            "RWKV models scale their weights in place when they run, which factors would not "
+            "follow; they are not supported"
+        )
     shared = shared_weights(model)
     head = output_head(model)
     linears: dict[str, DenseLinear] = {}
@@ -63,11 +72,19 @@ def select_targets(model: nn.Module, config: SVDConfig) -> Selection:
             continue
         if name in shared:
             kept[name] = linear, f"shares its weight with {shared[name]}"
+        elif _is_read_by_its_parent(model, name):
+            kept[name] = linear, "cannot be replaced: the model's code reads its weight"
         else:
             linears[name] = linear
     if not linears:
-        raise ValueError(_nothingmatches(model, config, candidates, kept))
+        raise ValueError(_nothing_matches(model, config, candidates, kept))
     return Selection(linears, kept)
+
+
+def _is_read_by_its_parent(model: nn.Module, name: str) -> bool:
+    """Say whether it is the step size's projection in a Mamba mixer, which multiplies by it."""
+    parent, _, leaf = name.rpartition(".")
+    return leaf == "dt_proj" and hasattr(model.get_submodule(parent), "A_log")
 
 
 def matches(target: str, name: str) -> bool:
@@ -81,9 +98,11 @@ def matches(target: str, name: str) -> bool:
     return target in (name, leaf) or re.fullmatch(target, name) is not None
 
 
-def preset_of(name: str) -> str:
-    """Return the preset that stands for the module of this name: `attention` or `mlp`."""
+def preset_of(name: str) -> str | None:
+    """Return the preset that stands for the module of this name: `attention`, `mlp` or none."""
     parents, _, leaf = name.rpartition(".")
+    if _OF_NO_PRESET.search(parents):
+        return None
     is_attention = _ATTENTION.search(parents) or leaf in _IN_ATTENTION_ALONE
     return "attention" if is_attention else "mlp"
 
@@ -95,7 +114,7 @@ def output_head(model: nn.Module) -> nn.Module | None:
     return head if isinstance(head, nn.Module) else None
 
 
-def _nothingmatches(
+def _nothing_matches(
     model: nn.Module,
     config: SVDConfig,
     candidates: dict[str, DenseLinear],
@@ -104,7 +123,7 @@ def _nothingmatches(
     targets = ", ".join(config.target_list)
     if kept:
         name, (_, reason) = next(iter(kept.items()))
-        return f"targets {targets} match only shared weights: {name} {reason}"
+        return f"targets {targets} match only layers kept dense: {name} {reason}"
     leaves = sorted({name.rpartition(".")[2] for name in candidates})
     found = (
         f"its nn.Linears are called {', '.join(leaves[:12])}" if leaves else "it has no nn.Linear"

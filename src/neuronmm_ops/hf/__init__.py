@@ -8,11 +8,13 @@ from neuronmm_ops.hf.compress import compress
 from neuronmm_ops.hf.computing import load_computing
 from neuronmm_ops.hf.generate import generate_text
 from neuronmm_ops.hf.loading import load, load_tokenizer
+from neuronmm_ops.hf.provenance import CompressionRun, read_run
 from neuronmm_ops.hf.quantizer import NeuronMMConfig, NeuronMMQuantizer
 from neuronmm_ops.hf.saving import save
 from neuronmm_ops.hf.text import calibration_batches, read_text
 
 __all__ = [
+    "CompressionRun",
     "NeuronMMConfig",
     "NeuronMMQuantizer",
     "calibration_batches",
@@ -21,6 +23,7 @@ __all__ = [
     "load",
     "load_computing",
     "load_tokenizer",
+    "read_run",
     "read_text",
     "save",
 ]

@@ -20,9 +20,10 @@ from neuronmm_ops.compress.targets import select_targets
 from neuronmm_ops.eval import block_length
 from neuronmm_ops.hf.computing import AUTO, check_device, computing_in, dtype_of, load_on
 from neuronmm_ops.hf.loading import load_tokenizer
+from neuronmm_ops.hf.provenance import CalibrationSource, CompressionRun, ModelSource
 from neuronmm_ops.hf.saving import save
 from neuronmm_ops.hf.target import check_target
-from neuronmm_ops.hf.text import Order, calibration_batches
+from neuronmm_ops.hf.text import Order, calibration_batches, read_text
 from neuronmm_ops.nn import dense_linears
 from neuronmm_ops.ops.backends.cpu import name_of
 
@@ -33,7 +34,7 @@ DEFAULT_SHARD_SIZE = "50GB"
 def compress(
     model: str | Path,
     config: SVDConfig | None,
-    text: str | None,
+    text: str | Path | None,
     output: str | Path,
     *,
     samples: int = DEFAULT_SAMPLES,
@@ -49,12 +50,13 @@ def compress(
 
     Everything that can be checked beforehand is: the target, the room on its disk, the text.
     The checkpoint has the dtype of the model whatever was computed in, and what is not compressed
-    is written bit for bit.
+    is written bit for bit. Its `compression.json` says how to run this again, see `CompressionRun`.
 
     Args:
         model: a local directory, or a hub id.
         config: what to do; None is `SVDConfig()`.
-        text: to calibrate on, see `read_text`; not needed by method `plain`.
+        text: to calibrate on, or the Path of a file with it, see `read_text`; not needed by method
+            `plain`.
         output: the directory to write; it must not exist, or `force`.
         samples: calibration blocks.
         seqlen: tokens in a block; default the smaller of 2048 and the model's limit.
@@ -79,7 +81,9 @@ def compress(
     """
     config = config or SVDConfig()
     if config.needs_calibration and text is None:
-        raise ValueError(f"method {config.method} needs a calibration text; or use method plain")
+        raise ValueError(f"{config.calibrated_by} needs a calibration text; or use method plain")
+    text_path = text if isinstance(text, Path) else None
+    text = read_text(text) if isinstance(text, Path) else text
     _check_shard_size(max_shard_size)
     place = check_device(device)
     target = Path(output)
@@ -98,6 +102,7 @@ def compress(
 
     batches: list[Tensor] | None = None
     calibration: dict[str, Any] = {}
+    blocks: CalibrationSource | None = None
     if config.needs_calibration and text is not None:
         seqlen = block_length(loaded, seqlen)
         batches = calibration_batches(tokenizer, text, samples, seqlen, order)
@@ -105,12 +110,22 @@ def compress(
         batches = [batch.to(place) for batch in batches]
         taken = sum(len(batch) for batch in batches)
         calibration = {"order": order, "samples": taken, "seqlen": seqlen}
+        blocks = CalibrationSource.of(text_path, text, samples, seqlen, order)
+    run = CompressionRun(
+        model=ModelSource.of(model),
+        config=config,
+        calibration=blocks,
+        dtype=dtype,
+        compute_dtype=name_of(compute),
+        device=str(place),
+        max_shard_size=max_shard_size,
+    )
     with computing_in(loaded, compute):
         report = compress_(loaded, config, batches, progress)
     report = _completed(report, loaded, calibration, compute)
 
     tell("save", 0, 1)
-    save(loaded, target, report, tokenizer, force, max_shard_size)
+    save(loaded, target, report, tokenizer, force, max_shard_size, run)
     tell("save", 1, 1)
     return report
 

@@ -17,7 +17,9 @@ from neuronmm_ops.compress.record import attach, attached_report, low_rank_layer
 from neuronmm_ops.compress.report import CompressionReport, LayerReport
 from neuronmm_ops.errors import CheckpointError
 from neuronmm_ops.hf.loading import load_exactly, model_names
+from neuronmm_ops.hf.provenance import CompressionRun, keep_run, write_run
 from neuronmm_ops.hf.target import check_target, no_room, replacement
+from neuronmm_ops.nn import dense_linear, dense_linears
 
 
 def save(
@@ -27,6 +29,7 @@ def save(
     tokenizer: Any = None,
     force: bool = False,
     max_shard_size: int | str = "50GB",
+    run: CompressionRun | None = None,
 ) -> None:
     """Write a model with low-rank layers as a Transformers directory.
 
@@ -41,6 +44,8 @@ def save(
         tokenizer: saved along with the model.
         force: replace an existing compressed checkpoint.
         max_shard_size: of one file of weights, in bytes or as `5GB`.
+        run: what made the model, for `compression.json`; default that of the checkpoint which the
+            model was loaded from, where the weights are still the same.
 
     Raises:
         FileExistsError: the target exists, and may not be replaced.
@@ -51,7 +56,8 @@ def save(
     """
     target = Path(directory)
     needed = sum(parameter.nbytes for parameter in model.parameters())
-    check_target(target, force, _source_of(model), needed)
+    source = _source_of(model)
+    check_target(target, force, source, needed)
     _record(model, report)
     for name, layer in low_rank_layers(model).items():
         if not layer.u.is_meta:
@@ -61,6 +67,10 @@ def save(
             model.save_pretrained(temporary, max_shard_size=max_shard_size)
             if tokenizer is not None:
                 tokenizer.save_pretrained(temporary)
+            if run is not None:
+                write_run(temporary, run)
+            elif source is not None:
+                keep_run(temporary, source)
             _open_to_others(temporary)
             verify(model, temporary)
     except FileExistsError:
@@ -89,6 +99,15 @@ def verify(model: PreTrainedModel, directory: Path) -> None:
             raise CheckpointError(
                 f"what was written is not the model, and is removed: loading finds "
                 f"{len(info[kind])} {kind.replace('_', ' ')}, first {name}"
+            )
+    for name, layer in dense_linears(loaded).items():
+        own = dense_linear(model.get_submodule(name))
+        # A square weight would load as it is, and mean its transpose.
+        if own is not None and own.is_transposed != layer.is_transposed:
+            raise CheckpointError(
+                f"what was written is not the model, and is removed: {name} is "
+                f"{type(own.module).__name__} here and {type(layer.module).__name__} when loaded, "
+                "which hold their weights transposed; put the architecture's own module back"
             )
     expected = model.state_dict()
     for file in weight_files(directory):

@@ -1,8 +1,8 @@
 """Two-sided whitening (K-FAC): C = R Rᵀ of the output gradients, G = L Lᵀ of the inputs.
 
 W_r = R⁻ᵀ [Rᵀ W L]_r L⁻¹ minimizes ‖Rᵀ (W − W_r) L‖², to second order the change of the model's
-loss where inputs and output gradients are independent (Martens & Grosse, arXiv 1503.05671). Of a wide
-output only C's diagonal is measured: its Cholesky factor would take longer than all the rest.
+loss where inputs and output gradients are independent (Martens & Grosse, arXiv 1503.05671). Of
+a wide output only C's diagonal is measured: its Cholesky factor would take longer than the rest.
 """
 
 import torch
@@ -20,7 +20,8 @@ MAX_FULL = 2048
 
 
 def _gradient(K: int, N: int) -> Gradient:
-    return "moment" if N <= max(K, MAX_FULL) else "diagonal"
+    is_wide = N > K and N > MAX_FULL
+    return "diagonal" if is_wide else "moment"
 
 
 def _factor(w: Tensor, statistics: Statistics, rank: int) -> Factorization:

@@ -1,0 +1,99 @@
+"""`compare`: compressed checkpoints beside their dense model, as a table and a plot."""
+
+import argparse
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from neuronmm_ops.cli.console import check_output, show_table, stdout
+from neuronmm_ops.cli.library import transformers_models
+from neuronmm_ops.cli.parser import add_command
+from neuronmm_ops.progress import progress_bars
+
+
+def add(commands: Any) -> None:
+    """Add the command to the parser."""
+    description = "perplexity, size and speed of checkpoints beside the dense model"
+    options = ("--seqlen", "--dtype", "--device")
+    command = add_command(commands, "compare", _compare, _show, description, *options)
+    command.add_argument(
+        "directories", type=Path, nargs="+", metavar="DIR", help="a compressed checkpoint"
+    )
+    command.add_argument(
+        "--text",
+        type=Path,
+        action="append",
+        required=True,
+        metavar="FILE",
+        help="to take the perplexity on; once for each text",
+    )
+    command.add_argument(
+        "--dense", metavar="MODEL", help="the dense model (default: which the checkpoints record)"
+    )
+    command.add_argument(
+        "--plot", type=Path, metavar="OUT.png", help="draw perplexity and speed (matplotlib)"
+    )
+
+
+def _compare(options: argparse.Namespace) -> list[dict[str, Any]]:
+    name, count = Counter(path.name for path in options.text).most_common(1)[0]
+    if count > 1:
+        raise ValueError(f"texts must have names that differ, got {name} {count} times")
+    hf = transformers_models()
+    from neuronmm_ops.bench import compare, compare_plot
+
+    if options.plot is not None:
+        check_output(options.plot)
+        compare_plot.check_format(options.plot)
+    texts = {str(path): hf.read_text(path) for path in options.text}
+    with progress_bars() as progress:
+        rows = compare.run(
+            options.directories,
+            texts,
+            options.dense,
+            seqlen=options.seqlen,
+            dtype=options.dtype,
+            device=options.device,
+            progress=progress,
+        )
+    if options.plot is not None:
+        compare_plot.save(rows, options.plot)
+    return rows
+
+
+def _show(rows: list[dict[str, Any]]) -> None:
+    dense = rows[0]
+    names = ["dense", *(Path(row["dir"]).resolve().name for row in rows[1:])]
+    # Two tables, so that a terminal of 80 columns shows every number.
+    texts = list(dense["ppl_token"])
+    cells = [[_quality(row, text) for text in texts] for row in rows]
+    _show_models(names, [Path(text).stem for text in texts], cells, "perplexity (excess)")
+    columns = ["ratio", "effective", "MB", "prefill/s", "", "decode/s", "", "gamma"]
+    _show_models(names, columns, [_cost(row) for row in rows], "size and tokens/s")
+    versions = ", ".join(f"{name} {value}" for name, value in dense["versions"].items())
+    for line in (
+        "excess: ln of the perplexity less ln of the dense model's, nats a token",
+        f"tokens/s measured, batch 1, prefill of {dense['prefill_tokens']} tokens and decode of "
+        f"{dense['decode_tokens']}, each checkpoint in turn with the dense model",
+        "gamma: mean excess / (end-to-end speed-up - 1), lower is better; reconstructed, the "
+        "paper defines it in words only, and with accuracy",
+        f"blocks of {dense['seqlen']} tokens, computed in {dense['compute_dtype']} on "
+        f"{dense['device']}, threads: {dense['threads']}; {versions}",
+    ):
+        stdout.print(line, soft_wrap=True)
+
+
+def _show_models(names: list[str], columns: list[str], cells: list[list[str]], title: str) -> None:
+    rows = [[name, *row] for name, row in zip(names, cells, strict=True)]
+    show_table(["model", *columns], rows, left=["model"], title=title)
+
+
+def _quality(row: dict[str, Any], text: str) -> str:
+    return f"{row['ppl_token'][text]:.3f} ({row['excess_log_ppl'][text]:+.4f})"
+
+
+def _cost(row: dict[str, Any]) -> list[str]:
+    cells = [f"{row['ratio']:.2f}", f"{row['effective_ratio']:.3f}", f"{row['bytes'] / 1e6:.1f}"]
+    for phase in ("prefill", "decode"):
+        cells += [f"{row['tokens_per_s'][phase]:.0f}", f"{row['speedup'][phase]:.2f}x"]
+    return [*cells, "" if row["gamma"] is None else f"{row['gamma']:.4f}"]

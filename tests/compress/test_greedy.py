@@ -1,0 +1,142 @@
+"""`compress_` with one budget for all matrices, by every method and importance."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from toys import FAMILIES, GatedMLP, causal_lm, token_batches
+
+from neuronmm_ops import SVDConfig, SVDLinear, compress_
+from neuronmm_ops.compress.methods import METHODS
+from neuronmm_ops.compress.rank import parameter_count
+
+BATCHES = token_batches(5)
+WIDER = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
+
+
+def kept(report):
+    return sum(layer.parameters for layer in report.layers)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_budget_is_met_within_one_block(family, method):
+    model = causal_lm(family, **WIDER)
+    config = SVDConfig(ratio=0.4, block=8, method=method, targets="all-linear")
+    report = compress_(model, config, token_batches(10))
+    dense = sum(layer.K * layer.N for layer in report.layers)
+    block = max(8 * (layer.K + layer.N) for layer in report.layers)
+    assert 0 <= 0.6 * dense - kept(report) < block
+    assert report.effective_ratio == pytest.approx(1 - kept(report) / dense)
+    for layer in report.layers:
+        module = model.get_submodule(layer.name)
+        assert layer.dense == (type(module) is nn.Linear)
+        assert layer.dense or (type(module) is SVDLinear and module.rank == layer.r)
+        assert layer.reason in (None, "the allocation keeps it dense")
+        assert 0 <= layer.loss < 1
+    assert model(BATCHES[0]).logits.isfinite().all()
+
+
+@pytest.mark.parametrize("importance", ["gradient", "error", "perplexity"])
+def test_every_importance_allocates(importance):
+    model = causal_lm(**WIDER)
+    before = copy.deepcopy(model.state_dict())
+    config = SVDConfig(ratio=0.4, block=8, method="swift", importance=importance)
+    told = []
+    report = compress_(model, config, token_batches(10), lambda *args: told.append(args))
+    assert len({layer.r for layer in report.layers}) > 1
+    stages = {"gradient": "gradients", "perplexity": "probe"}
+    assert stages.get(importance, "calibrate") in {stage for stage, *_ in told}
+    after = model.state_dict()
+    assert all(torch.equal(before[name], after[name]) for name in before if "mlp" not in name)
+
+
+def test_layers_that_matter_get_more_rank():
+    """The second MLP's output is scaled away, so its ranks are worth little."""
+    model = causal_lm(**WIDER)
+    with torch.no_grad():
+        model.model.layers[1].mlp.down_proj.weight.mul_(1e-3)
+    report = compress_(model, SVDConfig(ratio=0.5, block=8), token_batches(10))
+    first, second = (
+        sum(layer.parameters for layer in report.layers if f"layers.{i}." in layer.name)
+        for i in (0, 1)
+    )
+    assert first > 2 * second
+
+
+def test_smaller_ratios_never_lower_ranks():
+    ranks = []
+    for ratio in (0.2, 0.4, 0.6):
+        report = compress_(causal_lm(**WIDER), SVDConfig(ratio=ratio, block=8), token_batches(10))
+        ranks.append([layer.r or 10**6 for layer in report.layers])
+    for few, many in zip(ranks[1:], ranks, strict=False):
+        assert all(a <= b for a, b in zip(few, many, strict=True))
+
+
+@pytest.mark.parametrize("allocation", ["greedy", "uniform"])
+def test_layer_ratios(allocation):
+    config = SVDConfig(
+        ratio=0.4,
+        block=8,
+        allocation=allocation,
+        layer_ratios={r".*layers\.0\.mlp\.up_proj": 0.0, "down_proj": (0.5, 0.7)},
+    )
+    report = compress_(causal_lm(**WIDER), config, token_batches(10))
+    found = {layer.name.removeprefix("model.layers."): layer for layer in report.layers}
+    assert found["0.mlp.up_proj"].dense
+    for index in (0, 1):
+        down = found[f"{index}.mlp.down_proj"]
+        removed = 1 - down.parameters / (down.K * down.N)
+        assert (0.5 if allocation == "greedy" else 0.4) <= removed <= 0.7  # uniform rounds
+    if allocation == "greedy":
+        shared = [layer for name, layer in found.items() if name != "0.mlp.up_proj"]
+        dense = sum(layer.K * layer.N for layer in shared)
+        spent = sum(parameter_count(layer.K, layer.N, layer.r) for layer in shared)
+        assert 0 <= 0.6 * dense - spent < 8 * 192
+
+
+def test_a_budget_that_no_allocation_meets_changes_nothing():
+    model = causal_lm()
+    modules = dict(model.named_modules())
+    with pytest.raises(ValueError, match=r"no allocation meets the budget .* a smaller block"):
+        compress_(model, SVDConfig(ratio=0.8, block=8), BATCHES)
+    assert dict(model.named_modules()) == modules
+
+
+def test_drift_is_nearer_to_the_dense_model_than_its_start():
+    """With the same ranks, on the calibration data themselves."""
+    dense, batches = causal_lm(**WIDER), token_batches(10)
+    errors = {}
+    for method in ("swift", "drift"):
+        model = copy.deepcopy(dense)
+        config = SVDConfig(ratio=0.6, block=8, method=method, allocation="uniform")
+        compress_(model, config, batches)
+        with torch.no_grad():
+            errors[method] = sum(
+                float((model.model(b)[0] - dense.model(b)[0]).square().sum()) for b in batches
+            )
+    assert errors["drift"] < errors["swift"]
+
+
+def test_drift_needs_layers():
+    with pytest.raises(ValueError, match="GatedMLP has no list of layers"):
+        compress_(
+            GatedMLP(32, 64),
+            SVDConfig(ratio=0.5, block=8, method="drift", targets="all-linear"),
+            [torch.randn(1, 700, 32)],
+        )
+
+
+def test_dead_channels_and_one_document():
+    """Inputs that are always zero, and fewer tokens than features."""
+    model = causal_lm(**WIDER)
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight[:40] = 0
+        model.model.layers[1].post_attention_layernorm.weight[:20] = 0
+    for method in [name for name in METHODS if name != "plain"]:
+        clone = copy.deepcopy(model)
+        config = SVDConfig(ratio=0.4, block=8, method=method)
+        with pytest.warns(UserWarning, match="fewer than"):
+            compress_(clone, config, [token_batches(1)[0][:1]])
+        assert clone(BATCHES[0]).logits.isfinite().all()
