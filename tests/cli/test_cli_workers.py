@@ -1,0 +1,164 @@
+"""`neuronmm compress` on many workers: one result, one line for what ends them, and no hang."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from fleet import CLI, Outcome, run_fleet
+from outcomes import COMPRESS, Run
+
+pytestmark = pytest.mark.slow
+
+# Runs before the command, in each worker.
+AT_CALIBRATION = """
+import os, signal, sys, time
+from neuronmm_ops.compress import pipeline
+from neuronmm_ops.cli import workers
+
+INDEX = int(os.environ["RANK"])
+
+def before(name, action):
+    function = getattr(pipeline, name)
+    def call(*arguments, **options):
+        action()
+        return function(*arguments, **options)
+    setattr(pipeline, name, call)
+"""
+
+
+def arguments(dense: Path, text: Path, out: Path) -> tuple[object, ...]:
+    return ("compress", dense, "-o", out, "--calibration", text, *COMPRESS, "--json")
+
+
+def said(outcomes: list[Outcome]) -> list[str]:
+    """What all workers printed on stderr, no traceback among it; stdout is empty."""
+    assert all(outcome.out == "" for outcome in outcomes)
+    lines = [line for outcome in outcomes for line in outcome.err.splitlines()]
+    assert not any("Traceback" in line for line in lines), lines
+    return [line for line in lines if not line.startswith(("warning:", "calibrate", "load"))]
+
+
+def test_torchrun_gives_what_one_process_gives(
+    run: Run, dense: Path, text: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "many"
+    launcher = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2")
+    command = [*launcher, "-m", "neuronmm_ops", *arguments(dense, text, out)]
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        [str(part) for part in command], capture_output=True, text=True, env=environment
+    )
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    single = run(*arguments(dense, text, tmp_path / "one"))
+    expected = json.loads(single.out)
+    ranks = [[layer["r"] for layer in each.pop("layers")] for each in (told, expected)]
+    assert ranks[0] == ranks[1]
+    assert {**told, "output": ""} == {**expected, "output": ""}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["many", "one"]
+    perplexities = [
+        json.loads(run("eval", tmp_path / name, "--text", text, "--seqlen", "64", "--json").out)
+        for name in ("many", "one")
+    ]
+    assert perplexities[0]["ppl_token"] == pytest.approx(perplexities[1]["ppl_token"], rel=1e-4)
+
+
+def test_a_read_only_place_ends_all_before_any_work(
+    dense: Path, text: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    command = arguments(tmp_path / "no model", text, file / "o")
+    outcomes = run_fleet(tmp_path / "fleet", 2, CLI, *command)
+    assert [outcome.code for outcome in outcomes] == [2, 2]
+    (line,) = said(outcomes)
+    assert line.startswith("neuronmm: worker 0 of 2: output")
+    assert "is a file" in line
+
+
+def test_mistakes_and_other_commands_are_told_once(dense: Path, tmp_path: Path) -> None:
+    outcomes = run_fleet(tmp_path / "usage", 2, CLI, "compress", dense)
+    assert [outcome.code for outcome in outcomes] == [2, 2]
+    assert len(said(outcomes)) == 1
+    outcomes = run_fleet(tmp_path / "other", 2, CLI, "inspect", dense)
+    assert [outcome.code for outcome in outcomes] == [2, 2]
+    assert said(outcomes) == ["neuronmm: inspect runs in one process; start it without torchrun"]
+
+
+def test_a_device_for_all_is_refused(dense: Path, text: Path, tmp_path: Path) -> None:
+    command = (*arguments(dense, text, tmp_path / "o"), "--device", "cuda:0")
+    outcomes = run_fleet(tmp_path / "fleet", 2, CLI, *command)
+    assert [outcome.code for outcome in outcomes] == [2, 2]
+    (line,) = said(outcomes)
+    assert "--device cuda:0 is one for all workers; give --device cuda" in line
+
+
+SICK = """
+import torch
+from neuronmm_ops.compress import calibrate
+if INDEX == 1:
+    gram = calibrate._Recorder._gram
+    calibrate._Recorder._gram = lambda self, name, side, x: gram(self, name, side, x * torch.nan)
+"""
+
+
+def test_not_a_number_on_one_worker_ends_all_with_one_line(
+    dense: Path, text: Path, tmp_path: Path
+) -> None:
+    command = arguments(dense, text, tmp_path / "o")
+    outcomes = run_fleet(tmp_path / "fleet", 2, AT_CALIBRATION + SICK + CLI, *command)
+    assert [outcome.code for outcome in outcomes] == [2, 2]
+    (line,) = said(outcomes)
+    assert line.startswith("neuronmm: worker 1 of 2: model.layers.0.mlp")
+    assert "activations must be finite" in line
+    assert not (tmp_path / "o").exists()
+
+
+@pytest.mark.parametrize(("count", "victim"), [(2, 1), (3, 0)])
+def test_a_killed_worker_ends_the_others_by_name(
+    dense: Path, text: Path, tmp_path: Path, count: int, victim: int
+) -> None:
+    code = f"""
+def kill():
+    if INDEX == {victim}:
+        os.kill(os.getpid(), signal.SIGKILL)
+before("collect_moments", kill)
+"""
+    command = arguments(dense, text, tmp_path / "o")
+    began = time.monotonic()
+    outcomes = run_fleet(tmp_path / "fleet", count, AT_CALIBRATION + code + CLI, *command)
+    assert time.monotonic() - began < 120  # gloo would wait for half an hour
+    codes = [outcome.code for outcome in outcomes]
+    assert codes.pop(victim) == -signal.SIGKILL
+    assert codes == [1] * (count - 1)
+    lines = said(outcomes)
+    if victim:
+        assert lines == [f"neuronmm: worker {victim} of {count} was killed, or does not answer"]
+    else:  # the store was its own, so that all that are left speak
+        assert lines
+        assert all("worker 0" in line for line in lines)
+    assert not (tmp_path / "o").exists()
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "line"),
+    [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")],
+)
+def test_a_signal_to_all_is_one_line(
+    dense: Path, text: Path, tmp_path: Path, number: int, code: int, line: str
+) -> None:
+    patch = f"""
+def stop():
+    os.kill(os.getpid(), {int(number)})
+    time.sleep(1)
+before("collect_moments", stop)
+"""
+    command = arguments(dense, text, tmp_path / "o")
+    outcomes = run_fleet(tmp_path / "fleet", 2, AT_CALIBRATION + patch + CLI, *command)
+    assert [outcome.code for outcome in outcomes] == [code, code]
+    assert said(outcomes) == [f"neuronmm: {line}"]
