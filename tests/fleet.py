@@ -2,9 +2,11 @@
 
 `python fleet.py DIRECTORY COUNT CODE [ARGUMENT ...]` runs the code in each of them, with what
 `torchrun` would put in the environment, and writes what worker i prints to `DIRECTORY/i.out` and
-`i.err`. It prints the exit codes, that of a signal negative.
+`i.err`. It prints the exit codes, that of a signal negative. As `torchrun` does, it keeps the
+store in which workers meet; with AGENT=0 worker 0 does, as under other launchers.
 """
 
+import importlib
 import json
 import os
 import socket
@@ -24,17 +26,18 @@ class Outcome(NamedTuple):
 
 
 def run_fleet(
-    directory: Path, count: int, code: str = CLI, *arguments: object, timeout: float = 240
+    directory: Path, count: int, code: str = CLI, *arguments: object, agent: bool = True
 ) -> list[Outcome]:
     """Return what came of each worker."""
     directory.mkdir(exist_ok=True)
     command = [sys.executable, __file__, directory, count, code, *arguments]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    environment["AGENT"] = str(int(agent))
     done = subprocess.run(
         [str(part) for part in command],
         capture_output=True,
         text=True,
-        timeout=timeout,
+        timeout=300,
         check=True,
         env=environment,
     )
@@ -57,6 +60,8 @@ def _work(directory: str, index: int, count: int, port: int, code: str) -> None:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
     }
+    if os.environ["AGENT"] == "1":
+        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     try:
         exec(compile(code, "worker", "exec"), {"__name__": "__main__"})  # noqa: S102
         end = 0
@@ -74,10 +79,10 @@ def _main() -> None:
     directory, count, code, *arguments = sys.argv[1:]
     sys.argv = ["worker", *arguments]
     import torch
-    import torch.distributed
+    from torch.distributed import TCPStore  # pyright: ignore  (exported without being named)
 
-    import neuronmm_ops.cli
-    import neuronmm_ops.hf  # noqa: F401
+    for name in ("neuronmm_ops.cli", "neuronmm_ops.hf"):
+        importlib.import_module(name)
 
     torch.set_num_threads(1)
     with socket.socket() as probe:
@@ -89,11 +94,16 @@ def _main() -> None:
         if pid == 0:
             _work(directory, index, int(count), port, code)
         pids.append(pid)
+    # After the forks, which take no threads along.
+    store = os.environ["AGENT"] == "1" and TCPStore(
+        "127.0.0.1", port, is_master=True, wait_for_workers=False
+    )
     codes: dict[int, int] = {}
     while len(codes) < len(pids):
         pid, status = os.wait()
         codes[pid] = os.waitstatus_to_exitcode(status)
     print(json.dumps([codes[pid] for pid in pids]))
+    del store
 
 
 if __name__ == "__main__":

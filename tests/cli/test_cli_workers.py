@@ -10,9 +10,12 @@ from pathlib import Path
 
 import pytest
 from fleet import CLI, Outcome, run_fleet
-from outcomes import COMPRESS, Run
+from outcomes import Run
 
 pytestmark = pytest.mark.slow
+
+# Three batches.
+COMPRESS = ("--block", "8", "--seqlen", "64", "--samples", "160")
 
 # Runs before the command, in each worker.
 AT_CALIBRATION = """
@@ -43,16 +46,36 @@ def said(outcomes: list[Outcome]) -> list[str]:
     return [line for line in lines if not line.startswith(("warning:", "calibrate", "load"))]
 
 
+def torchrun(*program: object) -> subprocess.CompletedProcess[str]:
+    launcher = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2")
+    command = [str(part) for part in (*launcher, *program)]
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+
+
+def test_torchrun_ends_with_the_name_of_a_killed_worker(
+    dense: Path, text: Path, tmp_path: Path
+) -> None:
+    script = tmp_path / "script.py"
+    kill = """
+def kill():
+    if INDEX == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+before("collect_moments", kill)
+"""
+    script.write_text(AT_CALIBRATION + kill + CLI)
+    done = torchrun(script, *arguments(dense, text, tmp_path / "o"))
+    assert done.returncode == 1
+    lines = [line for line in done.stderr.splitlines() if line.startswith("neuronmm")]
+    assert lines == ["neuronmm: worker 1 of 2 was killed, or does not answer"]
+    assert not (tmp_path / "o").exists()
+
+
 def test_torchrun_gives_what_one_process_gives(
     run: Run, dense: Path, text: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "many"
-    launcher = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2")
-    command = [*launcher, "-m", "neuronmm_ops", *arguments(dense, text, out)]
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(
-        [str(part) for part in command], capture_output=True, text=True, env=environment
-    )
+    done = torchrun("-m", "neuronmm_ops", *arguments(dense, text, out))
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
     single = run(*arguments(dense, text, tmp_path / "one"))
@@ -119,9 +142,9 @@ def test_not_a_number_on_one_worker_ends_all_with_one_line(
     assert not (tmp_path / "o").exists()
 
 
-@pytest.mark.parametrize(("count", "victim"), [(2, 1), (3, 0)])
+@pytest.mark.parametrize(("count", "victim", "agent"), [(2, 1, True), (3, 0, True), (2, 0, False)])
 def test_a_killed_worker_ends_the_others_by_name(
-    dense: Path, text: Path, tmp_path: Path, count: int, victim: int
+    dense: Path, text: Path, tmp_path: Path, count: int, victim: int, agent: bool
 ) -> None:
     code = f"""
 def kill():
@@ -131,17 +154,18 @@ before("collect_moments", kill)
 """
     command = arguments(dense, text, tmp_path / "o")
     began = time.monotonic()
-    outcomes = run_fleet(tmp_path / "fleet", count, AT_CALIBRATION + code + CLI, *command)
+    code = AT_CALIBRATION + code + CLI
+    outcomes = run_fleet(tmp_path / "fleet", count, code, *command, agent=agent)
     assert time.monotonic() - began < 120  # gloo would wait for half an hour
     codes = [outcome.code for outcome in outcomes]
     assert codes.pop(victim) == -signal.SIGKILL
     assert codes == [1] * (count - 1)
     lines = said(outcomes)
-    if victim:
+    if agent:
         assert lines == [f"neuronmm: worker {victim} of {count} was killed, or does not answer"]
-    else:  # the store was its own, so that all that are left speak
-        assert lines
-        assert all("worker 0" in line for line in lines)
+    else:  # nobody knows more: worker 0 kept the store
+        assert lines[-1].startswith("neuronmm: worker 1 of 2 has lost another")
+        assert len(lines[-1]) < 200
     assert not (tmp_path / "o").exists()
 
 

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Generator
-from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from typing import NamedTuple
 
 import torch
@@ -92,21 +92,21 @@ def fail_once(message: str, code: int, is_echo: bool = False) -> int:
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGTERM, signal.SIGINT):  # the launcher stops whom others outlive
             signal.signal(number, signal.SIG_IGN)
-    who = f"worker {_job.index} of {_job.count}"
+    if code in (1, 2) and not is_echo:
+        message = f"worker {_job.index} of {_job.count}: {message}"
     try:
         silent = _silent(_job) if is_echo else []
         if silent:
             names = ", ".join(map(str, silent))
             message, code = f"worker {names} of {_job.count} was killed, or does not answer", 1
-        elif code == 2 or code == 1:
-            message = f"{who}: {message}"
         own = json.dumps([_job.index, code, message])
         cause = _job.store.compare_set("cause", "", own).decode()
-    except RuntimeError:  # the store was in a process that is gone
-        own = cause = json.dumps([_job.index, code, f"{who}: {message}"])
-    _, code, message = json.loads(cause)
-    with redirect_stderr(sys.__stderr__) if cause == own else nullcontext():
-        return fail(message, code) if cause == own else code
+        if cause != own:
+            return json.loads(cause)[1]
+    except RuntimeError:
+        pass  # the store was in a process that is gone: each says what it knows
+    with redirect_stderr(sys.__stderr__):
+        return fail(message, code)
 
 
 def _silent(job: _Job) -> list[int]:

@@ -4,6 +4,7 @@ Outside of `together` there is one worker, and what is here leaves values as the
 numbered from 0, as the ranks of `torch.distributed` are; a rank is a matrix's everywhere else.
 """
 
+import re
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
@@ -158,9 +159,11 @@ def _run(collective: Callable[[], object]) -> None:
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
-        reason = str(error).partition("\n")[0]
+        # gloo's message begins with a place in its source, and ends with advice.
+        reason = re.sub(r"^\[[^]]*\] ", "", str(error)).split(". ")[0]
         raise WorkerLostError(
-            f"worker {index()} has lost another, which has ended or does not answer: {reason}"
+            f"worker {index()} of {count()} has lost another, which has ended or does not answer: "
+            f"{reason}"
         ) from error
 
 
