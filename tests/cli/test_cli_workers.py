@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -10,7 +11,10 @@ from pathlib import Path
 
 import pytest
 from fleet import CLI, Outcome, run_fleet
+from mktestdocs import grab_code_blocks
 from outcomes import Run
+
+from neuronmm_ops.cli import parser
 
 pytestmark = pytest.mark.slow
 
@@ -71,6 +75,31 @@ before("collect_moments", kill)
     assert not (tmp_path / "o").exists()
 
 
+def test_the_line_of_the_documentation_is_understood() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "compress.md").read_text()
+    blocks = grab_code_blocks(page, lang="bash")
+    (line,) = [line for block in blocks for line in block.splitlines() if "torchrun" in line]
+    launcher, _, command = line.partition(" -m neuronmm_ops ")
+    assert launcher == "OMP_NUM_THREADS=4 torchrun --nproc-per-node 2"
+    assert parser().parse_args(shlex.split(command)).output == Path("small")
+
+
+def test_a_disk_that_fills_up_ends_all(dense: Path, text: Path, tmp_path: Path) -> None:
+    patch = """
+import errno
+from transformers import PreTrainedModel
+def full(*arguments, **options):
+    raise OSError(errno.ENOSPC, "No space left on device")
+PreTrainedModel.save_pretrained = full
+"""
+    command = arguments(dense, text, tmp_path / "o")
+    outcomes = run_fleet(tmp_path / "fleet", 2, patch + CLI, *command)
+    assert [outcome.code for outcome in outcomes] == [2, 2]
+    (line,) = said(outcomes)
+    assert line.startswith("neuronmm: worker 0 of 2: ")
+    assert [path.name for path in tmp_path.iterdir()] == ["fleet"]
+
+
 def test_torchrun_gives_what_one_process_gives(
     run: Run, dense: Path, text: Path, tmp_path: Path
 ) -> None:
@@ -118,7 +147,7 @@ def test_a_device_for_all_is_refused(dense: Path, text: Path, tmp_path: Path) ->
     outcomes = run_fleet(tmp_path / "fleet", 2, CLI, *command)
     assert [outcome.code for outcome in outcomes] == [2, 2]
     (line,) = said(outcomes)
-    assert "--device cuda:0 is one for all workers; give --device cuda" in line
+    assert "--device of many workers must be cpu or cuda, one each; got cuda:0" in line
 
 
 SICK = """

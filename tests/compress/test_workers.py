@@ -10,6 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from fleet import run_fleet
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from toys import causal_lm, relative_error, token_batches
@@ -18,7 +20,7 @@ from neuronmm_ops import SVDConfig, SVDLinear, compress_
 from neuronmm_ops.compress import calibrate, workers
 from neuronmm_ops.nn.dense_linear import DenseLinear, dense_linear
 
-SMALL = {"ratio": 0.4, "block": 8}
+SMALL: dict[str, Any] = {"ratio": 0.4, "block": 8}
 
 
 class Case(NamedTuple):
@@ -153,6 +155,7 @@ def outcome_of(case: Case) -> tuple[dict[str, Tensor], dict[str, Any]]:
 def work() -> None:
     """Run every case as one of many workers."""
     dist.init_process_group("gloo")
+    assert workers.count() == 1  # a process may work alone
     with workers.together():
         for name, case in CASES.items():
             products, report = outcome_of(case)
@@ -190,6 +193,31 @@ def test_the_most_expensive_go_first_to_who_has_least_to_do(
         "small": 1,  # 512
         "also": 1,
     }
+
+
+@given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), max_size=12), st.integers(1, 5))
+def test_no_worker_has_more_than_one_matrix_too_much(
+    sizes: list[tuple[int, int]], count: int
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(workers, "count", lambda: count)
+        owners = workers.spread({str(i): linear(K, N) for i, (K, N) in enumerate(sizes)})
+    loads = [0] * count
+    for i, (K, N) in enumerate(sizes):
+        loads[owners[str(i)]] += K * N * min(K, N)
+    largest = max((K * N * min(K, N) for K, N in sizes), default=0)
+    assert max(loads) - min(loads) <= largest
+
+
+@given(st.lists(st.integers()), st.integers(1, 5))
+def test_every_item_is_somebodys(items: list[int], count: int) -> None:
+    shares: list[int] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(workers, "count", lambda: count)
+        for index in range(count):
+            patch.setattr(workers, "index", lambda index=index: index)
+            shares += workers.share(items)
+    assert sorted(shares) == sorted(items)
 
 
 def linear(K: int, N: int) -> DenseLinear:

@@ -95,7 +95,9 @@ def fail_once(message: str, code: int, is_echo: bool = False) -> int:
     if code in (1, 2) and not is_echo:
         message = f"worker {_job.index} of {_job.count}: {message}"
     try:
-        silent = _silent(_job) if is_echo else []
+        gone, missing = _roll_call(_job) if is_echo else ([], [])
+        # A connection is lost where somebody has ended; one who is told to end may be the first.
+        silent = gone or (missing if code == 1 else [])
         if silent:
             names = ", ".join(map(str, silent))
             message, code = f"worker {names} of {_job.count} was killed, or does not answer", 1
@@ -109,18 +111,18 @@ def fail_once(message: str, code: int, is_echo: bool = False) -> int:
         return fail(message, code)
 
 
-def _silent(job: _Job) -> list[int]:
-    """Return who is gone without having said why; none where somebody has."""
+def _roll_call(job: _Job) -> tuple[list[int], list[int]]:
+    """Return who is gone, and who does not answer; nobody where one has said why it ended."""
     job.store.set(f"here {job.index}", "")
     end = time.monotonic() + GRACE_SECONDS
     missing = list(range(job.count))
     while missing and time.monotonic() < end:
         if job.store.check(["cause"]):
-            return []
+            return [], []
         missing = [index for index in missing if not job.store.check([f"here {index}"])]
         time.sleep(0.05)
     # One that computes does not answer at once either.
-    return [index for index in missing if not _may_be_running(job, index)] or missing
+    return [index for index in missing if not _may_be_running(job, index)], missing
 
 
 def _may_be_running(job: _Job, index: int) -> bool:
@@ -131,13 +133,12 @@ def _may_be_running(job: _Job, index: int) -> bool:
 
 
 def _own_device(device: str) -> str:
-    """Return `cuda:LOCAL_RANK` for `cuda`, other devices as they are."""
-    kind, _, number = device.partition(":")
-    if kind == "cpu":
+    """Return `cuda:LOCAL_RANK` for `cuda`, and `cpu` for itself."""
+    if device == "cpu":
         return device
-    if number:
-        raise ValueError(f"--device {device} is one for all workers; give --device {kind}")
-    return f"{kind}:{os.environ.get('LOCAL_RANK', '0')}"
+    if device != "cuda":
+        raise ValueError(f"--device of many workers must be cpu or cuda, one each; got {device}")
+    return f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
 
 
 def _backend(device: str) -> str:

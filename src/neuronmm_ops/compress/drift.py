@@ -127,8 +127,8 @@ class _Pass:
             seen = self._rows(self._layer, batch, drifted, name, mask)
             moment.add(seen.t() @ seen, len(seen))
             cross += clean.t() @ seen
-        workers.sum_(moment.matrix, cross)
         moment.tokens = sum(workers.gather(moment.tokens))
+        workers.sum_(moment.matrix, cross)
         return moment, cross
 
     def outputs(self) -> tuple[list[Tensor], list[Tensor]]:

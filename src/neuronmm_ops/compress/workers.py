@@ -88,7 +88,10 @@ def gather_names(values: Mapping[str, T]) -> dict[str, T]:
 
 
 def sum_(*tensors: Tensor) -> None:
-    """Replace each tensor by its sum over the workers, in place."""
+    """Replace each tensor by its sum over the workers, in place.
+
+    Call `gather` first: gloo, which that goes through, finds a dead worker at once, NCCL waits.
+    """
     if count() > 1:
         for tensor in tensors:
             _run(lambda tensor=tensor: dist.all_reduce(tensor))
@@ -139,10 +142,10 @@ def exchange(
     return factors
 
 
-def only_first(check: Callable[[], None]) -> None:
-    """Let worker 0 check something, such as the disk, while the others wait for it."""
+def only_first(act: Callable[[], object]) -> None:
+    """Let worker 0 do something, such as write to the disk, while the others wait for it."""
     if index() == 0:
-        check()
+        act()
     gather(None)
 
 

@@ -111,10 +111,8 @@ def compress(
         report = compress_(loaded, config, batches, progress)
     report = _completed(report, loaded, calibration, compute)
 
-    if workers.index() > 0:
-        return report
     tell("save", 0, 1)
-    save(loaded, target, report, tokenizer, force, max_shard_size)
+    workers.only_first(lambda: save(loaded, target, report, tokenizer, force, max_shard_size))
     tell("save", 1, 1)
     return report
 
