@@ -17,7 +17,7 @@ MODULES = sorted(ROOT.rglob("*.py"))
 # bench, hf and eval are one storey; between themselves they import in this order.
 LAYERS = (
     *("cli", "doctor", "bench", "hf", "eval", "checkpoint", "compress", "nn", "ops", "kernels"),
-    *("neuroncore", "models", "hardware", "progress", "errors"),
+    *("neuroncore", "models", "hardware", "progress", "processes", "errors"),
 )
 RANK = {name: rank for rank, name in enumerate(reversed(LAYERS))}
 ROOT_MAY_IMPORT = {"compress", "errors", "eval", "nn", "ops"}
