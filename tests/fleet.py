@@ -57,6 +57,7 @@ def _work(directory: str, index: int, count: int, port: int, code: str) -> None:
         "RANK": str(index),
         "LOCAL_RANK": str(index),
         "WORLD_SIZE": str(count),
+        "LOCAL_WORLD_SIZE": str(count),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
     }

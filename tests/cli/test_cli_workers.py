@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from fleet import CLI, Outcome, run_fleet
 from mktestdocs import grab_code_blocks
 from outcomes import Run
@@ -142,12 +143,25 @@ def test_mistakes_and_other_commands_are_told_once(dense: Path, tmp_path: Path) 
     assert said(outcomes) == ["neuronmm: inspect runs in one process; start it without torchrun"]
 
 
-def test_a_device_for_all_is_refused(dense: Path, text: Path, tmp_path: Path) -> None:
-    command = (*arguments(dense, text, tmp_path / "o"), "--device", "cuda:0")
+@pytest.mark.parametrize(
+    ("device", "words"),
+    [
+        ("cuda:0", "--device of many workers must be cpu or cuda, one each; got cuda:0"),
+        pytest.param(
+            "cuda",
+            "--device cuda needs a CUDA device for each of 2 workers here, there are 0",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there are CUDA devices"),
+        ),
+    ],
+)
+def test_a_device_that_not_all_can_have_is_refused(
+    dense: Path, text: Path, tmp_path: Path, device: str, words: str
+) -> None:
+    command = (*arguments(dense, text, tmp_path / "o"), "--device", device)
     outcomes = run_fleet(tmp_path / "fleet", 2, CLI, *command)
     assert [outcome.code for outcome in outcomes] == [2, 2]
     (line,) = said(outcomes)
-    assert "--device of many workers must be cpu or cuda, one each; got cuda:0" in line
+    assert words in line
 
 
 SICK = """

@@ -13,10 +13,12 @@ import threading
 import time
 from collections.abc import Generator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
 
 from neuronmm_ops.cli.console import fail
 from neuronmm_ops.compress import workers
@@ -26,8 +28,9 @@ from neuronmm_ops.processes import is_running
 GRACE_SECONDS = 3.0
 
 
-class _Job(NamedTuple):
-    store: dist.Store
+@dataclass(frozen=True)
+class _Job:
+    store: Store
     index: int
     count: int
 
@@ -68,8 +71,8 @@ def joined(options: argparse.Namespace) -> Generator[None]:
         return
     if options.command != "compress":
         raise ValueError(f"{options.command} runs in one process; start it without torchrun")
-    store, index, count = next(dist.rendezvous("env://"))
-    _job = _Job(dist.PrefixStore("neuronmm", store), index, count)
+    store, index, count = next(rendezvous("env://"))
+    _job = _Job(PrefixStore("neuronmm", store), index, count)
     _job.store.set(f"process {index}", json.dumps([socket.gethostname(), os.getpid()]))
     options.device = _own_device(options.device)
     dist.init_process_group(_backend(options.device), store=store, rank=index, world_size=count)
@@ -138,12 +141,18 @@ def _own_device(device: str) -> str:
         return device
     if device != "cuda":
         raise ValueError(f"--device of many workers must be cpu or cuda, one each; got {device}")
+    devices, needed = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if devices < needed:
+        raise ValueError(
+            f"--device cuda needs a CUDA device for each of {needed} workers here, there are "
+            f"{devices}; start fewer, or use cpu"
+        )
     return f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
 
 
 def _backend(device: str) -> str:
-    """Return the backend for a device and for the CPU; the device may yet be found missing."""
-    if device.startswith("cuda") and torch.cuda.is_available():
-        torch.cuda.set_device(int(device.partition(":")[2]))
-        return "cpu:gloo,cuda:nccl"
-    return "gloo"
+    """Make the device the current one; return the backend for it and for the CPU."""
+    if device == "cpu":
+        return "gloo"
+    torch.cuda.set_device(device)
+    return "cpu:gloo,cuda:nccl"
