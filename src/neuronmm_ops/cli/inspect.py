@@ -35,6 +35,7 @@ def summary(report: CompressionReport) -> dict[str, Any]:
         "bytes": sum(layer.bytes for layer in report.layers),
         "dense_bytes": sum(layer.dense_bytes for layer in report.layers),
         "layers": [{field: getattr(layer, field) for field in fields} for layer in report.layers],
+        **{key: report.provenance[key] for key in ("recovery",) if key in report.provenance},
     }
 
 
@@ -59,3 +60,17 @@ def show_summary(document: dict[str, Any]) -> None:
         stdout.print(f"whole model: {document['model_ratio']:.3f} of its parameters are gone")
     if document["compute_dtype"] is not None:
         stdout.print(f"computed in {document['compute_dtype']}")
+    for run in document.get("recovery", ()):
+        show_recovery(run)
+
+
+def show_recovery(run: dict[str, Any]) -> None:
+    """Print what a recovery did, in a line."""
+    change = f"{run['held_out_ppl_before']:.4f} -> {run['held_out_ppl_after']:.4f}"
+    if not run["improved"]:
+        change = f"{run['held_out_ppl_before']:.4f}, not improved: the factors are the start's"
+    stdout.print(
+        f"recovered by {run['method']}: held-out perplexity {change} in {run['steps']} steps, "
+        f"{run['tokens']} tokens, {run['minutes']:.1f} minutes",
+        soft_wrap=True,
+    )
