@@ -106,10 +106,9 @@ def recover(
     with _alone(work):
         state = StateFile(work, run)
         trained = train_factors(student, teacher, rest, held_out, config, state, progress)
+        used = {"learning_rate": config.peak_rate, "seqlen": seqlen}
         entry = {
-            **config.to_dict(),
-            "learning_rate": config.peak_rate,
-            "seqlen": seqlen,
+            "config": {**config.to_dict(), **used},
             "data_sha256": hashlib.sha256(text.encode()).hexdigest(),
             **trained.to_dict(),
         }
