@@ -70,7 +70,7 @@ def show_recovery(run: dict[str, Any]) -> None:
     if not run["improved"]:
         change = f"{run['held_out_ppl_before']:.4f}, not improved: the factors are the start's"
     stdout.print(
-        f"recovered by {run['config']['method']}: held-out perplexity {change} in {run['steps']} steps, "
-        f"{run['tokens']} tokens, {run['minutes']:.1f} minutes",
+        f"recovered by {run['config']['method']}: held-out perplexity {change}, "
+        f"{run['steps']} steps, {run['tokens']} tokens, {run['minutes']:.1f} minutes",
         soft_wrap=True,
     )
