@@ -19,7 +19,6 @@ from neuronmm_ops.recover.state import STATE_FILE
 
 SEQLEN = ("--seqlen", "32")
 TIME = (*SEQLEN, "--minutes", "0.05")
-pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +41,7 @@ def test_the_document(method: str, run: Run, small: Path, text: Path, tmp_path: 
     assert list(document) == [
         *("output", "config", "data_sha256", "steps", "best_step", "improved", "tokens"),
         *("minutes", "held_out_tokens", "held_out_ppl_before", "held_out_ppl_after"),
-        "compute_dtype",
+        *("rate", "compute_dtype"),
     ]
     assert document["output"] == str(out)
     assert document["config"]["method"] == method

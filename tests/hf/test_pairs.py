@@ -14,11 +14,7 @@ from neuronmm_ops import SVDMLP, SVDConfig, SVDLinear, compress_, hf
 from neuronmm_ops.compress.record import low_rank_layers
 from neuronmm_ops.nn import LinearPair
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::neuronmm_ops.CalibrationWarning"),
-    # peft asks a model for a property that Transformers has renamed.
-    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore::neuronmm_ops.CalibrationWarning")
 
 
 def compressed(family: str = "llama", **options: Any) -> Any:

@@ -89,6 +89,28 @@ def test_the_best_is_left_in_place_at_worst_the_start() -> None:
     assert torch.equal(toy.u, start)
 
 
+def test_a_rate_that_is_too_high_is_lowered() -> None:
+    toy = Toy()
+    outcome = toy.training(RecoverConfig(steps=100, learning_rate=20.0)).run()
+    assert outcome.position.rate in (4.0**-n for n in range(2, 6))
+    assert outcome.position.best_loss < 0.8 * outcome.position.start_loss
+    assert toy.held_out() == outcome.position.best_loss
+
+
+def test_a_relative_rate_does_not_depend_on_the_scale(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_NORM", 1e9)  # clipping does
+    changes = []
+    for scale in (1.0, 2.0**-6):
+        toy = Toy()
+        toy.u.data *= scale
+        toy.v.data /= scale
+        before = toy.u.detach() / scale
+        toy.training(CONFIG, is_relative=True).run()
+        changes.append(toy.u.detach() / scale - before)
+    # AdamW's epsilon is what is left of the scale.
+    torch.testing.assert_close(changes[0], changes[1], rtol=1e-3, atol=1e-4)
+
+
 def test_phases_share_the_steps() -> None:
     toy = Toy()
     toy.training(CONFIG, phases=[{"u": toy.u}, {"v": toy.v}]).run()
@@ -159,6 +181,13 @@ def test_a_damaged_state_is_refused(cut: int, tmp_path: Path) -> None:
     Toy().training(CONFIG, state=state).run()
     state.path.write_bytes(state.path.read_bytes()[:cut])
     with pytest.raises(CheckpointError, match="cannot be read"):
+        Toy().training(CONFIG, state=state).run()
+
+
+def test_a_state_that_cannot_be_written(tmp_path: Path) -> None:
+    state = StateFile(tmp_path, "run")
+    state.path.with_suffix(".partial").mkdir()
+    with pytest.raises(OSError, match=r"cannot write .*state.safetensors, which needs 0.000 GB"):
         Toy().training(CONFIG, state=state).run()
 
 

@@ -101,7 +101,7 @@ def recover(
         named = report.provenance.get("model", "") if dense is None else dense
         teacher = load_dense(named, student, tokenizer, place)
 
-    work = target.with_name(f"{target.name}.recovery")
+    work = target.resolve().with_name(f"{target.resolve().name}.recovery")
     run = _fingerprint(student, ids, config)
     with _alone(work):
         state = StateFile(work, run)

@@ -55,6 +55,7 @@ class Trained:
             "held_out_tokens": self.held_out_tokens,
             "held_out_ppl_before": math.exp(position.start_loss),
             "held_out_ppl_after": math.exp(self.loss),
+            "rate": position.rate,
             "compute_dtype": self.compute_dtype,
         }
 
@@ -107,7 +108,16 @@ def train_factors(
         with (adapted if config.method == "lora" else _widened)(model, config) as phases:
             with autocast():
                 save_memory_(model, objective, windows.of_step(0).to(device))
-            training = Training(objective, held_out_loss, phases, windows, config, state, autocast)
+            training = Training(
+                objective,
+                held_out_loss,
+                phases,
+                windows,
+                config,
+                state,
+                autocast,
+                is_relative=config.method == "distill",
+            )
             outcome = training.run(progress)
         for name, factor in _parameters(model).items():
             factor.data = factor.data.to(start[name].dtype).to(compute)

@@ -9,7 +9,7 @@ METHODS: tuple[Method, ...] = get_args(Method)
 LORA_ORDERS: tuple[LoraOrder, ...] = get_args(LoraOrder)
 
 # The peak rate where none is given; see the recovery page for how they were found.
-LEARNING_RATES: dict[Method, float] = {"distill": 1e-3, "lora": 1e-3}
+LEARNING_RATES: dict[Method, float] = {"distill": 1e-2, "lora": 1e-3}
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,9 @@ class RecoverConfig:
         steps: instead of `minutes`: the same steps on every machine.
         seqlen: tokens in a block; None takes the smaller of 512 and the model's limit.
         batch_tokens: of a step.
-        learning_rate: at the schedule's peak; None takes the method's.
+        learning_rate: at the schedule's peak; None takes the method's. For `distill` a share of
+            each factor's root mean square, about what AdamW moves every element by in a step;
+            for `lora` absolute.
         hidden_weight: of the hidden states' relative error beside the KL divergence of the logits.
         lora_rank: of the adapters.
         lora_order: `sequential` trains those of u, then those of v (SVD-LLM, section 3.3);

@@ -28,7 +28,8 @@ class Position:
         best_loss: the lowest held-out loss seen, the start's included.
         best_step: the step after which it was seen; 0 is the start.
         tokens: trained on.
-        evaluation: seconds that the last evaluation took.
+        evaluation: seconds that the last evaluation, and the writing of the state, took.
+        rate: share of the schedule's learning rate that is used.
     """
 
     step: int = 0
@@ -38,6 +39,7 @@ class Position:
     best_step: int = 0
     tokens: int = 0
     evaluation: float = 0.0
+    rate: float = 1.0
 
 
 @dataclass
@@ -62,7 +64,11 @@ class StateFile:
         self.path, self.run = directory / STATE_FILE, run
 
     def write(self, snapshot: Snapshot) -> None:
-        """Put the snapshot in the place of an earlier one: a reader sees one or the other."""
+        """Put the snapshot in the place of an earlier one: a reader sees one or the other.
+
+        Raises:
+            OSError: it cannot be written; the earlier one stays.
+        """
         self.path.parent.mkdir(parents=True, exist_ok=True)
         tensors = {
             f"{kind}/{name}": tensor.contiguous()
@@ -71,7 +77,14 @@ class StateFile:
         }
         metadata = {"run": self.run, "position": json.dumps(asdict(snapshot.position))}
         partial = self.path.with_suffix(".partial")
-        save_file(tensors, partial, metadata)
+        try:
+            save_file(tensors, partial, metadata)
+        except SafetensorError as error:
+            needed = sum(tensor.nbytes for tensor in tensors.values())
+            raise OSError(
+                f"cannot write {self.path}, which needs {needed / 1e9:.3f} GB: {error}; "
+                "free some room and go on with the same command"
+            ) from None
         os.replace(partial, self.path)
 
     def read(self) -> Snapshot | None:

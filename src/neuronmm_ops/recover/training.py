@@ -26,6 +26,8 @@ EVALUATIONS = 20
 # An evaluation, with the writing of the state, comes after at least as many times its own length.
 LEAST_BETWEEN = 10
 MAX_NORM = 1.0
+# Where the held-out loss is above the start's, the rate was far too high: it is divided by this.
+BACK_OFF = 4.0
 # Tokens of one forward and backward pass; a step adds the gradients of several.
 PASS_TOKENS = 2048
 
@@ -50,7 +52,8 @@ class Training:
 
     AdamW with a cosine schedule over the elapsed share of the budget, in each phase anew. The
     held-out loss is taken `EVALUATIONS` times, less often where that would take much of the time,
-    and the state is written each time.
+    and the state is written each time. Where that loss is above the start's, the run goes back to
+    the best parameters with a lower rate.
 
     Args:
         objective: maps token ids `[B, T]` to the loss `[]`.
@@ -60,6 +63,8 @@ class Training:
         config: budget, rate and seed.
         state: where the state is kept; None keeps none.
         autocast: makes the context of each forward pass.
+        is_relative: whether the learning rate is a share of each parameter's root mean square at
+            the start, so that it fits factors of any scale.
     """
 
     def __init__(
@@ -71,15 +76,18 @@ class Training:
         config: RecoverConfig,
         state: StateFile | None = None,
         autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
+        is_relative: bool = False,
     ) -> None:
         self.objective, self.evaluate, self.windows = objective, evaluate, windows
         self.config, self.state, self.autocast = config, state, autocast
         self.phases = phases
         self.parameters = {n: p for phase in phases for n, p in phase.items()}
         self.device = next(iter(self.parameters.values())).device
-        self.optimizer = torch.optim.AdamW(
-            self.parameters.values(), betas=(0.9, 0.99), weight_decay=0.0, fused=True
-        )
+        groups = [
+            {"params": [parameter], "scale": _rms(parameter) if is_relative else 1.0}
+            for parameter in self.parameters.values()
+        ]
+        self.optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.99), weight_decay=0.0, fused=True)
         self.position = Position()
         self.best: dict[str, Tensor] = {}
         self._began = 0.0
@@ -97,8 +105,9 @@ class Training:
         resumed = self._resume()
         self._began = monotonic() - self.position.elapsed
         if not resumed:
-            self.position.start_loss = self._measure()
+            self.position.start_loss = self.evaluate()
             self._keep_best(self.position.start_loss)
+            self.position.evaluation = monotonic() - self._began
         if self._budget() <= 0:
             raise ValueError(
                 f"minutes must leave time to train, got {self.config.minutes}: the evaluation of "
@@ -166,15 +175,9 @@ class Training:
         for parameter in self.phases[index].values():
             parameter.requires_grad_(True)
         for group in self.optimizer.param_groups:
-            group["lr"] = rate
+            group["lr"] = rate * self.position.rate * group["scale"]
 
     # --- evaluation and state
-
-    def _measure(self) -> float:
-        began = monotonic()
-        loss = self.evaluate()
-        self.position.evaluation = monotonic() - began
-        return loss
 
     def _keep_best(self, loss: float) -> None:
         if loss < self.position.best_loss:
@@ -182,16 +185,22 @@ class Training:
             self.best = _copies(self.parameters)
 
     def _evaluate_and_write(self) -> str | None:
+        began = monotonic()
         try:
-            loss = self._measure()
+            loss = self.evaluate()
         except NonFiniteError as error:
             return f"the held-out loss after step {self.position.step} must be finite: {error}"
         self._keep_best(loss)
+        if loss > self.position.start_loss:
+            _put(self.parameters, self.best)
+            self.optimizer.state.clear()
+            self.position.rate /= BACK_OFF
         self.position.elapsed = monotonic() - self._began
         if self.state:
             moments = moments_of(self.optimizer, self.parameters)
             now = _copies(self.parameters)
             self.state.write(Snapshot(self.position, now, self.best, moments))
+        self.position.evaluation = monotonic() - began
         return None
 
     def _resume(self) -> bool:
@@ -207,6 +216,10 @@ class Training:
 def _factor(share: float) -> float:
     """Return the learning rate's share of its peak: a linear warm-up, then half a cosine."""
     return min(1.0, 0.1 + share / WARM_UP) * 0.5 * (1 + math.cos(math.pi * min(share, 1.0)))
+
+
+def _rms(parameter: Tensor) -> float:
+    return float(parameter.detach().float().square().mean().sqrt())
 
 
 def _copies(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
