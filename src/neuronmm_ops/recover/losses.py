@@ -60,11 +60,31 @@ class Distillation:
 
 def _divergence(logits: Tensor, target: Tensor) -> Tensor:
     """Return `KL(target || logits)`, the mean over all rows of `[B, T, V]`."""
-    found = F.log_softmax(logits.float().flatten(0, 1), dim=-1)
-    wanted = F.log_softmax(target.float().flatten(0, 1), dim=-1)
-    # A vocabulary entry that a model masks with -inf has probability 0 in both: no divergence.
-    gap = (wanted - found).masked_fill(wanted == -torch.inf, 0.0)
-    return (wanted.exp() * gap).sum(-1).mean()
+    divergence: Any = _Divergence.apply
+    return divergence(logits.flatten(0, 1), target.flatten(0, 1))
+
+
+class _Divergence(torch.autograd.Function):
+    """The divergence of rows `[R, V]`, with its gradient `(softmax(logits) - p) / R` at once.
+
+    Plain torch keeps four matrices of that size for the backward pass, which for a large
+    vocabulary is most of a step's memory; this keeps one.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, target: Tensor) -> Tensor:  # pyright: ignore
+        found = F.log_softmax(logits.float(), dim=-1)
+        gap = F.log_softmax(target.float(), dim=-1)
+        p = gap.exp()
+        # An entry that both mask with -inf has no part in the divergence.
+        gap.sub_(found).masked_fill_(p == 0, 0.0)
+        loss = gap.mul_(p).sum(-1).mean()
+        ctx.save_for_backward(found.exp_().sub_(p).div_(len(p)).to(logits.dtype))
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore
+        return ctx.saved_tensors[0] * grad, None
 
 
 def _relative_error(found: Tensor, target: Tensor) -> Tensor:
