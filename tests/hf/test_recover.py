@@ -5,6 +5,7 @@ import json
 import math
 import re
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,11 @@ from safetensors.torch import load_file, save_file
 from tiny import tiny_directory, tiny_model, tiny_tokenizer
 
 from neuronmm_ops import CompressionReport, SVDConfig, SVDLinear, hf
+from neuronmm_ops.compress.record import low_rank_layers
 from neuronmm_ops.errors import CheckpointError, NonFiniteError
 from neuronmm_ops.eval import encode_documents, token_perplexity
 from neuronmm_ops.hf import recover as recover_function
+from neuronmm_ops.hf.adapters import adapted
 from neuronmm_ops.hf.memory import save_memory_, saved_bytes
 from neuronmm_ops.recover import RecoverConfig, Training
 from neuronmm_ops.recover.data import hold_out
@@ -267,6 +270,33 @@ def test_a_missing_peft_is_named(
     monkeypatch.setitem(__import__("sys").modules, "peft", None)
     with pytest.raises(ImportError, match=r"pip install 'neuronmm-ops\[recover\]'"):
         hf.recover(small, TEXT, tmp_path / "out", RecoverConfig("lora"))
+
+
+def _interrupted(parameters: Iterable[torch.Tensor]) -> None:
+    for parameter in parameters:
+        parameter.fill_(0.1)
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("order", ["sequential", "joint"])
+def test_adapters_come_and_go(order: Any, small: Path) -> None:
+    model: Any = hf.load(small)
+    ids = encode_documents(tiny_tokenizer(), [TEXT])[None, :64]
+    config = RecoverConfig("lora", lora_order=order, lora_rank=2)
+    with torch.no_grad():
+        before = model(ids).logits
+        with pytest.raises(KeyboardInterrupt), adapted(model, config) as phases:
+            _interrupted(phases[-1].values())
+        assert torch.equal(model(ids).logits, before)
+        with adapted(model, config) as phases:
+            for parameter in phases[-1].values():
+                parameter.fill_(0.1)
+            during = model(ids).logits
+        torch.testing.assert_close(model(ids).logits, during)
+    assert (during - before).abs().max() > 0.01
+    factors = [{name.split(".lora_")[0][-1] for name in phase} for phase in phases]
+    assert factors == ([{"u"}, {"v"}] if order == "sequential" else [{"u", "v"}])
+    assert len(low_rank_layers(model)) == 6
 
 
 def test_two_runs_at_one_output(

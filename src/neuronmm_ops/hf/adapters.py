@@ -2,14 +2,13 @@
 
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from neuronmm_ops.compress.record import low_rank_layers
-from neuronmm_ops.hf.pairs import from_pairs, to_pairs
+from neuronmm_ops.hf.pairs import from_pairs, require_peft, to_pairs
 from neuronmm_ops.recover.config import RecoverConfig
 
 Phase = Mapping[str, nn.Parameter]
@@ -46,17 +45,6 @@ def adapted(model: PreTrainedModel, config: RecoverConfig) -> Generator[list[Pha
         wrapped.merge_and_unload()
     finally:
         from_pairs(model)
-
-
-def require_peft() -> Any:
-    """Return peft; raise ImportError that names the extra."""
-    try:
-        import peft
-    except ImportError as error:
-        raise ImportError(
-            f"{error.name} is not installed; run: pip install 'neuronmm-ops[recover]'"
-        ) from error
-    return peft
 
 
 def _phases(trained: Phase, config: RecoverConfig) -> list[Phase]:

@@ -72,8 +72,6 @@ def lora_config(
         ImportError: peft is not installed.
         ValueError: no module is meant by `target_modules`, or a factor is neither `u` nor `v`.
     """
-    from peft import LoraConfig
-
     factors = tuple(factors)
     if not factors or not set(factors) <= {"u", "v"}:
         raise ValueError(f"factors must be u, v or both, got {', '.join(factors) or 'none'}")
@@ -87,11 +85,22 @@ def lora_config(
     low_rank = [name for name, module in modules.items() if isinstance(module, SVDLinear)]
     if not low_rank:
         raise ValueError(f"target_modules {target_modules!r} names no SVDLinear of the model")
-    return LoraConfig(
+    return require_peft().LoraConfig(
         target_modules=sorted(modules.keys() - set(low_rank)),
         target_parameters=[f"{name}.{factor}" for name in low_rank for factor in factors],
         **options,
     )
+
+
+def require_peft() -> Any:
+    """Return peft; raise ImportError that names the extra."""
+    try:
+        import peft
+    except ImportError as error:
+        raise ImportError(
+            f"{error.name} is not installed; run: pip install 'neuronmm-ops[recover]'"
+        ) from error
+    return peft
 
 
 def _is_meant(name: str, wanted: str | Sequence[str], is_head: bool) -> bool:

@@ -17,10 +17,10 @@ from neuronmm_ops.compress.record import attached_report, low_rank_layers
 from neuronmm_ops.compress.report import CompressionReport
 from neuronmm_ops.errors import CheckpointError, NonFiniteError
 from neuronmm_ops.eval import block_length, encode_documents
-from neuronmm_ops.hf.adapters import require_peft
 from neuronmm_ops.hf.computing import check_device, load_on
 from neuronmm_ops.hf.dense import load_dense
 from neuronmm_ops.hf.loading import load_tokenizer, local_directory
+from neuronmm_ops.hf.pairs import require_peft
 from neuronmm_ops.hf.saving import save
 from neuronmm_ops.hf.target import check_target
 from neuronmm_ops.hf.train import Trained, train_factors
