@@ -106,15 +106,7 @@ def recover(
     with _alone(work):
         state = StateFile(work, run)
         trained = train_factors(student, teacher, rest, held_out, config, state, progress)
-        used = {"learning_rate": config.peak_rate, "seqlen": seqlen}
-        entry = {
-            "config": {**config.to_dict(), **used},
-            "data_sha256": hashlib.sha256(text.encode()).hexdigest(),
-            **trained.to_dict(),
-        }
-        before: list[Any] = list(report.provenance.get("recovery", []))
-        provenance = {**report.provenance, "recovery": [*before, entry]}
-        report = replace(report, provenance=provenance)
+        report = _extended(report, trained, config, text, seqlen)
         failure = trained.outcome.failure
         if failure is None or trained.improved:
             save(student, target, report, tokenizer, force)
@@ -122,6 +114,20 @@ def recover(
     if failure is not None:
         raise NonFiniteError(f"{failure}; {_kept(trained, target)}; use a lower learning rate")
     return report
+
+
+def _extended(
+    report: CompressionReport, trained: Trained, config: RecoverConfig, text: str, seqlen: int
+) -> CompressionReport:
+    """Return the report with the entry of this run, after those of earlier ones."""
+    used = {"learning_rate": config.peak_rate, "seqlen": seqlen}
+    entry = {
+        "config": {**config.to_dict(), **used},
+        "data_sha256": hashlib.sha256(text.encode()).hexdigest(),
+        **trained.to_dict(),
+    }
+    earlier: list[Any] = report.provenance.get("recovery", [])
+    return replace(report, provenance={**report.provenance, "recovery": [*earlier, entry]})
 
 
 def _kept(trained: Trained, target: Path) -> str:
