@@ -13,10 +13,13 @@ from neuronmm_ops.progress import progress_bars
 def add(commands: Any) -> None:
     """Add the command to the parser."""
     description = "train the factors of a compressed model for some minutes"
-    command = add_command(commands, "recover", _recover, _show, description, "--seqlen", "--device")
+    command = add_command(commands, "recover", _recover, _show, description, "--device")
     command.add_argument("model", metavar="DIR", help="a compressed checkpoint")
     command.add_argument("-o", "--output", type=Path, required=True, metavar="OUT")
     command.add_argument("--data", type=Path, required=True, metavar="FILE.txt")
+    command.add_argument(
+        "--seqlen", type=int, help="tokens in a block (default: 512, or the model's limit)"
+    )
     command.add_argument(
         "--method",
         default="distill",
