@@ -107,6 +107,15 @@ def test_a_read_only_parent(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_file_in_the_place_of_the_state(
+    run: Run, small: Path, text: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "out.recovery").write_text("mine")
+    outcome = run("recover", small, "--data", text, "-o", tmp_path / "out", *TIME)
+    refused(outcome, "out.recovery is to hold the run's state, and is a file")
+    assert (tmp_path / "out.recovery").read_text() == "mine"
+
+
 def test_an_output_below_a_file(run: Run, small: Path, text: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     out = tmp_path / "file" / "out"

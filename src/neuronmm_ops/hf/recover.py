@@ -150,6 +150,8 @@ def _alone(work: Path) -> Generator[None]:
     """Hold a lock in the work directory; remove the directory where nothing is left in it."""
     import fcntl  # not on Windows
 
+    if work.exists() and not work.is_dir():
+        raise FileExistsError(f"{work} is to hold the run's state, and is a file; move it away")
     work.mkdir(parents=True, exist_ok=True)
     path = work / "lock"
     with path.open("w") as lock:
