@@ -2,21 +2,36 @@
 
 W_r = R⁻ᵀ [Rᵀ W L]_r L⁻¹ minimizes ‖Rᵀ (W − W_r) L‖², to second order the change of the model's
 loss where inputs and output gradients are independent (Martens & Grosse, arXiv 1503.05671). Of
-a wide output only C's diagonal is measured: its Cholesky factor would take longer than the rest.
+a wide output only C's diagonal is measured. Eigenvectors are found on the smaller side, as `swift`
+does.
 """
 
 import torch
 from torch import Tensor
 
-from neuronmm_ops.compress.factorization import Factorization, Gradient, Method, Statistics
-from neuronmm_ops.compress.methods.swift import root
+from neuronmm_ops.compress.factorization import (
+    Factorization,
+    Gradient,
+    Method,
+    SecondMoment,
+    Side,
+    Statistics,
+)
 from neuronmm_ops.compress.methods.whitening import damped_cholesky
+
+Found = tuple[Tensor, Tensor, Tensor]  # u, v, ascending eigenvalues
 
 # Relative to the mean of C's diagonal, added to it: a direction in which calibration saw no
 # gradient still matters on other text.
 GRADIENT_DAMPING = 0.1
 # Outputs wider than this, and than the input, are wide.
 MAX_FULL = 2048
+# Eigenvalues below this share of the largest are rounding.
+MIN_EIGENVALUE = 1e-13
+
+
+def _side(K: int, N: int) -> Side:
+    return "output" if N <= K else "input"
 
 
 def _gradient(K: int, N: int) -> Gradient:
@@ -25,37 +40,42 @@ def _gradient(K: int, N: int) -> Gradient:
 
 
 def _factor(w: Tensor, statistics: Statistics, rank: int) -> Factorization:
-    moment, c = statistics.moment, statistics.gradient
-    s = moment.root("root", root)
+    c = _damped(statistics.gradient)
+    moment = statistics.moment
+    find = _from_outputs if moment.side == "output" else _from_inputs
+    u, v, spectrum = find(w, c, moment, rank)
     # Per token, as C is: the loss does not grow with the calibration set.
-    scale = max(1, moment.tokens) ** -0.5
-    damped = c + GRADIENT_DAMPING * _mean(c) * (torch.eye(len(c)).to(c) if c.dim() == 2 else 1)
-    if c.dim() == 2:
-        r = damped_cholesky(damped)
-        spectrum, p = _left(scale * (r.t() @ w @ s), rank)
-        # W_r = R⁻ᵀ P Pᵀ Rᵀ W: no inverse of L, so that a singular G does no harm.
-        v = torch.linalg.solve_triangular(r.t(), p, upper=True).t()
-        return Factorization(w.t() @ (r @ p), v.contiguous(), spectrum)
-    r = damped.sqrt()[:, None]
-    spectrum, p = _left(scale * (r * w @ s), rank)
-    return Factorization(w.t() @ (r * p), (p / r).t().contiguous(), spectrum)
+    return Factorization(u, v, spectrum.flip(0).clamp_min(0) / max(1, moment.tokens))
 
 
-def _mean(c: Tensor) -> float:
+def _from_outputs(w: Tensor, c: Tensor, moment: SecondMoment, rank: int) -> Found:
+    """P are eigenvectors of Rᵀ YᵀY R `[N, N]`; W_r = R⁻ᵀ P Pᵀ Rᵀ W."""
+    r = damped_cholesky(c)
+    spectrum, vectors = torch.linalg.eigh(r.t() @ moment.matrix @ r)
+    p = vectors.flip(1)[:, :rank]
+    v = torch.linalg.solve_triangular(r.t(), p, upper=True).t()
+    return w.t() @ (r @ p), v.contiguous(), spectrum
+
+
+def _from_inputs(w: Tensor, c: Tensor, moment: SecondMoment, rank: int) -> Found:
+    """With M = Wᵀ C W, Lᵀ M L = B Σ² Bᵀ and T = L B Σ⁻¹ `[K, r]`, W_r = W T Tᵀ M.
+
+    P of the other form is Rᵀ W T, so that neither R nor its inverse is needed.
+    """
+    factor = moment.root("damped", damped_cholesky)
+    m = w.t() @ (c @ w if c.dim() == 2 else c[:, None] * w)
+    spectrum, b = torch.linalg.eigh(factor.t() @ m @ factor)
+    least = max(MIN_EIGENVALUE * float(spectrum[-1]), torch.finfo(spectrum.dtype).tiny)
+    sigma = spectrum.flip(0)[:rank].clamp_min(least).sqrt()
+    t = factor @ b.flip(1)[:, :rank] / sigma
+    return m @ t, (w @ t).t().contiguous(), spectrum
+
+
+def _damped(c: Tensor) -> Tensor:
     diagonal = c.diagonal() if c.dim() == 2 else c
     # The C of an output on which the loss does not depend has no scale: 1 stands for its mean.
-    return float(diagonal.mean()) or 1.0
+    damping = GRADIENT_DAMPING * (float(diagonal.mean()) or 1.0)
+    return c + damping * (torch.eye(len(c)).to(c) if c.dim() == 2 else 1)
 
 
-def _left(a: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """Return the squared singular values `[min(K, N)]` and the left vectors `[N, rank]` of A."""
-    N, K = a.shape
-    if N <= K:
-        eigenvalues, p = torch.linalg.eigh(a @ a.t())
-        return eigenvalues.flip(0).clamp_min(0), p.flip(1)[:, :rank]
-    eigenvalues, b = torch.linalg.eigh(a.t() @ a)
-    # QR scales the columns of A B to length one without a division, and completes the basis.
-    return eigenvalues.flip(0).clamp_min(0), torch.linalg.qr(a @ b.flip(1)[:, :rank]).Q
-
-
-METHOD = Method(_factor, side=lambda K, N: "input", gradient=_gradient, is_loss=True)
+METHOD = Method(_factor, side=_side, gradient=_gradient, is_loss=True)
