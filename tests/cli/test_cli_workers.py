@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -14,6 +15,7 @@ import torch
 from fleet import CLI, Outcome, run_fleet
 from mktestdocs import grab_code_blocks
 from outcomes import Run
+from tiny import tiny_directory
 
 from neuronmm_ops.cli import parser
 
@@ -44,11 +46,11 @@ def arguments(dense: Path, text: Path, out: Path) -> tuple[object, ...]:
 
 
 def said(outcomes: list[Outcome]) -> list[str]:
-    """What all workers printed on stderr, no traceback among it; stdout is empty."""
+    """What all workers printed on stderr but progress, no traceback; stdout is empty."""
     assert all(outcome.out == "" for outcome in outcomes)
     lines = [line for outcome in outcomes for line in outcome.err.splitlines()]
     assert not any("Traceback" in line for line in lines), lines
-    return [line for line in lines if not line.startswith(("warning:", "calibrate", "load"))]
+    return [line for line in lines if not re.match(r"warning:|\w+ \d+/\d+, ", line)]
 
 
 def torchrun(*program: object) -> subprocess.CompletedProcess[str]:
@@ -213,19 +215,42 @@ before("collect_moments", kill)
 
 
 @pytest.mark.parametrize(
-    ("number", "code", "line"),
-    [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")],
+    ("number", "who", "code", "line"),
+    [
+        (signal.SIGINT, "INDEX >= 0", 130, "interrupted"),
+        (signal.SIGINT, "INDEX == 1", 130, "interrupted"),
+        (signal.SIGTERM, "INDEX >= 0", 143, "terminated"),
+    ],
 )
-def test_a_signal_to_all_is_one_line(
-    dense: Path, text: Path, tmp_path: Path, number: int, code: int, line: str
+def test_a_signal_to_all_or_one_is_one_line(
+    dense: Path, text: Path, tmp_path: Path, number: int, who: str, code: int, line: str
 ) -> None:
     patch = f"""
 def stop():
-    os.kill(os.getpid(), {int(number)})
-    time.sleep(1)
+    if {who}:
+        os.kill(os.getpid(), {int(number)})
+        time.sleep(1)
 before("collect_moments", stop)
 """
     command = arguments(dense, text, tmp_path / "o")
     outcomes = run_fleet(tmp_path / "fleet", 2, AT_CALIBRATION + patch + CLI, *command)
     assert [outcome.code for outcome in outcomes] == [code, code]
     assert said(outcomes) == [f"neuronmm: {line}"]
+
+
+def test_three_workers_of_another_family_in_bfloat16(run: Run, text: Path, tmp_path: Path) -> None:
+    dense = tiny_directory(tmp_path / "dense", "qwen2", dtype=torch.bfloat16)
+    options = ("--method", "drift", "--targets", "all-linear")
+    outcomes = run_fleet(
+        tmp_path / "fleet", 3, CLI, *arguments(dense, text, tmp_path / "many"), *options
+    )
+    assert [outcome.code for outcome in outcomes] == [0, 0, 0], outcomes
+    assert [outcome.out for outcome in outcomes[1:]] == ["", ""]
+    assert [outcome.err for outcome in outcomes[1:]] == ["", ""]
+    many = json.loads(outcomes[0].out)
+    one = json.loads(run(*arguments(dense, text, tmp_path / "one"), *options).out)
+    assert [layer["r"] for layer in many["layers"]] == [layer["r"] for layer in one["layers"]]
+    losses = [layer["loss"] for layer in one["layers"]]
+    assert [layer["loss"] for layer in many["layers"]] == pytest.approx(losses, rel=1e-3, abs=1e-6)
+    record = json.loads((tmp_path / "many" / "config.json").read_text())
+    assert record["dtype"] == "bfloat16"
