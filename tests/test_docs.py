@@ -3,6 +3,7 @@
 import re
 import shlex
 import shutil
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,6 +22,13 @@ TEXT = "The quick brown fox jumps over the lazy dog. 0123456789\n" * 400
 def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A directory with the files that the pages name."""
     monkeypatch.chdir(tmp_path)
+    # As torchrun starts one worker.
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": port}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     for directory in ("model", "out/demo/dense"):
         tiny_directory(tmp_path / directory)
     for file in ("calibration.txt", "held_out.txt", "out/demo/calibration.txt"):

@@ -16,8 +16,20 @@ MODULES = sorted(ROOT.rglob("*.py"))
 # A file may import from the layers below its own. The package root re-exports the core.
 # bench, hf and eval are one storey; between themselves they import in this order.
 LAYERS = (
-    *("cli", "doctor", "bench", "hf", "eval", "checkpoint", "compress", "nn", "ops", "kernels"),
-    *("neuroncore", "models", "hardware", "progress", "errors"),
+    *(
+        "__main__",
+        "cli",
+        "doctor",
+        "bench",
+        "hf",
+        "eval",
+        "checkpoint",
+        "compress",
+        "nn",
+        "ops",
+        "kernels",
+    ),
+    *("neuroncore", "models", "hardware", "progress", "processes", "errors"),
 )
 RANK = {name: rank for rank, name in enumerate(reversed(LAYERS))}
 ROOT_MAY_IMPORT = {"compress", "errors", "eval", "nn", "ops"}

@@ -13,6 +13,10 @@ class NkiVersionError(RuntimeError):
     """The installed NKI is of a version that the kernels cannot be called through."""
 
 
+class WorkerLostError(RuntimeError):
+    """One of many workers has ended, or does not answer."""
+
+
 class CalibrationWarning(UserWarning):
     """The calibration data is too small for the factors to be trusted."""
 

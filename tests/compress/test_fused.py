@@ -50,7 +50,9 @@ def inputs(count: int = 4) -> list[Tensor]:
 
 
 def compressed(model: nn.Module, **options: object) -> list[float | None]:
-    config = SVDConfig(**{"ratio": 0.3, "block": 8, "targets": "all-linear", **options})
+    config = SVDConfig(
+        **{"ratio": 0.3, "block": 8, "allocation": "uniform", "targets": "all-linear", **options}
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # few tokens
         return [layer.loss for layer in compress_(model, config, inputs()).layers]
@@ -131,7 +133,13 @@ def gpt2(**options: object) -> nn.Module:
 @pytest.mark.filterwarnings("ignore::neuronmm_ops.CalibrationWarning")
 def test_gpt2(method, dtype, tied):
     model = gpt2(tie_word_embeddings=tied).to(dtype)
-    config = SVDConfig(ratio=0.3, block=8, targets=("mlp", "attention", "lm_head"), method=method)
+    config = SVDConfig(
+        ratio=0.3,
+        block=8,
+        targets=("mlp", "attention", "lm_head"),
+        method=method,
+        allocation="uniform",
+    )
     report = compress_(model, config, token_batches())
     swapped = {layer.name for layer in report.layers if layer.r}
     leaves = {name.removeprefix("transformer.h.0.") for name in swapped if ".0." in name}
@@ -162,7 +170,7 @@ def test_conv1ds_that_share_a_weight_stay_dense():
     model = gpt2()
     first, second = (block.mlp for block in model.transformer.h)
     second.c_fc.weight = first.c_fc.weight
-    report = compress_(model, SVDConfig(ratio=0.1, block=8, method="plain"))
+    report = compress_(model, SVDConfig(ratio=0.1, block=8, method="plain", allocation="uniform"))
     kept = {layer.name: layer.reason for layer in report.layers if layer.dense}
     assert kept == {
         "transformer.h.0.mlp.c_fc": "shares its weight with transformer.h.1.mlp.c_fc.weight",
@@ -175,5 +183,5 @@ def test_a_conv1d_with_a_nan_is_named():
     model = gpt2()
     model.transformer.h[1].mlp.c_proj.weight.data[3, 4] = float("nan")
     with pytest.raises(ValueError, match=r"transformer\.h\.1\.mlp\.c_proj: weight must be finite"):
-        compress_(model, SVDConfig(ratio=0.1, block=8, method="plain"))
+        compress_(model, SVDConfig(ratio=0.1, block=8, method="plain", allocation="uniform"))
     assert not any(isinstance(module, SVDLinear) for module in model.modules())

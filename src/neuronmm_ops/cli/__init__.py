@@ -25,12 +25,13 @@ from neuronmm_ops.cli import (
 from neuronmm_ops.cli.console import (
     Terminated,
     explain,
-    fail,
     flushed,
     our_warnings,
     terminable,
 )
 from neuronmm_ops.cli.parser import Parser
+from neuronmm_ops.cli.workers import fail_once, joined, quiet
+from neuronmm_ops.errors import WorkerLostError
 
 __all__ = ["main", "parser"]
 
@@ -41,13 +42,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
         arguments: the command line without the program's name; default `sys.argv`.
     """
-    try:
-        with terminable():
-            return _main(arguments)
-    except KeyboardInterrupt:
-        return fail("interrupted", 130)
-    except Terminated:
-        return fail("terminated", 143)
+    with quiet():
+        try:
+            with terminable():
+                return _main(arguments)
+        except KeyboardInterrupt:
+            return fail_once("interrupted", 130)
+        except Terminated:
+            return fail_once("terminated", 143, is_echo=True)
 
 
 def _main(arguments: Sequence[str] | None) -> int:
@@ -56,13 +58,13 @@ def _main(arguments: Sequence[str] | None) -> int:
     except SystemExit as stop:  # --help, --version, or a mistake
         return flushed(lambda: None) or int(stop.code or 0)
     try:
-        with our_warnings():
+        with our_warnings(), joined(options):
             document = options.run(options)
         text = json.dumps(document, indent=2, allow_nan=False) if options.json else None
     except Exception as error:
         if options.debug:
             raise
-        return fail(*explain(error))
+        return fail_once(*explain(error), is_echo=isinstance(error, WorkerLostError))
     return flushed(lambda: options.show(document) if text is None else print(text))
 
 

@@ -15,7 +15,7 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from neuronmm_ops.errors import CalibrationWarning, CompressionWarning
+from neuronmm_ops.errors import CalibrationWarning, CompressionWarning, WorkerLostError
 
 
 class KernelError(Exception):
@@ -163,6 +163,8 @@ def explain(error: Exception) -> tuple[str, int]:
         )
     if isinstance(error, (ValueError, TypeError, OSError, ImportError)):
         return one_line(error), 2
+    if isinstance(error, WorkerLostError):
+        return one_line(error), 1
     return f"internal error: {type(error).__name__}: {one_line(error)}; see it with --debug", 1
 
 

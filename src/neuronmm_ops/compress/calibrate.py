@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from neuronmm_ops.compress import workers
 from neuronmm_ops.compress.batches import Batch, call_model, check_batches, row_mask, takes
 from neuronmm_ops.compress.factorization import SecondMoment, Side
 from neuronmm_ops.errors import NonFiniteError
@@ -33,7 +34,8 @@ def collect_moments(
 
     The model runs in eval mode without gradients, once for every `MAX_MOMENT_BYTES` of moments,
     so that the moments of few layers are alive at once; use each before taking the next. Linears
-    with the same input are given the same object. Products in a dtype that the CPU multiplies
+    with the same input are given the same object. Many workers take a share of the batches each,
+    and are given the same moments, summed over all. Products in a dtype that the CPU multiplies
     slowly are computed in fp32.
 
     Args:
@@ -43,7 +45,7 @@ def collect_moments(
         batches: token ids `[B, T]`, or mappings of the model's arguments; any number of them.
             Rows of `[B, T, K]` activations whose `attention_mask` is 0 do not count, but in an
             encoder-decoder, where an activation does not say to which mask it belongs.
-        progress: told `("calibrate", batches done, batches in all)`.
+        progress: told `("calibrate", batches done, batches in all)`, of this worker.
 
     Raises:
         NonFiniteError: an activation is NaN or Inf; names the layer.
@@ -53,9 +55,11 @@ def collect_moments(
     """
     check_batches(model, batches)
     body = _body(model, sides, batches)
-    waiting, passes = list(sides), 0
+    batches = workers.share(batches)
+    asked = waiting = list(sides)
+    passes = 0
     while waiting:
-        recorder = _Recorder(model, {name: sides[name] for name in waiting})
+        recorder = _Recorder(model, {name: sides[name] for name in asked})
         with eval_mode(model), recorder, torch.no_grad(), fast_products(model):
             for done, batch in enumerate(batches, start=1 + passes * len(batches)):
                 recorder.mask = row_mask(model, batch)
@@ -64,14 +68,17 @@ def collect_moments(
                 if progress:
                     to_come = _passes(model, sides, recorder.deferred)
                     progress("calibrate", done, (passes + 1 + to_come) * len(batches))
-        moments = recorder.moments
-        for name in waiting:
+        moments, deferred = _of_all_workers(model, recorder, asked)
+        for name in asked:
             if name in moments:
                 yield name, moments.pop(name)
-            elif name not in recorder.deferred:
+            elif name not in deferred:
                 raise ValueError(f"{name} was not called during calibration; leave it out")
-        waiting = [name for name in waiting if name in recorder.deferred]
-        passes += 1
+        left = [name for name in waiting if name in deferred or name not in asked]
+        # Workers that met different Linears may each have deferred what others kept. For the
+        # moment of one Linear there is always room.
+        asked = left if len(left) < len(waiting) else left[:1]
+        waiting, passes = left, passes + 1
 
 
 class _Product(NamedTuple):
@@ -113,6 +120,10 @@ class _Recorder:
     def __exit__(self, *_: object) -> None:
         for handle in self._handles:
             handle.remove()
+
+    def side(self, name: str) -> Side:
+        """Return the side that is measured of a Linear."""
+        return self._sides[name]
 
     def flush(self) -> None:
         """Add the last product to the moments of its Linears."""
@@ -189,6 +200,37 @@ class _Recorder:
     def _has_room(self, size: int) -> bool:
         resident = {id(moment): moment.matrix.nbytes for moment in self.moments.values()}
         return not resident or sum(resident.values()) + _bytes(size) <= MAX_MOMENT_BYTES
+
+
+def _of_all_workers(
+    model: nn.Module, recorder: _Recorder, asked: Sequence[str]
+) -> tuple[dict[str, SecondMoment], set[str]]:
+    """Return the moments summed over all workers, and the names that any of them deferred."""
+    if workers.count() == 1:
+        return recorder.moments, recorder.deferred
+    deferred = set[str]().union(*workers.gather(recorder.deferred))
+    known = {name: (id(moment), moment.tokens) for name, moment in recorder.moments.items()}
+    seen = workers.gather(known)
+    # Linears share a moment if they do on every worker; one may not have met them at all.
+    groups: dict[tuple[int | None, ...], list[str]] = {}
+    for name in asked:
+        key = tuple(part[name][0] if name in part else None for part in seen)
+        if name not in deferred and any(key):
+            groups.setdefault(key, []).append(name)
+    own: dict[str, Tensor] = {}
+    for first, *_ in groups.values():
+        if first in recorder.moments:
+            matrix = recorder.moments[first].matrix
+            own[first] = matrix.clone() if any(matrix is m for m in own.values()) else matrix
+    recorder.moments.clear()
+    summed = workers.sum_names(own, next(model.parameters()).device)
+    moments: dict[str, SecondMoment] = {}
+    for names in groups.values():
+        first = names[0]
+        tokens = sum(part[first][1] for part in seen if first in part)
+        moment = SecondMoment(recorder.side(first), summed[first], tokens)
+        moments.update(dict.fromkeys(names, moment))
+    return moments, deferred
 
 
 def fast_products(model: nn.Module) -> AbstractContextManager[object]:

@@ -2,9 +2,9 @@
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Self
+from typing import Any, Self, cast
 
 from neuronmm_ops.compress.methods import METHODS
 from neuronmm_ops.compress.rank import STEP, aligned_rank
@@ -224,14 +224,13 @@ def _checked_ratios(
 
 
 def _checked_ratio(name: str, ratio: Any) -> LayerRatio:
-    is_pair = isinstance(ratio, (list, tuple)) and len(ratio) == 2
-    low, high = ratio if is_pair else (ratio, ratio)
-    numbers = all(
-        isinstance(end, (int, float)) and not isinstance(end, bool) for end in (low, high)
-    )
-    if not numbers or not 0 <= low <= high < 1:
+    is_pair = isinstance(ratio, (list, tuple)) and len(cast(Sequence[Any], ratio)) == 2
+    ends: list[Any] = list(ratio) if is_pair else [ratio, ratio]
+    numbers = all(isinstance(end, (int, float)) and not isinstance(end, bool) for end in ends)
+    if not numbers or not 0 <= ends[0] <= ends[1] < 1:
         raise ValueError(
             f"the layer ratio of {name} must be a number in [0, 1), or two such in order; "
             f"got {ratio!r}"
         )
-    return (float(low), float(high)) if is_pair else float(low)
+    low, high = map(float, ends)
+    return (low, high) if is_pair else low

@@ -6,12 +6,13 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from neuronmm_ops.compress import workers
 from neuronmm_ops.compress.batches import Batch, check_batches, row_mask
 from neuronmm_ops.compress.calibrate import Progress, eval_mode, fast_products
 from neuronmm_ops.compress.factorization import SecondMoment
 from neuronmm_ops.compress.factorize import check_finite, factorize
 from neuronmm_ops.compress.layers import LayerStack
-from neuronmm_ops.nn.dense_linear import dense_linear
+from neuronmm_ops.nn.dense_linear import DenseLinear, dense_linear
 from neuronmm_ops.nn.swap import swap_modules_
 
 Factors = tuple[Tensor, Tensor]
@@ -30,7 +31,8 @@ def follow_drift(
     Also the relative loss of each, of what full rank explains of the dense outputs.
 
     The hidden states of the dense and of the compressed prefix go through the layers side by side;
-    in a layer, Linears are taken in the order of their calls, those with one input together.
+    in a layer, Linears are taken in the order of their calls, those with one input together. Many
+    workers take a share of the batches each.
 
     Args:
         model: a decoder, still dense; left as it was.
@@ -44,6 +46,7 @@ def follow_drift(
         ValueError: the model has no list of layers.
     """
     check_batches(model, batches)
+    batches = workers.share(batches)
     stack = LayerStack(model)
     found, losses = dict(factors), dict.fromkeys(factors, 0.0)
     with eval_mode(model), fast_products(model):
@@ -55,16 +58,20 @@ def follow_drift(
             layer = copy.deepcopy(stack[index])
             passed = _Pass(stack, index, layer, model, batches, dense, drifted)
             for group in passed.groups(inside):
-                swapped: dict[str, Factors] = {}
-                for name, moment, cross in passed.moments(group):
-                    linear = dense_linear(stack[index].get_submodule(name))
-                    assert linear is not None
-                    rank = factors[prefix + name][0].shape[1]
-                    result = factorize(linear.weight, method, moment, rank, cross=cross)
-                    u, v = (f.to(linear.weight.dtype) for f in result.truncate(rank))
+                linears = {name: passed.linear(name) for name in group}
+                owners = workers.spread(linears)
+                moment, cross = passed.moments(group)
+                own: dict[str, Factors] = {}
+                lost: dict[str, float] = {}
+                for name in (name for name in group if owners[name] == workers.index()):
+                    weight, rank = linears[name].weight, factors[prefix + name][0].shape[1]
+                    result = factorize(weight, method, moment, rank, cross=cross)
+                    u, v = (f.to(weight.dtype) for f in result.truncate(rank))
                     check_finite(prefix + name, u, v, "compress the model in a wider dtype")
-                    swapped[name] = found[prefix + name] = u, v
-                    losses[prefix + name] = result.relative_loss(rank)
+                    own[name], lost[name] = (u, v), result.relative_loss(rank)
+                swapped = workers.exchange(own, owners, linears)
+                found |= {prefix + name: pair for name, pair in swapped.items()}
+                losses |= {prefix + n: loss for n, loss in workers.gather_names(lost).items()}
                 swap_modules_(layer, swapped)
             dense, drifted = passed.outputs()
             if progress:
@@ -93,31 +100,36 @@ class _Pass:
         """Return the Linears in the order of their calls, those given one tensor together."""
         if not names:
             return []
-        batch, dense, _ = self._states[0]
-        inputs = self._inputs(self._stack[self._index], batch, dense, names, None)
         groups: dict[int, list[str]] = {}
-        for name, x in inputs.items():
-            groups.setdefault(id(x), []).append(name)
-        return list(groups.values())
+        if workers.index() == 0:  # others may have no batch
+            batch, dense, _ = self._states[0]
+            inputs = self._inputs(self._stack[self._index], batch, dense, names, None)
+            for name, x in inputs.items():
+                groups.setdefault(id(x), []).append(name)
+        return workers.gather(list(groups.values()))[0]
 
-    def moments(self, group: Sequence[str]) -> list[tuple[str, SecondMoment, Tensor]]:
-        """Return X̂ᵀX̂ and XᵀX̂ `[K, K]` of the Linears of one input, shared by them."""
-        moment: SecondMoment | None = None
-        cross: Tensor | None = None
+    def linear(self, name: str) -> DenseLinear:
+        """Return a Linear of the dense layer."""
+        linear = dense_linear(self._stack[self._index].get_submodule(name))
+        assert linear is not None
+        return linear
+
+    def moments(self, group: Sequence[str]) -> tuple[SecondMoment, Tensor]:
+        """Return X̂ᵀX̂ and XᵀX̂ `[K, K]` of the Linears of one input, of all workers' batches."""
         # One input: what holds of the first holds of all.
         name = group[0]
+        linear = self.linear(name)
+        K, device = linear.in_features, linear.weight.device
+        zeros = torch.zeros(K, K, dtype=torch.float64, device=device)
+        moment, cross = SecondMoment("input", zeros), zeros.clone()
         for (batch, dense, drifted), mask in zip(self._states, self._masks, strict=True):
             clean = self._rows(self._stack[self._index], batch, dense, name, mask)
             seen = self._rows(self._layer, batch, drifted, name, mask)
-            if moment is None or cross is None:
-                K = seen.shape[1]
-                zeros = torch.zeros(K, K, dtype=torch.float64, device=seen.device)
-                moment, cross = SecondMoment("input", zeros), zeros.clone()
             moment.add(seen.t() @ seen, len(seen))
             cross += clean.t() @ seen
-        assert moment is not None
-        assert cross is not None
-        return [(each, moment, cross) for each in group]
+        moment.tokens = sum(workers.gather(moment.tokens))
+        workers.sum_(moment.matrix, cross)
+        return moment, cross
 
     def outputs(self) -> tuple[list[Tensor], list[Tensor]]:
         """Return the hidden states that leave the dense layer and the compressed one."""

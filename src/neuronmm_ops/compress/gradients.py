@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from neuronmm_ops.compress import workers
 from neuronmm_ops.compress.batches import (
     Batch,
     call_model,
@@ -41,7 +42,8 @@ def collect_gradients(
     """Run the model forward and backward and return each named Linear's gradient statistic.
 
     No parameter's `.grad` is touched. Rows are run one at a time, at most `MAX_TOKENS` tokens,
-    evenly over the batches.
+    evenly over the batches. Many workers take a share of the rows each, and are given the same
+    statistics, of all rows.
 
     Args:
         model: as `collect_moments` takes it.
@@ -50,7 +52,7 @@ def collect_gradients(
             `[N]`, its diagonal; `weight` `[N, K]`, the gradient with respect to the weight, per
             token. All fp64.
         batches: as for `collect_moments`.
-        progress: told `("gradients", rows done, rows in all)`.
+        progress: told `("gradients", rows done, rows in all)`, of this worker.
         seed: of the drawn labels.
 
     Raises:
@@ -59,7 +61,7 @@ def collect_gradients(
     """
     check_batches(model, batches)
     sums = _Sums(kinds)
-    rows = single_rows(batches, MAX_TOKENS)
+    rows = workers.share(single_rows(batches, MAX_TOKENS))
     generator = torch.Generator()
     with ExitStack() as stack:
         stack.enter_context(eval_mode(model))
@@ -88,7 +90,7 @@ def collect_gradients(
             sums.tokens += tokens
             if progress:
                 progress("gradients", done, len(rows))
-    return sums.means()
+    return sums.means(next(model.parameters()).device)
 
 
 class _Sums:
@@ -122,12 +124,14 @@ class _Sums:
 
         return record
 
-    def means(self) -> dict[str, Tensor]:
-        """Return every statistic per token; raise ValueError where there is none."""
+    def means(self, device: torch.device) -> dict[str, Tensor]:
+        """Return every statistic per token of all workers; raise ValueError where there is none."""
+        tokens = sum(workers.gather(self.tokens))
+        totals = workers.sum_names(self._totals, device)
         for name in self._kinds:
-            if name not in self._totals:
+            if name not in totals:
                 raise ValueError(f"the loss does not depend on {name}; leave it out")
-        return {name: self._totals[name] / max(1, self.tokens) for name in self._kinds}
+        return {name: totals[name] / max(1, tokens) for name in self._kinds}
 
     def _add(self, name: str, x: Tensor, gradient: Tensor) -> None:
         g = gradient.flatten(0, -2).to(torch.promote_types(gradient.dtype, torch.float32))

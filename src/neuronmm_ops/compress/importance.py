@@ -6,6 +6,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from neuronmm_ops.compress import workers
 from neuronmm_ops.compress.batches import Batch, single_rows
 from neuronmm_ops.compress.calibrate import Progress, eval_mode, fast_products
 from neuronmm_ops.compress.config import SVDConfig
@@ -23,6 +24,11 @@ class Losses(Protocol):
     @property
     def spectrum(self) -> Tensor:
         """`[min(K, N)]`, the loss avoided by each rank."""
+        ...
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this worker holds the factors."""
         ...
 
     def truncate(self, rank: int) -> tuple[Tensor, Tensor]:
@@ -61,8 +67,8 @@ def weights_of(
         name: config.rank(linears[name].in_features, linears[name].out_features) or config.block
         for name in found
     }
-    factors = {name: found[name].truncate(rank) for name, rank in probed.items()}
-    added = probe(model, factors, batches, progress)
+    factors = {n: found[n].truncate(rank) for n, rank in probed.items() if found[n].is_here}
+    added = workers.gather_names(probe(model, factors, batches, progress))
     # A matrix whose loss did not grow measurably weighs as little as the least that was measured.
     least = min((value for value in added.values() if value > 0), default=1.0)
     weights: dict[str, float] = {}

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from neuronmm_ops.compress import workers
 from neuronmm_ops.compress.allocate import Matrix, Rank
 from neuronmm_ops.compress.batches import Batch, count_tokens, fingerprint
 from neuronmm_ops.compress.budget import allocate, ratio_bounds
@@ -43,7 +44,8 @@ def compress_(
 
     Nothing is replaced before the last factor is found, so an error leaves the model as it was.
     Until then the factors of the largest ranks that the allocation may choose are held, at most as
-    large as the targeted matrices themselves.
+    large as the targeted matrices themselves. In a block of `workers.together` the calibration and
+    the factorizations are shared by many processes, all of which end with the same model.
 
     Args:
         model: a Transformers model, or any module called as `model(batch)` or `model(**batch)`.
@@ -73,20 +75,24 @@ def compress_(
 
     kinds = gradient_kinds(config, linears)
     gradients = collect_gradients(model, kinds, batches, progress) if kinds else {}
-    found: dict[str, Nested] = {}
+    owners = workers.spread(linears)
+    own: dict[str, Nested] = {}
     for name, moment in _moments(model, config, linears, batches, progress):
         rank = limits[name]
         assert rank is not None
-        found[name] = Nested.of(
-            name, linears[name].weight, config, moment, gradients.get(name), rank
-        )
+        if owners[name] != workers.index():
+            continue
+        own[name] = Nested.of(name, linears[name].weight, config, moment, gradients.get(name), rank)
         if progress:
-            progress("factorize", len(found), len(linears))
+            progress("factorize", len(own), list(owners.values()).count(workers.index()))
+    found = known_to_all(own, linears)
     weights = weights_of(model, config, linears, found, gradients, batches, progress)
     ranks = dict(limits) | choose_ranks(config, selection.linears, found, weights)
 
-    factors = {name: found[name].truncate(r) for name, r in ranks.items() if r is not None}
-    losses = {name: found[name].relative_loss(ranks[name]) for name in factors}
+    bought = {name: r for name, r in ranks.items() if r is not None}
+    kept = {name: own[name].truncate(r) for name, r in bought.items() if name in own}
+    factors = workers.exchange(kept, owners, linears)
+    losses = {name: found[name].relative_loss(rank) for name, rank in bought.items()}
     if METHODS[config.method].follows_drift:
         factors, losses = follow_drift(model, config.method, factors, batches, progress)
     parameters = dense_parameters(model)
@@ -108,16 +114,19 @@ class Nested:
     """Factors of the largest rank that a layer may get, in the weight's dtype, and their losses.
 
     Attributes:
-        u: `[K, R]`.
-        v: `[R, N]`.
+        factors: `u[K, R]`, `v[R, N]`; None where another worker holds them.
         spectrum: `[min(K, N)]`, fp64, per calibration token unless the method is `plain`.
         scores: `[min(K, N)]`, fp64, of `zero-sum` only.
     """
 
-    u: Tensor
-    v: Tensor
+    factors: tuple[Tensor, Tensor] | None
     spectrum: Tensor
     scores: Tensor | None
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this worker holds the factors."""
+        return self.factors is not None
 
     @classmethod
     def of(
@@ -136,16 +145,26 @@ class Nested:
         u, v = (factor.to(weight.dtype) for factor in factorization.truncate(rank))
         check_finite(name, u, v, "compress the model in a wider dtype")
         tokens = 1 if moment is None or METHODS[method].is_loss else max(1, moment.tokens)
-        return cls(u, v, factorization.spectrum.cpu() / tokens, factorization.scores)
+        scores = factorization.scores
+        scores = None if scores is None else scores.cpu()
+        return cls((u, v), factorization.spectrum.cpu() / tokens, scores)
 
     def truncate(self, rank: int) -> tuple[Tensor, Tensor]:
         """Return the factors of a smaller rank, `u[K, rank]`, `v[rank, N]`."""
-        return self.u[:, :rank], self.v[:rank]
+        assert self.factors is not None
+        u, v = self.factors
+        return u[:, :rank], v[:rank]
 
     def relative_loss(self, rank: int | None) -> float:
         """Return the loss of a rank as a fraction of the energy, in [0, 1]."""
         energy = float(self.spectrum.sum())
         return float(self.spectrum[rank:].sum()) / energy if rank and energy > 0 else 0.0
+
+
+def known_to_all(own: Mapping[str, Nested], names: Iterable[str]) -> dict[str, Nested]:
+    """Return what all workers have found, in the order of `names`: of others' the losses alone."""
+    losses = workers.gather_names({n: (found.spectrum, found.scores) for n, found in own.items()})
+    return {name: own.get(name) or Nested(None, *losses[name]) for name in names}
 
 
 def first_method(config: SVDConfig) -> str:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from neuronmm_ops.compress import CompressionReport, LayerReport, SVDConfig, compress_
+from neuronmm_ops.compress import CompressionReport, LayerReport, SVDConfig, compress_, workers
 from neuronmm_ops.compress.batches import check_ids
 from neuronmm_ops.compress.budget import shares_budget
 from neuronmm_ops.compress.calibrate import Progress
@@ -51,6 +51,8 @@ def compress(
     Everything that can be checked beforehand is: the target, the room on its disk, the text.
     The checkpoint has the dtype of the model whatever was computed in, and what is not compressed
     is written bit for bit. Its `compression.json` says how to run this again, see `CompressionRun`.
+    In a block of `workers.together` the work is shared by many processes, of which the first alone
+    looks at the target, writes it and tells of progress.
 
     Args:
         model: a local directory, or a hub id.
@@ -88,8 +90,10 @@ def compress(
     place = check_device(device)
     target = Path(output)
     source = Path(model) if Path(model).is_dir() else None
-    check_target(target, force, source)
+    workers.only_first(lambda: check_target(target, force, source))
 
+    if workers.index() > 0:
+        progress = None
     tell = progress or (lambda stage, done, total: None)
     tell("load", 0, 1)
     loaded = load_on(model, place)
@@ -98,7 +102,8 @@ def compress(
     if getattr(loaded.config, "quantization_config", None) is not None:
         raise ValueError(f"{model} is compressed or quantized already; start from dense")
     compute = dtype_of(dtype, loaded)
-    check_target(target, force, source, _bytes_after(loaded, config))
+    needed = _bytes_after(loaded, config)
+    workers.only_first(lambda: check_target(target, force, source, needed))
 
     batches: list[Tensor] | None = None
     calibration: dict[str, Any] = {}
@@ -125,7 +130,7 @@ def compress(
     report = _completed(report, loaded, calibration, compute)
 
     tell("save", 0, 1)
-    save(loaded, target, report, tokenizer, force, max_shard_size, run)
+    workers.only_first(lambda: save(loaded, target, report, tokenizer, force, max_shard_size, run))
     tell("save", 1, 1)
     return report
 

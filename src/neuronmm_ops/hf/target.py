@@ -17,6 +17,7 @@ from pathlib import Path
 from neuronmm_ops.checkpoint import read_config
 from neuronmm_ops.compress.record import is_record
 from neuronmm_ops.errors import CheckpointError
+from neuronmm_ops.processes import is_running
 
 # The files that save_pretrained writes for models and tokenizers.
 OURS = re.compile(
@@ -154,18 +155,8 @@ def _clean(target: Path) -> None:
     left = re.compile(rf"\.{re.escape(target.name)}\.{host}\.(\d+)\.\w+\.(tmp|old)")
     for path in target.parent.iterdir():
         match = left.fullmatch(path.name)
-        if match is None or _is_running(int(match[1])):
+        if match is None or is_running(int(match[1])):
             continue
         if match[2] == "old" and (path / target.name).exists() and not target.exists():
             (path / target.name).rename(target)
         shutil.rmtree(path, ignore_errors=True)
-
-
-def _is_running(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
