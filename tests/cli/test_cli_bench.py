@@ -94,6 +94,16 @@ def test_the_table_of_published_figures(run: Run, monkeypatch: pytest.MonkeyPatc
     assert "Mean absolute error of the predicted times: 25.0%" in out
 
 
+def test_mistakes_of_methods(run: Run, dense: Path, text: Path, tmp_path: Path) -> None:
+    arguments = ("bench", "methods", dense, "--calibration", text, "--text", text)
+    refused(run(*arguments, "--text", tmp_path / "other" / text.name), "names that differ")
+    refused(run(*arguments, "--text", tmp_path / "absent.txt"), "cannot read text")
+    refused(run("bench", "methods", dense, "--calibration", text), "--text")
+    (tmp_path / "short.txt").write_text("a b")
+    short = ("bench", "methods", dense, "--calibration", tmp_path / "short.txt", "--text", text)
+    refused(run(*short), "at least one block of 128 tokens")
+
+
 def test_mistakes(run: Run) -> None:
     refused(run("bench", "cpu", "--model", "GPT-9"), "GPT-9", "Llama-3.2-1B")
     refused(run("bench", "cpu", "--tokens", "0"), "at least 1")

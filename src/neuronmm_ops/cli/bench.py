@@ -9,7 +9,14 @@ import torch
 
 from neuronmm_ops.cli.console import check_output, show_rows, show_table, stderr, stdout
 from neuronmm_ops.cli.library import transformers_models
-from neuronmm_ops.cli.parser import add_command, add_shape, add_tokens, tokens_of
+from neuronmm_ops.cli.parser import (
+    add_command,
+    add_shape,
+    add_texts,
+    add_tokens,
+    texts_of,
+    tokens_of,
+)
 from neuronmm_ops.progress import progress_bars
 
 _DESCRIPTION = "measure the ops and the methods here; hold the simulated core against devices"
@@ -39,14 +46,7 @@ def add(commands: Any) -> None:
 
     options = ("model", "--dtype", "--device")
     command = add_command(benchmarks, "methods", _methods, show_methods, _HELP["methods"], *options)
-    command.add_argument(
-        "--text",
-        type=Path,
-        action="append",
-        required=True,
-        metavar="FILE",
-        help="to take the perplexity on; once for each text",
-    )
+    add_texts(command)
     command.add_argument("--calibration", type=Path, required=True, metavar="FILE")
 
     add_command(benchmarks, "published", _published, _show_published, _HELP["published"])
@@ -86,10 +86,11 @@ def _overhead(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def _methods(options: argparse.Namespace) -> list[dict[str, Any]]:
+    paths = texts_of(options)
     hf = transformers_models()
     from neuronmm_ops.bench import methods
 
-    texts = {str(path): hf.read_text(path) for path in options.text}
+    texts = {str(path): hf.read_text(path) for path in paths}
     calibration = hf.read_text(options.calibration)
     computing = {"dtype": options.dtype, "device": options.device}
     with progress_bars() as progress:
