@@ -102,6 +102,7 @@ def test_mistakes_of_methods(run: Run, dense: Path, text: Path, tmp_path: Path) 
     (tmp_path / "short.txt").write_text("a b")
     short = ("bench", "methods", dense, "--calibration", tmp_path / "short.txt", "--text", text)
     refused(run(*short), "at least one block of 128 tokens")
+    refused(run(*arguments, "--block", "12"), "multiple of 8, got 12")
 
 
 def test_mistakes(run: Run) -> None:

@@ -20,6 +20,7 @@ from neuronmm_ops.cli import (
     generate,
     inspect,
     plan,
+    recover,
     simulate,
 )
 from neuronmm_ops.cli.console import (
@@ -73,6 +74,9 @@ def parser() -> argparse.ArgumentParser:
     root = Parser(prog="neuronmm", description="Low-rank LLMs: compress, evaluate and run them.")
     root.add_argument("--version", action="version", version=f"neuronmm-ops {__version__}")
     commands = root.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for module in (compress, evaluate, compare, generate, inspect, doctor, bench, plan, simulate):
+    for module in (
+        *(compress, recover, evaluate, compare, generate, inspect),
+        *(doctor, bench, plan, simulate),
+    ):
         module.add(commands)
     return root

@@ -48,6 +48,9 @@ def add(commands: Any) -> None:
     command = add_command(benchmarks, "methods", _methods, show_methods, _HELP["methods"], *options)
     add_texts(command)
     command.add_argument("--calibration", type=Path, required=True, metavar="FILE")
+    command.add_argument(
+        "--block", type=int, default=16, help="ranks are multiples of it (default 16)"
+    )
 
     add_command(benchmarks, "published", _published, _show_published, _HELP["published"])
 
@@ -92,9 +95,9 @@ def _methods(options: argparse.Namespace) -> list[dict[str, Any]]:
 
     texts = {str(path): hf.read_text(path) for path in paths}
     calibration = hf.read_text(options.calibration)
-    computing = {"dtype": options.dtype, "device": options.device}
+    chosen = {"block": options.block, "dtype": options.dtype, "device": options.device}
     with progress_bars() as progress:
-        return methods.run(options.model, texts, calibration, **computing, progress=progress)
+        return methods.run(options.model, texts, calibration, **chosen, progress=progress)
 
 
 def show_methods(rows: list[dict[str, Any]]) -> None:

@@ -41,6 +41,7 @@ def summary(report: CompressionReport) -> dict[str, Any]:
         "calibration": report.calibration,
         "provenance": report.provenance,
         "layers": [{field: getattr(layer, field) for field in fields} for layer in report.layers],
+        **{key: report.provenance[key] for key in ("recovery",) if key in report.provenance},
     }
 
 
@@ -71,6 +72,20 @@ def show_summary(document: dict[str, Any]) -> None:
         )
     for line in _record_lines(document):
         stdout.print(line, soft_wrap=True)
+    for run in document.get("recovery", ()):
+        show_recovery(run)
+
+
+def show_recovery(run: dict[str, Any]) -> None:
+    """Print what a recovery did, in a line."""
+    change = f"{run['held_out_ppl_before']:.4f} -> {run['held_out_ppl_after']:.4f}"
+    if not run["improved"]:
+        change = f"{run['held_out_ppl_before']:.4f}, not improved: the factors are the start's"
+    stdout.print(
+        f"recovered by {run['config']['method']}: held-out perplexity {change}, "
+        f"{run['steps']} steps, {run['tokens']} tokens, {run['minutes']:.1f} minutes",
+        soft_wrap=True,
+    )
 
 
 def _record_lines(document: dict[str, Any]) -> Iterator[str]:

@@ -140,7 +140,8 @@ class CompressionReport:
         calibration: `{"tokens", "batches", "sha256"}`, from `hf.compress` also `{"order",
             "samples", "seqlen"}`; or None when the method needs none.
         provenance: model id and versions of the libraries, from `hf.compress` also
-            `compute_dtype`. There is no seed: the method is deterministic.
+            `compute_dtype`, from `hf.recover` `recovery`, a list with an entry a run. There is no
+            seed: the method is deterministic.
         model_parameters: of the whole model while it was dense, tied ones counted once; None in
             records that do not say.
         left_dense: what the presets among the targets stand for and `layers` does not list, such
@@ -150,7 +151,7 @@ class CompressionReport:
     config: SVDConfig | None
     layers: tuple[LayerReport, ...]
     calibration: dict[str, Any] | None
-    provenance: dict[str, str]
+    provenance: dict[str, Any]
     model_parameters: int | None = None
     left_dense: tuple[LeftDense, ...] = ()
 

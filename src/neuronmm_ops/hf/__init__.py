@@ -8,8 +8,10 @@ from neuronmm_ops.hf.compress import compress
 from neuronmm_ops.hf.computing import load_computing
 from neuronmm_ops.hf.generate import generate_text
 from neuronmm_ops.hf.loading import load, load_tokenizer
+from neuronmm_ops.hf.pairs import from_pairs, lora_config, to_pairs
 from neuronmm_ops.hf.provenance import CompressionRun, read_run
 from neuronmm_ops.hf.quantizer import NeuronMMConfig, NeuronMMQuantizer
+from neuronmm_ops.hf.recover import recover
 from neuronmm_ops.hf.saving import save
 from neuronmm_ops.hf.text import calibration_batches, read_text
 
@@ -19,11 +21,15 @@ __all__ = [
     "NeuronMMQuantizer",
     "calibration_batches",
     "compress",
+    "from_pairs",
     "generate_text",
     "load",
     "load_computing",
     "load_tokenizer",
+    "lora_config",
     "read_run",
     "read_text",
+    "recover",
     "save",
+    "to_pairs",
 ]

@@ -19,7 +19,7 @@ from neuronmm_ops.errors import CheckpointError
 from neuronmm_ops.hf.loading import load_exactly, model_names
 from neuronmm_ops.hf.provenance import CompressionRun, keep_run, write_run
 from neuronmm_ops.hf.target import check_target, no_room, replacement
-from neuronmm_ops.nn import dense_linear, dense_linears
+from neuronmm_ops.nn import LinearPair, dense_linear, dense_linears
 
 
 def save(
@@ -49,11 +49,14 @@ def save(
 
     Raises:
         FileExistsError: the target exists, and may not be replaced.
-        ValueError: the report is not that of the model, or the model has no low-rank layer.
+        ValueError: the report is not that of the model, or the model has no low-rank layer, or has
+            pairs of Linears in their place.
         NonFiniteError: a factor is NaN or Inf, such as after a cast to float16.
         CheckpointError: what was written does not load as the model; it is removed.
         OSError: the target cannot be written; says how much room it needs.
     """
+    if any(isinstance(module, LinearPair) for module in model.modules()):
+        raise ValueError("the model holds pairs of Linears; turn them back by hf.from_pairs(model)")
     target = Path(directory)
     needed = sum(parameter.nbytes for parameter in model.parameters())
     source = _source_of(model)

@@ -1,6 +1,7 @@
 """Modules that replace `nn.Linear` and gated MLPs, and the replacement itself."""
 
 from neuronmm_ops.nn.dense_linear import DenseLinear, dense_linear, dense_linears
+from neuronmm_ops.nn.pair import LinearPair
 from neuronmm_ops.nn.svd_linear import SVDLinear
 from neuronmm_ops.nn.svd_mlp import SVDMLP
 from neuronmm_ops.nn.swap import shared_weights, swap_modules_
@@ -8,6 +9,7 @@ from neuronmm_ops.nn.swap import shared_weights, swap_modules_
 __all__ = [
     "SVDMLP",
     "DenseLinear",
+    "LinearPair",
     "SVDLinear",
     "dense_linear",
     "dense_linears",

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from neuronmm_ops.errors import CheckpointError
+from neuronmm_ops.nn.pair import LinearPair
 from neuronmm_ops.ops import xuv
 from neuronmm_ops.ops.backends.neuron import DEVICE
 
@@ -137,6 +138,33 @@ class SVDLinear(nn.Module):
         if self.bias is not None:
             linear.bias = nn.Parameter(self.bias.detach().clone())
         return linear
+
+    def to_pair(self) -> LinearPair:
+        """Return two `nn.Linear` that compute the same; they share the factors' memory."""
+        u = nn.Linear(self.in_features, self.rank, bias=False, device="meta")
+        v = nn.Linear(self.rank, self.out_features, bias=False, device="meta")
+        for linear, factor in ((u, self.u), (v, self.v)):
+            # No copy where the factor lies along its contraction, as a Linear's weight does.
+            weight = factor.detach().t().contiguous()
+            linear.weight = nn.Parameter(weight, requires_grad=factor.requires_grad)
+        v.register_parameter("bias", self.bias)
+        return LinearPair(u, v).train(self.training)
+
+    @classmethod
+    def from_pair(cls, pair: LinearPair) -> Self:
+        """Build a layer from what `to_pair` gave, with the values that it has by now.
+
+        Raises:
+            ValueError: one of the two is wrapped, quantized, pruned or hooked into.
+        """
+        problem = pair.why_not_plain()
+        if problem is not None:
+            raise ValueError(f"a pair must hold two plain nn.Linear: {problem}")
+        u, v = pair.linears
+        layer = cls.from_factors(u.weight.t(), v.weight.t(), v.bias)
+        layer.u.requires_grad_(u.weight.requires_grad)
+        layer.v.requires_grad_(v.weight.requires_grad)
+        return layer.train(pair.training)
 
     def _load_from_state_dict(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, state_dict: Any, prefix: str, *rest: Any

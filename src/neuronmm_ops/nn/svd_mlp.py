@@ -5,6 +5,7 @@ from typing import Self, TypeGuard
 import torch
 from torch import Tensor, nn
 
+from neuronmm_ops.nn.bare import is_bare
 from neuronmm_ops.nn.svd_linear import SVDLinear
 from neuronmm_ops.ops import ACTIVATIONS, svd_mlp
 
@@ -122,17 +123,6 @@ def _is_fusible(projection: nn.Module) -> TypeGuard[SVDLinear]:
     """Say whether calling the op instead of the module leaves out nothing the user asked for."""
     plain = type(projection) is SVDLinear and projection.bias is None
     return plain and is_bare(projection)
-
-
-def is_bare(module: nn.Module) -> bool:
-    """Say whether nobody hooked into the module or replaced its forward."""
-    return not (
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-        or "forward" in module.__dict__  # accelerate's offloading wraps it
-    )
 
 
 def _check_activation(activation: str) -> None:

@@ -6,9 +6,10 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from neuronmm_ops.nn.bare import is_bare
 from neuronmm_ops.nn.dense_linear import DenseLinear, dense_linear
 from neuronmm_ops.nn.svd_linear import SVDLinear
-from neuronmm_ops.nn.svd_mlp import SVDMLP, gated_activation, is_bare
+from neuronmm_ops.nn.svd_mlp import SVDMLP, gated_activation
 
 
 @torch.no_grad()

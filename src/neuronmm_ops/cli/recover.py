@@ -1,0 +1,79 @@
+"""`recover`: a compressed model in, the same with its factors trained out."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from neuronmm_ops.cli.inspect import show_recovery
+from neuronmm_ops.cli.library import transformers_models
+from neuronmm_ops.cli.parser import add_command
+from neuronmm_ops.progress import progress_bars
+
+
+def add(commands: Any) -> None:
+    """Add the command to the parser."""
+    description = "train the factors of a compressed model for some minutes"
+    command = add_command(commands, "recover", _recover, _show, description, "--device")
+    command.add_argument("model", metavar="DIR", help="a compressed checkpoint")
+    command.add_argument("-o", "--output", type=Path, required=True, metavar="OUT")
+    command.add_argument("--data", type=Path, required=True, metavar="FILE.txt")
+    command.add_argument(
+        "--seqlen", type=int, help="tokens in a block (default: 512, or the model's limit)"
+    )
+    command.add_argument(
+        "--method",
+        default="distill",
+        help="distill (default): the factors, from the dense model; lora: adapters, from the text",
+    )
+    command.add_argument(
+        "--minutes", type=float, default=10.0, help="time budget of the training (default 10)"
+    )
+    command.add_argument(
+        "--dense",
+        metavar="MODEL",
+        help="the dense model, for distill (default: the one that DIR names)",
+    )
+    command.add_argument(
+        "--learning-rate", type=float, help="at the schedule's peak (default: the method's)"
+    )
+    command.add_argument(
+        "--lora-order",
+        default="sequential",
+        help="sequential (default): u, then v; joint: both at once",
+    )
+    command.add_argument("--seed", type=int, default=0, help="of the data's order (default 0)")
+    command.add_argument(
+        "--force", action="store_true", help="replace OUT if it is a compressed checkpoint"
+    )
+
+
+def _recover(options: argparse.Namespace) -> dict[str, Any]:
+    from neuronmm_ops.recover import RecoverConfig
+
+    config = RecoverConfig(
+        method=options.method,
+        minutes=options.minutes,
+        seqlen=options.seqlen,
+        learning_rate=options.learning_rate,
+        lora_order=options.lora_order,
+        seed=options.seed,
+    )
+    hf = transformers_models()
+    text = hf.read_text(options.data)
+    with progress_bars() as progress:
+        report = hf.recover(
+            options.model,
+            text,
+            options.output,
+            config,
+            dense=options.dense,
+            device=options.device,
+            force=options.force,
+            progress=progress,
+        )
+    return {"output": str(options.output), **report.provenance["recovery"][-1]}
+
+
+def _show(document: dict[str, Any]) -> None:
+    print(document["output"])
+    show_recovery(document)

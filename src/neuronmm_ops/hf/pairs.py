@@ -1,0 +1,112 @@
+"""Low-rank layers as pairs of `nn.Linear`, and LoRA on the factors: for peft and its kind."""
+
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeVar
+
+from torch import nn
+
+from neuronmm_ops.compress.record import low_rank_layers
+from neuronmm_ops.nn.pair import LinearPair
+from neuronmm_ops.nn.svd_linear import SVDLinear
+from neuronmm_ops.nn.swap import replace_
+
+ALL_LINEAR = "all-linear"
+M = TypeVar("M", bound=nn.Module)
+
+
+def to_pairs(model: M) -> M:
+    """Put a `LinearPair` in the place of every `SVDLinear`, in place; return the model.
+
+    The logits are the same within rounding. The children `u` and `v` are ordinary `nn.Linear`,
+    which peft, torchao, bitsandbytes and pruning know. The factors' memory is shared with no
+    copy. `save_pretrained` writes the same checkpoint as before while both are plain Linears.
+
+    Raises:
+        ValueError: the model has no low-rank layer.
+    """
+    layers = low_rank_layers(model)
+    if not layers:
+        raise ValueError("the model has no SVDLinear; compress it first, see compress_")
+    replace_(model, {name: layer.to_pair() for name, layer in layers.items()})
+    return model
+
+
+def from_pairs(model: M) -> M:
+    """Put an `SVDLinear` in the place of every `LinearPair`, in place; return the model.
+
+    Raises:
+        ValueError: the model has no pair, or one holds something else than two plain Linears, as
+            with an adapter that was not merged. Nothing is replaced then.
+    """
+    pairs = {name: m for name, m in model.named_modules() if isinstance(m, LinearPair)}
+    if not pairs:
+        raise ValueError("the model has no LinearPair; see to_pairs")
+    for name, pair in pairs.items():
+        problem = pair.why_not_plain()
+        if problem is not None:
+            raise ValueError(f"{name} must hold two plain nn.Linear: {problem}")
+    replace_(model, {name: SVDLinear.from_pair(pair) for name, pair in pairs.items()})
+    return model
+
+
+def lora_config(
+    model: nn.Module,
+    target_modules: str | Sequence[str] = ALL_LINEAR,
+    factors: Iterable[str] = ("u", "v"),
+    **options: Any,
+) -> Any:
+    """Return a `peft.LoraConfig` that adapts the factors of low-rank layers, and Linears.
+
+    peft adapts parameters by `target_parameters`: that is where the factors are named. Merging
+    leaves the `SVDLinear`s as they were, each one op. peft allows no dropout there.
+
+    Args:
+        model: with low-rank layers.
+        target_modules: as peft takes it: `all-linear`, a regular expression for the whole name,
+            or names or last components of names; of low-rank layers, Linears or both.
+        factors: which ones: `u`, `v` or both.
+        options: of `LoraConfig`, such as `r` and `lora_alpha`.
+
+    Raises:
+        ImportError: peft is not installed.
+        ValueError: no module is meant by `target_modules`, or a factor is neither `u` nor `v`.
+    """
+    factors = tuple(factors)
+    if not factors or not set(factors) <= {"u", "v"}:
+        raise ValueError(f"factors must be u, v or both, got {', '.join(factors) or 'none'}")
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    modules = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, (SVDLinear, nn.Linear))
+        and _is_meant(name, target_modules, is_head=module is head)
+    }
+    low_rank = [name for name, module in modules.items() if isinstance(module, SVDLinear)]
+    if not low_rank:
+        raise ValueError(f"target_modules {target_modules!r} names no SVDLinear of the model")
+    return require_peft().LoraConfig(
+        target_modules=sorted(modules.keys() - set(low_rank)),
+        target_parameters=[f"{name}.{factor}" for name in low_rank for factor in factors],
+        **options,
+    )
+
+
+def require_peft() -> Any:
+    """Return peft; raise ImportError that names the extra."""
+    try:
+        import peft
+    except ImportError as error:
+        raise ImportError(
+            f"{error.name} is not installed; run: pip install 'neuronmm-ops[recover]'"
+        ) from error
+    return peft
+
+
+def _is_meant(name: str, wanted: str | Sequence[str], is_head: bool) -> bool:
+    """Say whether peft would take the module, were it an `nn.Linear`."""
+    if wanted == ALL_LINEAR:
+        return not is_head
+    if isinstance(wanted, str):
+        return re.fullmatch(wanted, name) is not None
+    return any(name == one or name.endswith(f".{one}") for one in wanted)

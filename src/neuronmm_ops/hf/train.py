@@ -1,0 +1,157 @@
+"""The factors of a Transformers model in training: dtypes, parameters, and what came of it."""
+
+import math
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from neuronmm_ops.compress.record import low_rank_layers
+from neuronmm_ops.eval import token_perplexity
+from neuronmm_ops.hf.adapters import Phase, adapted
+from neuronmm_ops.hf.computing import AUTO, cast_, computing_in, dtype_of
+from neuronmm_ops.hf.memory import save_memory_
+from neuronmm_ops.ops.backends.cpu import name_of
+from neuronmm_ops.progress import Update
+from neuronmm_ops.recover.config import RecoverConfig
+from neuronmm_ops.recover.data import Windows
+from neuronmm_ops.recover.losses import Distillation, NextToken
+from neuronmm_ops.recover.state import StateFile
+from neuronmm_ops.recover.training import Outcome, Training
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a run did to the model.
+
+    Attributes:
+        outcome: of the training.
+        improved: whether the trained factors are in place; otherwise the start's are.
+        loss: held-out loss of the factors in place, merged and rounded to the model's dtype.
+        held_out_tokens: that it was measured on.
+        compute_dtype: in which the model was computed.
+    """
+
+    outcome: Outcome
+    improved: bool
+    loss: float
+    held_out_tokens: int
+    compute_dtype: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the numbers of the run as a JSON-compatible dict."""
+        position = self.outcome.position
+        return {
+            "steps": position.step,
+            "best_step": position.best_step if self.improved else 0,
+            "improved": self.improved,
+            "tokens": position.tokens,
+            "minutes": position.elapsed / 60,
+            "held_out_tokens": self.held_out_tokens,
+            "held_out_ppl_before": math.exp(position.start_loss),
+            "held_out_ppl_after": math.exp(self.loss),
+            "rate": position.rate,
+            "compute_dtype": self.compute_dtype,
+        }
+
+
+def train_factors(
+    model: PreTrainedModel,
+    dense: PreTrainedModel | None,
+    ids: Tensor,
+    held_out: Tensor,
+    config: RecoverConfig,
+    state: StateFile,
+    progress: Update | None = None,
+) -> Trained:
+    """Train the low-rank layers in place; where that does not help, leave them as they were.
+
+    The factors are held in fp32 while they are trained, and have the model's dtype again
+    afterwards.
+
+    Args:
+        model: with low-rank layers.
+        dense: to distill from; None for the loss of the next token.
+        ids: `[T]`, to train on.
+        held_out: `[B, seqlen]`.
+        config: what to do.
+        state: where the state is kept.
+        progress: as `Training.run` calls it.
+
+    Raises:
+        CheckpointError: the state is damaged, or of another run.
+        NonFiniteError: the model is broken before the first step.
+        ValueError: the time budget has no room for a step.
+    """
+    compute, device, seqlen = _compute_dtype(model), model.device, held_out.shape[1]
+    autocast = nullcontext
+    if compute != torch.float32:
+        autocast = partial(torch.autocast, device.type, compute)
+
+    def held_out_loss() -> float:
+        with autocast():
+            return math.log(token_perplexity(model, held_out.flatten(), seqlen).ppl_token)
+
+    objective = NextToken(model)
+    if dense is not None:
+        cast_(dense, compute)
+        objective = Distillation(model, dense, config.hidden_weight)
+    windows = Windows(ids, seqlen, max(1, config.batch_tokens // seqlen), config.seed)
+    start = _factors(model)
+    model.requires_grad_(False)
+    with computing_in(model, compute):
+        with (adapted if config.method == "lora" else _widened)(model, config) as phases:
+            with autocast():
+                save_memory_(model, objective, windows.of_step(0).to(device))
+            training = Training(
+                objective,
+                held_out_loss,
+                phases,
+                windows,
+                config,
+                state,
+                autocast,
+                is_relative=config.method == "distill",
+            )
+            outcome = training.run(progress)
+        for name, factor in _parameters(model).items():
+            factor.data = factor.data.to(start[name].dtype).to(compute)
+        loss = held_out_loss()
+        improved = loss < outcome.position.start_loss
+        if not improved:
+            loss = outcome.position.start_loss
+            for name, factor in _parameters(model).items():
+                factor.data.copy_(start[name])
+    for layer in low_rank_layers(model).values():
+        layer.relayout_()
+    return Trained(outcome, improved, loss, held_out.numel(), name_of(compute))
+
+
+def _compute_dtype(model: PreTrainedModel) -> torch.dtype:
+    """Return the dtype for the model's device; gradients leave the range of float16."""
+    dtype = dtype_of(AUTO, model)
+    return torch.float32 if dtype == torch.float16 else dtype
+
+
+@contextmanager
+def _widened(model: PreTrainedModel, config: RecoverConfig) -> Generator[list[Phase]]:
+    """Give the factors, in fp32, as the parameters of one phase."""
+    factors = _parameters(model)
+    for factor in factors.values():
+        factor.data = factor.data.float()
+        factor.requires_grad_(True)
+    yield [factors]
+
+
+def _parameters(model: PreTrainedModel) -> dict[str, torch.nn.Parameter]:
+    layers = low_rank_layers(model).items()
+    return {f"{name}.{key}": getattr(m, key) for name, m in layers for key in ("u", "v")}
+
+
+def _factors(model: PreTrainedModel) -> Mapping[str, Tensor]:
+    return {name: factor.detach().cpu().clone() for name, factor in _parameters(model).items()}

@@ -1,0 +1,335 @@
+"""hf.recover: what it writes, what it leaves alone, and everything that it refuses."""
+
+import hashlib
+import json
+import math
+import re
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny import tiny_directory, tiny_model, tiny_tokenizer
+
+from neuronmm_ops import CompressionReport, SVDConfig, SVDLinear, hf
+from neuronmm_ops.compress.record import low_rank_layers
+from neuronmm_ops.errors import CheckpointError, NonFiniteError
+from neuronmm_ops.eval import encode_documents, token_perplexity
+from neuronmm_ops.hf import recover as recover_function
+from neuronmm_ops.hf.adapters import adapted
+from neuronmm_ops.hf.memory import save_memory_, saved_bytes
+from neuronmm_ops.recover import RecoverConfig, Training
+from neuronmm_ops.recover.data import hold_out
+from neuronmm_ops.recover.losses import Distillation, NextToken
+
+pytestmark = pytest.mark.filterwarnings("ignore::neuronmm_ops.CalibrationWarning")
+WORDS = ("quick brown fox", "lazy dog", "sphinx of black quartz", "judge my vow", "pack my box")
+TEXT = " ".join(WORDS[(7 * i * i + i // 3) % 5] for i in range(240))
+OTHER = " ".join(str(i * i) for i in range(300))
+CONFIG = RecoverConfig(steps=12, seqlen=32, batch_tokens=256, learning_rate=3e-3)
+
+
+def trained(path: Path, family: str = "llama", dtype: torch.dtype = torch.float32) -> Path:
+    """Write a tiny model that knows the text."""
+    model: Any = tiny_model(family, vocab_size=260)
+    ids = encode_documents(tiny_tokenizer(), [TEXT])
+    blocks = ids[: len(ids) // 32 * 32].view(-1, 32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(40):
+        batch = blocks[torch.randint(len(blocks), (8,), generator=generator)]
+        NextToken(model)(batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.to(dtype).save_pretrained(path)
+    tiny_tokenizer().save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return trained(tmp_path_factory.mktemp("dense") / "dense")
+
+
+def compressed(dense: Path, path: Path) -> Path:
+    hf.compress(dense, SVDConfig(ratio=0.7, block=8), TEXT, path, samples=32, seqlen=32)
+    return path
+
+
+@pytest.fixture(scope="module")
+def small(dense: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    with pytest.warns(match="calibration has"):
+        return compressed(dense, tmp_path_factory.mktemp("small") / "small")
+
+
+def perplexity(directory: Path, text: str = TEXT) -> float:
+    ids = encode_documents(hf.load_tokenizer(directory), [text])
+    return token_perplexity(hf.load(directory), ids, 32).ppl_token
+
+
+def entry(report: CompressionReport) -> dict[str, Any]:
+    return report.provenance["recovery"][-1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "config",
+    [
+        CONFIG,
+        RecoverConfig(method="lora", steps=12, seqlen=32, learning_rate=1e-2),
+        RecoverConfig(
+            method="lora", lora_order="joint", steps=12, seqlen=32, learning_rate=1e-2, lora_rank=4
+        ),
+    ],
+    ids=lambda config: f"{config.method}-{config.lora_order}",
+)
+def test_it_recovers(config: RecoverConfig, small: Path, dense: Path, tmp_path: Path) -> None:
+    told: list[tuple[Any, ...]] = []
+    report = hf.recover(
+        small, TEXT, tmp_path / "out", config, progress=lambda *event: told.append(event)
+    )
+    run = entry(report)
+    record = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert record["provenance"]["recovery"] == [run]
+    assert run["config"] == config.to_dict()
+    assert run["improved"]
+    assert run["data_sha256"] == hashlib.sha256(TEXT.encode()).hexdigest()
+    assert (run["steps"], run["compute_dtype"]) == (12, "float32")
+    assert len(told) == 12
+    loss = [math.log(run[f"held_out_ppl_{when}"]) for when in ("before", "after")]
+    floor = math.log(perplexity(dense)) if config.method == "distill" else loss[0]
+    assert loss[1] - floor < 0.8 * (loss[0] - floor) or loss[1] < loss[0] - 0.02
+
+    # What was measured is what was written.
+    _, held_out = hold_out(encode_documents(tiny_tokenizer(), [TEXT]), 32)
+    for directory, number in ((small, "before"), (tmp_path / "out", "after")):
+        found = token_perplexity(hf.load(directory), held_out.flatten(), 32).ppl_token
+        assert found == pytest.approx(run[f"held_out_ppl_{number}"])
+    assert run["held_out_tokens"] == held_out.numel()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
+
+    # No cost: the same layers and shapes, and nothing but the factors has changed.
+    model = hf.load(tmp_path / "out")
+    assert [layer.r for layer in report.layers] == [
+        m.rank for m in model.modules() if isinstance(m, SVDLinear)
+    ]
+    before, after = (load_file(d / "model.safetensors") for d in (small, tmp_path / "out"))
+    assert {n: t.shape for n, t in before.items()} == {n: t.shape for n, t in after.items()}
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed == {name for name in before if name.endswith((".u", ".v"))}
+
+
+@pytest.mark.slow
+def test_recovered_twice_is_recorded_twice(small: Path, tmp_path: Path) -> None:
+    hf.recover(small, TEXT, tmp_path / "one", CONFIG)
+    report = hf.recover(tmp_path / "one", TEXT, tmp_path / "two", CONFIG)
+    first, second = report.provenance["recovery"]
+    assert second["held_out_ppl_before"] == pytest.approx(first["held_out_ppl_after"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen2", "gemma2"])
+@pytest.mark.parametrize("method", ["distill", "lora"])
+def test_other_families_in_bfloat16(family: str, method: Any, tmp_path: Path) -> None:
+    dense = trained(tmp_path / "dense", family, torch.bfloat16)
+    small = compressed(dense, tmp_path / "small")
+    config = RecoverConfig(method=method, steps=12, seqlen=32, learning_rate=3e-3)
+    run = entry(hf.recover(small, TEXT, tmp_path / "out", config))
+    assert run["improved"] == (run["held_out_ppl_after"] < run["held_out_ppl_before"])
+    before, after = (load_file(d / "model.safetensors") for d in (small, tmp_path / "out"))
+    assert {tensor.dtype for tensor in after.values()} == {torch.bfloat16}
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    factors = {name for name in before if name.endswith((".u", ".v"))}
+    assert changed == (factors if run["improved"] else set())
+
+
+def test_where_nothing_improves_the_start_is_saved(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = RecoverConfig(steps=1, seqlen=32, learning_rate=10.0)
+    run = entry(hf.recover(small, TEXT, tmp_path / "out", config))
+    assert (run["improved"], run["best_step"]) == (False, 0)
+    assert run["held_out_ppl_after"] == run["held_out_ppl_before"]
+    before, after = (load_file(d / "model.safetensors") for d in (small, tmp_path / "out"))
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+@pytest.mark.slow
+def test_a_killed_run_goes_on(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = hf.recover(small, TEXT, tmp_path / "whole", CONFIG)
+    step = Training._step
+    calls = iter(range(1, 100))
+
+    def killed(self: Training, *rest: Any) -> Any:
+        if next(calls) == 8:
+            raise KeyboardInterrupt
+        return step(self, *rest)
+
+    monkeypatch.setattr(Training, "_step", killed)
+    with pytest.raises(KeyboardInterrupt):
+        hf.recover(small, TEXT, tmp_path / "out", CONFIG)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out.recovery", "whole"]
+    with pytest.raises(CheckpointError, match="holds the state of a run with another model, text"):
+        hf.recover(small, OTHER + TEXT, tmp_path / "out", CONFIG)
+    report = hf.recover(small, TEXT, tmp_path / "out", CONFIG)
+    assert next(calls) == 8 + 1 + 5  # seven steps were done
+    assert entry(report) | {"minutes": 0} == entry(whole) | {"minutes": 0}
+    one, other = (load_file(tmp_path / d / "model.safetensors") for d in ("whole", "out"))
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "whole"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["distill", "lora"])
+@pytest.mark.parametrize("step", [1, 9])
+def test_a_loss_that_is_not_finite(
+    method: Any, step: int, small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind = Distillation if method == "distill" else NextToken
+    call, calls = kind.__call__, iter(range(100))
+
+    def broken(self: Any, ids: torch.Tensor) -> torch.Tensor:
+        # The first call counts memory.
+        return call(self, ids) * (float("nan") if next(calls) == step else 1.0)
+
+    monkeypatch.setattr(kind, "__call__", broken)
+    config = RecoverConfig(method=method, lora_order="joint", steps=12, seqlen=32)
+    with pytest.raises(NonFiniteError, match=f"loss of step {step} must be finite") as caught:
+        hf.recover(small, TEXT, tmp_path / "out", config)
+    if step == 1:
+        assert "nothing is written" in str(caught.value)
+        assert list(tmp_path.iterdir()) == []
+        return
+    found = re.search(r"out holds the checkpoint after step (\d), the best", str(caught.value))
+    report = hf.load(tmp_path / "out").config.quantization_config.report
+    assert found is not None
+    assert (entry(report)["best_step"], entry(report)["improved"]) == (int(found[1]), True)
+
+
+def refused(match: str, *arguments: Any, **options: Any) -> None:
+    with pytest.raises((ValueError, OSError), match=match) as caught:
+        hf.recover(*arguments, **options)
+    assert "\n" not in str(caught.value)
+
+
+def test_what_is_refused(small: Path, dense: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    refused("is not compressed: it has no low-rank layer", dense, TEXT, out, CONFIG)
+    refused("the text must hold at least 4 blocks of 32 tokens", small, "too short", out, CONFIG)
+    refused("leave out the dense", small, TEXT, out, RecoverConfig("lora"), dense=dense)
+    refused("seqlen must be between 2 and", small, TEXT, out, RecoverConfig(seqlen=129))
+    refused("device must be cpu", small, TEXT, out, CONFIG, device="toaster")
+    refused("holds the input model", small, TEXT, small, CONFIG, force=True)
+    nowhere = tmp_path / "nowhere"
+    refused("nowhere' is not here; give the model", small, TEXT, out, CONFIG, dense=nowhere)
+    refused("is compressed itself", small, TEXT, out, CONFIG, dense=small)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_another_dense_model_is_refused(small: Path, dense: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    wide = tiny_directory(tmp_path / "wide", intermediate_size=192)
+    refused(r"gate_proj.weight is \[192, 64\], not \[176, 64\]", small, TEXT, out, dense=wide)
+    deep = tiny_directory(tmp_path / "deep", num_hidden_layers=3)
+    refused("is in one of them alone", small, TEXT, out, dense=deep)
+    other = tiny_directory(tmp_path / "other")
+    refused("embed_tokens.weight has other values", small, TEXT, out, dense=other)
+    renamed = tmp_path / "renamed"
+    shutil.copytree(dense, renamed)
+    tokenizer = json.loads((renamed / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    (renamed / "tokenizer.json").write_text(json.dumps(tokenizer))
+    refused("has another tokenizer", small, TEXT, out, dense=renamed)
+    assert not out.exists()
+
+    for path in renamed.glob("*token*"):
+        path.unlink()  # the compressed model's is used
+    assert entry(hf.recover(small, TEXT, out, CONFIG, dense=renamed))["improved"]
+
+
+@pytest.mark.parametrize("tensor", ["model.norm.weight", "model.layers.0.mlp.up_proj.v"])
+def test_weights_that_are_not_finite(tensor: str, small: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    shutil.copytree(small, broken)
+    tensors = load_file(broken / "model.safetensors")
+    tensors[tensor].view(-1)[0] = float("nan")
+    save_file(tensors, broken / "model.safetensors", {"format": "pt"})
+    config = RecoverConfig(method="lora", steps=2, seqlen=32)
+    refused("must be finite", broken, TEXT, tmp_path / "out", config)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["broken"]
+
+
+def test_a_missing_peft_is_named(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "peft", None)
+    with pytest.raises(ImportError, match=r"pip install 'neuronmm-ops\[recover\]'"):
+        hf.recover(small, TEXT, tmp_path / "out", RecoverConfig("lora"))
+
+
+def _interrupted(parameters: Iterable[torch.Tensor]) -> None:
+    for parameter in parameters:
+        parameter.fill_(0.1)
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("order", ["sequential", "joint"])
+def test_adapters_come_and_go(order: Any, small: Path) -> None:
+    model: Any = hf.load(small)
+    ids = encode_documents(tiny_tokenizer(), [TEXT])[None, :64]
+    config = RecoverConfig("lora", lora_order=order, lora_rank=2)
+    with torch.no_grad():
+        before = model(ids).logits
+        with pytest.raises(KeyboardInterrupt), adapted(model, config) as phases:
+            _interrupted(phases[-1].values())
+        assert torch.equal(model(ids).logits, before)
+        with adapted(model, config) as phases:
+            for parameter in phases[-1].values():
+                parameter.fill_(0.1)
+            during = model(ids).logits
+        torch.testing.assert_close(model(ids).logits, during)
+    assert (during - before).abs().max() > 0.01
+    factors = [{name.split(".lora_")[0][-1] for name in phase} for phase in phases]
+    assert factors == ([{"u"}, {"v"}] if order == "sequential" else [{"u", "v"}])
+    assert len(low_rank_layers(model)) == 6
+
+
+def test_two_runs_at_one_output(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train = recover_function.__globals__["train_factors"]
+
+    def second(*arguments: Any) -> Any:
+        refused("another run is at work", small, TEXT, tmp_path / "out", CONFIG)
+        return train(*arguments)
+
+    monkeypatch.setitem(recover_function.__globals__, "train_factors", second)
+    hf.recover(small, TEXT, tmp_path / "out", CONFIG)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
+
+
+def test_gradient_checkpointing_where_memory_is_short(
+    small: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = torch.arange(256).view(4, 64)
+
+    def gradients(free: int) -> tuple[bool, int, list[torch.Tensor]]:
+        monkeypatch.setattr("neuronmm_ops.hf.memory._free_bytes", lambda _: free)
+        model = hf.load(small)
+        used = save_memory_(model, NextToken(model), ids)
+        kept = saved_bytes(lambda: NextToken(model)(ids), ())
+        NextToken(model)(ids).backward()
+        found = [p.grad for p in model.parameters() if p.grad is not None]
+        assert not model.model.layers[0].mlp.training
+        return used, kept, found
+
+    plenty, scarce = gradients(10**12), gradients(10**5)
+    assert (plenty[0], scarce[0]) == (False, True)
+    assert scarce[1] < 0.8 * plenty[1]
+    for one, other in zip(plenty[2], scarce[2], strict=True):
+        torch.testing.assert_close(one, other)
