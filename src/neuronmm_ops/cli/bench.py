@@ -116,11 +116,17 @@ def show_methods(rows: list[dict[str, Any]]) -> None:
         if cells and group[0]["ratio"] != rows[start - 1]["ratio"]:
             cells.append(None)
         first = group[0]
-        importance = f", {first['importance']}" if first["importance"] else ""
-        name = [f"{first['ratio']:g}", f"{first['effective_ratio']:.3f}", first["method"]]
-        cells.append([*name, first["allocation"] + importance, *map(_excess, group)])
-    columns = ["ratio", "effective", "method", "ranks", *(Path(text).stem for text in texts)]
-    show_table(columns, cells, left=["method", "ranks"])
+        ratios = f"{first['ratio']:g}", f"{first['effective_ratio']:.3f}"
+        cells.append([*ratios, _candidate(first), *map(_excess, group)])
+    columns = ["ratio", "effective", "method", *(Path(text).stem for text in texts)]
+    show_table(columns, cells, left=["method"])
+
+
+def _candidate(row: dict[str, Any]) -> str:
+    """The method, with what is not greedy, or what greedy weighs by."""
+    if row["allocation"] == "uniform":
+        return f"{row['method']} uniform"
+    return row["method"] + (f" by {row['importance']}" if row["importance"] else "")
 
 
 def _excess(row: dict[str, Any]) -> str:
