@@ -37,6 +37,8 @@ def test_demo_makes_its_report_and_uses_its_cache(tmp_path: Path) -> None:
     assert "from the cache" not in first
     page = (tmp_path / "report.html").read_text()
     assert page.count("<svg") + page.count("<img") >= 3
+    for method in ("plain", "SVD-LLM", "greedy", "recovered"):
+        assert f"<td>{method}</td>" in page
     assert "http" not in page.replace("http://www.w3.org", "")
     assert "from the cache" in run(sys.executable, EXAMPLES / "demo", "--quick", "--out", tmp_path)
 

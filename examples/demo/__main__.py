@@ -12,22 +12,24 @@ import time
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
+from typing import cast
 
 import torch
 from corpus import Corpus, load_corpus
 from measure import sample_text
 from report import write_report
-from results import BASELINE, OURS, Point, Results
+from results import BASELINE, OURS, RECOVERED, Point, Results
 from rich.console import Console
 from rich.table import Table
 from train import QUICK, TrainConfig, dtype_name, trained, training_dtype
 from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
 
-from neuronmm_ops import SVDConfig, compress_
+from neuronmm_ops import CompressionReport, SVDConfig, compress_, hf
 from neuronmm_ops.bench.speed import PairedSpeed, paired_speed
 from neuronmm_ops.eval import DOCUMENT_SEPARATOR, encode_documents, token_perplexity
 from neuronmm_ops.progress import progress_bars
+from neuronmm_ops.recover import RecoverConfig
 
 METHODS = {
     "plain": SVDConfig(method="plain", allocation="uniform"),
@@ -37,6 +39,7 @@ METHODS = {
 RATIOS = (0.05, 0.2, 0.4, 0.6, 0.8)
 # The default block of 128 is for real models: here it would leave three ranks to choose from.
 BLOCK = 16
+RECOVERED_RATIOS = (0.4, 0.8)
 THREADS = 2
 PROMPT = "read(self, size=-1)\n    Read"
 
@@ -53,6 +56,12 @@ class Plan:
     decode_tokens: int
     rounds: int
     sample_tokens: int
+    recovery: RecoverConfig
+
+    @property
+    def recovered_ratios(self) -> tuple[float, ...]:
+        """Those of the ratios at which the default's factors are also trained."""
+        return tuple(ratio for ratio in self.ratios if ratio in RECOVERED_RATIOS)
 
 
 def main() -> None:
@@ -99,38 +108,53 @@ def run(plan: Plan, corpus: Corpus, dense_dir: Path) -> Results:
     speeds: dict[tuple[int | None, ...], PairedSpeed] = {}
     with progress_bars() as progress:
         steps = itertools.count(1)
-        total = 2 + 4 * len(plan.ratios) * len(METHODS)
+        total = 2 + 4 * (len(plan.ratios) * len(METHODS) + len(plan.recovered_ratios))
 
         def advance(what: str) -> None:
             progress("measure", next(steps), total, what)
+
+        def measured(
+            method: str, ratio: float, model: LlamaForCausalLM, compression: CompressionReport
+        ) -> Point:
+            name = f"{method} at {ratio:.0%}"
+            advance(f"{name}: perplexity")
+            ppl = token_perplexity(model, held_out, seqlen=seqlen).ppl_token
+            advance(f"{name}: speed")
+            # Models of equal ranks are equally fast: one measurement serves them all.
+            ranks = tuple(layer.r for layer in compression.layers)
+            if ranks not in speeds:
+                speeds[ranks] = paired_speed(
+                    dense,
+                    model,
+                    prompt_tokens,
+                    decode_tokens=plan.decode_tokens,
+                    rounds=plan.rounds,
+                )
+            advance(f"{name}: sample")
+            sample = sample_text(model, tokenizer, PROMPT, new_tokens=plan.sample_tokens)
+            return Point(method, ratio, compression, ppl, speeds[ranks], sample)
 
         dense_ppl = token_perplexity(dense, held_out, seqlen=seqlen).ppl_token
         advance("dense: sample")
         dense_sample = sample_text(dense, tokenizer, PROMPT, new_tokens=plan.sample_tokens)
         for ratio in plan.ratios:
             for method, config in METHODS.items():
-                name = f"{method} at {ratio:.0%}"
-                advance(f"{name}: compress")
+                advance(f"{method} at {ratio:.0%}: compress")
                 model = load()
                 config = replace(config, ratio=ratio, block=BLOCK)
                 batches = list(calibration.split(8)) if config.needs_calibration else None
                 compression = compress_(model, config, calibration=batches)
-                advance(f"{name}: perplexity")
-                ppl = token_perplexity(model, held_out, seqlen=seqlen).ppl_token
-                advance(f"{name}: speed")
-                # Models of equal ranks are equally fast: one measurement serves them all.
-                ranks = tuple(layer.r for layer in compression.layers)
-                if ranks not in speeds:
-                    speeds[ranks] = paired_speed(
-                        dense,
-                        model,
-                        prompt_tokens,
-                        decode_tokens=plan.decode_tokens,
-                        rounds=plan.rounds,
-                    )
-                advance(f"{name}: sample")
-                sample = sample_text(model, tokenizer, PROMPT, new_tokens=plan.sample_tokens)
-                points.append(Point(method, ratio, compression, ppl, speeds[ranks], sample))
+                points.append(measured(method, ratio, model, compression))
+                if method == OURS and ratio in plan.recovered_ratios:
+                    advance(f"{RECOVERED} at {ratio:.0%}: train")
+                    compressed = dense_dir.with_name(f"{OURS}-{ratio:g}")
+                    hf.save(model, compressed, compression, tokenizer, force=True)
+                    target = dense_dir.with_name(f"{RECOVERED}-{ratio:g}")
+                    text = DOCUMENT_SEPARATOR.join(corpus.calibration)
+                    options = {"dense": dense_dir, "force": True, "progress": progress}
+                    compression = hf.recover(compressed, text, target, plan.recovery, **options)
+                    model = cast(LlamaForCausalLM, hf.load(target))
+                    points.append(measured(RECOVERED, ratio, model, compression))
         advance("done")
     provenance = _provenance(plan, dense, calibration.numel(), held_out.numel(), corpus)
     return Results(
@@ -195,6 +219,7 @@ def _provenance(
         "calibration": f"{calibration_tokens:,} tokens",
         "evaluation": f"{held_out_tokens:,} held-out tokens",
         "perplexity block": f"{shape.context} tokens",
+        "recovery": _recovery(plan.recovery),
         "replaced": f"gate, up and down projections of every layer, rank block {BLOCK}",
         "dtype": "fp32",
         "CPU": _cpu_name(),
@@ -204,6 +229,11 @@ def _provenance(
         + f", Python {platform.python_version()}",
         "system": f"{platform.system()} {platform.machine()}",
     }
+
+
+def _recovery(config: RecoverConfig) -> str:
+    length = f"{60 * config.minutes:.0f} s" if config.steps is None else f"{config.steps} steps"
+    return f"{config.method}, {length} a ratio, on the calibration text"
 
 
 def _cpu_name() -> str:
@@ -221,9 +251,11 @@ def _plan(arguments: argparse.Namespace) -> Plan:
         config = TrainConfig(**{**vars(config), "steps": arguments.steps})
     if arguments.quick:
         ratios = tuple(arguments.ratios or (0.4,))
-        return Plan(config, 60, ratios, 40, 8, decode_tokens=8, rounds=2, sample_tokens=16)
+        numbers = {"decode_tokens": 8, "rounds": 2, "sample_tokens": 16}
+        return Plan(config, 60, ratios, 40, 8, **numbers, recovery=RecoverConfig(steps=2))
     ratios = tuple(arguments.ratios or RATIOS)
-    return Plan(config, None, ratios, 64, 40, decode_tokens=64, rounds=5, sample_tokens=80)
+    numbers = {"decode_tokens": 64, "rounds": 5, "sample_tokens": 80}
+    return Plan(config, None, ratios, 64, 40, **numbers, recovery=RecoverConfig(minutes=0.3))
 
 
 def _arguments() -> argparse.Namespace:

@@ -115,7 +115,7 @@ def _speed_figure(results: Results, phase: Phase) -> Figure:
 
 def dense_speed(results: Results, phase: Phase) -> float:
     """The dense model's tokens per second: the median over all points, each timed beside it."""
-    return statistics.median(getattr(point.speed.dense, phase) for point in results.points)
+    return statistics.median(point.speed.tokens_per_s("dense", phase) for point in results.points)
 
 
 def _layers_figure(results: Results) -> Figure:

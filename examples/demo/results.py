@@ -9,6 +9,7 @@ from neuronmm_ops.bench.speed import PairedSpeed
 
 BASELINE = "SVD-LLM"
 OURS = "greedy"
+RECOVERED = "recovered"
 
 
 @dataclass(frozen=True)

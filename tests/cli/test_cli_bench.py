@@ -35,11 +35,11 @@ def test_methods(run: Run, dense: Path, tmp_path: Path, monkeypatch: pytest.Monk
     assert all(row["ppl_token"] > 1 for row in rows)
 
     shown = [line.split() for line in run(*arguments).out.splitlines()]
-    assert ["ratio", "effective", "method", "ranks", "near", "far"] in shown
+    assert ["ratio", "effective", "method", "near", "far"] in shown
     (default,) = (line for line in shown if line[:1] == ["0.6"] and "kfac" in line)
     near, far = (row for row in rows if (row["ratio"], row["method"]) == (0.6, "kfac"))
-    assert default[3] == "greedy"
-    for row, cells in ((near, default[4:6]), (far, default[6:])):
+    assert any("whiten uniform" in " ".join(line) for line in shown)
+    for row, cells in ((near, default[3:5]), (far, default[5:])):
         quotient = row["excess_quotient"]
         expected = [f"{row['excess_log_ppl']:.4f}", *([f"{quotient:.2f}x"] if quotient else [])]
         assert cells == expected
@@ -92,6 +92,17 @@ def test_the_table_of_published_figures(run: Run, monkeypatch: pytest.MonkeyPatc
     assert ["b", "trn2", "50.0%", "40.0%", "-20.0%", "2.00"] in shown
     assert "c: refused, SBUF is full" in " ".join(out.replace("trn2", "").split())
     assert "Mean absolute error of the predicted times: 25.0%" in out
+
+
+def test_mistakes_of_methods(run: Run, dense: Path, text: Path, tmp_path: Path) -> None:
+    arguments = ("bench", "methods", dense, "--calibration", text, "--text", text)
+    refused(run(*arguments, "--text", tmp_path / "other" / text.name), "names that differ")
+    refused(run(*arguments, "--text", tmp_path / "absent.txt"), "cannot read text")
+    refused(run("bench", "methods", dense, "--calibration", text), "--text")
+    (tmp_path / "short.txt").write_text("a b")
+    short = ("bench", "methods", dense, "--calibration", tmp_path / "short.txt", "--text", text)
+    refused(run(*short), "at least one block of 128 tokens")
+    refused(run(*arguments, "--block", "12"), "multiple of 8, got 12")
 
 
 def test_mistakes(run: Run) -> None:

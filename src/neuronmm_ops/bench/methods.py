@@ -70,6 +70,7 @@ def run(
     from neuronmm_ops import hf
     from neuronmm_ops.hf.computing import cast_, check_device, computing_in, load_on
 
+    configs = [replace(c, ratio=ratio, block=block) for ratio, c in product(ratios, candidates)]
     place = check_device(device)
     tokenizer = hf.load_tokenizer(directory)
     model = hf.load_computing(directory, dtype, place)
@@ -100,16 +101,14 @@ def run(
             )
 
     add(None, 0.0, 0.0)
-    steps = list(product(ratios, candidates))
-    for done, (ratio, candidate) in enumerate(steps, start=1):
+    for done, config in enumerate(configs, start=1):
         model = load_on(directory, place)
-        config = replace(candidate, ratio=ratio, block=block)
         with computing_in(model, compute):
             report = compress_(model, config, batches)
         cast_(model, compute)
-        add(config, ratio, report.effective_ratio)
+        add(config, config.ratio, report.effective_ratio)
         if progress:
-            progress("methods", done, len(steps))
+            progress("methods", done, len(configs))
     _add_quotients(rows)
     return rows
 

@@ -9,7 +9,14 @@ import torch
 
 from neuronmm_ops.cli.console import check_output, show_rows, show_table, stderr, stdout
 from neuronmm_ops.cli.library import transformers_models
-from neuronmm_ops.cli.parser import add_command, add_shape, add_tokens, tokens_of
+from neuronmm_ops.cli.parser import (
+    add_command,
+    add_shape,
+    add_texts,
+    add_tokens,
+    texts_of,
+    tokens_of,
+)
 from neuronmm_ops.progress import progress_bars
 
 _DESCRIPTION = "measure the ops and the methods here; hold the simulated core against devices"
@@ -39,15 +46,11 @@ def add(commands: Any) -> None:
 
     options = ("model", "--dtype", "--device")
     command = add_command(benchmarks, "methods", _methods, show_methods, _HELP["methods"], *options)
-    command.add_argument(
-        "--text",
-        type=Path,
-        action="append",
-        required=True,
-        metavar="FILE",
-        help="to take the perplexity on; once for each text",
-    )
+    add_texts(command)
     command.add_argument("--calibration", type=Path, required=True, metavar="FILE")
+    command.add_argument(
+        "--block", type=int, default=16, help="ranks are multiples of it (default 16)"
+    )
 
     add_command(benchmarks, "published", _published, _show_published, _HELP["published"])
 
@@ -86,14 +89,15 @@ def _overhead(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def _methods(options: argparse.Namespace) -> list[dict[str, Any]]:
+    paths = texts_of(options)
     hf = transformers_models()
     from neuronmm_ops.bench import methods
 
-    texts = {str(path): hf.read_text(path) for path in options.text}
+    texts = {str(path): hf.read_text(path) for path in paths}
     calibration = hf.read_text(options.calibration)
-    computing = {"dtype": options.dtype, "device": options.device}
+    chosen = {"block": options.block, "dtype": options.dtype, "device": options.device}
     with progress_bars() as progress:
-        return methods.run(options.model, texts, calibration, **computing, progress=progress)
+        return methods.run(options.model, texts, calibration, **chosen, progress=progress)
 
 
 def show_methods(rows: list[dict[str, Any]]) -> None:
@@ -112,11 +116,17 @@ def show_methods(rows: list[dict[str, Any]]) -> None:
         if cells and group[0]["ratio"] != rows[start - 1]["ratio"]:
             cells.append(None)
         first = group[0]
-        importance = f", {first['importance']}" if first["importance"] else ""
-        name = [f"{first['ratio']:g}", f"{first['effective_ratio']:.3f}", first["method"]]
-        cells.append([*name, first["allocation"] + importance, *map(_excess, group)])
-    columns = ["ratio", "effective", "method", "ranks", *(Path(text).stem for text in texts)]
-    show_table(columns, cells, left=["method", "ranks"])
+        ratios = f"{first['ratio']:g}", f"{first['effective_ratio']:.3f}"
+        cells.append([*ratios, _candidate(first), *map(_excess, group)])
+    columns = ["ratio", "effective", "method", *(Path(text).stem for text in texts)]
+    show_table(columns, cells, left=["method"])
+
+
+def _candidate(row: dict[str, Any]) -> str:
+    """The method, with what is not greedy, or what greedy weighs by."""
+    if row["allocation"] == "uniform":
+        return f"{row['method']} uniform"
+    return row["method"] + (f" by {row['importance']}" if row["importance"] else "")
 
 
 def _excess(row: dict[str, Any]) -> str:

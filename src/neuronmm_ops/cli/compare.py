@@ -1,13 +1,12 @@
 """`compare`: compressed checkpoints beside their dense model, as a table and a plot."""
 
 import argparse
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
 from neuronmm_ops.cli.console import check_output, show_table, stdout
 from neuronmm_ops.cli.library import transformers_models
-from neuronmm_ops.cli.parser import add_command
+from neuronmm_ops.cli.parser import add_command, add_texts, texts_of
 from neuronmm_ops.progress import progress_bars
 
 
@@ -19,14 +18,7 @@ def add(commands: Any) -> None:
     command.add_argument(
         "directories", type=Path, nargs="+", metavar="DIR", help="a compressed checkpoint"
     )
-    command.add_argument(
-        "--text",
-        type=Path,
-        action="append",
-        required=True,
-        metavar="FILE",
-        help="to take the perplexity on; once for each text",
-    )
+    add_texts(command)
     command.add_argument(
         "--dense", metavar="MODEL", help="the dense model (default: which the checkpoints record)"
     )
@@ -36,16 +28,14 @@ def add(commands: Any) -> None:
 
 
 def _compare(options: argparse.Namespace) -> list[dict[str, Any]]:
-    name, count = Counter(path.name for path in options.text).most_common(1)[0]
-    if count > 1:
-        raise ValueError(f"texts must have names that differ, got {name} {count} times")
+    paths = texts_of(options)
     hf = transformers_models()
     from neuronmm_ops.bench import compare, compare_plot
 
     if options.plot is not None:
         check_output(options.plot)
         compare_plot.check_format(options.plot)
-    texts = {str(path): hf.read_text(path) for path in options.text}
+    texts = {str(path): hf.read_text(path) for path in paths}
     with progress_bars() as progress:
         rows = compare.run(
             options.directories,

@@ -1,6 +1,7 @@
 """What the parsers of all commands have in common."""
 
 import argparse
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
@@ -100,3 +101,27 @@ def tokens_of(options: argparse.Namespace) -> list[int]:
             f"--tokens must be numbers of at least 1, such as 1,128,4096; got {text!r}"
         )
     return found
+
+
+def add_texts(command: argparse.ArgumentParser) -> None:
+    """Add `--text FILE`, once for each text; read it with `texts_of`."""
+    command.add_argument(
+        "--text",
+        type=Path,
+        action="append",
+        required=True,
+        metavar="FILE",
+        help="to take the perplexity on; once for each text",
+    )
+
+
+def texts_of(options: argparse.Namespace) -> list[Path]:
+    """Return the paths of `--text`.
+
+    Raises:
+        ValueError: two have the same name, by which tables and plots tell them apart.
+    """
+    name, count = Counter(path.name for path in options.text).most_common(1)[0]
+    if count > 1:
+        raise ValueError(f"texts must have names that differ, got {name} {count} times")
+    return options.text
