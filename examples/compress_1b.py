@@ -95,9 +95,8 @@ def svd_llm(
     """Yield each MLP projection's name and factors `u[K, r]`, `v[r, N]`, as SVD-LLM finds them.
 
     What its public code does where memory is short: layer by layer, a second moment `[K, K]` for
-    every Linear, its Cholesky factor S in fp64, the whole SVD of W S in fp32 and the inverse of S.
-    The products of activations are fp32 and their sums fp64. Layers are fed the dense model's
-    activations.
+    every Linear in fp64, its Cholesky factor S, the whole SVD of W S in fp32 and the inverse of S.
+    Layers are fed the dense model's activations.
 
     Args:
         model: dense.
@@ -155,8 +154,8 @@ def _first_inputs(
 
 def _adding(moments: dict[str, Tensor], name: str) -> Callable[[nn.Module, tuple[Tensor]], None]:
     def add(_: nn.Module, args: tuple[Tensor]) -> None:
-        x = args[0].flatten(0, -2).float()
-        product = (x.t() @ x).double()
+        x = args[0].flatten(0, -2).double()
+        product = x.t() @ x
         moments[name] = moments[name].add_(product) if name in moments else product
 
     return add
