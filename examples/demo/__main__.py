@@ -67,6 +67,7 @@ class Plan:
 def main() -> None:
     arguments = _arguments()
     plan = _plan(arguments)
+    _check_ratios(plan.ratios, plan.train)
     console = Console(soft_wrap=True)  # a line with a path stays one line
     transformers_logging.disable_progress_bar()
     torch.set_num_threads(min(THREADS, torch.get_num_threads()))
@@ -256,6 +257,15 @@ def _plan(arguments: argparse.Namespace) -> Plan:
     ratios = tuple(arguments.ratios or RATIOS)
     numbers = {"decode_tokens": 64, "rounds": 5, "sample_tokens": 80}
     return Plan(config, None, ratios, 64, 40, **numbers, recovery=RecoverConfig(minutes=0.3))
+
+
+def _check_ratios(ratios: tuple[float, ...], shape: TrainConfig) -> None:
+    K, N = shape.hidden_size, shape.intermediate_size
+    largest = 1 - BLOCK * (K + N) / (K * N)
+    if max(ratios) > largest:
+        sys.exit(
+            f"ratios must be at most {largest:.3f}, one block of ranks for every matrix; got {max(ratios)}"
+        )
 
 
 def _arguments() -> argparse.Namespace:
