@@ -152,8 +152,12 @@ def run(plan: Plan, corpus: Corpus, dense_dir: Path) -> Results:
                     hf.save(model, compressed, compression, tokenizer, force=True)
                     target = dense_dir.with_name(f"{RECOVERED}-{ratio:g}")
                     text = DOCUMENT_SEPARATOR.join(corpus.calibration)
-                    options = {"dense": dense_dir, "force": True, "progress": progress}
-                    compression = hf.recover(compressed, text, target, plan.recovery, **options)
+                    compression = hf.recover(
+                        *(compressed, text, target, plan.recovery),
+                        dense=dense_dir,
+                        force=True,
+                        progress=progress,
+                    )
                     model = cast(LlamaForCausalLM, hf.load(target))
                     points.append(measured(RECOVERED, ratio, model, compression))
         advance("done")
@@ -264,7 +268,8 @@ def _check_ratios(ratios: tuple[float, ...], shape: TrainConfig) -> None:
     largest = 1 - BLOCK * (K + N) / (K * N)
     if max(ratios) > largest:
         sys.exit(
-            f"ratios must be at most {largest:.3f}, one block of ranks for every matrix; got {max(ratios)}"
+            f"ratios must be at most {largest:.3f}, one block of ranks for every matrix; "
+            f"got {max(ratios)}"
         )
 
 
