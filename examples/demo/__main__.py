@@ -260,7 +260,7 @@ def _plan(arguments: argparse.Namespace) -> Plan:
         return Plan(config, 60, ratios, 40, 8, **numbers, recovery=RecoverConfig(steps=2))
     ratios = tuple(arguments.ratios or RATIOS)
     numbers = {"decode_tokens": 64, "rounds": 5, "sample_tokens": 80}
-    return Plan(config, None, ratios, 64, 40, **numbers, recovery=RecoverConfig(minutes=0.3))
+    return Plan(config, None, ratios, 64, 40, **numbers, recovery=RecoverConfig(minutes=0.25))
 
 
 def _check_ratios(ratios: tuple[float, ...], shape: TrainConfig) -> None:
