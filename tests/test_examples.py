@@ -44,6 +44,17 @@ def test_demo_makes_its_report_and_uses_its_cache(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_demo_refuses_a_ratio_that_no_rank_meets(tmp_path: Path) -> None:
+    command = (sys.executable, EXAMPLES / "demo", "--quick", "--ratios", "0.9", "--out", tmp_path)
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 1
+    assert result.stderr == (
+        "ratios must be at most 0.667, one block of ranks for every matrix; got 0.9\n"
+    )
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
 def test_study_prints_its_table_and_writes_rows_and_plot(tmp_path: Path) -> None:
     shown = run(sys.executable, EXAMPLES / "study", "--quick", "--out", tmp_path)
     for word in ("docs", "packages", "code", "kfac", "whiten"):

@@ -67,6 +67,7 @@ class Plan:
 def main() -> None:
     arguments = _arguments()
     plan = _plan(arguments)
+    _check_ratios(plan.ratios, plan.train)
     console = Console(soft_wrap=True)  # a line with a path stays one line
     transformers_logging.disable_progress_bar()
     torch.set_num_threads(min(THREADS, torch.get_num_threads()))
@@ -151,8 +152,12 @@ def run(plan: Plan, corpus: Corpus, dense_dir: Path) -> Results:
                     hf.save(model, compressed, compression, tokenizer, force=True)
                     target = dense_dir.with_name(f"{RECOVERED}-{ratio:g}")
                     text = DOCUMENT_SEPARATOR.join(corpus.calibration)
-                    options = {"dense": dense_dir, "force": True, "progress": progress}
-                    compression = hf.recover(compressed, text, target, plan.recovery, **options)
+                    compression = hf.recover(
+                        *(compressed, text, target, plan.recovery),
+                        dense=dense_dir,
+                        force=True,
+                        progress=progress,
+                    )
                     model = cast(LlamaForCausalLM, hf.load(target))
                     points.append(measured(RECOVERED, ratio, model, compression))
         advance("done")
@@ -255,7 +260,17 @@ def _plan(arguments: argparse.Namespace) -> Plan:
         return Plan(config, 60, ratios, 40, 8, **numbers, recovery=RecoverConfig(steps=2))
     ratios = tuple(arguments.ratios or RATIOS)
     numbers = {"decode_tokens": 64, "rounds": 5, "sample_tokens": 80}
-    return Plan(config, None, ratios, 64, 40, **numbers, recovery=RecoverConfig(minutes=0.3))
+    return Plan(config, None, ratios, 64, 40, **numbers, recovery=RecoverConfig(minutes=0.25))
+
+
+def _check_ratios(ratios: tuple[float, ...], shape: TrainConfig) -> None:
+    K, N = shape.hidden_size, shape.intermediate_size
+    largest = 1 - BLOCK * (K + N) / (K * N)
+    if max(ratios) > largest:
+        sys.exit(
+            f"ratios must be at most {largest:.3f}, one block of ranks for every matrix; "
+            f"got {max(ratios)}"
+        )
 
 
 def _arguments() -> argparse.Namespace:
