@@ -12,7 +12,7 @@ import time
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import torch
 from corpus import Corpus, load_corpus
