@@ -40,6 +40,11 @@ def add(commands: Any) -> None:
         "--max-shard-size", default="50GB", metavar="SIZE", help="of a file (default 50GB)"
     )
     command.add_argument(
+        "--stream",
+        action="store_true",
+        help="hold one layer in memory at a time; repeat the command to go on after a kill",
+    )
+    command.add_argument(
         "--force", action="store_true", help="replace OUT if it is a compressed checkpoint"
     )
 
@@ -72,6 +77,7 @@ def _compress(options: argparse.Namespace) -> dict[str, Any]:
             device=options.device,
             force=options.force,
             max_shard_size=options.max_shard_size,
+            stream=options.stream,
             progress=progress,
         )
     return {"output": str(options.output), **summary(report)}

@@ -38,6 +38,7 @@ class LayerStack:
         self.name = max(sizes, key=lambda name: sizes[name])
         self._model = model
         self._layers = lists[self.name]
+        # Known once a layer has run; a model that stops at its first layer never asks.
         self._returns_tuple = False
 
     def __len__(self) -> int:
