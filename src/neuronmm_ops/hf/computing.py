@@ -68,7 +68,7 @@ def check_device(device: torch.device | str) -> torch.device:
 
 
 def dtype_of(dtype: str, model: nn.Module, device: torch.device | None = None) -> torch.dtype:
-    """Return the dtype of a name; of `auto` for a model in its own dtype, on a device or its own."""
+    """Return the dtype of a name; of `auto` for a model in its own, on its or another device."""
     if dtype == AUTO:
         weight = next(p for p in model.parameters() if p.is_floating_point())
         return compute_dtype(weight.dtype, device or weight.device)

@@ -123,7 +123,9 @@ class Checkpoint:
         groups: dict[int, list[str]] = {}
         for name, tensor in self._stored.items():
             groups.setdefault(id(tensor), []).append(name)
-        return {name: [n for n in names if n != name] for names in groups.values() for name in names}
+        return {
+            name: [n for n in names if n != name] for names in groups.values() for name in names
+        }
 
     def _fill_unsaved_buffers(self) -> None:
         """Compute the buffers that no checkpoint holds, as the model's constructor does."""

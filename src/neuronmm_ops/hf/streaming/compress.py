@@ -36,7 +36,7 @@ from neuronmm_ops.hf.streaming.checkpoint import Checkpoint
 from neuronmm_ops.hf.streaming.factors import read_factors, sweep_factors
 from neuronmm_ops.hf.streaming.gradients import sweep_gradients
 from neuronmm_ops.hf.streaming.sweep import Sweep
-from neuronmm_ops.hf.streaming.work import Work, working_in
+from neuronmm_ops.hf.streaming.work import working_in
 from neuronmm_ops.hf.streaming.writing import CompressedTensors, write_weights
 from neuronmm_ops.hf.target import check_target, work_directory
 from neuronmm_ops.nn.swap import swap_modules_

@@ -47,7 +47,9 @@ def sweep_factors(
             if follows_states and index == 0:
                 _embed(sweep, batches, work)
             with sweep.running(), sweep.layer(index) as layer:
-                passed = _Pass(sweep, index, layer, work, len(batches) if follows_states else 0)
+                passed = _Pass(sweep, index, layer, work)
+                passed.batches = len(batches) if follows_states else 0
+                passed.is_last = index == count - 1
                 _factor_layer(sweep, index, passed, ranks.get(index, {}), config, work)
         work.drop(f"states-{index}")
         work.drop(f"gradients-{index}")
@@ -75,27 +77,33 @@ class _Pass(nn.Module):
     """A layer as a model for `collect_moments`, whose batches are numbers of kept hidden states.
 
     What leaves the layer is kept for the next one.
+
+    Attributes:
+        batches: how many.
+        is_last: whether there is no next one.
     """
 
-    def __init__(self, sweep: Sweep, index: int, layer: nn.Module, work: Work, count: int) -> None:
+    def __init__(self, sweep: Sweep, index: int, layer: nn.Module, work: Work) -> None:
         super().__init__()
         self.layer = layer
-        self._batches = [{"number": number} for number in range(count)]
+        self.batches, self.is_last = 0, False
         self._sweep, self._index, self._work = sweep, index, work
 
     def forward(self, number: int) -> None:
         kept = self._work.load(f"states-{self._index}-{number}")
         leaving = self._sweep.run(self._index, *self._sweep.states(kept))
-        self._work.save(f"states-{self._index + 1}-{number}", {"states": leaving})
+        if not self.is_last:
+            self._work.save(f"states-{self._index + 1}-{number}", {"states": leaving})
 
     def moments(self, sides: Mapping[str, Side]) -> Iterator[tuple[str, SecondMoment]]:
         """Run the layer over all batches and yield the moments of its Linears, by name."""
         if not sides:
-            for batch in self._batches:
-                self(**batch)
+            for number in range(self.batches):
+                self(number)
             return
-        inside = {f"layer.{name}": side for name, side in sides.items()}
-        for name, moment in collect_moments(self, inside, self._batches):
+        batches = [{"number": number} for number in range(self.batches)]
+        inside: dict[str, Side] = {f"layer.{name}": side for name, side in sides.items()}
+        for name, moment in collect_moments(self, inside, batches):
             yield name.removeprefix("layer."), moment
 
 

@@ -45,7 +45,11 @@ def sweep_gradients(
         NonFiniteError: the loss or a gradient is NaN or Inf.
     """
     first, count = min(kinds), len(sweep)
-    if not all(work.has(f"gradients-{index}") for index in range(first, count)):
+    # Those of a layer that is done are dropped.
+    if not all(
+        work.has(f"gradients-{index}") or work.has(f"layer-{index}")
+        for index in range(first, count)
+    ):
         rows = _rows(batches)
         by_labels = any("weight" in of.values() for of in kinds.values())
         _forward(sweep, rows, work, progress)
@@ -70,9 +74,7 @@ def _forward(sweep: Sweep, rows: Rows, work: Work, progress: Progress) -> None:
             if not work.has(f"rows-{index + 1}"):
                 with sweep.running(), sweep.layer(index):
                     states = sweep.states(work.load(f"rows-{index}"))
-                    work.save(
-                        f"rows-{index + 1}", _numbered([sweep.run(index, x) for x in states])
-                    )
+                    work.save(f"rows-{index + 1}", _numbered([sweep.run(index, x) for x in states]))
             progress("gradients", index + 1, 2 * len(sweep))
 
 

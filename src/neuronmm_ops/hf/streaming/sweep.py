@@ -70,7 +70,7 @@ class Sweep:
     @property
     def vocabulary(self) -> int:
         """V, the rows of the embedding."""
-        return self._model.get_input_embeddings().weight.shape[0]
+        return self._embedding.shape[0]
 
     @property
     def width(self) -> int:
@@ -91,13 +91,28 @@ class Sweep:
 
     def run(self, index: int, hidden: Tensor) -> Tensor:
         """Return what a layer makes of hidden states `[B, T, H]`."""
+        if index > 0:
+            self._run_once(hidden)
         return self.stack.run(index, self._inputs(hidden), hidden)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits `[B, T, V]` of what leaves the last layer, `[B, T, H]`."""
+        self._run_once(hidden)
         return self.stack.finish(self._inputs(hidden), hidden).logits
+
+    def _run_once(self, hidden: Tensor) -> None:
+        """Let the stack learn what layers return, where a run goes on behind the first one."""
+        if not self.stack.has_run:
+            token = hidden[:1, :1].detach()
+            with self.layer(0), torch.no_grad():
+                self.stack.run(0, self._inputs(token), token)
 
     def _inputs(self, hidden: Tensor) -> dict[str, Tensor]:
         # Masks and positions depend on the shape alone: the embedding's values are not needed.
-        width = self._model.get_input_embeddings().weight.shape[1]
-        return {"inputs_embeds": hidden.new_zeros(*hidden.shape[:2], width).detach()}
+        return {"inputs_embeds": hidden.new_zeros(*hidden.shape[:2], self._embedding.shape[1])}
+
+    @property
+    def _embedding(self) -> Tensor:
+        weight = self._model.get_input_embeddings().weight
+        assert isinstance(weight, Tensor)
+        return weight

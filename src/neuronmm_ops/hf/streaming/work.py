@@ -14,7 +14,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 STATE = "state.json"
-OURS = re.compile(r"(state\.json|(states|rows|upstream|gradients|layer)-[\d-]+\.safetensors)(\.tmp)?")
+OURS = re.compile(
+    r"(state\.json|(states|rows|upstream|gradients|layer)-[\d-]+\.safetensors)(\.tmp)?"
+)
 
 
 class Work:

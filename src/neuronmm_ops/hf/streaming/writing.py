@@ -44,7 +44,7 @@ class CompressedTensors(Mapping[str, Tensor]):
         if layer not in self._ranks or leaf not in ("u", "v", "weight"):
             return self._checkpoint.read(name)
         if leaf == "weight":  # SVDLinear's placeholder
-            return torch.empty(0, dtype=self._checkpoint.model.get_submodule(layer).u.dtype)
+            return torch.empty(0, dtype=self._checkpoint.dtype(name))
         kept, inside = self._places[layer]
         factor = self._work.tensor(kept, f"{inside}.{leaf}")
         rank = self._ranks[layer]
