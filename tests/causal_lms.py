@@ -20,9 +20,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     # Its embedding is narrower than the hidden states.
     "opt, projected": ("OPTConfig", {**OPT, "word_embed_proj_dim": 32}),
     "mixtral": ("MixtralConfig", {**SIZES, "num_local_experts": 2}),
-    # Their layers return tuples.
+    # Their layers return tuples, the last one's a list.
     "falcon": ("FalconConfig", SMALL),
     "bloom": ("BloomConfig", {**SMALL, "n_layer": 3, "n_head": 4}),
+    "openai-gpt": ("OpenAIGPTConfig", GPT2),
 }
 TINY: dict[str, dict[str, Any]] = {
     "llama": {},

@@ -2,24 +2,17 @@
 
 import itertools
 import json
-import os
-import shutil
-import signal
-import subprocess
-import sys
-import textwrap
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from causal_lms import family_model
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from tiny import tiny_directory, tiny_tokenizer
 from torch import Tensor
 
-from neuronmm_ops import CheckpointError, CompressionReport, SVDConfig, hf
-from neuronmm_ops.compress import layers
+from neuronmm_ops import CompressionReport, SVDConfig, hf
 from neuronmm_ops.hf.streaming import gradients
 from neuronmm_ops.hf.streaming.work import Work
 
@@ -34,8 +27,10 @@ def _directory(path: Path, kind: str) -> Path:
     return path
 
 
-def _compress(model: Path, output: Path, config: SVDConfig = CONFIG, **options: Any) -> Any:
-    given = {"samples": 16, "seqlen": 64, "stream": True, **options}
+def _compress(
+    model: Path, output: Path, config: SVDConfig = CONFIG, **options: Any
+) -> CompressionReport:
+    given: dict[str, Any] = {"samples": 16, "seqlen": 64, "stream": True, **options}
     return hf.compress(model, config, TEXT, output, **given)
 
 

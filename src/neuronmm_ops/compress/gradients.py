@@ -97,7 +97,7 @@ def check_loss(loss: Tensor, index: int) -> None:
     """Raise NonFiniteError where the loss of a calibration row is NaN or Inf."""
     if not torch.isfinite(loss):
         raise NonFiniteError(
-            f"the loss of calibration row {index} must be finite, got {float(loss)}; "
+            f"the loss of calibration row {index} must be finite, got {float(loss.detach())}; "
             "check the weights, or run in a wider dtype"
         )
 

@@ -65,7 +65,7 @@ class LayerStack:
         output = self._stopped_at(
             index, batch, lambda _, *args, **kwargs: module(hidden, *args, **kwargs)
         )
-        self._returns_tuple = isinstance(output, tuple)
+        self._returns_tuple = isinstance(output, (tuple, list))
         return _states(output)
 
     def finish(self, batch: Batch, hidden: Tensor) -> Any:
@@ -127,4 +127,4 @@ class _Stand(nn.Module):
 
 
 def _states(output: Any) -> Tensor:
-    return output[0] if isinstance(output, tuple) else output
+    return output[0] if isinstance(output, (tuple, list)) else output

@@ -118,13 +118,14 @@ def _factor_layer(
     """Factor the Linears of a layer and keep what is found."""
     prefix = f"{sweep.stack.name}.{index}."
     linears = {name: _linear(passed.layer, name) for name in ranks}
-    check_weights({prefix + name: linear for name, linear in linears.items()})
+    named = {prefix + name: linear for name, linear in linears.items()}
+    check_weights(named)
     has_gradients = work.has(f"gradients-{index}")
     gradients = work.load(f"gradients-{index}") if has_gradients else {}
     found: dict[str, Tensor] = {}
     for name, moment in _moments(passed, linears, config):
         if moment and not found and index == 0:
-            warn_if_few(moment.tokens, linears, stacklevel=6)
+            warn_if_few(moment.tokens, named, stacklevel=6)
         gradient = gradients.get(name)
         if gradient is not None:
             gradient = gradient.to(linears[name].weight.device)

@@ -16,8 +16,10 @@ from neuronmm_ops.compress.gradients import (
     drawn_label_loss,
     gradient_sums,
 )
+from neuronmm_ops.compress.pipeline import check_weights
 from neuronmm_ops.hf.streaming.sweep import Sweep
 from neuronmm_ops.hf.streaming.work import Work
+from neuronmm_ops.nn.dense_linear import dense_linears
 
 # Logits that are alive at once: 64 MB of float32, and some copies of them.
 MAX_LOGITS = 2**24
@@ -72,7 +74,9 @@ def _forward(sweep: Sweep, rows: Rows, work: Work, progress: Progress) -> None:
                 work.save("rows-0", _numbered([sweep.embed(row) for _, row in rows]))
         for index in range(len(sweep)):
             if not work.has(f"rows-{index + 1}"):
-                with sweep.running(), sweep.layer(index):
+                with sweep.running(), sweep.layer(index) as layer:
+                    prefix = f"{sweep.stack.name}.{index}."
+                    check_weights({prefix + n: m for n, m in dense_linears(layer).items()})
                     states = sweep.states(work.load(f"rows-{index}"))
                     work.save(f"rows-{index + 1}", _numbered([sweep.run(index, x) for x in states]))
             progress("gradients", index + 1, 2 * len(sweep))
