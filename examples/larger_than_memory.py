@@ -15,13 +15,14 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, PreTrainedTokenizerFast
 
-SMALL = {
+SMALL: dict[str, Any] = {
     "hidden_size": 256,
     "intermediate_size": 688,
     "num_hidden_layers": 4,
@@ -29,7 +30,7 @@ SMALL = {
     "num_key_value_heads": 2,
     "vocab_size": 1024,
 }
-LLAMA_1B = {
+LLAMA_1B: dict[str, Any] = {
     "hidden_size": 2048,
     "intermediate_size": 8192,
     "num_hidden_layers": 16,
@@ -43,7 +44,7 @@ GIB = 2**30
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="compress, and measure the memory")
     parser.add_argument("--llama-1b", action="store_true", help="hours on two cores, not seconds")
     parser.add_argument("--out", type=Path, help="directory to keep (default: a temporary one)")
     parser.add_argument("compress", nargs="*", help="options for neuronmm compress, after --")

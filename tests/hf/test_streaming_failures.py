@@ -7,8 +7,8 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections import namedtuple
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -163,9 +163,8 @@ def test_too_little_room_for_the_work_is_seen_before_it(
 ) -> None:
     dense = tiny_directory(tmp_path / "dense")
     output = sum(tensor.nbytes for tensor in load_file(dense / "model.safetensors").values())
-    usage = namedtuple("usage", "total used free")
     # Room for the checkpoint, but not for hidden states and factors besides.
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(10**9, 0, output + 1000))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=output + 1000))
     with pytest.raises(OSError, match="GB and the disk has"):
         _compress(dense, tmp_path / "out")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["dense"]
@@ -210,7 +209,8 @@ def test_what_cannot_be_streamed_is_refused_at_once(
     options: dict[str, Any], word: str, tmp_path: Path
 ) -> None:
     dense = tiny_directory(tmp_path / "dense", tied=False)
-    config = SVDConfig(**{"ratio": 0.3, "block": 8, **options})
+    given: dict[str, Any] = {"ratio": 0.3, "block": 8, **options}
+    config = SVDConfig(**given)
     with pytest.raises(ValueError, match=word):
         _compress(dense, tmp_path / "out", config)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["dense"]
