@@ -33,7 +33,7 @@ from neuronmm_ops.compress.report import CompressionReport, provenance_of
 from neuronmm_ops.compress.targets import Selection, select_targets
 from neuronmm_ops.hf.saving import write_checkpoint
 from neuronmm_ops.hf.streaming.checkpoint import Checkpoint
-from neuronmm_ops.hf.streaming.factors import read_factors, sweep_factors
+from neuronmm_ops.hf.streaming.factors import read_losses, sweep_factors
 from neuronmm_ops.hf.streaming.gradients import sweep_gradients
 from neuronmm_ops.hf.streaming.sweep import Sweep
 from neuronmm_ops.hf.streaming.work import working_in
@@ -117,7 +117,7 @@ def compress_stream(
             sweep_gradients(sweep, plan.kinds, batches, work, progress)
         if plan.ranks:
             sweep_factors(sweep, config, plan.ranks, batches, work, progress)
-        read = {name: read_factors(work, *plan.places[name]) for name in plan.places}
+        read = {name: read_losses(work, *plan.places[name]) for name in plan.places}
         found = {name: nested for name, (nested, _) in read.items()}
         scales = {name: scale for name, (_, scale) in read.items() if scale is not None}
         weights = weights_of(model, config, selection.linears, found, scales, batches)
@@ -137,9 +137,8 @@ def compress_stream(
             left_dense=left_dense(model, config, selection, parameters),
         )
         factors = {name: found[name].truncate(rank) for name, rank in low_rank.items()}
-        swap_modules_(model, {n: (u.to("meta"), v.to("meta")) for n, (u, v) in factors.items()})
+        swap_modules_(model, factors)
         attach(model, report)
-        del read, found, factors
         places = {name: (f"layer-{i}", inside) for name, (i, inside) in plan.places.items()}
         tensors = CompressedTensors(checkpoint, work, places, low_rank)
         size = min(max_shard_size, plan.layer_bytes())

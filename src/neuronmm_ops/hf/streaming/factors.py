@@ -27,7 +27,7 @@ def sweep_factors(
     work: Work,
     progress: Progress,
 ) -> None:
-    """Write `layer-I` of every layer up to the last in `ranks`, what `read_factors` reads.
+    """Write `layer-I` of every layer up to the last in `ranks`, what `read_losses` reads.
 
     Args:
         sweep: of the model.
@@ -57,20 +57,20 @@ def sweep_factors(
     work.drop("states")
 
 
-def read_factors(work: Work, index: int, name: str) -> tuple[Nested, Tensor | None]:
+def read_losses(work: Work, index: int, name: str) -> tuple[Nested, Tensor | None]:
     """Return what is kept of a Linear by its name in layer `index`, and its gradient's scale.
 
-    The factors are mapped into memory, in the dtype of the checkpoint.
+    The factors are on the meta device: those of all layers together may be larger than memory.
     """
-    kept = work.load(f"layer-{index}")
-    scores = kept.get(f"{name}.scores")
-    nested = Nested(
-        kept[f"{name}.u"],
-        kept[f"{name}.v"],
-        kept[f"{name}.spectrum"].clone(),
-        None if scores is None else scores.clone(),
-    )
-    return nested, kept.get(f"{name}.scale")
+    kept = work.load(f"layer-{index}", of=f"{name}.")
+    u, v = (torch.empty_like(kept[f"{name}.{leaf}"], device="meta") for leaf in "uv")
+    spectrum, scores, scale = (kept.get(f"{name}.{key}") for key in ("spectrum", "scores", "scale"))
+    assert spectrum is not None
+    return Nested(u, v, spectrum.clone(), _copy(scores)), _copy(scale)
+
+
+def _copy(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.clone()
 
 
 class _Pass(nn.Module):

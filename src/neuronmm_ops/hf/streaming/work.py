@@ -53,10 +53,11 @@ class Work:
             ) from None
         temporary.replace(self.path(name))
 
-    def load(self, name: str) -> dict[str, Tensor]:
-        """Return a set, mapped into memory."""
+    def load(self, name: str, of: str = "") -> dict[str, Tensor]:
+        """Return a set, or those of it whose keys begin with `of`, mapped into memory."""
         with self._open(name) as tensors:
-            return {key: tensors.get_tensor(key) for key in tensors.keys()}  # noqa: SIM118
+            keys = [key for key in tensors.keys() if key.startswith(of)]  # noqa: SIM118
+            return {key: tensors.get_tensor(key) for key in keys}
 
     def tensor(self, name: str, key: str) -> Tensor:
         """Return one tensor of a set, mapped into memory."""
