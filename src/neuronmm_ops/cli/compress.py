@@ -13,7 +13,9 @@ from neuronmm_ops.compress.config import LayerRatio, SVDConfig
 from neuronmm_ops.progress import progress_bars
 
 # Options of the command that are keyword arguments of `hf.compress`; others are SVDConfig's fields.
-KEYWORDS = ("samples", "seqlen", "order", "dtype", "device", "force", "max_shard_size")
+KEYWORDS = (
+    *("samples", "seqlen", "order", "dtype", "device", "force", "max_shard_size", "stream"),
+)
 
 
 def add(commands: Any) -> None:
@@ -47,6 +49,11 @@ def add(commands: Any) -> None:
     )
     _add_allocation(command)
     command.add_argument("--max-shard-size", metavar="SIZE", help="of a file (default 50GB)")
+    command.add_argument(
+        "--stream",
+        action="store_true",
+        help="hold one layer in memory at a time; repeat the command to go on after a kill",
+    )
     command.add_argument(
         "--force", action="store_true", help="replace OUT if it is a compressed checkpoint"
     )

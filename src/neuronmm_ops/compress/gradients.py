@@ -60,9 +60,29 @@ def collect_gradients(
         ValueError: `weight` was asked of a model without logits, or a Linear has no gradient.
     """
     check_batches(model, batches)
-    sums = _Sums(kinds)
     rows = workers.share(single_rows(batches, MAX_TOKENS))
     generator = torch.Generator()
+    with gradient_sums(model, kinds) as sums:
+        for done, (index, row) in enumerate(rows, start=1):
+            # By row, so that the labels do not depend on who else takes a share of the rows.
+            generator.manual_seed(seed + index)
+            if "weight" in kinds.values():
+                loss, tokens = next_token_loss(model, row)
+            else:
+                loss, tokens = _drawn_loss(model, row, generator)
+            check_loss(loss, index)
+            if loss.requires_grad:  # else it depends on no Linear asked for
+                loss.backward()
+            sums.tokens += tokens
+            if progress:
+                progress("gradients", done, len(rows))
+    return sums.means(next(model.parameters()).device)
+
+
+@contextmanager
+def gradient_sums(model: nn.Module, kinds: Mapping[str, Gradient]) -> Generator["_Sums"]:
+    """Add up, for a block, what backward passes through the frozen model show of its Linears."""
+    sums = _Sums(kinds)
     with ExitStack() as stack:
         stack.enter_context(eval_mode(model))
         stack.enter_context(_frozen(model))
@@ -73,24 +93,16 @@ def collect_gradients(
                 sums.hook(name), with_kwargs=True
             )
             stack.callback(hook.remove)
-        for done, (index, row) in enumerate(rows, start=1):
-            # By row, so that the labels do not depend on who else takes a share of the rows.
-            generator.manual_seed(seed + index)
-            if "weight" in kinds.values():
-                loss, tokens = next_token_loss(model, row)
-            else:
-                loss, tokens = _drawn_loss(model, row, generator)
-            if not torch.isfinite(loss):
-                raise NonFiniteError(
-                    f"the loss of calibration row {index} must be finite, got {float(loss)}; "
-                    "check the weights, or run in a wider dtype"
-                )
-            if loss.requires_grad:  # else it depends on no Linear asked for
-                loss.backward()
-            sums.tokens += tokens
-            if progress:
-                progress("gradients", done, len(rows))
-    return sums.means(next(model.parameters()).device)
+        yield sums
+
+
+def check_loss(loss: Tensor, index: int) -> None:
+    """Raise NonFiniteError where the loss of a calibration row is NaN or Inf."""
+    if not torch.isfinite(loss):
+        raise NonFiniteError(
+            f"the loss of calibration row {index} must be finite, got {float(loss.detach())}; "
+            "check the weights, or run in a wider dtype"
+        )
 
 
 class _Sums:

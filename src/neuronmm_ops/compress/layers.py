@@ -16,6 +16,8 @@ from neuronmm_ops.compress.batches import Batch, call_model
 class LayerStack:
     """The layers of a Transformers decoder.
 
+    Run the first one before any other, and before `finish`: some models' layers return a tuple.
+
     Args:
         model: with an `nn.ModuleList` of layers whose first argument are hidden states.
 
@@ -38,13 +40,18 @@ class LayerStack:
         self.name = max(sizes, key=lambda name: sizes[name])
         self._model = model
         self._layers = lists[self.name]
-        self._returns_tuple = False
+        self._returns_tuple: bool | None = None
 
     def __len__(self) -> int:
         return len(self._layers)
 
     def __getitem__(self, index: int) -> nn.Module:
         return self._layers[index]
+
+    @property
+    def has_run(self) -> bool:
+        """Whether a layer has run; what layers return is not known before the first one has."""
+        return self._returns_tuple is not None
 
     def first_input(self, batch: Batch) -> Tensor:
         """Return the hidden states `[B, T, H]` that enter the first layer."""
@@ -58,7 +65,7 @@ class LayerStack:
         output = self._stopped_at(
             index, batch, lambda _, *args, **kwargs: module(hidden, *args, **kwargs)
         )
-        self._returns_tuple = isinstance(output, tuple)
+        self._returns_tuple = isinstance(output, (tuple, list))
         return _states(output)
 
     def finish(self, batch: Batch, hidden: Tensor) -> Any:
@@ -120,4 +127,4 @@ class _Stand(nn.Module):
 
 
 def _states(output: Any) -> Tensor:
-    return output[0] if isinstance(output, tuple) else output
+    return output[0] if isinstance(output, (tuple, list)) else output

@@ -99,7 +99,7 @@ def compress_(
     report = CompressionReport(
         config=config,
         layers=tuple(layer_reports(selection, limits, ranks, losses)),
-        calibration=_describe(batches) if batches else None,
+        calibration=describe_batches(batches) if batches else None,
         provenance=provenance_of(model),
         model_parameters=parameters,
         left_dense=left_dense(model, config, selection, parameters),
@@ -286,7 +286,8 @@ def layer_reports(
         yield LayerReport.of(name, linear, None, 0.0, reason)
 
 
-def _describe(batches: Sequence[Batch]) -> dict[str, int | str]:
+def describe_batches(batches: Sequence[Batch]) -> dict[str, int | str]:
+    """Return what a report says of the calibration batches."""
     return {
         "tokens": sum(count_tokens(batch) for batch in batches),
         "batches": len(batches),

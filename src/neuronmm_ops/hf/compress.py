@@ -19,9 +19,11 @@ from neuronmm_ops.compress.record import low_rank_layers
 from neuronmm_ops.compress.targets import select_targets
 from neuronmm_ops.eval import block_length
 from neuronmm_ops.hf.computing import AUTO, check_device, computing_in, dtype_of, load_on
-from neuronmm_ops.hf.loading import load_tokenizer
+from neuronmm_ops.hf.loading import load_tokenizer, local_directory
 from neuronmm_ops.hf.provenance import CalibrationSource, CompressionRun, ModelSource
 from neuronmm_ops.hf.saving import save
+from neuronmm_ops.hf.streaming.checkpoint import Checkpoint
+from neuronmm_ops.hf.streaming.compress import check_streamable, compress_stream
 from neuronmm_ops.hf.target import check_target
 from neuronmm_ops.hf.text import Order, calibration_batches, read_text
 from neuronmm_ops.nn import dense_linears
@@ -44,6 +46,7 @@ def compress(
     device: torch.device | str = "cpu",
     force: bool = False,
     max_shard_size: int | str = DEFAULT_SHARD_SIZE,
+    stream: bool = False,
     progress: Progress | None = None,
 ) -> CompressionReport:
     """Compress a model and write it as a Transformers directory that `hf.load` takes.
@@ -68,6 +71,9 @@ def compress(
         device: to compute on.
         force: replace an existing compressed checkpoint.
         max_shard_size: of one file of weights, in bytes or as `5GB`.
+        stream: hold one decoder layer in memory at a time, and go on where a killed run of the same
+            has stopped: what it has done is beside the output, in `.NAME.stream`. Files of weights
+            are no larger than a layer.
         progress: called with (stage, done, total); stages are load, calibrate, factorize, save.
 
     Returns:
@@ -95,15 +101,21 @@ def compress(
     if workers.index() > 0:
         progress = None
     tell = progress or (lambda stage, done, total: None)
+    if stream and workers.count() > 1:
+        raise ValueError("--stream runs in one process; start it without torchrun")
+    if stream:
+        check_streamable(config)
     tell("load", 0, 1)
-    loaded = load_on(model, place)
+    checkpoint = Checkpoint(local_directory(model)) if stream else None
+    loaded = checkpoint.model if checkpoint else load_on(model, place)
     tokenizer = load_tokenizer(model)
     tell("load", 1, 1)
     if getattr(loaded.config, "quantization_config", None) is not None:
         raise ValueError(f"{model} is compressed or quantized already; start from dense")
-    compute = dtype_of(dtype, loaded)
-    needed = _bytes_after(loaded, config)
-    workers.only_first(lambda: check_target(target, force, source, needed))
+    compute = dtype_of(dtype, loaded, place)
+    if checkpoint is None:
+        needed = _bytes_after(loaded, config)
+        workers.only_first(lambda: check_target(target, force, source, needed))
 
     batches: list[Tensor] | None = None
     calibration: dict[str, Any] = {}
@@ -125,6 +137,21 @@ def compress(
         device=str(place),
         max_shard_size=max_shard_size,
     )
+    if checkpoint:
+        return compress_stream(
+            checkpoint,
+            config,
+            batches or [],
+            target,
+            calibration=calibration,
+            tokenizer=tokenizer,
+            run=run,
+            compute=compute,
+            device=place,
+            force=force,
+            max_shard_size=_bytes_of(max_shard_size),
+            progress=tell,
+        )
     with computing_in(loaded, compute):
         report = compress_(loaded, config, batches, progress)
     report = _completed(report, loaded, calibration, compute)
@@ -177,3 +204,10 @@ def _check_shard_size(size: int | str) -> None:
         is_valid = size >= 1
     if not is_valid:
         raise ValueError(f"max_shard_size must be a size such as 5GB, 500MB or 1.5GB; got {size!r}")
+
+
+def _bytes_of(size: int | str) -> int:
+    """Return a size in bytes, as Transformers reads it."""
+    if isinstance(size, int):
+        return size
+    return int(float(size[:-2]) * 1000 ** (1 + "KMGT".index(size[-2].upper())))

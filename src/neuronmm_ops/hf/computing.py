@@ -67,11 +67,11 @@ def check_device(device: torch.device | str) -> torch.device:
     return found
 
 
-def dtype_of(dtype: str, model: nn.Module) -> torch.dtype:
-    """Return the dtype of a name; of `auto` for a model in its own dtype, on its device."""
+def dtype_of(dtype: str, model: nn.Module, device: torch.device | None = None) -> torch.dtype:
+    """Return the dtype of a name; of `auto` for a model in its own, on its or another device."""
     if dtype == AUTO:
         weight = next(p for p in model.parameters() if p.is_floating_point())
-        return compute_dtype(weight.dtype, weight.device)
+        return compute_dtype(weight.dtype, device or weight.device)
     if dtype not in DTYPES:
         raise ValueError(f"dtype must be one of {', '.join((AUTO, *DTYPES))}; got {dtype!r}")
     return DTYPES[dtype]

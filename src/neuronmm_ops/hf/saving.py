@@ -1,7 +1,7 @@
 """Saving a compressed model: the whole checkpoint is written and checked, or nothing is."""
 
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -65,17 +65,44 @@ def save(
     for name, layer in low_rank_layers(model).items():
         if not layer.u.is_meta:
             check_finite(name, layer.u, layer.v, "save the model in a wider dtype")
+
+    def write(temporary: Path) -> None:
+        model.save_pretrained(temporary, max_shard_size=max_shard_size)
+        if run is not None:
+            write_run(temporary, run)
+        elif source is not None:
+            keep_run(temporary, source)
+
+    write_checkpoint(model, target, write, tokenizer, force, needed)
+
+
+def write_checkpoint(
+    model: PreTrainedModel,
+    target: Path,
+    write: Callable[[Path], None],
+    tokenizer: Any,
+    force: bool,
+    needed: int,
+    expected: Mapping[str, Tensor] | None = None,
+) -> None:
+    """Put what `write` writes, once it is verified, in the target's place; or leave that as it was.
+
+    Args:
+        model: what loading gives; may be on the meta device where there are `expected`.
+        target: the directory.
+        write: given the directory to write config and weights into.
+        tokenizer: saved along; None for none.
+        force: replace the target.
+        needed: bytes, for the message where there is no room.
+        expected: the tensors by their names in the model; default its state_dict.
+    """
     try:
         with replacement(target, force) as temporary:
-            model.save_pretrained(temporary, max_shard_size=max_shard_size)
+            write(temporary)
             if tokenizer is not None:
                 tokenizer.save_pretrained(temporary)
-            if run is not None:
-                write_run(temporary, run)
-            elif source is not None:
-                keep_run(temporary, source)
             _open_to_others(temporary)
-            verify(model, temporary)
+            verify(model, temporary, expected)
     except FileExistsError:
         raise
     except (OSError, SafetensorError) as error:
@@ -84,11 +111,14 @@ def save(
 
 
 @torch.no_grad()
-def verify(model: PreTrainedModel, directory: Path) -> None:
+def verify(
+    model: PreTrainedModel, directory: Path, expected: Mapping[str, Tensor] | None = None
+) -> None:
     """Check that a directory loads as `model`: every name and shape, and the values.
 
     It is loaded without memory for its values; these are read tensor by tensor. Tensors that
-    Transformers merges on loading, such as single experts', are checked by shape only.
+    Transformers merges on loading, such as single experts', are checked by shape only. The values
+    are those of `expected`, by name; default the model's own.
     """
     try:
         loaded, info = load_exactly(type(model), directory, device_map="meta")
@@ -112,7 +142,8 @@ def verify(model: PreTrainedModel, directory: Path) -> None:
                 f"{type(own.module).__name__} here and {type(layer.module).__name__} when loaded, "
                 "which hold their weights transposed; put the architecture's own module back"
             )
-    expected = model.state_dict()
+    if expected is None:
+        expected = model.state_dict()
     for file in weight_files(directory):
         with safe_open(file, framework="pt") as tensors:
             for key, name in model_names(loaded, tensors.keys()).items():

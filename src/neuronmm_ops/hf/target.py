@@ -1,7 +1,8 @@
 """The directory that a checkpoint is written to: what may be replaced, and how it is replaced.
 
 A checkpoint is written to a hidden sibling, `.NAME.HOST.PID.XXXX.tmp`, which is renamed at the end.
-A killed run leaves its sibling behind; the next run removes it.
+A killed run leaves its sibling behind; the next run removes it. What a streamed compression has
+done so far is in the sibling `.NAME.stream`, from which the next run goes on.
 """
 
 import errno
@@ -76,6 +77,12 @@ def replacement(target: Path, force: bool) -> Generator[Path]:
         _put_in_place(temporary, target, force)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def work_directory(target: Path) -> Path:
+    """Return where a streamed compression keeps what it has done so far."""
+    target = _plain(target)
+    return target.parent / f".{target.name}.stream"
 
 
 def no_room(target: Path, needed: int, free: int) -> str:

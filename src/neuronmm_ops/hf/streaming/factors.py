@@ -1,0 +1,170 @@
+"""The factors of every layer, by a sweep forward over the calibration set."""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from neuronmm_ops.compress.calibrate import Progress, collect_moments
+from neuronmm_ops.compress.config import SVDConfig
+from neuronmm_ops.compress.factorization import SecondMoment, Side
+from neuronmm_ops.compress.factorize import moment_side
+from neuronmm_ops.compress.methods import METHODS
+from neuronmm_ops.compress.pipeline import Nested, check_weights, first_method, warn_if_few
+from neuronmm_ops.hf.streaming.sweep import Sweep
+from neuronmm_ops.hf.streaming.work import Work
+from neuronmm_ops.nn.dense_linear import DenseLinear, dense_linear
+
+Ranks = Mapping[int, Mapping[str, int]]  # layer to name in the layer to the largest rank
+
+
+@torch.no_grad()
+def sweep_factors(
+    sweep: Sweep,
+    config: SVDConfig,
+    ranks: Ranks,
+    batches: Sequence[Tensor],
+    work: Work,
+    progress: Progress,
+) -> None:
+    """Write `layer-I` of every layer up to the last in `ranks`, what `read_losses` reads.
+
+    Args:
+        sweep: of the model.
+        config: whose method factors.
+        ranks: the largest that each Linear may get.
+        batches: token ids `[B, T]`; none for `plain`.
+        work: holds `gradients-I` where the config needs gradients; what is there is not done again.
+        progress: told `("factorize", layers done, layers in all)`.
+
+    Raises:
+        NonFiniteError: a weight, an activation or a factor is NaN or Inf.
+    """
+    follows_states = METHODS[first_method(config)].side is not None
+    count = max(ranks) + 1
+    for index in range(count):
+        if not work.has(f"layer-{index}"):
+            if follows_states and index == 0:
+                _embed(sweep, batches, work)
+            with sweep.running(), sweep.layer(index) as layer:
+                passed = _Pass(sweep, index, layer, work)
+                passed.batches = len(batches) if follows_states else 0
+                passed.is_last = index == count - 1
+                _factor_layer(sweep, index, passed, ranks.get(index, {}), config, work)
+        work.drop(f"states-{index}")
+        work.drop(f"gradients-{index}")
+        progress("factorize", index + 1, count)
+    work.drop("states")
+
+
+def read_losses(work: Work, index: int, name: str) -> tuple[Nested, Tensor | None]:
+    """Return what is kept of a Linear by its name in layer `index`, and its gradient's scale.
+
+    The factors are on the meta device: those of all layers together may be larger than memory.
+    """
+    kept = work.load(f"layer-{index}", of=f"{name}.")
+    u, v = (torch.empty_like(kept[f"{name}.{leaf}"], device="meta") for leaf in "uv")
+    spectrum, scores, scale = (kept.get(f"{name}.{key}") for key in ("spectrum", "scores", "scale"))
+    assert spectrum is not None
+    return Nested(u, v, spectrum.clone(), _copy(scores)), _copy(scale)
+
+
+def _copy(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.clone()
+
+
+class _Pass(nn.Module):
+    """A layer as a model for `collect_moments`, whose batches are numbers of kept hidden states.
+
+    What leaves the layer is kept for the next one.
+
+    Attributes:
+        batches: how many.
+        is_last: whether there is no next one.
+    """
+
+    def __init__(self, sweep: Sweep, index: int, layer: nn.Module, work: Work) -> None:
+        super().__init__()
+        self.layer = layer
+        self.batches, self.is_last = 0, False
+        self._sweep, self._index, self._work = sweep, index, work
+
+    def forward(self, number: int) -> None:
+        kept = self._work.load(f"states-{self._index}-{number}")
+        leaving = self._sweep.run(self._index, *self._sweep.states(kept))
+        if not self.is_last:
+            self._work.save(f"states-{self._index + 1}-{number}", {"states": leaving})
+
+    def moments(self, sides: Mapping[str, Side]) -> Iterator[tuple[str, SecondMoment]]:
+        """Run the layer over all batches and yield the moments of its Linears, by name."""
+        if not sides:
+            for number in range(self.batches):
+                self(number)
+            return
+        batches = [{"number": number} for number in range(self.batches)]
+        inside: dict[str, Side] = {f"layer.{name}": side for name, side in sides.items()}
+        for name, moment in collect_moments(self, inside, batches):
+            yield name.removeprefix("layer."), moment
+
+
+def _factor_layer(
+    sweep: Sweep,
+    index: int,
+    passed: _Pass,
+    ranks: Mapping[str, int],
+    config: SVDConfig,
+    work: Work,
+) -> None:
+    """Factor the Linears of a layer and keep what is found."""
+    prefix = f"{sweep.stack.name}.{index}."
+    linears = {name: _linear(passed.layer, name) for name in ranks}
+    named = {prefix + name: linear for name, linear in linears.items()}
+    check_weights(named)
+    has_gradients = work.has(f"gradients-{index}")
+    gradients = work.load(f"gradients-{index}") if has_gradients else {}
+    found: dict[str, Tensor] = {}
+    for name, moment in _moments(passed, linears, config):
+        if moment and not found and index == 0:
+            warn_if_few(moment.tokens, named, stacklevel=6)
+        gradient = gradients.get(name)
+        if gradient is not None:
+            gradient = gradient.to(linears[name].weight.device)
+        nested = Nested.of(
+            prefix + name, linears[name].weight, config, moment, gradient, ranks[name]
+        )
+        stored = sweep.stored_dtype(prefix + name)
+        found |= {f"{name}.u": nested.u.to(stored), f"{name}.v": nested.v.to(stored)}
+        found[f"{name}.spectrum"] = nested.spectrum
+        if nested.scores is not None:
+            found[f"{name}.scores"] = nested.scores
+        if gradient is not None and gradient.dim() == 0:
+            found[f"{name}.scale"] = gradient
+    # Last: it says that the layer is done.
+    work.save(f"layer-{index}", found)
+
+
+def _moments(
+    passed: _Pass, linears: Mapping[str, DenseLinear], config: SVDConfig
+) -> Iterator[tuple[str, SecondMoment | None]]:
+    method = first_method(config)
+    sides: dict[str, Side] = {}
+    for name, linear in linears.items():
+        side = moment_side(method, linear.in_features, linear.out_features)
+        if side is not None:
+            sides[name] = side
+    yield from passed.moments(sides)
+    if not sides:
+        yield from ((name, None) for name in linears)
+
+
+def _linear(layer: nn.Module, name: str) -> DenseLinear:
+    linear = dense_linear(layer.get_submodule(name))
+    assert linear is not None
+    return linear
+
+
+def _embed(sweep: Sweep, batches: Sequence[Tensor], work: Work) -> None:
+    """Keep the hidden states that enter the first layer."""
+    with sweep.with_ends():
+        for number, batch in enumerate(batches):
+            work.save(f"states-0-{number}", {"states": sweep.embed(batch)})

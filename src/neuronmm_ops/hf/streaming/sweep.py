@@ -1,0 +1,118 @@
+"""One decoder layer at a time: its values, and running it."""
+
+from collections.abc import Generator, Mapping
+from contextlib import ExitStack, contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from neuronmm_ops.compress.batches import takes
+from neuronmm_ops.compress.calibrate import fast_products
+from neuronmm_ops.compress.layers import LayerStack
+from neuronmm_ops.hf.streaming.checkpoint import Checkpoint
+
+
+class Sweep:
+    """The layers of a checkpoint's model, without values but for those in use.
+
+    Args:
+        checkpoint: of a decoder.
+        dtype: to compute in.
+        device: to compute on.
+
+    Attributes:
+        stack: of the model's layers.
+
+    Raises:
+        ValueError: the model has no list of layers, or takes no `inputs_embeds`.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> None:
+        self.stack = LayerStack(checkpoint.model)
+        self._checkpoint, self._dtype, self._device = checkpoint, dtype, device
+        self._model = checkpoint.model
+        if not takes(self._model, [{"inputs_embeds": None}]):
+            raise ValueError(
+                f"{type(self._model).__name__} takes no inputs_embeds, so that its layers cannot "
+                "be run one by one; compress it without --stream"
+            )
+        layers = f"{self.stack.name}."
+        ends = checkpoint.ends()
+        around = [name for name in checkpoint.names() if not name.startswith(layers)]
+        self._ends = [name for name in around if name in ends]
+        self._around = [name for name in around if name not in ends]
+
+    def __len__(self) -> int:
+        return len(self.stack)
+
+    @contextmanager
+    def layer(self, index: int) -> Generator[nn.Module]:
+        """Give a layer, with its values for a block."""
+        names = self._checkpoint.names(f"{self.stack.name}.{index}.")
+        with self._checkpoint.filled(names, self._dtype, self._device):
+            yield self.stack[index]
+
+    @contextmanager
+    def running(self) -> Generator[None]:
+        """Let layers be run in a block: what is around them, but embedding and head, has values."""
+        with self._checkpoint.filled(self._around, self._dtype, self._device):
+            yield
+
+    @contextmanager
+    def with_ends(self) -> Generator[None]:
+        """Let token ids be embedded, and logits be computed, in a block."""
+        with ExitStack() as stack:
+            names = [*self._ends, *self._around]
+            stack.enter_context(self._checkpoint.filled(names, self._dtype, self._device))
+            stack.enter_context(fast_products(self._model))
+            yield
+
+    @property
+    def vocabulary(self) -> int:
+        """V, the rows of the embedding."""
+        return self._embedding.shape[0]
+
+    @property
+    def width(self) -> int:
+        """H, of the hidden states."""
+        return self._model.config.get_text_config().hidden_size
+
+    def stored_dtype(self, name: str) -> torch.dtype:
+        """Return the dtype of a Linear's weight in the checkpoint."""
+        return self._checkpoint.dtype(f"{name}.weight")
+
+    def states(self, kept: Mapping[str, Tensor]) -> list[Tensor]:
+        """Return kept tensors in the order of their keys, on the device."""
+        return [kept[key].to(self._device) for key in sorted(kept)]
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """Return the hidden states `[B, T, H]` that enter the first layer."""
+        return self.stack.first_input(ids.to(self._device))
+
+    def run(self, index: int, hidden: Tensor) -> Tensor:
+        """Return what a layer makes of hidden states `[B, T, H]`."""
+        if index > 0:
+            self._run_once(hidden)
+        return self.stack.run(index, self._inputs(hidden), hidden)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return the logits `[B, T, V]` of what leaves the last layer, `[B, T, H]`."""
+        self._run_once(hidden)
+        return self.stack.finish(self._inputs(hidden), hidden).logits
+
+    def _run_once(self, hidden: Tensor) -> None:
+        """Let the stack learn what layers return, where a run goes on behind the first one."""
+        if not self.stack.has_run:
+            token = hidden[:1, :1].detach()
+            with self.layer(0), torch.no_grad():
+                self.stack.run(0, self._inputs(token), token)
+
+    def _inputs(self, hidden: Tensor) -> dict[str, Tensor]:
+        # Masks and positions depend on the shape alone: the embedding's values are not needed.
+        return {"inputs_embeds": hidden.new_zeros(*hidden.shape[:2], self._embedding.shape[1])}
+
+    @property
+    def _embedding(self) -> Tensor:
+        weight = self._model.get_input_embeddings().weight
+        assert isinstance(weight, Tensor)
+        return weight

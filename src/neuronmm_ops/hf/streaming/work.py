@@ -1,0 +1,160 @@
+"""The directory in which a streamed compression keeps what it has done."""
+
+import fcntl
+import json
+import os
+import re
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+STATE = "state.json"
+OURS = re.compile(
+    r"(state\.json|(states|rows|upstream|gradients|layer)-[\d-]+\.safetensors)(\.tmp)?"
+)
+
+
+class Work:
+    """Named sets of tensors in a directory; each is there completely, or not at all.
+
+    Args:
+        directory: an existing one.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def has(self, name: str) -> bool:
+        """Say whether a set has been saved."""
+        return self.path(name).exists()
+
+    def path(self, name: str) -> Path:
+        """Return the file of a set."""
+        return self.directory / f"{name}.safetensors"
+
+    def save(self, name: str, tensors: Mapping[str, Tensor]) -> None:
+        """Save a set of tensors.
+
+        Raises:
+            OSError: the disk is full, or cannot be written.
+        """
+        temporary = self.directory / f"{name}.safetensors.tmp"
+        try:
+            save_file({key: t.cpu().contiguous() for key, t in tensors.items()}, temporary)
+        except SafetensorError as error:
+            raise OSError(
+                f"{temporary} cannot be written ({error}); free some room and run the same command "
+                "again, what is done so far is kept"
+            ) from None
+        temporary.replace(self.path(name))
+
+    def load(self, name: str, of: str = "") -> dict[str, Tensor]:
+        """Return a set, or those of it whose keys begin with `of`, mapped into memory."""
+        with self._open(name) as tensors:
+            keys = [key for key in tensors.keys() if key.startswith(of)]  # noqa: SIM118
+            return {key: tensors.get_tensor(key) for key in keys}
+
+    def tensor(self, name: str, key: str) -> Tensor:
+        """Return one tensor of a set, mapped into memory."""
+        with self._open(name) as tensors:
+            return tensors.get_tensor(key)
+
+    def drop(self, kind: str) -> None:
+        """Delete the sets whose names begin with `kind-`."""
+        for path in self.directory.glob(f"{kind}-*"):
+            if OURS.fullmatch(path.name):
+                path.unlink(missing_ok=True)
+
+    def remove(self) -> None:
+        """Delete everything of ours, and the directory where nothing else is in it."""
+        for path in self.directory.iterdir():
+            # The state last: without it what is left would be no work directory any more.
+            if OURS.fullmatch(path.name) and path.name != STATE:
+                path.unlink(missing_ok=True)
+        (self.directory / STATE).unlink(missing_ok=True)
+        with suppress(OSError):
+            self.directory.rmdir()
+
+    @contextmanager
+    def _open(self, name: str) -> Generator[Any]:
+        try:
+            with safe_open(self.path(name), framework="pt") as tensors:
+                yield tensors
+        except (OSError, SafetensorError) as error:
+            raise OSError(
+                f"{self.path(name)} cannot be read ({error}); remove {self.directory} and start "
+                "again"
+            ) from None
+
+
+@contextmanager
+def working_in(directory: Path, fingerprint: Mapping[str, Any]) -> Generator[Work]:
+    """Give the work directory, with what an earlier run of the same has left in it.
+
+    Removed where the block succeeds, or fails before anything was done.
+
+    Args:
+        directory: made where it does not exist.
+        fingerprint: JSON values; all that what is kept depends on.
+
+    Raises:
+        ValueError: it is that of a run with another fingerprint; nothing is deleted.
+        FileExistsError: it is no work directory.
+        BlockingIOError: another run works in it.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    with _locked(directory):
+        _check(directory, fingerprint)
+        work = Work(directory)
+        try:
+            yield work
+        except BaseException:
+            if not any(path.suffix == ".safetensors" for path in directory.iterdir()):
+                work.remove()
+            raise
+        work.remove()
+
+
+@contextmanager
+def _locked(directory: Path) -> Generator[None]:
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError:
+        raise BlockingIOError(
+            f"another run works in {directory}; wait for it, or choose another output"
+        ) from None
+    finally:
+        os.close(descriptor)
+
+
+def _check(directory: Path, fingerprint: Mapping[str, Any]) -> None:
+    state = directory / STATE
+    if not state.exists():
+        foreign = sorted(p.name for p in directory.iterdir() if not OURS.fullmatch(p.name))
+        if foreign:
+            raise FileExistsError(
+                f"{directory} is no work directory of a streamed compression, it holds "
+                f"{foreign[0]}; choose another output"
+            )
+        temporary = directory / f"{STATE}.tmp"
+        temporary.write_text(json.dumps(fingerprint, indent=2) + "\n", encoding="utf-8")
+        temporary.replace(state)
+        return
+    try:
+        known = json.loads(state.read_text(encoding="utf-8"))
+    except ValueError:
+        known = None
+    if known != fingerprint:
+        known = known if isinstance(known, dict) else {}
+        odd = sorted(k for k in {*known, *fingerprint} if known.get(k) != fingerprint.get(k))
+        raise ValueError(
+            f"{directory} holds an unfinished compression with another {odd[0]}; repeat that one's "
+            "command to finish it, or remove the directory to start over"
+        )

@@ -1,0 +1,87 @@
+"""Writing the compressed checkpoint, a file of about a layer's size at a time."""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+from huggingface_hub import split_torch_state_dict_into_shards
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.modeling_utils import remove_tied_weights_from_state_dict
+
+from neuronmm_ops.checkpoint import INDEX, SINGLE
+from neuronmm_ops.hf.streaming.checkpoint import Checkpoint
+from neuronmm_ops.hf.streaming.work import Work
+
+
+class CompressedTensors(Mapping[str, Tensor]):
+    """The tensors of the compressed model by name, each read when it is asked for.
+
+    Args:
+        checkpoint: the dense one.
+        work: with the factors of every layer.
+        places: name of each low-rank layer to its kept set, and its name there.
+        ranks: of the low-rank layers.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        work: Work,
+        places: Mapping[str, tuple[str, str]],
+        ranks: Mapping[str, int],
+    ) -> None:
+        self._checkpoint, self._work = checkpoint, work
+        self._places, self._ranks = places, ranks
+        self._names = list(checkpoint.model.state_dict())
+
+    def __getitem__(self, name: str) -> Tensor:
+        """Read a tensor; `CheckpointError` where its file is gone."""
+        layer, _, leaf = name.rpartition(".")
+        if layer not in self._ranks or leaf not in ("u", "v", "weight"):
+            return self._checkpoint.read(name)
+        if leaf == "weight":  # SVDLinear's placeholder
+            return torch.empty(0, dtype=self._checkpoint.dtype(name))
+        kept, inside = self._places[layer]
+        factor = self._work.tensor(kept, f"{inside}.{leaf}")
+        rank = self._ranks[layer]
+        return factor[:, :rank] if leaf == "u" else factor[:rank]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+def write_weights(
+    model: PreTrainedModel, tensors: Mapping[str, Tensor], directory: Path, max_shard_size: int
+) -> None:
+    """Write config and weights as `save_pretrained` does, with one shard in memory at a time.
+
+    Args:
+        model: without values.
+        tensors: the values, by their names in the model.
+        directory: an empty one.
+        max_shard_size: bytes of one file; a larger tensor has a file of its own.
+    """
+    model.save_pretrained(directory, state_dict={})
+    (directory / SINGLE).unlink(missing_ok=True)
+    shapes = remove_tied_weights_from_state_dict(model.state_dict(), model)
+    names = {id(tensor): name for name, tensor in shapes.items()}
+    stored = revert_weight_conversion(model, dict(shapes))
+    split = split_torch_state_dict_into_shards(
+        stored, filename_pattern="model{suffix}.safetensors", max_shard_size=max_shard_size
+    )
+    for file, keys in split.filename_to_tensors.items():
+        shard = {key: tensors[names[id(stored[key])]].contiguous() for key in keys}
+        save_file(shard, directory / file, metadata={"format": "pt"})
+        del shard
+    if split.is_sharded:
+        total = {"total_parameters": model.num_parameters(), **split.metadata}
+        index = {"metadata": total, "weight_map": split.tensor_to_filename}
+        text = json.dumps(index, indent=2, sort_keys=True)
+        (directory / INDEX).write_text(text + "\n", encoding="utf-8")

@@ -1,0 +1,36 @@
+"""`neuronmm compress --stream`."""
+
+from pathlib import Path
+
+import pytest
+from outcomes import COMPRESS, Run, refused
+
+from neuronmm_ops.hf.streaming import factors
+
+
+def test_the_same_document_as_without(run: Run, dense: Path, text: Path, tmp_path: Path) -> None:
+    arguments = ("--ratio", "0.3", "--calibration", text, *COMPRESS)
+    whole = run("compress", dense, "-o", tmp_path / "whole", *arguments)
+    streamed = run("compress", dense, "-o", tmp_path / "streamed", *arguments, "--stream")
+    assert streamed.code == whole.code == 0, streamed.err
+    assert streamed.out.replace("streamed", "whole").split() == whole.out.split()
+
+
+def test_mistakes_are_one_line(
+    run: Run, dense: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = ("--calibration", text, *COMPRESS, "--stream")
+    command = ("compress", dense, "-o", tmp_path / "out", *arguments)
+    refused(run(*command, "--method", "drift"), "drift cannot be streamed", "without --stream")
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(factors, "_factor_layer", interrupted)
+        stopped = run(*command)
+    assert stopped.code == 130
+    assert "Traceback" not in stopped.err
+    refused(run(*command, "--ratio", "0.5"), "an unfinished compression", "another SVDConfig")
+    assert run(*command).code == 0
+    assert sorted(path.name for path in tmp_path.iterdir() if "stream" in path.name) == []
