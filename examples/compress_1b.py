@@ -69,6 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                     samples=samples,
                     seqlen=options.seqlen,
                     dtype=options.dtype,
+                    stream=options.stream,
                     progress=progress,
                 )
             return str(report.provenance["compute_dtype"])
@@ -208,6 +209,7 @@ def _show(spent: Sequence[Spent], options: argparse.Namespace) -> None:
         "shape": options.shape,
         "ratio": options.ratio,
         "tokens": options.tokens,
+        "stream": options.stream,
         "threads": torch.get_num_threads(),
         "versions": {name: version(name) for name in ("neuronmm-ops", "torch", "transformers")},
         "procedures": [each.to_dict() for each in spent],
@@ -228,6 +230,9 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=TOKENS, help="of calibration")
     parser.add_argument("--seqlen", type=int, default=SEQLEN)
     parser.add_argument("--dtype", default="auto", help="to compute in, as `neuronmm compress` has")
+    parser.add_argument(
+        "--stream", action="store_true", help="ours with one decoder layer in memory at a time"
+    )
     parser.add_argument("--directory", type=Path, help="where the model is written meanwhile")
     return parser.parse_args(arguments)
 

@@ -289,8 +289,9 @@ def test_the_svd_llm_of_the_example_is_whiten_with_uniform_ranks(tiny_model):
 
 @pytest.mark.filterwarnings("ignore::neuronmm_ops.CalibrationWarning")
 @pytest.mark.usefixtures("_tiny_shape")
-def test_the_example_times_both_procedures(capsys: pytest.CaptureFixture[str]):
-    arguments = ["--shape", "Tiny", "--layers", "2", "--block", "8", "--tokens", "256"]
+@pytest.mark.parametrize("extra", [[], ["--stream"]])
+def test_the_example_times_both_procedures(extra: list[str], capsys: pytest.CaptureFixture[str]):
+    arguments = [*extra, "--shape", "Tiny", "--layers", "2", "--block", "8", "--tokens", "256"]
     compress_1b.main([*arguments, "--seqlen", "32", "--dtype", "float32"])
     document = json.loads(capsys.readouterr().out)
     ours, theirs = document["procedures"]
