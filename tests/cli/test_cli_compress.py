@@ -121,7 +121,6 @@ def test_options_reach_the_library(
         "device": "cuda",
         "force": True,
         "max_shard_size": "1GB",
-        "stream": False,
     }
 
 

@@ -31,7 +31,9 @@ def compressed() -> Compressed:
     model = tiny_model()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", CalibrationWarning)
-        return model, compress_(model, SVDConfig(ratio=0.3, block=8), [tiny_ids()])
+        return model, compress_(
+            model, SVDConfig(ratio=0.3, block=8, allocation="uniform"), [tiny_ids()]
+        )
 
 
 def test_existing_target_is_refused_without_force(compressed: Compressed, tmp_path: Path) -> None:

@@ -197,9 +197,9 @@ def drawn_label_loss(values: Tensor, is_logits: bool, generator: torch.Generator
     if not is_logits:
         noise = torch.randn(values.shape, generator=generator)
         return (values * noise.to(values)).sum()
-    # The first of exponential arrivals at these rates is a draw (as torch.multinomial does, but
-    # with the noise of the CPU's generator).
-    waits = torch.empty(values.shape).exponential_(generator=generator).to(values.device)
+    # The first of exponential arrivals at these rates is a draw. From uniform noise of the CPU's
+    # generator: the same on every device, and for one part of the tokens after another.
+    waits = torch.rand(values.shape, generator=generator).log_().neg_().to(values.device)
     labels = values.detach().softmax(-1).div_(waits).argmax(-1)
     return F.cross_entropy(values, labels, reduction="sum")
 

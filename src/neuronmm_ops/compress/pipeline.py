@@ -71,6 +71,7 @@ def compress_(
     limits = rank_limits(config, selection.linears)
     warn_of_coverage(model, config, selection, limits, stacklevel=3)  # past no_grad's wrapper
     linears = {n: m for n, m in selection.linears.items() if limits[n] is not None}
+    check_budget(config, linears, limits)
     batches = _batches(config, calibration) if linears else []
 
     kinds = gradient_kinds(config, linears)
@@ -211,6 +212,19 @@ def choose_ranks(
         n: (name_of(linears[n].weight.dtype), linears[n].weight.element_size()) for n in found
     }
     return allocate(config, matrices, dtypes)
+
+
+def check_budget(
+    config: SVDConfig, linears: Mapping[str, DenseLinear], limits: Mapping[str, Rank]
+) -> None:
+    """Raise ValueError where no ranks meet the budget, before any of the work is done."""
+    nothing = {
+        name: torch.zeros(min(linear.in_features, linear.out_features))
+        for name, linear in linears.items()
+        if limits[name] is not None
+    }
+    unknown = {name: Nested(None, losses, losses) for name, losses in nothing.items()}
+    choose_ranks(config, linears, unknown, dict.fromkeys(unknown, 1.0))
 
 
 def check_weights(linears: Mapping[str, DenseLinear]) -> None:

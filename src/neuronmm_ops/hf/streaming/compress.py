@@ -21,7 +21,7 @@ from neuronmm_ops.compress.gradients import MAX_TOKENS
 from neuronmm_ops.compress.importance import weights_of
 from neuronmm_ops.compress.methods import METHODS
 from neuronmm_ops.compress.pipeline import (
-    Nested,
+    check_budget,
     choose_ranks,
     describe_batches,
     gradient_kinds,
@@ -103,8 +103,7 @@ def compress_stream(
     selection = select_targets(model, config)
     limits = rank_limits(config, selection.linears)
     warn_of_coverage(model, config, selection, limits, stacklevel=3)
-    # Found in vain otherwise, after hours.
-    choose_ranks(config, selection.linears, *_unknown(selection, limits))
+    check_budget(config, selection.linears, limits)
     sweep = Sweep(checkpoint, compute, device)
     plan = _Plan(sweep, config, selection, limits, batches)
     output = sum(parameter.nbytes for parameter in model.parameters())
@@ -232,19 +231,6 @@ def _place(sweep: Sweep, name: str) -> tuple[int, str]:
             "out of the targets, or compress without --stream"
         )
     return int(index), inside
-
-
-def _unknown(
-    selection: Selection, limits: Mapping[str, Rank]
-) -> tuple[dict[str, Nested], dict[str, float]]:
-    """Return losses of which nothing is known, for the check of the budget."""
-    nothing = torch.zeros(0)
-    found: dict[str, Nested] = {}
-    for name, linear in selection.linears.items():
-        if limits[name] is not None:
-            spectrum = torch.zeros(min(linear.in_features, linear.out_features))
-            found[name] = Nested(nothing, nothing, spectrum, spectrum)
-    return found, dict.fromkeys(found, 1.0)
 
 
 def _fingerprint(

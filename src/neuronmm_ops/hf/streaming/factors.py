@@ -66,7 +66,7 @@ def read_losses(work: Work, index: int, name: str) -> tuple[Nested, Tensor | Non
     u, v = (torch.empty_like(kept[f"{name}.{leaf}"], device="meta") for leaf in "uv")
     spectrum, scores, scale = (kept.get(f"{name}.{key}") for key in ("spectrum", "scores", "scale"))
     assert spectrum is not None
-    return Nested(u, v, spectrum.clone(), _copy(scores)), _copy(scale)
+    return Nested((u, v), spectrum.clone(), _copy(scores)), _copy(scale)
 
 
 def _copy(tensor: Tensor | None) -> Tensor | None:
@@ -133,7 +133,9 @@ def _factor_layer(
             prefix + name, linears[name].weight, config, moment, gradient, ranks[name]
         )
         stored = sweep.stored_dtype(prefix + name)
-        found |= {f"{name}.u": nested.u.to(stored), f"{name}.v": nested.v.to(stored)}
+        assert nested.factors is not None
+        u, v = nested.factors
+        found |= {f"{name}.u": u.to(stored), f"{name}.v": v.to(stored)}
         found[f"{name}.spectrum"] = nested.spectrum
         if nested.scores is not None:
             found[f"{name}.scores"] = nested.scores
