@@ -9,7 +9,6 @@ import json
 import platform
 import re
 from collections.abc import Mapping
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, fields, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -275,15 +274,11 @@ def weights_sha256(directory: Path) -> str:
     How they are spread over files makes no difference.
     """
     digest = hashlib.sha256()
-    headers = read_headers(weight_files(directory))
-    with ExitStack() as stack:
-        files = {
-            file: stack.enter_context(safe_open(file, framework="pt"))
-            for file in {header.file for header in headers.values()}
-        }
-        for name, header in sorted(headers.items()):
-            digest.update(f"{name} {header.dtype} {list(header.shape)};".encode())
-            values = files[header.file].get_tensor(name).reshape(-1)
+    for name, header in sorted(read_headers(weight_files(directory)).items()):
+        digest.update(f"{name} {header.dtype} {list(header.shape)};".encode())
+        # Opened anew for each: what has been read of an open file counts as this process's memory.
+        with safe_open(header.file, framework="pt") as tensors:
+            values = tensors.get_tensor(name).reshape(-1)
             digest.update(values.view(torch.uint8).numpy())
     return digest.hexdigest()
 
