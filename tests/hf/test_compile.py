@@ -18,7 +18,11 @@ def _swapped(targets: str) -> PreTrainedModel:
     model = tiny_model()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", CalibrationWarning)
-        compress_(model, SVDConfig(ratio=0.3, block=8, targets=targets), [tiny_ids()])
+        compress_(
+            model,
+            SVDConfig(ratio=0.3, block=8, targets=targets, allocation="uniform"),
+            [tiny_ids()],
+        )
     return model
 
 

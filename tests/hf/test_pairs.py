@@ -19,7 +19,11 @@ pytestmark = pytest.mark.filterwarnings("ignore::neuronmm_ops.CalibrationWarning
 
 def compressed(family: str = "llama", **options: Any) -> Any:
     model = tiny_model(family, **options)
-    compress_(model, SVDConfig(ratio=0.3, block=8, targets="all-linear"), [tiny_ids()])
+    compress_(
+        model,
+        SVDConfig(ratio=0.3, block=8, targets="all-linear", allocation="uniform"),
+        [tiny_ids()],
+    )
     return model
 
 
@@ -117,7 +121,7 @@ def test_lora_on_the_factors(factors: tuple[str, ...], count: int) -> None:
 
 def test_lora_takes_linears_too() -> None:
     model = tiny_model()
-    compress_(model, SVDConfig(ratio=0.3, block=8), [tiny_ids()])
+    compress_(model, SVDConfig(ratio=0.3, block=8, allocation="uniform"), [tiny_ids()])
     config = hf.lora_config(model, r=2)
     assert "model.layers.0.self_attn.q_proj" in config.target_modules
     assert "model.layers.0.mlp.up_proj.v" in config.target_parameters

@@ -74,7 +74,7 @@ def joined(options: argparse.Namespace) -> Generator[None]:
     store, index, count = next(rendezvous("env://"))
     _job = _Job(PrefixStore("neuronmm", store), index, count)
     _job.store.set(f"process {index}", json.dumps([socket.gethostname(), os.getpid()]))
-    options.device = _own_device(options.device)
+    options.device = _own_device(options.device or "cpu")
     dist.init_process_group(_backend(options.device), store=store, rank=index, world_size=count)
     with workers.together():
         yield
