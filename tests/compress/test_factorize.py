@@ -440,3 +440,13 @@ def test_a_broken_gradient_is_refused():
     gradient = torch.full((4, 4), float("nan"))
     with pytest.raises(NonFiniteError, match="gradient must be finite"):
         factorize(w, "kfac", moment_of("kfac", w, x), gradient=gradient)
+
+
+@pytest.mark.parametrize("shape", [(9, 6), (6, 9)])
+def test_kfac_s_factors_are_of_one_scale(shape):
+    w, x = problem(*shape)
+    moment = moment_of("kfac", w, x)
+    small = 1e-8 * gradient_of("kfac", w)  # as those of a trained model
+    factors = factorize(w, "kfac", moment, gradient=small)
+    assert_same_in_fp64(factors.u.norm(dim=0), factors.v.norm(dim=1))
+    assert_same_in_fp64(factors.u @ factors.v, w.t())

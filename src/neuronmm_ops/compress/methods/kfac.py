@@ -44,6 +44,7 @@ def _factor(w: Tensor, statistics: Statistics, rank: int) -> Factorization:
     moment = statistics.moment
     find = _from_outputs if moment.side == "output" else _from_inputs
     u, v, spectrum = find(w, c, moment, rank)
+    u, v = _balanced(u, v)
     # Per token, as C is: the loss does not grow with the calibration set.
     return Factorization(u, v, spectrum.flip(0).clamp_min(0) / max(1, moment.tokens))
 
@@ -69,6 +70,15 @@ def _from_inputs(w: Tensor, c: Tensor, moment: SecondMoment, rank: int) -> Found
     sigma = spectrum.flip(0)[:rank].clamp_min(least).sqrt()
     t = factor @ b.flip(1)[:, :rank] / sigma
     return m @ t, (w @ t).t().contiguous(), spectrum
+
+
+def _balanced(u: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Give u's columns and v's rows equal lengths: gradients are small, their inverses large."""
+    tiny = torch.finfo(u.dtype).tiny
+    scale = (v.norm(dim=1).clamp_min(tiny) / u.norm(dim=0).clamp_min(tiny)).sqrt()
+    # A direction without weight is left as it is.
+    scale = torch.where((u != 0).any(0) & (v != 0).any(1), scale, 1.0)
+    return u * scale, v / scale[:, None]
 
 
 def _damped(c: Tensor) -> Tensor:
