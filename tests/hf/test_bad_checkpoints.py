@@ -140,7 +140,7 @@ def test_config_is_no_json_object(checkpoint: Path, text: str) -> None:
 @pytest.mark.parametrize(
     ("path", "value", "word"),
     [
-        (("format_version",), 99, "format_version must be 2, got 99"),
+        (("format_version",), 99, "format_version must be 1, got 99"),
         (("layers",), [], "at least one layer"),
         (("layers",), [1], "malformed"),
         (("layers", 0, "r"), "32", "positive integer"),
