@@ -104,7 +104,7 @@ def compressed_llama(dtype: torch.dtype) -> Any:
     """A random Llama, its MLPs replaced by low-rank pairs that keep 62 % of their parameters."""
     torch.manual_seed(0)
     model: Any = LlamaForCausalLM(CONFIG).eval()
-    compress_(model, SVDConfig(ratio=0.4, method="plain"))
+    compress_(model, SVDConfig(ratio=0.4, method="plain", allocation="uniform"))
     return model.to(dtype)
 
 

@@ -26,7 +26,11 @@ def compressed(targets="mlp", **overrides):
     model = tiny_model(**overrides)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", CalibrationWarning)
-        compress_(model, SVDConfig(ratio=0.3, block=8, targets=targets), [tiny_ids()])
+        config = SVDConfig(
+            ratio=0.3, block=8, targets=targets, method="swift", allocation="uniform"
+        )
+        # No gradients: autograd takes no XLA device once it has run without one.
+        compress_(model, config, [tiny_ids()])
     return model
 
 

@@ -38,7 +38,8 @@ def checkpoint(tmp_path, monkeypatch):
     model, tokenizer = tiny_model(), tiny_tokenizer()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", CalibrationWarning)
-        report = compress_(model, SVDConfig(ratio=0.3, block=8), [tiny_ids()])
+        config = SVDConfig(ratio=0.3, block=8, method="swift", allocation="uniform")
+        report = compress_(model, config, [tiny_ids()])
     hf.save(model, tmp_path / "small", report, tokenizer)
     monkeypatch.chdir(tmp_path)
     return tmp_path / "small"
