@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from neuronmm_ops.hardware import RESULT_CYCLES, Engine, Machine
+from neuronmm_ops.hardware import Engine, Machine
 from neuronmm_ops.neuroncore.checks import tensors as check
 from neuronmm_ops.neuroncore.checks.base import PACKAGE, kernel_frame, refuse
 from neuronmm_ops.neuroncore.dtypes import DType, dtype_of
@@ -243,8 +243,7 @@ class SimulatedCore:
         template.on_psum = MemoryRegion.psum in memories
         if template.engine <= Engine.GPSIMD:
             template.ns = self.machine.ns(template.engine, template.cycles)
-            latency = RESULT_CYCLES.get(template.engine, RESULT_CYCLES[Engine.VECTOR])
-            template.result_ns = self.machine.ns(template.engine, latency)
+            template.result_ns = self.machine.result_ns[template.engine]
 
 
 class _State:

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from neuronmm_ops.hardware import MODELS, Model, resolve_target
+from neuronmm_ops.hardware import DMA_MODELS, MODELS, DmaModel, Model, resolve_target
 from neuronmm_ops.neuroncore import dtypes
 from neuronmm_ops.neuroncore import language as nl
 from neuronmm_ops.neuroncore.checks.base import refuse
@@ -93,6 +93,8 @@ def run(
     target: str | None = None,
     mode: Mode = "execute",
     model: Model = "calibrated",
+    dma_model: DmaModel = "transfers",
+    cores_busy: int = 1,
     seed: int = 0,
 ) -> Simulation:
     """Run a kernel and schedule what it issued. See `simulate`."""
@@ -100,13 +102,16 @@ def run(
         raise ValueError(f'mode must be "execute" or "trace"; got {mode!r}')
     if model not in MODELS:
         raise ValueError(f"model must be one of {', '.join(MODELS)}; got {model!r}")
+    if dma_model not in DMA_MODELS:
+        raise ValueError(f"dma_model must be one of {', '.join(DMA_MODELS)}; got {dma_model!r}")
     if type(kernel).__module__.partition(".")[0] == "nki":
         raise TypeError(
             f"the simulated core runs functions and kernels of neuroncore.jit, got {kernel!r}, "
             "made by the installed nki; simulate in an environment without it"
         )
     kernel = kernel if isinstance(kernel, Kernel) else Kernel(kernel)
-    launch = KernelRun(resolve_target(target), mode == "execute", kernel.lnc, seed)
+    machine = resolve_target(target).under(dma_model).with_cores_busy(cores_busy)
+    launch = KernelRun(machine, mode == "execute", kernel.lnc, seed)
     boundary = _Boundary(launch)
     signature = inspect.signature(kernel.func)
     bound = signature.bind(*args, **kwargs)
@@ -272,6 +277,8 @@ def simulate(
     target: str | None = None,
     mode: Mode = "execute",
     model: Model = "calibrated",
+    dma_model: DmaModel = "transfers",
+    cores_busy: int = 1,
     seed: int = 0,
     **kwargs: Any,
 ) -> Any:
@@ -288,11 +295,15 @@ def simulate(
         mode: "execute" computes values; "trace" computes none, so that full sizes take seconds.
         model: "calibrated" adds the fitted matmul overhead to the documented costs;
             "stationary_reuse", a what-if, only where the stationary operand changes.
+        dma_model: what small DMAs cost, one of `hardware.DMA_MODELS`; the profile has the range of
+            all of them.
+        cores_busy: NeuronCores of the chip that share its HBM while this one runs.
         seed: of the random number generators of the core.
 
     Raises NkiValidationError where the kernel breaks a rule, ValueError for bad arguments.
     """
-    bound = functools.partial(run, kernel, target=target, mode=mode, model=model, seed=seed)
+    options = {"dma_model": dma_model, "cores_busy": cores_busy, "seed": seed}
+    bound = functools.partial(run, kernel, target=target, mode=mode, model=model, **options)
     if args or kwargs:
         return bound(args, kwargs)
     return lambda *args, **kwargs: bound(args, kwargs).outputs

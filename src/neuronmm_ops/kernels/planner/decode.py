@@ -164,6 +164,9 @@ class DecodeCosts:
             edges = first and n == 0, last and ends
             for s in sums:
                 tiles.extend(self.weight_tiles(s, size, tile_bytes, *edges))
+            queue_ns = self.machine.dma.interval_ns / len(sums)  # each has a queue
+            for i in range(at, len(tiles)):
+                tiles[i] = tiles[i]._replace(move_ns=max(tiles[i].move_ns, queue_ns))
             if n and not ends and source != "transposed":  # the next K chunk goes before this one
                 loads = source in IN_HBM and (n + 1) % self.groups == 0
                 tiles[at] = self._after(tiles[at], chunks[n + 1], loads)
@@ -361,5 +364,6 @@ class Stages:
         costs, groups = self.costs, len(s.chunks)
         ns = load_ns(costs.machine, costs.M, s.width * costs.itemsize)
         step = Step(0.0, store_ns=ns, hbm_bytes=costs.M * s.row_bytes)
+        step.store_queue_ns = groups * costs.machine.dma.interval_ns
         step.instructions = groups
         self._run([step])

@@ -40,6 +40,7 @@ class Loads(NamedTuple):
         fills: SBUF it takes; `passing` of it are tiles used once, `window` of those at a time.
         hbm_bytes: moved.
         instructions: issued.
+        transfers: of these, DMAs, all on one queue.
         last: contraction tiles that the last DMA brings.
     """
 
@@ -51,6 +52,7 @@ class Loads(NamedTuple):
     window: int = 0
     hbm_bytes: int = 0
     instructions: int = 0
+    transfers: int = 0
     last: int = 1
 
 
@@ -129,7 +131,7 @@ class PrefillCosts:
         passing = count * row if groups == 1 else 0
         window = min(tail, count) * row if groups == 1 else 0
         head = min(ns, load_ns(self.machine, min(PARTITIONS, rows), row))
-        return Loads(ns, head, 0.0, count * row, passing, window, rows * row, count)
+        return Loads(ns, head, 0.0, count * row, passing, window, rows * row, count, count)
 
     def tokens(self, resident: int) -> Callable[[int, int, bool], Loads]:
         """x^T from HBM, of which `resident` tiles stay in SBUF."""
@@ -147,7 +149,8 @@ class PrefillCosts:
             moved = (rows - first * PARTITIONS) * size
             ns = instructions.load_transposed_ns(self.machine, moved // self.item, self.item)
             head = ns * min(1.0, PARTITIONS * size / moved)
-            return Loads(ns, head, 0.0, fills, passing, window, moved, count - first)
+            loaded = count - first
+            return Loads(ns, head, 0.0, fills, passing, window, moved, loaded, loaded)
 
         return loads
 
@@ -165,8 +168,8 @@ class PrefillCosts:
         wait = evict_ns(machine, Engine.SCALAR, last)
         wait += sum([instructions.result_ns(machine, e) for e in (Engine.TENSOR, Engine.SCALAR)])
         each += wait
-        number = len(parts) * len(chunks)
-        number += (count - first) * (len(parts) + tiles_in(tokens, BANK_COLUMNS))
+        transfers = len(parts) * len(chunks)
+        number = transfers + (count - first) * (len(parts) + tiles_in(tokens, BANK_COLUMNS))
         staging = len(parts) * max([min(c, STAGED_TILES * PARTITIONS) for c in chunks], default=0)
         staging *= item
         stays = staging if found.passing and not again else 0  # some are transposed again
@@ -179,6 +182,7 @@ class PrefillCosts:
             found.window + staging,
             sum(chunks) * tokens * item,
             number,
+            transfers,
             (count - 1) % STAGED_TILES + 1 if chunks else 1,
         )
 
@@ -190,7 +194,8 @@ class PrefillCosts:
         found.first_ns = (count if count <= tail else 1) * work / tiles
         found.rows = tiles_in(group.rows.size, PARTITIONS)
         found.last_ns = min(tail, count) * work / tiles
-        last, after = 1, 0.0
+        last, after, queue_ns = 1, 0.0, 0.0
+        interval = self.machine.dma.interval_ns
         for load in loads:
             found.work_ns += load.work_ns
             found.load_ns += load.ns
@@ -201,7 +206,9 @@ class PrefillCosts:
             found.hbm_bytes += load.hbm_bytes
             found.instructions += load.instructions
             last = max(last, load.last)
-            after += load.ns / count if load.last == 1 else 0.0
+            queue_ns = max(queue_ns, load.transfers * interval)
+            after += max(load.ns, load.transfers * interval) / count if load.last == 1 else 0.0
+        found.load_ns = max(found.load_ns, queue_ns)
         if found.load_ns:
             left = min(count, tail) * work - (min(count, tail) - 1) * work / tiles
             left += found.work_ns / count - work
@@ -313,6 +320,7 @@ def write_steps(
                 c.results(step, size)
             if group.columns.start + group.columns.size == columns:
                 step.store_ns = c.rows_ns(group.rows.size, columns)
+                step.store_queue_ns = step.rows * c.machine.dma.interval_ns
                 step.stored = size
                 step.hbm_bytes += group.rows.size * columns * c.item
                 step.instructions += step.rows

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from neuronmm_ops.hardware import DMA_START_NS, PSUM_BANKS, Engine, Machine
+from neuronmm_ops.hardware import DMA_DONE_NS, DMA_START_NS, PSUM_BANKS, Engine, Machine
 from neuronmm_ops.kernels.planner.instructions import result_ns
 
 PARTS = 8
@@ -30,6 +30,7 @@ class Step:
         head_ns: of `load_ns`, what TensorE waits for before it may begin.
         tail_ns: of `work_ns`, what is left to do when the last byte has come.
         store_ns: DMA time of stores that follow the evictions.
+        store_queue_ns: what their queue takes to start them.
         tiles: PSUM tiles, each of `banks` banks; 0 where nothing is evicted.
         banks: see `tiles`.
         bank_tiles: tiles that share a bank, in partitions of their own.
@@ -55,6 +56,7 @@ class Step:
     head_ns: float = 0.0
     tail_ns: float = 0.0
     store_ns: float = 0.0
+    store_queue_ns: float = 0.0
     tiles: int = 0
     banks: int = 1
     bank_tiles: int = 1
@@ -197,7 +199,7 @@ class Timeline:
         self.transfer_ns += s.load_ns + s.store_ns
         start = self.now
         if s.load_ns:
-            start = max(start, self._load(s))
+            start = max(start, self._load(s) + DMA_DONE_NS)
         elif s.fills:
             self._taken += s.fills
         if s.waits:
@@ -205,7 +207,7 @@ class Timeline:
             self._oldest = 0.0
         begun = self._first_matmuls(s, start)
         work = (begun[-1] - len(begun) * s.first_ns if begun else start) + s.work_ns
-        done = max(work, self._dma + s.tail_ns) if s.load_ns else work
+        done = max(work, self._dma + DMA_DONE_NS + s.tail_ns) if s.load_ns else work
         if s.waits_ns:
             first, last, rows = self._results[-s.waits]
             done = max(done, last + s.waits_ns, first + rows * s.waits_ns)
@@ -256,7 +258,7 @@ class Timeline:
 
     def _store(self, s: Step) -> None:
         begin = max(self._results[-1][1] + DMA_START_NS, self._stored)
-        self._stored = begin + s.store_ns
+        self._stored = begin + max(s.store_ns, s.store_queue_ns)
         self._stores.append((begin, s.store_ns))
         if s.stored:
             self._free(s.stored, begin, self._stored)
@@ -335,12 +337,12 @@ class Timeline:
         begin = self._results[-1][1] + DMA_START_NS
         self._stores.append((begin, ns))
         self.transfer_ns += ns
-        self._vector = max(self._vector, begin + ns) + add_ns
+        self._vector = max(self._vector, begin + ns + DMA_DONE_NS) + add_ns
         self._arrive(self._vector + self._latencies[2])
 
     def reload(self, ns: float) -> None:
         """Let what was stored come back from HBM as results."""
-        self._arrive(self._stored + DMA_START_NS + ns)
+        self._arrive(self._stored + DMA_START_NS + ns + DMA_DONE_NS)
 
     def _arrive(self, when: float) -> None:
         self._oldest = when

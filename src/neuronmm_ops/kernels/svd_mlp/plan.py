@@ -210,7 +210,9 @@ class Prefill(prefill_search.Prefill):
     def _store(self, step: Step, groups: int, width: int) -> None:
         """Store so many groups of the hidden block after a step."""
         size = self._group_bytes(width)
-        step.store_ns = groups * load_ns(self.costs.machine, PARTITIONS, size)
+        machine = self.costs.machine
+        step.store_ns = groups * load_ns(machine, PARTITIONS, size)
+        step.store_queue_ns = groups * machine.dma.interval_ns
         step.stored = groups * size
         step.hbm_bytes += groups * size * PARTITIONS
         step.instructions += groups
@@ -232,7 +234,8 @@ class Prefill(prefill_search.Prefill):
             passing = (spill - resident_spilled) * size
             window, moved = size * (passing > 0), groups * size * PARTITIONS
             head = row * (spill > 0)
-            return Loads(groups * row, head, 0.0, groups * size, passing, window, moved, groups)
+            ns, fills = groups * row, groups * size
+            return Loads(ns, head, 0.0, fills, passing, window, moved, groups, groups)
 
         x = Moving(loads, frees=self._made(width, spill), made_in=TOKENS)
         blocks = (down_block, TOKENS, c.banks)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from neuronmm_ops.hardware import DMA_ENGINES, DMA_TRANSPOSE_SHARE, PARTITIONS, Engine
+from neuronmm_ops.hardware import DMA_ENGINES, PARTITIONS, Engine
 from neuronmm_ops.neuroncore import core as running
 from neuronmm_ops.neuroncore import dtypes
 from neuronmm_ops.neuroncore.checks import operands as check
@@ -101,7 +101,7 @@ def copy_cost(dst: NkiTensor, src: NkiTensor, descriptors: str = "none") -> DmaC
         run,
         first,
         engines,
-        busiest * running.active().machine.dma_row_ns(run),
+        ((run, busiest),),
         direction=_direction(dst, src),
         descriptors=descriptors,
         reads=(0, 0 if src.geometry.on_chip else src.size * src.dtype.itemsize),
@@ -249,14 +249,13 @@ def _check_indirect_transpose(src: NkiTensor, index: NkiTensor) -> None:
 
 
 def _transpose_cost(dst: NkiTensor, src: NkiTensor, descriptors: str) -> DmaCost:
-    """A transpose runs at a share of the DMA rate, whatever its rows (Trainium2 guide)."""
+    """A transpose keeps all engines busy, whatever its rows (Trainium2 guide)."""
     plain = copy_cost(dst, src, descriptors)
-    share = DMA_TRANSPOSE_SHARE["sbuf" if src.geometry.on_chip else "hbm"]
     return replace(
         plain,
         first_engine=0,
         engines=DMA_ENGINES,
-        engine_ns=plain.bytes / (running.active().machine.dma_peak_gbps * share),
+        transposes="sbuf" if src.geometry.on_chip else "hbm",
         run_bytes=src.geometry.run_bytes,
         rows=max(1, plain.bytes // src.geometry.run_bytes),
     )
@@ -318,13 +317,13 @@ def _compute(dst: NkiTensor, *rest: Any) -> InstructionTemplate:
             scatter(dst, convert(dst, total), skip)
 
     costs = [copy_cost(dst, s) for s in srcs]
-    busiest = max(costs, key=lambda c: c.engine_ns)
+    busiest = max(costs, key=lambda c: c.rows)
     cost = replace(
         busiest,
         bytes=sum(c.bytes for c in costs),
         rows=sum(c.rows for c in costs),
         run_bytes=min(c.run_bytes for c in costs),
-        engine_ns=sum(c.engine_ns for c in costs),
+        runs=tuple([run for c in costs for run in c.runs]),
         descriptors="swdge" if indirect else "none",
         reads=(0, *[c.reads[1] for c in costs]),
         writes=(costs[0].writes[0], *[0] * len(costs)),

@@ -52,13 +52,13 @@ class DmaEngines:
     def __init__(self) -> None:
         self.groups = [(0, DMA_ENGINES, FreeTime([], 0.0))]
 
-    def take(self, cost: DmaCost, ready: float) -> float:
-        """Carry one DMA; returns when its last engine is done."""
+    def take(self, cost: DmaCost, engine_ns: float, ready: float) -> float:
+        """Carry one DMA, which keeps each of its engines busy; returns when the last is done."""
         first, last = cost.first_engine, cost.first_engine + cost.engines
         end = ready
         for low, high, line in self._split(first, last):
             if first <= low and high <= last:
-                end = max(end, line.take(ready, cost.engine_ns))
+                end = max(end, line.take(ready, engine_ns))
         return end
 
     def _split(self, first: int, last: int) -> list[tuple[int, int, FreeTime]]:

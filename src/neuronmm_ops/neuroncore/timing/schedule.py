@@ -14,11 +14,13 @@ from enum import IntEnum
 from typing import Any
 
 from neuronmm_ops.hardware import (
+    DMA_DONE_NS,
     DMA_ENGINES,
     DMA_QUEUES,
     DMA_START_NS,
     HWDGE_NS,
     MIN_CYCLES,
+    TABLE_LOAD_NS,
     Engine,
     Machine,
     Model,
@@ -27,7 +29,7 @@ from neuronmm_ops.neuroncore.core import KernelRun
 from neuronmm_ops.neuroncore.memory import liveness
 from neuronmm_ops.neuroncore.memory.storage import MemoryRegion, Storage
 from neuronmm_ops.neuroncore.timing.resources import Capacity, DmaEngines
-from neuronmm_ops.neuroncore.timing.trace import InstructionTemplate, Trace
+from neuronmm_ops.neuroncore.timing.trace import DmaCost, InstructionTemplate, Trace
 
 
 class Wait(IntEnum):
@@ -77,11 +79,18 @@ class Schedule:
         return max([max(c.end, default=0.0) for c in self.cores])
 
 
-def schedule(launch: KernelRun, model: Model = "calibrated") -> Schedule:
-    """Place every instruction in time. Raises NkiValidationError where tensors do not fit."""
+def schedule(
+    launch: KernelRun, model: Model = "calibrated", machine: Machine | None = None
+) -> Schedule:
+    """Place every instruction in time, by the costs of the launch's machine or of another.
+
+    Raises:
+        NkiValidationError: tensors do not fit.
+    """
+    machine = machine or launch.machine
     for core in launch.cores:
-        liveness.check_fits(core.trace, launch.machine)
-    placers = [_Placer(core.trace, launch.machine, model) for core in launch.cores]
+        liveness.check_fits(core.trace, machine)
+    placers = [_Placer(core.trace, machine, model) for core in launch.cores]
     barriers = max([len(core.trace.barriers) for core in launch.cores])
     for number in range(barriers + 1):
         for placer in placers:
@@ -90,7 +99,7 @@ def schedule(launch: KernelRun, model: Model = "calibrated") -> Schedule:
             both = max([p.barrier_end for p in placers])
             for placer in placers:
                 placer.pass_barrier(both)
-    return Schedule(launch.machine, model, [p.times for p in placers])
+    return Schedule(machine, model, [p.times for p in placers])
 
 
 class _Uses:
@@ -118,7 +127,9 @@ class _Placer:
         self.reuses = model == "stationary_reuse"
         # the stationary operand in TensorE: storage, region, and who wrote it
         self.loaded: tuple[Storage, int, int] | None = None
+        self.table = ""
         self.dma = DmaEngines()
+        self.dma_ns: dict[DmaCost, float] = {}
         self.queues: dict[Any, tuple[str, float, int]] = {}
         self.dge_free = [0.0, 0.0]
         self.cells = [0.0] * 16
@@ -189,7 +200,7 @@ class _Placer:
                         ready, why, who = visible[other], 2, other
             if engine == 5:
                 begin, done, why, who = self._transfer(i, template, storages, ready, why, who)
-                seen = done
+                seen = done + DMA_DONE_NS
             else:
                 if shared_ports and engine <= 3:
                     ready, why, who = self._port(template, ready, why, who)
@@ -203,6 +214,9 @@ class _Placer:
                         self._occupy_tile(template, begin, done)
                 else:
                     done = begin + template.ns
+                    if template.table and template.table != self.table:
+                        self.table = template.table
+                        done += TABLE_LOAD_NS
                     engine_free[engine] = done
                     if shared_ports:
                         self._occupy_port(i, template, done)
@@ -339,7 +353,7 @@ class _Placer:
         name, after, last = found or (queue, 0.0, -1)
         if after > ready:
             ready, why, who = after, Wait.QUEUE, last
-        self.queues[key] = (name, ready, i)
+        self.queues[key] = (name, ready + self.machine.dma.interval_ns, i)
         self.times.queue[i] = name
         trigger = ready
         if cost.descriptors == "hwdge":
@@ -351,10 +365,13 @@ class _Placer:
             trigger = max(trigger, self.engine_free[3]) + self.machine.ns(Engine.GPSIMD, cycles)
             self.engine_free[3], self.engine_last[3] = trigger, i
         first = trigger + DMA_START_NS
-        done = self.dma.take(cost, first)
+        engine_ns = self.dma_ns.get(cost)
+        if engine_ns is None:
+            engine_ns = self.dma_ns[cost] = cost.engine_ns(self.machine)
+        done = self.dma.take(cost, engine_ns, first)
         for engine in range(cost.first_engine, cost.first_engine + cost.engines):
-            self.times.dma_busy_ns[engine] += cost.engine_ns
-        begin = max(first, done - cost.engine_ns)
+            self.times.dma_busy_ns[engine] += engine_ns
+        begin = max(first, done - engine_ns)
         if begin > first + 1 and self.engine_last[5] >= 0:
             why, who = Wait.DMA_ENGINES, self.engine_last[5]
         self.engine_last[5] = i

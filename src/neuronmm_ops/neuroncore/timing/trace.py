@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import CodeType
 
-from neuronmm_ops.hardware import Engine
+from neuronmm_ops.hardware import Engine, Machine
 from neuronmm_ops.neuroncore.memory.storage import Storage
 
 
@@ -25,16 +25,24 @@ class DmaCost:
     first_engine: int
     engines: int
     """How many of the 16 engines, from the first, share the rows evenly."""
-    engine_ns: float
-    """Busy time of each of those engines."""
+    runs: tuple[tuple[int, float], ...]
+    """(bytes, how many the fullest of those engines carries) of contiguous runs."""
     direction: str
     """"load" (from HBM), "store" (to HBM), "hbm" (within HBM) or "sbuf" (within SBUF)."""
+    transposes: str = ""
+    """"hbm" or "sbuf", where a transpose reads; "" of a copy."""
     descriptors: str = "none"
     """Who makes them: "none" (before the run), "hwdge" or "swdge"."""
     reads: tuple[int, ...] = ()
     """Bytes read from HBM, one number per operand of the instruction."""
     writes: tuple[int, ...] = ()
     """Bytes written to HBM, likewise."""
+
+    def engine_ns(self, machine: Machine) -> float:
+        """Busy time of each of the engines; a transpose goes at a share of the rate (arch)."""
+        if self.transposes:
+            return self.bytes / machine.dma_transpose_gbps(self.transposes)
+        return sum([count * machine.dma_run_ns(size) for size, count in self.runs])
 
 
 @dataclass(slots=True, eq=False)
@@ -57,6 +65,8 @@ class InstructionTemplate:
     """(row, rows, column, columns) of the PE array that a tiled matmul takes."""
     ns: float = 0.0
     result_ns: float = 0.0
+    table: str = ""
+    """Activation function whose table ScalarE needs; "" of those that need none."""
     regions: tuple[int, ...] = ()
     overlaps: tuple[list[int], ...] = ()
     hbm_operand: int = -1
