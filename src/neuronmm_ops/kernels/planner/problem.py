@@ -138,7 +138,9 @@ class Plan:
             once).
         kernel: name of the kernel in `neuronmm_ops.kernels`.
         blocks: the kernel's compile-time arguments, in order.
-        time_ms: predicted, the sum over the launches.
+        time_ms: predicted under the problem's DMA model, the sum over the launches.
+        times_ms: the same under each of `hardware.DMA_MODELS`.
+        regret: by which share it is slower than the quickest plan, under the model where it is most.
         hbm_bytes: predicted HBM traffic, all cores and launches.
         sbuf_bytes: predicted peak per partition.
         psum_banks: predicted peak.
@@ -158,6 +160,18 @@ class Plan:
     bound: str
     instructions: int
     launches: tuple[int, ...]
+    times_ms: tuple[float, ...] = ()
+    regret: float = 0.0
+
+    @property
+    def time_low_ms(self) -> float:
+        """The least of `times_ms`."""
+        return min(self.times_ms)
+
+    @property
+    def time_high_ms(self) -> float:
+        """The greatest of `times_ms`."""
+        return max(self.times_ms)
 
     @property
     def arguments(self) -> dict[str, Block]:
