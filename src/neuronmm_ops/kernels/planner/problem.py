@@ -140,7 +140,7 @@ class Plan:
         blocks: the kernel's compile-time arguments, in order.
         time_ms: predicted under the problem's DMA model, the sum over the launches.
         times_ms: the same under each of `hardware.DMA_MODELS`.
-        regret: by which share it is slower than the quickest plan, under the model where it is most.
+        regret: share by which it is slower than the quickest plan, in the model where it is most.
         hbm_bytes: predicted HBM traffic, all cores and launches.
         sbuf_bytes: predicted peak per partition.
         psum_banks: predicted peak.
