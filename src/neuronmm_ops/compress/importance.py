@@ -12,7 +12,7 @@ from neuronmm_ops.compress.calibrate import Progress, eval_mode, fast_products
 from neuronmm_ops.compress.config import SVDConfig
 from neuronmm_ops.compress.gradients import next_token_loss
 from neuronmm_ops.errors import NonFiniteError
-from neuronmm_ops.nn.dense_linear import DenseLinear, dense_linear
+from neuronmm_ops.nn.dense_linear import DenseLinear, as_dense_linear
 
 # A probe's tokens: each matrix is probed once, all in the time of so many tokens each.
 PROBE_TOKENS = 4096
@@ -102,8 +102,7 @@ def probe(
     with eval_mode(model), fast_products(model):
         dense = _mean_loss(model, rows)
         for name, (u, v) in factors.items():
-            linear = dense_linear(model.get_submodule(name))
-            assert linear is not None
+            linear = as_dense_linear(model.get_submodule(name))
             weight = linear.stored.data
             try:
                 product = (u.to(weight) @ v.to(weight)).contiguous()

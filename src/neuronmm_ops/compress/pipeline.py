@@ -178,7 +178,7 @@ def rank_limits(config: SVDConfig, linears: Mapping[str, DenseLinear]) -> dict[s
     """Return the largest rank that each layer may get; None where it can only stay dense."""
     limits: dict[str, Rank] = {}
     for name, linear in linears.items():
-        bounds = ratio_bounds(config, name) or (0.0, 1.0)
+        bounds = ratio_bounds(config, name)
         K, N = linear.in_features, linear.out_features
         if config.allocation == "uniform":
             limits[name] = config.rank(K, N, bounds)
@@ -206,7 +206,7 @@ def choose_ranks(
     matrices: dict[str, Matrix] = {}
     for name, nested in found.items():
         K, N = linears[name].in_features, linears[name].out_features
-        bounds = ratio_bounds(config, name) or (0.0, 1.0)
+        bounds = ratio_bounds(config, name)
         matrices[name] = Matrix(K, N, nested.spectrum, weights[name], *bounds, scores=nested.scores)
     dtypes = {
         n: (name_of(linears[n].weight.dtype), linears[n].weight.element_size()) for n in found

@@ -13,7 +13,7 @@ from neuronmm_ops.compress.methods import METHODS
 from neuronmm_ops.compress.pipeline import Nested, check_weights, first_method, warn_if_few
 from neuronmm_ops.hf.streaming.sweep import Sweep
 from neuronmm_ops.hf.streaming.work import Work
-from neuronmm_ops.nn.dense_linear import DenseLinear, dense_linear
+from neuronmm_ops.nn.dense_linear import DenseLinear, as_dense_linear
 
 Ranks = Mapping[int, Mapping[str, int]]  # layer to name in the layer to the largest rank
 
@@ -117,7 +117,7 @@ def _factor_layer(
 ) -> None:
     """Factor the Linears of a layer and keep what is found."""
     prefix = f"{sweep.stack.name}.{index}."
-    linears = {name: _linear(passed.layer, name) for name in ranks}
+    linears = {name: as_dense_linear(passed.layer.get_submodule(name)) for name in ranks}
     named = {prefix + name: linear for name, linear in linears.items()}
     check_weights(named)
     has_gradients = work.has(f"gradients-{index}")
@@ -157,12 +157,6 @@ def _moments(
     yield from passed.moments(sides)
     if not sides:
         yield from ((name, None) for name in linears)
-
-
-def _linear(layer: nn.Module, name: str) -> DenseLinear:
-    linear = dense_linear(layer.get_submodule(name))
-    assert linear is not None
-    return linear
 
 
 def _embed(sweep: Sweep, batches: Sequence[Tensor], work: Work) -> None:

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from neuronmm_ops.compress.batches import single_rows
+from neuronmm_ops.compress.batches import single_rows, wide_rows
 from neuronmm_ops.compress.calibrate import Progress
 from neuronmm_ops.compress.factorization import Gradient
 from neuronmm_ops.compress.gradients import (
@@ -107,9 +107,8 @@ def _loss_gradient(
             logits = sweep.logits(part)
             if by_labels:
                 labels = ids[0, start + 1 : start + size + 1].to(logits.device)
-                wide = logits[0, : len(labels)]
-                wide = wide.to(torch.promote_types(wide.dtype, torch.float32))
-                loss = F.cross_entropy(wide, labels, reduction="sum")
+                rows = wide_rows(logits[0, : len(labels)])
+                loss = F.cross_entropy(rows, labels, reduction="sum")
             else:
                 # Draws go on where those of the part before have ended.
                 loss = drawn_label_loss(logits, is_logits=True, generator=generator)
