@@ -154,7 +154,7 @@ def compress(
         )
     with computing_in(loaded, compute):
         report = compress_(loaded, config, batches, progress)
-    report = _completed(report, loaded, calibration, compute)
+    report = _as_stored(report, loaded).with_run(calibration, name_of(compute))
 
     tell("save", 0, 1)
     workers.only_first(lambda: save(loaded, target, report, tokenizer, force, max_shard_size, run))
@@ -162,24 +162,14 @@ def compress(
     return report
 
 
-def _completed(
-    report: CompressionReport,
-    model: PreTrainedModel,
-    calibration: dict[str, Any],
-    compute: torch.dtype,
-) -> CompressionReport:
-    """Return the report with bytes as stored, the calibration's options and the compute dtype."""
+def _as_stored(report: CompressionReport, model: PreTrainedModel) -> CompressionReport:
+    """Return the report with bytes of the dtype that the model is in, not of that computed in."""
     modules = {**dense_linears(model), **low_rank_layers(model)}
     layers = tuple(
         LayerReport.of(layer.name, modules[layer.name], layer.r, layer.loss, layer.reason)
         for layer in report.layers
     )
-    return replace(
-        report,
-        layers=layers,
-        calibration=report.calibration and {**report.calibration, **calibration},
-        provenance={**report.provenance, "compute_dtype": name_of(compute)},
-    )
+    return replace(report, layers=layers)
 
 
 def _bytes_after(model: PreTrainedModel, config: SVDConfig) -> int:

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from neuronmm_ops.compress.calibrate import Progress, collect_moments
 from neuronmm_ops.compress.config import SVDConfig
 from neuronmm_ops.compress.factorization import SecondMoment, Side
-from neuronmm_ops.compress.factorize import moment_side
 from neuronmm_ops.compress.methods import METHODS
-from neuronmm_ops.compress.pipeline import Nested, check_weights, first_method, warn_if_few
+from neuronmm_ops.compress.nested import Nested, first_method, moment_sides
+from neuronmm_ops.compress.pipeline import check_weights, warn_if_few
 from neuronmm_ops.hf.streaming.sweep import Sweep
 from neuronmm_ops.hf.streaming.work import Work
 from neuronmm_ops.nn.dense_linear import DenseLinear, as_dense_linear
@@ -148,12 +148,7 @@ def _factor_layer(
 def _moments(
     passed: _Pass, linears: Mapping[str, DenseLinear], config: SVDConfig
 ) -> Iterator[tuple[str, SecondMoment | None]]:
-    method = first_method(config)
-    sides: dict[str, Side] = {}
-    for name, linear in linears.items():
-        side = moment_side(method, linear.in_features, linear.out_features)
-        if side is not None:
-            sides[name] = side
+    sides = moment_sides(config, linears)
     yield from passed.moments(sides)
     if not sides:
         yield from ((name, None) for name in linears)
