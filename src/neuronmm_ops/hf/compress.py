@@ -74,7 +74,10 @@ def compress(
         stream: hold one decoder layer in memory at a time, and go on where a killed run of the same
             has stopped: what it has done is beside the output, in `.NAME.stream`. Files of weights
             are no larger than a layer.
-        progress: called with (stage, done, total); stages are load, calibrate, factorize, save.
+        progress: called with (stage, done, total); stages are load, gradients (where a method or
+            its importance needs them), calibrate, factorize, probe (importance `perplexity`), drift
+            (method `drift`) and save. Where moments fill memory, calibrate and factorize take
+            turns; streamed, factorize calibrates too.
 
     Returns:
         What `compress_` reports, with the calibration's order, samples and seqlen, and the
