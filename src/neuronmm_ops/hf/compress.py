@@ -131,15 +131,18 @@ def compress(
         taken = sum(len(batch) for batch in batches)
         calibration = {"order": order, "samples": taken, "seqlen": seqlen}
         blocks = CalibrationSource.of(text_path, text, samples, seqlen, order)
-    run = CompressionRun(
-        model=ModelSource.of(model),
-        config=config,
-        calibration=blocks,
-        dtype=dtype,
-        compute_dtype=name_of(compute),
-        device=str(place),
-        max_shard_size=max_shard_size,
-    )
+
+    def describe() -> CompressionRun:
+        return CompressionRun(
+            model=ModelSource.of(model),
+            config=config,
+            calibration=blocks,
+            dtype=dtype,
+            compute_dtype=name_of(compute),
+            device=str(place),
+            max_shard_size=max_shard_size,
+        )
+
     if checkpoint:
         return compress_stream(
             checkpoint,
@@ -148,13 +151,15 @@ def compress(
             target,
             calibration=calibration,
             tokenizer=tokenizer,
-            run=run,
+            run=describe(),
             compute=compute,
             device=place,
             force=force,
             max_shard_size=_bytes_of(max_shard_size),
             progress=tell,
         )
+    # Its hash reads every file of the model, and worker 0 alone writes it.
+    run = describe() if workers.index() == 0 else None
     with computing_in(loaded, compute):
         report = compress_(loaded, config, batches, progress)
     report = _as_stored(report, loaded).with_run(calibration, name_of(compute))
