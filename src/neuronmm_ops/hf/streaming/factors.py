@@ -35,7 +35,7 @@ def sweep_factors(
         ranks: the largest that each Linear may get.
         batches: token ids `[B, T]`; none for `plain`.
         work: holds `gradients-I` where the config needs gradients; what is there is not done again.
-        progress: told `("factorize", layers done, layers in all)`.
+        progress: told `("factorize", layers done, layers in all)` after each that was not done.
 
     Raises:
         NonFiniteError: a weight, an activation or a factor is NaN or Inf.
@@ -51,9 +51,9 @@ def sweep_factors(
                 passed.batches = len(batches) if follows_states else 0
                 passed.is_last = index == count - 1
                 _factor_layer(sweep, index, passed, ranks.get(index, {}), config, work)
+            progress("factorize", index + 1, count)
         work.drop(f"states-{index}")
         work.drop(f"gradients-{index}")
-        progress("factorize", index + 1, count)
     work.drop("states")
 
 

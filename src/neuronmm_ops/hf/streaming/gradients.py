@@ -41,7 +41,7 @@ def sweep_gradients(
         kinds: layer to name to what to measure, as for `collect_gradients`.
         batches: token ids `[B, T]`.
         work: where hidden states and gradients are kept; what is there is not done again.
-        progress: told `("gradients", layers done, twice the layers)`.
+        progress: told `("gradients", layers done, twice the layers)` after each that was not done.
 
     Raises:
         NonFiniteError: the loss or a gradient is NaN or Inf.
@@ -61,7 +61,7 @@ def sweep_gradients(
         for index in reversed(range(first, count)):
             if not work.has(f"gradients-{index}"):
                 _backward(sweep, index, kinds.get(index, {}), tokens, work)
-            progress("gradients", 2 * count - index, 2 * count)
+                progress("gradients", 2 * count - index, 2 * count)
     work.drop("upstream")
     work.drop("rows")
 
@@ -79,7 +79,7 @@ def _forward(sweep: Sweep, rows: Rows, work: Work, progress: Progress) -> None:
                     check_weights({prefix + n: m for n, m in dense_linears(layer).items()})
                     states = sweep.states(work.load(f"rows-{index}"))
                     work.save(f"rows-{index + 1}", _numbered([sweep.run(index, x) for x in states]))
-            progress("gradients", index + 1, 2 * len(sweep))
+                progress("gradients", index + 1, 2 * len(sweep))
 
 
 def _start_backward(sweep: Sweep, rows: Rows, work: Work, by_labels: bool) -> None:
