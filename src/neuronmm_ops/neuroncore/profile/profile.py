@@ -12,7 +12,7 @@ from functools import cached_property
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
-from neuronmm_ops.hardware import DMA_MODELS
+from neuronmm_ops.hardware import DMA_MODELS, DmaModel
 from neuronmm_ops.neuroncore.memory.storage import MemoryRegion
 from neuronmm_ops.neuroncore.profile import metrics, perfetto, plot, report
 from neuronmm_ops.neuroncore.profile.metrics import (
@@ -71,28 +71,31 @@ class Profile:
         return self.schedule.time_ns / 1e6
 
     @property
-    def dma_model(self) -> str:
+    def dma_model(self) -> DmaModel:
         """What small DMAs are taken to cost: one of `hardware.DMA_MODELS`."""
         return self.machine.dma.model
 
     @cached_property
-    def _times_ms(self) -> list[float]:
-        """The time under every DMA model."""
-        others = [m for m in DMA_MODELS if m != self.dma_model]
-        schedules = [
-            schedule(self.launch, self.schedule.model, self.machine.under(m)) for m in others
-        ]
-        return [self.time_ms, *[s.time_ns / 1e6 for s in schedules]]
+    def times_ms(self) -> dict[DmaModel, float]:
+        """The time under every DMA model; scheduled when asked for."""
+        found: dict[DmaModel, float] = {}
+        for model in DMA_MODELS:
+            if model == self.dma_model:
+                found[model] = self.time_ms
+            else:
+                machine = self.machine.under(model)
+                found[model] = schedule(self.launch, self.schedule.model, machine).time_ns / 1e6
+        return found
 
     @property
     def time_low_ms(self) -> float:
         """The least time of all DMA models."""
-        return min(self._times_ms)
+        return min(self.times_ms.values())
 
     @property
     def time_high_ms(self) -> float:
         """The greatest."""
-        return max(self._times_ms)
+        return max(self.times_ms.values())
 
     @cached_property
     def documented_ms(self) -> float:
