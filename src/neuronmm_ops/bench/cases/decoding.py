@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from math import ceil
 
 from neuronmm_ops.hardware import resolve_target
 from neuronmm_ops.kernels import plan_xw
@@ -37,13 +38,13 @@ class TokenTime:
     def matrices(self) -> list[tuple[int, int, int]]:
         """(K, N) of one core's part of each Linear, and how often it runs for a token."""
         found: list[tuple[int, int, int]] = []
-        for name, (K, N) in self.shape.projections.items():
+        for name, (rows, columns) in self.shape.projections.items():
             if name in ("o_proj", "down_proj"):
-                K = -(-K // self.cores)
+                rows = ceil(rows / self.cores)
             else:
-                N = -(-N // self.cores)
-            found.append((K, N, self.shape.layers))
-        head = -(-self.shape.vocab_size // self.cores)
+                columns = ceil(columns / self.cores)
+            found.append((rows, columns, self.shape.layers))
+        head = ceil(self.shape.vocab_size / self.cores)
         return [*found, (self.shape.hidden_size, head, 1)]
 
     @property

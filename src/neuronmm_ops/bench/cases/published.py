@@ -150,18 +150,21 @@ def _scan(channels: int, seq: int) -> tuple[TensorSpec, ...]:
 def _profiles() -> list[Case]:
     """Single instructions and short chains of them."""
     square, wide = _matrix(128, 128), _matrix(4, 4096)
+    figures: list[tuple[str, TensorSpec, str, Measure, int, bool]] = [
+        ("[128,128]", square, "all", "time", 4980, False),
+        ("[128,128]", square, "engine, 2 KiB", "transfer", 97, True),
+        ("[128,128]", square, "load from trigger to done", "trigger to done", 1207, False),
+        ("[128,128]", square, "table load and activation", "instruction", 1290 + 400, True),
+        ("[4,4096]", wide, "all", "time", 9930, False),
+        ("[4,4096]", wide, "engine, 32 KiB", "transfer", 1416, False),
+        ("[4,4096]", wide, "table load and activation", "instruction", 1310 + 3714, False),
+    ]
     found = [
-        Case(f"exp of {shape}: {what}", "trn2", profiles.exponential, (x,), DMA, ns / 1e6,
-             measure=measure, calibration=fixed)
-        for shape, x, what, measure, ns, fixed in (
-            ("[128,128]", square, "all", "time", 4980, False),
-            ("[128,128]", square, "engine, 2 KiB", "transfer", 97, True),
-            ("[128,128]", square, "load from trigger to done", "trigger to done", 1207, False),
-            ("[128,128]", square, "table load and activation", "instruction", 1290 + 400, True),
-            ("[4,4096]", wide, "all", "time", 9930, False),
-            ("[4,4096]", wide, "engine, 32 KiB", "transfer", 1416, False),
-            ("[4,4096]", wide, "table load and activation", "instruction", 1310 + 3714, False),
+        Case(
+            f"exp of {shape}: {what}", "trn2", profiles.exponential, (x,), DMA, ns / 1e6,
+            measure=measure, calibration=fixed,
         )
+        for shape, x, what, measure, ns, fixed in figures
     ]  # fmt: skip
     blocks = TensorSpec((16, 128, 1024), float32)
     return [
