@@ -268,7 +268,7 @@ def program_id(axis: int = 0) -> int:
 def num_programs(axes: int = 0) -> int:
     """How many cores the kernel was launched on."""
     _check_axis(axes)
-    return len(running.active("nl.num_programs").launch.cores)
+    return running.active("nl.num_programs").launch.lnc
 
 
 def _check_axis(axis: int) -> None:
@@ -278,7 +278,7 @@ def _check_axis(axis: int) -> None:
 
 def program_ndim() -> int:
     """Dimensions of the launch grid: 1 with `kernel[2]`, else 0."""
-    return 1 if len(running.active("nl.program_ndim").launch.cores) > 1 else 0
+    return 1 if running.active("nl.program_ndim").launch.lnc > 1 else 0
 
 
 def device_print(print_prefix: str, tensor: NkiTensor) -> None:

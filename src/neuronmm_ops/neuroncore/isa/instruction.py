@@ -50,7 +50,7 @@ def instruction(
         @functools.wraps(build)
         def issue(*args: P.args, **kwargs: P.kwargs) -> NkiInstruction:
             core = running.active(opcode)
-            kwargs.pop("name", None)
+            name: Any = kwargs.pop("name", None)
             values: tuple[Any, ...] = (*args, *kwargs.values())
             parts = [v.geometry if v.__class__ is NkiTensor else v for v in values]
             key = (build, len(args), *kwargs, *parts)
@@ -63,11 +63,12 @@ def instruction(
                 found = core.templates[key] = prepared(core, *args, **kwargs)
             template, places, names = found
             tensors = [values[i] for i in places]
-            if not core.execute:
-                return core.record(template, tensors)
-            given: dict[str, Any] = dict(zip(names, values, strict=True))
-            arguments = [given.get(n, default) for n, default in operands.items()]
-            return core.record(template, tensors, arguments)
+            arguments = None
+            if core.execute:
+                given: dict[str, Any] = dict(zip(names, values, strict=True))
+                arguments = [given.get(n, default) for n, default in operands.items()]
+            done = core.record(template, tensors, arguments)
+            return done if name is None else done.named(name)
 
         return issue
 

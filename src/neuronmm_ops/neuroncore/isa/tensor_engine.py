@@ -39,24 +39,33 @@ def nc_matmul(
     matmul wrote yet and adds elsewhere. Raises NkiValidationError.
     """
     core = running.active("nki.isa.nc_matmul")
-    storage, region = dst.storage, dst.geometry.region
-    adds = partly = False
-    if accumulate:
-        check.memory("nc_matmul", "dst", dst, PSUM)
-        _check_accumulates(dst)
-        adds = True
-    elif accumulate is None and storage.summed:
-        adds = region in storage.summed
-        if not adds and storage.summed.intersection(dst.geometry.layout.overlaps[region]):
-            adds = partly = True
-            if core.execute:
-                _clear_unsummed(dst)
+    adds, partly = adding(core, "nc_matmul", dst, accumulate)
     operands = (dst, stationary, moving)
     onezero = is_stationary_onezero or is_moving_onezero
     options = (adds, partly, onezero, is_transpose, tile_position, tile_size, perf_mode)
     done = core.record(core.template(_matmul, operands, options), operands)
-    storage.summed.add(region)
-    return done
+    dst.storage.summed.add(dst.geometry.region)
+    return done if name is None else done.named(name)
+
+
+def adding(
+    core: running.SimulatedCore, opcode: str, dst: NkiTensor, accumulate: bool | None
+) -> tuple[bool, bool]:
+    """Whether a matmul adds to dst, and whether only to a part of it, which is then cleared."""
+    if accumulate:
+        check.memory(opcode, "dst", dst, PSUM)
+        _check_accumulates(opcode, dst)
+        return True, False
+    storage, region = dst.storage, dst.geometry.region
+    if accumulate is not None or not storage.summed:
+        return False, False
+    if region in storage.summed:
+        return True, False
+    if not storage.summed.intersection(dst.geometry.layout.overlaps[region]):
+        return False, False
+    if core.execute:
+        _clear_unsummed(dst)
+    return True, True
 
 
 def _clear_unsummed(dst: NkiTensor) -> None:
@@ -256,11 +265,11 @@ def _check_partitions(opcode: str, machine: Machine, **operands: NkiTensor) -> N
             )
 
 
-def _check_accumulates(dst: NkiTensor) -> None:
+def _check_accumulates(opcode: str, dst: NkiTensor) -> None:
     """accumulate=True needs a matmul result to add to."""
     if not dst.geometry.layout.covers(dst.geometry.region, dst.storage.summed):
         refuse(
-            f"nc_matmul: accumulate=True on {dst}, which no matmul wrote; start with "
+            f"{opcode}: accumulate=True on {dst}, which no matmul wrote; start with "
             "accumulate=False (memset does not count), for example accumulate=(k > 0)"
         )
 
