@@ -41,7 +41,7 @@ class Turns:
     def __init__(self, count: int, taken: Callable[[int], None]) -> None:
         self._taken = taken
         self._condition = threading.Condition()
-        self._running = 0
+        self._running = -1  # nobody before all have started
         self._ended = [False] * count
         self._waits: list[Meeting | None] = [None] * count
         self._open: dict[tuple[int, ...], Meeting] = {}
@@ -68,15 +68,16 @@ class Turns:
         threads = [
             threading.Thread(target=thread, args=(i,), daemon=True) for i in range(len(results))
         ]
-        for t in threads:
-            t.start()
         try:
-            self._await_all()
+            for t in threads:
+                t.start()
+            self._begin()
+            self._await_all(threads)
         except BaseException as interrupt:
             self._failure = interrupt
             stop()
-            self._await_all()
-        for t in threads:
+            self._await_all(threads)
+        for t in filter(threading.Thread.is_alive, threads):
             t.join()
         if self._failure is not None:
             raise self._failure
@@ -114,11 +115,17 @@ class Turns:
             )
         return meeting
 
-    def _await_all(self) -> None:
-        with self._condition:  # an interrupted Thread.join takes its thread for ended
+    def _begin(self) -> None:
+        with self._condition:
+            self._running = 0
             self._condition.notify_all()
-            while not all(self._ended):
-                self._condition.wait()
+
+    def _await_all(self, threads: list[threading.Thread]) -> None:
+        """Until no core runs. (An interrupted Thread.join takes its thread for ended.)"""
+        with self._condition:
+            self._condition.notify_all()
+            while any(t.is_alive() and not self._ended[i] for i, t in enumerate(threads)):
+                self._condition.wait(0.1)
 
     def _pass_turn(self, me: int) -> None:
         """To the next core that can go on; where none can, to one that waits, which says so."""
