@@ -22,6 +22,7 @@ API: dict[str, dict[str, dict[str, Any]]] = json.loads(
 )
 MODULES = {
     "nki": "neuronmm_ops.neuroncore",
+    "nki.collectives": "neuronmm_ops.neuroncore.collectives",
     "nki.isa": "neuronmm_ops.neuroncore.isa",
     "nki.language": "neuronmm_ops.neuroncore.language",
 }

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from neuronmm_ops.hardware import MACHINES, Machine
-    from neuronmm_ops.neuroncore import isa, language
+    from neuronmm_ops.neuroncore import collectives, isa, language
     from neuronmm_ops.neuroncore.checks.base import NkiValidationError
     from neuronmm_ops.neuroncore.checks.lint import LintError, lint
     from neuronmm_ops.neuroncore.kernel import (
@@ -34,12 +34,13 @@ _HOMES = {
 }
 __all__ = [
     "MACHINES", "Kernel", "LintError", "Machine", "NkiValidationError", "PerRank", "Profile",
-    "Simulation", "TensorSpec", "as_nki", "isa", "jit", "language", "lint", "simulate",
+    "Simulation", "TensorSpec", "as_nki", "collectives", "isa", "jit", "language", "lint",
+    "simulate",
 ]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("isa", "language", "typing"):
+    if name in ("collectives", "isa", "language", "typing"):
         return import_module(f"{__name__}.{name}")
     home = next((home for home, names in _HOMES.items() if name in names), None)
     if home is None:

@@ -358,7 +358,7 @@ def as_nki() -> Generator[types.ModuleType]:
     """
     import importlib.util
 
-    from neuronmm_ops.neuroncore import isa
+    from neuronmm_ops.neuroncore import collectives, isa
     from neuronmm_ops.neuroncore import typing as nt
 
     if "nki" in sys.modules or importlib.util.find_spec("nki") is not None:
@@ -369,7 +369,7 @@ def as_nki() -> Generator[types.ModuleType]:
         "nki", "The simulated NeuronCore, under the name of the real package."
     )
     package.__path__ = []
-    parts = {"language": nl, "isa": isa, "typing": nt}
+    parts = {"language": nl, "isa": isa, "typing": nt, "collectives": collectives}
     vars(package).update(parts, jit=jit, simulate=simulate, dtype=DType)
     modules = {"nki": package, **{f"nki.{name}": part for name, part in parts.items()}}
     sys.modules.update(modules)
