@@ -210,6 +210,12 @@ class SimulatedCore:
     def prepare(self, template: InstructionTemplate, operands: Sequence[NkiTensor]) -> None:
         """Fill in what follows from the operands and the machine."""
         geometries = [t.geometry for t in operands]
+        for t in operands:
+            if t.geometry.indirect is not None and t.geometry.indirect[0] == "columns":
+                refuse(
+                    f"{template.opcode}: {t} is a tensor indirection, which it does not take; "
+                    "gather with tensor_copy first, or use .ap(vector_offset=) for DMA"
+                )
         template.regions = tuple([g.region for g in geometries])
         template.overlaps = tuple([g.layout.overlaps[g.region] for g in geometries])
         memories = [g.memory for g in geometries]

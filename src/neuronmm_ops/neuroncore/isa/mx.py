@@ -9,6 +9,8 @@ MXFP guide).
 
 from __future__ import annotations
 
+from typing import Any
+
 import ml_dtypes
 import numpy as np
 
@@ -17,6 +19,7 @@ from neuronmm_ops.neuroncore import core as running
 from neuronmm_ops.neuroncore.checks import operands as check
 from neuronmm_ops.neuroncore.checks.base import refuse
 from neuronmm_ops.neuroncore.dtypes import DType
+from neuronmm_ops.neuroncore.isa import indirection
 from neuronmm_ops.neuroncore.isa.tensor_engine import adding
 from neuronmm_ops.neuroncore.isa.values import PSUM, SBUF, convert, flat, raw, read
 from neuronmm_ops.neuroncore.memory.tensor import NkiTensor
@@ -110,6 +113,9 @@ def nc_matmul_mx(
     NeuronCore-v4. K is a multiple of 32 up to 128, 4 K values; M is even. `accumulate` as in
     `nc_matmul`. `tile_size` (rows, 128) and `tile_position` (row, 0) choose a row tile.
     """
+    given: dict[str, Any] = {**locals()}
+    if any(isinstance(v, NkiTensor) and v.index is not None for v in given.values()):
+        return indirection.issue(nc_matmul_mx, "nc_matmul_mx", given)
     opcode, core = "nc_matmul_mx", running.active("nki.isa.nc_matmul_mx")
     check.generation(opcode, core.machine, 4, "it", "use nc_matmul with float8 operands")
     adds, partly = adding(core, opcode, dst, accumulate)

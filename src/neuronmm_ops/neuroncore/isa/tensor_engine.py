@@ -10,6 +10,7 @@ from neuronmm_ops.hardware import MIN_CYCLES, PSUM_BANK_BYTES, Engine, Machine
 from neuronmm_ops.neuroncore import core as running
 from neuronmm_ops.neuroncore.checks import operands as check
 from neuronmm_ops.neuroncore.checks.base import refuse
+from neuronmm_ops.neuroncore.isa import indirection
 from neuronmm_ops.neuroncore.isa.enums import engine, engine_of, matmul_perf_mode
 from neuronmm_ops.neuroncore.isa.instruction import instruction
 from neuronmm_ops.neuroncore.isa.values import PSUM, SBUF, convert, raw, read
@@ -38,6 +39,8 @@ def nc_matmul(
     `accumulate`: False overwrites, True adds to what a matmul wrote, None overwrites what no
     matmul wrote yet and adds elsewhere. Raises NkiValidationError.
     """
+    if not (dst.index is stationary.index is moving.index is None):
+        return indirection.issue(nc_matmul, "nc_matmul", {**locals()})
     core = running.active("nki.isa.nc_matmul")
     adds, partly = adding(core, "nc_matmul", dst, accumulate)
     operands = (dst, stationary, moving)
