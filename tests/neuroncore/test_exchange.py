@@ -1,5 +1,7 @@
 """Two cores: barriers order what they write, exchanges swap tiles, and both must take part."""
 
+import signal
+import threading
 from typing import Any
 
 import numpy as np
@@ -68,6 +70,26 @@ def test_no_core_runs_after_a_launch():
         nc.simulate(swap_through_hbm[2], X, target="trn2")
         with pytest.raises(RuntimeError, match="outside a kernel"):
             nl.ndarray((1, 1), nl.float32)
+
+
+def test_ctrl_c_stops_all_cores_and_the_next_launch_runs():
+    issued: list[int] = []
+
+    @nc.jit
+    def endless(x):
+        mine = load(half(x, nl.program_id(0)))
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+        while len(issued) < 10**6:
+            nisa.tensor_scalar(mine, mine, nl.add, 1.0)
+            issued.append(nl.program_id(0))
+
+    before = threading.active_count()
+    with pytest.raises(KeyboardInterrupt):
+        nc.simulate(endless[2], X, target="trn2")
+    assert threading.active_count() == before
+    assert len(issued) < 10**6
+    done = nc.simulate(swap_through_hbm[2], X, target="trn2")
+    np.testing.assert_array_equal(done.outputs, np.concatenate([X[32:], X[:32]]))
 
 
 def test_a_core_may_send_to_itself():
@@ -167,8 +189,8 @@ REFUSED: list[tuple[str, int, Any, str]] = [
     ("trn2", 2, lambda x, me: swap(x, me, send_to_rank=me), "ranks must match"),
     ("trn2", 2, lambda x, me: swap(x, me, pipe_id=me), "must issue the same exchanges"),
     ("trn2", 2, lambda x, me: (swap, barrier)[me](x, me), "must issue the same exchanges"),
-    ("trn2", 2, lambda x, me: None if me else swap(x, me), "the other core has ended"),
-    ("trn2", 2, lambda x, me: swap(x, me) if me else None, "the other core has ended"),
+    ("trn2", 2, lambda x, me: None if me else swap(x, me), "core 0 waits but core 1 has ended"),
+    ("trn2", 2, lambda x, me: swap(x, me) if me else None, "core 1 waits but core 0 has ended"),
     ("trn2", 2, into(lambda x: x), "dst must be in sbuf"),
     ("trn2", 2, into(lambda x: nl.ndarray((32, 8), nl.bfloat16)), "must have one dtype"),
     ("trn2", 2, into(lambda x: nl.ndarray((32, 2, 4), x.dtype)), "must have one shape"),

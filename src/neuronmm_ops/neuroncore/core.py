@@ -1,15 +1,12 @@
-"""The running core: allocates tensors, issues instructions, keeps both cores of an LNC in step."""
+"""The running core: allocates tensors and issues instructions; the cores of a launch."""
 
 from __future__ import annotations
 
 import os
 import sys
-import threading
 from collections.abc import Callable, Sequence
 from operator import attrgetter
-from typing import Any
-
-import numpy as np
+from typing import Any, Literal
 
 from neuronmm_ops.hardware import Engine, Machine
 from neuronmm_ops.neuroncore.checks import tensors as check
@@ -18,85 +15,60 @@ from neuronmm_ops.neuroncore.dtypes import DType, dtype_of
 from neuronmm_ops.neuroncore.memory.storage import Layout, MemoryRegion, Storage
 from neuronmm_ops.neuroncore.memory.tensor import NkiTensor, tensor_of
 from neuronmm_ops.neuroncore.timing.trace import InstructionTemplate, NkiInstruction, Trace
+from neuronmm_ops.neuroncore.turns import Turns
 
 Build = Callable[..., InstructionTemplate]
+Follow = Literal["documentation", "kernels"]
 
 _geometry = attrgetter("geometry")
 _storage = attrgetter("storage")
 
 
 class KernelRun:
-    """One call of a kernel on one or two cores, which take turns: one runs until it must wait."""
+    """One call of a kernel: `lnc` cores for each of `ranks` ranks, which take turns.
 
-    def __init__(self, machine: Machine, execute: bool, cores: int, seed: int = 0) -> None:
+    Args:
+        machine: the target.
+        execute: compute values.
+        lnc: physical cores of a rank, which share its HBM tensors.
+        seed: of the random number generators.
+        ranks: how many ranks run the kernel, each with its own memories.
+        follow: what instructions do where documentation and public kernels contradict each other.
+    """
+
+    def __init__(
+        self,
+        machine: Machine,
+        execute: bool,
+        lnc: int,
+        seed: int = 0,
+        ranks: int = 1,
+        follow: Follow = "documentation",
+    ) -> None:
         self.machine = machine
         self.execute = execute
         self.precise = os.environ.get("NKI_PRECISE_FP", "1") != "0"
-        self.seed = seed
-        self.shared: list[Storage] = []
+        self.lnc, self.ranks, self.seed, self.follow = lnc, ranks, seed, follow
+        self.shared: list[list[Storage]] = [[] for _ in range(ranks)]
         self.layouts: dict[tuple[Any, ...], Layout] = {}
-        self.cores = [SimulatedCore(self, i) for i in range(cores)]
-        self.failure: BaseException | None = None
-        self._turn = threading.Condition()
-        self._running = 0
-        self._ended: set[int] = set()
-        self._barriers = [0] * cores
+        self.cores = [SimulatedCore(self, i) for i in range(ranks * lnc)]
+        self.turns = Turns(len(self.cores), self._take)
 
     def run(self, body: Callable[[SimulatedCore], Any]) -> list[Any]:
         """Run `body` once per core and return its results."""
         if len(self.cores) == 1:
             return [_run_on(self.cores[0], body)]
-        results: list[Any] = [None] * len(self.cores)
         outer = _state.core
+        try:
+            return self.turns.run(lambda i: body(self.cores[i]), self._stop)
+        finally:
+            _state.core = outer
 
-        def thread(core: SimulatedCore) -> None:
-            try:
-                self._wait_for_turn(core.program_id)
-                with np.errstate(all="ignore"):  # a thread has its own
-                    results[core.program_id] = _run_on(core, body)
-            except BaseException as error:  # handed to the caller's thread
-                self.failure = self.failure or error
-            finally:
-                self._ended.add(core.program_id)
-                self._pass_turn(core.program_id)
+    def _take(self, number: int) -> None:
+        _state.core = self.cores[number]
 
-        threads = [threading.Thread(target=thread, args=(c,), daemon=True) for c in self.cores]
-        for t in threads:
-            t.start()
-        for t in threads:
-            t.join()
-        _state.core = outer
-        if self.failure is not None:
-            raise self.failure
-        return results
-
-    def barrier(self, core: SimulatedCore) -> int:
-        """Wait until the other core comes to its barrier of the same number; returns the number."""
-        number, other = self._barriers[core.program_id], 1 - core.program_id
-        self._barriers[core.program_id] += 1
-        while self._barriers[other] <= number:
-            self._pass_turn(core.program_id)
-            if other in self._ended and self._barriers[other] <= number:
-                refuse(
-                    f"core_barrier/sendrecv {number}: core {core.program_id} waits but the other "
-                    "core has ended; both cores must take the same branches"
-                )
-            self._wait_for_turn(core.program_id)
-            if self.failure is not None:
-                raise self.failure
-        return number
-
-    def _pass_turn(self, program_id: int) -> None:
-        with self._turn:
-            if 1 - program_id not in self._ended:
-                self._running = 1 - program_id
-            self._turn.notify_all()
-
-    def _wait_for_turn(self, program_id: int) -> None:
-        with self._turn:
-            while self._running != program_id and self.failure is None:
-                self._turn.wait()
-        _state.core = self.cores[program_id]
+    def _stop(self) -> None:
+        _state.core = None  # the running core's next instruction raises
 
     def layout(self, shape: tuple[int, ...], dtype: DType, memory: MemoryRegion) -> Layout:
         """The layout that all tensors of this shape, dtype and memory share."""
@@ -110,11 +82,15 @@ class KernelRun:
 class SimulatedCore:
     """One physical NeuronCore of a launch."""
 
-    def __init__(self, launch: KernelRun, program_id: int) -> None:
+    def __init__(self, launch: KernelRun, number: int) -> None:
         self.launch = launch
         self.machine = launch.machine
         self.execute = launch.execute
-        self.program_id = program_id
+        self.number = number
+        self.rank, self.program_id = divmod(number, launch.lnc)
+        first = self.rank * launch.lnc
+        self.of_rank = tuple(range(first, first + launch.lnc))
+        """Numbers of the cores of its rank."""
         self.trace = Trace()
         self.templates: dict[tuple[Any, ...], Any] = {}
         self.shared_outputs = 0
@@ -138,10 +114,10 @@ class SimulatedCore:
             check.tensor_fits(self.machine, shape, dtype, memory, name)
             layout = launch.layout(shape, dtype, memory)
         if memory is MemoryRegion.shared_hbm:
-            order = self.shared_outputs
+            order, shared = self.shared_outputs, launch.shared[self.rank]
             self.shared_outputs += 1
-            if order < len(launch.shared):
-                storage = launch.shared[order]
+            if order < len(shared):
+                storage = shared[order]
                 if (storage.layout.shape, storage.layout.dtype) != (shape, dtype):
                     refuse(
                         f"nl.ndarray: core 1 allocates {list(shape)} {dtype} in shared_hbm where "
@@ -152,7 +128,7 @@ class SimulatedCore:
         trace = self.trace
         storage = Storage(layout, name or f"{memory.value}{len(trace.storages)}")
         if memory is MemoryRegion.shared_hbm:
-            launch.shared.append(storage)
+            launch.shared[self.rank].append(storage)
         frame = kernel_frame()
         storage.code, storage.line = frame.f_code, frame.f_lineno
         if address is not None:
@@ -234,6 +210,12 @@ class SimulatedCore:
     def prepare(self, template: InstructionTemplate, operands: Sequence[NkiTensor]) -> None:
         """Fill in what follows from the operands and the machine."""
         geometries = [t.geometry for t in operands]
+        for t in operands:
+            if t.geometry.indirect is not None and t.geometry.indirect[0] == "columns":
+                refuse(
+                    f"{template.opcode}: {t} is a tensor indirection, which it does not take; "
+                    "gather with tensor_copy first, or use .ap(vector_offset=) for DMA"
+                )
         template.regions = tuple([g.region for g in geometries])
         template.overlaps = tuple([g.layout.overlaps[g.region] for g in geometries])
         memories = [g.memory for g in geometries]

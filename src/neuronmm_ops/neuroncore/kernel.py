@@ -8,10 +8,10 @@ import inspect
 import sys
 import types
 from collections import OrderedDict
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 
@@ -20,11 +20,12 @@ from neuronmm_ops.neuroncore import dtypes
 from neuronmm_ops.neuroncore import language as nl
 from neuronmm_ops.neuroncore.checks.base import refuse
 from neuronmm_ops.neuroncore.checks.tensors import shape_of
-from neuronmm_ops.neuroncore.core import KernelRun, SimulatedCore, running
+from neuronmm_ops.neuroncore.core import Follow, KernelRun, SimulatedCore, running
 from neuronmm_ops.neuroncore.dtypes import DType
 from neuronmm_ops.neuroncore.memory.storage import Storage
 from neuronmm_ops.neuroncore.memory.tensor import NkiTensor
 from neuronmm_ops.neuroncore.profile.profile import Profile
+from neuronmm_ops.neuroncore.timing.edges import Edges, apply_edges, edges_of
 from neuronmm_ops.neuroncore.timing.schedule import schedule
 
 Mode = Literal["execute", "trace"]
@@ -39,10 +40,27 @@ class TensorSpec:
 
 
 @dataclass(frozen=True)
+class PerRank:
+    """An argument of `simulate(..., ranks=)` that each rank has its own of, in order of ranks."""
+
+    values: Sequence[Any]
+
+    def of(self, name: str, rank: int, ranks: int | None) -> Any:
+        """The rank's own. Raises ValueError where there is not one for each."""
+        if ranks is None or len(self.values) != ranks:
+            raise ValueError(
+                f"argument {name} is a PerRank of {len(self.values)} values; "
+                f"{'set ranks=' if ranks is None else f'there are {ranks} ranks'}"
+            )
+        return self.values[rank]
+
+
+@dataclass(frozen=True)
 class Simulation:
     """What `simulate` returns: the kernel's outputs and its profile.
 
-    In trace mode each output is a `TensorSpec`.
+    In trace mode each output is a `TensorSpec`. With `ranks=`, `outputs` is a tuple of the outputs
+    of each rank, and the profile holds the cores of all ranks, those of rank 0 first.
     """
 
     outputs: Any
@@ -52,15 +70,25 @@ class Simulation:
 class Kernel:
     """A jitted kernel: `kernel(*args)` or `kernel[2](*args)` runs it on the simulated core."""
 
-    def __init__(self, func: Callable[..., Any], lnc: int = 1) -> None:
+    def __init__(self, func: Callable[..., Any], lnc: int = 1, schedule: Edges = ()) -> None:
         functools.update_wrapper(self, func)
         self.func = func
         self.lnc = lnc
+        self.schedule = schedule
 
     def __getitem__(self, lnc: int) -> Kernel:
         if lnc not in (1, 2):
             refuse(f"kernel[{lnc}]: a launch takes 1 or 2 cores (LNC)")
-        return Kernel(self.func, lnc)
+        return Kernel(self.func, lnc, self.schedule)
+
+    def with_schedule(self, schedule: Iterable[tuple[str, str | Sequence[str]]]) -> Kernel:
+        """This kernel with an order among instructions: pairs of a later and earlier ones.
+
+        Instructions are named by their `name=`; each later one starts when the results of the
+        earlier ones can be used (NKI scheduling APIs). Raises NkiValidationError for what is no
+        such pair, and when the kernel runs, for names that no single instruction has.
+        """
+        return Kernel(self.func, self.lnc, edges_of(schedule))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run it in execute mode and return its outputs."""
@@ -96,6 +124,8 @@ def run(
     dma_model: DmaModel = "transfers",
     cores_busy: int = 1,
     seed: int = 0,
+    ranks: int | None = None,
+    follow: Follow = "documentation",
 ) -> Simulation:
     """Run a kernel and schedule what it issued. See `simulate`."""
     if mode not in ("execute", "trace"):
@@ -109,38 +139,52 @@ def run(
             f"the simulated core runs functions and kernels of neuroncore.jit, got {kernel!r}, "
             "made by the installed nki; simulate in an environment without it"
         )
+    if follow not in get_args(Follow):
+        raise ValueError(f"follow must be one of {', '.join(get_args(Follow))}; got {follow!r}")
+    if ranks is not None and (not isinstance(ranks, int) or ranks < 1):
+        raise ValueError(f"ranks must be a positive number of ranks, or None; got {ranks!r}")
     kernel = kernel if isinstance(kernel, Kernel) else Kernel(kernel)
     machine = resolve_target(target).under(dma_model).with_cores_busy(cores_busy)
-    launch = KernelRun(machine, mode == "execute", kernel.lnc, seed)
-    boundary = _Boundary(launch)
+    launch = KernelRun(machine, mode == "execute", kernel.lnc, seed, ranks or 1, follow)
+    boundaries = [_Boundary(launch, rank, ranks is not None) for rank in range(launch.ranks)]
     signature = inspect.signature(kernel.func)
     bound = signature.bind(*args, **kwargs)
     bound.apply_defaults()
-    inputs = {name: boundary.enter(name, value) for name, value in bound.arguments.items()}
+    given = bound.arguments.items()
+    inputs = [{name: b.enter(name, value) for name, value in given} for b in boundaries]
 
     def body(core: SimulatedCore) -> Any:
-        own = {name: _on_core(core, value) for name, value in inputs.items()}
+        own = {name: _on_core(core, value) for name, value in inputs[core.rank].items()}
         call = inspect.BoundArguments(signature, OrderedDict(own))
         return kernel.func(*call.args, **call.kwargs)
 
     with _no_collection(), np.errstate(all="ignore"):
         results = launch.run(body)
-        boundary.write_back()
-        outputs = boundary.leave(results[0])
+        for boundary in boundaries:
+            boundary.write_back()
+        outputs = [b.leave(results[b.rank * kernel.lnc]) for b in boundaries]
+        for core in launch.cores:
+            apply_edges(core.trace, kernel.schedule)
         profile = Profile(kernel.func.__name__, launch, schedule(launch, model))
-    return Simulation(outputs, profile)
+    return Simulation(outputs[0] if ranks is None else tuple(outputs), profile)
 
 
 class _Boundary:
-    """Arrays and tensors from outside become HBM tensors, and outputs become their kind."""
+    """A rank's arguments from outside become HBM tensors, and outputs become their kind.
 
-    def __init__(self, launch: KernelRun) -> None:
-        self.launch = launch
+    Of `many` ranks each gets a copy of an array that is given to all.
+    """
+
+    def __init__(self, launch: KernelRun, rank: int, many: bool) -> None:
+        self.launch, self.rank, self.many = launch, rank, many
         self.torch = False
         self._copied: list[tuple[np.ndarray, Storage]] = []
 
     def enter(self, name: str, value: Any) -> Any:
         """An argument as the kernel sees it: storages for arrays, the rest unchanged."""
+        own = isinstance(value, PerRank) or not self.many
+        if isinstance(value, PerRank):
+            value = value.of(name, self.rank, self.launch.ranks if self.many else None)
         if isinstance(value, tuple):
             return tuple([self.enter(f"{name}{i}", v) for i, v in enumerate(value)])
         if isinstance(value, dict):
@@ -155,7 +199,7 @@ class _Boundary:
             self.torch = True
             value = _torch_array(name, value)
         if isinstance(value, np.ndarray):
-            return self._array(name, value)
+            return self._array(name, value if own else value.copy())
         if isinstance(value, list):
             raise TypeError(f"argument {name} is a list; kernels take tuples, which are hashable")
         return value
@@ -280,6 +324,8 @@ def simulate(
     dma_model: DmaModel = "transfers",
     cores_busy: int = 1,
     seed: int = 0,
+    ranks: int | None = None,
+    follow: Follow = "documentation",
     **kwargs: Any,
 ) -> Any:
     """Run a kernel on the simulated NeuronCore.
@@ -299,11 +345,16 @@ def simulate(
             all of them.
         cores_busy: NeuronCores of the chip that share its HBM while this one runs.
         seed: of the random number generators of the core.
+        ranks: run the kernel on so many ranks, which meet in `nki.collectives`; arguments that
+            differ between them are `PerRank`, and the others are copied for each.
+        follow: "documentation", or "kernels" where AWS's public kernels contradict it
+            (`quantize_mx`, `topk`).
 
     Raises NkiValidationError where the kernel breaks a rule, ValueError for bad arguments.
     """
-    options = {"dma_model": dma_model, "cores_busy": cores_busy, "seed": seed}
-    bound = functools.partial(run, kernel, target=target, mode=mode, model=model, **options)
+    options = {"target": target, "mode": mode, "model": model, "seed": seed}
+    options |= {"dma_model": dma_model, "cores_busy": cores_busy}
+    bound = functools.partial(run, kernel, ranks=ranks, follow=follow, **options)
     if args or kwargs:
         return bound(args, kwargs)
     return lambda *args, **kwargs: bound(args, kwargs).outputs
@@ -317,7 +368,7 @@ def as_nki() -> Generator[types.ModuleType]:
     """
     import importlib.util
 
-    from neuronmm_ops.neuroncore import isa
+    from neuronmm_ops.neuroncore import collectives, isa
     from neuronmm_ops.neuroncore import typing as nt
 
     if "nki" in sys.modules or importlib.util.find_spec("nki") is not None:
@@ -328,7 +379,7 @@ def as_nki() -> Generator[types.ModuleType]:
         "nki", "The simulated NeuronCore, under the name of the real package."
     )
     package.__path__ = []
-    parts = {"language": nl, "isa": isa, "typing": nt}
+    parts = {"language": nl, "isa": isa, "typing": nt, "collectives": collectives}
     vars(package).update(parts, jit=jit, simulate=simulate, dtype=DType)
     modules = {"nki": package, **{f"nki.{name}": part for name, part in parts.items()}}
     sys.modules.update(modules)

@@ -5,11 +5,13 @@ from __future__ import annotations
 from neuronmm_ops import hardware as _hardware
 from neuronmm_ops.neuroncore import core as _running
 from neuronmm_ops.neuroncore.checks.base import NkiValidationError
+from neuronmm_ops.neuroncore.isa.activate2 import activate2
 from neuronmm_ops.neuroncore.isa.activation import activation, activation_reduce
 from neuronmm_ops.neuroncore.isa.dma import dma_compute, dma_copy, dma_transpose
 from neuronmm_ops.neuroncore.isa.exchange import core_barrier, sendrecv
+from neuronmm_ops.neuroncore.isa.mx import nc_matmul_mx, quantize_mx
 from neuronmm_ops.neuroncore.isa.tensor_engine import nc_matmul, nc_transpose
-from neuronmm_ops.neuroncore.isa.uncovered import activate2, nc_matmul_mx, quantize_mx, topk
+from neuronmm_ops.neuroncore.isa.topk import topk
 from neuronmm_ops.neuroncore.timing.trace import NkiInstruction
 
 from neuronmm_ops.neuroncore.isa.elementwise import (  # isort: skip

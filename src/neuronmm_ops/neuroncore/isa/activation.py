@@ -109,5 +109,5 @@ def activation_reduce(
 ) -> NkiInstruction:
     """`activation` that also sums its results over the free dimensions into reduce_res [P, 1]."""
     return activation(
-        dst, op, data, bias, scale, reduce_op, reduce_res, reduce_cmd.reset_reduce, name
+        dst, op, data, bias, scale, reduce_op, reduce_res, reduce_cmd.reset_reduce, name=name
     )

@@ -48,7 +48,7 @@ def dma_copy(
     core = running.active("nki.isa.dma_copy")
     operands = (dst, src, *index_tiles(dst, src))
     options = (priority, dge_mode, engine, oob_mode)
-    return core.record(core.template(_copy, operands, options), operands)
+    return core.record(core.template(_copy, operands, options), operands).named(name)
 
 
 def _checked(
@@ -190,7 +190,7 @@ def dma_transpose(
     order = tuple(axes) if axes is not None else _AXES.get(src.ndim, ())
     operands = (dst, src, *index_tiles(src))
     options = (order, priority, dge_mode, oob_mode)
-    return core.record(core.template(_transpose, operands, options), operands)
+    return core.record(core.template(_transpose, operands, options), operands).named(name)
 
 
 def _transpose(dst: NkiTensor, src: NkiTensor, *rest: Any) -> InstructionTemplate:
@@ -275,7 +275,7 @@ def dma_compute(
     operands = (dst, *srcs, *index_tiles(dst, *srcs))
     factors = tuple(scales) if scales is not None else None
     options = (reduce_op, factors, len(srcs), unique_indices, oob_mode)
-    return core.record(core.template(_compute, operands, options), operands)
+    return core.record(core.template(_compute, operands, options), operands).named(name)
 
 
 def _compute(dst: NkiTensor, *rest: Any) -> InstructionTemplate:

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from typing import Any, ParamSpec
 
 from neuronmm_ops.neuroncore import core as running
+from neuronmm_ops.neuroncore.isa import indirection
+from neuronmm_ops.neuroncore.memory.indirection import IndirectTile
 from neuronmm_ops.neuroncore.memory.tensor import NkiTensor
 from neuronmm_ops.neuroncore.timing.trace import InstructionTemplate, NkiInstruction
 
@@ -50,7 +52,7 @@ def instruction(
         @functools.wraps(build)
         def issue(*args: P.args, **kwargs: P.kwargs) -> NkiInstruction:
             core = running.active(opcode)
-            kwargs.pop("name", None)
+            name: Any = kwargs.pop("name", None)
             values: tuple[Any, ...] = (*args, *kwargs.values())
             parts = [v.geometry if v.__class__ is NkiTensor else v for v in values]
             key = (build, len(args), *kwargs, *parts)
@@ -60,14 +62,18 @@ def instruction(
                 key = (build, len(args), *kwargs, *map(_hashable, parts))
                 found = core.templates.get(key)
             if found is None:
+                if any(v.__class__ is IndirectTile for v in values):
+                    given = dict(zip([*[*parameters][: len(args)], *kwargs], values, strict=True))
+                    return indirection.issue(issue, opcode, {**given, "name": name})
                 found = core.templates[key] = prepared(core, *args, **kwargs)
             template, places, names = found
             tensors = [values[i] for i in places]
-            if not core.execute:
-                return core.record(template, tensors)
-            given: dict[str, Any] = dict(zip(names, values, strict=True))
-            arguments = [given.get(n, default) for n, default in operands.items()]
-            return core.record(template, tensors, arguments)
+            arguments = None
+            if core.execute:
+                given = dict(zip(names, values, strict=True))
+                arguments = [given.get(n, default) for n, default in operands.items()]
+            done = core.record(template, tensors, arguments)
+            return done if name is None else done.named(name)
 
         return issue
 

@@ -346,11 +346,14 @@ class NkiTensor:
         return self.with_geometry(geometry, index)
 
     def indirect(self, index: NkiTensor, num_elem: int | None = None) -> NkiTensor:
-        """Tensor indirection of trn3; not modelled."""
-        raise NotImplementedError(
-            "NkiTensor.indirect is not covered by the simulated NeuronCore; nearest: "
-            "nisa.nc_n_gather or .ap(vector_offset=)"
-        )
+        """Columns of a tile on chip by an index tile [P, K]: [P, num_elem], on trn3.
+
+        Offset i is index[i % G, i // G], G 32 on TensorE and 16 on the other engines; the same in
+        every G partitions. Instructions gather what they read and scatter what they write.
+        """
+        from neuronmm_ops.neuroncore.memory.indirection import indirect
+
+        return indirect(self, index, num_elem)
 
 
 _new = object.__new__

@@ -8,7 +8,7 @@ a tile allocated in a loop may be loaded ahead as far as the memory has capacity
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
@@ -30,6 +30,7 @@ from neuronmm_ops.neuroncore.memory import liveness
 from neuronmm_ops.neuroncore.memory.storage import MemoryRegion, Storage
 from neuronmm_ops.neuroncore.timing.resources import Capacity, DmaEngines
 from neuronmm_ops.neuroncore.timing.trace import DmaCost, InstructionTemplate, Trace
+from neuronmm_ops.neuroncore.turns import Meeting
 
 
 class Wait(IntEnum):
@@ -91,14 +92,20 @@ def schedule(
     for core in launch.cores:
         liveness.check_fits(core.trace, machine)
     placers = [_Placer(core.trace, machine, model) for core in launch.cores]
-    barriers = max([len(core.trace.barriers) for core in launch.cores])
-    for number in range(barriers + 1):
-        for placer in placers:
-            placer.advance()
-        if number < barriers:
-            both = max([p.barrier_end for p in placers])
-            for placer in placers:
-                placer.pass_barrier(both)
+    waiting: dict[Meeting, list[_Placer]] = {}
+    left = deque(placers)
+    while left:
+        placer = left.popleft()
+        meeting = placer.advance()
+        if meeting is None:
+            continue
+        there = waiting.setdefault(meeting, [])
+        there.append(placer)
+        if len(there) == len(meeting.members):
+            latest = max([p.barrier_end for p in there])
+            for placer in there:
+                placer.pass_barrier(latest, meeting.ns)
+            left.extend(there)
     return Schedule(machine, model, [p.times for p in placers])
 
 
@@ -148,8 +155,8 @@ class _Placer:
             self.times.occupied[memory] = self.capacity[memory].occupied
         self.placed = [s for s in trace.storages if s.address and s.first >= 0]
 
-    def advance(self) -> None:
-        """Place instructions up to and with the next barrier.
+    def advance(self) -> Meeting | None:
+        """Place instructions up to and with the next one that waits for other cores.
 
         One long loop: at 10 us an instruction, calls for its parts would double the time.
         """
@@ -245,23 +252,23 @@ class _Placer:
             if i - 1 in barriers:
                 self.barrier_end = done
                 break
-        self.at = i
+        start_at, self.at = self.at, i
+        return barriers.get(i - 1) if i > start_at else None
 
-    def pass_barrier(self, when: float) -> None:
-        """Both cores have come to a barrier: its instruction ends when the later one does."""
-        last = self.at - 1
-        if last not in self.trace.barriers:
-            return
+    def pass_barrier(self, latest: float, ns: float) -> None:
+        """All have come: the instruction ends `ns` after the latest of them came."""
+        last, when = self.at - 1, latest + ns
         template, storages, _, _ = self.trace.records[last]
-        if when > self.times.end[last]:
-            self.times.end[last] = when
+        if latest > self.times.end[last]:
             self.times.wait[last], self.times.cause[last] = Wait.OTHER_CORE, -1
+        self.times.end[last] = when
         self.visible[last] = max(self.visible[last], when)
         for use in map(self.uses.__getitem__, storages):
             if when > use.latest:
                 use.latest, use.latest_engine = when, template.engine
-        if template.opcode == "core_barrier":
-            for engine in range(4):
+        # a barrier holds all engines, a collective its own, an exchange by DMA none
+        if template.engine is not Engine.DMA:
+            for engine in range(4) if template.opcode == "core_barrier" else (template.engine,):
                 if self.engine_free[engine] < when:
                     self.engine_free[engine], self.engine_last[engine] = when, last
 

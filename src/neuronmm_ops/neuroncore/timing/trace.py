@@ -13,6 +13,7 @@ from types import CodeType
 
 from neuronmm_ops.hardware import Engine, Machine
 from neuronmm_ops.neuroncore.memory.storage import Storage
+from neuronmm_ops.neuroncore.turns import Meeting
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +87,10 @@ class Trace:
     storages: list[Storage] = field(default_factory=list[Storage])
     edges: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
     """Extra dependencies from `instruction.depends_on`: consumer -> producers."""
-    barriers: dict[int, int] = field(default_factory=dict[int, int])
-    """Instructions that wait for the other core: index -> number of the barrier."""
+    barriers: dict[int, Meeting] = field(default_factory=dict[int, Meeting])
+    """Instructions that wait for other cores, by index."""
+    names: dict[str, list[int]] = field(default_factory=dict[str, list[int]])
+    """Instructions by the `name=` they were issued with."""
 
 
 class NkiInstruction:
@@ -97,6 +100,12 @@ class NkiInstruction:
 
     def __init__(self, trace: Trace, index: int) -> None:
         self.trace, self.index = trace, index
+
+    def named(self, name: str | None) -> NkiInstruction:
+        """Note the name that `Kernel.with_schedule` knows this instruction by. Returns self."""
+        if name is not None:
+            self.trace.names.setdefault(name, []).append(self.index)
+        return self
 
     def depends_on(self, *producers: NkiInstruction) -> NkiInstruction:
         """Run this instruction after each of `producers`. Returns self."""
