@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import sys
 import threading
 from collections.abc import Callable, Sequence
 from operator import attrgetter
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from neuronmm_ops.hardware import RESULT_CYCLES, Engine, Machine
 from neuronmm_ops.neuroncore.checks import tensors as check
-from neuronmm_ops.neuroncore.checks.base import PACKAGE, kernel_frame, refuse
+from neuronmm_ops.neuroncore.checks import views
+from neuronmm_ops.neuroncore.checks.base import PACKAGE, kernel_frame, note, refuse
 from neuronmm_ops.neuroncore.dtypes import DType, dtype_of
+from neuronmm_ops.neuroncore.memory.liveness import CapacityPolicy
 from neuronmm_ops.neuroncore.memory.storage import Layout, MemoryRegion, Storage
 from neuronmm_ops.neuroncore.memory.tensor import NkiTensor, tensor_of
 from neuronmm_ops.neuroncore.timing.trace import InstructionTemplate, NkiInstruction, Trace
 
 Build = Callable[..., InstructionTemplate]
+_STOP_SECONDS = 5.0
+Uninitialised = Literal["partial", "raise", "warn"]
 
 _geometry = attrgetter("geometry")
 _storage = attrgetter("storage")
@@ -28,11 +33,21 @@ _storage = attrgetter("storage")
 class KernelRun:
     """One call of a kernel on one or two cores, which take turns: one runs until it must wait."""
 
-    def __init__(self, machine: Machine, execute: bool, cores: int, seed: int = 0) -> None:
+    def __init__(
+        self,
+        machine: Machine,
+        execute: bool,
+        cores: int,
+        seed: int = 0,
+        uninitialised: Uninitialised = "partial",
+        capacity: CapacityPolicy = "raise",
+    ) -> None:
         self.machine = machine
         self.execute = execute
         self.precise = os.environ.get("NKI_PRECISE_FP", "1") != "0"
         self.seed = seed
+        self.uninitialised: Uninitialised = uninitialised
+        self.capacity: CapacityPolicy = capacity
         self.shared: list[Storage] = []
         self.layouts: dict[tuple[Any, ...], Layout] = {}
         self.cores = [SimulatedCore(self, i) for i in range(cores)]
@@ -47,7 +62,6 @@ class KernelRun:
         if len(self.cores) == 1:
             return [_run_on(self.cores[0], body)]
         results: list[Any] = [None] * len(self.cores)
-        outer = _state.core
 
         def thread(core: SimulatedCore) -> None:
             try:
@@ -61,14 +75,36 @@ class KernelRun:
                 self._pass_turn(core.program_id)
 
         threads = [threading.Thread(target=thread, args=(c,), daemon=True) for c in self.cores]
-        for t in threads:
-            t.start()
-        for t in threads:
-            t.join()
-        _state.core = outer
+        try:
+            for t in threads:
+                t.start()
+            for t in threads:
+                t.join()
+        except BaseException as error:  # Ctrl-C comes to the caller's thread
+            self._stop(threads, error)
+            raise
         if self.failure is not None:
             raise self.failure
         return results
+
+    def _stop(self, threads: list[threading.Thread], error: BaseException) -> None:
+        """End the cores' threads: one runs and is interrupted, the other waits and is woken."""
+        with self._turn:
+            self.failure = self.failure or error
+            self._turn.notify_all()
+        kind = ctypes.py_object(type(error))
+        for t in threads:
+            if t.is_alive() and t.ident is not None:
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(t.ident), kind)
+        for t in filter(threading.Thread.is_alive, threads):
+            t.join(_STOP_SECONDS)
+
+    def undefined(self, problem: str, nothing: bool = False) -> None:
+        """Refuse, or note, a use of elements that were never written: some, or all of them."""
+        policy = self.uninitialised
+        if policy == "raise" or (policy == "partial" and nothing):
+            refuse(f"{problem}; write the tile, or slice to what was written")
+        note(f"{problem}; they hold NaN or 4 here and anything on the device")
 
     def barrier(self, core: SimulatedCore) -> int:
         """Wait until the other core comes to its barrier of the same number; returns the number."""
@@ -82,8 +118,6 @@ class KernelRun:
                     "core has ended; both cores must take the same branches"
                 )
             self._wait_for_turn(core.program_id)
-            if self.failure is not None:
-                raise self.failure
         return number
 
     def _pass_turn(self, program_id: int) -> None:
@@ -96,6 +130,8 @@ class KernelRun:
         with self._turn:
             while self._running != program_id and self.failure is None:
                 self._turn.wait()
+        if self.failure is not None:
+            raise self.failure
         _state.core = self.cores[program_id]
 
     def layout(self, shape: tuple[int, ...], dtype: DType, memory: MemoryRegion) -> Layout:
@@ -177,7 +213,12 @@ class SimulatedCore:
         then the read ones.
         """
         key = (build, options, *map(_geometry, operands))
-        found = self.templates.get(key)
+        try:
+            found = self.templates.get(key)
+        except TypeError:  # a list among the options
+            options = hashable(options)
+            key = (build, options, *map(_geometry, operands))
+            found = self.templates.get(key)
         if found is None:
             found = self.templates[key] = build(*operands, *options)
             self.prepare(found, operands)
@@ -224,16 +265,27 @@ class SimulatedCore:
         self, template: InstructionTemplate, operands: Sequence[NkiTensor], at: int
     ) -> None:
         t = operands[at]
-        if not t.storage.covered(t.geometry):
+        if not t.storage.covered(template.regions[at]):
             verb = "adds to" if at < template.writes else "reads"
-            refuse(
-                f"{template.opcode}: {verb} {t}, at line {t.storage.line}, of which some elements "
-                "were never written; write the tile, or slice to what was written"
+            storage, region = t.storage, template.regions[at]
+            nothing = storage.written.isdisjoint(storage.layout.overlaps[region])
+            which = "no element was ever" if nothing else "some elements were never"
+            self.launch.undefined(
+                f"{template.opcode}: {verb} {t}, at line {storage.line}, of which {which} written",
+                nothing,
             )
+            storage.written.add(region)  # noted once
 
     def prepare(self, template: InstructionTemplate, operands: Sequence[NkiTensor]) -> None:
         """Fill in what follows from the operands and the machine."""
+        for t in operands:
+            views.inside_storage(template.opcode, t)
+            if template.engine <= Engine.GPSIMD:
+                views.engine_pattern(template.opcode, t)
         geometries = [t.geometry for t in operands]
+        for at in range(template.writes, len(operands)):
+            geometries[at] = geometries[at].each_row(template.row_step)
+        template.dynamic = any(g.indirect is not None for g in geometries)
         template.regions = tuple([g.region for g in geometries])
         template.overlaps = tuple([g.layout.overlaps[g.region] for g in geometries])
         memories = [g.memory for g in geometries]
@@ -247,7 +299,9 @@ class SimulatedCore:
             template.result_ns = self.machine.ns(template.engine, latency)
 
 
-class _State:
+class _State(threading.local):
+    """The core that runs in this thread."""
+
     core: SimulatedCore | None = None
 
 
@@ -267,6 +321,11 @@ def active(name: str = "nki") -> SimulatedCore:
 def running() -> SimulatedCore | None:
     """The core whose kernel is running, or None."""
     return _state.core
+
+
+def hashable(value: Any) -> Any:
+    """A value with tuples in the places of lists, for keys."""
+    return tuple(map(hashable, value)) if isinstance(value, list | tuple) else value
 
 
 def _run_on(core: SimulatedCore, body: Callable[[SimulatedCore], Any]) -> Any:

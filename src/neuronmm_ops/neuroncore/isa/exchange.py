@@ -9,14 +9,16 @@ import numpy as np
 from neuronmm_ops.hardware import MIN_CYCLES, Engine
 from neuronmm_ops.neuroncore import core as running
 from neuronmm_ops.neuroncore.checks import operands as check
-from neuronmm_ops.neuroncore.checks.base import refuse
+from neuronmm_ops.neuroncore.checks.base import note, refuse, seen
 from neuronmm_ops.neuroncore.core import SimulatedCore
 from neuronmm_ops.neuroncore.isa.dma import copy_cost
-from neuronmm_ops.neuroncore.isa.enums import dma_engine, engine, engine_of
+from neuronmm_ops.neuroncore.isa.enums import dma_engine, engine, engine_of, option
 from neuronmm_ops.neuroncore.isa.values import SBUF, raw
 from neuronmm_ops.neuroncore.memory.storage import MemoryRegion
 from neuronmm_ops.neuroncore.memory.tensor import NkiTensor
 from neuronmm_ops.neuroncore.timing.trace import InstructionTemplate, NkiInstruction
+
+_Path = dma_engine  # sendrecv has a parameter of that name
 
 
 def core_barrier(
@@ -32,8 +34,13 @@ def core_barrier(
     core = _one_of_two("core_barrier")
     if tuple(cores) != (0, 1):
         refuse(f"core_barrier: cores must be (0, 1); got {cores!r}")
-    if getattr(data, "buffer", None) is not MemoryRegion.shared_hbm:
-        refuse(f"core_barrier: data must be a tensor in shared_hbm; got {data!r}")
+    if not isinstance(data, NkiTensor):
+        refuse(f"core_barrier: data must be a tensor in shared_hbm; got {seen(data)}")
+    if data.buffer is not MemoryRegion.shared_hbm:
+        note(
+            f"core_barrier: data must be in shared_hbm (nki.isa.core_barrier); {data} is the "
+            "core's own, so the barrier orders its instructions alone"
+        )
     number, _ = _exchanged(core, ("core_barrier", data.name))
     # ordered like a write of `data`, of which it may have been written a part only
     storage = data.storage
@@ -68,18 +75,19 @@ def sendrecv(
     order, with the same `pipe_id`. NeuronCore-v3 and later, launches on two cores.
     """
     core = _one_of_two("sendrecv")
+    path = option("sendrecv", "dma_engine", _Path, dma_engine)
     if send_to_rank not in (0, 1) or recv_from_rank not in (0, 1):
         seen = f"send_to {send_to_rank!r} and recv_from {recv_from_rank!r}"
         refuse(f"sendrecv: ranks must be 0 or 1; got {seen}")
     values = raw(src).copy() if core.execute else None
-    kind = ("sendrecv", pipe_id, src.shape, src.dtype, dma_engine.name)
+    kind = ("sendrecv", pipe_id, src.shape, src.dtype, path.name)
     number, posts = _exchanged(core, kind, send_to_rank, values)
     sent_to, core.state["received"] = posts[recv_from_rank][1:]
     rank = core.program_id
     if sent_to != rank:
         seen = f"core {rank} receives from a core that sends to {sent_to}"
         refuse(f"sendrecv: {seen}; ranks must match")
-    done = core.record(core.template(_sendrecv, (dst, src), (dma_engine,)), (dst, src))
+    done = core.record(core.template(_sendrecv, (dst, src), (path,)), (dst, src))
     core.trace.barriers[done.index] = number
     return done
 

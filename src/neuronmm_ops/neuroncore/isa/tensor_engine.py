@@ -9,8 +9,8 @@ import numpy as np
 from neuronmm_ops.hardware import MIN_CYCLES, PSUM_BANK_BYTES, Engine, Machine
 from neuronmm_ops.neuroncore import core as running
 from neuronmm_ops.neuroncore.checks import operands as check
-from neuronmm_ops.neuroncore.checks.base import refuse
-from neuronmm_ops.neuroncore.isa.enums import engine, engine_of, matmul_perf_mode
+from neuronmm_ops.neuroncore.checks.base import note, refuse
+from neuronmm_ops.neuroncore.isa.enums import engine, engine_of, matmul_perf_mode, option
 from neuronmm_ops.neuroncore.isa.instruction import instruction
 from neuronmm_ops.neuroncore.isa.values import PSUM, SBUF, convert, raw, read
 from neuronmm_ops.neuroncore.memory.tensor import NkiTensor
@@ -51,12 +51,25 @@ def nc_matmul(
             adds = partly = True
             if core.execute:
                 _clear_unsummed(dst)
+    if accumulate is False and region in storage.summed:
+        _note_unread(core, dst)
     operands = (dst, stationary, moving)
     onezero = is_stationary_onezero or is_moving_onezero
     options = (adds, partly, onezero, is_transpose, tile_position, tile_size, perf_mode)
     done = core.record(core.template(_matmul, operands, options), operands)
     storage.summed.add(region)
     return done
+
+
+def _note_unread(core: running.SimulatedCore, dst: NkiTensor) -> None:
+    """Say that a sum is overwritten which nothing has used since a matmul wrote it."""
+    template, (storage, *_), _, line = core.trace.records[dst.storage.last]
+    wrote = storage is dst.storage and template.engine is Engine.TENSOR
+    if wrote and template.regions[0] == dst.geometry.region:
+        note(
+            f"nc_matmul: accumulate=False overwrites {dst}, which the matmul at line {line} wrote "
+            "and nothing has read; accumulate=(k > 0) adds the parts of a contraction"
+        )
 
 
 def _clear_unsummed(dst: NkiTensor) -> None:
@@ -80,6 +93,7 @@ def _matmul(
     perf_mode: matmul_perf_mode,
 ) -> InstructionTemplate:
     opcode, machine = "nc_matmul", running.active().machine
+    perf_mode = option(opcode, "perf_mode", matmul_perf_mode, perf_mode)
     check.memory(opcode, "dst", dst, PSUM)
     check.memory(opcode, "stationary", stationary, SBUF)
     check.memory(opcode, "moving", moving, SBUF)

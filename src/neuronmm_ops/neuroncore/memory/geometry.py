@@ -93,6 +93,15 @@ class Geometry:
         strides = (*[s * size for s in self.strides], 1)
         return np.ndarray((*self.shape, size), bool, mask, self.offset * size, strides)
 
+    def each_row(self, step: int) -> Geometry:
+        """The geometry of the partitions whose number is a multiple of `step`."""
+        skipped = -self.start % step
+        if step == 1 or skipped >= self.partitions:
+            return self
+        shape = (-(-(self.partitions - skipped) // step), *self.shape[1:])
+        strides = (self.strides[0] * step, *self.strides[1:])
+        return self.derive(shape, strides, self.offset + skipped * self.strides[0])
+
     def derive(
         self,
         shape: tuple[int, ...],

@@ -79,9 +79,7 @@ class Schedule:
 
 def schedule(launch: KernelRun, model: Model = "calibrated") -> Schedule:
     """Place every instruction in time. Raises NkiValidationError where tensors do not fit."""
-    for core in launch.cores:
-        liveness.check_fits(core.trace, launch.machine)
-    placers = [_Placer(core.trace, launch.machine, model) for core in launch.cores]
+    placers = [_Placer(core.trace, launch, model) for core in launch.cores]
     barriers = max([len(core.trace.barriers) for core in launch.cores])
     for number in range(barriers + 1):
         for placer in placers:
@@ -109,11 +107,12 @@ class _Uses:
 class _Placer:
     """Places the instructions of one core."""
 
-    def __init__(self, trace: Trace, machine: Machine, model: Model) -> None:
-        self.trace, self.machine = trace, machine
+    def __init__(self, trace: Trace, launch: KernelRun, model: Model) -> None:
+        self.trace, self.machine = trace, launch.machine
         self.times = CoreSchedule(trace)
         self.engine_free = [0.0] * 6
         self.engine_last = [-1] * 6
+        machine = launch.machine
         self.overhead_ns = 0.0 if model == "documented" else machine.matmul_overhead_ns
         self.reuses = model == "stationary_reuse"
         # the stationary operand in TensorE: storage, region, and who wrote it
@@ -130,10 +129,9 @@ class _Placer:
         self.barrier_end = 0.0
         self.uses: defaultdict[Storage, _Uses] = defaultdict(_Uses)
         self.capacity: dict[MemoryRegion, Capacity] = {}
-        for memory in (MemoryRegion.sbuf, MemoryRegion.psum):
+        for memory, limit in liveness.check_fits(trace, machine, launch.capacity).items():
             placed = [s for s in trace.storages if s.memory is memory and s.address]
-            limit = liveness.limit_of(memory, machine) - liveness.covered(placed)
-            self.capacity[memory] = Capacity(limit)
+            self.capacity[memory] = Capacity(limit - liveness.covered(placed))
             self.times.occupied[memory] = self.capacity[memory].occupied
         self.placed = [s for s in trace.storages if s.address and s.first >= 0]
 
