@@ -1,22 +1,27 @@
 """What published kernels do that the documentation refuses: taken where its meaning is plain."""
 
 import importlib
-import subprocess
 import sys
-import types
 import warnings
 
 import numpy as np
 import pytest
-from neuroncore.harness import bf16, compute, data, equal, loaded, refused, run, stored, values
+from neuroncore.harness import (
+    bf16,
+    compute,
+    data,
+    equal,
+    loaded,
+    noted,
+    refused,
+    run,
+    stored,
+    values,
+)
 
 from neuronmm_ops import neuroncore as nc
 from neuronmm_ops.neuroncore import isa as nisa
 from neuronmm_ops.neuroncore import language as nl
-
-
-def noted(text: str):
-    return pytest.warns(nc.NkiWarning, match=text)
 
 
 def test_constants_of_isa():
@@ -191,53 +196,6 @@ def test_only_what_nonzero_with_count_reads_must_be_written():
     assert got[-1] == len(places)
 
 
-# reads before writes
-
-
-def partly_written(x):
-    tile = nl.ndarray((4, 6), nl.float32)
-    nisa.memset(tile[:, :5], 0)
-    return stored(tile)
-
-
-def unwritten(x):
-    return stored(nl.ndarray((4, 6), nl.float32))
-
-
-def test_elements_that_were_never_written():
-    x = data((4, 6))
-    with noted("of which some elements were never written; they hold NaN or 4"):
-        got = nc.simulate(partly_written, x).outputs
-    assert np.isnan(got[:, 5]).all()
-    assert (got[:, :5] == 0).all()
-    with refused("of which no element was ever written; write the tile"):
-        nc.simulate(unwritten, x)
-    with refused("of which some elements were never written; write the tile"):
-        nc.simulate(partly_written, x, uninitialised="raise")
-    with noted("no element was ever written; they hold NaN or 4"):
-        assert np.isnan(nc.simulate(unwritten, x, uninitialised="warn").outputs).all()
-    with pytest.raises(ValueError, match="uninitialised must be one of"):
-        nc.simulate(unwritten, x, uninitialised="ignore")
-
-
-@pytest.mark.parametrize("mode", ["execute", "trace"])
-def test_a_forgotten_store(mode):
-    def kernel(x, columns):
-        out = nl.ndarray((4, 6), nl.float32, nl.shared_hbm)
-        if columns:
-            nisa.dma_copy(out[:, :columns], x[:, :columns])
-        return out
-
-    x = data((4, 6)) if mode == "execute" else nc.TensorSpec((4, 6), nl.float32)
-    with refused("[4, 6] float32 in shared_hbm at line .* was never written"):
-        nc.simulate(kernel, x, 0, mode=mode)
-    with noted("is returned, and some of it was never written"):
-        nc.simulate(kernel, x, 5, mode=mode)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        nc.simulate(kernel, x, 6, mode=mode)
-
-
 def test_a_sum_that_is_overwritten_unread():
     def kernel(accumulate, read):
         def body(x):
@@ -266,163 +224,3 @@ def test_calls_that_do_not_fit_a_signature_name_their_line():
         run(lambda x: nisa.dma_copy(x, x, mask=1), data((4, 6)))
     with pytest.raises(TypeError, match="unsupported operand"):
         run(lambda x: 1 + "a", data((4, 6)))
-
-
-# classes of kernels
-
-
-def test_fields_of_a_class_are_none_unless_given():
-    class Tiles(nl.NKIObject):
-        rows: int
-        columns: int = 4
-        spare = None
-        half = 0.5
-
-        def area(self):
-            return self.rows * self.columns
-
-    first, second = Tiles(2), Tiles(3, columns=5, spare=1)
-    assert (first.rows, first.columns, first.spare, first.half) == (2, 4, None, 0.5)
-    assert (second.area(), second.spare, Tiles().rows) == (15, 1, None)
-    for call in (lambda: Tiles(1, 2, 3, 4, 5), lambda: Tiles(height=1), lambda: Tiles(1, rows=2)):
-        with pytest.raises(TypeError, match=r"Tiles\(rows, columns, spare, half\) got"):
-            call()
-    assert nl.NKIObject(any=1).any == 1
-
-
-def test_data_classes_take_unannotated_fields_too():
-    import dataclasses
-
-    @dataclasses.dataclass
-    class Buffers(nl.NKIObject):
-        tiles: list = dataclasses.field(default_factory=list)
-        q = None
-
-        def __post_init__(self):
-            self.tiles.append(self.q)
-
-    @dataclasses.dataclass(frozen=True)
-    class Frozen(nl.NKIObject):
-        size: int
-        name: str = "a"
-
-    assert Buffers(q=3).tiles == [3]
-    assert Buffers().tiles == [None]
-    assert Frozen(4) == Frozen(size=4, name="a") != Frozen(5)
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        Frozen(4).size = 5  # pyright: ignore
-
-
-def test_a_class_keeps_its_own_initializer():
-    class Own(nl.NKIObject):
-        x: int = 1
-
-        def __init__(self, x):
-            self.x = 2 * x
-
-    class Below(Own):
-        y: int = 1
-
-    assert (Own(2).x, Below(3).x) == (4, 6)
-
-
-# two cores
-
-
-def launched(body, *arrays):
-    return nc.simulate(nc.jit(body)[2], *arrays, target="trn2").outputs
-
-
-def test_cores_that_write_one_tensor_or_read_without_a_barrier():
-    def kernel(x, rows, waits):
-        me = nl.program_id(0)
-        shared, out = (nl.ndarray((4, 6), nl.float32, nl.shared_hbm) for _ in range(2))
-        tile = loaded(x)
-        nisa.dma_copy(shared[rows[me]], tile[: rows[me].stop - rows[me].start])
-        if waits:
-            nisa.core_barrier(shared, (0, 1))
-        read = slice(2 - 2 * me, 4 - 2 * me)
-        nisa.dma_copy(out[2 * me : 2 * me + 2], loaded(shared[read]))
-        return out
-
-    x, apart, over = data((4, 6)), (slice(0, 2), slice(2, 4)), (slice(0, 3), slice(2, 4))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        launched(kernel, x, apart, True)
-    with noted("core 0 writes .* where core 1 writes it at line .* without core_barrier"):
-        launched(kernel, x, over, True)
-    with pytest.warns(nc.NkiWarning) as caught:
-        nc.simulate(nc.jit(kernel)[2], x, apart, False, target="trn2", uninitialised="warn")
-    assert any("core 0 writes" in str(w.message) and "core 1 reads" in str(w.message)
-               for w in caught)  # fmt: skip
-
-
-def test_interleaved_columns_of_two_cores_do_not_meet():
-    def kernel(x):
-        out, me = nl.ndarray((4, 6), nl.float32, nl.shared_hbm), nl.program_id(0)
-        nisa.dma_copy(out[:, me::2], loaded(x)[:, me::2])
-        return out
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        equal(launched(kernel, data((4, 6))), data((4, 6)))
-
-
-def test_a_barrier_on_a_tile_is_noted():
-    def kernel(x):
-        me, out = nl.program_id(0), nl.ndarray((4, 6), nl.float32, nl.shared_hbm)
-        tile = loaded(x)
-        nisa.core_barrier(tile, (0, 1))
-        nisa.dma_copy(out[2 * me : 2 * me + 2], tile[:2])
-        return out
-
-    with noted("core_barrier: data must be in shared_hbm"):
-        launched(kernel, data((4, 6)))
-
-
-INTERRUPTED = """
-import os, signal, sys, threading
-import numpy as np
-from neuronmm_ops import neuroncore as nc
-from neuronmm_ops.neuroncore import isa as nisa, language as nl
-
-def kernel(x, forever):
-    me, out = nl.program_id(0), nl.ndarray((4, 6), nl.float32, nl.shared_hbm)
-    if forever and me == forever - 1:
-        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
-        while True:
-            nisa.memset(nl.ndarray((4, 6), nl.float32), 0)
-    tile = nl.load(x)
-    nisa.core_barrier(x, (0, 1))
-    nisa.dma_copy(out[2 * me : 2 * me + 2], tile[2 * me : 2 * me + 2] if not me else nl.load(x[2:]))
-    return out
-
-x = np.ones((4, 6), np.float32)
-for forever in (1, 2):
-    try:
-        nc.simulate(nc.jit(kernel)[2], x, forever, target="trn2")
-        sys.exit("not interrupted")
-    except KeyboardInterrupt:
-        pass
-    assert threading.active_count() == 1, threading.enumerate()
-    assert (nc.simulate(nc.jit(kernel)[2], x, 0, target="trn2").outputs == 1).all()
-"""
-
-
-def test_ctrl_c_ends_both_cores():
-    done = subprocess.run(
-        [sys.executable, "-c", INTERRUPTED], capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
-
-
-def test_a_core_that_fails_ends_the_launch_before_the_other_starts():
-    seen = types.SimpleNamespace(ran=[])
-
-    def kernel(x):
-        seen.ran.append(nl.program_id(0))
-        raise KeyError("first")
-
-    with pytest.raises(KeyError, match="first"):
-        launched(kernel, data((4, 6)))
-    assert seen.ran == [0]

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import numpy as np
+from threadpoolctl import ThreadpoolController
 
 from neuronmm_ops.hardware import MODELS, Model, resolve_target
 from neuronmm_ops.neuroncore import language as nl
@@ -120,7 +121,7 @@ def run(
         call = inspect.BoundArguments(signature, OrderedDict(own))
         return kernel.func(*call.args, **call.kwargs)
 
-    with _no_collection(), np.errstate(all="ignore"):
+    with _no_collection(), _blas().limit(limits=1, user_api="blas"), np.errstate(all="ignore"):
         try:
             results = launch.run(body)
         except TypeError as error:
@@ -132,6 +133,12 @@ def run(
         outputs = boundary.leave(results[0])
         profile = Profile(kernel.func.__name__, launch, schedule(launch, model))
     return Simulation(outputs, profile)
+
+
+@functools.cache
+def _blas() -> ThreadpoolController:
+    """NumPy's BLAS: a tile is too small for a second thread, whose start costs more than it."""
+    return ThreadpoolController()
 
 
 @contextmanager
