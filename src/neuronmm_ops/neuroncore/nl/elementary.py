@@ -95,7 +95,8 @@ def not_covered(name: str, nearest: str) -> Function:
 
     def function(x: Any, y: Any, dtype: DType | None = None) -> NoReturn:
         raise NotImplementedError(
-            f"nl.{name} is not covered: the engines have no such operator; nearest: {nearest}"
+            f"nl.{name} is not covered: the engines have no such operator, and it does not compile "
+            f"(NKI release notes, known issues); nearest: {nearest}"
         )
 
     function.not_covered = True  # pyright: ignore[reportFunctionMemberAccess]
