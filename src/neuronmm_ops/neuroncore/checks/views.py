@@ -56,10 +56,8 @@ def slice_of(t: NkiTensor, dim: int, k: slice) -> tuple[int, int, int]:
 
 
 def slice_bounds(t: NkiTensor, dim: int, start: int, end: int, step: int) -> None:
-    """0 <= start < end <= size and step >= 1: slices are not clamped as in Python."""
-    if 0 <= start == end <= t.shape[dim]:
-        refuse(f"{t}: slice {start}:{end} of dimension {dim} is empty; leave the instruction out")
-    if not (0 <= start < end <= t.shape[dim] and step >= 1):
+    """0 <= start <= end <= size and step >= 1: slices are not clamped as in Python."""
+    if not (0 <= start <= end <= t.shape[dim] and step >= 1):
         refuse(
             f"{t}: slice {start}:{end}:{step} is out of bounds of dimension {dim} of size "
             f"{t.shape[dim]}; cut edge tiles with min(), slices are not clamped"
@@ -186,8 +184,10 @@ def row_elements(geometry: Geometry, dtype: DType) -> int:
 
 
 def inside_storage(opcode: str, t: NkiTensor) -> None:
-    """What an access pattern reaches lies in its storage, on chip within each partition."""
+    """A view is not empty, and what it reaches lies in its storage, on chip in each partition."""
     geometry = t.geometry
+    if 0 in geometry.shape:
+        refuse(f"{opcode}: {t} is empty; leave the instruction out where there is nothing to do")
     layout, row = geometry.layout, row_elements(geometry, geometry.dtype)
     total = prod(layout.shape) * layout.dtype.itemsize // geometry.dtype.itemsize
     # rows of a vector index come by the index

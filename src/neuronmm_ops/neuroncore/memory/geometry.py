@@ -73,7 +73,7 @@ class Geometry:
         """Bytes of one contiguous run in memory, over the free dimensions on chip."""
         first = 1 if self.on_chip else 0
         runs = merged(self.shape[first:], self.strides[first:])
-        return (runs[-1][0] if runs and runs[-1][1] == 1 else 1) * self.dtype.itemsize
+        return (max(1, runs[-1][0]) if runs and runs[-1][1] == 1 else 1) * self.dtype.itemsize
 
     @property
     def unit_stride(self) -> bool:

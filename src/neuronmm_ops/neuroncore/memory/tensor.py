@@ -181,7 +181,7 @@ class NkiTensor:
         check.slice_bounds(self, dim, start, end, step)
         check.not_the_indirect(self, dim)
         count, stride = -(-(end - start) // step), self.strides[dim]
-        return self._recut(dim, (count,), (stride * step,), start * stride)
+        return self._recut(dim, (count,), (stride * step,), start * stride if count else 0)
 
     def select(self, dim: int, index: Any) -> NkiTensor:
         """One element of a dimension, which disappears; the index may be a tensor or register."""
