@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Any, Literal
 
 from neuronmm_ops.hardware import Engine, Machine
 from neuronmm_ops.neuroncore.checks import tensors as check
-from neuronmm_ops.neuroncore.checks.base import PACKAGE, kernel_frame, refuse
+from neuronmm_ops.neuroncore.checks import views
+from neuronmm_ops.neuroncore.checks.base import PACKAGE, kernel_frame, note, refuse
 from neuronmm_ops.neuroncore.dtypes import DType, dtype_of
+from neuronmm_ops.neuroncore.memory.liveness import CapacityPolicy
 from neuronmm_ops.neuroncore.memory.storage import Layout, MemoryRegion, Storage
 from neuronmm_ops.neuroncore.memory.tensor import NkiTensor, tensor_of
 from neuronmm_ops.neuroncore.timing.trace import InstructionTemplate, NkiInstruction, Trace
@@ -19,6 +22,7 @@ from neuronmm_ops.neuroncore.turns import Turns
 
 Build = Callable[..., InstructionTemplate]
 Follow = Literal["documentation", "kernels"]
+Uninitialised = Literal["partial", "raise", "warn"]
 
 _geometry = attrgetter("geometry")
 _storage = attrgetter("storage")
@@ -34,6 +38,8 @@ class KernelRun:
         seed: of the random number generators.
         ranks: how many ranks run the kernel, each with its own memories.
         follow: what instructions do where documentation and public kernels contradict each other.
+        uninitialised: what a read of elements that were never written does; see `simulate`.
+        capacity: what tensors that do not fit do; see `simulate`.
     """
 
     def __init__(
@@ -44,11 +50,15 @@ class KernelRun:
         seed: int = 0,
         ranks: int = 1,
         follow: Follow = "documentation",
+        uninitialised: Uninitialised = "partial",
+        capacity: CapacityPolicy = "raise",
     ) -> None:
         self.machine = machine
         self.execute = execute
         self.precise = os.environ.get("NKI_PRECISE_FP", "1") != "0"
         self.lnc, self.ranks, self.seed, self.follow = lnc, ranks, seed, follow
+        self.uninitialised: Uninitialised = uninitialised
+        self.capacity: CapacityPolicy = capacity
         self.shared: list[list[Storage]] = [[] for _ in range(ranks)]
         self.layouts: dict[tuple[Any, ...], Layout] = {}
         self.cores = [SimulatedCore(self, i) for i in range(ranks * lnc)]
@@ -60,15 +70,19 @@ class KernelRun:
             return [_run_on(self.cores[0], body)]
         outer = _state.core
         try:
-            return self.turns.run(lambda i: body(self.cores[i]), self._stop)
+            return self.turns.run(lambda i: body(self.cores[i]))
         finally:
             _state.core = outer
 
     def _take(self, number: int) -> None:
         _state.core = self.cores[number]
 
-    def _stop(self) -> None:
-        _state.core = None  # the running core's next instruction raises
+    def undefined(self, problem: str, nothing: bool = False) -> None:
+        """Refuse, or note, a use of elements that were never written: some, or all of them."""
+        policy = self.uninitialised
+        if policy == "raise" or (policy == "partial" and nothing):
+            refuse(f"{problem}; write the tile, or slice to what was written")
+        note(f"{problem}; they hold NaN or 4 here and anything on the device")
 
     def layout(self, shape: tuple[int, ...], dtype: DType, memory: MemoryRegion) -> Layout:
         """The layout that all tensors of this shape, dtype and memory share."""
@@ -153,7 +167,12 @@ class SimulatedCore:
         then the read ones.
         """
         key = (build, options, *map(_geometry, operands))
-        found = self.templates.get(key)
+        try:
+            found = self.templates.get(key)
+        except TypeError:  # a list among the options
+            options = hashable(options)
+            key = (build, options, *map(_geometry, operands))
+            found = self.templates.get(key)
         if found is None:
             found = self.templates[key] = build(*operands, *options)
             self.prepare(found, operands)
@@ -200,15 +219,23 @@ class SimulatedCore:
         self, template: InstructionTemplate, operands: Sequence[NkiTensor], at: int
     ) -> None:
         t = operands[at]
-        if not t.storage.covered(t.geometry):
+        if not t.storage.covered(template.regions[at]):
             verb = "adds to" if at < template.writes else "reads"
-            refuse(
-                f"{template.opcode}: {verb} {t}, at line {t.storage.line}, of which some elements "
-                "were never written; write the tile, or slice to what was written"
+            storage, region = t.storage, template.regions[at]
+            nothing = storage.written.isdisjoint(storage.layout.overlaps[region])
+            which = "no element was ever" if nothing else "some elements were never"
+            self.launch.undefined(
+                f"{template.opcode}: {verb} {t}, at line {storage.line}, of which {which} written",
+                nothing,
             )
+            storage.written.add(region)  # noted once
 
     def prepare(self, template: InstructionTemplate, operands: Sequence[NkiTensor]) -> None:
         """Fill in what follows from the operands and the machine."""
+        for t in operands:
+            views.inside_storage(template.opcode, t)
+            if template.engine <= Engine.GPSIMD:
+                views.engine_pattern(template.opcode, t)
         geometries = [t.geometry for t in operands]
         for t in operands:
             if t.geometry.indirect is not None and t.geometry.indirect[0] == "columns":
@@ -216,6 +243,9 @@ class SimulatedCore:
                     f"{template.opcode}: {t} is a tensor indirection, which it does not take; "
                     "gather with tensor_copy first, or use .ap(vector_offset=) for DMA"
                 )
+        for at in range(template.writes, len(operands)):
+            geometries[at] = geometries[at].each_row(template.row_step)
+        template.dynamic = any(g.indirect is not None for g in geometries)
         template.regions = tuple([g.region for g in geometries])
         template.overlaps = tuple([g.layout.overlaps[g.region] for g in geometries])
         memories = [g.memory for g in geometries]
@@ -228,7 +258,9 @@ class SimulatedCore:
             template.result_ns = self.machine.result_ns[template.engine]
 
 
-class _State:
+class _State(threading.local):
+    """The core that runs in this thread."""
+
     core: SimulatedCore | None = None
 
 
@@ -248,6 +280,11 @@ def active(name: str = "nki") -> SimulatedCore:
 def running() -> SimulatedCore | None:
     """The core whose kernel is running, or None."""
     return _state.core
+
+
+def hashable(value: Any) -> Any:
+    """A value with tuples in the places of lists, for keys."""
+    return tuple(map(hashable, value)) if isinstance(value, list | tuple) else value
 
 
 def _run_on(core: SimulatedCore, body: Callable[[SimulatedCore], Any]) -> Any:

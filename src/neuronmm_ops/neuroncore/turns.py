@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -47,10 +48,10 @@ class Turns:
         self._open: dict[tuple[int, ...], Meeting] = {}
         self._failure: BaseException | None = None
 
-    def run(self, body: Callable[[int], Any], stop: Callable[[], None]) -> list[Any]:
+    def run(self, body: Callable[[int], Any]) -> list[Any]:
         """`body(number)` of every core, and their results; raises what the first of them raised.
 
-        Interrupted, it calls `stop`, after which the running core must raise, and waits for it.
+        Interrupted, it interrupts the core that runs, and waits for it.
         """
         results: list[Any] = [None] * len(self._ended)
 
@@ -75,7 +76,9 @@ class Turns:
             self._await_all(threads)
         except BaseException as interrupt:
             self._failure = interrupt
-            stop()
+            kind = ctypes.py_object(type(interrupt))
+            for t in filter(threading.Thread.is_alive, threads):
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(t.ident or 0), kind)
             self._await_all(threads)
         for t in filter(threading.Thread.is_alive, threads):
             t.join()

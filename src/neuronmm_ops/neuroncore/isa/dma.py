@@ -12,8 +12,8 @@ from neuronmm_ops.hardware import DMA_ENGINES, PARTITIONS, Engine
 from neuronmm_ops.neuroncore import core as running
 from neuronmm_ops.neuroncore import dtypes
 from neuronmm_ops.neuroncore.checks import operands as check
-from neuronmm_ops.neuroncore.checks.base import refuse
-from neuronmm_ops.neuroncore.isa.enums import dge_mode, engine, engine_of, oob_mode
+from neuronmm_ops.neuroncore.checks.base import note, refuse
+from neuronmm_ops.neuroncore.isa.enums import dge_mode, engine, engine_of, oob_mode, option
 from neuronmm_ops.neuroncore.isa.indirect import (
     check_index,
     gathered,
@@ -139,6 +139,8 @@ def _direction(dst: NkiTensor, src: NkiTensor) -> str:
 
 def _copy(dst: NkiTensor, src: NkiTensor, *rest: Any) -> InstructionTemplate:
     *indices, priority, mode, asked, oob = rest
+    oob = option("dma_copy", "oob_mode", oob_mode, oob)
+    mode = option("dma_copy", "dge_mode", dge_mode, mode)
     descriptors = _checked("dma_copy", dst, src, priority, mode, asked)
     if dst.index is None and src.index is None:
         cost = copy_cost(dst, src, descriptors)
@@ -157,11 +159,12 @@ def _copy(dst: NkiTensor, src: NkiTensor, *rest: Any) -> InstructionTemplate:
     skip = oob is oob_mode.skip
 
     def run(dst: NkiTensor, src: NkiTensor, *indices: NkiTensor) -> None:
-        values, rows = gathered(src, skip) if src.index is not None else (raw(src), None)
+        moved = src.index is not None
+        values, rows = gathered("dma_copy", src, skip) if moved else (raw(src), None)
         if raw(dst).dtype != values.dtype:
             values = convert(dst, dtypes.to_fp32(values, src.dtype))
         if src.index is None:
-            scatter(dst, values, skip)
+            scatter("dma_copy", dst, values, skip)
             return
         target, values = raw(dst), values.reshape(dst.shape)
         if rows is None:
@@ -196,6 +199,14 @@ def dma_transpose(
 def _transpose(dst: NkiTensor, src: NkiTensor, *rest: Any) -> InstructionTemplate:
     *indices, axes, priority, mode, oob = rest
     opcode = "dma_transpose"
+    oob = option(opcode, "oob_mode", oob_mode, oob)
+    mode = option(opcode, "dge_mode", dge_mode, mode)
+    if mode is dge_mode.none:
+        note(
+            f"{opcode}: dge_mode.none is taken as dge_mode.unknown; the documentation names both "
+            "as legal and unknown, hwdge and swdge as the only valid ones (nki.isa.dma_transpose)"
+        )
+        mode = dge_mode.unknown
     if axes != _AXES.get(src.ndim):
         refuse(f"{opcode}: axes must be (1,0), (2,1,0) or (3,1,2,0) by rank; got {axes}")
     shape = tuple([src.shape[a] for a in axes])
@@ -215,7 +226,7 @@ def _transpose(dst: NkiTensor, src: NkiTensor, *rest: Any) -> InstructionTemplat
     def run(dst: NkiTensor, src: NkiTensor, *indices: NkiTensor) -> None:
         target, source = raw(dst), raw(src)
         if indices:
-            source = gathered_columns(src, indices[0], oob is oob_mode.skip)
+            source = gathered_columns(opcode, src, indices[0], oob is oob_mode.skip)
         target[...] = source.transpose(axes).reshape(target.shape)
 
     cost = _transpose_cost(dst, src, "swdge" if indices else descriptors)
@@ -281,6 +292,7 @@ def dma_compute(
 def _compute(dst: NkiTensor, *rest: Any) -> InstructionTemplate:
     *operands, op, scales, count, unique, oob = rest
     opcode, tensors = "dma_compute", (dst, *operands[:count])
+    oob = option(opcode, "oob_mode", oob_mode, oob)
     srcs, indices = operands[:count], operands[count:]
     alu = operators.alu(op)
     if alu.name != "add":
@@ -306,15 +318,15 @@ def _compute(dst: NkiTensor, *rest: Any) -> InstructionTemplate:
     def run(dst: NkiTensor, *operands: NkiTensor) -> None:
         total = np.zeros(dst.shape, np.float32)
         for src in operands[:count]:
-            total = total + values_of(src, skip).reshape(dst.shape)
+            total = total + values_of(opcode, src, skip).reshape(dst.shape)
         if dst.index is None:
             write(dst, total)
         else:
-            rows = places(dst, skip)[1]
+            rows = places(opcode, dst, skip)[1]
             if len(np.unique(rows)) != len(rows):
                 problem = "an index occurs twice; the sum would depend on timing"
                 refuse(f"{opcode}: {problem}; merge rows first")
-            scatter(dst, convert(dst, total), skip)
+            scatter(opcode, dst, convert(dst, total), skip)
 
     costs = [copy_cost(dst, s) for s in srcs]
     busiest = max(costs, key=lambda c: c.rows)

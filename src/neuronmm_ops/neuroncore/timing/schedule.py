@@ -89,9 +89,7 @@ def schedule(
         NkiValidationError: tensors do not fit.
     """
     machine = machine or launch.machine
-    for core in launch.cores:
-        liveness.check_fits(core.trace, machine)
-    placers = [_Placer(core.trace, machine, model) for core in launch.cores]
+    placers = [_Placer(core.trace, launch, machine, model) for core in launch.cores]
     waiting: dict[Meeting, list[_Placer]] = {}
     left = deque(placers)
     while left:
@@ -125,7 +123,7 @@ class _Uses:
 class _Placer:
     """Places the instructions of one core."""
 
-    def __init__(self, trace: Trace, machine: Machine, model: Model) -> None:
+    def __init__(self, trace: Trace, launch: KernelRun, machine: Machine, model: Model) -> None:
         self.trace, self.machine = trace, machine
         self.times = CoreSchedule(trace)
         self.engine_free = [0.0] * 6
@@ -148,10 +146,9 @@ class _Placer:
         self.barrier_end = 0.0
         self.uses: defaultdict[Storage, _Uses] = defaultdict(_Uses)
         self.capacity: dict[MemoryRegion, Capacity] = {}
-        for memory in (MemoryRegion.sbuf, MemoryRegion.psum):
+        for memory, limit in liveness.check_fits(trace, machine, launch.capacity).items():
             placed = [s for s in trace.storages if s.memory is memory and s.address]
-            limit = liveness.limit_of(memory, machine) - liveness.covered(placed)
-            self.capacity[memory] = Capacity(limit)
+            self.capacity[memory] = Capacity(limit - liveness.covered(placed))
             self.times.occupied[memory] = self.capacity[memory].occupied
         self.placed = [s for s in trace.storages if s.address and s.first >= 0]
 

@@ -60,6 +60,8 @@ class InstructionTemplate:
     """How many of the operands, from the first, are written; the rest are read."""
     reads_dst: bool = False
     """The destination is read too: the instruction adds to it or leaves parts as they are."""
+    row_step: int = 1
+    """Of the operands that are read, each so many-th partition counts, from a multiple of it."""
     flops: int = 0
     dma: DmaCost | None = None
     pe_tile: tuple[int, int, int, int] | None = None
@@ -70,6 +72,8 @@ class InstructionTemplate:
     """Activation function whose table ScalarE needs; "" of those that need none."""
     regions: tuple[int, ...] = ()
     overlaps: tuple[list[int], ...] = ()
+    dynamic: bool = False
+    """An operand's place depends on an index that is known when the instruction runs."""
     hbm_operand: int = -1
     """The first operand in HBM, if any."""
     on_sbuf: bool = False
