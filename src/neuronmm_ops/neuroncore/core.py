@@ -232,9 +232,9 @@ class SimulatedCore:
 
     def prepare(self, template: InstructionTemplate, operands: Sequence[NkiTensor]) -> None:
         """Fill in what follows from the operands and the machine."""
-        for t in operands:
-            views.inside_storage(template.opcode, t)
-            if template.engine <= Engine.GPSIMD:
+        for at, t in enumerate(operands):
+            views.inside_storage(template.opcode, t, 2 if at in template.scales else 1)
+            if template.engine <= Engine.GPSIMD and at not in template.scales:
                 views.engine_pattern(template.opcode, t)
         geometries = [t.geometry for t in operands]
         for t in operands:

@@ -163,9 +163,14 @@ def run(
     return Simulation(outputs[0] if ranks is None else tuple(outputs), profile)
 
 
-@functools.cache
 def _blas() -> ThreadpoolController:
     """NumPy's BLAS: a tile is too small for a second thread, whose start costs more than it."""
+    return _blas_of(len(sys.modules))
+
+
+@functools.lru_cache(maxsize=1)
+def _blas_of(modules: int) -> ThreadpoolController:
+    """Looked for again where so many modules are no longer all: SciPy brings a BLAS of its own."""
     return ThreadpoolController()
 
 

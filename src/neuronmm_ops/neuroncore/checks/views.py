@@ -183,8 +183,11 @@ def row_elements(geometry: Geometry, dtype: DType) -> int:
     return layout.row_elements * layout.dtype.itemsize // dtype.itemsize
 
 
-def inside_storage(opcode: str, t: NkiTensor) -> None:
-    """A view is not empty, and what it reaches lies in its storage, on chip in each partition."""
+def inside_storage(opcode: str, t: NkiTensor, partition_dims: int = 1) -> None:
+    """A view is not empty, and what it reaches lies in its storage, on chip in each partition.
+
+    Its first `partition_dims` dimensions walk partitions.
+    """
     geometry = t.geometry
     if 0 in geometry.shape:
         refuse(f"{opcode}: {t} is empty; leave the instruction out where there is nothing to do")
@@ -202,7 +205,7 @@ def inside_storage(opcode: str, t: NkiTensor) -> None:
             "check strides, counts and offset"
         )
     if geometry.on_chip:
-        walked = sum(r for r in reach[1:] if r > 0)
+        walked = sum(r for r in reach[partition_dims:] if r > 0)
         if geometry.offset % row + walked >= row:
             refuse(f"{opcode}: {t} runs over the end of a partition of {row} elements")
 

@@ -62,6 +62,8 @@ class InstructionTemplate:
     """The destination is read too: the instruction adds to it or leaves parts as they are."""
     row_step: int = 1
     """Of the operands that are read, each so many-th partition counts, from a multiple of it."""
+    scales: tuple[int, ...] = ()
+    """Operands that are scales, whose first two dimensions are partitions: quadrants and rows."""
     flops: int = 0
     dma: DmaCost | None = None
     pe_tile: tuple[int, int, int, int] | None = None
