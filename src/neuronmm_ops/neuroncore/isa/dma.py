@@ -148,12 +148,8 @@ def _copy(dst: NkiTensor, src: NkiTensor, *rest: Any) -> InstructionTemplate:
     indirect = dst if dst.index is not None else src
     for index in indices:
         check_index("dma_copy", indirect, index)
-    kind = indirect.geometry.indirect
-    # descriptors that depend on data are made on the way: by hardware for one offset, else GpSimdE
     if descriptors == "none":
-        vector = kind is not None and kind[0] == "vector"
-        machine = running.active().machine
-        descriptors = "swdge" if vector or not machine.hardware_dge else "hwdge"
+        descriptors = _dynamic_descriptors(indirect)
     skip = oob is oob_mode.skip
 
     def run(dst: NkiTensor, src: NkiTensor, *indices: NkiTensor) -> None:
@@ -171,6 +167,12 @@ def _copy(dst: NkiTensor, src: NkiTensor, *rest: Any) -> InstructionTemplate:
 
     cost = copy_cost(dst, src, descriptors)
     return InstructionTemplate(Engine.DMA, 0, run, "dma_copy", dma=cost)
+
+
+def _dynamic_descriptors(t: NkiTensor) -> str:
+    """Who makes descriptors that depend on an index: hardware for one offset, else GpSimdE."""
+    vector = t.geometry.indirect is not None and t.geometry.indirect[0] == "vector"
+    return "swdge" if vector or not running.active().machine.hardware_dge else "hwdge"
 
 
 _AXES = {2: (1, 0), 3: (2, 1, 0), 4: (3, 1, 2, 0)}
@@ -213,12 +215,18 @@ def _transpose(dst: NkiTensor, src: NkiTensor, *rest: Any) -> InstructionTemplat
         _check_indirect_transpose(src, index)
 
     def run(dst: NkiTensor, src: NkiTensor, *indices: NkiTensor) -> None:
-        target, source = raw(dst), raw(src)
+        target, skip = raw(dst), oob is oob_mode.skip
         if indices:
-            source = gathered_columns(src, indices[0], oob is oob_mode.skip)
+            source = gathered_columns(src, indices[0], skip)
+        else:
+            source = raw(src) if src.index is None else gathered(src, skip)[0]
         target[...] = source.transpose(axes).reshape(target.shape)
 
-    cost = _transpose_cost(dst, src, "swdge" if indices else descriptors)
+    if indices:
+        descriptors = "swdge"
+    elif src.index is not None and descriptors == "none":
+        descriptors = _dynamic_descriptors(src)
+    cost = _transpose_cost(dst, src, descriptors)
     return InstructionTemplate(Engine.DMA, 0, run, opcode, dma=cost)
 
 
