@@ -262,6 +262,11 @@ class SimulatedCore:
                 geometry = t.geometry.moved(place)
                 found[at] = t.with_geometry(geometry, None)
                 moves.append(Move(at, loop, geometry, step))
+            elif not template.skips:
+                refuse(
+                    f"{template.opcode}: a dynamic index runs out of {t} in {loop.trips} "
+                    "iterations; end the loop before, or use oob_mode.skip"
+                )
         if moves and self.replay is None:
             self.trace.moves[number] = moves
         return found

@@ -166,7 +166,7 @@ def _copy(dst: NkiTensor, src: NkiTensor, *rest: Any) -> InstructionTemplate:
             target[rows] = values[rows]
 
     cost = copy_cost(dst, src, descriptors)
-    return InstructionTemplate(Engine.DMA, 0, run, "dma_copy", dma=cost)
+    return InstructionTemplate(Engine.DMA, 0, run, "dma_copy", dma=cost, skips=skip)
 
 
 def _dynamic_descriptors(t: NkiTensor) -> str:
@@ -225,18 +225,22 @@ def _transpose(dst: NkiTensor, src: NkiTensor, *rest: Any) -> InstructionTemplat
     if indices:
         descriptors = "swdge"
     elif src.index is not None and descriptors == "none":
-        descriptors = _dynamic_descriptors(src)
+        descriptors = _dynamic_descriptors(src) if _hwdge_transposes(src) else "swdge"
     cost = _transpose_cost(dst, src, descriptors)
-    return InstructionTemplate(Engine.DMA, 0, run, opcode, dma=cost)
+    return InstructionTemplate(Engine.DMA, 0, run, opcode, dma=cost, skips=oob is oob_mode.skip)
 
 
-def _check_hwdge_transpose(src: NkiTensor) -> None:
+def _hwdge_transposes(src: NkiTensor) -> bool:
     """Shapes that the hardware transposes: 2 bytes, 16 rows, 128 columns at most."""
     rows = src.shape[0] if src.ndim == 2 else src.shape[0] * src.shape[-2]
     legal_rows = (
         rows == 16 if src.ndim == 2 else src.shape[0] in (1, 2, 4, 8, 16) and rows % 16 == 0
     )
-    if src.dtype.itemsize != 2 or src.shape[-1] > 128 or not legal_rows:
+    return src.dtype.itemsize == 2 and src.shape[-1] <= 128 and legal_rows
+
+
+def _check_hwdge_transpose(src: NkiTensor) -> None:
+    if not _hwdge_transposes(src):
         refuse(
             f"dma_transpose: dge_mode.hwdge takes 2-byte src [16, <=128], or [1|2|4|8|16, .., n, "
             f"<=128] with a multiple of 16 rows; got {src}; use dge_mode.unknown"
@@ -337,4 +341,4 @@ def _compute(dst: NkiTensor, *rest: Any) -> InstructionTemplate:
         reads=(0, *[c.reads[1] for c in costs]),
         writes=(costs[0].writes[0], *[0] * len(costs)),
     )
-    return InstructionTemplate(Engine.DMA, 0, run, opcode, dma=cost)
+    return InstructionTemplate(Engine.DMA, 0, run, opcode, dma=cost, skips=skip)

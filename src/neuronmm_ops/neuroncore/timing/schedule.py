@@ -28,7 +28,7 @@ from neuronmm_ops.neuroncore.core import KernelRun
 from neuronmm_ops.neuroncore.memory import liveness
 from neuronmm_ops.neuroncore.memory.storage import MemoryRegion, Storage
 from neuronmm_ops.neuroncore.timing.resources import Capacity, DmaEngines
-from neuronmm_ops.neuroncore.timing.steady import Iterations, Loops
+from neuronmm_ops.neuroncore.timing.steady import Iterations, Loops, check_bodies
 from neuronmm_ops.neuroncore.timing.trace import (
     InstructionTemplate,
     Loop,
@@ -93,6 +93,7 @@ class Schedule:
 def schedule(launch: KernelRun, model: Model = "calibrated") -> Schedule:
     """Place every instruction in time. Raises NkiValidationError where tensors do not fit."""
     for core in launch.cores:
+        check_bodies(core.trace)
         liveness.check_fits(core.trace, launch.machine)
     placers = [Placer(core.trace, launch.machine, model) for core in launch.cores]
     while True:

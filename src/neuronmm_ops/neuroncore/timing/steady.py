@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from neuronmm_ops.hardware import Engine
+from neuronmm_ops.neuroncore.checks.base import NkiValidationError
 from neuronmm_ops.neuroncore.memory.storage import Box, Layout, Storage
 from neuronmm_ops.neuroncore.timing.trace import Loop, Trace
 
@@ -59,6 +60,31 @@ class Loops:
             if inner and loop.end > loop.start and not (found and loop.end <= found[-1].end):
                 found.append(loop)
         return found
+
+
+def check_bodies(trace: Trace) -> None:
+    """Refuse tensors and dependencies that lead out of the body of a loop (migration guide)."""
+    if not trace.loops:
+        return
+    known = set(trace.storages)
+    used = {s for _, storages, _, _ in trace.records for s in storages}
+    for loop in trace.loops:
+        late = [
+            s for s in trace.storages[loop.first_storage : loop.end_storage] if s.last >= loop.end
+        ]
+        for s in [*late, *(used - known)]:
+            raise NkiValidationError(
+                f"{s.describe()} is allocated in the body of a loop and used after it; allocate it "
+                "before the loop"
+            )
+        body = range(loop.start, loop.end)
+        for consumer, producers in trace.edges.items():
+            for producer in producers:
+                if producer in body and consumer not in body:
+                    raise NkiValidationError(
+                        f"depends_on: instruction {producer} is in a loop that instruction "
+                        f"{consumer} is not in; let both be in one body"
+                    )
 
 
 class Mark(NamedTuple):

@@ -78,6 +78,8 @@ class InstructionTemplate:
     on_psum: bool = False
     indirect: bool = False
     """The place of an operand depends on an index."""
+    skips: bool = False
+    """An index out of bounds moves nothing, and is no error."""
 
 
 class Loop:
