@@ -14,10 +14,18 @@ from neuronmm_ops.neuroncore.checks import tensors as check
 from neuronmm_ops.neuroncore.checks import views
 from neuronmm_ops.neuroncore.checks.base import PACKAGE, kernel_frame, note, refuse
 from neuronmm_ops.neuroncore.dtypes import DType, dtype_of
+from neuronmm_ops.neuroncore.memory.indexing import VirtualRegister
 from neuronmm_ops.neuroncore.memory.liveness import CapacityPolicy
 from neuronmm_ops.neuroncore.memory.storage import Layout, MemoryRegion, Storage
 from neuronmm_ops.neuroncore.memory.tensor import NkiTensor, tensor_of
-from neuronmm_ops.neuroncore.timing.trace import InstructionTemplate, NkiInstruction, Trace
+from neuronmm_ops.neuroncore.timing.replay import Replay
+from neuronmm_ops.neuroncore.timing.trace import (
+    InstructionTemplate,
+    Move,
+    NkiInstruction,
+    Trace,
+    on_grid,
+)
 from neuronmm_ops.neuroncore.turns import Turns
 
 Build = Callable[..., InstructionTemplate]
@@ -111,6 +119,9 @@ class SimulatedCore:
         self.constants: dict[Any, NkiTensor] = {}
         self.state: dict[str, Any] = {}
         """What instructions keep between calls: random number generators, Vector accumulators."""
+        self.replay: Replay | None = None
+        """Set while the body of a loop of the device runs again."""
+        self.open_loops = 0
 
     def allocate(
         self,
@@ -128,6 +139,8 @@ class SimulatedCore:
             check.tensor_fits(self.machine, shape, dtype, memory, name)
             layout = launch.layout(shape, dtype, memory)
         if memory is MemoryRegion.shared_hbm:
+            if self.open_loops:
+                refuse("nl.ndarray: a loop's body cannot allocate in shared_hbm; do so before it")
             order, shared = self.shared_outputs, launch.shared[self.rank]
             self.shared_outputs += 1
             if order < len(shared):
@@ -137,8 +150,7 @@ class SimulatedCore:
                         f"nl.ndarray: core 1 allocates {list(shape)} {dtype} in shared_hbm where "
                         f"core 0 has {storage.describe()}; both cores must allocate the same"
                     )
-                self.trace.storages.append(storage)
-                return tensor_of(storage)
+                return self._enter(storage)
         trace = self.trace
         storage = Storage(layout, name or f"{memory.value}{len(trace.storages)}")
         if memory is MemoryRegion.shared_hbm:
@@ -149,13 +161,18 @@ class SimulatedCore:
             storage.address = check.address_of(self.machine, storage, address)
         if self.execute:
             storage.fill_fresh(launch.precise)
-        trace.storages.append(storage)
-        return tensor_of(storage)
+        return self._enter(storage)
 
     def adopt(self, storage: Storage) -> NkiTensor:
         """Take an input or constant, which is initialised, among the core's tensors."""
         storage.initialised = True
-        self.trace.storages.append(storage)
+        return self._enter(storage)
+
+    def _enter(self, storage: Storage) -> NkiTensor:
+        if self.replay is None:
+            self.trace.storages.append(storage)
+        else:
+            self.replay.allocate(self.trace, storage)
         return tensor_of(storage)
 
     def template(
@@ -190,14 +207,20 @@ class SimulatedCore:
         the template's `run` where they are not the operands.
         """
         storages = tuple(map(_storage, operands))
-        trace = self.trace
-        number = len(trace.records)
-        writes = template.writes
+        trace, replay = self.trace, self.replay
+        number = len(trace.records) if replay is None else replay.record
+        regions, overlaps, writes = template.regions, template.overlaps, template.writes
+        placed = operands
+        if template.indirect:
+            placed = self._find_places(number, template, operands)
+            regions = tuple([t.geometry.region for t in placed])
+            overlaps = tuple([t.geometry.layout.overlaps[t.geometry.region] for t in placed])
+            if template.engine is not Engine.DMA:  # DMAs look at indices themselves
+                arguments = _settled(template, arguments or operands, operands, placed)
         for at, s in enumerate(storages):
-            region = template.regions[at]
             reads = at >= writes or template.reads_dst
-            if reads and not s.initialised and region not in s.written:
-                self._check_written(template, operands, at)
+            if reads and not s.initialised and regions[at] not in s.written:
+                self._check_written(template, placed, at)
             if s.first < 0:
                 s.first = number
             s.last = number
@@ -206,14 +229,42 @@ class SimulatedCore:
         for at in range(writes):
             s = storages[at]
             if not s.initialised:
-                s.written.add(template.regions[at])
+                s.written.add(regions[at])
             if s.summed and template.engine is not Engine.TENSOR:
-                s.summed.difference_update(template.overlaps[at])
+                s.summed.difference_update(overlaps[at])
+        if replay is not None:
+            replay.issue(trace, template, storages)
+            return NkiInstruction(trace, number)
         frame = sys._getframe(2)
         if frame.f_code.co_filename.startswith(PACKAGE):
             frame = kernel_frame()
         trace.records.append((template, storages, frame.f_code, frame.f_lineno))
         return NkiInstruction(trace, number)
+
+    def _find_places(
+        self, number: int, template: InstructionTemplate, operands: Sequence[NkiTensor]
+    ) -> list[NkiTensor]:
+        """The operands, those that loop variables move where they are in this iteration."""
+        found = list(operands)
+        moves: list[Move] = []
+        for at, t in enumerate(operands):
+            loop = t.index.loop if isinstance(t.index, VirtualRegister) else None
+            if loop is None or t.geometry.indirect is None:
+                continue
+            place, step = t.index.value * t.geometry.indirect[2], loop.step * t.geometry.indirect[2]
+            last = place + (loop.trips - 1) * step if self.replay is None else place
+            if t.geometry.holds(place) and t.geometry.holds(last):
+                geometry = t.geometry.moved(place)
+                found[at] = t.with_geometry(geometry, None)
+                moves.append(Move(at, loop, geometry, step))
+            elif not template.skips:
+                refuse(
+                    f"{template.opcode}: a dynamic index runs out of {t} in {loop.trips} "
+                    "iterations; end the loop before, or use oob_mode.skip"
+                )
+        if moves and self.replay is None:
+            self.trace.moves[number] = moves
+        return found
 
     def _check_written(
         self, template: InstructionTemplate, operands: Sequence[NkiTensor], at: int
@@ -251,11 +302,29 @@ class SimulatedCore:
         memories = [g.memory for g in geometries]
         in_hbm = [i for i, m in enumerate(memories) if not m.on_chip]
         template.hbm_operand = in_hbm[0] if in_hbm else -1
+        template.indirect = any(g.indirect is not None for g in geometries)
         template.on_sbuf = MemoryRegion.sbuf in memories
         template.on_psum = MemoryRegion.psum in memories
         if template.engine <= Engine.GPSIMD:
-            template.ns = self.machine.ns(template.engine, template.cycles)
-            template.result_ns = self.machine.result_ns[template.engine]
+            template.ns = on_grid(self.machine.ns(template.engine, template.cycles))
+            template.result_ns = on_grid(self.machine.result_ns[template.engine])
+
+
+def _settled(
+    template: InstructionTemplate,
+    arguments: Sequence[Any],
+    operands: Sequence[NkiTensor],
+    found: Sequence[NkiTensor],
+) -> list[Any]:
+    """The arguments of an engine's instruction, with operands in the places that were found."""
+    for t in found:
+        if t.geometry.indirect is not None:
+            refuse(
+                f"{template.opcode}: {t} has an index that is not a loop's variable, or runs out "
+                "of the tensor; only DMAs take others: copy it with dma_copy first"
+            )
+    places = {id(t): settled for t, settled in zip(operands, found, strict=True)}
+    return [places.get(id(a), a) for a in arguments]
 
 
 class _State(threading.local):
@@ -291,6 +360,9 @@ def _run_on(core: SimulatedCore, body: Callable[[SimulatedCore], Any]) -> Any:
     outer = _state.core
     _state.core = core
     try:
-        return body(core)
+        result = body(core)
+        if core.open_loops:
+            refuse("a loop of the device cannot be left by break or return; let it run to its end")
+        return result
     finally:
         _state.core = outer

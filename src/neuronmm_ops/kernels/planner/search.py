@@ -35,6 +35,7 @@ def plan_op(
     target: str | None = None,
     lnc: int = 1,
     max_instructions: int = MAX_INSTRUCTIONS,
+    device_loop: bool = False,
 ) -> Plan:
     """The quickest plan of an op.
 
@@ -47,12 +48,14 @@ def plan_op(
         lnc: NeuronCores that share the launch: 1, or 2 on trn2 and trn3.
         max_instructions: of a launch, for the compiler's sake; more tokens than that are split into
             several launches. One of 128 tokens runs however many instructions it takes.
+        device_loop: a launch of more instructions loops over its tokens on the device instead,
+            where that makes it shorter: trn2 and trn3, for NKI 0.6 has the loop and documents them.
 
     Raises:
         ValueError: sizes or names that are none, or weights that no plan fits.
     """
     problem = Problem(op, M, matrices, dtype, resolve_target(target).target, lnc)
-    return quickest(problem, max_instructions)
+    return quickest(problem, max_instructions, device_loop)
 
 
 def plan_xw(
@@ -63,9 +66,10 @@ def plan_xw(
     target: str | None = None,
     lnc: int = 1,
     max_instructions: int = MAX_INSTRUCTIONS,
+    device_loop: bool = False,
 ) -> Plan:
     """The quickest plan of `x[M, K] @ w[K, N]`; the other arguments as `plan_op`."""
-    return plan_op("xw", M, ((K, N),), dtype, target, lnc, max_instructions)
+    return plan_op("xw", M, ((K, N),), dtype, target, lnc, max_instructions, device_loop)
 
 
 def plan_xuv(
@@ -78,6 +82,7 @@ def plan_xuv(
     lnc: int = 1,
     bf16_partial_sums: bool = False,
     max_instructions: int = MAX_INSTRUCTIONS,
+    device_loop: bool = False,
 ) -> Plan:
     """The quickest plan of `(x[M, K] @ u[K, r]) @ v[r, N]`.
 
@@ -92,6 +97,7 @@ def plan_xuv(
         bf16_partial_sums: partial sums in SBUF may be rounded to dtype: less HBM traffic at large
             r and M, less accuracy.
         max_instructions: as `plan_op`.
+        device_loop: as `plan_op`.
 
     Raises:
         ValueError: sizes or names that are none.
@@ -99,7 +105,7 @@ def plan_xuv(
     machine = resolve_target(target)
     matrices = ((K, r), (r, N))
     problem = Problem("xuv", M, matrices, dtype, machine.target, lnc, bf16_partial_sums)
-    return quickest(problem, max_instructions)
+    return quickest(problem, max_instructions, device_loop)
 
 
 def plan_svd_mlp(
@@ -112,6 +118,7 @@ def plan_svd_mlp(
     target: str | None = None,
     lnc: int = 1,
     max_instructions: int = MAX_INSTRUCTIONS,
+    device_loop: bool = False,
 ) -> Plan:
     """The quickest plan of a gated MLP `[M, K] -> [M, inner] -> [M, N]` of six factors.
 
@@ -125,19 +132,23 @@ def plan_svd_mlp(
         target: as `plan_op`.
         lnc: as `plan_op`.
         max_instructions: as `plan_op`.
+        device_loop: as `plan_op`.
 
     Raises:
         ValueError: sizes or names that are none.
     """
     matrices = mlp_matrices(K, ranks, inner, N)
-    return plan_op("svd_mlp", M, matrices, dtype, target, lnc, max_instructions)
+    return plan_op("svd_mlp", M, matrices, dtype, target, lnc, max_instructions, device_loop)
 
 
 @lru_cache(maxsize=4096)
-def quickest(problem: Problem, max_instructions: int = MAX_INSTRUCTIONS) -> Plan:
+def quickest(
+    problem: Problem, max_instructions: int = MAX_INSTRUCTIONS, device_loop: bool = False
+) -> Plan:
     """The plan of least regret over the DMA models, in launches of at most so many instructions.
 
-    A launch has at least 128 tokens, however many instructions that takes.
+    A launch has at least 128 tokens, however many instructions that takes. With `device_loop` one
+    that has more loops over its tokens, if that makes it shorter.
 
     Raises:
         ValueError: no plan fits, or `max_instructions` is less than 1.
@@ -152,10 +163,25 @@ def quickest(problem: Problem, max_instructions: int = MAX_INSTRUCTIONS) -> Plan
         found = _of_least_regret(replace(problem, M=tokens), prefill_only=tokens < problem.M)
         if not found:
             raise ValueError(f"no plan of {problem} fits SBUF on {problem.target}; split K or N")
-        if found.instructions <= max_instructions or each == 1:
+        long = found.instructions > max_instructions
+        if long and device_loop and launches == 1 and (looped := _looped(found)):
+            return looped
+        if not long or each == 1:
             return _launched(problem, found)
         wanted = launches * found.instructions // max_instructions
         launches = max(wanted, tiles_in(tiles, each - 1))
+
+
+def _looped(plan: Plan) -> Plan | None:
+    """The plan with its blocks of tokens as a loop of the device; None if that is not shorter."""
+    if plan.phase != "prefill" or plan.problem.machine.generation < 3:
+        return None
+    models = [replace(plan.problem, dma_model=model) for model in DMA_MODELS]
+    loops = [_with_arguments(plan, problem, device_loop=True) for problem in models]
+    looped = loops[DMA_MODELS.index(plan.problem.dma_model)]
+    if looped.instructions >= plan.instructions:
+        return None
+    return replace(looped, times_ms=tuple([p.time_ms for p in loops]), regret=plan.regret)
 
 
 def _launched(problem: Problem, first: Plan) -> Plan:
@@ -222,11 +248,12 @@ def plan_part(plan: Plan, tokens: int) -> Plan:
     return replace(part, times_ms=tuple([p.time_ms for p in parts]), regret=plan.regret)
 
 
-def _with_arguments(plan: Plan, problem: Problem) -> Plan:
+def _with_arguments(plan: Plan, problem: Problem, *, device_loop: bool = False) -> Plan:
     """A prefill plan's arguments for another problem of the same shapes."""
     arguments = plan.arguments
     prefill: Prefill = _module(problem).Prefill(problem, arguments["layout"])
-    found = prefill.plan(tuple([int(arguments[name]) for name in prefill.names]))
+    numbers = tuple([int(arguments[name]) for name in prefill.names])
+    found = prefill.plan(numbers, device_loop=device_loop)
     if found is None:
         raise ValueError(f"{plan.kernel} does not fit with {arguments} for {problem.M} tokens")
     return found

@@ -76,6 +76,12 @@ def core_span(size: int, core: int, cores: int) -> Span:
     return Span(0, half) if core == 0 else Span(half, size - half)
 
 
+def looped_tokens(tokens: int, block: int) -> int:
+    """How many of a core's tokens a loop on the device runs over: full blocks, if two or more."""
+    blocks = tokens // block
+    return blocks * block if blocks > 1 else 0
+
+
 STAGED_TILES = 4
 """Contraction tiles of x that are loaded together where TensorE transposes them."""
 HIDDEN_TILES = 4

@@ -150,12 +150,8 @@ def _copy(dst: NkiTensor, src: NkiTensor, *rest: Any) -> InstructionTemplate:
     indirect = dst if dst.index is not None else src
     for index in indices:
         check_index("dma_copy", indirect, index)
-    kind = indirect.geometry.indirect
-    # descriptors that depend on data are made on the way: by hardware for one offset, else GpSimdE
     if descriptors == "none":
-        vector = kind is not None and kind[0] == "vector"
-        machine = running.active().machine
-        descriptors = "swdge" if vector or not machine.hardware_dge else "hwdge"
+        descriptors = _dynamic_descriptors(indirect)
     skip = oob is oob_mode.skip
 
     def run(dst: NkiTensor, src: NkiTensor, *indices: NkiTensor) -> None:
@@ -173,7 +169,13 @@ def _copy(dst: NkiTensor, src: NkiTensor, *rest: Any) -> InstructionTemplate:
             target[rows] = values[rows]
 
     cost = copy_cost(dst, src, descriptors)
-    return InstructionTemplate(Engine.DMA, 0, run, "dma_copy", dma=cost)
+    return InstructionTemplate(Engine.DMA, 0, run, "dma_copy", dma=cost, skips=skip)
+
+
+def _dynamic_descriptors(t: NkiTensor) -> str:
+    """Who makes descriptors that depend on an index: hardware for one offset, else GpSimdE."""
+    vector = t.geometry.indirect is not None and t.geometry.indirect[0] == "vector"
+    return "swdge" if vector or not running.active().machine.hardware_dge else "hwdge"
 
 
 _AXES = {2: (1, 0), 3: (2, 1, 0), 4: (3, 1, 2, 0)}
@@ -224,22 +226,32 @@ def _transpose(dst: NkiTensor, src: NkiTensor, *rest: Any) -> InstructionTemplat
         _check_indirect_transpose(src, index)
 
     def run(dst: NkiTensor, src: NkiTensor, *indices: NkiTensor) -> None:
-        target, source = raw(dst), raw(src)
+        target, skip = raw(dst), oob is oob_mode.skip
         if indices:
-            source = gathered_columns(opcode, src, indices[0], oob is oob_mode.skip)
+            source = gathered_columns(opcode, src, indices[0], skip)
+        else:
+            source = raw(src) if src.index is None else gathered(opcode, src, skip)[0]
         target[...] = source.transpose(axes).reshape(target.shape)
 
-    cost = _transpose_cost(dst, src, "swdge" if indices else descriptors)
-    return InstructionTemplate(Engine.DMA, 0, run, opcode, dma=cost)
+    if indices:
+        descriptors = "swdge"
+    elif src.index is not None and descriptors == "none":
+        descriptors = _dynamic_descriptors(src) if _hwdge_transposes(src) else "swdge"
+    cost = _transpose_cost(dst, src, descriptors)
+    return InstructionTemplate(Engine.DMA, 0, run, opcode, dma=cost, skips=oob is oob_mode.skip)
 
 
-def _check_hwdge_transpose(src: NkiTensor) -> None:
+def _hwdge_transposes(src: NkiTensor) -> bool:
     """Shapes that the hardware transposes: 2 bytes, 16 rows, 128 columns at most."""
     rows = src.shape[0] if src.ndim == 2 else src.shape[0] * src.shape[-2]
     legal_rows = (
         rows == 16 if src.ndim == 2 else src.shape[0] in (1, 2, 4, 8, 16) and rows % 16 == 0
     )
-    if src.dtype.itemsize != 2 or src.shape[-1] > 128 or not legal_rows:
+    return src.dtype.itemsize == 2 and src.shape[-1] <= 128 and legal_rows
+
+
+def _check_hwdge_transpose(src: NkiTensor) -> None:
+    if not _hwdge_transposes(src):
         refuse(
             f"dma_transpose: dge_mode.hwdge takes 2-byte src [16, <=128], or [1|2|4|8|16, .., n, "
             f"<=128] with a multiple of 16 rows; got {src}; use dge_mode.unknown"
@@ -340,4 +352,4 @@ def _compute(dst: NkiTensor, *rest: Any) -> InstructionTemplate:
         reads=(0, *[c.reads[1] for c in costs]),
         writes=(costs[0].writes[0], *[0] * len(costs)),
     )
-    return InstructionTemplate(Engine.DMA, 0, run, opcode, dma=cost)
+    return InstructionTemplate(Engine.DMA, 0, run, opcode, dma=cost, skips=skip)

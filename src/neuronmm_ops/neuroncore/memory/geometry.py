@@ -117,6 +117,22 @@ class Geometry:
             found = self.layout.views[key] = Geometry(self.layout, *key)
         return found
 
+    def holds(self, elements: int) -> bool:
+        """Whether the view, so many elements further on, is still in its storage."""
+        total = prod(self.layout.shape) * self.layout.dtype.itemsize // self.dtype.itemsize
+        reach = [s * (c - 1) for s, c in zip(self.strides, self.shape, strict=True)]
+        first = self.offset + elements + sum([r for r in reach if r < 0])
+        last = self.offset + elements + sum([r for r in reach if r > 0])
+        return elements >= 0 and first >= 0 and last < total
+
+    def moved(self, elements: int) -> Geometry:
+        """The same view so many elements further on, its place known."""
+        key = (self.shape, self.strides, self.offset + elements, self.dtype, None)
+        found = self.layout.views.get(key)
+        if found is None:
+            found = self.layout.views[key] = Geometry(self.layout, *key)
+        return found
+
 
 def whole(layout: Layout) -> Geometry:
     """The interned geometry of a tensor, from which those of its views derive."""

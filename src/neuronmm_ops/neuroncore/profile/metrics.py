@@ -108,7 +108,7 @@ def traffic(schedule: Schedule) -> tuple[TensorTraffic, ...]:
             if not s.memory.on_chip:
                 totals.setdefault(s, [0, 0])
         moving: dict[InstructionTemplate, list[tuple[int, int, int]]] = {}
-        for template, storages, _, _ in core.trace.records:
+        for template, storages, _, _ in core.issued:
             if template.dma is None:
                 continue
             if template not in moving:
@@ -127,10 +127,10 @@ def traffic(schedule: Schedule) -> tuple[TensorTraffic, ...]:
 def busy(core: CoreSchedule, schedule: Schedule) -> tuple[EngineUse, ...]:
     """TensorE, VectorE, ScalarE, GpSimdE and the mean of the DMA engines of one core."""
     engine, start, end = columns(core)
-    for i in core.trace.barriers:  # waiting for other cores is idle
-        end[i] = min(end[i], start[i] + core.trace.records[i][0].ns)
+    for i in core.barriers:  # waiting for other cores is idle
+        end[i] = min(end[i], start[i] + core.issued[i][0].ns)
     busy_ns = [covered(start[engine == e], end[engine == e]) for e in range(4)]
-    for template, *_ in core.trace.records:
+    for template, *_ in core.issued:
         if template.dma is not None and template.dma.descriptors == "swdge":
             cycles = max(MIN_CYCLES, template.dma.rows)
             busy_ns[3] += schedule.machine.ns(Engine.GPSIMD, cycles)
@@ -147,7 +147,7 @@ def critical_path(schedule: Schedule) -> tuple[CriticalLine, ...]:
     """The chain of waits that ends with the last instruction, by source line, longest first."""
     found: dict[tuple[int, CodeType, int, str, int], list[float]] = {}
     for core, i, own, latency in _walk(schedule):
-        template, _, code, line = schedule.cores[core].trace.records[i]
+        template, _, code, line = schedule.cores[core].issued[i]
         wait = schedule.cores[core].wait[i]
         entry = found.setdefault((core, code, line, template.opcode, wait), [0, 0.0, 0.0])
         entry[0] += 1
@@ -176,7 +176,7 @@ def _walk(schedule: Schedule) -> list[tuple[int, int, float, float]]:
     `now` moves from the end of the launch to 0, so that all parts together make its time.
     """
     cores = schedule.cores
-    met = [{meeting: i for i, meeting in c.trace.barriers.items()} for c in cores]
+    met = [{key: i for i, key in c.barriers.items()} for c in cores]
     steps: list[tuple[int, int, float, float]] = []
     now = schedule.time_ns
     at = next((k for k, c in enumerate(cores) if c.end and max(c.end) == now), 0)
@@ -184,11 +184,11 @@ def _walk(schedule: Schedule) -> list[tuple[int, int, float, float]]:
     while i >= 0:
         core = cores[at]
         if core.wait[i] == Wait.OTHER_CORE:
-            meeting = core.trace.barriers[i]
+            key = core.barriers[i]
             at_other, j = next(
-                (k, met[k][meeting])
-                for k in meeting.members
-                if cores[k].wait[met[k][meeting]] != Wait.OTHER_CORE
+                (k, met[k][key])
+                for k in key[0].members
+                if cores[k].wait[met[k][key]] != Wait.OTHER_CORE
             )
             came = min(now, cores[at_other].end[j])
             steps.append((at, i, now - came, 0.0))
@@ -216,7 +216,7 @@ def peak(schedule: Schedule, memory: MemoryRegion) -> MemoryPeak:
 
 def columns(core: CoreSchedule) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Engine, start and end of a core's instructions, as arrays."""
-    engine = np.array([template.engine for template, *_ in core.trace.records], np.int8)
+    engine = np.array([template.engine for template, *_ in core.issued], np.int8)
     return engine, np.array(core.start, float), np.array(core.end, float)
 
 

@@ -82,7 +82,7 @@ class _Tracks:
 def _instructions(core: CoreSchedule, process: int) -> Iterator[str]:
     """Complete events by start, each track's names before its first event."""
     tracks = _Tracks(process)
-    records, queue = core.trace.records, core.queue
+    records, queue = core.issued, core.queue
     queues = {name: 10 + i for i, name in enumerate(dict.fromkeys(queue.values()))}
     quoted: dict[Any, str] = {}
     for i in np.argsort(np.array(core.start, float), kind="stable").tolist():

@@ -166,13 +166,18 @@ class Profile:
     def _templates(self) -> dict[InstructionTemplate, int]:
         found: Counter[InstructionTemplate] = Counter()
         for core in self.schedule.cores:
-            found.update(map(itemgetter(0), core.trace.records))
+            found.update(map(itemgetter(0), core.issued))
         return found
 
     @property
     def instructions(self) -> int:
         """How many instructions all cores ran."""
         return sum(self._templates.values())
+
+    @property
+    def stream_instructions(self) -> int:
+        """How many a compiler is given: the body of a loop of the device counts once."""
+        return sum([len(core.trace.records) for core in self.schedule.cores])
 
     @cached_property
     def opcodes(self) -> dict[str, int]:
@@ -317,7 +322,8 @@ class Profile:
         numbers = (
             *("target", "lnc", "model", "dma_model", "mode"),
             *("time_ms", "time_low_ms", "time_high_ms", "documented_ms", "limit_ms"),
-            *("limit_share", "bound", "instructions", "opcodes", "flops", "tflops", "mfu"),
+            *("limit_share", "bound", "instructions", "stream_instructions", "opcodes"),
+            *("flops", "tflops", "mfu"),
             *("intensity", "knee", "hbm_bytes", "hbm_read_bytes", "hbm_write_bytes"),
         )
         dma = ("count", "bytes", "sbuf_bytes", "efficiency")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 from itertools import pairwise
+from typing import Any
 
 from neuronmm_ops.hardware import DMA_ENGINES
 from neuronmm_ops.neuroncore.timing.trace import DmaCost
@@ -45,6 +46,20 @@ class FreeTime:
         self.busy_until += ns
         return self.busy_until
 
+    def forget(self, before: float) -> None:
+        """Drop free time that nothing to come can use."""
+        self.gaps = [(max(low, before), high) for low, high in self.gaps if high > before]
+        self.busy_until = max(self.busy_until, before)
+
+    def since(self, start: float) -> Any:
+        """All of it, counted from a time."""
+        return [(low - start, high - start) for low, high in self.gaps], self.busy_until - start
+
+    def shift(self, ns: float) -> None:
+        """Let so much time pass in which it is used as before."""
+        self.gaps = [(low + ns, high + ns) for low, high in self.gaps]
+        self.busy_until += ns
+
 
 class DmaEngines:
     """The 16 DMA engines, in groups that have carried the same load so far."""
@@ -72,6 +87,20 @@ class DmaEngines:
             self.groups = groups
         return self.groups
 
+    def forget(self, before: float) -> None:
+        """As `FreeTime.forget`, of all engines."""
+        for _, _, line in self.groups:
+            line.forget(before)
+
+    def since(self, start: float) -> Any:
+        """As `FreeTime.since`, of all engines."""
+        return [(low, high, line.since(start)) for low, high, line in self.groups]
+
+    def shift(self, ns: float) -> None:
+        """As `FreeTime.shift`, of all engines."""
+        for _, _, line in self.groups:
+            line.shift(ns)
+
 
 class Capacity:
     """The bytes or banks of one memory: handed out in program order, freed at last uses."""
@@ -95,3 +124,25 @@ class Capacity:
     def release(self, when: float, size: int, who: int) -> None:
         """Give back what a tensor took, after its last use."""
         heapq.heappush(self.free, (when, size, who))
+
+    def forget(self, before: float) -> None:
+        """Make one of all that is free already by a time."""
+        old = sum([size for when, size, _ in self.free if when <= before])
+        self.free = [entry for entry in self.free if entry[0] > before]
+        if old:
+            self.free.append((0.0, old, -1))
+        heapq.heapify(self.free)
+
+    def since(self, start: float, number: int) -> Any:
+        """What is free from when, counted from a time and an instruction."""
+        return sorted(
+            [(when - start, size, who - number) if when else (when, size, who)
+             for when, size, who in self.free]
+        )  # fmt: skip
+
+    def shift(self, ns: float, instructions: int) -> None:
+        """Let so much time and so many instructions pass in which it is used as before."""
+        self.free = [
+            (when + ns, size, who + instructions) if when else (when, size, who)
+            for when, size, who in self.free
+        ]

@@ -8,7 +8,8 @@ a tile allocated in a loop may be loaded ahead as far as the memory has capacity
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
@@ -29,7 +30,16 @@ from neuronmm_ops.neuroncore.core import KernelRun
 from neuronmm_ops.neuroncore.memory import liveness
 from neuronmm_ops.neuroncore.memory.storage import MemoryRegion, Storage
 from neuronmm_ops.neuroncore.timing.resources import Capacity, DmaEngines
-from neuronmm_ops.neuroncore.timing.trace import DmaCost, InstructionTemplate, Trace
+from neuronmm_ops.neuroncore.timing.steady import Iterations, Loops, check_bodies
+from neuronmm_ops.neuroncore.timing.trace import (
+    DmaCost,
+    InstructionTemplate,
+    Loop,
+    Move,
+    Record,
+    Trace,
+    on_grid,
+)
 from neuronmm_ops.neuroncore.turns import Meeting
 
 
@@ -51,6 +61,10 @@ class CoreSchedule:
     """Times of one core's instructions, ns from the start, by instruction number."""
 
     trace: Trace
+    issued: list[Record] = field(default_factory=list[Record])
+    """The instructions that ran: the trace's, the bodies of its loops as often as they ran."""
+    barriers: dict[int, tuple[Meeting, int]] = field(default_factory=dict[int, tuple[Meeting, int]])
+    """Instructions that wait for other cores, and how often they met there before."""
     start: list[float] = field(default_factory=list[float])
     end: list[float] = field(default_factory=list[float])
     cause: list[int] = field(default_factory=list[int])
@@ -89,8 +103,10 @@ def schedule(
         NkiValidationError: tensors do not fit.
     """
     machine = machine or launch.machine
-    placers = [_Placer(core.trace, launch, machine, model) for core in launch.cores]
-    waiting: dict[Meeting, list[_Placer]] = {}
+    for core in launch.cores:
+        check_bodies(core.trace)
+    placers = [Placer(core.trace, launch, machine, model) for core in launch.cores]
+    waiting: dict[Meeting, list[Placer]] = {}
     left = deque(placers)
     while left:
         placer = left.popleft()
@@ -100,6 +116,7 @@ def schedule(
         there = waiting.setdefault(meeting, [])
         there.append(placer)
         if len(there) == len(meeting.members):
+            del waiting[meeting]  # a loop may come here again
             latest = max([p.barrier_end for p in there])
             for placer in there:
                 placer.pass_barrier(latest, meeting.ns)
@@ -110,9 +127,10 @@ def schedule(
 class _Uses:
     """What one core's instructions have done with a tensor so far, by their numbers."""
 
-    __slots__ = ("latest", "latest_engine", "read_by", "written_by")
+    __slots__ = ("begun", "last", "latest", "latest_engine", "read_by", "written_by")
 
     def __init__(self) -> None:
+        self.begun = self.last = -1
         # the last instruction by region, and when the latest of all is visible
         self.written_by: dict[int, int] = {}
         self.read_by: dict[int, int] = {}
@@ -120,7 +138,7 @@ class _Uses:
         self.latest_engine = -1
 
 
-class _Placer:
+class Placer:
     """Places the instructions of one core."""
 
     def __init__(self, trace: Trace, launch: KernelRun, machine: Machine, model: Model) -> None:
@@ -128,7 +146,8 @@ class _Placer:
         self.times = CoreSchedule(trace)
         self.engine_free = [0.0] * 6
         self.engine_last = [-1] * 6
-        self.overhead_ns = 0.0 if model == "documented" else machine.matmul_overhead_ns
+        self.overhead_ns = 0.0 if model == "documented" else on_grid(machine.matmul_overhead_ns)
+        self.issue_ns = on_grid(machine.ns(Engine.TENSOR, MIN_CYCLES)) + self.overhead_ns
         self.reuses = model == "stationary_reuse"
         # the stationary operand in TensorE: storage, region, and who wrote it
         self.loaded: tuple[Storage, int, int] | None = None
@@ -142,7 +161,8 @@ class _Placer:
         self.ports = {"sbuf": [0.0, -1, 0.0, -1], "psum": [0.0, -1, 0.0, -1]}
         # when another engine may use an instruction's result
         self.visible: list[float] = []
-        self.at = 0
+        self.barrier: tuple[int, Record] | None = None
+        self.met: Counter[Meeting] = Counter()
         self.barrier_end = 0.0
         self.uses: defaultdict[Storage, _Uses] = defaultdict(_Uses)
         self.capacity: dict[MemoryRegion, Capacity] = {}
@@ -151,25 +171,66 @@ class _Placer:
             self.capacity[memory] = Capacity(limit - liveness.covered(placed))
             self.times.occupied[memory] = self.capacity[memory].occupied
         self.placed = [s for s in trace.storages if s.address and s.first >= 0]
+        self.loops = Loops(trace)
+        # no DMA starts before: what follows a loop is not triggered before its last iteration
+        self.floor = 0.0
+        self.producers = {p: -1 for found in trace.edges.values() for p in found}
+        self.iterations: dict[Loop, int] = {}
+        self.steps = self._run(0, len(trace.records), self.loops.inside(None))
 
     def advance(self) -> Meeting | None:
-        """Place instructions up to and with the next one that waits for other cores.
+        """Place instructions up to and with the next one that waits for other cores."""
+        self.barrier, self.barrier_end = None, 0.0
+        return next(self.steps, None)
 
-        One long loop: at 10 us an instruction, calls for its parts would double the time.
+    def _run(self, begin: int, end: int, loops: list[Loop]) -> Iterator[Meeting]:
+        """Place the records [begin, end) and the loops among them; yields at each barrier."""
+        for loop in loops:
+            yield from self._place(begin, loop.start)
+            yield from self._repeat(loop)
+            begin = loop.end
+        yield from self._place(begin, end)
+
+    def _repeat(self, loop: Loop) -> Iterator[Meeting]:
+        """Place a loop of the device, as far as its iterations differ."""
+        inner = self.loops.inside(loop)
+        iterations = Iterations(self, loop)
+        at = 0
+        while at < loop.trips:
+            self.iterations[loop] = at
+            yield from self._run(loop.start, loop.end, inner)
+            at += 1 + iterations.skip(at)
+        self.floor = max(self.floor, iterations.floor)
+        self.engine_free[:] = [max(free, self.floor) for free in self.engine_free]
+        self.pe_full = max(self.pe_full, self.floor)
+        for s in self.loops.held[loop]:
+            self._release(s, len(self.times.start) - 1)
+
+    def _place(self, begin: int, end: int) -> Iterator[Meeting]:
+        """Place the records [begin, end), which have no loop.
+
+        One long loop: at a few us an instruction, calls for its parts would double the time.
         """
-        records, barriers, edges = self.trace.records, self.trace.barriers, self.trace.edges
+        records, edges, moves = self.trace.records, self.trace.edges, self.trace.moves
+        barriers, producers = self.trace.barriers, self.producers
         times = self.times
-        start, end, cause, wait = times.start, times.end, times.cause, times.wait
+        start, end_of, cause, wait = times.start, times.end, times.cause, times.wait
+        issued = times.issued
         visible = self.visible
         engine_free, engine_last = self.engine_free, self.engine_last
         shared_ports = self.machine.shared_ports
-        self.barrier_end = 0.0
         uses = self.uses
-        i = self.at
-        for template, storages, _, _ in records[i:]:
+        i = len(start)
+        for r in range(begin, end):
+            record = records[r]
+            template, storages, _, _ = record
+            issued.append(record)
+            regions, overlaps = template.regions, template.overlaps
+            if r in moves:
+                regions, overlaps = self._moved(template, moves[r])
             engine: int = template.engine
             if engine == 5:
-                ready, why, who = 0.0, 0, -1
+                ready, why, who = self.floor, 0, -1
             elif template.pe_tile is None:
                 ready, who = engine_free[engine], engine_last[engine]
                 why = 1
@@ -179,45 +240,45 @@ class _Placer:
             used = [uses[s] for s in storages]
             for operand, use in enumerate(used):
                 writing = operand < writes
-                if writing and (s := storages[operand]).first == i and s.layout.on_chip:
-                    when, by = self._allocate(s)
+                if writing and (s := storages[operand]).first == r and s.layout.on_chip:
+                    when, by = self._allocate(s, use, i)
                     if when > ready:
                         ready, why, who = when, 3, by
                 if use.latest > ready and not (engine == 0 and use.latest_engine == 0):
                     written_by, read_by = use.written_by, use.read_by
-                    for region in template.overlaps[operand]:
+                    for region in overlaps[operand]:
                         other = written_by.get(region)
                         if other is not None:
                             t = visible[other]
                             # an engine overwrites its own result without waiting to see it
                             if writing and t > ready and (engine == 0 or not template.reads_dst):
-                                t = end[other] if records[other][0].engine == engine else t
+                                t = end_of[other] if issued[other][0].engine == engine else t
                             if t > ready:
                                 ready, why, who = t, 2, other
                         if writing:
                             other = read_by.get(region)
-                            if other is not None and end[other] > ready:
-                                ready, why, who = end[other], 2, other
-            if i in edges:
-                for other in edges[i]:
+                            if other is not None and end_of[other] > ready:
+                                ready, why, who = end_of[other], 2, other
+            if r in edges:
+                for other in map(producers.__getitem__, edges[r]):
                     if visible[other] > ready:
                         ready, why, who = visible[other], 2, other
             if engine == 5:
-                begin, done, why, who = self._transfer(i, template, storages, ready, why, who)
+                begin_ns, done, why, who = self._transfer(i, template, storages, ready, why, who)
                 seen = done + DMA_DONE_NS
             else:
                 if shared_ports and engine <= 3:
                     ready, why, who = self._port(template, ready, why, who)
-                begin = ready
+                begin_ns = ready
                 if engine == 0:
-                    done = begin + template.ns + self._issue(template, storages)
+                    done = begin_ns + template.ns + self._issue(template, storages)
                     if template.pe_tile is None:
                         engine_free[0] = done
                         self.pe_full = done
                     else:
-                        self._occupy_tile(template, begin, done)
+                        self._occupy_tile(template, begin_ns, done)
                 else:
-                    done = begin + template.ns
+                    done = begin_ns + template.ns
                     if template.table and template.table != self.table:
                         self.table = template.table
                         done += TABLE_LOAD_NS
@@ -226,36 +287,40 @@ class _Placer:
                         self._occupy_port(i, template, done)
                 engine_last[engine] = i
                 seen = done + template.result_ns
-            start.append(begin)
-            end.append(done)
+            start.append(begin_ns)
+            end_of.append(done)
             visible.append(seen)
             cause.append(who)
             wait.append(why)
             for operand, use in enumerate(used):
-                region = template.regions[operand]
+                region = regions[operand]
                 if operand < writes:
                     use.written_by[region] = i
                     visible_from = seen
                 else:
                     known = use.read_by.get(region)
-                    if known is None or end[known] < done:
+                    if known is None or end_of[known] < done:
                         use.read_by[region] = i
                     visible_from = done
                 if visible_from > use.latest:
                     use.latest, use.latest_engine = visible_from, engine
-                if storages[operand].last == i:
-                    self._release(storages[operand], i)
+                if (s := storages[operand]).last == r and s not in self.loops.late:
+                    self._release(s, i)
+            if r in producers:
+                producers[r] = i
+            if r in barriers:
+                meeting = barriers[r]
+                times.barriers[i] = meeting, self.met[meeting]
+                self.met[meeting] += 1
+                self.barrier, self.barrier_end = (i, record), done
+                yield meeting
             i += 1
-            if i - 1 in barriers:
-                self.barrier_end = done
-                break
-        start_at, self.at = self.at, i
-        return barriers.get(i - 1) if i > start_at else None
 
     def pass_barrier(self, latest: float, ns: float) -> None:
         """All have come: the instruction ends `ns` after the latest of them came."""
-        last, when = self.at - 1, latest + ns
-        template, storages, _, _ = self.trace.records[last]
+        assert self.barrier is not None
+        last, (template, storages, _, _) = self.barrier
+        when = latest + ns
         if latest > self.times.end[last]:
             self.times.wait[last], self.times.cause[last] = Wait.OTHER_CORE, -1
         self.times.end[last] = when
@@ -271,25 +336,42 @@ class _Placer:
 
     # capacity
 
-    def _allocate(self, s: Storage) -> tuple[float, int]:
-        """When a tensor's place is free, and the instruction that frees it."""
+    def _allocate(self, s: Storage, use: _Uses, i: int) -> tuple[float, int]:
+        """When a tensor's place is free for its first write, and the instruction that frees it."""
+        if use.begun >= 0 and s in self.loops.early:  # it entered in an iteration before
+            return 0.0, -1
+        use.begun = i
         if s.address is None:
             return self.capacity[s.layout.memory].take(s.layout.size)
         when, who = 0.0, -1
         for other in self.placed:
-            before = other.last < s.first and other.memory is s.memory
-            if before and self.uses[other].latest > when and liveness.overlap(s, other):
-                when, who = self.uses[other].latest, other.last
+            if other is s or other.memory is not s.memory or other not in self.uses:
+                continue
+            latest, last = self.uses[other].latest, self.uses[other].last
+            if latest > when and liveness.overlap(s, other):
+                when, who = latest, last
         return when, who
 
     def _release(self, s: Storage, i: int) -> None:
         layout = s.layout
         if not layout.on_chip:
             return
-        capacity, latest = self.capacity[layout.memory], self.uses[s].latest
-        capacity.occupied.append((self.times.start[s.first], latest, layout.size))
+        capacity, use = self.capacity[layout.memory], self.uses[s]
+        use.last = i
+        capacity.occupied.append((self.times.start[use.begun], use.latest, layout.size))
         if s.address is None:
-            capacity.release(latest, layout.size, i)
+            capacity.release(use.latest, layout.size, i)
+
+    def _moved(
+        self, template: InstructionTemplate, moves: list[Move]
+    ) -> tuple[list[int], list[list[int]]]:
+        """Regions and overlaps of an instruction's operands in the iterations that run."""
+        regions, overlaps = list(template.regions), list(template.overlaps)
+        for move in moves:
+            region = move.region(self.iterations[move.loop])
+            regions[move.operand] = region
+            overlaps[move.operand] = move.geometry.layout.overlaps[region]
+        return regions, overlaps
 
     def _issue(self, template: InstructionTemplate, storages: tuple[Storage, ...]) -> float:
         """Issue overhead of a TensorE instruction: none for a stationary operand that is loaded."""
@@ -317,7 +399,7 @@ class _Placer:
         for c in _cells(template.pe_tile):
             self.cells[c] = done
         # instructions are issued one after another: at least MIN_II apart
-        self.pe_issue = begin + self.machine.ns(Engine.TENSOR, MIN_CYCLES) + self.overhead_ns
+        self.pe_issue = begin + self.issue_ns
         self.engine_free[0] = max(self.engine_free[0], done)
 
     # ports that engines share on gen2
@@ -366,12 +448,13 @@ class _Placer:
             self.dge_free[unit] = trigger
         elif cost.descriptors == "swdge":
             cycles = max(MIN_CYCLES, cost.rows)
-            trigger = max(trigger, self.engine_free[3]) + self.machine.ns(Engine.GPSIMD, cycles)
+            trigger = max(trigger, self.engine_free[3])
+            trigger += on_grid(self.machine.ns(Engine.GPSIMD, cycles))
             self.engine_free[3], self.engine_last[3] = trigger, i
         first = trigger + DMA_START_NS
         engine_ns = self.dma_ns.get(cost)
         if engine_ns is None:
-            engine_ns = self.dma_ns[cost] = cost.engine_ns(self.machine)
+            engine_ns = self.dma_ns[cost] = on_grid(cost.engine_ns(self.machine))
         done = self.dma.take(cost, engine_ns, first)
         for engine in range(cost.first_engine, cost.first_engine + cost.engines):
             self.times.dma_busy_ns[engine] += engine_ns

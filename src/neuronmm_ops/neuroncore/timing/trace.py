@@ -10,10 +10,23 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import CodeType
+from typing import NamedTuple
 
 from neuronmm_ops.hardware import Engine, Machine
+from neuronmm_ops.neuroncore.memory.geometry import Geometry
 from neuronmm_ops.neuroncore.memory.storage import Storage
 from neuronmm_ops.neuroncore.turns import Meeting
+
+_GRID = 2.0**20
+
+
+def on_grid(ns: float) -> float:
+    """A duration in whole 2**-20 ns, so that sums and differences of times are exact.
+
+    Below 2**33 ns, 8.6 s, an fp64 number has room for them. A loop whose iterations take equally
+    long can so be told from one whose iterations nearly do.
+    """
+    return round(ns * _GRID) / _GRID
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +93,41 @@ class InstructionTemplate:
     """The first operand in HBM, if any."""
     on_sbuf: bool = False
     on_psum: bool = False
+    indirect: bool = False
+    """The place of an operand depends on an index."""
+    skips: bool = False
+    """An index out of bounds moves nothing, and is no error."""
+
+
+class Loop:
+    """A loop that runs on the device: the records [start, end) of a trace, `trips` times.
+
+    `outer` are the tensors from outside the body that it uses; those that it allocates are
+    `Trace.storages[first_storage:end_storage]`, which every iteration uses again.
+    """
+
+    __slots__ = ("end", "end_storage", "first_storage", "outer", "start", "step", "trips")
+
+    def __init__(self, start: int, first_storage: int, step: int, trips: int) -> None:
+        self.start = self.end = start
+        self.first_storage = self.end_storage = first_storage
+        self.step, self.trips = step, trips
+        self.outer: set[Storage] = set()
+
+
+class Move(NamedTuple):
+    """An operand of a loop's body whose place follows the variable of the loop."""
+
+    operand: int
+    loop: Loop
+    geometry: Geometry
+    """In the first iteration."""
+    elements: int
+    """How much further on it is in each iteration."""
+
+    def region(self, iteration: int) -> int:
+        """What it touches in an iteration, counted from 0."""
+        return self.geometry.moved(iteration * self.elements).region
 
 
 Record = tuple[InstructionTemplate, tuple[Storage, ...], CodeType, int]
@@ -97,6 +145,10 @@ class Trace:
     """Instructions that wait for other cores, by index."""
     names: dict[str, list[int]] = field(default_factory=dict[str, list[int]])
     """Instructions by the `name=` they were issued with."""
+    loops: list[Loop] = field(default_factory=list[Loop])
+    """Loops of the device by their starts, outer ones first. Their bodies are recorded once."""
+    moves: dict[int, list[Move]] = field(default_factory=dict[int, list[Move]])
+    """Operands that loop variables move, by record."""
 
 
 class NkiInstruction:
@@ -117,7 +169,9 @@ class NkiInstruction:
         """Run this instruction after each of `producers`. Returns self."""
         for producer in producers:
             if producer.trace is self.trace and producer.index < self.index:
-                self.trace.edges.setdefault(self.index, []).append(producer.index)
+                edges = self.trace.edges.setdefault(self.index, [])
+                if producer.index not in edges:  # the body of a loop comes here every time
+                    edges.append(producer.index)
             elif producer.index >= self.index:
                 raise ValueError(
                     f"depends_on: instruction {self.index} cannot wait for instruction "
