@@ -220,7 +220,7 @@ class SimulatedCore:
         for at, s in enumerate(storages):
             reads = at >= writes or template.reads_dst
             if reads and not s.initialised and regions[at] not in s.written:
-                self._check_written(template, placed, at)
+                self._check_written(template, placed, at, regions[at])
             if s.first < 0:
                 s.first = number
             s.last = number
@@ -264,15 +264,19 @@ class SimulatedCore:
                 )
         if moves and self.replay is None:
             self.trace.moves[number] = moves
+        for move in moves:  # a trace runs the body once, and writes what all iterations do
+            storage = operands[move.operand].storage
+            if move.operand < template.writes and not storage.initialised and not self.execute:
+                storage.written.update([move.region(i) for i in range(move.loop.trips)])
         return found
 
     def _check_written(
-        self, template: InstructionTemplate, operands: Sequence[NkiTensor], at: int
+        self, template: InstructionTemplate, operands: Sequence[NkiTensor], at: int, region: int
     ) -> None:
         t = operands[at]
-        if not t.storage.covered(template.regions[at]):
+        if not t.storage.covered(region):
             verb = "adds to" if at < template.writes else "reads"
-            storage, region = t.storage, template.regions[at]
+            storage = t.storage
             nothing = storage.written.isdisjoint(storage.layout.overlaps[region])
             which = "no element was ever" if nothing else "some elements were never"
             self.launch.undefined(
