@@ -135,6 +135,7 @@ class _Placer:
             limit = liveness.limit_of(memory, machine) - liveness.covered(placed)
             self.capacity[memory] = Capacity(limit)
             self.times.occupied[memory] = self.capacity[memory].occupied
+        self.released: set[Storage] = set()
         self.placed = [s for s in trace.storages if s.address and s.first >= 0]
 
     def advance(self) -> None:
@@ -266,8 +267,9 @@ class _Placer:
 
     def _release(self, s: Storage, i: int) -> None:
         layout = s.layout
-        if not layout.on_chip:
+        if not layout.on_chip or s in self.released:  # an instruction may name a tensor twice
             return
+        self.released.add(s)
         capacity, latest = self.capacity[layout.memory], self.uses[s].latest
         capacity.occupied.append((self.times.start[s.first], latest, layout.size))
         if s.address is None:
