@@ -1,5 +1,6 @@
 """Profiles of kernels small enough to be worked out by hand; the page, JSON and picture of each."""
 
+import dataclasses
 import json
 import re
 import sys
@@ -278,6 +279,23 @@ def test_the_page(profile: nc.Profile, lnc: int) -> None:
             table = line.lstrip().startswith(("core", "ms "))
             assert "modelled" in line or table, line
     assert page.count("modelled") >= 6
+
+
+def test_long_file_names_leave_the_source_its_column(
+    profile: nc.Profile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = profile.critical_path
+    name = "a_very_long_name_of_a_kernel_that_somebody_wrote.py"
+    one = [dataclasses.replace(entry, file=name) for entry in lines]
+    two = [one[0], *(dataclasses.replace(e, file="other_" + name) for e in one[1:])]
+    for path in (one, two):
+        monkeypatch.setitem(vars(profile), "critical_path", tuple(path))
+        page = str(profile)
+        for entry in path:
+            assert entry.text[:20] in page
+        assert max(map(len, page.splitlines())) <= 100
+    assert f"in {name}" not in page
+    assert "a_very…te.py:" in page
 
 
 def test_a_profile_costs_nothing_until_it_is_asked() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import gc
 import inspect
 import sys
 import types
@@ -20,6 +19,7 @@ from neuronmm_ops.neuroncore import dtypes
 from neuronmm_ops.neuroncore import language as nl
 from neuronmm_ops.neuroncore.checks.base import refuse
 from neuronmm_ops.neuroncore.checks.tensors import shape_of
+from neuronmm_ops.neuroncore.collector import no_collection
 from neuronmm_ops.neuroncore.core import KernelRun, SimulatedCore, running
 from neuronmm_ops.neuroncore.dtypes import DType
 from neuronmm_ops.neuroncore.memory.storage import Storage
@@ -118,7 +118,7 @@ def run(
         call = inspect.BoundArguments(signature, OrderedDict(own))
         return kernel.func(*call.args, **call.kwargs)
 
-    with _no_collection(), np.errstate(all="ignore"):
+    with no_collection(), np.errstate(all="ignore"):
         results = launch.run(body)
         boundary.write_back()
         outputs = boundary.leave(results[0])
@@ -252,18 +252,6 @@ def _torch_tensor(values: np.ndarray) -> Any:
     if not hasattr(torch, str(name)):
         raise TypeError(f"torch has no {name}; give the kernel NumPy arrays, or cast its output")
     return torch.from_numpy(np.ascontiguousarray(values).view(bits)).view(getattr(torch, str(name)))
-
-
-@contextmanager
-def _no_collection() -> Generator[None]:
-    """A trace makes many objects and no cycles: the collector would only walk them."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def simulate(

@@ -146,7 +146,7 @@ def busy(core: CoreSchedule, schedule: Schedule) -> tuple[EngineUse, ...]:
 def critical_path(schedule: Schedule) -> tuple[CriticalLine, ...]:
     """The chain of waits that ends with the last instruction, by source line, longest first."""
     found: dict[tuple[int, CodeType, int, str, int], list[float]] = {}
-    for core, i, own, latency in _walk(schedule):
+    for core, i, own, latency in critical_steps(schedule):
         template, _, code, line = schedule.cores[core].trace.records[i]
         wait = schedule.cores[core].wait[i]
         entry = found.setdefault((core, code, line, template.opcode, wait), [0, 0.0, 0.0])
@@ -170,7 +170,7 @@ def critical_path(schedule: Schedule) -> tuple[CriticalLine, ...]:
     return tuple(sorted(lines, key=lambda entry: -entry.time_ms))
 
 
-def _walk(schedule: Schedule) -> list[tuple[int, int, float, float]]:
+def critical_steps(schedule: Schedule) -> list[tuple[int, int, float, float]]:
     """(core, instruction, ns of its own, ns of latency before it) from the end to the start.
 
     `now` moves from the end of the launch to 0, so that all parts together make its time.
@@ -193,7 +193,8 @@ def _walk(schedule: Schedule) -> list[tuple[int, int, float, float]]:
         begin = min(now, core.start[i])
         before = core.cause[i]
         gate = min(begin, core.end[before]) if before >= 0 else 0.0
-        steps.append((at, i, now - begin, begin - gate))
+        if now > gate:  # a cause that ran later than what it is said to have delayed has no part
+            steps.append((at, i, now - begin, begin - gate))
         now, i = gate, before
     return steps
 

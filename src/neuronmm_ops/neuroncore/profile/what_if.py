@@ -1,0 +1,295 @@
+"""What would help: the launch scheduled again with one resource free.
+
+The times are modelled, and each is of the whole launch: when one resource is free, the next one
+binds.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, NamedTuple
+
+from neuronmm_ops.hardware import DMA_ENGINES, Engine, Machine
+from neuronmm_ops.neuroncore.collector import no_collection
+from neuronmm_ops.neuroncore.memory.liveness import limit_of
+from neuronmm_ops.neuroncore.memory.storage import MemoryRegion, Storage
+from neuronmm_ops.neuroncore.profile.metrics import critical_steps, occupancy
+from neuronmm_ops.neuroncore.timing.schedule import Schedule, schedule
+from neuronmm_ops.neuroncore.timing.trace import InstructionTemplate, Trace
+
+if TYPE_CHECKING:
+    from neuronmm_ops.neuroncore.core import KernelRun
+
+BINDS = 0.02
+"""A resource binds if the launch takes less by more than this share when it is free."""
+
+
+@dataclass(frozen=True)
+class WhatIf:
+    """The launch with one resource free."""
+
+    resource: str
+    freed: str
+    """What was changed, as the end of "if ..."."""
+    time_ms: float
+    speedup: float | None
+    """Time of the launch as it is over `time_ms`; None where that is 0."""
+    advice: str
+    """What a kernel could do about it."""
+
+
+class _Resource(NamedTuple):
+    name: str
+    freed: str
+    advice: str
+    free: Callable[[KernelRun], KernelRun]
+    binds: Callable[[Schedule, set[InstructionTemplate]], bool]
+    """Whether it may: of the schedule, and what is on the critical path."""
+
+
+def what_if(launch: KernelRun, before: Schedule) -> tuple[WhatIf, ...]:
+    """Free in turn each resource that may bind; what helps most comes first.
+
+    The launch is scheduled once more for each: as long as its first schedule took.
+    """
+    records = [core.trace.records for core in before.cores]
+    on_path = {records[core][i][0] for core, i, _, _ in critical_steps(before)}
+    found: list[WhatIf] = []
+    for resource in _RESOURCES:
+        if not resource.binds(before, on_path):
+            continue
+        with no_collection():
+            ns = schedule(resource.free(launch), before.model).time_ns
+        speedup = before.time_ns / ns if ns else None
+        found.append(WhatIf(resource.name, resource.freed, ns / 1e6, speedup, resource.advice))
+    return tuple(sorted(found, key=lambda entry: entry.time_ms))
+
+
+def summary(found: tuple[WhatIf, ...], time_ms: float) -> str:
+    """What binds, in a sentence or two."""
+    if not found:
+        return "Nothing ran."
+    best = found[0]
+    if best.time_ms > (1 - BINDS) * time_ms:
+        return (
+            f"No single resource binds: with any one of them free the kernel would be at most "
+            f"{BINDS:.0%} faster. Its steps wait for one another: let more of them overlap."
+        )
+    faster = f"{best.speedup:.2f}x as fast" if best.speedup else "done at once"
+    return f"{best.resource} binds: {faster} (modelled) if {best.freed}. To do: {best.advice}."
+
+
+# --- launches with one resource free
+
+
+def _relaunch(
+    launch: KernelRun, trace: Callable[[Trace], Trace], machine: Machine | None = None
+) -> KernelRun:
+    """The launch with other traces, and perhaps on another machine."""
+    changed = copy.copy(launch)
+    changed.machine = machine or launch.machine
+    changed.cores = [copy.copy(core) for core in launch.cores]
+    for core in changed.cores:
+        core.trace = trace(core.trace)
+    return changed
+
+
+def _with_templates(
+    launch: KernelRun,
+    change: Callable[[InstructionTemplate], InstructionTemplate],
+    machine: Machine | None = None,
+) -> KernelRun:
+    changed: dict[InstructionTemplate, InstructionTemplate] = {}
+
+    def of(template: InstructionTemplate) -> InstructionTemplate:
+        if template not in changed:
+            changed[template] = change(template)
+        return changed[template]
+
+    def trace(t: Trace) -> Trace:
+        return replace(t, records=[(of(template), *rest) for template, *rest in t.records])
+
+    return _relaunch(launch, trace, machine)
+
+
+def _instant(template: InstructionTemplate) -> InstructionTemplate:
+    return replace(template, ns=0.0, result_ns=0.0)
+
+
+def _free_engine(engine: Engine) -> Callable[[KernelRun], KernelRun]:
+    def free(launch: KernelRun) -> KernelRun:
+        clocks = list(launch.machine.clocks_ghz)
+        clocks[engine] = math.inf  # also issue overheads and descriptors
+        machine = replace(launch.machine, clocks_ghz=tuple(clocks))
+        return _with_templates(launch, lambda t: _instant(t) if t.engine is engine else t, machine)
+
+    return free
+
+
+def _evicts(template: InstructionTemplate) -> bool:
+    return template.on_psum and Engine.TENSOR < template.engine <= Engine.GPSIMD
+
+
+def _free_eviction(launch: KernelRun) -> KernelRun:
+    return _with_templates(launch, lambda t: _instant(t) if _evicts(t) else t)
+
+
+def _free_dma_rate(launch: KernelRun) -> KernelRun:
+    return _with_templates(
+        launch, lambda t: t if t.dma is None else replace(t, dma=replace(t.dma, engine_ns=0.0))
+    )
+
+
+def _free_dma_rows(launch: KernelRun) -> KernelRun:
+    peak = launch.machine.dma_peak_gbps
+
+    def change(t: InstructionTemplate) -> InstructionTemplate:
+        if t.dma is None:
+            return t
+        ns = t.dma.bytes / peak
+        return replace(t, dma=replace(t.dma, first_engine=0, engines=DMA_ENGINES, engine_ns=ns))
+
+    return _with_templates(launch, change)
+
+
+def _free_descriptors(launch: KernelRun) -> KernelRun:
+    return _with_templates(
+        launch, lambda t: t if t.dma is None else replace(t, dma=replace(t.dma, descriptors="none"))
+    )
+
+
+def _unlimited(memory: MemoryRegion) -> Callable[[KernelRun], KernelRun]:
+    """Tensors of the memory take no room in it, wherever they were put."""
+
+    def free(launch: KernelRun) -> KernelRun:
+        copies: dict[Storage, Storage] = {}
+
+        def of(storage: Storage) -> Storage:
+            if storage.memory is not memory:
+                return storage
+            if storage not in copies:
+                copied = copies[storage] = copy.copy(storage)
+                copied.layout = copy.copy(storage.layout)
+                copied.layout.size = 0
+                copied.address = None
+            return copies[storage]
+
+        def trace(t: Trace) -> Trace:
+            records = [
+                (template, tuple([of(s) for s in used]), code, line)
+                for template, used, code, line in t.records
+            ]
+            return replace(t, records=records, storages=[of(s) for s in t.storages])
+
+        return _relaunch(launch, trace)
+
+    return free
+
+
+# --- what may bind
+
+
+def _on_path(
+    matches: Callable[[InstructionTemplate], bool],
+) -> Callable[[Schedule, set[InstructionTemplate]], bool]:
+    return lambda _, on_path: any(map(matches, on_path))
+
+
+def _runs_on(engine: Engine) -> Callable[[Schedule, set[InstructionTemplate]], bool]:
+    return _on_path(lambda template: template.engine is engine)
+
+
+def _describes(template: InstructionTemplate, *by: str) -> bool:
+    return template.dma is not None and template.dma.descriptors in by
+
+
+def _fills(memory: MemoryRegion) -> Callable[[Schedule, set[InstructionTemplate]], bool]:
+    """Whether a tensor could ever have waited for room: the largest beside the fullest moment."""
+
+    def binds(before: Schedule, _: set[InstructionTemplate]) -> bool:
+        limit = limit_of(memory, before.machine)
+        for core in before.cores:
+            held = max([size for _, size in occupancy(core, memory)], default=0)
+            largest = max([size for _, _, size in core.occupied.get(memory, [])], default=0)
+            if largest and held + largest > limit:
+                return True
+        return False
+
+    return binds
+
+
+_RESOURCES = (
+    _Resource(
+        "TensorE",
+        "matmuls took no time",
+        "fill the PE array (128 rows, 128 stationary and 512 moving columns), compute less",
+        _free_engine(Engine.TENSOR),
+        _runs_on(Engine.TENSOR),
+    ),
+    _Resource(
+        "VectorE",
+        "VectorE took no time",
+        "move work to other engines, use 16-bit operands, fuse instructions",
+        _free_engine(Engine.VECTOR),
+        _runs_on(Engine.VECTOR),
+    ),
+    _Resource(
+        "ScalarE",
+        "ScalarE took no time",
+        "move work to other engines, fuse instructions",
+        _free_engine(Engine.SCALAR),
+        _runs_on(Engine.SCALAR),
+    ),
+    _Resource(
+        "GpSimdE",
+        "GpSimdE took no time",
+        "move work to VectorE or ScalarE, avoid software descriptors (dge_mode)",
+        _free_engine(Engine.GPSIMD),
+        _on_path(lambda t: t.engine is Engine.GPSIMD or _describes(t, "swdge")),
+    ),
+    _Resource(
+        "PSUM eviction",
+        "instructions of VectorE, ScalarE and GpSimdE on PSUM took no time",
+        "evict wide tiles, by more than one engine, and sum over K in PSUM",
+        _free_eviction,
+        _on_path(_evicts),
+    ),
+    _Resource(
+        "DMA rate",
+        "DMA engines carried bytes at once",
+        "move fewer bytes: keep operands in SBUF, load nothing twice, fuse kernels",
+        _free_dma_rate,
+        _runs_on(Engine.DMA),
+    ),
+    _Resource(
+        "DMA shape",
+        "every DMA used all 16 engines at their peak rate",
+        "make contiguous rows of 2 KiB or more, and enough of them for 16 engines",
+        _free_dma_rows,
+        _runs_on(Engine.DMA),
+    ),
+    _Resource(
+        "DMA descriptors",
+        "descriptors were made before the run",
+        "issue fewer and larger DMAs, or choose another dge_mode",
+        _free_descriptors,
+        _on_path(lambda t: _describes(t, "hwdge", "swdge")),
+    ),
+    _Resource(
+        "SBUF",
+        "SBUF were unlimited",
+        "keep smaller tiles, or fewer at once, so that the next ones load earlier",
+        _unlimited(MemoryRegion.sbuf),
+        _fills(MemoryRegion.sbuf),
+    ),
+    _Resource(
+        "PSUM",
+        "PSUM were unlimited",
+        "evict banks earlier, or hold fewer at once",
+        _unlimited(MemoryRegion.psum),
+        _fills(MemoryRegion.psum),
+    ),
+)
