@@ -29,6 +29,24 @@ def page(profile: Profile) -> str:
     return text.replace("\xa0", " ")
 
 
+def what_would_help(p: Profile) -> str:
+    """A section of its own: it schedules the launch again for each line."""
+    rows = [
+        (
+            milliseconds(entry.time_ms),
+            f"{entry.speedup:.2f}x" if entry.speedup else "",
+            entry.resource,
+            f"if {entry.freed}",
+        )
+        for entry in p.what_if
+    ]
+    header = ("ms", "speed", "<resource", "<")
+    lines = ["What would help (ms modelled, with that resource free)"]
+    lines += table(header, rows) if rows else []
+    lines += ["  " + line for line in textwrap.wrap(p.what_would_help, WIDTH - 2)]
+    return "\n".join(_fit(lines))
+
+
 def _fit(lines: Iterable[str]) -> list[str]:
     return [clip(line.rstrip(), WIDTH) for line in lines]
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from neuronmm_ops.hardware import DMA_ENGINES, Engine, Machine
 from neuronmm_ops.neuroncore.collector import no_collection
@@ -39,6 +39,10 @@ class WhatIf:
     """Time of the launch as it is over `time_ms`; None where that is 0."""
     advice: str
     """What a kernel could do about it."""
+
+    def document(self) -> dict[str, Any]:
+        """As plain types."""
+        return asdict(self)
 
 
 class _Resource(NamedTuple):
