@@ -145,6 +145,15 @@ def test_the_critical_path_makes_the_whole_time(profile: nc.Profile) -> None:
     assert [entry.time_ms for entry in path] == sorted((e.time_ms for e in path), reverse=True)
 
 
+def test_statements_of_several_lines_are_read_to_their_end(tmp_path: Path) -> None:
+    file = tmp_path / "kernel.py"
+    file.write_text("f(\n    a[\n        0],\n    b,\n)\ng(1)\nh(" + "\n1," * 40 + ")\n")
+    assert metrics.statement(str(file), 1) == "f( a[ 0], b, )"
+    assert metrics.statement(str(file), 6) == "g(1)"
+    assert metrics.statement(str(file), 7).count("1,") == 11
+    assert metrics.statement(str(tmp_path / "no.py"), 1) == ""
+
+
 def test_memory_at_its_fullest(profile: nc.Profile) -> None:
     assert (profile.sbuf.used, profile.sbuf.limit) == (1280, 224 * 1024 - 16648)
     assert [(t.name, t.size) for t in profile.sbuf.live] == [("b", 1024), ("a", 256)]

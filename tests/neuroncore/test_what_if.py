@@ -200,7 +200,11 @@ def test_what_helps_little_does_not_bind() -> None:
     assert summary((little,), 1.0).startswith("No single resource binds: ")
     much = dataclasses.replace(little, time_ms=0.975, speedup=1 / 0.975)
     assert summary((much, little), 1.0) == (
-        "VectorE binds: 1.03x as fast (modelled) if VectorE took no time. To do: move work."
+        "VectorE binds: 1.03x as fast (modelled) if VectorE took no time; move work."
+    )
+    other = dataclasses.replace(much, resource="SBUF", freed="SBUF were unlimited", advice="less")
+    assert summary((much, other, little), 1.0).endswith(
+        " Next is SBUF: 1.03x as fast (modelled) if SBUF were unlimited; less."
     )
 
 

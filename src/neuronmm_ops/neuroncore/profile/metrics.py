@@ -24,6 +24,8 @@ WAIT_NAMES = (
     "nothing", "engine", "data", "room", "queue", "DMA engines", "port", "other core"
 )  # fmt: skip
 """By `Wait`."""
+_LONGEST = 12
+"""Lines of a statement that are read."""
 
 
 @dataclass(frozen=True)
@@ -158,7 +160,7 @@ def critical_path(schedule: Schedule) -> tuple[CriticalLine, ...]:
             core,
             os.path.basename(code.co_filename),
             line,
-            linecache.getline(code.co_filename, line).strip(),
+            statement(code.co_filename, line),
             opcode,
             WAIT_NAMES[wait],
             int(steps),
@@ -168,6 +170,16 @@ def critical_path(schedule: Schedule) -> tuple[CriticalLine, ...]:
         for (core, code, line, opcode, wait), (steps, ns, latency) in found.items()
     ]
     return tuple(sorted(lines, key=lambda entry: -entry.time_ms))
+
+
+def statement(file: str, line: int) -> str:
+    """The source from a line on, until its brackets close, as one line; "" without a source."""
+    text = linecache.getline(file, line).strip()
+    for more in range(line + 1, line + _LONGEST):
+        if sum(map(text.count, "([{")) <= sum(map(text.count, ")]}")):
+            break
+        text = f"{text} {linecache.getline(file, more).strip()}".rstrip()
+    return text
 
 
 def critical_steps(schedule: Schedule) -> list[tuple[int, int, float, float]]:

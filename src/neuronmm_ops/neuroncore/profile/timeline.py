@@ -9,7 +9,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import linecache
 import os
 import re
 import zlib
@@ -28,6 +27,7 @@ from neuronmm_ops.neuroncore.profile.metrics import (
     WAIT_NAMES,
     critical_steps,
     occupancy,
+    statement,
 )
 from neuronmm_ops.neuroncore.timing.schedule import CoreSchedule
 from neuronmm_ops.neuroncore.timing.trace import Record
@@ -205,7 +205,7 @@ class _Places:
         found = self._numbers.get((file, line))
         if found is not None:
             return found
-        text = linecache.getline(file, line).strip()
+        text = statement(file, line)
         self.documents.append({"place": f"{os.path.basename(file)}:{line}", "text": text})
         self._numbers[file, line] = len(self.documents) - 1
         return len(self.documents) - 1

@@ -73,17 +73,24 @@ def what_if(launch: KernelRun, before: Schedule) -> tuple[WhatIf, ...]:
 
 
 def summary(found: tuple[WhatIf, ...], time_ms: float) -> str:
-    """What binds, in a sentence or two."""
+    """What binds, and what helps next, in a sentence each."""
     if not found:
         return "Nothing ran."
-    best = found[0]
-    if best.time_ms > (1 - BINDS) * time_ms:
+    helping = [entry for entry in found if entry.time_ms <= (1 - BINDS) * time_ms]
+    if not helping:
         return (
-            f"No single resource binds: with any one of them free the kernel would be at most "
-            f"{BINDS:.0%} faster. Its steps wait for one another: let more of them overlap."
+            f"No single resource binds: with any one of them free the kernel takes less time by "
+            f"less than {BINDS:.0%}. Its steps wait for one another: let more of them overlap."
         )
-    faster = f"{best.speedup:.2f}x as fast" if best.speedup else "done at once"
-    return f"{best.resource} binds: {faster} (modelled) if {best.freed}. To do: {best.advice}."
+    said = [f"{helping[0].resource} binds: {_gain(helping[0])}."]
+    if len(helping) > 1:
+        said.append(f"Next is {helping[1].resource}: {_gain(helping[1])}.")
+    return " ".join(said)
+
+
+def _gain(entry: WhatIf) -> str:
+    faster = f"{entry.speedup:.2f}x as fast" if entry.speedup else "done at once"
+    return f"{faster} (modelled) if {entry.freed}; {entry.advice}"
 
 
 # --- launches with one resource free
