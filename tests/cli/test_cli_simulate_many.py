@@ -16,6 +16,8 @@ from outcomes import Outcome, Run
 EXAMPLE = Path(__file__).parents[2] / "examples" / "kernels" / "matmul.py"
 SIZES = ("--arg", "lhsT=bf16[256,512]", "--arg", "rhs=bf16[256,1024]", "--target", "trn2")
 KERNELS = """\
+import functools
+
 import nki
 import nki.isa as nisa
 import nki.language as nl
@@ -63,6 +65,10 @@ def anything(x, **options):
     return scale(x, options.get("by", 2.0))
 
 
+def any_reference(x, **options):
+    return x * options.get("by", 2.0)
+
+
 def reference(x, by=2.0):
     return x * by
 
@@ -77,6 +83,23 @@ def wide(x):
 
 def two(x):
     return x * 2.0, x * 3.0
+
+
+def wrapped(function):
+    @functools.wraps(function)
+    def call(*args, **kwargs):
+        return function(*args, **kwargs)
+
+    return call
+
+
+@wrapped
+def decorated(x):
+    return x * 2.0
+
+
+def other_name(y):
+    return y * 2.0
 
 
 def nan(x):
@@ -194,6 +217,19 @@ def test_a_constant_of_the_file_is_swept_with_what_follows_from_it(run: Run, fil
     assert found["points"][-1]["refused"].endswith(place)
 
 
+def test_a_constant_takes_any_plain_value(run: Run, tmp_path: Path) -> None:
+    text = KERNELS.replace("BLOCK: int = 128", "TILES = (512,)\nBY = 2.0")
+    text = text.replace("4 * BLOCK", "TILES[0]").replace("by=2.0", "by=BY")
+    (tmp_path / "kernels.py").write_text("from __future__ import annotations\n" + text)
+    command = (f"{tmp_path / 'kernels.py'}:scale", *X, "--json")
+    found = document(run(*command, "--sweep", "TILES=(256,),(512,)", "--sweep", "BY=inf,-1"))
+    assert [p["refused"] for p in found["points"]] == [None] * 4
+    assert {p["values"]["TILES"]: p["instructions"] for p in found["points"]} == {
+        "(256,)": 12,
+        "(512,)": 6,
+    }
+
+
 def test_tensors_and_texts_are_swept_too(run: Run, file: Path) -> None:
     found = document(
         run(
@@ -219,6 +255,8 @@ def test_all_points_refused_is_still_a_table(run: Run, file: Path) -> None:
         (("--sweep", "by=1", "--sweep", "by=2"), ["--sweep by is given twice"]),
         (("--sweep", "by=1", "--arg", "by=2"), ["--sweep by and --arg"]),
         (("--sweep", "NOPE=1"), ["--sweep NOPE", "no parameter", "never"]),
+        (("--sweep", "BLOCK=f32[4,4]"), ["--sweep BLOCK", "takes no tensor"]),
+        (("--reference", "kernels.py:other_name"), ["reference other_name needs --arg y"]),
         (("--sweep", "TWICE=1"), ["--sweep TWICE", "2 times"]),
         (("--sweep", "A=1"), ["--sweep A", "never"]),
         (("--sweep", "by=1", "--compare"), ["not allowed with"]),
@@ -339,6 +377,38 @@ def test_files_that_cannot_be_read(run: Run, file: Path, tmp_path: Path) -> None
     failed(run(f"{file}:scale", "--arg", f"x={many}:a"), 2, "float64", "f32[")
 
 
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.asfortranarray(np.ones((128, 512), np.float32)),
+        np.ones((128, 512), ">f4"),
+        np.ones((128, 512), np.float32)[:, ::-1],
+    ],
+)
+def test_layouts_of_arrays(run: Run, file: Path, tmp_path: Path, array: np.ndarray) -> None:
+    np.save(tmp_path / "x.npy", array * np.arange(512, dtype=np.float32))
+    target = tmp_path / "y.npy"
+    command = (f"{file}:scale", "--arg", f"x=f32[{tmp_path / 'x.npy'}]", "--save", target)
+    assert run(*command).code == 0
+    np.testing.assert_array_equal(np.load(target)[5], 2 * np.arange(512))
+
+
+@pytest.mark.parametrize(
+    "array", [np.float32(1), np.ones((0, 4), np.float32), np.zeros((4, 4), "i1,i1"), np.array("a")]
+)
+@pytest.mark.parametrize("how", ["x={}", "x=bf16[{}]"])
+def test_arrays_that_are_no_tensors(
+    run: Run, file: Path, tmp_path: Path, array: np.ndarray, how: str
+) -> None:
+    np.save(tmp_path / "x.npy", array)
+    command = (f"{file}:scale", "--arg", how.format(tmp_path / "x.npy"))
+    for more in ((), ("--trace-only",)):
+        outcome = run(*command, *more)
+        assert outcome.code in (1, 2), outcome
+        failed(outcome, outcome.code)
+        assert "internal error" not in outcome.err
+
+
 def test_outputs_that_a_file_cannot_hold(run: Run, file: Path, tmp_path: Path) -> None:
     def command(kernel: str, name: str, dtype: str = "f32") -> tuple[object, ...]:
         return (f"{file}:{kernel}", "--arg", f"x={dtype}[128,1024]", "--save", tmp_path / name)
@@ -383,6 +453,8 @@ def test_agreement_is_shown_and_in_the_document(run: Run, file: Path) -> None:
         ("scale", "wide", ["output 0 is [128, 512], of kernels.py:wide [1, 128, 512]"]),
         ("scale", "two", ["the kernel returns 1 tensors, kernels.py:two 2"]),
         ("both", "two", None),
+        ("scale", "decorated", None),
+        ("scale", "any_reference", None),
         ("scale", "raises", ["AttributeError", "[kernels.py:"]),
         ("in_place", "reference", None),
     ],

@@ -148,7 +148,7 @@ def test_the_critical_path_makes_the_whole_time(profile: nc.Profile) -> None:
 def test_statements_of_several_lines_are_read_to_their_end(tmp_path: Path) -> None:
     file = tmp_path / "kernel.py"
     file.write_text("f(\n    a[\n        0],\n    b,\n)\ng(1)\nh(" + "\n1," * 40 + ")\n")
-    assert metrics.statement(str(file), 1) == "f( a[ 0], b, )"
+    assert metrics.statement(str(file), 1) == "f(a[0], b,)"
     assert metrics.statement(str(file), 6) == "g(1)"
     assert metrics.statement(str(file), 7).count("1,") == 11
     assert metrics.statement(str(tmp_path / "no.py"), 1) == ""

@@ -3,7 +3,7 @@
 import ast
 import inspect
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -13,7 +13,7 @@ import numpy as np
 
 from neuronmm_ops.cli.kernel_files import UsageError, listed
 from neuronmm_ops.cli.kernel_tensors import TensorFile
-from neuronmm_ops.neuroncore import Kernel, TensorSpec
+from neuronmm_ops.neuroncore import TensorSpec
 from neuronmm_ops.neuroncore.dtypes import DTYPES, DType, from_fp32
 
 _SHORT = {
@@ -139,31 +139,27 @@ def _checked(value: Any) -> Any:
     return value
 
 
-def parameters_of(kernel: Kernel) -> tuple[list[str], bool]:
-    """The names that a kernel takes, and whether it takes any other."""
-    parameters = inspect.signature(kernel.func).parameters.values()
+def parameters_of(function: Callable[..., Any]) -> tuple[list[str], bool]:
+    """The names that a function takes, and whether it takes any other."""
+    parameters = inspect.signature(function).parameters.values()
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    return [p.name for p in parameters if p.kind in named], any(
-        p.kind is p.VAR_KEYWORD for p in parameters
-    )
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    return [p.name for p in parameters if p.kind in named], takes_any
 
 
-def check_arguments(kernel: Kernel, name: str, values: Mapping[str, Any]) -> None:
-    """Raise UsageError where the kernel lacks a parameter, or a parameter its value."""
-    known, takes_any = parameters_of(kernel)
+def check_arguments(function: Callable[..., Any], what: str, values: Mapping[str, Any]) -> None:
+    """Raise UsageError where a function lacks a parameter, or a parameter its value."""
+    known, takes_any = parameters_of(function)
     unknown = [n for n in values if n not in known]
     if unknown and not takes_any:
         raise UsageError(
-            f"kernel {name} has no parameter {listed(unknown)}; it has {listed(known) or 'none'}"
+            f"{what} has no parameter {listed(unknown)}; it has {listed(known) or 'none'}"
         )
-    signature = inspect.signature(kernel.func)
-    missing = [
-        n
-        for n in known
-        if signature.parameters[n].default is inspect.Parameter.empty and n not in values
-    ]
+    parameters = inspect.signature(function).parameters
+    required = [n for n in known if parameters[n].default is inspect.Parameter.empty]
+    missing = [n for n in required if n not in values]
     if missing:
-        raise UsageError(f"kernel {name} needs --arg {listed(missing)}")
+        raise UsageError(f"{what} needs --arg {listed(missing)}")
 
 
 def make_arguments(values: Mapping[str, Any], seed: int, trace_only: bool) -> dict[str, Any]:

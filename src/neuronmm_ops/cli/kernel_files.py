@@ -99,7 +99,8 @@ def module(path: Path, constants: Mapping[str, Any] | None = None) -> Generator[
     try:
         if constants:
             tree = _with_constants(ast.parse(path.read_bytes(), str(path)), path, constants)
-            exec(compile(tree, str(path), "exec"), vars(made))  # noqa: S102 - the user's own file
+            code = compile(tree, str(path), "exec", dont_inherit=True)
+            exec(code, vars(made))  # noqa: S102 - the user's own file
         else:
             spec.loader.exec_module(made)
         yield made
@@ -121,11 +122,7 @@ def _with_constants(tree: ast.Module, path: Path, constants: Mapping[str, Any]) 
         name = targets[0].id
         if name in constants and isinstance(node, ast.Assign | ast.AnnAssign):
             found[name] += 1
-            value = ast.parse(repr(constants[name]), mode="eval").body
-            # on the lines of what it replaces
-            for part in ast.walk(value):
-                ast.copy_location(part, node)
-            node.value = value
+            node.value = ast.copy_location(ast.Constant(constants[name]), node)
     for name, count in found.items():
         if count != 1:
             times = "never" if count == 0 else f"{count} times"

@@ -7,6 +7,7 @@ import ml_dtypes
 import numpy as np
 
 from neuronmm_ops.cli.console import KernelError
+from neuronmm_ops.cli.kernel_arguments import check_arguments, parameters_of
 from neuronmm_ops.cli.kernel_files import Place, function_of, module, reported
 from neuronmm_ops.cli.kernel_tensors import as_arrays
 from neuronmm_ops.neuroncore.dtypes import from_fp32, from_numpy
@@ -49,9 +50,9 @@ def expect(place: Place, arguments: dict[str, Any]) -> Expected:
     """
     with reported(place.path), module(place.path) as found:
         function = function_of(found, place)
-        code = getattr(function, "__code__", None)
-        named = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount] if code else arguments
-        given = {name: value for name, value in arguments.items() if name in named}
+        known, takes_any = parameters_of(function)
+        given = {n: value for n, value in arguments.items() if takes_any or n in known}
+        check_arguments(function, f"reference {place.name}", given)
         results = [
             as_arrays(function(**{name: _cast(value, dtype) for name, value in given.items()}))
             for dtype in (np.float64, np.float32)

@@ -6,9 +6,15 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from neuronmm_ops.cli.console import KernelError, one_line, show_table, stdout
-from neuronmm_ops.cli.kernel_arguments import check_arguments, make_arguments, parameters_of
+from neuronmm_ops.cli.kernel_arguments import (
+    Tensor,
+    check_arguments,
+    make_arguments,
+    parameters_of,
+)
 from neuronmm_ops.cli.kernel_files import Place, UsageError, kernel_of, listed, module, reported
 from neuronmm_ops.cli.kernel_reference import Agreement, Expected, agreements, expect
+from neuronmm_ops.cli.kernel_tensors import TensorFile
 from neuronmm_ops.hardware import Model, Target
 from neuronmm_ops.neuroncore import Kernel, Profile
 from neuronmm_ops.neuroncore import kernel as kernels
@@ -63,7 +69,7 @@ def run(place: Place, launch: Launch, constants: Mapping[str, Any] | None = None
 
 
 def _run(kernel: Kernel, place: Place, launch: Launch) -> Run:
-    check_arguments(kernel, place.name, launch.arguments)
+    check_arguments(kernel.func, f"kernel {place.name}", launch.arguments)
     arguments = make_arguments(launch.arguments, launch.seed, launch.trace_only)
     expected: Expected | None = None
     if launch.reference is not None:
@@ -94,7 +100,7 @@ def compare(places: Sequence[Place], launch: Launch) -> dict[str, Any]:
     for place in places:
         with reported(place.path), module(place.path) as imported:
             kernel = kernel_of(imported, place)
-            known, takes_any = parameters_of(kernel)
+            known, takes_any = parameters_of(kernel.func)
             own = {
                 name: value
                 for name, value in launch.arguments.items()
@@ -217,11 +223,14 @@ def sweep(
     "refused" (None, or why) and numbers of its profile; fastest first, refused last.
     """
     with reported(place.path), module(place.path) as found:
-        known, takes_any = parameters_of(kernel_of(found, place))
+        known, takes_any = parameters_of(kernel_of(found, place).func)
         is_parameter = {n: n in known or (takes_any and not hasattr(found, n)) for n in sweeps}
     both = [name for name in sweeps if name in launch.arguments]
     if both:
         raise UsageError(f"--sweep {listed(both)} and --arg give the same parameter a value")
+    for name, values in sweeps.items():
+        if not is_parameter[name] and any(isinstance(v, Tensor | TensorFile) for _, v in values):
+            raise UsageError(f"--sweep {name}: a constant of a file takes no tensor")
     points: list[dict[str, Any]] = []
     for chosen in itertools.product(*sweeps.values()):
         values = {n: value for n, (_, value) in zip(sweeps, chosen, strict=True)}

@@ -106,7 +106,7 @@ class TensorFile:
     def _converted(self, array: np.ndarray, dtype: DType) -> np.ndarray:
         if dtype.kind == "packed" or dtype == "tfloat32":
             raise self._wrong(f"cannot become {dtype}, which has no NumPy dtype")
-        if array.dtype.kind == "V" and array.dtype.itemsize == dtype.itemsize:
+        if array.dtype == np.dtype(("V", dtype.itemsize)):
             return array.view(dtype.numpy)  # NumPy writes bfloat16 as bytes without a name
         if array.dtype == dtype.numpy:
             return array

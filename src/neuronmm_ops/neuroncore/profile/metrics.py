@@ -178,7 +178,9 @@ def statement(file: str, line: int) -> str:
     for more in range(line + 1, line + _LONGEST):
         if sum(map(text.count, "([{")) <= sum(map(text.count, ")]}")):
             break
-        text = f"{text} {linecache.getline(file, more).strip()}".rstrip()
+        rest = linecache.getline(file, more).strip()
+        gap = "" if text.endswith(("(", "[", "{")) or rest.startswith((")", "]", "}")) else " "
+        text = f"{text}{gap}{rest}".rstrip()
     return text
 
 
