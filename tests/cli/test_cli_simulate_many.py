@@ -252,6 +252,7 @@ def test_all_points_refused_is_still_a_table(run: Run, file: Path) -> None:
     [
         (("--sweep", "BLOCK"), ["NAME=VALUE,VALUE", "'BLOCK'"]),
         (("--sweep", "by="), ["NAME=VALUE,VALUE"]),
+        (("--sweep", "by=1,"), ["--sweep by: ''"]),
         (("--sweep", "by=1", "--sweep", "by=2"), ["--sweep by is given twice"]),
         (("--sweep", "by=1", "--arg", "by=2"), ["--sweep by and --arg"]),
         (("--sweep", "NOPE=1"), ["--sweep NOPE", "no parameter", "never"]),

@@ -70,7 +70,10 @@ def read_sweep(text: str) -> tuple[str, list[tuple[str, Any]]]:
     if not equals or not name.isidentifier() or not values:
         raise ValueError(f"--sweep must be NAME=VALUE,VALUE, such as BLOCK=128,256; got {text!r}")
     texts = [value.strip() for value in _COMMA.split(values)]
-    return name, [(value, _value(name, value)) for value in texts]
+    try:
+        return name, [(value, _value(name, value)) for value in texts]
+    except ValueError as error:
+        raise ValueError(str(error).replace("--arg", "--sweep", 1)) from error
 
 
 def _value(name: str, value: str) -> Any:
