@@ -135,7 +135,6 @@ class _Placer:
             limit = liveness.limit_of(memory, machine) - liveness.covered(placed)
             self.capacity[memory] = Capacity(limit)
             self.times.occupied[memory] = self.capacity[memory].occupied
-        self.released: set[Storage] = set()
         self.placed = [s for s in trace.storages if s.address and s.first >= 0]
 
     def advance(self) -> None:
@@ -226,8 +225,9 @@ class _Placer:
                     visible_from = done
                 if visible_from > use.latest:
                     use.latest, use.latest_engine = visible_from, engine
-                if storages[operand].last == i:
-                    self._release(storages[operand], i)
+                # once, where an instruction names a tensor twice
+                if (s := storages[operand]).last == i and s not in storages[operand + 1 :]:
+                    self._release(s, i)
             i += 1
             if i - 1 in barriers:
                 self.barrier_end = done
@@ -267,9 +267,8 @@ class _Placer:
 
     def _release(self, s: Storage, i: int) -> None:
         layout = s.layout
-        if not layout.on_chip or s in self.released:  # an instruction may name a tensor twice
+        if not layout.on_chip:
             return
-        self.released.add(s)
         capacity, latest = self.capacity[layout.memory], self.uses[s].latest
         capacity.occupied.append((self.times.start[s.first], latest, layout.size))
         if s.address is None:
