@@ -137,6 +137,24 @@ def test_tensors_at_addresses_wait_for_their_place_and_are_freed_too() -> None:
     assert by_name(profile)["SBUF"].time_ms < profile.time_ms
 
 
+def test_what_has_no_part_of_the_path_is_not_tried() -> None:
+    @nc.jit
+    def loads(x):
+        for i in range(64):
+            tile = nl.ndarray((128, 2048), x.dtype)
+            nisa.dma_copy(tile, x)
+            if i == 0:
+                nisa.tensor_scalar(tile[:, 0:64], tile[:, 0:64], nl.multiply, 2.0)
+        last = nl.ndarray((128, 4), x.dtype)
+        nisa.tensor_copy(last, tile[:, 0:4], engine=nisa.vector_engine)
+        return x
+
+    profile = profile_of(loads, (128, 2048))
+    path = {entry.opcode for entry in profile.critical_path}
+    assert "tensor_copy" in path
+    assert "VectorE" not in by_name(profile)
+
+
 def test_freeing_leaves_the_launch_as_it_was() -> None:
     profile = profile_of(stream, (6 * 128, 45_000))
     traces = [
@@ -196,15 +214,32 @@ def test_nothing_ran() -> None:
 
 def test_what_helps_little_does_not_bind() -> None:
     little = WhatIf("VectorE", "VectorE took no time", 0.985, 1 / 0.985, "move work")
-    assert summary((little,), 1.0).startswith("No single resource binds: ")
+    assert summary((little,), 1.0, 0.0).startswith("No single resource binds: ")
     much = dataclasses.replace(little, time_ms=0.975, speedup=1 / 0.975)
-    assert summary((much, little), 1.0) == (
+    assert summary((much, little), 1.0, 0.2) == (
         "VectorE binds: 1.03x as fast (modelled) if VectorE took no time; move work."
     )
     other = dataclasses.replace(much, resource="SBUF", freed="SBUF were unlimited", advice="less")
-    assert summary((much, other, little), 1.0).endswith(
+    assert summary((much, other, little), 1.0, 0.0).endswith(
         " Next is SBUF: 1.03x as fast (modelled) if SBUF were unlimited; less."
     )
+
+
+def test_latency_is_worth_a_sentence_where_it_is_much() -> None:
+    said = summary((), 1.0, 0.4)
+    assert said.startswith("No single resource binds: ")
+    assert "Nothing runs in 40% of the critical path: " in said
+
+    @nc.jit
+    def load(x):
+        tile = nl.ndarray((1, 2), x.dtype)
+        nisa.dma_copy(tile, x)
+        return x
+
+    profile = profile_of(load, (1, 2))
+    share = profile.critical_path[0].latency_ms / profile.time_ms
+    assert share > 0.5
+    assert f"{share:.0%} of the critical path" in profile.what_would_help
 
 
 def test_engines_alone_can_leave_no_time() -> None:

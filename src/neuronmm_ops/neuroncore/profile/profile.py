@@ -254,8 +254,9 @@ class Profile:
 
     @property
     def what_would_help(self) -> str:
-        """Which resource binds, by how much, and what to do, in a sentence or two."""
-        return what_if.summary(self.what_if, self.time_ms)
+        """Which resource binds, by how much, and what to do, in a few sentences."""
+        latency_ms = sum(entry.latency_ms for entry in self.critical_path)
+        return what_if.summary(self.what_if, self.time_ms, latency_ms)
 
     # what it held
 

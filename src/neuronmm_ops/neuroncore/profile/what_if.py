@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 BINDS = 0.02
 """A resource binds if the launch takes less by more than this share when it is free."""
 
+MUCH_LATENCY = 0.2
+"""Share of the critical path from which latency is worth a sentence."""
+
 
 @dataclass(frozen=True)
 class WhatIf:
@@ -45,13 +48,17 @@ class WhatIf:
         return asdict(self)
 
 
+_OnPath = dict[InstructionTemplate, float]
+"""ns of the critical path, with what was waited for, by kind of instruction."""
+_MayBind = Callable[[Schedule, _OnPath], bool]
+
+
 class _Resource(NamedTuple):
     name: str
     freed: str
     advice: str
     free: Callable[[KernelRun], KernelRun]
-    binds: Callable[[Schedule, set[InstructionTemplate]], bool]
-    """Whether it may: of the schedule, and what is on the critical path."""
+    may_bind: _MayBind
 
 
 def what_if(launch: KernelRun, before: Schedule) -> tuple[WhatIf, ...]:
@@ -60,10 +67,13 @@ def what_if(launch: KernelRun, before: Schedule) -> tuple[WhatIf, ...]:
     The launch is scheduled once more for each: as long as its first schedule took.
     """
     records = [core.trace.records for core in before.cores]
-    on_path = {records[core][i][0] for core, i, _, _ in critical_steps(before)}
+    on_path: _OnPath = {}
+    for core, i, own, latency in critical_steps(before):
+        template = records[core][i][0]
+        on_path[template] = on_path.get(template, 0.0) + own + latency
     found: list[WhatIf] = []
     for resource in _RESOURCES:
-        if not resource.binds(before, on_path):
+        if not resource.may_bind(before, on_path):
             continue
         with no_collection():
             ns = schedule(resource.free(launch), before.model).time_ns
@@ -72,19 +82,26 @@ def what_if(launch: KernelRun, before: Schedule) -> tuple[WhatIf, ...]:
     return tuple(sorted(found, key=lambda entry: entry.time_ms))
 
 
-def summary(found: tuple[WhatIf, ...], time_ms: float) -> str:
-    """What binds, and what helps next, in a sentence each."""
-    if not found:
+def summary(found: tuple[WhatIf, ...], time_ms: float, latency_ms: float) -> str:
+    """What binds, what helps next, and how much of the critical path is latency, in words."""
+    if not time_ms:
         return "Nothing ran."
     helping = [entry for entry in found if entry.time_ms <= (1 - BINDS) * time_ms]
-    if not helping:
-        return (
+    said: list[str] = []
+    if helping:
+        said.append(f"{helping[0].resource} binds: {_gain(helping[0])}.")
+    else:
+        said.append(
             f"No single resource binds: with any one of them free the kernel takes less time by "
             f"less than {BINDS:.0%}. Its steps wait for one another: let more of them overlap."
         )
-    said = [f"{helping[0].resource} binds: {_gain(helping[0])}."]
     if len(helping) > 1:
         said.append(f"Next is {helping[1].resource}: {_gain(helping[1])}.")
+    if latency_ms > MUCH_LATENCY * time_ms:
+        said.append(
+            f"Nothing runs in {latency_ms / time_ms:.0%} of the critical path: DMAs start and "
+            "results are on their way; let independent work overlap, in fewer and larger steps."
+        )
     return " ".join(said)
 
 
@@ -203,13 +220,17 @@ def _unlimited(memory: MemoryRegion) -> Callable[[KernelRun], KernelRun]:
 # --- what may bind
 
 
-def _on_path(
-    matches: Callable[[InstructionTemplate], bool],
-) -> Callable[[Schedule, set[InstructionTemplate]], bool]:
-    return lambda _, on_path: any(map(matches, on_path))
+def _on_path(matches: Callable[[InstructionTemplate], bool]) -> _MayBind:
+    """Whether the path has more of it than what does not count as binding."""
+
+    def may_bind(before: Schedule, on_path: _OnPath) -> bool:
+        ns = sum([ns for template, ns in on_path.items() if matches(template)])
+        return ns > BINDS / 2 * before.time_ns
+
+    return may_bind
 
 
-def _runs_on(engine: Engine) -> Callable[[Schedule, set[InstructionTemplate]], bool]:
+def _runs_on(engine: Engine) -> _MayBind:
     return _on_path(lambda template: template.engine is engine)
 
 
@@ -217,10 +238,10 @@ def _describes(template: InstructionTemplate, *by: str) -> bool:
     return template.dma is not None and template.dma.descriptors in by
 
 
-def _fills(memory: MemoryRegion) -> Callable[[Schedule, set[InstructionTemplate]], bool]:
+def _fills(memory: MemoryRegion) -> _MayBind:
     """Whether a tensor could ever have waited for room: the largest beside the fullest moment."""
 
-    def binds(before: Schedule, _: set[InstructionTemplate]) -> bool:
+    def may_bind(before: Schedule, _: _OnPath) -> bool:
         limit = limit_of(memory, before.machine)
         for core in before.cores:
             held = max([size for _, size in occupancy(core, memory)], default=0)
@@ -229,7 +250,7 @@ def _fills(memory: MemoryRegion) -> Callable[[Schedule, set[InstructionTemplate]
                 return True
         return False
 
-    return binds
+    return may_bind
 
 
 _RESOURCES = (

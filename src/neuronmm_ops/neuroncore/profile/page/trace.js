@@ -58,7 +58,7 @@ function describe(trace, coreNumber, index) {
   const lines = [
     `${kind.opcode}, instruction ${c.number[index]}${where}`,
     `${place.place}  ${place.text}`,
-    `from ${shownTime(ns(c.start[index]))}, for ${shownTime(ns(c.end[index] - c.start[index]))}`,
+    `from ${shownTime(ns(c.start[index]), 1)}, for ${shownTime(ns(c.end[index] - c.start[index]))}`,
     `writes ${kind.writes.join(", ") || "nothing"}`,
     `reads  ${kind.reads.join(", ") || "nothing"}`,
   ];
