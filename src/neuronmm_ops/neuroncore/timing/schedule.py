@@ -304,7 +304,9 @@ class Placer:
                     visible_from = done
                 if visible_from > use.latest:
                     use.latest, use.latest_engine = visible_from, engine
-                if (s := storages[operand]).last == r and s not in self.loops.late:
+                # once, where an instruction names a tensor twice
+                s = storages[operand]
+                if s.last == r and s not in self.loops.late and s not in storages[operand + 1 :]:
                     self._release(s, i)
             if r in producers:
                 producers[r] = i
