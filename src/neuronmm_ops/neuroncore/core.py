@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Any, Literal
@@ -52,23 +53,13 @@ class KernelRun:
         self.shared: list[list[Storage]] = [[] for _ in range(ranks)]
         self.layouts: dict[tuple[Any, ...], Layout] = {}
         self.cores = [SimulatedCore(self, i) for i in range(ranks * lnc)]
-        self.turns = Turns(len(self.cores), self._take)
+        self.turns = Turns(len(self.cores))
 
     def run(self, body: Callable[[SimulatedCore], Any]) -> list[Any]:
         """Run `body` once per core and return its results."""
         if len(self.cores) == 1:
             return [_run_on(self.cores[0], body)]
-        outer = _state.core
-        try:
-            return self.turns.run(lambda i: body(self.cores[i]), self._stop)
-        finally:
-            _state.core = outer
-
-    def _take(self, number: int) -> None:
-        _state.core = self.cores[number]
-
-    def _stop(self) -> None:
-        _state.core = None  # the running core's next instruction raises
+        return self.turns.run(lambda i: _run_on(self.cores[i], body))
 
     def layout(self, shape: tuple[int, ...], dtype: DType, memory: MemoryRegion) -> Layout:
         """The layout that all tensors of this shape, dtype and memory share."""
@@ -229,7 +220,9 @@ class SimulatedCore:
             template.result_ns = self.machine.ns(template.engine, latency)
 
 
-class _State:
+class _State(threading.local):
+    """The core that runs in this thread."""
+
     core: SimulatedCore | None = None
 
 

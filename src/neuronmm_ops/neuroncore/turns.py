@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -35,11 +36,9 @@ class Turns:
 
     Args:
         count: how many cores.
-        taken: called with a core's number, in its thread, whenever its turn begins.
     """
 
-    def __init__(self, count: int, taken: Callable[[int], None]) -> None:
-        self._taken = taken
+    def __init__(self, count: int) -> None:
         self._condition = threading.Condition()
         self._running = -1  # nobody before all have started
         self._ended = [False] * count
@@ -47,10 +46,10 @@ class Turns:
         self._open: dict[tuple[int, ...], Meeting] = {}
         self._failure: BaseException | None = None
 
-    def run(self, body: Callable[[int], Any], stop: Callable[[], None]) -> list[Any]:
+    def run(self, body: Callable[[int], Any]) -> list[Any]:
         """`body(number)` of every core, and their results; raises what the first of them raised.
 
-        Interrupted, it calls `stop`, after which the running core must raise, and waits for it.
+        An interrupt, which comes to the caller's thread, is handed to the running core's.
         """
         results: list[Any] = [None] * len(self._ended)
 
@@ -75,7 +74,9 @@ class Turns:
             self._await_all(threads)
         except BaseException as interrupt:
             self._failure = interrupt
-            stop()
+            kind = ctypes.py_object(type(interrupt))
+            for t in filter(threading.Thread.is_alive, threads):
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(t.ident or 0), kind)
             self._await_all(threads)
         for t in filter(threading.Thread.is_alive, threads):
             t.join()
@@ -143,4 +144,3 @@ class Turns:
                 self._condition.wait()
         if self._failure is not None:
             raise self._failure
-        self._taken(me)

@@ -127,7 +127,7 @@ def traffic(schedule: Schedule) -> tuple[TensorTraffic, ...]:
 def busy(core: CoreSchedule, schedule: Schedule) -> tuple[EngineUse, ...]:
     """TensorE, VectorE, ScalarE, GpSimdE and the mean of the DMA engines of one core."""
     engine, start, end = columns(core)
-    for i in core.trace.barriers:  # waiting for other cores is idle
+    for i in core.barriers:  # waiting for other cores is idle
         end[i] = min(end[i], start[i] + core.trace.records[i][0].ns)
     busy_ns = [covered(start[engine == e], end[engine == e]) for e in range(4)]
     for template, *_ in core.trace.records:
@@ -176,7 +176,7 @@ def _walk(schedule: Schedule) -> list[tuple[int, int, float, float]]:
     `now` moves from the end of the launch to 0, so that all parts together make its time.
     """
     cores = schedule.cores
-    met = [{meeting: i for i, meeting in c.trace.barriers.items()} for c in cores]
+    met = [{number: i for i, number in c.barriers.items()} for c in cores]
     steps: list[tuple[int, int, float, float]] = []
     now = schedule.time_ns
     at = next((k for k, c in enumerate(cores) if c.end and max(c.end) == now), 0)
@@ -184,12 +184,9 @@ def _walk(schedule: Schedule) -> list[tuple[int, int, float, float]]:
     while i >= 0:
         core = cores[at]
         if core.wait[i] == Wait.OTHER_CORE:
-            meeting = core.trace.barriers[i]
-            at_other, j = next(
-                (k, met[k][meeting])
-                for k in meeting.members
-                if cores[k].wait[met[k][meeting]] != Wait.OTHER_CORE
-            )
+            number = core.barriers[i]
+            there = [(k, m[number]) for k, m in enumerate(met) if number in m]
+            at_other, j = next((k, j) for k, j in there if cores[k].wait[j] != Wait.OTHER_CORE)
             came = min(now, cores[at_other].end[j])
             steps.append((at, i, now - came, 0.0))
             now, at, i = came, at_other, j

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from dataclasses import dataclass, field
 from enum import IntEnum
+from itertools import count
 from typing import Any
 
 from neuronmm_ops.hardware import (
@@ -49,6 +50,8 @@ class CoreSchedule:
     """Times of one core's instructions, ns from the start, by instruction number."""
 
     trace: Trace
+    barriers: dict[int, int] = field(default_factory=dict[int, int])
+    """Instructions that met others: index -> number of the meeting."""
     start: list[float] = field(default_factory=list[float])
     end: list[float] = field(default_factory=list[float])
     cause: list[int] = field(default_factory=list[int])
@@ -84,6 +87,7 @@ def schedule(launch: KernelRun, model: Model = "calibrated") -> Schedule:
         liveness.check_fits(core.trace, launch.machine)
     placers = [_Placer(core.trace, launch.machine, model) for core in launch.cores]
     waiting: dict[Meeting, list[_Placer]] = {}
+    numbers = count()
     left = deque(placers)
     while left:
         placer = left.popleft()
@@ -93,9 +97,10 @@ def schedule(launch: KernelRun, model: Model = "calibrated") -> Schedule:
         there = waiting.setdefault(meeting, [])
         there.append(placer)
         if len(there) == len(meeting.members):
-            latest = max([p.barrier_end for p in there])
+            del waiting[meeting]
+            latest, number = max([p.barrier_end for p in there]), next(numbers)
             for placer in there:
-                placer.pass_barrier(latest, meeting.ns)
+                placer.pass_barrier(number, latest, meeting.ns)
             left.extend(there)
     return Schedule(launch.machine, model, [p.times for p in placers])
 
@@ -241,9 +246,10 @@ class _Placer:
         start_at, self.at = self.at, i
         return barriers.get(i - 1) if i > start_at else None
 
-    def pass_barrier(self, latest: float, ns: float) -> None:
+    def pass_barrier(self, number: int, latest: float, ns: float) -> None:
         """All have come: the instruction ends `ns` after the latest of them came."""
         last, when = self.at - 1, latest + ns
+        self.times.barriers[last] = number
         template, storages, _, _ = self.trace.records[last]
         if latest > self.times.end[last]:
             self.times.wait[last], self.times.cause[last] = Wait.OTHER_CORE, -1
