@@ -100,7 +100,9 @@ def test_the_documented_example():
     )
     u = wide(x) * 2 + 0.5
     got = call(body, x, outs=[Out((8, 16))], target="trn3").output
-    np.testing.assert_allclose(got, u * (1 + np.vectorize(math.erf)(u / math.sqrt(2))) / 2, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(
+        got, u * (1 + np.vectorize(math.erf)(u / math.sqrt(2))) / 2, rtol=1e-5, atol=1e-6
+    )
 
 
 def issue(*operators, **options):
