@@ -70,20 +70,13 @@ class KernelRun:
         self.shared: list[list[Storage]] = [[] for _ in range(ranks)]
         self.layouts: dict[tuple[Any, ...], Layout] = {}
         self.cores = [SimulatedCore(self, i) for i in range(ranks * lnc)]
-        self.turns = Turns(len(self.cores), self._take)
+        self.turns = Turns(len(self.cores))
 
     def run(self, body: Callable[[SimulatedCore], Any]) -> list[Any]:
         """Run `body` once per core and return its results."""
         if len(self.cores) == 1:
             return [_run_on(self.cores[0], body)]
-        outer = _state.core
-        try:
-            return self.turns.run(lambda i: body(self.cores[i]))
-        finally:
-            _state.core = outer
-
-    def _take(self, number: int) -> None:
-        _state.core = self.cores[number]
+        return self.turns.run(lambda i: _run_on(self.cores[i], body))
 
     def undefined(self, problem: str, nothing: bool = False) -> None:
         """Refuse, or note, a use of elements that were never written: some, or all of them."""

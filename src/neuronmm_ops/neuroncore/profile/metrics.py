@@ -190,7 +190,7 @@ def critical_steps(schedule: Schedule) -> list[tuple[int, int, float, float]]:
     `now` moves from the end of the launch to 0, so that all parts together make its time.
     """
     cores = schedule.cores
-    met = [{key: i for i, key in c.barriers.items()} for c in cores]
+    met = [{number: i for i, number in c.barriers.items()} for c in cores]
     steps: list[tuple[int, int, float, float]] = []
     now = schedule.time_ns
     at = next((k for k, c in enumerate(cores) if c.end and max(c.end) == now), 0)
@@ -198,12 +198,9 @@ def critical_steps(schedule: Schedule) -> list[tuple[int, int, float, float]]:
     while i >= 0:
         core = cores[at]
         if core.wait[i] == Wait.OTHER_CORE:
-            key = core.barriers[i]
-            at_other, j = next(
-                (k, met[k][key])
-                for k in key[0].members
-                if cores[k].wait[met[k][key]] != Wait.OTHER_CORE
-            )
+            number = core.barriers[i]
+            there = [(k, m[number]) for k, m in enumerate(met) if number in m]
+            at_other, j = next((k, j) for k, j in there if cores[k].wait[j] != Wait.OTHER_CORE)
             came = min(now, cores[at_other].end[j])
             steps.append((at, i, now - came, 0.0))
             now, at, i = came, at_other, j

@@ -8,10 +8,11 @@ a tile allocated in a loop may be loaded ahead as far as the memory has capacity
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict, deque
+from collections import defaultdict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import IntEnum
+from itertools import count
 from typing import Any
 
 from neuronmm_ops.hardware import (
@@ -63,8 +64,8 @@ class CoreSchedule:
     trace: Trace
     issued: list[Record] = field(default_factory=list[Record])
     """The instructions that ran: the trace's, the bodies of its loops as often as they ran."""
-    barriers: dict[int, tuple[Meeting, int]] = field(default_factory=dict[int, tuple[Meeting, int]])
-    """Instructions that wait for other cores, and how often they met there before."""
+    barriers: dict[int, int] = field(default_factory=dict[int, int])
+    """Instructions that met others: index -> number of the meeting."""
     start: list[float] = field(default_factory=list[float])
     end: list[float] = field(default_factory=list[float])
     cause: list[int] = field(default_factory=list[int])
@@ -107,6 +108,7 @@ def schedule(
         check_bodies(core.trace)
     placers = [Placer(core.trace, launch, machine, model) for core in launch.cores]
     waiting: dict[Meeting, list[Placer]] = {}
+    numbers = count()
     left = deque(placers)
     while left:
         placer = left.popleft()
@@ -117,9 +119,9 @@ def schedule(
         there.append(placer)
         if len(there) == len(meeting.members):
             del waiting[meeting]  # a loop may come here again
-            latest = max([p.barrier_end for p in there])
+            latest, number = max([p.barrier_end for p in there]), next(numbers)
             for placer in there:
-                placer.pass_barrier(latest, meeting.ns)
+                placer.pass_barrier(number, latest, meeting.ns)
             left.extend(there)
     return Schedule(machine, model, [p.times for p in placers])
 
@@ -162,7 +164,6 @@ class Placer:
         # when another engine may use an instruction's result
         self.visible: list[float] = []
         self.barrier: tuple[int, Record] | None = None
-        self.met: Counter[Meeting] = Counter()
         self.barrier_end = 0.0
         self.uses: defaultdict[Storage, _Uses] = defaultdict(_Uses)
         self.capacity: dict[MemoryRegion, Capacity] = {}
@@ -311,18 +312,16 @@ class Placer:
             if r in producers:
                 producers[r] = i
             if r in barriers:
-                meeting = barriers[r]
-                times.barriers[i] = meeting, self.met[meeting]
-                self.met[meeting] += 1
                 self.barrier, self.barrier_end = (i, record), done
-                yield meeting
+                yield barriers[r]
             i += 1
 
-    def pass_barrier(self, latest: float, ns: float) -> None:
+    def pass_barrier(self, number: int, latest: float, ns: float) -> None:
         """All have come: the instruction ends `ns` after the latest of them came."""
         assert self.barrier is not None
         last, (template, storages, _, _) = self.barrier
         when = latest + ns
+        self.times.barriers[last] = number
         if latest > self.times.end[last]:
             self.times.wait[last], self.times.cause[last] = Wait.OTHER_CORE, -1
         self.times.end[last] = when
