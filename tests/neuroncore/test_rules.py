@@ -3,6 +3,7 @@
 import inspect
 import re
 
+import numpy as np
 import pytest
 from neuroncore.harness import data, run
 
@@ -269,6 +270,7 @@ CASES = [
     ("engine_pattern", "walks 5 free dimensions",
      lambda x: nl.copy(z(4, 3, 3, 3, 3, 3)[:, :2, :2, :2, :2, ::2])),
     ("_no_operator", "Python operators on tiles are not NKI", lambda x: x + x),
+    ("_no_operator", "Python operators on tiles", lambda x: np.float32(2) * x),
     ("_no_operator", "use nisa.tensor_tensor or nl.add", lambda x: 2 * x),
     ("prepared", "missing a required argument: 'dst'; its signature is tensor_copy(dst, src, e",
      lambda x: nisa.tensor_copy(src=z(4, 6))),

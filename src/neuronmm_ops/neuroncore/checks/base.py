@@ -54,7 +54,7 @@ def note(text: str) -> None:
 
 
 def wrong_call(error: TypeError) -> None:
-    """Refuse a call from the kernel that does not fit the signature of what it calls.
+    """Refuse a kernel's call that does not fit the signature of a function of NKI.
 
     Raises NkiValidationError where `error` is that, and returns where it is something else.
     """
@@ -63,6 +63,8 @@ def wrong_call(error: TypeError) -> None:
         trace = trace.tb_next
     if trace is None or trace.tb_frame.f_code.co_filename.startswith(PACKAGE):
         return
-    if re.match(r"\w+\(\) (missing|got|takes) ", str(error)):
+    called = re.match(r"([\w.]+)\(\) (missing|got|takes) ", str(error))
+    api = [vars(sys.modules[f"neuronmm_ops.neuroncore.{m}"]) for m in ("isa", "language")]
+    if called and any(called[1].partition(".")[0] in names for names in api):
         place = f"{os.path.basename(trace.tb_frame.f_code.co_filename)}:{trace.tb_lineno}"
         raise NkiValidationError(f"{error} [{place}]") from error

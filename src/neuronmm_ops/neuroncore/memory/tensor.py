@@ -144,6 +144,8 @@ class NkiTensor:
         remedy = "use nisa.tensor_copy(dst=tile[...], src=...)"
         refuse(f"{self}: assigning into a tile is not NKI; {remedy}")
 
+    __array_ufunc__ = None  # a number of NumPy's leaves the operator to the tile
+
     def _no_operator(self, other: Any = None) -> Any:
         refuse(f"{self}: Python operators on tiles are not NKI; use nisa.tensor_tensor or nl.add")
 
