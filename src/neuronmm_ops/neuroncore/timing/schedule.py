@@ -8,10 +8,11 @@ a tile allocated in a loop may be loaded ahead as far as the memory has capacity
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import IntEnum
+from operator import itemgetter
 from typing import Any
 
 from neuronmm_ops.hardware import (
@@ -103,6 +104,8 @@ def schedule(launch: KernelRun, model: Model = "calibrated") -> Schedule:
         both = max([p.barrier_end for p in placers])
         for placer in placers:
             placer.pass_barrier(both)
+    for placer in placers:
+        placer.add_up()
     return Schedule(launch.machine, model, [p.times for p in placers])
 
 
@@ -196,18 +199,21 @@ class Placer:
         barriers, producers = self.trace.barriers, self.producers
         times = self.times
         start, end_of, cause, wait = times.start, times.end, times.cause, times.wait
-        issued = times.issued
         visible = self.visible
         engine_free, engine_last = self.engine_free, self.engine_last
         shared_ports = self.machine.shared_ports
-        uses = self.uses
-        i = len(start)
-        for r in range(begin, end):
-            record = records[r]
-            template, storages, _, _ = record
-            issued.append(record)
+        uses_of = self.uses.__getitem__
+        special = {*moves, *edges, *producers, *barriers}
+        late = self.loops.late
+        issued = times.issued
+        issued.extend(records[begin:end])
+        i, r = len(start) - 1, begin - 1
+        for template, storages, _, _ in records[begin:end]:
+            i += 1
+            r += 1
             regions, overlaps = template.regions, template.overlaps
-            if r in moves:
+            is_special = r in special
+            if is_special and r in moves:
                 regions, overlaps = self._moved(template, moves[r])
             engine: int = template.engine
             if engine == 5:
@@ -218,7 +224,7 @@ class Placer:
             else:
                 ready, why, who = self._tile_free(template), 1, engine_last[0]
             writes = template.writes
-            used = [uses[s] for s in storages]
+            used = [*map(uses_of, storages)]
             for operand, use in enumerate(used):
                 writing = operand < writes
                 if writing and (s := storages[operand]).first == r and s.layout.on_chip:
@@ -240,7 +246,7 @@ class Placer:
                             other = read_by.get(region)
                             if other is not None and end_of[other] > ready:
                                 ready, why, who = end_of[other], 2, other
-            if r in edges:
+            if is_special and r in edges:
                 for other in map(producers.__getitem__, edges[r]):
                     if visible[other] > ready:
                         ready, why, who = visible[other], 2, other
@@ -282,15 +288,23 @@ class Placer:
                     visible_from = done
                 if visible_from > use.latest:
                     use.latest, use.latest_engine = visible_from, engine
-                if (s := storages[operand]).last == r and s not in self.loops.late:
+                if (s := storages[operand]).last == r and s not in late:
                     self._release(s, i)
-            if r in producers:
+            if is_special and r in producers:
                 producers[r] = i
-            if r in barriers:
+            if is_special and r in barriers:
                 times.barriers[i] = len(times.barriers)
-                self.barrier, self.barrier_end = (i, record), done
+                self.barrier, self.barrier_end = (i, records[r]), done
                 yield True
-            i += 1
+
+    def add_up(self) -> None:
+        """Sum up the busy time of the DMA engines."""
+        issued = Counter(map(itemgetter(0), self.times.issued))
+        for template, engine_ns in self.dma_ns.items():
+            cost = template.dma
+            assert cost is not None
+            for engine in range(cost.first_engine, cost.first_engine + cost.engines):
+                self.times.dma_busy_ns[engine] += issued[template] * engine_ns
 
     def pass_barrier(self, when: float) -> None:
         """Both cores have come to a barrier: its instruction ends when the later one does."""
@@ -410,8 +424,9 @@ class Placer:
         hbm = id(storages[template.hbm_operand]) if template.hbm_operand >= 0 else 0
         key = (cost.direction, hbm)
         found = self.queues.get(key)
-        queue = f"q{len(self.queues) % DMA_QUEUES} {cost.direction}"
-        name, after, last = found or (queue, 0.0, -1)
+        if found is None:
+            found = f"q{len(self.queues) % DMA_QUEUES} {cost.direction}", 0.0, -1
+        name, after, last = found
         if after > ready:
             ready, why, who = after, Wait.QUEUE, last
         self.queues[key] = (name, ready, i)
@@ -431,8 +446,6 @@ class Placer:
         if engine_ns is None:
             engine_ns = self.dma_ns[template] = on_grid(cost.engine_ns)
         done = self.dma.take(cost, engine_ns, first)
-        for engine in range(cost.first_engine, cost.first_engine + cost.engines):
-            self.times.dma_busy_ns[engine] += engine_ns
         begin = max(first, done - engine_ns)
         if begin > first + 1 and self.engine_last[5] >= 0:
             why, who = Wait.DMA_ENGINES, self.engine_last[5]
