@@ -1,5 +1,7 @@
 """Loops that run on the device: values, and a schedule as that of the loop unrolled."""
 
+import inspect
+import re
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,6 +13,7 @@ from hypothesis import strategies as st
 import neuronmm_ops.neuroncore as nc
 from neuronmm_ops.neuroncore import isa as nisa
 from neuronmm_ops.neuroncore import language as nl
+from neuronmm_ops.neuroncore.timing.schedule import Placer
 from neuronmm_ops.neuroncore.timing.steady import Iterations
 
 T = 32
@@ -463,3 +466,32 @@ def test_a_loop_that_runs_out_of_its_tensor():
     refuses("a dynamic index runs out of", kernel, data((24, 8)))
     with pytest.raises(nc.NkiValidationError, match="runs out of"):
         nc.simulate(kernel, nc.TensorSpec((24, 8), nl.float32), mode="trace", target="trn2")
+
+
+def test_all_that_a_schedule_depends_on_is_compared():
+    core = traced(Work(Body(steps, 1, 16, 1, 1), True), 3).launch.cores[0]
+    compared = "".join(
+        inspect.getsource(part) for part in (Iterations._mark, Iterations._use, Iterations._loaded)
+    )
+    state = set(re.findall(r"placer\.(\w+)", compared))
+    assert set(vars(Placer(core.trace, core.machine, "calibrated"))) - state == {
+        *("trace", "machine", "overhead_ns", "issue_ns", "reuses", "dma_ns", "placed", "loops"),
+        *("barrier", "barrier_end", "steps", "iterations"),
+        *("floor", "producers"),  # of loops around this one, and within an iteration
+    }
+
+
+def test_a_steady_state_is_recognised():
+    body = Body(("load", "weight", "matmul", "scalar", "gpsimd", "store"), 1, 512, 1, 1)
+    for target in ("trn2", "trn3"):
+        placed: list[int] = []
+
+        def skip(self, at, placed=placed, found=Iterations.skip):
+            placed.append(at)
+            return found(self, at)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Iterations, "skip", skip)
+            profile = traced(Work(body, True, own_tiles=True, target=target), 5000, target)
+        assert len(placed) < 40
+        assert profile.instructions == 5000 * profile.stream_instructions
