@@ -175,6 +175,36 @@ def test_a_body_carries_state_and_indexes_by_its_variable():
     equal(last[:8], sums[-1])
 
 
+def test_a_trace_knows_what_a_loop_wrote():
+    def kernel(a, form):
+        out = nl.ndarray((64, 16), nl.float32, nl.shared_hbm)
+        step, rows, columns = {"rows": (8, 8, 16), "columns": (4, 64, 4), "gaps": (8, 7, 16)}[form]
+
+        def body(i):
+            tile = nl.zeros((rows, columns), nl.float32)
+            place = out[:, nl.ds(i, 4)] if form == "columns" else out[nl.ds(i, rows), :]
+            nisa.dma_copy(place, tile)
+
+        nl.fori_loop(0, 16 if form == "columns" else 64, body, step=step)
+        nisa.dma_copy(nl.ndarray((64, 16), nl.float32), out)
+        return out
+
+    for mode in ("trace", "execute"):
+        x = nc.TensorSpec((1, 1), nl.float32) if mode == "trace" else data((1, 1))
+        for form in ("rows", "columns"):
+            nc.simulate(kernel, x, form, mode=mode, target="trn2")
+        with pytest.raises(nc.NkiValidationError, match="some elements were never written"):
+            nc.simulate(kernel, x, "gaps", mode=mode, target="trn2")
+
+
+def test_a_condition_is_data():
+    def kernel(x):
+        nl.while_loop(nisa.register_alloc(1), lambda r: r)
+
+    with pytest.raises(nc.NkiValidationError, match='which mode="trace" does not compute'):
+        nc.simulate(kernel, nc.TensorSpec((1, 1), nl.float32), mode="trace", target="trn2")
+
+
 @pytest.mark.parametrize("form", ["fori", "dynamic_range", "while"])
 def test_a_trace_holds_the_body_once(form):
     def kernel(a):

@@ -76,6 +76,8 @@ class DmaEngines:
         first, last = cost.first_engine, cost.first_engine + cost.engines
         if first not in self._cuts or last not in self._cuts:
             self._split(first, last)
+        if len(self.groups) == 1:
+            return self.groups[0][2].take(ready, engine_ns)
         end = ready
         for low, high, line in self.groups:
             if first <= low and high <= last:
