@@ -1,5 +1,7 @@
 """Loops that run on the device: values, and a schedule as that of the loop unrolled."""
 
+import inspect
+import re
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,6 +13,7 @@ from hypothesis import strategies as st
 import neuronmm_ops.neuroncore as nc
 from neuronmm_ops.neuroncore import isa as nisa
 from neuronmm_ops.neuroncore import language as nl
+from neuronmm_ops.neuroncore.timing.schedule import Placer
 from neuronmm_ops.neuroncore.timing.steady import Iterations
 
 T = 32
@@ -174,6 +177,36 @@ def test_a_body_carries_state_and_indexes_by_its_variable():
     sums = x[8:40].astype(np.float32).reshape(4, 8, 20).cumsum(0)
     equal(out[8:40], (sums * w[3]).reshape(32, 20))
     equal(last[:8], sums[-1])
+
+
+def test_a_trace_knows_what_a_loop_wrote():
+    def kernel(a, form):
+        out = nl.ndarray((64, 16), nl.float32, nl.shared_hbm)
+        step, rows, columns = {"rows": (8, 8, 16), "columns": (4, 64, 4), "gaps": (8, 7, 16)}[form]
+
+        def body(i):
+            tile = nl.zeros((rows, columns), nl.float32)
+            place = out[:, nl.ds(i, 4)] if form == "columns" else out[nl.ds(i, rows), :]
+            nisa.dma_copy(place, tile)
+
+        nl.fori_loop(0, 16 if form == "columns" else 64, body, step=step)
+        nisa.dma_copy(nl.ndarray((64, 16), nl.float32), out)
+        return out
+
+    for mode in ("trace", "execute"):
+        x = nc.TensorSpec((1, 1), nl.float32) if mode == "trace" else data((1, 1))
+        for form in ("rows", "columns"):
+            nc.simulate(kernel, x, form, mode=mode, target="trn2")
+        with pytest.raises(nc.NkiValidationError, match="some elements were never written"):
+            nc.simulate(kernel, x, "gaps", mode=mode, target="trn2")
+
+
+def test_a_condition_is_data():
+    def kernel(x):
+        nl.while_loop(nisa.register_alloc(1), lambda r: r)
+
+    with pytest.raises(nc.NkiValidationError, match='which mode="trace" does not compute'):
+        nc.simulate(kernel, nc.TensorSpec((1, 1), nl.float32), mode="trace", target="trn2")
 
 
 @pytest.mark.parametrize("form", ["fori", "dynamic_range", "while"])
@@ -467,3 +500,32 @@ def test_a_loop_that_runs_out_of_its_tensor():
     refuses("a dynamic index runs out of", kernel, data((24, 8)))
     with pytest.raises(nc.NkiValidationError, match="runs out of"):
         nc.simulate(kernel, nc.TensorSpec((24, 8), nl.float32), mode="trace", target="trn2")
+
+
+def test_all_that_a_schedule_depends_on_is_compared():
+    core = traced(Work(Body(steps, 1, 16, 1, 1), True), 3).launch.cores[0]
+    compared = "".join(
+        inspect.getsource(part) for part in (Iterations._mark, Iterations._use, Iterations._loaded)
+    )
+    state = set(re.findall(r"placer\.(\w+)", compared))
+    assert set(vars(Placer(core.trace, core.machine, "calibrated"))) - state == {
+        *("trace", "machine", "overhead_ns", "issue_ns", "reuses", "dma_ns", "placed", "loops"),
+        *("barrier", "barrier_end", "steps", "iterations"),
+        *("floor", "producers"),  # of loops around this one, and within an iteration
+    }
+
+
+def test_a_steady_state_is_recognised():
+    body = Body(("load", "weight", "matmul", "scalar", "gpsimd", "store"), 1, 512, 1, 1)
+    for target in ("trn2", "trn3"):
+        placed: list[int] = []
+
+        def skip(self, at, placed=placed, found=Iterations.skip):
+            placed.append(at)
+            return found(self, at)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Iterations, "skip", skip)
+            profile = traced(Work(body, True, own_tiles=True, target=target), 5000, target)
+        assert len(placed) < 40
+        assert profile.instructions == 5000 * profile.stream_instructions

@@ -6,6 +6,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from operator import attrgetter
 from typing import Any, Literal
 
@@ -33,7 +34,6 @@ Follow = Literal["documentation", "kernels"]
 Uninitialised = Literal["partial", "raise", "warn"]
 
 _geometry = attrgetter("geometry")
-_storage = attrgetter("storage")
 
 
 class KernelRun:
@@ -108,6 +108,8 @@ class SimulatedCore:
         """Numbers of the cores of its rank."""
         self.trace = Trace()
         self.templates: dict[tuple[Any, ...], Any] = {}
+        self.models: dict[tuple[Any, ...], InstructionTemplate] = {}
+        """The first template of those that differ by places in HBM only."""
         self.shared_outputs = 0
         self.constants: dict[Any, NkiTensor] = {}
         self.state: dict[str, Any] = {}
@@ -144,17 +146,21 @@ class SimulatedCore:
                         f"core 0 has {storage.describe()}; both cores must allocate the same"
                     )
                 return self._enter(storage)
-        trace = self.trace
-        storage = Storage(layout, name or f"{memory.value}{len(trace.storages)}")
+        storage = Storage(layout, name or f"{memory.label}{len(self.trace.storages)}")
         if memory is MemoryRegion.shared_hbm:
             launch.shared[self.rank].append(storage)
-        frame = kernel_frame()
+        frame = sys._getframe(2)
+        if frame.f_code.co_filename.startswith(PACKAGE):
+            frame = kernel_frame()
         storage.code, storage.line = frame.f_code, frame.f_lineno
         if address is not None:
             storage.address = check.address_of(self.machine, storage, address)
         if self.execute:
             storage.fill_fresh(launch.precise)
-        return self._enter(storage)
+        if self.replay is not None:
+            return self._enter(storage)
+        self.trace.storages.append(storage)
+        return tensor_of(storage)
 
     def adopt(self, storage: Storage) -> NkiTensor:
         """Take an input or constant, which is initialised, among the core's tensors."""
@@ -184,8 +190,21 @@ class SimulatedCore:
             key = (build, options, *map(_geometry, operands))
             found = self.templates.get(key)
         if found is None:
-            found = self.templates[key] = build(*operands, *options)
+            found = self.templates[key] = self._new_template(build, operands, options)
+        return found
+
+    def _new_template(
+        self, build: Build, operands: tuple[NkiTensor, ...], options: tuple[Any, ...]
+    ) -> InstructionTemplate:
+        """What `build` returns, or a copy for other places in HBM, on which no rule depends."""
+        form = (build, options, *[t.geometry.form for t in operands])
+        model = self.models.get(form)
+        if model is None:
+            found = self.models[form] = build(*operands, *options)
             self.prepare(found, operands)
+            return found
+        found = replace(model)
+        _place(found, operands)
         return found
 
     def record(
@@ -199,7 +218,7 @@ class SimulatedCore:
         Called by a function of `nki.isa`, whose caller's line is recorded. `arguments` are those of
         the template's `run` where they are not the operands.
         """
-        storages = tuple(map(_storage, operands))
+        storages = tuple([t.storage for t in operands])
         trace, replay = self.trace, self.replay
         number = len(trace.records) if replay is None else replay.record
         regions, overlaps, writes = template.regions, template.overlaps, template.writes
@@ -210,9 +229,9 @@ class SimulatedCore:
             overlaps = tuple([t.geometry.layout.overlaps[t.geometry.region] for t in placed])
             if template.engine is not Engine.DMA:  # DMAs look at indices themselves
                 arguments = _settled(template, arguments or operands, operands, placed)
+        first_read = 0 if template.reads_dst else writes
         for at, s in enumerate(storages):
-            reads = at >= writes or template.reads_dst
-            if reads and not s.initialised and regions[at] not in s.written:
+            if not s.initialised and at >= first_read and regions[at] not in s.written:
                 self._check_written(template, placed, at, regions[at])
             if s.first < 0:
                 s.first = number
@@ -220,9 +239,12 @@ class SimulatedCore:
         if self.execute:
             template.run(*(operands if arguments is None else arguments))
         for at in range(writes):
-            s = storages[at]
+            s, region = storages[at], regions[at]
             if not s.initialised:
-                s.written.add(regions[at])
+                if region == 0:  # that of the whole tensor
+                    s.initialised = True
+                else:
+                    s.written.add(region)
             if s.summed and template.engine is not Engine.TENSOR:
                 s.summed.difference_update(overlaps[at])
         if replay is not None:
@@ -280,22 +302,17 @@ class SimulatedCore:
 
     def prepare(self, template: InstructionTemplate, operands: Sequence[NkiTensor]) -> None:
         """Fill in what follows from the operands and the machine."""
+        _place(template, operands)
+        geometries = [t.geometry for t in operands]
         for at, t in enumerate(operands):
-            views.inside_storage(template.opcode, t, 2 if at in template.scales else 1)
             if template.engine <= Engine.GPSIMD and at not in template.scales:
                 views.engine_pattern(template.opcode, t)
-        geometries = [t.geometry for t in operands]
-        for t in operands:
             if t.geometry.indirect is not None and t.geometry.indirect[0] == "columns":
                 refuse(
                     f"{template.opcode}: {t} is a tensor indirection, which it does not take; "
                     "gather with tensor_copy first, or use .ap(vector_offset=) for DMA"
                 )
-        for at in range(template.writes, len(operands)):
-            geometries[at] = geometries[at].each_row(template.row_step)
         template.dynamic = any(g.indirect is not None for g in geometries)
-        template.regions = tuple([g.region for g in geometries])
-        template.overlaps = tuple([g.layout.overlaps[g.region] for g in geometries])
         memories = [g.memory for g in geometries]
         in_hbm = [i for i, m in enumerate(memories) if not m.on_chip]
         template.hbm_operand = in_hbm[0] if in_hbm else -1
@@ -305,6 +322,17 @@ class SimulatedCore:
         if template.engine <= Engine.GPSIMD:
             template.ns = on_grid(self.machine.ns(template.engine, template.cycles))
             template.result_ns = on_grid(self.machine.result_ns[template.engine])
+
+
+def _place(template: InstructionTemplate, operands: Sequence[NkiTensor]) -> None:
+    """Check that the operands lie in their tensors, and fill in their regions."""
+    for at, t in enumerate(operands):
+        views.inside_storage(template.opcode, t, 2 if at in template.scales else 1)
+    geometries = [t.geometry for t in operands]
+    for at in range(template.writes, len(operands)):
+        geometries[at] = geometries[at].each_row(template.row_step)
+    template.regions = tuple([g.region for g in geometries])
+    template.overlaps = tuple([g.layout.overlaps[g.region] for g in geometries])
 
 
 def _settled(

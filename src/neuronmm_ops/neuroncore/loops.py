@@ -47,9 +47,15 @@ def while_loop(
     recorder = _Recorder(core, "nl.while_loop")
     while register.value != 0:
         recorder.begin()
+        before, value = register, register.value
         register = body_fun(register)
         recorder.end()
         trips += 1
+        if register is before and register.value == value and not core.execute:
+            refuse(
+                'nl.while_loop: its condition is data, which mode="trace" does not compute; '
+                'use "execute"'
+            )
         if not isinstance(register, VirtualRegister):
             refuse(f"nl.while_loop: the body must return the condition register; got {register!r}")
     recorder.close(trips)
@@ -151,5 +157,4 @@ class _Recorder:
             for move in trace.moves.get(record, ()):
                 written = move.operand < template.writes and move.loop is loop
                 if written and not storages[move.operand].initialised:
-                    found = map(move.region, range(1, loop.trips))
-                    storages[move.operand].written.update(found)
+                    storages[move.operand].written.update(move.regions(loop.trips))

@@ -46,7 +46,9 @@ def dma_copy(
     One of the two may be indirect (`.ap(vector_offset=)`, `.ap(scalar_offset=)`, `select`).
     """
     core = running.active("nki.isa.dma_copy")
-    operands = (dst, src, *index_tiles(dst, src))
+    operands = (dst, src)
+    if dst.index is not None or src.index is not None:
+        operands += index_tiles(dst, src)
     options = (priority, dge_mode, engine, oob_mode)
     return core.record(core.template(_copy, operands, options), operands).named(name)
 

@@ -20,7 +20,8 @@ class Geometry:
     """Shape, strides and offset of a view, in elements of its dtype, and the region it touches."""
 
     __slots__ = (
-        "children", "dtype", "elements", "indirect", "layout", "memory", "offset", "on_chip",
+        "children", "dtype", "elements", "form", "indirect", "layout", "memory", "offset",
+        "on_chip",
         "partitions", "region", "shape", "start", "strides",
     )  # fmt: skip
 
@@ -41,8 +42,15 @@ class Geometry:
         self.start = offset // row if self.on_chip else 0
         self.partitions = shape[0] if self.on_chip else 0
         self.elements = prod(shape[1:]) if self.on_chip else prod(shape)
-        whole = Box(0, max(1, prod(layout.shape) // layout.row_elements), 0, row * dtype.itemsize)
-        self.region = layout.region(whole if indirect else self._box(row))
+        if indirect:
+            rows = max(1, prod(layout.shape) // layout.row_elements)
+            self.region = layout.region(Box(0, rows, 0, row * dtype.itemsize))
+        else:
+            self.region = layout.region(self._box(row))
+        # the first geometry that differs by its place in HBM only
+        self.form = self
+        if not self.on_chip:
+            self.form = layout.forms.setdefault((shape, strides, dtype, indirect), self)
 
     def _box(self, row: int) -> Box:
         """The rows and bytes that the view touches, and whether it touches all of them."""
@@ -136,10 +144,10 @@ class Geometry:
 
 def whole(layout: Layout) -> Geometry:
     """The interned geometry of a tensor, from which those of its views derive."""
-    key = (layout.shape, contiguous_strides(layout.shape), 0, layout.dtype, None)
-    found = layout.views.get(key)
+    found = layout.whole
     if found is None:
-        found = layout.views[key] = Geometry(layout, *key)
+        key = (layout.shape, contiguous_strides(layout.shape), 0, layout.dtype, None)
+        found = layout.whole = layout.views[key] = Geometry(layout, *key)
     return found
 
 

@@ -34,10 +34,10 @@ class MemoryRegion(Enum):
 
     __hash__ = object.__hash__  # members are singletons; Enum's own hash costs a Python call
 
-    @property
-    def on_chip(self) -> bool:
+    def __init__(self, label: str) -> None:
+        self.label = label  # `value`, which costs a Python call
+        self.on_chip = label in ("sbuf", "psum")
         """SBUF or PSUM: the first dimension is the partition."""
-        return self is MemoryRegion.sbuf or self is MemoryRegion.psum
 
     def __repr__(self) -> str:
         return self.value
@@ -81,8 +81,8 @@ class Layout:
     """
 
     __slots__ = (
-        "_ids", "_limits", "boxes", "bytes", "containers", "dtype", "memory", "on_chip",
-        "overlaps", "row_elements", "shape", "size", "views",
+        "_begins", "_ends", "_ids", "boxes", "bytes", "containers", "dtype", "forms", "memory",
+        "on_chip", "overlaps", "row_elements", "shape", "size", "views", "whole",
     )  # fmt: skip
 
     def __init__(self, shape: tuple[int, ...], dtype: DType, memory: MemoryRegion) -> None:
@@ -97,11 +97,14 @@ class Layout:
         # an access pattern addresses on-chip storage as [partition, free elements]
         self.row_elements = prod(shape[1:]) if memory.on_chip else shape[-1]
         self.views: dict[object, Geometry] = {}
+        self.whole: Geometry | None = None
+        self.forms: dict[object, Geometry] = {}
         self.boxes: list[Box] = []
         self.overlaps: list[list[int]] = []
         self.containers: list[list[int]] = []
         self._ids: dict[Box, int] = {}
-        self._limits = np.empty((8, 4), np.int64)
+        # row and byte where each region begins, and where it ends
+        self._begins, self._ends = np.empty((2, 8), np.int64), np.empty((2, 8), np.int64)
 
     def region(self, box: Box) -> int:
         """The number of a region; overlaps with all others are found once, here."""
@@ -109,14 +112,14 @@ class Layout:
         if found is not None:
             return found
         new = len(self.boxes)
-        if new == len(self._limits):
-            self._limits = np.concatenate([self._limits, np.empty_like(self._limits)])
-        known = self._limits[:new]
-        row, row_end, byte, byte_end = known.T
-        rows = (row < box.row_end) & (box.row < row_end)
-        touching = np.flatnonzero(rows & (byte < box.byte_end) & (box.byte < byte_end)).tolist()
+        if new == self._begins.shape[1]:
+            self._begins = np.concatenate([self._begins, self._begins], axis=1)
+            self._ends = np.concatenate([self._ends, self._ends], axis=1)
+        begin, end = ((box.row,), (box.byte,)), ((box.row_end,), (box.byte_end,))
+        apart = (self._begins[:, :new] >= end) | (self._ends[:, :new] <= begin)
+        touching: list[int] = np.flatnonzero(~(apart[0] | apart[1])).tolist()
         self._ids[box] = new
-        self._limits[new] = box.row, box.row_end, box.byte, box.byte_end
+        self._begins[:, new], self._ends[:, new] = (box.row, box.byte), (box.row_end, box.byte_end)
         self.boxes.append(box)
         self.overlaps.append([*touching, new])
         self.containers.append([new] if box.exact else [])

@@ -135,8 +135,9 @@ class NkiTensor:
         except TypeError:  # a register or a tensor in the key
             return dynamic_index(self, key)
         if found is None:
-            if any(isinstance(k, DynamicSlice | NkiTensor | VirtualRegister) for k in cached):
-                return dynamic_index(self, key)
+            for k in cached:
+                if isinstance(k, DynamicSlice | NkiTensor | VirtualRegister):
+                    return dynamic_index(self, key)
             found = geometry.children[cached] = static_index(self, key)
         return view_of(self.storage, found, self.index)
 

@@ -20,13 +20,15 @@ class FreeTime:
 
     def take(self, ready: float, ns: float) -> float:
         """Use `ns` of free time from `ready` on; returns when it is used up."""
-        if self.gaps and self.gaps[-1][1] > ready:
+        gaps = self.gaps
+        if gaps and gaps[-1][1] > ready:
+            first = len(gaps) - 1
+            while first and gaps[first - 1][1] > ready:
+                first -= 1
             left: list[tuple[float, float]] = []
-            end = ready
-            for low, high in self.gaps:
-                if high <= ready or ns <= 0:
-                    left.append((low, high))
-                    continue
+            end, at = ready, first
+            while ns > 0 and at < len(gaps):
+                low, high = gaps[at]
                 begin = max(low, ready)
                 used = min(ns, high - begin)
                 if low < begin:
@@ -35,7 +37,8 @@ class FreeTime:
                 end = begin + used
                 if end < high:
                     left.append((end, high))
-            self.gaps = left
+                at += 1
+            gaps[first:at] = left
             if ns <= 0:
                 return end
         if ready > self.busy_until:
@@ -66,26 +69,30 @@ class DmaEngines:
 
     def __init__(self) -> None:
         self.groups = [(0, DMA_ENGINES, FreeTime([], 0.0))]
+        self._cuts = {0, DMA_ENGINES}
 
     def take(self, cost: DmaCost, engine_ns: float, ready: float) -> float:
         """Carry one DMA, which keeps each of its engines busy; returns when the last is done."""
         first, last = cost.first_engine, cost.first_engine + cost.engines
+        if first not in self._cuts or last not in self._cuts:
+            self._split(first, last)
+        if len(self.groups) == 1:
+            return self.groups[0][2].take(ready, engine_ns)
         end = ready
-        for low, high, line in self._split(first, last):
+        for low, high, line in self.groups:
             if first <= low and high <= last:
                 end = max(end, line.take(ready, engine_ns))
         return end
 
-    def _split(self, first: int, last: int) -> list[tuple[int, int, FreeTime]]:
-        if any(low < cut < high for cut in (first, last) for low, high, _ in self.groups):
-            groups: list[tuple[int, int, FreeTime]] = []
-            for low, high, line in self.groups:
-                cuts = [low, *[c for c in (first, last) if low < c < high], high]
-                groups.extend(
-                    [(a, b, FreeTime(list(line.gaps), line.busy_until)) for a, b in pairwise(cuts)]
-                )
-            self.groups = groups
-        return self.groups
+    def _split(self, first: int, last: int) -> None:
+        self._cuts |= {first, last}
+        groups: list[tuple[int, int, FreeTime]] = []
+        for low, high, line in self.groups:
+            cuts = [low, *[c for c in (first, last) if low < c < high], high]
+            groups.extend(
+                [(a, b, FreeTime(list(line.gaps), line.busy_until)) for a, b in pairwise(cuts)]
+            )
+        self.groups = groups
 
     def forget(self, before: float) -> None:
         """As `FreeTime.forget`, of all engines."""

@@ -8,11 +8,12 @@ a tile allocated in a loop may be loaded ahead as far as the memory has capacity
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import IntEnum
 from itertools import count
+from operator import itemgetter
 from typing import Any
 
 from neuronmm_ops.hardware import (
@@ -33,7 +34,6 @@ from neuronmm_ops.neuroncore.memory.storage import MemoryRegion, Storage
 from neuronmm_ops.neuroncore.timing.resources import Capacity, DmaEngines
 from neuronmm_ops.neuroncore.timing.steady import Iterations, Loops, check_bodies
 from neuronmm_ops.neuroncore.timing.trace import (
-    DmaCost,
     InstructionTemplate,
     Loop,
     Move,
@@ -123,6 +123,8 @@ def schedule(
             for placer in there:
                 placer.pass_barrier(number, latest, meeting.ns)
             left.extend(there)
+    for placer in placers:
+        placer.add_up()
     return Schedule(machine, model, [p.times for p in placers])
 
 
@@ -155,7 +157,7 @@ class Placer:
         self.loaded: tuple[Storage, int, int] | None = None
         self.table = ""
         self.dma = DmaEngines()
-        self.dma_ns: dict[DmaCost, float] = {}
+        self.dma_ns: dict[InstructionTemplate, float] = {}
         self.queues: dict[Any, tuple[str, float, int]] = {}
         self.dge_free = [0.0, 0.0]
         self.cells = [0.0] * 16
@@ -216,18 +218,21 @@ class Placer:
         barriers, producers = self.trace.barriers, self.producers
         times = self.times
         start, end_of, cause, wait = times.start, times.end, times.cause, times.wait
-        issued = times.issued
         visible = self.visible
         engine_free, engine_last = self.engine_free, self.engine_last
         shared_ports = self.machine.shared_ports
-        uses = self.uses
-        i = len(start)
-        for r in range(begin, end):
-            record = records[r]
-            template, storages, _, _ = record
-            issued.append(record)
+        uses_of = self.uses.__getitem__
+        special = {*moves, *edges, *producers, *barriers}
+        late = self.loops.late
+        issued = times.issued
+        issued.extend(records[begin:end])
+        i, r = len(start) - 1, begin - 1
+        for template, storages, _, _ in records[begin:end]:
+            i += 1
+            r += 1
             regions, overlaps = template.regions, template.overlaps
-            if r in moves:
+            is_special = r in special
+            if is_special and r in moves:
                 regions, overlaps = self._moved(template, moves[r])
             engine: int = template.engine
             if engine == 5:
@@ -238,7 +243,7 @@ class Placer:
             else:
                 ready, why, who = self._tile_free(template), 1, engine_last[0]
             writes = template.writes
-            used = [uses[s] for s in storages]
+            used = [*map(uses_of, storages)]
             for operand, use in enumerate(used):
                 writing = operand < writes
                 if writing and (s := storages[operand]).first == r and s.layout.on_chip:
@@ -260,7 +265,7 @@ class Placer:
                             other = read_by.get(region)
                             if other is not None and end_of[other] > ready:
                                 ready, why, who = end_of[other], 2, other
-            if r in edges:
+            if is_special and r in edges:
                 for other in map(producers.__getitem__, edges[r]):
                     if visible[other] > ready:
                         ready, why, who = visible[other], 2, other
@@ -307,14 +312,22 @@ class Placer:
                     use.latest, use.latest_engine = visible_from, engine
                 # once, where an instruction names a tensor twice
                 s = storages[operand]
-                if s.last == r and s not in self.loops.late and s not in storages[operand + 1 :]:
+                if s.last == r and s not in late and s not in storages[operand + 1 :]:
                     self._release(s, i)
-            if r in producers:
+            if is_special and r in producers:
                 producers[r] = i
-            if r in barriers:
-                self.barrier, self.barrier_end = (i, record), done
+            if is_special and r in barriers:
+                self.barrier, self.barrier_end = (i, records[r]), done
                 yield barriers[r]
-            i += 1
+
+    def add_up(self) -> None:
+        """Sum up the busy time of the DMA engines."""
+        issued = Counter(map(itemgetter(0), self.times.issued))
+        for template, engine_ns in self.dma_ns.items():
+            cost = template.dma
+            assert cost is not None
+            for engine in range(cost.first_engine, cost.first_engine + cost.engines):
+                self.times.dma_busy_ns[engine] += issued[template] * engine_ns
 
     def pass_barrier(self, number: int, latest: float, ns: float) -> None:
         """All have come: the instruction ends `ns` after the latest of them came."""
@@ -436,8 +449,9 @@ class Placer:
         hbm = id(storages[template.hbm_operand]) if template.hbm_operand >= 0 else 0
         key = (cost.direction, hbm)
         found = self.queues.get(key)
-        queue = f"q{len(self.queues) % DMA_QUEUES} {cost.direction}"
-        name, after, last = found or (queue, 0.0, -1)
+        if found is None:
+            found = f"q{len(self.queues) % DMA_QUEUES} {cost.direction}", 0.0, -1
+        name, after, last = found
         if after > ready:
             ready, why, who = after, Wait.QUEUE, last
         self.queues[key] = (name, ready + self.machine.dma.interval_ns, i)
@@ -453,12 +467,10 @@ class Placer:
             trigger += on_grid(self.machine.ns(Engine.GPSIMD, cycles))
             self.engine_free[3], self.engine_last[3] = trigger, i
         first = trigger + DMA_START_NS
-        engine_ns = self.dma_ns.get(cost)
+        engine_ns = self.dma_ns.get(template)
         if engine_ns is None:
-            engine_ns = self.dma_ns[cost] = on_grid(cost.engine_ns(self.machine))
+            engine_ns = self.dma_ns[template] = on_grid(cost.engine_ns(self.machine))
         done = self.dma.take(cost, engine_ns, first)
-        for engine in range(cost.first_engine, cost.first_engine + cost.engines):
-            self.times.dma_busy_ns[engine] += engine_ns
         begin = max(first, done - engine_ns)
         if begin > first + 1 and self.engine_last[5] >= 0:
             why, who = Wait.DMA_ENGINES, self.engine_last[5]

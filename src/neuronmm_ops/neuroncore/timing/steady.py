@@ -93,7 +93,6 @@ class Mark(NamedTuple):
     instructions: int
     floor: float
     occupied: list[int]
-    dma_busy_ns: list[float]
     state: Any
 
 
@@ -179,7 +178,7 @@ class Iterations:
             placer.table,
         )
         occupied = [len(found) for found in placer.times.occupied.values()]
-        return Mark(number, floor, occupied, list(placer.times.dma_busy_ns), state)
+        return Mark(number, floor, occupied, state)
 
     def _use(self, s: Storage, at: int, since: Any) -> Any:
         use, visible, end = self.placer.uses[s], self.placer.visible, self.placer.times.end
@@ -221,8 +220,6 @@ class Iterations:
             new = found[mark.occupied[number] :]
             for turn in range(1, times + 1):
                 found.extend([(a + turn * period, b + turn * period, size) for a, b, size in new])
-        for engine, busy in enumerate(now.dma_busy_ns):
-            out.dma_busy_ns[engine] += times * (busy - mark.dma_busy_ns[engine])
 
     def _shift(self, now: Mark, ns: float, times: int, mark: Mark, iterations: int) -> None:
         """Bring the state of all resources to the end of what was added."""

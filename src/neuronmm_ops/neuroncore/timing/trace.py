@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from neuronmm_ops.hardware import Engine, Machine
 from neuronmm_ops.neuroncore.memory.geometry import Geometry
-from neuronmm_ops.neuroncore.memory.storage import Storage
+from neuronmm_ops.neuroncore.memory.storage import Box, Storage
 from neuronmm_ops.neuroncore.turns import Meeting
 
 _GRID = 2.0**20
@@ -128,6 +128,18 @@ class Move(NamedTuple):
     def region(self, iteration: int) -> int:
         """What it touches in an iteration, counted from 0."""
         return self.geometry.moved(iteration * self.elements).region
+
+    def regions(self, iterations: int) -> list[int]:
+        """What it touches in so many iterations: one region where they lie side by side."""
+        layout = self.geometry.layout
+        first, second, last = [layout.boxes[self.region(i)] for i in (0, 1, iterations - 1)]
+        same_columns = (first.byte, first.byte_end) == (last.byte, last.byte_end)
+        same_rows = (first.row, first.row_end) == (last.row, last.row_end)
+        below = same_columns and second.row == first.row_end
+        beside = same_rows and second.byte == first.byte_end
+        if first.exact and (below or beside):
+            return [layout.region(Box(first.row, last.row_end, first.byte, last.byte_end))]
+        return [self.region(i) for i in range(iterations)]
 
 
 Record = tuple[InstructionTemplate, tuple[Storage, ...], CodeType, int]
