@@ -279,10 +279,6 @@ class SimulatedCore:
                 )
         if moves and self.replay is None:
             self.trace.moves[number] = moves
-        for move in moves:  # a trace runs the body once, and writes what all iterations do
-            storage = operands[move.operand].storage
-            if move.operand < template.writes and not storage.initialised and not self.execute:
-                storage.written.update([move.region(i) for i in range(move.loop.trips)])
         return found
 
     def _check_written(
