@@ -347,6 +347,21 @@ def test_values_are_converted_where_a_dtype_is_named(run: Run, file: Path, tmp_p
     failed(run(f"{file}:scale", "--arg", f"x=i8[{i}]"), 2, "int64 values that int8")
 
 
+@pytest.mark.parametrize("own", ["bfloat16", "float16", "float32", "float64"])
+@pytest.mark.parametrize("wanted", ["f32", "bf16", "fp16"])
+def test_every_float_converts_to_every_other(
+    run: Run, file: Path, tmp_path: Path, own: str, wanted: str
+) -> None:
+    x = np.arange(128 * 512).reshape(128, 512) % 200 / 4
+    dtype = np.dtype(getattr(ml_dtypes, own, own))
+    safetensors.numpy.save_file({"x": x.astype(dtype)}, tmp_path / "x.safetensors")
+    target = tmp_path / "y.safetensors"
+    given = f"x={wanted}[{tmp_path / 'x.safetensors'}]"
+    assert run(f"{file}:scale", "--arg", given, "--save", target).code == 0
+    saved = safetensors.numpy.load_file(target)["output0"]
+    np.testing.assert_array_equal(saved.astype(np.float64), 2 * x)
+
+
 def test_trace_only_reads_the_header_alone(run: Run, file: Path, tmp_path: Path) -> None:
     for dtype, short in ((np.float32, "float32"), (np.float16, "float16")):
         np.save(tmp_path / "x.npy", values(dtype))
@@ -374,6 +389,8 @@ def test_files_that_cannot_be_read(run: Run, file: Path, tmp_path: Path) -> None
     many = tmp_path / "many.safetensors"
     safetensors.numpy.save_file({"a": np.zeros(2), "b": np.zeros(2)}, many)
     failed(run(f"{file}:scale", "--arg", f"x={many}"), 2, "2 tensors", "many.safetensors:a")
+    safetensors.numpy.save_file({}, tmp_path / "none.safetensors")
+    failed(run(f"{file}:scale", "--arg", f"x={tmp_path / 'none.safetensors'}"), 2, "has 0 tensors")
     failed(run(f"{file}:scale", "--arg", f"x={many}:c"), 2, "no tensor c", "a, b")
     failed(run(f"{file}:scale", "--arg", f"x={many}:a"), 2, "float64", "f32[")
 
