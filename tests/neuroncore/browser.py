@@ -3,6 +3,7 @@
 import base64
 import json
 import os
+import select
 import shutil
 import subprocess
 from collections.abc import Generator
@@ -18,6 +19,8 @@ OPTIONS = (
     *("--disable-background-networking", "--remote-debugging-pipe", "--no-first-run"),
     *("--hide-scrollbars", "--force-device-scale-factor=1"),
 )
+
+PATIENCE_S = 60
 
 
 class Page:
@@ -97,6 +100,8 @@ class Page:
 
     def _next(self) -> dict[str, Any]:
         while b"\0" not in self._buffer:
+            ready, _, _ = select.select([self._back], [], [], PATIENCE_S)
+            assert ready, "Chromium says nothing"
             part = os.read(self._back, 1 << 16)
             assert part, "Chromium has ended"
             self._buffer += part

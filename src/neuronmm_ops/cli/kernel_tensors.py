@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -81,8 +82,25 @@ class TensorFile:
         except (ValueError, EOFError) as error:
             raise self._wrong(f"cannot be read: {error}") from error
 
-    def _opened(self) -> "_Opened":
-        return _Opened(self)
+    @contextlib.contextmanager
+    def _opened(self) -> Generator[tuple[Any, str]]:
+        """A safetensors file, and the name of the tensor in it."""
+        try:
+            opened = safe_open(self.path, framework="pt")
+        except (SafetensorError, OSError) as error:
+            raise self._wrong(f"cannot be read: {error}") from error
+        with opened as file:
+            yield file, self._key_among(sorted(file.keys()))
+
+    def _key_among(self, names: list[str]) -> str:
+        if self.key in names:
+            return self.key
+        if len(names) == 1 and not self.key:
+            return names[0]
+        asked = f"has no tensor {self.key}" if self.key else f"has {len(names)} tensors"
+        some = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
+        remedy = f"; name one of {some}, as in {self.path.name}:{names[0]}" if names else ""
+        raise self._wrong(asked + remedy)
 
     def _own_dtype(self, dtype: Any) -> DType:
         """The NKI dtype of what the file holds."""
@@ -112,7 +130,8 @@ class TensorFile:
             return array
         if not dtype.is_float:
             return self._whole(array, dtype)
-        if array.dtype.kind in "cSUOV":
+        # of ml_dtypes the kind is V too, but they have values
+        if array.dtype.kind in "cSUOmM" or array.dtype.type is np.void:
             raise self._wrong(f"holds {array.dtype}, which has no value in {dtype}")
         return from_fp32(array.astype(np.float32).reshape(array.shape or (1,)), dtype)
 
@@ -124,31 +143,6 @@ class TensorFile:
 
     def _wrong(self, what: str) -> ValueError:
         return ValueError(f"--arg {self.name}: {self.path} {what}")
-
-
-class _Opened:
-    """A safetensors file, open, and the name of the tensor in it."""
-
-    def __init__(self, tensor: TensorFile) -> None:
-        self.tensor = tensor
-
-    def __enter__(self) -> tuple[Any, str]:
-        tensor = self.tensor
-        try:
-            self.file = safe_open(tensor.path, framework="pt").__enter__()
-        except (SafetensorError, OSError) as error:
-            raise tensor._wrong(f"cannot be read: {error}") from error
-        names = sorted(self.file.keys())
-        if tensor.key in names:
-            return self.file, tensor.key
-        if len(names) == 1 and not tensor.key:
-            return self.file, names[0]
-        some = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
-        asked = f"has no tensor {tensor.key}" if tensor.key else f"has {len(names)} tensors"
-        raise tensor._wrong(f"{asked}; name one of {some}, as in {tensor.path.name}:{names[0]}")
-
-    def __exit__(self, *error: Any) -> None:
-        self.file.__exit__(*error)
 
 
 def check_suffix(path: Path) -> None:

@@ -173,7 +173,8 @@ class Timeline {
 
   drawMemory(band) {
     const {time, size, limit, name} = band.memory, pen = this.pen;
-    const top = (value) => band.y + band.height - Math.max(value / (limit * 1.05) * band.height, 1);
+    const share = (value) => Math.min(value / (limit * 1.05), 1);
+    const top = (value) => band.y + band.height - Math.max(share(value) * band.height, 1);
     pen.fillStyle = this.color(name.toLowerCase());
     const first = firstAbove(time, this.from, 0, time.length);
     let column = -1, most = first > 0 ? size[first - 1] : 0, value = most;
