@@ -124,7 +124,7 @@ def run(
     with _no_collection(), _blas().limit(limits=1, user_api="blas"), np.errstate(all="ignore"):
         try:
             results = launch.run(body)
-        except TypeError as error:
+        except (AttributeError, TypeError) as error:
             wrong_call(error)
             raise
         if len(launch.cores) == 2:
