@@ -225,6 +225,14 @@ def test_calls_that_do_not_fit_a_signature_name_their_line():
     with refused("NkiTensor.slice() missing 2 required positional arguments"):
         run(lambda x: x.slice(0), data((4, 6)))
 
+    for wrong in (None, np.ones((4, 6)), 1.0):
+        with refused("an operand must be a tensor; got "):
+            run(lambda x, w=wrong: nisa.dma_copy(nl.ndarray((4, 6), nl.float32), w), data((4, 6)))
+        with refused("an operand must be a tensor; got "):
+            run(lambda x, w=wrong: nisa.nc_matmul(w, loaded(x), loaded(x)), data((4, 6)))
+    with pytest.raises(AttributeError, match="no attribute 'storage'"):
+        run(lambda x: None.storage, data((4, 6)))  # pyright: ignore
+
     def own(a, b):
         return a
 

@@ -148,7 +148,7 @@ def run(
     with no_collection(), _blas().limit(limits=1, user_api="blas"), np.errstate(all="ignore"):
         try:
             results = launch.run(body)
-        except TypeError as error:
+        except (AttributeError, TypeError) as error:
             wrong_call(error)
             raise
         if kernel.lnc == 2:

@@ -141,6 +141,9 @@ class NkiTensor:
             found = geometry.children[cached] = static_index(self, key)
         return view_of(self.storage, found, self.index)
 
+    def __iter__(self) -> Any:
+        refuse(f"{self}: tensors are not iterated over; use range(t.shape[0]) and t[i]")
+
     def __setitem__(self, key: Any, value: Any) -> None:
         remedy = "use nisa.tensor_copy(dst=tile[...], src=...)"
         refuse(f"{self}: assigning into a tile is not NKI; {remedy}")
