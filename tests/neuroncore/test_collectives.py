@@ -66,6 +66,7 @@ def lists(ranks: int, size: int) -> list[tuple[int, ...]]:
     return [tuple(range(i, i + size)) for i in range(0, ranks, size)]
 
 
+G = ncc.ReplicaGroup([[0, 1]])
 REDUCE = {"add": np.add, "maximum": np.maximum, "minimum": np.minimum}
 cases = {
     "size": st.sampled_from([1, 2, 4]),
@@ -369,6 +370,19 @@ def test_tensor_parallel_matmul_is_the_matmul():
         np.testing.assert_array_equal(y, xt.T @ w)
 
 
+def test_a_schedule_orders_collectives_too():
+    def call(srcs, dsts):
+        tile = nl.ndarray((4, 6), nl.float32)
+        ncc.all_reduce(srcs, dsts, G, nl.add, name="sum")
+        nisa.memset(tile, 0, name="after")
+
+    kernel = collective(call, [(4, 6)])
+    for scheduled in (kernel, kernel.with_schedule([("after", "sum")])):
+        for core in run(scheduled, inputs(2, (4, 6))).profile.schedule.cores:
+            (late,), (done,) = core.trace.names["after"], core.trace.names["sum"]
+            assert (core.start[late] >= core.end[done]) == bool(scheduled.schedule)
+
+
 def test_trace_mode_takes_as_long():
     group = ncc.ReplicaGroup([[0, 1], [2, 3]])
     kernel = collective(lambda s, d: ncc.all_gather(s, d, group, 0), [(8, 64)])
@@ -429,9 +443,33 @@ def issue(name, *given, shapes=((4, 6), (4, 6)), memories=(nl.shared_hbm,) * 2, 
     return body
 
 
-G = ncc.ReplicaGroup([[0, 1]])
 sb = (nl.sbuf, nl.sbuf)
+
+
+def bare(name, *given, **options):
+    """A body that passes tensors where lists belong, or nonsense."""
+
+    def body():
+        t = nl.ndarray((4, 6), nl.float32, buffer=nl.shared_hbm)
+
+        def real(g):
+            return t if g is t_ else [real(each) for each in g] if isinstance(g, list) else g
+
+        getattr(ncc, name)(*[real(g) for g in given], **options)
+
+    return body
+
+
+t_ = object()
 REFUSED = [
+    (bare("all_reduce", t_, t_, G, nl.add), "srcs must be a list of tensors"),
+    (bare("all_reduce", [1.0], [2.0], G, nl.add), "srcs must be tensors; got 1.0"),
+    (bare("all_reduce", [t_], [t_], ncc.ReplicaGroup(3), nl.add), "made of lists of ranks"),
+    (bare("all_reduce", [t_], [t_], ncc.ReplicaGroup([0, 1]), nl.add), "made of lists of ranks"),
+    (bare("collective_permute", [t_], [t_], 3), "must be pairs of ranks; got 3"),
+    (bare("collective_permute_implicit", [t_], [t_], G), "one tensor for each of 1 channels"),
+    (bare("collective_permute_implicit", [[t_]], [[t_]], G, 0), "must be consecutive from 0"),
+    (bare("all_gather_v", [t_], [t_], G, None), "metadata_tensor must be a tensor; got None"),
     (issue("all_reduce", [[0, 1]], nl.add), "replica_group must be a ReplicaGroup"),
     (issue("all_reduce", ncc.ReplicaGroup([[0, 1], [1]]), nl.add), "must not overlap"),
     (issue("all_reduce", ncc.ReplicaGroup([[0, 2]]), nl.add), "rank 2 does not exist"),
