@@ -80,15 +80,18 @@ cases = {
 
 @settings(max_examples=20, deadline=None)
 @given(
-    op=st.sampled_from(sorted(REDUCE)), memory=st.sampled_from([nl.sbuf, nl.shared_hbm]), **cases
+    op=st.sampled_from(sorted(REDUCE)),
+    memory=st.sampled_from([nl.sbuf, nl.shared_hbm]),
+    target=st.sampled_from(["trn1", "trn2", "trn3"]),
+    **cases,
 )
-def test_all_reduce(op, memory, size, count, lnc, dtype, coalesced, seed):
+def test_all_reduce(op, memory, target, size, count, lnc, dtype, coalesced, seed):
     shapes = [(4, 6), (2, 3)] if coalesced and memory is not nl.sbuf else [(4, 6)]
     ranks, groups = size * count, lists(size * count, size)
     xs = inputs(ranks, *shapes, dtype=dtype, seed=seed)
     group = ncc.ReplicaGroup(groups)
     kernel = collective(lambda s, d: ncc.all_reduce(s, d, group, getattr(nl, op)), shapes, memory)
-    done = run(kernel[lnc], xs).outputs
+    done = run(kernel[lnc], xs, target).outputs
     for rank in range(ranks):
         for t in range(len(shapes)):
             parts = [wide(xs[r][t]) for r in groups[rank // size]]
@@ -344,6 +347,28 @@ def test_ranks_have_their_own_memory_and_numbers():
         kernel, torch.zeros(4, 3), nc.PerRank([torch.ones(4, 3)]), 2.0, target="trn2", ranks=1
     )
     assert torch.equal(tensors.outputs[0][0], torch.full((4, 3), 2.0))
+
+
+def test_two_cores_of_a_rank_exchange_with_each_other_only():
+    @nc.jit
+    def kernel(x):
+        me = nl.program_id(0)
+        mine, other = nl.ndarray((4, 6), x.dtype), nl.ndarray((4, 6), x.dtype)
+        nisa.dma_copy(mine, x[4 * me : 4 * me + 4])
+        for _ in range(1 + 2 * ncc.rank_id().value):  # ranks issue as many as they like
+            nisa.sendrecv(mine, other, 1 - me, 1 - me, pipe_id=0)
+            nisa.tensor_copy(mine, other)
+        total = nl.ndarray((4, 6), x.dtype)
+        ncc.all_reduce([mine], [total], G, nl.add)
+        out = nl.ndarray(x.shape, x.dtype, buffer=nl.shared_hbm)
+        nisa.dma_copy(out[4 * me : 4 * me + 4], total)
+        return out
+
+    xs = [values(r, (8, 6)) for r in range(2)]
+    done = nc.simulate(kernel[2], nc.PerRank(xs), target="trn2", ranks=2).outputs
+    swapped = xs[0] + xs[1]
+    for y in done:
+        np.testing.assert_array_equal(y, np.concatenate([swapped[4:], swapped[:4]]))
 
 
 def test_tensor_parallel_matmul_is_the_matmul():
