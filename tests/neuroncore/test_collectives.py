@@ -156,6 +156,20 @@ def test_an_all_reduce_is_a_reduce_scatter_and_an_all_gather():
     assert one.profile.time_ms < two.profile.time_ms
 
 
+@pytest.mark.parametrize("lnc", [1, 2])
+def test_a_collective_may_write_what_it_reads(lnc):
+    xs = inputs(2, (4, 6))
+
+    @nc.jit
+    def in_place(xs):
+        total = copied(xs[0])
+        ncc.all_reduce([total], [total], G, nl.add)
+        return output(total)
+
+    for y in run(in_place[lnc], xs).outputs:
+        np.testing.assert_array_equal(y, xs[0][0] + xs[1][0])
+
+
 def test_sums_round_once():
     xs = [[np.full((2, 2), v, bf16)] for v in (256, 1, 1, 1)]  # each partial sum rounds to 256
     group = ncc.ReplicaGroup([[0, 1, 2, 3]])
