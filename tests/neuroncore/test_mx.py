@@ -269,6 +269,7 @@ def tiles(p=64, f=8, dst="float8_e5m2_x4", src="bfloat16", scale="uint8", rows=N
 
 QUANTIZE_REFUSED = [
     ("trn2", lambda: tiles(), "it needs NeuronCore-v4; trn2 is v3"),
+    ("trn3", lambda: (*tiles()[:2], None), "dst_scale must be a tile; got None"),
     ("trn3", lambda: tiles(p=48), "have 32, 64, 96 or 128 partitions"),
     ("trn3", lambda: tiles(src="float32"), "src must be bfloat16, float16"),
     ("trn3", lambda: tiles(dst="float4_e2m1fn_x4"), "dst must be float8_e5m2_x4, float8_e4m3fn_x4"),
