@@ -83,10 +83,10 @@ def test_32k_tokens_are_thousands_of_instructions():
     assert split.instructions > MAX_INSTRUCTIONS
     looped = plan_op("svd_mlp", 32768, matrices, target="trn2", device_loop=True)
     assert looped.launches == (32768,)
-    assert looped.instructions < 10_000
+    assert looped.instructions < 20_000
     profile = traced(looped)
     assert profile.stream_instructions == looped.instructions
-    assert profile.instructions == split.instructions
+    assert profile.instructions == pytest.approx(split.instructions, rel=1e-4)
     assert profile.time_ms == pytest.approx(split.time_ms, rel=0.03)
 
 

@@ -13,7 +13,8 @@ from torch import Tensor
 
 import neuronmm_ops.kernels
 from neuronmm_ops import neuroncore as nc
-from neuronmm_ops.kernels import nki_kernel, plan_svd_mlp, plan_xuv, plan_xw
+from neuronmm_ops.kernels import Problem, nki_kernel, plan_svd_mlp, plan_xuv, plan_xw
+from neuronmm_ops.kernels.planner.search import candidates
 from neuronmm_ops.kernels.xuv.prefill import xuv
 from neuronmm_ops.kernels.xw.prefill import xw
 from neuronmm_ops.neuroncore.dtypes import bfloat16
@@ -170,14 +171,18 @@ def test_tiles_that_are_not_resident_are_transposed_again(resident):
     check(xw, ("trn1", 1), tensors, layout="pe", **blocks)
 
 
+def decode_plan(problem):
+    return next(plan for plan in candidates(problem) if plan.phase == "decode")
+
+
 @pytest.mark.parametrize("name", ["xw", "xuv", "svd_mlp", "xw_decode", "xuv_decode"])
 def test_operands_that_do_not_fit_are_refused(name):
     plans = {
         "xw": plan_xw(200, 64, 32),
         "xuv": plan_xuv(200, 64, 16, 32),
         "svd_mlp": plan_svd_mlp(200, 64, (16, 16, 16), 48, 64),
-        "xw_decode": plan_xw(2, 4096, 4096),
-        "xuv_decode": plan_xuv(2, 4096, 1024, 4096),
+        "xw_decode": decode_plan(Problem("xw", 2, ((4096, 4096),))),
+        "xuv_decode": decode_plan(Problem("xuv", 2, ((4096, 1024), (1024, 4096)))),
     }
     plan = plans[name]
     assert plan.kernel == name

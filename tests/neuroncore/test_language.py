@@ -7,7 +7,19 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from neuroncore.harness import bf16, compute, data, equal, loaded, rounded, run, stored, wide
+from neuroncore.harness import (
+    bf16,
+    compute,
+    data,
+    equal,
+    loaded,
+    refused,
+    rounded,
+    run,
+    seeds,
+    stored,
+    wide,
+)
 from tolerances import assert_close_to_oracle
 
 import neuronmm_ops.neuroncore.isa as nisa
@@ -142,14 +154,46 @@ def test_abs_max_and_power():
     )
 
 
-@pytest.mark.parametrize("name", ["divide", "mod", "fmod"])
-def test_what_the_engines_lack(name):
-    function = getattr(nl, name)
-    assert function.not_covered
-    with pytest.raises(NotImplementedError, match=f"nl.{name} is not covered.*nearest: nl"):
-        function(1.0, 2.0)
-    with pytest.raises(TypeError, match=r"the engines have no|modulo"):
-        operators.alu(function)
+@settings(max_examples=30, deadline=None)
+@given(
+    name=st.sampled_from(["divide", "mod", "fmod"]),
+    sides=st.sampled_from(["tiles", "number right", "number left"]),
+    dtype=st.sampled_from([None, nl.bfloat16]),
+    seed=seeds,
+)
+def test_quotients_and_remainders(name, sides, dtype, seed):
+    rng = np.random.default_rng(seed)
+    x, y = (rng.integers(-4000, 4000, (4, 30)) / f for f in (8, 64))
+    y[y == 0] = 3  # eighths over 64ths: many quotients are whole, and all products are exact
+    if sides != "tiles":
+        (x if sides == "number left" else y)[:] = rng.integers(1, 500) * rng.choice([-1, 1]) / 8
+    a, b = x.astype(f32), y.astype(f32)
+    expected = getattr(np, name)(x, y)
+
+    def body(s, t):
+        given = (float(x[0, 0]) if sides == "number left" else s,
+                 float(y[0, 0]) if sides == "number right" else t)  # fmt: skip
+        return getattr(nl, name)(*given, dtype)
+
+    got = wide(of(body, (4, 30), dtype or nl.float32, a, b))
+    if name == "divide" or dtype:
+        np.testing.assert_allclose(got, expected, rtol=2.0**-7 if dtype else 2e-7, atol=1e-30)
+    else:
+        np.testing.assert_array_equal(got, expected)
+
+
+def test_what_the_engines_lack_is_no_operator():
+    for name in ("divide", "mod", "fmod"):
+        with pytest.raises(TypeError, match=r"the engines have no|modulo"):
+            operators.alu(getattr(nl, name))
+        with refused(f"nl.{name}: one input must be a tile"):
+            of(lambda t, n=name: getattr(nl, n)(1.0, 2.0), (1, 3), nl.float32, np.ones((1, 3), f32))
+
+
+def test_division_by_zero_is_numpys():
+    x = np.array([[1, -1, 0]], f32)
+    got = of(lambda t: nl.divide(t, 0.0), (1, 3), nl.float32, x)
+    np.testing.assert_array_equal(got, np.array([[np.inf, -np.inf, np.nan]], f32))
 
 
 def test_every_operator_has_its_token():

@@ -1,4 +1,4 @@
-"""The running core: allocates tensors, issues instructions, keeps both cores of an LNC in step."""
+"""The running core: allocates tensors and issues instructions; the cores of a launch."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from operator import attrgetter
-from typing import Any
+from typing import Any, Literal
 
-import numpy as np
-
-from neuronmm_ops.hardware import RESULT_CYCLES, Engine, Machine
+from neuronmm_ops.hardware import Engine, Machine
 from neuronmm_ops.neuroncore.checks import tensors as check
-from neuronmm_ops.neuroncore.checks.base import PACKAGE, kernel_frame, refuse
+from neuronmm_ops.neuroncore.checks import views
+from neuronmm_ops.neuroncore.checks.base import PACKAGE, kernel_frame, note, refuse
 from neuronmm_ops.neuroncore.dtypes import DType, dtype_of
 from neuronmm_ops.neuroncore.memory.indexing import VirtualRegister
+from neuronmm_ops.neuroncore.memory.liveness import CapacityPolicy
 from neuronmm_ops.neuroncore.memory.storage import Layout, MemoryRegion, Storage
 from neuronmm_ops.neuroncore.memory.tensor import NkiTensor, tensor_of
 from neuronmm_ops.neuroncore.timing.replay import Replay
@@ -27,84 +27,70 @@ from neuronmm_ops.neuroncore.timing.trace import (
     Trace,
     on_grid,
 )
+from neuronmm_ops.neuroncore.turns import Turns
 
 Build = Callable[..., InstructionTemplate]
+Follow = Literal["documentation", "kernels"]
+Uninitialised = Literal["partial", "raise", "warn"]
 
 _geometry = attrgetter("geometry")
 
 
 class KernelRun:
-    """One call of a kernel on one or two cores, which take turns: one runs until it must wait."""
+    """One call of a kernel: `lnc` cores for each of `ranks` ranks, which take turns.
 
-    def __init__(self, machine: Machine, execute: bool, cores: int, seed: int = 0) -> None:
+    Args:
+        machine: the target.
+        execute: compute values.
+        lnc: physical cores of a rank, which share its HBM tensors.
+        seed: of the random number generators.
+        ranks: how many ranks run the kernel, each with its own memories.
+        follow: what instructions do where documentation and public kernels contradict each other.
+        uninitialised: what a read of elements that were never written does; see `simulate`.
+        capacity: what tensors that do not fit do; see `simulate`.
+    """
+
+    def __init__(
+        self,
+        machine: Machine,
+        execute: bool,
+        lnc: int,
+        seed: int = 0,
+        ranks: int = 1,
+        follow: Follow = "documentation",
+        uninitialised: Uninitialised = "partial",
+        capacity: CapacityPolicy = "raise",
+    ) -> None:
         self.machine = machine
         self.execute = execute
         self.precise = os.environ.get("NKI_PRECISE_FP", "1") != "0"
-        self.seed = seed
-        self.shared: list[Storage] = []
+        self.lnc, self.ranks, self.seed, self.follow = lnc, ranks, seed, follow
+        self.uninitialised: Uninitialised = uninitialised
+        self.capacity: CapacityPolicy = capacity
+        self.shared: list[list[Storage]] = [[] for _ in range(ranks)]
         self.layouts: dict[tuple[Any, ...], Layout] = {}
-        self.cores = [SimulatedCore(self, i) for i in range(cores)]
-        self.failure: BaseException | None = None
-        self._turn = threading.Condition()
-        self._running = 0
-        self._ended: set[int] = set()
-        self._barriers = [0] * cores
+        self.cores = [SimulatedCore(self, i) for i in range(ranks * lnc)]
+        self.turns = Turns(len(self.cores), self._take)
 
     def run(self, body: Callable[[SimulatedCore], Any]) -> list[Any]:
         """Run `body` once per core and return its results."""
         if len(self.cores) == 1:
             return [_run_on(self.cores[0], body)]
-        results: list[Any] = [None] * len(self.cores)
         outer = _state.core
+        try:
+            return self.turns.run(lambda i: body(self.cores[i]))
+        finally:
+            _state.core = outer
 
-        def thread(core: SimulatedCore) -> None:
-            try:
-                self._wait_for_turn(core.program_id)
-                with np.errstate(all="ignore"):  # a thread has its own
-                    results[core.program_id] = _run_on(core, body)
-            except BaseException as error:  # handed to the caller's thread
-                self.failure = self.failure or error
-            finally:
-                self._ended.add(core.program_id)
-                self._pass_turn(core.program_id)
+    def _take(self, number: int) -> None:
+        _state.core = self.cores[number]
 
-        threads = [threading.Thread(target=thread, args=(c,), daemon=True) for c in self.cores]
-        for t in threads:
-            t.start()
-        for t in threads:
-            t.join()
-        _state.core = outer
-        if self.failure is not None:
-            raise self.failure
-        return results
-
-    def barrier(self, core: SimulatedCore) -> int:
-        """Wait until the other core comes to its barrier of the same number; returns the number."""
-        number, other = self._barriers[core.program_id], 1 - core.program_id
-        self._barriers[core.program_id] += 1
-        while self._barriers[other] <= number:
-            self._pass_turn(core.program_id)
-            if other in self._ended and self._barriers[other] <= number:
-                refuse(
-                    f"core_barrier/sendrecv {number}: core {core.program_id} waits but the other "
-                    "core has ended; both cores must take the same branches"
-                )
-            self._wait_for_turn(core.program_id)
-            if self.failure is not None:
-                raise self.failure
-        return number
-
-    def _pass_turn(self, program_id: int) -> None:
-        with self._turn:
-            if 1 - program_id not in self._ended:
-                self._running = 1 - program_id
-            self._turn.notify_all()
-
-    def _wait_for_turn(self, program_id: int) -> None:
-        with self._turn:
-            while self._running != program_id and self.failure is None:
-                self._turn.wait()
-        _state.core = self.cores[program_id]
+    def undefined(self, problem: str, nothing: bool = False) -> None:
+        """Refuse, or note, a use of elements that were never written: some, or all of them."""
+        policy = self.uninitialised
+        if policy == "raise" or (policy == "partial" and nothing):
+            refuse(f"{problem}; write the tile, or slice to what was written")
+        note(f"{problem}; they hold NaN or 4 here and anything on the device")
 
     def layout(self, shape: tuple[int, ...], dtype: DType, memory: MemoryRegion) -> Layout:
         """The layout that all tensors of this shape, dtype and memory share."""
@@ -118,11 +104,15 @@ class KernelRun:
 class SimulatedCore:
     """One physical NeuronCore of a launch."""
 
-    def __init__(self, launch: KernelRun, program_id: int) -> None:
+    def __init__(self, launch: KernelRun, number: int) -> None:
         self.launch = launch
         self.machine = launch.machine
         self.execute = launch.execute
-        self.program_id = program_id
+        self.number = number
+        self.rank, self.program_id = divmod(number, launch.lnc)
+        first = self.rank * launch.lnc
+        self.of_rank = tuple(range(first, first + launch.lnc))
+        """Numbers of the cores of its rank."""
         self.trace = Trace()
         self.templates: dict[tuple[Any, ...], Any] = {}
         self.models: dict[tuple[Any, ...], InstructionTemplate] = {}
@@ -153,10 +143,10 @@ class SimulatedCore:
         if memory is MemoryRegion.shared_hbm:
             if self.open_loops:
                 refuse("nl.ndarray: a loop's body cannot allocate in shared_hbm; do so before it")
-            order = self.shared_outputs
+            order, shared = self.shared_outputs, launch.shared[self.rank]
             self.shared_outputs += 1
-            if order < len(launch.shared):
-                storage = launch.shared[order]
+            if order < len(shared):
+                storage = shared[order]
                 if (storage.layout.shape, storage.layout.dtype) != (shape, dtype):
                     refuse(
                         f"nl.ndarray: core 1 allocates {list(shape)} {dtype} in shared_hbm where "
@@ -165,7 +155,7 @@ class SimulatedCore:
                 return self._enter(storage)
         storage = Storage(layout, name or f"{memory.label}{len(self.trace.storages)}")
         if memory is MemoryRegion.shared_hbm:
-            launch.shared.append(storage)
+            launch.shared[self.rank].append(storage)
         frame = sys._getframe(2)
         if frame.f_code.co_filename.startswith(PACKAGE):
             frame = kernel_frame()
@@ -200,7 +190,12 @@ class SimulatedCore:
         then the read ones.
         """
         key = (build, options, *map(_geometry, operands))
-        found = self.templates.get(key)
+        try:
+            found = self.templates.get(key)
+        except TypeError:  # a list among the options
+            options = hashable(options)
+            key = (build, options, *map(_geometry, operands))
+            found = self.templates.get(key)
         if found is None:
             found = self.templates[key] = self._new_template(build, operands, options)
         return found
@@ -216,6 +211,8 @@ class SimulatedCore:
             self.prepare(found, operands)
             return found
         found = replace(model)
+        for t in operands:
+            views.inside_storage(found.opcode, t)
         _place(found, operands)
         return found
 
@@ -235,7 +232,7 @@ class SimulatedCore:
         number = len(trace.records) if replay is None else replay.record
         regions, overlaps, writes = template.regions, template.overlaps, template.writes
         placed = operands
-        if template.indirect:
+        if template.dynamic:
             placed = self._find_places(number, template, operands)
             regions = tuple([t.geometry.region for t in placed])
             overlaps = tuple([t.geometry.layout.overlaps[t.geometry.region] for t in placed])
@@ -244,7 +241,7 @@ class SimulatedCore:
         first_read = 0 if template.reads_dst else writes
         for at, s in enumerate(storages):
             if not s.initialised and at >= first_read and regions[at] not in s.written:
-                self._check_written(template, placed, at)
+                self._check_written(template, placed, at, regions[at])
             if s.first < 0:
                 s.first = number
             s.last = number
@@ -294,35 +291,50 @@ class SimulatedCore:
         return found
 
     def _check_written(
-        self, template: InstructionTemplate, operands: Sequence[NkiTensor], at: int
+        self, template: InstructionTemplate, operands: Sequence[NkiTensor], at: int, region: int
     ) -> None:
         t = operands[at]
-        if not t.storage.covered(t.geometry):
+        if not t.storage.covered(region):
             verb = "adds to" if at < template.writes else "reads"
-            refuse(
-                f"{template.opcode}: {verb} {t}, at line {t.storage.line}, of which some elements "
-                "were never written; write the tile, or slice to what was written"
+            storage = t.storage
+            nothing = storage.written.isdisjoint(storage.layout.overlaps[region])
+            which = "no element was ever" if nothing else "some elements were never"
+            self.launch.undefined(
+                f"{template.opcode}: {verb} {t}, at line {storage.line}, of which {which} written",
+                nothing,
             )
+            storage.written.add(region)  # noted once
 
     def prepare(self, template: InstructionTemplate, operands: Sequence[NkiTensor]) -> None:
         """Fill in what follows from the operands and the machine."""
+        for at, t in enumerate(operands):
+            views.inside_storage(template.opcode, t, 2 if at in template.scales else 1)
+            if template.engine <= Engine.GPSIMD and at not in template.scales:
+                views.engine_pattern(template.opcode, t)
+        for t in operands:
+            if t.geometry.indirect is not None and t.geometry.indirect[0] == "columns":
+                refuse(
+                    f"{template.opcode}: {t} is a tensor indirection, which it does not take; "
+                    "gather with tensor_copy first, or use .ap(vector_offset=) for DMA"
+                )
         _place(template, operands)
         geometries = [t.geometry for t in operands]
+        template.dynamic = any(g.indirect is not None for g in geometries)
         memories = [g.memory for g in geometries]
         in_hbm = [i for i, m in enumerate(memories) if not m.on_chip]
         template.hbm_operand = in_hbm[0] if in_hbm else -1
-        template.indirect = any(g.indirect is not None for g in geometries)
         template.on_sbuf = MemoryRegion.sbuf in memories
         template.on_psum = MemoryRegion.psum in memories
         if template.engine <= Engine.GPSIMD:
             template.ns = on_grid(self.machine.ns(template.engine, template.cycles))
-            latency = RESULT_CYCLES.get(template.engine, RESULT_CYCLES[Engine.VECTOR])
-            template.result_ns = on_grid(self.machine.ns(template.engine, latency))
+            template.result_ns = on_grid(self.machine.result_ns[template.engine])
 
 
 def _place(template: InstructionTemplate, operands: Sequence[NkiTensor]) -> None:
     """Fill in the regions of the operands."""
     geometries = [t.geometry for t in operands]
+    for at in range(template.writes, len(operands)):
+        geometries[at] = geometries[at].each_row(template.row_step)
     template.regions = tuple([g.region for g in geometries])
     template.overlaps = tuple([g.layout.overlaps[g.region] for g in geometries])
 
@@ -344,7 +356,9 @@ def _settled(
     return [places.get(id(a), a) for a in arguments]
 
 
-class _State:
+class _State(threading.local):
+    """The core that runs in this thread."""
+
     core: SimulatedCore | None = None
 
 
@@ -364,6 +378,11 @@ def active(name: str = "nki") -> SimulatedCore:
 def running() -> SimulatedCore | None:
     """The core whose kernel is running, or None."""
     return _state.core
+
+
+def hashable(value: Any) -> Any:
+    """A value with tuples in the places of lists, for keys."""
+    return tuple(map(hashable, value)) if isinstance(value, list | tuple) else value
 
 
 def _run_on(core: SimulatedCore, body: Callable[[SimulatedCore], Any]) -> Any:

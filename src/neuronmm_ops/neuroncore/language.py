@@ -21,6 +21,7 @@ from neuronmm_ops.neuroncore.loops import dynamic_range, fori_loop, while_loop
 from neuronmm_ops.neuroncore.memory.indexing import DynamicSlice
 from neuronmm_ops.neuroncore.memory.storage import MemoryRegion, Storage
 from neuronmm_ops.neuroncore.memory.tensor import NkiTensor
+from neuronmm_ops.neuroncore.nl.division import divide, fmod, mod
 from neuronmm_ops.neuroncore.nl.objects import NKIObject
 
 from neuronmm_ops.neuroncore.dtypes import (  # isort: skip
@@ -35,10 +36,10 @@ from neuronmm_ops.neuroncore.nl.composite import (  # isort: skip
 )  # fmt: skip
 from neuronmm_ops.neuroncore.nl.elementary import (  # isort: skip
     abs_max, abs_min, add, arctan, average, bitwise_and, bitwise_or, bitwise_xor, bypass,
-    ceil, copy, cos, divide, equal, erf, erf_dx, exp, floor, fmod, gelu, gelu_apprx_sigmoid,
+    ceil, copy, cos, equal, erf, erf_dx, exp, floor, gelu, gelu_apprx_sigmoid,
     gelu_apprx_sigmoid_dx, gelu_apprx_tanh, gelu_dx, greater, greater_equal, invert,
     left_shift, less, less_equal, log, logical_and, logical_not, logical_or, logical_xor,
-    maximum, minimum, mish, mod, multiply, negative, not_equal, power, prelu, reciprocal, relu,
+    maximum, minimum, mish, multiply, negative, not_equal, power, prelu, reciprocal, relu,
     right_shift, rsqrt, sigmoid, sign, silu, silu_dx, sin, softplus, sqrt, square, subtract,
     tan, tanh, trunc,
     abs,  # noqa: A004
@@ -239,7 +240,7 @@ def program_id(axis: int = 0) -> int:
 def num_programs(axes: int = 0) -> int:
     """How many cores the kernel was launched on."""
     _check_axis(axes)
-    return len(running.active("nl.num_programs").launch.cores)
+    return running.active("nl.num_programs").launch.lnc
 
 
 def _check_axis(axis: int) -> None:
@@ -249,7 +250,7 @@ def _check_axis(axis: int) -> None:
 
 def program_ndim() -> int:
     """Dimensions of the launch grid: 1 with `kernel[2]`, else 0."""
-    return 1 if len(running.active("nl.program_ndim").launch.cores) > 1 else 0
+    return 1 if running.active("nl.program_ndim").launch.lnc > 1 else 0
 
 
 def device_print(print_prefix: str, tensor: NkiTensor) -> None:

@@ -32,14 +32,16 @@ class Prefill(ABC):
         names: of the kernel's arguments that are numbers, `token_block` the first.
         widths: tokens of a block.
         tie_to_traffic: of plans that are equally quick the one that moves least is taken.
+        setup_instructions: that a core issues once.
     """
 
     names: tuple[str, ...]
     widths: tuple[int, ...] = (512, 1024, 2048)
     tie_to_traffic = True
+    setup_instructions = 0
 
-    def __init__(self, problem: Problem) -> None:
-        self.problem, self.costs = problem, PrefillCosts(problem)
+    def __init__(self, problem: Problem, layout: str) -> None:
+        self.problem, self.costs = problem, PrefillCosts(problem, layout)
         self.tokens = problem.core_tokens[0]
         self.room = problem.machine.usable_sbuf_bytes
 
@@ -69,7 +71,8 @@ class Prefill(ABC):
         """
         problem, timeline = self.problem, Timeline(self.costs.machine)
         width = min(arguments[0], self.tokens)
-        hbm_bytes = issued = sbuf_bytes = 0
+        hbm_bytes = sbuf_bytes = 0
+        issued = self.setup_instructions * problem.lnc
         for core, tokens in enumerate(problem.core_tokens):
             for size, times in ((width, tokens // width), (tokens % width, 1)):
                 if size == 0 or times == 0:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from neuronmm_ops.hardware import DEFAULT_TARGET, Machine, resolve_target
+from neuronmm_ops.hardware import DEFAULT_TARGET, DmaModel, Machine, resolve_target
 from neuronmm_ops.kernels.stages.tiling import BANK_COLUMNS, core_span
 
 Phase = Literal["prefill", "decode"]
@@ -39,6 +39,7 @@ class Problem:
         target: trn1, trn2 or trn3.
         lnc: NeuronCores that share the launch, 1 or 2 (trn2 and trn3 only).
         bf16_partial_sums: a kernel may round partial sums in SBUF to dtype, which halves them.
+        dma_model: what DMAs are taken to cost; one of `hardware.DMA_MODELS`.
     """
 
     op: str
@@ -48,6 +49,7 @@ class Problem:
     target: str = DEFAULT_TARGET
     lnc: int = 1
     bf16_partial_sums: bool = False
+    dma_model: DmaModel = "transfers"
 
     def __post_init__(self) -> None:
         machine = resolve_target(self.target)
@@ -65,7 +67,7 @@ class Problem:
     @property
     def machine(self) -> Machine:
         """Facts of the target."""
-        return resolve_target(self.target)
+        return resolve_target(self.target).under(self.dma_model)
 
     @property
     def K(self) -> int:  # noqa: N802 - the shape letter
@@ -136,7 +138,9 @@ class Plan:
             once).
         kernel: name of the kernel in `neuronmm_ops.kernels`.
         blocks: the kernel's compile-time arguments, in order.
-        time_ms: predicted, the sum over the launches.
+        time_ms: predicted under the problem's DMA model, the sum over the launches.
+        times_ms: the same under each of `hardware.DMA_MODELS`.
+        regret: share by which it is slower than the quickest plan, in the model where it is most.
         hbm_bytes: predicted HBM traffic, all cores and launches.
         sbuf_bytes: predicted peak per partition.
         psum_banks: predicted peak.
@@ -156,6 +160,18 @@ class Plan:
     bound: str
     instructions: int
     launches: tuple[int, ...]
+    times_ms: tuple[float, ...] = ()
+    regret: float = 0.0
+
+    @property
+    def time_low_ms(self) -> float:
+        """The least of `times_ms`."""
+        return min(self.times_ms)
+
+    @property
+    def time_high_ms(self) -> float:
+        """The greatest of `times_ms`."""
+        return max(self.times_ms)
 
     @property
     def arguments(self) -> dict[str, Block]:

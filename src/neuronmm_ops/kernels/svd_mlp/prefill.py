@@ -112,6 +112,13 @@ def function_of(activation: str) -> object:
     return nl.silu
 
 
+def load_table(activation: str) -> None:
+    """Let ScalarE load the function's table now, while it waits for the first weights anyway."""
+    one_sb = nl.ndarray((1, 1), dtype=nl.float32)
+    nisa.memset(one_sb, 0.0)
+    nisa.activation(one_sb, function_of(activation), one_sb)
+
+
 def check_factors(K: int, factors: Tiles) -> None:
     """Check the sizes of u and v of gate, up and down, for x of K features."""
     gate, up, down = factors[0:2], factors[2:4], factors[4:6]
@@ -306,6 +313,7 @@ def svd_mlp(
     N = v_down.shape[1]
     factors = [u_gate, v_gate, u_up, v_up, u_down, v_down]
     check_factors(K, factors)
+    load_table(activation)
     out_hbm = nl.ndarray((M, N), dtype=x.dtype, buffer=nl.shared_hbm)
     scratch_hbm: Tiles = []
     if spill > 0:

@@ -1,22 +1,24 @@
-"""Barriers and exchanges between the two cores of a launch."""
+"""Barriers and exchanges between the two cores of a rank."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
-
-import numpy as np
 
 from neuronmm_ops.hardware import MIN_CYCLES, Engine
 from neuronmm_ops.neuroncore import core as running
 from neuronmm_ops.neuroncore.checks import operands as check
-from neuronmm_ops.neuroncore.checks.base import refuse
+from neuronmm_ops.neuroncore.checks.base import note, refuse, seen
 from neuronmm_ops.neuroncore.core import SimulatedCore
 from neuronmm_ops.neuroncore.isa.dma import copy_cost
-from neuronmm_ops.neuroncore.isa.enums import dma_engine, engine, engine_of
+from neuronmm_ops.neuroncore.isa.enums import dma_engine, engine, engine_of, option
 from neuronmm_ops.neuroncore.isa.values import SBUF, raw
 from neuronmm_ops.neuroncore.memory.storage import MemoryRegion
 from neuronmm_ops.neuroncore.memory.tensor import NkiTensor
 from neuronmm_ops.neuroncore.timing.trace import InstructionTemplate, NkiInstruction
+from neuronmm_ops.neuroncore.turns import Meeting, Posts
+
+_Path = dma_engine  # sendrecv has a parameter of that name
 
 
 def core_barrier(
@@ -32,9 +34,14 @@ def core_barrier(
     core = _one_of_two("core_barrier")
     if tuple(cores) != (0, 1):
         refuse(f"core_barrier: cores must be (0, 1); got {cores!r}")
-    if getattr(data, "buffer", None) is not MemoryRegion.shared_hbm:
-        refuse(f"core_barrier: data must be a tensor in shared_hbm; got {data!r}")
-    number, _ = _exchanged(core, ("core_barrier", data.name))
+    if not isinstance(data, NkiTensor):
+        refuse(f"core_barrier: data must be a tensor in shared_hbm; got {seen(data)}")
+    if data.buffer is not MemoryRegion.shared_hbm:
+        note(
+            f"core_barrier: data must be in shared_hbm (nki.isa.core_barrier); {data} is the "
+            "core's own, so the barrier orders its instructions alone"
+        )
+    meeting = meet(core, core.of_rank, ("core_barrier", data.name), None, lambda posts: 0.0)
     # ordered like a write of `data`, of which it may have been written a part only
     storage = data.storage
     initialised, storage.initialised = storage.initialised, True
@@ -42,8 +49,8 @@ def core_barrier(
         done = core.record(core.template(_barrier, (data,), (engine,)), (data,))
     finally:
         storage.initialised = initialised
-    core.trace.barriers[done.index] = number
-    return done
+    core.trace.barriers[done.index] = meeting
+    return done.named(name)
 
 
 def _barrier(data: NkiTensor, asked: engine) -> InstructionTemplate:
@@ -68,24 +75,20 @@ def sendrecv(
     order, with the same `pipe_id`. NeuronCore-v3 and later, launches on two cores.
     """
     core = _one_of_two("sendrecv")
+    path = option("sendrecv", "dma_engine", _Path, dma_engine)
     if send_to_rank not in (0, 1) or recv_from_rank not in (0, 1):
         seen = f"send_to {send_to_rank!r} and recv_from {recv_from_rank!r}"
         refuse(f"sendrecv: ranks must be 0 or 1; got {seen}")
-    values = raw(src).copy() if core.execute else None
-    kind = ("sendrecv", pipe_id, src.shape, src.dtype, dma_engine.name)
-    number, posts = _exchanged(core, kind, send_to_rank, values)
-    sent_to, core.state["received"] = posts[recv_from_rank][1:]
-    rank = core.program_id
-    if sent_to != rank:
-        seen = f"core {rank} receives from a core that sends to {sent_to}"
-        refuse(f"sendrecv: {seen}; ranks must match")
-    done = core.record(core.template(_sendrecv, (dst, src), (dma_engine,)), (dst, src))
-    core.trace.barriers[done.index] = number
-    return done
+    template = core.template(_sendrecv, (dst, src), (path,))
+    kind = ("sendrecv", pipe_id, src.shape, src.dtype, path.name)
+    post = (core.program_id, send_to_rank, recv_from_rank, src, dst)
+    meeting = meet(core, core.of_rank, kind, post, _swap if core.execute else _check_ranks)
+    done = core.record(template, (dst, src))
+    core.trace.barriers[done.index] = meeting
+    return done.named(name)
 
 
 def _sendrecv(dst: NkiTensor, src: NkiTensor, path: dma_engine) -> InstructionTemplate:
-    core = running.active()
     check.memory("sendrecv", "src", src, SBUF)
     check.memory("sendrecv", "dst", dst, SBUF)
     check.same_dtype("sendrecv", dst, src)
@@ -97,41 +100,55 @@ def _sendrecv(dst: NkiTensor, src: NkiTensor, path: dma_engine) -> InstructionTe
             f"sendrecv: dma_engine.gpsimd_dma moves {limit} bytes per partition of {src.dtype}; "
             f"{src} has {size}; use dma_engine.dma"
         )
+    # the values are swapped where the cores meet
+    return InstructionTemplate(Engine.DMA, 0, _nothing, "sendrecv", dma=copy_cost(dst, src))
 
-    def run(dst: NkiTensor, src: NkiTensor) -> None:
-        raw(dst)[...] = core.state.pop("received")
 
-    return InstructionTemplate(Engine.DMA, 0, run, "sendrecv", dma=copy_cost(dst, src))
+def _nothing(*operands: NkiTensor) -> None:
+    """No values: they were moved where cores met."""
+
+
+def _swap(posts: Posts) -> float:
+    _check_ranks(posts)
+    sent = {rank: raw(src).copy() for rank, _, _, src, _ in posts.values()}
+    for _, _, recv_from, _, dst in posts.values():
+        raw(dst)[...] = sent[recv_from]
+    return 0.0
+
+
+def _check_ranks(posts: Posts) -> float:
+    sends_to = {rank: sent_to for rank, sent_to, *_ in posts.values()}
+    for rank, _, recv_from, *_ in posts.values():
+        if sends_to[recv_from] != rank:
+            seen = f"core {rank} receives from a core that sends to {sends_to[recv_from]}"
+            refuse(f"sendrecv: {seen}; ranks must match")
+    return 0.0
 
 
 def _one_of_two(opcode: str) -> SimulatedCore:
     core = running.active(f"nki.isa.{opcode}")
     check.generation(opcode, core.machine, 3, "it", "launch on one core")
-    cores = len(core.launch.cores)
-    if cores != 2:
-        refuse(f"{opcode}: needs two cores and the launch has {cores}; call kernel[2](...)")
+    if core.launch.lnc != 2:
+        refuse(f"{opcode}: needs two cores and the launch has 1; call kernel[2](...)")
     return core
 
 
-def _exchanged(
-    core: SimulatedCore, kind: tuple[Any, ...], sent_to: int = -1, values: np.ndarray | None = None
-) -> tuple[int, list[tuple[Any, ...]]]:
-    """Post what this core brings, wait for the other; returns the barrier's number and all posts.
+def meet(
+    core: SimulatedCore,
+    members: tuple[int, ...],
+    kind: tuple[Any, ...],
+    post: Any,
+    act: Callable[[Posts], float],
+) -> Meeting:
+    """Meet other cores for an exchange of one kind; see `Turns.meet`."""
 
-    A post is (kind, rank it is sent to, values). When a barrier is over, both cores have read the
-    posts of the one before.
-    """
-    posts: dict[int, tuple[Any, ...]] = core.state.setdefault("posts", {})
-    order: int = core.state.get("exchanges", 0)
-    core.state["exchanges"] = order + 1
-    posts[order] = (kind, sent_to, values)
-    number = core.launch.barrier(core)
-    posts.pop(order - 1, None)
-    found = [c.state["posts"][order] for c in core.launch.cores]
-    other = found[1 - core.program_id][0]
-    if kind != other:
-        refuse(
-            f"core_barrier/sendrecv: {kind} meets the other core's {other}; both "
-            "cores must issue the same exchanges in one order"
-        )
-    return number, found
+    def checked(posts: Posts) -> float:
+        for number in members:
+            if posts[number][1] != kind:
+                refuse(
+                    f"{kind[0]}: {kind} of core {core.number} meets {posts[number][1]} of core "
+                    f"{number}; all cores must issue the same exchanges in one order"
+                )
+        return act({number: p for number, (_, _, p) in posts.items()})
+
+    return core.launch.turns.meet(core.number, members, (kind[0], kind, post), checked)

@@ -9,8 +9,9 @@ import numpy as np
 from neuronmm_ops.hardware import MIN_CYCLES, PSUM_BANK_BYTES, Engine, Machine
 from neuronmm_ops.neuroncore import core as running
 from neuronmm_ops.neuroncore.checks import operands as check
-from neuronmm_ops.neuroncore.checks.base import refuse
-from neuronmm_ops.neuroncore.isa.enums import engine, engine_of, matmul_perf_mode
+from neuronmm_ops.neuroncore.checks.base import note, refuse
+from neuronmm_ops.neuroncore.isa import indirection
+from neuronmm_ops.neuroncore.isa.enums import engine, engine_of, matmul_perf_mode, option
 from neuronmm_ops.neuroncore.isa.instruction import instruction
 from neuronmm_ops.neuroncore.isa.values import PSUM, SBUF, convert, raw, read
 from neuronmm_ops.neuroncore.memory.tensor import NkiTensor
@@ -38,25 +39,49 @@ def nc_matmul(
     `accumulate`: False overwrites, True adds to what a matmul wrote, None overwrites what no
     matmul wrote yet and adds elsewhere. Raises NkiValidationError.
     """
+    if not (dst.index is stationary.index is moving.index is None):
+        return indirection.issue(nc_matmul, "nc_matmul", {**locals()})
     core = running.active("nki.isa.nc_matmul")
-    storage, region = dst.storage, dst.geometry.region
-    adds = partly = False
-    if accumulate:
-        check.memory("nc_matmul", "dst", dst, PSUM)
-        _check_accumulates(dst)
-        adds = True
-    elif accumulate is None and storage.summed:
-        adds = region in storage.summed
-        if not adds and storage.summed.intersection(dst.geometry.layout.overlaps[region]):
-            adds = partly = True
-            if core.execute:
-                _clear_unsummed(dst)
+    adds, partly = adding(core, "nc_matmul", dst, accumulate)
+    if accumulate is False and dst.geometry.region in dst.storage.summed:
+        _note_unread(core, dst)
     operands = (dst, stationary, moving)
     onezero = is_stationary_onezero or is_moving_onezero
     options = (adds, partly, onezero, is_transpose, tile_position, tile_size, perf_mode)
     done = core.record(core.template(_matmul, operands, options), operands)
-    storage.summed.add(region)
-    return done
+    dst.storage.summed.add(dst.geometry.region)
+    return done if name is None else done.named(name)
+
+
+def adding(
+    core: running.SimulatedCore, opcode: str, dst: NkiTensor, accumulate: bool | None
+) -> tuple[bool, bool]:
+    """Whether a matmul adds to dst, and whether only to a part of it, which is then cleared."""
+    if accumulate:
+        check.memory(opcode, "dst", dst, PSUM)
+        _check_accumulates(opcode, dst)
+        return True, False
+    storage, region = dst.storage, dst.geometry.region
+    if accumulate is not None or not storage.summed:
+        return False, False
+    if region in storage.summed:
+        return True, False
+    if not storage.summed.intersection(dst.geometry.layout.overlaps[region]):
+        return False, False
+    if core.execute:
+        _clear_unsummed(dst)
+    return True, True
+
+
+def _note_unread(core: running.SimulatedCore, dst: NkiTensor) -> None:
+    """Say that a sum is overwritten which nothing has used since a matmul wrote it."""
+    template, (storage, *_), _, line = core.trace.records[dst.storage.last]
+    wrote = storage is dst.storage and template.engine is Engine.TENSOR
+    if wrote and template.regions[0] == dst.geometry.region:
+        note(
+            f"nc_matmul: accumulate=False overwrites {dst}, which the matmul at line {line} wrote "
+            "and nothing has read; accumulate=(k > 0) adds the parts of a contraction"
+        )
 
 
 def _clear_unsummed(dst: NkiTensor) -> None:
@@ -80,6 +105,7 @@ def _matmul(
     perf_mode: matmul_perf_mode,
 ) -> InstructionTemplate:
     opcode, machine = "nc_matmul", running.active().machine
+    perf_mode = option(opcode, "perf_mode", matmul_perf_mode, perf_mode)
     check.memory(opcode, "dst", dst, PSUM)
     check.memory(opcode, "stationary", stationary, SBUF)
     check.memory(opcode, "moving", moving, SBUF)
@@ -256,11 +282,11 @@ def _check_partitions(opcode: str, machine: Machine, **operands: NkiTensor) -> N
             )
 
 
-def _check_accumulates(dst: NkiTensor) -> None:
+def _check_accumulates(opcode: str, dst: NkiTensor) -> None:
     """accumulate=True needs a matmul result to add to."""
     if not dst.geometry.layout.covers(dst.geometry.region, dst.storage.summed):
         refuse(
-            f"nc_matmul: accumulate=True on {dst}, which no matmul wrote; start with "
+            f"{opcode}: accumulate=True on {dst}, which no matmul wrote; start with "
             "accumulate=False (memset does not count), for example accumulate=(k > 0)"
         )
 

@@ -81,7 +81,7 @@ class Geometry:
         """Bytes of one contiguous run in memory, over the free dimensions on chip."""
         first = 1 if self.on_chip else 0
         runs = merged(self.shape[first:], self.strides[first:])
-        return (runs[-1][0] if runs and runs[-1][1] == 1 else 1) * self.dtype.itemsize
+        return (max(1, runs[-1][0]) if runs and runs[-1][1] == 1 else 1) * self.dtype.itemsize
 
     @property
     def unit_stride(self) -> bool:
@@ -100,6 +100,15 @@ class Geometry:
         size = self.dtype.itemsize
         strides = (*[s * size for s in self.strides], 1)
         return np.ndarray((*self.shape, size), bool, mask, self.offset * size, strides)
+
+    def each_row(self, step: int) -> Geometry:
+        """The geometry of the partitions whose number is a multiple of `step`."""
+        skipped = -self.start % step
+        if step == 1 or skipped >= self.partitions:
+            return self
+        shape = (-(-(self.partitions - skipped) // step), *self.shape[1:])
+        strides = (self.strides[0] * step, *self.strides[1:])
+        return self.derive(shape, strides, self.offset + skipped * self.strides[0])
 
     def derive(
         self,

@@ -90,7 +90,7 @@ def static_index(tensor: NkiTensor, key: Any) -> Geometry:
                 check.not_the_indirect(tensor, dim)
             shape.append(-(-(stop - start) // step))
             strides.append(stride * step)
-            offset += start * stride
+            offset += start * stride if start < stop else 0  # an empty view lies nowhere
         else:
             check.not_the_indirect(tensor, dim)
             offset += check.index_of(tensor, dim, k) * stride

@@ -76,7 +76,8 @@ class Layout:
     """Every tensor of one shape, dtype and memory: its interned views and regions.
 
     `bytes` is per partition on chip and of the whole tensor in HBM; `size` is what capacity is
-    counted in: bytes per partition in SBUF, banks in PSUM, where tensors start on a bank.
+    counted in: bytes per partition in SBUF, where two tensors of up to 64 partitions or four of up
+    to 32 can lie above one another, and banks in PSUM, where tensors start on a bank.
     """
 
     __slots__ = (
@@ -91,6 +92,8 @@ class Layout:
         self.size = self.bytes
         if memory is MemoryRegion.psum:
             self.size = -(-self.bytes // hardware.PSUM_BANK_BYTES)
+        elif memory is MemoryRegion.sbuf:
+            self.size = -(-self.bytes // (4 if shape[0] <= 32 else 2 if shape[0] <= 64 else 1))
         # an access pattern addresses on-chip storage as [partition, free elements]
         self.row_elements = prod(shape[1:]) if memory.on_chip else shape[-1]
         self.views: dict[object, Geometry] = {}
@@ -224,9 +227,8 @@ class Storage:
         self.store = dtype.numpy
         self.data = dtypes.fresh((prod(self.layout.shape),), dtype).view(np.uint8)
 
-    def covered(self, geometry: Geometry) -> bool:
-        """Whether instructions wrote every element that a view reads. The view is then noted."""
-        region = geometry.region
+    def covered(self, region: int) -> bool:
+        """Whether instructions wrote every element of a region, which is then noted."""
         found = self.initialised or self.layout.covers(region, self.written)
         if found:
             self.written.add(region)

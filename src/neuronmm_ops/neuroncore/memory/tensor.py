@@ -145,6 +145,13 @@ class NkiTensor:
         remedy = "use nisa.tensor_copy(dst=tile[...], src=...)"
         refuse(f"{self}: assigning into a tile is not NKI; {remedy}")
 
+    def _no_operator(self, other: Any = None) -> Any:
+        refuse(f"{self}: Python operators on tiles are not NKI; use nisa.tensor_tensor or nl.add")
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = _no_operator
+    __rtruediv__ = __pow__ = __matmul__ = __mod__ = __neg__ = __abs__ = _no_operator
+    __lt__ = __le__ = __gt__ = __ge__ = __and__ = __or__ = __xor__ = __invert__ = _no_operator
+
     def _view(self, shape: tuple[int, ...], strides: tuple[int, ...], start: int = 0) -> NkiTensor:
         geometry = self.geometry.derive(shape, strides, self.offset + start)
         return self.with_geometry(geometry, self.index)
@@ -175,7 +182,7 @@ class NkiTensor:
         check.slice_bounds(self, dim, start, end, step)
         check.not_the_indirect(self, dim)
         count, stride = -(-(end - start) // step), self.strides[dim]
-        return self._recut(dim, (count,), (stride * step,), start * stride)
+        return self._recut(dim, (count,), (stride * step,), start * stride if count else 0)
 
     def select(self, dim: int, index: Any) -> NkiTensor:
         """One element of a dimension, which disappears; the index may be a tensor or register."""
@@ -336,8 +343,7 @@ class NkiTensor:
         index = vector_offset if vector_offset is not None else scalar_offset
         if index is not None:
             check.one_index(self, scalar_offset, vector_offset, indirect_dim)
-        walked = strides if vector_offset is None else (0, *strides[1:])  # rows come by index
-        check.access_pattern(self, new, shape, walked, place)
+        strides = check.access_pattern(self, new, shape, strides)
         check.stored_as_itself(self, new)
         how = None
         if index is not None:
@@ -347,11 +353,14 @@ class NkiTensor:
         return self.with_geometry(geometry, index)
 
     def indirect(self, index: NkiTensor, num_elem: int | None = None) -> NkiTensor:
-        """Tensor indirection of trn3; not modelled."""
-        raise NotImplementedError(
-            "NkiTensor.indirect is not covered by the simulated NeuronCore; nearest: "
-            "nisa.nc_n_gather or .ap(vector_offset=)"
-        )
+        """Columns of a tile on chip by an index tile [P, K]: [P, num_elem], on trn3.
+
+        Offset i is index[i % G, i // G], G 32 on TensorE and 16 on the other engines; the same in
+        every G partitions. Instructions gather what they read and scatter what they write.
+        """
+        from neuronmm_ops.neuroncore.memory.indirection import indirect
+
+        return indirect(self, index, num_elem)
 
 
 _new = object.__new__

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
 from neuronmm_ops.neuroncore import core as running
 from neuronmm_ops.neuroncore.checks.operands import one_tile
@@ -88,18 +88,6 @@ def _token(name: str, text: str) -> Function:
         raise TypeError(f"nl.{name} is an operator for op= and cannot be called")
 
     return named(function, name, text)
-
-
-def not_covered(name: str, nearest: str) -> Function:
-    """A documented function of two inputs that the hardware has no operator for."""
-
-    def function(x: Any, y: Any, dtype: DType | None = None) -> NoReturn:
-        raise NotImplementedError(
-            f"nl.{name} is not covered: the engines have no such operator; nearest: {nearest}"
-        )
-
-    function.not_covered = True  # pyright: ignore[reportFunctionMemberAccess]
-    return named(function, name, f"Not covered, and does not compile for hardware: {nearest}.")
 
 
 add = _binary("add", "x + y")
@@ -206,7 +194,3 @@ tan = _built("tan", "Tangent, of any argument", _tan)
 prelu = _token("prelu", "Parametric ReLU, for nisa.activation.")
 bypass = _token("bypass", "The first operand unchanged, for tensor-scalar instructions.")
 average = _token("average", "Mean, for reductions over partitions.")
-
-divide = not_covered("divide", "nl.reciprocal, then nl.multiply")
-fmod = not_covered("fmod", "nl.trunc of x * nl.reciprocal(y), then x - y * that")
-mod = not_covered("mod", "nl.floor of x * nl.reciprocal(y), then x - y * that")

@@ -127,7 +127,7 @@ def traffic(schedule: Schedule) -> tuple[TensorTraffic, ...]:
 def busy(core: CoreSchedule, schedule: Schedule) -> tuple[EngineUse, ...]:
     """TensorE, VectorE, ScalarE, GpSimdE and the mean of the DMA engines of one core."""
     engine, start, end = columns(core)
-    for i in core.barriers:  # waiting for the other core is idle
+    for i in core.barriers:  # waiting for other cores is idle
         end[i] = min(end[i], start[i] + core.issued[i][0].ns)
     busy_ns = [covered(start[engine == e], end[engine == e]) for e in range(4)]
     for template, *_ in core.issued:
@@ -176,7 +176,7 @@ def _walk(schedule: Schedule) -> list[tuple[int, int, float, float]]:
     `now` moves from the end of the launch to 0, so that all parts together make its time.
     """
     cores = schedule.cores
-    met = [{number: i for i, number in c.barriers.items()} for c in cores]
+    met = [{key: i for i, key in c.barriers.items()} for c in cores]
     steps: list[tuple[int, int, float, float]] = []
     now = schedule.time_ns
     at = next((k for k, c in enumerate(cores) if c.end and max(c.end) == now), 0)
@@ -184,8 +184,12 @@ def _walk(schedule: Schedule) -> list[tuple[int, int, float, float]]:
     while i >= 0:
         core = cores[at]
         if core.wait[i] == Wait.OTHER_CORE:
-            number, at_other = core.barriers[i], 1 - at
-            j = met[at_other][number]
+            key = core.barriers[i]
+            at_other, j = next(
+                (k, met[k][key])
+                for k in key[0].members
+                if cores[k].wait[met[k][key]] != Wait.OTHER_CORE
+            )
             came = min(now, cores[at_other].end[j])
             steps.append((at, i, now - came, 0.0))
             now, at, i = came, at_other, j

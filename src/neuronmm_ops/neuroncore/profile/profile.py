@@ -12,6 +12,7 @@ from functools import cached_property
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
+from neuronmm_ops.hardware import DMA_MODELS, DmaModel
 from neuronmm_ops.neuroncore.memory.storage import MemoryRegion
 from neuronmm_ops.neuroncore.profile import metrics, perfetto, plot, report
 from neuronmm_ops.neuroncore.profile.metrics import (
@@ -69,12 +70,39 @@ class Profile:
         """When the last instruction of the last core ends."""
         return self.schedule.time_ns / 1e6
 
+    @property
+    def dma_model(self) -> DmaModel:
+        """What small DMAs are taken to cost: one of `hardware.DMA_MODELS`."""
+        return self.machine.dma.model
+
+    @cached_property
+    def times_ms(self) -> dict[DmaModel, float]:
+        """The time under every DMA model; scheduled when asked for."""
+        found: dict[DmaModel, float] = {}
+        for model in DMA_MODELS:
+            if model == self.dma_model:
+                found[model] = self.time_ms
+            else:
+                machine = self.machine.under(model)
+                found[model] = schedule(self.launch, self.schedule.model, machine).time_ns / 1e6
+        return found
+
+    @property
+    def time_low_ms(self) -> float:
+        """The least time of all DMA models."""
+        return min(self.times_ms.values())
+
+    @property
+    def time_high_ms(self) -> float:
+        """The greatest."""
+        return max(self.times_ms.values())
+
     @cached_property
     def documented_ms(self) -> float:
         """The same without the fitted issue overhead of a matmul; scheduled when asked for."""
         if self.model == "documented":
             return self.time_ms
-        return schedule(self.launch, "documented").time_ns / 1e6
+        return schedule(self.launch, "documented", self.machine).time_ns / 1e6
 
     @property
     def pe_peak_tflops(self) -> float:
@@ -292,17 +320,10 @@ class Profile:
         """
         named = {"limit_ms": "roofline_ms", "limit_share": "roofline_share", "knee": "ridge_point"}
         numbers = (
-            *("target", "lnc", "model", "mode", "time_ms", "documented_ms", "limit_ms"),
-            *(
-                "limit_share",
-                "bound",
-                "instructions",
-                "stream_instructions",
-                "opcodes",
-                "flops",
-                "tflops",
-                "mfu",
-            ),
+            *("target", "lnc", "model", "dma_model", "mode"),
+            *("time_ms", "time_low_ms", "time_high_ms", "documented_ms", "limit_ms"),
+            *("limit_share", "bound", "instructions", "stream_instructions", "opcodes"),
+            *("flops", "tflops", "mfu"),
             *("intensity", "knee", "hbm_bytes", "hbm_read_bytes", "hbm_write_bytes"),
         )
         dma = ("count", "bytes", "sbuf_bytes", "efficiency")

@@ -8,7 +8,7 @@ a tile allocated in a loop may be loaded ahead as far as the memory has capacity
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -16,11 +16,13 @@ from operator import itemgetter
 from typing import Any
 
 from neuronmm_ops.hardware import (
+    DMA_DONE_NS,
     DMA_ENGINES,
     DMA_QUEUES,
     DMA_START_NS,
     HWDGE_NS,
     MIN_CYCLES,
+    TABLE_LOAD_NS,
     Engine,
     Machine,
     Model,
@@ -38,6 +40,7 @@ from neuronmm_ops.neuroncore.timing.trace import (
     Trace,
     on_grid,
 )
+from neuronmm_ops.neuroncore.turns import Meeting
 
 
 class Wait(IntEnum):
@@ -60,8 +63,8 @@ class CoreSchedule:
     trace: Trace
     issued: list[Record] = field(default_factory=list[Record])
     """The instructions that ran: the trace's, the bodies of its loops as often as they ran."""
-    barriers: dict[int, int] = field(default_factory=dict[int, int])
-    """Instructions that wait for the other core: index -> number of the barrier."""
+    barriers: dict[int, tuple[Meeting, int]] = field(default_factory=dict[int, tuple[Meeting, int]])
+    """Instructions that wait for other cores, and how often they met there before."""
     start: list[float] = field(default_factory=list[float])
     end: list[float] = field(default_factory=list[float])
     cause: list[int] = field(default_factory=list[int])
@@ -91,22 +94,36 @@ class Schedule:
         return max([max(c.end, default=0.0) for c in self.cores])
 
 
-def schedule(launch: KernelRun, model: Model = "calibrated") -> Schedule:
-    """Place every instruction in time. Raises NkiValidationError where tensors do not fit."""
+def schedule(
+    launch: KernelRun, model: Model = "calibrated", machine: Machine | None = None
+) -> Schedule:
+    """Place every instruction in time, by the costs of the launch's machine or of another.
+
+    Raises:
+        NkiValidationError: tensors do not fit.
+    """
+    machine = machine or launch.machine
     for core in launch.cores:
         check_bodies(core.trace)
-        liveness.check_fits(core.trace, launch.machine)
-    placers = [Placer(core.trace, launch.machine, model) for core in launch.cores]
-    while True:
-        waiting = [placer.advance() for placer in placers]
-        if not any(waiting):
-            break
-        both = max([p.barrier_end for p in placers])
-        for placer in placers:
-            placer.pass_barrier(both)
+    placers = [Placer(core.trace, launch, machine, model) for core in launch.cores]
+    waiting: dict[Meeting, list[Placer]] = {}
+    left = deque(placers)
+    while left:
+        placer = left.popleft()
+        meeting = placer.advance()
+        if meeting is None:
+            continue
+        there = waiting.setdefault(meeting, [])
+        there.append(placer)
+        if len(there) == len(meeting.members):
+            del waiting[meeting]  # a loop may come here again
+            latest = max([p.barrier_end for p in there])
+            for placer in there:
+                placer.pass_barrier(latest, meeting.ns)
+            left.extend(there)
     for placer in placers:
         placer.add_up()
-    return Schedule(launch.machine, model, [p.times for p in placers])
+    return Schedule(machine, model, [p.times for p in placers])
 
 
 class _Uses:
@@ -126,7 +143,7 @@ class _Uses:
 class Placer:
     """Places the instructions of one core."""
 
-    def __init__(self, trace: Trace, machine: Machine, model: Model) -> None:
+    def __init__(self, trace: Trace, launch: KernelRun, machine: Machine, model: Model) -> None:
         self.trace, self.machine = trace, machine
         self.times = CoreSchedule(trace)
         self.engine_free = [0.0] * 6
@@ -136,7 +153,9 @@ class Placer:
         self.reuses = model == "stationary_reuse"
         # the stationary operand in TensorE: storage, region, and who wrote it
         self.loaded: tuple[Storage, int, int] | None = None
+        self.table = ""
         self.dma = DmaEngines()
+        self.interval_ns = on_grid(machine.dma.interval_ns)
         self.dma_ns: dict[InstructionTemplate, float] = {}
         self.queues: dict[Any, tuple[str, float, int]] = {}
         self.dge_free = [0.0, 0.0]
@@ -146,13 +165,13 @@ class Placer:
         # when another engine may use an instruction's result
         self.visible: list[float] = []
         self.barrier: tuple[int, Record] | None = None
+        self.met: Counter[Meeting] = Counter()
         self.barrier_end = 0.0
         self.uses: defaultdict[Storage, _Uses] = defaultdict(_Uses)
         self.capacity: dict[MemoryRegion, Capacity] = {}
-        for memory in (MemoryRegion.sbuf, MemoryRegion.psum):
+        for memory, limit in liveness.check_fits(trace, machine, launch.capacity).items():
             placed = [s for s in trace.storages if s.memory is memory and s.address]
-            limit = liveness.limit_of(memory, machine) - liveness.covered(placed)
-            self.capacity[memory] = Capacity(limit)
+            self.capacity[memory] = Capacity(limit - liveness.covered(placed))
             self.times.occupied[memory] = self.capacity[memory].occupied
         self.placed = [s for s in trace.storages if s.address and s.first >= 0]
         self.loops = Loops(trace)
@@ -162,12 +181,12 @@ class Placer:
         self.iterations: dict[Loop, int] = {}
         self.steps = self._run(0, len(trace.records), self.loops.inside(None))
 
-    def advance(self) -> bool:
-        """Place instructions up to and with the next barrier; False if there is none."""
+    def advance(self) -> Meeting | None:
+        """Place instructions up to and with the next one that waits for other cores."""
         self.barrier, self.barrier_end = None, 0.0
-        return next(self.steps, False)
+        return next(self.steps, None)
 
-    def _run(self, begin: int, end: int, loops: list[Loop]) -> Iterator[bool]:
+    def _run(self, begin: int, end: int, loops: list[Loop]) -> Iterator[Meeting]:
         """Place the records [begin, end) and the loops among them; yields at each barrier."""
         for loop in loops:
             yield from self._place(begin, loop.start)
@@ -175,7 +194,7 @@ class Placer:
             begin = loop.end
         yield from self._place(begin, end)
 
-    def _repeat(self, loop: Loop) -> Iterator[bool]:
+    def _repeat(self, loop: Loop) -> Iterator[Meeting]:
         """Place a loop of the device, as far as its iterations differ."""
         inner = self.loops.inside(loop)
         iterations = Iterations(self, loop)
@@ -190,7 +209,7 @@ class Placer:
         for s in self.loops.held[loop]:
             self._release(s, len(self.times.start) - 1)
 
-    def _place(self, begin: int, end: int) -> Iterator[bool]:
+    def _place(self, begin: int, end: int) -> Iterator[Meeting]:
         """Place the records [begin, end), which have no loop.
 
         One long loop: at a few us an instruction, calls for its parts would double the time.
@@ -252,7 +271,7 @@ class Placer:
                         ready, why, who = visible[other], 2, other
             if engine == 5:
                 begin_ns, done, why, who = self._transfer(i, template, storages, ready, why, who)
-                seen = done
+                seen = done + DMA_DONE_NS
             else:
                 if shared_ports and engine <= 3:
                     ready, why, who = self._port(template, ready, why, who)
@@ -266,6 +285,9 @@ class Placer:
                         self._occupy_tile(template, begin_ns, done)
                 else:
                     done = begin_ns + template.ns
+                    if template.table and template.table != self.table:
+                        self.table = template.table
+                        done += TABLE_LOAD_NS
                     engine_free[engine] = done
                     if shared_ports:
                         self._occupy_port(i, template, done)
@@ -293,9 +315,11 @@ class Placer:
             if is_special and r in producers:
                 producers[r] = i
             if is_special and r in barriers:
-                times.barriers[i] = len(times.barriers)
+                meeting = barriers[r]
+                times.barriers[i] = meeting, self.met[meeting]
+                self.met[meeting] += 1
                 self.barrier, self.barrier_end = (i, records[r]), done
-                yield True
+                yield meeting
 
     def add_up(self) -> None:
         """Sum up the busy time of the DMA engines."""
@@ -306,20 +330,21 @@ class Placer:
             for engine in range(cost.first_engine, cost.first_engine + cost.engines):
                 self.times.dma_busy_ns[engine] += issued[template] * engine_ns
 
-    def pass_barrier(self, when: float) -> None:
-        """Both cores have come to a barrier: its instruction ends when the later one does."""
-        if self.barrier is None:
-            return
+    def pass_barrier(self, latest: float, ns: float) -> None:
+        """All have come: the instruction ends `ns` after the latest of them came."""
+        assert self.barrier is not None
         last, (template, storages, _, _) = self.barrier
-        if when > self.times.end[last]:
-            self.times.end[last] = when
+        when = latest + ns
+        if latest > self.times.end[last]:
             self.times.wait[last], self.times.cause[last] = Wait.OTHER_CORE, -1
+        self.times.end[last] = when
         self.visible[last] = max(self.visible[last], when)
         for use in map(self.uses.__getitem__, storages):
             if when > use.latest:
                 use.latest, use.latest_engine = when, template.engine
-        if template.opcode == "core_barrier":
-            for engine in range(4):
+        # a barrier holds all engines, a collective its own, an exchange by DMA none
+        if template.engine is not Engine.DMA:
+            for engine in range(4) if template.opcode == "core_barrier" else (template.engine,):
                 if self.engine_free[engine] < when:
                     self.engine_free[engine], self.engine_last[engine] = when, last
 
@@ -429,7 +454,7 @@ class Placer:
         name, after, last = found
         if after > ready:
             ready, why, who = after, Wait.QUEUE, last
-        self.queues[key] = (name, ready, i)
+        self.queues[key] = (name, ready + self.interval_ns, i)
         self.times.queue[i] = name
         trigger = ready
         if cost.descriptors == "hwdge":
@@ -444,7 +469,7 @@ class Placer:
         first = trigger + DMA_START_NS
         engine_ns = self.dma_ns.get(template)
         if engine_ns is None:
-            engine_ns = self.dma_ns[template] = on_grid(cost.engine_ns)
+            engine_ns = self.dma_ns[template] = on_grid(cost.engine_ns(self.machine))
         done = self.dma.take(cost, engine_ns, first)
         begin = max(first, done - engine_ns)
         if begin > first + 1 and self.engine_last[5] >= 0:

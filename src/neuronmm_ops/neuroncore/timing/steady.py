@@ -175,6 +175,7 @@ class Iterations:
             [capacity.since(floor, number) for capacity in placer.capacity.values()],
             {s: self._use(s, at, since) for s in self._storages},
             self._loaded(at, number),
+            placer.table,
         )
         occupied = [len(found) for found in placer.times.occupied.values()]
         return Mark(number, floor, occupied, state)

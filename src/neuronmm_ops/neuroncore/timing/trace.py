@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 from types import CodeType
 from typing import NamedTuple
 
-from neuronmm_ops.hardware import Engine
+from neuronmm_ops.hardware import Engine, Machine
 from neuronmm_ops.neuroncore.memory.geometry import Geometry
 from neuronmm_ops.neuroncore.memory.storage import Box, Storage
+from neuronmm_ops.neuroncore.turns import Meeting
 
 _GRID = 2.0**20
 
@@ -38,16 +39,24 @@ class DmaCost:
     first_engine: int
     engines: int
     """How many of the 16 engines, from the first, share the rows evenly."""
-    engine_ns: float
-    """Busy time of each of those engines."""
+    runs: tuple[tuple[int, float], ...]
+    """(bytes, how many the fullest of those engines carries) of contiguous runs."""
     direction: str
     """"load" (from HBM), "store" (to HBM), "hbm" (within HBM) or "sbuf" (within SBUF)."""
+    transposes: str = ""
+    """"hbm" or "sbuf", where a transpose reads; "" of a copy."""
     descriptors: str = "none"
     """Who makes them: "none" (before the run), "hwdge" or "swdge"."""
     reads: tuple[int, ...] = ()
     """Bytes read from HBM, one number per operand of the instruction."""
     writes: tuple[int, ...] = ()
     """Bytes written to HBM, likewise."""
+
+    def engine_ns(self, machine: Machine) -> float:
+        """Busy time of each of the engines; a transpose goes at a share of the rate (arch)."""
+        if self.transposes:
+            return self.bytes / machine.dma_transpose_gbps(self.transposes)
+        return sum([count * machine.dma_run_ns(size) for size, count in self.runs])
 
 
 @dataclass(slots=True, eq=False)
@@ -64,20 +73,26 @@ class InstructionTemplate:
     """How many of the operands, from the first, are written; the rest are read."""
     reads_dst: bool = False
     """The destination is read too: the instruction adds to it or leaves parts as they are."""
+    row_step: int = 1
+    """Of the operands that are read, each so many-th partition counts, from a multiple of it."""
+    scales: tuple[int, ...] = ()
+    """Operands that are scales, whose first two dimensions are partitions: quadrants and rows."""
     flops: int = 0
     dma: DmaCost | None = None
     pe_tile: tuple[int, int, int, int] | None = None
     """(row, rows, column, columns) of the PE array that a tiled matmul takes."""
     ns: float = 0.0
     result_ns: float = 0.0
+    table: str = ""
+    """Activation function whose table ScalarE needs; "" of those that need none."""
     regions: tuple[int, ...] = ()
     overlaps: tuple[list[int], ...] = ()
+    dynamic: bool = False
+    """An operand's place depends on an index that is known when the instruction runs."""
     hbm_operand: int = -1
     """The first operand in HBM, if any."""
     on_sbuf: bool = False
     on_psum: bool = False
-    indirect: bool = False
-    """The place of an operand depends on an index."""
     skips: bool = False
     """An index out of bounds moves nothing, and is no error."""
 
@@ -114,6 +129,8 @@ class Move(NamedTuple):
 
     def regions(self, iterations: int) -> list[int]:
         """What it touches in so many iterations: one region where they lie side by side."""
+        if iterations == 1:
+            return [self.region(0)]
         layout = self.geometry.layout
         first, second, last = [layout.boxes[self.region(i)] for i in (0, 1, iterations - 1)]
         same_columns = (first.byte, first.byte_end) == (last.byte, last.byte_end)
@@ -136,8 +153,10 @@ class Trace:
     storages: list[Storage] = field(default_factory=list[Storage])
     edges: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
     """Extra dependencies from `instruction.depends_on`: consumer -> producers."""
-    barriers: dict[int, int] = field(default_factory=dict[int, int])
-    """Instructions that wait for the other core: index -> number of the barrier."""
+    barriers: dict[int, Meeting] = field(default_factory=dict[int, Meeting])
+    """Instructions that wait for other cores, by index."""
+    names: dict[str, list[int]] = field(default_factory=dict[str, list[int]])
+    """Instructions by the `name=` they were issued with."""
     loops: list[Loop] = field(default_factory=list[Loop])
     """Loops of the device by their starts, outer ones first. Their bodies are recorded once."""
     moves: dict[int, list[Move]] = field(default_factory=dict[int, list[Move]])
@@ -151,6 +170,12 @@ class NkiInstruction:
 
     def __init__(self, trace: Trace, index: int) -> None:
         self.trace, self.index = trace, index
+
+    def named(self, name: str | None) -> NkiInstruction:
+        """Note the name that `Kernel.with_schedule` knows this instruction by. Returns self."""
+        if name is not None:
+            self.trace.names.setdefault(name, []).append(self.index)
+        return self
 
     def depends_on(self, *producers: NkiInstruction) -> NkiInstruction:
         """Run this instruction after each of `producers`. Returns self."""
