@@ -204,6 +204,8 @@ class SimulatedCore:
             self.prepare(found, operands)
             return found
         found = replace(model)
+        for t in operands:
+            views.inside_storage(found.opcode, t)
         _place(found, operands)
         return found
 
@@ -223,7 +225,7 @@ class SimulatedCore:
         number = len(trace.records) if replay is None else replay.record
         regions, overlaps, writes = template.regions, template.overlaps, template.writes
         placed = operands
-        if template.indirect:
+        if template.dynamic:
             placed = self._find_places(number, template, operands)
             regions = tuple([t.geometry.region for t in placed])
             overlaps = tuple([t.geometry.layout.overlaps[t.geometry.region] for t in placed])
@@ -298,21 +300,21 @@ class SimulatedCore:
 
     def prepare(self, template: InstructionTemplate, operands: Sequence[NkiTensor]) -> None:
         """Fill in what follows from the operands and the machine."""
-        _place(template, operands)
-        geometries = [t.geometry for t in operands]
         for at, t in enumerate(operands):
             if template.engine <= Engine.GPSIMD and at not in template.scales:
                 views.engine_pattern(template.opcode, t)
+        for t in operands:
             if t.geometry.indirect is not None and t.geometry.indirect[0] == "columns":
                 refuse(
                     f"{template.opcode}: {t} is a tensor indirection, which it does not take; "
                     "gather with tensor_copy first, or use .ap(vector_offset=) for DMA"
                 )
+        _place(template, operands)
+        geometries = [t.geometry for t in operands]
         template.dynamic = any(g.indirect is not None for g in geometries)
         memories = [g.memory for g in geometries]
         in_hbm = [i for i, m in enumerate(memories) if not m.on_chip]
         template.hbm_operand = in_hbm[0] if in_hbm else -1
-        template.indirect = any(g.indirect is not None for g in geometries)
         template.on_sbuf = MemoryRegion.sbuf in memories
         template.on_psum = MemoryRegion.psum in memories
         if template.engine <= Engine.GPSIMD:

@@ -157,6 +157,7 @@ class Placer:
         self.loaded: tuple[Storage, int, int] | None = None
         self.table = ""
         self.dma = DmaEngines()
+        self.interval_ns = on_grid(machine.dma.interval_ns)
         self.dma_ns: dict[InstructionTemplate, float] = {}
         self.queues: dict[Any, tuple[str, float, int]] = {}
         self.dge_free = [0.0, 0.0]
@@ -454,7 +455,7 @@ class Placer:
         name, after, last = found
         if after > ready:
             ready, why, who = after, Wait.QUEUE, last
-        self.queues[key] = (name, ready + self.machine.dma.interval_ns, i)
+        self.queues[key] = (name, ready + self.interval_ns, i)
         self.times.queue[i] = name
         trigger = ready
         if cost.descriptors == "hwdge":

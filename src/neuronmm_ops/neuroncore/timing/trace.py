@@ -93,8 +93,6 @@ class InstructionTemplate:
     """The first operand in HBM, if any."""
     on_sbuf: bool = False
     on_psum: bool = False
-    indirect: bool = False
-    """The place of an operand depends on an index."""
     skips: bool = False
     """An index out of bounds moves nothing, and is no error."""
 
@@ -131,6 +129,8 @@ class Move(NamedTuple):
 
     def regions(self, iterations: int) -> list[int]:
         """What it touches in so many iterations: one region where they lie side by side."""
+        if iterations == 1:
+            return [self.region(0)]
         layout = self.geometry.layout
         first, second, last = [layout.boxes[self.region(i)] for i in (0, 1, iterations - 1)]
         same_columns = (first.byte, first.byte_end) == (last.byte, last.byte_end)
