@@ -15,7 +15,7 @@ from neuronmm_ops.cli.kernel_arguments import (
 from neuronmm_ops.cli.kernel_files import Place, UsageError, kernel_of, listed, module, reported
 from neuronmm_ops.cli.kernel_reference import Agreement, Expected, agreements, expect
 from neuronmm_ops.cli.kernel_tensors import TensorFile
-from neuronmm_ops.hardware import Model, Target
+from neuronmm_ops.hardware import DmaModel, Model, Target
 from neuronmm_ops.neuroncore import Kernel, Profile
 from neuronmm_ops.neuroncore import kernel as kernels
 
@@ -35,6 +35,8 @@ class Launch:
         target: the machine's name.
         lnc: cores; None takes the kernel's own.
         model: the cost model.
+        dma_model: what small DMAs cost.
+        cores_busy: cores that share the chip's HBM.
         trace_only: compute no values.
         seed: of random tensors.
         reference: a function to compare the outputs with.
@@ -44,6 +46,8 @@ class Launch:
     target: Target
     lnc: int | None
     model: Model
+    dma_model: DmaModel
+    cores_busy: int
     trace_only: bool
     seed: int
     reference: Place | None
@@ -81,6 +85,8 @@ def _run(kernel: Kernel, place: Place, launch: Launch) -> Run:
         target=launch.target,
         mode="trace" if launch.trace_only else "execute",
         model=launch.model,
+        dma_model=launch.dma_model,
+        cores_busy=launch.cores_busy,
         seed=launch.seed,
     )
     found = agreements(done.outputs, expected) if expected else []

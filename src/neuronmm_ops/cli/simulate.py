@@ -14,7 +14,7 @@ from neuronmm_ops.cli.kernel_reference import check_agreement, describe
 from neuronmm_ops.cli.kernel_runs import Launch, Run
 from neuronmm_ops.cli.kernel_tensors import check_suffix, save_outputs
 from neuronmm_ops.cli.parser import add_command
-from neuronmm_ops.hardware import MODELS, resolve_target
+from neuronmm_ops.hardware import DMA_MODELS, MODELS, resolve_target
 from neuronmm_ops.neuroncore.profile import plot, report
 
 _DESCRIPTION = """\
@@ -69,6 +69,20 @@ def add(commands: Any) -> None:
         "where the stationary operand changes",
     )
     command.add_argument(
+        "--dma-model",
+        choices=DMA_MODELS,
+        default=DMA_MODELS[0],
+        help="what small DMAs cost: a queue starts one an interval (default), or short rows move "
+        "slowly; the page gives the range of both",
+    )
+    command.add_argument(
+        "--cores-busy",
+        type=int,
+        default=1,
+        metavar="N",
+        help="cores of the chip that share its HBM meanwhile (default 1)",
+    )
+    command.add_argument(
         "--trace-only", action="store_true", help="compute no values: full sizes take seconds"
     )
     command.add_argument("--seed", type=int, default=0, help="of the random tensors (default 0)")
@@ -115,6 +129,8 @@ def _launch(options: argparse.Namespace) -> Launch:
         target=resolve_target(options.target).target,
         lnc=options.lnc,
         model=options.cost_model,
+        dma_model=options.dma_model,
+        cores_busy=options.cores_busy,
         trace_only=options.trace_only,
         seed=options.seed,
         reference=reference,
@@ -129,6 +145,7 @@ def _once(option: str, names: list[str]) -> None:
 
 def _check(options: argparse.Namespace, kernels: int) -> None:
     """Find what would fail after the run before it."""
+    resolve_target(options.target).with_cores_busy(options.cores_busy)
     if options.seed < 0:
         raise ValueError(f"--seed must not be negative, got {options.seed}")
     if options.compare and kernels < 2:
