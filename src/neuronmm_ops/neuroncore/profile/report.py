@@ -108,8 +108,11 @@ def _summary(p: Profile) -> list[str]:
     if p.bound == "latency":
         bound = "latency: no engine is busy for more than 60 % of the time"
     documented = ""
+    if p.time_low_ms < p.time_high_ms:
+        low, high = milliseconds(p.time_low_ms), milliseconds(p.time_high_ms)
+        documented = f"; {low} to {high} under the DMA models"
     if p.model == "calibrated":
-        documented = f"; {milliseconds(p.documented_ms)} by the documented costs alone"
+        documented += f"; {milliseconds(p.documented_ms)} by the documented costs alone"
     reached = f"{p.tflops:,.2f} TFLOP/s modelled, MFU {p.mfu:.1%} of the bf16 peak"
     # a no-break space keeps a count with its opcode
     opcodes = ", ".join([f"{count:,}\xa0{opcode}" for opcode, count in p.opcodes.items()])

@@ -149,7 +149,7 @@ def _facts(p: Profile) -> list[tuple[str, str]]:
     cores = "1 core" if p.lnc == 1 else f"{p.lnc} cores"
     return [
         ("kernel", f"{p.kernel_name} on {p.target}, {cores}, {p.model} model"),
-        ("time", f"{p.time_ms * 1e3:,.2f} us (modelled)"),
+        ("time", f"{p.time_ms * 1e3:,.2f} us (modelled; {_range(p)} under the DMA models)"),
         (
             "roofline",
             f"{p.roofline_ms * 1e3:,.2f} us (modelled), {p.roofline_share:.1%} of the time",
@@ -158,6 +158,10 @@ def _facts(p: Profile) -> list[tuple[str, str]]:
         ("HBM", report.quantity(p.hbm_bytes, "B")),
         ("FLOPs", f"{report.quantity(p.flops, 'FLOP')}, MFU {p.mfu:.1%}"),
     ]
+
+
+def _range(p: Profile) -> str:
+    return f"{p.time_low_ms * 1e3:,.2f} to {p.time_high_ms * 1e3:,.2f}"
 
 
 class _Kinds:

@@ -172,6 +172,10 @@ def _free_dma_rate(launch: KernelRun) -> KernelRun:
     )
 
 
+def _free_tables(launch: KernelRun) -> KernelRun:
+    return _with_templates(launch, lambda t: replace(t, table="") if t.table else t)
+
+
 def _free_queues(launch: KernelRun) -> KernelRun:
     machine = launch.machine
     free = replace(machine, dma=replace(machine.dma, interval_ns=0.0))
@@ -324,7 +328,16 @@ _RESOURCES = (
         "a queue started DMAs without an interval",
         "issue fewer and larger DMAs, several tiles at once",
         _free_queues,
-        _runs_on(Engine.DMA),
+        lambda before, on_path: (
+            before.machine.dma.interval_ns > 0 and any(t.engine is Engine.DMA for t in on_path)
+        ),
+    ),
+    _Resource(
+        "activation tables",
+        "ScalarE loaded tables of activation functions at once",
+        "group activations of one function, instead of alternating",
+        _free_tables,
+        _on_path(lambda t: bool(t.table)),
     ),
     _Resource(
         "DMA descriptors",
