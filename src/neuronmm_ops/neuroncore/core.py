@@ -40,14 +40,13 @@ class KernelRun:
         cores: int,
         seed: int = 0,
         uninitialised: Uninitialised = "partial",
-        capacity: CapacityPolicy = "raise",
     ) -> None:
         self.machine = machine
         self.execute = execute
         self.precise = os.environ.get("NKI_PRECISE_FP", "1") != "0"
         self.seed = seed
         self.uninitialised: Uninitialised = uninitialised
-        self.capacity: CapacityPolicy = capacity
+        self.capacity: CapacityPolicy = "raise"
         self.shared: list[Storage] = []
         self.layouts: dict[tuple[Any, ...], Layout] = {}
         self.cores = [SimulatedCore(self, i) for i in range(cores)]
@@ -62,6 +61,7 @@ class KernelRun:
         if len(self.cores) == 1:
             return [_run_on(self.cores[0], body)]
         results: list[Any] = [None] * len(self.cores)
+        outer = _state.core
 
         def thread(core: SimulatedCore) -> None:
             try:
@@ -83,6 +83,8 @@ class KernelRun:
         except BaseException as error:  # Ctrl-C comes to the caller's thread
             self._stop(threads, error)
             raise
+        finally:
+            _state.core = outer
         if self.failure is not None:
             raise self.failure
         return results
@@ -299,9 +301,7 @@ class SimulatedCore:
             template.result_ns = self.machine.ns(template.engine, latency)
 
 
-class _State(threading.local):
-    """The core that runs in this thread."""
-
+class _State:
     core: SimulatedCore | None = None
 
 

@@ -23,8 +23,9 @@ from neuronmm_ops.neuroncore.checks.base import note, refuse, wrong_call
 from neuronmm_ops.neuroncore.checks.races import check_races
 from neuronmm_ops.neuroncore.core import KernelRun, SimulatedCore, Uninitialised, running
 from neuronmm_ops.neuroncore.dtypes import DType
-from neuronmm_ops.neuroncore.memory.liveness import CapacityPolicy
+from neuronmm_ops.neuroncore.memory.liveness import CapacityError, CapacityPolicy
 from neuronmm_ops.neuroncore.profile.profile import Profile
+from neuronmm_ops.neuroncore.timing.order import order_to_fit
 from neuronmm_ops.neuroncore.timing.schedule import schedule
 
 Mode = Literal["execute", "trace"]
@@ -109,7 +110,7 @@ def run(
         )
     kernel = kernel if isinstance(kernel, Kernel) else Kernel(kernel)
     machine = resolve_target(target)
-    launch = KernelRun(machine, mode == "execute", kernel.lnc, seed, uninitialised, capacity)
+    launch = KernelRun(machine, mode == "execute", kernel.lnc, seed, uninitialised)
     boundary = Boundary(launch)
     signature = inspect.signature(kernel.func)
     bound = signature.bind(*args, **kwargs)
@@ -131,7 +132,14 @@ def run(
             check_races(*[core.trace for core in launch.cores])
         boundary.write_back()
         outputs = boundary.leave(results[0])
-        profile = Profile(kernel.func.__name__, launch, schedule(launch, model))
+        try:
+            times = schedule(launch, model)
+        except CapacityError:
+            for core in launch.cores:
+                order_to_fit(core.trace, machine)
+            launch.capacity = capacity
+            times = schedule(launch, model)
+        profile = Profile(kernel.func.__name__, launch, times)
     return Simulation(outputs, profile)
 
 
