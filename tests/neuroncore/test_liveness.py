@@ -63,8 +63,9 @@ def test_nine_psum_tiles_do_not_fit():
                 tile = nl.ndarray((128, 8), dtype=nl.float32, buffer=nl.psum)
                 nisa.memset(tile, 0.0)
                 live.append(tile)
-            for tile in live:
-                nisa.activation(nl.ndarray((128, 8), dtype=nl.float32), nl.copy, tile)
+            for tile in live:  # on the engine of the memsets, so that none can go before them
+                copy = nl.ndarray((128, 8), dtype=nl.float32)
+                nisa.tensor_copy(copy, tile, engine=nisa.vector_engine)
 
         return kernel
 

@@ -47,7 +47,6 @@ class KernelRun:
         ranks: how many ranks run the kernel, each with its own memories.
         follow: what instructions do where documentation and public kernels contradict each other.
         uninitialised: what a read of elements that were never written does; see `simulate`.
-        capacity: what tensors that do not fit do; see `simulate`.
     """
 
     def __init__(
@@ -59,14 +58,13 @@ class KernelRun:
         ranks: int = 1,
         follow: Follow = "documentation",
         uninitialised: Uninitialised = "partial",
-        capacity: CapacityPolicy = "raise",
     ) -> None:
         self.machine = machine
         self.execute = execute
         self.precise = os.environ.get("NKI_PRECISE_FP", "1") != "0"
         self.lnc, self.ranks, self.seed, self.follow = lnc, ranks, seed, follow
         self.uninitialised: Uninitialised = uninitialised
-        self.capacity: CapacityPolicy = capacity
+        self.capacity: CapacityPolicy = "raise"
         self.shared: list[list[Storage]] = [[] for _ in range(ranks)]
         self.layouts: dict[tuple[Any, ...], Layout] = {}
         self.cores = [SimulatedCore(self, i) for i in range(ranks * lnc)]

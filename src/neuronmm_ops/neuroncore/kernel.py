@@ -23,9 +23,10 @@ from neuronmm_ops.neuroncore.checks.races import check_races
 from neuronmm_ops.neuroncore.collector import no_collection
 from neuronmm_ops.neuroncore.core import Follow, KernelRun, SimulatedCore, Uninitialised, running
 from neuronmm_ops.neuroncore.dtypes import DType
-from neuronmm_ops.neuroncore.memory.liveness import CapacityPolicy
+from neuronmm_ops.neuroncore.memory.liveness import CapacityError, CapacityPolicy
 from neuronmm_ops.neuroncore.profile.profile import Profile
 from neuronmm_ops.neuroncore.timing.edges import Edges, apply_edges, edges_of
+from neuronmm_ops.neuroncore.timing.order import order_to_fit
 from neuronmm_ops.neuroncore.timing.schedule import schedule
 
 Mode = Literal["execute", "trace"]
@@ -131,7 +132,7 @@ def run(
         raise ValueError(f"ranks must be a positive number of ranks, or None; got {ranks!r}")
     kernel = kernel if isinstance(kernel, Kernel) else Kernel(kernel)
     machine = resolve_target(target).under(dma_model).with_cores_busy(cores_busy)
-    policies = (follow, uninitialised, capacity)
+    policies = (follow, uninitialised)
     launch = KernelRun(machine, mode == "execute", kernel.lnc, seed, ranks or 1, *policies)
     boundaries = [Boundary(launch, rank, ranks is not None) for rank in range(launch.ranks)]
     signature = inspect.signature(kernel.func)
@@ -159,7 +160,14 @@ def run(
         outputs = [b.leave(results[b.rank * kernel.lnc]) for b in boundaries]
         for core in launch.cores:
             apply_edges(core.trace, kernel.schedule)
-        profile = Profile(kernel.func.__name__, launch, schedule(launch, model))
+        try:
+            times = schedule(launch, model)
+        except CapacityError:
+            for core in launch.cores:
+                order_to_fit(core.trace, machine)
+            launch.capacity = capacity
+            times = schedule(launch, model)
+        profile = Profile(kernel.func.__name__, launch, times)
     return Simulation(outputs[0] if ranks is None else tuple(outputs), profile)
 
 

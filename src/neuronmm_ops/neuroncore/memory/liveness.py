@@ -14,6 +14,10 @@ from neuronmm_ops.neuroncore.timing.trace import Trace
 CapacityPolicy = Literal["raise", "warn"]
 
 
+class CapacityError(NkiValidationError):
+    """More is live at once than SBUF or PSUM holds."""
+
+
 @dataclass(frozen=True)
 class Peak:
     """The fullest moment of a memory: SBUF in bytes per partition, PSUM in banks."""
@@ -67,7 +71,7 @@ def check_fits(
                 f"{_largest(found.live)}"
             )
             if policy == "raise":
-                raise NkiValidationError(problem)
+                raise CapacityError(problem)
             note(f"{problem}; modelled as if it did")
         _check_addresses([s for s in trace.storages if s.address and s.memory is memory])
     return limits
