@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import threading
 from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Any, Literal
@@ -53,13 +52,20 @@ class KernelRun:
         self.shared: list[list[Storage]] = [[] for _ in range(ranks)]
         self.layouts: dict[tuple[Any, ...], Layout] = {}
         self.cores = [SimulatedCore(self, i) for i in range(ranks * lnc)]
-        self.turns = Turns(len(self.cores))
+        self.turns = Turns(len(self.cores), self._take)
 
     def run(self, body: Callable[[SimulatedCore], Any]) -> list[Any]:
         """Run `body` once per core and return its results."""
         if len(self.cores) == 1:
             return [_run_on(self.cores[0], body)]
-        return self.turns.run(lambda i: _run_on(self.cores[i], body))
+        outer = _state.core
+        try:
+            return self.turns.run(lambda i: _run_on(self.cores[i], body))
+        finally:
+            _state.core = outer
+
+    def _take(self, number: int) -> None:
+        _state.core = self.cores[number]
 
     def layout(self, shape: tuple[int, ...], dtype: DType, memory: MemoryRegion) -> Layout:
         """The layout that all tensors of this shape, dtype and memory share."""
@@ -220,9 +226,7 @@ class SimulatedCore:
             template.result_ns = self.machine.ns(template.engine, latency)
 
 
-class _State(threading.local):
-    """The core that runs in this thread."""
-
+class _State:
     core: SimulatedCore | None = None
 
 
