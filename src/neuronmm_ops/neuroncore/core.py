@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from operator import attrgetter
@@ -68,13 +67,20 @@ class KernelRun:
         self.shared: list[list[Storage]] = [[] for _ in range(ranks)]
         self.layouts: dict[tuple[Any, ...], Layout] = {}
         self.cores = [SimulatedCore(self, i) for i in range(ranks * lnc)]
-        self.turns = Turns(len(self.cores))
+        self.turns = Turns(len(self.cores), self._take)
 
     def run(self, body: Callable[[SimulatedCore], Any]) -> list[Any]:
         """Run `body` once per core and return its results."""
         if len(self.cores) == 1:
             return [_run_on(self.cores[0], body)]
-        return self.turns.run(lambda i: _run_on(self.cores[i], body))
+        outer = _state.core
+        try:
+            return self.turns.run(lambda i: _run_on(self.cores[i], body))
+        finally:
+            _state.core = outer
+
+    def _take(self, number: int) -> None:
+        _state.core = self.cores[number]
 
     def undefined(self, problem: str, nothing: bool = False) -> None:
         """Refuse, or note, a use of elements that were never written: some, or all of them."""
@@ -348,9 +354,7 @@ def _settled(
     return [places.get(id(a), a) for a in arguments]
 
 
-class _State(threading.local):
-    """The core that runs in this thread."""
-
+class _State:
     core: SimulatedCore | None = None
 
 

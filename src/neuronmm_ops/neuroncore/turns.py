@@ -36,9 +36,11 @@ class Turns:
 
     Args:
         count: how many cores.
+        taken: called with a core's number, in its thread, whenever its turn begins.
     """
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, taken: Callable[[int], None]) -> None:
+        self._taken = taken
         self._condition = threading.Condition()
         self._running = -1  # nobody before all have started
         self._ended = [False] * count
@@ -144,3 +146,4 @@ class Turns:
                 self._condition.wait()
         if self._failure is not None:
             raise self._failure
+        self._taken(me)
