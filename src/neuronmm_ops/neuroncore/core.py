@@ -212,7 +212,8 @@ class SimulatedCore:
             return found
         found = replace(model)
         for t in operands:
-            views.inside_storage(found.opcode, t)
+            if not t.geometry.on_chip:
+                views.inside_storage(found.opcode, t)
         _place(found, operands)
         return found
 
