@@ -86,7 +86,7 @@ def test_32k_tokens_are_thousands_of_instructions():
     assert looped.instructions < 20_000
     profile = traced(looped)
     assert profile.stream_instructions == looped.instructions
-    assert profile.instructions == pytest.approx(split.instructions, rel=1e-4)
+    assert profile.instructions == split.instructions - 2  # the second launch's own table
     assert profile.time_ms == pytest.approx(split.time_ms, rel=0.03)
 
 

@@ -66,6 +66,7 @@ def lists(ranks: int, size: int) -> list[tuple[int, ...]]:
     return [tuple(range(i, i + size)) for i in range(0, ranks, size)]
 
 
+G = ncc.ReplicaGroup([[0, 1]])
 REDUCE = {"add": np.add, "maximum": np.maximum, "minimum": np.minimum}
 cases = {
     "size": st.sampled_from([1, 2, 4]),
@@ -79,15 +80,18 @@ cases = {
 
 @settings(max_examples=20, deadline=None)
 @given(
-    op=st.sampled_from(sorted(REDUCE)), memory=st.sampled_from([nl.sbuf, nl.shared_hbm]), **cases
+    op=st.sampled_from(sorted(REDUCE)),
+    memory=st.sampled_from([nl.sbuf, nl.shared_hbm]),
+    target=st.sampled_from(["trn1", "trn2", "trn3"]),
+    **cases,
 )
-def test_all_reduce(op, memory, size, count, lnc, dtype, coalesced, seed):
+def test_all_reduce(op, memory, target, size, count, lnc, dtype, coalesced, seed):
     shapes = [(4, 6), (2, 3)] if coalesced and memory is not nl.sbuf else [(4, 6)]
     ranks, groups = size * count, lists(size * count, size)
     xs = inputs(ranks, *shapes, dtype=dtype, seed=seed)
     group = ncc.ReplicaGroup(groups)
     kernel = collective(lambda s, d: ncc.all_reduce(s, d, group, getattr(nl, op)), shapes, memory)
-    done = run(kernel[lnc], xs).outputs
+    done = run(kernel[lnc], xs, target).outputs
     for rank in range(ranks):
         for t in range(len(shapes)):
             parts = [wide(xs[r][t]) for r in groups[rank // size]]
@@ -150,6 +154,20 @@ def test_an_all_reduce_is_a_reduce_scatter_and_an_all_gather():
     two, one = (run(collective(call, [(8, 4)]), xs) for call in (both, whole))
     np.testing.assert_array_equal(np.array(two.outputs), np.array(one.outputs))
     assert one.profile.time_ms < two.profile.time_ms
+
+
+@pytest.mark.parametrize("lnc", [1, 2])
+def test_a_collective_may_write_what_it_reads(lnc):
+    xs = inputs(2, (4, 6))
+
+    @nc.jit
+    def in_place(xs):
+        total = copied(xs[0])
+        ncc.all_reduce([total], [total], G, nl.add)
+        return output(total)
+
+    for y in run(in_place[lnc], xs).outputs:
+        np.testing.assert_array_equal(y, xs[0][0] + xs[1][0])
 
 
 def test_sums_round_once():
@@ -345,6 +363,28 @@ def test_ranks_have_their_own_memory_and_numbers():
     assert torch.equal(tensors.outputs[0][0], torch.full((4, 3), 2.0))
 
 
+def test_two_cores_of_a_rank_exchange_with_each_other_only():
+    @nc.jit
+    def kernel(x):
+        me = nl.program_id(0)
+        mine, other = nl.ndarray((4, 6), x.dtype), nl.ndarray((4, 6), x.dtype)
+        nisa.dma_copy(mine, x[4 * me : 4 * me + 4])
+        for _ in range(1 + 2 * ncc.rank_id().value):  # ranks issue as many as they like
+            nisa.sendrecv(mine, other, 1 - me, 1 - me, pipe_id=0)
+            nisa.tensor_copy(mine, other)
+        total = nl.ndarray((4, 6), x.dtype)
+        ncc.all_reduce([mine], [total], G, nl.add)
+        out = nl.ndarray(x.shape, x.dtype, buffer=nl.shared_hbm)
+        nisa.dma_copy(out[4 * me : 4 * me + 4], total)
+        return out
+
+    xs = [values(r, (8, 6)) for r in range(2)]
+    done = nc.simulate(kernel[2], nc.PerRank(xs), target="trn2", ranks=2).outputs
+    swapped = xs[0] + xs[1]
+    for y in done:
+        np.testing.assert_array_equal(y, np.concatenate([swapped[4:], swapped[:4]]))
+
+
 def test_tensor_parallel_matmul_is_the_matmul():
     """Megatron's pair: w cut by rows, partial products summed over the ranks."""
     rng = np.random.default_rng(0)
@@ -367,6 +407,19 @@ def test_tensor_parallel_matmul_is_the_matmul():
     done = nc.simulate(kernel, *halves, target="trn2", ranks=2)
     for y in done.outputs:
         np.testing.assert_array_equal(y, xt.T @ w)
+
+
+def test_a_schedule_orders_collectives_too():
+    def call(srcs, dsts):
+        tile = nl.ndarray((4, 6), nl.float32)
+        ncc.all_reduce(srcs, dsts, G, nl.add, name="sum")
+        nisa.memset(tile, 0, name="after")
+
+    kernel = collective(call, [(4, 6)])
+    for scheduled in (kernel, kernel.with_schedule([("after", "sum")])):
+        for core in run(scheduled, inputs(2, (4, 6))).profile.schedule.cores:
+            (late,), (done,) = core.trace.names["after"], core.trace.names["sum"]
+            assert (core.start[late] >= core.end[done]) == bool(scheduled.schedule)
 
 
 def test_trace_mode_takes_as_long():
@@ -429,9 +482,33 @@ def issue(name, *given, shapes=((4, 6), (4, 6)), memories=(nl.shared_hbm,) * 2, 
     return body
 
 
-G = ncc.ReplicaGroup([[0, 1]])
 sb = (nl.sbuf, nl.sbuf)
+
+
+def bare(name, *given, **options):
+    """A body that passes tensors where lists belong, or nonsense."""
+
+    def body():
+        t = nl.ndarray((4, 6), nl.float32, buffer=nl.shared_hbm)
+
+        def real(g):
+            return t if g is t_ else [real(each) for each in g] if isinstance(g, list) else g
+
+        getattr(ncc, name)(*[real(g) for g in given], **options)
+
+    return body
+
+
+t_ = object()
 REFUSED = [
+    (bare("all_reduce", t_, t_, G, nl.add), "srcs must be a list of tensors"),
+    (bare("all_reduce", [1.0], [2.0], G, nl.add), "srcs must be tensors; got 1.0"),
+    (bare("all_reduce", [t_], [t_], ncc.ReplicaGroup(3), nl.add), "made of lists of ranks"),
+    (bare("all_reduce", [t_], [t_], ncc.ReplicaGroup([0, 1]), nl.add), "made of lists of ranks"),
+    (bare("collective_permute", [t_], [t_], 3), "must be pairs of ranks; got 3"),
+    (bare("collective_permute_implicit", [t_], [t_], G), "one tensor for each of 1 channels"),
+    (bare("collective_permute_implicit", [[t_]], [[t_]], G, 0), "must be consecutive from 0"),
+    (bare("all_gather_v", [t_], [t_], G, None), "metadata_tensor must be a tensor; got None"),
     (issue("all_reduce", [[0, 1]], nl.add), "replica_group must be a ReplicaGroup"),
     (issue("all_reduce", ncc.ReplicaGroup([[0, 1], [1]]), nl.add), "must not overlap"),
     (issue("all_reduce", ncc.ReplicaGroup([[0, 2]]), nl.add), "rank 2 does not exist"),

@@ -222,5 +222,21 @@ def test_calls_that_do_not_fit_a_signature_name_their_line():
         run(lambda x: nisa.nc_matmul(x, x), data((4, 6)))
     with refused("dma_copy() got an unexpected keyword argument 'mask'"):
         run(lambda x: nisa.dma_copy(x, x, mask=1), data((4, 6)))
+    with refused("NkiTensor.slice() missing 2 required positional arguments"):
+        run(lambda x: x.slice(0), data((4, 6)))
+
+    for wrong in (None, np.ones((4, 6)), 1.0):
+        with refused("an operand must be a tensor; got "):
+            run(lambda x, w=wrong: nisa.dma_copy(nl.ndarray((4, 6), nl.float32), w), data((4, 6)))
+        with refused("an operand must be a tensor; got "):
+            run(lambda x, w=wrong: nisa.nc_matmul(w, loaded(x), loaded(x)), data((4, 6)))
+    with pytest.raises(AttributeError, match="no attribute 'storage'"):
+        run(lambda x: None.storage, data((4, 6)))  # pyright: ignore
+
+    def own(a, b):
+        return a
+
+    with pytest.raises(TypeError, match=r"own\(\) missing 1 required"):
+        run(lambda x: own(x), data((4, 6)))  # pyright: ignore
     with pytest.raises(TypeError, match="unsupported operand"):
         run(lambda x: 1 + "a", data((4, 6)))

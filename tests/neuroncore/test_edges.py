@@ -75,3 +75,5 @@ def test_a_name_of_several_instructions_is_refused_where_it_is_used():
 def test_what_is_no_pair_of_names_is_refused(pair):
     with pytest.raises(nc.NkiValidationError, match="each entry is"):
         two_engines.with_schedule([pair])
+    with pytest.raises(nc.NkiValidationError, match="each entry is"):
+        two_engines.with_schedule(pair)

@@ -229,6 +229,7 @@ REFUSED = [
         used(lambda d, v: nisa.tensor_copy(d, v.permute((0, 1)))),
         "is a tensor indirection, which it does not take",
     ),
+    ("trn3", used(lambda d, v: d.indirect(3)), "is a tile of integers; got 3"),
     ("trn3", used(lambda d, v: v.indirect(v.index, 1)), "not yet indirect"),
     (
         "trn3",

@@ -1,9 +1,12 @@
 """`NKIObject`: the data classes of kernels."""
 
 import dataclasses
+from typing import Any, NamedTuple
 
 import pytest
+from neuroncore.harness import data, equal
 
+from neuronmm_ops import neuroncore as nc
 from neuronmm_ops.neuroncore import language as nl
 
 
@@ -58,3 +61,13 @@ def test_a_class_keeps_its_own_initializer():
         y: int = 1
 
     assert (Own(2).x, Below(3).x) == (4, 6)
+
+
+class Pair(NamedTuple):
+    tensor: Any
+    size: int
+
+
+def test_a_named_tuple_of_arguments_keeps_its_names():
+    got = nc.simulate(lambda p: p.tensor if p.size == 2 else None, Pair(data((4, 6)), 2)).outputs
+    equal(got, data((4, 6)))

@@ -1,5 +1,6 @@
 """Profiles of kernels small enough to be worked out by hand; the page, JSON and picture of each."""
 
+import dataclasses
 import json
 import re
 import sys
@@ -145,6 +146,15 @@ def test_the_critical_path_makes_the_whole_time(profile: nc.Profile) -> None:
     assert [entry.time_ms for entry in path] == sorted((e.time_ms for e in path), reverse=True)
 
 
+def test_statements_of_several_lines_are_read_to_their_end(tmp_path: Path) -> None:
+    file = tmp_path / "kernel.py"
+    file.write_text("f(\n    a[\n        0],\n    b,\n)\ng(1)\nh(" + "\n1," * 40 + ")\n")
+    assert metrics.statement(str(file), 1) == "f(a[0], b,)"
+    assert metrics.statement(str(file), 6) == "g(1)"
+    assert metrics.statement(str(file), 7).count("1,") == 11
+    assert metrics.statement(str(tmp_path / "no.py"), 1) == ""
+
+
 def test_memory_at_its_fullest(profile: nc.Profile) -> None:
     assert (profile.sbuf.used, profile.sbuf.limit) == (1280, 224 * 1024 - 16648)
     assert [(t.name, t.size) for t in profile.sbuf.live] == [("b", 1024), ("a", 256)]
@@ -279,6 +289,23 @@ def test_the_page(profile: nc.Profile, lnc: int) -> None:
             table = line.lstrip().startswith(("core", "ms "))
             assert "modelled" in line or table, line
     assert page.count("modelled") >= 6
+
+
+def test_long_file_names_leave_the_source_its_column(
+    profile: nc.Profile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = profile.critical_path
+    name = "a_very_long_name_of_a_kernel_that_somebody_wrote.py"
+    one = [dataclasses.replace(entry, file=name) for entry in lines]
+    two = [one[0], *(dataclasses.replace(e, file="other_" + name) for e in one[1:])]
+    for path in (one, two):
+        monkeypatch.setitem(vars(profile), "critical_path", tuple(path))
+        page = str(profile)
+        for entry in path:
+            assert entry.text[:20] in page
+        assert max(map(len, page.splitlines())) <= 100
+    assert f"in {name}" not in page
+    assert "a_very…te.py:" in page
 
 
 def test_a_profile_costs_nothing_until_it_is_asked() -> None:

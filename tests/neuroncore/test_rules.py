@@ -3,6 +3,7 @@
 import inspect
 import re
 
+import numpy as np
 import pytest
 from neuroncore.harness import data, run
 
@@ -269,6 +270,10 @@ CASES = [
     ("engine_pattern", "walks 5 free dimensions",
      lambda x: nl.copy(z(4, 3, 3, 3, 3, 3)[:, :2, :2, :2, :2, ::2])),
     ("_no_operator", "Python operators on tiles are not NKI", lambda x: x + x),
+    ("__iter__", "use range(t.shape[0]) and t[i]", lambda x: list(x)),
+    ("issue", "takes tiles and options; got array(",
+     lambda x: nisa.tensor_copy(n(4, 6), np.ones((4, 6)))),
+    ("_no_operator", "Python operators on tiles", lambda x: np.float32(2) * x),
     ("_no_operator", "use nisa.tensor_tensor or nl.add", lambda x: 2 * x),
     ("prepared", "missing a required argument: 'dst'; its signature is tensor_copy(dst, src, e",
      lambda x: nisa.tensor_copy(src=z(4, 6))),
@@ -317,7 +322,16 @@ def test_no_rule_is_left_out():
         *("_check_sizes", "_checked", "_copy", "_legal", "_transpose", "run"),
         *("_check_hwdge_transpose", "_check_indirect_transpose", "_compute", "check_index"),
         *("_full_index", "select", "__setitem__", "permute", "reshape", "flatten_dims"),
-        *("rearrange", "vector_select", "_check_written", "_no_operator", "option", "prepared"),
+        *(
+            "rearrange",
+            "vector_select",
+            "_check_written",
+            "_no_operator",
+            "option",
+            "prepared",
+            "issue",
+            "__iter__",
+        ),
         "_check_dtype",
         *("_check_shapes", "_check_dtypes", "_check_bank", "_check_accumulates", "_check_tiling"),
         *("_check_partitions", "_check_double_row", "_check_transpose"),

@@ -373,3 +373,17 @@ def test_the_schedule_holds_no_more_than_there_is():
         run = nc.simulate(sizes, X, target=target, mode="trace")
         sbuf_use = run.profile.sbuf
         assert sbuf_use.scheduled <= sbuf_use.limit
+
+
+def test_a_tensor_that_its_last_instruction_names_twice_frees_its_room_once():
+    @nc.jit
+    def in_place(x):
+        for _ in range(4):
+            tile = nl.ndarray((128, 95_000), dtype=nl.bfloat16)  # most of SBUF
+            nisa.dma_copy(tile, x)
+            nisa.tensor_scalar(tile, tile, nl.multiply, 2.0)
+        return x
+
+    core = placed(in_place, nc.TensorSpec((128, 95_000), nl.bfloat16))
+    for load in (2, 4, 6):
+        assert core.start[load] > core.end[load - 1]

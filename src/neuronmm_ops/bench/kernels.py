@@ -299,7 +299,7 @@ def _fastest(entry: Entry, measured: dict[Candidate, Measured | None]) -> Measur
             return None
         times = [min(times) for times in zip(*[m.times_ms for m in fitting], strict=True)]
         found.append(min(fitting)._replace(times_ms=tuple(times)))
-    return _added(found)
+    return _added(found) if len(found) > 1 else found[0]
 
 
 # --- summaries

@@ -65,7 +65,7 @@ class Boundary:
                 "arguments must be hashable: pass a tuple"
             )
         if isinstance(value, tuple | list):
-            return type(value)([self.enter(f"{name}{i}", v) for i, v in enumerate(value)])
+            return _like(value, [self.enter(f"{name}{i}", v) for i, v in enumerate(value)])
         if isinstance(value, dict):
             return {key: self.enter(f"{name}.{key}", v) for key, v in value.items()}
         if isinstance(value, TensorSpec):
@@ -141,7 +141,7 @@ class Boundary:
         if storage.covered(t.geometry.region):
             return
         problem = f"kernel output {storage.describe()}"
-        if not storage.written:
+        if not storage.written and self.launch.uninitialised != "warn":
             refuse(f"{problem} was never written; store into it with dma_copy before returning it")
         self.launch.undefined(f"{problem} is returned, and some of it was never written")
 
@@ -156,12 +156,18 @@ class Boundary:
         return _torch_tensor(values) if self.torch else values
 
 
+def _like(given: tuple[Any, ...] | list[Any], items: list[Any]) -> Any:
+    """Items in a tuple, named tuple or list of the kind given."""
+    make = getattr(given, "_make", type(given))
+    return make(items)
+
+
 def on_core(core: SimulatedCore, value: Any) -> Any:
     """An argument with the core's own tensors in the places of the storages."""
     if isinstance(value, Storage):
         return core.adopt(value)
     if isinstance(value, tuple | list):
-        return type(value)([on_core(core, v) for v in value])
+        return _like(value, [on_core(core, v) for v in value])
     if isinstance(value, dict):
         return {key: on_core(core, v) for key, v in value.items()}
     return value

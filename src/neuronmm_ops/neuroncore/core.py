@@ -70,20 +70,13 @@ class KernelRun:
         self.shared: list[list[Storage]] = [[] for _ in range(ranks)]
         self.layouts: dict[tuple[Any, ...], Layout] = {}
         self.cores = [SimulatedCore(self, i) for i in range(ranks * lnc)]
-        self.turns = Turns(len(self.cores), self._take)
+        self.turns = Turns(len(self.cores))
 
     def run(self, body: Callable[[SimulatedCore], Any]) -> list[Any]:
         """Run `body` once per core and return its results."""
         if len(self.cores) == 1:
             return [_run_on(self.cores[0], body)]
-        outer = _state.core
-        try:
-            return self.turns.run(lambda i: body(self.cores[i]))
-        finally:
-            _state.core = outer
-
-    def _take(self, number: int) -> None:
-        _state.core = self.cores[number]
+        return self.turns.run(lambda i: _run_on(self.cores[i], body))
 
     def undefined(self, problem: str, nothing: bool = False) -> None:
         """Refuse, or note, a use of elements that were never written: some, or all of them."""
@@ -211,9 +204,6 @@ class SimulatedCore:
             self.prepare(found, operands)
             return found
         found = replace(model)
-        for t in operands:
-            if not t.geometry.on_chip:
-                views.inside_storage(found.opcode, t)
         _place(found, operands)
         return found
 
@@ -308,18 +298,16 @@ class SimulatedCore:
 
     def prepare(self, template: InstructionTemplate, operands: Sequence[NkiTensor]) -> None:
         """Fill in what follows from the operands and the machine."""
+        _place(template, operands)
+        geometries = [t.geometry for t in operands]
         for at, t in enumerate(operands):
-            views.inside_storage(template.opcode, t, 2 if at in template.scales else 1)
             if template.engine <= Engine.GPSIMD and at not in template.scales:
                 views.engine_pattern(template.opcode, t)
-        for t in operands:
             if t.geometry.indirect is not None and t.geometry.indirect[0] == "columns":
                 refuse(
                     f"{template.opcode}: {t} is a tensor indirection, which it does not take; "
                     "gather with tensor_copy first, or use .ap(vector_offset=) for DMA"
                 )
-        _place(template, operands)
-        geometries = [t.geometry for t in operands]
         template.dynamic = any(g.indirect is not None for g in geometries)
         memories = [g.memory for g in geometries]
         in_hbm = [i for i, m in enumerate(memories) if not m.on_chip]
@@ -332,7 +320,9 @@ class SimulatedCore:
 
 
 def _place(template: InstructionTemplate, operands: Sequence[NkiTensor]) -> None:
-    """Fill in the regions of the operands."""
+    """Check that the operands lie in their tensors, and fill in their regions."""
+    for at, t in enumerate(operands):
+        views.inside_storage(template.opcode, t, 2 if at in template.scales else 1)
     geometries = [t.geometry for t in operands]
     for at in range(template.writes, len(operands)):
         geometries[at] = geometries[at].each_row(template.row_step)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import gc
 import inspect
 import sys
 import types
@@ -21,6 +20,7 @@ from neuronmm_ops.neuroncore import language as nl
 from neuronmm_ops.neuroncore.boundary import Boundary, on_core
 from neuronmm_ops.neuroncore.checks.base import note, refuse, wrong_call
 from neuronmm_ops.neuroncore.checks.races import check_races
+from neuronmm_ops.neuroncore.collector import no_collection
 from neuronmm_ops.neuroncore.core import Follow, KernelRun, SimulatedCore, Uninitialised, running
 from neuronmm_ops.neuroncore.dtypes import DType
 from neuronmm_ops.neuroncore.memory.liveness import CapacityPolicy
@@ -145,10 +145,10 @@ def run(
         call = inspect.BoundArguments(signature, OrderedDict(own))
         return kernel.func(*call.args, **call.kwargs)
 
-    with _no_collection(), _blas().limit(limits=1, user_api="blas"), np.errstate(all="ignore"):
+    with no_collection(), _blas().limit(limits=1, user_api="blas"), np.errstate(all="ignore"):
         try:
             results = launch.run(body)
-        except TypeError as error:
+        except (AttributeError, TypeError) as error:
             wrong_call(error)
             raise
         if kernel.lnc == 2:
@@ -172,18 +172,6 @@ def _blas() -> ThreadpoolController:
 def _blas_of(modules: int) -> ThreadpoolController:
     """Looked for again where so many modules are no longer all: SciPy brings a BLAS of its own."""
     return ThreadpoolController()
-
-
-@contextmanager
-def _no_collection() -> Generator[None]:
-    """A trace makes many objects and no cycles: the collector would only walk them."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def simulate(

@@ -36,11 +36,9 @@ class Turns:
 
     Args:
         count: how many cores.
-        taken: called with a core's number, in its thread, whenever its turn begins.
     """
 
-    def __init__(self, count: int, taken: Callable[[int], None]) -> None:
-        self._taken = taken
+    def __init__(self, count: int) -> None:
         self._condition = threading.Condition()
         self._running = -1  # nobody before all have started
         self._ended = [False] * count
@@ -51,7 +49,7 @@ class Turns:
     def run(self, body: Callable[[int], Any]) -> list[Any]:
         """`body(number)` of every core, and their results; raises what the first of them raised.
 
-        Interrupted, it interrupts the core that runs, and waits for it.
+        An interrupt, which comes to the caller's thread, is handed to the running core's.
         """
         results: list[Any] = [None] * len(self._ended)
 
@@ -146,4 +144,3 @@ class Turns:
                 self._condition.wait()
         if self._failure is not None:
             raise self._failure
-        self._taken(me)

@@ -6,6 +6,7 @@ import os
 import re
 import reprlib
 import sys
+import traceback
 import warnings
 from types import FrameType
 from typing import NoReturn
@@ -53,16 +54,27 @@ def note(text: str) -> None:
     )
 
 
-def wrong_call(error: TypeError) -> None:
-    """Refuse a call from the kernel that does not fit the signature of what it calls.
+_PARTS_OF_A_TILE = ("geometry", "index", "storage")
+
+
+def wrong_call(error: TypeError | AttributeError) -> None:
+    """Refuse a kernel's call of a function of NKI with arguments that it does not have or take.
 
     Raises NkiValidationError where `error` is that, and returns where it is something else.
     """
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    if trace is None or trace.tb_frame.f_code.co_filename.startswith(PACKAGE):
+    frames = list(traceback.walk_tb(error.__traceback__))
+    outside = [f for f in frames if not f[0].f_code.co_filename.startswith(PACKAGE)]
+    if not outside:
         return
-    if re.match(r"\w+\(\) (missing|got|takes) ", str(error)):
-        place = f"{os.path.basename(trace.tb_frame.f_code.co_filename)}:{trace.tb_lineno}"
+    frame, line = outside[-1]
+    place = f"{os.path.basename(frame.f_code.co_filename)}:{line}"
+    inside = frames[-1][0] is not frame
+    if isinstance(error, AttributeError):
+        if inside and error.name in _PARTS_OF_A_TILE:
+            problem = f"an operand must be a tensor; got {seen(error.obj)}"
+            raise NkiValidationError(f"{problem} [{place}]") from error
+        return
+    called = re.match(r"([\w.]+)\(\) (missing|got|takes) ", str(error))
+    api = [vars(sys.modules[f"neuronmm_ops.neuroncore.{m}"]) for m in ("isa", "language")]
+    if not inside and called and any(called[1].partition(".")[0] in names for names in api):
         raise NkiValidationError(f"{error} [{place}]") from error

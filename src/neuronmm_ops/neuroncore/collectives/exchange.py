@@ -49,6 +49,9 @@ def operands(
     As many sources as destinations, pairwise of one dtype, in HBM or all in SBUF; several only in
     HBM.
     """
+    for operand, tensors in (("srcs", srcs), ("dsts", dsts)):
+        if not isinstance(tensors, list | tuple):
+            refuse(f"{opcode}: {operand} must be a list of tensors; got {tensors!r}")
     if not srcs or len(srcs) != len(dsts):
         refuse(f"{opcode}: takes as many dsts as srcs; got {len(srcs)} srcs and {len(dsts)} dsts")
     for operand, tensors in (("srcs", srcs), ("dsts", dsts)):

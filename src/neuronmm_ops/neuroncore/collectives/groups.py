@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from neuronmm_ops.neuroncore import core as running
 from neuronmm_ops.neuroncore.checks.base import refuse
@@ -37,6 +38,11 @@ def rank_list(opcode: str, core: SimulatedCore, group: ReplicaGroup) -> RankList
     """
     if not isinstance(group, ReplicaGroup):
         refuse(f"{opcode}: replica_group must be a ReplicaGroup; got {group!r}")
+    whole: Any = group.groups
+    if not isinstance(whole, list | tuple) or not all(
+        isinstance(ranks, list | tuple | range) for ranks in whole
+    ):
+        refuse(f"{opcode}: a ReplicaGroup is made of lists of ranks; got {group.groups!r}")
     lists = [tuple(ranks) for ranks in group.groups]
     every = [rank for ranks in lists for rank in ranks]
     if len(set(every)) != len(every):

@@ -43,11 +43,14 @@ def collective_permute(
     The pairs form rings: each of their ranks is once a source and once a target.
     """
     opcode, core = "collective_permute", started("collective_permute", priority)
-    _one(opcode, srcs, dsts)
     operands(opcode, srcs, dsts, *HBM)
+    _one(opcode, srcs, dsts)
+    given: Any = source_target_pairs
+    if not isinstance(given, list | tuple) or not all(
+        isinstance(pair, list | tuple) and len(pair) == 2 for pair in given
+    ):
+        refuse(f"{opcode}: source_target_pairs must be pairs of ranks; got {given!r}")
     pairs = tuple([tuple(pair) for pair in source_target_pairs])
-    if any(len(pair) != 2 for pair in pairs):
-        refuse(f"{opcode}: source_target_pairs must be pairs of ranks; got {list(pairs)}")
     sources, targets = (sorted([pair[side] for pair in pairs]) for side in (0, 1))
     check_ranks(opcode, core, [*sources, *targets])
     if sources != targets or len(set(sources)) != len(sources):
@@ -150,10 +153,11 @@ def _check_channels(
     fabric = FABRICS[core.machine.target]
     chips = {rank * core.launch.lnc // fabric.cores for rank in ranks}
     most = 4 if len(chips) >= fabric.chips else 2
-    if list(channel_ids) != list(range(len(channel_ids))) or not 1 <= len(channel_ids) <= most:
+    ids = list(channel_ids) if isinstance(channel_ids, list | tuple | range) else []
+    if ids != list(range(len(ids))) or not 1 <= len(ids) <= most:
         refuse(
             f"{opcode}: channel_ids must be consecutive from 0, {most} at most for this group; got "
-            f"{list(channel_ids)}"
+            f"{channel_ids!r}"
         )
 
 
@@ -162,11 +166,11 @@ def _by_channel(
 ) -> tuple[tuple[NkiTensor, ...], ...]:
     """The one tensor of each channel, for each side."""
     for side in sides:
-        if len(side) != len(channel_ids) or any(len(tensors) != 1 for tensors in side):
-            sizes = [len(tensors) for tensors in side]
+        lists = isinstance(side, list | tuple) and all(isinstance(t, list | tuple) for t in side)
+        if not lists or [len(tensors) for tensors in side] != [1] * len(channel_ids):
             refuse(
-                f"{opcode}: takes one tensor for each of {len(channel_ids)} channels; got {sizes} "
-                "by channel"
+                f"{opcode}: takes a list of one tensor for each of {len(channel_ids)} channels; "
+                f"got {side!r}"
             )
     return tuple([tuple([tensors[0] for tensors in side]) for side in sides])
 

@@ -104,9 +104,11 @@ def _checked(
     has_rdispls: bool,
 ) -> RankList:
     """Rules of both: one tensor a side, in HBM; uint32 metadata of 3 or 4 rows."""
+    operands(opcode, srcs, dsts, *HBM)
     if len(srcs) != 1 or len(dsts) != 1:
         refuse(f"{opcode}: takes one tensor on each side; got {len(srcs)} and {len(dsts)}")
-    operands(opcode, srcs, dsts, *HBM)
+    if not isinstance(metadata, NkiTensor):
+        refuse(f"{opcode}: metadata_tensor must be a tensor; got {metadata!r}")
     ranks = rank_list(opcode, core, group)
     rows = (4 if has_rdispls else 3, len(ranks))
     check.memory(opcode, "metadata_tensor", metadata, *HBM, SBUF)

@@ -6,7 +6,7 @@ hold; what is recorded is one instruction on the tiles behind the views and on t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -56,26 +56,47 @@ def issue(
     group = 32 if opcode in _MATMULS else 16
     offsets = {n: _offsets(core, opcode, v, group) for n, v in views.items()}
     dense = {n: _dense(core, v, offsets[n]) for n, v in views.items()}
-    call(**{**given, **dense})
-    template, storages, _, _ = core.trace.records.pop()
+    template, operands = _run(core, call, {**given, **dense})
     _check_engine(opcode, template, views)
     if core.execute and "dst" in views:
         _scatter(views["dst"], offsets["dst"], raw(dense["dst"]))
     # the tiles behind the views in the places of those that stood for them, then the indices
-    direct = [t for t in given.values() if type(t) is NkiTensor]
-    pairs = [*zip(direct, direct, strict=True), *[(dense[n], v.base) for n, v in views.items()]]
-    exact = {(seen.storage, seen.geometry.region): t for seen, t in pairs}
-    some = {seen.storage: t for seen, t in pairs}  # of scales an instruction reads some rows
-    places = zip(storages, template.regions, strict=True)
-    operands = [exact.get((s, region), some[s]) for s, region in places]
-    operands += [v.index for v in views.values()]
-    real = replace(template, run=lambda *operands: None, reads_dst=False)
-    core.prepare(real, operands)
+    behind = {dense[n].storage: v.base for n, v in views.items()}
+    operands = [behind.get(t.storage, t) for t in operands] + [v.index for v in views.values()]
+    key = (issue, template, *[t.geometry for t in operands])
+    real = core.templates.get(key)
+    if real is None:
+        real = replace(template, run=lambda *operands: None, reads_dst=False)
+        core.prepare(real, operands)
+        core.templates[key] = real
     done = core.record(real, operands)
     if opcode in _MATMULS and "dst" in views:
         base = views["dst"].base
         base.storage.summed.add(base.geometry.region)
     return done.named(name)
+
+
+def _run(
+    core: SimulatedCore, call: Callable[..., NkiInstruction], given: dict[str, Any]
+) -> tuple[InstructionTemplate, Sequence[NkiTensor]]:
+    """Run an instruction without recording it; returns its template and its operands."""
+    found: list[tuple[InstructionTemplate, Sequence[NkiTensor]]] = []
+
+    def record(
+        template: InstructionTemplate, operands: Sequence[NkiTensor], arguments: Any = None
+    ) -> NkiInstruction:
+        if core.execute:
+            template.run(*(operands if arguments is None else arguments))
+        found.append((template, operands))
+        return NkiInstruction(core.trace, -1)
+
+    vars(core)["record"] = record
+    try:
+        call(**given)
+    finally:
+        del vars(core)["record"]
+    (one,) = found
+    return one
 
 
 def _dense(core: SimulatedCore, view: IndirectTile, offsets: np.ndarray) -> NkiTensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any, ParamSpec
 
 from neuronmm_ops.neuroncore import core as running
@@ -75,8 +75,12 @@ def instruction(
             key = (build, len(args), *kwargs, *parts)
             try:
                 found = core.templates.get(key)
-            except TypeError:  # a list among the options
-                key = (build, len(args), *kwargs, *map(running.hashable, parts))
+            except TypeError:  # a list among the options, or what is no option at all
+                parts = list(map(running.hashable, parts))
+                for part in parts:
+                    if not isinstance(part, Hashable):
+                        refuse(f"{opcode}: takes tiles and options; got {seen(part)}")
+                key = (build, len(args), *kwargs, *parts)
                 found = core.templates.get(key)
             if found is None:
                 if any(v.__class__ is IndirectTile for v in values):

@@ -54,6 +54,7 @@ def quantize_mx(
     """
     core = running.active("nki.isa.quantize_mx")
     check.generation("quantize_mx", core.machine, 4, "it", "quantise before the kernel")
+    _check_tiles("quantize_mx", dst=dst, src=src, dst_scale=dst_scale)
     operands = (dst, scale_rows("quantize_mx", "dst_scale", dst_scale, dst), src)
     done = core.record(core.template(_quantize, operands), operands).named(name)
     # published kernels send whole scale tiles: the rest of these quadrants counts as written
@@ -118,12 +119,14 @@ def nc_matmul_mx(
         return indirection.issue(nc_matmul_mx, "nc_matmul_mx", given)
     opcode, core = "nc_matmul_mx", running.active("nki.isa.nc_matmul_mx")
     check.generation(opcode, core.machine, 4, "it", "use nc_matmul with float8 operands")
+    scales = {"stationary_scale": stationary_scale, "moving_scale": moving_scale}
+    _check_tiles(opcode, dst=dst, stationary=stationary, moving=moving, **scales)
     adds, partly = adding(core, opcode, dst, accumulate)
-    scales = (
+    rows = (
         scale_rows(opcode, "stationary_scale", stationary_scale, stationary),
         scale_rows(opcode, "moving_scale", moving_scale, moving),
     )
-    operands = (dst, stationary, moving, *scales)
+    operands = (dst, stationary, moving, *rows)
     options = (adds, partly, tuple(tile_position or ()), tuple(tile_size or ()))
     done = core.record(core.template(_matmul, operands, options), operands)
     dst.storage.summed.add(dst.geometry.region)
@@ -181,6 +184,12 @@ def _matmul(
         flops=2 * PACKED * k * m * n,
         pe_tile=(position[0], size[0], 0, 128) if size else None,
     )
+
+
+def _check_tiles(opcode: str, **operands: NkiTensor) -> None:
+    for operand, t in operands.items():
+        if not isinstance(t, NkiTensor):
+            refuse(f"{opcode}: {operand} must be a tile; got {t!r}")
 
 
 def _check_row_tile(

@@ -34,6 +34,8 @@ def indirect(base: NkiTensor, index: NkiTensor, num_elem: int | None) -> Indirec
             f"{base}: indirect takes a tile in SBUF or PSUM, contiguous in each partition and not "
             "yet indirect; copy it first"
         )
+    if not isinstance(index, NkiTensor):
+        refuse(f"{base}: the index of an indirect view is a tile of integers; got {index!r}")
     if index.buffer is not MemoryRegion.sbuf or index.is_indirect() or not index.dtype.is_integer:
         refuse(f"{base}: the index of an indirect view is a tile of integers in SBUF; got {index}")
     if index.ndim != 2 or index.shape[0] != base.shape[0]:

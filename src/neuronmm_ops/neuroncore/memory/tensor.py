@@ -141,9 +141,14 @@ class NkiTensor:
             found = geometry.children[cached] = static_index(self, key)
         return view_of(self.storage, found, self.index)
 
+    def __iter__(self) -> Any:
+        refuse(f"{self}: tensors are not iterated over; use range(t.shape[0]) and t[i]")
+
     def __setitem__(self, key: Any, value: Any) -> None:
         remedy = "use nisa.tensor_copy(dst=tile[...], src=...)"
         refuse(f"{self}: assigning into a tile is not NKI; {remedy}")
+
+    __array_ufunc__ = None  # a number of NumPy's leaves the operator to the tile
 
     def _no_operator(self, other: Any = None) -> Any:
         refuse(f"{self}: Python operators on tiles are not NKI; use nisa.tensor_tensor or nl.add")

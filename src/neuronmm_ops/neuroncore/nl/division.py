@@ -1,4 +1,7 @@
-"""Quotients and remainders of `nl`: the engines have neither, so each is several instructions."""
+"""Quotients and remainders of `nl`: the engines have neither, so each is several instructions.
+
+They work in simulation; the compiler of NKI 0.6 refuses them (release notes, known issues).
+"""
 
 from __future__ import annotations
 

@@ -24,6 +24,8 @@ WAIT_NAMES = (
     "nothing", "engine", "data", "room", "queue", "DMA engines", "port", "other core"
 )  # fmt: skip
 """By `Wait`."""
+_LONGEST = 12
+"""Lines of a statement that are read."""
 
 
 @dataclass(frozen=True)
@@ -146,7 +148,7 @@ def busy(core: CoreSchedule, schedule: Schedule) -> tuple[EngineUse, ...]:
 def critical_path(schedule: Schedule) -> tuple[CriticalLine, ...]:
     """The chain of waits that ends with the last instruction, by source line, longest first."""
     found: dict[tuple[int, CodeType, int, str, int], list[float]] = {}
-    for core, i, own, latency in _walk(schedule):
+    for core, i, own, latency in critical_steps(schedule):
         template, _, code, line = schedule.cores[core].issued[i]
         wait = schedule.cores[core].wait[i]
         entry = found.setdefault((core, code, line, template.opcode, wait), [0, 0.0, 0.0])
@@ -158,7 +160,7 @@ def critical_path(schedule: Schedule) -> tuple[CriticalLine, ...]:
             core,
             os.path.basename(code.co_filename),
             line,
-            linecache.getline(code.co_filename, line).strip(),
+            statement(code.co_filename, line),
             opcode,
             WAIT_NAMES[wait],
             int(steps),
@@ -170,13 +172,25 @@ def critical_path(schedule: Schedule) -> tuple[CriticalLine, ...]:
     return tuple(sorted(lines, key=lambda entry: -entry.time_ms))
 
 
-def _walk(schedule: Schedule) -> list[tuple[int, int, float, float]]:
+def statement(file: str, line: int) -> str:
+    """The source from a line on, until its brackets close, as one line; "" without a source."""
+    text = linecache.getline(file, line).strip()
+    for more in range(line + 1, line + _LONGEST):
+        if sum(map(text.count, "([{")) <= sum(map(text.count, ")]}")):
+            break
+        rest = linecache.getline(file, more).strip()
+        gap = "" if text.endswith(("(", "[", "{")) or rest.startswith((")", "]", "}")) else " "
+        text = f"{text}{gap}{rest}".rstrip()
+    return text
+
+
+def critical_steps(schedule: Schedule) -> list[tuple[int, int, float, float]]:
     """(core, instruction, ns of its own, ns of latency before it) from the end to the start.
 
     `now` moves from the end of the launch to 0, so that all parts together make its time.
     """
     cores = schedule.cores
-    met = [{key: i for i, key in c.barriers.items()} for c in cores]
+    met = [{number: i for i, number in c.barriers.items()} for c in cores]
     steps: list[tuple[int, int, float, float]] = []
     now = schedule.time_ns
     at = next((k for k, c in enumerate(cores) if c.end and max(c.end) == now), 0)
@@ -184,12 +198,9 @@ def _walk(schedule: Schedule) -> list[tuple[int, int, float, float]]:
     while i >= 0:
         core = cores[at]
         if core.wait[i] == Wait.OTHER_CORE:
-            key = core.barriers[i]
-            at_other, j = next(
-                (k, met[k][key])
-                for k in key[0].members
-                if cores[k].wait[met[k][key]] != Wait.OTHER_CORE
-            )
+            number = core.barriers[i]
+            there = [(k, m[number]) for k, m in enumerate(met) if number in m]
+            at_other, j = next((k, j) for k, j in there if cores[k].wait[j] != Wait.OTHER_CORE)
             came = min(now, cores[at_other].end[j])
             steps.append((at, i, now - came, 0.0))
             now, at, i = came, at_other, j
@@ -197,7 +208,8 @@ def _walk(schedule: Schedule) -> list[tuple[int, int, float, float]]:
         begin = min(now, core.start[i])
         before = core.cause[i]
         gate = min(begin, core.end[before]) if before >= 0 else 0.0
-        steps.append((at, i, now - begin, begin - gate))
+        if now > gate:  # a cause that ran later than what it is said to have delayed has no part
+            steps.append((at, i, now - begin, begin - gate))
         now, i = gate, before
     return steps
 

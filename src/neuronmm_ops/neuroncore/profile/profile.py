@@ -13,8 +13,9 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from neuronmm_ops.hardware import DMA_MODELS, DmaModel
+from neuronmm_ops.neuroncore.collector import no_collection
 from neuronmm_ops.neuroncore.memory.storage import MemoryRegion
-from neuronmm_ops.neuroncore.profile import metrics, perfetto, plot, report
+from neuronmm_ops.neuroncore.profile import metrics, perfetto, plot, report, timeline, what_if
 from neuronmm_ops.neuroncore.profile.metrics import (
     CriticalLine,
     EngineUse,
@@ -22,6 +23,7 @@ from neuronmm_ops.neuroncore.profile.metrics import (
     RowBucket,
     TensorTraffic,
 )
+from neuronmm_ops.neuroncore.profile.what_if import WhatIf
 from neuronmm_ops.neuroncore.timing.schedule import Schedule, schedule
 from neuronmm_ops.neuroncore.timing.trace import DmaCost, InstructionTemplate
 
@@ -84,7 +86,9 @@ class Profile:
                 found[model] = self.time_ms
             else:
                 machine = self.machine.under(model)
-                found[model] = schedule(self.launch, self.schedule.model, machine).time_ns / 1e6
+                with no_collection():
+                    again = schedule(self.launch, self.schedule.model, machine)
+                found[model] = again.time_ns / 1e6
         return found
 
     @property
@@ -102,7 +106,8 @@ class Profile:
         """The same without the fitted issue overhead of a matmul; scheduled when asked for."""
         if self.model == "documented":
             return self.time_ms
-        return schedule(self.launch, "documented", self.machine).time_ns / 1e6
+        with no_collection():
+            return schedule(self.launch, "documented", self.machine).time_ns / 1e6
 
     @property
     def pe_peak_tflops(self) -> float:
@@ -273,6 +278,21 @@ class Profile:
         """
         return metrics.critical_path(self.schedule)
 
+    @cached_property
+    def what_if(self) -> tuple[WhatIf, ...]:
+        """The launch with each resource free that may bind, fastest first; scheduled when asked.
+
+        TensorE, VectorE, ScalarE, GpSimdE and PSUM eviction without time; the DMA engines without
+        time, or at their peak rate; descriptors made before the run; SBUF or PSUM without a limit.
+        """
+        return what_if.what_if(self.launch, self.schedule)
+
+    @property
+    def what_would_help(self) -> str:
+        """Which resource binds, by how much, and what to do, in a few sentences."""
+        latency_ms = sum(entry.latency_ms for entry in self.critical_path)
+        return what_if.summary(self.what_if, self.time_ms, latency_ms)
+
     # what it held
 
     @cached_property
@@ -308,6 +328,10 @@ class Profile:
     def save_perfetto(self, path: str | os.PathLike[str]) -> None:
         """Write a Chrome trace-event file, which ui.perfetto.dev opens."""
         perfetto.save(self, path)
+
+    def save_timeline(self, path: str | os.PathLike[str]) -> None:
+        """Write a page of HTML with every instruction in time, which a browser opens offline."""
+        timeline.save(self, path)
 
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Draw timeline and roofline, by matplotlib, in the format of the path's suffix."""

@@ -16,7 +16,7 @@ def edges_of(schedule: Iterable[tuple[str, str | Sequence[str]]]) -> Edges:
     """One edge per pair of names; an earlier side that is a list stands for several pairs."""
     edges: list[tuple[str, str]] = []
     pair: Any
-    for pair in schedule:
+    for pair in schedule if isinstance(schedule, Iterable) else (schedule,):
         names = pair[1:] if isinstance(pair, list | tuple) and len(pair) == 2 else ()
         earlier = [n for side in names for n in ([side] if isinstance(side, str) else side)]
         if not names or not all(isinstance(n, str) for n in (pair[0], *earlier)):

@@ -12,6 +12,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import IntEnum
+from itertools import count
 from operator import itemgetter
 from typing import Any
 
@@ -63,8 +64,8 @@ class CoreSchedule:
     trace: Trace
     issued: list[Record] = field(default_factory=list[Record])
     """The instructions that ran: the trace's, the bodies of its loops as often as they ran."""
-    barriers: dict[int, tuple[Meeting, int]] = field(default_factory=dict[int, tuple[Meeting, int]])
-    """Instructions that wait for other cores, and how often they met there before."""
+    barriers: dict[int, int] = field(default_factory=dict[int, int])
+    """Instructions that met others: index -> number of the meeting."""
     start: list[float] = field(default_factory=list[float])
     end: list[float] = field(default_factory=list[float])
     cause: list[int] = field(default_factory=list[int])
@@ -107,6 +108,7 @@ def schedule(
         check_bodies(core.trace)
     placers = [Placer(core.trace, launch, machine, model) for core in launch.cores]
     waiting: dict[Meeting, list[Placer]] = {}
+    numbers = count()
     left = deque(placers)
     while left:
         placer = left.popleft()
@@ -117,9 +119,9 @@ def schedule(
         there.append(placer)
         if len(there) == len(meeting.members):
             del waiting[meeting]  # a loop may come here again
-            latest = max([p.barrier_end for p in there])
+            latest, number = max([p.barrier_end for p in there]), next(numbers)
             for placer in there:
-                placer.pass_barrier(latest, meeting.ns)
+                placer.pass_barrier(number, latest, meeting.ns)
             left.extend(there)
     for placer in placers:
         placer.add_up()
@@ -165,7 +167,6 @@ class Placer:
         # when another engine may use an instruction's result
         self.visible: list[float] = []
         self.barrier: tuple[int, Record] | None = None
-        self.met: Counter[Meeting] = Counter()
         self.barrier_end = 0.0
         self.uses: defaultdict[Storage, _Uses] = defaultdict(_Uses)
         self.capacity: dict[MemoryRegion, Capacity] = {}
@@ -310,16 +311,15 @@ class Placer:
                     visible_from = done
                 if visible_from > use.latest:
                     use.latest, use.latest_engine = visible_from, engine
-                if (s := storages[operand]).last == r and s not in late:
+                # once, where an instruction names a tensor twice
+                s = storages[operand]
+                if s.last == r and s not in late and s not in storages[operand + 1 :]:
                     self._release(s, i)
             if is_special and r in producers:
                 producers[r] = i
             if is_special and r in barriers:
-                meeting = barriers[r]
-                times.barriers[i] = meeting, self.met[meeting]
-                self.met[meeting] += 1
                 self.barrier, self.barrier_end = (i, records[r]), done
-                yield meeting
+                yield barriers[r]
 
     def add_up(self) -> None:
         """Sum up the busy time of the DMA engines."""
@@ -330,11 +330,12 @@ class Placer:
             for engine in range(cost.first_engine, cost.first_engine + cost.engines):
                 self.times.dma_busy_ns[engine] += issued[template] * engine_ns
 
-    def pass_barrier(self, latest: float, ns: float) -> None:
+    def pass_barrier(self, number: int, latest: float, ns: float) -> None:
         """All have come: the instruction ends `ns` after the latest of them came."""
         assert self.barrier is not None
         last, (template, storages, _, _) = self.barrier
         when = latest + ns
+        self.times.barriers[last] = number
         if latest > self.times.end[last]:
             self.times.wait[last], self.times.cause[last] = Wait.OTHER_CORE, -1
         self.times.end[last] = when

@@ -173,8 +173,8 @@ class NkiInstruction:
 
     def named(self, name: str | None) -> NkiInstruction:
         """Note the name that `Kernel.with_schedule` knows this instruction by. Returns self."""
-        if name is not None:
-            self.trace.names.setdefault(name, []).append(self.index)
+        if name is not None and self.index not in (known := self.trace.names.setdefault(name, [])):
+            known.append(self.index)
         return self
 
     def depends_on(self, *producers: NkiInstruction) -> NkiInstruction:
