@@ -208,8 +208,6 @@ class SimulatedCore:
             self.prepare(found, operands)
             return found
         found = replace(model)
-        for t in operands:
-            views.inside_storage(found.opcode, t)
         _place(found, operands)
         return found
 

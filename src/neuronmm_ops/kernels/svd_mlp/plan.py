@@ -335,6 +335,6 @@ class Prefill(prefill_search.Prefill):
         return sorted(blocks, key=lambda block: (self._load_ns(size, block), block))
 
     def _load_ns(self, size: int, block: int) -> float:
-        """DMA time of a row tile of [128, size], a block at a time, each a transfer of its queue."""
+        """DMA time of a row tile of [128, size], a block at a time, each a transfer."""
         least = self.costs.machine.dma.interval_ns
         return sum([max(least, self.costs.rows_ns(PARTITIONS, c)) for c in sizes(size, block)])

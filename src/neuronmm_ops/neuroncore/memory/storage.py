@@ -115,9 +115,12 @@ class Layout:
         if new == self._begins.shape[1]:
             self._begins = np.concatenate([self._begins, self._begins], axis=1)
             self._ends = np.concatenate([self._ends, self._ends], axis=1)
-        begin, end = ((box.row,), (box.byte,)), ((box.row_end,), (box.byte_end,))
-        apart = (self._begins[:, :new] >= end) | (self._ends[:, :new] <= begin)
-        touching: list[int] = np.flatnonzero(~(apart[0] | apart[1])).tolist()
+        row, byte = self._begins[:, :new]
+        row_end, byte_end = self._ends[:, :new]
+        rows = (row < box.row_end) & (row_end > box.row)
+        touching: list[int] = (
+            (rows & (byte < box.byte_end) & (byte_end > box.byte)).nonzero()[0].tolist()
+        )
         self._ids[box] = new
         self._begins[:, new], self._ends[:, new] = (box.row, box.byte), (box.row_end, box.byte_end)
         self.boxes.append(box)
