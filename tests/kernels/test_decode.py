@@ -250,6 +250,20 @@ def test_strict_front_end() -> None:
                 assert lint(function) == []
 
 
+@pytest.mark.parametrize(
+    ("M", "target", "stores"),
+    [(1, "trn1", 2), (1, "trn2", 2), (32, "trn3", 2), (33, "trn2", 2), (65, "trn2", 1)],
+)
+def test_the_last_sums_are_stored_by_few_dmas(M: int, target: str, stores: int) -> None:
+    """A queue starts DMAs one after the other: four column groups share two."""
+    problem = Problem("xw", M, ((256, 1024),), "bfloat16", target)
+    arguments = {"block": 1024, "last_block": 1024}
+    specs = [TensorSpec(s, dtypes.dtype_of("bfloat16")) for s in ((M, 256), (256, 1024))]
+    records = run(problem, arguments, specs, mode="trace").profile.schedule.cores[0].trace.records
+    found = [form.dma for form, *_ in records if form.dma and form.dma.direction == "store"]
+    assert [dma.bytes for dma in found] == [M * 1024 * 2 // stores] * stores
+
+
 ANY = st.one_of(SIZES, st.integers(300, 3000), st.sampled_from((8192, 32768)))
 
 

@@ -357,19 +357,20 @@ class Stages:
         for i, columns in enumerate(blocks):
             last = i + 1 == len(blocks)
             s = costs.sums(columns.size, N, OUTPUT_UNIT, BANK_COLUMNS if last else 0)
-            size = s.width * costs.itemsize + 2 * s.row_bytes
+            size = (s.columns if last else s.width) * costs.itemsize + 2 * s.row_bytes
             self.hold(size)
             self.run(chunks, source, s, first=i == 0, last=last)
             self.hold(-size)
-            self.store(s)
+            self.store(s, tiling.groups_in_store(len(s.chunks)) if last else 1)
             if resident:
                 source = "transposed"
 
-    def store(self, s: Sums) -> None:
-        """Store evicted sums, a PE column group at a time."""
-        costs, groups = self.costs, len(s.chunks)
-        ns = load_ns(costs.machine, costs.M, s.width * costs.itemsize)
+    def store(self, s: Sums, groups: int = 1) -> None:
+        """Store evicted sums, so many PE column groups by a DMA."""
+        costs, stores = self.costs, tiles_in(len(s.chunks), groups)
+        width = min(s.columns, groups * s.width)
+        ns = load_ns(costs.machine, costs.M, width * costs.itemsize)
         step = Step(0.0, store_ns=ns, hbm_bytes=costs.M * s.row_bytes)
-        step.store_queue_ns = groups * costs.machine.dma.interval_ns
-        step.instructions = groups
+        step.store_queue_ns = stores * costs.machine.dma.interval_ns
+        step.instructions = stores
         self._run([step])
