@@ -349,19 +349,26 @@ class Stages:
         add_ns = sum([evict_ns(machine, Engine.VECTOR, size) for size in parts])
         self.timeline.exchange(send_ns, add_ns)
 
-    def write(self, chunks: list[int], source: Source, resident: bool) -> None:
-        """As `stages.decode.write_block` for all blocks of the output."""
-        costs, N = self.costs, self.problem.N
+    def write(
+        self,
+        chunks: list[int],
+        source: Source,
+        resident: bool,
+        number: int = 0,
+    ) -> None:
+        """As `stages.decode.write_block` for all blocks of one of the problem's outputs."""
+        costs, outputs = self.costs, self.problem.outputs
+        N, first, last = outputs[number], number == 0, number + 1 == len(outputs)
         block, last_block = int(self.blocks["block"]), int(self.blocks["last_block"])
-        blocks = tiling.output_blocks(Span(0, self.own(N)), block, last_block)
+        blocks = tiling.output_blocks(Span(0, self.own(N)), block, last_block if last else 0)
         for i, columns in enumerate(blocks):
-            last = i + 1 == len(blocks)
-            s = costs.sums(columns.size, N, OUTPUT_UNIT, BANK_COLUMNS if last else 0)
-            size = (s.columns if last else s.width) * costs.itemsize + 2 * s.row_bytes
+            ends = last and i + 1 == len(blocks)
+            s = costs.sums(columns.size, N, OUTPUT_UNIT, BANK_COLUMNS if ends else 0)
+            size = (s.columns if ends else s.width) * costs.itemsize + 2 * s.row_bytes
             self.hold(size)
-            self.run(chunks, source, s, first=i == 0, last=last)
+            self.run(chunks, source, s, first=first and i == 0, last=ends)
             self.hold(-size)
-            self.store(s, tiling.groups_in_store(len(s.chunks)) if last else 1)
+            self.store(s, tiling.groups_in_store(len(s.chunks)) if ends else 1)
             if resident:
                 source = "transposed"
 

@@ -138,10 +138,10 @@ def transposes_in_bank(M: int, itemsize: int) -> int:
 
 
 def output_blocks(part: Span, block: int, last_block: int) -> list[Span]:
-    """Cut a range of output columns into blocks, the last one of `last_block` columns."""
+    """Cut a range of output columns into blocks, the last one of `last_block` columns, if any."""
     rest = max(0, part.size - last_block)
     found = spans(part.start, rest, block)
-    if part.size > 0:
+    if part.size > rest:
         found.append(Span(part.start + rest, part.size - rest))
     return found
 
