@@ -189,3 +189,13 @@ def test_operands_that_do_not_fit_are_refused(name):
     count = {"xw": 2, "xuv": 3, "svd_mlp": 7, "svd_qkv": 7}[plan.problem.op]
     with pytest.raises(AssertionError, match="a contraction has 65 features and 64 rows"):
         nc.simulate(nki_kernel(plan), *wrong[:count], target="trn1", mode="trace", **plan.arguments)
+
+
+def test_tensor_engine_transposes_a_tile_ahead():
+    """It multiplies a tile while the next is evicted: 60 tiles, each once, hardly a wait."""
+    M, K, N = 512, 7680, 512
+    specs = [nc.TensorSpec(shape, bfloat16) for shape in ((M, K), (K, N))]
+    blocks = {"token_block": 512, "block": 512, "token_tiles": 4, "banks": 4}
+    done = nc.simulate(xw, *specs, target="trn2", mode="trace", layout="pe", **blocks).profile
+    busy = next(use.busy_ms for use in done.engines[0] if use.engine == "TensorE")
+    assert busy > 0.85 * done.time_ms
