@@ -11,11 +11,11 @@ from neuronmm_ops.hardware import DMA_DONE_NS, DMA_START_NS, Engine, Target, res
 from neuronmm_ops.kernels import Plan, Problem, nki_kernel, plan_op, plan_part, plan_xuv, plan_xw
 from neuronmm_ops.kernels.planner import search
 from neuronmm_ops.kernels.planner.instructions import result_ns
-from neuronmm_ops.kernels.planner.problem import mlp_matrices
+from neuronmm_ops.kernels.planner.problem import mlp_matrices, qkv_matrices
 from neuronmm_ops.kernels.planner.timeline import Program, Step, Timeline, sbuf_peak
 from neuronmm_ops.neuroncore.dtypes import dtype_of
 
-OPS = ("xw", "xuv", "svd_mlp")
+OPS = ("xw", "xuv", "svd_mlp", "svd_qkv")
 CORES: tuple[tuple[Target, int], ...] = (
     ("trn1", 1),
     ("trn2", 1),
@@ -44,6 +44,7 @@ def sample(op: str, count: int, first_M: int = 1) -> list[Problem]:
             "xw": ((K, N),),
             "xuv": ((K, ranks[0]), (ranks[0], N)),
             "svd_mlp": mlp_matrices(K, ranks, inner, N),
+            "svd_qkv": qkv_matrices(K, ranks, (inner, N, N)),
         }[op]
         target, lnc = rng.choice(CORES)
         problem = Problem(op, M, matrices, rng.choice(DTYPES), target, lnc)
@@ -95,6 +96,7 @@ def test_a_launch_of_many_instructions_is_split_by_tokens(op, M, target, lnc):
         "xw": ((512, 768),),
         "xuv": ((512, 256), (256, 768)),
         "svd_mlp": mlp_matrices(512, (128, 128, 256), 768, 512),
+        "svd_qkv": qkv_matrices(512, (256, 128, 128), (768, 256, 256)),
     }[op]
     whole = plan_op(op, M, matrices, "bfloat16", target, lnc)
     assert whole.launches == (M,)
@@ -102,7 +104,7 @@ def test_a_launch_of_many_instructions_is_split_by_tokens(op, M, target, lnc):
     plan = plan_op(op, M, matrices, "bfloat16", target, lnc, most)
     *first, last = plan.launches
     assert sum(plan.launches) == M
-    assert len(first) >= 1
+    assert first
     assert set(first) == {first[0]}
     assert first[0] % 128 == 0
     assert 0 < last <= first[0]

@@ -508,6 +508,7 @@ def test_all_that_a_schedule_depends_on_is_compared():
         inspect.getsource(part) for part in (Iterations._mark, Iterations._use, Iterations._loaded)
     )
     state = set(re.findall(r"placer\.(\w+)", compared))
+    placer = Placer(core.trace, core.launch, core.machine, "calibrated")
     assert set(vars(placer)) - state == {
         *("trace", "machine", "interval_ns", "overhead_ns", "issue_ns", "reuses", "dma_ns"),
         *("placed", "loops", "barrier", "barrier_end", "steps", "iterations"),

@@ -349,27 +349,35 @@ class Stages:
         add_ns = sum([evict_ns(machine, Engine.VECTOR, size) for size in parts])
         self.timeline.exchange(send_ns, add_ns)
 
-    def write(self, chunks: list[int], source: Source, resident: bool) -> None:
-        """As `stages.decode.write_block` for all blocks of the output."""
-        costs, N = self.costs, self.problem.N
+    def write(
+        self,
+        chunks: list[int],
+        source: Source,
+        resident: bool,
+        number: int = 0,
+    ) -> None:
+        """As `stages.decode.write_block` for all blocks of one of the problem's outputs."""
+        costs, outputs = self.costs, self.problem.outputs
+        N, first, last = outputs[number], number == 0, number + 1 == len(outputs)
         block, last_block = int(self.blocks["block"]), int(self.blocks["last_block"])
-        blocks = tiling.output_blocks(Span(0, self.own(N)), block, last_block)
+        blocks = tiling.output_blocks(Span(0, self.own(N)), block, last_block if last else 0)
         for i, columns in enumerate(blocks):
-            last = i + 1 == len(blocks)
-            s = costs.sums(columns.size, N, OUTPUT_UNIT, BANK_COLUMNS if last else 0)
-            size = s.width * costs.itemsize + 2 * s.row_bytes
+            ends = last and i + 1 == len(blocks)
+            s = costs.sums(columns.size, N, OUTPUT_UNIT, BANK_COLUMNS if ends else 0)
+            size = (s.columns if ends else s.width) * costs.itemsize + 2 * s.row_bytes
             self.hold(size)
-            self.run(chunks, source, s, first=i == 0, last=last)
+            self.run(chunks, source, s, first=first and i == 0, last=ends)
             self.hold(-size)
-            self.store(s)
+            self.store(s, tiling.groups_in_store(len(s.chunks)) if ends else 1)
             if resident:
                 source = "transposed"
 
-    def store(self, s: Sums) -> None:
-        """Store evicted sums, a PE column group at a time."""
-        costs, groups = self.costs, len(s.chunks)
-        ns = load_ns(costs.machine, costs.M, s.width * costs.itemsize)
+    def store(self, s: Sums, groups: int = 1) -> None:
+        """Store evicted sums, so many PE column groups by a DMA."""
+        costs, stores = self.costs, tiles_in(len(s.chunks), groups)
+        width = min(s.columns, groups * s.width)
+        ns = load_ns(costs.machine, costs.M, width * costs.itemsize)
         step = Step(0.0, store_ns=ns, hbm_bytes=costs.M * s.row_bytes)
-        step.store_queue_ns = groups * costs.machine.dma.interval_ns
-        step.instructions = groups
+        step.store_queue_ns = stores * costs.machine.dma.interval_ns
+        step.instructions = stores
         self._run([step])

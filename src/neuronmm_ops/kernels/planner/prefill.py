@@ -36,7 +36,9 @@ class Loads(NamedTuple):
     Attributes:
         ns: DMA time.
         head_ns: of it, until the first contraction tile is there.
-        work_ns: of TensorE, and its waits, to transpose it.
+        work_ns: of TensorE to transpose it.
+        wait_ns: until a transposed tile is in SBUF; TensorE goes on with the tile before it.
+        transposed: tiles that TensorE transposes.
         fills: SBUF it takes; `passing` of it are tiles used once, `window` of those at a time.
         hbm_bytes: moved.
         instructions: issued.
@@ -56,6 +58,19 @@ class Loads(NamedTuple):
     transfers: int = 0
     queue: str = "x"
     last: int = 1
+    wait_ns: float = 0.0
+    transposed: int = 0
+
+    def exposed_ns(self, work_ns: float) -> float:
+        """What TensorE waits for transposed tiles, each of which it multiplies for `work_ns`.
+
+        It waits for the first, then for every other one: two are on the way.
+        """
+        if not self.transposed:
+            return 0.0
+        each = self.work_ns / self.transposed
+        others = (self.transposed - 1) / 2 * max(0.0, self.wait_ns - each - work_ns)
+        return max(0.0, self.wait_ns - each * (self.transposed > 1)) + others
 
 
 NOTHING = Loads()
@@ -155,6 +170,7 @@ class PrefillCosts:
             passing, window = (count - first - stays) * size, size * (stays + first < count)
             fills = (count - first) * size
             if self.layout == "pe":
+                window += size * (count - first - stays > 1)  # a tile ahead
                 return self._staged(rows, tokens, first, Loads(0, 0, 0, fills, passing, window))
             moved = (rows - first * PARTITIONS) * size
             ns = instructions.load_transposed_ns(self.machine, moved // self.item, self.item)
@@ -177,7 +193,6 @@ class PrefillCosts:
         last = sizes(tokens, BANK_COLUMNS)[-1]
         wait = evict_ns(machine, Engine.SCALAR, last)
         wait += sum([instructions.result_ns(machine, e) for e in (Engine.TENSOR, Engine.SCALAR)])
-        each += wait
         transfers = len(parts) * len(chunks)
         number = transfers + (count - first) * (len(parts) + tiles_in(tokens, BANK_COLUMNS))
         staging = len(parts) * max([min(c, STAGED_TILES * PARTITIONS) for c in chunks], default=0)
@@ -195,6 +210,8 @@ class PrefillCosts:
             transfers,
             "x",
             (count - 1) % STAGED_TILES + 1 if chunks else 1,
+            wait,
+            count - first,
         )
 
     def step(self, rows: int, group: Group, loads: Iterable[Loads], tail: int = 1) -> Step:
@@ -207,7 +224,7 @@ class PrefillCosts:
         found.last_ns = min(tail, count) * work / tiles
         last, after, interval = 1, 0.0, self.machine.dma.interval_ns
         for load in loads:
-            found.work_ns += load.work_ns
+            found.work_ns += load.work_ns + load.exposed_ns(work)
             found.load_ns += load.ns
             found.head_ns += load.head_ns
             found.fills += load.fills

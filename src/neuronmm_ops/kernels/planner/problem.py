@@ -26,15 +26,22 @@ def mlp_matrices(K: int, ranks: tuple[int, int, int], inner: int, N: int) -> Mat
     return ((K, gate), (gate, inner), (K, up), (up, inner), (inner, down), (down, N))
 
 
+def qkv_matrices(K: int, ranks: tuple[int, int, int], outputs: tuple[int, int, int]) -> Matrices:
+    """Shapes of u and v of query, key and value, in the order of svd_qkv's schema."""
+    (query, key, value), (N_q, N_k, N_v) = ranks, outputs
+    return ((K, query), (query, N_q), (K, key), (key, N_k), (K, value), (value, N_v))
+
+
 @dataclass(frozen=True)
 class Problem:
     """What a plan is for: x [M, K] through one op on one target.
 
     Attributes:
-        op: name of the op: xw, xuv or svd_mlp.
+        op: name of the op: xw, xuv, svd_mlp or svd_qkv.
         M: tokens.
         matrices: shapes of the op's weights in the order of its schema: ((K, N),) of xw,
-            ((K, r), (r, N)) of xuv, those of gate, up and down of svd_mlp.
+            ((K, r), (r, N)) of xuv, those of gate, up and down of svd_mlp, those of query, key and
+            value of svd_qkv.
         dtype: of all tensors: bfloat16, float16 or float32.
         target: trn1, trn2 or trn3.
         lnc: NeuronCores that share the launch, 1 or 2 (trn2 and trn3 only).
@@ -75,19 +82,25 @@ class Problem:
         return self.matrices[0][0]
 
     @property
+    def outputs(self) -> tuple[int, ...]:
+        """Output features that lie side by side: those of query, key and value of svd_qkv."""
+        widths = tuple([columns for _, columns in self.matrices[1::2]])
+        return widths if self.op == "svd_qkv" else (self.matrices[-1][1],)
+
+    @property
     def N(self) -> int:  # noqa: N802
-        """Output features."""
-        return self.matrices[-1][1]
+        """Output features in all."""
+        return sum(self.outputs)
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Of the low-rank pairs: () of xw, (r,) of xuv, those of gate, up and down of svd_mlp."""
+        """Of the low-rank pairs: () of xw, (r,) of xuv, three of svd_mlp and of svd_qkv."""
         return tuple([columns for _, columns in self.matrices[:-1:2]])
 
     @property
     def inner(self) -> int:
         """Features between gate and down of svd_mlp, 0 of the others."""
-        return self.matrices[1][1] if len(self.matrices) > 2 else 0
+        return self.matrices[1][1] if self.op == "svd_mlp" else 0
 
     @property
     def itemsize(self) -> int:

@@ -16,7 +16,13 @@ from neuronmm_ops.hardware import DMA_MODELS, DmaModel, resolve_target
 from neuronmm_ops.kernels.planner.decode_search import DecodeCosts, evaluated
 from neuronmm_ops.kernels.planner.prefill import layouts
 from neuronmm_ops.kernels.planner.prefill_search import Prefill
-from neuronmm_ops.kernels.planner.problem import Matrices, Plan, Problem, mlp_matrices
+from neuronmm_ops.kernels.planner.problem import (
+    Matrices,
+    Plan,
+    Problem,
+    mlp_matrices,
+    qkv_matrices,
+)
 from neuronmm_ops.kernels.stages.tiling import PARTITIONS, tiles_in
 
 MAX_INSTRUCTIONS = 500_000
@@ -139,6 +145,35 @@ def plan_svd_mlp(
     """
     matrices = mlp_matrices(K, ranks, inner, N)
     return plan_op("svd_mlp", M, matrices, dtype, target, lnc, max_instructions, device_loop)
+
+
+def plan_svd_qkv(
+    M: int,
+    K: int,
+    ranks: tuple[int, int, int],
+    outputs: tuple[int, int, int],
+    dtype: str = "bfloat16",
+    target: str | None = None,
+    lnc: int = 1,
+    max_instructions: int = MAX_INSTRUCTIONS,
+) -> Plan:
+    """The quickest plan of low-rank query, key and value `[M, K] -> [M, N_q + N_k + N_v]`.
+
+    Args:
+        M: tokens.
+        K: input features.
+        ranks: of query, key and value.
+        outputs: features of query, key and value.
+        dtype: as `plan_op`.
+        target: as `plan_op`.
+        lnc: as `plan_op`.
+        max_instructions: as `plan_op`.
+
+    Raises:
+        ValueError: sizes or names that are none.
+    """
+    matrices = qkv_matrices(K, ranks, outputs)
+    return plan_op("svd_qkv", M, matrices, dtype, target, lnc, max_instructions)
 
 
 @lru_cache(maxsize=4096)

@@ -58,6 +58,8 @@ class Operand(nl.NKIObject):
         self.width = columns.size
         self.count = tiles_in(rows.size, PARTITIONS)
         self.tiles_sb: Tiles = []
+        # the next tile, where TensorE transposes
+        self.ahead_sb: Tiles = []
         # token rows that several tiles are transposed from, and the number of these rows
         self.staged_sb: Tiles = []
         self.staged = -1
@@ -71,12 +73,18 @@ class Operand(nl.NKIObject):
         return Operand(self.source_hbm, own_rows, own_columns, self.resident, self.layout)
 
     def tile(self, k: int) -> NkiTensor:
-        """Tile k, [<=128, width], in SBUF; tiles are first asked for in order."""
+        """Tile k, [<=128, width], in SBUF; tiles are first asked for in order.
+
+        TensorE transposes a tile ahead, so that it multiplies while that is evicted from PSUM.
+        """
         if k < len(self.tiles_sb):
             return self.tiles_sb[k]
-        tile_sb = self.load(k)
+        tile_sb = self.ahead_sb[0] if len(self.ahead_sb) > 0 else self.load(k)
         if k < self.resident:
             self.tiles_sb.append(tile_sb)
+        self.ahead_sb = []
+        if self.layout == "pe" and k + 1 < self.count:
+            self.ahead_sb.append(self.load(k + 1))
         return tile_sb
 
     def load(self, k: int) -> NkiTensor:

@@ -70,7 +70,8 @@ class Prefill(prefill_search.Prefill):
 
     def _fitting(self, token_block: int, width: int) -> Iterator[Dense]:
         blocks = sorted({min(b, self.problem.N) for b in BLOCKS})
-        for block, token_tiles in product(blocks, TOKEN_TILES):
+        in_psum = [tiles for tiles in TOKEN_TILES if tiles <= self.costs.banks]
+        for block, token_tiles in product(blocks, in_psum):
             if token_tiles == 1 or token_tiles // 2 * PARTITIONS < width:
                 a = Dense(token_block, 0, block, token_tiles, self.costs.banks)
 
