@@ -12,17 +12,21 @@ from neuronmm_ops.kernels import Plan, nki_kernel, plan_op
 from neuronmm_ops.kernels.planner.problem import mlp_matrices
 from neuronmm_ops.kernels.planner.search import MAX_INSTRUCTIONS
 from neuronmm_ops.kernels.svd_mlp.prefill import svd_mlp
+from neuronmm_ops.kernels.svd_qkv.prefill import svd_qkv
 from neuronmm_ops.kernels.xuv.prefill import xuv
 from neuronmm_ops.kernels.xw.prefill import xw
 from neuronmm_ops.neuroncore.dtypes import bfloat16, dtype_of
 
 MLP = mlp_matrices(256, (128, 100, 128), 600, 300)
 MATRICES = {"xw": ((256, 600),), "xuv": ((256, 130), (130, 600)), "svd_mlp": MLP}
-KERNELS = {"xw": xw, "xuv": xuv, "svd_mlp": svd_mlp}
+QKV = ((256, 130), (130, 300), (256, 64), (64, 100), (256, 40), (40, 100))
+MATRICES["svd_qkv"] = QKV
+KERNELS = {"xw": xw, "xuv": xuv, "svd_mlp": svd_mlp, "svd_qkv": svd_qkv}
 SIZES = {
     "xw": ((4096, 4096),),
     "xuv": ((4096, 1024), (1024, 8192)),
     "svd_mlp": mlp_matrices(2048, (768, 768, 768), 6144, 2048),
+    "svd_qkv": ((2048, 768), (768, 4096), (2048, 384), (384, 1024), (2048, 384), (384, 1024)),
 }
 launches = st.sampled_from([("trn2", 1), ("trn2", 2), ("trn3", 1)])
 

@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
-from neuronmm_ops.kernels.shim import NkiTensor, jit
+from neuronmm_ops.kernels.shim import NkiTensor, jit, nl
 from neuronmm_ops.kernels.stages.chunks import chunks_of
 from neuronmm_ops.kernels.stages.decode import own, project, write_block
 from neuronmm_ops.kernels.stages.tiling import PARTITIONS, output_blocks
-from neuronmm_ops.kernels.svd_qkv.prefill import check_factors, side_by_side
+from neuronmm_ops.kernels.svd_qkv.prefill import check_factors
+
+
+def side_by_side(x: NkiTensor, vs: list[NkiTensor]) -> tuple[NkiTensor, list[NkiTensor]]:
+    """The result [M, N_q + N_k + N_v] in HBM, and the columns of it that each v makes."""
+    ends: list[int] = [0]
+    for v in vs:
+        ends.append(ends[len(ends) - 1] + v.shape[1])
+    out_hbm = nl.ndarray((x.shape[0], ends[len(vs)]), dtype=x.dtype, buffer=nl.shared_hbm)
+    parts_hbm: list[NkiTensor] = []
+    for i in range(len(vs)):
+        parts_hbm.append(out_hbm[:, nl.ds(ends[i], vs[i].shape[1])])
+    return out_hbm, parts_hbm
 
 
 @jit

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from neuronmm_ops.kernels.shim import NkiTensor, jit, nl
-from neuronmm_ops.kernels.stages.prefill import Operand, own_tokens, project, write_rows
-from neuronmm_ops.kernels.stages.tiling import Span, check_pair, spans
+from neuronmm_ops.kernels.stages.prefill import Operand, TokenBlocks, project, write_rows
+from neuronmm_ops.kernels.stages.tiling import Span, check_pair
 
 
 def check_factors(K: int, us: list[NkiTensor], vs: list[NkiTensor]) -> None:
@@ -14,16 +16,42 @@ def check_factors(K: int, us: list[NkiTensor], vs: list[NkiTensor]) -> None:
         check_pair(us[i].shape[1], vs[i].shape[0], 0, 0)
 
 
-def side_by_side(x: NkiTensor, vs: list[NkiTensor]) -> tuple[NkiTensor, list[NkiTensor]]:
-    """The result [M, N_q + N_k + N_v] in HBM, and the columns of it that each v makes."""
-    ends: list[int] = [0]
-    for v in vs:
-        ends.append(ends[len(ends) - 1] + v.shape[1])
-    out_hbm = nl.ndarray((x.shape[0], ends[len(vs)]), dtype=x.dtype, buffer=nl.shared_hbm)
-    parts_hbm: list[NkiTensor] = []
-    for i in range(len(vs)):
-        parts_hbm.append(out_hbm[:, nl.ds(ends[i], vs[i].shape[1])])
-    return out_hbm, parts_hbm
+class Stages(nl.NKIObject):
+    """What `svd_qkv` does with a block of tokens.
+
+    Args:
+        us: [K, r] each.
+        vs: [r, N] each.
+        arguments: of `svd_qkv`, by name.
+    """
+
+    def __init__(self, us: list[NkiTensor], vs: list[NkiTensor], arguments: dict[str, Any]) -> None:
+        self.us = us
+        self.vs = vs
+        self.arguments = arguments
+
+    def run(self, out_hbm: NkiTensor, x_hbm: NkiTensor, t: Span) -> None:
+        """out[t] = [query(x[t]), key(x[t]), value(x[t])]."""
+        a = self.arguments
+        xt = Operand(x_hbm, Span(0, x_hbm.shape[1]), t, a["resident"], a["layout"])
+        low: list[Operand] = []
+        for u in self.us:
+            low.append(project(xt, u, a["u_block"], a["tokens"], a["banks"], a["engines"]))
+        first = 0
+        for i in range(len(low)):
+            v = self.vs[i]
+            write_rows(
+                out_hbm[:, nl.ds(first, v.shape[1])],
+                low[i],
+                v,
+                None,
+                t.start,
+                a["v_block"],
+                a["token_tiles"],
+                a["banks"],
+                a["engines"],
+            )
+            first = first + v.shape[1]
 
 
 @jit
@@ -44,6 +72,7 @@ def svd_qkv(
     token_tiles: int = 2,
     banks: int = 8,
     engines: int = 1,
+    device_loop: bool = False,
 ) -> NkiTensor:
     """out = [query(x), key(x), value(x)] side by side, each a low-rank pair.
 
@@ -68,6 +97,8 @@ def svd_qkv(
         token_tiles: of 128, in a group of PSUM tiles of the output.
         banks: PSUM tiles in a group.
         engines: that evict PSUM: 1 ScalarE, 2 ScalarE and VectorE.
+        device_loop: full blocks of tokens are a loop on the device, of which the compiler gets the
+            body once.
 
     Returns:
         [M, N_q + N_k + N_v] in shared HBM, dtype of x.
@@ -84,14 +115,17 @@ def svd_qkv(
     M, K = x.shape
     us, vs = [u_query, u_key, u_value], [v_query, v_key, v_value]
     check_factors(K, us, vs)
-    out_hbm, parts_hbm = side_by_side(x, vs)
-    own = own_tokens(M)
-    for t in spans(own.start, own.size, token_block):
-        xt = Operand(x, Span(0, K), t, resident, layout)
-        low: list[Operand] = []
-        for u in us:
-            low.append(project(xt, u, u_block, tokens, banks, engines))
-        for i in range(len(low)):
-            part_hbm, xu, v = parts_hbm[i], low[i], vs[i]
-            write_rows(part_hbm, xu, v, None, t.start, v_block, token_tiles, banks, engines)
+    N = v_query.shape[1] + v_key.shape[1] + v_value.shape[1]
+    out_hbm = nl.ndarray((M, N), dtype=x.dtype, buffer=nl.shared_hbm)
+    arguments = {
+        "layout": layout,
+        "resident": resident,
+        "u_block": u_block,
+        "v_block": v_block,
+        "tokens": tokens,
+        "token_tiles": token_tiles,
+        "banks": banks,
+        "engines": engines,
+    }
+    TokenBlocks(Stages(us, vs, arguments), out_hbm, x, token_block).run(device_loop)
     return out_hbm
