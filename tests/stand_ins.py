@@ -22,7 +22,8 @@ from neuronmm_ops import hardware
 
 # The kernels are bound to the simulator before any nki stands on the path.
 from neuronmm_ops.kernels import shim as shim
-from neuronmm_ops.neuroncore.kernel import TensorSpec, run
+from neuronmm_ops.neuroncore.boundary import TensorSpec
+from neuronmm_ops.neuroncore.kernel import run
 from neuronmm_ops.ops.backends import environment, neuron
 
 BRIDGES = {

@@ -30,6 +30,8 @@ def test_contents(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     assert "neuronmm_ops/py.typed" in names
     assert "neuronmm_ops/ops/register.py" in names
+    page = "neuronmm_ops/neuroncore/profile/page"
+    assert {f"{page}/page.html", f"{page}/page.css", f"{page}/canvas.js"} <= set(names)
     assert any(name.endswith("licenses/LICENSE") for name in names)
     assert all(name.split("/")[0].startswith("neuronmm_ops") for name in names)
 

@@ -55,3 +55,8 @@ def load(block, source, column):
     for k in range(block.shape[1]):
         rows = source[k * TILE : (k + 1) * TILE, column : column + block.shape[2]]
         nisa.dma_copy(dst=block[:, k, :], src=rows)
+
+
+def reference(lhsT, rhs):
+    """The same by NumPy, for `--reference examples/kernels/matmul.py:reference`."""
+    return lhsT.T @ rhs

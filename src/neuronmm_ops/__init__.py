@@ -26,7 +26,7 @@ from neuronmm_ops.errors import (
 )
 from neuronmm_ops.eval import PerplexityResult, encode_documents, token_perplexity
 from neuronmm_ops.nn import SVDMLP, SVDLinear
-from neuronmm_ops.ops import last_profile, svd_mlp, use_impl, xuv, xw
+from neuronmm_ops.ops import last_profile, svd_mlp, svd_qkv, use_impl, xuv, xw
 
 __version__ = "0.1.0"
 
@@ -53,6 +53,7 @@ __all__ = [
     "factorize",
     "last_profile",
     "svd_mlp",
+    "svd_qkv",
     "swap_",
     "token_perplexity",
     "use_impl",

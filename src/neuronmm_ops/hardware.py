@@ -5,15 +5,18 @@ Sources, by the names used below:
 "cost" = Neuron SDK 2.26, `nki.isa` reference, the last release that printed a cost per instruction;
 "dma" = Neuron SDK 2.32, NKI DMA overview and DMA bandwidth guide;
 "nkilib" = aws-neuron/nki-library, what its MLP kernels reserve;
+"perf" = Neuron SDK 2.32, NKI performance guide, profiles of trn1 among its figures;
+"profile" = the two profiles of trn2 in "dma": exp of [128,128] and of [4,4096];
 "lnc" = Neuron SDK, error NCC_EVRF066 of the compiler;
-"fit" = the one constant per generation fitted here, on the kernel named beside it.
+"fit" = a constant fitted here, on the measurement named beside it: the issue of a matmul and, for
+each of the two DMA models, one.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import cache
 from pathlib import Path
@@ -22,6 +25,14 @@ from typing import Literal, get_args
 Target = Literal["trn1", "trn2", "trn3"]
 Model = Literal["calibrated", "documented", "stationary_reuse"]
 MODELS: tuple[Model, ...] = get_args(Model)
+DmaModel = Literal["transfers", "rows"]
+DMA_MODELS: tuple[DmaModel, ...] = get_args(DmaModel)
+"""Two explanations of the published DMA times, which differ in what small transfers cost.
+
+`transfers`: a queue starts one transfer an interval. `rows`: runs of less than 4 KiB move at a
+lower rate, and a DMA transpose at the least rate that a published kernel needs. The first holds for
+every published figure and is the one that times are given under; what both say is a range.
+"""
 
 PARTITIONS = 128
 PSUM_BANKS = 8
@@ -53,6 +64,23 @@ class Engine(IntEnum):
 
 
 @dataclass(frozen=True)
+class DmaCosts:
+    """What a DMA costs beyond its bytes, under one of the `DMA_MODELS`.
+
+    Attributes:
+        model: its name.
+        interval_ns: from the start of a transfer to that of the next on the same queue, at least.
+        short_gbps: rate of an engine in runs of less than `DMA_SATURATED_BYTES`, bytes per ns.
+        transpose_share: of the DMA rate that a transpose out of HBM reaches.
+    """
+
+    model: DmaModel
+    interval_ns: float
+    short_gbps: float
+    transpose_share: float
+
+
+@dataclass(frozen=True)
 class Machine:
     """One generation of NeuronCore: sizes in bytes, clocks in GHz, rates in bytes per ns."""
 
@@ -64,6 +92,14 @@ class Machine:
     """TensorE, VectorE, ScalarE, GpSimdE (arch)."""
     dma_engine_gbps: float
     """Practical rate of one of the 16 DMA engines, bytes per ns (dma: 17, 23, 33)."""
+    dma: DmaCosts
+    """What small transfers and transposes cost."""
+    hbm_gbps: float
+    """HBM of the chip, bytes per ns (arch: 820, 2,900, 4,700)."""
+    cores: int
+    """NeuronCores that share it (arch)."""
+    result_ns: tuple[float, float, float, float]
+    """From the end of an instruction until another engine may use its result, by engine."""
     moving_max: int
     """Largest moving free size of a matmul with an fp32 result (isa: 512, 512, 4096)."""
     matmul_overhead_cycles: float
@@ -98,13 +134,36 @@ class Machine:
         """Nanoseconds of `cycles` cycles of a compute engine."""
         return cycles / self.clocks_ghz[engine]
 
-    def dma_row_ns(self, row_bytes: int) -> float:
+    def dma_run_ns(self, run_bytes: int) -> float:
         """Time of one contiguous run of bytes on one DMA engine.
 
-        (dma) digitised throughput against bytes per partition row is fitted by a time in
-        proportion to max(2430, bytes + 150): 2 KiB rows reach 82 % of the peak, 256 B rows 11 %.
+        Short runs move at `dma.short_gbps`; none takes longer than 4 KiB, which saturate the engine
+        (dma).
         """
-        return max(DMA_MIN_ROW_BYTES, row_bytes + DMA_ROW_OVERHEAD_BYTES) / self.dma_engine_gbps
+        most = DMA_SATURATED_BYTES / self.dma_engine_gbps
+        return max(run_bytes / self.dma_engine_gbps, min(run_bytes / self.dma.short_gbps, most))
+
+    def dma_transpose_gbps(self, memory: str) -> float:
+        """Rate of a DMA transpose out of "hbm" or "sbuf", all engines together, bytes per ns."""
+        share = self.dma.transpose_share if memory == "hbm" else DMA_TRANSPOSE_SBUF_SHARE
+        return self.dma_peak_gbps * min(share, self.dma.transpose_share)
+
+    def under(self, model: DmaModel) -> Machine:
+        """This machine under one of the `DMA_MODELS`."""
+        return replace(
+            self, dma=_dma_costs(self.target, model, MACHINES[self.target].dma_engine_gbps)
+        )
+
+    def with_cores_busy(self, cores: int) -> Machine:
+        """This machine where so many cores of the chip share its HBM at the same time.
+
+        Raises:
+            ValueError: the chip has fewer cores.
+        """
+        if not 1 <= cores <= self.cores:
+            raise ValueError(f"cores_busy must be 1 to {self.cores} on {self.target}; got {cores}")
+        each = self.hbm_gbps / cores / DMA_ENGINES
+        return replace(self, dma_engine_gbps=min(self.dma_engine_gbps, each))
 
     @property
     def matmul_overhead_ns(self) -> float:
@@ -112,20 +171,54 @@ class Machine:
         return self.ns(Engine.TENSOR, self.matmul_overhead_cycles)
 
 
-DMA_MIN_ROW_BYTES = 2430
-DMA_ROW_OVERHEAD_BYTES = 150
+DMA_SATURATED_BYTES = 4096
+"""Contiguous bytes from which on an engine reaches its rate (dma: "target for saturation")."""
 DMA_START_NS = 1300.0
-"""From the semaphore that lets a DMA go to its first byte (dma)."""
+"""From the semaphore that lets a DMA go to its first byte (dma; profile: 940 and 1,500)."""
+DMA_DONE_NS = 305.0
+"""From the last byte until an engine that waits for it starts (profile: 290 and 320)."""
 HWDGE_NS = 600.0
 """Descriptor generation of one DMA by the hardware, on one of two instances (arch, Trainium2)."""
-DMA_TRANSPOSE_SHARE = {"hbm": 0.9, "sbuf": 0.5}
-"""Share of the DMA throughput that a DMA transpose reaches, by where it reads (arch: "up to")."""
-RESULT_CYCLES = {Engine.TENSOR: 64.0, Engine.VECTOR: 100.0, Engine.SCALAR: 100.0}
-"""From the end of an instruction until another may use its result, in the engine's cycles.
+_LATENCIES_TRN1 = (142.0, 89.3, 142.9, 71.4)
+"""Result latencies by engine, ns (perf: a matmul of 128 columns takes 188 ns and streams 46;
+dependent activations start every 264 ScalarE cycles, of which an instruction takes 64; arch: about
+100 cycles of VectorE; GpSimdE: the same)."""
+_LATENCIES_TRN2 = (142.0, 104.2, 297.0, 83.3)
+"""The same (profile: activations of 128 and 4096 columns take 400 and 3,714 ns and stream 107 and
+3,413; TensorE: taken from trn1). trn3's clocks are higher, its latencies taken from here."""
+DMA_SPREAD_NS = 371.0
+"""From the first engine's start of a transfer to the last's (profile: 468 of a transfer, 97 of an
+engine). What a profiler shows as active, and part of `DMA_START_NS` here."""
+DMA_TRANSPOSE_SBUF_SHARE = 0.5
+"""Share of the DMA rate that a transpose within SBUF reaches at best (arch, Trainium2)."""
+TABLE_LOAD_NS = 1300.0
+"""ScalarE loads the table of another activation function (profile: 1,290 and 1,310)."""
 
-(arch) MM_INIT_LATENCY of 64 TensorE cycles; about 100 cycles of static overhead on Vector and
-Scalar engines when each instruction depends on the one before. GpSimdE: taken as VectorE's.
-"""
+_TRANSPOSE_SHARES: dict[Target, dict[DmaModel, float]] = {
+    # fit: NeuronMM's unfused pair, which transposes x twice; no figure is documented
+    "trn1": {"transfers": 0.25, "rows": 0.25},
+    # (arch, Trainium2) "up to" 90 %; with less than 50 % the model no longer reaches nki-autotune's
+    # lhs @ rhs, which transposes 32 MiB in its 0.2442 ms
+    "trn2": {"transfers": 0.9, "rows": 0.5},
+    "trn3": {"transfers": 0.9, "rows": 0.5},
+}
+_SHORT_GBPS: dict[Target, float] = {"trn1": 6.6, "trn2": 21.0, "trn3": 30.1}
+"""fit: on trn1 the loads of the matmul tutorial's steps, 256-byte and 1-KiB rows at 7.1 and 6.4
+bytes per ns; on trn2 the profile of [128,128], 2 KiB in 97 ns. trn3: trn2's share of the rate."""
+_INTERVAL_NS: dict[Target, float] = {"trn1": 1275.0, "trn2": 830.0, "trn3": 830.0}
+"""fit: on trn1 the matmul tutorial's hoisted and blocked steps, whose 128-KiB loads take that long
+(the guide says about 1,300 ns from semaphore to start); on trn2 throughput against row size in
+"dma", where 128 rows of up to 1 KiB do (the profile of [128,128] has 739 ns from trigger to first
+byte and 97 ns of transfer). trn3: nothing is published, trn2's."""
+
+
+def _dma_costs(target: Target, model: DmaModel, engine_gbps: float) -> DmaCosts:
+    """The constants of a model; of trn1, only `rows` needs a lower rate of short runs."""
+    share = _TRANSPOSE_SHARES[target][model]
+    if model == "rows":
+        return DmaCosts(model, 0.0, _SHORT_GBPS[target], share)
+    rate = engine_gbps if target == "trn1" else _SHORT_GBPS[target]
+    return DmaCosts(model, _INTERVAL_NS[target], rate, share)
 
 
 def _issue_overhead(published_ms: float, matmuls: int, clock_ghz: float) -> float:
@@ -142,6 +235,10 @@ TRN1 = Machine(
     sbuf_bytes=192 * 1024,
     clocks_ghz=(2.8, 1.12, 1.4, 1.4),
     dma_engine_gbps=17.0,
+    dma=_dma_costs("trn1", "transfers", 17.0),
+    hbm_gbps=820.0,
+    cores=2,
+    result_ns=_LATENCIES_TRN1,
     moving_max=512,
     # fit: matmul tutorial, blocked M, N and K, [4096,8192] @ [8192,8192]
     matmul_overhead_cycles=_issue_overhead(6.97, 32 * 64 * 16, 2.8),
@@ -157,9 +254,13 @@ TRN2 = Machine(
     sbuf_bytes=224 * 1024,
     clocks_ghz=(2.4, 0.96, 1.2, 1.2),
     dma_engine_gbps=23.0,
+    dma=_dma_costs("trn2", "transfers", 23.0),
+    hbm_gbps=2900.0,
+    cores=8,
+    result_ns=_LATENCIES_TRN2,
     moving_max=512,
-    # fit: nki-autotune lhs @ rhs, hand-tuned, 2048 x 2048 x 2048
-    matmul_overhead_cycles=_issue_overhead(0.2442, 16 * 16 * 4, 2.4),
+    # fit: nki-autotune lhsT @ rhs, hand-tuned, 2048 x 2048 x 2048: 90.92 % of the peak
+    matmul_overhead_cycles=512 / 0.9092 - 512,
     fast_modes=True,
     shared_ports=False,
     hardware_dge=True,
@@ -172,6 +273,10 @@ TRN3 = Machine(
     sbuf_bytes=256 * 1024,
     clocks_ghz=(2.4, 1.2, 1.2, 1.2),
     dma_engine_gbps=33.0,
+    dma=_dma_costs("trn3", "transfers", 33.0),
+    hbm_gbps=4700.0,
+    cores=8,
+    result_ns=_LATENCIES_TRN2,
     moving_max=4096,
     # no published kernel to fit on: taken from trn2
     matmul_overhead_cycles=TRN2.matmul_overhead_cycles,

@@ -3,6 +3,7 @@
 import contextlib
 import sys
 from collections.abc import Generator
+from dataclasses import dataclass
 from time import monotonic
 from typing import Protocol
 
@@ -31,7 +32,8 @@ def progress_bars() -> Generator[Update, None, None]:
 
     On a terminal every stage is a bar. Elsewhere (a pipe, a log) lines are printed instead, at
     least `SECONDS_BETWEEN_LINES` apart: `train 40/320, loss 5.12, 30 s, 210 s left`. The times
-    are the stage's. What takes less time prints nothing.
+    are the stage's, without what other stages took meanwhile. What takes less time prints nothing.
+    A stage whose units fall begins anew.
     """
     console = Console(stderr=True)
     if not console.is_interactive:
@@ -56,26 +58,56 @@ class _Bars:
     def __call__(self, stage: str, done: int, total: int, note: str = "") -> None:
         if stage not in self._tasks:
             self._tasks[stage] = self._bars.add_task(stage, total=total, note=note)
+        elif done < self._bars.tasks[self._tasks[stage]].completed:
+            self._bars.reset(self._tasks[stage], note=note)
         self._bars.update(self._tasks[stage], completed=done, total=total, note=note)
+
+
+@dataclass
+class _Stage:
+    """A stage's units done and its seconds, now and when it was first told of."""
+
+    done: int
+    seconds: float
+    first_done: int
+    first_seconds: float
+    is_shown: bool = False
+
+    @classmethod
+    def begin(cls, done: int, seconds: float) -> "_Stage":
+        """Begin with the units of the first call, and the time since the call before it."""
+        seconds = seconds if done else 0.0
+        return cls(done, seconds, done, seconds)
+
+    def seconds_left(self, total: int) -> float | None:
+        """Return the seconds to come at the pace since the first call; None where it is unknown."""
+        # The first call of a resumed run counts units that took none of these seconds.
+        units = self.done - self.first_done
+        if not units or self.done >= total:
+            return None
+        return (self.seconds - self.first_seconds) / units * (total - self.done)
 
 
 class _Lines:
     def __init__(self) -> None:
-        self._stage: str | None = None
-        self._started = self._called = self._printed = monotonic()
+        self._stages: dict[str, _Stage] = {}
+        self._called = self._printed = monotonic()
 
     def __call__(self, stage: str, done: int, total: int, note: str = "") -> None:
         now = monotonic()
-        if stage != self._stage:
-            # The first call comes after a stage's first units: the stage began at the call before.
-            self._stage, self._started = stage, self._called
-        self._called = now
-        elapsed = now - self._started
-        is_end = done == total and self._printed > self._started
+        # A call comes after the work: the time since the last one, of whichever stage, is its.
+        seconds, self._called = now - self._called, now
+        known = self._stages.get(stage)
+        if known is None or done < known.done:
+            known = self._stages[stage] = _Stage.begin(done, seconds)
+        else:
+            known.done, known.seconds = done, known.seconds + seconds
+        is_end = done == total and known.is_shown
         if not is_end and now - self._printed < SECONDS_BETWEEN_LINES:
             return
-        self._printed = now
-        parts = [f"{stage} {done}/{total}", note, f"{elapsed:.0f} s"]
-        if 0 < done < total:
-            parts.append(f"{elapsed / done * (total - done):.0f} s left")
+        self._printed, known.is_shown = now, True
+        left = known.seconds_left(total)
+        parts = [f"{stage} {done}/{total}", note, f"{known.seconds:.0f} s"]
+        if left is not None:
+            parts.append(f"{left:.0f} s left")
         print(", ".join(filter(None, parts)), file=sys.stderr, flush=True)

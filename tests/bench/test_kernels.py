@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import re
 
 import ml_dtypes
 import numpy as np
@@ -13,12 +14,13 @@ from neuronmm_ops.bench import figure1_plot, kernels, runner
 from neuronmm_ops.bench.baselines import matmul, neuronmm, tiles
 from neuronmm_ops.bench.cases import figure1
 from neuronmm_ops.cli import main
+from neuronmm_ops.hardware import DMA_MODELS
 from neuronmm_ops.kernels import Problem, nki_kernel, plan_op
 
 FIELDS = (
-    "kernel", "model", "target", "lnc", "M", "K", "r", "N", "dtype", "time_ms", "limit_ms",
-    "limit_share", "bound", "hbm_bytes", "mfu", "sbuf_peak_bytes", "psum_peak_banks",
-    "published_ms", "published_bytes",
+    "kernel", "model", "target", "lnc", "M", "K", "r", "N", "dtype", "time_ms", "time_low_ms",
+    "time_high_ms", "times_ms", "regret", "limit_ms", "limit_share", "limit_share_low", "bound",
+    "hbm_bytes", "mfu", "sbuf_peak_bytes", "psum_peak_banks", "published_ms", "published_bytes",
 )  # fmt: skip
 SMALL = ["Qwen3-0.6B"]
 MLP_KERNELS = ["svd_mlp", "svd_mlp_3xuv", "neuronmm_published_mlp"]
@@ -134,7 +136,12 @@ def test_rows_of_a_model(rows):
         assert row["r"] == (None if row["kernel"] == "xw" else 640)
         assert row["published_ms"] is row["published_bytes"] is None
         assert row["limit_share"] == pytest.approx(row["limit_ms"] / row["time_ms"])
-        assert 0 < row["limit_share"] < 1.01
+        assert 0 < row["limit_share_low"] <= row["limit_share"] < 1.01
+        assert list(row["times_ms"]) == list(DMA_MODELS)
+        assert row["time_ms"] == row["times_ms"][DMA_MODELS[0]]
+        assert [row["time_low_ms"], row["time_high_ms"]] == sorted(row["times_ms"].values())
+        planned = row["kernel"] in ("xw", "xuv", "svd_mlp")
+        assert (row["regret"] is not None) == planned
         assert 0 < row["mfu"] < 1
 
 
@@ -149,7 +156,7 @@ def test_three_launches_are_added_and_their_peaks_are_not(rows):
 
 
 def test_the_figure_is_of_the_target_that_the_paper_measured_on(monkeypatch):
-    measured = kernels.Measured(1.0, 10, 5, 2, "DMA")
+    measured = kernels.Measured((1.0, 2.0), 10, 5, 2, "DMA")
     monkeypatch.setattr(kernels, "measure", lambda candidate: measured)
     monkeypatch.setenv("NEURON_PLATFORM_TARGET_OVERRIDE", "trn3")
     found = kernels.run(tokens=[2048], figure1=True)
@@ -183,12 +190,12 @@ def test_what_has_no_room_is_none(monkeypatch):
     candidate = kernels.Candidate(problem, "neuronmm_mlp_up", neuronmm.UP_DEFAULTS)
     assert kernels.measure(candidate) is None
     monkeypatch.setattr(kernels, "measure", lambda c: None if c.blocks else measured)
-    measured = kernels.Measured(1.0, 10, 5, 2, "DMA")
+    measured = kernels.Measured((1.0, 2.0), 10, 5, 2, "DMA")
     found = kernels.run(SMALL, [1])
     empty = [row for row in found if row["time_ms"] is None]
     assert {row["kernel"] for row in empty} == {"neuronmm_published", "neuronmm_published_mlp"}
     assert all(row["limit_ms"] > 0 and row["hbm_bytes"] is None for row in empty)
-    assert kernels.speedup(found, "xuv", "neuronmm_published", "M <= 8") is None
+    assert kernels.speedup(found, "xuv", "neuronmm_published", "M <= 8") == {}
 
 
 def test_tokens_are_at_least_one():
@@ -197,7 +204,7 @@ def test_tokens_are_at_least_one():
 
 
 def test_two_cores_leave_the_published_kernels_out(monkeypatch):
-    measured = kernels.Measured(1.0, 10, 5, 2, "DMA")
+    measured = kernels.Measured((1.0, 2.0), 10, 5, 2, "DMA")
     monkeypatch.setattr(kernels, "measure", lambda candidate: measured)
     found = kernels.run(SMALL, [1], target="trn2", lnc=2)
     assert {row["kernel"] for row in found} == {"xw", "xuv", "svd_mlp", "svd_mlp_3xuv"}
@@ -233,14 +240,15 @@ def test_a_plan_of_several_launches_is_their_sum(monkeypatch):
         tensors = spec(M, 256), spec(256, 512)
         options = {"target": "trn2", "mode": "trace", **chosen.arguments}
         times += count * nc.simulate(nki_kernel(chosen), *tensors, **options).profile.time_ms
-    assert split.time_ms == pytest.approx(times)
+    assert split.times_ms[0] == pytest.approx(times)
 
 
 # --- summaries
 
 
 def row(kernel, M, time_ms, share=0.5, model="a"):
-    numbers = {"M": M, "K": 1, "N": 2, "time_ms": time_ms, "limit_share": share}
+    numbers = {"M": M, "K": 1, "N": 2, "time_ms": time_ms, "limit_share_low": share}
+    numbers["times_ms"] = time_ms and {"transfers": time_ms, "rows": M * time_ms}
     return {"kernel": kernel, "model": model, **numbers}
 
 
@@ -253,8 +261,8 @@ def test_means_and_worst_shares():
         row("neuronmm_published", 1, None, None),
     ]  # fmt: skip
     ratio = kernels.speedup(found, "xuv", "neuronmm_published", "M >= 1K")
-    assert ratio == pytest.approx(math.sqrt(2 * 8))
-    assert kernels.speedup(found, "xuv", "xw", "M >= 1K") is None
+    assert ratio == pytest.approx({"transfers": math.sqrt(2 * 8), "rows": math.sqrt(2 * 8)})
+    assert kernels.speedup(found, "xuv", "xw", "M >= 1K") == {}
     worst = kernels.worst_shares(found)
     assert worst["xuv", "M >= 1K"] is found[4]
     assert worst["xuv", "M <= 8"] is found[5]
@@ -275,7 +283,9 @@ def test_command_line(capsys, rows):
     assert [line.split(":")[0] for line in speedups] == [
         "svd_mlp over neuronmm_published_mlp, M <= 8"
     ]
-    assert all(line.endswith("x (hangs on the DMA row model)") for line in speedups)
+    ratio = r"\d+\.\d\dx"
+    assert re.search(f": {ratio} to {ratio} ", speedups[0])
+    assert re.search(rf"\(transfers {ratio},\s+rows\s+{ratio}\)", shown)
     assert max(len(line) for line in shown.splitlines()) <= 80
 
 
@@ -305,7 +315,7 @@ def test_plot(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(
         kernels,
         "measure",
-        lambda candidate: kernels.Measured(candidate.problem.M / 400, 10, 5, 2, ""),
+        lambda candidate: kernels.Measured((candidate.problem.M / 400,) * 2, 10, 5, 2, ""),
     )
     monkeypatch.setattr(runner, "POOLED_FROM", 100)
     path = tmp_path / "figure1.png"

@@ -78,20 +78,25 @@ def test_options_of_cpu(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_table_of_published_figures(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     nothing = dict.fromkeys(published.FIELDS)
-    time = {"published_ms": 2.0, "modelled_ms": 2.5, "documented_ms": 2.25, "error": 0.25}
-    share = {"engine": "DMA", "published_share": 0.5, "modelled_share": 0.4, "error": -0.2}
+    time = {"published_ms": 2.0, "modelled_ms": 2.5, "error": 0.25}
+    time |= {"errors": {"transfers": 0.25, "rows": 0.5}}
+    share = {"engine": "DMA", "published_share": 0.5, "modelled_share": 0.4}
+    share |= {"error": -0.2, "errors": {"transfers": -0.2, "rows": -0.8}, "calibration": True}
     rows = [
-        {**nothing, "name": "a", "target": "trn1", **time, "published_bytes": 2**30},
-        {**nothing, "name": "b", "target": "trn2", **share, "modelled_bytes": 2**31},
+        {**nothing, "name": "a", "target": "trn1", **time},
+        {**nothing, "name": "b", "target": "trn2", **share},
         {**nothing, "name": "c", "target": "trn2", "refused": "SBUF is full"},
+        {**nothing, "name": "d", "target": "trn1", "published_ms": 24.5, "modelled_ms": 20.0},
     ]
-    monkeypatch.setattr(published, "run", lambda progress: rows)
+    monkeypatch.setattr(published, "run", lambda progress, workers: rows)
     out = run("bench", "published").out
     shown = [line.split() for line in out.splitlines()]
-    assert ["a", "trn1", "2", "2.5", "2.25", "+25.0%", "1.00"] in shown
-    assert ["b", "trn2", "50.0%", "40.0%", "-20.0%", "2.00"] in shown
+    assert ["a", "trn1", "2", "2.5", "+25.0%", "+50.0%"] in shown
+    assert ["b", "*", "trn2", "50.0%", "40.0%", "-20.0%", "-80.0%"] in shown
+    assert ["d", "trn1", "24.5", "20"] in shown
     assert "c: refused, SBUF is full" in " ".join(out.replace("trn2", "").split())
-    assert "Mean absolute error of the predicted times: 25.0%" in out
+    assert "transfers: 1 predicted figures, mean absolute error 25.0%, the worst +25%" in out
+    assert "rows: 1 predicted figures, mean absolute error 50.0%, the worst +50%" in out
 
 
 def test_mistakes_of_methods(run: Run, dense: Path, text: Path, tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from outcomes import Run
 from tiny import tiny_directory
 
 from neuronmm_ops.cli import parser
+from neuronmm_ops.hf.provenance import RUN_FILE, ModelSource, read_run, weights_sha256
 
 pytestmark = pytest.mark.slow
 
@@ -121,6 +122,25 @@ def test_torchrun_gives_what_one_process_gives(
         for name in ("many", "one")
     ]
     assert perplexities[0]["ppl_token"] == pytest.approx(perplexities[1]["ppl_token"], rel=1e-4)
+
+
+def test_worker_0_alone_reads_the_model_to_describe_it(
+    dense: Path, text: Path, tmp_path: Path
+) -> None:
+    patch = """
+import os
+from neuronmm_ops.hf import provenance
+def unread(directory):
+    raise AssertionError(f"read {directory}")
+if os.environ["RANK"] != "0":
+    provenance.weights_sha256 = unread
+"""
+    command = arguments(dense, text, tmp_path / "o")
+    outcomes = run_fleet(tmp_path / "fleet", 2, patch + CLI, *command)
+    assert [outcome.code for outcome in outcomes] == [0, 0], outcomes
+    run = read_run(tmp_path / "o" / RUN_FILE)
+    assert run.model == ModelSource.of(dense)
+    assert run.weights_sha256 == weights_sha256(tmp_path / "o")
 
 
 def test_a_read_only_place_ends_all_before_any_work(

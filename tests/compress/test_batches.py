@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from toys import causal_lm, token_batches
 
 from neuronmm_ops import SVDConfig, collect_moments, compress_
-from neuronmm_ops.compress.batches import count_tokens, fingerprint
+from neuronmm_ops.compress.batches import count_tokens, fingerprint, unmasked, wide_rows
 
 SMALL = {"allocation": "uniform", "ratio": 0.3, "block": 8}
 
@@ -62,6 +62,32 @@ def test_masked_rows_do_not_count():
     ((_, masked),) = collect_moments(model, {name: "input"}, [batch])
     assert masked.tokens == alone.tokens == count_tokens(batch) == 32
     assert (masked.matrix - alone.matrix).norm() < 1e-6 * alone.matrix.norm()
+
+
+def test_only_activations_by_position_are_masked():
+    mask = torch.tensor([[True, True, False], [True, False, False]])
+    x = torch.arange(24).reshape(2, 3, 4)
+    assert torch.equal(unmasked(x, mask), torch.stack([x[0, 0], x[0, 1], x[1, 0]]))
+    # Rows, as a mixture of experts gives to one: B of T features are no positions.
+    for other in (x[0], x[:1], x[:, :2], x.reshape(6, 4), torch.ones(2, 3)):
+        assert unmasked(other, mask) is other
+    assert unmasked(x, None) is x
+
+
+@pytest.mark.parametrize(
+    ("dtype", "wider"),
+    [
+        ("bfloat16", "float32"),
+        ("float16", "float32"),
+        ("float32", "float32"),
+        ("float64", "float64"),
+    ],
+)
+def test_rows_are_at_least_fp32(dtype, wider):
+    x = torch.ones(2, 3, 4, dtype=getattr(torch, dtype))
+    rows = wide_rows(x.mT)
+    assert (rows.shape, rows.dtype) == ((8, 3), getattr(torch, wider))
+    assert wide_rows(x[0, 0]).shape == (1, 4)
 
 
 @pytest.mark.parametrize(("make", "targets"), [(bart, "mlp"), (t5, ("wi", "q", "k"))])

@@ -1,6 +1,7 @@
 """hf.compress: the checkpoint it writes, and what it checks before the compression."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,33 @@ def test_it_writes_what_it_returns(tmp_path: Path) -> None:
     ]
     assert hf.load(tmp_path / "out")(tiny_ids(1)).logits.isfinite().all()
     assert hf.load_tokenizer(tmp_path / "out")("a")["input_ids"]
+
+
+@pytest.mark.parametrize(
+    ("options", "stages"),
+    [
+        ({"method": "plain", "importance": "error"}, "load factorize save"),
+        ({"method": "swift", "importance": "error"}, "load calibrate factorize save"),
+        ({"method": "drift"}, "load gradients calibrate factorize drift save"),
+        ({"method": "whiten", "importance": "perplexity"}, "load calibrate factorize probe save"),
+    ],
+)
+def test_the_stages_are_those_of_the_docstring(
+    options: dict[str, Any], stages: str, tmp_path: Path
+) -> None:
+    told: list[str] = []
+    hf.compress(
+        tiny_directory(tmp_path / "dense"),
+        SVDConfig(ratio=0.3, block=8, **options),
+        TEXT,
+        tmp_path / "out",
+        samples=16,
+        seqlen=64,
+        progress=lambda stage, done, total: told.append(stage),
+    )
+    assert list(dict.fromkeys(told)) == stages.split()
+    (listed,) = re.findall(r"stages are (load.*?save)\.", hf.compress.__doc__ or "", re.DOTALL)
+    assert set(told) <= set(re.findall(r"\w+", listed))
 
 
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16, torch.float32])

@@ -176,3 +176,19 @@ def test_a_run_that_was_stopped_anywhere_goes_on(
     assert set(done) <= set(everything)
     # Only what a stopped layer had done was done again.
     assert len(done) <= 1.5 * len(everything)
+
+
+def test_a_resumed_run_tells_only_of_the_layers_that_it_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dense = _directory(tmp_path / "dense", "llama")
+    with monkeypatch.context() as patch:
+        everything = _stop_at(patch, -1)
+        _compress(dense, tmp_path / "whole")
+    with monkeypatch.context() as patch:
+        _stop_at(patch, everything.index("layer-1"))
+        with pytest.raises(Stopped):
+            _compress(dense, tmp_path / "streamed")
+    told: list[tuple[str, int, int]] = []
+    _compress(dense, tmp_path / "streamed", progress=lambda *event: told.append(event))
+    assert [event for event in told if event[0] not in ("load", "save")] == [("factorize", 2, 2)]

@@ -15,20 +15,29 @@ from tolerances import assert_close_to_oracle
 
 from neuronmm_ops.compress.rank import aligned_rank
 from neuronmm_ops.kernels.planner import search
-from neuronmm_ops.kernels.planner.problem import Plan, Problem, mlp_matrices
+from neuronmm_ops.kernels.planner.problem import Plan, Problem, mlp_matrices, qkv_matrices
 from neuronmm_ops.kernels.stages import chunks, decode, tiling
 from neuronmm_ops.kernels.svd_mlp.decode import svd_mlp_decode
+from neuronmm_ops.kernels.svd_qkv.decode import svd_qkv_decode
 from neuronmm_ops.kernels.xuv.decode import xuv_decode
 from neuronmm_ops.kernels.xw.decode import xw_decode
 from neuronmm_ops.models import SHAPES
 from neuronmm_ops.neuroncore import TensorSpec, dtypes, lint, simulate
 from neuronmm_ops.neuroncore.profile.profile import Profile
 
-KERNELS = {"xw": xw_decode, "xuv": xuv_decode, "svd_mlp": svd_mlp_decode}
+KERNELS = {
+    "xw": xw_decode,
+    "xuv": xuv_decode,
+    "svd_mlp": svd_mlp_decode,
+    "svd_qkv": svd_qkv_decode,
+}
 DTYPES = ("bfloat16", "float16", "float32")
 SIZES = st.one_of(st.sampled_from((1, 127, 128, 129, 256)), st.integers(1, 300))
 TOKENS = st.one_of(st.sampled_from((1, 2, 32, 33, 64, 65, 128)), st.integers(1, 128))
 CORES = st.sampled_from((("trn1", 1), ("trn2", 1), ("trn2", 2), ("trn3", 1), ("trn3", 2)))
+
+
+BIASED = ("xw", "xuv")
 
 
 def candidates(problem: Problem) -> list[Plan]:
@@ -45,7 +54,7 @@ def wide(values: np.ndarray) -> np.ndarray:
 
 def shapes_of(problem: Problem) -> list[tuple[int, ...]]:
     """Of x and the weights, then of the bias."""
-    bias = [] if problem.op == "svd_mlp" else [(problem.N,)]
+    bias = [(problem.N,)] if problem.op in BIASED else []
     return [(problem.M, problem.K), *problem.matrices, *bias]
 
 
@@ -71,12 +80,15 @@ def act(name: str, z: np.ndarray) -> np.ndarray:
 def composition(problem: Problem, arrays: list[np.ndarray], name: str, keep: Any) -> np.ndarray:
     """The op in fp64; `keep` rounds what the plain composition stores on the way."""
     x, *weights = [wide(a) for a in arrays]
-    count = {"xw": 1, "xuv": 2, "svd_mlp": 6}[problem.op]
+    count = {"xw": 1, "xuv": 2, "svd_mlp": 6, "svd_qkv": 6}[problem.op]
     factors, bias = weights[:count], weights[count] if len(weights) > count else 0.0
     if problem.op == "xw":
         return keep(x @ factors[0] + bias)
     if problem.op == "xuv":
         return keep(keep(x @ factors[0]) @ factors[1] + bias)
+    if problem.op == "svd_qkv":
+        pairs = zip(factors[::2], factors[1::2], strict=True)
+        return np.concatenate([keep(keep(x @ u) @ v) for u, v in pairs], axis=1)
     gate = keep(keep(x @ factors[0]) @ factors[1])
     up = keep(keep(x @ factors[2]) @ factors[3])
     hidden = keep(keep(act(name, gate)) * up)
@@ -179,6 +191,32 @@ def test_mlp(
 
 
 @pytest.mark.slow
+@settings(max_examples=25)
+@given(
+    TOKENS,
+    SIZES,
+    st.tuples(SIZES, SIZES, SIZES),
+    st.tuples(SIZES, SIZES, SIZES),
+    CORES,
+    st.sampled_from(DTYPES),
+    st.sampled_from(("planned", "fused", "one by one")),
+)
+def test_qkv(
+    M: int,
+    K: int,
+    ranks: tuple[int, int, int],
+    outputs: tuple[int, int, int],
+    core: tuple[str, int],
+    dtype: str,
+    blocks: str,
+) -> None:
+    problem = Problem("svd_qkv", M, qkv_matrices(K, ranks, outputs), dtype, *core)
+    cut = {"k_chunk": 128, "rank_block": 128, "block": 96, "last_block": 64, "tile_bytes": 512}
+    cut["fuse"] = blocks == "fused"
+    check(problem, candidates(problem)[0].arguments if blocks == "planned" else cut, bias=False)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("core", [("trn1", 1), ("trn2", 2), ("trn3", 1)])
 @pytest.mark.parametrize("M", [3, 100])
 def test_several_banks_and_a_last_tile_in_two_parts(M: int, core: tuple[str, int]) -> None:
@@ -250,6 +288,20 @@ def test_strict_front_end() -> None:
                 assert lint(function) == []
 
 
+@pytest.mark.parametrize(
+    ("M", "target", "stores"),
+    [(1, "trn1", 2), (1, "trn2", 2), (32, "trn3", 2), (33, "trn2", 2), (65, "trn2", 1)],
+)
+def test_the_last_sums_are_stored_by_few_dmas(M: int, target: str, stores: int) -> None:
+    """A queue starts DMAs one after the other: four column groups share two."""
+    problem = Problem("xw", M, ((256, 1024),), "bfloat16", target)
+    arguments = {"block": 1024, "last_block": 1024}
+    specs = [TensorSpec(s, dtypes.dtype_of("bfloat16")) for s in ((M, 256), (256, 1024))]
+    records = run(problem, arguments, specs, mode="trace").profile.schedule.cores[0].trace.records
+    found = [form.dma for form, *_ in records if form.dma and form.dma.direction == "store"]
+    assert [dma.bytes for dma in found] == [M * 1024 * 2 // stores] * stores
+
+
 ANY = st.one_of(SIZES, st.integers(300, 3000), st.sampled_from((8192, 32768)))
 
 
@@ -279,6 +331,7 @@ def test_candidates_run(
         "xw": ((K, N),),
         "xuv": ((K, g), (g, N)),
         "svd_mlp": mlp_matrices(K, (g, u, d), inner, N),
+        "svd_qkv": qkv_matrices(K, (g, u, d), (inner, N, N)),
     }[op]
     problem = Problem(op, M, matrices, dtype, *core)
     found = candidates(problem)
@@ -287,10 +340,10 @@ def test_candidates_run(
     for plan in (found[0], found[-1]):
         assert plan.kernel == f"{op}_decode"
         assert plan.sbuf_bytes <= problem.machine.usable_sbuf_bytes
-        profile = traced(plan, bias and op != "svd_mlp")
+        profile = traced(plan, bias and op in BIASED)
         assert profile.sbuf_peak_bytes <= plan.sbuf_bytes
         assert profile.psum_peak_banks <= plan.psum_banks <= 8
-        if not bias or op == "svd_mlp":
+        if not bias or op not in BIASED:
             assert profile.hbm_bytes == plan.hbm_bytes
             assert instructions(profile) == plan.instructions
 
@@ -310,6 +363,7 @@ def random_problem(op: str, rng: np.random.Generator) -> Problem:
         "xw": ((K, N),),
         "xuv": ((K, ranks[0]), (ranks[0], N)),
         "svd_mlp": mlp_matrices(K, ranks, inner, N),
+        "svd_qkv": qkv_matrices(K, ranks, (N, inner, inner)),
     }[op]
     dtype = str(rng.choice(["bfloat16", "bfloat16", "bfloat16", "float16", "float32"]))
     cores = [("trn1", 1), ("trn2", 1), ("trn2", 2), ("trn3", 1), ("trn3", 2)]

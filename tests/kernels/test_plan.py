@@ -12,7 +12,7 @@ import neuronmm_ops
 from neuronmm_ops import kernels
 from neuronmm_ops import neuroncore as nc
 from neuronmm_ops.kernels import Plan, Problem, plan_svd_mlp, plan_xuv, plan_xw
-from neuronmm_ops.kernels.planner.problem import mlp_matrices
+from neuronmm_ops.kernels.planner.problem import mlp_matrices, qkv_matrices
 from neuronmm_ops.kernels.planner.search import candidates, quickest
 from neuronmm_ops.neuroncore.dtypes import dtype_of
 
@@ -68,6 +68,8 @@ SMALL = [
     Problem("xw", 1, ((2048, 999),), target="trn3"),
     Problem("svd_mlp", 600, mlp_matrices(512, (130, 64, 256), 1000, 512), target="trn1"),
     Problem("svd_mlp", 3, mlp_matrices(512, (130, 64, 256), 1000, 512), target="trn2"),
+    Problem("svd_qkv", 3, qkv_matrices(300, (130, 64, 256), (700, 90, 1)), target="trn2", lnc=2),
+    Problem("svd_qkv", 600, qkv_matrices(1000, (700, 64, 256), (900, 90, 1)), target="trn1"),
 ]
 
 
@@ -91,6 +93,8 @@ MODEL_SHAPES = [
     Problem("xw", 1024, ((2048, 8192),), target="trn1"),
     Problem("svd_mlp", 1024, mlp_matrices(2048, (1280, 1280, 1280), 8192, 2048), target="trn1"),
     Problem("svd_mlp", 8, mlp_matrices(2048, (1280, 1280, 1280), 8192, 2048), target="trn2"),
+    Problem("svd_qkv", 512, qkv_matrices(4096, (1664, 640, 640), (4096, 1024, 1024))),
+    Problem("svd_qkv", 64, qkv_matrices(4096, (1664, 640, 640), (4096, 1024, 1024))),
 ]
 
 

@@ -13,7 +13,15 @@ from torch import Tensor
 
 import neuronmm_ops.kernels
 from neuronmm_ops import neuroncore as nc
-from neuronmm_ops.kernels import nki_kernel, plan_svd_mlp, plan_xuv, plan_xw
+from neuronmm_ops.kernels import (
+    Problem,
+    nki_kernel,
+    plan_svd_mlp,
+    plan_svd_qkv,
+    plan_xuv,
+    plan_xw,
+)
+from neuronmm_ops.kernels.planner.search import candidates
 from neuronmm_ops.kernels.xuv.prefill import xuv
 from neuronmm_ops.kernels.xw.prefill import xw
 from neuronmm_ops.neuroncore.dtypes import bfloat16
@@ -170,18 +178,36 @@ def test_tiles_that_are_not_resident_are_transposed_again(resident):
     check(xw, ("trn1", 1), tensors, layout="pe", **blocks)
 
 
-@pytest.mark.parametrize("name", ["xw", "xuv", "svd_mlp", "xw_decode", "xuv_decode"])
+def decode_plan(problem):
+    return next(plan for plan in candidates(problem) if plan.phase == "decode")
+
+
+@pytest.mark.parametrize(
+    "name", ["xw", "xuv", "svd_mlp", "svd_qkv", "xw_decode", "xuv_decode", "svd_qkv_decode"]
+)
 def test_operands_that_do_not_fit_are_refused(name):
     plans = {
         "xw": plan_xw(200, 64, 32),
         "xuv": plan_xuv(200, 64, 16, 32),
         "svd_mlp": plan_svd_mlp(200, 64, (16, 16, 16), 48, 64),
-        "xw_decode": plan_xw(2, 4096, 4096),
-        "xuv_decode": plan_xuv(2, 4096, 1024, 4096),
+        "svd_qkv": plan_svd_qkv(200, 64, (16, 16, 16), (64, 16, 16)),
+        "xw_decode": decode_plan(Problem("xw", 2, ((4096, 4096),))),
+        "xuv_decode": decode_plan(Problem("xuv", 2, ((4096, 1024), (1024, 4096)))),
+        "svd_qkv_decode": plan_svd_qkv(2, 4096, (1664, 640, 640), (4096, 1024, 1024)),
     }
     plan = plans[name]
     assert plan.kernel == name
     wrong = [nc.TensorSpec(shape, bfloat16) for shape in ((plan.problem.M, 65), *[(64, 16)] * 6)]
-    count = {"xw": 2, "xuv": 3, "svd_mlp": 7}[plan.problem.op]
+    count = {"xw": 2, "xuv": 3, "svd_mlp": 7, "svd_qkv": 7}[plan.problem.op]
     with pytest.raises(AssertionError, match="a contraction has 65 features and 64 rows"):
         nc.simulate(nki_kernel(plan), *wrong[:count], target="trn1", mode="trace", **plan.arguments)
+
+
+def test_tensor_engine_transposes_a_tile_ahead():
+    """It multiplies a tile while the next is evicted: 60 tiles, each once, hardly a wait."""
+    M, K, N = 512, 7680, 512
+    specs = [nc.TensorSpec(shape, bfloat16) for shape in ((M, K), (K, N))]
+    blocks = {"token_block": 512, "block": 512, "token_tiles": 4, "banks": 4}
+    done = nc.simulate(xw, *specs, target="trn2", mode="trace", layout="pe", **blocks).profile
+    busy = next(use.busy_ms for use in done.engines[0] if use.engine == "TensorE")
+    assert busy > 0.85 * done.time_ms

@@ -253,7 +253,7 @@ def test_reaches_the_limit_and_the_prediction(name: str, target: str) -> None:
     problem = of_model(name, 1024, target)
     plan = candidates(problem)[0]
     measured = run(plan).time_ms
-    assert problem.roofline_ms / measured >= 0.94
+    assert problem.roofline_ms / measured >= (0.91 if target == "trn1" else 0.97)
     assert plan.time_ms == pytest.approx(measured, rel=0.02)
 
 

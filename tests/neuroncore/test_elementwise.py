@@ -308,12 +308,19 @@ def test_writing_an_input_changes_the_callers_array():
 
 def test_fresh_memory_is_nan_and_four():
     def kernel():
-        return tuple(
-            nl.ndarray((2, 2), d, nl.shared_hbm)
+        outputs = [
+            nl.ndarray((2, 4), d, nl.shared_hbm)
             for d in (nl.float32, nl.bfloat16, nl.int32, nl.uint8)
-        )
+        ]
+        for out in outputs:
+            nisa.dma_copy(out[:, 2:], nl.zeros((2, 2), out.dtype))
+        return tuple(outputs)
 
-    for got in run(kernel):
+    with pytest.warns(nc.NkiWarning, match="is returned, and some of it was never written"):
+        outputs = run(kernel)
+    for out in outputs:
+        got = out[:, :2]
+        assert (out[:, 2:].astype(f32) == 0).all()
         assert np.isnan(got.astype(f32)).all() if got.dtype.kind not in "iu" else (got == 4).all()
 
 

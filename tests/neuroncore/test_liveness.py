@@ -1,5 +1,7 @@
 """What is live at once, and what does not fit."""
 
+import re
+
 import pytest
 
 from neuronmm_ops import neuroncore as nc
@@ -61,8 +63,9 @@ def test_nine_psum_tiles_do_not_fit():
                 tile = nl.ndarray((128, 8), dtype=nl.float32, buffer=nl.psum)
                 nisa.memset(tile, 0.0)
                 live.append(tile)
-            for tile in live:
-                nisa.activation(nl.ndarray((128, 8), dtype=nl.float32), nl.copy, tile)
+            for tile in live:  # on the engine of the memsets, so that none can go before them
+                copy = nl.ndarray((128, 8), dtype=nl.float32)
+                nisa.tensor_copy(copy, tile, engine=nisa.vector_engine)
 
         return kernel
 
@@ -91,3 +94,50 @@ def test_live_tensors_must_not_overlap_by_address():
     profile = run(addressed((0, 0), (0, 128), reuse=False))  # a is dead when b is written
     core = profile.schedule.cores[0]
     assert core.start[1] >= core.end[0]
+
+
+@pytest.mark.parametrize(("partitions", "above"), [(32, 4), (33, 2), (64, 2), (65, 1), (128, 1)])
+def test_tiles_of_few_partitions_lie_above_one_another(partitions, above):
+    limit = MACHINES["trn2"].usable_sbuf_bytes
+
+    def tiles(count):
+        @nc.jit
+        def kernel(x):
+            live = [nl.ndarray((partitions, limit), dtype=nl.uint8) for _ in range(count)]
+            for tile in live:
+                nisa.memset(tile, 0)
+            for tile in live:
+                nisa.tensor_copy(tile[:, :1], tile[:, 1:2])
+
+        return kernel
+
+    run(tiles(above))
+    with pytest.raises(nc.NkiValidationError, match="sbuf does not fit"):
+        run(tiles(above + 1))
+
+
+def too_large(x):
+    tiles = [nl.ndarray((128, 8192), dtype=nl.uint8) for _ in range(32)]
+    tiles.append(nl.ndarray((128, 16), dtype=nl.uint8, name="last"))
+    for tile in tiles:
+        nisa.memset(tile, 0)
+    for tile in tiles:
+        nisa.tensor_copy(tile[:, :1], tile[:, 1:2])
+
+
+def test_tiles_of_one_line_are_told_together():
+    line = too_large.__code__.co_firstlineno + 1
+    with pytest.raises(nc.NkiValidationError) as raised:
+        run(too_large)
+    told = (
+        rf"; free or shrink the largest: 32 x 8192 sbuf\d+ \[128, 8192\] uint8 at line {line}; 16 "
+    )
+    assert re.search(told + "last", str(raised.value))
+
+
+def test_what_does_not_fit_may_be_explored():
+    with pytest.warns(nc.NkiWarning, match="sbuf does not fit: 262160 bytes .* as if it did"):
+        found = nc.simulate(too_large, X, mode="trace", target="trn2", capacity="warn").profile
+    assert found.time_ms > 0
+    with pytest.raises(ValueError, match="capacity must be one of"):
+        nc.simulate(too_large, X, mode="trace", capacity="ignore")

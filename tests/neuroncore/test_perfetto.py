@@ -175,3 +175,55 @@ def test_a_failed_write_leaves_the_old_file(
         one_core.save_perfetto(path)
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def check_event(e: dict[str, Any]) -> None:
+    """The rules of the Trace Event Format for the phases that are written.
+
+    (Google, "Trace Event Format", sections Common fields, Complete, Counter and Metadata events;
+    ui.perfetto.dev drops or misplaces what breaks them.)
+    """
+    assert isinstance(e["name"], str)
+    assert e["name"]
+    assert type(e["pid"]) is int
+    if e["ph"] == "X":
+        assert set(e) == {"ph", "pid", "tid", "ts", "dur", "name", "args"}
+        assert type(e["tid"]) is int
+        assert type(e["ts"]) is float
+        assert type(e["dur"]) is float
+        assert min(e["ts"], e["dur"]) >= 0
+        assert isinstance(e["args"], dict)
+    elif e["ph"] == "C":
+        assert set(e) == {"ph", "pid", "ts", "name", "args"}
+        assert e["ts"] >= 0
+        assert e["args"]
+        assert all(type(value) in (int, float) for value in e["args"].values())
+    else:
+        assert (e["ph"], set(e)) == ("M", {"ph", "pid", "tid", "name", "args"})
+        fields = {"process_name": "name", "thread_name": "name", "thread_sort_index": "sort_index"}
+        assert set(e["args"]) == {fields[e["name"]]}
+        text = e["name"] != "thread_sort_index"
+        assert type(e["args"][fields[e["name"]]]) is (str if text else int)
+
+
+@pytest.mark.parametrize("cores", [1, 2])
+def test_the_file_obeys_the_trace_event_format(cores: int, tmp_path: Path) -> None:
+    profile = profile_of(tiles[cores], (128, 256), (128, 2048))
+    document = saved(profile, tmp_path / "trace.json")
+    assert set(document) == {"displayTimeUnit", "otherData", "traceEvents"}
+    assert document["displayTimeUnit"] in ("ms", "ns")
+    for e in document["traceEvents"]:
+        check_event(e)
+    check_tracks(document["traceEvents"])
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("ts", "1.0"), ("dur", -1.0), ("tid", "q0"), ("name", ""), ("ph", "B")]
+)
+def test_the_rules_find_a_broken_event(
+    one_core: nc.Profile, tmp_path: Path, field: str, value: object
+) -> None:
+    events = saved(one_core, tmp_path / "trace.json")["traceEvents"]
+    event = next(e for e in events if e["ph"] == "X")
+    with pytest.raises(AssertionError):
+        check_event({**event, field: value})

@@ -3,6 +3,7 @@
 import inspect
 import re
 
+import numpy as np
 import pytest
 from neuroncore.harness import data, run
 
@@ -71,12 +72,6 @@ def move_loop_variable(x):
     nl.fori_loop(0, 2, lambda i: nisa.register_move(i, 3))
 
 
-def half_written(x):
-    t = n(4, 6)
-    nisa.memset(t[:, :5], 0)
-    nl.copy(t)
-
-
 def register(value=0):
     return nisa.register_alloc(value)
 
@@ -93,7 +88,7 @@ CASES = [
     ("address_of", "starts on a bank", lambda x: n(64, 4, buffer=psum, address=(0, 4))),
     ("address_of", "an address is for sbuf and psum",
      lambda x: n(64, 4, buffer=hbm, address=(0, 0))),
-    ("_check_written", "of which some elements were never written", half_written),
+    ("_check_written", "of which no element was ever written", lambda x: nl.copy(n(4, 6))),
     ("memory", "src must be in sbuf or private_hbm",
      lambda x: nl.store(n(4, 6), z(4, 6, buffer=psum))),
     ("memory", "Load from HBM with dma_copy first", lambda x: nisa.tensor_copy(n(12, 6), x)),
@@ -132,7 +127,7 @@ CASES = [
     ("_checked", "leave it engine.unknown", lambda x: dma(engine=SYNC)),
     ("_checked", "must be 0 to 3", lambda x: dma(priority=5), "trn3"),
     ("leave", "must be a tensor in nl.shared_hbm", lambda x: z(4, 6)),
-    ("leave", "must be a tensor in nl.shared_hbm", lambda x: n(4, 6, buffer=nl.hbm)),
+    ("leave", "was never written; store into it", lambda x: n(4, 6, buffer=hbm)),
     ("memset", "takes an int; got 1.5", lambda x: nisa.memset(n(4, 6, dtype=I32), 1.5)),
     ("memset", "value must be a number", lambda x: nisa.memset(n(4, 6), None)),
     ("memset", "takes 0 only",
@@ -164,15 +159,15 @@ CASES = [
     ("scalar_operand", "reduce_res must be a number or a tile [4, 1]",
      lambda x: act(reduce_op=nl.add, reduce_res=n(4, 2))),
     ("_copy", "both indirect", lambda x: nisa.dma_copy(x[register()], x[register(1)])),
-    ("_check_bounds", "a dynamic index runs out", lambda x: nl.store(n(1, 6), x[register(12)])),
+    ("_legal", "a dynamic index runs out", lambda x: nl.store(n(1, 6), x[register(12)])),
     ("_transpose", "by rank; got (0, 1)",
      lambda x: nisa.dma_transpose(n(12, 6), x, (0, 1))),
     ("_check_hwdge_transpose", "hwdge takes 2-byte src",
      lambda x: nisa.dma_transpose(n(6, 12), x, dge_mode=hw)),
     ("_check_indirect_transpose", "indirect src must be 2-byte HBM",
      lambda x: nisa.dma_transpose(n(6, 16), x.vector_select(0, z(16, 1, dtype=U32)))),
-    ("_transpose", "dge_mode.none does not transpose",
-     lambda x: nisa.dma_transpose(n(6, 12), x, dge_mode=nisa.dge_mode.none)),
+    ("_transpose", "dge_mode.swdge does not transpose",
+     lambda x: nisa.dma_transpose(n(6, 12), x, dge_mode=nisa.dge_mode.swdge)),
     ("_compute", "nl.maximum is not supported",
      lambda x: nisa.dma_compute(n(12, 6), [x], nl.maximum)),
     ("_compute", "takes two sources",
@@ -207,7 +202,19 @@ CASES = [
     ("index_of", "of dimension 0 is a NoneType", lambda x: x[None]),
     ("select", "select(1, 6) is out of bounds", lambda x: x.select(1, 6)),
     ("slice_bounds", "slice 8:16:1 is out of bounds", lambda x: x[8:16]),
-    ("slice_bounds", "slices are not clamped", lambda x: x[:, 2:2]),
+    ("inside_storage", "[4, 0] float32 in sbuf is empty; leave the instruction out",
+     lambda x: nisa.tensor_copy(n(4, 6)[:, 6:6], z(4, 6)[:, 2:2])),
+    ("inside_storage", "[0, 6] float32 in sbuf is empty",
+     lambda x: nisa.tensor_copy(n(4, 6)[4:4], z(4, 6).slice(0, 4, 4))),
+    ("inside_storage", "[0, 6] float32 in shared_hbm is empty",
+     lambda x: nisa.dma_copy(n(12, 6, buffer=hbm)[12:12], x[0:0])),
+    ("inside_storage", "[0, 6] float32 in sbuf is empty",
+     lambda x: nisa.dma_copy(n(4, 6)[4:4], x[12:12])),
+    ("inside_storage", "[0, 8] float32 in sbuf is empty",
+     lambda x: nisa.nc_matmul(n(8, 8, buffer=psum), z(4, 8)[0:0], z(4, 8)[0:0])),
+    ("inside_storage", "[6, 0] float32 in sbuf is empty",
+     lambda x: nisa.dma_transpose(n(6, 4)[:, 0:0], x[0:0])),
+    ("slice_bounds", "slices are not clamped", lambda x: x[:, 3:2]),
     ("slice_bounds", "slice 0:12:-1", lambda x: x[::-1]),
     ("slice_of", "slice 0:7:1 is out of bounds", lambda x: z(12, 6)[:, :7]),
     ("__setitem__", "assigning into a tile is not NKI", assign),
@@ -253,9 +260,32 @@ CASES = [
     ("one_index", "use offset", lambda x: x.ap([[1, 6]], scalar_offset=3)),
     ("access_pattern", "its stride must be 6", lambda x: z(4, 6).ap([[3, 4], [1, 3]])),
     ("access_pattern", "counts must be at least 1", lambda x: x.ap([[6, 0], [1, 6]])),
-    ("access_pattern", "reaches elements 6 to 77", lambda x: x.ap([[6, 12], [1, 6]], offset=6)),
-    ("access_pattern", "over the end of a partition",
-     lambda x: z(4, 6).ap([[6, 3], [1, 6]], offset=2)),
+    ("inside_storage", "reaches elements 6 to 77",
+     lambda x: nl.store(n(12, 6), x.ap([[6, 12], [1, 6]], offset=6))),
+    ("inside_storage", "over the end of a partition",
+     lambda x: nl.copy(z(4, 6).ap([[6, 3], [1, 6]], offset=2))),
+    ("engine_pattern", "takes every 2-th partition", lambda x: nl.copy(z(64, 6)[0:64:2])),
+    ("engine_pattern", "takes every 2-th partition",
+     lambda x: nisa.nc_matmul(n(6, 6, buffer=psum), z(64, 6)[::2], z(64, 6)[::2])),
+    ("engine_pattern", "walks 5 free dimensions",
+     lambda x: nl.copy(z(4, 3, 3, 3, 3, 3)[:, :2, :2, :2, :2, ::2])),
+    ("_no_operator", "Python operators on tiles are not NKI", lambda x: x + x),
+    ("__iter__", "use range(t.shape[0]) and t[i]", lambda x: list(x)),
+    ("issue", "takes tiles and options; got array(",
+     lambda x: nisa.tensor_copy(n(4, 6), np.ones((4, 6)))),
+    ("_no_operator", "Python operators on tiles", lambda x: np.float32(2) * x),
+    ("_no_operator", "use nisa.tensor_tensor or nl.add", lambda x: 2 * x),
+    ("prepared", "missing a required argument: 'dst'; its signature is tensor_copy(dst, src, e",
+     lambda x: nisa.tensor_copy(src=z(4, 6))),
+    ("prepared", "got an unexpected keyword argument 'mask'",
+     lambda x: nisa.tensor_copy(n(4, 6), z(4, 6), mask=1)),
+    ("prepared", "src must be a tile; got 1.0", lambda x: nisa.tensor_copy(n(4, 6), 1.0)),
+    ("_check_dtype", "the result has that of dst",
+     lambda x: nisa.tensor_copy(n(4, 6), z(4, 6), dtype=nl.bfloat16)),
+    ("option", "must be a member of nki.isa.engine, one of tensor, vector",
+     lambda x: nisa.tensor_copy(n(4, 6), z(4, 6), engine="pool")),
+    ("option", "perf_mode must be a member", lambda x: mm(perf_mode="double_column")),
+    ("option", "got True", lambda x: dma(dge_mode=True)),
 ]  # fmt: skip
 ELSEWHERE = {"stored_as_itself"}
 BESIDE_THEIR_INSTRUCTIONS = {
@@ -264,7 +294,7 @@ BESIDE_THEIR_INSTRUCTIONS = {
     *("partition_count", "reducing_operator", "reduction_command", "reduction_result"),
     *("reduction_start", "scalars", "trailing_axes", "unary_operand"),
 }
-COMBINED = {"elementwise", "first_fixed", "in_sbuf", "is_tile"}
+COMBINED = {"elementwise", "first_fixed", "in_sbuf", "is_tile", "row_elements"}
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c[0]}: {c[1]}")
@@ -289,10 +319,20 @@ def test_no_rule_is_left_out():
         *("_check_bias", "_check_kinds", "_check_reduction", "_check_writable", "_check_matrix"),
         *("_check_axis", "memset", "tensor_scalar", "tensor_tensor", "leave", "matmul", "ndarray"),
         *("broadcast_to", "gather_flattened", "fori_loop", "while_loop", "__getitem__"),
-        *("_check_sizes", "_checked", "_copy", "_check_bounds", "_transpose", "run"),
+        *("_check_sizes", "_checked", "_copy", "_legal", "_transpose", "run"),
         *("_check_hwdge_transpose", "_check_indirect_transpose", "_compute", "check_index"),
         *("_full_index", "select", "__setitem__", "permute", "reshape", "flatten_dims"),
-        *("rearrange", "vector_select", "_check_written"),
+        *(
+            "rearrange",
+            "vector_select",
+            "_check_written",
+            "_no_operator",
+            "option",
+            "prepared",
+            "issue",
+            "__iter__",
+        ),
+        "_check_dtype",
         *("_check_shapes", "_check_dtypes", "_check_bank", "_check_accumulates", "_check_tiling"),
         *("_check_partitions", "_check_double_row", "_check_transpose"),
     }

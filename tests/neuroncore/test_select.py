@@ -84,7 +84,7 @@ def test_tensor_copy_predicated_refuses(dtype, kind, shape, memory, text):
 
 
 def test_tensor_copy_predicated_keeps_what_must_exist():
-    with refused("of which some elements were never written"):
+    with refused("of which no element was ever written"):
         call(
             lambda d, s: nisa.tensor_copy_predicated(d[0], 1.0, s[0]),
             values(0, (2, 3), "uint8"),

@@ -89,7 +89,7 @@ def test_nc_stream_shuffle_keeps_the_free_size():
 
 
 def test_nc_stream_shuffle_keeps_what_must_exist():
-    with refused("of which some elements were never written"):
+    with refused("of which no element was ever written"):
         call(
             lambda d, s: nisa.nc_stream_shuffle(d[0], s[0], [*IDENTITY[:31], 255]),
             values(0, (32, 3)),

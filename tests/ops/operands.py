@@ -76,6 +76,10 @@ def plain_svd_mlp(
     return act(x @ u_gate @ v_gate) * (x @ u_up @ v_up) @ u_down @ v_down
 
 
+def plain_svd_qkv(x: Tensor, *factors: Tensor) -> Tensor:
+    return torch.cat([x @ u @ v for u, v in zip(factors[::2], factors[1::2], strict=True)], -1)
+
+
 def doubled(*arguments: Any) -> list[Any]:
     return [a.double() if isinstance(a, Tensor) else a for a in arguments]
 
@@ -84,10 +88,12 @@ PLAIN: dict[str, Callable[..., Tensor]] = {
     "xuv": plain_xuv,
     "xw": plain_xw,
     "svd_mlp": plain_svd_mlp,
+    "svd_qkv": plain_svd_qkv,
 }
 """Each op written out in plain torch."""
 OPS = tuple(SPECS)
 SIZES = {"K": 6, "I": 7, "N": 5, "r": 3, "r_gate": 3, "r_up": 4, "r_down": 5}
+SIZES |= {"r_query": 3, "r_key": 4, "r_value": 5, "N_query": 12, "N_key": 10, "N_value": 13}
 """Small sizes of the dimensions of the ops' operands, no two of one operand alike."""
 
 

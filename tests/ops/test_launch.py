@@ -13,8 +13,9 @@ from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from neuronmm_ops import ops
 from neuronmm_ops.errors import NkiVersionError
-from neuronmm_ops.kernels import nki_kernel, plan_svd_mlp, plan_xuv, plan_xw
+from neuronmm_ops.kernels import nki_kernel, plan_svd_mlp, plan_svd_qkv, plan_xuv, plan_xw
 from neuronmm_ops.ops.backends.launch import (
     call_kernel,
     launch_here,
@@ -56,6 +57,15 @@ def test_svd_mlp_has_three_ranks_and_an_activation():
     assert launch.shape == (5, 40)
 
 
+def test_the_results_of_svd_qkv_lie_side_by_side():
+    shapes = ((2, 5, 256), (256, 8), (8, 96), (256, 16), (16, 32), (256, 24), (24, 40))
+    launch = launch_of(SPECS["svd_qkv"], tuple(map(make, shapes)), (), "trn2", 2)
+    assert launch is not None
+    assert launch.plan == plan_svd_qkv(10, 256, (8, 16, 24), (96, 32, 40), "float32", "trn2", 2)
+    assert launch.shape == (2, 5, 168)
+    assert launch.plan.problem.ranks == (8, 16, 24)
+
+
 @pytest.mark.parametrize("shapes", [((2, 0), (0, 8), (8, 4)), ((2, 6), (6, 0), (0, 4))])
 def test_without_products_the_bias_is_left(shapes):
     x, *weights = (make(shape) for shape in shapes)
@@ -68,6 +78,16 @@ def test_without_products_the_bias_is_left(shapes):
 def test_without_products_of_an_mlp():
     tensors = tuple(map(make, shapes_of("svd_mlp", (0,))))
     assert without_products(SPECS["svd_mlp"], tensors).shape == (0, 5)
+
+
+def test_an_empty_projection_leaves_the_others():
+    shapes = ((3, 16), (16, 0), (0, 4), (16, 2), (2, 5), (16, 3), (3, 6))
+    tensors = tuple(map(make, shapes))
+    assert launch_of(SPECS["svd_qkv"], tensors, (), "trn2") is None
+    y = without_products(SPECS["svd_qkv"], tensors)
+    assert torch.equal(y, ops.svd_qkv(*tensors))
+    assert not y[:, :4].any()
+    assert y[:, 4:].all()
 
 
 def symbolic(shape_env: ShapeEnv, hint: int) -> torch.SymInt:

@@ -138,6 +138,7 @@ def test_layouts(offers):
         ("xw", ((0,), (0, 40), (40,))),
         ("svd_mlp", ((3, 32), *mlp_shapes(32, 0, 40))),
         ("svd_mlp", ((3, 32), *mlp_shapes(32, 48, 40, (0, 8, 8)))),
+        ("svd_qkv", ((3, 32), (32, 0), (0, 40), (32, 8), (8, 4), (32, 8), (8, 4))),
     ],
 )
 def test_an_empty_dimension_launches_nothing(offers, op, shapes):

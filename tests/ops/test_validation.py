@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from neuronmm_ops import ops
 
 OPERANDS = {op: names_of(op) for op in OPS}
-GOOD = {"K": 8, "I": 7, "N": 6, "r": 4}
+GOOD = {"K": 8, "I": 7, "N": 6, "r": 4, "N_query": 3, "N_key": 2, "N_value": 1}
 SHAPES = {op: shapes_of(op, **GOOD) for op in OPS}
 FLOAT8 = torch.float8_e4m3fn
 
@@ -96,6 +96,8 @@ CASES = [
             ("xw", "w", ()),
             *[("svd_mlp", name, (8,)) for name in OPERANDS["svd_mlp"][1:]],
             *[("svd_mlp", name, (3, 8, 6)) for name in OPERANDS["svd_mlp"][1:]],
+            *[("svd_qkv", name, (8,)) for name in OPERANDS["svd_qkv"][1:]],
+            *[("svd_qkv", name, (3, 8, 6)) for name in OPERANDS["svd_qkv"][1:]],
         ]
     ],
     _contraction("xuv", "x", "u", {"x": (2, 3, 7)}, [2, 3, 7], [8, 4]),
@@ -113,6 +115,9 @@ CASES = [
     _contraction("svd_mlp", "u_up", "v_up", {"v_up": (9, 7)}, [8, 4], [9, 7]),
     _contraction("svd_mlp", "u_down", "v_down", {"v_down": (9, 6)}, [7, 5], [9, 6]),
     _contraction("svd_mlp", "v_gate", "u_down", {"u_down": (9, 5)}, [3, 7], [9, 5]),
+    _contraction("svd_qkv", "x", "u_query", {"u_query": (9, 3)}, [2, 3, 8], [9, 3]),
+    _contraction("svd_qkv", "x", "u_value", {"u_value": (1, 5)}, [2, 3, 8], [1, 5]),
+    _contraction("svd_qkv", "u_key", "v_key", {"v_key": (9, 2)}, [8, 4], [9, 2]),
     Case(
         "svd_mlp",
         {"v_up": (4, 9)},
@@ -180,7 +185,11 @@ VIEWS = {
 @pytest.mark.parametrize("view", VIEWS)
 @pytest.mark.parametrize(
     "case",
-    [c for c in CASES if c.op != "svd_mlp" and "bias" not in c.change and c.change.get("x") != ()],
+    [
+        c
+        for c in CASES
+        if c.op in ("xuv", "xw") and "bias" not in c.change and c.change.get("x") != ()
+    ],
     ids=str,
 )
 def test_a_broken_call_without_bias_raises(case, view):

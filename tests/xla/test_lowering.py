@@ -13,7 +13,7 @@ from torch_xla.core import xla_builder
 
 import neuronmm_ops as nm
 from neuronmm_ops import kernels
-from neuronmm_ops.kernels import plan_svd_mlp, plan_xuv, plan_xw
+from neuronmm_ops.kernels import plan_svd_mlp, plan_svd_qkv, plan_xuv, plan_xw
 from neuronmm_ops.ops.backends import launch, xla
 from neuronmm_ops.ops.backends.hlo import Array, CustomCall, module_of
 from neuronmm_ops.ops.definitions import SPECS
@@ -58,6 +58,15 @@ def test_svd_mlp(device):
     assert call.config["neuronmm"]["activation"] == "gelu"
     plan = plan_svd_mlp(7, 256, (32, 48, 40), 300, 256, "float32", "trn2", 2)
     assert launch_of(call.config).plan.problem == plan.problem
+
+
+def test_svd_qkv(device):
+    shapes = ((256, 32), (32, 96), (256, 16), (16, 40), (256, 24), (24, 64))
+    x, *factors = on(device, (7, 256), *shapes)
+    (call,) = lowered(nm.svd_qkv(x, *factors)).calls
+    plan = plan_svd_qkv(7, 256, (32, 16, 24), (96, 40, 64), "float32", "trn2", 2)
+    assert launch_of(call.config).plan.problem == plan.problem
+    assert "f32[7,200]" in call.text
 
 
 def test_one_kernel_twice_and_with_other_shapes(device, monkeypatch):

@@ -4,8 +4,8 @@ All times are modelled. A published kernel runs with the blocks that its authors
 paper's shape its signature defaults, with which the traffic of the paper's plots agrees; at a
 model's shape whichever is faster here of these defaults and the table that ships with the code,
 which the number of tokens alone indexes. Below 128 tokens, and above 512 but for 1024, that table
-loads rows of 256 bytes. What such rows cost is what the simulated core's DMA model knows least, so
-every speed-up over these kernels hangs on it: docs/benchmarks.md has the range.
+loads rows of 256 bytes. What such DMAs cost is what the simulated core knows least, so every time
+is given under each of its DMA models, and every speed-up is a range over them.
 X U V alone has no table of its own; it runs with the one of the up and gate kernel, whose loop
 nest is the same with two branches.
 """
@@ -23,7 +23,7 @@ from neuronmm_ops.bench.cases import figure1 as paper
 from neuronmm_ops.bench.runner import run_all, traced
 from neuronmm_ops.compress.calibrate import Progress
 from neuronmm_ops.compress.rank import aligned_rank
-from neuronmm_ops.hardware import resolve_target
+from neuronmm_ops.hardware import DMA_MODELS, DmaModel, resolve_target
 from neuronmm_ops.kernels import Problem, nki_kernel, plan_op
 from neuronmm_ops.kernels.planner.problem import Matrices
 from neuronmm_ops.models import SHAPES, model_shape
@@ -44,8 +44,9 @@ COMPARED = (
 )
 """Ours, theirs and the regime of the speed-ups that a summary names."""
 FIELDS = (
-    "kernel", "model", "target", "lnc", "M", "K", "r", "N", "dtype", "time_ms", "limit_ms",
-    "limit_share", "bound", "hbm_bytes", "mfu", "sbuf_peak_bytes", "psum_peak_banks",
+    "kernel", "model", "target", "lnc", "M", "K", "r", "N", "dtype", "time_ms", "time_low_ms",
+    "time_high_ms", "times_ms", "regret", "limit_ms", "limit_share", "limit_share_low", "bound",
+    "hbm_bytes", "mfu", "sbuf_peak_bytes", "psum_peak_banks",
     "published_ms", "published_bytes",
 )  # fmt: skip
 
@@ -78,11 +79,14 @@ class Entry:
 class Measured(NamedTuple):
     """What launches take, under the names of the row's fields."""
 
-    time_ms: float
+    times_ms: tuple[float, ...]
+    """Under each of `DMA_MODELS`; what follows is under the first."""
     hbm_bytes: int
     sbuf_peak_bytes: int
     psum_peak_banks: int
     bound: str
+    regret: float | None = None
+    """Of a planned kernel: see `Plan.regret`."""
 
 
 def run(
@@ -111,10 +115,12 @@ def run(
 
     Returns:
         One row a kernel and shape, with `FIELDS`. Times are modelled, but for `published_ms`, which
-        like `published_bytes` the paper measured on trn1. `limit_ms` is the op's roofline bound
-        (`Problem.roofline_ms`), and `mfu` counts the op's FLOPs, not those of padding. An MLP's K
-        and N are its hidden and intermediate sizes. Where a published kernel does not fit on the
-        core, what would be modelled is None.
+        like `published_bytes` the paper measured on trn1. `times_ms` has the time under each DMA
+        model, `time_ms` under the first; a published kernel has its fastest blocks under each.
+        `limit_ms` is the op's roofline bound (`Problem.roofline_ms`), `limit_share_low` its share
+        of the greatest time, and `mfu` counts the op's FLOPs, not those of padding. An MLP's K and
+        N are its hidden and intermediate sizes. Where a published kernel does not fit on the core,
+        what would be modelled is None.
 
     Raises:
         ValueError: an unknown model or target, or numbers out of range.
@@ -221,7 +227,7 @@ def measure(candidate: Candidate) -> Measured | None:
     for M in set(plan.launches):
         shapes = ((M, problem.K), *problem.matrices)
         of_tokens[M] = _simulated(nki_kernel(plan), shapes, problem.target, plan.arguments)
-    return _added([of_tokens[M] for M in plan.launches])
+    return _added([of_tokens[M] for M in plan.launches])._replace(regret=plan.regret)
 
 
 def _simulated(
@@ -229,7 +235,8 @@ def _simulated(
 ) -> Measured:
     operands = [TensorSpec(shape, bfloat16) for shape in shapes]
     profile = traced(kernel, operands, target, arguments)
-    return Measured._make([getattr(profile, field) for field in Measured._fields])
+    found = [getattr(profile, field) for field in Measured._fields[1:-1]]
+    return Measured(tuple([profile.times_ms[model] for model in DMA_MODELS]), *found)
 
 
 def _published_shapes(candidate: Candidate) -> Matrices:
@@ -245,7 +252,7 @@ def _published_shapes(candidate: Candidate) -> Matrices:
 def _added(launches: Sequence[Measured]) -> Measured:
     """Launches that follow each other: peaks of the largest, bound of the longest."""
     return Measured(
-        time_ms=sum(launch.time_ms for launch in launches),
+        times_ms=tuple([sum(times) for times in zip(*[m.times_ms for m in launches], strict=True)]),
         hbm_bytes=sum(launch.hbm_bytes for launch in launches),
         sbuf_peak_bytes=max(launch.sbuf_peak_bytes for launch in launches),
         psum_peak_banks=max(launch.psum_peak_banks for launch in launches),
@@ -266,9 +273,13 @@ def _row(entry: Entry, measured: dict[Candidate, Measured | None]) -> dict[str, 
     modelled = _fastest(entry, measured)
     if modelled is not None:
         peak_tflops = problem.machine.pe_peak_tflops * problem.lnc
+        times = modelled.times_ms
         row |= modelled._asdict()
-        row["limit_share"] = problem.roofline_ms / modelled.time_ms
-        row["mfu"] = problem.flops / modelled.time_ms / 1e9 / peak_tflops
+        row["times_ms"] = dict(zip(DMA_MODELS, times, strict=True))
+        row |= {"time_ms": times[0], "time_low_ms": min(times), "time_high_ms": max(times)}
+        row["limit_share"] = problem.roofline_ms / times[0]
+        row["limit_share_low"] = problem.roofline_ms / max(times)
+        row["mfu"] = problem.flops / times[0] / 1e9 / peak_tflops
     if entry.model == PAPER and problem.target == paper.TARGET:
         readings = paper.READINGS.get(paper.KERNELS.get(entry.kernel, ""), {})
         reading = readings.get(problem.M, paper.Reading(None))
@@ -277,37 +288,49 @@ def _row(entry: Entry, measured: dict[Candidate, Measured | None]) -> dict[str, 
 
 
 def _fastest(entry: Entry, measured: dict[Candidate, Measured | None]) -> Measured | None:
-    """The fastest candidate of each part, added; None where none of a part fits."""
+    """The fastest candidate of each part, added; None where none of a part fits.
+
+    Its times are those of the fastest under each DMA model.
+    """
     found: list[Measured] = []
     for part in entry.parts:
         fitting = [m for m in (measured[candidate] for candidate in part) if m is not None]
         if not fitting:
             return None
-        found.append(min(fitting))
-    return _added(found)
+        times = [min(times) for times in zip(*[m.times_ms for m in fitting], strict=True)]
+        found.append(min(fitting)._replace(times_ms=tuple(times)))
+    return _added(found) if len(found) > 1 else found[0]
 
 
 # --- summaries
 
 
-def speedup(rows: list[dict[str, Any]], ours: str, theirs: str, regime: str) -> float | None:
-    """Geometric mean of their modelled time over ours, over the shapes that have both."""
-    times: dict[str, dict[tuple[Any, ...], float]] = {ours: {}, theirs: {}}
+def speedup(
+    rows: list[dict[str, Any]], ours: str, theirs: str, regime: str
+) -> dict[DmaModel, float]:
+    """Geometric mean of their modelled time over ours under each DMA model.
+
+    Over the shapes that have both; nothing where there are none.
+    """
+    times: dict[str, dict[tuple[Any, ...], dict[DmaModel, float]]] = {ours: {}, theirs: {}}
     for row in rows:
         if row["kernel"] in times and row["time_ms"] is not None and _within(row, regime):
             shape = (row["model"], row["M"], row["K"], row["N"])
-            times[row["kernel"]][shape] = row["time_ms"]
-    both = times[ours].keys() & times[theirs].keys()
-    ratios = [times[theirs][shape] / times[ours][shape] for shape in sorted(both)]
-    return geometric_mean(ratios) if ratios else None
+            times[row["kernel"]][shape] = row["times_ms"]
+    both = sorted(times[ours].keys() & times[theirs].keys())
+    found: dict[DmaModel, float] = {}
+    for model in DMA_MODELS if both else ():
+        ratios = [times[theirs][shape][model] / times[ours][shape][model] for shape in both]
+        found[model] = geometric_mean(ratios)
+    return found
 
 
 def worst_shares(rows: list[dict[str, Any]]) -> dict[tuple[str, str], dict[str, Any]]:
-    """The row with the smallest `limit_share` of each kernel and regime."""
+    """The row with the smallest `limit_share_low` of each kernel and regime."""
     found: dict[tuple[str, str], dict[str, Any]] = {}
-    for row in sorted(rows, key=lambda row: row["limit_share"] or math.inf, reverse=True):
+    for row in sorted(rows, key=lambda row: row["limit_share_low"] or math.inf, reverse=True):
         for regime in REGIMES:
-            if row["limit_share"] is not None and _within(row, regime):
+            if row["limit_share_low"] is not None and _within(row, regime):
                 found[row["kernel"], regime] = row
     return found
 

@@ -1,13 +1,19 @@
-"""Values of `simulate --arg NAME=VALUE`: random tensors and compile-time values."""
+"""Values of `simulate --arg NAME=VALUE`: tensors, random or from files, and compile-time values."""
 
 import ast
+import inspect
 import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from neuronmm_ops.cli.kernel_files import UsageError, listed
+from neuronmm_ops.cli.kernel_tensors import TensorFile
+from neuronmm_ops.neuroncore import TensorSpec
 from neuronmm_ops.neuroncore.dtypes import DTYPES, DType, from_fp32
 
 _SHORT = {
@@ -17,6 +23,9 @@ _SHORT = {
     "u16": "uint16", "u32": "uint32", "bool": "bool_",
 }  # fmt: skip
 _TENSOR = re.compile(r"(\w+)\[([^\[\]]*)\]")
+_FILE = re.compile(r"(.+\.npy)|(.+\.safetensors)(?::(.+))?")
+_COMMA = re.compile(r""",(?=(?:[^"']|"[^"]*"|'[^']*')*$)(?![^\[]*\])(?![^(]*\))""")
+"""Between values: outside quotes, brackets and parentheses."""
 _WORDS = {"true": True, "false": False, "none": None}
 
 
@@ -27,6 +36,10 @@ class Tensor:
     name: str
     dtype: DType
     shape: tuple[int, ...]
+
+    def spec(self) -> TensorSpec:
+        """The same without values."""
+        return TensorSpec(self.shape, self.dtype)
 
     def values(self, random: np.random.Generator) -> np.ndarray:
         """Standard-normal floats, integers from -8 to 7 (unsigned: 0 to 15), any bool."""
@@ -48,11 +61,32 @@ def read_argument(text: str) -> tuple[str, Any]:
     name, equals, value = text.partition("=")
     if not equals or not name.isidentifier():
         raise ValueError(f"--arg must be NAME=VALUE, such as x=bf16[128,512]; got {text!r}")
-    value = value.strip()
+    return name, _value(name, value.strip())
+
+
+def read_sweep(text: str) -> tuple[str, list[tuple[str, Any]]]:
+    """Return name and values, each with its text, of `name=value,value,...`."""
+    name, equals, values = text.partition("=")
+    if not equals or not name.isidentifier() or not values:
+        raise ValueError(f"--sweep must be NAME=VALUE,VALUE, such as BLOCK=128,256; got {text!r}")
+    texts = [value.strip() for value in _COMMA.split(values)]
+    try:
+        return name, [(value, _value(name, value)) for value in texts]
+    except ValueError as error:
+        raise ValueError(str(error).replace("--arg", "--sweep", 1)) from error
+
+
+def _value(name: str, value: str) -> Any:
     tensor = _TENSOR.fullmatch(value)
+    file = _FILE.fullmatch(tensor[2] if tensor else value)
+    if file is not None and value[:1] not in ("'", '"', "("):
+        path = Path(file[1] or file[2])
+        if not path.is_file():
+            raise ValueError(f"--arg {name}: {path} is no file; a text is quoted")
+        return TensorFile(name, path, file[3] or "", tensor and _dtype(name, tensor[1]))
     if tensor is not None:
-        return name, Tensor(name, _dtype(name, tensor[1]), _shape(name, value, tensor[2]))
-    return name, _plain(name, value)
+        return Tensor(name, _dtype(name, tensor[1]), _shape(name, value, tensor[2]))
+    return _plain(name, value)
 
 
 def _dtype(name: str, text: str) -> DType:
@@ -106,3 +140,38 @@ def _checked(value: Any) -> Any:
     elif not isinstance(value, bool | int | float | str | None):
         raise ValueError(f"{value!r} is no plain value")
     return value
+
+
+def parameters_of(function: Callable[..., Any]) -> tuple[list[str], bool]:
+    """The names that a function takes, and whether it takes any other."""
+    parameters = inspect.signature(function).parameters.values()
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    return [p.name for p in parameters if p.kind in named], takes_any
+
+
+def check_arguments(function: Callable[..., Any], what: str, values: Mapping[str, Any]) -> None:
+    """Raise UsageError where a function lacks a parameter, or a parameter its value."""
+    known, takes_any = parameters_of(function)
+    unknown = [n for n in values if n not in known]
+    if unknown and not takes_any:
+        raise UsageError(
+            f"{what} has no parameter {listed(unknown)}; it has {listed(known) or 'none'}"
+        )
+    parameters = inspect.signature(function).parameters
+    required = [n for n in known if parameters[n].default is inspect.Parameter.empty]
+    missing = [n for n in required if n not in values]
+    if missing:
+        raise UsageError(f"{what} needs --arg {listed(missing)}")
+
+
+def make_arguments(values: Mapping[str, Any], seed: int, trace_only: bool) -> dict[str, Any]:
+    """What a kernel is called with: arrays, or specs where no value is computed."""
+    random = np.random.default_rng(seed)
+    made: dict[str, Any] = {}
+    for name, value in values.items():
+        if not isinstance(value, Tensor | TensorFile):
+            made[name] = value
+        else:
+            made[name] = value.spec() if trace_only else value.values(random)
+    return made

@@ -35,7 +35,7 @@ def _plan(options: argparse.Namespace) -> list[dict[str, Any]]:
             rank = aligned_rank(k, n, options.ratio)
             dense = plan_xw(tokens, k, n, *machine)
             plan = plan_xuv(tokens, k, rank, n, *machine) if rank else dense
-            rows.append(_row(name, plan, dense.time_ms))
+            rows.append(_row(name, plan, [dense]))
         rows.extend(_mlp(shape, tokens, options.ratio, machine))
     return rows
 
@@ -51,13 +51,18 @@ def _mlp(
         return []
     width, inner = sizes[0]
     plan = plan_svd_mlp(tokens, width, (gate, up, down), inner, width, *machine)
-    dense = sum([plan_xw(tokens, k, n, *machine).time_ms for k, n in sizes])
+    dense = [plan_xw(tokens, k, n, *machine) for k, n in sizes]
     return [_row("mlp", plan, dense)]
 
 
-def _row(projection: str, plan: Plan, dense_ms: float) -> dict[str, Any]:
-    """One row; for the MLP, r is the largest rank and N the intermediate size."""
+def _row(projection: str, plan: Plan, dense: list[Plan]) -> dict[str, Any]:
+    """One row; for the MLP, r is the largest rank and N the intermediate size.
+
+    The speed-up over the dense launches is a range over the DMA models.
+    """
     problem = plan.problem
+    dense_ms = [sum(times) for times in zip(*[d.times_ms for d in dense], strict=True)]
+    speedups = [d / p for d, p in zip(dense_ms, plan.times_ms, strict=True)]
     return {
         "projection": projection,
         "M": problem.M,
@@ -68,12 +73,17 @@ def _row(projection: str, plan: Plan, dense_ms: float) -> dict[str, Any]:
         "form": plan.phase,
         "blocks": plan.arguments,
         "time_ms": plan.time_ms,
-        "dense_ms": dense_ms,
+        "time_low_ms": plan.time_low_ms,
+        "time_high_ms": plan.time_high_ms,
+        "regret": plan.regret,
+        "dense_ms": sum([d.time_ms for d in dense]),
+        "speedup_low": min(speedups),
+        "speedup_high": max(speedups),
         "hbm_bytes": plan.hbm_bytes,
         "instructions": plan.instructions,
         "launches": len(plan.launches),
         "bound": plan.bound,
-        "worth_it": plan.time_ms < dense_ms,
+        "worth_it": min(speedups) > 1,
     }
 
 
@@ -83,7 +93,7 @@ def _show(rows: list[dict[str, Any]]) -> None:
         (
             *(row["M"], row["projection"], row["K"], row["r"] or "dense", row["N"], row["form"]),
             *(f"{row['time_ms']:.4g}", f"{row['dense_ms']:.4g}"),
-            *(f"{row['dense_ms'] / row['time_ms']:.2f}x", row["bound"]),
+            *(_range(row["speedup_low"], row["speedup_high"]), row["bound"]),
         )
         for row in rows
     ]
@@ -91,8 +101,18 @@ def _show(rows: list[dict[str, Any]]) -> None:
     losing = [row for row in rows if not row["worth_it"]]
     longest = max(rows, key=lambda row: row["instructions"])
     stdout.print(f"Modelled times on {rows[0]['target']}; --json shows the blocks of each plan.")
+    stdout.print(
+        "Speed-ups are ranges over what small DMAs may cost; no plan is more than "
+        f"{max(row['regret'] for row in rows):.1%} slower than the quickest under either model."
+    )
     launches = f", in {longest['launches']} launches" if longest["launches"] > 1 else ""
     stdout.print(f"The longest plan has {longest['instructions']:,} instructions{launches}.")
     for tokens in dict.fromkeys([row["M"] for row in losing]):
         names = ", ".join([row["projection"] for row in losing if row["M"] == tokens])
         stdout.print(f"Low rank does not pay at M = {tokens}: {names}", soft_wrap=True)
+
+
+def _range(low: float, high: float) -> str:
+    """A speed-up, or its range where both ends differ in print."""
+    first, last = f"{low:.2f}", f"{high:.2f}"
+    return f"{first}x" if first == last else f"{first}-{last}x"

@@ -8,9 +8,8 @@ meets exactly). A smaller ratio only buys more, so it never lowers a rank.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
-import torch
 from torch import Tensor
 
 from neuronmm_ops.compress.rank import parameter_count
@@ -79,11 +78,9 @@ def greedy(
     Raises:
         ValueError: the smallest ranks cost more than the budget.
     """
-    options = {name: matrix.ranks(block) for name, matrix in matrices.items()}
+    options, costs = _offers(matrices, cost, budget, block)
     ranks = {name: choices[0] for name, choices in options.items()}
-    costs = {name: _costs(name, choices, cost) for name, choices in options.items()}
-    spent = sum(costs[name][0] for name in matrices)
-    _check_budget(spent, budget)
+    spent = sum(c[0] for c in costs.values())
     steps = [
         (slope, name, index)
         for name, matrix in matrices.items()
@@ -116,21 +113,19 @@ def zero_sum(
     Raises:
         ValueError: the smallest ranks cost more than the budget.
     """
-    options = {name: matrix.ranks(block) for name, matrix in matrices.items()}
-    costs = {name: _costs(name, choices, cost) for name, choices in options.items()}
-    _check_budget(sum(c[0] for c in costs.values()), budget)
+    options, costs = _offers(matrices, cost, budget, block)
     position = {name: len(choices) - 1 for name, choices in options.items()}
     spent = sum(c[-1] for c in costs.values())
-    offers = {name: _change(matrices[name], options[name], position[name]) for name in matrices}
+    changes = {name: _change(matrices[name], options[name], position[name]) for name in matrices}
     total = 0.0
     while spent > budget:
-        wanted = {n: d for n, d in offers.items() if d is not None and (d >= 0) == (total <= 0)}
-        known = wanted or {n: d for n, d in offers.items() if d is not None}
+        wanted = {n: d for n, d in changes.items() if d is not None and (d >= 0) == (total <= 0)}
+        known = wanted or {n: d for n, d in changes.items() if d is not None}
         name = min(known, key=lambda n: abs(known[n]))
         total += known[name]
         spent -= costs[name][position[name]] - costs[name][position[name] - 1]
         position[name] -= 1
-        offers[name] = _change(matrices[name], options[name], position[name])
+        changes[name] = _change(matrices[name], options[name], position[name])
     return {name: options[name][position[name]] for name in matrices}
 
 
@@ -143,10 +138,25 @@ def _change(matrix: Matrix, options: list[Rank], position: int) -> float | None:
     return float(scores[low:high].sum())
 
 
-def _costs(name: str, ranks: list[Rank], cost: Cost) -> list[float]:
-    """The costs, made ascending: a larger rank that takes less time costs what the smaller does."""
-    values = torch.tensor([cost(name, rank) for rank in ranks], dtype=torch.float64)
-    return values.cummax(0).values.tolist()
+def _offers(
+    matrices: Mapping[str, Matrix], cost: Cost, budget: float, block: int
+) -> tuple[dict[str, list[Rank]], dict[str, list[float]]]:
+    """Return every matrix's options and their costs; raise where the smallest exceed the budget.
+
+    Costs are made ascending: a larger rank that takes less time costs what the smaller does.
+    """
+    options = {name: matrix.ranks(block) for name, matrix in matrices.items()}
+    costs = {
+        name: list(accumulate((cost(name, rank) for rank in ranks), max))
+        for name, ranks in options.items()
+    }
+    least = sum(c[0] for c in costs.values())
+    if least > budget:
+        raise ValueError(
+            f"no allocation meets the budget of {budget:.6g}: the smallest ranks, one block each, "
+            f"cost {least:.6g}; use a smaller ratio or a smaller block"
+        )
+    return options, costs
 
 
 def _steps(costs: list[float], losses: list[float]) -> list[tuple[float, int]]:
@@ -171,11 +181,3 @@ def _steps(costs: list[float], losses: list[float]) -> list[tuple[float, int]]:
 def _slope(costs: list[float], losses: list[float], start: int, end: int) -> float:
     price = costs[end] - costs[start]
     return (losses[start] - losses[end]) / price if price > 0 else float("inf")
-
-
-def _check_budget(least: float, budget: float) -> None:
-    if least > budget:
-        raise ValueError(
-            f"no allocation meets the budget of {budget:.6g}: the smallest ranks, one block each, "
-            f"cost {least:.6g}; use a smaller ratio or a smaller block"
-        )

@@ -1,4 +1,4 @@
-"""Calibration batches: their checks, their number of tokens and their fingerprint.
+"""Calibration batches: checks, masks, number of tokens and fingerprint; rows of activations.
 
 A batch is one tensor, the model's first argument (token ids `[B, T]` for a language model), or a
 mapping of the model's keyword arguments, such as a tokenizer returns.
@@ -122,6 +122,24 @@ def row_mask(model: nn.Module, batch: Batch) -> Tensor | None:
     return None if bool(mask.all()) else mask.bool()
 
 
+def unmasked(x: Tensor, mask: Tensor | None) -> Tensor:
+    """Return those of the activations that count, `[B, T, K]` to `[M, K]` by a mask `[B, T]`.
+
+    Activations of other shapes, such as those of an image's patches, are returned as they are.
+    """
+    return x[mask] if mask is not None and x.dim() > 2 and x.shape[:2] == mask.shape else x
+
+
+def wide_rows(x: Tensor) -> Tensor:
+    """Return `[..., K]` as rows `[M, K]` in fp32, or in its own dtype where that is wider."""
+    return wide(x).reshape(-1, x.shape[-1])
+
+
+def wide(x: Tensor) -> Tensor:
+    """Return the tensor in fp32, or in its own dtype where that is wider."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
 def count_tokens(batch: Batch) -> int:
     """Count the token ids that are not masked; in a batch without ids the rows of features.
 
@@ -130,7 +148,7 @@ def count_tokens(batch: Batch) -> int:
     ids = _token_ids(batch)
     if ids:
         masks = {} if isinstance(batch, Tensor) else batch
-        return sum(_unmasked(ids[name], masks.get(_MASKS.get(name, ""))) for name in ids)
+        return sum(_count_unmasked(ids[name], masks.get(_MASKS.get(name, ""))) for name in ids)
     values = [batch] if isinstance(batch, Tensor) else batch.values()
     features = next((value for value in values if isinstance(value, Tensor)), None)
     if features is None:
@@ -166,7 +184,7 @@ def _token_ids(batch: Batch) -> dict[str, Tensor]:
     }
 
 
-def _unmasked(ids: Tensor, mask: object) -> int:
+def _count_unmasked(ids: Tensor, mask: object) -> int:
     if isinstance(mask, Tensor) and mask.shape == ids.shape:
         return int(mask.bool().sum())
     return ids.numel()

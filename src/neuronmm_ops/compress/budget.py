@@ -9,17 +9,17 @@ from neuronmm_ops.compress.targets import matches
 from neuronmm_ops.kernels import plan_xuv, plan_xw
 
 
-def ratio_bounds(config: SVDConfig, name: str) -> tuple[float, float] | None:
-    """Return the smallest and largest ratio of a layer; None where the config sets none."""
+def ratio_bounds(config: SVDConfig, name: str) -> tuple[float, float]:
+    """Return the smallest and largest ratio of a layer; 0 and 1 where the config sets none."""
     for target, ratio in config.ratio_list:
         if matches(target, name):
             return ratio if isinstance(ratio, tuple) else (ratio, ratio)
-    return None
+    return 0.0, 1.0
 
 
 def shares_budget(config: SVDConfig, name: str) -> bool:
     """Whether a layer's rank is bought of the common budget: it has no ratio of its own."""
-    low, high = ratio_bounds(config, name) or (0.0, 1.0)
+    low, high = ratio_bounds(config, name)
     return config.allocation != "uniform" and low < high
 
 

@@ -12,10 +12,19 @@ import torch
 from torch import Tensor, nn
 
 from neuronmm_ops.compress import workers
-from neuronmm_ops.compress.batches import Batch, call_model, check_batches, row_mask, takes
+from neuronmm_ops.compress.batches import (
+    Batch,
+    call_model,
+    check_batches,
+    row_mask,
+    takes,
+    unmasked,
+    wide,
+    wide_rows,
+)
 from neuronmm_ops.compress.factorization import SecondMoment, Side
 from neuronmm_ops.errors import NonFiniteError
-from neuronmm_ops.nn.dense_linear import dense_linear
+from neuronmm_ops.nn.dense_linear import as_dense_linear
 from neuronmm_ops.ops.backends.cpu import WideProducts, compute_dtype
 
 # The moments of one pass over the calibration data take at most this much memory.
@@ -146,9 +155,8 @@ class _Recorder:
         if side == "input":
             (x,) = args or kwargs.values()
         else:
-            linear = dense_linear(module)
-            assert linear is not None
-            x = output if linear.bias is None else _wide(output) - _wide(linear.bias)
+            bias = as_dense_linear(module).bias
+            x = output if bias is None else wide(output) - wide(bias)
         # Adding a residual in place changes a tensor's version; inference tensors have none.
         version = -1 if x.is_inference() else x._version
         last = self._last
@@ -164,16 +172,10 @@ class _Recorder:
 
     def _gram(self, name: str, side: Side, x: Tensor) -> tuple[Tensor, int]:
         """Return `X.T @ X` and the number of rows X."""
-        if self.mask is not None and x.shape[:2] == self.mask.shape and x.dim() > 2:
-            x = x[self.mask]
-        rows = _wide(x).reshape(-1, x.shape[-1])
+        rows = wide_rows(unmasked(x, self.mask))
         product = rows.t() @ rows
         # A column with a NaN or Inf makes its element of the diagonal one.
-        if not torch.isfinite(product.diagonal()).all():
-            raise NonFiniteError(
-                f"{name}: {side} activations must be finite, got NaN or Inf "
-                "during calibration; check the weights, or run in a wider dtype"
-            )
+        check_activations(name, side, product.diagonal())
         return product, rows.shape[0]
 
     def _add(self, product: _Product) -> None:
@@ -233,15 +235,20 @@ def _of_all_workers(
     return moments, deferred
 
 
+def check_activations(name: str, side: Side, values: Tensor) -> None:
+    """Raise NonFiniteError with the Linear's name where an activation is NaN or Inf."""
+    if not torch.isfinite(values).all():
+        raise NonFiniteError(
+            f"{name}: {side} activations must be finite, got NaN or Inf "
+            "during calibration; check the weights, or run in a wider dtype"
+        )
+
+
 def fast_products(model: nn.Module) -> AbstractContextManager[object]:
     """Return what to run the model in, so that no product is of a dtype that is slow here."""
     parameters = model.parameters()
     is_slow = any(compute_dtype(p.dtype, p.device) != p.dtype for p in parameters)
     return WideProducts() if is_slow else nullcontext()
-
-
-def _wide(tensor: Tensor) -> Tensor:
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
 def _bytes(size: int) -> int:
@@ -252,8 +259,7 @@ def _passes(model: nn.Module, sides: Mapping[str, Side], names: set[str]) -> int
     """Return in how many passes these moments fit at most: what they will share is not known."""
     passes = used = 0
     for name in (name for name in sides if name in names):
-        linear = dense_linear(model.get_submodule(name))
-        assert linear is not None
+        linear = as_dense_linear(model.get_submodule(name))
         size = _bytes(linear.in_features if sides[name] == "input" else linear.out_features)
         if passes == 0 or used + size > MAX_MOMENT_BYTES:
             passes, used = passes + 1, 0

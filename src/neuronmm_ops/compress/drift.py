@@ -7,12 +7,12 @@ import torch
 from torch import Tensor, nn
 
 from neuronmm_ops.compress import workers
-from neuronmm_ops.compress.batches import Batch, check_batches, row_mask
+from neuronmm_ops.compress.batches import Batch, check_batches, row_mask, unmasked, wide_rows
 from neuronmm_ops.compress.calibrate import Progress, eval_mode, fast_products
 from neuronmm_ops.compress.factorization import SecondMoment
 from neuronmm_ops.compress.factorize import check_finite, factorize
 from neuronmm_ops.compress.layers import LayerStack
-from neuronmm_ops.nn.dense_linear import DenseLinear, dense_linear
+from neuronmm_ops.nn.dense_linear import DenseLinear, as_dense_linear
 from neuronmm_ops.nn.swap import swap_modules_
 
 Factors = tuple[Tensor, Tensor]
@@ -110,9 +110,7 @@ class _Pass:
 
     def linear(self, name: str) -> DenseLinear:
         """Return a Linear of the dense layer."""
-        linear = dense_linear(self._stack[self._index].get_submodule(name))
-        assert linear is not None
-        return linear
+        return as_dense_linear(self._stack[self._index].get_submodule(name))
 
     def moments(self, group: Sequence[str]) -> tuple[SecondMoment, Tensor]:
         """Return X̂ᵀX̂ and XᵀX̂ `[K, K]` of the Linears of one input, of all workers' batches."""
@@ -142,8 +140,7 @@ class _Pass:
     def _rows(
         self, layer: nn.Module, batch: Batch, hidden: Tensor, name: str, mask: Tensor | None
     ) -> Tensor:
-        x = self._inputs(layer, batch, hidden, [name], mask)[name]
-        return x.reshape(-1, x.shape[-1]).to(torch.promote_types(x.dtype, torch.float32))
+        return wide_rows(self._inputs(layer, batch, hidden, [name], mask)[name])
 
     def _inputs(
         self,
@@ -158,7 +155,7 @@ class _Pass:
 
         def record(name: str, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
             (x,) = args or kwargs.values()
-            inputs[name] = x[mask] if mask is not None and x.shape[:2] == mask.shape else x
+            inputs[name] = unmasked(x, mask)
 
         handles = [
             layer.get_submodule(name).register_forward_pre_hook(

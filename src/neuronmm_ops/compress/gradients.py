@@ -21,8 +21,10 @@ from neuronmm_ops.compress.batches import (
     check_batches,
     row_mask,
     single_rows,
+    unmasked,
+    wide_rows,
 )
-from neuronmm_ops.compress.calibrate import Progress, eval_mode, fast_products
+from neuronmm_ops.compress.calibrate import Progress, check_activations, eval_mode, fast_products
 from neuronmm_ops.compress.factorization import Gradient
 from neuronmm_ops.errors import NonFiniteError
 
@@ -122,11 +124,7 @@ class _Sums:
             module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor], output: Tensor
         ) -> Tensor:
             (x,) = args or kwargs.values()
-            if not torch.isfinite(x).all():
-                raise NonFiniteError(
-                    f"{name}: input activations must be finite, got NaN or Inf during "
-                    "calibration; check the weights, or run in a wider dtype"
-                )
+            check_activations(name, "input", x)
             # The model is frozen: what the first Linear returns is where gradients end.
             if not output.requires_grad:
                 output = output.requires_grad_()
@@ -146,7 +144,7 @@ class _Sums:
         return {name: totals[name] / max(1, tokens) for name in self._kinds}
 
     def _add(self, name: str, x: Tensor, gradient: Tensor) -> None:
-        g = gradient.flatten(0, -2).to(torch.promote_types(gradient.dtype, torch.float32))
+        g = wide_rows(gradient)
         kind = self._kinds[name]
         if kind == "scale":
             total = g.square().mean(1).sum()
@@ -155,7 +153,7 @@ class _Sums:
         elif kind == "moment":
             total = g.t() @ g
         else:
-            total = g.t() @ x.flatten(0, -2).to(g.dtype)
+            total = g.t() @ wide_rows(x)
         if not torch.isfinite(total).all():
             raise NonFiniteError(
                 f"{name}: the gradient must be finite, got NaN or Inf during calibration; "
@@ -181,7 +179,7 @@ def next_token_loss(model: nn.Module, row: Batch) -> tuple[Tensor, int]:
     labels, mask = ids[:, 1:].clone(), row_mask(model, row)
     if mask is not None:
         labels[~mask[:, 1:]] = -100
-    loss = F.cross_entropy(_wide(logits[:, :-1]), labels.flatten(), reduction="sum")
+    loss = F.cross_entropy(wide_rows(logits[:, :-1]), labels.flatten(), reduction="sum")
     return loss, int((labels >= 0).sum())
 
 
@@ -193,7 +191,7 @@ def drawn_label_loss(values: Tensor, is_logits: bool, generator: torch.Generator
         is_logits: whether the distribution is categorical, else Gaussian of variance one.
         generator: on the CPU, so that the labels are the same on every device.
     """
-    values = _wide(values)
+    values = wide_rows(values)
     if not is_logits:
         noise = torch.randn(values.shape, generator=generator)
         return (values * noise.to(values)).sum()
@@ -209,15 +207,9 @@ def _drawn_loss(model: nn.Module, row: Batch, generator: torch.Generator) -> tup
     output = call_model(model, row)
     logits = getattr(output, "logits", None)
     values = _tensor_of(output) if logits is None else logits
-    mask = row_mask(model, row)
-    if mask is not None and values.shape[:2] == mask.shape:
-        values = values[mask]
+    values = unmasked(values, row_mask(model, row))
     loss = drawn_label_loss(values, logits is not None, generator)
     return loss, values[..., 0].numel()
-
-
-def _wide(values: Tensor) -> Tensor:
-    return values.reshape(-1, values.shape[-1]).to(torch.promote_types(values.dtype, torch.float32))
 
 
 def _tensor_of(output: Any) -> Tensor:

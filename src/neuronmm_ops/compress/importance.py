@@ -1,7 +1,6 @@
 """Weights that make losses of different matrices comparable."""
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -11,36 +10,19 @@ from neuronmm_ops.compress.batches import Batch, single_rows
 from neuronmm_ops.compress.calibrate import Progress, eval_mode, fast_products
 from neuronmm_ops.compress.config import SVDConfig
 from neuronmm_ops.compress.gradients import next_token_loss
+from neuronmm_ops.compress.nested import Nested
 from neuronmm_ops.errors import NonFiniteError
-from neuronmm_ops.nn.dense_linear import DenseLinear, dense_linear
+from neuronmm_ops.nn.dense_linear import DenseLinear, as_dense_linear
 
 # A probe's tokens: each matrix is probed once, all in the time of so many tokens each.
 PROBE_TOKENS = 4096
-
-
-class Losses(Protocol):
-    """Nested factors and their losses, as `pipeline.Nested` has them."""
-
-    @property
-    def spectrum(self) -> Tensor:
-        """`[min(K, N)]`, the loss avoided by each rank."""
-        ...
-
-    @property
-    def is_here(self) -> bool:
-        """Whether this worker holds the factors."""
-        ...
-
-    def truncate(self, rank: int) -> tuple[Tensor, Tensor]:
-        """Return `u[K, rank]` and `v[rank, N]`."""
-        ...
 
 
 def weights_of(
     model: nn.Module,
     config: SVDConfig,
     linears: Mapping[str, DenseLinear],
-    found: Mapping[str, Losses],
+    found: Mapping[str, Nested],
     gradients: Mapping[str, Tensor],
     batches: Sequence[Batch],
     progress: Progress | None = None,
@@ -51,7 +33,7 @@ def weights_of(
         model: still dense.
         config: whose `weighs_by` says how.
         linears: by name.
-        found: the factors of each, and their losses.
+        found: the factors of each, and what their ranks lose.
         gradients: `scale` of each, for weights by gradient.
         batches: of calibration, for weights by perplexity.
         progress: told of the probes.
@@ -61,7 +43,7 @@ def weights_of(
     if config.weighs_by == "gradient":
         return {name: float(gradients[name]) for name in found}
     if config.weighs_by == "error":
-        energies = {name: float(losses.spectrum.sum()) for name, losses in found.items()}
+        energies = {name: float(nested.spectrum.sum()) for name, nested in found.items()}
         return {name: 1 / energy if energy > 0 else 0.0 for name, energy in energies.items()}
     probed = {
         name: config.rank(linears[name].in_features, linears[name].out_features) or config.block
@@ -72,8 +54,8 @@ def weights_of(
     # A matrix whose loss did not grow measurably weighs as little as the least that was measured.
     least = min((value for value in added.values() if value > 0), default=1.0)
     weights: dict[str, float] = {}
-    for name, losses in found.items():
-        lost = float(losses.spectrum[probed[name] :].sum())
+    for name, nested in found.items():
+        lost = float(nested.spectrum[probed[name] :].sum())
         weights[name] = max(added[name], least) / lost if lost > 0 else 0.0
     return weights
 
@@ -102,8 +84,7 @@ def probe(
     with eval_mode(model), fast_products(model):
         dense = _mean_loss(model, rows)
         for name, (u, v) in factors.items():
-            linear = dense_linear(model.get_submodule(name))
-            assert linear is not None
+            linear = as_dense_linear(model.get_submodule(name))
             weight = linear.stored.data
             try:
                 product = (u.to(weight) @ v.to(weight)).contiguous()

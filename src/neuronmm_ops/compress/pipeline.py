@@ -2,10 +2,9 @@
 
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from neuronmm_ops.compress import workers
 from neuronmm_ops.compress.allocate import Matrix, Rank
@@ -15,11 +14,11 @@ from neuronmm_ops.compress.calibrate import Progress, collect_moments
 from neuronmm_ops.compress.config import SVDConfig
 from neuronmm_ops.compress.coverage import left_dense, warn_of_coverage
 from neuronmm_ops.compress.drift import follow_drift
-from neuronmm_ops.compress.factorization import Gradient, SecondMoment, Side
-from neuronmm_ops.compress.factorize import check_finite, factorize, moment_side
+from neuronmm_ops.compress.factorization import SecondMoment
 from neuronmm_ops.compress.gradients import collect_gradients
 from neuronmm_ops.compress.importance import weights_of
 from neuronmm_ops.compress.methods import METHODS
+from neuronmm_ops.compress.nested import Nested, gradient_kinds, known_to_all, moment_sides
 from neuronmm_ops.compress.record import attach, dense_parameters
 from neuronmm_ops.compress.report import CompressionReport, LayerReport, provenance_of
 from neuronmm_ops.compress.targets import Selection, select_targets
@@ -96,89 +95,17 @@ def compress_(
     losses = {name: found[name].relative_loss(rank) for name, rank in bought.items()}
     if METHODS[config.method].follows_drift:
         factors, losses = follow_drift(model, config.method, factors, batches, progress)
-    parameters = dense_parameters(model)
-    report = CompressionReport(
-        config=config,
-        layers=tuple(layer_reports(selection, limits, ranks, losses)),
-        calibration=describe_batches(batches) if batches else None,
-        provenance=provenance_of(model),
-        model_parameters=parameters,
-        left_dense=left_dense(model, config, selection, parameters),
-    )
+    report = report_of_layers(model, config, selection, limits, ranks, losses, batches)
     swap_modules_(model, factors)
     attach(model, report)
     return report
-
-
-@dataclass(frozen=True)
-class Nested:
-    """Factors of the largest rank that a layer may get, in the weight's dtype, and their losses.
-
-    Attributes:
-        factors: `u[K, R]`, `v[R, N]`; None where another worker holds them.
-        spectrum: `[min(K, N)]`, fp64, per calibration token unless the method is `plain`.
-        scores: `[min(K, N)]`, fp64, of `zero-sum` only.
-    """
-
-    factors: tuple[Tensor, Tensor] | None
-    spectrum: Tensor
-    scores: Tensor | None
-
-    @property
-    def is_here(self) -> bool:
-        """Whether this worker holds the factors."""
-        return self.factors is not None
-
-    @classmethod
-    def of(
-        cls,
-        name: str,
-        weight: Tensor,
-        config: SVDConfig,
-        moment: SecondMoment | None,
-        gradient: Tensor | None,
-        rank: int,
-    ) -> "Nested":
-        """Factor one layer's weight `[N, K]`; raise NonFiniteError with the layer's name."""
-        method = first_method(config)
-        wanted = gradient if METHODS[method].gradient else None
-        factorization = factorize(weight, method, moment, rank, gradient=wanted)
-        u, v = (factor.to(weight.dtype) for factor in factorization.truncate(rank))
-        check_finite(name, u, v, "compress the model in a wider dtype")
-        tokens = 1 if moment is None or METHODS[method].is_loss else max(1, moment.tokens)
-        scores = factorization.scores
-        scores = None if scores is None else scores.cpu()
-        return cls((u, v), factorization.spectrum.cpu() / tokens, scores)
-
-    def truncate(self, rank: int) -> tuple[Tensor, Tensor]:
-        """Return the factors of a smaller rank, `u[K, rank]`, `v[rank, N]`."""
-        assert self.factors is not None
-        u, v = self.factors
-        return u[:, :rank], v[:rank]
-
-    def relative_loss(self, rank: int | None) -> float:
-        """Return the loss of a rank as a fraction of the energy, in [0, 1]."""
-        energy = float(self.spectrum.sum())
-        return float(self.spectrum[rank:].sum()) / energy if rank and energy > 0 else 0.0
-
-
-def known_to_all(own: Mapping[str, Nested], names: Iterable[str]) -> dict[str, Nested]:
-    """Return what all workers have found, in the order of `names`: of others' the losses alone."""
-    losses = workers.gather_names({n: (found.spectrum, found.scores) for n, found in own.items()})
-    return {name: own.get(name) or Nested(None, *losses[name]) for name in names}
-
-
-def first_method(config: SVDConfig) -> str:
-    """Return the method of the factors that ranks are allocated by."""
-    # What a compressed prefix will do is not known before its ranks are.
-    return "swift" if METHODS[config.method].follows_drift else config.method
 
 
 def rank_limits(config: SVDConfig, linears: Mapping[str, DenseLinear]) -> dict[str, Rank]:
     """Return the largest rank that each layer may get; None where it can only stay dense."""
     limits: dict[str, Rank] = {}
     for name, linear in linears.items():
-        bounds = ratio_bounds(config, name) or (0.0, 1.0)
+        bounds = ratio_bounds(config, name)
         K, N = linear.in_features, linear.out_features
         if config.allocation == "uniform":
             limits[name] = config.rank(K, N, bounds)
@@ -186,14 +113,6 @@ def rank_limits(config: SVDConfig, linears: Mapping[str, DenseLinear]) -> dict[s
             ranks = Matrix(K, N, torch.zeros(0), 1.0, *bounds).ranks(config.block)
             limits[name] = max((rank for rank in ranks if rank is not None), default=None)
     return limits
-
-
-def gradient_kinds(config: SVDConfig, linears: Mapping[str, DenseLinear]) -> dict[str, Gradient]:
-    """Return the gradient statistic that each layer needs; empty where none does."""
-    wanted = METHODS[first_method(config)].gradient
-    if wanted:
-        return {n: wanted(m.in_features, m.out_features) for n, m in linears.items()}
-    return dict.fromkeys(linears, "scale") if config.weighs_by == "gradient" else {}
 
 
 def choose_ranks(
@@ -206,7 +125,7 @@ def choose_ranks(
     matrices: dict[str, Matrix] = {}
     for name, nested in found.items():
         K, N = linears[name].in_features, linears[name].out_features
-        bounds = ratio_bounds(config, name) or (0.0, 1.0)
+        bounds = ratio_bounds(config, name)
         matrices[name] = Matrix(K, N, nested.spectrum, weights[name], *bounds, scores=nested.scores)
     dtypes = {
         n: (name_of(linears[n].weight.dtype), linears[n].weight.element_size()) for n in found
@@ -255,11 +174,7 @@ def _moments(
     batches: Sequence[Batch],
     progress: Progress | None,
 ) -> Iterator[tuple[str, SecondMoment | None]]:
-    sides: dict[str, Side] = {}
-    for name, linear in linears.items():
-        side = moment_side(first_method(config), linear.in_features, linear.out_features)
-        if side is not None:
-            sides[name] = side
+    sides = moment_sides(config, linears)
     if not sides:
         yield from ((name, None) for name in linears)
         return
@@ -282,7 +197,38 @@ def warn_if_few(tokens: int, linears: Mapping[str, DenseLinear], stacklevel: int
         )
 
 
-def layer_reports(
+def report_of_layers(
+    model: nn.Module,
+    config: SVDConfig,
+    selection: Selection,
+    limits: Mapping[str, Rank],
+    ranks: Mapping[str, Rank],
+    losses: Mapping[str, float],
+    batches: Sequence[Batch],
+) -> CompressionReport:
+    """Return what `compress_` reports.
+
+    Args:
+        model: still dense.
+        config: the config used.
+        selection: the targeted layers, and those among them that are kept.
+        limits: the largest rank that each layer might get, as `rank_limits` says.
+        ranks: of each layer.
+        losses: the relative loss of each layer that gets a rank.
+        batches: of calibration; none where the config needs none.
+    """
+    parameters = dense_parameters(model)
+    return CompressionReport(
+        config=config,
+        layers=tuple(_layer_reports(selection, limits, ranks, losses)),
+        calibration=describe_batches(batches) if batches else None,
+        provenance=provenance_of(model),
+        model_parameters=parameters,
+        left_dense=left_dense(model, config, selection, parameters),
+    )
+
+
+def _layer_reports(
     selection: Selection,
     limits: Mapping[str, Rank],
     ranks: Mapping[str, Rank],

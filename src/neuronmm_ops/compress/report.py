@@ -3,7 +3,7 @@
 import platform
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from importlib.metadata import version
 from typing import Any, Self
 
@@ -173,6 +173,19 @@ class CompressionReport:
             return None
         removed = sum(layer.K * layer.N - layer.parameters for layer in self.layers)
         return removed / self.model_parameters
+
+    def with_run(self, calibration: Mapping[str, Any], compute_dtype: str) -> Self:
+        """Return the report with what `hf.compress` knows besides.
+
+        Args:
+            calibration: options of the calibration, added where there was one.
+            compute_dtype: name of the dtype that was computed in.
+        """
+        return replace(
+            self,
+            calibration=self.calibration and {**self.calibration, **calibration},
+            provenance={**self.provenance, "compute_dtype": compute_dtype},
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as a JSON-compatible dict."""

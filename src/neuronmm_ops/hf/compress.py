@@ -74,7 +74,10 @@ def compress(
         stream: hold one decoder layer in memory at a time, and go on where a killed run of the same
             has stopped: what it has done is beside the output, in `.NAME.stream`. Files of weights
             are no larger than a layer.
-        progress: called with (stage, done, total); stages are load, calibrate, factorize, save.
+        progress: called with (stage, done, total); stages are load, gradients (where a method or
+            its importance needs them), calibrate, factorize, probe (importance `perplexity`), drift
+            (method `drift`) and save. Where moments fill memory, calibrate and factorize take
+            turns; streamed, factorize calibrates too.
 
     Returns:
         What `compress_` reports, with the calibration's order, samples and seqlen, and the
@@ -128,15 +131,18 @@ def compress(
         taken = sum(len(batch) for batch in batches)
         calibration = {"order": order, "samples": taken, "seqlen": seqlen}
         blocks = CalibrationSource.of(text_path, text, samples, seqlen, order)
-    run = CompressionRun(
-        model=ModelSource.of(model),
-        config=config,
-        calibration=blocks,
-        dtype=dtype,
-        compute_dtype=name_of(compute),
-        device=str(place),
-        max_shard_size=max_shard_size,
-    )
+
+    def describe() -> CompressionRun:
+        return CompressionRun(
+            model=ModelSource.of(model),
+            config=config,
+            calibration=blocks,
+            dtype=dtype,
+            compute_dtype=name_of(compute),
+            device=str(place),
+            max_shard_size=max_shard_size,
+        )
+
     if checkpoint:
         return compress_stream(
             checkpoint,
@@ -145,16 +151,18 @@ def compress(
             target,
             calibration=calibration,
             tokenizer=tokenizer,
-            run=run,
+            run=describe(),
             compute=compute,
             device=place,
             force=force,
             max_shard_size=_bytes_of(max_shard_size),
             progress=tell,
         )
+    # Its hash reads every file of the model, and worker 0 alone writes it.
+    run = describe() if workers.index() == 0 else None
     with computing_in(loaded, compute):
         report = compress_(loaded, config, batches, progress)
-    report = _completed(report, loaded, calibration, compute)
+    report = _as_stored(report, loaded).with_run(calibration, name_of(compute))
 
     tell("save", 0, 1)
     workers.only_first(lambda: save(loaded, target, report, tokenizer, force, max_shard_size, run))
@@ -162,24 +170,14 @@ def compress(
     return report
 
 
-def _completed(
-    report: CompressionReport,
-    model: PreTrainedModel,
-    calibration: dict[str, Any],
-    compute: torch.dtype,
-) -> CompressionReport:
-    """Return the report with bytes as stored, the calibration's options and the compute dtype."""
+def _as_stored(report: CompressionReport, model: PreTrainedModel) -> CompressionReport:
+    """Return the report with bytes of the dtype that the model is in, not of that computed in."""
     modules = {**dense_linears(model), **low_rank_layers(model)}
     layers = tuple(
         LayerReport.of(layer.name, modules[layer.name], layer.r, layer.loss, layer.reason)
         for layer in report.layers
     )
-    return replace(
-        report,
-        layers=layers,
-        calibration=report.calibration and {**report.calibration, **calibration},
-        provenance={**report.provenance, "compute_dtype": name_of(compute)},
-    )
+    return replace(report, layers=layers)
 
 
 def _bytes_after(model: PreTrainedModel, config: SVDConfig) -> int:

@@ -16,6 +16,7 @@ from neuronmm_ops.kernels.planner.search import (
     plan_op,
     plan_part,
     plan_svd_mlp,
+    plan_svd_qkv,
     plan_xuv,
     plan_xw,
 )
@@ -30,6 +31,7 @@ __all__ = [
     "plan_op",
     "plan_part",
     "plan_svd_mlp",
+    "plan_svd_qkv",
     "plan_xuv",
     "plan_xw",
     "source_fingerprint",

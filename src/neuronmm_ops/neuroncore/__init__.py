@@ -10,32 +10,24 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from neuronmm_ops.hardware import MACHINES, Machine
     from neuronmm_ops.neuroncore import collectives, isa, language
-    from neuronmm_ops.neuroncore.checks.base import NkiValidationError
+    from neuronmm_ops.neuroncore.boundary import PerRank, TensorSpec
+    from neuronmm_ops.neuroncore.checks.base import NkiValidationError, NkiWarning
     from neuronmm_ops.neuroncore.checks.lint import LintError, lint
-    from neuronmm_ops.neuroncore.kernel import (
-        Kernel,
-        PerRank,
-        Simulation,
-        TensorSpec,
-        as_nki,
-        jit,
-        simulate,
-    )
+    from neuronmm_ops.neuroncore.kernel import Kernel, Simulation, as_nki, jit, simulate
     from neuronmm_ops.neuroncore.profile.profile import Profile
 
 _HOMES = {
     "neuronmm_ops.hardware": ("MACHINES", "Machine"),
-    "neuronmm_ops.neuroncore.checks.base": ("NkiValidationError",),
-    "neuronmm_ops.neuroncore.kernel": (
-        *("Kernel", "PerRank", "Simulation", "TensorSpec", "as_nki", "jit", "simulate"),
-    ),
+    "neuronmm_ops.neuroncore.checks.base": ("NkiValidationError", "NkiWarning"),
+    "neuronmm_ops.neuroncore.boundary": ("PerRank", "TensorSpec"),
+    "neuronmm_ops.neuroncore.kernel": ("Kernel", "Simulation", "as_nki", "jit", "simulate"),
     "neuronmm_ops.neuroncore.checks.lint": ("LintError", "lint"),
     "neuronmm_ops.neuroncore.profile.profile": ("Profile",),
 }
 __all__ = [
-    "MACHINES", "Kernel", "LintError", "Machine", "NkiValidationError", "PerRank", "Profile",
-    "Simulation", "TensorSpec", "as_nki", "collectives", "isa", "jit", "language", "lint",
-    "simulate",
+    "MACHINES", "Kernel", "LintError", "Machine", "NkiValidationError", "NkiWarning", "PerRank",
+    "Profile", "Simulation", "TensorSpec", "as_nki", "collectives", "isa", "jit", "language",
+    "lint", "simulate",
 ]  # fmt: skip
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import gc
 import inspect
 import sys
 import types
@@ -14,45 +13,23 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import numpy as np
+from threadpoolctl import ThreadpoolController
 
-from neuronmm_ops.hardware import MODELS, Model, resolve_target
-from neuronmm_ops.neuroncore import dtypes
+from neuronmm_ops.hardware import DMA_MODELS, MODELS, DmaModel, Model, resolve_target
 from neuronmm_ops.neuroncore import language as nl
-from neuronmm_ops.neuroncore.checks.base import refuse
-from neuronmm_ops.neuroncore.checks.tensors import shape_of
-from neuronmm_ops.neuroncore.core import Follow, KernelRun, SimulatedCore, running
+from neuronmm_ops.neuroncore.boundary import Boundary, on_core
+from neuronmm_ops.neuroncore.checks.base import note, refuse, wrong_call
+from neuronmm_ops.neuroncore.checks.races import check_races
+from neuronmm_ops.neuroncore.collector import no_collection
+from neuronmm_ops.neuroncore.core import Follow, KernelRun, SimulatedCore, Uninitialised, running
 from neuronmm_ops.neuroncore.dtypes import DType
-from neuronmm_ops.neuroncore.memory.storage import Storage
-from neuronmm_ops.neuroncore.memory.tensor import NkiTensor
+from neuronmm_ops.neuroncore.memory.liveness import CapacityError, CapacityPolicy
 from neuronmm_ops.neuroncore.profile.profile import Profile
 from neuronmm_ops.neuroncore.timing.edges import Edges, apply_edges, edges_of
+from neuronmm_ops.neuroncore.timing.order import order_to_fit
 from neuronmm_ops.neuroncore.timing.schedule import schedule
 
 Mode = Literal["execute", "trace"]
-
-
-@dataclass(frozen=True)
-class TensorSpec:
-    """An argument of which only shape and dtype are given, for mode="trace"."""
-
-    shape: tuple[int, ...]
-    dtype: DType
-
-
-@dataclass(frozen=True)
-class PerRank:
-    """An argument of `simulate(..., ranks=)` that each rank has its own of, in order of ranks."""
-
-    values: Sequence[Any]
-
-    def of(self, name: str, rank: int, ranks: int | None) -> Any:
-        """The rank's own. Raises ValueError where there is not one for each."""
-        if ranks is None or len(self.values) != ranks:
-            raise ValueError(
-                f"argument {name} is a PerRank of {len(self.values)} values; "
-                f"{'set ranks=' if ranks is None else f'there are {ranks} ranks'}"
-            )
-        return self.values[rank]
 
 
 @dataclass(frozen=True)
@@ -101,16 +78,18 @@ class Kernel:
 
 
 def jit(fn: Callable[..., Any] | None = None, **kwargs: Any) -> Any:
-    """Make a function a kernel. `mode=` is accepted and ignored, as NKI 0.3 and later do."""
-    unknown = set(kwargs) - {"mode"}
-    if unknown:
+    """Make a function a kernel. Options of the compiler (`**kwargs`) are without effect here.
+
+    Raises TypeError for `platform_target`, an error since NKI 0.3 (migration guide).
+    """
+    if "platform_target" in kwargs:
         raise TypeError(
-            f"nki.jit takes no {', '.join(sorted(unknown))}; set the target by "
-            "NEURON_PLATFORM_TARGET_OVERRIDE or neuroncore.simulate(target=)"
+            "nki.jit takes no platform_target; set NEURON_PLATFORM_TARGET_OVERRIDE or "
+            "neuroncore.simulate(target=)"
         )
-    if fn is None:
-        return jit
-    return Kernel(fn)
+    if unknown := set(kwargs) - {"mode"}:
+        note(f"nki.jit: {', '.join(sorted(unknown))} has no effect on the simulated core")
+    return jit if fn is None else Kernel(fn)
 
 
 def run(
@@ -121,15 +100,27 @@ def run(
     target: str | None = None,
     mode: Mode = "execute",
     model: Model = "calibrated",
+    dma_model: DmaModel = "transfers",
+    cores_busy: int = 1,
     seed: int = 0,
     ranks: int | None = None,
     follow: Follow = "documentation",
+    uninitialised: Uninitialised = "partial",
+    capacity: CapacityPolicy = "raise",
 ) -> Simulation:
     """Run a kernel and schedule what it issued. See `simulate`."""
     if mode not in ("execute", "trace"):
         raise ValueError(f'mode must be "execute" or "trace"; got {mode!r}')
     if model not in MODELS:
         raise ValueError(f"model must be one of {', '.join(MODELS)}; got {model!r}")
+    if dma_model not in DMA_MODELS:
+        raise ValueError(f"dma_model must be one of {', '.join(DMA_MODELS)}; got {dma_model!r}")
+    if uninitialised not in get_args(Uninitialised):
+        raise ValueError(
+            f"uninitialised must be one of {get_args(Uninitialised)}; got {uninitialised!r}"
+        )
+    if capacity not in get_args(CapacityPolicy):
+        raise ValueError(f"capacity must be one of {get_args(CapacityPolicy)}; got {capacity!r}")
     if type(kernel).__module__.partition(".")[0] == "nki":
         raise TypeError(
             f"the simulated core runs functions and kernels of neuroncore.jit, got {kernel!r}, "
@@ -140,9 +131,10 @@ def run(
     if ranks is not None and (not isinstance(ranks, int) or ranks < 1):
         raise ValueError(f"ranks must be a positive number of ranks, or None; got {ranks!r}")
     kernel = kernel if isinstance(kernel, Kernel) else Kernel(kernel)
-    machine, execute = resolve_target(target), mode == "execute"
-    launch = KernelRun(machine, execute, kernel.lnc, seed, ranks or 1, follow)
-    boundaries = [_Boundary(launch, rank, ranks is not None) for rank in range(launch.ranks)]
+    machine = resolve_target(target).under(dma_model).with_cores_busy(cores_busy)
+    policies = (follow, uninitialised)
+    launch = KernelRun(machine, mode == "execute", kernel.lnc, seed, ranks or 1, *policies)
+    boundaries = [Boundary(launch, rank, ranks is not None) for rank in range(launch.ranks)]
     signature = inspect.signature(kernel.func)
     bound = signature.bind(*args, **kwargs)
     bound.apply_defaults()
@@ -150,165 +142,44 @@ def run(
     inputs = [{name: b.enter(name, value) for name, value in given} for b in boundaries]
 
     def body(core: SimulatedCore) -> Any:
-        own = {name: _on_core(core, value) for name, value in inputs[core.rank].items()}
+        own = {name: on_core(core, value) for name, value in inputs[core.rank].items()}
         call = inspect.BoundArguments(signature, OrderedDict(own))
         return kernel.func(*call.args, **call.kwargs)
 
-    with _no_collection(), np.errstate(all="ignore"):
-        results = launch.run(body)
+    with no_collection(), _blas().limit(limits=1, user_api="blas"), np.errstate(all="ignore"):
+        try:
+            results = launch.run(body)
+        except (AttributeError, TypeError) as error:
+            wrong_call(error)
+            raise
+        if kernel.lnc == 2:
+            for first in range(0, len(launch.cores), 2):
+                check_races(*[core.trace for core in launch.cores[first : first + 2]])
         for boundary in boundaries:
             boundary.write_back()
         outputs = [b.leave(results[b.rank * kernel.lnc]) for b in boundaries]
         for core in launch.cores:
             apply_edges(core.trace, kernel.schedule)
-        profile = Profile(kernel.func.__name__, launch, schedule(launch, model))
+        try:
+            times = schedule(launch, model)
+        except CapacityError:
+            for core in launch.cores:
+                order_to_fit(core.trace, machine)
+            launch.capacity = capacity
+            times = schedule(launch, model)
+        profile = Profile(kernel.func.__name__, launch, times)
     return Simulation(outputs[0] if ranks is None else tuple(outputs), profile)
 
 
-class _Boundary:
-    """A rank's arguments from outside become HBM tensors, and outputs become their kind.
-
-    Of `many` ranks each gets a copy of an array that is given to all.
-    """
-
-    def __init__(self, launch: KernelRun, rank: int, many: bool) -> None:
-        self.launch, self.rank, self.many = launch, rank, many
-        self.torch = False
-        self._copied: list[tuple[np.ndarray, Storage]] = []
-
-    def enter(self, name: str, value: Any) -> Any:
-        """An argument as the kernel sees it: storages for arrays, the rest unchanged."""
-        own = isinstance(value, PerRank) or not self.many
-        if isinstance(value, PerRank):
-            value = value.of(name, self.rank, self.launch.ranks if self.many else None)
-        if isinstance(value, tuple):
-            return tuple([self.enter(f"{name}{i}", v) for i, v in enumerate(value)])
-        if isinstance(value, dict):
-            return {key: self.enter(f"{name}.{key}", v) for key, v in value.items()}
-        if isinstance(value, TensorSpec):
-            if self.launch.execute:
-                raise ValueError(
-                    f'argument {name} is a TensorSpec without values; use mode="trace" or an array'
-                )
-            return self._storage(name, tuple(value.shape), dtypes.dtype_of(value.dtype))
-        if type(value).__module__.partition(".")[0] == "torch" and hasattr(value, "data_ptr"):
-            self.torch = True
-            value = _torch_array(name, value)
-        if isinstance(value, np.ndarray):
-            return self._array(name, value if own else value.copy())
-        if isinstance(value, list):
-            raise TypeError(f"argument {name} is a list; kernels take tuples, which are hashable")
-        return value
-
-    def _storage(self, name: str, shape: tuple[int, ...], dtype: DType) -> Storage:
-        layout = self.launch.layout(shape_of(shape), dtype, nl.shared_hbm)
-        storage = Storage(layout, name)
-        storage.initialised = True
-        return storage
-
-    def _array(self, name: str, array: np.ndarray) -> Storage:
-        dtype = dtypes.from_numpy(array.dtype)
-        storage = self._storage(name, array.shape, dtype)
-        if not self.launch.execute:
-            return storage
-        if dtype.is_float and not self.launch.precise:
-            values = dtypes.to_fp32(array, dtype).copy()
-            storage.store = values.dtype
-            self._copied.append((array, storage))
-        else:
-            values = array
-            if not array.flags.c_contiguous:
-                values = np.ascontiguousarray(array)
-                self._copied.append((array, storage))
-        if not values.flags.writeable:
-            values = values.copy()
-        storage.data = values.reshape(-1).view(np.uint8)
-        return storage
-
-    def write_back(self) -> None:
-        """Inputs that had to be copied get what the kernel wrote into them."""
-        for array, storage in self._copied:
-            if array.flags.writeable:
-                array[...] = self._values(storage)
-
-    def _values(self, storage: Storage) -> np.ndarray:
-        assert storage.data is not None
-        values = storage.data.view(storage.store).reshape(storage.layout.shape)
-        dtype = storage.layout.dtype
-        return values if values.dtype == dtype.numpy else dtypes.from_fp32(values, dtype)
-
-    def leave(self, result: Any) -> Any:
-        """The kernel's result as arrays, torch tensors or specs."""
-        if result is None:
-            return None
-        many = isinstance(result, tuple | list)
-        tensors: list[NkiTensor] = list(result) if many else [result]
-        for t in tensors:
-            if getattr(t, "buffer", None) is not nl.shared_hbm:
-                refuse(
-                    f"kernel output {t!r} must be a tensor in nl.shared_hbm; "
-                    "allocate it with buffer=nl.shared_hbm and dma_copy the result into it"
-                )
-        found = tuple([self._output(t) for t in tensors])
-        return found if many else found[0]
-
-    def _output(self, t: NkiTensor) -> Any:
-        if not self.launch.execute:
-            return TensorSpec(t.shape, t.dtype)
-        storage = t.storage
-        if storage.store == storage.layout.dtype.numpy:
-            values = t.geometry.array(storage)
-        else:
-            values = dtypes.from_fp32(t.geometry.array(storage), t.dtype)
-        return _torch_tensor(values) if self.torch else values
+def _blas() -> ThreadpoolController:
+    """NumPy's BLAS: a tile is too small for a second thread, whose start costs more than it."""
+    return _blas_of(len(sys.modules))
 
 
-def _on_core(core: SimulatedCore, value: Any) -> Any:
-    if isinstance(value, Storage):
-        return core.adopt(value)
-    if isinstance(value, tuple):
-        return tuple([_on_core(core, v) for v in value])
-    if isinstance(value, dict):
-        return {key: _on_core(core, v) for key, v in value.items()}
-    return value
-
-
-def _torch_array(name: str, tensor: Any) -> np.ndarray:
-    """A CPU torch tensor's memory as an array; bfloat16 and fp8 through their bits."""
-    if tensor.device.type != "cpu":
-        raise ValueError(
-            f"argument {name} is on {tensor.device}; the simulated core takes CPU tensors"
-        )
-    tensor = tensor.detach()
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    if dtype.startswith(("bfloat16", "float8")):
-        torch = sys.modules["torch"]  # imported by whoever made the tensor: not needed otherwise
-        bits = torch.int16 if tensor.element_size() == 2 else torch.uint8
-        return tensor.view(bits).numpy().view(dtypes.dtype_of(dtype).numpy)
-    return tensor.numpy()
-
-
-def _torch_tensor(values: np.ndarray) -> Any:
-    torch = sys.modules["torch"]
-    if values.dtype.kind in "fiub" and values.dtype.isbuiltin == 1:
-        return torch.from_numpy(np.ascontiguousarray(values))
-    bits = np.int16 if values.dtype.itemsize == 2 else np.uint8
-    name = dtypes.from_numpy(values.dtype)
-    if not hasattr(torch, str(name)):
-        raise TypeError(f"torch has no {name}; give the kernel NumPy arrays, or cast its output")
-    return torch.from_numpy(np.ascontiguousarray(values).view(bits)).view(getattr(torch, str(name)))
-
-
-@contextmanager
-def _no_collection() -> Generator[None]:
-    """A trace makes many objects and no cycles: the collector would only walk them."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
+@functools.lru_cache(maxsize=1)
+def _blas_of(modules: int) -> ThreadpoolController:
+    """Looked for again where so many modules are no longer all: SciPy brings a BLAS of its own."""
+    return ThreadpoolController()
 
 
 def simulate(
@@ -317,9 +188,13 @@ def simulate(
     target: str | None = None,
     mode: Mode = "execute",
     model: Model = "calibrated",
+    dma_model: DmaModel = "transfers",
+    cores_busy: int = 1,
     seed: int = 0,
     ranks: int | None = None,
     follow: Follow = "documentation",
+    uninitialised: Uninitialised = "partial",
+    capacity: CapacityPolicy = "raise",
     **kwargs: Any,
 ) -> Any:
     """Run a kernel on the simulated NeuronCore.
@@ -335,16 +210,27 @@ def simulate(
         mode: "execute" computes values; "trace" computes none, so that full sizes take seconds.
         model: "calibrated" adds the fitted matmul overhead to the documented costs;
             "stationary_reuse", a what-if, only where the stationary operand changes.
+        dma_model: what small DMAs cost, one of `hardware.DMA_MODELS`; the profile has the range of
+            all of them.
+        cores_busy: NeuronCores of the chip that share its HBM while this one runs.
         seed: of the random number generators of the core.
         ranks: run the kernel on so many ranks, which meet in `nki.collectives`; arguments that
             differ between them are `PerRank`, and the others are copied for each.
         follow: "documentation", or "kernels" where AWS's public kernels contradict it
             (`quantize_mx`, `topk`).
+        uninitialised: what a read of elements that were never written does. "partial" refuses a
+            read of nothing else, and warns where a part of it was written; "raise" refuses both,
+            "warn" neither. Such elements hold NaN (floats) or 4 (integers).
+        capacity: "raise" refuses tensors that do not fit SBUF or PSUM; "warn" goes on as if they
+            did, to explore: the times are then those of a larger memory.
 
+    What runs here but the documentation refuses or leaves undefined is an `NkiWarning`.
     Raises NkiValidationError where the kernel breaks a rule, ValueError for bad arguments.
     """
     options = {"target": target, "mode": mode, "model": model, "seed": seed}
-    bound = functools.partial(run, kernel, ranks=ranks, follow=follow, **options)
+    options |= {"dma_model": dma_model, "cores_busy": cores_busy, "ranks": ranks}
+    options |= {"follow": follow, "uninitialised": uninitialised, "capacity": capacity}
+    bound = functools.partial(run, kernel, **options)
     if args or kwargs:
         return bound(args, kwargs)
     return lambda *args, **kwargs: bound(args, kwargs).outputs
@@ -372,6 +258,7 @@ def as_nki() -> Generator[types.ModuleType]:
     parts = {"language": nl, "isa": isa, "typing": nt, "collectives": collectives}
     vars(package).update(parts, jit=jit, simulate=simulate, dtype=DType)
     modules = {"nki": package, **{f"nki.{name}": part for name, part in parts.items()}}
+    modules["nki.isa.constants"] = isa.constants
     sys.modules.update(modules)
     try:
         yield package

@@ -5,7 +5,7 @@ The functions of `elementary` (`nl.add`, `nl.exp`, ...) are also the operator to
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from neuronmm_ops.neuroncore import dtypes
 from neuronmm_ops.neuroncore.checks.base import refuse
 from neuronmm_ops.neuroncore.isa.elementwise import memset
 from neuronmm_ops.neuroncore.isa.register import VirtualRegister
+from neuronmm_ops.neuroncore.loops import dynamic_range, fori_loop, while_loop
 from neuronmm_ops.neuroncore.memory.indexing import DynamicSlice
 from neuronmm_ops.neuroncore.memory.storage import MemoryRegion, Storage
 from neuronmm_ops.neuroncore.memory.tensor import NkiTensor
@@ -218,46 +219,16 @@ def affine_range(start: int, stop: int | None = None, step: int = 1) -> range:
 sequential_range = static_range = affine_range
 
 
-def dynamic_range(
-    start: int | VirtualRegister, stop: int | VirtualRegister | None = None, step: int = 1
-) -> range:
-    """Deprecated: a loop whose bounds may be registers; use `fori_loop`."""
-    bounds = (0, start) if stop is None else (start, stop)
-    return range(_value(bounds[0]), _value(bounds[1]), step)
-
-
-def fori_loop(
-    lower: int | VirtualRegister,
-    upper: int | VirtualRegister,
-    body_fun: Callable[[VirtualRegister], None],
-    step: int = 1,
-) -> None:
-    """Call body_fun(i) for i from lower to upper, i a read-only register."""
-    if not isinstance(step, int) or step < 1:
-        refuse(f"nl.fori_loop: step must be a positive int; got {step!r}")
-    for i in range(_value(lower), _value(upper), step):
-        body_fun(VirtualRegister(i, frozen=True))
-
-
-def while_loop(
-    init: VirtualRegister, body_fun: Callable[[VirtualRegister], VirtualRegister]
-) -> None:
-    """While the register is not 0: register = body_fun(register)."""
-    register = init
-    while register.value != 0:
-        register = body_fun(register)
-        if not hasattr(register, "value"):
-            refuse(f"nl.while_loop: the body must return the condition register; got {register!r}")
-
-
-def _value(bound: int | VirtualRegister) -> int:
-    return bound.value if isinstance(bound, VirtualRegister) else bound
-
-
 @contextmanager
 def no_reorder() -> Generator[None]:
     """Keep program order inside the block; the simulated engines always do."""
-    yield
+    state = running.active("nl.no_reorder").state
+    outer = state.get("no_reorder", False)
+    state["no_reorder"] = True
+    try:
+        yield
+    finally:
+        state["no_reorder"] = outer
 
 
 def program_id(axis: int = 0) -> int:

@@ -62,6 +62,13 @@ def dense_linear(module: nn.Module) -> DenseLinear | None:
     return None
 
 
+def as_dense_linear(module: nn.Module) -> DenseLinear:
+    """Return a module that is known to be a linear layer as a `DenseLinear`."""
+    linear = dense_linear(module)
+    assert linear is not None, type(module).__name__
+    return linear
+
+
 def dense_linears(model: nn.Module) -> dict[str, DenseLinear]:
     """Return the model's linear layers by name."""
     found = {name: dense_linear(module) for name, module in model.named_modules()}

@@ -1,10 +1,10 @@
-"""The ops `neuronmm::xuv`, `neuronmm::svd_mlp` and `neuronmm::xw`. Imports torch only."""
+"""The ops `neuronmm::xuv`, `svd_mlp`, `svd_qkv` and `xw`. Imports torch only."""
 
 # The launchers of devices register their kernels.
 from neuronmm_ops.ops.backends import neuron as neuron
 from neuronmm_ops.ops.backends import xla as xla
 from neuronmm_ops.ops.backends.simulated import last_profile, use_impl
 from neuronmm_ops.ops.definitions.svd_mlp import ACTIVATIONS
-from neuronmm_ops.ops.functional import svd_mlp, xuv, xw
+from neuronmm_ops.ops.functional import svd_mlp, svd_qkv, xuv, xw
 
-__all__ = ["ACTIVATIONS", "last_profile", "svd_mlp", "use_impl", "xuv", "xw"]
+__all__ = ["ACTIVATIONS", "last_profile", "svd_mlp", "svd_qkv", "use_impl", "xuv", "xw"]

@@ -13,6 +13,7 @@ from neuronmm_ops.ops import register as register  # registers the ops
 _XUV = torch.ops.neuronmm.xuv.default
 _XW = torch.ops.neuronmm.xw.default
 _SVD_MLP = torch.ops.neuronmm.svd_mlp.default
+_SVD_QKV = torch.ops.neuronmm.svd_qkv.default
 
 
 def _call(op: Callable[..., Tensor], *args: Any) -> Tensor:
@@ -124,3 +125,37 @@ def svd_mlp(
         TypeError: dtypes or devices differ, or the dtype is not supported.
     """
     return _call(_SVD_MLP, x, u_gate, v_gate, u_up, v_up, u_down, v_down, activation)
+
+
+def svd_qkv(
+    x: Tensor,
+    u_query: Tensor,
+    v_query: Tensor,
+    u_key: Tensor,
+    v_key: Tensor,
+    u_value: Tensor,
+    v_value: Tensor,
+) -> Tensor:
+    """Low-rank projections of x to query, key and value as one op, `neuronmm::svd_qkv`.
+
+    One launch for three `xuv`, and x is read and transposed once. `torch.split` takes the result
+    apart without a copy: `query, key, value = y.split([N_query, N_key, N_value], dim=-1)`.
+
+    Args:
+        x: `[..., K]`; bf16, fp16 or fp32 (fp64 on CPU).
+        u_query: `[K, r_query]`, dtype and device of x, as all factors.
+        v_query: `[r_query, N_query]`.
+        u_key: `[K, r_key]`.
+        v_key: `[r_key, N_key]`.
+        u_value: `[K, r_value]`.
+        v_value: `[r_value, N_value]`.
+
+    Returns:
+        `[..., N_query + N_key + N_value]`, contiguous, dtype of x. Accumulated in fp32; each
+        `x @ u` is rounded once to x's dtype.
+
+    Raises:
+        ValueError: shapes do not fit.
+        TypeError: dtypes or devices differ, or the dtype is not supported.
+    """
+    return _call(_SVD_QKV, x, u_query, v_query, u_key, v_key, u_value, v_value)

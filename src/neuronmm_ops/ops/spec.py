@@ -57,7 +57,7 @@ class _EqualSizes(NamedTuple):
 class OpSpec:
     """The op `neuronmm::<name>`: everything but its kernels, which are in `kernels/<name>`.
 
-    K is the last dimension of x, N that of the result, `[..., N]`; ranks have lower-case names.
+    K is the last dimension of x; ranks have lower-case names.
 
     Attributes:
         name: of the op.
@@ -67,6 +67,7 @@ class OpSpec:
         backward: `(grad, needs, x, *factors, *choices)` to the gradients of x and the factors, for
             rows grad [M, N] and x [M, K]; None for each that `needs` does not want.
         choices: string arguments after the tensors, each with its values, the default first.
+        outputs: names of the sizes that lie side by side in the last dimension of the result.
     """
 
     name: str
@@ -74,6 +75,7 @@ class OpSpec:
     reference: Callable[..., Tensor]
     backward: Callable[..., tuple[Tensor | None, ...]]
     choices: Mapping[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
+    outputs: tuple[str, ...] = ("N",)
 
     # --- calls -----------------------------------------------------------------------------------
 
@@ -115,8 +117,8 @@ class OpSpec:
 
     def result_shape(self, tensors: Sequence[Any]) -> tuple[int, ...]:
         """The shape `[..., N]` of the result for the op's tensors."""
-        index, dim = self._first["N"]
-        return (*tensors[0].shape[:-1], tensors[index].shape[dim])
+        places = [self._first[name] for name in self.outputs]
+        return (*tensors[0].shape[:-1], sum([tensors[index].shape[dim] for index, dim in places]))
 
     def _dimensions(self) -> Iterator[tuple[str, int, int]]:
         """Each named size, the operand that has it, and its dimension, counted from the last."""

@@ -14,21 +14,21 @@ from neuronmm_ops.compress.allocate import Rank
 from neuronmm_ops.compress.batches import check_batches
 from neuronmm_ops.compress.calibrate import Progress
 from neuronmm_ops.compress.config import SVDConfig
-from neuronmm_ops.compress.coverage import left_dense, warn_of_coverage
+from neuronmm_ops.compress.coverage import warn_of_coverage
 from neuronmm_ops.compress.factorization import Gradient
 from neuronmm_ops.compress.factorize import gradient_shape
 from neuronmm_ops.compress.gradients import MAX_TOKENS
 from neuronmm_ops.compress.importance import weights_of
 from neuronmm_ops.compress.methods import METHODS
+from neuronmm_ops.compress.nested import gradient_kinds
 from neuronmm_ops.compress.pipeline import (
     check_budget,
     choose_ranks,
     describe_batches,
-    gradient_kinds,
-    layer_reports,
     rank_limits,
+    report_of_layers,
 )
-from neuronmm_ops.compress.record import attach, dense_parameters
+from neuronmm_ops.compress.record import attach
 from neuronmm_ops.compress.report import CompressionReport, provenance_of
 from neuronmm_ops.compress.targets import Selection, select_targets
 from neuronmm_ops.hf.provenance import CompressionRun, write_run
@@ -127,17 +127,8 @@ def compress_stream(
         low_rank = {name: rank for name, rank in ranks.items() if rank is not None}
 
         losses = {name: found[name].relative_loss(rank) for name, rank in low_rank.items()}
-        parameters = dense_parameters(model)
-        described = describe_batches(batches) if batches else None
-        provenance = {**provenance_of(model), "compute_dtype": name_of(compute)}
-        report = CompressionReport(
-            config=config,
-            layers=tuple(layer_reports(selection, limits, ranks, losses)),
-            calibration=described and {**described, **calibration},
-            provenance=provenance,
-            model_parameters=parameters,
-            left_dense=left_dense(model, config, selection, parameters),
-        )
+        report = report_of_layers(model, config, selection, limits, ranks, losses, batches)
+        report = report.with_run(calibration, name_of(compute))
         factors = {name: found[name].truncate(rank) for name, rank in low_rank.items()}
         swap_modules_(model, factors)
         attach(model, report)

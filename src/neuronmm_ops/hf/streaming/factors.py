@@ -8,12 +8,12 @@ from torch import Tensor, nn
 from neuronmm_ops.compress.calibrate import Progress, collect_moments
 from neuronmm_ops.compress.config import SVDConfig
 from neuronmm_ops.compress.factorization import SecondMoment, Side
-from neuronmm_ops.compress.factorize import moment_side
 from neuronmm_ops.compress.methods import METHODS
-from neuronmm_ops.compress.pipeline import Nested, check_weights, first_method, warn_if_few
+from neuronmm_ops.compress.nested import Nested, first_method, moment_sides
+from neuronmm_ops.compress.pipeline import check_weights, warn_if_few
 from neuronmm_ops.hf.streaming.sweep import Sweep
 from neuronmm_ops.hf.streaming.work import Work
-from neuronmm_ops.nn.dense_linear import DenseLinear, dense_linear
+from neuronmm_ops.nn.dense_linear import DenseLinear, as_dense_linear
 
 Ranks = Mapping[int, Mapping[str, int]]  # layer to name in the layer to the largest rank
 
@@ -35,7 +35,7 @@ def sweep_factors(
         ranks: the largest that each Linear may get.
         batches: token ids `[B, T]`; none for `plain`.
         work: holds `gradients-I` where the config needs gradients; what is there is not done again.
-        progress: told `("factorize", layers done, layers in all)`.
+        progress: told `("factorize", layers done, layers in all)` after each that was not done.
 
     Raises:
         NonFiniteError: a weight, an activation or a factor is NaN or Inf.
@@ -51,9 +51,9 @@ def sweep_factors(
                 passed.batches = len(batches) if follows_states else 0
                 passed.is_last = index == count - 1
                 _factor_layer(sweep, index, passed, ranks.get(index, {}), config, work)
+            progress("factorize", index + 1, count)
         work.drop(f"states-{index}")
         work.drop(f"gradients-{index}")
-        progress("factorize", index + 1, count)
     work.drop("states")
 
 
@@ -117,7 +117,7 @@ def _factor_layer(
 ) -> None:
     """Factor the Linears of a layer and keep what is found."""
     prefix = f"{sweep.stack.name}.{index}."
-    linears = {name: _linear(passed.layer, name) for name in ranks}
+    linears = {name: as_dense_linear(passed.layer.get_submodule(name)) for name in ranks}
     named = {prefix + name: linear for name, linear in linears.items()}
     check_weights(named)
     has_gradients = work.has(f"gradients-{index}")
@@ -148,21 +148,10 @@ def _factor_layer(
 def _moments(
     passed: _Pass, linears: Mapping[str, DenseLinear], config: SVDConfig
 ) -> Iterator[tuple[str, SecondMoment | None]]:
-    method = first_method(config)
-    sides: dict[str, Side] = {}
-    for name, linear in linears.items():
-        side = moment_side(method, linear.in_features, linear.out_features)
-        if side is not None:
-            sides[name] = side
+    sides = moment_sides(config, linears)
     yield from passed.moments(sides)
     if not sides:
         yield from ((name, None) for name in linears)
-
-
-def _linear(layer: nn.Module, name: str) -> DenseLinear:
-    linear = dense_linear(layer.get_submodule(name))
-    assert linear is not None
-    return linear
 
 
 def _embed(sweep: Sweep, batches: Sequence[Tensor], work: Work) -> None:

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from neuronmm_ops.compress.batches import single_rows
+from neuronmm_ops.compress.batches import single_rows, wide_rows
 from neuronmm_ops.compress.calibrate import Progress
 from neuronmm_ops.compress.factorization import Gradient
 from neuronmm_ops.compress.gradients import (
@@ -41,7 +41,7 @@ def sweep_gradients(
         kinds: layer to name to what to measure, as for `collect_gradients`.
         batches: token ids `[B, T]`.
         work: where hidden states and gradients are kept; what is there is not done again.
-        progress: told `("gradients", layers done, twice the layers)`.
+        progress: told `("gradients", layers done, twice the layers)` after each that was not done.
 
     Raises:
         NonFiniteError: the loss or a gradient is NaN or Inf.
@@ -61,7 +61,7 @@ def sweep_gradients(
         for index in reversed(range(first, count)):
             if not work.has(f"gradients-{index}"):
                 _backward(sweep, index, kinds.get(index, {}), tokens, work)
-            progress("gradients", 2 * count - index, 2 * count)
+                progress("gradients", 2 * count - index, 2 * count)
     work.drop("upstream")
     work.drop("rows")
 
@@ -79,7 +79,7 @@ def _forward(sweep: Sweep, rows: Rows, work: Work, progress: Progress) -> None:
                     check_weights({prefix + n: m for n, m in dense_linears(layer).items()})
                     states = sweep.states(work.load(f"rows-{index}"))
                     work.save(f"rows-{index + 1}", _numbered([sweep.run(index, x) for x in states]))
-            progress("gradients", index + 1, 2 * len(sweep))
+                progress("gradients", index + 1, 2 * len(sweep))
 
 
 def _start_backward(sweep: Sweep, rows: Rows, work: Work, by_labels: bool) -> None:
@@ -107,9 +107,8 @@ def _loss_gradient(
             logits = sweep.logits(part)
             if by_labels:
                 labels = ids[0, start + 1 : start + size + 1].to(logits.device)
-                wide = logits[0, : len(labels)]
-                wide = wide.to(torch.promote_types(wide.dtype, torch.float32))
-                loss = F.cross_entropy(wide, labels, reduction="sum")
+                rows = wide_rows(logits[0, : len(labels)])
+                loss = F.cross_entropy(rows, labels, reduction="sum")
             else:
                 # Draws go on where those of the part before have ended.
                 loss = drawn_label_loss(logits, is_logits=True, generator=generator)

@@ -6,6 +6,7 @@ modelled, in ns; SBUF is in bytes per partition.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from functools import cache, partial
 from typing import Literal, NamedTuple
@@ -38,12 +39,16 @@ BOTH, SCALAR, VECTOR = (Engine.VECTOR, Engine.SCALAR), (Engine.SCALAR,), (Engine
 
 
 class Tile(NamedTuple):
-    """Some K tiles: what TensorE does with them, their load or eviction, and their SBUF."""
+    """Some K tiles: what TensorE does with them, their load or eviction, and their SBUF.
+
+    `queue` loads them.
+    """
 
     k_tiles: int
     work_ns: float
     move_ns: float
     size: int
+    queue: str = ""
 
 
 class Sums:
@@ -55,6 +60,7 @@ class Sums:
         banks: of PSUM.
         parts: columns of each eviction, by `engines` in turns.
         matmuls: of a K tile; `ns`: their time.
+        queue: loads the weight.
     """
 
     def __init__(
@@ -65,8 +71,10 @@ class Sums:
         unit: int = PARTITIONS,
         step: int = 0,
         engines: tuple[Engine, ...] = BOTH,
+        queue: str = "w",
     ) -> None:
         machine = problem.machine
+        self.queue = queue
         step = step or tiling.matmul_columns(problem.M, machine.generation)
         self.engines = SCALAR if machine.shared_ports and engines == BOTH else engines
         tiles = tiling.SumTiling(columns, problem.M, machine.generation, unit, step)
@@ -142,7 +150,7 @@ class DecodeCosts:
         runs, run = (1, count * row) if s.adjoin and whole else (count, row)
         share = 1.0 if self.groups > 1 else columns / s.columns
         load = load_ns(self.machine, rows, run, runs)
-        return Tile(count, count * s.ns * share, load, count * row)
+        return Tile(count, count * s.ns * share, load, count * row, s.queue)
 
     def _steps(
         self,
@@ -242,6 +250,7 @@ def _stream(tiles: list[Tile]) -> Step:
         step.load_ns += tile.move_ns
         step.fills += tile.size
     step.frees = step.fills
+    step.queues = tuple(Counter([tile.queue for tile in tiles]).items())
     return step
 
 
@@ -316,14 +325,14 @@ class Stages:
     ) -> list[list[int]]:
         """As `stages.decode.project`; returns the K chunks of each rank."""
         if fuse:
-            fused = [self.costs.sums(r, r) for r in ranks]
+            fused = [self.costs.sums(r, r, queue=f"u{n}") for n, r in enumerate(ranks)]
             self._sum(chunks, source, fused)
             return [s.chunks for s in fused]
         found: list[list[int]] = []
-        for r in ranks:
+        for n, r in enumerate(ranks):
             found.append([])
             for columns in sizes(r, int(self.blocks["rank_block"])):
-                s = self.costs.sums(columns, r)
+                s = self.costs.sums(columns, r, queue=f"u{n}")
                 self._sum(chunks, source, [s])
                 found[-1].extend(s.chunks)
         return found
@@ -340,26 +349,35 @@ class Stages:
         add_ns = sum([evict_ns(machine, Engine.VECTOR, size) for size in parts])
         self.timeline.exchange(send_ns, add_ns)
 
-    def write(self, chunks: list[int], source: Source, resident: bool) -> None:
-        """As `stages.decode.write_block` for all blocks of the output."""
-        costs, N = self.costs, self.problem.N
+    def write(
+        self,
+        chunks: list[int],
+        source: Source,
+        resident: bool,
+        number: int = 0,
+    ) -> None:
+        """As `stages.decode.write_block` for all blocks of one of the problem's outputs."""
+        costs, outputs = self.costs, self.problem.outputs
+        N, first, last = outputs[number], number == 0, number + 1 == len(outputs)
         block, last_block = int(self.blocks["block"]), int(self.blocks["last_block"])
-        blocks = tiling.output_blocks(Span(0, self.own(N)), block, last_block)
+        blocks = tiling.output_blocks(Span(0, self.own(N)), block, last_block if last else 0)
         for i, columns in enumerate(blocks):
-            last = i + 1 == len(blocks)
-            s = costs.sums(columns.size, N, OUTPUT_UNIT, BANK_COLUMNS if last else 0)
-            size = s.width * costs.itemsize + 2 * s.row_bytes
+            ends = last and i + 1 == len(blocks)
+            s = costs.sums(columns.size, N, OUTPUT_UNIT, BANK_COLUMNS if ends else 0)
+            size = (s.columns if ends else s.width) * costs.itemsize + 2 * s.row_bytes
             self.hold(size)
-            self.run(chunks, source, s, first=i == 0, last=last)
+            self.run(chunks, source, s, first=first and i == 0, last=ends)
             self.hold(-size)
-            self.store(s)
+            self.store(s, tiling.groups_in_store(len(s.chunks)) if ends else 1)
             if resident:
                 source = "transposed"
 
-    def store(self, s: Sums) -> None:
-        """Store evicted sums, a PE column group at a time."""
-        costs, groups = self.costs, len(s.chunks)
-        ns = load_ns(costs.machine, costs.M, s.width * costs.itemsize)
+    def store(self, s: Sums, groups: int = 1) -> None:
+        """Store evicted sums, so many PE column groups by a DMA."""
+        costs, stores = self.costs, tiles_in(len(s.chunks), groups)
+        width = min(s.columns, groups * s.width)
+        ns = load_ns(costs.machine, costs.M, width * costs.itemsize)
         step = Step(0.0, store_ns=ns, hbm_bytes=costs.M * s.row_bytes)
-        step.instructions = groups
+        step.store_queue_ns = stores * costs.machine.dma.interval_ns
+        step.instructions = stores
         self._run([step])

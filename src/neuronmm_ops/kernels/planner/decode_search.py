@@ -48,6 +48,11 @@ def best_plans(
     return []
 
 
+def evaluated(costs: DecodeCosts, run: Callable[[Stages], None], blocks: Blocks) -> Plan:
+    """What a kernel costs with these arguments, by all cores."""
+    return _of_all_cores(_plan(costs, run, blocks), costs, run)
+
+
 def _rank(plan: Plan) -> tuple[float, int, str]:
     return plan.time_ms, plan.sbuf_bytes, repr(plan.blocks)
 

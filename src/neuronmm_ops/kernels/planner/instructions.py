@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from neuronmm_ops.hardware import (
     DMA_ENGINES,
-    DMA_TRANSPOSE_SHARE,
     MIN_CYCLES,
     PARTITIONS,
-    RESULT_CYCLES,
     Engine,
     Machine,
 )
@@ -41,14 +39,14 @@ def evict_ns(machine: Machine, engine: Engine, columns: float) -> float:
 
 def result_ns(machine: Machine, engine: Engine) -> float:
     """From the end of an instruction until another may use its result."""
-    return machine.ns(engine, RESULT_CYCLES[engine])
+    return machine.result_ns[engine]
 
 
 def load_ns(machine: Machine, partitions: int, run_bytes: int, runs: int = 1) -> float:
     """A DMA of [partitions, runs x run_bytes]: each of the 16 engines serves 8 partitions."""
-    return min(PARTITIONS // DMA_ENGINES, partitions) * runs * machine.dma_row_ns(run_bytes)
+    return min(PARTITIONS // DMA_ENGINES, partitions) * runs * machine.dma_run_ns(run_bytes)
 
 
 def load_transposed_ns(machine: Machine, elements: int, itemsize: int) -> float:
     """A DMA from HBM that transposes."""
-    return elements * itemsize / (machine.dma_peak_gbps * DMA_TRANSPOSE_SHARE["hbm"])
+    return elements * itemsize / machine.dma_transpose_gbps("hbm")

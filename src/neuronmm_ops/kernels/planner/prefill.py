@@ -36,10 +36,14 @@ class Loads(NamedTuple):
     Attributes:
         ns: DMA time.
         head_ns: of it, until the first contraction tile is there.
-        work_ns: of TensorE, and its waits, to transpose it.
+        work_ns: of TensorE to transpose it.
+        wait_ns: until a transposed tile is in SBUF; TensorE goes on with the tile before it.
+        transposed: tiles that TensorE transposes.
         fills: SBUF it takes; `passing` of it are tiles used once, `window` of those at a time.
         hbm_bytes: moved.
         instructions: issued.
+        transfers: of these, DMAs.
+        queue: their queue.
         last: contraction tiles that the last DMA brings.
     """
 
@@ -51,7 +55,22 @@ class Loads(NamedTuple):
     window: int = 0
     hbm_bytes: int = 0
     instructions: int = 0
+    transfers: int = 0
+    queue: str = "x"
     last: int = 1
+    wait_ns: float = 0.0
+    transposed: int = 0
+
+    def exposed_ns(self, work_ns: float) -> float:
+        """What TensorE waits for transposed tiles, each of which it multiplies for `work_ns`.
+
+        It waits for the first, then for every other one: two are on the way.
+        """
+        if not self.transposed:
+            return 0.0
+        each = self.work_ns / self.transposed
+        others = (self.transposed - 1) / 2 * max(0.0, self.wait_ns - each - work_ns)
+        return max(0.0, self.wait_ns - each * (self.transposed > 1)) + others
 
 
 NOTHING = Loads()
@@ -86,20 +105,27 @@ class Moving(NamedTuple):
                 step.waits_ns = step.work_ns / count
 
 
-class PrefillCosts:
-    """What prefill costs for one problem: its dtype and target decide."""
+def layouts(problem: Problem) -> tuple[str, ...]:
+    """How x may be transposed: by "dma", or by the "pe".
 
-    def __init__(self, problem: Problem) -> None:
+    A DMA transposes 4 bytes from NeuronCore-v3 on (arch, Trainium2).
+    """
+    dma = problem.itemsize == 2 or problem.machine.generation >= 3
+    return ("dma", "pe") if dma else ("pe",)
+
+
+class PrefillCosts:
+    """What prefill costs for one problem, one of whose `layouts` transposes x."""
+
+    def __init__(self, problem: Problem, layout: str) -> None:
         self.problem = problem
         self.machine = machine = problem.machine
         self.item = problem.itemsize
         self.passes = instructions.matmul_passes(self.item)
         # VectorE and ScalarE of gen2 exclude each other on PSUM
         self.engines = 1 if machine.shared_ports else 2
-        # a DMA that transposes 4 bytes needs NeuronCore-v3; TensorE's transposes take two banks
-        staged = self.item == 4 and machine.generation < 3
-        self.layout = "pe" if staged else "dma"
-        self.banks = PSUM_BANKS - 2 if staged else PSUM_BANKS
+        self.layout = layout
+        self.banks = PSUM_BANKS - 2 if layout == "pe" else PSUM_BANKS  # transposes take two
         self.programs: dict[object, Program] = {}
         self._matmuls: dict[tuple[int, int], tuple[float, int]] = {}
 
@@ -122,14 +148,15 @@ class PrefillCosts:
         """SBUF of a block of weights."""
         return tiles_in(rows, PARTITIONS) * columns * self.item
 
-    def weights(self, rows: int, columns: int, groups: int, tail: int = 1) -> Loads:
+    def weights(self, rows: int, columns: int, groups: int, queue: str, tail: int = 1) -> Loads:
         """A block of weights that `groups` groups use; of one group, each tile passes."""
         count, row = tiles_in(rows, PARTITIONS), columns * self.item
         ns = self.rows_ns(rows, columns)
         passing = count * row if groups == 1 else 0
         window = min(tail, count) * row if groups == 1 else 0
         head = min(ns, load_ns(self.machine, min(PARTITIONS, rows), row))
-        return Loads(ns, head, 0.0, count * row, passing, window, rows * row, count)
+        fills, moved = count * row, rows * row
+        return Loads(ns, head, 0.0, fills, passing, window, moved, count, count, queue)
 
     def tokens(self, resident: int) -> Callable[[int, int, bool], Loads]:
         """x^T from HBM, of which `resident` tiles stay in SBUF."""
@@ -143,11 +170,13 @@ class PrefillCosts:
             passing, window = (count - first - stays) * size, size * (stays + first < count)
             fills = (count - first) * size
             if self.layout == "pe":
+                window += size * (count - first - stays > 1)  # a tile ahead
                 return self._staged(rows, tokens, first, Loads(0, 0, 0, fills, passing, window))
             moved = (rows - first * PARTITIONS) * size
             ns = instructions.load_transposed_ns(self.machine, moved // self.item, self.item)
             head = ns * min(1.0, PARTITIONS * size / moved)
-            return Loads(ns, head, 0.0, fills, passing, window, moved, count - first)
+            loaded = count - first
+            return Loads(ns, head, 0.0, fills, passing, window, moved, loaded, loaded)
 
         return loads
 
@@ -164,9 +193,8 @@ class PrefillCosts:
         last = sizes(tokens, BANK_COLUMNS)[-1]
         wait = evict_ns(machine, Engine.SCALAR, last)
         wait += sum([instructions.result_ns(machine, e) for e in (Engine.TENSOR, Engine.SCALAR)])
-        each += wait
-        number = len(parts) * len(chunks)
-        number += (count - first) * (len(parts) + tiles_in(tokens, BANK_COLUMNS))
+        transfers = len(parts) * len(chunks)
+        number = transfers + (count - first) * (len(parts) + tiles_in(tokens, BANK_COLUMNS))
         staging = len(parts) * max([min(c, STAGED_TILES * PARTITIONS) for c in chunks], default=0)
         staging *= item
         stays = staging if found.passing and not again else 0  # some are transposed again
@@ -179,7 +207,11 @@ class PrefillCosts:
             found.window + staging,
             sum(chunks) * tokens * item,
             number,
+            transfers,
+            "x",
             (count - 1) % STAGED_TILES + 1 if chunks else 1,
+            wait,
+            count - first,
         )
 
     def step(self, rows: int, group: Group, loads: Iterable[Loads], tail: int = 1) -> Step:
@@ -190,9 +222,9 @@ class PrefillCosts:
         found.first_ns = (count if count <= tail else 1) * work / tiles
         found.rows = tiles_in(group.rows.size, PARTITIONS)
         found.last_ns = min(tail, count) * work / tiles
-        last, after = 1, 0.0
+        last, after, interval = 1, 0.0, self.machine.dma.interval_ns
         for load in loads:
-            found.work_ns += load.work_ns
+            found.work_ns += load.work_ns + load.exposed_ns(work)
             found.load_ns += load.ns
             found.head_ns += load.head_ns
             found.fills += load.fills
@@ -201,7 +233,9 @@ class PrefillCosts:
             found.hbm_bytes += load.hbm_bytes
             found.instructions += load.instructions
             last = max(last, load.last)
-            after += load.ns / count if load.last == 1 else 0.0
+            after += max(load.ns, load.transfers * interval) / count if load.last == 1 else 0.0
+            if load.transfers:
+                found.queues += ((load.queue, load.transfers),)
         if found.load_ns:
             left = min(count, tail) * work - (min(count, tail) - 1) * work / tiles
             left += found.work_ns / count - work
@@ -232,13 +266,14 @@ def project_steps(
     K: int,
     N: int,
     x: Moving,
+    queue: str,
     block: int,
     tokens: int,
     banks: int,
     k_block: int = 0,
     bf16_partial_sums: bool = False,
 ) -> Program:
-    """`stages.prefill.project`, of a block of `width` tokens."""
+    """`stages.prefill.project`, of a block of `width` tokens; `queue` loads the weights."""
     program = Program()
     passes, blocks = sizes(K, k_block or K), sizes(N, block)
     partial = width * (c.item if bf16_partial_sums else 4)
@@ -262,7 +297,7 @@ def project_steps(
                 arriving = x.loads(rows, group.columns.size if x.split else width, seen[at])
                 held += arriving.fills - arriving.passing
                 seen[at] = True
-                fresh = c.weights(rows, columns, len(groups)) if g == 0 else NOTHING
+                fresh = c.weights(rows, columns, len(groups), queue) if g == 0 else NOTHING
                 step = c.step(rows, group, (fresh, arriving))
                 c.evict(step, group.columns.size, "vector" if n else "shared")
                 if n + b + g == 0:
@@ -286,11 +321,12 @@ def write_steps(
     K: int,
     N: int,
     x: Moving,
+    queue: str,
     block: int,
     token_tiles: int,
     banks: int,
 ) -> Program:
-    """`stages.prefill.write_rows`, of a block of `width` tokens."""
+    """`stages.prefill.write_rows`, of a block of `width` tokens; `queue` loads the weights."""
     program = Program()
     count, blocks = tiles_in(K, PARTITIONS), sizes(N, block)
     seen, held = x.seen, 0
@@ -303,7 +339,7 @@ def write_steps(
             arriving = x.loads(K, width, seen)
             held += arriving.fills - arriving.passing
             seen = True
-            fresh = c.weights(K, columns, len(groups)) if g == 0 else NOTHING
+            fresh = c.weights(K, columns, len(groups), queue) if g == 0 else NOTHING
             step = c.step(K, group, (arriving, fresh))
             c.evict(step, group.columns.size, "shared")
             if b + g == 0:
@@ -313,6 +349,7 @@ def write_steps(
                 c.results(step, size)
             if group.columns.start + group.columns.size == columns:
                 step.store_ns = c.rows_ns(group.rows.size, columns)
+                step.store_queue_ns = step.rows * c.machine.dma.interval_ns
                 step.stored = size
                 step.hbm_bytes += group.rows.size * columns * c.item
                 step.instructions += step.rows

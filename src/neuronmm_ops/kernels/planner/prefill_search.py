@@ -9,7 +9,13 @@ from typing import TypeVar
 from neuronmm_ops.kernels.planner.prefill import Blocks, PrefillCosts
 from neuronmm_ops.kernels.planner.problem import Plan, Problem
 from neuronmm_ops.kernels.planner.timeline import Program, Timeline, sbuf_peak
-from neuronmm_ops.kernels.stages.tiling import PARTITIONS, PSUM_BANKS, STAGED_TILES, tiles_in
+from neuronmm_ops.kernels.stages.tiling import (
+    PARTITIONS,
+    PSUM_BANKS,
+    STAGED_TILES,
+    looped_tokens,
+    tiles_in,
+)
 
 T = TypeVar("T")
 Arguments = tuple[int, ...]
@@ -26,14 +32,16 @@ class Prefill(ABC):
         names: of the kernel's arguments that are numbers, `token_block` the first.
         widths: tokens of a block.
         tie_to_traffic: of plans that are equally quick the one that moves least is taken.
+        setup_instructions: that a core issues once.
     """
 
     names: tuple[str, ...]
     widths: tuple[int, ...] = (512, 1024, 2048)
     tie_to_traffic = True
+    setup_instructions = 0
 
-    def __init__(self, problem: Problem) -> None:
-        self.problem, self.costs = problem, PrefillCosts(problem)
+    def __init__(self, problem: Problem, layout: str) -> None:
+        self.problem, self.costs = problem, PrefillCosts(problem, layout)
         self.tokens = problem.core_tokens[0]
         self.room = problem.machine.usable_sbuf_bytes
 
@@ -55,18 +63,24 @@ class Prefill(ABC):
                 return found
         return []
 
-    def plan(self, arguments: Arguments) -> Plan | None:
-        """What these arguments come to; None where they do not fit."""
+    def plan(self, arguments: Arguments, device_loop: bool = False) -> Plan | None:
+        """What these arguments come to; None where they do not fit.
+
+        With `device_loop` full blocks of tokens are a loop of the device, whose body is issued
+        from one copy. Its DMAs' descriptors are made on the way, which hides behind the work.
+        """
         problem, timeline = self.problem, Timeline(self.costs.machine)
         width = min(arguments[0], self.tokens)
-        hbm_bytes = issued = sbuf_bytes = 0
+        hbm_bytes = sbuf_bytes = 0
+        issued = self.setup_instructions * problem.lnc
         for core, tokens in enumerate(problem.core_tokens):
             for size, times in ((width, tokens // width), (tokens % width, 1)):
                 if size == 0 or times == 0:
                     continue
                 programs = self.stages(size, arguments)
                 hbm_bytes += times * sum([p.total("hbm_bytes") for p in programs])
-                issued += times * sum([p.total("instructions") for p in programs])
+                copies = 1 if device_loop and looped_tokens(tokens, size) else times
+                issued += copies * sum([p.total("instructions") for p in programs])
                 if core == 0:
                     timeline.repeat(programs, times)
                     sbuf_bytes = max(sbuf_bytes, sbuf_peak(programs))
@@ -74,6 +88,8 @@ class Prefill(ABC):
                         return None
         blocks: Blocks = dict(zip(self.names, arguments, strict=True))
         blocks |= {"layout": self.costs.layout, "engines": self.costs.engines}
+        if device_loop:
+            blocks["device_loop"] = True
         return Plan(
             problem,
             "prefill",

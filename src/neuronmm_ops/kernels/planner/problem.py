@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from neuronmm_ops.hardware import DEFAULT_TARGET, Machine, resolve_target
+from neuronmm_ops.hardware import DEFAULT_TARGET, DmaModel, Machine, resolve_target
 from neuronmm_ops.kernels.stages.tiling import BANK_COLUMNS, core_span
 
 Phase = Literal["prefill", "decode"]
@@ -26,19 +26,27 @@ def mlp_matrices(K: int, ranks: tuple[int, int, int], inner: int, N: int) -> Mat
     return ((K, gate), (gate, inner), (K, up), (up, inner), (inner, down), (down, N))
 
 
+def qkv_matrices(K: int, ranks: tuple[int, int, int], outputs: tuple[int, int, int]) -> Matrices:
+    """Shapes of u and v of query, key and value, in the order of svd_qkv's schema."""
+    (query, key, value), (N_q, N_k, N_v) = ranks, outputs
+    return ((K, query), (query, N_q), (K, key), (key, N_k), (K, value), (value, N_v))
+
+
 @dataclass(frozen=True)
 class Problem:
     """What a plan is for: x [M, K] through one op on one target.
 
     Attributes:
-        op: name of the op: xw, xuv or svd_mlp.
+        op: name of the op: xw, xuv, svd_mlp or svd_qkv.
         M: tokens.
         matrices: shapes of the op's weights in the order of its schema: ((K, N),) of xw,
-            ((K, r), (r, N)) of xuv, those of gate, up and down of svd_mlp.
+            ((K, r), (r, N)) of xuv, those of gate, up and down of svd_mlp, those of query, key and
+            value of svd_qkv.
         dtype: of all tensors: bfloat16, float16 or float32.
         target: trn1, trn2 or trn3.
         lnc: NeuronCores that share the launch, 1 or 2 (trn2 and trn3 only).
         bf16_partial_sums: a kernel may round partial sums in SBUF to dtype, which halves them.
+        dma_model: what DMAs are taken to cost; one of `hardware.DMA_MODELS`.
     """
 
     op: str
@@ -48,6 +56,7 @@ class Problem:
     target: str = DEFAULT_TARGET
     lnc: int = 1
     bf16_partial_sums: bool = False
+    dma_model: DmaModel = "transfers"
 
     def __post_init__(self) -> None:
         machine = resolve_target(self.target)
@@ -65,7 +74,7 @@ class Problem:
     @property
     def machine(self) -> Machine:
         """Facts of the target."""
-        return resolve_target(self.target)
+        return resolve_target(self.target).under(self.dma_model)
 
     @property
     def K(self) -> int:  # noqa: N802 - the shape letter
@@ -73,19 +82,25 @@ class Problem:
         return self.matrices[0][0]
 
     @property
+    def outputs(self) -> tuple[int, ...]:
+        """Output features that lie side by side: those of query, key and value of svd_qkv."""
+        widths = tuple([columns for _, columns in self.matrices[1::2]])
+        return widths if self.op == "svd_qkv" else (self.matrices[-1][1],)
+
+    @property
     def N(self) -> int:  # noqa: N802
-        """Output features."""
-        return self.matrices[-1][1]
+        """Output features in all."""
+        return sum(self.outputs)
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Of the low-rank pairs: () of xw, (r,) of xuv, those of gate, up and down of svd_mlp."""
+        """Of the low-rank pairs: () of xw, (r,) of xuv, three of svd_mlp and of svd_qkv."""
         return tuple([columns for _, columns in self.matrices[:-1:2]])
 
     @property
     def inner(self) -> int:
         """Features between gate and down of svd_mlp, 0 of the others."""
-        return self.matrices[1][1] if len(self.matrices) > 2 else 0
+        return self.matrices[1][1] if self.op == "svd_mlp" else 0
 
     @property
     def itemsize(self) -> int:
@@ -136,7 +151,9 @@ class Plan:
             once).
         kernel: name of the kernel in `neuronmm_ops.kernels`.
         blocks: the kernel's compile-time arguments, in order.
-        time_ms: predicted, the sum over the launches.
+        time_ms: predicted under the problem's DMA model, the sum over the launches.
+        times_ms: the same under each of `hardware.DMA_MODELS`.
+        regret: share by which it is slower than the quickest plan, in the model where it is most.
         hbm_bytes: predicted HBM traffic, all cores and launches.
         sbuf_bytes: predicted peak per partition.
         psum_banks: predicted peak.
@@ -156,6 +173,18 @@ class Plan:
     bound: str
     instructions: int
     launches: tuple[int, ...]
+    times_ms: tuple[float, ...] = ()
+    regret: float = 0.0
+
+    @property
+    def time_low_ms(self) -> float:
+        """The least of `times_ms`."""
+        return min(self.times_ms)
+
+    @property
+    def time_high_ms(self) -> float:
+        """The greatest of `times_ms`."""
+        return max(self.times_ms)
 
     @property
     def arguments(self) -> dict[str, Block]:

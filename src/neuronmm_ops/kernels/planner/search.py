@@ -1,7 +1,8 @@
 """From shapes, dtype and target to a `Plan`: which kernel runs, in which blocks, at which cost.
 
-The feasible plans of an op are enumerated under the machine's model and the quickest one taken: no
-table, no search at run time, no simulation, no torch. All times are modelled.
+The feasible plans of an op are enumerated under every DMA model, and the one is taken that is never
+far from the quickest: no table, no search at run time, no simulation, no torch. All times are
+modelled.
 """
 
 from __future__ import annotations
@@ -11,15 +12,25 @@ from functools import lru_cache
 from importlib import import_module
 from types import ModuleType
 
-from neuronmm_ops.hardware import resolve_target
+from neuronmm_ops.hardware import DMA_MODELS, DmaModel, resolve_target
+from neuronmm_ops.kernels.planner.decode_search import DecodeCosts, evaluated
+from neuronmm_ops.kernels.planner.prefill import layouts
 from neuronmm_ops.kernels.planner.prefill_search import Prefill
-from neuronmm_ops.kernels.planner.problem import Matrices, Plan, Problem, mlp_matrices
+from neuronmm_ops.kernels.planner.problem import (
+    Matrices,
+    Plan,
+    Problem,
+    mlp_matrices,
+    qkv_matrices,
+)
 from neuronmm_ops.kernels.stages.tiling import PARTITIONS, tiles_in
 
 MAX_INSTRUCTIONS = 500_000
 """Of a launch: loops unroll, and compilers refuse, or take hours over, a few million."""
 TIE = 1.002
 """Plans within this factor of the least predicted time count as equally quick."""
+TRIED = 6
+"""Plans of each DMA model that are tried under the others."""
 
 
 def plan_op(
@@ -30,6 +41,7 @@ def plan_op(
     target: str | None = None,
     lnc: int = 1,
     max_instructions: int = MAX_INSTRUCTIONS,
+    device_loop: bool = False,
 ) -> Plan:
     """The quickest plan of an op.
 
@@ -42,12 +54,14 @@ def plan_op(
         lnc: NeuronCores that share the launch: 1, or 2 on trn2 and trn3.
         max_instructions: of a launch, for the compiler's sake; more tokens than that are split into
             several launches. One of 128 tokens runs however many instructions it takes.
+        device_loop: a launch of more instructions loops over its tokens on the device instead,
+            where that makes it shorter: trn2 and trn3, for NKI 0.6 has the loop and documents them.
 
     Raises:
         ValueError: sizes or names that are none, or weights that no plan fits.
     """
     problem = Problem(op, M, matrices, dtype, resolve_target(target).target, lnc)
-    return quickest(problem, max_instructions)
+    return quickest(problem, max_instructions, device_loop)
 
 
 def plan_xw(
@@ -58,9 +72,10 @@ def plan_xw(
     target: str | None = None,
     lnc: int = 1,
     max_instructions: int = MAX_INSTRUCTIONS,
+    device_loop: bool = False,
 ) -> Plan:
     """The quickest plan of `x[M, K] @ w[K, N]`; the other arguments as `plan_op`."""
-    return plan_op("xw", M, ((K, N),), dtype, target, lnc, max_instructions)
+    return plan_op("xw", M, ((K, N),), dtype, target, lnc, max_instructions, device_loop)
 
 
 def plan_xuv(
@@ -73,6 +88,7 @@ def plan_xuv(
     lnc: int = 1,
     bf16_partial_sums: bool = False,
     max_instructions: int = MAX_INSTRUCTIONS,
+    device_loop: bool = False,
 ) -> Plan:
     """The quickest plan of `(x[M, K] @ u[K, r]) @ v[r, N]`.
 
@@ -87,6 +103,7 @@ def plan_xuv(
         bf16_partial_sums: partial sums in SBUF may be rounded to dtype: less HBM traffic at large
             r and M, less accuracy.
         max_instructions: as `plan_op`.
+        device_loop: as `plan_op`.
 
     Raises:
         ValueError: sizes or names that are none.
@@ -94,7 +111,7 @@ def plan_xuv(
     machine = resolve_target(target)
     matrices = ((K, r), (r, N))
     problem = Problem("xuv", M, matrices, dtype, machine.target, lnc, bf16_partial_sums)
-    return quickest(problem, max_instructions)
+    return quickest(problem, max_instructions, device_loop)
 
 
 def plan_svd_mlp(
@@ -107,6 +124,7 @@ def plan_svd_mlp(
     target: str | None = None,
     lnc: int = 1,
     max_instructions: int = MAX_INSTRUCTIONS,
+    device_loop: bool = False,
 ) -> Plan:
     """The quickest plan of a gated MLP `[M, K] -> [M, inner] -> [M, N]` of six factors.
 
@@ -120,19 +138,52 @@ def plan_svd_mlp(
         target: as `plan_op`.
         lnc: as `plan_op`.
         max_instructions: as `plan_op`.
+        device_loop: as `plan_op`.
 
     Raises:
         ValueError: sizes or names that are none.
     """
     matrices = mlp_matrices(K, ranks, inner, N)
-    return plan_op("svd_mlp", M, matrices, dtype, target, lnc, max_instructions)
+    return plan_op("svd_mlp", M, matrices, dtype, target, lnc, max_instructions, device_loop)
+
+
+def plan_svd_qkv(
+    M: int,
+    K: int,
+    ranks: tuple[int, int, int],
+    outputs: tuple[int, int, int],
+    dtype: str = "bfloat16",
+    target: str | None = None,
+    lnc: int = 1,
+    max_instructions: int = MAX_INSTRUCTIONS,
+) -> Plan:
+    """The quickest plan of low-rank query, key and value `[M, K] -> [M, N_q + N_k + N_v]`.
+
+    Args:
+        M: tokens.
+        K: input features.
+        ranks: of query, key and value.
+        outputs: features of query, key and value.
+        dtype: as `plan_op`.
+        target: as `plan_op`.
+        lnc: as `plan_op`.
+        max_instructions: as `plan_op`.
+
+    Raises:
+        ValueError: sizes or names that are none.
+    """
+    matrices = qkv_matrices(K, ranks, outputs)
+    return plan_op("svd_qkv", M, matrices, dtype, target, lnc, max_instructions)
 
 
 @lru_cache(maxsize=4096)
-def quickest(problem: Problem, max_instructions: int = MAX_INSTRUCTIONS) -> Plan:
-    """The plan of least predicted time, in launches of at most so many instructions.
+def quickest(
+    problem: Problem, max_instructions: int = MAX_INSTRUCTIONS, device_loop: bool = False
+) -> Plan:
+    """The plan of least regret over the DMA models, in launches of at most so many instructions.
 
-    A launch has at least 128 tokens, however many instructions that takes.
+    A launch has at least 128 tokens, however many instructions that takes. With `device_loop` one
+    that has more loops over its tokens, if that makes it shorter.
 
     Raises:
         ValueError: no plan fits, or `max_instructions` is less than 1.
@@ -143,15 +194,29 @@ def quickest(problem: Problem, max_instructions: int = MAX_INSTRUCTIONS) -> Plan
     while True:
         each = tiles_in(tiles, launches)
         tokens = min(problem.M, each * PARTITIONS)
-        found = candidates(replace(problem, M=tokens))
-        if tokens < problem.M:  # decode's arguments are for one number of tokens
-            found = [plan for plan in found if plan.phase == "prefill"]
+        # decode's arguments are for one number of tokens
+        found = _of_least_regret(replace(problem, M=tokens), prefill_only=tokens < problem.M)
         if not found:
             raise ValueError(f"no plan of {problem} fits SBUF on {problem.target}; split K or N")
-        if found[0].instructions <= max_instructions or each == 1:
-            return _launched(problem, found[0])
-        wanted = launches * found[0].instructions // max_instructions
+        long = found.instructions > max_instructions
+        if long and device_loop and launches == 1 and (looped := _looped(found)):
+            return looped
+        if not long or each == 1:
+            return _launched(problem, found)
+        wanted = launches * found.instructions // max_instructions
         launches = max(wanted, tiles_in(tiles, each - 1))
+
+
+def _looped(plan: Plan) -> Plan | None:
+    """The plan with its blocks of tokens as a loop of the device; None if that is not shorter."""
+    if plan.phase != "prefill" or plan.problem.machine.generation < 3:
+        return None
+    models = [replace(plan.problem, dma_model=model) for model in DMA_MODELS]
+    loops = [_with_arguments(plan, problem, device_loop=True) for problem in models]
+    looped = loops[DMA_MODELS.index(plan.problem.dma_model)]
+    if looped.instructions >= plan.instructions:
+        return None
+    return replace(looped, times_ms=tuple([p.time_ms for p in loops]), regret=plan.regret)
 
 
 def _launched(problem: Problem, first: Plan) -> Plan:
@@ -162,10 +227,48 @@ def _launched(problem: Problem, first: Plan) -> Plan:
         first,
         problem=problem,
         time_ms=sum([plan.time_ms for plan in plans]),
+        times_ms=tuple([sum(times) for times in zip(*[p.times_ms for p in plans], strict=True)]),
         hbm_bytes=sum([plan.hbm_bytes for plan in plans]),
         instructions=sum([plan.instructions for plan in plans]),
         launches=tuple([plan.problem.M for plan in plans]),
     )
+
+
+def _of_least_regret(problem: Problem, *, prefill_only: bool) -> Plan | None:
+    """The plan whose worst share over the quickest, of all DMA models, is least."""
+    shortlist: dict[tuple[str, object], Plan] = {}
+    quickest_ms: list[float] = []
+    for model in DMA_MODELS:
+        found = candidates(replace(problem, dma_model=model))
+        if prefill_only:
+            found = [plan for plan in found if plan.phase == "prefill"]
+        if not found:
+            return None
+        quickest_ms.append(min([plan.time_ms for plan in found]))
+        for plan in found[:TRIED]:
+            shortlist.setdefault((plan.phase, plan.blocks), plan)
+    tried: list[Plan] = []
+    for plan in shortlist.values():
+        plans = [_under(plan, model) for model in DMA_MODELS]
+        times = [p.time_ms for p in plans]
+        regret = max([ms / least for ms, least in zip(times, quickest_ms, strict=True)]) - 1
+        first = plans[DMA_MODELS.index(problem.dma_model)]
+        tried.append(replace(first, times_ms=tuple(times), regret=max(0.0, regret)))
+    least = min(tried, key=lambda plan: (plan.regret, plan.hbm_bytes, plan.blocks))
+    if not _module(problem).Prefill.tie_to_traffic:
+        return least
+    ties = [plan for plan in tried if 1 + plan.regret <= TIE * (1 + least.regret)]
+    return min(ties, key=lambda plan: (plan.hbm_bytes, plan.regret))
+
+
+def _under(plan: Plan, model: DmaModel) -> Plan:
+    """The same arguments under a DMA model."""
+    problem = replace(plan.problem, dma_model=model)
+    if problem == plan.problem:
+        return plan
+    if plan.phase == "prefill":
+        return _with_arguments(plan, problem)
+    return evaluated(DecodeCosts(problem), _module(problem).decode_stages, plan.arguments)
 
 
 @lru_cache(maxsize=4096)
@@ -174,11 +277,21 @@ def plan_part(plan: Plan, tokens: int) -> Plan:
 
     Kept, for launchers ask for it at every call.
     """
-    prefill: Prefill = _module(plan.problem).Prefill(replace(plan.problem, M=tokens))
-    part = prefill.plan(tuple([int(plan.arguments[name]) for name in prefill.names]))
-    if part is None:
-        raise ValueError(f"{plan.kernel} does not fit with {plan.arguments} for {tokens} tokens")
-    return part
+    problem = replace(plan.problem, M=tokens)
+    parts = [_with_arguments(plan, replace(problem, dma_model=model)) for model in DMA_MODELS]
+    part = parts[DMA_MODELS.index(problem.dma_model)]
+    return replace(part, times_ms=tuple([p.time_ms for p in parts]), regret=plan.regret)
+
+
+def _with_arguments(plan: Plan, problem: Problem, *, device_loop: bool = False) -> Plan:
+    """A prefill plan's arguments for another problem of the same shapes."""
+    arguments = plan.arguments
+    prefill: Prefill = _module(problem).Prefill(problem, arguments["layout"])
+    numbers = tuple([int(arguments[name]) for name in prefill.names])
+    found = prefill.plan(numbers, device_loop=device_loop)
+    if found is None:
+        raise ValueError(f"{plan.kernel} does not fit with {arguments} for {problem.M} tokens")
+    return found
 
 
 def _module(problem: Problem) -> ModuleType:
@@ -187,15 +300,10 @@ def _module(problem: Problem) -> ModuleType:
 
 
 def candidates(problem: Problem) -> list[Plan]:
-    """All plans that fit: the choice first, then by predicted time."""
+    """All plans that fit, by predicted time under the problem's DMA model."""
     module = _module(problem)
-    prefill: Prefill = module.Prefill(problem)
     found: list[Plan] = module.decode(problem) if problem.M <= PARTITIONS else []
-    found += prefill.plans()
-    found.sort(key=lambda plan: (plan.time_ms, plan.hbm_bytes, plan.blocks))
-    if not found or not prefill.tie_to_traffic:
-        return found
-    # of plans that are as quick as the model can tell, the one that moves least goes first
-    ties = [plan for plan in found if plan.time_ms <= TIE * found[0].time_ms]
-    first = min(ties, key=lambda plan: plan.hbm_bytes)
-    return [first, *[plan for plan in found if plan is not first]]
+    for layout in layouts(problem):
+        prefill: Prefill = module.Prefill(problem, layout)
+        found += prefill.plans()
+    return sorted(found, key=lambda plan: (plan.time_ms, plan.hbm_bytes, plan.blocks))

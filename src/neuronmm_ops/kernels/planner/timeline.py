@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from neuronmm_ops.hardware import DMA_START_NS, PSUM_BANKS, Engine, Machine
+from neuronmm_ops.hardware import DMA_DONE_NS, DMA_START_NS, PSUM_BANKS, Engine, Machine
 from neuronmm_ops.kernels.planner.instructions import result_ns
 
 PARTS = 8
@@ -28,8 +28,10 @@ class Step:
         work_ns: of TensorE.
         load_ns: DMA time of the step's loads.
         head_ns: of `load_ns`, what TensorE waits for before it may begin.
+        queues: (name, transfers) of each DMA queue that the loads are on.
         tail_ns: of `work_ns`, what is left to do when the last byte has come.
         store_ns: DMA time of stores that follow the evictions.
+        store_queue_ns: what their queue takes to start them.
         tiles: PSUM tiles, each of `banks` banks; 0 where nothing is evicted.
         banks: see `tiles`.
         bank_tiles: tiles that share a bank, in partitions of their own.
@@ -53,8 +55,10 @@ class Step:
     work_ns: float
     load_ns: float = 0.0
     head_ns: float = 0.0
+    queues: tuple[tuple[str, int], ...] = ()
     tail_ns: float = 0.0
     store_ns: float = 0.0
+    store_queue_ns: float = 0.0
     tiles: int = 0
     banks: int = 1
     bank_tiles: int = 1
@@ -135,6 +139,10 @@ class Timeline:
         self.now = self._end = self._skipped = 0.0
         self.work_ns = self.transfer_ns = 0.0
         self._dma = DMA_START_NS
+        self._interval = machine.dma.interval_ns
+        # when the next transfer of a queue may begin, and when SBUF had room for the last loads
+        self._queues: dict[str, float] = {}
+        self._room_first = self._room_last = 0.0
         self._stores: deque[tuple[float, float]] = deque()
         self._stored = 0.0
         self._scalar = self._vector = 0.0
@@ -196,8 +204,12 @@ class Timeline:
         self.work_ns += s.work_ns
         self.transfer_ns += s.load_ns + s.store_ns
         start = self.now
+        arrived = 0.0
         if s.load_ns:
-            start = max(start, self._load(s))
+            first, arrived = self._load(s), self._dma
+            if self._interval:
+                first, arrived = self._start_transfers(s, first)
+            start = max(start, first + DMA_DONE_NS)
         elif s.fills:
             self._taken += s.fills
         if s.waits:
@@ -205,7 +217,7 @@ class Timeline:
             self._oldest = 0.0
         begun = self._first_matmuls(s, start)
         work = (begun[-1] - len(begun) * s.first_ns if begun else start) + s.work_ns
-        done = max(work, self._dma + s.tail_ns) if s.load_ns else work
+        done = max(work, arrived + DMA_DONE_NS + s.tail_ns) if s.load_ns else work
         if s.waits_ns:
             first, last, rows = self._results[-s.waits]
             done = max(done, last + s.waits_ns, first + rows * s.waits_ns)
@@ -230,9 +242,26 @@ class Timeline:
                 ns = left
             left -= ns
             needed = taken + round(s.fills * (1.0 - left / s.load_ns))
-            self._transfer(max(self._dma, self._room_at(needed - self.room)), ns)
+            room = self._room_at(needed - self.room)
+            self._transfer(max(self._dma, room), ns)
+            self._room_first = self._room_first if arrived else room
+            self._room_last = room
             arrived = arrived or self._dma
         return arrived
+
+    def _start_transfers(self, s: Step, first: float) -> tuple[float, float]:
+        """Let the queues start the loads of a step; returns when the first and the last are there.
+
+        A queue starts one transfer an interval, as soon as SBUF has room for it.
+        """
+        last = self._dma
+        for queue, transfers in s.queues:
+            begin = max(self._queues.get(queue, DMA_START_NS), self._room_first)
+            end = max(begin + (transfers - 1) * self._interval, self._room_last)
+            self._queues[queue] = end + self._interval
+            first = max(first, begin + s.head_ns)
+            last = max(last, end + s.head_ns)
+        return first, last
 
     def _fits(self, taken: int) -> bool:
         """Whether there is room for so many bytes in all as soon as DMA is free."""
@@ -256,7 +285,7 @@ class Timeline:
 
     def _store(self, s: Step) -> None:
         begin = max(self._results[-1][1] + DMA_START_NS, self._stored)
-        self._stored = begin + s.store_ns
+        self._stored = begin + max(s.store_ns, s.store_queue_ns)
         self._stores.append((begin, s.store_ns))
         if s.stored:
             self._free(s.stored, begin, self._stored)
@@ -335,12 +364,12 @@ class Timeline:
         begin = self._results[-1][1] + DMA_START_NS
         self._stores.append((begin, ns))
         self.transfer_ns += ns
-        self._vector = max(self._vector, begin + ns) + add_ns
+        self._vector = max(self._vector, begin + ns + DMA_DONE_NS) + add_ns
         self._arrive(self._vector + self._latencies[2])
 
     def reload(self, ns: float) -> None:
         """Let what was stored come back from HBM as results."""
-        self._arrive(self._stored + DMA_START_NS + ns)
+        self._arrive(self._stored + DMA_START_NS + ns + DMA_DONE_NS)
 
     def _arrive(self, when: float) -> None:
         self._oldest = when

@@ -18,6 +18,7 @@ from neuronmm_ops.kernels.stages.tiling import (
     Span,
     SumTiling,
     core_span,
+    groups_in_store,
     matmul_columns,
     spans,
     weight_tiles,
@@ -181,6 +182,27 @@ class Sums(nl.NKIObject):
             columns = nl.ds(self.columns.start - first + s.start, s.size)
             nisa.dma_copy(to_hbm[:, columns], self.group(tile_sb, i))
 
+    def store_last(self, to_hbm: NkiTensor) -> None:
+        """Store the sums by fewer DMAs, of which a queue starts one after the other.
+
+        Fewer DMA engines carry them, too, which loads that follow would feel.
+        """
+        per = groups_in_store(len(self.tiling.groups))
+        stores = spans(0, self.columns.size, per * self.tiling.width)
+        tiles_sb: list[NkiTensor] = []
+        for i in range(len(stores)):
+            first = i * per * self.tiling.group_partitions
+            tile_sb = nl.ndarray((first + self.tokens, stores[i].size), dtype=to_hbm.dtype)
+            tiles_sb.append(tile_sb[first : first + self.tokens, :])
+        parts = self.tiling.evictions()
+        for i in range(len(parts)):
+            part = parts[i]
+            own = nl.ds(part.group % per * self.tiling.width + part.start, part.size)
+            evict(tiles_sb[part.group // per][:, own], self.psum(part), i)
+        for i in range(len(stores)):
+            columns = nl.ds(self.columns.start + stores[i].start, stores[i].size)
+            nisa.dma_copy(to_hbm[:, columns], tiles_sb[i])
+
 
 def contract(
     chunks: list[KChunk], sums: list[Sums], tile_bytes: int, first: bool, last: bool
@@ -263,4 +285,7 @@ def write_block(
     if bias != None:  # noqa: E711 - strict NKI has no `is`
         sums.add_bias(bias)
     contract(chunks, [sums], tile_bytes, first, last)
-    sums.store(out_hbm, 0, sums.rounded(out_hbm.dtype))
+    if last:
+        sums.store_last(out_hbm)
+    else:
+        sums.store(out_hbm, 0, sums.rounded(out_hbm.dtype))

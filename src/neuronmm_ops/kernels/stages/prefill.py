@@ -16,6 +16,7 @@ from neuronmm_ops.kernels.stages.tiling import (
     Group,
     Span,
     core_span,
+    looped_tokens,
     natural_groups,
     spans,
     tiles_in,
@@ -57,6 +58,8 @@ class Operand(nl.NKIObject):
         self.width = columns.size
         self.count = tiles_in(rows.size, PARTITIONS)
         self.tiles_sb: Tiles = []
+        # the next tile, where TensorE transposes
+        self.ahead_sb: Tiles = []
         # token rows that several tiles are transposed from, and the number of these rows
         self.staged_sb: Tiles = []
         self.staged = -1
@@ -70,12 +73,18 @@ class Operand(nl.NKIObject):
         return Operand(self.source_hbm, own_rows, own_columns, self.resident, self.layout)
 
     def tile(self, k: int) -> NkiTensor:
-        """Tile k, [<=128, width], in SBUF; tiles are first asked for in order."""
+        """Tile k, [<=128, width], in SBUF; tiles are first asked for in order.
+
+        TensorE transposes a tile ahead, so that it multiplies while that is evicted from PSUM.
+        """
         if k < len(self.tiles_sb):
             return self.tiles_sb[k]
-        tile_sb = self.load(k)
+        tile_sb = self.ahead_sb[0] if len(self.ahead_sb) > 0 else self.load(k)
         if k < self.resident:
             self.tiles_sb.append(tile_sb)
+        self.ahead_sb = []
+        if self.layout == "pe" and k + 1 < self.count:
+            self.ahead_sb.append(self.load(k + 1))
         return tile_sb
 
     def load(self, k: int) -> NkiTensor:
@@ -101,10 +110,13 @@ class Operand(nl.NKIObject):
         self.staged_sb = []
         first = number * STAGED_TILES * PARTITIONS
         size = min(STAGED_TILES * PARTITIONS, self.size - first)
+        mode = nisa.dge_mode.unknown
+        if self.source_hbm.is_indirect():  # in a loop of the device: hardware makes the stores'
+            mode = nisa.dge_mode.swdge
         for t in spans(self.columns.start, self.width, PARTITIONS):
             rows_sb = nl.ndarray((t.size, size), dtype=self.source_hbm.dtype)
             columns = nl.ds(self.rows.start + first, size)
-            nisa.dma_copy(rows_sb, self.source_hbm[nl.ds(t.start, t.size), columns])
+            nisa.dma_copy(rows_sb, self.source_hbm[nl.ds(t.start, t.size), columns], dge_mode=mode)
             self.staged_sb.append(rows_sb)
 
     def transpose(self, tile_sb: NkiTensor, k: int) -> None:
@@ -138,9 +150,42 @@ def in_sbuf(tiles_sb: Tiles, size: int) -> Operand:
     return found
 
 
-def own_tokens(tokens: int) -> Span:
-    """This core's tokens."""
-    return core_span(tokens, nl.program_id(0), nl.num_programs(0))
+class TokenBlocks(nl.NKIObject):
+    """This core's tokens, a block at a time: each runs a kernel's stages on rows of x and out.
+
+    Args:
+        stages: an object whose `run(out_hbm, x_hbm, tokens)` computes rows `tokens` of out from
+            those of x.
+        out_hbm: [M, N].
+        x_hbm: [M, K].
+        size: tokens of a block.
+    """
+
+    def __init__(self, stages: Any, out_hbm: NkiTensor, x_hbm: NkiTensor, size: int) -> None:
+        self.stages = stages
+        self.out_hbm = out_hbm
+        self.x_hbm = x_hbm
+        self.size = size
+
+    def run(self, device_loop: bool) -> None:
+        """Run all blocks; with `device_loop` those of full size are a loop on the device."""
+        own = core_span(self.x_hbm.shape[0], nl.program_id(0), nl.num_programs(0))
+        looped = looped_tokens(own.size, self.size) if device_loop else 0
+        if looped > 0:
+            nl.fori_loop(own.start, own.start + looped, self.block_at, step=self.size)
+        for tokens in spans(own.start + looped, own.size - looped, self.size):
+            self.stages.run(self.out_hbm, self.x_hbm, tokens)
+
+    def block_at(self, first: Any) -> None:
+        """The body of the loop on the device: the block from token `first`, a register, on."""
+        out_hbm = self.rows_at(self.out_hbm, first)
+        self.stages.run(out_hbm, self.rows_at(self.x_hbm, first), Span(0, self.size))
+
+    def rows_at(self, source_hbm: NkiTensor, first: Any) -> NkiTensor:
+        """The block's rows of a tensor [M, columns]."""
+        columns = source_hbm.shape[1]
+        pattern = [[columns, self.size], [1, columns]]
+        return source_hbm.ap(pattern, scalar_offset=first, indirect_dim=0)
 
 
 def accumulate(stationary: Any, moving: Any, group: Group, tail: int = 1) -> list[Tiles]:

@@ -76,6 +76,12 @@ def core_span(size: int, core: int, cores: int) -> Span:
     return Span(0, half) if core == 0 else Span(half, size - half)
 
 
+def looped_tokens(tokens: int, block: int) -> int:
+    """How many of a core's tokens a loop on the device runs over: full blocks, if two or more."""
+    blocks = tokens // block
+    return blocks * block if blocks > 1 else 0
+
+
 STAGED_TILES = 4
 """Contraction tiles of x that are loaded together where TensorE transposes them."""
 HIDDEN_TILES = 4
@@ -119,6 +125,14 @@ def column_groups(M: int, generation: int) -> int:
     return min(2, groups) if generation == 2 else groups
 
 
+def groups_in_store(groups: int) -> int:
+    """Column groups of a kernel's last sums that one DMA stores: pairs of four.
+
+    One DMA for all four would leave them to too few DMA engines.
+    """
+    return 2 if groups == 4 else 1
+
+
 def matmul_columns(M: int, generation: int) -> int:
     """Columns of a matmul: a PSUM bank, on gen4 four where no group shares the issue overhead."""
     return 4 * BANK_COLUMNS if generation == 4 and M > 64 else BANK_COLUMNS
@@ -130,10 +144,10 @@ def transposes_in_bank(M: int, itemsize: int) -> int:
 
 
 def output_blocks(part: Span, block: int, last_block: int) -> list[Span]:
-    """Cut a range of output columns into blocks, the last one of `last_block` columns."""
+    """Cut a range of output columns into blocks, the last one of `last_block` columns, if any."""
     rest = max(0, part.size - last_block)
     found = spans(part.start, rest, block)
-    if part.size > 0:
+    if part.size > rest:
         found.append(Span(part.start + rest, part.size - rest))
     return found
 

@@ -6,7 +6,7 @@ from neuronmm_ops.kernels.shim import NkiTensor, jit, nisa, nl
 from neuronmm_ops.kernels.stages.chunks import KChunk, chunks_of
 from neuronmm_ops.kernels.stages.decode import Sums, contract, own, project, write_block
 from neuronmm_ops.kernels.stages.tiling import PARTITIONS, Span, output_blocks, spans
-from neuronmm_ops.kernels.svd_mlp.prefill import check_factors, function_of
+from neuronmm_ops.kernels.svd_mlp.prefill import check_factors, function_of, load_table
 
 
 @jit
@@ -72,6 +72,7 @@ def svd_mlp_decode(
     assert M <= PARTITIONS, f"at most {PARTITIONS} tokens, got {M}; use svd_mlp"
     check_factors(K, [u_gate, v_gate, u_up, v_up, u_down, v_down])
     out_hbm = nl.ndarray((M, v_down.shape[1]), dtype=x.dtype, buffer=nl.shared_hbm)
+    load_table(activation)
     x_chunks = chunks_of(x, own(K), 0, k_chunk)
     low = project(x_chunks, [u_gate, u_up], rank_block, fuse_gate_up, tile_bytes, M)
     inner = own(v_gate.shape[1])

@@ -37,6 +37,8 @@ TOKENS = 1024
 """Of a group of PSUM tiles with transposed results."""
 TOKEN_TILES = 2
 """Of a group of PSUM tiles of the output."""
+TABLE_INSTRUCTIONS = 2
+"""Of `load_table`."""
 AHEAD_BYTES = 8192
 """SBUF per partition that a hidden block which spills leaves to loads ahead."""
 
@@ -64,6 +66,7 @@ def decode(problem: Problem) -> list[Plan]:
 def decode_stages(s: Stages) -> None:
     """The stages of the decode kernel."""
     gate, up, down = s.problem.ranks
+    s.instructions += TABLE_INSTRUCTIONS
     chunks = s.chunks(s.own(s.problem.K))
     natural = s.natural(gate) + s.natural(up)
     s.hold(natural + s.buffers(chunks))
@@ -90,7 +93,8 @@ def _decode_hidden(s: Stages, low: list[list[int]]) -> tuple[list[int], int]:
     h_chunks: list[int] = []
     source = "sums"
     for columns in sizes(s.own(s.problem.inner), int(s.blocks["inner_block"])):
-        gate, up = [costs.sums(columns, s.problem.inner, engines=e) for e in (SCALAR, VECTOR)]
+        gate = costs.sums(columns, s.problem.inner, engines=SCALAR, queue="v0")
+        up = costs.sums(columns, s.problem.inner, engines=VECTOR, queue="v1")
         acts, h = up.width * 4, up.width * costs.itemsize
         s.hold(acts + h)
         s.run(low[0], source, gate)
@@ -129,11 +133,12 @@ class Prefill(prefill_search.Prefill):
     """The prefill kernel: five stages for each block of tokens."""
 
     names = Mlp._fields
+    setup_instructions = TABLE_INSTRUCTIONS
     widths = (512, 1024)
     tie_to_traffic = False  # its plan of least traffic is the slowest to start
 
-    def __init__(self, problem: Problem) -> None:
-        super().__init__(problem)
+    def __init__(self, problem: Problem, layout: str) -> None:
+        super().__init__(problem, layout)
         self.side_tiles = sum([tiles_in(r, PARTITIONS) for r in problem.ranks[:2]])
         self.inner_tiles = tiles_in(problem.inner, PARTITIONS)
         self.side, self.out = cache(self._side), cache(self._out)
@@ -160,7 +165,7 @@ class Prefill(prefill_search.Prefill):
         if number:
             first = x.loads(problem.K, width, False)
             x = Moving(x.loads, seen=True, frees=first.fills - first.passing)
-        blocks = (u_block, TOKENS, c.banks)
+        blocks = (f"u{number}", u_block, TOKENS, c.banks)
         return project_steps(c, width, problem.K, problem.ranks[number], x, *blocks)
 
     def _gated(self, width: int, v_block: int, spill: int) -> Program:
@@ -181,7 +186,10 @@ class Prefill(prefill_search.Prefill):
             for g, group in enumerate(groups):
                 loads = [NOTHING, NOTHING]
                 if g == 0:
-                    loads = [c.weights(r, columns, len(groups), TAIL_TILES) for r in (gate, up)]
+                    loads = [
+                        c.weights(r, columns, len(groups), f"v{n}", TAIL_TILES)
+                        for n, r in enumerate((gate, up))
+                    ]
                 step = c.step(gate, group, loads[:1], TAIL_TILES)
                 c.evict(step, group.columns.size, "scalar")
                 acts = step.rows * group.columns.size * 4
@@ -210,7 +218,9 @@ class Prefill(prefill_search.Prefill):
     def _store(self, step: Step, groups: int, width: int) -> None:
         """Store so many groups of the hidden block after a step."""
         size = self._group_bytes(width)
-        step.store_ns = groups * load_ns(self.costs.machine, PARTITIONS, size)
+        machine = self.costs.machine
+        step.store_ns = groups * load_ns(machine, PARTITIONS, size)
+        step.store_queue_ns = groups * machine.dma.interval_ns
         step.stored = groups * size
         step.hbm_bytes += groups * size * PARTITIONS
         step.instructions += groups
@@ -232,17 +242,18 @@ class Prefill(prefill_search.Prefill):
             passing = (spill - resident_spilled) * size
             window, moved = size * (passing > 0), groups * size * PARTITIONS
             head = row * (spill > 0)
-            return Loads(groups * row, head, 0.0, groups * size, passing, window, moved, groups)
+            ns, fills = groups * row, groups * size
+            return Loads(ns, head, 0.0, fills, passing, window, moved, groups, groups, "h")
 
         x = Moving(loads, frees=self._made(width, spill), made_in=TOKENS)
-        blocks = (down_block, TOKENS, c.banks)
+        blocks = ("u2", down_block, TOKENS, c.banks)
         return project_steps(c, width, self.problem.inner, self.problem.ranks[2], x, *blocks)
 
     def _out(self, width: int, out_block: int) -> Program:
         """The product with v_down."""
         c, rank = self.costs, self.problem.ranks[2]
         x = in_sbuf(tiles_in(rank, PARTITIONS) * width * c.item, TOKENS)
-        blocks = (out_block, TOKEN_TILES, c.banks)
+        blocks = ("v2", out_block, TOKEN_TILES, c.banks)
         return write_steps(c, width, rank, self.problem.N, x, *blocks)
 
     # what to try
@@ -324,5 +335,6 @@ class Prefill(prefill_search.Prefill):
         return sorted(blocks, key=lambda block: (self._load_ns(size, block), block))
 
     def _load_ns(self, size: int, block: int) -> float:
-        """DMA time of a row tile of [128, size], a block at a time."""
-        return sum([self.costs.rows_ns(PARTITIONS, columns) for columns in sizes(size, block)])
+        """DMA time of a row tile of [128, size], a block at a time, each a transfer."""
+        least = self.costs.machine.dma.interval_ns
+        return sum([max(least, self.costs.rows_ns(PARTITIONS, c)) for c in sizes(size, block)])

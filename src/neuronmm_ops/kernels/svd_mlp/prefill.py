@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from neuronmm_ops.kernels.shim import NkiTensor, jit, nisa, nl
 from neuronmm_ops.kernels.stages.prefill import (
     Operand,
+    TokenBlocks,
     accumulate,
-    own_tokens,
     project,
     weights,
     write_rows,
@@ -110,6 +112,13 @@ def function_of(activation: str) -> object:
     return nl.silu
 
 
+def load_table(activation: str) -> None:
+    """Let ScalarE load the function's table now, while it waits for the first weights anyway."""
+    one_sb = nl.ndarray((1, 1), dtype=nl.float32)
+    nisa.memset(one_sb, 0.0)
+    nisa.activation(one_sb, function_of(activation), one_sb)
+
+
 def check_factors(K: int, factors: Tiles) -> None:
     """Check the sizes of u and v of gate, up and down, for x of K features."""
     gate, up, down = factors[0:2], factors[2:4], factors[4:6]
@@ -178,6 +187,56 @@ def multiply(
             nisa.tensor_tensor(dst_sb, sums_psum[i][j], acts_sb[i][j], nl.multiply)
 
 
+class Stages(nl.NKIObject):
+    """What `svd_mlp` does with a block of tokens.
+
+    Args:
+        factors_hbm: u and v of gate, up and down.
+        scratch_hbm: see `Hidden`.
+        arguments: of `svd_mlp`, by name.
+    """
+
+    def __init__(self, factors_hbm: Tiles, scratch_hbm: Tiles, arguments: dict[str, Any]) -> None:
+        self.factors_hbm = factors_hbm
+        self.scratch_hbm = scratch_hbm
+        self.arguments = arguments
+
+    def run(self, out_hbm: NkiTensor, x_hbm: NkiTensor, t: Span) -> None:
+        """out[t] = down(act(gate(x[t])) * up(x[t]))."""
+        a = self.arguments
+        gate_hbm, up_hbm, down_hbm = (
+            self.factors_hbm[0:2],
+            self.factors_hbm[2:4],
+            self.factors_hbm[4:6],
+        )
+        tokens, banks, engines = a["tokens"], a["banks"], a["engines"]
+        xt = Operand(x_hbm, Span(0, x_hbm.shape[1]), t, a["resident"], a["layout"])
+        gate = project(xt, gate_hbm[0], a["u_block"], tokens, banks, engines)
+        up = project(xt, up_hbm[0], a["u_block"], tokens, banks, engines)
+        hidden = Hidden(
+            x_hbm.dtype,
+            self.scratch_hbm,
+            down_hbm[0].shape[0],
+            t.size,
+            a["spill"],
+            a["resident_spilled"],
+        )
+        factors = [gate_hbm[1], up_hbm[1]]
+        gated(hidden, [gate, up], factors, a["activation"], a["v_block"], tokens, banks)
+        down = project(hidden, down_hbm[0], a["down_block"], tokens, banks, engines)
+        write_rows(
+            out_hbm,
+            down,
+            down_hbm[1],
+            None,
+            t.start,
+            a["out_block"],
+            a["token_tiles"],
+            banks,
+            engines,
+        )
+
+
 @jit
 def svd_mlp(
     x: NkiTensor,
@@ -201,6 +260,7 @@ def svd_mlp(
     token_tiles: int = 4,
     banks: int = 8,
     engines: int = 1,
+    device_loop: bool = False,
 ) -> NkiTensor:
     """out = down(act(gate(x)) * up(x)), each a low-rank pair.
 
@@ -230,6 +290,8 @@ def svd_mlp(
         token_tiles: of 128, in a group of PSUM tiles of the output.
         banks: PSUM tiles in a group.
         engines: that evict PSUM: 1 ScalarE, 2 ScalarE and VectorE.
+        device_loop: full blocks of tokens are a loop on the device, of which the compiler gets the
+            body once.
 
     Returns:
         [M, N] in shared HBM, dtype of x.
@@ -248,20 +310,30 @@ def svd_mlp(
             out = down^T . v_down
     """
     M, K = x.shape
-    inner, N = v_gate.shape[1], v_down.shape[1]
-    check_factors(K, [u_gate, v_gate, u_up, v_up, u_down, v_down])
+    N = v_down.shape[1]
+    factors = [u_gate, v_gate, u_up, v_up, u_down, v_down]
+    check_factors(K, factors)
+    load_table(activation)
     out_hbm = nl.ndarray((M, N), dtype=x.dtype, buffer=nl.shared_hbm)
     scratch_hbm: Tiles = []
     if spill > 0:
         columns = spill * HIDDEN_TILES * token_block
         scratch_hbm.append(nl.ndarray((PARTITIONS, columns), dtype=x.dtype, buffer=nl.private_hbm))
-    own = own_tokens(M)
-    for t in spans(own.start, own.size, token_block):
-        xt = Operand(x, Span(0, K), t, resident, layout)
-        gate = project(xt, u_gate, u_block, tokens, banks, engines)
-        up = project(xt, u_up, u_block, tokens, banks, engines)
-        hidden = Hidden(x.dtype, scratch_hbm, inner, t.size, spill, resident_spilled)
-        gated(hidden, [gate, up], [v_gate, v_up], activation, v_block, tokens, banks)
-        down = project(hidden, u_down, down_block, tokens, banks, engines)
-        write_rows(out_hbm, down, v_down, None, t.start, out_block, token_tiles, banks, engines)
+    arguments = {
+        "activation": activation,
+        "layout": layout,
+        "resident": resident,
+        "spill": spill,
+        "resident_spilled": resident_spilled,
+        "u_block": u_block,
+        "v_block": v_block,
+        "down_block": down_block,
+        "out_block": out_block,
+        "tokens": tokens,
+        "token_tiles": token_tiles,
+        "banks": banks,
+        "engines": engines,
+    }
+    stages = Stages(factors, scratch_hbm, arguments)
+    TokenBlocks(stages, out_hbm, x, token_block).run(device_loop)
     return out_hbm

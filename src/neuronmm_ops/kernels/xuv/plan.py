@@ -64,8 +64,8 @@ class Prefill(prefill_search.Prefill):
 
     names = ("token_block", *First._fields, *Second._fields)
 
-    def __init__(self, problem: Problem) -> None:
-        super().__init__(problem)
+    def __init__(self, problem: Problem, layout: str) -> None:
+        super().__init__(problem, layout)
         self.r_tiles = tiles_in(problem.ranks[0], PARTITIONS)
         self.project, self.write = cache(self._project), cache(self._write)
 
@@ -79,13 +79,15 @@ class Prefill(prefill_search.Prefill):
         """x @ u."""
         x = Moving(self.costs.tokens(first.resident), split=True)
         return project_steps(
-            self.costs, width, self.problem.K, self.problem.ranks[0], x, *first[1:]
+            self.costs, width, self.problem.K, self.problem.ranks[0], x, "u", *first[1:]
         )
 
     def _write(self, width: int, second: Second, tokens: int) -> Program:
         """xu @ v, where groups of `tokens` have made xu."""
         x = in_sbuf(self.r_tiles * width * self.costs.item, tokens)
-        return write_steps(self.costs, width, self.problem.ranks[0], self.problem.N, x, *second)
+        return write_steps(
+            self.costs, width, self.problem.ranks[0], self.problem.N, x, "v", *second
+        )
 
     def choices(self, token_block: int, width: int) -> Iterator[Arguments]:
         """The quickest of both products, for the first block of tokens."""

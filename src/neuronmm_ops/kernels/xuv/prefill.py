@@ -2,9 +2,62 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from neuronmm_ops.kernels.shim import NkiTensor, jit, nl
-from neuronmm_ops.kernels.stages.prefill import Operand, own_tokens, project, write_rows
-from neuronmm_ops.kernels.stages.tiling import Span, check_pair, spans
+from neuronmm_ops.kernels.stages.prefill import (
+    Operand,
+    TokenBlocks,
+    project,
+    write_rows,
+)
+from neuronmm_ops.kernels.stages.tiling import Span, check_pair
+
+
+class Stages(nl.NKIObject):
+    """What `xuv` does with a block of tokens.
+
+    Args:
+        u: [K, r].
+        v: [r, N].
+        bias: [N] or None.
+        arguments: of `xuv`, by name.
+    """
+
+    def __init__(
+        self, u: NkiTensor, v: NkiTensor, bias: NkiTensor | None, arguments: dict[str, Any]
+    ) -> None:
+        self.u = u
+        self.v = v
+        self.bias = bias
+        self.arguments = arguments
+
+    def run(self, out_hbm: NkiTensor, x_hbm: NkiTensor, t: Span) -> None:
+        """out[t] = (x[t] @ u) @ v + bias."""
+        a = self.arguments
+        K = x_hbm.shape[1]
+        xt = Operand(x_hbm, Span(0, K), t, a["resident"], a["layout"], split=True)
+        xu = project(
+            xt,
+            self.u,
+            a["u_block"],
+            a["tokens"],
+            a["banks"],
+            a["engines"],
+            a["k_block"],
+            a["bf16_partial_sums"],
+        )
+        write_rows(
+            out_hbm,
+            xu,
+            self.v,
+            self.bias,
+            t.start,
+            a["v_block"],
+            a["token_tiles"],
+            a["v_banks"],
+            a["engines"],
+        )
 
 
 @jit
@@ -25,6 +78,7 @@ def xuv(
     token_tiles: int = 2,
     v_banks: int = 8,
     engines: int = 1,
+    device_loop: bool = False,
 ) -> NkiTensor:
     """out = (x @ u) @ v + bias, a block of tokens at a time.
 
@@ -50,6 +104,8 @@ def xuv(
         token_tiles: of 128, in a group of PSUM tiles of the output.
         v_banks: PSUM tiles in a group of the output.
         engines: that evict PSUM: 1 ScalarE, 2 ScalarE and VectorE.
+        device_loop: full blocks of tokens are a loop on the device, of which the compiler gets the
+            body once.
 
     Returns:
         [M, N] in shared HBM, dtype of x.
@@ -73,9 +129,18 @@ def xuv(
     check_pair(K, u.shape[0], 0, 0)
     check_pair(u.shape[1], r, N, bias.shape[0] if bias != None else 0)  # noqa: E711
     out_hbm = nl.ndarray((M, N), dtype=x.dtype, buffer=nl.shared_hbm)
-    own = own_tokens(M)
-    for t in spans(own.start, own.size, token_block):
-        xt = Operand(x, Span(0, K), t, resident, layout, split=True)
-        xu = project(xt, u, u_block, tokens, banks, engines, k_block, bf16_partial_sums)
-        write_rows(out_hbm, xu, v, bias, t.start, v_block, token_tiles, v_banks, engines)
+    arguments = {
+        "layout": layout,
+        "resident": resident,
+        "u_block": u_block,
+        "tokens": tokens,
+        "banks": banks,
+        "k_block": k_block,
+        "bf16_partial_sums": bf16_partial_sums,
+        "v_block": v_block,
+        "token_tiles": token_tiles,
+        "v_banks": v_banks,
+        "engines": engines,
+    }
+    TokenBlocks(Stages(u, v, bias, arguments), out_hbm, x, token_block).run(device_loop)
     return out_hbm

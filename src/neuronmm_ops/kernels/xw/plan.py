@@ -51,13 +51,13 @@ class Prefill(prefill_search.Prefill):
 
     names = Dense._fields
 
-    def __init__(self, problem: Problem) -> None:
-        super().__init__(problem)
+    def __init__(self, problem: Problem, layout: str) -> None:
+        super().__init__(problem, layout)
         self.stage = cache(self._stage)
 
     def _stage(self, width: int, a: Dense) -> Program:
         p, x = self.problem, Moving(self.costs.tokens(a.resident))
-        return write_steps(self.costs, width, p.K, p.N, x, *a[2:])
+        return write_steps(self.costs, width, p.K, p.N, x, "w", *a[2:])
 
     def stages(self, width: int, arguments: Arguments) -> list[Program]:
         """The kernel for a block of `width` tokens."""
@@ -70,7 +70,8 @@ class Prefill(prefill_search.Prefill):
 
     def _fitting(self, token_block: int, width: int) -> Iterator[Dense]:
         blocks = sorted({min(b, self.problem.N) for b in BLOCKS})
-        for block, token_tiles in product(blocks, TOKEN_TILES):
+        in_psum = [tiles for tiles in TOKEN_TILES if tiles <= self.costs.banks]
+        for block, token_tiles in product(blocks, in_psum):
             if token_tiles == 1 or token_tiles // 2 * PARTITIONS < width:
                 a = Dense(token_block, 0, block, token_tiles, self.costs.banks)
 

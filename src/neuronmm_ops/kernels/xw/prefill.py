@@ -2,9 +2,42 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from neuronmm_ops.kernels.shim import NkiTensor, jit, nl
-from neuronmm_ops.kernels.stages.prefill import Operand, own_tokens, write_rows
-from neuronmm_ops.kernels.stages.tiling import Span, check_pair, spans
+from neuronmm_ops.kernels.stages.prefill import Operand, TokenBlocks, write_rows
+from neuronmm_ops.kernels.stages.tiling import Span, check_pair
+
+
+class Stages(nl.NKIObject):
+    """What `xw` does with a block of tokens.
+
+    Args:
+        w: [K, N].
+        bias: [N] or None.
+        arguments: of `xw`, by name.
+    """
+
+    def __init__(self, w: NkiTensor, bias: NkiTensor | None, arguments: dict[str, Any]) -> None:
+        self.w = w
+        self.bias = bias
+        self.arguments = arguments
+
+    def run(self, out_hbm: NkiTensor, x_hbm: NkiTensor, t: Span) -> None:
+        """out[t] = x[t] @ w + bias."""
+        a = self.arguments
+        xt = Operand(x_hbm, Span(0, x_hbm.shape[1]), t, a["resident"], a["layout"])
+        write_rows(
+            out_hbm,
+            xt,
+            self.w,
+            self.bias,
+            t.start,
+            a["block"],
+            a["token_tiles"],
+            a["banks"],
+            a["engines"],
+        )
 
 
 @jit
@@ -19,6 +52,7 @@ def xw(
     token_tiles: int = 4,
     banks: int = 8,
     engines: int = 1,
+    device_loop: bool = False,
 ) -> NkiTensor:
     """out = x @ w + bias, with fp32 sums in PSUM over the whole contraction.
 
@@ -36,6 +70,8 @@ def xw(
         token_tiles: of 128, in a group of PSUM tiles.
         banks: PSUM tiles in a group.
         engines: that evict PSUM: 1 ScalarE, 2 ScalarE and VectorE.
+        device_loop: full blocks of tokens are a loop on the device, of which the compiler gets the
+            body once.
 
     Returns:
         [M, N] in shared HBM, dtype of x.
@@ -54,8 +90,13 @@ def xw(
     N = w.shape[1]
     check_pair(K, w.shape[0], N, bias.shape[0] if bias != None else 0)  # noqa: E711
     out_hbm = nl.ndarray((M, N), dtype=x.dtype, buffer=nl.shared_hbm)
-    own = own_tokens(M)
-    for t in spans(own.start, own.size, token_block):
-        xt = Operand(x, Span(0, K), t, resident, layout)
-        write_rows(out_hbm, xt, w, bias, t.start, block, token_tiles, banks, engines)
+    arguments = {
+        "layout": layout,
+        "resident": resident,
+        "block": block,
+        "token_tiles": token_tiles,
+        "banks": banks,
+        "engines": engines,
+    }
+    TokenBlocks(Stages(w, bias, arguments), out_hbm, x, token_block).run(device_loop)
     return out_hbm

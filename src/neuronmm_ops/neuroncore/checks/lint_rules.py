@@ -31,6 +31,10 @@ RULES: dict[str, Rule] = {
     "deprecated-loop": Rule("this loop is deprecated", "use range, nl.fori_loop or nl.while_loop"),
     "dict-key": Rule("dictionary keys must be strings", "use string keys, a tuple or a list"),
     "dynamic-break": Rule("a device loop has no break or continue", "compute its bound before"),
+    "enum-literal": Rule(
+        "a number or text in the place of an enumeration is refused since NKI 0.3",
+        "name the member, as nisa.dge_mode.hwdge",
+    ),
     "global": Rule("global and nonlocal are refused", "pass and return it", "Global Nonlocal"),
     "hbm-output": Rule("a returned tensor is private HBM", "allocate it with buffer=nl.shared_hbm"),
     "identity": Rule("is and is not are refused", "use == or !=, also with None", "Is IsNot"),
@@ -41,6 +45,7 @@ RULES: dict[str, Rule] = {
     ),
     "lambda": Rule("lambda is refused", "define a function in the module", "Lambda"),
     "legacy-call": Rule("this call is from before NKI 0.2", "use slices that end at min()"),
+    "legacy-dtype": Rule("an nki.isa call takes no dtype=", "give dst the dtype"),
     "legacy-import": Rule("neuronxcc kernels are a compile error since NKI 0.4", "import nki"),
     "legacy-mask": Rule("mask= does not exist any more", "end slices at the edge by min()"),
     "legacy-result": Rule("an nki.isa call returns no tile", "name its dst, or accumulate=True"),

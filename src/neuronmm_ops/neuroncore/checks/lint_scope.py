@@ -8,6 +8,7 @@ from neuronmm_ops.neuroncore.checks.lint_rules import REFUSED_NODES
 from neuronmm_ops.neuroncore.checks.lint_source import Function, Source, inside, local_names
 
 DEPRECATED_LOOPS = {"affine_range", "dynamic_range", "sequential_range", "static_range"}
+ENUMERATED = {"dge_mode", "dma_engine", "engine", "oob_mode", "perf_mode", "reduce_cmd"}
 LEGACY = {"arange", "mgrid", "par_dim"}
 MAKES_TILE = {"empty_like", "full", "load", "ndarray", "ones", "rand", "zeros", "zeros_like"}
 NUMPY_DTYPE = re.compile(r"bool_?|u?int\d*|intc|int_|b?float\w+|half|single|double|dtype")
@@ -147,6 +148,11 @@ class Checker:
             yield "star-expansion"
         if "mask" in keywords and (language or isa):
             yield "legacy-mask"
+        if isa and "dtype" in keywords:
+            yield "legacy-dtype"
+        options = [k.value for k in call.keywords if k.arg in ENUMERATED]
+        if isa and any(isinstance(value, ast.Constant) for value in options):
+            yield "enum-literal"
         given = [*call.args, *(keyword.value for keyword in call.keywords)]
         if any(map(self.is_numpy_dtype, given)):
             yield "numpy-dtype"

@@ -9,10 +9,12 @@ from math import prod
 from operator import index as as_int
 from typing import TYPE_CHECKING, Any
 
-from neuronmm_ops.neuroncore.checks.base import refuse
+from neuronmm_ops.neuroncore.checks.base import note, refuse
 from neuronmm_ops.neuroncore.dtypes import DType
+from neuronmm_ops.neuroncore.memory.geometry import merged
 
 if TYPE_CHECKING:
+    from neuronmm_ops.neuroncore.memory.geometry import Geometry
     from neuronmm_ops.neuroncore.memory.tensor import NkiTensor
 
 
@@ -54,8 +56,8 @@ def slice_of(t: NkiTensor, dim: int, k: slice) -> tuple[int, int, int]:
 
 
 def slice_bounds(t: NkiTensor, dim: int, start: int, end: int, step: int) -> None:
-    """0 <= start < end <= size and step >= 1: slices are not clamped as in Python."""
-    if not (0 <= start < end <= t.shape[dim] and step >= 1):
+    """0 <= start <= end <= size and step >= 1: slices are not clamped as in Python."""
+    if not (0 <= start <= end <= t.shape[dim] and step >= 1):
         refuse(
             f"{t}: slice {start}:{end}:{step} is out of bounds of dimension {dim} of size "
             f"{t.shape[dim]}; cut edge tiles with min(), slices are not clamped"
@@ -150,26 +152,78 @@ def one_index(t: NkiTensor, scalar: Any, vector: Any, dim: int) -> None:
 
 
 def access_pattern(
-    t: NkiTensor, dtype: DType, shape: tuple[int, ...], strides: tuple[int, ...], place: int
-) -> None:
-    """An access pattern stays in its storage, and walks partitions by whole rows."""
-    layout = t.geometry.layout
-    row = layout.row_elements * layout.dtype.itemsize // dtype.itemsize
-    if t.geometry.on_chip and shape[0] > 1 and strides[0] != row:
+    t: NkiTensor, dtype: DType, shape: tuple[int, ...], strides: tuple[int, ...]
+) -> tuple[int, ...]:
+    """Counts of at least 1 and, on chip, partitions walked by whole rows; returns the strides.
+
+    Whether the pattern stays in its storage is checked where an instruction uses it: it may be
+    sliced before.
+    """
+    if min(shape) < 1:
+        refuse(f"{t}: ap counts must be at least 1; got {list(shape)}")
+    row = row_elements(t.geometry, dtype)
+    if not t.geometry.on_chip or shape[0] == 1 or strides[0] == row:
+        return strides
+    seen = prod(t.shape[1:]) * t.dtype.itemsize // dtype.itemsize
+    if strides[0] != seen:
         refuse(
             f"{t}: ap pattern's first pair is the partition's and its stride must be {row}, the "
             f"storage's elements per partition; got {strides[0]}"
         )
-    if min(shape) < 1:
-        refuse(f"{t}: ap counts must be at least 1; got {list(shape)}")
-    total = prod(layout.shape) * layout.dtype.itemsize // dtype.itemsize
-    reach = [s * (c - 1) for s, c in zip(strides, shape, strict=True)]
-    low = place + sum(r for r in reach if r < 0)
-    high = place + sum(r for r in reach if r > 0)
+    note(
+        f"{t}: ap takes its partition stride {seen}, that of the view, as {row}, the storage's "
+        "elements per partition, which the documentation asks for (NKI access patterns)"
+    )
+    return (row, *strides[1:])
+
+
+def row_elements(geometry: Geometry, dtype: DType) -> int:
+    """Elements of a dtype per partition of a view's storage (per row in HBM)."""
+    layout = geometry.layout
+    return layout.row_elements * layout.dtype.itemsize // dtype.itemsize
+
+
+def inside_storage(opcode: str, t: NkiTensor, partition_dims: int = 1) -> None:
+    """A view is not empty, and what it reaches lies in its storage, on chip in each partition.
+
+    Its first `partition_dims` dimensions walk partitions.
+    """
+    geometry = t.geometry
+    if 0 in geometry.shape:
+        refuse(f"{opcode}: {t} is empty; leave the instruction out where there is nothing to do")
+    layout, row = geometry.layout, row_elements(geometry, geometry.dtype)
+    total = prod(layout.shape) * layout.dtype.itemsize // geometry.dtype.itemsize
+    # rows of a vector index come by the index
+    first = 1 if geometry.indirect is not None and geometry.indirect[0] == "vector" else 0
+    pairs = list(zip(geometry.strides, geometry.shape, strict=True))[first:]
+    reach = [s * (c - 1) for s, c in pairs]
+    low = geometry.offset + sum(r for r in reach if r < 0)
+    high = geometry.offset + sum(r for r in reach if r > 0)
     if low < 0 or high >= total:
         refuse(
-            f"{t}: ap reaches elements {low} to {high} of a storage of {total}; "
+            f"{opcode}: {t} reaches elements {low} to {high} of a storage of {total}; "
             "check strides, counts and offset"
         )
-    if t.geometry.on_chip and place % row + high - place - strides[0] * (shape[0] - 1) >= row:
-        refuse(f"{t}: ap runs over the end of a partition of {row} elements")
+    if geometry.on_chip:
+        walked = sum(r for r in reach[partition_dims:] if r > 0)
+        if geometry.offset % row + walked >= row:
+            refuse(f"{opcode}: {t} runs over the end of a partition of {row} elements")
+
+
+def engine_pattern(opcode: str, t: NkiTensor) -> None:
+    """A compute engine walks neighbouring partitions, and up to four free dimensions."""
+    geometry = t.geometry
+    if not geometry.on_chip:
+        return
+    row = row_elements(geometry, geometry.dtype)
+    if geometry.shape[0] > 1 and geometry.strides[0] != row:
+        refuse(
+            f"{opcode}: {t} takes every {geometry.strides[0] / row:g}-th partition; engines "
+            "address neighbouring ones (NKI access patterns); move them together by DMA"
+        )
+    free = len(merged(geometry.shape[1:], geometry.strides[1:]))
+    if free > 4:
+        refuse(
+            f"{opcode}: {t} walks {free} free dimensions that do not merge; engines address up to "
+            "four (NKI access patterns); copy it in parts"
+        )

@@ -68,7 +68,12 @@ def activation(
 
     reduces = command != "idle" or reduce_res is not None
     cycles = free_cycles(dst, data) + (MIN_CYCLES if reduces else 0)
-    return InstructionTemplate(Engine.SCALAR, cycles, run)
+    table = "" if function.name in _WITHOUT_TABLE else function.name
+    return InstructionTemplate(Engine.SCALAR, cycles, run, table=table)
+
+
+_WITHOUT_TABLE = ("copy", "identity", "relu")
+"""Functions taken to be in every table: nki-library's kernels alternate copies with others."""
 
 
 def _check_bias(core: running.SimulatedCore, bias: Scalar | None, op: str) -> None:

@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from neuronmm_ops.hardware import DMA_ENGINES, DMA_TRANSPOSE_SHARE, PARTITIONS, Engine
+from neuronmm_ops.hardware import DMA_ENGINES, PARTITIONS, Engine
 from neuronmm_ops.neuroncore import core as running
 from neuronmm_ops.neuroncore import dtypes
 from neuronmm_ops.neuroncore.checks import operands as check
-from neuronmm_ops.neuroncore.checks.base import refuse
-from neuronmm_ops.neuroncore.isa.enums import dge_mode, engine, engine_of, oob_mode
+from neuronmm_ops.neuroncore.checks.base import note, refuse
+from neuronmm_ops.neuroncore.isa.enums import dge_mode, engine, engine_of, oob_mode, option
 from neuronmm_ops.neuroncore.isa.indirect import (
     check_index,
     gathered,
@@ -46,7 +46,9 @@ def dma_copy(
     One of the two may be indirect (`.ap(vector_offset=)`, `.ap(scalar_offset=)`, `select`).
     """
     core = running.active("nki.isa.dma_copy")
-    operands = (dst, src, *index_tiles(dst, src))
+    operands = (dst, src)
+    if dst.index is not None or src.index is not None:
+        operands += index_tiles(dst, src)
     options = (priority, dge_mode, engine, oob_mode)
     return core.record(core.template(_copy, operands, options), operands).named(name)
 
@@ -101,7 +103,7 @@ def copy_cost(dst: NkiTensor, src: NkiTensor, descriptors: str = "none") -> DmaC
         run,
         first,
         engines,
-        busiest * running.active().machine.dma_row_ns(run),
+        ((run, busiest),),
         direction=_direction(dst, src),
         descriptors=descriptors,
         reads=(0, 0 if src.geometry.on_chip else src.size * src.dtype.itemsize),
@@ -139,6 +141,8 @@ def _direction(dst: NkiTensor, src: NkiTensor) -> str:
 
 def _copy(dst: NkiTensor, src: NkiTensor, *rest: Any) -> InstructionTemplate:
     *indices, priority, mode, asked, oob = rest
+    oob = option("dma_copy", "oob_mode", oob_mode, oob)
+    mode = option("dma_copy", "dge_mode", dge_mode, mode)
     descriptors = _checked("dma_copy", dst, src, priority, mode, asked)
     if dst.index is None and src.index is None:
         cost = copy_cost(dst, src, descriptors)
@@ -148,20 +152,17 @@ def _copy(dst: NkiTensor, src: NkiTensor, *rest: Any) -> InstructionTemplate:
     indirect = dst if dst.index is not None else src
     for index in indices:
         check_index("dma_copy", indirect, index)
-    kind = indirect.geometry.indirect
-    # descriptors that depend on data are made on the way: by hardware for one offset, else GpSimdE
     if descriptors == "none":
-        vector = kind is not None and kind[0] == "vector"
-        machine = running.active().machine
-        descriptors = "swdge" if vector or not machine.hardware_dge else "hwdge"
+        descriptors = _dynamic_descriptors(indirect)
     skip = oob is oob_mode.skip
 
     def run(dst: NkiTensor, src: NkiTensor, *indices: NkiTensor) -> None:
-        values, rows = gathered(src, skip) if src.index is not None else (raw(src), None)
+        moved = src.index is not None
+        values, rows = gathered("dma_copy", src, skip) if moved else (raw(src), None)
         if raw(dst).dtype != values.dtype:
             values = convert(dst, dtypes.to_fp32(values, src.dtype))
         if src.index is None:
-            scatter(dst, values, skip)
+            scatter("dma_copy", dst, values, skip)
             return
         target, values = raw(dst), values.reshape(dst.shape)
         if rows is None:
@@ -170,7 +171,13 @@ def _copy(dst: NkiTensor, src: NkiTensor, *rest: Any) -> InstructionTemplate:
             target[rows] = values[rows]
 
     cost = copy_cost(dst, src, descriptors)
-    return InstructionTemplate(Engine.DMA, 0, run, "dma_copy", dma=cost)
+    return InstructionTemplate(Engine.DMA, 0, run, "dma_copy", dma=cost, skips=skip)
+
+
+def _dynamic_descriptors(t: NkiTensor) -> str:
+    """Who makes descriptors that depend on an index: hardware for one offset, else GpSimdE."""
+    vector = t.geometry.indirect is not None and t.geometry.indirect[0] == "vector"
+    return "swdge" if vector or not running.active().machine.hardware_dge else "hwdge"
 
 
 _AXES = {2: (1, 0), 3: (2, 1, 0), 4: (3, 1, 2, 0)}
@@ -196,6 +203,14 @@ def dma_transpose(
 def _transpose(dst: NkiTensor, src: NkiTensor, *rest: Any) -> InstructionTemplate:
     *indices, axes, priority, mode, oob = rest
     opcode = "dma_transpose"
+    oob = option(opcode, "oob_mode", oob_mode, oob)
+    mode = option(opcode, "dge_mode", dge_mode, mode)
+    if mode is dge_mode.none:
+        note(
+            f"{opcode}: dge_mode.none is taken as dge_mode.unknown; the documentation names both "
+            "as legal and unknown, hwdge and swdge as the only valid ones (nki.isa.dma_transpose)"
+        )
+        mode = dge_mode.unknown
     if axes != _AXES.get(src.ndim):
         refuse(f"{opcode}: axes must be (1,0), (2,1,0) or (3,1,2,0) by rank; got {axes}")
     shape = tuple([src.shape[a] for a in axes])
@@ -213,22 +228,32 @@ def _transpose(dst: NkiTensor, src: NkiTensor, *rest: Any) -> InstructionTemplat
         _check_indirect_transpose(src, index)
 
     def run(dst: NkiTensor, src: NkiTensor, *indices: NkiTensor) -> None:
-        target, source = raw(dst), raw(src)
+        target, skip = raw(dst), oob is oob_mode.skip
         if indices:
-            source = gathered_columns(src, indices[0], oob is oob_mode.skip)
+            source = gathered_columns(opcode, src, indices[0], skip)
+        else:
+            source = raw(src) if src.index is None else gathered(opcode, src, skip)[0]
         target[...] = source.transpose(axes).reshape(target.shape)
 
-    cost = _transpose_cost(dst, src, "swdge" if indices else descriptors)
-    return InstructionTemplate(Engine.DMA, 0, run, opcode, dma=cost)
+    if indices:
+        descriptors = "swdge"
+    elif src.index is not None and descriptors == "none":
+        descriptors = _dynamic_descriptors(src) if _hwdge_transposes(src) else "swdge"
+    cost = _transpose_cost(dst, src, descriptors)
+    return InstructionTemplate(Engine.DMA, 0, run, opcode, dma=cost, skips=oob is oob_mode.skip)
 
 
-def _check_hwdge_transpose(src: NkiTensor) -> None:
+def _hwdge_transposes(src: NkiTensor) -> bool:
     """Shapes that the hardware transposes: 2 bytes, 16 rows, 128 columns at most."""
     rows = src.shape[0] if src.ndim == 2 else src.shape[0] * src.shape[-2]
     legal_rows = (
         rows == 16 if src.ndim == 2 else src.shape[0] in (1, 2, 4, 8, 16) and rows % 16 == 0
     )
-    if src.dtype.itemsize != 2 or src.shape[-1] > 128 or not legal_rows:
+    return src.dtype.itemsize == 2 and src.shape[-1] <= 128 and legal_rows
+
+
+def _check_hwdge_transpose(src: NkiTensor) -> None:
+    if not _hwdge_transposes(src):
         refuse(
             f"dma_transpose: dge_mode.hwdge takes 2-byte src [16, <=128], or [1|2|4|8|16, .., n, "
             f"<=128] with a multiple of 16 rows; got {src}; use dge_mode.unknown"
@@ -249,14 +274,13 @@ def _check_indirect_transpose(src: NkiTensor, index: NkiTensor) -> None:
 
 
 def _transpose_cost(dst: NkiTensor, src: NkiTensor, descriptors: str) -> DmaCost:
-    """A transpose runs at a share of the DMA rate, whatever its rows (Trainium2 guide)."""
+    """A transpose keeps all engines busy, whatever its rows (Trainium2 guide)."""
     plain = copy_cost(dst, src, descriptors)
-    share = DMA_TRANSPOSE_SHARE["sbuf" if src.geometry.on_chip else "hbm"]
     return replace(
         plain,
         first_engine=0,
         engines=DMA_ENGINES,
-        engine_ns=plain.bytes / (running.active().machine.dma_peak_gbps * share),
+        transposes="sbuf" if src.geometry.on_chip else "hbm",
         run_bytes=src.geometry.run_bytes,
         rows=max(1, plain.bytes // src.geometry.run_bytes),
     )
@@ -282,6 +306,7 @@ def dma_compute(
 def _compute(dst: NkiTensor, *rest: Any) -> InstructionTemplate:
     *operands, op, scales, count, unique, oob = rest
     opcode, tensors = "dma_compute", (dst, *operands[:count])
+    oob = option(opcode, "oob_mode", oob_mode, oob)
     srcs, indices = operands[:count], operands[count:]
     alu = operators.alu(op)
     if alu.name != "add":
@@ -307,26 +332,26 @@ def _compute(dst: NkiTensor, *rest: Any) -> InstructionTemplate:
     def run(dst: NkiTensor, *operands: NkiTensor) -> None:
         total = np.zeros(dst.shape, np.float32)
         for src in operands[:count]:
-            total = total + values_of(src, skip).reshape(dst.shape)
+            total = total + values_of(opcode, src, skip).reshape(dst.shape)
         if dst.index is None:
             write(dst, total)
         else:
-            rows = places(dst, skip)[1]
+            rows = places(opcode, dst, skip)[1]
             if len(np.unique(rows)) != len(rows):
                 problem = "an index occurs twice; the sum would depend on timing"
                 refuse(f"{opcode}: {problem}; merge rows first")
-            scatter(dst, convert(dst, total), skip)
+            scatter(opcode, dst, convert(dst, total), skip)
 
     costs = [copy_cost(dst, s) for s in srcs]
-    busiest = max(costs, key=lambda c: c.engine_ns)
+    busiest = max(costs, key=lambda c: c.rows)
     cost = replace(
         busiest,
         bytes=sum(c.bytes for c in costs),
         rows=sum(c.rows for c in costs),
         run_bytes=min(c.run_bytes for c in costs),
-        engine_ns=sum(c.engine_ns for c in costs),
+        runs=tuple([run for c in costs for run in c.runs]),
         descriptors="swdge" if indirect else "none",
         reads=(0, *[c.reads[1] for c in costs]),
         writes=(costs[0].writes[0], *[0] * len(costs)),
     )
-    return InstructionTemplate(Engine.DMA, 0, run, opcode, dma=cost)
+    return InstructionTemplate(Engine.DMA, 0, run, opcode, dma=cost, skips=skip)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from enum import Enum
+from typing import TypeVar
 
 from neuronmm_ops.hardware import Engine
 from neuronmm_ops.neuroncore.checks import operands as check
-from neuronmm_ops.neuroncore.checks.base import refuse
+from neuronmm_ops.neuroncore.checks.base import note, refuse, seen
 
 
 class _Option(Enum):
@@ -60,12 +62,17 @@ class matmul_perf_mode(_Option):  # noqa: N801 - NKI's name
     double_row = "double_row"
 
 
+@functools.total_ordering
 class nc_version(_Option):  # noqa: N801 - NKI's name
-    """NeuronCore generations."""
+    """NeuronCore generations, in order."""
 
     gen2 = 2
     gen3 = 3
     gen4 = 4
+
+    def __lt__(self, other: object) -> bool:
+        """Whether it is older than another; kernels compare `get_nc_version() >= gen3`."""
+        return self.value < other.value if isinstance(other, nc_version) else NotImplemented
 
 
 class dma_engine(_Option):  # noqa: N801 - NKI's name
@@ -75,12 +82,41 @@ class dma_engine(_Option):  # noqa: N801 - NKI's name
     gpsimd_dma = 2
 
 
+Option = TypeVar("Option", bound=_Option)
+OPTIONS = {
+    kind.__name__: kind
+    for kind in (engine, reduce_cmd, dge_mode, oob_mode, matmul_perf_mode, dma_engine)
+}
+"""The enumerations that parameters of instructions are annotated with, by name."""
+
+
+def option(opcode: str, parameter: str, kind: type[Option], given: object) -> Option:
+    """The member of an enumeration that an argument is, or stands for by name or value.
+
+    NKI 0.3 and later refuse names and values (migration guide, "Integer enum constants no longer
+    supported"); kernels written before pass them, so they are converted, with a warning.
+    """
+    if isinstance(given, kind):
+        return given
+    meant = [m for m in kind if given in (m.name, m.value) and not isinstance(given, bool)]
+    if not meant:
+        members = ", ".join([m.name for m in kind])
+        refuse(
+            f"{opcode}: {parameter} must be a member of nki.isa.{kind.__name__}, one of {members}; "
+            f"got {seen(given)}"
+        )
+    note(
+        f"{opcode}: {parameter}={given!r} is taken as {kind.__name__}.{meant[0].name}; NKI 0.3 and "
+        "later take members of the enumeration only (migration guide)"
+    )
+    return meant[0]
+
+
 def engine_of(opcode: str, asked: engine, *allowed: Engine) -> Engine:
     """The engine asked for, one of `allowed` if any; the first where the choice is left open."""
+    asked = option(opcode, "engine", engine, asked)
     if asked is engine.unknown:
         return allowed[0]
-    if not isinstance(asked, engine):
-        refuse(f"engine must be a member of nki.isa.engine; got {asked!r}")
     chosen = Engine[asked.name.upper()]
     check.engine_runs(opcode, chosen, *allowed)
     return chosen

@@ -8,15 +8,17 @@ from typing import Any
 from neuronmm_ops.hardware import MIN_CYCLES, Engine
 from neuronmm_ops.neuroncore import core as running
 from neuronmm_ops.neuroncore.checks import operands as check
-from neuronmm_ops.neuroncore.checks.base import refuse
+from neuronmm_ops.neuroncore.checks.base import note, refuse, seen
 from neuronmm_ops.neuroncore.core import SimulatedCore
 from neuronmm_ops.neuroncore.isa.dma import copy_cost
-from neuronmm_ops.neuroncore.isa.enums import dma_engine, engine, engine_of
+from neuronmm_ops.neuroncore.isa.enums import dma_engine, engine, engine_of, option
 from neuronmm_ops.neuroncore.isa.values import SBUF, raw
 from neuronmm_ops.neuroncore.memory.storage import MemoryRegion
 from neuronmm_ops.neuroncore.memory.tensor import NkiTensor
 from neuronmm_ops.neuroncore.timing.trace import InstructionTemplate, NkiInstruction
 from neuronmm_ops.neuroncore.turns import Meeting, Posts
+
+_Path = dma_engine  # sendrecv has a parameter of that name
 
 
 def core_barrier(
@@ -32,8 +34,13 @@ def core_barrier(
     core = _one_of_two("core_barrier")
     if tuple(cores) != (0, 1):
         refuse(f"core_barrier: cores must be (0, 1); got {cores!r}")
-    if getattr(data, "buffer", None) is not MemoryRegion.shared_hbm:
-        refuse(f"core_barrier: data must be a tensor in shared_hbm; got {data!r}")
+    if not isinstance(data, NkiTensor):
+        refuse(f"core_barrier: data must be a tensor in shared_hbm; got {seen(data)}")
+    if data.buffer is not MemoryRegion.shared_hbm:
+        note(
+            f"core_barrier: data must be in shared_hbm (nki.isa.core_barrier); {data} is the "
+            "core's own, so the barrier orders its instructions alone"
+        )
     meeting = meet(core, core.of_rank, ("core_barrier", data.name), None, lambda posts: 0.0)
     # ordered like a write of `data`, of which it may have been written a part only
     storage = data.storage
@@ -68,11 +75,12 @@ def sendrecv(
     order, with the same `pipe_id`. NeuronCore-v3 and later, launches on two cores.
     """
     core = _one_of_two("sendrecv")
+    path = option("sendrecv", "dma_engine", _Path, dma_engine)
     if send_to_rank not in (0, 1) or recv_from_rank not in (0, 1):
         seen = f"send_to {send_to_rank!r} and recv_from {recv_from_rank!r}"
         refuse(f"sendrecv: ranks must be 0 or 1; got {seen}")
-    template = core.template(_sendrecv, (dst, src), (dma_engine,))
-    kind = ("sendrecv", pipe_id, src.shape, src.dtype, dma_engine.name)
+    template = core.template(_sendrecv, (dst, src), (path,))
+    kind = ("sendrecv", pipe_id, src.shape, src.dtype, path.name)
     post = (core.program_id, send_to_rank, recv_from_rank, src, dst)
     meeting = meet(core, core.of_rank, kind, post, _swap if core.execute else _check_ranks)
     done = core.record(template, (dst, src))

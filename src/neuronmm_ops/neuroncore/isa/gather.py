@@ -245,7 +245,7 @@ def nonzero_with_count(
             target[p] = row.reshape(target.shape[1:])
 
     # documented kernels read all partitions of a fresh dst: the others count as written too
-    return InstructionTemplate(Engine.GPSIMD, free_cycles(dst), run)
+    return InstructionTemplate(Engine.GPSIMD, free_cycles(dst), run, row_step=_CORE_PARTITIONS)
 
 
 @instruction("dst")

@@ -27,12 +27,18 @@ def check_index(opcode: str, t: NkiTensor, index: NkiTensor) -> None:
         refuse(f"{opcode}: {t} needs {t.shape[0]} indices, one a row; got {index}")
 
 
-def _check_bounds(t: NkiTensor, legal: np.ndarray, skip: bool) -> None:
+def _legal(opcode: str, t: NkiTensor, offsets: np.ndarray, skip: bool, first: int) -> np.ndarray:
+    """Which offsets keep the dimensions from `first` on inside the storage; all, unless `skip`."""
+    layout = t.geometry.layout
+    total = int(np.prod(layout.shape)) * layout.dtype.itemsize // t.dtype.itemsize
+    reach = sum(s * (c - 1) for s, c in list(zip(t.strides, t.shape, strict=True))[first:])
+    legal = (offsets >= 0) & (t.offset + offsets + reach < total)
     if not legal.all() and not skip:
-        refuse(f"dma_copy: a dynamic index runs out of {t}; check it or use oob_mode.skip")
+        refuse(f"{opcode}: a dynamic index runs out of {t}; check it or use oob_mode.skip")
+    return legal
 
 
-def places(t: NkiTensor, skip: bool) -> tuple[str, np.ndarray, np.ndarray]:
+def places(opcode: str, t: NkiTensor, skip: bool) -> tuple[str, np.ndarray, np.ndarray]:
     """An indirect view's kind, the element offset of each index, and which are within bounds."""
     assert t.geometry.indirect is not None
     how, _, scale = t.geometry.indirect
@@ -41,18 +47,12 @@ def places(t: NkiTensor, skip: bool) -> tuple[str, np.ndarray, np.ndarray]:
     else:
         values = raw(t.index).reshape(-1).astype(np.int64)
     offsets = values * scale
-    layout = t.geometry.layout
-    total = int(np.prod(layout.shape)) * layout.dtype.itemsize // t.dtype.itemsize
-    first = 1 if how == "vector" else 0
-    reach = sum(s * (c - 1) for s, c in list(zip(t.strides, t.shape, strict=True))[first:])
-    legal = (values >= 0) & (t.offset + offsets + reach < total)
-    _check_bounds(t, legal, skip)
-    return how, offsets, legal
+    return how, offsets, _legal(opcode, t, offsets, skip, 1 if how == "vector" else 0)
 
 
-def gathered(t: NkiTensor, skip: bool) -> tuple[np.ndarray, np.ndarray | None]:
+def gathered(opcode: str, t: NkiTensor, skip: bool) -> tuple[np.ndarray, np.ndarray | None]:
     """What an indirect view reads, and with `skip` the rows that were within bounds."""
-    how, offsets, legal = places(t, skip)
+    how, offsets, legal = places(opcode, t, skip)
     if how == "scalar":
         if not legal[0]:
             return np.zeros(t.shape, t.storage.store), np.zeros(t.shape[0], bool)
@@ -63,9 +63,9 @@ def gathered(t: NkiTensor, skip: bool) -> tuple[np.ndarray, np.ndarray | None]:
     return rows, None if legal.all() else legal[: t.shape[0]]
 
 
-def scatter(t: NkiTensor, values: np.ndarray, skip: bool) -> None:
+def scatter(opcode: str, t: NkiTensor, values: np.ndarray, skip: bool) -> None:
     """Write through an indirect view, in the order of the indices."""
-    how, offsets, legal = places(t, skip)
+    how, offsets, legal = places(opcode, t, skip)
     if how == "scalar":
         if legal[0]:
             target = t.geometry.array(t.storage, int(offsets[0]))
@@ -82,20 +82,18 @@ def _row(t: NkiTensor, offset: int) -> np.ndarray:
     return row.array(t.storage, offset)[0]
 
 
-def gathered_columns(src: NkiTensor, index: NkiTensor, skip: bool) -> np.ndarray:
+def gathered_columns(opcode: str, src: NkiTensor, index: NkiTensor, skip: bool) -> np.ndarray:
     """Rows of `src` in the column-major order of a [P, n] index tile."""
     flat = raw(index).T.reshape(-1)[: src.shape[0]].astype(np.int64)
     kind = src.geometry.indirect
     assert kind is not None
     rows = np.zeros(src.shape, src.storage.store)
-    count = src.geometry.layout.shape[kind[1]]
-    legal = (flat >= 0) & (flat < count)
-    _check_bounds(src, legal, skip)
-    for i in np.flatnonzero(legal):
-        rows[i] = _row(src, int(flat[i]) * kind[2])
+    offsets = flat * kind[2]
+    for i in np.flatnonzero(_legal(opcode, src, offsets, skip, 1)):
+        rows[i] = _row(src, int(offsets[i]))
     return rows
 
 
-def values_of(t: NkiTensor, skip: bool) -> np.ndarray:
+def values_of(opcode: str, t: NkiTensor, skip: bool) -> np.ndarray:
     """What an operand of dma_compute reads, in fp32; 0 where an index is out of bounds."""
-    return read(t) if t.index is None else dtypes.to_fp32(gathered(t, skip)[0], t.dtype)
+    return read(t) if t.index is None else dtypes.to_fp32(gathered(opcode, t, skip)[0], t.dtype)

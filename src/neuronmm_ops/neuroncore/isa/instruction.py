@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any, ParamSpec
 
 from neuronmm_ops.neuroncore import core as running
+from neuronmm_ops.neuroncore.checks.base import note, refuse, seen
 from neuronmm_ops.neuroncore.isa import indirection
+from neuronmm_ops.neuroncore.isa.enums import OPTIONS, option
 from neuronmm_ops.neuroncore.memory.indirection import IndirectTile
 from neuronmm_ops.neuroncore.memory.tensor import NkiTensor
 from neuronmm_ops.neuroncore.timing.trace import InstructionTemplate, NkiInstruction
@@ -35,14 +37,29 @@ def instruction(
 
     def declare(build: Callable[P, InstructionTemplate]) -> Callable[P, NkiInstruction]:
         opcode = build.__name__
-        parameters = inspect.signature(build).parameters
+        signature = inspect.signature(build)
+        parameters = signature.parameters
         operands = {n: p.default for n, p in parameters.items() if p.annotation in _OPERANDS}
+        tiles = {n for n, p in parameters.items() if p.annotation == "NkiTensor"}
+        options = {n: OPTIONS[k] for n, p in parameters.items() if (k := p.annotation) in OPTIONS}
 
         def prepared(core: running.SimulatedCore, *args: P.args, **kwargs: P.kwargs) -> Any:
             """The template, the places of the tensors among the arguments, and their names."""
-            template = build(*args, **kwargs)
             names = [*[*parameters][: len(args)], *kwargs]
-            values: dict[str, Any] = dict(zip(names, (*args, *kwargs.values()), strict=True))
+            if "dtype" in kwargs and "dtype" not in parameters:
+                _check_dtype(opcode, kwargs.get("dst", args[0] if args else None), kwargs["dtype"])
+                kwargs.pop("dtype")
+            try:
+                call = signature.bind(*args, **kwargs)
+            except TypeError as error:
+                refuse(f"{opcode}: {error}; its signature is {opcode}{_shown(signature)}")
+            for n in tiles & call.arguments.keys():
+                if not isinstance(call.arguments[n], NkiTensor):
+                    refuse(f"{opcode}: {n} must be a tile; got {seen(call.arguments[n])}")
+            for n in options.keys() & call.arguments.keys():
+                call.arguments[n] = option(opcode, n, options[n], call.arguments[n])
+            template = build(*call.args, **call.kwargs)
+            values = call.arguments
             tensors = [n for n in operands if isinstance(values.get(n), NkiTensor)]
             tensors.sort(key=lambda n: written.index(n) if n in written else len(written))
             template.opcode, template.writes = opcode, len(set(written).intersection(tensors))
@@ -58,8 +75,12 @@ def instruction(
             key = (build, len(args), *kwargs, *parts)
             try:
                 found = core.templates.get(key)
-            except TypeError:  # a list among the options
-                key = (build, len(args), *kwargs, *map(_hashable, parts))
+            except TypeError:  # a list among the options, or what is no option at all
+                parts = list(map(running.hashable, parts))
+                for part in parts:
+                    if not isinstance(part, Hashable):
+                        refuse(f"{opcode}: takes tiles and options; got {seen(part)}")
+                key = (build, len(args), *kwargs, *parts)
                 found = core.templates.get(key)
             if found is None:
                 if any(v.__class__ is IndirectTile for v in values):
@@ -80,5 +101,14 @@ def instruction(
     return declare
 
 
-def _hashable(value: Any) -> Any:
-    return tuple(map(_hashable, value)) if isinstance(value, list | tuple) else value
+def _check_dtype(opcode: str, dst: Any, dtype: Any) -> None:
+    """`dtype=` of NKI 0.1 and 0.2, which named the dtype of a result that was returned."""
+    if getattr(dst, "dtype", None) != dtype:
+        refuse(f"{opcode}: takes no dtype, the result has that of dst, {dst}; got {seen(dtype)}")
+    note(f"{opcode}: dtype={dtype!r} is dst's own and without effect; NKI 0.3 and later refuse it")
+
+
+def _shown(signature: inspect.Signature) -> str:
+    """The names of the parameters, those with a default as `name=default`."""
+    plain = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
+    return str(signature.replace(parameters=plain, return_annotation=signature.empty))

@@ -94,7 +94,7 @@ def _quantize(dst: NkiTensor, scales: NkiTensor, src: NkiTensor) -> InstructionT
 
     # four values per partition and cycle (Trainium3 guide)
     cycles = max(MIN_CYCLES, src.geometry.elements / PACKED)
-    return InstructionTemplate(Engine.VECTOR, cycles, run, opcode, writes=2)
+    return InstructionTemplate(Engine.VECTOR, cycles, run, opcode, writes=2, scales=(1,))
 
 
 def nc_matmul_mx(
@@ -180,6 +180,7 @@ def _matmul(
         run,
         opcode,
         reads_dst=adds and not partly,
+        scales=(3, 4),
         flops=2 * PACKED * k * m * n,
         pe_tile=(position[0], size[0], 0, 128) if size else None,
     )

@@ -21,7 +21,10 @@ def register_alloc(x: int | None = None) -> VirtualRegister:
 def register_move(dst: VirtualRegister, src: VirtualRegister | int) -> None:
     """dst = src."""
     _check_writable(dst)
-    dst.value = src.value if isinstance(src, VirtualRegister) else int(src)
+    if isinstance(src, VirtualRegister):
+        dst.value, dst.loop = src.value, src.loop
+    else:
+        dst.value, dst.loop = int(src), None
 
 
 def register_load(dst: VirtualRegister, src: NkiTensor) -> None:
@@ -32,7 +35,7 @@ def register_load(dst: VirtualRegister, src: NkiTensor) -> None:
         problem = 'the value is data, which mode="trace" does not compute'
         refuse(f'register_load: {problem}; use "execute"')
     core.record(core.template(_transfer, (src,), ("register_load", 0)), (src,))
-    dst.value = int(raw(src).reshape(-1)[0])
+    dst.value, dst.loop = int(raw(src).reshape(-1)[0]), None
 
 
 def _check_writable(register: VirtualRegister) -> None:

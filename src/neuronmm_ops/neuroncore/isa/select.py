@@ -180,7 +180,7 @@ def range_select(
     check.comparison(opcode, "comp_op0", first, *check.COMPARISONS)
     check.comparison(opcode, "comp_op1", second, *check.COMPARISONS)
     reducer = _maximum(opcode, on_true_tile, reduce_op, reduce_cmd, reduce_res)
-    if on_false_value != _FP32_MIN:
+    if np.float32(on_false_value) != np.float32(_FP32_MIN):
         seen = f"the lowest float32; got {on_false_value!r}"
         refuse(f"{opcode}: on_false_value must be {_FP32_MIN!r}, {seen}")
     check.elementwise(opcode, Engine.VECTOR, dst=dst, on_true_tile=on_true_tile)

@@ -9,9 +9,9 @@ import numpy as np
 from neuronmm_ops.hardware import MIN_CYCLES, PSUM_BANK_BYTES, Engine, Machine
 from neuronmm_ops.neuroncore import core as running
 from neuronmm_ops.neuroncore.checks import operands as check
-from neuronmm_ops.neuroncore.checks.base import refuse
+from neuronmm_ops.neuroncore.checks.base import note, refuse
 from neuronmm_ops.neuroncore.isa import indirection
-from neuronmm_ops.neuroncore.isa.enums import engine, engine_of, matmul_perf_mode
+from neuronmm_ops.neuroncore.isa.enums import engine, engine_of, matmul_perf_mode, option
 from neuronmm_ops.neuroncore.isa.instruction import instruction
 from neuronmm_ops.neuroncore.isa.values import PSUM, SBUF, convert, raw, read
 from neuronmm_ops.neuroncore.memory.tensor import NkiTensor
@@ -43,6 +43,8 @@ def nc_matmul(
         return indirection.issue(nc_matmul, "nc_matmul", {**locals()})
     core = running.active("nki.isa.nc_matmul")
     adds, partly = adding(core, "nc_matmul", dst, accumulate)
+    if accumulate is False and dst.geometry.region in dst.storage.summed:
+        _note_unread(core, dst)
     operands = (dst, stationary, moving)
     onezero = is_stationary_onezero or is_moving_onezero
     options = (adds, partly, onezero, is_transpose, tile_position, tile_size, perf_mode)
@@ -71,6 +73,17 @@ def adding(
     return True, True
 
 
+def _note_unread(core: running.SimulatedCore, dst: NkiTensor) -> None:
+    """Say that a sum is overwritten which nothing has used since a matmul wrote it."""
+    template, (storage, *_), _, line = core.trace.records[dst.storage.last]
+    wrote = storage is dst.storage and template.engine is Engine.TENSOR
+    if wrote and template.regions[0] == dst.geometry.region:
+        note(
+            f"nc_matmul: accumulate=False overwrites {dst}, which the matmul at line {line} wrote "
+            "and nothing has read; accumulate=(k > 0) adds the parts of a contraction"
+        )
+
+
 def _clear_unsummed(dst: NkiTensor) -> None:
     """Zero the part of an overlapping destination that no matmul wrote: adding overwrites it."""
     layout, region = dst.geometry.layout, dst.geometry.region
@@ -92,6 +105,7 @@ def _matmul(
     perf_mode: matmul_perf_mode,
 ) -> InstructionTemplate:
     opcode, machine = "nc_matmul", running.active().machine
+    perf_mode = option(opcode, "perf_mode", matmul_perf_mode, perf_mode)
     check.memory(opcode, "dst", dst, PSUM)
     check.memory(opcode, "stationary", stationary, SBUF)
     check.memory(opcode, "moving", moving, SBUF)

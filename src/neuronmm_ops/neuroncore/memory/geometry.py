@@ -20,7 +20,8 @@ class Geometry:
     """Shape, strides and offset of a view, in elements of its dtype, and the region it touches."""
 
     __slots__ = (
-        "children", "dtype", "elements", "indirect", "layout", "memory", "offset", "on_chip",
+        "children", "dtype", "elements", "form", "indirect", "layout", "memory", "offset",
+        "on_chip",
         "partitions", "region", "shape", "start", "strides",
     )  # fmt: skip
 
@@ -41,8 +42,15 @@ class Geometry:
         self.start = offset // row if self.on_chip else 0
         self.partitions = shape[0] if self.on_chip else 0
         self.elements = prod(shape[1:]) if self.on_chip else prod(shape)
-        whole = Box(0, max(1, prod(layout.shape) // layout.row_elements), 0, row * dtype.itemsize)
-        self.region = layout.region(whole if indirect else self._box(row))
+        if indirect:
+            rows = max(1, prod(layout.shape) // layout.row_elements)
+            self.region = layout.region(Box(0, rows, 0, row * dtype.itemsize))
+        else:
+            self.region = layout.region(self._box(row))
+        # the first geometry that differs by its place in HBM only
+        self.form = self
+        if not self.on_chip:
+            self.form = layout.forms.setdefault((shape, strides, dtype, indirect), self)
 
     def _box(self, row: int) -> Box:
         """The rows and bytes that the view touches, and whether it touches all of them."""
@@ -73,7 +81,7 @@ class Geometry:
         """Bytes of one contiguous run in memory, over the free dimensions on chip."""
         first = 1 if self.on_chip else 0
         runs = merged(self.shape[first:], self.strides[first:])
-        return (runs[-1][0] if runs and runs[-1][1] == 1 else 1) * self.dtype.itemsize
+        return (max(1, runs[-1][0]) if runs and runs[-1][1] == 1 else 1) * self.dtype.itemsize
 
     @property
     def unit_stride(self) -> bool:
@@ -93,6 +101,15 @@ class Geometry:
         strides = (*[s * size for s in self.strides], 1)
         return np.ndarray((*self.shape, size), bool, mask, self.offset * size, strides)
 
+    def each_row(self, step: int) -> Geometry:
+        """The geometry of the partitions whose number is a multiple of `step`."""
+        skipped = -self.start % step
+        if step == 1 or skipped >= self.partitions:
+            return self
+        shape = (-(-(self.partitions - skipped) // step), *self.shape[1:])
+        strides = (self.strides[0] * step, *self.strides[1:])
+        return self.derive(shape, strides, self.offset + skipped * self.strides[0])
+
     def derive(
         self,
         shape: tuple[int, ...],
@@ -108,13 +125,29 @@ class Geometry:
             found = self.layout.views[key] = Geometry(self.layout, *key)
         return found
 
+    def holds(self, elements: int) -> bool:
+        """Whether the view, so many elements further on, is still in its storage."""
+        total = prod(self.layout.shape) * self.layout.dtype.itemsize // self.dtype.itemsize
+        reach = [s * (c - 1) for s, c in zip(self.strides, self.shape, strict=True)]
+        first = self.offset + elements + sum([r for r in reach if r < 0])
+        last = self.offset + elements + sum([r for r in reach if r > 0])
+        return elements >= 0 and first >= 0 and last < total
+
+    def moved(self, elements: int) -> Geometry:
+        """The same view so many elements further on, its place known."""
+        key = (self.shape, self.strides, self.offset + elements, self.dtype, None)
+        found = self.layout.views.get(key)
+        if found is None:
+            found = self.layout.views[key] = Geometry(self.layout, *key)
+        return found
+
 
 def whole(layout: Layout) -> Geometry:
     """The interned geometry of a tensor, from which those of its views derive."""
-    key = (layout.shape, contiguous_strides(layout.shape), 0, layout.dtype, None)
-    found = layout.views.get(key)
+    found = layout.whole
     if found is None:
-        found = layout.views[key] = Geometry(layout, *key)
+        key = (layout.shape, contiguous_strides(layout.shape), 0, layout.dtype, None)
+        found = layout.whole = layout.views[key] = Geometry(layout, *key)
     return found
 
 

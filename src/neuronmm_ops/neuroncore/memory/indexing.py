@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import EllipsisType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from neuronmm_ops.neuroncore.checks import views as check
 from neuronmm_ops.neuroncore.checks.base import refuse
@@ -15,19 +15,35 @@ if TYPE_CHECKING:
 
 
 class VirtualRegister:
-    """An integer register; its value is known when the instruction that sets it has run."""
+    """An integer register; its value is known when the instruction that sets it has run.
 
-    __slots__ = ("frozen", "value")
+    `loop` is the loop of the device whose variable it holds, if any: the kernel's code sees its
+    first value only, and cannot branch on it or compute with it.
+    """
 
-    def __init__(self, state: int | None = None, frozen: bool = False) -> None:
+    __slots__ = ("frozen", "loop", "value")
+
+    def __init__(self, state: int | None = None, frozen: bool = False, loop: Any = None) -> None:
         self.value = 0 if state is None else int(state)
         self.frozen = frozen
+        self.loop = loop
 
     def __repr__(self) -> str:
         return f"VirtualRegister({self.value})"
 
     def __bool__(self) -> bool:
+        if self.loop is not None:
+            self._refused()
         return self.value != 0
+
+    def _refused(self, *_: Any) -> NoReturn:
+        refuse(
+            "a register has its value on the device, where Python cannot compute with it or branch "
+            "on it; index with it, and choose the loop's step"
+        )
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __floordiv__ = __mod__ = _refused
+    __lt__ = __le__ = __gt__ = __ge__ = __int__ = __index__ = _refused
 
 
 class DynamicSlice:
@@ -74,7 +90,7 @@ def static_index(tensor: NkiTensor, key: Any) -> Geometry:
                 check.not_the_indirect(tensor, dim)
             shape.append(-(-(stop - start) // step))
             strides.append(stride * step)
-            offset += start * stride
+            offset += start * stride if start < stop else 0  # an empty view lies nowhere
         else:
             check.not_the_indirect(tensor, dim)
             offset += check.index_of(tensor, dim, k) * stride

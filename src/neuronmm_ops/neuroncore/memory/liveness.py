@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
+from typing import Literal
 
 from neuronmm_ops.hardware import PSUM_BANK_BYTES, PSUM_BANKS, Machine
-from neuronmm_ops.neuroncore.checks.base import NkiValidationError
+from neuronmm_ops.neuroncore.checks.base import NkiValidationError, note
 from neuronmm_ops.neuroncore.memory.storage import MemoryRegion, Storage
 from neuronmm_ops.neuroncore.timing.trace import Trace
+
+CapacityPolicy = Literal["raise", "warn"]
+
+
+class CapacityError(NkiValidationError):
+    """More is live at once than SBUF or PSUM holds."""
 
 
 @dataclass(frozen=True)
@@ -44,19 +52,43 @@ def peak(trace: Trace, memory: MemoryRegion, machine: Machine) -> Peak:
     return Peak(most, limit_of(memory, machine), tuple(live))
 
 
-def check_fits(trace: Trace, machine: Machine) -> None:
-    """Refuse a kernel whose live tensors exceed SBUF or PSUM, or overlap by address."""
+def check_fits(
+    trace: Trace, machine: Machine, policy: CapacityPolicy = "raise"
+) -> dict[MemoryRegion, int]:
+    """Refuse, or note, live tensors that exceed SBUF or PSUM; refuse overlapping addresses.
+
+    Returns what the schedule may fill of each memory, with a note as much as was live at once.
+    """
+    limits: dict[MemoryRegion, int] = {}
     for memory in (MemoryRegion.sbuf, MemoryRegion.psum):
         found = peak(trace, memory, machine)
+        limits[memory] = max(found.used, found.limit)
         if found.used > found.limit:
             unit = "banks" if memory is MemoryRegion.psum else "bytes per partition"
-            live = "; ".join([f"{s.layout.size} {s.describe()}" for s in found.live[:8]])
-            more = f"; and {len(found.live) - 8} more" if len(found.live) > 8 else ""
-            raise NkiValidationError(
+            problem = (
                 f"{memory.value} does not fit: {found.used} {unit} are live at once, "
-                f"{machine.target} has {found.limit}; free or shrink the largest: {live}{more}"
+                f"{machine.target} has {found.limit}; free or shrink the largest: "
+                f"{_largest(found.live)}"
             )
+            if policy == "raise":
+                raise CapacityError(problem)
+            note(f"{problem}; modelled as if it did")
         _check_addresses([s for s in trace.storages if s.address and s.memory is memory])
+    return limits
+
+
+def _largest(live: tuple[Storage, ...], most: int = 8) -> str:
+    """The largest tensors of a live set, those of one line and shape together."""
+    alike = Counter((s.layout, s.line, s.code) for s in live)
+    sizes = sorted(alike.items(), key=lambda item: item[0][0].size * item[1], reverse=True)
+    shown: list[str] = []
+    for (layout, line, code), count in sizes[:most]:
+        name = next(s.name for s in live if (s.layout, s.line, s.code) == (layout, line, code))
+        times = f"{count} x {layout.size}" if count > 1 else str(layout.size)
+        where = f" at line {line}" if line else ""
+        shown.append(f"{times} {name} {list(layout.shape)} {layout.dtype}{where}")
+    more = f"; and {len(sizes) - most} more" if len(sizes) > most else ""
+    return "; ".join(shown) + more
 
 
 def overlap(a: Storage, b: Storage) -> bool:
@@ -83,9 +115,10 @@ def covered(placed: list[Storage]) -> int:
     total = end = 0
     for s in sorted(placed, key=lambda s: s.address[1] if s.address else 0):
         start = s.address[1] if s.address else 0
+        size = s.bytes
         if s.memory is MemoryRegion.psum:
-            start //= PSUM_BANK_BYTES
-        stop = start + s.layout.size
+            start, size = start // PSUM_BANK_BYTES, s.layout.size
+        stop = start + size
         total += max(0, stop - max(start, end))
         end = max(end, stop)
     return total

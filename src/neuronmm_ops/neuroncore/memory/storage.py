@@ -34,10 +34,10 @@ class MemoryRegion(Enum):
 
     __hash__ = object.__hash__  # members are singletons; Enum's own hash costs a Python call
 
-    @property
-    def on_chip(self) -> bool:
+    def __init__(self, label: str) -> None:
+        self.label = label  # `value`, which costs a Python call
+        self.on_chip = label in ("sbuf", "psum")
         """SBUF or PSUM: the first dimension is the partition."""
-        return self is MemoryRegion.sbuf or self is MemoryRegion.psum
 
     def __repr__(self) -> str:
         return self.value
@@ -76,12 +76,13 @@ class Layout:
     """Every tensor of one shape, dtype and memory: its interned views and regions.
 
     `bytes` is per partition on chip and of the whole tensor in HBM; `size` is what capacity is
-    counted in: bytes per partition in SBUF, banks in PSUM, where tensors start on a bank.
+    counted in: bytes per partition in SBUF, where two tensors of up to 64 partitions or four of up
+    to 32 can lie above one another, and banks in PSUM, where tensors start on a bank.
     """
 
     __slots__ = (
-        "_ids", "_limits", "boxes", "bytes", "containers", "dtype", "memory", "on_chip",
-        "overlaps", "row_elements", "shape", "size", "views",
+        "_begins", "_ends", "_ids", "boxes", "bytes", "containers", "dtype", "forms", "memory",
+        "on_chip", "overlaps", "row_elements", "shape", "size", "views", "whole",
     )  # fmt: skip
 
     def __init__(self, shape: tuple[int, ...], dtype: DType, memory: MemoryRegion) -> None:
@@ -91,14 +92,19 @@ class Layout:
         self.size = self.bytes
         if memory is MemoryRegion.psum:
             self.size = -(-self.bytes // hardware.PSUM_BANK_BYTES)
+        elif memory is MemoryRegion.sbuf:
+            self.size = -(-self.bytes // (4 if shape[0] <= 32 else 2 if shape[0] <= 64 else 1))
         # an access pattern addresses on-chip storage as [partition, free elements]
         self.row_elements = prod(shape[1:]) if memory.on_chip else shape[-1]
         self.views: dict[object, Geometry] = {}
+        self.whole: Geometry | None = None
+        self.forms: dict[object, Geometry] = {}
         self.boxes: list[Box] = []
         self.overlaps: list[list[int]] = []
         self.containers: list[list[int]] = []
         self._ids: dict[Box, int] = {}
-        self._limits = np.empty((8, 4), np.int64)
+        # row and byte where each region begins, and where it ends
+        self._begins, self._ends = np.empty((2, 8), np.int64), np.empty((2, 8), np.int64)
 
     def region(self, box: Box) -> int:
         """The number of a region; overlaps with all others are found once, here."""
@@ -106,14 +112,17 @@ class Layout:
         if found is not None:
             return found
         new = len(self.boxes)
-        if new == len(self._limits):
-            self._limits = np.concatenate([self._limits, np.empty_like(self._limits)])
-        known = self._limits[:new]
-        row, row_end, byte, byte_end = known.T
-        rows = (row < box.row_end) & (box.row < row_end)
-        touching = np.flatnonzero(rows & (byte < box.byte_end) & (box.byte < byte_end)).tolist()
+        if new == self._begins.shape[1]:
+            self._begins = np.concatenate([self._begins, self._begins], axis=1)
+            self._ends = np.concatenate([self._ends, self._ends], axis=1)
+        row, byte = self._begins[:, :new]
+        row_end, byte_end = self._ends[:, :new]
+        rows = (row < box.row_end) & (row_end > box.row)
+        touching: list[int] = (
+            (rows & (byte < box.byte_end) & (byte_end > box.byte)).nonzero()[0].tolist()
+        )
         self._ids[box] = new
-        self._limits[new] = box.row, box.row_end, box.byte, box.byte_end
+        self._begins[:, new], self._ends[:, new] = (box.row, box.byte), (box.row_end, box.byte_end)
         self.boxes.append(box)
         self.overlaps.append([*touching, new])
         self.containers.append([new] if box.exact else [])
@@ -221,9 +230,8 @@ class Storage:
         self.store = dtype.numpy
         self.data = dtypes.fresh((prod(self.layout.shape),), dtype).view(np.uint8)
 
-    def covered(self, geometry: Geometry) -> bool:
-        """Whether instructions wrote every element that a view reads. The view is then noted."""
-        region = geometry.region
+    def covered(self, region: int) -> bool:
+        """Whether instructions wrote every element of a region, which is then noted."""
         found = self.initialised or self.layout.covers(region, self.written)
         if found:
             self.written.add(region)

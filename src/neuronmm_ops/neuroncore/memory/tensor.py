@@ -135,14 +135,27 @@ class NkiTensor:
         except TypeError:  # a register or a tensor in the key
             return dynamic_index(self, key)
         if found is None:
-            if any(isinstance(k, DynamicSlice | NkiTensor | VirtualRegister) for k in cached):
-                return dynamic_index(self, key)
+            for k in cached:
+                if isinstance(k, DynamicSlice | NkiTensor | VirtualRegister):
+                    return dynamic_index(self, key)
             found = geometry.children[cached] = static_index(self, key)
         return view_of(self.storage, found, self.index)
+
+    def __iter__(self) -> Any:
+        refuse(f"{self}: tensors are not iterated over; use range(t.shape[0]) and t[i]")
 
     def __setitem__(self, key: Any, value: Any) -> None:
         remedy = "use nisa.tensor_copy(dst=tile[...], src=...)"
         refuse(f"{self}: assigning into a tile is not NKI; {remedy}")
+
+    __array_ufunc__ = None  # a number of NumPy's leaves the operator to the tile
+
+    def _no_operator(self, other: Any = None) -> Any:
+        refuse(f"{self}: Python operators on tiles are not NKI; use nisa.tensor_tensor or nl.add")
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = _no_operator
+    __rtruediv__ = __pow__ = __matmul__ = __mod__ = __neg__ = __abs__ = _no_operator
+    __lt__ = __le__ = __gt__ = __ge__ = __and__ = __or__ = __xor__ = __invert__ = _no_operator
 
     def _view(self, shape: tuple[int, ...], strides: tuple[int, ...], start: int = 0) -> NkiTensor:
         geometry = self.geometry.derive(shape, strides, self.offset + start)
@@ -174,7 +187,7 @@ class NkiTensor:
         check.slice_bounds(self, dim, start, end, step)
         check.not_the_indirect(self, dim)
         count, stride = -(-(end - start) // step), self.strides[dim]
-        return self._recut(dim, (count,), (stride * step,), start * stride)
+        return self._recut(dim, (count,), (stride * step,), start * stride if count else 0)
 
     def select(self, dim: int, index: Any) -> NkiTensor:
         """One element of a dimension, which disappears; the index may be a tensor or register."""
@@ -335,8 +348,7 @@ class NkiTensor:
         index = vector_offset if vector_offset is not None else scalar_offset
         if index is not None:
             check.one_index(self, scalar_offset, vector_offset, indirect_dim)
-        walked = strides if vector_offset is None else (0, *strides[1:])  # rows come by index
-        check.access_pattern(self, new, shape, walked, place)
+        strides = check.access_pattern(self, new, shape, strides)
         check.stored_as_itself(self, new)
         how = None
         if index is not None:

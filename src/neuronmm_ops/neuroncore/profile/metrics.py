@@ -24,6 +24,8 @@ WAIT_NAMES = (
     "nothing", "engine", "data", "room", "queue", "DMA engines", "port", "other core"
 )  # fmt: skip
 """By `Wait`."""
+_LONGEST = 12
+"""Lines of a statement that are read."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,7 @@ def traffic(schedule: Schedule) -> tuple[TensorTraffic, ...]:
             if not s.memory.on_chip:
                 totals.setdefault(s, [0, 0])
         moving: dict[InstructionTemplate, list[tuple[int, int, int]]] = {}
-        for template, storages, _, _ in core.trace.records:
+        for template, storages, _, _ in core.issued:
             if template.dma is None:
                 continue
             if template not in moving:
@@ -128,9 +130,9 @@ def busy(core: CoreSchedule, schedule: Schedule) -> tuple[EngineUse, ...]:
     """TensorE, VectorE, ScalarE, GpSimdE and the mean of the DMA engines of one core."""
     engine, start, end = columns(core)
     for i in core.barriers:  # waiting for other cores is idle
-        end[i] = min(end[i], start[i] + core.trace.records[i][0].ns)
+        end[i] = min(end[i], start[i] + core.issued[i][0].ns)
     busy_ns = [covered(start[engine == e], end[engine == e]) for e in range(4)]
-    for template, *_ in core.trace.records:
+    for template, *_ in core.issued:
         if template.dma is not None and template.dma.descriptors == "swdge":
             cycles = max(MIN_CYCLES, template.dma.rows)
             busy_ns[3] += schedule.machine.ns(Engine.GPSIMD, cycles)
@@ -146,8 +148,8 @@ def busy(core: CoreSchedule, schedule: Schedule) -> tuple[EngineUse, ...]:
 def critical_path(schedule: Schedule) -> tuple[CriticalLine, ...]:
     """The chain of waits that ends with the last instruction, by source line, longest first."""
     found: dict[tuple[int, CodeType, int, str, int], list[float]] = {}
-    for core, i, own, latency in _walk(schedule):
-        template, _, code, line = schedule.cores[core].trace.records[i]
+    for core, i, own, latency in critical_steps(schedule):
+        template, _, code, line = schedule.cores[core].issued[i]
         wait = schedule.cores[core].wait[i]
         entry = found.setdefault((core, code, line, template.opcode, wait), [0, 0.0, 0.0])
         entry[0] += 1
@@ -158,7 +160,7 @@ def critical_path(schedule: Schedule) -> tuple[CriticalLine, ...]:
             core,
             os.path.basename(code.co_filename),
             line,
-            linecache.getline(code.co_filename, line).strip(),
+            statement(code.co_filename, line),
             opcode,
             WAIT_NAMES[wait],
             int(steps),
@@ -170,7 +172,19 @@ def critical_path(schedule: Schedule) -> tuple[CriticalLine, ...]:
     return tuple(sorted(lines, key=lambda entry: -entry.time_ms))
 
 
-def _walk(schedule: Schedule) -> list[tuple[int, int, float, float]]:
+def statement(file: str, line: int) -> str:
+    """The source from a line on, until its brackets close, as one line; "" without a source."""
+    text = linecache.getline(file, line).strip()
+    for more in range(line + 1, line + _LONGEST):
+        if sum(map(text.count, "([{")) <= sum(map(text.count, ")]}")):
+            break
+        rest = linecache.getline(file, more).strip()
+        gap = "" if text.endswith(("(", "[", "{")) or rest.startswith((")", "]", "}")) else " "
+        text = f"{text}{gap}{rest}".rstrip()
+    return text
+
+
+def critical_steps(schedule: Schedule) -> list[tuple[int, int, float, float]]:
     """(core, instruction, ns of its own, ns of latency before it) from the end to the start.
 
     `now` moves from the end of the launch to 0, so that all parts together make its time.
@@ -194,7 +208,8 @@ def _walk(schedule: Schedule) -> list[tuple[int, int, float, float]]:
         begin = min(now, core.start[i])
         before = core.cause[i]
         gate = min(begin, core.end[before]) if before >= 0 else 0.0
-        steps.append((at, i, now - begin, begin - gate))
+        if now > gate:  # a cause that ran later than what it is said to have delayed has no part
+            steps.append((at, i, now - begin, begin - gate))
         now, i = gate, before
     return steps
 
@@ -213,7 +228,7 @@ def peak(schedule: Schedule, memory: MemoryRegion) -> MemoryPeak:
 
 def columns(core: CoreSchedule) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Engine, start and end of a core's instructions, as arrays."""
-    engine = np.array([template.engine for template, *_ in core.trace.records], np.int8)
+    engine = np.array([template.engine for template, *_ in core.issued], np.int8)
     return engine, np.array(core.start, float), np.array(core.end, float)
 
 

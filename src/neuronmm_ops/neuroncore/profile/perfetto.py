@@ -5,7 +5,6 @@ Perfetto (ui.perfetto.dev) and chrome://tracing open them. Times are modelled, i
 
 from __future__ import annotations
 
-import heapq
 import json
 import os
 from collections.abc import Iterator
@@ -13,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from neuronmm_ops.hardware import Engine
 from neuronmm_ops.neuroncore.files import replacing
 from neuronmm_ops.neuroncore.memory.storage import MemoryRegion
-from neuronmm_ops.neuroncore.profile.metrics import ENGINE_NAMES, WAIT_NAMES, occupancy
+from neuronmm_ops.neuroncore.profile.lanes import Rows, lane_of
+from neuronmm_ops.neuroncore.profile.metrics import WAIT_NAMES, occupancy
 from neuronmm_ops.neuroncore.timing.schedule import CoreSchedule
 
 if TYPE_CHECKING:
@@ -53,45 +52,37 @@ def save(profile: Profile, path: str | os.PathLike[str]) -> None:
 
 
 class _Tracks:
-    """Track numbers by engine or queue; where two events overlap, the later gets a second track."""
+    """Track numbers of the rows of each engine and queue, with the events that name them."""
 
     def __init__(self, process: int) -> None:
         self.process = process
         self.new: list[str] = []
-        self._count = 0
-        self._free: dict[str, list[tuple[int, int]]] = {}
-        self._copies: dict[str, int] = {}
+        self._rows = Rows()
+        self._numbers: dict[tuple[str, int], int] = {}
 
     def take(self, name: str, order: int, start: int, end: int) -> int:
         """The track of an event; events come sorted by their starts."""
-        free = self._free.setdefault(name, [])
-        if free and free[0][0] <= start:
-            track = heapq.heappop(free)[1]
-        else:
-            self._count += 1
-            track = self._count
-            copy = self._copies[name] = self._copies.get(name, 0) + 1
-            label = name if copy == 1 else f"{name} ({copy})"
+        row = self._rows.take(name, start, end)
+        if (name, row) not in self._numbers:
+            track = self._numbers[name, row] = len(self._numbers) + 1
+            label = name if row == 0 else f"{name} ({row + 1})"
             self.new.append(_metadata("thread_name", self.process, track, {"name": label}))
-            place = {"sort_index": 1000 * order + copy}
+            place = {"sort_index": 1000 * order + row + 1}
             self.new.append(_metadata("thread_sort_index", self.process, track, place))
-        heapq.heappush(free, (end, track))
-        return track
+        return self._numbers[name, row]
 
 
 def _instructions(core: CoreSchedule, process: int) -> Iterator[str]:
     """Complete events by start, each track's names before its first event."""
     tracks = _Tracks(process)
-    records, queue = core.trace.records, core.queue
-    queues = {name: 10 + i for i, name in enumerate(dict.fromkeys(queue.values()))}
+    records = core.issued
+    queues = {name: 10 + i for i, name in enumerate(dict.fromkeys(core.queue.values()))}
     quoted: dict[Any, str] = {}
     for i in np.argsort(np.array(core.start, float), kind="stable").tolist():
         template, storages, code, line = records[i]
         start, end = _picoseconds(core.start[i]), _picoseconds(core.end[i])
-        if template.engine is Engine.DMA and i in queue:
-            track = tracks.take(queue[i], queues[queue[i]], start, end)
-        else:
-            track = tracks.take(ENGINE_NAMES[template.engine], template.engine, start, end)
+        lane = lane_of(core, i)
+        track = tracks.take(lane, queues.get(lane, int(template.engine)), start, end)
         yield from tracks.new
         tracks.new.clear()
         if code not in quoted:

@@ -12,8 +12,10 @@ from functools import cached_property
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
+from neuronmm_ops.hardware import DMA_MODELS, DmaModel
+from neuronmm_ops.neuroncore.collector import no_collection
 from neuronmm_ops.neuroncore.memory.storage import MemoryRegion
-from neuronmm_ops.neuroncore.profile import metrics, perfetto, plot, report
+from neuronmm_ops.neuroncore.profile import metrics, perfetto, plot, report, timeline, what_if
 from neuronmm_ops.neuroncore.profile.metrics import (
     CriticalLine,
     EngineUse,
@@ -21,6 +23,7 @@ from neuronmm_ops.neuroncore.profile.metrics import (
     RowBucket,
     TensorTraffic,
 )
+from neuronmm_ops.neuroncore.profile.what_if import WhatIf
 from neuronmm_ops.neuroncore.timing.schedule import Schedule, schedule
 from neuronmm_ops.neuroncore.timing.trace import DmaCost, InstructionTemplate
 
@@ -69,12 +72,42 @@ class Profile:
         """When the last instruction of the last core ends."""
         return self.schedule.time_ns / 1e6
 
+    @property
+    def dma_model(self) -> DmaModel:
+        """What small DMAs are taken to cost: one of `hardware.DMA_MODELS`."""
+        return self.machine.dma.model
+
+    @cached_property
+    def times_ms(self) -> dict[DmaModel, float]:
+        """The time under every DMA model; scheduled when asked for."""
+        found: dict[DmaModel, float] = {}
+        for model in DMA_MODELS:
+            if model == self.dma_model:
+                found[model] = self.time_ms
+            else:
+                machine = self.machine.under(model)
+                with no_collection():
+                    again = schedule(self.launch, self.schedule.model, machine)
+                found[model] = again.time_ns / 1e6
+        return found
+
+    @property
+    def time_low_ms(self) -> float:
+        """The least time of all DMA models."""
+        return min(self.times_ms.values())
+
+    @property
+    def time_high_ms(self) -> float:
+        """The greatest."""
+        return max(self.times_ms.values())
+
     @cached_property
     def documented_ms(self) -> float:
         """The same without the fitted issue overhead of a matmul; scheduled when asked for."""
         if self.model == "documented":
             return self.time_ms
-        return schedule(self.launch, "documented").time_ns / 1e6
+        with no_collection():
+            return schedule(self.launch, "documented", self.machine).time_ns / 1e6
 
     @property
     def pe_peak_tflops(self) -> float:
@@ -138,13 +171,18 @@ class Profile:
     def _templates(self) -> dict[InstructionTemplate, int]:
         found: Counter[InstructionTemplate] = Counter()
         for core in self.schedule.cores:
-            found.update(map(itemgetter(0), core.trace.records))
+            found.update(map(itemgetter(0), core.issued))
         return found
 
     @property
     def instructions(self) -> int:
         """How many instructions all cores ran."""
         return sum(self._templates.values())
+
+    @property
+    def stream_instructions(self) -> int:
+        """How many a compiler is given: the body of a loop of the device counts once."""
+        return sum([len(core.trace.records) for core in self.schedule.cores])
 
     @cached_property
     def opcodes(self) -> dict[str, int]:
@@ -240,6 +278,21 @@ class Profile:
         """
         return metrics.critical_path(self.schedule)
 
+    @cached_property
+    def what_if(self) -> tuple[WhatIf, ...]:
+        """The launch with each resource free that may bind, fastest first; scheduled when asked.
+
+        TensorE, VectorE, ScalarE, GpSimdE and PSUM eviction without time; the DMA engines without
+        time, or at their peak rate; descriptors made before the run; SBUF or PSUM without a limit.
+        """
+        return what_if.what_if(self.launch, self.schedule)
+
+    @property
+    def what_would_help(self) -> str:
+        """Which resource binds, by how much, and what to do, in a few sentences."""
+        latency_ms = sum(entry.latency_ms for entry in self.critical_path)
+        return what_if.summary(self.what_if, self.time_ms, latency_ms)
+
     # what it held
 
     @cached_property
@@ -276,6 +329,10 @@ class Profile:
         """Write a Chrome trace-event file, which ui.perfetto.dev opens."""
         perfetto.save(self, path)
 
+    def save_timeline(self, path: str | os.PathLike[str]) -> None:
+        """Write a page of HTML with every instruction in time, which a browser opens offline."""
+        timeline.save(self, path)
+
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Draw timeline and roofline, by matplotlib, in the format of the path's suffix."""
         plot.save(self, path)
@@ -287,8 +344,10 @@ class Profile:
         """
         named = {"limit_ms": "roofline_ms", "limit_share": "roofline_share", "knee": "ridge_point"}
         numbers = (
-            *("target", "lnc", "model", "mode", "time_ms", "documented_ms", "limit_ms"),
-            *("limit_share", "bound", "instructions", "opcodes", "flops", "tflops", "mfu"),
+            *("target", "lnc", "model", "dma_model", "mode"),
+            *("time_ms", "time_low_ms", "time_high_ms", "documented_ms", "limit_ms"),
+            *("limit_share", "bound", "instructions", "stream_instructions", "opcodes"),
+            *("flops", "tflops", "mfu"),
             *("intensity", "knee", "hbm_bytes", "hbm_read_bytes", "hbm_write_bytes"),
         )
         dma = ("count", "bytes", "sbuf_bytes", "efficiency")

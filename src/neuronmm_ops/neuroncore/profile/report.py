@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 WIDTH = 100
 _TENSORS = 12
 _LINES = 10
+_FILE = 12
 _LIVE = 6
 _BAR = 24
 MOST_INSTRUCTIONS = 500_000
@@ -28,6 +29,24 @@ def page(profile: Profile) -> str:
     return text.replace("\xa0", " ")
 
 
+def what_would_help(p: Profile) -> str:
+    """A section of its own: it schedules the launch again for each line."""
+    rows = [
+        (
+            milliseconds(entry.time_ms),
+            f"{entry.speedup:.2f}x" if entry.speedup else "",
+            entry.resource,
+            f"if {entry.freed}",
+        )
+        for entry in p.what_if
+    ]
+    header = ("ms", "speed", "<resource", "<")
+    lines = ["What would help (ms modelled, with that resource free)"]
+    lines += table(header, rows) if rows else []
+    lines += ["  " + line for line in textwrap.wrap(p.what_would_help, WIDTH - 2)]
+    return "\n".join(_fit(lines))
+
+
 def _fit(lines: Iterable[str]) -> list[str]:
     return [clip(line.rstrip(), WIDTH) for line in lines]
 
@@ -35,6 +54,14 @@ def _fit(lines: Iterable[str]) -> list[str]:
 def clip(text: str, width: int) -> str:
     """`text`, or its beginning and an ellipsis where it is longer than `width`."""
     return text if len(text) <= width else text[: width - 1] + "…"
+
+
+def clip_middle(text: str, width: int) -> str:
+    """`text`, or its beginning and end around an ellipsis where it is longer than `width`."""
+    if len(text) <= width:
+        return text
+    end = (width - 1) // 2
+    return text[: width - 1 - end] + "…" + text[len(text) - end :]
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
@@ -81,13 +108,16 @@ def _summary(p: Profile) -> list[str]:
     if p.bound == "latency":
         bound = "latency: no engine is busy for more than 60 % of the time"
     documented = ""
+    if p.time_low_ms < p.time_high_ms:
+        low, high = milliseconds(p.time_low_ms), milliseconds(p.time_high_ms)
+        documented = f"; {low} to {high} under the DMA models"
     if p.model == "calibrated":
-        documented = f"; {milliseconds(p.documented_ms)} by the documented costs alone"
+        documented += f"; {milliseconds(p.documented_ms)} by the documented costs alone"
     reached = f"{p.tflops:,.2f} TFLOP/s modelled, MFU {p.mfu:.1%} of the bf16 peak"
     # a no-break space keeps a count with its opcode
     opcodes = ", ".join([f"{count:,}\xa0{opcode}" for opcode, count in p.opcodes.items()])
     issued = textwrap.wrap(f"{p.instructions:,}: {opcodes}", WIDTH - 18)
-    if p.instructions > MOST_INSTRUCTIONS:
+    if p.stream_instructions > MOST_INSTRUCTIONS:
         issued.append(f"more than {MOST_INSTRUCTIONS:,} in a launch compile for long; split tokens")
     intensity = "no HBM traffic"
     if p.intensity is not None:
@@ -154,6 +184,9 @@ def _dma(p: Profile) -> list[str]:
 
 def _critical(p: Profile) -> list[str]:
     lines = p.critical_path
+    files = sorted({entry.file for entry in lines})
+    # of one file the title says the name; of several each line, short enough for its text
+    place = "line {line}" if len(files) == 1 else "{file}:{line}"
     rows = [
         (
             milliseconds(entry.time_ms),
@@ -163,14 +196,15 @@ def _critical(p: Profile) -> list[str]:
             *((str(entry.core),) if p.lnc > 1 else ()),
             entry.wait,
             entry.opcode,
-            f"{clip(entry.file, 20)}:{entry.line}",
+            place.format(file=clip_middle(entry.file, _FILE), line=entry.line),
             entry.text,
         )
         for entry in lines[:_LINES]
     ]
     core = ("core",) if p.lnc > 1 else ()
     header = ("ms", "share", "latency", "steps", *core, "<waited for", "<opcode", "<line", "<")
-    shown = ["Critical path (ms modelled)", *table(header, rows)]
+    where = f" in {clip_middle(files[0], WIDTH - 40)}" if len(files) == 1 else ""
+    shown = [f"Critical path{where} (ms modelled)", *table(header, rows)]
     if len(lines) > _LINES:
         rest = sum(entry.time_ms for entry in lines[_LINES:])
         shown.append(

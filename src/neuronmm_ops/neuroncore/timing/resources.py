@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 from itertools import pairwise
+from typing import Any
 
 from neuronmm_ops.hardware import DMA_ENGINES
 from neuronmm_ops.neuroncore.timing.trace import DmaCost
@@ -19,13 +20,15 @@ class FreeTime:
 
     def take(self, ready: float, ns: float) -> float:
         """Use `ns` of free time from `ready` on; returns when it is used up."""
-        if self.gaps and self.gaps[-1][1] > ready:
+        gaps = self.gaps
+        if gaps and gaps[-1][1] > ready:
+            first = len(gaps) - 1
+            while first and gaps[first - 1][1] > ready:
+                first -= 1
             left: list[tuple[float, float]] = []
-            end = ready
-            for low, high in self.gaps:
-                if high <= ready or ns <= 0:
-                    left.append((low, high))
-                    continue
+            end, at = ready, first
+            while ns > 0 and at < len(gaps):
+                low, high = gaps[at]
                 begin = max(low, ready)
                 used = min(ns, high - begin)
                 if low < begin:
@@ -34,7 +37,8 @@ class FreeTime:
                 end = begin + used
                 if end < high:
                     left.append((end, high))
-            self.gaps = left
+                at += 1
+            gaps[first:at] = left
             if ns <= 0:
                 return end
         if ready > self.busy_until:
@@ -45,32 +49,64 @@ class FreeTime:
         self.busy_until += ns
         return self.busy_until
 
+    def forget(self, before: float) -> None:
+        """Drop free time that nothing to come can use."""
+        self.gaps = [(max(low, before), high) for low, high in self.gaps if high > before]
+        self.busy_until = max(self.busy_until, before)
+
+    def since(self, start: float) -> Any:
+        """All of it, counted from a time."""
+        return [(low - start, high - start) for low, high in self.gaps], self.busy_until - start
+
+    def shift(self, ns: float) -> None:
+        """Let so much time pass in which it is used as before."""
+        self.gaps = [(low + ns, high + ns) for low, high in self.gaps]
+        self.busy_until += ns
+
 
 class DmaEngines:
     """The 16 DMA engines, in groups that have carried the same load so far."""
 
     def __init__(self) -> None:
         self.groups = [(0, DMA_ENGINES, FreeTime([], 0.0))]
+        self._cuts = {0, DMA_ENGINES}
 
-    def take(self, cost: DmaCost, ready: float) -> float:
-        """Carry one DMA; returns when its last engine is done."""
+    def take(self, cost: DmaCost, engine_ns: float, ready: float) -> float:
+        """Carry one DMA, which keeps each of its engines busy; returns when the last is done."""
         first, last = cost.first_engine, cost.first_engine + cost.engines
+        if first not in self._cuts or last not in self._cuts:
+            self._split(first, last)
+        if len(self.groups) == 1:
+            return self.groups[0][2].take(ready, engine_ns)
         end = ready
-        for low, high, line in self._split(first, last):
+        for low, high, line in self.groups:
             if first <= low and high <= last:
-                end = max(end, line.take(ready, cost.engine_ns))
+                end = max(end, line.take(ready, engine_ns))
         return end
 
-    def _split(self, first: int, last: int) -> list[tuple[int, int, FreeTime]]:
-        if any(low < cut < high for cut in (first, last) for low, high, _ in self.groups):
-            groups: list[tuple[int, int, FreeTime]] = []
-            for low, high, line in self.groups:
-                cuts = [low, *[c for c in (first, last) if low < c < high], high]
-                groups.extend(
-                    [(a, b, FreeTime(list(line.gaps), line.busy_until)) for a, b in pairwise(cuts)]
-                )
-            self.groups = groups
-        return self.groups
+    def _split(self, first: int, last: int) -> None:
+        self._cuts |= {first, last}
+        groups: list[tuple[int, int, FreeTime]] = []
+        for low, high, line in self.groups:
+            cuts = [low, *[c for c in (first, last) if low < c < high], high]
+            groups.extend(
+                [(a, b, FreeTime(list(line.gaps), line.busy_until)) for a, b in pairwise(cuts)]
+            )
+        self.groups = groups
+
+    def forget(self, before: float) -> None:
+        """As `FreeTime.forget`, of all engines."""
+        for _, _, line in self.groups:
+            line.forget(before)
+
+    def since(self, start: float) -> Any:
+        """As `FreeTime.since`, of all engines."""
+        return [(low, high, line.since(start)) for low, high, line in self.groups]
+
+    def shift(self, ns: float) -> None:
+        """As `FreeTime.shift`, of all engines."""
+        for _, _, line in self.groups:
+            line.shift(ns)
 
 
 class Capacity:
@@ -95,3 +131,25 @@ class Capacity:
     def release(self, when: float, size: int, who: int) -> None:
         """Give back what a tensor took, after its last use."""
         heapq.heappush(self.free, (when, size, who))
+
+    def forget(self, before: float) -> None:
+        """Make one of all that is free already by a time."""
+        old = sum([size for when, size, _ in self.free if when <= before])
+        self.free = [entry for entry in self.free if entry[0] > before]
+        if old:
+            self.free.append((0.0, old, -1))
+        heapq.heapify(self.free)
+
+    def since(self, start: float, number: int) -> Any:
+        """What is free from when, counted from a time and an instruction."""
+        return sorted(
+            [(when - start, size, who - number) if when else (when, size, who)
+             for when, size, who in self.free]
+        )  # fmt: skip
+
+    def shift(self, ns: float, instructions: int) -> None:
+        """Let so much time and so many instructions pass in which it is used as before."""
+        self.free = [
+            (when + ns, size, who + instructions) if when else (when, size, who)
+            for when, size, who in self.free
+        ]

@@ -8,18 +8,22 @@ a tile allocated in a loop may be loaded ahead as far as the memory has capacity
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import IntEnum
 from itertools import count
+from operator import itemgetter
 from typing import Any
 
 from neuronmm_ops.hardware import (
+    DMA_DONE_NS,
     DMA_ENGINES,
     DMA_QUEUES,
     DMA_START_NS,
     HWDGE_NS,
     MIN_CYCLES,
+    TABLE_LOAD_NS,
     Engine,
     Machine,
     Model,
@@ -28,7 +32,15 @@ from neuronmm_ops.neuroncore.core import KernelRun
 from neuronmm_ops.neuroncore.memory import liveness
 from neuronmm_ops.neuroncore.memory.storage import MemoryRegion, Storage
 from neuronmm_ops.neuroncore.timing.resources import Capacity, DmaEngines
-from neuronmm_ops.neuroncore.timing.trace import InstructionTemplate, Trace
+from neuronmm_ops.neuroncore.timing.steady import Iterations, Loops, check_bodies
+from neuronmm_ops.neuroncore.timing.trace import (
+    InstructionTemplate,
+    Loop,
+    Move,
+    Record,
+    Trace,
+    on_grid,
+)
 from neuronmm_ops.neuroncore.turns import Meeting
 
 
@@ -50,6 +62,8 @@ class CoreSchedule:
     """Times of one core's instructions, ns from the start, by instruction number."""
 
     trace: Trace
+    issued: list[Record] = field(default_factory=list[Record])
+    """The instructions that ran: the trace's, the bodies of its loops as often as they ran."""
     barriers: dict[int, int] = field(default_factory=dict[int, int])
     """Instructions that met others: index -> number of the meeting."""
     start: list[float] = field(default_factory=list[float])
@@ -81,12 +95,19 @@ class Schedule:
         return max([max(c.end, default=0.0) for c in self.cores])
 
 
-def schedule(launch: KernelRun, model: Model = "calibrated") -> Schedule:
-    """Place every instruction in time. Raises NkiValidationError where tensors do not fit."""
+def schedule(
+    launch: KernelRun, model: Model = "calibrated", machine: Machine | None = None
+) -> Schedule:
+    """Place every instruction in time, by the costs of the launch's machine or of another.
+
+    Raises:
+        NkiValidationError: tensors do not fit.
+    """
+    machine = machine or launch.machine
     for core in launch.cores:
-        liveness.check_fits(core.trace, launch.machine)
-    placers = [_Placer(core.trace, launch.machine, model) for core in launch.cores]
-    waiting: dict[Meeting, list[_Placer]] = {}
+        check_bodies(core.trace)
+    placers = [Placer(core.trace, launch, machine, model) for core in launch.cores]
+    waiting: dict[Meeting, list[Placer]] = {}
     numbers = count()
     left = deque(placers)
     while left:
@@ -97,20 +118,23 @@ def schedule(launch: KernelRun, model: Model = "calibrated") -> Schedule:
         there = waiting.setdefault(meeting, [])
         there.append(placer)
         if len(there) == len(meeting.members):
-            del waiting[meeting]
+            del waiting[meeting]  # a loop may come here again
             latest, number = max([p.barrier_end for p in there]), next(numbers)
             for placer in there:
                 placer.pass_barrier(number, latest, meeting.ns)
             left.extend(there)
-    return Schedule(launch.machine, model, [p.times for p in placers])
+    for placer in placers:
+        placer.add_up()
+    return Schedule(machine, model, [p.times for p in placers])
 
 
 class _Uses:
     """What one core's instructions have done with a tensor so far, by their numbers."""
 
-    __slots__ = ("latest", "latest_engine", "read_by", "written_by")
+    __slots__ = ("begun", "last", "latest", "latest_engine", "read_by", "written_by")
 
     def __init__(self) -> None:
+        self.begun = self.last = -1
         # the last instruction by region, and when the latest of all is visible
         self.written_by: dict[int, int] = {}
         self.read_by: dict[int, int] = {}
@@ -118,19 +142,23 @@ class _Uses:
         self.latest_engine = -1
 
 
-class _Placer:
+class Placer:
     """Places the instructions of one core."""
 
-    def __init__(self, trace: Trace, machine: Machine, model: Model) -> None:
+    def __init__(self, trace: Trace, launch: KernelRun, machine: Machine, model: Model) -> None:
         self.trace, self.machine = trace, machine
         self.times = CoreSchedule(trace)
         self.engine_free = [0.0] * 6
         self.engine_last = [-1] * 6
-        self.overhead_ns = 0.0 if model == "documented" else machine.matmul_overhead_ns
+        self.overhead_ns = 0.0 if model == "documented" else on_grid(machine.matmul_overhead_ns)
+        self.issue_ns = on_grid(machine.ns(Engine.TENSOR, MIN_CYCLES)) + self.overhead_ns
         self.reuses = model == "stationary_reuse"
         # the stationary operand in TensorE: storage, region, and who wrote it
         self.loaded: tuple[Storage, int, int] | None = None
+        self.table = ""
         self.dma = DmaEngines()
+        self.interval_ns = on_grid(machine.dma.interval_ns)
+        self.dma_ns: dict[InstructionTemplate, float] = {}
         self.queues: dict[Any, tuple[str, float, int]] = {}
         self.dge_free = [0.0, 0.0]
         self.cells = [0.0] * 16
@@ -138,119 +166,176 @@ class _Placer:
         self.ports = {"sbuf": [0.0, -1, 0.0, -1], "psum": [0.0, -1, 0.0, -1]}
         # when another engine may use an instruction's result
         self.visible: list[float] = []
-        self.at = 0
+        self.barrier: tuple[int, Record] | None = None
         self.barrier_end = 0.0
         self.uses: defaultdict[Storage, _Uses] = defaultdict(_Uses)
         self.capacity: dict[MemoryRegion, Capacity] = {}
-        for memory in (MemoryRegion.sbuf, MemoryRegion.psum):
+        for memory, limit in liveness.check_fits(trace, machine, launch.capacity).items():
             placed = [s for s in trace.storages if s.memory is memory and s.address]
-            limit = liveness.limit_of(memory, machine) - liveness.covered(placed)
-            self.capacity[memory] = Capacity(limit)
+            self.capacity[memory] = Capacity(limit - liveness.covered(placed))
             self.times.occupied[memory] = self.capacity[memory].occupied
         self.placed = [s for s in trace.storages if s.address and s.first >= 0]
+        self.loops = Loops(trace)
+        # no DMA starts before: what follows a loop is not triggered before its last iteration
+        self.floor = 0.0
+        self.producers = {p: -1 for found in trace.edges.values() for p in found}
+        self.iterations: dict[Loop, int] = {}
+        self.steps = self._run(0, len(trace.records), self.loops.inside(None))
 
     def advance(self) -> Meeting | None:
-        """Place instructions up to and with the next one that waits for other cores.
+        """Place instructions up to and with the next one that waits for other cores."""
+        self.barrier, self.barrier_end = None, 0.0
+        return next(self.steps, None)
 
-        One long loop: at 10 us an instruction, calls for its parts would double the time.
+    def _run(self, begin: int, end: int, loops: list[Loop]) -> Iterator[Meeting]:
+        """Place the records [begin, end) and the loops among them; yields at each barrier."""
+        for loop in loops:
+            yield from self._place(begin, loop.start)
+            yield from self._repeat(loop)
+            begin = loop.end
+        yield from self._place(begin, end)
+
+    def _repeat(self, loop: Loop) -> Iterator[Meeting]:
+        """Place a loop of the device, as far as its iterations differ."""
+        inner = self.loops.inside(loop)
+        iterations = Iterations(self, loop)
+        at = 0
+        while at < loop.trips:
+            self.iterations[loop] = at
+            yield from self._run(loop.start, loop.end, inner)
+            at += 1 + iterations.skip(at)
+        self.floor = max(self.floor, iterations.floor)
+        self.engine_free[:] = [max(free, self.floor) for free in self.engine_free]
+        self.pe_full = max(self.pe_full, self.floor)
+        for s in self.loops.held[loop]:
+            self._release(s, len(self.times.start) - 1)
+
+    def _place(self, begin: int, end: int) -> Iterator[Meeting]:
+        """Place the records [begin, end), which have no loop.
+
+        One long loop: at a few us an instruction, calls for its parts would double the time.
         """
-        records, barriers, edges = self.trace.records, self.trace.barriers, self.trace.edges
+        records, edges, moves = self.trace.records, self.trace.edges, self.trace.moves
+        barriers, producers = self.trace.barriers, self.producers
         times = self.times
-        start, end, cause, wait = times.start, times.end, times.cause, times.wait
+        start, end_of, cause, wait = times.start, times.end, times.cause, times.wait
         visible = self.visible
         engine_free, engine_last = self.engine_free, self.engine_last
         shared_ports = self.machine.shared_ports
-        self.barrier_end = 0.0
-        uses = self.uses
-        i = self.at
-        for template, storages, _, _ in records[i:]:
+        uses_of = self.uses.__getitem__
+        special = {*moves, *edges, *producers, *barriers}
+        late = self.loops.late
+        issued = times.issued
+        issued.extend(records[begin:end])
+        i, r = len(start) - 1, begin - 1
+        for template, storages, _, _ in records[begin:end]:
+            i += 1
+            r += 1
+            regions, overlaps = template.regions, template.overlaps
+            is_special = r in special
+            if is_special and r in moves:
+                regions, overlaps = self._moved(template, moves[r])
             engine: int = template.engine
             if engine == 5:
-                ready, why, who = 0.0, 0, -1
+                ready, why, who = self.floor, 0, -1
             elif template.pe_tile is None:
                 ready, who = engine_free[engine], engine_last[engine]
                 why = 1
             else:
                 ready, why, who = self._tile_free(template), 1, engine_last[0]
             writes = template.writes
-            used = [uses[s] for s in storages]
+            used = [*map(uses_of, storages)]
             for operand, use in enumerate(used):
                 writing = operand < writes
-                if writing and (s := storages[operand]).first == i and s.layout.on_chip:
-                    when, by = self._allocate(s)
+                if writing and (s := storages[operand]).first == r and s.layout.on_chip:
+                    when, by = self._allocate(s, use, i)
                     if when > ready:
                         ready, why, who = when, 3, by
                 if use.latest > ready and not (engine == 0 and use.latest_engine == 0):
                     written_by, read_by = use.written_by, use.read_by
-                    for region in template.overlaps[operand]:
+                    for region in overlaps[operand]:
                         other = written_by.get(region)
                         if other is not None:
                             t = visible[other]
                             # an engine overwrites its own result without waiting to see it
                             if writing and t > ready and (engine == 0 or not template.reads_dst):
-                                t = end[other] if records[other][0].engine == engine else t
+                                t = end_of[other] if issued[other][0].engine == engine else t
                             if t > ready:
                                 ready, why, who = t, 2, other
                         if writing:
                             other = read_by.get(region)
-                            if other is not None and end[other] > ready:
-                                ready, why, who = end[other], 2, other
-            if i in edges:
-                for other in edges[i]:
+                            if other is not None and end_of[other] > ready:
+                                ready, why, who = end_of[other], 2, other
+            if is_special and r in edges:
+                for other in map(producers.__getitem__, edges[r]):
                     if visible[other] > ready:
                         ready, why, who = visible[other], 2, other
             if engine == 5:
-                begin, done, why, who = self._transfer(i, template, storages, ready, why, who)
-                seen = done
+                begin_ns, done, why, who = self._transfer(i, template, storages, ready, why, who)
+                seen = done + DMA_DONE_NS
             else:
                 if shared_ports and engine <= 3:
                     ready, why, who = self._port(template, ready, why, who)
-                begin = ready
+                begin_ns = ready
                 if engine == 0:
-                    done = begin + template.ns + self._issue(template, storages)
+                    done = begin_ns + template.ns + self._issue(template, storages)
                     if template.pe_tile is None:
                         engine_free[0] = done
                         self.pe_full = done
                     else:
-                        self._occupy_tile(template, begin, done)
+                        self._occupy_tile(template, begin_ns, done)
                 else:
-                    done = begin + template.ns
+                    done = begin_ns + template.ns
+                    if template.table and template.table != self.table:
+                        self.table = template.table
+                        done += TABLE_LOAD_NS
                     engine_free[engine] = done
                     if shared_ports:
                         self._occupy_port(i, template, done)
                 engine_last[engine] = i
                 seen = done + template.result_ns
-            start.append(begin)
-            end.append(done)
+            start.append(begin_ns)
+            end_of.append(done)
             visible.append(seen)
             cause.append(who)
             wait.append(why)
             for operand, use in enumerate(used):
-                region = template.regions[operand]
+                region = regions[operand]
                 if operand < writes:
                     use.written_by[region] = i
                     visible_from = seen
                 else:
                     known = use.read_by.get(region)
-                    if known is None or end[known] < done:
+                    if known is None or end_of[known] < done:
                         use.read_by[region] = i
                     visible_from = done
                 if visible_from > use.latest:
                     use.latest, use.latest_engine = visible_from, engine
-                if storages[operand].last == i:
-                    self._release(storages[operand], i)
-            i += 1
-            if i - 1 in barriers:
-                self.barrier_end = done
-                break
-        start_at, self.at = self.at, i
-        return barriers.get(i - 1) if i > start_at else None
+                # once, where an instruction names a tensor twice
+                s = storages[operand]
+                if s.last == r and s not in late and s not in storages[operand + 1 :]:
+                    self._release(s, i)
+            if is_special and r in producers:
+                producers[r] = i
+            if is_special and r in barriers:
+                self.barrier, self.barrier_end = (i, records[r]), done
+                yield barriers[r]
+
+    def add_up(self) -> None:
+        """Sum up the busy time of the DMA engines."""
+        issued = Counter(map(itemgetter(0), self.times.issued))
+        for template, engine_ns in self.dma_ns.items():
+            cost = template.dma
+            assert cost is not None
+            for engine in range(cost.first_engine, cost.first_engine + cost.engines):
+                self.times.dma_busy_ns[engine] += issued[template] * engine_ns
 
     def pass_barrier(self, number: int, latest: float, ns: float) -> None:
         """All have come: the instruction ends `ns` after the latest of them came."""
-        last, when = self.at - 1, latest + ns
+        assert self.barrier is not None
+        last, (template, storages, _, _) = self.barrier
+        when = latest + ns
         self.times.barriers[last] = number
-        template, storages, _, _ = self.trace.records[last]
         if latest > self.times.end[last]:
             self.times.wait[last], self.times.cause[last] = Wait.OTHER_CORE, -1
         self.times.end[last] = when
@@ -266,25 +351,42 @@ class _Placer:
 
     # capacity
 
-    def _allocate(self, s: Storage) -> tuple[float, int]:
-        """When a tensor's place is free, and the instruction that frees it."""
+    def _allocate(self, s: Storage, use: _Uses, i: int) -> tuple[float, int]:
+        """When a tensor's place is free for its first write, and the instruction that frees it."""
+        if use.begun >= 0 and s in self.loops.early:  # it entered in an iteration before
+            return 0.0, -1
+        use.begun = i
         if s.address is None:
             return self.capacity[s.layout.memory].take(s.layout.size)
         when, who = 0.0, -1
         for other in self.placed:
-            before = other.last < s.first and other.memory is s.memory
-            if before and self.uses[other].latest > when and liveness.overlap(s, other):
-                when, who = self.uses[other].latest, other.last
+            if other is s or other.memory is not s.memory or other not in self.uses:
+                continue
+            latest, last = self.uses[other].latest, self.uses[other].last
+            if latest > when and liveness.overlap(s, other):
+                when, who = latest, last
         return when, who
 
     def _release(self, s: Storage, i: int) -> None:
         layout = s.layout
         if not layout.on_chip:
             return
-        capacity, latest = self.capacity[layout.memory], self.uses[s].latest
-        capacity.occupied.append((self.times.start[s.first], latest, layout.size))
+        capacity, use = self.capacity[layout.memory], self.uses[s]
+        use.last = i
+        capacity.occupied.append((self.times.start[use.begun], use.latest, layout.size))
         if s.address is None:
-            capacity.release(latest, layout.size, i)
+            capacity.release(use.latest, layout.size, i)
+
+    def _moved(
+        self, template: InstructionTemplate, moves: list[Move]
+    ) -> tuple[list[int], list[list[int]]]:
+        """Regions and overlaps of an instruction's operands in the iterations that run."""
+        regions, overlaps = list(template.regions), list(template.overlaps)
+        for move in moves:
+            region = move.region(self.iterations[move.loop])
+            regions[move.operand] = region
+            overlaps[move.operand] = move.geometry.layout.overlaps[region]
+        return regions, overlaps
 
     def _issue(self, template: InstructionTemplate, storages: tuple[Storage, ...]) -> float:
         """Issue overhead of a TensorE instruction: none for a stationary operand that is loaded."""
@@ -312,7 +414,7 @@ class _Placer:
         for c in _cells(template.pe_tile):
             self.cells[c] = done
         # instructions are issued one after another: at least MIN_II apart
-        self.pe_issue = begin + self.machine.ns(Engine.TENSOR, MIN_CYCLES) + self.overhead_ns
+        self.pe_issue = begin + self.issue_ns
         self.engine_free[0] = max(self.engine_free[0], done)
 
     # ports that engines share on gen2
@@ -348,11 +450,12 @@ class _Placer:
         hbm = id(storages[template.hbm_operand]) if template.hbm_operand >= 0 else 0
         key = (cost.direction, hbm)
         found = self.queues.get(key)
-        queue = f"q{len(self.queues) % DMA_QUEUES} {cost.direction}"
-        name, after, last = found or (queue, 0.0, -1)
+        if found is None:
+            found = f"q{len(self.queues) % DMA_QUEUES} {cost.direction}", 0.0, -1
+        name, after, last = found
         if after > ready:
             ready, why, who = after, Wait.QUEUE, last
-        self.queues[key] = (name, ready, i)
+        self.queues[key] = (name, ready + self.interval_ns, i)
         self.times.queue[i] = name
         trigger = ready
         if cost.descriptors == "hwdge":
@@ -361,13 +464,15 @@ class _Placer:
             self.dge_free[unit] = trigger
         elif cost.descriptors == "swdge":
             cycles = max(MIN_CYCLES, cost.rows)
-            trigger = max(trigger, self.engine_free[3]) + self.machine.ns(Engine.GPSIMD, cycles)
+            trigger = max(trigger, self.engine_free[3])
+            trigger += on_grid(self.machine.ns(Engine.GPSIMD, cycles))
             self.engine_free[3], self.engine_last[3] = trigger, i
         first = trigger + DMA_START_NS
-        done = self.dma.take(cost, first)
-        for engine in range(cost.first_engine, cost.first_engine + cost.engines):
-            self.times.dma_busy_ns[engine] += cost.engine_ns
-        begin = max(first, done - cost.engine_ns)
+        engine_ns = self.dma_ns.get(template)
+        if engine_ns is None:
+            engine_ns = self.dma_ns[template] = on_grid(cost.engine_ns(self.machine))
+        done = self.dma.take(cost, engine_ns, first)
+        begin = max(first, done - engine_ns)
         if begin > first + 1 and self.engine_last[5] >= 0:
             why, who = Wait.DMA_ENGINES, self.engine_last[5]
         self.engine_last[5] = i

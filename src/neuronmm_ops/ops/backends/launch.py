@@ -224,7 +224,12 @@ def call_kernel(
 
 
 def without_products(spec: OpSpec, tensors: Tensors) -> Tensor:
-    """The result where a dimension is empty: nothing to launch, the bias alone."""
+    """The result where a dimension is empty: nothing to launch, the bias alone.
+
+    Of several results side by side, the others may have products: the reference makes them.
+    """
+    if len(spec.outputs) > 1:
+        return spec.reference(*tensors)
     x = tensors[0]
     assert x is not None
     out = x.new_zeros(spec.result_shape(tensors))

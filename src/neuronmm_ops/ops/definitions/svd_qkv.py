@@ -1,0 +1,63 @@
+"""`neuronmm::svd_qkv`: low-rank projections of one x to query, key and value, side by side."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from neuronmm_ops.ops.products import affine, batched, flat, pair_backward
+from neuronmm_ops.ops.spec import FLOAT_DTYPES, Operand, OpSpec
+
+
+def reference(
+    x: Tensor,
+    u_query: Tensor,
+    v_query: Tensor,
+    u_key: Tensor,
+    v_key: Tensor,
+    u_value: Tensor,
+    v_value: Tensor,
+) -> Tensor:
+    """Return `cat([(x @ u) @ v for each pair], -1)`."""
+    args = (x, u_query, v_query, u_key, v_key, u_value, v_value)
+    # As in xuv.
+    if x.dtype not in FLOAT_DTYPES or x.dim() == 0:
+        SPEC.check(*args)
+    try:
+        rows = flat(x, u_query)
+        pairs = ((u_query, v_query), (u_key, v_key), (u_value, v_value))
+        return batched(torch.cat([affine(affine(rows, u), v) for u, v in pairs], dim=-1), x)
+    except (RuntimeError, IndexError):
+        SPEC.check(*args)
+        raise
+
+
+def backward(
+    grad: Tensor, needs: Sequence[bool], x: Tensor, *factors: Tensor
+) -> tuple[Tensor | None, ...]:
+    """Return dx and the gradients of the six factors."""
+    dx, found = None, list[Tensor | None]()
+    grads = grad.split([v.shape[1] for v in factors[1::2]], dim=1)
+    for n, (own, u, v) in enumerate(zip(grads, factors[::2], factors[1::2], strict=True)):
+        own_needs = (needs[0], *needs[2 * n + 1 : 2 * n + 3])
+        dx_own, du, dv = pair_backward(own, own_needs, x, u, v)
+        dx = dx_own if dx is None or dx_own is None else dx + dx_own
+        found += [du, dv]
+    return dx, *found
+
+
+SPEC = OpSpec(
+    "svd_qkv",
+    operands=(
+        Operand("x", "... K", "activation"),
+        Operand("u_query", "K r_query"),
+        Operand("v_query", "r_query N_query"),
+        Operand("u_key", "K r_key"),
+        Operand("v_key", "r_key N_key"),
+        Operand("u_value", "K r_value"),
+        Operand("v_value", "r_value N_value"),
+    ),
+    reference=reference,
+    backward=backward,
+    outputs=("N_query", "N_key", "N_value"),
+)

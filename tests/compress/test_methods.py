@@ -1,0 +1,154 @@
+"""What single methods do: singular inputs, and what only some of them are given."""
+
+import pytest
+import torch
+from problems import (
+    SHAPES,
+    SINGULAR,
+    factored,
+    gradient_of,
+    loss_of,
+    moment_of,
+    problem,
+    ridge_of,
+    singular,
+)
+from tolerances import assert_same_in_fp64
+from torch import Tensor
+
+from neuronmm_ops import SecondMoment, factorize
+from neuronmm_ops.compress.methods import kfac
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_whiten_and_swift_agree(shape):
+    w, x = problem(*shape)
+    whiten, swift = (factorize(w, m, moment_of(m, w, x)) for m in ("whiten", "swift"))
+    assert_same_in_fp64(whiten.spectrum, swift.spectrum)
+    for rank in range(1, min(shape) + 1):
+        a, b = whiten.truncate(rank), swift.truncate(rank)
+        assert_same_in_fp64(a[0] @ a[1], b[0] @ b[1])
+
+
+@pytest.mark.parametrize("method", ["whiten", "swift"])
+def test_activations_matter(method):
+    # One input channel is 100 times larger than the others; `plain` does not take that in.
+    w, x = problem(8, 8)
+    x[:, 0] *= 100
+    u, v = factored(method, w, x).truncate(2)
+    plain = factorize(w, "plain").truncate(2)
+    assert loss_of(method, w, x, u, v) < 0.2 * loss_of(method, w, x, *plain)
+
+
+@pytest.mark.parametrize("shape", [(9, 6), (6, 9)])
+@pytest.mark.parametrize("kind", SINGULAR)
+def test_swift_is_optimal_on_singular_inputs(kind, shape):
+    w, x = singular(kind, *shape)
+    factors = factorize(w, "swift", moment_of("swift", w, x))
+    y = x @ w.t()
+    best = torch.linalg.svdvals(y).square()
+    for rank in range(1, min(shape) + 1):
+        u, v = factors.truncate(rank)
+        assert u.isfinite().all()
+        assert v.isfinite().all()
+        measured = float(loss_of("swift", w, x, u, v))
+        scale = 1e-9 * float(best.sum())
+        assert measured == pytest.approx(float(best[rank:].sum()), rel=1e-6, abs=scale)
+        assert factors.loss(rank) == pytest.approx(measured, rel=1e-6, abs=scale)
+
+
+@pytest.mark.parametrize("shape", [(9, 6), (6, 9)])
+@pytest.mark.parametrize("kind", SINGULAR)
+def test_whiten_is_damped_on_singular_inputs(kind, shape):
+    w, x = singular(kind, *shape)
+    factors = factorize(w, "whiten", moment_of("whiten", w, x))
+    best = torch.linalg.svdvals(x @ w.t()).square()
+    energy = float(best.sum())
+    for rank in range(1, min(shape) + 1):
+        u, v = factors.truncate(rank)
+        assert u.isfinite().all()
+        assert v.isfinite().all()
+        measured = float(loss_of("whiten", w, x, u, v))
+        assert measured <= factors.loss(rank) + 1e-6 * energy
+        assert measured <= float(best[rank:].sum()) + 1e-4 * energy
+
+
+@pytest.mark.parametrize("shape", [(9, 6), (6, 9)])
+@pytest.mark.parametrize("kind", SINGULAR)
+@pytest.mark.parametrize("method", ["kfac", "drift", "zero-sum"])
+def test_every_method_is_finite_on_singular_inputs(method, kind, shape):
+    w, x = singular(kind, *shape)
+    factors = factored(method, w, x)
+    lost = [float((x @ (w.t() - factors.u @ factors.v)).norm())]
+    assert lost[0] <= 1e-3 * float((x @ w.t()).norm()) + 1e-9
+    for factor in (factors.u, factors.v, factors.spectrum):
+        assert factor.isfinite().all()
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-3, 1e-8])
+def test_eigenvectors_are_taken_only_where_the_moment_is_nearly_singular(monkeypatch, scale):
+    w, x = problem(9, 6)
+    x[:, 1] = x[:, 0] + scale * x[:, 1]
+    sizes, eigh = [], torch.linalg.eigh
+    monkeypatch.setattr(torch.linalg, "eigh", lambda m: sizes.append(1) or eigh(m))
+    factors = factorize(w, "swift", moment_of("swift", w, x))
+    assert len(sizes) == (2 if scale == 1e-8 else 1)
+    best = torch.linalg.svdvals(x @ w.t()).square()
+    for rank in range(1, 7):
+        measured = float(loss_of("swift", w, x, *factors.truncate(rank)))
+        scale = 1e-9 * float(best.sum())
+        assert measured == pytest.approx(float(best[rank:].sum()), rel=1e-6, abs=scale)
+
+
+@pytest.mark.parametrize("shape", [(9, 6), (6, 9)])
+def test_drift_regresses_from_the_inputs_that_are_there(shape):
+    w, x = problem(*shape, tokens=60)
+    seen = x + 0.3 * torch.randn(x.shape, dtype=torch.float64)
+    moment = SecondMoment("input", seen.t() @ seen, len(seen))
+    factors = factorize(w, "drift", moment, cross=x.t() @ seen)
+    ridge = float(ridge_of(seen))
+
+    def objective(u: Tensor, v: Tensor) -> float:
+        fit = (x @ w.t() - seen @ u @ v).square().sum() + ridge * (w.t() - u @ v).square().sum()
+        return float(fit)
+
+    best = objective(factors.u, factors.v)
+    for rank in range(1, min(shape)):
+        u, v = factors.truncate(rank)
+        assert objective(u, v) - best == pytest.approx(factors.loss(rank), rel=1e-6)
+        other = factorize(w, "swift", moment_of("swift", w, seen)).truncate(rank)
+        assert objective(u, v) < objective(*other)
+
+
+@pytest.mark.parametrize("shape", [(9, 6), (6, 9)])
+def test_the_scores_are_first_order_changes_of_the_loss(shape):
+    w, x = problem(*shape)
+    gradient = gradient_of("zero-sum", w)
+    factors = factored("zero-sum", w, x)
+    for index in range(min(shape)):
+        dropped = torch.outer(factors.u[:, index], factors.v[index]).t()
+        assert float(factors.scores[index]) == pytest.approx(-float((gradient * dropped).sum()))
+
+
+def test_a_wide_output_is_whitened_by_the_diagonal(monkeypatch):
+    monkeypatch.setattr(kfac, "MAX_FULL", 4)
+    w, x = problem(9, 6)
+    c = gradient_of("kfac", w).diagonal()
+    factors = factorize(w, "kfac", moment_of("kfac", w, x), gradient=c)
+    metric = torch.diag(c + kfac.GRADIENT_DAMPING * c.mean())
+    for rank in range(1, 7):
+        u, v = factors.truncate(rank)
+        d = w.t() - u @ v
+        lost = float(torch.trace(d.t() @ (x.t() @ x) @ d @ metric)) / len(x)
+        assert factors.loss(rank) == pytest.approx(lost, rel=1e-7, abs=1e-12)
+    assert_same_in_fp64(factors.u @ factors.v, w.t())
+
+
+@pytest.mark.parametrize("shape", [(9, 6), (6, 9)])
+def test_kfac_s_factors_are_of_one_scale(shape):
+    w, x = problem(*shape)
+    moment = moment_of("kfac", w, x)
+    small = 1e-8 * gradient_of("kfac", w)  # as those of a trained model
+    factors = factorize(w, "kfac", moment, gradient=small)
+    assert_same_in_fp64(factors.u.norm(dim=0), factors.v.norm(dim=1))
+    assert_same_in_fp64(factors.u @ factors.v, w.t())
