@@ -13,6 +13,7 @@ from neuroncore.harness import (
     data,
     equal,
     loaded,
+    noted,
     refused,
     rounded,
     run,
@@ -175,7 +176,8 @@ def test_quotients_and_remainders(name, sides, dtype, seed):
                  float(y[0, 0]) if sides == "number right" else t)  # fmt: skip
         return getattr(nl, name)(*given, dtype)
 
-    got = wide(of(body, (4, 30), dtype or nl.float32, a, b))
+    with noted(f"nl.{name}: works in simulation and does not compile"):
+        got = wide(of(body, (4, 30), dtype or nl.float32, a, b))
     if name == "divide" or dtype:
         np.testing.assert_allclose(got, expected, rtol=2.0**-7 if dtype else 2e-7, atol=1e-30)
     else:
@@ -192,7 +194,8 @@ def test_what_the_engines_lack_is_no_operator():
 
 def test_division_by_zero_is_numpys():
     x = np.array([[1, -1, 0]], f32)
-    got = of(lambda t: nl.divide(t, 0.0), (1, 3), nl.float32, x)
+    with noted("does not compile"):
+        got = of(lambda t: nl.divide(t, 0.0), (1, 3), nl.float32, x)
     np.testing.assert_array_equal(got, np.array([[np.inf, -np.inf, np.nan]], f32))
 
 

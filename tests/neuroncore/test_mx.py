@@ -277,6 +277,7 @@ QUANTIZE_REFUSED = [
     ("trn3", lambda: tiles(rows=32), "36 partitions or more for 64 of data"),
     ("trn3", lambda: (tiles()[0][:, :4], *tiles()[1:]), "one scale per packed element"),
     ("trn3", lambda: (tiles()[0], tiles()[1][:, :16], tiles()[2]), "a quarter of src's elements"),
+    ("trn3", lambda: (*tiles()[:2], tiles(rows=128)[2][::2]), "takes every 2-th partition"),
     ("trn3", lambda: (*tiles()[:2], tiles(rows=128)[2][6:]), "must start 0, 4, 8 or 12"),
     ("trn3", lambda: (*tiles()[:2], tiles(rows=128)[2][32:]), "must start 0, 4, 8 or 12"),
 ]

@@ -17,6 +17,7 @@ import numpy as np
 from neuronmm_ops.hardware import MIN_CYCLES, Engine
 from neuronmm_ops.neuroncore import core as running
 from neuronmm_ops.neuroncore.checks import operands as check
+from neuronmm_ops.neuroncore.checks import views
 from neuronmm_ops.neuroncore.checks.base import refuse
 from neuronmm_ops.neuroncore.dtypes import DType
 from neuronmm_ops.neuroncore.isa import indirection
@@ -260,6 +261,7 @@ def scale_rows(opcode: str, operand: str, scales: NkiTensor, data: NkiTensor) ->
 
     Raises NkiValidationError where the tile does not lie as scales must.
     """
+    views.engine_pattern(opcode, scales)
     check.memory(opcode, operand, scales, SBUF)
     check.memory(opcode, "the packed operand", data, SBUF)
     check.dtype_in(opcode, operand, scales, *_SCALE_DTYPES)

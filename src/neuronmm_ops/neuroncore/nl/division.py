@@ -1,6 +1,7 @@
 """Quotients and remainders of `nl`: the engines have neither, so each is several instructions.
 
-They work in simulation; the compiler of NKI 0.6 refuses them (release notes, known issues).
+They work in simulation; the compiler of NKI 0.6 refuses them (release notes, known issues), which
+an `NkiWarning` says.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from neuronmm_ops.neuroncore.checks.base import note
 from neuronmm_ops.neuroncore.checks.operands import one_tile
 from neuronmm_ops.neuroncore.dtypes import DType, float32
 from neuronmm_ops.neuroncore.isa import elementwise as nisa
@@ -21,6 +23,7 @@ def divide(x: Any, y: Any, dtype: DType | None = None) -> NkiTensor:
     """x / y, element by element, as x times the reciprocal of y; one of the two may be a number."""
     like = x if isinstance(x, NkiTensor) else y
     one_tile("divide", like)
+    _note("divide")
     result = tile(like, dtype)
     _quotient(result, x, y)
     return result
@@ -34,6 +37,7 @@ def mod(x: Any, y: Any, dtype: DType | None = None) -> NkiTensor:
     """
     like = x if isinstance(x, NkiTensor) else y
     one_tile("mod", like)
+    _note("mod")
     result, sign = tile(like, dtype), _sign(y)
     rest = _remainder(_times(like, x, sign), _magnitude(y))
     _multiply(result, rest, sign)
@@ -44,10 +48,18 @@ def fmod(x: Any, y: Any, dtype: DType | None = None) -> NkiTensor:
     """x - y * trunc(x / y) of fp32, with the sign of x; as exact as `mod`."""
     like = x if isinstance(x, NkiTensor) else y
     one_tile("fmod", like)
+    _note("fmod")
     result = tile(like, dtype)
     rest = _remainder(_times(like, _magnitude(x), 1.0), _magnitude(y))
     _multiply(result, rest, _sign(x))
     return result
+
+
+def _note(name: str) -> None:
+    note(
+        f"nl.{name}: works in simulation and does not compile (NKI release notes, known issues); "
+        "use nl.reciprocal and nl.multiply"
+    )
 
 
 def _remainder(x: NkiTensor, y: Any) -> NkiTensor:
