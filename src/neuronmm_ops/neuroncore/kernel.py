@@ -19,7 +19,7 @@ from threadpoolctl import ThreadpoolController
 from neuronmm_ops.hardware import MODELS, Model, resolve_target
 from neuronmm_ops.neuroncore import language as nl
 from neuronmm_ops.neuroncore.boundary import Boundary, on_core
-from neuronmm_ops.neuroncore.checks.base import note, refuse, wrong_call
+from neuronmm_ops.neuroncore.checks.base import note, noted, refuse, wrong_call
 from neuronmm_ops.neuroncore.checks.races import check_races
 from neuronmm_ops.neuroncore.core import KernelRun, SimulatedCore, Uninitialised, running
 from neuronmm_ops.neuroncore.dtypes import DType
@@ -112,6 +112,7 @@ def run(
     machine = resolve_target(target)
     launch = KernelRun(machine, mode == "execute", kernel.lnc, seed, uninitialised)
     boundary = Boundary(launch)
+    noted.clear()
     signature = inspect.signature(kernel.func)
     bound = signature.bind(*args, **kwargs)
     bound.apply_defaults()
