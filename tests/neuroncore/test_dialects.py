@@ -217,6 +217,20 @@ def test_a_sum_that_is_overwritten_unread():
         run(kernel(lambda k: False, True), x)
 
 
+def test_a_loop_is_noted_once_a_run():
+    def kernel(x):
+        for _ in range(3):
+            tile = nl.ndarray(x.shape, x.dtype)
+            nisa.dma_copy(tile, x, dge_mode=2)
+            nisa.tensor_copy(nl.ndarray((4, 8), x.dtype)[:, :6], tile)
+            nl.copy(nl.ndarray((4, 8), x.dtype))
+
+    for _ in range(2):
+        with pytest.warns(nc.NkiWarning) as caught:
+            nc.simulate(kernel, data((4, 6)), uninitialised="warn")
+        assert len(caught) == 2
+
+
 def test_calls_that_do_not_fit_a_signature_name_their_line():
     with refused("nc_matmul() missing 1 required positional argument: 'moving'"):
         run(lambda x: nisa.nc_matmul(x, x), data((4, 6)))

@@ -18,7 +18,7 @@ from threadpoolctl import ThreadpoolController
 from neuronmm_ops.hardware import DMA_MODELS, MODELS, DmaModel, Model, resolve_target
 from neuronmm_ops.neuroncore import language as nl
 from neuronmm_ops.neuroncore.boundary import Boundary, on_core
-from neuronmm_ops.neuroncore.checks.base import note, refuse, wrong_call
+from neuronmm_ops.neuroncore.checks.base import note, noted, refuse, wrong_call
 from neuronmm_ops.neuroncore.checks.races import check_races
 from neuronmm_ops.neuroncore.collector import no_collection
 from neuronmm_ops.neuroncore.core import Follow, KernelRun, SimulatedCore, Uninitialised, running
@@ -135,6 +135,7 @@ def run(
     policies = (follow, uninitialised)
     launch = KernelRun(machine, mode == "execute", kernel.lnc, seed, ranks or 1, *policies)
     boundaries = [Boundary(launch, rank, ranks is not None) for rank in range(launch.ranks)]
+    noted.clear()
     signature = inspect.signature(kernel.func)
     bound = signature.bind(*args, **kwargs)
     bound.apply_defaults()

@@ -45,9 +45,17 @@ def seen(value: object) -> str:
     return " ".join(reprlib.repr(value).split())
 
 
+noted: set[tuple[str, int, str]] = set()
+"""Where a run has warned of what, without the numbers of tensors: a loop warns once."""
+
+
 def note(text: str) -> None:
-    """Warn of what the compiler may refuse, at the kernel's file and line."""
+    """Warn of what the compiler may refuse, at the kernel's file and line; once a run."""
     frame = kernel_frame()
+    key = (frame.f_code.co_filename, frame.f_lineno, re.sub(r"\d+", "", text))
+    if key in noted:
+        return
+    noted.add(key)
     registry = frame.f_globals.setdefault("__warningregistry__", {})
     warnings.warn_explicit(
         text, NkiWarning, frame.f_code.co_filename, frame.f_lineno, registry=registry
