@@ -327,7 +327,11 @@ class SimulatedCore:
 def _place(template: InstructionTemplate, operands: Sequence[NkiTensor]) -> None:
     """Check that the operands lie in their tensors, and fill in their regions."""
     for at, t in enumerate(operands):
-        views.inside_storage(template.opcode, t, 2 if at in template.scales else 1)
+        if at in template.scales:
+            views.inside_storage(template.opcode, t, 2)
+        elif not t.geometry.inside:
+            views.inside_storage(template.opcode, t)
+            t.geometry.inside = True
     geometries = [t.geometry for t in operands]
     for at in range(template.writes, len(operands)):
         geometries[at] = geometries[at].each_row(template.row_step)

@@ -20,9 +20,8 @@ class Geometry:
     """Shape, strides and offset of a view, in elements of its dtype, and the region it touches."""
 
     __slots__ = (
-        "children", "dtype", "elements", "form", "indirect", "layout", "memory", "offset",
-        "on_chip",
-        "partitions", "region", "shape", "start", "strides",
+        "children", "dtype", "elements", "form", "indirect", "inside", "layout", "memory", "offset",
+        "on_chip", "partitions", "region", "shape", "start", "strides",
     )  # fmt: skip
 
     def __init__(
@@ -47,6 +46,7 @@ class Geometry:
             self.region = layout.region(Box(0, rows, 0, row * dtype.itemsize))
         else:
             self.region = layout.region(self._box(row))
+        self.inside = False  # until an instruction has seen that it is
         # the first geometry that differs by its place in HBM only
         self.form = self
         if not self.on_chip:
