@@ -259,19 +259,27 @@ class Prefill(prefill_search.Prefill):
     # what to try
 
     def choices(self, token_block: int, width: int) -> Iterator[Mlp]:
-        """With as much in SBUF as fits, blocks of the least DMA time first."""
-        out_block, inner = self._out_block(width), self.problem.inner
-        sides = self._sides(width) if out_block else []
-        ordered = self._blocks(inner)
-        narrow = min(ordered)
-        between = [block for block in ordered if block <= 2 * narrow][:1]
-        v_blocks = dict.fromkeys([ordered[0], *between, narrow])
-        for (u_block, resident), v_block in product(sides, v_blocks):
-            for down_block, spill, again in self._hidden(width, v_block):
-                yield Mlp(
-                    *(token_block, TOKENS, resident, spill, again),
-                    *(u_block, v_block, down_block, out_block, TOKEN_TILES, self.costs.banks),
-                )
+        """With as much in SBUF as fits, blocks of the least DMA time first, then narrow ones."""
+        out_block = self._out_block(width)
+        if not out_block:
+            return
+        # narrow blocks leave more SBUF to loads ahead
+        blocks = dict.fromkeys([b for narrow in (False, True) for b in self._widths(width, narrow)])
+        for u_block, resident, v_block, down_block, spill, again in blocks:
+            yield Mlp(
+                *(token_block, TOKENS, resident, spill, again),
+                *(u_block, v_block, down_block, out_block, TOKEN_TILES, self.costs.banks),
+            )
+
+    def _widths(self, width: int, narrow: bool) -> Iterator[tuple[int, ...]]:
+        """Blocks of the first four stages, and what stays in SBUF."""
+        ordered = self._blocks(self.problem.inner, narrow)
+        least = min(ordered)
+        between = [block for block in ordered if block <= 2 * least][:1]
+        v_blocks = dict.fromkeys([ordered[0], *between, least])
+        for side, v_block in product(self._sides(width, narrow), v_blocks):
+            for hidden in self._hidden(width, v_block, narrow):
+                yield (*side, v_block, *hidden)
 
     def _out_block(self, width: int) -> int:
         """Columns of v_down of the least DMA time that fit; 0: none."""
@@ -281,10 +289,10 @@ class Prefill(prefill_search.Prefill):
         fitting = [b for b in blocks if sbuf_peak([self.out(width, b)], live) <= self.room]
         return min(fitting, key=lambda block: self._load_ns(N, block), default=0)
 
-    def _sides(self, width: int) -> list[tuple[int, int]]:
+    def _sides(self, width: int, narrow: bool) -> list[tuple[int, int]]:
         """Two widths of u_gate and u_up, and how much of x may stay in SBUF beside them."""
         found: list[tuple[int, int]] = []
-        for block in self._blocks(max(self.problem.ranks[:2])):
+        for block in self._blocks(max(self.problem.ranks[:2]), narrow):
 
             def programs(resident: int, block: int = block) -> list[Program]:
                 return self.sides(width, block, resident)
@@ -295,10 +303,10 @@ class Prefill(prefill_search.Prefill):
                 break
         return found
 
-    def _hidden(self, width: int, v_block: int) -> Iterator[tuple[int, int, int]]:
+    def _hidden(self, width: int, v_block: int, narrow: bool) -> Iterator[tuple[int, int, int]]:
         """Columns of u_down, and how many groups of the hidden block spill and stay after."""
         spilled: list[tuple[int, int, int]] = []
-        for block in self._blocks(self.problem.ranks[2]):
+        for block in self._blocks(self.problem.ranks[2], narrow):
             if max(self._peaks(width, v_block, block, 0)) <= self.room:
                 yield block, 0, 0
                 break
@@ -326,15 +334,17 @@ class Prefill(prefill_search.Prefill):
         down = self.down(width, down_block, spill, 0)
         return gated, sbuf_peak([down], self._made(width, spill))
 
-    def _blocks(self, size: int) -> list[int]:
-        """Widths of a block of `size` columns, least DMA time first, then room."""
+    def _blocks(self, size: int, narrow: bool) -> list[int]:
+        """Widths of a block of `size` columns, least DMA time first or narrow ones first."""
         tiles, group = tiles_in(size, PARTITIONS), self.costs.banks
         widths = {group, 2 * group, 4, 8, 12, 16}
         widths.update([tiles_in(tiles, shares) for shares in (1, 2, 3, 4)])
         blocks = {min(w, tiles) * PARTITIONS for w in widths if min(w, tiles) <= 32}
+        if narrow:
+            return sorted(blocks)
         return sorted(blocks, key=lambda block: (self._load_ns(size, block), block))
 
     def _load_ns(self, size: int, block: int) -> float:
-        """DMA time of a row tile of [128, size], a block at a time, each a transfer."""
-        least = self.costs.machine.dma.interval_ns
-        return sum([max(least, self.costs.rows_ns(PARTITIONS, c)) for c in sizes(size, block)])
+        """DMA time of a row tile of [128, size], a block at a time, each an interval at least."""
+        times = [self.costs.rows_ns(PARTITIONS, columns) for columns in sizes(size, block)]
+        return sum([max(ns, self.costs.machine.dma.interval_ns) for ns in times])
