@@ -146,7 +146,7 @@ def run(
 
 @functools.cache
 def _blas() -> ThreadpoolController:
-    """NumPy's BLAS: a tile is too small for a second thread, whose start costs more than it."""
+    """NumPy's BLAS, loaded by now: a tile is too small to be worth a second thread."""
     return ThreadpoolController()
 
 
