@@ -58,12 +58,12 @@ def test_a_core_that_fails_ends_the_launch_before_the_other_starts():
     assert ran == [0]
 
 
-def test_a_run_uses_one_blas_thread_and_restores_the_rest():
-    def threads():
-        return [p["num_threads"] for p in threadpool_info() if p["user_api"] == "blas"]
+def test_a_run_uses_one_thread_of_numpys_blas_and_restores_the_rest():
+    def threads():  # SciPy brings a BLAS of its own, which the simulator does not use
+        return {p["num_threads"] for p in threadpool_info() if "numpy" in p["filepath"]}
 
     seen = []
     with threadpool_limits(2, user_api="blas"):
         nc.simulate(lambda x: seen.append(threads()) or x, data((4, 6)))
-        assert set(threads()) == {2}
-    assert set(seen[0]) == {1}
+        assert threads() == {2}
+    assert seen == [{1}]
