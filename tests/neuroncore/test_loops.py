@@ -245,6 +245,7 @@ def test_a_trace_holds_the_body_once(form):
     assert profile.stream_instructions == 1 + 2 + 2 * more
     assert profile.instructions == 1 + more + 5 * (2 + more)
     assert profile.to_json()["stream_instructions"] == profile.stream_instructions
+    assert f"{profile.stream_instructions} as compiled" in str(profile)
 
 
 def test_execute_and_trace_schedule_alike():
@@ -474,6 +475,9 @@ def edge_out(x):
         (used_after, "allocated in the body of a loop"),
         (edge_out, "depends_on: .* is in a loop"),
         (lambda x: nl.fori_loop(0, 2, lambda i: 3), "nl.fori_loop: the body returns a value"),
+        (lambda x: nl.fori_loop(0, 2.5, lambda i: None), "a bound must be an int or a register"),
+        (lambda x: nl.fori_loop(0, 2, 3), "body_fun must be a function"),
+        (lambda x: nl.while_loop(3, lambda r: r), "nl.while_loop: init must be a register"),
         (
             lambda x: nl.fori_loop(
                 0, 2, lambda i: nl.ndarray((4, 4), nl.float32, nl.shared_hbm) and None
