@@ -23,6 +23,8 @@ def fori_loop(
     lower: Bound, upper: Bound, body_fun: Callable[[VirtualRegister], None], step: int = 1
 ) -> None:
     """Call body_fun(i) for i from lower to upper on the device; i is a read-only register."""
+    if not callable(body_fun):
+        refuse(f"nl.fori_loop: body_fun must be a function of the variable; got {body_fun!r}")
     for i in _counted("nl.fori_loop", lower, upper, step):
         if body_fun(i) is not None:
             refuse("nl.fori_loop: the body returns a value; keep state in SBUF or HBM instead")
@@ -42,6 +44,8 @@ def while_loop(
     """While the register is not 0: register = body_fun(register), on the device."""
     core = running.active("nl.while_loop")
     register, trips = init, 0
+    if not isinstance(init, VirtualRegister):
+        refuse(f"nl.while_loop: init must be a register; got {init!r}; use nisa.register_alloc")
     if register.value == 0:
         return
     recorder = _Recorder(core, "nl.while_loop")
@@ -78,8 +82,10 @@ def _counted(name: str, lower: Bound, upper: Bound, step: int) -> Iterator[Virtu
 
 
 def _value(name: str, bound: Bound) -> int:
-    if not isinstance(bound, VirtualRegister):
+    if isinstance(bound, int):
         return bound
+    if not isinstance(bound, VirtualRegister):
+        refuse(f"{name}: a bound must be an int or a register; got {bound!r}")
     if bound.loop is not None:
         refuse(
             f"{name}: a bound is the variable of an outer loop, so trips would differ, which the "

@@ -117,6 +117,8 @@ def _summary(p: Profile) -> list[str]:
     # a no-break space keeps a count with its opcode
     opcodes = ", ".join([f"{count:,}\xa0{opcode}" for opcode, count in p.opcodes.items()])
     issued = textwrap.wrap(f"{p.instructions:,}: {opcodes}", WIDTH - 18)
+    if p.stream_instructions < p.instructions:
+        issued.append(f"{p.stream_instructions:,} as compiled: bodies of loops count once")
     if p.stream_instructions > MOST_INSTRUCTIONS:
         issued.append(f"more than {MOST_INSTRUCTIONS:,} in a launch compile for long; split tokens")
     intensity = "no HBM traffic"
