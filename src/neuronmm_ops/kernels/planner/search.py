@@ -29,7 +29,7 @@ MAX_INSTRUCTIONS = 500_000
 """Of a launch: loops unroll, and compilers refuse, or take hours over, a few million."""
 TIE = 1.002
 """Plans within this factor of the least predicted time count as equally quick."""
-TRIED = 6
+TRIED = 16
 """Plans of each DMA model that are tried under the others."""
 
 
@@ -247,13 +247,15 @@ def _of_least_regret(problem: Problem, *, prefill_only: bool) -> Plan | None:
         quickest_ms.append(min([plan.time_ms for plan in found]))
         for plan in found[:TRIED]:
             shortlist.setdefault((plan.phase, plan.blocks), plan)
+    under = [[_under(plan, model) for model in DMA_MODELS] for plan in shortlist.values()]
     tried: list[Plan] = []
-    for plan in shortlist.values():
-        plans = [_under(plan, model) for model in DMA_MODELS]
+    for n, own in enumerate(quickest_ms):  # a model's own candidates may lack its quickest
+        quickest_ms[n] = min(own, *[plans[n].time_ms for plans in under])
+    for plans in under:
         times = [p.time_ms for p in plans]
         regret = max([ms / least for ms, least in zip(times, quickest_ms, strict=True)]) - 1
         first = plans[DMA_MODELS.index(problem.dma_model)]
-        tried.append(replace(first, times_ms=tuple(times), regret=max(0.0, regret)))
+        tried.append(replace(first, times_ms=tuple(times), regret=regret))
     least = min(tried, key=lambda plan: (plan.regret, plan.hbm_bytes, plan.blocks))
     if not _module(problem).Prefill.tie_to_traffic:
         return least
