@@ -53,7 +53,7 @@ class KChunk(nl.NKIObject):
         first = self.group * PARTITIONS // column_groups(self.tokens, generation())
         tile_sb = nl.ndarray((first + self.tokens, self.size), dtype=self.source.dtype)
         tokens_sb = tile_sb[first : first + self.tokens, :]
-        nisa.dma_copy(tokens_sb, self.source)
+        nisa.dma_copy(tokens_sb, self.source, dge_mode=nisa.dge_mode.none)
         return tokens_sb
 
     def transpose_columns(self, tokens_sb: NkiTensor, rows: int, tiles: int) -> None:

@@ -104,7 +104,9 @@ class Sums(nl.NKIObject):
         ones_sb = nl.ndarray((1, self.tokens), dtype=bias.dtype)
         nisa.memset(ones_sb, 1.0)
         row_sb = nl.ndarray((1, self.columns.size), dtype=bias.dtype)
-        nisa.dma_copy(row_sb, bias[nl.ds(self.columns.start, self.columns.size)])
+        nisa.dma_copy(
+            row_sb, bias[nl.ds(self.columns.start, self.columns.size)], dge_mode=nisa.dge_mode.none
+        )
         self.add(ones_sb, row_sb, Span(0, self.columns.size), False)
         self.started = True
 
@@ -133,7 +135,9 @@ class Sums(nl.NKIObject):
         for columns in self.tiling.halves(itemsize(dtype)) if last else whole:
             tile_sb = nl.ndarray((k, tiles, columns.size), dtype=dtype)
             start = self.columns.start + columns.start
-            nisa.dma_copy(tile_sb, tile_hbm[:, :, nl.ds(start, columns.size)])
+            nisa.dma_copy(
+                tile_sb, tile_hbm[:, :, nl.ds(start, columns.size)], dge_mode=nisa.dge_mode.none
+            )
             for j in range(tiles):
                 accumulate = self.started or j > 0
                 self.add(stationary_sb[:, j, :], tile_sb[:, j, :], columns, accumulate)
@@ -180,7 +184,7 @@ class Sums(nl.NKIObject):
         for i in range(len(self.tiling.groups)):
             s = self.tiling.groups[i]
             columns = nl.ds(self.columns.start - first + s.start, s.size)
-            nisa.dma_copy(to_hbm[:, columns], self.group(tile_sb, i))
+            nisa.dma_copy(to_hbm[:, columns], self.group(tile_sb, i), dge_mode=nisa.dge_mode.none)
 
     def store_last(self, to_hbm: NkiTensor) -> None:
         """Store the sums by fewer DMAs, of which a queue starts one after the other.
@@ -201,7 +205,7 @@ class Sums(nl.NKIObject):
             evict(tiles_sb[part.group // per][:, own], self.psum(part), i)
         for i in range(len(stores)):
             columns = nl.ds(self.columns.start + stores[i].start, stores[i].size)
-            nisa.dma_copy(to_hbm[:, columns], tiles_sb[i])
+            nisa.dma_copy(to_hbm[:, columns], tiles_sb[i], dge_mode=nisa.dge_mode.none)
 
 
 def contract(

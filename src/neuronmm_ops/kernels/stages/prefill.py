@@ -94,7 +94,7 @@ class Operand(nl.NKIObject):
         columns = nl.ds(self.columns.start, self.width)
         tile_sb = nl.ndarray((size, self.width), dtype=self.source_hbm.dtype)
         if self.layout == "rows":
-            nisa.dma_copy(tile_sb, self.source_hbm[rows, columns])
+            nisa.dma_copy(tile_sb, self.source_hbm[rows, columns], dge_mode=nisa.dge_mode.none)
         elif self.layout == "dma":
             nisa.dma_transpose(tile_sb, self.source_hbm[columns, rows])
         else:
@@ -110,7 +110,7 @@ class Operand(nl.NKIObject):
         self.staged_sb = []
         first = number * STAGED_TILES * PARTITIONS
         size = min(STAGED_TILES * PARTITIONS, self.size - first)
-        mode = nisa.dge_mode.unknown
+        mode = nisa.dge_mode.none
         if self.source_hbm.is_indirect():  # in a loop of the device: hardware makes the stores'
             mode = nisa.dge_mode.swdge
         for t in spans(self.columns.start, self.width, PARTITIONS):
@@ -335,6 +335,9 @@ def write_rows(
         engines: that evict.
     """
     K, N = w_hbm.shape
+    mode = nisa.dge_mode.none
+    if out_hbm.is_indirect():  # in a loop of the device
+        mode = nisa.dge_mode.unknown
     for b in spans(0, N, block):
         w_block = weights(w_hbm, Span(0, K), b)
         added_sb = load_bias(bias_hbm, b, min(PARTITIONS, x.width)) if bias_hbm != None else None  # noqa: E711
@@ -355,12 +358,13 @@ def write_rows(
                 tokens = spans(start + group.rows.start, group.rows.size, PARTITIONS)
                 for i in range(len(tokens)):
                     rows = nl.ds(tokens[i].start, tokens[i].size)
-                    nisa.dma_copy(out_hbm[rows, nl.ds(b.start, b.size)], results_sb[i])
+                    own_hbm = out_hbm[rows, nl.ds(b.start, b.size)]
+                    nisa.dma_copy(own_hbm, results_sb[i], dge_mode=mode)
 
 
 def load_bias(bias_hbm: NkiTensor, columns: Span, rows: int) -> NkiTensor:
     """bias[columns] on each of `rows` partitions."""
     bias_sb = nl.ndarray((rows, columns.size), dtype=bias_hbm.dtype)
     row = bias_hbm.reshape((1, bias_hbm.shape[0]))[:, nl.ds(columns.start, columns.size)]
-    nisa.dma_copy(bias_sb, row.broadcast(0, rows))
+    nisa.dma_copy(bias_sb, row.broadcast(0, rows), dge_mode=nisa.dge_mode.none)
     return bias_sb

@@ -82,7 +82,7 @@ class Hidden(nl.NKIObject):
         """Tile k is complete: with the last one of a group that spills, store the group."""
         group = k // HIDDEN_TILES
         if group < self.spill and k % HIDDEN_TILES == HIDDEN_TILES - 1:
-            nisa.dma_copy(self.place(group), self.made_sb[group])
+            nisa.dma_copy(self.place(group), self.made_sb[group], dge_mode=nisa.dge_mode.none)
 
     def tile(self, k: int) -> NkiTensor:
         """Tile k in SBUF, in order."""
@@ -93,7 +93,7 @@ class Hidden(nl.NKIObject):
             return self.view(self.back_sb[group], k)
         if k % HIDDEN_TILES == 0:
             group_sb = nl.ndarray((PARTITIONS, HIDDEN_TILES * self.width), dtype=self.dtype)
-            nisa.dma_copy(group_sb, self.place(group))
+            nisa.dma_copy(group_sb, self.place(group), dge_mode=nisa.dge_mode.none)
             self.last_sb = [group_sb]
         if k % HIDDEN_TILES == HIDDEN_TILES - 1 and group < self.resident:
             self.back_sb.append(self.last_sb[0])
