@@ -347,7 +347,8 @@ class Stages:
         self.instructions += len(parts) * (1 if chunks else 2) + sum([len(s.chunks) for s in sums])
         send_ns = load_ns(machine, self.costs.M, 4 * sum([s.width for s in sums]))
         add_ns = sum([evict_ns(machine, Engine.VECTOR, size) for size in parts])
-        self.timeline.exchange(send_ns, add_ns)
+        sends = sum([len(s.chunks) for s in sums])
+        self.timeline.exchange(send_ns, sends, add_ns)
 
     def write(
         self,
@@ -378,6 +379,6 @@ class Stages:
         width = min(s.columns, groups * s.width)
         ns = load_ns(costs.machine, costs.M, width * costs.itemsize)
         step = Step(0.0, store_ns=ns, hbm_bytes=costs.M * s.row_bytes)
-        step.store_queue_ns = stores * costs.machine.dma.interval_ns
+        step.stores = stores
         step.instructions = stores
         self._run([step])

@@ -349,7 +349,7 @@ def write_steps(
                 c.results(step, size)
             if group.columns.start + group.columns.size == columns:
                 step.store_ns = c.rows_ns(group.rows.size, columns)
-                step.store_queue_ns = step.rows * c.machine.dma.interval_ns
+                step.stores = step.rows
                 step.stored = size
                 step.hbm_bytes += group.rows.size * columns * c.item
                 step.instructions += step.rows

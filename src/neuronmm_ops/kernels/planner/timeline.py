@@ -31,7 +31,7 @@ class Step:
         queues: (name, transfers) of each DMA queue that the loads are on.
         tail_ns: of `work_ns`, what is left to do when the last byte has come.
         store_ns: DMA time of stores that follow the evictions.
-        store_queue_ns: what their queue takes to start them.
+        stores: how many, on one queue.
         tiles: PSUM tiles, each of `banks` banks; 0 where nothing is evicted.
         banks: see `tiles`.
         bank_tiles: tiles that share a bank, in partitions of their own.
@@ -58,7 +58,7 @@ class Step:
     queues: tuple[tuple[str, int], ...] = ()
     tail_ns: float = 0.0
     store_ns: float = 0.0
-    store_queue_ns: float = 0.0
+    stores: int = 1
     tiles: int = 0
     banks: int = 1
     bank_tiles: int = 1
@@ -144,7 +144,7 @@ class Timeline:
         self._queues: dict[str, float] = {}
         self._room_first = self._room_last = 0.0
         self._stores: deque[tuple[float, float]] = deque()
-        self._stored = 0.0
+        self._stored = self._store_queue = 0.0
         self._scalar = self._vector = 0.0
         self._banks = [0.0] * PSUM_BANKS
         # when others may read the first result since a step that waited, and of the last two
@@ -284,8 +284,10 @@ class Timeline:
         return end
 
     def _store(self, s: Step) -> None:
-        begin = max(self._results[-1][1] + DMA_START_NS, self._stored)
-        self._stored = begin + max(s.store_ns, s.store_queue_ns)
+        begin = max(self._results[-1][1] + DMA_START_NS, self._store_queue)
+        self._store_queue = begin + s.stores * self._interval
+        last = self._store_queue - self._interval + s.store_ns / s.stores
+        self._stored = max(max(begin, self._stored) + s.store_ns, last)
         self._stores.append((begin, s.store_ns))
         if s.stored:
             self._free(s.stored, begin, self._stored)
@@ -359,12 +361,18 @@ class Timeline:
         else:
             self._free(-size, self.now, self.now)
 
-    def exchange(self, ns: float, add_ns: float) -> None:
+    def exchange(self, ns: float, transfers: int, add_ns: float) -> None:
         """Let the last results go to the other core by DMA, and VectorE add what comes from it."""
-        begin = self._results[-1][1] + DMA_START_NS
-        self._stores.append((begin, ns))
+        first, last, _ = self._results[-1]
+        begin = max(first + DMA_START_NS, self._queues.get("exchange", 0.0))
+        queued = begin + (transfers - 1) * self._interval
+        self._queues["exchange"] = queued + self._interval
+        self._stores.append((last + DMA_START_NS, ns))
         self.transfer_ns += ns
-        self._vector = max(self._vector, begin + ns + DMA_DONE_NS) + add_ns
+        end = max(last + DMA_START_NS + ns, queued + ns / transfers)
+        # what comes first is added while the last is on its way
+        early = add_ns * (transfers - 1) / transfers if queued > last + DMA_START_NS else 0.0
+        self._vector = max(self._vector + early, end + DMA_DONE_NS) + add_ns - early
         self._arrive(self._vector + self._latencies[2])
 
     def reload(self, ns: float) -> None:

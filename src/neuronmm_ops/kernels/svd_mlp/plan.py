@@ -220,7 +220,7 @@ class Prefill(prefill_search.Prefill):
         size = self._group_bytes(width)
         machine = self.costs.machine
         step.store_ns = groups * load_ns(machine, PARTITIONS, size)
-        step.store_queue_ns = groups * machine.dma.interval_ns
+        step.stores = max(1, groups)
         step.stored = groups * size
         step.hbm_bytes += groups * size * PARTITIONS
         step.instructions += groups
