@@ -10,6 +10,7 @@ from neuronmm_ops.cli import main
 FIELDS = {
     *("projection", "M", "K", "r", "N", "target", "form", "blocks", "time_ms", "dense_ms"),
     *("hbm_bytes", "instructions", "launches", "bound", "worth_it"),
+    *("time_low_ms", "time_high_ms", "regret", "speedup_low", "speedup_high"),
 }
 CONFIG = {
     "hidden_size": 256,
@@ -31,6 +32,9 @@ def test_rows_of_a_named_model(capsys):
     assert (up[1]["form"], up[512]["form"]) == ("decode", "prefill")
     assert up[1]["worth_it"]
     assert up[1]["time_ms"] < up[1]["dense_ms"]
+    assert 1 < up[1]["speedup_low"] <= up[1]["speedup_high"]
+    assert up[1]["time_low_ms"] <= up[1]["time_ms"] <= up[1]["time_high_ms"]
+    assert 0 <= up[1]["regret"] < 0.1
     mlp = next(row for row in rows if row["projection"] == "mlp" and row["M"] == 512)
     assert mlp["time_ms"] < mlp["dense_ms"]
 
