@@ -9,6 +9,7 @@ import os
 from typing import Any, NamedTuple
 
 from neuronmm_ops.bench.cases.figure1 import GIB, KERNELS
+from neuronmm_ops.hardware import DMA_MODELS
 from neuronmm_ops.neuroncore.files import replacing
 from neuronmm_ops.neuroncore.profile.plot import check_format, new_figure
 
@@ -40,7 +41,7 @@ def save(rows: list[dict[str, Any]], path: str | os.PathLike[str]) -> None:
     cores = "one NeuronCore" if rows[0]["lnc"] == 1 else f"{rows[0]['lnc']} NeuronCores"
     figure.suptitle(
         f"X [M, 8192] at rank 4096 to 16384 outputs, bf16, {cores} of {rows[0]['target']}\n"
-        "lines: modelled on the simulated core; a ratio of two hangs on its DMA row model"
+        f"lines: modelled on the simulated core, DMA model {DMA_MODELS[0]}"
         + ("; markers: published by NeuronMM" if any(r["published_bytes"] for r in rows) else "")
     )
     handles, labels = times.get_legend_handles_labels()

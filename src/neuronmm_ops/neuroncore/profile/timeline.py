@@ -149,7 +149,7 @@ def _facts(p: Profile) -> list[tuple[str, str]]:
     cores = "1 core" if p.lnc == 1 else f"{p.lnc} cores"
     return [
         ("kernel", f"{p.kernel_name} on {p.target}, {cores}, {p.model} model"),
-        ("time", f"{p.time_ms * 1e3:,.2f} us (modelled; {_range(p)} under the DMA models)"),
+        ("time", f"{p.time_ms * 1e3:,.2f} us (modelled{_range(p)})"),
         (
             "roofline",
             f"{p.roofline_ms * 1e3:,.2f} us (modelled), {p.roofline_share:.1%} of the time",
@@ -161,7 +161,9 @@ def _facts(p: Profile) -> list[tuple[str, str]]:
 
 
 def _range(p: Profile) -> str:
-    return f"{p.time_low_ms * 1e3:,.2f} to {p.time_high_ms * 1e3:,.2f}"
+    """The times under both DMA models, where they differ in print."""
+    low, high = f"{p.time_low_ms * 1e3:,.2f}", f"{p.time_high_ms * 1e3:,.2f}"
+    return "" if low == high else f"; {low} to {high} under the DMA models"
 
 
 class _Kinds:
