@@ -26,7 +26,8 @@ def test_the_table_says_the_form_of_each_pass(example, device, monkeypatch, caps
     assert first.startswith("bfloat16, planned for trn2, lnc 2 (target: NEURON_PLATFORM_TARGET")
     assert head.split()[-5:] == ["dots", "kernel", "form", "modelled", "us"]
     assert prompt.split()[:6] == ["prompt", "256", "2", "13", "svd_mlp", "prefill"]
-    assert token.split()[:7] == ["next", "token", "1", "2", "13", "svd_mlp_decode", "decode"]
+    plan = example.plan_of(example.compressed_llama(torch.bfloat16), 1)
+    assert token.split()[:7] == ["next", "token", "1", "2", "13", plan.kernel, plan.phase]
     assert last.startswith("tokens on xla:0: [")
 
 
@@ -43,7 +44,8 @@ def test_prefill_and_decode_are_two_graphs_of_two_calls(example, device, handler
     assert handler.count - before == 2 * example.NEW_TOKENS
     calls = [[c.config["neuronmm"] for c in graph.calls] for graph in graphs if graph.calls]
     passes = [[(call["M"], call["form"]) for call in of_pass] for of_pass in calls]
-    assert passes == [[(example.PROMPT, "prefill")] * 2, [(1, "decode")] * 2]
+    token = (1, example.plan_of(model, 1).phase)
+    assert passes == [[(example.PROMPT, "prefill")] * 2, [token] * 2]
     assert [graph.dots for graph in graphs if graph.calls] == [13, 13]
     assert not counters["graph_break"]
     assert counters["stats"]["unique_graphs"] == 2

@@ -55,5 +55,5 @@ def test_prefill_and_decode_run_the_planned_kernels():
     executed = json.loads(run(sys.executable, "-c", SCRIPT, OMP_NUM_THREADS=1, **environment))
     for dtype, kernels in executed.items():
         assert kernels == planned(130, dtype) + planned(2, dtype)
-        assert {"xuv", "xuv_decode", "svd_mlp"} <= set(kernels)
+        assert {"xuv", "svd_mlp"} <= set(kernels)
     assert list(executed) == ["float32", "bfloat16"]
