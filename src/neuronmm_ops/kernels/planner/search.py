@@ -211,12 +211,8 @@ def _looped(plan: Plan) -> Plan | None:
     """The plan with its blocks of tokens as a loop of the device; None if that is not shorter."""
     if plan.phase != "prefill" or plan.problem.machine.generation < 3:
         return None
-    models = [replace(plan.problem, dma_model=model) for model in DMA_MODELS]
-    loops = [_with_arguments(plan, problem, device_loop=True) for problem in models]
-    looped = loops[DMA_MODELS.index(plan.problem.dma_model)]
-    if looped.instructions >= plan.instructions:
-        return None
-    return replace(looped, times_ms=tuple([p.time_ms for p in loops]), regret=plan.regret)
+    looped = _timed_for(plan, plan.problem, device_loop=True)
+    return looped if looped.instructions < plan.instructions else None
 
 
 def _launched(problem: Problem, first: Plan) -> Plan:
@@ -237,25 +233,23 @@ def _launched(problem: Problem, first: Plan) -> Plan:
 def _of_least_regret(problem: Problem, *, prefill_only: bool) -> Plan | None:
     """The plan whose worst share over the quickest, of all DMA models, is least."""
     shortlist: dict[tuple[str, object], Plan] = {}
-    quickest_ms: list[float] = []
+    own_ms: list[float] = []
     for model in DMA_MODELS:
         found = candidates(replace(problem, dma_model=model))
         if prefill_only:
             found = [plan for plan in found if plan.phase == "prefill"]
         if not found:
             return None
-        quickest_ms.append(min([plan.time_ms for plan in found]))
+        own_ms.append(min([plan.time_ms for plan in found]))
         for plan in found[:TRIED]:
             shortlist.setdefault((plan.phase, plan.blocks), plan)
     under = [[_under(plan, model) for model in DMA_MODELS] for plan in shortlist.values()]
     tried: list[Plan] = []
-    for n, own in enumerate(quickest_ms):  # a model's own candidates may lack its quickest
-        quickest_ms[n] = min(own, *[plans[n].time_ms for plans in under])
+    # a model's own candidates may lack its quickest
+    quickest_ms = [min(own, *[plans[n].time_ms for plans in under]) for n, own in enumerate(own_ms)]
     for plans in under:
-        times = [p.time_ms for p in plans]
-        regret = max([ms / least for ms, least in zip(times, quickest_ms, strict=True)]) - 1
-        first = plans[DMA_MODELS.index(problem.dma_model)]
-        tried.append(replace(first, times_ms=tuple(times), regret=regret))
+        shares = [plan.time_ms / ms for plan, ms in zip(plans, quickest_ms, strict=True)]
+        tried.append(_with_times(problem, plans, regret=max(shares) - 1))
     least = min(tried, key=lambda plan: (plan.regret, plan.hbm_bytes, plan.blocks))
     if not _module(problem).Prefill.tie_to_traffic:
         return least
@@ -279,10 +273,20 @@ def plan_part(plan: Plan, tokens: int) -> Plan:
 
     Kept, for launchers ask for it at every call.
     """
-    problem = replace(plan.problem, M=tokens)
-    parts = [_with_arguments(plan, replace(problem, dma_model=model)) for model in DMA_MODELS]
-    part = parts[DMA_MODELS.index(problem.dma_model)]
-    return replace(part, times_ms=tuple([p.time_ms for p in parts]), regret=plan.regret)
+    return _timed_for(plan, replace(plan.problem, M=tokens))
+
+
+def _timed_for(plan: Plan, problem: Problem, *, device_loop: bool = False) -> Plan:
+    """A prefill plan's arguments for another problem of the same shapes, under every DMA model."""
+    models = [replace(problem, dma_model=model) for model in DMA_MODELS]
+    plans = [_with_arguments(plan, each, device_loop=device_loop) for each in models]
+    return _with_times(problem, plans, plan.regret)
+
+
+def _with_times(problem: Problem, plans: list[Plan], regret: float) -> Plan:
+    """Of one plan under each DMA model that of the problem's, with the times under all."""
+    own = plans[DMA_MODELS.index(problem.dma_model)]
+    return replace(own, times_ms=tuple([plan.time_ms for plan in plans]), regret=regret)
 
 
 def _with_arguments(plan: Plan, problem: Problem, *, device_loop: bool = False) -> Plan:
