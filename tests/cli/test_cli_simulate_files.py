@@ -1,8 +1,6 @@
 """`neuronmm simulate` with tensors from files, outputs into files, and a reference."""
 
 import os
-import sys
-from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -11,23 +9,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 from outcomes import Run
-from scale_kernels import KERNELS, X, document, failed
-
-
-@pytest.fixture(scope="module")
-def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("kernels") / "kernels.py"
-    path.write_text(KERNELS)
-    return path
-
-
-@pytest.fixture(name="run")
-def simulate(run: Run) -> Generator[Run]:
-    modules = set(sys.modules)
-    yield lambda *arguments: run("simulate", *arguments)
-    left = set(sys.modules) - modules
-    assert not [name for name in left if name.startswith("_simulated")]
-
+from scale_kernels import X, document, failed
 
 # --- tensors in files
 
@@ -39,7 +21,7 @@ def values(dtype: Any) -> np.ndarray:
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
 @pytest.mark.parametrize("suffix", [".npy", ".safetensors"])
 def test_inputs_and_outputs_of_files(
-    run: Run, file: Path, tmp_path: Path, dtype: Any, suffix: str
+    simulate: Run, file: Path, tmp_path: Path, dtype: Any, suffix: str
 ) -> None:
     x, source, target = values(dtype), tmp_path / f"x{suffix}", tmp_path / f"y{suffix}"
     if suffix == ".npy":
@@ -49,7 +31,7 @@ def test_inputs_and_outputs_of_files(
         safetensors.numpy.save_file({"a": x, "b": np.zeros(3, np.float32)}, source)
         given = f"x={source}:a"
     before = source.read_bytes()
-    done = document(run(f"{file}:scale", "--arg", given, "--save", target, "--json"))
+    done = document(simulate(f"{file}:scale", "--arg", given, "--save", target, "--json"))
     assert done["hbm_bytes"] == 2 * x.nbytes
     saved = (
         np.load(target).view(dtype)
@@ -61,77 +43,83 @@ def test_inputs_and_outputs_of_files(
 
 
 def test_a_file_is_not_written_by_a_kernel_that_writes_its_input(
-    run: Run, file: Path, tmp_path: Path
+    simulate: Run, file: Path, tmp_path: Path
 ) -> None:
     np.save(tmp_path / "x.npy", values(np.float32)[:, :512])
     before = (tmp_path / "x.npy").read_bytes()
     command = (f"{file}:in_place", "--arg", f"x={tmp_path / 'x.npy'}")
-    assert run(*command, "--reference", f"{file}:reference").code == 0
+    assert simulate(*command, "--reference", f"{file}:reference").code == 0
     assert (tmp_path / "x.npy").read_bytes() == before
 
 
-def test_values_are_converted_where_a_dtype_is_named(run: Run, file: Path, tmp_path: Path) -> None:
+def test_values_are_converted_where_a_dtype_is_named(
+    simulate: Run, file: Path, tmp_path: Path
+) -> None:
     np.save(tmp_path / "x.npy", values(np.float64))
     np.save(tmp_path / "i.npy", np.arange(128 * 512).reshape(128, 512) % 100)
     x, i = tmp_path / "x.npy", tmp_path / "i.npy"
-    failed(run(f"{file}:scale", "--arg", f"x={x}"), 2, "float64", f"x=f32[{x}]")
-    failed(run(f"{file}:scale", "--arg", f"x={x}", "--trace-only"), 2, "float64", f"x=f32[{x}]")
+    failed(simulate(f"{file}:scale", "--arg", f"x={x}"), 2, "float64", f"x=f32[{x}]")
+    failed(
+        simulate(f"{file}:scale", "--arg", f"x={x}", "--trace-only"), 2, "float64", f"x=f32[{x}]"
+    )
     target = tmp_path / "y.npy"
-    assert run(f"{file}:scale", "--arg", f"x=bf16[{x}]", "--save", target).code == 0
+    assert simulate(f"{file}:scale", "--arg", f"x=bf16[{x}]", "--save", target).code == 0
     expected = values(np.float64).astype(ml_dtypes.bfloat16) * ml_dtypes.bfloat16(2)
     np.testing.assert_array_equal(np.load(target).view(ml_dtypes.bfloat16), expected)
-    assert run(f"{file}:scale", "--arg", f"x=i32[{i}]").code == 0
-    failed(run(f"{file}:scale", "--arg", f"x=i8[{x}]"), 2, "float64 values that int8")
+    assert simulate(f"{file}:scale", "--arg", f"x=i32[{i}]").code == 0
+    failed(simulate(f"{file}:scale", "--arg", f"x=i8[{x}]"), 2, "float64 values that int8")
     np.save(i, np.full((128, 512), 300))
-    failed(run(f"{file}:scale", "--arg", f"x=i8[{i}]"), 2, "int64 values that int8")
+    failed(simulate(f"{file}:scale", "--arg", f"x=i8[{i}]"), 2, "int64 values that int8")
 
 
 @pytest.mark.parametrize("own", ["bfloat16", "float16", "float32", "float64"])
 @pytest.mark.parametrize("wanted", ["f32", "bf16", "fp16"])
 def test_every_float_converts_to_every_other(
-    run: Run, file: Path, tmp_path: Path, own: str, wanted: str
+    simulate: Run, file: Path, tmp_path: Path, own: str, wanted: str
 ) -> None:
     x = np.arange(128 * 512).reshape(128, 512) % 200 / 4
     dtype = np.dtype(getattr(ml_dtypes, own, own))
     safetensors.numpy.save_file({"x": x.astype(dtype)}, tmp_path / "x.safetensors")
     target = tmp_path / "y.safetensors"
     given = f"x={wanted}[{tmp_path / 'x.safetensors'}]"
-    assert run(f"{file}:scale", "--arg", given, "--save", target).code == 0
+    assert simulate(f"{file}:scale", "--arg", given, "--save", target).code == 0
     saved = safetensors.numpy.load_file(target)["output0"]
     np.testing.assert_array_equal(saved.astype(np.float64), 2 * x)
 
 
-def test_trace_only_reads_the_header_alone(run: Run, file: Path, tmp_path: Path) -> None:
+def test_trace_only_reads_the_header_alone(simulate: Run, file: Path, tmp_path: Path) -> None:
     for dtype, short in ((np.float32, "float32"), (np.float16, "float16")):
         np.save(tmp_path / "x.npy", values(dtype))
         safetensors.numpy.save_file({"x": values(dtype)}, tmp_path / "x.safetensors")
         for name in ("x.npy", "x.safetensors"):
             command = (f"{file}:scale", "--arg", f"x={tmp_path / name}", "--trace-only", "--json")
-            (x, _) = document(run(*command))["tensors"]
+            (x, _) = document(simulate(*command))["tensors"]
             assert (x["shape"], x["dtype"]) == ([128, 1024], short)
 
 
-def test_files_that_cannot_be_read(run: Run, file: Path, tmp_path: Path) -> None:
+def test_files_that_cannot_be_read(simulate: Run, file: Path, tmp_path: Path) -> None:
     def given(name: str, content: bytes = b"no tensor") -> tuple[str, ...]:
         (tmp_path / name).write_bytes(content)
         return (f"{file}:scale", "--arg", f"x={tmp_path / name}")
 
     for name in ("x.npy", "x.safetensors"):
-        failed(run(*given(name)), 2, "--arg x", name, "cannot be read")
-        failed(run(*given(name, b"")), 2, "--arg x", name, "cannot be read")
-        failed(run(*given(name), "--trace-only"), 2, "--arg x", name, "cannot be read")
-    failed(run(f"{file}:scale", "--arg", "x=no.npy"), 2, "no.npy is no file", "quoted")
+        failed(simulate(*given(name)), 2, "--arg x", name, "cannot be read")
+        failed(simulate(*given(name, b"")), 2, "--arg x", name, "cannot be read")
+        failed(simulate(*given(name), "--trace-only"), 2, "--arg x", name, "cannot be read")
+    failed(simulate(f"{file}:scale", "--arg", "x=no.npy"), 2, "no.npy is no file", "quoted")
     np.save(tmp_path / "x.npy", np.array([{}], object), allow_pickle=True)
-    failed(run(f"{file}:scale", "--arg", f"x={tmp_path / 'x.npy'}"), 2, "cannot be read")
+    failed(simulate(f"{file}:scale", "--arg", f"x={tmp_path / 'x.npy'}"), 2, "cannot be read")
     np.save(tmp_path / "x.npy", values(ml_dtypes.bfloat16))
-    failed(run(f"{file}:scale", "--arg", f"x={tmp_path / 'x.npy'}"), 2, "x=bf16[")
+    failed(simulate(f"{file}:scale", "--arg", f"x={tmp_path / 'x.npy'}"), 2, "x=bf16[")
     many = tmp_path / "many.safetensors"
     safetensors.numpy.save_file({"a": np.zeros(2), "b": np.zeros(2)}, many)
-    failed(run(f"{file}:scale", "--arg", f"x={many}"), 2, "2 tensors", "many.safetensors:a")
+    failed(simulate(f"{file}:scale", "--arg", f"x={many}"), 2, "2 tensors", "many.safetensors:a")
     safetensors.numpy.save_file({}, tmp_path / "none.safetensors")
-    failed(run(f"{file}:scale", "--arg", f"x={tmp_path / 'none.safetensors'}"), 2, "has 0 tensors")
-    failed(run(f"{file}:scale", "--arg", f"x={many}:c"), 2, "no tensor c", "a, b")
-    failed(run(f"{file}:scale", "--arg", f"x={many}:a"), 2, "float64", "f32[")
+    failed(
+        simulate(f"{file}:scale", "--arg", f"x={tmp_path / 'none.safetensors'}"), 2, "has 0 tensors"
+    )
+    failed(simulate(f"{file}:scale", "--arg", f"x={many}:c"), 2, "no tensor c", "a, b")
+    failed(simulate(f"{file}:scale", "--arg", f"x={many}:a"), 2, "float64", "f32[")
 
 
 @pytest.mark.parametrize(
@@ -142,11 +130,11 @@ def test_files_that_cannot_be_read(run: Run, file: Path, tmp_path: Path) -> None
         np.ones((128, 512), np.float32)[:, ::-1],
     ],
 )
-def test_layouts_of_arrays(run: Run, file: Path, tmp_path: Path, array: np.ndarray) -> None:
+def test_layouts_of_arrays(simulate: Run, file: Path, tmp_path: Path, array: np.ndarray) -> None:
     np.save(tmp_path / "x.npy", array * np.arange(512, dtype=np.float32))
     target = tmp_path / "y.npy"
     command = (f"{file}:scale", "--arg", f"x=f32[{tmp_path / 'x.npy'}]", "--save", target)
-    assert run(*command).code == 0
+    assert simulate(*command).code == 0
     np.testing.assert_array_equal(np.load(target)[5], 2 * np.arange(512))
 
 
@@ -155,35 +143,35 @@ def test_layouts_of_arrays(run: Run, file: Path, tmp_path: Path, array: np.ndarr
 )
 @pytest.mark.parametrize("how", ["x={}", "x=bf16[{}]"])
 def test_arrays_that_are_no_tensors(
-    run: Run, file: Path, tmp_path: Path, array: np.ndarray, how: str
+    simulate: Run, file: Path, tmp_path: Path, array: np.ndarray, how: str
 ) -> None:
     np.save(tmp_path / "x.npy", array)
     command = (f"{file}:scale", "--arg", how.format(tmp_path / "x.npy"))
     for more in ((), ("--trace-only",)):
-        outcome = run(*command, *more)
+        outcome = simulate(*command, *more)
         assert outcome.code in (1, 2), outcome
         failed(outcome, outcome.code)
         assert "internal error" not in outcome.err
 
 
-def test_outputs_that_a_file_cannot_hold(run: Run, file: Path, tmp_path: Path) -> None:
+def test_outputs_that_a_file_cannot_hold(simulate: Run, file: Path, tmp_path: Path) -> None:
     def command(kernel: str, name: str, dtype: str = "f32") -> tuple[object, ...]:
         return (f"{file}:{kernel}", "--arg", f"x={dtype}[128,1024]", "--save", tmp_path / name)
 
-    failed(run(*command("both", "y.npy")), 2, "2 tensors", ".safetensors")
-    failed(run(*command("nothing", "y.npy")), 2, "returns nothing")
-    failed(run(*command("scale", "y.safetensors", "fp8")), 2, "float8_e4m3", ".npy")
+    failed(simulate(*command("both", "y.npy")), 2, "2 tensors", ".safetensors")
+    failed(simulate(*command("nothing", "y.npy")), 2, "returns nothing")
+    failed(simulate(*command("scale", "y.safetensors", "fp8")), 2, "float8_e4m3", ".npy")
     assert list(tmp_path.iterdir()) == []
-    assert run(*command("both", "y.safetensors")).code == 0
+    assert simulate(*command("both", "y.safetensors")).code == 0
     saved = safetensors.numpy.load_file(tmp_path / "y.safetensors")
     assert sorted(saved) == ["output0", "output1"]
     np.testing.assert_allclose(saved["output1"], saved["output0"] * 1.5, rtol=1e-6)
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root writes everywhere")
-def test_a_directory_that_is_read_only(run: Run, file: Path, tmp_path: Path) -> None:
+def test_a_directory_that_is_read_only(simulate: Run, file: Path, tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
-    outcome = run(f"{file}:scale", *X, "--save", tmp_path / "y.npy")
+    outcome = simulate(f"{file}:scale", *X, "--save", tmp_path / "y.npy")
     tmp_path.chmod(0o700)
     failed(outcome, 2, "no permission")
 
@@ -191,13 +179,13 @@ def test_a_directory_that_is_read_only(run: Run, file: Path, tmp_path: Path) -> 
 # --- references
 
 
-def test_agreement_is_shown_and_in_the_document(run: Run, file: Path) -> None:
+def test_agreement_is_shown_and_in_the_document(simulate: Run, file: Path) -> None:
     command = (f"{file}:scale", "--arg", "x=bf16[128,1024]", "--arg", "by=1.7")
-    found = document(run(*command, "--reference", f"{file}:reference", "--json"))
+    found = document(simulate(*command, "--reference", f"{file}:reference", "--json"))
     (entry,) = found["agreement"]
     assert entry["agrees"]
     assert 0 < entry["max_error"] <= entry["allowed"] < entry["largest"]
-    page = run(*command, "--reference", f"{file}:reference").out
+    page = simulate(*command, "--reference", f"{file}:reference").out
     assert "Values beside kernels.py:reference in fp64" in page
     assert "output 0 is off by" in page
 
@@ -217,10 +205,10 @@ def test_agreement_is_shown_and_in_the_document(run: Run, file: Path) -> None:
     ],
 )
 def test_references(
-    run: Run, file: Path, kernel: str, function: str, words: list[str] | None
+    simulate: Run, file: Path, kernel: str, function: str, words: list[str] | None
 ) -> None:
     x = ("--arg", "x=f32[128,512]", "--target", "trn2")
-    outcome = run(f"{file}:{kernel}", *x, "--reference", f"{file}:{function}")
+    outcome = simulate(f"{file}:{kernel}", *x, "--reference", f"{file}:{function}")
     if words is None:
         assert outcome.code == 0, outcome.err
     else:
@@ -228,9 +216,9 @@ def test_references(
 
 
 def test_outputs_are_saved_before_they_are_found_wrong(
-    run: Run, file: Path, tmp_path: Path
+    simulate: Run, file: Path, tmp_path: Path
 ) -> None:
     target = tmp_path / "y.npy"
     command = (f"{file}:scale", *X, "--save", target, "--reference", f"{file}:wrong")
-    assert run(*command).code == 1
+    assert simulate(*command).code == 1
     assert np.load(target).shape == (128, 1024)

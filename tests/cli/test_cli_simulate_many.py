@@ -1,7 +1,6 @@
 """`neuronmm simulate` with several kernels, and with a sweep."""
 
 import sys
-from collections.abc import Generator
 from pathlib import Path
 
 import pytest
@@ -12,67 +11,54 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "kernels" / "matmul.py"
 SIZES = ("--arg", "lhsT=bf16[256,512]", "--arg", "rhs=bf16[256,1024]", "--target", "trn2")
 
 
-@pytest.fixture(scope="module")
-def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("kernels") / "kernels.py"
-    path.write_text(KERNELS)
-    return path
-
-
-@pytest.fixture(name="run")
-def simulate(run: Run) -> Generator[Run]:
-    modules = set(sys.modules)
-    yield lambda *arguments: run("simulate", *arguments)
-    left = set(sys.modules) - modules
-    assert not [name for name in left if name.startswith("_simulated")]
-
-
 # --- side by side
 
 
-def test_comparison_is_two_profiles_and_their_ratios(run: Run, tmp_path: Path) -> None:
+def test_comparison_is_two_profiles_and_their_ratios(simulate: Run, tmp_path: Path) -> None:
     other = tmp_path / "other.py"
     other.write_text(EXAMPLE.read_text().replace("rows=4, columns=2", "rows=2, columns=1"))
     command = ("--compare", f"{EXAMPLE}:matmul", f"{other}:matmul", *SIZES, "--trace-only")
-    found = document(run(*command, "--json"))
+    found = document(simulate(*command, "--json"))
     first, second = found["kernels"]
     assert (first["file"], second["file"]) == ("matmul.py:matmul", "other.py:matmul")
-    alone = document(run(f"{EXAMPLE}:matmul", *SIZES, "--trace-only", "--json"))
+    alone = document(simulate(f"{EXAMPLE}:matmul", *SIZES, "--trace-only", "--json"))
     assert first["time_ms"] == alone["time_ms"]
     assert set(found["ratios"][0].values()) <= {1.0, None}
     ratio = found["ratios"][1]
     assert ratio["time_ms"] == second["time_ms"] / first["time_ms"] != 1
     assert ratio["hbm_read_bytes"] == second["hbm_read_bytes"] / first["hbm_read_bytes"]
-    page = run(*command)
+    page = simulate(*command)
     assert page.code == 0
     assert page.out.startswith("trn2, 1 core, calibrated model; times are modelled\n")
     (line,) = [line for line in page.out.splitlines() if "time, ms (modelled)" in line]
     assert line.split()[-1] == f"{ratio['time_ms']:.3f}"
 
 
-def test_compared_kernels_take_the_arguments_that_they_know(run: Run, file: Path) -> None:
+def test_compared_kernels_take_the_arguments_that_they_know(simulate: Run, file: Path) -> None:
     command = ("--compare", f"{file}:scale", f"{file}:in_place", *X)
-    found = document(run(*command, "--arg", "by=2.0", "--json"))
+    found = document(simulate(*command, "--arg", "by=2.0", "--json"))
     assert [k["kernel"] for k in found["kernels"]] == ["scale", "in_place"]
-    failed(run(*command, "--arg", "z=2"), 2, "none of the kernels has a parameter z")
-    failed(run("--compare", f"{file}:scale", f"{file}:in_place"), 2, "kernels.py:scale", "--arg x")
+    failed(simulate(*command, "--arg", "z=2"), 2, "none of the kernels has a parameter z")
+    failed(
+        simulate("--compare", f"{file}:scale", f"{file}:in_place"), 2, "kernels.py:scale", "--arg x"
+    )
 
 
-def test_compared_values(run: Run, file: Path) -> None:
+def test_compared_values(simulate: Run, file: Path) -> None:
     reference = ("--reference", f"{file}:reference")
     command = ("--compare", f"{file}:scale", f"{file}:in_place", f"{file}:anything", *X)
-    found = document(run(*command, *reference, "--json"))
+    found = document(simulate(*command, *reference, "--json"))
     assert [k["agreement"][0]["agrees"] for k in found["kernels"]] == [True] * 3
-    page = run(*command, "--reference", f"{file}:wrong").out
+    page = simulate(*command, "--reference", f"{file}:wrong").out
     assert page.count("too large") == 3
 
 
 # --- sweeps
 
 
-def test_sweep_is_sorted_and_says_what_was_refused(run: Run) -> None:
+def test_sweep_is_sorted_and_says_what_was_refused(simulate: Run) -> None:
     command = (f"{EXAMPLE}:matmul", *SIZES, "--trace-only", "--sweep", "rows=1,2,3,4")
-    found = document(run(*command, "--sweep", "columns=1,2", "--json"))
+    found = document(simulate(*command, "--sweep", "columns=1,2", "--json"))
     points = found["points"]
     assert len(points) == 8
     ran = [p for p in points if p["refused"] is None]
@@ -83,33 +69,35 @@ def test_sweep_is_sorted_and_says_what_was_refused(run: Run) -> None:
     assert {p["values"]["rows"] for p in points[len(ran) :]} == {"3"}
     for point in points[len(ran) :]:
         assert point["refused"].startswith("AssertionError: assert M % height == 0 [matmul.py:")
-    page = run(*command).out
+    page = simulate(*command).out
     assert "refused" in page
     assert page.index(" 4 ") < page.index("AssertionError")
 
 
-def test_a_swept_point_is_the_run_with_that_value(run: Run) -> None:
+def test_a_swept_point_is_the_run_with_that_value(simulate: Run) -> None:
     command = (f"{EXAMPLE}:matmul", *SIZES, "--trace-only", "--json")
-    (point,) = document(run(*command, "--sweep", "rows=2"))["points"]
-    alone = document(run(*command, "--arg", "rows=2"))
+    (point,) = document(simulate(*command, "--sweep", "rows=2"))["points"]
+    alone = document(simulate(*command, "--arg", "rows=2"))
     for name in ("time_ms", "bound", "instructions", "hbm_bytes", "sbuf_peak_bytes"):
         assert point[name] == alone[name], name
 
 
-def test_a_constant_of_the_file_is_swept_with_what_follows_from_it(run: Run, file: Path) -> None:
-    found = document(run(f"{file}:scale", *X, "--sweep", "BLOCK=64,128,96", "--json"))
+def test_a_constant_of_the_file_is_swept_with_what_follows_from_it(
+    simulate: Run, file: Path
+) -> None:
+    found = document(simulate(f"{file}:scale", *X, "--sweep", "BLOCK=64,128,96", "--json"))
     counts = {p["values"]["BLOCK"]: p.get("instructions") for p in found["points"]}
     assert counts == {"64": 12, "128": 6, "96": None}  # WIDTH is four times BLOCK
     place = f"[kernels.py:{KERNELS[: KERNELS.index('assert x')].count(chr(10)) + 1}]"
     assert found["points"][-1]["refused"].endswith(place)
 
 
-def test_a_constant_takes_any_plain_value(run: Run, tmp_path: Path) -> None:
+def test_a_constant_takes_any_plain_value(simulate: Run, tmp_path: Path) -> None:
     text = KERNELS.replace("BLOCK: int = 128", "TILES = (512,)\nBY = 2.0")
     text = text.replace("4 * BLOCK", "TILES[0]").replace("by=2.0", "by=BY")
     (tmp_path / "kernels.py").write_text("from __future__ import annotations\n" + text)
     command = (f"{tmp_path / 'kernels.py'}:scale", *X, "--json")
-    found = document(run(*command, "--sweep", "TILES=(256,),(512,)", "--sweep", "BY=inf,-1"))
+    found = document(simulate(*command, "--sweep", "TILES=(256,),(512,)", "--sweep", "BY=inf,-1"))
     assert [p["refused"] for p in found["points"]] == [None] * 4
     assert {p["values"]["TILES"]: p["instructions"] for p in found["points"]} == {
         "(256,)": 12,
@@ -117,19 +105,19 @@ def test_a_constant_takes_any_plain_value(run: Run, tmp_path: Path) -> None:
     }
 
 
-def test_tensors_and_texts_are_swept_too(run: Run, file: Path) -> None:
+def test_tensors_and_texts_are_swept_too(simulate: Run, file: Path) -> None:
     found = document(
-        run(
+        simulate(
             f"{file}:scale", "--target", "trn2", "--sweep", "x=f32[128,512],bf16[64,1024]", "--json"
         )
     )
     assert {p["values"]["x"] for p in found["points"]} == {"f32[128,512]", "bf16[64,1024]"}
-    found = document(run(f"{file}:scale", *X, "--sweep", "extra='a,b',(1,2),none", "--json"))
+    found = document(simulate(f"{file}:scale", *X, "--sweep", "extra='a,b',(1,2),none", "--json"))
     assert [p["values"]["extra"] for p in found["points"]] == ["'a,b'", "(1,2)", "none"]
 
 
-def test_all_points_refused_is_still_a_table(run: Run, file: Path) -> None:
-    outcome = run(f"{file}:scale", *X, "--sweep", "BLOCK=96,100")
+def test_all_points_refused_is_still_a_table(simulate: Run, file: Path) -> None:
+    outcome = simulate(f"{file}:scale", *X, "--sweep", "BLOCK=96,100")
     assert outcome.code == 0
     assert outcome.out.count("AssertionError") == 2
 
@@ -162,34 +150,34 @@ def test_all_points_refused_is_still_a_table(run: Run, file: Path) -> None:
     ],
 )
 def test_bad_options(
-    run: Run,
+    simulate: Run,
     file: Path,
     monkeypatch: pytest.MonkeyPatch,
     arguments: tuple[str, ...],
     words: list[str],
 ) -> None:
     monkeypatch.chdir(file.parent)
-    failed(run("kernels.py:scale", *X, *arguments), 2, *words)
+    failed(simulate("kernels.py:scale", *X, *arguments), 2, *words)
     assert {path.suffix for path in file.parent.iterdir() if path.is_file()} == {".py"}
 
 
-def test_two_kernels_without_the_option(run: Run, file: Path) -> None:
-    failed(run(f"{file}:scale", f"{file}:both", *X), 2, "got 2 kernels; put --compare")
+def test_two_kernels_without_the_option(simulate: Run, file: Path) -> None:
+    failed(simulate(f"{file}:scale", f"{file}:both", *X), 2, "got 2 kernels; put --compare")
 
 
-def test_the_timeline_page_is_written(run: Run, tmp_path: Path) -> None:
+def test_the_timeline_page_is_written(simulate: Run, tmp_path: Path) -> None:
     page = tmp_path / "page.html"
-    found = document(run(f"{EXAMPLE}:matmul", *SIZES, "--timeline", page, "--json"))
+    found = document(simulate(f"{EXAMPLE}:matmul", *SIZES, "--timeline", page, "--json"))
     assert found["what_would_help"] in page.read_text()
     assert found["what_if"][0]["time_ms"] <= found["time_ms"]
-    assert "What would help" in run(f"{EXAMPLE}:matmul", *SIZES).out
+    assert "What would help" in simulate(f"{EXAMPLE}:matmul", *SIZES).out
 
 
-def test_ctrl_c_ends_a_sweep(run: Run, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_ends_a_sweep(simulate: Run, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("neuronmm_ops.cli.kernel_runs.kernels.run", interrupt)
-    outcome = run(f"{file}:scale", *X, "--sweep", "by=1,2")
+    outcome = simulate(f"{file}:scale", *X, "--sweep", "by=1,2")
     assert (outcome.code, outcome.out) == (130, "")
     assert "nki" not in sys.modules
