@@ -6,14 +6,15 @@ one graph.
 """
 
 from collections.abc import Callable
+from itertools import zip_longest
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from neuronmm_ops.ops.definitions import SPECS
-from neuronmm_ops.ops.products import rows
-from neuronmm_ops.ops.spec import OpSpec
+from neuronmm_ops.ops.products import dequantized, rows
+from neuronmm_ops.ops.spec import FLOAT_DTYPES, ONE_BYTE_DTYPES, Operand, OpSpec
 
 LIBRARY = torch.library.Library("neuronmm", "FRAGMENT")
 AUTOCAST_KEYS = {
@@ -53,26 +54,52 @@ def _fake(spec: OpSpec) -> Callable[..., Tensor]:
 
 
 def _setup_context(spec: OpSpec) -> Callable[..., None]:
-    """What saves x, the factors and the choices of a call for its gradients."""
+    """What saves x, the factors, their scales and the choices of a call for its gradients."""
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.save_for_backward(inputs[0], *[inputs[index] for index in spec.factors])
+        for operand, tensor in zip(spec.operands, inputs, strict=False):
+            if tensor is not None and tensor.requires_grad and _is_constant(operand, tensor):
+                raise TypeError(
+                    f"{spec.name}: one-byte factors and their scales have no gradient, got "
+                    f"{operand.name} that requires one; use requires_grad_(False), and train "
+                    "LoRA beside them or the factors before they are rounded"
+                )
+        places = (0, *spec.factors, *spec.scales.values())
+        ctx.save_for_backward(*[inputs[place] for place in places])
         ctx.choices = inputs[len(spec.operands) :]
 
     return setup_context
 
 
+def _is_constant(operand: Operand, tensor: Tensor) -> bool:
+    """Whether no gradient with respect to an operand exists."""
+    is_one_byte = operand.role == "factor" and tensor.dtype in ONE_BYTE_DTYPES
+    return operand.role == "scale" or is_one_byte
+
+
 def _backward(spec: OpSpec) -> Callable[..., tuple[Tensor | None, ...]]:
     """The gradients of a call: those of the spec, and the sum of rows for a bias."""
-    biases = [index for index, operand in enumerate(spec.operands) if operand.role == "bias"]
+    count = len(spec.factors)
+    choices = [name for name in spec.choices if name != "compute"]
 
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, *factors = ctx.saved_tensors
+        x, *rest = ctx.saved_tensors
+        factors = [
+            dequantized(factor, scale, x.dtype)
+            for factor, scale in zip_longest(rest[:count], rest[count:])
+        ]
         needs, grad_rows = ctx.needs_input_grad, rows(grad)
-        dx, *rest = spec.backward(grad_rows, needs, rows(x), *factors, *ctx.choices)
-        # The dispatcher drops a bias of None, and its place among the needs with it.
-        dbias = [grad_rows.sum(0) if any(needs[i : i + 1]) else None for i in biases]
-        return None if dx is None else dx.view(x.shape), *rest, *dbias, *[None] * len(ctx.choices)
+        chosen = ctx.choices[: len(choices)]
+        dx, *found = spec.backward(grad_rows, needs, rows(x), *factors, *chosen)
+        grads: list[Tensor | None] = [None] * (len(spec.operands) + len(spec.choices))
+        grads[0] = None if dx is None else dx.view(x.shape)
+        for place, own in zip(spec.factors, found, strict=True):
+            grads[place] = own
+        for place, operand in enumerate(spec.operands):
+            # The dispatcher drops a bias of None, and its place among the needs with it.
+            if operand.role == "bias" and any(needs[place : place + 1]):
+                grads[place] = grad_rows.sum(0)
+        return tuple(grads)
 
     return backward
 
@@ -82,15 +109,17 @@ def _autocast(spec: OpSpec, key: str) -> Callable[..., Tensor]:
     op = getattr(torch.ops.neuronmm, spec.name).default
     exclude = torch._C.DispatchKeySet(torch._C._dispatch_key_parse(key))
 
-    def cast(argument: Any, dtype: torch.dtype) -> Any:
-        is_float = isinstance(argument, Tensor) and argument.is_floating_point()
-        return argument.to(dtype) if is_float and argument.dtype != torch.float64 else argument
+    def cast(argument: Any, operand: Operand | None, dtype: torch.dtype) -> Any:
+        is_float = isinstance(argument, Tensor) and argument.dtype in FLOAT_DTYPES
+        is_kept = not is_float or argument.dtype == torch.float64
+        return argument if is_kept or (operand and operand.role == "scale") else argument.to(dtype)
 
     def autocast(*args: Any) -> Tensor:
+        given = spec.operands[: len(args)]
         device_type = AUTOCAST_KEYS[key] or torch._C._get_privateuse1_backend_name()
         dtype = torch.get_autocast_dtype(device_type)
         with torch._C._ExcludeDispatchKeyGuard(exclude):
-            return op(*(cast(argument, dtype) for argument in args))
+            return op(*(cast(own, operand, dtype) for own, operand in zip_longest(args, given)))
 
     return autocast
 

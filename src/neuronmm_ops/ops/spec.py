@@ -15,6 +15,10 @@ import torch
 from torch import Tensor
 
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+ONE_BYTE_DTYPES = (torch.float8_e4m3fn, torch.int8)
+"""Of factors that have scales. e4m3fn up to 240 is bit for bit the e4m3 of trn1 and trn2."""
+COMPUTES = ("x", "fp8")
+"""What products may be computed in: the dtype of x, or e4m3 where the factors are that, too."""
 LEADING = "..."
 _WHICH = {-1: "last", -2: "first"}
 _LINES = {-1: "columns", -2: "rows"}
@@ -27,13 +31,15 @@ class Operand(NamedTuple):
         name: as in the schema.
         shape: a name for each dimension, `K r`; the same name is the same size in all operands.
             `...` stands for any leading dimensions.
-        role: "activation" is x, "factor" a matrix of weights, "bias" a vector added to the result.
+        role: "activation" is x, "factor" a matrix of weights, "bias" a vector added to the result,
+            "scale" the fp32 vector `<factor>_scale` that multiplies the columns of a one-byte
+            factor's product.
         optional: may be None.
     """
 
     name: str
     shape: str
-    role: Literal["activation", "factor", "bias"] = "factor"
+    role: Literal["activation", "factor", "bias", "scale"] = "factor"
     optional: bool = False
 
     @property
@@ -50,7 +56,7 @@ class _EqualSizes(NamedTuple):
     left_dim: int
     right: int
     right_dim: int
-    is_bias: bool
+    is_vector: bool
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,12 +67,13 @@ class OpSpec:
 
     Attributes:
         name: of the op.
-        operands: x, the factors, then a bias, in the order of the schema.
+        operands: x, the factors, a bias, then the scales, in the order of the schema.
         reference: the op in plain torch, for any device: its specification. Tools that read a
             schema from a function's signature read this one's.
         backward: `(grad, needs, x, *factors, *choices)` to the gradients of x and the factors, for
             rows grad [M, N] and x [M, K]; None for each that `needs` does not want.
-        choices: string arguments after the tensors, each with its values, the default first.
+        choices: string arguments after the tensors, each with its values, the default first. Of
+            one named `compute` every value but the first needs fp8 factors.
         outputs: names of the sizes that lie side by side in the last dimension of the result.
     """
 
@@ -154,24 +161,30 @@ class OpSpec:
                     f"{self.name}: {self.operands[index].name} must be a matrix, "
                     f"got shape {list(args[index].shape)}"
                 )
-        dtype, device = x.dtype, x.device
-        if dtype not in FLOAT_DTYPES:
+        if x.dtype not in FLOAT_DTYPES:
             raise TypeError(
-                f"{self.name}: dtype must be bfloat16, float16, float32 or float64, got {dtype}; "
+                f"{self.name}: dtype must be bfloat16, float16, float32 or float64, got {x.dtype}; "
                 "cast x and the weights"
             )
-        for name, tensor in zip(self._weights, args[1:], strict=False):
-            if tensor is not None and (tensor.dtype != dtype or tensor.device != device):
-                raise TypeError(self._unlike(x, name, tensor))
+        is_scaled = bool(self.scales) and args[self.factors[0]].dtype in ONE_BYTE_DTYPES
+        for operand, tensor in zip(self.operands[1:], args[1:], strict=False):
+            if tensor is None or operand.role == "scale":
+                continue
+            first = args[self.factors[0]] if is_scaled and operand.role == "factor" else x
+            if tensor.dtype != first.dtype or tensor.device != x.device:
+                raise TypeError(self._unlike(x, first, operand.name, tensor))
+        for factor, scale in self.scales.items():
+            self._check_scale(x, args[factor], factor, args[scale], scale, is_scaled)
         for rule in self._equal_sizes:
-            _, left, left_dim, right, right_dim, is_bias = rule
+            _, left, left_dim, right, right_dim, is_vector = rule
             a, b = args[left], args[right]
             if b is not None and (
-                (is_bias and b.dim() != 1) or a.shape[left_dim] != b.shape[right_dim]
+                (is_vector and b.dim() != 1) or a.shape[left_dim] != b.shape[right_dim]
             ):
                 raise ValueError(self._unequal(rule, a, b))
         if self.choices:
             self._check_choices(args[len(self.operands) :])
+            self._check_compute(args)
 
     def _check_choices(self, chosen: tuple[str, ...]) -> None:
         for (name, values), value in zip(self.choices.items(), chosen, strict=True):
@@ -180,24 +193,57 @@ class OpSpec:
                     f"{self.name}: {name} must be one of {', '.join(values)}; got {value!r}"
                 )
 
-    def _unlike(self, x: Tensor, name: str, tensor: Tensor) -> str:
-        """Why a tensor's dtype or device is refused."""
-        what, ours, theirs, remedy = (
-            ("have the same dtype", x.dtype, tensor.dtype, ".to(dtype)")
-            if tensor.dtype != x.dtype
-            else ("be on the same device", x.device, tensor.device, ".to(device)")
-        )
-        verb = "cast" if tensor.dtype != x.dtype else "move"
+    def _check_compute(self, args: tuple[Any, ...]) -> None:
+        """Refuse to round x to fp8 beside factors that are not."""
+        chosen = dict(zip(self.choices, args[len(self.operands) :], strict=True))
+        dtype = args[self.factors[0]].dtype
+        if chosen.get("compute", "x") != "x" and dtype != torch.float8_e4m3fn:
+            raise TypeError(
+                f"{self.name}: compute={chosen['compute']!r} needs factors in "
+                f"torch.float8_e4m3fn, got {dtype}; use compute='x'"
+            )
+
+    def _check_scale(
+        self, x: Tensor, factor: Tensor, of: int, scale: Tensor | None, at: int, is_scaled: bool
+    ) -> None:
+        """Refuse one-byte factors without scales, scales of others, and those not in fp32."""
+        name, operand = self.operands[at].name, self.operands[of].name
+        if (scale is not None) != is_scaled:
+            got = (
+                f"got {operand} in {factor.dtype} and {name} {'missing' if is_scaled else 'given'}"
+            )
+            raise ValueError(
+                f"{self.name}: factors in {' or '.join(map(str, ONE_BYTE_DTYPES))} have scales, "
+                f"others have none, {got}"
+            )
+        if scale is None:
+            return
+        if scale.dtype != torch.float32:
+            raise TypeError(
+                f"{self.name}: {name} must be torch.float32, got {scale.dtype}; cast it"
+            )
+        if scale.device != x.device:
+            raise TypeError(self._unlike(x, scale, name, scale))
+
+    def _unlike(self, x: Tensor, first: Tensor, name: str, tensor: Tensor) -> str:
+        """Why a tensor's dtype, which must be that of `first`, or its device is refused."""
+        owner = "x" if first is x else self.operands[self.factors[0]].name
+        if tensor.dtype == first.dtype:
+            ours, theirs = x.device, tensor.device
+            return (
+                f"{self.name}: x and {name} must be on the same device, got {ours} and {theirs}; "
+                "move one of them with .to(device)"
+            )
         return (
-            f"{self.name}: x and {name} must {what}, got {ours} and {theirs}; "
-            f"{verb} one of them with {remedy}"
+            f"{self.name}: {owner} and {name} must have the same dtype, got {first.dtype} and "
+            f"{tensor.dtype}; cast one of them with .to(dtype)"
         )
 
     def _unequal(self, rule: _EqualSizes, left: Tensor, right: Tensor) -> str:
         """Why the sizes of two operands are refused."""
         first, second = self.operands[rule.left].name, self.operands[rule.right].name
         got = f"{first} {list(left.shape)}", f"{second} {list(right.shape)}"
-        if rule.is_bias:
+        if rule.is_vector:
             text = f"{second} must have shape [{rule.name}] with {rule.name} the columns of {first}"
             got = got[::-1]
         elif rule.left_dim == rule.right_dim:
@@ -213,8 +259,11 @@ class OpSpec:
         return tuple(i for i, operand in enumerate(self.operands) if operand.role == "factor")
 
     @cached_property
-    def _weights(self) -> tuple[str, ...]:
-        return tuple(operand.name for operand in self.operands[1:])
+    def scales(self) -> dict[int, int]:
+        """Place of each factor's scale among the operands; empty where the op takes none."""
+        places = {operand.name: place for place, operand in enumerate(self.operands)}
+        names = {place: f"{self.operands[place].name}_scale" for place in self.factors}
+        return {place: places[name] for place, name in names.items() if name in places}
 
     @cached_property
     def _equal_sizes(self) -> tuple[_EqualSizes, ...]:

@@ -27,6 +27,10 @@ if TYPE_CHECKING:
     from neuronmm_ops.kernels import Plan
 
 DTYPE_NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
+WEIGHT_DTYPE_NAMES = {torch.float8_e4m3fn: "float8_e4m3fn", torch.int8: "int8"}
+"""Of factors in one byte."""
+PLANNED = ("compute",)
+"""Choices that are the plan's: kernels get blocks for them."""
 
 Tensors = tuple[Tensor | None, ...]
 """An op's tensors in the order of its schema, x [..., K] first, a missing bias None."""
@@ -58,7 +62,8 @@ class Launch:
     @property
     def arguments(self) -> dict[str, int | bool | str]:
         """The kernel's compile-time arguments."""
-        return {**self.plan.arguments, **self.choices}
+        choices = {name: value for name, value in self.choices.items() if name not in PLANNED}
+        return {**self.plan.arguments, **choices}
 
     def part(self, tokens: int) -> Launch:
         """The launch of some of the tokens, by the arguments of the plan."""
@@ -115,14 +120,21 @@ def launch_of(
     matrices = tuple([(rows, columns) for rows, columns in shapes])
     if 0 in lead or any(0 in shape for shape in matrices):
         return None
-    plan = plan_op(spec.name, math.prod(lead), matrices, DTYPE_NAMES[x.dtype], target, lnc)
+    factor = tensors[spec.factors[0]]
+    assert factor is not None
+    chosen = dict(zip(spec.choices, choices, strict=True))
+    plan = plan_op(
+        *(spec.name, math.prod(lead), matrices, DTYPE_NAMES[x.dtype], target, lnc),
+        weight_dtype=WEIGHT_DTYPE_NAMES.get(factor.dtype, ""),
+        compute=chosen.get("compute", "x"),
+    )
     given = zip(spec.operands, tensors, strict=True)
     return Launch(
         spec,
         plan,
         (*lead, plan.problem.N),
         tuple(operand.name for operand, tensor in given if tensor is not None),
-        dict(zip(spec.choices, choices, strict=True)),
+        chosen,
     )
 
 
