@@ -53,6 +53,7 @@ class SVDLinear(nn.Module):
         v: `[r, N]`.
         u_scale: `[r]` in float32 where the factors are in one byte, else None.
         v_scale: `[N]` likewise.
+        storage: `fp8` or `int8` where the factors are in one byte, else None.
         bias: `[N]` or None.
         weight: `[0]`, a placeholder.
         compute: `x`, or `fp8`: the op may round activations to e4m3, too, see `set_compute_`.
@@ -94,7 +95,7 @@ class SVDLinear(nn.Module):
         for name, count in zip(SCALES, (rank, out_features), strict=True):
             scale = None if trainable else torch.empty(count, device=device, dtype=torch.float32)
             self.register_buffer(name, scale)
-        self.compute = "x"
+        self.storage, self.compute = storage, "x"
         self.register_buffer("weight", torch.empty(0, device=device, dtype=dtype))
         self.bias: nn.Parameter | None
         if bias:
@@ -102,11 +103,6 @@ class SVDLinear(nn.Module):
         else:
             self.register_parameter("bias", None)
         self.reset_parameters()
-
-    @property
-    def storage(self) -> str | None:
-        """`fp8` or `int8` where the factors are in one byte, else None."""
-        return storage_of(self.u.dtype)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -291,6 +287,9 @@ class SVDLinear(nn.Module):
                 "an SVDLinear was pickled with a packed u, which this version cannot read; "
                 "save its state_dict with the version that packed it"
             )
+        # Layers pickled before there were factors in one byte.
+        state = {"storage": None, "compute": "x", **state}
+        state["_buffers"] = {**dict.fromkeys(SCALES), **state["_buffers"]}
         super().__setstate__(state)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
@@ -338,11 +337,10 @@ class SVDLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map x `[..., K]` to `[..., N]`."""
-        if self.u_scale is None or self.v_scale is None:
+        if self.storage is None:
             return xuv(x, self.u, self.v, self.bias)
-        h = (x.float() @ self.u.float() * self.u_scale).to(x.dtype)
-        y = h.float() @ self.v.float() * self.v_scale
-        return (y if self.bias is None else y + self.bias).to(x.dtype)
+        scales = {"u_scale": self.u_scale, "v_scale": self.v_scale}
+        return xuv(x, self.u, self.v, self.bias, **scales, compute=self.compute)
 
     @property
     def effective_ratio(self) -> float:

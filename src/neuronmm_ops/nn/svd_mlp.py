@@ -50,8 +50,8 @@ class SVDMLP(nn.Module):
 
     With three low-rank projections of one storage and no biases it is one `neuronmm::svd_mlp`. In
     every other case (a projection kept dense, a bias, a hook on a projection, factors in fp8 beside
-    others in bfloat16) each projection is called by itself. Children have Transformers' names, so
-    checkpoints keep their keys.
+    others in bfloat16, or computed in another way) each projection is called by itself. Children
+    have Transformers' names, so checkpoints keep their keys.
 
     Args:
         hidden_size: K, also the output size.
@@ -104,13 +104,25 @@ class SVDMLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Map x `[..., K]` to `[..., K]`."""
         gate, up, down = self.gate_proj, self.up_proj, self.down_proj
-        if (
-            (_is_fusible(gate) and _is_fusible(up) and _is_fusible(down))
-            and _are_alike(gate, up, down)
-            and gate.u_scale is None
+        if not (_is_fusible(gate) and _is_fusible(up) and _is_fusible(down)) or not (
+            (gate.storage, gate.compute) == (up.storage, up.compute) == (down.storage, down.compute)
         ):
-            return svd_mlp(x, gate.u, gate.v, up.u, up.v, down.u, down.v, self.activation)
-        return down(ACTIVATIONS[self.activation](gate(x)) * up(x))
+            return down(ACTIVATIONS[self.activation](gate(x)) * up(x))
+        factors = (gate.u, gate.v, up.u, up.v, down.u, down.v)
+        if gate.storage is None:
+            return svd_mlp(x, *factors, self.activation)
+        return svd_mlp(
+            x,
+            *factors,
+            self.activation,
+            u_gate_scale=gate.u_scale,
+            v_gate_scale=gate.v_scale,
+            u_up_scale=up.u_scale,
+            v_up_scale=up.v_scale,
+            u_down_scale=down.u_scale,
+            v_down_scale=down.v_scale,
+            compute=gate.compute,
+        )
 
     def extra_repr(self) -> str:
         """Name the activation for `print(model)`."""
@@ -130,12 +142,6 @@ def _is_fusible(projection: nn.Module) -> TypeGuard[SVDLinear]:
     """Say whether calling the op instead of the module leaves out nothing the user asked for."""
     plain = type(projection) is SVDLinear and projection.bias is None
     return plain and is_bare(projection)
-
-
-def _are_alike(gate: SVDLinear, *others: SVDLinear) -> bool:
-    """Say whether one op can take the factors: of one storage, and computed in the same way."""
-    kind = (gate.storage, gate.compute)
-    return all((other.storage, other.compute) == kind for other in others)
 
 
 def _check_activation(activation: str) -> None:
