@@ -168,6 +168,23 @@ def weight_tiles(
     return found
 
 
+def cast_shares(columns: int, generation: int) -> list[Span]:
+    """Columns of a weight tile that ScalarE, GpSimdE and, from gen3, VectorE cast.
+
+    By their clocks; on gen2 VectorE and GpSimdE exclude each other on SBUF.
+    """
+    weights = [1, 1] if generation == 2 else [5, 5, 4] if generation == 3 else [1, 1, 1]
+    found: list[Span] = []
+    start, seen = 0, 0
+    for weight in weights:
+        seen += weight
+        end = columns * seen // sum(weights)
+        if end > start:
+            found.append(Span(start, end - start))
+        start = end
+    return found
+
+
 class GroupSpan(NKIObject):
     """Columns [start, start + size) of a PE column group."""
 
