@@ -77,7 +77,9 @@ class KChunk(nl.NKIObject):
         """
         M = self.tokens
         to_sb = nl.ndarray((rows, tiles, M), dtype=self.dtype)
-        scale_sb = self.load_scale(start, rows, tiles) if self.scale != None else None  # noqa: E711
+        scale_sb: NkiTensor | None = None
+        if self.scale != None:  # noqa: E711 - strict NKI has no `is`
+            scale_sb = self.load_scale(self.scale, start, rows, tiles)
         in_psum = nl.float32 if generation() == 2 else self.source.dtype
         for group in spans(0, tiles, transposes_in_bank(M, itemsize(in_psum))):
             bank_psum = nl.ndarray((rows, group.size, M + M % 2), dtype=in_psum, buffer=nl.psum)
@@ -85,17 +87,17 @@ class KChunk(nl.NKIObject):
                 columns = tokens_sb[:, start + group.start + i : start + rows * tiles : tiles]
                 nisa.nc_transpose(bank_psum[:, i, 0:M], columns)
             own = nl.ds(group.start, group.size)
-            if scale_sb == None:  # noqa: E711 - strict NKI has no `is`
+            if scale_sb == None:  # noqa: E711
                 evict(to_sb[:, own, :], bank_psum[:, :, 0:M], 0)
             else:
                 factors = scale_sb[:, own].expand_dim(2).broadcast(2, M)
                 nisa.tensor_tensor(to_sb[:, own, :], bank_psum[:, :, 0:M], factors, nl.multiply)
         self.transposed_sb.append(to_sb)
 
-    def load_scale(self, start: int, rows: int, tiles: int) -> NkiTensor:
+    def load_scale(self, scale: NkiTensor, start: int, rows: int, tiles: int) -> NkiTensor:
         """Load the factors of activations from column `start` on, laid out as their transposes."""
         scale_sb = nl.ndarray((rows, tiles), dtype=nl.float32)
-        scale_hbm = self.scale[nl.ds(self.start + start, rows * tiles)]
+        scale_hbm = scale[nl.ds(self.start + start, rows * tiles)]
         nisa.dma_copy(
             scale_sb, scale_hbm.reshape_dim(0, (rows, tiles)), dge_mode=nisa.dge_mode.none
         )

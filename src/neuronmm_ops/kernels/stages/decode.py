@@ -14,6 +14,7 @@ from neuronmm_ops.kernels.stages.tiling import (
     BANK_COLUMNS,
     OUTPUT_UNIT,
     PARTITIONS,
+    SHUFFLED,
     GroupSpan,
     Span,
     SumTiling,
@@ -24,9 +25,6 @@ from neuronmm_ops.kernels.stages.tiling import (
     spans,
     weight_tiles,
 )
-
-SHUFFLED = 32
-"""Partitions among which VectorE copies one to the others."""
 
 
 def own(size: int) -> Span:
@@ -192,7 +190,8 @@ class Sums(nl.NKIObject):
 
     def load_rows(self, bias: NkiTensor | None) -> None:
         """Load the scale of a weight in one byte, and a bias [N] with it, for the evictions."""
-        self.scale_sb = self.row(self.weight.scale)
+        scale = self.weight.scale
+        self.scale_sb = self.row(scale) if scale != None else None  # noqa: E711
         if bias != None:  # noqa: E711 - strict NKI has no `is`
             self.bias_sb = self.row(bias)
 

@@ -111,6 +111,8 @@ EDGE_TILE_BYTES = 4096
 
 TensorE starts on a tile when all of it has arrived.
 """
+SHUFFLED = 32
+"""Partitions among which VectorE copies one to the others."""
 HALF_ROW_BYTES = 2560
 """Bytes of a row of the last weight tile, at least, where that is loaded in two halves."""
 
