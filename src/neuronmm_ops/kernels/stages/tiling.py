@@ -84,6 +84,8 @@ def looped_tokens(tokens: int, block: int) -> int:
 
 STAGED_TILES = 4
 """Contraction tiles of x that are loaded together where TensorE transposes them."""
+KEPT_COLUMNS = 4096
+"""Of an output, at most, whose scales stay in SBUF on every partition for a whole kernel."""
 HIDDEN_TILES = 4
 """Tiles of svd_mlp's hidden block that lie side by side, so that their rows in HBM are long."""
 
@@ -98,6 +100,11 @@ def check_pair(size: int, rows: int, columns: int, bias: int) -> None:
         f"a contraction has {size} features and {rows} rows; pass u [K, r], v [r, N]"
     )
     assert bias == 0 or bias == columns, f"bias must be [{columns}], got [{bias}]"
+
+
+def check_scale(columns: int, scales: int) -> None:
+    """Check the number of scales of a weight's columns (0: it has none)."""
+    assert scales == 0 or scales == columns, f"scales must be [{columns}], got [{scales}]"
 
 
 # --- decode: tokens are the stationary operand, weights stream past them

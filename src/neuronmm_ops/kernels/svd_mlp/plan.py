@@ -195,6 +195,7 @@ class Prefill(prefill_search.Prefill):
                     ]
                 step = c.step(gate, group, loads[:1], TAIL_TILES)
                 c.evict(step, group.columns.size, "scalar")
+                step.instructions += c.scaled * step.tiles  # which scale, and wait for nobody
                 acts = step.rows * group.columns.size * 4
                 c.results(step, acts)
                 program.add(step)
@@ -208,7 +209,7 @@ class Prefill(prefill_search.Prefill):
                     c.results(step, slots * width * c.item)
                 step.frees += acts
                 if g + 1 == len(groups):
-                    step.frees += (len(groups) > 1) * c.item * columns * self.side_tiles
+                    step.frees += (len(groups) > 1) * c.weight_item * columns * self.side_tiles
                     step.frees += side.frees * last
                     self._store(step, stored, width)
                 program.add(step)
@@ -349,5 +350,5 @@ class Prefill(prefill_search.Prefill):
 
     def _load_ns(self, size: int, block: int) -> float:
         """DMA time of a row tile of [128, size], a block at a time, each an interval at least."""
-        times = [self.costs.rows_ns(PARTITIONS, columns) for columns in sizes(size, block)]
+        times = [self.costs.weight_ns(PARTITIONS, columns) for columns in sizes(size, block)]
         return sum([max(ns, self.costs.machine.dma.interval_ns) for ns in times])
