@@ -61,7 +61,6 @@ def xuv(
     u: Tensor,
     v: Tensor,
     bias: Tensor | None = None,
-    *,
     u_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
     compute: str = "x",
@@ -98,7 +97,6 @@ def xw(
     x: Tensor,
     w: Tensor,
     bias: Tensor | None = None,
-    *,
     w_scale: Tensor | None = None,
     compute: str = "x",
 ) -> Tensor:
@@ -133,7 +131,6 @@ def svd_mlp(
     u_down: Tensor,
     v_down: Tensor,
     activation: str = "silu",
-    *,
     u_gate_scale: Tensor | None = None,
     v_gate_scale: Tensor | None = None,
     u_up_scale: Tensor | None = None,
@@ -171,7 +168,7 @@ def svd_mlp(
     """
     factors = (u_gate, v_gate, u_up, v_up, u_down, v_down)
     scales = (u_gate_scale, v_gate_scale, u_up_scale, v_up_scale, u_down_scale, v_down_scale)
-    return _call(_SVD_MLP, x, *factors, *scales, activation, compute)
+    return _call(_SVD_MLP, x, *factors, activation, *scales, compute)
 
 
 def svd_qkv(

@@ -47,7 +47,7 @@ def _fake(spec: OpSpec) -> Callable[..., Tensor]:
     """The op on tensors without values: its checks, and the shape of its result."""
 
     def fake(*args: Any) -> Tensor:
-        spec.check(*spec.complete(args, {}))
+        spec.check(*args)
         return args[0].new_empty(spec.result_shape(args))
 
     return fake
@@ -57,16 +57,16 @@ def _setup_context(spec: OpSpec) -> Callable[..., None]:
     """What saves x, the factors, their scales and the choices of a call for its gradients."""
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        for operand, tensor in zip(spec.operands, inputs, strict=False):
+        tensors, ctx.options = spec.split(inputs)
+        for operand, tensor in zip(spec.tensors, tensors, strict=True):
             if tensor is not None and tensor.requires_grad and _is_constant(operand, tensor):
                 raise TypeError(
                     f"{spec.name}: one-byte factors and their scales have no gradient, got "
                     f"{operand.name} that requires one; use requires_grad_(False), and train "
                     "LoRA beside them or the factors before they are rounded"
                 )
-        places = (0, *spec.factors, *spec.scales.values())
-        ctx.save_for_backward(*[inputs[place] for place in places])
-        ctx.choices = inputs[len(spec.operands) :]
+        factors = [tensors[place] for place in spec.factors]
+        ctx.save_for_backward(tensors[0], *factors, *tensors[len(spec.operands) :])
 
     return setup_context
 
@@ -79,27 +79,19 @@ def _is_constant(operand: Operand, tensor: Tensor) -> bool:
 
 def _backward(spec: OpSpec) -> Callable[..., tuple[Tensor | None, ...]]:
     """The gradients of a call: those of the spec, and the sum of rows for a bias."""
-    count = len(spec.factors)
-    choices = [name for name in spec.choices if name != "compute"]
+    biases = [index for index, operand in enumerate(spec.operands) if operand.role == "bias"]
+    count, choices = len(spec.factors), len(spec.choices)
+    others = len(spec.options) + len(spec.scales)
 
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, *rest = ctx.saved_tensors
-        factors = [
-            dequantized(factor, scale, x.dtype)
-            for factor, scale in zip_longest(rest[:count], rest[count:])
-        ]
+        x, *saved = ctx.saved_tensors
+        pairs = zip_longest(saved[:count], saved[count:])
+        factors = [dequantized(factor, scale, x.dtype) for factor, scale in pairs]
         needs, grad_rows = ctx.needs_input_grad, rows(grad)
-        chosen = ctx.choices[: len(choices)]
-        dx, *found = spec.backward(grad_rows, needs, rows(x), *factors, *chosen)
-        grads: list[Tensor | None] = [None] * (len(spec.operands) + len(spec.choices))
-        grads[0] = None if dx is None else dx.view(x.shape)
-        for place, own in zip(spec.factors, found, strict=True):
-            grads[place] = own
-        for place, operand in enumerate(spec.operands):
-            # The dispatcher drops a bias of None, and its place among the needs with it.
-            if operand.role == "bias" and any(needs[place : place + 1]):
-                grads[place] = grad_rows.sum(0)
-        return tuple(grads)
+        dx, *rest = spec.backward(grad_rows, needs, rows(x), *factors, *ctx.options[:choices])
+        # The dispatcher drops a bias of None, and its place among the needs with it.
+        dbias = [grad_rows.sum(0) if any(needs[i : i + 1]) else None for i in biases]
+        return None if dx is None else dx.view(x.shape), *rest, *dbias, *[None] * others
 
     return backward
 
@@ -109,17 +101,16 @@ def _autocast(spec: OpSpec, key: str) -> Callable[..., Tensor]:
     op = getattr(torch.ops.neuronmm, spec.name).default
     exclude = torch._C.DispatchKeySet(torch._C._dispatch_key_parse(key))
 
-    def cast(argument: Any, operand: Operand | None, dtype: torch.dtype) -> Any:
+    def cast(argument: Any, dtype: torch.dtype) -> Any:
         is_float = isinstance(argument, Tensor) and argument.dtype in FLOAT_DTYPES
-        is_kept = not is_float or argument.dtype == torch.float64
-        return argument if is_kept or (operand and operand.role == "scale") else argument.to(dtype)
+        return argument.to(dtype) if is_float and argument.dtype != torch.float64 else argument
 
     def autocast(*args: Any) -> Tensor:
-        given = spec.operands[: len(args)]
         device_type = AUTOCAST_KEYS[key] or torch._C._get_privateuse1_backend_name()
-        dtype = torch.get_autocast_dtype(device_type)
+        dtype, count = torch.get_autocast_dtype(device_type), len(spec.operands)
         with torch._C._ExcludeDispatchKeyGuard(exclude):
-            return op(*(cast(own, operand, dtype) for own, operand in zip_longest(args, given)))
+            # factors in one byte and scales stay as they are
+            return op(*(cast(argument, dtype) for argument in args[:count]), *args[count:])
 
     return autocast
 

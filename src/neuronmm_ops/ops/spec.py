@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from inspect import signature
+from itertools import chain
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -67,14 +68,15 @@ class OpSpec:
 
     Attributes:
         name: of the op.
-        operands: x, the factors, a bias, then the scales, in the order of the schema.
+        operands: x, the factors, then a bias, in the order of the schema.
         reference: the op in plain torch, for any device: its specification. Tools that read a
             schema from a function's signature read this one's.
         backward: `(grad, needs, x, *factors, *choices)` to the gradients of x and the factors, for
             rows grad [M, N] and x [M, K]; None for each that `needs` does not want.
-        choices: string arguments after the tensors, each with its values, the default first. Of
-            one named `compute` every value but the first needs fp8 factors.
+        choices: string arguments after the operands, each with its values, the default first.
         outputs: names of the sizes that lie side by side in the last dimension of the result.
+        is_scaled: whether factors may be in one byte, with `scales` after the choices and then the
+            choice `compute`.
     """
 
     name: str
@@ -83,18 +85,48 @@ class OpSpec:
     backward: Callable[..., tuple[Tensor | None, ...]]
     choices: Mapping[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
     outputs: tuple[str, ...] = ("N",)
+    is_scaled: bool = False
+
+    @cached_property
+    def factors(self) -> tuple[int, ...]:
+        """Places of the factors among the operands."""
+        return tuple(i for i, operand in enumerate(self.operands) if operand.role == "factor")
+
+    @cached_property
+    def scales(self) -> tuple[Operand, ...]:
+        """The fp32 vector `<factor>_scale` of each factor's columns; empty where none are taken."""
+        factors = [self.operands[place] for place in self.factors if self.is_scaled]
+        return tuple(
+            Operand(f"{factor.name}_scale", factor.sizes[-1], "scale", optional=True)
+            for factor in factors
+        )
+
+    @cached_property
+    def tensors(self) -> tuple[Operand, ...]:
+        """The operands and their scales, as kernels take them."""
+        return self.operands + self.scales
+
+    @cached_property
+    def options(self) -> Mapping[str, tuple[str, ...]]:
+        """The choices, and `compute`."""
+        return {**self.choices, "compute": COMPUTES} if self.is_scaled else self.choices
 
     # --- calls -----------------------------------------------------------------------------------
 
     @property
     def schema(self) -> str:
         """The schema, as `torch.library` takes it."""
-        tensors = [
-            f"Tensor? {operand.name}=None" if operand.optional else f"Tensor {operand.name}"
-            for operand in self.operands
-        ]
-        choices = [f'str {name}="{values[0]}"' for name, values in self.choices.items()]
-        return f"{self.name}({', '.join([*tensors, *choices])}) -> Tensor"
+
+        def tensors(operands: tuple[Operand, ...]) -> list[str]:
+            return [
+                f"Tensor? {operand.name}=None" if operand.optional else f"Tensor {operand.name}"
+                for operand in operands
+            ]
+
+        count = len(self.choices)
+        options = [f'str {name}="{values[0]}"' for name, values in self.options.items()]
+        arguments = (tensors(self.operands), options[:count], tensors(self.scales), options[count:])
+        return f"{self.name}({', '.join(chain(*arguments))}) -> Tensor"
 
     def complete(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
         """All arguments of a call in the order of the schema, the default where one is missing."""
@@ -104,9 +136,22 @@ class OpSpec:
             return bound.args
         return args + self._defaults[len(args) :]
 
+    def split(self, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[str, ...]]:
+        """All arguments of a call as the values of `tensors` and of `options`."""
+        start = len(self.operands)
+        scales = start + len(self.choices)
+        end = scales + len(self.scales)
+        return args[:start] + args[scales:end], args[start:scales] + args[end:]
+
+    def joined(self, tensors: tuple[Any, ...], options: tuple[str, ...]) -> tuple[Any, ...]:
+        """What `split` took apart, in the order of the schema."""
+        start, count = len(self.operands), len(self.choices)
+        return (*tensors[:start], *options[:count], *tensors[start:], *options[count:])
+
     @cached_property
     def _defaults(self) -> tuple[str | None, ...]:
-        return (*[None] * len(self.operands), *[values[0] for values in self.choices.values()])
+        defaults = tuple(values[0] for values in self.options.values())
+        return self.joined((None,) * len(self.tensors), defaults)
 
     # --- shapes ----------------------------------------------------------------------------------
 
@@ -128,8 +173,8 @@ class OpSpec:
         return (*tensors[0].shape[:-1], sum([tensors[index].shape[dim] for index, dim in places]))
 
     def _dimensions(self) -> Iterator[tuple[str, int, int]]:
-        """Each named size, the operand that has it, and its dimension, counted from the last."""
-        for index, operand in enumerate(self.operands):
+        """Each named size, the tensor that has it, and its dimension, counted from the last."""
+        for index, operand in enumerate(self.tensors):
             for dim, name in enumerate(operand.sizes, -len(operand.sizes)):
                 yield name, index, dim
 
@@ -144,104 +189,92 @@ class OpSpec:
     # --- checks ----------------------------------------------------------------------------------
 
     def check(self, *args: Any) -> None:
-        """Check a call's arguments: all of them, in the order of the schema.
+        """Check a call's arguments, in the order of the schema.
 
         Raises:
             ValueError: shapes do not fit, or a choice is unknown.
             TypeError: dtypes or devices differ, or the dtype is not supported.
         """
-        x = args[0]
+        tensors, options = self.split(self.complete(args, {}))
+        x = tensors[0]
         if x.dim() == 0:
             raise ValueError(
                 f"{self.name}: x must have at least one dimension [..., K], got a 0-D tensor"
             )
         for index in self.factors:
-            if args[index].dim() != 2:
+            if tensors[index].dim() != 2:
                 raise ValueError(
                     f"{self.name}: {self.operands[index].name} must be a matrix, "
-                    f"got shape {list(args[index].shape)}"
+                    f"got shape {list(tensors[index].shape)}"
                 )
         if x.dtype not in FLOAT_DTYPES:
             raise TypeError(
                 f"{self.name}: dtype must be bfloat16, float16, float32 or float64, got {x.dtype}; "
                 "cast x and the weights"
             )
-        is_scaled = bool(self.scales) and args[self.factors[0]].dtype in ONE_BYTE_DTYPES
-        for operand, tensor in zip(self.operands[1:], args[1:], strict=False):
-            if tensor is None or operand.role == "scale":
-                continue
-            first = args[self.factors[0]] if is_scaled and operand.role == "factor" else x
-            if tensor.dtype != first.dtype or tensor.device != x.device:
-                raise TypeError(self._unlike(x, first, operand.name, tensor))
-        for factor, scale in self.scales.items():
-            self._check_scale(x, args[factor], factor, args[scale], scale, is_scaled)
+        first = tensors[self.factors[0]]
+        in_one_byte = self.is_scaled and first.dtype in ONE_BYTE_DTYPES
+        for operand, tensor in zip(self.operands[1:], tensors[1:], strict=False):
+            like = first if in_one_byte and operand.role == "factor" else x
+            if tensor is not None and (tensor.dtype != like.dtype or tensor.device != x.device):
+                raise TypeError(self._unlike(x, like, operand.name, tensor))
+        for operand, scale in zip(self.scales, tensors[len(self.operands) :], strict=False):
+            self._check_scale(x, first, operand.name, scale)
         for rule in self._equal_sizes:
             _, left, left_dim, right, right_dim, is_vector = rule
-            a, b = args[left], args[right]
+            a, b = tensors[left], tensors[right]
             if b is not None and (
                 (is_vector and b.dim() != 1) or a.shape[left_dim] != b.shape[right_dim]
             ):
                 raise ValueError(self._unequal(rule, a, b))
-        if self.choices:
-            self._check_choices(args[len(self.operands) :])
-            self._check_compute(args)
+        self._check_options(options, first.dtype)
 
-    def _check_choices(self, chosen: tuple[str, ...]) -> None:
-        for (name, values), value in zip(self.choices.items(), chosen, strict=True):
+    def _check_options(self, chosen: tuple[str, ...], dtype: torch.dtype) -> None:
+        """Refuse unknown values, and to round x to fp8 beside factors of another `dtype`."""
+        for (name, values), value in zip(self.options.items(), chosen, strict=True):
             if value not in values:
                 raise ValueError(
                     f"{self.name}: {name} must be one of {', '.join(values)}; got {value!r}"
                 )
-
-    def _check_compute(self, args: tuple[Any, ...]) -> None:
-        """Refuse to round x to fp8 beside factors that are not."""
-        chosen = dict(zip(self.choices, args[len(self.operands) :], strict=True))
-        dtype = args[self.factors[0]].dtype
-        if chosen.get("compute", "x") != "x" and dtype != torch.float8_e4m3fn:
+        if self.is_scaled and chosen[-1] != COMPUTES[0] and dtype != torch.float8_e4m3fn:
             raise TypeError(
-                f"{self.name}: compute={chosen['compute']!r} needs factors in "
-                f"torch.float8_e4m3fn, got {dtype}; use compute='x'"
+                f"{self.name}: compute={chosen[-1]!r} needs factors in torch.float8_e4m3fn, "
+                f"got {dtype}; use compute={COMPUTES[0]!r}"
             )
 
-    def _check_scale(
-        self, x: Tensor, factor: Tensor, of: int, scale: Tensor | None, at: int, is_scaled: bool
-    ) -> None:
+    def _check_scale(self, x: Tensor, factor: Tensor, name: str, scale: Tensor | None) -> None:
         """Refuse one-byte factors without scales, scales of others, and those not in fp32."""
-        name, operand = self.operands[at].name, self.operands[of].name
-        if (scale is not None) != is_scaled:
-            got = (
-                f"got {operand} in {factor.dtype} and {name} {'missing' if is_scaled else 'given'}"
-            )
+        needed = factor.dtype in ONE_BYTE_DTYPES
+        if (scale is not None) != needed:
             raise ValueError(
                 f"{self.name}: factors in {' or '.join(map(str, ONE_BYTE_DTYPES))} have scales, "
-                f"others have none, {got}"
+                f"others have none, got factors in {factor.dtype} and "
+                + (f"no {name}; pass it" if needed else f"{name}; leave it out")
             )
-        if scale is None:
-            return
-        if scale.dtype != torch.float32:
+        if scale is not None and scale.dtype != torch.float32:
             raise TypeError(
                 f"{self.name}: {name} must be torch.float32, got {scale.dtype}; cast it"
             )
-        if scale.device != x.device:
+        if scale is not None and scale.device != x.device:
             raise TypeError(self._unlike(x, scale, name, scale))
 
-    def _unlike(self, x: Tensor, first: Tensor, name: str, tensor: Tensor) -> str:
-        """Why a tensor's dtype, which must be that of `first`, or its device is refused."""
-        owner = "x" if first is x else self.operands[self.factors[0]].name
-        if tensor.dtype == first.dtype:
+    def _unlike(self, x: Tensor, like: Tensor, name: str, tensor: Tensor) -> str:
+        """Why a tensor's dtype, which must be that of `like`, or its device is refused."""
+        owner = "x" if like is x else self.operands[self.factors[0]].name
+        if tensor.dtype == like.dtype:
             ours, theirs = x.device, tensor.device
             return (
                 f"{self.name}: x and {name} must be on the same device, got {ours} and {theirs}; "
                 "move one of them with .to(device)"
             )
         return (
-            f"{self.name}: {owner} and {name} must have the same dtype, got {first.dtype} and "
+            f"{self.name}: {owner} and {name} must have the same dtype, got {like.dtype} and "
             f"{tensor.dtype}; cast one of them with .to(dtype)"
         )
 
     def _unequal(self, rule: _EqualSizes, left: Tensor, right: Tensor) -> str:
         """Why the sizes of two operands are refused."""
-        first, second = self.operands[rule.left].name, self.operands[rule.right].name
+        first, second = self.tensors[rule.left].name, self.tensors[rule.right].name
         got = f"{first} {list(left.shape)}", f"{second} {list(right.shape)}"
         if rule.is_vector:
             text = f"{second} must have shape [{rule.name}] with {rule.name} the columns of {first}"
@@ -252,18 +285,6 @@ class OpSpec:
             which, other = _WHICH[rule.left_dim], _WHICH[rule.right_dim]
             text = f"{which} dimension of {first} must equal {other} dimension of {second}"
         return f"{self.name}: {text}, got {got[0]} and {got[1]}"
-
-    @cached_property
-    def factors(self) -> tuple[int, ...]:
-        """Places of the factors among the operands."""
-        return tuple(i for i, operand in enumerate(self.operands) if operand.role == "factor")
-
-    @cached_property
-    def scales(self) -> dict[int, int]:
-        """Place of each factor's scale among the operands; empty where the op takes none."""
-        places = {operand.name: place for place, operand in enumerate(self.operands)}
-        names = {place: f"{self.operands[place].name}_scale" for place in self.factors}
-        return {place: places[name] for place, name in names.items() if name in places}
 
     @cached_property
     def _equal_sizes(self) -> tuple[_EqualSizes, ...]:

@@ -33,9 +33,9 @@ PLANNED = ("compute",)
 """Choices that are the plan's: kernels get blocks for them."""
 
 Tensors = tuple[Tensor | None, ...]
-"""An op's tensors in the order of its schema, x [..., K] first, a missing bias None."""
+"""An op's tensors in the order of `OpSpec.tensors`, x [..., K] first, missing ones None."""
 Choices = tuple[str, ...]
-"""An op's string arguments, such as the activation."""
+"""An op's string arguments, such as the activation, in the order of `OpSpec.options`."""
 Launcher = Callable[[OpSpec, Tensors, Choices], Tensor]
 Implementations = Mapping[str, Callable[..., Tensor]]
 """What the dispatcher calls for each op."""
@@ -79,12 +79,9 @@ def implementations(launcher: Launcher) -> Implementations:
 
 
 def _implementation(spec: OpSpec, launcher: Launcher) -> Callable[..., Tensor]:
-    count = len(spec.operands)
-
     @wraps(spec.reference)  # torch_neuronx reads an op's schema from its function's signature
     def implementation(*args: Any, **kwargs: Any) -> Tensor:
-        given = spec.complete(args, kwargs)
-        return launcher(spec, given[:count], given[count:])
+        return launcher(spec, *spec.split(spec.complete(args, kwargs)))
 
     return implementation
 
@@ -107,7 +104,7 @@ def launch_of(
     """
     from neuronmm_ops.kernels import plan_op
 
-    spec.check(*tensors, *choices)
+    spec.check(*spec.joined(tensors, choices))
     x = tensors[0]
     assert x is not None
     if x.dtype not in DTYPE_NAMES:
@@ -122,13 +119,13 @@ def launch_of(
         return None
     factor = tensors[spec.factors[0]]
     assert factor is not None
-    chosen = dict(zip(spec.choices, choices, strict=True))
+    chosen = dict(zip(spec.options, choices, strict=True))
     plan = plan_op(
         *(spec.name, math.prod(lead), matrices, DTYPE_NAMES[x.dtype], target, lnc),
         weight_dtype=WEIGHT_DTYPE_NAMES.get(factor.dtype, ""),
         compute=chosen.get("compute", "x"),
     )
-    given = zip(spec.operands, tensors, strict=True)
+    given = zip(spec.tensors, tensors, strict=True)
     return Launch(
         spec,
         plan,
@@ -245,7 +242,7 @@ def without_products(spec: OpSpec, tensors: Tensors) -> Tensor:
     x = tensors[0]
     assert x is not None
     out = x.new_zeros(spec.result_shape(tensors))
-    for operand, tensor in zip(spec.operands, tensors, strict=True):
+    for operand, tensor in zip(spec.tensors, tensors, strict=True):
         if operand.role == "bias" and tensor is not None:
             out = out + tensor
     return out

@@ -119,7 +119,7 @@ def _lower(spec: OpSpec, tensors: Tensors, choices: Choices) -> Tensor:
         return _custom_call(spec, tensors, choices)
     if route.name == "nki":
         return call_kernel(spec, tensors, choices)
-    return spec.reference(*tensors, *choices)
+    return spec.reference(*spec.joined(tensors, choices))
 
 
 def _custom_call(

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from neuronmm_ops.ops.backends.cpu import mm
 from neuronmm_ops.ops.products import affine, batched, flat, pair_backward
-from neuronmm_ops.ops.spec import COMPUTES, FLOAT_DTYPES, Operand, OpSpec
+from neuronmm_ops.ops.spec import FLOAT_DTYPES, Operand, OpSpec
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -31,19 +31,19 @@ def reference(
     v_up: Tensor,
     u_down: Tensor,
     v_down: Tensor,
+    activation: str = "silu",
     u_gate_scale: Tensor | None = None,
     v_gate_scale: Tensor | None = None,
     u_up_scale: Tensor | None = None,
     v_up_scale: Tensor | None = None,
     u_down_scale: Tensor | None = None,
     v_down_scale: Tensor | None = None,
-    activation: str = "silu",
     compute: str = "x",
 ) -> Tensor:
     """Return `down(act(gate(x)) * up(x))`, each product times its scale where it is given."""
     factors = (u_gate, v_gate, u_up, v_up, u_down, v_down)
     scales = (u_gate_scale, v_gate_scale, u_up_scale, v_up_scale, u_down_scale, v_down_scale)
-    args = (x, *factors, *scales, activation, compute)
+    args = (x, *factors, activation, *scales, compute)
     # As in xuv; the product of gate and up would broadcast.
     if (
         activation not in ACTIVATIONS
@@ -140,14 +140,9 @@ SPEC = OpSpec(
         Operand("v_up", "r_up I"),
         Operand("u_down", "I r_down"),
         Operand("v_down", "r_down N"),
-        Operand("u_gate_scale", "r_gate", "scale", optional=True),
-        Operand("v_gate_scale", "I", "scale", optional=True),
-        Operand("u_up_scale", "r_up", "scale", optional=True),
-        Operand("v_up_scale", "I", "scale", optional=True),
-        Operand("u_down_scale", "r_down", "scale", optional=True),
-        Operand("v_down_scale", "N", "scale", optional=True),
     ),
     reference=reference,
     backward=backward,
-    choices={"activation": tuple(ACTIVATIONS), "compute": COMPUTES},
+    choices={"activation": tuple(ACTIVATIONS)},
+    is_scaled=True,
 )

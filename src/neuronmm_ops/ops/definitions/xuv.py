@@ -5,7 +5,7 @@ from torch import Tensor
 
 from neuronmm_ops.ops.backends.cpu import SLOW_DTYPES
 from neuronmm_ops.ops.products import affine, batched, flat, pair_backward, rows
-from neuronmm_ops.ops.spec import COMPUTES, FLOAT_DTYPES, Operand, OpSpec
+from neuronmm_ops.ops.spec import FLOAT_DTYPES, Operand, OpSpec
 
 # From this many entries on, choosing the faster matmul for one row is worth a microsecond.
 _WORTH_A_CHOICE = 2**16
@@ -48,10 +48,8 @@ SPEC = OpSpec(
         Operand("u", "K r"),
         Operand("v", "r N"),
         Operand("bias", "N", "bias", optional=True),
-        Operand("u_scale", "r", "scale", optional=True),
-        Operand("v_scale", "N", "scale", optional=True),
     ),
     reference=reference,
     backward=pair_backward,
-    choices={"compute": COMPUTES},
+    is_scaled=True,
 )

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from neuronmm_ops.ops.backends.cpu import mm, weight_gradient
 from neuronmm_ops.ops.products import affine, batched, flat, rows
-from neuronmm_ops.ops.spec import COMPUTES, FLOAT_DTYPES, Operand, OpSpec
+from neuronmm_ops.ops.spec import FLOAT_DTYPES, Operand, OpSpec
 
 
 def reference(
@@ -45,9 +45,8 @@ SPEC = OpSpec(
         Operand("x", "... K", "activation"),
         Operand("w", "K N"),
         Operand("bias", "N", "bias", optional=True),
-        Operand("w_scale", "N", "scale", optional=True),
     ),
     reference=reference,
     backward=backward,
-    choices={"compute": COMPUTES},
+    is_scaled=True,
 )
