@@ -8,14 +8,14 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, TypeGuard
 
-from torch import Tensor, nn
+from torch import nn
 
 from neuronmm_ops.compress.coverage import still_dense
 from neuronmm_ops.compress.rank import parameter_count
 from neuronmm_ops.compress.report import CompressionReport, LayerReport, provenance_of
 from neuronmm_ops.errors import CheckpointError
 from neuronmm_ops.nn.svd_linear import SVDLinear
-from neuronmm_ops.nn.swap import shared_weights, swap_modules_
+from neuronmm_ops.nn.swap import Factors, shared_weights, swap_modules_
 
 QUANT_METHOD = "neuronmm"
 FORMAT_VERSION = 1
@@ -88,7 +88,7 @@ def attach(model: nn.Module, report: CompressionReport) -> None:
     config.quantization_config = record_of(report)  # pyright: ignore
 
 
-def swap_(model: nn.Module, factors: Mapping[str, tuple[Tensor, Tensor]]) -> None:
+def swap_(model: nn.Module, factors: Mapping[str, Factors]) -> None:
     """Replace Linears by `SVDLinear`s, in place, and gated MLPs around them by `SVDMLP`s.
 
     Bias, buffers, hooks, dtype, device, training flag and requires_grad are those of the replaced
@@ -98,11 +98,13 @@ def swap_(model: nn.Module, factors: Mapping[str, tuple[Tensor, Tensor]]) -> Non
 
     Args:
         model: any module that contains the Linears.
-        factors: qualified name of the Linear to `(u[K, r], v[r, N])`.
+        factors: qualified name of the Linear to `(u[K, r], v[r, N])`; in float8_e4m3fn or int8 to
+            `(u, v, u_scale[r], v_scale[N])`.
 
     Raises:
-        ValueError: a name is no `nn.Linear` of the model, two names are the same one, shapes do
-            not fit, or the weight is shared with another module. Nothing is replaced then.
+        ValueError: a name is no `nn.Linear` of the model, two names are the same one, factors or
+            scales do not fit or hold what they must not, or the weight is shared with another
+            module. Nothing is replaced then.
     """
     shared = shared_weights(model)
     for name in factors:

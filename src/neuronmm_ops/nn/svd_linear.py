@@ -8,6 +8,17 @@ from torch import Tensor, nn
 
 from neuronmm_ops.errors import CheckpointError
 from neuronmm_ops.nn.pair import LinearPair
+from neuronmm_ops.nn.storage import (
+    FACTORS,
+    LARGEST,
+    SCALES,
+    STORAGES,
+    check_factors,
+    dequantized,
+    dtype_name,
+    moved,
+    storage_of,
+)
 from neuronmm_ops.ops import xuv
 from neuronmm_ops.ops.backends.neuron import DEVICE
 
@@ -20,9 +31,13 @@ class SVDLinear(nn.Module):
     the time there. A NeuronCore reads rows, so on a device `neuron` they are contiguous as they
     are in checkpoints, `[K, r]` and `[r, N]`.
 
-    `weight` is an empty buffer of the factors' dtype and device. Model code that asks a Linear's
+    `weight` is an empty buffer of the model's dtype and device. Model code that asks a Linear's
     weight for these finds them, code that multiplies by it raises, and in a checkpoint it makes a
     loader that does not know the factors raise, where it would draw a random weight.
+
+    Factors in one byte (`storage`) have a scale for each column: `h = (x @ u) * u_scale`,
+    `y = (h @ v) * v_scale + bias`. They have no gradient, and `.to(dtype)` casts neither them nor
+    the scales; bias, placeholder and the results have the model's dtype.
 
     Args:
         in_features: K.
@@ -31,18 +46,25 @@ class SVDLinear(nn.Module):
         bias: whether to add a learned `[N]` bias.
         device: of the parameters; `meta` is fine.
         dtype: of the parameters.
+        storage: of the factors: `fp8` or `int8`; None is `dtype`.
 
     Attributes:
         u: `[K, r]`.
         v: `[r, N]`.
+        u_scale: `[r]` in float32 where the factors are in one byte, else None.
+        v_scale: `[N]` likewise.
+        storage: `fp8` or `int8` where the factors are in one byte, else None.
         bias: `[N]` or None.
         weight: `[0]`, a placeholder.
+        compute: `x`, or `fp8`: the op may round activations to e4m3, too, see `set_compute_`.
 
     Raises:
-        ValueError: a size is smaller than 1.
+        ValueError: a size is smaller than 1, or the storage is unknown.
     """
 
     weight: Tensor
+    u_scale: Tensor | None
+    v_scale: Tensor | None
 
     def __init__(
         self,
@@ -52,8 +74,11 @@ class SVDLinear(nn.Module):
         bias: bool = True,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        storage: str | None = None,
     ) -> None:
         super().__init__()
+        if storage is not None and storage not in STORAGES:
+            raise ValueError(f"storage must be {', '.join(STORAGES)} or None; got {storage!r}")
         if min(in_features, out_features, rank) < 1:
             raise ValueError(
                 "in_features, out_features and rank must be at least 1, "
@@ -62,8 +87,15 @@ class SVDLinear(nn.Module):
         self.in_features = in_features
         self.out_features = out_features
         self.rank = rank
-        self.u = nn.Parameter(torch.empty(rank, in_features, device=device, dtype=dtype).t())
-        self.v = nn.Parameter(torch.empty(out_features, rank, device=device, dtype=dtype).t())
+        stored, trainable = STORAGES.get(storage or "", dtype), storage is None
+        u = torch.empty(rank, in_features, device=device, dtype=stored).t()
+        v = torch.empty(out_features, rank, device=device, dtype=stored).t()
+        self.u = nn.Parameter(u, requires_grad=trainable)
+        self.v = nn.Parameter(v, requires_grad=trainable)
+        for name, count in zip(SCALES, (rank, out_features), strict=True):
+            scale = None if trainable else torch.empty(count, device=device, dtype=torch.float32)
+            self.register_buffer(name, scale)
+        self.storage, self.compute = storage, "x"
         self.register_buffer("weight", torch.empty(0, device=device, dtype=dtype))
         self.bias: nn.Parameter | None
         if bias:
@@ -72,37 +104,75 @@ class SVDLinear(nn.Module):
             self.register_parameter("bias", None)
         self.reset_parameters()
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the model: that of bias and results, and of the factors where they need no scale."""
+        return self.u.dtype if self.storage is None else self.weight.dtype
+
+    @torch.no_grad()
     def reset_parameters(self) -> None:
         """Draw u and v so that `u @ v` has the variance of `nn.Linear`'s default weight."""
         bound = 1 / math.sqrt(self.in_features)
-        nn.init.uniform_(self.u, -bound, bound)
         # A sum of r products: r * var(u) * var(v) = var(weight) = bound² / 3.
-        nn.init.uniform_(self.v, -math.sqrt(3 / self.rank), math.sqrt(3 / self.rank))
+        limits = (bound, math.sqrt(3 / self.rank))
+        for name, key, limit in zip(FACTORS, SCALES, limits, strict=True):
+            factor, scale = getattr(self, name), getattr(self, key)
+            if self.storage is None:
+                nn.init.uniform_(factor, -limit, limit)
+            else:
+                largest = LARGEST[self.storage]
+                values = torch.empty_like(factor, dtype=torch.float32).uniform_(-largest, largest)
+                factor.copy_(values.round_())
+                scale.fill_(limit / largest)
         if self.bias is not None:
             nn.init.uniform_(self.bias, -bound, bound)
 
     @classmethod
-    def from_factors(cls, u: Tensor, v: Tensor, bias: Tensor | None = None) -> Self:
-        """Build a layer from `u[K, r]`, `v[r, N]` and `bias[N]`; dtype and device are u's.
+    def from_factors(
+        cls,
+        u: Tensor,
+        v: Tensor,
+        bias: Tensor | None = None,
+        u_scale: Tensor | None = None,
+        v_scale: Tensor | None = None,
+        *,
+        dtype: torch.dtype | None = None,
+    ) -> Self:
+        """Build a layer from `u[K, r]`, `v[r, N]` and `bias[N]`; the device is u's.
 
         A `nn.Parameter` given as bias is kept as it is, not copied.
 
+        Args:
+            u: of a float dtype, or float8_e4m3fn within +-240, or int8 within +-127.
+            v: likewise; one-byte factors have one dtype.
+            bias: or None.
+            u_scale: `[r]` in float32, of one-byte factors only.
+            v_scale: `[N]` in float32, of one-byte factors only.
+            dtype: of bias and placeholder where the factors are in one byte; default the bias's,
+                and torch's default where there is none. Otherwise it is u's.
+
         Raises:
-            ValueError: the shapes do not fit.
+            ValueError: shapes, dtypes or values do not fit.
         """
-        if u.dim() != 2 or v.dim() != 2 or u.shape[1] != v.shape[0]:
-            raise ValueError(
-                f"u must be [K, r] and v [r, N], got {list(u.shape)} and {list(v.shape)}"
-            )
+        storage = check_factors(u, v, u_scale, v_scale)
         if bias is not None and bias.shape != (v.shape[1],):
             raise ValueError(f"bias must be [{v.shape[1]}], got {list(bias.shape)}")
-        layer = cls(u.shape[0], v.shape[1], u.shape[1], bias=False, device="meta", dtype=u.dtype)
-        layer.u = nn.Parameter(_contraction_major(u.detach()))
-        layer.v = nn.Parameter(_contraction_major(v.detach().to(u)))
-        layer.weight = u.new_empty(0)
-        if bias is not None:
-            is_parameter = isinstance(bias, nn.Parameter)
-            layer.bias = bias if is_parameter else nn.Parameter(bias.detach().to(u).clone())
+        if storage is None:
+            dtype = u.dtype
+        elif dtype is None:
+            dtype = torch.get_default_dtype() if bias is None else bias.dtype
+        layer = cls(u.shape[0], v.shape[1], u.shape[1], False, "meta", dtype, storage)
+        trainable = storage is None
+        layer.u = nn.Parameter(_contraction_major(u.detach()), requires_grad=trainable)
+        layer.v = nn.Parameter(_contraction_major(v.detach().to(u)), requires_grad=trainable)
+        if u_scale is not None and v_scale is not None:
+            layer.u_scale = u_scale.detach().to(u.device).clone()
+            layer.v_scale = v_scale.detach().to(u.device).clone()
+        layer.weight = u.new_empty(0, dtype=dtype)
+        if isinstance(bias, nn.Parameter):
+            layer.bias = bias
+        elif bias is not None:
+            layer.bias = nn.Parameter(bias.detach().to(layer.weight).clone())
         return layer
 
     @classmethod
@@ -129,26 +199,37 @@ class SVDLinear(nn.Module):
 
     @torch.no_grad()
     def to_linear(self) -> nn.Linear:
-        """Return the dense `nn.Linear` with weight `(u @ v).T`, multiplied in fp32 or wider."""
+        """Return the dense `nn.Linear` with weight `(u @ v).T`, multiplied in fp32 or wider.
+
+        Its dtype is the model's.
+        """
         has_bias = self.bias is not None
         linear = nn.Linear(self.in_features, self.out_features, has_bias, device="meta")
-        wide = torch.promote_types(self.u.dtype, torch.float32)
-        weight = (self.u.to(wide) @ self.v.to(wide)).t()
-        linear.weight = nn.Parameter(weight.to(self.u.dtype).contiguous())
+        wide = torch.promote_types(self.dtype, torch.float32)
+        u, v = (dequantized(*pair, wide) for pair in self._scaled_factors())
+        linear.weight = nn.Parameter((u @ v).t().to(self.dtype).contiguous())
         if self.bias is not None:
             linear.bias = nn.Parameter(self.bias.detach().clone())
         return linear
 
     def to_pair(self) -> LinearPair:
-        """Return two `nn.Linear` that compute the same; they share the factors' memory."""
+        """Return two `nn.Linear` that compute the same.
+
+        They share the factors' memory; one-byte factors are multiplied by their scales and rounded
+        to the model's dtype, so that what `from_pair` makes of them is in that.
+        """
         u = nn.Linear(self.in_features, self.rank, bias=False, device="meta")
         v = nn.Linear(self.rank, self.out_features, bias=False, device="meta")
-        for linear, factor in ((u, self.u), (v, self.v)):
+        for linear, (factor, scale) in zip((u, v), self._scaled_factors(), strict=True):
             # No copy where the factor lies along its contraction, as a Linear's weight does.
-            weight = factor.detach().t().contiguous()
-            linear.weight = nn.Parameter(weight, requires_grad=factor.requires_grad)
+            weight = dequantized(factor.detach(), scale, self.dtype).t().contiguous()
+            trainable = factor.requires_grad or scale is not None
+            linear.weight = nn.Parameter(weight, requires_grad=trainable)
         v.register_parameter("bias", self.bias)
         return LinearPair(u, v).train(self.training)
+
+    def _scaled_factors(self) -> tuple[tuple[Tensor, Tensor | None], ...]:
+        return (self.u, self.u_scale), (self.v, self.v_scale)
 
     @classmethod
     def from_pair(cls, pair: LinearPair) -> Self:
@@ -171,7 +252,34 @@ class SVDLinear(nn.Module):
     ) -> None:
         if prefix + "weight" not in state_dict:  # saved before there was a placeholder
             state_dict = {**state_dict, prefix + "weight": self.weight}
+        problem = self._why_not(state_dict, prefix)
+        if problem is not None:
+            errors: list[str] = rest[-1]
+            errors.append(problem)
+            return
         super()._load_from_state_dict(state_dict, prefix, *rest)
+
+    def _why_not(self, state_dict: Any, prefix: str) -> str | None:
+        """Say why factors cannot be loaded, None where they can: copying would cast in silence."""
+        given = {name: state_dict.get(prefix + name) for name in (*FACTORS, *SCALES)}
+        for name in FACTORS:
+            factor, own = given[name], getattr(self, name)
+            if factor is not None and storage_of(factor.dtype) != self.storage:
+                found, expected = (str(t.dtype).removeprefix("torch.") for t in (factor, own))
+                return (
+                    f"{prefix}{name} must be {expected}, got {found}; give the layer the storage "
+                    "of the state dict (SVDLinear(..., storage=))"
+                )
+        if self.storage is None or any(
+            tensor is None or tensor.shape != getattr(self, name).shape
+            for name, tensor in given.items()
+        ):
+            return None  # what is missing or has another shape, torch reports
+        try:
+            check_factors(*given.values(), name=prefix.removesuffix("."))
+        except ValueError as error:
+            return str(error)
+        return None
 
     def __setstate__(self, state: Any) -> None:
         if state.pop("packed", False):
@@ -179,17 +287,43 @@ class SVDLinear(nn.Module):
                 "an SVDLinear was pickled with a packed u, which this version cannot read; "
                 "save its state_dict with the version that packed it"
             )
+        # Layers pickled before there were factors in one byte.
+        state = {"storage": None, "compute": "x", **state}
+        state["_buffers"] = {**dict.fromkeys(SCALES), **state["_buffers"]}
         super().__setstate__(state)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         """Move or cast, and restore the order in memory where the devices' orders differ."""
         before = self.u.device.type
-        super()._apply(fn, recurse)
+        super()._apply(fn if self.storage is None else self._moving(fn), recurse)
         after = self.u.device.type
         # torch_xla keeps no strides: what comes back from it lies in rows.
         if before != after and (DEVICE in (before, after) or before == "xla"):
             self.relayout_()
         return self
+
+    def _moving(self, fn: Any) -> Any:
+        """Return `fn` without its cast of the factors and their scales."""
+        kept = [getattr(self, name) for name in (*FACTORS, *SCALES)]
+
+        def move(tensor: Tensor) -> Tensor:
+            is_kept = any(tensor is each for each in kept)
+            return moved(tensor, fn) if is_kept else fn(tensor)
+
+        return move
+
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        """Let the parameters ask for gradients, or not; those of one-byte factors do not exist.
+
+        Raises:
+            ValueError: gradients are asked of one-byte factors.
+        """
+        if requires_grad and self.storage is not None:
+            raise ValueError(
+                f"factors in {dtype_name(self.storage)} have no gradient; add LoRA "
+                "(hf.lora_config), or train float factors and quantize them then"
+            )
+        return super().requires_grad_(requires_grad)
 
     @torch.no_grad()
     def relayout_(self) -> Self:
@@ -203,7 +337,10 @@ class SVDLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map x `[..., K]` to `[..., N]`."""
-        return xuv(x, self.u, self.v, self.bias)
+        if self.storage is None:
+            return xuv(x, self.u, self.v, self.bias)
+        scales = {"u_scale": self.u_scale, "v_scale": self.v_scale}
+        return xuv(x, self.u, self.v, self.bias, **scales, compute=self.compute)
 
     @property
     def effective_ratio(self) -> float:
@@ -216,6 +353,8 @@ class SVDLinear(nn.Module):
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, rank={self.rank}, "
             f"bias={self.bias is not None}, effective_ratio={self.effective_ratio:.3f}"
+            + ("" if self.storage is None else f", storage={self.storage}")
+            + ("" if self.compute == "x" else f", compute={self.compute}")
         )
 
 

@@ -48,9 +48,10 @@ _ACTIVATION_CLASSES = {
 class SVDMLP(nn.Module):
     """Gated MLP `down_proj(act(gate_proj(x)) * up_proj(x))`.
 
-    With three low-rank projections and no biases it is one `neuronmm::svd_mlp`. In every other
-    case (a projection kept dense, a bias, a hook on a projection) each projection is called by
-    itself. Children have Transformers' names, so checkpoints keep their keys.
+    With three low-rank projections of one storage and no biases it is one `neuronmm::svd_mlp`. In
+    every other case (a projection kept dense, a bias, a hook on a projection, factors in fp8 beside
+    others in bfloat16, or computed in another way) each projection is called by itself. Children
+    have Transformers' names, so checkpoints keep their keys.
 
     Args:
         hidden_size: K, also the output size.
@@ -59,9 +60,10 @@ class SVDMLP(nn.Module):
         activation: `silu`, `gelu`, `gelu_tanh` or `relu`.
         device: of the parameters.
         dtype: of the parameters.
+        storage: of the factors: `fp8` or `int8`; None is `dtype`.
 
     Raises:
-        ValueError: the activation is unknown, or a size is smaller than 1.
+        ValueError: activation or storage is unknown, or a size is smaller than 1.
     """
 
     def __init__(
@@ -72,14 +74,15 @@ class SVDMLP(nn.Module):
         activation: str = "silu",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        storage: str | None = None,
     ) -> None:
         super().__init__()
         _check_activation(activation)
         gate, up, down = ranks
         K, I = hidden_size, intermediate_size  # noqa: E741
-        self.gate_proj: nn.Module = SVDLinear(K, I, gate, False, device, dtype)
-        self.up_proj: nn.Module = SVDLinear(K, I, up, False, device, dtype)
-        self.down_proj: nn.Module = SVDLinear(I, K, down, False, device, dtype)
+        self.gate_proj: nn.Module = SVDLinear(K, I, gate, False, device, dtype, storage)
+        self.up_proj: nn.Module = SVDLinear(K, I, up, False, device, dtype, storage)
+        self.down_proj: nn.Module = SVDLinear(I, K, down, False, device, dtype, storage)
         self.activation = activation
 
     @classmethod
@@ -101,9 +104,25 @@ class SVDMLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Map x `[..., K]` to `[..., K]`."""
         gate, up, down = self.gate_proj, self.up_proj, self.down_proj
-        if _is_fusible(gate) and _is_fusible(up) and _is_fusible(down):
-            return svd_mlp(x, gate.u, gate.v, up.u, up.v, down.u, down.v, self.activation)
-        return down(ACTIVATIONS[self.activation](gate(x)) * up(x))
+        if not (_is_fusible(gate) and _is_fusible(up) and _is_fusible(down)) or not (
+            (gate.storage, gate.compute) == (up.storage, up.compute) == (down.storage, down.compute)
+        ):
+            return down(ACTIVATIONS[self.activation](gate(x)) * up(x))
+        factors = (gate.u, gate.v, up.u, up.v, down.u, down.v)
+        if gate.storage is None:
+            return svd_mlp(x, *factors, self.activation)
+        return svd_mlp(
+            x,
+            *factors,
+            self.activation,
+            u_gate_scale=gate.u_scale,
+            v_gate_scale=gate.v_scale,
+            u_up_scale=up.u_scale,
+            v_up_scale=up.v_scale,
+            u_down_scale=down.u_scale,
+            v_down_scale=down.v_scale,
+            compute=gate.compute,
+        )
 
     def extra_repr(self) -> str:
         """Name the activation for `print(model)`."""

@@ -8,16 +8,27 @@ from torch import Tensor, nn
 
 from neuronmm_ops.nn.bare import is_bare
 from neuronmm_ops.nn.dense_linear import DenseLinear, dense_linear
+from neuronmm_ops.nn.pair import LinearPair
+from neuronmm_ops.nn.storage import SCALES, check_factors
 from neuronmm_ops.nn.svd_linear import SVDLinear
 from neuronmm_ops.nn.svd_mlp import SVDMLP, gated_activation
 
+# u and v, and the scales of both where they are in one byte.
+Factors = tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor | None, Tensor | None]
+
 
 @torch.no_grad()
-def swap_modules_(model: nn.Module, factors: Mapping[str, tuple[Tensor, Tensor]]) -> None:
+def swap_modules_(model: nn.Module, factors: Mapping[str, Factors]) -> None:
     """Replace Linears as `swap_` does, none of which shares its weight with another module."""
     replacements: dict[str, nn.Module] = {}
     names: dict[nn.Module, str] = {}
-    for name, (u, v) in factors.items():
+    for name, given in factors.items():
+        if len(given) not in (2, 4):
+            raise ValueError(
+                f"{name}: factors must be (u, v) or (u, v, u_scale, v_scale), got {len(given)}"
+            )
+        u, v, *rest = given
+        u_scale, v_scale = rest or (None, None)
         linear = _linear(model, name)
         if names.setdefault(linear.module, name) != name:
             raise ValueError(
@@ -30,9 +41,14 @@ def swap_modules_(model: nn.Module, factors: Mapping[str, tuple[Tensor, Tensor]]
                 f"got {list(u.shape)} and {list(v.shape)}"
             )
         weight = linear.weight
-        layer = SVDLinear.from_factors(u.to(weight), v.to(weight), linear.bias)
-        layer.u.requires_grad_(linear.stored.requires_grad)
-        layer.v.requires_grad_(linear.stored.requires_grad)
+        if check_factors(u, v, u_scale, v_scale, name) is None:
+            layer = SVDLinear.from_factors(u.to(weight), v.to(weight), linear.bias)
+            layer.u.requires_grad_(linear.stored.requires_grad)
+            layer.v.requires_grad_(linear.stored.requires_grad)
+        else:
+            u, v = u.to(weight.device), v.to(weight.device)
+            dtype = weight.dtype
+            layer = SVDLinear.from_factors(u, v, linear.bias, u_scale, v_scale, dtype=dtype)
         replacements[name] = layer
     replace_(model, replacements)
 
@@ -119,7 +135,10 @@ def _fuse_gated_mlp(
 def _carry_over(old: nn.Module, new: nn.Module) -> None:
     """Give `new` the training flag, buffers and hooks of `old`."""
     new.training = old.training
+    own = ("weight", *SCALES) if isinstance(old, (SVDLinear, LinearPair)) else ()
     for name, buffer in old.named_buffers(recurse=False):
+        if name in own:
+            continue
         new.register_buffer(name, buffer, persistent=name not in old._non_persistent_buffers_set)
     for key, value in vars(old).items():
         if "_hooks" in key or key == "_is_full_backward_hook":

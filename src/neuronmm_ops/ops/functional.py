@@ -56,43 +56,70 @@ def _refuse_nested(args: tuple[Any, ...]) -> None:
             )
 
 
-def xuv(x: Tensor, u: Tensor, v: Tensor, bias: Tensor | None = None) -> Tensor:
+def xuv(
+    x: Tensor,
+    u: Tensor,
+    v: Tensor,
+    bias: Tensor | None = None,
+    u_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    compute: str = "x",
+) -> Tensor:
     """Low-rank matmul `(x @ u) @ v + bias` as one op, `neuronmm::xuv`.
+
+    With factors of one byte an element it is `((x @ u) * u_scale) @ v * v_scale + bias`.
 
     Args:
         x: `[..., K]`, any leading dimensions (none, or empty, allowed); bf16, fp16 or fp32
             (fp64 on CPU).
-        u: `[K, r]`, dtype and device of x.
-        v: `[r, N]`, dtype and device of x.
-        bias: `[N]` or None.
+        u: `[K, r]`, device of x; dtype of x, float8_e4m3fn or int8.
+        v: `[r, N]`, dtype and device of u.
+        bias: `[N]`, dtype of x, or None.
+        u_scale: `[r]`, fp32, with factors of one byte; for others None.
+        v_scale: `[N]`, likewise.
+        compute: `x`, or `fp8`: with factors in fp8 the activations may be rounded to fp8, too,
+            each token scaled by a power of two (NeuronCores from trn2 on do in prefill).
 
     Returns:
         `[..., N]`, contiguous, dtype of x. Accumulated in fp32; `x @ u` is rounded once to x's
-        dtype.
+        dtype, after its scale. Values of fp8 factors must be finite and at most 240.
 
     Raises:
-        ValueError: shapes do not fit.
+        ValueError: shapes do not fit, scales are missing or given for other factors.
         TypeError: dtypes or devices differ, or the dtype is not supported.
     """
-    return _call(_XUV, x, u, v, bias)
+    if u_scale is None and v_scale is None and compute == "x":
+        return _call(_XUV, x, u, v, bias)
+    return _call(_XUV, x, u, v, bias, u_scale, v_scale, compute)
 
 
-def xw(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
+def xw(
+    x: Tensor,
+    w: Tensor,
+    bias: Tensor | None = None,
+    w_scale: Tensor | None = None,
+    compute: str = "x",
+) -> Tensor:
     """Dense matmul `x @ w + bias` through the same machinery, `neuronmm::xw`: the baseline.
 
     Args:
         x: `[..., K]`; bf16, fp16 or fp32 (fp64 on CPU).
-        w: `[K, N]`, dtype and device of x (`nn.Linear`'s weight is its transpose).
-        bias: `[N]` or None.
+        w: `[K, N]`, device of x (`nn.Linear`'s weight is its transpose); dtype of x,
+            float8_e4m3fn or int8.
+        bias: `[N]`, dtype of x, or None.
+        w_scale: `[N]`, fp32, with a w of one byte, whose product it multiplies; else None.
+        compute: as in `xuv`.
 
     Returns:
         `[..., N]`, contiguous, dtype of x.
 
     Raises:
-        ValueError: shapes do not fit.
+        ValueError: shapes do not fit, a scale is missing or given for another w.
         TypeError: dtypes or devices differ, or the dtype is not supported.
     """
-    return _call(_XW, x, w, bias)
+    if w_scale is None and compute == "x":
+        return _call(_XW, x, w, bias)
+    return _call(_XW, x, w, bias, w_scale, compute)
 
 
 def svd_mlp(
@@ -104,6 +131,13 @@ def svd_mlp(
     u_down: Tensor,
     v_down: Tensor,
     activation: str = "silu",
+    u_gate_scale: Tensor | None = None,
+    v_gate_scale: Tensor | None = None,
+    u_up_scale: Tensor | None = None,
+    v_up_scale: Tensor | None = None,
+    u_down_scale: Tensor | None = None,
+    v_down_scale: Tensor | None = None,
+    compute: str = "x",
 ) -> Tensor:
     """Gated MLP `down(act(gate(x)) * up(x))` with low-rank projections, `neuronmm::svd_mlp`.
 
@@ -116,15 +150,25 @@ def svd_mlp(
         u_down: `[I, r_down]`.
         v_down: `[r_down, N]`.
         activation: `silu`, `gelu`, `gelu_tanh` or `relu`.
+        u_gate_scale: `[r_gate]`, fp32, with factors of one byte, as all scales; else None.
+        v_gate_scale: `[I]`.
+        u_up_scale: `[r_up]`.
+        v_up_scale: `[I]`.
+        u_down_scale: `[r_down]`.
+        v_down_scale: `[N]`.
+        compute: as in `xuv`.
 
     Returns:
         `[..., N]`, contiguous, dtype of x.
 
     Raises:
-        ValueError: shapes do not fit, or the activation is unknown.
+        ValueError: shapes do not fit, the activation is unknown, scales are missing or given for
+            other factors.
         TypeError: dtypes or devices differ, or the dtype is not supported.
     """
-    return _call(_SVD_MLP, x, u_gate, v_gate, u_up, v_up, u_down, v_down, activation)
+    factors = (u_gate, v_gate, u_up, v_up, u_down, v_down)
+    scales = (u_gate_scale, v_gate_scale, u_up_scale, v_up_scale, u_down_scale, v_down_scale)
+    return _call(_SVD_MLP, x, *factors, activation, *scales, compute)
 
 
 def svd_qkv(

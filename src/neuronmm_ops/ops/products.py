@@ -11,7 +11,11 @@ import torch
 from torch import Tensor
 
 from neuronmm_ops.ops.backends.cpu import mm, streams_by_mv, weight_gradient
+from neuronmm_ops.ops.backends.cpu_one_byte import scaled_mm
 from neuronmm_ops.ops.spec import FLOAT_DTYPES
+
+MAX_FP8 = 240.0
+"""Largest value of the e4m3 of trn1 and trn2."""
 
 # A single row of these is multiplied by `mm`.
 _MM_ROWS = frozenset(dtype for dtype in FLOAT_DTYPES if not streams_by_mv(dtype))
@@ -33,11 +37,51 @@ def batched(y: Tensor, x: Tensor) -> Tensor:
     return y if x.dim() == y.dim() else y.view(*x.shape[:-1], y.shape[-1])
 
 
-def affine(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return `x @ w + bias` for x [M, K] or [K], w [K, N], bias [N]."""
+def affine(
+    x: Tensor,
+    w: Tensor,
+    bias: Tensor | None = None,
+    scale: Tensor | None = None,
+    compute: str = "x",
+) -> Tensor:
+    """Return `(x @ w) * scale + bias` for x [M, K] or [K], w [K, N], scale [N], bias [N].
+
+    Without a scale w has the dtype of x; with one it is in one byte. `compute` is "fp8" where x is
+    to be rounded as `rounded_to_fp8` does.
+    """
+    if scale is not None:
+        given = rounded_to_fp8(x) if compute == "fp8" else x
+        y = scaled_mm(given if x.dim() == 2 else given.unsqueeze(0), w, scale, bias)
+        return y if x.dim() == 2 else y[0]
     if x.dim() == 1:
         return torch.mv(w.t(), x) if bias is None else torch.addmv(bias, w.t(), x)
     return mm(x, w, bias)
+
+
+def dequantized(matrix: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Return `matrix * scale` for a one-byte matrix [K, N] and scale [N]; without one the matrix.
+
+    The product is rounded once, to `dtype`.
+    """
+    if scale is None:
+        return matrix
+    wide = torch.promote_types(dtype, torch.float32)
+    return (matrix.to(wide) * scale).to(dtype)
+
+
+def rounded_to_fp8(x: Tensor) -> Tensor:
+    """Round each row of x [..., K] to e4m3 times a power of two, in the dtype of x.
+
+    The factor 2^floor(log2(1 / rms)) gives the row a root mean square of 1/2 to 1. No entry is then
+    larger than sqrt(K), which e4m3 holds up to K = 57,600; larger ones are clamped to 240.
+    """
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    rms = wide.square().mean(-1, keepdim=True).sqrt()
+    # frexp: 1 / rms = m 2^e with m in [0.5, 1)
+    exponent = torch.frexp(torch.where(rms > 0, 1 / rms, 1.0)).exponent - 1
+    scaled = torch.ldexp(wide, exponent).clamp(-MAX_FP8, MAX_FP8)
+    rounded = scaled.to(torch.float8_e4m3fn).to(wide.dtype)
+    return torch.ldexp(rounded, -exponent).to(x.dtype)
 
 
 def pair_backward(

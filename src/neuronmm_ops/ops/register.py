@@ -6,14 +6,15 @@ one graph.
 """
 
 from collections.abc import Callable
+from itertools import zip_longest
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from neuronmm_ops.ops.definitions import SPECS
-from neuronmm_ops.ops.products import rows
-from neuronmm_ops.ops.spec import OpSpec
+from neuronmm_ops.ops.products import dequantized, rows
+from neuronmm_ops.ops.spec import FLOAT_DTYPES, ONE_BYTE_DTYPES, Operand, OpSpec
 
 LIBRARY = torch.library.Library("neuronmm", "FRAGMENT")
 AUTOCAST_KEYS = {
@@ -46,33 +47,51 @@ def _fake(spec: OpSpec) -> Callable[..., Tensor]:
     """The op on tensors without values: its checks, and the shape of its result."""
 
     def fake(*args: Any) -> Tensor:
-        spec.check(*spec.complete(args, {}))
+        spec.check(*args)
         return args[0].new_empty(spec.result_shape(args))
 
     return fake
 
 
 def _setup_context(spec: OpSpec) -> Callable[..., None]:
-    """What saves x, the factors and the choices of a call for its gradients."""
+    """What saves x, the factors, their scales and the choices of a call for its gradients."""
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.save_for_backward(inputs[0], *[inputs[index] for index in spec.factors])
-        ctx.choices = inputs[len(spec.operands) :]
+        tensors, ctx.options = spec.split(inputs)
+        for operand, tensor in zip(spec.tensors, tensors, strict=True):
+            if tensor is not None and tensor.requires_grad and _is_constant(operand, tensor):
+                raise TypeError(
+                    f"{spec.name}: one-byte factors and their scales have no gradient, got "
+                    f"{operand.name} that requires one; use requires_grad_(False), and train "
+                    "LoRA beside them or the factors before they are rounded"
+                )
+        factors = [tensors[place] for place in spec.factors]
+        ctx.save_for_backward(tensors[0], *factors, *tensors[len(spec.operands) :])
 
     return setup_context
+
+
+def _is_constant(operand: Operand, tensor: Tensor) -> bool:
+    """Whether no gradient with respect to an operand exists."""
+    is_one_byte = operand.role == "factor" and tensor.dtype in ONE_BYTE_DTYPES
+    return operand.role == "scale" or is_one_byte
 
 
 def _backward(spec: OpSpec) -> Callable[..., tuple[Tensor | None, ...]]:
     """The gradients of a call: those of the spec, and the sum of rows for a bias."""
     biases = [index for index, operand in enumerate(spec.operands) if operand.role == "bias"]
+    count, choices = len(spec.factors), len(spec.choices)
+    others = len(spec.options) + len(spec.scales)
 
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, *factors = ctx.saved_tensors
+        x, *saved = ctx.saved_tensors
+        pairs = zip_longest(saved[:count], saved[count:])
+        factors = [dequantized(factor, scale, x.dtype) for factor, scale in pairs]
         needs, grad_rows = ctx.needs_input_grad, rows(grad)
-        dx, *rest = spec.backward(grad_rows, needs, rows(x), *factors, *ctx.choices)
+        dx, *rest = spec.backward(grad_rows, needs, rows(x), *factors, *ctx.options[:choices])
         # The dispatcher drops a bias of None, and its place among the needs with it.
         dbias = [grad_rows.sum(0) if any(needs[i : i + 1]) else None for i in biases]
-        return None if dx is None else dx.view(x.shape), *rest, *dbias, *[None] * len(ctx.choices)
+        return None if dx is None else dx.view(x.shape), *rest, *dbias, *[None] * others
 
     return backward
 
@@ -83,14 +102,15 @@ def _autocast(spec: OpSpec, key: str) -> Callable[..., Tensor]:
     exclude = torch._C.DispatchKeySet(torch._C._dispatch_key_parse(key))
 
     def cast(argument: Any, dtype: torch.dtype) -> Any:
-        is_float = isinstance(argument, Tensor) and argument.is_floating_point()
+        is_float = isinstance(argument, Tensor) and argument.dtype in FLOAT_DTYPES
         return argument.to(dtype) if is_float and argument.dtype != torch.float64 else argument
 
     def autocast(*args: Any) -> Tensor:
         device_type = AUTOCAST_KEYS[key] or torch._C._get_privateuse1_backend_name()
-        dtype = torch.get_autocast_dtype(device_type)
+        dtype, count = torch.get_autocast_dtype(device_type), len(spec.operands)
         with torch._C._ExcludeDispatchKeyGuard(exclude):
-            return op(*(cast(argument, dtype) for argument in args))
+            # factors in one byte and scales stay as they are
+            return op(*(cast(argument, dtype) for argument in args[:count]), *args[count:])
 
     return autocast
 

@@ -9,12 +9,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from inspect import signature
+from itertools import chain
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+ONE_BYTE_DTYPES = (torch.float8_e4m3fn, torch.int8)
+"""Of factors that have scales. e4m3fn up to 240 is bit for bit the e4m3 of trn1 and trn2."""
+COMPUTES = ("x", "fp8")
+"""What products may be computed in: the dtype of x, or e4m3 where the factors are that, too."""
 LEADING = "..."
 _WHICH = {-1: "last", -2: "first"}
 _LINES = {-1: "columns", -2: "rows"}
@@ -27,13 +32,15 @@ class Operand(NamedTuple):
         name: as in the schema.
         shape: a name for each dimension, `K r`; the same name is the same size in all operands.
             `...` stands for any leading dimensions.
-        role: "activation" is x, "factor" a matrix of weights, "bias" a vector added to the result.
+        role: "activation" is x, "factor" a matrix of weights, "bias" a vector added to the result,
+            "scale" the fp32 vector `<factor>_scale` that multiplies the columns of a one-byte
+            factor's product.
         optional: may be None.
     """
 
     name: str
     shape: str
-    role: Literal["activation", "factor", "bias"] = "factor"
+    role: Literal["activation", "factor", "bias", "scale"] = "factor"
     optional: bool = False
 
     @property
@@ -50,7 +57,7 @@ class _EqualSizes(NamedTuple):
     left_dim: int
     right: int
     right_dim: int
-    is_bias: bool
+    is_vector: bool
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,8 +73,10 @@ class OpSpec:
             schema from a function's signature read this one's.
         backward: `(grad, needs, x, *factors, *choices)` to the gradients of x and the factors, for
             rows grad [M, N] and x [M, K]; None for each that `needs` does not want.
-        choices: string arguments after the tensors, each with its values, the default first.
+        choices: string arguments after the operands, each with its values, the default first.
         outputs: names of the sizes that lie side by side in the last dimension of the result.
+        is_scaled: whether factors may be in one byte, with `scales` after the choices and then the
+            choice `compute`.
     """
 
     name: str
@@ -76,18 +85,48 @@ class OpSpec:
     backward: Callable[..., tuple[Tensor | None, ...]]
     choices: Mapping[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
     outputs: tuple[str, ...] = ("N",)
+    is_scaled: bool = False
+
+    @cached_property
+    def factors(self) -> tuple[int, ...]:
+        """Places of the factors among the operands."""
+        return tuple(i for i, operand in enumerate(self.operands) if operand.role == "factor")
+
+    @cached_property
+    def scales(self) -> tuple[Operand, ...]:
+        """The fp32 vector `<factor>_scale` of each factor's columns; empty where none are taken."""
+        factors = [self.operands[place] for place in self.factors if self.is_scaled]
+        return tuple(
+            Operand(f"{factor.name}_scale", factor.sizes[-1], "scale", optional=True)
+            for factor in factors
+        )
+
+    @cached_property
+    def tensors(self) -> tuple[Operand, ...]:
+        """The operands and their scales, as kernels take them."""
+        return self.operands + self.scales
+
+    @cached_property
+    def options(self) -> Mapping[str, tuple[str, ...]]:
+        """The choices, and `compute`."""
+        return {**self.choices, "compute": COMPUTES} if self.is_scaled else self.choices
 
     # --- calls -----------------------------------------------------------------------------------
 
     @property
     def schema(self) -> str:
         """The schema, as `torch.library` takes it."""
-        tensors = [
-            f"Tensor? {operand.name}=None" if operand.optional else f"Tensor {operand.name}"
-            for operand in self.operands
-        ]
-        choices = [f'str {name}="{values[0]}"' for name, values in self.choices.items()]
-        return f"{self.name}({', '.join([*tensors, *choices])}) -> Tensor"
+
+        def tensors(operands: tuple[Operand, ...]) -> list[str]:
+            return [
+                f"Tensor? {operand.name}=None" if operand.optional else f"Tensor {operand.name}"
+                for operand in operands
+            ]
+
+        count = len(self.choices)
+        options = [f'str {name}="{values[0]}"' for name, values in self.options.items()]
+        arguments = (tensors(self.operands), options[:count], tensors(self.scales), options[count:])
+        return f"{self.name}({', '.join(chain(*arguments))}) -> Tensor"
 
     def complete(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
         """All arguments of a call in the order of the schema, the default where one is missing."""
@@ -97,9 +136,22 @@ class OpSpec:
             return bound.args
         return args + self._defaults[len(args) :]
 
+    def split(self, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[str, ...]]:
+        """All arguments of a call as the values of `tensors` and of `options`."""
+        start = len(self.operands)
+        scales = start + len(self.choices)
+        end = scales + len(self.scales)
+        return args[:start] + args[scales:end], args[start:scales] + args[end:]
+
+    def joined(self, tensors: tuple[Any, ...], options: tuple[str, ...]) -> tuple[Any, ...]:
+        """What `split` took apart, in the order of the schema."""
+        start, count = len(self.operands), len(self.choices)
+        return (*tensors[:start], *options[:count], *tensors[start:], *options[count:])
+
     @cached_property
     def _defaults(self) -> tuple[str | None, ...]:
-        return (*[None] * len(self.operands), *[values[0] for values in self.choices.values()])
+        defaults = tuple(values[0] for values in self.options.values())
+        return self.joined((None,) * len(self.tensors), defaults)
 
     # --- shapes ----------------------------------------------------------------------------------
 
@@ -121,8 +173,8 @@ class OpSpec:
         return (*tensors[0].shape[:-1], sum([tensors[index].shape[dim] for index, dim in places]))
 
     def _dimensions(self) -> Iterator[tuple[str, int, int]]:
-        """Each named size, the operand that has it, and its dimension, counted from the last."""
-        for index, operand in enumerate(self.operands):
+        """Each named size, the tensor that has it, and its dimension, counted from the last."""
+        for index, operand in enumerate(self.tensors):
             for dim, name in enumerate(operand.sizes, -len(operand.sizes)):
                 yield name, index, dim
 
@@ -137,67 +189,94 @@ class OpSpec:
     # --- checks ----------------------------------------------------------------------------------
 
     def check(self, *args: Any) -> None:
-        """Check a call's arguments: all of them, in the order of the schema.
+        """Check a call's arguments, in the order of the schema.
 
         Raises:
             ValueError: shapes do not fit, or a choice is unknown.
             TypeError: dtypes or devices differ, or the dtype is not supported.
         """
-        x = args[0]
+        tensors, options = self.split(self.complete(args, {}))
+        x = tensors[0]
         if x.dim() == 0:
             raise ValueError(
                 f"{self.name}: x must have at least one dimension [..., K], got a 0-D tensor"
             )
         for index in self.factors:
-            if args[index].dim() != 2:
+            if tensors[index].dim() != 2:
                 raise ValueError(
                     f"{self.name}: {self.operands[index].name} must be a matrix, "
-                    f"got shape {list(args[index].shape)}"
+                    f"got shape {list(tensors[index].shape)}"
                 )
-        dtype, device = x.dtype, x.device
-        if dtype not in FLOAT_DTYPES:
+        if x.dtype not in FLOAT_DTYPES:
             raise TypeError(
-                f"{self.name}: dtype must be bfloat16, float16, float32 or float64, got {dtype}; "
+                f"{self.name}: dtype must be bfloat16, float16, float32 or float64, got {x.dtype}; "
                 "cast x and the weights"
             )
-        for name, tensor in zip(self._weights, args[1:], strict=False):
-            if tensor is not None and (tensor.dtype != dtype or tensor.device != device):
-                raise TypeError(self._unlike(x, name, tensor))
+        first = tensors[self.factors[0]]
+        in_one_byte = self.is_scaled and first.dtype in ONE_BYTE_DTYPES
+        for operand, tensor in zip(self.operands[1:], tensors[1:], strict=False):
+            like = first if in_one_byte and operand.role == "factor" else x
+            if tensor is not None and (tensor.dtype != like.dtype or tensor.device != x.device):
+                raise TypeError(self._unlike(x, like, operand.name, tensor))
+        for operand, scale in zip(self.scales, tensors[len(self.operands) :], strict=False):
+            self._check_scale(x, first, operand.name, scale)
         for rule in self._equal_sizes:
-            _, left, left_dim, right, right_dim, is_bias = rule
-            a, b = args[left], args[right]
+            _, left, left_dim, right, right_dim, is_vector = rule
+            a, b = tensors[left], tensors[right]
             if b is not None and (
-                (is_bias and b.dim() != 1) or a.shape[left_dim] != b.shape[right_dim]
+                (is_vector and b.dim() != 1) or a.shape[left_dim] != b.shape[right_dim]
             ):
                 raise ValueError(self._unequal(rule, a, b))
-        if self.choices:
-            self._check_choices(args[len(self.operands) :])
+        self._check_options(options, first.dtype)
 
-    def _check_choices(self, chosen: tuple[str, ...]) -> None:
-        for (name, values), value in zip(self.choices.items(), chosen, strict=True):
+    def _check_options(self, chosen: tuple[str, ...], dtype: torch.dtype) -> None:
+        """Refuse unknown values, and to round x to fp8 beside factors of another `dtype`."""
+        for (name, values), value in zip(self.options.items(), chosen, strict=True):
             if value not in values:
                 raise ValueError(
                     f"{self.name}: {name} must be one of {', '.join(values)}; got {value!r}"
                 )
+        if self.is_scaled and chosen[-1] != COMPUTES[0] and dtype != torch.float8_e4m3fn:
+            raise TypeError(
+                f"{self.name}: compute={chosen[-1]!r} needs factors in torch.float8_e4m3fn, "
+                f"got {dtype}; use compute={COMPUTES[0]!r}"
+            )
 
-    def _unlike(self, x: Tensor, name: str, tensor: Tensor) -> str:
-        """Why a tensor's dtype or device is refused."""
-        what, ours, theirs, remedy = (
-            ("have the same dtype", x.dtype, tensor.dtype, ".to(dtype)")
-            if tensor.dtype != x.dtype
-            else ("be on the same device", x.device, tensor.device, ".to(device)")
-        )
-        verb = "cast" if tensor.dtype != x.dtype else "move"
+    def _check_scale(self, x: Tensor, factor: Tensor, name: str, scale: Tensor | None) -> None:
+        """Refuse one-byte factors without scales, scales of others, and those not in fp32."""
+        needed = factor.dtype in ONE_BYTE_DTYPES
+        if (scale is not None) != needed:
+            raise ValueError(
+                f"{self.name}: factors in {' or '.join(map(str, ONE_BYTE_DTYPES))} have scales, "
+                f"others have none, got factors in {factor.dtype} and "
+                + (f"no {name}; pass it" if needed else f"{name}; leave it out")
+            )
+        if scale is not None and scale.dtype != torch.float32:
+            raise TypeError(
+                f"{self.name}: {name} must be torch.float32, got {scale.dtype}; cast it"
+            )
+        if scale is not None and scale.device != x.device:
+            raise TypeError(self._unlike(x, scale, name, scale))
+
+    def _unlike(self, x: Tensor, like: Tensor, name: str, tensor: Tensor) -> str:
+        """Why a tensor's dtype, which must be that of `like`, or its device is refused."""
+        owner = "x" if like is x else self.operands[self.factors[0]].name
+        if tensor.dtype == like.dtype:
+            ours, theirs = x.device, tensor.device
+            return (
+                f"{self.name}: x and {name} must be on the same device, got {ours} and {theirs}; "
+                "move one of them with .to(device)"
+            )
         return (
-            f"{self.name}: x and {name} must {what}, got {ours} and {theirs}; "
-            f"{verb} one of them with {remedy}"
+            f"{self.name}: {owner} and {name} must have the same dtype, got {like.dtype} and "
+            f"{tensor.dtype}; cast one of them with .to(dtype)"
         )
 
     def _unequal(self, rule: _EqualSizes, left: Tensor, right: Tensor) -> str:
         """Why the sizes of two operands are refused."""
-        first, second = self.operands[rule.left].name, self.operands[rule.right].name
+        first, second = self.tensors[rule.left].name, self.tensors[rule.right].name
         got = f"{first} {list(left.shape)}", f"{second} {list(right.shape)}"
-        if rule.is_bias:
+        if rule.is_vector:
             text = f"{second} must have shape [{rule.name}] with {rule.name} the columns of {first}"
             got = got[::-1]
         elif rule.left_dim == rule.right_dim:
@@ -206,15 +285,6 @@ class OpSpec:
             which, other = _WHICH[rule.left_dim], _WHICH[rule.right_dim]
             text = f"{which} dimension of {first} must equal {other} dimension of {second}"
         return f"{self.name}: {text}, got {got[0]} and {got[1]}"
-
-    @cached_property
-    def factors(self) -> tuple[int, ...]:
-        """Places of the factors among the operands."""
-        return tuple(i for i, operand in enumerate(self.operands) if operand.role == "factor")
-
-    @cached_property
-    def _weights(self) -> tuple[str, ...]:
-        return tuple(operand.name for operand in self.operands[1:])
 
     @cached_property
     def _equal_sizes(self) -> tuple[_EqualSizes, ...]:

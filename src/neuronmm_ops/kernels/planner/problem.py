@@ -15,6 +15,9 @@ from neuronmm_ops.kernels.stages.tiling import BANK_COLUMNS, core_span
 Phase = Literal["prefill", "decode"]
 Block = int | bool | str
 ITEMSIZES = {"bfloat16": 2, "float16": 2, "float32": 4}
+WEIGHT_DTYPES = ("", "float8_e4m3fn", "int8")
+COMPUTES = ("x", "fp8")
+SCALE_BYTES = 4
 
 
 Matrices = tuple[tuple[int, int], ...]
@@ -42,11 +45,15 @@ class Problem:
         matrices: shapes of the op's weights in the order of its schema: ((K, N),) of xw,
             ((K, r), (r, N)) of xuv, those of gate, up and down of svd_mlp, those of query, key and
             value of svd_qkv.
-        dtype: of all tensors: bfloat16, float16 or float32.
+        dtype: of x, the result and, where `weight_dtype` names no other, the weights: bfloat16,
+            float16 or float32.
         target: trn1, trn2 or trn3.
         lnc: NeuronCores that share the launch, 1 or 2 (trn2 and trn3 only).
         bf16_partial_sums: a kernel may round partial sums in SBUF to dtype, which halves them.
         dma_model: what DMAs are taken to cost; one of `hardware.DMA_MODELS`.
+        weight_dtype: of weights in one byte, with an fp32 scale a column: float8_e4m3fn, of values
+            up to 240, or int8; empty where they are of `dtype`.
+        compute: "x", or "fp8" where prefill may round activations to fp8, token by token.
     """
 
     op: str
@@ -57,6 +64,8 @@ class Problem:
     lnc: int = 1
     bf16_partial_sums: bool = False
     dma_model: DmaModel = "transfers"
+    weight_dtype: str = ""
+    compute: str = "x"
 
     def __post_init__(self) -> None:
         machine = resolve_target(self.target)
@@ -66,9 +75,28 @@ class Problem:
             raise ValueError(f"tokens, features and ranks must be at least 1; got {found}")
         if self.dtype not in ITEMSIZES:
             raise ValueError(f"dtype must be one of {', '.join(ITEMSIZES)}; got {self.dtype!r}")
+        self._check_precision()
         if self.lnc not in (1, 2) or (self.lnc == 2 and machine.generation < 3):
             raise ValueError(
                 f"lnc must be 1, or 2 on trn2 and trn3; got {self.lnc} on {machine.target}"
+            )
+
+    def _check_precision(self) -> None:
+        if self.weight_dtype not in WEIGHT_DTYPES:
+            raise ValueError(
+                f"weight_dtype must be one of {', '.join(WEIGHT_DTYPES[1:])}, or empty for that of "
+                f"x; got {self.weight_dtype!r}"
+            )
+        if self.weight_dtype and self.op == "svd_qkv":
+            raise ValueError(
+                f"svd_qkv takes factors of x's dtype, got {self.weight_dtype}; use three xuv"
+            )
+        if self.compute not in COMPUTES:
+            raise ValueError(f"compute must be one of {', '.join(COMPUTES)}; got {self.compute!r}")
+        if self.compute == "fp8" and self.weight_dtype != "float8_e4m3fn":
+            raise ValueError(
+                "compute fp8 needs float8_e4m3fn weights, "
+                f"got {self.weight_dtype or self.dtype}; use compute x"
             )
 
     @property
@@ -104,8 +132,18 @@ class Problem:
 
     @property
     def itemsize(self) -> int:
-        """Bytes of an element."""
+        """Bytes of an element of x and the result."""
         return ITEMSIZES[self.dtype]
+
+    @property
+    def weight_itemsize(self) -> int:
+        """Bytes of an element of the weights."""
+        return 1 if self.weight_dtype else self.itemsize
+
+    @property
+    def doubles_rows(self) -> bool:
+        """Whether prefill may multiply two rows of fp8 at a time: `double_row`, from gen3."""
+        return self.compute == "fp8" and self.machine.generation >= 3
 
     @cached_property
     def core_tokens(self) -> list[int]:
@@ -118,25 +156,33 @@ class Problem:
         return sum([rows * columns for rows, columns in self.matrices])
 
     @property
+    def scale_elements(self) -> int:
+        """Elements of all scales: the columns of one-byte weights."""
+        return sum([columns for _, columns in self.matrices]) if self.weight_dtype else 0
+
+    @property
     def flops(self) -> int:
         """2 M for each weight."""
         return 2 * self.M * self.weight_elements
 
     @property
     def least_bytes(self) -> int:
-        """x, the weights and the output, each moved once."""
-        return self.itemsize * (self.M * (self.K + self.N) + self.weight_elements)
+        """x, the weights, their scales and the output, each moved once."""
+        activations = self.itemsize * self.M * (self.K + self.N)
+        weights = self.weight_itemsize * self.weight_elements
+        return activations + weights + SCALE_BYTES * self.scale_elements
 
     @property
     def roofline_ms(self) -> float:
         """The longer of the matmuls at the calibrated efficiency and all bytes at the DMA peak.
 
-        The efficiency is that of 512 moving columns: 512 / (512 + issue overhead in cycles).
+        The efficiency is that of 512 moving columns: 512 / (512 + issue overhead in cycles). Rows
+        of fp8 count half where they may be doubled.
         """
         machine = self.machine
-        passes = 4 if self.dtype == "float32" else 1
+        passes = 4.0 if self.dtype == "float32" else 1.0
         efficiency = BANK_COLUMNS / (BANK_COLUMNS + machine.matmul_overhead_cycles / passes)
-        peak = machine.pe_peak_tflops * efficiency / passes
+        peak = machine.pe_peak_tflops * efficiency / passes * (2 if self.doubles_rows else 1)
         matmul_ns = self.flops / peak / 1e3
         return max(matmul_ns, self.least_bytes / machine.dma_peak_gbps) / self.lnc / 1e6
 

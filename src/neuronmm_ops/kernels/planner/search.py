@@ -42,6 +42,8 @@ def plan_op(
     lnc: int = 1,
     max_instructions: int = MAX_INSTRUCTIONS,
     device_loop: bool = False,
+    weight_dtype: str = "",
+    compute: str = "x",
 ) -> Plan:
     """The quickest plan of an op.
 
@@ -56,11 +58,16 @@ def plan_op(
             several launches. One of 128 tokens runs however many instructions it takes.
         device_loop: a launch of more instructions loops over its tokens on the device instead,
             where that makes it shorter: trn2 and trn3, for NKI 0.6 has the loop and documents them.
+        weight_dtype: as `Problem`.
+        compute: as `Problem`.
 
     Raises:
         ValueError: sizes or names that are none, or weights that no plan fits.
     """
-    problem = Problem(op, M, matrices, dtype, resolve_target(target).target, lnc)
+    machine = resolve_target(target)
+    problem = Problem(
+        *(op, M, matrices, dtype, machine.target, lnc), weight_dtype=weight_dtype, compute=compute
+    )
     return quickest(problem, max_instructions, device_loop)
 
 
@@ -73,9 +80,12 @@ def plan_xw(
     lnc: int = 1,
     max_instructions: int = MAX_INSTRUCTIONS,
     device_loop: bool = False,
+    weight_dtype: str = "",
+    compute: str = "x",
 ) -> Plan:
     """The quickest plan of `x[M, K] @ w[K, N]`; the other arguments as `plan_op`."""
-    return plan_op("xw", M, ((K, N),), dtype, target, lnc, max_instructions, device_loop)
+    options = (dtype, target, lnc, max_instructions, device_loop, weight_dtype, compute)
+    return plan_op("xw", M, ((K, N),), *options)
 
 
 def plan_xuv(
@@ -89,6 +99,8 @@ def plan_xuv(
     bf16_partial_sums: bool = False,
     max_instructions: int = MAX_INSTRUCTIONS,
     device_loop: bool = False,
+    weight_dtype: str = "",
+    compute: str = "x",
 ) -> Plan:
     """The quickest plan of `(x[M, K] @ u[K, r]) @ v[r, N]`.
 
@@ -104,13 +116,18 @@ def plan_xuv(
             r and M, less accuracy.
         max_instructions: as `plan_op`.
         device_loop: as `plan_op`.
+        weight_dtype: as `Problem`.
+        compute: as `Problem`.
 
     Raises:
         ValueError: sizes or names that are none.
     """
     machine = resolve_target(target)
-    matrices = ((K, r), (r, N))
-    problem = Problem("xuv", M, matrices, dtype, machine.target, lnc, bf16_partial_sums)
+    problem = Problem(
+        *("xuv", M, ((K, r), (r, N)), dtype, machine.target, lnc, bf16_partial_sums),
+        weight_dtype=weight_dtype,
+        compute=compute,
+    )
     return quickest(problem, max_instructions, device_loop)
 
 
@@ -125,6 +142,8 @@ def plan_svd_mlp(
     lnc: int = 1,
     max_instructions: int = MAX_INSTRUCTIONS,
     device_loop: bool = False,
+    weight_dtype: str = "",
+    compute: str = "x",
 ) -> Plan:
     """The quickest plan of a gated MLP `[M, K] -> [M, inner] -> [M, N]` of six factors.
 
@@ -139,12 +158,14 @@ def plan_svd_mlp(
         lnc: as `plan_op`.
         max_instructions: as `plan_op`.
         device_loop: as `plan_op`.
+        weight_dtype: as `Problem`.
+        compute: as `Problem`.
 
     Raises:
         ValueError: sizes or names that are none.
     """
-    matrices = mlp_matrices(K, ranks, inner, N)
-    return plan_op("svd_mlp", M, matrices, dtype, target, lnc, max_instructions, device_loop)
+    options = (dtype, target, lnc, max_instructions, device_loop, weight_dtype, compute)
+    return plan_op("svd_mlp", M, mlp_matrices(K, ranks, inner, N), *options)
 
 
 def plan_svd_qkv(

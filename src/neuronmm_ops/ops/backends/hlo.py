@@ -6,7 +6,7 @@ Source: `xla/service/hlo.proto` and `xla/xla_data.proto` of OpenXLA; field numbe
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-ELEMENT_TYPES = {"float16": 10, "float32": 11, "bfloat16": 16}
+ELEMENT_TYPES = {"int8": 2, "float16": 10, "float32": 11, "bfloat16": 16, "float8_e4m3fn": 20}
 """PrimitiveType of xla_data.proto."""
 
 

@@ -27,11 +27,15 @@ if TYPE_CHECKING:
     from neuronmm_ops.kernels import Plan
 
 DTYPE_NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
+WEIGHT_DTYPE_NAMES = {torch.float8_e4m3fn: "float8_e4m3fn", torch.int8: "int8"}
+"""Of factors in one byte."""
+PLANNED = ("compute",)
+"""Choices that are the plan's: kernels get blocks for them."""
 
 Tensors = tuple[Tensor | None, ...]
-"""An op's tensors in the order of its schema, x [..., K] first, a missing bias None."""
+"""An op's tensors in the order of `OpSpec.tensors`, x [..., K] first, missing ones None."""
 Choices = tuple[str, ...]
-"""An op's string arguments, such as the activation."""
+"""An op's string arguments, such as the activation, in the order of `OpSpec.options`."""
 Launcher = Callable[[OpSpec, Tensors, Choices], Tensor]
 Implementations = Mapping[str, Callable[..., Tensor]]
 """What the dispatcher calls for each op."""
@@ -58,7 +62,8 @@ class Launch:
     @property
     def arguments(self) -> dict[str, int | bool | str]:
         """The kernel's compile-time arguments."""
-        return {**self.plan.arguments, **self.choices}
+        choices = {name: value for name, value in self.choices.items() if name not in PLANNED}
+        return {**self.plan.arguments, **choices}
 
     def part(self, tokens: int) -> Launch:
         """The launch of some of the tokens, by the arguments of the plan."""
@@ -74,12 +79,9 @@ def implementations(launcher: Launcher) -> Implementations:
 
 
 def _implementation(spec: OpSpec, launcher: Launcher) -> Callable[..., Tensor]:
-    count = len(spec.operands)
-
     @wraps(spec.reference)  # torch_neuronx reads an op's schema from its function's signature
     def implementation(*args: Any, **kwargs: Any) -> Tensor:
-        given = spec.complete(args, kwargs)
-        return launcher(spec, given[:count], given[count:])
+        return launcher(spec, *spec.split(spec.complete(args, kwargs)))
 
     return implementation
 
@@ -102,7 +104,7 @@ def launch_of(
     """
     from neuronmm_ops.kernels import plan_op
 
-    spec.check(*tensors, *choices)
+    spec.check(*spec.joined(tensors, choices))
     x = tensors[0]
     assert x is not None
     if x.dtype not in DTYPE_NAMES:
@@ -115,14 +117,21 @@ def launch_of(
     matrices = tuple([(rows, columns) for rows, columns in shapes])
     if 0 in lead or any(0 in shape for shape in matrices):
         return None
-    plan = plan_op(spec.name, math.prod(lead), matrices, DTYPE_NAMES[x.dtype], target, lnc)
-    given = zip(spec.operands, tensors, strict=True)
+    factor = tensors[spec.factors[0]]
+    assert factor is not None
+    chosen = dict(zip(spec.options, choices, strict=True))
+    plan = plan_op(
+        *(spec.name, math.prod(lead), matrices, DTYPE_NAMES[x.dtype], target, lnc),
+        weight_dtype=WEIGHT_DTYPE_NAMES.get(factor.dtype, ""),
+        compute=chosen.get("compute", "x"),
+    )
+    given = zip(spec.tensors, tensors, strict=True)
     return Launch(
         spec,
         plan,
         (*lead, plan.problem.N),
         tuple(operand.name for operand, tensor in given if tensor is not None),
-        dict(zip(spec.choices, choices, strict=True)),
+        chosen,
     )
 
 
@@ -233,7 +242,7 @@ def without_products(spec: OpSpec, tensors: Tensors) -> Tensor:
     x = tensors[0]
     assert x is not None
     out = x.new_zeros(spec.result_shape(tensors))
-    for operand, tensor in zip(spec.operands, tensors, strict=True):
+    for operand, tensor in zip(spec.tensors, tensors, strict=True):
         if operand.role == "bias" and tensor is not None:
             out = out + tensor
     return out

@@ -110,7 +110,7 @@ def _first(offered: list[CallMode]) -> CallMode:
 
 def _run(spec: OpSpec, tensors: Tensors, choices: Choices) -> Tensor:
     run = _implementations()[spec.name] if _is_neuron() else spec.reference
-    return run(*tensors, *choices)
+    return run(*spec.joined(tensors, choices))
 
 
 def _is_neuron() -> bool:

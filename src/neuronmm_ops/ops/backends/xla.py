@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from neuronmm_ops.ops import register as register  # registers the ops
+from neuronmm_ops.ops.backends.cpu import name_of
 from neuronmm_ops.ops.backends.environment import ROUTE_VARIABLE, core, xla_route
 from neuronmm_ops.ops.backends.launch import (
     Choices,
@@ -44,7 +45,10 @@ API_HOST = 3
 LIBRARY = torch.library.Library("neuronmm", "IMPL")
 
 # What a config says of the problem.
-_PROBLEM = ("op", "M", "matrices", "K", "ranks", "inner", "N", "dtype", "target", "lnc")
+_PROBLEM = (
+    *("op", "M", "matrices", "K", "ranks", "inner", "N", "dtype", "weight_dtype", "compute"),
+    *("target", "lnc"),
+)
 
 _api_version = API_NEURON
 _computations: dict[tuple[Any, ...], Any] = {}
@@ -98,7 +102,7 @@ def module_for(launch: Launch, tensors: Sequence[Tensor], api: int) -> bytes:
     from neuronmm_ops.ops.backends.hlo import Array, CustomCall, module_of
 
     problem = launch.plan.problem
-    parameters = [Array(tuple(tensor.shape), problem.dtype) for tensor in tensors]
+    parameters = [Array(tuple(tensor.shape), name_of(tensor.dtype)) for tensor in tensors]
     return module_of(
         f"neuronmm_{problem.op}",
         CustomCall(TARGET, config_of(launch), api),
@@ -115,7 +119,7 @@ def _lower(spec: OpSpec, tensors: Tensors, choices: Choices) -> Tensor:
         return _custom_call(spec, tensors, choices)
     if route.name == "nki":
         return call_kernel(spec, tensors, choices)
-    return spec.reference(*tensors, *choices)
+    return spec.reference(*spec.joined(tensors, choices))
 
 
 def _custom_call(

@@ -32,22 +32,36 @@ def reference(
     u_down: Tensor,
     v_down: Tensor,
     activation: str = "silu",
+    u_gate_scale: Tensor | None = None,
+    v_gate_scale: Tensor | None = None,
+    u_up_scale: Tensor | None = None,
+    v_up_scale: Tensor | None = None,
+    u_down_scale: Tensor | None = None,
+    v_down_scale: Tensor | None = None,
+    compute: str = "x",
 ) -> Tensor:
-    """Return `down(act(gate(x)) * up(x))`."""
-    args = (x, u_gate, v_gate, u_up, v_up, u_down, v_down, activation)
+    """Return `down(act(gate(x)) * up(x))`, each product times its scale where it is given."""
+    factors = (u_gate, v_gate, u_up, v_up, u_down, v_down)
+    scales = (u_gate_scale, v_gate_scale, u_up_scale, v_up_scale, u_down_scale, v_down_scale)
+    args = (x, *factors, activation, *scales, compute)
     # As in xuv; the product of gate and up would broadcast.
     if (
         activation not in ACTIVATIONS
         or x.dtype not in FLOAT_DTYPES
         or x.dim() == 0
         or v_gate.shape[-1] != v_up.shape[-1]
+        or compute != "x"
+        or any(scale is not None for scale in scales)
     ):
         SPEC.check(*args)
     try:
-        rows = flat(x, u_gate)
-        gate, up = affine(rows, u_gate), affine(rows, u_up)
-        hidden = _gated(gate, v_gate, up, v_up, ACTIVATIONS[activation])
-        return batched(affine(affine(hidden, u_down), v_down), x)
+        given = flat(x, u_gate)
+        gate = affine(given, u_gate, None, u_gate_scale, compute)
+        up = affine(given, u_up, None, u_up_scale, compute)
+        sides = (gate, v_gate, v_gate_scale), (up, v_up, v_up_scale)
+        hidden = _gated(*sides, ACTIVATIONS[activation], compute)
+        down = affine(hidden, u_down, None, u_down_scale, compute)
+        return batched(affine(down, v_down, None, v_down_scale, compute), x)
     except (RuntimeError, IndexError):
         SPEC.check(*args)
         raise
@@ -84,18 +98,23 @@ def backward(
     return dx, du_gate, dv_gate, du_up, dv_up, du_down, dv_down
 
 
-def _gated(
-    gate: Tensor, v_gate: Tensor, up: Tensor, v_up: Tensor, act: Callable[[Tensor], Tensor]
-) -> Tensor:
-    """Return `act(gate @ v_gate) * (up @ v_up)` for gate and up [M, r], v [r, I]."""
-    M, inner = gate.shape[0], v_gate.shape[1]
-    if gate.dim() == 1 or M * inner <= _STRIP or not gate.is_cpu:
-        return act(affine(gate, v_gate)).mul_(affine(up, v_up))
+Side = tuple[Tensor, Tensor, Tensor | None]
+"""An intermediate [M, r], v [r, I] and the scale [I] of v."""
+
+
+def _gated(gate: Side, up: Side, act: Callable[[Tensor], Tensor], compute: str) -> Tensor:
+    """Return `act(gate @ v_gate) * (up @ v_up)`, each product times its scale."""
+    low, v, scale = gate
+    M, inner = low.shape[0], v.shape[1]
+    if low.dim() == 1 or M * inner <= _STRIP or not low.is_cpu or scale is not None:
+        return act(affine(low, v, None, scale, compute)).mul_(
+            affine(up[0], up[1], None, up[2], compute)
+        )
     width = max(_STRIP // M, _MIN_STRIP)
-    hidden = gate.new_empty(M, inner)
-    strips = (matrix.split(width, dim=1) for matrix in (v_gate, v_up, hidden))
+    hidden = low.new_empty(M, inner)
+    strips = (matrix.split(width, dim=1) for matrix in (v, up[1], hidden))
     for v_gate_strip, v_up_strip, out in zip(*strips, strict=True):
-        torch.mul(act(mm(gate, v_gate_strip)), mm(up, v_up_strip), out=out)
+        torch.mul(act(mm(low, v_gate_strip)), mm(up[0], v_up_strip), out=out)
     return hidden
 
 
@@ -125,4 +144,5 @@ SPEC = OpSpec(
     reference=reference,
     backward=backward,
     choices={"activation": tuple(ACTIVATIONS)},
+    is_scaled=True,
 )

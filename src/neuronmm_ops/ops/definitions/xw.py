@@ -5,19 +5,28 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from neuronmm_ops.ops.backends.cpu import mm, weight_gradient
-from neuronmm_ops.ops.products import affine, batched, flat
+from neuronmm_ops.ops.products import affine, batched, flat, rows
 from neuronmm_ops.ops.spec import FLOAT_DTYPES, Operand, OpSpec
 
 
-def reference(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return `x @ w + bias`."""
+def reference(
+    x: Tensor,
+    w: Tensor,
+    bias: Tensor | None = None,
+    w_scale: Tensor | None = None,
+    compute: str = "x",
+) -> Tensor:
+    """Return `(x @ w) * w_scale + bias`, without the scale where it is None."""
+    if w_scale is not None or compute != "x":
+        SPEC.check(x, w, bias, w_scale, compute)
+        return batched(affine(rows(x), w, bias, w_scale, compute), x)
     # As in xuv: what the matmul refuses by itself is explained afterwards.
     if bias is not None or x.dtype not in FLOAT_DTYPES or x.dim() == 0 or w.dim() != 2:
-        SPEC.check(x, w, bias)
+        SPEC.check(x, w, bias, None, compute)
     try:
         return batched(affine(flat(x, w), w, bias), x)
     except RuntimeError:
-        SPEC.check(x, w, bias)
+        SPEC.check(x, w, bias, None, compute)
         raise
 
 
@@ -39,4 +48,5 @@ SPEC = OpSpec(
     ),
     reference=reference,
     backward=backward,
+    is_scaled=True,
 )

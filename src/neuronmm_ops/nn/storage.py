@@ -1,0 +1,170 @@
+"""Factors in one byte: their dtypes, what must hold of them and their scales, and their values."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from neuronmm_ops.ops.spec import FLOAT_DTYPES
+
+# e4m3fn is stored with values up to 240 only: there it has the bits of trn1's and trn2's e4m3.
+STORAGES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
+LARGEST = {"fp8": 240, "int8": 127}
+# The names of a layer's tensors that are moved but never cast.
+FACTORS = ("u", "v")
+SCALES = ("u_scale", "v_scale")
+_BITS_OF_240 = 0x77
+
+
+def storage_of(dtype: torch.dtype) -> str | None:
+    """Return `fp8` or `int8`; None for a dtype of weights that need no scale."""
+    return next((name for name, stored in STORAGES.items() if stored == dtype), None)
+
+
+def dtype_name(storage: str | None) -> str | None:
+    """Return the dtype's name as torch has it, and torchao and compressed-tensors after it."""
+    return None if storage is None else str(STORAGES[storage]).removeprefix("torch.")
+
+
+def storage_named(name: str) -> str:
+    """Return the storage whose dtype has that name.
+
+    Raises:
+        ValueError: no storage has.
+    """
+    names = {dtype_name(storage): storage for storage in STORAGES}
+    if name not in names:
+        raise ValueError(f"storage must be {' or '.join(map(str, names))}, or null; got {name!r}")
+    return names[name]
+
+
+def factor_bytes(K: int, N: int, r: int, itemsize: int, storage: str | None = None) -> int:
+    """Return the bytes of `u` `[K, r]` and `v` `[r, N]`, and of their scales where they have some.
+
+    Args:
+        K: rows of u.
+        N: columns of v.
+        r: the rank.
+        itemsize: bytes of an element of the model's dtype.
+        storage: `fp8`, `int8`, or None for that dtype.
+    """
+    if storage is None:
+        return r * (K + N) * itemsize
+    return r * (K + N) + (r + N) * torch.float32.itemsize
+
+
+def check_factors(
+    u: Tensor,
+    v: Tensor,
+    u_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    name: str = "",
+) -> str | None:
+    """Check factors and scales; return the storage. Values on the meta device are not looked at.
+
+    Args:
+        u: `[K, r]`.
+        v: `[r, N]`.
+        u_scale: `[r]`, of one-byte factors only.
+        v_scale: `[N]`, of one-byte factors only.
+        name: of the layer, for the messages.
+
+    Raises:
+        ValueError: what must hold does not; says what was found, and the remedy.
+    """
+    where = f"{name}: " if name else ""
+    if u.dim() != 2 or v.dim() != 2 or u.shape[1] != v.shape[0]:
+        raise ValueError(
+            f"{where}u must be [K, r] and v [r, N], got {list(u.shape)} and {list(v.shape)}"
+        )
+    storage = storage_of(u.dtype)
+    check_dtypes(u.dtype, v.dtype, where)
+    if storage is None:
+        if u_scale is not None or v_scale is not None:
+            raise ValueError(
+                f"{where}scales belong to factors in float8_e4m3fn or int8, got factors in "
+                f"{_name(u.dtype)}; multiply the scales into them"
+            )
+        return None
+    for key, scale, count in (("u_scale", u_scale, u.shape[1]), ("v_scale", v_scale, v.shape[1])):
+        _check_scale(where + key, scale, count, u.dtype)
+    for key, factor in (("u", u), ("v", v)):
+        _check_values(where + key, factor, storage)
+    return storage
+
+
+def check_dtypes(u: torch.dtype, v: torch.dtype, where: str = "") -> None:
+    """Refuse a dtype that factors cannot have, and one-byte factors of two dtypes."""
+    for key, dtype in (("u", u), ("v", v)):
+        if dtype not in FLOAT_DTYPES and storage_of(dtype) is None:
+            raise ValueError(
+                f"{where}{key} must be bfloat16, float16, float32, float64, float8_e4m3fn or int8; "
+                f"got {_name(dtype)}"
+            )
+    if u != v and (storage_of(u) or storage_of(v)):
+        raise ValueError(
+            f"{where}u and v must have one dtype, got {_name(u)} and {_name(v)}; "
+            "quantize both to the same"
+        )
+
+
+def moved(tensor: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return `fn(tensor)` for a function that moves and may cast, without the cast."""
+    result = fn(tensor)
+    return result if result.dtype == tensor.dtype else tensor.to(result.device)
+
+
+def dequantized(factor: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Return a factor with its columns' scales multiplied in; rounded once, to `dtype`."""
+    if scale is None:
+        return factor.to(dtype)
+    wide = torch.promote_types(dtype, torch.float32)
+    return (factor.to(wide) * scale.to(wide)).to(dtype)
+
+
+def kept_as_is(model: nn.Module) -> set[int]:
+    """Return the ids of the tensors that a cast of the model leaves alone: factors and scales."""
+    return {
+        id(getattr(module, name))
+        for module in model.modules()
+        if getattr(module, "storage", None) in STORAGES
+        for name in (*FACTORS, *SCALES)
+        if isinstance(getattr(module, name, None), Tensor)
+    }
+
+
+def _check_scale(key: str, scale: Tensor | None, count: int, dtype: torch.dtype) -> None:
+    rule = f"{key} must be [{count}] in float32, positive and finite"
+    if scale is None:
+        raise ValueError(f"{rule}, got none; factors in {_name(dtype)} need both scales")
+    if scale.shape != (count,) or scale.dtype != torch.float32:
+        raise ValueError(f"{rule}; got {list(scale.shape)} in {_name(scale.dtype)}")
+    if scale.is_meta:
+        return
+    bad = ~(torch.isfinite(scale) & (scale > 0))
+    if bad.any():
+        index = int(bad.nonzero()[0])
+        raise ValueError(f"{rule}; got {float(scale[index])} at {index}; quantize the factor again")
+
+
+def _check_values(key: str, factor: Tensor, storage: str) -> None:
+    if factor.is_meta or not factor.numel():
+        return
+    if storage == "int8":
+        if int(factor.min()) < -LARGEST[storage]:
+            raise ValueError(
+                f"{key} must be in -127..127 (scales are symmetric), got -128; "
+                "quantize the factor again"
+            )
+        return
+    largest = int((factor.view(torch.uint8) & 0x7F).max())
+    if largest > _BITS_OF_240:
+        found = torch.tensor(largest, dtype=torch.uint8).view(torch.float8_e4m3fn)
+        raise ValueError(
+            f"{key} must be in -240..240, the range of e4m3 on trn1 and trn2; got a magnitude of "
+            f"{float(found):g}; quantize the factor again, for 240"
+        )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,419 @@
+"""Low-rank layers with factors in one byte: what they hold, compute, refuse and survive."""
+
+import copy
+import io
+
+import pytest
+import torch
+from quantized import nearest, random_factors
+from safetensors.torch import load, save
+from torch import Tensor, nn
+
+from neuronmm_ops import SVDMLP, SVDLinear, swap_
+from neuronmm_ops.nn.storage import (
+    STORAGES,
+    check_factors,
+    dtype_name,
+    factor_bytes,
+    storage_named,
+    storage_of,
+)
+
+STORED = pytest.mark.parametrize("storage", ["fp8", "int8"])
+
+
+def make_layer(storage: str, bias: bool = True, dtype: torch.dtype = torch.bfloat16) -> SVDLinear:
+    u, v, u_scale, v_scale = random_factors(12, 3, 8, storage)
+    given = torch.randn(8).to(dtype) if bias else None
+    return SVDLinear.from_factors(u, v, given, u_scale, v_scale, dtype=dtype)
+
+
+def tensors_of(layer: nn.Module) -> dict[str, Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in layer.state_dict().items()}
+
+
+def assert_same_bits(layer: nn.Module, expected: dict[str, Tensor]) -> None:
+    found = layer.state_dict()
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype, name
+        bits = [t.contiguous().flatten().view(torch.uint8) for t in (found[name], tensor)]
+        assert torch.equal(*bits), name
+
+
+def reference(layer: SVDLinear, x: Tensor) -> Tensor:
+    """Return the contract: each product's sum in fp32, scaled, then rounded to x's dtype."""
+    assert layer.u_scale is not None
+    assert layer.v_scale is not None
+    h = (x.float() @ layer.u.float() * layer.u_scale).to(x.dtype).float()
+    y = h @ layer.v.float() * layer.v_scale
+    return (y if layer.bias is None else y + layer.bias.float()).to(x.dtype)
+
+
+def is_contraction_major(layer: SVDLinear) -> bool:
+    return layer.u.stride() == (1, 12) and layer.v.stride() == (1, layer.rank)
+
+
+@STORED
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_constructor(storage, device):
+    layer = SVDLinear(12, 8, 3, device=device, dtype=torch.bfloat16, storage=storage)
+    assert layer.storage == storage
+    assert layer.u.dtype == layer.v.dtype == STORAGES[storage]
+    assert not layer.u.requires_grad
+    assert not layer.v.requires_grad
+    assert layer.bias is not None
+    assert layer.bias.requires_grad
+    assert layer.u_scale is not None
+    assert layer.v_scale is not None
+    assert (layer.u_scale.shape, layer.v_scale.shape) == ((3,), (8,))
+    assert layer.u_scale.dtype == layer.v_scale.dtype == torch.float32
+    assert layer.weight.dtype == layer.bias.dtype == layer.dtype == torch.bfloat16
+    assert is_contraction_major(layer)
+    if device == "cpu":
+        check_factors(layer.u, layer.v, layer.u_scale, layer.v_scale)
+
+
+@STORED
+def test_initial_values_have_the_variance_of_a_linear(storage):
+    torch.manual_seed(0)
+    layer = SVDLinear(256, 128, 64, bias=False, storage=storage)
+    weight, linear = layer.to_linear().weight.detach(), nn.Linear(256, 128).requires_grad_(False)
+    assert float(weight.std() / linear.weight.std()) == pytest.approx(1, rel=0.1)
+
+
+def test_an_unknown_storage_is_refused():
+    with pytest.raises(ValueError, match=r"storage must be fp8, int8 or None; got 'fp4'"):
+        SVDLinear(12, 8, 3, storage="fp4")
+
+
+def test_names_of_storages_and_dtypes():
+    assert [dtype_name(name) for name in (*STORAGES, None)] == ["float8_e4m3fn", "int8", None]
+    assert [storage_named(name) for name in ("float8_e4m3fn", "int8")] == ["fp8", "int8"]
+    assert [storage_of(d) for d in (torch.int8, torch.bfloat16)] == ["int8", None]
+    with pytest.raises(ValueError, match=r"must be float8_e4m3fn or int8, or null; got 'fp8'"):
+        storage_named("fp8")
+
+
+def test_bytes_of_factors():
+    assert factor_bytes(12, 8, 3, 2) == 3 * 20 * 2
+    assert factor_bytes(12, 8, 3, 2, "int8") == 3 * 20 + 4 * (3 + 8)
+
+
+@STORED
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_it_computes_the_scaled_products(storage, bias, dtype):
+    layer = make_layer(storage, bias, dtype)
+    x = torch.randn(2, 5, 12).to(dtype)
+    y = layer(x)
+    assert (y.dtype, y.shape) == (dtype, (2, 5, 8))
+    torch.testing.assert_close(y.float(), reference(layer, x).float(), rtol=2e-2, atol=2e-2)
+
+
+@STORED
+def test_from_factors_copies_and_keeps_a_bias_parameter(storage):
+    u, v, u_scale, v_scale = random_factors(12, 3, 8, storage)
+    bias = nn.Parameter(torch.zeros(8, dtype=torch.float16))
+    layer = SVDLinear.from_factors(u, v, bias, u_scale, v_scale)
+    assert layer.bias is bias
+    assert layer.weight.dtype == torch.float16  # the bias's, where nothing else is said
+    u_scale.fill_(0)
+    assert layer.u_scale is not None
+    assert float(layer.u_scale.min()) > 0
+    assert SVDLinear.from_factors(u, v, None, layer.u_scale, v_scale).dtype == torch.float32
+
+
+# --- casts and moves
+
+
+@STORED
+@pytest.mark.parametrize(
+    "cast",
+    [
+        lambda m: m.to(torch.float16),
+        lambda m: m.half(),
+        lambda m: m.float(),
+        lambda m: m.double(),
+        lambda m: m.type(torch.float16),
+        lambda m: m.to("cpu", torch.float32),
+        lambda m: m.to(torch.empty(0, dtype=torch.float16)),
+    ],
+)
+def test_a_cast_leaves_factors_and_scales_alone(storage, cast):
+    layer = make_layer(storage)
+    before = tensors_of(layer)
+    cast(layer)
+    dtype = layer.weight.dtype
+    assert dtype != torch.bfloat16
+    assert layer.bias is not None
+    assert layer.bias.dtype == dtype
+    for name in ("weight", "bias"):
+        before[name] = before[name].to(dtype)
+    assert_same_bits(layer, before)
+    assert is_contraction_major(layer)
+    assert layer(torch.zeros(2, 12, dtype=dtype)).dtype == dtype
+
+
+@STORED
+def test_a_cast_of_a_model_casts_the_rest(storage):
+    model = nn.Sequential(nn.Linear(12, 12), make_layer(storage))
+    model.to(torch.float16)
+    assert model[0].weight.dtype == torch.float16
+    assert model[1].u.dtype == STORAGES[storage]
+    assert model[1].u_scale.dtype == torch.float32
+
+
+@STORED
+def test_a_move_moves_all_of_it(storage):
+    layer = make_layer(storage).to("meta", torch.float16)
+    assert all(t.is_meta for t in layer.state_dict().values())
+    assert (layer.u.dtype, layer.u_scale.dtype) == (STORAGES[storage], torch.float32)
+    source = make_layer(storage)
+    layer = SVDLinear(12, 8, 3, device="meta", storage=storage).to_empty(device="cpu").bfloat16()
+    layer.load_state_dict(source.state_dict())
+    assert_same_bits(layer, tensors_of(source))
+    assert is_contraction_major(layer)
+
+
+# --- copies
+
+
+@STORED
+def test_deepcopy_and_state_dict_round_trips(storage):
+    layer = make_layer(storage)
+    before = tensors_of(layer)
+    clone = copy.deepcopy(layer)
+    assert_same_bits(clone, before)
+    assert is_contraction_major(clone)
+    assert not clone.u.requires_grad
+    with torch.no_grad():
+        clone.u_scale.fill_(7)
+    assert_same_bits(layer, before)
+
+    file = io.BytesIO()
+    torch.save(layer.state_dict(), file)
+    file.seek(0)
+    contiguous = {name: t.contiguous() for name, t in layer.state_dict().items()}
+    for state in (torch.load(file), load(save(contiguous))):
+        for assign in (False, True):
+            fresh = SVDLinear(12, 8, 3, dtype=torch.bfloat16, storage=storage)
+            fresh.load_state_dict(state, assign=assign)
+            assert_same_bits(fresh.relayout_(), before)
+            assert is_contraction_major(fresh)
+
+
+def test_loading_another_dtype_is_refused():
+    layers = {name: make_layer(name) for name in STORAGES}
+    layers["bfloat16"] = SVDLinear(12, 8, 3, dtype=torch.bfloat16)
+    names = {"fp8": "float8_e4m3fn", "int8": "int8", "bfloat16": "bfloat16"}
+    for own, layer in layers.items():
+        for given, source in layers.items():
+            if own == given:
+                continue
+            before = tensors_of(layer)
+            error = rf"0\.u must be {names[own]}, got {names[given]}; give the layer the storage"
+            with pytest.raises(RuntimeError, match=error):
+                nn.Sequential(layer).load_state_dict(nn.Sequential(source).state_dict())
+            assert_same_bits(layer, before)
+
+
+def test_floats_are_loaded_as_before():
+    layer, source = SVDLinear(12, 8, 3), SVDLinear(12, 8, 3, dtype=torch.bfloat16)
+    layer.load_state_dict(source.state_dict())
+    assert torch.equal(layer.u, source.u.float())
+
+
+@STORED
+def test_loading_bad_values_is_refused(storage):
+    layer = make_layer(storage)
+    before = tensors_of(layer)
+    for key, value, error in (
+        ("u_scale", -torch.ones(3), r"0: u_scale must be .* got -1.0 at 0"),
+        ("v_scale", torch.ones(8).bfloat16(), r"0: v_scale must be .* got \[8\] in bfloat16"),
+        ("v_scale", torch.ones(7), r"size mismatch for 0.v_scale"),
+    ):
+        state = {f"0.{name}": tensor for name, tensor in before.items()} | {f"0.{key}": value}
+        with pytest.raises(RuntimeError, match=error):
+            nn.Sequential(layer).load_state_dict(state)
+        assert_same_bits(layer, before)
+    del state["0.v_scale"]
+    with pytest.raises(RuntimeError, match=r'Missing key.*"0.v_scale"'):
+        nn.Sequential(layer).load_state_dict(state)
+
+
+# --- what it becomes
+
+
+@STORED
+@pytest.mark.parametrize("bias", [True, False])
+def test_to_linear_is_in_the_models_dtype(storage, bias):
+    layer = make_layer(storage, bias)
+    linear = layer.to_linear()
+    assert (linear.weight.dtype, linear.weight.requires_grad) == (torch.bfloat16, True)
+    u, v = layer.u.float() * layer.u_scale, layer.v.float() * layer.v_scale
+    torch.testing.assert_close(linear.weight, (u @ v).t().bfloat16())
+    assert (linear.bias is not None) == bias
+
+
+@STORED
+def test_a_pair_has_the_values_in_the_models_dtype(storage):
+    layer = make_layer(storage, dtype=torch.float32)
+    pair = layer.to_pair()
+    assert all(p.requires_grad and p.dtype == torch.float32 for p in pair.parameters())
+    x = torch.randn(4, 12)
+    torch.testing.assert_close(pair(x), layer(x), rtol=1e-4, atol=1e-5)
+    back = SVDLinear.from_pair(pair)
+    assert (back.storage, back.u_scale, back.u.dtype) == (None, None, torch.float32)
+    assert torch.equal(back.u, layer.u.float() * layer.u_scale)
+    assert "u_scale" not in back.state_dict()
+
+
+@STORED
+def test_it_says_what_it_is(storage):
+    layer = make_layer(storage)
+    assert repr(layer).endswith(f"effective_ratio={1 - 60 / 96:.3f}, storage={storage})")
+    assert list(layer.state_dict()) == ["u", "v", "bias", "u_scale", "v_scale", "weight"]
+    assert layer.effective_ratio == SVDLinear(12, 8, 3).effective_ratio
+    layer.compute = "fp8"
+    assert repr(layer).endswith(f"storage={storage}, compute=fp8)")
+
+
+# --- gradients
+
+
+@STORED
+def test_gradients_reach_the_input_and_the_bias(storage):
+    layer = make_layer(storage, dtype=torch.float32)
+    x = torch.randn(4, 12, requires_grad=True)
+    layer(x).sum().backward()
+    assert layer.bias is not None
+    assert layer.bias.grad is not None
+    assert layer.u.grad is None
+    assert layer.v.grad is None
+    expected = torch.ones(4, 8) @ layer.to_linear().weight
+    assert x.grad is not None
+    torch.testing.assert_close(x.grad, expected, rtol=1e-4, atol=1e-5)
+
+
+@STORED
+def test_gradients_of_the_factors_are_refused(storage):
+    layer = make_layer(storage)
+    with pytest.raises(ValueError, match=rf"in {dtype_name(storage)} have no gradient; add LoRA"):
+        layer.requires_grad_()
+    assert layer.requires_grad_(False) is layer
+    assert layer.bias is not None
+    assert not layer.bias.requires_grad
+
+
+# --- swap
+
+
+def bad_factors() -> list[tuple[tuple[Tensor, ...], str]]:
+    def with_scale(index: int, value: float) -> tuple[Tensor, ...]:
+        factors = [tensor.clone() for tensor in random_factors(12, 3, 8, "int8")]
+        factors[index][1] = value
+        return tuple(factors)
+
+    u, v, s, t = random_factors(12, 3, 8, "int8")
+    a, b, _, _ = random_factors(12, 3, 8, "fp8")
+    nan, big = (b.view(torch.uint8).clone() for _ in range(2))
+    nan[0, 0], big[0, 0] = 0xFF, 0xF8
+    low = u.clone()
+    low[2, 1] = -128
+    rule = r"in float32, positive and finite"
+    return [
+        (with_scale(2, 0.0), rf"0: u_scale must be \[3\] {rule}; got 0.0 at 1"),
+        (with_scale(3, -2.0), rf"0: v_scale must be \[8\] {rule}; got -2.0 at 1"),
+        (with_scale(3, float("nan")), rf"0: v_scale must be \[8\] {rule}; got nan at 1"),
+        (with_scale(2, float("inf")), rf"0: u_scale must be \[3\] {rule}; got inf at 1"),
+        ((u, v, s[:2], t), rf"0: u_scale must be \[3\] {rule}; got \[2\] in float32"),
+        ((u, v, s, t[None]), rf"0: v_scale must be \[8\] {rule}; got \[1, 8\] in float32"),
+        ((u, v, s, t.double()), rf"0: v_scale must be \[8\] {rule}; got \[8\] in float64"),
+        ((u, v), rf"0: u_scale must be \[3\] {rule}, got none; factors in int8 need both"),
+        ((a, b, s, None), rf"0: v_scale must be \[8\] {rule}, got none; factors in float8_e4m3fn"),
+        ((u, b, s, t), r"0: u and v must have one dtype, got int8 and float8_e4m3fn; quantize"),
+        ((u.float(), v, s, t), r"0: u and v must have one dtype, got float32 and int8; quantize"),
+        ((u.float(), v.float(), s, t), r"0: scales belong to factors in .*, got .* in float32"),
+        ((u.int(), v.int(), s, t), r"0: u must be bfloat16, .* float8_e4m3fn or int8; got int32"),
+        ((low, v, s, t), r"0: u must be in -127..127 .*, got -128"),
+        ((a, nan.view(b.dtype), s, t), r"0: v must be in -240..240.*; got a magnitude of nan"),
+        ((a, big.view(b.dtype), s, t), r"0: v must be in -240..240.*; got a magnitude of 256"),
+        ((u, v, s), r"0: factors must be \(u, v\) or \(u, v, u_scale, v_scale\), got 3"),
+    ]
+
+
+@pytest.mark.parametrize(("factors", "error"), bad_factors())
+def test_bad_factors_are_refused_in_one_line(factors, error):
+    model = nn.Sequential(nn.Linear(12, 8))
+    with pytest.raises(ValueError, match=error) as caught:
+        swap_(model, {"0": factors})
+    assert "\n" not in str(caught.value)
+    assert type(model[0]) is nn.Linear
+
+
+@STORED
+def test_swap_takes_scales(storage):
+    linear = nn.Linear(12, 8, dtype=torch.bfloat16)
+    model = nn.Sequential(linear)
+    factors = random_factors(12, 3, 8, storage)
+    swap_(model, {"0": factors})
+    layer = model[0]
+    assert isinstance(layer, SVDLinear)
+    assert (layer.storage, layer.dtype, layer.bias is linear.bias) == (
+        storage,
+        torch.bfloat16,
+        True,
+    )
+    assert torch.equal(layer.u.float(), factors[0].float())
+    assert not layer.u.requires_grad
+    with pytest.raises(RuntimeError):
+        layer.weight @ torch.randn(8)
+
+
+@STORED
+def test_the_largest_values_are_taken(storage):
+    largest = {"fp8": 240.0, "int8": 127.0}[storage]
+    u = torch.full((12, 3), -largest).to(STORAGES[storage])
+    v = torch.full((3, 8), largest).to(STORAGES[storage])
+    layer = SVDLinear.from_factors(u, v, None, torch.full((3,), 1e-3), torch.full((8,), 1e-3))
+    assert float(layer.u.float().min()) == -largest
+
+
+def test_the_helper_rounds_to_nearest():
+    for storage, step in (("int8", 0.5), ("fp8", 8)):
+        factor = torch.randn(50, 4)
+        values, scale = nearest(factor, storage)
+        check_factors(values, values.t(), scale, scale.new_ones(50))
+        assert float((values.float() - factor / scale).abs().max()) <= step
+
+
+# --- SVDMLP
+
+
+def make_mlp(gate: str | None, up: str | None, down: str | None) -> SVDMLP:
+    def layer(K: int, N: int, storage: str | None) -> SVDLinear:
+        return SVDLinear(K, N, 3, False, dtype=torch.float32, storage=storage)
+
+    return SVDMLP.from_projections(
+        layer(12, 16, gate), layer(12, 16, up), layer(16, 12, down), "silu"
+    )
+
+
+@pytest.mark.parametrize(
+    "storages",
+    [("fp8",) * 3, ("int8",) * 3, (None,) * 3, ("fp8", "fp8", "int8"), ("int8", None, "int8")],
+)
+def test_an_mlp_of_any_storages_computes_its_projections(storages):
+    torch.manual_seed(0)
+    mlp = make_mlp(*storages)
+    x = torch.randn(5, 12)
+    dense = [layer.to_linear() for layer in (mlp.gate_proj, mlp.up_proj, mlp.down_proj)]
+    expected = dense[2](nn.functional.silu(dense[0](x)) * dense[1](x))
+    torch.testing.assert_close(mlp(x), expected, rtol=1e-3, atol=1e-5)
+
+
+def test_the_constructor_of_an_mlp_has_a_storage():
+    mlp = SVDMLP(12, 16, (3, 3, 3), storage="int8", dtype=torch.bfloat16)
+    assert all(layer.storage == "int8" for layer in mlp.children())
+    assert mlp(torch.zeros(2, 12, dtype=torch.bfloat16)).shape == (2, 12)

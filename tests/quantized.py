@@ -1,0 +1,42 @@
+"""Factors in one byte by nearest rounding, for tests of what holds them."""
+
+import torch
+from torch import Tensor, nn
+
+from neuronmm_ops.nn import SVDLinear
+from neuronmm_ops.nn.storage import LARGEST, STORAGES
+
+Quantized = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+def nearest(factor: Tensor, storage: str) -> tuple[Tensor, Tensor]:
+    """Return a factor in one byte and the scale of each column, a bfloat16 value."""
+    largest = LARGEST[storage]
+    scale = (factor.float().abs().amax(0) / largest).clamp(min=1e-12)
+    scale = (scale * (1 + 2**-7)).bfloat16().float()  # upwards, so that nothing exceeds the range
+    values = (factor.float() / scale).clamp(-largest, largest)
+    return (values.round() if storage == "int8" else values).to(STORAGES[storage]), scale
+
+
+def quantized(u: Tensor, v: Tensor, storage: str) -> Quantized:
+    """Return u, v and their scales in one byte."""
+    (u, u_scale), (v, v_scale) = nearest(u, storage), nearest(v, storage)
+    return u, v, u_scale, v_scale
+
+
+def random_factors(K: int, r: int, N: int, storage: str) -> Quantized:
+    """Return random factors of a product whose entries have variance 1 / K."""
+    return quantized(torch.randn(K, r) / K**0.5, torch.randn(r, N) / r**0.5, storage)
+
+
+def quantize_(model: nn.Module, storage: str) -> nn.Module:
+    """Give the model's low-rank layers factors in one byte, in place."""
+    for name, module in list(model.named_modules()):
+        if isinstance(module, SVDLinear):
+            factors = quantized(module.u.detach(), module.v.detach(), storage)
+            layer = SVDLinear.from_factors(
+                *factors[:2], module.bias, *factors[2:], dtype=module.weight.dtype
+            )
+            parent, _, attribute = name.rpartition(".")
+            setattr(model.get_submodule(parent), attribute, layer)
+    return model
