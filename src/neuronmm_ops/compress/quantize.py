@@ -25,10 +25,8 @@ import torch
 from torch import Tensor
 
 from neuronmm_ops.errors import NonFiniteError
+from neuronmm_ops.nn.storage import LARGEST, STORAGES
 
-ONE_BYTE = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
-# Legacy e4m3 of trn1 and trn2 ends at 240; up to there its bits are those of e4m3fn.
-LARGEST = {"fp8": 240.0, "int8": 127.0}
 # What a column is scaled to: in e4m3 the octave below the last is as fine, and errors that are fed
 # back may then be as large as the numbers themselves.
 FULL = {"fp8": 120.0, "int8": 127.0}
@@ -60,11 +58,6 @@ class Quantized(NamedTuple):
     def widened(self, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
         """Return `u[K, r]` and `v[r, N]` with their scales multiplied in."""
         return self.u.to(dtype) * self.u_scale.to(dtype), self.v.to(dtype) * self.v_scale.to(dtype)
-
-
-def is_one_byte(storage: str | None) -> bool:
-    """Whether a storage is one of one byte a number, with scales."""
-    return storage in ONE_BYTE
 
 
 @torch.no_grad()
@@ -114,7 +107,7 @@ def quantize_pair(
         stored_v = _round_rows(v / v_scale, gram, storage)
     else:
         stored_v = _round_columns(v, gram, metric, v_scale, storage)
-    dtype = ONE_BYTE[storage]
+    dtype = STORAGES[storage]
     return Quantized(stored_u.to(dtype), stored_v.to(dtype), row_scale.float(), v_scale.float())
 
 
@@ -125,7 +118,7 @@ def nearest_pair(u: Tensor, v: Tensor, storage: str) -> Quantized:
     length = v.norm(dim=1)
     row_scale = _bfloat16(column_scale * torch.where(length > 0, length, 1.0))
     v = v * (column_scale / row_scale)[:, None]
-    v_scale, dtype = _scale(v, storage), ONE_BYTE[storage]
+    v_scale, dtype = _scale(v, storage), STORAGES[storage]
     stored_u, stored_v = _nearest(u / column_scale, storage), _nearest(v / v_scale, storage)
     return Quantized(stored_u.to(dtype), stored_v.to(dtype), row_scale.float(), v_scale.float())
 
@@ -214,9 +207,7 @@ def _round_rows(v: Tensor, gram: Tensor, storage: str) -> Tensor:
     return rounded.flip(0)
 
 
-def _round_columns(
-    v: Tensor, gram: Tensor, metric: Tensor, scale: Tensor, storage: str
-) -> Tensor:
+def _round_columns(v: Tensor, gram: Tensor, metric: Tensor, scale: Tensor, storage: str) -> Tensor:
     """Round v `[r, N]`, feeding the errors of each group of columns back by C into those to come.
 
     The group with the largest weights first.
@@ -251,7 +242,7 @@ def _nearest(values: Tensor, storage: str) -> Tensor:
     largest = LARGEST[storage]
     values = values.clamp(-largest, largest)
     # By way of fp32, whose rounding is too fine to matter, for there is no cast from fp64.
-    return values.round() if storage == "int8" else values.float().to(ONE_BYTE[storage]).to(values)
+    return values.round() if storage == "int8" else values.float().to(STORAGES[storage]).to(values)
 
 
 def _scale(matrix: Tensor, storage: str) -> Tensor:
@@ -264,8 +255,11 @@ def _bfloat16(scale: Tensor, up: bool = False) -> Tensor:
     """Round to bfloat16 numbers, in the values' own dtype: to nearest, or never to less."""
     scale = scale.clamp(MIN_SCALE, MAX_SCALE)
     rounded = scale.bfloat16().to(scale)
-    return torch.where(rounded < scale, rounded * (1 + 2**-7), rounded).bfloat16().to(scale) \
-        if up else rounded
+    return (
+        torch.where(rounded < scale, rounded * (1 + 2**-7), rounded).bfloat16().to(scale)
+        if up
+        else rounded
+    )
 
 
 def _damping(gram: Tensor) -> Tensor:
@@ -285,8 +279,8 @@ def _check(
     moment: Tensor | None,
     metric: Tensor | None,
 ) -> None:
-    if storage not in ONE_BYTE:
-        raise ValueError(f"storage must be one of {', '.join(ONE_BYTE)}; got {storage!r}")
+    if storage not in STORAGES:
+        raise ValueError(f"storage must be one of {', '.join(STORAGES)}; got {storage!r}")
     K, N = target.shape
     if u.dim() != 2 or v.dim() != 2 or (len(u), v.shape[1]) != (K, N) or u.shape[1] != len(v):
         raise ValueError(
@@ -299,4 +293,6 @@ def _check(
     named = {"u": u, "v": v, "weight": target, "second moment": moment, "metric": metric}
     for name, tensor in named.items():
         if tensor is not None and not torch.isfinite(tensor).all():
-            raise NonFiniteError(f"{name} must be finite to be rounded to {storage}, got NaN or Inf")
+            raise NonFiniteError(
+                f"{name} must be finite to be rounded to {storage}, got NaN or Inf"
+            )
