@@ -111,6 +111,13 @@ def quantize_pair(
     return Quantized(stored_u.to(dtype), stored_v.to(dtype), row_scale.float(), v_scale.float())
 
 
+def empty_pair(u: Tensor, v: Tensor, storage: str) -> Quantized:
+    """Return what `quantize_pair` would of `u[K, r]`, `v[r, N]`, without values, on the device."""
+    scales = u.new_empty(len(v), dtype=torch.float32), v.new_empty(v.shape[1], dtype=torch.float32)
+    stored = (torch.empty_like(factor, dtype=STORAGES[storage]) for factor in (u, v))
+    return Quantized(*stored, *scales)
+
+
 def nearest_pair(u: Tensor, v: Tensor, storage: str) -> Quantized:
     """Round a pair `u[K, r]`, `v[r, N]` to nearest, to compare with; v's rows equally long."""
     u, v = u.double(), v.double()

@@ -12,7 +12,7 @@ from neuronmm_ops.compress import workers
 from neuronmm_ops.compress.batches import Batch
 from neuronmm_ops.compress.calibrate import Progress, collect_moments
 from neuronmm_ops.compress.config import SVDConfig
-from neuronmm_ops.compress.factorization import SecondMoment, Side
+from neuronmm_ops.compress.factorization import Gradient, SecondMoment, Side
 from neuronmm_ops.compress.factorize import check_finite
 from neuronmm_ops.compress.methods import METHODS, kfac
 from neuronmm_ops.compress.nested import first_method, gradient_kinds
@@ -91,8 +91,13 @@ def output_metrics(
     config: SVDConfig, linears: Mapping[str, DenseLinear], gradients: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
     """Return by what errors in outputs count, `[N, N]` or `[N]`; without those that count alike."""
+    return {n: kfac.damped(gradients[n]) for n in metric_kinds(config, linears)}
+
+
+def metric_kinds(config: SVDConfig, linears: Mapping[str, DenseLinear]) -> dict[str, Gradient]:
+    """Return the gradient statistic by which errors in outputs count, of Linears that have one."""
     kinds = gradient_kinds(config, linears)
-    return {n: kfac.damped(gradients[n]) for n in linears if kinds.get(n) in OUTPUT_KINDS}
+    return {name: kind for name, kind in kinds.items() if kind in OUTPUT_KINDS}
 
 
 def rounding_sides(config: SVDConfig, names: Mapping[str, object]) -> dict[str, Side]:
