@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from neuronmm_ops.nn import SVDLinear
+from neuronmm_ops import SVDLinear, swap_
 from neuronmm_ops.nn.storage import LARGEST, STORAGES
 
 Quantized = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -39,4 +39,15 @@ def quantize_(model: nn.Module, storage: str) -> nn.Module:
             )
             parent, _, attribute = name.rpartition(".")
             setattr(model.get_submodule(parent), attribute, layer)
+    return model
+
+
+def swap_quantized_(model: nn.Module, storage: str, *ends: str, rank: int = 8) -> nn.Module:
+    """Swap the Linears whose names end so for one-byte factors of their truncated SVD."""
+    factors: dict[str, Quantized] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and name.endswith(ends):
+            layer = SVDLinear.from_linear(module, rank)
+            factors[name] = quantized(layer.u.detach(), layer.v.detach(), storage)
+    swap_(model, factors)
     return model

@@ -15,6 +15,7 @@ from neuronmm_ops.compress import (
     collect_moments,
     compress_,
     factorize,
+    set_compute_,
     swap_,
 )
 from neuronmm_ops.errors import (
@@ -52,6 +53,7 @@ __all__ = [
     "encode_documents",
     "factorize",
     "last_profile",
+    "set_compute_",
     "svd_mlp",
     "svd_qkv",
     "swap_",

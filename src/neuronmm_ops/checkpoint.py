@@ -2,7 +2,8 @@
 
 A checkpoint is a Transformers directory whose `quantization_config` entry is
 `{"quant_method": "neuronmm", "format_version": 1, ...CompressionReport}` and whose safetensors
-hold `<layer>.u` `[K, r]` and `<layer>.v` `[r, N]`, and a `<layer>.weight` `[0]` (see `SVDLinear`).
+hold `<layer>.u` `[K, r]` and `<layer>.v` `[r, N]`, and a `<layer>.weight` `[0]` (see `SVDLinear`);
+of factors in one byte also `<layer>.u_scale` `[r]` and `<layer>.v_scale` `[N]`.
 What cannot be read or does not fit raises CheckpointError.
 """
 
@@ -22,6 +23,7 @@ from neuronmm_ops.errors import CheckpointError
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 FLOATS = ("F64", "F32", "F16", "BF16")
+ONE_BYTE = {"fp8": "F8_E4M3", "int8": "I8"}
 
 
 # --- the directory
@@ -76,7 +78,7 @@ def inspect_checkpoint(directory: Path) -> CompressionReport:
     report = report_of(record)
     headers = read_headers(weight_files(directory))
     if not are_renamed(headers, report.layers):
-        check_shapes(headers, report.layers)
+        check_tensors(headers, report.layers)
     return report
 
 
@@ -124,8 +126,8 @@ def check_float(headers: Mapping[str, TensorHeader]) -> None:
             )
 
 
-def check_shapes(headers: Mapping[str, TensorHeader], layers: Iterable[LayerReport]) -> None:
-    """Refuse tensors of other shapes than the record describes, and factors that are missing."""
+def check_tensors(headers: Mapping[str, TensorHeader], layers: Iterable[LayerReport]) -> None:
+    """Refuse tensors of other shapes or dtypes than the record describes, and those missing."""
     for layer in layers:
         for tensor, expected in _expected(layer).items():
             found = headers.get(tensor)
@@ -137,6 +139,18 @@ def check_shapes(headers: Mapping[str, TensorHeader], layers: Iterable[LayerRepo
                     f"{tensor}: config.json asks for {list(expected)}, {actual}; "
                     "config and weights are not of the same checkpoint"
                 )
+            allowed = _dtypes(layer, tensor)
+            if found.dtype not in allowed:
+                raise CheckpointError(
+                    f"{tensor}: config.json asks for {' or '.join(allowed)}, the file has "
+                    f"{found.dtype}; config and weights are not of the same checkpoint"
+                )
+        scale = f"{layer.name}.u_scale"
+        if layer.storage is None and scale in headers:
+            raise CheckpointError(
+                f"{scale}: the file has scales, config.json says nothing of factors in one byte; "
+                "config and weights are not of the same checkpoint"
+            )
 
 
 def are_renamed(headers: Mapping[str, TensorHeader], layers: Iterable[LayerReport]) -> bool:
@@ -144,7 +158,8 @@ def are_renamed(headers: Mapping[str, TensorHeader], layers: Iterable[LayerRepor
 
     Transformers renames some architectures' tensors on saving, and back on loading.
     """
-    factors = {n: shape for layer in layers if layer.r for n, shape in _expected(layer).items()}
+    expected = {n: shape for layer in layers if layer.r for n, shape in _expected(layer).items()}
+    factors = {n: shape for n, shape in expected.items() if n.endswith((".u", ".v"))}
     stored = [(n[-2:], header.shape) for n, header in headers.items() if n.endswith((".u", ".v"))]
     same = Counter(stored) == Counter((n[-2:], shape) for n, shape in factors.items())
     return same and not set(factors) & set(headers)
@@ -167,8 +182,18 @@ def _read_object(path: Path) -> dict[str, Any]:
     return value
 
 
-def _expected(layer: LayerReport) -> dict[str, tuple[int, int]]:
+def _expected(layer: LayerReport) -> dict[str, tuple[int, ...]]:
     """The tensors that the layer is stored as, and their shapes."""
     if layer.r is None:
         return {f"{layer.name}.weight": (layer.N, layer.K)}
-    return {f"{layer.name}.u": (layer.K, layer.r), f"{layer.name}.v": (layer.r, layer.N)}
+    shapes: dict[str, tuple[int, ...]] = {"u": (layer.K, layer.r), "v": (layer.r, layer.N)}
+    if layer.storage is not None:
+        shapes |= {"u_scale": (layer.r,), "v_scale": (layer.N,)}
+    return {f"{layer.name}.{name}": shape for name, shape in shapes.items()}
+
+
+def _dtypes(layer: LayerReport, tensor: str) -> tuple[str, ...]:
+    """The dtypes that a tensor of the layer may have."""
+    if layer.storage is None:
+        return FLOATS
+    return ("F32",) if tensor.endswith("_scale") else (ONE_BYTE[layer.storage],)

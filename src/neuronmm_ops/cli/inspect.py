@@ -10,6 +10,7 @@ from neuronmm_ops.cli.console import show_table, stdout
 from neuronmm_ops.cli.parser import add_command
 from neuronmm_ops.compress.rank import parameter_count
 from neuronmm_ops.compress.report import CompressionReport
+from neuronmm_ops.nn.storage import dtype_name
 
 
 def add(commands: Any) -> None:
@@ -28,7 +29,7 @@ def _inspect(options: argparse.Namespace) -> dict[str, Any]:
 
 def summary(report: CompressionReport) -> dict[str, Any]:
     """Return the document of `inspect`."""
-    fields = ("name", "K", "N", "r", "dense", "loss", "bytes")
+    fields = ("name", "K", "N", "r", "dense", "loss", "bytes", "bits_per_weight", "compute")
     return {
         "ratio": report.ratio,
         "effective_ratio": report.effective_ratio,
@@ -40,7 +41,11 @@ def summary(report: CompressionReport) -> dict[str, Any]:
         "config": None if report.config is None else report.config.to_dict(),
         "calibration": report.calibration,
         "provenance": report.provenance,
-        "layers": [{field: getattr(layer, field) for field in fields} for layer in report.layers],
+        "layers": [
+            {field: getattr(layer, field) for field in fields}
+            | {"storage": dtype_name(layer.storage)}
+            for layer in report.layers
+        ],
         **{key: report.provenance[key] for key in ("recovery",) if key in report.provenance},
     }
 
@@ -48,13 +53,16 @@ def summary(report: CompressionReport) -> dict[str, Any]:
 def show_summary(document: dict[str, Any]) -> None:
     """Print the document as a table, and its totals."""
     rows: list[tuple[object, ...]] = []
+    has_storage = any(layer["storage"] is not None for layer in document["layers"])
     for layer in document["layers"]:
         K, N, r = layer["K"], layer["N"], layer["r"]
         ratio = 1 - parameter_count(K, N, r) / (K * N)
         loss = "unknown" if layer["loss"] is None else f"{layer['loss']:.4f}"
         cells = (layer["name"], K, N, "dense" if r is None else r, f"{ratio:.3f}", loss)
-        rows.append((*cells, f"{layer['bytes'] / 1e6:.3f}"))
+        stored = (layer["storage"] or "-", f"{layer['bits_per_weight']:.2f}") if has_storage else ()
+        rows.append((*cells, f"{layer['bytes'] / 1e6:.3f}", *stored))
     columns = ("layer", "K", "N", "rank", "effective", "loss", "MB")
+    columns += ("storage", "bits a weight") if has_storage else ()
     show_table(columns, rows, left=columns[:1], title=document.get("output"))
     stdout.print(
         f"targeted layers: nominal ratio {document['ratio']:.3f}, effective "
@@ -62,6 +70,10 @@ def show_summary(document: dict[str, Any]) -> None:
         f"{document['bytes'] / 1e6:.1f} MB",
         soft_wrap=True,
     )
+    if any(layer["compute"] == "fp8" for layer in document["layers"]):
+        stdout.print(
+            "activations of layers in float8_e4m3fn may be rounded to it, too (compute fp8)"
+        )
     if document["model_ratio"] is not None:
         stdout.print(f"whole model: {document['model_ratio']:.3f} of its parameters are gone")
     for left in document["left_dense"]:

@@ -6,7 +6,7 @@ from neuronmm_ops.compress.factorization import Factorization, SecondMoment
 from neuronmm_ops.compress.factorize import factorize
 from neuronmm_ops.compress.pipeline import compress_
 from neuronmm_ops.compress.rank import aligned_rank
-from neuronmm_ops.compress.record import swap_
+from neuronmm_ops.compress.record import set_compute_, swap_
 from neuronmm_ops.compress.report import CompressionReport, LayerReport, LeftDense
 
 __all__ = [
@@ -20,5 +20,6 @@ __all__ = [
     "collect_moments",
     "compress_",
     "factorize",
+    "set_compute_",
     "swap_",
 ]

@@ -4,7 +4,7 @@
 `save_pretrained` (a Trainer's, `push_to_hub`'s) writes a checkpoint that can be loaded.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, TypeGuard
 
@@ -16,6 +16,7 @@ from neuronmm_ops.compress.report import CompressionReport, LayerReport, provena
 from neuronmm_ops.errors import CheckpointError
 from neuronmm_ops.nn.svd_linear import SVDLinear
 from neuronmm_ops.nn.swap import Factors, shared_weights, swap_modules_
+from neuronmm_ops.ops.spec import COMPUTES
 
 QUANT_METHOD = "neuronmm"
 FORMAT_VERSION = 1
@@ -123,6 +124,44 @@ def swap_(model: nn.Module, factors: Mapping[str, Factors]) -> None:
     if layers:
         provenance, total = provenance_of(model), dense_parameters(model)
         attach(model, CompressionReport(None, layers, None, provenance, total))
+
+
+def set_compute_(model: nn.Module, compute: str) -> None:
+    """Say what the model's products may be computed in, in place; its config records it.
+
+    `fp8` is a permission to round activations, too: token by token to e4m3, before each product of
+    a layer whose factors are in fp8. NeuronCores from trn2 on then multiply twice as fast in
+    prefill. Accuracy changes, measure it; the CPU computes the same. `x` takes it back.
+
+    Args:
+        model: with layers whose factors are in fp8; others stay as they are.
+        compute: `fp8` or `x`, the dtype of the activations.
+
+    Raises:
+        ValueError: it is neither, or the model has no such layer. Nothing is changed then.
+    """
+    if compute not in COMPUTES:
+        raise ValueError(f"compute must be one of {', '.join(COMPUTES)}; got {compute!r}")
+    layers = {n: layer for n, layer in low_rank_layers(model).items() if layer.storage == "fp8"}
+    if compute != "x" and not layers:
+        raise ValueError(
+            f"compute {compute} needs layers with factors in float8_e4m3fn, the model has none; "
+            "compress it with storage fp8"
+        )
+    for layer in layers.values():
+        layer.compute = compute
+    rewrite_record(
+        model,
+        lambda layer: replace(layer, compute=compute) if layer.storage == "fp8" else layer,
+    )
+
+
+def rewrite_record(model: nn.Module, change: Callable[[LayerReport], LayerReport]) -> None:
+    """Change what the model's config says of each layer, where it says anything."""
+    report = attached_report(model)
+    if report is not None:
+        record = record_of(replace(report, layers=tuple(map(change, report.layers))))
+        model.config.quantization_config = record  # pyright: ignore
 
 
 def low_rank_layers(model: nn.Module) -> dict[str, SVDLinear]:

@@ -13,7 +13,9 @@ from torch import nn
 from neuronmm_ops.compress.config import SVDConfig
 from neuronmm_ops.compress.rank import parameter_count
 from neuronmm_ops.nn.dense_linear import DenseLinear
+from neuronmm_ops.nn.storage import dtype_name, factor_bytes, storage_named
 from neuronmm_ops.nn.svd_linear import SVDLinear
+from neuronmm_ops.ops.spec import COMPUTES
 
 
 @dataclass(frozen=True)
@@ -29,8 +31,11 @@ class LayerReport:
         reason: why it stays dense, else None.
         loss: exact relative loss of the truncation on the calibration data (of the weight's energy
             for `plain`), in [0, 1]; 0 for a dense layer, None for factors from elsewhere.
-        bytes: of its matrices as they are now, without bias.
+        bytes: of its matrices as they are now, scales included, without bias.
         dense_bytes: of the dense matrix.
+        storage: of its factors in one byte, `fp8` or `int8`; None for the model's dtype. In
+            config.json it is the dtype's name.
+        compute: `x`, or `fp8` where activations may be rounded to fp8, too, see `set_compute_`.
     """
 
     name: str
@@ -42,11 +47,18 @@ class LayerReport:
     loss: float | None
     bytes: int
     dense_bytes: int
+    storage: str | None = None
+    compute: str = "x"
 
     @property
     def parameters(self) -> int:
         """Number of parameters of its matrices as they are now."""
         return parameter_count(self.K, self.N, self.r)
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Bits that are stored for each entry of the dense matrix."""
+        return 8 * self.bytes / (self.K * self.N)
 
     @classmethod
     def of(
@@ -56,19 +68,41 @@ class LayerReport:
         r: int | None,
         loss: float | None,
         reason: str | None = None,
+        storage: str | None = None,
     ) -> Self:
-        """Describe the layer once it has rank `r`, or stays dense for None."""
+        """Describe the layer once it has rank `r` and that storage, or stays dense for None.
+
+        A low-rank layer's storage, and what it computes in, are its own.
+        """
         K, N, itemsize = layer.in_features, layer.out_features, layer.weight.element_size()
-        size = parameter_count(K, N, r) * itemsize
-        return cls(name, K, N, r, r is None, reason, loss, size, K * N * itemsize)
+        dense_bytes, compute = K * N * itemsize, "x"
+        if r is None:
+            return cls(name, K, N, r, True, reason, loss, dense_bytes, dense_bytes)
+        if isinstance(layer, SVDLinear):
+            storage, compute = layer.storage, layer.compute
+        size = factor_bytes(K, N, r, itemsize, storage)
+        return cls(name, K, N, r, False, reason, loss, size, dense_bytes, storage, compute)
+
+    def dequantized(self) -> Self:
+        """Describe the layer with its factors in the model's dtype."""
+        itemsize = self.dense_bytes // (self.K * self.N)
+        size = self.parameters * itemsize
+        return replace(self, bytes=size, storage=None, compute="x")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as a JSON-compatible dict."""
+        return {**asdict(self), "storage": dtype_name(self.storage)}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """Read what `dataclasses.asdict` wrote, checking every value.
+        """Read what `to_dict` wrote, checking every value.
+
+        Earlier versions wrote neither storage nor compute.
 
         Raises:
             ValueError: a field is missing, unknown, of the wrong type or out of range.
         """
+        values = {"storage": None, "compute": "x", **values}
         names = {field.name for field in fields(cls)}
         if set(values) != names:
             odd = sorted(set(values) ^ names)[0]
@@ -86,7 +120,27 @@ class LayerReport:
             raise ValueError(f"{layer.name}: loss must be a number in [0, 1] or null, got {loss!r}")
         if not isinstance(layer.reason, (str, type(None))):
             raise ValueError(f"{layer.name}: reason must be a text or null, got {layer.reason!r}")
-        return layer
+        return layer._checked_storage()
+
+    def _checked_storage(self) -> Self:
+        """Return the report with its storage's name instead of the dtype's, once they are valid."""
+        found = self
+        if self.storage is not None:
+            try:
+                found = replace(self, storage=storage_named(self.storage))
+            except ValueError as error:
+                raise ValueError(f"{self.name}: {error}") from None
+            if self.dense:
+                raise ValueError(
+                    f"{self.name}: storage is of factors, and must be null for a dense layer; "
+                    f"got {self.storage!r}"
+                )
+        if self.compute not in COMPUTES or (self.compute != "x" and found.storage != "fp8"):
+            raise ValueError(
+                f"{self.name}: compute must be x, or fp8 with factors in float8_e4m3fn; "
+                f"got {self.compute!r} and storage {self.storage!r}"
+            )
+        return found
 
 
 @dataclass(frozen=True)
@@ -195,7 +249,7 @@ class CompressionReport:
             "model_ratio": self.model_ratio,
             "model_parameters": self.model_parameters,
             "svd_config": self.config and self.config.to_dict(),
-            "layers": [asdict(layer) for layer in self.layers],
+            "layers": [layer.to_dict() for layer in self.layers],
             "left_dense": [asdict(left) for left in self.left_dense],
             "calibration": self.calibration,
             "provenance": self.provenance,

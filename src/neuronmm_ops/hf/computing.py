@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from neuronmm_ops.hf.loading import load
+from neuronmm_ops.nn.storage import kept_as_is
 from neuronmm_ops.ops.backends.cpu import compute_dtype
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -78,7 +79,10 @@ def dtype_of(dtype: str, model: nn.Module, device: torch.device | None = None) -
 
 
 def cast_(model: nn.Module, dtype: torch.dtype) -> None:
-    """Cast parameters and saved buffers in place; others, such as RoPE's angles, keep theirs."""
+    """Cast parameters and saved buffers in place; others, such as RoPE's angles, keep theirs.
+
+    Factors in one byte and their scales stay as they are.
+    """
     for _, tensor in _floating(model):
         tensor.data = tensor.data.to(dtype)
 
@@ -110,8 +114,8 @@ def computing_in(model: nn.Module, dtype: torch.dtype) -> Generator[None, None, 
 
 
 def _floating(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the floating-point parameters and saved buffers, each once."""
-    unsaved = {
+    """Yield the floating-point parameters and saved buffers that a cast is to reach, each once."""
+    unsaved = kept_as_is(model) | {
         id(module._buffers[name])
         for module in model.modules()
         for name in module._non_persistent_buffers_set

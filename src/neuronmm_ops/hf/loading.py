@@ -14,8 +14,11 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
 from neuronmm_ops.checkpoint import check_float, read_config, read_headers, weight_files
+from neuronmm_ops.compress.factorize import check_finite
 from neuronmm_ops.compress.record import is_record
 from neuronmm_ops.errors import CheckpointError, NonFiniteError
+from neuronmm_ops.nn import SVDLinear
+from neuronmm_ops.nn.storage import check_factors
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 # The files of a model but its code and its weights in other formats.
@@ -74,6 +77,22 @@ def load_exactly(kind: Any, path: Path, **options: Any) -> tuple[PreTrainedModel
         output_loading_info=True,
         **options,
     )
+
+
+def check_values(name: str, layer: SVDLinear, remedy: str) -> None:
+    """Refuse factors that are not finite, and one-byte factors or scales that cannot be.
+
+    Raises:
+        NonFiniteError: a factor is NaN or Inf.
+        CheckpointError: a one-byte factor or a scale holds what it must not.
+    """
+    if layer.storage is None:
+        check_finite(name, layer.u, layer.v, remedy)
+        return
+    try:
+        check_factors(layer.u, layer.v, layer.u_scale, layer.v_scale, name)
+    except ValueError as error:
+        raise CheckpointError(f"{error}; or {remedy}") from None
 
 
 def load_tokenizer(model: str | Path) -> Any:

@@ -6,7 +6,8 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from neuronmm_ops.compress.record import low_rank_layers
+from neuronmm_ops.compress.record import low_rank_layers, rewrite_record
+from neuronmm_ops.compress.report import LayerReport
 from neuronmm_ops.nn.pair import LinearPair
 from neuronmm_ops.nn.svd_linear import SVDLinear
 from neuronmm_ops.nn.swap import replace_
@@ -22,6 +23,9 @@ def to_pairs(model: M) -> M:
     which peft, torchao, bitsandbytes and pruning know. The factors' memory is shared with no
     copy. `save_pretrained` writes the same checkpoint as before while both are plain Linears.
 
+    Factors in one byte are multiplied by their scales and rounded to the model's dtype, which takes
+    memory; they stay in that, and the model's config says so.
+
     Raises:
         ValueError: the model has no low-rank layer.
     """
@@ -29,6 +33,8 @@ def to_pairs(model: M) -> M:
     if not layers:
         raise ValueError("the model has no SVDLinear; compress it first, see compress_")
     replace_(model, {name: layer.to_pair() for name, layer in layers.items()})
+    if any(layer.storage is not None for layer in layers.values()):
+        rewrite_record(model, LayerReport.dequantized)
     return model
 
 
@@ -61,11 +67,15 @@ def lora_config(
     peft adapts parameters by `target_parameters`: that is where the factors are named. Merging
     leaves the `SVDLinear`s as they were, each one op. peft allows no dropout there.
 
+    Factors in one byte stay as they are: the adapter stands beside the whole layer, and cannot be
+    merged. peft's file of such an adapter does not say how to load it; give this config again:
+    `PeftModel.from_pretrained(model, directory, config=hf.lora_config(model, ...))`.
+
     Args:
         model: with low-rank layers.
         target_modules: as peft takes it: `all-linear`, a regular expression for the whole name,
             or names or last components of names; of low-rank layers, Linears or both.
-        factors: which ones: `u`, `v` or both.
+        factors: which ones: `u`, `v` or both; of no meaning for those in one byte.
         options: of `LoraConfig`, such as `r` and `lora_alpha`.
 
     Raises:
@@ -85,11 +95,18 @@ def lora_config(
     low_rank = [name for name, module in modules.items() if isinstance(module, SVDLinear)]
     if not low_rank:
         raise ValueError(f"target_modules {target_modules!r} names no SVDLinear of the model")
-    return require_peft().LoraConfig(
-        target_modules=sorted(modules.keys() - set(low_rank)),
-        target_parameters=[f"{name}.{factor}" for name in low_rank for factor in factors],
+    stored = [name for name in low_rank if modules[name].storage is not None]
+    parameters = [f"{n}.{factor}" for n in low_rank if n not in stored for factor in factors]
+    config = require_peft().LoraConfig(
+        target_modules=sorted(modules.keys() - set(low_rank) | set(stored)),
+        target_parameters=parameters or None,
         **options,
     )
+    if stored:
+        from neuronmm_ops.hf.lora import LoraBeside
+
+        config._register_custom_module({SVDLinear: LoraBeside})
+    return config
 
 
 def require_peft() -> Any:

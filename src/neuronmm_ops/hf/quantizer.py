@@ -11,12 +11,11 @@ from transformers.quantizers.auto import register_quantization_config, register_
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from neuronmm_ops.checkpoint import check_shapes, read_headers
-from neuronmm_ops.compress.factorize import check_finite
+from neuronmm_ops.checkpoint import check_tensors, read_headers
 from neuronmm_ops.compress.record import QUANT_METHOD, record_of, report_of
 from neuronmm_ops.compress.report import CompressionReport, LayerReport
 from neuronmm_ops.errors import CheckpointError
-from neuronmm_ops.hf.loading import model_names
+from neuronmm_ops.hf.loading import check_values, model_names
 from neuronmm_ops.nn.dense_linear import dense_linear
 from neuronmm_ops.nn.svd_linear import SVDLinear
 from neuronmm_ops.nn.swap import replace_
@@ -67,7 +66,7 @@ class NeuronMMQuantizer(HfQuantizer):
             headers = read_headers(Path(file) for file in checkpoint_files)
             named = {name: headers[key] for key, name in model_names(model, headers).items()}
             low_rank = [replace(layer, name=name) for name, layer in layers.items() if layer.r]
-            check_shapes(named, low_rank)
+            check_tensors(named, low_rank)
         # Older checkpoints lack the placeholder `weight`.
         model._keys_to_ignore_on_load_missing = {  # pyright: ignore  (theirs is typed as a list)
             *(model._keys_to_ignore_on_load_missing or ()),
@@ -79,9 +78,13 @@ class NeuronMMQuantizer(HfQuantizer):
     ) -> PreTrainedModel:
         for name, module in model.named_modules():
             # Offloaded layers are on the meta device; accelerate loads their values in each call.
-            if isinstance(module, SVDLinear) and not module.u.is_meta:
-                remedy = "the checkpoint is damaged, copy it again or compress the model again"
-                check_finite(name, module.u, module.v, remedy)
+            if not isinstance(module, SVDLinear):
+                continue
+            if module.storage is not None:  # the loader lets every float ask for gradients
+                module.u.requires_grad_(False)
+                module.v.requires_grad_(False)
+            if not module.u.is_meta:
+                check_values(name, module, "copy the checkpoint again or compress the model again")
                 module.relayout_()
         # Transformers neither trains nor casts a model with this flag.
         model.is_quantized = False  # pyright: ignore  (not declared)
@@ -134,4 +137,7 @@ def _meta_layer(model: PreTrainedModel, name: str, layer: LayerReport) -> SVDLin
         )
     assert layer.r is not None
     has_bias = linear.bias is not None
-    return SVDLinear(layer.K, layer.N, layer.r, has_bias, "meta", linear.weight.dtype)
+    dtype = linear.weight.dtype
+    made = SVDLinear(layer.K, layer.N, layer.r, has_bias, "meta", dtype, layer.storage)
+    made.compute = layer.compute
+    return made

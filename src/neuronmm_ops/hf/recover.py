@@ -24,6 +24,7 @@ from neuronmm_ops.hf.pairs import require_peft
 from neuronmm_ops.hf.saving import save
 from neuronmm_ops.hf.target import check_target
 from neuronmm_ops.hf.train import Trained, train_factors
+from neuronmm_ops.nn.storage import dtype_name
 from neuronmm_ops.progress import Update
 from neuronmm_ops.recover.config import RecoverConfig
 from neuronmm_ops.recover.data import hold_out
@@ -69,7 +70,7 @@ def recover(
             state on disk is of another run.
         FileExistsError: the target exists and may not be replaced.
         OSError: the target cannot be written.
-        ValueError: an argument is out of range, or the text is too short.
+        ValueError: an argument is out of range, the text is too short, or factors are in one byte.
         NonFiniteError: a factor, the loss or a gradient is NaN or Inf. What was best until then
             is written first, if it is better than the start.
     """
@@ -88,6 +89,7 @@ def recover(
             f"{model} is not compressed: it has no low-rank layer to train; "
             f"make one with: neuronmm compress {model} -o OUT"
         )
+    _check_trainable(model, student)
     needed = sum(parameter.nbytes for parameter in student.parameters())
     check_target(target, force, source, needed)
     seqlen = block_length(student, config.seqlen, least=2)
@@ -114,6 +116,17 @@ def recover(
     if failure is not None:
         raise NonFiniteError(f"{failure}; {_kept(trained, target)}; use a lower learning rate")
     return report
+
+
+def _check_trainable(model: str | Path, student: PreTrainedModel) -> None:
+    """Refuse factors in one byte: what training adds to them would be rounded away or anew."""
+    for name, layer in low_rank_layers(student).items():
+        if layer.storage is not None:
+            raise ValueError(
+                f"{model} cannot be recovered, its factors are in one byte ({name}: "
+                f"{dtype_name(layer.storage)}); recover the model compressed without storage, or "
+                "train an adapter beside the factors, see hf.lora_config"
+            )
 
 
 def _extended(

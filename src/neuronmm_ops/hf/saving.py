@@ -12,11 +12,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from neuronmm_ops.checkpoint import weight_files
-from neuronmm_ops.compress.factorize import check_finite
 from neuronmm_ops.compress.record import attach, attached_report, low_rank_layers
 from neuronmm_ops.compress.report import CompressionReport, LayerReport
 from neuronmm_ops.errors import CheckpointError
-from neuronmm_ops.hf.loading import load_exactly, model_names
+from neuronmm_ops.hf.loading import check_values, load_exactly, model_names
 from neuronmm_ops.hf.provenance import CompressionRun, keep_run, write_run
 from neuronmm_ops.hf.target import check_target, no_room, replacement
 from neuronmm_ops.nn import LinearPair, dense_linear, dense_linears
@@ -64,7 +63,7 @@ def save(
     _record(model, report)
     for name, layer in low_rank_layers(model).items():
         if not layer.u.is_meta:
-            check_finite(name, layer.u, layer.v, "save the model in a wider dtype")
+            check_values(name, layer, "save the model in a wider dtype")
 
     def write(temporary: Path) -> None:
         model.save_pretrained(temporary, max_shard_size=max_shard_size)
@@ -159,19 +158,27 @@ def _record(model: PreTrainedModel, report: CompressionReport | None) -> None:
     source = report or recorded
     if source is None:
         raise ValueError("the model's config records no low-rank layer; see compress_ and swap_")
-    ranks = {name: module.rank for name, module in low_rank_layers(model).items()}
+    own = low_rank_layers(model)
+    kinds = {name: (module.rank, module.storage) for name, module in own.items()}
     layers = _by_name(model, recorded.layers if recorded else ())
     # Layers that were replaced after they were recorded are left out.
-    layers = {n: layer for n, layer in layers.items() if layer.r is None or layer.r == ranks.get(n)}
+    layers = {
+        name: layer
+        for name, layer in layers.items()
+        if layer.r is None or (layer.r, layer.storage) == kinds.get(name)
+    }
     layers |= _by_name(model, report.layers if report else ())
-    reported = {name: layer.r for name, layer in layers.items() if layer.r is not None}
-    odd = sorted(name for name, _ in reported.items() ^ ranks.items())
+    reported = {n: (layer.r, layer.storage) for n, layer in layers.items() if layer.r is not None}
+    odd = sorted(name for name, _ in reported.items() ^ kinds.items())
     if odd or not layers:
         raise ValueError(
             f"report must list exactly the model's SVDLinears, see {odd[0] if odd else 'none'}; "
             "use the report of the run that compressed this model"
         )
-    named = tuple(replace(layer, name=name) for name, layer in layers.items())
+    named = tuple(
+        replace(layer, name=name, compute=own[name].compute if name in own else "x")
+        for name, layer in layers.items()
+    )
     attach(model, replace(source, layers=named))
 
 
