@@ -77,6 +77,11 @@ def _add_allocation(command: argparse.ArgumentParser) -> None:
         "--budget",
         help="what --ratio is a fraction of: parameters (default), bytes or modelled time",
     )
+    group.add_argument(
+        "--storage",
+        help="of the factors: fp8 or int8, one byte a number with scales; bf16; default the "
+        "model's dtype",
+    )
     group.add_argument("--target", help="trn1, trn2 or trn3, with --budget time")
     group.add_argument(
         "--tokens",

@@ -12,7 +12,7 @@ from itertools import accumulate, pairwise
 
 from torch import Tensor
 
-from neuronmm_ops.compress.rank import parameter_count
+from neuronmm_ops.nn.storage import factor_bytes
 
 Rank = int | None  # None: dense
 Cost = Callable[[str, Rank], float]
@@ -27,9 +27,11 @@ class Matrix:
         N: output features.
         spectrum: `[R]`, the loss avoided by each rank; the sum is the loss of rank 0.
         weight: by which its losses are multiplied to be comparable with other matrices'.
-        min_ratio: at least this fraction of its parameters is removed.
+        min_ratio: at least this fraction of its size is removed.
         max_ratio: at most this fraction is.
         scores: `[R]`, signed first-order changes of the model's loss, for `zero_sum`.
+        itemsize: bytes of a number of the dense matrix, 1 to count parameters.
+        storage: of factors in one byte, `fp8` or `int8`; None for those of `itemsize`.
     """
 
     K: int
@@ -39,20 +41,26 @@ class Matrix:
     min_ratio: float = 0.0
     max_ratio: float = 1.0
     scores: Tensor | None = None
+    itemsize: int = 1
+    storage: str | None = None
+
+    def size(self, rank: Rank) -> int:
+        """Return what a rank takes, in parameters or bytes as `itemsize` and `storage` say."""
+        if rank is None:
+            return self.K * self.N * self.itemsize
+        return factor_bytes(self.K, self.N, rank, self.itemsize, self.storage)
 
     def ranks(self, block: int) -> list[Rank]:
         """Return what it may become, ascending: multiples of `block`, then None for dense.
 
         Where no multiple lies within the bounds, the nearest to them does.
         """
-        dense = self.K * self.N
+        dense = self.size(None)
         pairs: list[Rank] = [
-            rank
-            for rank in range(block, min(self.K, self.N) + 1, block)
-            if parameter_count(self.K, self.N, rank) < dense
+            rank for rank in range(block, min(self.K, self.N) + 1, block) if self.size(rank) < dense
         ]
         every = [*pairs, None]
-        removed = {rank: 1 - parameter_count(self.K, self.N, rank) / dense for rank in every}
+        removed = {rank: 1 - self.size(rank) / dense for rank in every}
         inside = [r for r in every if self.min_ratio <= removed[r] <= self.max_ratio]
         middle = (self.min_ratio + self.max_ratio) / 2
         return inside or [min(every, key=lambda rank: abs(removed[rank] - middle))]

@@ -2,11 +2,16 @@
 
 from collections.abc import Mapping
 
+import torch
+from torch import Tensor
+
 from neuronmm_ops.compress.allocate import Matrix, Rank, greedy, zero_sum
 from neuronmm_ops.compress.config import SVDConfig
-from neuronmm_ops.compress.rank import parameter_count
 from neuronmm_ops.compress.targets import matches
 from neuronmm_ops.kernels import plan_xuv, plan_xw
+from neuronmm_ops.nn.dense_linear import DenseLinear
+from neuronmm_ops.nn.storage import dtype_name
+from neuronmm_ops.ops.backends.cpu import name_of
 
 
 def ratio_bounds(config: SVDConfig, name: str) -> tuple[float, float]:
@@ -23,15 +28,42 @@ def shares_budget(config: SVDConfig, name: str) -> bool:
     return config.allocation != "uniform" and low < high
 
 
+def matrix_of(
+    config: SVDConfig,
+    name: str,
+    linear: DenseLinear,
+    dtype: torch.dtype,
+    spectrum: Tensor,
+    weight: float = 1.0,
+    scores: Tensor | None = None,
+) -> Matrix:
+    """Return what the allocation knows of a Linear, its sizes in what the budget counts.
+
+    Args:
+        config: budget, storage and layer ratios.
+        name: of the Linear.
+        linear: the Linear.
+        dtype: in which it is stored while it is dense.
+        spectrum: as of `Matrix`.
+        weight: as of `Matrix`.
+        scores: as of `Matrix`.
+    """
+    K, N, bounds = linear.in_features, linear.out_features, ratio_bounds(config, name)
+    if config.budget == "parameters":
+        return Matrix(K, N, spectrum, weight, *bounds, scores=scores)
+    sizes = dtype.itemsize, config.one_byte
+    return Matrix(K, N, spectrum, weight, *bounds, scores, *sizes)
+
+
 def allocate(
-    config: SVDConfig, matrices: Mapping[str, Matrix], dtypes: Mapping[str, tuple[str, int]]
+    config: SVDConfig, matrices: Mapping[str, Matrix], dtypes: Mapping[str, torch.dtype]
 ) -> dict[str, Rank]:
     """Return every matrix's rank, None where it stays dense.
 
     Args:
         config: allocation, budget and ratio.
-        matrices: by name, within the bounds of `ratio_bounds`.
-        dtypes: of each matrix the name of its dtype, and bytes per element.
+        matrices: by name, as `matrix_of` makes them.
+        dtypes: of each matrix, dense.
 
     Raises:
         ValueError: the smallest ranks cost more than the budget.
@@ -40,11 +72,11 @@ def allocate(
         return {n: config.rank(m.K, m.N, (m.min_ratio, m.max_ratio)) for n, m in matrices.items()}
 
     def cost(name: str, rank: Rank) -> float:
-        matrix, (dtype, itemsize) = matrices[name], dtypes[name]
-        if config.budget == "time":
-            return time_us(matrix.K, matrix.N, rank, config.tokens, dtype, config.target)
-        count = parameter_count(matrix.K, matrix.N, rank)
-        return count * itemsize if config.budget == "bytes" else count
+        matrix, dtype = matrices[name], name_of(dtypes[name])
+        if config.budget != "time":
+            return matrix.size(rank)
+        stored = dtype_name(config.one_byte) or ""
+        return time_us(matrix.K, matrix.N, rank, config.tokens, dtype, config.target, stored)
 
     shared = {name: m for name, m in matrices.items() if shares_budget(config, name)}
     budget = (1 - config.ratio) * sum(cost(name, None) for name in shared)
@@ -53,8 +85,20 @@ def allocate(
     return {n: ranks[n] if n in ranks else m.ranks(config.block)[0] for n, m in matrices.items()}
 
 
-def time_us(K: int, N: int, rank: Rank, M: int, dtype: str, target: str | None) -> float:
-    """Return the modelled microseconds of `xuv` at a rank, or of the dense `xw` for None."""
+def time_us(
+    K: int, N: int, rank: Rank, M: int, dtype: str, target: str | None, stored: str = ""
+) -> float:
+    """Return the modelled microseconds of `xuv` at a rank, or of the dense `xw` for None.
+
+    Args:
+        K: rows.
+        N: columns.
+        rank: of the pair, or None.
+        M: tokens.
+        dtype: of x and of the dense matrix.
+        target: `trn1`, `trn2` or `trn3`.
+        stored: the dtype of factors in one byte; empty for `dtype`.
+    """
     if rank is None:
         return 1e3 * plan_xw(M, K, N, dtype, target).time_ms
-    return 1e3 * plan_xuv(M, K, rank, N, dtype, target).time_ms
+    return 1e3 * plan_xuv(M, K, rank, N, dtype, target, weight_dtype=stored).time_ms

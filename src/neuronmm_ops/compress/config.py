@@ -9,11 +9,13 @@ from typing import Any, Self, cast
 from neuronmm_ops.compress.methods import METHODS
 from neuronmm_ops.compress.rank import STEP, aligned_rank
 from neuronmm_ops.hardware import resolve_target
+from neuronmm_ops.nn.storage import STORAGES as ONE_BYTE
 
 FORMAT_VERSION = 2
 ALLOCATIONS = ("greedy", "uniform")
 IMPORTANCES = ("gradient", "error", "perplexity")
 BUDGETS = ("parameters", "bytes", "time")
+STORAGES = ("bf16", *ONE_BYTE)
 # Of one layer: its ratio, or the smallest and the largest that it may get.
 LayerRatio = float | tuple[float, float]
 
@@ -47,6 +49,9 @@ class SVDConfig:
         layer_ratios: target (as in `targets`) to a ratio of its own for every layer it selects,
             which then takes no part in the common budget (0 keeps it dense); or to the smallest and
             largest ratio it may get. The first that selects a layer holds.
+        storage: of the factors: `fp8` (e4m3 up to 240) or `int8`, one byte a number and a scale a
+            column; `bf16`, which the replaced Linears must have; None for their dtype, whatever it
+            is.
 
     Raises:
         ValueError: a value is outside its range.
@@ -64,6 +69,7 @@ class SVDConfig:
     target: str | None = None
     tokens: int = 1
     layer_ratios: Mapping[str, LayerRatio] | tuple[tuple[str, LayerRatio], ...] = ()
+    storage: str | None = None
 
     def __post_init__(self) -> None:
         """Check every field; one bare target and a tuple of it are the same config."""
@@ -86,6 +92,7 @@ class SVDConfig:
             ("allocation", ALLOCATIONS),
             ("importance", (None, *IMPORTANCES)),
             ("budget", BUDGETS),
+            ("storage", (None, *STORAGES)),
         ):
             value = getattr(self, name)
             if value not in allowed:
@@ -115,6 +122,11 @@ class SVDConfig:
         """The layer ratios as pairs."""
         assert isinstance(self.layer_ratios, tuple)
         return self.layer_ratios
+
+    @property
+    def one_byte(self) -> str | None:
+        """The storage where it takes one byte a number and scales, else None."""
+        return self.storage if self.storage in ONE_BYTE else None
 
     @property
     def weighs_by(self) -> str | None:

@@ -12,10 +12,11 @@ from neuronmm_ops.compress.calibrate import Progress, eval_mode, fast_products
 from neuronmm_ops.compress.factorization import SecondMoment
 from neuronmm_ops.compress.factorize import check_finite, factorize
 from neuronmm_ops.compress.layers import LayerStack
+from neuronmm_ops.compress.methods import drift
+from neuronmm_ops.compress.quantize import quantize_pair
+from neuronmm_ops.compress.workers import Factors
 from neuronmm_ops.nn.dense_linear import DenseLinear, as_dense_linear
 from neuronmm_ops.nn.swap import swap_modules_
-
-Factors = tuple[Tensor, Tensor]
 
 
 @torch.no_grad()
@@ -25,6 +26,7 @@ def follow_drift(
     factors: Mapping[str, Factors],
     batches: Sequence[Batch],
     progress: Progress | None = None,
+    storage: str | None = None,
 ) -> tuple[dict[str, Factors], dict[str, float]]:
     """Return factors of the same ranks, each found from what the ones before it produce.
 
@@ -40,6 +42,7 @@ def follow_drift(
         factors: of every Linear to compress, which stand for it until its own are found.
         batches: token ids, or mappings of the model's arguments.
         progress: told `("drift", layers done, layers in all)`.
+        storage: `fp8` or `int8`, to which each pair is rounded before the next is found.
 
     Raises:
         NonFiniteError: a factor in the weight's dtype is NaN or Inf.
@@ -69,6 +72,9 @@ def follow_drift(
                     u, v = (f.to(weight.dtype) for f in result.truncate(rank))
                     check_finite(prefix + name, u, v, "compress the model in a wider dtype")
                     own[name], lost[name] = (u, v), result.relative_loss(rank)
+                    if storage:
+                        target, ridged = drift.regression(weight, moment.matrix, cross)
+                        own[name] = quantize_pair(u, v, storage, target, ridged)
                 swapped = workers.exchange(own, owners, linears)
                 found |= {prefix + name: pair for name, pair in swapped.items()}
                 losses |= {prefix + n: loss for n, loss in workers.gather_names(lost).items()}

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from neuronmm_ops.compress import workers
-from neuronmm_ops.compress.allocate import Matrix, Rank
+from neuronmm_ops.compress.allocate import Rank
 from neuronmm_ops.compress.batches import Batch, count_tokens, fingerprint
-from neuronmm_ops.compress.budget import allocate, ratio_bounds
+from neuronmm_ops.compress.budget import allocate, matrix_of, ratio_bounds
 from neuronmm_ops.compress.calibrate import Progress, collect_moments
 from neuronmm_ops.compress.config import SVDConfig
 from neuronmm_ops.compress.coverage import left_dense, warn_of_coverage
@@ -21,6 +21,7 @@ from neuronmm_ops.compress.methods import METHODS
 from neuronmm_ops.compress.nested import Nested, gradient_kinds, known_to_all, moment_sides
 from neuronmm_ops.compress.record import attach, dense_parameters
 from neuronmm_ops.compress.report import CompressionReport, LayerReport, provenance_of
+from neuronmm_ops.compress.rounding import round_factors
 from neuronmm_ops.compress.targets import Selection, select_targets
 from neuronmm_ops.errors import CalibrationWarning, NonFiniteError
 from neuronmm_ops.nn.dense_linear import DenseLinear
@@ -38,6 +39,8 @@ def compress_(
     config: SVDConfig | None = None,
     calibration: Iterable[Batch] | None = None,
     progress: Progress | None = None,
+    *,
+    dtypes: Mapping[str, torch.dtype] | None = None,
 ) -> CompressionReport:
     """Replace the model's targeted Linears by low-rank pairs, in place.
 
@@ -53,6 +56,8 @@ def compress_(
             `collect_moments` takes them; not needed by `plain`, unless losses are weighed by
             gradients or perplexity.
         progress: called with (stage, done, total).
+        dtypes: of the Linears' weights, where the model is held in others than those that it will
+            be stored in: budgets of bytes and time, and storage `bf16`, go by what is stored.
 
     Returns:
         Rank, loss and bytes of every targeted layer, and the provenance.
@@ -67,10 +72,12 @@ def compress_(
     config = config or SVDConfig()
     selection = select_targets(model, config)
     check_weights(selection.linears)
-    limits = rank_limits(config, selection.linears)
+    dtypes = {n: m.weight.dtype for n, m in selection.linears.items()} | dict(dtypes or {})
+    check_storage(config, selection.linears, dtypes)
+    limits = rank_limits(config, selection.linears, dtypes)
     warn_of_coverage(model, config, selection, limits, stacklevel=3)  # past no_grad's wrapper
     linears = {n: m for n, m in selection.linears.items() if limits[n] is not None}
-    check_budget(config, linears, limits)
+    check_budget(config, linears, limits, dtypes)
     batches = _batches(config, calibration) if linears else []
 
     kinds = gradient_kinds(config, linears)
@@ -87,30 +94,40 @@ def compress_(
             progress("factorize", len(own), list(owners.values()).count(workers.index()))
     found = known_to_all(own, linears)
     weights = weights_of(model, config, linears, found, gradients, batches, progress)
-    ranks = dict(limits) | choose_ranks(config, selection.linears, found, weights)
+    ranks = dict(limits) | choose_ranks(config, selection.linears, found, weights, dtypes)
 
     bought = {name: r for name, r in ranks.items() if r is not None}
     kept = {name: own[name].truncate(r) for name, r in bought.items() if name in own}
-    factors = workers.exchange(kept, owners, linears)
     losses = {name: found[name].relative_loss(rank) for name, rank in bought.items()}
     if METHODS[config.method].follows_drift:
-        factors, losses = follow_drift(model, config.method, factors, batches, progress)
+        pairs = workers.exchange(kept, owners, linears)
+        factors, losses = follow_drift(
+            model, config.method, pairs, batches, progress, config.one_byte
+        )
+    elif config.one_byte:
+        chosen = {name: linears[name] for name in bought}
+        rounded = round_factors(model, config, kept, chosen, owners, gradients, batches, progress)
+        factors = workers.exchange(rounded, owners, linears)
+    else:
+        factors = workers.exchange(kept, owners, linears)
     report = report_of_layers(model, config, selection, limits, ranks, losses, batches)
     swap_modules_(model, factors)
     attach(model, report)
     return report
 
 
-def rank_limits(config: SVDConfig, linears: Mapping[str, DenseLinear]) -> dict[str, Rank]:
+def rank_limits(
+    config: SVDConfig, linears: Mapping[str, DenseLinear], dtypes: Mapping[str, torch.dtype]
+) -> dict[str, Rank]:
     """Return the largest rank that each layer may get; None where it can only stay dense."""
     limits: dict[str, Rank] = {}
     for name, linear in linears.items():
-        bounds = ratio_bounds(config, name)
-        K, N = linear.in_features, linear.out_features
         if config.allocation == "uniform":
-            limits[name] = config.rank(K, N, bounds)
+            bounds = ratio_bounds(config, name)
+            limits[name] = config.rank(linear.in_features, linear.out_features, bounds)
         else:
-            ranks = Matrix(K, N, torch.zeros(0), 1.0, *bounds).ranks(config.block)
+            matrix = matrix_of(config, name, linear, dtypes[name], torch.zeros(0))
+            ranks = matrix.ranks(config.block)
             limits[name] = max((rank for rank in ranks if rank is not None), default=None)
     return limits
 
@@ -120,21 +137,36 @@ def choose_ranks(
     linears: Mapping[str, DenseLinear],
     found: Mapping[str, Nested],
     weights: Mapping[str, float],
+    dtypes: Mapping[str, torch.dtype],
 ) -> dict[str, Rank]:
     """Return the ranks that the config's budget buys of the factors found."""
-    matrices: dict[str, Matrix] = {}
-    for name, nested in found.items():
-        K, N = linears[name].in_features, linears[name].out_features
-        bounds = ratio_bounds(config, name)
-        matrices[name] = Matrix(K, N, nested.spectrum, weights[name], *bounds, scores=nested.scores)
-    dtypes = {
-        n: (name_of(linears[n].weight.dtype), linears[n].weight.element_size()) for n in found
+    matrices = {
+        name: matrix_of(
+            *(config, name, linears[name], dtypes[name]),
+            *(nested.spectrum, weights[name], nested.scores),
+        )
+        for name, nested in found.items()
     }
     return allocate(config, matrices, dtypes)
 
 
+def check_storage(
+    config: SVDConfig, linears: Mapping[str, DenseLinear], dtypes: Mapping[str, torch.dtype]
+) -> None:
+    """Raise ValueError where the config asks for bfloat16 factors of Linears of another dtype."""
+    odd = next((name for name in linears if dtypes[name] != torch.bfloat16), None)
+    if config.storage == "bf16" and odd is not None:
+        raise ValueError(
+            f"storage bf16 needs Linears in bfloat16, {odd} is in {name_of(dtypes[odd])}; cast the "
+            "model, or leave storage out to keep its dtype"
+        )
+
+
 def check_budget(
-    config: SVDConfig, linears: Mapping[str, DenseLinear], limits: Mapping[str, Rank]
+    config: SVDConfig,
+    linears: Mapping[str, DenseLinear],
+    limits: Mapping[str, Rank],
+    dtypes: Mapping[str, torch.dtype],
 ) -> None:
     """Raise ValueError where no ranks meet the budget, before any of the work is done."""
     nothing = {
@@ -143,7 +175,7 @@ def check_budget(
         if limits[name] is not None
     }
     unknown = {name: Nested(None, losses, losses) for name, losses in nothing.items()}
-    choose_ranks(config, linears, unknown, dict.fromkeys(unknown, 1.0))
+    choose_ranks(config, linears, unknown, dict.fromkeys(unknown, 1.0), dtypes)
 
 
 def check_weights(linears: Mapping[str, DenseLinear]) -> None:

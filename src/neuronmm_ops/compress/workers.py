@@ -17,7 +17,8 @@ from neuronmm_ops.errors import WorkerLostError
 from neuronmm_ops.nn.dense_linear import DenseLinear
 
 T = TypeVar("T")
-Factors = tuple[Tensor, Tensor]
+# u and v, and their scales where they are in one byte.
+Factors = tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor, Tensor]
 
 _depth = 0  # blocks of `together` that are open
 
@@ -122,23 +123,20 @@ def exchange(
     """Return the factors that all workers have found.
 
     Args:
-        own: name to `(u[K, r], v[r, N])`, in the weight's dtype, of the Linears that this worker
-            owns; without those that stay dense.
+        own: name to `(u[K, r], v[r, N])`, and where they are in one byte their scales, of the
+            Linears that this worker owns; without those that stay dense.
         owners: of every Linear the worker that has its factors.
-        linears: every Linear.
+        linears: every Linear, on the device of its factors.
     """
     if count() == 1:
         return dict(own)
-    ranks = gather_names({name: u.shape[1] for name, (u, _) in own.items()})
+    kinds = gather_names({n: [(f.shape, f.dtype) for f in pair] for n, pair in own.items()})
     factors: dict[str, Factors] = {}
-    for name in (name for name in owners if name in ranks):
-        K, N = linears[name].in_features, linears[name].out_features
+    for name in (name for name in owners if name in kinds):
         weight = linears[name].weight
-        u, v = own.get(name) or (
-            weight.new_empty(K, ranks[name]),
-            weight.new_empty(ranks[name], N),
-        )
-        factors[name] = _broadcast(u, owners[name]), _broadcast(v, owners[name])
+        pair = own.get(name) or [weight.new_empty(s, dtype=dtype) for s, dtype in kinds[name]]
+        whole = tuple(_broadcast(factor, owners[name]) for factor in pair)
+        factors[name] = whole  # pyright: ignore  (of as many as the owner's)
     return factors
 
 

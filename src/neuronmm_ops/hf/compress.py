@@ -1,6 +1,7 @@
 """`compress`: load a model, calibrate, compress, verify and save it."""
 
 import re
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,7 @@ from neuronmm_ops.compress import CompressionReport, LayerReport, SVDConfig, com
 from neuronmm_ops.compress.batches import check_ids
 from neuronmm_ops.compress.budget import shares_budget
 from neuronmm_ops.compress.calibrate import Progress
-from neuronmm_ops.compress.pipeline import rank_limits
-from neuronmm_ops.compress.rank import parameter_count
+from neuronmm_ops.compress.pipeline import check_storage, rank_limits
 from neuronmm_ops.compress.record import low_rank_layers
 from neuronmm_ops.compress.targets import select_targets
 from neuronmm_ops.eval import block_length
@@ -27,6 +27,8 @@ from neuronmm_ops.hf.streaming.compress import check_streamable, compress_stream
 from neuronmm_ops.hf.target import check_target
 from neuronmm_ops.hf.text import Order, calibration_batches, read_text
 from neuronmm_ops.nn import dense_linears
+from neuronmm_ops.nn.dense_linear import DenseLinear
+from neuronmm_ops.nn.storage import factor_bytes
 from neuronmm_ops.ops.backends.cpu import name_of
 
 DEFAULT_SAMPLES = 128
@@ -76,7 +78,7 @@ def compress(
             are no larger than a layer.
         progress: called with (stage, done, total); stages are load, gradients (where a method or
             its importance needs them), calibrate, factorize, probe (importance `perplexity`), drift
-            (method `drift`) and save. Where moments fill memory, calibrate and factorize take
+            (method `drift`), quantize (storage `fp8` and `int8`, after a second calibrate) and save. Where moments fill memory, calibrate and factorize take
             turns; streamed, factorize calibrates too.
 
     Returns:
@@ -160,8 +162,9 @@ def compress(
         )
     # Its hash reads every file of the model, and worker 0 alone writes it.
     run = describe() if workers.index() == 0 else None
+    dtypes = _dtypes(dense_linears(loaded))
     with computing_in(loaded, compute):
-        report = compress_(loaded, config, batches, progress)
+        report = compress_(loaded, config, batches, progress, dtypes=dtypes)
     report = _as_stored(report, loaded).with_run(calibration, name_of(compute))
 
     tell("save", 0, 1)
@@ -183,15 +186,25 @@ def _as_stored(report: CompressionReport, model: PreTrainedModel) -> Compression
 def _bytes_after(model: PreTrainedModel, config: SVDConfig) -> int:
     """Return the most bytes that the allocation may leave; a budget of time limits none."""
     linears = select_targets(model, config).linears
-    limits = rank_limits(config, linears)
+    dtypes = _dtypes(linears)
+    check_storage(config, linears, dtypes)
+    limits = rank_limits(config, linears, dtypes)
     total = sum(parameter.nbytes for parameter in model.parameters())
     for name, linear in linears.items():
         K, N = linear.in_features, linear.out_features
-        removed = K * N - parameter_count(K, N, limits[name])
-        if limits[name] is not None and shares_budget(config, name):
-            removed = 0 if config.budget == "time" else int(config.ratio * K * N)
-        total -= removed * linear.weight.element_size()
+        dense = linear.weight.nbytes
+        limit = limits[name]
+        if limit is None:
+            continue
+        if not shares_budget(config, name):
+            total -= dense - factor_bytes(K, N, limit, dense // (K * N), config.one_byte)
+        elif config.budget != "time":
+            total -= int(config.ratio * dense)
     return total
+
+
+def _dtypes(linears: Mapping[str, DenseLinear]) -> dict[str, torch.dtype]:
+    return {name: linear.weight.dtype for name, linear in linears.items()}
 
 
 def _check_shard_size(size: int | str) -> None:

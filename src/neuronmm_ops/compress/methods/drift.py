@@ -15,13 +15,30 @@ from neuronmm_ops.compress.methods.whitening import balanced_factors, damped_cho
 RIDGE = 1e-3
 
 
+def regression(weight: Tensor, gram: Tensor, cross: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the best `W.T` `[K, N]` of full rank, and Ĝ with the ridge, by which errors count.
+
+    Args:
+        weight: `[N, K]`.
+        gram: Ĝ `[K, K]`, fp64.
+        cross: XᵀX̂ `[K, K]`, fp64.
+    """
+    ridge = _ridge(gram)
+    factor = damped_cholesky(gram + ridge)
+    return torch.cholesky_solve((cross + ridge).t() @ weight.double().t(), factor), gram + ridge
+
+
 def _factor(w: Tensor, statistics: Statistics, rank: int) -> Factorization:
     gram, cross = statistics.moment.matrix, statistics.cross
-    ridge = RIDGE * float(gram.diagonal().mean()) * torch.eye(len(gram)).to(gram)
+    ridge = _ridge(gram)
     factor = damped_cholesky(gram + ridge)
     b = torch.linalg.solve_triangular(factor, (w @ (cross + ridge)).t(), upper=False).t()
     p, sigma, qh = torch.linalg.svd(b, full_matrices=False)
     return Factorization(*balanced_factors(p, sigma, qh, rank, factor), sigma.square())
+
+
+def _ridge(gram: Tensor) -> Tensor:
+    return RIDGE * float(gram.diagonal().mean()) * torch.eye(len(gram)).to(gram)
 
 
 METHOD = Method(_factor, side=lambda K, N: "input", follows_drift=True)

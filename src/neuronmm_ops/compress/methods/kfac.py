@@ -40,7 +40,7 @@ def _gradient(K: int, N: int) -> Gradient:
 
 
 def _factor(w: Tensor, statistics: Statistics, rank: int) -> Factorization:
-    c = _damped(statistics.gradient)
+    c = damped(statistics.gradient)
     moment = statistics.moment
     find = _from_outputs if moment.side == "output" else _from_inputs
     u, v, spectrum = find(w, c, moment, rank)
@@ -81,7 +81,8 @@ def _balanced(u: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return u * scale, v / scale[:, None]
 
 
-def _damped(c: Tensor) -> Tensor:
+def damped(c: Tensor) -> Tensor:
+    """Return C `[N, N]`, or its diagonal `[N]`, with `GRADIENT_DAMPING` added."""
     diagonal = c.diagonal() if c.dim() == 2 else c
     # The C of an output on which the loss does not depend has no scale: 1 stands for its mean.
     damping = GRADIENT_DAMPING * (float(diagonal.mean()) or 1.0)

@@ -23,24 +23,27 @@ from neuronmm_ops.compress.methods import METHODS
 from neuronmm_ops.compress.nested import gradient_kinds
 from neuronmm_ops.compress.pipeline import (
     check_budget,
+    check_storage,
     choose_ranks,
     describe_batches,
     rank_limits,
     report_of_layers,
 )
+from neuronmm_ops.compress.quantize import empty_pair
 from neuronmm_ops.compress.record import attach
 from neuronmm_ops.compress.report import CompressionReport, provenance_of
 from neuronmm_ops.compress.targets import Selection, select_targets
 from neuronmm_ops.hf.provenance import CompressionRun, write_run
 from neuronmm_ops.hf.saving import write_checkpoint
 from neuronmm_ops.hf.streaming.checkpoint import Checkpoint
-from neuronmm_ops.hf.streaming.factors import read_losses, sweep_factors
+from neuronmm_ops.hf.streaming.factors import read_losses, sweep_factors, sweep_rounded
 from neuronmm_ops.hf.streaming.gradients import sweep_gradients
 from neuronmm_ops.hf.streaming.sweep import Sweep
 from neuronmm_ops.hf.streaming.work import working_in
 from neuronmm_ops.hf.streaming.writing import CompressedTensors, write_weights
 from neuronmm_ops.hf.target import check_target, work_directory
-from neuronmm_ops.nn.swap import swap_modules_
+from neuronmm_ops.nn.storage import factor_bytes
+from neuronmm_ops.nn.swap import Factors, swap_modules_
 from neuronmm_ops.ops.backends.cpu import name_of
 
 
@@ -101,9 +104,11 @@ def compress_stream(
     """
     model = checkpoint.model
     selection = select_targets(model, config)
-    limits = rank_limits(config, selection.linears)
+    dtypes = {name: linear.weight.dtype for name, linear in selection.linears.items()}
+    check_storage(config, selection.linears, dtypes)
+    limits = rank_limits(config, selection.linears, dtypes)
     warn_of_coverage(model, config, selection, limits, stacklevel=3)
-    check_budget(config, selection.linears, limits)
+    check_budget(config, selection.linears, limits, dtypes)
     sweep = Sweep(checkpoint, compute, device)
     plan = _Plan(sweep, config, selection, limits, batches)
     output = sum(parameter.nbytes for parameter in model.parameters())
@@ -123,16 +128,22 @@ def compress_stream(
         found = {name: nested for name, (nested, _) in read.items()}
         scales = {name: scale for name, (_, scale) in read.items() if scale is not None}
         weights = weights_of(model, config, selection.linears, found, scales, batches)
-        ranks = dict(limits) | choose_ranks(config, selection.linears, found, weights)
+        ranks = dict(limits) | choose_ranks(config, selection.linears, found, weights, dtypes)
         low_rank = {name: rank for name, rank in ranks.items() if rank is not None}
 
         losses = {name: found[name].relative_loss(rank) for name, rank in low_rank.items()}
         report = report_of_layers(model, config, selection, limits, ranks, losses, batches)
         report = report.with_run(calibration, name_of(compute))
-        factors = {name: found[name].truncate(rank) for name, rank in low_rank.items()}
+        factors: dict[str, Factors] = {
+            name: found[name].truncate(rank) for name, rank in low_rank.items()
+        }
+        if config.one_byte and low_rank:
+            sweep_rounded(sweep, config, plan.chosen(low_rank), batches, work, progress)
+            factors = {n: empty_pair(*factors[n], config.one_byte) for n in low_rank}
         swap_modules_(model, factors)
         attach(model, report)
-        places = {name: (f"layer-{i}", inside) for name, (i, inside) in plan.places.items()}
+        kept = "rounded" if config.one_byte else "layer"
+        places = {name: (f"{kept}-{i}", inside) for name, (i, inside) in plan.places.items()}
         tensors = CompressedTensors(checkpoint, work, places, low_rank)
         size = min(max_shard_size, plan.layer_bytes())
         progress("save", 0, 1)
@@ -172,6 +183,7 @@ class _Plan:
         batches: Sequence[Tensor],
     ) -> None:
         self._sweep, self._batches, self._linears = sweep, batches, selection.linears
+        self._one_byte = config.one_byte
         self._follows_states = METHODS[config.method].side is not None
         self.places: dict[str, tuple[int, str]] = {}
         self.ranks: dict[int, dict[str, int]] = {}
@@ -185,6 +197,14 @@ class _Plan:
             self.ranks.setdefault(index, {})[inside] = rank
             if name in kinds:
                 self.kinds.setdefault(index, {})[inside] = kinds[name]
+
+    def chosen(self, low_rank: Mapping[str, int]) -> dict[int, dict[str, int]]:
+        """Return layer to name in it to rank, of the Linears that have been given one."""
+        ranks: dict[int, dict[str, int]] = {}
+        for name, rank in low_rank.items():
+            index, inside = self.places[name]
+            ranks.setdefault(index, {})[inside] = rank
+        return ranks
 
     def layer_bytes(self) -> int:
         """Return the bytes of the largest layer."""
@@ -201,6 +221,8 @@ class _Plan:
             linear, rank = self._linears[name], self.ranks[index][inside]
             K, N = linear.in_features, linear.out_features
             total += rank * (K + N) * linear.weight.element_size() + 16 * min(K, N)
+            if self._one_byte:
+                total += factor_bytes(K, N, rank, 1, self._one_byte)
             if index in self.kinds:
                 shape = gradient_shape(self.kinds[index][inside], K, N)
                 total += 8 * torch.Size(shape).numel()

@@ -11,10 +11,18 @@ from neuronmm_ops.compress.factorization import SecondMoment, Side
 from neuronmm_ops.compress.methods import METHODS
 from neuronmm_ops.compress.nested import Nested, first_method, moment_sides
 from neuronmm_ops.compress.pipeline import check_weights, warn_if_few
+from neuronmm_ops.compress.rounding import (
+    metric_kinds,
+    output_metrics,
+    round_pair,
+    rounding_sides,
+)
 from neuronmm_ops.hf.streaming.sweep import Sweep
 from neuronmm_ops.hf.streaming.work import Work
 from neuronmm_ops.nn.dense_linear import DenseLinear, as_dense_linear
 
+# Names of kept hidden states, of the first sweep and of that for rounding.
+STATES, AGAIN = "states", "again"
 Ranks = Mapping[int, Mapping[str, int]]  # layer to name in the layer to the largest rank
 
 
@@ -57,6 +65,70 @@ def sweep_factors(
     work.drop("states")
 
 
+@torch.no_grad()
+def sweep_rounded(
+    sweep: Sweep,
+    config: SVDConfig,
+    ranks: Ranks,
+    batches: Sequence[Tensor],
+    work: Work,
+    progress: Progress,
+) -> None:
+    """Write `rounded-I` of every layer in `ranks`: u, v and their scales, by the Linears' names.
+
+    Runs the layers once more over the calibration set, for the moments of their inputs.
+
+    Args:
+        sweep: of the model.
+        config: with a storage of one byte.
+        ranks: of each Linear that gets one.
+        batches: token ids `[B, T]`; none for `plain`.
+        work: holds `layer-I`; what is there is not done again.
+        progress: told `("quantize", layers done, layers in all)` after each that was not done.
+    """
+    follows_states = bool(rounding_sides(config, {"": None}))
+    count = max(ranks) + 1
+    for index in range(count):
+        if not work.has(f"rounded-{index}"):
+            if follows_states and index == 0:
+                _embed(sweep, batches, work, AGAIN)
+            with sweep.running(), sweep.layer(index) as layer:
+                passed = _Pass(sweep, index, layer, work, AGAIN)
+                passed.batches = len(batches) if follows_states else 0
+                passed.is_last = index == count - 1
+                _round_layer(sweep, index, passed, ranks.get(index, {}), config, work)
+            progress("quantize", index + 1, count)
+        work.drop(f"{AGAIN}-{index}")
+    work.drop(AGAIN)
+
+
+def _round_layer(
+    sweep: Sweep,
+    index: int,
+    passed: "_Pass",
+    ranks: Mapping[str, int],
+    config: SVDConfig,
+    work: Work,
+) -> None:
+    """Round the factors of a layer's Linears, truncated to their ranks, and keep them."""
+    prefix = f"{sweep.stack.name}.{index}."
+    linears = {name: as_dense_linear(passed.layer.get_submodule(name)) for name in ranks}
+    kept = {name: work.load(f"layer-{index}", of=f"{name}.") for name in ranks}
+    gradients = {n: kept[n][f"{n}.metric"] for n in ranks if f"{n}.metric" in kept[n]}
+    metrics = output_metrics(config, {n: linears[n] for n in gradients}, gradients)
+    found: dict[str, Tensor] = {}
+    for name, moment in passed.moments_or_none(rounding_sides(config, linears), linears):
+        weight = linears[name].weight
+        u, v = kept[name][f"{name}.u"], kept[name][f"{name}.v"]
+        pair = u[:, : ranks[name]].to(weight.device), v[: ranks[name]].to(weight.device)
+        metric = metrics.get(name)
+        metric = None if metric is None else metric.to(weight.device)
+        rounded = round_pair(prefix + name, config, pair, weight, moment, metric)
+        found |= {f"{name}.{leaf}": tensor for leaf, tensor in rounded._asdict().items()}
+    # Last: it says that the layer is done.
+    work.save(f"rounded-{index}", found)
+
+
 def read_losses(work: Work, index: int, name: str) -> tuple[Nested, Tensor | None]:
     """Return what is kept of a Linear by its name in layer `index`, and its gradient's scale.
 
@@ -83,17 +155,20 @@ class _Pass(nn.Module):
         is_last: whether there is no next one.
     """
 
-    def __init__(self, sweep: Sweep, index: int, layer: nn.Module, work: Work) -> None:
+    def __init__(
+        self, sweep: Sweep, index: int, layer: nn.Module, work: Work, states: str = STATES
+    ) -> None:
         super().__init__()
         self.layer = layer
+        self._states = states
         self.batches, self.is_last = 0, False
         self._sweep, self._index, self._work = sweep, index, work
 
     def forward(self, number: int) -> None:
-        kept = self._work.load(f"states-{self._index}-{number}")
+        kept = self._work.load(f"{self._states}-{self._index}-{number}")
         leaving = self._sweep.run(self._index, *self._sweep.states(kept))
         if not self.is_last:
-            self._work.save(f"states-{self._index + 1}-{number}", {"states": leaving})
+            self._work.save(f"{self._states}-{self._index + 1}-{number}", {"states": leaving})
 
     def moments(self, sides: Mapping[str, Side]) -> Iterator[tuple[str, SecondMoment]]:
         """Run the layer over all batches and yield the moments of its Linears, by name."""
@@ -105,6 +180,14 @@ class _Pass(nn.Module):
         inside: dict[str, Side] = {f"layer.{name}": side for name, side in sides.items()}
         for name, moment in collect_moments(self, inside, batches):
             yield name.removeprefix("layer."), moment
+
+    def moments_or_none(
+        self, sides: Mapping[str, Side], linears: Mapping[str, DenseLinear]
+    ) -> Iterator[tuple[str, SecondMoment | None]]:
+        """Run the layer, and yield the moments of its Linears; None of each where no side is."""
+        yield from self.moments(sides)
+        if not sides:
+            yield from ((name, None) for name in linears)
 
 
 def _factor_layer(
@@ -123,7 +206,7 @@ def _factor_layer(
     has_gradients = work.has(f"gradients-{index}")
     gradients = work.load(f"gradients-{index}") if has_gradients else {}
     found: dict[str, Tensor] = {}
-    for name, moment in _moments(passed, linears, config):
+    for name, moment in passed.moments_or_none(moment_sides(config, linears), linears):
         if moment and not found and index == 0:
             warn_if_few(moment.tokens, named, stacklevel=6)
         gradient = gradients.get(name)
@@ -141,21 +224,14 @@ def _factor_layer(
             found[f"{name}.scores"] = nested.scores
         if gradient is not None and gradient.dim() == 0:
             found[f"{name}.scale"] = gradient
+        if gradient is not None and config.one_byte and name in metric_kinds(config, linears):
+            found[f"{name}.metric"] = gradient
     # Last: it says that the layer is done.
     work.save(f"layer-{index}", found)
 
 
-def _moments(
-    passed: _Pass, linears: Mapping[str, DenseLinear], config: SVDConfig
-) -> Iterator[tuple[str, SecondMoment | None]]:
-    sides = moment_sides(config, linears)
-    yield from passed.moments(sides)
-    if not sides:
-        yield from ((name, None) for name in linears)
-
-
-def _embed(sweep: Sweep, batches: Sequence[Tensor], work: Work) -> None:
+def _embed(sweep: Sweep, batches: Sequence[Tensor], work: Work, states: str = STATES) -> None:
     """Keep the hidden states that enter the first layer."""
     with sweep.with_ends():
         for number, batch in enumerate(batches):
-            work.save(f"states-0-{number}", {"states": sweep.embed(batch)})
+            work.save(f"{states}-0-{number}", {"states": sweep.embed(batch)})

@@ -15,7 +15,7 @@ from torch import Tensor
 
 STATE = "state.json"
 OURS = re.compile(
-    r"(state\.json|(states|rows|upstream|gradients|layer)-[\d-]+\.safetensors)(\.tmp)?"
+    r"(state\.json|(states|rows|upstream|gradients|layer|again|rounded)-[\d-]+\.safetensors)(\.tmp)?"
 )
 
 

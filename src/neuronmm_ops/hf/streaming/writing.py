@@ -15,6 +15,7 @@ from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from neuronmm_ops.checkpoint import INDEX, SINGLE
 from neuronmm_ops.hf.streaming.checkpoint import Checkpoint
 from neuronmm_ops.hf.streaming.work import Work
+from neuronmm_ops.nn.storage import FACTORS, SCALES
 
 
 class CompressedTensors(Mapping[str, Tensor]):
@@ -23,7 +24,8 @@ class CompressedTensors(Mapping[str, Tensor]):
     Args:
         checkpoint: the dense one.
         work: with the factors of every layer.
-        places: name of each low-rank layer to its kept set, and its name there.
+        places: name of each low-rank layer to its kept set, and its name there; of the factors
+            that are kept those of the layer's rank are taken.
         ranks: of the low-rank layers.
     """
 
@@ -41,14 +43,14 @@ class CompressedTensors(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         """Read a tensor; `CheckpointError` where its file is gone."""
         layer, _, leaf = name.rpartition(".")
-        if layer not in self._ranks or leaf not in ("u", "v", "weight"):
+        if layer not in self._ranks or leaf not in (*FACTORS, *SCALES, "weight"):
             return self._checkpoint.read(name)
         if leaf == "weight":  # SVDLinear's placeholder
             return torch.empty(0, dtype=self._checkpoint.dtype(name))
         kept, inside = self._places[layer]
         factor = self._work.tensor(kept, f"{inside}.{leaf}")
         rank = self._ranks[layer]
-        return factor[:, :rank] if leaf == "u" else factor[:rank]
+        return factor[:, :rank] if leaf == "u" else factor[:rank] if leaf == "v" else factor
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)

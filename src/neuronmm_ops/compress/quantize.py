@@ -1,0 +1,305 @@
+"""Rounding a low-rank pair to one byte a number, where it costs the outputs least.
+
+A pair u v stands for W.T. Inputs have the second moment H `[K, K]`, output errors count by C
+`[N, N]` (the identity where a method has none): an error D `[K, N]` of the product costs
+`tr(Dᵀ H D C)`. Of two factors one may be rounded for nothing but a change of what they span: the
+other, solved for again, absorbs the rest. So
+
+1. *gauge*: `u A, A⁻¹ v` are the same product for any invertible A `[r, r]`. In the one where
+   `uᵀHu = Σ²` and v's rows are orthonormal, rounding v costs by the arithmetic mean of Σ², with no
+   error to feed back: Σ² is diagonal. Turned by the geometric mean decomposition Σ = Q R Pᵀ (Jiang,
+   Hager, Li 2005; R's diagonal is constant), A = P, `uᵀHu = RᵀR`, it costs by the geometric mean,
+   which is the least that feedback can reach in any gauge.
+2. *u* is rounded to nearest, each column with its scale.
+3. *v* is solved for again: `v = (ûᵀHû)⁻¹ ûᵀH W.T`, the same for every C.
+4. *v* is rounded row by row, and each row's error is fed back into the rows to come, as GPTQ
+   (arXiv 2210.17323) does with a weight's columns; with a full C, group of columns by group of
+   columns, into the columns to come too.
+
+`loss(û, v̂) = loss(û, v) + tr((v̂ − v)ᵀ S (v̂ − v) C)`, S = ûᵀHû, exactly, v being that of step 3.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from neuronmm_ops.errors import NonFiniteError
+from neuronmm_ops.nn.storage import LARGEST, STORAGES
+
+# What a column is scaled to: in e4m3 the octave below the last is as fine, and errors that are fed
+# back may then be as large as the numbers themselves.
+FULL = {"fp8": 120.0, "int8": 127.0}
+# Relative to the mean of the diagonal, added to S: it draws v towards what it was before.
+DAMPING = 1e-6
+# Singular values below this share of the largest count as it: no gauge makes more of them.
+MIN_SIGMA = 1e-3
+# Rows and columns that are rounded before their errors are fed back to all others.
+ROWS, COLUMNS = 128, 64
+# Scales are bfloat16 numbers this far from overflow and from zero.
+MIN_SCALE, MAX_SCALE = 2.0**-100, 2.0**100
+
+
+class Quantized(NamedTuple):
+    """A pair in one byte a number: `W.T ≈ (u u_scale) (v v_scale)`, scales along columns.
+
+    Attributes:
+        u: `[K, r]`, float8_e4m3fn of at most 240, or int8 of at most 127.
+        v: `[r, N]`, likewise.
+        u_scale: `[r]`, float32, positive, exact in bfloat16; also what v's rows were divided by.
+        v_scale: `[N]`, likewise.
+    """
+
+    u: Tensor
+    v: Tensor
+    u_scale: Tensor
+    v_scale: Tensor
+
+    def widened(self, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+        """Return `u[K, r]` and `v[r, N]` with their scales multiplied in."""
+        return self.u.to(dtype) * self.u_scale.to(dtype), self.v.to(dtype) * self.v_scale.to(dtype)
+
+
+@torch.no_grad()
+def quantize_pair(
+    u: Tensor,
+    v: Tensor,
+    storage: str,
+    target: Tensor,
+    moment: Tensor | None = None,
+    metric: Tensor | None = None,
+) -> Quantized:
+    """Round a pair to one byte a number.
+
+    Args:
+        u: `[K, r]`.
+        v: `[r, N]`.
+        storage: `fp8` or `int8`.
+        target: `[K, N]`, what u v approximates: `W.T`; with cross moments what they say is best.
+        moment: H `[K, K]`, of the inputs, in any unit; None is the identity.
+        metric: C `[N, N]`, positive definite, or its diagonal `[N]`; None is the identity.
+
+    Raises:
+        ValueError: the storage is unknown, or shapes do not fit.
+        NonFiniteError: a number is NaN or Inf.
+    """
+    _check(u, v, storage, target, moment, metric)
+    u, v, target = u.double(), v.double(), target.double()
+    moment = None if moment is None else moment.double()
+    metric = None if metric is None else metric.double()
+    u, v = _gauge(u, v, moment, metric)
+    column_scale = _scale(u, storage)
+    stored_u = _nearest(u / column_scale, storage)
+    u = stored_u * column_scale
+
+    hu = u if moment is None else moment @ u
+    gram = _symmetric(hu.t() @ u)
+    damping = _damping(gram)
+    # From what v was: where H says nothing it stays that.
+    v = v + torch.linalg.solve(gram + damping, hu.t() @ (target - u @ v))
+    # v's rows are made equally long; u's scale holds by what they were divided.
+    length = v.norm(dim=1)
+    row_scale = _bfloat16(column_scale * torch.where(length > 0, length, 1.0))
+    by = row_scale / column_scale
+    v, gram = v / by[:, None], by[:, None] * (gram + damping) * by
+    v_scale = _scale(v, storage)
+    if metric is None or metric.dim() == 1:
+        stored_v = _round_rows(v / v_scale, gram, storage)
+    else:
+        stored_v = _round_columns(v, gram, metric, v_scale, storage)
+    dtype = STORAGES[storage]
+    return Quantized(stored_u.to(dtype), stored_v.to(dtype), row_scale.float(), v_scale.float())
+
+
+def empty_pair(u: Tensor, v: Tensor, storage: str) -> Quantized:
+    """Return what `quantize_pair` would of `u[K, r]`, `v[r, N]`, without values, on the device."""
+    scales = u.new_empty(len(v), dtype=torch.float32), v.new_empty(v.shape[1], dtype=torch.float32)
+    stored = (torch.empty_like(factor, dtype=STORAGES[storage]) for factor in (u, v))
+    return Quantized(*stored, *scales)
+
+
+def nearest_pair(u: Tensor, v: Tensor, storage: str) -> Quantized:
+    """Round a pair `u[K, r]`, `v[r, N]` to nearest, to compare with; v's rows equally long."""
+    u, v = u.double(), v.double()
+    column_scale = _scale(u, storage)
+    length = v.norm(dim=1)
+    row_scale = _bfloat16(column_scale * torch.where(length > 0, length, 1.0))
+    v = v * (column_scale / row_scale)[:, None]
+    v_scale, dtype = _scale(v, storage), STORAGES[storage]
+    stored_u, stored_v = _nearest(u / column_scale, storage), _nearest(v / v_scale, storage)
+    return Quantized(stored_u.to(dtype), stored_v.to(dtype), row_scale.float(), v_scale.float())
+
+
+def pair_loss(
+    u: Tensor, v: Tensor, target: Tensor, moment: Tensor | None, metric: Tensor | None
+) -> float:
+    """Return `tr(Dᵀ H D C)` of the error D of a pair, as `quantize_pair` takes H and C."""
+    error = u.double() @ v.double() - target.double()
+    left = error if moment is None else moment.double() @ error
+    if metric is None:
+        return float((error * left).sum())
+    right = error @ metric.double() if metric.dim() == 2 else error * metric.double()
+    return float((right * left).sum())
+
+
+def _gauge(
+    u: Tensor, v: Tensor, moment: Tensor | None, metric: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Return the same product with v's rows orthonormal and `uᵀHu = RᵀR`, R's diagonal constant.
+
+    Rows are orthonormal by C's diagonal: an error fed back along columns meets no more of it.
+    """
+    weights = None if metric is None else metric if metric.dim() == 1 else metric.diagonal()
+    gram = _symmetric(u.t() @ (u if moment is None else moment @ u))
+    outer = _symmetric((v if weights is None else v * weights) @ v.t())
+    # Both well conditioned: H may be singular, and v's rows dependent.
+    low = torch.linalg.cholesky(gram + _damping(gram))
+    spectrum, vectors = torch.linalg.eigh(_symmetric(low.t() @ outer @ low))
+    sigma = spectrum.flip(0).clamp_min(0).sqrt()
+    if not float(sigma[0]) > 0:
+        return u, v
+    sigma = sigma.clamp_min(MIN_SIGMA * float(sigma[0]))
+    turn = vectors.flip(1)
+    right = geometric_mean_turn(sigma)
+    into = torch.linalg.solve_triangular(low.t(), turn * sigma, upper=True) @ right
+    back = right.t() @ ((turn / sigma).t() @ (low.t() @ v))
+    return u @ into, back
+
+
+def geometric_mean_turn(sigma: Tensor) -> Tensor:
+    """Return the orthogonal P with `diag(σ) = Q R Pᵀ`, R upper triangular, its diagonal constant.
+
+    Jiang, Hager, Li, The geometric mean decomposition, Linear Algebra Appl. 396 (2005).
+
+    Args:
+        sigma: `[r]`, positive, fp64.
+    """
+    mean = float(sigma.log().mean().exp())
+    values = sigma.tolist()
+    turn = torch.eye(len(values), dtype=sigma.dtype, device=sigma.device)
+    # Of what is left the largest and the smallest: the mean lies between them.
+    columns = sorted(range(len(values)), key=lambda i: -values[i])
+    left = [(values[i], turn[:, i].clone()) for i in columns]
+    found: list[Tensor] = []
+    while len(left) > 1:
+        (large, a), (small, b) = left.pop(0), left.pop()
+        gap = large**2 - small**2
+        c2 = min(1.0, max(0.0, (mean**2 - small**2) / gap)) if gap > 1e-14 * large**2 else 1.0
+        c, s = c2**0.5, (1 - c2) ** 0.5
+        found.append(c * a + s * b)
+        other = (large * small / mean, c * b - s * a)
+        place = next((i for i, (value, _) in enumerate(left) if value < other[0]), len(left))
+        left.insert(place, other)
+    return torch.stack([*found, left[0][1]], dim=1)
+
+
+def _round_rows(v: Tensor, gram: Tensor, storage: str) -> Tensor:
+    """Round v `[r, N]` to the grid, the last row first, feeding errors back by S `[r, r]`.
+
+    What is fed back minimizes the error that remains, `eᵀ S e` of each column, over real numbers in
+    the place of the rows to come. From the last row on, as `_gauge` has ordered them.
+    """
+    v, gram = v.flip(0), gram.flip(0, 1)
+    feed = _feed(gram)
+    rounded = torch.empty_like(v)
+    for start in range(0, len(v), ROWS):
+        part = slice(start, min(start + ROWS, len(v)))
+        block, inside = v[part].clone(), feed[part, part]
+        errors = torch.empty_like(block)
+        for i, row in enumerate(block):
+            rounded[start + i] = _nearest(row, storage)
+            errors[i] = row - rounded[start + i]
+            block[i + 1 :].addr_(inside[i, i + 1 :], errors[i], alpha=-1)
+        v[part.stop :].addmm_(feed[part, part.stop :].t(), errors, alpha=-1)
+    return rounded.flip(0)
+
+
+def _round_columns(v: Tensor, gram: Tensor, metric: Tensor, scale: Tensor, storage: str) -> Tensor:
+    """Round v `[r, N]`, feeding the errors of each group of columns back by C into those to come.
+
+    The group with the largest weights first.
+    """
+    order = metric.diagonal().argsort(descending=True, stable=True)
+    v, scale = v[:, order], scale[order]
+    upper = _inverse_root(metric[order][:, order])
+    rounded = torch.empty_like(v)
+    for start in range(0, v.shape[1], COLUMNS):
+        part = slice(start, min(start + COLUMNS, v.shape[1]))
+        rounded[:, part] = _round_rows(v[:, part] / scale[part], gram, storage)
+        errors = v[:, part] - rounded[:, part] * scale[part]
+        inside = torch.linalg.solve_triangular(upper[part, part], errors, upper=True, left=False)
+        v[:, part.stop :].addmm_(inside, upper[part, part.stop :], alpha=-1)
+    return rounded[:, order.argsort()]
+
+
+def _feed(gram: Tensor) -> Tensor:
+    """Return by what each row's error is fed back into those to come, upper triangular."""
+    upper = _inverse_root(gram)
+    return upper / upper.diagonal()[:, None]
+
+
+def _inverse_root(matrix: Tensor) -> Tensor:
+    """Return the upper triangular U with `A⁻¹ = UᵀU`."""
+    inverse = torch.cholesky_inverse(torch.linalg.cholesky(matrix))
+    return torch.linalg.cholesky(_symmetric(inverse), upper=True)
+
+
+def _nearest(values: Tensor, storage: str) -> Tensor:
+    """Round to the nearest number of the storage, ties to even, in the values' own dtype."""
+    largest = LARGEST[storage]
+    values = values.clamp(-largest, largest)
+    # By way of fp32, whose rounding is too fine to matter, for there is no cast from fp64.
+    return values.round() if storage == "int8" else values.float().to(STORAGES[storage]).to(values)
+
+
+def _scale(matrix: Tensor, storage: str) -> Tensor:
+    """Return a scale a column, so that the largest number of each is the storage's; 1 for zeros."""
+    largest = matrix.abs().amax(0)
+    return _bfloat16(torch.where(largest > 0, largest / FULL[storage], 1.0), up=True)
+
+
+def _bfloat16(scale: Tensor, up: bool = False) -> Tensor:
+    """Round to bfloat16 numbers, in the values' own dtype: to nearest, or never to less."""
+    scale = scale.clamp(MIN_SCALE, MAX_SCALE)
+    rounded = scale.bfloat16().to(scale)
+    return (
+        torch.where(rounded < scale, rounded * (1 + 2**-7), rounded).bfloat16().to(scale)
+        if up
+        else rounded
+    )
+
+
+def _damping(gram: Tensor) -> Tensor:
+    mean = float(gram.diagonal().mean())
+    return (DAMPING * mean if mean > 0 else 1.0) * torch.eye(len(gram)).to(gram)
+
+
+def _symmetric(matrix: Tensor) -> Tensor:
+    return (matrix + matrix.t()) / 2
+
+
+def _check(
+    u: Tensor,
+    v: Tensor,
+    storage: str,
+    target: Tensor,
+    moment: Tensor | None,
+    metric: Tensor | None,
+) -> None:
+    if storage not in STORAGES:
+        raise ValueError(f"storage must be one of {', '.join(STORAGES)}; got {storage!r}")
+    K, N = target.shape
+    if u.dim() != 2 or v.dim() != 2 or (len(u), v.shape[1]) != (K, N) or u.shape[1] != len(v):
+        raise ValueError(
+            f"u must be [{K}, r] and v [r, {N}], got {list(u.shape)} and {list(v.shape)}"
+        )
+    if moment is not None and moment.shape != (K, K):
+        raise ValueError(f"the moment must be [{K}, {K}], got {list(moment.shape)}")
+    if metric is not None and metric.shape not in ((N, N), (N,)):
+        raise ValueError(f"the metric must be [{N}, {N}] or [{N}], got {list(metric.shape)}")
+    named = {"u": u, "v": v, "weight": target, "second moment": moment, "metric": metric}
+    for name, tensor in named.items():
+        if tensor is not None and not torch.isfinite(tensor).all():
+            raise NonFiniteError(
+                f"{name} must be finite to be rounded to {storage}, got NaN or Inf"
+            )
