@@ -4,9 +4,11 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <initializer_list>
 #include <optional>
 #include <string>
+#include <utility>
 
 namespace {
 
@@ -28,11 +30,15 @@ bool is_supported(at::ScalarType dtype) {
          dtype == at::kDouble;
 }
 
-void check_same(const char* op, const Tensor& x, const Named& other) {
+bool is_one_byte(at::ScalarType dtype) {
+  return dtype == at::kFloat8_e4m3fn || dtype == at::kChar;
+}
+
+void check_same(const char* op, const Tensor& x, const Named& like, const Named& other) {
   const auto& [name, tensor] = other;
-  TORCH_CHECK_TYPE(tensor.scalar_type() == x.scalar_type(), op, ": x and ", name,
-                   " must have the same dtype, got ", dtype_name(x), " and ", dtype_name(tensor),
-                   "; cast one of them with .to(dtype)");
+  TORCH_CHECK_TYPE(tensor.scalar_type() == like.tensor.scalar_type(), op, ": ", like.name, " and ",
+                   name, " must have the same dtype, got ", dtype_name(like.tensor), " and ",
+                   dtype_name(tensor), "; cast one of them with .to(dtype)");
   TORCH_CHECK_TYPE(tensor.device() == x.device(), op, ": x and ", name,
                    " must be on the same device, got ", x.device(), " and ", tensor.device(),
                    "; move one of them with .to(device)");
@@ -48,8 +54,48 @@ void check_operands(const char* op, const Tensor& x, std::initializer_list<Named
   TORCH_CHECK_TYPE(is_supported(x.scalar_type()), op,
                    ": dtype must be bfloat16, float16, float32 or float64, got ", dtype_name(x),
                    "; cast x and the weights");
-  for (const auto& matrix : matrices) check_same(op, x, matrix);
-  if (bias) check_same(op, x, {"bias", *bias});
+  const Named& first = *matrices.begin();
+  const Named like = is_one_byte(first.tensor.scalar_type()) ? first : Named{"x", x};
+  for (const auto& matrix : matrices) check_same(op, x, like, matrix);
+  if (bias) check_same(op, x, {"x", x}, {"bias", *bias});
+}
+
+struct NamedScale {
+  const char* name;
+  const std::optional<Tensor>& scale;
+};
+
+void check_scales(const char* op, const Tensor& x, const Tensor& factor,
+                  std::initializer_list<NamedScale> scales) {
+  const bool needed = is_one_byte(factor.scalar_type());
+  for (const auto& [name, scale] : scales) {
+    TORCH_CHECK_VALUE(scale.has_value() == needed, op,
+                      ": factors in torch.float8_e4m3fn or torch.int8 have scales, others have "
+                      "none, got factors in ",
+                      dtype_name(factor), " and ", needed ? "no " : "", name,
+                      needed ? "; pass it" : "; leave it out");
+    if (!scale) continue;
+    TORCH_CHECK_TYPE(scale->scalar_type() == at::kFloat, op, ": ", name,
+                     " must be torch.float32, got ", dtype_name(*scale), "; cast it");
+    check_same(op, x, {name, *scale}, {name, *scale});
+  }
+}
+
+void check_scale_size(const char* op, const char* size, const Named& matrix,
+                      const NamedScale& scale) {
+  const auto& given = scale.scale;
+  TORCH_CHECK_VALUE(!given || (given->dim() == 1 && given->size(0) == matrix.tensor.size(1)), op,
+                    ": ", scale.name, " must have shape [", size, "] with ", size,
+                    " the columns of ", matrix.name, ", got ", scale.name, " ", given->sizes(),
+                    " and ", matrix.name, " ", matrix.tensor.sizes());
+}
+
+void check_compute(const char* op, const Tensor& factor, const std::string& compute) {
+  TORCH_CHECK_VALUE(compute == "x" || compute == "fp8", op, ": compute must be one of x, fp8; got '",
+                    compute, "'");
+  TORCH_CHECK_TYPE(compute == "x" || factor.scalar_type() == at::kFloat8_e4m3fn, op, ": compute='",
+                   compute, "' needs factors in torch.float8_e4m3fn, got ", dtype_name(factor),
+                   "; use compute='x'");
 }
 
 void check_contraction(const char* op, const Named& left, const Named& right) {
@@ -73,8 +119,66 @@ Tensor flat(const Tensor& x, const Tensor& w) {
   return x.dim() == 1 ? x.unsqueeze(0) : x.flatten(0, -2);
 }
 
-// x @ w + bias for x [M, K] or [K].
-Tensor affine(const Tensor& x, const Tensor& w, const std::optional<Tensor>& bias = std::nullopt) {
+at::ScalarType wide(const Tensor& x) { return at::promote_types(x.scalar_type(), at::kFloat); }
+
+// Each row of x as e4m3 times a power of two that gives it a root mean square of 1/2 to 1.
+Tensor rounded_to_fp8(const Tensor& x) {
+  const Tensor values = x.to(wide(x));
+  const Tensor rms = values.square().mean(-1, /*keepdim=*/true).sqrt();
+  const Tensor inverse = at::where(rms > 0, rms.reciprocal(), at::ones_like(rms));
+  const Tensor exponent = std::get<1>(at::frexp(inverse)) - 1;
+  const Tensor scaled = at::ldexp(values, exponent).clamp(-240, 240);
+  const Tensor rounded = scaled.to(at::kFloat8_e4m3fn).to(values.scalar_type());
+  return at::ldexp(rounded, -exponent).to(x.scalar_type());
+}
+
+// A one-byte matrix in a wider dtype, and what its values are to be multiplied by: the bits of e4m3,
+// moved to the place of float16's exponent, are the value times 2^-8.
+std::pair<Tensor, double> widened(const Tensor& strip, at::ScalarType dtype) {
+  if (strip.scalar_type() == at::kChar) return {strip.to(dtype), 1.0};
+  const Tensor bits = strip.view(at::kChar).to(at::kShort);
+  bits.bitwise_left_shift_(7).bitwise_and_(~0x4000);
+  return {bits.view(at::kHalf).to(dtype), 256.0};
+}
+
+// (a @ w) * scale + bias for a [M, K] and w in one byte, a strip of w at a time.
+Tensor scaled_mm(const Tensor& a, const Tensor& w, const Tensor& scale,
+                 const std::optional<Tensor>& bias) {
+  const int64_t size = std::max<int64_t>((1 << 19) / std::max<int64_t>(w.size(0), 1), 128);
+  // Entries of int8 are read past the end of rows that are no multiple of its step.
+  const bool is_packed = w.is_cpu() && w.scalar_type() == at::kChar && w.t().is_contiguous() &&
+                         a.scalar_type() == at::kBFloat16 && a.size(1) % 32 == 0;
+  Tensor y = at::empty({a.size(0), w.size(1)}, a.options());
+  const auto finish = [&](const Tensor& sums, double factor, int64_t start) {
+    const int64_t end = std::min(start + sums.size(1), w.size(1));
+    const Tensor own = scale.slice(0, start, end);
+    Tensor result = sums.to(wide(sums)) * (factor == 1.0 ? own : own * factor);
+    if (bias) result = result + bias->slice(0, start, end);
+    y.slice(1, start, end).copy_(result);
+  };
+  if (is_packed && a.size(0) > 0 && a.size(0) <= 4) {
+    const Tensor ones = at::ones({w.size(1)}, a.options());
+    finish(at::_weight_int8pack_mm(a.contiguous(), w.t(), ones), 1.0, 0);
+    return y;
+  }
+  // float16 would overflow before the scale is applied.
+  const auto dtype = a.scalar_type() == at::kHalf ? at::kFloat : a.scalar_type();
+  const Tensor given = a.to(dtype);
+  for (int64_t start = 0; start < w.size(1); start += size) {
+    const auto [matrix, factor] = widened(w.slice(1, start, start + size), dtype);
+    finish(at::mm(given, matrix), factor, start);
+  }
+  return y;
+}
+
+// (x @ w) * scale + bias for x [M, K] or [K], where there is a scale.
+Tensor affine(const Tensor& x, const Tensor& w, const std::optional<Tensor>& bias = std::nullopt,
+              const std::optional<Tensor>& scale = std::nullopt, const std::string& compute = "x") {
+  if (scale) {
+    const Tensor given = compute == "fp8" ? rounded_to_fp8(x) : x;
+    if (x.dim() == 2) return scaled_mm(given, w, *scale, bias);
+    return scaled_mm(given.unsqueeze(0), w, *scale, bias).squeeze(0);
+  }
   if (x.dim() == 1) return bias ? at::addmv(*bias, w.t(), x) : at::mv(w.t(), x);
   return bias ? at::addmm(*bias, x, w) : at::mm(x, w);
 }
@@ -94,19 +198,31 @@ Tensor activated(const std::string& name, const Tensor& x) {
 
 // --- ops ----------------------------------------------------------------------------------------
 
-Tensor xw(const Tensor& x, const Tensor& w, const std::optional<Tensor>& bias) {
+using Scale = const std::optional<Tensor>&;
+
+Tensor xw(const Tensor& x, const Tensor& w, const std::optional<Tensor>& bias, Scale w_scale,
+          std::string compute) {
   check_operands("xw", x, {{"w", w}}, bias);
+  check_scales("xw", x, w, {{"w_scale", w_scale}});
   check_contraction("xw", {"x", x}, {"w", w});
   check_bias("xw", {"w", w}, bias);
-  return in_shape_of(x, affine(flat(x, w), w, bias));
+  check_scale_size("xw", "N", {"w", w}, {"w_scale", w_scale});
+  check_compute("xw", w, compute);
+  return in_shape_of(x, affine(flat(x, w), w, bias, w_scale, compute));
 }
 
-Tensor xuv(const Tensor& x, const Tensor& u, const Tensor& v, const std::optional<Tensor>& bias) {
+Tensor xuv(const Tensor& x, const Tensor& u, const Tensor& v, const std::optional<Tensor>& bias,
+           Scale u_scale, Scale v_scale, std::string compute) {
   check_operands("xuv", x, {{"u", u}, {"v", v}}, bias);
+  check_scales("xuv", x, u, {{"u_scale", u_scale}, {"v_scale", v_scale}});
   check_contraction("xuv", {"x", x}, {"u", u});
   check_contraction("xuv", {"u", u}, {"v", v});
   check_bias("xuv", {"v", v}, bias);
-  return in_shape_of(x, affine(affine(flat(x, u), u), v, bias));
+  check_scale_size("xuv", "r", {"u", u}, {"u_scale", u_scale});
+  check_scale_size("xuv", "N", {"v", v}, {"v_scale", v_scale});
+  check_compute("xuv", u, compute);
+  const Tensor inner = affine(flat(x, u), u, std::nullopt, u_scale, compute);
+  return in_shape_of(x, affine(inner, v, bias, v_scale, compute));
 }
 
 void check_svd_mlp(const Tensor& x, const Tensor& u_gate, const Tensor& v_gate, const Tensor& u_up,
@@ -134,12 +250,27 @@ void check_svd_mlp(const Tensor& x, const Tensor& u_gate, const Tensor& v_gate, 
 
 Tensor svd_mlp(const Tensor& x, const Tensor& u_gate, const Tensor& v_gate, const Tensor& u_up,
                const Tensor& v_up, const Tensor& u_down, const Tensor& v_down,
-               std::string activation) {
+               std::string activation, Scale u_gate_scale, Scale v_gate_scale, Scale u_up_scale,
+               Scale v_up_scale, Scale u_down_scale, Scale v_down_scale, std::string compute) {
   check_svd_mlp(x, u_gate, v_gate, u_up, v_up, u_down, v_down, activation);
+  const Named factors[] = {{"u_gate", u_gate}, {"v_gate", v_gate}, {"u_up", u_up},
+                           {"v_gate", v_gate}, {"u_down", u_down}, {"v_down", v_down}};
+  const NamedScale scales[] = {{"u_gate_scale", u_gate_scale}, {"v_gate_scale", v_gate_scale},
+                               {"u_up_scale", u_up_scale},     {"v_up_scale", v_up_scale},
+                               {"u_down_scale", u_down_scale}, {"v_down_scale", v_down_scale}};
+  const char* const sizes[] = {"r_gate", "I", "r_up", "I", "r_down", "N"};
+  for (const auto& scale : scales) check_scales("svd_mlp", x, u_gate, {scale});
+  for (int i = 0; i < 6; ++i) check_scale_size("svd_mlp", sizes[i], factors[i], scales[i]);
+  check_compute("svd_mlp", u_gate, compute);
+  const auto pair = [&](const Tensor& given, const Tensor& u, Scale u_scale, const Tensor& v,
+                        Scale v_scale) {
+    return affine(affine(given, u, std::nullopt, u_scale, compute), v, std::nullopt, v_scale,
+                  compute);
+  };
   const Tensor rows = flat(x, u_gate);
-  Tensor hidden = activated(activation, affine(affine(rows, u_gate), v_gate));
-  hidden.mul_(affine(affine(rows, u_up), v_up));
-  return in_shape_of(x, affine(affine(hidden, u_down), v_down));
+  Tensor hidden = activated(activation, pair(rows, u_gate, u_gate_scale, v_gate, v_gate_scale));
+  hidden.mul_(pair(rows, u_up, u_up_scale, v_up, v_up_scale));
+  return in_shape_of(x, pair(hidden, u_down, u_down_scale, v_down, v_down_scale));
 }
 
 // --- registration -------------------------------------------------------------------------------
@@ -165,10 +296,18 @@ TORCH_LIBRARY_FRAGMENT(neuronmm, library) {
                "of them");
     return;
   }
-  define(library, "xuv", "xuv(Tensor x, Tensor u, Tensor v, Tensor? bias=None) -> Tensor", xuv);
-  define(library, "xw", "xw(Tensor x, Tensor w, Tensor? bias=None) -> Tensor", xw);
+  define(library, "xuv",
+         "xuv(Tensor x, Tensor u, Tensor v, Tensor? bias=None, Tensor? u_scale=None, "
+         "Tensor? v_scale=None, str compute=\"x\") -> Tensor",
+         xuv);
+  define(library, "xw",
+         "xw(Tensor x, Tensor w, Tensor? bias=None, Tensor? w_scale=None, str compute=\"x\") "
+         "-> Tensor",
+         xw);
   define(library, "svd_mlp",
          "svd_mlp(Tensor x, Tensor u_gate, Tensor v_gate, Tensor u_up, Tensor v_up, "
-         "Tensor u_down, Tensor v_down, str activation=\"silu\") -> Tensor",
+         "Tensor u_down, Tensor v_down, str activation=\"silu\", Tensor? u_gate_scale=None, "
+         "Tensor? v_gate_scale=None, Tensor? u_up_scale=None, Tensor? v_up_scale=None, "
+         "Tensor? u_down_scale=None, Tensor? v_down_scale=None, str compute=\"x\") -> Tensor",
          svd_mlp);
 }

@@ -37,7 +37,9 @@ def test_the_whole_road(run: Run, dense: Path, text: Path, tmp_path: Path) -> No
     ]
     assert summary["config"]["ratio"] == 0.3
     assert summary["calibration"]["tokens"] == 32 * 64
-    assert list(summary["layers"][0]) == ["name", "K", "N", "r", "dense", "loss", "bytes"]
+    assert list(summary["layers"][0]) == [
+        *("name", "K", "N", "r", "dense", "loss", "bytes", "bits_per_weight", "compute", "storage")
+    ]
     assert len(summary["layers"]) == 6
     parameters = sum(layer["r"] * (layer["K"] + layer["N"]) for layer in summary["layers"])
     assert summary["bytes"] == 4 * parameters
@@ -80,6 +82,7 @@ def test_tables_for_people(run: Run, dense: Path, text: Path, tmp_path: Path) ->
 
 def test_a_layer_whose_loss_is_unknown_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     layer = {"name": "fc1", "K": 8, "N": 8, "r": 2, "dense": False, "loss": None, "bytes": 128}
+    layer |= {"bits_per_weight": 16.0, "compute": "x", "storage": None}
     ratios = {"ratio": 0.5, "effective_ratio": 0.5, "model_ratio": None, "compute_dtype": None}
     provenance = {"model": "m", "torch": "2", "recovery": [{"steps": 3}]}
     record = {"config": None, "calibration": None, "provenance": provenance}

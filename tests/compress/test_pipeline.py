@@ -175,7 +175,8 @@ def test_the_report_is_json():
     assert re.fullmatch("[0-9a-f]{64}", document["calibration"]["sha256"])
     assert document["provenance"]["torch"] == torch.__version__
     assert set(document["layers"][0]) == {
-        *("name", "K", "N", "r", "dense", "reason", "loss", "bytes", "dense_bytes")
+        *("name", "K", "N", "r", "dense", "reason", "loss", "bytes", "dense_bytes", "storage"),
+        "compute",
     }
 
 

@@ -47,6 +47,34 @@ def cases() -> Iterator[tuple[str, str, tuple[Any, ...]]]:
                 yield f"svd_mlp {activation} {case}", "svd_mlp", (x, *factors, activation)
 
 
+def one_byte_cases() -> Iterator[tuple[str, str, tuple[Any, ...]]]:
+    """Yield the same for factors in one byte: both orders in memory, both dtypes, both computes."""
+    generator = torch.Generator().manual_seed(1)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64) * 0.25
+
+    def factor(dtype: torch.dtype, *shape: int) -> tuple[Tensor, Tensor]:
+        values = draw(*shape) * 200
+        rounded = values.clamp(-127, 127).round().to(dtype)
+        return rounded.t().contiguous().t(), torch.rand(shape[1], generator=generator) / 400
+
+    mlp = ((64, 32), (32, 40), (64, 32), (32, 40), (40, 7), (7, 20))
+    for dtype, computes in ((torch.int8, ("x",)), (torch.float8_e4m3fn, ("x", "fp8"))):
+        (u, u_scale), (v, v_scale) = factor(dtype, 64, 32), factor(dtype, 32, 20)
+        pairs = [factor(dtype, *shape) for shape in mlp]
+        for lead in ((), (1,), (3, 3), (0,)):
+            x, bias = draw(*lead, 64), draw(20)
+            for compute in computes:
+                case = f"{dtype} {compute} {list(lead)}"
+                scales = (u_scale, v_scale, compute)
+                yield f"xuv {case}", "xuv", (x, u, v, bias, *scales)
+                yield f"xuv rows {case}", "xuv", (x, u.contiguous(), v, None, *scales)
+                yield f"xw {case}", "xw", (x, u, None, u_scale, compute)
+                factors, own = zip(*pairs, strict=True)
+                yield f"svd_mlp {case}", "svd_mlp", (x, *factors, "gelu", *own, compute)
+
+
 def results(
     dtype: torch.dtype, prepare: Callable[[Tensor], Tensor] = torch.clone
 ) -> dict[str, Tensor]:
@@ -56,6 +84,17 @@ def results(
         cast = (prepare(t.to(dtype)) if isinstance(t, Tensor) else t for t in arguments)
         outputs[name] = getattr(torch.ops.neuronmm, op)(*cast)
         assert outputs[name].is_contiguous(), name
+    return outputs
+
+
+def one_byte_results(dtype: torch.dtype) -> dict[str, Tensor]:
+    """Return what the registered ops compute of factors in one byte, for x of a dtype."""
+    outputs = {}
+    for name, op, arguments in one_byte_cases():
+        # x and the bias are drawn in fp64
+        is_cast = [isinstance(t, Tensor) and t.dtype == torch.float64 for t in arguments]
+        cast = [t.to(dtype) if yes else t for t, yes in zip(arguments, is_cast, strict=True)]
+        outputs[name] = getattr(torch.ops.neuronmm, op)(*cast)
     return outputs
 
 
@@ -82,6 +121,27 @@ def refusals() -> list[str]:
         ("svd_mlp", (ones(3, 4), *mlp, "tanh")),
         *(("svd_mlp", (ones(3, 4), *mlp[:i], ones(3, 3), *mlp[i + 1 :])) for i in range(len(mlp))),
     ]
+    u, v, r, n = ones(4, 2).to(torch.int8), ones(2, 5).to(torch.int8), ones(2), ones(5)
+    fp8 = torch.float8_e4m3fn
+    wrong += [
+        ("xuv", (ones(3, 4), u, v)),
+        ("xuv", (ones(3, 4), u, v, None, r)),
+        ("xuv", (ones(3, 4), u, v.to(fp8), None, r, n)),
+        ("xuv", (ones(3, 4), u.float(), v.float(), None, r, n)),
+        ("xuv", (ones(3, 4), u, v, None, r.double(), n)),
+        ("xuv", (ones(3, 4), u, v, None, r, r)),
+        ("xuv", (ones(3, 4), u, v, None, n, n)),
+        ("xuv", (ones(3, 4), u, v, None, r, n.to("meta"))),
+        ("xuv", (ones(3, 4), u, v, None, r, n, "fp8")),
+        ("xuv", (ones(3, 4), u, v, None, r, n, "int8")),
+        ("xuv", (ones(3, 4), u.float(), v.float(), None, None, None, "fp8")),
+        ("xuv", (ones(3, 4), u, v, n.bfloat16(), r, n)),
+        ("xw", (ones(3, 4), u)),
+        ("xw", (ones(3, 4), u, None, n)),
+        ("svd_mlp", (ones(3, 4), *[matrix.to(fp8) for matrix in mlp])),
+        ("svd_mlp", (ones(3, 4), *mlp, "silu", r)),
+        ("svd_mlp", (ones(3, 4), *mlp[:5], mlp[5].to(fp8))),
+    ]
     return [refusal(op, arguments) for op, arguments in wrong]
 
 
@@ -99,6 +159,7 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     for dtype in DTYPES:
         save_file(results(dtype), folder / f"{dtype}.safetensors")
+        save_file(one_byte_results(dtype), folder / f"{dtype}-one-byte.safetensors")
     texts = {"schemas": schemas(), "refusals": refusals()}
     (folder / "texts.json").write_text(json.dumps(texts))
     assert "neuronmm_ops" not in sys.modules

@@ -58,6 +58,17 @@ def test_values_are_those_of_the_package(recorded, dtype):
         assert_close_to_oracle(actual[name], oracles[name], value, sizes[name])
 
 
+@pytest.mark.parametrize("dtype", op_calls.DTYPES, ids=str)
+def test_values_of_one_byte_factors_are_those_of_the_package(recorded, dtype):
+    actual = load_file(recorded / f"{dtype}-one-byte.safetensors")
+    expected = op_calls.one_byte_results(dtype)
+    assert actual.keys() == expected.keys()
+    for name, value in expected.items():
+        # the same operations, in another number of threads
+        tolerance = 4 * torch.finfo(dtype).eps * float(value.abs().max()) if value.numel() else 0
+        torch.testing.assert_close(actual[name], value, rtol=0, atol=tolerance, msg=name)
+
+
 # --- both in one process -------------------------------------------------------------------------
 
 
@@ -102,8 +113,23 @@ import neuronmm_ops
 
 folder = sys.argv[1]
 torch.manual_seed(0)
+
+
+def one_byte(K, r, N, dtype):
+    def factor(rows, columns):
+        return torch.randint(-99, 100, (rows, columns)).to(dtype), torch.rand(columns) / 400
+
+    (u, u_scale), (v, v_scale) = factor(K, r), factor(r, N)
+    return neuronmm_ops.SVDLinear.from_factors(u, v, None, u_scale, v_scale)
+
+
+fp8 = torch.float8_e4m3fn
+mlp = neuronmm_ops.SVDMLP.from_projections(
+    one_byte(48, 16, 96, fp8), one_byte(48, 16, 96, fp8), one_byte(96, 24, 48, fp8), "silu"
+)
 model = torch.nn.Sequential(
     neuronmm_ops.SVDLinear(64, 48, 16), neuronmm_ops.SVDMLP(48, 96, (8, 16, 24)),
+    mlp, one_byte(48, 32, 48, torch.int8),
 ).requires_grad_(False)
 x = torch.randn(5, 64)
 x.numpy().tofile(f"{folder}/x")

@@ -118,6 +118,11 @@ def magnitude_of(op: str, *tensors: Tensor | None) -> Tensor:
     return PLAIN[op](*absolute, **choices)
 
 
+def split_call(op: str, *arguments: Any) -> tuple[tuple[Any, ...], tuple[str, ...]]:
+    """Positional arguments of an op as launchers take them: all tensors, and all options."""
+    return SPECS[op].split(SPECS[op].complete(arguments, {}))
+
+
 def mlp_shapes(
     K: int, inner: int, N: int, ranks: tuple[int, int, int] = (3, 4, 5)
 ) -> list[tuple[int, ...]]:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from operands import split_call
 
 from neuronmm_ops.kernels import plan_svd_mlp, plan_xuv
 from neuronmm_ops.ops.backends import hlo, xla
@@ -16,6 +17,8 @@ from neuronmm_ops.ops.definitions import SPECS
 
 CALL = CustomCall("Target", "Y29uZmln", 2)
 X = Array((2, 3, 128), "bfloat16")
+# xla_data.proto
+PRIMITIVE_TYPES = {"int8": 2, "float16": 10, "float32": 11, "bfloat16": 16, "float8_e4m3fn": 20}
 FLAT = Array((6, 128), "bfloat16")
 W = Array((128, 300), "bfloat16")
 RESULT = Array((6, 300), "bfloat16")
@@ -105,7 +108,7 @@ def test_other_shapes_are_reached_by_reshapes():
 def test_shapes_of_any_size(shape, dtype):
     dimensions, element_type, minor_to_major = shape_of(Array(shape, dtype).encode())
     assert tuple(dimensions) == shape
-    assert element_type == {"float16": 10, "float32": 11, "bfloat16": 16}[dtype]
+    assert element_type == PRIMITIVE_TYPES[dtype]
     assert minor_to_major == list(reversed(range(len(shape))))
 
 
@@ -120,8 +123,7 @@ def test_texts_and_integers_come_back(name, config, version):
 
 def launch(op, *shapes, choices=()):
     tensors = [torch.empty(shape, device="meta") for shape in shapes]
-    missing = [None] * (len(SPECS[op].operands) - len(tensors))
-    return launch_of(SPECS[op], (*tensors, *missing), choices, "trn1")
+    return launch_of(SPECS[op], *split_call(op, *tensors, *choices), "trn1")
 
 
 def decoded(found):

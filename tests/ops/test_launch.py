@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 import stand_ins
 import torch
-from operands import OPS, doubled, magnitude_of, make, plain_xuv, shapes_of
+from operands import OPS, doubled, magnitude_of, make, plain_xuv, shapes_of, split_call
 from splits import split_plans
 from stand_ins import NeuronMachine
 from tolerances import assert_close_to_oracle
@@ -36,25 +36,38 @@ def machine(tmp_path, monkeypatch) -> Iterator[NeuronMachine]:
 
 def test_each_op_has_its_plan():
     x, u, v, bias = make((2, 3, 256)), make((256, 24)), make((24, 40)), make((40,))
-    launch = launch_of(XUV, (x, u, v, bias), (), "trn2", 2)
+    launch = launch_of(XUV, *split_call("xuv", x, u, v, bias), "trn2", 2)
     assert launch is not None
     assert launch.plan == plan_xuv(6, 256, 24, 40, "float32", "trn2", 2)
     assert (launch.shape, launch.operands) == ((2, 3, 40), ("x", "u", "v", "bias"))
-    launch = launch_of(XUV, (x, u, v, None), (), "trn1")
+    launch = launch_of(XUV, *split_call("xuv", x, u, v), "trn1")
     assert launch is not None
     assert launch.operands == ("x", "u", "v")
-    launch = launch_of(SPECS["xw"], (x, u, None), (), "trn3")
+    launch = launch_of(SPECS["xw"], *split_call("xw", x, u), "trn3")
     assert launch is not None
     assert launch.plan == plan_xw(6, 256, 24, "float32", "trn3")
 
 
 def test_svd_mlp_has_three_ranks_and_an_activation():
     shapes = ((5, 256), (256, 8), (8, 96), (256, 16), (16, 96), (96, 24), (24, 40))
-    launch = launch_of(SPECS["svd_mlp"], tuple(map(make, shapes)), ("relu",), "trn1")
+    call = split_call("svd_mlp", *map(make, shapes), "relu")
+    launch = launch_of(SPECS["svd_mlp"], *call, "trn1")
     assert launch is not None
     assert launch.plan == plan_svd_mlp(5, 256, (8, 16, 24), 96, 40, "float32", "trn1")
     assert launch.arguments == {**launch.plan.arguments, "activation": "relu"}
     assert launch.shape == (5, 40)
+
+
+def test_one_byte_factors_are_planned_and_launched_as_such():
+    fp8 = torch.float8_e4m3fn
+    x, u, v = make((6, 256)), make((256, 24)).to(fp8), make((24, 40)).to(fp8)
+    call = split_call("xuv", x, u, v, None, torch.ones(24), torch.ones(40), "fp8")
+    launch = launch_of(XUV, *call, "trn2")
+    assert launch is not None
+    options = {"weight_dtype": "float8_e4m3fn", "compute": "fp8"}
+    assert launch.plan == plan_xuv(6, 256, 24, 40, "float32", "trn2", **options)
+    assert launch.operands == ("x", "u", "v", "u_scale", "v_scale")
+    assert "compute" not in launch.arguments, "the plan has a block for it"
 
 
 def test_the_results_of_svd_qkv_lie_side_by_side():
@@ -70,13 +83,14 @@ def test_the_results_of_svd_qkv_lie_side_by_side():
 def test_without_products_the_bias_is_left(shapes):
     x, *weights = (make(shape) for shape in shapes)
     bias = make((4,))
-    assert launch_of(XUV, (x, *weights, bias), (), "trn1") is None
-    assert torch.equal(without_products(XUV, (x, *weights, bias)), bias.expand(2, 4))
-    assert torch.equal(without_products(XUV, (x, *weights, None)), torch.zeros(2, 4))
+    call = split_call("xuv", x, *weights, bias)
+    assert launch_of(XUV, *call, "trn1") is None
+    assert torch.equal(without_products(XUV, call[0]), bias.expand(2, 4))
+    assert torch.equal(without_products(XUV, split_call("xuv", x, *weights)[0]), torch.zeros(2, 4))
 
 
 def test_without_products_of_an_mlp():
-    tensors = tuple(map(make, shapes_of("svd_mlp", (0,))))
+    tensors, _ = split_call("svd_mlp", *map(make, shapes_of("svd_mlp", (0,))))
     assert without_products(SPECS["svd_mlp"], tensors).shape == (0, 5)
 
 
@@ -99,8 +113,8 @@ def test_a_symbolic_size_is_planned_as_the_size_that_is_traced():
     shape_env = ShapeEnv()
     with FakeTensorMode(shape_env=shape_env):
         tokens = symbolic(shape_env, 6)
-        weights = (torch.empty(256, 24), torch.empty(24, 40), None)
-        launch = launch_of(XUV, (torch.empty(2, tokens, 256), *weights), (), "trn1")
+        tensors = torch.empty(2, tokens, 256), torch.empty(256, 24), torch.empty(24, 40)
+        launch = launch_of(XUV, *split_call("xuv", *tensors), "trn1")
     assert launch is not None
     assert launch.plan == plan_xuv(12, 256, 24, 40, "float32", "trn1")
     assert launch.shape == (2, 6, 40)
@@ -127,7 +141,8 @@ def test_a_symbolic_size_is_refused_on_xla():
 @pytest.mark.parametrize(("target", "lnc"), [("trn1", 1), ("trn2", 2), ("trn3", 1)])
 def test_a_launch_is_planned_for_this_machine(machine, target, lnc):
     machine.environment(NEURON_PLATFORM_TARGET_OVERRIDE=target, NEURON_LOGICAL_NC_CONFIG=str(lnc))
-    launch = launch_here(XUV, (make((2, 3, 40)), make((40, 8)), make((8, 24)), None), ())
+    tensors = make((2, 3, 40)), make((40, 8)), make((8, 24))
+    launch = launch_here(XUV, *split_call("xuv", *tensors))
     assert launch is not None
     assert (launch.plan.problem.target, launch.plan.problem.lnc) == (target, lnc)
 
@@ -139,7 +154,7 @@ def direct(plan):
 def test_a_kernel_is_called_on_the_tensors(machine):
     machine.environment(NEURON_PLATFORM_TARGET_OVERRIDE="trn2")
     tensors = make((2, 3, 40)), make((40, 8), layout="transposed"), make((8, 24)), make((24,))
-    y = call_kernel(XUV, tensors, (), direct)
+    y = call_kernel(XUV, *split_call("xuv", *tensors), direct)
     oracle = plain_xuv(*doubled(*tensors))
     assert_close_to_oracle(y, oracle, plain_xuv(*tensors), magnitude_of("xuv", *tensors))
 
@@ -148,27 +163,27 @@ def test_a_kernel_is_called_on_the_tensors(machine):
 def test_a_split_kernel_is_called_once_for_each_part(op, machine, monkeypatch):
     machine.environment(NEURON_PLATFORM_TARGET_OVERRIDE="trn1")
     tensors = tuple(make(shape) for shape in shapes_of(op, (3, 50)))
-    choices = tuple(values[0] for values in SPECS[op].choices.values())
-    whole = call_kernel(SPECS[op], tensors, choices, direct)
+    call = split_call(op, *tensors)
+    whole = call_kernel(SPECS[op], *call, direct)
     stand_ins.record.calls.clear()
     split_plans(monkeypatch, 64)
-    assert torch.equal(call_kernel(SPECS[op], tensors, choices, direct), whole)
+    assert torch.equal(call_kernel(SPECS[op], *call, direct), whole)
     assert len(stand_ins.record.calls) == 3
 
 
 def test_nothing_is_launched_without_elements(machine):
-    tensors = make((0, 40)), make((40, 8)), make((8, 24)), None
-    assert launch_here(XUV, tensors, ()) is None
-    assert call_kernel(XUV, tensors, ()).shape == (0, 24)
+    call = split_call("xuv", make((0, 40)), make((40, 8)), make((8, 24)))
+    assert launch_here(XUV, *call) is None
+    assert call_kernel(XUV, *call).shape == (0, 24)
 
 
 def test_a_kernel_is_not_called_for_a_guessed_core(machine):
     with pytest.raises(RuntimeError, match="set NEURON_PLATFORM_TARGET_OVERRIDE"):
-        call_kernel(SPECS["xw"], (make((3, 40)), make((40, 24)), None), ())
+        call_kernel(SPECS["xw"], *split_call("xw", make((3, 40)), make((40, 24))))
 
 
 def test_a_kernel_is_not_called_through_an_nki_too_old(machine):
     machine.environment(NEURON_PLATFORM_TARGET_OVERRIDE="trn1")
     machine.nki("0.2.0")
     with pytest.raises(NkiVersionError, match=r"NKI 0\.3 or later"):
-        call_kernel(SPECS["xw"], (make((3, 40)), make((40, 24)), None), ())
+        call_kernel(SPECS["xw"], *split_call("xw", make((3, 40)), make((40, 24))))

@@ -51,11 +51,19 @@ def public(case: str) -> Callable[..., Tensor]:
 
 def test_schemas_are_the_documented_ones():
     assert {name: str(overload._schema) for name, overload in OVERLOADS.items()} == {
-        "xuv": "neuronmm::xuv(Tensor x, Tensor u, Tensor v, Tensor? bias=None) -> Tensor",
-        "xw": "neuronmm::xw(Tensor x, Tensor w, Tensor? bias=None) -> Tensor",
+        "xuv": (
+            "neuronmm::xuv(Tensor x, Tensor u, Tensor v, Tensor? bias=None, "
+            'Tensor? u_scale=None, Tensor? v_scale=None, str compute="x") -> Tensor'
+        ),
+        "xw": (
+            "neuronmm::xw(Tensor x, Tensor w, Tensor? bias=None, Tensor? w_scale=None, "
+            'str compute="x") -> Tensor'
+        ),
         "svd_mlp": (
             "neuronmm::svd_mlp(Tensor x, Tensor u_gate, Tensor v_gate, Tensor u_up, Tensor v_up, "
-            'Tensor u_down, Tensor v_down, str activation="silu") -> Tensor'
+            'Tensor u_down, Tensor v_down, str activation="silu", Tensor? u_gate_scale=None, '
+            "Tensor? v_gate_scale=None, Tensor? u_up_scale=None, Tensor? v_up_scale=None, "
+            'Tensor? u_down_scale=None, Tensor? v_down_scale=None, str compute="x") -> Tensor'
         ),
         "svd_qkv": (
             "neuronmm::svd_qkv(Tensor x, Tensor u_query, Tensor v_query, Tensor u_key, "
@@ -77,10 +85,13 @@ def test_a_schema_read_from_a_signature_is_the_ops(op):
 def test_an_implementation_takes_keywords_and_defaults(op):
     spec, tensors = SPECS[op], operands_of(op)
     keywords = dict(zip(names_of(op), tensors, strict=False))
-    expected = [*tensors, *[None] * (len(spec.operands) - len(tensors))]
-    expected += [values[0] for values in spec.choices.values()]
-    assert list(spec.complete(tuple(tensors), {})) == expected
-    assert list(spec.complete((), keywords)) == expected
+    missing = [None] * (len(spec.operands) - len(tensors))
+    choices = [values[0] for values in spec.choices.values()]
+    scales = [*[None] * len(spec.scales), "x"] if spec.is_scaled else []
+    expected = [*tensors, *missing, *choices, *scales]
+    for found in (spec.complete(tuple(tensors), {}), spec.complete((), keywords)):
+        assert len(found) == len(expected)
+        assert all(a is b or a == b for a, b in zip(found, expected, strict=True))
 
 
 @pytest.mark.slow

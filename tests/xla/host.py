@@ -100,9 +100,13 @@ def launch_of(config: dict[str, Any]) -> Launch:
     """The launch that a config names; the plan's predictions are not in it."""
     call = config["neuronmm"]
     spec, matrices = SPECS[call["op"]], tuple(map(tuple, call["matrices"]))
-    plan = plan_op(spec.name, call["M"], matrices, call["dtype"], call["target"], call["lnc"])
+    plan = plan_op(
+        *(spec.name, call["M"], matrices, call["dtype"], call["target"], call["lnc"]),
+        weight_dtype=call["weight_dtype"],
+        compute=call["compute"],
+    )
     plan = replace(plan, kernel=config["func_name"], blocks=tuple(call["blocks"].items()))
-    choices = {name: call[name] for name in spec.choices}
+    choices = {name: call[name] for name in spec.options}
     names = tuple(config["klir_binary"]["input_names"])
     return Launch(spec, plan, (call["M"], plan.problem.N), names, choices)
 
@@ -141,17 +145,24 @@ class Handler:
     def call(self, config: dict[str, Any], out: int, operands: Any) -> None:
         """Read the operands where XLA has them, compute, and write the result."""
         launch = launch_of(config)
-        problem = launch.plan.problem
+        problem, spec = launch.plan.problem, launch.spec
         dtype = getattr(torch, problem.dtype)
-        shapes = [(problem.M, problem.K), *problem.matrices]
-        shapes += [(problem.N,)] * (len(launch.operands) - len(shapes))
-        tensors = [tensor_at(operands[i], shape, dtype) for i, shape in enumerate(shapes)]
-        missing = [None] * (len(launch.spec.operands) - len(tensors))
-        tensor_at(out, launch.shape, dtype).copy_(self.compute(launch, (*tensors, *missing)))
+        weight_dtype = getattr(torch, problem.weight_dtype or problem.dtype)
+        layouts = {"x": ((problem.M, problem.K), dtype), "bias": ((problem.N,), dtype)}
+        for place, matrix in zip(spec.factors, problem.matrices, strict=True):
+            name = spec.operands[place].name
+            layouts[name] = (matrix, weight_dtype)
+            layouts[f"{name}_scale"] = ((matrix[1],), torch.float32)
+        given = {
+            name: tensor_at(operands[i], *layouts[name]) for i, name in enumerate(launch.operands)
+        }
+        tensors = tuple(given.get(operand.name) for operand in spec.tensors)
+        tensor_at(out, launch.shape, dtype).copy_(self.compute(launch, tensors))
         self.configs.append(config)
 
     def compute(self, launch: Launch, tensors: tuple[Tensor | None, ...]) -> Tensor:
-        return launch.spec.reference(*tensors, **launch.choices)
+        spec = launch.spec
+        return spec.reference(*spec.joined(tensors, tuple(launch.choices.values())))
 
 
 class SimulatedCore(Handler):

@@ -26,16 +26,17 @@ def dtype_name(storage: str | None) -> str | None:
     return None if storage is None else str(STORAGES[storage]).removeprefix("torch.")
 
 
-def storage_named(name: str) -> str:
+def storage_named(name: object) -> str:
     """Return the storage whose dtype has that name.
 
     Raises:
         ValueError: no storage has.
     """
-    names = {dtype_name(storage): storage for storage in STORAGES}
-    if name not in names:
-        raise ValueError(f"storage must be {' or '.join(map(str, names))}, or null; got {name!r}")
-    return names[name]
+    for storage in STORAGES:
+        if dtype_name(storage) == name:
+            return storage
+    names = " or ".join(str(dtype_name(storage)) for storage in STORAGES)
+    raise ValueError(f"storage must be {names}, or null; got {name!r}")
 
 
 def factor_bytes(K: int, N: int, r: int, itemsize: int, storage: str | None = None) -> int:

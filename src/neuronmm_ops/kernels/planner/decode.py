@@ -13,19 +13,21 @@ from typing import Literal, NamedTuple
 
 from neuronmm_ops.hardware import MIN_CYCLES, Engine
 from neuronmm_ops.kernels.planner.instructions import (
+    cast_ns,
     evict_ns,
     load_ns,
     matmul_ns,
     matmul_passes,
     transpose_ns,
 )
-from neuronmm_ops.kernels.planner.problem import Block, Problem
+from neuronmm_ops.kernels.planner.problem import SCALE_BYTES, Block, Problem
 from neuronmm_ops.kernels.planner.timeline import Step, Timeline
 from neuronmm_ops.kernels.stages import tiling
 from neuronmm_ops.kernels.stages.tiling import (
     BANK_COLUMNS,
     OUTPUT_UNIT,
     PARTITIONS,
+    SHUFFLED,
     Span,
     sizes,
     tiles_in,
@@ -41,7 +43,7 @@ BOTH, SCALAR, VECTOR = (Engine.VECTOR, Engine.SCALAR), (Engine.SCALAR,), (Engine
 class Tile(NamedTuple):
     """Some K tiles: what TensorE does with them, their load or eviction, and their SBUF.
 
-    `queue` loads them.
+    `queue` loads them; `casts` are instructions.
     """
 
     k_tiles: int
@@ -49,6 +51,7 @@ class Tile(NamedTuple):
     move_ns: float
     size: int
     queue: str = ""
+    casts: int = 0
 
 
 class Sums:
@@ -61,6 +64,9 @@ class Sums:
         parts: columns of each eviction, by `engines` in turns.
         matmuls: of a K tile; `ns`: their time.
         queue: loads the weight.
+        rows: loads of the rows of scales that the sums are multiplied by; 0 where there are none.
+        rows_ns: DMA time of the engine that loads most of them.
+        more: instructions that the rows take beyond their loads.
     """
 
     def __init__(
@@ -72,23 +78,37 @@ class Sums:
         step: int = 0,
         engines: tuple[Engine, ...] = BOTH,
         queue: str = "w",
+        scaled: bool = False,
     ) -> None:
         machine = problem.machine
         self.queue = queue
         step = step or tiling.matmul_columns(problem.M, machine.generation)
-        self.engines = SCALAR if machine.shared_ports and engines == BOTH else engines
+        shared = machine.shared_ports and engines == BOTH
+        self.engines = VECTOR if scaled else SCALAR if shared else engines
         tiles = tiling.SumTiling(columns, problem.M, machine.generation, unit, step)
         self.columns, self.adjoin = columns, columns == of
-        self.row_bytes = columns * problem.itemsize
+        self.row_bytes = columns * problem.weight_itemsize
         self.width, self.chunks = tiles.width, [group.size for group in tiles.groups]
         self.banks = tiles_in(tiles.width, BANK_COLUMNS)
         self.parts = [part.size for part in tiles.evictions()]
-        self.halves = [half.size for half in tiles.halves(problem.itemsize)]
+        self.halves = [half.size for half in tiles.halves(problem.weight_itemsize)]
         self.matmuls = len(tiles.matmuls(Span(0, columns)))
         passes = matmul_passes(problem.itemsize)
         self.ns = sum([matmul_ns(machine, problem.M, w, passes) for w in sizes(tiles.width, step)])
         if len(self.chunks) > 1:  # side by side, but issued one after the other
             self.ns = max(self.ns, self.matmuls * matmul_ns(machine, MIN_CYCLES, MIN_CYCLES))
+        self.rows = self.rows_bytes = self.more = 0
+        self.rows_ns = 0.0
+        if scaled:
+            self._load_rows(problem)
+
+    def _load_rows(self, problem: Problem) -> None:
+        """As `stages.decode.Sums.row`."""
+        copies = tiles_in(problem.M, SHUFFLED)
+        self.rows = len(self.chunks) * copies
+        self.rows_bytes = self.columns * SCALE_BYTES * copies
+        self.rows_ns = problem.machine.dma_run_ns(self.width * SCALE_BYTES)
+        self.more = len(self.chunks) * (problem.M > 1) + (copies > 1)
 
 
 class DecodeCosts:
@@ -100,10 +120,8 @@ class DecodeCosts:
         generation = self.machine.generation
         self.groups = tiling.column_groups(self.M, generation)
         self.most_columns = tiling.SUM_BANKS * BANK_COLUMNS * self.groups
-        fp32 = generation == 2 or self.itemsize == 4
-        self.bank_tiles = tiling.transposes_in_bank(self.M, 4 if fp32 else 2)
-        self.copier = Engine.SCALAR if generation == 2 else Engine.VECTOR
-        self.copy_rate = 1 if fp32 else 2  # VectorE copies 2 bytes twice as fast as 4
+        self.scaled, self.casts = bool(problem.weight_dtype), problem.casts
+        self.sums_itemsize = 4 if self.scaled else self.itemsize  # of sums until they are scaled
         self.sums = cache(partial(Sums, problem))
         self.transposes = cache(self._transposes)
         self.weight_tiles = cache(self._weight_tiles)
@@ -114,21 +132,46 @@ class DecodeCosts:
         """A core's part of a dimension; as `stages.decode.own`."""
         return tiling.core_span(size, core, self.problem.lnc).size
 
-    def load_x(self, chunks: Sequence[int]) -> float:
-        """DMA time of tokens on the busiest engines: groups of partitions take chunks in turns."""
-        own = chunks[:: self.groups]
-        return sum([load_ns(self.machine, self.M, size * self.itemsize) for size in own])
+    def itemsize_of(self, source: Source) -> int:
+        """Bytes of an activation before it is transposed."""
+        return self.itemsize if source == "hbm" else self.sums_itemsize
 
-    def _transposes(self, size: int) -> list[Tile]:
+    def load_x(self, chunks: Sequence[int], source: Source) -> float:
+        """DMA time of tokens on the busiest engines: groups of partitions take chunks in turns."""
+        own, itemsize = chunks[:: self.groups], self.itemsize_of(source)
+        return sum([load_ns(self.machine, self.M, size * itemsize) for size in own])
+
+    def bank_tiles(self, source: Source) -> int:
+        """Transposed tiles in a bank of PSUM."""
+        fp32 = self.machine.generation == 2 or self.itemsize_of(source) == 4
+        return tiling.transposes_in_bank(self.M, 4 if fp32 else 2)
+
+    def copier(self, source: Source) -> Engine:
+        """What evicts transposes: sums are scaled then, which VectorE does."""
+        scales = self.scaled and source != "hbm"
+        on_scalar = self.machine.generation == 2 and not scales
+        return Engine.SCALAR if on_scalar else Engine.VECTOR
+
+    def _transposes(self, size: int, source: Source) -> list[Tile]:
         """The transposes of a K chunk, those of a bank together."""
         found: list[Tile] = []
         tiles, rest = divmod(size, PARTITIONS)
+        itemsize = self.itemsize_of(source)
+        # VectorE copies 2 bytes twice as fast as 4
+        rate = 1 if self.machine.generation == 2 or itemsize == 4 else 2
         for rows, count in ((PARTITIONS, tiles), (rest, int(rest > 0))):
-            ns = transpose_ns(self.machine, self.M, rows, self.itemsize)
-            for n in sizes(count, self.bank_tiles):
-                evict = evict_ns(self.machine, self.copier, n * self.M // self.copy_rate)
+            ns = transpose_ns(self.machine, self.M, rows, itemsize)
+            for n in sizes(count, self.bank_tiles(source)):
+                evict = evict_ns(self.machine, self.copier(source), n * self.M // rate)
                 found.append(Tile(n, n * ns, evict, 0))
         return found
+
+    def _scale_loads(self, chunks: Sequence[int], source: Source) -> tuple[int, int]:
+        """Loads of the scales of transposed sums and their bytes."""
+        if not self.scaled or source == "hbm":
+            return 0, 0
+        loads = sum([(size >= PARTITIONS) + (size % PARTITIONS > 0) for size in chunks])
+        return loads, SCALE_BYTES * sum(chunks)
 
     def _weight_tiles(
         self, s: Sums, rows: int, tile_bytes: int, first: bool, last: bool
@@ -146,11 +189,17 @@ class DecodeCosts:
         return found
 
     def _weight_tile(self, s: Sums, rows: int, count: int, columns: int) -> Tile:
-        row, whole = columns * self.itemsize, columns == s.columns
+        row, whole = columns * self.problem.weight_itemsize, columns == s.columns
         runs, run = (1, count * row) if s.adjoin and whole else (count, row)
         share = 1.0 if self.groups > 1 else columns / s.columns
         load = load_ns(self.machine, rows, run, runs)
-        return Tile(count, count * s.ns * share, load, count * row, s.queue)
+        size, casts = count * row, 0
+        if self.casts:
+            shares = tiling.cast_shares(columns, self.machine.generation)
+            casts = count * len(shares)
+            load = max(load, count * max(cast_ns(self.machine, [part.size for part in shares])))
+            size += count * columns * self.itemsize
+        return Tile(count, count * s.ns * share, load, size, s.queue, casts)
 
     def _steps(
         self,
@@ -174,7 +223,7 @@ class DecodeCosts:
                 tiles.extend(self.weight_tiles(s, size, tile_bytes, *edges))
             if n and not ends and source != "transposed":  # the next K chunk goes before this one
                 loads = source in IN_HBM and (n + 1) % self.groups == 0
-                tiles[at] = self._after(tiles[at], chunks[n + 1], loads)
+                tiles[at] = self._after(tiles[at], chunks[n + 1], source, loads)
         halves = len(sums[0].halves) if last else 1
         end = max(1, len(tiles) - halves) if last else len(tiles)
         parts = [tiles[:1], tiles[1:end], *[[tile] for tile in tiles[end:]]]
@@ -182,44 +231,50 @@ class DecodeCosts:
         for step in steps[-halves:]:
             self._evict(step, sums, halves)
         k_tiles, rows = sum([tiles_in(size, PARTITIONS) for size in chunks]), sum(chunks)
-        instructions = len(tiles) + sum([k_tiles * s.matmuls + len(s.parts) for s in sums])
-        hbm_bytes = rows * sum([s.row_bytes for s in sums])
+        instructions = len(tiles) + sum([tile.casts for tile in tiles])
+        instructions += sum([k_tiles * s.matmuls + len(s.parts) + s.rows + s.more for s in sums])
+        hbm_bytes = sum([rows * s.row_bytes + s.rows_bytes for s in sums])
+        steps[0].load_ns += sum([s.rows_ns for s in sums])
         if source in IN_HBM:
             instructions += len(chunks)
-            hbm_bytes += self.M * rows * self.itemsize
+            hbm_bytes += self.M * rows * self.itemsize_of(source)
         if source != "transposed":
             steps.insert(0, self._first_transposes(chunks[:2], source))
-            self._wait(steps[1], steps[0], tiles[0].k_tiles)
-            banks = [bank for size in chunks for bank in self.transposes(size)]
-            instructions += sum([bank.k_tiles + 1 for bank in banks])
+            self._wait(steps[1], steps[0], tiles[0].k_tiles, source)
+            banks = [bank for size in chunks for bank in self.transposes(size, source)]
+            scales, scale_bytes = self._scale_loads(chunks, source)
+            instructions += sum([bank.k_tiles + 1 for bank in banks]) + scales
+            hbm_bytes += scale_bytes
         steps[0].instructions, steps[0].hbm_bytes = instructions, hbm_bytes
         return steps
 
-    def _after(self, tile: Tile, size: int, loads: bool) -> Tile:
+    def _after(self, tile: Tile, size: int, source: Source, loads: bool) -> Tile:
         """A weight tile, and before it the transposes of a K chunk, and its load."""
-        work = sum([bank.work_ns for bank in self.transposes(size)])
-        load = self.load_x([size]) if loads else 0.0
+        work = sum([bank.work_ns for bank in self.transposes(size, source)])
+        load = self.load_x([size], source) if loads else 0.0
         return tile._replace(work_ns=tile.work_ns + work, move_ns=tile.move_ns + load)
 
     def _first_transposes(self, chunks: tuple[int, ...], source: Source) -> Step:
         """Transposes of the first two K chunks, bank after bank."""
-        banks = [bank for size in chunks for bank in self.transposes(size)]
+        banks = [bank for size in chunks for bank in self.transposes(size, source)]
         step = Step(sum([bank.work_ns for bank in banks]), fresh=True)
         step.tiles = step.bank_tiles = len(banks)
         step.last_ns = step.work_ns / len(banks)
         step.waits_ns = step.tail_ns = banks[-1].work_ns
         step.waits = int(source != "hbm")
         evict = sum([bank.move_ns for bank in banks]) / len(banks)
-        step.vector_ns, step.scalar_ns = [evict * (e is self.copier) for e in BOTH]
+        step.vector_ns, step.scalar_ns = [evict * (e is self.copier(source)) for e in BOTH]
         if source in IN_HBM:
-            step.head_ns, step.load_ns = self.load_x(chunks[:1]), self.load_x(chunks)
+            step.head_ns = self.load_x(chunks[:1], source)
+            step.load_ns = self.load_x(chunks, source)
         return step
 
-    def _wait(self, step: Step, transposes: Step, tiles: int) -> None:
+    def _wait(self, step: Step, transposes: Step, tiles: int, source: Source) -> None:
         """Let a step of some K tiles wait for the transposes of them."""
-        later = transposes.tiles - tiles_in(tiles, self.bank_tiles)
+        bank_tiles = self.bank_tiles(source)
+        later = transposes.tiles - tiles_in(tiles, bank_tiles)
         spacing = max(transposes.last_ns, transposes.scalar_ns, transposes.vector_ns)
-        of_bank = (tiles - 1) % self.bank_tiles + 1
+        of_bank = (tiles - 1) % bank_tiles + 1
         step.waits, step.waits_ns = 1, step.work_ns * of_bank / tiles - later * spacing
 
     def _evict(self, step: Step, sums: tuple[Sums, ...], steps: int) -> None:
@@ -290,17 +345,22 @@ class Stages:
     def transposed(self, chunks: list[int]) -> int:
         """SBUF of all K chunks transposed."""
         tiles = sum([tiles_in(size, PARTITIONS) for size in chunks])
-        return tiles * self.costs.M * self.costs.itemsize
+        # their scales, too
+        return tiles * (self.costs.M * self.costs.itemsize + SCALE_BYTES * self.costs.scaled)
 
-    def buffers(self, chunks: list[int]) -> int:
+    def buffers(self, chunks: list[int], source: Source = "hbm") -> int:
         """SBUF of two K chunks, as tokens and transposed."""
         most = sorted(chunks)[-2:]
-        return sum(most) * self.costs.itemsize + self.transposed(most)
+        return sum(most) * self.costs.itemsize_of(source) + self.transposed(most)
 
     def natural(self, size: int) -> int:
         """SBUF of sums rounded, with both fp32 sides of an exchange."""
-        each = self.costs.itemsize + (8 if self.problem.lnc == 2 else 0)
+        each = self.costs.sums_itemsize + (8 if self.problem.lnc == 2 else 0)
         return self.costs.sums(size, size).width * each
+
+    def rows(self, s: Sums) -> int:
+        """SBUF of the rows that sums are multiplied with, before and after they are copied."""
+        return SCALE_BYTES * s.width * (bool(s.rows) + bool(s.more))
 
     # stages
 
@@ -312,6 +372,8 @@ class Stages:
         self.psum_banks = max(self.psum_banks, sum([s.banks for s in sums]))
         if chunks:
             needs = 2 * max(tile_bytes, *[s.row_bytes for s in sums])
+            if self.costs.casts:
+                needs += 4 * self.costs.itemsize * max([s.columns for s in sums])
             self.sbuf_bytes = max(self.sbuf_bytes, self.live + needs)
             self._run(self.costs.steps(tuple(chunks), source, sums, tile_bytes, first, last))
 
@@ -364,8 +426,10 @@ class Stages:
         blocks = tiling.output_blocks(Span(0, self.own(N)), block, last_block if last else 0)
         for i, columns in enumerate(blocks):
             ends = last and i + 1 == len(blocks)
-            s = costs.sums(columns.size, N, OUTPUT_UNIT, BANK_COLUMNS if ends else 0)
+            step = BANK_COLUMNS if ends else 0
+            s = costs.sums(columns.size, N, OUTPUT_UNIT, step, scaled=costs.scaled)
             size = (s.columns if ends else s.width) * costs.itemsize + 2 * s.row_bytes
+            size += self.rows(s)
             self.hold(size)
             self.run(chunks, source, s, first=first and i == 0, last=ends)
             self.hold(-size)
@@ -373,12 +437,13 @@ class Stages:
             if resident:
                 source = "transposed"
 
-    def store(self, s: Sums, groups: int = 1) -> None:
-        """Store evicted sums, so many PE column groups by a DMA."""
+    def store(self, s: Sums, groups: int = 1, itemsize: int = 0) -> None:
+        """Store evicted sums, so many PE column groups by a DMA, in the dtype of x or another."""
         costs, stores = self.costs, tiles_in(len(s.chunks), groups)
+        itemsize = itemsize or costs.itemsize
         width = min(s.columns, groups * s.width)
-        ns = load_ns(costs.machine, costs.M, width * costs.itemsize)
-        step = Step(0.0, store_ns=ns, hbm_bytes=costs.M * s.row_bytes)
+        ns = load_ns(costs.machine, costs.M, width * itemsize)
+        step = Step(0.0, store_ns=ns, hbm_bytes=costs.M * s.columns * itemsize)
         step.stores = stores
         step.instructions = stores
         self._run([step])

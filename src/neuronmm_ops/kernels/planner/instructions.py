@@ -37,6 +37,12 @@ def evict_ns(machine: Machine, engine: Engine, columns: float) -> float:
     return machine.ns(engine, max(MIN_CYCLES, columns))
 
 
+def cast_ns(machine: Machine, shares: list[int]) -> list[float]:
+    """Casts of [partitions, columns] one-byte weights: columns of ScalarE, GpSimdE and VectorE."""
+    engines = (Engine.SCALAR, Engine.GPSIMD, Engine.VECTOR)
+    return [evict_ns(machine, e, size) for e, size in zip(engines, shares, strict=False)]
+
+
 def result_ns(machine: Machine, engine: Engine) -> float:
     """From the end of an instruction until another may use its result."""
     return machine.result_ns[engine]

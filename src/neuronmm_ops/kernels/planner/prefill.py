@@ -12,13 +12,15 @@ from typing import NamedTuple
 from neuronmm_ops.hardware import Engine
 from neuronmm_ops.kernels.planner import instructions
 from neuronmm_ops.kernels.planner.instructions import evict_ns, load_ns, matmul_ns
-from neuronmm_ops.kernels.planner.problem import Block, Problem
+from neuronmm_ops.kernels.planner.problem import SCALE_BYTES, Block, Problem
 from neuronmm_ops.kernels.planner.timeline import Program, Section, Step
 from neuronmm_ops.kernels.stages.tiling import (
     BANK_COLUMNS,
+    KEPT_COLUMNS,
     PARTITIONS,
     PSUM_BANKS,
     STAGED_TILES,
+    TAIL_TILES,
     Group,
     Span,
     natural_groups,
@@ -121,6 +123,10 @@ class PrefillCosts:
         self.problem = problem
         self.machine = machine = problem.machine
         self.item = problem.itemsize
+        # weights in SBUF: DMAs cast what TensorE cannot multiply with activations
+        mixes = problem.weight_dtype == "float8_e4m3fn" and self.item == 2
+        self.weight_item = 1 if mixes else self.item
+        self.scaled = bool(problem.weight_dtype)
         self.passes = instructions.matmul_passes(self.item)
         # VectorE and ScalarE of gen2 exclude each other on PSUM
         self.engines = 1 if machine.shared_ports else 2
@@ -138,24 +144,49 @@ class PrefillCosts:
             self._matmuls[key] = sum(times), len(times)
         return self._matmuls[key]
 
-    def rows_ns(self, rows: int, columns: int) -> float:
-        """DMA time of [rows, columns] in tiles of 128 rows."""
+    def rows_ns(self, rows: int, columns: int, item: int) -> float:
+        """DMA time of [rows, columns] in tiles of 128 rows, of `item` bytes an element in SBUF."""
         full, rest = divmod(rows, PARTITIONS)
-        time = full * load_ns(self.machine, PARTITIONS, columns * self.item)
-        return time + (load_ns(self.machine, rest, columns * self.item) if rest else 0.0)
+        time = full * load_ns(self.machine, PARTITIONS, columns * item)
+        return time + (load_ns(self.machine, rest, columns * item) if rest else 0.0)
+
+    def weight_ns(self, rows: int, columns: int) -> float:
+        """DMA time of a block of weights."""
+        return self.rows_ns(rows, columns, self.weight_item)
 
     def weight_bytes(self, rows: int, columns: int) -> int:
         """SBUF of a block of weights."""
-        return tiles_in(rows, PARTITIONS) * columns * self.item
+        return tiles_in(rows, PARTITIONS) * columns * self.weight_item
+
+    def kept(self, rows: int) -> Loads:
+        """The scales that stay in SBUF, those of the last weight on so many partitions."""
+        if not self.scaled:
+            return NOTHING
+        *others, (_, last) = self.problem.matrices
+        fills = SCALE_BYTES * sum([tiles_in(n, PARTITIONS) for _, n in others])
+        moved = SCALE_BYTES * sum([n for _, n in others])
+        number = sum([(n >= PARTITIONS) + (n % PARTITIONS > 0) for _, n in others])
+        if last <= KEPT_COLUMNS:
+            fills, moved = fills + SCALE_BYTES * last, moved + SCALE_BYTES * last * rows
+            number += 1
+        return Loads(fills=fills, hbm_bytes=moved, instructions=number)
+
+    def row_scale(self, columns: int, rows: int) -> Loads:
+        """The scales of a block of the output, where they do not stay in SBUF."""
+        if not self.scaled or self.problem.N <= KEPT_COLUMNS:
+            return NOTHING
+        size = SCALE_BYTES * columns
+        ns = load_ns(self.machine, rows, size)
+        return Loads(ns, 0.0, 0.0, size, 0, 0, size * rows, 1, 1, "scale")
 
     def weights(self, rows: int, columns: int, groups: int, queue: str, tail: int = 1) -> Loads:
         """A block of weights that `groups` groups use; of one group, each tile passes."""
-        count, row = tiles_in(rows, PARTITIONS), columns * self.item
-        ns = self.rows_ns(rows, columns)
+        count, row = tiles_in(rows, PARTITIONS), columns * self.weight_item
+        ns = self.weight_ns(rows, columns)
         passing = count * row if groups == 1 else 0
         window = min(tail, count) * row if groups == 1 else 0
         head = min(ns, load_ns(self.machine, min(PARTITIONS, rows), row))
-        fills, moved = count * row, rows * row
+        fills, moved = count * row, rows * columns * self.problem.weight_itemsize
         return Loads(ns, head, 0.0, fills, passing, window, moved, count, count, queue)
 
     def tokens(self, resident: int) -> Callable[[int, int, bool], Loads]:
@@ -243,16 +274,19 @@ class PrefillCosts:
             found.tail_ns = max(left, left + (last - 1) * found.work_ns / count - last * after)
         return found
 
-    def evict(self, step: Step, columns: int, engines: str) -> None:
-        """Evict a step's tiles on "scalar", "vector", or "shared" by both where they may share."""
+    def evict(self, step: Step, columns: int, engines: str, times: int = 1) -> None:
+        """Evict a step's tiles on "scalar", "vector", or "shared" by both where they may share.
+
+        One engine takes `times` as long as for a copy.
+        """
         width = min(columns, BANK_COLUMNS)
         if columns > BANK_COLUMNS:  # the mean, where the last tile is cut
             width = columns / tiles_in(columns, BANK_COLUMNS)
         step.instructions += step.tiles
         if engines == "vector" or (engines == "shared" and self.engines == 2):
-            step.vector_ns = evict_ns(self.machine, Engine.VECTOR, width)
+            step.vector_ns = times * evict_ns(self.machine, Engine.VECTOR, width)
         if engines != "vector":
-            step.scalar_ns = evict_ns(self.machine, Engine.SCALAR, width)
+            step.scalar_ns = times * evict_ns(self.machine, Engine.SCALAR, width)
 
     def results(self, step: Step, size: int) -> None:
         """SBUF that a step's evictions fill."""
@@ -299,7 +333,8 @@ def project_steps(
                 seen[at] = True
                 fresh = c.weights(rows, columns, len(groups), queue) if g == 0 else NOTHING
                 step = c.step(rows, group, (fresh, arriving))
-                c.evict(step, group.columns.size, "vector" if n else "shared")
+                times = 2 if n and c.scaled else 1  # of a scaled sum and one before
+                c.evict(step, group.columns.size, "vector" if n else "shared", times)
                 if n + b + g == 0:
                     x.wait(step, width, group.columns, tiles_in(rows, PARTITIONS))
                 if makes and group.columns.start == 0:
@@ -330,31 +365,35 @@ def write_steps(
     program = Program()
     count, blocks = tiles_in(K, PARTITIONS), sizes(N, block)
     seen, held = x.seen, 0
+    tail = TAIL_TILES if c.scaled else 1
     for b, columns in enumerate(blocks):
         ends = b + 1 == len(blocks)
         if program.again((0, columns, b == 0, ends)):
             continue
+        kept = 0
         groups = _natural_groups(width, columns, token_tiles, banks)
         for g, group in enumerate(groups):
             arriving = x.loads(K, width, seen)
             held += arriving.fills - arriving.passing
             seen = True
-            fresh = c.weights(K, columns, len(groups), queue) if g == 0 else NOTHING
-            step = c.step(K, group, (arriving, fresh))
-            c.evict(step, group.columns.size, "shared")
+            fresh = c.weights(K, columns, len(groups), queue, tail) if g == 0 else NOTHING
+            scale = c.row_scale(columns, min(PARTITIONS, width)) if g == 0 else NOTHING
+            kept += scale.fills
+            step = c.step(K, group, (arriving, fresh, scale), tail)
+            c.evict(step, group.columns.size, "vector" if c.scaled else "shared")
             if b + g == 0:
                 x.wait(step, width, group.rows, count)
             size = step.rows * columns * c.item
             if group.columns.start == 0:
                 c.results(step, size)
             if group.columns.start + group.columns.size == columns:
-                step.store_ns = c.rows_ns(group.rows.size, columns)
+                step.store_ns = c.rows_ns(group.rows.size, columns, c.item)
                 step.stores = step.rows
                 step.stored = size
                 step.hbm_bytes += group.rows.size * columns * c.item
                 step.instructions += step.rows
             if g + 1 == len(groups):
-                step.frees += c.weight_bytes(K, columns) * (len(groups) > 1)
+                step.frees += c.weight_bytes(K, columns) * (len(groups) > 1) + kept
                 step.frees += (held + x.frees) * ends
             program.add(step)
     return program

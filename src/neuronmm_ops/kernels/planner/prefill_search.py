@@ -43,7 +43,8 @@ class Prefill(ABC):
     def __init__(self, problem: Problem, layout: str) -> None:
         self.problem, self.costs = problem, PrefillCosts(problem, layout)
         self.tokens = problem.core_tokens[0]
-        self.room = problem.machine.usable_sbuf_bytes
+        self.kept = self.costs.kept(0).fills
+        self.room = problem.machine.usable_sbuf_bytes - self.kept
 
     @abstractmethod
     def stages(self, width: int, arguments: Arguments) -> list[Program]:
@@ -73,7 +74,11 @@ class Prefill(ABC):
         width = min(arguments[0], self.tokens)
         hbm_bytes = sbuf_bytes = 0
         issued = self.setup_instructions * problem.lnc
+        timeline.room = self.room
         for core, tokens in enumerate(problem.core_tokens):
+            if tokens:
+                kept = self.costs.kept(min(PARTITIONS, width, tokens))
+                hbm_bytes, issued = hbm_bytes + kept.hbm_bytes, issued + kept.instructions
             for size, times in ((width, tokens // width), (tokens % width, 1)):
                 if size == 0 or times == 0:
                     continue
@@ -97,7 +102,7 @@ class Prefill(ABC):
             tuple(blocks.items()),
             timeline.end_ns / 1e6,
             hbm_bytes,
-            sbuf_bytes,
+            sbuf_bytes + self.kept,
             PSUM_BANKS,
             "PE" if timeline.work_ns >= timeline.transfer_ns else "DMA",
             issued,
@@ -132,6 +137,7 @@ class Prefill(ABC):
             program = stage(chosen)
             if sbuf_peak([program], live) <= self.room:
                 timeline = Timeline(self.costs.machine)
+                timeline.room = self.room
                 timeline.repeat([program], 1)
                 found.append((timeline.end_ns, chosen))
         return [chosen for _, chosen in sorted(found, key=lambda entry: entry[0])]

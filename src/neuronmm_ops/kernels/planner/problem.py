@@ -141,6 +141,11 @@ class Problem:
         return 1 if self.weight_dtype else self.itemsize
 
     @property
+    def casts(self) -> bool:
+        """Whether weights are cast on the chip: TensorE takes fp8 beside 16-bit activations."""
+        return self.weight_dtype == "int8" or bool(self.weight_dtype and self.itemsize == 4)
+
+    @property
     def doubles_rows(self) -> bool:
         """Whether prefill may multiply two rows of fp8 at a time: `double_row`, from gen3."""
         return self.compute == "fp8" and self.machine.generation >= 3

@@ -24,13 +24,26 @@ class KChunk(nl.NKIObject):
         source: [M, size] activations in HBM or SBUF.
         in_sbuf: whether they are in SBUF.
         group: the group of partitions that activations from HBM are loaded to.
+        dtype: of their transposes.
+        scale: fp32 [N], a factor of each activation where they are sums of a weight [K, N] in one
+            byte: `start` is that of the first. They are fp32 until then.
     """
 
-    def __init__(self, start: int, source: NkiTensor, in_sbuf: bool, group: int) -> None:
+    def __init__(
+        self,
+        start: int,
+        source: NkiTensor,
+        in_sbuf: bool,
+        group: int,
+        dtype: nl.DType,
+        scale: NkiTensor | None = None,
+    ) -> None:
         self.start = start
         self.source = source
         self.in_sbuf = in_sbuf
         self.group = group
+        self.dtype = dtype
+        self.scale = scale
         self.tokens = source.shape[0]
         self.size = source.shape[1]
         # [128, size // 128, M] and [size % 128, 1, M], those that are not empty
@@ -44,9 +57,9 @@ class KChunk(nl.NKIObject):
         tiles = self.size // PARTITIONS
         whole = tiles * PARTITIONS
         if tiles > 0:
-            self.transpose_columns(tokens_sb[:, 0:whole], PARTITIONS, tiles)
+            self.transpose_columns(tokens_sb, 0, PARTITIONS, tiles)
         if whole < self.size:
-            self.transpose_columns(tokens_sb[:, whole : self.size], self.size - whole, 1)
+            self.transpose_columns(tokens_sb, whole, self.size - whole, 1)
 
     def load(self) -> NkiTensor:
         """Load the activations to the partitions of the group."""
@@ -56,39 +69,64 @@ class KChunk(nl.NKIObject):
         nisa.dma_copy(tokens_sb, self.source, dge_mode=nisa.dge_mode.none)
         return tokens_sb
 
-    def transpose_columns(self, tokens_sb: NkiTensor, rows: int, tiles: int) -> None:
+    def transpose_columns(self, tokens_sb: NkiTensor, start: int, rows: int, tiles: int) -> None:
         """Transpose `tiles` tiles of every tiles-th column, several through one bank of PSUM.
 
-        On gen2 TensorE writes fp32 only; the copy to SBUF converts back without loss.
+        On gen2 TensorE writes fp32 only; the copy to SBUF converts back without loss. Factors are
+        multiplied there.
         """
         M = self.tokens
-        dtype = self.source.dtype
-        to_sb = nl.ndarray((rows, tiles, M), dtype=dtype)
-        in_psum = nl.float32 if generation() == 2 else dtype
+        to_sb = nl.ndarray((rows, tiles, M), dtype=self.dtype)
+        scale_sb: NkiTensor | None = None
+        if self.scale != None:  # noqa: E711 - strict NKI has no `is`
+            scale_sb = self.load_scale(self.scale, start, rows, tiles)
+        in_psum = nl.float32 if generation() == 2 else self.source.dtype
         for group in spans(0, tiles, transposes_in_bank(M, itemsize(in_psum))):
             bank_psum = nl.ndarray((rows, group.size, M + M % 2), dtype=in_psum, buffer=nl.psum)
             for i in range(group.size):
-                columns = tokens_sb[:, group.start + i : rows * tiles : tiles]
+                columns = tokens_sb[:, start + group.start + i : start + rows * tiles : tiles]
                 nisa.nc_transpose(bank_psum[:, i, 0:M], columns)
-            evict(to_sb[:, nl.ds(group.start, group.size), :], bank_psum[:, :, 0:M], 0)
+            own = nl.ds(group.start, group.size)
+            if scale_sb == None:  # noqa: E711
+                evict(to_sb[:, own, :], bank_psum[:, :, 0:M], 0)
+            else:
+                factors = scale_sb[:, own].expand_dim(2).broadcast(2, M)
+                nisa.tensor_tensor(to_sb[:, own, :], bank_psum[:, :, 0:M], factors, nl.multiply)
         self.transposed_sb.append(to_sb)
+
+    def load_scale(self, scale: NkiTensor, start: int, rows: int, tiles: int) -> NkiTensor:
+        """Load the factors of activations from column `start` on, laid out as their transposes."""
+        scale_sb = nl.ndarray((rows, tiles), dtype=nl.float32)
+        scale_hbm = scale[nl.ds(self.start + start, rows * tiles)]
+        nisa.dma_copy(
+            scale_sb, scale_hbm.reshape_dim(0, (rows, tiles)), dge_mode=nisa.dge_mode.none
+        )
+        return scale_sb
 
     def again(self) -> KChunk:
         """The same activations, not transposed: SBUF of their transposes can be freed."""
-        return KChunk(self.start, self.source, self.in_sbuf, self.group)
+        return KChunk(self.start, self.source, self.in_sbuf, self.group, self.dtype, self.scale)
 
 
-def chunks_of(x_hbm: NkiTensor, part: Span, start: int, width: int) -> list[KChunk]:
+def chunks_of(
+    x_hbm: NkiTensor,
+    part: Span,
+    start: int,
+    width: int,
+    dtype: nl.DType,
+    scale: NkiTensor | None = None,
+) -> list[KChunk]:
     """Columns `part` of activations [M, K] in HBM as K chunks of `width`.
 
-    `start` is the row of the weight that belongs to column 0.
+    `start` is the row of the weight that belongs to column 0. `dtype` and `scale` are as in
+    `KChunk`.
     """
     found: list[KChunk] = []
     groups = column_groups(x_hbm.shape[0], generation())
     for s in spans(part.start, part.size, width):
         group = groups - 1 - len(found) % groups
         columns_hbm = x_hbm[:, nl.ds(s.start, s.size)]
-        found.append(KChunk(start + s.start, columns_hbm, False, group))
+        found.append(KChunk(start + s.start, columns_hbm, False, group, dtype, scale))
     return found
 
 
@@ -113,4 +151,6 @@ def generation() -> int:
 
 def itemsize(dtype: nl.DType) -> int:
     """Bytes of an element."""
+    if dtype == nl.float8_e4m3 or dtype == nl.float8_e4m3fn or dtype == nl.int8:
+        return 1
     return 4 if dtype == nl.float32 else 2

@@ -14,9 +14,11 @@ from neuronmm_ops.kernels.stages.tiling import (
     BANK_COLUMNS,
     OUTPUT_UNIT,
     PARTITIONS,
+    SHUFFLED,
     GroupSpan,
     Span,
     SumTiling,
+    cast_shares,
     core_span,
     groups_in_store,
     matmul_columns,
@@ -30,11 +32,47 @@ def own(size: int) -> Span:
     return core_span(size, nl.program_id(0), nl.num_programs(0))
 
 
+class Weight(nl.NKIObject):
+    """A weight in HBM.
+
+    Args:
+        hbm: [K, N], of the dtype of the activations, or of one byte: float8_e4m3fn (legacy
+            float8_e4m3, whose bits are the same up to 240, before gen4) or int8.
+        dtype: of the activations.
+        scale: fp32 [N], a factor of each column of a weight in one byte, else None.
+    """
+
+    def __init__(self, hbm: NkiTensor, dtype: nl.DType, scale: NkiTensor | None) -> None:
+        columns = hbm.shape[1]
+        if scale == None:  # noqa: E711 - strict NKI has no `is`
+            assert hbm.dtype == dtype, (
+                f"a weight without a scale must have the dtype of x, {dtype}; got {hbm.dtype}"
+            )
+        else:
+            assert itemsize(hbm.dtype) == 1, f"a scale is for one-byte weights, got {hbm.dtype}"
+            assert scale.shape[0] == columns, f"scale must be [{columns}], got [{scale.shape[0]}]"
+        if hbm.dtype == nl.float8_e4m3fn and generation() < 4:
+            hbm = hbm.view(nl.float8_e4m3)
+        self.hbm = hbm
+        self.dtype = dtype
+        self.scale = scale
+        # TensorE takes fp8 beside 16-bit activations; what else differs is cast on the way there
+        self.casts = hbm.dtype != dtype and (dtype == nl.float32 or hbm.dtype == nl.int8)
+
+
+def plain(tensors: list[NkiTensor]) -> list[Weight]:
+    """Weights of the dtype of the activations."""
+    found: list[Weight] = []
+    for tensor in tensors:
+        found.append(Weight(tensor, tensor.dtype, None))
+    return found
+
+
 class Sums(nl.NKIObject):
     """Sums [M, columns] of activations times some columns of a weight, in PSUM.
 
     Args:
-        weight: [K, N] in HBM.
+        weight: of N columns.
         columns: which of N.
         M: tokens.
         unit: the width of a PE column group is a multiple of it.
@@ -43,7 +81,7 @@ class Sums(nl.NKIObject):
 
     def __init__(
         self,
-        weight: NkiTensor,
+        weight: Weight,
         columns: Span,
         M: int,
         unit: int = PARTITIONS,
@@ -59,6 +97,9 @@ class Sums(nl.NKIObject):
             shape = (self.tiling.partitions, s.size)
             self.banks_psum.append(nl.ndarray(shape, nl.float32, buffer=nl.psum))
         self.started = False
+        # rows that the sums are multiplied with and added to when they are evicted
+        self.scale_sb: NkiTensor | None = None
+        self.bias_sb: NkiTensor | None = None
 
     def psum(self, part: GroupSpan) -> NkiTensor:
         """[M, columns] of a part of the sums."""
@@ -116,8 +157,9 @@ class Sums(nl.NKIObject):
         whole = tiles * PARTITIONS
         ends = last and whole == chunk.size
         if tiles > 0:
-            rows_hbm = self.weight[nl.ds(chunk.start, whole), :].reshape_dim(0, (PARTITIONS, tiles))
-            row_bytes = self.columns.size * itemsize(self.weight.dtype)
+            rows_hbm = self.weight.hbm[nl.ds(chunk.start, whole), :]
+            rows_hbm = rows_hbm.reshape_dim(0, (PARTITIONS, tiles))
+            row_bytes = self.columns.size * itemsize(self.weight.hbm.dtype)
             for s in weight_tiles(tiles, row_bytes, tile_bytes, first, ends):
                 tile_hbm = rows_hbm[:, nl.ds(s.start, s.size), :]
                 stationary_sb = chunk.transposed_sb[0][:, nl.ds(s.start, s.size), :]
@@ -125,12 +167,12 @@ class Sums(nl.NKIObject):
         if whole < chunk.size:
             rest = nl.ds(chunk.start + whole, chunk.size - whole)
             stationary_sb = chunk.transposed_sb[len(chunk.transposed_sb) - 1]
-            self.add_tile(self.weight[rest, :].expand_dim(1), stationary_sb, last)
+            self.add_tile(self.weight.hbm[rest, :].expand_dim(1), stationary_sb, last)
 
     def add_tile(self, tile_hbm: NkiTensor, stationary_sb: NkiTensor, last: bool) -> None:
         """Load a weight tile [k, tiles, N], the `last` in two halves, and multiply its K tiles."""
         k, tiles, _ = tile_hbm.shape
-        dtype = self.weight.dtype
+        dtype = self.weight.hbm.dtype
         whole = [Span(0, self.columns.size)]
         for columns in self.tiling.halves(itemsize(dtype)) if last else whole:
             tile_sb = nl.ndarray((k, tiles, columns.size), dtype=dtype)
@@ -140,15 +182,63 @@ class Sums(nl.NKIObject):
             )
             for j in range(tiles):
                 accumulate = self.started or j > 0
-                self.add(stationary_sb[:, j, :], tile_sb[:, j, :], columns, accumulate)
+                moving_sb = tile_sb[:, j, :]
+                if self.weight.casts:
+                    moving_sb = cast(moving_sb, self.weight.dtype)
+                self.add(stationary_sb[:, j, :], moving_sb, columns, accumulate)
         self.started = True
+
+    def load_rows(self, bias: NkiTensor | None) -> None:
+        """Load the scale of a weight in one byte, and a bias [N] with it, for the evictions."""
+        scale = self.weight.scale
+        self.scale_sb = self.row(scale) if scale != None else None  # noqa: E711
+        if bias != None:  # noqa: E711 - strict NKI has no `is`
+            self.bias_sb = self.row(bias)
+
+    def row(self, row_hbm: NkiTensor) -> NkiTensor:
+        """A number for each column, for every token; laid out as the sums are.
+
+        Each group of partitions loads its own; VectorE copies them to the other tokens of each 32.
+        """
+        tile_sb = self.new_tile(row_hbm.dtype)
+        firsts = spans(0, self.tokens, SHUFFLED)
+        loaded_sb = tile_sb if self.tokens == 1 else self.new_tile(row_hbm.dtype)
+        if len(firsts) > 1:  # the shuffle reads what lies between the rows, too
+            nisa.memset(loaded_sb, 0.0, engine=nisa.gpsimd_engine)
+        for i in range(len(self.tiling.groups)):
+            group_sb = self.group(loaded_sb, i)
+            for tokens in firsts:
+                self.load_row(group_sb[tokens.start : tokens.start + 1, :], row_hbm, i)
+            if self.tokens > 1:
+                rows_sb = group_sb[0 : firsts[len(firsts) - 1].start + 1, :]
+                nisa.nc_stream_shuffle(self.group(tile_sb, i), rows_sb, [0] * SHUFFLED)
+        return tile_sb
+
+    def load_row(self, to_sb: NkiTensor, row_hbm: NkiTensor, group: int) -> None:
+        """Load a column group's part of a row [N]."""
+        s = self.tiling.groups[group]
+        columns = nl.ds(self.columns.start + s.start, s.size)
+        nisa.dma_copy(to_sb, row_hbm[columns].expand_dim(0), dge_mode=nisa.dge_mode.none)
+
+    def evict(self, to_sb: NkiTensor, part: GroupSpan, number: int) -> None:
+        """Take a part of the sums to SBUF, times the scale and plus the bias that are loaded."""
+        if self.scale_sb == None:  # noqa: E711 - strict NKI has no `is`
+            evict(to_sb, self.psum(part), number)
+            return
+        scale_sb = self.like(self.scale_sb, part)
+        if self.bias_sb == None:  # noqa: E711
+            nisa.tensor_tensor(to_sb, self.psum(part), scale_sb, nl.multiply)
+            return
+        scaled_sb = self.like(self.new_tile(nl.float32), part)
+        nisa.tensor_tensor(scaled_sb, self.psum(part), scale_sb, nl.multiply)
+        nisa.tensor_tensor(to_sb, scaled_sb, self.like(self.bias_sb, part), nl.add)
 
     def rounded(self, dtype: nl.DType) -> NkiTensor:
         """The sums in SBUF."""
         tile_sb = self.new_tile(dtype)
         parts = self.tiling.evictions()
         for i in range(len(parts)):
-            evict(self.like(tile_sb, parts[i]), self.psum(parts[i]), i)
+            self.evict(self.like(tile_sb, parts[i]), parts[i], i)
         return tile_sb
 
     def exchanged(self, dtype: nl.DType) -> NkiTensor:
@@ -176,7 +266,8 @@ class Sums(nl.NKIObject):
         found: list[KChunk] = []
         for i in range(len(self.tiling.groups)):
             start = self.columns.start + self.tiling.groups[i].start
-            found.append(KChunk(start, self.group(tile_sb, i), True, 0))
+            group_sb = self.group(tile_sb, i)
+            found.append(KChunk(start, group_sb, True, 0, self.weight.dtype, self.weight.scale))
         return found
 
     def store(self, to_hbm: NkiTensor, first: int, tile_sb: NkiTensor) -> None:
@@ -202,10 +293,25 @@ class Sums(nl.NKIObject):
         for i in range(len(parts)):
             part = parts[i]
             own = nl.ds(part.group % per * self.tiling.width + part.start, part.size)
-            evict(tiles_sb[part.group // per][:, own], self.psum(part), i)
+            self.evict(tiles_sb[part.group // per][:, own], part, i)
         for i in range(len(stores)):
             columns = nl.ds(self.columns.start + stores[i].start, stores[i].size)
             nisa.dma_copy(to_hbm[:, columns], tiles_sb[i], dge_mode=nisa.dge_mode.none)
+
+
+def cast(tile_sb: NkiTensor, dtype: nl.DType) -> NkiTensor:
+    """A weight tile [k, columns] in another dtype: the engines that read SBUF share the columns."""
+    cast_sb = nl.ndarray(tile_sb.shape, dtype=dtype)
+    shares = cast_shares(tile_sb.shape[1], generation())
+    for i in range(len(shares)):
+        columns = nl.ds(shares[i].start, shares[i].size)
+        if i == 0:
+            nisa.activation(cast_sb[:, columns], nl.copy, tile_sb[:, columns])
+        elif i == 1:
+            nisa.tensor_copy(cast_sb[:, columns], tile_sb[:, columns], engine=nisa.gpsimd_engine)
+        else:
+            nisa.tensor_copy(cast_sb[:, columns], tile_sb[:, columns], engine=nisa.vector_engine)
+    return cast_sb
 
 
 def contract(
@@ -226,7 +332,7 @@ def contract(
 
 def project(
     chunks: list[KChunk],
-    weights: list[NkiTensor],
+    weights: list[Weight],
     rank_block: int,
     fuse: bool,
     tile_bytes: int,
@@ -241,14 +347,14 @@ def project(
     if fuse:
         sums: list[Sums] = []
         for w in weights:
-            sums.append(Sums(w, Span(0, w.shape[1]), M))
+            sums.append(Sums(w, Span(0, w.hbm.shape[1]), M))
         contract(chunks, sums, tile_bytes, True, False)
         for s in sums:
             found.append(s.chunks(of_both_cores(s)))
         return found
     for w in weights:
         of_weight: list[KChunk] = []
-        for columns in spans(0, w.shape[1], rank_block):
+        for columns in spans(0, w.hbm.shape[1], rank_block):
             s = Sums(w, columns, M)
             contract(again(chunks), [s], tile_bytes, True, False)
             of_weight.extend(s.chunks(of_both_cores(s)))
@@ -265,16 +371,17 @@ def again(chunks: list[KChunk]) -> list[KChunk]:
 
 
 def of_both_cores(sums: Sums) -> NkiTensor:
-    """The sums rounded to the dtype of the weight, of both cores where two run."""
+    """The sums of both cores where two run, rounded unless they have yet to be scaled."""
+    dtype = sums.weight.dtype if sums.weight.scale == None else nl.float32  # noqa: E711
     if nl.num_programs(0) == 1:
-        return sums.rounded(sums.weight.dtype)
-    return sums.exchanged(sums.weight.dtype)
+        return sums.rounded(dtype)
+    return sums.exchanged(dtype)
 
 
 def write_block(
     out_hbm: NkiTensor,
     chunks: list[KChunk],
-    w: NkiTensor,
+    w: Weight,
     bias: NkiTensor | None,
     columns: Span,
     tile_bytes: int,
@@ -286,7 +393,9 @@ def write_block(
     The last weight tiles are small, so that little is left to do when the last byte has come.
     """
     sums = Sums(w, columns, out_hbm.shape[0], OUTPUT_UNIT, last)
-    if bias != None:  # noqa: E711 - strict NKI has no `is`
+    if w.scale != None:  # noqa: E711 - strict NKI has no `is`
+        sums.load_rows(bias)
+    elif bias != None:  # noqa: E711
         sums.add_bias(bias)
     contract(chunks, [sums], tile_bytes, first, last)
     if last:

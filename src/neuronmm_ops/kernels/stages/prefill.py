@@ -9,145 +9,26 @@ from __future__ import annotations
 from typing import Any
 
 from neuronmm_ops.kernels.shim import NkiTensor, nisa, nl
+from neuronmm_ops.kernels.stages.operands import (
+    Operand,
+    Tiles,
+    Weight,
+    evict,
+    in_sbuf,
+    load_row,
+)
 from neuronmm_ops.kernels.stages.tiling import (
     BANK_COLUMNS,
     PARTITIONS,
-    STAGED_TILES,
+    TAIL_TILES,
     Group,
     Span,
     core_span,
     looped_tokens,
     natural_groups,
     spans,
-    tiles_in,
     transposed_groups,
 )
-
-Tiles = list[NkiTensor]
-
-
-class Operand(nl.NKIObject):
-    """One side of a matmul, [size, width], in tiles of 128 rows of the contraction.
-
-    Args:
-        source_hbm: tensor in HBM, or None where `tiles_sb` holds everything.
-        rows: of the contraction, in `source_hbm`.
-        columns: of `source_hbm`; of x, tokens.
-        resident: how many tiles stay in SBUF; the others are loaded again for each use.
-        layout: how `source_hbm` lies: "rows" [size, columns], or tokens first [columns, size],
-            transposed by the "dma" engines or by the "pe".
-        split: each group of tokens has tiles of its own.
-    """
-
-    def __init__(
-        self,
-        source_hbm: NkiTensor | None,
-        rows: Span,
-        columns: Span,
-        resident: int,
-        layout: str = "rows",
-        split: bool = False,
-    ) -> None:
-        self.source_hbm: Any = source_hbm
-        self.rows = rows
-        self.columns = columns
-        self.resident = resident
-        self.layout = layout
-        self.split = split
-        self.size = rows.size
-        self.width = columns.size
-        self.count = tiles_in(rows.size, PARTITIONS)
-        self.tiles_sb: Tiles = []
-        # the next tile, where TensorE transposes
-        self.ahead_sb: Tiles = []
-        # token rows that several tiles are transposed from, and the number of these rows
-        self.staged_sb: Tiles = []
-        self.staged = -1
-
-    def part(self, rows: Span, columns: Span) -> Operand:
-        """Some rows and columns with tiles of their own; itself where it is not split."""
-        if not self.split:
-            return self
-        own_rows = Span(self.rows.start + rows.start, rows.size)
-        own_columns = Span(self.columns.start + columns.start, columns.size)
-        return Operand(self.source_hbm, own_rows, own_columns, self.resident, self.layout)
-
-    def tile(self, k: int) -> NkiTensor:
-        """Tile k, [<=128, width], in SBUF; tiles are first asked for in order.
-
-        TensorE transposes a tile ahead, so that it multiplies while that is evicted from PSUM.
-        """
-        if k < len(self.tiles_sb):
-            return self.tiles_sb[k]
-        tile_sb = self.ahead_sb[0] if len(self.ahead_sb) > 0 else self.load(k)
-        if k < self.resident:
-            self.tiles_sb.append(tile_sb)
-        self.ahead_sb = []
-        if self.layout == "pe" and k + 1 < self.count:
-            self.ahead_sb.append(self.load(k + 1))
-        return tile_sb
-
-    def load(self, k: int) -> NkiTensor:
-        """Tile k from HBM."""
-        size = min(PARTITIONS, self.size - k * PARTITIONS)
-        rows = nl.ds(self.rows.start + k * PARTITIONS, size)
-        columns = nl.ds(self.columns.start, self.width)
-        tile_sb = nl.ndarray((size, self.width), dtype=self.source_hbm.dtype)
-        if self.layout == "rows":
-            nisa.dma_copy(tile_sb, self.source_hbm[rows, columns], dge_mode=nisa.dge_mode.none)
-        elif self.layout == "dma":
-            nisa.dma_transpose(tile_sb, self.source_hbm[columns, rows])
-        else:
-            self.stage(k // STAGED_TILES)
-            self.transpose(tile_sb, k)
-        return tile_sb
-
-    def stage(self, number: int) -> None:
-        """Load the token rows of `STAGED_TILES` tiles, where they are not in SBUF."""
-        if number == self.staged:
-            return
-        self.staged = number
-        self.staged_sb = []
-        first = number * STAGED_TILES * PARTITIONS
-        size = min(STAGED_TILES * PARTITIONS, self.size - first)
-        mode = nisa.dge_mode.none
-        if self.source_hbm.is_indirect():  # in a loop of the device: hardware makes the stores'
-            mode = nisa.dge_mode.swdge
-        for t in spans(self.columns.start, self.width, PARTITIONS):
-            rows_sb = nl.ndarray((t.size, size), dtype=self.source_hbm.dtype)
-            columns = nl.ds(self.rows.start + first, size)
-            nisa.dma_copy(rows_sb, self.source_hbm[nl.ds(t.start, t.size), columns], dge_mode=mode)
-            self.staged_sb.append(rows_sb)
-
-    def transpose(self, tile_sb: NkiTensor, k: int) -> None:
-        """Fill tile k from staged token rows, by TensorE."""
-        size = tile_sb.shape[0]
-        own = nl.ds(k % STAGED_TILES * PARTITIONS, size)
-        for c in spans(0, self.width, BANK_COLUMNS):
-            bank_psum = nl.ndarray((size, c.size), transposed_dtype(tile_sb), buffer=nl.psum)
-            for t in spans(0, c.size, PARTITIONS):
-                rows_sb = self.staged_sb[(c.start + t.start) // PARTITIONS]
-                nisa.nc_transpose(bank_psum[:, nl.ds(t.start, t.size)], rows_sb[:, own])
-            evict(tile_sb[:, nl.ds(c.start, c.size)], bank_psum, 0, 1)
-
-
-def transposed_dtype(source: NkiTensor) -> nl.DType:
-    """Dtype of a transpose in PSUM: TensorE of trn1 writes fp32 only."""
-    if nisa.get_nc_version() == nisa.nc_version.gen2:
-        return nl.float32
-    return source.dtype
-
-
-def weights(w_hbm: NkiTensor, rows: Span, columns: Span) -> Operand:
-    """A block of w [K, N]; all its tiles stay while they are used."""
-    return Operand(w_hbm, rows, columns, tiles_in(rows.size, PARTITIONS))
-
-
-def in_sbuf(tiles_sb: Tiles, size: int) -> Operand:
-    """An operand of `tiles_sb`, 128 rows each, [size, width] together."""
-    found = Operand(None, Span(0, size), Span(0, tiles_sb[0].shape[1]), len(tiles_sb))
-    found.tiles_sb = tiles_sb
-    return found
 
 
 class TokenBlocks(nl.NKIObject):
@@ -155,7 +36,7 @@ class TokenBlocks(nl.NKIObject):
 
     Args:
         stages: an object whose `run(out_hbm, x_hbm, tokens)` computes rows `tokens` of out from
-            those of x.
+            those of x, and whose `prepare(rows)` loads what stays in SBUF.
         out_hbm: [M, N].
         x_hbm: [M, K].
         size: tokens of a block.
@@ -172,6 +53,7 @@ class TokenBlocks(nl.NKIObject):
         own = core_span(self.x_hbm.shape[0], nl.program_id(0), nl.num_programs(0))
         looped = looped_tokens(own.size, self.size) if device_loop else 0
         if looped > 0:
+            self.stages.prepare(min(PARTITIONS, self.size))  # not in the loop
             nl.fori_loop(own.start, own.start + looped, self.block_at, step=self.size)
         for tokens in spans(own.start + looped, own.size - looped, self.size):
             self.stages.run(self.out_hbm, self.x_hbm, tokens)
@@ -220,6 +102,12 @@ def accumulate(stationary: Any, moving: Any, group: Group, tail: int = 1) -> lis
     return sums_psum
 
 
+def keep_scales(weights: list[Weight], rows: int) -> None:
+    """Load the scales that stay in SBUF: those of the last weight as a row on `rows` partitions."""
+    for i in range(len(weights)):
+        weights[i].keep(rows if i + 1 == len(weights) else 0)
+
+
 def contraction_parts(count: int, tail: int) -> list[Span]:
     """Tiles of a contraction, one by one but the last `tail`."""
     found = spans(0, max(0, count - tail), 1)
@@ -227,26 +115,36 @@ def contraction_parts(count: int, tail: int) -> list[Span]:
     return found
 
 
-def evict(dst_sb: NkiTensor, sums_psum: NkiTensor, number: int, engines: int) -> None:
-    """PSUM to SBUF: by ScalarE, every other `number` by VectorE where two engines share."""
-    if number % engines == 0:
-        nisa.activation(dst_sb, nl.copy, sums_psum)
-    else:
-        nisa.tensor_copy(dst_sb, sums_psum)
-
-
-def evict_row(dst_sb: NkiTensor, row_psum: Tiles, number: int, engines: int) -> None:
-    """dst [<=128, columns] = PSUM tiles of 512 columns side by side."""
+def evict_row(
+    dst_sb: NkiTensor, row_psum: Tiles, number: int, engines: int, scale_sb: Any = None
+) -> None:
+    """dst [<=128, columns] = PSUM tiles of 512 columns side by side, times [<=128, 1], if any."""
     for j in range(len(row_psum)):
         own = nl.ds(j * BANK_COLUMNS, row_psum[j].shape[1])
-        evict(dst_sb[:, own], row_psum[j], number + j, engines)
+        evict(dst_sb[:, own], row_psum[j], number + j, engines, scale_sb)
 
 
-def add_row(dst_sb: NkiTensor, before_sb: NkiTensor, row_psum: Tiles) -> None:
-    """dst = before + PSUM tiles of 512 columns side by side, on VectorE."""
+def add_row(dst_sb: NkiTensor, before_sb: NkiTensor, row_psum: Tiles, scale_sb: Any = None) -> None:
+    """dst = before + PSUM tiles of 512 columns side by side, on VectorE; these times the scale."""
     for j in range(len(row_psum)):
         own = nl.ds(j * BANK_COLUMNS, row_psum[j].shape[1])
-        nisa.tensor_tensor(dst_sb[:, own], before_sb[:, own], row_psum[j], nl.add)
+        dst, before = dst_sb[:, own], before_sb[:, own]
+        if scale_sb == None:  # noqa: E711
+            nisa.tensor_tensor(dst, before, row_psum[j], nl.add)
+        else:
+            nisa.scalar_tensor_tensor(dst, row_psum[j], nl.multiply, scale_sb, nl.add, before)
+
+
+def scale_row(dst_sb: NkiTensor, row_psum: Tiles, scale_sb: NkiTensor, bias_sb: Any) -> None:
+    """dst = PSUM tiles of 512 columns side by side * scale + bias, on VectorE, in fp32."""
+    for j in range(len(row_psum)):
+        own = nl.ds(j * BANK_COLUMNS, row_psum[j].shape[1])
+        if bias_sb == None:  # noqa: E711
+            nisa.tensor_tensor(dst_sb[:, own], row_psum[j], scale_sb[:, own], nl.multiply)
+        else:
+            scaled_sb = nl.ndarray(row_psum[j].shape, dtype=nl.float32)
+            nisa.tensor_tensor(scaled_sb, row_psum[j], scale_sb[:, own], nl.multiply)
+            nisa.tensor_tensor(dst_sb[:, own], scaled_sb, bias_sb[:, own], nl.add)
 
 
 def new_tiles(size: int, width: int, dtype: nl.DType) -> Tiles:
@@ -259,7 +157,7 @@ def new_tiles(size: int, width: int, dtype: nl.DType) -> Tiles:
 
 def project(
     x: Any,
-    w_hbm: NkiTensor,
+    w: Weight,
     block: int,
     tokens: int,
     banks: int,
@@ -267,20 +165,20 @@ def project(
     k_block: int = 0,
     bf16_partial_sums: bool = False,
 ) -> Operand:
-    """(x @ w)^T [N, width] in SBUF, of w's dtype: w stationary, x moving.
+    """(x @ w)^T [N, width] in SBUF, of x's dtype: w stationary, x moving.
 
     Args:
         x: [K, width], an Operand or an object with its methods.
-        w_hbm: [K, N].
+        w: [K, N].
         block: columns of w that are loaded together.
         tokens: columns of x that one group of PSUM tiles covers.
         banks: PSUM tiles in a group.
         engines: that evict.
         k_block: rows of the contraction that a pass over all columns covers; 0 for all. Partial
             sums of several passes are kept in SBUF.
-        bf16_partial_sums: partial sums are rounded to w's dtype, instead of fp32.
+        bf16_partial_sums: partial sums are rounded to x's dtype, instead of fp32.
     """
-    K, N = w_hbm.shape
+    K, N = w.size, w.width
     passes = spans(0, K, k_block if k_block > 0 else K)
     result_sb: Tiles = []
     for n in range(len(passes)):
@@ -289,9 +187,9 @@ def project(
         last = n + 1 == len(passes)
         if n == 0 or (last and not bf16_partial_sums):
             exact = not last and not bf16_partial_sums
-            result_sb = new_tiles(N, x.width, nl.float32 if exact else w_hbm.dtype)
+            result_sb = new_tiles(N, x.width, nl.float32 if exact else w.dtype)
         for b in spans(0, N, block):
-            w_block = weights(w_hbm, passes[n], b)
+            w_block = w.block(passes[n], b)
             for group in transposed_groups(b.size, x.width, tokens, banks):
                 own = nl.ds(group.columns.start, group.columns.size)
                 at = group.columns.start // tokens
@@ -302,18 +200,18 @@ def project(
                 sums_psum = accumulate(w_block, x_parts[at], group)
                 for i in range(len(sums_psum)):
                     tile = (b.start + group.rows.start) // PARTITIONS + i
-                    dst_sb = result_sb[tile][:, own]
+                    dst_sb, scale_sb = result_sb[tile][:, own], w.column_scale(tile)
                     if n == 0:
-                        evict_row(dst_sb, sums_psum[i], i * len(sums_psum[i]), engines)
+                        evict_row(dst_sb, sums_psum[i], i * len(sums_psum[i]), engines, scale_sb)
                     else:
-                        add_row(dst_sb, before_sb[tile][:, own], sums_psum[i])
+                        add_row(dst_sb, before_sb[tile][:, own], sums_psum[i], scale_sb)
     return in_sbuf(result_sb, N)
 
 
 def write_rows(
     out_hbm: NkiTensor,
     x: Operand,
-    w_hbm: NkiTensor,
+    w: Weight,
     bias_hbm: NkiTensor | None,
     start: int,
     block: int,
@@ -326,7 +224,7 @@ def write_rows(
     Args:
         out_hbm: [M, N].
         x: [K, width] operand.
-        w_hbm: [K, N].
+        w: [K, N].
         bias_hbm: [N] or None.
         start: first token in out.
         block: columns of w that are loaded, and of out that are stored, together.
@@ -334,24 +232,29 @@ def write_rows(
         banks: PSUM tiles in a group.
         engines: that evict.
     """
-    K, N = w_hbm.shape
+    K, N = w.size, w.width
+    tail = TAIL_TILES if w.scaled else 1  # VectorE alone evicts
     mode = nisa.dge_mode.none
     if out_hbm.is_indirect():  # in a loop of the device
         mode = nisa.dge_mode.unknown
     for b in spans(0, N, block):
-        w_block = weights(w_hbm, Span(0, K), b)
-        added_sb = load_bias(bias_hbm, b, min(PARTITIONS, x.width)) if bias_hbm != None else None  # noqa: E711
+        w_block = w.block(Span(0, K), b)
+        partitions = min(PARTITIONS, x.width)
+        bias_sb = load_row(bias_hbm, b, partitions) if bias_hbm != None else None  # noqa: E711
+        scale_sb = w.row_scale(b, partitions)
         results_sb: Tiles = []
         for group in natural_groups(x.width, b.size, token_tiles, banks):
             if group.columns.start == 0:
                 results_sb = new_tiles(group.rows.size, b.size, out_hbm.dtype)
-            sums_psum = accumulate(x, w_block, group)
+            sums_psum = accumulate(x, w_block, group, tail)
             for i in range(len(sums_psum)):
-                dst_sb = results_sb[i][:, nl.ds(group.columns.start, group.columns.size)]
-                if added_sb != None:  # noqa: E711
-                    rows = results_sb[i].shape[0]
-                    own_sb = added_sb[:rows, nl.ds(group.columns.start, group.columns.size)]
-                    add_row(dst_sb, own_sb, sums_psum[i])
+                own = nl.ds(group.columns.start, group.columns.size)
+                dst_sb, rows = results_sb[i][:, own], results_sb[i].shape[0]
+                own_bias_sb = bias_sb[:rows, own] if bias_sb != None else None  # noqa: E711
+                if scale_sb != None:  # noqa: E711
+                    scale_row(dst_sb, sums_psum[i], scale_sb[:rows, own], own_bias_sb)
+                elif bias_sb != None:  # noqa: E711
+                    add_row(dst_sb, own_bias_sb, sums_psum[i])
                 else:
                     evict_row(dst_sb, sums_psum[i], i * len(sums_psum[i]), engines)
             if group.columns.start + group.columns.size == b.size:
@@ -360,11 +263,3 @@ def write_rows(
                     rows = nl.ds(tokens[i].start, tokens[i].size)
                     own_hbm = out_hbm[rows, nl.ds(b.start, b.size)]
                     nisa.dma_copy(own_hbm, results_sb[i], dge_mode=mode)
-
-
-def load_bias(bias_hbm: NkiTensor, columns: Span, rows: int) -> NkiTensor:
-    """bias[columns] on each of `rows` partitions."""
-    bias_sb = nl.ndarray((rows, columns.size), dtype=bias_hbm.dtype)
-    row = bias_hbm.reshape((1, bias_hbm.shape[0]))[:, nl.ds(columns.start, columns.size)]
-    nisa.dma_copy(bias_sb, row.broadcast(0, rows), dge_mode=nisa.dge_mode.none)
-    return bias_sb

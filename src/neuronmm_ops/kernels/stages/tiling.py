@@ -84,6 +84,8 @@ def looped_tokens(tokens: int, block: int) -> int:
 
 STAGED_TILES = 4
 """Contraction tiles of x that are loaded together where TensorE transposes them."""
+KEPT_COLUMNS = 4096
+"""Of an output, at most, whose scales stay in SBUF on every partition for a whole kernel."""
 HIDDEN_TILES = 4
 """Tiles of svd_mlp's hidden block that lie side by side, so that their rows in HBM are long."""
 
@@ -100,6 +102,11 @@ def check_pair(size: int, rows: int, columns: int, bias: int) -> None:
     assert bias == 0 or bias == columns, f"bias must be [{columns}], got [{bias}]"
 
 
+def check_scale(columns: int, scales: int) -> None:
+    """Check the number of scales of a weight's columns (0: it has none)."""
+    assert scales == 0 or scales == columns, f"scales must be [{columns}], got [{scales}]"
+
+
 # --- decode: tokens are the stationary operand, weights stream past them
 
 SUM_BANKS = PSUM_BANKS - 2
@@ -111,6 +118,8 @@ EDGE_TILE_BYTES = 4096
 
 TensorE starts on a tile when all of it has arrived.
 """
+SHUFFLED = 32
+"""Partitions among which VectorE copies one to the others."""
 HALF_ROW_BYTES = 2560
 """Bytes of a row of the last weight tile, at least, where that is loaded in two halves."""
 
@@ -165,6 +174,23 @@ def weight_tiles(
     found = spans(0, head, edge)
     found.extend(spans(head, tiles - head - tail, max(1, tile_bytes // row_bytes)))
     found.extend(spans(tiles - tail, tail, edge))
+    return found
+
+
+def cast_shares(columns: int, generation: int) -> list[Span]:
+    """Columns of a weight tile that ScalarE, GpSimdE and, from gen3, VectorE cast.
+
+    By their clocks; on gen2 VectorE and GpSimdE exclude each other on SBUF.
+    """
+    weights = [1, 1] if generation == 2 else [5, 5, 4] if generation == 3 else [1, 1, 1]
+    found: list[Span] = []
+    start, seen = 0, 0
+    for weight in weights:
+        seen += weight
+        end = columns * seen // sum(weights)
+        if end > start:
+            found.append(Span(start, end - start))
+        start = end
     return found
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from neuronmm_ops.kernels.shim import NkiTensor, jit, nisa, nl
 from neuronmm_ops.kernels.stages.chunks import KChunk, chunks_of
-from neuronmm_ops.kernels.stages.decode import Sums, contract, own, project, write_block
+from neuronmm_ops.kernels.stages.decode import Sums, Weight, contract, own, project, write_block
 from neuronmm_ops.kernels.stages.tiling import PARTITIONS, Span, output_blocks, spans
 from neuronmm_ops.kernels.svd_mlp.prefill import check_factors, function_of, load_table
 
@@ -18,6 +18,12 @@ def svd_mlp_decode(
     v_up: NkiTensor,
     u_down: NkiTensor,
     v_down: NkiTensor,
+    u_gate_scale: NkiTensor | None = None,
+    v_gate_scale: NkiTensor | None = None,
+    u_up_scale: NkiTensor | None = None,
+    v_up_scale: NkiTensor | None = None,
+    u_down_scale: NkiTensor | None = None,
+    v_down_scale: NkiTensor | None = None,
     activation: str = "silu",
     k_chunk: int = 1024,
     rank_block: int = 1536,
@@ -42,6 +48,12 @@ def svd_mlp_decode(
         v_up: [r_up, I].
         u_down: [I, r_down].
         v_down: [r_down, N].
+        u_gate_scale: [r_gate], float32, a factor of each column of u_gate in one byte, else None.
+        v_gate_scale: [I], as u_gate_scale, as the others.
+        u_up_scale: [r_up].
+        v_up_scale: [I].
+        u_down_scale: [r_down].
+        v_down_scale: [N].
         activation: "silu", "gelu", "gelu_tanh" or "relu".
         k_chunk: columns of x that are transposed together.
         rank_block: columns of a u whose sums are in PSUM together.
@@ -56,9 +68,10 @@ def svd_mlp_decode(
         [M, N] in shared HBM, dtype of x.
 
     Notes:
-        All of one dtype; sums are fp32 in PSUM. Each product with a u, and act(gate) * up, is
-        rounded once to the dtype of x. Two cores share K, I and N, and exchange their sums of the
-        products with a u.
+        All of the dtype of x, or all factors float8_e4m3fn of values up to 240 or int8; sums are
+        fp32 in PSUM. Each product with a u, and act(gate) * up, is rounded once to the dtype of x,
+        after its scale. Two cores share K, I and N, and exchange their sums of the products with a
+        u.
 
     Pseudocode:
         g[M, r_gate], p[M, r_up] = x . u_gate, x . u_up
@@ -73,32 +86,36 @@ def svd_mlp_decode(
     check_factors(K, [u_gate, v_gate, u_up, v_up, u_down, v_down])
     out_hbm = nl.ndarray((M, v_down.shape[1]), dtype=x.dtype, buffer=nl.shared_hbm)
     load_table(activation)
-    x_chunks = chunks_of(x, own(K), 0, k_chunk)
-    low = project(x_chunks, [u_gate, u_up], rank_block, fuse_gate_up, tile_bytes, M)
+    x_chunks = chunks_of(x, own(K), 0, k_chunk, x.dtype)
+    us = [Weight(u_gate, x.dtype, u_gate_scale), Weight(u_up, x.dtype, u_up_scale)]
+    vs = [Weight(v_gate, x.dtype, v_gate_scale), Weight(v_up, x.dtype, v_up_scale)]
+    downs = [Weight(u_down, x.dtype, u_down_scale), Weight(v_down, x.dtype, v_down_scale)]
+    low = project(x_chunks, us, rank_block, fuse_gate_up, tile_bytes, M)
     inner = own(v_gate.shape[1])
     h_chunks: list[KChunk] = []
     if spill and inner.size > 0:
-        h_hbm = nl.ndarray((M, inner.size), dtype=x.dtype, buffer=nl.private_hbm)
+        dtype = x.dtype if v_up_scale == None else nl.float32  # noqa: E711 - strict NKI has no `is`
+        h_hbm = nl.ndarray((M, inner.size), dtype=dtype, buffer=nl.private_hbm)
         for columns in spans(inner.start, inner.size, inner_block):
-            up, h_sb = gated(low, v_gate, v_up, columns, M, activation, tile_bytes)
+            up, h_sb = gated(low, vs, columns, M, activation, tile_bytes)
             up.store(h_hbm, inner.start, h_sb)
-        h_chunks = chunks_of(h_hbm, Span(0, inner.size), inner.start, k_chunk)
+        part = Span(0, inner.size)
+        h_chunks = chunks_of(h_hbm, part, inner.start, k_chunk, x.dtype, v_up_scale)
     if not spill:
         for columns in spans(inner.start, inner.size, inner_block):
-            up, h_sb = gated(low, v_gate, v_up, columns, M, activation, tile_bytes)
+            up, h_sb = gated(low, vs, columns, M, activation, tile_bytes)
             h_chunks.extend(up.chunks(h_sb))
-    d_chunks = project(h_chunks, [u_down], rank_block, False, tile_bytes, M)[0]
+    d_chunks = project(h_chunks, [downs[0]], rank_block, False, tile_bytes, M)[0]
     blocks = output_blocks(own(v_down.shape[1]), block, last_block)
     for i in range(len(blocks)):
         first, last = i == 0, i + 1 == len(blocks)
-        write_block(out_hbm, d_chunks, v_down, None, blocks[i], tile_bytes, first, last)
+        write_block(out_hbm, d_chunks, downs[1], None, blocks[i], tile_bytes, first, last)
     return out_hbm
 
 
 def gated(
     low: list[list[KChunk]],
-    v_gate: NkiTensor,
-    v_up: NkiTensor,
+    vs: list[Weight],
     columns: Span,
     M: int,
     activation: str,
@@ -106,17 +123,25 @@ def gated(
 ) -> tuple[Sums, NkiTensor]:
     """act(gate) * up of some columns of I, in SBUF, and the sums that say how it lies there.
 
-    `low` are the products with u_gate and with u_up.
+    `low` are the products with u_gate and with u_up, `vs` v_gate and v_up. The result has yet to be
+    multiplied by the scale of v_up, if any, and rounded.
     """
-    gate = Sums(v_gate, columns, M)
+    gate = Sums(vs[0], columns, M)
+    scaled = vs[0].scale != None  # noqa: E711 - strict NKI has no `is`
+    if scaled:
+        gate.load_rows(None)
     contract(low[0], [gate], tile_bytes, True, False)
     acts_sb = gate.new_tile(nl.float32)
     parts = gate.tiling.evictions()
     for part in parts:
-        nisa.activation(gate.like(acts_sb, part), function_of(activation), gate.psum(part))
-    up = Sums(v_up, columns, M)
+        acts = gate.like(acts_sb, part)
+        if scaled:
+            gate.evict(acts, part, 0)
+        of = acts if scaled else gate.psum(part)
+        nisa.activation(acts, function_of(activation), of)
+    up = Sums(vs[1], columns, M)
     contract(low[1], [up], tile_bytes, True, False)
-    h_sb = up.new_tile(v_up.dtype)
+    h_sb = up.new_tile(nl.float32 if scaled else vs[1].dtype)
     for part in parts:
         nisa.tensor_tensor(up.like(h_sb, part), up.like(acts_sb, part), up.psum(part), nl.multiply)
     return up, h_sb

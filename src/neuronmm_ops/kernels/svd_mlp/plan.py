@@ -8,7 +8,7 @@ from itertools import product
 from typing import NamedTuple
 
 from neuronmm_ops.kernels.planner import decode_search, prefill_search
-from neuronmm_ops.kernels.planner.decode import SCALAR, VECTOR, Blocks, Stages
+from neuronmm_ops.kernels.planner.decode import SCALAR, VECTOR, Blocks, Source, Stages
 from neuronmm_ops.kernels.planner.decode_search import even, rounded_up
 from neuronmm_ops.kernels.planner.instructions import load_ns
 from neuronmm_ops.kernels.planner.prefill import (
@@ -76,13 +76,13 @@ def decode_stages(s: Stages) -> None:
     s.hold(transposed)
     h_chunks, h_bytes = _decode_hidden(s, low)
     s.hold(-(transposed + natural))
-    source = "sums"
+    source: Source = "sums"
     if s.blocks["spill"]:
         h_chunks, source = s.chunks(s.own(s.problem.inner)), "stored"
-        s.timeline.reload(s.costs.load_x(h_chunks[:1]))
-    s.hold(s.buffers(h_chunks))
+        s.timeline.reload(s.costs.load_x(h_chunks[:1], source))
+    s.hold(s.buffers(h_chunks, source))
     (d_chunks,) = s.project(h_chunks, source, [down])
-    s.hold(-(s.buffers(h_chunks) + h_bytes))
+    s.hold(-(s.buffers(h_chunks, source) + h_bytes))
     s.hold(s.transposed(d_chunks) + s.natural(down))
     s.write(d_chunks, "sums", resident=True)
 
@@ -91,16 +91,19 @@ def _decode_hidden(s: Stages, low: list[list[int]]) -> tuple[list[int], int]:
     """act(gate) * up, block after block; its K chunks, and their SBUF where they stay there."""
     costs, h_bytes = s.costs, 0
     h_chunks: list[int] = []
-    source = "sums"
+    source: Source = "sums"
     for columns in sizes(s.own(s.problem.inner), int(s.blocks["inner_block"])):
-        gate = costs.sums(columns, s.problem.inner, engines=SCALAR, queue="v0")
-        up = costs.sums(columns, s.problem.inner, engines=VECTOR, queue="v1")
-        acts, h = up.width * 4, up.width * costs.itemsize
+        of = s.problem.inner
+        gate = costs.sums(columns, of, engines=SCALAR, queue="v0", scaled=costs.scaled)
+        up = costs.sums(columns, of, engines=VECTOR, queue="v1")
+        acts, h = up.width * 4 + s.rows(gate), up.width * costs.sums_itemsize
+        if costs.scaled:  # activations follow the scales
+            s.instructions += len(gate.parts)
         s.hold(acts + h)
         s.run(low[0], source, gate)
         s.run(low[1], source, up)
         if s.blocks["spill"]:
-            s.store(up)
+            s.store(up, itemsize=costs.sums_itemsize)
             s.hold(-(acts + h))
         else:
             s.hold(-acts)
@@ -192,6 +195,7 @@ class Prefill(prefill_search.Prefill):
                     ]
                 step = c.step(gate, group, loads[:1], TAIL_TILES)
                 c.evict(step, group.columns.size, "scalar")
+                step.instructions += c.scaled * step.tiles  # which scale, and wait for nobody
                 acts = step.rows * group.columns.size * 4
                 c.results(step, acts)
                 program.add(step)
@@ -205,7 +209,7 @@ class Prefill(prefill_search.Prefill):
                     c.results(step, slots * width * c.item)
                 step.frees += acts
                 if g + 1 == len(groups):
-                    step.frees += (len(groups) > 1) * c.item * columns * self.side_tiles
+                    step.frees += (len(groups) > 1) * c.weight_item * columns * self.side_tiles
                     step.frees += side.frees * last
                     self._store(step, stored, width)
                 program.add(step)
@@ -346,5 +350,5 @@ class Prefill(prefill_search.Prefill):
 
     def _load_ns(self, size: int, block: int) -> float:
         """DMA time of a row tile of [128, size], a block at a time, each an interval at least."""
-        times = [self.costs.rows_ns(PARTITIONS, columns) for columns in sizes(size, block)]
+        times = [self.costs.weight_ns(PARTITIONS, columns) for columns in sizes(size, block)]
         return sum([max(ns, self.costs.machine.dma.interval_ns) for ns in times])

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from neuronmm_ops.kernels.shim import NkiTensor, jit, nisa, nl
+from neuronmm_ops.kernels.stages.operands import Operand, Tiles, Weight
 from neuronmm_ops.kernels.stages.prefill import (
-    Operand,
     TokenBlocks,
     accumulate,
+    keep_scales,
     project,
-    weights,
     write_rows,
 )
 from neuronmm_ops.kernels.stages.tiling import (
@@ -21,12 +21,11 @@ from neuronmm_ops.kernels.stages.tiling import (
     Group,
     Span,
     check_pair,
+    check_scale,
     spans,
     tiles_in,
     transposed_groups,
 )
-
-Tiles = list[NkiTensor]
 
 
 class Hidden(nl.NKIObject):
@@ -134,7 +133,7 @@ def check_factors(K: int, factors: Tiles) -> None:
 def gated(
     hidden: Hidden,
     sides: list[Operand],
-    factors_hbm: list[NkiTensor],
+    factors: list[Weight],
     activation: str,
     block: int,
     tokens: int,
@@ -145,33 +144,48 @@ def gated(
     Args:
         hidden: [I, width], filled.
         sides: gate [r_g, width] and up [r_u, width].
-        factors_hbm: v_gate [r_g, I] and v_up [r_u, I].
+        factors: v_gate [r_g, I] and v_up [r_u, I].
         activation: name of act.
         block: columns of both factors that are loaded together.
         tokens: columns of the hidden block that one group of PSUM tiles covers.
         banks: PSUM tiles in a group.
     """
     for b in spans(0, hidden.size, block):
-        gate = weights(factors_hbm[0], Span(0, sides[0].size), b)
-        up = weights(factors_hbm[1], Span(0, sides[1].size), b)
+        gate = factors[0].block(Span(0, sides[0].size), b)
+        up = factors[1].block(Span(0, sides[1].size), b)
         for group in transposed_groups(b.size, hidden.width, tokens, banks):
-            acts_sb = activated(accumulate(gate, sides[0], group, TAIL_TILES), activation)
+            first = (b.start + group.rows.start) // PARTITIONS
+            gate_psum = accumulate(gate, sides[0], group, TAIL_TILES)
+            acts_sb = activated(gate_psum, activation, factors, first)
             up_psum = accumulate(up, sides[1], group, TAIL_TILES)
-            multiply(hidden, up_psum, acts_sb, (b.start + group.rows.start) // PARTITIONS, group)
+            multiply(hidden, up_psum, acts_sb, first, group)
         for t in range(tiles_in(b.size, PARTITIONS)):
             hidden.store(b.start // PARTITIONS + t)
 
 
-def activated(sums_psum: list[Tiles], activation: str) -> list[Tiles]:
-    """act(sums) in fp32."""
+def activated(
+    sums_psum: list[Tiles], activation: str, factors: list[Weight], first: int
+) -> list[Tiles]:
+    """act(sums) in fp32, of the hidden block's tiles from `first` on; its parts times their scales.
+
+    The scales of v_up are multiplied here, where ScalarE has the time, and not with its sums.
+    """
     acts_sb: list[Tiles] = []
-    for row_psum in sums_psum:
+    for i in range(len(sums_psum)):
         row_sb: Tiles = []
-        for tile_psum in row_psum:
+        for tile_psum in sums_psum[i]:
             act_sb = nl.ndarray(tile_psum.shape, dtype=nl.float32)
-            nisa.activation(act_sb, function_of(activation), tile_psum)
+            if factors[0].scaled:
+                scale_sb = factors[0].column_scale(first + i)
+                nisa.activation(act_sb, function_of(activation), tile_psum, scale=scale_sb)
+            else:
+                nisa.activation(act_sb, function_of(activation), tile_psum)
             row_sb.append(act_sb)
         acts_sb.append(row_sb)
+    if factors[1].scaled:  # when all are done: ScalarE would wait for a result of its own
+        for i in range(len(acts_sb)):
+            for act_sb in acts_sb[i]:
+                nisa.activation(act_sb, nl.copy, act_sb, scale=factors[1].column_scale(first + i))
     return acts_sb
 
 
@@ -191,43 +205,45 @@ class Stages(nl.NKIObject):
     """What `svd_mlp` does with a block of tokens.
 
     Args:
-        factors_hbm: u and v of gate, up and down.
+        factors: u and v of gate, up and down.
         scratch_hbm: see `Hidden`.
         arguments: of `svd_mlp`, by name.
     """
 
-    def __init__(self, factors_hbm: Tiles, scratch_hbm: Tiles, arguments: dict[str, Any]) -> None:
-        self.factors_hbm = factors_hbm
+    def __init__(
+        self, factors: list[Weight], scratch_hbm: Tiles, arguments: dict[str, Any]
+    ) -> None:
+        self.factors = factors
         self.scratch_hbm = scratch_hbm
         self.arguments = arguments
+
+    def prepare(self, rows: int) -> None:
+        """Load the scales that stay in SBUF."""
+        keep_scales(self.factors, rows)
 
     def run(self, out_hbm: NkiTensor, x_hbm: NkiTensor, t: Span) -> None:
         """out[t] = down(act(gate(x[t])) * up(x[t]))."""
         a = self.arguments
-        gate_hbm, up_hbm, down_hbm = (
-            self.factors_hbm[0:2],
-            self.factors_hbm[2:4],
-            self.factors_hbm[4:6],
-        )
+        gates, ups, downs = self.factors[0:2], self.factors[2:4], self.factors[4:6]
         tokens, banks, engines = a["tokens"], a["banks"], a["engines"]
         xt = Operand(x_hbm, Span(0, x_hbm.shape[1]), t, a["resident"], a["layout"])
-        gate = project(xt, gate_hbm[0], a["u_block"], tokens, banks, engines)
-        up = project(xt, up_hbm[0], a["u_block"], tokens, banks, engines)
+        gate = project(xt, gates[0], a["u_block"], tokens, banks, engines)
+        up = project(xt, ups[0], a["u_block"], tokens, banks, engines)
         hidden = Hidden(
             x_hbm.dtype,
             self.scratch_hbm,
-            down_hbm[0].shape[0],
+            downs[0].size,
             t.size,
             a["spill"],
             a["resident_spilled"],
         )
-        factors = [gate_hbm[1], up_hbm[1]]
-        gated(hidden, [gate, up], factors, a["activation"], a["v_block"], tokens, banks)
-        down = project(hidden, down_hbm[0], a["down_block"], tokens, banks, engines)
+        sides = [gates[1], ups[1]]
+        gated(hidden, [gate, up], sides, a["activation"], a["v_block"], tokens, banks)
+        down = project(hidden, downs[0], a["down_block"], tokens, banks, engines)
         write_rows(
             out_hbm,
             down,
-            down_hbm[1],
+            downs[1],
             None,
             t.start,
             a["out_block"],
@@ -246,6 +262,12 @@ def svd_mlp(
     v_up: NkiTensor,
     u_down: NkiTensor,
     v_down: NkiTensor,
+    u_gate_scale: NkiTensor | None = None,
+    v_gate_scale: NkiTensor | None = None,
+    u_up_scale: NkiTensor | None = None,
+    v_up_scale: NkiTensor | None = None,
+    u_down_scale: NkiTensor | None = None,
+    v_down_scale: NkiTensor | None = None,
     activation: str = "silu",
     token_block: int = 512,
     layout: str = "dma",
@@ -270,12 +292,18 @@ def svd_mlp(
 
     Args:
         x: [M, K].
-        u_gate: [K, r_g], dtype of x, as all factors.
+        u_gate: [K, r_g], dtype of x, float8_e4m3fn of values up to 240, or int8, as all factors.
         v_gate: [r_g, I].
         u_up: [K, r_u].
         v_up: [r_u, I].
         u_down: [I, r_d].
         v_down: [r_d, N].
+        u_gate_scale: [r_g], fp32, of u_gate's columns where factors have one byte; else None.
+        v_gate_scale: [I], the same of v_gate, and so on.
+        u_up_scale: [r_u].
+        v_up_scale: [I].
+        u_down_scale: [r_d].
+        v_down_scale: [N].
         activation: silu, gelu, gelu_tanh or relu.
         token_block: tokens that are in SBUF at a time.
         layout: "dma" or "pe" transposes x.
@@ -313,6 +341,12 @@ def svd_mlp(
     N = v_down.shape[1]
     factors = [u_gate, v_gate, u_up, v_up, u_down, v_down]
     check_factors(K, factors)
+    scales = [u_gate_scale, v_gate_scale, u_up_scale, v_up_scale, u_down_scale, v_down_scale]
+    weights: list[Weight] = []
+    for i in range(len(factors)):
+        count = scales[i].shape[0] if scales[i] != None else 0  # noqa: E711
+        check_scale(factors[i].shape[1], count)
+        weights.append(Weight(factors[i], scales[i], x.dtype))
     load_table(activation)
     out_hbm = nl.ndarray((M, N), dtype=x.dtype, buffer=nl.shared_hbm)
     scratch_hbm: Tiles = []
@@ -334,6 +368,6 @@ def svd_mlp(
         "banks": banks,
         "engines": engines,
     }
-    stages = Stages(factors, scratch_hbm, arguments)
+    stages = Stages(weights, scratch_hbm, arguments)
     TokenBlocks(stages, out_hbm, x, token_block).run(device_loop)
     return out_hbm

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from neuronmm_ops.kernels.shim import NkiTensor, jit, nl
 from neuronmm_ops.kernels.stages.chunks import chunks_of
-from neuronmm_ops.kernels.stages.decode import own, project, write_block
+from neuronmm_ops.kernels.stages.decode import own, plain, project, write_block
 from neuronmm_ops.kernels.stages.tiling import PARTITIONS, output_blocks
 from neuronmm_ops.kernels.svd_qkv.prefill import check_factors
 
@@ -74,11 +74,13 @@ def svd_qkv_decode(
     us, vs = [u_query, u_key, u_value], [v_query, v_key, v_value]
     check_factors(K, us, vs)
     out_hbm, parts_hbm = side_by_side(x, vs)
-    low = project(chunks_of(x, own(K), 0, k_chunk), us, rank_block, fuse, tile_bytes, M)
+    chunks = chunks_of(x, own(K), 0, k_chunk, x.dtype)
+    low = project(chunks, plain(us), rank_block, fuse, tile_bytes, M)
+    weights = plain(vs)
     for i in range(len(vs)):
         ends = i + 1 == len(vs)
         blocks = output_blocks(own(vs[i].shape[1]), block, last_block if ends else 0)
         for j in range(len(blocks)):
             first, last = i + j == 0, ends and j + 1 == len(blocks)
-            write_block(parts_hbm[i], low[i], vs[i], None, blocks[j], tile_bytes, first, last)
+            write_block(parts_hbm[i], low[i], weights[i], None, blocks[j], tile_bytes, first, last)
     return out_hbm

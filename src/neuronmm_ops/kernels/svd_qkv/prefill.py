@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from neuronmm_ops.kernels.shim import NkiTensor, jit, nl
-from neuronmm_ops.kernels.stages.prefill import Operand, TokenBlocks, project, write_rows
+from neuronmm_ops.kernels.stages.operands import Operand, Weight
+from neuronmm_ops.kernels.stages.prefill import TokenBlocks, project, write_rows
 from neuronmm_ops.kernels.stages.tiling import Span, check_pair
 
 
@@ -30,20 +31,24 @@ class Stages(nl.NKIObject):
         self.vs = vs
         self.arguments = arguments
 
+    def prepare(self, rows: int) -> None:
+        """Nothing stays in SBUF."""
+
     def run(self, out_hbm: NkiTensor, x_hbm: NkiTensor, t: Span) -> None:
         """out[t] = [query(x[t]), key(x[t]), value(x[t])]."""
         a = self.arguments
         xt = Operand(x_hbm, Span(0, x_hbm.shape[1]), t, a["resident"], a["layout"])
         low: list[Operand] = []
         for u in self.us:
-            low.append(project(xt, u, a["u_block"], a["tokens"], a["banks"], a["engines"]))
+            w = Weight(u, None, x_hbm.dtype)
+            low.append(project(xt, w, a["u_block"], a["tokens"], a["banks"], a["engines"]))
         first = 0
         for i in range(len(low)):
             v = self.vs[i]
             write_rows(
                 out_hbm[:, nl.ds(first, v.shape[1])],
                 low[i],
-                v,
+                Weight(v, None, x_hbm.dtype),
                 None,
                 t.start,
                 a["v_block"],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from neuronmm_ops.kernels.shim import NkiTensor, jit, nl
 from neuronmm_ops.kernels.stages.chunks import chunks_of
-from neuronmm_ops.kernels.stages.decode import own, project, write_block
+from neuronmm_ops.kernels.stages.decode import Weight, own, project, write_block
 from neuronmm_ops.kernels.stages.tiling import PARTITIONS, check_pair, output_blocks
 
 
@@ -14,6 +14,8 @@ def xuv_decode(
     u: NkiTensor,
     v: NkiTensor,
     bias: NkiTensor | None = None,
+    u_scale: NkiTensor | None = None,
+    v_scale: NkiTensor | None = None,
     k_chunk: int = 1024,
     rank_block: int = 3072,
     block: int = 1024,
@@ -27,9 +29,11 @@ def xuv_decode(
 
     Args:
         x: [M, K].
-        u: [K, r], dtype of x.
-        v: [r, N], dtype of x.
-        bias: [N] of that dtype, or None.
+        u: [K, r], dtype of x, or float8_e4m3fn of values up to 240, or int8.
+        v: [r, N], dtype of u.
+        bias: [N], dtype of x, or None.
+        u_scale: [r], float32, a factor of each column of a u in one byte, else None.
+        v_scale: [N], float32, a factor of each column of a v in one byte, else None.
         k_chunk: columns of x that are transposed together.
         rank_block: columns of u whose sums are in PSUM together.
         block: columns of v whose sums are in PSUM together.
@@ -40,26 +44,27 @@ def xuv_decode(
         [M, N] in shared HBM, dtype of x.
 
     Notes:
-        Sums are fp32 in PSUM over the whole contraction; x @ u is rounded once, to the dtype of x.
-        Two cores share K and exchange their sums of x @ u, then share N.
+        Sums are fp32 in PSUM over the whole contraction; x @ u is rounded once, to the dtype of x,
+        after its scale. Two cores share K and exchange their sums of x @ u, then share N.
 
     Pseudocode:
         for each K chunk of x:
             x^T = transpose(x[:, K chunk])
             xu[M, r] += x^T (stationary) . u[K chunk, :] (moving)
-        xu^T = transpose(xu)
+        xu^T = transpose(xu) * u_scale
         for each block of columns:
-            out[:, block] = xu^T (stationary) . v[:, block] (moving) + bias
+            out[:, block] = (xu^T (stationary) . v[:, block] (moving)) * v_scale + bias
     """
     M, K = x.shape
     assert M <= PARTITIONS, f"at most {PARTITIONS} tokens, got {M}; use xuv"
     check_pair(K, u.shape[0], u.shape[1], 0)
     check_pair(u.shape[1], v.shape[0], v.shape[1], bias.shape[0] if bias != None else 0)  # noqa: E711
     out_hbm = nl.ndarray((M, v.shape[1]), dtype=x.dtype, buffer=nl.shared_hbm)
-    x_chunks = chunks_of(x, own(K), 0, k_chunk)
-    xu_chunks = project(x_chunks, [u], rank_block, False, tile_bytes, M)[0]
+    x_chunks = chunks_of(x, own(K), 0, k_chunk, x.dtype)
+    first_factor, second_factor = Weight(u, x.dtype, u_scale), Weight(v, x.dtype, v_scale)
+    xu_chunks = project(x_chunks, [first_factor], rank_block, False, tile_bytes, M)[0]
     blocks = output_blocks(own(v.shape[1]), block, last_block)
     for i in range(len(blocks)):
         first, last = i == 0, i + 1 == len(blocks)
-        write_block(out_hbm, xu_chunks, v, bias, blocks[i], tile_bytes, first, last)
+        write_block(out_hbm, xu_chunks, second_factor, bias, blocks[i], tile_bytes, first, last)
     return out_hbm

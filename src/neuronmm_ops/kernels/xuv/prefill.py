@@ -5,13 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from neuronmm_ops.kernels.shim import NkiTensor, jit, nl
-from neuronmm_ops.kernels.stages.prefill import (
-    Operand,
-    TokenBlocks,
-    project,
-    write_rows,
-)
-from neuronmm_ops.kernels.stages.tiling import Span, check_pair
+from neuronmm_ops.kernels.stages.operands import Operand, Weight
+from neuronmm_ops.kernels.stages.prefill import TokenBlocks, keep_scales, project, write_rows
+from neuronmm_ops.kernels.stages.tiling import Span, check_pair, check_scale
 
 
 class Stages(nl.NKIObject):
@@ -25,12 +21,16 @@ class Stages(nl.NKIObject):
     """
 
     def __init__(
-        self, u: NkiTensor, v: NkiTensor, bias: NkiTensor | None, arguments: dict[str, Any]
+        self, u: Weight, v: Weight, bias: NkiTensor | None, arguments: dict[str, Any]
     ) -> None:
         self.u = u
         self.v = v
         self.bias = bias
         self.arguments = arguments
+
+    def prepare(self, rows: int) -> None:
+        """Load the scales that stay in SBUF."""
+        keep_scales([self.u, self.v], rows)
 
     def run(self, out_hbm: NkiTensor, x_hbm: NkiTensor, t: Span) -> None:
         """out[t] = (x[t] @ u) @ v + bias."""
@@ -66,6 +66,8 @@ def xuv(
     u: NkiTensor,
     v: NkiTensor,
     bias: NkiTensor | None = None,
+    u_scale: NkiTensor | None = None,
+    v_scale: NkiTensor | None = None,
     token_block: int = 512,
     layout: str = "dma",
     resident: int = 8,
@@ -87,9 +89,11 @@ def xuv(
 
     Args:
         x: [M, K].
-        u: [K, r], dtype of x.
-        v: [r, N], dtype of x.
+        u: [K, r], dtype of x, float8_e4m3fn of values up to 240, or int8.
+        v: [r, N], dtype of u.
         bias: [N] or None.
+        u_scale: [r], fp32, of u's columns where u has one byte; else None.
+        v_scale: [N], the same of v.
         token_block: tokens whose (x @ u)^T is in SBUF at a time.
         layout: "dma" or "pe" transposes x.
         resident: x^T tiles of 128 rows that stay in SBUF; the rest is loaded again per group.
@@ -119,15 +123,17 @@ def xuv(
         for each block of tokens:
             for each block of columns of u, group of token and rank tiles:
                 psum[rank tile, 512 tokens] += u tile (stationary) . x^T tile, over K
-                xu = psum
+                xu = psum * u_scale
             for each block of columns of v, group of token tiles:
                 psum[token tile, 512 columns] += xu tile (stationary) . v tile, over r
-                out = psum + bias
+                out = psum * v_scale + bias
     """
     M, K = x.shape
     r, N = v.shape
     check_pair(K, u.shape[0], 0, 0)
     check_pair(u.shape[1], r, N, bias.shape[0] if bias != None else 0)  # noqa: E711
+    check_scale(r, u_scale.shape[0] if u_scale != None else 0)  # noqa: E711
+    check_scale(N, v_scale.shape[0] if v_scale != None else 0)  # noqa: E711
     out_hbm = nl.ndarray((M, N), dtype=x.dtype, buffer=nl.shared_hbm)
     arguments = {
         "layout": layout,
@@ -142,5 +148,7 @@ def xuv(
         "v_banks": v_banks,
         "engines": engines,
     }
-    TokenBlocks(Stages(u, v, bias, arguments), out_hbm, x, token_block).run(device_loop)
+    weights = [Weight(u, u_scale, x.dtype), Weight(v, v_scale, x.dtype)]
+    stages = Stages(weights[0], weights[1], bias, arguments)
+    TokenBlocks(stages, out_hbm, x, token_block).run(device_loop)
     return out_hbm

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from neuronmm_ops.kernels.shim import NkiTensor, jit, nl
 from neuronmm_ops.kernels.stages.chunks import chunks_of
-from neuronmm_ops.kernels.stages.decode import again, own, write_block
+from neuronmm_ops.kernels.stages.decode import Weight, again, own, write_block
 from neuronmm_ops.kernels.stages.tiling import PARTITIONS, Span, check_pair, output_blocks
 
 
@@ -13,6 +13,7 @@ def xw_decode(
     x: NkiTensor,
     w: NkiTensor,
     bias: NkiTensor | None = None,
+    w_scale: NkiTensor | None = None,
     k_chunk: int = 1024,
     block: int = 1024,
     last_block: int = 1024,
@@ -26,8 +27,9 @@ def xw_decode(
 
     Args:
         x: [M, K].
-        w: [K, N], dtype of x.
-        bias: [N] of that dtype, or None.
+        w: [K, N], dtype of x, or float8_e4m3fn of values up to 240, or int8.
+        bias: [N], dtype of x, or None.
+        w_scale: [N], float32, a factor of each column of a w in one byte, else None.
         k_chunk: columns of x that are transposed together.
         block: columns of w whose sums are in PSUM together.
         last_block: columns of the last block.
@@ -38,23 +40,25 @@ def xw_decode(
         [M, N] in shared HBM, dtype of x.
 
     Notes:
-        Sums are fp32 in PSUM over the whole contraction. Two cores share N.
+        Sums are fp32 in PSUM over the whole contraction, then scaled, then the bias is added. Two
+        cores share N.
 
     Pseudocode:
         for each block of columns:
             for each K chunk of x:
                 x^T = transpose(x[:, K chunk])
                 psum[M, block] += x^T (stationary) . w[K chunk, block] (moving)
-            out[:, block] = psum + bias
+            out[:, block] = psum * w_scale + bias
     """
     M, K = x.shape
     assert M <= PARTITIONS, f"at most {PARTITIONS} tokens, got {M}; use xw"
     check_pair(K, w.shape[0], w.shape[1], bias.shape[0] if bias != None else 0)  # noqa: E711
     out_hbm = nl.ndarray((M, w.shape[1]), dtype=x.dtype, buffer=nl.shared_hbm)
-    chunks = chunks_of(x, Span(0, K), 0, k_chunk)
+    chunks = chunks_of(x, Span(0, K), 0, k_chunk, x.dtype)
+    weight = Weight(w, x.dtype, w_scale)
     blocks = output_blocks(own(w.shape[1]), block, last_block)
     for i in range(len(blocks)):
         stationary = chunks if resident else again(chunks)
         first, last = i == 0, i + 1 == len(blocks)
-        write_block(out_hbm, stationary, w, bias, blocks[i], tile_bytes, first, last)
+        write_block(out_hbm, stationary, weight, bias, blocks[i], tile_bytes, first, last)
     return out_hbm

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from neuronmm_ops.kernels.shim import NkiTensor, jit, nl
-from neuronmm_ops.kernels.stages.prefill import Operand, TokenBlocks, write_rows
-from neuronmm_ops.kernels.stages.tiling import Span, check_pair
+from neuronmm_ops.kernels.stages.operands import Operand, Weight
+from neuronmm_ops.kernels.stages.prefill import TokenBlocks, keep_scales, write_rows
+from neuronmm_ops.kernels.stages.tiling import Span, check_pair, check_scale
 
 
 class Stages(nl.NKIObject):
@@ -18,10 +19,14 @@ class Stages(nl.NKIObject):
         arguments: of `xw`, by name.
     """
 
-    def __init__(self, w: NkiTensor, bias: NkiTensor | None, arguments: dict[str, Any]) -> None:
+    def __init__(self, w: Weight, bias: NkiTensor | None, arguments: dict[str, Any]) -> None:
         self.w = w
         self.bias = bias
         self.arguments = arguments
+
+    def prepare(self, rows: int) -> None:
+        """Load the scales that stay in SBUF."""
+        keep_scales([self.w], rows)
 
     def run(self, out_hbm: NkiTensor, x_hbm: NkiTensor, t: Span) -> None:
         """out[t] = x[t] @ w + bias."""
@@ -45,6 +50,7 @@ def xw(
     x: NkiTensor,
     w: NkiTensor,
     bias: NkiTensor | None = None,
+    w_scale: NkiTensor | None = None,
     token_block: int = 512,
     layout: str = "dma",
     resident: int = 1024,
@@ -61,8 +67,9 @@ def xw(
 
     Args:
         x: [M, K].
-        w: [K, N], dtype of x.
+        w: [K, N], dtype of x, float8_e4m3fn of values up to 240, or int8.
         bias: [N] or None.
+        w_scale: [N], fp32, of w's columns where w has one byte; else None.
         token_block: tokens whose x^T is in SBUF at a time.
         layout: "dma" or "pe" transposes x.
         resident: x^T tiles of 128 rows that stay in SBUF; the rest is loaded again per group.
@@ -84,11 +91,12 @@ def xw(
             for each block of columns of w:
                 for each group of token tiles:
                     psum[token tile, 512 columns] += x^T tile (stationary) . w tile, over K
-                    out = psum + bias
+                    out = psum * w_scale + bias
     """
     M, K = x.shape
     N = w.shape[1]
     check_pair(K, w.shape[0], N, bias.shape[0] if bias != None else 0)  # noqa: E711
+    check_scale(N, w_scale.shape[0] if w_scale != None else 0)  # noqa: E711
     out_hbm = nl.ndarray((M, N), dtype=x.dtype, buffer=nl.shared_hbm)
     arguments = {
         "layout": layout,
@@ -98,5 +106,6 @@ def xw(
         "banks": banks,
         "engines": engines,
     }
-    TokenBlocks(Stages(w, bias, arguments), out_hbm, x, token_block).run(device_loop)
+    stages = Stages(Weight(w, w_scale, x.dtype), bias, arguments)
+    TokenBlocks(stages, out_hbm, x, token_block).run(device_loop)
     return out_hbm

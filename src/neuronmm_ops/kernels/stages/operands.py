@@ -1,0 +1,242 @@
+"""Operands of the prefill kernels: tiles of activations and of weights, loaded where they are used.
+
+Each tile is in SBUF of its own, so that tiles are fetched ahead as far as there is room.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from neuronmm_ops.kernels.shim import NkiTensor, nisa, nl
+from neuronmm_ops.kernels.stages.tiling import (
+    BANK_COLUMNS,
+    KEPT_COLUMNS,
+    PARTITIONS,
+    STAGED_TILES,
+    Span,
+    spans,
+    tiles_in,
+)
+
+Tiles = list[NkiTensor]
+
+
+class Operand(nl.NKIObject):
+    """One side of a matmul, [size, width], in tiles of 128 rows of the contraction.
+
+    Args:
+        source_hbm: tensor in HBM, or None where `tiles_sb` holds everything.
+        rows: of the contraction, in `source_hbm`.
+        columns: of `source_hbm`; of x, tokens.
+        resident: how many tiles stay in SBUF; the others are loaded again for each use.
+        layout: how `source_hbm` lies: "rows" [size, columns], or tokens first [columns, size],
+            transposed by the "dma" engines or by the "pe".
+        split: each group of tokens has tiles of its own.
+        dtype: of the tiles, to which DMAs cast; None is that of `source_hbm`.
+    """
+
+    def __init__(
+        self,
+        source_hbm: NkiTensor | None,
+        rows: Span,
+        columns: Span,
+        resident: int,
+        layout: str = "rows",
+        split: bool = False,
+        dtype: nl.DType | None = None,
+    ) -> None:
+        self.source_hbm: Any = source_hbm
+        self.dtype = dtype
+        self.rows = rows
+        self.columns = columns
+        self.resident = resident
+        self.layout = layout
+        self.split = split
+        self.size = rows.size
+        self.width = columns.size
+        self.count = tiles_in(rows.size, PARTITIONS)
+        self.tiles_sb: Tiles = []
+        # the next tile, where TensorE transposes
+        self.ahead_sb: Tiles = []
+        # token rows that several tiles are transposed from, and the number of these rows
+        self.staged_sb: Tiles = []
+        self.staged = -1
+
+    def part(self, rows: Span, columns: Span) -> Operand:
+        """Some rows and columns with tiles of their own; itself where it is not split."""
+        if not self.split:
+            return self
+        own_rows = Span(self.rows.start + rows.start, rows.size)
+        own_columns = Span(self.columns.start + columns.start, columns.size)
+        return Operand(self.source_hbm, own_rows, own_columns, self.resident, self.layout)
+
+    def tile(self, k: int) -> NkiTensor:
+        """Tile k, [<=128, width], in SBUF; tiles are first asked for in order.
+
+        TensorE transposes a tile ahead, so that it multiplies while that is evicted from PSUM.
+        """
+        if k < len(self.tiles_sb):
+            return self.tiles_sb[k]
+        tile_sb = self.ahead_sb[0] if len(self.ahead_sb) > 0 else self.load(k)
+        if k < self.resident:
+            self.tiles_sb.append(tile_sb)
+        self.ahead_sb = []
+        if self.layout == "pe" and k + 1 < self.count:
+            self.ahead_sb.append(self.load(k + 1))
+        return tile_sb
+
+    def load(self, k: int) -> NkiTensor:
+        """Tile k from HBM."""
+        size = min(PARTITIONS, self.size - k * PARTITIONS)
+        rows = nl.ds(self.rows.start + k * PARTITIONS, size)
+        columns = nl.ds(self.columns.start, self.width)
+        dtype = self.source_hbm.dtype if self.dtype == None else self.dtype  # noqa: E711
+        tile_sb = nl.ndarray((size, self.width), dtype=dtype)
+        if self.layout == "rows":
+            nisa.dma_copy(tile_sb, self.source_hbm[rows, columns], dge_mode=nisa.dge_mode.none)
+        elif self.layout == "dma":
+            nisa.dma_transpose(tile_sb, self.source_hbm[columns, rows])
+        else:
+            self.stage(k // STAGED_TILES)
+            self.transpose(tile_sb, k)
+        return tile_sb
+
+    def stage(self, number: int) -> None:
+        """Load the token rows of `STAGED_TILES` tiles, where they are not in SBUF."""
+        if number == self.staged:
+            return
+        self.staged = number
+        self.staged_sb = []
+        first = number * STAGED_TILES * PARTITIONS
+        size = min(STAGED_TILES * PARTITIONS, self.size - first)
+        mode = nisa.dge_mode.none
+        if self.source_hbm.is_indirect():  # in a loop of the device: hardware makes the stores'
+            mode = nisa.dge_mode.swdge
+        for t in spans(self.columns.start, self.width, PARTITIONS):
+            rows_sb = nl.ndarray((t.size, size), dtype=self.source_hbm.dtype)
+            columns = nl.ds(self.rows.start + first, size)
+            nisa.dma_copy(rows_sb, self.source_hbm[nl.ds(t.start, t.size), columns], dge_mode=mode)
+            self.staged_sb.append(rows_sb)
+
+    def transpose(self, tile_sb: NkiTensor, k: int) -> None:
+        """Fill tile k from staged token rows, by TensorE."""
+        size = tile_sb.shape[0]
+        own = nl.ds(k % STAGED_TILES * PARTITIONS, size)
+        for c in spans(0, self.width, BANK_COLUMNS):
+            bank_psum = nl.ndarray((size, c.size), transposed_dtype(tile_sb), buffer=nl.psum)
+            for t in spans(0, c.size, PARTITIONS):
+                rows_sb = self.staged_sb[(c.start + t.start) // PARTITIONS]
+                nisa.nc_transpose(bank_psum[:, nl.ds(t.start, t.size)], rows_sb[:, own])
+            evict(tile_sb[:, nl.ds(c.start, c.size)], bank_psum, 0, 1)
+
+
+def transposed_dtype(source: NkiTensor) -> nl.DType:
+    """Dtype of a transpose in PSUM: TensorE of trn1 writes fp32 only."""
+    if nisa.get_nc_version() == nisa.nc_version.gen2:
+        return nl.float32
+    return source.dtype
+
+
+class Weight(nl.NKIObject):
+    """A weight [K, N] in HBM and, where it has one byte an element, the scales of its columns.
+
+    Args:
+        source_hbm: [K, N], of the dtype of activations, float8_e4m3fn or int8.
+        scale_hbm: [N], fp32, or None.
+        dtype: of the activations it is multiplied with, and of the product.
+    """
+
+    def __init__(self, source_hbm: NkiTensor, scale_hbm: NkiTensor | None, dtype: nl.DType) -> None:
+        self.source_hbm = source_hbm
+        self.scale_hbm: Any = scale_hbm
+        self.scaled = scale_hbm != None  # noqa: E711
+        self.dtype = dtype
+        # TensorE multiplies fp8 with 16 bits as it is; DMAs cast what it cannot
+        self.tile_dtype = dtype
+        if self.scaled and source_hbm.dtype == nl.float8_e4m3fn:
+            if nisa.get_nc_version() != nisa.nc_version.gen4:
+                # of values up to 240 both formats have the same bits
+                self.source_hbm = source_hbm.view(nl.float8_e4m3)
+            if dtype != nl.float32:
+                self.tile_dtype = self.source_hbm.dtype
+        self.size = source_hbm.shape[0]
+        self.width = source_hbm.shape[1]
+        self.columns_sb: Tiles = []
+        self.row_sb: Tiles = []
+
+    def keep(self, rows: int) -> None:
+        """Load now what stays in SBUF: scales of columns, or with `rows` the row of scales."""
+        if rows == 0:
+            self.column_scale(0)
+        elif self.width <= KEPT_COLUMNS:
+            self.row_scale(Span(0, self.width), rows)
+
+    def block(self, rows: Span, columns: Span) -> Operand:
+        """Some rows and columns; all their tiles stay while they are used."""
+        count = tiles_in(rows.size, PARTITIONS)
+        return Operand(self.source_hbm, rows, columns, count, dtype=self.tile_dtype)
+
+    def column_scale(self, k: int) -> Any:
+        """Scales of columns from 128 k on, a partition each, [<=128, 1]; None without scales."""
+        if not self.scaled:
+            return None
+        if len(self.columns_sb) == 0:
+            self.load_column_scales()
+        rows = min(PARTITIONS, self.width - k * PARTITIONS)
+        return self.columns_sb[0][:rows, nl.ds(k, 1)]
+
+    def load_column_scales(self) -> None:
+        """Scales of 128 columns side by side; they stay in SBUF for the whole kernel."""
+        full, rest = self.width // PARTITIONS, self.width % PARTITIONS
+        tile_sb = nl.ndarray((PARTITIONS, full + (rest > 0)), dtype=nl.float32)
+        if full > 0:
+            pattern = [[1, PARTITIONS], [PARTITIONS, full]]
+            source = self.scale_hbm.ap(pattern)
+            nisa.dma_copy(tile_sb[:, nl.ds(0, full)], source, dge_mode=nisa.dge_mode.none)
+        if rest > 0:
+            source = self.scale_hbm.ap([[1, rest], [1, 1]], offset=full * PARTITIONS)
+            nisa.dma_copy(tile_sb[:rest, nl.ds(full, 1)], source, dge_mode=nisa.dge_mode.none)
+        self.columns_sb.append(tile_sb)
+
+    def row_scale(self, columns: Span, rows: int) -> Any:
+        """Scales of `columns` on each of `rows` partitions; None without scales."""
+        if not self.scaled:
+            return None
+        if self.width > KEPT_COLUMNS:
+            return load_row(self.scale_hbm, columns, rows)
+        if len(self.row_sb) == 0:  # of the first block, no other has more tokens
+            self.row_sb.append(load_row(self.scale_hbm, Span(0, self.width), rows))
+        return self.row_sb[0][:rows, nl.ds(columns.start, columns.size)]
+
+
+def load_row(row_hbm: NkiTensor, columns: Span, rows: int) -> NkiTensor:
+    """row[columns] of a bias or of scales on each of `rows` partitions."""
+    row_sb = nl.ndarray((rows, columns.size), dtype=row_hbm.dtype)
+    row = row_hbm.reshape((1, row_hbm.shape[0]))[:, nl.ds(columns.start, columns.size)]
+    nisa.dma_copy(row_sb, row.broadcast(0, rows), dge_mode=nisa.dge_mode.none)
+    return row_sb
+
+
+def in_sbuf(tiles_sb: Tiles, size: int) -> Operand:
+    """An operand of `tiles_sb`, 128 rows each, [size, width] together."""
+    found = Operand(None, Span(0, size), Span(0, tiles_sb[0].shape[1]), len(tiles_sb))
+    found.tiles_sb = tiles_sb
+    return found
+
+
+def evict(
+    dst_sb: NkiTensor, sums_psum: NkiTensor, number: int, engines: int, scale_sb: Any = None
+) -> None:
+    """PSUM to SBUF: by ScalarE, every other `number` by VectorE where two engines share.
+
+    Each partition is multiplied by its scale in `scale_sb` [<=128, 1], if any.
+    """
+    if number % engines == 0:
+        if scale_sb == None:  # noqa: E711
+            nisa.activation(dst_sb, nl.copy, sums_psum)
+        else:
+            nisa.activation(dst_sb, nl.copy, sums_psum, scale=scale_sb)
+    elif scale_sb == None:  # noqa: E711
+        nisa.tensor_copy(dst_sb, sums_psum)
+    else:
+        nisa.tensor_scalar(dst_sb, sums_psum, nl.multiply, scale_sb)

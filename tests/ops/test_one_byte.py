@@ -1,0 +1,288 @@
+"""Factors of one byte an element: values, gradients, fakes and refusals of every op."""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from operands import DTYPES, PLAIN, generators, leading, magnitude_of, make, widths
+from tolerances import assert_close_to_oracle
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from neuronmm_ops import ops
+from neuronmm_ops.ops.backends import cpu_one_byte
+from neuronmm_ops.ops.definitions import SPECS
+from neuronmm_ops.ops.products import dequantized, rounded_to_fp8
+
+FP8 = torch.float8_e4m3fn
+ONE_BYTE = (torch.int8, FP8)
+CHECKS = (
+    "test_schema",
+    "test_autograd_registration",
+    "test_faketensor",
+    "test_aot_dispatch_dynamic",
+)
+OPS = tuple(op for op, spec in SPECS.items() if spec.is_scaled)
+
+
+def factor(
+    shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator, by_column: bool = True
+) -> tuple[Tensor, Tensor]:
+    """A matrix [K, N] whose values fill the dtype's range, and scales that make it of size 1."""
+    values = torch.randn(shape, generator=generator) * 60
+    matrix = values.clamp(-127, 127).round() if dtype == torch.int8 else values.clamp(-240, 240)
+    scale = (0.5 + torch.rand(shape[1], generator=generator)) / 60 / shape[0] ** 0.5
+    rounded = matrix.to(dtype)
+    return (rounded.t().contiguous().t() if by_column else rounded), scale.bfloat16().float()
+
+
+def call_of(
+    op: str,
+    dtype: torch.dtype,
+    x_dtype: torch.dtype,
+    lead: tuple[int, ...] = (3,),
+    generator: torch.Generator | None = None,
+    by_column: bool = True,
+    has_bias: bool = True,
+    **sizes: int,
+) -> dict[str, Tensor]:
+    """The tensors of a call by name."""
+    generator = generator or torch.Generator().manual_seed(0)
+    known = {"K": 64, "r": 24, "N": 40, "I": 96, "r_gate": 24, "r_up": 16, "r_down": 32} | sizes
+    tensors: dict[str, Tensor] = {}
+    for operand in SPECS[op].operands:
+        shape = tuple(known[size] for size in operand.sizes)
+        if operand.role == "factor":
+            own = factor(shape, dtype, generator, by_column)
+            tensors[operand.name], tensors[f"{operand.name}_scale"] = own
+        elif operand.role == "activation" or has_bias:
+            lead_of = lead if operand.role == "activation" else ()
+            tensors[operand.name] = make((*lead_of, *shape), x_dtype, generator=generator)
+    return tensors
+
+
+def plain_call(op: str, tensors: dict[str, Tensor], dtype: torch.dtype) -> list[Any]:
+    """Arguments of the op written out in plain torch, factors dequantized in a dtype."""
+    arguments: list[Any] = []
+    for operand in SPECS[op].operands:
+        tensor = tensors.get(operand.name)
+        if operand.role == "factor" and tensor is not None:
+            tensor = dequantized(tensor, tensors[f"{operand.name}_scale"], torch.float64)
+        arguments.append(None if tensor is None else tensor.to(dtype))
+    return arguments
+
+
+def assert_right(op: str, tensors: dict[str, Tensor]) -> None:
+    x_dtype = tensors["x"].dtype
+    exact = plain_call(op, tensors, torch.float64)
+    low = PLAIN[op](*plain_call(op, tensors, x_dtype))
+    actual = getattr(ops, op)(**tensors)
+    assert_close_to_oracle(actual, PLAIN[op](*exact), low, magnitude_of(op, *exact))
+
+
+@pytest.mark.parametrize("op", OPS)
+@given(data=st.data())
+@settings(max_examples=60)
+def test_values_are_those_of_the_oracle(op, data):
+    sizes = {size for operand in SPECS[op].operands for size in operand.sizes}
+    chosen = {size: data.draw(widths) for size in sorted(sizes)}
+    tensors = call_of(
+        op,
+        data.draw(st.sampled_from(ONE_BYTE)),
+        data.draw(st.sampled_from(DTYPES)),
+        tuple(data.draw(leading)),
+        data.draw(generators),
+        data.draw(st.booleans()),
+        data.draw(st.booleans()),
+        **chosen,
+    )
+    assert_right(op, tensors)
+
+
+@pytest.mark.parametrize("M", [1, 4, 5, 33])
+@pytest.mark.parametrize("K", [32, 64, 77, 96])
+@pytest.mark.parametrize("dtype", ONE_BYTE, ids=str)
+def test_every_path_of_the_cpu(M, K, dtype, monkeypatch):
+    """torch's int8 kernel, which reads past rows of other lengths, and strips of any width."""
+    monkeypatch.setattr(cpu_one_byte, "_STRIP", 2**10)
+    monkeypatch.setattr(cpu_one_byte, "_MIN_STRIP", 16)
+    for x_dtype in DTYPES:
+        for by_column in (True, False):
+            assert_right("xuv", call_of("xuv", dtype, x_dtype, (M,), by_column=by_column, K=K))
+
+
+def test_every_code_of_fp8_is_widened_exactly():
+    codes = torch.arange(256, dtype=torch.uint8).view(FP8)
+    codes = codes[codes.float().isfinite()].unsqueeze(1)
+    for dtype in (torch.bfloat16, torch.float32, torch.float64):
+        wide, factor = cpu_one_byte._widened(codes, dtype)
+        assert torch.equal(wide.double() * factor, codes.double())
+
+
+def test_float16_does_not_overflow_between_the_products():
+    tensors = call_of("xuv", torch.int8, torch.float16, K=2048)
+    tensors["x"].fill_(10)
+    tensors["u"].fill_(127)
+    assert_right("xuv", tensors)
+
+
+# --- products in fp8 -----------------------------------------------------------------------------
+
+
+def test_rows_are_rounded_to_e4m3_times_a_power_of_two():
+    x = torch.randn(50, 300) * torch.logspace(-20, 15, 50).unsqueeze(1)
+    x[7] = 0
+    rounded = rounded_to_fp8(x)
+    assert torch.equal(rounded[7], x[7])
+    assert torch.equal(rounded_to_fp8(rounded.double()[8:9] * 4), rounded.double()[8:9] * 4)
+    # half a unit in the last of 4 bits, or half the least subnormal, of the row's mean square
+    rms = x.square().mean(1, keepdim=True).sqrt()
+    assert ((rounded - x).abs() <= (x.abs() / 16).clamp_min(rms * 2**-9)).all()
+    for dtype in (torch.bfloat16, torch.float16):
+        same = rounded_to_fp8(x[20:28].to(dtype))
+        assert same.dtype == dtype
+        assert same.isfinite().all()
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_products_in_fp8_round_every_operand(op):
+    tensors = call_of(op, FP8, torch.float32, (9,))
+    exact, loose = (getattr(ops, op)(**tensors, compute=compute) for compute in ("x", "fp8"))
+    error = (loose - exact).norm() / exact.norm()
+    assert 1e-3 < error < 0.1
+    if op == "xw":
+        given = rounded_to_fp8(tensors["x"])
+        assert torch.equal(loose, ops.xw(**{**tensors, "x": given}))
+
+
+# --- gradients, compilers, autocast --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ONE_BYTE, ids=str)
+@pytest.mark.parametrize("op", OPS)
+def test_x_and_the_bias_have_the_gradients_of_dequantized_factors(op, dtype):
+    tensors = call_of(op, dtype, torch.float64)
+    exact = plain_call(op, tensors, torch.float64)
+    leaves = [tensors[name].requires_grad_() for name in ("x", "bias") if name in tensors]
+    plain = [t.detach().requires_grad_() for t in (exact[0], exact[-1]) if t.dim() < 3]
+    plain = plain[: len(leaves)]
+    exact[0] = plain[0]
+    if len(leaves) == 2:
+        exact[-1] = plain[1]
+    expected = torch.autograd.grad(PLAIN[op](*exact).square().sum(), plain)
+    actual = torch.autograd.grad(getattr(ops, op)(**tensors).square().sum(), leaves)
+    for own, other in zip(actual, expected, strict=True):
+        torch.testing.assert_close(own, other)
+    torch.autograd.gradcheck(lambda x: getattr(ops, op)(**{**tensors, "x": x}), leaves[:1])
+
+
+@pytest.mark.parametrize("name", ["u", "u_scale"])
+def test_a_gradient_of_what_has_none_is_refused(name):
+    tensors = call_of("xuv", FP8, torch.float32)
+    tensors[name].requires_grad_()
+    with pytest.raises(TypeError, match=rf"^xuv: one-byte .* got {name} that requires one; use"):
+        ops.xuv(**tensors)
+    with torch.no_grad():
+        assert ops.xuv(**tensors).isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", ONE_BYTE, ids=str)
+@pytest.mark.parametrize("op", OPS)
+def test_opcheck(op, dtype):
+    tensors = call_of(op, dtype, torch.float32)
+    overload = getattr(torch.ops.neuronmm, op).default
+    given = tensors | {"x": tensors["x"].requires_grad_()}
+    # its schema check computes with copies of all tensors, and torch has no arithmetic in fp8
+    checks = [check for check in CHECKS if dtype != FP8 or check != "test_schema"]
+    torch.library.opcheck(overload, (), given, test_utils=checks)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_fakes_compilers_and_export(op):
+    tensors = call_of(op, torch.int8, torch.bfloat16)
+    expected = getattr(ops, op)(**tensors)
+    mode = FakeTensorMode()
+    fake = getattr(ops, op)(**{name: mode.from_tensor(t) for name, t in tensors.items()})
+    assert (fake.shape, fake.dtype) == (expected.shape, expected.dtype)
+
+    class Module(torch.nn.Module):
+        def forward(self, tensors):
+            return getattr(ops, op)(**tensors)
+
+    compiled = torch.compile(Module(), fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(tensors), expected)
+    program = torch.export.export(Module(), (tensors,))
+    assert torch.equal(program.module()(tensors), expected)
+
+
+def test_autocast_casts_x_and_the_bias_alone():
+    tensors = call_of("xuv", FP8, torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = ops.xuv(**tensors)
+    cast = {n: tensors[n].bfloat16() for n in ("x", "bias")}
+    assert torch.equal(y, ops.xuv(**{**tensors, **cast}))
+
+
+# --- refusals ------------------------------------------------------------------------------------
+
+REFUSALS = {
+    "no scale": ({"v_scale": None}, ValueError, "factors in .* no v_scale; pass it"),
+    "scales of others": (
+        {"u": torch.ones(64, 24), "v": torch.ones(24, 40)},
+        ValueError,
+        "others have none, got factors in torch.float32 and u_scale; leave it out",
+    ),
+    "two dtypes": (
+        {"v": torch.ones(24, 40).to(FP8)},
+        TypeError,
+        "u and v must have the same dtype, got torch.int8 and torch.float8_e4m3fn; cast one",
+    ),
+    "scale in another dtype": (
+        {"u_scale": torch.ones(24).double()},
+        TypeError,
+        "u_scale must be torch.float32, got torch.float64; cast it",
+    ),
+    "scale of another size": (
+        {"u_scale": torch.ones(23)},
+        ValueError,
+        r"u_scale must have shape \[r\] with r the columns of u, got u_scale \[23\] and u",
+    ),
+    "scale elsewhere": (
+        {"v_scale": torch.ones(40, device="meta")},
+        TypeError,
+        "x and v_scale must be on the same device",
+    ),
+    "a matrix of scales": (
+        {"v_scale": torch.ones(1, 40)},
+        ValueError,
+        r"v_scale must have shape \[N\]",
+    ),
+    "fp8 products of int8": (
+        {"compute": "fp8"},
+        TypeError,
+        "compute='fp8' needs factors in torch.float8_e4m3fn, got torch.int8; use compute='x'",
+    ),
+    "unknown products": ({"compute": "fp4"}, ValueError, "compute must be one of x, fp8; got"),
+    "bias in one byte": (
+        {"bias": torch.ones(40, dtype=torch.int8)},
+        TypeError,
+        "x and bias must have the same dtype",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_refusals_are_one_line(name):
+    change, error, says = REFUSALS[name]
+    call = {**call_of("xuv", torch.int8, torch.float32), **change}
+    with pytest.raises(error, match=rf"^xuv: .*{says}") as refusal:
+        ops.xuv(**call)
+    assert "\n" not in str(refusal.value)
+
+
+def test_an_op_without_scales_refuses_one_byte():
+    u, v = torch.ones(4, 2, dtype=torch.int8), torch.ones(2, 3, dtype=torch.int8)
+    with pytest.raises(TypeError, match=r"^svd_qkv: x and u_query must have the same dtype"):
+        ops.svd_qkv(torch.ones(1, 4), u, v, u, v, u, v)
