@@ -171,7 +171,7 @@ def test_a_time_budget_is_met_in_modelled_time(target):
         "gate": Matrix(2048, 8192, spectrum(2048, 0, 1.0)),
         "down": Matrix(8192, 2048, spectrum(2048, 1, 0.5)),
     }
-    ranks = allocate(config, matrices, dict.fromkeys(matrices, ("bfloat16", 2)))
+    ranks = allocate(config, matrices, dict.fromkeys(matrices, torch.bfloat16))
     spent = sum(time_us(m.K, m.N, ranks[n], 1, "bfloat16", target) for n, m in matrices.items())
     dense = sum(time_us(m.K, m.N, None, 1, "bfloat16", target) for m in matrices.values())
     assert 0.6 * dense < spent <= 0.7 * dense
@@ -179,8 +179,12 @@ def test_a_time_budget_is_met_in_modelled_time(target):
 
 def test_a_byte_budget_counts_what_elements_take():
     config = SVDConfig(ratio=0.5, block=8, budget="bytes", method="swift")
-    matrices = {n: Matrix(64, 64, spectrum(64, 0, 0.0)) for n in ("narrow", "wide")}
-    ranks = allocate(config, matrices, {"narrow": ("bfloat16", 2), "wide": ("float32", 4)})
+    dtypes = {"narrow": torch.bfloat16, "wide": torch.float32}
+    matrices = {
+        name: Matrix(64, 64, spectrum(64, 0, 0.0), itemsize=dtype.itemsize)
+        for name, dtype in dtypes.items()
+    }
+    ranks = allocate(config, matrices, dtypes)
     counts = {n: parameter_count(64, 64, r) for n, r in ranks.items()}
     assert 2 * counts["narrow"] + 4 * counts["wide"] <= 3 * 64 * 64
     assert counts["narrow"] > counts["wide"]

@@ -23,6 +23,7 @@ configs = st.builds(
     ),
     method=st.sampled_from(list(METHODS)),
     importance=st.sampled_from([None, "gradient", "error", "perplexity"]),
+    storage=st.sampled_from([None, "bf16", "fp8", "int8"]),
     layer_ratios=st.dictionaries(
         st.from_regex(r"\A[a-z_.]{1,12}\Z"),
         st.floats(0, 0.99) | st.tuples(st.floats(0, 0.4), st.floats(0.5, 0.99)),
@@ -54,7 +55,21 @@ def test_the_document():
         "target": None,
         "tokens": 1,
         "layer_ratios": {},
+        "storage": None,
     }
+
+
+def test_a_document_of_a_version_without_storage_means_the_weights_dtype():
+    document = SVDConfig(ratio=0.3).to_dict()
+    del document["storage"]
+    assert SVDConfig.from_dict(document) == SVDConfig(ratio=0.3)
+
+
+@pytest.mark.parametrize("storage", [None, "bf16", "fp8", "int8"])
+def test_storages(storage):
+    config = SVDConfig(storage=storage)
+    assert SVDConfig.from_json(config.to_json()) == config
+    assert config.one_byte == (storage if storage in ("fp8", "int8") else None)
 
 
 def test_one_target_can_be_given_bare():
@@ -68,6 +83,7 @@ def test_it_is_frozen():
 
 
 BAD = [
+    ("storage", "int4", ValueError, "storage must be one of bf16, fp8, int8; got 'int4'"),
     ("ratio", 0, ValueError, "ratio must be in (0, 1), the fraction of parameters removed; got 0"),
     ("ratio", 1.0, ValueError, "got 1.0"),
     ("ratio", -0.1, ValueError, "got -0.1"),

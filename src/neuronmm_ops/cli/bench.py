@@ -24,6 +24,7 @@ _HELP = {
     "cpu": "ops beside dense layers",
     "overhead": "what an op call costs",
     "methods": "perplexity by method and ratio",
+    "storages": "perplexity by storage, at equal ranks and equal bytes",
     "published": "published times of NKI kernels beside the simulated core's",
     "kernels": "the NKI kernels beside NeuronMM's on the simulated core; time is modelled",
 }
@@ -50,6 +51,17 @@ def add(commands: Any) -> None:
     command.add_argument("--calibration", type=Path, required=True, metavar="FILE")
     command.add_argument(
         "--block", type=int, default=16, help="ranks are multiples of it (default 16)"
+    )
+
+    description, options = _HELP["storages"], ("model", "--device")
+    command = add_command(benchmarks, "storages", _storages, show_storages, description, *options)
+    add_texts(command)
+    command.add_argument("--calibration", type=Path, required=True, metavar="FILE")
+    command.add_argument(
+        "--block", type=int, default=16, help="ranks are multiples of it (default 16)"
+    )
+    command.add_argument(
+        "--ratio", type=float, nargs="+", default=[0.2], help="of parameters removed (default 0.2)"
     )
 
     add_command(benchmarks, "published", _published, _show_published, _HELP["published"])
@@ -132,6 +144,47 @@ def _candidate(row: dict[str, Any]) -> str:
 def _excess(row: dict[str, Any]) -> str:
     quotient = row["excess_quotient"]
     return f"{row['excess_log_ppl']:.4f}" + ("" if quotient is None else f" {quotient:.2f}x")
+
+
+def _storages(options: argparse.Namespace) -> list[dict[str, Any]]:
+    paths = texts_of(options)
+    hf = transformers_models()
+    from neuronmm_ops.bench import storages
+
+    texts = {str(path): hf.read_text(path) for path in paths}
+    calibration = hf.read_text(options.calibration)
+    chosen = {"ratios": options.ratio, "block": options.block, "device": options.device}
+    with progress_bars() as progress:
+        return storages.run(options.model, texts, calibration, **chosen, progress=progress)
+
+
+def show_storages(rows: list[dict[str, Any]]) -> None:
+    """Print a table of the storages' excess, a column a text."""
+    texts = list(dict.fromkeys(row["text"] for row in rows))
+    dense = ", ".join(
+        f"{Path(row['text']).stem} {row['dense_ppl_token']:.2f}" for row in rows[: len(texts)]
+    )
+    stdout.print(
+        f"Dense perplexity: {dense}. Below, what ln of it grows by, and that as a multiple of what "
+        "factors in bf16 add at the ratio, with its standard error over paired tokens."
+    )
+    cells: list[list[object] | None] = []
+    for start in range(0, len(rows), len(texts)):
+        group = rows[start : start + len(texts)]
+        first = group[0]
+        if cells and first["ratio"] != rows[start - 1]["ratio"]:
+            cells.append(None)
+        size = f"{first['bytes'] / first['dense_bytes']:.3f}"
+        labels = first["ratio"], first["storage"], first["equal"], first["rounding"], size
+        cells.append([*labels, *map(_paired_excess, group)])
+    columns = ["ratio", "storage", "equal", "rounding", "bytes", *(Path(t).stem for t in texts)]
+    show_table(columns, cells, left=["storage", "equal", "rounding"])
+
+
+def _paired_excess(row: dict[str, Any]) -> str:
+    quotient, error = row["excess_quotient"], row["quotient_error"]
+    shown = f"{row['excess_log_ppl']:.5f}"
+    return shown + ("" if quotient is None else f" {quotient:.3f} ± {error:.3f}")
 
 
 def _published(options: argparse.Namespace) -> list[dict[str, Any]]:

@@ -252,7 +252,7 @@ def report_of_layers(
     parameters = dense_parameters(model)
     return CompressionReport(
         config=config,
-        layers=tuple(_layer_reports(selection, limits, ranks, losses)),
+        layers=tuple(_layer_reports(selection, limits, ranks, losses, config.one_byte)),
         calibration=describe_batches(batches) if batches else None,
         provenance=provenance_of(model),
         model_parameters=parameters,
@@ -265,6 +265,7 @@ def _layer_reports(
     limits: Mapping[str, Rank],
     ranks: Mapping[str, Rank],
     losses: Mapping[str, float],
+    storage: str | None,
 ) -> Iterator[LayerReport]:
     """Yield the report of every targeted layer, those that stay dense with the reason."""
     for name, linear in selection.linears.items():
@@ -273,7 +274,7 @@ def _layer_reports(
             reason = "no aligned rank is smaller than the dense matrix"
         elif ranks[name] is None:
             reason = "the allocation keeps it dense"
-        yield LayerReport.of(name, linear, ranks[name], losses.get(name, 0.0), reason)
+        yield LayerReport.of(name, linear, ranks[name], losses.get(name, 0.0), reason, storage)
     for name, (linear, reason) in selection.kept.items():
         yield LayerReport.of(name, linear, None, 0.0, reason)
 

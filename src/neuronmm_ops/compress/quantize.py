@@ -68,6 +68,8 @@ def quantize_pair(
     target: Tensor,
     moment: Tensor | None = None,
     metric: Tensor | None = None,
+    *,
+    folded: bool = False,
 ) -> Quantized:
     """Round a pair to one byte a number.
 
@@ -78,6 +80,7 @@ def quantize_pair(
         target: `[K, N]`, what u v approximates: `W.T`; with cross moments what they say is best.
         moment: H `[K, K]`, of the inputs, in any unit; None is the identity.
         metric: C `[N, N]`, positive definite, or its diagonal `[N]`; None is the identity.
+        folded: leave u's scales at 1, v's rows taking them in: to show what they are kept for.
 
     Raises:
         ValueError: the storage is unknown, or shapes do not fit.
@@ -100,6 +103,8 @@ def quantize_pair(
     # v's rows are made equally long; u's scale holds by what they were divided.
     length = v.norm(dim=1)
     row_scale = _bfloat16(column_scale * torch.where(length > 0, length, 1.0))
+    if folded:
+        row_scale = torch.ones_like(row_scale)
     by = row_scale / column_scale
     v, gram = v / by[:, None], by[:, None] * (gram + damping) * by
     v_scale = _scale(v, storage)
@@ -113,9 +118,13 @@ def quantize_pair(
 
 def empty_pair(u: Tensor, v: Tensor, storage: str) -> Quantized:
     """Return what `quantize_pair` would of `u[K, r]`, `v[r, N]`, without values, on the device."""
-    scales = u.new_empty(len(v), dtype=torch.float32), v.new_empty(v.shape[1], dtype=torch.float32)
-    stored = (torch.empty_like(factor, dtype=STORAGES[storage]) for factor in (u, v))
-    return Quantized(*stored, *scales)
+    dtype = STORAGES[storage]
+    return Quantized(
+        torch.empty_like(u, dtype=dtype),
+        torch.empty_like(v, dtype=dtype),
+        u.new_empty(len(v), dtype=torch.float32),
+        v.new_empty(v.shape[1], dtype=torch.float32),
+    )
 
 
 def nearest_pair(u: Tensor, v: Tensor, storage: str) -> Quantized:

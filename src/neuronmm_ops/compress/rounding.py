@@ -66,6 +66,8 @@ def round_pair(
     weight: Tensor,
     moment: SecondMoment | None,
     metric: Tensor | None,
+    *,
+    folded: bool = False,
 ) -> Quantized:
     """Round the factors of one layer's weight `[N, K]`; raise NonFiniteError with its name.
 
@@ -76,11 +78,12 @@ def round_pair(
         weight: which they stand for.
         moment: of the inputs; None where the method knows none.
         metric: of the outputs, as `output_metrics` gives it.
+        folded: as `quantize_pair` takes it.
     """
     assert config.one_byte is not None
     matrix = None if moment is None else moment.matrix
     try:
-        found = quantize_pair(*factors, config.one_byte, weight.t(), matrix, metric)
+        found = quantize_pair(*factors, config.one_byte, weight.t(), matrix, metric, folded=folded)
     except NonFiniteError as error:
         raise NonFiniteError(f"{name}: {error}") from None
     check_finite(name, found.u_scale, found.v_scale, "compress the model in a wider dtype")

@@ -78,8 +78,9 @@ def compress(
             are no larger than a layer.
         progress: called with (stage, done, total); stages are load, gradients (where a method or
             its importance needs them), calibrate, factorize, probe (importance `perplexity`), drift
-            (method `drift`), quantize (storage `fp8` and `int8`, after a second calibrate) and save. Where moments fill memory, calibrate and factorize take
-            turns; streamed, factorize calibrates too.
+            (method `drift`), quantize (of one-byte storage, after a second calibrate) and save.
+            Where moments fill memory, calibrate and factorize take turns; streamed, factorize
+            and quantize calibrate too.
 
     Returns:
         What `compress_` reports, with the calibration's order, samples and seqlen, and the

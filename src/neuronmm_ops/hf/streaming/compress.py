@@ -134,12 +134,11 @@ def compress_stream(
         losses = {name: found[name].relative_loss(rank) for name, rank in low_rank.items()}
         report = report_of_layers(model, config, selection, limits, ranks, losses, batches)
         report = report.with_run(calibration, name_of(compute))
-        factors: dict[str, Factors] = {
-            name: found[name].truncate(rank) for name, rank in low_rank.items()
-        }
+        pairs = {name: found[name].truncate(rank) for name, rank in low_rank.items()}
+        factors: Mapping[str, Factors] = pairs
         if config.one_byte and low_rank:
             sweep_rounded(sweep, config, plan.chosen(low_rank), batches, work, progress)
-            factors = {n: empty_pair(*factors[n], config.one_byte) for n in low_rank}
+            factors = {n: empty_pair(u, v, config.one_byte) for n, (u, v) in pairs.items()}
         swap_modules_(model, factors)
         attach(model, report)
         kept = "rounded" if config.one_byte else "layer"

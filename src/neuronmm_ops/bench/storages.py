@@ -1,0 +1,204 @@
+"""What factors in one byte cost: one model at equal ranks, and at equal bytes.
+
+Dense weights and native factors are bfloat16 numbers and everything is computed in float32, so that
+what differs is the rounding of the weights alone. Tokens are paired: every model predicts the same.
+"""
+
+import copy
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from neuronmm_ops.compress import SVDConfig, collect_moments, compress_
+from neuronmm_ops.compress.calibrate import Progress
+from neuronmm_ops.compress.gradients import collect_gradients
+from neuronmm_ops.compress.nested import gradient_kinds
+from neuronmm_ops.compress.quantize import nearest_pair
+from neuronmm_ops.compress.record import low_rank_layers
+from neuronmm_ops.compress.rounding import output_metrics, round_pair, rounding_sides
+from neuronmm_ops.compress.targets import select_targets
+from neuronmm_ops.eval import block_length, encode_documents
+from neuronmm_ops.nn.storage import STORAGES, factor_bytes
+from neuronmm_ops.nn.swap import Factors, swap_modules_
+
+RATIOS = (0.2,)
+# How v's and u's errors are kept small, for models of the same ranks; the first is the default.
+ROUNDINGS = ("feedback", "folded", "nearest")
+
+
+def run(
+    directory: str | Path,
+    texts: Mapping[str, str],
+    calibration: str,
+    ratios: Sequence[float] = RATIOS,
+    block: int = 16,
+    samples: int = 64,
+    seqlen: int | None = None,
+    device: str = "cpu",
+    config: SVDConfig | None = None,
+    progress: Progress | None = None,
+) -> list[dict[str, Any]]:
+    """Compress a trained model's MLPs into each storage and compare what each predicts.
+
+    Args:
+        directory: a Transformers checkpoint with its tokenizer, or a hub id.
+        texts: name to the text to evaluate on.
+        calibration: to calibrate on; other text than `texts`.
+        ratios: nominal compression ratios.
+        block: ranks are multiples of it.
+        samples: calibration blocks.
+        seqlen: tokens of a block; default the smaller of 2048 and the model's limit.
+        device: to compute on.
+        config: the method and the targets; default `SVDConfig()`.
+        progress: told `("storages", models done, models in all)`.
+
+    Returns:
+        For each ratio, model and text: `ratio`, `storage` (`bf16`, `fp8`, `int8`), `equal`
+        (`ranks`, those of bf16, or `bytes`), `rounding` (of `ROUNDINGS`; `native` of bf16),
+        `bytes` of the targeted matrices, `dense_bytes`, `text`, `tokens`, `dense_ppl_token`,
+        `ppl_token`, `excess_log_ppl`, `excess_quotient` (by that of bf16 factors), `quotient_error`
+        (the standard error of it, over paired tokens), `kl` (the mean divergence of the dense
+        model's predictions from this one's, in nats), and `kl_quotient`.
+
+    Raises:
+        ValueError: the calibration text is shorter than one block, or a block longer than the
+            model takes.
+        CheckpointError: the directory cannot be loaded.
+    """
+    from neuronmm_ops import hf
+    from neuronmm_ops.hf.computing import check_device, load_on
+
+    place = check_device(device)
+    tokenizer = hf.load_tokenizer(directory)
+    dense = load_on(directory, place).bfloat16().float()
+    seqlen = block_length(dense, seqlen)
+    ids = {n: encode_documents(tokenizer, [t]).split(seqlen)[:-1] for n, t in texts.items()}
+    batches = hf.calibration_batches(tokenizer, calibration, samples, seqlen)
+    batches = [batch.to(place) for batch in batches]
+    rows: list[dict[str, Any]] = []
+    models = len(ratios) * (1 + len(STORAGES) * (len(ROUNDINGS) + 1))
+    for ratio in ratios:
+        base = replace(config or SVDConfig(), ratio=ratio, block=block, storage=None)
+        native: dict[str, Tensor] = {}
+        for labels, model, size in _models(dense, base, batches):
+            for name, blocks in ids.items():
+                found, losses = _measured(dense, model, blocks)
+                reference = native.setdefault(name, losses)
+                rows.append({"ratio": ratio, **labels, **size, "text": name, **found})
+                rows[-1] |= _quotient(losses, reference)
+            if progress:
+                progress("storages", len(rows) // len(ids), models)
+    for row in rows:
+        first = next(r for r in rows if (r["ratio"], r["text"]) == (row["ratio"], row["text"]))
+        row["kl_quotient"] = row["kl"] / first["kl"] if first["kl"] > 0 else None
+    return rows
+
+
+def _models(dense: nn.Module, config: SVDConfig, batches: Sequence[Tensor]) -> Any:
+    """Yield labels, a compressed model, and its sizes; the one of bfloat16 factors first."""
+    linears = select_targets(dense, config).linears
+    dtypes = dict.fromkeys(linears, torch.bfloat16)
+    model = copy.deepcopy(dense)
+    compress_(model, config, batches, dtypes=dtypes)
+    pairs = {
+        name: (layer.u.detach().bfloat16().float(), layer.v.detach().bfloat16().float())
+        for name, layer in low_rank_layers(model).items()
+    }
+    chosen = {name: linears[name] for name in pairs}
+    dense_bytes = sum(2 * m.in_features * m.out_features for m in linears.values())
+
+    def swapped(factors: Mapping[str, Factors], storage: str | None) -> Any:
+        model = copy.deepcopy(dense)
+        swap_modules_(model, factors)
+        return model, {"bytes": _bytes(factors, storage), "dense_bytes": dense_bytes}
+
+    def _bytes(factors: Mapping[str, Factors], storage: str | None) -> int:
+        total = 0
+        for name, linear in linears.items():
+            K, N = linear.in_features, linear.out_features
+            if name in factors:
+                total += factor_bytes(K, N, factors[name][0].shape[1], 2, storage)
+            else:
+                total += 2 * K * N
+        return total
+
+    yield {"storage": "bf16", "equal": "ranks", "rounding": "native"}, *swapped(pairs, None)
+    rounded: dict[tuple[str, str], dict[str, Factors]] = {
+        (storage, how): {} for storage in STORAGES for how in ROUNDINGS
+    }
+    kinds = gradient_kinds(config, chosen)
+    metrics = output_metrics(config, chosen, collect_gradients(dense, kinds, batches))
+    sides = rounding_sides(config, chosen)
+    moments = collect_moments(dense, sides, batches) if sides else ((n, None) for n in chosen)
+    for name, moment in moments:
+        for storage, how in rounded:
+            rounded[storage, how][name] = (
+                nearest_pair(*pairs[name], storage)
+                if how == "nearest"
+                else round_pair(
+                    name,
+                    replace(config, storage=storage),
+                    pairs[name],
+                    linears[name].weight,
+                    moment,
+                    metrics.get(name),
+                    folded=how == "folded",
+                )
+            )
+    for (storage, how), factors in rounded.items():
+        labels = {"storage": storage, "equal": "ranks", "rounding": how}
+        yield labels, *swapped(factors, storage)
+    for storage in STORAGES:
+        model = copy.deepcopy(dense)
+        equal = replace(config, storage=storage, budget="bytes")
+        compress_(model, equal, batches, dtypes=dtypes)
+        factors = {n: (layer.u, layer.v) for n, layer in low_rank_layers(model).items()}
+        size = {"bytes": _bytes(factors, storage), "dense_bytes": dense_bytes}
+        labels = {"storage": storage, "equal": "bytes", "rounding": ROUNDINGS[0]}
+        yield labels, model, size
+
+
+@torch.inference_mode()
+def _measured(
+    dense: nn.Module, model: nn.Module, blocks: Sequence[Tensor]
+) -> tuple[dict[str, Any], Tensor]:
+    """Return what is measured of a model, and what each token's loss grows by, in fp64."""
+    place = next(dense.parameters()).device
+    before, grown, divergence = 0.0, [], 0.0
+    for block in blocks:
+        ids = block[None].to(place)
+        expected, found = (F.log_softmax(m(ids).logits[0, :-1], -1) for m in (dense, model))
+        own = [F.nll_loss(x, ids[0, 1:], reduction="none").double() for x in (expected, found)]
+        before += float(own[0].sum())
+        grown.append(own[1] - own[0])
+        divergence += float((expected.exp() * (expected - found)).double().sum())
+    losses = torch.cat(grown)
+    tokens = len(losses)
+    excess = float(losses.mean())
+    return {
+        "tokens": tokens,
+        "dense_ppl_token": math.exp(before / tokens),
+        "ppl_token": math.exp(before / tokens + excess),
+        "excess_log_ppl": excess,
+        "kl": divergence / tokens,
+    }, losses
+
+
+def _quotient(losses: Tensor, native: Tensor) -> dict[str, float | None]:
+    """Return the excess as a multiple of that of native factors, and its standard error."""
+    excess = float(native.mean())
+    if excess <= 0:
+        return {"excess_quotient": None, "quotient_error": None}
+    quotient = float(losses.mean()) / excess
+    # Of a quotient of means over the same tokens, to first order.
+    spread = float((losses - quotient * native).std())
+    return {
+        "excess_quotient": quotient,
+        "quotient_error": spread / math.sqrt(len(losses)) / excess,
+    }
