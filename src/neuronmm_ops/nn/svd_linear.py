@@ -59,7 +59,7 @@ class SVDLinear(nn.Module):
         compute: `x`, or `fp8`: the op may round activations to e4m3, too, see `set_compute_`.
 
     Raises:
-        ValueError: a size is smaller than 1, or the storage is unknown.
+        ValueError: a size is smaller than 1, the storage is unknown, or the dtype is one.
     """
 
     weight: Tensor
@@ -79,6 +79,11 @@ class SVDLinear(nn.Module):
         super().__init__()
         if storage is not None and storage not in STORAGES:
             raise ValueError(f"storage must be {', '.join(STORAGES)} or None; got {storage!r}")
+        if dtype is not None and storage_of(dtype) is not None:
+            raise ValueError(
+                f"dtype must be a float of two bytes or more, got {dtype}; for factors in it give "
+                f"storage={storage_of(dtype)!r}"
+            )
         if min(in_features, out_features, rank) < 1:
             raise ValueError(
                 "in_features, out_features and rank must be at least 1, "
