@@ -109,9 +109,9 @@ def test_factors_are_found_in_the_compute_dtype(
     seen: list[torch.dtype] = []
     original = compress_function.__globals__["compress_"]
 
-    def spy(model: Any, *rest: Any) -> CompressionReport:
+    def spy(model: Any, *rest: Any, **options: Any) -> CompressionReport:
         seen.append(model.model.layers[0].mlp.up_proj.weight.dtype)
-        return original(model, *rest)
+        return original(model, *rest, **options)
 
     monkeypatch.setitem(compress_function.__globals__, "compress_", spy)
     dense = tiny_directory(tmp_path / "dense", dtype=torch.bfloat16)

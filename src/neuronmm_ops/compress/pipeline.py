@@ -4,7 +4,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from neuronmm_ops.compress import workers
 from neuronmm_ops.compress.allocate import Rank
@@ -97,7 +97,11 @@ def compress_(
     ranks = dict(limits) | choose_ranks(config, selection.linears, found, weights, dtypes)
 
     bought = {name: r for name, r in ranks.items() if r is not None}
-    kept = {name: own[name].truncate(r) for name, r in bought.items() if name in own}
+    kept = {
+        name: _stored(own[name].truncate(rank), dtypes[name], config)
+        for name, rank in bought.items()
+        if name in own
+    }
     losses = {name: found[name].relative_loss(rank) for name, rank in bought.items()}
     if METHODS[config.method].follows_drift:
         pairs = workers.exchange(kept, owners, linears)
@@ -187,6 +191,14 @@ def check_weights(linears: Mapping[str, DenseLinear]) -> None:
             raise NonFiniteError(
                 f"{name}: weight must be finite, got NaN or Inf; the checkpoint is damaged"
             )
+
+
+def _stored(
+    factors: tuple[Tensor, Tensor], dtype: torch.dtype, config: SVDConfig
+) -> tuple[Tensor, Tensor]:
+    """Return factors that are to be rounded in what they would be stored in else, as streamed."""
+    u, v = factors
+    return (u.to(dtype), v.to(dtype)) if config.one_byte else factors
 
 
 def _batches(config: SVDConfig, calibration: Iterable[Batch] | None) -> list[Batch]:

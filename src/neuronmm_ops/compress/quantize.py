@@ -30,14 +30,17 @@ from neuronmm_ops.nn.storage import LARGEST, STORAGES
 # What a column is scaled to: in e4m3 the octave below the last is as fine, and errors that are fed
 # back may then be as large as the numbers themselves.
 FULL = {"fp8": 120.0, "int8": 127.0}
-# Relative to the mean of the diagonal, added to S: it draws v towards what it was before.
-DAMPING = 1e-6
+# Of the mean of H's diagonal, added to it, as GPTQ does: errors must not pile up where calibration
+# saw little, nor the product leave there what it was.
+MOMENT_DAMPING = 1e-2
+# Of the mean of a Gram matrix's diagonal, added to it to be inverted.
+DAMPING = 1e-7
 # Singular values below this share of the largest count as it: no gauge makes more of them.
 MIN_SIGMA = 1e-3
 # Rows and columns that are rounded before their errors are fed back to all others.
 ROWS, COLUMNS = 128, 64
-# Scales are bfloat16 numbers this far from overflow and from zero.
-MIN_SCALE, MAX_SCALE = 2.0**-100, 2.0**100
+# Scales are normal bfloat16 numbers, and their products with 240 finite.
+MIN_SCALE, MAX_SCALE = 2.0**-120, 2.0**120
 
 
 class Quantized(NamedTuple):
@@ -90,23 +93,25 @@ def quantize_pair(
     u, v, target = u.double(), v.double(), target.double()
     moment = None if moment is None else moment.double()
     metric = None if metric is None else metric.double()
-    u, v = _gauge(u, v, moment, metric)
+    ridge = _ridge(moment)
+    u, v = _gauge(u, v, moment, ridge, metric)
+    product = u @ v
     column_scale = _scale(u, storage)
     stored_u = _nearest(u / column_scale, storage)
     u = stored_u * column_scale
 
     hu = u if moment is None else moment @ u
-    gram = _symmetric(hu.t() @ u)
-    damping = _damping(gram)
-    # From what v was: where H says nothing it stays that.
-    v = v + torch.linalg.solve(gram + damping, hu.t() @ (target - u @ v))
+    gram = _damped(hu.t() @ u + ridge * (u.t() @ u))
+    # Towards the target as H says, and where that says nothing towards what the product was.
+    change = hu.t() @ (target - u @ v) + ridge * (u.t() @ (product - u @ v))
+    v = v + torch.linalg.solve(gram, change)
     # v's rows are made equally long; u's scale holds by what they were divided.
     length = v.norm(dim=1)
     row_scale = _bfloat16(column_scale * torch.where(length > 0, length, 1.0))
     if folded:
         row_scale = torch.ones_like(row_scale)
     by = row_scale / column_scale
-    v, gram = v / by[:, None], by[:, None] * (gram + damping) * by
+    v, gram = v / by[:, None], by[:, None] * gram * by
     v_scale = _scale(v, storage)
     if metric is None or metric.dim() == 1:
         stored_v = _round_rows(v / v_scale, gram, storage)
@@ -152,17 +157,17 @@ def pair_loss(
 
 
 def _gauge(
-    u: Tensor, v: Tensor, moment: Tensor | None, metric: Tensor | None
+    u: Tensor, v: Tensor, moment: Tensor | None, ridge: float, metric: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Return the same product with v's rows orthonormal and `uᵀHu = RᵀR`, R's diagonal constant.
 
     Rows are orthonormal by C's diagonal: an error fed back along columns meets no more of it.
     """
     weights = None if metric is None else metric if metric.dim() == 1 else metric.diagonal()
-    gram = _symmetric(u.t() @ (u if moment is None else moment @ u))
+    gram = _damped(u.t() @ (u if moment is None else moment @ u) + ridge * (u.t() @ u))
     outer = _symmetric((v if weights is None else v * weights) @ v.t())
     # Both well conditioned: H may be singular, and v's rows dependent.
-    low = torch.linalg.cholesky(gram + _damping(gram))
+    low = torch.linalg.cholesky(gram)
     spectrum, vectors = torch.linalg.eigh(_symmetric(low.t() @ outer @ low))
     sigma = spectrum.flip(0).clamp_min(0).sqrt()
     if not float(sigma[0]) > 0:
@@ -278,9 +283,18 @@ def _bfloat16(scale: Tensor, up: bool = False) -> Tensor:
     )
 
 
-def _damping(gram: Tensor) -> Tensor:
+def _ridge(moment: Tensor | None) -> float:
+    """Return what is added to H's diagonal; 1 to that of a layer whose inputs are all zero."""
+    if moment is None:
+        return MOMENT_DAMPING
+    return MOMENT_DAMPING * float(moment.diagonal().mean()) or 1.0
+
+
+def _damped(gram: Tensor) -> Tensor:
+    """Return a Gram matrix such that it has a Cholesky factor: columns may be zero or dependent."""
     mean = float(gram.diagonal().mean())
-    return (DAMPING * mean if mean > 0 else 1.0) * torch.eye(len(gram)).to(gram)
+    damping = DAMPING * mean if mean > 0 else 1.0
+    return _symmetric(gram) + damping * torch.eye(len(gram)).to(gram)
 
 
 def _symmetric(matrix: Tensor) -> Tensor:

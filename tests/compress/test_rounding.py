@@ -1,0 +1,178 @@
+"""`compress_` into one byte: what is stored, by which methods, and at what ranks."""
+
+import copy
+import json
+
+import pytest
+import torch
+from torch import nn
+from toys import GatedMLP, causal_lm, token_batches
+
+from neuronmm_ops import NonFiniteError, SVDConfig, SVDLinear, compress_
+from neuronmm_ops.compress.allocate import Matrix
+from neuronmm_ops.compress.budget import allocate, time_us
+from neuronmm_ops.compress.methods import METHODS
+from neuronmm_ops.compress.record import low_rank_layers
+from neuronmm_ops.nn.storage import LARGEST, STORAGES, factor_bytes
+
+pytestmark = pytest.mark.filterwarnings("ignore::neuronmm_ops.CalibrationWarning")
+SMALL = {"ratio": 0.3, "block": 8}
+
+
+def outputs(model: nn.Module) -> torch.Tensor:
+    with torch.no_grad():
+        return model(token_batches(1)[0]).logits.float()
+
+
+@pytest.mark.parametrize("allocation", ["greedy", "uniform"])
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("storage", STORAGES)
+def test_every_method_has_the_ranks_of_native_factors(storage, method, allocation):
+    options = {**SMALL, "method": method, "allocation": allocation, "targets": "all-linear"}
+    native, model = causal_lm(), causal_lm()
+    dense = outputs(model)
+    expected = compress_(native, SVDConfig(**options), token_batches())
+    stages = {}
+    report = compress_(
+        model,
+        SVDConfig(**options, storage=storage),
+        token_batches(),
+        lambda stage, done, total: stages.update({stage: (done, total)}),
+    )
+    assert [layer.r for layer in report.layers] == [layer.r for layer in expected.layers]
+    layers = low_rank_layers(model)
+    assert len(layers) == sum(layer.r is not None for layer in report.layers) > 0
+    for found in report.layers:
+        if found.dense:
+            assert found.storage is None
+            continue
+        layer = layers[found.name]
+        assert layer.storage == found.storage == storage
+        assert layer.u.dtype == layer.v.dtype == STORAGES[storage]
+        assert float(layer.u.float().abs().max()) <= LARGEST[storage]
+        tensors = layer.u, layer.v, layer.u_scale, layer.v_scale
+        assert found.bytes == sum(tensor.nbytes for tensor in tensors)
+    if method != "drift":
+        assert stages["quantize"] == (len(layers), len(layers))
+    # Rounding changes the outputs by a fraction of what the truncation does.
+    lost, native_lost = (float((outputs(m) - dense).norm()) for m in (model, native))
+    assert lost < native_lost * (1.05 if storage == "int8" else 1.2)
+
+
+def test_bf16_is_what_bfloat16_linears_have_anyway():
+    native, model = causal_lm().bfloat16(), causal_lm().bfloat16()
+    compress_(native, SVDConfig(**SMALL), token_batches())
+    compress_(model, SVDConfig(**SMALL, storage="bf16"), token_batches())
+    assert torch.equal(outputs(model), outputs(native))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_bf16_of_other_linears_is_refused(dtype):
+    model = causal_lm().to(dtype)
+    before = copy.deepcopy(model.state_dict())
+    name = str(dtype).removeprefix("torch.")
+    with pytest.raises(ValueError, match=rf"^storage bf16 needs Linears in bfloat16, .* {name}; "):
+        compress_(model, SVDConfig(**SMALL, storage="bf16"), token_batches())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+def test_a_weight_that_is_not_finite_is_named(storage):
+    model = causal_lm()
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[0, 0] = float("nan")
+    with pytest.raises(NonFiniteError, match=r"^model\.layers\.1\.mlp\.up_proj: weight must be"):
+        compress_(model, SVDConfig(**SMALL, storage=storage), token_batches())
+    assert not low_rank_layers(model)
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+def test_a_model_on_the_meta_device_is_refused(storage):
+    with pytest.raises(ValueError, match="is on the meta device"):
+        compress_(causal_lm().to("meta"), SVDConfig(**SMALL, storage=storage), token_batches())
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+def test_equal_bytes_buy_more_rank(storage):
+    model, native = causal_lm().bfloat16(), causal_lm().bfloat16()
+    options = {**SMALL, "budget": "bytes"}
+    report = compress_(model, SVDConfig(**options, storage=storage), token_batches())
+    expected = compress_(native, SVDConfig(**options), token_batches())
+    dense = sum(layer.dense_bytes for layer in report.layers)
+    for found in (report, expected):
+        assert sum(layer.bytes for layer in found.layers) <= 0.7 * dense
+    pairs = zip(report.layers, expected.layers, strict=True)
+    assert all((mine.r or mine.K) >= (its.r or 0) for mine, its in pairs)
+    # More parameters than the dense matrix has, in fewer bytes.
+    assert any(x.r and x.r * (x.K + x.N) > x.K * x.N for x in report.layers)
+    assert all(x.bytes < x.dense_bytes for x in report.layers if x.r)
+
+
+def test_the_stored_dtype_decides_where_the_model_is_held_in_another():
+    config = SVDConfig(ratio=0.3, block=8, budget="bytes", storage="int8")
+    held, stored = causal_lm(), causal_lm().bfloat16().float()
+    names = [n for n, m in stored.named_modules() if isinstance(m, nn.Linear)]
+    dtypes = dict.fromkeys(names, torch.bfloat16)
+    as_bf16 = compress_(stored, config, token_batches(), dtypes=dtypes)
+    as_held = compress_(held, config, token_batches())
+    assert sum(x.r or 0 for x in as_held.layers) != sum(x.r or 0 for x in as_bf16.layers)
+    refused = SVDConfig(**SMALL, storage="bf16")
+    assert compress_(causal_lm(), refused, token_batches(), dtypes=dtypes).layers
+
+
+def test_a_matrix_counts_bytes_and_scales():
+    matrix = Matrix(64, 128, torch.ones(64), itemsize=2, storage="int8")
+    assert matrix.size(None) == 2 * 64 * 128
+    assert matrix.size(24) == factor_bytes(64, 128, 24, 2, "int8") == 24 * 192 + 4 * (24 + 128)
+    assert max(rank for rank in matrix.ranks(8) if rank) == 64
+    plain = Matrix(64, 128, torch.ones(64))
+    assert max(rank for rank in plain.ranks(8) if rank) == 40
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+def test_a_budget_of_time_knows_the_storage(storage):
+    config = SVDConfig(ratio=0.3, budget="time", target="trn2", method="swift", storage=storage)
+    stored = str(STORAGES[storage]).removeprefix("torch.")
+    assert time_us(2048, 8192, 1024, 1, "bfloat16", "trn2", stored) < time_us(
+        2048, 8192, 1024, 1, "bfloat16", "trn2"
+    )
+    curve = torch.arange(2048, 0, -1).double()
+    sizes = {"itemsize": 2, "storage": storage}
+    ranks = allocate(config, {"gate": Matrix(2048, 8192, curve, **sizes)}, {"gate": torch.bfloat16})
+    native = allocate(
+        SVDConfig(ratio=0.3, budget="time", target="trn2", method="swift"),
+        {"gate": Matrix(2048, 8192, curve, itemsize=2)},
+        {"gate": torch.bfloat16},
+    )
+    assert ranks["gate"] is not None
+    assert native["gate"] is not None
+    assert ranks["gate"] > native["gate"]
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+def test_any_module_and_a_bias(storage):
+    class Blocks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.mlp = GatedMLP(32, 64, bias=True)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.mlp(x)
+
+    model = Blocks()
+    x = torch.randn(4, 200, 32)
+    bias = model.mlp.up_proj.bias
+    config = SVDConfig(**SMALL, storage=storage, targets="all-linear")
+    compress_(model, config, [x])
+    layers = [m for m in model.modules() if isinstance(m, SVDLinear)]
+    assert layers
+    assert any(layer.bias is bias for layer in layers)
+
+
+def test_the_record_says_the_storage():
+    model = causal_lm()
+    compress_(model, SVDConfig(**SMALL, storage="int8"), token_batches())
+    record = json.loads(json.dumps(model.config.quantization_config))
+    assert record["svd_config"]["storage"] == "int8"
+    assert {x["storage"] for x in record["layers"]} <= {"int8", None}
