@@ -5,6 +5,8 @@ import io
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from quantized import nearest, random_factors
 from safetensors.torch import load, save
 from torch import Tensor, nn
@@ -20,6 +22,8 @@ from neuronmm_ops.nn.storage import (
     storage_of,
 )
 
+NAMES = ("u", "v", "u_scale", "v_scale")
+TOLERANCE = {"rtol": 2e-2, "atol": 5e-2}  # of sums in another order, rounded to bfloat16
 STORED = pytest.mark.parametrize("storage", ["fp8", "int8"])
 
 
@@ -162,6 +166,30 @@ def test_a_cast_leaves_factors_and_scales_alone(storage, cast):
     assert layer(torch.zeros(2, 12, dtype=dtype)).dtype == dtype
 
 
+@given(
+    st.sampled_from(sorted(STORAGES)),
+    *[st.integers(1, 20)] * 3,
+    st.booleans(),
+    st.lists(st.sampled_from([torch.float16, torch.float32, torch.bfloat16, torch.float64])),
+)
+def test_no_sequence_of_casts_and_copies_changes_a_bit(storage, K, r, N, bias, dtypes):
+    factors = random_factors(K, r, N, storage)
+    layer = SVDLinear.from_factors(*factors[:2], torch.randn(N) if bias else None, *factors[2:])
+    before = dict(zip(NAMES, factors, strict=True))
+    for dtype in dtypes:
+        layer = copy.deepcopy(layer.to(dtype))
+        fresh = SVDLinear(K, N, r, bias, dtype=dtype, storage=storage)
+        fresh.load_state_dict(layer.state_dict())
+        layer = fresh
+        x = torch.randn(2, K).to(dtype)
+        assert layer(x).dtype == dtype
+        torch.testing.assert_close(layer(x).float(), reference(layer, x).float(), **TOLERANCE)
+    for name, factor in before.items():
+        found = getattr(layer, name)
+        assert found.dtype == factor.dtype
+        assert torch.equal(found.float(), factor.float())
+
+
 @STORED
 def test_a_cast_of_a_model_casts_the_rest(storage):
     model = nn.Sequential(nn.Linear(12, 12), make_layer(storage))
@@ -215,11 +243,11 @@ def test_loading_another_dtype_is_refused():
     layers["bfloat16"] = SVDLinear(12, 8, 3, dtype=torch.bfloat16)
     names = {"fp8": "float8_e4m3fn", "int8": "int8", "bfloat16": "bfloat16"}
     for own, layer in layers.items():
-        for given, source in layers.items():
-            if own == given:
+        for other, source in layers.items():
+            if own == other:
                 continue
             before = tensors_of(layer)
-            error = rf"0\.u must be {names[own]}, got {names[given]}; give the layer the storage"
+            error = rf"0\.u must be {names[own]}, got {names[other]}; give the layer the storage"
             with pytest.raises(RuntimeError, match=error):
                 nn.Sequential(layer).load_state_dict(nn.Sequential(source).state_dict())
             assert_same_bits(layer, before)

@@ -14,13 +14,13 @@ from neuronmm_ops.nn.storage import (
     SCALES,
     STORAGES,
     check_factors,
-    dequantized,
     dtype_name,
     moved,
     storage_of,
 )
 from neuronmm_ops.ops import xuv
 from neuronmm_ops.ops.backends.neuron import DEVICE
+from neuronmm_ops.ops.products import dequantized
 
 
 class SVDLinear(nn.Module):
@@ -211,7 +211,7 @@ class SVDLinear(nn.Module):
         has_bias = self.bias is not None
         linear = nn.Linear(self.in_features, self.out_features, has_bias, device="meta")
         wide = torch.promote_types(self.dtype, torch.float32)
-        u, v = (dequantized(*pair, wide) for pair in self._scaled_factors())
+        u, v = (dequantized(*pair, wide).to(wide) for pair in self._scaled_factors())
         linear.weight = nn.Parameter((u @ v).t().to(self.dtype).contiguous())
         if self.bias is not None:
             linear.bias = nn.Parameter(self.bias.detach().clone())
