@@ -54,13 +54,21 @@ class Tile(NamedTuple):
     casts: int = 0
 
 
+class Chunk(NamedTuple):
+    """A K chunk, and how many from it on are transposed together; 0: with one before."""
+
+    size: int
+    together: int = 1
+
+
 class Sums:
     """Sums [M, columns] of some of the `of` columns of a weight.
 
     Attributes:
         row_bytes: of a row of the weight's columns; `adjoin`: the next row follows it in HBM.
-        width: columns of a PE column group; `chunks`: of each group.
+        width: columns of a PE column group; `chunks`: of each group, as K chunks.
         banks: of PSUM.
+        stacks: of column groups that are evicted and transposed together.
         parts: columns of each eviction, by `engines` in turns.
         matmuls: of a K tile; `ns`: their time.
         queue: loads the weight.
@@ -79,6 +87,7 @@ class Sums:
         engines: tuple[Engine, ...] = BOTH,
         queue: str = "w",
         scaled: bool = False,
+        last: bool = False,
     ) -> None:
         machine = problem.machine
         self.queue = queue
@@ -88,9 +97,18 @@ class Sums:
         tiles = tiling.SumTiling(columns, problem.M, machine.generation, unit, step)
         self.columns, self.adjoin = columns, columns == of
         self.row_bytes = columns * problem.weight_itemsize
-        self.width, self.chunks = tiles.width, [group.size for group in tiles.groups]
+        self.width, self.chunks = tiles.width, [Chunk(group.size) for group in tiles.groups]
         self.banks = tiles_in(tiles.width, BANK_COLUMNS)
-        self.parts = [part.size for part in tiles.evictions()]
+        stacked, self.stacks = bool(problem.weight_dtype), len(tiles.groups)
+        parts = tiles.stacked_evictions() if stacked and not last else tiles.evictions()
+        self.parts = [part.size for part in parts]
+        if stacked:
+            stacks = tiles.stacks()
+            self.stacks = len(stacks)
+            together = [n for s in stacks for n in [s.count, *[0] * (s.count - 1)]]
+            self.chunks = [
+                c._replace(together=n) for c, n in zip(self.chunks, together, strict=True)
+            ]
         self.halves = [half.size for half in tiles.halves(problem.weight_itemsize)]
         self.matmuls = len(tiles.matmuls(Span(0, columns)))
         passes = matmul_passes(problem.itemsize)
@@ -108,7 +126,7 @@ class Sums:
         self.rows = len(self.chunks) * copies
         self.rows_bytes = self.columns * SCALE_BYTES * copies
         self.rows_ns = problem.machine.dma_run_ns(self.width * SCALE_BYTES)
-        self.more = len(self.chunks) * (problem.M > 1) + (copies > 1)
+        self.more = self.stacks * (problem.M > 1) + 1
 
 
 class DecodeCosts:
@@ -122,6 +140,7 @@ class DecodeCosts:
         self.most_columns = tiling.SUM_BANKS * BANK_COLUMNS * self.groups
         self.scaled, self.casts = bool(problem.weight_dtype), problem.casts
         self.sums_itemsize = 4 if self.scaled else self.itemsize  # of sums until they are scaled
+        self.lanes = tiling.lanes_of(self.M, generation) if self.scaled else self.M
         self.sums = cache(partial(Sums, problem))
         self.transposes = cache(self._transposes)
         self.weight_tiles = cache(self._weight_tiles)
@@ -136,15 +155,19 @@ class DecodeCosts:
         """Bytes of an activation before it is transposed."""
         return self.itemsize if source == "hbm" else self.sums_itemsize
 
-    def load_x(self, chunks: Sequence[int], source: Source) -> float:
+    def load_x(self, chunks: Sequence[Chunk], source: Source) -> float:
         """DMA time of tokens on the busiest engines: groups of partitions take chunks in turns."""
         own, itemsize = chunks[:: self.groups], self.itemsize_of(source)
-        return sum([load_ns(self.machine, self.M, size * itemsize) for size in own])
+        return sum([load_ns(self.machine, self.M, chunk.size * itemsize) for chunk in own])
 
-    def bank_tiles(self, source: Source) -> int:
+    def bank_tiles(self, chunk: Chunk, source: Source) -> int:
         """Transposed tiles in a bank of PSUM."""
         fp32 = self.machine.generation == 2 or self.itemsize_of(source) == 4
-        return tiling.transposes_in_bank(self.M, 4 if fp32 else 2)
+        return tiling.transposes_in_bank(self.rows(chunk, source), 4 if fp32 else 2)
+
+    def rows(self, chunk: Chunk, source: Source) -> int:
+        """Partitions that a transpose takes: those of all column groups of a stack."""
+        return chunk.together * self.lanes if self.scaled and source == "sums" else self.M
 
     def copier(self, source: Source) -> Engine:
         """What evicts transposes: sums are scaled then, which VectorE does."""
@@ -152,26 +175,31 @@ class DecodeCosts:
         on_scalar = self.machine.generation == 2 and not scales
         return Engine.SCALAR if on_scalar else Engine.VECTOR
 
-    def _transposes(self, size: int, source: Source) -> list[Tile]:
-        """The transposes of a K chunk, those of a bank together."""
+    def _transposes(self, chunk: Chunk, source: Source) -> list[Tile]:
+        """The transposes of a K chunk, and of its stack, those of a bank together."""
         found: list[Tile] = []
-        tiles, rest = divmod(size, PARTITIONS)
+        if not chunk.together:
+            return found
+        tiles, rest = divmod(chunk.size, PARTITIONS)
         itemsize = self.itemsize_of(source)
         # VectorE copies 2 bytes twice as fast as 4
         rate = 1 if self.machine.generation == 2 or itemsize == 4 else 2
         for rows, count in ((PARTITIONS, tiles), (rest, int(rest > 0))):
-            ns = transpose_ns(self.machine, self.M, rows, itemsize)
-            for n in sizes(count, self.bank_tiles(source)):
-                evict = evict_ns(self.machine, self.copier(source), n * self.M // rate)
+            ns = transpose_ns(self.machine, self.rows(chunk, source), rows, itemsize)
+            for n in sizes(count, self.bank_tiles(chunk, source)):
+                columns = n * self.M * chunk.together // rate
+                evict = evict_ns(self.machine, self.copier(source), columns)
                 found.append(Tile(n, n * ns, evict, 0))
         return found
 
-    def _scale_loads(self, chunks: Sequence[int], source: Source) -> tuple[int, int]:
-        """Loads of the scales of transposed sums and their bytes."""
-        if not self.scaled or source == "hbm":
+    def _scale_loads(self, chunks: Sequence[Chunk], source: Source) -> tuple[int, int]:
+        """Instructions around transposes: loads of scales, and zeros beside the tokens; bytes."""
+        if not self.scaled:
             return 0, 0
-        loads = sum([(size >= PARTITIONS) + (size % PARTITIONS > 0) for size in chunks])
-        return loads, SCALE_BYTES * sum(chunks)
+        heads = [chunk.size for chunk in chunks if chunk.together]
+        parts = sum([(size >= PARTITIONS) + (size % PARTITIONS > 0) for size in heads])
+        zeros, loads = parts * (self.lanes > self.M), parts * (source != "hbm")
+        return zeros + loads, SCALE_BYTES * sum([c.size for c in chunks]) * (source != "hbm")
 
     def _weight_tiles(
         self, s: Sums, rows: int, tile_bytes: int, first: bool, last: bool
@@ -203,7 +231,7 @@ class DecodeCosts:
 
     def _steps(
         self,
-        chunks: tuple[int, ...],
+        chunks: tuple[Chunk, ...],
         source: Source,
         sums: tuple[Sums, ...],
         tile_bytes: int,
@@ -216,11 +244,11 @@ class DecodeCosts:
         and instructions are in the first step.
         """
         tiles: list[Tile] = []
-        for n, size in enumerate(chunks):
+        for n, chunk in enumerate(chunks):
             at, ends = len(tiles), n + 1 == len(chunks)
             edges = first and n == 0, last and ends
             for s in sums:
-                tiles.extend(self.weight_tiles(s, size, tile_bytes, *edges))
+                tiles.extend(self.weight_tiles(s, chunk.size, tile_bytes, *edges))
             if n and not ends and source != "transposed":  # the next K chunk goes before this one
                 loads = source in IN_HBM and (n + 1) % self.groups == 0
                 tiles[at] = self._after(tiles[at], chunks[n + 1], source, loads)
@@ -230,7 +258,8 @@ class DecodeCosts:
         steps = [_stream(part) for part in parts if part]
         for step in steps[-halves:]:
             self._evict(step, sums, halves)
-        k_tiles, rows = sum([tiles_in(size, PARTITIONS) for size in chunks]), sum(chunks)
+        k_tiles = sum([tiles_in(chunk.size, PARTITIONS) for chunk in chunks])
+        rows = sum([chunk.size for chunk in chunks])
         instructions = len(tiles) + sum([tile.casts for tile in tiles])
         instructions += sum([k_tiles * s.matmuls + len(s.parts) + s.rows + s.more for s in sums])
         hbm_bytes = sum([rows * s.row_bytes + s.rows_bytes for s in sums])
@@ -240,23 +269,24 @@ class DecodeCosts:
             hbm_bytes += self.M * rows * self.itemsize_of(source)
         if source != "transposed":
             steps.insert(0, self._first_transposes(chunks[:2], source))
-            self._wait(steps[1], steps[0], tiles[0].k_tiles, source)
-            banks = [bank for size in chunks for bank in self.transposes(size, source)]
+            bank_tiles = self.bank_tiles(chunks[0], source)
+            self._wait(steps[1], steps[0], tiles[0].k_tiles, bank_tiles)
+            banks = [bank for chunk in chunks for bank in self.transposes(chunk, source)]
             scales, scale_bytes = self._scale_loads(chunks, source)
             instructions += sum([bank.k_tiles + 1 for bank in banks]) + scales
             hbm_bytes += scale_bytes
         steps[0].instructions, steps[0].hbm_bytes = instructions, hbm_bytes
         return steps
 
-    def _after(self, tile: Tile, size: int, source: Source, loads: bool) -> Tile:
+    def _after(self, tile: Tile, chunk: Chunk, source: Source, loads: bool) -> Tile:
         """A weight tile, and before it the transposes of a K chunk, and its load."""
-        work = sum([bank.work_ns for bank in self.transposes(size, source)])
-        load = self.load_x([size], source) if loads else 0.0
+        work = sum([bank.work_ns for bank in self.transposes(chunk, source)])
+        load = self.load_x([chunk], source) if loads else 0.0
         return tile._replace(work_ns=tile.work_ns + work, move_ns=tile.move_ns + load)
 
-    def _first_transposes(self, chunks: tuple[int, ...], source: Source) -> Step:
+    def _first_transposes(self, chunks: tuple[Chunk, ...], source: Source) -> Step:
         """Transposes of the first two K chunks, bank after bank."""
-        banks = [bank for size in chunks for bank in self.transposes(size, source)]
+        banks = [bank for chunk in chunks for bank in self.transposes(chunk, source)]
         step = Step(sum([bank.work_ns for bank in banks]), fresh=True)
         step.tiles = step.bank_tiles = len(banks)
         step.last_ns = step.work_ns / len(banks)
@@ -269,9 +299,8 @@ class DecodeCosts:
             step.load_ns = self.load_x(chunks, source)
         return step
 
-    def _wait(self, step: Step, transposes: Step, tiles: int, source: Source) -> None:
+    def _wait(self, step: Step, transposes: Step, tiles: int, bank_tiles: int) -> None:
         """Let a step of some K tiles wait for the transposes of them."""
-        bank_tiles = self.bank_tiles(source)
         later = transposes.tiles - tiles_in(tiles, bank_tiles)
         spacing = max(transposes.last_ns, transposes.scalar_ns, transposes.vector_ns)
         of_bank = (tiles - 1) % bank_tiles + 1
@@ -326,9 +355,9 @@ class Stages:
         self.psum_banks = 1
         self.live = self.sbuf_bytes = self.hbm_bytes = self.instructions = 0
 
-    def chunks(self, size: int) -> list[int]:
+    def chunks(self, size: int) -> list[Chunk]:
         """K chunks of activations in HBM."""
-        return sizes(size, int(self.blocks["k_chunk"]))
+        return [Chunk(width) for width in sizes(size, int(self.blocks["k_chunk"]))]
 
     def own(self, size: int) -> int:
         """The core's part of a dimension."""
@@ -342,16 +371,19 @@ class Stages:
         self.sbuf_bytes = max(self.sbuf_bytes, self.live)
         self.timeline.hold(size)
 
-    def transposed(self, chunks: list[int]) -> int:
+    def transposed(self, chunks: list[Chunk]) -> int:
         """SBUF of all K chunks transposed."""
-        tiles = sum([tiles_in(size, PARTITIONS) for size in chunks])
+        tiles = sum([tiles_in(chunk.size, PARTITIONS) for chunk in chunks])
         # their scales, too
-        return tiles * (self.costs.M * self.costs.itemsize + SCALE_BYTES * self.costs.scaled)
+        return tiles * (self.costs.lanes * self.costs.itemsize + SCALE_BYTES * self.costs.scaled)
 
-    def buffers(self, chunks: list[int], source: Source = "hbm") -> int:
-        """SBUF of two K chunks, as tokens and transposed."""
+    def buffers(self, chunks: list[Chunk], source: Source = "hbm") -> int:
+        """SBUF of two K chunks, as tokens and transposed; all of those that are kept."""
+        if self.costs.scaled and source == "sums":
+            return self.transposed(chunks)
         most = sorted(chunks)[-2:]
-        return sum(most) * self.costs.itemsize_of(source) + self.transposed(most)
+        size = sum([chunk.size for chunk in most])
+        return size * self.costs.itemsize_of(source) + self.transposed(most)
 
     def natural(self, size: int) -> int:
         """SBUF of sums rounded, with both fp32 sides of an exchange."""
@@ -365,7 +397,12 @@ class Stages:
     # stages
 
     def run(
-        self, chunks: list[int], source: Source, *sums: Sums, first: bool = True, last: bool = False
+        self,
+        chunks: list[Chunk],
+        source: Source,
+        *sums: Sums,
+        first: bool = True,
+        last: bool = False,
     ) -> None:
         """Contract and evict; the arguments are as in `DecodeCosts.steps`."""
         tile_bytes = int(self.blocks["tile_bytes"])
@@ -383,38 +420,40 @@ class Stages:
         self.timeline.run(steps)
 
     def project(
-        self, chunks: list[int], source: Source, ranks: Sequence[int], fuse: bool = False
-    ) -> list[list[int]]:
+        self, chunks: list[Chunk], source: Source, ranks: Sequence[int], fuse: bool = False
+    ) -> list[list[Chunk]]:
         """As `stages.decode.project`; returns the K chunks of each rank."""
         if fuse:
             fused = [self.costs.sums(r, r, queue=f"u{n}") for n, r in enumerate(ranks)]
             self._sum(chunks, source, fused)
             return [s.chunks for s in fused]
-        found: list[list[int]] = []
+        found: list[list[Chunk]] = []
         for n, r in enumerate(ranks):
             found.append([])
             for columns in sizes(r, int(self.blocks["rank_block"])):
                 s = self.costs.sums(columns, r, queue=f"u{n}")
                 self._sum(chunks, source, [s])
                 found[-1].extend(s.chunks)
+                if self.costs.scaled and source == "sums":
+                    source = "transposed"
         return found
 
-    def _sum(self, chunks: list[int], source: Source, sums: list[Sums]) -> None:
+    def _sum(self, chunks: list[Chunk], source: Source, sums: list[Sums]) -> None:
         """Sums over both cores; as `stages.decode.Sums.exchanged`."""
         self.run(chunks, source, *sums)
         if self.problem.lnc == 1:
             return
         machine, parts = self.costs.machine, [size for s in sums for size in s.parts]
         # a core without a part of the contraction sends zeros
-        self.instructions += len(parts) * (1 if chunks else 2) + sum([len(s.chunks) for s in sums])
-        send_ns = load_ns(machine, self.costs.M, 4 * sum([s.width for s in sums]))
+        self.instructions += len(parts) * (1 if chunks else 2) + sum([s.stacks for s in sums])
+        send_ns = load_ns(machine, self.costs.lanes, 4 * sum([s.width for s in sums]))
         add_ns = sum([evict_ns(machine, Engine.VECTOR, size) for size in parts])
-        sends = sum([len(s.chunks) for s in sums])
+        sends = sum([s.stacks for s in sums])
         self.timeline.exchange(send_ns, sends, add_ns)
 
     def write(
         self,
-        chunks: list[int],
+        chunks: list[Chunk],
         source: Source,
         resident: bool,
         number: int = 0,
@@ -427,13 +466,14 @@ class Stages:
         for i, columns in enumerate(blocks):
             ends = last and i + 1 == len(blocks)
             step = BANK_COLUMNS if ends else 0
-            s = costs.sums(columns.size, N, OUTPUT_UNIT, step, scaled=costs.scaled)
+            s = costs.sums(columns.size, N, OUTPUT_UNIT, step, scaled=costs.scaled, last=ends)
             size = (s.columns if ends else s.width) * costs.itemsize + 2 * s.row_bytes
             size += self.rows(s)
             self.hold(size)
             self.run(chunks, source, s, first=first and i == 0, last=ends)
             self.hold(-size)
-            self.store(s, tiling.groups_in_store(len(s.chunks)) if ends else 1)
+            groups = tiling.groups_in_store(len(s.chunks), costs.M, costs.scaled)
+            self.store(s, groups if ends else 1)
             if resident:
                 source = "transposed"
 

@@ -9,7 +9,7 @@ same time, which keeps TensorE ahead of the DMA engines.
 from __future__ import annotations
 
 from neuronmm_ops.kernels.shim import NkiTensor, nisa, nl
-from neuronmm_ops.kernels.stages.chunks import KChunk, evict, generation, itemsize
+from neuronmm_ops.kernels.stages.chunks import KChunk, Stack, evict, generation, itemsize
 from neuronmm_ops.kernels.stages.tiling import (
     BANK_COLUMNS,
     OUTPUT_UNIT,
@@ -21,6 +21,7 @@ from neuronmm_ops.kernels.stages.tiling import (
     cast_shares,
     core_span,
     groups_in_store,
+    lanes_of,
     matmul_columns,
     spans,
     weight_tiles,
@@ -68,6 +69,11 @@ def plain(tensors: list[NkiTensor]) -> list[Weight]:
     return found
 
 
+def lanes_for(weights: list[Weight], M: int) -> int:
+    """Columns of the transposes of what is multiplied by weights; as `KChunk`."""
+    return lanes_of(M, generation()) if weights[0].scale != None else 0  # noqa: E711
+
+
 class Sums(nl.NKIObject):
     """Sums [M, columns] of activations times some columns of a weight, in PSUM.
 
@@ -92,47 +98,60 @@ class Sums(nl.NKIObject):
         self.tokens = M
         step = BANK_COLUMNS if last else matmul_columns(M, generation())
         self.tiling = SumTiling(columns.size, M, generation(), unit, step)
+        # sums that are scaled are evicted and transposed by all column groups together; the first
+        # matmul writes zeros to the partitions beside the tokens
+        self.stacked = weight.scale != None  # noqa: E711 - strict NKI has no `is`
+        self.lanes = lanes_of(M, generation()) if self.stacked else M
+        self.parts = self.tiling.stacked_evictions() if self.stacked else self.tiling.evictions()
+        self.partitions = self.tiling.partitions - M + self.lanes
         self.banks_psum: list[NkiTensor] = []
         for s in spans(0, self.tiling.width, step):
-            shape = (self.tiling.partitions, s.size)
+            shape = (self.partitions, s.size)
             self.banks_psum.append(nl.ndarray(shape, nl.float32, buffer=nl.psum))
         self.started = False
         # rows that the sums are multiplied with and added to when they are evicted
         self.scale_sb: NkiTensor | None = None
         self.bias_sb: NkiTensor | None = None
 
-    def psum(self, part: GroupSpan) -> NkiTensor:
-        """[M, columns] of a part of the sums."""
+    def psum(self, part: GroupSpan, lanes: int) -> NkiTensor:
+        """[lanes, columns] of a part of the sums."""
         first, step = part.group * self.tiling.group_partitions, self.tiling.step
         bank_psum = self.banks_psum[part.start // step]
-        return bank_psum[first : first + self.tokens, nl.ds(part.start % step, part.size)]
+        return bank_psum[first : first + lanes, nl.ds(part.start % step, part.size)]
 
     def new_tile(self, dtype: nl.DType) -> NkiTensor:
         """A tile in SBUF for all sums, laid out as they are."""
-        return nl.ndarray((self.tiling.partitions, self.tiling.width), dtype=dtype)
+        return nl.ndarray((self.partitions, self.tiling.width), dtype=dtype)
+
+    def lanes_in(self, part: GroupSpan) -> int:
+        """Partitions of a part."""
+        return (part.count - 1) * self.tiling.group_partitions + self.lanes
 
     def like(self, tile_sb: NkiTensor, part: GroupSpan) -> NkiTensor:
-        """[M, columns] of a part, in a tile of `new_tile`."""
+        """[lanes, columns] of a part, in a tile of `new_tile`."""
         first = part.group * self.tiling.group_partitions
-        return tile_sb[first : first + self.tokens, nl.ds(part.start, part.size)]
+        return tile_sb[first : first + self.lanes_in(part), nl.ds(part.start, part.size)]
 
     def group(self, tile_sb: NkiTensor, i: int) -> NkiTensor:
         """[M, width] of a column group, in a tile of `new_tile`."""
-        return self.like(tile_sb, GroupSpan(i, 0, self.tiling.groups[i].size))
+        first = i * self.tiling.group_partitions
+        return tile_sb[first : first + self.tokens, 0 : self.tiling.groups[i].size]
 
     def add(
         self, stationary_sb: NkiTensor, moving_sb: NkiTensor, columns: Span, accumulate: bool
     ) -> None:
-        """sums[:, columns] (+)= stationary [k, M]^T . moving [k, columns]."""
+        """sums[:, columns] (+)= stationary [k, lanes]^T . moving [k, columns]."""
         rows = self.tiling.group_partitions
+        lanes = self.tokens if accumulate else self.lanes
+        stationary_sb = stationary_sb[:, 0:lanes]
         for part in self.tiling.matmuls(columns):
             start = self.tiling.groups[part.group].start + part.start - columns.start
             moving = moving_sb[:, nl.ds(start, part.size)]
             if rows == PARTITIONS:
-                nisa.nc_matmul(self.psum(part), stationary_sb, moving, accumulate=accumulate)
+                nisa.nc_matmul(self.psum(part, lanes), stationary_sb, moving, accumulate=accumulate)
             else:
                 nisa.nc_matmul(
-                    self.psum(part),
+                    self.psum(part, lanes),
                     stationary_sb,
                     moving,
                     accumulate=accumulate,
@@ -201,17 +220,17 @@ class Sums(nl.NKIObject):
         Each group of partitions loads its own; VectorE copies them to the other tokens of each 32.
         """
         tile_sb = self.new_tile(row_hbm.dtype)
-        firsts = spans(0, self.tokens, SHUFFLED)
         loaded_sb = tile_sb if self.tokens == 1 else self.new_tile(row_hbm.dtype)
-        if len(firsts) > 1:  # the shuffle reads what lies between the rows, too
-            nisa.memset(loaded_sb, 0.0, engine=nisa.gpsimd_engine)
+        # what lies between the rows is read, too
+        nisa.memset(loaded_sb, 0.0, engine=nisa.gpsimd_engine)
         for i in range(len(self.tiling.groups)):
             group_sb = self.group(loaded_sb, i)
-            for tokens in firsts:
+            for tokens in spans(0, self.tokens, SHUFFLED):
                 self.load_row(group_sb[tokens.start : tokens.start + 1, :], row_hbm, i)
-            if self.tokens > 1:
-                rows_sb = group_sb[0 : firsts[len(firsts) - 1].start + 1, :]
-                nisa.nc_stream_shuffle(self.group(tile_sb, i), rows_sb, [0] * SHUFFLED)
+        if self.tokens > 1:
+            for stack in self.tiling.stacks():
+                rows_sb = self.like(loaded_sb, stack)
+                nisa.nc_stream_shuffle(self.like(tile_sb, stack), rows_sb, [0] * SHUFFLED)
         return tile_sb
 
     def load_row(self, to_sb: NkiTensor, row_hbm: NkiTensor, group: int) -> None:
@@ -222,41 +241,50 @@ class Sums(nl.NKIObject):
 
     def evict(self, to_sb: NkiTensor, part: GroupSpan, number: int) -> None:
         """Take a part of the sums to SBUF, times the scale and plus the bias that are loaded."""
+        lanes = to_sb.shape[0]
         if self.scale_sb == None:  # noqa: E711 - strict NKI has no `is`
-            evict(to_sb, self.psum(part), number)
+            evict(to_sb, self.psum(part, lanes), number)
             return
-        scale_sb = self.like(self.scale_sb, part)
+        scale_sb = self.like(self.scale_sb, part)[0:lanes, :]
         if self.bias_sb == None:  # noqa: E711
-            nisa.tensor_tensor(to_sb, self.psum(part), scale_sb, nl.multiply)
+            nisa.tensor_tensor(to_sb, self.psum(part, lanes), scale_sb, nl.multiply)
             return
-        scaled_sb = self.like(self.new_tile(nl.float32), part)
-        nisa.tensor_tensor(scaled_sb, self.psum(part), scale_sb, nl.multiply)
-        nisa.tensor_tensor(to_sb, scaled_sb, self.like(self.bias_sb, part), nl.add)
+        scaled_sb = self.like(self.new_tile(nl.float32), part)[0:lanes, :]
+        nisa.tensor_tensor(scaled_sb, self.psum(part, lanes), scale_sb, nl.multiply)
+        bias_sb = self.like(self.bias_sb, part)[0:lanes, :]
+        nisa.tensor_tensor(to_sb, scaled_sb, bias_sb, nl.add)
 
     def rounded(self, dtype: nl.DType) -> NkiTensor:
         """The sums in SBUF."""
         tile_sb = self.new_tile(dtype)
-        parts = self.tiling.evictions()
-        for i in range(len(parts)):
-            self.evict(self.like(tile_sb, parts[i]), parts[i], i)
+        for i in range(len(self.parts)):
+            part = self.parts[i]
+            self.evict(self.like(tile_sb, part), part, i)
         return tile_sb
 
     def exchanged(self, dtype: nl.DType) -> NkiTensor:
         """The sums of both cores together, in SBUF: fp32 until they are added."""
         sent_sb = self.new_tile(nl.float32)
         received_sb = self.new_tile(nl.float32)
-        parts = self.tiling.evictions()
-        for i in range(len(parts)):
+        for i in range(len(self.parts)):
+            part = self.parts[i]
             if self.started:
-                evict(self.like(sent_sb, parts[i]), self.psum(parts[i]), i)
+                evict(self.like(sent_sb, part), self.psum(part, self.lanes_in(part)), i)
             else:  # this core has no part of the contraction
-                nisa.memset(self.like(sent_sb, parts[i]), 0.0)
+                nisa.memset(self.like(sent_sb, part), 0.0)
         other = 1 - nl.program_id(0)
-        for i in range(len(self.tiling.groups)):
-            nisa.sendrecv(self.group(sent_sb, i), self.group(received_sb, i), other, other, 0)
+        if self.stacked:
+            for stack in self.tiling.stacks():
+                sent, received = self.like(sent_sb, stack), self.like(received_sb, stack)
+                nisa.sendrecv(sent, received, other, other, 0)
+        else:
+            for i in range(len(self.tiling.groups)):
+                nisa.sendrecv(self.group(sent_sb, i), self.group(received_sb, i), other, other, 0)
         tile_sb = self.new_tile(dtype)
-        for part in parts:
-            mine = self.psum(part) if self.started else self.like(sent_sb, part)
+        for part in self.parts:
+            mine = (
+                self.psum(part, self.lanes_in(part)) if self.started else self.like(sent_sb, part)
+            )
             received = self.like(received_sb, part)
             nisa.tensor_tensor(self.like(tile_sb, part), received, mine, nl.add)
         return tile_sb
@@ -264,10 +292,19 @@ class Sums(nl.NKIObject):
     def chunks(self, tile_sb: NkiTensor) -> list[KChunk]:
         """What is in a tile of `new_tile`, as K chunks of a contraction over these columns."""
         found: list[KChunk] = []
+        dtype, scale = self.weight.dtype, self.weight.scale
+        stack: Stack | None = None
         for i in range(len(self.tiling.groups)):
-            start = self.columns.start + self.tiling.groups[i].start
+            start, number = self.columns.start + self.tiling.groups[i].start, 0
+            for s in self.tiling.stacks():
+                if scale != None and i == s.group:  # noqa: E711 - strict NKI has no `is`
+                    sums_sb, tokens = self.like(tile_sb, s), self.tokens
+                    stack = Stack(start, sums_sb, s.count, self.lanes, tokens, dtype, scale)
+                if i >= s.group:
+                    number = i - s.group
             group_sb = self.group(tile_sb, i)
-            found.append(KChunk(start, group_sb, True, 0, self.weight.dtype, self.weight.scale))
+            chunk = KChunk(start, group_sb, True, 0, dtype, None, self.lanes, stack, number)
+            found.append(chunk)
         return found
 
     def store(self, to_hbm: NkiTensor, first: int, tile_sb: NkiTensor) -> None:
@@ -282,7 +319,7 @@ class Sums(nl.NKIObject):
 
         Fewer DMA engines carry them, too, which loads that follow would feel.
         """
-        per = groups_in_store(len(self.tiling.groups))
+        per = groups_in_store(len(self.tiling.groups), self.tokens, self.stacked)
         stores = spans(0, self.columns.size, per * self.tiling.width)
         tiles_sb: list[NkiTensor] = []
         for i in range(len(stores)):

@@ -113,6 +113,8 @@ TensorE starts on a tile when all of it has arrived.
 """
 SHUFFLED = 32
 """Partitions among which VectorE copies one to the others."""
+ONE_STORE_TOKENS = 8
+"""Tokens up to which one DMA stores the last sums of a weight in one byte."""
 HALF_ROW_BYTES = 2560
 """Bytes of a row of the last weight tile, at least, where that is loaded in two halves."""
 
@@ -127,12 +129,19 @@ def column_groups(M: int, generation: int) -> int:
     return min(2, groups) if generation == 2 else groups
 
 
-def groups_in_store(groups: int) -> int:
+def groups_in_store(groups: int, M: int, scaled: bool) -> int:
     """Column groups of a kernel's last sums that one DMA stores: pairs of four.
 
-    One DMA for all four would leave them to too few DMA engines.
+    One DMA for all four would leave them to too few DMA engines, but for few tokens.
     """
+    if scaled and M <= ONE_STORE_TOKENS:
+        return groups
     return 2 if groups == 4 else 1
+
+
+def lanes_of(M: int, generation: int) -> int:
+    """Partitions of a column group with what lies beside its tokens, which stacked sums have."""
+    return PARTITIONS // column_groups(M, generation) if column_groups(M, generation) > 1 else M
 
 
 def matmul_columns(M: int, generation: int) -> int:
@@ -188,12 +197,13 @@ def cast_shares(columns: int, generation: int) -> list[Span]:
 
 
 class GroupSpan(NKIObject):
-    """Columns [start, start + size) of a PE column group."""
+    """Columns [start, start + size) of a PE column group, or of `count` neighbours from it on."""
 
-    def __init__(self, group: int, start: int, size: int) -> None:
+    def __init__(self, group: int, start: int, size: int, count: int = 1) -> None:
         self.group = group
         self.start = start
         self.size = size
+        self.count = count
 
 
 class SumTiling(NKIObject):
@@ -235,6 +245,24 @@ class SumTiling(NKIObject):
         for i in range(len(self.groups)):
             for s in spans(0, self.groups[i].size, BANK_COLUMNS):
                 found.append(GroupSpan(i, s.start, s.size))
+        return found
+
+    def stacks(self) -> list[GroupSpan]:
+        """The column groups whose sums lie one below the other in the same columns."""
+        found: list[GroupSpan] = []
+        full = self.size // self.width
+        if full > 0:
+            found.append(GroupSpan(0, 0, self.width, full))
+        if full < len(self.groups):
+            found.append(GroupSpan(full, 0, self.groups[full].size))
+        return found
+
+    def stacked_evictions(self) -> list[GroupSpan]:
+        """The sums cut into banks, the groups of a stack together."""
+        found: list[GroupSpan] = []
+        for stack in self.stacks():
+            for s in spans(0, stack.size, BANK_COLUMNS):
+                found.append(GroupSpan(stack.group, s.start, s.size, stack.count))
         return found
 
     def halves(self, itemsize: int) -> list[Span]:
