@@ -207,6 +207,7 @@ class DecodeCosts:
         """The weight tiles of a K chunk; as `stages.decode.Sums.add_chunk`."""
         tiles, rest = divmod(rows, PARTITIONS)
         ends = last and rest == 0
+        first = first and not self.scaled
         spans = tiling.weight_tiles(tiles, s.row_bytes, tile_bytes, first, ends)
         found = [self.weight_tile(s, PARTITIONS, span.size, s.columns) for span in spans]
         if rest:

@@ -179,6 +179,7 @@ class Sums(nl.NKIObject):
             rows_hbm = self.weight.hbm[nl.ds(chunk.start, whole), :]
             rows_hbm = rows_hbm.reshape_dim(0, (PARTITIONS, tiles))
             row_bytes = self.columns.size * itemsize(self.weight.hbm.dtype)
+            first = first and not self.stacked
             for s in weight_tiles(tiles, row_bytes, tile_bytes, first, ends):
                 tile_hbm = rows_hbm[:, nl.ds(s.start, s.size), :]
                 stationary_sb = chunk.transposed_sb[0][:, nl.ds(s.start, s.size), :]
