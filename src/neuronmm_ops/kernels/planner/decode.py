@@ -202,13 +202,15 @@ class DecodeCosts:
         return zeros + loads, SCALE_BYTES * sum([c.size for c in chunks]) * (source != "hbm")
 
     def _weight_tiles(
-        self, s: Sums, rows: int, tile_bytes: int, first: bool, last: bool
+        self, s: Sums, rows: int, tile_bytes: int, first: bool, last: bool, waited: bool
     ) -> list[Tile]:
         """The weight tiles of a K chunk; as `stages.decode.Sums.add_chunk`."""
         tiles, rest = divmod(rows, PARTITIONS)
         ends = last and rest == 0
         first = first and not self.scaled
-        spans = tiling.weight_tiles(tiles, s.row_bytes, tile_bytes, first, ends)
+        generation = self.machine.generation
+        least = tiling.waited_bytes(generation) if waited and self.scaled else 0
+        spans = tiling.weight_tiles(tiles, s.row_bytes, tile_bytes, first, ends, least)
         found = [self.weight_tile(s, PARTITIONS, span.size, s.columns) for span in spans]
         if rest:
             found.append(self.weight_tile(s, rest, 1, s.columns))
@@ -238,6 +240,7 @@ class DecodeCosts:
         tile_bytes: int,
         first: bool,
         last: bool,
+        waited: bool,
     ) -> list[Step]:
         """K chunks times columns of weights, as `stages.decode.contract`, then the evictions.
 
@@ -247,7 +250,7 @@ class DecodeCosts:
         tiles: list[Tile] = []
         for n, chunk in enumerate(chunks):
             at, ends = len(tiles), n + 1 == len(chunks)
-            edges = first and n == 0, last and ends
+            edges = first and n == 0, last and ends, waited and ends
             for s in sums:
                 tiles.extend(self.weight_tiles(s, chunk.size, tile_bytes, *edges))
             if n and not ends and source != "transposed":  # the next K chunk goes before this one
@@ -404,6 +407,7 @@ class Stages:
         *sums: Sums,
         first: bool = True,
         last: bool = False,
+        waited: bool = False,
     ) -> None:
         """Contract and evict; the arguments are as in `DecodeCosts.steps`."""
         tile_bytes = int(self.blocks["tile_bytes"])
@@ -413,7 +417,8 @@ class Stages:
             if self.costs.casts:
                 needs += 4 * self.costs.itemsize * max([s.columns for s in sums])
             self.sbuf_bytes = max(self.sbuf_bytes, self.live + needs)
-            self._run(self.costs.steps(tuple(chunks), source, sums, tile_bytes, first, last))
+            edges = first, last, waited
+            self._run(self.costs.steps(tuple(chunks), source, sums, tile_bytes, *edges))
 
     def _run(self, steps: list[Step]) -> None:
         self.hbm_bytes += steps[0].hbm_bytes
@@ -433,15 +438,17 @@ class Stages:
             found.append([])
             for columns in sizes(r, int(self.blocks["rank_block"])):
                 s = self.costs.sums(columns, r, queue=f"u{n}")
-                self._sum(chunks, source, [s])
+                self._sum(chunks, source, [s], waited=True)
                 found[-1].extend(s.chunks)
                 if self.costs.scaled and source == "sums":
                     source = "transposed"
         return found
 
-    def _sum(self, chunks: list[Chunk], source: Source, sums: list[Sums]) -> None:
+    def _sum(
+        self, chunks: list[Chunk], source: Source, sums: list[Sums], waited: bool = False
+    ) -> None:
         """Sums over both cores; as `stages.decode.Sums.exchanged`."""
-        self.run(chunks, source, *sums)
+        self.run(chunks, source, *sums, waited=waited)
         if self.problem.lnc == 1:
             return
         machine, parts = self.costs.machine, [size for s in sums for size in s.parts]

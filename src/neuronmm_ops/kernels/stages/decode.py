@@ -24,6 +24,7 @@ from neuronmm_ops.kernels.stages.tiling import (
     lanes_of,
     matmul_columns,
     spans,
+    waited_bytes,
     weight_tiles,
 )
 
@@ -170,7 +171,9 @@ class Sums(nl.NKIObject):
         self.add(ones_sb, row_sb, Span(0, self.columns.size), False)
         self.started = True
 
-    def add_chunk(self, chunk: KChunk, tile_bytes: int, first: bool, last: bool) -> None:
+    def add_chunk(
+        self, chunk: KChunk, tile_bytes: int, first: bool, last: bool, stage_ends: bool
+    ) -> None:
         """Stream the weight rows of a K chunk, in tiles of `weight_tiles`."""
         tiles = chunk.size // PARTITIONS
         whole = tiles * PARTITIONS
@@ -180,7 +183,8 @@ class Sums(nl.NKIObject):
             rows_hbm = rows_hbm.reshape_dim(0, (PARTITIONS, tiles))
             row_bytes = self.columns.size * itemsize(self.weight.hbm.dtype)
             first = first and not self.stacked
-            for s in weight_tiles(tiles, row_bytes, tile_bytes, first, ends):
+            least = waited_bytes(generation()) if stage_ends and self.stacked else 0
+            for s in weight_tiles(tiles, row_bytes, tile_bytes, first, ends, least):
                 tile_hbm = rows_hbm[:, nl.ds(s.start, s.size), :]
                 stationary_sb = chunk.transposed_sb[0][:, nl.ds(s.start, s.size), :]
                 self.add_tile(tile_hbm, stationary_sb, ends and s.start + s.size == tiles)
@@ -353,11 +357,17 @@ def cast(tile_sb: NkiTensor, dtype: nl.DType) -> NkiTensor:
 
 
 def contract(
-    chunks: list[KChunk], sums: list[Sums], tile_bytes: int, first: bool, last: bool
+    chunks: list[KChunk],
+    sums: list[Sums],
+    tile_bytes: int,
+    first: bool,
+    last: bool,
+    waited: bool = False,
 ) -> None:
     """Add all K chunks to all sums; each is transposed while the one before it is multiplied.
 
-    Weight tiles have `tile_bytes` a partition; the `first` and the `last` of all have fewer.
+    Weight tiles have `tile_bytes` a partition; the `first` and the `last` of all have fewer, and
+    those of the last chunk, if the next stage has `waited` for their weights of one byte only.
     """
     if len(chunks) > 0:
         chunks[0].transpose()
@@ -365,7 +375,8 @@ def contract(
         if i + 1 < len(chunks):
             chunks[i + 1].transpose()
         for s in sums:
-            s.add_chunk(chunks[i], tile_bytes, first and i == 0, last and i + 1 == len(chunks))
+            ends = i + 1 == len(chunks)
+            s.add_chunk(chunks[i], tile_bytes, first and i == 0, last and ends, waited and ends)
 
 
 def project(
@@ -394,7 +405,7 @@ def project(
         of_weight: list[KChunk] = []
         for columns in spans(0, w.hbm.shape[1], rank_block):
             s = Sums(w, columns, M)
-            contract(again(chunks), [s], tile_bytes, True, False)
+            contract(again(chunks), [s], tile_bytes, True, False, True)
             of_weight.extend(s.chunks(of_both_cores(s)))
         found.append(of_weight)
     return found

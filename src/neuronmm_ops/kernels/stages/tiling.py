@@ -164,11 +164,12 @@ def output_blocks(part: Span, block: int, last_block: int) -> list[Span]:
 
 
 def weight_tiles(
-    tiles: int, row_bytes: int, tile_bytes: int, first: bool, last: bool
+    tiles: int, row_bytes: int, tile_bytes: int, first: bool, last: bool, least_bytes: int = 0
 ) -> list[Span]:
     """Cut `tiles` K tiles of a weight into loads of `tile_bytes` a partition, at least one K tile.
 
-    The `first` load of a stage and the `last` of the kernel are of `EDGE_TILE_BYTES` at most.
+    The `first` load of a stage and the `last` of the kernel are of `EDGE_TILE_BYTES` at most. With
+    `least_bytes` the last load is halved twice, as far as the halves have so many.
     """
     edge = max(1, min(tile_bytes, EDGE_TILE_BYTES) // row_bytes)
     head = min(tiles, edge) if first else 0
@@ -176,7 +177,22 @@ def weight_tiles(
     found = spans(0, head, edge)
     found.extend(spans(head, tiles - head - tail, max(1, tile_bytes // row_bytes)))
     found.extend(spans(tiles - tail, tail, edge))
+    for _ in range(2):
+        whole = found[len(found) - 1]
+        half = whole.size // 2
+        if least_bytes > 0 and half > 0 and half * row_bytes >= least_bytes:
+            found = found[0 : len(found) - 1]
+            found.append(Span(whole.start, whole.size - half))
+            found.append(Span(whole.start + whole.size - half, half))
     return found
+
+
+def waited_bytes(generation: int) -> int:
+    """Bytes a partition, at least, of the last loads of a u in one byte, which all wait for.
+
+    Short runs are slow on gen2.
+    """
+    return 3072 if generation == 2 else 1024
 
 
 def cast_shares(columns: int, generation: int) -> list[Span]:
