@@ -18,10 +18,11 @@ from neuronmm_ops.kernels.planner.instructions import (
     load_ns,
     matmul_ns,
     matmul_passes,
+    result_ns,
     transpose_ns,
 )
 from neuronmm_ops.kernels.planner.problem import SCALE_BYTES, Block, Problem
-from neuronmm_ops.kernels.planner.timeline import Step, Timeline
+from neuronmm_ops.kernels.planner.timeline import RowLoads, Step, Timeline
 from neuronmm_ops.kernels.stages import tiling
 from neuronmm_ops.kernels.stages.tiling import (
     BANK_COLUMNS,
@@ -116,6 +117,7 @@ class Sums:
         if len(self.chunks) > 1:  # side by side, but issued one after the other
             self.ns = max(self.ns, self.matmuls * matmul_ns(machine, MIN_CYCLES, MIN_CYCLES))
         self.rows = self.rows_bytes = self.more = 0
+        self.row_loads: RowLoads | None = None
         self.rows_ns = 0.0
         if scaled:
             self._load_rows(problem)
@@ -125,7 +127,12 @@ class Sums:
         copies = tiles_in(problem.M, SHUFFLED)
         self.rows = len(self.chunks) * copies
         self.rows_bytes = self.columns * SCALE_BYTES * copies
-        self.rows_ns = problem.machine.dma_run_ns(self.width * SCALE_BYTES)
+        machine = problem.machine
+        self.rows_ns = machine.dma_run_ns(self.width * SCALE_BYTES)
+        cycles = max(MIN_CYCLES, self.width)
+        clear_ns = machine.ns(Engine.GPSIMD, cycles) + result_ns(machine, Engine.GPSIMD)
+        copy_ns = self.stacks * machine.ns(Engine.VECTOR, cycles) * (problem.M > 1)
+        self.row_loads = RowLoads(f"{self.queue}s", self.rows, self.rows_ns, clear_ns, copy_ns)
         self.more = self.stacks * (problem.M > 1) + 1
 
 
@@ -268,6 +275,7 @@ class DecodeCosts:
         instructions += sum([k_tiles * s.matmuls + len(s.parts) + s.rows + s.more for s in sums])
         hbm_bytes = sum([rows * s.row_bytes + s.rows_bytes for s in sums])
         steps[0].load_ns += sum([s.rows_ns for s in sums])
+        steps[0].row_loads = sums[0].row_loads
         if source in IN_HBM:
             instructions += len(chunks)
             hbm_bytes += self.M * rows * self.itemsize_of(source)

@@ -110,9 +110,10 @@ class Sums(nl.NKIObject):
             shape = (self.partitions, s.size)
             self.banks_psum.append(nl.ndarray(shape, nl.float32, buffer=nl.psum))
         self.started = False
-        # rows that the sums are multiplied with and added to when they are evicted
-        self.scale_sb: NkiTensor | None = None
-        self.bias_sb: NkiTensor | None = None
+        # rows that the sums are multiplied with and added to when they are evicted, as loaded and
+        # for every token
+        self.loaded_sb: list[NkiTensor] = []
+        self.rows_sb: list[NkiTensor] = []
 
     def psum(self, part: GroupSpan, lanes: int) -> NkiTensor:
         """[lanes, columns] of a part of the sums."""
@@ -215,48 +216,50 @@ class Sums(nl.NKIObject):
     def load_rows(self, bias: NkiTensor | None) -> None:
         """Load the scale of a weight in one byte, and a bias [N] with it, for the evictions."""
         scale = self.weight.scale
-        self.scale_sb = self.row(scale) if scale != None else None  # noqa: E711
-        if bias != None:  # noqa: E711 - strict NKI has no `is`
-            self.bias_sb = self.row(bias)
+        if scale != None:  # noqa: E711 - strict NKI has no `is`
+            self.load_row(scale)
+        if bias != None:  # noqa: E711
+            self.load_row(bias)
 
-    def row(self, row_hbm: NkiTensor) -> NkiTensor:
-        """A number for each column, for every token; laid out as the sums are.
-
-        Each group of partitions loads its own; VectorE copies them to the other tokens of each 32.
-        """
-        tile_sb = self.new_tile(row_hbm.dtype)
-        loaded_sb = tile_sb if self.tokens == 1 else self.new_tile(row_hbm.dtype)
+    def load_row(self, row_hbm: NkiTensor) -> None:
+        """Load a number for each column, laid out as the sums are, for the first of 32 tokens."""
+        loaded_sb = self.new_tile(row_hbm.dtype)
         # what lies between the rows is read, too
         nisa.memset(loaded_sb, 0.0, engine=nisa.gpsimd_engine)
         for i in range(len(self.tiling.groups)):
+            s = self.tiling.groups[i]
+            columns_hbm = row_hbm[nl.ds(self.columns.start + s.start, s.size)].expand_dim(0)
             group_sb = self.group(loaded_sb, i)
             for tokens in spans(0, self.tokens, SHUFFLED):
-                self.load_row(group_sb[tokens.start : tokens.start + 1, :], row_hbm, i)
-        if self.tokens > 1:
-            for stack in self.tiling.stacks():
-                rows_sb = self.like(loaded_sb, stack)
-                nisa.nc_stream_shuffle(self.like(tile_sb, stack), rows_sb, [0] * SHUFFLED)
-        return tile_sb
+                first_sb = group_sb[tokens.start : tokens.start + 1, :]
+                nisa.dma_copy(first_sb, columns_hbm, dge_mode=nisa.dge_mode.none)
+        self.loaded_sb.append(loaded_sb)
 
-    def load_row(self, to_sb: NkiTensor, row_hbm: NkiTensor, group: int) -> None:
-        """Load a column group's part of a row [N]."""
-        s = self.tiling.groups[group]
-        columns = nl.ds(self.columns.start + s.start, s.size)
-        nisa.dma_copy(to_sb, row_hbm[columns].expand_dim(0), dge_mode=nisa.dge_mode.none)
+    def spread_rows(self) -> None:
+        """Copy the rows to the other tokens: VectorE does, after what it has to transpose."""
+        for loaded_sb in self.loaded_sb:
+            if self.tokens == 1:
+                self.rows_sb.append(loaded_sb)
+                continue
+            tile_sb = self.new_tile(loaded_sb.dtype)
+            for stack in self.tiling.stacks():
+                first_sb = self.like(loaded_sb, stack)
+                nisa.nc_stream_shuffle(self.like(tile_sb, stack), first_sb, [0] * SHUFFLED)
+            self.rows_sb.append(tile_sb)
 
     def evict(self, to_sb: NkiTensor, part: GroupSpan, number: int) -> None:
         """Take a part of the sums to SBUF, times the scale and plus the bias that are loaded."""
         lanes = to_sb.shape[0]
-        if self.scale_sb == None:  # noqa: E711 - strict NKI has no `is`
+        if len(self.rows_sb) == 0:
             evict(to_sb, self.psum(part, lanes), number)
             return
-        scale_sb = self.like(self.scale_sb, part)[0:lanes, :]
-        if self.bias_sb == None:  # noqa: E711
+        scale_sb = self.like(self.rows_sb[0], part)[0:lanes, :]
+        if len(self.rows_sb) == 1:
             nisa.tensor_tensor(to_sb, self.psum(part, lanes), scale_sb, nl.multiply)
             return
         scaled_sb = self.like(self.new_tile(nl.float32), part)[0:lanes, :]
         nisa.tensor_tensor(scaled_sb, self.psum(part, lanes), scale_sb, nl.multiply)
-        bias_sb = self.like(self.bias_sb, part)[0:lanes, :]
+        bias_sb = self.like(self.rows_sb[1], part)[0:lanes, :]
         nisa.tensor_tensor(to_sb, scaled_sb, bias_sb, nl.add)
 
     def rounded(self, dtype: nl.DType) -> NkiTensor:
@@ -374,8 +377,10 @@ def contract(
     for i in range(len(chunks)):
         if i + 1 < len(chunks):
             chunks[i + 1].transpose()
+        ends = i + 1 == len(chunks)
         for s in sums:
-            ends = i + 1 == len(chunks)
+            if ends:
+                s.spread_rows()
             s.add_chunk(chunks[i], tile_bytes, first and i == 0, last and ends, waited and ends)
 
 

@@ -177,10 +177,10 @@ def weight_tiles(
     found = spans(0, head, edge)
     found.extend(spans(head, tiles - head - tail, max(1, tile_bytes // row_bytes)))
     found.extend(spans(tiles - tail, tail, edge))
-    for _ in range(2):
+    for _ in range(2 if least_bytes > 0 and len(found) > 0 else 0):
         whole = found[len(found) - 1]
         half = whole.size // 2
-        if least_bytes > 0 and half > 0 and half * row_bytes >= least_bytes:
+        if half > 0 and half * row_bytes >= least_bytes:
             found = found[0 : len(found) - 1]
             found.append(Span(whole.start, whole.size - half))
             found.append(Span(whole.start + whole.size - half, half))
