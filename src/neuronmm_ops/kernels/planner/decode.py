@@ -44,7 +44,8 @@ BOTH, SCALAR, VECTOR = (Engine.VECTOR, Engine.SCALAR), (Engine.SCALAR,), (Engine
 class Tile(NamedTuple):
     """Some K tiles: what TensorE does with them, their load or eviction, and their SBUF.
 
-    `queue` loads them; `casts` are instructions.
+    `queue` loads them; `casts` are instructions, of which a K tile's take
+    `cast_ns` until TensorE may use it.
     """
 
     k_tiles: int
@@ -53,6 +54,7 @@ class Tile(NamedTuple):
     size: int
     queue: str = ""
     casts: int = 0
+    cast_ns: float = 0.0
 
 
 class Chunk(NamedTuple):
@@ -147,6 +149,8 @@ class DecodeCosts:
         self.most_columns = tiling.SUM_BANKS * BANK_COLUMNS * self.groups
         self.scaled, self.casts = bool(problem.weight_dtype), problem.casts
         self.sums_itemsize = 4 if self.scaled else self.itemsize  # of sums until they are scaled
+        casting = (Engine.SCALAR, Engine.GPSIMD, Engine.VECTOR)
+        self.cast_seen = max([result_ns(self.machine, engine) for engine in casting])
         self.lanes = tiling.lanes_of(self.M, generation) if self.scaled else self.M
         self.sums = cache(partial(Sums, problem))
         self.transposes = cache(self._transposes)
@@ -235,9 +239,11 @@ class DecodeCosts:
         if self.casts:
             shares = tiling.cast_shares(columns, self.machine.generation)
             casts = count * len(shares)
-            load = max(load, count * max(cast_ns(self.machine, [part.size for part in shares])))
+            each = max(cast_ns(self.machine, [part.size for part in shares]))
             size += count * columns * self.itemsize
-        return Tile(count, count * s.ns * share, load, size, s.queue, casts)
+            work = count * max(s.ns * share, each)
+            return Tile(count, work, load, size, s.queue, casts, each + self.cast_seen)
+        return Tile(count, count * s.ns * share, load, size, s.queue)
 
     def _steps(
         self,
@@ -267,6 +273,8 @@ class DecodeCosts:
         end = max(1, len(tiles) - halves) if last else len(tiles)
         parts = [tiles[:1], tiles[1:end], *[[tile] for tile in tiles[end:]]]
         steps = [_stream(part) for part in parts if part]
+        for step in steps[1:]:
+            step.cast_ns = 0.0  # casts are one tile ahead
         for step in steps[-halves:]:
             self._evict(step, sums, halves)
         k_tiles = sum([tiles_in(chunk.size, PARTITIONS) for chunk in chunks])
@@ -338,10 +346,11 @@ class DecodeCosts:
 
 def _stream(tiles: list[Tile]) -> Step:
     """Weight tiles one after the other as one step."""
-    step = Step(0.0, head_ns=tiles[0].move_ns)
+    step = Step(0.0, head_ns=tiles[0].move_ns, cast_ns=tiles[0].cast_ns)
     for tile in reversed(tiles):
         # what is left to do when this tile has come, beyond the loads that follow it
-        step.tail_ns = max(step.tail_ns, step.work_ns + tile.work_ns - step.load_ns)
+        left = step.work_ns + tile.work_ns + tile.cast_ns
+        step.tail_ns = max(step.tail_ns, left - step.load_ns)
         step.work_ns += tile.work_ns
         step.load_ns += tile.move_ns
         step.fills += tile.size
@@ -423,7 +432,8 @@ class Stages:
         if chunks:
             needs = 2 * max(tile_bytes, *[s.row_bytes for s in sums])
             if self.costs.casts:
-                needs += 4 * self.costs.itemsize * max([s.columns for s in sums])
+                most = max([tile_bytes, *[s.row_bytes for s in sums]])
+                needs += 2 * self.costs.itemsize * most
             self.sbuf_bytes = max(self.sbuf_bytes, self.live + needs)
             edges = first, last, waited
             self._run(self.costs.steps(tuple(chunks), source, sums, tile_bytes, *edges))

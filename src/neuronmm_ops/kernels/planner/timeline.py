@@ -66,6 +66,7 @@ class Step:
         hbm_bytes: moved by its loads and stores.
         instructions: issued.
         row_loads: of what its results are multiplied by.
+        cast_ns: what the engines that evict do before it begins.
     """
 
     work_ns: float
@@ -93,6 +94,7 @@ class Step:
     hbm_bytes: int = 0
     instructions: int = 0
     row_loads: RowLoads | None = None
+    cast_ns: float = 0.0
 
 
 Section = tuple[list[Step], int]
@@ -228,12 +230,14 @@ class Timeline:
             first, arrived = self._load(s), self._dma
             if self._interval:
                 first, arrived = self._start_transfers(s, first)
-            start = max(start, first + DMA_DONE_NS)
+            start = max(start, first + DMA_DONE_NS + s.cast_ns)
         elif s.fills:
             self._taken += s.fills
         if s.waits:
             start = max(start, self._oldest)
             self._oldest = 0.0
+        if s.cast_ns:
+            start = max(start, max(self._scalar, self._vector) + s.cast_ns)
         begun = self._first_matmuls(s, start)
         work = (begun[-1] - len(begun) * s.first_ns if begun else start) + s.work_ns
         done = max(work, arrived + DMA_DONE_NS + s.tail_ns) if s.load_ns else work

@@ -75,6 +75,38 @@ def lanes_for(weights: list[Weight], M: int) -> int:
     return lanes_of(M, generation()) if weights[0].scale != None else 0  # noqa: E711
 
 
+class Product(nl.NKIObject):
+    """What TensorE has yet to do with a weight tile.
+
+    Args:
+        sums: added to.
+        stationary: [k, tiles, lanes] activations in SBUF.
+        moving: [k, columns] of each K tile, in SBUF.
+        columns: which of the sums.
+        accumulate: the sums have begun.
+    """
+
+    def __init__(
+        self,
+        sums: Sums,
+        stationary: NkiTensor,
+        moving: list[NkiTensor],
+        columns: Span,
+        accumulate: bool,
+    ) -> None:
+        self.sums = sums
+        self.stationary = stationary
+        self.moving = moving
+        self.columns = columns
+        self.accumulate = accumulate
+
+    def run(self) -> None:
+        """Multiply the K tiles."""
+        for j in range(len(self.moving)):
+            accumulate = self.accumulate or j > 0
+            self.sums.add(self.stationary[:, j, :], self.moving[j], self.columns, accumulate)
+
+
 class Sums(nl.NKIObject):
     """Sums [M, columns] of activations times some columns of a weight, in PSUM.
 
@@ -173,9 +205,15 @@ class Sums(nl.NKIObject):
         self.started = True
 
     def add_chunk(
-        self, chunk: KChunk, tile_bytes: int, first: bool, last: bool, stage_ends: bool
+        self,
+        chunk: KChunk,
+        tile_bytes: int,
+        first: bool,
+        last: bool,
+        stage_ends: bool,
+        later: list[Product],
     ) -> None:
-        """Stream the weight rows of a K chunk, in tiles of `weight_tiles`."""
+        """Stream the weight rows of a K chunk in tiles of `weight_tiles`; `later` as `add_tile`."""
         tiles = chunk.size // PARTITIONS
         whole = tiles * PARTITIONS
         ends = last and whole == chunk.size
@@ -188,14 +226,22 @@ class Sums(nl.NKIObject):
             for s in weight_tiles(tiles, row_bytes, tile_bytes, first, ends, least):
                 tile_hbm = rows_hbm[:, nl.ds(s.start, s.size), :]
                 stationary_sb = chunk.transposed_sb[0][:, nl.ds(s.start, s.size), :]
-                self.add_tile(tile_hbm, stationary_sb, ends and s.start + s.size == tiles)
+                last_tile = ends and s.start + s.size == tiles
+                self.add_tile(tile_hbm, stationary_sb, last_tile, later)
         if whole < chunk.size:
             rest = nl.ds(chunk.start + whole, chunk.size - whole)
             stationary_sb = chunk.transposed_sb[len(chunk.transposed_sb) - 1]
-            self.add_tile(self.weight.hbm[rest, :].expand_dim(1), stationary_sb, last)
+            rest_hbm = self.weight.hbm[rest, :].expand_dim(1)
+            self.add_tile(rest_hbm, stationary_sb, last, later)
 
-    def add_tile(self, tile_hbm: NkiTensor, stationary_sb: NkiTensor, last: bool) -> None:
-        """Load a weight tile [k, tiles, N], the `last` in two halves, and multiply its K tiles."""
+    def add_tile(
+        self, tile_hbm: NkiTensor, stationary_sb: NkiTensor, last: bool, later: list[Product]
+    ) -> None:
+        """Load a weight tile [k, tiles, N], the `last` in two halves, and multiply its K tiles.
+
+        Where it is cast it is multiplied after the next one's casts: all that is `later`. The
+        engines that cast also evict, and what they evict waits for TensorE.
+        """
         k, tiles, _ = tile_hbm.shape
         dtype = self.weight.hbm.dtype
         whole = [Span(0, self.columns.size)]
@@ -205,12 +251,19 @@ class Sums(nl.NKIObject):
             nisa.dma_copy(
                 tile_sb, tile_hbm[:, :, nl.ds(start, columns.size)], dge_mode=nisa.dge_mode.none
             )
+            moving: list[NkiTensor] = []
             for j in range(tiles):
-                accumulate = self.started or j > 0
                 moving_sb = tile_sb[:, j, :]
-                if self.weight.casts:
-                    moving_sb = cast(moving_sb, self.weight.dtype)
-                self.add(stationary_sb[:, j, :], moving_sb, columns, accumulate)
+                moving.append(
+                    cast(moving_sb, self.weight.dtype) if self.weight.casts else moving_sb
+                )
+            product = Product(self, stationary_sb, moving, columns, self.started)
+            if self.weight.casts:
+                if len(later) > 0:
+                    later[len(later) - 1].run()
+                later.append(product)
+            else:
+                product.run()
         self.started = True
 
     def load_rows(self, bias: NkiTensor | None) -> None:
@@ -374,6 +427,7 @@ def contract(
     """
     if len(chunks) > 0:
         chunks[0].transpose()
+    later: list[Product] = []
     for i in range(len(chunks)):
         if i + 1 < len(chunks):
             chunks[i + 1].transpose()
@@ -381,7 +435,10 @@ def contract(
         for s in sums:
             if ends:
                 s.spread_rows()
-            s.add_chunk(chunks[i], tile_bytes, first and i == 0, last and ends, waited and ends)
+            edges = first and i == 0, last and ends, waited and ends
+            s.add_chunk(chunks[i], tile_bytes, edges[0], edges[1], edges[2], later)
+    if len(later) > 0:
+        later[len(later) - 1].run()
 
 
 def project(
