@@ -44,7 +44,7 @@ BOTH, SCALAR, VECTOR = (Engine.VECTOR, Engine.SCALAR), (Engine.SCALAR,), (Engine
 class Tile(NamedTuple):
     """Some K tiles: what TensorE does with them, their load or eviction, and their SBUF.
 
-    `queue` loads them; `casts` are instructions, of which a K tile's take
+    `queue` loads them, by `loads` DMAs; `casts` are instructions, of which a K tile's take
     `cast_ns` until TensorE may use it.
     """
 
@@ -53,6 +53,7 @@ class Tile(NamedTuple):
     move_ns: float
     size: int
     queue: str = ""
+    loads: int = 1
     casts: int = 0
     cast_ns: float = 0.0
 
@@ -213,37 +214,56 @@ class DecodeCosts:
         return zeros + loads, SCALE_BYTES * sum([c.size for c in chunks]) * (source != "hbm")
 
     def _weight_tiles(
-        self, s: Sums, rows: int, tile_bytes: int, first: bool, last: bool, waited: bool
+        self,
+        s: Sums,
+        rows: int,
+        tile_bytes: int,
+        first: bool,
+        last: bool,
+        waited: bool,
+        seen: int,
+        every: int,
     ) -> list[Tile]:
-        """The weight tiles of a K chunk; as `stages.decode.Sums.add_chunk`."""
+        """The weight tiles of a K chunk after `seen` K tiles; as `stages.decode.Sums.add_chunk`."""
         tiles, rest = divmod(rows, PARTITIONS)
         ends = last and rest == 0
         first = first and not self.scaled
         generation = self.machine.generation
         least = tiling.waited_bytes(generation) if waited and self.scaled else 0
         spans = tiling.weight_tiles(tiles, s.row_bytes, tile_bytes, first, ends, least)
-        found = [self.weight_tile(s, PARTITIONS, span.size, s.columns) for span in spans]
-        if rest:
-            found.append(self.weight_tile(s, rest, 1, s.columns))
-        if last:
-            count, k = found.pop().k_tiles, rest or PARTITIONS
-            found.extend([self.weight_tile(s, k, count, columns) for columns in s.halves])
+        parts = [(PARTITIONS, span.size) for span in spans] + [(rest, 1)] * (rest > 0)
+        found: list[Tile] = []
+        for n, (k, count) in enumerate(parts):
+            by_dma = tiling.cast_by_dma(seen, count, every)
+            seen += count
+            cut = s.halves if last and n + 1 == len(parts) else [s.columns]
+            found.extend([self.weight_tile(s, k, count, columns, by_dma) for columns in cut])
         return found
 
-    def _weight_tile(self, s: Sums, rows: int, count: int, columns: int) -> Tile:
-        row, whole = columns * self.problem.weight_itemsize, columns == s.columns
-        runs, run = (1, count * row) if s.adjoin and whole else (count, row)
+    def _weight_tile(self, s: Sums, rows: int, count: int, columns: int, by_dma: int) -> Tile:
         share = 1.0 if self.groups > 1 else columns / s.columns
-        load = load_ns(self.machine, rows, run, runs)
-        size, casts = count * row, 0
-        if self.casts:
-            shares = tiling.cast_shares(columns, self.machine.generation)
-            casts = count * len(shares)
-            each = max(cast_ns(self.machine, [part.size for part in shares]))
-            size += count * columns * self.itemsize
-            work = count * max(s.ns * share, each)
-            return Tile(count, work, load, size, s.queue, casts, each + self.cast_seen)
-        return Tile(count, count * s.ns * share, load, size, s.queue)
+        work, size = count * s.ns * share, count * columns * self.problem.weight_itemsize
+        if not self.casts:
+            load = self._load_ns(s, rows, count, columns, self.problem.weight_itemsize)
+            return Tile(count, work, load, size, s.queue)
+        by_engines = count - by_dma
+        load = self._load_ns(s, rows, by_engines, columns, 1)
+        load += self._load_ns(s, rows, by_dma, columns, self.itemsize)
+        shares = tiling.cast_shares(columns, self.machine.generation)
+        each = max(cast_ns(self.machine, [part.size for part in shares]))
+        work = max(work, by_engines * each)
+        size += count * columns * self.itemsize
+        loads = (by_dma > 0) + (by_engines > 0)
+        first = 0.0 if by_dma else each + self.cast_seen
+        return Tile(count, work, load, size, s.queue, loads, by_engines * len(shares), first)
+
+    def _load_ns(self, s: Sums, rows: int, count: int, columns: int, itemsize: int) -> float:
+        """DMA time of some K tiles of a weight, as wide in SBUF as it says."""
+        if not count:
+            return 0.0
+        row, whole = columns * itemsize, columns == s.columns
+        runs, run = (1, count * row) if s.adjoin and whole else (count, row)
+        return load_ns(self.machine, rows, run, runs)
 
     def _steps(
         self,
@@ -254,6 +274,7 @@ class DecodeCosts:
         first: bool,
         last: bool,
         waited: bool,
+        every: int,
     ) -> list[Step]:
         """K chunks times columns of weights, as `stages.decode.contract`, then the evictions.
 
@@ -261,11 +282,14 @@ class DecodeCosts:
         and instructions are in the first step.
         """
         tiles: list[Tile] = []
+        seen = 0
         for n, chunk in enumerate(chunks):
             at, ends = len(tiles), n + 1 == len(chunks)
             edges = first and n == 0, last and ends, waited and ends
             for s in sums:
-                tiles.extend(self.weight_tiles(s, chunk.size, tile_bytes, *edges))
+                tiles.extend(self.weight_tiles(s, chunk.size, tile_bytes, *edges, seen, every))
+            if every:
+                seen = (seen + tiles_in(chunk.size, PARTITIONS)) % every
             if n and not ends and source != "transposed":  # the next K chunk goes before this one
                 loads = source in IN_HBM and (n + 1) % self.groups == 0
                 tiles[at] = self._after(tiles[at], chunks[n + 1], source, loads)
@@ -279,7 +303,7 @@ class DecodeCosts:
             self._evict(step, sums, halves)
         k_tiles = sum([tiles_in(chunk.size, PARTITIONS) for chunk in chunks])
         rows = sum([chunk.size for chunk in chunks])
-        instructions = len(tiles) + sum([tile.casts for tile in tiles])
+        instructions = sum([tile.loads + tile.casts for tile in tiles])
         instructions += sum([k_tiles * s.matmuls + len(s.parts) + s.rows + s.more for s in sums])
         hbm_bytes = sum([rows * s.row_bytes + s.rows_bytes for s in sums])
         steps[0].load_ns += sum([s.rows_ns for s in sums])
@@ -355,7 +379,7 @@ def _stream(tiles: list[Tile]) -> Step:
         step.load_ns += tile.move_ns
         step.fills += tile.size
     step.frees = step.fills
-    step.queues = tuple(Counter([tile.queue for tile in tiles]).items())
+    step.queues = tuple(Counter([t.queue for t in tiles for _ in range(t.loads)]).items())
     return step
 
 
@@ -435,7 +459,7 @@ class Stages:
                 most = max([tile_bytes, *[s.row_bytes for s in sums]])
                 needs += 2 * self.costs.itemsize * most
             self.sbuf_bytes = max(self.sbuf_bytes, self.live + needs)
-            edges = first, last, waited
+            edges = first, last, waited, int(self.blocks.get("dma_cast", 0))
             self._run(self.costs.steps(tuple(chunks), source, sums, tile_bytes, *edges))
 
     def _run(self, steps: list[Step]) -> None:

@@ -18,6 +18,7 @@ from neuronmm_ops.kernels.stages.tiling import (
     GroupSpan,
     Span,
     SumTiling,
+    cast_by_dma,
     cast_shares,
     core_span,
     groups_in_store,
@@ -42,9 +43,12 @@ class Weight(nl.NKIObject):
             float8_e4m3, whose bits are the same up to 240, before gen4) or int8.
         dtype: of the activations.
         scale: fp32 [N], a factor of each column of a weight in one byte, else None.
+        dma_cast: of weights that are cast, the DMA casts each so-manieth K tile; 0: none.
     """
 
-    def __init__(self, hbm: NkiTensor, dtype: nl.DType, scale: NkiTensor | None) -> None:
+    def __init__(
+        self, hbm: NkiTensor, dtype: nl.DType, scale: NkiTensor | None, dma_cast: int = 0
+    ) -> None:
         columns = hbm.shape[1]
         if scale == None:  # noqa: E711 - strict NKI has no `is`
             assert hbm.dtype == dtype, (
@@ -59,6 +63,7 @@ class Weight(nl.NKIObject):
         self.dtype = dtype
         self.scale = scale
         # TensorE takes fp8 beside 16-bit activations; what else differs is cast on the way there
+        self.dma_cast = dma_cast
         self.casts = hbm.dtype != dtype and (dtype == nl.float32 or hbm.dtype == nl.int8)
 
 
@@ -142,6 +147,7 @@ class Sums(nl.NKIObject):
             shape = (self.partitions, s.size)
             self.banks_psum.append(nl.ndarray(shape, nl.float32, buffer=nl.psum))
         self.started = False
+        self.seen = 0  # K tiles
         # rows that the sums are multiplied with and added to when they are evicted, as loaded and
         # for every token
         self.loaded_sb: list[NkiTensor] = []
@@ -244,19 +250,23 @@ class Sums(nl.NKIObject):
         """
         k, tiles, _ = tile_hbm.shape
         dtype = self.weight.hbm.dtype
+        every = self.weight.dma_cast if self.weight.casts else 0
+        by_dma = cast_by_dma(self.seen, tiles, every)
         whole = [Span(0, self.columns.size)]
         for columns in self.tiling.halves(itemsize(dtype)) if last else whole:
-            tile_sb = nl.ndarray((k, tiles, columns.size), dtype=dtype)
-            start = self.columns.start + columns.start
-            nisa.dma_copy(
-                tile_sb, tile_hbm[:, :, nl.ds(start, columns.size)], dge_mode=nisa.dge_mode.none
-            )
+            own = nl.ds(self.columns.start + columns.start, columns.size)
             moving: list[NkiTensor] = []
-            for j in range(tiles):
-                moving_sb = tile_sb[:, j, :]
-                moving.append(
-                    cast(moving_sb, self.weight.dtype) if self.weight.casts else moving_sb
-                )
+            if by_dma > 0:
+                cast_sb = nl.ndarray((k, by_dma, columns.size), dtype=self.weight.dtype)
+                nisa.dma_copy(cast_sb, tile_hbm[:, 0:by_dma, own], dge_mode=nisa.dge_mode.none)
+                for j in range(by_dma):
+                    moving.append(cast_sb[:, j, :])
+            if by_dma < tiles:
+                tile_sb = nl.ndarray((k, tiles - by_dma, columns.size), dtype=dtype)
+                nisa.dma_copy(tile_sb, tile_hbm[:, by_dma:tiles, own], dge_mode=nisa.dge_mode.none)
+                for j in range(tiles - by_dma):
+                    j_sb = tile_sb[:, j, :]
+                    moving.append(cast(j_sb, self.weight.dtype) if self.weight.casts else j_sb)
             product = Product(self, stationary_sb, moving, columns, self.started)
             if self.weight.casts:
                 if len(later) > 0:
@@ -265,6 +275,7 @@ class Sums(nl.NKIObject):
             else:
                 product.run()
         self.started = True
+        self.seen += tiles
 
     def load_rows(self, bias: NkiTensor | None) -> None:
         """Load the scale of a weight in one byte, and a bias [N] with it, for the evictions."""
