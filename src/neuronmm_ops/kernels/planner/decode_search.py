@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 
-from neuronmm_ops.kernels.planner.decode import Blocks, DecodeCosts, Stages
+from neuronmm_ops.kernels.planner.decode import Blocks, Stages
+from neuronmm_ops.kernels.planner.decode_costs import DecodeCosts
 from neuronmm_ops.kernels.planner.problem import Block, Plan
 from neuronmm_ops.kernels.stages.tiling import EDGE_TILE_BYTES, OUTPUT_UNIT, PARTITIONS, tiles_in
 

@@ -4,16 +4,10 @@ from __future__ import annotations
 
 from neuronmm_ops.kernels.shim import NkiTensor, jit, nisa, nl
 from neuronmm_ops.kernels.stages.chunks import KChunk, chunks_of
-from neuronmm_ops.kernels.stages.decode import (
-    Sums,
-    Weight,
-    contract,
-    lanes_for,
-    own,
-    project,
-    write_block,
-)
+from neuronmm_ops.kernels.stages.decode import contract, own, project, write_block
+from neuronmm_ops.kernels.stages.sums import Sums
 from neuronmm_ops.kernels.stages.tiling import PARTITIONS, Span, output_blocks, spans
+from neuronmm_ops.kernels.stages.weights import Weight, lanes_for
 from neuronmm_ops.kernels.svd_mlp.prefill import check_factors, function_of, load_table
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from neuronmm_ops.kernels.shim import NkiTensor, jit, nl
 from neuronmm_ops.kernels.stages.chunks import chunks_of
-from neuronmm_ops.kernels.stages.decode import Weight, lanes_for, own, project, write_block
+from neuronmm_ops.kernels.stages.decode import own, project, write_block
 from neuronmm_ops.kernels.stages.tiling import PARTITIONS, check_pair, output_blocks
+from neuronmm_ops.kernels.stages.weights import Weight, lanes_for
 
 
 @jit
