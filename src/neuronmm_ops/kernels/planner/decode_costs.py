@@ -296,6 +296,8 @@ class DecodeCosts:
         steps = [_stream(part) for part in parts if part]
         for step in steps[1:]:
             step.cast_ns = 0.0  # casts are one tile ahead
+        if self.casts:  # VectorE does not cast while it copies rows
+            steps[-1].work_ns += sum([s.row_loads.after_ns for s in sums if s.row_loads])
         for step in steps[-halves:]:
             self._evict(step, sums, halves)
         k_tiles = sum([tiles_in(chunk.size, PARTITIONS) for chunk in chunks])
