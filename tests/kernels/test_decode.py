@@ -16,7 +16,7 @@ from tolerances import assert_close_to_oracle
 from neuronmm_ops.compress.rank import aligned_rank
 from neuronmm_ops.kernels.planner import search
 from neuronmm_ops.kernels.planner.problem import Plan, Problem, mlp_matrices, qkv_matrices
-from neuronmm_ops.kernels.stages import chunks, decode, tiling
+from neuronmm_ops.kernels.stages import chunks, decode, sums, tiling, weights
 from neuronmm_ops.kernels.svd_mlp.decode import svd_mlp_decode
 from neuronmm_ops.kernels.svd_qkv.decode import svd_qkv_decode
 from neuronmm_ops.kernels.xuv.decode import xuv_decode
@@ -280,7 +280,7 @@ def test_transposes_on_trn1(M: int) -> None:
 def test_strict_front_end() -> None:
     for kernel in KERNELS.values():
         assert lint(kernel) == []
-    for module in (decode, chunks, tiling):
+    for module in (decode, sums, weights, chunks, tiling):
         members = [m for _, m in inspect.getmembers(module) if inspect.getmodule(m) is module]
         for member in members:
             methods = inspect.getmembers(member, inspect.isfunction)

@@ -6,10 +6,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 
-from neuronmm_ops.kernels.planner.decode import Blocks, DecodeCosts, Stages
+from neuronmm_ops.kernels.planner.decode import Blocks, Stages
+from neuronmm_ops.kernels.planner.decode_costs import DecodeCosts
 from neuronmm_ops.kernels.planner.problem import Block, Plan
 from neuronmm_ops.kernels.stages.tiling import EDGE_TILE_BYTES, OUTPUT_UNIT, PARTITIONS, tiles_in
 
+DMA_CASTS = (0, 4, 8, 16)
+"""Values of `dma_cast` worth a look."""
 KEPT = 8
 """Plans that are returned, best first."""
 
@@ -35,6 +38,8 @@ def best_plans(
     for tile_bytes in (16384, EDGE_TILE_BYTES, 512):
         best: Blocks = {"k_chunk": 1024, "block": least, "last_block": least, **first}
         best["tile_bytes"] = tile_bytes
+        if costs.casts:
+            best["dma_cast"] = 0
         found: dict[tuple[tuple[str, Block], ...], Plan] = {}
         shared = _choices(costs, tile_bytes)
         for values in [*choices, *shared, *shared]:
@@ -71,7 +76,10 @@ def _choices(costs: DecodeCosts, limit: int) -> list[list[Blocks]]:
     even_chunks = [even(costs.own(costs.problem.K), most) for most in usual[1:]]
     chunks: list[Blocks] = [{"k_chunk": size} for size in sorted({*usual, *even_chunks})]
     tiles = [size for size in (16384, 8192, EDGE_TILE_BYTES) if size <= limit]
-    return [chunks, pairs, [{"tile_bytes": size} for size in tiles]]
+    casts: list[list[Blocks]] = (
+        [[{"dma_cast": every} for every in DMA_CASTS]] if costs.casts else []
+    )
+    return [chunks, pairs, [{"tile_bytes": size} for size in tiles], *casts]
 
 
 def _plan(costs: DecodeCosts, run: Callable[[Stages], None], blocks: Blocks, core: int = 0) -> Plan:

@@ -219,6 +219,13 @@ def cast_shares(columns: int, generation: int) -> list[Span]:
     return found
 
 
+def cast_by_dma(seen: int, tiles: int, every: int) -> int:
+    """How many of `tiles` K tiles after `seen` others a DMA casts: each `every`-th; 0: none."""
+    if every == 0:
+        return 0
+    return tiles_in(seen + tiles, every) - tiles_in(seen, every)
+
+
 class GroupSpan(NKIObject):
     """Columns [start, start + size) of a PE column group, or of `count` neighbours from it on."""
 

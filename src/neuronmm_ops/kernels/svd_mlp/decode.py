@@ -4,16 +4,10 @@ from __future__ import annotations
 
 from neuronmm_ops.kernels.shim import NkiTensor, jit, nisa, nl
 from neuronmm_ops.kernels.stages.chunks import KChunk, chunks_of
-from neuronmm_ops.kernels.stages.decode import (
-    Sums,
-    Weight,
-    contract,
-    lanes_for,
-    own,
-    project,
-    write_block,
-)
+from neuronmm_ops.kernels.stages.decode import contract, own, project, write_block
+from neuronmm_ops.kernels.stages.sums import Sums
 from neuronmm_ops.kernels.stages.tiling import PARTITIONS, Span, output_blocks, spans
+from neuronmm_ops.kernels.stages.weights import Weight, check_one_dtype, lanes_for
 from neuronmm_ops.kernels.svd_mlp.prefill import check_factors, function_of, load_table
 
 
@@ -41,6 +35,7 @@ def svd_mlp_decode(
     last_block: int = 1024,
     tile_bytes: int = 16384,
     spill: bool = True,
+    dma_cast: int = 0,
 ) -> NkiTensor:
     """out = down(act(gate(x)) * up(x)) for up to 128 tokens, every byte of a factor loaded once.
 
@@ -71,6 +66,8 @@ def svd_mlp_decode(
         last_block: columns of the last block.
         tile_bytes: bytes a partition of a weight tile, more where one row is longer.
         spill: act(gate) * up goes through HBM instead of staying in SBUF.
+        dma_cast: of weights that are cast, the DMA casts each so-manieth K tile, from the first on,
+            and engines the others; 0: engines all.
 
     Returns:
         [M, N] in shared HBM, dtype of x.
@@ -94,12 +91,17 @@ def svd_mlp_decode(
     check_factors(K, [u_gate, v_gate, u_up, v_up, u_down, v_down])
     out_hbm = nl.ndarray((M, v_down.shape[1]), dtype=x.dtype, buffer=nl.shared_hbm)
     load_table(activation)
-    us = [Weight(u_gate, x.dtype, u_gate_scale), Weight(u_up, x.dtype, u_up_scale)]
-    vs = [Weight(v_gate, x.dtype, v_gate_scale), Weight(v_up, x.dtype, v_up_scale)]
-    downs = [Weight(u_down, x.dtype, u_down_scale), Weight(v_down, x.dtype, v_down_scale)]
+    us: list[Weight] = []
+    vs: list[Weight] = []
+    tensors = [u_gate, v_gate, u_up, v_up, u_down, v_down]
+    scales = [u_gate_scale, v_gate_scale, u_up_scale, v_up_scale, u_down_scale, v_down_scale]
+    for n in range(3):
+        us.append(Weight(tensors[2 * n], x.dtype, scales[2 * n], dma_cast))
+        vs.append(Weight(tensors[2 * n + 1], x.dtype, scales[2 * n + 1], dma_cast))
+    check_one_dtype([us[0], vs[0], us[1], vs[1], us[2], vs[2]])
     lanes = lanes_for(us, M)
     x_chunks = chunks_of(x, own(K), 0, k_chunk, x.dtype, None, lanes)
-    low = project(x_chunks, us, rank_block, fuse_gate_up, tile_bytes, M)
+    low = project(x_chunks, us[0:2], rank_block, fuse_gate_up, tile_bytes, M)
     inner = own(v_gate.shape[1])
     h_chunks: list[KChunk] = []
     if spill and inner.size > 0:
@@ -114,11 +116,11 @@ def svd_mlp_decode(
         for columns in spans(inner.start, inner.size, inner_block):
             up, h_sb = gated(low, vs, columns, M, activation, tile_bytes)
             h_chunks.extend(up.chunks(h_sb))
-    d_chunks = project(h_chunks, [downs[0]], rank_block, False, tile_bytes, M)[0]
+    d_chunks = project(h_chunks, [us[2]], rank_block, False, tile_bytes, M)[0]
     blocks = output_blocks(own(v_down.shape[1]), block, last_block)
     for i in range(len(blocks)):
         first, last = i == 0, i + 1 == len(blocks)
-        write_block(out_hbm, d_chunks, downs[1], None, blocks[i], tile_bytes, first, last)
+        write_block(out_hbm, d_chunks, vs[2], None, blocks[i], tile_bytes, first, last)
     return out_hbm
 
 

@@ -8,7 +8,8 @@ from itertools import product
 from typing import NamedTuple
 
 from neuronmm_ops.kernels.planner import decode_search, prefill_search
-from neuronmm_ops.kernels.planner.decode import SCALAR, VECTOR, Blocks, Chunk, Source, Stages
+from neuronmm_ops.kernels.planner.decode import Blocks, Stages
+from neuronmm_ops.kernels.planner.decode_costs import SCALAR, VECTOR, Chunk, Source
 from neuronmm_ops.kernels.planner.decode_search import even, rounded_up
 from neuronmm_ops.kernels.planner.instructions import load_ns
 from neuronmm_ops.kernels.planner.prefill import (

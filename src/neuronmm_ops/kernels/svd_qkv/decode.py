@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from neuronmm_ops.kernels.shim import NkiTensor, jit, nl
 from neuronmm_ops.kernels.stages.chunks import chunks_of
-from neuronmm_ops.kernels.stages.decode import own, plain, project, write_block
+from neuronmm_ops.kernels.stages.decode import own, project, write_block
 from neuronmm_ops.kernels.stages.tiling import PARTITIONS, output_blocks
+from neuronmm_ops.kernels.stages.weights import plain
 from neuronmm_ops.kernels.svd_qkv.prefill import check_factors
 
 

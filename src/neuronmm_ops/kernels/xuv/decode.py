@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from neuronmm_ops.kernels.shim import NkiTensor, jit, nl
 from neuronmm_ops.kernels.stages.chunks import chunks_of
-from neuronmm_ops.kernels.stages.decode import Weight, lanes_for, own, project, write_block
+from neuronmm_ops.kernels.stages.decode import own, project, write_block
 from neuronmm_ops.kernels.stages.tiling import PARTITIONS, check_pair, output_blocks
+from neuronmm_ops.kernels.stages.weights import Weight, check_one_dtype, lanes_for
 
 
 @jit
@@ -21,6 +22,7 @@ def xuv_decode(
     block: int = 1024,
     last_block: int = 1024,
     tile_bytes: int = 16384,
+    dma_cast: int = 0,
 ) -> NkiTensor:
     """out = (x @ u) @ v + bias for up to 128 tokens, every byte of u and v loaded once.
 
@@ -39,6 +41,8 @@ def xuv_decode(
         block: columns of v whose sums are in PSUM together.
         last_block: columns of the last block.
         tile_bytes: bytes a partition of a weight tile, more where one row is longer.
+        dma_cast: of weights that are cast, the DMA casts each so-manieth K tile, from the first on,
+            and engines the others; 0: engines all.
 
     Returns:
         [M, N] in shared HBM, dtype of x.
@@ -60,7 +64,9 @@ def xuv_decode(
     check_pair(K, u.shape[0], u.shape[1], 0)
     check_pair(u.shape[1], v.shape[0], v.shape[1], bias.shape[0] if bias != None else 0)  # noqa: E711
     out_hbm = nl.ndarray((M, v.shape[1]), dtype=x.dtype, buffer=nl.shared_hbm)
-    first_factor, second_factor = Weight(u, x.dtype, u_scale), Weight(v, x.dtype, v_scale)
+    first_factor = Weight(u, x.dtype, u_scale, dma_cast)
+    second_factor = Weight(v, x.dtype, v_scale, dma_cast)
+    check_one_dtype([first_factor, second_factor])
     x_chunks = chunks_of(x, own(K), 0, k_chunk, x.dtype, None, lanes_for([first_factor], M))
     xu_chunks = project(x_chunks, [first_factor], rank_block, False, tile_bytes, M)[0]
     blocks = output_blocks(own(v.shape[1]), block, last_block)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from neuronmm_ops.kernels.shim import NkiTensor, jit, nl
 from neuronmm_ops.kernels.stages.chunks import chunks_of
-from neuronmm_ops.kernels.stages.decode import Weight, again, lanes_for, own, write_block
+from neuronmm_ops.kernels.stages.decode import again, own, write_block
 from neuronmm_ops.kernels.stages.tiling import PARTITIONS, Span, check_pair, output_blocks
+from neuronmm_ops.kernels.stages.weights import Weight, lanes_for
 
 
 @jit
@@ -19,6 +20,7 @@ def xw_decode(
     last_block: int = 1024,
     tile_bytes: int = 16384,
     resident: bool = False,
+    dma_cast: int = 0,
 ) -> NkiTensor:
     """out = x @ w + bias for up to 128 tokens, every byte of w loaded once.
 
@@ -35,6 +37,8 @@ def xw_decode(
         last_block: columns of the last block.
         tile_bytes: bytes a partition of a weight tile, more where one row is longer.
         resident: x^T stays in SBUF; else x is loaded and transposed again for each block.
+        dma_cast: of weights that are cast, the DMA casts each so-manieth K tile, from the first on,
+            and engines the others; 0: engines all.
 
     Returns:
         [M, N] in shared HBM, dtype of x.
@@ -54,7 +58,7 @@ def xw_decode(
     assert M <= PARTITIONS, f"at most {PARTITIONS} tokens, got {M}; use xw"
     check_pair(K, w.shape[0], w.shape[1], bias.shape[0] if bias != None else 0)  # noqa: E711
     out_hbm = nl.ndarray((M, w.shape[1]), dtype=x.dtype, buffer=nl.shared_hbm)
-    weight = Weight(w, x.dtype, w_scale)
+    weight = Weight(w, x.dtype, w_scale, dma_cast)
     chunks = chunks_of(x, Span(0, K), 0, k_chunk, x.dtype, None, lanes_for([weight], M))
     blocks = output_blocks(own(w.shape[1]), block, last_block)
     for i in range(len(blocks)):

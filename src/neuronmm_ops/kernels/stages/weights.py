@@ -1,0 +1,75 @@
+"""Weights of the decode kernels, of the dtype of the activations or in one byte with a scale."""
+
+from __future__ import annotations
+
+from neuronmm_ops.kernels.shim import NkiTensor, nisa, nl
+from neuronmm_ops.kernels.stages.chunks import generation, itemsize
+from neuronmm_ops.kernels.stages.tiling import cast_shares, lanes_of
+
+
+class Weight(nl.NKIObject):
+    """A weight in HBM.
+
+    Args:
+        hbm: [K, N], of the dtype of the activations, or of one byte: float8_e4m3fn (legacy
+            float8_e4m3, whose bits are the same up to 240, before gen4) or int8.
+        dtype: of the activations.
+        scale: fp32 [N], a factor of each column of a weight in one byte, else None.
+        dma_cast: of weights that are cast, the DMA casts each so-manieth K tile; 0: none.
+    """
+
+    def __init__(
+        self, hbm: NkiTensor, dtype: nl.DType, scale: NkiTensor | None, dma_cast: int = 0
+    ) -> None:
+        columns = hbm.shape[1]
+        if scale == None:  # noqa: E711 - strict NKI has no `is`
+            assert hbm.dtype == dtype, (
+                f"a weight without a scale must have the dtype of x, {dtype}; got {hbm.dtype}"
+            )
+        else:
+            assert itemsize(hbm.dtype) == 1, f"a scale is for one-byte weights, got {hbm.dtype}"
+            assert scale.shape[0] == columns, f"scale must be [{columns}], got [{scale.shape[0]}]"
+        if hbm.dtype == nl.float8_e4m3fn and generation() < 4:
+            hbm = hbm.view(nl.float8_e4m3)
+        self.hbm = hbm
+        self.dtype = dtype
+        self.scale = scale
+        # TensorE takes fp8 beside 16-bit activations; what else differs is cast on the way there
+        self.dma_cast = dma_cast
+        self.casts = hbm.dtype != dtype and (dtype == nl.float32 or hbm.dtype == nl.int8)
+
+
+def plain(tensors: list[NkiTensor]) -> list[Weight]:
+    """Weights of the dtype of the activations."""
+    found: list[Weight] = []
+    for tensor in tensors:
+        found.append(Weight(tensor, tensor.dtype, None))
+    return found
+
+
+def check_one_dtype(weights: list[Weight]) -> None:
+    """Check that factors have one dtype: what one product makes the next one contracts."""
+    for w in weights:
+        assert w.hbm.dtype == weights[0].hbm.dtype, (
+            f"all factors must have one dtype; got {weights[0].hbm.dtype} and {w.hbm.dtype}"
+        )
+
+
+def lanes_for(weights: list[Weight], M: int) -> int:
+    """Columns of the transposes of what is multiplied by weights; as `KChunk`."""
+    return lanes_of(M, generation()) if weights[0].scale != None else 0  # noqa: E711
+
+
+def cast(tile_sb: NkiTensor, dtype: nl.DType) -> NkiTensor:
+    """A weight tile [k, columns] in another dtype: the engines that read SBUF share the columns."""
+    cast_sb = nl.ndarray(tile_sb.shape, dtype=dtype)
+    shares = cast_shares(tile_sb.shape[1], generation())
+    for i in range(len(shares)):
+        columns = nl.ds(shares[i].start, shares[i].size)
+        if i == 0:
+            nisa.activation(cast_sb[:, columns], nl.copy, tile_sb[:, columns])
+        elif i == 1:
+            nisa.tensor_copy(cast_sb[:, columns], tile_sb[:, columns], engine=nisa.gpsimd_engine)
+        else:
+            nisa.tensor_copy(cast_sb[:, columns], tile_sb[:, columns], engine=nisa.vector_engine)
+    return cast_sb
