@@ -93,12 +93,19 @@ def accumulate(stationary: Any, moving: Any, group: Group, tail: int = 1) -> lis
         for i in range(len(rows)):
             for j in range(len(columns)):
                 for k in range(part.size):
-                    nisa.nc_matmul(
-                        sums_psum[i][j],
-                        stationary_sb[k][:, nl.ds(rows[i].start, rows[i].size)],
-                        moving_sb[k][:, nl.ds(columns[j].start, columns[j].size)],
-                        accumulate=part.start + k > 0,
-                    )
+                    a, b, adds = stationary_sb[k], moving_sb[k], part.start + k > 0
+                    left = nl.ds(rows[i].start, rows[i].size)
+                    right = nl.ds(columns[j].start, columns[j].size)
+                    if len(a.shape) == 3:
+                        nisa.nc_matmul(
+                            sums_psum[i][j],
+                            a[:, :, left],
+                            b[:, :, right],
+                            accumulate=adds,
+                            perf_mode=nisa.matmul_perf_mode.double_row,
+                        )
+                    else:
+                        nisa.nc_matmul(sums_psum[i][j], a[:, left], b[:, right], accumulate=adds)
     return sums_psum
 
 
