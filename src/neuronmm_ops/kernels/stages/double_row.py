@@ -28,7 +28,6 @@ from neuronmm_ops.kernels.stages.tiling import (
     DOUBLED_TOKENS,
     PARTITIONS,
     ROUNDED_AHEAD,
-    SQUARES,
     TAIL_TILES,
     Group,
     Span,
@@ -60,12 +59,10 @@ class Rounding(nl.NKIObject):
 
     def settle(self) -> None:
         """Go on with what waits; called after each group of products, which hides it."""
-        if len(self.waiting) == 0:
-            return
-        first = self.waiting[0]
-        first.go_on()
-        if first.done():
+        while len(self.waiting) > 0 and self.waiting[0].done():
             self.waiting = self.waiting[1:]
+        if len(self.waiting) > 0:
+            self.waiting[0].go_on()
 
 
 class Rounded(nl.NKIObject):
@@ -76,13 +73,17 @@ class Rounded(nl.NKIObject):
         source: the activations, tile by tile in SBUF: an Operand or an object with its methods.
         before: the activations that these were made of, whose scales are still on them, or None.
         assisted: GpSimdE rounds them, too: with 1 every other unit, with 2 all.
+        squares: tiles of squares that it adds up before TensorE does.
     """
 
-    def __init__(self, shared: Rounding, source: Any, before: Any, assisted: int = 0) -> None:
+    def __init__(
+        self, shared: Rounding, source: Any, before: Any, assisted: int = 0, squares: int = 1
+    ) -> None:
         self.shared = shared
         self.source = source
         self.before: Any = before
         self.assisted = assisted
+        self.squares = squares
         self.size = source.size
         self.width = source.width
         self.count = units_in(source.size)
@@ -101,10 +102,10 @@ class Rounded(nl.NKIObject):
         square_sb = nl.ndarray(tile_sb.shape, dtype=nl.bfloat16)
         mean = 1.0 / self.size
         nisa.tensor_scalar(square_sb, tile_sb, nl.square, None, op1=nl.multiply, operand1=mean)
-        if k % SQUARES == 0:
+        if k % self.squares == 0:
             self.squares_sb.append(square_sb)
         else:
-            sum_sb = self.squares_sb[k // SQUARES][: tile_sb.shape[0], :]
+            sum_sb = self.squares_sb[k // self.squares][: tile_sb.shape[0], :]
             nisa.tensor_tensor(sum_sb, sum_sb, square_sb, nl.add, engine=nisa.engine.gpsimd)
         if k + 1 == tiles_in(self.size, PARTITIONS):
             self.shared.waiting.append(self)
@@ -113,6 +114,10 @@ class Rounded(nl.NKIObject):
         """Take the squares of all tiles of a source that comes from HBM."""
         for k in range(self.source.count):
             self.add(k, self.source.tile(k))
+
+    def finish(self) -> None:
+        """Round all of it now."""
+        self.tile(self.count - 1)
 
     def done(self) -> bool:
         """Whether all is rounded."""
@@ -142,6 +147,7 @@ class Rounded(nl.NKIObject):
         if self.assisted > 0:
             self.scale_sb.append(nl.ndarray(scale_psum.shape, dtype=nl.bfloat16))
             nisa.tensor_copy(self.scale_sb[0], scale_psum)
+        self.round()
         total_sb = nl.ndarray(scale_psum.shape, dtype=nl.bfloat16)
         if self.before == None:  # noqa: E711
             nisa.tensor_copy(total_sb, scale_psum)
@@ -199,9 +205,16 @@ def rounded_rows(shared: Rounding, x_hbm: NkiTensor, t: Span, layout: str) -> li
     found: list[Rounded] = []
     for own in spans(t.start, t.size, DOUBLED_TOKENS):
         source = Operand(x_hbm, Span(0, K), own, tiles_in(K, PARTITIONS), layout)
-        found.append(Rounded(shared, source, None))
+        found.append(Rounded(shared, source, None, 0, 2))
     found[0].load()
     return found
+
+
+def load_next(xs: list[Rounded], c: int) -> None:
+    """Round x's tokens `c`, then load those after them, which are rounded between products."""
+    xs[c].finish()
+    if c + 1 < len(xs):
+        xs[c + 1].load()
 
 
 def project_rounded(
@@ -219,16 +232,15 @@ def project_rounded(
     """
     found: list[Rounded] = []
     for x in xs:
-        found.append(Rounded(shared, in_sbuf(new_tiles(w.width, x.width, dtype), w.width), x))
+        found.append(Rounded(shared, in_sbuf(new_tiles(w.width, x.width, dtype), w.width), x, 0, 4))
     for b in spans(0, w.width, block):
         w_block = w.paired(b)
         for c in range(len(xs)):
-            if loads and b.start == 0 and c + 1 < len(xs):
-                xs[c + 1].load()
+            if loads and b.start == 0:
+                load_next(xs, c)
             for rows in spans(0, b.size, DOUBLED_BANKS * PARTITIONS):
                 group = Group(rows, Span(0, xs[c].width))
-                sums_psum = accumulate(w_block, xs[c], group)
-                shared.settle()
+                sums_psum = accumulate(w_block, xs[c], group, 1, shared)
                 for i in range(len(sums_psum)):
                     k = (b.start + rows.start) // PARTITIONS + i
                     tile_sb = found[c].source.tile(k)
@@ -271,14 +283,13 @@ def write_rounded(
         bias_sb = load_row(bias_hbm, b, partitions) if bias_hbm != None else None  # noqa: E711
         scale_sb = w.row_scale(b, partitions)
         for c in range(len(xs)):
-            if loads and b.start == 0 and c + 1 < len(xs):
-                xs[c + 1].load()
+            if loads and b.start == 0:
+                load_next(xs, c)
             results_sb: Tiles = []
             for group in natural_groups(xs[c].width, b.size, token_tiles, DOUBLED_BANKS):
                 if group.columns.start == 0:
                     results_sb = new_tiles(group.rows.size, b.size, out_hbm.dtype)
-                sums_psum = accumulate(xs[c], w_block, group, TAIL_TILES)
-                shared.settle()
+                sums_psum = accumulate(xs[c], w_block, group, TAIL_TILES, shared)
                 if c == len(columns_sb):
                     columns_sb.append(xs[c].inverse_columns())
                 for i in range(len(sums_psum)):

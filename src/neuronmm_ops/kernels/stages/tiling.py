@@ -112,6 +112,8 @@ DOUBLED_FEATURES = 57600
 """Most features of a token that cannot exceed 240 once it is scaled."""
 SQUARES = 8
 """Tiles of squares that are summed before TensorE sums over partitions."""
+SETTLED_MATMULS = 24
+"""Matmuls after which what was evicted before them has been squared and added up."""
 ROUNDED_AHEAD = 2
 """Units of the contraction that are rounded after each group of products."""
 

@@ -7,13 +7,14 @@ from typing import Any
 from neuronmm_ops.kernels.shim import nisa, nl
 from neuronmm_ops.kernels.stages.double_row import Rounded, Rounding
 from neuronmm_ops.kernels.stages.hidden import Hidden, function_of
-from neuronmm_ops.kernels.stages.operands import Tiles, Weight
+from neuronmm_ops.kernels.stages.operands import Tiles, Weight, evict
 from neuronmm_ops.kernels.stages.prefill import accumulate
 from neuronmm_ops.kernels.stages.tiling import (
     DOUBLED_BANKS,
     DOUBLED_TOKENS,
     HIDDEN_TILES,
     PARTITIONS,
+    SQUARES,
     TAIL_TILES,
     Group,
     Span,
@@ -48,35 +49,46 @@ def gated_rounded(
     for c in range(len(gates)):
         first = c * spill * HIDDEN_TILES * DOUBLED_TOKENS
         hidden = Hidden(dtype, scratch_hbm, size, gates[c].width, spill, 0, first)
-        # VectorE has time for the last tokens alone: products of later ones take it before
-        found.append(Rounded(shared, hidden, ups[c], 1 if c + 1 == len(gates) else 2))
+        found.append(Rounded(shared, hidden, ups[c], 1, SQUARES))
     inverses_sb: Tiles = []
+    made: list[list[Any]] = []
     for b in spans(0, size, block):
         gate, up = factors[0].paired(b), factors[1].paired(b)
         for c in range(len(found)):
+            if c == len(inverses_sb):
+                gates[c].finish()
+                ups[c].finish()
+                inverses_sb.append(gates[c].inverse())
             for rows in spans(0, b.size, DOUBLED_BANKS * PARTITIONS):
                 group = Group(rows, Span(0, gates[c].width))
                 first = (b.start + rows.start) // PARTITIONS
-                gate_psum = accumulate(gate, gates[c], group, TAIL_TILES)
-                shared.settle()
-                if c == len(inverses_sb):
-                    inverses_sb.append(gates[c].inverse())
+                gate_psum = accumulate(gate, gates[c], group, TAIL_TILES, shared)
                 acts_sb: Tiles = []
                 for i in range(len(gate_psum)):
-                    act_sb = nl.ndarray(gate_psum[i][0].shape, dtype=nl.float32)
-                    inverse_sb = inverses_sb[c][: act_sb.shape[0], :]
-                    nisa.tensor_tensor(act_sb, gate_psum[i][0], inverse_sb, nl.multiply)
+                    shape = gate_psum[i][0].shape
+                    gate_sb = nl.ndarray(shape, dtype=nl.float32)
+                    inverse_sb = inverses_sb[c][: shape[0], :]
+                    nisa.tensor_tensor(gate_sb, gate_psum[i][0], inverse_sb, nl.multiply)
+                    act_sb = nl.ndarray(shape, dtype=dtype)
                     scale_sb = factors[0].column_scale(first + i)
-                    nisa.activation(act_sb, function_of(activation), act_sb, scale=scale_sb)
+                    nisa.activation(act_sb, function_of(activation), gate_sb, scale=scale_sb)
                     acts_sb.append(act_sb)
-                for i in range(len(acts_sb)):
-                    scale_sb = factors[1].column_scale(first + i)
-                    nisa.activation(acts_sb[i], nl.copy, acts_sb[i], scale=scale_sb)
-                up_psum = accumulate(up, ups[c], group, TAIL_TILES)
-                shared.settle()
+                add_squares(made)
+                made = []
+                up_psum = accumulate(up, ups[c], group, TAIL_TILES, shared)
                 for i in range(len(up_psum)):
+                    up_sb = nl.ndarray(up_psum[i][0].shape, dtype=dtype)
+                    evict(up_sb, up_psum[i][0], 0, 1, factors[1].column_scale(first + i))
                     slot_sb = found[c].source.slot(first + i)
-                    nisa.tensor_tensor(slot_sb, up_psum[i][0], acts_sb[i], nl.multiply)
+                    gpsimd = nisa.engine.gpsimd
+                    nisa.tensor_tensor(slot_sb, acts_sb[i], up_sb, nl.multiply, engine=gpsimd)
                     found[c].source.store(first + i)
-                    found[c].add(first + i, slot_sb)
+                    made.append([found[c], first + i, slot_sb])
+    add_squares(made)
     return found
+
+
+def add_squares(made: list[list[Any]]) -> None:
+    """Take the squares of tiles made before: when VectorE need not wait for them."""
+    for tile in made:
+        tile[0].add(tile[1], tile[2])
