@@ -158,8 +158,12 @@ class Doubled:
             step.tail_ns = step.work_ns / max(1, units_in(K))
 
     def weights(self, step: Step, K: int, columns: int, groups: int, queue: str) -> None:
-        """Let a step load a block of weights; used by one group, each tile passes."""
-        self._load(step, self.costs.weights(K, columns, groups, queue, 2 * TAIL_TILES), K)
+        """Let a step load a block of weights, a unit a time; used by one group, each passes."""
+        c, count = self.costs, units_in(K)
+        found = c.weights(K, columns, groups, queue, 2 * TAIL_TILES)
+        head = min(found.ns, 2 * found.head_ns)
+        fewer = found._replace(head_ns=head, instructions=count, transfers=count)
+        self._load(step, fewer, K)
 
     def take_x(self, K: int, tokens: int, *, first: bool, hidden: bool) -> Step:
         """x of a part arrives and is squared; the first part's is waited for."""
@@ -296,14 +300,11 @@ class Doubled:
         last.instructions += self.rounding_instructions(inner, assisted=True) + len(self.parts)
         vector, gpsimd = self.rounding_columns(inner, assisted=True)
         hidden = tiles_in(inner, PARTITIONS) * self.width
-        gpsimd += hidden * (1 if c.item == 2 else 2)
-        self.crowded(program, vector + hidden, gpsimd, 2 * hidden)
+        self.crowded(program, vector + 2 * hidden, gpsimd, 2 * hidden)
         return program
 
-    def reload(self, spill: int) -> Program:
-        """What of the hidden block went through HBM comes back."""
-        program = Program()
-        program.again(0)
+    def reload(self, program: Program, spill: int) -> None:
+        """Before a stage, what of the hidden block went through HBM comes back."""
         step = Step(0.0)
         for tokens in self.parts:
             size = HIDDEN_TILES * tokens * self.costs.item
@@ -311,8 +312,7 @@ class Doubled:
             moved = spill * size * PARTITIONS
             self._load(step, Loads(ns, 0.0, 0.0, 0, 0, 0, moved, spill, spill, "h"))
         step.tail_ns = 0.0
-        program.add(step)
-        return program
+        program.sections.insert(0, ([step], 1))
 
     def lag_ns(self, squares: int) -> float:
         """What products wait for activations made just before; parts hide each other's."""

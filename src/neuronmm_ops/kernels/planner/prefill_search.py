@@ -55,8 +55,8 @@ class Prefill(ABC):
     def stages(self, width: int, arguments: Arguments) -> list[Program]:
         """The kernel for a block of `width` tokens."""
 
-    def doubled(self, width: int, arguments: Arguments) -> tuple[list[Program], int]:
-        """The kernel with `double_row`, and SBUF of activations that its steps do not count."""
+    def doubled(self, width: int, arguments: Arguments) -> list[Program]:
+        """The kernel with `double_row`."""
         raise NotImplementedError
 
     def doubled_choices(self, token_block: int, width: int) -> Iterable[Arguments]:
@@ -102,17 +102,14 @@ class Prefill(ABC):
             for size, times in ((width, tokens // width), (tokens % width, 1)):
                 if size == 0 or times == 0:
                     continue
-                held = 0
-                if double_row:
-                    programs, held = self.doubled(size, arguments)
-                else:
-                    programs = self.stages(size, arguments)
-                timeline.room = self.room - held
+                stages = self.doubled if double_row else self.stages
+                programs = stages(size, arguments)
+                timeline.room = self.room - max([program.held for program in programs])
                 hbm_bytes += times * sum([p.total("hbm_bytes") for p in programs])
                 copies = 1 if device_loop and looped_tokens(tokens, size) else times
                 issued += copies * sum([p.total("instructions") for p in programs])
                 if core == 0:
-                    sbuf_bytes = max(sbuf_bytes, sbuf_peak(programs) + held)
+                    sbuf_bytes = max(sbuf_bytes, sbuf_peak(programs))
                     if sbuf_bytes > self.room:
                         return None
                     timeline.repeat(programs, times)

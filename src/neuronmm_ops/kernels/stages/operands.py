@@ -248,15 +248,16 @@ class PairedWeight(nl.NKIObject):
         """A unit from HBM."""
         size = self.source_hbm.shape[0]
         tiles = unit_tiles(size, unit)
-        rows = min(PARTITIONS, size - tiles.start * PARTITIONS)
-        width, dtype = self.columns.size, self.source_hbm.dtype
-        shape = (rows, width) if tiles.size == 1 else (rows, tiles.size, width)
-        tile_sb = nl.ndarray(shape, dtype=dtype)
-        for n in range(tiles.size):
-            part_sb = tile_sb if tiles.size == 1 else tile_sb[:, n, :]
-            own = nl.ds((tiles.start + n) * PARTITIONS, rows)
-            source = self.source_hbm[own, nl.ds(self.columns.start, width)]
-            nisa.dma_copy(part_sb, source, dge_mode=nisa.dge_mode.none)
+        first = tiles.start * PARTITIONS
+        rows = min(PARTITIONS, size - first)
+        columns = nl.ds(self.columns.start, self.columns.size)
+        source = self.source_hbm[nl.ds(first, tiles.size * rows), columns]
+        shape = (rows, self.columns.size)
+        if tiles.size == 2:
+            shape = (rows, 2, self.columns.size)
+            source = source.reshape_dim(0, (2, rows)).permute((1, 0, 2))
+        tile_sb = nl.ndarray(shape, dtype=self.source_hbm.dtype)
+        nisa.dma_copy(tile_sb, source, dge_mode=nisa.dge_mode.none)
         return tile_sb
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from neuronmm_ops.kernels.shim import nisa, nl
 from neuronmm_ops.kernels.stages.double_row import Rounded, Rounding
 from neuronmm_ops.kernels.stages.hidden import Hidden, function_of
-from neuronmm_ops.kernels.stages.operands import Tiles, Weight, evict
+from neuronmm_ops.kernels.stages.operands import Tiles, Weight
 from neuronmm_ops.kernels.stages.prefill import accumulate
 from neuronmm_ops.kernels.stages.tiling import (
     DOUBLED_BANKS,
@@ -69,19 +69,19 @@ def gated_rounded(
                     gate_sb = nl.ndarray(shape, dtype=nl.float32)
                     inverse_sb = inverses_sb[c][: shape[0], :]
                     nisa.tensor_tensor(gate_sb, gate_psum[i][0], inverse_sb, nl.multiply)
-                    act_sb = nl.ndarray(shape, dtype=dtype)
+                    act_sb = nl.ndarray(shape, dtype=nl.float32)
                     scale_sb = factors[0].column_scale(first + i)
                     nisa.activation(act_sb, function_of(activation), gate_sb, scale=scale_sb)
                     acts_sb.append(act_sb)
+                for i in range(len(acts_sb)):
+                    scale_sb = factors[1].column_scale(first + i)
+                    nisa.activation(acts_sb[i], nl.copy, acts_sb[i], scale=scale_sb)
                 add_squares(made)
                 made = []
                 up_psum = accumulate(up, ups[c], group, TAIL_TILES, shared)
                 for i in range(len(up_psum)):
-                    up_sb = nl.ndarray(up_psum[i][0].shape, dtype=dtype)
-                    evict(up_sb, up_psum[i][0], 0, 1, factors[1].column_scale(first + i))
                     slot_sb = found[c].source.slot(first + i)
-                    gpsimd = nisa.engine.gpsimd
-                    nisa.tensor_tensor(slot_sb, acts_sb[i], up_sb, nl.multiply, engine=gpsimd)
+                    nisa.tensor_tensor(slot_sb, up_psum[i][0], acts_sb[i], nl.multiply)
                     found[c].source.store(first + i)
                     made.append([found[c], first + i, slot_sb])
     add_squares(made)

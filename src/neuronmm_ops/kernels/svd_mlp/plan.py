@@ -19,11 +19,6 @@ from neuronmm_ops.kernels.planner.prefill import (
     project_steps,
     write_steps,
 )
-from neuronmm_ops.kernels.planner.prefill_doubled import (
-    SQUARES_OF_LOW,
-    Doubled,
-    blocks_of,
-)
 from neuronmm_ops.kernels.planner.prefill_search import Arguments
 from neuronmm_ops.kernels.planner.problem import Plan, Problem
 from neuronmm_ops.kernels.planner.timeline import Program, Step, sbuf_peak
@@ -33,13 +28,13 @@ from neuronmm_ops.kernels.stages.tiling import (
     DOUBLED_TOKENS,
     HIDDEN_TILES,
     PARTITIONS,
-    SQUARES,
     SUM_BANKS,
     TAIL_TILES,
     sizes,
     tiles_in,
     transposed_groups,
 )
+from neuronmm_ops.kernels.svd_mlp.plan_doubled import doubled_blocks, doubled_stages
 
 TOKENS = 1024
 """Of a group of PSUM tiles with transposed results."""
@@ -267,66 +262,20 @@ class Prefill(prefill_search.Prefill):
 
     # with rows of fp8 doubled
 
-    def doubled(self, width: int, arguments: Arguments) -> tuple[list[Program], int]:
+    def doubled(self, width: int, arguments: Arguments) -> list[Program]:
         """The kernel with `double_row`."""
-        d, p, a = Doubled(self.costs, width), self.problem, Mlp(*arguments)
-        (gate, up, down), low_lag = p.ranks, d.lag_ns(SQUARES_OF_LOW)
-        programs = [
-            d.project(p.K, gate, "u0", a.u_block, x=True),
-            d.project(p.K, up, "u1", a.u_block),
-            d.gated((gate, up), p.inner, a.v_block, a.spill, low_lag),
-            *([d.reload(a.spill)] if a.spill else []),
-            d.project(p.inner, down, "u2", a.down_block, lag_ns=d.lag_ns(SQUARES)),
-            d.write(down, p.N, "v2", a.out_block, a.token_tiles, lag_ns=low_lag),
-        ]
-        return programs, self._doubled_held(d, a.spill)
-
-    def _doubled_held(self, d: Doubled, spill: int) -> int:
-        """SBUF of activations with so many groups of each part of the hidden block in HBM."""
-        p, item = self.problem, self.problem.itemsize
-        gate, up, down = [d.held(rank, item) + d.held(rank) for rank in p.ranks]
-        spilled = spill * HIDDEN_TILES * d.width
-        hidden = d.held(p.inner, item) - spilled * item
-        squares = d.squares_bytes(p.inner, SQUARES)
-        low = [d.squares_bytes(rank, SQUARES_OF_LOW) for rank in p.ranks]
-        rounded = d.held(p.ranks[0]) + d.held(p.ranks[1])
-        window = 2 * HIDDEN_TILES * min(d.width, BANK_COLUMNS) * (item + 1)
-        held = max(
-            d.held_x(p.K, p.ranks[0]) + low[0],
-            d.held(p.K) + gate + d.held(p.ranks[1], item) + low[0] + low[1],
-            gate + up + low[0] + low[1],
-            (gate + up if len(d.parts) > 1 else rounded) + hidden + squares,
-            hidden + spilled + squares + window,
-            d.held(p.inner) + d.held(p.ranks[2], item) + low[2],
-            down + low[2],
-        )
-        return held + d.constants()
+        a = Mlp(*arguments)
+        blocks = (a.u_block, a.v_block, a.down_block, a.out_block)
+        return doubled_stages(self.costs, width, blocks, a.token_tiles, a.spill)
 
     def doubled_choices(self, token_block: int, width: int) -> Iterator[Mlp]:
         """Blocks of a few groups of PSUM tiles, and as little spilled as fits."""
-        p, tiles = self.problem, tiles_in(self.problem.K, PARTITIONS)
-        out_blocks = sorted({min(b, p.N) for b in (512, 1024, 2048)})
-        sides, downs = (blocks_of(size, 2) for size in (max(p.ranks[:2]), p.ranks[2]))
-        for u, v, down, out in product(sides, blocks_of(p.inner, 4), downs, out_blocks):
-            spill: int | None = 0
-            while spill is not None:
-                a = Mlp(
-                    *(token_block, DOUBLED_TOKENS, tiles, spill, 0),
-                    *(u, v, down, out, TOKEN_TILES, DOUBLED_BANKS),
-                )
-                programs, held = self.doubled(width, a)
-                over = sbuf_peak(programs) + held - self.room
-                if over <= 0:
-                    yield a
-                spill = self._more_spilled(width, spill, over)
-
-    def _more_spilled(self, width: int, spill: int, over: int) -> int | None:
-        """More groups through HBM, where so many bytes do not fit; None if that is all."""
-        most = self.problem.inner // (HIDDEN_TILES * PARTITIONS)
-        if over <= 0 or spill == most:
-            return None
-        size = HIDDEN_TILES * width * (self.problem.itemsize - 1)
-        return min(most, spill + max(1, tiles_in(over, size)))
+        tiles = tiles_in(self.problem.K, PARTITIONS)
+        for blocks, spill in doubled_blocks(self.costs, width, TOKEN_TILES, self.room):
+            yield Mlp(
+                *(token_block, DOUBLED_TOKENS, tiles, spill, 0),
+                *(*blocks, TOKEN_TILES, DOUBLED_BANKS),
+            )
 
     # what to try
 

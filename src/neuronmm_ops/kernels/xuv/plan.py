@@ -101,19 +101,20 @@ class Prefill(prefill_search.Prefill):
             self.costs, width, self.problem.ranks[0], self.problem.N, x, "v", *second
         )
 
-    def doubled(self, width: int, arguments: Arguments) -> tuple[list[Program], int]:
+    def doubled(self, width: int, arguments: Arguments) -> list[Program]:
         """The kernel with `double_row`."""
         d, p, r = Doubled(self.costs, width), self.problem, self.problem.ranks[0]
         first = First._make(arguments[1 : 1 + len(First._fields)])
         second = Second._make(arguments[1 + len(First._fields) :])
-        low = d.held(r, p.itemsize)
-        held = max(d.held_x(p.K, r), low + d.held(r)) + d.squares_bytes(r, SQUARES_OF_LOW)
+        constants = d.constants() + d.squares_bytes(r, SQUARES_OF_LOW)
         lag = d.lag_ns(SQUARES_OF_LOW)
         programs = [
             d.project(p.K, r, "u", first.u_block, x=True),
             d.write(r, p.N, "v", second.v_block, second.token_tiles, lag_ns=lag),
         ]
-        return programs, held + d.constants()
+        programs[0].held = d.held_x(p.K, r) + constants
+        programs[1].held = d.held(r, p.itemsize) + d.held(r) + constants
+        return programs
 
     def doubled_choices(self, token_block: int, width: int) -> Iterator[Arguments]:
         """Blocks of columns of both factors."""

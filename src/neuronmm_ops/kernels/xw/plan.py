@@ -64,11 +64,12 @@ class Prefill(prefill_search.Prefill):
         """The kernel for a block of `width` tokens."""
         return [self.stage(width, Dense(*arguments))]
 
-    def doubled(self, width: int, arguments: Arguments) -> tuple[list[Program], int]:
+    def doubled(self, width: int, arguments: Arguments) -> list[Program]:
         """The kernel with `double_row`."""
         d, p, a = Doubled(self.costs, width), self.problem, Dense(*arguments)
         program = d.write(p.K, p.N, "w", a.block, a.token_tiles, x=True)
-        return [program], d.held_x(p.K, 0) + d.constants()
+        program.held = d.held_x(p.K, 0) + d.constants()
+        return [program]
 
     def doubled_choices(self, token_block: int, width: int) -> Iterator[Dense]:
         """Each block of columns with a few groups of tokens."""
