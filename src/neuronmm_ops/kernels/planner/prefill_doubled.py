@@ -22,6 +22,7 @@ from neuronmm_ops.kernels.stages.tiling import (
     DOUBLED_TOKENS,
     HIDDEN_TILES,
     PARTITIONS,
+    SQUARES_OF_X,
     TAIL_TILES,
     natural_groups,
     sizes,
@@ -29,8 +30,6 @@ from neuronmm_ops.kernels.stages.tiling import (
     units_in,
 )
 
-SQUARES_OF_X = 2
-SQUARES_OF_LOW = 4
 CROWDED = 6
 """Exponent of the norm of engines' busy times that a stage takes (fit: on random problems)."""
 
@@ -110,12 +109,14 @@ class Doubled:
         return tiles_in(size, PARTITIONS) * self.width * item
 
     def held_x(self, size: int, made: int) -> int:
-        """SBUF where x is rounded and `made` features are made of it."""
-        part = tiles_in(size, PARTITIONS) * self.parts[0] * self.costs.item
-        later = part if len(self.parts) > 1 else 0
-        squares = self.squares_bytes(size, SQUARES_OF_X)
-        made = self.held(made, self.costs.item)
-        return self.held(size) + max(part, later + made) + squares
+        """SBUF where x is rounded, part by part, and `made` features are made of it."""
+        item, tiles = self.costs.item, tiles_in(size, PARTITIONS)
+        natural = (tiles * item + 4 * (item + 1)) * self.parts[0]
+        before = tiles * (self.width - self.parts[0])
+        result = self.held(made, item)
+        later = before + natural + result if before else 0
+        squares = self.squares_bytes(size, SQUARES_OF_X) // len(self.parts)
+        return max(natural, later, self.held(size) + result) + squares
 
     def constants(self) -> int:
         """SBUF of the ones, and of what a part's scales and intermediates take at most."""

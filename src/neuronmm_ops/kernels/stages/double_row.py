@@ -28,6 +28,8 @@ from neuronmm_ops.kernels.stages.tiling import (
     DOUBLED_TOKENS,
     PARTITIONS,
     ROUNDED_AHEAD,
+    SQUARES_OF_LOW,
+    SQUARES_OF_X,
     TAIL_TILES,
     Group,
     Span,
@@ -77,7 +79,7 @@ class Rounded(nl.NKIObject):
     """
 
     def __init__(
-        self, shared: Rounding, source: Any, before: Any, assisted: int = 0, squares: int = 1
+        self, shared: Rounding, source: Any, before: Any, assisted: int, squares: int
     ) -> None:
         self.shared = shared
         self.source = source
@@ -205,7 +207,7 @@ def rounded_rows(shared: Rounding, x_hbm: NkiTensor, t: Span, layout: str) -> li
     found: list[Rounded] = []
     for own in spans(t.start, t.size, DOUBLED_TOKENS):
         source = Operand(x_hbm, Span(0, K), own, tiles_in(K, PARTITIONS), layout)
-        found.append(Rounded(shared, source, None, 0, 2))
+        found.append(Rounded(shared, source, None, 0, SQUARES_OF_X))
     found[0].load()
     return found
 
@@ -232,7 +234,8 @@ def project_rounded(
     """
     found: list[Rounded] = []
     for x in xs:
-        found.append(Rounded(shared, in_sbuf(new_tiles(w.width, x.width, dtype), w.width), x, 0, 4))
+        source = in_sbuf(new_tiles(w.width, x.width, dtype), w.width)
+        found.append(Rounded(shared, source, x, 0, SQUARES_OF_LOW))
     for b in spans(0, w.width, block):
         w_block = w.paired(b)
         for c in range(len(xs)):

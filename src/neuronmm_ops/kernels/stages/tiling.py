@@ -111,7 +111,11 @@ DOUBLED_BANKS = 5
 DOUBLED_FEATURES = 57600
 """Most features of a token that cannot exceed 240 once it is scaled."""
 SQUARES = 8
-"""Tiles of squares that are summed before TensorE sums over partitions."""
+"""Tiles of squares of the hidden block that are summed before TensorE sums over partitions."""
+SQUARES_OF_LOW = 4
+"""The same of low-rank intermediates."""
+SQUARES_OF_X = 2
+"""The same of x, which is waited for."""
 SETTLED_MATMULS = 24
 """Matmuls after which what was evicted before them has been squared and added up."""
 ROUNDED_AHEAD = 2

@@ -6,13 +6,14 @@ from collections.abc import Iterator
 from itertools import product
 
 from neuronmm_ops.kernels.planner.prefill import PrefillCosts
-from neuronmm_ops.kernels.planner.prefill_doubled import SQUARES_OF_LOW, Doubled, blocks_of
+from neuronmm_ops.kernels.planner.prefill_doubled import Doubled, blocks_of
 from neuronmm_ops.kernels.planner.timeline import Program, sbuf_peak
 from neuronmm_ops.kernels.stages.tiling import (
     BANK_COLUMNS,
     HIDDEN_TILES,
     PARTITIONS,
     SQUARES,
+    SQUARES_OF_LOW,
     tiles_in,
 )
 

@@ -11,7 +11,6 @@ from neuronmm_ops.kernels.planner import decode_search, prefill_search
 from neuronmm_ops.kernels.planner.decode import Blocks, Stages
 from neuronmm_ops.kernels.planner.prefill import Moving, in_sbuf, project_steps, write_steps
 from neuronmm_ops.kernels.planner.prefill_doubled import (
-    SQUARES_OF_LOW,
     Doubled,
     blocks_of,
 )
@@ -24,6 +23,7 @@ from neuronmm_ops.kernels.stages.tiling import (
     DOUBLED_TOKENS,
     PARTITIONS,
     PSUM_BANKS,
+    SQUARES_OF_LOW,
     tiles_in,
 )
 
