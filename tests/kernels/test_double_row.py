@@ -37,9 +37,10 @@ def check(case: Case) -> None:
     """Compare with fp64 products of activations that are rounded in the same places.
 
     Sums in another order move an activation by an ulp of x's dtype, and with it, rarely, over a
-    boundary of e4m3, whose steps are 2^-3 of a value at most. So most tokens are as near as without
-    rounding, and those with such activations as near as a few steps leave them: of n activations
-    one step is 2^-3 / sqrt(n) of the result, here 2^-4 for at least 4 steps.
+    boundary of e4m3, whose steps are 2^-3 of a value at most: so much a token may be off, whose
+    result may be of one activation. Most have none and are as near as without rounding, and all
+    together are off by 2^-6: with 2^-8 of the steps crossed by an ulp of bfloat16, half of
+    2^-3 * sqrt(2^-8). Rounding itself is an error of 2^-5.
     """
     given = drawn(case)
     actual = run(case, given).outputs.double()
@@ -53,7 +54,7 @@ def check(case: Case) -> None:
     assert near.double().mean() >= 0.75
     norms = (actual - oracle).norm(dim=1)
     assert bool((norms <= 2**-3 * oracle.norm(dim=1) + 1e-30).all())
-    assert float(norms.square().sum()) <= 2**-8 * float(oracle.square().sum()) + 1e-30
+    assert float(norms.square().sum()) <= 2**-12 * float(oracle.square().sum()) + 1e-30
 
 
 @st.composite

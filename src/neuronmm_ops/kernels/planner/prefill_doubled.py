@@ -326,5 +326,5 @@ def blocks_of(size: int, most: int) -> list[int]:
     """Columns of a weight that are loaded together: up to so many groups of PSUM tiles."""
     group = DOUBLED_BANKS * PARTITIONS
     whole = tiles_in(size, PARTITIONS) * PARTITIONS
-    counts = [groups for groups in (1, 2, 4) if groups <= most]
-    return sorted({min(groups * group, whole) for groups in counts})
+    found = [groups * group for groups in (1, 2, 4) if groups <= most]
+    return sorted({min(block, whole) for block in found})

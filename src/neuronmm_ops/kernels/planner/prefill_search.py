@@ -22,6 +22,8 @@ T = TypeVar("T")
 Arguments = tuple[int, ...]
 SMALL_WIDTHS = (256, 128, 64, 32, 16)
 """Tokens of a block where none of `Prefill.widths` fits."""
+DOUBLED_SHARE = 0.95
+"""Of the time of other plans, at most, from which activations are rounded to fp8."""
 AHEAD_BYTES = 16384
 """SBUF per partition that is left to loads ahead where x does not stay whole."""
 
@@ -77,7 +79,9 @@ class Prefill(ABC):
             if self.doubles_rows:
                 tried = [a for b in blocks for a in self.doubled_choices(b, min(b, self.tokens))]
                 plans = [self.plan(arguments, double_row=True) for arguments in tried]
-                found += [plan for plan in plans if plan]
+                # less is within what these are predicted to
+                limit = DOUBLED_SHARE * min([p.time_ms for p in found], default=float("inf"))
+                found += [plan for plan in plans if plan and plan.time_ms <= limit]
             if found:
                 return found
         return []

@@ -153,9 +153,14 @@ class Weight(nl.NKIObject):
         self.scale_hbm: Any = scale_hbm
         self.scaled = scale_hbm != None  # noqa: E711
         self.dtype = dtype
+        stored = source_hbm.dtype
+        one_byte = stored == nl.int8 or stored == nl.float8_e4m3fn
+        assert self.scaled or not one_byte, (
+            f"{stored} weights need scales of their columns; got none"
+        )
         # TensorE multiplies fp8 with 16 bits as it is; DMAs cast what it cannot
         self.tile_dtype = dtype
-        if self.scaled and source_hbm.dtype == nl.float8_e4m3fn:
+        if self.scaled and stored == nl.float8_e4m3fn:
             if nisa.get_nc_version() != nisa.nc_version.gen4:
                 # of values up to 240 both formats have the same bits
                 self.source_hbm = source_hbm.view(nl.float8_e4m3)

@@ -266,7 +266,7 @@ def write_rows(
             for i in range(len(sums_psum)):
                 own = nl.ds(group.columns.start, group.columns.size)
                 dst_sb, rows = results_sb[i][:, own], results_sb[i].shape[0]
-                own_bias_sb = bias_sb[:rows, own] if bias_sb != None else None  # noqa: E711
+                own_bias_sb: Any = bias_sb[:rows, own] if bias_sb != None else None  # noqa: E711
                 if scale_sb != None:  # noqa: E711
                     scale_row(dst_sb, sums_psum[i], scale_sb[:rows, own], own_bias_sb)
                 elif bias_sb != None:  # noqa: E711

@@ -263,7 +263,14 @@ def svd_mlp(
     N = v_down.shape[1]
     factors = [u_gate, v_gate, u_up, v_up, u_down, v_down]
     check_factors(K, factors)
-    scales = [u_gate_scale, v_gate_scale, u_up_scale, v_up_scale, u_down_scale, v_down_scale]
+    scales: list[Any] = [
+        u_gate_scale,
+        v_gate_scale,
+        u_up_scale,
+        v_up_scale,
+        u_down_scale,
+        v_down_scale,
+    ]
     weights: list[Weight] = []
     for i in range(len(factors)):
         count = scales[i].shape[0] if scales[i] != None else 0  # noqa: E711
