@@ -60,7 +60,8 @@ def drawn(case: Case) -> Operands:
     # tokens of very different size, and one of zeros
     x = torch.randn((problem.M, problem.K), generator=generator)
     x *= torch.exp2(torch.randint(-3, 4, (problem.M, 1), generator=generator).float())
-    x[problem.M // 3] = 0
+    if problem.M > 1:
+        x[problem.M // 3] = 0
     weights: list[Tensor] = []
     scales: list[Tensor] = []
     largest = LARGEST[problem.weight_dtype]

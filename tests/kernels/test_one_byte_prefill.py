@@ -112,6 +112,14 @@ def test_scales_of_another_size_are_refused(op: str) -> None:
         run(case, wrong)
 
 
+@pytest.mark.parametrize("weight_dtype", WEIGHTS)
+def test_one_byte_without_scales_is_refused(weight_dtype: str) -> None:
+    problem = Problem("xuv", 8, ((64, 16), (16, 32)), target="trn2", weight_dtype=weight_dtype)
+    given = drawn(Case(problem))
+    with pytest.raises(AssertionError, match="weights need scales of their columns; got none"):
+        nc.simulate(KERNELS["xuv"], given.x, *given.weights, target="trn2")
+
+
 def prefill(problem: Problem) -> list[Plan]:
     return [plan for plan in candidates(problem) if plan.phase == "prefill"]
 

@@ -161,7 +161,7 @@ def test_every_byte_moves_as_often_as_the_blocks_say(target):
     assert done.profile.hbm_write_bytes == 2 * M * N
 
 
-PLACES = ("stages/*", "*/prefill", "*/decode")
+PLACES = ("stages/*", "*/prefill", "*/doubled", "*/decode")
 FILES = sorted({path for place in PLACES for path in KERNELS.glob(f"{place}.py")})
 
 

@@ -10,6 +10,7 @@ from neuronmm_ops.kernels.planner.prefill import Blocks, PrefillCosts
 from neuronmm_ops.kernels.planner.problem import Plan, Problem
 from neuronmm_ops.kernels.planner.timeline import Program, Timeline, sbuf_peak
 from neuronmm_ops.kernels.stages.tiling import (
+    DOUBLED_FEATURES,
     PARTITIONS,
     PSUM_BANKS,
     STAGED_TILES,
@@ -21,6 +22,8 @@ T = TypeVar("T")
 Arguments = tuple[int, ...]
 SMALL_WIDTHS = (256, 128, 64, 32, 16)
 """Tokens of a block where none of `Prefill.widths` fits."""
+DOUBLED_SHARE = 0.95
+"""Of the time of other plans, at most, from which activations are rounded to fp8."""
 AHEAD_BYTES = 16384
 """SBUF per partition that is left to loads ahead where x does not stay whole."""
 
@@ -44,11 +47,24 @@ class Prefill(ABC):
         self.problem, self.costs = problem, PrefillCosts(problem, layout)
         self.tokens = problem.core_tokens[0]
         self.kept = self.costs.kept(0).fills
+        contracted = max([rows for rows, _ in problem.matrices])
+        self.doubles_rows = (
+            problem.doubles_rows and layout == "dma" and contracted <= DOUBLED_FEATURES
+        )
         self.room = problem.machine.usable_sbuf_bytes - self.kept
 
     @abstractmethod
     def stages(self, width: int, arguments: Arguments) -> list[Program]:
         """The kernel for a block of `width` tokens."""
+
+    def doubled(self, width: int, arguments: Arguments) -> list[Program]:
+        """The kernel with `double_row`."""
+        raise NotImplementedError
+
+    def doubled_choices(self, token_block: int, width: int) -> Iterable[Arguments]:
+        """Arguments worth a plan with `double_row`."""
+        del token_block, width
+        return ()
 
     @abstractmethod
     def choices(self, token_block: int, width: int) -> Iterable[Arguments]:
@@ -60,21 +76,29 @@ class Prefill(ABC):
         for blocks in (wide, *[[width] for width in SMALL_WIDTHS]):
             tried = [a for block in blocks for a in self.choices(block, min(block, self.tokens))]
             found = [plan for plan in map(self.plan, tried) if plan]
+            if self.doubles_rows:
+                tried = [a for b in blocks for a in self.doubled_choices(b, min(b, self.tokens))]
+                plans = [self.plan(arguments, double_row=True) for arguments in tried]
+                # less is within what these are predicted to
+                limit = DOUBLED_SHARE * min([p.time_ms for p in found], default=float("inf"))
+                found += [plan for plan in plans if plan and plan.time_ms <= limit]
             if found:
                 return found
         return []
 
-    def plan(self, arguments: Arguments, device_loop: bool = False) -> Plan | None:
+    def plan(
+        self, arguments: Arguments, device_loop: bool = False, double_row: bool = False
+    ) -> Plan | None:
         """What these arguments come to; None where they do not fit.
 
         With `device_loop` full blocks of tokens are a loop of the device, whose body is issued
-        from one copy. Its DMAs' descriptors are made on the way, which hides behind the work.
+        from one copy. Its DMAs' descriptors are made on the way, which hides behind the work. With
+        `double_row` activations are rounded to fp8.
         """
         problem, timeline = self.problem, Timeline(self.costs.machine)
         width = min(arguments[0], self.tokens)
         hbm_bytes = sbuf_bytes = 0
-        issued = self.setup_instructions * problem.lnc
-        timeline.room = self.room
+        issued = (self.setup_instructions + double_row) * problem.lnc  # and ones
         for core, tokens in enumerate(problem.core_tokens):
             if tokens:
                 kept = self.costs.kept(min(PARTITIONS, width, tokens))
@@ -82,17 +106,21 @@ class Prefill(ABC):
             for size, times in ((width, tokens // width), (tokens % width, 1)):
                 if size == 0 or times == 0:
                     continue
-                programs = self.stages(size, arguments)
+                stages = self.doubled if double_row else self.stages
+                programs = stages(size, arguments)
+                timeline.room = self.room - max([program.held for program in programs])
                 hbm_bytes += times * sum([p.total("hbm_bytes") for p in programs])
                 copies = 1 if device_loop and looped_tokens(tokens, size) else times
                 issued += copies * sum([p.total("instructions") for p in programs])
                 if core == 0:
-                    timeline.repeat(programs, times)
                     sbuf_bytes = max(sbuf_bytes, sbuf_peak(programs))
                     if sbuf_bytes > self.room:
                         return None
+                    timeline.repeat(programs, times)
         blocks: Blocks = dict(zip(self.names, arguments, strict=True))
         blocks |= {"layout": self.costs.layout, "engines": self.costs.engines}
+        if double_row:
+            blocks["double_row"] = True
         if device_loop:
             blocks["device_loop"] = True
         return Plan(

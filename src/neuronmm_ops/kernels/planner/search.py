@@ -315,7 +315,8 @@ def _with_arguments(plan: Plan, problem: Problem, *, device_loop: bool = False) 
     arguments = plan.arguments
     prefill: Prefill = _module(problem).Prefill(problem, arguments["layout"])
     numbers = tuple([int(arguments[name]) for name in prefill.names])
-    found = prefill.plan(numbers, device_loop=device_loop)
+    double_row = bool(arguments.get("double_row", False))
+    found = prefill.plan(numbers, device_loop=device_loop, double_row=double_row)
     if found is None:
         raise ValueError(f"{plan.kernel} does not fit with {arguments} for {problem.M} tokens")
     return found

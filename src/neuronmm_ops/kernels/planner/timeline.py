@@ -102,9 +102,14 @@ Section = tuple[list[Step], int]
 
 
 class Program:
-    """Steps in program order, in sections."""
+    """Steps in program order, in sections.
 
-    def __init__(self) -> None:
+    Attributes:
+        held: SBUF that is taken while they run, beside what they count.
+    """
+
+    def __init__(self, held: int = 0) -> None:
+        self.held = held
         self.sections: list[Section] = []
         self._key: object = None
 
@@ -134,7 +139,7 @@ def sbuf_peak(programs: Iterable[Program], live: int = 0) -> int:
         for steps, times in program.sections:
             live += (times - 1) * _kept(steps)
             for step in steps:
-                peak = max(peak, live + step.needs)
+                peak = max(peak, live + program.held + step.needs)
                 live += step.fills - step.frees - step.stored
     return peak
 

@@ -16,6 +16,8 @@ from neuronmm_ops.kernels.stages.tiling import (
     Span,
     spans,
     tiles_in,
+    unit_tiles,
+    units_in,
 )
 
 Tiles = list[NkiTensor]
@@ -151,9 +153,14 @@ class Weight(nl.NKIObject):
         self.scale_hbm: Any = scale_hbm
         self.scaled = scale_hbm != None  # noqa: E711
         self.dtype = dtype
+        stored = source_hbm.dtype
+        one_byte = stored == nl.int8 or stored == nl.float8_e4m3fn
+        assert self.scaled or not one_byte, (
+            f"{stored} weights need scales of their columns; got none"
+        )
         # TensorE multiplies fp8 with 16 bits as it is; DMAs cast what it cannot
         self.tile_dtype = dtype
-        if self.scaled and source_hbm.dtype == nl.float8_e4m3fn:
+        if self.scaled and stored == nl.float8_e4m3fn:
             if nisa.get_nc_version() != nisa.nc_version.gen4:
                 # of values up to 240 both formats have the same bits
                 self.source_hbm = source_hbm.view(nl.float8_e4m3)
@@ -175,6 +182,10 @@ class Weight(nl.NKIObject):
         """Some rows and columns; all their tiles stay while they are used."""
         count = tiles_in(rows.size, PARTITIONS)
         return Operand(self.source_hbm, rows, columns, count, dtype=self.tile_dtype)
+
+    def paired(self, columns: Span) -> PairedWeight:
+        """All rows of some columns in fp8, two rows a partition."""
+        return PairedWeight(self.source_hbm, columns)
 
     def column_scale(self, k: int) -> Any:
         """Scales of columns from 128 k on, a partition each, [<=128, 1]; None without scales."""
@@ -207,6 +218,52 @@ class Weight(nl.NKIObject):
         if len(self.row_sb) == 0:  # of the first block, no other has more tokens
             self.row_sb.append(load_row(self.scale_hbm, Span(0, self.width), rows))
         return self.row_sb[0][:rows, nl.ds(columns.start, columns.size)]
+
+
+def fp8(weights: list[Weight]) -> nl.DType:
+    """The dtype of weights that are all fp8."""
+    for w in weights:
+        stored = w.source_hbm.dtype
+        is_fp8 = stored == nl.float8_e4m3 or stored == nl.float8_e4m3fn
+        assert is_fp8, f"double_row needs float8_e4m3fn weights, got {stored}"
+    return weights[0].source_hbm.dtype
+
+
+class PairedWeight(nl.NKIObject):
+    """Columns of a weight in fp8, in tiles [128, 2, width], the last ones [<=128, width].
+
+    Args:
+        source_hbm: [K, N].
+        columns: of it.
+    """
+
+    def __init__(self, source_hbm: NkiTensor, columns: Span) -> None:
+        self.source_hbm = source_hbm
+        self.columns = columns
+        self.count = units_in(source_hbm.shape[0])
+        self.tiles_sb: Tiles = []
+
+    def tile(self, unit: int) -> NkiTensor:
+        """Rows of a unit in SBUF; units are first asked for in order."""
+        if unit == len(self.tiles_sb):
+            self.tiles_sb.append(self.load(unit))
+        return self.tiles_sb[unit]
+
+    def load(self, unit: int) -> NkiTensor:
+        """A unit from HBM."""
+        size = self.source_hbm.shape[0]
+        tiles = unit_tiles(size, unit)
+        first = tiles.start * PARTITIONS
+        rows = min(PARTITIONS, size - first)
+        columns = nl.ds(self.columns.start, self.columns.size)
+        source = self.source_hbm[nl.ds(first, tiles.size * rows), columns]
+        shape = (rows, self.columns.size)
+        if tiles.size == 2:
+            shape = (rows, 2, self.columns.size)
+            source = source.reshape_dim(0, (2, rows)).permute((1, 0, 2))
+        tile_sb = nl.ndarray(shape, dtype=self.source_hbm.dtype)
+        nisa.dma_copy(tile_sb, source, dge_mode=nisa.dge_mode.none)
+        return tile_sb
 
 
 def load_row(row_hbm: NkiTensor, columns: Span, rows: int) -> NkiTensor:

@@ -20,6 +20,7 @@ from neuronmm_ops.kernels.stages.operands import (
 from neuronmm_ops.kernels.stages.tiling import (
     BANK_COLUMNS,
     PARTITIONS,
+    SETTLED_MATMULS,
     TAIL_TILES,
     Group,
     Span,
@@ -70,11 +71,14 @@ class TokenBlocks(nl.NKIObject):
         return source_hbm.ap(pattern, scalar_offset=first, indirect_dim=0)
 
 
-def accumulate(stationary: Any, moving: Any, group: Group, tail: int = 1) -> list[Tiles]:
+def accumulate(
+    stationary: Any, moving: Any, group: Group, tail: int = 1, between: Any = None
+) -> list[Tiles]:
     """PSUM tiles stationary[:, group.rows].T @ moving[:, group.columns], fp32, row by row.
 
     All PSUM tiles take a tile of the contraction before any takes the next, except for the last
-    `tail`: these, one PSUM tile takes after the other, which spreads the evictions.
+    `tail`: these, one PSUM tile takes after the other, which spreads the evictions. `between` is
+    an object to `settle` at the end, and before if its data are there by then.
     """
     rows = spans(group.rows.start, group.rows.size, PARTITIONS)
     columns = spans(group.columns.start, group.columns.size, BANK_COLUMNS)
@@ -84,7 +88,9 @@ def accumulate(stationary: Any, moving: Any, group: Group, tail: int = 1) -> lis
         for j in columns:
             row_psum.append(nl.ndarray((i.size, j.size), dtype=nl.float32, buffer=nl.psum))
         sums_psum.append(row_psum)
-    for part in contraction_parts(stationary.count, tail):
+    parts = contraction_parts(stationary.count, tail)
+    for n in range(len(parts)):
+        part = parts[n]
         stationary_sb: Tiles = []
         moving_sb: Tiles = []
         for k in range(part.start, part.start + part.size):
@@ -93,12 +99,22 @@ def accumulate(stationary: Any, moving: Any, group: Group, tail: int = 1) -> lis
         for i in range(len(rows)):
             for j in range(len(columns)):
                 for k in range(part.size):
-                    nisa.nc_matmul(
-                        sums_psum[i][j],
-                        stationary_sb[k][:, nl.ds(rows[i].start, rows[i].size)],
-                        moving_sb[k][:, nl.ds(columns[j].start, columns[j].size)],
-                        accumulate=part.start + k > 0,
-                    )
+                    a, b, adds = stationary_sb[k], moving_sb[k], part.start + k > 0
+                    left = nl.ds(rows[i].start, rows[i].size)
+                    right = nl.ds(columns[j].start, columns[j].size)
+                    if len(a.shape) == 3:
+                        nisa.nc_matmul(
+                            sums_psum[i][j],
+                            a[:, :, left],
+                            b[:, :, right],
+                            accumulate=adds,
+                            perf_mode=nisa.matmul_perf_mode.double_row,
+                        )
+                    else:
+                        nisa.nc_matmul(sums_psum[i][j], a[:, left], b[:, right], accumulate=adds)
+        done = n * len(rows) * len(columns)
+        if between != None and (n + 1 == len(parts) or done >= SETTLED_MATMULS):  # noqa: E711
+            between.settle()
     return sums_psum
 
 
@@ -250,7 +266,7 @@ def write_rows(
             for i in range(len(sums_psum)):
                 own = nl.ds(group.columns.start, group.columns.size)
                 dst_sb, rows = results_sb[i][:, own], results_sb[i].shape[0]
-                own_bias_sb = bias_sb[:rows, own] if bias_sb != None else None  # noqa: E711
+                own_bias_sb: Any = bias_sb[:rows, own] if bias_sb != None else None  # noqa: E711
                 if scale_sb != None:  # noqa: E711
                     scale_row(dst_sb, sums_psum[i], scale_sb[:rows, own], own_bias_sb)
                 elif bias_sb != None:  # noqa: E711

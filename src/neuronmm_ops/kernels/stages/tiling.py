@@ -102,6 +102,37 @@ def check_pair(size: int, rows: int, columns: int, bias: int) -> None:
     assert bias == 0 or bias == columns, f"bias must be [{columns}], got [{bias}]"
 
 
+# --- double_row: two rows of the contraction a partition, in fp8
+
+DOUBLED_TOKENS = 512
+"""Of activations that are rounded to fp8 together: while some are, others are multiplied."""
+DOUBLED_BANKS = 5
+"""PSUM tiles in a group of products of fp8; the others hold scales of tokens."""
+DOUBLED_FEATURES = 57600
+"""Most features of a token that cannot exceed 240 once it is scaled."""
+SQUARES = 8
+"""Tiles of squares of the hidden block that are summed before TensorE sums over partitions."""
+SQUARES_OF_LOW = 4
+"""The same of low-rank intermediates."""
+SQUARES_OF_X = 2
+"""The same of x, which is waited for."""
+SETTLED_MATMULS = 24
+"""Matmuls after which what was evicted before them has been squared and added up."""
+ROUNDED_AHEAD = 2
+"""Units of the contraction that are rounded after each group of products."""
+
+
+def units_in(size: int) -> int:
+    """Matmuls that contract `size` rows: 256 each, and what is left in tiles of 128."""
+    return size // (2 * PARTITIONS) + tiles_in(size % (2 * PARTITIONS), PARTITIONS)
+
+
+def unit_tiles(size: int, unit: int) -> Span:
+    """The tiles of 128 rows that a matmul contracts, one or two."""
+    pairs = size // (2 * PARTITIONS)
+    return Span(2 * unit, 2) if unit < pairs else Span(pairs + unit, 1)
+
+
 def check_scale(columns: int, scales: int) -> None:
     """Check the number of scales of a weight's columns (0: it has none)."""
     assert scales == 0 or scales == columns, f"scales must be [{columns}], got [{scales}]"

@@ -25,6 +25,8 @@ from neuronmm_ops.kernels.planner.problem import Plan, Problem
 from neuronmm_ops.kernels.planner.timeline import Program, Step, sbuf_peak
 from neuronmm_ops.kernels.stages.tiling import (
     BANK_COLUMNS,
+    DOUBLED_BANKS,
+    DOUBLED_TOKENS,
     HIDDEN_TILES,
     PARTITIONS,
     SUM_BANKS,
@@ -33,6 +35,7 @@ from neuronmm_ops.kernels.stages.tiling import (
     tiles_in,
     transposed_groups,
 )
+from neuronmm_ops.kernels.svd_mlp.plan_doubled import doubled_blocks, doubled_stages
 
 TOKENS = 1024
 """Of a group of PSUM tiles with transposed results."""
@@ -260,6 +263,23 @@ class Prefill(prefill_search.Prefill):
         x = in_sbuf(tiles_in(rank, PARTITIONS) * width * c.item, TOKENS)
         blocks = ("v2", out_block, TOKEN_TILES, c.banks)
         return write_steps(c, width, rank, self.problem.N, x, *blocks)
+
+    # with rows of fp8 doubled
+
+    def doubled(self, width: int, arguments: Arguments) -> list[Program]:
+        """The kernel with `double_row`."""
+        a = Mlp(*arguments)
+        blocks = (a.u_block, a.v_block, a.down_block, a.out_block)
+        return doubled_stages(self.costs, width, blocks, a.token_tiles, a.spill)
+
+    def doubled_choices(self, token_block: int, width: int) -> Iterator[Mlp]:
+        """Blocks of a few groups of PSUM tiles, and as little spilled as fits."""
+        tiles = tiles_in(self.problem.K, PARTITIONS)
+        for blocks, spill in doubled_blocks(self.costs, width, TOKEN_TILES, self.room):
+            yield Mlp(
+                *(token_block, DOUBLED_TOKENS, tiles, spill, 0),
+                *(*blocks, TOKEN_TILES, DOUBLED_BANKS),
+            )
 
     # what to try
 

@@ -5,7 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from neuronmm_ops.kernels.shim import NkiTensor, jit, nisa, nl
-from neuronmm_ops.kernels.stages.operands import Operand, Tiles, Weight
+from neuronmm_ops.kernels.stages.double_row import (
+    Rounding,
+    project_rounded,
+    rounded_rows,
+    write_rounded,
+)
+from neuronmm_ops.kernels.stages.hidden import Hidden, activated, function_of
+from neuronmm_ops.kernels.stages.operands import Operand, Tiles, Weight, fp8
 from neuronmm_ops.kernels.stages.prefill import (
     TokenBlocks,
     accumulate,
@@ -26,89 +33,7 @@ from neuronmm_ops.kernels.stages.tiling import (
     tiles_in,
     transposed_groups,
 )
-
-
-class Hidden(nl.NKIObject):
-    """The hidden block [I, width]: its last groups of tiles in SBUF, the first through HBM.
-
-    Args:
-        dtype: of its elements.
-        scratch_hbm: private [128, columns] of the groups that leave SBUF, or nothing.
-        size: I.
-        width: tokens.
-        spill: how many groups go through HBM.
-        resident: how many of those stay in SBUF once they are back.
-    """
-
-    def __init__(
-        self, dtype: nl.DType, scratch_hbm: Tiles, size: int, width: int, spill: int, resident: int
-    ) -> None:
-        self.dtype = dtype
-        self.scratch_hbm = scratch_hbm
-        self.size = size
-        self.width = width
-        self.spill = spill
-        self.resident = resident
-        self.split = False
-        self.count = tiles_in(size, PARTITIONS)
-        self.made_sb: Tiles = []
-        self.back_sb: Tiles = []
-        self.last_sb: Tiles = []
-
-    def part(self, rows: Span, columns: Span) -> Hidden:
-        """Itself: products choose among its columns."""
-        return self
-
-    def slot(self, k: int) -> NkiTensor:
-        """Where tile k is to be written, [<=128, width]; tiles are first asked for in order."""
-        if k // HIDDEN_TILES == len(self.made_sb):
-            tiles = min(HIDDEN_TILES, self.count - k)
-            rows = min(PARTITIONS, self.size - k * PARTITIONS)
-            self.made_sb.append(nl.ndarray((rows, tiles * self.width), dtype=self.dtype))
-        return self.view(self.made_sb[k // HIDDEN_TILES], k)
-
-    def view(self, group_sb: NkiTensor, k: int) -> NkiTensor:
-        """Tile k in its group."""
-        rows = min(PARTITIONS, self.size - k * PARTITIONS)
-        return group_sb[:rows, nl.ds(k % HIDDEN_TILES * self.width, self.width)]
-
-    def place(self, group: int) -> NkiTensor:
-        """A group's place in HBM."""
-        columns = HIDDEN_TILES * self.width
-        return self.scratch_hbm[0][:, nl.ds(group * columns, columns)]
-
-    def store(self, k: int) -> None:
-        """Tile k is complete: with the last one of a group that spills, store the group."""
-        group = k // HIDDEN_TILES
-        if group < self.spill and k % HIDDEN_TILES == HIDDEN_TILES - 1:
-            nisa.dma_copy(self.place(group), self.made_sb[group], dge_mode=nisa.dge_mode.none)
-
-    def tile(self, k: int) -> NkiTensor:
-        """Tile k in SBUF, in order."""
-        group = k // HIDDEN_TILES
-        if group >= self.spill:
-            return self.view(self.made_sb[group], k)
-        if group < len(self.back_sb):
-            return self.view(self.back_sb[group], k)
-        if k % HIDDEN_TILES == 0:
-            group_sb = nl.ndarray((PARTITIONS, HIDDEN_TILES * self.width), dtype=self.dtype)
-            nisa.dma_copy(group_sb, self.place(group), dge_mode=nisa.dge_mode.none)
-            self.last_sb = [group_sb]
-        if k % HIDDEN_TILES == HIDDEN_TILES - 1 and group < self.resident:
-            self.back_sb.append(self.last_sb[0])
-        return self.view(self.last_sb[0], k)
-
-
-def function_of(activation: str) -> object:
-    """The activation function of this name."""
-    if activation == "gelu":
-        return nl.gelu
-    if activation == "gelu_tanh":
-        return nl.gelu_apprx_tanh
-    if activation == "relu":
-        return nl.relu
-    assert activation == "silu", "activation must be silu, gelu, gelu_tanh or relu"
-    return nl.silu
+from neuronmm_ops.kernels.svd_mlp.doubled import gated_rounded
 
 
 def load_table(activation: str) -> None:
@@ -163,32 +88,6 @@ def gated(
             hidden.store(b.start // PARTITIONS + t)
 
 
-def activated(
-    sums_psum: list[Tiles], activation: str, factors: list[Weight], first: int
-) -> list[Tiles]:
-    """act(sums) in fp32, of the hidden block's tiles from `first` on; its parts times their scales.
-
-    The scales of v_up are multiplied here, where ScalarE has the time, and not with its sums.
-    """
-    acts_sb: list[Tiles] = []
-    for i in range(len(sums_psum)):
-        row_sb: Tiles = []
-        for tile_psum in sums_psum[i]:
-            act_sb = nl.ndarray(tile_psum.shape, dtype=nl.float32)
-            if factors[0].scaled:
-                scale_sb = factors[0].column_scale(first + i)
-                nisa.activation(act_sb, function_of(activation), tile_psum, scale=scale_sb)
-            else:
-                nisa.activation(act_sb, function_of(activation), tile_psum)
-            row_sb.append(act_sb)
-        acts_sb.append(row_sb)
-    if factors[1].scaled:  # when all are done: ScalarE would wait for a result of its own
-        for i in range(len(acts_sb)):
-            for act_sb in acts_sb[i]:
-                nisa.activation(act_sb, nl.copy, act_sb, scale=factors[1].column_scale(first + i))
-    return acts_sb
-
-
 def multiply(
     hidden: Hidden, sums_psum: list[Tiles], acts_sb: list[Tiles], first: int, group: Group
 ) -> None:
@@ -216,6 +115,9 @@ class Stages(nl.NKIObject):
         self.factors = factors
         self.scratch_hbm = scratch_hbm
         self.arguments = arguments
+        self.rounding: list[Rounding] = []
+        if arguments["double_row"]:
+            self.rounding.append(Rounding(fp8(factors)))
 
     def prepare(self, rows: int) -> None:
         """Load the scales that stay in SBUF."""
@@ -223,6 +125,9 @@ class Stages(nl.NKIObject):
 
     def run(self, out_hbm: NkiTensor, x_hbm: NkiTensor, t: Span) -> None:
         """out[t] = down(act(gate(x[t])) * up(x[t]))."""
+        if len(self.rounding) > 0:
+            self.run_rounded(self.rounding[0], out_hbm, x_hbm, t)
+            return
         a = self.arguments
         gates, ups, downs = self.factors[0:2], self.factors[2:4], self.factors[4:6]
         tokens, banks, engines = a["tokens"], a["banks"], a["engines"]
@@ -250,6 +155,20 @@ class Stages(nl.NKIObject):
             a["token_tiles"],
             banks,
             engines,
+        )
+
+    def run_rounded(self, shared: Rounding, out_hbm: NkiTensor, x_hbm: NkiTensor, t: Span) -> None:
+        """The same where activations are rounded to fp8."""
+        a, f = self.arguments, self.factors
+        dtype, block = x_hbm.dtype, a["u_block"]
+        xs = rounded_rows(shared, x_hbm, t, a["layout"])
+        gates = project_rounded(shared, xs, f[0], block, dtype, True)
+        ups = project_rounded(shared, xs, f[2], block, dtype, False)
+        arguments = [a["activation"], a["v_block"], a["spill"]]
+        hidden = gated_rounded(shared, gates, ups, [f[1], f[3]], dtype, self.scratch_hbm, arguments)
+        low = project_rounded(shared, hidden, f[4], a["down_block"], dtype, False)
+        write_rounded(
+            shared, out_hbm, low, f[5], None, t.start, a["out_block"], a["token_tiles"], False
         )
 
 
@@ -282,6 +201,7 @@ def svd_mlp(
     token_tiles: int = 4,
     banks: int = 8,
     engines: int = 1,
+    double_row: bool = False,
     device_loop: bool = False,
 ) -> NkiTensor:
     """out = down(act(gate(x)) * up(x)), each a low-rank pair.
@@ -318,6 +238,8 @@ def svd_mlp(
         token_tiles: of 128, in a group of PSUM tiles of the output.
         banks: PSUM tiles in a group.
         engines: that evict PSUM: 1 ScalarE, 2 ScalarE and VectorE.
+        double_row: both sides of every product are fp8, two rows of the contraction a partition:
+            activations are rounded token by token; trn2 and trn3, factors in float8_e4m3fn.
         device_loop: full blocks of tokens are a loop on the device, of which the compiler gets the
             body once.
 
@@ -341,7 +263,14 @@ def svd_mlp(
     N = v_down.shape[1]
     factors = [u_gate, v_gate, u_up, v_up, u_down, v_down]
     check_factors(K, factors)
-    scales = [u_gate_scale, v_gate_scale, u_up_scale, v_up_scale, u_down_scale, v_down_scale]
+    scales: list[Any] = [
+        u_gate_scale,
+        v_gate_scale,
+        u_up_scale,
+        v_up_scale,
+        u_down_scale,
+        v_down_scale,
+    ]
     weights: list[Weight] = []
     for i in range(len(factors)):
         count = scales[i].shape[0] if scales[i] != None else 0  # noqa: E711
@@ -367,6 +296,7 @@ def svd_mlp(
         "token_tiles": token_tiles,
         "banks": banks,
         "engines": engines,
+        "double_row": double_row,
     }
     stages = Stages(weights, scratch_hbm, arguments)
     TokenBlocks(stages, out_hbm, x, token_block).run(device_loop)

@@ -10,10 +10,22 @@ from typing import NamedTuple
 from neuronmm_ops.kernels.planner import decode_search, prefill_search
 from neuronmm_ops.kernels.planner.decode import Blocks, Stages
 from neuronmm_ops.kernels.planner.prefill import Moving, in_sbuf, project_steps, write_steps
+from neuronmm_ops.kernels.planner.prefill_doubled import (
+    Doubled,
+    blocks_of,
+)
 from neuronmm_ops.kernels.planner.prefill_search import Arguments
 from neuronmm_ops.kernels.planner.problem import Plan, Problem
 from neuronmm_ops.kernels.planner.timeline import Program, Timeline
-from neuronmm_ops.kernels.stages.tiling import BANK_COLUMNS, PARTITIONS, PSUM_BANKS, tiles_in
+from neuronmm_ops.kernels.stages.tiling import (
+    BANK_COLUMNS,
+    DOUBLED_BANKS,
+    DOUBLED_TOKENS,
+    PARTITIONS,
+    PSUM_BANKS,
+    SQUARES_OF_LOW,
+    tiles_in,
+)
 
 BLOCKS = (512, 1024, 2048, 4096)
 K_BLOCKS = (512, 1024, 2048)
@@ -88,6 +100,31 @@ class Prefill(prefill_search.Prefill):
         return write_steps(
             self.costs, width, self.problem.ranks[0], self.problem.N, x, "v", *second
         )
+
+    def doubled(self, width: int, arguments: Arguments) -> list[Program]:
+        """The kernel with `double_row`."""
+        d, p, r = Doubled(self.costs, width), self.problem, self.problem.ranks[0]
+        first = First._make(arguments[1 : 1 + len(First._fields)])
+        second = Second._make(arguments[1 + len(First._fields) :])
+        constants = d.constants() + d.squares_bytes(r, SQUARES_OF_LOW)
+        lag = d.lag_ns(SQUARES_OF_LOW)
+        programs = [
+            d.project(p.K, r, "u", first.u_block, x=True),
+            d.write(r, p.N, "v", second.v_block, second.token_tiles, lag_ns=lag),
+        ]
+        programs[0].held = d.held_x(p.K, r) + constants
+        programs[1].held = d.held(r, p.itemsize) + d.held(r) + constants
+        return programs
+
+    def doubled_choices(self, token_block: int, width: int) -> Iterator[Arguments]:
+        """Blocks of columns of both factors."""
+        K_tiles = tiles_in(self.problem.K, PARTITIONS)
+        tokens = min(DOUBLED_TOKENS, width)
+        for u_block in blocks_of(self.problem.ranks[0], 4):
+            first = First(K_tiles, u_block, tokens, DOUBLED_BANKS, 0, bf16_partial_sums=False)
+            for v_block in sorted({min(b, self.problem.N) for b in BLOCKS}):
+                for token_tiles in (1, 2):
+                    yield (token_block, *first, v_block, token_tiles, DOUBLED_BANKS)
 
     def choices(self, token_block: int, width: int) -> Iterator[Arguments]:
         """The quickest of both products, for the first block of tokens."""

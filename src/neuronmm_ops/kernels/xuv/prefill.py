@@ -5,7 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from neuronmm_ops.kernels.shim import NkiTensor, jit, nl
-from neuronmm_ops.kernels.stages.operands import Operand, Weight
+from neuronmm_ops.kernels.stages.double_row import (
+    Rounding,
+    project_rounded,
+    rounded_rows,
+    write_rounded,
+)
+from neuronmm_ops.kernels.stages.operands import Operand, Weight, fp8
 from neuronmm_ops.kernels.stages.prefill import TokenBlocks, keep_scales, project, write_rows
 from neuronmm_ops.kernels.stages.tiling import Span, check_pair, check_scale
 
@@ -27,6 +33,9 @@ class Stages(nl.NKIObject):
         self.v = v
         self.bias = bias
         self.arguments = arguments
+        self.rounding: list[Rounding] = []
+        if arguments["double_row"]:
+            self.rounding.append(Rounding(fp8([u, v])))
 
     def prepare(self, rows: int) -> None:
         """Load the scales that stay in SBUF."""
@@ -35,6 +44,22 @@ class Stages(nl.NKIObject):
     def run(self, out_hbm: NkiTensor, x_hbm: NkiTensor, t: Span) -> None:
         """out[t] = (x[t] @ u) @ v + bias."""
         a = self.arguments
+        if len(self.rounding) > 0:
+            shared = self.rounding[0]
+            xs = rounded_rows(shared, x_hbm, t, a["layout"])
+            low = project_rounded(shared, xs, self.u, a["u_block"], x_hbm.dtype, True)
+            write_rounded(
+                shared,
+                out_hbm,
+                low,
+                self.v,
+                self.bias,
+                t.start,
+                a["v_block"],
+                a["token_tiles"],
+                False,
+            )
+            return
         K = x_hbm.shape[1]
         xt = Operand(x_hbm, Span(0, K), t, a["resident"], a["layout"], split=True)
         xu = project(
@@ -80,6 +105,7 @@ def xuv(
     token_tiles: int = 2,
     v_banks: int = 8,
     engines: int = 1,
+    double_row: bool = False,
     device_loop: bool = False,
 ) -> NkiTensor:
     """out = (x @ u) @ v + bias, a block of tokens at a time.
@@ -108,6 +134,8 @@ def xuv(
         token_tiles: of 128, in a group of PSUM tiles of the output.
         v_banks: PSUM tiles in a group of the output.
         engines: that evict PSUM: 1 ScalarE, 2 ScalarE and VectorE.
+        double_row: both sides of every product are fp8, two rows of the contraction a partition:
+            activations are rounded token by token; trn2 and trn3, weights in float8_e4m3fn.
         device_loop: full blocks of tokens are a loop on the device, of which the compiler gets the
             body once.
 
@@ -147,6 +175,7 @@ def xuv(
         "token_tiles": token_tiles,
         "v_banks": v_banks,
         "engines": engines,
+        "double_row": double_row,
     }
     weights = [Weight(u, u_scale, x.dtype), Weight(v, v_scale, x.dtype)]
     stages = Stages(weights[0], weights[1], bias, arguments)

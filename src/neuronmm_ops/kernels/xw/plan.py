@@ -10,10 +10,11 @@ from typing import NamedTuple
 from neuronmm_ops.kernels.planner import decode_search, prefill_search
 from neuronmm_ops.kernels.planner.decode import Blocks, Stages
 from neuronmm_ops.kernels.planner.prefill import Moving, write_steps
+from neuronmm_ops.kernels.planner.prefill_doubled import Doubled
 from neuronmm_ops.kernels.planner.prefill_search import Arguments
 from neuronmm_ops.kernels.planner.problem import Plan, Problem
 from neuronmm_ops.kernels.planner.timeline import Program
-from neuronmm_ops.kernels.stages.tiling import PARTITIONS
+from neuronmm_ops.kernels.stages.tiling import DOUBLED_BANKS, PARTITIONS, tiles_in
 
 BLOCKS = (512, 1024, 2048, 4096)
 TOKEN_TILES = (1, 2, 4, 8)
@@ -62,6 +63,21 @@ class Prefill(prefill_search.Prefill):
     def stages(self, width: int, arguments: Arguments) -> list[Program]:
         """The kernel for a block of `width` tokens."""
         return [self.stage(width, Dense(*arguments))]
+
+    def doubled(self, width: int, arguments: Arguments) -> list[Program]:
+        """The kernel with `double_row`."""
+        d, p, a = Doubled(self.costs, width), self.problem, Dense(*arguments)
+        program = d.write(p.K, p.N, "w", a.block, a.token_tiles, x=True)
+        program.held = d.held_x(p.K, 0) + d.constants()
+        return [program]
+
+    def doubled_choices(self, token_block: int, width: int) -> Iterator[Dense]:
+        """Each block of columns with a few groups of tokens."""
+        del width
+        K_tiles = tiles_in(self.problem.K, PARTITIONS)
+        for block in sorted({min(b, self.problem.N) for b in BLOCKS}):
+            for token_tiles in (1, 2):
+                yield Dense(token_block, K_tiles, block, token_tiles, DOUBLED_BANKS)
 
     def choices(self, token_block: int, width: int) -> list[Dense]:
         """The quickest for the first block of tokens."""

@@ -5,7 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from neuronmm_ops.kernels.shim import NkiTensor, jit, nl
-from neuronmm_ops.kernels.stages.operands import Operand, Weight
+from neuronmm_ops.kernels.stages.double_row import (
+    Rounding,
+    rounded_rows,
+    write_rounded,
+)
+from neuronmm_ops.kernels.stages.operands import Operand, Weight, fp8
 from neuronmm_ops.kernels.stages.prefill import TokenBlocks, keep_scales, write_rows
 from neuronmm_ops.kernels.stages.tiling import Span, check_pair, check_scale
 
@@ -23,6 +28,9 @@ class Stages(nl.NKIObject):
         self.w = w
         self.bias = bias
         self.arguments = arguments
+        self.rounding: list[Rounding] = []
+        if arguments["double_row"]:
+            self.rounding.append(Rounding(fp8([w])))
 
     def prepare(self, rows: int) -> None:
         """Load the scales that stay in SBUF."""
@@ -31,6 +39,20 @@ class Stages(nl.NKIObject):
     def run(self, out_hbm: NkiTensor, x_hbm: NkiTensor, t: Span) -> None:
         """out[t] = x[t] @ w + bias."""
         a = self.arguments
+        if len(self.rounding) > 0:
+            xs = rounded_rows(self.rounding[0], x_hbm, t, a["layout"])
+            write_rounded(
+                self.rounding[0],
+                out_hbm,
+                xs,
+                self.w,
+                self.bias,
+                t.start,
+                a["block"],
+                a["token_tiles"],
+                True,
+            )
+            return
         xt = Operand(x_hbm, Span(0, x_hbm.shape[1]), t, a["resident"], a["layout"])
         write_rows(
             out_hbm,
@@ -58,6 +80,7 @@ def xw(
     token_tiles: int = 4,
     banks: int = 8,
     engines: int = 1,
+    double_row: bool = False,
     device_loop: bool = False,
 ) -> NkiTensor:
     """out = x @ w + bias, with fp32 sums in PSUM over the whole contraction.
@@ -77,6 +100,8 @@ def xw(
         token_tiles: of 128, in a group of PSUM tiles.
         banks: PSUM tiles in a group.
         engines: that evict PSUM: 1 ScalarE, 2 ScalarE and VectorE.
+        double_row: both sides of every product are fp8, two rows of the contraction a partition:
+            activations are rounded token by token; trn2 and trn3, weights in float8_e4m3fn.
         device_loop: full blocks of tokens are a loop on the device, of which the compiler gets the
             body once.
 
@@ -105,6 +130,7 @@ def xw(
         "token_tiles": token_tiles,
         "banks": banks,
         "engines": engines,
+        "double_row": double_row,
     }
     stages = Stages(Weight(w, w_scale, x.dtype), bias, arguments)
     TokenBlocks(stages, out_hbm, x, token_block).run(device_loop)
