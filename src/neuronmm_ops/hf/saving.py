@@ -51,7 +51,8 @@ def save(
         ValueError: the report is not that of the model, or the model has no low-rank layer, or has
             pairs of Linears in their place.
         NonFiniteError: a factor is NaN or Inf, such as after a cast to float16.
-        CheckpointError: what was written does not load as the model; it is removed.
+        CheckpointError: what was written does not load as the model, and is removed; or factors in one
+            byte or their scales hold what it must not.
         OSError: the target cannot be written; says how much room it needs.
     """
     if any(isinstance(module, LinearPair) for module in model.modules()):
