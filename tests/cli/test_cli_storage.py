@@ -69,6 +69,27 @@ def test_eval_generate_and_compare(
     assert rows[1]["bytes"] < 0.6 * rows[0]["bytes"]
 
 
+def test_eval_with_rounded_activations(
+    run: Run, small: dict[str, Path], dense: Path, text: Path
+) -> None:
+    common = ("--text", text, "--seqlen", "64", "--json", *DTYPE)
+    found = {}
+    for compute in (None, "x", "fp8"):
+        option = () if compute is None else ("--compute", compute)
+        outcome = run("eval", small["fp8"], *common, *option)
+        assert outcome.code == 0, outcome.err
+        document = json.loads(outcome.out)
+        assert document["compute"] == (compute or "x")
+        found[compute] = document["ppl_token"]
+    assert found[None] == found["x"]
+    assert found["fp8"] != found["x"]
+    assert found["fp8"] == pytest.approx(found["x"], rel=0.05)
+    for model in (small["int8"], dense):
+        outcome = run("eval", model, *common, "--compute", "fp8")
+        refused(outcome, "compute fp8 needs layers with factors in float8_e4m3fn")
+    refused(run("eval", dense, *common, "--compute", "fp4"), "compute must be one of x, fp8")
+
+
 @STORED
 def test_recover_is_refused(
     storage: str, run: Run, small: dict[str, Path], text: Path, tmp_path: Path
