@@ -18,14 +18,14 @@ DTYPE = ("--dtype", "float32")
 
 @pytest.fixture(scope="module")
 def small(dense: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A checkpoint of each storage."""
+    """A checkpoint of each storage, and one in the model's own dtype."""
     directory = tmp_path_factory.mktemp("stored")
-    for storage in DTYPES:
+    for storage in (*DTYPES, "float"):
         out = directory / storage
         arguments = ("compress", dense, "-o", out, "--ratio", "0.3", "--calibration", text)
-        options = (*COMPRESS, "--storage", storage)
-        assert main([str(argument) for argument in (*arguments, *options)]) == 0
-    return {storage: directory / storage for storage in DTYPES}
+        options = () if storage == "float" else ("--storage", storage)
+        assert main([str(argument) for argument in (*arguments, *COMPRESS, *options)]) == 0
+    return {storage: directory / storage for storage in (*DTYPES, "float")}
 
 
 @STORED
@@ -42,8 +42,9 @@ def test_inspect(storage: str, run: Run, small: dict[str, Path]) -> None:
     assert document["bytes"] == sum(layer["bytes"] for layer in document["layers"])
     assert document["config"]["storage"] == storage
     shown = run("inspect", small[storage]).out
-    assert shown.count(DTYPES[storage]) >= len(document["layers"])
-    assert "bits a weight" in " ".join(shown.split())
+    assert shown.count(f" {storage} ") >= len(document["layers"])
+    assert "bits: stored for each weight of the dense matrix, scales included" in shown
+    assert "bits" not in run("inspect", small["float"]).out
 
 
 @STORED
