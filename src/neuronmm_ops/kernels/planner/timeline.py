@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from neuronmm_ops.hardware import DMA_DONE_NS, DMA_START_NS, PSUM_BANKS, Engine, Machine
 from neuronmm_ops.kernels.planner.instructions import result_ns
@@ -18,6 +19,20 @@ PARTS = 8
 """Of a step's loads, each of which waits for SBUF by itself."""
 SETTLED = 1.01
 """Repeats within this factor take as long as each other."""
+
+
+class RowLoads(NamedTuple):
+    """Loads of rows that VectorE multiplies results by.
+
+    They are on a DMA queue of their own and take `ns` each; before them GpSimdE needs `before_ns`
+    and after them VectorE `after_ns`.
+    """
+
+    queue: str
+    transfers: int
+    ns: float
+    before_ns: float
+    after_ns: float
 
 
 @dataclass(slots=True)
@@ -50,6 +65,8 @@ class Step:
         stored: SBUF that is free when its stores are done.
         hbm_bytes: moved by its loads and stores.
         instructions: issued.
+        row_loads: of what its results are multiplied by.
+        cast_ns: what the engines that evict do before it begins.
     """
 
     work_ns: float
@@ -76,6 +93,8 @@ class Step:
     stored: int = 0
     hbm_bytes: int = 0
     instructions: int = 0
+    row_loads: RowLoads | None = None
+    cast_ns: float = 0.0
 
 
 Section = tuple[list[Step], int]
@@ -145,7 +164,7 @@ class Timeline:
         self._room_first = self._room_last = 0.0
         self._stores: deque[tuple[float, float]] = deque()
         self._stored = self._store_queue = 0.0
-        self._scalar = self._vector = 0.0
+        self._scalar = self._vector = self._rows_there = 0.0
         self._banks = [0.0] * PSUM_BANKS
         # when others may read the first result since a step that waited, and of the last two
         # steps the first and the last, in so many rows
@@ -205,16 +224,20 @@ class Timeline:
         self.transfer_ns += s.load_ns + s.store_ns
         start = self.now
         arrived = 0.0
+        if s.row_loads is not None:
+            self._load_rows(s.row_loads)
         if s.load_ns:
             first, arrived = self._load(s), self._dma
             if self._interval:
                 first, arrived = self._start_transfers(s, first)
-            start = max(start, first + DMA_DONE_NS)
+            start = max(start, first + DMA_DONE_NS + s.cast_ns)
         elif s.fills:
             self._taken += s.fills
         if s.waits:
             start = max(start, self._oldest)
             self._oldest = 0.0
+        if s.cast_ns:
+            start = max(start, max(self._scalar, self._vector) + s.cast_ns)
         begun = self._first_matmuls(s, start)
         work = (begun[-1] - len(begun) * s.first_ns if begun else start) + s.work_ns
         done = max(work, arrived + DMA_DONE_NS + s.tail_ns) if s.load_ns else work
@@ -229,6 +252,13 @@ class Timeline:
         if s.store_ns:
             self._store(s)
         self._end = max(self._end, done, self._stored)
+
+    def _load_rows(self, rows: RowLoads) -> None:
+        """Let rows come; what VectorE evicts next waits for them."""
+        begin = max(self._queues.get(rows.queue, 0.0), DMA_START_NS + rows.before_ns)
+        last = begin + (rows.transfers - 1) * self._interval
+        self._queues[rows.queue] = last + self._interval
+        self._rows_there = max(last, self._dma) + rows.ns + DMA_DONE_NS + rows.after_ns
 
     def _load(self, s: Step) -> float:
         """Let the loads of a step pass, part by part; returns when TensorE may begin."""
@@ -316,6 +346,7 @@ class Timeline:
             ready = last + matmul
             if s.vector_ns and (i % 2 or not s.scalar_ns):
                 ready = max(ready, self._vector, self._scalar if shared else 0.0)
+                ready = max(ready, self._rows_there)
                 self._vector = end = ready + s.vector_ns
                 seen = max(seen, end + vector)
             else:

@@ -12,6 +12,88 @@ from neuronmm_ops.kernels.stages.tiling import (
 )
 
 
+class Stack(nl.NKIObject):
+    """Sums of a weight in one byte that lie one below the other: column groups of one width.
+
+    TensorE transposes them together, and VectorE multiplies them by their scale.
+
+    Args:
+        start: the column of the weight that the first sums are of.
+        source: fp32 [groups x lanes, size] in SBUF, whose partitions beyond the tokens are zero.
+        groups: how many.
+        lanes: partitions of each.
+        tokens: of `lanes`.
+        dtype: of the transposes.
+        scale: fp32 [N], a factor of each column of the weight.
+    """
+
+    def __init__(
+        self,
+        start: int,
+        source: NkiTensor,
+        groups: int,
+        lanes: int,
+        tokens: int,
+        dtype: nl.DType,
+        scale: NkiTensor,
+    ) -> None:
+        self.start = start
+        self.source = source
+        self.groups = groups
+        self.lanes = lanes
+        self.tokens = tokens
+        self.dtype = dtype
+        self.scale = scale
+        # [128, groups, size // 128, lanes] and [size % 128, groups, 1, lanes], those not empty
+        self.transposed_sb: list[NkiTensor] = []
+
+    def transpose(self) -> None:
+        """Fill `transposed_sb`, unless that is done."""
+        if len(self.transposed_sb) > 0:
+            return
+        size = self.source.shape[1]
+        tiles = size // PARTITIONS
+        whole = tiles * PARTITIONS
+        if tiles > 0:
+            self.transpose_columns(0, PARTITIONS, tiles)
+        if whole < size:
+            self.transpose_columns(whole, size - whole, 1)
+
+    def transpose_columns(self, start: int, rows: int, tiles: int) -> None:
+        """As `KChunk.transpose_columns`, all groups at once."""
+        G, M, partitions = self.groups, self.tokens, self.source.shape[0]
+        to_sb = nl.ndarray((rows, G, tiles, self.lanes), dtype=self.dtype)
+        if self.lanes > M:
+            nisa.memset(to_sb[:, 0, 0, :], 0.0, engine=nisa.gpsimd_engine)
+        scale_sb = self.load_scale(start, rows, tiles)
+        for group in spans(0, tiles, transposes_in_bank(partitions, 4)):
+            shape = (rows, group.size, partitions + partitions % 2)
+            bank_psum = nl.ndarray(shape, dtype=nl.float32, buffer=nl.psum)
+            for i in range(group.size):
+                columns = self.source[:, start + group.start + i : start + rows * tiles : tiles]
+                nisa.nc_transpose(bank_psum[:, i, 0:partitions], columns)
+            own = nl.ds(group.start, group.size)
+            sums_psum = bank_psum[:, :, 0:partitions].reshape_dim(2, (G, self.lanes))
+            factors = scale_sb[:, :, own].expand_dim(3).broadcast(3, M)
+            nisa.tensor_tensor(
+                to_sb[:, :, own, 0:M],
+                sums_psum[:, :, :, 0:M].permute((0, 2, 1, 3)),
+                factors,
+                nl.multiply,
+            )
+        self.transposed_sb.append(to_sb)
+
+    def load_scale(self, start: int, rows: int, tiles: int) -> NkiTensor:
+        """Load the factors of sums from column `start` of each group on, as they are transposed."""
+        scale_sb = nl.ndarray((rows, self.groups, tiles), dtype=nl.float32)
+        size = self.source.shape[1]
+        scale_hbm = self.scale[nl.ds(self.start, self.groups * size)]
+        of_groups = scale_hbm.reshape_dim(0, (self.groups, size))[:, nl.ds(start, rows * tiles)]
+        of_groups = of_groups.reshape_dim(1, (rows, tiles)).permute((1, 0, 2))
+        nisa.dma_copy(scale_sb, of_groups, dge_mode=nisa.dge_mode.none)
+        return scale_sb
+
+
 class KChunk(nl.NKIObject):
     """A range of a contraction: activations [M, size], and their transposes for TensorE.
 
@@ -27,6 +109,9 @@ class KChunk(nl.NKIObject):
         dtype: of their transposes.
         scale: fp32 [N], a factor of each activation where they are sums of a weight [K, N] in one
             byte: `start` is that of the first. They are fp32 until then.
+        lanes: columns of a transpose, zero beyond the tokens in the first tile; 0: the tokens only.
+        stack: what the activations are transposed with, if any.
+        number: in the stack.
     """
 
     def __init__(
@@ -37,6 +122,9 @@ class KChunk(nl.NKIObject):
         group: int,
         dtype: nl.DType,
         scale: NkiTensor | None = None,
+        lanes: int = 0,
+        stack: Stack | None = None,
+        number: int = 0,
     ) -> None:
         self.start = start
         self.source = source
@@ -44,14 +132,23 @@ class KChunk(nl.NKIObject):
         self.group = group
         self.dtype = dtype
         self.scale = scale
+        self.stack = stack
+        self.number = number
         self.tokens = source.shape[0]
+        self.lanes = max(lanes, self.tokens)
         self.size = source.shape[1]
-        # [128, size // 128, M] and [size % 128, 1, M], those that are not empty
+        # [128, size // 128, lanes] and [size % 128, 1, lanes], those that are not empty
         self.transposed_sb: list[NkiTensor] = []
 
     def transpose(self) -> None:
         """Fill `transposed_sb`, unless that is done."""
         if len(self.transposed_sb) > 0:
+            return
+        stack = self.stack
+        if stack != None:  # noqa: E711 - strict NKI has no `is`
+            stack.transpose()
+            for tiles_sb in stack.transposed_sb:
+                self.transposed_sb.append(tiles_sb[:, self.number, :, :])
             return
         tokens_sb = self.source if self.in_sbuf else self.load()
         tiles = self.size // PARTITIONS
@@ -76,7 +173,9 @@ class KChunk(nl.NKIObject):
         multiplied there.
         """
         M = self.tokens
-        to_sb = nl.ndarray((rows, tiles, M), dtype=self.dtype)
+        to_sb = nl.ndarray((rows, tiles, self.lanes), dtype=self.dtype)
+        if self.lanes > M:
+            nisa.memset(to_sb[:, 0, :], 0.0, engine=nisa.gpsimd_engine)
         scale_sb: NkiTensor | None = None
         if self.scale != None:  # noqa: E711 - strict NKI has no `is`
             scale_sb = self.load_scale(self.scale, start, rows, tiles)
@@ -88,10 +187,10 @@ class KChunk(nl.NKIObject):
                 nisa.nc_transpose(bank_psum[:, i, 0:M], columns)
             own = nl.ds(group.start, group.size)
             if scale_sb == None:  # noqa: E711
-                evict(to_sb[:, own, :], bank_psum[:, :, 0:M], 0)
+                evict(to_sb[:, own, 0:M], bank_psum[:, :, 0:M], 0)
             else:
                 factors = scale_sb[:, own].expand_dim(2).broadcast(2, M)
-                nisa.tensor_tensor(to_sb[:, own, :], bank_psum[:, :, 0:M], factors, nl.multiply)
+                nisa.tensor_tensor(to_sb[:, own, 0:M], bank_psum[:, :, 0:M], factors, nl.multiply)
         self.transposed_sb.append(to_sb)
 
     def load_scale(self, scale: NkiTensor, start: int, rows: int, tiles: int) -> NkiTensor:
@@ -105,7 +204,17 @@ class KChunk(nl.NKIObject):
 
     def again(self) -> KChunk:
         """The same activations, not transposed: SBUF of their transposes can be freed."""
-        return KChunk(self.start, self.source, self.in_sbuf, self.group, self.dtype, self.scale)
+        return KChunk(
+            self.start,
+            self.source,
+            self.in_sbuf,
+            self.group,
+            self.dtype,
+            self.scale,
+            self.lanes,
+            self.stack,
+            self.number,
+        )
 
 
 def chunks_of(
@@ -115,18 +224,19 @@ def chunks_of(
     width: int,
     dtype: nl.DType,
     scale: NkiTensor | None = None,
+    lanes: int = 0,
 ) -> list[KChunk]:
     """Columns `part` of activations [M, K] in HBM as K chunks of `width`.
 
-    `start` is the row of the weight that belongs to column 0. `dtype` and `scale` are as in
-    `KChunk`.
+    `start` is the row of the weight that belongs to column 0. `dtype`, `scale` and
+    `lanes` are as in `KChunk`.
     """
     found: list[KChunk] = []
     groups = column_groups(x_hbm.shape[0], generation())
     for s in spans(part.start, part.size, width):
         group = groups - 1 - len(found) % groups
         columns_hbm = x_hbm[:, nl.ds(s.start, s.size)]
-        found.append(KChunk(start + s.start, columns_hbm, False, group, dtype, scale))
+        found.append(KChunk(start + s.start, columns_hbm, False, group, dtype, scale, lanes))
     return found
 
 

@@ -9,7 +9,7 @@ same time, which keeps TensorE ahead of the DMA engines.
 from __future__ import annotations
 
 from neuronmm_ops.kernels.shim import NkiTensor, nisa, nl
-from neuronmm_ops.kernels.stages.chunks import KChunk, evict, generation, itemsize
+from neuronmm_ops.kernels.stages.chunks import KChunk, Stack, evict, generation, itemsize
 from neuronmm_ops.kernels.stages.tiling import (
     BANK_COLUMNS,
     OUTPUT_UNIT,
@@ -21,8 +21,10 @@ from neuronmm_ops.kernels.stages.tiling import (
     cast_shares,
     core_span,
     groups_in_store,
+    lanes_of,
     matmul_columns,
     spans,
+    waited_bytes,
     weight_tiles,
 )
 
@@ -68,6 +70,43 @@ def plain(tensors: list[NkiTensor]) -> list[Weight]:
     return found
 
 
+def lanes_for(weights: list[Weight], M: int) -> int:
+    """Columns of the transposes of what is multiplied by weights; as `KChunk`."""
+    return lanes_of(M, generation()) if weights[0].scale != None else 0  # noqa: E711
+
+
+class Product(nl.NKIObject):
+    """What TensorE has yet to do with a weight tile.
+
+    Args:
+        sums: added to.
+        stationary: [k, tiles, lanes] activations in SBUF.
+        moving: [k, columns] of each K tile, in SBUF.
+        columns: which of the sums.
+        accumulate: the sums have begun.
+    """
+
+    def __init__(
+        self,
+        sums: Sums,
+        stationary: NkiTensor,
+        moving: list[NkiTensor],
+        columns: Span,
+        accumulate: bool,
+    ) -> None:
+        self.sums = sums
+        self.stationary = stationary
+        self.moving = moving
+        self.columns = columns
+        self.accumulate = accumulate
+
+    def run(self) -> None:
+        """Multiply the K tiles."""
+        for j in range(len(self.moving)):
+            accumulate = self.accumulate or j > 0
+            self.sums.add(self.stationary[:, j, :], self.moving[j], self.columns, accumulate)
+
+
 class Sums(nl.NKIObject):
     """Sums [M, columns] of activations times some columns of a weight, in PSUM.
 
@@ -92,47 +131,61 @@ class Sums(nl.NKIObject):
         self.tokens = M
         step = BANK_COLUMNS if last else matmul_columns(M, generation())
         self.tiling = SumTiling(columns.size, M, generation(), unit, step)
+        # sums that are scaled are evicted and transposed by all column groups together; the first
+        # matmul writes zeros to the partitions beside the tokens
+        self.stacked = weight.scale != None  # noqa: E711 - strict NKI has no `is`
+        self.lanes = lanes_of(M, generation()) if self.stacked else M
+        self.parts = self.tiling.stacked_evictions() if self.stacked else self.tiling.evictions()
+        self.partitions = self.tiling.partitions - M + self.lanes
         self.banks_psum: list[NkiTensor] = []
         for s in spans(0, self.tiling.width, step):
-            shape = (self.tiling.partitions, s.size)
+            shape = (self.partitions, s.size)
             self.banks_psum.append(nl.ndarray(shape, nl.float32, buffer=nl.psum))
         self.started = False
-        # rows that the sums are multiplied with and added to when they are evicted
-        self.scale_sb: NkiTensor | None = None
-        self.bias_sb: NkiTensor | None = None
+        # rows that the sums are multiplied with and added to when they are evicted, as loaded and
+        # for every token
+        self.loaded_sb: list[NkiTensor] = []
+        self.rows_sb: list[NkiTensor] = []
 
-    def psum(self, part: GroupSpan) -> NkiTensor:
-        """[M, columns] of a part of the sums."""
+    def psum(self, part: GroupSpan, lanes: int) -> NkiTensor:
+        """[lanes, columns] of a part of the sums."""
         first, step = part.group * self.tiling.group_partitions, self.tiling.step
         bank_psum = self.banks_psum[part.start // step]
-        return bank_psum[first : first + self.tokens, nl.ds(part.start % step, part.size)]
+        return bank_psum[first : first + lanes, nl.ds(part.start % step, part.size)]
 
     def new_tile(self, dtype: nl.DType) -> NkiTensor:
         """A tile in SBUF for all sums, laid out as they are."""
-        return nl.ndarray((self.tiling.partitions, self.tiling.width), dtype=dtype)
+        return nl.ndarray((self.partitions, self.tiling.width), dtype=dtype)
+
+    def lanes_in(self, part: GroupSpan) -> int:
+        """Partitions of a part."""
+        return (part.count - 1) * self.tiling.group_partitions + self.lanes
 
     def like(self, tile_sb: NkiTensor, part: GroupSpan) -> NkiTensor:
-        """[M, columns] of a part, in a tile of `new_tile`."""
+        """[lanes, columns] of a part, in a tile of `new_tile`."""
         first = part.group * self.tiling.group_partitions
-        return tile_sb[first : first + self.tokens, nl.ds(part.start, part.size)]
+        return tile_sb[first : first + self.lanes_in(part), nl.ds(part.start, part.size)]
 
     def group(self, tile_sb: NkiTensor, i: int) -> NkiTensor:
         """[M, width] of a column group, in a tile of `new_tile`."""
-        return self.like(tile_sb, GroupSpan(i, 0, self.tiling.groups[i].size))
+        first = i * self.tiling.group_partitions
+        return tile_sb[first : first + self.tokens, 0 : self.tiling.groups[i].size]
 
     def add(
         self, stationary_sb: NkiTensor, moving_sb: NkiTensor, columns: Span, accumulate: bool
     ) -> None:
-        """sums[:, columns] (+)= stationary [k, M]^T . moving [k, columns]."""
+        """sums[:, columns] (+)= stationary [k, lanes]^T . moving [k, columns]."""
         rows = self.tiling.group_partitions
+        lanes = self.tokens if accumulate else self.lanes
+        stationary_sb = stationary_sb[:, 0:lanes]
         for part in self.tiling.matmuls(columns):
             start = self.tiling.groups[part.group].start + part.start - columns.start
             moving = moving_sb[:, nl.ds(start, part.size)]
             if rows == PARTITIONS:
-                nisa.nc_matmul(self.psum(part), stationary_sb, moving, accumulate=accumulate)
+                nisa.nc_matmul(self.psum(part, lanes), stationary_sb, moving, accumulate=accumulate)
             else:
                 nisa.nc_matmul(
-                    self.psum(part),
+                    self.psum(part, lanes),
                     stationary_sb,
                     moving,
                     accumulate=accumulate,
@@ -151,8 +204,16 @@ class Sums(nl.NKIObject):
         self.add(ones_sb, row_sb, Span(0, self.columns.size), False)
         self.started = True
 
-    def add_chunk(self, chunk: KChunk, tile_bytes: int, first: bool, last: bool) -> None:
-        """Stream the weight rows of a K chunk, in tiles of `weight_tiles`."""
+    def add_chunk(
+        self,
+        chunk: KChunk,
+        tile_bytes: int,
+        first: bool,
+        last: bool,
+        stage_ends: bool,
+        later: list[Product],
+    ) -> None:
+        """Stream the weight rows of a K chunk in tiles of `weight_tiles`; `later` as `add_tile`."""
         tiles = chunk.size // PARTITIONS
         whole = tiles * PARTITIONS
         ends = last and whole == chunk.size
@@ -160,17 +221,27 @@ class Sums(nl.NKIObject):
             rows_hbm = self.weight.hbm[nl.ds(chunk.start, whole), :]
             rows_hbm = rows_hbm.reshape_dim(0, (PARTITIONS, tiles))
             row_bytes = self.columns.size * itemsize(self.weight.hbm.dtype)
-            for s in weight_tiles(tiles, row_bytes, tile_bytes, first, ends):
+            first = first and not self.stacked
+            least = waited_bytes(generation()) if stage_ends and self.stacked else 0
+            for s in weight_tiles(tiles, row_bytes, tile_bytes, first, ends, least):
                 tile_hbm = rows_hbm[:, nl.ds(s.start, s.size), :]
                 stationary_sb = chunk.transposed_sb[0][:, nl.ds(s.start, s.size), :]
-                self.add_tile(tile_hbm, stationary_sb, ends and s.start + s.size == tiles)
+                last_tile = ends and s.start + s.size == tiles
+                self.add_tile(tile_hbm, stationary_sb, last_tile, later)
         if whole < chunk.size:
             rest = nl.ds(chunk.start + whole, chunk.size - whole)
             stationary_sb = chunk.transposed_sb[len(chunk.transposed_sb) - 1]
-            self.add_tile(self.weight.hbm[rest, :].expand_dim(1), stationary_sb, last)
+            rest_hbm = self.weight.hbm[rest, :].expand_dim(1)
+            self.add_tile(rest_hbm, stationary_sb, last, later)
 
-    def add_tile(self, tile_hbm: NkiTensor, stationary_sb: NkiTensor, last: bool) -> None:
-        """Load a weight tile [k, tiles, N], the `last` in two halves, and multiply its K tiles."""
+    def add_tile(
+        self, tile_hbm: NkiTensor, stationary_sb: NkiTensor, last: bool, later: list[Product]
+    ) -> None:
+        """Load a weight tile [k, tiles, N], the `last` in two halves, and multiply its K tiles.
+
+        Where it is cast it is multiplied after the next one's casts: all that is `later`. The
+        engines that cast also evict, and what they evict waits for TensorE.
+        """
         k, tiles, _ = tile_hbm.shape
         dtype = self.weight.hbm.dtype
         whole = [Span(0, self.columns.size)]
@@ -180,83 +251,101 @@ class Sums(nl.NKIObject):
             nisa.dma_copy(
                 tile_sb, tile_hbm[:, :, nl.ds(start, columns.size)], dge_mode=nisa.dge_mode.none
             )
+            moving: list[NkiTensor] = []
             for j in range(tiles):
-                accumulate = self.started or j > 0
                 moving_sb = tile_sb[:, j, :]
-                if self.weight.casts:
-                    moving_sb = cast(moving_sb, self.weight.dtype)
-                self.add(stationary_sb[:, j, :], moving_sb, columns, accumulate)
+                moving.append(
+                    cast(moving_sb, self.weight.dtype) if self.weight.casts else moving_sb
+                )
+            product = Product(self, stationary_sb, moving, columns, self.started)
+            if self.weight.casts:
+                if len(later) > 0:
+                    later[len(later) - 1].run()
+                later.append(product)
+            else:
+                product.run()
         self.started = True
 
     def load_rows(self, bias: NkiTensor | None) -> None:
         """Load the scale of a weight in one byte, and a bias [N] with it, for the evictions."""
         scale = self.weight.scale
-        self.scale_sb = self.row(scale) if scale != None else None  # noqa: E711
-        if bias != None:  # noqa: E711 - strict NKI has no `is`
-            self.bias_sb = self.row(bias)
+        if scale != None:  # noqa: E711 - strict NKI has no `is`
+            self.load_row(scale)
+        if bias != None:  # noqa: E711
+            self.load_row(bias)
 
-    def row(self, row_hbm: NkiTensor) -> NkiTensor:
-        """A number for each column, for every token; laid out as the sums are.
-
-        Each group of partitions loads its own; VectorE copies them to the other tokens of each 32.
-        """
-        tile_sb = self.new_tile(row_hbm.dtype)
-        firsts = spans(0, self.tokens, SHUFFLED)
-        loaded_sb = tile_sb if self.tokens == 1 else self.new_tile(row_hbm.dtype)
-        if len(firsts) > 1:  # the shuffle reads what lies between the rows, too
-            nisa.memset(loaded_sb, 0.0, engine=nisa.gpsimd_engine)
+    def load_row(self, row_hbm: NkiTensor) -> None:
+        """Load a number for each column, laid out as the sums are, for the first of 32 tokens."""
+        loaded_sb = self.new_tile(row_hbm.dtype)
+        # what lies between the rows is read, too
+        nisa.memset(loaded_sb, 0.0, engine=nisa.gpsimd_engine)
         for i in range(len(self.tiling.groups)):
+            s = self.tiling.groups[i]
+            columns_hbm = row_hbm[nl.ds(self.columns.start + s.start, s.size)].expand_dim(0)
             group_sb = self.group(loaded_sb, i)
-            for tokens in firsts:
-                self.load_row(group_sb[tokens.start : tokens.start + 1, :], row_hbm, i)
-            if self.tokens > 1:
-                rows_sb = group_sb[0 : firsts[len(firsts) - 1].start + 1, :]
-                nisa.nc_stream_shuffle(self.group(tile_sb, i), rows_sb, [0] * SHUFFLED)
-        return tile_sb
+            for tokens in spans(0, self.tokens, SHUFFLED):
+                first_sb = group_sb[tokens.start : tokens.start + 1, :]
+                nisa.dma_copy(first_sb, columns_hbm, dge_mode=nisa.dge_mode.none)
+        self.loaded_sb.append(loaded_sb)
 
-    def load_row(self, to_sb: NkiTensor, row_hbm: NkiTensor, group: int) -> None:
-        """Load a column group's part of a row [N]."""
-        s = self.tiling.groups[group]
-        columns = nl.ds(self.columns.start + s.start, s.size)
-        nisa.dma_copy(to_sb, row_hbm[columns].expand_dim(0), dge_mode=nisa.dge_mode.none)
+    def spread_rows(self) -> None:
+        """Copy the rows to the other tokens: VectorE does, after what it has to transpose."""
+        for loaded_sb in self.loaded_sb:
+            if self.tokens == 1:
+                self.rows_sb.append(loaded_sb)
+                continue
+            tile_sb = self.new_tile(loaded_sb.dtype)
+            for stack in self.tiling.stacks():
+                first_sb = self.like(loaded_sb, stack)
+                nisa.nc_stream_shuffle(self.like(tile_sb, stack), first_sb, [0] * SHUFFLED)
+            self.rows_sb.append(tile_sb)
 
     def evict(self, to_sb: NkiTensor, part: GroupSpan, number: int) -> None:
         """Take a part of the sums to SBUF, times the scale and plus the bias that are loaded."""
-        if self.scale_sb == None:  # noqa: E711 - strict NKI has no `is`
-            evict(to_sb, self.psum(part), number)
+        lanes = to_sb.shape[0]
+        if len(self.rows_sb) == 0:
+            evict(to_sb, self.psum(part, lanes), number)
             return
-        scale_sb = self.like(self.scale_sb, part)
-        if self.bias_sb == None:  # noqa: E711
-            nisa.tensor_tensor(to_sb, self.psum(part), scale_sb, nl.multiply)
+        scale_sb = self.like(self.rows_sb[0], part)[0:lanes, :]
+        if len(self.rows_sb) == 1:
+            nisa.tensor_tensor(to_sb, self.psum(part, lanes), scale_sb, nl.multiply)
             return
-        scaled_sb = self.like(self.new_tile(nl.float32), part)
-        nisa.tensor_tensor(scaled_sb, self.psum(part), scale_sb, nl.multiply)
-        nisa.tensor_tensor(to_sb, scaled_sb, self.like(self.bias_sb, part), nl.add)
+        scaled_sb = self.like(self.new_tile(nl.float32), part)[0:lanes, :]
+        nisa.tensor_tensor(scaled_sb, self.psum(part, lanes), scale_sb, nl.multiply)
+        bias_sb = self.like(self.rows_sb[1], part)[0:lanes, :]
+        nisa.tensor_tensor(to_sb, scaled_sb, bias_sb, nl.add)
 
     def rounded(self, dtype: nl.DType) -> NkiTensor:
         """The sums in SBUF."""
         tile_sb = self.new_tile(dtype)
-        parts = self.tiling.evictions()
-        for i in range(len(parts)):
-            self.evict(self.like(tile_sb, parts[i]), parts[i], i)
+        for i in range(len(self.parts)):
+            part = self.parts[i]
+            self.evict(self.like(tile_sb, part), part, i)
         return tile_sb
 
     def exchanged(self, dtype: nl.DType) -> NkiTensor:
         """The sums of both cores together, in SBUF: fp32 until they are added."""
         sent_sb = self.new_tile(nl.float32)
         received_sb = self.new_tile(nl.float32)
-        parts = self.tiling.evictions()
-        for i in range(len(parts)):
+        for i in range(len(self.parts)):
+            part = self.parts[i]
             if self.started:
-                evict(self.like(sent_sb, parts[i]), self.psum(parts[i]), i)
+                evict(self.like(sent_sb, part), self.psum(part, self.lanes_in(part)), i)
             else:  # this core has no part of the contraction
-                nisa.memset(self.like(sent_sb, parts[i]), 0.0)
+                nisa.memset(self.like(sent_sb, part), 0.0)
         other = 1 - nl.program_id(0)
-        for i in range(len(self.tiling.groups)):
-            nisa.sendrecv(self.group(sent_sb, i), self.group(received_sb, i), other, other, 0)
+        if self.stacked:
+            for stack in self.tiling.stacks():
+                sent, received = self.like(sent_sb, stack), self.like(received_sb, stack)
+                nisa.sendrecv(sent, received, other, other, 0)
+        else:
+            for i in range(len(self.tiling.groups)):
+                nisa.sendrecv(self.group(sent_sb, i), self.group(received_sb, i), other, other, 0)
         tile_sb = self.new_tile(dtype)
-        for part in parts:
-            mine = self.psum(part) if self.started else self.like(sent_sb, part)
+        for part in self.parts:
+            mine = (
+                self.psum(part, self.lanes_in(part)) if self.started else self.like(sent_sb, part)
+            )
             received = self.like(received_sb, part)
             nisa.tensor_tensor(self.like(tile_sb, part), received, mine, nl.add)
         return tile_sb
@@ -264,10 +353,19 @@ class Sums(nl.NKIObject):
     def chunks(self, tile_sb: NkiTensor) -> list[KChunk]:
         """What is in a tile of `new_tile`, as K chunks of a contraction over these columns."""
         found: list[KChunk] = []
+        dtype, scale = self.weight.dtype, self.weight.scale
+        stack: Stack | None = None
         for i in range(len(self.tiling.groups)):
-            start = self.columns.start + self.tiling.groups[i].start
+            start, number = self.columns.start + self.tiling.groups[i].start, 0
+            for s in self.tiling.stacks():
+                if scale != None and i == s.group:  # noqa: E711 - strict NKI has no `is`
+                    sums_sb, tokens = self.like(tile_sb, s), self.tokens
+                    stack = Stack(start, sums_sb, s.count, self.lanes, tokens, dtype, scale)
+                if i >= s.group:
+                    number = i - s.group
             group_sb = self.group(tile_sb, i)
-            found.append(KChunk(start, group_sb, True, 0, self.weight.dtype, self.weight.scale))
+            chunk = KChunk(start, group_sb, True, 0, dtype, None, self.lanes, stack, number)
+            found.append(chunk)
         return found
 
     def store(self, to_hbm: NkiTensor, first: int, tile_sb: NkiTensor) -> None:
@@ -282,7 +380,7 @@ class Sums(nl.NKIObject):
 
         Fewer DMA engines carry them, too, which loads that follow would feel.
         """
-        per = groups_in_store(len(self.tiling.groups))
+        per = groups_in_store(len(self.tiling.groups), self.tokens, self.stacked)
         stores = spans(0, self.columns.size, per * self.tiling.width)
         tiles_sb: list[NkiTensor] = []
         for i in range(len(stores)):
@@ -315,19 +413,32 @@ def cast(tile_sb: NkiTensor, dtype: nl.DType) -> NkiTensor:
 
 
 def contract(
-    chunks: list[KChunk], sums: list[Sums], tile_bytes: int, first: bool, last: bool
+    chunks: list[KChunk],
+    sums: list[Sums],
+    tile_bytes: int,
+    first: bool,
+    last: bool,
+    waited: bool = False,
 ) -> None:
     """Add all K chunks to all sums; each is transposed while the one before it is multiplied.
 
-    Weight tiles have `tile_bytes` a partition; the `first` and the `last` of all have fewer.
+    Weight tiles have `tile_bytes` a partition; the `first` and the `last` of all have fewer, and
+    those of the last chunk, if the next stage has `waited` for their weights of one byte only.
     """
     if len(chunks) > 0:
         chunks[0].transpose()
+    later: list[Product] = []
     for i in range(len(chunks)):
         if i + 1 < len(chunks):
             chunks[i + 1].transpose()
+        ends = i + 1 == len(chunks)
         for s in sums:
-            s.add_chunk(chunks[i], tile_bytes, first and i == 0, last and i + 1 == len(chunks))
+            if ends:
+                s.spread_rows()
+            edges = first and i == 0, last and ends, waited and ends
+            s.add_chunk(chunks[i], tile_bytes, edges[0], edges[1], edges[2], later)
+    if len(later) > 0:
+        later[len(later) - 1].run()
 
 
 def project(
@@ -356,7 +467,7 @@ def project(
         of_weight: list[KChunk] = []
         for columns in spans(0, w.hbm.shape[1], rank_block):
             s = Sums(w, columns, M)
-            contract(again(chunks), [s], tile_bytes, True, False)
+            contract(again(chunks), [s], tile_bytes, True, False, True)
             of_weight.extend(s.chunks(of_both_cores(s)))
         found.append(of_weight)
     return found

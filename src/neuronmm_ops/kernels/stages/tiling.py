@@ -120,6 +120,8 @@ TensorE starts on a tile when all of it has arrived.
 """
 SHUFFLED = 32
 """Partitions among which VectorE copies one to the others."""
+ONE_STORE_TOKENS = 8
+"""Tokens up to which one DMA stores the last sums of a weight in one byte."""
 HALF_ROW_BYTES = 2560
 """Bytes of a row of the last weight tile, at least, where that is loaded in two halves."""
 
@@ -134,12 +136,19 @@ def column_groups(M: int, generation: int) -> int:
     return min(2, groups) if generation == 2 else groups
 
 
-def groups_in_store(groups: int) -> int:
+def groups_in_store(groups: int, M: int, scaled: bool) -> int:
     """Column groups of a kernel's last sums that one DMA stores: pairs of four.
 
-    One DMA for all four would leave them to too few DMA engines.
+    One DMA for all four would leave them to too few DMA engines, but for few tokens.
     """
+    if scaled and M <= ONE_STORE_TOKENS:
+        return groups
     return 2 if groups == 4 else 1
+
+
+def lanes_of(M: int, generation: int) -> int:
+    """Partitions of a column group with what lies beside its tokens, which stacked sums have."""
+    return PARTITIONS // column_groups(M, generation) if column_groups(M, generation) > 1 else M
 
 
 def matmul_columns(M: int, generation: int) -> int:
@@ -162,11 +171,12 @@ def output_blocks(part: Span, block: int, last_block: int) -> list[Span]:
 
 
 def weight_tiles(
-    tiles: int, row_bytes: int, tile_bytes: int, first: bool, last: bool
+    tiles: int, row_bytes: int, tile_bytes: int, first: bool, last: bool, least_bytes: int = 0
 ) -> list[Span]:
     """Cut `tiles` K tiles of a weight into loads of `tile_bytes` a partition, at least one K tile.
 
-    The `first` load of a stage and the `last` of the kernel are of `EDGE_TILE_BYTES` at most.
+    The `first` load of a stage and the `last` of the kernel are of `EDGE_TILE_BYTES` at most. With
+    `least_bytes` the last load is halved twice, as far as the halves have so many.
     """
     edge = max(1, min(tile_bytes, EDGE_TILE_BYTES) // row_bytes)
     head = min(tiles, edge) if first else 0
@@ -174,7 +184,22 @@ def weight_tiles(
     found = spans(0, head, edge)
     found.extend(spans(head, tiles - head - tail, max(1, tile_bytes // row_bytes)))
     found.extend(spans(tiles - tail, tail, edge))
+    for _ in range(2 if least_bytes > 0 and len(found) > 0 else 0):
+        whole = found[len(found) - 1]
+        half = whole.size // 2
+        if half > 0 and half * row_bytes >= least_bytes:
+            found = found[0 : len(found) - 1]
+            found.append(Span(whole.start, whole.size - half))
+            found.append(Span(whole.start + whole.size - half, half))
     return found
+
+
+def waited_bytes(generation: int) -> int:
+    """Bytes a partition, at least, of the last loads of a u in one byte, which all wait for.
+
+    Short runs are slow on gen2.
+    """
+    return 3072 if generation == 2 else 1024
 
 
 def cast_shares(columns: int, generation: int) -> list[Span]:
@@ -195,12 +220,13 @@ def cast_shares(columns: int, generation: int) -> list[Span]:
 
 
 class GroupSpan(NKIObject):
-    """Columns [start, start + size) of a PE column group."""
+    """Columns [start, start + size) of a PE column group, or of `count` neighbours from it on."""
 
-    def __init__(self, group: int, start: int, size: int) -> None:
+    def __init__(self, group: int, start: int, size: int, count: int = 1) -> None:
         self.group = group
         self.start = start
         self.size = size
+        self.count = count
 
 
 class SumTiling(NKIObject):
@@ -242,6 +268,24 @@ class SumTiling(NKIObject):
         for i in range(len(self.groups)):
             for s in spans(0, self.groups[i].size, BANK_COLUMNS):
                 found.append(GroupSpan(i, s.start, s.size))
+        return found
+
+    def stacks(self) -> list[GroupSpan]:
+        """The column groups whose sums lie one below the other in the same columns."""
+        found: list[GroupSpan] = []
+        full = self.size // self.width
+        if full > 0:
+            found.append(GroupSpan(0, 0, self.width, full))
+        if full < len(self.groups):
+            found.append(GroupSpan(full, 0, self.groups[full].size))
+        return found
+
+    def stacked_evictions(self) -> list[GroupSpan]:
+        """The sums cut into banks, the groups of a stack together."""
+        found: list[GroupSpan] = []
+        for stack in self.stacks():
+            for s in spans(0, stack.size, BANK_COLUMNS):
+                found.append(GroupSpan(stack.group, s.start, s.size, stack.count))
         return found
 
     def halves(self, itemsize: int) -> list[Span]:

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from neuronmm_ops.kernels.shim import NkiTensor, jit, nisa, nl
 from neuronmm_ops.kernels.stages.chunks import KChunk, chunks_of
-from neuronmm_ops.kernels.stages.decode import Sums, Weight, contract, own, project, write_block
+from neuronmm_ops.kernels.stages.decode import (
+    Sums,
+    Weight,
+    contract,
+    lanes_for,
+    own,
+    project,
+    write_block,
+)
 from neuronmm_ops.kernels.stages.tiling import PARTITIONS, Span, output_blocks, spans
 from neuronmm_ops.kernels.svd_mlp.prefill import check_factors, function_of, load_table
 
@@ -86,10 +94,11 @@ def svd_mlp_decode(
     check_factors(K, [u_gate, v_gate, u_up, v_up, u_down, v_down])
     out_hbm = nl.ndarray((M, v_down.shape[1]), dtype=x.dtype, buffer=nl.shared_hbm)
     load_table(activation)
-    x_chunks = chunks_of(x, own(K), 0, k_chunk, x.dtype)
     us = [Weight(u_gate, x.dtype, u_gate_scale), Weight(u_up, x.dtype, u_up_scale)]
     vs = [Weight(v_gate, x.dtype, v_gate_scale), Weight(v_up, x.dtype, v_up_scale)]
     downs = [Weight(u_down, x.dtype, u_down_scale), Weight(v_down, x.dtype, v_down_scale)]
+    lanes = lanes_for(us, M)
+    x_chunks = chunks_of(x, own(K), 0, k_chunk, x.dtype, None, lanes)
     low = project(x_chunks, us, rank_block, fuse_gate_up, tile_bytes, M)
     inner = own(v_gate.shape[1])
     h_chunks: list[KChunk] = []
@@ -100,7 +109,7 @@ def svd_mlp_decode(
             up, h_sb = gated(low, vs, columns, M, activation, tile_bytes)
             up.store(h_hbm, inner.start, h_sb)
         part = Span(0, inner.size)
-        h_chunks = chunks_of(h_hbm, part, inner.start, k_chunk, x.dtype, v_up_scale)
+        h_chunks = chunks_of(h_hbm, part, inner.start, k_chunk, x.dtype, v_up_scale, lanes)
     if not spill:
         for columns in spans(inner.start, inner.size, inner_block):
             up, h_sb = gated(low, vs, columns, M, activation, tile_bytes)
@@ -132,16 +141,16 @@ def gated(
         gate.load_rows(None)
     contract(low[0], [gate], tile_bytes, True, False)
     acts_sb = gate.new_tile(nl.float32)
-    parts = gate.tiling.evictions()
-    for part in parts:
+    for part in gate.parts:
         acts = gate.like(acts_sb, part)
         if scaled:
             gate.evict(acts, part, 0)
-        of = acts if scaled else gate.psum(part)
+        of = acts if scaled else gate.psum(part, M)
         nisa.activation(acts, function_of(activation), of)
     up = Sums(vs[1], columns, M)
     contract(low[1], [up], tile_bytes, True, False)
     h_sb = up.new_tile(nl.float32 if scaled else vs[1].dtype)
-    for part in parts:
-        nisa.tensor_tensor(up.like(h_sb, part), up.like(acts_sb, part), up.psum(part), nl.multiply)
+    for part in up.parts:
+        sums_psum = up.psum(part, up.lanes_in(part))
+        nisa.tensor_tensor(up.like(h_sb, part), up.like(acts_sb, part), sums_psum, nl.multiply)
     return up, h_sb

@@ -8,7 +8,7 @@ from itertools import product
 from typing import NamedTuple
 
 from neuronmm_ops.kernels.planner import decode_search, prefill_search
-from neuronmm_ops.kernels.planner.decode import SCALAR, VECTOR, Blocks, Source, Stages
+from neuronmm_ops.kernels.planner.decode import SCALAR, VECTOR, Blocks, Chunk, Source, Stages
 from neuronmm_ops.kernels.planner.decode_search import even, rounded_up
 from neuronmm_ops.kernels.planner.instructions import load_ns
 from neuronmm_ops.kernels.planner.prefill import (
@@ -87,10 +87,10 @@ def decode_stages(s: Stages) -> None:
     s.write(d_chunks, "sums", resident=True)
 
 
-def _decode_hidden(s: Stages, low: list[list[int]]) -> tuple[list[int], int]:
+def _decode_hidden(s: Stages, low: list[list[Chunk]]) -> tuple[list[Chunk], int]:
     """act(gate) * up, block after block; its K chunks, and their SBUF where they stay there."""
     costs, h_bytes = s.costs, 0
-    h_chunks: list[int] = []
+    h_chunks: list[Chunk] = []
     source: Source = "sums"
     for columns in sizes(s.own(s.problem.inner), int(s.blocks["inner_block"])):
         of = s.problem.inner

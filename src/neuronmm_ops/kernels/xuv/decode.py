@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from neuronmm_ops.kernels.shim import NkiTensor, jit, nl
 from neuronmm_ops.kernels.stages.chunks import chunks_of
-from neuronmm_ops.kernels.stages.decode import Weight, own, project, write_block
+from neuronmm_ops.kernels.stages.decode import Weight, lanes_for, own, project, write_block
 from neuronmm_ops.kernels.stages.tiling import PARTITIONS, check_pair, output_blocks
 
 
@@ -60,8 +60,8 @@ def xuv_decode(
     check_pair(K, u.shape[0], u.shape[1], 0)
     check_pair(u.shape[1], v.shape[0], v.shape[1], bias.shape[0] if bias != None else 0)  # noqa: E711
     out_hbm = nl.ndarray((M, v.shape[1]), dtype=x.dtype, buffer=nl.shared_hbm)
-    x_chunks = chunks_of(x, own(K), 0, k_chunk, x.dtype)
     first_factor, second_factor = Weight(u, x.dtype, u_scale), Weight(v, x.dtype, v_scale)
+    x_chunks = chunks_of(x, own(K), 0, k_chunk, x.dtype, None, lanes_for([first_factor], M))
     xu_chunks = project(x_chunks, [first_factor], rank_block, False, tile_bytes, M)[0]
     blocks = output_blocks(own(v.shape[1]), block, last_block)
     for i in range(len(blocks)):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from neuronmm_ops.kernels.shim import NkiTensor, jit, nl
 from neuronmm_ops.kernels.stages.chunks import chunks_of
-from neuronmm_ops.kernels.stages.decode import Weight, again, own, write_block
+from neuronmm_ops.kernels.stages.decode import Weight, again, lanes_for, own, write_block
 from neuronmm_ops.kernels.stages.tiling import PARTITIONS, Span, check_pair, output_blocks
 
 
@@ -54,8 +54,8 @@ def xw_decode(
     assert M <= PARTITIONS, f"at most {PARTITIONS} tokens, got {M}; use xw"
     check_pair(K, w.shape[0], w.shape[1], bias.shape[0] if bias != None else 0)  # noqa: E711
     out_hbm = nl.ndarray((M, w.shape[1]), dtype=x.dtype, buffer=nl.shared_hbm)
-    chunks = chunks_of(x, Span(0, K), 0, k_chunk, x.dtype)
     weight = Weight(w, x.dtype, w_scale)
+    chunks = chunks_of(x, Span(0, K), 0, k_chunk, x.dtype, None, lanes_for([weight], M))
     blocks = output_blocks(own(w.shape[1]), block, last_block)
     for i in range(len(blocks)):
         stationary = chunks if resident else again(chunks)

@@ -31,7 +31,7 @@ def decode(problem: Problem) -> list[Plan]:
 def decode_stages(s: Stages) -> None:
     """The stages of the decode kernel."""
     chunks, resident = s.chunks(s.problem.K), bool(s.blocks["resident"])
-    widest = max(chunks) * s.problem.itemsize
+    widest = max(chunks).size * s.problem.itemsize
     s.hold(s.transposed(chunks) + widest if resident else s.buffers(chunks))
     s.write(chunks, "hbm", resident)
 

@@ -1,0 +1,379 @@
+"""The decode kernels with weights in one byte: values, traffic, and plans that are exact."""
+
+import inspect
+import math
+from dataclasses import replace
+from importlib import import_module
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tolerances import assert_close_to_oracle
+
+from neuronmm_ops.bench import runner
+from neuronmm_ops.compress.rank import aligned_rank
+from neuronmm_ops.hardware import DMA_MODELS
+from neuronmm_ops.kernels import nki_kernel, plan_op
+from neuronmm_ops.kernels.planner.problem import Plan, Problem, mlp_matrices
+from neuronmm_ops.kernels.stages import tiling
+from neuronmm_ops.kernels.svd_mlp.decode import svd_mlp_decode
+from neuronmm_ops.kernels.xuv.decode import xuv_decode
+from neuronmm_ops.kernels.xw.decode import xw_decode
+from neuronmm_ops.models import SHAPES
+from neuronmm_ops.neuroncore import TensorSpec, dtypes, simulate
+from neuronmm_ops.neuroncore.profile.profile import Profile
+
+KERNELS = {"xw": xw_decode, "xuv": xuv_decode, "svd_mlp": svd_mlp_decode}
+STORED = {"float8_e4m3fn": (np.dtype(ml_dtypes.float8_e4m3fn), 240), "int8": (np.dtype("i1"), 127)}
+FP8, INT8 = STORED
+CORES = st.sampled_from((("trn1", 1), ("trn2", 1), ("trn2", 2), ("trn3", 1), ("trn3", 2)))
+SIZES = st.one_of(st.sampled_from((1, 127, 128, 129, 256)), st.integers(1, 300))
+TOKENS = st.one_of(st.sampled_from((1, 2, 32, 33, 64, 65, 128)), st.integers(1, 128))
+DTYPES = st.sampled_from(("bfloat16", "bfloat16", "float16", "float32"))
+WEIGHTS = st.sampled_from((FP8, INT8))
+CUT: dict[str, dict[str, Any]] = {
+    "xw": {"k_chunk": 128, "block": 96, "last_block": 64, "tile_bytes": 512},
+    "xuv": {"k_chunk": 128, "rank_block": 128, "block": 96, "last_block": 64, "tile_bytes": 512},
+    "svd_mlp": {"k_chunk": 128, "rank_block": 128, "inner_block": 128, "last_block": 64},
+}
+
+
+class Operands(NamedTuple):
+    x: np.ndarray
+    weights: list[np.ndarray]
+    scales: list[np.ndarray]
+    bias: np.ndarray | None
+
+
+def wide(values: np.ndarray) -> np.ndarray:
+    return values.astype(np.float64)
+
+
+def rounded(values: np.ndarray, dtype: str) -> np.ndarray:
+    return dtypes.from_fp32(values.astype(np.float32), dtypes.dtype_of(dtype))
+
+
+def operands(problem: Problem, bias: bool, seed: int = 0) -> Operands:
+    """Random weights, each column divided by its scale and rounded; products of the order of 1."""
+    rng = np.random.default_rng(seed)
+    stored, most = STORED[problem.weight_dtype]
+    weights, scales = list[np.ndarray](), list[np.ndarray]()
+    for rows, columns in problem.matrices:
+        drawn = rng.standard_normal((rows, columns)) * rows**-0.5 * rng.uniform(0.1, 3, columns)
+        scale = (np.abs(drawn).max(0) / most).astype(np.float32)
+        grid = (drawn / scale).astype(np.float32)
+        weights.append((np.rint(grid) if most == 127 else grid).astype(stored))
+        scales.append(scale)
+    x = rounded(rng.standard_normal((problem.M, problem.K)), problem.dtype)
+    row = rounded(rng.standard_normal(problem.N), problem.dtype) if bias else None
+    return Operands(x, weights, scales, row)
+
+
+def act(name: str, z: np.ndarray) -> np.ndarray:
+    if name == "relu":
+        return np.maximum(z, 0)
+    if name == "silu":
+        return z / (1 + np.exp(-z))
+    if name == "gelu_tanh":
+        return 0.5 * z * (1 + np.tanh(math.sqrt(2 / math.pi) * (z + 0.044715 * z**3)))
+    return 0.5 * z * (1 + np.vectorize(math.erf)(z / math.sqrt(2)))
+
+
+def composition(problem: Problem, given: Operands, name: str, keep: Any) -> np.ndarray:
+    """What the op means, in fp64; `keep` rounds what is stored on the way."""
+    x, bias = wide(given.x), 0.0 if given.bias is None else wide(given.bias)
+
+    def product(h: np.ndarray, i: int) -> np.ndarray:
+        return (h @ wide(given.weights[i])) * wide(given.scales[i])
+
+    if problem.op == "xw":
+        return keep(product(x, 0) + bias)
+    if problem.op == "xuv":
+        return keep(product(keep(product(x, 0)), 1) + bias)
+    gate, up = [keep(product(keep(product(x, i)), i + 1)) for i in (0, 2)]
+    hidden = keep(keep(act(name, gate)) * up)
+    return keep(product(keep(product(hidden, 4)), 5))
+
+
+def run(problem: Problem, arguments: dict[str, Any], given: Operands, **options: Any) -> Any:
+    kernel = KERNELS[problem.op]
+    launch = kernel[2] if problem.lnc == 2 else kernel
+    bias = [] if problem.op == "svd_mlp" else [given.bias]
+    tensors = [given.x, *given.weights, *bias, *given.scales]
+    return simulate(launch, *tensors, target=problem.target, **arguments, **options)
+
+
+def candidates(problem: Problem) -> list[Plan]:
+    return import_module(f"neuronmm_ops.kernels.{problem.op}.plan").decode(problem)
+
+
+def specs(problem: Problem) -> Any:
+    """The operands' shapes and dtypes, for a trace."""
+    of = dtypes.dtype_of
+    x = TensorSpec((problem.M, problem.K), of(problem.dtype))
+    weights = [TensorSpec(s, of(problem.weight_dtype or problem.dtype)) for s in problem.matrices]
+    scaled = problem.matrices if problem.weight_dtype else ()
+    return Operands(x, weights, [TensorSpec((s[1],), of("float32")) for s in scaled], None)  # type: ignore[arg-type]
+
+
+def traced(plan: Plan) -> Profile:
+    return run(plan.problem, plan.arguments, specs(plan.problem), mode="trace").profile
+
+
+def check(problem: Problem, arguments: dict[str, Any], bias: bool, name: str = "silu") -> None:
+    """Values against fp64, and each weight byte loaded once."""
+    given = operands(problem, bias)
+    chosen = {"activation": name} if problem.op == "svd_mlp" else {}
+    done = run(problem, {**arguments, **chosen}, given)
+    exact = composition(problem, given, name, wide)
+    plain = composition(problem, given, name, lambda a: wide(rounded(a, problem.dtype)))
+    sizes = Operands(
+        np.abs(given.x),
+        [np.abs(wide(w)) for w in given.weights],
+        given.scales,
+        None if given.bias is None else np.abs(given.bias),
+    )
+    # relu keeps positive values, and no activation here magnifies.
+    size = composition(problem, sizes, "relu", wide)
+    dtype = getattr(torch, problem.dtype)
+    actual, plain = (torch.from_numpy(wide(a)).to(dtype) for a in (done.outputs, plain))
+    assert_close_to_oracle(actual, torch.from_numpy(exact), plain, torch.from_numpy(size))
+    traffic = {t.name: t.read_bytes for t in done.profile.tensors}
+    names = list(inspect.signature(KERNELS[problem.op].func).parameters)
+    for tensor, weight in zip(names[1:], given.weights, strict=False):
+        assert traffic[tensor] == weight.nbytes, tensor
+
+
+@settings(max_examples=12)
+@given(TOKENS, SIZES, SIZES, CORES, DTYPES, WEIGHTS, st.booleans(), st.booleans())
+def test_dense(
+    M: int, K: int, N: int, core: tuple[str, int], dtype: str, weights: str, bias: bool, small: bool
+) -> None:
+    problem = Problem("xw", M, ((K, N),), dtype, *core, weight_dtype=weights)
+    check(problem, CUT["xw"] if small else candidates(problem)[0].arguments, bias)
+
+
+@settings(max_examples=15)
+@given(TOKENS, SIZES, SIZES, SIZES, CORES, DTYPES, WEIGHTS, st.booleans(), st.booleans())
+def test_low_rank(
+    M: int,
+    K: int,
+    r: int,
+    N: int,
+    core: tuple[str, int],
+    dtype: str,
+    weights: str,
+    bias: bool,
+    small: bool,
+) -> None:
+    problem = Problem("xuv", M, ((K, r), (r, N)), dtype, *core, weight_dtype=weights)
+    check(problem, CUT["xuv"] if small else candidates(problem)[0].arguments, bias)
+
+
+@settings(max_examples=15)
+@given(
+    TOKENS,
+    st.tuples(SIZES, SIZES, SIZES),
+    st.tuples(SIZES, SIZES, SIZES),
+    CORES,
+    DTYPES,
+    WEIGHTS,
+    st.sampled_from(("silu", "gelu", "gelu_tanh", "relu")),
+    st.sampled_from(("planned", "spilled", "in SBUF")),
+)
+def test_mlp(
+    M: int,
+    sizes: tuple[int, int, int],
+    ranks: tuple[int, int, int],
+    core: tuple[str, int],
+    dtype: str,
+    weights: str,
+    name: str,
+    blocks: str,
+) -> None:
+    K, inner, N = sizes
+    matrices = mlp_matrices(K, ranks, inner, N)
+    problem = Problem("svd_mlp", M, matrices, dtype, *core, weight_dtype=weights)
+    cut = {**CUT["svd_mlp"], "spill": blocks == "spilled"}
+    chosen = candidates(problem)[0].arguments if blocks == "planned" else cut
+    check(problem, chosen, bias=False, name=name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("weights", STORED)
+@pytest.mark.parametrize("core", [("trn1", 1), ("trn2", 2), ("trn3", 1)])
+@pytest.mark.parametrize("M", [3, 100])
+def test_several_banks_and_ragged_column_groups(
+    M: int, core: tuple[str, int], weights: str
+) -> None:
+    pair = Problem("xuv", M, ((130, 700), (700, 2600)), "bfloat16", *core, weight_dtype=weights)
+    check(pair, {"block": 1024, "last_block": 1400, "rank_block": 1536}, bias=True)
+    blocks = {"block": 1024, "last_block": 1300, "rank_block": 512, "tile_bytes": 99999}
+    check(pair, blocks, bias=False)
+    matrices = mlp_matrices(70, (600, 300, 500), 1200, 90)
+    mlp = Problem("svd_mlp", M, matrices, "bfloat16", *core, weight_dtype=weights)
+    check(mlp, {"inner_block": 1024, "rank_block": 256, "spill": False}, bias=False)
+
+
+@pytest.mark.parametrize("target", ["trn1", "trn2", "trn3"])
+@pytest.mark.parametrize("weights", STORED)
+def test_rank_1(target: str, weights: str) -> None:
+    pair = Problem("xuv", 1, ((300, 1), (1, 200)), target=target, weight_dtype=weights)
+    check(pair, candidates(pair)[0].arguments, bias=True)
+
+
+@pytest.mark.parametrize("target", ["trn1", "trn2", "trn3"])
+def test_sums_beyond_fp16_are_scaled_before_they_are_rounded(target: str) -> None:
+    """x @ u of stored values up to 240 may exceed 65,504; scaled it does not."""
+    problem = Problem("xuv", 2, ((512, 40), (40, 60)), "float16", target, weight_dtype=FP8)
+    given = operands(problem, bias=False)
+    same = np.full_like(given.weights[0], 240)
+    given = given._replace(x=np.ones_like(given.x), weights=[same, given.weights[1]])
+    found = run(problem, {}, given).outputs
+    exact = composition(problem, given, "", wide)
+    assert np.abs(wide(found) - exact).max() <= 0.01 * np.abs(exact).max()
+
+
+@pytest.mark.parametrize("op", KERNELS)
+def test_scales_and_dtypes_must_agree(op: str) -> None:
+    matrices = {
+        "xw": ((64, 48),),
+        "xuv": ((64, 32), (32, 48)),
+        "svd_mlp": mlp_matrices(64, (32, 32, 32), 48, 64),
+    }[op]
+    problem = Problem(op, 2, matrices, weight_dtype=INT8)
+    given = operands(problem, bias=False)
+    with pytest.raises(AssertionError, match="a weight without a scale must have the dtype of x"):
+        run(problem, {}, given._replace(scales=[None] * len(matrices)))  # type: ignore[list-item]
+    short = [scale[:-1] for scale in given.scales]
+    with pytest.raises(AssertionError, match=r"scale must be \[\d+\], got \[\d+\]"):
+        run(problem, {}, given._replace(scales=short))
+    same = [rounded(wide(w), "bfloat16") for w in given.weights]
+    with pytest.raises(AssertionError, match="a scale is for one-byte weights, got bfloat16"):
+        run(problem, {}, given._replace(weights=same))
+
+
+@given(st.integers(1, 9000), st.sampled_from((2, 3, 4)))
+def test_engines_share_casts(columns: int, generation: int) -> None:
+    shares = tiling.cast_shares(columns, generation)
+    assert [c for s in shares for c in range(s.start, s.start + s.size)] == list(range(columns))
+    assert len(shares) <= (2 if generation == 2 else 3)
+
+
+@given(
+    st.integers(0, 60), st.integers(2, 9000), st.sampled_from((512, 16384)),
+    st.sampled_from((1024, 3072)),
+)  # fmt: skip
+def test_last_loads_get_smaller(tiles: int, row_bytes: int, tile_bytes: int, least: int) -> None:
+    usual = tiling.weight_tiles(tiles, row_bytes, tile_bytes, False, False)
+    found = tiling.weight_tiles(tiles, row_bytes, tile_bytes, False, False, least)
+    assert [s.start for s in found] == [sum([t.size for t in found[:n]]) for n in range(len(found))]
+    assert sum([s.size for s in found]) == tiles
+    assert len(found) <= len(usual) + 2
+    assert all(s.size * row_bytes >= least for s in found[len(usual) :])
+
+
+ANY = st.one_of(SIZES, st.integers(300, 3000), st.sampled_from((8192, 32768)))
+
+
+@pytest.mark.slow
+@settings(max_examples=30)
+@given(
+    st.sampled_from(tuple(KERNELS)),
+    TOKENS,
+    st.tuples(ANY, ANY, ANY),
+    st.tuples(ANY, ANY, ANY),
+    CORES,
+    DTYPES,
+    WEIGHTS,
+)
+def test_plans_are_exact(
+    op: str,
+    M: int,
+    sizes: tuple[int, int, int],
+    ranks: tuple[int, int, int],
+    core: tuple[str, int],
+    dtype: str,
+    weights: str,
+) -> None:
+    K, inner, N = sizes
+    g, u, d = [min(r, 6000) for r in ranks]
+    matrices = {
+        "xw": ((K, N),),
+        "xuv": ((K, g), (g, N)),
+        "svd_mlp": mlp_matrices(K, (g, u, d), inner, N),
+    }[op]
+    problem = Problem(op, M, matrices, dtype, *core, weight_dtype=weights)
+    found = candidates(problem)
+    assert found
+    for plan in (found[0], found[-1]):
+        assert plan.sbuf_bytes <= problem.machine.usable_sbuf_bytes
+        profile = traced(plan)
+        assert profile.sbuf_peak_bytes <= plan.sbuf_bytes
+        assert profile.psum_peak_banks <= plan.psum_banks <= 8
+        assert profile.hbm_bytes == plan.hbm_bytes
+        assert sum([len(c.trace.records) for c in profile.schedule.cores]) == plan.instructions
+
+
+def random_problem(op: str, weights: str, rng: np.random.Generator) -> Problem:
+    """Any sizes up to 8192, and ranks up to 3072; half of them multiples of 128."""
+
+    def size(most: int) -> int:
+        if rng.random() < 0.5:
+            return 128 * int(rng.integers(1, most // 128 + 1))
+        return round(math.exp(rng.uniform(math.log(64), math.log(most))))
+
+    M = int(rng.choice([1, 2, 4, 8, 16, 32, 64, 128, rng.integers(1, 129)]))
+    K, inner, N = [size(8192) for _ in range(3)]
+    ranks = (size(3072), size(3072), size(3072))
+    matrices = {
+        "xw": ((K, N),),
+        "xuv": ((K, ranks[0]), (ranks[0], N)),
+        "svd_mlp": mlp_matrices(K, ranks, inner, N),
+    }[op]
+    dtype = str(rng.choice(["bfloat16", "bfloat16", "bfloat16", "float16", "float32"]))
+    cores = [("trn1", 1), ("trn2", 1), ("trn2", 2), ("trn3", 1), ("trn3", 2)]
+    return Problem(op, M, matrices, dtype, *cores[rng.integers(len(cores))], weight_dtype=weights)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("weights", STORED)
+@pytest.mark.parametrize("op", KERNELS)
+def test_plans_predict_time(op: str, weights: str) -> None:
+    """On 60 random problems: median error at most 4 %, and at most one in ten over 20 %."""
+    rng = np.random.default_rng(list(op.encode()))
+    errors, large = list[float](), list[float]()
+    for _ in range(60):
+        plan = candidates(random_problem(op, weights, rng))[0]
+        time_ms = traced(plan).time_ms
+        errors.append(abs(plan.time_ms / time_ms - 1))
+        large += errors[-1:] if time_ms >= 0.02 else []
+    assert sorted(errors)[30] <= 0.04
+    assert sorted(errors)[54] <= 0.2
+    assert sorted(large)[len(large) // 2] <= 0.04
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["trn1", "trn2", "trn3"])
+@pytest.mark.parametrize("model", ["Llama-3.2-1B", "Qwen3-1.7B", "Llama-3.1-8B"])
+def test_fp8_decodes_faster_than_bf16(model: str, target: str) -> None:
+    """Under both DMA models at least 1.8 times, and the plan says so."""
+    shape = SHAPES[model]
+    H, I = shape.hidden_size, shape.intermediate_size  # noqa: E741
+    r = aligned_rank(H, I, 0.2)
+    assert r is not None
+    problem = Problem("svd_mlp", 1, mlp_matrices(H, (r, r, r), I, H), target=target)
+    times: list[list[float]] = []
+    for weights in ("", FP8):
+        of_storage = replace(problem, weight_dtype=weights)
+        plan = plan_op("svd_mlp", 1, problem.matrices, target=target, weight_dtype=weights)
+        given = specs(of_storage)
+        tensors = [given.x, *given.weights, *given.scales]
+        found = runner.traced(nki_kernel(plan), tensors, target, plan.arguments)
+        times.append([found.times_ms[model] for model in DMA_MODELS])
+        assert plan.times_ms == pytest.approx(times[-1], rel=0.05)
+    assert min([old / new for old, new in zip(*times, strict=True)]) >= 1.8
