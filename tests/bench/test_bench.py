@@ -29,6 +29,9 @@ CPU_FIELDS = (
     "op_ms",
     "speedup",
     "ideal_speedup",
+    "storage",
+    "stored_ms",
+    "stored_speedup",
     "gbps",
     "gflops",
 )
@@ -112,6 +115,20 @@ def test_copies_leave_the_cache(weights, copies):
 
 
 @pytest.mark.usefixtures("_tiny_shape")
+@pytest.mark.parametrize("storage", ["fp8", "int8"])
+def test_cpu_rows_of_factors_in_one_byte(storage, monkeypatch):
+    monkeypatch.setattr(cpu, "copies_for", lambda _: 2)
+    chosen = {"tokens": (1,), "ratios": (0.2,), "rounds": 3, "block": 8}
+    for row in cpu.run("Tiny", **chosen, storage=storage):
+        assert row["storage"] == storage
+        assert min(row["stored_ms"], row["stored_speedup"]) > 0
+    with pytest.raises(ValueError, match=r"^factors in one byte have no gradients; leave out"):
+        cpu.run("Tiny", **chosen, storage=storage, backward=True)
+    with pytest.raises(ValueError, match=r"^storage must be fp8 or int8, got 'bf16'$"):
+        cpu.run("Tiny", **chosen, storage="bf16")
+
+
+@pytest.mark.usefixtures("_tiny_shape")
 def test_cpu_rows(monkeypatch):
     monkeypatch.setattr(timing, "COLD_BYTES", 1)
     monkeypatch.setattr(cpu, "copies_for", lambda _: 2)
@@ -130,7 +147,8 @@ def test_cpu_rows(monkeypatch):
         )
         assert row["dtype"] == "bfloat16"
         assert row["ideal_speedup"] == pytest.approx(32 * 64 / (8 * 96))
-        assert min(row[k] for k in CPU_FIELDS if k.endswith("_ms")) > 0
+        assert min(row[k] for k in CPU_FIELDS if k.endswith("_ms") and k != "stored_ms") > 0
+        assert row["storage"] is row["stored_ms"] is row["stored_speedup"] is None
         matrices = 1 if row["op"] == "xuv" else 3
         assert row["gbps"] * row["op_ms"] == pytest.approx(matrices * 8 * 96 * 2 / 1e6)
         assert row["gflops"] == pytest.approx(row["gbps"] * row["M"])

@@ -18,9 +18,10 @@ from neuronmm_ops.hardware import DMA_MODELS
 from neuronmm_ops.kernels import Problem, nki_kernel, plan_op
 
 FIELDS = (
-    "kernel", "model", "target", "lnc", "M", "K", "r", "N", "dtype", "time_ms", "time_low_ms",
-    "time_high_ms", "times_ms", "regret", "limit_ms", "limit_share", "limit_share_low", "bound",
-    "hbm_bytes", "mfu", "sbuf_peak_bytes", "psum_peak_banks", "published_ms", "published_bytes",
+    "kernel", "model", "target", "lnc", "M", "K", "r", "N", "dtype", "weight_dtype", "compute",
+    "time_ms", "time_low_ms", "time_high_ms", "times_ms", "regret", "limit_ms", "limit_share",
+    "limit_share_low", "bound", "hbm_bytes", "mfu", "sbuf_peak_bytes", "psum_peak_banks",
+    "published_ms", "published_bytes",
 )  # fmt: skip
 SMALL = ["Qwen3-0.6B"]
 MLP_KERNELS = ["svd_mlp", "svd_mlp_3xuv", "neuronmm_published_mlp"]
@@ -184,6 +185,24 @@ def test_rows_of_the_figure_have_what_was_published():
     assert unfused["limit_ms"] == fused["limit_ms"] < found[0]["limit_ms"]
 
 
+def test_kernels_on_factors_of_one_byte():
+    found = kernels.run(SMALL, [1, 512], target="trn2", storage=["fp8", "int8"])
+    rows = {(row["kernel"], row["M"], row["K"]): row for row in found}
+    for kernel in ("xuv", "svd_mlp"):
+        names = [name for name, M, K in rows if (M, K) == (512, 1024) and name.startswith(kernel)]
+        stored = [f"{kernel}_fp8", f"{kernel}_fp8_double_row", f"{kernel}_int8"]
+        assert [name for name in names if name != "svd_mlp_3xuv"] == [kernel, *stored]
+        given = rows[kernel, 1, 1024]
+        for name, dtype in ((stored[0], "float8_e4m3fn"), (stored[2], "int8")):
+            row = rows[name, 1, 1024]
+            assert (row["weight_dtype"], row["compute"], row["dtype"]) == (dtype, "x", "bfloat16")
+            assert 0.5 < row["hbm_bytes"] / given["hbm_bytes"] < 0.53, "and scales"
+        assert rows[stored[1], 512, 1024]["compute"] == "fp8"
+        assert (stored[1], 1, 1024) not in rows, "decode waits for bytes"
+    with pytest.raises(ValueError, match=r"^storage must be of fp8, int8; got 'fp4'$"):
+        kernels.run(SMALL, [1], storage=["fp4"])
+
+
 def test_what_has_no_room_is_none(monkeypatch):
     pairs = ((256, 7168), (7168, 256)) * 3
     problem = Problem("svd_mlp", 2048, pairs, target="trn1")
@@ -228,8 +247,8 @@ def test_defaults_and_a_pool(monkeypatch):
 
 
 def test_a_plan_of_several_launches_is_their_sum(monkeypatch):
-    def plan(*arguments):
-        return dataclasses.replace(plan_op(*arguments), launches=(256, 256, 128))
+    def plan(*arguments, **options):
+        return dataclasses.replace(plan_op(*arguments, **options), launches=(256, 256, 128))
 
     problem = Problem("xw", 640, ((256, 512),), target="trn2")
     monkeypatch.setattr(kernels, "plan_op", plan)

@@ -10,7 +10,15 @@ from neuronmm_ops.cli import main
 FIELDS = {
     *("projection", "M", "K", "r", "N", "target", "form", "blocks", "time_ms", "dense_ms"),
     *("hbm_bytes", "instructions", "launches", "bound", "worth_it"),
-    *("time_low_ms", "time_high_ms", "regret", "speedup_low", "speedup_high"),
+    *(
+        "weight_dtype",
+        "compute",
+        "time_low_ms",
+        "time_high_ms",
+        "regret",
+        "speedup_low",
+        "speedup_high",
+    ),
 }
 CONFIG = {
     "hidden_size": 256,

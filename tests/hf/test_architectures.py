@@ -69,38 +69,46 @@ MIXTURES: dict[str, Callable[[], PreTrainedModel]] = {
 }
 
 
-def _round_trip(model: PreTrainedModel, directory: Path) -> PreTrainedModel:
+def _round_trip(
+    model: PreTrainedModel, directory: Path, storage: str | None = None
+) -> PreTrainedModel:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        compress_(model, SVDConfig(block=8, targets="all-linear", method="plain"))
+        config = SVDConfig(block=8, targets="all-linear", method="plain", storage=storage)
+        compress_(model, config)
         hf.save(model, directory)
         restored = type(model).from_pretrained(directory)
     expected, actual = model.state_dict(), restored.state_dict()
     assert expected.keys() == actual.keys()
     for name, value in expected.items():
-        assert torch.equal(value, actual[name]), name
+        assert value.dtype == actual[name].dtype, name
+        assert torch.equal(value.float(), actual[name].float()), name
     assert any(isinstance(module, SVDLinear) for module in restored.modules())
     return restored
 
 
+@pytest.mark.parametrize("storage", [None, "fp8", "int8"])
 @pytest.mark.parametrize("kind", RENAMED)
-def test_renamed_tensors_come_back(kind: str, tmp_path: Path) -> None:
+def test_renamed_tensors_come_back(kind: str, storage: str | None, tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = RENAMED[kind]().eval()
-    _round_trip(model, tmp_path / "out")
+    _round_trip(model, tmp_path / "out", storage)
     layers = inspect_checkpoint(tmp_path / "out").layers
     low_rank = {name for name, m in model.named_modules() if isinstance(m, SVDLinear)}
     assert {layer.name for layer in layers if layer.r} == low_rank
 
 
+@pytest.mark.parametrize("storage", [None, "fp8", "int8"])
 @pytest.mark.parametrize("kind", {**READING_WEIGHTS, **MIXTURES})
-def test_models_that_ask_for_a_weight_run_after_loading(kind: str, tmp_path: Path) -> None:
+def test_models_that_ask_for_a_weight_run_after_loading(
+    kind: str, storage: str | None, tmp_path: Path
+) -> None:
     torch.manual_seed(0)
     model = {**READING_WEIGHTS, **MIXTURES}[kind]().eval()
     inputs: dict[str, Any] = {"input_ids": tiny_ids(1, 12)}
     if model.config.is_encoder_decoder:
         inputs["decoder_input_ids"] = tiny_ids(1, 8)
-    restored = _round_trip(model, tmp_path / "out").eval()
+    restored = _round_trip(model, tmp_path / "out", storage).eval()
     with torch.no_grad():
         assert torch.equal(model(**inputs).logits, restored(**inputs).logits)
 

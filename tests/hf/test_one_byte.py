@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,15 +17,29 @@ from quantized import swap_quantized_
 from safetensors.torch import load_file, save_file
 from tiny import tiny_ids, tiny_model, tiny_tokenizer
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._dynamo.utils import counters
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
 
-from neuronmm_ops import CheckpointError, SVDLinear, hf, set_compute_, token_perplexity
+from neuronmm_ops import (
+    CalibrationWarning,
+    CheckpointError,
+    SVDConfig,
+    SVDLinear,
+    compress_,
+    factorize,
+    hf,
+    set_compute_,
+    swap_,
+    token_perplexity,
+)
 from neuronmm_ops.checkpoint import inspect_checkpoint
 from neuronmm_ops.compress.record import attached_report, low_rank_layers
 from neuronmm_ops.hf.computing import cast_, computing_in
 from neuronmm_ops.hf.provenance import weights_sha256
 from neuronmm_ops.nn import SVDMLP
 from neuronmm_ops.nn.storage import STORAGES, dtype_name
+from neuronmm_ops.recover import RecoverConfig
 
 MLP = ("gate_proj", "up_proj", "down_proj")
 NAME = "model.layers.0.mlp.gate_proj"
@@ -236,8 +251,6 @@ def test_storages_may_differ(tmp_path: Path) -> None:
 def test_records_without_storage_are_read(tmp_path: Path) -> None:
     model = tiny_model()
     name = "model.layers.1.self_attn.q_proj"
-    from neuronmm_ops import factorize, swap_
-
     swap_(model, {name: factorize(model.get_submodule(name).weight, "plain").truncate(8)})
     hf.save(model, tmp_path / "out")
     edit_layers(tmp_path / "out", lambda layer: [layer.pop(key) for key in ("storage", "compute")])
@@ -338,8 +351,6 @@ def test_a_config_that_says_nothing_of_storage(checkpoint: tuple[str, Path]) -> 
 def test_a_config_that_speaks_of_storage_that_is_not_there(tmp_path: Path) -> None:
     model = tiny_model(dtype=torch.bfloat16)
     layer = SVDLinear.from_linear(model.get_submodule(NAME), 8)
-    from neuronmm_ops import swap_
-
     swap_(model, {NAME: (layer.u.detach(), layer.v.detach())})
     hf.save(model, tmp_path / "out")
     edit_layers(tmp_path / "out", lambda layer: layer.update(storage="int8"))
@@ -363,8 +374,6 @@ def test_scales_that_are_missing_or_of_another_size(
 def test_scales_of_floats(tmp_path: Path) -> None:
     model = tiny_model(dtype=torch.bfloat16)
     layer = SVDLinear.from_linear(model.get_submodule(NAME), 8)
-    from neuronmm_ops import swap_
-
     swap_(model, {NAME: (layer.u.detach(), layer.v.detach())})
     hf.save(model, tmp_path / "out")
     file = tmp_path / "out" / "model.safetensors"
@@ -479,12 +488,35 @@ def test_generating(saved: tuple[str, PreTrainedModel, Path]) -> None:
     assert torch.equal(expected, hf.load(directory).generate(tiny_ids(1, 8), **arguments))
 
 
+@STORED
+@pytest.mark.parametrize("method", ["kfac", "drift"])
+def test_other_layers_are_compressed_around_them(storage: str, method: str, tmp_path: Path) -> None:
+    model = one_byte(storage, MLP, dtype=torch.float32)
+    before = factors_of(model)
+    config = SVDConfig(ratio=0.3, block=8, targets="attention", method=method)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", CalibrationWarning)
+        report = compress_(model, config, [tiny_ids()])
+    assert all(layer.storage is None for layer in report.layers)
+    hf.save(model, tmp_path / "out")
+    found = {layer.storage for layer in inspect_checkpoint(tmp_path / "out").layers if layer.r}
+    assert found == {None, storage}
+    restored = hf.load(tmp_path / "out")
+    assert_same_bits(restored, model.state_dict())
+    assert all(torch.equal(bits(tensor), bits(before[n])) for n, tensor in before.items())
+
+
+def test_casting_a_loaded_model(saved: tuple[str, PreTrainedModel, Path]) -> None:
+    _, model, directory = saved
+    restored = hf.load(directory).half()
+    assert restored(tiny_ids(1)).logits.dtype == torch.float16
+    before = factors_of(model)
+    assert all(torch.equal(bits(before[n]), bits(t)) for n, t in factors_of(restored).items())
+
+
 @pytest.mark.slow
 @STORED
 def test_a_model_compiles_to_one_node_an_op(storage: str) -> None:
-    from torch._dynamo.testing import CompileCounterWithBackend
-    from torch._dynamo.utils import counters
-
     torch._dynamo.reset()
     counters.clear()
     model = one_byte(storage, dtype=torch.float32)
@@ -529,8 +561,13 @@ def test_lora_beside_the_factors(storage: str, tmp_path: Path) -> None:
             assert float(parameter.grad.abs().sum()) > 0, name
         else:
             assert parameter.grad is None, name
+    logits = adapted(tiny_ids(1)).logits
     with pytest.raises(ValueError, match=r"cannot be merged into factors in one byte.*to_pairs"):
-        adapted.merge_and_unload()
+        adapted.merge_adapter()
+    torch.testing.assert_close(adapted(tiny_ids(1)).logits, logits)  # dense layers may be merged
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Already unmerged", UserWarning)
+        adapted.unmerge_adapter()
 
     adapted.save_pretrained(tmp_path / "adapter")
     again = tiny_model("qwen2", torch.float32)
@@ -572,16 +609,11 @@ def test_pairs_are_in_the_models_dtype(storage: str, tmp_path: Path) -> None:
     assert all(p.requires_grad for p in restored.parameters())
 
 
-@STORED
 @pytest.mark.parametrize("method", ["distill", "lora"])
 def test_recovery_is_refused(
-    saved: tuple[str, PreTrainedModel, Path], storage: str, method: str, tmp_path: Path
+    saved: tuple[str, PreTrainedModel, Path], method: str, tmp_path: Path
 ) -> None:
-    from neuronmm_ops.recover import RecoverConfig
-
     found, _, directory = saved
-    if found != storage:
-        return
     config = RecoverConfig(method=method, minutes=0.01)
     with pytest.raises(ValueError, match=rf"its factors are in one byte .*{dtype_name(found)}"):
         hf.recover(directory, "some text " * 99, tmp_path / "out", config)

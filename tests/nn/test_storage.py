@@ -5,11 +5,14 @@ import io
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from quantized import nearest, random_factors
 from safetensors.torch import load, save
 from torch import Tensor, nn
 
 from neuronmm_ops import SVDMLP, SVDLinear, swap_
+from neuronmm_ops.nn import svd_linear
 from neuronmm_ops.nn.storage import (
     STORAGES,
     check_factors,
@@ -19,6 +22,8 @@ from neuronmm_ops.nn.storage import (
     storage_of,
 )
 
+NAMES = ("u", "v", "u_scale", "v_scale")
+TOLERANCE = {"rtol": 2e-2, "atol": 5e-2}  # of sums in another order, rounded to bfloat16
 STORED = pytest.mark.parametrize("storage", ["fp8", "int8"])
 
 
@@ -80,6 +85,12 @@ def test_initial_values_have_the_variance_of_a_linear(storage):
     layer = SVDLinear(256, 128, 64, bias=False, storage=storage)
     weight, linear = layer.to_linear().weight.detach(), nn.Linear(256, 128).requires_grad_(False)
     assert float(weight.std() / linear.weight.std()) == pytest.approx(1, rel=0.1)
+
+
+@STORED
+def test_a_storage_is_no_dtype(storage):
+    with pytest.raises(ValueError, match=rf"dtype must be a float .* give storage='{storage}'"):
+        SVDLinear(12, 8, 3, dtype=STORAGES[storage])
 
 
 def test_an_unknown_storage_is_refused():
@@ -155,6 +166,30 @@ def test_a_cast_leaves_factors_and_scales_alone(storage, cast):
     assert layer(torch.zeros(2, 12, dtype=dtype)).dtype == dtype
 
 
+@given(
+    st.sampled_from(sorted(STORAGES)),
+    *[st.integers(1, 20)] * 3,
+    st.booleans(),
+    st.lists(st.sampled_from([torch.float16, torch.float32, torch.bfloat16, torch.float64])),
+)
+def test_no_sequence_of_casts_and_copies_changes_a_bit(storage, K, r, N, bias, dtypes):
+    factors = random_factors(K, r, N, storage)
+    layer = SVDLinear.from_factors(*factors[:2], torch.randn(N) if bias else None, *factors[2:])
+    before = dict(zip(NAMES, factors, strict=True))
+    for dtype in dtypes:
+        layer = copy.deepcopy(layer.to(dtype))
+        fresh = SVDLinear(K, N, r, bias, dtype=dtype, storage=storage)
+        fresh.load_state_dict(layer.state_dict())
+        layer = fresh
+        x = torch.randn(2, K).to(dtype)
+        assert layer(x).dtype == dtype
+        torch.testing.assert_close(layer(x).float(), reference(layer, x).float(), **TOLERANCE)
+    for name, factor in before.items():
+        found = getattr(layer, name)
+        assert found.dtype == factor.dtype
+        assert torch.equal(found.float(), factor.float())
+
+
 @STORED
 def test_a_cast_of_a_model_casts_the_rest(storage):
     model = nn.Sequential(nn.Linear(12, 12), make_layer(storage))
@@ -208,11 +243,11 @@ def test_loading_another_dtype_is_refused():
     layers["bfloat16"] = SVDLinear(12, 8, 3, dtype=torch.bfloat16)
     names = {"fp8": "float8_e4m3fn", "int8": "int8", "bfloat16": "bfloat16"}
     for own, layer in layers.items():
-        for given, source in layers.items():
-            if own == given:
+        for other, source in layers.items():
+            if own == other:
                 continue
             before = tensors_of(layer)
-            error = rf"0\.u must be {names[own]}, got {names[given]}; give the layer the storage"
+            error = rf"0\.u must be {names[own]}, got {names[other]}; give the layer the storage"
             with pytest.raises(RuntimeError, match=error):
                 nn.Sequential(layer).load_state_dict(nn.Sequential(source).state_dict())
             assert_same_bits(layer, before)
@@ -240,6 +275,46 @@ def test_loading_bad_values_is_refused(storage):
     del state["0.v_scale"]
     with pytest.raises(RuntimeError, match=r'Missing key.*"0.v_scale"'):
         nn.Sequential(layer).load_state_dict(state)
+
+
+@STORED
+def test_a_pair_loads_no_factors_in_one_byte(storage):
+    pair = SVDLinear(12, 8, 3).to_pair()
+    before = tensors_of(pair)
+    with pytest.raises(RuntimeError, match=r"0\.u is .*, which a pair of nn.Linear cannot hold"):
+        nn.Sequential(pair).load_state_dict(
+            {f"0.{name}": tensor for name, tensor in make_layer(storage).state_dict().items()},
+            strict=False,
+        )
+    assert_same_bits(pair, before)
+
+
+def test_a_layer_pickled_before_there_were_storages():
+    layer = SVDLinear(12, 8, 3)
+    for name in ("storage", "compute"):
+        del layer.__dict__[name]
+    for name in ("u_scale", "v_scale"):
+        del layer._buffers[name]
+    clone = copy.deepcopy(layer)
+    assert (clone.storage, clone.compute, clone.u_scale) == (None, "x", None)
+    assert clone(torch.zeros(2, 12)).shape == (2, 8)
+
+
+@STORED
+def test_a_device_that_reads_rows_gets_rows(storage, monkeypatch):
+    monkeypatch.setattr(svd_linear, "DEVICE", "meta")
+    layer = make_layer(storage).to("meta", torch.float16)
+    assert layer.u.is_contiguous()
+    assert layer.v.is_contiguous()
+    assert is_contraction_major(layer.to_empty(device="cpu"))
+
+
+@STORED
+def test_saving_a_layer_with_torch(storage):
+    layer, file = make_layer(storage), io.BytesIO()
+    torch.save(layer, file)
+    file.seek(0)
+    assert_same_bits(torch.load(file, weights_only=False), tensors_of(layer))
 
 
 # --- what it becomes
@@ -304,6 +379,36 @@ def test_gradients_of_the_factors_are_refused(storage):
     assert layer.requires_grad_(False) is layer
     assert layer.bias is not None
     assert not layer.bias.requires_grad
+
+
+@STORED
+def test_an_optimizer_leaves_the_factors_alone(storage):
+    model = nn.Sequential(nn.Linear(12, 12), make_layer(storage, dtype=torch.float32))
+    before = tensors_of(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
+    model(torch.randn(4, 12)).square().sum().backward()
+    optimizer.step()
+    changed = {
+        name for name, tensor in model.state_dict().items() if not tensor.equal(before[name])
+    }
+    assert changed == {"0.weight", "0.bias", "1.bias"}
+
+
+def test_a_gradient_that_is_asked_for_in_another_way_is_refused_by_the_op():
+    layer = make_layer("fp8")
+    layer.u.requires_grad = True
+    with pytest.raises(TypeError, match=r"one-byte factors and their scales have no gradient"):
+        layer(torch.zeros(2, 12, dtype=torch.bfloat16))
+
+
+@STORED
+def test_autocast(storage):
+    layer = make_layer(storage, dtype=torch.float32)
+    x = torch.randn(4, 12)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = layer(x)
+    assert y.dtype == torch.bfloat16
+    torch.testing.assert_close(y.float(), layer(x), rtol=3e-2, atol=3e-2)
 
 
 # --- swap

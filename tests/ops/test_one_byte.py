@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from neuronmm_ops import ops
 from neuronmm_ops.ops.backends import cpu_one_byte
+from neuronmm_ops.ops.backends.launch import DTYPE_NAMES
 from neuronmm_ops.ops.definitions import SPECS
 from neuronmm_ops.ops.products import dequantized, rounded_to_fp8
 
@@ -99,6 +100,19 @@ def test_values_are_those_of_the_oracle(op, data):
         **chosen,
     )
     assert_right(op, tensors)
+
+
+@pytest.mark.parametrize("op", OPS)
+@given(data=st.data(), target=st.sampled_from(["trn1", "trn2", "trn3"]))
+@settings(max_examples=25)
+def test_the_simulated_op_has_the_values_of_the_oracle(op, data, target):
+    sizes = {size for operand in SPECS[op].operands for size in operand.sizes}
+    chosen = {size: data.draw(st.integers(1, 200)) for size in sorted(sizes)}
+    x_dtype = data.draw(st.sampled_from(tuple(DTYPE_NAMES)))
+    lead = (data.draw(st.sampled_from([1, 7, 130])),)
+    tensors = call_of(op, data.draw(st.sampled_from(ONE_BYTE)), x_dtype, lead, **chosen)
+    with ops.use_impl("simulated", target=target):
+        assert_right(op, tensors)
 
 
 @pytest.mark.parametrize("M", [1, 4, 5, 33])

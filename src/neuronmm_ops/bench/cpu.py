@@ -18,6 +18,7 @@ from neuronmm_ops.compress.calibrate import Progress
 from neuronmm_ops.compress.rank import aligned_rank
 from neuronmm_ops.models import model_shape
 from neuronmm_ops.nn import SVDMLP, SVDLinear
+from neuronmm_ops.nn.storage import STORAGES
 from neuronmm_ops.ops.backends.cpu import compute_dtype, name_of
 
 OPS = ("xuv", "svd_mlp")
@@ -36,6 +37,7 @@ def run(
     block: int = 128,
     progress: Progress | None = None,
     backward: bool = False,
+    storage: str | None = None,
 ) -> list[dict[str, Any]]:
     """Time each op at each ratio and number of tokens.
 
@@ -49,18 +51,25 @@ def run(
         block: ranks are multiples of it.
         progress: called with ("measure", rows done, rows in all).
         backward: also time a forward and the gradients of x and of all weights.
+        storage: `fp8` or `int8`: also time the op's forward on factors in one byte.
 
     Returns:
         A row for each combination: `op`, `pass` (`forward` or `forward+backward`), `M`, `K`, `N`,
         `r`, `dtype` (of the tensors), `compute_dtype` (in which the op multiplies on this CPU),
         `threads`, `dense_ms`, `two_gemm_ms`, `op_ms` (medians), `speedup` (dense to op, median of
         paired rounds), `ideal_speedup` (dense parameters to low-rank ones: the ratio of bytes, and
-        of operations), `gbps` (bytes of the factors over the op's time) and `gflops` (of the
-        products of x, factors and gradients, recomputed ones not counted).
+        of operations), `storage`, `stored_ms` and `stored_speedup` (op to the op on factors in one
+        byte, paired; None where there are none), `gbps` (bytes of the factors over the op's time)
+        and `gflops` (of the products of x, factors and gradients, recomputed ones not counted).
 
     Raises:
-        ValueError: an op or the shape is unknown, or no low-rank pair is smaller at a ratio.
+        ValueError: an op, the shape or the storage is unknown, no low-rank pair is smaller at a
+            ratio, or gradients of factors in one byte are asked for.
     """
+    if storage is not None and backward:
+        raise ValueError("factors in one byte have no gradients; leave out --backward or --storage")
+    if storage is not None and storage not in STORAGES:
+        raise ValueError(f"storage must be {' or '.join(STORAGES)}, got {storage!r}")
     sizes = model_shape(shape)
     K, N = sizes.hidden_size, sizes.intermediate_size
     for op in ops:
@@ -73,7 +82,7 @@ def run(
     for op, with_gradients, r, M in product(ops, (False, True)[: 1 + backward], ranks, tokens):
         if r is None:
             raise ValueError(f"no rank that is a multiple of {block} is smaller than [{K}, {N}]")
-        cases.append(Comparison(op, M, K, N, r, dtype, rounds, with_gradients))
+        cases.append(Comparison(op, M, K, N, r, dtype, rounds, with_gradients, storage))
     return run_all("measure", measure, cases, progress)
 
 
@@ -89,6 +98,7 @@ class Comparison:
     dtype: torch.dtype
     rounds: int
     backward: bool
+    storage: str | None
 
 
 def measure(case: Comparison) -> dict[str, Any]:
@@ -96,8 +106,9 @@ def measure(case: Comparison) -> dict[str, Any]:
     M, K, N, r, itemsize = case.M, case.K, case.N, case.r, case.dtype.itemsize
     matrices = 1 if case.op == "xuv" else 3
     dense, low_rank = matrices * K * N, matrices * r * (K + N)
-    times = _time(case, copies_for(low_rank * itemsize))
+    times = _time(case, copies_for(low_rank * (1 if case.storage else itemsize)))
     op_ms = times.median_ms("op")
+    is_stored = case.storage is not None
     return {
         "op": case.op,
         "pass": BOTH if case.backward else FORWARD,
@@ -113,6 +124,9 @@ def measure(case: Comparison) -> dict[str, Any]:
         "op_ms": op_ms,
         "speedup": times.speedup("op", "dense"),
         "ideal_speedup": dense / low_rank,
+        "storage": case.storage,
+        "stored_ms": times.median_ms("stored") if is_stored else None,
+        "stored_speedup": times.speedup("stored", "op") if is_stored else None,
         "gbps": low_rank * itemsize / op_ms / 1e6,
         "gflops": (6 if case.backward else 2) * M * low_rank / op_ms / 1e6,
     }
@@ -157,12 +171,15 @@ def _makers(case: Comparison) -> dict[str, Callable[[], nn.Module]]:
             return make(K, N)
         return _GatedMLP(make(K, N), make(K, N), make(N, K))
 
-    def op() -> nn.Module:
+    def op(storage: str | None = None) -> nn.Module:
         if case.op == "xuv":
-            return SVDLinear(K, N, r, bias=False, dtype=dtype)
-        return SVDMLP(K, N, (r, r, r), dtype=dtype)
+            return SVDLinear(K, N, r, bias=False, dtype=dtype, storage=storage)
+        return SVDMLP(K, N, (r, r, r), dtype=dtype, storage=storage)
 
-    return {"dense": lambda: layer(linear), "two_gemm": lambda: layer(pair), "op": op}
+    makers = {"dense": lambda: layer(linear), "two_gemm": lambda: layer(pair), "op": op}
+    if case.storage is not None:
+        makers["stored"] = lambda: op(case.storage)
+    return makers
 
 
 class _GatedMLP(nn.Module):

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import geometric_mean
 from typing import Any, NamedTuple
 
@@ -26,9 +26,12 @@ from neuronmm_ops.compress.rank import aligned_rank
 from neuronmm_ops.hardware import DMA_MODELS, DmaModel, resolve_target
 from neuronmm_ops.kernels import Problem, nki_kernel, plan_op
 from neuronmm_ops.kernels.planner.problem import Matrices
+from neuronmm_ops.kernels.stages.tiling import PARTITIONS
 from neuronmm_ops.models import SHAPES, model_shape
 from neuronmm_ops.neuroncore import Kernel, NkiValidationError, TensorSpec
-from neuronmm_ops.neuroncore.dtypes import bfloat16
+from neuronmm_ops.neuroncore.dtypes import bfloat16, dtype_of, float32
+from neuronmm_ops.nn.storage import STORAGES, dtype_name
+from neuronmm_ops.ops.definitions import SPECS
 
 PAPER = "paper"
 """The shape of the paper's Figure 1 among the models' names."""
@@ -41,12 +44,20 @@ COMPARED = (
     ("xuv", "neuronmm_published", "M >= 1K"),
     ("svd_mlp", "neuronmm_published_mlp", "M >= 1K"),
     ("svd_mlp", "neuronmm_published_mlp", "M <= 8"),
+    *[
+        (f"{op}_{storage}", op, regime)
+        for storage in STORAGES
+        for op in ("xuv", "svd_mlp")
+        for regime in ("M <= 8", "M >= 1K")
+    ],
+    ("xuv_fp8_double_row", "xuv", "M >= 1K"),
+    ("svd_mlp_fp8_double_row", "svd_mlp", "M >= 1K"),
 )
-"""Ours, theirs and the regime of the speed-ups that a summary names."""
+"""The kernels and the regime of the speed-ups that a summary names, the faster first."""
 FIELDS = (
-    "kernel", "model", "target", "lnc", "M", "K", "r", "N", "dtype", "time_ms", "time_low_ms",
-    "time_high_ms", "times_ms", "regret", "limit_ms", "limit_share", "limit_share_low", "bound",
-    "hbm_bytes", "mfu", "sbuf_peak_bytes", "psum_peak_banks",
+    "kernel", "model", "target", "lnc", "M", "K", "r", "N", "dtype", "weight_dtype", "compute",
+    "time_ms", "time_low_ms", "time_high_ms", "times_ms", "regret", "limit_ms", "limit_share",
+    "limit_share_low", "bound", "hbm_bytes", "mfu", "sbuf_peak_bytes", "psum_peak_banks",
     "published_ms", "published_bytes",
 )  # fmt: skip
 
@@ -96,6 +107,7 @@ def run(
     target: str | None = None,
     lnc: int = 1,
     figure1: bool = False,
+    storage: Sequence[str] = (),
     workers: int = 1,
     progress: Progress | None = None,
 ) -> list[dict[str, Any]]:
@@ -110,6 +122,8 @@ def run(
             are left out.
         figure1: the kernels of the paper's Figure 1 at its shape alone. The paper measured them on
             trn1: rows of another target have nothing published.
+        storage: `fp8`, `int8`: also our kernels on factors of one byte, and of fp8 with
+            activations in fp8 where TensorE then multiplies two rows at a time.
         workers: processes, if there is enough to do.
         progress: called with ("kernels", kernels done, kernels in all).
 
@@ -123,11 +137,19 @@ def run(
         what would be modelled is None.
 
     Raises:
-        ValueError: an unknown model or target, or numbers out of range.
+        ValueError: an unknown model, target or storage, or numbers out of range.
     """
+    for name in storage:
+        if name not in STORAGES:
+            raise ValueError(f"storage must be of {', '.join(STORAGES)}; got {name!r}")
     if figure1 and target is None:
         target = paper.TARGET
     entries = _entries(_models(models, figure1), tuple(dict.fromkeys(tokens)), target, lnc)
+    low_rank = [entry for entry in entries if entry.kernel in ("xuv", "svd_mlp")]
+    for entry in low_rank:
+        own = [found for name in storage for found in _in_one_byte(entry, name)]
+        place = entries.index(entry) + 1
+        entries[place:place] = own
     candidates = list(dict.fromkeys([part for e in entries for parts in e.parts for part in parts]))
     measured = run_all("kernels", measure, candidates, progress, workers)
     of_candidate = dict(zip(candidates, measured, strict=True))
@@ -202,6 +224,19 @@ def _mlp(model: str, M: int, H: int, r: int, I: int, target: str, lnc: int) -> l
     return found
 
 
+def _in_one_byte(entry: Entry, storage: str) -> list[Entry]:
+    """The same with factors in one byte; of fp8 also with products in fp8, where they are faster.
+
+    Decode ignores them, for it waits for bytes.
+    """
+    problem = replace(entry.problem, weight_dtype=dtype_name(storage) or "")
+    found = {f"{entry.kernel}_{storage}": problem}
+    doubled = replace(problem, compute="fp8") if storage == "fp8" else problem
+    if doubled.doubles_rows and problem.M > PARTITIONS:
+        found[f"{entry.kernel}_{storage}_double_row"] = doubled
+    return [Entry(n, entry.model, own, ((Candidate(own),),)) for n, own in found.items()]
+
+
 def _published(problem: Problem, kernel: str, *blocks: neuronmm.Blocks) -> tuple[Candidate, ...]:
     """One published kernel with each of its blocks."""
     return tuple([Candidate(problem, kernel, choice) for choice in blocks])
@@ -219,21 +254,40 @@ def measure(candidate: Candidate) -> Measured | None:
     if candidate.blocks is not None:
         kernel, blocks = getattr(neuronmm, candidate.published), {"blocks": candidate.blocks}
         try:
-            return _simulated(kernel, _published_shapes(candidate), problem.target, blocks)
+            operands = [TensorSpec(shape, bfloat16) for shape in _published_shapes(candidate)]
+            return _simulated(kernel, operands, problem.target, blocks)
         except NkiValidationError:
             return None
-    plan = plan_op(problem.op, problem.M, problem.matrices, DTYPE, problem.target, problem.lnc)
+    plan = plan_op(
+        *(problem.op, problem.M, problem.matrices, DTYPE, problem.target, problem.lnc),
+        weight_dtype=problem.weight_dtype,
+        compute=problem.compute,
+    )
     of_tokens: dict[int, Measured] = {}
     for M in set(plan.launches):
-        shapes = ((M, problem.K), *problem.matrices)
-        of_tokens[M] = _simulated(nki_kernel(plan), shapes, problem.target, plan.arguments)
+        operands = _operands(replace(problem, M=M))
+        of_tokens[M] = _simulated(nki_kernel(plan), operands, problem.target, plan.arguments)
     return _added([of_tokens[M] for M in plan.launches])._replace(regret=plan.regret)
 
 
+def _operands(problem: Problem) -> list[TensorSpec | None]:
+    """The tensors of our kernel: no bias, and scales where weights are in one byte."""
+    stored = dtype_of(problem.weight_dtype or DTYPE)
+    found: list[TensorSpec | None] = [TensorSpec((problem.M, problem.K), bfloat16)]
+    found += [TensorSpec(shape, stored) for shape in problem.matrices]
+    if not problem.weight_dtype:
+        return found
+    has_bias = any(operand.role == "bias" for operand in SPECS[problem.op].operands)
+    scales = [TensorSpec((columns,), float32) for _, columns in problem.matrices]
+    return [*found, *([None] if has_bias else []), *scales]
+
+
 def _simulated(
-    kernel: Kernel, shapes: Matrices, target: str, arguments: dict[str, Any]
+    kernel: Kernel,
+    operands: Sequence[TensorSpec | None],
+    target: str,
+    arguments: dict[str, Any],
 ) -> Measured:
-    operands = [TensorSpec(shape, bfloat16) for shape in shapes]
     profile = traced(kernel, operands, target, arguments)
     found = [getattr(profile, field) for field in Measured._fields[1:-1]]
     return Measured(tuple([profile.times_ms[model] for model in DMA_MODELS]), *found)
@@ -312,17 +366,36 @@ def speedup(
 
     Over the shapes that have both; nothing where there are none.
     """
+    ratios = _ratios(rows, ours, theirs, regime)
+    return {
+        model: geometric_mean([ratio[model] for ratio in ratios])
+        for model in (DMA_MODELS if ratios else ())
+    }
+
+
+def least_speedup(rows: list[dict[str, Any]], ours: str, theirs: str, regime: str) -> float:
+    """The least of the shapes and DMA models that `speedup` is the mean over.
+
+    Raises:
+        ValueError: no shape has both.
+    """
+    return min([min(ratio.values()) for ratio in _ratios(rows, ours, theirs, regime)])
+
+
+def _ratios(
+    rows: list[dict[str, Any]], ours: str, theirs: str, regime: str
+) -> list[dict[DmaModel, float]]:
+    """Their time over ours under each DMA model, of each shape that has both."""
     times: dict[str, dict[tuple[Any, ...], dict[DmaModel, float]]] = {ours: {}, theirs: {}}
     for row in rows:
         if row["kernel"] in times and row["time_ms"] is not None and _within(row, regime):
             shape = (row["model"], row["M"], row["K"], row["N"])
             times[row["kernel"]][shape] = row["times_ms"]
     both = sorted(times[ours].keys() & times[theirs].keys())
-    found: dict[DmaModel, float] = {}
-    for model in DMA_MODELS if both else ():
-        ratios = [times[theirs][shape][model] / times[ours][shape][model] for shape in both]
-        found[model] = geometric_mean(ratios)
-    return found
+    return [
+        {model: times[theirs][shape][model] / times[ours][shape][model] for model in DMA_MODELS}
+        for shape in both
+    ]
 
 
 def worst_shares(rows: list[dict[str, Any]]) -> dict[tuple[str, str], dict[str, Any]]:

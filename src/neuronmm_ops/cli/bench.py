@@ -41,6 +41,7 @@ def add(commands: Any) -> None:
     command.add_argument(
         "--backward", action="store_true", help="also a forward with the gradients of all operands"
     )
+    command.add_argument("--storage", help="also the op on factors in fp8 or int8")
 
     command = add_command(benchmarks, "overhead", _overhead, show_rows, _HELP["overhead"])
     command.add_argument("--xla", action="store_true", help="time tracing on XLA tensors instead")
@@ -76,6 +77,9 @@ def add(commands: Any) -> None:
     add_shape(command, nargs="+", default=[], help="shapes (default: all), or paper")
     add_tokens(command, [], "each kernel's own")
     command.add_argument(
+        "--storage", nargs="+", default=[], help="also our kernels on factors in fp8 or int8"
+    )
+    command.add_argument(
         "--plot", type=Path, metavar="OUT.png", help="draw the paper's Figure 1 (matplotlib)"
     )
 
@@ -86,10 +90,14 @@ def _cpu(options: argparse.Namespace) -> list[dict[str, Any]]:
 
     is_auto = options.dtype == "auto"
     dtype = compute_dtype(torch.bfloat16) if is_auto else getattr(torch, options.dtype)
-    tokens, backward = tokens_of(options), options.backward
     with progress_bars() as progress:
         return cpu.run(
-            options.model, tokens=tokens, dtype=dtype, backward=backward, progress=progress
+            options.model,
+            tokens=tokens_of(options),
+            dtype=dtype,
+            backward=options.backward,
+            storage=options.storage,
+            progress=progress,
         )
 
 
@@ -246,6 +254,7 @@ def _kernels(options: argparse.Namespace) -> list[dict[str, Any]]:
             target=options.target,
             lnc=options.lnc,
             figure1=options.figure1,
+            storage=options.storage,
             workers=min(2, os.cpu_count() or 1),
             progress=progress,
         )
@@ -312,7 +321,7 @@ def _show_shares(rows: list[dict[str, Any]]) -> None:
 
 
 def _show_speedups(rows: list[dict[str, Any]]) -> None:
-    """The speed-ups over NeuronMM's kernels, each with its range over the DMA models."""
+    """Speed-ups over other kernels, each with its range over the DMA models and its least."""
     from neuronmm_ops.bench import kernels
 
     compared = [(*names, kernels.speedup(rows, *names)) for names in kernels.COMPARED]
@@ -322,4 +331,8 @@ def _show_speedups(rows: list[dict[str, Any]]) -> None:
     for ours, theirs, regime, ratios in found:
         low, high = min(ratios.values()), max(ratios.values())
         models = ", ".join([f"{model} {ratio:.2f}x" for model, ratio in ratios.items()])
-        stdout.print(f"{ours} over {theirs}, {regime}: {low:.2f}x to {high:.2f}x ({models})")
+        least = kernels.least_speedup(rows, ours, theirs, regime)
+        stdout.print(
+            f"{ours} over {theirs}, {regime}: {low:.2f}x to {high:.2f}x ({models}), "
+            f"least {least:.2f}x"
+        )

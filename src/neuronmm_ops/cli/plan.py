@@ -9,6 +9,7 @@ from neuronmm_ops.cli.parser import add_command, add_shape, add_tokens, tokens_o
 from neuronmm_ops.compress.rank import aligned_rank
 from neuronmm_ops.kernels import Plan, plan_svd_mlp, plan_xuv, plan_xw
 from neuronmm_ops.models import ModelShape, model_shape, shape_from_config
+from neuronmm_ops.nn.storage import STORAGES, dtype_name
 
 MLP = ("gate_proj", "up_proj", "down_proj")
 _DESCRIPTION = "a model's kernel plans, and where low rank pays"
@@ -21,6 +22,12 @@ def add(commands: Any) -> None:
     add_shape(command, required=True, help="a shape by name, or the path of a config.json")
     add_tokens(command, [1, 128, 4096])
     command.add_argument("--dtype", default="bfloat16", help="bfloat16, float16 or float32")
+    command.add_argument("--storage", help="of the factors: fp8 or int8 (default: --dtype)")
+    command.add_argument(
+        "--compute",
+        default="x",
+        help="fp8: prefill may round activations to fp8 beside fp8 factors",
+    )
 
 
 def _plan(options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -28,20 +35,32 @@ def _plan(options: argparse.Namespace) -> list[dict[str, Any]]:
         raise ValueError(f"--ratio must be between 0 and 1, got {options.ratio}")
     path = Path(options.model)
     shape = shape_from_config(path) if path.exists() else model_shape(options.model)
+    if options.storage not in (None, *STORAGES):
+        raise ValueError(f"--storage must be {' or '.join(STORAGES)}, got {options.storage!r}")
     machine = (options.dtype, options.target, options.lnc)
+    stored = dtype_name(options.storage) or ""
     rows: list[dict[str, Any]] = []
     for tokens in tokens_of(options):
         for name, (k, n) in shape.projections.items():
             rank = aligned_rank(k, n, options.ratio)
             dense = plan_xw(tokens, k, n, *machine)
-            plan = plan_xuv(tokens, k, rank, n, *machine) if rank else dense
+            plan = (
+                plan_xuv(tokens, k, rank, n, *machine, weight_dtype=stored, compute=options.compute)
+                if rank
+                else dense
+            )
             rows.append(_row(name, plan, [dense]))
-        rows.extend(_mlp(shape, tokens, options.ratio, machine))
+        rows.extend(_mlp(shape, tokens, options.ratio, machine, stored, options.compute))
     return rows
 
 
 def _mlp(
-    shape: ModelShape, tokens: int, ratio: float, machine: tuple[str, str, int]
+    shape: ModelShape,
+    tokens: int,
+    ratio: float,
+    machine: tuple[str, str, int],
+    stored: str,
+    compute: str,
 ) -> list[dict[str, Any]]:
     """The MLP in one launch beside three dense ones; nothing where a projection stays dense."""
     sizes = [shape.projections[name] for name in MLP]
@@ -50,7 +69,16 @@ def _mlp(
     if gate is None or up is None or down is None:
         return []
     width, inner = sizes[0]
-    plan = plan_svd_mlp(tokens, width, (gate, up, down), inner, width, *machine)
+    plan = plan_svd_mlp(
+        tokens,
+        width,
+        (gate, up, down),
+        inner,
+        width,
+        *machine,
+        weight_dtype=stored,
+        compute=compute,
+    )
     dense = [plan_xw(tokens, k, n, *machine) for k, n in sizes]
     return [_row("mlp", plan, dense)]
 
@@ -69,6 +97,8 @@ def _row(projection: str, plan: Plan, dense: list[Plan]) -> dict[str, Any]:
         "K": problem.K,
         "r": max(problem.ranks, default=None),
         "N": problem.inner or problem.N,
+        "weight_dtype": problem.weight_dtype or problem.dtype,
+        "compute": problem.compute,
         "target": problem.target,
         "form": plan.phase,
         "blocks": plan.arguments,

@@ -96,7 +96,7 @@ class NeuronMMQuantizer(HfQuantizer):
 
     @property
     def is_trainable(self) -> bool:  # pyright: ignore  (likewise)
-        """Say that the factors, ordinary parameters, can be trained."""
+        """Say that training works: of the factors, or of adapters beside those in one byte."""
         return True
 
     @property

@@ -6,6 +6,7 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from neuronmm_ops.nn.bare import is_bare
+from neuronmm_ops.nn.storage import storage_of
 
 CHILDREN = ("u", "v")
 
@@ -76,6 +77,15 @@ class LinearPair(nn.Sequential):
     def _load_from_state_dict(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, state_dict: Any, prefix: str, *rest: Any
     ) -> None:
+        for name in CHILDREN:
+            factor = state_dict.get(prefix + name)
+            if factor is not None and storage_of(factor.dtype) is not None:
+                errors: list[str] = rest[-1]
+                errors.append(
+                    f"{prefix}{name} is {str(factor.dtype).removeprefix('torch.')}, which a pair "
+                    "of nn.Linear cannot hold; load it into an SVDLinear, then to_pair()"
+                )
+                return
         super()._load_from_state_dict(_renamed(state_dict, prefix, to_factors=False), prefix, *rest)
 
 

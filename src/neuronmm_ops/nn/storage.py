@@ -7,8 +7,8 @@ from torch import Tensor, nn
 
 from neuronmm_ops.ops.spec import FLOAT_DTYPES
 
-# e4m3fn is stored with values up to 240 only: there it has the bits of trn1's and trn2's e4m3.
 STORAGES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
+# e4m3fn up to 240 has the bits of trn1's and trn2's e4m3, which ends there.
 LARGEST = {"fp8": 240, "int8": 127}
 # The names of a layer's tensors that are moved but never cast.
 FACTORS = ("u", "v")
@@ -79,7 +79,7 @@ def check_factors(
             f"{where}u must be [K, r] and v [r, N], got {list(u.shape)} and {list(v.shape)}"
         )
     storage = storage_of(u.dtype)
-    check_dtypes(u.dtype, v.dtype, where)
+    _check_dtypes(u.dtype, v.dtype, where)
     if storage is None:
         if u_scale is not None or v_scale is not None:
             raise ValueError(
@@ -94,7 +94,24 @@ def check_factors(
     return storage
 
 
-def check_dtypes(u: torch.dtype, v: torch.dtype, where: str = "") -> None:
+def moved(tensor: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return `fn(tensor)` for a function that moves and may cast, without the cast."""
+    result = fn(tensor)
+    return result if result.dtype == tensor.dtype else tensor.to(result.device)
+
+
+def kept_as_is(model: nn.Module) -> set[int]:
+    """Return the ids of the tensors that a cast of the model leaves alone: factors and scales."""
+    return {
+        id(getattr(module, name))
+        for module in model.modules()
+        if getattr(module, "storage", None) in STORAGES
+        for name in (*FACTORS, *SCALES)
+        if isinstance(getattr(module, name, None), Tensor)
+    }
+
+
+def _check_dtypes(u: torch.dtype, v: torch.dtype, where: str = "") -> None:
     """Refuse a dtype that factors cannot have, and one-byte factors of two dtypes."""
     for key, dtype in (("u", u), ("v", v)):
         if dtype not in FLOAT_DTYPES and storage_of(dtype) is None:
@@ -107,31 +124,6 @@ def check_dtypes(u: torch.dtype, v: torch.dtype, where: str = "") -> None:
             f"{where}u and v must have one dtype, got {_name(u)} and {_name(v)}; "
             "quantize both to the same"
         )
-
-
-def moved(tensor: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return `fn(tensor)` for a function that moves and may cast, without the cast."""
-    result = fn(tensor)
-    return result if result.dtype == tensor.dtype else tensor.to(result.device)
-
-
-def dequantized(factor: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Return a factor with its columns' scales multiplied in; rounded once, to `dtype`."""
-    if scale is None:
-        return factor.to(dtype)
-    wide = torch.promote_types(dtype, torch.float32)
-    return (factor.to(wide) * scale.to(wide)).to(dtype)
-
-
-def kept_as_is(model: nn.Module) -> set[int]:
-    """Return the ids of the tensors that a cast of the model leaves alone: factors and scales."""
-    return {
-        id(getattr(module, name))
-        for module in model.modules()
-        if getattr(module, "storage", None) in STORAGES
-        for name in (*FACTORS, *SCALES)
-        if isinstance(getattr(module, name, None), Tensor)
-    }
 
 
 def _check_scale(key: str, scale: Tensor | None, count: int, dtype: torch.dtype) -> None:

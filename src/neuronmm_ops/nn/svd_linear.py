@@ -14,13 +14,13 @@ from neuronmm_ops.nn.storage import (
     SCALES,
     STORAGES,
     check_factors,
-    dequantized,
     dtype_name,
     moved,
     storage_of,
 )
 from neuronmm_ops.ops import xuv
 from neuronmm_ops.ops.backends.neuron import DEVICE
+from neuronmm_ops.ops.products import dequantized
 
 
 class SVDLinear(nn.Module):
@@ -59,7 +59,7 @@ class SVDLinear(nn.Module):
         compute: `x`, or `fp8`: the op may round activations to e4m3, too, see `set_compute_`.
 
     Raises:
-        ValueError: a size is smaller than 1, or the storage is unknown.
+        ValueError: a size is smaller than 1, the storage is unknown, or the dtype is one.
     """
 
     weight: Tensor
@@ -79,6 +79,11 @@ class SVDLinear(nn.Module):
         super().__init__()
         if storage is not None and storage not in STORAGES:
             raise ValueError(f"storage must be {', '.join(STORAGES)} or None; got {storage!r}")
+        if dtype is not None and storage_of(dtype) is not None:
+            raise ValueError(
+                f"dtype must be a float of two bytes or more, got {dtype}; for factors in it give "
+                f"storage={storage_of(dtype)!r}"
+            )
         if min(in_features, out_features, rank) < 1:
             raise ValueError(
                 "in_features, out_features and rank must be at least 1, "
@@ -206,7 +211,7 @@ class SVDLinear(nn.Module):
         has_bias = self.bias is not None
         linear = nn.Linear(self.in_features, self.out_features, has_bias, device="meta")
         wide = torch.promote_types(self.dtype, torch.float32)
-        u, v = (dequantized(*pair, wide) for pair in self._scaled_factors())
+        u, v = (dequantized(*pair, wide).to(wide) for pair in self._scaled_factors())
         linear.weight = nn.Parameter((u @ v).t().to(self.dtype).contiguous())
         if self.bias is not None:
             linear.bias = nn.Parameter(self.bias.detach().clone())
