@@ -77,6 +77,7 @@ def inspect_checkpoint(directory: Path) -> CompressionReport:
         )
     report = report_of(record)
     headers = read_headers(weight_files(directory))
+    check_float(headers)
     if not are_renamed(headers, report.layers):
         check_tensors(headers, report.layers)
     return report
@@ -113,16 +114,16 @@ def read_headers(files: Iterable[Path]) -> dict[str, TensorHeader]:
 
 
 def check_float(headers: Mapping[str, TensorHeader]) -> None:
-    """Refuse integer weights, for a checkpoint whose config says nothing of quantization.
+    """Refuse weights in one byte of layers that the config says nothing of.
 
-    Transformers would cast the integers to floats as they are, without their scales.
+    Transformers would cast them to floats as they are, or not at all, without their scales.
     """
     for name, header in headers.items():
         if name.endswith(".weight") and header.dtype not in FLOATS:
             raise CheckpointError(
                 f"{name} is {header.dtype} in {header.file}, and config.json has no "
-                "quantization_config; start from the checkpoint before quantization, or restore "
-                "the entry"
+                "quantization_config for it; start from the checkpoint before quantization, or "
+                "restore the entry"
             )
 
 

@@ -52,7 +52,7 @@ def test_the_whole_road(run: Run, dense: Path, text: Path, tmp_path: Path) -> No
     assert evaluated.code == 0, evaluated.err
     result = json.loads(evaluated.out, parse_constant=lambda name: pytest.fail(name))
     assert list(result) == [
-        *("model", "text", "ppl_token", "tokens", "seqlen", "dtype", "compute_dtype")
+        *("model", "text", "ppl_token", "tokens", "seqlen", "dtype", "compute_dtype", "compute")
     ]
     blocks = -(-len(TEXT) // 64)
     assert (result["tokens"], result["seqlen"]) == (len(TEXT) - blocks, 64)

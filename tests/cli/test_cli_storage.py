@@ -18,14 +18,14 @@ DTYPE = ("--dtype", "float32")
 
 @pytest.fixture(scope="module")
 def small(dense: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A checkpoint of each storage."""
+    """A checkpoint of each storage, and one in the model's own dtype."""
     directory = tmp_path_factory.mktemp("stored")
-    for storage in DTYPES:
+    for storage in (*DTYPES, "float"):
         out = directory / storage
         arguments = ("compress", dense, "-o", out, "--ratio", "0.3", "--calibration", text)
-        options = (*COMPRESS, "--storage", storage)
-        assert main([str(argument) for argument in (*arguments, *options)]) == 0
-    return {storage: directory / storage for storage in DTYPES}
+        options = () if storage == "float" else ("--storage", storage)
+        assert main([str(argument) for argument in (*arguments, *COMPRESS, *options)]) == 0
+    return {storage: directory / storage for storage in (*DTYPES, "float")}
 
 
 @STORED
@@ -42,8 +42,9 @@ def test_inspect(storage: str, run: Run, small: dict[str, Path]) -> None:
     assert document["bytes"] == sum(layer["bytes"] for layer in document["layers"])
     assert document["config"]["storage"] == storage
     shown = run("inspect", small[storage]).out
-    assert shown.count(DTYPES[storage]) >= len(document["layers"])
-    assert "bits a weight" in " ".join(shown.split())
+    assert shown.count(f" {storage} ") >= len(document["layers"])
+    assert "bits: stored for each weight of the dense matrix, scales included" in shown
+    assert "bits" not in run("inspect", small["float"]).out
 
 
 @STORED
@@ -67,6 +68,27 @@ def test_eval_generate_and_compare(
     rows = json.loads(compared.out)
     assert rows[1]["ppl_token"][str(text)] == pytest.approx(found, rel=1e-3)
     assert rows[1]["bytes"] < 0.6 * rows[0]["bytes"]
+
+
+def test_eval_with_rounded_activations(
+    run: Run, small: dict[str, Path], dense: Path, text: Path
+) -> None:
+    common = ("--text", text, "--seqlen", "64", "--json", *DTYPE)
+    found = {}
+    for compute in (None, "x", "fp8"):
+        option = () if compute is None else ("--compute", compute)
+        outcome = run("eval", small["fp8"], *common, *option)
+        assert outcome.code == 0, outcome.err
+        document = json.loads(outcome.out)
+        assert document["compute"] == (compute or "x")
+        found[compute] = document["ppl_token"]
+    assert found[None] == found["x"]
+    assert found["fp8"] != found["x"]
+    assert found["fp8"] == pytest.approx(found["x"], rel=0.05)
+    for model in (small["int8"], dense):
+        outcome = run("eval", model, *common, "--compute", "fp8")
+        refused(outcome, "compute fp8 needs layers with factors in float8_e4m3fn")
+    refused(run("eval", dense, *common, "--compute", "fp4"), "compute must be one of x, fp8")
 
 
 @STORED

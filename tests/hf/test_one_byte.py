@@ -438,6 +438,16 @@ def test_foreign_weights_in_one_byte_are_still_refused(storage: str, tmp_path: P
         hf.load(tmp_path / "dense")
 
 
+def test_a_dense_weight_in_one_byte(checkpoint: tuple[str, Path]) -> None:
+    _, directory = checkpoint
+    file = directory / "model.safetensors"
+    tensors = load_file(file)
+    name = "model.layers.1.self_attn.k_proj.weight"
+    tensors[name] = tensors[name].to(torch.int8)
+    save_file(tensors, file, metadata={"format": "pt"})
+    refused_by_headers(directory, f"{name} is I8 in", "has no quantization_config for it")
+
+
 def test_saving_bad_values_is_refused(tmp_path: Path) -> None:
     model = one_byte("int8")
     low_rank_layers(model)[NAME].u_scale.fill_(-1)

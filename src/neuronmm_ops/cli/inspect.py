@@ -10,7 +10,7 @@ from neuronmm_ops.cli.console import show_table, stdout
 from neuronmm_ops.cli.parser import add_command
 from neuronmm_ops.compress.rank import parameter_count
 from neuronmm_ops.compress.report import CompressionReport
-from neuronmm_ops.nn.storage import dtype_name
+from neuronmm_ops.nn.storage import dtype_name, storage_named
 
 
 def add(commands: Any) -> None:
@@ -59,10 +59,12 @@ def show_summary(document: dict[str, Any]) -> None:
         ratio = 1 - parameter_count(K, N, r) / (K * N)
         loss = "unknown" if layer["loss"] is None else f"{layer['loss']:.4f}"
         cells = (layer["name"], K, N, "dense" if r is None else r, f"{ratio:.3f}", loss)
-        stored = (layer["storage"] or "-", f"{layer['bits_per_weight']:.2f}") if has_storage else ()
-        rows.append((*cells, f"{layer['bytes'] / 1e6:.3f}", *stored))
+        rows.append((*cells, f"{layer['bytes'] / 1e6:.3f}"))
+        if has_storage:
+            short = storage_named(layer["storage"]) if layer["storage"] else "-"
+            rows[-1] += (short, f"{layer['bits_per_weight']:.1f}")
     columns = ("layer", "K", "N", "rank", "effective", "loss", "MB")
-    columns += ("storage", "bits a weight") if has_storage else ()
+    columns += ("storage", "bits") if has_storage else ()
     show_table(columns, rows, left=columns[:1], title=document.get("output"))
     stdout.print(
         f"targeted layers: nominal ratio {document['ratio']:.3f}, effective "
@@ -70,6 +72,8 @@ def show_summary(document: dict[str, Any]) -> None:
         f"{document['bytes'] / 1e6:.1f} MB",
         soft_wrap=True,
     )
+    if has_storage:
+        stdout.print("bits: stored for each weight of the dense matrix, scales included")
     if any(layer["compute"] == "fp8" for layer in document["layers"]):
         stdout.print(
             "activations of layers in float8_e4m3fn may be rounded to it, too (compute fp8)"

@@ -95,16 +95,16 @@ def quantize_pair(
     metric = None if metric is None else metric.double()
     ridge = _ridge(moment)
     u, v = _gauge(u, v, moment, ridge, metric)
-    product = u @ v
     column_scale = _scale(u, storage)
     stored_u = _nearest(u / column_scale, storage)
-    u = stored_u * column_scale
+    exact_u, u = u, stored_u * column_scale
 
     hu = u if moment is None else moment @ u
-    gram = _damped(hu.t() @ u + ridge * (u.t() @ u))
+    gram = hu.t() @ u + ridge * (u.t() @ u)
     # Towards the target as H says, and where that says nothing towards what the product was.
-    change = hu.t() @ (target - u @ v) + ridge * (u.t() @ (product - u @ v))
-    v = v + torch.linalg.solve(gram, change)
+    change = hu.t() @ target - (gram - ridge * (u.t() @ exact_u)) @ v
+    gram = _damped(gram)
+    v = v + torch.cholesky_solve(change, torch.linalg.cholesky(gram))
     # v's rows are made equally long; u's scale holds by what they were divided.
     length = v.norm(dim=1)
     row_scale = _bfloat16(column_scale * torch.where(length > 0, length, 1.0))
@@ -114,9 +114,9 @@ def quantize_pair(
     v, gram = v / by[:, None], by[:, None] * gram * by
     v_scale = _scale(v, storage)
     if metric is None or metric.dim() == 1:
-        stored_v = _round_rows(v / v_scale, gram, storage)
+        stored_v = _round_rows(v / v_scale, _feed(gram), storage)
     else:
-        stored_v = _round_columns(v, gram, metric, v_scale, storage)
+        stored_v = _round_columns(v, _feed(gram), metric, v_scale, storage)
     dtype = STORAGES[storage]
     return Quantized(stored_u.to(dtype), stored_v.to(dtype), row_scale.float(), v_scale.float())
 
@@ -207,14 +207,9 @@ def geometric_mean_turn(sigma: Tensor) -> Tensor:
     return torch.stack([*found, left[0][1]], dim=1)
 
 
-def _round_rows(v: Tensor, gram: Tensor, storage: str) -> Tensor:
-    """Round v `[r, N]` to the grid, the last row first, feeding errors back by S `[r, r]`.
-
-    What is fed back minimizes the error that remains, `eᵀ S e` of each column, over real numbers in
-    the place of the rows to come. From the last row on, as `_gauge` has ordered them.
-    """
-    v, gram = v.flip(0), gram.flip(0, 1)
-    feed = _feed(gram)
+def _round_rows(v: Tensor, feed: Tensor, storage: str) -> Tensor:
+    """Round v `[r, N]` to the grid, the last row first, feeding errors back as `_feed` says."""
+    v = v.flip(0)
     rounded = torch.empty_like(v)
     for start in range(0, len(v), ROWS):
         part = slice(start, min(start + ROWS, len(v)))
@@ -228,7 +223,7 @@ def _round_rows(v: Tensor, gram: Tensor, storage: str) -> Tensor:
     return rounded.flip(0)
 
 
-def _round_columns(v: Tensor, gram: Tensor, metric: Tensor, scale: Tensor, storage: str) -> Tensor:
+def _round_columns(v: Tensor, feed: Tensor, metric: Tensor, scale: Tensor, storage: str) -> Tensor:
     """Round v `[r, N]`, feeding the errors of each group of columns back by C into those to come.
 
     The group with the largest weights first.
@@ -239,7 +234,7 @@ def _round_columns(v: Tensor, gram: Tensor, metric: Tensor, scale: Tensor, stora
     rounded = torch.empty_like(v)
     for start in range(0, v.shape[1], COLUMNS):
         part = slice(start, min(start + COLUMNS, v.shape[1]))
-        rounded[:, part] = _round_rows(v[:, part] / scale[part], gram, storage)
+        rounded[:, part] = _round_rows(v[:, part] / scale[part], feed, storage)
         errors = v[:, part] - rounded[:, part] * scale[part]
         inside = torch.linalg.solve_triangular(upper[part, part], errors, upper=True, left=False)
         v[:, part.stop :].addmm_(inside, upper[part, part.stop :], alpha=-1)
@@ -247,8 +242,12 @@ def _round_columns(v: Tensor, gram: Tensor, metric: Tensor, scale: Tensor, stora
 
 
 def _feed(gram: Tensor) -> Tensor:
-    """Return by what each row's error is fed back into those to come, upper triangular."""
-    upper = _inverse_root(gram)
+    """Return by what each row's error is fed back into those to come, upper triangular.
+
+    That minimizes the error that remains, `eᵀ S e` of each column, over real numbers in the place
+    of the rows to come. Rows from the last on, as `_gauge` has ordered them.
+    """
+    upper = _inverse_root(gram.flip(0, 1))
     return upper / upper.diagonal()[:, None]
 
 

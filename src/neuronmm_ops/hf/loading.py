@@ -39,7 +39,8 @@ def load(
     Raises:
         CheckpointError: files are missing, damaged or malformed, the model is an encoder-decoder,
             or its parameters are not exactly those in the files (Transformers would draw missing
-            ones at random, and leave others out, with a warning).
+            ones at random, and leave others out, with a warning), or factors in one byte or their
+            scales hold what they must not.
         NonFiniteError: a factor is NaN or Inf.
     """
     path = local_directory(model)

@@ -11,7 +11,7 @@ from transformers.quantizers.auto import register_quantization_config, register_
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from neuronmm_ops.checkpoint import check_tensors, read_headers
+from neuronmm_ops.checkpoint import check_float, check_tensors, read_headers
 from neuronmm_ops.compress.record import QUANT_METHOD, record_of, report_of
 from neuronmm_ops.compress.report import CompressionReport, LayerReport
 from neuronmm_ops.errors import CheckpointError
@@ -67,6 +67,7 @@ class NeuronMMQuantizer(HfQuantizer):
             named = {name: headers[key] for key, name in model_names(model, headers).items()}
             low_rank = [replace(layer, name=name) for name, layer in layers.items() if layer.r]
             check_tensors(named, low_rank)
+            check_float(headers)
         # Older checkpoints lack the placeholder `weight`.
         model._keys_to_ignore_on_load_missing = {  # pyright: ignore  (theirs is typed as a list)
             *(model._keys_to_ignore_on_load_missing or ()),

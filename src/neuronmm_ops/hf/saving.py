@@ -51,7 +51,8 @@ def save(
         ValueError: the report is not that of the model, or the model has no low-rank layer, or has
             pairs of Linears in their place.
         NonFiniteError: a factor is NaN or Inf, such as after a cast to float16.
-        CheckpointError: what was written does not load as the model; it is removed.
+        CheckpointError: what was written does not load as the model, and is removed; or factors in
+            one byte or their scales hold what they must not.
         OSError: the target cannot be written; says how much room it needs.
     """
     if any(isinstance(module, LinearPair) for module in model.modules()):
@@ -63,7 +64,9 @@ def save(
     _record(model, report)
     for name, layer in low_rank_layers(model).items():
         if not layer.u.is_meta:
-            check_values(name, layer, "save the model in a wider dtype")
+            is_float = layer.storage is None
+            remedy = "save the model in a wider dtype" if is_float else "load the model again"
+            check_values(name, layer, remedy)
 
     def write(temporary: Path) -> None:
         model.save_pretrained(temporary, max_shard_size=max_shard_size)
