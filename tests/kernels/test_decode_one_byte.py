@@ -142,7 +142,6 @@ def check(problem: Problem, arguments: dict[str, Any], bias: bool, name: str = "
         given.scales,
         None if given.bias is None else np.abs(given.bias),
     )
-    # relu keeps positive values, and no activation here magnifies.
     size = composition(problem, sizes, "relu", wide)
     dtype = getattr(torch, problem.dtype)
     actual, plain = (torch.from_numpy(wide(a)).to(dtype) for a in (done.outputs, plain))
