@@ -251,7 +251,8 @@ class DecodeCosts:
         work = max(work, by_engines * each)
         size += count * columns * self.itemsize
         loads = (by_dma > 0) + (by_engines > 0)
-        first = 0.0 if by_dma else each + self.cast_seen
+        # what the DMA casts comes first
+        first = max(0.0, each + self.cast_seen - by_dma * s.ns * share) if by_engines else 0.0
         return Tile(count, work, load, size, s.queue, loads, by_engines * len(shares), first)
 
     def _load_ns(self, s: Sums, rows: int, count: int, columns: int, itemsize: int) -> float:
@@ -294,7 +295,7 @@ class DecodeCosts:
         end = max(1, len(tiles) - halves) if last else len(tiles)
         parts = [tiles[:1], tiles[1:end], *[[tile] for tile in tiles[end:]]]
         steps = [_stream(part) for part in parts if part]
-        for step in steps[1:]:
+        for step in steps[1 if tiles[0].casts else 2 :]:
             step.cast_ns = 0.0  # casts are one tile ahead
         if self.casts:  # VectorE does not cast while it copies rows
             steps[-1].work_ns += sum([s.row_loads.after_ns for s in sums if s.row_loads])
