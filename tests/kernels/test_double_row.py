@@ -214,6 +214,8 @@ def test_plans_of_any_token_count_and_a_loop() -> None:
     assert looped.arguments["double_row"]
     assert profile.stream_instructions == looped.instructions
     assert profile.hbm_bytes == looped.hbm_bytes
+    assert profile.sbuf_peak_bytes <= looped.sbuf_bytes
+    assert profile.time_ms == pytest.approx(looped.time_ms, rel=0.05)
 
 
 @pytest.mark.parametrize(("target", "compute"), [("trn1", "fp8"), ("trn2", "x"), ("trn3", "x")])

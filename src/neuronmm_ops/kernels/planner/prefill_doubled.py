@@ -118,7 +118,7 @@ class Doubled:
         before = tiles * (self.width - self.parts[0])
         result = self.held(made, item)
         later = before + natural + result if before else 0
-        squares = self.squares_bytes(size, SQUARES_OF_X) // len(self.parts)
+        squares = self.squares_bytes(size, 1) // len(self.parts)  # as in a loop of the device
         return max(natural, later, self.held(size) + result) + squares
 
     def constants(self) -> int:
