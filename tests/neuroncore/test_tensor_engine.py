@@ -323,6 +323,11 @@ def test_double_row_and_tiles_exclude_each_other():
     refuses("cannot be combined", _mm(*tiles, **options))
 
 
+def test_double_row_does_not_transpose():
+    tiles = ((8, 8), F), ((32, 2, 8), E4), ((32, 2, 8), E4)
+    refuses("with is_transpose", _mm(*tiles, perf_mode=double_row, is_transpose=True))
+
+
 @pytest.mark.parametrize("target", TARGETS)
 def test_a_result_stays_in_one_psum_bank_before_trn3(target):
     def kernel():

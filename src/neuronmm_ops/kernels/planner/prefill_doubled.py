@@ -5,6 +5,8 @@ Activations that are in SBUF are counted whole (`Doubled.held`), beside weights 
 
 from __future__ import annotations
 
+from copy import copy
+
 from neuronmm_ops.hardware import Engine
 from neuronmm_ops.kernels.planner.instructions import (
     evict_ns,
@@ -30,7 +32,7 @@ from neuronmm_ops.kernels.stages.tiling import (
     units_in,
 )
 
-CROWDED = 6
+CROWDED = 5
 """Exponent of the norm of engines' busy times that a stage takes (fit: on random problems)."""
 
 
@@ -43,7 +45,8 @@ class Doubled:
     """
 
     def __init__(self, costs: PrefillCosts, width: int) -> None:
-        self.costs, self.width = costs, width
+        self.costs, self.width = copy(costs), width
+        self.costs.weight_item = 1  # whatever x has
         self.machine = costs.machine
         self.parts = sizes(width, DOUBLED_TOKENS)
 
@@ -115,7 +118,7 @@ class Doubled:
         before = tiles * (self.width - self.parts[0])
         result = self.held(made, item)
         later = before + natural + result if before else 0
-        squares = self.squares_bytes(size, SQUARES_OF_X) // len(self.parts)
+        squares = self.squares_bytes(size, 1) // len(self.parts)  # as in a loop of the device
         return max(natural, later, self.held(size) + result) + squares
 
     def constants(self) -> int:

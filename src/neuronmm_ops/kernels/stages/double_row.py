@@ -204,10 +204,12 @@ class Rounded(nl.NKIObject):
 def rounded_rows(shared: Rounding, x_hbm: NkiTensor, t: Span, layout: str) -> list[Rounded]:
     """Rows `t` of x [M, K] as [K, tokens], some tokens each."""
     K = x_hbm.shape[1]
+    # in a loop of the device GpSimdE makes the loads' descriptors, and must not wait for them
+    squares = 1 if x_hbm.is_indirect() else SQUARES_OF_X
     found: list[Rounded] = []
     for own in spans(t.start, t.size, DOUBLED_TOKENS):
         source = Operand(x_hbm, Span(0, K), own, tiles_in(K, PARTITIONS), layout)
-        found.append(Rounded(shared, source, None, 0, SQUARES_OF_X))
+        found.append(Rounded(shared, source, None, 0, squares))
     found[0].load()
     return found
 

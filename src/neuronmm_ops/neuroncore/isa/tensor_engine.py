@@ -111,7 +111,7 @@ def _matmul(
     check.memory(opcode, "moving", moving, SBUF)
     double = perf_mode is matmul_perf_mode.double_row
     if double:
-        _check_double_row(machine, stationary, moving, bool(size))
+        _check_double_row(machine, stationary, moving, bool(size), is_transpose)
     rows = 2 if double else 1
     _check_shapes(machine, dst, stationary, moving, rows)
     native_transpose = is_transpose and machine.generation >= 3
@@ -311,13 +311,20 @@ def _check_tiling(
         refuse(f"nc_matmul: stationary [{k}, {m}] exceeds tile_size {size}")
 
 
-def _check_double_row(machine: Machine, a: NkiTensor, b: NkiTensor, tiled: bool) -> None:
-    """fp8 only, [K, 2, free] on both sides, no column tiling, NeuronCore-v3 on."""
+def _check_double_row(
+    machine: Machine, a: NkiTensor, b: NkiTensor, tiled: bool, is_transpose: bool
+) -> None:
+    """fp8 only, [K, 2, free] on both sides, NeuronCore-v3 on, no column tiling, no transposes.
+
+    It takes as long as 16 bits of half the contraction (Trainium2 guide, double FP8 matmul).
+    """
     check.generation("nc_matmul", machine, 3, "perf_mode.double_row", "leave it out")
     for name, t in (("stationary", a), ("moving", b)):
         check.dtype_in("nc_matmul", f"double_row {name}", t, *_FLOAT8)
         if t.ndim < 3 or t.shape[1] != 2:
             refuse(f"nc_matmul: double_row {name} must be [K, 2, free]; got {t}")
+    if is_transpose:
+        refuse("nc_matmul: double_row cannot be combined with is_transpose; drop one")
     if tiled:
         refuse("nc_matmul: double_row cannot be combined with tile_position/tile_size; drop one")
 
