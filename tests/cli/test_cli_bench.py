@@ -8,7 +8,7 @@ import pytest
 import torch
 from outcomes import TEXT, Run, refused
 
-from neuronmm_ops.bench import methods, published
+from neuronmm_ops.bench import methods, published, storages
 
 
 def test_overhead_of_xla_needs_torch_xla(run: Run) -> None:
@@ -43,6 +43,49 @@ def test_methods(run: Run, dense: Path, tmp_path: Path, monkeypatch: pytest.Monk
         quotient = row["excess_quotient"]
         expected = [f"{row['excess_log_ppl']:.4f}", *([f"{quotient:.2f}x"] if quotient else [])]
         assert cells == expected
+
+
+@pytest.mark.filterwarnings("ignore::neuronmm_ops.CalibrationWarning")
+def test_storages(run: Run, dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = [tmp_path / name for name in ("near.txt", "far.txt")]
+    for path in texts:
+        path.write_text(TEXT[:1500])
+    whole = storages.run
+    monkeypatch.setattr(
+        storages, "run", lambda *a, **options: whole(*a, samples=16, seqlen=64, **options)
+    )
+    arguments = ("bench", "storages", dense, "--text", texts[0], "--text", texts[1])
+    arguments = (*arguments, "--calibration", texts[0], "--ratio", "0.4", "--block", "8")
+    outcome = run(*arguments, "--json")
+    assert outcome.code == 0, outcome.err
+    rows = json.loads(outcome.out)
+    labels = [(row["storage"], row["equal"], row["rounding"]) for row in rows[::2]]
+    assert labels == [
+        ("bf16", "ranks", "native"),
+        *((storage, "ranks", how) for storage in ("fp8", "int8") for how in storages.ROUNDINGS),
+        *((storage, "bytes", "feedback") for storage in ("fp8", "int8")),
+    ]
+    assert {row["text"] for row in rows} == {str(path) for path in texts}
+    by_label = dict(zip(labels, rows[::2], strict=True))
+    native, ours = by_label[labels[0]], by_label["int8", "ranks", "feedback"]
+    assert native["kl_quotient"] == 1
+    assert ours["bytes"] < native["bytes"] < native["dense_bytes"]
+    assert by_label["fp8", "bytes", "feedback"]["bytes"] <= 0.6 * native["dense_bytes"]
+    assert ours["kl"] < by_label["int8", "ranks", "nearest"]["kl"]
+    shown = [line.split() for line in run(*arguments).out.splitlines()]
+    labels = ["ratio", "storage", "equal", "rounding", "bytes", "text"]
+    assert [*labels, "excess", "quotient", "±", "KL"] in shown
+    assert sum(line[:1] == ["0.4"] for line in shown) == 9
+    assert sum(line[:1] == ["far"] for line in shown) == 9
+
+
+def test_mistakes_of_storages(run: Run, dense: Path, text: Path, tmp_path: Path) -> None:
+    arguments = ("bench", "storages", dense, "--calibration", text)
+    refused(run(*arguments), "--text")
+    (tmp_path / "empty.txt").write_text("")
+    refused(run(*arguments, "--text", tmp_path / "empty.txt"), "empty.txt")
+    refused(run(*arguments, "--text", text, "--block", "12"), "multiple of 8, got 12")
+    refused(run(*arguments, "--text", text, "--ratio", "1.5"), "ratio must be in (0, 1)")
 
 
 def test_options_of_cpu(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

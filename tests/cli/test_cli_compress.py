@@ -80,6 +80,33 @@ def test_tables_for_people(run: Run, dense: Path, text: Path, tmp_path: Path) ->
     assert run("generate", tmp_path / "o", "--prompt", "The").out.startswith("The")
 
 
+@pytest.mark.parametrize("stream", [(), ("--stream",)])
+@pytest.mark.parametrize("storage", ["fp8", "int8"])
+def test_storage(
+    run: Run, dense: Path, text: Path, tmp_path: Path, storage: str, stream: tuple[str, ...]
+) -> None:
+    arguments = ("compress", dense, "-o", tmp_path / "out", "--calibration", text, *stream)
+    options = ("--ratio", "0.3", "--block", "8", "--samples", "16", "--seqlen", "64")
+    outcome = run(*arguments, *options, "--storage", storage, "--json")
+    assert outcome.code == 0, outcome.err
+    layers = json.loads(outcome.out)["layers"]
+    names = {"fp8": "float8_e4m3fn", "int8": "int8"}
+    assert {layer["storage"] for layer in layers if layer["r"]} == {names[storage]}
+    again = run("compress", "--from", tmp_path / "out" / "compression.json", "-o", tmp_path / "b")
+    assert again.code == 0, again.err
+    assert "bit for bit" in again.out
+
+
+def test_mistakes_of_storage(run: Run, dense: Path, text: Path, tmp_path: Path) -> None:
+    arguments = ("compress", dense, "-o", tmp_path / "out", "--calibration", text)
+    refused(run(*arguments, "--storage", "fp4"), "storage must be one of bf16, fp8, int8")
+    options = ("--block", "8", "--storage", "bf16")
+    for stream in ((), ("--stream",)):
+        refused(run(*arguments, *options, *stream), "storage bf16 needs Linears in bfloat16")
+    assert not (tmp_path / "out").exists()
+    assert not (tmp_path / ".out.stream").exists()
+
+
 def test_a_layer_whose_loss_is_unknown_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     layer = {"name": "fc1", "K": 8, "N": 8, "r": 2, "dense": False, "loss": None, "bytes": 128}
     layer |= {"bits_per_weight": 16.0, "compute": "x", "storage": None}

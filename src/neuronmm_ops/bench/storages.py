@@ -23,6 +23,7 @@ from neuronmm_ops.compress.quantize import nearest_pair
 from neuronmm_ops.compress.record import low_rank_layers
 from neuronmm_ops.compress.rounding import output_metrics, round_pair, rounding_sides
 from neuronmm_ops.compress.targets import select_targets
+from neuronmm_ops.errors import NonFiniteError
 from neuronmm_ops.eval import block_length, encode_documents
 from neuronmm_ops.nn.storage import STORAGES, factor_bytes
 from neuronmm_ops.nn.swap import Factors, swap_modules_
@@ -67,8 +68,9 @@ def run(
         model's predictions from this one's, in nats), and `kl_quotient`.
 
     Raises:
-        ValueError: the calibration text is shorter than one block, or a block longer than the
-            model takes.
+        ValueError: the calibration text is shorter than one block, a text than two tokens, or a
+            block longer than the model takes.
+        NonFiniteError: a model's logits are NaN or Inf.
         CheckpointError: the directory cannot be loaded.
     """
     from neuronmm_ops import hf
@@ -78,7 +80,9 @@ def run(
     tokenizer = hf.load_tokenizer(directory)
     dense = load_on(directory, place).bfloat16().float()
     seqlen = block_length(dense, seqlen)
-    ids = {n: encode_documents(tokenizer, [t]).split(seqlen)[:-1] for n, t in texts.items()}
+    ids = {
+        name: _blocks(name, encode_documents(tokenizer, [texts[name]]), seqlen) for name in texts
+    }
     batches = hf.calibration_batches(tokenizer, calibration, samples, seqlen)
     batches = [batch.to(place) for batch in batches]
     rows: list[dict[str, Any]] = []
@@ -98,6 +102,13 @@ def run(
         first = next(r for r in rows if (r["ratio"], r["text"]) == (row["ratio"], row["text"]))
         row["kl_quotient"] = row["kl"] / first["kl"] if first["kl"] > 0 else None
     return rows
+
+
+def _blocks(name: str, ids: Tensor, seqlen: int) -> list[Tensor]:
+    blocks = [block for block in ids.split(seqlen) if len(block) >= 2]
+    if not blocks:
+        raise ValueError(f"{name} must have at least 2 tokens, got {len(ids)}; use a longer text")
+    return blocks
 
 
 def _models(dense: nn.Module, config: SVDConfig, batches: Sequence[Tensor]) -> Any:
@@ -179,6 +190,8 @@ def _measured(
         grown.append(own[1] - own[0])
         divergence += float((expected.exp() * (expected - found)).double().sum())
     losses = torch.cat(grown)
+    if not torch.isfinite(losses).all():
+        raise NonFiniteError("logits must be finite, got NaN or Inf; check the checkpoint")
     tokens = len(losses)
     excess = float(losses.mean())
     return {

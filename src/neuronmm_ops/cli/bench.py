@@ -174,25 +174,28 @@ def show_storages(rows: list[dict[str, Any]]) -> None:
     )
     stdout.print(
         f"Dense perplexity: {dense}. Below, what ln of it grows by, and that as a multiple of what "
-        "factors in bf16 add at the ratio, with its standard error over paired tokens."
+        "factors in bf16 add at the ratio, with its standard error over paired tokens; then the "
+        "divergence from the dense model's predictions, as such a multiple."
     )
     cells: list[list[object] | None] = []
-    for start in range(0, len(rows), len(texts)):
-        group = rows[start : start + len(texts)]
-        first = group[0]
-        if cells and first["ratio"] != rows[start - 1]["ratio"]:
+    before: tuple[object, ...] = ()
+    for row in rows:
+        size = f"{row['bytes'] / row['dense_bytes']:.3f}"
+        labels = row["ratio"], row["storage"], row["equal"], row["rounding"], size
+        if before and row["storage"] != before[1]:
             cells.append(None)
-        size = f"{first['bytes'] / first['dense_bytes']:.3f}"
-        labels = first["ratio"], first["storage"], first["equal"], first["rounding"], size
-        cells.append([*labels, *map(_paired_excess, group)])
-    columns = ["ratio", "storage", "equal", "rounding", "bytes", *(Path(t).stem for t in texts)]
-    show_table(columns, cells, left=["storage", "equal", "rounding"])
+        shown = labels if labels != before else [None] * len(labels)
+        cells.append([*shown, Path(row["text"]).stem, *_paired_excess(row)])
+        before = labels
+    labels = ["ratio", "storage", "equal", "rounding", "bytes", "text"]
+    left = ["storage", "equal", "rounding", "text"]
+    show_table([*labels, "excess", "quotient", "±", "KL"], cells, left=left)
 
 
-def _paired_excess(row: dict[str, Any]) -> str:
-    quotient, error = row["excess_quotient"], row["quotient_error"]
-    shown = f"{row['excess_log_ppl']:.5f}"
-    return shown + ("" if quotient is None else f" {quotient:.3f} ± {error:.3f}")
+def _paired_excess(row: dict[str, Any]) -> list[str]:
+    quotients = row["excess_quotient"], row["quotient_error"], row["kl_quotient"]
+    shown = ["" if quotient is None else f"{quotient:.3f}" for quotient in quotients]
+    return [f"{row['excess_log_ppl']:.5f}", *shown]
 
 
 def _published(options: argparse.Namespace) -> list[dict[str, Any]]:
