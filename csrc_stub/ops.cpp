@@ -156,7 +156,7 @@ Tensor scaled_mm(const Tensor& a, const Tensor& w, const Tensor& scale,
     if (bias) result = result + bias->slice(0, start, end);
     y.slice(1, start, end).copy_(result);
   };
-  if (is_packed && a.size(0) > 0 && a.size(0) <= 4) {
+  if (is_packed && a.size(0) > 0 && a.size(0) <= 8) {
     const Tensor ones = at::ones({w.size(1)}, a.options());
     finish(at::_weight_int8pack_mm(a.contiguous(), w.t(), ones), 1.0, 0);
     return y;

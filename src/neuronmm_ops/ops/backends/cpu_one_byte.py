@@ -10,8 +10,8 @@ from torch import Tensor
 
 from neuronmm_ops.ops.backends.cpu import SLOW_DTYPES
 
-# torch's int8 kernel reads the matrix again for every so many rows.
-_MAX_PACKED_ROWS = 4
+# torch's int8 kernel reads the matrix again for every four rows, which beats widening up to eight.
+_MAX_PACKED_ROWS = 8
 # It steps through a row by 16 or 32 entries, and reads past the end of one that has a rest.
 _PACKED_STEP = 32
 # Entries of a strip: it is in the cache from the widening to the product.
