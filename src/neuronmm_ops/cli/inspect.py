@@ -58,13 +58,15 @@ def show_summary(document: dict[str, Any]) -> None:
         K, N, r = layer["K"], layer["N"], layer["r"]
         ratio = 1 - parameter_count(K, N, r) / (K * N)
         loss = "unknown" if layer["loss"] is None else f"{layer['loss']:.4f}"
-        cells = (layer["name"], K, N, "dense" if r is None else r, f"{ratio:.3f}", loss)
-        rows.append((*cells, f"{layer['bytes'] / 1e6:.3f}"))
-        if has_storage:
+        cells = (layer["name"], K, N, "dense" if r is None else r)
+        size = f"{layer['bytes'] / 1e6:.3f}"
+        if has_storage:  # bits say more than the ratio of parameters, and both would fold the names
             short = storage_named(layer["storage"]) if layer["storage"] else "-"
-            rows[-1] += (short, f"{layer['bits_per_weight']:.1f}")
-    columns = ("layer", "K", "N", "rank", "effective", "loss", "MB")
-    columns += ("storage", "bits") if has_storage else ()
+            rows.append((*cells, loss, size, short, f"{layer['bits_per_weight']:.1f}"))
+        else:
+            rows.append((*cells, f"{ratio:.3f}", loss, size))
+    figures = ("loss", "MB", "storage", "bits") if has_storage else ("effective", "loss", "MB")
+    columns = ("layer", "K", "N", "rank", *figures)
     show_table(columns, rows, left=columns[:1], title=document.get("output"))
     stdout.print(
         f"targeted layers: nominal ratio {document['ratio']:.3f}, effective "
