@@ -8,6 +8,7 @@ import torch
 import torch_xla
 from graphs import graph_hash, lowered
 from host import launch_of
+from operands import split_call
 from torch_xla import _XLAC
 from torch_xla.core import xla_builder
 
@@ -140,8 +141,8 @@ def test_the_same_call_has_the_same_hash(device):
 
 
 def test_the_plan_alone_distinguishes(device):
-    x, u, v = (torch.empty(shape, device="meta") for shape in ((4, 256), (256, 64), (64, 256)))
-    planned = launch.launch_of(SPECS["xuv"], (x, u, v, None), (), "trn1")
+    given = [torch.empty(shape, device="meta") for shape in ((4, 256), (256, 64), (64, 256))]
+    planned = launch.launch_of(SPECS["xuv"], *split_call("xuv", *given), "trn1")
     assert planned is not None
     (name, value), *rest = planned.plan.blocks
     blocks = ((name, int(value) // 2), *rest)

@@ -25,8 +25,8 @@ def test_the_kernel_is_called_on_xla_tensors(machine, device, monkeypatch):
     machine.nki()
     seen = []
 
-    def kernel(x, u, v, bias, **constants):
-        seen.append((tuple(x.shape), x.device.type, bias, constants))
+    def kernel(x, u, v, bias, u_scale, v_scale, **constants):
+        seen.append((tuple(x.shape), x.device.type, [bias, u_scale, v_scale], constants))
         shape = [x.shape[0], v.shape[1]]
         return stablehlo_custom_call([x, u, v], "Theirs", [shape], [x.dtype], False, "e30=", 2)
 
@@ -34,7 +34,7 @@ def test_the_kernel_is_called_on_xla_tensors(machine, device, monkeypatch):
     tensors = [torch.randn(shape).to(device) for shape in ((2, 3, 200), (200, 40), (40, 64))]
     y = nm.xuv(*tensors)
     plan = plan_xuv(6, 200, 40, 64, "float32", "trn2")
-    assert seen == [((6, 200), "xla", None, plan.arguments)]
+    assert seen == [((6, 200), "xla", [None, None, None], plan.arguments)]
     assert y.shape == (2, 3, 64)
     graph = graph_of(_XLAC._get_xla_tensors_hlo([y]))
     assert [call.target for call in graph.calls] == ["Theirs"]
