@@ -108,13 +108,17 @@ def _overhead(options: argparse.Namespace) -> list[dict[str, Any]]:
         return overhead.run_xla() if options.xla else overhead.run()
 
 
-def _methods(options: argparse.Namespace) -> list[dict[str, Any]]:
+def _read_texts(options: argparse.Namespace) -> tuple[dict[str, str], str]:
+    """The texts to evaluate on by their paths, and the one to calibrate on."""
     paths = texts_of(options)
     hf = transformers_models()
+    return {str(path): hf.read_text(path) for path in paths}, hf.read_text(options.calibration)
+
+
+def _methods(options: argparse.Namespace) -> list[dict[str, Any]]:
+    texts, calibration = _read_texts(options)
     from neuronmm_ops.bench import methods
 
-    texts = {str(path): hf.read_text(path) for path in paths}
-    calibration = hf.read_text(options.calibration)
     chosen = {"block": options.block, "dtype": options.dtype, "device": options.device}
     with progress_bars() as progress:
         return methods.run(options.model, texts, calibration, **chosen, progress=progress)
@@ -155,12 +159,9 @@ def _excess(row: dict[str, Any]) -> str:
 
 
 def _storages(options: argparse.Namespace) -> list[dict[str, Any]]:
-    paths = texts_of(options)
-    hf = transformers_models()
+    texts, calibration = _read_texts(options)
     from neuronmm_ops.bench import storages
 
-    texts = {str(path): hf.read_text(path) for path in paths}
-    calibration = hf.read_text(options.calibration)
     chosen = {"ratios": options.ratio, "block": options.block, "device": options.device}
     with progress_bars() as progress:
         return storages.run(options.model, texts, calibration, **chosen, progress=progress)

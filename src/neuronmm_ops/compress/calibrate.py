@@ -3,7 +3,7 @@
 Linears that are always given the same tensor (gate and up; q, k and v) share one moment.
 """
 
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
@@ -88,6 +88,20 @@ def collect_moments(
         # moment of one Linear there is always room.
         asked = left if len(left) < len(waiting) else left[:1]
         waiting, passes = left, passes + 1
+
+
+def moments_or_none(
+    model: nn.Module,
+    sides: Mapping[str, Side],
+    names: Iterable[str],
+    batches: Sequence[Batch],
+    progress: Progress | None = None,
+) -> Iterator[tuple[str, SecondMoment | None]]:
+    """Yield what `collect_moments` does; where no side is to be measured, None for each name."""
+    if sides:
+        yield from collect_moments(model, sides, batches, progress)
+    else:
+        yield from ((name, None) for name in names)
 
 
 class _Product(NamedTuple):

@@ -10,7 +10,7 @@ from neuronmm_ops.compress import workers
 from neuronmm_ops.compress.allocate import Rank
 from neuronmm_ops.compress.batches import Batch, count_tokens, fingerprint
 from neuronmm_ops.compress.budget import allocate, matrix_of, ratio_bounds
-from neuronmm_ops.compress.calibrate import Progress, collect_moments
+from neuronmm_ops.compress.calibrate import Progress, moments_or_none
 from neuronmm_ops.compress.config import SVDConfig
 from neuronmm_ops.compress.coverage import left_dense, warn_of_coverage
 from neuronmm_ops.compress.drift import follow_drift
@@ -219,11 +219,9 @@ def _moments(
     progress: Progress | None,
 ) -> Iterator[tuple[str, SecondMoment | None]]:
     sides = moment_sides(config, linears)
-    if not sides:
-        yield from ((name, None) for name in linears)
-        return
-    for index, (name, moment) in enumerate(collect_moments(model, sides, batches, progress)):
-        if index == 0:
+    found = moments_or_none(model, sides, linears, batches, progress)
+    for index, (name, moment) in enumerate(found):
+        if index == 0 and moment is not None:
             warn_if_few(moment.tokens, linears, stacklevel=5)  # past this module and no_grad's
         yield name, moment
 

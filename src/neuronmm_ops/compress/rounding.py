@@ -4,13 +4,13 @@ Inputs' moments are taken a second time: ranks are known only after the first, w
 gone, and for some methods those were of the outputs.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor, nn
 
 from neuronmm_ops.compress import workers
 from neuronmm_ops.compress.batches import Batch
-from neuronmm_ops.compress.calibrate import Progress, collect_moments
+from neuronmm_ops.compress.calibrate import Progress, moments_or_none
 from neuronmm_ops.compress.config import SVDConfig
 from neuronmm_ops.compress.factorization import Gradient, SecondMoment, Side
 from neuronmm_ops.compress.factorize import check_finite
@@ -48,7 +48,8 @@ def round_factors(
     """
     metrics = output_metrics(config, linears, gradients)
     rounded: dict[str, Quantized] = {}
-    for name, moment in _moments(model, config, linears, batches, progress):
+    sides = rounding_sides(config, linears)
+    for name, moment in moments_or_none(model, sides, linears, batches, progress):
         if owners[name] != workers.index():
             continue
         rounded[name] = round_pair(
@@ -106,17 +107,3 @@ def metric_kinds(config: SVDConfig, linears: Mapping[str, DenseLinear]) -> dict[
 def rounding_sides(config: SVDConfig, names: Mapping[str, object]) -> dict[str, Side]:
     """Return the side of the second moment that rounding needs; empty where the method has none."""
     return dict.fromkeys(names, "input") if METHODS[first_method(config)].side else {}
-
-
-def _moments(
-    model: nn.Module,
-    config: SVDConfig,
-    linears: Mapping[str, DenseLinear],
-    batches: Sequence[Batch],
-    progress: Progress | None,
-) -> Iterator[tuple[str, SecondMoment | None]]:
-    sides = rounding_sides(config, linears)
-    if sides:
-        yield from collect_moments(model, sides, batches, progress)
-    else:
-        yield from ((name, None) for name in linears)

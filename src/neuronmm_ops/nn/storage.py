@@ -5,11 +5,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from neuronmm_ops.ops.backends.cpu import name_of
+from neuronmm_ops.ops.products import MAX_FP8
 from neuronmm_ops.ops.spec import FLOAT_DTYPES
 
 STORAGES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 # e4m3fn up to 240 has the bits of trn1's and trn2's e4m3, which ends there.
-LARGEST = {"fp8": 240, "int8": 127}
+LARGEST = {"fp8": int(MAX_FP8), "int8": 127}
 # The names of a layer's tensors that are moved but never cast.
 FACTORS = ("u", "v")
 SCALES = ("u_scale", "v_scale")
@@ -23,7 +25,7 @@ def storage_of(dtype: torch.dtype) -> str | None:
 
 def dtype_name(storage: str | None) -> str | None:
     """Return the dtype's name as torch has it, and torchao and compressed-tensors after it."""
-    return None if storage is None else str(STORAGES[storage]).removeprefix("torch.")
+    return None if storage is None else name_of(STORAGES[storage])
 
 
 def storage_named(name: object) -> str:
@@ -84,7 +86,7 @@ def check_factors(
         if u_scale is not None or v_scale is not None:
             raise ValueError(
                 f"{where}scales belong to factors in float8_e4m3fn or int8, got factors in "
-                f"{_name(u.dtype)}; multiply the scales into them"
+                f"{name_of(u.dtype)}; multiply the scales into them"
             )
         return None
     for key, scale, count in (("u_scale", u_scale, u.shape[1]), ("v_scale", v_scale, v.shape[1])):
@@ -117,11 +119,11 @@ def _check_dtypes(u: torch.dtype, v: torch.dtype, where: str = "") -> None:
         if dtype not in FLOAT_DTYPES and storage_of(dtype) is None:
             raise ValueError(
                 f"{where}{key} must be bfloat16, float16, float32, float64, float8_e4m3fn or int8; "
-                f"got {_name(dtype)}"
+                f"got {name_of(dtype)}"
             )
     if u != v and (storage_of(u) or storage_of(v)):
         raise ValueError(
-            f"{where}u and v must have one dtype, got {_name(u)} and {_name(v)}; "
+            f"{where}u and v must have one dtype, got {name_of(u)} and {name_of(v)}; "
             "quantize both to the same"
         )
 
@@ -129,9 +131,9 @@ def _check_dtypes(u: torch.dtype, v: torch.dtype, where: str = "") -> None:
 def _check_scale(key: str, scale: Tensor | None, count: int, dtype: torch.dtype) -> None:
     rule = f"{key} must be [{count}] in float32, positive and finite"
     if scale is None:
-        raise ValueError(f"{rule}, got none; factors in {_name(dtype)} need both scales")
+        raise ValueError(f"{rule}, got none; factors in {name_of(dtype)} need both scales")
     if scale.shape != (count,) or scale.dtype != torch.float32:
-        raise ValueError(f"{rule}; got {list(scale.shape)} in {_name(scale.dtype)}")
+        raise ValueError(f"{rule}; got {list(scale.shape)} in {name_of(scale.dtype)}")
     if scale.is_meta:
         return
     bad = ~(torch.isfinite(scale) & (scale > 0))
@@ -157,7 +159,3 @@ def _check_values(key: str, factor: Tensor, storage: str) -> None:
             f"{key} must be in -240..240, the range of e4m3 on trn1 and trn2; got a magnitude of "
             f"{float(found):g}; quantize the factor again, for 240"
         )
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -19,6 +19,7 @@ from neuronmm_ops.nn.storage import (
     storage_of,
 )
 from neuronmm_ops.ops import xuv
+from neuronmm_ops.ops.backends.cpu import name_of
 from neuronmm_ops.ops.backends.neuron import DEVICE
 from neuronmm_ops.ops.products import dequantized
 
@@ -270,7 +271,7 @@ class SVDLinear(nn.Module):
         for name in FACTORS:
             factor, own = given[name], getattr(self, name)
             if factor is not None and storage_of(factor.dtype) != self.storage:
-                found, expected = (str(t.dtype).removeprefix("torch.") for t in (factor, own))
+                found, expected = (name_of(t.dtype) for t in (factor, own))
                 return (
                     f"{prefix}{name} must be {expected}, got {found}; give the layer the storage "
                     "of the state dict (SVDLinear(..., storage=))"

@@ -18,16 +18,17 @@ from torch import Tensor
 
 from neuronmm_ops.errors import NkiVersionError
 from neuronmm_ops.hardware import TARGET_VARIABLE
+from neuronmm_ops.ops.backends.cpu import name_of
 from neuronmm_ops.ops.backends.environment import ROUTE_VARIABLE, core, why_not_compilable
 from neuronmm_ops.ops.definitions import SPECS
 from neuronmm_ops.ops.products import rows
-from neuronmm_ops.ops.spec import OpSpec
+from neuronmm_ops.ops.spec import ONE_BYTE_DTYPES, OpSpec
 
 if TYPE_CHECKING:
     from neuronmm_ops.kernels import Plan
 
 DTYPE_NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
-WEIGHT_DTYPE_NAMES = {torch.float8_e4m3fn: "float8_e4m3fn", torch.int8: "int8"}
+WEIGHT_DTYPE_NAMES = {dtype: name_of(dtype) for dtype in ONE_BYTE_DTYPES}
 """Of factors in one byte."""
 PLANNED = ("compute",)
 """Choices that are the plan's: kernels get blocks for them."""
