@@ -3,12 +3,12 @@
 import inspect
 import math
 from dataclasses import replace
-from importlib import import_module
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from decoding import CORES, SIZES, TOKENS, act, candidates, rounded, wide
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tolerances import assert_close_to_oracle
@@ -32,24 +32,9 @@ KERNELS = {
     "svd_qkv": svd_qkv_decode,
 }
 DTYPES = ("bfloat16", "float16", "float32")
-SIZES = st.one_of(st.sampled_from((1, 127, 128, 129, 256)), st.integers(1, 300))
-TOKENS = st.one_of(st.sampled_from((1, 2, 32, 33, 64, 65, 128)), st.integers(1, 128))
-CORES = st.sampled_from((("trn1", 1), ("trn2", 1), ("trn2", 2), ("trn3", 1), ("trn3", 2)))
 
 
 BIASED = ("xw", "xuv")
-
-
-def candidates(problem: Problem) -> list[Plan]:
-    return import_module(f"neuronmm_ops.kernels.{problem.op}.plan").decode(problem)
-
-
-def rounded(values: np.ndarray, dtype: str) -> np.ndarray:
-    return dtypes.from_fp32(values.astype(np.float32), dtypes.dtype_of(dtype))
-
-
-def wide(values: np.ndarray) -> np.ndarray:
-    return values.astype(np.float64)
 
 
 def shapes_of(problem: Problem) -> list[tuple[int, ...]]:
@@ -65,16 +50,6 @@ def operands(problem: Problem, bias: bool, seed: int = 0) -> list[np.ndarray]:
     scales = [1.0, *[s[0] ** -0.5 if len(s) == 2 else 0.5 for s in shapes[1:]]]
     drawn = [rng.standard_normal(s) * c for s, c in zip(shapes, scales, strict=True)]
     return [rounded(a, problem.dtype) for a in drawn]
-
-
-def act(name: str, z: np.ndarray) -> np.ndarray:
-    if name == "relu":
-        return np.maximum(z, 0)
-    if name == "silu":
-        return z / (1 + np.exp(-z))
-    if name == "gelu_tanh":
-        return 0.5 * z * (1 + np.tanh(math.sqrt(2 / math.pi) * (z + 0.044715 * z**3)))
-    return 0.5 * z * (1 + np.vectorize(math.erf)(z / math.sqrt(2)))
 
 
 def composition(problem: Problem, arrays: list[np.ndarray], name: str, keep: Any) -> np.ndarray:

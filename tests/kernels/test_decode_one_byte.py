@@ -2,13 +2,13 @@
 
 import inspect
 import math
-from importlib import import_module
 from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from decoding import CORES, SIZES, TOKENS, act, candidates, rounded, wide
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tolerances import assert_close_to_oracle
@@ -29,9 +29,6 @@ from neuronmm_ops.neuroncore.profile.profile import Profile
 KERNELS = {"xw": xw_decode, "xuv": xuv_decode, "svd_mlp": svd_mlp_decode}
 STORED = {"float8_e4m3fn": (np.dtype(ml_dtypes.float8_e4m3fn), 240), "int8": (np.dtype("i1"), 127)}
 FP8, INT8 = STORED
-CORES = st.sampled_from((("trn1", 1), ("trn2", 1), ("trn2", 2), ("trn3", 1), ("trn3", 2)))
-SIZES = st.one_of(st.sampled_from((1, 127, 128, 129, 256)), st.integers(1, 300))
-TOKENS = st.one_of(st.sampled_from((1, 2, 32, 33, 64, 65, 128)), st.integers(1, 128))
 DTYPES = st.sampled_from(("bfloat16", "bfloat16", "float16", "float32"))
 WEIGHTS = st.sampled_from((FP8, INT8))
 CUT: dict[str, dict[str, Any]] = {
@@ -54,14 +51,6 @@ class Operands(NamedTuple):
     bias: np.ndarray | None
 
 
-def wide(values: np.ndarray) -> np.ndarray:
-    return values.astype(np.float64)
-
-
-def rounded(values: np.ndarray, dtype: str) -> np.ndarray:
-    return dtypes.from_fp32(values.astype(np.float32), dtypes.dtype_of(dtype))
-
-
 def operands(problem: Problem, bias: bool, seed: int = 0) -> Operands:
     """Random weights, each column divided by its scale and rounded; products of the order of 1."""
     rng = np.random.default_rng(seed)
@@ -76,16 +65,6 @@ def operands(problem: Problem, bias: bool, seed: int = 0) -> Operands:
     x = rounded(rng.standard_normal((problem.M, problem.K)), problem.dtype)
     row = rounded(rng.standard_normal(problem.N), problem.dtype) if bias else None
     return Operands(x, weights, scales, row)
-
-
-def act(name: str, z: np.ndarray) -> np.ndarray:
-    if name == "relu":
-        return np.maximum(z, 0)
-    if name == "silu":
-        return z / (1 + np.exp(-z))
-    if name == "gelu_tanh":
-        return 0.5 * z * (1 + np.tanh(math.sqrt(2 / math.pi) * (z + 0.044715 * z**3)))
-    return 0.5 * z * (1 + np.vectorize(math.erf)(z / math.sqrt(2)))
 
 
 def composition(problem: Problem, given: Operands, name: str, keep: Any) -> np.ndarray:
@@ -110,10 +89,6 @@ def run(problem: Problem, arguments: dict[str, Any], given: Operands, **options:
     bias = [] if problem.op == "svd_mlp" else [given.bias]
     tensors = [given.x, *given.weights, *bias, *given.scales]
     return simulate(launch, *tensors, target=problem.target, **arguments, **options)
-
-
-def candidates(problem: Problem) -> list[Plan]:
-    return import_module(f"neuronmm_ops.kernels.{problem.op}.plan").decode(problem)
 
 
 def specs(problem: Problem) -> Any:
