@@ -69,7 +69,7 @@ def test_torchrun_ends_with_the_name_of_a_killed_worker(
 def kill():
     if INDEX == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-before("collect_moments", kill)
+before("moments_or_none", kill)
 """
     script.write_text(AT_CALIBRATION + kill + CLI)
     done = torchrun(script, *arguments(dense, text, tmp_path / "o"))
@@ -215,7 +215,7 @@ def test_a_killed_worker_ends_the_others_by_name(
 def kill():
     if INDEX == {victim}:
         os.kill(os.getpid(), signal.SIGKILL)
-before("collect_moments", kill)
+before("moments_or_none", kill)
 """
     command = arguments(dense, text, tmp_path / "o")
     began = time.monotonic()
@@ -250,7 +250,7 @@ def stop():
     if {who}:
         os.kill(os.getpid(), {int(number)})
         time.sleep(1)
-before("collect_moments", stop)
+before("moments_or_none", stop)
 """
     command = arguments(dense, text, tmp_path / "o")
     outcomes = run_fleet(tmp_path / "fleet", 2, AT_CALIBRATION + patch + CLI, *command)

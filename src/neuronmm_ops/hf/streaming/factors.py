@@ -49,20 +49,12 @@ def sweep_factors(
         NonFiniteError: a weight, an activation or a factor is NaN or Inf.
     """
     follows_states = METHODS[first_method(config)].side is not None
-    count = max(ranks) + 1
-    for index in range(count):
-        if not work.has(f"layer-{index}"):
-            if follows_states and index == 0:
-                _embed(sweep, batches, work)
-            with sweep.running(), sweep.layer(index) as layer:
-                passed = _Pass(sweep, index, layer, work)
-                passed.batches = len(batches) if follows_states else 0
-                passed.is_last = index == count - 1
-                _factor_layer(sweep, index, passed, ranks.get(index, {}), config, work)
-            progress("factorize", index + 1, count)
-        work.drop(f"states-{index}")
+    read = batches if follows_states else ()
+    for index, passed in _passes(sweep, max(ranks) + 1, "layer", STATES, read, work):
+        if passed is not None:
+            _factor_layer(sweep, index, passed, ranks.get(index, {}), config, work)
+            progress("factorize", index + 1, max(ranks) + 1)
         work.drop(f"gradients-{index}")
-    work.drop("states")
 
 
 @torch.no_grad()
@@ -86,20 +78,38 @@ def sweep_rounded(
         work: holds `layer-I`; what is there is not done again.
         progress: told `("quantize", layers done, layers in all)` after each that was not done.
     """
-    follows_states = bool(rounding_sides(config, {"": None}))
-    count = max(ranks) + 1
+    read = batches if rounding_sides(config, {"": None}) else ()
+    for index, passed in _passes(sweep, max(ranks) + 1, "rounded", AGAIN, read, work):
+        if passed is not None:
+            _round_layer(sweep, index, passed, ranks.get(index, {}), config, work)
+            progress("quantize", index + 1, max(ranks) + 1)
+
+
+def _passes(
+    sweep: Sweep, count: int, done: str, states: str, batches: Sequence[Tensor], work: Work
+) -> Iterator[tuple[int, "_Pass | None"]]:
+    """Yield the first `count` layers by number, ready to run; None for what is done already.
+
+    Args:
+        sweep: of the model.
+        count: how many layers.
+        done: name of what says, with a layer's number, that it is done.
+        states: name of the hidden states that are kept on the way, and dropped behind it.
+        batches: token ids `[B, T]`; none where no layer has to be run over them.
+        work: holds both.
+    """
     for index in range(count):
-        if not work.has(f"rounded-{index}"):
-            if follows_states and index == 0:
-                _embed(sweep, batches, work, AGAIN)
+        if work.has(f"{done}-{index}"):
+            yield index, None
+        else:
+            if batches and index == 0:
+                _embed(sweep, batches, work, states)
             with sweep.running(), sweep.layer(index) as layer:
-                passed = _Pass(sweep, index, layer, work, AGAIN)
-                passed.batches = len(batches) if follows_states else 0
-                passed.is_last = index == count - 1
-                _round_layer(sweep, index, passed, ranks.get(index, {}), config, work)
-            progress("quantize", index + 1, count)
-        work.drop(f"{AGAIN}-{index}")
-    work.drop(AGAIN)
+                passed = _Pass(sweep, index, layer, work, states)
+                passed.batches, passed.is_last = len(batches), index == count - 1
+                yield index, passed
+        work.drop(f"{states}-{index}")
+    work.drop(states)
 
 
 def _round_layer(
