@@ -88,3 +88,35 @@ def halves(size: int, unit: int, core: int, cores: int) -> Span:
     unit = unit if size >= 2 * unit else 1
     half = tiles_in(size, 2 * unit) * unit
     return Span(0, half) if core == 0 else Span(half, size - half)
+
+
+QUERY_BLOCK = 512
+"""Tokens of prefill that pass a key together: the columns of a PSUM bank."""
+
+
+class Group(NKIObject):
+    """Query heads of a sequence that share a key head.
+
+    Args:
+        sequence: which of the batch.
+        key: which key head.
+        heads: range of the query heads.
+    """
+
+    def __init__(self, sequence: int, key: int, heads: Span) -> None:
+        self.sequence = sequence
+        self.key = key
+        self.heads = heads
+
+
+def prefill_groups(shape: Shape, core: int, cores: int) -> list[Group]:
+    """A core's groups: two cores share all query heads, along key heads where these are even."""
+    own = halves(shape.batch * shape.heads, shape.group, core, cores)
+    found: list[Group] = []
+    for n in range(shape.batch * shape.kv_heads):
+        start = max(own.start, n * shape.group)
+        end = min(own.start + own.size, (n + 1) * shape.group)
+        if end > start:
+            b, first = n // shape.kv_heads, n // shape.kv_heads * shape.heads
+            found.append(Group(b, n % shape.kv_heads, Span(start - first, end - start)))
+    return found
