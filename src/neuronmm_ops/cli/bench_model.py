@@ -1,0 +1,116 @@
+"""`bench model`: a whole model's time on Trainium, modelled."""
+
+import argparse
+from typing import Any
+
+from neuronmm_ops.cli.console import show_table, stdout
+from neuronmm_ops.cli.parser import add_command, add_shape
+from neuronmm_ops.progress import progress_bars
+
+_DESCRIPTION = "prefill and decode of a whole model, by component, dense and low-rank; modelled"
+_PHASES = {"prefill": "Prefill", "decode": "Decode, a mean token"}
+_SPEEDUPS = {
+    "ours": "low_rank over dense",
+    "published": "published_low_rank over published_dense",
+    "ours_over_published": "low_rank over published_dense",
+    "storage": "of it, one byte alone",
+    "rank": "of it, low rank alone",
+}
+
+
+def add(benchmarks: Any) -> None:
+    """Add the benchmark to the parser."""
+    options = ("--target", "--lnc", "--ratio")
+    command = add_command(benchmarks, "model", _model, show_model, _DESCRIPTION, *options)
+    add_shape(command, required=True, help="a shape by name, or the path of a config.json")
+    command.add_argument("--tp", type=int, default=1, help="ranks of tensor parallel (default 1)")
+    command.add_argument("--prompt", type=int, default=2048, help="tokens (default 2048)")
+    command.add_argument("--new", type=int, default=256, help="tokens generated (default 256)")
+    command.add_argument("--batch", type=int, default=1, help="sequences (default 1)")
+    command.add_argument(
+        "--targets",
+        choices=("mlp", "all-linear"),
+        default="mlp",
+        help="which Linears of the layers are low-rank (default mlp)",
+    )
+    command.add_argument("--storage", help="of the targets: fp8 or int8 (default bfloat16)")
+    command.add_argument(
+        "--storage-dense", help="of the layers' other Linears: fp8 or int8 (default bfloat16)"
+    )
+    command.add_argument(
+        "--storage-lm-head", help="of the output head: fp8 or int8 (default bfloat16)"
+    )
+
+
+def _model(options: argparse.Namespace) -> dict[str, Any]:
+    from neuronmm_ops.bench import model
+
+    with progress_bars() as progress:
+        return model.run(
+            options.model,
+            target=options.target,
+            lnc=options.lnc,
+            tp=options.tp,
+            prompt=options.prompt,
+            new=options.new,
+            batch=options.batch,
+            ratio=options.ratio,
+            storage=options.storage,
+            storage_dense=options.storage_dense,
+            storage_lm_head=options.storage_lm_head,
+            targets=options.targets,
+            progress=progress,
+        )
+
+
+def show_model(document: dict[str, Any]) -> None:
+    """Print a table a phase, the variants side by side, and the speed-ups as ranges."""
+    stdout.print(
+        f"{document['model']} on {document['target']}, lnc {document['lnc']}, tp {document['tp']}: "
+        f"{document['batch']} x {document['prompt']} tokens, then {document['new']} new ones. "
+        "All times are modelled, in ms.",
+        soft_wrap=True,
+    )
+    stdout.print(
+        f"Low rank: ratio {document['ratio']:g} of {document['targets']}, "
+        f"{document['storage'] or 'bf16'}; other Linears {document['storage_dense'] or 'bf16'}, "
+        f"lm_head {document['storage_lm_head'] or 'bf16'}.",
+        soft_wrap=True,
+    )
+    variants = document["variants"]
+    for phase, title in _PHASES.items():
+        _show_phase(title, [variant["phases"][phase] for variant in variants], variants)
+    ends = [f"{variant['end_to_end_ms']:.4g}" for variant in variants]
+    rates = [f"{variant['tokens_per_s']:.4g}" for variant in variants]
+    names = [variant["name"] for variant in variants]
+    show_table(["", *names], [["end to end", *ends], ["tokens/s", *rates]], left=[""])
+    stdout.print("Modelled speed-ups, by what small DMAs are taken to cost:")
+    for name, found in document["speedups"].items():
+        phases = [f"{phase.replace('_', ' ')} {_range(found[phase])}" for phase in _COMPARED]
+        stdout.print(f"  {_SPEEDUPS[name]}: {', '.join(phases)}", soft_wrap=True)
+    stdout.print("Left out: " + "; ".join(document["left_out"]) + ".", soft_wrap=True)
+
+
+_COMPARED = ("prefill", "decode", "end_to_end")
+
+
+def _show_phase(title: str, phases: list[dict[str, Any]], variants: list[dict[str, Any]]) -> None:
+    cells: list[list[object] | None] = []
+    for rows in zip(*[phase["components"] for phase in phases], strict=True):
+        if any(row["launches"] for row in rows):
+            cells.append([rows[0]["component"], *[f"{row['time_ms']:.4g}" for row in rows]])
+    cells.append(None)
+    cells.append(["all", *[f"{phase['time_ms']:.4g}" for phase in phases]])
+    cells.append(["range", *[_span(phase) for phase in phases]])
+    cells.append(["GB moved", *[f"{phase['hbm_bytes'] / 1e9:.3g}" for phase in phases]])
+    cells.append(["launches", *[phase["launches"] for phase in phases]])
+    show_table([title, *[variant["name"] for variant in variants]], cells, left=[title])
+
+
+def _span(phase: dict[str, Any]) -> str:
+    return f"{phase['time_low_ms']:.4g}-{phase['time_high_ms']:.4g}"
+
+
+def _range(speedup: dict[str, float]) -> str:
+    low, high = f"{speedup['low']:.2f}", f"{speedup['high']:.2f}"
+    return f"{low}x" if low == high else f"{low}x to {high}x"
