@@ -87,10 +87,6 @@ class Problem:
                 f"weight_dtype must be one of {', '.join(WEIGHT_DTYPES[1:])}, or empty for that of "
                 f"x; got {self.weight_dtype!r}"
             )
-        if self.weight_dtype and self.op == "svd_qkv":
-            raise ValueError(
-                f"svd_qkv takes factors of x's dtype, got {self.weight_dtype}; use three xuv"
-            )
         if self.compute not in COMPUTES:
             raise ValueError(f"compute must be one of {', '.join(COMPUTES)}; got {self.compute!r}")
         if self.compute == "fp8" and self.weight_dtype != "float8_e4m3fn":
@@ -114,6 +110,11 @@ class Problem:
         """Output features that lie side by side: those of query, key and value of svd_qkv."""
         widths = tuple([columns for _, columns in self.matrices[1::2]])
         return widths if self.op == "svd_qkv" else (self.matrices[-1][1],)
+
+    @property
+    def made(self) -> Matrices:
+        """Shapes of the weights whose products are contracted next, not part of the output."""
+        return self.matrices[::2] if self.op == "svd_qkv" else self.matrices[:-1]
 
     @property
     def N(self) -> int:  # noqa: N802

@@ -177,6 +177,9 @@ def plan_svd_qkv(
     target: str | None = None,
     lnc: int = 1,
     max_instructions: int = MAX_INSTRUCTIONS,
+    device_loop: bool = False,
+    weight_dtype: str = "",
+    compute: str = "x",
 ) -> Plan:
     """The quickest plan of low-rank query, key and value `[M, K] -> [M, N_q + N_k + N_v]`.
 
@@ -189,12 +192,15 @@ def plan_svd_qkv(
         target: as `plan_op`.
         lnc: as `plan_op`.
         max_instructions: as `plan_op`.
+        device_loop: as `plan_op`.
+        weight_dtype: as `Problem`.
+        compute: as `Problem`.
 
     Raises:
         ValueError: sizes or names that are none.
     """
-    matrices = qkv_matrices(K, ranks, outputs)
-    return plan_op("svd_qkv", M, matrices, dtype, target, lnc, max_instructions)
+    options = (dtype, target, lnc, max_instructions, device_loop, weight_dtype, compute)
+    return plan_op("svd_qkv", M, qkv_matrices(K, ranks, outputs), *options)
 
 
 @lru_cache(maxsize=4096)
