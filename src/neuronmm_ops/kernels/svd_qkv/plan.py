@@ -132,9 +132,7 @@ class Prefill(prefill_search.Prefill):
     def doubled(self, width: int, arguments: Arguments) -> list[Program]:
         """The kernel with `double_row`."""
         a, d, p = Qkv(*arguments), Doubled(self.costs, width), self.problem
-        programs = [
-            d.project(p.K, r, f"u{n}", a.u_block, x=n == 0) for n, r in enumerate(p.ranks)
-        ]
+        programs = [d.project(p.K, r, f"u{n}", a.u_block, x=n == 0) for n, r in enumerate(p.ranks)]
         for n, (r, columns) in enumerate(zip(p.ranks, p.outputs, strict=True)):
             programs.append(d.write(r, columns, f"v{n}", a.v_block, a.token_tiles))
         constants = d.constants() + sum([d.squares_bytes(r, SQUARES_OF_LOW) for r in p.ranks])
