@@ -8,11 +8,19 @@ from neuronmm_ops.cli.parser import add_command, add_shape
 from neuronmm_ops.progress import progress_bars
 
 _DESCRIPTION = "prefill and decode of a whole model, by component, dense and low-rank; modelled"
-_PHASES = {"prefill": "Prefill", "decode": "Decode, a mean token"}
+_PHASES = {"prefill": "Prefill", "decode": "Decode"}
+_COMPARED = (*_PHASES, "end_to_end")
+_VARIANTS = {
+    "dense": "dense",
+    "low_rank": "low rank",
+    "dense_one_byte": "dense, 1 byte",
+    "published_dense": "publ. dense",
+    "published_low_rank": "publ. low rank",
+}
 _SPEEDUPS = {
-    "ours": "low_rank over dense",
-    "published": "published_low_rank over published_dense",
-    "ours_over_published": "low_rank over published_dense",
+    "ours": "low rank over dense",
+    "published": "published low rank over published dense",
+    "ours_over_published": "low rank over published dense",
     "storage": "of it, one byte alone",
     "rank": "of it, low rank alone",
 }
@@ -68,7 +76,7 @@ def show_model(document: dict[str, Any]) -> None:
     stdout.print(
         f"{document['model']} on {document['target']}, lnc {document['lnc']}, tp {document['tp']}: "
         f"{document['batch']} x {document['prompt']} tokens, then {document['new']} new ones. "
-        "All times are modelled, in ms.",
+        "All times are modelled, in ms; decode is a mean token.",
         soft_wrap=True,
     )
     stdout.print(
@@ -79,11 +87,9 @@ def show_model(document: dict[str, Any]) -> None:
     )
     variants = document["variants"]
     for phase, title in _PHASES.items():
-        _show_phase(title, [variant["phases"][phase] for variant in variants], variants)
-    ends = [f"{variant['end_to_end_ms']:.4g}" for variant in variants]
-    rates = [f"{variant['tokens_per_s']:.4g}" for variant in variants]
-    names = [variant["name"] for variant in variants]
-    show_table(["", *names], [["end to end", *ends], ["tokens/s", *rates]], left=[""])
+        _show_phase(title, phase, variants)
+    columns = ["", "prefill", "decode", "end to end, s", "tokens/s", "weights", "KV, GB"]
+    show_table(columns, [_summary(variant) for variant in variants], left=[""])
     stdout.print("Modelled speed-ups, by what small DMAs are taken to cost:")
     for name, found in document["speedups"].items():
         phases = [f"{phase.replace('_', ' ')} {_range(found[phase])}" for phase in _COMPARED]
@@ -91,24 +97,36 @@ def show_model(document: dict[str, Any]) -> None:
     stdout.print("Left out: " + "; ".join(document["left_out"]) + ".", soft_wrap=True)
 
 
-_COMPARED = ("prefill", "decode", "end_to_end")
-
-
-def _show_phase(title: str, phases: list[dict[str, Any]], variants: list[dict[str, Any]]) -> None:
+def _show_phase(title: str, phase: str, variants: list[dict[str, Any]]) -> None:
+    phases = [variant["phases"][phase] for variant in variants]
     cells: list[list[object] | None] = []
-    for rows in zip(*[phase["components"] for phase in phases], strict=True):
+    for rows in zip(*[each["components"] for each in phases], strict=True):
         if any(row["launches"] for row in rows):
             cells.append([rows[0]["component"], *[f"{row['time_ms']:.4g}" for row in rows]])
     cells.append(None)
-    cells.append(["all", *[f"{phase['time_ms']:.4g}" for phase in phases]])
-    cells.append(["range", *[_span(phase) for phase in phases]])
-    cells.append(["GB moved", *[f"{phase['hbm_bytes'] / 1e9:.3g}" for phase in phases]])
-    cells.append(["launches", *[phase["launches"] for phase in phases]])
-    show_table([title, *[variant["name"] for variant in variants]], cells, left=[title])
+    cells.append(["all", *[f"{each['time_ms']:.4g}" for each in phases]])
+    cells.append(["GB moved", *[f"{each['hbm_bytes'] / 1e9:.3g}" for each in phases]])
+    cells.append(["launches", *[each["launches"] for each in phases]])
+    show_table([title, *[_VARIANTS[each["name"]] for each in variants]], cells, left=[title])
 
 
-def _span(phase: dict[str, Any]) -> str:
-    return f"{phase['time_low_ms']:.4g}-{phase['time_high_ms']:.4g}"
+def _summary(variant: dict[str, Any]) -> list[str]:
+    times = [variant["phases"][phase] for phase in _PHASES]
+    ends = [ms / 1e3 for ms in variant["end_to_end_times_ms"].values()]
+    memory = [variant["memory"][name] / 1e9 for name in ("weight_bytes", "kv_cache_bytes")]
+    return [
+        _VARIANTS[variant["name"]],
+        *[_span(each["time_low_ms"], each["time_high_ms"]) for each in times],
+        _span(min(ends), max(ends)),
+        f"{variant['tokens_per_s']:.4g}",
+        *[f"{size:.3g}" for size in memory],
+    ]
+
+
+def _span(low: float, high: float) -> str:
+    """A time, or its range where both ends differ in print."""
+    first, last = f"{low:.3g}", f"{high:.3g}"
+    return first if first == last else f"{first}-{last}"
 
 
 def _range(speedup: dict[str, float]) -> str:
