@@ -50,7 +50,7 @@ def test_json_and_table(run: Run, tiny: Path) -> None:
     assert ["all", *[f"{phase['time_ms']:.4g}" for phase in decode]] in lines
     assert ["launches", *[str(phase["launches"]) for phase in decode]] in lines
     dense = document["variants"][0]
-    (summary,) = (line for line in lines if line[:1] == ["dense"] and len(line) == 7)
+    (summary,) = (line for line in lines if line[:1] == ["dense"] and len(line) == 6)
     assert summary[4] == f"{dense['tokens_per_s']:.4g}"
     assert summary[5] == f"{dense['memory']['weight_bytes'] / 1e9:.3g}"
     (ours,) = (line for line in table.out.splitlines() if "  low rank over dense:" in line)

@@ -88,8 +88,15 @@ def show_model(document: dict[str, Any]) -> None:
     variants = document["variants"]
     for phase, title in _PHASES.items():
         _show_phase(title, phase, variants)
-    columns = ["", "prefill", "decode", "end to end, s", "tokens/s", "weights", "KV, GB"]
+    columns = ["", "prefill", "decode", "end to end, s", "tokens/s", "weights, GB"]
     show_table(columns, [_summary(variant) for variant in variants], left=[""])
+    memory = variants[0]["memory"]
+    stdout.print(
+        f"Bytes are of one rank, which has {memory['capacity_bytes'] / 2**30:.0f} GiB; besides "
+        f"weights a KV cache of {memory['kv_cache_bytes'] / 1e9:.3g} GB and activations of "
+        f"{memory['activation_bytes'] / 1e9:.3g} GB.",
+        soft_wrap=True,
+    )
     stdout.print("Modelled speed-ups, by what small DMAs are taken to cost:")
     for name, found in document["speedups"].items():
         phases = [f"{phase.replace('_', ' ')} {_range(found[phase])}" for phase in _COMPARED]
@@ -113,13 +120,12 @@ def _show_phase(title: str, phase: str, variants: list[dict[str, Any]]) -> None:
 def _summary(variant: dict[str, Any]) -> list[str]:
     times = [variant["phases"][phase] for phase in _PHASES]
     ends = [ms / 1e3 for ms in variant["end_to_end_times_ms"].values()]
-    memory = [variant["memory"][name] / 1e9 for name in ("weight_bytes", "kv_cache_bytes")]
     return [
         _VARIANTS[variant["name"]],
         *[_span(each["time_low_ms"], each["time_high_ms"]) for each in times],
         _span(min(ends), max(ends)),
         f"{variant['tokens_per_s']:.4g}",
-        *[f"{size:.3g}" for size in memory],
+        f"{variant['memory']['weight_bytes'] / 1e9:.3g}",
     ]
 
 
