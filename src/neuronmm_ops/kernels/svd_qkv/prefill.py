@@ -203,14 +203,13 @@ def svd_qkv(
     v_scales = [v_query_scale, v_key_scale, v_value_scale]
     first_factors: list[Weight] = []
     second_factors: list[Weight] = []
-    N = 0
     for n in range(3):
         u_scale, v_scale = u_scales[n], v_scales[n]
         check_scale(us[n].shape[1], u_scale.shape[0] if u_scale != None else 0)  # noqa: E711
         check_scale(vs[n].shape[1], v_scale.shape[0] if v_scale != None else 0)  # noqa: E711
         first_factors.append(Weight(us[n], u_scale, x.dtype))
         second_factors.append(Weight(vs[n], v_scale, x.dtype))
-        N = N + vs[n].shape[1]
+    N = v_query.shape[1] + v_key.shape[1] + v_value.shape[1]
     out_hbm = nl.ndarray((M, N), dtype=x.dtype, buffer=nl.shared_hbm)
     arguments = {
         "layout": layout,
