@@ -18,6 +18,8 @@ from neuronmm_ops.neuroncore.files import replacing
 from neuronmm_ops.processes import locked
 
 KEY_CHARS = 16
+# What a killed process was writing, as `replacing` names it.
+_UNFINISHED = re.compile(r"\.(results|table|report|[a-z]+-.*-[0-9a-f]{16})\.\w{8}\.(json|md|html)")
 
 
 @dataclass(frozen=True)
@@ -26,18 +28,20 @@ class Cell:
 
     Attributes:
         kind: `compress`, `recover`, `perplexity`, `task`, `modelled` or `measured`.
-        label: what it is of, for people.
+        label: the model that it is of, for people.
         inputs: JSON values; all that decides the result.
+        subject: the text or the task.
     """
 
     kind: str
     label: str
     inputs: Mapping[str, Any]
+    subject: str = ""
 
     @property
     def name(self) -> str:
         """For people."""
-        return f"{self.kind} {self.label}"
+        return " ".join(filter(None, (self.kind, self.label, self.subject)))
 
     @property
     def key(self) -> str:
@@ -46,9 +50,9 @@ class Cell:
 
     @property
     def stem(self) -> str:
-        """Name of its file or directory: legible, and different for other inputs."""
-        legible = re.sub(r"[^A-Za-z0-9.]+", "-", self.label).strip("-.")[:80]
-        return f"{self.kind}-{legible}-{self.key[:KEY_CHARS]}"
+        """Name of its file or of its model's directory: legible, and different for other inputs."""
+        legible = re.sub(r"[^A-Za-z0-9.]+", "-", self.name).strip("-.")[:80]
+        return f"{legible}-{self.key[:KEY_CHARS]}"
 
 
 def key_of(inputs: Mapping[str, Any]) -> str:
@@ -112,14 +116,19 @@ def open_store(directory: Path) -> Generator[Store]:
         raise NotADirectoryError(f"output {directory} needs a directory, {parent} is a file")
     if not os.access(parent, os.W_OK | os.X_OK):
         raise PermissionError(f"output {directory} cannot be written: no permission in {parent}")
+    if directory.is_dir() and not (directory / "cells").is_dir():
+        foreign = sorted(path.name for path in directory.iterdir())
+        if foreign:
+            raise FileExistsError(
+                f"output {directory} holds {foreign[0]} and no cells, so it is of something else; "
+                "choose another"
+            )
     directory.mkdir(parents=True, exist_ok=True)
     with locked(directory):
         store = Store(directory)
         for place in (store.cells, store.models):
             place.mkdir(exist_ok=True)
-        # What `replacing` was writing when it was killed.
-        for place in (directory, store.cells):
-            for path in place.glob(".*.*"):
-                if path.suffix in (".json", ".md", ".html") and path.is_file():
-                    path.unlink(missing_ok=True)
+        for path in (*directory.iterdir(), *store.cells.iterdir()):
+            if _UNFINISHED.fullmatch(path.name):
+                path.unlink(missing_ok=True)
         yield store

@@ -132,6 +132,7 @@ class Reproduction:
         modelled: None for no modelled times.
         measured: None for no measured times.
         published: model whose published numbers stand beside ours; None for none.
+        data: a directory with the data sets' files, see `eval.corpora.find_file`; None for the hub.
     """
 
     title: str
@@ -143,6 +144,7 @@ class Reproduction:
     modelled: Modelled | None = None
     measured: Measured | None = None
     published: str | None = None
+    data: str | None = None
 
 
 @dataclass(frozen=True)
@@ -158,6 +160,7 @@ class _Top:
     measured: Any = None
     title: Any = None
     published: Any = None
+    data: Any = None
 
 
 def shipped() -> dict[str, Path]:
@@ -205,7 +208,7 @@ def _parsed(values: dict[str, Any], path: Path) -> Reproduction:
     recovery = None if top.recovery is None else _recovery(top.recovery)
     modelled = None if top.modelled is None else read_table(Modelled, top.modelled, "modelled")
     measured = None if top.measured is None else read_table(Measured, top.measured, "measured")
-    for name in ("title", "published"):
+    for name in ("title", "published", "data"):
         value = values.get(name, "")
         if not isinstance(value, str):
             raise ValueError(f"{name} must be a text, got {value!r:.50}")
@@ -219,6 +222,7 @@ def _parsed(values: dict[str, Any], path: Path) -> Reproduction:
         modelled=modelled,
         measured=measured,
         published=top.published,
+        data=top.data,
     )
     _check(found)
     return found
@@ -232,13 +236,14 @@ def _methods(values: object, compress: Compress) -> dict[str, SVDConfig]:
         raise ValueError("compress.ratios and compress.storages must not be empty")
     # Both are compress's, for every method.
     allowed = set(SVDConfig.__dataclass_fields__) - {"ratio", "storage"}
-    shared = {name: getattr(compress, name) for name in ("block", "alpha", "targets")}
+    shared = {n: getattr(compress, n) for n in ("block", "alpha", "targets")}
     methods: dict[str, SVDConfig] = {}
     for name, options in table.items():
         where = f"methods.{name}"
         check_keys(checked_table(options, where), sorted(allowed), where)
         try:
-            methods[name] = SVDConfig(**{**shared, **options, "ratio": compress.ratios[0]})
+            fields: dict[str, Any] = {**shared, **options, "ratio": compress.ratios[0]}
+            methods[name] = SVDConfig(**fields)
             for ratio in compress.ratios:
                 replace(methods[name], ratio=ratio)
             for storage in compress.storages:
@@ -269,7 +274,6 @@ def _with_include(evaluate: Evaluate, path: Path) -> Evaluate:
 def _check(found: Reproduction) -> None:
     """Check values that depend on one another, and that files are there."""
     if found.modelled is not None:
-        resolve_target(found.modelled.target)
         _check_modelled(found.modelled, found.methods)
     needing = [name for name, config in found.methods.items() if config.needs_calibration]
     if needing and found.compress.calibration is None:
@@ -286,6 +290,8 @@ def _check(found: Reproduction) -> None:
             value = getattr(getattr(found, where), name, None)
             if value is not None and value < 1:
                 raise ValueError(f"{where}.{name} must be at least 1, got {value}")
+    if found.data is not None and not Path(found.data).is_dir():
+        raise ValueError(f"data must be a directory, got {found.data}")
     if (found.evaluate.num_fewshot or 0) < 0:
         raise ValueError(f"evaluate.num_fewshot must not be negative: {found.evaluate.num_fewshot}")
     _check_text("compress.calibration", found.compress.calibration, TRAINING_TEXTS)
@@ -298,8 +304,11 @@ def _check_modelled(modelled: Modelled, methods: Mapping[str, SVDConfig]) -> Non
     for name in ("tp", "prompt", "new", "batch"):
         if getattr(modelled, name) < 1:
             raise ValueError(f"modelled.{name} must be at least 1, got {getattr(modelled, name)}")
-    if modelled.lnc not in (1, 2):
-        raise ValueError(f"modelled.lnc must be 1 or 2, got {modelled.lnc}")
+    if modelled.new < 2:
+        raise ValueError("modelled.new must be at least 2 tokens: prefill finds the first; got 1")
+    generation = resolve_target(modelled.target).generation
+    if modelled.lnc not in (1, 2) or (modelled.lnc == 2 and generation < 3):
+        raise ValueError(f"modelled.lnc must be 1, or 2 on trn2 and trn3; got {modelled.lnc}")
     for name, config in methods.items():
         if config.target_list not in [(preset,) for preset in MODELLED_TARGETS]:
             raise ValueError(

@@ -6,6 +6,7 @@ from dataclasses import MISSING, fields
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 Table = TypeVar("Table")
+MOST_NAMES = 20
 _NAMES = {str: "a text", int: "an integer", float: "a number", bool: "true or false"}
 
 
@@ -45,12 +46,13 @@ def check_keys(table: Mapping[str, Any], known: Iterable[str], where: str) -> No
 
 
 def check_name(kind: str, name: str, known: Iterable[str], where: str = "") -> None:
-    """Raise ValueError, with the nearest known names, or all, for a name that is not known."""
+    """Raise ValueError, with the nearest known names, or some, for a name that is not known."""
     known = list(known)
     if name in known:
         return
     near = difflib.get_close_matches(name, known, n=3)
-    hint = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(known)}"
+    some = ", ".join(known[:MOST_NAMES]) + (", ..." if len(known) > MOST_NAMES else "")
+    hint = f"did you mean {' or '.join(near)}?" if near else f"there are {some}"
     raise ValueError(f"unknown {kind} {name!r}{f' in {where}' if where else ''}; {hint}")
 
 
@@ -58,7 +60,7 @@ def _inside(where: str) -> str:
     return f"{where}." if where else ""
 
 
-def _checked(name: str, value: object, hint: Any) -> Any:
+def _checked(name: str, value: Any, hint: Any) -> Any:
     """Return the value as the hint wants it."""
     choices = [choice for choice in get_args(hint) if choice is not type(None)]
     if type(None) in get_args(hint):
