@@ -1,6 +1,6 @@
-"""Accuracy: token perplexity of texts and of the papers' data sets, and lm-eval's tasks.
+"""Accuracy: token perplexity of texts and of the papers' data sets; `tasks` has lm-eval's.
 
-`tasks.run_tasks` runs the tasks. The packages of the extra `eval` are imported when they are needed.
+Packages of the extra `eval` are imported when they are needed.
 """
 
 from neuronmm_ops.eval.corpora import perplexities

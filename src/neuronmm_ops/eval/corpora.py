@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 from neuronmm_ops.compress.batches import fingerprint
 from neuronmm_ops.compress.calibrate import Progress
 from neuronmm_ops.errors import NonFiniteError
-from neuronmm_ops.eval.extra import import_extra
+from neuronmm_ops.eval.extra import import_extra, quiet, reason
 from neuronmm_ops.eval.perplexity import block_length, token_perplexity
 from neuronmm_ops.eval.protocols import CORPORA, Corpus, Recipe, recipe_of
 
@@ -99,7 +98,7 @@ def read_documents(name: str, count: int | None, data: str | Path | None) -> tup
         documents = list(itertools.islice(_rows(file, CORPORA[name].column), count))
     except Exception as error:  # bad files make the readers raise anything
         raise ValueError(
-            f"{name}: {file} cannot be read ({_reason(error)}); place an intact file there"
+            f"{name}: {file} cannot be read ({reason(error)}); place an intact file there"
         ) from error
     if not any(document.strip() for document in documents):
         raise ValueError(f"{name}: {file} has no text; place the {CORPORA[name].split} split there")
@@ -129,13 +128,16 @@ def find_file(corpus: Corpus, data: str | Path | None) -> Path:
 
 def _download(corpus: Corpus, wanted: str) -> Path:
     hub = import_extra("huggingface_hub")
+    place = {"repo_type": "dataset", "revision": corpus.revision}
     try:
-        path = hub.hf_hub_download(
-            corpus.repo, corpus.file, repo_type="dataset", revision=corpus.revision
-        )
+        with quiet():
+            try:
+                path = hub.hf_hub_download(corpus.repo, corpus.file, local_files_only=True, **place)
+            except hub.errors.LocalEntryNotFoundError:
+                path = hub.hf_hub_download(corpus.repo, corpus.file, **place)
     except (OSError, ValueError) as error:  # all of its errors are one of the two
         raise ValueError(
-            f"{wanted} is neither cached nor to be had from the hub ({_reason(error)}); place "
+            f"{wanted} is neither cached nor to be had from the hub ({reason(error)}); place "
             f"its {corpus.file} into a directory DIR as DIR/{corpus.file} and give --data DIR"
         ) from error
     return Path(path)
@@ -146,12 +148,9 @@ def _rows(file: Path, column: str) -> Iterator[str]:
     datasets = import_extra("datasets")
     suffix = Path(file.name.removesuffix(".gz")).suffix
     builder = _BUILDERS[suffix]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with quiet():
         # Streaming reads the file as it is: nothing is copied into a cache.
-        rows = datasets.load_dataset(
-            builder, data_files=str(file), split="train", streaming=True
-        )
+        rows = datasets.load_dataset(builder, data_files=str(file), split="train", streaming=True)
         column = "text" if builder == "text" else column
         for index, row in enumerate(rows):
             if not isinstance(row.get(column), str):
@@ -163,7 +162,7 @@ def _rows(file: Path, column: str) -> Iterator[str]:
 def _encoded(
     tokenizer: Any, name: str, recipe: Recipe, data: str | Path | None
 ) -> tuple[Tensor, int, Path]:
-    """Return the token ids `[T]` of a data set's text, how many documents it is of, and its file."""
+    """Return the token ids `[T]` of a data set's text, the number of its documents, its file."""
     documents, file = read_documents(name, recipe.documents, data)
     # verbose=False: no warning where the text is longer than the model's context.
     ids = tokenizer(recipe.separator.join(documents), verbose=False)["input_ids"]
@@ -201,11 +200,3 @@ def _named(progress: Progress | None, name: str) -> Progress | None:
     if progress is None:
         return None
     return lambda stage, done, total: progress(f"{stage} {name}", done, total)
-
-
-def _reason(error: BaseException) -> str:
-    """The first line of what is at the bottom of an error."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    lines = str(error).strip().splitlines()
-    return lines[0][:200] if lines else type(error).__name__
