@@ -16,7 +16,18 @@ MODULES = sorted(ROOT.rglob("*.py"))
 # A file may import from the layers below its own. The package root re-exports the core.
 # bench, hf, recover and eval are one storey; between themselves they import in this order.
 LAYERS = (
-    *("__main__", "cli", "doctor", "bench", "hf", "recover", "eval", "checkpoint", "compress"),
+    *(
+        "__main__",
+        "cli",
+        "reproduce",
+        "doctor",
+        "bench",
+        "hf",
+        "recover",
+        "eval",
+        "checkpoint",
+        "compress",
+    ),
     *("nn", "ops", "kernels", "neuroncore", "models", "hardware", "progress", "processes"),
     "errors",
 )

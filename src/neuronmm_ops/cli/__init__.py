@@ -1,9 +1,9 @@
 """The command `neuronmm`: arguments in, one table or one JSON document out.
 
 Exit codes: 0 done, 2 usage or bad input (one line on stderr), 1 a defect, of ours or of the kernel
-that `simulate` runs, 130 interrupted, 141 stdout was closed, 143 terminated. With
-`--json` stdout carries one JSON document and nothing else; progress and tables go to stderr. Each
-module adds its command to the parser.
+that `simulate` runs, or a cell of `reproduce` that failed, 130 interrupted, 141 stdout was closed,
+143 terminated. With `--json` stdout carries one JSON document and nothing else; progress and tables
+go to stderr. Each module adds its command to the parser.
 """
 
 import argparse
@@ -21,6 +21,7 @@ from neuronmm_ops.cli import (
     inspect,
     plan,
     recover,
+    reproduce,
     simulate,
 )
 from neuronmm_ops.cli.console import (
@@ -66,7 +67,8 @@ def _main(arguments: Sequence[str] | None) -> int:
         if options.debug:
             raise
         return fail_once(*explain(error), is_echo=isinstance(error, WorkerLostError))
-    return flushed(lambda: options.show(document) if text is None else print(text))
+    code = flushed(lambda: options.show(document) if text is None else print(text))
+    return code or options.exit_code(document)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -75,7 +77,7 @@ def parser() -> argparse.ArgumentParser:
     root.add_argument("--version", action="version", version=f"neuronmm-ops {__version__}")
     commands = root.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for module in (
-        *(compress, recover, evaluate, compare, generate, inspect),
+        *(compress, recover, evaluate, compare, generate, inspect, reproduce),
         *(doctor, bench, plan, simulate),
     ):
         module.add(commands)

@@ -1,20 +1,67 @@
-"""`eval`: token perplexity of a model on a text."""
+"""`eval`: accuracy of a model: perplexity on texts and the papers' data sets, lm-eval's tasks."""
 
 import argparse
+from pathlib import Path
 from typing import Any
 
-from neuronmm_ops.cli.console import show_fields, stderr
+from neuronmm_ops.cli.console import show_fields, show_table, stderr, stdout
 from neuronmm_ops.cli.library import transformers_models
 from neuronmm_ops.cli.parser import add_command
 from neuronmm_ops.ops.backends.cpu import name_of
-from neuronmm_ops.progress import progress_bars
+from neuronmm_ops.progress import Update, progress_bars
 
 
 def add(commands: Any) -> None:
     """Add the command to the parser."""
-    description = "token perplexity on a text"
-    options = ("model", "--text", "--seqlen", "--dtype", "--device")
-    command = add_command(commands, "eval", _evaluate, show_fields, description, *options)
+    description = "perplexity on texts and data sets, accuracy on tasks"
+    options = ("--seqlen", "--dtype", "--device")
+    command = add_command(commands, "eval", _evaluate, _show, description, *options)
+    # "?" so that the model may stand behind `--text FILE...` too.
+    command.add_argument(
+        "model", nargs="?", metavar="MODEL", help="a Transformers directory, or a hub id"
+    )
+    command.add_argument(
+        "--text",
+        type=Path,
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="FILE",
+        help="perplexity on these texts, all of each",
+    )
+    command.add_argument(
+        "--ppl",
+        type=_names,
+        default=[],
+        metavar="NAME,...",
+        help="perplexity on the papers' data sets: wikitext2, ptb, c4",
+    )
+    command.add_argument(
+        "--protocol",
+        default="standard",
+        help="how --ppl joins and cuts: standard (GPTQ's --new-eval and SparseGPT's, default) or "
+        "svd-llm",
+    )
+    command.add_argument(
+        "--data", type=Path, metavar="DIR", help="take --ppl's files from here, not from the hub"
+    )
+    command.add_argument(
+        "--tasks",
+        type=_names,
+        default=[],
+        metavar="NAME,...",
+        help="tasks of lm-eval's harness, such as arc_easy,piqa",
+    )
+    command.add_argument(
+        "--num-fewshot", type=int, metavar="N", help="examples before a question (default: task's)"
+    )
+    command.add_argument("--limit", type=int, metavar="N", help="documents of each task")
+    command.add_argument(
+        "--batch-size", type=int, default=1, metavar="N", help="of the tasks (default 1)"
+    )
+    command.add_argument(
+        "--include-path", type=Path, metavar="DIR", help="look for task files here first"
+    )
     command.add_argument(
         "--compute",
         help="products of layers in fp8: fp8 rounds activations, too, x does not (default: what "
@@ -22,27 +69,129 @@ def add(commands: Any) -> None:
     )
 
 
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
 def _evaluate(options: argparse.Namespace) -> dict[str, Any]:
+    source, files = _model_and_texts(options)
+    if not (files or options.ppl or options.tasks):
+        raise ValueError("give what to evaluate on: --text FILE..., --ppl NAME,... or --tasks ...")
     hf = transformers_models()
     from neuronmm_ops.compress.record import low_rank_layers, set_compute_
-    from neuronmm_ops.eval import encode_documents, token_perplexity
 
-    text = hf.read_text(options.text)
-    with stderr.status(f"loading {options.model}"):
-        model = hf.load_computing(options.model, options.dtype, options.device)
+    texts = {str(file): hf.read_text(file) for file in files}
+    with stderr.status(f"loading {source}"):
+        model = hf.load_computing(source, options.dtype, options.device)
         if options.compute is not None:
             set_compute_(model, options.compute)
-        ids = encode_documents(hf.load_tokenizer(options.model), [text])
+        tokenizer = hf.load_tokenizer(source)
     computes = {layer.compute for layer in low_rank_layers(model).values()}
     with progress_bars() as progress:
-        result = token_perplexity(model, ids, options.seqlen, progress)
+        perplexities = _perplexities(model, tokenizer, texts, options, progress)
+        tasks = _tasks(model, tokenizer, options, progress)
+    measured: dict[str, Any] = {"perplexities": perplexities} if perplexities else {}
+    if tasks:
+        measured["tasks"] = tasks
+    if len(texts) == 1 and not (options.ppl or options.tasks):
+        measured = perplexities[0]
     return {
-        "model": options.model,
-        "text": str(options.text),
-        "ppl_token": result.ppl_token,
-        "tokens": result.tokens,
-        "seqlen": result.seqlen,
+        "model": source,
+        **measured,
         "dtype": name_of(model.config.dtype),
         "compute_dtype": name_of(model.dtype),
         "compute": "fp8" if "fp8" in computes else "x",
     }
+
+
+def _model_and_texts(options: argparse.Namespace) -> tuple[str, list[Path]]:
+    if options.model is not None:
+        return options.model, options.text
+    if len(options.text) < 2:
+        raise ValueError("give the MODEL to evaluate: a directory, or a hub id")
+    *files, model = options.text
+    return str(model), files
+
+
+def _perplexities(
+    model: Any, tokenizer: Any, texts: dict[str, str], options: argparse.Namespace, progress: Update
+) -> list[dict[str, Any]]:
+    from neuronmm_ops import eval as accuracy
+
+    rows: list[dict[str, Any]] = []
+    if options.ppl:
+        rows = accuracy.perplexities(
+            model,
+            tokenizer,
+            options.ppl,
+            seqlen=options.seqlen,
+            protocol=options.protocol,
+            data=options.data,
+            progress=progress,
+        )
+    for name, text in texts.items():
+        ids = accuracy.encode_documents(tokenizer, [text])
+        result = accuracy.token_perplexity(model, ids, options.seqlen, progress)
+        rows.append(
+            {
+                "text": name,
+                "ppl_token": result.ppl_token,
+                "tokens": result.tokens,
+                "seqlen": result.seqlen,
+            }
+        )
+    return rows
+
+
+def _tasks(
+    model: Any, tokenizer: Any, options: argparse.Namespace, progress: Update
+) -> dict[str, Any] | None:
+    if not options.tasks:
+        return None
+    from neuronmm_ops.eval.tasks import run_tasks
+
+    return run_tasks(
+        model,
+        tokenizer,
+        options.tasks,
+        num_fewshot=options.num_fewshot,
+        limit=options.limit,
+        batch_size=options.batch_size,
+        include_path=options.include_path,
+        progress=progress,
+    )
+
+
+def _show(document: dict[str, Any]) -> None:
+    if "text" in document:
+        show_fields(document)
+        return
+    from neuronmm_ops.eval.tasks import task_rows
+
+    if "perplexities" in document:
+        columns = ["perplexity on", "token ppl", "tokens", "seqlen", "BOS", "protocol"]
+        rows = [_perplexity_cells(row) for row in document["perplexities"]]
+        show_table(columns, rows, left=["perplexity on"])
+    if "tasks" in document:
+        columns = ["task", "shots", "n", "metric", "value", "stderr"]
+        rows = [_task_cells(row) for row in task_rows(document["tasks"])]
+        show_table(columns, rows, left=["task", "metric"])
+        cut = document["tasks"]["config"]["truncated_requests"]
+        if cut:
+            stdout.print(f"{cut} contexts were longer than the model's limit and cut on the left")
+    show_fields({key: document[key] for key in ("model", "dtype", "compute_dtype", "compute")})
+
+
+def _perplexity_cells(row: dict[str, Any]) -> list[object]:
+    if "text" in row:
+        name, bos, protocol = row["text"], "no", "whole text"
+    else:
+        name, bos, protocol = row["dataset"], "yes" if row["bos"] else "no", row["protocol"]
+    return [name, f"{row['ppl_token']:.4f}", row["tokens"], row["seqlen"], bos, protocol]
+
+
+def _task_cells(row: dict[str, Any]) -> list[object]:
+    metric = row["metric"] if row["filter"] == "none" else f"{row['metric']} ({row['filter']})"
+    stderr_cell = "" if row["stderr"] is None else f"{row['stderr']:.4f}"
+    value = f"{row['value']:.4f}" if isinstance(row["value"], float) else row["value"]
+    return [row["task"], row["n_shot"], row["samples"], metric, value, stderr_cell]

@@ -57,14 +57,15 @@ def add_command(
 ) -> argparse.ArgumentParser:
     """Add a command with the options that all have, and those of `OPTIONS` that it names.
 
-    `run` makes its document of the parsed options, and `show` prints that for people.
+    `run` makes its document of the parsed options, and `show` prints that for people. A command
+    whose document may tell of failures sets `exit_code` to a function of it.
     """
     command = commands.add_parser(name, help=description, description=description)
     command.add_argument("--json", action="store_true", help="print one JSON document")
     command.add_argument("--debug", action="store_true", help="show the traceback of an error")
     for option in options:
         command.add_argument(option, **OPTIONS[option])
-    command.set_defaults(run=run, show=show)
+    command.set_defaults(run=run, show=show, exit_code=lambda document: 0)
     return command
 
 

@@ -1,8 +1,6 @@
 """The directory in which a streamed compression keeps what it has done."""
 
-import fcntl
 import json
-import os
 import re
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager, suppress
@@ -12,6 +10,8 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+
+from neuronmm_ops.processes import locked
 
 STATE = "state.json"
 OURS = re.compile(
@@ -108,7 +108,7 @@ def working_in(directory: Path, fingerprint: Mapping[str, Any]) -> Generator[Wor
         BlockingIOError: another run works in it.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    with _locked(directory):
+    with locked(directory):
         _check(directory, fingerprint)
         work = Work(directory)
         try:
@@ -118,20 +118,6 @@ def working_in(directory: Path, fingerprint: Mapping[str, Any]) -> Generator[Wor
                 work.remove()
             raise
         work.remove()
-
-
-@contextmanager
-def _locked(directory: Path) -> Generator[None]:
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    except BlockingIOError:
-        raise BlockingIOError(
-            f"another run works in {directory}; wait for it, or choose another output"
-        ) from None
-    finally:
-        os.close(descriptor)
 
 
 def _check(directory: Path, fingerprint: Mapping[str, Any]) -> None:

@@ -1,0 +1,202 @@
+"""Perplexity on the papers' data sets, which the `datasets` package reads."""
+
+import itertools
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from neuronmm_ops.compress.batches import fingerprint
+from neuronmm_ops.compress.calibrate import Progress
+from neuronmm_ops.errors import NonFiniteError
+from neuronmm_ops.eval.extra import import_extra, quiet, reason
+from neuronmm_ops.eval.perplexity import block_length, token_perplexity
+from neuronmm_ops.eval.protocols import CORPORA, Corpus, Recipe, recipe_of
+
+# The builder of `datasets` that reads a file, by the file's suffix.
+_BUILDERS = {".parquet": "parquet", ".arrow": "arrow", ".txt": "text", ".json": "json"}
+
+
+def perplexities(
+    model: nn.Module,
+    tokenizer: Any,
+    names: Sequence[str],
+    *,
+    seqlen: int | None = None,
+    protocol: str = "standard",
+    data: str | Path | None = None,
+    progress: Progress | None = None,
+) -> list[dict[str, Any]]:
+    """Measure token perplexity on data sets as papers do.
+
+    Every data set is read and tokenized before the first is evaluated.
+
+    Args:
+        model: a causal LM, as `token_perplexity` takes it.
+        tokenizer: its Transformers tokenizer.
+        names: of `protocols.CORPORA`: wikitext2, ptb, c4.
+        seqlen: block length in tokens; default the smaller of 2048 and the model's limit.
+        protocol: of `protocols.PROTOCOLS`: standard, svd-llm.
+        data: a directory with the files, see `find_file`; default the Hugging Face hub's cache, and
+            the hub for what is not in it.
+        progress: called with ("evaluate NAME", blocks done, blocks in all).
+
+    Returns:
+        A row for each data set: `dataset`, `protocol`, `ppl_token`, `tokens` (predicted), `seqlen`,
+        `blocks`, `documents`, `bos` (whether the text begins with it), `fingerprint` (SHA-256 of
+        the token ids), `file`.
+
+    Raises:
+        ValueError: a name is unknown, a file is not to be had, malformed or without texts, the
+            text is shorter than a block, or the tokenizer's config says that texts begin with BOS
+            and they do not.
+        NonFiniteError: logits are NaN or Inf; names the data set.
+        ImportError: the extra `eval` is not installed.
+    """
+    if not names:
+        raise ValueError(f"give at least one data set of {', '.join(CORPORA)}")
+    recipes = {name: recipe_of(protocol, name) for name in names}
+    length = block_length(model, seqlen, least=2)
+    texts = {name: _encoded(tokenizer, name, recipe, data) for name, recipe in recipes.items()}
+    blocks = {name: _whole_blocks(name, texts[name][0], length, recipes[name]) for name in texts}
+    rows: list[dict[str, Any]] = []
+    for name, (ids, documents, file) in texts.items():
+        ids = ids[: blocks[name] * length]
+        try:
+            result = token_perplexity(model, ids, length, _named(progress, name))
+        except NonFiniteError as error:
+            raise NonFiniteError(f"{name}: {error}") from None
+        rows.append(
+            {
+                "dataset": name,
+                "protocol": protocol,
+                "ppl_token": result.ppl_token,
+                "tokens": result.tokens,
+                "seqlen": length,
+                "blocks": blocks[name],
+                "documents": documents,
+                "bos": int(ids[0]) == tokenizer.bos_token_id,
+                "fingerprint": fingerprint([ids]),
+                "file": str(file),
+            }
+        )
+    return rows
+
+
+def read_documents(name: str, count: int | None, data: str | Path | None) -> tuple[list[str], Path]:
+    """Read the first `count` documents of a data set (None for all), and say from which file.
+
+    Raises:
+        ValueError: the file is not to be had, malformed, or without texts.
+        ImportError: the extra `eval` is not installed.
+    """
+    file = find_file(CORPORA[name], data)
+    try:
+        documents = list(itertools.islice(_rows(file, CORPORA[name].column), count))
+    except Exception as error:  # bad files make the readers raise anything
+        raise ValueError(
+            f"{name}: {file} cannot be read ({reason(error)}); place an intact file there"
+        ) from error
+    if not any(document.strip() for document in documents):
+        raise ValueError(f"{name}: {file} has no text; place the {CORPORA[name].split} split there")
+    return documents, file
+
+
+def find_file(corpus: Corpus, data: str | Path | None) -> Path:
+    """Return the path of a data set's file.
+
+    Args:
+        corpus: the data set.
+        data: a directory that has the file under its path in the hub's repository, or under one of
+            `corpus.local_files`; None for the hub's cache, and the hub for what is not in it.
+
+    Raises:
+        ValueError: it is not to be had; says which file to place where.
+    """
+    wanted = f"{corpus.repo} ({corpus.config}, {corpus.split})"
+    if data is None:
+        return _download(corpus, wanted)
+    names = (corpus.file, *corpus.local_files)
+    for name in names:
+        if (Path(data) / name).is_file():
+            return Path(data) / name
+    raise ValueError(f"{data} has no file of {wanted}; place one there as {' or '.join(names)}")
+
+
+def _download(corpus: Corpus, wanted: str) -> Path:
+    hub = import_extra("huggingface_hub")
+    place = {"repo_type": "dataset", "revision": corpus.revision}
+    try:
+        with quiet():
+            try:
+                path = hub.hf_hub_download(corpus.repo, corpus.file, local_files_only=True, **place)
+            except hub.errors.LocalEntryNotFoundError:
+                path = hub.hf_hub_download(corpus.repo, corpus.file, **place)
+    except (OSError, ValueError) as error:  # all of its errors are one of the two
+        raise ValueError(
+            f"{wanted} is neither cached nor to be had from the hub ({reason(error)}); place "
+            f"its {corpus.file} into a directory DIR as DIR/{corpus.file} and give --data DIR"
+        ) from error
+    return Path(path)
+
+
+def _rows(file: Path, column: str) -> Iterator[str]:
+    """Yield the texts of a file."""
+    datasets = import_extra("datasets")
+    suffix = Path(file.name.removesuffix(".gz")).suffix
+    builder = _BUILDERS[suffix]
+    with quiet():
+        # Streaming reads the file as it is: nothing is copied into a cache.
+        rows = datasets.load_dataset(builder, data_files=str(file), split="train", streaming=True)
+        column = "text" if builder == "text" else column
+        for index, row in enumerate(rows):
+            if not isinstance(row.get(column), str):
+                raise ValueError(f"row {index} has no text in a column {column!r}")
+            # A line of PTB's text begins and ends with a space, which the data set does not have.
+            yield row[column].strip() if builder == "text" else row[column]
+
+
+def _encoded(
+    tokenizer: Any, name: str, recipe: Recipe, data: str | Path | None
+) -> tuple[Tensor, int, Path]:
+    """Return the token ids `[T]` of a data set's text, the number of its documents, its file."""
+    documents, file = read_documents(name, recipe.documents, data)
+    # verbose=False: no warning where the text is longer than the model's context.
+    ids = tokenizer(recipe.separator.join(documents), verbose=False)["input_ids"]
+    if _declares_bos(tokenizer) and ids[:1] != [tokenizer.bos_token_id]:
+        raise ValueError(
+            f"{name}: the text must begin with BOS, for the tokenizer's config says add_bos_token; "
+            f"got bos_token {tokenizer.bos_token} and first token id {ids[:1]}; correct its files"
+        )
+    return torch.tensor(ids, dtype=torch.long), len(documents), file
+
+
+def _declares_bos(tokenizer: Any) -> bool:
+    """Say whether the tokenizer's config asks for a BOS before texts."""
+    if getattr(tokenizer, "add_bos_token", False):
+        return True
+    # Transformers drops what it cannot do, so its file is asked.
+    path = Path(str(getattr(tokenizer, "name_or_path", ""))) / "tokenizer_config.json"
+    try:
+        return json.loads(path.read_text(encoding="utf-8")).get("add_bos_token") is True
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
+def _whole_blocks(name: str, ids: Tensor, seqlen: int, recipe: Recipe) -> int:
+    blocks = len(ids) // seqlen
+    if blocks == 0:
+        raise ValueError(
+            f"{name}: the text must hold at least one block of {seqlen} tokens, got {len(ids)}; "
+            "use the whole split, or a smaller seqlen"
+        )
+    return blocks if recipe.blocks is None else min(blocks, recipe.blocks)
+
+
+def _named(progress: Progress | None, name: str) -> Progress | None:
+    if progress is None:
+        return None
+    return lambda stage, done, total: progress(f"{stage} {name}", done, total)

@@ -1,0 +1,134 @@
+"""The results of a reproduction on disk: one JSON file a cell, there completely or not at all.
+
+A cell's key is the SHA-256 of its inputs: all that decides its result. The file holds both, so that
+a cell of other inputs is never taken for it.
+"""
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from neuronmm_ops.neuroncore.files import replacing
+from neuronmm_ops.processes import locked
+
+KEY_CHARS = 16
+# What a killed process was writing, as `replacing` names it.
+_UNFINISHED = re.compile(r"\.(results|table|report|[a-z]+-.*-[0-9a-f]{16})\.\w{8}\.(json|md|html)")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One result to have.
+
+    Attributes:
+        kind: `compress`, `recover`, `perplexity`, `task`, `modelled` or `measured`.
+        label: the model that it is of, for people.
+        inputs: JSON values; all that decides the result.
+        subject: the text or the task.
+    """
+
+    kind: str
+    label: str
+    inputs: Mapping[str, Any]
+    subject: str = ""
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        return " ".join(filter(None, (self.kind, self.label, self.subject)))
+
+    @property
+    def key(self) -> str:
+        """SHA-256 of kind and inputs, in hexadecimal."""
+        return key_of({"kind": self.kind, **self.inputs})
+
+    @property
+    def stem(self) -> str:
+        """Name of its file or of its model's directory: legible, and different for other inputs."""
+        legible = re.sub(r"[^A-Za-z0-9.]+", "-", self.name).strip("-.")[:80]
+        return f"{legible}-{self.key[:KEY_CHARS]}"
+
+
+def key_of(inputs: Mapping[str, Any]) -> str:
+    """Return the SHA-256 of JSON values, in hexadecimal."""
+    text = json.dumps(inputs, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+class Store:
+    """OUT: `cells/`, `models/` and the tables.
+
+    Args:
+        directory: an existing one.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.cells, self.models = directory / "cells", directory / "models"
+
+    def path(self, cell: Cell) -> Path:
+        """Return the file of a cell."""
+        return self.cells / f"{cell.stem}.json"
+
+    def read(self, cell: Cell) -> dict[str, Any] | None:
+        """Return a cell's result; None where there is none, or its file is not as we wrote it."""
+        try:
+            found = json.loads(self.path(cell).read_text(encoding="utf-8"))
+        except (FileNotFoundError, ValueError, RecursionError):
+            return None
+        is_ours = isinstance(found, dict) and found.get("key") == cell.key
+        result = found.get("result") if is_ours else None
+        return result if isinstance(result, dict) else None
+
+    def write(self, cell: Cell, result: Mapping[str, Any], seconds: float) -> None:
+        """Write a cell's result."""
+        document = {
+            "cell": cell.name,
+            "key": cell.key,
+            "inputs": {"kind": cell.kind, **cell.inputs},
+            "result": result,
+            "seconds": round(seconds, 3),
+        }
+        text = json.dumps(document, indent=2, allow_nan=False) + "\n"
+        self.write_text(f"cells/{self.path(cell).name}", text)
+
+    def write_text(self, name: str, text: str) -> None:
+        """Write a file of OUT; it is there completely, or as it was before."""
+        with replacing(self.directory / name) as temporary:
+            temporary.write_text(text, encoding="utf-8")
+
+
+@contextmanager
+def open_store(directory: Path) -> Generator[Store]:
+    """Give the output directory, made where it does not exist, to this process alone.
+
+    Raises:
+        OSError: it cannot be made or written, or another run works in it.
+    """
+    parent = next(path for path in (directory, *directory.absolute().parents) if path.exists())
+    if not parent.is_dir():
+        raise NotADirectoryError(f"output {directory} needs a directory, {parent} is a file")
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise PermissionError(f"output {directory} cannot be written: no permission in {parent}")
+    if directory.is_dir() and not (directory / "cells").is_dir():
+        foreign = sorted(path.name for path in directory.iterdir())
+        if foreign:
+            raise FileExistsError(
+                f"output {directory} holds {foreign[0]} and no cells, so it is of something else; "
+                "choose another"
+            )
+    directory.mkdir(parents=True, exist_ok=True)
+    with locked(directory):
+        store = Store(directory)
+        for place in (store.cells, store.models):
+            place.mkdir(exist_ok=True)
+        for path in (*directory.iterdir(), *store.cells.iterdir()):
+            if _UNFINISHED.fullmatch(path.name):
+                path.unlink(missing_ok=True)
+        yield store

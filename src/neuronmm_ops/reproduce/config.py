@@ -1,0 +1,330 @@
+"""What a reproduction does, read from a TOML file and checked before anything runs.
+
+Paths in the file are relative to the working directory; `evaluate.include` may also lie beside the
+file, as the shipped ones' does.
+"""
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, Literal
+
+from neuronmm_ops.compress import SVDConfig
+from neuronmm_ops.compress.config import STORAGES
+from neuronmm_ops.eval.protocols import CORPORA
+from neuronmm_ops.hardware import resolve_target
+from neuronmm_ops.recover import RecoverConfig
+from neuronmm_ops.reproduce.schema import check_keys, check_name, checked_table, read_table
+from neuronmm_ops.reproduce.texts import TRAINING_TEXTS
+
+PAPERS = Path(str(files("neuronmm_ops.reproduce") / "papers"))
+# Factors in the model's own dtype, without scales.
+NATIVE = "native"
+# What `modelled` knows the ranks of.
+MODELLED_TARGETS = ("mlp", "all-linear")
+
+
+@dataclass(frozen=True)
+class Model:
+    """The dense model: a directory or a hub id, and what to compute in and on."""
+
+    id: str
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    device: str = "cpu"
+
+
+@dataclass(frozen=True)
+class Compress:
+    """What all methods share.
+
+    Attributes:
+        ratios: nominal compression ratios, each in (0, 1).
+        storages: of the factors: `native` (the model's dtype), `bf16`, `fp8`, `int8`.
+        calibration: a text file, or one of `TRAINING_TEXTS`.
+        samples, seqlen, order, stream: as `hf.compress` takes them.
+        block, alpha, targets: of every method that does not say otherwise, see `SVDConfig`.
+        keep: whether checkpoints stay in OUT/models once all is measured.
+    """
+
+    ratios: tuple[float, ...]
+    storages: tuple[str, ...] = (NATIVE,)
+    calibration: str | None = None
+    samples: int = 128
+    seqlen: int | None = None
+    order: Literal["spread", "head"] = "spread"
+    stream: bool = False
+    block: int = 128
+    alpha: float = 0.5
+    targets: tuple[str, ...] = ("mlp",)
+    keep: bool = True
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """Training of every compressed model, beside the untrained one.
+
+    Attributes:
+        data: a text file, or one of `TRAINING_TEXTS`.
+        config: how.
+    """
+
+    data: str
+    config: RecoverConfig
+
+
+@dataclass(frozen=True)
+class Evaluate:
+    """What accuracy is taken on.
+
+    Attributes:
+        texts: data sets of `CORPORA`, or text files.
+        protocol: of the data sets' perplexities, see `eval.PROTOCOLS`.
+        seqlen: tokens of a block; None for the protocol's, or the model's limit.
+        tasks: of lm-eval.
+        num_fewshot, limit, batch_size: as lm-eval takes them.
+        include: a directory of further task files.
+    """
+
+    texts: tuple[str, ...] = ()
+    protocol: Literal["standard", "svd-llm"] = "standard"
+    seqlen: int | None = None
+    tasks: tuple[str, ...] = ()
+    num_fewshot: int | None = None
+    limit: int | None = None
+    batch_size: int = 1
+    include: str | None = None
+
+
+@dataclass(frozen=True)
+class Modelled:
+    """End-to-end times on the simulated core, as `bench.model.run` takes them."""
+
+    target: str = "trn2"
+    lnc: int = 1
+    tp: int = 1
+    prompt: int = 2048
+    new: int = 256
+    batch: int = 1
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Times of this machine, dense and compressed in turn, as `paired_speed` takes them."""
+
+    prompt: int = 128
+    new: int = 32
+    rounds: int = 5
+
+
+@dataclass(frozen=True)
+class Reproduction:
+    """A whole file.
+
+    Attributes:
+        title: of the table.
+        model: the dense model.
+        compress: ratios, storages, calibration.
+        methods: name to method, with the first ratio and no storage; `variants` sets both.
+        evaluate: texts and tasks.
+        recovery: None for none.
+        modelled: None for no modelled times.
+        measured: None for no measured times.
+        published: model whose published numbers stand beside ours; None for none.
+        data: a directory with the data sets' files, see `eval.corpora.find_file`; None for the hub.
+    """
+
+    title: str
+    model: Model
+    compress: Compress
+    methods: Mapping[str, SVDConfig]
+    evaluate: Evaluate
+    recovery: Recovery | None = None
+    modelled: Modelled | None = None
+    measured: Measured | None = None
+    published: str | None = None
+    data: str | None = None
+
+
+@dataclass(frozen=True)
+class _Top:
+    """The file's tables, before they are read."""
+
+    model: Any
+    compress: Any
+    methods: Any
+    evaluate: Any = field(default_factory=dict)
+    recovery: Any = None
+    modelled: Any = None
+    measured: Any = None
+    title: Any = None
+    published: Any = None
+    data: Any = None
+
+
+def shipped() -> dict[str, Path]:
+    """Return the files that come with the package, by name."""
+    return {path.stem: path for path in sorted(PAPERS.glob("*.toml"))}
+
+
+def find(name: str) -> Path:
+    """Return the path of a TOML file: one of the user's, or a shipped one by its name.
+
+    Raises:
+        ValueError: there is neither.
+    """
+    path = Path(name)
+    if path.is_file():
+        return path
+    if path.suffix == ".toml" or len(path.parts) > 1:
+        raise ValueError(f"cannot read {name}: no such file")
+    check_name("reproduction", name, shipped())
+    return shipped()[name]
+
+
+def load(path: Path) -> Reproduction:
+    """Read and check a file.
+
+    Raises:
+        ValueError: it is no TOML, or a key or a value in it is wrong: the line begins with the
+            file's path.
+    """
+    try:
+        return _parsed(tomllib.loads(path.read_text(encoding="utf-8")), path)
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror}") from None
+    except (TypeError, ValueError, RecursionError) as error:  # TOMLDecodeError is a ValueError
+        raise ValueError(f"{path}: {error}") from None
+
+
+def _parsed(values: dict[str, Any], path: Path) -> Reproduction:
+    check_keys(values, _Top.__dataclass_fields__, "")
+    for name in ("model", "compress", "methods"):
+        if name not in values:
+            raise ValueError(f"table [{name}] is missing")
+    top = _Top(**values)
+    compress = read_table(Compress, top.compress, "compress")
+    recovery = None if top.recovery is None else _recovery(top.recovery)
+    modelled = None if top.modelled is None else read_table(Modelled, top.modelled, "modelled")
+    measured = None if top.measured is None else read_table(Measured, top.measured, "measured")
+    for name in ("title", "published", "data"):
+        value = values.get(name, "")
+        if not isinstance(value, str):
+            raise ValueError(f"{name} must be a text, got {value!r:.50}")
+    found = Reproduction(
+        title=top.title or path.stem,
+        model=read_table(Model, top.model, "model"),
+        compress=compress,
+        methods=_methods(top.methods, compress),
+        evaluate=_with_include(read_table(Evaluate, top.evaluate, "evaluate"), path),
+        recovery=recovery,
+        modelled=modelled,
+        measured=measured,
+        published=top.published,
+        data=top.data,
+    )
+    _check(found)
+    return found
+
+
+def _methods(values: object, compress: Compress) -> dict[str, SVDConfig]:
+    table = checked_table(values, "methods")
+    if not table:
+        raise ValueError("[methods] must hold at least one table, such as [methods.kfac]")
+    if not compress.ratios or not compress.storages:
+        raise ValueError("compress.ratios and compress.storages must not be empty")
+    # Both are compress's, for every method.
+    allowed = set(SVDConfig.__dataclass_fields__) - {"ratio", "storage"}
+    shared = {n: getattr(compress, n) for n in ("block", "alpha", "targets")}
+    methods: dict[str, SVDConfig] = {}
+    for name, options in table.items():
+        where = f"methods.{name}"
+        check_keys(checked_table(options, where), sorted(allowed), where)
+        try:
+            fields: dict[str, Any] = {**shared, **options, "ratio": compress.ratios[0]}
+            methods[name] = SVDConfig(**fields)
+            for ratio in compress.ratios:
+                replace(methods[name], ratio=ratio)
+            for storage in compress.storages:
+                check_name("storage", storage, (NATIVE, *STORAGES), "compress.storages")
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{where}: {error}") from None
+    return methods
+
+
+def _recovery(values: object) -> Recovery:
+    table = dict(checked_table(values, "recovery"))
+    check_keys(table, ("data", *RecoverConfig.__dataclass_fields__), "recovery")
+    data = table.pop("data", None)
+    if not isinstance(data, str):
+        raise ValueError(f"recovery.data must be a text file or one of {_names(TRAINING_TEXTS)}")
+    return Recovery(data, read_table(RecoverConfig, table, "recovery"))
+
+
+def _with_include(evaluate: Evaluate, path: Path) -> Evaluate:
+    if evaluate.include is None:
+        return evaluate
+    for place in (Path(evaluate.include), path.parent / evaluate.include):
+        if place.is_dir():
+            return replace(evaluate, include=str(place))
+    raise ValueError(f"evaluate.include {evaluate.include} is no directory")
+
+
+def _check(found: Reproduction) -> None:
+    """Check values that depend on one another, and that files are there."""
+    if found.modelled is not None:
+        _check_modelled(found.modelled, found.methods)
+    needing = [name for name, config in found.methods.items() if config.needs_calibration]
+    if needing and found.compress.calibration is None:
+        raise ValueError(f"compress.calibration is missing; method {needing[0]} needs a text")
+    for where, tables in (("compress", found.compress), ("evaluate", found.evaluate)):
+        for name in ("ratios", "storages", "texts", "tasks"):
+            values = getattr(tables, name, ())
+            if len(set(values)) < len(values):
+                raise ValueError(f"{where}.{name} must not hold a value twice, got {list(values)}")
+    positive = {"compress": ("samples", "seqlen"), "measured": ("prompt", "new", "rounds")}
+    positive |= {"evaluate": ("seqlen", "limit", "batch_size")}
+    for where, names in positive.items():
+        for name in names:
+            value = getattr(getattr(found, where), name, None)
+            if value is not None and value < 1:
+                raise ValueError(f"{where}.{name} must be at least 1, got {value}")
+    if found.data is not None and not Path(found.data).is_dir():
+        raise ValueError(f"data must be a directory, got {found.data}")
+    if (found.evaluate.num_fewshot or 0) < 0:
+        raise ValueError(f"evaluate.num_fewshot must not be negative: {found.evaluate.num_fewshot}")
+    _check_text("compress.calibration", found.compress.calibration, TRAINING_TEXTS)
+    _check_text("recovery.data", found.recovery and found.recovery.data, TRAINING_TEXTS)
+    for text in found.evaluate.texts:
+        _check_text("evaluate.texts", text, CORPORA)
+
+
+def _check_modelled(modelled: Modelled, methods: Mapping[str, SVDConfig]) -> None:
+    for name in ("tp", "prompt", "new", "batch"):
+        if getattr(modelled, name) < 1:
+            raise ValueError(f"modelled.{name} must be at least 1, got {getattr(modelled, name)}")
+    if modelled.new < 2:
+        raise ValueError("modelled.new must be at least 2 tokens: prefill finds the first; got 1")
+    generation = resolve_target(modelled.target).generation
+    if modelled.lnc not in (1, 2) or (modelled.lnc == 2 and generation < 3):
+        raise ValueError(f"modelled.lnc must be 1, or 2 on trn2 and trn3; got {modelled.lnc}")
+    for name, config in methods.items():
+        if config.target_list not in [(preset,) for preset in MODELLED_TARGETS]:
+            raise ValueError(
+                f"[modelled] needs targets mlp or all-linear; method {name} has "
+                f"{_names(config.target_list)}"
+            )
+
+
+def _check_text(where: str, text: str | None, known: Mapping[str, Any]) -> None:
+    """Refuse a text that is neither known by name nor a file."""
+    if text is None or text in known or Path(text).is_file():
+        return
+    if "/" in text or "." in text:
+        raise ValueError(f"{where}: cannot read {text}: no such file")
+    check_name("text", text, known, where)
+
+
+def _names(names: Any) -> str:
+    return ", ".join(names)
