@@ -7,7 +7,7 @@ numbers in seconds; `--data` runs the commands that the data comes from, for hou
 import argparse
 import sys
 
-from datasets import datasets, make
+from sources import datasets, make
 from rich.console import Console
 
 

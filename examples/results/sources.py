@@ -12,7 +12,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from neuronmm_ops.models import SHAPES
+from neuronmm_ops.neuroncore.files import replacing
 
 ROOT = Path(__file__).parents[2]
 DATA = ROOT / "docs" / "results"
@@ -149,7 +149,7 @@ def make(dataset: Dataset) -> None:
         "commit": _commit(),
     }
     DATA.mkdir(parents=True, exist_ok=True)
-    with _replacing(dataset.path) as temporary:
+    with replacing(dataset.path) as temporary:
         temporary.write_text(dumped({"provenance": provenance, "runs": runs}), encoding="utf-8")
 
 
@@ -204,14 +204,3 @@ def _commit() -> str:
     command = ("git", "describe", "--always", "--dirty", "--abbrev=12")
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)  # noqa: S603
     return done.stdout.strip() or "unknown"
-
-
-@contextmanager
-def _replacing(path: Path) -> Iterator[Path]:
-    """A temporary file that takes the path's place once it is whole."""
-    temporary = path.with_name(f".{path.name}.partial")
-    try:
-        yield temporary
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
