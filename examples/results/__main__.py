@@ -7,8 +7,8 @@ numbers in seconds; `--data` runs the commands that the data comes from, for hou
 import argparse
 import sys
 
-from sources import datasets, make
 from rich.console import Console
+from sources import datasets, make
 
 
 def main() -> None:

@@ -105,7 +105,9 @@ def _models(name: str) -> Iterator[str]:
 
 def _plans(name: str) -> Iterator[str]:
     for ratio in RATIOS:
-        yield f"neuronmm plan --model {name} --ratio {ratio:g} --target {TARGET} --tokens 1 {PROMPT}"
+        yield (
+            f"neuronmm plan --model {name} --ratio {ratio:g} --target {TARGET} --tokens 1 {PROMPT}"
+        )
 
 
 def read(name: str) -> dict[str, Any] | None:
@@ -192,7 +194,7 @@ def _document(line: str) -> Any:
     program, *arguments = shlex.split(line)
     command = [str(Path(sys.executable).with_name(program)), *arguments, "--json"]
     done = subprocess.run(  # noqa: S603 - a command of the list above
-        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, check=False
+        command, cwd=ROOT, capture_output=True, text=True, check=False
     )
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
