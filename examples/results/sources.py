@@ -33,6 +33,7 @@ SHOWN = "Llama-3.2-1B"
 PARETO_RATIOS = (0.1, 0.2, 0.3, 0.5)
 STORAGES = ("bf16", "fp8")
 _DEMO = "out/demo/dense --text out/demo/held_out.txt --calibration out/demo/calibration.txt"
+_MODELS = "out/demo/dense out/demo/greedy-0.4"
 _PACKAGES = ("neuronmm-ops", "torch", "transformers", "numpy")
 
 
@@ -74,7 +75,7 @@ def datasets() -> dict[str, Dataset]:
             5,
         ),
         Dataset("cpu", (f"neuronmm bench cpu --model {SHOWN}",), 3, measured=True),
-        Dataset("generate", ("neuronmm bench generate out/demo/greedy-0.4",), 3, measured=True),
+        Dataset("generate", (f"neuronmm bench generate {_MODELS}",), 3, measured=True),
         Dataset("pareto", tuple(_pareto()), 30),
     ]
     found += [Dataset(f"model_{name}", tuple(_models(name)), 10) for name in SHAPES]
