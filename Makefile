@@ -11,7 +11,7 @@ PYTEST := $(BIN)/pytest -n 2 --dist loadfile
 # What oneDNN, torch and MKL obey: a CPU with bf16 units then computes as one without.
 AVX2 := ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2
 
-.PHONY: help env xla-env demo test test-fast test-avx2 lint type pytest test-xla docs bench csrc clean
+.PHONY: help env xla-env demo results results-data test test-fast test-avx2 lint type pytest test-xla docs bench csrc clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -41,6 +41,13 @@ $(XLA_INSTALLED): pyproject.toml constraints.txt tests/xla/requirements.txt test
 
 demo: env  ## train a small Llama, compress it, and write out/demo/report.html
 	$(BIN)/python examples/demo
+
+results: env  ## write docs/results.md, its plots, the gallery and the README's numbers: seconds
+	$(BIN)/python examples/results
+
+# Measured data sets want a machine that does nothing else; DATA="cpu generate" runs these alone.
+results-data: demo  ## run the commands that the results come from: hours
+	$(BIN)/python examples/results --data $(DATA)
 
 test: lint type pytest test-xla docs  ## everything: style, types, tests, XLA, documentation
 

@@ -1,6 +1,7 @@
 """Every example runs in a process of its own, as a user would start it."""
 
 import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 from commands import run
+from tiny import tiny_directory
+
+from neuronmm_ops import SVDConfig, compress_, hf
+from neuronmm_ops.cli import main
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 XLA = EXAMPLES / "xla_llama.py"  # runs in tests/xla
@@ -40,7 +45,50 @@ def test_demo_makes_its_report_and_uses_its_cache(tmp_path: Path) -> None:
     for method in ("plain", "SVD-LLM", "greedy", "recovered"):
         assert f"<td>{method}</td>" in page
     assert "http" not in page.replace("http://www.w3.org", "")
+    assert "On Trainium (modelled)" in page
+    assert "Llama-3.2-1B, 16 layers" in page
     assert "from the cache" in run(sys.executable, EXAMPLES / "demo", "--quick", "--out", tmp_path)
+
+
+@pytest.mark.slow
+def test_the_demos_command_runs_its_kernel_on_its_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(EXAMPLES / "demo")
+    import trainium
+
+    model = hf.load(tiny_directory(tmp_path / "dense"))
+    compress_(model, SVDConfig(ratio=0.5, block=8, method="plain", allocation="uniform"))
+    found = trainium.on_trainium(model, 0.5, torch.arange(24), tmp_path, prefill_tokens=24)
+    assert [(times.tokens, times.layers) for times in found.times][::2] == [(1, 2), (24, 2)]
+    for times in found.times:
+        least, greatest = times.speedups
+        assert 0 < least <= greatest
+        assert times.low_rank_bytes < times.dense_bytes
+    fused = found.fused
+    assert fused is not None
+    assert 0 <= fused.error <= fused.allowed < fused.largest
+    assert fused.profile.kernel_name in fused.command
+    before = fused.page.read_bytes(), fused.picture.read_text().count("<path")
+    fused.page.unlink()
+    fused.picture.unlink()
+    assert main(shlex.split(fused.command)[1:]) == 0
+    assert (fused.page.read_bytes(), fused.picture.read_text().count("<path")) == before
+
+
+@pytest.mark.slow
+def test_the_demo_stops_where_the_kernels_values_are_not_the_ops(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(EXAMPLES / "demo")
+    import trainium
+
+    model = hf.load(tiny_directory(tmp_path / "dense"))
+    compress_(model, SVDConfig(ratio=0.5, block=8, method="plain", allocation="uniform"))
+    monkeypatch.setattr(trainium.nm, "svd_mlp", lambda x, *_, activation: x)
+    with pytest.raises(RuntimeError, match=r"differs from the CPU's op by .*, more than the"):
+        trainium.on_trainium(model, 0.5, torch.arange(24), tmp_path, prefill_tokens=24)
+    assert not list(tmp_path.glob("svd_mlp*"))
 
 
 @pytest.mark.slow

@@ -18,10 +18,11 @@ import torch
 from corpus import Corpus, load_corpus
 from measure import sample_text
 from report import write_report
-from results import BASELINE, OURS, RECOVERED, Point, Results
+from results import BASELINE, OURS, RECOVERED, Point, Results, told_ratio
 from rich.console import Console
 from rich.table import Table
 from train import QUICK, TrainConfig, dtype_name, trained, training_dtype
+from trainium import on_trainium
 from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
 
@@ -105,11 +106,12 @@ def run(plan: Plan, corpus: Corpus, dense_dir: Path) -> Results:
         return LlamaForCausalLM.from_pretrained(dense_dir, dtype=torch.float32).eval()
 
     dense = load()
-    points = []
+    points: list[Point] = []
+    compressed_models: dict[float, LlamaForCausalLM] = {}
     speeds: dict[tuple[int | None, ...], PairedSpeed] = {}
     with progress_bars() as progress:
         steps = itertools.count(1)
-        total = 2 + 4 * (len(plan.ratios) * len(METHODS) + len(plan.recovered_ratios))
+        total = 3 + 4 * (len(plan.ratios) * len(METHODS) + len(plan.recovered_ratios))
 
         def advance(what: str) -> None:
             progress("measure", next(steps), total, what)
@@ -146,6 +148,8 @@ def run(plan: Plan, corpus: Corpus, dense_dir: Path) -> Results:
                 batches = list(calibration.split(8)) if config.needs_calibration else None
                 compression = compress_(model, config, calibration=batches)
                 points.append(measured(method, ratio, model, compression))
+                if method == OURS:
+                    compressed_models[ratio] = model
                 if method == OURS and ratio in plan.recovered_ratios:
                     advance(f"{RECOVERED} at {ratio:.0%}: train")
                     compressed = dense_dir.with_name(f"{OURS}-{ratio:g}")
@@ -160,6 +164,11 @@ def run(plan: Plan, corpus: Corpus, dense_dir: Path) -> Results:
                     )
                     model = cast(LlamaForCausalLM, hf.load(target))
                     points.append(measured(RECOVERED, ratio, model, compression))
+        advance("on Trainium: run and trace kernels on the simulated core")
+        told = told_ratio(points)
+        trainium = on_trainium(
+            compressed_models[told], told, prompt_tokens, dense_dir.parent, len(prompt_tokens)
+        )
         advance("done")
     provenance = _provenance(plan, dense, calibration.numel(), held_out.numel(), corpus)
     return Results(
@@ -170,6 +179,7 @@ def run(plan: Plan, corpus: Corpus, dense_dir: Path) -> Results:
         points=tuple(points),
         prefill_tokens=len(prompt_tokens),
         decode_tokens=plan.decode_tokens,
+        trainium=trainium,
         provenance=provenance,
     )
 

@@ -62,6 +62,7 @@ def draw(results: Results) -> dict[str, str]:
             "prefill": _svg(_speed_figure(results, "prefill")),
             "decode": _svg(_speed_figure(results, "decode")),
             "layers": _svg(_layers_figure(results)),
+            "trainium": _svg(_trainium_figure(results)),
         }
 
 
@@ -155,6 +156,30 @@ def _layers_figure(results: Results) -> Figure:
     figure.legend(
         handles, labels, title="nominal ratio", loc="outside upper right", ncols=len(labels)
     )
+    return figure
+
+
+def _trainium_figure(results: Results) -> Figure:
+    """Each model's and phase's modelled time, as a share of the dense one's."""
+    times = results.trainium.times
+    figure, axes = plt.subplots(figsize=(6, 2.6), layout="constrained")
+    for place, row in enumerate(times):
+        dense, own = row.dense_ms[0], row.low_rank_ms[0]
+        axes.barh(place - 0.2, 1, 0.36, color="#b8c0ca", label="" if place else "dense")
+        color = METHOD_STYLE[OURS]["color"]
+        axes.barh(place + 0.2, own / dense, 0.36, color=color, label="" if place else "compressed")
+        for offset, value in ((-0.2, dense), (0.2, own)):
+            axes.annotate(
+                f"{value:.3g} ms", (0.01, place + offset), va="center", fontsize=8, color="black"
+            )
+    phases = ["decode" if row.tokens == 1 else f"prefill {row.tokens}" for row in times]
+    names = [f"{row.model}\n{phase}" for row, phase in zip(times, phases, strict=True)]
+    axes.set_yticks(range(len(times)), names)
+    axes.invert_yaxis()
+    axes.grid(visible=False, axis="y")
+    axes.xaxis.set_major_formatter(PercentFormatter(xmax=1))
+    axes.set_xlabel("modelled time of all MLPs, of the dense ones'")
+    figure.legend(loc="outside upper right", ncols=2)
     return figure
 
 

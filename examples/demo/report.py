@@ -1,10 +1,13 @@
 """The demo's report: one HTML page with its figures inside, readable without network or script."""
 
+import base64
 import html
+from collections.abc import Sequence
 from pathlib import Path
 
 from figures import dense_speed, draw
-from results import BASELINE, OURS, RECOVERED, Results
+from results import BASELINE, OURS, RECOVERED, Results, told_ratio
+from trainium import FUSED_TOKENS, LARGE, TARGET, FusedRun, OnTrainium
 
 
 def write_report(results: Results, path: Path) -> None:
@@ -61,6 +64,9 @@ large one.</p>
 gradients of the model's loss, that its rank cannot represent on calibration text. A layer that
 stays dense has its full rank and no loss.</p>
 
+<h2>On Trainium (modelled)</h2>
+{_trainium(results.trainium, figures["trainium"])}
+
 <h2>All numbers</h2>
 <div class="scroll">{_table(results)}</div>
 <p class="note">Nominal ratio: what was asked for. Effective: what ranks in whole blocks of
@@ -83,7 +89,7 @@ top 20.</p>
 
 def _summary(results: Results) -> str:
     by_key = {(point.method, point.ratio): point for point in results.points}
-    ratio = min((p.ratio for p in results.points), key=lambda value: abs(value - 0.4))
+    ratio = told_ratio(results.points)
     plain, baseline, ours = (by_key[name, ratio] for name in ("plain", BASELINE, OURS))
     return _text(
         f"With {ours.compression.effective_ratio:.0%} of its MLP parameters removed, the model's "
@@ -95,6 +101,65 @@ def _summary(results: Results) -> str:
             else "None of them is trained afterwards."
         )
     )
+
+
+def _trainium(found: OnTrainium, figure: str) -> str:
+    ratio = f"{found.ratio:.0%}".replace("%", " %")
+    rows = [
+        (
+            f"{times.model}, {times.layers} layers",
+            "decode" if times.tokens == 1 else "prefill",
+            f"{times.tokens:,}",
+            _range(*times.dense_ms),
+            _range(*times.low_rank_ms),
+            "–".join(dict.fromkeys(f"{end:.2f}" for end in times.speedups)),
+            f"{times.dense_bytes / 1e6:,.1f}",
+            f"{times.low_rank_bytes / 1e6:,.1f}",
+            times.bound,
+        )
+        for times in found.times
+    ]
+    head = (
+        *("MLPs of", "phase", "tokens", "dense ms", "compressed ms", "speedup"),
+        *("dense MB", "compressed MB", "bound by"),
+    )
+    return f"""<div class="single">
+{_figure(figure, "Modelled time of the MLPs, compressed beside dense")}
+</div>
+<div class="scroll">{_rows(head, rows)}</div>
+<p class="note"><b>Modelled, never run on a device</b>: the kernels traced on the simulated
+NeuronCore, one core of {_text(TARGET)}, bfloat16, all MLPs of the model one after the other, and
+nothing else of it. Ranges are over two models of what small DMAs cost. Dense: a launch a
+projection. Compressed at a nominal ratio of {ratio}: one launch an MLP where all three of its
+projections are low-rank, with the demo's own ranks, and NeuronMM's rule for {_text(LARGE)}. A
+layer of this demo's size waits for the latency of its DMAs whatever its bytes; one of a real
+model waits for bytes in decode and for the matmuls in prefill. Made by <code>make demo</code>;
+for other shapes: <code>neuronmm plan --model {_text(LARGE)} --ratio {found.ratio:g}</code>, and
+for whole models <code>neuronmm bench model</code>.</p>
+{_fused(found.fused)}"""
+
+
+def _fused(run: FusedRun | None) -> str:
+    if run is None:
+        return """<p class="note">No MLP of this run has three low-rank projections, so none ran as
+one kernel.</p>"""
+    picture = base64.b64encode(run.picture.read_bytes()).decode()
+    gate, up, down = run.ranks
+    return f"""<div class="scroll">
+{_figure("data:image/svg+xml;base64," + picture, "Timeline and roofline of one kernel", wide=True)}
+</div>
+<p class="note">The MLP of layer {run.layer} as <b>one kernel</b>, run on the simulated core with
+the demo's own weights (ranks {gate}, {up} and {down}) and the activations of at most {FUSED_TOKENS}
+held-out tokens. <b>Its values are the CPU's</b>: the greatest difference from
+<code>neuronmm::svd_mlp</code> is {run.error:.3g}, of outputs up to {run.largest:.3g};
+{run.allowed:.3g} would be roundings. To make the picture again, and a page of it to look
+into:</p>
+<pre>{_text(run.command)}</pre>"""
+
+
+def _range(*values: float) -> str:
+    """The least and the greatest, once where they print alike."""
+    return "–".join(dict.fromkeys(f"{value:.3g}" for value in (min(values), max(values))))
 
 
 def _table(results: Results) -> str:
@@ -144,6 +209,10 @@ def _table(results: Results) -> str:
                 f"{point.speed.speedup('decode'):.2f}",
             )
         )
+    return _rows(head, rows)
+
+
+def _rows(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     cells = "".join(f"<th>{_text(name)}</th>" for name in head)
     body = "".join(
         "<tr>" + "".join(f"<td>{_text(cell)}</td>" for cell in row) + "</tr>\n" for row in rows
@@ -213,6 +282,7 @@ th:first-child, td:first-child, .facts th, .facts td { text-align: left; }
 figure { margin: 0; min-width: 0; }
 .samples figure:first-child { grid-column: 1 / -1; }
 figcaption { font-size: .85rem; font-weight: 600; margin-bottom: .25rem; }
+code { font-size: .85em; }
 pre { margin: 0; padding: .7rem .8rem; background: #f6f7f9; border-radius: 4px; font-size: .78rem;
   line-height: 1.45; white-space: pre-wrap; overflow-wrap: anywhere; }
 """

@@ -4,6 +4,8 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from trainium import OnTrainium
+
 from neuronmm_ops import CompressionReport, LayerReport
 from neuronmm_ops.bench.speed import PairedSpeed
 
@@ -37,6 +39,7 @@ class Results:
     points: tuple[Point, ...]
     prefill_tokens: int
     decode_tokens: int
+    trainium: OnTrainium
     provenance: dict[str, str]
 
     def excess(self, point: Point) -> float:
@@ -48,6 +51,11 @@ class Results:
         (baseline,) = (p for p in self.points if (p.method, p.ratio) == (BASELINE, point.ratio))
         lost = self.excess(baseline)
         return self.excess(point) / lost if lost > 0 else None
+
+
+def told_ratio(points: Sequence[Point]) -> float:
+    """The ratio that the report tells of where it tells of one."""
+    return min((point.ratio for point in points), key=lambda ratio: abs(ratio - 0.4))
 
 
 def by_method(points: Sequence[Point]) -> list[tuple[str, list[Point]]]:

@@ -1,0 +1,229 @@
+"""The plots of the page of results."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+from selection import (
+    Quality,
+    Row,
+    document,
+    front,
+    methods,
+    models,
+    pareto_models,
+    setting,
+    storages,
+    tradeoffs,
+    variant,
+)
+from sources import DATA, SHOWN
+
+from neuronmm_ops.bench import figure1_plot
+from neuronmm_ops.models import SHAPES
+from neuronmm_ops.neuroncore.files import replacing
+
+mpl.use("Agg")  # before pyplot is imported, or it may look for a display
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, PercentFormatter
+
+IMAGES = DATA.with_name("images")
+# Okabe and Ito's palette, told apart under every common colour blindness; shapes differ too.
+BLUE, ORANGE, GREEN, RED, PINK, GREY = (
+    *("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#5a6472"),
+)
+LINES: dict[str, dict[str, Any]] = {
+    "plain, uniform": {"color": RED, "marker": "s"},
+    "SVD-LLM": {"color": ORANGE, "marker": "^"},
+    "default": {"color": BLUE, "marker": "o"},
+    "bf16": {"color": BLUE, "marker": "o"},
+    "fp8": {"color": GREEN, "marker": "D"},
+    "fp8, equal ranks": {"color": GREEN, "marker": "D"},
+    "fp8, equal bytes": {"color": GREEN, "marker": "D", "linestyle": "--"},
+    "int8, equal ranks": {"color": PINK, "marker": "v"},
+    "int8, equal bytes": {"color": PINK, "marker": "v", "linestyle": "--"},
+}
+STYLE: dict[Any, Any] = {
+    "font.size": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "axes.titlesize": 9.5,
+    "axes.titlelocation": "left",
+    "axes.titleweight": "bold",
+    "grid.color": "#e6e9ed",
+    "legend.frameon": False,
+    "legend.fontsize": 8,
+    "lines.markersize": 4.5,
+    "savefig.facecolor": "white",  # readable on a dark page
+    "svg.hashsalt": "neuronmm-ops",
+}
+SMALLEST = 1e-3
+"""Of an excess: what is below lies on a linear part of the axis, and so may be negative."""
+
+
+def plots() -> dict[str, Callable[[Path], None]]:
+    """What draws each plot whose data are there, by its file's name."""
+    drawn: dict[str, Callable[[Path], None]] = {}
+    if methods() and storages():
+        drawn["results-summary.svg"] = _saved(_summary)
+        drawn["results-quality.svg"] = _saved(_quality)
+    if tradeoffs():
+        drawn["results-pareto.svg"] = _saved(_pareto)
+    if any(models(name) for name in SHAPES):
+        drawn["results-models.svg"] = _saved(_models)
+    if rows := document("figure1"):
+        drawn["results-figure1.svg"] = lambda path: figure1_plot.save(rows, path)
+    return drawn
+
+
+def draw() -> list[Path]:
+    """Draw every plot into docs/images and remove those that have no data any more."""
+    with mpl.rc_context(STYLE):
+        found = plots()
+        for name, save in found.items():
+            save(IMAGES / name)
+    for path in IMAGES.glob("results-*"):
+        if path.name not in found:
+            path.unlink()
+    return [IMAGES / name for name in found]
+
+
+def _saved(figure: Callable[[], Figure]) -> Callable[[Path], None]:
+    def save(path: Path) -> None:
+        drawn = figure()
+        with replacing(path) as temporary:
+            drawn.savefig(temporary, metadata={"Date": None})
+        plt.close(drawn)
+
+    return save
+
+
+def _summary() -> Figure:
+    """What it costs beside what it wins; a panel each, for they are of different models."""
+    speeds = list(pareto_models())
+    figure, panels = plt.subplots(
+        1, 2 if speeds else 1, figsize=(9 if speeds else 5, 3.4), layout="constrained"
+    )
+    cost = panels[0] if speeds else panels
+    chosen = [each for each in methods() if each.label in LINES]
+    chosen += [each for each in storages() if each.label == "fp8, equal ranks"]
+    _lines(cost, chosen)
+    cost.set_title("What it costs: the demo's model, measured")
+    cost.legend()
+    if speeds:
+        _speeds(panels[1], speeds)
+        panels[1].set_title(f"What it wins: {SHOWN} on a trn2 core, modelled")
+        panels[1].legend()
+    return figure
+
+
+def _quality() -> Figure:
+    figure, panels = plt.subplots(1, 2, figsize=(9, 4), sharey=True, layout="constrained")
+    _lines(panels[0], methods())
+    panels[0].set_title("Methods, factors of the model's dtype")
+    _lines(panels[1], storages())
+    panels[1].set_title("Storages, the default method")
+    panels[1].set_ylabel("")
+    for axes in panels:
+        axes.legend()
+    return figure
+
+
+def _lines(axes: Axes, found: list[Quality]) -> None:
+    """A line a label: what the logarithm of the perplexity grows by, against bytes."""
+    others = iter(mpl.colormaps["tab10"].colors[4:] * 2)  # pyright: ignore
+    for label in dict.fromkeys(each.label for each in found):
+        points = sorted((each.bytes, each.excess) for each in found if each.label == label)
+        style = LINES.get(label) or {"color": next(others), "linewidth": 0.9, "marker": "."}
+        x, y = zip(*points, strict=True)
+        axes.plot(x, y, label=label, **style)
+    axes.axhline(0, color=GREY, linewidth=0.8)
+    _excess_axis(axes)
+    axes.set_xlabel("bytes of the MLPs, of the dense bf16 ones'")
+    axes.xaxis.set_major_formatter(PercentFormatter(xmax=1, decimals=0))
+    axes.set_xlim(1, 0)
+
+
+def _excess_axis(axes: Axes) -> None:
+    axes.set_yscale("symlog", linthresh=SMALLEST)
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.set_ylabel("excess log-perplexity, held-out text")
+
+
+def _speeds(axes: Axes, speeds: list[tuple[str, float, Row]]) -> None:
+    dense = variant(speeds[0][2], "dense")["tokens_per_s"]
+    for storage in dict.fromkeys(storage for storage, _, _ in speeds):
+        points = [
+            (ratio, variant(found, "low_rank")["tokens_per_s"])
+            for own, ratio, found in speeds
+            if own == storage
+        ]
+        x, y = zip(*points, strict=True)
+        axes.plot(x, y, label=f"low rank, {storage}", **LINES[storage])
+    axes.axhline(dense, color=GREY, linestyle="--", linewidth=1, label="dense, bf16, our kernels")
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("compression ratio (MLP parameters removed)")
+    axes.xaxis.set_major_formatter(PercentFormatter(xmax=1, decimals=0))
+    axes.set_ylabel("decode, tokens/s, batch 1")
+
+
+def _pareto() -> Figure:
+    figure, axes = plt.subplots(figsize=(6.4, 4), layout="constrained")
+    points = tradeoffs()
+    for storage in dict.fromkeys(point.storage for point in points):
+        own = [point for point in points if point.storage == storage]
+        x, y = [p.tokens_per_s for p in own], [p.excess for p in own]
+        axes.plot(x, y, label=f"low rank, {storage}", **LINES[storage])
+        for point in own:
+            axes.annotate(
+                f"{point.ratio:g}",
+                (point.tokens_per_s, point.excess),
+                xytext=(5, -9),
+                textcoords="offset points",
+                fontsize=8,
+            )
+    best = front(points)
+    x, y = [point.tokens_per_s for point in best], [point.excess for point in best]
+    axes.plot(x, y, color=GREY, linewidth=6, alpha=0.25, zorder=0, label="Pareto front")
+    _, _, first = next(pareto_models())
+    dense = variant(first, "dense")["tokens_per_s"]
+    axes.plot([dense], [0], color=GREY, marker="*", markersize=11, linestyle="", label="dense")
+    _excess_axis(axes)
+    axes.set_ylabel("excess log-perplexity of the demo's model, measured")
+    axes.set_xlabel(f"decode of {SHOWN} on a trn2 core, tokens/s, modelled")
+    axes.set_title("Two models: the labels are the ratio of both")
+    axes.legend()
+    return figure
+
+
+def _models() -> Figure:
+    """Speed-ups over our own dense kernels, a group a model, a bar a setting."""
+    found = {name: models(name) for name in SHAPES if models(name)}
+    figure, panels = plt.subplots(
+        1, 2, figsize=(9, 0.9 + 0.45 * len(found)), sharey=True, layout="constrained"
+    )
+    colors = (BLUE, GREEN, PINK, ORANGE)
+    for axes, phase in zip(panels, ("decode", "prefill"), strict=True):
+        for place, documents in enumerate(found.values()):
+            for number, one in enumerate(documents):
+                speedup = one["speedups"]["ours"][phase]
+                low, high = speedup["low"], speedup["high"]
+                height = 0.8 / len(documents)
+                y = place + (number - (len(documents) - 1) / 2) * height
+                label = setting(one) if place == 0 else ""
+                axes.barh(y, low, 0.9 * height, color=colors[number], label=label)
+                axes.plot([low, high], [y, y], color="black", linewidth=1)
+        axes.axvline(1, color=GREY, linewidth=1)
+        axes.set_title(f"{phase}, modelled")
+        axes.set_xlabel("speed-up over our dense bf16")
+        axes.grid(visible=False, axis="y")
+    panels[0].set_yticks(range(len(found)), list(found))
+    panels[0].invert_yaxis()
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels))
+    return figure

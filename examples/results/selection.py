@@ -1,0 +1,136 @@
+"""The rows that pages and plots show, picked from the data sets."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from sources import PARETO_RATIOS, SHOWN, STORAGES, model_command, read
+
+from neuronmm_ops.bench.methods import BASELINE, DEFAULT
+
+Row = dict[str, Any]
+
+
+class Quality(NamedTuple):
+    """One compressed model of the demo's.
+
+    Attributes:
+        label: its method and storage.
+        ratio: nominal.
+        bytes: of the targeted matrices, as a share of the dense bfloat16 ones.
+        excess: the logarithm of the perplexity less that of the dense model's.
+    """
+
+    label: str
+    ratio: float
+    bytes: float
+    excess: float
+
+
+@dataclass(frozen=True)
+class Tradeoff:
+    """A modelled model beside the measured quality of another one at its ratio and storage.
+
+    Attributes:
+        storage: of the factors.
+        ratio: nominal, of both.
+        tokens_per_s: modelled, of `SHOWN`.
+        excess: measured, of the demo's model.
+    """
+
+    storage: str
+    ratio: float
+    tokens_per_s: float
+    excess: float
+
+
+def document(dataset: str, command: str | None = None) -> Any:
+    """What a command of a data set printed, the first by default; None where it has not run."""
+    found = read(dataset)
+    if found is None:
+        return None
+    runs = {run["command"]: run["document"] for run in found["runs"]}
+    return runs[command or next(iter(runs))]
+
+
+def method_label(row: Row) -> str:
+    """The method, with its allocation where it is uniform, or what greedy ranks weigh by."""
+    kind = (row["method"], row["allocation"])
+    if kind == (BASELINE.method, BASELINE.allocation):
+        return "SVD-LLM"
+    if kind == (DEFAULT.method, DEFAULT.allocation):
+        return "default"
+    if row["allocation"] == "uniform":
+        return f"{row['method']}, uniform"
+    return f"{row['method']}, greedy" + (f" by {row['importance']}" if row["importance"] else "")
+
+
+def methods() -> list[Quality]:
+    """Every method at every ratio, factors of the model's dtype."""
+    return [
+        Quality(method_label(row), row["ratio"], 1 - row["effective_ratio"], row["excess_log_ppl"])
+        for row in document("methods") or []
+        if row["method"] != "dense"
+    ]
+
+
+def storages() -> list[Quality]:
+    """The default in each storage as `compress` rounds it, at equal ranks and at equal bytes."""
+    rows = document("storages") or []
+    return [
+        Quality(
+            row["storage"] + ("" if row["storage"] == "bf16" else f", equal {row['equal']}"),
+            row["ratio"],
+            row["bytes"] / row["dense_bytes"],
+            row["excess_log_ppl"],
+        )
+        for row in rows
+        if row["rounding"] in ("native", "feedback")
+    ]
+
+
+def tradeoffs() -> list[Tradeoff]:
+    """Every modelled ratio and storage that has a measured quality."""
+    excess = {(each.label, each.ratio): each.excess for each in storages()}
+    labels = {"bf16": "bf16", "fp8": "fp8, equal ranks"}
+    return [
+        Tradeoff(storage, ratio, variant(found, "low_rank")["tokens_per_s"], excess[key])
+        for storage, ratio, found in pareto_models()
+        if (key := (labels[storage], ratio)) in excess
+    ]
+
+
+def pareto_models() -> Iterator[tuple[str, float, Row]]:
+    """Storage, ratio and the modelled document of each."""
+    for storage in STORAGES:
+        for ratio in PARETO_RATIOS:
+            found = document("pareto", model_command(SHOWN, ratio, storage, "mlp"))
+            if found is not None:
+                yield storage, ratio, found
+
+
+def front(points: list[Tradeoff]) -> list[Tradeoff]:
+    """Those that no other one beats in both, by their tokens per second."""
+    best, found = math.inf, list[Tradeoff]()
+    for point in sorted(points, key=lambda each: (-each.tokens_per_s, each.excess)):
+        if point.excess < best:
+            found.append(point)
+            best = point.excess
+    return found[::-1]
+
+
+def variant(found: Row, name: str) -> Row:
+    """One variant of a modelled document."""
+    return {row["name"]: row for row in found["variants"]}[name]
+
+
+def models(name: str) -> list[Row]:
+    """The modelled documents of one model."""
+    runs = read(f"model_{name}")
+    return [run["document"] for run in runs["runs"]] if runs else []
+
+
+def setting(found: Row) -> str:
+    """What was compressed in a modelled document, and how."""
+    return f"{found['targets']}, ratio {found['ratio']:g}, {found['storage'] or 'bf16'}"

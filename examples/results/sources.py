@@ -1,0 +1,209 @@
+"""The data of the page of results: which commands make it, and where it is kept.
+
+A data set is a file `docs/results/NAME.json`: what each of its commands printed, with the machine,
+the versions and the commit that it ran on.
+"""
+
+import json
+import os
+import platform
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from neuronmm_ops.models import SHAPES
+from neuronmm_ops.neuroncore.files import replacing
+
+ROOT = Path(__file__).parents[2]
+DATA = ROOT / "docs" / "results"
+RATIOS = (0.1, 0.2, 0.5)
+"""Of the gallery's pages."""
+PROMPT, NEW = 2048, 256
+"""Tokens of the modelled runs of whole models."""
+TARGET = "trn2"
+SHOWN = "Llama-3.2-1B"
+"""The model whose decode is modelled at every ratio and storage that the demo's quality has."""
+PARETO_RATIOS = (0.1, 0.2, 0.3, 0.5)
+STORAGES = ("bf16", "fp8")
+_DEMO = "out/demo/dense --text out/demo/held_out.txt --calibration out/demo/calibration.txt"
+_MODELS = "out/demo/dense out/demo/greedy-0.4"
+_PACKAGES = ("neuronmm-ops", "torch", "transformers", "numpy")
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """Commands whose documents make one file.
+
+    Attributes:
+        name: of the file, without its suffix.
+        commands: `neuronmm` command lines, run in the root of the repository.
+        minutes: about how long they take on two cores.
+        measured: whether they time this machine, which then must do nothing else.
+    """
+
+    name: str
+    commands: tuple[str, ...]
+    minutes: float
+    measured: bool = False
+
+    @property
+    def path(self) -> Path:
+        """The file."""
+        return DATA / f"{self.name}.json"
+
+
+def datasets() -> dict[str, Dataset]:
+    """Every data set by its name, in the order in which they run."""
+    ratios = " ".join(str(ratio) for ratio in PARETO_RATIOS)
+    found = [
+        Dataset("methods", (f"neuronmm bench methods {_DEMO} --dtype float32",), 25),
+        Dataset("storages", (f"neuronmm bench storages {_DEMO} --ratio {ratios}",), 20),
+        Dataset("figure1", ("neuronmm bench kernels --figure1",), 5),
+        Dataset(
+            "clock",
+            tuple(
+                f"neuronmm bench kernels --model {SHOWN} --tokens 1 128 1024 --target {target}"
+                for target in ("trn2", "trn1")
+            ),
+            5,
+        ),
+        Dataset("cpu", (f"neuronmm bench cpu --model {SHOWN}",), 3, measured=True),
+        Dataset("generate", (f"neuronmm bench generate {_MODELS}",), 3, measured=True),
+        Dataset("pareto", tuple(_pareto()), 30),
+    ]
+    found += [Dataset(f"model_{name}", tuple(_models(name)), 10) for name in SHAPES]
+    found += [Dataset(f"plan_{name}", tuple(_plans(name)), 0.5) for name in SHAPES]
+    return {dataset.name: dataset for dataset in found}
+
+
+def model_command(model: str, ratio: float, storage: str, targets: str) -> str:
+    """The command that models a whole model, dense beside compressed."""
+    stored = "" if storage == "bf16" else f" --storage {storage}"
+    return (
+        f"neuronmm bench model --model {model} --target {TARGET} --prompt {PROMPT} --new {NEW} "
+        f"--ratio {ratio:g}{stored} --targets {targets}"
+    )
+
+
+def _pareto() -> Iterator[str]:
+    for storage in STORAGES:
+        for ratio in PARETO_RATIOS:
+            yield model_command(SHOWN, ratio, storage, "mlp")
+
+
+def _models(name: str) -> Iterator[str]:
+    yield model_command(name, 0.2, "bf16", "mlp")
+    yield model_command(name, 0.2, "fp8", "all-linear")
+    yield model_command(name, 0.5, "fp8", "all-linear")
+
+
+def _plans(name: str) -> Iterator[str]:
+    for ratio in RATIOS:
+        yield (
+            f"neuronmm plan --model {name} --ratio {ratio:g} --target {TARGET} --tokens 1 {PROMPT}"
+        )
+
+
+def read(name: str) -> dict[str, Any] | None:
+    """A data set's file as it was committed; None where there is none.
+
+    Raises:
+        ValueError: it is no such file.
+    """
+    path = DATA / f"{name}.json"
+    if not path.is_file():
+        return None
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        commands = [run["command"] for run in found["runs"]]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{path} is no data set ({error}); run make results-data DATA={name}"
+        ) from error
+    wanted = datasets()[name].commands
+    if tuple(commands) != wanted:
+        raise ValueError(
+            f"{path} is of other commands than those of {name}; run make results-data DATA={name}"
+        )
+    return found
+
+
+def make(dataset: Dataset) -> None:
+    """Run a data set's commands and write its file; nothing is written unless all succeed.
+
+    Raises:
+        RuntimeError: a command failed; its last line says why.
+    """
+    start = time.perf_counter()
+    runs = [{"command": line, "document": _document(line)} for line in dataset.commands]
+    provenance = {
+        "date": datetime.now(UTC).date().isoformat(),
+        "seconds": round(time.perf_counter() - start),
+        "machine": machine(),
+        "versions": {name: version(name) for name in _PACKAGES}
+        | {"python": platform.python_version()},
+        "commit": _commit(),
+    }
+    DATA.mkdir(parents=True, exist_ok=True)
+    with replacing(dataset.path) as temporary:
+        temporary.write_text(dumped({"provenance": provenance, "runs": runs}), encoding="utf-8")
+
+
+def dumped(document: dict[str, Any]) -> str:
+    """A data set as JSON: a row a line, so that a change of one number is a change of one line."""
+    runs: list[str] = []
+    for run in document["runs"]:
+        found = run["document"]
+        if isinstance(found, list):
+            rows = ",\n".join("  " + json.dumps(_rounded(row)) for row in found)
+            body = f"[\n{rows}\n]"
+        else:
+            body = json.dumps(_rounded(found), indent=1)
+        runs.append(f'{{"command": {json.dumps(run["command"])}, "document": {body}}}')
+    provenance = json.dumps(document["provenance"], indent=1)
+    return f'{{"provenance": {provenance},\n"runs": [\n' + ",\n".join(runs) + "\n]}\n"
+
+
+def _rounded(value: Any) -> Any:
+    """Six significant digits: more than any clock or model here is worth."""
+    if isinstance(value, dict):
+        return {key: _rounded(entry) for key, entry in value.items()}
+    if isinstance(value, list):
+        return [_rounded(entry) for entry in value]
+    return float(f"{value:.6g}") if isinstance(value, float) else value
+
+
+def machine() -> str:
+    """CPU, cores and memory of this machine."""
+    name = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    if info.is_file():
+        models = [line for line in info.read_text().splitlines() if line.startswith("model name")]
+        name = models[0].partition(":")[2].strip() if models else name
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    return f"{name}, {os.cpu_count()} cores, {memory:.0f} GiB"
+
+
+def _document(line: str) -> Any:
+    program, *arguments = shlex.split(line)
+    command = [str(Path(sys.executable).with_name(program)), *arguments, "--json"]
+    done = subprocess.run(  # noqa: S603 - a command of the list above
+        command, cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        raise RuntimeError(f"{line} failed with exit code {done.returncode}: {last}")
+    return json.loads(done.stdout)
+
+
+def _commit() -> str:
+    command = ("git", "describe", "--always", "--dirty", "--abbrev=12")
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)  # noqa: S603
+    return done.stdout.strip() or "unknown"

@@ -1,0 +1,190 @@
+"""The page of results, its gallery and the README's numbers say what the committed data say."""
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from neuronmm_ops.cli import main
+from neuronmm_ops.models import SHAPES
+
+ROOT = Path(__file__).parents[1]
+EXAMPLE = ROOT / "examples" / "results"
+DATA = sorted((ROOT / "docs" / "results").glob("*.json"))
+
+
+@pytest.fixture
+def modules(monkeypatch: pytest.MonkeyPatch) -> dict[str, ModuleType]:
+    """The example's modules by name."""
+    monkeypatch.syspath_prepend(EXAMPLE)
+    import gallery
+    import plots
+    import readme
+    import results_page
+    import selection
+    import sources
+
+    found = (gallery, plots, readme, results_page, selection, sources)
+    return {module.__name__: module for module in found}
+
+
+def test_the_page_is_what_the_data_say(modules: dict[str, ModuleType]) -> None:
+    assert (ROOT / "docs" / "results.md").read_text() == modules["results_page"].results_page()
+
+
+def test_the_gallery_is_what_the_data_say(modules: dict[str, ModuleType]) -> None:
+    pages = modules["gallery"].gallery()
+    assert set(pages) == {"index.md", *(f"{name}.md" for name in SHAPES)}
+    committed = {path.name: path.read_text() for path in (ROOT / "docs/gallery").glob("*")}
+    assert committed == pages
+
+
+def test_the_readmes_numbers_are_those_of_the_data(modules: dict[str, ModuleType]) -> None:
+    text = (ROOT / "README.md").read_text()
+    assert modules["readme"].readme(text) == text
+    block = text.partition(modules["readme"].BEGIN)[2].partition(modules["readme"].END)[0]
+    for line in filter(lambda line: line.startswith("- "), block.splitlines()):
+        assert ("measured" in line) != ("modelled" in line)
+
+
+def test_every_plot_is_there_and_shown(modules: dict[str, ModuleType]) -> None:
+    drawn = set(modules["plots"].plots())
+    images = ROOT / "docs" / "images"
+    assert {path.name for path in images.glob("results-*")} == drawn
+    shown = (ROOT / "docs/results.md").read_text() + (ROOT / "README.md").read_text()
+    assert drawn == set(re.findall(r"images/(results-[\w.-]+)", shown))
+    assert all((images / name).stat().st_size < 400_000 for name in drawn)
+
+
+@pytest.mark.slow
+def test_plots_are_drawn_from_the_data(
+    modules: dict[str, ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plots = modules["plots"]
+    monkeypatch.setattr(plots, "IMAGES", tmp_path)
+    (tmp_path / "results-of-old.svg").write_text("")
+    paths = plots.draw()
+    assert sorted(paths) == sorted(tmp_path.iterdir())
+    assert all(b"<svg" in path.read_bytes()[:600] for path in paths)
+
+
+def test_data_are_of_the_commands_and_say_where_they_come_from(
+    modules: dict[str, ModuleType],
+) -> None:
+    sources = modules["sources"]
+    assert DATA
+    for path in DATA:
+        told = sources.read(path.stem)["provenance"]
+        assert set(told) == {"date", "seconds", "machine", "versions", "commit"}
+        assert re.fullmatch(r"\d{4}-\d\d-\d\d", told["date"])
+        assert re.match("[0-9a-f]{12}", told["commit"])
+
+
+def test_a_number_that_changes_in_the_data_changes_the_pages(
+    modules: dict[str, ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sources, gallery = modules["sources"], modules["gallery"]
+    name = "plan_Llama-3.2-1B"
+    before = gallery.model_page(SHAPES["Llama-3.2-1B"])
+    found = json.loads((sources.DATA / f"{name}.json").read_text())
+    (row,) = [
+        row for row in found["runs"][1]["document"] if (row["projection"], row["M"]) == ("mlp", 1)
+    ]
+    row["time_ms"] = 123456.0
+    (tmp_path / f"{name}.json").write_text(sources.dumped(found))
+    monkeypatch.setattr(sources, "DATA", tmp_path)
+    after = gallery.model_page(SHAPES["Llama-3.2-1B"])
+    assert after != before
+    assert "1.235e+05" in after
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{", "is no data set"),
+        ("[]", "is no data set"),
+        ('{"runs": [{"command": "neuronmm plan"}]}', "is of other commands than those of"),
+    ],
+)
+def test_a_file_that_is_no_data_set_is_refused(
+    modules: dict[str, ModuleType],
+    text: str,
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sources = modules["sources"]
+    (tmp_path / "cpu.json").write_text(text)
+    monkeypatch.setattr(sources, "DATA", tmp_path)
+    with pytest.raises(ValueError, match=rf"{said}.*; run make results-data DATA=cpu"):
+        sources.read("cpu")
+    assert sources.read("generate") is None
+
+
+@pytest.mark.slow
+def test_a_data_set_is_written_whole_or_not_at_all(
+    modules: dict[str, ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sources = modules["sources"]
+    monkeypatch.setattr(sources, "DATA", tmp_path)
+    good = "neuronmm plan --model Qwen3-0.6B --tokens 1"
+    bad = "neuronmm plan --model nothing --tokens 1"
+    with pytest.raises(RuntimeError, match=f"{bad} failed with exit code 2: .*must be one of"):
+        sources.make(sources.Dataset("two", (good, bad), 1))
+    assert list(tmp_path.iterdir()) == []
+    sources.make(sources.Dataset("one", (good,), 1))
+    (run,) = json.loads((tmp_path / "one.json").read_text())["runs"]
+    assert run["command"] == good
+    assert {row["M"] for row in run["document"]} == {1}
+
+
+def test_the_front_is_what_no_point_beats(modules: dict[str, ModuleType]) -> None:
+    selection = modules["selection"]
+    points = [
+        selection.Tradeoff("fp8", ratio, speed, excess)
+        for ratio, speed, excess in (
+            (0.1, 1, 1),
+            (0.2, 2, 2),
+            (0.3, 2, 3),
+            (0.4, 1.5, 2),
+            (0.5, 3, 9),
+        )
+    ]
+    assert [point.ratio for point in selection.front(points)] == [0.1, 0.2, 0.5]
+    assert selection.front([]) == []
+
+
+def test_a_readme_without_marks_is_refused(modules: dict[str, ModuleType]) -> None:
+    for text in (
+        "",
+        modules["readme"].BEGIN,
+        2 * (modules["readme"].BEGIN + modules["readme"].END),
+    ):
+        with pytest.raises(ValueError, match=r"README\.md must have one"):
+            modules["readme"].readme(text)
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=lambda shape: shape.name)
+def test_the_gallerys_commands_are_the_programs(
+    modules: dict[str, ModuleType], shape: object, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for line in modules["gallery"].commands(shape):
+        options = shlex.split(line)[1:]
+        calibration = options.index("--calibration") + 1
+        options[calibration] = "no such file"
+        # Every option is known: what is missing is the text.
+        assert main(options) == 2
+        assert "no such file" in capsys.readouterr().err
+
+
+def test_an_unknown_data_set_is_one_line() -> None:
+    command = (sys.executable, EXAMPLE, "--data", "nothing")
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "invalid choice: 'nothing'" in done.stderr
+    assert "Traceback" not in done.stderr
