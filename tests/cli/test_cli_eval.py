@@ -2,15 +2,19 @@
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from mktestdocs import check_md_file, grab_code_blocks
 from outcomes import COMPRESS, TEXT, Run, refused
 
 from neuronmm_ops import hf
 from neuronmm_ops.eval.tasks import run_tasks
+
+PAGE = Path(__file__).parents[2] / "docs" / "evaluate.md"
 
 TASK = """task: quiz
 dataset_path: json
@@ -98,7 +102,7 @@ def test_everything_at_once(run: Run, dense: Path, text: Path, data: Path, tasks
 
 def test_a_compressed_checkpoint(run: Run, dense: Path, text: Path, tasks: Path, tmp_path: Path):
     small = tmp_path / "small"
-    assert run("compress", dense, small, "--text", text, "--ratio", 0.5, *COMPRESS).code == 0
+    assert run("compress", dense, "-o", small, "--calibration", text, *COMPRESS).code == 0
     outcome = run("eval", small, "--tasks", "quiz", "--include-path", tasks, "--json")
     found = json.loads(outcome.out)["tasks"]["results"]
     model, tokenizer = hf.load(small), hf.load_tokenizer(small)
@@ -126,27 +130,34 @@ def test_lm_eval_s_model_type(run: Run, dense: Path, tasks: Path) -> None:
 
 @pytest.mark.slow
 def test_lm_eval_s_command_line(dense: Path, tasks: Path, tmp_path: Path) -> None:
-    def lm_eval(pretrained: object) -> subprocess.CompletedProcess[str]:
-        program = [sys.executable, "-m", "neuronmm_ops.hf.lm_eval", "run", "--model", "neuronmm"]
-        arguments = ["--model_args", f"pretrained={pretrained}", "--tasks", "quiz"]
-        out = ["--include_path", tasks, "--output_path", tmp_path / "out"]
-        return subprocess.run(
-            [*program, *arguments, *out],
-            text=True,
-            capture_output=True,
-            check=False,
-            env={**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)},
-        )
-
-    done = lm_eval(dense)
+    program = ["-m", "neuronmm_ops.hf.lm_eval", "run", "--model", "neuronmm", "--tasks", "quiz"]
+    arguments = ["--model_args", f"pretrained={dense}", "--include_path", tasks]
+    done = subprocess.run(
+        [sys.executable, *program, *arguments, "--output_path", tmp_path / "out"],
+        text=True,
+        capture_output=True,
+        check=False,
+        env={**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)},
+    )
     assert done.returncode == 0, done.stderr
     assert "neuronmm ({'pretrained'" in done.stdout
     (written,) = (tmp_path / "out").rglob("results_*.json")
     assert "acc,none" in json.loads(written.read_text())["results"]["quiz"]
-    missing = lm_eval(tmp_path / "nowhere")
-    assert missing.returncode == 2
-    assert missing.stderr.splitlines()[-1].startswith(f"lm_eval: {tmp_path / 'nowhere'} is no dir")
-    assert "Traceback" not in missing.stderr
+
+
+def test_a_mistake_on_lm_eval_s_command_line_is_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import neuronmm_ops.hf.lm_eval as ours
+
+    monkeypatch.setattr(
+        "lm_eval.__main__.cli_evaluate", lambda: ours.NeuronMM(pretrained="nowhere")
+    )
+    with pytest.raises(SystemExit) as stop:
+        ours.main()
+    assert stop.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("lm_eval: nowhere is no directory")
 
 
 @pytest.mark.parametrize(
@@ -189,3 +200,19 @@ def test_a_missing_package_names_the_extra(
     monkeypatch.setitem(sys.modules, package, None)
     arguments = ("--ppl", "ptb", "--data", data, "--tasks", "quiz", "--include-path", tasks)
     refused(run("eval", dense, *arguments), "is not installed", "'neuronmm-ops[eval]'")
+
+
+@pytest.mark.slow
+def test_the_page_s_commands(
+    run: Run, dense: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Those on local files run; those that need the hub say what they miss."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").symlink_to(dense)
+    for name in ("held_out.txt", "calibration.txt"):
+        (tmp_path / name).write_text(TEXT)
+    check_md_file(PAGE, memory=True)
+    blocks = grab_code_blocks(PAGE.read_text(), lang="bash")
+    lines = [shlex.split(line) for block in blocks for line in block.splitlines()]
+    commands = [line[1:] for line in lines if line[0] == "neuronmm"]
+    assert [run(*command).code for command in commands] == [0, 2, 2, 0, 0]

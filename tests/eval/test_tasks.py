@@ -252,7 +252,6 @@ def test_no_task(model, tmp_path):
         ("{{q}}", "{{question}}", "task quiz cannot be loaded .*question.* is undefined"),
         ("metric: acc\n", "metric: accuracy_of_mine\n", "quiz"),
         ("doc_to_target: gold", "doc_to_target: [", r"quiz\.yaml defines no task quiz"),
-        ("task: quiz", "task: other", r"quiz\.yaml defines no task quiz"),
         ("multiple_choice", "multiple", "quiz"),
     ],
 )
