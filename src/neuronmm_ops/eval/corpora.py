@@ -93,12 +93,14 @@ def read_documents(name: str, count: int | None, data: str | Path | None) -> tup
         ValueError: the file is not to be had, malformed, or without texts.
         ImportError: the extra `eval` is not installed.
     """
+    load = import_extra("datasets").load_dataset
     file = find_file(CORPORA[name], data)
     try:
-        documents = list(itertools.islice(_rows(file, CORPORA[name].column), count))
+        documents = list(itertools.islice(_rows(load, file, CORPORA[name].column), count))
     except Exception as error:  # bad files make the readers raise anything
         raise ValueError(
-            f"{name}: {file} cannot be read ({reason(error)}); place an intact file there"
+            f"{name}: {file} is malformed or empty ({reason(error)}); place the "
+            f"{CORPORA[name].split} split there"
         ) from error
     if not any(document.strip() for document in documents):
         raise ValueError(f"{name}: {file} has no text; place the {CORPORA[name].split} split there")
@@ -143,14 +145,13 @@ def _download(corpus: Corpus, wanted: str) -> Path:
     return Path(path)
 
 
-def _rows(file: Path, column: str) -> Iterator[str]:
-    """Yield the texts of a file."""
-    datasets = import_extra("datasets")
+def _rows(load: Any, file: Path, column: str) -> Iterator[str]:
+    """Yield the texts of a file, which `datasets.load_dataset` reads."""
     suffix = Path(file.name.removesuffix(".gz")).suffix
     builder = _BUILDERS[suffix]
     with quiet():
         # Streaming reads the file as it is: nothing is copied into a cache.
-        rows = datasets.load_dataset(builder, data_files=str(file), split="train", streaming=True)
+        rows = load(builder, data_files=str(file), split="train", streaming=True)
         column = "text" if builder == "text" else column
         for index, row in enumerate(rows):
             if not isinstance(row.get(column), str):

@@ -6,14 +6,16 @@ Importing this module imports lm_eval.
 from typing import Any
 
 import torch
-from lm_eval.models.huggingface import HFLM
+from lm_eval.models import huggingface
 from torch import Tensor
 
 from neuronmm_ops.compress.calibrate import Progress
 from neuronmm_ops.errors import NonFiniteError
 
+_HFLM: Any = huggingface.HFLM
 
-class CheckedLM(HFLM):
+
+class CheckedLM(_HFLM):
     """A loaded causal LM for lm-eval. Log-likelihoods are computed in fp32.
 
     Attributes:
@@ -70,7 +72,8 @@ class Harness(CheckedLM):
         """Return the log-likelihood of each continuation, and whether it is the greedy one."""
         self._done, self._total = 0, len(requests)
         result = super().loglikelihood(requests, disable_tqdm)
-        self._advance(self._total - self._done)  # several requests may share a forward pass
+        if self._done < self._total:  # several requests shared a forward pass
+            self._advance(self._total - self._done)
         self._total = 0
         return result
 

@@ -20,6 +20,9 @@ PAPER_TASKS = (
     *("arc_easy", "arc_challenge", "mathqa"),
 )
 
+# What lm-eval raises where a task does not fit its data.
+_BAD_TASK = (ValueError, LookupError, TypeError, AttributeError, AssertionError)
+
 
 def run_tasks(
     model: Any,
@@ -81,10 +84,12 @@ def run_tasks(
                 limit=limit,
                 log_samples=False,
             )
-        except (LookupError, TypeError, AttributeError, AssertionError, _template_error()) as error:
+        except NonFiniteError:
+            raise
+        except (*_BAD_TASK, import_extra("jinja2").TemplateError) as error:
             raise ValueError(
                 f"tasks {', '.join(tasks)} cannot be run ({reason(error)}); check that the task "
-                "files name columns of their data"
+                "files name columns of their data, and ask for no more shots than there are"
             ) from error
     results["config"]["truncated_requests"] = lm.truncated
     serialize = import_extra("lm_eval.utils").handle_non_serializable
@@ -134,10 +139,18 @@ def _manager(tasks: Sequence[str], include_path: str | Path | None) -> Any:
         manager = make(include_path=str(include_path), include_defaults=False)
         if set(tasks) <= set(manager.all_subtasks):
             return manager
+        _check_files(set(tasks) - set(manager.all_tasks), Path(include_path))
     manager = make(include_path=None if include_path is None else str(include_path))
     for name in tasks:
         check_name("task", name, manager.all_tasks)
     return manager
+
+
+def _check_files(unknown: set[str], folder: Path) -> None:
+    """Raise ValueError where a task that lm-eval does not know has a file after all."""
+    for name in sorted(unknown):
+        if (folder / f"{name}.yaml").is_file():
+            raise ValueError(f"{folder / name}.yaml defines no task {name}; correct the file")
 
 
 def _load(manager: Any, name: str) -> list[Any]:
@@ -169,10 +182,6 @@ def _check_finite(results: dict[str, dict[str, Any]]) -> None:
         for key, value in metrics.items():
             if isinstance(value, float) and not math.isfinite(value):
                 raise NonFiniteError(f"{key} of task {task} must be finite, got {value}")
-
-
-def _template_error() -> type[Exception]:
-    return import_extra("jinja2").TemplateError
 
 
 @contextlib.contextmanager
