@@ -26,11 +26,16 @@ ACCURACY = "acc,none"
 
 def check_tasks(asked: Reproduction) -> None:
     """Raise ValueError where lm-eval, with the file's own tasks, does not know a task."""
-    options = asked.evaluate
-    if options.tasks:
-        known = import_extra("lm_eval.tasks").TaskManager(include_path=options.include).all_tasks
-        for name in options.tasks:
-            check_name("task", name, known, "evaluate.tasks")
+    include, tasks = asked.evaluate.include, asked.evaluate.tasks
+    if not tasks:
+        return
+    make = import_extra("lm_eval.tasks").TaskManager
+    # Reading lm-eval's own files takes seconds, so only where they are needed.
+    known = make(include_path=include, include_defaults=False).all_tasks if include else []
+    if not set(tasks) <= set(known):
+        known = make(include_path=include).all_tasks
+    for name in tasks:
+        check_name("task", name, known, "evaluate.tasks")
 
 
 def compress(
@@ -105,7 +110,9 @@ def task(asked: Reproduction, model: Any, directory: str | Path, name: str) -> d
         batch_size=options.batch_size,
         include_path=options.include,
     )
-    results: Mapping[str, Any] = document["results"][name]
+    results: Mapping[str, Any] = document["results"].get(name, {})
+    if not results:
+        raise ValueError(f"{name} stands for several tasks; name {', '.join(document['results'])}")
     numbers = {k: v for k, v in results.items() if isinstance(v, (int, float))}
     return {"accuracy": numbers.get(ACCURACY), "results": numbers}
 
