@@ -16,20 +16,9 @@ MODULES = sorted(ROOT.rglob("*.py"))
 # A file may import from the layers below its own. The package root re-exports the core.
 # bench, hf, recover and eval are one storey; between themselves they import in this order.
 LAYERS = (
-    *(
-        "__main__",
-        "cli",
-        "reproduce",
-        "doctor",
-        "bench",
-        "hf",
-        "recover",
-        "eval",
-        "checkpoint",
-        "compress",
-    ),
-    *("nn", "ops", "kernels", "neuroncore", "models", "hardware", "progress", "processes"),
-    "errors",
+    *("__main__", "cli", "reproduce", "doctor", "bench", "hf", "recover", "eval", "checkpoint"),
+    *("compress", "nn", "ops", "kernels", "neuroncore", "models", "hardware", "progress"),
+    *("processes", "errors"),
 )
 RANK = {name: rank for rank, name in enumerate(reversed(LAYERS))}
 ROOT_MAY_IMPORT = {"compress", "errors", "eval", "nn", "ops"}

@@ -13,10 +13,10 @@ from typing import Any, Literal
 
 from neuronmm_ops.compress import SVDConfig
 from neuronmm_ops.compress.config import STORAGES
-from neuronmm_ops.eval.protocols import CORPORA
+from neuronmm_ops.eval.protocols import CORPORA, check_name
 from neuronmm_ops.hardware import resolve_target
 from neuronmm_ops.recover import RecoverConfig
-from neuronmm_ops.reproduce.schema import check_keys, check_name, checked_table, read_table
+from neuronmm_ops.reproduce.schema import check_keys, checked_table, read_table
 from neuronmm_ops.reproduce.texts import TRAINING_TEXTS
 
 PAPERS = Path(str(files("neuronmm_ops.reproduce") / "papers"))
@@ -198,6 +198,20 @@ def load(path: Path) -> Reproduction:
         raise ValueError(f"{path}: {error}") from None
 
 
+def check_files(asked: Reproduction) -> None:
+    """Refuse texts that are neither known by name nor files, before anything runs.
+
+    Raises:
+        ValueError: there is such a text, or `data` is no directory.
+    """
+    if asked.data is not None and not Path(asked.data).is_dir():
+        raise ValueError(f"data must be a directory, got {asked.data}")
+    _check_text("compress.calibration", asked.compress.calibration, TRAINING_TEXTS)
+    _check_text("recovery.data", asked.recovery and asked.recovery.data, TRAINING_TEXTS)
+    for text in asked.evaluate.texts:
+        _check_text("evaluate.texts", text, CORPORA)
+
+
 def _parsed(values: dict[str, Any], path: Path) -> Reproduction:
     check_keys(values, _Top.__dataclass_fields__, "")
     for name in ("model", "compress", "methods"):
@@ -247,7 +261,7 @@ def _methods(values: object, compress: Compress) -> dict[str, SVDConfig]:
             for ratio in compress.ratios:
                 replace(methods[name], ratio=ratio)
             for storage in compress.storages:
-                check_name("storage", storage, (NATIVE, *STORAGES), "compress.storages")
+                check_name("storage", storage, (NATIVE, *STORAGES))
         except (TypeError, ValueError) as error:
             raise ValueError(f"{where}: {error}") from None
     return methods
@@ -272,7 +286,7 @@ def _with_include(evaluate: Evaluate, path: Path) -> Evaluate:
 
 
 def _check(found: Reproduction) -> None:
-    """Check values that depend on one another, and that files are there."""
+    """Check values that depend on one another."""
     if found.modelled is not None:
         _check_modelled(found.modelled, found.methods)
     needing = [name for name, config in found.methods.items() if config.needs_calibration]
@@ -290,14 +304,8 @@ def _check(found: Reproduction) -> None:
             value = getattr(getattr(found, where), name, None)
             if value is not None and value < 1:
                 raise ValueError(f"{where}.{name} must be at least 1, got {value}")
-    if found.data is not None and not Path(found.data).is_dir():
-        raise ValueError(f"data must be a directory, got {found.data}")
     if (found.evaluate.num_fewshot or 0) < 0:
         raise ValueError(f"evaluate.num_fewshot must not be negative: {found.evaluate.num_fewshot}")
-    _check_text("compress.calibration", found.compress.calibration, TRAINING_TEXTS)
-    _check_text("recovery.data", found.recovery and found.recovery.data, TRAINING_TEXTS)
-    for text in found.evaluate.texts:
-        _check_text("evaluate.texts", text, CORPORA)
 
 
 def _check_modelled(modelled: Modelled, methods: Mapping[str, SVDConfig]) -> None:
@@ -321,9 +329,9 @@ def _check_text(where: str, text: str | None, known: Mapping[str, Any]) -> None:
     """Refuse a text that is neither known by name nor a file."""
     if text is None or text in known or Path(text).is_file():
         return
-    if "/" in text or "." in text:
+    if Path(text).name != text or Path(text).suffix:
         raise ValueError(f"{where}: cannot read {text}: no such file")
-    check_name("text", text, known, where)
+    check_name(f"text of {where}", text, known)
 
 
 def _names(names: Any) -> str:

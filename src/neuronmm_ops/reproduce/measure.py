@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -12,13 +12,12 @@ from neuronmm_ops.compress import CompressionReport, SVDConfig
 from neuronmm_ops.eval import encode_documents, perplexities, token_perplexity
 from neuronmm_ops.eval.extra import import_extra
 from neuronmm_ops.eval.perplexity import block_length
-from neuronmm_ops.eval.protocols import CORPORA
+from neuronmm_ops.eval.protocols import CORPORA, check_name
 from neuronmm_ops.eval.tasks import run_tasks
 from neuronmm_ops.hf.loading import local_directory
 from neuronmm_ops.ops.backends.cpu import name_of
 from neuronmm_ops.progress import Update
 from neuronmm_ops.reproduce.config import Reproduction
-from neuronmm_ops.reproduce.schema import check_name
 
 # What lm-eval calls the share of questions whose right choice is likelier than every other.
 ACCURACY = "acc,none"
@@ -26,11 +25,16 @@ ACCURACY = "acc,none"
 
 def check_tasks(asked: Reproduction) -> None:
     """Raise ValueError where lm-eval, with the file's own tasks, does not know a task."""
-    options = asked.evaluate
-    if options.tasks:
-        known = import_extra("lm_eval.tasks").TaskManager(include_path=options.include).all_tasks
-        for name in options.tasks:
-            check_name("task", name, known, "evaluate.tasks")
+    include, tasks = asked.evaluate.include, asked.evaluate.tasks
+    if not tasks:
+        return
+    make = import_extra("lm_eval.tasks").TaskManager
+    # Reading lm-eval's own files takes seconds, so only where they are needed.
+    known = make(include_path=include, include_defaults=False).all_tasks if include else []
+    if not set(tasks) <= set(known):
+        known = make(include_path=include).all_tasks
+    for name in tasks:
+        check_name("task of evaluate.tasks", name, known)
 
 
 def compress(
@@ -105,7 +109,9 @@ def task(asked: Reproduction, model: Any, directory: str | Path, name: str) -> d
         batch_size=options.batch_size,
         include_path=options.include,
     )
-    results: Mapping[str, Any] = document["results"][name]
+    results: Mapping[str, Any] = document["results"].get(name, {})
+    if not results:
+        raise ValueError(f"{name} stands for several tasks; name {', '.join(document['results'])}")
     numbers = {k: v for k, v in results.items() if isinstance(v, (int, float))}
     return {"accuracy": numbers.get(ACCURACY), "results": numbers}
 
@@ -115,7 +121,7 @@ def modelled(asked: Reproduction, config: SVDConfig, progress: Update) -> dict[s
     from neuronmm_ops.bench import model as model_times
 
     assert asked.modelled is not None
-    options = asked.modelled
+    options, targets = asked.modelled, cast(Any, config.target_list[0])
     return model_times.run(
         str(local_directory(asked.model.id)),
         target=options.target,
@@ -126,7 +132,7 @@ def modelled(asked: Reproduction, config: SVDConfig, progress: Update) -> dict[s
         batch=options.batch,
         ratio=config.ratio,
         storage=config.one_byte,
-        targets=config.target_list[0],
+        targets=targets,
         progress=progress,
     )
 

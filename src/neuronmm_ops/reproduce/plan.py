@@ -2,6 +2,7 @@
 
 import hashlib
 import platform
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cache
@@ -187,7 +188,7 @@ class _Planner:
                 "num_fewshot": evaluate.num_fewshot,
                 "limit": evaluate.limit,
                 "batch_size": evaluate.batch_size,
-                "include": _files_sha256(evaluate.include),
+                "include": _tasks_sha256(evaluate.include),
                 "versions": _versions(*MODEL_PACKAGES, "lm-eval", "datasets"),
             }
             yield Cell("task", name, inputs, task)
@@ -259,9 +260,17 @@ def _sha256(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _files_sha256(directory: str | None) -> str | None:
-    """Return a hash of all files of a directory."""
-    return None if directory is None else _tree_sha256([Path(directory)])
+def _tasks_sha256(directory: str | None) -> str | None:
+    """Return a hash of a directory of task files, and of the files that they name."""
+    if directory is None:
+        return None
+    named = {
+        Path(word)
+        for file in sorted(Path(directory).rglob("*.y*ml"))
+        for word in re.split(r"[\s\"'\[\]{},]+", file.read_text(encoding="utf-8"))
+        if "." in word and Path(word).is_file()
+    }
+    return _tree_sha256([Path(directory), *sorted(named)])
 
 
 @cache

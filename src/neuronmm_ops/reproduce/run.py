@@ -13,7 +13,7 @@ from neuronmm_ops.hf.loading import local_directory
 from neuronmm_ops.progress import Update
 from neuronmm_ops.reproduce import measure
 from neuronmm_ops.reproduce.cells import Cell, Store, open_store
-from neuronmm_ops.reproduce.config import Reproduction
+from neuronmm_ops.reproduce.config import Reproduction, check_files
 from neuronmm_ops.reproduce.plan import Plan, Variant, plan
 from neuronmm_ops.reproduce.render import write_tables
 from neuronmm_ops.reproduce.table import document_of
@@ -47,6 +47,7 @@ def run(
         OSError: OUT cannot be written, is of something else, or another run works in it.
         ValueError: a text, a task or the device is not to be had.
     """
+    check_files(asked)
     check_device(asked.model.device)
     read_config(local_directory(asked.model.id))
     measure.check_tasks(asked)

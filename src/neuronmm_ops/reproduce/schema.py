@@ -1,12 +1,12 @@
 """Tables of a TOML file as dataclasses: every key and every type is checked, in one line."""
 
-import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import MISSING, fields
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
+from neuronmm_ops.eval.protocols import check_name
+
 Table = TypeVar("Table")
-MOST_NAMES = 20
 _NAMES = {str: "a text", int: "an integer", float: "a number", bool: "true or false"}
 
 
@@ -39,21 +39,10 @@ def checked_table(values: object, where: str) -> Mapping[str, Any]:
     return values
 
 
-def check_keys(table: Mapping[str, Any], known: Iterable[str], where: str) -> None:
+def check_keys(table: Mapping[str, Any], known: Collection[str], where: str) -> None:
     """Raise ValueError, with the nearest known name, for a key that is not known."""
     for key in table:
-        check_name("key", key, known, where)
-
-
-def check_name(kind: str, name: str, known: Iterable[str], where: str = "") -> None:
-    """Raise ValueError, with the nearest known names, or some, for a name that is not known."""
-    known = list(known)
-    if name in known:
-        return
-    near = difflib.get_close_matches(name, known, n=3)
-    some = ", ".join(known[:MOST_NAMES]) + (", ..." if len(known) > MOST_NAMES else "")
-    hint = f"did you mean {' or '.join(near)}?" if near else f"there are {some}"
-    raise ValueError(f"unknown {kind} {name!r}{f' in {where}' if where else ''}; {hint}")
+        check_name(f"key of {where}" if where else "key", key, known)
 
 
 def _inside(where: str) -> str:
