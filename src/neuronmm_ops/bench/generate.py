@@ -84,7 +84,7 @@ def run(
         For each directory a row, with `compile` two: `dir`, `compiled`; `bytes` of the weights'
         files; medians over the rounds `prefill_tokens_per_s` (prompts' tokens over the time to
         the first token), `ttft_ms` (time to first token), `token_ms` (of each further token of a
-        sequence), `end_to_end_ms` and `tokens_per_s` (new tokens of all sequences, end to end);
+        sequence), `tokens_per_s` (of all sequences after the first token) and `end_to_end_ms`;
         `peak_memory_bytes` (of the model's own process, the interpreter and its libraries
         included; on CUDA what torch allocated; None where it cannot be told), `compile_s`;
         `speedup` over the first directory in the same mode, of `prefill`, `decode` and
@@ -134,9 +134,8 @@ def run(
             **{name: version(name) for name in ("neuronmm-ops", "torch", "transformers")},
         },
     }
-    tokens = (batch * prompt, batch * new)
     return [
-        _row(directories[key[0]], key[1], found.get(key), apart[key], tokens) | context
+        _row(directories[key[0]], key[1], found.get(key), apart[key], prompt, batch) | context
         for key in product(range(len(directories)), modes)
     ]
 
@@ -252,24 +251,24 @@ def _row(
     is_compiled: bool,
     found: _Found | None,
     apart: Alone,
-    tokens: tuple[int, int],
+    prompt: int,
+    batch: int,
 ) -> dict[str, Any]:
-    """Return a candidate's row; `tokens` are those of all prompts and all that follow them."""
     timings = found.timings if found else []
 
     def median(name: str) -> float | None:
         return statistics.median(getattr(each, name) for each in timings) if timings else None
 
-    ttft_ms, end_to_end_ms = median("ttft_ms"), median("end_to_end_ms")
+    ttft_ms, token_ms = median("ttft_ms"), median("token_ms")
     return {
         "dir": str(directory),
         "compiled": is_compiled,
         "bytes": sum(file.stat().st_size for file in weight_files(local_directory(directory))),
-        "prefill_tokens_per_s": ttft_ms and 1e3 * tokens[0] / ttft_ms,
+        "prefill_tokens_per_s": ttft_ms and 1e3 * batch * prompt / ttft_ms,
         "ttft_ms": ttft_ms,
-        "token_ms": median("token_ms"),
-        "end_to_end_ms": end_to_end_ms,
-        "tokens_per_s": end_to_end_ms and 1e3 * tokens[1] / end_to_end_ms,
+        "token_ms": token_ms,
+        "tokens_per_s": token_ms and 1e3 * batch / token_ms,
+        "end_to_end_ms": median("end_to_end_ms"),
         "peak_memory_bytes": apart.peak_memory_bytes,
         "compile_s": apart.compile_s,
         "speedup": found and found.speedup,

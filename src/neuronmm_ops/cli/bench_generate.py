@@ -67,8 +67,8 @@ def _show(rows: list[dict[str, Any]]) -> None:
     for line in (
         f"measured: prompts of {first['prompt']} tokens and {first['new']} new ones, batch "
         f"{first['batch']}, {first['cache']} cache, rounds: {rounds}",
-        "TTFT: time to first token, which prefill/s is taken from; tokens/s: of new tokens, end "
-        "to end; peak: of a process that does nothing else",
+        "TTFT: time to first token, which prefill/s is taken from; tokens/s: after it; peak: of a "
+        "process that does nothing else",
         f"computed in {first['compute_dtype']} on {first['device']} ({first['device_name']}), "
         f"threads: {first['threads']}; {versions}",
     ):
