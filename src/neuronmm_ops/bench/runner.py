@@ -1,4 +1,4 @@
-"""What the benchmarks share: items measured in order with their progress, and traced kernels."""
+"""What the benchmarks share: items measured in order, processes of their own, traced kernels."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
 from neuronmm_ops.compress.calibrate import Progress
@@ -52,6 +53,47 @@ def _results(
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, context, initializer=_follow_parent) as pool:
         yield from pool.map(measure, items)
+
+
+def in_own_process(what: str, function: Callable[..., Result], *arguments: Any) -> Result:
+    """Call a function of a module in a fresh process, which ends with the call.
+
+    Args:
+        what: the process, for the error where it is lost.
+        function: called with the arguments; they, its result and its error are pickled.
+        arguments: of the function.
+
+    Raises:
+        ChildProcessError: the process was ended from outside, such as for want of memory.
+        Exception: what the function raises.
+    """
+    context = multiprocessing.get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_send, args=(sender, function, arguments), daemon=True)
+    process.start()
+    sender.close()  # or its end would not be seen here
+    try:
+        is_done, result = receiver.recv()
+        process.join()
+    except EOFError:
+        process.join()
+        raise ChildProcessError(
+            f"{what} was lost, exit code {process.exitcode}; -9 is most often too little memory"
+        ) from None
+    finally:
+        process.kill()  # the call was interrupted: nobody waits for the result
+        receiver.close()
+    if not is_done:
+        raise result
+    return result
+
+
+def _send(sender: Connection, function: Callable[..., object], arguments: Sequence[object]) -> None:
+    _follow_parent()
+    try:
+        sender.send((True, function(*arguments)))
+    except Exception as error:
+        sender.send((False, error))
 
 
 def _follow_parent() -> None:

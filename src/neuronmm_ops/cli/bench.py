@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from neuronmm_ops.cli import bench_model
+from neuronmm_ops.cli import bench_generate, bench_model
 from neuronmm_ops.cli.console import check_output, show_rows, show_table, stderr, stdout
 from neuronmm_ops.cli.library import transformers_models
 from neuronmm_ops.cli.parser import (
@@ -46,6 +46,8 @@ def add(commands: Any) -> None:
 
     command = add_command(benchmarks, "overhead", _overhead, show_rows, _HELP["overhead"])
     command.add_argument("--xla", action="store_true", help="time tracing on XLA tensors instead")
+
+    bench_generate.add(benchmarks)
 
     options = ("model", "--dtype", "--device")
     command = add_command(benchmarks, "methods", _methods, show_methods, _HELP["methods"], *options)

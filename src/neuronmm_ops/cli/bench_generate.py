@@ -1,0 +1,94 @@
+"""`bench generate`: how fast models generate on this machine, as tables."""
+
+import argparse
+from typing import Any
+
+from neuronmm_ops.cli.console import show_table, stdout
+from neuronmm_ops.cli.library import transformers_models
+from neuronmm_ops.cli.parser import add_command
+from neuronmm_ops.progress import progress_bars
+
+HELP = "time to first token, time per token and memory of models that generate here, measured"
+
+
+def add(benchmarks: Any) -> None:
+    """Add the benchmark to the parser."""
+    command = add_command(benchmarks, "generate", _run, _show, HELP, "--device")
+    command.add_argument(
+        "directories",
+        nargs="+",
+        metavar="DIR",
+        help="a model; the first one is what the others are compared with",
+    )
+    for name, default, described in (
+        ("prompt", 512, "tokens of a prompt"),
+        ("new", 64, "tokens that follow it"),
+        ("batch", 1, "sequences"),
+        ("rounds", 7, "of timing; fewer where they take more than a minute"),
+    ):
+        command.add_argument(
+            f"--{name}", type=int, default=default, help=f"{described} (default {default})"
+        )
+    command.add_argument("--compile", action="store_true", help="also with torch.compile")
+
+
+def _run(options: argparse.Namespace) -> list[dict[str, Any]]:
+    transformers_models()
+    from neuronmm_ops.bench import generate
+
+    with progress_bars() as progress:
+        return generate.run(
+            options.directories,
+            prompt=options.prompt,
+            new=options.new,
+            batch=options.batch,
+            compile=options.compile,
+            rounds=options.rounds,
+            device=options.device,
+            progress=progress,
+        )
+
+
+def _show(rows: list[dict[str, Any]]) -> None:
+    # Two tables, so that a terminal of 80 columns shows every number.
+    columns = ["model", "TTFT ms", "prefill/s", "token ms", "tokens/s", "peak MB", "compile s"]
+    show_table(columns, map(_measured, rows), left=["model"])
+    compared = [row for row in rows if row["speedup"]]
+    if compared:
+        title = f"speed-up over {rows[0]['dir']}: median and range of paired rounds"
+        columns = ["model", "prefill", "decode", "end to end"]
+        show_table(columns, map(_compared, compared), left=["model"], title=title)
+    for row in rows:
+        if row["failed"]:
+            stdout.print(f"{_name(row)}: not measured, {row['failed']}", soft_wrap=True)
+    first = rows[0]
+    versions = ", ".join(f"{name} {value}" for name, value in first["versions"].items())
+    rounds = min(row["rounds"] for row in rows if row["rounds"])
+    for line in (
+        f"measured: prompts of {first['prompt']} tokens and {first['new']} new ones, batch "
+        f"{first['batch']}, {first['cache']} cache, rounds: {rounds}",
+        "TTFT: time to first token, which prefill/s is taken from; tokens/s: after it; peak: of a "
+        "process that does nothing else",
+        f"computed in {first['compute_dtype']} on {first['device']} ({first['device_name']}), "
+        f"threads: {first['threads']}; {versions}",
+    ):
+        stdout.print(line, soft_wrap=True)
+
+
+def _name(row: dict[str, Any]) -> str:
+    return row["dir"] + ", compiled" * row["compiled"]
+
+
+def _measured(row: dict[str, Any]) -> list[str]:
+    memory = row["peak_memory_bytes"]
+    values = [
+        *((row["ttft_ms"], ".1f"), (row["prefill_tokens_per_s"], ".0f")),
+        *((row["token_ms"], ".2f"), (row["tokens_per_s"], ".1f")),
+        *((memory and memory / 1e6, ".0f"), (row["compile_s"], ".0f")),
+    ]
+    return [_name(row), *("" if v is None else format(v, spec) for v, spec in values)]
+
+
+def _compared(row: dict[str, Any]) -> list[str]:
+    phases = (row["speedup"][phase] for phase in ("prefill", "decode", "end_to_end"))
+    return [_name(row), *(f"{p['median']:.2f}x ({p['low']:.2f}-{p['high']:.2f})" for p in phases)]
