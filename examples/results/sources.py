@@ -177,15 +177,22 @@ def dumped(document: dict[str, Any]) -> str:
     """A data set as JSON: a row a line, so that a change of one number is a change of one line."""
     runs: list[str] = []
     for run in document["runs"]:
-        found = run["document"]
-        if isinstance(found, list):
-            rows = ",\n".join("  " + json.dumps(_rounded(row)) for row in found)
-            body = f"[\n{rows}\n]"
-        else:
-            body = json.dumps(_rounded(found), indent=1)
+        body = _lines(_rounded(run["document"]))
         runs.append(f'{{"command": {json.dumps(run["command"])}, "document": {body}}}')
     provenance = json.dumps(document["provenance"], indent=1)
     return f'{{"provenance": {provenance},\n"runs": [\n' + ",\n".join(runs) + "\n]}\n"
+
+
+def _lines(value: Any) -> str:
+    """A list with an entry a line, or an object with a field a line and its lists likewise."""
+    if isinstance(value, list):
+        return "[\n" + ",\n".join(f"  {json.dumps(entry)}" for entry in value) + "\n]"
+    fields = [f"{json.dumps(key)}: {_field(entry)}" for key, entry in value.items()]
+    return "{\n" + ",\n".join(fields) + "\n}"
+
+
+def _field(value: Any) -> str:
+    return _lines(value) if isinstance(value, list) else json.dumps(value)
 
 
 def _rounded(value: Any) -> Any:
