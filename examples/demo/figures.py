@@ -168,9 +168,9 @@ def _trainium_figure(results: Results) -> Figure:
         axes.barh(place - 0.2, 1, 0.36, color="#b8c0ca", label="" if place else "dense")
         color = METHOD_STYLE[OURS]["color"]
         axes.barh(place + 0.2, own / dense, 0.36, color=color, label="" if place else "compressed")
-        for offset, value in ((-0.2, dense), (0.2, own)):
+        for offset, value, ink in ((-0.2, dense, INK), (0.2, own, "white")):
             axes.annotate(
-                f"{value:.3g} ms", (0.01, place + offset), va="center", fontsize=8, color="black"
+                f"{value:.3g} ms", (0.01, place + offset), va="center", fontsize=8, color=ink
             )
     phases = ["decode" if row.tokens == 1 else f"prefill {row.tokens}" for row in times]
     names = [f"{row.model}\n{phase}" for row, phase in zip(times, phases, strict=True)]

@@ -13,7 +13,7 @@ from plots import draw
 from readme import readme
 from results_page import results_page
 from rich.console import Console
-from sources import DATA, ROOT, datasets, make
+from sources import DATA, ROOT, datasets, make, write_held_out
 
 from neuronmm_ops.neuroncore.files import replacing
 
@@ -34,6 +34,7 @@ def main() -> None:
         if arguments.data is None:
             write(console)
             return
+        write_held_out()
         for name in arguments.data or known:
             console.print(f"{name}: about {known[name].minutes:g} minutes …")
             make(known[name])

@@ -32,7 +32,9 @@ SHOWN = "Llama-3.2-1B"
 """The model whose decode is modelled at every ratio and storage that the demo's quality has."""
 PARETO_RATIOS = (0.1, 0.2, 0.3, 0.5)
 STORAGES = ("bf16", "fp8")
-_DEMO = "out/demo/dense --text out/demo/held_out.txt --calibration out/demo/calibration.txt"
+_DEMO = "out/demo/dense --text out/results/held_out.txt --calibration out/demo/calibration.txt"
+EVALUATED_CHARACTERS = 75_000
+"""Of the demo's held-out text: some 20,000 tokens, as many as the demo's own report evaluates."""
 _MODELS = "out/demo/dense out/demo/greedy-0.4"
 _PACKAGES = ("neuronmm-ops", "torch", "transformers", "numpy")
 
@@ -63,8 +65,8 @@ def datasets() -> dict[str, Dataset]:
     """Every data set by its name, in the order in which they run."""
     ratios = " ".join(str(ratio) for ratio in PARETO_RATIOS)
     found = [
-        Dataset("methods", (f"neuronmm bench methods {_DEMO} --dtype float32",), 25),
-        Dataset("storages", (f"neuronmm bench storages {_DEMO} --ratio {ratios}",), 20),
+        Dataset("methods", (f"neuronmm bench methods {_DEMO} --dtype float32",), 10),
+        Dataset("storages", (f"neuronmm bench storages {_DEMO} --ratio {ratios}",), 8),
         Dataset("figure1", ("neuronmm bench kernels --figure1",), 5),
         Dataset(
             "clock",
@@ -135,6 +137,21 @@ def read(name: str) -> dict[str, Any] | None:
     return found
 
 
+def write_held_out() -> None:
+    """Write the beginning of the demo's held-out text, which the models of a table all read.
+
+    Raises:
+        FileNotFoundError: `make demo` has not run.
+    """
+    whole, part = ROOT / "out" / "demo" / "held_out.txt", ROOT / "out" / "results" / "held_out.txt"
+    if not whole.is_file():
+        raise FileNotFoundError(f"{whole} is missing; run make demo")
+    part.parent.mkdir(parents=True, exist_ok=True)
+    text = whole.read_text(encoding="utf-8")[:EVALUATED_CHARACTERS]
+    with replacing(part) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
 def make(dataset: Dataset) -> None:
     """Run a data set's commands and write its file; nothing is written unless all succeed.
 
@@ -160,15 +177,22 @@ def dumped(document: dict[str, Any]) -> str:
     """A data set as JSON: a row a line, so that a change of one number is a change of one line."""
     runs: list[str] = []
     for run in document["runs"]:
-        found = run["document"]
-        if isinstance(found, list):
-            rows = ",\n".join("  " + json.dumps(_rounded(row)) for row in found)
-            body = f"[\n{rows}\n]"
-        else:
-            body = json.dumps(_rounded(found), indent=1)
+        body = _lines(_rounded(run["document"]))
         runs.append(f'{{"command": {json.dumps(run["command"])}, "document": {body}}}')
     provenance = json.dumps(document["provenance"], indent=1)
     return f'{{"provenance": {provenance},\n"runs": [\n' + ",\n".join(runs) + "\n]}\n"
+
+
+def _lines(value: Any) -> str:
+    """A list with an entry a line, or an object with a field a line and its lists likewise."""
+    if isinstance(value, list):
+        return "[\n" + ",\n".join(f"  {json.dumps(entry)}" for entry in value) + "\n]"
+    fields = [f"{json.dumps(key)}: {_field(entry)}" for key, entry in value.items()]
+    return "{\n" + ",\n".join(fields) + "\n}"
+
+
+def _field(value: Any) -> str:
+    return _lines(value) if isinstance(value, list) else json.dumps(value)
 
 
 def _rounded(value: Any) -> Any:

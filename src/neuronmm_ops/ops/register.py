@@ -25,7 +25,12 @@ AUTOCAST_KEYS = {
 }
 
 
-def _register(spec: OpSpec) -> None:
+def register(spec: OpSpec) -> None:
+    """Register an op under every key; a process can do so once.
+
+    Raises:
+        ImportError: the process has an op of that name.
+    """
     name = f"neuronmm::{spec.name}"
     try:
         LIBRARY.define(spec.schema, tags=(torch.Tag.pt2_compliant_tag,))
@@ -121,4 +126,4 @@ def _autocast(spec: OpSpec, key: str) -> Callable[..., Tensor]:
 
 
 for _spec in SPECS.values():
-    _register(_spec)
+    register(_spec)
