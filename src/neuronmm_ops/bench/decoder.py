@@ -9,16 +9,14 @@ rank itself may be cut, which divides all factors but exchanges more. The quicke
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import ceil
 from typing import Literal, NamedTuple
 
 from neuronmm_ops.bench.baselines import elementwise, matmul, neuronmm
 from neuronmm_ops.bench.launches import (
-    Cost,
     Launch,
-    LaunchKey,
     Tracer,
     Way,
     of_op,
@@ -173,7 +171,6 @@ class Decoder:
         batch: sequences.
         mlp: "ours", or "published": the tutorial's matmul where the MLP is dense, NeuronMM's
             kernels where it is low-rank.
-        known: costs of launches that were traced before, shared by decoders of one setting.
     """
 
     whole: ModelShape
@@ -183,7 +180,6 @@ class Decoder:
     tp: int
     batch: int
     mlp: Mlp = "ours"
-    known: dict[LaunchKey, Cost] = field(default_factory=dict)
 
     @cached_property
     def shape(self) -> ModelShape:
@@ -194,7 +190,7 @@ class Decoder:
     def tracer(self) -> Tracer:
         """What traces the launches."""
         cores = resolve_target(self.target).cores
-        return Tracer(self.target, min(cores, self.tp * self.lnc), self.known)
+        return Tracer(self.target, min(cores, self.tp * self.lnc))
 
     def parts(self, tokens: int, lengths: Mapping[int, float]) -> list[Part]:
         """What one pass runs.

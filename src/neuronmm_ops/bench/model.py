@@ -22,7 +22,7 @@ from neuronmm_ops.bench.decoder import (
     linears,
     selection,
 )
-from neuronmm_ops.bench.launches import Cost, LaunchKey
+from neuronmm_ops.bench.launches import Cost
 from neuronmm_ops.bench.memory import check_capacity, memory_of
 from neuronmm_ops.compress.calibrate import Progress
 from neuronmm_ops.hardware import DMA_MODELS, resolve_target
@@ -109,10 +109,8 @@ def run(
     chosen = (targets,) if isinstance(targets, str) else tuple(targets)
     stored = [_stored(name) for name in (storage, storage_dense, storage_lm_head)]
     variants, left_out = _variants(shape, ratio, chosen, stored, alone=lnc == tp == 1)
-    known: dict[LaunchKey, Cost] = {}
     decoders = {
-        v.name: Decoder(shape, v.linears, machine.target, lnc, tp, batch, v.mlp, known)
-        for v in variants
+        v.name: Decoder(shape, v.linears, machine.target, lnc, tp, batch, v.mlp) for v in variants
     }
     memory = {name: memory_of(decoder, prompt, new) for name, decoder in decoders.items()}
     check_capacity(decoders["dense"], memory["dense"])
