@@ -8,24 +8,22 @@ rank itself may be cut, which divides all factors but exchanges more. The quicke
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import ceil
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from neuronmm_ops.bench.baselines import elementwise, matmul, neuronmm
 from neuronmm_ops.bench.launches import (
-    Cost,
     Launch,
-    LaunchKey,
     Tracer,
     Way,
     of_op,
     of_plans,
 )
 from neuronmm_ops.compress.rank import aligned_rank, parameter_count
+from neuronmm_ops.compress.targets import matches
 from neuronmm_ops.hardware import resolve_target
 from neuronmm_ops.kernels.attention.plan import plan_attention
 from neuronmm_ops.kernels.lm_head.plan import plan_lm_head
@@ -35,7 +33,6 @@ from neuronmm_ops.kernels.planner.problem import (
     SCALE_BYTES,
     Matrices,
     mlp_matrices,
-    qkv_matrices,
 )
 from neuronmm_ops.kernels.rms_norm.plan import plan_rms_norm
 from neuronmm_ops.kernels.rope.plan import plan_rope
@@ -48,7 +45,6 @@ ITEMSIZE = 2
 QKV = ("q_proj", "k_proj", "v_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
 HEAD = "lm_head"
-Targets = Literal["mlp", "all-linear"]
 Mlp = Literal["ours", "published"]
 
 
@@ -76,31 +72,50 @@ class Linear(NamedTuple):
         return elements + SCALE_BYTES * (self.N + (self.r or 0))
 
 
+def selection(shape: ModelShape, targets: Sequence[str]) -> set[str]:
+    """The Linears of a layer that targets select, as `SVDConfig.targets`.
+
+    Raises:
+        ValueError: a target selects none.
+    """
+    parents = {name: "mlp" if name in MLP else "self_attn" for name in shape.projections}
+    found: set[str] = set()
+    for target in targets:
+        of_target = {n for n, parent in parents.items() if matches(target, f"layer.{parent}.{n}")}
+        if not of_target:
+            raise ValueError(
+                f"targets must select Linears of a layer ({', '.join(parents)}); {target!r} "
+                "selects none"
+            )
+        found |= of_target
+    return found
+
+
 def linears(
     shape: ModelShape,
-    *,
-    ratio: float | None = None,
-    targets: Targets = "mlp",
+    selected: Collection[str] = (),
     stored: str = "",
     stored_dense: str = "",
     stored_head: str = "",
+    *,
+    ratio: float | None = None,
 ) -> dict[str, Linear]:
     """The Linears of a layer by name, and the output head.
 
     Args:
         shape: of the model.
-        ratio: of parameters removed from what `targets` selects; None leaves all dense.
-        targets: "mlp", or "all-linear" of a layer.
-        stored: dtype of what `targets` selects where that is in one byte.
+        selected: names of those that `ratio` and `stored` are for.
+        stored: dtype of the selected ones where that is in one byte.
         stored_dense: the same of the layers' other Linears, and of those without a rank that pays.
         stored_head: the same of the output head.
+        ratio: of parameters removed; None leaves all dense.
     """
     found: dict[str, Linear] = {}
     for name, (K, N) in shape.projections.items():
-        selected = targets == "all-linear" or name in MLP
-        r = aligned_rank(K, N, ratio) if ratio is not None and selected else None
-        is_factors = r is not None or (ratio is None and selected)
-        found[name] = Linear(K, N, r, stored if is_factors else stored_dense)
+        is_selected = name in selected
+        r = aligned_rank(K, N, ratio) if ratio is not None and is_selected else None
+        is_kept = not is_selected or (ratio is not None and r is None)
+        found[name] = Linear(K, N, r, stored_dense if is_kept else stored)
     found[HEAD] = Linear(shape.hidden_size, shape.vocab_size, None, stored_head)
     return found
 
@@ -155,7 +170,6 @@ class Decoder:
         batch: sequences.
         mlp: "ours", or "published": the tutorial's matmul where the MLP is dense, NeuronMM's
             kernels where it is low-rank.
-        known: costs of launches that were traced before, shared by decoders of one setting.
     """
 
     whole: ModelShape
@@ -165,7 +179,6 @@ class Decoder:
     tp: int
     batch: int
     mlp: Mlp = "ours"
-    known: dict[LaunchKey, Cost] = field(default_factory=dict)
 
     @cached_property
     def shape(self) -> ModelShape:
@@ -176,7 +189,7 @@ class Decoder:
     def tracer(self) -> Tracer:
         """What traces the launches."""
         cores = resolve_target(self.target).cores
-        return Tracer(self.target, min(cores, self.tp * self.lnc), self.known)
+        return Tracer(self.target, min(cores, self.tp * self.lnc))
 
     def parts(self, tokens: int, lengths: Mapping[int, float]) -> list[Part]:
         """What one pass runs.
@@ -186,9 +199,9 @@ class Decoder:
             lengths: tokens in the cache with the pass's own, each with its share of the passes.
         """
         H, layers, M = self.whole.hidden_size, self.whole.layers, self.batch * tokens
-        own, machine = self.shape, {"dtype": DTYPE, "target": self.target, "lnc": self.lnc}
-        heads = {"heads": own.heads, "kv_heads": own.kv_heads, "head_dim": own.head_dim}
-        heads |= {"batch": self.batch, "head_norm": own.head_norm, **machine}
+        own, machine = self.shape, self._machine
+        heads: dict[str, Any] = {"heads": own.heads, "kv_heads": own.kv_heads, **machine}
+        heads |= {"head_dim": own.head_dim, "head_norm": own.head_norm, "batch": self.batch}
 
         def norm(rows: int, residual: bool) -> list[Way]:
             return [Way(of_plans([plan_rms_norm(rows, H, residual=residual, **machine)]))]
@@ -216,30 +229,28 @@ class Decoder:
 
     def _qkv(self, M: int) -> list[Way]:
         """Dense: one product with the three weights side by side."""
-        H, d = self.whole.hidden_size, self.shape.head_dim
-        widths = dict(zip(QKV, [n * d for n in self._heads], strict=True))
-        of = {name: self.linears[name] for name in QKV}
-        ranks = {name: linear.r for name, linear in of.items() if linear.r is not None}
+        H, stored = self.whole.hidden_size, self.linears["q_proj"].stored
+        widths: dict[str, int] = {name: self.shape.projections[name][1] for name in QKV}
+        ranks = {name: r for name in QKV if (r := self.linears[name].r) is not None}
         dense = [name for name in QKV if name not in ranks]
-        beside = sum([widths[name] for name in dense])
-        ways: list[Way] = []
         launches: tuple[Launch, ...] = ()
         if dense:
-            launches = self._op("xw", M, ((H, beside),), of[dense[0]].stored)
+            beside = sum([widths[name] for name in dense])
+            launches += self._op("xw", M, ((H, beside),), self.linears[dense[0]].stored)
         for name, r in ranks.items():
-            launches += self._op("xuv", M, ((H, r), (r, widths[name])), of[name].stored)
-        ways.append(Way(launches))
+            matrices = ((H, r), (r, widths[name]))
+            launches += self._op("xuv", M, matrices, self.linears[name].stored)
         if dense:
-            return ways
-        outputs, stored = tuple(widths.values()), of["q_proj"].stored
-        matrices = qkv_matrices(H, tuple(ranks.values()), outputs)
-        ways.append(Way(self._op("svd_qkv", M, matrices, stored)))
+            return [Way(launches)]
+        pairs = [((H, r), (r, widths[name])) for name, r in ranks.items()]
+        whole = self._op("svd_qkv", M, tuple([side for pair in pairs for side in pair]), stored)
+        ways = [Way(launches), Way(whole)]
         if self.tp > 1:
             low = sum(ranks.values())
-            launches = self._op("xw", M, ((H, ceil(low / self.tp)),), stored)
-            for name, r in ranks.items():
-                launches += self._op("xw", M, ((r, widths[name]),), stored)
-            ways.append(Way(launches, self._gathered(M, low)))
+            cut = self._op("xw", M, ((H, ceil(low / self.tp)),), stored)
+            for _, (r, width) in pairs:
+                cut += self._op("xw", M, ((r, width),), stored)
+            ways.append(Way(cut, self._gathered(M, low)))
         return ways
 
     def _output(self, M: int) -> list[Way]:
@@ -265,8 +276,7 @@ class Decoder:
         if self.mlp == "published":
             return self._published(M, H, r, I)
         if r is None:
-            machine = {"dtype": DTYPE, "target": self.target, "lnc": self.lnc}
-            plans = plan_mlp(M, H, I, weight_dtype=stored, **machine)
+            plans = plan_mlp(M, H, I, weight_dtype=stored, **self._machine)
             return [Way(of_plans(plans), self._summed(M, H))]
         matrices = mlp_matrices(H, (r, r, r), I, H)
         ways = [Way(self._op("svd_mlp", M, matrices, stored), self._summed(M, H))]
@@ -308,29 +318,37 @@ class Decoder:
     def _fitting(
         self, kernel: Kernel, operands: tuple[TensorShape, ...], blocks: Sequence[neuronmm.Blocks]
     ) -> list[Launch]:
-        """A published kernel in each of its blocks that fits on the core."""
-        found: list[Launch] = []
-        for choice in dict.fromkeys(blocks):
-            launch = Launch(kernel, operands, {"blocks": choice})
-            with contextlib.suppress(NkiValidationError):
-                self.tracer.launch(launch)
-                found.append(launch)
+        """A published kernel in each of its blocks that fits; NkiValidationError if none does."""
+        launches = [
+            Launch(kernel, operands, {"blocks": choice}) for choice in dict.fromkeys(blocks)
+        ]
+        refused = [self._refusal(launch) for launch in launches]
+        found = [launch for launch, error in zip(launches, refused, strict=True) if error is None]
+        if not found and refused[0] is not None:
+            raise refused[0]
         return found
+
+    def _refusal(self, launch: Launch) -> NkiValidationError | None:
+        """Why a launch does not run on the target."""
+        try:
+            self.tracer.launch(launch)
+        except NkiValidationError as error:
+            return error
+        return None
 
     def _head(self) -> list[Way]:
         """Each rank finds the greatest of its words; ranks exchange an id and a logit a row."""
-        machine = {"dtype": DTYPE, "target": self.target, "lnc": self.lnc}
         H, words = self.whole.hidden_size, self.shape.vocab_size
         stored = self.linears[HEAD].stored
-        plan = plan_lm_head(self.batch, H, words, weight_dtype=stored, **machine)
+        plan = plan_lm_head(self.batch, H, words, weight_dtype=stored, **self._machine)
         exchanged = () if self.tp == 1 else (self._group.gather_ns(8 * self.batch) / 1e6,)
         return [Way(of_plans([plan]), exchanged)]
 
     # --- launches and collectives
 
     @cached_property
-    def _heads(self) -> tuple[int, int, int]:
-        return self.shape.heads, self.shape.kv_heads, self.shape.kv_heads
+    def _machine(self) -> dict[str, Any]:
+        return {"dtype": DTYPE, "target": self.target, "lnc": self.lnc}
 
     @cached_property
     def _group(self) -> Group:
