@@ -227,14 +227,22 @@ def test_progress_names_the_data_set(model, data):
         data=data,
         progress=lambda *call: told.append(call),
     )
-    assert told == [("evaluate ptb", done, len(told)) for done in range(1, len(told) + 1)]
-    assert len(told) > 5
+    assert told[:2] == [("read ptb", 0, 1), ("read ptb", 1, 1)]
+    blocks = len(told) - 2
+    assert told[2:] == [("evaluate ptb", done, blocks) for done in range(1, blocks + 1)]
+    assert blocks > 5
 
 
 def test_a_missing_package_names_the_extra(model, data, monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ImportError, match=r"datasets is not installed.*neuronmm-ops\[eval\]"):
         perplexities(model, tiny_tokenizer(), ["ptb"], data=data)
+
+
+def test_no_cache_is_written(model, data, monkeypatch):
+    nowhere = "/proc/nowhere"  # no directory can be made there
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", nowhere)
+    assert len(perplexities(model, tiny_tokenizer(), NAMES, seqlen=64, data=data)) == 3
 
 
 def test_nothing_is_evaluated_before_all_texts_are_read(model, data, monkeypatch):

@@ -101,7 +101,7 @@ def greedy_word(model, context: str) -> str:
     return word
 
 
-def test_log_likelihood(model, tmp_path):
+def test_log_likelihood(model, tmp_path, capfd):
     candidates = [f"a text of number {index} and" for index in range(400)]
     greedy = next((text, word) for text in candidates if (word := greedy_word(model, text)))
     rows = [
@@ -122,6 +122,7 @@ def test_log_likelihood(model, tmp_path):
     assert values(found)["perplexity"] == pytest.approx(expected, rel=1e-6)
     assert values(found)["acc"] == pytest.approx(1 / 3)
     assert [is_greedy for _, is_greedy in scores] == [True, False, False]
+    assert capfd.readouterr() == ("", "")  # perplexity's standard error is resampled
 
 
 def rolling(model, text: str) -> float:
@@ -170,6 +171,17 @@ doc_to_choice: "{{{{a}}}}"
 {METRICS}"""
 
 
+def test_what_a_metric_cannot_hold_is_one_line(model, tmp_path):
+    kind = 'output_type: loglikelihood\ndoc_to_text: "{{q}}"\n'
+    metric = "metric_list:\n  - metric: perplexity\n"
+    write_task(tmp_path, "wide", QUIZ, f"{kind}doc_to_target: \"{{{{' word'*24}}}}\"\n{metric}")
+    with pytest.raises(ValueError, match=r"tasks wide cannot be run \(.*out of range"):
+        run_tasks(model, tiny_tokenizer(), ["wide"], include_path=tmp_path)
+    write_task(tmp_path, "long", QUIZ, f"{kind}doc_to_target: \"{{{{' word'*30}}}}\"\n{metric}")
+    with pytest.raises(ValueError, match=r"must hold between 1 and the .* 128 tokens, got 150"):
+        run_tasks(model, tiny_tokenizer(), ["long"], include_path=tmp_path)
+
+
 def test_few_shots_stand_before_the_question(model, tmp_path):
     first = "training_split: train\nfewshot_config:\n  sampler: first_n\n  split: train\n"
     write_task(tmp_path, "quiz", QUIZ, QUIZ_TEXT + first)
@@ -180,7 +192,7 @@ def test_few_shots_stand_before_the_question(model, tmp_path):
     found = run_tasks(model, tiny_tokenizer(), ["quiz"], num_fewshot=2, include_path=tmp_path)
     assert values(found)["acc"] == hits / len(QUIZ)
     assert found["n-shot"] == {"quiz": 2}
-    with pytest.raises(ValueError, match=r"quiz cannot be run .*no more shots than there are"):
+    with pytest.raises(ValueError, match=r"quiz cannot be run .*ask for fewer shots"):
         run_tasks(model, tiny_tokenizer(), ["quiz"], num_fewshot=9, include_path=tmp_path)
 
 

@@ -1,7 +1,9 @@
 """Perplexity on the papers' data sets, which the `datasets` package reads."""
 
+import functools
 import itertools
 import json
+import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -60,7 +62,13 @@ def perplexities(
         raise ValueError(f"give at least one data set of {', '.join(CORPORA)}")
     recipes = {name: recipe_of(protocol, name) for name in names}
     length = block_length(model, seqlen, least=2)
-    texts = {name: _encoded(tokenizer, name, recipe, data) for name, recipe in recipes.items()}
+    texts: dict[str, tuple[Tensor, int, Path]] = {}
+    for name, recipe in recipes.items():
+        if progress:
+            progress(f"read {name}", 0, 1)
+        texts[name] = _encoded(tokenizer, name, recipe, data)
+        if progress:
+            progress(f"read {name}", 1, 1)
     blocks = {name: _whole_blocks(name, texts[name][0], length, recipes[name]) for name in texts}
     rows: list[dict[str, Any]] = []
     for name, (ids, documents, file) in texts.items():
@@ -96,7 +104,10 @@ def read_documents(name: str, count: int | None, data: str | Path | None) -> tup
     load = import_extra("datasets").load_dataset
     file = find_file(CORPORA[name], data)
     try:
-        documents = list(itertools.islice(_rows(load, file, CORPORA[name].column), count))
+        # `datasets` wants a directory for locks even where it only streams.
+        with tempfile.TemporaryDirectory() as scratch:
+            rows = _rows(functools.partial(load, cache_dir=scratch), file, CORPORA[name].column)
+            documents = list(itertools.islice(rows, count))
     except Exception as error:  # bad files make the readers raise anything
         raise ValueError(
             f"{name}: {file} is malformed or empty ({reason(error)}); place the "

@@ -40,7 +40,7 @@ class CheckedLM(_HFLM):
             if not 0 < len(continuation) <= self.max_length:
                 raise ValueError(
                     f"a continuation must hold between 1 and the model's limit of "
-                    f"{self.max_length} tokens, got {len(continuation)}; correct the task"
+                    f"{self.max_length} tokens, got {len(continuation)}"
                 )
             self.truncated += len(context) + len(continuation) > self.max_length + 1
         return super()._loglikelihood_tokens(requests, disable_tqdm, override_bs)

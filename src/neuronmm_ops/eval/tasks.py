@@ -5,6 +5,7 @@ import copy
 import io
 import json
 import math
+import os
 import sys
 from collections.abc import Generator, Sequence
 from pathlib import Path
@@ -20,8 +21,12 @@ PAPER_TASKS = (
     *("arc_easy", "arc_challenge", "mathqa"),
 )
 
+# Resampled means behind a perplexity's standard error, which is off by 1/sqrt(2 * 1000) then;
+# lm-eval's 100,000 take a pool of processes. Accuracies have a closed form.
+_BOOTSTRAPS = 1000
+
 # What lm-eval raises where a task does not fit its data.
-_BAD_TASK = (ValueError, LookupError, TypeError, AttributeError, AssertionError)
+_BAD_TASK = (ValueError, LookupError, TypeError, AttributeError, AssertionError, ArithmeticError)
 
 
 def run_tasks(
@@ -82,14 +87,15 @@ def run_tasks(
                 num_fewshot=num_fewshot,
                 batch_size=batch_size,
                 limit=limit,
+                bootstrap_iters=_BOOTSTRAPS,
                 log_samples=False,
             )
         except NonFiniteError:
             raise
         except (*_BAD_TASK, import_extra("jinja2").TemplateError) as error:
             raise ValueError(
-                f"tasks {', '.join(tasks)} cannot be run ({reason(error)}); check that the task "
-                "files name columns of their data, and ask for no more shots than there are"
+                f"tasks {', '.join(tasks)} cannot be run ({reason(error)}); correct the task "
+                "files, or ask for fewer shots"
             ) from error
     results["config"]["truncated_requests"] = lm.truncated
     serialize = import_extra("lm_eval.utils").handle_non_serializable
@@ -197,10 +203,24 @@ def _talking_to_nobody() -> Generator[None, None, None]:
         replaced(bar, "__init__", begin_hidden),
         # It would run git, whose repository here is the caller's and not lm-eval's.
         replaced(evaluator, "get_git_commit_hash", lambda: None),
+        _one_process(),
         quiet(),
         contextlib.redirect_stdout(io.StringIO()),
     ):
         yield
+
+
+@contextlib.contextmanager
+def _one_process() -> Generator[None, None, None]:
+    """Keep lm-eval from forking: its processes would inherit this one's signal handlers."""
+    before = os.environ.get("DISABLE_MULTIPROC")
+    os.environ["DISABLE_MULTIPROC"] = "1"
+    try:
+        yield
+    finally:
+        os.environ.pop("DISABLE_MULTIPROC")
+        if before is not None:
+            os.environ["DISABLE_MULTIPROC"] = before
 
 
 def _heard(progress: Progress | None) -> Progress | None:
