@@ -10,13 +10,21 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import ceil
 from typing import Literal, NamedTuple
 
 from neuronmm_ops.bench.baselines import elementwise, matmul, neuronmm
-from neuronmm_ops.bench.launches import Launch, Tracer, Way, of_op, of_plans
+from neuronmm_ops.bench.launches import (
+    Cost,
+    Launch,
+    LaunchKey,
+    Tracer,
+    Way,
+    of_op,
+    of_plans,
+)
 from neuronmm_ops.compress.rank import aligned_rank, parameter_count
 from neuronmm_ops.hardware import resolve_target
 from neuronmm_ops.kernels.attention.plan import plan_attention
@@ -147,6 +155,7 @@ class Decoder:
         batch: sequences.
         mlp: "ours", or "published": the tutorial's matmul where the MLP is dense, NeuronMM's
             kernels where it is low-rank.
+        known: costs of launches that were traced before, shared by decoders of one setting.
     """
 
     whole: ModelShape
@@ -156,6 +165,7 @@ class Decoder:
     tp: int
     batch: int
     mlp: Mlp = "ours"
+    known: dict[LaunchKey, Cost] = field(default_factory=dict)
 
     @cached_property
     def shape(self) -> ModelShape:
@@ -166,7 +176,7 @@ class Decoder:
     def tracer(self) -> Tracer:
         """What traces the launches."""
         cores = resolve_target(self.target).cores
-        return Tracer(self.target, min(cores, self.tp * self.lnc))
+        return Tracer(self.target, min(cores, self.tp * self.lnc), self.known)
 
     def parts(self, tokens: int, lengths: Mapping[int, float]) -> list[Part]:
         """What one pass runs.
@@ -178,12 +188,12 @@ class Decoder:
         H, layers, M = self.whole.hidden_size, self.whole.layers, self.batch * tokens
         own, machine = self.shape, {"dtype": DTYPE, "target": self.target, "lnc": self.lnc}
         heads = {"heads": own.heads, "kv_heads": own.kv_heads, "head_dim": own.head_dim}
-        heads |= {"batch": self.batch, **machine}
+        heads |= {"batch": self.batch, "head_norm": own.head_norm, **machine}
 
         def norm(rows: int, residual: bool) -> list[Way]:
             return [Way(of_plans([plan_rms_norm(rows, H, residual=residual, **machine)]))]
 
-        rope = plan_rope(tokens, head_norm=own.head_norm, **heads)
+        rope = plan_rope(tokens, **heads)
         found = [
             # the first has no residual yet; the last is of each sequence's last token alone
             Part("norm", norm(M, False), 1),

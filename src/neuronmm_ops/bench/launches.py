@@ -15,6 +15,8 @@ from neuronmm_ops.neuroncore import Kernel, TensorSpec
 from neuronmm_ops.neuroncore.dtypes import dtype_of
 from neuronmm_ops.ops.definitions import SPECS
 
+LaunchKey = tuple[Any, ...]
+
 
 @dataclass(frozen=True)
 class Launch:
@@ -25,7 +27,7 @@ class Launch:
     arguments: dict[str, Any] = field(default_factory=dict)
 
     @property
-    def key(self) -> tuple[Any, ...]:
+    def key(self) -> LaunchKey:
         """What two launches that take the same time have in common."""
         arguments = repr(sorted(self.arguments.items()))
         return self.kernel.func, self.kernel.lnc, self.operands, arguments
@@ -62,11 +64,12 @@ class Tracer:
     Args:
         target: trn1, trn2 or trn3.
         cores_busy: NeuronCores of a chip that share its HBM.
+        known: what was traced before of this target and as many cores; it is added to.
     """
 
-    def __init__(self, target: str, cores_busy: int = 1) -> None:
+    def __init__(self, target: str, cores_busy: int, known: dict[LaunchKey, Cost]) -> None:
         self.target, self.cores_busy = target, cores_busy
-        self._known: dict[tuple[Any, ...], Cost] = {}
+        self._known = known
 
     def launch(self, launch: Launch) -> Cost:
         """The cost of a launch.

@@ -21,7 +21,7 @@ from neuronmm_ops.bench.decoder import (
     Targets,
     linears,
 )
-from neuronmm_ops.bench.launches import Cost
+from neuronmm_ops.bench.launches import Cost, LaunchKey
 from neuronmm_ops.bench.memory import check_capacity, memory_of
 from neuronmm_ops.compress.calibrate import Progress
 from neuronmm_ops.hardware import DMA_MODELS, resolve_target
@@ -107,8 +107,10 @@ def run(
     _check(machine.generation, lnc, prompt, new, batch, ratio, targets)
     stored = [_stored(name) for name in (storage, storage_dense, storage_lm_head)]
     variants, left_out = _variants(shape, ratio, targets, stored, alone=lnc == tp == 1)
+    known: dict[LaunchKey, Cost] = {}
     decoders = {
-        v.name: Decoder(shape, v.linears, machine.target, lnc, tp, batch, v.mlp) for v in variants
+        v.name: Decoder(shape, v.linears, machine.target, lnc, tp, batch, v.mlp, known)
+        for v in variants
     }
     memory = {name: memory_of(decoder, prompt, new) for name, decoder in decoders.items()}
     check_capacity(decoders["dense"], memory["dense"])

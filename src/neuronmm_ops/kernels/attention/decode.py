@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from neuronmm_ops.kernels.attention.heads import NewToken, Rotation
+from neuronmm_ops.kernels.attention.heads import HeadNorm, NewToken, Rotation
 from neuronmm_ops.kernels.attention.units import Shape, Unit, decode_units
 from neuronmm_ops.kernels.shim import NkiTensor, jit, nisa, nl
 from neuronmm_ops.kernels.stages.chunks import evict, generation, itemsize
@@ -163,15 +163,15 @@ class Mixture(nl.NKIObject):
         H, rows = self.new.queries, tokens.size // tiles
         to_sb = nl.ndarray((rows, tiles, H), dtype=self.weights_sb.dtype)
         in_psum = nl.float32 if generation() == 2 else self.weights_sb.dtype
-        number = 0
-        for group in spans(0, tiles, transposes_in_bank(H, itemsize(in_psum))):
+        groups = spans(0, tiles, transposes_in_bank(H, itemsize(in_psum)))
+        for n in range(len(groups)):
+            group = groups[n]
             bank_psum = nl.ndarray((rows, group.size, H + H % 2), dtype=in_psum, buffer=nl.psum)
             for i in range(group.size):
                 first = tokens.start + group.start + i
                 columns = self.weights_sb[:, first : tokens.start + tokens.size : tiles]
                 nisa.nc_transpose(bank_psum[:, i, 0:H], columns)
-            evict(to_sb[:, nl.ds(group.start, group.size), :], bank_psum[:, :, 0:H], number)
-            number += 1
+            evict(to_sb[:, nl.ds(group.start, group.size), :], bank_psum[:, :, 0:H], n)
         return to_sb
 
     def add(self, tokens: Span, loaded: list[NkiTensor]) -> None:
@@ -288,9 +288,13 @@ def attention_decode(
     heads = qkv.shape[1] // d - 2 * kv
     shape = Shape(B, heads, kv, d, T)
     check_operands(shape, qkv, v_cache)
+    assert (q_weight == None) == (k_weight == None), "give both weights of norms, or none"  # noqa: E711
     out_hbm = nl.ndarray((B, heads * d), dtype=qkv.dtype, buffer=nl.shared_hbm)
     units = decode_units(shape, nl.program_id(0), nl.num_programs(0))
-    rotation = Rotation(cos, sin, q_weight, k_weight, eps)
+    norms: list[HeadNorm] = []
+    if q_weight != None and k_weight != None:  # noqa: E711 - strict NKI has no `is`
+        norms.append(HeadNorm(q_weight, k_weight, eps))
+    rotation = Rotation(cos, sin, norms)
     made: list[NewToken] = []
     if len(units) > 0:
         made.append(NewToken(qkv, shape, units[0], rotation))

@@ -5,49 +5,26 @@ from __future__ import annotations
 from neuronmm_ops.kernels.attention.units import Shape, Unit
 from neuronmm_ops.kernels.shim import NkiTensor, nisa, nl
 from neuronmm_ops.kernels.stages.chunks import evict, generation
-from neuronmm_ops.kernels.stages.tiling import PARTITIONS, tiles_in
+from neuronmm_ops.kernels.stages.tiling import tiles_in
 
 
-class Rotation(nl.NKIObject):
-    """RoPE of one position, after an RMSNorm where weights are given.
+class HeadNorm(nl.NKIObject):
+    """An RMSNorm of key and query heads.
 
     Args:
-        cos: [1, head_dim] in HBM.
-        sin: [1, head_dim].
-        q_weight: [head_dim] or None.
-        k_weight: [head_dim] or None.
-        eps: of the norm.
+        q_weight: [head_dim] in HBM.
+        k_weight: [head_dim].
+        eps: added to the mean square.
     """
 
-    def __init__(
-        self,
-        cos: NkiTensor,
-        sin: NkiTensor,
-        q_weight: NkiTensor | None,
-        k_weight: NkiTensor | None,
-        eps: float,
-    ) -> None:
-        assert (q_weight == None) == (k_weight == None), "give both weights of norms, or none"  # noqa: E711
-        self.cos = cos
-        self.sin = sin
+    def __init__(self, q_weight: NkiTensor, k_weight: NkiTensor, eps: float) -> None:
         self.q_weight = q_weight
         self.k_weight = k_weight
         self.eps = eps
-        # cos and sin on as many partitions as the first unit, the largest, has rows
-        self.tables_sb: list[NkiTensor] = []
         self.weights_sb: list[NkiTensor] = []
 
-    def load(self, keys: int, rows: int) -> None:
-        """Load the tables once: cos, sin and weights for `keys` key and then query rows."""
-        if len(self.tables_sb) > 0:
-            return
-        for table_hbm in [self.cos, self.sin]:
-            table_sb = nl.ndarray((rows, table_hbm.shape[1]), dtype=table_hbm.dtype)
-            nisa.dma_copy(table_sb, table_hbm.broadcast(0, rows), dge_mode=nisa.dge_mode.none)
-            self.tables_sb.append(table_sb)
-
     def weights(self, keys: int, rows: int) -> NkiTensor:
-        """Weights of the norm of `keys` key and then query heads, times sqrt(head_dim), in SBUF."""
+        """Weights of `keys` key and then query heads, times sqrt(head_dim), in SBUF."""
         if len(self.weights_sb) > 0 and self.weights_sb[0].shape[0] == rows:
             return self.weights_sb[0]
         d = self.q_weight.shape[0]
@@ -62,12 +39,52 @@ class Rotation(nl.NKIObject):
         return scaled_sb
 
     def run(self, rows_sb: NkiTensor, keys: int) -> NkiTensor:
+        """Each row over its root mean square, times the weight of its kind, fp32."""
+        rows, d = rows_sb.shape
+        weights_sb = self.weights(keys, rows)
+        squares_sb = nl.ndarray((rows, d), dtype=nl.float32)
+        sum_sb = nl.ndarray((rows, 1), dtype=nl.float32)
+        root_sb = nl.ndarray((rows, 1), dtype=nl.float32)
+        normed_sb = nl.ndarray((rows, d), dtype=nl.float32)
+        nisa.tensor_tensor(squares_sb, rows_sb, rows_sb, nl.multiply)
+        nisa.tensor_reduce(sum_sb, nl.add, squares_sb, axis=1)
+        nisa.tensor_scalar(root_sb, sum_sb, nl.add, d * self.eps, op1=nl.power, operand1=-0.5)
+        nisa.scalar_tensor_tensor(normed_sb, rows_sb, nl.multiply, root_sb, nl.multiply, weights_sb)
+        return normed_sb
+
+
+class Rotation(nl.NKIObject):
+    """RoPE of one position, after an RMSNorm, if any.
+
+    Args:
+        cos: [1, head_dim] in HBM.
+        sin: [1, head_dim].
+        norms: one or none.
+    """
+
+    def __init__(self, cos: NkiTensor, sin: NkiTensor, norms: list[HeadNorm]) -> None:
+        self.cos = cos
+        self.sin = sin
+        self.norms = norms
+        # cos and sin on as many partitions as the first unit, the largest, has rows
+        self.tables_sb: list[NkiTensor] = []
+
+    def load(self, rows: int) -> None:
+        """Load the tables once."""
+        if len(self.tables_sb) > 0:
+            return
+        for table_hbm in [self.cos, self.sin]:
+            table_sb = nl.ndarray((rows, table_hbm.shape[1]), dtype=table_hbm.dtype)
+            nisa.dma_copy(table_sb, table_hbm.broadcast(0, rows), dge_mode=nisa.dge_mode.none)
+            self.tables_sb.append(table_sb)
+
+    def run(self, rows_sb: NkiTensor, keys: int) -> NkiTensor:
         """Rows [rows, head_dim] of `keys` key and then query heads, normalised and rotated."""
         rows, d = rows_sb.shape
         half = d // 2
         x_sb = rows_sb
-        if self.q_weight != None:  # noqa: E711 - strict NKI has no `is`
-            x_sb = self.normalised(rows_sb, keys)
+        for norm in self.norms:
+            x_sb = norm.run(rows_sb, keys)
         cos_sb, sin_sb = self.tables_sb[0][0:rows, :], self.tables_sb[1][0:rows, :]
         kept_sb = nl.ndarray((rows, d), dtype=nl.float32)
         turned_sb = nl.ndarray((rows, d), dtype=nl.float32)
@@ -84,21 +101,6 @@ class Rotation(nl.NKIObject):
         nisa.tensor_tensor(kept_sb, x_sb, cos_sb, nl.multiply)
         nisa.tensor_tensor(rotated_sb, kept_sb, turned_sb, nl.add)
         return rotated_sb
-
-    def normalised(self, rows_sb: NkiTensor, keys: int) -> NkiTensor:
-        """Each row over its root mean square, times the weight of its kind, fp32."""
-        rows, d = rows_sb.shape
-        squares_sb = nl.ndarray((rows, d), dtype=nl.float32)
-        sum_sb = nl.ndarray((rows, 1), dtype=nl.float32)
-        root_sb = nl.ndarray((rows, 1), dtype=nl.float32)
-        normed_sb = nl.ndarray((rows, d), dtype=nl.float32)
-        nisa.tensor_tensor(squares_sb, rows_sb, rows_sb, nl.multiply)
-        nisa.tensor_reduce(sum_sb, nl.add, squares_sb, axis=1)
-        nisa.tensor_scalar(root_sb, sum_sb, nl.add, d * self.eps, op1=nl.power, operand1=-0.5)
-        nisa.scalar_tensor_tensor(
-            normed_sb, rows_sb, nl.multiply, root_sb, nl.multiply, self.weights(keys, rows)
-        )
-        return normed_sb
 
 
 class NewToken(nl.NKIObject):
@@ -131,7 +133,7 @@ class NewToken(nl.NKIObject):
         rows_sb = nl.ndarray((n + n * g, d), dtype=qkv.dtype)
         nisa.dma_copy(rows_sb[n : n + n * g, :], queries_hbm, dge_mode=nisa.dge_mode.none)
         nisa.dma_copy(rows_sb[0:n, :], keys_hbm, dge_mode=nisa.dge_mode.none)
-        rotation.load(n, n + n * g)
+        rotation.load(n + n * g)
         self.width = self.queries + self.stacked * g
         self.queries_sb = nl.ndarray((self.rows, self.tiles * self.width), dtype=qkv.dtype)
         self.keys_sb = nl.ndarray((self.rows, self.tiles), dtype=qkv.dtype)

@@ -8,8 +8,6 @@ transposed and nothing is rescaled: sums stay in PSUM from the first key to the 
 
 from __future__ import annotations
 
-from typing import Any
-
 from neuronmm_ops.kernels.attention.keys import Keys, Masks
 from neuronmm_ops.kernels.attention.units import QUERY_BLOCK, Shape, prefill_groups
 from neuronmm_ops.kernels.shim import NkiTensor, jit, nisa, nl
@@ -122,7 +120,7 @@ class Block(nl.NKIObject):
         self.done = max(self.done, min(to, len(self.seen)))
 
     def find_most(self, i: int, columns: Span, ends: bool) -> None:
-        """The greatest score of each query of a tile among some keys, the last ones if it `ends`."""
+        """The greatest score of each query of a tile among keys, the last ones if it `ends`."""
         tile = self.tiles[i]
         scores_psum = nl.ndarray((tile.size, columns.size), nl.float32, buffer=nl.psum)
         query_sb = self.query(self.keys.head_dim, tile)

@@ -10,6 +10,20 @@ QUADRANT = 32
 """Partitions from a multiple of which an engine may begin."""
 
 
+def problem_of(batch: int, heads: int, kv_heads: int, head_dim: int, tokens: int) -> str:
+    """What is wrong with sizes of attention, in one line; empty where nothing is."""
+    seen = f"batch {batch}, heads {heads}, kv_heads {kv_heads}, head_dim {head_dim}, T {tokens}"
+    if min(batch, heads, kv_heads, head_dim, tokens) < 1:
+        return f"sizes must be at least 1; got {seen}"
+    if heads % kv_heads > 0:
+        return f"heads must be a multiple of kv_heads; got {seen}"
+    if head_dim % 2 > 0 or head_dim > PARTITIONS:
+        return f"head_dim must be even and at most {PARTITIONS}; got {seen}"
+    if heads >= PARTITIONS * kv_heads:
+        return f"at most {PARTITIONS - 1} query heads share a key head; got {seen}"
+    return ""
+
+
 class Shape(NKIObject):
     """Sizes of attention.
 
@@ -22,30 +36,16 @@ class Shape(NKIObject):
     """
 
     def __init__(self, batch: int, heads: int, kv_heads: int, head_dim: int, tokens: int) -> None:
-        assert min(batch, heads, kv_heads, head_dim, tokens) > 0, (
-            f"sizes must be at least 1; got batch {batch}, heads {heads}, kv_heads {kv_heads}, "
-            f"head_dim {head_dim}, T {tokens}"
-        )
-        assert heads % kv_heads == 0, (
-            f"heads must be a multiple of kv_heads; got {heads} and {kv_heads}"
-        )
-        assert head_dim % 2 == 0 and head_dim <= PARTITIONS, (
-            f"head_dim must be even and at most {PARTITIONS}; got {head_dim}"
-        )
-        assert heads < PARTITIONS * kv_heads, (
-            f"at most {PARTITIONS - 1} query heads may share a key; got {heads // kv_heads}"
-        )
+        problem = problem_of(batch, heads, kv_heads, head_dim, tokens)
+        assert problem == "", problem
         self.batch = batch
         self.heads = heads
         self.kv_heads = kv_heads
         self.head_dim = head_dim
         self.tokens = tokens
         self.group = heads // kv_heads
-
-    @property
-    def stacked(self) -> int:
-        """Key heads whose features lie one below the other on the partitions."""
-        return PARTITIONS // self.head_dim if self.head_dim % QUADRANT == 0 else 1
+        # key heads whose features lie one below the other on the partitions
+        self.stacked = PARTITIONS // head_dim if head_dim % QUADRANT == 0 else 1
 
 
 class Unit(NKIObject):

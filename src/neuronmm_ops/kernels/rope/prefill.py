@@ -8,6 +8,9 @@ from neuronmm_ops.kernels.stages.chunks import evict
 from neuronmm_ops.kernels.stages.operands import load_row
 from neuronmm_ops.kernels.stages.tiling import PARTITIONS, Span, core_span, spans
 
+PIECE = 8
+"""Heads, at most, that an instruction multiplies."""
+
 
 class Norm(nl.NKIObject):
     """An RMSNorm of every query and key head, whose weights are in the tables.
@@ -83,7 +86,8 @@ class Tables(nl.NKIObject):
         self.cos_sb = [cos_sb, cos_sb]
         self.sin_sb = [sin_sb, sin_sb]
         for norm in norms:
-            self.cos_sb, self.sin_sb = [], []
+            self.cos_sb = []
+            self.sin_sb = []
             for i in range(2):
                 weighted_sb = nl.ndarray((rows, d), dtype=dtype)
                 turned_sb = nl.ndarray((rows, d), dtype=dtype)
@@ -98,49 +102,54 @@ class Tables(nl.NKIObject):
 
 
 class Rotated(nl.NKIObject):
-    """Heads of a tile of tokens, rotated but for one sum, which TensorE adds as it transposes.
+    """Heads of one kind, rotated but for one sum, which TensorE adds as it transposes.
 
     Args:
         x_sb: [tokens, heads, head_dim].
-        heads: how many are queries.
-        tables: of the tokens.
+        cos_sb: [tokens, head_dim].
+        sin_sb: [tokens, head_dim].
+        piece: heads of an instruction.
         busy: VectorE has normalised the heads: GpSimdE computes both terms.
     """
 
-    def __init__(self, x_sb: NkiTensor, heads: int, tables: Tables, busy: bool) -> None:
+    def __init__(
+        self, x_sb: NkiTensor, cos_sb: NkiTensor, sin_sb: NkiTensor, piece: int, busy: bool
+    ) -> None:
         rows, count, d = x_sb.shape
         half = d // 2
         self.head_dim = d
-        self.kept_sb = nl.ndarray((rows, count, d), dtype=x_sb.dtype)
-        # the halves apart: what an instruction writes has no holes
-        self.turned_sb = nl.ndarray((rows, 2, count, half), dtype=x_sb.dtype)
+        self.piece = piece
+        self.kept_sb: list[NkiTensor] = []
+        # [tokens, 2, heads, half]: what an instruction writes has no holes
+        self.turned_sb: list[NkiTensor] = []
         engine = nisa.gpsimd_engine if busy else nisa.vector_engine
-        kinds = [Span(0, heads), Span(heads, count - heads)]
-        for i in range(2):
-            own = nl.ds(kinds[i].start, kinds[i].size)
-            cos_sb = tables.cos_sb[i].expand_dim(1).broadcast(1, kinds[i].size)
-            sin_sb = tables.sin_sb[i].expand_dim(1).broadcast(1, kinds[i].size)
-            nisa.tensor_tensor(
-                self.kept_sb[:, own, :], x_sb[:, own, :], cos_sb, nl.multiply, engine=engine
-            )
+        for s in spans(0, count, piece):
+            own_sb = x_sb[:, nl.ds(s.start, s.size), :]
+            kept_sb = nl.ndarray((rows, s.size, d), dtype=x_sb.dtype)
+            turned_sb = nl.ndarray((rows, 2, s.size, half), dtype=x_sb.dtype)
+            own_cos = cos_sb.expand_dim(1).broadcast(1, s.size)
+            own_sin = sin_sb.expand_dim(1).broadcast(1, s.size)
+            nisa.tensor_tensor(kept_sb, own_sb, own_cos, nl.multiply, engine=engine)
             for n in range(2):
                 to, start = nl.ds(n * half, half), nl.ds(half - n * half, half)
                 nisa.tensor_tensor(
-                    self.turned_sb[:, n, own, :],
-                    x_sb[:, own, start],
-                    sin_sb[:, :, to],
+                    turned_sb[:, n, :, :],
+                    own_sb[:, :, start],
+                    own_sin[:, :, to],
                     nl.multiply,
                     engine=nisa.gpsimd_engine,
                 )
+            self.kept_sb.append(kept_sb)
+            self.turned_sb.append(turned_sb)
 
     def transpose(self, dst_psum: NkiTensor, heads: Span, identity_sb: NkiTensor) -> None:
-        """dst [heads * head_dim, tokens] = the sum of the terms, transposed."""
-        rows = self.kept_sb.shape[0]
-        own = nl.ds(heads.start, heads.size)
+        """dst [heads * head_dim, tokens] = the sum of the terms of heads in a piece, transposed."""
+        number, first = heads.start // self.piece, heads.start % self.piece
+        own, rows = nl.ds(first, heads.size), self.kept_sb[0].shape[0]
         routes = identity_sb[0:rows, 0:rows]
-        kept, turned = self.kept_sb[:, own, :], self.turned_sb[:, :, own, :]
+        kept = self.kept_sb[number][:, own, :]
+        turned = self.turned_sb[number][:, :, own, :].permute((0, 2, 1, 3))
         nisa.nc_matmul(dst_psum, kept, routes, is_moving_onezero=True, accumulate=False)
-        turned = turned.permute((0, 2, 1, 3))
         nisa.nc_matmul(dst_psum, turned, routes, is_moving_onezero=True, accumulate=True)
 
 
@@ -149,14 +158,12 @@ class Output(nl.NKIObject):
 
     Args:
         to_hbm: [heads * head_dim, M].
-        first: head in qkv.
         heads: how many.
         each: heads of a PSUM tile.
     """
 
-    def __init__(self, to_hbm: NkiTensor, first: int, heads: int, each: int) -> None:
+    def __init__(self, to_hbm: NkiTensor, heads: int, each: int) -> None:
         self.to_hbm = to_hbm
-        self.first = first
         self.heads = heads
         self.each = each
 
@@ -170,10 +177,9 @@ class Output(nl.NKIObject):
         for c in range(len(parts)):
             size = parts[c].size * d
             sums_psum = nl.ndarray((size, tokens.size), nl.float32, buffer=nl.psum)
-            own = Span(self.first + parts[c].start, parts[c].size)
             for i in range(len(tiles)):
                 dst_psum = sums_psum[:, nl.ds(tiles[i].start, tiles[i].size)]
-                rotated[i].transpose(dst_psum, own, identity_sb)
+                rotated[i].transpose(dst_psum, parts[c], identity_sb)
             evict(made_sb[0:size, c, :], sums_psum, 1)
         columns_hbm = self.to_hbm[:, nl.ds(tokens.start, tokens.size)]
         whole = self.heads // self.each
@@ -240,17 +246,20 @@ def rope(
     own = core_span(M, nl.program_id(0), nl.num_programs(0))
     identity_sb = identity(qkv.dtype)
     norms: list[Norm] = []
-    if q_weight != None:  # noqa: E711 - strict NKI has no `is`
+    if q_weight != None and k_weight != None:  # noqa: E711 - strict NKI has no `is`
         norms.append(Norm(q_weight, k_weight, eps, min(PARTITIONS, M)))
     each = PARTITIONS // d
+    piece = each * max(1, PIECE // each)
     for tokens in spans(own.start, own.size, block):
         tiles = spans(tokens.start, tokens.size, PARTITIONS)
         tables: list[Tables] = []
         for tile in tiles:
             tables.append(Tables(cos, sin, tile, qkv.dtype, norms))
         for b in range(B):
-            queries = Output(q_hbm[b, :, :, :].reshape((H * d, M)), 0, H, each)
-            keys = Output(k_cache[b, :, :, :].reshape((kv * d, M)), H, kv, each)
+            kinds = [
+                Output(q_hbm[b, :, :, :].reshape((H * d, M)), H, each),
+                Output(k_cache[b, :, :, :].reshape((kv * d, M)), kv, each),
+            ]
             heads_sb: list[NkiTensor] = []
             for tile in tiles:
                 rows_hbm = qkv[nl.ds(b * M + tile.start, tile.size), :]
@@ -261,11 +270,14 @@ def rope(
                 heads_sb.append(tile_sb[:, 0 : H + kv, :])
             for norm in norms:
                 heads_sb = norm.run(heads_sb)
-            rotated: list[Rotated] = []
-            for i in range(len(tiles)):
-                rotated.append(Rotated(heads_sb[i], H, tables[i], len(norms) > 0))
-            queries.write(tokens, rotated, identity_sb)
-            keys.write(tokens, rotated, identity_sb)
+            starts = [0, H]
+            for n in range(2):
+                rotated: list[Rotated] = []
+                for i in range(len(tiles)):
+                    x_sb = heads_sb[i][:, nl.ds(starts[n], kinds[n].heads), :]
+                    cos_sb, sin_sb = tables[i].cos_sb[n], tables[i].sin_sb[n]
+                    rotated.append(Rotated(x_sb, cos_sb, sin_sb, piece, len(norms) > 0))
+                kinds[n].write(tokens, rotated, identity_sb)
     return q_hbm, k_cache, v_cache
 
 
