@@ -3,6 +3,7 @@
 import fcntl
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -13,8 +14,12 @@ from typing import Any
 import pytest
 from outcomes import Outcome, Run, refused
 from reproductions import WITH_TASK, workplace
+from tiny import tiny_directory
 
 from neuronmm_ops.reproduce import measure
+
+
+WORDS = ("a", "the", "reads", "file", "returns", "value", "object", "of", "method", "when", "is")
 
 
 @pytest.fixture
@@ -335,6 +340,32 @@ def test_a_read_only_output(run: Run, paper: Path, tmp_path: Path) -> None:
     out.chmod(0o500)
     refused(run("reproduce", paper, "-o", out), "no permission")
     out.chmod(0o700)
+
+
+@pytest.mark.slow
+def test_the_demo_file(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The shipped file, on a model of the demo's sizes and a text of sentences."""
+    monkeypatch.chdir(tmp_path)
+    demo = Path("out/demo")
+    sizes = {"hidden_size": 256, "intermediate_size": 1024, "max_position_embeddings": 512}
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32}
+    tiny_directory(demo / "dense", **sizes, **heads)
+    words = random.Random(0)
+    for name in ("calibration", "held_out"):
+        sentences = (" ".join(words.choices(WORDS, k=14)) for _ in range(200))
+        (demo / f"{name}.txt").write_text(". ".join(sentences))
+    document = document_of(run("reproduce", "demo", "-o", "out/reproduce", "--json"))
+    names = [row["name"] for row in document["rows"]]
+    methods = ("svd-llm 0.6", "kfac 0.6")
+    assert names == ["dense", *(n + end for n in methods for end in ("", " recovered"))]
+    for row in document["rows"]:
+        assert row["ppl"]["out/demo/held_out.txt"] > 1
+        assert 0 <= row["accuracy"]["demo_ends"] <= 1
+        assert row["modelled"]["end_to_end_ms"] > 0
+    assert cells_with(document, "failed") == []
+    page = Path("out/reproduce/report.html").read_text()
+    assert page.count("<tr>") == 6
+    assert "our reading" in page
 
 
 def test_list(run: Run) -> None:
