@@ -107,7 +107,7 @@ def test_modelled_times_are_shared_by_methods(tmp_path: Path) -> None:
 def test_wikitext_and_alpaca_as_svd_llm_reads_them(tmp_path: Path) -> None:
     rows = Dataset.from_dict({"text": ["", " = Title = ", "A line."]})
     rows.to_parquet(tmp_path / "wikitext2-train.parquet")
-    assert read_training_text("wikitext2-train", tmp_path) == "\n\n\n\n = Title = \n\nA line."
+    assert read_training_text("wikitext2-train", tmp_path) == "\n\n = Title = \n\nA line."
     rows = [
         {"instruction": "Add.", "input": "1 and 2", "output": "3"},
         {"instruction": "Greet.", "input": "", "output": "Hello"},
@@ -127,5 +127,5 @@ def test_a_malformed_data_set_is_one_line(tmp_path: Path, content: str) -> None:
 
 
 def test_a_missing_data_set_names_the_file_to_place(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="place one there as .*wikitext2-train.parquet"):
+    with pytest.raises(ValueError, match=r"place one there as .*wikitext2-train\.parquet"):
         read_training_text("wikitext2-train", tmp_path)
