@@ -27,7 +27,7 @@ USES_TRANSFORMERS = {"hf", "cli", "bench"}
 LAZY_IN_OPS = {"transformers", "accelerate", "torch_xla", "nki", "torch_neuronx", "neuronxcc"}
 OPTIONAL = (
     *("transformers", "accelerate", "peft", "psutil", "matplotlib", "tokenizers"),
-    *("torch_xla", "nki"),
+    *("datasets", "lm_eval", "torch_xla", "nki"),
 )
 
 

@@ -1,7 +1,9 @@
 """Perplexity on the papers' data sets, which the `datasets` package reads."""
 
+import functools
 import itertools
 import json
+import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -60,7 +62,13 @@ def perplexities(
         raise ValueError(f"give at least one data set of {', '.join(CORPORA)}")
     recipes = {name: recipe_of(protocol, name) for name in names}
     length = block_length(model, seqlen, least=2)
-    texts = {name: _encoded(tokenizer, name, recipe, data) for name, recipe in recipes.items()}
+    texts: dict[str, tuple[Tensor, int, Path]] = {}
+    for name, recipe in recipes.items():
+        if progress:
+            progress(f"read {name}", 0, 1)
+        texts[name] = _encoded(tokenizer, name, recipe, data)
+        if progress:
+            progress(f"read {name}", 1, 1)
     blocks = {name: _whole_blocks(name, texts[name][0], length, recipes[name]) for name in texts}
     rows: list[dict[str, Any]] = []
     for name, (ids, documents, file) in texts.items():
@@ -93,12 +101,17 @@ def read_documents(name: str, count: int | None, data: str | Path | None) -> tup
         ValueError: the file is not to be had, malformed, or without texts.
         ImportError: the extra `eval` is not installed.
     """
+    load = import_extra("datasets").load_dataset
     file = find_file(CORPORA[name], data)
     try:
-        documents = list(itertools.islice(_rows(file, CORPORA[name].column), count))
+        # `datasets` wants a directory for locks even where it only streams.
+        with tempfile.TemporaryDirectory() as scratch:
+            rows = _rows(functools.partial(load, cache_dir=scratch), file, CORPORA[name].column)
+            documents = list(itertools.islice(rows, count))
     except Exception as error:  # bad files make the readers raise anything
         raise ValueError(
-            f"{name}: {file} cannot be read ({reason(error)}); place an intact file there"
+            f"{name}: {file} is malformed or empty ({reason(error)}); place the "
+            f"{CORPORA[name].split} split there"
         ) from error
     if not any(document.strip() for document in documents):
         raise ValueError(f"{name}: {file} has no text; place the {CORPORA[name].split} split there")
@@ -143,14 +156,13 @@ def _download(corpus: Corpus, wanted: str) -> Path:
     return Path(path)
 
 
-def _rows(file: Path, column: str) -> Iterator[str]:
-    """Yield the texts of a file."""
-    datasets = import_extra("datasets")
+def _rows(load: Any, file: Path, column: str) -> Iterator[str]:
+    """Yield the texts of a file, which `datasets.load_dataset` reads."""
     suffix = Path(file.name.removesuffix(".gz")).suffix
     builder = _BUILDERS[suffix]
     with quiet():
         # Streaming reads the file as it is: nothing is copied into a cache.
-        rows = datasets.load_dataset(builder, data_files=str(file), split="train", streaming=True)
+        rows = load(builder, data_files=str(file), split="train", streaming=True)
         column = "text" if builder == "text" else column
         for index, row in enumerate(rows):
             if not isinstance(row.get(column), str):

@@ -58,4 +58,4 @@ def reason(error: BaseException) -> str:
     while error.__cause__ is not None:
         error = error.__cause__
     lines = str(error).strip().splitlines()
-    return lines[0][:200] if lines else type(error).__name__
+    return lines[0] if lines else type(error).__name__

@@ -6,14 +6,16 @@ Importing this module imports lm_eval.
 from typing import Any
 
 import torch
-from lm_eval.models.huggingface import HFLM
+from lm_eval.models import huggingface
 from torch import Tensor
 
 from neuronmm_ops.compress.calibrate import Progress
 from neuronmm_ops.errors import NonFiniteError
 
+_HFLM: Any = huggingface.HFLM
 
-class CheckedLM(HFLM):
+
+class CheckedLM(_HFLM):
     """A loaded causal LM for lm-eval. Log-likelihoods are computed in fp32.
 
     Attributes:
@@ -38,7 +40,7 @@ class CheckedLM(HFLM):
             if not 0 < len(continuation) <= self.max_length:
                 raise ValueError(
                     f"a continuation must hold between 1 and the model's limit of "
-                    f"{self.max_length} tokens, got {len(continuation)}; correct the task"
+                    f"{self.max_length} tokens, got {len(continuation)}"
                 )
             self.truncated += len(context) + len(continuation) > self.max_length + 1
         return super()._loglikelihood_tokens(requests, disable_tqdm, override_bs)
@@ -70,7 +72,8 @@ class Harness(CheckedLM):
         """Return the log-likelihood of each continuation, and whether it is the greedy one."""
         self._done, self._total = 0, len(requests)
         result = super().loglikelihood(requests, disable_tqdm)
-        self._advance(self._total - self._done)  # several requests may share a forward pass
+        if self._done < self._total:  # several requests shared a forward pass
+            self._advance(self._total - self._done)
         self._total = 0
         return result
 

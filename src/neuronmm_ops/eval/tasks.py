@@ -5,6 +5,7 @@ import copy
 import io
 import json
 import math
+import os
 import sys
 from collections.abc import Generator, Sequence
 from pathlib import Path
@@ -19,6 +20,13 @@ PAPER_TASKS = (
     *("openbookqa", "winogrande", "piqa", "hellaswag"),
     *("arc_easy", "arc_challenge", "mathqa"),
 )
+
+# Resampled means behind a perplexity's standard error, which is off by 1/sqrt(2 * 1000) then;
+# lm-eval's 100,000 take a pool of processes. Accuracies have a closed form.
+_BOOTSTRAPS = 1000
+
+# What lm-eval raises where a task does not fit its data.
+_BAD_TASK = (ValueError, LookupError, TypeError, AttributeError, AssertionError, ArithmeticError)
 
 
 def run_tasks(
@@ -79,12 +87,15 @@ def run_tasks(
                 num_fewshot=num_fewshot,
                 batch_size=batch_size,
                 limit=limit,
+                bootstrap_iters=_BOOTSTRAPS,
                 log_samples=False,
             )
-        except (LookupError, TypeError, AttributeError, AssertionError, _template_error()) as error:
+        except NonFiniteError:
+            raise
+        except (*_BAD_TASK, import_extra("jinja2").TemplateError) as error:
             raise ValueError(
-                f"tasks {', '.join(tasks)} cannot be run ({reason(error)}); check that the task "
-                "files name columns of their data"
+                f"tasks {', '.join(tasks)} cannot be run ({reason(error)}); correct the task "
+                "files, or ask for fewer shots"
             ) from error
     results["config"]["truncated_requests"] = lm.truncated
     serialize = import_extra("lm_eval.utils").handle_non_serializable
@@ -134,10 +145,18 @@ def _manager(tasks: Sequence[str], include_path: str | Path | None) -> Any:
         manager = make(include_path=str(include_path), include_defaults=False)
         if set(tasks) <= set(manager.all_subtasks):
             return manager
+        _check_files(set(tasks) - set(manager.all_tasks), Path(include_path))
     manager = make(include_path=None if include_path is None else str(include_path))
     for name in tasks:
         check_name("task", name, manager.all_tasks)
     return manager
+
+
+def _check_files(unknown: set[str], folder: Path) -> None:
+    """Raise ValueError where a task that lm-eval does not know has a file after all."""
+    for name in sorted(unknown):
+        if (folder / f"{name}.yaml").is_file():
+            raise ValueError(f"{folder / name}.yaml defines no task {name}; correct the file")
 
 
 def _load(manager: Any, name: str) -> list[Any]:
@@ -171,10 +190,6 @@ def _check_finite(results: dict[str, dict[str, Any]]) -> None:
                 raise NonFiniteError(f"{key} of task {task} must be finite, got {value}")
 
 
-def _template_error() -> type[Exception]:
-    return import_extra("jinja2").TemplateError
-
-
 @contextlib.contextmanager
 def _talking_to_nobody() -> Generator[None, None, None]:
     """Silence lm-eval and what it uses: logs, warnings, prints, and every bar of tqdm's."""
@@ -188,10 +203,24 @@ def _talking_to_nobody() -> Generator[None, None, None]:
         replaced(bar, "__init__", begin_hidden),
         # It would run git, whose repository here is the caller's and not lm-eval's.
         replaced(evaluator, "get_git_commit_hash", lambda: None),
+        _one_process(),
         quiet(),
         contextlib.redirect_stdout(io.StringIO()),
     ):
         yield
+
+
+@contextlib.contextmanager
+def _one_process() -> Generator[None, None, None]:
+    """Keep lm-eval from forking: its processes would inherit this one's signal handlers."""
+    before = os.environ.get("DISABLE_MULTIPROC")
+    os.environ["DISABLE_MULTIPROC"] = "1"
+    try:
+        yield
+    finally:
+        os.environ.pop("DISABLE_MULTIPROC")
+        if before is not None:
+            os.environ["DISABLE_MULTIPROC"] = before
 
 
 def _heard(progress: Progress | None) -> Progress | None:
