@@ -9,11 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from neuronmm_ops.bench import model
+from neuronmm_ops.bench.baselines import neuronmm
 from neuronmm_ops.bench.cases import end_to_end
-from neuronmm_ops.bench.decoder import Decoder, divided, linears
+from neuronmm_ops.bench.decoder import MLP, Decoder, divided, linears, selection
+from neuronmm_ops.bench.launches import Tracer
 from neuronmm_ops.bench.memory import weight_bytes
 from neuronmm_ops.hardware import DMA_MODELS, MACHINES
 from neuronmm_ops.models import SHAPES, ModelShape
+from neuronmm_ops.neuroncore import NkiValidationError
 from neuronmm_ops.neuroncore.collectives.links import Group
 
 TINY = ModelShape("tiny", 256, 512, 2, 4, 2, 64, 1000, tied=True)
@@ -210,12 +213,30 @@ def test_storage_of_some_linears_leaves_the_others(tiny):
 
 
 def test_all_linears_get_ranks():
-    found = linears(SHAPES["Llama-3.2-1B"], ratio=0.2, targets="all-linear")
+    shape = SHAPES["Llama-3.2-1B"]
+    found = linears(shape, selection(shape, ["all-linear"]), ratio=0.2)
     ranks = {name: linear.r for name, linear in found.items()}
     assert ranks == {
         "q_proj": 768, "k_proj": 384, "v_proj": 384, "o_proj": 768,
         "gate_proj": 1280, "up_proj": 1280, "down_proj": 1280, "lm_head": None,
     }  # fmt: skip
+
+
+def test_targets_select_as_those_of_a_config():
+    assert selection(TINY, ["mlp"]) == set(MLP)
+    assert selection(TINY, ["mlp", "o_proj"]) == {*MLP, "o_proj"}
+    assert selection(TINY, ["attention"]) == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    assert selection(TINY, ["all-linear"]) == set(TINY.projections)
+
+
+def test_some_of_query_key_and_value_are_low_rank():
+    shape = replace(TINY, hidden_size=512, heads=8, kv_heads=4)
+    own = decoder(shape, linears=linears(shape, ["q_proj", "o_proj"], ratio=0.4))
+    (qkv,) = [part for part in own.parts(1, {41: 1.0}) if part.component == "qkv"]
+    assert [[operand.shape for operand in launch.operands] for launch in qkv.ways[0].launches] == [
+        [(1, 512), (512, 512)],
+        [(1, 512), (512, 128), (128, 512)],
+    ]
 
 
 # --- ranks of tensor parallel
@@ -249,7 +270,7 @@ def test_a_rank_holds_its_part(tiny):
     whole, half = (weight_bytes(decoder(tp=tp)) for tp in (1, 2))
     norms = 2 * (2 * LAYERS + 1) * H
     assert half == (whole - norms) / 2 + norms
-    pairs = linears(TINY, ratio=0.2)
+    pairs = linears(TINY, MLP, ratio=0.2)
     one, two = (weight_bytes(decoder(tp=tp, linears=pairs)) for tp in (1, 2))
     replicated = 2 * LAYERS * 3 * RANK * H  # u of gate and up, v of down
     assert two == (one - norms - replicated) / 2 + norms + replicated
@@ -257,7 +278,7 @@ def test_a_rank_holds_its_part(tiny):
 
 def test_low_rank_ranks_take_the_quickest_way():
     shape = replace(TINY, hidden_size=512, heads=8, kv_heads=4)
-    own = decoder(shape, tp=2, linears=linears(shape, ratio=0.4, targets="all-linear"))
+    own = decoder(shape, tp=2, linears=linears(shape, shape.projections, ratio=0.4))
     parts = {part.component: part for part in own.parts(1, {41: 1.0})}
     assert len(parts["mlp"].ways) == 4
     for part in (parts[name] for name in ("qkv", "output", "mlp")):
@@ -318,7 +339,7 @@ def test_padded_shapes_divide():
         ({"ratio": 1.0}, "ratio must be between 0 and 1, got 1.0"),
         ({"storage": "fp4"}, "storage must be fp8 or int8, got 'fp4'"),
         ({"storage_dense": "fp4"}, "storage must be fp8 or int8, got 'fp4'"),
-        ({"targets": "attention"}, "targets must be mlp or all-linear, got 'attention'"),
+        ({"targets": ["mlp", "lm_head"]}, "targets must select Linears .*'lm_head' selects none"),
         ({"target": "trn9"}, "target must be one of"),
         ({"tp": 3}, "got 3, use one of 1, 2, 4$"),
         ({"prompt": 10**7, "batch": 128}, "does not fit at tp 1: a rank of trn2 with lnc 1"),
@@ -340,3 +361,27 @@ def test_unknown_models_and_those_without_ranks(tmp_path):
         model.run(str(tmp_path), **SHORT)
     with pytest.raises(ValueError, match=r"Llama-3.1-70B does not fit at tp 4.*24 GiB of HBM"):
         model.run("Llama-3.1-70B", target="trn2", lnc=2, tp=4)
+
+
+def test_a_published_kernel_that_does_not_fit_is_left_out(tiny, monkeypatch):
+    whole = Tracer.launch
+
+    def launch(self, launch):
+        if launch.kernel is neuronmm.neuronmm_mlp_up:
+            raise NkiValidationError("SBUF is full")
+        return whole(self, launch)
+
+    monkeypatch.setattr(Tracer, "launch", launch)
+    found = model.run(tiny, **SHORT)
+    assert [row["name"] for row in found["variants"]] == ["dense", "low_rank", "published_dense"]
+    assert found["left_out"][-1] == "published_low_rank: SBUF is full"
+    assert set(found["speedups"]) == {"ours", "ours_over_published"}
+
+
+def test_a_kernel_of_ours_that_does_not_fit_is_an_error(tiny, monkeypatch):
+    def launch(self, launch):
+        raise NkiValidationError("SBUF is full")
+
+    monkeypatch.setattr(Tracer, "launch", launch)
+    with pytest.raises(ValueError, match=r"^tiny on trn2: SBUF is full$"):
+        model.run(tiny, **SHORT)

@@ -75,7 +75,7 @@ def test_ranks_and_two_cores(run: Run, tiny: Path) -> None:
         (("--tp", "x"), ("invalid int value",)),
         (("--new", "1"), ("new must be at least 2",)),
         (("--storage", "fp4"), ("storage must be fp8 or int8",)),
-        (("--targets", "attention"), ("invalid choice",)),
+        (("--targets", "mlp", "lm_head"), ("targets must select", "'lm_head' selects none")),
         (("--target", "trn1", "--lnc", "2"), ("lnc must be 1",)),
         (("--ratio", "nan"), ("ratio must be between 0 and 1",)),
     ],

@@ -8,24 +8,22 @@ rank itself may be cut, which divides all factors but exchanges more. The quicke
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import ceil
 from typing import Literal, NamedTuple
 
 from neuronmm_ops.bench.baselines import elementwise, matmul, neuronmm
 from neuronmm_ops.bench.launches import (
-    Cost,
     Launch,
-    LaunchKey,
     Tracer,
     Way,
     of_op,
     of_plans,
 )
 from neuronmm_ops.compress.rank import aligned_rank, parameter_count
+from neuronmm_ops.compress.targets import matches
 from neuronmm_ops.hardware import resolve_target
 from neuronmm_ops.kernels.attention.plan import plan_attention
 from neuronmm_ops.kernels.lm_head.plan import plan_lm_head
@@ -48,7 +46,6 @@ ITEMSIZE = 2
 QKV = ("q_proj", "k_proj", "v_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
 HEAD = "lm_head"
-Targets = Literal["mlp", "all-linear"]
 Mlp = Literal["ours", "published"]
 
 
@@ -76,31 +73,50 @@ class Linear(NamedTuple):
         return elements + SCALE_BYTES * (self.N + (self.r or 0))
 
 
+def selection(shape: ModelShape, targets: Sequence[str]) -> set[str]:
+    """The Linears of a layer that targets select, as `SVDConfig.targets`.
+
+    Raises:
+        ValueError: a target selects none.
+    """
+    parents = {name: "mlp" if name in MLP else "self_attn" for name in shape.projections}
+    found: set[str] = set()
+    for target in targets:
+        of_target = {n for n, parent in parents.items() if matches(target, f"layer.{parent}.{n}")}
+        if not of_target:
+            raise ValueError(
+                f"targets must select Linears of a layer ({', '.join(parents)}); {target!r} "
+                "selects none"
+            )
+        found |= of_target
+    return found
+
+
 def linears(
     shape: ModelShape,
-    *,
-    ratio: float | None = None,
-    targets: Targets = "mlp",
+    selected: Collection[str] = (),
     stored: str = "",
     stored_dense: str = "",
     stored_head: str = "",
+    *,
+    ratio: float | None = None,
 ) -> dict[str, Linear]:
     """The Linears of a layer by name, and the output head.
 
     Args:
         shape: of the model.
-        ratio: of parameters removed from what `targets` selects; None leaves all dense.
-        targets: "mlp", or "all-linear" of a layer.
-        stored: dtype of what `targets` selects where that is in one byte.
+        selected: names of those that `ratio` and `stored` are for.
+        stored: dtype of the selected ones where that is in one byte.
         stored_dense: the same of the layers' other Linears, and of those without a rank that pays.
         stored_head: the same of the output head.
+        ratio: of parameters removed; None leaves all dense.
     """
     found: dict[str, Linear] = {}
     for name, (K, N) in shape.projections.items():
-        selected = targets == "all-linear" or name in MLP
-        r = aligned_rank(K, N, ratio) if ratio is not None and selected else None
-        is_factors = r is not None or (ratio is None and selected)
-        found[name] = Linear(K, N, r, stored if is_factors else stored_dense)
+        is_selected = name in selected
+        r = aligned_rank(K, N, ratio) if ratio is not None and is_selected else None
+        is_kept = not is_selected or (ratio is not None and r is None)
+        found[name] = Linear(K, N, r, stored_dense if is_kept else stored)
     found[HEAD] = Linear(shape.hidden_size, shape.vocab_size, None, stored_head)
     return found
 
@@ -155,7 +171,6 @@ class Decoder:
         batch: sequences.
         mlp: "ours", or "published": the tutorial's matmul where the MLP is dense, NeuronMM's
             kernels where it is low-rank.
-        known: costs of launches that were traced before, shared by decoders of one setting.
     """
 
     whole: ModelShape
@@ -165,7 +180,6 @@ class Decoder:
     tp: int
     batch: int
     mlp: Mlp = "ours"
-    known: dict[LaunchKey, Cost] = field(default_factory=dict)
 
     @cached_property
     def shape(self) -> ModelShape:
@@ -176,7 +190,7 @@ class Decoder:
     def tracer(self) -> Tracer:
         """What traces the launches."""
         cores = resolve_target(self.target).cores
-        return Tracer(self.target, min(cores, self.tp * self.lnc), self.known)
+        return Tracer(self.target, min(cores, self.tp * self.lnc))
 
     def parts(self, tokens: int, lengths: Mapping[int, float]) -> list[Part]:
         """What one pass runs.
@@ -308,13 +322,18 @@ class Decoder:
     def _fitting(
         self, kernel: Kernel, operands: tuple[TensorShape, ...], blocks: Sequence[neuronmm.Blocks]
     ) -> list[Launch]:
-        """A published kernel in each of its blocks that fits on the core."""
+        """A published kernel in each of its blocks that fits; NkiValidationError if none does."""
         found: list[Launch] = []
         for choice in dict.fromkeys(blocks):
             launch = Launch(kernel, operands, {"blocks": choice})
-            with contextlib.suppress(NkiValidationError):
+            try:
                 self.tracer.launch(launch)
+            except NkiValidationError as error:
+                refused = error
+            else:
                 found.append(launch)
+        if not found:
+            raise refused
         return found
 
     def _head(self) -> list[Way]:

@@ -15,8 +15,6 @@ from neuronmm_ops.neuroncore import Kernel, TensorSpec
 from neuronmm_ops.neuroncore.dtypes import dtype_of
 from neuronmm_ops.ops.definitions import SPECS
 
-LaunchKey = tuple[Any, ...]
-
 
 @dataclass(frozen=True)
 class Launch:
@@ -27,7 +25,7 @@ class Launch:
     arguments: dict[str, Any] = field(default_factory=dict)
 
     @property
-    def key(self) -> LaunchKey:
+    def key(self) -> tuple[Any, ...]:
         """What two launches that take the same time have in common."""
         arguments = repr(sorted(self.arguments.items()))
         return self.kernel.func, self.kernel.lnc, self.operands, arguments
@@ -58,18 +56,20 @@ class Cost(NamedTuple):
         return Cost(found, self.hbm_bytes + times * other.hbm_bytes)
 
 
+_traced: dict[tuple[Any, ...], Cost] = {}
+"""By target, cores that share the HBM, and launch: a process traces no launch twice."""
+
+
 class Tracer:
     """Costs of launches on one target; each is traced when it is first asked for.
 
     Args:
         target: trn1, trn2 or trn3.
         cores_busy: NeuronCores of a chip that share its HBM.
-        known: what was traced before of this target and as many cores; it is added to.
     """
 
-    def __init__(self, target: str, cores_busy: int, known: dict[LaunchKey, Cost]) -> None:
+    def __init__(self, target: str, cores_busy: int = 1) -> None:
         self.target, self.cores_busy = target, cores_busy
-        self._known = known
 
     def launch(self, launch: Launch) -> Cost:
         """The cost of a launch.
@@ -77,8 +77,8 @@ class Tracer:
         Raises:
             NkiValidationError: the kernel breaks a rule of the target, or does not fit on it.
         """
-        key = launch.key
-        if key not in self._known:
+        key = self.target, self.cores_busy, *launch.key
+        if key not in _traced:
             operands = [
                 None if operand is None else TensorSpec(operand.shape, dtype_of(operand.dtype))
                 for operand in launch.operands
@@ -87,8 +87,8 @@ class Tracer:
                 launch.kernel, operands, self.target, launch.arguments, self.cores_busy
             )
             times = tuple([profile.times_ms[model] for model in DMA_MODELS])
-            self._known[key] = Cost(times, profile.hbm_bytes)
-        return self._known[key]
+            _traced[key] = Cost(times, profile.hbm_bytes)
+        return _traced[key]
 
     def launches(self, launches: Iterable[Launch]) -> Cost:
         """The cost of launches that follow each other."""

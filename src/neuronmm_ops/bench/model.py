@@ -6,22 +6,23 @@ kernels stand beside the low-rank ones, and the published setting beside both.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 
 from neuronmm_ops.bench.decoder import (
     DTYPE,
+    MLP,
     Decoder,
     Linear,
     Mlp,
-    Targets,
     linears,
+    selection,
 )
-from neuronmm_ops.bench.launches import Cost, LaunchKey
+from neuronmm_ops.bench.launches import Cost
 from neuronmm_ops.bench.memory import check_capacity, memory_of
 from neuronmm_ops.compress.calibrate import Progress
 from neuronmm_ops.hardware import DMA_MODELS, resolve_target
@@ -72,7 +73,7 @@ def run(
     storage: str | None = None,
     storage_dense: str | None = None,
     storage_lm_head: str | None = None,
-    targets: Targets = "mlp",
+    targets: str | Sequence[str] = "mlp",
     progress: Progress | None = None,
 ) -> dict[str, Any]:
     """Model the time of a prompt and of the tokens after it, in bfloat16.
@@ -89,7 +90,7 @@ def run(
         storage: `fp8` or `int8` of what `targets` selects; None for bfloat16.
         storage_dense: the same of the layers' Linears that stay dense.
         storage_lm_head: the same of the output head.
-        targets: "mlp", or "all-linear" of the layers.
+        targets: "mlp", "all-linear" of the layers, or several as `SVDConfig.targets` has them.
         progress: called with ("model", passes traced, passes in all).
 
     Returns:
@@ -104,13 +105,12 @@ def run(
     """
     shape = _shape(model)
     machine = resolve_target(target)
-    _check(machine.generation, lnc, prompt, new, batch, ratio, targets)
+    _check(machine.generation, lnc, prompt, new, batch, ratio)
+    chosen = (targets,) if isinstance(targets, str) else tuple(targets)
     stored = [_stored(name) for name in (storage, storage_dense, storage_lm_head)]
-    variants, left_out = _variants(shape, ratio, targets, stored, alone=lnc == tp == 1)
-    known: dict[LaunchKey, Cost] = {}
+    variants, left_out = _variants(shape, ratio, chosen, stored, alone=lnc == tp == 1)
     decoders = {
-        v.name: Decoder(shape, v.linears, machine.target, lnc, tp, batch, v.mlp, known)
-        for v in variants
+        v.name: Decoder(shape, v.linears, machine.target, lnc, tp, batch, v.mlp) for v in variants
     }
     memory = {name: memory_of(decoder, prompt, new) for name, decoder in decoders.items()}
     check_capacity(decoders["dense"], memory["dense"])
@@ -119,17 +119,19 @@ def run(
         "decode": (1, lengths(prompt + 1, prompt + new - 1)),
     }
     rows: list[dict[str, Any]] = []
-    done = 0
-    for variant in variants:
-        decoder, phases = decoders[variant.name], dict[str, Any]()
-        for phase, (tokens, shares) in passes.items():
-            try:
-                phases[phase] = pass_of(decoder, tokens, shares)
-            except NkiValidationError as error:
+    for number, variant in enumerate(variants):
+        phases: dict[str, Any] = {}
+        try:
+            for step, (phase, (tokens, shares)) in enumerate(passes.items(), 1):
+                phases[phase] = pass_of(decoders[variant.name], tokens, shares)
+                if progress is not None:
+                    done = number * len(passes) + step
+                    progress("model", done, len(variants) * len(passes))
+        except NkiValidationError as error:
+            if variant.mlp == "ours":
                 raise ValueError(f"{shape.name} on {machine.target}: {error}") from error
-            done += 1
-            if progress is not None:
-                progress("model", done, len(variants) * len(passes))
+            left_out.append(f"{variant.name}: {error}")
+            continue
         rows.append(_row(variant, phases, memory[variant.name], batch, new))
     return {
         "model": shape.name,
@@ -144,7 +146,7 @@ def run(
         "storage": storage,
         "storage_dense": storage_dense,
         "storage_lm_head": storage_lm_head,
-        "targets": targets,
+        "targets": " ".join(chosen),
         "variants": rows,
         "speedups": _speedups(rows),
         "left_out": [*LEFT_OUT, *left_out],
@@ -170,9 +172,7 @@ def _shape(model: str) -> ModelShape:
     return shape_from_config(path) if path.exists() else model_shape(model)
 
 
-def _check(
-    generation: int, lnc: int, prompt: int, new: int, batch: int, ratio: float, targets: str
-) -> None:
+def _check(generation: int, lnc: int, prompt: int, new: int, batch: int, ratio: float) -> None:
     if lnc not in (1, 2) or (lnc == 2 and generation < 3):
         raise ValueError(f"lnc must be 1, or 2 on trn2 and trn3; got {lnc}")
     if prompt < 1:
@@ -183,8 +183,6 @@ def _check(
         raise ValueError(f"batch must be 1 to {MOST_SEQUENCES} sequences, got {batch}")
     if not 0 < ratio < 1:
         raise ValueError(f"ratio must be between 0 and 1, got {ratio}")
-    if targets not in get_args(Targets):
-        raise ValueError(f"targets must be {' or '.join(get_args(Targets))}, got {targets!r}")
 
 
 def _stored(storage: str | None) -> str:
@@ -194,25 +192,24 @@ def _stored(storage: str | None) -> str:
 
 
 def _variants(
-    shape: ModelShape, ratio: float, targets: Targets, stored: list[str], *, alone: bool
+    shape: ModelShape, ratio: float, targets: Sequence[str], stored: list[str], *, alone: bool
 ) -> tuple[list[_Variant], list[str]]:
     """What runs here, and why something does not."""
-    factors, dense, head = stored
-    options = {"targets": targets, "stored": factors, "stored_dense": dense, "stored_head": head}
-    compressed = linears(shape, ratio=ratio, **options)
+    selected = selection(shape, targets)
+    compressed = linears(shape, selected, *stored, ratio=ratio)
     if all(linear.r is None for linear in compressed.values()):
         raise ValueError(
             f"no Linear of {shape.name} gets a rank that pays at ratio {ratio}; use a greater ratio"
         )
     found = [_Variant("dense", linears(shape)), _Variant("low_rank", compressed)]
     if any(stored):
-        found.append(_Variant("dense_one_byte", linears(shape, **options)))
+        found.append(_Variant("dense_one_byte", linears(shape, selected, *stored)))
     if not alone:
         return found, [
             "published_dense and published_low_rank: their kernels know one core; --lnc 1 --tp 1"
         ]
     found.append(_Variant("published_dense", linears(shape), "published"))
-    low = linears(shape, ratio=ratio)
+    low = linears(shape, MLP, ratio=ratio)
     if low["down_proj"].r is None:
         return found, [f"published_low_rank: the MLP stays dense at ratio {ratio}"]
     return [*found, _Variant("published_low_rank", low, "published")], [
@@ -235,8 +232,8 @@ def pass_of(decoder: Decoder, tokens: int, shares: Mapping[int, float]) -> dict[
         ValueError: sizes that no kernel is planned for.
         NkiValidationError: a kernel that does not run on the target.
     """
-    costs = dict.fromkeys(COMPONENTS, Cost())
-    launches = dict.fromkeys(COMPONENTS, 0.0)
+    costs: dict[str, Cost] = dict.fromkeys(COMPONENTS, Cost())
+    launches: dict[str, float] = dict.fromkeys(COMPONENTS, 0.0)
     for part in decoder.parts(tokens, shares):
         way = decoder.tracer.quickest(part.ways)
         cost = decoder.tracer.launches(way.launches)
@@ -248,12 +245,13 @@ def pass_of(decoder: Decoder, tokens: int, shares: Mapping[int, float]) -> dict[
     total = Cost()
     for cost in costs.values():
         total = total.plus(cost)
+    counts = {name: round(launches[name]) for name in COMPONENTS}
     components = [
-        {"component": name, "launches": round(launches[name]), **_fields(costs[name])}
-        for name in COMPONENTS
+        {"component": name, "launches": count, **_fields(costs[name])}
+        for name, count in counts.items()
     ]
     return {
-        "launches": sum([each["launches"] for each in components]),
+        "launches": sum(counts.values()),
         **_fields(total),
         "components": components,
     }

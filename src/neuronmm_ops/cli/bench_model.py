@@ -37,9 +37,9 @@ def add(benchmarks: Any) -> None:
     command.add_argument("--batch", type=int, default=1, help="sequences (default 1)")
     command.add_argument(
         "--targets",
-        choices=("mlp", "all-linear"),
-        default="mlp",
-        help="which Linears of the layers are low-rank (default mlp)",
+        nargs="+",
+        default=["mlp"],
+        help="the Linears that are low-rank: mlp (default), attention, all-linear, names",
     )
     command.add_argument("--storage", help="of the targets: fp8 or int8 (default bfloat16)")
     command.add_argument(
