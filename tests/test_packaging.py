@@ -32,6 +32,9 @@ def test_contents(wheel: Path) -> None:
     assert "neuronmm_ops/ops/register.py" in names
     page = "neuronmm_ops/neuroncore/profile/page"
     assert {f"{page}/page.html", f"{page}/page.css", f"{page}/canvas.js"} <= set(names)
+    papers = "neuronmm_ops/reproduce/papers"
+    assert {f"{papers}/demo.toml", f"{papers}/tasks/demo_ends.yaml"} <= set(names)
+    assert "neuronmm_ops/reproduce/published.json" in names
     assert any(name.endswith("licenses/LICENSE") for name in names)
     assert all(name.split("/")[0].startswith("neuronmm_ops") for name in names)
 

@@ -19,7 +19,7 @@ from neuronmm_ops.processes import locked
 
 KEY_CHARS = 16
 # What a killed process was writing, as `replacing` names it.
-_UNFINISHED = re.compile(r"\.(results|table|report|[a-z]+-.*-[0-9a-f]{16})\.\w{8}\.(json|md|html)")
+_UNFINISHED = re.compile(r"\.(results|table|report|[a-z]+-[0-9a-f]{16})\.\w{8}\.(json|md|html)")
 
 
 @dataclass(frozen=True)
@@ -50,9 +50,8 @@ class Cell:
 
     @property
     def stem(self) -> str:
-        """Name of its file or of its model's directory: legible, and different for other inputs."""
-        legible = re.sub(r"[^A-Za-z0-9.]+", "-", self.name).strip("-.")[:80]
-        return f"{legible}-{self.key[:KEY_CHARS]}"
+        """Name of its file, or of its model's directory: new names of methods change nothing."""
+        return f"{self.kind}-{self.key[:KEY_CHARS]}"
 
 
 def key_of(inputs: Mapping[str, Any]) -> str:

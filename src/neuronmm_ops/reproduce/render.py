@@ -117,10 +117,10 @@ def _columns(rows: Sequence[Row]) -> Iterator[tuple[str, Callable[[Row], str]]]:
         yield "speed-up", lambda row: _number(_modelled(row, "speedup"), ".2f", "x")
         yield "its range", lambda row: _range(_modelled(row, "speedup_range"))
         yield "published setting", lambda row: _range(_modelled(row, "published_setting_range"))
-        yield "gamma %", lambda row: _percent(row["gamma_modelled"])
+        yield "gamma %", lambda row: _gamma(row, "modelled", _modelled(row, "speedup"))
     if any(row["measured"] for row in rows):
         yield "speed-up measured", lambda row: _number(_measured(row), ".2f", "x")
-        yield "gamma % measured", lambda row: _percent(row["gamma_measured"])
+        yield "gamma % measured", lambda row: _gamma(row, "measured", _measured(row))
 
 
 def _bytes(row: Row) -> str:
@@ -176,6 +176,11 @@ def _line(cells: Sequence[str]) -> str:
 def _plain(text: str) -> str:
     """Escape what Markdown would take for markup, in one line."""
     return re.sub(r"([\\`*_\[\]<>|#~])", r"\\\1", " ".join(text.split()))
+
+
+def _gamma(row: Row, kind: str, speedup: float | None) -> str:
+    is_undefined = row["accuracy_drop"] is not None and speedup is not None and speedup <= 1
+    return "undefined" if is_undefined else _percent(row[f"gamma_{kind}"])
 
 
 def _number(value: float | None, form: str, unit: str = "") -> str:
