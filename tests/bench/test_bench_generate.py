@@ -311,7 +311,7 @@ def test_a_model_without_a_static_cache(tmp_path: Path, monkeypatch: pytest.Monk
 @pytest.mark.slow
 def test_a_process_of_its_own(tmp_path: Path) -> None:
     assert in_own_process("it", os.getpid) != os.getpid()
-    with pytest.raises(ValueError, match="invalid literal .* 'x'"):
+    with pytest.raises(ValueError, match="invalid literal"):
         in_own_process("it", int, "x")
     with pytest.raises(ChildProcessError, match="it was lost, exit code -6"):
         in_own_process("it", os.abort)
