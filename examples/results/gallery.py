@@ -5,7 +5,7 @@ from typing import Any
 
 from results_page import setting_rows
 from selection import Row, document, models
-from sources import PROMPT, RATIOS, TARGET, datasets
+from sources import PROMPT, RATIOS, TARGET, datasets, end_parameters, parameters, ranks
 from writing import MARK, count, number, page, span, table
 
 from neuronmm_ops.compress.rank import aligned_rank, parameter_count
@@ -117,12 +117,6 @@ def commands(shape: ModelShape) -> list[str]:
     ]
 
 
-def parameters(shape: ModelShape) -> int:
-    """Of all matrices, the embedding once where it is the output head too."""
-    layer = sum(K * N for K, N in shape.projections.values())
-    return shape.layers * layer + _ends(shape)
-
-
 def weight_bytes(
     shape: ModelShape, ratio: float, storage: str | None, targets: tuple[str, ...]
 ) -> int:
@@ -131,12 +125,7 @@ def weight_bytes(
     for name, (K, N) in shape.projections.items():
         r = aligned_rank(K, N, ratio) if name in targets else None
         layer += 2 * K * N if r is None else factor_bytes(K, N, r, 2, storage)
-    return shape.layers * layer + 2 * _ends(shape)
-
-
-def _ends(shape: ModelShape) -> int:
-    """Parameters of the embedding and the output head."""
-    return shape.vocab_size * shape.hidden_size * (1 if shape.tied else 2)
+    return shape.layers * layer + 2 * end_parameters(shape)
 
 
 def _ranks(shape: ModelShape) -> Iterator[list[object]]:
@@ -205,6 +194,11 @@ def _plan_cells(row: Row) -> list[str]:
     ]
 
 
+def _cores(shape: ModelShape) -> str:
+    tp = ranks(shape)
+    return f"one {TARGET} core" if tp == 1 else f"{tp} {TARGET} cores (tensor parallel)"
+
+
 def _times(shape: ModelShape) -> list[str]:
     found: list[dict[str, Any]] = models(shape.name)
     if not found:
@@ -215,7 +209,7 @@ def _times(shape: ModelShape) -> list[str]:
     prefill, decode = (dense["phases"][phase]["time_ms"] for phase in ("prefill", "decode"))
     return [
         "## The whole model",
-        f"Modelled: one {first['target']} core, batch {first['batch']}, a prompt of "
+        f"Modelled: {_cores(shape)}, batch {first['batch']}, a prompt of "
         f"{first['prompt']} tokens, {first['new']} more. Dense, our own best bf16 kernels: prefill "
         f"{number(prefill)} ms, {number(decode)} ms a token, {number(dense['tokens_per_s'])} "
         "tokens/s. Speed-ups over that are ranges over the DMA models:",

@@ -9,6 +9,7 @@ from selection import (
     document,
     front,
     method_label,
+    model_name,
     models,
     setting,
     storages,
@@ -180,7 +181,7 @@ def _whole_models() -> list[str]:
     first = found[0]
     return [
         "## Whole models",
-        f"Modelled: one {first['target']} core, batch {first['batch']}, a prompt of "
+        f"Modelled: one {first['target']} core a rank, batch {first['batch']}, a prompt of "
         f"{first['prompt']} tokens, then {first['new']} more; every launch traced on the simulated "
         "core. *Dense* is our own best dense bf16 kernels. Speed-ups are ranges over the DMA "
         "models. What a serving stack adds is left out: " + "; ".join(first["left_out"][:1]) + ".",
@@ -202,7 +203,7 @@ def setting_rows(found: list[Row]) -> str:
 
 def _model_row(one: Row) -> list[str]:
     dense, own = variant(one, "dense"), variant(one, "low_rank")
-    cells = [one["model"], setting(one)]
+    cells = [model_name(one), setting(one)]
     for phase in PHASES:
         speedup = one["speedups"]["ours"][phase]
         cells += [
@@ -228,11 +229,11 @@ def _published(found: list[Row]) -> list[str]:
             ["model", "compressed", "speed-up", *(f"{p}, over the DMA models" for p in PHASES)],
             [
                 [
-                    *(one["model"], setting(one), label),
-                    *(_ends(one["speedups"][name][phase]) for phase in PHASES),
+                    *(model_name(one), setting(one), label),
+                    *(_ends(one["speedups"][key][phase]) for phase in PHASES),
                 ]
                 for one in compared
-                for name, label in names.items()
+                for key, label in names.items()
             ],
         ),
     ]

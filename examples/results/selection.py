@@ -134,3 +134,8 @@ def models(name: str) -> list[Row]:
 def setting(found: Row) -> str:
     """What was compressed in a modelled document, and how."""
     return f"{found['targets']}, ratio {found['ratio']:g}, {found['storage'] or 'bf16'}"
+
+
+def model_name(found: Row) -> str:
+    """The model of a modelled document, with its ranks where it takes several."""
+    return found["model"] + (f", tp {found['tp']}" if found["tp"] > 1 else "")

@@ -18,7 +18,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from neuronmm_ops.models import SHAPES
+from neuronmm_ops.models import SHAPES, ModelShape, model_shape
 from neuronmm_ops.neuroncore.files import replacing
 
 ROOT = Path(__file__).parents[2]
@@ -28,6 +28,8 @@ RATIOS = (0.1, 0.2, 0.5)
 PROMPT, NEW = 2048, 256
 """Tokens of the modelled runs of whole models."""
 TARGET = "trn2"
+WEIGHT_GIB = 20
+"""Of a trn2 core's 24 GiB; the rest is for the KV cache and activations."""
 SHOWN = "Llama-3.2-1B"
 """The model whose decode is modelled at every ratio and storage that the demo's quality has."""
 PARETO_RATIOS = (0.1, 0.2, 0.3, 0.5)
@@ -78,9 +80,9 @@ def datasets() -> dict[str, Dataset]:
         ),
         Dataset("cpu", (f"neuronmm bench cpu --model {SHOWN}",), 3, measured=True),
         Dataset("generate", (f"neuronmm bench generate {_MODELS}",), 3, measured=True),
-        Dataset("pareto", tuple(_pareto()), 30),
+        Dataset("pareto", tuple(_pareto()), 2),
     ]
-    found += [Dataset(f"model_{name}", tuple(_models(name)), 10) for name in SHAPES]
+    found += [Dataset(f"model_{name}", tuple(_models(name)), 1) for name in SHAPES]
     found += [Dataset(f"plan_{name}", tuple(_plans(name)), 0.5) for name in SHAPES]
     return {dataset.name: dataset for dataset in found}
 
@@ -88,10 +90,31 @@ def datasets() -> dict[str, Dataset]:
 def model_command(model: str, ratio: float, storage: str, targets: str) -> str:
     """The command that models a whole model, dense beside compressed."""
     stored = "" if storage == "bf16" else f" --storage {storage}"
+    tp = ranks(model_shape(model))
+    split = "" if tp == 1 else f" --tp {tp}"
     return (
-        f"neuronmm bench model --model {model} --target {TARGET} --prompt {PROMPT} --new {NEW} "
-        f"--ratio {ratio:g}{stored} --targets {targets}"
+        f"neuronmm bench model --model {model} --target {TARGET}{split} --prompt {PROMPT} "
+        f"--new {NEW} --ratio {ratio:g}{stored} --targets {targets}"
     )
+
+
+def ranks(shape: ModelShape) -> int:
+    """The fewest ranks, a power of two, whose share of the dense weights a core's HBM holds."""
+    tp = 1
+    while 2 * parameters(shape) / tp > WEIGHT_GIB * 2**30:
+        tp *= 2
+    return tp
+
+
+def parameters(shape: ModelShape) -> int:
+    """Of all matrices, the embedding once where it is the output head too."""
+    layer = sum(K * N for K, N in shape.projections.values())
+    return shape.layers * layer + end_parameters(shape)
+
+
+def end_parameters(shape: ModelShape) -> int:
+    """Of the embedding and the output head."""
+    return shape.vocab_size * shape.hidden_size * (1 if shape.tied else 2)
 
 
 def _pareto() -> Iterator[str]:
