@@ -99,30 +99,40 @@ def attention_decode(
     load_table()
     joins: list[Sums] = []
     made: list[NewToken] = []
-    for u in range(len(units)):
-        if u == 0:
-            made.extend(new_tokens(qkv, shape, units, 0, rotation))
+    scored: list[Scores] = []
+    for u in range(len(units) + 1):
+        if u == len(made):
+            made.extend(new_tokens(qkv, shape, units, u, rotation))
+        if u < len(units):
+            keys = Caches(k_cache, v_cache, units[u]).keys
+            scores = Scores(made[u], keys, cache_blocks(T, made[u].groups))
+            for cache_block in scores.blocks:
+                scores.add(cache_block, d**-0.5)
+            scores.finish()
+            scored.append(scores)
+        if u == 0 and len(units) > 0:
             dtype = nl.float32 if qkv.dtype == nl.float32 else nl.tfloat32
             joins.append(Sums(same_lanes(made[0].lanes), dtype))
-        new, unit = made[u], units[u]
-        caches = Caches(k_cache, v_cache, unit)
-        scores = Scores(new, caches.keys, cache_blocks(T, new.groups))
-        for cache_block in scores.blocks:
-            scores.add(cache_block, d**-0.5)
-        if u + 1 == len(made):  # while this unit's values come
-            made.extend(new_tokens(qkv, shape, units, u + 1, rotation))
-        scores.finish()
-        mixture = Mixture(new, caches.values, scores)
-        last = len(scores.blocks) - 1
-        for i in range(last):
-            mixture.add(i, scores.weights(i))
-        weights_sb = scores.weights(last)
-        own_sb, inverse_sb = mixture.join(joins[0])
-        mixture.add(last, weights_sb)
-        new.store(caches.keys[:, nl.ds(T - 1, 1)], caches.values[:, nl.ds(T - 1, 1), :])
-        columns = out_hbm[unit.sequence, nl.ds(unit.keys.start * new.group * d, new.queries * d)]
-        mixture.store(columns.reshape((new.queries, d)), joins[0], own_sb, inverse_sb)
+        if u > 0:  # while the keys of the next unit come
+            caches = Caches(k_cache, v_cache, units[u - 1])
+            mix(out_hbm, scored[u - 1], caches, joins[0])
     return out_hbm, k_cache, v_cache
+
+
+def mix(out_hbm: NkiTensor, scores: Scores, caches: Caches, sums: Sums) -> None:
+    """The output of a unit, and its new token's places in the caches."""
+    new = scores.new
+    mixture = Mixture(new, caches.values, scores)
+    last, T = len(scores.blocks) - 1, caches.values.shape[1]
+    for i in range(last):
+        mixture.add(i, scores.weights(i))
+    weights_sb = scores.weights(last)
+    own_sb, inverse_sb = mixture.join(sums)
+    mixture.add(last, weights_sb)
+    new.store(caches.keys[:, nl.ds(T - 1, 1)], caches.values[:, nl.ds(T - 1, 1), :])
+    first = new.unit.keys.start * new.group * new.head_dim
+    columns = out_hbm[new.unit.sequence, nl.ds(first, new.queries * new.head_dim)]
+    mixture.store(columns.reshape((new.queries, new.head_dim)), sums, own_sb, inverse_sb)
 
 
 def new_tokens(

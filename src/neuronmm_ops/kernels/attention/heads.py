@@ -183,16 +183,21 @@ class NewToken(nl.NKIObject):
         self.keys_sb = nl.ndarray((self.rows, self.tiles), dtype=heads.dtype)
         nisa.memset(self.queries_sb, 0.0, engine=nisa.gpsimd_engine)
         diagonal_sb = self.queries_sb.reshape((self.rows, self.tiles, self.width))
-        first, step = unit.keys.start, self.stacked
+        first, step, queries_psum = unit.keys.start, self.stacked, heads.columns_psum
         last = heads.shape.heads + first + n
-        for a in range(self.stacked):
-            count, rows = tiles_in(n - a, step), nl.ds(a * d, d)
+        full = n // step  # tiles that have all of their heads
+        whole_psum = queries_psum[:, nl.ds(first * g, full * step * g)]
+        whole_psum = whole_psum.reshape_dim(1, (full, step * g))
+        for a in range(step):
+            rows, own = nl.ds(a * d, d), nl.ds(a * g, g)
+            evict(diagonal_sb[rows, 0:full, own], whole_psum[:, :, own], a)
+            if a < n - full * step:
+                rest_psum = queries_psum[:, nl.ds((first + full * step + a) * g, g)]
+                evict(diagonal_sb[rows, full, own], rest_psum, a)
+        for a in range(step):
             keys_psum = heads.columns_psum[:, heads.shape.heads + first + a : last : step]
-            evict(self.keys_sb[rows, 0:count], keys_psum, a + 1)
-            for j in range(g):  # heads of every tile
-                start = (first + a) * g + j
-                own_psum = heads.columns_psum[:, start : (first + n) * g : step * g]
-                evict(diagonal_sb[rows, 0:count, a * g + j], own_psum, a + j)
+            rows = nl.ds(a * d, d)
+            evict(self.keys_sb[rows, 0 : tiles_in(n - a, step)], keys_psum, a + 1)
 
     def rows_of(self, tile: int) -> int:
         """Rows of a tile of keys."""

@@ -144,11 +144,10 @@ def decode_units(shape: Shape, core: int, cores: int) -> list[Unit]:
         keys = halves(shape.kv_heads, shape.stacked, core, cores)
     else:
         sequences = core_span(shape.batch, core, cores)
+    most = most_keys(shape.group, shape.stacked, shape.head_dim)
     found: list[Unit] = []
     for b in range(sequences.start, sequences.start + sequences.size):
-        for s in spans(
-            keys.start, keys.size, most_keys(shape.group, shape.stacked, shape.head_dim)
-        ):
+        for s in spans(keys.start, keys.size, most):
             found.append(Unit(b, s))
     return found
 
