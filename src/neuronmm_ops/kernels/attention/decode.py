@@ -123,16 +123,12 @@ def mix(out_hbm: NkiTensor, scores: Scores, caches: Caches, sums: Sums) -> None:
     """The output of a unit, and its new token's places in the caches."""
     new = scores.new
     mixture = Mixture(new, caches.values, scores)
-    last, T = len(scores.blocks) - 1, caches.values.shape[1]
-    for i in range(last):
-        mixture.add(i, scores.weights(i))
-    weights_sb = scores.weights(last)
-    own_sb, inverse_sb = mixture.join(sums)
-    mixture.add(last, weights_sb)
+    T = caches.values.shape[1]
+    mixture.run(sums)
     new.store(caches.keys[:, nl.ds(T - 1, 1)], caches.values[:, nl.ds(T - 1, 1), :])
     first = new.unit.keys.start * new.group * new.head_dim
     columns = out_hbm[new.unit.sequence, nl.ds(first, new.queries * new.head_dim)]
-    mixture.store(columns.reshape((new.queries, new.head_dim)), sums, own_sb, inverse_sb)
+    mixture.store(columns.reshape((new.queries, new.head_dim)), sums)
 
 
 def new_tokens(

@@ -39,6 +39,21 @@ class Sums(nl.NKIObject):
         return factors_sb
 
 
+class Part(nl.NKIObject):
+    """A load of values.
+
+    Args:
+        number: of the block.
+        heads: of the unit.
+        tiles: of the block.
+    """
+
+    def __init__(self, number: int, heads: Span, tiles: Span) -> None:
+        self.number = number
+        self.heads = heads
+        self.tiles = tiles
+
+
 class Mixture(nl.NKIObject):
     """Sums of values times probabilities in PSUM: [partitions, heads, head_dim], a bank each.
 
@@ -64,19 +79,46 @@ class Mixture(nl.NKIObject):
         for _ in range(new.keys):
             self.started.append([False] * scores.groups)
 
-    def add(self, number: int, weights_sb: NkiTensor) -> None:
-        """Add a block of tokens, with its probabilities as `Scores.weights` lays them."""
+    def parts(self, number: int) -> list[Part]:
+        """The loads of a block's values."""
         block = self.scores.blocks[number]
         most = max(1, BANK_COLUMNS // self.new.head_dim)
         each = LOAD_BYTES // (block.size * self.new.head_dim * itemsize(self.values.dtype))
         each = most // tiles_in(most, max(1, min(each, most)))  # of one bank
         whole = block.tiles - 1 if block.last else block.tiles
+        found: list[Part] = []
         if block.last:  # first, for it takes several loads
             for heads in spans(0, self.new.keys, most):
-                self.add_tiles(block, heads, Span(whole, 1), weights_sb)
+                found.append(Part(number, heads, Span(whole, 1)))
         for heads in spans(0, self.new.keys, each):
             if whole > 0:
-                self.add_tiles(block, heads, Span(0, whole), weights_sb)
+                found.append(Part(number, heads, Span(0, whole)))
+        return found
+
+    def run(self, sums: Sums) -> None:
+        """Add all blocks, and make what `store` needs.
+
+        A block's probabilities are transposed while the values of the one before it are added.
+        """
+        blocks = len(self.scores.blocks)
+        weights_sb: list[NkiTensor] = [self.scores.weights(0)]
+        parts: list[Part] = []
+        first = 0  # part of the last block
+        for number in range(blocks):
+            first = len(parts)
+            parts.extend(self.parts(number))
+        for i in range(len(parts)):
+            part = parts[i]
+            if part.number + 1 == len(weights_sb):
+                if part.number + 1 < blocks:
+                    weights_sb.append(self.scores.weights(part.number + 1))
+                else:
+                    self.prepare(sums)
+                    weights_sb.append(weights_sb[part.number])
+            block = self.scores.blocks[part.number]
+            self.add_tiles(block, part.heads, part.tiles, weights_sb[part.number])
+            if i == max(first, len(parts) - 2):  # while the last values come
+                self.add_up()
 
     def add_tiles(self, block: CacheBlock, heads: Span, tiles: Span, weights_sb: NkiTensor) -> None:
         """Add some tiles of tokens to the sums of some heads."""
@@ -112,32 +154,34 @@ class Mixture(nl.NKIObject):
             nisa.dma_copy(values_sb[rest, :, :, :], own_hbm[rest, :, :, :], dge_mode=none)
         return values_sb
 
-    def join(self, sums: Sums) -> tuple[NkiTensor, NkiTensor]:
-        """Choose each head's own columns, [partitions, keys x lanes]; 1 / sums of probabilities."""
+    def prepare(self, sums: Sums) -> None:
+        """Choose each head's own columns: [partitions, keys x lanes] in `own_sb`."""
         new, scores = self.new, self.scores
         P, n, g, lanes = scores.partitions, new.keys, new.group, new.lanes
         same_sb = sums.same_sb[0:P, :]
-        own_sb = nl.ndarray((P, n * (lanes + g)), dtype=sums.dtype)
-        nisa.memset(own_sb, 0.0, engine=nisa.gpsimd_engine)
-        diagonal = own_sb.reshape((P, n, lanes + g))[:, :, 0:g]
-        lanes_sb = nl.ndarray((P, lanes), dtype=nl.float32)
+        self.own_sb = nl.ndarray((P, n * (lanes + g)), dtype=sums.dtype)
+        nisa.memset(self.own_sb, 0.0, engine=nisa.gpsimd_engine)
+        diagonal = self.own_sb.reshape((P, n, lanes + g))[:, :, 0:g]
+        self.lanes_sb = nl.ndarray((P, lanes), dtype=nl.float32)
         if scores.groups > 1:
             factors_sb = sums.factors(scores)
-            nisa.tensor_scalar(lanes_sb, same_sb, nl.multiply, factors_sb)
+            nisa.tensor_scalar(self.lanes_sb, same_sb, nl.multiply, factors_sb)
         else:
-            nisa.tensor_copy(lanes_sb, same_sb)
-        nisa.tensor_copy(diagonal, lanes_sb[:, 0 : n * g].reshape_dim(1, (n, g)))
-        total_sb = nl.ndarray((P, 1), dtype=nl.float32)
-        nisa.tensor_reduce(total_sb, nl.add, scores.sums_sb, axis=1)
-        total_psum = nl.ndarray((new.queries, 1), nl.float32, buffer=nl.psum)
-        nisa.nc_matmul(total_psum, lanes_sb[:, 0 : new.queries], total_sb, accumulate=False)
-        inverse_sb = nl.ndarray((new.queries, 1), dtype=nl.float32)
-        nisa.reciprocal(inverse_sb, total_psum)
-        return own_sb, inverse_sb
+            nisa.tensor_copy(self.lanes_sb, same_sb)
+        nisa.tensor_copy(diagonal, self.lanes_sb[:, 0 : n * g].reshape_dim(1, (n, g)))
+        self.total_sb = nl.ndarray((P, 1), dtype=nl.float32)
+        nisa.tensor_reduce(self.total_sb, nl.add, scores.sums_sb, axis=1)
 
-    def store(
-        self, out_hbm: NkiTensor, sums: Sums, own_sb: NkiTensor, inverse_sb: NkiTensor
-    ) -> None:
+    def add_up(self) -> None:
+        """1 / the sums of probabilities of all groups, [queries, 1] in `inverse_sb`."""
+        queries = self.new.queries
+        total_psum = nl.ndarray((queries, 1), nl.float32, buffer=nl.psum)
+        own_sb = self.lanes_sb[:, 0:queries]
+        nisa.nc_matmul(total_psum, own_sb, self.total_sb, accumulate=False)
+        self.inverse_sb = nl.ndarray((queries, 1), dtype=nl.float32)
+        nisa.reciprocal(self.inverse_sb, total_psum)
+
+    def store(self, out_hbm: NkiTensor, sums: Sums) -> None:
         """out [heads, head_dim] = the sums of all groups / the sum of probabilities."""
         new, P = self.new, self.scores.partitions
         d = new.head_dim
@@ -151,8 +195,8 @@ class Mixture(nl.NKIObject):
                 evict(mixed_sb[:, own, :], self.banks_psum[n][:, own, :], h)
             for i in range(size):
                 number = n * self.each + i
-                chosen = own_sb[0:P, nl.ds(number * new.lanes, new.queries)]
+                chosen = self.own_sb[0:P, nl.ds(number * new.lanes, new.queries)]
                 nisa.nc_matmul(out_psum, chosen, mixed_sb[:, i, :], accumulate=number > 0)
         out_sb = nl.ndarray((new.queries, d), dtype=out_hbm.dtype)
-        nisa.tensor_scalar(out_sb, out_psum, nl.multiply, inverse_sb)
+        nisa.tensor_scalar(out_sb, out_psum, nl.multiply, self.inverse_sb)
         nisa.dma_copy(out_hbm, out_sb, dge_mode=nisa.dge_mode.none)

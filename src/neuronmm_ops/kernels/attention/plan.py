@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from neuronmm_ops.hardware import DEFAULT_TARGET, DMA_MODELS, Machine, resolve_target
+from neuronmm_ops.kernels.attention.costs import Decode, prefill_ns
 from neuronmm_ops.kernels.attention.decode import attention_decode
 from neuronmm_ops.kernels.attention.prefill import attention
 from neuronmm_ops.kernels.attention.units import Shape, decode_units, problem_of
 from neuronmm_ops.kernels.planned import PlannedKernel, TensorShape
 from neuronmm_ops.kernels.planner.problem import ITEMSIZES
-from neuronmm_ops.kernels.stages.tiling import PARTITIONS, tiles_in
+from neuronmm_ops.kernels.stages.tiling import PARTITIONS
 
 
 def check_launch(dtype: str, target: str, lnc: int) -> Machine:
@@ -90,10 +91,10 @@ def _decode(shape: Shape, head_norm: bool, dtype: str, machine: Machine, lnc: in
         weight,
     )
     moved = decode_bytes(shape, head_norm, ITEMSIZES[dtype], lnc)
-    times = []
+    times: list[float] = []
     for model in DMA_MODELS:
-        m = machine.under(model)
-        times.append((moved / lnc / m.dma_peak_gbps + 8000) / 1e6)
+        costs = Decode(shape, machine.under(model), ITEMSIZES[dtype], head_norm)
+        times.append(max([costs.time_ns(core, lnc) for core in range(lnc)]) / 1e6)
     kernel = attention_decode if lnc == 1 else attention_decode[lnc]
     return PlannedKernel("attention_decode", kernel, operands, {}, tuple(times), moved)
 
@@ -121,8 +122,8 @@ def _prefill(shape: Shape, dtype: str, machine: Machine, lnc: int) -> PlannedKer
         TensorShape((B, kv, M, d), dtype),
     )
     moved = 2 * B * (H + kv) * M * d * ITEMSIZES[dtype]
-    tiles = tiles_in(M, 128) * tiles_in(M, 512) / 2 + tiles_in(M, 128) / 2
-    time = B * H / lnc * tiles * 700 / 1e6
+    cores = [prefill_ns(shape, machine, ITEMSIZES[dtype], core, lnc) for core in range(lnc)]
+    time = max(cores) / 1e6
     kernel = attention if lnc == 1 else attention[lnc]
     times = (time,) * len(DMA_MODELS)
     return PlannedKernel("attention", kernel, operands, {}, times, moved)
