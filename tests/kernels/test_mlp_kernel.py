@@ -96,7 +96,7 @@ def test_prefill(
 ) -> None:  # fmt: skip
     layouts = ["pe"] if dtype == "float32" and core[0] == "trn1" else ["dma", "pe"]
     layout = data.draw(st.sampled_from(layouts))
-    blocks = {
+    blocks: dict[str, Any] = {
         "token_block": data.draw(st.sampled_from([128, 512])),
         "layout": layout,
         "resident": data.draw(st.sampled_from([0, 1, 9])) if layout == "dma" else 9,
