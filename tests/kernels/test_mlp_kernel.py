@@ -8,7 +8,7 @@ from decoding import CORES, SIZES, TOKENS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from one_byte import ACTIVATIONS, LARGEST
-from planned_kernels import check_plan, trace
+from planned_kernels import arguments, check_plan, trace
 from tolerances import assert_close_to_oracle
 from torch import Tensor
 
@@ -76,7 +76,7 @@ def test_decode(
     chosen: dict[str, Any] = {"k_chunk": 128, "inner_block": 128, "block": 96, "last_block": 64}
     chosen |= {"tile_bytes": 512, "spill": blocks == "spilled"}
     if blocks == "planned":
-        chosen = decode(Problem("mlp", M, mlp_weights(*sizes), dtype, *core))[0].arguments
+        chosen = arguments(decode(Problem("mlp", M, mlp_weights(*sizes), dtype, *core))[0])
     tensors = drawn(M, sizes, dtype)
     profile = check(mlp_decode, tensors, core, name=name, **chosen)
     assert profile.flops == 2 * M * sum([w.numel() for w in tensors[1:]]), "padding was computed"
@@ -96,7 +96,7 @@ def test_prefill(
 ) -> None:  # fmt: skip
     layouts = ["pe"] if dtype == "float32" and core[0] == "trn1" else ["dma", "pe"]
     layout = data.draw(st.sampled_from(layouts))
-    blocks = {
+    blocks: dict[str, Any] = {
         "token_block": data.draw(st.sampled_from([128, 512])),
         "layout": layout,
         "resident": data.draw(st.sampled_from([0, 1, 9])) if layout == "dma" else 9,
@@ -129,7 +129,7 @@ def test_one_byte_is_the_reference_on_dequantized_weights(
         stored = [v.to(torch.float8_e4m3fn) for v in values]
     plan = plan_op("mlp", M, mlp_weights(200, 333, 130), dtype, *launch, weight_dtype=weight_dtype)
     kernel = mlp if plan.phase == "prefill" else mlp_decode
-    check(kernel, [x, *stored], launch, scales, **plan.arguments)
+    check(kernel, [x, *stored], launch, scales, **arguments(plan))
 
 
 @pytest.mark.parametrize("M", [1, 40, 300])
@@ -140,7 +140,7 @@ def test_two_cores_make_what_one_makes(M: int) -> None:
         plan = plan_op("mlp", M, mlp_weights(256, 1000, 200), target="trn2", lnc=lnc)
         kernel: Any = mlp if plan.phase == "prefill" else mlp_decode
         kernel = kernel if lnc == 1 else kernel[2]
-        found.append(nc.simulate(kernel, *tensors, target="trn2", **plan.arguments).outputs)
+        found.append(nc.simulate(kernel, *tensors, target="trn2", **arguments(plan)).outputs)
     torch.testing.assert_close(found[1], found[0], rtol=0.02, atol=0.01)
 
 
@@ -183,7 +183,7 @@ def test_candidates_run_in_the_room_they_say(
         kernel: Any = mlp if plan.phase == "prefill" else mlp_decode
         profile = nc.simulate(
             kernel if problem.lnc == 1 else kernel[2], *specs, target=problem.target, mode="trace",
-            **plan.arguments,
+            **arguments(plan),
         ).profile  # fmt: skip
         assert profile.sbuf_peak_bytes <= plan.sbuf_bytes
         assert profile.psum_peak_banks <= plan.psum_banks <= 8
@@ -218,7 +218,7 @@ def test_strict_front_end() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("sizes", "message"),
     [
         ({"M": 0, "H": 8, "I": 8}, "at least 1"),
         ({"M": 8, "H": 8, "I": 8, "dtype": "int8"}, "dtype must be one of bfloat16"),
@@ -226,9 +226,9 @@ def test_strict_front_end() -> None:
         ({"M": 8, "H": 8, "I": 8, "target": "trn1", "lnc": 2}, "lnc must be 1, or 2 on trn2"),
     ],
 )
-def test_bad_problems_are_refused(arguments: dict[str, Any], message: str) -> None:
+def test_bad_problems_are_refused(sizes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message) as caught:
-        plan_mlp(**arguments)
+        plan_mlp(**sizes)
     assert "\n" not in str(caught.value)
 
 

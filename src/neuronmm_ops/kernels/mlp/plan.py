@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import cache, lru_cache
+from functools import cache
 from typing import NamedTuple
 
 from neuronmm_ops.hardware import DEFAULT_TARGET
@@ -153,7 +153,6 @@ class Prefill(prefill_search.Prefill):
             yield tiles, spill, again
 
 
-@lru_cache(maxsize=1024)
 def plan_mlp(
     M: int,
     H: int,
