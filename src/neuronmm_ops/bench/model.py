@@ -213,7 +213,7 @@ def _variants(
     if low["down_proj"].r is None:
         return found, [f"published_low_rank: the MLP stays dense at ratio {ratio}"]
     return [*found, _Variant("published_low_rank", low, "published")], [
-        "the transposes of x and of the hidden activations that the published dense MLP begins with"
+        "the transposes of weights and activations that the published code asks for before its kernels"
     ]
 
 
