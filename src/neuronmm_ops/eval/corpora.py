@@ -148,7 +148,7 @@ def _download(corpus: Corpus, wanted: str) -> Path:
                 path = hub.hf_hub_download(corpus.repo, corpus.file, local_files_only=True, **place)
             except hub.errors.LocalEntryNotFoundError:
                 path = hub.hf_hub_download(corpus.repo, corpus.file, **place)
-    except (OSError, ValueError) as error:  # all of its errors are one of the two
+    except Exception as error:  # networks and proxies raise anything
         raise ValueError(
             f"{wanted} is neither cached nor to be had from the hub ({reason(error)}); place "
             f"its {corpus.file} into a directory DIR as DIR/{corpus.file} and give --data DIR"
