@@ -44,7 +44,8 @@ def perplexities(
         protocol: of `protocols.PROTOCOLS`: standard, svd-llm.
         data: a directory with the files, see `find_file`; default the Hugging Face hub's cache, and
             the hub for what is not in it.
-        progress: called with ("evaluate NAME", blocks done, blocks in all).
+        progress: called with ("read NAME", 0 or 1, 1) and ("evaluate NAME", blocks done, blocks in
+            all).
 
     Returns:
         A row for each data set: `dataset`, `protocol`, `ppl_token`, `tokens` (predicted), `seqlen`,
