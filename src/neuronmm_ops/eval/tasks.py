@@ -98,6 +98,8 @@ def run_tasks(
                 f"tasks {', '.join(tasks)} cannot be run ({reason(error)}); correct the task "
                 "files, or ask for fewer shots"
             ) from error
+    if results is None:  # what lm-eval gives every process of a launcher but the first
+        raise ValueError("tasks run in one process, got LOCAL_RANK > 0; start without a launcher")
     results["config"]["truncated_requests"] = lm.truncated
     serialize = import_extra("lm_eval.utils").handle_non_serializable
     document: dict[str, Any] = json.loads(json.dumps(results, default=serialize))
