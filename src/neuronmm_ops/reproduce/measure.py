@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -121,7 +121,7 @@ def modelled(asked: Reproduction, config: SVDConfig, progress: Update) -> dict[s
     from neuronmm_ops.bench import model as model_times
 
     assert asked.modelled is not None
-    options, targets = asked.modelled, cast(Any, config.target_list[0])
+    options = asked.modelled
     return model_times.run(
         str(local_directory(asked.model.id)),
         target=options.target,
@@ -132,7 +132,7 @@ def modelled(asked: Reproduction, config: SVDConfig, progress: Update) -> dict[s
         batch=options.batch,
         ratio=config.ratio,
         storage=config.one_byte,
-        targets=targets,
+        targets=config.target_list,
         progress=progress,
     )
 
