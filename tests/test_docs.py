@@ -33,6 +33,8 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         tiny_directory(tmp_path / directory)
     for file in ("calibration.txt", "held_out.txt", "out/demo/calibration.txt"):
         (tmp_path / file).write_text(TEXT)
+    (paper,) = grab_code_blocks((ROOT / "docs" / "reproduce.md").read_text(), lang="toml")
+    (tmp_path / "paper.toml").write_text(paper)
     shutil.copytree(ROOT / "examples" / "kernels", tmp_path / "examples" / "kernels")
     return tmp_path
 
@@ -51,7 +53,7 @@ def test_command_lines(workplace: Path, capsys: pytest.CaptureFixture[str]) -> N
         for line in block.splitlines()
         if line.startswith("neuronmm ")
     ]
-    assert len(lines) == 13
+    assert len(lines) == 14
     for line in lines:
         assert main(shlex.split(line)[1:]) == 0, capsys.readouterr().err
 

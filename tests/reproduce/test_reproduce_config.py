@@ -78,7 +78,6 @@ def test_values_of_other_types(values: object, words: str) -> None:
     [
         ('[modelled]\ntarget = "trn1"\nlnc = 2\n', "modelled.lnc must be 1, or 2 on trn2"),
         ("[modelled]\ntp = 0\n", "modelled.tp must be at least 1"),
-        ('targets = "attention"\n[modelled]\n', "[modelled] needs targets mlp or all-linear"),
         ("[measured]\nrounds = 0\n", "measured.rounds must be at least 1"),
         ("[methods.kfac]\n", "compress.calibration is missing; method kfac needs a text"),
         ("[methods.x]\nratio = 0.3\n", "unknown key of methods.x 'ratio'"),

@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,8 +19,11 @@ from neuronmm_ops.neuroncore.files import replacing
 from neuronmm_ops.processes import locked
 
 KEY_CHARS = 16
-# What a killed process was writing, as `replacing` names it.
-_UNFINISHED = re.compile(r"\.(results|table|report|[a-z]+-[0-9a-f]{16})\.\w{8}\.(json|md|html)")
+# What a killed process was writing, as `replacing` and `hf.target.replacement` name it.
+_UNFINISHED_FILE = re.compile(
+    r"\.(results|table|report|[a-z]+-[0-9a-f]{16})\.\w{8}\.(json|md|html)"
+)
+_UNFINISHED_MODEL = re.compile(r"\.(compress|recover)-[0-9a-f]{16}\..+\.(tmp|old)")
 
 
 @dataclass(frozen=True)
@@ -103,12 +107,11 @@ class Store:
             temporary.write_text(text, encoding="utf-8")
 
 
-@contextmanager
-def open_store(directory: Path) -> Generator[Store]:
-    """Give the output directory, made where it does not exist, to this process alone.
+def check_output(directory: Path) -> None:
+    """Refuse an output directory that must not, or cannot, be written.
 
     Raises:
-        OSError: it cannot be made or written, or another run works in it.
+        OSError: it cannot be made or written, or holds something else.
     """
     parent = next(path for path in (directory, *directory.absolute().parents) if path.exists())
     if not parent.is_dir():
@@ -122,12 +125,25 @@ def open_store(directory: Path) -> Generator[Store]:
                 f"output {directory} holds {foreign[0]} and no cells, so it is of something else; "
                 "choose another"
             )
+
+
+@contextmanager
+def open_store(directory: Path) -> Generator[Store]:
+    """Give the output directory, made where it does not exist, to this process alone.
+
+    Raises:
+        OSError: as `check_output`, or another run works in it.
+    """
+    check_output(directory)
     directory.mkdir(parents=True, exist_ok=True)
     with locked(directory):
         store = Store(directory)
         for place in (store.cells, store.models):
             place.mkdir(exist_ok=True)
         for path in (*directory.iterdir(), *store.cells.iterdir()):
-            if _UNFINISHED.fullmatch(path.name):
+            if _UNFINISHED_FILE.fullmatch(path.name):
                 path.unlink(missing_ok=True)
+        for path in store.models.iterdir():
+            if _UNFINISHED_MODEL.fullmatch(path.name):
+                shutil.rmtree(path, ignore_errors=True)
         yield store

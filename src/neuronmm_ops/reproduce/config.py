@@ -22,8 +22,6 @@ from neuronmm_ops.reproduce.texts import TRAINING_TEXTS
 PAPERS = Path(str(files("neuronmm_ops.reproduce") / "papers"))
 # Factors in the model's own dtype, without scales.
 NATIVE = "native"
-# What `modelled` knows the ranks of.
-MODELLED_TARGETS = ("mlp", "all-linear")
 
 
 @dataclass(frozen=True)
@@ -272,7 +270,7 @@ def _recovery(values: object) -> Recovery:
     check_keys(table, ("data", *RecoverConfig.__dataclass_fields__), "recovery")
     data = table.pop("data", None)
     if not isinstance(data, str):
-        raise ValueError(f"recovery.data must be a text file or one of {_names(TRAINING_TEXTS)}")
+        raise ValueError(f"recovery.data must be a text file or one of {', '.join(TRAINING_TEXTS)}")
     return Recovery(data, read_table(RecoverConfig, table, "recovery"))
 
 
@@ -288,7 +286,7 @@ def _with_include(evaluate: Evaluate, path: Path) -> Evaluate:
 def _check(found: Reproduction) -> None:
     """Check values that depend on one another."""
     if found.modelled is not None:
-        _check_modelled(found.modelled, found.methods)
+        _check_modelled(found.modelled)
     needing = [name for name, config in found.methods.items() if config.needs_calibration]
     if needing and found.compress.calibration is None:
         raise ValueError(f"compress.calibration is missing; method {needing[0]} needs a text")
@@ -308,7 +306,7 @@ def _check(found: Reproduction) -> None:
         raise ValueError(f"evaluate.num_fewshot must not be negative: {found.evaluate.num_fewshot}")
 
 
-def _check_modelled(modelled: Modelled, methods: Mapping[str, SVDConfig]) -> None:
+def _check_modelled(modelled: Modelled) -> None:
     for name in ("tp", "prompt", "new", "batch"):
         if getattr(modelled, name) < 1:
             raise ValueError(f"modelled.{name} must be at least 1, got {getattr(modelled, name)}")
@@ -317,12 +315,6 @@ def _check_modelled(modelled: Modelled, methods: Mapping[str, SVDConfig]) -> Non
     generation = resolve_target(modelled.target).generation
     if modelled.lnc not in (1, 2) or (modelled.lnc == 2 and generation < 3):
         raise ValueError(f"modelled.lnc must be 1, or 2 on trn2 and trn3; got {modelled.lnc}")
-    for name, config in methods.items():
-        if config.target_list not in [(preset,) for preset in MODELLED_TARGETS]:
-            raise ValueError(
-                f"[modelled] needs targets mlp or all-linear; method {name} has "
-                f"{_names(config.target_list)}"
-            )
 
 
 def _check_text(where: str, text: str | None, known: Mapping[str, Any]) -> None:
@@ -332,7 +324,3 @@ def _check_text(where: str, text: str | None, known: Mapping[str, Any]) -> None:
     if Path(text).name != text or Path(text).suffix:
         raise ValueError(f"{where}: cannot read {text}: no such file")
     check_name(f"text of {where}", text, known)
-
-
-def _names(names: Any) -> str:
-    return ", ".join(names)

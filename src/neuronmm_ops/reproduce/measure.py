@@ -1,8 +1,8 @@
 """What one cell is: the work behind each kind, given the models that it is of."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -23,9 +23,9 @@ from neuronmm_ops.reproduce.config import Reproduction
 ACCURACY = "acc,none"
 
 
-def check_tasks(asked: Reproduction) -> None:
+def check_tasks(asked: Reproduction, tasks: Sequence[str]) -> None:
     """Raise ValueError where lm-eval, with the file's own tasks, does not know a task."""
-    include, tasks = asked.evaluate.include, asked.evaluate.tasks
+    include = asked.evaluate.include
     if not tasks:
         return
     make = import_extra("lm_eval.tasks").TaskManager
@@ -80,15 +80,24 @@ def recover(
     return _sizes(report, target) | {n: entry[n] for n in (*names, "held_out_ppl_after")}
 
 
-def perplexity(asked: Reproduction, model: Any, directory: str | Path, text: str) -> dict[str, Any]:
+def perplexity(
+    asked: Reproduction, model: Any, directory: str | Path, text: str, progress: Update
+) -> dict[str, Any]:
     """Take the perplexity on a data set or a text file."""
     tokenizer, seqlen = hf.load_tokenizer(directory), asked.evaluate.seqlen
     if text in CORPORA:
-        protocol, data = asked.evaluate.protocol, asked.data
-        rows = perplexities(model, tokenizer, [text], seqlen=seqlen, protocol=protocol, data=data)
+        rows = perplexities(
+            model,
+            tokenizer,
+            [text],
+            seqlen=seqlen,
+            protocol=asked.evaluate.protocol,
+            data=asked.data,
+            progress=progress,
+        )
         return {**rows[0], "compute_dtype": name_of(model.dtype)}
     ids = encode_documents(tokenizer, [hf.read_text(text)])
-    result = token_perplexity(model, ids, seqlen)
+    result = token_perplexity(model, ids, seqlen, progress)
     return {
         "ppl_token": result.ppl_token,
         "tokens": result.tokens,
@@ -97,7 +106,9 @@ def perplexity(asked: Reproduction, model: Any, directory: str | Path, text: str
     }
 
 
-def task(asked: Reproduction, model: Any, directory: str | Path, name: str) -> dict[str, Any]:
+def task(
+    asked: Reproduction, model: Any, directory: str | Path, name: str, progress: Update
+) -> dict[str, Any]:
     """Run one of lm-eval's tasks; `accuracy` is None where it has none."""
     options = asked.evaluate
     document = run_tasks(
@@ -108,6 +119,7 @@ def task(asked: Reproduction, model: Any, directory: str | Path, name: str) -> d
         limit=options.limit,
         batch_size=options.batch_size,
         include_path=options.include,
+        progress=progress,
     )
     results: Mapping[str, Any] = document["results"].get(name, {})
     if not results:
@@ -121,7 +133,7 @@ def modelled(asked: Reproduction, config: SVDConfig, progress: Update) -> dict[s
     from neuronmm_ops.bench import model as model_times
 
     assert asked.modelled is not None
-    options, targets = asked.modelled, cast(Any, config.target_list[0])
+    options = asked.modelled
     return model_times.run(
         str(local_directory(asked.model.id)),
         target=options.target,
@@ -132,7 +144,7 @@ def modelled(asked: Reproduction, config: SVDConfig, progress: Update) -> dict[s
         batch=options.batch,
         ratio=config.ratio,
         storage=config.one_byte,
-        targets=targets,
+        targets=config.target_list,
         progress=progress,
     )
 

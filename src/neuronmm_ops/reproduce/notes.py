@@ -68,9 +68,10 @@ def _modelled(at: Mapping[str, Any], rows: list[dict[str, Any]]) -> Iterator[str
     yield (
         f"Modelled: {at['prompt']} prompt and {at['new']} new tokens, batch {at['batch']}, on "
         f"{at['target']} with lnc {at['lnc']} and tp {at['tp']}, from kernels traced on the "
-        "simulated core, with uniform ranks of the nominal ratio whatever the method. Speed-up: "
-        "over our own best dense kernels, its range over what small DMAs may cost; published "
-        "setting: NeuronMM's kernels over the tutorial matmul that they were compared with."
+        "simulated core, with the paper's uniform ranks for the ratio, whatever the method's. "
+        "Speed-up: over our own best dense kernels, its range over what small DMAs may cost; "
+        "published setting: NeuronMM's kernels over the tutorial matmul that they were compared "
+        "with."
     )
     named = {each for row in rows for each in (row["modelled"] or {}).get("left_out", ())}
     yield from (f"Modelled times leave out {each}." for each in sorted(named))

@@ -27,7 +27,10 @@ from neuronmm_ops.reproduce.texts import read_training_text
 
 MODEL_PACKAGES = ("neuronmm-ops", "torch", "transformers", "tokenizers")
 # The code that modelled times follow from.
-MODELLED_BY = ("bench", "kernels", "neuroncore", "hardware.py", "models.py")
+MODELLED_BY = (
+    *("bench", "kernels", "neuroncore", "hardware.py", "models.py"),
+    *("compress/rank.py", "compress/targets.py"),
+)
 
 
 @dataclass(frozen=True)
@@ -206,7 +209,7 @@ def modelled_cell(asked: Reproduction, config: SVDConfig) -> Cell:
     assert asked.modelled is not None
     shape = asdict(model_sizes(asked.model.id))
     shape.pop("name")
-    targets, storage = config.target_list[0], config.storage
+    targets, storage = list(config.target_list), config.storage
     inputs = {
         "shape": shape,
         "ratio": config.ratio,
@@ -215,7 +218,7 @@ def modelled_cell(asked: Reproduction, config: SVDConfig) -> Cell:
         **asdict(asked.modelled),
         "sources": _sources_sha256(),
     }
-    return Cell("modelled", f"{targets} {config.ratio:g} {storage or NATIVE}", inputs)
+    return Cell("modelled", f"{' '.join(targets)} {config.ratio:g} {storage or NATIVE}", inputs)
 
 
 def model_sizes(model: str) -> ModelShape:

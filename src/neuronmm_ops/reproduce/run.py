@@ -12,7 +12,7 @@ from neuronmm_ops.hf.computing import check_device
 from neuronmm_ops.hf.loading import local_directory
 from neuronmm_ops.progress import Update
 from neuronmm_ops.reproduce import measure
-from neuronmm_ops.reproduce.cells import Cell, Store, open_store
+from neuronmm_ops.reproduce.cells import Cell, Store, check_output, open_store
 from neuronmm_ops.reproduce.config import Reproduction, check_files
 from neuronmm_ops.reproduce.plan import Plan, Variant, plan
 from neuronmm_ops.reproduce.render import write_tables
@@ -47,12 +47,14 @@ def run(
         OSError: OUT cannot be written, is of something else, or another run works in it.
         ValueError: a text, a task or the device is not to be had.
     """
+    check_output(output)
     check_files(asked)
     check_device(asked.model.device)
     read_config(local_directory(asked.model.id))
-    measure.check_tasks(asked)
+    planned, known = plan(asked), Store(output)
+    tasks = {cell.subject for cell in planned.cells if cell.kind == "task" and not known.read(cell)}
+    measure.check_tasks(asked, sorted(tasks))
     with open_store(output) as store:
-        planned = plan(asked)
         return _Run(asked, planned, store, progress, tell).all()
 
 
@@ -88,6 +90,7 @@ class _Run:
             following = self.plan.variants[index + 1 : index + 2]
             if not any(other.recovered for other in following):
                 self._drop(variant)
+        self.progress("cells", len(self.plan.cells), len(self.plan.cells))
         return document
 
     def _variant(self, variant: Variant) -> None:
@@ -120,8 +123,15 @@ class _Run:
         if base is None:
             self.not_run.add(step.key)
             return None
-        self.loaded = None  # room for the work
-        return target if self._attempt(step, self._making(variant, step, base, target)) else None
+        self.loaded, before = None, self.results.get(step.key)  # room for the work
+        if not self._attempt(step, self._making(variant, step, base, target)):
+            return None
+        if before and before["weights_sha256"] != self.results[step.key]["weights_sha256"]:
+            self.tell(
+                f"warning: {step.name} was made again and has other weights; what was measured of "
+                "the former is kept"
+            )
+        return target
 
     def _attempt(self, cell: Cell, work: _Work) -> bool:
         """Do the work and write its result; note a failure, and say whether there was none."""
@@ -158,9 +168,13 @@ class _Run:
     def _measurement(self, cell: Cell, directory: Path | str) -> _Work:
         asked, subject = self.asked, cell.subject
         if cell.kind == "perplexity":
-            return lambda: measure.perplexity(asked, self._model(directory), directory, subject)
+            return lambda: measure.perplexity(
+                asked, self._model(directory), directory, subject, self.progress
+            )
         if cell.kind == "task":
-            return lambda: measure.task(asked, self._model(directory), directory, subject)
+            return lambda: measure.task(
+                asked, self._model(directory), directory, subject, self.progress
+            )
         return lambda: self._measured(directory)
 
     def _measured(self, directory: Path | str) -> dict[str, Any]:
