@@ -327,3 +327,9 @@ def test_an_interrupt_ends_the_process(tmp_path: Path) -> None:
         in_own_process("it", time.sleep, 120)
     assert time.monotonic() - start < 60
     timer.join()
+
+
+@pytest.mark.usefixtures("_one_process")
+def test_a_batch_is_as_large_as_asked(places: Path) -> None:
+    with pytest.raises(RuntimeError, match="can't allocate memory"):
+        generate.run([places / "dense"], prompt=8, new=2, batch=10**10)
