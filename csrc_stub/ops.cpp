@@ -9,6 +9,7 @@
 #include <optional>
 #include <string>
 #include <utility>
+#include <vector>
 
 namespace {
 
@@ -104,10 +105,12 @@ void check_contraction(const char* op, const Named& left, const Named& right) {
                     " ", left.tensor.sizes(), " and ", right.name, " ", right.tensor.sizes());
 }
 
-void check_bias(const char* op, const Named& matrix, const std::optional<Tensor>& bias) {
+void check_bias(const char* op, const Named& matrix, const std::optional<Tensor>& bias,
+                const char* name = "bias", const char* size = "N") {
   TORCH_CHECK_VALUE(!bias || (bias->dim() == 1 && bias->size(0) == matrix.tensor.size(1)), op,
-                    ": bias must have shape [N] with N the columns of ", matrix.name, ", got bias ",
-                    bias->sizes(), " and ", matrix.name, " ", matrix.tensor.sizes());
+                    ": ", name, " must have shape [", size, "] with ", size, " the columns of ",
+                    matrix.name, ", got ", name, " ", bias->sizes(), " and ", matrix.name, " ",
+                    matrix.tensor.sizes());
 }
 
 // --- matmuls ------------------------------------------------------------------------------------
@@ -273,6 +276,50 @@ Tensor svd_mlp(const Tensor& x, const Tensor& u_gate, const Tensor& v_gate, cons
   return in_shape_of(x, pair(hidden, u_down, u_down_scale, v_down, v_down_scale));
 }
 
+Tensor svd_qkv(const Tensor& x, const Tensor& u_query, const Tensor& v_query, const Tensor& u_key,
+               const Tensor& v_key, const Tensor& u_value, const Tensor& v_value,
+               const std::optional<Tensor>& bias_query, const std::optional<Tensor>& bias_key,
+               const std::optional<Tensor>& bias_value, Scale u_query_scale, Scale v_query_scale,
+               Scale u_key_scale, Scale v_key_scale, Scale u_value_scale, Scale v_value_scale,
+               std::string compute) {
+  constexpr auto op = "svd_qkv";
+  struct Pair {
+    Named u, v;
+    const char *r, *N, *bias_name;
+    const std::optional<Tensor>& bias;
+    NamedScale u_scale, v_scale;
+  };
+  const Pair pairs[] = {
+      {{"u_query", u_query}, {"v_query", v_query}, "r_query", "N_query", "bias_query", bias_query,
+       {"u_query_scale", u_query_scale}, {"v_query_scale", v_query_scale}},
+      {{"u_key", u_key}, {"v_key", v_key}, "r_key", "N_key", "bias_key", bias_key,
+       {"u_key_scale", u_key_scale}, {"v_key_scale", v_key_scale}},
+      {{"u_value", u_value}, {"v_value", v_value}, "r_value", "N_value", "bias_value", bias_value,
+       {"u_value_scale", u_value_scale}, {"v_value_scale", v_value_scale}}};
+  const auto& [query, key, value] = pairs;
+  check_operands(op, x, {query.u, query.v, key.u, key.v, value.u, value.v});
+  for (const auto& pair : pairs)
+    if (pair.bias) check_same(op, x, {"x", x}, {pair.bias_name, *pair.bias});
+  for (const auto& pair : pairs) check_scales(op, x, u_query, {pair.u_scale, pair.v_scale});
+  for (const auto& pair : pairs) {
+    check_contraction(op, {"x", x}, pair.u);
+    check_contraction(op, pair.u, pair.v);
+  }
+  for (const auto& pair : pairs) check_bias(op, pair.v, pair.bias, pair.bias_name, pair.N);
+  for (const auto& pair : pairs) {
+    check_scale_size(op, pair.r, pair.u, pair.u_scale);
+    check_scale_size(op, pair.N, pair.v, pair.v_scale);
+  }
+  check_compute(op, u_query, compute);
+  const Tensor rows = flat(x, u_query);
+  std::vector<Tensor> parts;
+  for (const auto& [u, v, r, N, bias_name, bias, u_scale, v_scale] : pairs) {
+    const Tensor inner = affine(rows, u.tensor, std::nullopt, u_scale.scale, compute);
+    parts.push_back(affine(inner, v.tensor, bias, v_scale.scale, compute));
+  }
+  return in_shape_of(x, at::cat(parts, -1));
+}
+
 // --- registration -------------------------------------------------------------------------------
 
 bool is_registered(const char* name) {
@@ -310,4 +357,11 @@ TORCH_LIBRARY_FRAGMENT(neuronmm, library) {
          "Tensor? v_gate_scale=None, Tensor? u_up_scale=None, Tensor? v_up_scale=None, "
          "Tensor? u_down_scale=None, Tensor? v_down_scale=None, str compute=\"x\") -> Tensor",
          svd_mlp);
+  define(library, "svd_qkv",
+         "svd_qkv(Tensor x, Tensor u_query, Tensor v_query, Tensor u_key, Tensor v_key, "
+         "Tensor u_value, Tensor v_value, Tensor? bias_query=None, Tensor? bias_key=None, "
+         "Tensor? bias_value=None, Tensor? u_query_scale=None, Tensor? v_query_scale=None, "
+         "Tensor? u_key_scale=None, Tensor? v_key_scale=None, Tensor? u_value_scale=None, "
+         "Tensor? v_value_scale=None, str compute=\"x\") -> Tensor",
+         svd_qkv);
 }

@@ -98,6 +98,10 @@ class Machine:
     """HBM of the chip, bytes per ns (arch: 820, 2,900, 4,700)."""
     cores: int
     """NeuronCores that share it (arch)."""
+    hbm_gib: int
+    """Capacity of that HBM, GiB (arch: 32, 96, 144)."""
+    hbm_stacks: int
+    """Stacks that it is made of; cores that lie at one stack share it (arch: 2, 4, 4)."""
     result_ns: tuple[float, float, float, float]
     """From the end of an instruction until another engine may use its result, by engine."""
     moving_max: int
@@ -147,6 +151,15 @@ class Machine:
         """Rate of a DMA transpose out of "hbm" or "sbuf", all engines together, bytes per ns."""
         share = self.dma.transpose_share if memory == "hbm" else DMA_TRANSPOSE_SBUF_SHARE
         return self.dma_peak_gbps * min(share, self.dma.transpose_share)
+
+    def rank_hbm_bytes(self, lnc: int, ranks: int) -> float:
+        """HBM of each of some ranks of `lnc` cores: a stack, or its share of one.
+
+        Both cores at a stack of Trainium2 reach all of it, also where each is a rank of its own
+        (Neuron SDK, logical NeuronCore configuration).
+        """
+        sharing = max(1, min(self.cores // self.hbm_stacks // lnc, ranks))
+        return self.hbm_gib * 2**30 / self.hbm_stacks / sharing
 
     def under(self, model: DmaModel) -> Machine:
         """This machine under one of the `DMA_MODELS`."""
@@ -238,6 +251,8 @@ TRN1 = Machine(
     dma=_dma_costs("trn1", "transfers", 17.0),
     hbm_gbps=820.0,
     cores=2,
+    hbm_gib=32,
+    hbm_stacks=2,
     result_ns=_LATENCIES_TRN1,
     moving_max=512,
     # fit: matmul tutorial, blocked M, N and K, [4096,8192] @ [8192,8192]
@@ -257,6 +272,8 @@ TRN2 = Machine(
     dma=_dma_costs("trn2", "transfers", 23.0),
     hbm_gbps=2900.0,
     cores=8,
+    hbm_gib=96,
+    hbm_stacks=4,
     result_ns=_LATENCIES_TRN2,
     moving_max=512,
     # fit: nki-autotune lhsT @ rhs, hand-tuned, 2048 x 2048 x 2048: 90.92 % of the peak
@@ -276,6 +293,8 @@ TRN3 = Machine(
     dma=_dma_costs("trn3", "transfers", 33.0),
     hbm_gbps=4700.0,
     cores=8,
+    hbm_gib=144,
+    hbm_stacks=4,
     result_ns=_LATENCIES_TRN2,
     moving_max=4096,
     # no published kernel to fit on: taken from trn2

@@ -20,6 +20,7 @@ class ModelShape:
         head_dim: width of a head.
         vocab_size: rows of the embedding.
         tied: whether the output head is the embedding.
+        head_norm: whether each head of queries and keys is normed, as Qwen3 does.
     """
 
     name: str
@@ -31,6 +32,7 @@ class ModelShape:
     head_dim: int
     vocab_size: int
     tied: bool
+    head_norm: bool = False
 
     @property
     def projections(self) -> dict[str, tuple[int, int]]:
@@ -49,6 +51,8 @@ class ModelShape:
 
 
 _LARGEST_SIZE = 2**24
+_HEAD_NORMS = ("qwen3", "qwen3_moe")
+"""Values of `model_type` in the config.json of models that norm each head."""
 SHAPES: dict[str, ModelShape] = {
     shape.name: shape
     for shape in (
@@ -56,11 +60,11 @@ SHAPES: dict[str, ModelShape] = {
         ModelShape("Llama-3.2-3B", 3072, 8192, 28, 24, 8, 128, 128256, tied=True),
         ModelShape("Llama-3.1-8B", 4096, 14336, 32, 32, 8, 128, 128256, tied=False),
         ModelShape("Llama-3.1-70B", 8192, 28672, 80, 64, 8, 128, 128256, tied=False),
-        ModelShape("Qwen3-0.6B", 1024, 3072, 28, 16, 8, 128, 151936, tied=True),
-        ModelShape("Qwen3-1.7B", 2048, 6144, 28, 16, 8, 128, 151936, tied=True),
-        ModelShape("Qwen3-4B", 2560, 9728, 36, 32, 8, 128, 151936, tied=True),
-        ModelShape("Qwen3-8B", 4096, 12288, 36, 32, 8, 128, 151936, tied=False),
-        ModelShape("Qwen3-32B", 5120, 25600, 64, 64, 8, 128, 151936, tied=False),
+        ModelShape("Qwen3-0.6B", 1024, 3072, 28, 16, 8, 128, 151936, tied=True, head_norm=True),
+        ModelShape("Qwen3-1.7B", 2048, 6144, 28, 16, 8, 128, 151936, tied=True, head_norm=True),
+        ModelShape("Qwen3-4B", 2560, 9728, 36, 32, 8, 128, 151936, tied=True, head_norm=True),
+        ModelShape("Qwen3-8B", 4096, 12288, 36, 32, 8, 128, 151936, tied=False, head_norm=True),
+        ModelShape("Qwen3-32B", 5120, 25600, 64, 64, 8, 128, 151936, tied=False, head_norm=True),
         ModelShape("Mistral-7B-v0.3", 4096, 14336, 32, 32, 8, 128, 32768, tied=False),
     )
 }
@@ -107,6 +111,7 @@ def shape_from_config(path: Path) -> ModelShape:
         head_dim=_size(config, "head_dim", path, max(1, width // heads)),
         vocab_size=_size(config, "vocab_size", path),
         tied=config.get("tie_word_embeddings") is True,
+        head_norm=config.get("model_type") in _HEAD_NORMS,
     )
 
 

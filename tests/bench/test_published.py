@@ -98,7 +98,7 @@ def test_rows_of_quick_cases(monkeypatch):
     rows = published.run(lambda *step: seen.append(step))
     launches = {(case.kernel, case.arguments, case.target) for case in quick}
     assert {tuple(row) for row in rows} == {FIELDS}
-    assert len(rows) == len(quick) + 2
+    assert len(rows) == len(quick) + 6
     assert seen == [("published", i + 1, 2 * len(launches)) for i in range(2 * len(launches))]
     by_name = {row["name"]: row for row in rows}
     fused = by_name["NeuronMM X U V, M=1K"]

@@ -47,6 +47,18 @@ def test_rows_of_a_named_model(capsys):
     assert mlp["time_ms"] < mlp["dense_ms"]
 
 
+def test_attention_in_one_launch(capsys):
+    arguments = ["--tokens", "1", "--target", "trn2", "--lnc", "2", "--storage", "int8", "--json"]
+    assert main(["plan", "--model", "Llama-3.2-1B", *arguments]) == 0
+    rows = {row["projection"]: row for row in json.loads(capsys.readouterr().out)}
+    qkv = rows["qkv"]
+    assert (qkv["K"], qkv["r"], qkv["N"]) == (2048, 768, 3072)
+    assert qkv["weight_dtype"] == "int8"
+    alone = sum(rows[name]["time_ms"] for name in ("q_proj", "k_proj", "v_proj"))
+    assert qkv["time_ms"] < alone
+    assert qkv["dense_ms"] < sum(rows[name]["dense_ms"] for name in ("q_proj", "k_proj", "v_proj"))
+
+
 def test_the_page_says_where_low_rank_does_not_pay(tmp_path, capsys):
     path = tmp_path / "config.json"
     path.write_text(json.dumps(CONFIG))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-OPS = ("xuv", "xw", "svd_mlp")
+OPS = ("xuv", "xw", "svd_mlp", "svd_qkv")
 
 
 def schemas() -> dict[str, list[str]]:
@@ -35,6 +35,7 @@ def cases() -> Iterator[tuple[str, str, tuple[Any, ...]]]:
         x, bias = draw(*lead, 256), draw(20)
         u, v, w = draw(256, 12), draw(12, 20), draw(256, 20)
         mlp = [draw(*shape) for shape in ((256, 8), (8, 40), (256, 9), (9, 40), (40, 7), (7, 20))]
+        qkv = [draw(*shape) for shape in ((256, 8), (8, 40), (256, 9), (9, 12), (256, 7), (7, 20))]
         for by_column in (False, True):
             order: Callable[[Tensor], Tensor] = stored_by_column if by_column else torch.clone
             case = f"{list(lead)} {'columns' if by_column else 'rows'}"
@@ -45,6 +46,9 @@ def cases() -> Iterator[tuple[str, str, tuple[Any, ...]]]:
             for activation in ACTIVATIONS:
                 factors = tuple(order(factor) for factor in mlp)
                 yield f"svd_mlp {activation} {case}", "svd_mlp", (x, *factors, activation)
+            factors = tuple(order(factor) for factor in qkv)
+            yield f"svd_qkv {case}", "svd_qkv", (x, *factors)
+            yield f"svd_qkv bias {case}", "svd_qkv", (x, *factors, None, draw(12), bias)
 
 
 def one_byte_cases() -> Iterator[tuple[str, str, tuple[Any, ...]]]:
@@ -73,6 +77,10 @@ def one_byte_cases() -> Iterator[tuple[str, str, tuple[Any, ...]]]:
                 yield f"xw {case}", "xw", (x, u, None, u_scale, compute)
                 factors, own = zip(*pairs, strict=True)
                 yield f"svd_mlp {case}", "svd_mlp", (x, *factors, "gelu", *own, compute)
+                three = [(u, u_scale), (v, v_scale)] * 3
+                factors, own = zip(*three, strict=True)
+                biases = (bias, None, None)
+                yield f"svd_qkv {case}", "svd_qkv", (x, *factors, *biases, *own, compute)
 
 
 def results(
@@ -121,6 +129,16 @@ def refusals() -> list[str]:
         ("svd_mlp", (ones(3, 4), *mlp, "tanh")),
         *(("svd_mlp", (ones(3, 4), *mlp[:i], ones(3, 3), *mlp[i + 1 :])) for i in range(len(mlp))),
     ]
+    pairs = [ones(4, 2), ones(2, 5), ones(4, 3), ones(3, 6), ones(4, 1), ones(1, 7)]
+    wrong += [
+        ("svd_qkv", (ones(3, 5), *pairs)),
+        ("svd_qkv", (ones(()), *pairs)),
+        ("svd_qkv", (ones(3, 4), *pairs, ones(6))),
+        ("svd_qkv", (ones(3, 4), *pairs, None, ones(6), ones(1))),
+        ("svd_qkv", (ones(3, 4), *pairs, None, ones(6).half())),
+        *((("svd_qkv"), (ones(3, 4), *pairs[:i], ones(8, 8), *pairs[i + 1 :])) for i in range(6)),
+        *((("svd_qkv"), (ones(3, 4), *pairs[:i], ones(8), *pairs[i + 1 :])) for i in range(6)),
+    ]
     u, v, r, n = ones(4, 2).to(torch.int8), ones(2, 5).to(torch.int8), ones(2), ones(5)
     fp8 = torch.float8_e4m3fn
     wrong += [
@@ -140,6 +158,10 @@ def refusals() -> list[str]:
         ("xw", (ones(3, 4), u, None, n)),
         ("svd_mlp", (ones(3, 4), *[matrix.to(fp8) for matrix in mlp])),
         ("svd_mlp", (ones(3, 4), *mlp, "silu", r)),
+        ("svd_qkv", (ones(3, 4), *[matrix.to(fp8) for matrix in pairs])),
+        ("svd_qkv", (ones(3, 4), *pairs, None, None, None, r)),
+        ("svd_qkv", (ones(3, 4), u, v, u, v, u, v, *[None] * 3, r, n, r, n, r, r)),
+        ("svd_qkv", (ones(3, 4), u, v, u, v, u, v, *[None] * 3, r, n, r, n, r, n, "fp8")),
         ("svd_mlp", (ones(3, 4), *mlp[:5], mlp[5].to(fp8))),
     ]
     return [refusal(op, arguments) for op, arguments in wrong]

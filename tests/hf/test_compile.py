@@ -30,13 +30,16 @@ def _ops(graph: torch.fx.GraphModule) -> list[str]:
     return [str(node.target) for node in graph.graph.nodes if "neuronmm" in str(node.target)]
 
 
+ATTENTION = ["neuronmm.svd_qkv.default", "neuronmm.xuv.default"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("targets", "expected"),
     [
         ("mlp", ["neuronmm.svd_mlp.default"]),
-        ("attention", ["neuronmm.xuv.default"] * 4),
-        ("all-linear", ["neuronmm.xuv.default"] * 4 + ["neuronmm.svd_mlp.default"]),
+        ("attention", ATTENTION),
+        ("all-linear", [*ATTENTION, "neuronmm.svd_mlp.default"]),
     ],
 )
 def test_one_node_for_each_op_and_no_graph_break(targets: str, expected: list[str]) -> None:
@@ -59,9 +62,10 @@ def test_one_node_for_each_op_and_no_graph_break(targets: str, expected: list[st
 
 
 @pytest.mark.slow
-def test_training_step_compiles_without_breaks() -> None:
+@pytest.mark.parametrize("targets", ["mlp", "all-linear"])
+def test_training_step_compiles_without_breaks(targets: str) -> None:
     torch._dynamo.reset()
-    model = _swapped("mlp")
+    model = _swapped(targets)
     eager, double = deepcopy(model), deepcopy(model).double()
     ids = tiny_ids(2, 16)
     for module in (torch.compile(model, fullgraph=True, backend="aot_eager"), double, eager):

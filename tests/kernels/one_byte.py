@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -13,11 +14,12 @@ from torch import Tensor
 from neuronmm_ops import neuroncore as nc
 from neuronmm_ops.kernels.planner.problem import Plan, Problem
 from neuronmm_ops.kernels.svd_mlp.prefill import svd_mlp
+from neuronmm_ops.kernels.svd_qkv.prefill import svd_qkv
 from neuronmm_ops.kernels.xuv.prefill import xuv
 from neuronmm_ops.kernels.xw.prefill import xw
 from neuronmm_ops.neuroncore.dtypes import dtype_of
 
-KERNELS: dict[str, Any] = {"xw": xw, "xuv": xuv, "svd_mlp": svd_mlp}
+KERNELS: dict[str, Any] = {"xw": xw, "xuv": xuv, "svd_mlp": svd_mlp, "svd_qkv": svd_qkv}
 LARGEST = {"float8_e4m3fn": 240.0, "int8": 127.0}
 ACTIVATIONS = {
     "silu": F.silu,
@@ -107,6 +109,8 @@ def composed(case: Case, given: Operands, wide: torch.dtype) -> Tensor:
         out = product(x, 0)
     elif case.problem.op == "xuv":
         out = product(rounded(product(x, 0)), 1)
+    elif case.problem.op == "svd_qkv":
+        out = torch.cat([product(rounded(product(x, n)), n + 1) for n in (0, 2, 4)], 1)
     else:
         gate, up = (product(rounded(product(x, n)), n + 1) for n in (0, 2))
         hidden = rounded(ACTIVATIONS[case.activation](gate) * up)
@@ -126,14 +130,22 @@ def magnitude(case: Case, given: Operands) -> Tensor:
     return composed(Case(case.problem, case.bias, "relu", plain), absolute, torch.float64)
 
 
+def biases_of(problem: Problem, bias: Any) -> list[Any]:
+    """A bias [N] as the kernel takes it: one for each output, none of svd_mlp."""
+    if problem.op == "svd_mlp":
+        return []
+    if bias is None:
+        return [None] * len(problem.outputs)
+    ends = list(accumulate(problem.outputs))
+    return [bias[end - size : end] for size, end in zip(problem.outputs, ends, strict=True)]
+
+
 def run(case: Case, given: Operands) -> Any:
     """The kernel on the simulated core."""
     problem = case.problem
     kernel = KERNELS[problem.op]
     options: dict[str, Any] = {"activation": case.activation} if problem.op == "svd_mlp" else {}
-    tensors: list[Any] = [given.x, *given.weights]
-    if problem.op != "svd_mlp":
-        tensors.append(given.bias)
+    tensors: list[Any] = [given.x, *given.weights, *biases_of(problem, given.bias)]
     return nc.simulate(
         kernel if problem.lnc == 1 else kernel[problem.lnc],
         *tensors, *given.scales, target=problem.target, **options, **case.blocks,
@@ -157,7 +169,7 @@ def specs(problem: Problem) -> list[nc.TensorSpec | None]:
     found: list[nc.TensorSpec | None] = [spec((problem.M, problem.K), dtype_of(problem.dtype))]
     found += [spec(shape, weight) for shape in problem.matrices]
     if problem.weight_dtype:
-        found += [None] * (problem.op != "svd_mlp")
+        found += biases_of(problem, None)
         found += [spec((columns,), dtype_of("float32")) for _, columns in problem.matrices]
     return found
 

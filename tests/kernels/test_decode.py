@@ -34,12 +34,12 @@ KERNELS = {
 DTYPES = ("bfloat16", "float16", "float32")
 
 
-BIASED = ("xw", "xuv")
+BIASED = ("xw", "xuv", "svd_qkv")
 
 
 def shapes_of(problem: Problem) -> list[tuple[int, ...]]:
     """Of x and the weights, then of the bias."""
-    bias = [(problem.N,)] if problem.op in BIASED else []
+    bias = [(size,) for size in problem.outputs] if problem.op in BIASED else []
     return [(problem.M, problem.K), *problem.matrices, *bias]
 
 
@@ -56,14 +56,15 @@ def composition(problem: Problem, arrays: list[np.ndarray], name: str, keep: Any
     """The op in fp64; `keep` rounds what the plain composition stores on the way."""
     x, *weights = [wide(a) for a in arrays]
     count = {"xw": 1, "xuv": 2, "svd_mlp": 6, "svd_qkv": 6}[problem.op]
-    factors, bias = weights[:count], weights[count] if len(weights) > count else 0.0
+    factors, biases = weights[:count], weights[count:]
+    bias = np.concatenate(biases) if biases else 0.0
     if problem.op == "xw":
         return keep(x @ factors[0] + bias)
     if problem.op == "xuv":
         return keep(keep(x @ factors[0]) @ factors[1] + bias)
     if problem.op == "svd_qkv":
         pairs = zip(factors[::2], factors[1::2], strict=True)
-        return np.concatenate([keep(keep(x @ u) @ v) for u, v in pairs], axis=1)
+        return keep(np.concatenate([keep(x @ u) @ v for u, v in pairs], axis=1) + bias)
     gate = keep(keep(x @ factors[0]) @ factors[1])
     up = keep(keep(x @ factors[2]) @ factors[3])
     hidden = keep(keep(act(name, gate)) * up)
@@ -174,6 +175,7 @@ def test_mlp(
     st.tuples(SIZES, SIZES, SIZES),
     CORES,
     st.sampled_from(DTYPES),
+    st.booleans(),
     st.sampled_from(("planned", "fused", "one by one")),
 )
 def test_qkv(
@@ -183,12 +185,13 @@ def test_qkv(
     outputs: tuple[int, int, int],
     core: tuple[str, int],
     dtype: str,
+    bias: bool,
     blocks: str,
 ) -> None:
     problem = Problem("svd_qkv", M, qkv_matrices(K, ranks, outputs), dtype, *core)
     cut = {"k_chunk": 128, "rank_block": 128, "block": 96, "last_block": 64, "tile_bytes": 512}
     cut["fuse"] = blocks == "fused"
-    check(problem, candidates(problem)[0].arguments if blocks == "planned" else cut, bias=False)
+    check(problem, candidates(problem)[0].arguments if blocks == "planned" else cut, bias)
 
 
 @pytest.mark.slow

@@ -11,22 +11,29 @@ import torch
 from decoding import CORES, SIZES, TOKENS, act, candidates, rounded, wide
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kernels.one_byte import biases_of
 from tolerances import assert_close_to_oracle
 
 from neuronmm_ops.bench import runner
 from neuronmm_ops.compress.rank import aligned_rank
 from neuronmm_ops.hardware import DMA_MODELS
 from neuronmm_ops.kernels import nki_kernel, plan_op
-from neuronmm_ops.kernels.planner.problem import Plan, Problem, mlp_matrices
+from neuronmm_ops.kernels.planner.problem import Plan, Problem, mlp_matrices, qkv_matrices
 from neuronmm_ops.kernels.stages import tiling
 from neuronmm_ops.kernels.svd_mlp.decode import svd_mlp_decode
+from neuronmm_ops.kernels.svd_qkv.decode import svd_qkv_decode
 from neuronmm_ops.kernels.xuv.decode import xuv_decode
 from neuronmm_ops.kernels.xw.decode import xw_decode
 from neuronmm_ops.models import SHAPES
 from neuronmm_ops.neuroncore import TensorSpec, dtypes, simulate
 from neuronmm_ops.neuroncore.profile.profile import Profile
 
-KERNELS = {"xw": xw_decode, "xuv": xuv_decode, "svd_mlp": svd_mlp_decode}
+KERNELS = {
+    "xw": xw_decode,
+    "xuv": xuv_decode,
+    "svd_mlp": svd_mlp_decode,
+    "svd_qkv": svd_qkv_decode,
+}
 STORED = {"float8_e4m3fn": (np.dtype(ml_dtypes.float8_e4m3fn), 240), "int8": (np.dtype("i1"), 127)}
 FP8, INT8 = STORED
 DTYPES = st.sampled_from(("bfloat16", "bfloat16", "float16", "float32"))
@@ -42,6 +49,7 @@ CUT: dict[str, dict[str, Any]] = {
         "dma_cast": 3,
     },
 }
+CUT["svd_qkv"] = {**CUT["xuv"], "dma_cast": 3}
 
 
 class Operands(NamedTuple):
@@ -78,6 +86,9 @@ def composition(problem: Problem, given: Operands, name: str, keep: Any) -> np.n
         return keep(product(x, 0) + bias)
     if problem.op == "xuv":
         return keep(product(keep(product(x, 0)), 1) + bias)
+    if problem.op == "svd_qkv":
+        parts = [product(keep(product(x, i)), i + 1) for i in (0, 2, 4)]
+        return keep(np.concatenate(parts, axis=1) + bias)
     gate, up = [keep(product(keep(product(x, i)), i + 1)) for i in (0, 2)]
     hidden = keep(keep(act(name, gate)) * up)
     return keep(product(keep(product(hidden, 4)), 5))
@@ -86,7 +97,7 @@ def composition(problem: Problem, given: Operands, name: str, keep: Any) -> np.n
 def run(problem: Problem, arguments: dict[str, Any], given: Operands, **options: Any) -> Any:
     kernel = KERNELS[problem.op]
     launch = kernel[2] if problem.lnc == 2 else kernel
-    bias = [] if problem.op == "svd_mlp" else [given.bias]
+    bias = biases_of(problem, given.bias)
     tensors = [given.x, *given.weights, *bias, *given.scales]
     return simulate(launch, *tensors, target=problem.target, **arguments, **options)
 
@@ -182,6 +193,35 @@ def test_mlp(
     check(problem, chosen, bias=False, name=name)
 
 
+@settings(max_examples=15)
+@given(
+    TOKENS,
+    SIZES,
+    st.tuples(SIZES, SIZES, SIZES),
+    st.tuples(SIZES, SIZES, SIZES),
+    CORES,
+    DTYPES,
+    WEIGHTS,
+    st.booleans(),
+    st.sampled_from(("planned", "fused", "one by one")),
+)
+def test_qkv(
+    M: int,
+    K: int,
+    ranks: tuple[int, int, int],
+    outputs: tuple[int, int, int],
+    core: tuple[str, int],
+    dtype: str,
+    weights: str,
+    bias: bool,
+    blocks: str,
+) -> None:
+    matrices = qkv_matrices(K, ranks, outputs)
+    problem = Problem("svd_qkv", M, matrices, dtype, *core, weight_dtype=weights)
+    cut = {**CUT["svd_qkv"], "fuse": blocks == "fused"}
+    check(problem, candidates(problem)[0].arguments if blocks == "planned" else cut, bias)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("weights", STORED)
 @pytest.mark.parametrize("core", [("trn1", 1), ("trn2", 2), ("trn3", 1)])
@@ -223,6 +263,7 @@ def test_scales_and_dtypes_must_agree(op: str) -> None:
         "xw": ((64, 48),),
         "xuv": ((64, 32), (32, 48)),
         "svd_mlp": mlp_matrices(64, (32, 32, 32), 48, 64),
+        "svd_qkv": qkv_matrices(64, (32, 32, 32), (48, 64, 16)),
     }[op]
     problem = Problem(op, 2, matrices, weight_dtype=INT8)
     given = operands(problem, bias=False)
@@ -306,6 +347,7 @@ def test_plans_are_exact(
         "xw": ((K, N),),
         "xuv": ((K, g), (g, N)),
         "svd_mlp": mlp_matrices(K, (g, u, d), inner, N),
+        "svd_qkv": qkv_matrices(K, (g, u, d), (inner, N, N)),
     }[op]
     problem = Problem(op, M, matrices, dtype, *core, weight_dtype=weights)
     found = candidates(problem)
@@ -334,6 +376,7 @@ def random_problem(op: str, weights: str, rng: np.random.Generator) -> Problem:
         "xw": ((K, N),),
         "xuv": ((K, ranks[0]), (ranks[0], N)),
         "svd_mlp": mlp_matrices(K, ranks, inner, N),
+        "svd_qkv": qkv_matrices(K, ranks, (N, inner, inner)),
     }[op]
     dtype = str(rng.choice(["bfloat16", "bfloat16", "bfloat16", "float16", "float32"]))
     cores = [("trn1", 1), ("trn2", 1), ("trn2", 2), ("trn3", 1), ("trn3", 2)]

@@ -25,7 +25,7 @@ from kernels.test_one_byte_prefill import matrices_of, of_model
 
 from neuronmm_ops import neuroncore as nc
 from neuronmm_ops.hardware import DMA_MODELS
-from neuronmm_ops.kernels.planner.problem import Plan, Problem, mlp_matrices
+from neuronmm_ops.kernels.planner.problem import Plan, Problem, mlp_matrices, qkv_matrices
 from neuronmm_ops.kernels.planner.search import candidates, quickest
 
 FP8 = {"weight_dtype": "float8_e4m3fn", "compute": "fp8"}
@@ -160,6 +160,8 @@ SMALL = [
     Problem("xuv", 1500, ((4000, 900), (900, 900)), "float16", "trn3", **FP8),
     Problem("svd_mlp", 1100, mlp_matrices(384, (256, 128, 200), 6000, 384), lnc=2, **FP8),
     Problem("svd_mlp", 700, mlp_matrices(2048, (1280, 1280, 1280), 14336, 2048), **FP8),
+    Problem("svd_qkv", 1100, qkv_matrices(2048, (700, 64, 256), (5000, 90, 600)), lnc=2, **FP8),
+    Problem("svd_qkv", 700, qkv_matrices(512, (256, 300, 40), (700, 90, 1)), "float32", **FP8),
     Problem("svd_mlp", 130, mlp_matrices(1, (2, 1, 3), 1, 1), "float32", "trn3", **FP8),
 ]
 

@@ -11,7 +11,7 @@ from kernels.one_byte import ACTIVATIONS, KERNELS, Case, check, drawn, run, trac
 from neuronmm_ops import neuroncore as nc
 from neuronmm_ops.compress.rank import aligned_rank
 from neuronmm_ops.hardware import DMA_MODELS
-from neuronmm_ops.kernels.planner.problem import Matrices, Plan, Problem, mlp_matrices
+from neuronmm_ops.kernels.planner.problem import Matrices, Plan, Problem, mlp_matrices, qkv_matrices
 from neuronmm_ops.kernels.planner.search import candidates, quickest
 from neuronmm_ops.kernels.stages.tiling import KEPT_COLUMNS
 from neuronmm_ops.models import SHAPES
@@ -27,6 +27,8 @@ sizes = st.integers(1, 500)
 def matrices_of(op: str, K: int, ranks: tuple[int, int, int], inner: int, N: int) -> Matrices:
     if op == "xw":
         return ((K, N),)
+    if op == "svd_qkv":
+        return qkv_matrices(K, ranks, (inner, N, N + 3))
     return ((K, ranks[0]), (ranks[0], N)) if op == "xuv" else mlp_matrices(K, ranks, inner, N)
 
 
@@ -102,7 +104,7 @@ def test_a_loop_computes_what_the_unrolled_kernel_does(op: str) -> None:
     assert looped.profile.stream_instructions < looped.profile.instructions
 
 
-@pytest.mark.parametrize("op", ["xw", "xuv", "svd_mlp"])
+@pytest.mark.parametrize("op", OPS)
 def test_scales_of_another_size_are_refused(op: str) -> None:
     matrices = matrices_of(op, 64, (16, 16, 16), 48, 32)
     case = Case(Problem(op, 8, matrices, target="trn2", weight_dtype="int8"))
@@ -132,6 +134,8 @@ SMALL = [
     Problem("xw", 1300, ((1100, 700),), target="trn1"),
     Problem("svd_mlp", 600, mlp_matrices(512, (130, 64, 256), 1000, 512), target="trn1"),
     Problem("svd_mlp", 1100, mlp_matrices(384, (256, 128, 200), 6000, 384), target="trn2", lnc=2),
+    Problem("svd_qkv", 600, qkv_matrices(1000, (700, 64, 256), (900, 90, 1)), target="trn1"),
+    Problem("svd_qkv", 1100, qkv_matrices(384, (256, 40, 200), (5000, 600, 90)), lnc=2),
 ]
 
 

@@ -105,5 +105,6 @@ def test_factors_that_do_not_fit_are_refused() -> None:
 
 
 def test_strict_front_end() -> None:
-    for member in (prefill.svd_qkv, prefill.check_factors, decode.side_by_side):
+    members = (prefill.svd_qkv, prefill.check_factors, prefill.check_biases, decode.side_by_side)
+    for member in (*members, decode.svd_qkv_decode):
         assert nc.lint(member) == []

@@ -76,8 +76,10 @@ def plain_svd_mlp(
     return act(x @ u_gate @ v_gate) * (x @ u_up @ v_up) @ u_down @ v_down
 
 
-def plain_svd_qkv(x: Tensor, *factors: Tensor) -> Tensor:
-    return torch.cat([x @ u @ v for u, v in zip(factors[::2], factors[1::2], strict=True)], -1)
+def plain_svd_qkv(x: Tensor, *tensors: Tensor | None) -> Tensor:
+    factors, biases = tensors[:6], [*tensors[6:], None, None, None][:3]
+    pairs = zip(factors[::2], factors[1::2], biases, strict=True)
+    return torch.cat([plain_xuv(x, u, v, bias) for u, v, bias in pairs], -1)
 
 
 def doubled(*arguments: Any) -> list[Any]:

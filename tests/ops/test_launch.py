@@ -72,7 +72,7 @@ def test_one_byte_factors_are_planned_and_launched_as_such():
 
 def test_the_results_of_svd_qkv_lie_side_by_side():
     shapes = ((2, 5, 256), (256, 8), (8, 96), (256, 16), (16, 32), (256, 24), (24, 40))
-    launch = launch_of(SPECS["svd_qkv"], tuple(map(make, shapes)), (), "trn2", 2)
+    launch = launch_of(SPECS["svd_qkv"], *split_call("svd_qkv", *map(make, shapes)), "trn2", 2)
     assert launch is not None
     assert launch.plan == plan_svd_qkv(10, 256, (8, 16, 24), (96, 32, 40), "float32", "trn2", 2)
     assert launch.shape == (2, 5, 168)
@@ -85,20 +85,21 @@ def test_without_products_the_bias_is_left(shapes):
     bias = make((4,))
     call = split_call("xuv", x, *weights, bias)
     assert launch_of(XUV, *call, "trn1") is None
-    assert torch.equal(without_products(XUV, call[0]), bias.expand(2, 4))
-    assert torch.equal(without_products(XUV, split_call("xuv", x, *weights)[0]), torch.zeros(2, 4))
+    assert torch.equal(without_products(XUV, *call), bias.expand(2, 4))
+    assert torch.equal(without_products(XUV, *split_call("xuv", x, *weights)), torch.zeros(2, 4))
 
 
 def test_without_products_of_an_mlp():
-    tensors, _ = split_call("svd_mlp", *map(make, shapes_of("svd_mlp", (0,))))
-    assert without_products(SPECS["svd_mlp"], tensors).shape == (0, 5)
+    call = split_call("svd_mlp", *map(make, shapes_of("svd_mlp", (0,))))
+    assert without_products(SPECS["svd_mlp"], *call).shape == (0, 5)
 
 
 def test_an_empty_projection_leaves_the_others():
     shapes = ((3, 16), (16, 0), (0, 4), (16, 2), (2, 5), (16, 3), (3, 6))
-    tensors = tuple(map(make, shapes))
-    assert launch_of(SPECS["svd_qkv"], tensors, (), "trn2") is None
-    y = without_products(SPECS["svd_qkv"], tensors)
+    tensors = [*map(make, shapes), None, None, make((6,))]
+    call = split_call("svd_qkv", *tensors)
+    assert launch_of(SPECS["svd_qkv"], *call, "trn2") is None
+    y = without_products(SPECS["svd_qkv"], *call)
     assert torch.equal(y, ops.svd_qkv(*tensors))
     assert not y[:, :4].any()
     assert y[:, 4:].all()

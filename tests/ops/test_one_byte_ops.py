@@ -51,7 +51,9 @@ def call_of(
 ) -> dict[str, Tensor]:
     """The tensors of a call by name."""
     generator = generator or torch.Generator().manual_seed(0)
-    known = {"K": 64, "r": 24, "N": 40, "I": 96, "r_gate": 24, "r_up": 16, "r_down": 32} | sizes
+    known = {"K": 64, "r": 24, "N": 40, "I": 96, "r_gate": 24, "r_up": 16, "r_down": 32}
+    known |= {"r_query": 32, "r_key": 16, "r_value": 24, "N_query": 40, "N_key": 10, "N_value": 12}
+    known |= sizes
     tensors: dict[str, Tensor] = {}
     for operand in SPECS[op].operands:
         shape = tuple(known[size] for size in operand.sizes)
@@ -179,12 +181,11 @@ def test_products_in_fp8_round_every_operand(op):
 def test_x_and_the_bias_have_the_gradients_of_dequantized_factors(op, dtype):
     tensors = call_of(op, dtype, torch.float64)
     exact = plain_call(op, tensors, torch.float64)
-    leaves = [tensors[name].requires_grad_() for name in ("x", "bias") if name in tensors]
-    plain = [t.detach().requires_grad_() for t in (exact[0], exact[-1]) if t.dim() < 3]
-    plain = plain[: len(leaves)]
-    exact[0] = plain[0]
-    if len(leaves) == 2:
-        exact[-1] = plain[1]
+    places = [n for n, o in enumerate(SPECS[op].operands) if o.role in ("activation", "bias")]
+    leaves = [tensors[SPECS[op].operands[n].name].requires_grad_() for n in places]
+    plain = [exact[n].detach().requires_grad_() for n in places]
+    for n, leaf in zip(places, plain, strict=True):
+        exact[n] = leaf
     expected = torch.autograd.grad(PLAIN[op](*exact).square().sum(), plain)
     actual = torch.autograd.grad(getattr(ops, op)(**tensors).square().sum(), leaves)
     for own, other in zip(actual, expected, strict=True):
@@ -296,7 +297,8 @@ def test_refusals_are_one_line(name):
     assert "\n" not in str(refusal.value)
 
 
-def test_an_op_without_scales_refuses_one_byte():
-    u, v = torch.ones(4, 2, dtype=torch.int8), torch.ones(2, 3, dtype=torch.int8)
-    with pytest.raises(TypeError, match=r"^svd_qkv: x and u_query must have the same dtype"):
-        ops.svd_qkv(torch.ones(1, 4), u, v, u, v, u, v)
+def test_one_scale_of_several_that_is_missing_is_named():
+    call = call_of("svd_qkv", FP8, torch.float32)
+    call.pop("v_key_scale")
+    with pytest.raises(ValueError, match=r"^svd_qkv: factors in .* no v_key_scale; pass it$"):
+        ops.svd_qkv(**call)

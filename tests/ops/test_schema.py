@@ -25,7 +25,8 @@ LEADING = {"1-D": (), "rows": (3,), "batched": (2, 3), "empty": (0,)}
 
 
 OVERLOADS = {op: getattr(torch.ops.neuronmm, op).default for op in OPS}
-CASES = (*OPS, *(f"{op}+bias" for op in OPS if "bias" in names_of(op)))
+BIASED = tuple(op for op in OPS if SPECS[op].operands[-1].role == "bias")
+CASES = (*OPS, *(f"{op}+bias" for op in BIASED))
 
 
 def operands_of(
@@ -67,7 +68,11 @@ def test_schemas_are_the_documented_ones():
         ),
         "svd_qkv": (
             "neuronmm::svd_qkv(Tensor x, Tensor u_query, Tensor v_query, Tensor u_key, "
-            "Tensor v_key, Tensor u_value, Tensor v_value) -> Tensor"
+            "Tensor v_key, Tensor u_value, Tensor v_value, Tensor? bias_query=None, "
+            "Tensor? bias_key=None, Tensor? bias_value=None, Tensor? u_query_scale=None, "
+            "Tensor? v_query_scale=None, Tensor? u_key_scale=None, Tensor? v_key_scale=None, "
+            "Tensor? u_value_scale=None, Tensor? v_value_scale=None, "
+            'str compute="x") -> Tensor'
         ),
     }
     assert all(torch.Tag.pt2_compliant_tag in overload.tags for overload in OVERLOADS.values())
@@ -98,7 +103,7 @@ def test_an_implementation_takes_keywords_and_defaults(op):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", LOW_DTYPES, ids=str)
 @pytest.mark.parametrize("grad", [True, False], ids=["grad", "no_grad"])
-@pytest.mark.parametrize("case", ["xuv+bias", "xw", "svd_mlp"])
+@pytest.mark.parametrize("case", ["xuv+bias", "xw", "svd_mlp", "svd_qkv+bias"])
 def test_opcheck(case, grad, dtype, layout):
     inputs = [
         t.detach().requires_grad_(grad) for t in operands_of(case, dtype=dtype, layout=layout)
@@ -107,7 +112,7 @@ def test_opcheck(case, grad, dtype, layout):
 
 
 @pytest.mark.parametrize("lead", [(), (0,), (2, 0)], ids=str)
-@pytest.mark.parametrize("case", ["xuv", "xw+bias", "svd_mlp"])
+@pytest.mark.parametrize("case", ["xuv", "xw+bias", "svd_mlp", "svd_qkv", "svd_qkv+bias"])
 def test_opcheck_at_the_edges(case, lead):
     inputs = [t.requires_grad_() for t in operands_of(case, lead, torch.float32)]
     torch.library.opcheck(OVERLOADS[name_of(case)], tuple(inputs), test_utils=OPCHECK_UTILS)
@@ -184,6 +189,7 @@ class CountMatmuls(TorchDispatchMode):
 NEEDED = {
     "xuv+bias": [2, 2, 2, 0],
     "xw+bias": [1, 1, 0],
+    "svd_qkv+bias": [6, *[2] * 6, 0, 0, 0],
     # 4 to recompute gate and up, then 2 down to the hidden gradient and what lies below it.
     "svd_mlp": [4 + 2 + 4, 4 + 2 + 2, 4 + 2 + 2, 4 + 2 + 2, 4 + 2 + 2, 4 + 2, 4 + 2],
 }
@@ -200,6 +206,17 @@ def test_only_wanted_gradients_are_computed(case, index):
         output.backward(torch.ones_like(output))
     assert [t.grad is not None for t in inputs] == [i == index for i in range(len(inputs))]
     assert matmuls.count == NEEDED[case][index]
+
+
+@pytest.mark.parametrize("given", [(0,), (1,), (2,), (0, 2)], ids=str)
+def test_each_bias_of_several_has_its_own_gradient(given):
+    inputs = operands_of("svd_qkv+bias")
+    mixed = [t if n < 7 or n - 7 in given else None for n, t in enumerate(inputs)]
+    leaves = [mixed[7 + n].requires_grad_() for n in given]
+    expected = torch.autograd.grad(PLAIN["svd_qkv"](*mixed).square().sum(), leaves)
+    actual = torch.autograd.grad(ops.svd_qkv(*mixed).square().sum(), leaves)
+    for own, other in zip(actual, expected, strict=True):
+        torch.testing.assert_close(own, other)
 
 
 @pytest.mark.parametrize("guard", [torch.no_grad, torch.inference_mode])

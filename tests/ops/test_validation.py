@@ -96,8 +96,8 @@ CASES = [
             ("xw", "w", ()),
             *[("svd_mlp", name, (8,)) for name in OPERANDS["svd_mlp"][1:]],
             *[("svd_mlp", name, (3, 8, 6)) for name in OPERANDS["svd_mlp"][1:]],
-            *[("svd_qkv", name, (8,)) for name in OPERANDS["svd_qkv"][1:]],
-            *[("svd_qkv", name, (3, 8, 6)) for name in OPERANDS["svd_qkv"][1:]],
+            *[("svd_qkv", name, (8,)) for name in OPERANDS["svd_qkv"][1:7]],
+            *[("svd_qkv", name, (3, 8, 6)) for name in OPERANDS["svd_qkv"][1:7]],
         ]
     ],
     _contraction("xuv", "x", "u", {"x": (2, 3, 7)}, [2, 3, 7], [8, 4]),
@@ -118,6 +118,15 @@ CASES = [
     _contraction("svd_qkv", "x", "u_query", {"u_query": (9, 3)}, [2, 3, 8], [9, 3]),
     _contraction("svd_qkv", "x", "u_value", {"u_value": (1, 5)}, [2, 3, 8], [1, 5]),
     _contraction("svd_qkv", "u_key", "v_key", {"v_key": (9, 2)}, [8, 4], [9, 2]),
+    *[
+        Case(
+            "svd_qkv",
+            {f"bias_{name}": shape},
+            ValueError,
+            (f"bias_{name} must have shape [N_{name}]", f"columns of v_{name}", str(list(shape))),
+        )
+        for name, shape in (("query", (1,)), ("key", (3,)), ("value", (1, 1)), ("key", ()))
+    ],
     Case(
         "svd_mlp",
         {"v_up": (4, 9)},

@@ -148,7 +148,10 @@ class Handler:
         problem, spec = launch.plan.problem, launch.spec
         dtype = getattr(torch, problem.dtype)
         weight_dtype = getattr(torch, problem.weight_dtype or problem.dtype)
-        layouts = {"x": ((problem.M, problem.K), dtype), "bias": ((problem.N,), dtype)}
+        layouts = {"x": ((problem.M, problem.K), dtype)}
+        biases = [operand.name for operand in spec.operands if operand.role == "bias"]
+        for name, size in zip(biases, problem.outputs, strict=False):  # svd_mlp has none
+            layouts[name] = ((size,), dtype)
         for place, matrix in zip(spec.factors, problem.matrices, strict=True):
             name = spec.operands[place].name
             layouts[name] = (matrix, weight_dtype)

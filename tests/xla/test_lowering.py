@@ -68,6 +68,10 @@ def test_svd_qkv(device):
     plan = plan_svd_qkv(7, 256, (32, 16, 24), (96, 40, 64), "float32", "trn2", 2)
     assert launch_of(call.config).plan.problem == plan.problem
     assert "f32[7,200]" in call.text
+    assert call.config["neuronmm"]["bias"] is False
+    (call,) = lowered(nm.svd_qkv(x, *factors, bias_value=on(device, (64,))[0])).calls
+    assert call.config["klir_binary"]["input_names"][-1] == "bias_value"
+    assert call.config["neuronmm"]["bias"] is True
 
 
 def test_one_kernel_twice_and_with_other_shapes(device, monkeypatch):

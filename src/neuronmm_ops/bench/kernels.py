@@ -277,9 +277,9 @@ def _operands(problem: Problem) -> list[TensorSpec | None]:
     found += [TensorSpec(shape, stored) for shape in problem.matrices]
     if not problem.weight_dtype:
         return found
-    has_bias = any(operand.role == "bias" for operand in SPECS[problem.op].operands)
+    biases = [None for operand in SPECS[problem.op].operands if operand.role == "bias"]
     scales = [TensorSpec((columns,), float32) for _, columns in problem.matrices]
-    return [*found, *([None] if has_bias else []), *scales]
+    return [*found, *biases, *scales]
 
 
 def _simulated(

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from neuronmm_ops.bench.cases import decoding, published
+from neuronmm_ops.bench.cases import decoding, end_to_end, published
 from neuronmm_ops.bench.runner import run_all
 from neuronmm_ops.compress.calibrate import Progress
 from neuronmm_ops.hardware import DMA_MODELS, DMA_SPREAD_NS, DmaModel, Engine
@@ -48,7 +48,8 @@ def run(progress: Progress | None = None, workers: int = 1) -> list[dict[str, An
     for case in found:
         launch = (case.kernel, case.arguments, case.target)
         rows.append(_row(case, {model: of_launch[*launch, model] for model in DMA_MODELS}))
-    return [*rows, *map(_bound, decoding.token_times())]
+    bounds = [_bound(token, "a token's Linears") for token in decoding.token_times()]
+    return [*rows, *bounds, *[_bound(token, "a token") for token in end_to_end.decodings()]]
 
 
 def predicted(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -128,10 +129,10 @@ def _row(case: published.Case, outcomes: dict[DmaModel, dict[str, float] | str])
     return row | {"error": row["errors"][DMA_MODELS[0]]}
 
 
-def _bound(token: decoding.TokenTime) -> dict[str, Any]:
+def _bound(token: decoding.TokenTime | end_to_end.Decoding, what: str) -> dict[str, Any]:
     row: dict[str, Any] = dict.fromkeys(FIELDS)
     return row | {
-        "name": f"{token.name}: a token",
+        "name": f"{token.name}: {what}",
         "target": token.target,
         "measure": "bound",
         "calibration": False,

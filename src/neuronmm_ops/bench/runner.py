@@ -110,12 +110,23 @@ def _end_with_parent() -> None:
 
 
 def traced(
-    kernel: Kernel, operands: Sequence[Any], target: str, arguments: dict[str, Any] | None = None
+    kernel: Kernel,
+    operands: Sequence[Any],
+    target: str,
+    arguments: dict[str, Any] | None = None,
+    cores_busy: int = 1,
 ) -> Profile:
     """The modelled profile of one launch; no values are computed.
+
+    Args:
+        kernel: what is launched.
+        operands: its tensors, `TensorSpec` each, or None.
+        target: trn1, trn2 or trn3.
+        arguments: its compile-time arguments by name.
+        cores_busy: NeuronCores of the chip that share its HBM.
 
     Raises:
         NkiValidationError: the kernel breaks a rule of the target, or does not fit on it.
     """
-    simulation = simulate(kernel, *operands, target=target, mode="trace", **(arguments or {}))
-    return simulation.profile
+    options = {"target": target, "mode": "trace", "cores_busy": cores_busy}
+    return simulate(kernel, *operands, **options, **(arguments or {})).profile

@@ -7,11 +7,14 @@ from typing import Any
 from neuronmm_ops.cli.console import show_table, stdout
 from neuronmm_ops.cli.parser import add_command, add_shape, add_tokens, tokens_of
 from neuronmm_ops.compress.rank import aligned_rank
-from neuronmm_ops.kernels import Plan, plan_svd_mlp, plan_xuv, plan_xw
+from neuronmm_ops.kernels import Plan, plan_svd_mlp, plan_svd_qkv, plan_xuv, plan_xw
 from neuronmm_ops.models import ModelShape, model_shape, shape_from_config
 from neuronmm_ops.nn.storage import STORAGES, dtype_name
 
-MLP = ("gate_proj", "up_proj", "down_proj")
+TOGETHER = {
+    "qkv": ("q_proj", "k_proj", "v_proj"),
+    "mlp": ("gate_proj", "up_proj", "down_proj"),
+}
 _DESCRIPTION = "a model's kernel plans, and where low rank pays"
 
 
@@ -50,11 +53,11 @@ def _plan(options: argparse.Namespace) -> list[dict[str, Any]]:
                 else dense
             )
             rows.append(_row(name, plan, [dense]))
-        rows.extend(_mlp(shape, tokens, options.ratio, machine, stored, options.compute))
+        rows.extend(_together(shape, tokens, options.ratio, machine, stored, options.compute))
     return rows
 
 
-def _mlp(
+def _together(
     shape: ModelShape,
     tokens: int,
     ratio: float,
@@ -62,29 +65,36 @@ def _mlp(
     stored: str,
     compute: str,
 ) -> list[dict[str, Any]]:
-    """The MLP in one launch beside three dense ones; nothing where a projection stays dense."""
-    sizes = [shape.projections[name] for name in MLP]
-    ranks = [aligned_rank(k, n, ratio) for k, n in sizes]
-    gate, up, down = ranks
-    if gate is None or up is None or down is None:
-        return []
-    width, inner = sizes[0]
-    plan = plan_svd_mlp(
-        tokens,
-        width,
-        (gate, up, down),
-        inner,
-        width,
-        *machine,
-        weight_dtype=stored,
-        compute=compute,
-    )
-    dense = [plan_xw(tokens, k, n, *machine) for k, n in sizes]
-    return [_row("mlp", plan, dense)]
+    """What is one launch of three pairs; nothing where one of its projections stays dense.
+
+    Dense, query, key and value are one product with their weights side by side, too.
+    """
+    rows: list[dict[str, Any]] = []
+    for name, projections in TOGETHER.items():
+        sizes = [shape.projections[projection] for projection in projections]
+        first, second, third = [aligned_rank(k, n, ratio) for k, n in sizes]
+        if first is None or second is None or third is None:
+            continue
+        (width, one), (_, two), (_, three) = sizes
+        ranks = first, second, third
+        if name == "qkv":
+            plan = plan_svd_qkv(
+                *(tokens, width, ranks, (one, two, three), *machine),
+                weight_dtype=stored,
+                compute=compute,
+            )
+            dense = [plan_xw(tokens, width, one + two + three, *machine)]
+        else:
+            plan = plan_svd_mlp(
+                *(tokens, width, ranks, one, width, *machine), weight_dtype=stored, compute=compute
+            )
+            dense = [plan_xw(tokens, k, n, *machine) for k, n in sizes]
+        rows.append(_row(name, plan, dense))
+    return rows
 
 
 def _row(projection: str, plan: Plan, dense: list[Plan]) -> dict[str, Any]:
-    """One row; for the MLP, r is the largest rank and N the intermediate size.
+    """One row; of three pairs r is the largest rank, and N of the MLP the intermediate size.
 
     The speed-up over the dense launches is a range over the DMA models.
     """

@@ -32,6 +32,7 @@ class PlannedKernel:
         arguments: its compile-time arguments by name.
         times_ms: predicted under each of `hardware.DMA_MODELS`.
         hbm_bytes: predicted HBM traffic, all cores.
+        launches: how often it runs in a row, on parts of that size; times and bytes are of one.
     """
 
     name: str
@@ -40,3 +41,4 @@ class PlannedKernel:
     arguments: dict[str, Any]
     times_ms: tuple[float, ...]
     hbm_bytes: int
+    launches: int = 1

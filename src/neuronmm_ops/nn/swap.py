@@ -12,6 +12,7 @@ from neuronmm_ops.nn.pair import LinearPair
 from neuronmm_ops.nn.storage import SCALES, check_factors
 from neuronmm_ops.nn.svd_linear import SVDLinear
 from neuronmm_ops.nn.svd_mlp import SVDMLP, gated_activation
+from neuronmm_ops.nn.svd_qkv import fuse_projections_
 
 # u and v, and the scales of both where they are in one byte.
 Factors = tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor | None, Tensor | None]
@@ -54,7 +55,7 @@ def swap_modules_(model: nn.Module, factors: Mapping[str, Factors]) -> None:
 
 
 def replace_(model: nn.Module, replacements: Mapping[str, nn.Module]) -> None:
-    """Put each module in the place of the one of that name, then fuse the gated MLPs touched."""
+    """Put each module in the place of the one of that name, then fuse the parents touched."""
     places = _places(model)
     for name, new in replacements.items():
         old = model.get_submodule(name)
@@ -64,6 +65,7 @@ def replace_(model: nn.Module, replacements: Mapping[str, nn.Module]) -> None:
     parents = {name.rpartition(".")[0] for name in replacements}
     for name in sorted(parents):
         _fuse_gated_mlp(model, name, places)
+        fuse_projections_(model.get_submodule(name))
 
 
 def shared_weights(model: nn.Module) -> dict[str, str]:

@@ -179,6 +179,16 @@ def svd_qkv(
     v_key: Tensor,
     u_value: Tensor,
     v_value: Tensor,
+    bias_query: Tensor | None = None,
+    bias_key: Tensor | None = None,
+    bias_value: Tensor | None = None,
+    u_query_scale: Tensor | None = None,
+    v_query_scale: Tensor | None = None,
+    u_key_scale: Tensor | None = None,
+    v_key_scale: Tensor | None = None,
+    u_value_scale: Tensor | None = None,
+    v_value_scale: Tensor | None = None,
+    compute: str = "x",
 ) -> Tensor:
     """Low-rank projections of x to query, key and value as one op, `neuronmm::svd_qkv`.
 
@@ -187,19 +197,35 @@ def svd_qkv(
 
     Args:
         x: `[..., K]`; bf16, fp16 or fp32 (fp64 on CPU).
-        u_query: `[K, r_query]`, dtype and device of x, as all factors.
+        u_query: `[K, r_query]`, device of x, as all factors; dtype of x, or all float8_e4m3fn or
+            all int8.
         v_query: `[r_query, N_query]`.
         u_key: `[K, r_key]`.
         v_key: `[r_key, N_key]`.
         u_value: `[K, r_value]`.
         v_value: `[r_value, N_value]`.
+        bias_query: `[N_query]`, dtype of x, or None, as the other biases.
+        bias_key: `[N_key]`.
+        bias_value: `[N_value]`.
+        u_query_scale: `[r_query]`, fp32, with factors of one byte, as all scales; else None.
+        v_query_scale: `[N_query]`.
+        u_key_scale: `[r_key]`.
+        v_key_scale: `[N_key]`.
+        u_value_scale: `[r_value]`.
+        v_value_scale: `[N_value]`.
+        compute: as in `xuv`.
 
     Returns:
         `[..., N_query + N_key + N_value]`, contiguous, dtype of x. Accumulated in fp32; each
-        `x @ u` is rounded once to x's dtype.
+        `x @ u` is rounded once to x's dtype, after its scale.
 
     Raises:
-        ValueError: shapes do not fit.
+        ValueError: shapes do not fit, scales are missing or given for other factors.
         TypeError: dtypes or devices differ, or the dtype is not supported.
     """
-    return _call(_SVD_QKV, x, u_query, v_query, u_key, v_key, u_value, v_value)
+    return _call(
+        *(_SVD_QKV, x, u_query, v_query, u_key, v_key, u_value, v_value),
+        *(bias_query, bias_key, bias_value),
+        *(u_query_scale, v_query_scale, u_key_scale, v_key_scale, u_value_scale, v_value_scale),
+        compute,
+    )

@@ -79,7 +79,11 @@ def _is_constant(operand: Operand, tensor: Tensor) -> bool:
 
 def _backward(spec: OpSpec) -> Callable[..., tuple[Tensor | None, ...]]:
     """The gradients of a call: those of the spec, and the sum of rows for a bias."""
-    biases = [index for index, operand in enumerate(spec.operands) if operand.role == "bias"]
+    biases = {
+        index: spec.outputs.index(operand.shape)
+        for index, operand in enumerate(spec.operands)
+        if operand.role == "bias"
+    }
     count, choices = len(spec.factors), len(spec.choices)
     others = len(spec.options) + len(spec.scales)
 
@@ -89,8 +93,9 @@ def _backward(spec: OpSpec) -> Callable[..., tuple[Tensor | None, ...]]:
         factors = [dequantized(factor, scale, x.dtype) for factor, scale in pairs]
         needs, grad_rows = ctx.needs_input_grad, rows(grad)
         dx, *rest = spec.backward(grad_rows, needs, rows(x), *factors, *ctx.options[:choices])
-        # The dispatcher drops a bias of None, and its place among the needs with it.
-        dbias = [grad_rows.sum(0) if any(needs[i : i + 1]) else None for i in biases]
+        of_outputs = grad_rows.split(spec.widths([x, *factors]), dim=1)
+        # The dispatcher drops a last bias of None, and its place among the needs with it.
+        dbias = [of_outputs[n].sum(0) if any(needs[i : i + 1]) else None for i, n in biases.items()]
         return None if dx is None else dx.view(x.shape), *rest, *dbias, *[None] * others
 
     return backward

@@ -68,7 +68,8 @@ class OpSpec:
 
     Attributes:
         name: of the op.
-        operands: x, the factors, then a bias, in the order of the schema.
+        operands: x, the factors, then a bias or one for each of `outputs`, in the order of the
+            schema.
         reference: the op in plain torch, for any device: its specification. Tools that read a
             schema from a function's signature read this one's.
         backward: `(grad, needs, x, *factors, *choices)` to the gradients of x and the factors, for
@@ -167,10 +168,14 @@ class OpSpec:
             for operand in self.operands
         ]
 
+    def widths(self, tensors: Sequence[Any]) -> list[int]:
+        """The sizes of `outputs` for the op's tensors."""
+        places = [self._first[name] for name in self.outputs]
+        return [tensors[index].shape[dim] for index, dim in places]
+
     def result_shape(self, tensors: Sequence[Any]) -> tuple[int, ...]:
         """The shape `[..., N]` of the result for the op's tensors."""
-        places = [self._first[name] for name in self.outputs]
-        return (*tensors[0].shape[:-1], sum([tensors[index].shape[dim] for index, dim in places]))
+        return (*tensors[0].shape[:-1], sum(self.widths(tensors)))
 
     def _dimensions(self) -> Iterator[tuple[str, int, int]]:
         """Each named size, the tensor that has it, and its dimension, counted from the last."""

@@ -76,6 +76,7 @@ class Sums:
         rows: loads of the rows of scales that the sums are multiplied by; 0 where there are none.
         rows_ns: DMA time of the engine that loads most of them.
         more: instructions that the rows take beyond their loads.
+        passes: of an engine over each part: evictions, or searches of the greatest.
     """
 
     def __init__(
@@ -89,8 +90,10 @@ class Sums:
         queue: str = "w",
         scaled: bool = False,
         last: bool = False,
+        passes: int = 1,
     ) -> None:
         machine = problem.machine
+        self.passes = passes
         self.queue = queue
         step = step or tiling.matmul_columns(problem.M, machine.generation)
         shared = machine.shared_ports and engines == BOTH
@@ -100,7 +103,7 @@ class Sums:
         self.row_bytes = columns * problem.weight_itemsize
         self.width, self.chunks = tiles.width, [Chunk(group.size) for group in tiles.groups]
         self.banks = tiles_in(tiles.width, BANK_COLUMNS)
-        stacked, self.stacks = bool(problem.weight_dtype), len(tiles.groups)
+        stacked, self.stacks = problem.stacks, len(tiles.groups)
         parts = tiles.stacked_evictions() if stacked and not last else tiles.evictions()
         self.parts = [part.size for part in parts]
         if stacked:
@@ -149,7 +152,8 @@ class DecodeCosts:
         self.sums_itemsize = 4 if self.scaled else self.itemsize  # of sums until they are scaled
         casting = (Engine.SCALAR, Engine.GPSIMD, Engine.VECTOR)
         self.cast_seen = max([result_ns(self.machine, engine) for engine in casting])
-        self.lanes = tiling.lanes_of(self.M, generation) if self.scaled else self.M
+        self.stacks = problem.stacks
+        self.lanes = tiling.lanes_of(self.M, generation) if self.stacks else self.M
         self.sums = cache(partial(Sums, problem))
         self.transposes = cache(self._transposes)
         self.weight_tiles = cache(self._weight_tiles)
@@ -203,7 +207,7 @@ class DecodeCosts:
 
     def _scale_loads(self, chunks: Sequence[Chunk], source: Source) -> tuple[int, int]:
         """Instructions around transposes: loads of scales, and zeros beside the tokens; bytes."""
-        if not self.scaled:
+        if not self.stacks:
             return 0, 0
         heads = [chunk.size for chunk in chunks if chunk.together]
         parts = sum([(size >= PARTITIONS) + (size % PARTITIONS > 0) for size in heads])
@@ -224,7 +228,7 @@ class DecodeCosts:
         """The weight tiles of a K chunk after `seen` K tiles; as `stages.decode.Sums.add_chunk`."""
         tiles, rest = divmod(rows, PARTITIONS)
         ends = last and rest == 0
-        first = first and not self.scaled
+        first = first and not self.stacks
         generation = self.machine.generation
         least = tiling.waited_bytes(generation) if waited and self.scaled else 0
         spans = tiling.weight_tiles(tiles, s.row_bytes, tile_bytes, first, ends, least)
@@ -363,9 +367,14 @@ class DecodeCosts:
         step.first_ns = step.last_ns = sum([s.ns for s in sums]) / tiles
         evict = dict.fromkeys(BOTH, 0.0)
         for n, engine in enumerate(engines):
-            each = [evict_ns(self.machine, engine, size) for size in parts]
+            each = [self._pass_ns(engine, size, sums[0].passes) for size in parts]
             evict[engine] = sum(each[n :: len(engines)]) / tiles_in(tiles - n, len(engines))
         step.vector_ns, step.scalar_ns = evict.values()
+
+    def _pass_ns(self, engine: Engine, columns: int, passes: int) -> float:
+        """Passes over a part of the sums, each after the one before, and what they found."""
+        ns = passes * evict_ns(self.machine, engine, columns)
+        return ns + (passes - 1) * result_ns(self.machine, engine)
 
 
 def _stream(tiles: list[Tile]) -> Step:

@@ -116,21 +116,19 @@ class PrefillCosts:
         return tiles_in(rows, PARTITIONS) * columns * self.weight_item
 
     def kept(self, rows: int) -> Loads:
-        """The scales that stay in SBUF, those of the last weight on so many partitions."""
+        """The scales that stay in SBUF, those of outputs on so many partitions."""
         if not self.scaled:
             return NOTHING
-        *others, (_, last) = self.problem.matrices
-        fills = SCALE_BYTES * sum([tiles_in(n, PARTITIONS) for _, n in others])
-        moved = SCALE_BYTES * sum([n for _, n in others])
-        number = sum([(n >= PARTITIONS) + (n % PARTITIONS > 0) for _, n in others])
-        if last <= KEPT_COLUMNS:
-            fills, moved = fills + SCALE_BYTES * last, moved + SCALE_BYTES * last * rows
-            number += 1
+        made = [n for _, n in self.problem.made]
+        kept = [n for n in self.problem.outputs if n <= KEPT_COLUMNS]
+        fills = SCALE_BYTES * (sum([tiles_in(n, PARTITIONS) for n in made]) + sum(kept))
+        moved = SCALE_BYTES * (sum(made) + sum(kept) * rows)
+        number = sum([(n >= PARTITIONS) + (n % PARTITIONS > 0) for n in made]) + len(kept)
         return Loads(fills=fills, hbm_bytes=moved, instructions=number)
 
-    def row_scale(self, columns: int, rows: int) -> Loads:
-        """The scales of a block of the output, where they do not stay in SBUF."""
-        if not self.scaled or self.problem.N <= KEPT_COLUMNS:
+    def row_scale(self, columns: int, N: int, rows: int) -> Loads:
+        """The scales of a block of an output of N columns, where they do not stay in SBUF."""
+        if not self.scaled or N <= KEPT_COLUMNS:
             return NOTHING
         size = SCALE_BYTES * columns
         ns = load_ns(self.machine, rows, size)
@@ -334,7 +332,7 @@ def write_steps(
             held += arriving.fills - arriving.passing
             seen = True
             fresh = c.weights(K, columns, len(groups), queue, tail) if g == 0 else NOTHING
-            scale = c.row_scale(columns, min(PARTITIONS, width)) if g == 0 else NOTHING
+            scale = c.row_scale(columns, N, min(PARTITIONS, width)) if g == 0 else NOTHING
             kept += scale.fills
             step = c.step(K, group, (arriving, fresh, scale), tail)
             c.evict(step, group.columns.size, "vector" if c.scaled else "shared")

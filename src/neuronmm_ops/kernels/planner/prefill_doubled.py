@@ -228,7 +228,7 @@ class Doubled:
         for b, columns in enumerate(blocks):
             if program.again((columns, b == 0, b + 1 == len(blocks))):
                 continue
-            scale = c.row_scale(columns, min(PARTITIONS, self.width))
+            scale = c.row_scale(columns, N, min(PARTITIONS, self.width))
             for n, tokens in enumerate(self.parts):
                 if b == 0 and x:
                     program.add(self.take_x(K, tokens, first=n == 0, hidden=n > 0))

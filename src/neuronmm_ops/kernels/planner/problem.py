@@ -18,6 +18,8 @@ ITEMSIZES = {"bfloat16": 2, "float16": 2, "float32": 4}
 WEIGHT_DTYPES = ("", "float8_e4m3fn", "int8")
 COMPUTES = ("x", "fp8")
 SCALE_BYTES = 4
+FOUND_BYTES = 8
+"""Of a token in lm_head's outputs: an id and a logit."""
 
 
 Matrices = tuple[tuple[int, int], ...]
@@ -40,11 +42,11 @@ class Problem:
     """What a plan is for: x [M, K] through one op on one target.
 
     Attributes:
-        op: name of the op: xw, xuv, svd_mlp or svd_qkv.
+        op: name of the op: xw, xuv, svd_mlp, svd_qkv, mlp or lm_head.
         M: tokens.
         matrices: shapes of the op's weights in the order of its schema: ((K, N),) of xw,
             ((K, r), (r, N)) of xuv, those of gate, up and down of svd_mlp, those of query, key and
-            value of svd_qkv.
+            value of svd_qkv, ((K, I), (K, I), (I, N)) of mlp, ((H, V),) of lm_head.
         dtype: of x, the result and, where `weight_dtype` names no other, the weights: bfloat16,
             float16 or float32.
         target: trn1, trn2 or trn3.
@@ -87,10 +89,6 @@ class Problem:
                 f"weight_dtype must be one of {', '.join(WEIGHT_DTYPES[1:])}, or empty for that of "
                 f"x; got {self.weight_dtype!r}"
             )
-        if self.weight_dtype and self.op == "svd_qkv":
-            raise ValueError(
-                f"svd_qkv takes factors of x's dtype, got {self.weight_dtype}; use three xuv"
-            )
         if self.compute not in COMPUTES:
             raise ValueError(f"compute must be one of {', '.join(COMPUTES)}; got {self.compute!r}")
         if self.compute == "fp8" and self.weight_dtype != "float8_e4m3fn":
@@ -116,6 +114,11 @@ class Problem:
         return widths if self.op == "svd_qkv" else (self.matrices[-1][1],)
 
     @property
+    def made(self) -> Matrices:
+        """Shapes of the weights whose products are contracted next, not part of the output."""
+        return self.matrices[::2] if self.op == "svd_qkv" else self.matrices[:-1]
+
+    @property
     def N(self) -> int:  # noqa: N802
         """Output features in all."""
         return sum(self.outputs)
@@ -127,8 +130,8 @@ class Problem:
 
     @property
     def inner(self) -> int:
-        """Features between gate and down of svd_mlp, 0 of the others."""
-        return self.matrices[1][1] if self.op == "svd_mlp" else 0
+        """Features between gate and down of svd_mlp and mlp, 0 of the others."""
+        return self.matrices[1][1] if self.op in ("svd_mlp", "mlp") else 0
 
     @property
     def itemsize(self) -> int:
@@ -139,6 +142,11 @@ class Problem:
     def weight_itemsize(self) -> int:
         """Bytes of an element of the weights."""
         return 1 if self.weight_dtype else self.itemsize
+
+    @property
+    def stacks(self) -> bool:
+        """Whether decode reads the sums of all PE column groups together."""
+        return bool(self.weight_dtype) or self.op == "lm_head"
 
     @property
     def casts(self) -> bool:
@@ -173,7 +181,8 @@ class Problem:
     @property
     def least_bytes(self) -> int:
         """x, the weights, their scales and the output, each moved once."""
-        activations = self.itemsize * self.M * (self.K + self.N)
+        out = FOUND_BYTES if self.op == "lm_head" else self.itemsize * self.N
+        activations = self.M * (self.itemsize * self.K + out)
         weights = self.weight_itemsize * self.weight_elements
         return activations + weights + SCALE_BYTES * self.scale_elements
 

@@ -177,6 +177,9 @@ def plan_svd_qkv(
     target: str | None = None,
     lnc: int = 1,
     max_instructions: int = MAX_INSTRUCTIONS,
+    device_loop: bool = False,
+    weight_dtype: str = "",
+    compute: str = "x",
 ) -> Plan:
     """The quickest plan of low-rank query, key and value `[M, K] -> [M, N_q + N_k + N_v]`.
 
@@ -189,12 +192,15 @@ def plan_svd_qkv(
         target: as `plan_op`.
         lnc: as `plan_op`.
         max_instructions: as `plan_op`.
+        device_loop: as `plan_op`.
+        weight_dtype: as `Problem`.
+        compute: as `Problem`.
 
     Raises:
         ValueError: sizes or names that are none.
     """
-    matrices = qkv_matrices(K, ranks, outputs)
-    return plan_op("svd_qkv", M, matrices, dtype, target, lnc, max_instructions)
+    options = (dtype, target, lnc, max_instructions, device_loop, weight_dtype, compute)
+    return plan_op("svd_qkv", M, qkv_matrices(K, ranks, outputs), *options)
 
 
 @lru_cache(maxsize=4096)
@@ -272,7 +278,8 @@ def _of_least_regret(problem: Problem, *, prefill_only: bool) -> Plan | None:
         shares = [plan.time_ms / ms for plan, ms in zip(plans, quickest_ms, strict=True)]
         tried.append(_with_times(problem, plans, regret=max(shares) - 1))
     least = min(tried, key=lambda plan: (plan.regret, plan.hbm_bytes, plan.blocks))
-    if not _module(problem).Prefill.tie_to_traffic:
+    prefill = _prefill(problem)
+    if prefill is None or not prefill.tie_to_traffic:
         return least
     ties = [plan for plan in tried if 1 + plan.regret <= TIE * (1 + least.regret)]
     return min(ties, key=lambda plan: (plan.hbm_bytes, plan.regret))
@@ -327,11 +334,16 @@ def _module(problem: Problem) -> ModuleType:
     return import_module(f"neuronmm_ops.kernels.{problem.op}.plan")
 
 
+def _prefill(problem: Problem) -> type[Prefill] | None:
+    """The op's class `Prefill`, if it has one: lm_head takes up to 128 tokens."""
+    return getattr(_module(problem), "Prefill", None)
+
+
 def candidates(problem: Problem) -> list[Plan]:
     """All plans that fit, by predicted time under the problem's DMA model."""
     module = _module(problem)
     found: list[Plan] = module.decode(problem) if problem.M <= PARTITIONS else []
-    for layout in layouts(problem):
-        prefill: Prefill = module.Prefill(problem, layout)
-        found += prefill.plans()
+    if (prefill := _prefill(problem)) is not None:
+        for layout in layouts(problem):
+            found += prefill(problem, layout).plans()
     return sorted(found, key=lambda plan: (plan.time_ms, plan.hbm_bytes, plan.blocks))

@@ -415,6 +415,10 @@ class Timeline:
         """Let what was stored come back from HBM as results."""
         self._arrive(self._stored + DMA_START_NS + ns + DMA_DONE_NS)
 
+    def wait(self, ns: float) -> None:
+        """Let the last results be used no sooner than so long after they were evicted."""
+        self._arrive(self._results[-1][1] + ns)
+
     def _arrive(self, when: float) -> None:
         self._oldest = when
         self._results.append((when, when, 1))

@@ -68,6 +68,7 @@ class Sums(nl.NKIObject):
         M: tokens.
         unit: the width of a PE column group is a multiple of it.
         last: the kernel ends with these sums: their matmuls are short.
+        stacked: all column groups are read together, as sums that are scaled are.
     """
 
     def __init__(
@@ -77,6 +78,7 @@ class Sums(nl.NKIObject):
         M: int,
         unit: int = PARTITIONS,
         last: bool = False,
+        stacked: bool = False,
     ) -> None:
         self.weight = weight
         self.columns = columns
@@ -85,7 +87,7 @@ class Sums(nl.NKIObject):
         self.tiling = SumTiling(columns.size, M, generation(), unit, step)
         # sums that are scaled are evicted and transposed by all column groups together; the first
         # matmul writes zeros to the partitions beside the tokens
-        self.stacked = weight.scale != None  # noqa: E711 - strict NKI has no `is`
+        self.stacked = stacked or weight.scale != None  # noqa: E711 - strict NKI has no `is`
         self.lanes = lanes_of(M, generation()) if self.stacked else M
         self.parts = self.tiling.stacked_evictions() if self.stacked else self.tiling.evictions()
         self.partitions = self.tiling.partitions - M + self.lanes

@@ -153,6 +153,8 @@ SHUFFLED = 32
 """Partitions among which VectorE copies one to the others."""
 ONE_STORE_TOKENS = 8
 """Tokens up to which one DMA stores the last sums of a weight in one byte."""
+SEARCHED = 8
+"""Values that VectorE finds the greatest of at least, and finds at a time."""
 HALF_ROW_BYTES = 2560
 """Bytes of a row of the last weight tile, at least, where that is loaded in two halves."""
 

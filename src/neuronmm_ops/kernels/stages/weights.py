@@ -39,14 +39,6 @@ class Weight(nl.NKIObject):
         self.casts = hbm.dtype != dtype and (dtype == nl.float32 or hbm.dtype == nl.int8)
 
 
-def plain(tensors: list[NkiTensor]) -> list[Weight]:
-    """Weights of the dtype of the activations."""
-    found: list[Weight] = []
-    for tensor in tensors:
-        found.append(Weight(tensor, tensor.dtype, None))
-    return found
-
-
 def check_one_dtype(weights: list[Weight]) -> None:
     """Check that factors have one dtype: what one product makes the next one contracts."""
     for w in weights:

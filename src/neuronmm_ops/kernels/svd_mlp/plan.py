@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, partial
 from itertools import product
 from typing import NamedTuple
 
@@ -11,10 +11,8 @@ from neuronmm_ops.kernels.planner import decode_search, prefill_search
 from neuronmm_ops.kernels.planner.decode import Blocks, Stages
 from neuronmm_ops.kernels.planner.decode_costs import SCALAR, VECTOR, Chunk, Source
 from neuronmm_ops.kernels.planner.decode_search import even, rounded_up
-from neuronmm_ops.kernels.planner.instructions import load_ns
+from neuronmm_ops.kernels.planner.hidden import TOKENS, HiddenBlock, gated_steps
 from neuronmm_ops.kernels.planner.prefill import (
-    NOTHING,
-    Loads,
     Moving,
     in_sbuf,
     project_steps,
@@ -22,23 +20,18 @@ from neuronmm_ops.kernels.planner.prefill import (
 )
 from neuronmm_ops.kernels.planner.prefill_search import Arguments
 from neuronmm_ops.kernels.planner.problem import Plan, Problem
-from neuronmm_ops.kernels.planner.timeline import Program, Step, sbuf_peak
+from neuronmm_ops.kernels.planner.timeline import Program, sbuf_peak
 from neuronmm_ops.kernels.stages.tiling import (
     BANK_COLUMNS,
     DOUBLED_BANKS,
     DOUBLED_TOKENS,
-    HIDDEN_TILES,
     PARTITIONS,
     SUM_BANKS,
-    TAIL_TILES,
     sizes,
     tiles_in,
-    transposed_groups,
 )
 from neuronmm_ops.kernels.svd_mlp.plan_doubled import doubled_blocks, doubled_stages
 
-TOKENS = 1024
-"""Of a group of PSUM tiles with transposed results."""
 TOKEN_TILES = 2
 """Of a group of PSUM tiles of the output."""
 TABLE_INSTRUCTIONS = 2
@@ -78,7 +71,7 @@ def decode_stages(s: Stages) -> None:
     s.hold(-s.buffers(chunks))
     transposed = s.transposed(low[0]) + s.transposed(low[1])
     s.hold(transposed)
-    h_chunks, h_bytes = _decode_hidden(s, low)
+    h_chunks, h_bytes = decode_hidden(s, low, ("sums", "sums"), bool(s.blocks["spill"]))
     s.hold(-(transposed + natural))
     source: Source = "sums"
     if s.blocks["spill"]:
@@ -91,11 +84,15 @@ def decode_stages(s: Stages) -> None:
     s.write(d_chunks, "sums", resident=True)
 
 
-def _decode_hidden(s: Stages, low: list[list[Chunk]]) -> tuple[list[Chunk], int]:
-    """act(gate) * up, block after block; its K chunks, and their SBUF where they stay there."""
+def decode_hidden(
+    s: Stages, low: list[list[Chunk]], sources: tuple[Source, Source], spill: bool
+) -> tuple[list[Chunk], int]:
+    """act(gate) * up, block after block; its K chunks, and their SBUF where they stay there.
+
+    Gate and up contract `low`, which are where `sources` say.
+    """
     costs, h_bytes = s.costs, 0
     h_chunks: list[Chunk] = []
-    source: Source = "sums"
     for columns in sizes(s.own(s.problem.inner), int(s.blocks["inner_block"])):
         of = s.problem.inner
         gate = costs.sums(columns, of, engines=SCALAR, queue="v0", scaled=costs.scaled)
@@ -104,16 +101,16 @@ def _decode_hidden(s: Stages, low: list[list[Chunk]]) -> tuple[list[Chunk], int]
         if costs.scaled:  # activations follow the scales
             s.instructions += len(gate.parts)
         s.hold(acts + h)
-        s.run(low[0], source, gate)
-        s.run(low[1], source, up)
-        if s.blocks["spill"]:
+        s.run(low[0], sources[0], gate)
+        s.run(low[1], sources[1], up)
+        if spill:
             s.store(up, itemsize=costs.sums_itemsize)
             s.hold(-(acts + h))
         else:
             s.hold(-acts)
             h_bytes += h
         h_chunks.extend(up.chunks)
-        source = "transposed"
+        sources = ("transposed", "transposed")
     return h_chunks, h_bytes
 
 
@@ -147,7 +144,7 @@ class Prefill(prefill_search.Prefill):
     def __init__(self, problem: Problem, layout: str) -> None:
         super().__init__(problem, layout)
         self.side_tiles = sum([tiles_in(r, PARTITIONS) for r in problem.ranks[:2]])
-        self.inner_tiles = tiles_in(problem.inner, PARTITIONS)
+        self.hidden = HiddenBlock(self.costs)
         self.side, self.out = cache(self._side), cache(self._out)
         self.gated, self.down = cache(self._gated), cache(self._down)
 
@@ -176,84 +173,14 @@ class Prefill(prefill_search.Prefill):
         return project_steps(c, width, problem.K, problem.ranks[number], x, *blocks)
 
     def _gated(self, width: int, v_block: int, spill: int) -> Program:
-        """`gated`: of each group of PSUM tiles a step of the gate, then one of up."""
-        program, c = Program(), self.costs
+        """The hidden block."""
         gate, up, _ = self.problem.ranks
-        side = in_sbuf(self.side_tiles * width * c.item, TOKENS)
-        made = 0  # tiles of the hidden block
-        blocks = sizes(self.problem.inner, v_block)
-        for b, columns in enumerate(blocks):
-            first, last = b == 0, b + 1 == len(blocks)
-            before, made = made, made + tiles_in(columns, PARTITIONS)
-            slots = self._slots(made) - self._slots(before)
-            stored = min(spill, made // HIDDEN_TILES) - min(spill, before // HIDDEN_TILES)
-            if program.again((columns, first, last, before % HIDDEN_TILES, slots, stored)):
-                continue
-            groups = transposed_groups(columns, width, TOKENS, c.banks)
-            for g, group in enumerate(groups):
-                loads = [NOTHING, NOTHING]
-                if g == 0:
-                    loads = [
-                        c.weights(r, columns, len(groups), f"v{n}", TAIL_TILES)
-                        for n, r in enumerate((gate, up))
-                    ]
-                step = c.step(gate, group, loads[:1], TAIL_TILES)
-                c.evict(step, group.columns.size, "scalar")
-                step.instructions += c.scaled * step.tiles  # which scale, and wait for nobody
-                acts = step.rows * group.columns.size * 4
-                c.results(step, acts)
-                program.add(step)
-                step = c.step(up, group, loads[1:], TAIL_TILES)
-                c.evict(step, group.columns.size, "vector")
-                if first and g == 0:  # a step of the gate lies between
-                    side.wait(step, width, group.columns, tiles_in(up, PARTITIONS), 2)
-                if group.columns.start == 0:
-                    slots = self._slots(before + step.rows) - self._slots(before)
-                    before += step.rows
-                    c.results(step, slots * width * c.item)
-                step.frees += acts
-                if g + 1 == len(groups):
-                    step.frees += (len(groups) > 1) * c.weight_item * columns * self.side_tiles
-                    step.frees += side.frees * last
-                    self._store(step, stored, width)
-                program.add(step)
-        return program
-
-    def _slots(self, tiles: int) -> int:
-        """Tiles of the groups of the hidden block that the first `tiles` are in."""
-        return min(self.inner_tiles, tiles_in(tiles, HIDDEN_TILES) * HIDDEN_TILES)
-
-    def _store(self, step: Step, groups: int, width: int) -> None:
-        """Store so many groups of the hidden block after a step."""
-        size = self._group_bytes(width)
-        machine = self.costs.machine
-        step.store_ns = groups * load_ns(machine, PARTITIONS, size)
-        step.stores = max(1, groups)
-        step.stored = groups * size
-        step.hbm_bytes += groups * size * PARTITIONS
-        step.instructions += groups
-
-    def _group_bytes(self, width: int) -> int:
-        return HIDDEN_TILES * width * self.costs.item
-
-    def _made(self, width: int, spill: int) -> int:
-        """SBUF of the hidden block without what spills."""
-        return self.inner_tiles * width * self.costs.item - spill * self._group_bytes(width)
+        sides = in_sbuf(self.side_tiles * width * self.costs.item, TOKENS)
+        return gated_steps(self.hidden, width, (gate, up), sides, v_block, spill)
 
     def _down(self, width: int, down_block: int, spill: int, resident_spilled: int) -> Program:
         """The product of the hidden block with u_down."""
-        c, size = self.costs, self._group_bytes(width)
-        row = load_ns(c.machine, PARTITIONS, size)
-
-        def loads(rows: int, tokens: int, seen: bool) -> Loads:
-            groups = spill - seen * resident_spilled
-            passing = (spill - resident_spilled) * size
-            window, moved = size * (passing > 0), groups * size * PARTITIONS
-            head = row * (spill > 0)
-            ns, fills = groups * row, groups * size
-            return Loads(ns, head, 0.0, fills, passing, window, moved, groups, groups, "h")
-
-        x = Moving(loads, frees=self._made(width, spill), made_in=TOKENS)
+        c, x = self.costs, self.hidden.moving(width, spill, resident_spilled)
         blocks = ("u2", down_block, TOKENS, c.banks)
         return project_steps(c, width, self.problem.inner, self.problem.ranks[2], x, *blocks)
 
@@ -340,24 +267,17 @@ class Prefill(prefill_search.Prefill):
 
     def _spilled(self, width: int, v_block: int, block: int) -> Iterator[tuple[int, int, int]]:
         """As few groups of the hidden block spilled as fit, some of which stay after."""
-        size, room = self._group_bytes(width), self.room - AHEAD_BYTES
-        spill = 0
-        while spill <= self.problem.inner // (HIDDEN_TILES * PARTITIONS):
-            gated, down = self._peaks(width, v_block, block, spill)
-            over = max(gated, down) - room
-            if over <= 0 and spill:
-                most = min(spill, (room - down) // size)
-                for again in sorted({most, most * 5 // 8}):  # fewer leave room for loads
-                    yield block, spill, again
-                return
-            spill += max(1, tiles_in(over, size))
+        room = self.room - AHEAD_BYTES
+        peaks = partial(self._peaks, width, v_block, block)
+        for spill, again in self.hidden.spilled(width, room, peaks):
+            yield block, spill, again
 
     def _peaks(self, width: int, v_block: int, down_block: int, spill: int) -> tuple[int, int]:
         """SBUF of `gated` and of `down`."""
         sides = self.side_tiles * width * self.costs.item
         gated = sbuf_peak([self.gated(width, v_block, spill)], sides)
         down = self.down(width, down_block, spill, 0)
-        return gated, sbuf_peak([down], self._made(width, spill))
+        return gated, sbuf_peak([down], self.hidden.made(width, spill))
 
     def _blocks(self, size: int, narrow: bool) -> list[int]:
         """Widths of a block of `size` columns, least DMA time first or narrow ones first."""

@@ -6,8 +6,8 @@ from neuronmm_ops.kernels.shim import NkiTensor, jit, nl
 from neuronmm_ops.kernels.stages.chunks import chunks_of
 from neuronmm_ops.kernels.stages.decode import own, project, write_block
 from neuronmm_ops.kernels.stages.tiling import PARTITIONS, output_blocks
-from neuronmm_ops.kernels.stages.weights import plain
-from neuronmm_ops.kernels.svd_qkv.prefill import check_factors
+from neuronmm_ops.kernels.stages.weights import Weight, check_one_dtype, lanes_for
+from neuronmm_ops.kernels.svd_qkv.prefill import check_biases, check_factors
 
 
 def side_by_side(x: NkiTensor, vs: list[NkiTensor]) -> tuple[NkiTensor, list[NkiTensor]]:
@@ -31,12 +31,22 @@ def svd_qkv_decode(
     v_key: NkiTensor,
     u_value: NkiTensor,
     v_value: NkiTensor,
+    bias_query: NkiTensor | None = None,
+    bias_key: NkiTensor | None = None,
+    bias_value: NkiTensor | None = None,
+    u_query_scale: NkiTensor | None = None,
+    v_query_scale: NkiTensor | None = None,
+    u_key_scale: NkiTensor | None = None,
+    v_key_scale: NkiTensor | None = None,
+    u_value_scale: NkiTensor | None = None,
+    v_value_scale: NkiTensor | None = None,
     k_chunk: int = 1024,
     rank_block: int = 1536,
     fuse: bool = False,
     block: int = 1024,
     last_block: int = 1024,
     tile_bytes: int = 16384,
+    dma_cast: int = 0,
 ) -> NkiTensor:
     """out = [query(x), key(x), value(x)] for up to 128 tokens, every byte of a factor loaded once.
 
@@ -46,42 +56,66 @@ def svd_qkv_decode(
 
     Args:
         x: [M, K].
-        u_query: [K, r_q], dtype of x, as all factors.
+        u_query: [K, r_q], dtype of x, float8_e4m3fn of values up to 240, or int8, as all factors.
         v_query: [r_q, N_q].
         u_key: [K, r_k].
         v_key: [r_k, N_k].
         u_value: [K, r_v].
         v_value: [r_v, N_v].
+        bias_query: [N_q], dtype of x, or None, as the other biases.
+        bias_key: [N_k].
+        bias_value: [N_v].
+        u_query_scale: [r_q], fp32, of u_query's columns where factors have one byte; else None.
+        v_query_scale: [N_q], the same of v_query, and so on.
+        u_key_scale: [r_k].
+        v_key_scale: [N_k].
+        u_value_scale: [r_v].
+        v_value_scale: [N_v].
         k_chunk: columns of x that are transposed together.
         rank_block: columns of a u whose sums are in PSUM together.
         fuse: x passes all three u at once.
         block: columns of a v whose sums are in PSUM together.
         last_block: columns of the last block of v_value.
         tile_bytes: bytes a partition of a weight tile, more where one row is longer.
+        dma_cast: of weights that are cast, the DMA casts each so-manieth K tile, from the first on,
+            and engines the others; 0: engines all.
 
     Returns:
         [M, N_q + N_k + N_v] in shared HBM, dtype of x.
 
     Notes:
-        Sums are fp32 in PSUM; each x @ u is rounded once, to the dtype of x. Two cores share K and
-        exchange their sums of the products with a u, then share the columns of each v.
+        Sums are fp32 in PSUM; each x @ u is rounded once, to the dtype of x, after its scale. Two
+        cores share K and exchange their sums of the products with a u, then share the columns of
+        each v.
 
     Pseudocode:
         q[M, r_q], k[M, r_k], v[M, r_v] = x . u_query, x . u_key, x . u_value
-        out = [q . v_query, k . v_key, v . v_value]
+        out = [q . v_query + bias_query, k . v_key + bias_key, v . v_value + bias_value]
     """
     M, K = x.shape
     assert M <= PARTITIONS, f"at most {PARTITIONS} tokens, got {M}; use svd_qkv"
     us, vs = [u_query, u_key, u_value], [v_query, v_key, v_value]
+    biases = [bias_query, bias_key, bias_value]
     check_factors(K, us, vs)
+    check_biases(vs, biases)
     out_hbm, parts_hbm = side_by_side(x, vs)
-    chunks = chunks_of(x, own(K), 0, k_chunk, x.dtype)
-    low = project(chunks, plain(us), rank_block, fuse, tile_bytes, M)
-    weights = plain(vs)
-    for i in range(len(vs)):
-        ends = i + 1 == len(vs)
-        blocks = output_blocks(own(vs[i].shape[1]), block, last_block if ends else 0)
+    u_scales = [u_query_scale, u_key_scale, u_value_scale]
+    v_scales = [v_query_scale, v_key_scale, v_value_scale]
+    first_factors: list[Weight] = []
+    second_factors: list[Weight] = []
+    for n in range(3):
+        first_factors.append(Weight(us[n], x.dtype, u_scales[n], dma_cast))
+        second_factors.append(Weight(vs[n], x.dtype, v_scales[n], dma_cast))
+    check_one_dtype(first_factors)
+    check_one_dtype(second_factors)
+    check_one_dtype([first_factors[0], second_factors[0]])
+    chunks = chunks_of(x, own(K), 0, k_chunk, x.dtype, None, lanes_for(first_factors, M))
+    low = project(chunks, first_factors, rank_block, fuse, tile_bytes, M)
+    for n in range(3):
+        ends = n == 2
+        blocks = output_blocks(own(vs[n].shape[1]), block, last_block if ends else 0)
         for j in range(len(blocks)):
-            first, last = i + j == 0, ends and j + 1 == len(blocks)
-            write_block(parts_hbm[i], low[i], weights[i], None, blocks[j], tile_bytes, first, last)
+            first, last = n + j == 0, ends and j + 1 == len(blocks)
+            w, own_hbm = second_factors[n], parts_hbm[n]
+            write_block(own_hbm, low[n], w, biases[n], blocks[j], tile_bytes, first, last)
     return out_hbm

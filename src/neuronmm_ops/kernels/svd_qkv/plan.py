@@ -10,10 +10,19 @@ from typing import NamedTuple
 from neuronmm_ops.kernels.planner import decode_search, prefill_search
 from neuronmm_ops.kernels.planner.decode import Blocks, Stages
 from neuronmm_ops.kernels.planner.prefill import Moving, in_sbuf, project_steps, write_steps
+from neuronmm_ops.kernels.planner.prefill_doubled import Doubled, blocks_of
 from neuronmm_ops.kernels.planner.prefill_search import Arguments
 from neuronmm_ops.kernels.planner.problem import Plan, Problem
 from neuronmm_ops.kernels.planner.timeline import Program
-from neuronmm_ops.kernels.stages.tiling import BANK_COLUMNS, PARTITIONS, SUM_BANKS, tiles_in
+from neuronmm_ops.kernels.stages.tiling import (
+    BANK_COLUMNS,
+    DOUBLED_BANKS,
+    DOUBLED_TOKENS,
+    PARTITIONS,
+    SQUARES_OF_LOW,
+    SUM_BANKS,
+    tiles_in,
+)
 
 BLOCKS = (512, 1024, 2048)
 TOKEN_TILES = (1, 2, 4)
@@ -117,3 +126,41 @@ class Prefill(prefill_search.Prefill):
 
             for resident in self.residents(self.problem.K, width, programs):
                 yield resident, u_block, tokens
+
+    # with rows of fp8 doubled
+
+    def doubled(self, width: int, arguments: Arguments) -> list[Program]:
+        """The kernel with `double_row`."""
+        a, d, p = Qkv(*arguments), Doubled(self.costs, width), self.problem
+        programs = [d.project(p.K, r, f"u{n}", a.u_block, x=n == 0) for n, r in enumerate(p.ranks)]
+        for n, (r, columns) in enumerate(zip(p.ranks, p.outputs, strict=True)):
+            programs.append(d.write(r, columns, f"v{n}", a.v_block, a.token_tiles))
+        constants = d.constants() + sum([d.squares_bytes(r, SQUARES_OF_LOW) for r in p.ranks])
+        for program, held in zip(programs, self._held(d), strict=True):
+            program.held = held + constants
+        return programs
+
+    def _held(self, d: Doubled) -> list[int]:
+        """SBUF of activations in each stage with `double_row`."""
+        p = self.problem
+        query, key, value = [d.held(rank) for rank in p.ranks]
+        query_made, key_made, value_made = [d.held(rank, p.itemsize) for rank in p.ranks]
+        x = d.held(p.K)
+        return [
+            d.held_x(p.K, p.ranks[0]),
+            x + query_made + query + key_made,
+            x + query + key_made + key + value_made,
+            query + key + value_made + value,
+            key + value_made + value,
+            value_made + value,
+        ]
+
+    def doubled_choices(self, token_block: int, width: int) -> Iterator[Qkv]:
+        """Blocks of columns of all u, and of all v."""
+        tiles, tokens = tiles_in(self.problem.K, PARTITIONS), min(DOUBLED_TOKENS, width)
+        widest = max(self.problem.outputs)
+        u_blocks = blocks_of(max(self.problem.ranks), 4)
+        v_blocks = sorted({min(block, widest) for block in BLOCKS})
+        for u_block, v_block, token_tiles in product(u_blocks, v_blocks, (1, 2)):
+            blocks = (u_block, v_block, tokens, token_tiles, DOUBLED_BANKS)
+            yield Qkv(token_block, tiles, *blocks)

@@ -215,7 +215,7 @@ def call_kernel(
 
     launch = launch_here(spec, tensors, choices)
     if launch is None:
-        return without_products(spec, tensors)
+        return without_products(spec, tensors, choices)
     problem = why_not_compilable()
     if problem:
         raise NkiVersionError(problem)
@@ -233,13 +233,13 @@ def call_kernel(
     return launch_parts(launch, row_major, run)
 
 
-def without_products(spec: OpSpec, tensors: Tensors) -> Tensor:
+def without_products(spec: OpSpec, tensors: Tensors, choices: Choices) -> Tensor:
     """The result where a dimension is empty: nothing to launch, the bias alone.
 
     Of several results side by side, the others may have products: the reference makes them.
     """
     if len(spec.outputs) > 1:
-        return spec.reference(*tensors)
+        return spec.reference(*spec.joined(tensors, choices))
     x = tensors[0]
     assert x is not None
     out = x.new_zeros(spec.result_shape(tensors))

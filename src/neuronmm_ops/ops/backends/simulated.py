@@ -104,7 +104,7 @@ def implementation(target: str | None) -> Implementations:
     def simulate(spec: OpSpec, tensors: Tensors, choices: Choices) -> Tensor:
         launch = launch_of(spec, tensors, choices, chosen)
         if launch is None:
-            return without_products(spec, tensors)
+            return without_products(spec, tensors, choices)
         return launch_parts(launch, tensors, _simulate)
 
     return implementations(simulate)

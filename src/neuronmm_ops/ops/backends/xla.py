@@ -87,7 +87,7 @@ def config_of(launch: Launch) -> str:
         "has_collectives": False,
         "neuronmm": {
             **{name: getattr(problem, name) for name in _PROBLEM},
-            "bias": "bias" in launch.operands,
+            "bias": any(name.startswith("bias") for name in launch.operands),
             "activation": None,
             **launch.choices,
             "form": plan.phase,
@@ -142,7 +142,7 @@ def _custom_call(
         _refuse_downcasts()
         launch = part or launch_here(spec, tensors, choices)
         if launch is None:
-            return without_products(spec, tensors)
+            return without_products(spec, tensors, choices)
         _warn_where_it_cannot_run(_api_version)
         is_split = len(launch.plan.launches) > 1
         computation = _computations[key] = launch if is_split else _computation(launch, given)

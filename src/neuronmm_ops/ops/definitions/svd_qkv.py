@@ -17,16 +17,40 @@ def reference(
     v_key: Tensor,
     u_value: Tensor,
     v_value: Tensor,
+    bias_query: Tensor | None = None,
+    bias_key: Tensor | None = None,
+    bias_value: Tensor | None = None,
+    u_query_scale: Tensor | None = None,
+    v_query_scale: Tensor | None = None,
+    u_key_scale: Tensor | None = None,
+    v_key_scale: Tensor | None = None,
+    u_value_scale: Tensor | None = None,
+    v_value_scale: Tensor | None = None,
+    compute: str = "x",
 ) -> Tensor:
-    """Return `cat([(x @ u) @ v for each pair], -1)`."""
-    args = (x, u_query, v_query, u_key, v_key, u_value, v_value)
-    # As in xuv.
-    if x.dtype not in FLOAT_DTYPES or x.dim() == 0:
+    """Return `cat([(x @ u) @ v + bias for each pair], -1)`, each product times its scale."""
+    factors = (u_query, v_query, u_key, v_key, u_value, v_value)
+    biases = (bias_query, bias_key, bias_value)
+    u_scales = (u_query_scale, u_key_scale, u_value_scale)
+    v_scales = (v_query_scale, v_key_scale, v_value_scale)
+    scales = [scale for pair in zip(u_scales, v_scales, strict=True) for scale in pair]
+    args = (x, *factors, *biases, *scales, compute)
+    # As in xuv; a bias of one element would broadcast.
+    if (
+        x.dtype not in FLOAT_DTYPES
+        or x.dim() == 0
+        or compute != "x"
+        or any(optional is not None for optional in (*biases, *scales))
+    ):
         SPEC.check(*args)
     try:
         rows = flat(x, u_query)
-        pairs = ((u_query, v_query), (u_key, v_key), (u_value, v_value))
-        return batched(torch.cat([affine(affine(rows, u), v) for u, v in pairs], dim=-1), x)
+        pairs = zip(factors[::2], factors[1::2], biases, u_scales, v_scales, strict=True)
+        parts = [
+            affine(affine(rows, u, None, u_scale, compute), v, bias, v_scale, compute)
+            for u, v, bias, u_scale, v_scale in pairs
+        ]
+        return batched(torch.cat(parts, dim=-1), x)
     except (RuntimeError, IndexError):
         SPEC.check(*args)
         raise
@@ -56,8 +80,12 @@ SPEC = OpSpec(
         Operand("v_key", "r_key N_key"),
         Operand("u_value", "K r_value"),
         Operand("v_value", "r_value N_value"),
+        Operand("bias_query", "N_query", "bias", optional=True),
+        Operand("bias_key", "N_key", "bias", optional=True),
+        Operand("bias_value", "N_value", "bias", optional=True),
     ),
     reference=reference,
     backward=backward,
     outputs=("N_query", "N_key", "N_value"),
+    is_scaled=True,
 )

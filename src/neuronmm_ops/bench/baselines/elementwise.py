@@ -1,0 +1,49 @@
+"""The elementwise product of an unfused gated MLP: a launch of its own, through HBM."""
+
+from __future__ import annotations
+
+from neuronmm_ops.bench.baselines.tiles import P
+from neuronmm_ops.neuroncore import isa as nisa
+from neuronmm_ops.neuroncore import jit
+from neuronmm_ops.neuroncore import language as nl
+from neuronmm_ops.neuroncore.memory.tensor import NkiTensor
+
+BLOCK = 4096
+"""Columns of a tile."""
+
+
+@jit
+def gated_product(gate: NkiTensor, up: NkiTensor) -> NkiTensor:
+    """gate [M, I], up [M, I] -> silu(gate) * up [M, I].
+
+    Elements lie on partitions in order, whatever the shape; two cores share the columns.
+    """
+    elements = gate.shape[0] * gate.shape[1]
+    rows = _partitions(elements)
+    columns = elements // rows
+    out_hbm = nl.ndarray(gate.shape, dtype=gate.dtype, buffer=nl.shared_hbm)
+    gate_hbm = gate.reshape((rows, columns))
+    up_hbm = up.reshape((rows, columns))
+    result_hbm = out_hbm.reshape((rows, columns))
+    each = (columns + nl.num_programs(0) - 1) // nl.num_programs(0)
+    first = each * nl.program_id(0)
+    own = min(each, columns - first)
+    for start in range(0, own, BLOCK):
+        size = min(BLOCK, own - start)
+        span = nl.ds(first + start, size)
+        gate_sb = nl.ndarray((rows, size), dtype=gate.dtype)
+        up_sb = nl.ndarray((rows, size), dtype=up.dtype)
+        nisa.dma_copy(gate_sb, gate_hbm[:, span])
+        nisa.dma_copy(up_sb, up_hbm[:, span])
+        nisa.activation(gate_sb, nl.silu, gate_sb)
+        nisa.tensor_tensor(gate_sb, gate_sb, up_sb, nl.multiply)
+        nisa.dma_copy(result_hbm[:, span], gate_sb)
+    return out_hbm
+
+
+def _partitions(elements: int) -> int:
+    """The most partitions that divide the elements."""
+    for rows in range(P, 1, -1):
+        if elements % rows == 0:
+            return rows
+    return 1

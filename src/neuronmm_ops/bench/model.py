@@ -1,0 +1,309 @@
+"""A whole model's time on Trainium, modelled: prefill and a token of decode, by component.
+
+Every launch is a kernel traced on the simulated core, one after the other. Our own best dense
+kernels stand beside the low-rank ones, and the published setting beside both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from neuronmm_ops.bench.decoder import (
+    DTYPE,
+    MLP,
+    Decoder,
+    Linear,
+    Mlp,
+    linears,
+    selection,
+)
+from neuronmm_ops.bench.launches import Cost
+from neuronmm_ops.bench.memory import check_capacity, memory_of
+from neuronmm_ops.compress.calibrate import Progress
+from neuronmm_ops.hardware import DMA_MODELS, resolve_target
+from neuronmm_ops.models import ModelShape, model_shape, shape_from_config
+from neuronmm_ops.neuroncore import NkiValidationError
+from neuronmm_ops.nn.storage import STORAGES, dtype_name
+
+COMPONENTS = ("norm", "qkv", "rope", "attention", "output", "mlp", "lm_head", "collectives")
+SPEEDUPS = {
+    "ours": ("low_rank", "dense"),
+    "published": ("published_low_rank", "published_dense"),
+    "ours_over_published": ("low_rank", "published_dense"),
+    "storage": ("dense_one_byte", "dense"),
+    "rank": ("low_rank", "dense_one_byte"),
+}
+"""The variants that each of the speed-ups compares, the faster one first."""
+POINTS = 3
+"""Lengths of the cache at which decode's attention is traced."""
+MOST_SEQUENCES = 128
+"""Sequences of a batch: a row each in `lm_head` and in decode kernels."""
+LEFT_OUT = (
+    "host: launching, scheduling, tokenizing, and everything between two launches",
+    "the embedding's rows, and the last token's rows after prefill",
+    "sampling beyond argmax",
+    "overlap of a launch with the next: a compiler may start a launch's loads early",
+)
+
+
+@dataclass(frozen=True)
+class _Variant:
+    """One way to run the model, by its name in the document."""
+
+    name: str
+    linears: Mapping[str, Linear]
+    mlp: Mlp = "ours"
+
+
+def run(
+    model: str,
+    *,
+    target: str | None = None,
+    lnc: int = 1,
+    tp: int = 1,
+    prompt: int = 2048,
+    new: int = 256,
+    batch: int = 1,
+    ratio: float = 0.2,
+    storage: str | None = None,
+    storage_dense: str | None = None,
+    storage_lm_head: str | None = None,
+    targets: str | Sequence[str] = "mlp",
+    progress: Progress | None = None,
+) -> dict[str, Any]:
+    """Model the time of a prompt and of the tokens after it, in bfloat16.
+
+    Args:
+        model: name of a model shape, or the path of a config.json or of its directory.
+        target: trn1, trn2 or trn3; None as `hardware.resolve_target`.
+        lnc: NeuronCores that share a launch, and so a rank.
+        tp: ranks of tensor parallel.
+        prompt: tokens of each sequence's prompt.
+        new: tokens generated for each sequence, at least 2: prefill finds the first.
+        batch: sequences, up to 128.
+        ratio: of parameters removed from what `targets` selects.
+        storage: `fp8` or `int8` of what `targets` selects; None for bfloat16.
+        storage_dense: the same of the layers' Linears that stay dense.
+        storage_lm_head: the same of the output head.
+        targets: "mlp", "all-linear" of the layers, or several as `SVDConfig.targets` has them.
+        progress: called with ("model", passes traced, passes in all).
+
+    Returns:
+        One document. Each of its `variants` has the phases `prefill` and `decode` (a mean token),
+        whose `components` add up to their time; `time_ms` is under the first DMA model, `times_ms`
+        under each. `hbm_bytes`, `weight_bytes` and `memory` are of one rank. `speedups` are over
+        the DMA models. `left_out` names what is not counted, and variants that cannot run.
+
+    Raises:
+        ValueError: an unknown name, a number out of range, or a model that does not fit.
+        OSError: a config.json that cannot be read.
+    """
+    shape = _shape(model)
+    machine = resolve_target(target)
+    _check(machine.generation, lnc, prompt, new, batch, ratio)
+    chosen = (targets,) if isinstance(targets, str) else tuple(targets)
+    stored = [_stored(name) for name in (storage, storage_dense, storage_lm_head)]
+    variants, left_out = _variants(shape, ratio, chosen, stored, alone=lnc == tp == 1)
+    decoders = {
+        v.name: Decoder(shape, v.linears, machine.target, lnc, tp, batch, v.mlp) for v in variants
+    }
+    memory = {name: memory_of(decoder, prompt, new) for name, decoder in decoders.items()}
+    check_capacity(decoders["dense"], memory["dense"])
+    passes = {
+        "prefill": (prompt, {prompt: 1.0}),
+        "decode": (1, lengths(prompt + 1, prompt + new - 1)),
+    }
+    rows: list[dict[str, Any]] = []
+    for number, variant in enumerate(variants):
+        phases: dict[str, Any] = {}
+        try:
+            for step, (phase, (tokens, shares)) in enumerate(passes.items(), 1):
+                phases[phase] = pass_of(decoders[variant.name], tokens, shares)
+                if progress is not None:
+                    done = number * len(passes) + step
+                    progress("model", done, len(variants) * len(passes))
+        except NkiValidationError as error:
+            if variant.mlp == "ours":
+                raise ValueError(f"{shape.name} on {machine.target}: {error}") from error
+            left_out.append(f"{variant.name}: {error}")
+            continue
+        rows.append(_row(variant, phases, memory[variant.name], batch, new))
+    return {
+        "model": shape.name,
+        "target": machine.target,
+        "lnc": lnc,
+        "tp": tp,
+        "prompt": prompt,
+        "new": new,
+        "batch": batch,
+        "dtype": DTYPE,
+        "ratio": ratio,
+        "storage": storage,
+        "storage_dense": storage_dense,
+        "storage_lm_head": storage_lm_head,
+        "targets": " ".join(chosen),
+        "variants": rows,
+        "speedups": _speedups(rows),
+        "left_out": [*LEFT_OUT, *left_out],
+    }
+
+
+def lengths(first: int, last: int) -> dict[int, float]:
+    """Lengths of the cache to trace, each with its share in the mean over first to last.
+
+    What lies between two of them is taken to be linear.
+    """
+    traced = sorted({first + round(n * (last - first) / (POINTS - 1)) for n in range(POINTS)})
+    every = np.arange(first, last + 1)
+    hats = np.eye(len(traced))
+    return {T: float(np.interp(every, traced, hats[n]).mean()) for n, T in enumerate(traced)}
+
+
+# --- what to run
+
+
+def _shape(model: str) -> ModelShape:
+    path = Path(model)
+    return shape_from_config(path) if path.exists() else model_shape(model)
+
+
+def _check(generation: int, lnc: int, prompt: int, new: int, batch: int, ratio: float) -> None:
+    if lnc not in (1, 2) or (lnc == 2 and generation < 3):
+        raise ValueError(f"lnc must be 1, or 2 on trn2 and trn3; got {lnc}")
+    if prompt < 1:
+        raise ValueError(f"prompt must be at least 1 token, got {prompt}")
+    if new < 2:
+        raise ValueError(f"new must be at least 2 tokens, for prefill finds the first; got {new}")
+    if not 1 <= batch <= MOST_SEQUENCES:
+        raise ValueError(f"batch must be 1 to {MOST_SEQUENCES} sequences, got {batch}")
+    if not 0 < ratio < 1:
+        raise ValueError(f"ratio must be between 0 and 1, got {ratio}")
+
+
+def _stored(storage: str | None) -> str:
+    if storage not in (None, *STORAGES):
+        raise ValueError(f"storage must be {' or '.join(STORAGES)}, got {storage!r}")
+    return dtype_name(storage) or ""
+
+
+def _variants(
+    shape: ModelShape, ratio: float, targets: Sequence[str], stored: list[str], *, alone: bool
+) -> tuple[list[_Variant], list[str]]:
+    """What runs here, and why something does not."""
+    selected = selection(shape, targets)
+    compressed = linears(shape, selected, *stored, ratio=ratio)
+    if all(linear.r is None for linear in compressed.values()):
+        raise ValueError(
+            f"no Linear of {shape.name} gets a rank that pays at ratio {ratio}; use a greater ratio"
+        )
+    found = [_Variant("dense", linears(shape)), _Variant("low_rank", compressed)]
+    if any(stored):
+        found.append(_Variant("dense_one_byte", linears(shape, selected, *stored)))
+    if not alone:
+        return found, [
+            "published_dense and published_low_rank: their kernels know one core; --lnc 1 --tp 1"
+        ]
+    found.append(_Variant("published_dense", linears(shape), "published"))
+    low = linears(shape, MLP, ratio=ratio)
+    if low["down_proj"].r is None:
+        return found, [f"published_low_rank: the MLP stays dense at ratio {ratio}"]
+    return [*found, _Variant("published_low_rank", low, "published")], [
+        "the transposes of weights and activations that the published code asks for before its kernels"
+    ]
+
+
+# --- rows
+
+
+def pass_of(decoder: Decoder, tokens: int, shares: Mapping[int, float]) -> dict[str, Any]:
+    """What one pass takes, in all and by component.
+
+    Args:
+        decoder: the model.
+        tokens: as `Decoder.parts`.
+        shares: as its `lengths`.
+
+    Raises:
+        ValueError: sizes that no kernel is planned for.
+        NkiValidationError: a kernel that does not run on the target.
+    """
+    costs: dict[str, Cost] = dict.fromkeys(COMPONENTS, Cost())
+    launches: dict[str, float] = dict.fromkeys(COMPONENTS, 0.0)
+    for part in decoder.parts(tokens, shares):
+        way = decoder.tracer.quickest(part.ways)
+        cost = decoder.tracer.launches(way.launches)
+        costs[part.component] = costs[part.component].plus(cost, part.times)
+        launches[part.component] += part.times * len(way.launches)
+        links = Cost((sum(way.collectives_ms),) * len(DMA_MODELS))
+        costs["collectives"] = costs["collectives"].plus(links, part.times)
+        launches["collectives"] += part.times * len(way.collectives_ms)
+    total = Cost()
+    for cost in costs.values():
+        total = total.plus(cost)
+    counts = {name: round(launches[name]) for name in COMPONENTS}
+    components = [
+        {"component": name, "launches": count, **_fields(costs[name])}
+        for name, count in counts.items()
+    ]
+    return {
+        "launches": sum(counts.values()),
+        **_fields(total),
+        "components": components,
+    }
+
+
+def _fields(cost: Cost) -> dict[str, Any]:
+    times = cost.times_ms
+    return {
+        "time_ms": times[0],
+        "time_low_ms": min(times),
+        "time_high_ms": max(times),
+        "times_ms": dict(zip(DMA_MODELS, times, strict=True)),
+        "hbm_bytes": round(cost.hbm_bytes),
+    }
+
+
+def _row(
+    variant: _Variant, phases: dict[str, Any], memory: dict[str, int], batch: int, new: int
+) -> dict[str, Any]:
+    prefill, decode = phases["prefill"], phases["decode"]
+    end = {m: prefill["times_ms"][m] + (new - 1) * decode["times_ms"][m] for m in DMA_MODELS}
+    return {
+        "name": variant.name,
+        "linears": [
+            {"name": name, "K": each.K, "N": each.N, "r": each.r, "dtype": each.stored or DTYPE}
+            for name, each in variant.linears.items()
+        ],
+        "memory": memory,
+        "phases": phases,
+        "tokens_per_s": 1e3 * batch / decode["time_ms"],
+        "end_to_end_ms": end[DMA_MODELS[0]],
+        "end_to_end_times_ms": end,
+    }
+
+
+def _speedups(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Each pair of variants that ran: the other's time over the first's, by phase."""
+    times = {
+        row["name"]: {phase: row["phases"][phase]["times_ms"] for phase in row["phases"]}
+        | {"end_to_end": row["end_to_end_times_ms"]}
+        for row in rows
+    }
+    found: dict[str, Any] = {}
+    for name, (ours, theirs) in SPEEDUPS.items():
+        if ours not in times or theirs not in times:
+            continue
+        found[name] = {"of": ours, "over": theirs}
+        for phase, own in times[ours].items():
+            ratios = {model: times[theirs][phase][model] / own[model] for model in DMA_MODELS}
+            found[name][phase] = {
+                "low": min(ratios.values()),
+                "high": max(ratios.values()),
+                "by_model": ratios,
+            }
+    return found

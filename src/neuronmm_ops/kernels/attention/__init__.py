@@ -1,0 +1,1 @@
+"""Causal attention with grouped queries: prefill, and one token with a KV cache."""

@@ -1,0 +1,109 @@
+"""Dense gated MLP, decode phase: three products in one launch."""
+
+from __future__ import annotations
+
+from neuronmm_ops.kernels.mlp.prefill import check_matrices
+from neuronmm_ops.kernels.shim import NkiTensor, jit, nisa, nl
+from neuronmm_ops.kernels.stages.chunks import KChunk, chunks_of
+from neuronmm_ops.kernels.stages.decode import own, write_block
+from neuronmm_ops.kernels.stages.tiling import PARTITIONS, Span, output_blocks, spans
+from neuronmm_ops.kernels.stages.weights import Weight, check_one_dtype, lanes_for
+from neuronmm_ops.kernels.svd_mlp.decode import gated
+from neuronmm_ops.kernels.svd_mlp.prefill import load_table
+
+
+@jit
+def mlp_decode(
+    x: NkiTensor,
+    w_gate: NkiTensor,
+    w_up: NkiTensor,
+    w_down: NkiTensor,
+    w_gate_scale: NkiTensor | None = None,
+    w_up_scale: NkiTensor | None = None,
+    w_down_scale: NkiTensor | None = None,
+    activation: str = "silu",
+    k_chunk: int = 1024,
+    inner_block: int = 512,
+    block: int = 1024,
+    last_block: int = 1024,
+    tile_bytes: int = 16384,
+    spill: bool = True,
+    dma_cast: int = 0,
+) -> NkiTensor:
+    """out = (act(x @ w_gate) * (x @ w_up)) @ w_down for up to 128 tokens; weights are loaded once.
+
+    Dimensions:
+        M: tokens, 1 to 128. K: input features. I: inner features. N: output features. Any of at
+        least 1.
+
+    Args:
+        x: [M, K].
+        w_gate: [K, I], dtype of x, float8_e4m3fn of values up to 240, or int8, as all weights.
+        w_up: [K, I].
+        w_down: [I, N].
+        w_gate_scale: [I], float32, a factor of each column of w_gate in one byte, else None.
+        w_up_scale: [I].
+        w_down_scale: [N].
+        activation: "silu", "gelu", "gelu_tanh" or "relu".
+        k_chunk: columns of x that are transposed together.
+        inner_block: columns of w_gate and of w_up whose sums are in PSUM together.
+        block: columns of w_down whose sums are in PSUM together.
+        last_block: columns of the last block.
+        tile_bytes: bytes a partition of a weight tile, more where one row is longer.
+        spill: act(gate) * up goes through HBM instead of staying in SBUF; of two cores it does.
+        dma_cast: of weights that are cast, the DMA casts each so-manieth K tile, from the first on,
+            and engines the others; 0: engines all.
+
+    Returns:
+        [M, N] in shared HBM, dtype of x.
+
+    Notes:
+        Sums are fp32 in PSUM over the whole contraction. act(gate) * up is rounded once to the
+        dtype of x, after its scale. Two cores share I, each reads what both have made, then they
+        share N: weights of the second half come while the first is exchanged.
+
+    Pseudocode:
+        for each block of columns of I:
+            a = act(x . w_gate[:, block])
+            h[:, block] = a * (x . w_up[:, block])
+        out = h . w_down
+    """
+    M, K = x.shape
+    I = w_down.shape[0]  # noqa: E741 - the shape letter
+    assert M <= PARTITIONS, f"at most {PARTITIONS} tokens, got {M}; use mlp"
+    check_matrices(K, [w_gate, w_up, w_down])
+    out_hbm = nl.ndarray((M, w_down.shape[1]), dtype=x.dtype, buffer=nl.shared_hbm)
+    load_table(activation)
+    weights: list[Weight] = []
+    tensors = [w_gate, w_up, w_down]
+    scales = [w_gate_scale, w_up_scale, w_down_scale]
+    for n in range(3):
+        weights.append(Weight(tensors[n], x.dtype, scales[n], dma_cast))
+    check_one_dtype(weights)
+    lanes = lanes_for(weights, M)
+    x_chunks = chunks_of(x, Span(0, K), 0, k_chunk, x.dtype, None, lanes)
+    two = nl.num_programs(0) > 1
+    h_dtype = x.dtype if w_up_scale == None else nl.float32  # noqa: E711 - strict NKI has no `is`
+    h_hbm: list[NkiTensor] = []
+    if two:
+        h_hbm.append(nl.ndarray((M, I), dtype=h_dtype, buffer=nl.shared_hbm))
+    elif spill:
+        h_hbm.append(nl.ndarray((M, I), dtype=h_dtype, buffer=nl.private_hbm))
+    h_chunks: list[KChunk] = []
+    inner = own(I)
+    for columns in spans(inner.start, inner.size, inner_block):
+        sides = [x_chunks, x_chunks]
+        up, h_sb = gated(sides, weights, columns, M, activation, tile_bytes)
+        if len(h_hbm) > 0:
+            up.store(h_hbm[0], 0, h_sb)
+        else:
+            h_chunks.extend(up.chunks(h_sb))
+    if two:
+        nisa.core_barrier(h_hbm[0], (0, 1))
+    if len(h_hbm) > 0:
+        h_chunks = chunks_of(h_hbm[0], Span(0, I), 0, k_chunk, x.dtype, w_up_scale, lanes)
+    blocks = output_blocks(own(w_down.shape[1]), block, last_block)
+    for i in range(len(blocks)):
+        first, last = i == 0, i + 1 == len(blocks)
+        write_block(out_hbm, h_chunks, weights[2], None, blocks[i], tile_bytes, first, last)
+    return out_hbm

@@ -1,0 +1,171 @@
+"""Dense gated MLP, prefill: act(x Wg) * (x Wu) Wd in one launch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from neuronmm_ops.kernels.shim import NkiTensor, jit, nl
+from neuronmm_ops.kernels.stages.hidden import Hidden
+from neuronmm_ops.kernels.stages.operands import Operand, Tiles, Weight
+from neuronmm_ops.kernels.stages.prefill import TokenBlocks, keep_scales, write_rows
+from neuronmm_ops.kernels.stages.tiling import (
+    HIDDEN_TILES,
+    PARTITIONS,
+    Span,
+    check_pair,
+    check_scale,
+)
+from neuronmm_ops.kernels.svd_mlp.prefill import gated, load_table
+
+
+def check_matrices(K: int, matrices: Tiles) -> None:
+    """Check the sizes of w_gate, w_up and w_down, for x of K features."""
+    inner = matrices[2].shape[0]
+    for w in matrices[0:2]:
+        check_pair(K, w.shape[0], 0, 0)
+        check_pair(w.shape[1], inner, 0, 0)
+
+
+class Stages(nl.NKIObject):
+    """What `mlp` does with a block of tokens.
+
+    Args:
+        weights: of gate, up and down.
+        scratch_hbm: see `Hidden`.
+        arguments: of `mlp`, by name.
+    """
+
+    def __init__(
+        self, weights: list[Weight], scratch_hbm: Tiles, arguments: dict[str, Any]
+    ) -> None:
+        self.weights = weights
+        self.scratch_hbm = scratch_hbm
+        self.arguments = arguments
+
+    def prepare(self, rows: int) -> None:
+        """Load the scales that stay in SBUF."""
+        keep_scales(self.weights, rows)
+
+    def run(self, out_hbm: NkiTensor, x_hbm: NkiTensor, t: Span) -> None:
+        """out[t] = (act(x[t] @ w_gate) * (x[t] @ w_up)) @ w_down."""
+        a, down = self.arguments, self.weights[2]
+        banks = a["banks"]
+        xt = Operand(x_hbm, Span(0, x_hbm.shape[1]), t, a["resident"], a["layout"])
+        hidden = Hidden(
+            x_hbm.dtype,
+            self.scratch_hbm,
+            down.size,
+            t.size,
+            a["spill"],
+            a["resident_spilled"],
+        )
+        sides = self.weights[0:2]
+        gated(hidden, [xt, xt], sides, a["activation"], a["inner_block"], a["tokens"], banks)
+        write_rows(
+            out_hbm,
+            hidden,
+            down,
+            None,
+            t.start,
+            a["block"],
+            a["token_tiles"],
+            banks,
+            a["engines"],
+        )
+
+
+@jit
+def mlp(
+    x: NkiTensor,
+    w_gate: NkiTensor,
+    w_up: NkiTensor,
+    w_down: NkiTensor,
+    w_gate_scale: NkiTensor | None = None,
+    w_up_scale: NkiTensor | None = None,
+    w_down_scale: NkiTensor | None = None,
+    activation: str = "silu",
+    token_block: int = 512,
+    layout: str = "dma",
+    resident: int = 1024,
+    spill: int = 0,
+    resident_spilled: int = 0,
+    inner_block: int = 512,
+    block: int = 1024,
+    tokens: int = 512,
+    token_tiles: int = 4,
+    banks: int = 8,
+    engines: int = 1,
+    device_loop: bool = False,
+) -> NkiTensor:
+    """out = (act(x @ w_gate) * (x @ w_up)) @ w_down, with fp32 sums in PSUM.
+
+    Dimensions:
+        M: tokens. K: input features. I: inner features. N: output features. Any of at least 1.
+
+    Args:
+        x: [M, K].
+        w_gate: [K, I], dtype of x, float8_e4m3fn of values up to 240, or int8, as all weights.
+        w_up: [K, I].
+        w_down: [I, N].
+        w_gate_scale: [I], fp32, of w_gate's columns where weights have one byte; else None.
+        w_up_scale: [I].
+        w_down_scale: [N].
+        activation: silu, gelu, gelu_tanh or relu.
+        token_block: tokens whose hidden activations are in SBUF at a time.
+        layout: "dma" or "pe" transposes x.
+        resident: x^T tiles of 128 rows that stay in SBUF; the rest is loaded again per group.
+        spill: groups of 4 tiles of the hidden block that go through private HBM; 0: none.
+        resident_spilled: how many of those stay in SBUF once they are back.
+        inner_block: columns of w_gate and w_up that are loaded together.
+        block: columns of w_down.
+        tokens: of the block, in a group of PSUM tiles of the hidden block.
+        token_tiles: of 128, in a group of PSUM tiles of the output.
+        banks: PSUM tiles in a group.
+        engines: that evict the output: 1 ScalarE, 2 ScalarE and VectorE.
+        device_loop: full blocks of tokens are a loop on the device, of which the compiler gets the
+            body once.
+
+    Returns:
+        [M, N] in shared HBM, dtype of x.
+
+    Notes:
+        Two cores share the tokens. act(gate) * up is rounded once, to x's dtype; the activation
+        stays in fp32.
+
+    Pseudocode:
+        for each block of tokens:
+            for each block of columns of I:
+                hidden = act(w_gate^T . x^T) * (w_up^T . x^T)
+                its first groups of tiles go to HBM
+            out = hidden^T . w_down
+    """
+    M, K = x.shape
+    matrices = [w_gate, w_up, w_down]
+    check_matrices(K, matrices)
+    scales: list[Any] = [w_gate_scale, w_up_scale, w_down_scale]
+    weights: list[Weight] = []
+    for i in range(len(matrices)):
+        check_scale(matrices[i].shape[1], scales[i].shape[0] if scales[i] != None else 0)  # noqa: E711
+        weights.append(Weight(matrices[i], scales[i], x.dtype))
+    load_table(activation)
+    out_hbm = nl.ndarray((M, w_down.shape[1]), dtype=x.dtype, buffer=nl.shared_hbm)
+    scratch_hbm: Tiles = []
+    if spill > 0:
+        columns = spill * HIDDEN_TILES * token_block
+        scratch_hbm.append(nl.ndarray((PARTITIONS, columns), dtype=x.dtype, buffer=nl.private_hbm))
+    arguments = {
+        "activation": activation,
+        "layout": layout,
+        "resident": resident,
+        "spill": spill,
+        "resident_spilled": resident_spilled,
+        "inner_block": inner_block,
+        "block": block,
+        "tokens": tokens,
+        "token_tiles": token_tiles,
+        "banks": banks,
+        "engines": engines,
+    }
+    stages = Stages(weights, scratch_hbm, arguments)
+    TokenBlocks(stages, out_hbm, x, token_block).run(device_loop)
+    return out_hbm

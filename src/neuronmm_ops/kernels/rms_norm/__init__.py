@@ -1,0 +1,1 @@
+"""RMSNorm of tokens, with the residual added before."""

@@ -1,0 +1,87 @@
+"""`neuronmm bench model`: its document, its tables and mistakes in options."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from outcomes import Run, refused
+
+TINY = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "vocab_size": 1000,
+}
+SHORT = ("--prompt", "40", "--new", "4", "--target", "trn2")
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Path:
+    path = tmp_path / "tiny"
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(TINY))
+    return path
+
+
+def test_json_and_table(run: Run, tiny: Path) -> None:
+    options = ("bench", "model", "--model", tiny, *SHORT, "--storage", "int8")
+    outcome = run(*options, "--json")
+    assert outcome.code == 0, outcome.err
+    document = json.loads(outcome.out)
+    assert (document["model"], document["storage"], document["storage_dense"]) == (
+        "tiny",
+        "int8",
+        None,
+    )
+    names = ["dense", "low", "rank", "dense,", "1", "byte", "publ.", "dense", "publ."]
+    names += ["low", "rank"]
+
+    table = run(*options)
+    assert table.code == 0, table.err
+    lines = [line.split() for line in table.out.splitlines()]
+    assert "modelled" in table.out.splitlines()[0]
+    assert ["Prefill", *names] in lines
+    assert ["Decode", *names] in lines
+    decode = [variant["phases"]["decode"] for variant in document["variants"]]
+    assert ["all", *[f"{phase['time_ms']:.4g}" for phase in decode]] in lines
+    assert ["launches", *[str(phase["launches"]) for phase in decode]] in lines
+    dense = document["variants"][0]
+    rate, weights = dense["tokens_per_s"], dense["memory"]["weight_bytes"]
+    assert any(line[-2:] == [f"{rate:.4g}", f"{weights / 1e9:.3g}"] for line in lines)
+    (ours,) = (line for line in table.out.splitlines() if "  low rank over dense:" in line)
+    assert re.search(r"prefill [\d.]+x(?: to [\d.]+x)?, decode [\d.]+x.*, end to end ", ours)
+    assert "collectives" not in table.out  # no launch of it
+    assert "sampling beyond argmax" in table.out
+
+
+def test_ranks_and_two_cores(run: Run, tiny: Path) -> None:
+    options = ("bench", "model", "--model", tiny, *SHORT, "--tp", "2", "--lnc", "2")
+    document = json.loads(run(*options, "--targets", "all-linear", "--json").out)
+    assert [variant["name"] for variant in document["variants"]] == ["dense", "low_rank"]
+    assert "--lnc 1 --tp 1" in document["left_out"][-1]
+    assert "collectives" in run(*options).out
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--model", "GPT-5"), ("model shape must be one of", "got 'GPT-5'")),
+        (("--model", "Llama-3.1-70B", "--lnc", "2"), ("does not fit at tp 1", "greater tp")),
+        (("--tp", "3"), ("tp must divide", "got 3, use one of 1, 2, 4")),
+        (("--tp", "x"), ("invalid int value",)),
+        (("--new", "1"), ("new must be at least 2",)),
+        (("--storage", "fp4"), ("storage must be fp8 or int8",)),
+        (("--targets", "mlp", "lm_head"), ("targets must select", "'lm_head' selects none")),
+        (("--target", "trn1", "--lnc", "2"), ("lnc must be 1",)),
+        (("--ratio", "nan"), ("ratio must be between 0 and 1",)),
+    ],
+)
+def test_mistakes_take_one_line(
+    run: Run, tiny: Path, options: tuple[str, ...], words: tuple[str, ...]
+) -> None:
+    given = options if "--model" in options else ("--model", str(tiny), *options)
+    refused(run("bench", "model", *SHORT, *given), *words)

@@ -1,0 +1,226 @@
+"""`lm_head`: ids and greatest logits against fp64, plans against the simulator."""
+
+from typing import Any
+
+import pytest
+import torch
+from decoding import TOKENS
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from one_byte import LARGEST
+from planned_kernels import arguments, check_plan, trace
+from tolerances import assert_close_to_oracle
+from torch import Tensor
+
+from neuronmm_ops import neuroncore as nc
+from neuronmm_ops.hardware import resolve_target
+from neuronmm_ops.kernels.lm_head.decode import lm_head_decode
+from neuronmm_ops.kernels.lm_head.plan import decode, plan_lm_head
+from neuronmm_ops.kernels.planner.problem import Problem
+from neuronmm_ops.models import SHAPES
+from neuronmm_ops.neuroncore import TensorSpec
+from neuronmm_ops.neuroncore.dtypes import dtype_of
+
+DTYPES = ("bfloat16", "float16", "float32")
+LAUNCHES = [("trn1", 1), ("trn2", 1), ("trn2", 2), ("trn3", 1), ("trn3", 2)]
+VOCABULARIES = st.one_of(st.sampled_from((1, 2, 7, 8, 128, 513, 2049)), st.integers(1, 3000))
+
+
+def run(x: Tensor, w: Tensor, scale: Tensor | None, launch: tuple[str, int], **blocks: Any) -> Any:
+    target, lnc = launch
+    kernel = lm_head_decode if lnc == 1 else lm_head_decode[lnc]
+    return nc.simulate(kernel, x, w, scale, target=target, **blocks)
+
+
+def drawn(M: int, H: int, V: int, dtype: str) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(M + H + V)
+    x = torch.randn((M, H), generator=generator)
+    w = torch.randn((H, V), generator=generator) * H**-0.5
+    kind = getattr(torch, dtype)
+    return x.to(kind), w.to(kind)
+
+
+CUT = {"k_chunk": 128, "block": 1024, "last_block": 512, "tile_bytes": 512}
+
+
+@settings(max_examples=25)
+@given(
+    M=TOKENS, H=st.integers(1, 300), V=VOCABULARIES, dtype=st.sampled_from(DTYPES),
+    launch=st.sampled_from(LAUNCHES), planned=st.booleans(),
+)  # fmt: skip
+def test_values(M: int, H: int, V: int, dtype: str, launch: tuple[str, int], planned: bool) -> None:
+    x, w = drawn(M, H, V, dtype)
+    target, lnc = launch
+    blocks = CUT
+    if planned:
+        blocks = plan_lm_head(M, H, V, dtype=dtype, target=target, lnc=lnc).arguments
+    done = run(x, w, None, launch, **blocks)
+    ids, greatest = done.outputs
+    assert ids.dtype == torch.int32
+    assert greatest.dtype == torch.float32
+    oracle = x.double() @ w.double()
+    plain = x.float() @ w.float()
+    size = x.double().abs() @ w.double().abs()
+    assert_close_to_oracle(greatest, oracle.amax(1), plain.amax(1), size.amax(1))
+    # the id's logit is the greatest, but for rounding
+    chosen = oracle.gather(1, ids.long()[:, None])[:, 0]
+    assert_close_to_oracle(greatest, chosen, plain.amax(1), size.amax(1))
+    traffic = {t.name: t.read_bytes for t in done.profile.tensors}
+    assert traffic["w"] == w.numel() * w.element_size()
+
+
+@settings(max_examples=15)
+@given(
+    M=TOKENS, H=st.integers(1, 40), V=VOCABULARIES, launch=st.sampled_from(LAUNCHES),
+    seed=st.integers(0, 99),
+)  # fmt: skip
+def test_of_equal_logits_the_lowest_id_is_taken(
+    M: int, H: int, V: int, launch: tuple[str, int], seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    # small integers: sums are exact, and many are equal
+    x = torch.randint(-1, 2, (M, H), generator=generator).bfloat16()
+    w = torch.randint(-1, 2, (H, V), generator=generator).bfloat16()
+    ids, greatest = run(x, w, None, launch, **CUT).outputs
+    exact = x.double() @ w.double()
+    assert ids.tolist() == exact.argmax(1).tolist()
+    assert greatest.tolist() == exact.amax(1).tolist()
+
+
+@pytest.mark.parametrize("target", ["trn1", "trn2", "trn3"])
+@pytest.mark.parametrize("weight_dtype", LARGEST)
+@pytest.mark.parametrize(("M", "dtype"), [(1, "bfloat16"), (5, "float16"), (70, "float32")])
+def test_one_byte_is_the_reference_on_dequantized_weights(
+    M: int, dtype: str, weight_dtype: str, target: str
+) -> None:
+    x, w = drawn(M, 200, 1111, dtype)
+    scale = w.float().abs().amax(0) / LARGEST[weight_dtype] * 1.01
+    values = w.float() / scale
+    stored = values.round().to(torch.int8) if weight_dtype == "int8" else values.to(
+        torch.float8_e4m3fn
+    )  # fmt: skip
+    found: list[Any] = [
+        run(x, stored, scale, (target, lnc), **CUT).outputs
+        for lnc in ((1,) if target == "trn1" else (1, 2))
+    ]
+    dequantized = stored.double() * scale.double()
+    oracle, size = x.double() @ dequantized, x.double().abs() @ dequantized.abs()
+    plain = x.float() @ dequantized.float()
+    for ids, greatest in found:
+        assert_close_to_oracle(greatest, oracle.amax(1), plain.amax(1), size.amax(1))
+        assert ids.tolist() == found[0][0].tolist()
+        chosen = oracle.gather(1, ids.long()[:, None])[:, 0]
+        assert_close_to_oracle(greatest, chosen, plain.amax(1), size.amax(1))
+
+
+@pytest.mark.parametrize("launch", LAUNCHES)
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
+def test_what_is_not_finite_has_no_id(value: str, launch: tuple[str, int]) -> None:
+    x, w = drawn(1, 200, 3000, "bfloat16")
+    w[7, 2100] = float(value)
+    ids, greatest = run(x, w, None, launch, **CUT).outputs
+    assert ids.tolist() == [-1]
+    assert greatest.isnan().all()
+
+
+def test_what_is_not_finite_stays_in_its_token() -> None:
+    x, w = drawn(3, 200, 3000, "bfloat16")
+    x[1, 0] = float("nan")
+    ids, greatest = run(x, w, None, ("trn2", 1), **CUT).outputs
+    assert [int(n) for n in ids.sign()] == [1, -1, 1]
+    assert greatest.isnan().tolist() == [False, True, False]
+
+
+@pytest.mark.parametrize(("M", "H", "V"), [(1, 128, 3001), (33, 130, 2000), (128, 64, 700)])
+@pytest.mark.parametrize("target", ["trn2", "trn3"])
+def test_two_cores_find_what_one_finds(M: int, H: int, V: int, target: str) -> None:
+    x, w = drawn(M, H, V, "bfloat16")
+    one, two = [run(x, w, None, (target, lnc), **CUT).outputs for lnc in (1, 2)]
+    assert one[0].tolist() == two[0].tolist()
+    assert one[1].tolist() == two[1].tolist()
+
+
+PLANS = [
+    ("trn1", 1, 1, 1024, 40000, ""), ("trn2", 1, 1, 1024, 151936, ""),
+    ("trn2", 2, 1, 1024, 151936, ""), ("trn2", 1, 1, 2048, 40001, "float8_e4m3fn"),
+    ("trn2", 1, 4, 2048, 40000, "int8"), ("trn3", 1, 128, 1024, 40000, ""),
+    ("trn3", 2, 8, 3000, 33333, "float8_e4m3fn"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("target", "lnc", "M", "H", "V", "weight_dtype"), PLANS)
+def test_plans_predict_what_the_simulated_core_says(
+    target: str, lnc: int, M: int, H: int, V: int, weight_dtype: str
+) -> None:
+    check_plan(plan_lm_head(M, H, V, weight_dtype=weight_dtype, target=target, lnc=lnc), target)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lnc", [1, 2])
+@pytest.mark.parametrize("model", SHAPES)
+def test_one_token_is_bound_by_bytes(model: str, lnc: int) -> None:
+    shape = SHAPES[model]
+    plan = plan_lm_head(1, shape.hidden_size, shape.vocab_size, target="trn2", lnc=lnc)
+    profile = trace(plan, "trn2")
+    least_ms = profile.hbm_bytes / resolve_target("trn2").dma_peak_gbps / 1e6 / lnc
+    assert least_ms >= 0.95 * profile.time_ms
+
+
+@settings(max_examples=15)
+@given(
+    M=TOKENS, H=st.integers(1, 2000), V=st.integers(1, 30000), dtype=st.sampled_from(DTYPES),
+    launch=st.sampled_from(LAUNCHES), weight_dtype=st.sampled_from(("", *LARGEST)),
+)  # fmt: skip
+def test_candidates_run_in_the_room_they_say(
+    M: int, H: int, V: int, dtype: str, launch: tuple[str, int], weight_dtype: str
+) -> None:
+    problem = Problem("lm_head", M, ((H, V),), dtype, *launch, weight_dtype=weight_dtype)
+    found = decode(problem)
+    spec = TensorSpec
+    specs = [spec((M, H), dtype_of(dtype)), spec((H, V), dtype_of(weight_dtype or dtype))]
+    if weight_dtype:
+        specs.append(spec((V,), dtype_of("float32")))
+    kernel = lm_head_decode if problem.lnc == 1 else lm_head_decode[problem.lnc]
+    for plan in (found[0], found[-1]):
+        profile = nc.simulate(
+            kernel, *specs, target=problem.target, mode="trace", **arguments(plan)
+        ).profile
+        assert profile.sbuf_peak_bytes <= plan.sbuf_bytes
+        assert profile.psum_peak_banks <= 8
+        assert profile.hbm_bytes == plan.hbm_bytes
+
+
+def test_strict_front_end() -> None:
+    assert nc.lint(lm_head_decode) == []
+    assert nc.lint(lm_head_decode.func.__code__.co_filename) == []
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"M": 0, "H": 8, "V": 8}, "at least 1"),
+        ({"M": 129, "H": 8, "V": 8}, "up to 128 tokens, got 129"),
+        ({"M": 8, "H": 8, "V": 8, "dtype": "int8"}, "dtype must be one of bfloat16"),
+        ({"M": 8, "H": 8, "V": 8, "weight_dtype": "int4"}, "weight_dtype must be one of"),
+        ({"M": 8, "H": 8, "V": 8, "target": "trn1", "lnc": 2}, "lnc must be 1, or 2 on trn2"),
+        ({"M": 8, "H": 8, "V": 2**23}, "below 2"),
+    ],
+)
+def test_bad_problems_are_refused(sizes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message) as caught:
+        plan_lm_head(**sizes)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("x", "w", "scale", "message"),
+    [
+        ((129, 8), (8, 9), None, "at most 128 tokens, got 129"),
+        ((4, 8), (9, 9), None, "8 features and 9 rows"),
+        ((4, 8), (8, 9), (8,), "scales must be"),
+    ],
+)
+def test_bad_operands_are_refused(x: Any, w: Any, scale: Any, message: str) -> None:
+    given_ = [None if shape is None else torch.zeros(shape) for shape in (x, w, scale)]
+    with pytest.raises(AssertionError, match=message):
+        nc.simulate(lm_head_decode, *given_, target="trn2")

@@ -1,0 +1,150 @@
+"""`rms_norm`: values against fp64, plans against the simulator."""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from planned_kernels import check_plan, trace
+from tolerances import assert_close_to_oracle
+from torch import Tensor
+
+from neuronmm_ops import neuroncore as nc
+from neuronmm_ops.kernels.rms_norm.kernel import rms_norm
+from neuronmm_ops.kernels.rms_norm.plan import plan_rms_norm
+
+DTYPES = ("bfloat16", "float16", "float32")
+EPS = 1e-5
+launches = st.sampled_from([("trn1", 1), ("trn2", 1), ("trn2", 2), ("trn3", 1), ("trn3", 2)])
+
+
+def drawn(M: int, H: int, dtype: str, residual: bool) -> list[Any]:
+    generator = torch.Generator().manual_seed(M * H)
+    # tokens of very different size, and one of zeros
+    x = torch.randn((M, H), generator=generator)
+    x *= torch.exp2(torch.randint(-6, 6, (M, 1), generator=generator).float())
+    added = torch.randn((M, H), generator=generator)
+    if M > 1:
+        x[M // 2] = added[M // 2] = 0
+    weight = torch.randn(H, generator=generator)
+    kind = getattr(torch, dtype)
+    return [x.to(kind), added.to(kind) if residual else None, weight.to(kind)]
+
+
+def normed(s: Tensor, weight: Tensor, wide: torch.dtype) -> Tensor:
+    """In sums of `wide`; in fp32 with Transformers' roundings, in fp64 with none."""
+    value = s.to(wide)
+    inverse = torch.rsqrt(value.square().mean(-1, keepdim=True) + EPS)
+    if wide is torch.float64:
+        return value * inverse * weight.double()
+    return (value * inverse).to(s.dtype) * weight
+
+
+def check(given_: list[Any], launch: tuple[str, int], **arguments: Any) -> nc.Profile:
+    x, added, weight = given_
+    target, lnc = launch
+    kernel = rms_norm if lnc == 1 else rms_norm[lnc]
+    done = nc.simulate(kernel, x, added, weight, target=target, eps=EPS, **arguments)
+    s, out = (x, done.outputs) if added is None else (x + added, done.outputs[1])
+    if added is not None:
+        torch.testing.assert_close(done.outputs[0], s, rtol=0, atol=0)
+    oracle, plain = normed(s, weight, torch.float64), normed(s, weight, torch.float32)
+    assert_close_to_oracle(out, oracle, plain)
+    return done.profile
+
+
+@settings(max_examples=30)
+@given(
+    M=st.one_of(st.integers(1, 9), st.integers(100, 300)), H=st.integers(1, 300),
+    dtype=st.sampled_from(DTYPES), residual=st.booleans(), launch=launches, data=st.data(),
+)  # fmt: skip
+def test_values(
+    M: int, H: int, dtype: str, residual: bool, launch: tuple[str, int], data: st.DataObject
+) -> None:
+    parts = data.draw(st.sampled_from([n for n in range(1, min(H, 128) + 1) if H % n == 0]))
+    check(drawn(M, H, dtype, residual), launch, parts=parts)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("M", "H"), [(1, 1024), (3, 4096), (130, 513)])
+def test_two_cores_make_what_one_makes(M: int, H: int, dtype: str) -> None:
+    given_ = drawn(M, H, dtype, residual=True)
+    found: list[Any] = []
+    for lnc in (1, 2):
+        plan = plan_rms_norm(M, H, residual=True, dtype=dtype, target="trn2", lnc=lnc)
+        found.append(nc.simulate(plan.kernel, *given_, target="trn2", **plan.arguments).outputs)
+    for one, two in zip(*found, strict=True):
+        close = 4 * torch.finfo(one.dtype).eps if dtype == "float32" else 0.01
+        torch.testing.assert_close(two, one, rtol=close, atol=0)
+
+
+def test_what_is_not_a_number_stays_in_its_token() -> None:
+    x, _, weight = drawn(4, 96, "bfloat16", residual=False)
+    x[1, 5] = float("nan")
+    out = nc.simulate(rms_norm, x, None, weight, target="trn2", parts=1).outputs
+    assert out.isnan().all(1).tolist() == [False, True, False, False]
+
+
+PLANS = [
+    ("trn1", 1, 1, 4096, "bfloat16"), ("trn2", 1, 1, 1024, "bfloat16"),
+    ("trn2", 1, 8, 8192, "bfloat16"), ("trn2", 1, 128, 4096, "bfloat16"),
+    ("trn2", 1, 2048, 4096, "bfloat16"), ("trn2", 2, 2048, 2048, "bfloat16"),
+    ("trn2", 2, 1, 2048, "bfloat16"), ("trn3", 1, 512, 5120, "float16"),
+    ("trn1", 1, 84, 4610, "float16"), ("trn3", 2, 37, 1030, "float32"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("target", "lnc", "M", "H", "dtype"), PLANS)
+@pytest.mark.parametrize("residual", [True, False])
+def test_plans_predict_what_the_simulated_core_says(
+    target: str, lnc: int, M: int, H: int, dtype: str, residual: bool
+) -> None:
+    check_plan(plan_rms_norm(M, H, residual=residual, dtype=dtype, target=target, lnc=lnc), target)
+
+
+def test_each_byte_is_moved_once_beside_the_weight() -> None:
+    profile = trace(plan_rms_norm(300, 1024, residual=True, target="trn2"), "trn2")
+    traffic = {t.name: t.read_bytes for t in profile.tensors}
+    assert traffic["x"] == traffic["residual"] == 300 * 1024 * 2
+    assert traffic["weight"] <= 128 * 1024 * 2
+
+
+def test_wide_tokens_are_spread_until_they_fit() -> None:
+    plan = plan_rms_norm(256, 2**17, residual=True, dtype="float32", target="trn1")
+    assert plan.arguments["parts"] > 8
+    check_plan(plan, "trn1", rel=0.1)
+
+
+def test_strict_front_end() -> None:
+    assert nc.lint(rms_norm) == []
+    assert nc.lint(rms_norm.func.__code__.co_filename) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"M": 0, "H": 8}, "at least 1"),
+        ({"M": 8, "H": 8, "dtype": "int8"}, "dtype must be one of bfloat16"),
+        ({"M": 8, "H": 8, "target": "trn1", "lnc": 2}, "lnc must be 1, or 2 on trn2"),
+        ({"M": 8, "H": 99991}, "none of at most 128 makes 99991 bfloat16 features fit"),
+    ],
+)
+def test_bad_problems_are_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message) as caught:
+        plan_rms_norm(**arguments, residual=True)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "parts", "message"),
+    [
+        (((4, 8), None, (9,)), 1, r"weight must be \[8\], got \[9\]"),
+        (((4, 8), (4, 9), (8,)), 1, r"residual must be \(4, 8\)"),
+        (((4, 8), None, (8,)), 3, "parts must divide 8"),
+    ],
+)
+def test_bad_operands_are_refused(shapes: Any, parts: int, message: str) -> None:
+    tensors = [None if shape is None else torch.zeros(shape) for shape in shapes]
+    with pytest.raises(AssertionError, match=message):
+        nc.simulate(rms_norm, *tensors, target="trn2", parts=parts)
