@@ -10,7 +10,7 @@ from mktestdocs import grab_code_blocks
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "troubleshooting.md"
-PREFIX = re.compile(r"(neuronmm|warning): ")
+PREFIX = re.compile(r"(neuronmm|warning|[A-Z]\w+Error): ")
 LEAST = 10
 """Characters of a message besides its values: a message of values alone would match any line."""
 OWN_SHARE = 0.4

@@ -308,6 +308,25 @@ def test_a_model_without_a_static_cache(tmp_path: Path, monkeypatch: pytest.Monk
 # --- processes of their own
 
 
+def test_memory_is_of_the_device_or_of_the_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cpu, cuda = torch.device("cpu"), torch.device("cuda", 1)
+    (tmp_path / "status").write_text("Name:\tpython\nVmHWM:\t  2048 kB\nVmRSS:\t 1024 kB\n")
+    monkeypatch.setattr(generation, "STATUS", tmp_path / "status")
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", {cuda: 12345}.get)
+    assert generation._peak_memory_bytes(cpu) == 2048 * 1024
+    assert generation._peak_memory_bytes(cuda) == 12345
+    monkeypatch.setattr(generation, "STATUS", tmp_path / "of no such system")
+    assert generation._peak_memory_bytes(cpu) is None
+
+
+def test_the_reason_of_a_failure_is_short() -> None:
+    error = RuntimeError("no\ncompiler\n\nSet TORCHDYNAMO_VERBOSE=1 for more")
+    assert generation._reason(error) == "RuntimeError: no compiler"
+    assert len(generation._reason(ValueError("x" * 999))) < 220
+
+
 @pytest.mark.slow
 def test_a_process_of_its_own(tmp_path: Path) -> None:
     assert in_own_process("it", os.getpid) != os.getpid()
@@ -327,3 +346,9 @@ def test_an_interrupt_ends_the_process(tmp_path: Path) -> None:
         in_own_process("it", time.sleep, 120)
     assert time.monotonic() - start < 60
     timer.join()
+
+
+@pytest.mark.usefixtures("_one_process")
+def test_a_batch_is_as_large_as_asked(places: Path) -> None:
+    with pytest.raises(RuntimeError, match="can't allocate memory"):
+        generate.run([places / "dense"], prompt=8, new=2, batch=10**10)

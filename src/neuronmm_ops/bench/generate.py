@@ -7,7 +7,8 @@ paired rounds in one process, memory of processes of their own.
 import platform
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib.metadata import version
 from itertools import product
@@ -113,11 +114,7 @@ def run(
     place = check_device(device)
     ids = _prompts(directories, prompt, batch)
     modes = (False, True)[: 1 + compile]
-    # An empty cache: the first compilation takes what it would take anyone.
-    with (
-        fresh_cache(),
-        torch._dynamo.config.patch(recompile_limit=_CACHES, fail_on_recompile_limit_hit=True),
-    ):
+    with _fresh_compiler() if compile else nullcontext():
         apart = _all_alone(directories, ids, new, modes, place, progress)
         found = _in_pairs(directories, ids.to(place), new, apart, rounds, progress)
     context = {
@@ -138,6 +135,14 @@ def run(
         _row(directories[key[0]], key[1], found.get(key), apart[key], prompt, batch) | context
         for key in product(range(len(directories)), modes)
     ]
+
+
+@contextmanager
+def _fresh_compiler() -> Generator[None]:
+    """Begin with an empty cache: the first compilation takes what it would take anyone."""
+    limits = {"recompile_limit": _CACHES, "fail_on_recompile_limit_hit": True}
+    with fresh_cache(), torch._dynamo.config.patch(limits):
+        yield
 
 
 @dataclass(frozen=True)
@@ -299,8 +304,7 @@ def _prompts(directories: Sequence[str | Path], length: int, batch: int) -> Tens
     ids = encode_documents(tokenizers[0], [TEXT])
     if not len(ids):
         raise CheckpointError(f"{directories[0]}: the tokenizer makes no tokens of English text")
-    rows = [ids.roll(-row).repeat(-(-length // len(ids)))[:length] for row in range(batch)]
-    return torch.stack(rows)
+    return ids[(torch.arange(batch)[:, None] + torch.arange(length)) % len(ids)]
 
 
 def _device_name(device: torch.device) -> str:

@@ -234,6 +234,7 @@ def _peak_memory_bytes(device: torch.device) -> int | None:
 
 
 def _reason(error: Exception) -> str:
-    """The first sentence of an error that may be pages long."""
+    """The beginning of an error that may be pages long, in one line."""
     text = " ".join(f"{type(error).__name__}: {error}".split())
+    text = text.partition(" Set TORCHDYNAMO_VERBOSE")[0]  # advice to debug torch follows
     return text if len(text) <= MAX_REASON else f"{text[:MAX_REASON]} ..."
