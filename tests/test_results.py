@@ -126,6 +126,20 @@ def test_a_file_that_is_no_data_set_is_refused(
     assert sources.read("generate") is None
 
 
+def test_without_the_demo_its_data_sets_say_what_to_run(
+    modules: dict[str, ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sources = modules["sources"]
+    monkeypatch.setattr(sources, "ROOT", tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"held_out\.txt is missing; run make demo"):
+        sources.make(sources.datasets()["methods"])
+    (tmp_path / "out/demo").mkdir(parents=True)
+    (tmp_path / "out/demo/held_out.txt").write_text("é" * 2 * sources.EVALUATED_CHARACTERS)
+    sources.write_held_out()
+    part = (tmp_path / "out/results/held_out.txt").read_text()
+    assert part == "é" * sources.EVALUATED_CHARACTERS
+
+
 @pytest.mark.slow
 def test_a_data_set_is_written_whole_or_not_at_all(
     modules: dict[str, ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -129,12 +129,13 @@ def _trainium(found: OnTrainium, figure: str) -> str:
 <div class="scroll">{_rows(head, rows)}</div>
 <p class="note"><b>Modelled, never run on a device</b>: the kernels traced on the simulated
 NeuronCore, one core of {_text(TARGET)}, bfloat16, all MLPs of the model one after the other, and
-nothing else of it. Ranges are over two models of what small DMAs cost. Dense: a launch a
-projection. Compressed at a nominal ratio of {ratio}: one launch an MLP where all three of its
-projections are low-rank, with the demo's own ranks, and NeuronMM's rule for {_text(LARGE)}. A
-layer of this demo's size waits for the latency of its DMAs whatever its bytes; one of a real
-model waits for bytes in decode and for the matmuls in prefill. Made by <code>make demo</code>;
-for other shapes: <code>neuronmm plan --model {_text(LARGE)} --ratio {found.ratio:g}</code>, and
+nothing else of it. Ranges are over two models of what small DMAs cost. Dense: the quicker of one
+launch an MLP and one a projection. Compressed at a nominal ratio of {ratio}: one launch an MLP
+where all three of its projections are low-rank, otherwise one a projection, with the demo's own
+ranks, and NeuronMM's rule for {_text(LARGE)}. A layer of this demo's size waits for the latency of
+its DMAs whatever its bytes, so low rank wins little there or nothing; one of a real model waits for
+bytes in decode and for the matmuls in prefill. Made by <code>make demo</code>; for other shapes:
+<code>neuronmm plan --model {_text(LARGE)} --ratio {found.ratio:g}</code>, and
 for whole models <code>neuronmm bench model</code>.</p>
 {_fused(found.fused)}"""
 

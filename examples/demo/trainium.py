@@ -9,7 +9,7 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from safetensors.torch import save_file
@@ -17,11 +17,15 @@ from torch import Tensor, nn
 
 import neuronmm_ops as nm
 from neuronmm_ops.bench.kernels import Candidate, measure
+from neuronmm_ops.bench.runner import traced
 from neuronmm_ops.compress.rank import aligned_rank
 from neuronmm_ops.kernels import Problem, nki_kernel, plan_svd_mlp
+from neuronmm_ops.kernels.mlp.plan import plan_mlp
+from neuronmm_ops.kernels.planned import PlannedKernel
 from neuronmm_ops.kernels.planner.problem import mlp_matrices
 from neuronmm_ops.models import model_shape
-from neuronmm_ops.neuroncore import Profile, simulate
+from neuronmm_ops.neuroncore import Profile, TensorSpec, simulate
+from neuronmm_ops.neuroncore.dtypes import dtype_of
 
 TARGET = "trn2"
 LARGE = "Llama-3.2-1B"
@@ -147,48 +151,76 @@ def _ranks(mlp: Any) -> Ranks:
 # --- times
 
 
+class _Cost(NamedTuple):
+    """Launches that follow each other: times under each DMA model, and HBM traffic."""
+
+    times_ms: tuple[float, ...]
+    hbm_bytes: int
+    bound: str = ""
+
+
 def _times(model: str, tokens: int, width: int, inner: int, ranks: Sequence[Ranks]) -> MlpTimes:
-    shapes = ((width, inner), (width, inner), (inner, width))
-    dense = [_dense(tokens, *shape) for shape in shapes] * len(ranks)
-    low_rank = [problem for each in ranks for problem in _low_rank(tokens, width, inner, each)]
-    measured = {problem: _measured(problem) for problem in {*dense, *low_rank}}
-
-    def total(problems: Sequence[Problem]) -> tuple[tuple[float, ...], int]:
-        found = [measured[problem] for problem in problems]
-        times = zip(*[one.times_ms for one in found], strict=True)
-        return tuple(map(sum, times)), sum(one.hbm_bytes for one in found)
-
-    (dense_ms, dense_bytes), (low_rank_ms, low_rank_bytes) = total(dense), total(low_rank)
-    longest = max(low_rank, key=lambda problem: measured[problem].times_ms)
+    dense = _dense_mlp(tokens, width, inner)
+    of_ranks = {each: _low_rank_mlp(tokens, width, inner, each, dense) for each in set(ranks)}
+    low_rank = _sum([of_ranks[each] for each in ranks])
+    dense = _sum([dense] * len(ranks))
     return MlpTimes(
-        *(model, len(ranks), tokens, dense_ms, low_rank_ms, dense_bytes, low_rank_bytes),
-        bound=measured[longest].bound,
+        *(model, len(ranks), tokens, dense.times_ms, low_rank.times_ms),
+        *(dense.hbm_bytes, low_rank.hbm_bytes, low_rank.bound),
     )
 
 
-def _low_rank(tokens: int, width: int, inner: int, ranks: Ranks) -> list[Problem]:
+def _sum(costs: Sequence[_Cost]) -> _Cost:
+    """Of all; bound by what the longest is bound by."""
+    times = zip(*[cost.times_ms for cost in costs], strict=True)
+    longest = max(costs, key=lambda cost: cost.times_ms)
+    return _Cost(tuple(map(sum, times)), sum(cost.hbm_bytes for cost in costs), longest.bound)
+
+
+def _dense_mlp(tokens: int, width: int, inner: int) -> _Cost:
+    """The quicker of our dense MLP in one launch, and a launch a projection."""
+    planned = plan_mlp(tokens, width, inner, target=TARGET)
+    shapes = ((width, inner), (width, inner), (inner, width))
+    ways = [[_traced(kernel) for kernel in planned], [_dense(tokens, *shape) for shape in shapes]]
+    return min(map(_sum, ways), key=lambda cost: max(cost.times_ms))
+
+
+def _traced(planned: PlannedKernel) -> _Cost:
+    operands = [
+        None if operand is None else TensorSpec(operand.shape, dtype_of(operand.dtype))
+        for operand in planned.operands
+    ]
+    profile = traced(planned.kernel, operands, TARGET, planned.arguments)
+    return _Cost(tuple(profile.times_ms.values()), profile.hbm_bytes, profile.bound)
+
+
+def _low_rank_mlp(tokens: int, width: int, inner: int, ranks: Ranks, dense: _Cost) -> _Cost:
     """One launch where all three projections are low-rank, otherwise one each."""
     gate, up, down = ranks
     if gate is not None and up is not None and down is not None:
         matrices = mlp_matrices(width, (gate, up, down), inner, width)
-        return [Problem("svd_mlp", tokens, matrices, target=TARGET)]
+        return _measured(Problem("svd_mlp", tokens, matrices, target=TARGET))
+    if ranks == (None, None, None):
+        return dense
     shapes = ((width, inner), (width, inner), (inner, width))
-    return [
-        _dense(tokens, K, N)
-        if r is None
-        else Problem("xuv", tokens, ((K, r), (r, N)), target=TARGET)
-        for (K, N), r in zip(shapes, ranks, strict=True)
-    ]
+    return _sum(
+        [
+            _dense(tokens, K, N)
+            if r is None
+            else _measured(Problem("xuv", tokens, ((K, r), (r, N)), target=TARGET))
+            for (K, N), r in zip(shapes, ranks, strict=True)
+        ]
+    )
 
 
-def _dense(tokens: int, K: int, N: int) -> Problem:
-    return Problem("xw", tokens, ((K, N),), target=TARGET)
+def _dense(tokens: int, K: int, N: int) -> _Cost:
+    return _measured(Problem("xw", tokens, ((K, N),), target=TARGET))
 
 
-def _measured(problem: Problem) -> Any:
+def _measured(problem: Problem) -> _Cost:
     found = measure(Candidate(problem))
     assert found is not None, f"the planned kernel of {problem} fits"
-    return found
+    return _Cost(found.times_ms, found.hbm_bytes, found.bound)
 
 
 # --- values

@@ -1,7 +1,7 @@
 """Make the page of results and its gallery from committed data, or the data from commands.
 
 `python examples/results` writes docs/results.md, docs/gallery, their plots and the README's
-numbers in seconds; `--data` runs the commands that the data come from, for hours.
+numbers in seconds; `--data` runs the commands that the data come from, for an hour.
 """
 
 import argparse
@@ -13,7 +13,7 @@ from plots import draw
 from readme import readme
 from results_page import results_page
 from rich.console import Console
-from sources import DATA, ROOT, datasets, make, write_held_out
+from sources import DATA, ROOT, datasets, make
 
 from neuronmm_ops.neuroncore.files import replacing
 
@@ -34,7 +34,6 @@ def main() -> None:
         if arguments.data is None:
             write(console)
             return
-        write_held_out()
         for name in arguments.data or known:
             console.print(f"{name}: about {known[name].minutes:g} minutes …")
             make(known[name])

@@ -12,9 +12,9 @@ from selection import (
     front,
     methods,
     models,
-    pareto_models,
     setting,
     storages,
+    tradeoff_models,
     tradeoffs,
     variant,
 )
@@ -69,8 +69,9 @@ SMALLEST = 1e-3
 def plots() -> dict[str, Callable[[Path], None]]:
     """What draws each plot whose data are there, by its file's name."""
     drawn: dict[str, Callable[[Path], None]] = {}
-    if methods() and storages():
+    if storages() or tradeoff_models():
         drawn["results-summary.svg"] = _saved(_summary)
+    if methods() and storages():
         drawn["results-quality.svg"] = _saved(_quality)
     if tradeoffs():
         drawn["results-pareto.svg"] = _saved(_pareto)
@@ -105,21 +106,29 @@ def _saved(figure: Callable[[], Figure]) -> Callable[[Path], None]:
 
 def _summary() -> Figure:
     """What it costs beside what it wins; a panel each, for they are of different models."""
-    speeds = list(pareto_models())
+    drawn = [
+        panel for panel, is_there in ((_cost, storages()), (_win, tradeoff_models())) if is_there
+    ]
+    width = 4.6 * len(drawn)
     figure, panels = plt.subplots(
-        1, 2 if speeds else 1, figsize=(9 if speeds else 5, 3.4), layout="constrained"
+        1, len(drawn), figsize=(width, 3.4), squeeze=False, layout="constrained"
     )
-    cost = panels[0] if speeds else panels
+    for panel, axes in zip(drawn, panels[0], strict=True):
+        panel(axes)
+        axes.legend()
+    return figure
+
+
+def _cost(axes: Axes) -> None:
     chosen = [each for each in methods() if each.label in LINES]
     chosen += [each for each in storages() if each.label == "fp8, equal ranks"]
-    _lines(cost, chosen)
-    cost.set_title("What it costs: the demo's model, measured")
-    cost.legend()
-    if speeds:
-        _speeds(panels[1], speeds)
-        panels[1].set_title(f"What it wins: {SHOWN} on a trn2 core, modelled")
-        panels[1].legend()
-    return figure
+    _lines(axes, chosen)
+    axes.set_title("What it costs: the demo's model, measured")
+
+
+def _win(axes: Axes) -> None:
+    _speeds(axes, tradeoff_models())
+    axes.set_title(f"What it wins: {SHOWN}, modelled")
 
 
 def _quality() -> Figure:
@@ -169,7 +178,7 @@ def _speeds(axes: Axes, speeds: list[tuple[str, float, Row]]) -> None:
     axes.set_ylim(bottom=0)
     axes.set_xlabel("compression ratio (MLP parameters removed)")
     axes.xaxis.set_major_formatter(PercentFormatter(xmax=1, decimals=0))
-    axes.set_ylabel("decode, tokens/s, batch 1")
+    axes.set_ylabel("decode, tokens/s, one trn2 core, batch 1")
 
 
 def _pareto() -> Figure:
@@ -190,8 +199,7 @@ def _pareto() -> Figure:
     best = front(points)
     x, y = [point.tokens_per_s for point in best], [point.excess for point in best]
     axes.plot(x, y, color=GREY, linewidth=6, alpha=0.25, zorder=0, label="Pareto front")
-    _, _, first = next(pareto_models())
-    dense = variant(first, "dense")["tokens_per_s"]
+    dense = variant(tradeoff_models()[0][2], "dense")["tokens_per_s"]
     axes.plot([dense], [0], color=GREY, marker="*", markersize=11, linestyle="", label="dense")
     _excess_axis(axes)
     axes.set_ylabel("excess log-perplexity of the demo's model, measured")

@@ -262,7 +262,19 @@ def _components() -> list[str]:
                 ["all", *(number(phase["time_ms"]) for _, phase in columns)],
             ],
         ),
+        _binding(*columns[-1]),
     ]
+
+
+def _binding(label: str, phase: Row) -> str:
+    """The two components that a setting's token waits for longest."""
+    whole = phase["time_ms"]
+    longest = sorted(phase["components"], key=lambda each: -each["time_ms"])[:2]
+    shares = [f"`{each['component']}` {each['time_ms'] / whole:.0%}" for each in longest]
+    return (
+        f"What binds at {label}: {' and '.join(shares)} of it. The output head, attention with its "
+        "KV cache and the norms are what no compression of the layers' Linears touches."
+    )
 
 
 # --- kernels
@@ -424,7 +436,7 @@ def _sources() -> list[str]:
         "## Where the numbers come from",
         "`make results` writes this page, its plots, the README's numbers and the gallery from the "
         "files below, in seconds; `make results-data` runs the commands that make the files, for "
-        "hours, and `make results-data DATA=cpu` those of one. Each file names its commands, the "
+        "an hour, and `make results-data DATA=cpu` those of one. Each file names its commands, the "
         "machine, the versions and the commit.",
         table(["data", "command, with `--json`", "times", "date", "took s", "commit"], rows),
         *_versions(),

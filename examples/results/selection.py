@@ -1,7 +1,6 @@
 """The rows that pages and plots show, picked from the data sets."""
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -96,18 +95,19 @@ def tradeoffs() -> list[Tradeoff]:
     labels = {"bf16": "bf16", "fp8": "fp8, equal ranks"}
     return [
         Tradeoff(storage, ratio, variant(found, "low_rank")["tokens_per_s"], excess[key])
-        for storage, ratio, found in pareto_models()
+        for storage, ratio, found in tradeoff_models()
         if (key := (labels[storage], ratio)) in excess
     ]
 
 
-def pareto_models() -> Iterator[tuple[str, float, Row]]:
+def tradeoff_models() -> list[tuple[str, float, Row]]:
     """Storage, ratio and the modelled document of each."""
-    for storage in STORAGES:
-        for ratio in PARETO_RATIOS:
-            found = document("pareto", model_command(SHOWN, ratio, storage, "mlp"))
-            if found is not None:
-                yield storage, ratio, found
+    return [
+        (storage, ratio, found)
+        for storage in STORAGES
+        for ratio in PARETO_RATIOS
+        if (found := document("pareto", model_command(SHOWN, ratio, storage, "mlp"))) is not None
+    ]
 
 
 def front(points: list[Tradeoff]) -> list[Tradeoff]:

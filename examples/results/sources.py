@@ -179,8 +179,11 @@ def make(dataset: Dataset) -> None:
     """Run a data set's commands and write its file; nothing is written unless all succeed.
 
     Raises:
+        FileNotFoundError: `make demo` has not run, and a command needs its text.
         RuntimeError: a command failed; its last line says why.
     """
+    if any("out/results/" in command for command in dataset.commands):
+        write_held_out()
     start = time.perf_counter()
     runs = [{"command": line, "document": _document(line)} for line in dataset.commands]
     provenance = {
