@@ -268,10 +268,17 @@ def test_strict_front_end() -> None:
 
 @pytest.mark.parametrize(
     ("M", "target", "stores"),
-    [(1, "trn1", 2), (1, "trn2", 2), (32, "trn3", 2), (33, "trn2", 2), (65, "trn2", 1)],
+    [
+        (1, "trn1", 1),
+        (1, "trn2", 1),
+        (8, "trn2", 2),
+        (32, "trn3", 2),
+        (33, "trn2", 2),
+        (65, "trn2", 1),
+    ],
 )
 def test_the_last_sums_are_stored_by_few_dmas(M: int, target: str, stores: int) -> None:
-    """A queue starts DMAs one after the other: four column groups share two."""
+    """A queue starts DMAs one after the other: four column groups share two, of one token one."""
     problem = Problem("xw", M, ((256, 1024),), "bfloat16", target)
     arguments = {"block": 1024, "last_block": 1024}
     specs = [TensorSpec(s, dtypes.dtype_of("bfloat16")) for s in ((M, 256), (256, 1024))]

@@ -115,7 +115,8 @@ class Stages:
         """As `stages.decode.project`; returns the K chunks of each rank."""
         if fuse:
             fused = [self.costs.sums(r, r, queue=f"u{n}") for n, r in enumerate(ranks)]
-            self._sum(chunks, source, fused)
+            # the outputs of several pairs come one after the other
+            self._sum(chunks, source, fused, needed=1 if len(self.problem.outputs) > 1 else 0)
             return [s.chunks for s in fused]
         found: list[list[Chunk]] = []
         for n, r in enumerate(ranks):
@@ -129,9 +130,17 @@ class Stages:
         return found
 
     def _sum(
-        self, chunks: list[Chunk], source: Source, sums: list[Sums], waited: bool = False
+        self,
+        chunks: list[Chunk],
+        source: Source,
+        sums: list[Sums],
+        waited: bool = False,
+        needed: int = 0,
     ) -> None:
-        """Sums over both cores; as `stages.decode.Sums.exchanged`."""
+        """Sums over both cores, as `stages.decode.of_both_cores`.
+
+        The next stage begins when the first `needed` of them are there; 0: all.
+        """
         self.run(chunks, source, *sums, waited=waited)
         if self.problem.lnc == 1:
             return
@@ -139,9 +148,10 @@ class Stages:
         # a core without a part of the contraction sends zeros
         self.instructions += len(parts) * (1 if chunks else 2) + sum([s.stacks for s in sums])
         send_ns = load_ns(machine, self.costs.lanes, 4 * sum([s.width for s in sums]))
-        add_ns = sum([evict_ns(machine, Engine.VECTOR, size) for size in parts])
-        sends = sum([s.stacks for s in sums])
-        self.timeline.exchange(send_ns, sends, add_ns)
+        first = sums[: needed or len(sums)]
+        adds = [size for s in first for size in s.parts]
+        add_ns = sum([evict_ns(machine, Engine.VECTOR, size) for size in adds])
+        self.timeline.exchange(send_ns, sum([s.stacks for s in first]), add_ns)
 
     def write(
         self,
@@ -165,7 +175,7 @@ class Stages:
             self.run(chunks, source, s, first=first and i == 0, last=ends)
             self.hold(-size)
             groups = tiling.groups_in_store(len(s.chunks), costs.M, costs.scaled)
-            self.store(s, groups if ends else 1)
+            self.store(s, groups if ends or costs.M == 1 else 1)
             if resident:
                 source = "transposed"
 

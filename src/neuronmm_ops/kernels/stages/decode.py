@@ -68,15 +68,16 @@ def project(
         for w in weights:
             sums.append(Sums(w, Span(0, w.hbm.shape[1]), M))
         contract(chunks, sums, tile_bytes, True, False)
-        for s in sums:
-            found.append(s.chunks(of_both_cores(s)))
+        tiles_sb = of_both_cores(sums)
+        for i in range(len(sums)):
+            found.append(sums[i].chunks(tiles_sb[i]))
         return found
     for w in weights:
         of_weight: list[KChunk] = []
         for columns in spans(0, w.hbm.shape[1], rank_block):
             s = Sums(w, columns, M)
             contract(again(chunks), [s], tile_bytes, True, False, True)
-            of_weight.extend(s.chunks(of_both_cores(s)))
+            of_weight.extend(s.chunks(of_both_cores([s])[0]))
         found.append(of_weight)
     return found
 
@@ -89,12 +90,23 @@ def again(chunks: list[KChunk]) -> list[KChunk]:
     return found
 
 
-def of_both_cores(sums: Sums) -> NkiTensor:
-    """The sums of both cores where two run, rounded unless they have yet to be scaled."""
-    dtype = sums.weight.dtype if sums.weight.scale == None else nl.float32  # noqa: E711
+def of_both_cores(sums: list[Sums]) -> list[NkiTensor]:
+    """The sums of both cores where two run, rounded unless they have yet to be scaled.
+
+    All are sent before any is added: a queue starts one DMA after the other.
+    """
+    found: list[NkiTensor] = []
+    is_scaled = sums[0].weight.scale != None  # noqa: E711 - strict NKI has no `is`
+    dtype = nl.float32 if is_scaled else sums[0].weight.dtype
     if nl.num_programs(0) == 1:
-        return sums.rounded(dtype)
-    return sums.exchanged(dtype)
+        for s in sums:
+            found.append(s.rounded(dtype))
+        return found
+    for s in sums:
+        s.send()
+    for s in sums:
+        found.append(s.of_both_cores(dtype))
+    return found
 
 
 def write_block(
@@ -117,7 +129,7 @@ def write_block(
     elif bias != None:  # noqa: E711
         sums.add_bias(bias)
     contract(chunks, [sums], tile_bytes, first, last)
-    if last:
-        sums.store_last(out_hbm)
+    if last or out_hbm.shape[0] == 1:
+        sums.store_at_once(out_hbm)
     else:
         sums.store(out_hbm, 0, sums.rounded(out_hbm.dtype))

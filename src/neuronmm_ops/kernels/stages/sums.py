@@ -96,6 +96,8 @@ class Sums(nl.NKIObject):
             shape = (self.partitions, s.size)
             self.banks_psum.append(nl.ndarray(shape, nl.float32, buffer=nl.psum))
         self.started = False
+        self.sent_sb: NkiTensor | None = None
+        self.received_sb: NkiTensor | None = None
         self.seen = 0  # K tiles
         # rows that the sums are multiplied with and added to when they are evicted, as loaded and
         # for every token
@@ -283,8 +285,8 @@ class Sums(nl.NKIObject):
             self.evict(self.like(tile_sb, part), part, i)
         return tile_sb
 
-    def exchanged(self, dtype: nl.DType) -> NkiTensor:
-        """The sums of both cores together, in SBUF: fp32 until they are added."""
+    def send(self) -> None:
+        """Send the sums to the other core, and receive its, in fp32."""
         sent_sb = self.new_tile(nl.float32)
         received_sb = self.new_tile(nl.float32)
         for i in range(len(self.parts)):
@@ -301,12 +303,17 @@ class Sums(nl.NKIObject):
         else:
             for i in range(len(self.tiling.groups)):
                 nisa.sendrecv(self.group(sent_sb, i), self.group(received_sb, i), other, other, 0)
+        self.sent_sb = sent_sb
+        self.received_sb = received_sb
+
+    def of_both_cores(self, dtype: nl.DType) -> NkiTensor:
+        """What was sent and what was received, added."""
         tile_sb = self.new_tile(dtype)
         for part in self.parts:
-            mine = (
-                self.psum(part, self.lanes_in(part)) if self.started else self.like(sent_sb, part)
-            )
-            received = self.like(received_sb, part)
+            mine = self.like(self.sent_sb, part)
+            if self.started:
+                mine = self.psum(part, self.lanes_in(part))
+            received = self.like(self.received_sb, part)
             nisa.tensor_tensor(self.like(tile_sb, part), received, mine, nl.add)
         return tile_sb
 
@@ -335,10 +342,10 @@ class Sums(nl.NKIObject):
             columns = nl.ds(self.columns.start - first + s.start, s.size)
             nisa.dma_copy(to_hbm[:, columns], self.group(tile_sb, i), dge_mode=nisa.dge_mode.none)
 
-    def store_last(self, to_hbm: NkiTensor) -> None:
+    def store_at_once(self, to_hbm: NkiTensor) -> None:
         """Store the sums by fewer DMAs, of which a queue starts one after the other.
 
-        Fewer DMA engines carry them, too, which loads that follow would feel.
+        Fewer DMA engines carry them, too, which loads that follow would feel, but for one token.
         """
         per = groups_in_store(len(self.tiling.groups), self.tokens, self.stacked)
         stores = spans(0, self.columns.size, per * self.tiling.width)

@@ -170,11 +170,11 @@ def column_groups(M: int, generation: int) -> int:
 
 
 def groups_in_store(groups: int, M: int, scaled: bool) -> int:
-    """Column groups of a kernel's last sums that one DMA stores: pairs of four.
+    """Column groups that one DMA stores: pairs of four.
 
     One DMA for all four would leave them to too few DMA engines, but for few tokens.
     """
-    if scaled and M <= ONE_STORE_TOKENS:
+    if M == 1 or (scaled and M <= ONE_STORE_TOKENS):
         return groups
     return 2 if groups == 4 else 1
 
