@@ -56,22 +56,22 @@ class Decode:
         """DMA time of a unit's keys and of its values."""
         m, d, n, item = self.machine, self.shape.head_dim, unit.keys.size, self.itemsize
         rows = min(n, self.shape.stacked) * d
-        keys = values = 0.0
+        keys: list[float] = []
+        values: list[float] = []
         for block in self._blocks(unit):
             each = max(1, LOAD_BYTES // (rows * block.size * item))
             for s in spans(0, tiles_in(n * d, rows), each):
-                keys += max(m.dma.interval_ns, load_ns(m, rows, block.size * item, s.size))
+                keys.append(load_ns(m, rows, block.size * item, s.size))
             most = max(1, BANK_COLUMNS // d)
             each = max(1, min(most, LOAD_BYTES // (block.size * d * item)))
             each = most // tiles_in(most, each)
             whole = block.tiles - 1 if block.last else block.tiles
-            if block.last:
-                for s in spans(0, n, most):
-                    values += max(m.dma.interval_ns, load_ns(m, block.rows, d * item, s.size))
+            for s in spans(0, n if block.last else 0, most):
+                values.append(load_ns(m, block.rows, d * item, s.size))
             for s in spans(0, n if whole else 0, each):
-                run = whole * d * item
-                values += max(m.dma.interval_ns, load_ns(m, block.rows, run, s.size))
-        return keys, values
+                values.append(load_ns(m, block.rows, whole * d * item, s.size))
+        interval = m.dma.interval_ns  # each cache has a queue of its own
+        return max(sum(keys), len(keys) * interval), max(sum(values), len(values) * interval)
 
     def _queries_ns(self) -> float:
         """Until the queries are on the diagonal."""

@@ -129,7 +129,8 @@ def _time_ns(
         if machine.shared_ports:
             vector = gpsimd = vector + gpsimd
         tables = 2 * tiles * load_ns(machine, rows, d * itemsize) / shape.batch
-        busiest = max(load + store + tables, vector, gpsimd, scalar)
+        queue = tiles * machine.dma.interval_ns  # one load of rows each
+        busiest = max(load + store + tables, queue, vector, gpsimd, scalar)
         if s.start + s.size == tokens:
             serial = vector + gpsimd + scalar if head_norm else max(vector, gpsimd)
             ends = 2 * DMA_START_NS + DMA_DONE_NS + serial / tiles
