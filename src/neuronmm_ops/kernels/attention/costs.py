@@ -184,7 +184,8 @@ def prefill_instructions(shape: Shape, lnc: int) -> int:
 
 def decode_sbuf_bytes(shape: Shape, itemsize: int, generation: int) -> int:
     """SBUF per partition that `attention_decode` needs, mostly for scores of a cache."""
-    unit = decode_units(shape, 0, 1)[0]
+    units = decode_units(shape, 0, 1)
+    unit = units[0]
     n, d = unit.keys.size, shape.head_dim
     blocks = cache_blocks(shape.tokens, column_groups(n * shape.group, generation))
     scores = sum([b.rows * b.width for b in blocks])
@@ -192,7 +193,8 @@ def decode_sbuf_bytes(shape: Shape, itemsize: int, generation: int) -> int:
     keys = tiles_in(n * d, PARTITIONS) * largest * itemsize
     values = 2 * max(LOAD_BYTES // PARTITIONS, d * tiles_in(largest, PARTITIONS) * itemsize)
     weights = 3 * max([b.rows * b.width for b in blocks]) * itemsize
-    return 2 * 4 * scores + keys + values + weights + 16384
+    live = min(2, len(units))  # the next unit's scores are made while a unit is mixed
+    return live * 4 * scores + keys + values + weights + 16384
 
 
 def prefill_ns(shape: Shape, machine: Machine, itemsize: int, core: int, cores: int) -> float:
