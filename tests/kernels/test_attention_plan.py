@@ -153,3 +153,16 @@ def test_what_is_planned_fits(model, dtype, target):
     (plan,) = plan_attention(1, T, batch=1, **model, dtype=dtype, target=target)
     assert T >= 16384
     assert traced(plan, target).time_ms > 0
+
+
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(64, 8), (64, 64), (128, 8)])
+def test_rope_fits_or_is_refused(heads, kv_heads, norm):
+    sizes = {"heads": heads, "kv_heads": kv_heads, "head_dim": 128, "head_norm": norm}
+    try:
+        (plan,) = plan_rope(300, batch=1, **sizes, target="trn1")
+    except ValueError as error:
+        assert norm
+        assert "does not fit the 179960 bytes of SBUF" in str(error)  # noqa: PT017
+        return
+    assert traced(plan, "trn1").hbm_bytes == plan.hbm_bytes
