@@ -95,6 +95,7 @@ class Prefill(prefill_search.Prefill):
     def __init__(self, problem: Problem, layout: str) -> None:
         super().__init__(problem, layout)
         self.hidden = HiddenBlock(self.costs)
+        self.x_tiles = tiles_in(problem.K, PARTITIONS)
         self.gated, self.out = cache(self._gated), cache(self._out)
 
     def stages(self, width: int, arguments: Arguments) -> list[Program]:
@@ -118,7 +119,7 @@ class Prefill(prefill_search.Prefill):
         )
 
     def choices(self, token_block: int, width: int) -> Iterator[Mlp]:
-        """All of x in SBUF where it fits, as little as possible of the hidden block in HBM."""
+        """All of x in SBUF, as little as possible of the hidden block in HBM."""
         p, banks = self.problem, self.costs.banks
         outs = [
             (block, token_tiles)
@@ -128,29 +129,26 @@ class Prefill(prefill_search.Prefill):
         ]
         for inner_block in sorted({min(block, p.inner) for block in INNER_BLOCKS}):
             for block, token_tiles in outs:
-                for resident, spill, again in self._fitting(width, inner_block, block, token_tiles):
+                for spill, again in self._spilled(width, inner_block, block, token_tiles):
                     yield Mlp(
-                        *(token_block, TOKENS, resident, spill, again),
+                        *(token_block, TOKENS, self.x_tiles, spill, again),
                         *(inner_block, block, token_tiles, banks),
                     )
 
-    def _fitting(
+    def _spilled(
         self, width: int, inner_block: int, block: int, token_tiles: int
-    ) -> Iterator[tuple[int, int, int]]:
-        """x^T tiles that stay, groups of the hidden block that spill, and those that stay after."""
+    ) -> Iterator[tuple[int, int]]:
+        """Groups of the hidden block that spill, as few as fit, and those that stay after."""
 
         def peaks(spill: int) -> tuple[int, int]:
             made = self.hidden.made(width, spill)
-            resident = tiles_in(self.problem.K, PARTITIONS)
-            gated = sbuf_peak([self.gated(width, inner_block, resident, spill)])
+            gated = sbuf_peak([self.gated(width, inner_block, self.x_tiles, spill)])
             return gated, sbuf_peak([self.out(width, block, token_tiles, spill, 0)], made)
 
-        tiles = tiles_in(self.problem.K, PARTITIONS)
         if max(peaks(0)) <= self.room:
-            yield tiles, 0, 0
-            return
-        for spill, again in self.hidden.spilled(width, self.room - AHEAD_BYTES, peaks):
-            yield tiles, spill, again
+            yield 0, 0
+        else:
+            yield from self.hidden.spilled(width, self.room - AHEAD_BYTES, peaks)
 
 
 def plan_mlp(
