@@ -144,6 +144,17 @@ def test_two_cores_make_what_one_makes(M: int) -> None:
     torch.testing.assert_close(found[1], found[0], rtol=0.02, atol=0.01)
 
 
+@pytest.mark.parametrize("spill", [0, 1])
+def test_a_loop_on_the_device_makes_the_same(spill: int) -> None:
+    tensors = drawn(300, (200, 700, 130), "bfloat16")
+    blocks: dict[str, Any] = {"token_block": 128, "inner_block": 512, "block": 512, "spill": spill}
+    one, looped = [
+        nc.simulate(mlp, *tensors, target="trn2", device_loop=loop, **blocks).outputs
+        for loop in (False, True)
+    ]
+    torch.testing.assert_close(looped, one, rtol=0, atol=0)
+
+
 PLANS = [
     ("trn1", 1, 1, 1024, 3072, ""), ("trn2", 1, 1, 2048, 8192, ""), ("trn2", 2, 1, 2048, 8192, ""),
     ("trn2", 1, 128, 1024, 3072, ""), ("trn2", 1, 8, 2048, 8192, "float8_e4m3fn"),
