@@ -184,6 +184,11 @@ def refuse_pre_hook(attention: nn.Module) -> None:
     attention.register_forward_pre_hook(write, with_kwargs=True)
 
 
+def refuse_offloaded(attention: nn.Module) -> None:
+    pytest.importorskip("accelerate").cpu_offload(attention, torch.device("cpu"))
+    assert attention.k_proj.u.is_meta
+
+
 def refuse_dense(attention: nn.Module) -> None:
     attention.k_proj = attention.k_proj.to_linear()
 
