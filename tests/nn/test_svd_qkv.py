@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 import torch
+from nn.test_svd_mlp import Calls
 from quantized import quantize_
 from tiny import tiny_ids, tiny_model
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache
 
 from neuronmm_ops import SVDLinear, hf, swap_, use_impl
@@ -26,19 +26,6 @@ from neuronmm_ops.nn.svd_qkv import ATTENTIONS, PROJECTIONS, fuse_projections_
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 ONE, THREE = ["svd_qkv", "xuv"], ["xuv"] * 4
-
-
-class Calls(TorchDispatchMode):
-    """Record the names of the ops that run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace == "neuronmm":
-            self.names.append(func._schema.name.removeprefix("neuronmm::"))
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.fixture(autouse=True)
@@ -182,6 +169,11 @@ def refuse_pre_hook(attention: nn.Module) -> None:
         kwargs["hidden_states"].mul_(3)
 
     attention.register_forward_pre_hook(write, with_kwargs=True)
+
+
+def refuse_offloaded(attention: nn.Module) -> None:
+    pytest.importorskip("accelerate").cpu_offload(attention, torch.device("cpu"))
+    assert attention.k_proj.u.is_meta
 
 
 def refuse_dense(attention: nn.Module) -> None:
