@@ -96,7 +96,7 @@ def test_prefill(
 ) -> None:  # fmt: skip
     layouts = ["pe"] if dtype == "float32" and core[0] == "trn1" else ["dma", "pe"]
     layout = data.draw(st.sampled_from(layouts))
-    blocks = {
+    blocks: dict[str, Any] = {
         "token_block": data.draw(st.sampled_from([128, 512])),
         "layout": layout,
         "resident": data.draw(st.sampled_from([0, 1, 9])) if layout == "dma" else 9,
@@ -142,6 +142,17 @@ def test_two_cores_make_what_one_makes(M: int) -> None:
         kernel = kernel if lnc == 1 else kernel[2]
         found.append(nc.simulate(kernel, *tensors, target="trn2", **arguments(plan)).outputs)
     torch.testing.assert_close(found[1], found[0], rtol=0.02, atol=0.01)
+
+
+@pytest.mark.parametrize("spill", [0, 1])
+def test_a_loop_on_the_device_makes_the_same(spill: int) -> None:
+    tensors = drawn(300, (200, 700, 130), "bfloat16")
+    blocks: dict[str, Any] = {"token_block": 128, "inner_block": 512, "block": 512, "spill": spill}
+    one, looped = [
+        nc.simulate(mlp, *tensors, target="trn2", device_loop=loop, **blocks).outputs
+        for loop in (False, True)
+    ]
+    torch.testing.assert_close(looped, one, rtol=0, atol=0)
 
 
 PLANS = [

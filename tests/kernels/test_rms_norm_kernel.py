@@ -142,6 +142,8 @@ def test_bad_problems_are_refused(arguments: dict[str, Any], message: str) -> No
         (((4, 8), None, (9,)), 1, r"weight must be \[8\], got \[9\]"),
         (((4, 8), (4, 9), (8,)), 1, r"residual must be \(4, 8\)"),
         (((4, 8), None, (8,)), 3, "parts must divide 8"),
+        (((4, 8), None, (8,)), 0, "parts must be at least 1"),
+        (((4, 256), None, (256,)), 256, "parts must be at most 128"),
     ],
 )
 def test_bad_operands_are_refused(shapes: Any, parts: int, message: str) -> None:

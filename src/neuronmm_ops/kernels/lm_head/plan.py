@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 from neuronmm_ops.hardware import DEFAULT_TARGET, DMA_DONE_NS, DMA_START_NS, Engine
 from neuronmm_ops.kernels.lm_head.decode import NO_ID
 from neuronmm_ops.kernels.planned import PlannedKernel, TensorShape
@@ -79,7 +77,6 @@ def _merge(s: Stages, parts: int) -> None:
     s.timeline.run([step])
 
 
-@lru_cache(maxsize=1024)
 def plan_lm_head(
     M: int,
     H: int,

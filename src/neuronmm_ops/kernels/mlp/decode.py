@@ -6,7 +6,7 @@ from neuronmm_ops.kernels.mlp.prefill import check_matrices
 from neuronmm_ops.kernels.shim import NkiTensor, jit, nisa, nl
 from neuronmm_ops.kernels.stages.chunks import KChunk, chunks_of
 from neuronmm_ops.kernels.stages.decode import own, write_block
-from neuronmm_ops.kernels.stages.tiling import PARTITIONS, Span, output_blocks, spans
+from neuronmm_ops.kernels.stages.tiling import PARTITIONS, Span, core_span, output_blocks, spans
 from neuronmm_ops.kernels.stages.weights import Weight, check_one_dtype, lanes_for
 from neuronmm_ops.kernels.svd_mlp.decode import gated
 from neuronmm_ops.kernels.svd_mlp.prefill import load_table
@@ -50,7 +50,7 @@ def mlp_decode(
         block: columns of w_down whose sums are in PSUM together.
         last_block: columns of the last block.
         tile_bytes: bytes a partition of a weight tile, more where one row is longer.
-        spill: act(gate) * up goes through HBM instead of staying in SBUF; of two cores it does.
+        spill: act(gate) * up goes through HBM instead of staying in SBUF; of one core only.
         dma_cast: of weights that are cast, the DMA casts each so-manieth K tile, from the first on,
             and engines the others; 0: engines all.
 
@@ -59,8 +59,8 @@ def mlp_decode(
 
     Notes:
         Sums are fp32 in PSUM over the whole contraction. act(gate) * up is rounded once to the
-        dtype of x, after its scale. Two cores share I, each reads what both have made, then they
-        share N: weights of the second half come while the first is exchanged.
+        dtype of x, after its scale. Two cores share I, then N: each multiplies the features that it
+        has made while those of the other come through HBM.
 
     Pseudocode:
         for each block of columns of I:
@@ -96,12 +96,13 @@ def mlp_decode(
         up, h_sb = gated(sides, weights, columns, M, activation, tile_bytes)
         if len(h_hbm) > 0:
             up.store(h_hbm[0], 0, h_sb)
-        else:
+        if two or len(h_hbm) == 0:
             h_chunks.extend(up.chunks(h_sb))
     if two:
         nisa.core_barrier(h_hbm[0], (0, 1))
     if len(h_hbm) > 0:
-        h_chunks = chunks_of(h_hbm[0], Span(0, I), 0, k_chunk, x.dtype, w_up_scale, lanes)
+        part = core_span(I, 1 - nl.program_id(0), 2) if two else Span(0, I)
+        h_chunks.extend(chunks_of(h_hbm[0], part, 0, k_chunk, x.dtype, w_up_scale, lanes))
     blocks = output_blocks(own(w_down.shape[1]), block, last_block)
     for i in range(len(blocks)):
         first, last = i == 0, i + 1 == len(blocks)

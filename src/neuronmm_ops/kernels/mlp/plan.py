@@ -4,23 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import cache, lru_cache
+from functools import cache
 from typing import NamedTuple
 
-from neuronmm_ops.hardware import DEFAULT_TARGET
+from neuronmm_ops.hardware import DEFAULT_TARGET, DMA_DONE_NS, Engine
 from neuronmm_ops.kernels.planned import PlannedKernel, TensorShape
 from neuronmm_ops.kernels.planner import decode_search, prefill_search
 from neuronmm_ops.kernels.planner.decode import Blocks, Stages
-from neuronmm_ops.kernels.planner.decode_costs import Source
+from neuronmm_ops.kernels.planner.decode_costs import Chunk, Source
 from neuronmm_ops.kernels.planner.decode_search import rounded_up
 from neuronmm_ops.kernels.planner.hidden import TOKENS, HiddenBlock, gated_steps
+from neuronmm_ops.kernels.planner.instructions import evict_ns, result_ns
 from neuronmm_ops.kernels.planner.launches import planned_kernels
 from neuronmm_ops.kernels.planner.prefill import Moving, write_steps
 from neuronmm_ops.kernels.planner.prefill_search import AHEAD_BYTES, Arguments
 from neuronmm_ops.kernels.planner.problem import Matrices, Plan, Problem
 from neuronmm_ops.kernels.planner.search import quickest
 from neuronmm_ops.kernels.planner.timeline import Program, sbuf_peak
-from neuronmm_ops.kernels.stages.tiling import BANK_COLUMNS, PARTITIONS, SUM_BANKS, tiles_in
+from neuronmm_ops.kernels.stages.tiling import (
+    BANK_COLUMNS,
+    OUTPUT_UNIT,
+    PARTITIONS,
+    SUM_BANKS,
+    tiles_in,
+)
 from neuronmm_ops.kernels.svd_mlp.plan import TABLE_INSTRUCTIONS, decode_hidden
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
@@ -60,12 +67,31 @@ def decode_stages(s: Stages) -> None:
     h_chunks, h_bytes = decode_hidden(s, [chunks, chunks], ("hbm", "transposed"), spill)
     s.hold(-held)
     source: Source = "sums"
-    if spill:
+    if s.problem.lnc == 2:
+        h_chunks = [*h_chunks, *_of_other_core(s, h_chunks)]
+    elif spill:
         h_chunks, source = s.chunks(s.problem.inner), "stored"
         s.timeline.reload(s.costs.load_x(h_chunks[:1], source))
     s.hold(s.transposed(h_chunks) + s.buffers(h_chunks, source))
     s.write(h_chunks, source, resident=True)
     s.hold(-h_bytes)
+
+
+def _of_other_core(s: Stages, mine: list[Chunk]) -> list[Chunk]:
+    """The K chunks that the other core has made; they come while `mine` are multiplied."""
+    costs, machine = s.costs, s.costs.machine
+    other = s.problem.inner - s.own(s.problem.inner)
+    chunks = s.chunks(other)
+    if chunks:
+        met = DMA_DONE_NS + evict_ns(machine, Engine.GPSIMD, 1) + result_ns(machine, Engine.GPSIMD)
+        tiles = sum([tiles_in(chunk.size, PARTITIONS) for chunk in mine])
+        first = min(s.own(s.problem.N), int(s.blocks["block"]))
+        meanwhile = tiles * costs.sums(first, s.problem.N, OUTPUT_UNIT).ns if first else 0.0
+        s.timeline.reload(met + costs.load_x(chunks, "stored"), meanwhile)
+    s.hbm_bytes += s.problem.M * other * s.costs.sums_itemsize
+    s.instructions += len(chunks)
+    s.hold(other * s.costs.sums_itemsize)
+    return chunks
 
 
 # --- prefill
@@ -95,6 +121,7 @@ class Prefill(prefill_search.Prefill):
     def __init__(self, problem: Problem, layout: str) -> None:
         super().__init__(problem, layout)
         self.hidden = HiddenBlock(self.costs)
+        self.x_tiles = tiles_in(problem.K, PARTITIONS)
         self.gated, self.out = cache(self._gated), cache(self._out)
 
     def stages(self, width: int, arguments: Arguments) -> list[Program]:
@@ -118,7 +145,7 @@ class Prefill(prefill_search.Prefill):
         )
 
     def choices(self, token_block: int, width: int) -> Iterator[Mlp]:
-        """All of x in SBUF where it fits, as little as possible of the hidden block in HBM."""
+        """All of x in SBUF, as little as possible of the hidden block in HBM."""
         p, banks = self.problem, self.costs.banks
         outs = [
             (block, token_tiles)
@@ -128,32 +155,28 @@ class Prefill(prefill_search.Prefill):
         ]
         for inner_block in sorted({min(block, p.inner) for block in INNER_BLOCKS}):
             for block, token_tiles in outs:
-                for resident, spill, again in self._fitting(width, inner_block, block, token_tiles):
+                for spill, again in self._spilled(width, inner_block, block, token_tiles):
                     yield Mlp(
-                        *(token_block, TOKENS, resident, spill, again),
+                        *(token_block, TOKENS, self.x_tiles, spill, again),
                         *(inner_block, block, token_tiles, banks),
                     )
 
-    def _fitting(
+    def _spilled(
         self, width: int, inner_block: int, block: int, token_tiles: int
-    ) -> Iterator[tuple[int, int, int]]:
-        """x^T tiles that stay, groups of the hidden block that spill, and those that stay after."""
+    ) -> Iterator[tuple[int, int]]:
+        """Groups of the hidden block that spill, as few as fit, and those that stay after."""
 
         def peaks(spill: int) -> tuple[int, int]:
             made = self.hidden.made(width, spill)
-            resident = tiles_in(self.problem.K, PARTITIONS)
-            gated = sbuf_peak([self.gated(width, inner_block, resident, spill)])
+            gated = sbuf_peak([self.gated(width, inner_block, self.x_tiles, spill)])
             return gated, sbuf_peak([self.out(width, block, token_tiles, spill, 0)], made)
 
-        tiles = tiles_in(self.problem.K, PARTITIONS)
         if max(peaks(0)) <= self.room:
-            yield tiles, 0, 0
-            return
-        for spill, again in self.hidden.spilled(width, self.room - AHEAD_BYTES, peaks):
-            yield tiles, spill, again
+            yield 0, 0
+        else:
+            yield from self.hidden.spilled(width, self.room - AHEAD_BYTES, peaks)
 
 
-@lru_cache(maxsize=1024)
 def plan_mlp(
     M: int,
     H: int,

@@ -411,9 +411,10 @@ class Timeline:
         self._vector = max(self._vector + early, end + DMA_DONE_NS) + add_ns - early
         self._arrive(self._vector + self._latencies[2])
 
-    def reload(self, ns: float) -> None:
-        """Let what was stored come back from HBM as results."""
-        self._arrive(self._stored + DMA_START_NS + ns + DMA_DONE_NS)
+    def reload(self, ns: float, before_ns: float = 0.0) -> None:
+        """Let what was stored come back from HBM as results; so long before, others are used."""
+        back = self._stored + DMA_START_NS + ns + DMA_DONE_NS
+        self._arrive(max(self._results[-1][1], back - before_ns))
 
     def wait(self, ns: float) -> None:
         """Let the last results be used no sooner than so long after they were evicted."""

@@ -122,6 +122,7 @@ def check_norm(x: NkiTensor, residual: Any, weight: NkiTensor, parts: int) -> No
     assert weight.shape[0] == H, f"weight must be [{H}], got [{weight.shape[0]}]"
     if residual != None:  # noqa: E711
         assert residual.shape == x.shape, f"residual must be {x.shape}, as x; got {residual.shape}"
+    assert parts > 0, f"parts must be at least 1, got {parts}"
     assert parts <= PARTITIONS, f"parts must be at most {PARTITIONS}, got {parts}"
     assert H % parts == 0, f"parts must divide {H}, got {parts}"
 

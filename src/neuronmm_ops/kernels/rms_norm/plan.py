@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 
 from neuronmm_ops.hardware import (
@@ -128,6 +129,31 @@ def _room(problem: Problem, parts: int) -> int:
 
 
 @lru_cache(maxsize=1024)
+def _chosen(problem: Problem, residual: bool) -> tuple[int, tuple[float, ...]]:
+    """The partitions of a token that cost least regret, and the times under each DMA model."""
+    H = problem.K
+    fitting = [
+        parts
+        for parts in range(1, min(H, PARTITIONS) + 1)
+        if H % parts == 0 and _room(problem, parts) >= TILES * _tile_bytes(problem, parts, residual)
+    ]
+    if not fitting:
+        raise ValueError(
+            f"rms_norm spreads a token over a divisor of H, and none of at most {PARTITIONS} "
+            f"makes {H} {problem.dtype} features fit SBUF on {problem.target}; pad H"
+        )
+    tokens = problem.core_tokens[0]
+    if tokens * fitting[0] > PARTITIONS:  # each tile has a pause of its own
+        fitting = [p for p in fitting if p <= MOST_PARTS * fitting[0]]
+    models = [replace(problem, dma_model=model) for model in DMA_MODELS]
+    times = {
+        parts: tuple([_core_ns(each, parts, residual, tokens) / 1e6 for each in models])
+        for parts in fitting
+    }
+    parts = of_least_regret(times)
+    return parts, times[parts]
+
+
 def plan_rms_norm(
     M: int,
     H: int,
@@ -151,26 +177,7 @@ def plan_rms_norm(
         ValueError: sizes or names that are none, or tokens that do not fit SBUF.
     """
     problem = Problem("rms_norm", M, ((H, 1),), dtype, target, lnc)
-    fitting = [
-        parts
-        for parts in range(1, min(H, PARTITIONS) + 1)
-        if H % parts == 0 and _room(problem, parts) >= TILES * _tile_bytes(problem, parts, residual)
-    ]
-    tokens = core_span(M, 0, lnc).size
-    if fitting and tokens * fitting[0] > PARTITIONS:  # each tile has a pause of its own
-        fitting = [p for p in fitting if p <= MOST_PARTS * fitting[0]]
-    if not fitting:
-        raise ValueError(
-            f"rms_norm spreads a token over a divisor of H, and none of at most {PARTITIONS} "
-            f"makes {H} {dtype} features fit SBUF on {problem.target}; pad H"
-        )
-    machines = [Problem("rms_norm", M, ((H, 1),), dtype, target, lnc, dma_model=m)
-                for m in DMA_MODELS]  # fmt: skip
-    times = {
-        parts: tuple([_core_ns(each, parts, residual, tokens) / 1e6 for each in machines])
-        for parts in fitting
-    }
-    parts = of_least_regret(times)
+    parts, times_ms = _chosen(problem, residual)
     weights = sum([
         min(core_span(M, core, lnc).size, PARTITIONS // parts) for core in range(lnc)
     ])  # fmt: skip
@@ -180,6 +187,6 @@ def plan_rms_norm(
         rms_norm if lnc == 1 else rms_norm[lnc],
         (x, x if residual else None, weight),
         {"parts": parts},
-        times[parts],
+        times_ms,
         problem.itemsize * H * ((4 if residual else 2) * M + weights),
     )
