@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from neuronmm_ops.hardware import DMA_DONE_NS, DMA_START_NS, PARTITIONS, Engine, Machine
+from neuronmm_ops.kernels.attention.prefill import AHEAD
 from neuronmm_ops.kernels.attention.scores import LOAD_BYTES
 from neuronmm_ops.kernels.attention.units import (
     QUERY_BLOCK,
@@ -49,30 +50,28 @@ class Decode:
 
     def _blocks(self, unit: Unit) -> list[CacheBlock]:
         queries = unit.keys.size * self.shape.group
-        return cache_blocks(
-            self.shape.tokens, column_groups(queries, self.machine.generation)
-        )
+        return cache_blocks(self.shape.tokens, column_groups(queries, self.machine.generation))
 
     def _loads_ns(self, unit: Unit) -> tuple[float, float]:
         """DMA time of a unit's keys and of its values."""
         m, d, n, item = self.machine, self.shape.head_dim, unit.keys.size, self.itemsize
         rows = min(n, self.shape.stacked) * d
-        keys = values = 0.0
+        keys: list[float] = []
+        values: list[float] = []
         for block in self._blocks(unit):
             each = max(1, LOAD_BYTES // (rows * block.size * item))
             for s in spans(0, tiles_in(n * d, rows), each):
-                keys += max(m.dma.interval_ns, load_ns(m, rows, block.size * item, s.size))
+                keys.append(load_ns(m, rows, block.size * item, s.size))
             most = max(1, BANK_COLUMNS // d)
             each = max(1, min(most, LOAD_BYTES // (block.size * d * item)))
             each = most // tiles_in(most, each)
             whole = block.tiles - 1 if block.last else block.tiles
-            if block.last:
-                for s in spans(0, n, most):
-                    values += max(m.dma.interval_ns, load_ns(m, block.rows, d * item, s.size))
+            for s in spans(0, n if block.last else 0, most):
+                values.append(load_ns(m, block.rows, d * item, s.size))
             for s in spans(0, n if whole else 0, each):
-                run = whole * d * item
-                values += max(m.dma.interval_ns, load_ns(m, block.rows, run, s.size))
-        return keys, values
+                values.append(load_ns(m, block.rows, whole * d * item, s.size))
+        interval = m.dma.interval_ns  # each cache has a queue of its own
+        return max(sum(keys), len(keys) * interval), max(sum(values), len(values) * interval)
 
     def _queries_ns(self) -> float:
         """Until the queries are on the diagonal."""
@@ -154,6 +153,50 @@ UNIT_SHARE = 0.8
 # --- prefill
 
 
+def prefill_bytes(shape: Shape, itemsize: int, lnc: int) -> int:
+    """HBM traffic of `attention`: a key head is loaded by each core that has queries of it."""
+    groups = sum([len(prefill_groups(shape, core, lnc)) for core in range(lnc)])
+    heads = 2 * (shape.batch * shape.heads + groups)
+    return heads * shape.tokens * shape.head_dim * itemsize
+
+
+def prefill_sbuf_bytes(shape: Shape, itemsize: int) -> int:
+    """SBUF per partition that `attention` needs: keys and values of a head, and a block's tiles."""
+    d, M, g = shape.head_dim, shape.tokens, shape.group
+    kept = M * itemsize + tiles_in(M, PARTITIONS) * (d + 1) * itemsize
+    block = min(M, QUERY_BLOCK)
+    queries = 2 * g * (block + tiles_in(block, PARTITIONS) * d) * itemsize
+    weights = (AHEAD + 2) * block * itemsize
+    return kept + queries + weights + 4 * PARTITIONS * itemsize + 4096
+
+
+def prefill_instructions(shape: Shape, lnc: int) -> int:
+    """Instructions of a core in `attention`."""
+    M = shape.tokens
+    heads = sum([g.heads.size for g in prefill_groups(shape, 0, lnc)])
+    total = 0
+    for block in spans(0, M, QUERY_BLOCK):
+        tiles = tiles_in(block.size, PARTITIONS)
+        total += 2 * tiles * tiles_in(block.start + block.size, BANK_COLUMNS)
+        total += (3 + tiles) * tiles_in(block.start + block.size, PARTITIONS) + 10 * tiles
+    return total * heads
+
+
+def decode_sbuf_bytes(shape: Shape, itemsize: int, generation: int) -> int:
+    """SBUF per partition that `attention_decode` needs, mostly for scores of a cache."""
+    units = decode_units(shape, 0, 1)
+    unit = units[0]
+    n, d = unit.keys.size, shape.head_dim
+    blocks = cache_blocks(shape.tokens, column_groups(n * shape.group, generation))
+    scores = sum([b.rows * b.width for b in blocks])
+    largest = max([b.size for b in blocks])
+    keys = tiles_in(n * d, PARTITIONS) * largest * itemsize
+    values = 2 * max(LOAD_BYTES // PARTITIONS, d * tiles_in(largest, PARTITIONS) * itemsize)
+    weights = 3 * max([b.rows * b.width for b in blocks]) * itemsize
+    live = min(2, len(units))  # the next unit's scores are made while a unit is mixed
+    return live * 4 * scores + keys + values + weights + 16384
+
+
 def prefill_ns(shape: Shape, machine: Machine, itemsize: int, core: int, cores: int) -> float:
     """Time of one core for `attention`: of the engine that is busiest in each block of tokens."""
     d, M = shape.head_dim, shape.tokens
@@ -162,6 +205,9 @@ def prefill_ns(shape: Shape, machine: Machine, itemsize: int, core: int, cores: 
         return 0.0
     joined = d % 32 == 0 and d < PARTITIONS
     passes = matmul_passes(itemsize)
+    # the last product with values waits for probabilities of its own
+    seen = result_ns(machine, Engine.TENSOR) + result_ns(machine, Engine.SCALAR)
+    waits = seen + evict_ns(machine, Engine.SCALAR, QUERY_BLOCK) * (1 + machine.shared_ports)
     total = 0.0
     for block in spans(0, M, QUERY_BLOCK):
         tensor = vector = scalar = 0.0
@@ -180,7 +226,7 @@ def prefill_ns(shape: Shape, machine: Machine, itemsize: int, core: int, cores: 
             tensor += tiles_in(columns, PARTITIONS) * matmul
         if machine.shared_ports:
             scalar = vector = scalar + vector
-        total += max(tensor, vector, scalar)
+        total += max(tensor, vector, scalar) + waits
     return total * heads + 2 * DMA_START_NS + START_NS
 
 

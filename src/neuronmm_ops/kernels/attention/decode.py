@@ -80,6 +80,11 @@ def attention_decode(
         their maximum and sums are fp32; probabilities are rounded to the dtype of the cache. Two
         cores share the key heads, or the sequences where there is one key head.
 
+        The key cache is transposed because the simulated clock says so: at T = 2048 and 8 key heads
+        of 64 on trn2 its keys are in SBUF after 8.6 us. Natural keys take 9.2 to 14.3 us by DMA
+        transposes and 11.6 us by TensorE's. Its price is a write of one column, 2 bytes a row,
+        which ends long before the output is stored.
+
     Pseudocode:
         q, k = rope(norm(q)), rope(norm(k));  k_cache[:, T - 1], v_cache[T - 1] = k, v
         scores[heads, T] = q . k_cache / sqrt(head_dim)

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 from neuronmm_ops.hardware import DEFAULT_TARGET, DMA_MODELS, Machine, resolve_target
-from neuronmm_ops.kernels.attention.costs import Decode, prefill_ns
+from neuronmm_ops.kernels.attention.costs import (
+    Decode,
+    decode_sbuf_bytes,
+    prefill_bytes,
+    prefill_instructions,
+    prefill_ns,
+    prefill_sbuf_bytes,
+)
 from neuronmm_ops.kernels.attention.decode import attention_decode
 from neuronmm_ops.kernels.attention.prefill import attention
 from neuronmm_ops.kernels.attention.units import Shape, decode_units, problem_of
 from neuronmm_ops.kernels.planned import PlannedKernel, TensorShape
 from neuronmm_ops.kernels.planner.problem import ITEMSIZES
+from neuronmm_ops.kernels.planner.search import MAX_INSTRUCTIONS
 from neuronmm_ops.kernels.stages.tiling import PARTITIONS
 
 
@@ -64,10 +72,12 @@ def plan_attention(
         lnc: cores that share the launch.
 
     Returns:
-        One launch, whose first result is [batch * M, heads * head_dim].
+        One kernel, whose first result is [batch * M, heads * head_dim]. Long prompts have more
+        instructions than compilers take: `launches` then says how often it runs, each time on
+        other key heads and their queries, with their columns of the result.
 
     Raises:
-        ValueError: sizes that are no attention, or M neither 1 nor T.
+        ValueError: sizes that are no attention, M neither 1 nor T, or T too long for SBUF.
     """
     machine = check_launch(dtype, target, lnc)
     shape = check_shape(batch, heads, kv_heads, head_dim, T)
@@ -80,6 +90,8 @@ def plan_attention(
 
 def _decode(shape: Shape, head_norm: bool, dtype: str, machine: Machine, lnc: int) -> PlannedKernel:
     B, H, kv, d, T = shape.batch, shape.heads, shape.kv_heads, shape.head_dim, shape.tokens
+    room = decode_sbuf_bytes(shape, ITEMSIZES[dtype], machine.generation)
+    check_room(room, shape, dtype, machine)
     weight = TensorShape((d,), dtype) if head_norm else None
     operands = (
         TensorShape((B, (H + 2 * kv) * d), dtype),
@@ -115,15 +127,32 @@ def decode_bytes(shape: Shape, head_norm: bool, itemsize: int, lnc: int) -> int:
 
 
 def _prefill(shape: Shape, dtype: str, machine: Machine, lnc: int) -> PlannedKernel:
-    B, H, kv, d, M = shape.batch, shape.heads, shape.kv_heads, shape.head_dim, shape.tokens
+    item = ITEMSIZES[dtype]
+    check_room(prefill_sbuf_bytes(shape, item), shape, dtype, machine)
+    part, launches = shape, 1
+    while prefill_instructions(part, lnc) > MAX_INSTRUCTIONS and part.kv_heads > 1:
+        launches = next(
+            n for n in range(launches + 1, shape.kv_heads + 1) if not shape.kv_heads % n
+        )
+        kv_heads = shape.kv_heads // launches
+        heads = kv_heads * shape.group
+        part = Shape(shape.batch, heads, kv_heads, shape.head_dim, shape.tokens)
+    B, H, kv, d, M = part.batch, part.heads, part.kv_heads, part.head_dim, part.tokens
     operands = (
         TensorShape((B, H, d, M), dtype),
         TensorShape((B, kv, d, M), dtype),
         TensorShape((B, kv, M, d), dtype),
     )
-    moved = 2 * B * (H + kv) * M * d * ITEMSIZES[dtype]
-    cores = [prefill_ns(shape, machine, ITEMSIZES[dtype], core, lnc) for core in range(lnc)]
-    time = max(cores) / 1e6
+    cores = [prefill_ns(part, machine, item, core, lnc) for core in range(lnc)]
     kernel = attention if lnc == 1 else attention[lnc]
-    times = (time,) * len(DMA_MODELS)
-    return PlannedKernel("attention", kernel, operands, {}, times, moved)
+    times, moved = (max(cores) / 1e6,) * len(DMA_MODELS), prefill_bytes(part, item, lnc)
+    return PlannedKernel("attention", kernel, operands, {}, times, moved, launches)
+
+
+def check_room(needed: int, shape: Shape, dtype: str, machine: Machine) -> None:
+    """Raise ValueError where SBUF cannot hold what a kernel keeps of T tokens."""
+    if needed > machine.usable_sbuf_bytes:
+        raise ValueError(
+            f"attention of T {shape.tokens} in {dtype} needs {needed} bytes of SBUF per partition, "
+            f"{machine.target} has {machine.usable_sbuf_bytes}; take a shorter T or 16 bits"
+        )

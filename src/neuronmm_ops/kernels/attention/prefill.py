@@ -14,7 +14,7 @@ from neuronmm_ops.kernels.shim import NkiTensor, jit, nisa, nl
 from neuronmm_ops.kernels.stages.chunks import generation
 from neuronmm_ops.kernels.stages.tiling import BANK_COLUMNS, PARTITIONS, Span, spans, tiles_in
 
-AHEAD = 2
+AHEAD = 3
 """Tiles of scores that TensorE makes before the product with the values of the first."""
 EARLY = 3
 """Tiles before the last one, at which the next block's maxima are found."""

@@ -193,6 +193,67 @@ class Output(nl.NKIObject):
             nisa.dma_copy(own_hbm, made_sb[0:rest, whole, :], dge_mode=nisa.dge_mode.none)
 
 
+class Pieces(nl.NKIObject):
+    """How heads are taken together.
+
+    Args:
+        each: heads of a PSUM tile.
+        piece: heads of an instruction, a multiple of that.
+        busy: VectorE normalises heads.
+    """
+
+    def __init__(self, each: int, piece: int, busy: bool) -> None:
+        self.each = each
+        self.piece = piece
+        self.busy = busy
+
+
+class Turn(nl.NKIObject):
+    """A block of tokens of a sequence.
+
+    Args:
+        tokens: which.
+        tables: of each 128 of them.
+        pieces: of its heads.
+    """
+
+    def __init__(self, tokens: Span, tables: list[Tables], pieces: Pieces) -> None:
+        self.tokens = tokens
+        self.tables = tables
+        self.pieces = pieces
+        # of queries and keys: [heads * head_dim, M]
+        self.outputs_hbm: list[NkiTensor] = []
+        self.heads_sb: list[NkiTensor] = []
+
+    def load(self, rows_hbm: NkiTensor, values_hbm: NkiTensor, norms: list[Norm]) -> None:
+        """Load the heads, normalise queries and keys and store the values [kv_heads, tokens, d]."""
+        kv, _, d = values_hbm.shape
+        count = rows_hbm.shape[1] // d
+        for tile in spans(0, self.tokens.size, PARTITIONS):
+            own = nl.ds(tile.start, tile.size)
+            tile_sb = load_heads(rows_hbm[own, :], d)
+            own_hbm = values_hbm[:, own, :].permute((1, 0, 2))
+            nisa.dma_copy(own_hbm, tile_sb[:, count - kv : count, :], dge_mode=nisa.dge_mode.none)
+            self.heads_sb.append(tile_sb[:, 0 : count - kv, :])
+        for norm in norms:
+            self.heads_sb = norm.run(self.heads_sb)
+
+    def write(self, identity_sb: NkiTensor) -> None:
+        """Rotate the heads and write them."""
+        d, start = self.heads_sb[0].shape[2], 0
+        for n in range(2):
+            count = self.outputs_hbm[n].shape[0] // d
+            rotated: list[Rotated] = []
+            for i in range(len(self.tables)):
+                x_sb = self.heads_sb[i][:, nl.ds(start, count), :]
+                cos_sb, sin_sb = self.tables[i].cos_sb[n], self.tables[i].sin_sb[n]
+                pieces = self.pieces
+                rotated.append(Rotated(x_sb, cos_sb, sin_sb, pieces.piece, pieces.busy))
+            output = Output(self.outputs_hbm[n], count, self.pieces.each)
+            output.write(self.tokens, rotated, identity_sb)
+            start += count
+
+
 @jit
 def rope(
     qkv: NkiTensor,
@@ -249,35 +310,25 @@ def rope(
     if q_weight != None and k_weight != None:  # noqa: E711 - strict NKI has no `is`
         norms.append(Norm(q_weight, k_weight, eps, min(PARTITIONS, M)))
     each = PARTITIONS // d
-    piece = each * max(1, PIECE // each)
+    pieces = Pieces(each, each * max(1, PIECE // each), len(norms) > 0)
+    waiting: list[Turn] = []
     for tokens in spans(own.start, own.size, block):
-        tiles = spans(tokens.start, tokens.size, PARTITIONS)
         tables: list[Tables] = []
-        for tile in tiles:
+        for tile in spans(tokens.start, tokens.size, PARTITIONS):
             tables.append(Tables(cos, sin, tile, qkv.dtype, norms))
         for b in range(B):
-            kinds = [
-                Output(q_hbm[b, :, :, :].reshape((H * d, M)), H, each),
-                Output(k_cache[b, :, :, :].reshape((kv * d, M)), kv, each),
-            ]
-            heads_sb: list[NkiTensor] = []
-            for tile in tiles:
-                rows_hbm = qkv[nl.ds(b * M + tile.start, tile.size), :]
-                tile_sb = load_heads(rows_hbm, d)
-                values_hbm = v_cache[b, :, nl.ds(tile.start, tile.size), :].permute((1, 0, 2))
-                values_sb = tile_sb[:, H + kv : H + 2 * kv, :]
-                nisa.dma_copy(values_hbm, values_sb, dge_mode=nisa.dge_mode.none)
-                heads_sb.append(tile_sb[:, 0 : H + kv, :])
-            for norm in norms:
-                heads_sb = norm.run(heads_sb)
-            starts = [0, H]
-            for n in range(2):
-                rotated: list[Rotated] = []
-                for i in range(len(tiles)):
-                    x_sb = heads_sb[i][:, nl.ds(starts[n], kinds[n].heads), :]
-                    cos_sb, sin_sb = tables[i].cos_sb[n], tables[i].sin_sb[n]
-                    rotated.append(Rotated(x_sb, cos_sb, sin_sb, piece, len(norms) > 0))
-                kinds[n].write(tokens, rotated, identity_sb)
+            rows_hbm = qkv[nl.ds(b * M + tokens.start, tokens.size), :]
+            values_hbm = v_cache[b, :, nl.ds(tokens.start, tokens.size), :]
+            turn = Turn(tokens, tables, pieces)
+            turn.outputs_hbm.append(q_hbm[b, :, :, :].reshape((H * d, M)))
+            turn.outputs_hbm.append(k_cache[b, :, :, :].reshape((kv * d, M)))
+            turn.load(rows_hbm, values_hbm, norms)
+            waiting.append(turn)
+            if len(waiting) > len(norms):  # heads are normalised while those before are transposed
+                waiting[0].write(identity_sb)
+                waiting = waiting[1 : len(waiting)]
+    for turn in waiting:
+        turn.write(identity_sb)
     return q_hbm, k_cache, v_cache
 
 

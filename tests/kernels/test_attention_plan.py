@@ -1,0 +1,155 @@
+"""Plans of attention and RoPE: traffic and times against the traced kernels, refusals."""
+
+import pytest
+from attending import traced
+
+from neuronmm_ops.hardware import DMA_MODELS
+from neuronmm_ops.kernels.attention.plan import plan_attention
+from neuronmm_ops.kernels.planner.search import MAX_INSTRUCTIONS
+from neuronmm_ops.kernels.rope.plan import plan_rope
+
+LLAMA_1B = {"heads": 32, "kv_heads": 8, "head_dim": 64}
+LLAMA_8B = {"heads": 32, "kv_heads": 8, "head_dim": 128}
+QWEN = {"heads": 16, "kv_heads": 8, "head_dim": 128}
+OF_70B_SHARED = {"heads": 2, "kv_heads": 1, "head_dim": 128}
+LAUNCHES = [("trn1", 1), ("trn2", 1), ("trn2", 2), ("trn3", 1), ("trn3", 2)]
+
+
+def agree(plan, target, within):
+    """Traffic exactly, the time under each DMA model within a share."""
+    seen = traced(plan, target)
+    assert plan.hbm_bytes == seen.hbm_bytes
+    assert list(plan.times_ms) == pytest.approx([seen.times_ms[m] for m in DMA_MODELS], rel=within)
+    return seen
+
+
+@pytest.mark.parametrize("launch", LAUNCHES)
+@pytest.mark.parametrize(
+    ("model", "T", "batch"),
+    [(LLAMA_1B, 2048, 1), (LLAMA_8B, 8192, 1), (QWEN, 2305, 2), (OF_70B_SHARED, 4096, 1),
+     (LLAMA_1B, 1, 3)],
+)  # fmt: skip
+def test_decode_plans_foresee_the_trace(model, T, batch, launch):
+    target, lnc = launch
+    norm = model is QWEN
+    plans = plan_attention(1, T, batch=batch, **model, head_norm=norm, target=target, lnc=lnc)
+    assert plan_rope(1, batch=batch, **model, head_norm=norm, target=target, lnc=lnc) == []
+    assert [p.name for p in plans] == ["attention_decode"]
+    agree(plans[0], target, 0.25 if T == 1 else 0.15)
+
+
+@pytest.mark.parametrize("launch", LAUNCHES)
+@pytest.mark.parametrize(
+    ("sizes", "M", "batch"),
+    [((4, 1, 64), 2048, 1), ((2, 1, 128), 1000, 1), ((3, 3, 80), 700, 2), ((1, 1, 64), 100, 1)],
+)
+def test_prefill_plans_foresee_the_trace(sizes, M, batch, launch):
+    target, lnc = launch
+    model = dict(zip(("heads", "kv_heads", "head_dim"), sizes, strict=True))
+    (plan,) = plan_attention(M, M, batch=batch, **model, target=target, lnc=lnc)
+    agree(plan, target, 0.25)
+
+
+@pytest.mark.parametrize("launch", LAUNCHES)
+@pytest.mark.parametrize(("model", "batch"), [(LLAMA_1B, 1), (QWEN, 1), (OF_70B_SHARED, 2)])
+def test_rope_plans_foresee_the_trace(model, batch, launch):
+    target, lnc = launch
+    sizes = {"batch": batch, **model, "head_norm": model is QWEN}
+    (plan,) = plan_rope(1100, **sizes, target=target, lnc=lnc)
+    agree(plan, target, 0.30)
+
+
+def test_decode_reads_the_cache_once():
+    (plan,) = plan_attention(1, 4096, batch=1, **LLAMA_8B, target="trn2")
+    cache = 2 * 8 * 4096 * 128 * 2
+    seen = traced(plan, "trn2")
+    read = {t.name: t.read_bytes for t in seen.tensors}
+    assert cache - 4096 <= read["k_cache"] + read["v_cache"] <= cache
+
+
+def test_only_the_lower_triangle_is_computed():
+    M, d = 2048, 64
+    (plan,) = plan_attention(M, M, batch=1, heads=1, kv_heads=1, head_dim=d, target="trn2")
+    tiles = M // 128
+    pairs = tiles * (tiles + 1) // 2 * 128 * 128
+    per_pair = 2 * d + 2 * (d + 1) + 2 * (d + 1)  # maxima, scores less these, values and a sum
+    diagonal = 2 * tiles * 128**3 * 2
+    seen = traced(plan, "trn2")
+    # maxima of a tile are found a bank of 512 keys at a time, the last one cut at the diagonal
+    assert seen.flops == pairs * per_pair + diagonal
+
+
+def test_two_cores_share_a_prompt_and_a_cache():
+    for M in (1, 2048):
+        times = [
+            traced(plan_attention(M, 2048, batch=1, **model, target="trn2", lnc=lnc)[0], "trn2")
+            for model in ({"heads": 4, "kv_heads": 2, "head_dim": 64},)
+            for lnc in (1, 2)
+        ]
+        assert times[1].time_ms < times[0].time_ms
+
+
+def test_long_prompts_are_several_launches():
+    (plan,) = plan_attention(32768, 32768, batch=1, **LLAMA_8B, target="trn2")
+    assert plan.launches > 1
+    assert plan.operands[1] is not None
+    assert plan.operands[1].shape == (1, 8 // plan.launches, 128, 32768)
+    (short,) = plan_attention(2048, 2048, batch=1, **LLAMA_8B, target="trn2")
+    assert short.launches == 1
+    assert len(traced(short, "trn2").launch.cores[0].trace.records) < MAX_INSTRUCTIONS
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"heads": 30}, "heads must be a multiple of kv_heads; got batch 1, heads 30"),
+        ({"head_dim": 130}, "head_dim must be even and at most 128"),
+        ({"head_dim": 63}, "head_dim must be even"),
+        ({"batch": 0}, "sizes must be at least 1; got batch 0"),
+        ({"heads": 1024}, "at most 127 query heads share a key head"),
+        ({"dtype": "int8"}, "dtype must be one of bfloat16, float16, float32; got 'int8'"),
+        ({"target": "trn9"}, "target must be one of"),
+        ({"lnc": 3}, "lnc must be 1, or 2 on trn2 and trn3; got 3 on trn2"),
+        ({"target": "trn1", "lnc": 2}, "lnc must be 1, or 2 on trn2 and trn3; got 2 on trn1"),
+    ],
+)
+def test_bad_sizes_are_one_line(change, message):
+    sizes = {"batch": 1, **LLAMA_1B, "target": "trn2"} | change
+    plans = (
+        lambda: plan_attention(1, 64, **sizes),
+        lambda: plan_attention(64, 64, **sizes),
+        lambda: plan_rope(64, **sizes, head_norm=False),
+    )
+    for plan in plans:
+        with pytest.raises(ValueError, match=message) as error:
+            plan()
+        assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(("M", "T"), [(64, 32), (2, 64), (0, 64), (0, 0), (1, 0)])
+def test_prefill_takes_all_tokens_and_decode_one(M, T):
+    with pytest.raises(ValueError, match=r"M must be 1|at least 1"):
+        plan_attention(M, T, batch=1, **LLAMA_1B)
+
+
+@pytest.mark.parametrize("M", [1, 10**6])
+def test_tokens_that_do_not_fit_are_refused(M):
+    with pytest.raises(ValueError, match="bytes of SBUF per partition, trn2 has"):
+        plan_attention(M, 10**6, batch=1, **LLAMA_8B, target="trn2")
+
+
+@pytest.mark.parametrize("target", ["trn1", "trn2"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("model", [LLAMA_8B, {"heads": 48, "kv_heads": 1, "head_dim": 128}])
+def test_what_is_planned_fits(model, dtype, target):
+    """The longest cache of powers of two that is planned can be traced."""
+    T = 1024
+    while True:
+        try:
+            (plan,) = plan_attention(1, 2 * T, batch=1, **model, dtype=dtype, target=target)
+        except ValueError:
+            break
+        T *= 2
+    (plan,) = plan_attention(1, T, batch=1, **model, dtype=dtype, target=target)
+    assert T >= 16384
+    assert traced(plan, target).time_ms > 0
