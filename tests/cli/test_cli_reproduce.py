@@ -320,6 +320,8 @@ def test_mistakes_of_the_output(run: Run, paper: Path, tmp_path: Path) -> None:
     refused(run("reproduce", tmp_path, "-o", tmp_path / "out"), str(tmp_path))
     refused(run("reproduce", paper, "-o", tmp_path / "text.txt"), "text.txt is a file")
     refused(run("reproduce", paper, "-o", tmp_path / "dense"), "holds config.json")
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    refused(run("reproduce", paper, "-o", tmp_path / "link"), "link cannot be made: File exists")
     before = files_of(tmp_path / "dense")
     out = tmp_path / "out"
     out.mkdir()
@@ -362,6 +364,7 @@ def test_the_demo_file(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         assert row["ppl"]["out/demo/held_out.txt"] > 1
         assert 0 <= row["accuracy"]["demo_ends"] <= 1
         assert row["modelled"]["end_to_end_ms"] > 0
+        assert (row["measured"] is None) == (row["method"] is None)
     assert cells_with(document, "failed") == []
     page = Path("out/reproduce/report.html").read_text()
     assert page.count("<tr>") == 6
