@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from corpus_files import C4, PTB, WIKITEXT, write_arrow, write_c4, write_corpora, write_parquet
+from huggingface_hub.errors import LocalEntryNotFoundError
 from tiny import tiny_model, tiny_tokenizer
 from transformers import PreTrainedTokenizerFast
 
@@ -129,6 +130,33 @@ def test_the_hub_s_cache_is_enough(model, caches: Path):
     rows = perplexities(model, tiny_tokenizer(), ["wikitext2", "ptb"], seqlen=48)
     assert [row["documents"] for row in rows] == [len(WIKITEXT), len(PTB)]
     assert all(str(caches) in row["file"] for row in rows)
+
+
+def test_what_is_not_cached_is_downloaded(model, data, monkeypatch):
+    calls = []
+
+    def download(repo: str, file: str, **options: object) -> str:
+        calls.append((repo, file, options))
+        if options.get("local_files_only"):
+            raise LocalEntryNotFoundError("not cached")
+        return str(data / file)
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+    (row,) = perplexities(model, tiny_tokenizer(), ["ptb"])
+    assert row["documents"] == len(PTB)
+    place = ("ptb-text-only/ptb_text_only", "penn_treebank/test/0000.parquet")
+    options = {"repo_type": "dataset", "revision": "refs/convert/parquet"}
+    assert calls == [(*place, {"local_files_only": True, **options}), (*place, options)]
+
+
+def test_any_error_of_the_network_is_one_line(model, monkeypatch):
+    def download(*_: object, **__: object) -> str:
+        raise RuntimeError("the proxy says no\nand more")
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+    with pytest.raises(ValueError, match=r"\(the proxy says no\); place its") as caught:
+        perplexities(model, tiny_tokenizer(), ["c4"])
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -253,6 +253,13 @@ def test_bad_numbers(model, number, message):
         run_tasks(model, tiny_tokenizer(), ["quiz"], **number)
 
 
+def test_a_launcher_s_other_processes_are_told(model, tmp_path, monkeypatch):
+    write_task(tmp_path, "quiz", QUIZ, QUIZ_TEXT)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    with pytest.raises(ValueError, match="tasks run in one process, got LOCAL_RANK"):
+        run_tasks(model, tiny_tokenizer(), ["quiz"], include_path=tmp_path)
+
+
 def test_no_task(model, tmp_path):
     with pytest.raises(ValueError, match="give at least one task, such as openbookqa"):
         run_tasks(model, tiny_tokenizer(), [], include_path=tmp_path)

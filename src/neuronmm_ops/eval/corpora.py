@@ -44,7 +44,8 @@ def perplexities(
         protocol: of `protocols.PROTOCOLS`: standard, svd-llm.
         data: a directory with the files, see `find_file`; default the Hugging Face hub's cache, and
             the hub for what is not in it.
-        progress: called with ("evaluate NAME", blocks done, blocks in all).
+        progress: called with ("read NAME", 0 or 1, 1) and ("evaluate NAME", blocks done, blocks in
+            all).
 
     Returns:
         A row for each data set: `dataset`, `protocol`, `ppl_token`, `tokens` (predicted), `seqlen`,
@@ -148,7 +149,7 @@ def _download(corpus: Corpus, wanted: str) -> Path:
                 path = hub.hf_hub_download(corpus.repo, corpus.file, local_files_only=True, **place)
             except hub.errors.LocalEntryNotFoundError:
                 path = hub.hf_hub_download(corpus.repo, corpus.file, **place)
-    except (OSError, ValueError) as error:  # all of its errors are one of the two
+    except Exception as error:  # networks and proxies raise anything
         raise ValueError(
             f"{wanted} is neither cached nor to be had from the hub ({reason(error)}); place "
             f"its {corpus.file} into a directory DIR as DIR/{corpus.file} and give --data DIR"

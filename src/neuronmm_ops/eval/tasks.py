@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import functools
 import io
 import json
 import math
@@ -97,6 +98,8 @@ def run_tasks(
                 f"tasks {', '.join(tasks)} cannot be run ({reason(error)}); correct the task "
                 "files, or ask for fewer shots"
             ) from error
+    if results is None:  # what lm-eval gives every process of a launcher but the first
+        raise ValueError("tasks run in one process, got LOCAL_RANK > 0; start without a launcher")
     results["config"]["truncated_requests"] = lm.truncated
     serialize = import_extra("lm_eval.utils").handle_non_serializable
     document: dict[str, Any] = json.loads(json.dumps(results, default=serialize))
@@ -146,10 +149,15 @@ def _manager(tasks: Sequence[str], include_path: str | Path | None) -> Any:
         if set(tasks) <= set(manager.all_subtasks):
             return manager
         _check_files(set(tasks) - set(manager.all_tasks), Path(include_path))
-    manager = make(include_path=None if include_path is None else str(include_path))
+    manager = _own_tasks() if include_path is None else make(include_path=str(include_path))
     for name in tasks:
         check_name("task", name, manager.all_tasks)
     return manager
+
+
+@functools.cache
+def _own_tasks() -> Any:
+    return import_extra("lm_eval.tasks").TaskManager()
 
 
 def _check_files(unknown: set[str], folder: Path) -> None:
