@@ -49,9 +49,7 @@ class Decode:
 
     def _blocks(self, unit: Unit) -> list[CacheBlock]:
         queries = unit.keys.size * self.shape.group
-        return cache_blocks(
-            self.shape.tokens, column_groups(queries, self.machine.generation)
-        )
+        return cache_blocks(self.shape.tokens, column_groups(queries, self.machine.generation))
 
     def _loads_ns(self, unit: Unit) -> tuple[float, float]:
         """DMA time of a unit's keys and of its values."""
