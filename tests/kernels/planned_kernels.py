@@ -1,11 +1,19 @@
 """What the tests of planned kernels share: their traces, and their times under each DMA model."""
 
+from typing import Any
+
 import pytest
 
 from neuronmm_ops.hardware import DMA_MODELS, DmaModel
+from neuronmm_ops.kernels import Plan
 from neuronmm_ops.kernels.planned import PlannedKernel
 from neuronmm_ops.neuroncore import Profile, TensorSpec, simulate
 from neuronmm_ops.neuroncore.dtypes import dtype_of
+
+
+def arguments(plan: Plan) -> dict[str, Any]:
+    """The compile-time arguments of a plan."""
+    return {**plan.arguments}
 
 
 def trace(planned: PlannedKernel, target: str, dma_model: DmaModel = "transfers") -> Profile:

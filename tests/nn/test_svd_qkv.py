@@ -9,6 +9,7 @@ import re
 import threading
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +20,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache
 
-from neuronmm_ops import SVDLinear, hf, swap_
+from neuronmm_ops import SVDLinear, hf, swap_, use_impl
+from neuronmm_ops.nn import svd_qkv
 from neuronmm_ops.nn.svd_qkv import ATTENTIONS, PROJECTIONS, fuse_projections_
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -37,6 +39,14 @@ class Calls(TorchDispatchMode):
         if func.namespace == "neuronmm":
             self.names.append(func._schema.name.removeprefix("neuronmm::"))
         return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture(autouse=True)
+def pays(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Every device is taken for one with a kernel; return what decides without that."""
+    decides = svd_qkv._pays
+    monkeypatch.setattr(svd_qkv, "_pays", lambda _: True)
+    return decides
 
 
 def compressed(
@@ -93,6 +103,19 @@ def test_one_op_has_the_values_of_three(family, storage):
     torch.testing.assert_close(logits(model), logits(separate(model)), rtol=1e-5, atol=1e-5)
     assert not kept(model)
     assert set(model.state_dict()) == set(separate(model).state_dict())
+
+
+@torch.no_grad()
+def test_where_it_pays(pays, monkeypatch):
+    monkeypatch.setattr(svd_qkv, "_pays", pays)
+    model = compressed()
+    expected = logits(model)
+    assert ops_of(model) == THREE
+    with use_impl("simulated", "trn2"):
+        assert ops_of(model) == ONE
+        torch.testing.assert_close(logits(model), expected, rtol=1e-3, atol=1e-4)
+    assert pays(SimpleNamespace(is_cpu=False, device=torch.device("xla")))
+    assert not pays(SimpleNamespace(is_cpu=False, device=torch.device("cuda")))
 
 
 def test_generation_with_a_cache():
@@ -310,7 +333,9 @@ def test_threads_have_their_own_results():
 
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 @torch.no_grad()
-def test_compiled_without_a_graph_break(family):
+def test_compiled_without_a_graph_break(family, pays, monkeypatch):
+    monkeypatch.setattr(svd_qkv, "_pays", pays)
+    torch._dynamo.reset()
     model = compressed(family)
     expected, graphs = logits(model), list[list[str]]()
 
@@ -326,7 +351,8 @@ def test_compiled_without_a_graph_break(family):
 
 
 @torch.no_grad()
-def test_exported():
+def test_exported(pays, monkeypatch):
+    monkeypatch.setattr(svd_qkv, "_pays", pays)
     model = compressed()
     program = torch.export.export(model, (tiny_ids(2, 5),), {"use_cache": False})
     targets = [str(node.target) for node in program.graph.nodes]

@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import ceil
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from neuronmm_ops.bench.baselines import elementwise, matmul, neuronmm
 from neuronmm_ops.bench.launches import (
@@ -33,7 +33,6 @@ from neuronmm_ops.kernels.planner.problem import (
     SCALE_BYTES,
     Matrices,
     mlp_matrices,
-    qkv_matrices,
 )
 from neuronmm_ops.kernels.rms_norm.plan import plan_rms_norm
 from neuronmm_ops.kernels.rope.plan import plan_rope
@@ -200,9 +199,9 @@ class Decoder:
             lengths: tokens in the cache with the pass's own, each with its share of the passes.
         """
         H, layers, M = self.whole.hidden_size, self.whole.layers, self.batch * tokens
-        own, machine = self.shape, {"dtype": DTYPE, "target": self.target, "lnc": self.lnc}
-        heads = {"heads": own.heads, "kv_heads": own.kv_heads, "head_dim": own.head_dim}
-        heads |= {"batch": self.batch, "head_norm": own.head_norm, **machine}
+        own, machine = self.shape, self._machine
+        heads: dict[str, Any] = {"heads": own.heads, "kv_heads": own.kv_heads, **machine}
+        heads |= {"head_dim": own.head_dim, "head_norm": own.head_norm, "batch": self.batch}
 
         def norm(rows: int, residual: bool) -> list[Way]:
             return [Way(of_plans([plan_rms_norm(rows, H, residual=residual, **machine)]))]
@@ -230,30 +229,28 @@ class Decoder:
 
     def _qkv(self, M: int) -> list[Way]:
         """Dense: one product with the three weights side by side."""
-        H, d = self.whole.hidden_size, self.shape.head_dim
-        widths = dict(zip(QKV, [n * d for n in self._heads], strict=True))
-        of = {name: self.linears[name] for name in QKV}
-        ranks = {name: linear.r for name, linear in of.items() if linear.r is not None}
+        H, stored = self.whole.hidden_size, self.linears["q_proj"].stored
+        widths: dict[str, int] = {name: self.shape.projections[name][1] for name in QKV}
+        ranks = {name: r for name in QKV if (r := self.linears[name].r) is not None}
         dense = [name for name in QKV if name not in ranks]
-        beside = sum([widths[name] for name in dense])
-        ways: list[Way] = []
         launches: tuple[Launch, ...] = ()
         if dense:
-            launches = self._op("xw", M, ((H, beside),), of[dense[0]].stored)
+            beside = sum([widths[name] for name in dense])
+            launches += self._op("xw", M, ((H, beside),), self.linears[dense[0]].stored)
         for name, r in ranks.items():
-            launches += self._op("xuv", M, ((H, r), (r, widths[name])), of[name].stored)
-        ways.append(Way(launches))
+            matrices = ((H, r), (r, widths[name]))
+            launches += self._op("xuv", M, matrices, self.linears[name].stored)
         if dense:
-            return ways
-        outputs, stored = tuple(widths.values()), of["q_proj"].stored
-        matrices = qkv_matrices(H, tuple(ranks.values()), outputs)
-        ways.append(Way(self._op("svd_qkv", M, matrices, stored)))
+            return [Way(launches)]
+        pairs = [((H, r), (r, widths[name])) for name, r in ranks.items()]
+        whole = self._op("svd_qkv", M, tuple([side for pair in pairs for side in pair]), stored)
+        ways = [Way(launches), Way(whole)]
         if self.tp > 1:
             low = sum(ranks.values())
-            launches = self._op("xw", M, ((H, ceil(low / self.tp)),), stored)
-            for name, r in ranks.items():
-                launches += self._op("xw", M, ((r, widths[name]),), stored)
-            ways.append(Way(launches, self._gathered(M, low)))
+            cut = self._op("xw", M, ((H, ceil(low / self.tp)),), stored)
+            for _, (r, width) in pairs:
+                cut += self._op("xw", M, ((r, width),), stored)
+            ways.append(Way(cut, self._gathered(M, low)))
         return ways
 
     def _output(self, M: int) -> list[Way]:
@@ -279,8 +276,7 @@ class Decoder:
         if self.mlp == "published":
             return self._published(M, H, r, I)
         if r is None:
-            machine = {"dtype": DTYPE, "target": self.target, "lnc": self.lnc}
-            plans = plan_mlp(M, H, I, weight_dtype=stored, **machine)
+            plans = plan_mlp(M, H, I, weight_dtype=stored, **self._machine)
             return [Way(of_plans(plans), self._summed(M, H))]
         matrices = mlp_matrices(H, (r, r, r), I, H)
         ways = [Way(self._op("svd_mlp", M, matrices, stored), self._summed(M, H))]
@@ -323,33 +319,36 @@ class Decoder:
         self, kernel: Kernel, operands: tuple[TensorShape, ...], blocks: Sequence[neuronmm.Blocks]
     ) -> list[Launch]:
         """A published kernel in each of its blocks that fits; NkiValidationError if none does."""
-        found: list[Launch] = []
-        for choice in dict.fromkeys(blocks):
-            launch = Launch(kernel, operands, {"blocks": choice})
-            try:
-                self.tracer.launch(launch)
-            except NkiValidationError as error:
-                refused = error
-            else:
-                found.append(launch)
-        if not found:
-            raise refused
+        launches = [
+            Launch(kernel, operands, {"blocks": choice}) for choice in dict.fromkeys(blocks)
+        ]
+        refused = [self._refusal(launch) for launch in launches]
+        found = [launch for launch, error in zip(launches, refused, strict=True) if error is None]
+        if not found and refused[0] is not None:
+            raise refused[0]
         return found
+
+    def _refusal(self, launch: Launch) -> NkiValidationError | None:
+        """Why a launch does not run on the target."""
+        try:
+            self.tracer.launch(launch)
+        except NkiValidationError as error:
+            return error
+        return None
 
     def _head(self) -> list[Way]:
         """Each rank finds the greatest of its words; ranks exchange an id and a logit a row."""
-        machine = {"dtype": DTYPE, "target": self.target, "lnc": self.lnc}
         H, words = self.whole.hidden_size, self.shape.vocab_size
         stored = self.linears[HEAD].stored
-        plan = plan_lm_head(self.batch, H, words, weight_dtype=stored, **machine)
+        plan = plan_lm_head(self.batch, H, words, weight_dtype=stored, **self._machine)
         exchanged = () if self.tp == 1 else (self._group.gather_ns(8 * self.batch) / 1e6,)
         return [Way(of_plans([plan]), exchanged)]
 
     # --- launches and collectives
 
     @cached_property
-    def _heads(self) -> tuple[int, int, int]:
-        return self.shape.heads, self.shape.kv_heads, self.shape.kv_heads
+    def _machine(self) -> dict[str, Any]:
+        return {"dtype": DTYPE, "target": self.target, "lnc": self.lnc}
 
     @cached_property
     def _group(self) -> Group:

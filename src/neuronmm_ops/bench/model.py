@@ -25,6 +25,7 @@ from neuronmm_ops.bench.decoder import (
 from neuronmm_ops.bench.launches import Cost
 from neuronmm_ops.bench.memory import check_capacity, memory_of
 from neuronmm_ops.compress.calibrate import Progress
+from neuronmm_ops.compress.config import SVDConfig
 from neuronmm_ops.hardware import DMA_MODELS, resolve_target
 from neuronmm_ops.models import ModelShape, model_shape, shape_from_config
 from neuronmm_ops.neuroncore import NkiValidationError
@@ -73,7 +74,7 @@ def run(
     storage: str | None = None,
     storage_dense: str | None = None,
     storage_lm_head: str | None = None,
-    targets: str | Sequence[str] = "mlp",
+    targets: str | tuple[str, ...] = "mlp",
     progress: Progress | None = None,
 ) -> dict[str, Any]:
     """Model the time of a prompt and of the tokens after it, in bfloat16.
@@ -106,7 +107,7 @@ def run(
     shape = _shape(model)
     machine = resolve_target(target)
     _check(machine.generation, lnc, prompt, new, batch, ratio)
-    chosen = (targets,) if isinstance(targets, str) else tuple(targets)
+    chosen = SVDConfig(ratio=ratio, targets=targets).target_list
     stored = [_stored(name) for name in (storage, storage_dense, storage_lm_head)]
     variants, left_out = _variants(shape, ratio, chosen, stored, alone=lnc == tp == 1)
     decoders = {
@@ -199,7 +200,8 @@ def _variants(
     compressed = linears(shape, selected, *stored, ratio=ratio)
     if all(linear.r is None for linear in compressed.values()):
         raise ValueError(
-            f"no Linear of {shape.name} gets a rank that pays at ratio {ratio}; use a greater ratio"
+            f"no Linear of {shape.name} gets a rank that pays at ratio {ratio}: ranks are multiples"
+            " of 128; use a greater ratio or a wider model"
         )
     found = [_Variant("dense", linears(shape)), _Variant("low_rank", compressed)]
     if any(stored):
@@ -213,7 +215,7 @@ def _variants(
     if low["down_proj"].r is None:
         return found, [f"published_low_rank: the MLP stays dense at ratio {ratio}"]
     return [*found, _Variant("published_low_rank", low, "published")], [
-        "the transposes of x and of the hidden activations that the published dense MLP begins with"
+        "the transposes of weights and activations that the published code asks for"
     ]
 
 

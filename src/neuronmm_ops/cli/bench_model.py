@@ -66,7 +66,7 @@ def _model(options: argparse.Namespace) -> dict[str, Any]:
             storage=options.storage,
             storage_dense=options.storage_dense,
             storage_lm_head=options.storage_lm_head,
-            targets=options.targets,
+            targets=tuple(options.targets),
             progress=progress,
         )
 

@@ -9,11 +9,14 @@ was not called for is dropped after the forward, or when that raises.
 from collections.abc import Mapping
 from typing import Any, TypeGuard
 
+import torch
 from torch import Tensor, nn
 
 from neuronmm_ops.nn.bare import is_bare
 from neuronmm_ops.nn.svd_linear import SVDLinear
 from neuronmm_ops.ops import svd_qkv
+from neuronmm_ops.ops.backends.neuron import DEVICE
+from neuronmm_ops.ops.backends.simulated import active_impl
 
 # Transformers' attention classes whose forward projects its hidden states, as they are given, by
 # q_proj, k_proj and v_proj, each once. Of others a projection would be computed in vain.
@@ -56,8 +59,9 @@ def fuse_projections_(attention: nn.Module) -> bool:
     """Let an attention module make its three projections by one op; say whether it will.
 
     It does where its class is one of `ATTENTIONS` and all three are `SVDLinear`. Whether a call is
-    fused is decided at that call: where a projection has been wrapped, hooked into or replaced
-    since, or is stored or computed in another way than the others, each is called by itself.
+    fused is decided at that call: on XLA and Neuron devices and in graphs that are compiled or
+    exported, unless a projection has been wrapped, hooked into or replaced since, or is stored or
+    computed in another way than the others.
     """
     kind = type(attention)
     if kind.__name__ not in ATTENTIONS or not kind.__module__.startswith("transformers."):
@@ -72,12 +76,13 @@ def fuse_projections_(attention: nn.Module) -> bool:
 
 def _project(attention: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     """Make the projections of the hidden states, for the forward that follows."""
+    x = args[0] if args else kwargs.get("hidden_states")
+    if not isinstance(x, Tensor) or not _pays(x):
+        return
     children = attention._modules
     q, k, v = children["q_proj"], children["k_proj"], children["v_proj"]
-    x = args[0] if args else kwargs.get("hidden_states")
     if not (
-        isinstance(x, Tensor)
-        and _is_fusible(q)
+        _is_fusible(q)
         and _is_fusible(k)
         and _is_fusible(v)
         and (q.storage, q.compute) == (k.storage, k.compute) == (v.storage, v.compute)
@@ -95,6 +100,16 @@ def _project(attention: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, A
     parts = y.split((q.out_features, k.out_features, v.out_features), -1)
     for projection, part in zip((q, k, v), parts, strict=True):
         projection.made = (x, part)
+
+
+def _pays(x: Tensor) -> bool:
+    """Say whether one op may be quicker than three: where it is one kernel, or nothing is eager.
+
+    On other devices the op is the same matmuls, and the rest of the hook costs what it saves.
+    """
+    if x.is_cpu:
+        return active_impl() == "simulated" or torch.compiler.is_compiling()
+    return x.device.type in ("xla", DEVICE) or torch.compiler.is_compiling()
 
 
 def _drop(attention: nn.Module, args: tuple[Any, ...], output: Any) -> None:

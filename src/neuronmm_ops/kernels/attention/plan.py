@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from neuronmm_ops.hardware import DEFAULT_TARGET, DMA_MODELS, Machine, resolve_target
+from neuronmm_ops.kernels.attention.costs import Decode, prefill_ns
 from neuronmm_ops.kernels.attention.decode import attention_decode
 from neuronmm_ops.kernels.attention.prefill import attention
 from neuronmm_ops.kernels.attention.units import Shape, decode_units, problem_of
 from neuronmm_ops.kernels.planned import PlannedKernel, TensorShape
 from neuronmm_ops.kernels.planner.problem import ITEMSIZES
-from neuronmm_ops.kernels.stages.tiling import tiles_in
+from neuronmm_ops.kernels.stages.tiling import PARTITIONS
 
 
 def check_launch(dtype: str, target: str, lnc: int) -> Machine:
@@ -92,29 +91,27 @@ def _decode(shape: Shape, head_norm: bool, dtype: str, machine: Machine, lnc: in
         weight,
     )
     moved = decode_bytes(shape, head_norm, ITEMSIZES[dtype], lnc)
-    times = []
+    times: list[float] = []
     for model in DMA_MODELS:
-        m = machine.under(model)
-        times.append((moved / lnc / m.dma_peak_gbps + 8000) / 1e6)
+        costs = Decode(shape, machine.under(model), ITEMSIZES[dtype], head_norm)
+        times.append(max([costs.time_ns(core, lnc) for core in range(lnc)]) / 1e6)
     kernel = attention_decode if lnc == 1 else attention_decode[lnc]
-    arguments: dict[str, Any] = {"block": 2048}
-    return PlannedKernel("attention_decode", kernel, operands, arguments, tuple(times), moved)
+    return PlannedKernel("attention_decode", kernel, operands, {}, tuple(times), moved)
 
 
 def decode_bytes(shape: Shape, head_norm: bool, itemsize: int, lnc: int) -> int:
     """HBM traffic of `attention_decode`."""
-    d, old = shape.head_dim, shape.tokens - 1
-    heads = shape.heads + 2 * shape.kv_heads
+    B, H, kv, T = shape.batch, shape.heads, shape.kv_heads, shape.tokens
+    # a block of keys is read with what is at the new token's place, but for a block of that alone
+    keys = T if T % PARTITIONS != 1 else T - 1
     # the new value is read for the sum and once more for the cache
-    moved = heads + shape.kv_heads + shape.heads + shape.kv_heads * (2 + 2 * old)
-    moved *= shape.batch
+    moved = B * kv * (keys + 1 + T - 1 + 2 + 1) + B * H
     for core in range(lnc):
         units = decode_units(shape, core, lnc)
-        rows = [(1 + shape.group) * u.keys.size for u in units]
-        moved += 2 * rows[0] if rows else 0
-        if head_norm:
-            moved += sum([n for i, n in enumerate(rows) if i == 0 or n != rows[i - 1]])
-    return moved * d * itemsize
+        if units:
+            moved += len({u.sequence for u in units}) * (H + kv)
+            moved += 2 * min(PARTITIONS, H + kv) + head_norm * (H + kv)
+    return moved * shape.head_dim * itemsize
 
 
 def _prefill(shape: Shape, dtype: str, machine: Machine, lnc: int) -> PlannedKernel:
@@ -125,8 +122,8 @@ def _prefill(shape: Shape, dtype: str, machine: Machine, lnc: int) -> PlannedKer
         TensorShape((B, kv, M, d), dtype),
     )
     moved = 2 * B * (H + kv) * M * d * ITEMSIZES[dtype]
-    tiles = tiles_in(M, 128) * tiles_in(M, 512) / 2 + tiles_in(M, 128) / 2
-    time = B * H / lnc * tiles * 700 / 1e6
+    cores = [prefill_ns(shape, machine, ITEMSIZES[dtype], core, lnc) for core in range(lnc)]
+    time = max(cores) / 1e6
     kernel = attention if lnc == 1 else attention[lnc]
     times = (time,) * len(DMA_MODELS)
     return PlannedKernel("attention", kernel, operands, {}, times, moved)

@@ -61,10 +61,80 @@ class Unit(NKIObject):
         self.keys = keys
 
 
-def most_keys(group: int, stacked: int) -> int:
-    """Key heads of a unit: their rows and those of their queries are on 128 partitions."""
-    fit = PARTITIONS // (group + 1)
+UNIT_COLUMNS = 1024
+"""Features of the values of a unit, at most, where it has more than one key: two PSUM banks."""
+BLOCK_TILES = 16
+"""Tiles of 128 tokens in a block of the cache."""
+
+
+def most_keys(group: int, stacked: int, head_dim: int) -> int:
+    """Key heads of a unit: its queries fill 32 partitions if they can, so that groups share T."""
+    fit = max(1, min(QUADRANT // group, UNIT_COLUMNS // head_dim))
     return fit // stacked * stacked if fit > stacked else fit
+
+
+class Segment(NKIObject):
+    """Scores of a block that all of its first groups have.
+
+    Args:
+        groups: how many.
+        first: of the columns of a row.
+        count: of columns.
+    """
+
+    def __init__(self, groups: int, first: int, count: int) -> None:
+        self.groups = groups
+        self.first = first
+        self.count = count
+
+
+class CacheBlock(NKIObject):
+    """Tokens of the cache that are loaded together: rows x tiles, token p * tiles + i in tile i.
+
+    Tile i belongs to group i % groups of partitions, and is column i // groups of its rows.
+
+    Args:
+        start: first token.
+        size: tokens, a multiple of 128 or less than that.
+        groups: of partitions that may share them.
+        last: the new token is the last one.
+    """
+
+    def __init__(self, start: int, size: int, groups: int, last: bool) -> None:
+        self.start = start
+        self.size = size
+        self.tiles = max(1, size // PARTITIONS)
+        self.rows = size // self.tiles
+        self.groups = min(groups, self.tiles)
+        self.width = tiles_in(self.tiles, self.groups)
+        self.last = last
+
+    def groups_at(self, column: int) -> int:
+        """Groups that have so many columns and one more."""
+        return min(self.groups, self.tiles - column * self.groups)
+
+    def width_of(self, group: int) -> int:
+        """Columns of a group."""
+        return tiles_in(self.tiles - group, self.groups)
+
+    def segments(self) -> list[Segment]:
+        """All scores."""
+        full = self.tiles // self.groups
+        found: list[Segment] = [Segment(self.groups, 0, full)]
+        if full < self.width:
+            found.append(Segment(self.groups_at(full), full, 1))
+        return found
+
+
+def cache_blocks(tokens: int, groups: int) -> list[CacheBlock]:
+    """Blocks of a cache; the tokens that fill no tile are the first to be loaded."""
+    whole = tokens // PARTITIONS * PARTITIONS
+    found: list[CacheBlock] = []
+    if whole < tokens:
+        found.append(CacheBlock(whole, tokens - whole, 1, True))
+    for s in spans(0, whole, BLOCK_TILES * PARTITIONS):
+        found.append(CacheBlock(s.start, s.size, groups, s.start + s.size == tokens))
+    return found
 
 
 def decode_units(shape: Shape, core: int, cores: int) -> list[Unit]:
@@ -74,9 +144,10 @@ def decode_units(shape: Shape, core: int, cores: int) -> list[Unit]:
         keys = halves(shape.kv_heads, shape.stacked, core, cores)
     else:
         sequences = core_span(shape.batch, core, cores)
+    most = most_keys(shape.group, shape.stacked, shape.head_dim)
     found: list[Unit] = []
     for b in range(sequences.start, sequences.start + sequences.size):
-        for s in spans(keys.start, keys.size, most_keys(shape.group, shape.stacked)):
+        for s in spans(keys.start, keys.size, most):
             found.append(Unit(b, s))
     return found
 

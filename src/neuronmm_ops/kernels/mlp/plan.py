@@ -182,9 +182,7 @@ def plan_mlp(
     """
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}; got {activation!r}")
-    problem = Problem(
-        "mlp", M, mlp_weights(H, I, H), dtype, target, lnc, weight_dtype=weight_dtype
-    )
+    problem = Problem("mlp", M, mlp_weights(H, I, H), dtype, target, lnc, weight_dtype=weight_dtype)
     weights = [TensorShape(shape, weight_dtype or dtype) for shape in problem.matrices]
     if weight_dtype:
         weights += [TensorShape((columns,), "float32") for _, columns in problem.matrices]

@@ -343,7 +343,7 @@ def candidates(problem: Problem) -> list[Plan]:
     """All plans that fit, by predicted time under the problem's DMA model."""
     module = _module(problem)
     found: list[Plan] = module.decode(problem) if problem.M <= PARTITIONS else []
-    prefill = _prefill(problem)
-    for layout in layouts(problem) if prefill else ():
-        found += prefill(problem, layout).plans()
+    if (prefill := _prefill(problem)) is not None:
+        for layout in layouts(problem):
+            found += prefill(problem, layout).plans()
     return sorted(found, key=lambda plan: (plan.time_ms, plan.hbm_bytes, plan.blocks))

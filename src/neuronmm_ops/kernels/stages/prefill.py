@@ -226,7 +226,7 @@ def project(
 
 def write_rows(
     out_hbm: NkiTensor,
-    x: Operand,
+    x: Any,
     w: Weight,
     bias_hbm: NkiTensor | None,
     start: int,
@@ -239,7 +239,7 @@ def write_rows(
 
     Args:
         out_hbm: [M, N].
-        x: [K, width] operand.
+        x: [K, width], an Operand or an object with its methods.
         w: [K, N].
         bias_hbm: [N] or None.
         start: first token in out.

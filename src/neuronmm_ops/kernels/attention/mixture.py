@@ -1,0 +1,202 @@
+"""The values of the cache mixed by probabilities, and the sum over groups of partitions."""
+
+from __future__ import annotations
+
+from neuronmm_ops.kernels.attention.heads import NewToken
+from neuronmm_ops.kernels.attention.scores import LOAD_BYTES, Scores, lay
+from neuronmm_ops.kernels.attention.units import CacheBlock
+from neuronmm_ops.kernels.shim import NkiTensor, nisa, nl
+from neuronmm_ops.kernels.stages.chunks import evict, itemsize
+from neuronmm_ops.kernels.stages.tiling import BANK_COLUMNS, Span, spans, tiles_in
+
+
+class Sums(nl.NKIObject):
+    """How groups of partitions join: with weights exp(their maximum - the greatest of all).
+
+    Args:
+        same_sb: [partitions, lanes], 1 where the partition is the lane's, of any group.
+        dtype: of the weights.
+    """
+
+    def __init__(self, same_sb: NkiTensor, dtype: nl.DType) -> None:
+        self.same_sb = same_sb
+        self.dtype = dtype
+
+    def factors(self, scores: Scores) -> NkiTensor:
+        """exp(maximum - greatest maximum of the groups) of each partition, [partitions, 1]."""
+        lanes, groups = scores.new.lanes, scores.groups
+        least_sb = nl.ndarray((lanes, 1), dtype=nl.float32)
+        first_sb = scores.least_sb[0:lanes, :]
+        for c in range(1, groups):
+            before_sb = first_sb if c == 1 else least_sb
+            own_sb = scores.least_sb[nl.ds(c * lanes, lanes), :]
+            nisa.tensor_tensor(least_sb, before_sb, own_sb, nl.minimum)
+        spread_sb = nl.ndarray((scores.partitions, 1), dtype=nl.float32)
+        for c in range(groups):
+            nisa.tensor_copy(spread_sb[nl.ds(c * lanes, lanes), :], least_sb)
+        factors_sb = nl.ndarray((scores.partitions, 1), dtype=nl.float32)
+        nisa.activation(factors_sb, nl.exp, scores.least_sb, scale=-1.0, bias=spread_sb)
+        return factors_sb
+
+
+class Part(nl.NKIObject):
+    """A load of values.
+
+    Args:
+        number: of the block.
+        heads: of the unit.
+        tiles: of the block.
+    """
+
+    def __init__(self, number: int, heads: Span, tiles: Span) -> None:
+        self.number = number
+        self.heads = heads
+        self.tiles = tiles
+
+
+class Mixture(nl.NKIObject):
+    """Sums of values times probabilities in PSUM: [partitions, heads, head_dim], a bank each.
+
+    Of a partition only the columns of its head's own key are of use.
+
+    Args:
+        new: of the unit.
+        values: [n, T, head_dim] in HBM.
+        scores: of the unit.
+    """
+
+    def __init__(self, new: NewToken, values: NkiTensor, scores: Scores) -> None:
+        self.new = new
+        self.values = values
+        self.scores = scores
+        self.each = max(1, BANK_COLUMNS // new.head_dim)
+        self.banks_psum: list[NkiTensor] = []
+        for s in spans(0, new.keys, self.each):
+            shape = (scores.partitions, s.size, new.head_dim)
+            self.banks_psum.append(nl.ndarray(shape, nl.float32, buffer=nl.psum))
+        # of each head in each group
+        self.started: list[list[bool]] = []
+        for _ in range(new.keys):
+            self.started.append([False] * scores.groups)
+
+    def parts(self, number: int) -> list[Part]:
+        """The loads of a block's values."""
+        block = self.scores.blocks[number]
+        most = max(1, BANK_COLUMNS // self.new.head_dim)
+        each = LOAD_BYTES // (block.size * self.new.head_dim * itemsize(self.values.dtype))
+        each = most // tiles_in(most, max(1, min(each, most)))  # of one bank
+        whole = block.tiles - 1 if block.last else block.tiles
+        found: list[Part] = []
+        if block.last:  # first, for it takes several loads
+            for heads in spans(0, self.new.keys, most):
+                found.append(Part(number, heads, Span(whole, 1)))
+        for heads in spans(0, self.new.keys, each):
+            if whole > 0:
+                found.append(Part(number, heads, Span(0, whole)))
+        return found
+
+    def run(self, sums: Sums) -> None:
+        """Add all blocks, and make what `store` needs.
+
+        A block's probabilities are transposed while the values of the one before it are added.
+        """
+        blocks = len(self.scores.blocks)
+        weights_sb: list[NkiTensor] = [self.scores.weights(0)]
+        parts: list[Part] = []
+        first = 0  # part of the last block
+        for number in range(blocks):
+            first = len(parts)
+            parts.extend(self.parts(number))
+        for i in range(len(parts)):
+            part = parts[i]
+            if part.number + 1 == len(weights_sb):
+                if part.number + 1 < blocks:
+                    weights_sb.append(self.scores.weights(part.number + 1))
+                else:
+                    self.prepare(sums)
+                    weights_sb.append(weights_sb[part.number])
+            block = self.scores.blocks[part.number]
+            self.add_tiles(block, part.heads, part.tiles, weights_sb[part.number])
+            if i == max(first, len(parts) - 2):  # while the last values come
+                self.add_up()
+
+    def add_tiles(self, block: CacheBlock, heads: Span, tiles: Span, weights_sb: NkiTensor) -> None:
+        """Add some tiles of tokens to the sums of some heads."""
+        values_sb = self.load(block, heads, tiles)
+        lanes = self.new.lanes
+        bank_psum = self.banks_psum[heads.start // self.each]
+        columns = nl.ds(heads.start % self.each, heads.size)
+        for i in range(tiles.size):
+            tile = tiles.start + i
+            c = tile % block.groups
+            own = nl.ds(c * lanes, lanes)
+            chosen_sb = weights_sb[:, tile // block.groups, own]
+            started = self.started[heads.start][c]
+            lay(bank_psum[own, columns, :], chosen_sb, values_sb[:, :, i, :], c, lanes, started)
+            for h in range(heads.size):
+                self.started[heads.start + h][c] = True
+
+    def load(self, block: CacheBlock, heads: Span, tiles: Span) -> NkiTensor:
+        """Values [rows, heads, tiles, head_dim] in SBUF; the new one is not read from the cache."""
+        d, rows, none = self.new.head_dim, block.rows, nisa.dge_mode.none
+        values_sb = nl.ndarray((rows, heads.size, tiles.size, d), dtype=self.values.dtype)
+        own_hbm = self.values[nl.ds(heads.start, heads.size), nl.ds(block.start, block.size), :]
+        own_hbm = own_hbm.reshape_dim(1, (rows, block.tiles)).permute((1, 0, 2, 3))
+        own_hbm = own_hbm[:, :, nl.ds(tiles.start, tiles.size), :]
+        if not block.last or tiles.start + tiles.size < block.tiles:
+            nisa.dma_copy(values_sb, own_hbm, dge_mode=none)
+            return values_sb
+        new_hbm = self.new.value_hbm[nl.ds(heads.start, heads.size), :]
+        new_hbm = new_hbm.expand_dim(0).expand_dim(2)
+        nisa.dma_copy(values_sb[rows - 1 : rows, :, :, :], new_hbm, dge_mode=none)
+        if rows > 1:
+            rest = nl.ds(0, rows - 1)
+            nisa.dma_copy(values_sb[rest, :, :, :], own_hbm[rest, :, :, :], dge_mode=none)
+        return values_sb
+
+    def prepare(self, sums: Sums) -> None:
+        """Choose each head's own columns: [partitions, keys x lanes] in `own_sb`."""
+        new, scores = self.new, self.scores
+        P, n, g, lanes = scores.partitions, new.keys, new.group, new.lanes
+        same_sb = sums.same_sb[0:P, :]
+        self.own_sb = nl.ndarray((P, n * (lanes + g)), dtype=sums.dtype)
+        nisa.memset(self.own_sb, 0.0, engine=nisa.gpsimd_engine)
+        diagonal = self.own_sb.reshape((P, n, lanes + g))[:, :, 0:g]
+        self.lanes_sb = nl.ndarray((P, lanes), dtype=nl.float32)
+        if scores.groups > 1:
+            factors_sb = sums.factors(scores)
+            nisa.tensor_scalar(self.lanes_sb, same_sb, nl.multiply, factors_sb)
+        else:
+            nisa.tensor_copy(self.lanes_sb, same_sb)
+        nisa.tensor_copy(diagonal, self.lanes_sb[:, 0 : n * g].reshape_dim(1, (n, g)))
+        self.total_sb = nl.ndarray((P, 1), dtype=nl.float32)
+        nisa.tensor_reduce(self.total_sb, nl.add, scores.sums_sb, axis=1)
+
+    def add_up(self) -> None:
+        """1 / the sums of probabilities of all groups, [queries, 1] in `inverse_sb`."""
+        queries = self.new.queries
+        total_psum = nl.ndarray((queries, 1), nl.float32, buffer=nl.psum)
+        own_sb = self.lanes_sb[:, 0:queries]
+        nisa.nc_matmul(total_psum, own_sb, self.total_sb, accumulate=False)
+        self.inverse_sb = nl.ndarray((queries, 1), dtype=nl.float32)
+        nisa.reciprocal(self.inverse_sb, total_psum)
+
+    def store(self, out_hbm: NkiTensor, sums: Sums) -> None:
+        """out [heads, head_dim] = the sums of all groups / the sum of probabilities."""
+        new, P = self.new, self.scores.partitions
+        d = new.head_dim
+        out_psum = nl.ndarray((new.queries, d), nl.float32, buffer=nl.psum)
+        for n in range(len(self.banks_psum)):
+            size = self.banks_psum[n].shape[1]
+            mixed_sb = nl.ndarray(self.banks_psum[n].shape, dtype=sums.dtype)
+            halves = spans(0, size, (size + 1) // 2)
+            for h in range(len(halves)):
+                own = nl.ds(halves[h].start, halves[h].size)
+                evict(mixed_sb[:, own, :], self.banks_psum[n][:, own, :], h)
+            for i in range(size):
+                number = n * self.each + i
+                chosen = self.own_sb[0:P, nl.ds(number * new.lanes, new.queries)]
+                nisa.nc_matmul(out_psum, chosen, mixed_sb[:, i, :], accumulate=number > 0)
+        out_sb = nl.ndarray((new.queries, d), dtype=out_hbm.dtype)
+        nisa.tensor_scalar(out_sb, out_psum, nl.multiply, self.inverse_sb)
+        nisa.dma_copy(out_hbm, out_sb, dge_mode=nisa.dge_mode.none)

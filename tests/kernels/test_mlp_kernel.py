@@ -1,0 +1,245 @@
+"""`mlp` and `mlp_decode`: values against fp64, plans against the simulator and three `xw`."""
+
+from typing import Any
+
+import pytest
+import torch
+from decoding import CORES, SIZES, TOKENS
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from one_byte import ACTIVATIONS, LARGEST
+from planned_kernels import arguments, check_plan, trace
+from tolerances import assert_close_to_oracle
+from torch import Tensor
+
+from neuronmm_ops import neuroncore as nc
+from neuronmm_ops.kernels import Problem, plan_op, plan_xw
+from neuronmm_ops.kernels.mlp.decode import mlp_decode
+from neuronmm_ops.kernels.mlp.plan import decode, mlp_weights, plan_mlp
+from neuronmm_ops.kernels.mlp.prefill import mlp
+from neuronmm_ops.kernels.planner.search import candidates
+from neuronmm_ops.models import SHAPES
+from neuronmm_ops.neuroncore.dtypes import dtype_of
+
+DTYPES = ("bfloat16", "float16", "float32")
+LAUNCHES = [("trn1", 1), ("trn2", 1), ("trn2", 2), ("trn3", 1), ("trn3", 2)]
+
+
+def drawn(M: int, sizes: tuple[int, int, int], dtype: str) -> list[Tensor]:
+    """x and the three weights."""
+    K, inner, N = sizes
+    generator = torch.Generator().manual_seed(M + K + inner + N)
+    x = torch.randn((M, K), generator=generator)
+    weights = [torch.randn(s, generator=generator) * s[0] ** -0.5 for s in mlp_weights(K, inner, N)]
+    return [t.to(getattr(torch, dtype)) for t in (x, *weights)]
+
+
+def composed(tensors: list[Tensor], name: str, wide: torch.dtype) -> Tensor:
+    """In sums of `wide`; in fp32 intermediates are rounded to x's dtype, in fp64 none is."""
+    x, gate, up, down = [t.to(wide) for t in tensors]
+
+    def rounded(value: Tensor) -> Tensor:
+        return value if wide is torch.float64 else value.to(tensors[0].dtype).to(wide)
+
+    return rounded(rounded(ACTIVATIONS[name](rounded(x @ gate)) * rounded(x @ up)) @ down)
+
+
+def check(
+    kernel: Any, tensors: list[Tensor], launch: tuple[str, int], scales: list[Tensor] | None = None,
+    name: str = "silu", **blocks: Any,
+) -> nc.Profile:  # fmt: skip
+    target, lnc = launch
+    kernel = kernel if lnc == 1 else kernel[lnc]
+    done = nc.simulate(kernel, *tensors, *(scales or []), target=target, activation=name, **blocks)
+    x, *weights = tensors
+    if scales:
+        pairs = zip(weights, scales, strict=True)
+        weights = [w.double() * s.double() for w, s in pairs]
+        plain = composed([x, *[w.float() for w in weights]], name, torch.float32)
+    else:
+        plain = composed(tensors, name, torch.float32)
+    oracle = composed([x, *weights], name, torch.float64)
+    size = composed([t.double().abs() for t in (x, *weights)], "relu", torch.float64)
+    assert_close_to_oracle(done.outputs, oracle, plain.to(x.dtype), size)
+    return done.profile
+
+
+@settings(max_examples=25)
+@given(
+    M=TOKENS, sizes=st.tuples(SIZES, SIZES, SIZES), core=CORES, dtype=st.sampled_from(DTYPES),
+    name=st.sampled_from(tuple(ACTIVATIONS)),
+    blocks=st.sampled_from(("planned", "spilled", "in SBUF")),
+)  # fmt: skip
+def test_decode(
+    M: int, sizes: tuple[int, int, int], core: tuple[str, int], dtype: str, name: str, blocks: str
+) -> None:
+    chosen: dict[str, Any] = {"k_chunk": 128, "inner_block": 128, "block": 96, "last_block": 64}
+    chosen |= {"tile_bytes": 512, "spill": blocks == "spilled"}
+    if blocks == "planned":
+        chosen = arguments(decode(Problem("mlp", M, mlp_weights(*sizes), dtype, *core))[0])
+    tensors = drawn(M, sizes, dtype)
+    profile = check(mlp_decode, tensors, core, name=name, **chosen)
+    assert profile.flops == 2 * M * sum([w.numel() for w in tensors[1:]]), "padding was computed"
+    traffic = {t.name: t.read_bytes for t in profile.tensors}
+    for n, w in zip(("w_gate", "w_up", "w_down"), tensors[1:], strict=True):
+        assert traffic[n] == w.numel() * w.element_size()
+
+
+@settings(max_examples=20)
+@given(
+    M=st.integers(1, 700), sizes=st.tuples(SIZES, st.integers(1, 1300), SIZES), core=CORES,
+    dtype=st.sampled_from(DTYPES), name=st.sampled_from(tuple(ACTIVATIONS)), data=st.data(),
+)  # fmt: skip
+def test_prefill(
+    M: int, sizes: tuple[int, int, int], core: tuple[str, int], dtype: str, name: str,
+    data: st.DataObject,
+) -> None:  # fmt: skip
+    layouts = ["pe"] if dtype == "float32" and core[0] == "trn1" else ["dma", "pe"]
+    layout = data.draw(st.sampled_from(layouts))
+    blocks = {
+        "token_block": data.draw(st.sampled_from([128, 512])),
+        "layout": layout,
+        "resident": data.draw(st.sampled_from([0, 1, 9])) if layout == "dma" else 9,
+        "inner_block": data.draw(st.sampled_from([128, 512])),
+        "block": data.draw(st.sampled_from([100, 512])),
+        "tokens": data.draw(st.sampled_from([128, 512])),
+        "token_tiles": data.draw(st.sampled_from([1, 3])),
+        "banks": 6 if layout == "pe" else 8,
+        "engines": data.draw(st.sampled_from([1, 2])),
+    }
+    if sizes[1] >= 512:
+        blocks["spill"] = data.draw(st.sampled_from([0, 1, sizes[1] // 512]))
+        blocks["resident_spilled"] = data.draw(st.sampled_from([0, 1]))
+    profile = check(mlp, drawn(M, sizes, dtype), core, name=name, **blocks)
+    assert profile.flops == 2 * M * (2 * sizes[0] + sizes[2]) * sizes[1], "padding was computed"
+
+
+@pytest.mark.parametrize("weight_dtype", LARGEST)
+@pytest.mark.parametrize("launch", LAUNCHES)
+@pytest.mark.parametrize(("M", "dtype"), [(1, "bfloat16"), (70, "float16"), (200, "float32")])
+def test_one_byte_is_the_reference_on_dequantized_weights(
+    M: int, dtype: str, launch: tuple[str, int], weight_dtype: str
+) -> None:
+    x, *weights = drawn(M, (200, 333, 130), dtype)
+    scales = [w.float().abs().amax(0) / LARGEST[weight_dtype] * 1.01 for w in weights]
+    values = [w.float() / s for w, s in zip(weights, scales, strict=True)]
+    if weight_dtype == "int8":
+        stored = [v.round().to(torch.int8) for v in values]
+    else:
+        stored = [v.to(torch.float8_e4m3fn) for v in values]
+    plan = plan_op("mlp", M, mlp_weights(200, 333, 130), dtype, *launch, weight_dtype=weight_dtype)
+    kernel = mlp if plan.phase == "prefill" else mlp_decode
+    check(kernel, [x, *stored], launch, scales, **arguments(plan))
+
+
+@pytest.mark.parametrize("M", [1, 40, 300])
+def test_two_cores_make_what_one_makes(M: int) -> None:
+    tensors = drawn(M, (256, 1000, 200), "bfloat16")
+    found: list[Tensor] = []
+    for lnc in (1, 2):
+        plan = plan_op("mlp", M, mlp_weights(256, 1000, 200), target="trn2", lnc=lnc)
+        kernel: Any = mlp if plan.phase == "prefill" else mlp_decode
+        kernel = kernel if lnc == 1 else kernel[2]
+        found.append(nc.simulate(kernel, *tensors, target="trn2", **arguments(plan)).outputs)
+    torch.testing.assert_close(found[1], found[0], rtol=0.02, atol=0.01)
+
+
+PLANS = [
+    ("trn1", 1, 1, 1024, 3072, ""), ("trn2", 1, 1, 2048, 8192, ""), ("trn2", 2, 1, 2048, 8192, ""),
+    ("trn2", 1, 128, 1024, 3072, ""), ("trn2", 1, 8, 2048, 8192, "float8_e4m3fn"),
+    ("trn2", 1, 1, 2048, 8192, "int8"), ("trn3", 2, 64, 2048, 8192, ""),
+    ("trn2", 1, 512, 2048, 8192, ""), ("trn2", 2, 2048, 1024, 3072, ""),
+    ("trn1", 1, 700, 1024, 3072, ""), ("trn2", 1, 600, 1024, 3072, "float8_e4m3fn"),
+    ("trn3", 1, 512, 1000, 3001, ""),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("target", "lnc", "M", "H", "inner", "weight_dtype"), PLANS)
+def test_plans_predict_what_the_simulated_core_says(
+    target: str, lnc: int, M: int, H: int, inner: int, weight_dtype: str
+) -> None:
+    plans = plan_mlp(M, H, inner, weight_dtype=weight_dtype, target=target, lnc=lnc)
+    assert len(plans) == 1
+    check_plan(plans[0], target)
+
+
+@pytest.mark.slow
+@settings(max_examples=25)
+@given(
+    M=st.one_of(TOKENS, st.integers(129, 1500)),
+    sizes=st.tuples(*[st.one_of(SIZES, st.integers(300, 5000))] * 3),
+    dtype=st.sampled_from(DTYPES), core=CORES, weight_dtype=st.sampled_from(("", *LARGEST)),
+)  # fmt: skip
+def test_candidates_run_in_the_room_they_say(
+    M: int, sizes: tuple[int, int, int], dtype: str, core: tuple[str, int], weight_dtype: str
+) -> None:
+    problem = Problem("mlp", M, mlp_weights(*sizes), dtype, *core, weight_dtype=weight_dtype)
+    specs = [nc.TensorSpec((M, sizes[0]), dtype_of(dtype))]
+    specs += [nc.TensorSpec(s, dtype_of(weight_dtype or dtype)) for s in problem.matrices]
+    if weight_dtype:
+        specs += [nc.TensorSpec((n,), dtype_of("float32")) for _, n in problem.matrices]
+    found = candidates(problem)
+    for plan in (found[0], found[-1]):
+        kernel: Any = mlp if plan.phase == "prefill" else mlp_decode
+        profile = nc.simulate(
+            kernel if problem.lnc == 1 else kernel[2], *specs, target=problem.target, mode="trace",
+            **arguments(plan),
+        ).profile  # fmt: skip
+        assert profile.sbuf_peak_bytes <= plan.sbuf_bytes
+        assert profile.psum_peak_banks <= plan.psum_banks <= 8
+        assert profile.hbm_bytes == plan.hbm_bytes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("M", [1, 16, 1024])
+@pytest.mark.parametrize("model", SHAPES)
+def test_a_strong_baseline(model: str, M: int) -> None:
+    """Near the limit on trn2, and no slower than three launches of `xw`."""
+    shape = SHAPES[model]
+    H, inner = shape.hidden_size, shape.intermediate_size
+    plans = plan_mlp(M, H, inner, target="trn2")
+    time_ms = sum([trace(plan, "trn2").time_ms for plan in plans])
+    problem = Problem("mlp", M, mlp_weights(H, inner, H), target="trn2")
+    assert problem.roofline_ms >= 0.9 * time_ms
+    three = 2 * plan_xw(M, H, inner, target="trn2").time_ms
+    assert time_ms <= three + plan_xw(M, inner, H, target="trn2").time_ms
+
+
+def test_many_tokens_are_several_launches() -> None:
+    plans = plan_mlp(2**17, 4096, 14336, target="trn2")
+    assert len(plans) > 1
+    assert sum([plan.operands[0].shape[0] for plan in plans if plan.operands[0]]) == 2**17
+
+
+def test_strict_front_end() -> None:
+    for kernel in (mlp, mlp_decode):
+        assert nc.lint(kernel) == []
+        assert nc.lint(kernel.func.__code__.co_filename) == []
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"M": 0, "H": 8, "I": 8}, "at least 1"),
+        ({"M": 8, "H": 8, "I": 8, "dtype": "int8"}, "dtype must be one of bfloat16"),
+        ({"M": 8, "H": 8, "I": 8, "activation": "tanh"}, "activation must be one of silu"),
+        ({"M": 8, "H": 8, "I": 8, "target": "trn1", "lnc": 2}, "lnc must be 1, or 2 on trn2"),
+    ],
+)
+def test_bad_problems_are_refused(sizes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message) as caught:
+        plan_mlp(**sizes)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "message"),
+    [
+        (((4, 8), (9, 8), (8, 8), (8, 8)), "8 features and 9 rows"),
+        (((4, 8), (8, 9), (8, 9), (8, 8)), "9 features and 8 rows"),
+    ],
+)
+@pytest.mark.parametrize("kernel", [mlp, mlp_decode])
+def test_bad_operands_are_refused(kernel: Any, shapes: Any, message: str) -> None:
+    with pytest.raises(AssertionError, match=message):
+        nc.simulate(kernel, *[torch.zeros(shape) for shape in shapes], target="trn2")
