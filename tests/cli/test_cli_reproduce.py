@@ -140,6 +140,7 @@ def test_a_killed_run_loses_at_most_the_cell_in_work(run: Run, paper: Path, tmp_
         assert files[name] == whole_files[name]
 
 
+@pytest.mark.slow
 def test_a_changed_file_recomputes_what_changed(run: Run, paper: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     document_of(run("reproduce", paper, "-o", out, "--json"))
@@ -172,6 +173,7 @@ def test_a_changed_file_recomputes_what_changed(run: Run, paper: Path, tmp_path:
     assert cells_with(document, "reused") == []
 
 
+@pytest.mark.slow
 def test_damaged_and_foreign_cells_are_done_again(run: Run, paper: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     whole = document_of(run("reproduce", paper, "-o", out, "--json"))
@@ -183,6 +185,7 @@ def test_damaged_and_foreign_cells_are_done_again(run: Run, paper: Path, tmp_pat
     assert document["rows"] == whole["rows"]
 
 
+@pytest.mark.slow
 def test_checkpoints_are_dropped_and_made_again(run: Run, paper: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     replace(paper, "samples = 8", "samples = 8\nkeep = false")
@@ -224,6 +227,7 @@ def test_recovery_and_storages(run: Run, paper: Path, tmp_path: Path) -> None:
     assert cells_with(again, "computed") == []
 
 
+@pytest.mark.slow
 def test_a_failed_cell_is_one_line_and_the_others_go_on(
     run: Run, paper: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -320,6 +324,8 @@ def test_mistakes_of_the_output(run: Run, paper: Path, tmp_path: Path) -> None:
     refused(run("reproduce", tmp_path, "-o", tmp_path / "out"), str(tmp_path))
     refused(run("reproduce", paper, "-o", tmp_path / "text.txt"), "text.txt is a file")
     refused(run("reproduce", paper, "-o", tmp_path / "dense"), "holds config.json")
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    refused(run("reproduce", paper, "-o", tmp_path / "link"), "link cannot be made: File exists")
     before = files_of(tmp_path / "dense")
     out = tmp_path / "out"
     out.mkdir()
@@ -348,6 +354,7 @@ def test_the_demo_file(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     """The shipped file, on a model of the demo's sizes and a text of sentences."""
     monkeypatch.chdir(tmp_path)
     demo = Path("out/demo")
+    Path("tasks").mkdir()  # not the file's own
     sizes = {"hidden_size": 256, "intermediate_size": 1024, "max_position_embeddings": 512}
     heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32}
     tiny_directory(demo / "dense", **sizes, **heads)
@@ -362,6 +369,7 @@ def test_the_demo_file(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         assert row["ppl"]["out/demo/held_out.txt"] > 1
         assert 0 <= row["accuracy"]["demo_ends"] <= 1
         assert row["modelled"]["end_to_end_ms"] > 0
+        assert (row["measured"] is None) == (row["method"] is None)
     assert cells_with(document, "failed") == []
     page = Path("out/reproduce/report.html").read_text()
     assert page.count("<tr>") == 6
@@ -377,6 +385,7 @@ def test_list(run: Run) -> None:
     assert "qwen3-4b" in run("reproduce", "--list").out
 
 
+@pytest.mark.slow
 def test_a_checkpoint_made_again_with_other_weights_is_told(
     run: Run, paper: Path, tmp_path: Path
 ) -> None:
@@ -398,6 +407,7 @@ def test_a_checkpoint_made_again_with_other_weights_is_told(
     ]
 
 
+@pytest.mark.slow
 def test_what_a_killed_compression_was_writing_is_removed(
     run: Run, paper: Path, tmp_path: Path
 ) -> None:

@@ -135,7 +135,10 @@ def open_store(directory: Path) -> Generator[Store]:
         OSError: as `check_output`, or another run works in it.
     """
     check_output(directory)
-    directory.mkdir(parents=True, exist_ok=True)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OSError(f"output {directory} cannot be made: {error.strerror}") from None
     with locked(directory):
         store = Store(directory)
         for place in (store.cells, store.models):

@@ -1,7 +1,7 @@
 """What a reproduction does, read from a TOML file and checked before anything runs.
 
-Paths in the file are relative to the working directory; `evaluate.include` may also lie beside the
-file, as the shipped ones' does.
+Paths in the file are relative to the working directory; `evaluate.include` is looked for beside the
+file first, where the shipped ones' lies.
 """
 
 import tomllib
@@ -277,7 +277,7 @@ def _recovery(values: object) -> Recovery:
 def _with_include(evaluate: Evaluate, path: Path) -> Evaluate:
     if evaluate.include is None:
         return evaluate
-    for place in (Path(evaluate.include), path.parent / evaluate.include):
+    for place in (path.parent / evaluate.include, Path(evaluate.include)):
         if place.is_dir():
             return replace(evaluate, include=str(place))
     raise ValueError(f"evaluate.include {evaluate.include} is no directory")
