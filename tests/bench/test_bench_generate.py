@@ -330,8 +330,9 @@ def test_the_reason_of_a_failure_is_short() -> None:
 @pytest.mark.slow
 def test_a_process_of_its_own(tmp_path: Path) -> None:
     assert in_own_process("it", os.getpid) != os.getpid()
-    with pytest.raises(ValueError, match="invalid literal"):
+    with pytest.raises(ValueError, match="invalid literal") as caught:
         in_own_process("it", int, "x")
+    assert "Traceback" in caught.value.__notes__[0]
     with pytest.raises(ChildProcessError, match="it was lost, exit code -6"):
         in_own_process("it", os.abort)
 
