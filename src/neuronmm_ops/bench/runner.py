@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import signal
 import threading
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing.connection import Connection
@@ -93,6 +94,7 @@ def _send(sender: Connection, function: Callable[..., object], arguments: Sequen
     try:
         sender.send((True, function(*arguments)))
     except Exception as error:
+        error.add_note(traceback.format_exc())  # which does not travel otherwise
         sender.send((False, error))
 
 
