@@ -254,6 +254,6 @@ def _document(line: str) -> Any:
 
 
 def _commit() -> str:
-    command = ("git", "describe", "--always", "--dirty", "--abbrev=12")
+    command = ("git", "describe", "--always", "--exclude=*", "--dirty", "--abbrev=12")
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)  # noqa: S603
     return done.stdout.strip() or "unknown"

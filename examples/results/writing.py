@@ -27,11 +27,6 @@ def number(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
-def percent(excess: float) -> str:
-    """By how much a perplexity grew, of the growth of its logarithm, times 100."""
-    return f"{100 * excess:+.2f} %"
-
-
 def count(value: float) -> str:
     """A number of bytes or parameters, in G or M."""
     return f"{value / 1e9:.2f} G" if value >= 1e9 else f"{value / 1e6:.1f} M"
