@@ -115,8 +115,7 @@ class Stages:
         """As `stages.decode.project`; returns the K chunks of each rank."""
         if fuse:
             fused = [self.costs.sums(r, r, queue=f"u{n}") for n, r in enumerate(ranks)]
-            # the outputs of several pairs come one after the other
-            self._sum(chunks, source, fused, needed=1 if len(self.problem.outputs) > 1 else 0)
+            self._sum(chunks, source, fused)
             return [s.chunks for s in fused]
         found: list[list[Chunk]] = []
         for n, r in enumerate(ranks):
@@ -130,16 +129,11 @@ class Stages:
         return found
 
     def _sum(
-        self,
-        chunks: list[Chunk],
-        source: Source,
-        sums: list[Sums],
-        waited: bool = False,
-        needed: int = 0,
+        self, chunks: list[Chunk], source: Source, sums: list[Sums], waited: bool = False
     ) -> None:
         """Sums over both cores, as `stages.decode.of_both_cores`.
 
-        The next stage begins when the first `needed` of them are there; 0: all.
+        The next stage begins with the first of several: what it waits for is all but the last.
         """
         self.run(chunks, source, *sums, waited=waited)
         if self.problem.lnc == 1:
@@ -148,10 +142,9 @@ class Stages:
         # a core without a part of the contraction sends zeros
         self.instructions += len(parts) * (1 if chunks else 2) + sum([s.stacks for s in sums])
         send_ns = load_ns(machine, self.costs.lanes, 4 * sum([s.width for s in sums]))
-        first = sums[: needed or len(sums)]
-        adds = [size for s in first for size in s.parts]
-        add_ns = sum([evict_ns(machine, Engine.VECTOR, size) for size in adds])
-        self.timeline.exchange(send_ns, sum([s.stacks for s in first]), add_ns)
+        add_ns = sum([evict_ns(machine, Engine.VECTOR, size) for size in sums[0].parts])
+        waited_for = sums[:-1] or sums
+        self.timeline.exchange(send_ns, sum([s.stacks for s in waited_for]), add_ns)
 
     def write(
         self,

@@ -96,8 +96,9 @@ class Sums(nl.NKIObject):
             shape = (self.partitions, s.size)
             self.banks_psum.append(nl.ndarray(shape, nl.float32, buffer=nl.psum))
         self.started = False
-        self.sent_sb: NkiTensor | None = None
-        self.received_sb: NkiTensor | None = None
+        # by this core, and from the other one
+        self.sent_sb: list[NkiTensor] = []
+        self.received_sb: list[NkiTensor] = []
         self.seen = 0  # K tiles
         # rows that the sums are multiplied with and added to when they are evicted, as loaded and
         # for every token
@@ -303,17 +304,17 @@ class Sums(nl.NKIObject):
         else:
             for i in range(len(self.tiling.groups)):
                 nisa.sendrecv(self.group(sent_sb, i), self.group(received_sb, i), other, other, 0)
-        self.sent_sb = sent_sb
-        self.received_sb = received_sb
+        self.sent_sb.append(sent_sb)
+        self.received_sb.append(received_sb)
 
     def of_both_cores(self, dtype: nl.DType) -> NkiTensor:
         """What was sent and what was received, added."""
         tile_sb = self.new_tile(dtype)
         for part in self.parts:
-            mine = self.like(self.sent_sb, part)
+            mine = self.like(self.sent_sb[0], part)
             if self.started:
                 mine = self.psum(part, self.lanes_in(part))
-            received = self.like(self.received_sb, part)
+            received = self.like(self.received_sb[0], part)
             nisa.tensor_tensor(self.like(tile_sb, part), received, mine, nl.add)
         return tile_sb
 
