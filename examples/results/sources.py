@@ -79,7 +79,7 @@ def datasets() -> dict[str, Dataset]:
             5,
         ),
         Dataset("cpu", (f"neuronmm bench cpu --model {SHOWN}",), 3, measured=True),
-        Dataset("generate", (f"neuronmm bench generate {_MODELS}",), 3, measured=True),
+        Dataset("generate", (f"neuronmm bench generate {_MODELS} --prompt 384",), 3, measured=True),
         Dataset("pareto", tuple(_pareto()), 2),
     ]
     found += [Dataset(f"model_{name}", tuple(_models(name)), 1) for name in SHAPES]
