@@ -29,7 +29,7 @@ PROMPT, NEW = 2048, 256
 """Tokens of the modelled runs of whole models."""
 TARGET = "trn2"
 WEIGHT_GIB = 20
-"""Of a trn2 core's 24 GiB; the rest is for the KV cache and activations."""
+"""Of the 24 GiB that two trn2 cores share; the rest is for the KV cache and activations."""
 SHOWN = "Llama-3.2-1B"
 """The model whose decode is modelled at every ratio and storage that the demo's quality has."""
 PARETO_RATIOS = (0.1, 0.2, 0.3, 0.5)
@@ -99,9 +99,10 @@ def model_command(model: str, ratio: float, storage: str, targets: str) -> str:
 
 
 def ranks(shape: ModelShape) -> int:
-    """The fewest ranks, a power of two, whose share of the dense weights a core's HBM holds."""
+    """The fewest ranks, a power of two, whose HBM holds their shares of the dense weights."""
     tp = 1
-    while 2 * parameters(shape) / tp > WEIGHT_GIB * 2**30:
+    # a rank that is not alone has a neighbour on the same HBM
+    while 2 * parameters(shape) / tp > WEIGHT_GIB * 2**30 / min(tp, 2):
         tp *= 2
     return tp
 
