@@ -62,6 +62,11 @@ def refused(text: str, placed: bool = True) -> Iterator[None]:
     assert placed == bool(re.search(r"\[\w+\.py:\d+\]$", str(raised.value)))
 
 
+def noted(text: str) -> Any:
+    """The block warns with an NkiWarning that matches a regular expression."""
+    return pytest.warns(nc.NkiWarning, match=text)
+
+
 def refuses(
     text: str, body: Callable[..., Any], *arrays: Any, target: str = "trn2", placed: bool = True
 ) -> None:
