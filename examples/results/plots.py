@@ -123,6 +123,8 @@ def _cost(axes: Axes) -> None:
     chosen = [each for each in methods() if each.label in LINES]
     chosen += [each for each in storages() if each.label == "fp8, equal ranks"]
     _lines(axes, chosen)
+    excesses = [each.excess for each in chosen]
+    axes.set_ylim(min([0, *excesses]) - SMALLEST / 4, 2 * max(excesses))
     axes.set_title("What it costs: the demo's model, measured")
 
 
