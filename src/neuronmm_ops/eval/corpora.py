@@ -4,7 +4,7 @@ import functools
 import itertools
 import json
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,9 @@ from neuronmm_ops.errors import NonFiniteError
 from neuronmm_ops.eval.extra import import_extra, quiet, reason
 from neuronmm_ops.eval.perplexity import block_length, token_perplexity
 from neuronmm_ops.eval.protocols import CORPORA, Corpus, Recipe, recipe_of
+
+Document = Callable[[Mapping[str, Any]], str]
+"""What a row of a data set reads like."""
 
 # The builder of `datasets` that reads a file, by the file's suffix.
 _BUILDERS = {".parquet": "parquet", ".arrow": "arrow", ".txt": "text", ".json": "json"}
@@ -96,26 +99,45 @@ def perplexities(
 
 
 def read_documents(name: str, count: int | None, data: str | Path | None) -> tuple[list[str], Path]:
-    """Read the first `count` documents of a data set (None for all), and say from which file.
+    """Read the first `count` documents of a data set of `CORPORA`; see `documents_of`."""
+    return documents_of(name, CORPORA[name], None, count, data)
+
+
+def documents_of(
+    name: str,
+    corpus: Corpus,
+    document: Document | None,
+    count: int | None,
+    data: str | Path | None,
+) -> tuple[list[str], Path]:
+    """Read the first documents of a data set, and say from which file.
+
+    Args:
+        name: for the messages.
+        corpus: the data set.
+        document: what a row reads like; None for the text in the corpus's column.
+        count: of documents; None for all.
+        data: see `find_file`.
 
     Raises:
         ValueError: the file is not to be had, malformed, or without texts.
         ImportError: the extra `eval` is not installed.
     """
     load = import_extra("datasets").load_dataset
-    file = find_file(CORPORA[name], data)
+    file = find_file(corpus, data)
     try:
         # `datasets` wants a directory for locks even where it only streams.
         with tempfile.TemporaryDirectory() as scratch:
-            rows = _rows(functools.partial(load, cache_dir=scratch), file, CORPORA[name].column)
-            documents = list(itertools.islice(rows, count))
+            rows = _rows(functools.partial(load, cache_dir=scratch), file)
+            texts = _column(rows, file, corpus.column) if document is None else map(document, rows)
+            documents = list(itertools.islice(texts, count))
     except Exception as error:  # bad files make the readers raise anything
         raise ValueError(
             f"{name}: {file} is malformed or empty ({reason(error)}); place the "
-            f"{CORPORA[name].split} split there"
+            f"{corpus.split} split there"
         ) from error
     if not any(document.strip() for document in documents):
-        raise ValueError(f"{name}: {file} has no text; place the {CORPORA[name].split} split there")
+        raise ValueError(f"{name}: {file} has no text; place the {corpus.split} split there")
     return documents, file
 
 
@@ -157,19 +179,27 @@ def _download(corpus: Corpus, wanted: str) -> Path:
     return Path(path)
 
 
-def _rows(load: Any, file: Path, column: str) -> Iterator[str]:
-    """Yield the texts of a file, which `datasets.load_dataset` reads."""
-    suffix = Path(file.name.removesuffix(".gz")).suffix
-    builder = _BUILDERS[suffix]
+def _rows(load: Any, file: Path) -> Iterator[Mapping[str, Any]]:
+    """Yield the rows of a file, which `datasets.load_dataset` reads."""
     with quiet():
         # Streaming reads the file as it is: nothing is copied into a cache.
-        rows = load(builder, data_files=str(file), split="train", streaming=True)
-        column = "text" if builder == "text" else column
-        for index, row in enumerate(rows):
-            if not isinstance(row.get(column), str):
-                raise ValueError(f"row {index} has no text in a column {column!r}")
-            # A line of PTB's text begins and ends with a space, which the data set does not have.
-            yield row[column].strip() if builder == "text" else row[column]
+        yield from load(_builder(file), data_files=str(file), split="train", streaming=True)
+
+
+def _column(rows: Iterable[Mapping[str, Any]], file: Path, column: str) -> Iterator[str]:
+    """Yield the texts of rows."""
+    is_plain = _builder(file) == "text"
+    column = "text" if is_plain else column
+    for index, row in enumerate(rows):
+        if not isinstance(row.get(column), str):
+            raise ValueError(f"row {index} has no text in a column {column!r}")
+        # A line of PTB's text begins and ends with a space, which the data set does not have.
+        yield row[column].strip() if is_plain else row[column]
+
+
+def _builder(file: Path) -> str:
+    """What reads a file, compressed or not, in `datasets`."""
+    return _BUILDERS[Path(file.name.removesuffix(".gz")).suffix]
 
 
 def _encoded(

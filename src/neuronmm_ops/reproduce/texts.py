@@ -4,13 +4,12 @@ Those of SVD-LLM (AIoT-MLSys-Lab/SVD-LLM, utils/data_utils.py and utils/LoRA.py)
 training split joined by two newlines, and alpaca-cleaned in Alpaca's template.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from neuronmm_ops.eval.corpora import find_file
-from neuronmm_ops.eval.extra import import_extra
+from neuronmm_ops.eval.corpora import Document, documents_of
 from neuronmm_ops.eval.perplexity import DOCUMENT_SEPARATOR
 from neuronmm_ops.eval.protocols import Corpus
 
@@ -25,7 +24,7 @@ class TrainingText:
     """A data set on the hub, and what one of its rows reads like."""
 
     corpus: Corpus
-    document: Callable[[Mapping[str, Any]], str]
+    document: Document
 
 
 def _alpaca(row: Mapping[str, Any]) -> str:
@@ -83,18 +82,4 @@ def read_training_text(name: str, data: str | Path | None) -> str:
 
         return read_text(name)
     found = TRAINING_TEXTS[name]
-    file = find_file(found.corpus, data)
-    builder = file.suffix.removeprefix(".")
-    try:
-        rows = import_extra("datasets").load_dataset(
-            builder, data_files=str(file), split="train", streaming=True
-        )
-        text = DOCUMENT_SEPARATOR.join(found.document(row) for row in rows)
-    except ImportError:
-        raise
-    except Exception as error:  # bad files make the readers raise anything
-        reason = " ".join(str(error).split())[:200]
-        raise ValueError(f"{name}: {file} cannot be read ({reason})") from error
-    if not text.strip():
-        raise ValueError(f"{name}: {file} has no text; place the {found.corpus.split} split there")
-    return text
+    return DOCUMENT_SEPARATOR.join(documents_of(name, found.corpus, found.document, None, data)[0])
