@@ -23,13 +23,15 @@ def modules(monkeypatch: pytest.MonkeyPatch) -> dict[str, ModuleType]:
     """The example's modules by name."""
     monkeypatch.syspath_prepend(EXAMPLE)
     import gallery
+    import measured
+    import modelled
     import plots
     import readme
     import results_page
     import selection
     import sources
 
-    found = (gallery, plots, readme, results_page, selection, sources)
+    found = (gallery, measured, modelled, plots, readme, results_page, selection, sources)
     return {module.__name__: module for module in found}
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from results_page import setting_rows
+from modelled import setting_rows
 from selection import Row, document, models
 from sources import PROMPT, RATIOS, TARGET, datasets, end_parameters, parameters, ranks
 from writing import MARK, count, number, page, span, table

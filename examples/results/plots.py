@@ -237,3 +237,8 @@ def _models() -> Figure:
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(labels))
     return figure
+
+
+def image(name: str, alt: str) -> str:
+    """A plot on a page, where its data are there."""
+    return f"![{alt}](images/{name})" if name in plots() else ""

@@ -258,3 +258,10 @@ def _commit() -> str:
     command = ("git", "describe", "--always", "--exclude=*", "--dirty", "--abbrev=12")
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)  # noqa: S603
     return done.stdout.strip() or "unknown"
+
+
+def machine_of(name: str) -> str:
+    """On what a data set was made."""
+    found = read(name)
+    assert found is not None
+    return found["provenance"]["machine"]

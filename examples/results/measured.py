@@ -1,0 +1,123 @@
+"""Sections of docs/results.md of what was measured: quality, ops and generation on a CPU."""
+
+from plots import image
+from selection import Row, document, method_label, storages
+from sources import SHOWN, machine_of
+from writing import number, table
+
+from neuronmm_ops.bench.cpu import FORWARD
+
+
+def quality() -> list[str]:
+    """Excess log-perplexity by method and by storage."""
+    rows = [row for row in document("methods") or [] if row["method"] != "dense"]
+    found = storages()
+    if not rows or not found:
+        return []
+    ratios = list(dict.fromkeys(row["ratio"] for row in rows))
+    labels = list(dict.fromkeys(map(method_label, rows)))
+    of = {(method_label(row), row["ratio"]): row for row in rows}
+    methods_table = table(
+        ["method", *(f"{ratio:g}" for ratio in ratios)],
+        [
+            [label, *(excess(of[label, ratio]["excess_log_ppl"]) for ratio in ratios)]
+            for label in labels
+        ],
+    )
+    storage_rows = document("storages")
+    storages_table = table(
+        ["ratio", "storage", "at equal", "bytes", "excess", "KL, nats"],
+        [
+            [
+                f"{row['ratio']:g}",
+                row["storage"],
+                row["equal"],
+                f"{row['bytes'] / row['dense_bytes']:.3f}",
+                excess(row["excess_log_ppl"]),
+                f"{row['kl']:.5f}",
+            ]
+            for row in storage_rows
+            if row["rounding"] in ("native", "feedback")
+        ],
+    )
+    return [
+        "## Quality against bytes",
+        "Measured: the demo's model (`make demo`), MLPs compressed, no training afterwards. "
+        "*Excess* is the logarithm of the perplexity less that of the dense model's. A model "
+        "trained for minutes leaves more of its MLPs unused than a real one; expect larger "
+        "excesses there.",
+        image("results-quality.svg", "excess log-perplexity against bytes, by method and storage"),
+        "Excess by method and nominal ratio; ranks are whole blocks, so effective ratios differ a "
+        "little, as the plot shows:",
+        methods_table,
+        "The default by storage, rounded as `compress` does; bytes are those of the MLPs as a "
+        "share of the dense bf16 ones':",
+        storages_table,
+    ]
+
+
+def excess(value: float) -> str:
+    """As the tables have it."""
+    return f"{value:.4f}"
+
+
+def cpu() -> list[str]:
+    """The ops' times."""
+    rows = forward()
+    if not rows:
+        return []
+    return [
+        "## Ops on a CPU",
+        f"Measured: {machine_of('cpu')}, {rows[0]['threads']} threads, {rows[0]['dtype']}, medians "
+        f"of paired rounds at {SHOWN}'s shape. *Ideal* is the ratio of parameters.",
+        table(
+            ["op", "M", "r", "dense ms", "two GEMMs ms", "op ms", "speed-up", "ideal"],
+            [
+                [
+                    *(f"`{row['op']}`", row["M"], row["r"]),
+                    *(f"{row[name]:.2f}" for name in ("dense_ms", "two_gemm_ms", "op_ms")),
+                    *(f"{row[name]:.2f}" for name in ("speedup", "ideal_speedup")),
+                ]
+                for row in rows
+            ],
+        ),
+    ]
+
+
+def forward() -> list[Row]:
+    """The CPU's rows without gradients."""
+    return [row for row in document("cpu") or [] if row["pass"] == FORWARD]
+
+
+def generation() -> list[str]:
+    """Tokens per second of Transformers' `generate`."""
+    rows: list[Row] = document("generate") or []
+    if not rows:
+        return []
+    return [
+        "## Generating on a CPU",
+        f"Measured: {machine_of('generate')}, {rows[0]['threads']} threads, "
+        f"{rows[0]['compute_dtype']}, Transformers' `generate` with a static cache, a prompt of "
+        f"{rows[0]['prompt']} tokens, then {rows[0]['new']} more; speed-ups are medians of paired "
+        "rounds, with their range. The demo's model is so small that most of a step is Python.",
+        table(
+            ["model", "compiled", "first token ms", "ms/token", "tokens/s", "decode speed-up"],
+            [
+                [
+                    f"`{row['dir']}`",
+                    "yes" if row["compiled"] else "no",
+                    *(number(row[name]) for name in ("ttft_ms", "token_ms", "tokens_per_s")),
+                    _measured_range(row["speedup"]),
+                ]
+                for row in rows
+                if not row["failed"]
+            ],
+        ),
+    ]
+
+
+def _measured_range(speedup: Row | None) -> str:
+    if speedup is None:
+        return ""
+    decode = speedup["decode"]
+    return f"{decode['median']:.2f} ({decode['low']:.2f} to {decode['high']:.2f})"

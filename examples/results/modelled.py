@@ -1,0 +1,223 @@
+"""Sections of docs/results.md of what is modelled: whole models and kernels."""
+
+from measured import excess
+from plots import image
+from selection import (
+    Row,
+    document,
+    front,
+    model_name,
+    models,
+    setting,
+    tradeoffs,
+    variant,
+)
+from sources import SHOWN, TARGET, read
+from writing import number, span, table
+
+from neuronmm_ops.hardware import DMA_MODELS
+from neuronmm_ops.models import SHAPES
+
+PHASES = ("prefill", "decode")
+
+
+def pareto() -> list[str]:
+    """Tokens per second against quality."""
+    points = tradeoffs()
+    if not points:
+        return []
+    best = front(points)
+    return [
+        "## Tokens per second against quality",
+        f"**Two models**: tokens/s are {SHOWN}'s, modelled on one {TARGET} core (MLPs compressed, "
+        "NeuronMM's ranks); the quality is the demo model's at the same ratio and storage, "
+        "measured, with its own ranks. What the large model would lose is not known here.",
+        image("results-pareto.svg", "modelled tokens per second against measured quality"),
+        table(
+            ["ratio", "storage", f"{SHOWN}, tokens/s, modelled", "demo, excess, measured", "front"],
+            [
+                [
+                    f"{point.ratio:g}",
+                    point.storage,
+                    number(point.tokens_per_s),
+                    excess(point.excess),
+                    "yes" if point in best else "",
+                ]
+                for point in points
+            ],
+        ),
+    ]
+
+
+def whole_models() -> list[str]:
+    """Low rank beside dense, a model a row."""
+    found = [one for name in SHAPES for one in models(name)]
+    if not found:
+        return []
+    first = found[0]
+    return [
+        "## Whole models",
+        f"Modelled: one {first['target']} core a rank, batch {first['batch']}, a prompt of "
+        f"{first['prompt']} tokens, then {first['new']} more; every launch traced on the simulated "
+        "core. *Dense* is our own best dense bf16 kernels. Speed-ups are ranges over the DMA "
+        "models. What a serving stack adds is left out: " + "; ".join(first["left_out"][:1]) + ".",
+        image("results-models.svg", "speed-up of decode and prefill, by model and setting"),
+        setting_rows(found),
+        *_published(found),
+        *_components(),
+    ]
+
+
+def setting_rows(found: list[Row]) -> str:
+    """A table of modelled documents, low rank beside dense, a row each."""
+    head = (
+        *("model", "compressed", "prefill ms", "dense", "speed-up"),
+        *("ms/token", "dense", "speed-up", "tokens/s"),
+    )
+    return table(head, [_model_row(one) for one in found])
+
+
+def _model_row(one: Row) -> list[str]:
+    dense, own = variant(one, "dense"), variant(one, "low_rank")
+    cells = [model_name(one), setting(one)]
+    for phase in PHASES:
+        speedup = one["speedups"]["ours"][phase]
+        cells += [
+            number(own["phases"][phase]["time_ms"]),
+            number(dense["phases"][phase]["time_ms"]),
+            span(speedup["low"], speedup["high"]),
+        ]
+    return [*cells, number(own["tokens_per_s"])]
+
+
+def _published(found: list[Row]) -> list[str]:
+    """The same beside NeuronMM's setting, of those that it can run."""
+    compared = [one for one in found if "published" in one["speedups"]]
+    if not compared:
+        return []
+    names = {"published": "theirs over theirs", "ours_over_published": "ours over theirs, dense"}
+    return [
+        "Beside the published setting, NeuronMM's kernels and its tutorial baseline, traced in the "
+        "same run: *theirs over theirs* is what the paper states (low rank over a tutorial's dense "
+        "matmul), *ours over theirs, dense* adds our kernels. The speed-ups above are over a dense "
+        "baseline as good as we can make it.",
+        table(
+            ["model", "compressed", "speed-up", *(f"{p}, over the DMA models" for p in PHASES)],
+            [
+                [
+                    *(model_name(one), setting(one), label),
+                    *(_ends(one["speedups"][key][phase]) for phase in PHASES),
+                ]
+                for one in compared
+                for key, label in names.items()
+            ],
+        ),
+    ]
+
+
+def _ends(speedup: Row) -> str:
+    return f"{speedup['low']:.2f}-{speedup['high']:.2f}x"
+
+
+def _components() -> list[str]:
+    """What a token of the shown model waits for."""
+    documents = models(SHOWN)
+    if not documents:
+        return []
+    dense = variant(documents[0], "dense")["phases"]["decode"]
+    columns = [("dense", dense)]
+    columns += [(setting(one), variant(one, "low_rank")["phases"]["decode"]) for one in documents]
+    names = [each["component"] for each in dense["components"] if each["launches"]]
+    of = [{each["component"]: each for each in phase["components"]} for _, phase in columns]
+    return [
+        f"What a token of {SHOWN} waits for, in ms (modelled):",
+        table(
+            ["component", *(label for label, _ in columns)],
+            [
+                *([name, *(number(each[name]["time_ms"]) for each in of)] for name in names),
+                ["all", *(number(phase["time_ms"]) for _, phase in columns)],
+            ],
+        ),
+        _binding(*columns[-1]),
+    ]
+
+
+def _binding(label: str, phase: Row) -> str:
+    """The two components that a setting's token waits for longest."""
+    whole = phase["time_ms"]
+    longest = sorted(phase["components"], key=lambda each: -each["time_ms"])[:2]
+    shares = [f"`{each['component']}` {each['time_ms'] / whole:.0%}" for each in longest]
+    return (
+        f"What binds at {label}: {' and '.join(shares)} of it. The output head, attention with its "
+        "KV cache and the norms are what no compression of the layers' Linears touches."
+    )
+
+
+def figure1() -> list[str]:
+    """Time and traffic of X U V."""
+    rows: list[Row] = document("figure1") or []
+    if not rows:
+        return []
+    kernels = list(dict.fromkeys(row["kernel"] for row in rows))
+    tokens = list(dict.fromkeys(row["M"] for row in rows))
+    of = {(row["kernel"], row["M"]): row for row in rows}
+    return [
+        "## The paper's Figure 1",
+        "X U V at the paper's shape on one trn1 core: lines are modelled, markers are what "
+        "[NeuronMM](https://arxiv.org/abs/2510.25977) published.",
+        image("results-figure1.svg", "time and HBM traffic against tokens"),
+        "Time in ms, modelled; in brackets what the paper measured:",
+        table(
+            ["kernel", *(f"{M // 1024}K" for M in tokens)],
+            [
+                [f"`{kernel}`", *(_with_published(of.get((kernel, M))) for M in tokens)]
+                for kernel in kernels
+            ],
+        ),
+    ]
+
+
+def _with_published(row: Row | None) -> str:
+    if row is None or row["time_ms"] is None:
+        return ""
+    published = row["published_ms"]
+    return number(row["time_ms"]) + (f" ({number(published)})" if published else "")
+
+
+def clock() -> list[str]:
+    """Speed-ups of kernels under each DMA model."""
+    found = read("clock")
+    if found is None:
+        return []
+    rows: list[Row] = [row for run in found["runs"] for row in run["document"]]
+    published = {"xuv": "neuronmm_published", "svd_mlp": "neuronmm_published_mlp"}
+    of = {(row["target"], row["kernel"], row["M"], row["K"]): row for row in rows}
+    lines: list[list[str]] = []
+    for (target, kernel, M, K), row in of.items():
+        theirs = of.get((target, published.get(kernel, ""), M, K))
+        if theirs is None or theirs["times_ms"] is None:
+            continue
+        ratios = [theirs["times_ms"][model] / row["times_ms"][model] for model in DMA_MODELS]
+        lines.append(
+            [
+                f"`{kernel}` [{M}, {K}], {target}",
+                _ends({"low": min(ratios), "high": max(ratios)}),
+                *(f"{ratio:.2f}" for ratio in ratios),
+                span(row["time_low_ms"], row["time_high_ms"], 4, ""),
+            ]
+        )
+    return [
+        "## How far the clock may be wrong",
+        "Modelled: our kernels beside NeuronMM's published ones at "
+        f"{SHOWN}'s shape, ratio 0.2, under each of the simulated core's "
+        "[two DMA models](neuroncore.md#what-is-modelled). They differ in what small DMAs cost, "
+        "which public figures say least about: a claim here is a range.",
+        table(
+            [
+                *("op [M, K], target", "speed-up: range over the DMA models"),
+                *(f"`{model}`" for model in DMA_MODELS),
+                "our ms",
+            ],
+            lines,
+        ),
+    ]
