@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import neuronmm_ops.neuroncore as nc
 from neuronmm_ops.neuroncore import isa as nisa
 from neuronmm_ops.neuroncore import language as nl
-from neuronmm_ops.neuroncore.timing.schedule import Placer
+from neuronmm_ops.neuroncore.timing.placer import Placer
 from neuronmm_ops.neuroncore.timing.steady import Iterations
 
 T = 32

@@ -7,7 +7,8 @@ from neuronmm_ops.hardware import DMA_DONE_NS, MACHINES, TRN1, TRN2, Engine
 from neuronmm_ops.neuroncore import isa as nisa
 from neuronmm_ops.neuroncore import language as nl
 from neuronmm_ops.neuroncore.timing.resources import Capacity
-from neuronmm_ops.neuroncore.timing.schedule import Wait, schedule
+from neuronmm_ops.neuroncore.timing.schedule import schedule
+from neuronmm_ops.neuroncore.timing.times import Wait
 
 X = nc.TensorSpec((128, 2048), nl.bfloat16)
 

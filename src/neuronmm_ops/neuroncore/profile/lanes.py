@@ -6,7 +6,7 @@ import heapq
 
 from neuronmm_ops.hardware import Engine
 from neuronmm_ops.neuroncore.profile.metrics import ENGINE_NAMES
-from neuronmm_ops.neuroncore.timing.schedule import CoreSchedule
+from neuronmm_ops.neuroncore.timing.times import CoreSchedule
 
 
 def lane_of(core: CoreSchedule, instruction: int) -> str:

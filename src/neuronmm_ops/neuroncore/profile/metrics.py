@@ -16,7 +16,7 @@ import numpy as np
 from neuronmm_ops.hardware import DMA_ENGINES, MIN_CYCLES, Engine
 from neuronmm_ops.neuroncore.memory import liveness
 from neuronmm_ops.neuroncore.memory.storage import MemoryRegion, Storage
-from neuronmm_ops.neuroncore.timing.schedule import CoreSchedule, Schedule, Wait
+from neuronmm_ops.neuroncore.timing.times import CoreSchedule, Schedule, Wait
 from neuronmm_ops.neuroncore.timing.trace import InstructionTemplate
 
 ENGINE_NAMES = ("TensorE", "VectorE", "ScalarE", "GpSimdE", "SyncE", "DMA")

@@ -16,7 +16,7 @@ from neuronmm_ops.neuroncore.files import replacing
 from neuronmm_ops.neuroncore.memory.storage import MemoryRegion
 from neuronmm_ops.neuroncore.profile.lanes import Rows, lane_of
 from neuronmm_ops.neuroncore.profile.metrics import WAIT_NAMES, occupancy
-from neuronmm_ops.neuroncore.timing.schedule import CoreSchedule
+from neuronmm_ops.neuroncore.timing.times import CoreSchedule
 
 if TYPE_CHECKING:
     from neuronmm_ops.neuroncore.profile.profile import Profile

@@ -12,7 +12,7 @@ import numpy as np
 
 from neuronmm_ops.neuroncore.files import replacing
 from neuronmm_ops.neuroncore.profile.metrics import ENGINE_NAMES, columns, disjoint
-from neuronmm_ops.neuroncore.timing.schedule import CoreSchedule
+from neuronmm_ops.neuroncore.timing.times import CoreSchedule
 
 if TYPE_CHECKING:
     from neuronmm_ops.neuroncore.profile.profile import Profile

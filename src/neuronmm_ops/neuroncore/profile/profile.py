@@ -24,7 +24,8 @@ from neuronmm_ops.neuroncore.profile.metrics import (
     TensorTraffic,
 )
 from neuronmm_ops.neuroncore.profile.what_if import WhatIf
-from neuronmm_ops.neuroncore.timing.schedule import Schedule, schedule
+from neuronmm_ops.neuroncore.timing.schedule import schedule
+from neuronmm_ops.neuroncore.timing.times import Schedule
 from neuronmm_ops.neuroncore.timing.trace import DmaCost, InstructionTemplate
 
 if TYPE_CHECKING:

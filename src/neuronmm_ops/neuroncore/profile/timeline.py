@@ -29,7 +29,7 @@ from neuronmm_ops.neuroncore.profile.metrics import (
     occupancy,
     statement,
 )
-from neuronmm_ops.neuroncore.timing.schedule import CoreSchedule
+from neuronmm_ops.neuroncore.timing.times import CoreSchedule
 from neuronmm_ops.neuroncore.timing.trace import Record
 
 if TYPE_CHECKING:

@@ -17,7 +17,8 @@ from neuronmm_ops.neuroncore.collector import no_collection
 from neuronmm_ops.neuroncore.memory.liveness import limit_of
 from neuronmm_ops.neuroncore.memory.storage import MemoryRegion, Storage
 from neuronmm_ops.neuroncore.profile.metrics import critical_steps, occupancy
-from neuronmm_ops.neuroncore.timing.schedule import Schedule, schedule
+from neuronmm_ops.neuroncore.timing.schedule import schedule
+from neuronmm_ops.neuroncore.timing.times import Schedule
 from neuronmm_ops.neuroncore.timing.trace import InstructionTemplate, Trace
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""What instructions compete for: DMA engines and the capacity of a memory."""
+"""What instructions compete for: DMA engines, PE tiles, ports, the capacity of a memory."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import heapq
 from itertools import pairwise
 from typing import Any
 
-from neuronmm_ops.hardware import DMA_ENGINES
-from neuronmm_ops.neuroncore.timing.trace import DmaCost
+from neuronmm_ops.hardware import DMA_ENGINES, Engine
+from neuronmm_ops.neuroncore.timing.trace import DmaCost, InstructionTemplate
 
 
 class FreeTime:
@@ -153,3 +153,27 @@ class Capacity:
             (when + ns, size, who + instructions) if when else (when, size, who)
             for when, size, who in self.free
         ]
+
+
+def pe_cells(tile: tuple[int, int, int, int]) -> list[int]:
+    """Cells of the PE array, 4 x 4 of 32 x 32, that a tile covers."""
+    row, rows, column, columns = tile
+    return [
+        4 * r + c
+        for r in range(row // 32, (row + rows) // 32)
+        for c in range(column // 32, (column + columns) // 32)
+    ]
+
+
+def shared_ports_of(template: InstructionTemplate) -> list[tuple[str, int]]:
+    """Ports that an instruction takes on gen2, and the side that excludes it there.
+
+    Side 0 of each is VectorE; side 1 is GpSimdE on SBUF and ScalarE on PSUM.
+    """
+    if template.engine is Engine.VECTOR:
+        return [("sbuf", 1)] * template.on_sbuf + [("psum", 1)] * template.on_psum
+    if template.engine is Engine.GPSIMD and template.on_sbuf:
+        return [("sbuf", 0)]
+    if template.engine is Engine.SCALAR and template.on_psum:
+        return [("psum", 0)]
+    return []

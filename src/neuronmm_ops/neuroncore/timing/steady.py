@@ -21,7 +21,7 @@ from neuronmm_ops.neuroncore.memory.storage import Box, Layout, Storage
 from neuronmm_ops.neuroncore.timing.trace import Loop, Trace
 
 if TYPE_CHECKING:
-    from neuronmm_ops.neuroncore.timing.schedule import Placer
+    from neuronmm_ops.neuroncore.timing.placer import Placer
 
 LONGEST_PERIOD = 8
 """Iterations that may repeat together: units that take turns make more than one."""
