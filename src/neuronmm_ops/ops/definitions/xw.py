@@ -49,4 +49,5 @@ SPEC = OpSpec(
     reference=reference,
     backward=backward,
     is_scaled=True,
+    cuts=("N", "K"),
 )
