@@ -49,6 +49,20 @@ class Operand(NamedTuple):
         return tuple(name for name in self.shape.split() if name != LEADING)
 
 
+class Cut(NamedTuple):
+    """How one call becomes a call on each of several ranks, which hold parts of its operands.
+
+    Attributes:
+        dims: for each of a spec's `tensors` the dimension that is cut, counted from the last (-1),
+            None for a tensor that every rank has whole.
+        is_partial: whether the results of the ranks are summed, and a bias belongs to one rank
+            alone. Otherwise they lie side by side, those of each of `outputs` for itself.
+    """
+
+    dims: tuple[int | None, ...]
+    is_partial: bool
+
+
 class _EqualSizes(NamedTuple):
     """A rule: a dimension of one operand has the size of one of another."""
 
@@ -79,6 +93,8 @@ class OpSpec:
         outputs: names of the sizes that lie side by side in the last dimension of the result.
         is_scaled: whether factors may be in one byte, with `scales` after the choices and then the
             choice `compute`.
+        cuts: names of the sizes that ranks may divide between them; `N` stands for all of
+            `outputs`.
     """
 
     name: str
@@ -88,6 +104,7 @@ class OpSpec:
     choices: Mapping[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
     outputs: tuple[str, ...] = ("N",)
     is_scaled: bool = False
+    cuts: tuple[str, ...] = ()
 
     @cached_property
     def factors(self) -> tuple[int, ...]:
@@ -182,6 +199,25 @@ class OpSpec:
     def result_shape(self, tensors: Sequence[Any]) -> tuple[int, ...]:
         """The shape `[..., N]` of the result for the op's tensors."""
         return (*tensors[0].shape[:-1], sum(self.widths(tensors)))
+
+    def cut(self, name: str) -> Cut:
+        """How ranks divide the size called `name`: a contraction to sums, `N` to parts.
+
+        With `compute="fp8"` a rank rounds its part of a token by that part's own scale.
+
+        Raises:
+            ValueError: it is none of `cuts`.
+        """
+        if name not in self.cuts:
+            raise ValueError(
+                f"{self.name}: ranks may divide {' or '.join(self.cuts) or 'nothing'}, got {name!r}"
+            )
+        names = self.outputs if name == "N" else (name,)
+        dims: list[int | None] = [None] * len(self.tensors)
+        for size, index, dim in self._dimensions():
+            if size in names:
+                dims[index] = dim
+        return Cut(tuple(dims), is_partial=name != "N")
 
     def _dimensions(self) -> Iterator[tuple[str, int, int]]:
         """Each named size, the tensor that has it, and its dimension, counted from the last."""

@@ -100,4 +100,5 @@ SPEC = OpSpec(
     backward=backward,
     choices={"activation": tuple(ACTIVATIONS)},
     is_scaled=True,
+    cuts=("I", "r_down", "N"),
 )

@@ -37,4 +37,5 @@ SPEC = OpSpec(
     reference=reference,
     backward=matrix_backward,
     is_scaled=True,
+    cuts=("N", "K"),
 )
