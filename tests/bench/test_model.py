@@ -11,9 +11,11 @@ from hypothesis import strategies as st
 from neuronmm_ops.bench import model
 from neuronmm_ops.bench.baselines import neuronmm
 from neuronmm_ops.bench.cases import end_to_end
-from neuronmm_ops.bench.decoder import MLP, Decoder, divided, linears, selection
+from neuronmm_ops.bench.decoder import Decoder
 from neuronmm_ops.bench.launches import Tracer
+from neuronmm_ops.bench.linears import MLP, divided, linears, selection
 from neuronmm_ops.bench.memory import weight_bytes
+from neuronmm_ops.bench.passes import COMPONENTS, POINTS, lengths
 from neuronmm_ops.hardware import DMA_MODELS, MACHINES
 from neuronmm_ops.models import SHAPES, ModelShape
 from neuronmm_ops.neuroncore import NkiValidationError
@@ -83,7 +85,7 @@ def test_document(document, tiny):
 def test_components_add_up_to_their_phase(document):
     for row in document["variants"]:
         for phase in row["phases"].values():
-            assert [each["component"] for each in phase["components"]] == list(model.COMPONENTS)
+            assert [each["component"] for each in phase["components"]] == list(COMPONENTS)
             for dma_model in DMA_MODELS:
                 parts = [each["times_ms"][dma_model] for each in phase["components"]]
                 assert sum(parts) == pytest.approx(phase["times_ms"][dma_model])
@@ -91,7 +93,7 @@ def test_components_add_up_to_their_phase(document):
             assert phase["time_low_ms"] == min(phase["times_ms"].values())
             assert phase["time_high_ms"] == max(phase["times_ms"].values())
             moved = sum(each["hbm_bytes"] for each in phase["components"])
-            assert moved == pytest.approx(phase["hbm_bytes"], abs=len(model.COMPONENTS))
+            assert moved == pytest.approx(phase["hbm_bytes"], abs=len(COMPONENTS))
             assert sum(each["launches"] for each in phase["components"]) == phase["launches"]
 
 
@@ -301,10 +303,10 @@ def test_low_rank_ranks_take_the_quickest_way():
 @given(first=st.integers(1, 5000), size=st.integers(0, 600), slope=st.floats(-1, 1))
 def test_shares_of_lengths(first, size, slope):
     """A time that is linear in the length has its mean exactly."""
-    shares = model.lengths(first, first + size)
+    shares = lengths(first, first + size)
     assert sum(shares.values()) == pytest.approx(1)
     assert min(shares.values()) >= 0
-    assert len(shares) <= model.POINTS
+    assert len(shares) <= POINTS
     mean = sum(share * (3 + slope * T) for T, share in shares.items())
     every = np.arange(first, first + size + 1)
     assert mean == pytest.approx(float((3 + slope * every).mean()))

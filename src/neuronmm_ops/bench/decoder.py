@@ -1,20 +1,18 @@
 """The launches of a whole decoder model, component by component, on one rank of tensor parallel.
 
-A rank has its part of the heads, of the MLP's inner features and of the vocabulary. Of a low-rank
-pair that is cut by columns every rank has all of u and its columns of v, of one that is cut by rows
-its rows of u and all of v; what ranks then add is [M, N], or [M, r] between u and v. Instead the
-rank itself may be cut, which divides all factors but exchanges more. The quickest is taken.
+A rank has its part of the heads, of the MLP's inner features and of the vocabulary. `layouts` says
+how ranks may divide a low-rank pair; the quickest way is taken.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
-from math import ceil
 from typing import Any, Literal, NamedTuple
 
 from neuronmm_ops.bench.baselines import elementwise, matmul, neuronmm
+from neuronmm_ops.bench.exchange import Links
 from neuronmm_ops.bench.launches import (
     Launch,
     Tracer,
@@ -22,131 +20,20 @@ from neuronmm_ops.bench.launches import (
     of_op,
     of_plans,
 )
-from neuronmm_ops.compress.rank import aligned_rank, parameter_count
-from neuronmm_ops.compress.targets import matches
+from neuronmm_ops.bench.layouts import GROUPS, LAYOUTS, Group, Layout, factors
+from neuronmm_ops.bench.linears import DTYPE, HEAD, MLP, QKV, Linear, divided
 from neuronmm_ops.hardware import resolve_target
 from neuronmm_ops.kernels.attention.plan import plan_attention
 from neuronmm_ops.kernels.lm_head.plan import plan_lm_head
 from neuronmm_ops.kernels.mlp.plan import plan_mlp
 from neuronmm_ops.kernels.planned import TensorShape
-from neuronmm_ops.kernels.planner.problem import (
-    SCALE_BYTES,
-    Matrices,
-    mlp_matrices,
-)
+from neuronmm_ops.kernels.planner.problem import Matrices, mlp_matrices
 from neuronmm_ops.kernels.rms_norm.plan import plan_rms_norm
 from neuronmm_ops.kernels.rope.plan import plan_rope
 from neuronmm_ops.models import ModelShape
 from neuronmm_ops.neuroncore import Kernel, NkiValidationError
-from neuronmm_ops.neuroncore.collectives.links import Group
 
-DTYPE = "bfloat16"
-ITEMSIZE = 2
-QKV = ("q_proj", "k_proj", "v_proj")
-MLP = ("gate_proj", "up_proj", "down_proj")
-HEAD = "lm_head"
 Mlp = Literal["ours", "published"]
-
-
-class Linear(NamedTuple):
-    """A Linear as it is stored, whole.
-
-    Attributes:
-        K: input features.
-        N: output features.
-        r: the rank of a pair; None where it is dense.
-        stored: dtype of its weights in one byte; empty where they are of the model's dtype.
-    """
-
-    K: int
-    N: int
-    r: int | None = None
-    stored: str = ""
-
-    @property
-    def bytes(self) -> int:
-        """Of the weights and their scales."""
-        elements = parameter_count(self.K, self.N, self.r)
-        if not self.stored:
-            return ITEMSIZE * elements
-        return elements + SCALE_BYTES * (self.N + (self.r or 0))
-
-
-def selection(shape: ModelShape, targets: Sequence[str]) -> set[str]:
-    """The Linears of a layer that targets select, as `SVDConfig.targets`.
-
-    Raises:
-        ValueError: a target selects none.
-    """
-    parents = {name: "mlp" if name in MLP else "self_attn" for name in shape.projections}
-    found: set[str] = set()
-    for target in targets:
-        of_target = {n for n, parent in parents.items() if matches(target, f"layer.{parent}.{n}")}
-        if not of_target:
-            raise ValueError(
-                f"targets must select Linears of a layer ({', '.join(parents)}); {target!r} "
-                "selects none"
-            )
-        found |= of_target
-    return found
-
-
-def linears(
-    shape: ModelShape,
-    selected: Collection[str] = (),
-    stored: str = "",
-    stored_dense: str = "",
-    stored_head: str = "",
-    *,
-    ratio: float | None = None,
-) -> dict[str, Linear]:
-    """The Linears of a layer by name, and the output head.
-
-    Args:
-        shape: of the model.
-        selected: names of those that `ratio` and `stored` are for.
-        stored: dtype of the selected ones where that is in one byte.
-        stored_dense: the same of the layers' other Linears, and of those without a rank that pays.
-        stored_head: the same of the output head.
-        ratio: of parameters removed; None leaves all dense.
-    """
-    found: dict[str, Linear] = {}
-    for name, (K, N) in shape.projections.items():
-        is_selected = name in selected
-        r = aligned_rank(K, N, ratio) if ratio is not None and is_selected else None
-        is_kept = not is_selected or (ratio is not None and r is None)
-        found[name] = Linear(K, N, r, stored_dense if is_kept else stored)
-    found[HEAD] = Linear(shape.hidden_size, shape.vocab_size, None, stored_head)
-    return found
-
-
-def divided(shape: ModelShape, tp: int) -> ModelShape:
-    """The sizes of one rank; key and value heads are repeated where ranks outnumber them.
-
-    Raises:
-        ValueError: the ranks do not divide the sizes.
-    """
-    if not _divides(shape, tp):
-        most = max(shape.heads, 1)
-        fitting = ", ".join([str(n) for n in range(1, most + 1) if _divides(shape, n)])
-        raise ValueError(
-            f"tp must divide {shape.name}'s {shape.heads} heads, {shape.intermediate_size} inner "
-            f"features and {shape.vocab_size} words, and its {shape.kv_heads} key and value heads "
-            f"or be a multiple of them; got {tp}, use one of {fitting}"
-        )
-    return replace(
-        shape,
-        heads=shape.heads // tp,
-        kv_heads=max(1, shape.kv_heads // tp),
-        intermediate_size=shape.intermediate_size // tp,
-        vocab_size=shape.vocab_size // tp,
-    )
-
-
-def _divides(shape: ModelShape, tp: int) -> bool:
-    if tp < 1 or (shape.kv_heads % tp and tp % shape.kv_heads):
-        return False
-    return not any(size % tp for size in (shape.heads, shape.intermediate_size, shape.vocab_size))
 
 
 class Part(NamedTuple):
@@ -170,6 +57,8 @@ class Decoder:
         batch: sequences.
         mlp: "ours", or "published": the tutorial's matmul where the MLP is dense, NeuronMM's
             kernels where it is low-rank.
+        layouts: that ranks may take.
+        least_us: as `Links`.
     """
 
     whole: ModelShape
@@ -179,6 +68,8 @@ class Decoder:
     tp: int
     batch: int
     mlp: Mlp = "ours"
+    layouts: Collection[Layout] = LAYOUTS
+    least_us: float = 0.0
 
     @cached_property
     def shape(self) -> ModelShape:
@@ -233,40 +124,34 @@ class Decoder:
         widths: dict[str, int] = {name: self.shape.projections[name][1] for name in QKV}
         ranks = {name: r for name in QKV if (r := self.linears[name].r) is not None}
         dense = [name for name in QKV if name not in ranks]
-        launches: tuple[Launch, ...] = ()
+        beside = Way()
         if dense:
-            beside = sum([widths[name] for name in dense])
-            launches += self._op("xw", M, ((H, beside),), self.linears[dense[0]].stored)
-        for name, r in ranks.items():
-            matrices = ((H, r), (r, widths[name]))
-            launches += self._op("xuv", M, matrices, self.linears[name].stored)
-        if dense:
-            return [Way(launches)]
+            width = sum([widths[name] for name in dense])
+            beside = Way(self._op("xw", M, ((H, width),), self.linears[dense[0]].stored))
+        if not ranks:
+            return self._allowed([beside], "qkv", "dense")
         pairs = [((H, r), (r, widths[name])) for name, r in ranks.items()]
-        whole = self._op("svd_qkv", M, tuple([side for pair in pairs for side in pair]), stored)
-        ways = [Way(launches), Way(whole)]
-        if self.tp > 1:
-            low = sum(ranks.values())
-            cut = self._op("xw", M, ((H, ceil(low / self.tp)),), stored)
-            for _, (r, width) in pairs:
-                cut += self._op("xw", M, ((r, width),), stored)
-            ways.append(Way(cut, self._gathered(M, low)))
-        return ways
+        apart = [launch for p in pairs for launch in self._op("xuv", M, p, stored)]
+        ways = [Way(tuple(apart))]
+        if not dense:
+            matrices = tuple([factor for pair in pairs for factor in pair])
+            ways.append(Way(self._op("svd_qkv", M, matrices, stored)))
+        ways = self._allowed(ways, "qkv", "one")
+        seconds = [launch for _, v in pairs for launch in self._op("xw", M, (v,), stored)]
+        firsts = self._firsts(M, "qkv", ("both", "rows"))
+        ways += [first.then(Way(tuple(seconds))) for first in firsts]
+        return [beside.then(way) for way in ways]
 
     def _output(self, M: int) -> list[Way]:
         K, H = self.shape.heads * self.shape.head_dim, self.whole.hidden_size
         _, _, r, stored = self.linears["o_proj"]
+        added = self._links.all_reduce(M, H)
         if r is None:
-            return [Way(self._op("xw", M, ((K, H),), stored), self._summed(M, H))]
-        ways = [Way(self._op("xuv", M, ((K, r), (r, H)), stored), self._summed(M, H))]
-        return ways if self.tp == 1 else [*ways, *self._between(M, K, r, H, stored)]
-
-    def _between(self, M: int, K: int, r: int, H: int, stored: str) -> list[Way]:
-        """Rows of u on each rank, and sums of [M, r]: v whole on each rank, or cut by columns."""
-        u, part = self._op("xw", M, ((K, r),), stored), ceil(H / self.tp)
-        whole, columns = (self._op("xw", M, ((r, N),), stored) for N in (H, part))
-        sums = self._summed(M, r)
-        return [Way(u + whole, sums), Way(u + columns, sums + self._gathered(M, H))]
+            return self._allowed([Way(self._op("xw", M, ((K, H),), stored), added)], "o", "dense")
+        whole = [Way(self._op("xuv", M, ((K, r), (r, H)), stored), added)]
+        first = Way(self._op("xw", M, ((K, r),), stored))
+        lasts = self._lasts(M, "o")
+        return self._allowed(whole, "o", "sum") + [first.then(last) for last in lasts]
 
     def _gated(self, M: int) -> list[Way]:
         gate, _, down = (self.linears[name] for name in MLP)
@@ -275,26 +160,19 @@ class Decoder:
         assert r == down.r, (gate, down)
         if self.mlp == "published":
             return self._published(M, H, r, I)
+        added = self._links.all_reduce(M, H)
         if r is None:
             plans = plan_mlp(M, H, I, weight_dtype=stored, **self._machine)
-            return [Way(of_plans(plans), self._summed(M, H))]
+            return self._allowed([Way(of_plans(plans), added)], "gate_up", "dense", "down")
         matrices = mlp_matrices(H, (r, r, r), I, H)
-        ways = [Way(self._op("svd_mlp", M, matrices, stored), self._summed(M, H))]
-        if self.tp == 1:
-            return ways
-        pair = self._op("xuv", M, ((H, r), (r, I)), stored)
-        low = self._op("xw", M, ((H, ceil(2 * r / self.tp)),), stored)
-        high = self._op("xw", M, ((r, I),), stored)
-        product = (self._product(M, I),)
-        replicated, cut = self._between(M, I, r, H, stored)
-        for first, exchanged, second in (
-            (pair * 2, (), replicated),
-            (pair * 2, (), cut),
-            (low + high * 2, self._gathered(M, 2 * r), cut),
-        ):
-            launches = first + product + second.launches
-            ways.append(Way(launches, exchanged + second.collectives_ms))
-        return ways
+        whole = [Way(self._op("svd_mlp", M, matrices, stored), added)]
+        # v of gate, v of up and u of down in one launch
+        between = Way(of_plans(plan_mlp(M, r, I, weight_dtype=stored, **self._machine)))
+        return self._allowed(whole, "gate_up", "sum", "down") + [
+            first.then(between).then(last)
+            for first in self._firsts(M, "gate_up")
+            for last in self._lasts(M, "down")
+        ]
 
     def _published(self, M: int, H: int, r: int | None, I: int) -> list[Way]:  # noqa: E741
         """The MLP as NeuronMM's end-to-end runs had it, on one core."""
@@ -341,8 +219,61 @@ class Decoder:
         H, words = self.whole.hidden_size, self.shape.vocab_size
         stored = self.linears[HEAD].stored
         plan = plan_lm_head(self.batch, H, words, weight_dtype=stored, **self._machine)
-        exchanged = () if self.tp == 1 else (self._group.gather_ns(8 * self.batch) / 1e6,)
-        return [Way(of_plans([plan]), exchanged)]
+        found = self._links.all_gather(self.batch, 2 * self.tp, itemsize=4)
+        return [Way(of_plans([plan]), found)]
+
+    # --- layouts of tensor parallel
+
+    def _firsts(
+        self, M: int, group: Group, layouts: Sequence[Layout] = ("one", "both", "rows")
+    ) -> list[Way]:
+        """x [M, K] and the first factors of a group that is cut by columns, side by side."""
+        if self.tp == 1:
+            return []
+        own = [each for name in GROUPS[group] if (each := self.own(name)).r is not None]
+        K, R = own[0].K, sum([each.r or 0 for each in own])
+        exchanged = {"both": self._links.all_gather(M, R), "rows": self._links.all_reduce(M, R)}
+        ways: list[Way] = []
+        for layout in layouts:
+            shapes = [factors(group, layout, each, self.tp)[0] for each in own]
+            beside = (shapes[0][0], sum([columns for _, columns in shapes]))
+            launches = self._op("xw", M, (beside,), own[0].stored)
+            if layout == "rows":
+                launches = (self._own_columns(M, K), *launches)
+            ways += self._allowed([Way(launches, exchanged.get(layout, ()))], group, layout)
+        return ways
+
+    def _lasts(self, M: int, group: Group) -> list[Way]:
+        """The sum of [M, r] over the ranks and the second factor of a pair cut by rows."""
+        if self.tp == 1:
+            return []
+        (name,) = GROUPS[group]
+        own, links = self.own(name), self._links
+        r, N = own.r or 0, own.N
+        added, ways = links.all_reduce(M, r), list[Way]()
+        for layout, exchanged in (
+            ("one", added),
+            ("both", added + links.all_gather(M, N)),
+            ("rows", links.reduce_scatter(M, r) + links.all_reduce(M, N)),
+        ):
+            _, second = factors(group, layout, own, self.tp)
+            launches = self._op("xw", M, (second,), own.stored)
+            ways += self._allowed([Way(launches, exchanged)], group, layout)
+        return ways
+
+    def _allowed(
+        self, ways: Iterable[Way], group: Group, layout: Layout, *more: Group
+    ) -> list[Way]:
+        """The ways with their layout, if ranks may take it; one rank has none."""
+        if self.tp == 1:
+            return list(ways)
+        named = tuple([(each, layout) for each in (group, *more)])
+        return [way._replace(layouts=named) for way in ways if layout in self.layouts]
+
+    def own(self, name: str) -> Linear:
+        """A Linear of a layer with the rank's part of K or N."""
+        K, N = self.shape.projections[name]
+        return self.linears[name]._replace(K=K, N=N)
 
     # --- launches and collectives
 
@@ -351,22 +282,19 @@ class Decoder:
         return {"dtype": DTYPE, "target": self.target, "lnc": self.lnc}
 
     @cached_property
-    def _group(self) -> Group:
-        return Group("tp", resolve_target(self.target), self.lnc, tuple(range(self.tp)))
+    def _links(self) -> Links:
+        return Links(self.target, self.lnc, self.tp, self.least_us)
 
     def _op(self, op: str, M: int, matrices: Matrices, stored: str) -> tuple[Launch, ...]:
         return of_op(op, M, matrices, DTYPE, self.target, self.lnc, stored)
 
     def _product(self, M: int, I: int) -> Launch:  # noqa: E741
         side = TensorShape((M, I), DTYPE)
-        kernel = elementwise.gated_product
-        return Launch(kernel if self.lnc == 1 else kernel[self.lnc], (side, side))
+        return Launch(self._on_cores(elementwise.gated_product), (side, side))
 
-    def _summed(self, M: int, N: int) -> tuple[float, ...]:
-        """All-reduce of [M, N]."""
-        return () if self.tp == 1 else (self._group.reduce_ns(ITEMSIZE * M * N) / 1e6,)
+    def _own_columns(self, M: int, K: int) -> Launch:
+        kernel = self._on_cores(elementwise.own_columns)
+        return Launch(kernel, (TensorShape((M, K), DTYPE),), {"parts": self.tp})
 
-    def _gathered(self, M: int, N: int) -> tuple[float, ...]:
-        """All-gather of [M, N], whose columns the ranks have."""
-        chunk = ITEMSIZE * M * N / self.tp
-        return () if self.tp == 1 else (self._group.gather_ns(chunk) / 1e6,)
+    def _on_cores(self, kernel: Kernel) -> Kernel:
+        return kernel if self.lnc == 1 else kernel[self.lnc]

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from neuronmm_ops.bench.exchange import Collective
+from neuronmm_ops.bench.layouts import Group, Layout
 from neuronmm_ops.bench.runner import traced
 from neuronmm_ops.hardware import DMA_MODELS
 from neuronmm_ops.kernels import nki_kernel, plan_op
@@ -36,11 +38,23 @@ class Way(NamedTuple):
 
     Attributes:
         launches: on each rank.
-        collectives_ms: of each collective between them.
+        collectives: between them.
+        layouts: of the weights by group, with tensor parallel.
     """
 
-    launches: tuple[Launch, ...]
-    collectives_ms: tuple[float, ...] = ()
+    launches: tuple[Launch, ...] = ()
+    collectives: tuple[Collective, ...] = ()
+    layouts: tuple[tuple[Group, Layout], ...] = ()
+
+    def then(self, other: Way) -> Way:
+        """This way and another after it."""
+        both = zip(self, other, strict=True)
+        return Way(*[first + second for first, second in both])
+
+    @property
+    def collectives_ms(self) -> float:
+        """Of all collectives."""
+        return sum([each.ms for each in self.collectives])
 
 
 class Cost(NamedTuple):
@@ -102,8 +116,7 @@ class Tracer:
         if len(ways) == 1:
             return ways[0]
         times = [
-            [ms + sum(way.collectives_ms) for ms in self.launches(way.launches).times_ms]
-            for way in ways
+            [ms + way.collectives_ms for ms in self.launches(way.launches).times_ms] for way in ways
         ]
         least = [min(under) for under in zip(*times, strict=True)]
         regrets = [max([ms / low for ms, low in zip(t, least, strict=True)]) for t in times]

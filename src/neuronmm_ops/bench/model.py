@@ -11,19 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from neuronmm_ops.bench.decoder import (
-    DTYPE,
-    MLP,
-    Decoder,
-    Linear,
-    Mlp,
-    linears,
-    selection,
-)
-from neuronmm_ops.bench.launches import Cost
-from neuronmm_ops.bench.memory import check_capacity, memory_of
+from neuronmm_ops.bench.decoder import Decoder, Mlp
+from neuronmm_ops.bench.layouts import GROUPS
+from neuronmm_ops.bench.linears import DTYPE, MLP, Linear, linears, selection
+from neuronmm_ops.bench.memory import check_capacity, memory_of, weight_bytes
+from neuronmm_ops.bench.passes import PHASES, fitting
 from neuronmm_ops.compress.calibrate import Progress
 from neuronmm_ops.compress.config import SVDConfig
 from neuronmm_ops.hardware import DMA_MODELS, resolve_target
@@ -31,7 +23,6 @@ from neuronmm_ops.models import ModelShape, model_shape, shape_from_config
 from neuronmm_ops.neuroncore import NkiValidationError
 from neuronmm_ops.nn.storage import STORAGES, dtype_name
 
-COMPONENTS = ("norm", "qkv", "rope", "attention", "output", "mlp", "lm_head", "collectives")
 SPEEDUPS = {
     "ours": ("low_rank", "dense"),
     "published": ("published_low_rank", "published_dense"),
@@ -40,8 +31,6 @@ SPEEDUPS = {
     "rank": ("low_rank", "dense_one_byte"),
 }
 """The variants that each of the speed-ups compares, the faster one first."""
-POINTS = 3
-"""Lengths of the cache at which decode's attention is traced."""
 MOST_SEQUENCES = 128
 """Sequences of a batch: a row each in `lm_head` and in decode kernels."""
 LEFT_OUT = (
@@ -50,6 +39,11 @@ LEFT_OUT = (
     "sampling beyond argmax",
     "overlap of a launch with the next: a compiler may start a launch's loads early",
 )
+LEFT_OUT_OF_RANKS = (
+    "overlap of a collective with the launches around it, and what it takes of their DMA engines",
+    "what puts the columns of several ranks into rows after an all-gather of more than one token",
+)
+"""Beside those, with tensor parallel."""
 
 
 @dataclass(frozen=True)
@@ -97,8 +91,11 @@ def run(
     Returns:
         One document. Each of its `variants` has the phases `prefill` and `decode` (a mean token),
         whose `components` add up to their time; `time_ms` is under the first DMA model, `times_ms`
-        under each. `hbm_bytes`, `weight_bytes` and `memory` are of one rank. `speedups` are over
-        the DMA models. `left_out` names what is not counted, and variants that cannot run.
+        under each. `hbm_bytes`, `weight_bytes` and `memory` are of one rank. With tp a phase's
+        `layouts` has every way to divide the weights of a layer's component, and
+        `published_collectives` its time where no collective is quicker than published ones.
+        `speedups` are over the DMA models. `left_out` names what is not counted, and variants
+        that cannot run.
 
     Raises:
         ValueError: an unknown name, a number out of range, or a model that does not fit.
@@ -113,27 +110,22 @@ def run(
     decoders = {
         v.name: Decoder(shape, v.linears, machine.target, lnc, tp, batch, v.mlp) for v in variants
     }
-    memory = {name: memory_of(decoder, prompt, new) for name, decoder in decoders.items()}
-    check_capacity(decoders["dense"], memory["dense"])
-    passes = {
-        "prefill": (prompt, {prompt: 1.0}),
-        "decode": (1, lengths(prompt + 1, prompt + new - 1)),
-    }
+    check_capacity(decoders["dense"], memory_of(decoders["dense"], prompt, new))
     rows: list[dict[str, Any]] = []
     for number, variant in enumerate(variants):
-        phases: dict[str, Any] = {}
+
+        def told(step: int, before: int = number * len(PHASES)) -> None:
+            if progress is not None:
+                progress("model", before + step, len(variants) * len(PHASES))
+
         try:
-            for step, (phase, (tokens, shares)) in enumerate(passes.items(), 1):
-                phases[phase] = pass_of(decoders[variant.name], tokens, shares)
-                if progress is not None:
-                    done = number * len(passes) + step
-                    progress("model", done, len(variants) * len(passes))
+            decoder, phases, memory = fitting(decoders[variant.name], prompt, new, told)
         except NkiValidationError as error:
             if variant.mlp == "ours":
                 raise ValueError(f"{shape.name} on {machine.target}: {error}") from error
             left_out.append(f"{variant.name}: {error}")
             continue
-        rows.append(_row(variant, phases, memory[variant.name], batch, new))
+        rows.append(_row(variant, decoder, phases, memory, new))
     return {
         "model": shape.name,
         "target": machine.target,
@@ -150,19 +142,8 @@ def run(
         "targets": " ".join(chosen),
         "variants": rows,
         "speedups": _speedups(rows),
-        "left_out": [*LEFT_OUT, *left_out],
+        "left_out": [*LEFT_OUT, *(LEFT_OUT_OF_RANKS if tp > 1 else ()), *left_out],
     }
-
-
-def lengths(first: int, last: int) -> dict[int, float]:
-    """Lengths of the cache to trace, each with its share in the mean over first to last.
-
-    What lies between two of them is taken to be linear.
-    """
-    traced = sorted({first + round(n * (last - first) / (POINTS - 1)) for n in range(POINTS)})
-    every = np.arange(first, last + 1)
-    hats = np.eye(len(traced))
-    return {T: float(np.interp(every, traced, hats[n]).mean()) for n, T in enumerate(traced)}
 
 
 # --- what to run
@@ -222,56 +203,12 @@ def _variants(
 # --- rows
 
 
-def pass_of(decoder: Decoder, tokens: int, shares: Mapping[int, float]) -> dict[str, Any]:
-    """What one pass takes, in all and by component.
-
-    Args:
-        decoder: the model.
-        tokens: as `Decoder.parts`.
-        shares: as its `lengths`.
-
-    Raises:
-        ValueError: sizes that no kernel is planned for.
-        NkiValidationError: a kernel that does not run on the target.
-    """
-    costs: dict[str, Cost] = dict.fromkeys(COMPONENTS, Cost())
-    launches: dict[str, float] = dict.fromkeys(COMPONENTS, 0.0)
-    for part in decoder.parts(tokens, shares):
-        way = decoder.tracer.quickest(part.ways)
-        cost = decoder.tracer.launches(way.launches)
-        costs[part.component] = costs[part.component].plus(cost, part.times)
-        launches[part.component] += part.times * len(way.launches)
-        links = Cost((sum(way.collectives_ms),) * len(DMA_MODELS))
-        costs["collectives"] = costs["collectives"].plus(links, part.times)
-        launches["collectives"] += part.times * len(way.collectives_ms)
-    total = Cost()
-    for cost in costs.values():
-        total = total.plus(cost)
-    counts = {name: round(launches[name]) for name in COMPONENTS}
-    components = [
-        {"component": name, "launches": count, **_fields(costs[name])}
-        for name, count in counts.items()
-    ]
-    return {
-        "launches": sum(counts.values()),
-        **_fields(total),
-        "components": components,
-    }
-
-
-def _fields(cost: Cost) -> dict[str, Any]:
-    times = cost.times_ms
-    return {
-        "time_ms": times[0],
-        "time_low_ms": min(times),
-        "time_high_ms": max(times),
-        "times_ms": dict(zip(DMA_MODELS, times, strict=True)),
-        "hbm_bytes": round(cost.hbm_bytes),
-    }
-
-
 def _row(
-    variant: _Variant, phases: dict[str, Any], memory: dict[str, int], batch: int, new: int
+    variant: _Variant,
+    decoder: Decoder,
+    phases: dict[str, Any],
+    memory: dict[str, int],
+    new: int,
 ) -> dict[str, Any]:
     prefill, decode = phases["prefill"], phases["decode"]
     end = {m: prefill["times_ms"][m] + (new - 1) * decode["times_ms"][m] for m in DMA_MODELS}
@@ -282,10 +219,23 @@ def _row(
             for name, each in variant.linears.items()
         ],
         "memory": memory,
+        "weight_bytes_by_layout": _weights(decoder),
         "phases": phases,
-        "tokens_per_s": 1e3 * batch / decode["time_ms"],
+        "tokens_per_s": 1e3 * decoder.batch / decode["time_ms"],
         "end_to_end_ms": end[DMA_MODELS[0]],
         "end_to_end_times_ms": end,
+    }
+
+
+def _weights(decoder: Decoder) -> dict[str, int]:
+    """Of a rank, with every group of low-rank pairs in one layout; nothing without ranks."""
+    if decoder.tp == 1:
+        return {}
+    if all(linear.r is None for linear in decoder.linears.values()):
+        return {"dense": weight_bytes(decoder)}
+    return {
+        layout: weight_bytes(decoder, dict.fromkeys(GROUPS, (layout,)))
+        for layout in ("one", "both", "rows")
     }
 
 

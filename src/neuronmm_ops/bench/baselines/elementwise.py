@@ -1,4 +1,4 @@
-"""The elementwise product of an unfused gated MLP: a launch of its own, through HBM."""
+"""Launches of their own, through HBM, of what a fused kernel has for nothing."""
 
 from __future__ import annotations
 
@@ -38,6 +38,23 @@ def gated_product(gate: NkiTensor, up: NkiTensor) -> NkiTensor:
         nisa.activation(gate_sb, nl.silu, gate_sb)
         nisa.tensor_tensor(gate_sb, gate_sb, up_sb, nl.multiply)
         nisa.dma_copy(result_hbm[:, span], gate_sb)
+    return out_hbm
+
+
+@jit
+def own_columns(x: NkiTensor, parts: int) -> NkiTensor:
+    """x [M, K] -> a rank's part of its columns [M, ceil(K / parts)]; two cores share the rows.
+
+    Which part it is moves the addresses alone, so the first stands for all.
+    """
+    rows, columns = x.shape[0], (x.shape[1] + parts - 1) // parts
+    out_hbm = nl.ndarray((rows, columns), dtype=x.dtype, buffer=nl.shared_hbm)
+    each = (rows + nl.num_programs(0) - 1) // nl.num_programs(0)
+    first = each * nl.program_id(0)
+    own = min(each, rows - first)
+    if own > 0:
+        span = nl.ds(first, own)
+        nisa.dma_copy(out_hbm[span, :], x[span, 0:columns])
     return out_hbm
 
 

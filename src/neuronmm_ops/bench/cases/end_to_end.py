@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import ceil
 
-from neuronmm_ops.bench.decoder import Decoder, linears
-from neuronmm_ops.bench.model import lengths, pass_of
+from neuronmm_ops.bench.decoder import Decoder
+from neuronmm_ops.bench.linears import linears
+from neuronmm_ops.bench.passes import lengths, pass_of
 from neuronmm_ops.models import SHAPES, ModelShape
 
 
