@@ -17,7 +17,7 @@ MODULES = sorted(ROOT.rglob("*.py"))
 # bench, hf, recover and eval are one storey; between themselves they import in this order.
 LAYERS = (
     *("__main__", "cli", "reproduce", "doctor", "integrations", "bench", "hf", "recover", "eval"),
-    *("checkpoint", "compress", "parallel", "nn", "ops", "kernels", "neuroncore", "models"),
+    *("output", "checkpoint", "compress", "parallel", "nn", "ops", "kernels", "neuroncore", "models"),
     *("hardware", "progress", "processes", "errors"),
 )
 RANK = {name: rank for rank, name in enumerate(reversed(LAYERS))}

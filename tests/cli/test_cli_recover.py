@@ -102,7 +102,7 @@ def test_mistakes_are_one_line(
 def test_a_read_only_parent(
     run: Run, small: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("neuronmm_ops.hf.target.os.access", lambda *_: False)  # root may write
+    monkeypatch.setattr("neuronmm_ops.output.os.access", lambda *_: False)  # root may write
     refused(run("recover", small, "--data", text, "-o", tmp_path / "out", *TIME), "no permission")
     assert list(tmp_path.iterdir()) == []
 

@@ -24,12 +24,12 @@ from neuronmm_ops.hf.provenance import CalibrationSource, CompressionRun, ModelS
 from neuronmm_ops.hf.saving import save
 from neuronmm_ops.hf.streaming.checkpoint import Checkpoint
 from neuronmm_ops.hf.streaming.compress import check_streamable, compress_stream
-from neuronmm_ops.hf.target import check_target
 from neuronmm_ops.hf.text import Order, calibration_batches, read_text
 from neuronmm_ops.nn import dense_linears
 from neuronmm_ops.nn.dense_linear import DenseLinear
 from neuronmm_ops.nn.storage import factor_bytes
 from neuronmm_ops.ops.backends.cpu import name_of
+from neuronmm_ops.output import check_target
 
 DEFAULT_SAMPLES = 128
 DEFAULT_SHARD_SIZE = "50GB"

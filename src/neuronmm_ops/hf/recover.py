@@ -22,9 +22,9 @@ from neuronmm_ops.hf.dense import load_dense
 from neuronmm_ops.hf.loading import load_tokenizer, local_directory
 from neuronmm_ops.hf.pairs import require_peft
 from neuronmm_ops.hf.saving import save
-from neuronmm_ops.hf.target import check_target
 from neuronmm_ops.hf.train import Trained, train_factors
 from neuronmm_ops.nn.storage import dtype_name
+from neuronmm_ops.output import check_target
 from neuronmm_ops.progress import Update
 from neuronmm_ops.recover.config import RecoverConfig
 from neuronmm_ops.recover.data import hold_out

@@ -17,8 +17,8 @@ from neuronmm_ops.compress.report import CompressionReport, LayerReport
 from neuronmm_ops.errors import CheckpointError
 from neuronmm_ops.hf.loading import check_values, load_exactly, model_names
 from neuronmm_ops.hf.provenance import CompressionRun, keep_run, write_run
-from neuronmm_ops.hf.target import check_target, no_room, replacement
 from neuronmm_ops.nn import LinearPair, dense_linear, dense_linears
+from neuronmm_ops.output import check_target, no_room, replacement
 
 
 def save(

@@ -19,7 +19,7 @@ from neuronmm_ops.neuroncore.files import replacing
 from neuronmm_ops.processes import locked
 
 KEY_CHARS = 16
-# What a killed process was writing, as `replacing` and `hf.target.replacement` name it.
+# What a killed process was writing, as `replacing` and `output.replacement` name it.
 _UNFINISHED_FILE = re.compile(
     r"\.(results|table|report|[a-z]+-[0-9a-f]{16})\.\w{8}\.(json|md|html)"
 )

@@ -41,10 +41,10 @@ from neuronmm_ops.hf.streaming.gradients import sweep_gradients
 from neuronmm_ops.hf.streaming.sweep import Sweep
 from neuronmm_ops.hf.streaming.work import working_in
 from neuronmm_ops.hf.streaming.writing import CompressedTensors, write_weights
-from neuronmm_ops.hf.target import check_target, work_directory
 from neuronmm_ops.nn.storage import factor_bytes
 from neuronmm_ops.nn.swap import Factors, swap_modules_
 from neuronmm_ops.ops.backends.cpu import name_of
+from neuronmm_ops.output import check_target, work_directory
 
 
 def check_streamable(config: SVDConfig) -> None:

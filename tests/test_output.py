@@ -14,7 +14,7 @@ import pytest
 from tiny import tiny_directory, tiny_model
 
 from neuronmm_ops import SVDConfig, compress_, hf
-from neuronmm_ops.hf.target import check_target, replacement
+from neuronmm_ops.output import check_target, replacement
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +112,7 @@ def test_a_second_run_does_not_replace_the_first_one_s_output(tmp_path: Path) ->
 WRITING = """
 import signal, sys, time
 from pathlib import Path
-from neuronmm_ops.hf.target import replacement
+from neuronmm_ops.output import replacement
 with replacement(Path(sys.argv[1]), force=True) as temporary:
     (temporary / "half").touch()
     print("ready", flush=True)

@@ -1,0 +1,1 @@
+"""Compressed checkpoints in the engines that serve them. No engine is imported here."""

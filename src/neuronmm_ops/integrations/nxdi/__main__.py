@@ -1,0 +1,22 @@
+"""NxD Inference's `inference_demo` for compressed checkpoints, with all of its options."""
+
+import sys
+from importlib import import_module
+
+from neuronmm_ops.errors import CheckpointError
+from neuronmm_ops.integrations.nxdi.models import register
+
+
+def main() -> int:
+    """Run `inference_demo` with compressed models; return the exit code."""
+    try:
+        register()
+        import_module("neuronx_distributed_inference.inference_demo").main()
+    except (CheckpointError, ImportError) as error:
+        print(f"neuronmm_ops.integrations.nxdi: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

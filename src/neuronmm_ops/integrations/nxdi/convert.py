@@ -1,0 +1,181 @@
+"""From a checkpoint's tensors to the names and layouts of the modules in `layers`.
+
+A pair of our checkpoints is `<layer>.u` `[K, r]`, `<layer>.v` `[r, N]` (and `<layer>.weight` `[0]`).
+NxD's linear layers hold `[out, in]`, and NxD Inference replicates and pads heads in that layout. So
+the factor at the side that ranks cut, v of a column layer and u of a row layer, is stored as
+`<layer>.weight`, transposed, and NxD Inference treats it as it treats a dense weight. The other
+factors are new tensors of the block: `low_rank_u` of the columns together, `low_rank_v` of the row.
+"""
+
+from collections.abc import Mapping, MutableMapping
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from neuronmm_ops.compress.report import LayerReport
+from neuronmm_ops.errors import CheckpointError
+from neuronmm_ops.integrations.nxdi.record import COLUMNS, ROWS
+from neuronmm_ops.nn.storage import SCALES, STORAGES
+from neuronmm_ops.parallel.sharding import Divide, part_width
+
+# Where NxD Inference's models have the modules of a block that hold its columns and its row.
+COLUMN_MODULES = {"self_attn": "self_attn.qkv_proj", "mlp": "mlp"}
+ROW_MODULES = {"self_attn": "self_attn.o_proj", "mlp": "mlp"}
+
+
+def padded(size: int, tp: int) -> int:
+    """Return the smallest multiple of tp that is not smaller than size."""
+    return part_width(size, tp) * tp
+
+
+def take_pairs(
+    state: MutableMapping[str, Tensor], layers: Mapping[str, LayerReport], dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """Remove the pairs from a state dict, and return them.
+
+    An empty `<layer>.weight` stays, which NxD Inference's own conversion may then treat as a dense
+    weight. Factors in one byte are multiplied out with their scales: NxD Inference has no dtype for
+    them whose meaning it keeps in every case.
+
+    Args:
+        state: by NxD Inference's names, without `model.`.
+        layers: from `low_rank_layers`.
+        dtype: of factors that were in one byte.
+
+    Returns:
+        `<layer>.u` `[K, r]`, `<layer>.v` `[r, N]` and `<layer>.bias` `[N]` where there is one.
+
+    Raises:
+        CheckpointError: a tensor is missing, or of another shape or dtype than the record says.
+    """
+    pairs: dict[str, Tensor] = {}
+    for name, layer in layers.items():
+        for factor, scale in zip(("u", "v"), SCALES, strict=True):
+            pairs[f"{name}.{factor}"] = _factor(state, name, layer, factor, scale, dtype)
+        state[f"{name}.weight"] = pairs[f"{name}.u"].new_empty(0)
+        if f"{name}.bias" in state:
+            pairs[f"{name}.bias"] = state[f"{name}.bias"]
+            state[f"{name}.bias"] = pairs[f"{name}.u"].new_empty(0)
+    return pairs
+
+
+def put_pairs(
+    state: MutableMapping[str, Tensor],
+    pairs: Mapping[str, Tensor],
+    layers: Mapping[str, LayerReport],
+    tp: int,
+    divide: Divide,
+) -> None:
+    """Add the pairs to NxD Inference's state dict, in place, for the modules of `layers`.
+
+    Args:
+        state: what NxD Inference's conversion made of the rest, with what `take_pairs` left.
+        pairs: from `take_pairs`.
+        layers: from `low_rank_layers`.
+        tp: ranks.
+        divide: which factors they divide; from `divide_of`.
+    """
+    for prefix in dict.fromkeys(name.rpartition(".")[0] for name in layers):
+        layer, block = prefix.rsplit(".", 1)
+        if block == "self_attn":
+            _drop_fused(state, prefix)
+        columns = [member for member in COLUMNS[block] if f"{prefix}.{member}" in layers]
+        if columns:
+            module = f"{layer}.{COLUMN_MODULES[block]}.low_rank_u"
+            _put_columns(state, pairs, prefix, columns, module, tp, divide)
+        if f"{prefix}.{ROWS[block]}" in layers:
+            module = f"{layer}.{ROW_MODULES[block]}.low_rank_v"
+            _put_row(state, pairs, f"{prefix}.{ROWS[block]}", module, tp, divide)
+
+
+def _put_columns(
+    state: MutableMapping[str, Tensor],
+    pairs: Mapping[str, Tensor],
+    prefix: str,
+    columns: list[str],
+    module: str,
+    tp: int,
+    divide: Divide,
+) -> None:
+    for member in columns:
+        name = f"{prefix}.{member}"
+        state[f"{name}.weight"] = pairs[f"{name}.v"].t().contiguous()
+        if f"{name}.bias" in pairs:
+            state[f"{name}.bias"] = pairs[f"{name}.bias"]
+    us = {member: pairs[f"{prefix}.{member}.u"] for member in columns}
+    if divide == "one":
+        state.update({f"{module}.{member}": u.contiguous() for member, u in us.items()})
+        return
+    together = torch.cat([u.t() for u in us.values()])  # [sum of r, K]
+    extra = padded(len(together), tp) - len(together)
+    state[f"{module}.weight"] = F.pad(together, (0, 0, 0, extra))
+
+
+def _put_row(
+    state: MutableMapping[str, Tensor],
+    pairs: Mapping[str, Tensor],
+    name: str,
+    module: str,
+    tp: int,
+    divide: Divide,
+) -> None:
+    u, v, bias = pairs[f"{name}.u"], pairs[f"{name}.v"], pairs.get(f"{name}.bias")
+    state[f"{name}.weight"] = u.t().contiguous()
+    state.pop(f"{name}.bias", None)
+    if divide == "one":
+        state[f"{module}.weight"] = v.contiguous()
+        if bias is not None:
+            state[f"{module}.bias"] = bias
+        return
+    extra = padded(v.shape[1], tp) - v.shape[1]
+    state[f"{module}.weight"] = F.pad(v.t(), (0, 0, 0, extra)).contiguous()
+    if bias is not None:
+        state[f"{module}.bias"] = F.pad(bias, (0, extra))
+
+
+def _drop_fused(state: MutableMapping[str, Tensor], prefix: str) -> None:
+    """Remove what `fused_qkv` made of the empty weights and biases."""
+    for name in ("weight", "bias"):
+        fused = state.get(f"{prefix}.Wqkv.{name}")
+        if fused is not None and not fused.numel():
+            del state[f"{prefix}.Wqkv.{name}"]
+
+
+def _factor(
+    state: MutableMapping[str, Tensor],
+    name: str,
+    layer: LayerReport,
+    factor: str,
+    scale: str,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Take one factor out, checked against the record and multiplied with its scale."""
+    assert layer.r is not None
+    shape = (layer.K, layer.r) if factor == "u" else (layer.r, layer.N)
+    tensor = _tensor(state, f"{name}.{factor}", shape)
+    if layer.storage is None:
+        if not tensor.is_floating_point() or tensor.element_size() < 2:
+            raise CheckpointError(
+                f"{name}.{factor}: config.json asks for a float of 16 bits or more, the file has "
+                f"{tensor.dtype}; config and weights are not of the same checkpoint"
+            )
+        return tensor
+    if tensor.dtype != STORAGES[layer.storage]:
+        raise CheckpointError(
+            f"{name}.{factor}: config.json asks for {STORAGES[layer.storage]}, the file has "
+            f"{tensor.dtype}; config and weights are not of the same checkpoint"
+        )
+    scales = _tensor(state, f"{name}.{scale}", shape[1:])
+    return (tensor.float() * scales.float()).to(dtype)
+
+
+def _tensor(state: MutableMapping[str, Tensor], name: str, shape: tuple[int, ...]) -> Tensor:
+    tensor = state.pop(name, None)
+    if tensor is None or tuple(tensor.shape) != shape:
+        found = "none" if tensor is None else list(tensor.shape)
+        raise CheckpointError(
+            f"{name}: config.json asks for {list(shape)}, the file has {found}; "
+            "config and weights are not of the same checkpoint"
+        )
+    return tensor
