@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 from neuronmm_ops.bench.baselines import elementwise, matmul, neuronmm
-from neuronmm_ops.bench.exchange import Links
+from neuronmm_ops.bench.exchange import Collective, Links
 from neuronmm_ops.bench.launches import (
     Launch,
     Tracer,
@@ -120,7 +120,7 @@ class Decoder:
 
     def _qkv(self, M: int) -> list[Way]:
         """Dense: one product with the three weights side by side."""
-        H, stored = self.whole.hidden_size, self.linears["q_proj"].stored
+        H = self.whole.hidden_size
         widths: dict[str, int] = {name: self.shape.projections[name][1] for name in QKV}
         ranks = {name: r for name in QKV if (r := self.linears[name].r) is not None}
         dense = [name for name in QKV if name not in ranks]
@@ -130,6 +130,7 @@ class Decoder:
             beside = Way(self._op("xw", M, ((H, width),), self.linears[dense[0]].stored))
         if not ranks:
             return self._allowed([beside], "qkv", "dense")
+        stored = self.linears[next(iter(ranks))].stored
         pairs = [((H, r), (r, widths[name])) for name, r in ranks.items()]
         apart = [launch for p in pairs for launch in self._op("xuv", M, p, stored)]
         ways = [Way(tuple(apart))]
@@ -138,37 +139,53 @@ class Decoder:
             ways.append(Way(self._op("svd_qkv", M, matrices, stored)))
         ways = self._allowed(ways, "qkv", "one")
         seconds = [launch for _, v in pairs for launch in self._op("xw", M, (v,), stored)]
-        firsts = self._firsts(M, "qkv", ("both", "rows"))
-        ways += [first.then(Way(tuple(seconds))) for first in firsts]
+        if self.tp > 1:
+            firsts = self._firsts(M, "qkv", ("both", "rows"))
+            ways += [first.then(Way(tuple(seconds))) for first in firsts]
         return [beside.then(way) for way in ways]
 
     def _output(self, M: int) -> list[Way]:
-        K, H = self.shape.heads * self.shape.head_dim, self.whole.hidden_size
-        _, _, r, stored = self.linears["o_proj"]
+        K, H, r, stored = self.own("o_proj")
         added = self._links.all_reduce(M, H)
         if r is None:
             return self._allowed([Way(self._op("xw", M, ((K, H),), stored), added)], "o", "dense")
         whole = [Way(self._op("xuv", M, ((K, r), (r, H)), stored), added)]
+        if self.tp == 1:
+            return whole
         first = Way(self._op("xw", M, ((K, r),), stored))
         lasts = self._lasts(M, "o")
         return self._allowed(whole, "o", "sum") + [first.then(last) for last in lasts]
 
     def _gated(self, M: int) -> list[Way]:
-        gate, _, down = (self.linears[name] for name in MLP)
-        H, I, r, stored = gate.K, self.shape.intermediate_size, gate.r, gate.stored  # noqa: E741
-        # Eq. 5 gives a matrix and its transpose one rank
-        assert r == down.r, (gate, down)
+        gate, up, down = own = [self.own(name) for name in MLP]
+        H, I, stored = gate.K, gate.N, gate.stored  # noqa: E741
         if self.mlp == "published":
-            return self._published(M, H, r, I)
-        added = self._links.all_reduce(M, H)
-        if r is None:
-            plans = plan_mlp(M, H, I, weight_dtype=stored, **self._machine)
-            return self._allowed([Way(of_plans(plans), added)], "gate_up", "dense", "down")
-        matrices = mlp_matrices(H, (r, r, r), I, H)
-        whole = [Way(self._op("svd_mlp", M, matrices, stored), added)]
-        # v of gate, v of up and u of down in one launch
-        between = Way(of_plans(plan_mlp(M, r, I, weight_dtype=stored, **self._machine)))
-        return self._allowed(whole, "gate_up", "sum", "down") + [
+            return self._published(M, H, gate.r, I)
+        if len({each.stored for each in own}) > 1:
+            raise ValueError(
+                "gate, up and down must be stored alike, for they share a launch; got "
+                + ", ".join([each.stored or DTYPE for each in own])
+            )
+        whole: list[Way] = []
+        if gate.r and up.r and down.r:
+            matrices = mlp_matrices(H, (gate.r, up.r, down.r), I, H)
+            launches = self._op("svd_mlp", M, matrices, stored)
+            added = self._links.all_reduce(M, H)
+            whole = self._allowed([Way(launches, added)], "gate_up", "sum", "down")
+            if self.tp == 1:
+                return whole
+        # everything but u of gate and up, and v of down
+        plans = plan_mlp(
+            M,
+            gate.r or H,
+            I,
+            up=0 if gate.r is up.r is None else up.r or H,
+            N=down.r or H,
+            weight_dtype=stored,
+            **self._machine,
+        )
+        between = Way(of_plans(plans))
+        return whole + [
             first.then(between).then(last)
             for first in self._firsts(M, "gate_up")
             for last in self._lasts(M, "down")
@@ -228,13 +245,13 @@ class Decoder:
         self, M: int, group: Group, layouts: Sequence[Layout] = ("one", "both", "rows")
     ) -> list[Way]:
         """x [M, K] and the first factors of a group that is cut by columns, side by side."""
-        if self.tp == 1:
-            return []
         own = [each for name in GROUPS[group] if (each := self.own(name)).r is not None]
+        if not own:
+            return self._allowed([Way()], group, "dense")
         K, R = own[0].K, sum([each.r or 0 for each in own])
         exchanged = {"both": self._links.all_gather(M, R), "rows": self._links.all_reduce(M, R)}
         ways: list[Way] = []
-        for layout in layouts:
+        for layout in layouts[: 1 if self.tp == 1 else None]:
             shapes = [factors(group, layout, each, self.tp)[0] for each in own]
             beside = (shapes[0][0], sum([columns for _, columns in shapes]))
             launches = self._op("xw", M, (beside,), own[0].stored)
@@ -244,21 +261,23 @@ class Decoder:
         return ways
 
     def _lasts(self, M: int, group: Group) -> list[Way]:
-        """The sum of [M, r] over the ranks and the second factor of a pair cut by rows."""
-        if self.tp == 1:
-            return []
+        """The sum over the ranks, and the second factor of a pair that is cut by rows."""
         (name,) = GROUPS[group]
         own, links = self.own(name), self._links
-        r, N = own.r or 0, own.N
-        added, ways = links.all_reduce(M, r), list[Way]()
-        for layout, exchanged in (
-            ("one", added),
-            ("both", added + links.all_gather(M, N)),
-            ("rows", links.reduce_scatter(M, r) + links.all_reduce(M, N)),
-        ):
+        r, N = own.r, own.N
+        if r is None:
+            return self._allowed([Way((), links.all_reduce(M, N))], group, "dense")
+        added = links.all_reduce(M, r)
+        exchanged: dict[Layout, tuple[Collective, ...]] = {
+            "one": added,
+            "both": added + links.all_gather(M, N),
+            "rows": links.reduce_scatter(M, r) + links.all_reduce(M, N),
+        }
+        ways: list[Way] = []
+        for layout in list(exchanged)[: 1 if self.tp == 1 else None]:
             _, second = factors(group, layout, own, self.tp)
             launches = self._op("xw", M, (second,), own.stored)
-            ways += self._allowed([Way(launches, exchanged)], group, layout)
+            ways += self._allowed([Way(launches, exchanged[layout])], group, layout)
         return ways
 
     def _allowed(

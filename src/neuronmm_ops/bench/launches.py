@@ -48,8 +48,11 @@ class Way(NamedTuple):
 
     def then(self, other: Way) -> Way:
         """This way and another after it."""
-        both = zip(self, other, strict=True)
-        return Way(*[first + second for first, second in both])
+        return Way(
+            self.launches + other.launches,
+            self.collectives + other.collectives,
+            self.layouts + other.layouts,
+        )
 
     @property
     def collectives_ms(self) -> float:

@@ -60,8 +60,8 @@ def held_bytes(group: Group, layouts: Collection[Layout], own: Linear, tp: int) 
 
     A whole factor has every part in it; parts by columns and by rows are held beside each other.
     """
-    held = [layout for layout in layouts if layout not in DIVIDED][:1] or layouts
-    each = [factors(group, layout, own, tp) for layout in held]
+    whole: list[Layout] = [layout for layout in layouts if layout not in DIVIDED]
+    each = [factors(group, layout, own, tp) for layout in whole[:1] or layouts]
     shapes = [shape for same in zip(*each, strict=True) for shape in set(same)]
     elements = sum([rows * columns for rows, columns in shapes])
     if not own.stored:
