@@ -16,18 +16,19 @@ MODULES = sorted(ROOT.rglob("*.py"))
 # A file may import from the layers below its own. The package root re-exports the core.
 # bench, hf, recover and eval are one storey; between themselves they import in this order.
 LAYERS = (
-    *("__main__", "cli", "reproduce", "doctor", "bench", "hf", "recover", "eval", "checkpoint"),
-    *("compress", "nn", "ops", "kernels", "neuroncore", "models", "hardware", "progress"),
-    *("processes", "errors"),
+    *("__main__", "cli", "reproduce", "doctor", "integrations", "bench", "hf", "recover", "eval"),
+    *("checkpoint", "compress", "parallel", "nn", "ops", "kernels", "neuroncore", "models"),
+    *("hardware", "progress", "processes", "errors"),
 )
 RANK = {name: rank for rank, name in enumerate(reversed(LAYERS))}
 ROOT_MAY_IMPORT = {"compress", "errors", "eval", "nn", "ops"}
 
 USES_TRANSFORMERS = {"hf", "cli", "bench"}
 LAZY_IN_OPS = {"transformers", "accelerate", "torch_xla", "nki", "torch_neuronx", "neuronxcc"}
+ENGINES = ("vllm", "vllm_neuron", "neuronx_distributed", "neuronx_distributed_inference")
 OPTIONAL = (
     *("transformers", "accelerate", "peft", "psutil", "matplotlib", "tokenizers"),
-    *("datasets", "lm_eval", "torch_xla", "nki"),
+    *("datasets", "lm_eval", "torch_xla", "nki", *ENGINES),
 )
 
 
@@ -75,6 +76,13 @@ def test_only_hf_cli_and_bench_know_transformers(path):
     names = {name.split(".")[0] for name in imports_of(path)}
     if layer_of(path) not in USES_TRANSFORMERS:
         assert not names & {"transformers", "accelerate", "tokenizers", "peft"}
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_only_integrations_know_engines(path):
+    names = {name.split(".")[0] for name in imports_of(path)}
+    if layer_of(path) != "integrations" or path.parent.name == "integrations":
+        assert not names & set(ENGINES)
 
 
 def in_layers(*layers: str) -> list[Path]:

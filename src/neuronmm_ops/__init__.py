@@ -27,7 +27,7 @@ from neuronmm_ops.errors import (
 )
 from neuronmm_ops.eval import PerplexityResult, encode_documents, token_perplexity
 from neuronmm_ops.nn import SVDMLP, SVDLinear
-from neuronmm_ops.ops import last_profile, svd_mlp, svd_qkv, use_impl, xuv, xw
+from neuronmm_ops.ops import last_profile, mlp, svd_mlp, svd_qkv, use_impl, xuv, xw
 
 __version__ = "0.1.0"
 
@@ -53,6 +53,7 @@ __all__ = [
     "encode_documents",
     "factorize",
     "last_profile",
+    "mlp",
     "set_compute_",
     "svd_mlp",
     "svd_qkv",

@@ -76,6 +76,18 @@ def plain_svd_mlp(
     return act(x @ u_gate @ v_gate) * (x @ u_up @ v_up) @ u_down @ v_down
 
 
+def plain_mlp(
+    x: Tensor,
+    w_gate: Tensor,
+    w_up: Tensor,
+    w_down: Tensor,
+    x_up: Tensor | None = None,
+    activation: str = "silu",
+) -> Tensor:
+    up = x if x_up is None else x_up
+    return ACTIVATIONS[activation](x @ w_gate) * (up @ w_up) @ w_down
+
+
 def plain_svd_qkv(x: Tensor, *tensors: Tensor | None) -> Tensor:
     factors, biases = tensors[:6], [*tensors[6:], None, None, None][:3]
     pairs = zip(factors[::2], factors[1::2], biases, strict=True)
@@ -89,12 +101,13 @@ def doubled(*arguments: Any) -> list[Any]:
 PLAIN: dict[str, Callable[..., Tensor]] = {
     "xuv": plain_xuv,
     "xw": plain_xw,
+    "mlp": plain_mlp,
     "svd_mlp": plain_svd_mlp,
     "svd_qkv": plain_svd_qkv,
 }
 """Each op written out in plain torch."""
 OPS = tuple(SPECS)
-SIZES = {"K": 6, "I": 7, "N": 5, "r": 3, "r_gate": 3, "r_up": 4, "r_down": 5}
+SIZES = {"K": 6, "K_up": 4, "I": 7, "N": 5, "r": 3, "r_gate": 3, "r_up": 4, "r_down": 5}
 SIZES |= {"r_query": 3, "r_key": 4, "r_value": 5, "N_query": 12, "N_key": 10, "N_value": 13}
 """Small sizes of the dimensions of the ops' operands, no two of one operand alike."""
 
@@ -109,8 +122,21 @@ def shapes_of(
 ) -> list[tuple[int, ...]]:
     """Shapes of an op's tensors, by default small ones, those that it may lack included."""
     spec = SPECS[op]
-    shapes = zip(spec.operands, spec.shapes(SIZES | sizes, lead), strict=True)
+    chosen = with_x_for(op, SIZES | sizes, () if optional else spec.activations[1:])
+    shapes = zip(spec.operands, spec.shapes(chosen, lead), strict=True)
     return [shape for operand, shape in shapes if optional or not operand.optional]
+
+
+def weight_shapes_of(op: str, **sizes: int) -> list[tuple[int, ...]]:
+    """Shapes of an op's tensors without x, beside which it has no other activation."""
+    spec = SPECS[op]
+    shapes = spec.shapes(with_x_for(op, SIZES | sizes, spec.activations[1:]))
+    return [shape for n, shape in enumerate(shapes) if n not in spec.activations]
+
+
+def with_x_for(op: str, sizes: dict[str, int], missing: Sequence[int]) -> dict[str, int]:
+    """Sizes where x stands for the `missing` activations of an op, places of operands."""
+    return sizes | {SPECS[op].operands[place].sizes[-1]: sizes["K"] for place in missing}
 
 
 def magnitude_of(op: str, *tensors: Tensor | None) -> Tensor:
@@ -146,12 +172,12 @@ generators = st.integers(0, 2**32).map(lambda seed: torch.Generator().manual_see
 def operands_of(draw: st.DrawFn, op: str, dtypes: Sequence[torch.dtype] = DTYPES) -> list[Any]:
     """All arguments of a call of an op: tensors of any layout, None for some, then choices."""
     spec, generator, dtype = SPECS[op], draw(generators), draw(st.sampled_from(dtypes))
+    missing = [n for n, o in enumerate(spec.operands) if o.optional and draw(st.booleans())]
     sizes = {name: draw(widths) for operand in spec.operands for name in operand.sizes}
+    sizes = with_x_for(op, sizes, [n for n in missing if n in spec.activations])
     tensors = [
-        make(shape, dtype, draw(layouts), generator)
-        if not operand.optional or draw(st.booleans())
-        else None
-        for operand, shape in zip(spec.operands, spec.shapes(sizes, draw(leading)), strict=True)
+        None if n in missing else make(shape, dtype, draw(layouts), generator)
+        for n, shape in enumerate(spec.shapes(sizes, draw(leading)))
     ]
     if len(spec.factors) > 2:
         # Scaled down: more matmuls in a row leave fp16's range otherwise.

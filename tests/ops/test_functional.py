@@ -5,14 +5,14 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from operands import OPS, make, mlp_shapes, shapes_of
+from operands import OPS, make, mlp_shapes, weight_shapes_of
 from tolerances import assert_close_to_oracle
 from torch import Tensor
 from torch._inductor.utils import run_and_get_code
 
 from neuronmm_ops import ops
 
-FACTORS = {op: shapes_of(op)[1:] for op in OPS}
+FACTORS = {op: weight_shapes_of(op) for op in OPS}
 CALLS = [(op, getattr(ops, op), shapes) for op, shapes in FACTORS.items()]
 
 

@@ -51,7 +51,7 @@ def call_of(
 ) -> dict[str, Tensor]:
     """The tensors of a call by name."""
     generator = generator or torch.Generator().manual_seed(0)
-    known = {"K": 64, "r": 24, "N": 40, "I": 96, "r_gate": 24, "r_up": 16, "r_down": 32}
+    known = {"K": 64, "K_up": 32, "r": 24, "N": 40, "I": 96, "r_gate": 24, "r_up": 16, "r_down": 32}
     known |= {"r_query": 32, "r_key": 16, "r_value": 24, "N_query": 40, "N_key": 10, "N_value": 12}
     known |= sizes
     tensors: dict[str, Tensor] = {}

@@ -26,7 +26,7 @@ LEADING = {"1-D": (), "rows": (3,), "batched": (2, 3), "empty": (0,)}
 
 OVERLOADS = {op: getattr(torch.ops.neuronmm, op).default for op in OPS}
 BIASED = tuple(op for op in OPS if SPECS[op].operands[-1].role == "bias")
-CASES = (*OPS, *(f"{op}+bias" for op in BIASED))
+CASES = (*OPS, *(f"{op}+bias" for op in BIASED), "mlp+x_up")
 
 
 def operands_of(
@@ -35,10 +35,10 @@ def operands_of(
     dtype: torch.dtype = torch.float64,
     layout: str = "contiguous",
 ) -> list[Tensor]:
-    """Return the tensors of a case: x, the factors, then the bias if it has one."""
-    op, _, bias = case.partition("+")
+    """Return the tensors of a case: x, the factors, then a bias or an x_up if it has one."""
+    op, _, optional = case.partition("+")
     generator = torch.Generator().manual_seed(1)
-    shapes = shapes_of(op, lead, optional=bool(bias))
+    shapes = shapes_of(op, lead, optional=bool(optional))
     return [make(shape, dtype, layout, generator) for shape in shapes]
 
 
@@ -59,6 +59,11 @@ def test_schemas_are_the_documented_ones():
         "xw": (
             "neuronmm::xw(Tensor x, Tensor w, Tensor? bias=None, Tensor? w_scale=None, "
             'str compute="x") -> Tensor'
+        ),
+        "mlp": (
+            "neuronmm::mlp(Tensor x, Tensor w_gate, Tensor w_up, Tensor w_down, "
+            'Tensor? x_up=None, str activation="silu", Tensor? w_gate_scale=None, '
+            'Tensor? w_up_scale=None, Tensor? w_down_scale=None, str compute="x") -> Tensor'
         ),
         "svd_mlp": (
             "neuronmm::svd_mlp(Tensor x, Tensor u_gate, Tensor v_gate, Tensor u_up, Tensor v_up, "
@@ -103,7 +108,7 @@ def test_an_implementation_takes_keywords_and_defaults(op):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", LOW_DTYPES, ids=str)
 @pytest.mark.parametrize("grad", [True, False], ids=["grad", "no_grad"])
-@pytest.mark.parametrize("case", ["xuv+bias", "xw", "svd_mlp", "svd_qkv+bias"])
+@pytest.mark.parametrize("case", ["xuv+bias", "xw", "mlp+x_up", "svd_mlp", "svd_qkv+bias"])
 def test_opcheck(case, grad, dtype, layout):
     inputs = [
         t.detach().requires_grad_(grad) for t in operands_of(case, dtype=dtype, layout=layout)
@@ -112,7 +117,9 @@ def test_opcheck(case, grad, dtype, layout):
 
 
 @pytest.mark.parametrize("lead", [(), (0,), (2, 0)], ids=str)
-@pytest.mark.parametrize("case", ["xuv", "xw+bias", "svd_mlp", "svd_qkv", "svd_qkv+bias"])
+@pytest.mark.parametrize(
+    "case", ["xuv", "xw+bias", "mlp", "mlp+x_up", "svd_mlp", "svd_qkv", "svd_qkv+bias"]
+)
 def test_opcheck_at_the_edges(case, lead):
     inputs = [t.requires_grad_() for t in operands_of(case, lead, torch.float32)]
     torch.library.opcheck(OVERLOADS[name_of(case)], tuple(inputs), test_utils=OPCHECK_UTILS)
@@ -191,6 +198,9 @@ NEEDED = {
     "xw+bias": [1, 1, 0],
     "svd_qkv+bias": [6, *[2] * 6, 0, 0, 0],
     # 4 to recompute gate and up, then 2 down to the hidden gradient and what lies below it.
+    # 2 to recompute gate and up, then 1 down to the hidden gradient.
+    "mlp": [2 + 1 + 2, 2 + 1 + 1, 2 + 1 + 1, 2 + 1],
+    "mlp+x_up": [2 + 1 + 1, 2 + 1 + 1, 2 + 1 + 1, 2 + 1, 2 + 1 + 1],
     "svd_mlp": [4 + 2 + 4, 4 + 2 + 2, 4 + 2 + 2, 4 + 2 + 2, 4 + 2 + 2, 4 + 2, 4 + 2],
 }
 

@@ -5,14 +5,14 @@ from typing import Any
 
 import pytest
 import torch
-from operands import OPS, make, names_of, shapes_of
+from operands import OPS, make, names_of, shapes_of, weight_shapes_of
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from neuronmm_ops import ops
 
 OPERANDS = {op: names_of(op) for op in OPS}
-GOOD = {"K": 8, "I": 7, "N": 6, "r": 4, "N_query": 3, "N_key": 2, "N_value": 1}
+GOOD = {"K": 8, "K_up": 5, "I": 7, "N": 6, "r": 4, "N_query": 3, "N_key": 2, "N_value": 1}
 SHAPES = {op: shapes_of(op, **GOOD) for op in OPS}
 FLOAT8 = torch.float8_e4m3fn
 
@@ -96,6 +96,8 @@ CASES = [
             ("xw", "w", ()),
             *[("svd_mlp", name, (8,)) for name in OPERANDS["svd_mlp"][1:]],
             *[("svd_mlp", name, (3, 8, 6)) for name in OPERANDS["svd_mlp"][1:]],
+            *[("mlp", name, (8,)) for name in OPERANDS["mlp"][1:4]],
+            *[("mlp", name, (3, 8, 6)) for name in OPERANDS["mlp"][1:4]],
             *[("svd_qkv", name, (8,)) for name in OPERANDS["svd_qkv"][1:7]],
             *[("svd_qkv", name, (3, 8, 6)) for name in OPERANDS["svd_qkv"][1:7]],
         ]
@@ -115,6 +117,20 @@ CASES = [
     _contraction("svd_mlp", "u_up", "v_up", {"v_up": (9, 7)}, [8, 4], [9, 7]),
     _contraction("svd_mlp", "u_down", "v_down", {"v_down": (9, 6)}, [7, 5], [9, 6]),
     _contraction("svd_mlp", "v_gate", "u_down", {"u_down": (9, 5)}, [3, 7], [9, 5]),
+    _contraction("mlp", "x", "w_gate", {"w_gate": (9, 7)}, [2, 3, 8], [9, 7]),
+    _contraction("mlp", "x_up", "w_up", {"w_up": (8, 7)}, [2, 3, 5], [8, 7]),
+    _contraction("mlp", "x_up", "w_up", {"x_up": (2, 3, 1)}, [2, 3, 1], [5, 7]),
+    _contraction("mlp", "w_gate", "w_down", {"w_down": (9, 6)}, [8, 7], [9, 6]),
+    *[
+        Case(
+            "mlp",
+            {"x_up": shape},
+            ValueError,
+            ("x and x_up must have the same leading dimensions", "x [2, 3, 8]", str(list(shape))),
+        )
+        for shape in ((), (5,), (6, 5), (2, 1, 5), (1, 3, 5))  # one row would broadcast
+    ],
+    Case("mlp", {"w_up": (5, 1)}, ValueError, ("w_gate and w_up", "same number of columns")),
     _contraction("svd_qkv", "x", "u_query", {"u_query": (9, 3)}, [2, 3, 8], [9, 3]),
     _contraction("svd_qkv", "x", "u_value", {"u_value": (1, 5)}, [2, 3, 8], [1, 5]),
     _contraction("svd_qkv", "u_key", "v_key", {"v_key": (9, 2)}, [8, 4], [9, 2]),
@@ -141,7 +157,8 @@ CASES = [
         for shape in [(1,), (1, 6), (7,), (6, 1), (6, 6), (), (0,)]
     ],
     *[
-        Case("svd_mlp", {"activation": name}, ValueError, ("activation must be one of", repr(name)))
+        Case(op, {"activation": name}, ValueError, ("activation must be one of", repr(name)))
+        for op in ("mlp", "svd_mlp")
         for name in ("tanh", "", "SiLU")
     ],
 ]
@@ -227,7 +244,7 @@ def test_tensors_on_two_devices_raise(op, name):
 @pytest.mark.parametrize("op", OPERANDS)
 @pytest.mark.parametrize("guard", [torch.enable_grad, torch.no_grad, torch.inference_mode])
 def test_a_nested_tensor_is_refused(op, layout, guard):
-    _, *weights = (make(shape) for shape in SHAPES[op])
+    weights = [make(shape) for shape in weight_shapes_of(op, **GOOD)]
     x = torch.nested.nested_tensor([make((3, 8)), make((5, 8))], layout=layout)
     with guard(), pytest.raises(TypeError) as caught:
         getattr(ops, op)(x, *weights)
@@ -238,6 +255,15 @@ def test_a_nested_tensor_is_refused(op, layout, guard):
     padded = x.to_padded_tensor(0.0)
     for given in (padded, *x.unbind()):
         assert getattr(ops, op)(given, *weights).shape == (*given.shape[:-1], 6)
+
+
+def test_x_stands_for_an_x_up_that_is_missing():
+    x, w_gate, w_up, w_down, _ = (make(shape) for shape in SHAPES["mlp"])
+    says = (
+        r"^mlp: last dimension of x must equal first dimension of w_up, got x \[2, 3, 8\] and w_up"
+    )
+    with pytest.raises(ValueError, match=says):
+        ops.mlp(x, w_gate, w_up, w_down)
 
 
 @pytest.mark.parametrize("op", OPERANDS)

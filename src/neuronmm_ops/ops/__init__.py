@@ -4,7 +4,7 @@
 from neuronmm_ops.ops.backends import neuron as neuron
 from neuronmm_ops.ops.backends import xla as xla
 from neuronmm_ops.ops.backends.simulated import last_profile, use_impl
-from neuronmm_ops.ops.definitions.svd_mlp import ACTIVATIONS
-from neuronmm_ops.ops.functional import svd_mlp, svd_qkv, xuv, xw
+from neuronmm_ops.ops.functional import mlp, svd_mlp, svd_qkv, xuv, xw
+from neuronmm_ops.ops.gating import ACTIVATIONS
 
-__all__ = ["ACTIVATIONS", "last_profile", "svd_mlp", "svd_qkv", "use_impl", "xuv", "xw"]
+__all__ = ["ACTIVATIONS", "last_profile", "mlp", "svd_mlp", "svd_qkv", "use_impl", "xuv", "xw"]

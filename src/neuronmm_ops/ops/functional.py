@@ -12,6 +12,7 @@ from neuronmm_ops.ops import register as register  # registers the ops
 # Bound once: looking an overload up costs more than calling it.
 _XUV = torch.ops.neuronmm.xuv.default
 _XW = torch.ops.neuronmm.xw.default
+_MLP = torch.ops.neuronmm.mlp.default
 _SVD_MLP = torch.ops.neuronmm.svd_mlp.default
 _SVD_QKV = torch.ops.neuronmm.svd_qkv.default
 
@@ -120,6 +121,48 @@ def xw(
     if w_scale is None and compute == "x":
         return _call(_XW, x, w, bias)
     return _call(_XW, x, w, bias, w_scale, compute)
+
+
+def mlp(
+    x: Tensor,
+    w_gate: Tensor,
+    w_up: Tensor,
+    w_down: Tensor,
+    x_up: Tensor | None = None,
+    activation: str = "silu",
+    w_gate_scale: Tensor | None = None,
+    w_up_scale: Tensor | None = None,
+    w_down_scale: Tensor | None = None,
+    compute: str = "x",
+) -> Tensor:
+    """Gated MLP `(act(x @ w_gate) * (x_up @ w_up)) @ w_down` as one op, `neuronmm::mlp`.
+
+    Without an `x_up`, x takes its place: the dense gated MLP. With one it is the middle of a
+    low-rank MLP whose ranks are divided among devices: x and x_up are the gathered products with
+    u_gate and u_up, the weights a device's columns of v_gate and v_up and its rows of u_down.
+
+    Args:
+        x: `[..., K]`; bf16, fp16 or fp32 (fp64 on CPU).
+        w_gate: `[K, I]`, device of x, as all weights; dtype of x, or all float8_e4m3fn or all int8.
+        w_up: `[K_up, I]`.
+        w_down: `[I, N]`.
+        x_up: `[..., K_up]`, leading dimensions, dtype and device of x; None where it is x.
+        activation: `silu`, `gelu`, `gelu_tanh` or `relu`.
+        w_gate_scale: `[I]`, fp32, with weights of one byte, as all scales; else None.
+        w_up_scale: `[I]`.
+        w_down_scale: `[N]`.
+        compute: as in `xuv`; this op's kernels do not round activations.
+
+    Returns:
+        `[..., N]`, contiguous, dtype of x. Accumulated in fp32.
+
+    Raises:
+        ValueError: shapes do not fit, the activation is unknown, scales are missing or given for
+            other weights.
+        TypeError: dtypes or devices differ, or the dtype is not supported.
+    """
+    scales = (w_gate_scale, w_up_scale, w_down_scale)
+    return _call(_MLP, x, w_gate, w_up, w_down, x_up, activation, *scales, compute)
 
 
 def svd_mlp(

@@ -84,6 +84,15 @@ def rounded_to_fp8(x: Tensor) -> Tensor:
     return torch.ldexp(rounded, -exponent).to(x.dtype)
 
 
+def matrix_backward(
+    grad: Tensor, needs: Sequence[bool], x: Tensor, w: Tensor
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return dx and dw of `x @ w` for x [M, K] and grad [M, N], those that are needed."""
+    dx = mm(grad, w.t()) if needs[0] else None
+    dw = weight_gradient(x, grad, w) if needs[1] else None
+    return dx, dw
+
+
 def pair_backward(
     grad: Tensor, needs: Sequence[bool], x: Tensor, u: Tensor, v: Tensor
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:

@@ -59,7 +59,7 @@ def _fake(spec: OpSpec) -> Callable[..., Tensor]:
 
 
 def _setup_context(spec: OpSpec) -> Callable[..., None]:
-    """What saves x, the factors, their scales and the choices of a call for its gradients."""
+    """What saves activations, factors, their scales and the choices of a call for its gradients."""
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         tensors, ctx.options = spec.split(inputs)
@@ -70,8 +70,8 @@ def _setup_context(spec: OpSpec) -> Callable[..., None]:
                     f"{operand.name} that requires one; use requires_grad_(False), and train "
                     "LoRA beside them or the factors before they are rounded"
                 )
-        factors = [tensors[place] for place in spec.factors]
-        ctx.save_for_backward(tensors[0], *factors, *tensors[len(spec.operands) :])
+        saved = [tensors[place] for place in (*spec.activations, *spec.factors)]
+        ctx.save_for_backward(*saved, *tensors[len(spec.operands) :])
 
     return setup_context
 
@@ -89,19 +89,27 @@ def _backward(spec: OpSpec) -> Callable[..., tuple[Tensor | None, ...]]:
         for index, operand in enumerate(spec.operands)
         if operand.role == "bias"
     }
-    count, choices = len(spec.factors), len(spec.choices)
+    first, choices = len(spec.activations), len(spec.choices)
+    last = first + len(spec.factors)
     others = len(spec.options) + len(spec.scales)
 
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, *saved = ctx.saved_tensors
-        pairs = zip_longest(saved[:count], saved[count:])
+        saved = ctx.saved_tensors
+        x, *more = saved[:first]
+        pairs = zip_longest(saved[first:last], saved[last:])
         factors = [dequantized(factor, scale, x.dtype) for factor, scale in pairs]
         needs, grad_rows = ctx.needs_input_grad, rows(grad)
-        dx, *rest = spec.backward(grad_rows, needs, rows(x), *factors, *ctx.options[:choices])
+        given = [*factors, *[None if tensor is None else rows(tensor) for tensor in more]]
+        found = spec.backward(grad_rows, needs, rows(x), *given, *ctx.options[:choices])
+        dfactors, dmore = found[1 : last - first + 1], found[last - first + 1 :]
+        dx, *dmore = [
+            None if dtensor is None else dtensor.view(tensor.shape)
+            for dtensor, tensor in zip((found[0], *dmore), (x, *more), strict=True)
+        ]
         of_outputs = grad_rows.split(spec.widths([x, *factors]), dim=1)
         # The dispatcher drops a last bias of None, and its place among the needs with it.
         dbias = [of_outputs[n].sum(0) if any(needs[i : i + 1]) else None for i, n in biases.items()]
-        return None if dx is None else dx.view(x.shape), *rest, *dbias, *[None] * others
+        return dx, *dfactors, *dmore, *dbias, *[None] * others
 
     return backward
 

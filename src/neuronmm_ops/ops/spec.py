@@ -32,10 +32,10 @@ class Operand(NamedTuple):
         name: as in the schema.
         shape: a name for each dimension, `K r`; the same name is the same size in all operands.
             `...` stands for any leading dimensions.
-        role: "activation" is x, "factor" a matrix of weights, "bias" a vector added to the result,
-            "scale" the fp32 vector `<factor>_scale` that multiplies the columns of a one-byte
-            factor's product.
-        optional: may be None.
+        role: "activation" is x, and tokens beside it, "factor" a matrix of weights, "bias" a vector
+            added to the result, "scale" the fp32 vector `<factor>_scale` that multiplies the
+            columns of a one-byte factor's product.
+        optional: may be None; x stands for an activation that is.
     """
 
     name: str
@@ -47,6 +47,20 @@ class Operand(NamedTuple):
     def sizes(self) -> tuple[str, ...]:
         """Names of the dimensions, without the leading ones."""
         return tuple(name for name in self.shape.split() if name != LEADING)
+
+
+class Cut(NamedTuple):
+    """How one call becomes a call on each of several ranks, which hold parts of its operands.
+
+    Attributes:
+        dims: for each of a spec's `tensors` the dimension that is cut, counted from the last (-1),
+            None for a tensor that every rank has whole.
+        is_partial: whether the results of the ranks are summed, and a bias belongs to one rank
+            alone. Otherwise they lie side by side, those of each of `outputs` for itself.
+    """
+
+    dims: tuple[int | None, ...]
+    is_partial: bool
 
 
 class _EqualSizes(NamedTuple):
@@ -68,16 +82,19 @@ class OpSpec:
 
     Attributes:
         name: of the op.
-        operands: x, the factors, then a bias or one for each of `outputs`, in the order of the
-            schema.
+        operands: x, the factors, further activations, then a bias or one for each of `outputs`, in
+            the order of the schema.
         reference: the op in plain torch, for any device: its specification. Tools that read a
             schema from a function's signature read this one's.
-        backward: `(grad, needs, x, *factors, *choices)` to the gradients of x and the factors, for
-            rows grad [M, N] and x [M, K]; None for each that `needs` does not want.
+        backward: `(grad, needs, x, *factors, *activations, *choices)` to the gradients of the
+            tensors among them, for rows grad [M, N] and x [M, K]; None for each that `needs` does
+            not want.
         choices: string arguments after the operands, each with its values, the default first.
         outputs: names of the sizes that lie side by side in the last dimension of the result.
         is_scaled: whether factors may be in one byte, with `scales` after the choices and then the
             choice `compute`.
+        cuts: names of the sizes that ranks may divide between them; `N` stands for all of
+            `outputs`.
     """
 
     name: str
@@ -87,11 +104,17 @@ class OpSpec:
     choices: Mapping[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
     outputs: tuple[str, ...] = ("N",)
     is_scaled: bool = False
+    cuts: tuple[str, ...] = ()
 
     @cached_property
     def factors(self) -> tuple[int, ...]:
         """Places of the factors among the operands."""
         return tuple(i for i, operand in enumerate(self.operands) if operand.role == "factor")
+
+    @cached_property
+    def activations(self) -> tuple[int, ...]:
+        """Places of the activations among the operands, that of x first."""
+        return tuple(i for i, operand in enumerate(self.operands) if operand.role == "activation")
 
     @cached_property
     def scales(self) -> tuple[Operand, ...]:
@@ -177,9 +200,30 @@ class OpSpec:
         """The shape `[..., N]` of the result for the op's tensors."""
         return (*tensors[0].shape[:-1], sum(self.widths(tensors)))
 
+    def cut(self, name: str) -> Cut:
+        """How ranks divide the size called `name`: a contraction to sums, `N` to parts.
+
+        With `compute="fp8"` a rank rounds its part of a token by that part's own scale.
+
+        Raises:
+            ValueError: it is none of `cuts`.
+        """
+        if name not in self.cuts:
+            raise ValueError(
+                f"{self.name}: ranks may divide {' or '.join(self.cuts) or 'nothing'}, got {name!r}"
+            )
+        names = self.outputs if name == "N" else (name,)
+        dims: list[int | None] = [None] * len(self.tensors)
+        for size, index, dim in self._dimensions():
+            if size in names:
+                dims[index] = dim
+        return Cut(tuple(dims), is_partial=name != "N")
+
     def _dimensions(self) -> Iterator[tuple[str, int, int]]:
         """Each named size, the tensor that has it, and its dimension, counted from the last."""
-        for index, operand in enumerate(self.tensors):
+        rest = (index for index in range(len(self.tensors)) if index not in self.activations)
+        for index in chain(self.activations, rest):
+            operand = self.tensors[index]
             for dim, name in enumerate(operand.sizes, -len(operand.sizes)):
                 yield name, index, dim
 
@@ -225,13 +269,15 @@ class OpSpec:
                 raise TypeError(self._unlike(x, like, operand.name, tensor))
         for operand, scale in zip(self.scales, tensors[len(self.operands) :], strict=False):
             self._check_scale(x, first, operand.name, scale)
+        for place in self.activations[1:]:
+            self._check_leading(x, self.operands[place].name, tensors[place])
         for rule in self._equal_sizes:
             _, left, left_dim, right, right_dim, is_vector = rule
-            a, b = tensors[left], tensors[right]
+            a, b = x if tensors[left] is None else tensors[left], tensors[right]
             if b is not None and (
                 (is_vector and b.dim() != 1) or a.shape[left_dim] != b.shape[right_dim]
             ):
-                raise ValueError(self._unequal(rule, a, b))
+                raise ValueError(self._unequal(rule, a, b, a is x))
         self._check_options(options, first.dtype)
 
     def _check_options(self, chosen: tuple[str, ...], dtype: torch.dtype) -> None:
@@ -263,6 +309,14 @@ class OpSpec:
         if scale is not None and scale.device != x.device:
             raise TypeError(self._unlike(x, scale, name, scale))
 
+    def _check_leading(self, x: Tensor, name: str, tensor: Tensor | None) -> None:
+        """Refuse an activation with other tokens than x."""
+        if tensor is not None and (tensor.dim() == 0 or tensor.shape[:-1] != x.shape[:-1]):
+            raise ValueError(
+                f"{self.name}: x and {name} must have the same leading dimensions, "
+                f"got x {list(x.shape)} and {name} {list(tensor.shape)}"
+            )
+
     def _unlike(self, x: Tensor, like: Tensor, name: str, tensor: Tensor) -> str:
         """Why a tensor's dtype, which must be that of `like`, or its device is refused."""
         owner = "x" if like is x else self.operands[self.factors[0]].name
@@ -277,9 +331,9 @@ class OpSpec:
             f"{tensor.dtype}; cast one of them with .to(dtype)"
         )
 
-    def _unequal(self, rule: _EqualSizes, left: Tensor, right: Tensor) -> str:
-        """Why the sizes of two operands are refused."""
-        first, second = self.tensors[rule.left].name, self.tensors[rule.right].name
+    def _unequal(self, rule: _EqualSizes, left: Tensor, right: Tensor, is_x: bool) -> str:
+        """Why the sizes of two operands, `left` x itself or not, are refused."""
+        first, second = self.tensors[0 if is_x else rule.left].name, self.tensors[rule.right].name
         got = f"{first} {list(left.shape)}", f"{second} {list(right.shape)}"
         if rule.is_vector:
             text = f"{second} must have shape [{rule.name}] with {rule.name} the columns of {first}"
@@ -295,7 +349,9 @@ class OpSpec:
     def _equal_sizes(self) -> tuple[_EqualSizes, ...]:
         """What the names of the dimensions ask of the operands' shapes."""
         return tuple(
-            _EqualSizes(name, *self._first[name], index, dim, index not in self.factors)
+            _EqualSizes(
+                name, *self._first[name], index, dim, self.tensors[index].role in ("bias", "scale")
+            )
             for name, index, dim in self._dimensions()
             if self._first[name] != (index, dim)
         )

@@ -1,26 +1,13 @@
 """`neuronmm::svd_mlp`: the gated MLP `down(act(gate(x)) * up(x))` of low-rank projections."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from neuronmm_ops.ops.backends.cpu import mm
+from neuronmm_ops.ops.gating import ACTIVATIONS, activation_backward, gated
 from neuronmm_ops.ops.products import affine, batched, flat, pair_backward
 from neuronmm_ops.ops.spec import FLOAT_DTYPES, Operand, OpSpec
-
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "relu": F.relu,
-}
-# Entries of the strips [M, n] in which a CPU passes through the hidden activations: they are in its
-# cache from the matmul to the product, and the allocator has them at hand. Strips narrower than
-# MIN_STRIP would starve the matmuls.
-_STRIP = 2**20
-_MIN_STRIP = 512
 
 
 def reference(
@@ -59,7 +46,7 @@ def reference(
         gate = affine(given, u_gate, None, u_gate_scale, compute)
         up = affine(given, u_up, None, u_up_scale, compute)
         sides = (gate, v_gate, v_gate_scale), (up, v_up, v_up_scale)
-        hidden = _gated(*sides, ACTIVATIONS[activation], compute)
+        hidden = gated(*sides, ACTIVATIONS[activation], compute)
         down = affine(hidden, u_down, None, u_down_scale, compute)
         return batched(affine(down, v_down, None, v_down_scale, compute), x)
     except (RuntimeError, IndexError):
@@ -90,44 +77,12 @@ def backward(
     )
     dx = du_gate = dv_gate = du_up = dv_up = None
     if dhidden is not None:
-        dgate = _activation_backward(activation, dhidden * up, gate)
+        dgate = activation_backward(activation, dhidden * up, gate)
         dx_gate, du_gate, dv_gate = pair_backward(dgate, (needs[0], *needs[1:3]), x, u_gate, v_gate)
         dx_up, du_up, dv_up = pair_backward(dhidden * act, (needs[0], *needs[3:5]), x, u_up, v_up)
         if dx_gate is not None and dx_up is not None:
             dx = dx_gate + dx_up
     return dx, du_gate, dv_gate, du_up, dv_up, du_down, dv_down
-
-
-Side = tuple[Tensor, Tensor, Tensor | None]
-"""An intermediate [M, r], v [r, I] and the scale [I] of v."""
-
-
-def _gated(gate: Side, up: Side, act: Callable[[Tensor], Tensor], compute: str) -> Tensor:
-    """Return `act(gate @ v_gate) * (up @ v_up)`, each product times its scale."""
-    low, v, scale = gate
-    M, inner = low.shape[0], v.shape[1]
-    if low.dim() == 1 or M * inner <= _STRIP or not low.is_cpu or scale is not None:
-        return act(affine(low, v, None, scale, compute)).mul_(
-            affine(up[0], up[1], None, up[2], compute)
-        )
-    width = max(_STRIP // M, _MIN_STRIP)
-    hidden = low.new_empty(M, inner)
-    strips = (matrix.split(width, dim=1) for matrix in (v, up[1], hidden))
-    for v_gate_strip, v_up_strip, out in zip(*strips, strict=True):
-        torch.mul(act(mm(low, v_gate_strip)), mm(up[0], v_up_strip), out=out)
-    return hidden
-
-
-def _activation_backward(name: str, grad: Tensor, x: Tensor) -> Tensor:
-    aten = torch.ops.aten
-    if name == "silu":
-        if torch.is_grad_enabled():  # create_graph=True; silu_backward has no derivative itself
-            sigmoid = torch.sigmoid(x)
-            return grad * sigmoid * (1 + x * (1 - sigmoid))
-        return aten.silu_backward(grad, x)
-    if name == "relu":
-        return aten.threshold_backward(grad, x, 0)
-    return aten.gelu_backward(grad, x, approximate="tanh" if name == "gelu_tanh" else "none")
 
 
 SPEC = OpSpec(
@@ -145,4 +100,5 @@ SPEC = OpSpec(
     backward=backward,
     choices={"activation": tuple(ACTIVATIONS)},
     is_scaled=True,
+    cuts=("I", "r_down", "N"),
 )

@@ -88,4 +88,5 @@ SPEC = OpSpec(
     backward=backward,
     outputs=("N_query", "N_key", "N_value"),
     is_scaled=True,
+    cuts=("N", "K"),
 )

@@ -52,4 +52,5 @@ SPEC = OpSpec(
     reference=reference,
     backward=pair_backward,
     is_scaled=True,
+    cuts=("N", "K", "r"),
 )

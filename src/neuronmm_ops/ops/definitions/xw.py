@@ -1,11 +1,8 @@
 """`neuronmm::xw`: `x @ w + bias`, the dense baseline."""
 
-from collections.abc import Sequence
-
 from torch import Tensor
 
-from neuronmm_ops.ops.backends.cpu import mm, weight_gradient
-from neuronmm_ops.ops.products import affine, batched, flat, rows
+from neuronmm_ops.ops.products import affine, batched, flat, matrix_backward, rows
 from neuronmm_ops.ops.spec import FLOAT_DTYPES, Operand, OpSpec
 
 
@@ -30,15 +27,6 @@ def reference(
         raise
 
 
-def backward(
-    grad: Tensor, needs: Sequence[bool], x: Tensor, w: Tensor
-) -> tuple[Tensor | None, Tensor | None]:
-    """Return dx and dw."""
-    dx = mm(grad, w.t()) if needs[0] else None
-    dw = weight_gradient(x, grad, w) if needs[1] else None
-    return dx, dw
-
-
 SPEC = OpSpec(
     "xw",
     operands=(
@@ -47,6 +35,7 @@ SPEC = OpSpec(
         Operand("bias", "N", "bias", optional=True),
     ),
     reference=reference,
-    backward=backward,
+    backward=matrix_backward,
     is_scaled=True,
+    cuts=("N", "K"),
 )

@@ -1,0 +1,135 @@
+"""Which part of a pair each rank holds, and what the ranks send."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from neuronmm_ops.parallel.sharding import (
+    DIVIDES,
+    KINDS,
+    check_heads,
+    exchanges,
+    pair_dims,
+    part,
+    part_width,
+    shard,
+    wire_bytes,
+)
+
+PARTS_OF_A_PAIR = {
+    ("column", "one"): {"u": None, "v": 1, "u_scale": None, "v_scale": 0, "bias": 0},
+    ("column", "both"): {"u": 1, "v": 1, "u_scale": 0, "v_scale": 0, "bias": 0},
+    ("row", "one"): {"u": 0, "v": None, "u_scale": None, "v_scale": None, "bias": None},
+    ("row", "both"): {"u": 0, "v": 1, "u_scale": None, "v_scale": 0, "bias": 0},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("divide", DIVIDES)
+def test_dims_of_a_pair(kind, divide):
+    assert pair_dims(kind, divide) == PARTS_OF_A_PAIR[kind, divide]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("divide", DIVIDES)
+@given(sizes=st.tuples(*[st.integers(1, 12)] * 3), tp=st.integers(1, 5), data=st.data())
+def test_padded_parts_of_a_pair_give_its_product(kind, divide, sizes, tp, data):
+    """The exchanges written out: what the ranks gather or add is that of whole factors."""
+    K, r, N = sizes
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
+    x, u, v, bias = (
+        torch.randint(-4, 5, shape, generator=generator).double()
+        for shape in ((3, K), (K, r), (r, N), (N,))
+    )
+    dims = pair_dims(kind, divide)
+
+    def own(name: str, tensor: Tensor) -> list[Tensor]:
+        return [shard(tensor, dims[name], rank, tp, name, padded=True) for rank in range(tp)]
+
+    us, vs, biases = own("u", u), own("v", v), own("bias", bias)
+    if kind == "row":
+        xs = [shard(x, 1, rank, tp, "K", padded=True) for rank in range(tp)]
+        low = torch.stack([x_i @ u_i for x_i, u_i in zip(xs, us, strict=True)]).sum(0)
+    elif divide == "both":
+        low = torch.cat([x @ u_i for u_i in us], 1)[:, :r]
+    else:
+        low = x @ us[0]
+    whole = [low @ v_i + bias_i for v_i, bias_i in zip(vs, biases, strict=True)]
+    y = whole[0] if dims["v"] is None else torch.cat(whole, 1)[:, :N]
+    assert torch.equal(y, x @ u @ v + bias)
+
+
+@pytest.mark.parametrize(("kind", "divide"), [("rows", "one"), ("row", "none")])
+def test_an_unknown_layout_is_refused(kind, divide):
+    with pytest.raises(ValueError, match=r"^(kind must be column or row|divide must be one or bo)"):
+        pair_dims(kind, divide)
+    with pytest.raises(ValueError, match="must be"):
+        wire_bytes(kind, 4, 2, 2, divide)
+
+
+@given(size=st.integers(0, 40), tp=st.integers(1, 9))
+def test_parts_are_those_of_dtensor(size, tp):
+    tensor = torch.arange(size)
+    parts = [tensor[part(size, rank, tp, "N", padded=True)] for rank in range(tp)]
+    assert torch.equal(torch.cat(parts), tensor)
+    chunks = [chunk.tolist() for chunk in tensor.chunk(tp)] if size else []
+    assert [p.tolist() for p in parts if len(p)] == [chunk for chunk in chunks if chunk]
+    assert {len(p) for p in parts} <= set(range(part_width(size, tp) + 1))
+
+
+def test_what_does_not_divide_is_refused():
+    assert part(12, 2, 3, "I") == slice(8, 12)
+    with pytest.raises(
+        ValueError, match=r"^tp must divide I, got I = 10 and tp = 3; use a tp that divides 10$"
+    ):
+        part(10, 0, 3, "I")
+    for rank, tp in ((3, 3), (-1, 2), (0, 0)):
+        with pytest.raises(ValueError, match=r"^rank must be in 0\.\.tp - 1"):
+            part(12, rank, tp, "I")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int8])
+def test_a_shard_is_a_padded_contiguous_copy(dtype):
+    whole = torch.arange(20).reshape(4, 5).to(dtype)
+    for given_ in (whole, whole.t().contiguous().t()):
+        shards = [shard(given_, 1, rank, 4, "r", padded=True) for rank in range(4)]
+        assert [s.shape for s in shards] == [(4, 2)] * 4
+        assert all(s.is_contiguous() and s.dtype == dtype for s in shards)
+        joined = torch.cat([s.float() for s in shards], 1)
+        assert torch.equal(joined[:, :5], whole.float())
+        assert not joined[:, 5:].any()
+        copied = shard(given_, None, 1, 4, "r")
+        assert torch.equal(copied.float(), whole.float())
+        assert copied.is_contiguous()
+        assert copied.data_ptr() != given_.data_ptr()
+
+
+def test_heads():
+    assert check_heads(32, 8, 8) == check_heads(32, 8, 4) == check_heads(6, 3, 3) == 1
+    assert check_heads(32, 8, 32) == 4
+    with pytest.raises(
+        ValueError, match=r"^tp must divide the heads, got 32 heads and tp = 3; use a tp that"
+    ):
+        check_heads(32, 8, 3)
+    with pytest.raises(ValueError, match=r"^tp must divide the key/value heads or be a multiple"):
+        check_heads(24, 8, 6)
+    with pytest.raises(ValueError, match="tp must divide the heads"):
+        check_heads(8, 8, 0)
+
+
+def test_bytes_on_the_wire():
+    """Llama-3.1-8B's down projection and gate and up in bfloat16 on 8 ranks."""
+    K, r = 4096, 2560
+    reduced, gathered = 2 * 7 / 8 * 2, 7 / 8 * 2
+    assert wire_bytes("row", K, None, 8) == reduced * K
+    assert wire_bytes("row", K, r, 8, "one") == reduced * r
+    assert wire_bytes("row", K, r, 8, "both") == reduced * r + gathered * K
+    assert wire_bytes("row", K, 5000, 8, "one") == reduced * K
+    assert wire_bytes("column", 14336, 2 * r, 8, "both") == gathered * 2 * r
+    assert wire_bytes("column", 14336, 2 * r, 8, "one") == 0
+    assert wire_bytes("column", 14336, None, 8) == 0
+    assert wire_bytes("row", K, r, 1) == 0
+    assert wire_bytes("column", 8, 5, 2, itemsize=4) == 3 * 4  # 5 is padded to 6
+    assert exchanges("row", K, r) == (("all_reduce", r), ("all_gather", K))
