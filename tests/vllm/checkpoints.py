@@ -1,4 +1,4 @@
-"""Tiny compressed checkpoints that vLLM's CPU attention takes, and the tokens Transformers gives."""
+"""Tiny compressed checkpoints for vLLM, and the tokens that Transformers gives for them."""
 
 from pathlib import Path
 

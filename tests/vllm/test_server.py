@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 import openai
 import pytest
 from checkpoints import PROMPTS, greedy
-from serving import Server
+from vllm_server import Server
 
 from neuronmm_ops import hf
 

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import openai
 import pytest
 from checkpoints import PROMPTS, compressed, greedy
-from serving import STOP_S, Server
+from vllm_server import STOP_S, Server
 
 pytestmark = pytest.mark.slow
 
