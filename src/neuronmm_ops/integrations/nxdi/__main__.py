@@ -5,6 +5,7 @@ from importlib import import_module
 
 from neuronmm_ops.errors import CheckpointError
 from neuronmm_ops.integrations.nxdi.models import register
+from neuronmm_ops.integrations.nxdi.record import OptionError
 
 
 def main() -> int:
@@ -12,7 +13,7 @@ def main() -> int:
     try:
         register()
         import_module("neuronx_distributed_inference.inference_demo").main()
-    except (CheckpointError, ImportError) as error:
+    except (CheckpointError, ImportError, OptionError) as error:
         print(f"neuronmm_ops.integrations.nxdi: {error}", file=sys.stderr)
         return 2
     return 0

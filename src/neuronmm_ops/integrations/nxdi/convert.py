@@ -1,10 +1,10 @@
 """From a checkpoint's tensors to the names and layouts of the modules in `layers`.
 
-A pair of our checkpoints is `<layer>.u` `[K, r]`, `<layer>.v` `[r, N]` (and `<layer>.weight` `[0]`).
-NxD's linear layers hold `[out, in]`, and NxD Inference replicates and pads heads in that layout. So
-the factor at the side that ranks cut, v of a column layer and u of a row layer, is stored as
-`<layer>.weight`, transposed, and NxD Inference treats it as it treats a dense weight. The other
-factors are new tensors of the block: `low_rank_u` of the columns together, `low_rank_v` of the row.
+A pair of our checkpoints is `<layer>.u` `[K, r]`, `<layer>.v` `[r, N]` and an empty
+`<layer>.weight`. NxD's linear layers hold `[out, in]`, and NxD Inference replicates and pads heads
+in that layout. So the factor at the side that ranks cut, v of a column layer and u of a row layer,
+is stored as `<layer>.weight`, transposed, and NxD Inference treats it as it treats a dense weight.
+The others are new tensors of the block: `low_rank_u` of its columns, `low_rank_v` of its row.
 """
 
 from collections.abc import Mapping, MutableMapping

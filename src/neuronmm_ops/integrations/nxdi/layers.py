@@ -1,23 +1,28 @@
 """Low-rank attention projections and MLPs as subclasses of NxD Inference's. Imports NxD.
 
-A dense module of NxD Inference becomes one of these by `compress_block`: its class is changed and
+A dense module of NxD Inference becomes one of these by `compress_layer`: its class is changed and
 the members that are low-rank are replaced, everything else stays what NxD Inference made of its
-config. Factors are in the modules as the ops take them, `[K, r]` and `[r, N]`.
+config. torch changes the class of a module in the same way, to parametrize or shard it.
 """
 
 from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from neuronmm_ops.integrations.nxdi.convert import padded
+from neuronmm_ops.integrations.nxdi.factors import (
+    WholeU,
+    column_u,
+    column_v,
+    reduced,
+    row_u,
+    row_v,
+)
 from neuronmm_ops.integrations.nxdi.record import COLUMNS
 from neuronmm_ops.ops import mlp, svd_mlp, svd_qkv, xw
 from neuronmm_ops.parallel.sharding import Divide
 
-_parallel = import_module("neuronx_distributed.parallel_layers.layers")
 _mappings = import_module("neuronx_distributed.parallel_layers.mappings")
 _inference = "neuronx_distributed_inference."
 _llama = import_module(_inference + "models.llama.modeling_llama")
@@ -26,67 +31,6 @@ _lora = import_module(_inference + "modules.lora_serving.lora_module")
 
 # The names of config.hidden_act, and the ops' own.
 _ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu"}
-
-
-class CutU(_parallel.ColumnParallelLinear):
-    """The factors u of a block's column layers side by side, divided by the ranks.
-
-    Args:
-        K: columns of x.
-        ranks: of the members, in the order of their columns.
-        dtype: of the parameter.
-        group: of the ranks.
-    """
-
-    def __init__(self, K: int, ranks: Mapping[str, int], dtype: torch.dtype, group: Any) -> None:
-        width = padded(sum(ranks.values()), group.size())
-        super().__init__(K, width, **_column(dtype, group))
-        self.weight = _operand(self.weight)
-        self.ranks = dict(ranks)
-
-    def forward(self, x: Tensor) -> dict[str, Tensor]:
-        """Return `x @ u` `[..., r]` of each member, for x `[..., K]`; one gather for all."""
-        hidden = _gathered(xw(x, self.weight), self.tensor_parallel_group)
-        parts = hidden.split([*self.ranks.values(), hidden.shape[-1] - sum(self.ranks.values())], -1)
-        return dict(zip(self.ranks, parts, strict=False))  # the last part is padding
-
-
-class WholeU(nn.ParameterDict):
-    """The factors u `[K, r]` of a block's column layers, whole on every rank."""
-
-    def __init__(self, K: int, ranks: Mapping[str, int], dtype: torch.dtype) -> None:
-        super().__init__({name: _whole((K, r), dtype) for name, r in ranks.items()})
-
-    def forward(self, x: Tensor) -> dict[str, Tensor]:
-        """Return `x @ u` `[..., r]` of each member, for x `[..., K]`."""
-        return {name: xw(x, u) for name, u in self.items()}
-
-
-class CutV(_parallel.ColumnParallelLinear):
-    """The factor v `[r, N]` of a row layer, divided by the ranks at N."""
-
-    def __init__(self, r: int, N: int, bias: bool, dtype: torch.dtype, group: Any) -> None:
-        super().__init__(r, padded(N, group.size()), **{**_column(dtype, group), "bias": bias})
-        self.weight = _operand(self.weight)
-        self.columns = N
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """Return `hidden @ v + bias` `[..., N]`, whole on every rank, for hidden `[..., r]`."""
-        result = _gathered(xw(hidden, self.weight, self.bias), self.tensor_parallel_group)
-        return result if result.shape[-1] == self.columns else result[..., : self.columns]
-
-
-class WholeV(nn.Module):
-    """The factor v `[r, N]` of a row layer, whole on every rank."""
-
-    def __init__(self, r: int, N: int, bias: bool, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.weight = _whole((r, N), dtype)
-        self.bias = _whole((N,), dtype) if bias else None
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """Return `hidden @ v + bias` `[..., N]` for hidden `[..., r]`."""
-        return xw(hidden, self.weight, self.bias)
 
 
 class NeuronSVDMLP(_llama.NeuronLlamaMLP):
@@ -104,7 +48,7 @@ class NeuronSVDMLP(_llama.NeuronLlamaMLP):
         if self.is_low_rank and activation and biases == (None, None, None):
             u, v = self.low_rank_u, self.low_rank_v
             if group.size() == 1 and v.bias is None:
-                factors = (u["gate_proj"], gate.weight, u["up_proj"], up.weight, down.weight)
+                factors = (u.gate_proj, gate.weight, u.up_proj, up.weight, down.weight)
                 return svd_mlp(x, *factors, v.weight, activation)
             hidden = u(x)
             weights = (gate.weight, up.weight, down.weight)
@@ -115,7 +59,7 @@ class NeuronSVDMLP(_llama.NeuronLlamaMLP):
             if not hasattr(self, "low_rank_v"):
                 return _dense(down, inner, adapter_ids)
             partial = xw(inner, down.weight)
-        return self.low_rank_v(_reduced(down, partial))
+        return self.low_rank_v(reduced(down, partial))
 
 
 class NeuronSVDQKV(_gqa.GroupQueryAttention_QKV):
@@ -124,15 +68,16 @@ class NeuronSVDQKV(_gqa.GroupQueryAttention_QKV):
     def _native_qkv_forward(
         self, hidden_states: Tensor, adapter_ids: Any = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        layers = [getattr(self, name) for name in COLUMNS["self_attn"]]
-        if isinstance(self.low_rank_u, WholeU) and len(self.low_rank_u) == len(layers):
-            us = self.low_rank_u.values()
-            factors = [t for u, layer in zip(us, layers, strict=True) for t in (u, layer.weight)]
+        names, u = COLUMNS["self_attn"], self.low_rank_u
+        if isinstance(u, WholeU) and len(u.ranks) == len(names):
+            layers = [getattr(self, name) for name in names]
+            pairs = zip(names, layers, strict=True)
+            factors: list[Any] = [t for name, v in pairs for t in (u.get_parameter(name), v.weight)]
             widths = [layer.weight.shape[1] for layer in layers]
-            biases = [layer.bias for layer in layers]
+            biases: list[Any] = [layer.bias for layer in layers]
             query, key, value = svd_qkv(hidden_states, *factors, *biases).split(widths, -1)
         else:
-            query, key, value = _columns(self, COLUMNS["self_attn"], hidden_states, adapter_ids)
+            query, key, value = _columns(self, names, hidden_states, adapter_ids)
         if self.clip_qkv is not None:
             low, high = -self.clip_qkv, self.clip_qkv
             return query.clamp(low, high), key.clamp(low, high), value.clamp(low, high)
@@ -144,10 +89,10 @@ class NeuronSVDO(_gqa.GroupQueryAttention_O):
 
     def forward(self, attention_output: Tensor, adapter_ids: Any = None) -> Tensor:
         """Return the projection `[B, S, H]` of a rank's heads `[B, S, heads * head_dim / tp]`."""
-        return self.low_rank_v(_reduced(self.o_proj, xw(attention_output, self.o_proj.weight)))
+        return self.low_rank_v(reduced(self.o_proj, xw(attention_output, self.o_proj.weight)))
 
 
-def compress_layer(layer: nn.Module, ranks: Mapping[str, int], divide: Divide) -> None:
+def compress_layer(layer: Any, ranks: Mapping[str, int], divide: Divide) -> None:
     """Make the low-rank members of one of NxD Inference's decoder layers low-rank, in place.
 
     Args:
@@ -176,15 +121,14 @@ def _compress_mlp(module: Any, ranks: dict[str, int], divide: Divide) -> None:
     size = module.intermediate_size
     for name, r in columns.items():
         bias = getattr(module, name).bias is not None
-        options = {**_column(dtype, group), "bias": bias, "pad": True}
-        setattr(module, name, _with_operand(_parallel.ColumnParallelLinear(r, size, **options)))
+        setattr(module, name, column_v(r, size, bias, dtype, group, pad=True))
     if columns:
-        module.low_rank_u = _u(module.hidden_size, columns, dtype, group, divide)
+        module.low_rank_u = column_u(module.hidden_size, columns, dtype, group, divide)
     if "down_proj" in ranks:
         dense, r = module.down_proj, ranks["down_proj"]
-        module.down_proj = _row(dense, size, r, dtype, group, pad=True)
+        module.down_proj = row_u(dense, size, r, dtype, pad=True)
         bias = dense.bias is not None
-        module.low_rank_v = _v(r, module.hidden_size, bias, dtype, group, divide)
+        module.low_rank_v = row_v(r, module.hidden_size, bias, dtype, group, divide)
     module.group, module.is_low_rank = group, len(ranks) == 3
     module.__class__ = NeuronSVDMLP
 
@@ -201,57 +145,19 @@ def _compress_qkv(module: Any, ranks: dict[str, int], divide: Divide) -> None:
     columns = {name: ranks[name] for name in COLUMNS["self_attn"] if name in ranks}
     for name, r in columns.items():
         heads = module.num_attention_heads if name == "q_proj" else module.num_key_value_heads
-        options = {**_column(module.dtype, group), "bias": has_bias}
-        linear = _parallel.ColumnParallelLinear(r, heads * module.head_dim, **options)
-        setattr(module, name, _with_operand(linear))
-    module.low_rank_u = _u(module.hidden_size, columns, module.dtype, group, divide)
+        size = heads * module.head_dim
+        setattr(module, name, column_v(r, size, has_bias, module.dtype, group))
+    module.low_rank_u = column_u(module.hidden_size, columns, module.dtype, group, divide)
     module.__class__ = NeuronSVDQKV
 
 
 def _compress_o(module: Any, r: int, divide: Divide) -> None:
     dense, dtype = module.o_proj, module.dtype
     group, size = dense.tensor_parallel_group, module.num_attention_heads * module.head_dim
-    module.o_proj = _row(dense, size, r, dtype, group)
-    module.low_rank_v = _v(r, module.hidden_size, module.bias, dtype, group, divide)
+    module.o_proj = row_u(dense, size, r, dtype)
+    module.low_rank_v = row_v(r, module.hidden_size, module.bias, dtype, group, divide)
     module.bias = False  # it is low_rank_v's
     module.__class__ = NeuronSVDO
-
-
-def _u(K: int, ranks: dict[str, int], dtype: torch.dtype, group: Any, divide: Divide) -> nn.Module:
-    return CutU(K, ranks, dtype, group) if divide == "both" else WholeU(K, ranks, dtype)
-
-
-def _v(r: int, N: int, bias: bool, dtype: torch.dtype, group: Any, divide: Divide) -> nn.Module:
-    return CutV(r, N, bias, dtype, group) if divide == "both" else WholeV(r, N, bias, dtype)
-
-
-def _row(
-    dense: Any, K: int, r: int, dtype: torch.dtype, group: Any, pad: bool = False
-) -> nn.Module:
-    """The factor u `[K, r]` of a row layer in the place of a dense one."""
-    linear = _parallel.RowParallelLinear(
-        K,
-        r,
-        bias=False,
-        input_is_parallel=True,
-        dtype=dtype,
-        sequence_parallel_enabled=dense.sequence_parallel_enabled,
-        sequence_dimension=dense.sequence_dimension,
-        pad=pad,
-        reduce_output=False,
-        tensor_model_parallel_group=group,
-        reduce_dtype=dense.reduce_dtype,
-    )
-    return _with_operand(linear)
-
-
-def _column(dtype: torch.dtype, group: Any) -> dict[str, Any]:
-    return {
-        "bias": False,
-        "gather_output": False,
-        "dtype": dtype,
-        "tensor_model_parallel_group": group,
-    }
 
 
 def _columns(module: Any, names: tuple[str, ...], x: Tensor, adapter_ids: Any) -> list[Tensor]:
@@ -269,48 +175,3 @@ def _columns(module: Any, names: tuple[str, ...], x: Tensor, adapter_ids: Any) -
 
 def _dense(layer: Any, x: Tensor, adapter_ids: Any) -> Tensor:
     return layer(x, adapter_ids) if _lora.is_lora_module(layer) else layer(x)
-
-
-def _reduced(layer: Any, partial: Tensor) -> Tensor:
-    """Add the ranks' parts of `x @ u` `[B, S, r]`, in the layer's dtype for sums."""
-    group, wide = layer.tensor_parallel_group, partial.to(layer.reduce_dtype)
-    if layer.sequence_parallel_enabled:
-        total = _mappings.reduce_scatter_to_sequence_parallel_region(
-            wide, layer.sequence_dimension, process_group=group
-        )
-    else:
-        total = _mappings.reduce_from_tensor_model_parallel_region(wide, process_group=group)
-    return total.to(partial.dtype)
-
-
-def _gathered(part: Tensor, group: Any) -> Tensor:
-    return _mappings.gather_from_tensor_model_parallel_region(part, process_group=group)
-
-
-def _whole(shape: tuple[int, ...], dtype: torch.dtype) -> nn.Parameter:
-    return nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
-
-
-def _with_operand(linear: Any) -> Any:
-    linear.weight = _operand(linear.weight)
-    return linear
-
-
-def _operand(weight: nn.Parameter) -> nn.Parameter:
-    """Return a parallel layer's weight `[out, in]` as the ops take it, `[in, out]`.
-
-    NxD cuts the tensor of the state dict, which stays `[out, in]`, by the parameter's attributes,
-    and asks the parameter for it. NxD Inference's own function for that keeps what it once read for
-    the life of the process, by its name; a second model would get the first one's weights.
-    """
-    transposed = torch.empty_like(weight.detach().t(), memory_format=torch.contiguous_format)
-    operand = nn.Parameter(transposed, requires_grad=False)
-    attributes: dict[str, Any] = vars(weight)
-    operand.__dict__.update(attributes)
-    operand.partition_dim = 1 - attributes["partition_dim"]  # pyright: ignore
-    operand.get_tensor_from_state_dict = _transposed_weight  # pyright: ignore
-    return operand
-
-
-def _transposed_weight(prefix: str, state_dict: Mapping[str, Tensor]) -> Tensor:
-    return state_dict[f"{prefix}weight"].t()

@@ -105,7 +105,11 @@ def _compress_layers(layers: Any, config: Any) -> None:
     recorded, divide = low_rank_layers(config), divide_of(config)
     for index, layer in enumerate(layers):
         prefix = f"layers.{index}."
-        own = {n.removeprefix(prefix): e.r for n, e in recorded.items() if n.startswith(prefix)}
+        own = {
+            name.removeprefix(prefix): entry.r
+            for name, entry in recorded.items()
+            if name.startswith(prefix) and entry.r is not None
+        }
         if own:
             compress_layer(layer, own, divide)
 

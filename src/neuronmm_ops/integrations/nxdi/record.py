@@ -17,6 +17,11 @@ COLUMNS = {"self_attn": ("q_proj", "k_proj", "v_proj"), "mlp": ("gate_proj", "up
 ROWS = {"self_attn": "o_proj", "mlp": "down_proj"}
 DIVIDE_KEY = "neuronmm_divide"
 
+
+class OptionError(ValueError):
+    """An option of NxD Inference that a compressed model cannot be served with."""
+
+
 _NAME = re.compile(r"(?:model\.)?(layers\.\d+\.(?:self_attn\.[qkvo]|mlp\.(?:gate|up|down))_proj)")
 # Options of NeuronConfig that read a dense weight of attention or MLP by themselves.
 _KERNELS = {
@@ -93,7 +98,7 @@ def check_options(config: Any) -> None:
     """Refuse options of NxD Inference that would read weights which a compressed model has not.
 
     Raises:
-        ValueError: says which option, its value and the remedy.
+        OptionError: says which option, its value and the remedy.
         CheckpointError: see `low_rank_layers`.
     """
     layers = low_rank_layers(config)
@@ -104,23 +109,28 @@ def check_options(config: Any) -> None:
         if any(f".{block}." in name for name in layers):
             for option in kernels:
                 if getattr(options, option, False):
-                    raise ValueError(
+                    raise OptionError(
                         f"{option} must be False for low-rank layers of {block}, got True; leave "
                         "it out: their products run in kernels of their own"
                     )
     for option, (allowed, remedy) in _OTHERS.items():
         value = getattr(options, option, allowed)
         if value != allowed:
-            raise ValueError(
+            raise OptionError(
                 f"{option} must be {allowed} for a compressed model, got {value}; {remedy}"
             )
     _check_lora(options, layers)
     if options.fused_qkv:
         _check_fused_qkv(layers)
     if options.sequence_parallel_enabled and divide_of(config) == "both":
-        raise ValueError(
+        raise OptionError(
             f"sequence_parallel_enabled needs {DIVIDE_KEY} = one, got both; "
             "export again with --divide one, or leave sequence parallelism out"
+        )
+    if getattr(config, "mlp_bias", False) and config.intermediate_size % options.tp_degree:
+        raise OptionError(
+            "tp_degree must divide intermediate_size in an MLP with biases, got "
+            f"{options.tp_degree} and {config.intermediate_size}; use one that does"
         )
     _check_rope(config)
 
@@ -130,7 +140,7 @@ def _check_lora(options: Any, layers: Mapping[str, LayerReport]) -> None:
     targets = getattr(lora, "target_modules", None) or ()
     for target in targets:
         if any(name.endswith(f".{target}") for name in layers):
-            raise ValueError(
+            raise OptionError(
                 f"LoRA adapters cannot adapt a low-rank layer here, got target_modules with "
                 f"{target}; merge the adapter before compressing, or leave {target} dense"
             )
@@ -141,7 +151,7 @@ def _check_fused_qkv(layers: Mapping[str, LayerReport]) -> None:
     for block in sorted(blocks):
         found = [name for name in COLUMNS["self_attn"] if f"{block}.{name}" in layers]
         if 0 < len(found) < len(COLUMNS["self_attn"]):
-            raise ValueError(
+            raise OptionError(
                 f"fused_qkv needs query, key and value all dense or all low-rank, got only "
                 f"{', '.join(found)} low-rank in {block}; leave fused_qkv out"
             )
@@ -153,7 +163,7 @@ def _check_rope(config: Any) -> None:
     if parameters is not None and parameters.get("rope_theta") != getattr(
         config, "rope_theta", None
     ):
-        raise ValueError(
+        raise OptionError(
             "config.json is of Transformers 5 (rope_parameters), of which NxD Inference's "
             "Transformers would take another rope_theta; run: neuronmm export nxdi DIR -o OUT"
         )
