@@ -1,1 +1,1 @@
-"""Engines that serve compressed checkpoints, a package each. None is imported before it is used."""
+"""Engines that serve compressed checkpoints. Each imports its package here, never the reverse."""
