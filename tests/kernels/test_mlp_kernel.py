@@ -34,32 +34,38 @@ def drawn(M: int, sizes: tuple[int, int, int], dtype: str) -> list[Tensor]:
     return [t.to(getattr(torch, dtype)) for t in (x, *weights)]
 
 
-def composed(tensors: list[Tensor], name: str, wide: torch.dtype) -> Tensor:
+def composed(
+    tensors: list[Tensor], name: str, wide: torch.dtype, x_up: Tensor | None = None
+) -> Tensor:
     """In sums of `wide`; in fp32 intermediates are rounded to x's dtype, in fp64 none is."""
     x, gate, up, down = [t.to(wide) for t in tensors]
+    given = x if x_up is None else x_up.to(wide)
 
     def rounded(value: Tensor) -> Tensor:
         return value if wide is torch.float64 else value.to(tensors[0].dtype).to(wide)
 
-    return rounded(rounded(ACTIVATIONS[name](rounded(x @ gate)) * rounded(x @ up)) @ down)
+    return rounded(rounded(ACTIVATIONS[name](rounded(x @ gate)) * rounded(given @ up)) @ down)
 
 
 def check(
     kernel: Any, tensors: list[Tensor], launch: tuple[str, int], scales: list[Tensor] | None = None,
-    name: str = "silu", **blocks: Any,
+    name: str = "silu", x_up: Tensor | None = None, **blocks: Any,
 ) -> nc.Profile:  # fmt: skip
     target, lnc = launch
     kernel = kernel if lnc == 1 else kernel[lnc]
-    done = nc.simulate(kernel, *tensors, *(scales or []), target=target, activation=name, **blocks)
+    given = [*tensors, x_up, *(scales or [])]
+    done = nc.simulate(kernel, *given, target=target, activation=name, **blocks)
     x, *weights = tensors
     if scales:
         pairs = zip(weights, scales, strict=True)
         weights = [w.double() * s.double() for w, s in pairs]
-        plain = composed([x, *[w.float() for w in weights]], name, torch.float32)
+        plain = composed([x, *[w.float() for w in weights]], name, torch.float32, x_up)
     else:
-        plain = composed(tensors, name, torch.float32)
-    oracle = composed([x, *weights], name, torch.float64)
-    size = composed([t.double().abs() for t in (x, *weights)], "relu", torch.float64)
+        plain = composed(tensors, name, torch.float32, x_up)
+    oracle = composed([x, *weights], name, torch.float64, x_up)
+    magnitudes = [t.double().abs() for t in (x, *weights)]
+    up = None if x_up is None else x_up.double().abs()
+    size = composed(magnitudes, "relu", torch.float64, up)
     assert_close_to_oracle(done.outputs, oracle, plain.to(x.dtype), size)
     return done.profile
 

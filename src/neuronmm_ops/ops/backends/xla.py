@@ -102,12 +102,17 @@ def module_for(launch: Launch, tensors: Sequence[Tensor], api: int) -> bytes:
     from neuronmm_ops.ops.backends.hlo import Array, CustomCall, module_of
 
     problem = launch.plan.problem
+    activations = [launch.spec.operands[place].name for place in launch.spec.activations]
     parameters = [Array(tuple(tensor.shape), name_of(tensor.dtype)) for tensor in tensors]
+    operands = [
+        Array((problem.M, array.shape[-1]), array.dtype) if name in activations else array
+        for name, array in zip(launch.operands, parameters, strict=True)
+    ]
     return module_of(
         f"neuronmm_{problem.op}",
         CustomCall(TARGET, config_of(launch), api),
         parameters,
-        [Array((problem.M, problem.K), problem.dtype), *parameters[1:]],
+        operands,
         Array((problem.M, problem.N), problem.dtype),
         Array(launch.shape, problem.dtype),
     )
