@@ -1,0 +1,134 @@
+"""The quantization method `neuronmm` of vLLM: which layers are low-rank, by the record."""
+
+# vLLM is not installed where types are checked.
+# pyright: reportMissingImports=false, reportUntypedBaseClass=false
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
+from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+from vllm.model_executor.layers.quantization import (
+    QuantizationConfig,
+    register_quantization_config,
+)
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+from vllm.model_executor.models.utils import WeightsMapper
+
+from neuronmm_ops.checkpoint import INDEX, SINGLE, inspect_checkpoint
+from neuronmm_ops.compress.record import QUANT_METHOD, report_of
+from neuronmm_ops.compress.report import CompressionReport, LayerReport
+from neuronmm_ops.integrations.vllm.linear import LowRankLinearMethod, remember_parent
+
+
+class NeuronMMConfig(QuantizationConfig):
+    """The record of a compressed checkpoint in the place where vLLM keeps quantization configs.
+
+    Args:
+        report: the record.
+    """
+
+    # vLLM leaves out tensors that look like scales of its cache, and v's scales would.
+    _ignore_unexpected_suffixes = ()
+
+    def __init__(self, report: CompressionReport) -> None:
+        super().__init__()
+        # By vLLM's names; the layers keep the checkpoint's.
+        self.layers = {layer.name: layer for layer in report.layers if layer.r is not None}
+
+    @classmethod
+    def get_name(cls) -> str:
+        """Return `neuronmm`."""
+        return QUANT_METHOD
+
+    @classmethod
+    def get_supported_act_dtypes(cls) -> list[torch.dtype]:
+        """Return the dtypes that a model may compute in."""
+        return [torch.bfloat16, torch.float16, torch.float32]
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        """Say that the ops ask nothing of a GPU."""
+        return 0
+
+    @staticmethod
+    def get_config_filenames() -> list[str]:
+        """Say that config.json holds everything."""
+        return []
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> Self:
+        """Read the record.
+
+        Raises:
+            CheckpointError: it is of another version, of an unknown storage, or malformed.
+        """
+        return cls(report_of(config))
+
+    def maybe_update_config(
+        self, model_name: str, hf_config: Any = None, revision: str | None = None
+    ) -> None:
+        """Check the record against the headers of a local checkpoint, before anything is loaded.
+
+        Raises:
+            CheckpointError: they are not of the same checkpoint.
+        """
+        del hf_config, revision
+        directory = Path(model_name)
+        if any((directory / name).is_file() for name in (SINGLE, INDEX)):
+            inspect_checkpoint(directory)
+
+    def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
+        """Return how a layer is multiplied by.
+
+        Raises:
+            ValueError: it is low-rank, and vLLM's class of it cannot be.
+        """
+        if isinstance(layer, LinearBase):
+            parent, _, leaf = prefix.rpartition(".")
+            packed = self.packed_modules_mapping.get(leaf, [leaf])
+            names = [f"{parent}.{name}".lstrip(".") for name in packed]
+            if prefix in self.layers:  # one matrix in the checkpoint, too
+                names = [prefix]
+            layers = [self.layers.get(name) for name in names]
+            if not any(layers):
+                return UnquantizedLinearMethod()
+            return LowRankLinearMethod(_original(names, layers), layers)
+        for name, record in self.layers.items():
+            if name == prefix or (prefix and name.startswith(f"{prefix}.")):
+                raise ValueError(
+                    f"{record.name}: vLLM's {type(layer).__name__} takes no low-rank factors; "
+                    "leave it dense: compress again with targets that leave it out"
+                )
+        return None
+
+    def apply_vllm_mapper(self, hf_to_vllm_mapper: WeightsMapper) -> None:
+        """Take over vLLM's names of the layers."""
+        self.layers = hf_to_vllm_mapper.apply_dict(self.layers)
+
+    @staticmethod
+    def get_cache_scale_mapper() -> WeightsMapper:
+        """Rename nothing: `v_scale` is of the factor v, not of values in the cache."""
+        return WeightsMapper()
+
+
+_registered = False
+
+
+def register_config() -> None:
+    """Register the config, and the hook by which layers learn of their MLP, once a process."""
+    global _registered
+    if not _registered:
+        register_quantization_config(QUANT_METHOD)(NeuronMMConfig)
+        register_module_module_registration_hook(remember_parent)
+        _registered = True
+
+
+def _original(names: list[str], layers: list[LayerReport | None]) -> list[str]:
+    """The checkpoint's names of a fused layer's members."""
+    known = next(layer for layer in layers if layer is not None)
+    parent = known.name.rpartition(".")[0]
+    return [f"{parent}.{name.rpartition('.')[2]}".lstrip(".") for name in names]

@@ -1,0 +1,318 @@
+"""What one rank holds of a vLLM linear layer, and how it gets there. Imports no vLLM.
+
+A layer of vLLM stands for one or more layers of the checkpoint, its members: `qkv_proj` for
+`q_proj`, `k_proj` and `v_proj`. A member is a low-rank pair, or has stayed dense.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from neuronmm_ops.compress.factorize import check_finite
+from neuronmm_ops.compress.report import LayerReport
+from neuronmm_ops.errors import CheckpointError
+from neuronmm_ops.nn.storage import FACTORS, SCALES, STORAGES, check_factors, dtype_name, storage_of
+from neuronmm_ops.ops.backends.cpu import name_of
+from neuronmm_ops.parallel.sharding import Divide, Kind, pair_dims, part, part_width, shard
+
+MISMATCH = "config and weights are not of the same checkpoint"
+REMEDY = "copy the checkpoint again or compress the model again"
+
+
+class Section(NamedTuple):
+    """Output columns that are divided by themselves, such as the heads of the queries.
+
+    Attributes:
+        size: columns in the checkpoint.
+        parts: among how many ranks they are divided: fewer than all where heads are replicated.
+        own: this rank's part.
+    """
+
+    size: int
+    parts: int
+    own: int
+
+    @property
+    def width(self) -> int:
+        """Columns of one part."""
+        return self.size // self.parts
+
+
+class Place(NamedTuple):
+    """How ranks divide a layer, and which of them this is.
+
+    Attributes:
+        kind: `column` or `row`; None where every rank has the whole layer.
+        divide: which factors of a pair they divide, `one` or `both`.
+        rank: of this process.
+        tp: ranks.
+    """
+
+    kind: Kind | None
+    divide: Divide
+    rank: int
+    tp: int
+
+    @property
+    def gathers(self) -> bool:
+        """Whether ranks hold a part of the rank of a column layer's pairs."""
+        return self.kind == "column" and self.divide == "both"
+
+
+class Member(nn.Module):
+    """A rank's part of one layer of the checkpoint.
+
+    Args:
+        name: of the layer, as the checkpoint has it.
+        shapes: of its tensors in the checkpoint, by the last part of their names.
+        sections: that the columns of its result consist of.
+
+    Attributes:
+        width: columns of this rank's result.
+        missing: tensors that have not been loaded.
+    """
+
+    def __init__(
+        self, name: str, shapes: dict[str, tuple[int, ...]], sections: Sequence[Section]
+    ) -> None:
+        super().__init__()
+        self.name, self.shapes, self.sections = name, shapes, tuple(sections)
+        self.width = sum(section.width for section in sections)
+        self.missing = set(shapes)
+
+    def load(self, key: str, whole: Tensor) -> None:
+        """Take this rank's part of a tensor of the checkpoint.
+
+        Args:
+            key: the last part of its name.
+            whole: as the checkpoint has it.
+
+        Raises:
+            CheckpointError: the record says otherwise of its shape or dtype, or has no such tensor.
+        """
+        name = f"{self.name}.{key}"
+        if key not in self.shapes:
+            if key == "weight" and not whole.numel():
+                return  # the placeholder beside factors
+            raise CheckpointError(
+                f"{name}: config.json says nothing of it, the file has {list(whole.shape)}; "
+                f"{MISMATCH}"
+            )
+        if whole.shape != self.shapes[key]:
+            raise CheckpointError(
+                f"{name}: config.json asks for {list(self.shapes[key])}, the file has "
+                f"{list(whole.shape)}; {MISMATCH}"
+            )
+        storage, found = self.storage_of(key), storage_of(whole.dtype)
+        is_scale = key in SCALES
+        if found != storage or (is_scale and whole.dtype != torch.float32):
+            expected = "float32" if is_scale else dtype_name(storage) or "a float of 2 to 8 bytes"
+            raise CheckpointError(
+                f"{name}: config.json asks for {expected}, the file has {name_of(whole.dtype)}; "
+                f"{MISMATCH}"
+            )
+        getattr(self, key).data.copy_(self.cut(key, whole))
+        self.missing.discard(key)
+
+    def storage_of(self, key: str) -> str | None:
+        """Return the storage of a tensor, None for floats of two bytes or more."""
+        del key
+        return None
+
+    def cut(self, key: str, whole: Tensor) -> Tensor:
+        """Return this rank's part of a tensor of the checkpoint."""
+        raise NotImplementedError
+
+    def check(self) -> None:
+        """Check, once all is loaded, that nothing is missing and that all values are possible.
+
+        Raises:
+            CheckpointError: a tensor is missing, or a one-byte factor or scale holds what it must
+                not.
+            NonFiniteError: a factor is NaN or Inf.
+        """
+        if self.missing:
+            raise CheckpointError(
+                f"{self.name}.{min(self.missing)}: config.json asks for "
+                f"{list(self.shapes[min(self.missing)])}, the files have none; {MISMATCH}"
+            )
+
+    def _columns(self, whole: Tensor, dim: int) -> Tensor:
+        """This rank's output columns of a tensor that has those of all ranks in `dim`."""
+        pieces = whole.split([section.size for section in self.sections], dim)
+        return torch.cat(
+            [
+                shard(piece, dim, section.own, section.parts, f"the columns of {self.name}")
+                for piece, section in zip(pieces, self.sections, strict=True)
+            ],
+            dim,
+        )
+
+
+class Dense(Member):
+    """A member that has stayed dense, beside low-rank ones; every column is a section's.
+
+    Args:
+        name: of the layer in the checkpoint.
+        K: input features.
+        sections: that the columns of its result consist of.
+        dtype: the model's.
+
+    Attributes:
+        weight: `[width, K]`.
+    """
+
+    def __init__(self, name: str, K: int, sections: Sequence[Section], dtype: torch.dtype) -> None:
+        N = sum(section.size for section in sections)
+        super().__init__(name, {"weight": (N, K)}, sections)
+        self.weight = nn.Parameter(torch.empty(self.width, K, dtype=dtype), requires_grad=False)
+
+    def cut(self, key: str, whole: Tensor) -> Tensor:
+        """Return the rows of the weight `[N, K]` that make this rank's columns."""
+        return self._columns(whole, 0)
+
+
+class Pair(Member):
+    """A rank's part of a low-rank pair.
+
+    Args:
+        layer: what the record says of it.
+        place: where it is cut.
+        sections: that the columns of its result consist of.
+        dtype: the model's.
+
+    Attributes:
+        u: `[K, r]`, or this rank's rows or columns of it, stored along K. Columns are padded with
+            zeros where tp does not divide r.
+        v: `[r, N]`, or this rank's columns of it, stored along r.
+        u_scale: `[r]` of u's columns, in float32, where the factors are in one byte; else None.
+        v_scale: `[N]` of v's columns, likewise.
+        storage: `fp8` or `int8` of factors in one byte, else None.
+        compute: `x`, or `fp8` where activations may be rounded to that.
+    """
+
+    u: Tensor
+    v: Tensor
+    u_scale: Tensor | None
+    v_scale: Tensor | None
+
+    def __init__(
+        self, layer: LayerReport, place: Place, sections: Sequence[Section], dtype: torch.dtype
+    ) -> None:
+        assert layer.r is not None
+        shapes: dict[str, tuple[int, ...]] = {"u": (layer.K, layer.r), "v": (layer.r, layer.N)}
+        if layer.storage is not None:
+            shapes |= {"u_scale": (layer.r,), "v_scale": (layer.N,)}
+        super().__init__(layer.name, shapes, sections)
+        self.place, self.rank = place, layer.r
+        self.storage, self.compute = layer.storage, layer.compute
+        for key in (*FACTORS, *SCALES):
+            if key not in shapes:
+                setattr(self, key, None)
+                continue
+            shape = self.cut(key, torch.empty(shapes[key], device="meta")).shape
+            stored = torch.float32 if key in SCALES else STORAGES.get(layer.storage or "", dtype)
+            # Along the contraction, as in SVDLinear.
+            value = torch.empty(tuple(reversed(shape)), dtype=stored)
+            setattr(self, key, nn.Parameter(value.t(), requires_grad=False))
+
+    def storage_of(self, key: str) -> str | None:
+        """Return the storage of a factor; scales have none."""
+        return self.storage if key in FACTORS else None
+
+    def cut(self, key: str, whole: Tensor) -> Tensor:
+        """Return this rank's part of u, v or their scales."""
+        kind, divide, rank, tp = self.place
+        if kind is None:
+            return whole
+        if key == "v" and self.place.gathers:  # beside the zero columns of the ranks' u
+            padded = whole.new_zeros(part_width(self.rank, tp) * tp, whole.shape[1])
+            padded[: self.rank] = whole
+            whole = padded
+        dim = pair_dims(kind, divide)[key]
+        if kind == "column" and dim is not None and key in ("v", "v_scale"):
+            return self._columns(whole, dim)
+        is_padded = not (kind == "row" and key == "u")
+        what = f"the {'rank' if is_padded else 'rows'} of {self.name}"
+        return shard(whole, dim, rank, tp, what, padded=is_padded)
+
+    def check(self) -> None:
+        """Check that nothing is missing and that all values are possible."""
+        super().check()
+        if self.storage is None:
+            check_finite(self.name, self.u, self.v, REMEDY)
+            return
+        u, v, u_scale, v_scale = self._without_padding()
+        ones = torch.ones(self.rank, device=v.device)
+        try:
+            check_factors(u, u.new_empty(u.shape[1], 0), u_scale, u_scale[:0], self.name)
+            check_factors(v.new_empty(0, self.rank), v, ones, v_scale, self.name)
+        except ValueError as error:
+            raise CheckpointError(f"{error}; or {REMEDY}") from None
+
+    def _without_padding(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        assert self.u_scale is not None
+        assert self.v_scale is not None
+        kind, divide, rank, tp = self.place
+        r = columns = slice(None)
+        if self.place.gathers:
+            r = slice(_length(part(self.rank, rank, tp, "r", padded=True)))
+        if kind == "row" and divide == "both":
+            columns = slice(_length(part(self.shapes["v"][1], rank, tp, "N", padded=True)))
+        v = self.v[: self.rank, columns]
+        return self.u[:, r], v, self.u_scale[r], self.v_scale[columns]
+
+
+def member_sections(
+    names: Sequence[str], widths: Sequence[int], replicas: Sequence[int], place: Place
+) -> list[tuple[Section, ...]]:
+    """Return the sections of each member of a layer.
+
+    Args:
+        names: of the members.
+        widths: columns of this rank's part of each section.
+        replicas: how many ranks hold the same part of each section.
+        place: where the layer is cut.
+
+    Raises:
+        ValueError: the numbers of members and sections do not fit.
+    """
+    tp, rank = (place.tp, place.rank) if place.kind == "column" else (1, 0)
+    sections = [
+        Section(width * tp // copies, tp // copies, rank // copies)
+        for width, copies in zip(widths, replicas, strict=True)
+    ]
+    if len(names) == 1:  # such as Phi-3's qkv_proj, which is one matrix in the checkpoint, too
+        return [tuple(sections)]
+    if len(names) != len(sections):
+        raise ValueError(
+            f"a fused layer must have a member for each section, got {', '.join(names)} for "
+            f"{len(sections)} sections; leave them dense"
+        )
+    return [(section,) for section in sections]
+
+
+def _length(part: slice) -> int:
+    return part.stop - part.start
+
+
+def joined(parts: Sequence[Tensor]) -> Tensor:
+    """Return tensors `[..., n]` side by side."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts), -1)
+
+
+def split_gathered(gathered: Tensor, widths: Sequence[int], tp: int) -> list[Tensor]:
+    """Take apart what ranks sent side by side.
+
+    Args:
+        gathered: `[..., tp * sum(widths)]`, the parts of one rank after those of another.
+        widths: of each part.
+        tp: ranks.
+
+    Returns:
+        `[..., tp * width]` for each width.
+    """
+    parts = gathered.unflatten(-1, (tp, -1)).split(list(widths), -1)
+    return [part.flatten(-2) for part in parts]

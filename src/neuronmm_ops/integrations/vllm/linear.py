@@ -1,0 +1,227 @@
+"""How vLLM's linear layers hold low-rank pairs and multiply by them."""
+
+# vLLM is not installed where types are checked.
+# pyright: reportMissingImports=false, reportUntypedBaseClass=false
+
+import weakref
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from vllm.config import VllmConfig, get_current_vllm_config
+from vllm.distributed import tensor_model_parallel_all_gather, tensor_model_parallel_all_reduce
+from vllm.model_executor.layers.linear import (
+    ColumnParallelLinear,
+    LinearMethodBase,
+    QKVParallelLinear,
+    ReplicatedLinear,
+    RowParallelLinear,
+)
+
+from neuronmm_ops.compress.report import LayerReport
+from neuronmm_ops.errors import CheckpointError
+from neuronmm_ops.integrations.vllm.factors import (
+    MISMATCH,
+    Dense,
+    Member,
+    Pair,
+    Place,
+    joined,
+    member_sections,
+    split_gathered,
+)
+from neuronmm_ops.integrations.vllm.mlp import fuse_
+from neuronmm_ops.nn.storage import FACTORS, SCALES, STORAGES
+from neuronmm_ops.ops import xuv, xw
+from neuronmm_ops.parallel.sharding import DIVIDES, Kind
+
+DIVIDE = "neuronmm_divide"
+"""The key of vLLM's `additional_config` that says which factors ranks divide."""
+_SHARDS = {"q": 0, "k": 1, "v": 2}
+
+
+class LowRankLinearMethod(LinearMethodBase):
+    """Linear layers at least one member of which is a low-rank pair.
+
+    Args:
+        names: of the layer's members, as the checkpoint has them.
+        layers: what the record says of each; None for one that has stayed dense.
+    """
+
+    def __init__(self, names: Sequence[str], layers: Sequence[LayerReport | None]) -> None:
+        super().__init__()
+        self.names, self.layers = tuple(names), tuple(layers)
+        self.members: list[Member] = []
+        self.biases: set[int | None] = set()
+        # The module that holds the layer.
+        self.parent: weakref.ref[nn.Module] | None = None
+
+    # --- the parameters --------------------------------------------------------------------------
+
+    def create_weights(
+        self,
+        layer: Any,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        **extra_weight_attrs: Any,
+    ) -> None:
+        """Give the layer its members, and the empty parameters by which vLLM's loaders find them.
+
+        Raises:
+            CheckpointError: the record has other sizes than the architecture.
+            ValueError: the ranks cannot divide the layer, or vLLM's options rule it out.
+        """
+        del input_size_per_partition, output_size, extra_weight_attrs
+        config = get_current_vllm_config()
+        self.is_dummy = config.load_config.load_format == "dummy"
+        self.is_fusible = config.lora_config is None
+        self.tp_size = 1 if isinstance(layer, ReplicatedLinear) else layer.tp_size
+        # vLLM would sum the result, which is wider than [M, r].
+        self.reduces = self.tp_size > 1 and getattr(layer, "reduce_results", False)
+        if self.reduces:
+            layer.reduce_results = False
+        self.place = self._place(layer, config)
+        replicas = [1] * len(output_partition_sizes)
+        if isinstance(layer, QKVParallelLinear):
+            replicas[1:] = [layer.num_kv_head_replicas] * 2
+        sections = member_sections(self.names, output_partition_sizes, replicas, self.place)
+        for name, record, own in zip(self.names, self.layers, sections, strict=True):
+            if record is None:
+                self.members.append(Dense(name, input_size, own, params_dtype))
+                continue
+            sizes = [input_size, sum(section.size for section in own)]
+            if sizes != [record.K, record.N]:
+                raise CheckpointError(
+                    f"{name}: config.json asks for [K, N] = {[record.K, record.N]}, the "
+                    f"architecture has {sizes}; {MISMATCH}"
+                )
+            self.members.append(Pair(record, self.place, own, params_dtype))
+        layer.members = nn.ModuleList(self.members)
+        storage = next(record.storage for record in self.layers if record is not None)
+        dtypes = dict.fromkeys(FACTORS, STORAGES.get(storage or "", params_dtype))
+        dtypes |= {**dict.fromkeys(SCALES, torch.float32), "weight": params_dtype}
+        for key, dtype in dtypes.items():
+            entry = nn.Parameter(torch.empty(0, dtype=dtype), requires_grad=False)
+            entry.weight_loader = partial(self._load, key)  # pyright: ignore  (as vLLM's have)
+            layer.register_parameter(key, entry)
+        # A bias that the layer makes afterwards takes its loader from here.
+        layer.weight_loader = partial(self._load_bias, layer.weight_loader)
+
+    def _place(self, layer: Any, config: VllmConfig) -> Place:
+        given = config.additional_config if isinstance(config.additional_config, dict) else {}
+        divide = given.get(DIVIDE, "both")
+        if divide not in DIVIDES:
+            raise ValueError(f"{DIVIDE} must be {' or '.join(DIVIDES)}, got {divide!r}")
+        if self.tp_size > 1 and config.lora_config is not None:
+            raise ValueError(
+                "LoRA adapters of low-rank layers need one rank, got tensor_parallel_size="
+                f"{self.tp_size}; merge the adapter, or use tensor_parallel_size=1"
+            )
+        kind: Kind | None = None
+        if isinstance(layer, RowParallelLinear):
+            kind = "row"
+            divide = divide if self.reduces else "one"
+        elif isinstance(layer, ColumnParallelLinear):
+            kind = "column"
+        elif not isinstance(layer, ReplicatedLinear):
+            raise ValueError(
+                f"{self.names[0]}: low-rank factors need a column-parallel, row-parallel or "
+                f"replicated layer, got {type(layer).__name__}; leave it dense"
+            )
+        return Place(kind if self.tp_size > 1 else None, divide, layer.tp_rank, self.tp_size)
+
+    def _load(
+        self, key: str, entry: nn.Parameter, loaded: Tensor, shard: int | str | None = None
+    ) -> None:
+        """Load a tensor of the checkpoint into the member that it belongs to."""
+        del entry
+        self.members[self._index(shard)].load(key, loaded)
+
+    def _load_bias(self, load: Any, bias: nn.Parameter, loaded: Tensor, *shard: Any) -> None:
+        load(bias, loaded, *shard)
+        self.biases.add(self._index(*shard))
+
+    def _index(self, shard: int | str | None = None) -> int:
+        index = _SHARDS[shard] if isinstance(shard, str) else (shard or 0)
+        if shard is None and len(self.members) > 1:
+            raise CheckpointError(
+                f"{' and '.join(self.names)} must be tensors of their own, the file has one for "
+                f"all; {MISMATCH}"
+            )
+        return index
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Check what was loaded, and fuse the MLP around the layer where it can be."""
+        if not self.is_dummy:
+            for index, member in enumerate(self.members):
+                member.check()
+                if layer.bias is not None and index not in self.biases:
+                    raise CheckpointError(
+                        f"{member.name}.bias: the architecture has one, the files have none; "
+                        f"{MISMATCH}"
+                    )
+        parent = self.parent and self.parent()
+        if parent is not None and self.is_fusible:
+            fuse_(parent)
+
+    # --- the product -----------------------------------------------------------------------------
+
+    def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Map x `[..., K]` to `[..., N]`, or to this rank's columns or partial sums of it."""
+        members = self.members
+        if self.reduces:
+            (pair,) = cast(list[Pair], members)
+            own_bias = None if layer.skip_bias_add else layer.bias  # vLLM passes it to one rank
+            return self.reduced(xw(x, pair.u, None, pair.u_scale, pair.compute), own_bias)
+        widths = [member.width for member in members]
+        biases = [None] * len(members) if bias is None else bias.split(widths)
+        lows: list[Tensor | None] = [None] * len(members)
+        if self.place.gathers:
+            lows = self.gathered(x)
+        parts = [
+            _product(member, x, low, own)
+            for member, low, own in zip(members, lows, biases, strict=True)
+        ]
+        return joined(parts)
+
+    def gathered(self, x: Tensor) -> list[Tensor | None]:
+        """Return `x @ u` `[..., r]` of each pair, exchanged by all at once; None of dense ones."""
+        pairs = [member for member in self.members if isinstance(member, Pair)]
+        own = joined([xw(x, pair.u, None, pair.u_scale, pair.compute) for pair in pairs])
+        every = tensor_model_parallel_all_gather(own)
+        widths = [pair.u.shape[1] for pair in pairs]
+        lows = iter(split_gathered(every, widths, self.place.tp))
+        return [next(lows) if isinstance(member, Pair) else None for member in self.members]
+
+    def reduced(self, low: Tensor, bias: Tensor | None) -> Tensor:
+        """Return a row layer's result `[..., N]` for this rank's part of the sum `x @ u`."""
+        (pair,) = cast(list[Pair], self.members)
+        low = tensor_model_parallel_all_reduce(low)
+        if self.place.divide == "one":
+            return xw(low, pair.v, bias, pair.v_scale, pair.compute)
+        y = tensor_model_parallel_all_gather(xw(low, pair.v, None, pair.v_scale, pair.compute))
+        y = y[..., : pair.width]
+        return y if bias is None else y + bias
+
+
+def remember_parent(parent: nn.Module, name: str, child: nn.Module | None) -> None:
+    """Tell a low-rank layer's method which module it is put into: a hook for torch."""
+    del name
+    method = getattr(child, "quant_method", None)
+    if isinstance(method, LowRankLinearMethod):
+        method.parent = weakref.ref(parent)
+
+
+def _product(member: Member, x: Tensor, low: Tensor | None, bias: Tensor | None) -> Tensor:
+    if isinstance(member, Dense):
+        return F.linear(x, member.weight, bias)
+    pair = cast(Pair, member)
+    if low is not None:
+        return xw(low, pair.v, bias, pair.v_scale, pair.compute)
+    return xuv(x, pair.u, pair.v, bias, pair.u_scale, pair.v_scale, pair.compute)
