@@ -62,8 +62,7 @@ class Kernels:
             return spec.reference(*tensors)
         # A bucket's size may be a symbol by now; Python needs it as a number: a graph a bucket.
         tokens = len(range(x.shape[0]))
-        is_tokens = [operand.role == "activation" for operand in spec.operands[: len(tensors)]]
-        given = list(zip(tensors, is_tokens, strict=True))
+        given = [(tensor, place in spec.activations) for place, tensor in enumerate(tensors)]
         widths = tuple([t.shape[1] if is_x and t is not None else None for t, is_x in given])
         shapes = tuple(
             [None if is_x or t is None else (t.shape[0], t.shape[1]) for t, is_x in given]
