@@ -7,6 +7,7 @@ simulated NeuronCore, with as many cores as the grid says.
 
 import inspect
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,61 +17,89 @@ from torch._subclasses.fake_tensor import FakeTensor
 from neuronmm_ops.neuroncore.boundary import TensorSpec
 from neuronmm_ops.neuroncore.kernel import run
 
+
+@dataclass
+class Call:
+    """One call of a kernel."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    tensors: tuple[str, ...]
+    constants: dict[str, Any]
+
+    def arguments(self, tensors: Sequence[Any]) -> dict[str, Any]:
+        """All arguments by name."""
+        return {**self.constants, **dict(zip(self.tensors, tensors, strict=True))}
+
+
 kernels: list[Any] = []
-calls: list[tuple[str, tuple[int, ...], dict[str, Any]]] = []
+calls: list[Call] = []
 
 
 @torch.compiler.assume_constant_result
-def registered(index: int, grid: tuple[int, ...], names: tuple[str, ...], values: Any) -> int:
+def registered(
+    index: int,
+    grid: tuple[int, ...],
+    tensors: tuple[str, ...],
+    names: tuple[str, ...],
+    values: tuple[Any, ...],
+) -> int:
     """Remember a call's constants."""
-    constants = dict(zip(names, values, strict=True))
     assert all(value is None or type(value) in (int, bool, str) for value in values)
-    hash(tuple(sorted(constants)))
-    calls.append((kernels[index].func.__name__, grid, constants))
+    constants = dict(zip(names, values, strict=True))
+    calls.append(Call(kernels[index], grid, tensors, constants))
     return len(calls) - 1
 
 
 class Caller:
     """What `wrap_nki` returns; without `[grid]` its grid is empty."""
 
-    def __init__(self, index: int, grid: tuple[int, ...], names: list[str]) -> None:
-        self.index, self.grid, self.names = index, grid, names
+    def __init__(
+        self, index: int, grid: tuple[int, ...], names: list[str], defaults: dict[str, Any]
+    ) -> None:
+        self.index, self.grid, self.names, self.defaults = index, grid, names, defaults
 
     def __getitem__(self, grid: int | tuple[int, ...]) -> "Caller":
-        return Caller(self.index, (grid,) if isinstance(grid, int) else grid, self.names)
+        grid = (grid,) if isinstance(grid, int) else grid
+        return Caller(self.index, grid, self.names, self.defaults)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         given = {**dict(zip(self.names, args, strict=False)), **kwargs}
-        tensors = [name for name in self.names if isinstance(given[name], Tensor)]
+        for name in self.names:
+            if name not in given:
+                given[name] = self.defaults[name]
+        tensors = tuple([name for name in self.names if isinstance(given[name], Tensor)])
         others = tuple([name for name in self.names if name not in tensors])
         values = tuple([given[name] for name in others])
-        call = registered(self.index, self.grid, others, values)
-        return torch.ops.lite.kernel([given[name] for name in tensors], tensors, call, self.index)
+        call = registered(self.index, self.grid, tensors, others, values)
+        return torch.ops.lite.kernel([given[name] for name in tensors], call)
 
 
 def wrap_nki(nki_kernel: Any) -> Caller:
     """Wrap a kernel."""
     kernels.append(nki_kernel)
-    return Caller(len(kernels) - 1, (), list(inspect.signature(nki_kernel.func).parameters))
-
-
-def arguments(tensors: Sequence[Any], names: Sequence[str], call: int) -> dict[str, Any]:
-    """All arguments of a call by name."""
-    return {**calls[call][2], **dict(zip(names, tensors, strict=True))}
+    parameters = inspect.signature(nki_kernel.func).parameters.items()
+    defaults = {name: p.default for name, p in parameters if p.default is not p.empty}
+    return Caller(len(kernels) - 1, (), [name for name, _ in parameters], defaults)
 
 
 @torch.library.custom_op("lite::kernel", mutates_args=())
-def kernel(tensors: Sequence[Tensor], names: Sequence[str], call: int, index: int) -> Tensor:
+def kernel(tensors: Sequence[Tensor], call: int) -> Tensor:
     """Compute on the simulated core."""
     assert all(tensor.is_contiguous() for tensor in tensors)
-    (lnc,) = calls[call][1]
-    return run(kernels[index][lnc], (), arguments(tensors, names, call)).outputs
+    return simulated(tensors, call, "execute").outputs
 
 
 @kernel.register_fake
-def _(tensors: Sequence[Tensor], names: Sequence[str], call: int, index: int) -> Tensor:
+def _(tensors: Sequence[Tensor], call: int) -> Tensor:
     assert isinstance(tensors[0], FakeTensor)
-    (lnc,) = calls[call][1]
     specs = [TensorSpec(tuple(map(int, t.shape)), str(t.dtype)[6:]) for t in tensors]
-    traced = run(kernels[index][lnc], (), arguments(specs, names, call), mode="trace")
-    return tensors[0].new_empty(traced.outputs.shape)
+    return tensors[0].new_empty(simulated(specs, call, "trace").outputs.shape)
+
+
+def simulated(tensors: Sequence[Any], call: int, mode: Any) -> Any:
+    """Run the kernel of a call on as many cores as its grid says."""
+    made = calls[call]
+    (lnc,) = made.grid
+    chosen = made.kernel if lnc == 1 else made.kernel[lnc]
+    return run(chosen, (), made.arguments(tensors), mode=mode)

@@ -26,7 +26,6 @@ from neuronmm_ops.ops.backends.launch import launch_here
 from neuronmm_ops.ops.definitions import SPECS
 
 OPS = ("xw", "mlp", "svd_mlp")
-PHASES = ("prefill", "decode")
 
 
 class Part(NamedTuple):
@@ -68,14 +67,18 @@ class Kernels:
             [None if is_x or t is None else (t.shape[0], t.shape[1]) for t, is_x in given]
         )
         missing = (None,) * (len(spec.tensors) - len(tensors))
+        parts = planned(op, tokens, widths, shapes, x.dtype)
         results: list[Tensor] = []
         start = 0
-        for part in planned(op, tokens, widths, shapes, x.dtype):
+        for part in parts:
             own = slice(start, start + part.tokens)
-            operands = [t[own].contiguous() if is_x and t is not None else t for t, is_x in given]
+            operands = [
+                (t if len(parts) == 1 else t[own]).contiguous() if is_x and t is not None else t
+                for t, is_x in given
+            ]
             arguments = dict(zip(part.names, part.values, strict=True))
             results.append(self.callers[part.kernel](*operands, *missing, **arguments))
-            start += part.tokens
+            start = own.stop
         return results[0] if len(results) == 1 else torch.cat(results)
 
 
@@ -137,8 +140,7 @@ def _callers() -> dict[str, Callable[..., Any]]:
         )
     found: dict[str, Callable[..., Any]] = {}
     for op in OPS:
-        for phase in PHASES:
-            name = f"{op}_{phase}"
+        for phase, name in (("prefill", op), ("decode", f"{op}_decode")):
             module = import_module(f"neuronmm_ops.kernels.{op}.{phase}")
             found[name] = wrap_nki(getattr(module, name))[(chosen.lnc,)]
     return found
