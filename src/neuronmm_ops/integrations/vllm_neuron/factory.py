@@ -77,8 +77,8 @@ class NeuronMMForCausalLM(nn.Module):
 def _family(directory: Path) -> str:
     """The architecture in the checkpoint's own config: the server's was overridden."""
     found = read_config(directory).get("architectures")
-    name = found[0] if isinstance(found, list) and len(found) == 1 else found
-    if name not in FAMILIES:
+    name = found[0] if isinstance(found, list) and len(found) == 1 else None
+    if not isinstance(name, str) or name not in FAMILIES:
         raise ValueError(
             f"architectures must be [{'] or ['.join(FAMILIES)}] for vLLM-Neuron, "
             f"{directory / 'config.json'} has {found!r:.80}"
