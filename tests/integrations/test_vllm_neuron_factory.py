@@ -16,11 +16,12 @@ from safetensors.torch import load_file, save_file
 from test_vllm_neuron_model import ATTENTION, MLP, write
 from tiny import tiny_model
 from vllm_neuron_engine import NeuronConfig
-from vllm_neuron_serving import config_of, load
+from vllm_neuron_serving import config_of, load, metadata
 
 from neuronmm_ops import swap_
 from neuronmm_ops.errors import CheckpointError
 from neuronmm_ops.integrations import vllm_neuron
+from neuronmm_ops.integrations.vllm_neuron.factory import NeuronMMForCausalLM
 
 LAYER = "model.layers.1."
 
@@ -238,12 +239,15 @@ def test_another_vllm_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     vllm_neuron.register()
 
 
-def test_the_factory_is_a_module_that_calls_the_model(checkpoint: Path) -> None:
+def test_the_class_has_what_vllm_asks_of_a_model_that_generates(checkpoint: Path) -> None:
     vllm_neuron_engine.install(checkpoint)
-    from neuronmm_ops.integrations.vllm_neuron.factory import NeuronMMForCausalLM
-
-    made = NeuronMMForCausalLM(config_of(checkpoint), None)
-    assert list(made.children()) == [made._model]
+    config = SimpleNamespace(model_config=SimpleNamespace(hf_config=config_of(checkpoint)))
+    made = NeuronMMForCausalLM(vllm_config=config, prefix="")
+    made.model.load_weights(str(checkpoint), torch.device("cpu"), None)
+    ids, positions = torch.tensor([1, 2, 3]), torch.arange(3)
+    logits = made(input_ids=ids, positions=positions, attn_metadata=metadata(2, 3))
+    assert made.compute_logits(logits).shape == (3, 260)
+    assert torch.equal(made.embed_input_ids(ids), made.model.model.embed_tokens.weight[ids])
 
 
 @pytest.mark.slow

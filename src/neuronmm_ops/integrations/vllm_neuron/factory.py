@@ -7,7 +7,7 @@ import copy
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from neuronmm_ops.checkpoint import (
     check_tensors,
@@ -30,20 +30,29 @@ FAMILIES = ("LlamaForCausalLM", "Qwen3ForCausalLM")
 class NeuronMMForCausalLM(nn.Module):
     """A compressed Llama or Qwen3: the engine's own model with low-rank layers.
 
-    A module, because vLLM's registry asks for one; the engine calls `from_configs`.
+    The engine calls `from_configs` alone. The rest is what vLLM asks of an architecture's class
+    before it takes it for one that generates text (`vllm.model_executor.models.interfaces_base`).
 
     Args:
-        hf_config: the model's Transformers config.
-        neuron_config: the engine's `NeuronConfig`, or None.
+        vllm_config: vLLM's whole configuration.
+        prefix: unused: the model is no part of another.
     """
 
-    def __init__(self, hf_config: Any, neuron_config: Any) -> None:
+    def __init__(self, vllm_config: Any, prefix: str = "") -> None:
         super().__init__()
-        self._model = self.from_configs(hf_config, neuron_config)
+        self.model: Any = self.from_configs(vllm_config.model_config.hf_config, None)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the model."""
-        return self._model(*args, **kwargs)
+    def embed_input_ids(self, input_ids: Tensor) -> Tensor:
+        """Embed tokens `[T]` as `[T, K]`."""
+        return self.model.model.embed_tokens(input_ids)
+
+    def forward(self, input_ids: Tensor, positions: Tensor, **kwargs: Any) -> Any:
+        """Call the engine's model, which returns logits, or tokens where it samples."""
+        return self.model(input_ids, positions, **kwargs)
+
+    def compute_logits(self, hidden_states: Tensor) -> Tensor:
+        """Return what `forward` did: the engine's models end with logits."""
+        return hidden_states
 
     @classmethod
     def from_configs(cls, hf_config: Any, neuron_config: Any) -> nn.Module:
