@@ -1,0 +1,140 @@
+"""The factory that vLLM's registry calls, as the engine's own factories are made.
+
+It refuses what cannot be served with one line, before a weight is read.
+"""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from neuronmm_ops.checkpoint import (
+    check_tensors,
+    inspect_checkpoint,
+    read_config,
+    read_headers,
+    weight_files,
+)
+from neuronmm_ops.compress.report import CompressionReport
+from neuronmm_ops.errors import CheckpointError
+from neuronmm_ops.integrations.vllm_neuron import engine
+from neuronmm_ops.integrations.vllm_neuron.launch import Kernels
+from neuronmm_ops.integrations.vllm_neuron.model import put_low_rank_
+from neuronmm_ops.parallel.sharding import check_heads
+
+FAMILIES = ("LlamaForCausalLM", "Qwen3ForCausalLM")
+"""Architectures whose blocks in the engine are as `put_low_rank_` expects."""
+
+
+class NeuronMMForCausalLM(nn.Module):
+    """A compressed Llama or Qwen3: the engine's own model with low-rank layers.
+
+    The engine calls `from_configs` alone. The rest is what vLLM asks of an architecture's class
+    before it takes it for one that generates text (`vllm.model_executor.models.interfaces_base`).
+
+    Args:
+        vllm_config: vLLM's whole configuration.
+        prefix: unused: the model is no part of another.
+    """
+
+    def __init__(self, vllm_config: Any, prefix: str = "") -> None:
+        super().__init__()
+        self.model: Any = self.from_configs(vllm_config.model_config.hf_config, None)
+
+    def embed_input_ids(self, input_ids: Tensor) -> Tensor:
+        """Embed tokens `[T]` as `[T, K]`."""
+        return self.model.model.embed_tokens(input_ids)
+
+    def forward(self, input_ids: Tensor, positions: Tensor, **kwargs: Any) -> Any:
+        """Call the engine's model, which returns logits, or tokens where it samples."""
+        return self.model(input_ids, positions, **kwargs)
+
+    def compute_logits(self, hidden_states: Tensor) -> Tensor:
+        """Return what `forward` did: the engine's models end with logits."""
+        return hidden_states
+
+    @classmethod
+    def from_configs(cls, hf_config: Any, neuron_config: Any) -> nn.Module:
+        """Return the engine's model with empty parameters, which its `load_weights` fills.
+
+        Raises:
+            CheckpointError: the checkpoint is not compressed, of another format, damaged, or has
+                factors in one byte.
+            ValueError: its architecture, dtype or biases are not served here, the ranks do not
+                divide the heads, or an option of the engine asks for another division.
+            ImportError, RuntimeError: see `Kernels`.
+        """
+        directory = Path(engine.model_path())
+        report = inspect_checkpoint(directory)
+        headers = read_headers(weight_files(directory))
+        check_tensors(headers, report.layers)
+        family = _family(directory)
+        _check(hf_config, neuron_config, report)
+        group = engine.tp_group()
+        check_heads(hf_config.num_attention_heads, _kv_heads(hf_config), group.world_size)
+        # The engine would take the record for a quantization that it does not know.
+        dense_config = copy.deepcopy(hf_config)
+        dense_config.quantization_config = None
+        model = _factory(family).from_configs(dense_config, neuron_config)
+        layers = {layer.name: layer for layer in report.layers}
+        kernels = Kernels(engine.kernel_test())
+        put_low_rank_(model, layers, headers, group, kernels)
+        return model
+
+
+def _family(directory: Path) -> str:
+    """The architecture in the checkpoint's own config: the server's was overridden."""
+    found = read_config(directory).get("architectures")
+    name = found[0] if isinstance(found, list) and len(found) == 1 else None
+    if not isinstance(name, str) or name not in FAMILIES:
+        raise ValueError(
+            f"architectures must be [{'] or ['.join(FAMILIES)}] for vLLM-Neuron, "
+            f"{directory / 'config.json'} has {found!r:.80}"
+        )
+    return name
+
+
+def _factory(family: str) -> Any:
+    factories = engine.factories()
+    if family not in factories:
+        raise ValueError(
+            f"the installed vllm-neuron must serve {family}, it has {', '.join(factories)}; "
+            "install a later one"
+        )
+    return factories[family]
+
+
+def _kv_heads(hf_config: Any) -> int:
+    found = getattr(hf_config, "num_key_value_heads", None)
+    return hf_config.num_attention_heads if found is None else found
+
+
+def _check(hf_config: Any, neuron_config: Any, report: CompressionReport) -> None:
+    """Refuse what the low-rank layers do not compute."""
+    one_byte = next((layer for layer in report.layers if layer.storage is not None), None)
+    if one_byte is not None:
+        raise CheckpointError(
+            f"factors must be floats of two bytes or more in vLLM-Neuron, {one_byte.name} is in "
+            f"{one_byte.storage}; compress without --storage"
+        )
+    for name in ("attention_bias", "mlp_bias"):
+        if getattr(hf_config, name, False):
+            raise ValueError(f"{name} must be false in vLLM-Neuron's model, config.json has true")
+    if getattr(hf_config, "hidden_act", "silu") != "silu":
+        raise ValueError(
+            f"hidden_act must be silu in vLLM-Neuron's model, got {hf_config.hidden_act!r}"
+        )
+    allowed = {
+        "attention_dp_size": (1,),
+        "mlp_dp_size": (1,),
+        "apply_prefill_dcp": (False,),
+        "quantization": (None, "bf16"),
+    }
+    for name, values in allowed.items():
+        value = getattr(neuron_config, name, values[0])
+        if value not in values:
+            raise ValueError(
+                f"neuron_config.{name} must be {values[0]!r} with low-rank layers, got {value!r}; "
+                "leave it out"
+            )

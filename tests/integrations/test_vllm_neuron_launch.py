@@ -1,0 +1,150 @@
+"""How ops become nodes of the engine's NKI wrapper, while Dynamo traces and without it."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import lite_stand_in
+import pytest
+import stand_ins
+import torch
+from stand_ins import NeuronMachine
+from tolerances import assert_close_to_oracle
+from torch import Tensor
+
+from neuronmm_ops import kernels as planned_kernels
+from neuronmm_ops.errors import NkiVersionError
+from neuronmm_ops.integrations.vllm_neuron.launch import Kernels, planned
+from neuronmm_ops.ops.definitions import SPECS
+
+LITE = {"libtorch_neuronx_lite/nki/nki_hop.py": "from lite_stand_in import wrap_nki"}
+SHAPES = {
+    "xw": ((128, 40),),
+    "mlp": ((24, 48), (20, 48), (48, 16)),
+    "svd_mlp": ((64, 8), (8, 48), (64, 8), (8, 48), (48, 8), (8, 64)),
+}
+
+
+@pytest.fixture
+def machine(tmp_path, monkeypatch) -> Iterator[NeuronMachine]:
+    with stand_ins.neuron_machine(tmp_path, monkeypatch) as found:
+        found.nki()
+        found.package("libtorch_neuronx_lite", "2.11.0", LITE)
+        found.environment(NEURON_PLATFORM_TARGET_OVERRIDE="trn2")
+        lite_stand_in.calls.clear()
+        torch._dynamo.reset()
+        yield found
+
+
+def always(_: Tensor | str) -> bool:
+    return True
+
+
+def operands(op: str, tokens: int) -> list[Tensor]:
+    made = torch.Generator().manual_seed(0)
+    shapes = [(tokens, SHAPES[op][0][0]), *SHAPES[op], *([(tokens, 20)] if op == "mlp" else [])]
+    return [torch.randn(shape, generator=made) for shape in shapes]
+
+
+def close(op: str, result: Tensor, tensors: list[Tensor]) -> None:
+    reference = SPECS[op].reference
+    oracle = reference(*[tensor.double() for tensor in tensors])
+    magnitude = reference(*[tensor.double().abs() for tensor in tensors])
+    assert_close_to_oracle(result, oracle, reference(*tensors), magnitude)
+
+
+@pytest.mark.parametrize("op", SHAPES)
+@pytest.mark.parametrize("tokens", [3, 256])
+@pytest.mark.parametrize("lnc", [1, 2])
+def test_a_launch(machine, op: str, tokens: int, lnc: int) -> None:
+    machine.environment(NEURON_LOGICAL_NC_CONFIG=str(lnc))
+    tensors = operands(op, tokens)
+    close(op, Kernels(always).run(op, *tensors), tensors)
+    (call,) = lite_stand_in.calls
+    assert call.grid == (lnc,), "the wrapper keeps no grid of the kernel's own"
+
+
+@pytest.mark.parametrize(("tokens", "kernel"), [(1, "xw_decode"), (4096, "xw")])
+def test_the_kernel_is_the_plans(machine, tokens: int, kernel: str) -> None:
+    (part,) = planned("xw", tokens, (2048, None), (None, (2048, 2048)), torch.bfloat16)
+    assert part.kernel == kernel
+    assert part.kernel in Kernels(always).callers
+
+
+def test_a_launch_of_many_tokens_is_several(machine, monkeypatch) -> None:
+    plan = partial(planned_kernels.plan_op, max_instructions=1)
+    monkeypatch.setattr(planned_kernels, "plan_op", plan)
+    tensors = operands("mlp", 300)
+    close("mlp", Kernels(always).run("mlp", *tensors), tensors)
+    assert len(lite_stand_in.calls) == 3
+
+
+class Compiler:
+    """A backend that is given Dynamo's graph as it is, as the engine's is."""
+
+    def __init__(self) -> None:
+        self.graphs: list[list[str]] = []
+
+    def __call__(self, graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
+        calls = [node for node in graph.graph.nodes if node.op.startswith("call")]
+        self.graphs.append([str(node.target) for node in calls])
+        return graph.forward
+
+
+@pytest.mark.slow
+def test_a_graph_has_the_wrappers_nodes_only_and_one_graph_serves_a_bucket(machine) -> None:
+    run, compiler = Kernels(always).run, Compiler()
+
+    def block(x: Tensor, w: Tensor, mlp: list[Tensor]) -> Tensor:
+        return run("xw", run("svd_mlp", x, *mlp), w)
+
+    compiled = torch.compile(block, backend=compiler, fullgraph=True)
+    _, *mlp = operands("svd_mlp", 1)
+    w = torch.randn(64, 8)
+    buckets = [operands("svd_mlp", tokens)[0] for tokens in (2, 3, 160)]
+    for x in buckets:
+        compiled(x, w, mlp)
+    assert compiler.graphs == [["contiguous", "lite.kernel"] * 2] * 3
+    with torch.compiler.set_stance("fail_on_recompile"):
+        for x in buckets:
+            low, wide = (x, *mlp), [t.double() for t in (x, *mlp)]
+            oracle = SPECS["svd_mlp"].reference(*wide) @ w.double()
+            magnitude = SPECS["svd_mlp"].reference(*[t.abs() for t in wide]) @ w.double().abs()
+            plain = SPECS["svd_mlp"].reference(*low) @ w
+            assert_close_to_oracle(compiled(x, w, mlp), oracle, plain, magnitude)
+
+
+def test_without_kernels_a_graph_has_plain_matmuls() -> None:
+    run, compiler = Kernels(lambda _: False).run, Compiler()
+    x, *mlp = operands("svd_mlp", 3)
+    compiled = torch.compile(lambda x: run("svd_mlp", x, *mlp), backend=compiler, fullgraph=True)
+    assert torch.equal(compiled(x), SPECS["svd_mlp"].reference(x, *mlp))
+    (targets,) = compiler.graphs
+    assert not [target for target in targets if "neuronmm" in target or "lite" in target]
+
+
+# --- errors are lines ----------------------------------------------------------------------------
+
+
+def test_without_nki(tmp_path, monkeypatch) -> None:
+    with (
+        stand_ins.neuron_machine(tmp_path, monkeypatch),
+        pytest.raises(
+            ImportError, match=r"need nki and wrap_nki of libtorch_neuronx_lite or .*run"
+        ),
+    ):
+        Kernels(always)
+
+
+def test_an_nki_that_is_too_old(tmp_path, monkeypatch) -> None:
+    with stand_ins.neuron_machine(tmp_path, monkeypatch) as machine:
+        machine.nki("0.2.0")
+        machine.package("libtorch_neuronx_lite", "2.11.0", LITE)
+        with pytest.raises(NkiVersionError, match=r"got nki 0\.2\.0"):
+            Kernels(always)
+
+
+def test_an_unknown_core(machine, monkeypatch) -> None:
+    monkeypatch.delenv("NEURON_PLATFORM_TARGET_OVERRIDE")
+    with pytest.raises(RuntimeError, match="set NEURON_PLATFORM_TARGET_OVERRIDE"):
+        Kernels(always)
