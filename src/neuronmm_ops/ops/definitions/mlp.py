@@ -94,4 +94,5 @@ SPEC = OpSpec(
     backward=backward,
     choices={"activation": tuple(ACTIVATIONS)},
     is_scaled=True,
+    cuts=("I", "N"),
 )
