@@ -18,6 +18,7 @@ def mlp_decode(
     w_gate: NkiTensor,
     w_up: NkiTensor,
     w_down: NkiTensor,
+    x_up: NkiTensor | None = None,
     w_gate_scale: NkiTensor | None = None,
     w_up_scale: NkiTensor | None = None,
     w_down_scale: NkiTensor | None = None,
@@ -30,22 +31,23 @@ def mlp_decode(
     spill: bool = True,
     dma_cast: int = 0,
 ) -> NkiTensor:
-    """out = (act(x @ w_gate) * (x @ w_up)) @ w_down for up to 128 tokens; weights are loaded once.
+    """out = (act(x @ w_gate) * (x_up @ w_up)) @ w_down, x_up by default x, for up to 128 tokens.
 
     Dimensions:
-        M: tokens, 1 to 128. K: input features. I: inner features. N: output features. Any of at
-        least 1.
+        M: tokens, 1 to 128. K: input features, K_up those of up. I: inner features. N: output
+        features. Any of at least 1.
 
     Args:
         x: [M, K].
         w_gate: [K, I], dtype of x, float8_e4m3fn of values up to 240, or int8, as all weights.
-        w_up: [K, I].
+        w_up: [K_up, I].
         w_down: [I, N].
+        x_up: [M, K_up], dtype of x, or None: x.
         w_gate_scale: [I], float32, a factor of each column of w_gate in one byte, else None.
         w_up_scale: [I].
         w_down_scale: [N].
         activation: "silu", "gelu", "gelu_tanh" or "relu".
-        k_chunk: columns of x that are transposed together.
+        k_chunk: columns of x, and of x_up, that are transposed together.
         inner_block: columns of w_gate and of w_up whose sums are in PSUM together.
         block: columns of w_down whose sums are in PSUM together.
         last_block: columns of the last block.
@@ -58,20 +60,20 @@ def mlp_decode(
         [M, N] in shared HBM, dtype of x.
 
     Notes:
-        Sums are fp32 in PSUM over the whole contraction. act(gate) * up is rounded once to the
-        dtype of x, after its scale. Two cores share I, then N: each multiplies the features that it
-        has made while those of the other come through HBM.
+        Weights are loaded once. Sums are fp32 in PSUM over the whole contraction. act(gate) * up is
+        rounded once to the dtype of x, after its scale. Two cores share I, then N: each multiplies
+        the features that it has made while those of the other come through HBM.
 
     Pseudocode:
         for each block of columns of I:
             a = act(x . w_gate[:, block])
-            h[:, block] = a * (x . w_up[:, block])
+            h[:, block] = a * (x_up . w_up[:, block])
         out = h . w_down
     """
     M, K = x.shape
     I = w_down.shape[0]  # noqa: E741 - the shape letter
     assert M <= PARTITIONS, f"at most {PARTITIONS} tokens, got {M}; use mlp"
-    check_matrices(K, [w_gate, w_up, w_down])
+    check_matrices(x, x_up, [w_gate, w_up, w_down])
     out_hbm = nl.ndarray((M, w_down.shape[1]), dtype=x.dtype, buffer=nl.shared_hbm)
     load_table(activation)
     weights: list[Weight] = []
@@ -82,6 +84,9 @@ def mlp_decode(
     check_one_dtype(weights)
     lanes = lanes_for(weights, M)
     x_chunks = chunks_of(x, Span(0, K), 0, k_chunk, x.dtype, None, lanes)
+    sides = [x_chunks, x_chunks]
+    if x_up != None:  # noqa: E711 - strict NKI has no `is`
+        sides[1] = chunks_of(x_up, Span(0, x_up.shape[1]), 0, k_chunk, x.dtype, None, lanes)
     two = nl.num_programs(0) > 1
     h_dtype = x.dtype if w_up_scale == None else nl.float32  # noqa: E711 - strict NKI has no `is`
     h_hbm: list[NkiTensor] = []
@@ -92,7 +97,6 @@ def mlp_decode(
     h_chunks: list[KChunk] = []
     inner = own(I)
     for columns in spans(inner.start, inner.size, inner_block):
-        sides = [x_chunks, x_chunks]
         up, h_sb = gated(sides, weights, columns, M, activation, tile_bytes)
         if len(h_hbm) > 0:
             up.store(h_hbm[0], 0, h_sb)

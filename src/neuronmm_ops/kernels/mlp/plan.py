@@ -34,11 +34,13 @@ ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
 INNER_BLOCKS = (256, 512, 1024, 2048)
 OUT_BLOCKS = (512, 1024, 2048)
 TOKEN_TILES = (2, 4)
+IN_HBM: Source = "hbm"
+TRANSPOSED: Source = "transposed"
 
 
-def mlp_weights(K: int, inner: int, N: int) -> Matrices:
-    """Shapes of the weights of gate, up and down, in the order of mlp's arguments."""
-    return ((K, inner), (K, inner), (inner, N))
+def mlp_weights(K: int, inner: int, N: int, up: int = 0) -> Matrices:
+    """Shapes of the weights of gate, up and down, in mlp's order; `up` of an x_up [M, up]."""
+    return ((K, inner), (up or K, inner), (inner, N))
 
 
 # --- decode
@@ -62,9 +64,13 @@ def decode_stages(s: Stages) -> None:
     spill = bool(s.blocks["spill"])
     s.instructions += TABLE_INSTRUCTIONS + (s.problem.lnc == 2)  # and a barrier
     chunks = s.chunks(s.problem.K)
+    up_chunks, up_source = chunks, TRANSPOSED
     held = s.transposed(chunks) + 2 * max(chunks).size * s.problem.itemsize
+    if s.problem.inputs == 2:
+        up_chunks, up_source = s.chunks(s.problem.K_up), IN_HBM
+        held += s.transposed(up_chunks) + 2 * max(up_chunks).size * s.problem.itemsize
     s.hold(held)
-    h_chunks, h_bytes = decode_hidden(s, [chunks, chunks], ("hbm", "transposed"), spill)
+    h_chunks, h_bytes = decode_hidden(s, [chunks, up_chunks], (IN_HBM, up_source), spill)
     s.hold(-held)
     source: Source = "sums"
     if s.problem.lnc == 2:
@@ -121,7 +127,7 @@ class Prefill(prefill_search.Prefill):
     def __init__(self, problem: Problem, layout: str) -> None:
         super().__init__(problem, layout)
         self.hidden = HiddenBlock(self.costs)
-        self.x_tiles = tiles_in(problem.K, PARTITIONS)
+        self.x_tiles = tiles_in(max(problem.K, problem.K_up), PARTITIONS)
         self.gated, self.out = cache(self._gated), cache(self._out)
 
     def stages(self, width: int, arguments: Arguments) -> list[Program]:
@@ -134,8 +140,9 @@ class Prefill(prefill_search.Prefill):
 
     def _gated(self, width: int, block: int, resident: int, spill: int) -> Program:
         """The hidden block."""
-        K, x = self.problem.K, Moving(self.costs.tokens(resident))
-        return gated_steps(self.hidden, width, (K, K), x, block, spill)
+        p, queues = self.problem, ("x", "x_up")[: self.problem.inputs]
+        xs = [Moving(self.costs.tokens(resident, queue)) for queue in queues]
+        return gated_steps(self.hidden, width, (p.K, p.K_up), xs, block, spill)
 
     def _out(self, width: int, block: int, token_tiles: int, spill: int, again: int) -> Program:
         """The product with w_down."""
@@ -182,18 +189,22 @@ def plan_mlp(
     H: int,
     I: int,  # noqa: E741 - the shape letter
     *,
+    up: int = 0,
+    N: int = 0,
     dtype: str = "bfloat16",
     weight_dtype: str = "",
     activation: str = "silu",
     target: str = DEFAULT_TARGET,
     lnc: int = 1,
 ) -> list[PlannedKernel]:
-    """The launches of the quickest dense gated MLP of x [M, H]: act(x Wg [H, I]) * (x Wu) Wd.
+    """The launches of the quickest gated MLP of x [M, H]: (act(x Wg [H, I]) * (x_up Wu)) Wd.
 
     Args:
         M: tokens.
-        H: features of x and the output.
+        H: features of x.
         I: features between.
+        up: features of an x_up [M, up] that up contracts; 0: it contracts x, too.
+        N: features of the output; 0: those of x.
         dtype: bfloat16, float16 or float32.
         weight_dtype: float8_e4m3fn or int8, with an fp32 scale a column; empty for `dtype`.
         activation: silu, gelu, gelu_tanh or relu.
@@ -205,13 +216,22 @@ def plan_mlp(
     """
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}; got {activation!r}")
-    problem = Problem("mlp", M, mlp_weights(H, I, H), dtype, target, lnc, weight_dtype=weight_dtype)
-    weights = [TensorShape(shape, weight_dtype or dtype) for shape in problem.matrices]
-    if weight_dtype:
-        weights += [TensorShape((columns,), "float32") for _, columns in problem.matrices]
-    found = planned_kernels(
-        quickest(problem), lambda tokens: [TensorShape((tokens, H), dtype), *weights]
+    problem = Problem(
+        *("mlp", M, mlp_weights(H, I, N or H, up), dtype, target, lnc),
+        weight_dtype=weight_dtype,
+        inputs=2 if up else 1,
     )
+    weights = [TensorShape(shape, weight_dtype or dtype) for shape in problem.matrices]
+    scales = [TensorShape((columns,), "float32") for _, columns in problem.matrices]
+
+    def operands(tokens: int) -> list[TensorShape | None]:
+        x_up = TensorShape((tokens, up), dtype) if up else None
+        given = [TensorShape((tokens, H), dtype), *weights]
+        if weight_dtype:
+            return [*given, x_up, *scales]
+        return [*given, x_up] if up else [*given]
+
+    found = planned_kernels(quickest(problem), operands)
     return [
         replace(launch, arguments={**launch.arguments, "activation": activation})
         for launch in found

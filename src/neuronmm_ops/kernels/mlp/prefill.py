@@ -1,4 +1,4 @@
-"""Dense gated MLP, prefill: act(x Wg) * (x Wu) Wd in one launch."""
+"""Dense gated MLP, prefill: (act(x Wg) * (x Wu)) Wd in one launch, Wu of x or of an x_up."""
 
 from __future__ import annotations
 
@@ -18,12 +18,14 @@ from neuronmm_ops.kernels.stages.tiling import (
 from neuronmm_ops.kernels.svd_mlp.prefill import gated, load_table
 
 
-def check_matrices(K: int, matrices: Tiles) -> None:
-    """Check the sizes of w_gate, w_up and w_down, for x of K features."""
-    inner = matrices[2].shape[0]
-    for w in matrices[0:2]:
-        check_pair(K, w.shape[0], 0, 0)
-        check_pair(w.shape[1], inner, 0, 0)
+def check_matrices(x: NkiTensor, x_up: NkiTensor | None, matrices: Tiles) -> None:
+    """Check the sizes of w_gate, w_up and w_down, for x and an x_up."""
+    given: Any = x if x_up == None else x_up  # noqa: E711 - strict NKI has no `is`
+    assert given.shape[0] == x.shape[0], f"x has {x.shape[0]} tokens and x_up {given.shape[0]}"
+    sides, inner = [x, given], matrices[2].shape[0]
+    for n in range(2):
+        check_pair(sides[n].shape[1], matrices[n].shape[0], 0, 0)
+        check_pair(matrices[n].shape[1], inner, 0, 0)
 
 
 class Stages(nl.NKIObject):
@@ -46,11 +48,20 @@ class Stages(nl.NKIObject):
         """Load the scales that stay in SBUF."""
         keep_scales(self.weights, rows)
 
-    def run(self, out_hbm: NkiTensor, x_hbm: NkiTensor, t: Span) -> None:
-        """out[t] = (act(x[t] @ w_gate) * (x[t] @ w_up)) @ w_down."""
+    def run(
+        self, out_hbm: NkiTensor, x_hbm: NkiTensor, t: Span, x_up_hbm: NkiTensor | None = None
+    ) -> None:
+        """out[t] = (act(x[t] @ w_gate) * (x_up[t] @ w_up)) @ w_down, x_up by default x."""
         a, down = self.arguments, self.weights[2]
         banks = a["banks"]
-        xt = Operand(x_hbm, Span(0, x_hbm.shape[1]), t, a["resident"], a["layout"])
+        given: Any = [x_hbm, x_up_hbm]
+        xs: list[Operand] = []
+        for source_hbm in given:
+            if source_hbm == None:  # noqa: E711
+                xs.append(xs[0])
+            else:
+                features = Span(0, source_hbm.shape[1])
+                xs.append(Operand(source_hbm, features, t, a["resident"], a["layout"]))
         hidden = Hidden(
             x_hbm.dtype,
             self.scratch_hbm,
@@ -60,7 +71,7 @@ class Stages(nl.NKIObject):
             a["resident_spilled"],
         )
         sides = self.weights[0:2]
-        gated(hidden, [xt, xt], sides, a["activation"], a["inner_block"], a["tokens"], banks)
+        gated(hidden, xs, sides, a["activation"], a["inner_block"], a["tokens"], banks)
         write_rows(
             out_hbm,
             hidden,
@@ -80,6 +91,7 @@ def mlp(
     w_gate: NkiTensor,
     w_up: NkiTensor,
     w_down: NkiTensor,
+    x_up: NkiTensor | None = None,
     w_gate_scale: NkiTensor | None = None,
     w_up_scale: NkiTensor | None = None,
     w_down_scale: NkiTensor | None = None,
@@ -97,23 +109,26 @@ def mlp(
     engines: int = 1,
     device_loop: bool = False,
 ) -> NkiTensor:
-    """out = (act(x @ w_gate) * (x @ w_up)) @ w_down, with fp32 sums in PSUM.
+    """out = (act(x @ w_gate) * (x_up @ w_up)) @ w_down, x_up by default x; fp32 sums in PSUM.
 
     Dimensions:
-        M: tokens. K: input features. I: inner features. N: output features. Any of at least 1.
+        M: tokens. K: input features, K_up those of up. I: inner features. N: output features. Any
+        of at least 1.
 
     Args:
         x: [M, K].
         w_gate: [K, I], dtype of x, float8_e4m3fn of values up to 240, or int8, as all weights.
-        w_up: [K, I].
+        w_up: [K_up, I].
         w_down: [I, N].
+        x_up: [M, K_up], dtype of x, or None: x.
         w_gate_scale: [I], fp32, of w_gate's columns where weights have one byte; else None.
         w_up_scale: [I].
         w_down_scale: [N].
         activation: silu, gelu, gelu_tanh or relu.
         token_block: tokens whose hidden activations are in SBUF at a time.
         layout: "dma" or "pe" transposes x.
-        resident: x^T tiles of 128 rows that stay in SBUF; the rest is loaded again per group.
+        resident: tiles of 128 rows of x^T, and of x_up^T, that stay in SBUF; the rest is loaded
+            again per group.
         spill: groups of 4 tiles of the hidden block that go through private HBM; 0: none.
         resident_spilled: how many of those stay in SBUF once they are back.
         inner_block: columns of w_gate and w_up that are loaded together.
@@ -135,13 +150,13 @@ def mlp(
     Pseudocode:
         for each block of tokens:
             for each block of columns of I:
-                hidden = act(w_gate^T . x^T) * (w_up^T . x^T)
+                hidden = act(w_gate^T . x^T) * (w_up^T . x_up^T)
                 its first groups of tiles go to HBM
             out = hidden^T . w_down
     """
-    M, K = x.shape
+    M = x.shape[0]
     matrices = [w_gate, w_up, w_down]
-    check_matrices(K, matrices)
+    check_matrices(x, x_up, matrices)
     scales: list[Any] = [w_gate_scale, w_up_scale, w_down_scale]
     weights: list[Weight] = []
     for i in range(len(matrices)):
@@ -167,5 +182,5 @@ def mlp(
         "engines": engines,
     }
     stages = Stages(weights, scratch_hbm, arguments)
-    TokenBlocks(stages, out_hbm, x, token_block).run(device_loop)
+    TokenBlocks(stages, out_hbm, x, token_block, x_up).run(device_loop)
     return out_hbm

@@ -88,7 +88,7 @@ class HiddenBlock:
 
 
 def gated_steps(
-    hidden: HiddenBlock, width: int, rows: tuple[int, int], x: Moving, block: int, spill: int
+    hidden: HiddenBlock, width: int, rows: tuple[int, int], xs: list[Moving], block: int, spill: int
 ) -> Program:
     """`gated`: of each group of PSUM tiles a step of the gate, then one of up.
 
@@ -96,14 +96,14 @@ def gated_steps(
         hidden: what is filled.
         width: tokens of the block.
         rows: of the contractions of gate and of up.
-        x: what both multiply, or the products before them.
+        xs: what both multiply, or the products before them; or what gate does, then up.
         block: columns of both weights that are loaded together.
         spill: groups of the hidden block that go through HBM.
     """
     program, c = Program(), hidden.costs
     most = max([tiles_in(size, PARTITIONS) for size in rows])
     weight_tiles = sum([tiles_in(size, PARTITIONS) for size in rows])
-    made, held, seen = 0, 0, x.seen  # tiles of the hidden block, SBUF of x
+    made, held, seen = 0, 0, [x.seen for x in xs]  # tiles of the hidden block, SBUF of x
     blocks = sizes(c.problem.inner, block)
     for b, columns in enumerate(blocks):
         first, last = b == 0, b + 1 == len(blocks)
@@ -120,19 +120,20 @@ def gated_steps(
                     c.weights(r, columns, len(groups), f"v{n}", TAIL_TILES)
                     for n, r in enumerate(rows)
                 ]
-            arriving = x.loads(rows[0], width, seen)
-            held, seen = held + arriving.fills - arriving.passing, True
+            arriving = xs[0].loads(rows[0], width, seen[0])
+            held, seen[0] = held + arriving.fills - arriving.passing, True
             step = c.step(rows[0], group, (arriving, fresh[0]), TAIL_TILES)
             c.evict(step, group.columns.size, "scalar")
             step.instructions += c.scaled * step.tiles  # which scale, and wait for nobody
             acts = step.rows * group.columns.size * 4
             c.results(step, acts)
             program.add(step)
-            arriving = x.loads(rows[1], width, seen)
+            arriving = xs[-1].loads(rows[1], width, seen[-1])
+            held, seen[-1] = held + arriving.fills - arriving.passing, True
             step = c.step(rows[1], group, (arriving, fresh[1]), TAIL_TILES)
             c.evict(step, group.columns.size, "vector")
             if first and g == 0:  # a step of the gate lies between
-                x.wait(step, width, group.columns, most, 2)
+                xs[0].wait(step, width, group.columns, most, 2)
             if group.columns.start == 0:
                 slots = hidden.slots(before + step.rows) - hidden.slots(before)
                 before += step.rows
@@ -140,7 +141,7 @@ def gated_steps(
             step.frees += acts
             if g + 1 == len(groups):
                 step.frees += (len(groups) > 1) * c.weight_item * columns * weight_tiles
-                step.frees += (held + x.frees) * last
+                step.frees += (held + sum([x.frees for x in xs])) * last
                 hidden.store(step, stored, width)
             program.add(step)
     return program

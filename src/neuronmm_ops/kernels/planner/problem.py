@@ -56,6 +56,7 @@ class Problem:
         weight_dtype: of weights in one byte, with an fp32 scale a column: float8_e4m3fn, of values
             up to 240, or int8; empty where they are of `dtype`.
         compute: "x", or "fp8" where prefill may round activations to fp8, token by token.
+        inputs: activations that the op is given: 1, or 2 of mlp with an x_up, which up contracts.
     """
 
     op: str
@@ -68,6 +69,7 @@ class Problem:
     dma_model: DmaModel = "transfers"
     weight_dtype: str = ""
     compute: str = "x"
+    inputs: int = 1
 
     def __post_init__(self) -> None:
         machine = resolve_target(self.target)
@@ -78,6 +80,13 @@ class Problem:
         if self.dtype not in ITEMSIZES:
             raise ValueError(f"dtype must be one of {', '.join(ITEMSIZES)}; got {self.dtype!r}")
         self._check_precision()
+        if self.inputs not in (1, 2) or (self.inputs == 2 and self.op != "mlp"):
+            raise ValueError(f"inputs must be 1, or 2 of mlp; got {self.inputs} of {self.op}")
+        if self.op == "mlp" and self.inputs == 1 and self.K_up != self.K:
+            raise ValueError(
+                f"without x_up gate and up contract the same features, got {self.K} and "
+                f"{self.K_up}; use inputs=2"
+            )
         if self.lnc not in (1, 2) or (self.lnc == 2 and machine.generation < 3):
             raise ValueError(
                 f"lnc must be 1, or 2 on trn2 and trn3; got {self.lnc} on {machine.target}"
@@ -106,6 +115,11 @@ class Problem:
     def K(self) -> int:  # noqa: N802 - the shape letter
         """Input features."""
         return self.matrices[0][0]
+
+    @property
+    def K_up(self) -> int:  # noqa: N802
+        """Features that mlp's up contracts: those of x, or of an x_up."""
+        return self.matrices[1][0]
 
     @property
     def outputs(self) -> tuple[int, ...]:
@@ -180,9 +194,10 @@ class Problem:
 
     @property
     def least_bytes(self) -> int:
-        """x, the weights, their scales and the output, each moved once."""
+        """Activations, the weights, their scales and the output, each moved once."""
         out = FOUND_BYTES if self.op == "lm_head" else self.itemsize * self.N
-        activations = self.M * (self.itemsize * self.K + out)
+        features = self.K + (self.K_up if self.inputs == 2 else 0)
+        activations = self.M * (self.itemsize * features + out)
         weights = self.weight_itemsize * self.weight_elements
         return activations + weights + SCALE_BYTES * self.scale_elements
 

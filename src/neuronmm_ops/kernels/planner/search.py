@@ -44,6 +44,7 @@ def plan_op(
     device_loop: bool = False,
     weight_dtype: str = "",
     compute: str = "x",
+    inputs: int = 1,
 ) -> Plan:
     """The quickest plan of an op.
 
@@ -60,13 +61,17 @@ def plan_op(
             where that makes it shorter: trn2 and trn3, for NKI 0.6 has the loop and documents them.
         weight_dtype: as `Problem`.
         compute: as `Problem`.
+        inputs: as `Problem`.
 
     Raises:
         ValueError: sizes or names that are none, or weights that no plan fits.
     """
     machine = resolve_target(target)
     problem = Problem(
-        *(op, M, matrices, dtype, machine.target, lnc), weight_dtype=weight_dtype, compute=compute
+        *(op, M, matrices, dtype, machine.target, lnc),
+        weight_dtype=weight_dtype,
+        compute=compute,
+        inputs=inputs,
     )
     return quickest(problem, max_instructions, device_loop)
 

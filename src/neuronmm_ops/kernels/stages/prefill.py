@@ -41,13 +41,22 @@ class TokenBlocks(nl.NKIObject):
         out_hbm: [M, N].
         x_hbm: [M, K].
         size: tokens of a block.
+        beside_hbm: [M, columns] whose rows `run` takes after those of x, or None.
     """
 
-    def __init__(self, stages: Any, out_hbm: NkiTensor, x_hbm: NkiTensor, size: int) -> None:
+    def __init__(
+        self,
+        stages: Any,
+        out_hbm: NkiTensor,
+        x_hbm: NkiTensor,
+        size: int,
+        beside_hbm: NkiTensor | None = None,
+    ) -> None:
         self.stages = stages
         self.out_hbm = out_hbm
         self.x_hbm = x_hbm
         self.size = size
+        self.beside_hbm: Any = beside_hbm
 
     def run(self, device_loop: bool) -> None:
         """Run all blocks; with `device_loop` those of full size are a loop on the device."""
@@ -57,12 +66,19 @@ class TokenBlocks(nl.NKIObject):
             self.stages.prepare(min(PARTITIONS, self.size))  # not in the loop
             nl.fori_loop(own.start, own.start + looped, self.block_at, step=self.size)
         for tokens in spans(own.start + looped, own.size - looped, self.size):
-            self.stages.run(self.out_hbm, self.x_hbm, tokens)
+            if self.beside_hbm == None:  # noqa: E711
+                self.stages.run(self.out_hbm, self.x_hbm, tokens)
+            else:
+                self.stages.run(self.out_hbm, self.x_hbm, tokens, self.beside_hbm)
 
     def block_at(self, first: Any) -> None:
         """The body of the loop on the device: the block from token `first`, a register, on."""
-        out_hbm = self.rows_at(self.out_hbm, first)
-        self.stages.run(out_hbm, self.rows_at(self.x_hbm, first), Span(0, self.size))
+        out_hbm, tokens = self.rows_at(self.out_hbm, first), Span(0, self.size)
+        x_hbm = self.rows_at(self.x_hbm, first)
+        if self.beside_hbm == None:  # noqa: E711
+            self.stages.run(out_hbm, x_hbm, tokens)
+        else:
+            self.stages.run(out_hbm, x_hbm, tokens, self.rows_at(self.beside_hbm, first))
 
     def rows_at(self, source_hbm: NkiTensor, first: Any) -> NkiTensor:
         """The block's rows of a tensor [M, columns]."""

@@ -176,7 +176,7 @@ class Prefill(prefill_search.Prefill):
         """The hidden block."""
         gate, up, _ = self.problem.ranks
         sides = in_sbuf(self.side_tiles * width * self.costs.item, TOKENS)
-        return gated_steps(self.hidden, width, (gate, up), sides, v_block, spill)
+        return gated_steps(self.hidden, width, (gate, up), [sides], v_block, spill)
 
     def _down(self, width: int, down_block: int, spill: int, resident_spilled: int) -> Program:
         """The product of the hidden block with u_down."""

@@ -125,6 +125,7 @@ def launch_of(
         *(spec.name, math.prod(lead), matrices, DTYPE_NAMES[x.dtype], target, lnc),
         weight_dtype=WEIGHT_DTYPE_NAMES.get(factor.dtype, ""),
         compute=chosen.get("compute", "x"),
+        inputs=len([place for place in spec.activations if tensors[place] is not None]),
     )
     given = zip(spec.tensors, tensors, strict=True)
     return Launch(
@@ -175,19 +176,28 @@ def launch_parts(
     Args:
         launch: what to run.
         tensors: the op's.
-        run: runs one launch on x [M, K] and the other tensors, and returns [M, N].
+        run: runs one launch on x [M, K] and the other tensors, all activations as rows, and
+            returns [M, N].
 
     Returns:
         `[..., N]`.
     """
-    x, *weights = tensors
-    assert x is not None
-    x, parts = rows(x), launch.plan.launches
-    if len(parts) > 1:
-        y = torch.cat([run(launch.part(len(p)), (p, *weights)) for p in x.split(list(parts))])
-    else:
-        y = run(launch, (x, *weights))
-    return y.view(launch.shape)
+    given, parts = list(tensors), launch.plan.launches
+    activations = [
+        (place, rows(tensor))
+        for place in launch.spec.activations
+        if (tensor := tensors[place]) is not None
+    ]
+    if len(parts) == 1:
+        for place, tensor in activations:
+            given[place] = tensor
+        return run(launch, tuple(given)).view(launch.shape)
+    results: list[Tensor] = []
+    for n, tokens in enumerate(parts):
+        for place, tensor in activations:
+            given[place] = tensor.split(list(parts))[n]
+        results.append(run(launch.part(tokens), tuple(given)))
+    return torch.cat(results).view(launch.shape)
 
 
 def call_kernel(

@@ -47,7 +47,7 @@ LIBRARY = torch.library.Library("neuronmm", "IMPL")
 # What a config says of the problem.
 _PROBLEM = (
     *("op", "M", "matrices", "K", "ranks", "inner", "N", "dtype", "weight_dtype", "compute"),
-    *("target", "lnc"),
+    *("inputs", "target", "lnc"),
 )
 
 _api_version = API_NEURON
@@ -102,12 +102,17 @@ def module_for(launch: Launch, tensors: Sequence[Tensor], api: int) -> bytes:
     from neuronmm_ops.ops.backends.hlo import Array, CustomCall, module_of
 
     problem = launch.plan.problem
+    activations = [launch.spec.operands[place].name for place in launch.spec.activations]
     parameters = [Array(tuple(tensor.shape), name_of(tensor.dtype)) for tensor in tensors]
+    operands = [
+        Array((problem.M, array.shape[-1]), array.dtype) if name in activations else array
+        for name, array in zip(launch.operands, parameters, strict=True)
+    ]
     return module_of(
         f"neuronmm_{problem.op}",
         CustomCall(TARGET, config_of(launch), api),
         parameters,
-        [Array((problem.M, problem.K), problem.dtype), *parameters[1:]],
+        operands,
         Array((problem.M, problem.N), problem.dtype),
         Array(launch.shape, problem.dtype),
     )
