@@ -16,7 +16,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 from neuronmm_ops.checkpoint import check_float, read_config, read_headers, weight_files
 from neuronmm_ops.compress.factorize import check_finite
 from neuronmm_ops.compress.record import is_record
-from neuronmm_ops.errors import CheckpointError, NonFiniteError
+from neuronmm_ops.errors import CheckpointError, NonFiniteError, WorkerLostError
 from neuronmm_ops.nn import SVDLinear
 from neuronmm_ops.nn.storage import check_factors
 
@@ -58,7 +58,7 @@ def load(
         loaded, info = load_exactly(AutoModelForCausalLM, path, dtype=dtype, device_map=device_map)
     except SafetensorError as error:
         raise CheckpointError(f"{path} is damaged ({error}); copy it again") from None
-    except (CheckpointError, NonFiniteError, MemoryError, torch.OutOfMemoryError):
+    except (CheckpointError, NonFiniteError, WorkerLostError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # a bad config makes constructors raise anything
         raise CheckpointError(
@@ -110,6 +110,13 @@ def load_tokenizer(model: str | Path) -> Any:
             f"{path} has no usable tokenizer ({_reason(error)}); "
             "copy the model's tokenizer files into it"
         ) from error
+
+
+def is_divided(model: PreTrainedModel) -> bool:
+    """Say whether a model is divided between ranks, or about to be."""
+    config = getattr(model.config, "distributed_config", None)
+    sizes = getattr(config, "tp_size", None), getattr(model, "_tp_size", None)
+    return max(size or 1 for size in sizes) > 1
 
 
 def model_names(model: PreTrainedModel, keys: Iterable[str]) -> dict[str, str]:
