@@ -166,7 +166,7 @@ def expected_parts(key: str, shape: torch.Size, tp: int) -> list[int]:
     dim, size = cut_dim(key, shape), shape.numel()
     if dim is None:
         return [size] * tp
-    if tp > KV_HEADS and re.search(r"[kv]_proj\.(v|v_scale|bias|weight)$", key):
+    if tp > KV_HEADS and re.search(r"\.[kv]_proj\.(v|v_scale|bias|weight)$", key):
         return [size // KV_HEADS] * tp
     parts = [part(shape[dim], rank, tp, key, padded=True) for rank in range(tp)]
     return [(own.stop - own.start) * size // shape[dim] for own in parts]

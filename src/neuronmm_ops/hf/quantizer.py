@@ -7,7 +7,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import transformers
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
@@ -18,13 +17,10 @@ from neuronmm_ops.checkpoint import check_float, check_tensors, read_headers
 from neuronmm_ops.compress.record import QUANT_METHOD, record_of, report_of
 from neuronmm_ops.compress.report import CompressionReport, LayerReport
 from neuronmm_ops.errors import CheckpointError
-from neuronmm_ops.hf.loading import check_values, is_divided, model_names
+from neuronmm_ops.hf.loading import check_values, is_divided, model_names, needs_newer
 from neuronmm_ops.nn.dense_linear import dense_linear
 from neuronmm_ops.nn.svd_linear import SVDLinear
 from neuronmm_ops.nn.swap import replace_
-
-# The first whose plans cut DTensors.
-OLDEST_DIVIDING = "5.16"
 
 
 class NeuronMMConfig(QuantizationConfigMixin):
@@ -131,11 +127,7 @@ def _tensor_parallel() -> Any:
     try:
         return import_module("neuronmm_ops.hf.tensor_parallel")
     except ImportError as error:
-        raise ImportError(
-            "tensor parallelism of a compressed checkpoint needs transformers>="
-            f"{OLDEST_DIVIDING}, got {transformers.__version__} ({error}); "
-            "run: pip install -U transformers"
-        ) from error
+        raise needs_newer(error) from error
 
 
 register_quantization_config(QUANT_METHOD)(NeuronMMConfig)
