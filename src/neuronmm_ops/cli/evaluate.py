@@ -7,6 +7,7 @@ from typing import Any
 from neuronmm_ops.cli.console import show_fields, show_table, stderr, stdout
 from neuronmm_ops.cli.library import transformers_models
 from neuronmm_ops.cli.parser import add_command
+from neuronmm_ops.cli.workers import launched
 from neuronmm_ops.ops.backends.cpu import name_of
 from neuronmm_ops.progress import Update, progress_bars
 
@@ -77,12 +78,14 @@ def _evaluate(options: argparse.Namespace) -> dict[str, Any]:
     source, files = _model_and_texts(options)
     if not (files or options.ppl or options.tasks):
         raise ValueError("give what to evaluate on: --text FILE..., --ppl NAME,... or --tasks ...")
+    if options.tasks and launched() > 1:
+        raise ValueError("--tasks runs in one process; start it without torchrun, or use --text")
     hf = transformers_models()
     from neuronmm_ops.compress.record import low_rank_layers, set_compute_
 
     texts = {str(file): hf.read_text(file) for file in files}
     with stderr.status(f"loading {source}"):
-        model = hf.load_computing(source, options.dtype, options.device)
+        model = hf.load_computing(source, options.dtype, options.device, launched())
         if options.compute is not None:
             set_compute_(model, options.compute)
         tokenizer = hf.load_tokenizer(source)

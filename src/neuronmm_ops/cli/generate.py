@@ -6,6 +6,7 @@ from typing import Any
 from neuronmm_ops.cli.console import stderr
 from neuronmm_ops.cli.library import transformers_models
 from neuronmm_ops.cli.parser import add_command
+from neuronmm_ops.cli.workers import launched
 from neuronmm_ops.ops.backends.cpu import name_of
 
 
@@ -27,7 +28,7 @@ def _generate(options: argparse.Namespace) -> dict[str, Any]:
     if options.max_new_tokens < 1:
         raise ValueError(f"--max-new-tokens must be at least 1, got {options.max_new_tokens}")
     with stderr.status(f"loading {options.model}"):
-        model = hf.load_computing(options.model, options.dtype, options.device)
+        model = hf.load_computing(options.model, options.dtype, options.device, launched())
         tokenizer = hf.load_tokenizer(options.model)
     with stderr.status(f"generating up to {options.max_new_tokens} tokens"):
         text, new_tokens = hf.generate_text(

@@ -22,8 +22,11 @@ from torch.distributed.rendezvous import rendezvous
 
 from neuronmm_ops.cli.console import fail
 from neuronmm_ops.compress import workers
+from neuronmm_ops.errors import WorkerLostError
 from neuronmm_ops.processes import is_running
 
+# Commands whose workers divide the model among them.
+DIVIDING = ("generate", "eval")
 # A worker that has lost another waits so long for those that are left to say that they are there.
 GRACE_SECONDS = 3.0
 
@@ -60,26 +63,39 @@ def quiet() -> Generator[None]:
 def joined(options: argparse.Namespace) -> Generator[None]:
     """Let a command's workers meet and share the work of a block, each on a device of its own.
 
-    After an error the group is left open: ending it could wait for a worker that is gone.
+    `compress` shares the matrices, `generate` and `eval` the model. After an error the group is
+    left open: ending it could wait for a worker that is gone.
 
     Raises:
         ValueError: the command is one for a single process, or all workers were given one device.
+        WorkerLostError: another worker has ended.
     """
     global _job
     if launched() == 1:
         yield
         return
-    if options.command != "compress":
+    if options.command not in ("compress", *DIVIDING):
         raise ValueError(f"{options.command} runs in one process; start it without torchrun")
     store, index, count = next(rendezvous("env://"))
     _job = _Job(PrefixStore("neuronmm", store), index, count)
     _job.store.set(f"process {index}", json.dumps([socket.gethostname(), os.getpid()]))
     options.device = _own_device(options.device or "cpu")
     dist.init_process_group(_backend(options.device), store=store, rank=index, world_size=count)
-    with workers.together():
+    with _divided() if options.command in DIVIDING else workers.together():
         yield
     dist.destroy_process_group()
     _job = None
+
+
+@contextmanager
+def _divided() -> Generator[None]:
+    """Say that a worker is gone where an exchange inside the model fails."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "gloo" not in str(error) and not isinstance(error, dist.DistError):
+            raise
+        raise WorkerLostError("a worker has lost another, which has ended") from error
 
 
 def fail_once(message: str, code: int, is_echo: bool = False) -> int:

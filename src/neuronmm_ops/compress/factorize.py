@@ -77,7 +77,7 @@ def check_finite(name: str, u: Tensor, v: Tensor, remedy: str) -> None:
     """Raise NonFiniteError where a factor of the layer `name` holds NaN or Inf."""
     for key, factor in (("u", u), ("v", v)):
         # The extremes are NaN or Inf if any element is; they take one read and no mask.
-        if not torch.stack(factor.aminmax()).isfinite().all():
+        if factor.numel() and not torch.stack(factor.aminmax()).isfinite().all():
             raise NonFiniteError(
                 f"{name}.{key} must be finite in {name_of(factor.dtype)}, got NaN or Inf; {remedy}"
             )

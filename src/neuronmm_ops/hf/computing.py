@@ -19,7 +19,7 @@ AUTO = "auto"
 
 
 def load_computing(
-    model: str | Path, dtype: str = AUTO, device: torch.device | str = "cpu"
+    model: str | Path, dtype: str = AUTO, device: torch.device | str = "cpu", tp: int = 1
 ) -> PreTrainedModel:
     """Load a causal LM onto a device, in the dtype that it is to compute in; for reading only.
 
@@ -28,6 +28,7 @@ def load_computing(
         dtype: `float32`, `bfloat16`, `float16`, or `auto`: the model's own where the device
             multiplies that fast and otherwise float32.
         device: of torch, such as `cpu` or `cuda:1`.
+        tp: processes that divide the model, see `load`.
 
     Returns:
         The model; its `config.dtype` is still that of the checkpoint.
@@ -35,15 +36,19 @@ def load_computing(
     Raises:
         CheckpointError: the model cannot be loaded.
         ValueError: the dtype or the device is not to be had.
+        WorkerLostError: another of these processes has ended.
     """
-    loaded = load_on(model, check_device(device))
+    place = check_device(device)
+    if tp > 1:
+        _check_place(place)
+    loaded = load_on(model, place, tp)
     cast_(loaded, dtype_of(dtype, loaded))
     return loaded
 
 
-def load_on(model: str | Path, device: torch.device) -> PreTrainedModel:
+def load_on(model: str | Path, device: torch.device, tp: int = 1) -> PreTrainedModel:
     """Load a causal LM in its own dtype, as `load` does, onto a device."""
-    return load(model).to(device)  # pyright: ignore  (transformers wraps it untyped)
+    return load(model, tp=tp).to(device)  # pyright: ignore  (transformers wraps it untyped)
 
 
 def check_device(device: torch.device | str) -> torch.device:
@@ -66,6 +71,17 @@ def check_device(device: torch.device | str) -> torch.device:
             f"device {found} is not available: there are {backend.device_count()} of its type"
         )
     return found
+
+
+def _check_place(device: torch.device) -> None:
+    """Refuse a device other than that on which Transformers divides a model."""
+    accelerator = torch.accelerator.current_accelerator()
+    kind = "cpu" if accelerator is None else accelerator.type
+    if device.type != kind:
+        raise ValueError(
+            f"many processes divide a model on this machine's {kind}, got device {device.type}; "
+            f"give --device {kind}"
+        )
 
 
 def dtype_of(dtype: str, model: nn.Module, device: torch.device | None = None) -> torch.dtype:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from safetensors import SafetensorError
@@ -16,10 +17,12 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 from neuronmm_ops.checkpoint import check_float, read_config, read_headers, weight_files
 from neuronmm_ops.compress.factorize import check_finite
 from neuronmm_ops.compress.record import is_record
-from neuronmm_ops.errors import CheckpointError, NonFiniteError
+from neuronmm_ops.errors import CheckpointError, NonFiniteError, WorkerLostError
 from neuronmm_ops.nn import SVDLinear
 from neuronmm_ops.nn.storage import check_factors
 
+# The first Transformers whose plans cut DTensors.
+OLDEST_DIVIDING = "5.16"
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 # The files of a model but its code and its weights in other formats.
 HUB_FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
@@ -27,7 +30,7 @@ MAX_REASON = 300
 
 
 def load(
-    model: str | Path, dtype: torch.dtype | str = "auto", device_map: Any = None
+    model: str | Path, dtype: torch.dtype | str = "auto", device_map: Any = None, tp: int = 1
 ) -> PreTrainedModel:
     """Load a causal LM, dense or compressed, in eval mode.
 
@@ -35,8 +38,11 @@ def load(
         model: a Transformers model directory with safetensors, or a hub id such as `org/name`.
         dtype: of the parameters; `auto` takes the checkpoint's.
         device_map: as in `from_pretrained`.
+        tp: processes, all that `torchrun` has started, that divide the model among them by its
+            tensor-parallel plan.
 
     Raises:
+        WorkerLostError: another of these processes has ended.
         CheckpointError: files are missing, damaged or malformed, the model is an encoder-decoder,
             or its parameters are not exactly those in the files (Transformers would draw missing
             ones at random, and leave others out, with a warning), or factors in one byte or their
@@ -55,10 +61,13 @@ def load(
         if entry is None:
             check_float(headers)
     try:
-        loaded, info = load_exactly(AutoModelForCausalLM, path, dtype=dtype, device_map=device_map)
+        options: dict[str, Any] = {"dtype": dtype, "device_map": device_map}
+        if tp > 1:
+            options["distributed_config"] = _distributed_config(tp)
+        loaded, info = load_exactly(AutoModelForCausalLM, path, **options)
     except SafetensorError as error:
         raise CheckpointError(f"{path} is damaged ({error}); copy it again") from None
-    except (CheckpointError, NonFiniteError, MemoryError, torch.OutOfMemoryError):
+    except (CheckpointError, NonFiniteError, WorkerLostError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # a bad config makes constructors raise anything
         raise CheckpointError(
@@ -112,6 +121,13 @@ def load_tokenizer(model: str | Path) -> Any:
         ) from error
 
 
+def is_divided(model: PreTrainedModel) -> bool:
+    """Say whether a model is divided between ranks, or about to be."""
+    config = getattr(model.config, "distributed_config", None)
+    sizes = getattr(config, "tp_size", None), getattr(model, "_tp_size", None)
+    return max(size or 1 for size in sizes) > 1
+
+
 def model_names(model: PreTrainedModel, keys: Iterable[str]) -> dict[str, str]:
     """Map the keys of a checkpoint to the names that Transformers' loader gives them in `model`.
 
@@ -144,6 +160,24 @@ def local_directory(model: str | Path) -> Path:
         problem = f"the hub does not give it ({_reason(error)})"
     raise CheckpointError(
         f"{model} is no directory, and {problem}; give a local Transformers model directory"
+    )
+
+
+def _distributed_config(tp: int) -> Any:
+    """Return what `from_pretrained` takes to divide a model by its plan."""
+    try:
+        from transformers.distributed import DistributedConfig
+
+        return DistributedConfig(tp_size=tp, tp_plan="auto")
+    except (ImportError, TypeError) as error:
+        raise needs_newer(error) from error
+
+
+def needs_newer(error: Exception) -> ImportError:
+    """Return the error of a Transformers whose plans do not cut DTensors."""
+    return ImportError(
+        f"tensor parallelism needs transformers>={OLDEST_DIVIDING}, got "
+        f"{transformers.__version__} ({error}); run: pip install -U transformers"
     )
 
 

@@ -3,9 +3,11 @@
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
@@ -15,7 +17,7 @@ from neuronmm_ops.checkpoint import check_float, check_tensors, read_headers
 from neuronmm_ops.compress.record import QUANT_METHOD, record_of, report_of
 from neuronmm_ops.compress.report import CompressionReport, LayerReport
 from neuronmm_ops.errors import CheckpointError
-from neuronmm_ops.hf.loading import check_values, model_names
+from neuronmm_ops.hf.loading import check_values, is_divided, model_names, needs_newer
 from neuronmm_ops.nn.dense_linear import dense_linear
 from neuronmm_ops.nn.svd_linear import SVDLinear
 from neuronmm_ops.nn.swap import replace_
@@ -61,6 +63,8 @@ class NeuronMMQuantizer(HfQuantizer):
             model,
             {name: _meta_layer(model, name, layer) for name, layer in layers.items() if layer.r},
         )
+        if is_divided(model):
+            _tensor_parallel().plan_(model)
         if checkpoint_files is not None:
             # Transformers would re-initialize tensors that do not fit, with a warning.
             headers = read_headers(Path(file) for file in checkpoint_files)
@@ -77,6 +81,8 @@ class NeuronMMQuantizer(HfQuantizer):
     def _process_model_after_weight_loading(
         self, model: PreTrainedModel, **kwargs: Any
     ) -> PreTrainedModel:
+        if is_divided(model):
+            _tensor_parallel().finish_(model)
         for name, module in model.named_modules():
             # Offloaded layers are on the meta device; accelerate loads their values in each call.
             if not isinstance(module, SVDLinear):
@@ -84,12 +90,18 @@ class NeuronMMQuantizer(HfQuantizer):
             if module.storage is not None:  # the loader lets every float ask for gradients
                 module.u.requires_grad_(False)
                 module.v.requires_grad_(False)
-            if not module.u.is_meta:
+            if not (module.u.is_meta or is_divided(model)):
                 check_values(name, module, "copy the checkpoint again or compress the model again")
                 module.relayout_()
         # Transformers neither trains nor casts a model with this flag.
         model.is_quantized = False  # pyright: ignore  (not declared)
         return model
+
+    def get_state_dict_and_metadata(  # pyright: ignore  (likewise)
+        self, model: PreTrainedModel
+    ) -> tuple[dict[str, Tensor] | None, dict[str, str]]:
+        """Put a model together that ranks have divided, on the first of them; all must call."""
+        return (_tensor_parallel().gathered_state(model) if is_divided(model) else None), {}
 
     def is_serializable(self) -> bool:  # pyright: ignore  (the base's stub returns None)
         """Say that `save_pretrained` works."""
@@ -104,6 +116,18 @@ class NeuronMMQuantizer(HfQuantizer):
     def is_compileable(self) -> bool:
         """Say that `torch.compile` works: the ops have fakes."""
         return True
+
+
+def _tensor_parallel() -> Any:
+    """Return the module, whose import needs a newer Transformers than the rest.
+
+    Raises:
+        ImportError: it is older.
+    """
+    try:
+        return import_module("neuronmm_ops.hf.tensor_parallel")
+    except ImportError as error:
+        raise needs_newer(error) from error
 
 
 register_quantization_config(QUANT_METHOD)(NeuronMMConfig)

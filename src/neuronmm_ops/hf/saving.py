@@ -15,7 +15,7 @@ from neuronmm_ops.checkpoint import weight_files
 from neuronmm_ops.compress.record import attach, attached_report, low_rank_layers
 from neuronmm_ops.compress.report import CompressionReport, LayerReport
 from neuronmm_ops.errors import CheckpointError
-from neuronmm_ops.hf.loading import check_values, load_exactly, model_names
+from neuronmm_ops.hf.loading import check_values, is_divided, load_exactly, model_names
 from neuronmm_ops.hf.provenance import CompressionRun, keep_run, write_run
 from neuronmm_ops.nn import LinearPair, dense_linear, dense_linears
 from neuronmm_ops.output import check_target, no_room, replacement
@@ -49,7 +49,7 @@ def save(
     Raises:
         FileExistsError: the target exists, and may not be replaced.
         ValueError: the report is not that of the model, or the model has no low-rank layer, or has
-            pairs of Linears in their place.
+            pairs of Linears in their place, or is divided among ranks.
         NonFiniteError: a factor is NaN or Inf, such as after a cast to float16.
         CheckpointError: what was written does not load as the model, and is removed; or factors in
             one byte or their scales hold what they must not.
@@ -57,6 +57,11 @@ def save(
     """
     if any(isinstance(module, LinearPair) for module in model.modules()):
         raise ValueError("the model holds pairs of Linears; turn them back by hf.from_pairs(model)")
+    if is_divided(model):
+        raise ValueError(
+            "the model is divided among ranks; call model.save_pretrained(DIR) on every rank, "
+            "which writes the whole checkpoint"
+        )
     target = Path(directory)
     needed = sum(parameter.nbytes for parameter in model.parameters())
     source = _source_of(model)

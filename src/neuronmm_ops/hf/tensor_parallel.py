@@ -1,0 +1,377 @@
+"""Transformers' tensor parallelism of compressed checkpoints: each rank loads its parts alone.
+
+A model's plan maps names of its layers, `model.layers.*.mlp.gate_proj`, to styles, `colwise`. A
+rule covers the layers of all depths, low-rank or dense. So `plan_` gives it the style
+`lowrank_colwise`, which cuts low-rank layers as `parallel.sharding` says, and leaves dense ones to
+the style that was there. Parameters are DTensors of the whole shapes: Transformers reads what a
+rank needs of them, and puts them together on saving. Calls work on the rank's own parts.
+
+A plan of one's own may name `lowrank_colwise_one` and its like, which divide one factor alone.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_tensor,
+)
+from transformers import PreTrainedModel
+from transformers.distributed import tensor_parallel as theirs
+from transformers.distributed.tensor_parallel import TensorParallelLayer
+
+from neuronmm_ops.compress.factorize import check_finite
+from neuronmm_ops.errors import CheckpointError, WorkerLostError
+from neuronmm_ops.nn.storage import FACTORS, SCALES, check_factors
+from neuronmm_ops.nn.svd_linear import SVDLinear
+from neuronmm_ops.nn.svd_mlp import SVDMLP
+from neuronmm_ops.ops import xw
+from neuronmm_ops.ops.backends.neuron import DEVICE
+from neuronmm_ops.parallel import ShardedLinear, ShardedMLP
+from neuronmm_ops.parallel.layers import distributed, placed, whole
+from neuronmm_ops.parallel.sharding import Divide, Kind, check_heads, pair_dims
+
+PREFIX = "lowrank_"
+STYLES: Any = theirs.ALL_PARALLEL_STYLES  # pyright: ignore  (from another module since 5.21)
+# Kind, and whether a rank gives the layer all of x and takes all of its result, either way.
+_LAYOUTS: dict[str, tuple[Kind, bool]] = {
+    "colwise": ("column", False),
+    "colwise_gather_output": ("column", True),
+    "colwise_rep": ("column", True),
+    "rowwise": ("row", False),
+    "rowwise_split_input": ("row", True),
+    "rowwise_rep": ("row", True),
+}
+# Projections whose results are cut between heads: of keys or values alone, and all.
+_KEYS, _VALUES = "k_proj", "v_proj"
+_HEADS = (_KEYS, _VALUES, "q_proj", "q_b_proj", "kv_b_proj", "qkv_proj", "query_key_value")
+
+_HEADS_DIM = "kv_heads"
+
+
+class LowRankParallel(TensorParallelLayer):
+    """A style of Transformers' plans for low-rank layers; it leaves dense ones to another.
+
+    Args:
+        style: of the dense ones, one of Transformers'.
+        divide: which factors the ranks divide.
+        kv_heads: of keys and values, where several ranks have the same head, low-rank or dense;
+            else None.
+    """
+
+    def __init__(self, style: str, divide: Divide, kv_heads: int | None = None) -> None:
+        self._dense: TensorParallelLayer = STYLES[style]
+        self._kind: Kind
+        self._kind, self._is_whole = _LAYOUTS[style]
+        self._divide: Divide = divide
+        self._kv_heads = kv_heads
+        self._kv_mesh: DeviceMesh | None = None
+
+    def validate_param(
+        self, module: nn.Module, param: str, mesh: DeviceMesh, parameter_name: str | None = None
+    ) -> None:
+        """Let the style of dense layers look at one."""
+        if self._is_left(module):
+            self._dense.validate_param(module, param, mesh, parameter_name)
+
+    def shard_param(self, module: nn.Module, param: str, mesh: DeviceMesh) -> None:
+        """Put a DTensor in a parameter's place; both have no values yet."""
+        if self._is_left(module):
+            self._dense.shard_param(module, param, mesh)
+            return
+        whole = module._parameters[param]
+        if whole is not None:
+            divided = self._distributed(module, param, whole, mesh)
+            module._parameters[param] = nn.Parameter(divided, requires_grad=whole.requires_grad)
+
+    def install_forward(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        """Make the layer one that ranks hold together; its scales are buffers, no parameters."""
+        if self._is_left(module):
+            return self._dense.install_forward(module, mesh)
+        if not isinstance(module, SVDLinear):
+            module.__class__ = _HeadsOfLinear
+        else:
+            for name in SCALES:
+                whole = module._buffers[name]
+                if whole is not None:
+                    module._buffers[name] = self._distributed(module, name, whole, mesh)
+            module.__class__ = ShardedLinear if self._kv_heads is None else _HeadsOfPair
+            assert isinstance(module, ShardedLinear)
+            module.kind, module.divide = self._kind, self._divide
+        module.mesh = mesh  # pyright: ignore  (of the classes above)
+        if self._is_whole:
+            module.forward = partial(_call_whole, module.forward, mesh)
+        return module
+
+    def _is_left(self, module: nn.Module) -> bool:
+        """Say whether the module is one for the style of dense layers."""
+        if isinstance(module, SVDLinear):
+            return False
+        return self._kv_heads is None or type(module) is not nn.Linear
+
+    def _distributed(
+        self, module: nn.Module, name: str, whole: Tensor, mesh: DeviceMesh
+    ) -> DTensor:
+        is_low_rank = isinstance(module, SVDLinear)
+        dim = pair_dims(self._kind, self._divide)[name] if is_low_rank else 0
+        layout: Placement = Replicate() if dim is None else Shard(dim)
+        if self._kv_heads is None or name in ("u", "u_scale"):
+            return distribute_tensor(whole, mesh, [layout], src_data_rank=None)
+        if self._kv_mesh is None:
+            self._kv_mesh = _mesh_of_heads(mesh, self._kv_heads)
+        return distribute_tensor(whole, self._kv_mesh, [layout, Replicate()], src_data_rank=None)
+
+
+class _HeadsOfPair(ShardedLinear):
+    """Low-rank keys or values, where several ranks have the columns of the same head."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map x `[..., K]` to this rank's head `[..., N / kv_heads]`."""
+        h = whole(self.low(distributed(x, self.mesh, self.in_features, "column")))
+        local = h.to_local(grad_placements=[Partial()])
+        return xw(local, own(self.v), own(self.bias), own(self.v_scale), self.compute)
+
+
+class _HeadsOfLinear(nn.Linear):
+    """Dense keys or values, likewise."""
+
+    mesh: DeviceMesh
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  (nn.Linear's name)
+        """Map x `[..., K]` to this rank's head `[..., N / kv_heads]`."""
+        given = distributed(input, self.mesh, self.in_features, "column")
+        local = given.to_local(grad_placements=[Partial()])
+        return nn.functional.linear(local, own(self.weight), own(self.bias))
+
+
+def own(tensor: Tensor | None) -> Any:
+    """Return the rank's part of a DTensor, and another tensor as it is.
+
+    The gradients of what several ranks have whole add up.
+    """
+    if not isinstance(tensor, DTensor):
+        return tensor
+    layouts = [Partial() if p.is_replicate() else p for p in tensor.placements]
+    return tensor.to_local(grad_placements=layouts)
+
+
+def _call_whole(forward: Callable[[Tensor], Tensor], mesh: DeviceMesh, x: Tensor) -> Tensor:
+    """Call a layer with all of x, and return all of its result."""
+    y = forward(DTensor.from_local(x, mesh, [Replicate()], run_check=False))
+    return placed(y, Replicate()).to_local()
+
+
+# --- the plan
+
+
+def plan_(model: PreTrainedModel) -> None:
+    """Let the model's plan cut its low-rank layers, and give each rank whole heads.
+
+    Raises:
+        ValueError: the ranks cannot divide the heads, or a rule gives low-rank layers a style that
+            is not known for them.
+    """
+    config: Any = model.config
+    tp = config.distributed_config.tp_size
+    for style in _LAYOUTS:
+        STYLES.register(PREFIX + style, LowRankParallel(style, "both"))
+        STYLES.register(f"{PREFIX}{style}_one", LowRankParallel(style, "one"))
+    plan: dict[str, str] = model.tp_plan
+    low_rank = {_rule(n) for n, module in model.named_modules() if isinstance(module, SVDLinear)}
+    kv_heads = _shared_heads(model, plan, tp)
+    for rule, style in plan.items():
+        if kv_heads is not None and style == "colwise" and rule.endswith((_KEYS, _VALUES)):
+            plan[rule] = f"{PREFIX}{style}_{kv_heads}_heads"
+            STYLES.register(plan[rule], LowRankParallel(style, "both", kv_heads))
+        elif rule in low_rank and style in _LAYOUTS:
+            plan[rule] = PREFIX + style
+        elif rule in low_rank and _cuts(style):
+            raise ValueError(
+                f"tp_plan must give low-rank layers one of {', '.join(_LAYOUTS)}, it gives {rule} "
+                f"{style!r}; compress the model without them"
+            )
+
+
+def _shared_heads(model: PreTrainedModel, plan: Mapping[str, str], tp: int) -> int | None:
+    """Check the heads that ranks divide; return those of keys where several ranks share each."""
+    cut = [rule for rule, style in plan.items() if style == "colwise" and rule.endswith(_HEADS)]
+    config: Any = model.config.get_text_config()
+    heads = getattr(config, "num_attention_heads", None)
+    if not cut or heads is None:
+        return None
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    if check_heads(heads, kv_heads, tp) == 1:
+        return None
+    can_share = all(
+        hasattr(module, "num_key_value_groups")
+        for module in model.modules()
+        if _KEYS in module._modules
+    )
+    if not can_share or not any(rule.endswith(_KEYS) for rule in cut):
+        raise ValueError(
+            f"tp must divide the key/value heads of {type(model).__name__}, got {kv_heads} and "
+            f"tp = {tp}; use a tp that divides {kv_heads}"
+        )
+    return kv_heads
+
+
+def _mesh_of_heads(mesh: DeviceMesh, kv_heads: int) -> DeviceMesh:
+    """Return the ranks as a mesh `[kv_heads, ranks that share each]`."""
+    if mesh.size() != dist.get_world_size():
+        raise ValueError(
+            f"ranks can share key/value heads only where all {dist.get_world_size()} processes are "
+            f"of one tp group, got tp = {mesh.size()}; use a tp that divides {kv_heads}"
+        )
+    names = (_HEADS_DIM, "ranks_of_a_head")
+    return DeviceMesh(mesh.device_type, mesh.mesh.view(kv_heads, -1), mesh_dim_names=names)
+
+
+def _cuts(style: str) -> bool:
+    """Say whether a style cuts parameters; others leave them whole, and low-rank layers as well."""
+    known = STYLES.get(style)
+    return type(known).shard_param is not TensorParallelLayer.shard_param
+
+
+def _rule(name: str) -> str:
+    """Return a module's name as plans have it, with `*` for the number of a layer."""
+    return re.sub(r"\.\d+(?=\.|$)", ".*", name)
+
+
+# --- after loading
+
+
+def finish_(model: PreTrainedModel) -> None:
+    """Check and lay out the parts that a rank has loaded; all ranks raise where one must.
+
+    Raises:
+        CheckpointError: a part holds what it must not, on this rank or another.
+        NonFiniteError: a factor is NaN or Inf.
+        ValueError: a plan gave a low-rank layer a style of dense ones.
+        WorkerLostError: another rank has ended.
+    """
+    problem: Exception | None = None
+    try:
+        for name, module in model.named_modules():
+            if isinstance(module, SVDLinear):
+                _finish_layer(name, module)
+            if type(module) is SVDMLP:
+                _share_gather_(module)
+            if _shares_heads(module._modules.get(_KEYS)):
+                config: Any = model.config
+                heads = config.get_text_config().num_attention_heads
+                module.num_key_value_groups = heads // config.distributed_config.tp_size
+    except ValueError as error:
+        problem = error
+    _agree(problem, model.device)
+
+
+def _finish_layer(name: str, layer: SVDLinear) -> None:
+    for scale in SCALES:  # the loader makes parameters of DTensors
+        value = layer._parameters.pop(scale, None)
+        if value is not None:
+            layer.register_buffer(scale, value.detach())
+    if isinstance(layer.u, DTensor) and not isinstance(layer, ShardedLinear):
+        styles = " or ".join(PREFIX + style for style in ("colwise", "rowwise"))
+        raise ValueError(
+            f"tp_plan gives {name}, a low-rank layer, a style of dense ones; give it {styles}, or "
+            "use tp_plan='auto'"
+        )
+    _check_parts(name, layer)
+    if layer.u.device.type != DEVICE:
+        for key in FACTORS:
+            factor: Any = layer._parameters[key]
+            if isinstance(factor, DTensor):
+                local = factor.to_local().t().contiguous().t()
+                laid = nn.Parameter(_like(factor, local), requires_grad=factor.requires_grad)
+                layer._parameters[key] = laid
+
+
+def _share_gather_(mlp: SVDMLP) -> None:
+    """Let gate and up exchange their `x @ u` together, where the ranks hold all three as pairs."""
+    gate, up, down = mlp.gate_proj, mlp.up_proj, mlp.down_proj
+    layers = [m for m in (gate, up, down) if isinstance(m, ShardedLinear)]
+    if [layer.kind for layer in layers] == ["column", "column", "row"]:
+        mlp.__class__ = ShardedMLP
+        assert isinstance(mlp, ShardedMLP)
+        mlp.mesh = layers[0].mesh
+
+
+def _check_parts(name: str, layer: SVDLinear) -> None:
+    """Check what a rank has of the factors; a part of u need not fit the part of v."""
+    remedy = "copy the checkpoint again or compress the model again"
+    u, v, u_scale, v_scale = (own(getattr(layer, key)) for key in (*FACTORS, *SCALES))
+    if layer.storage is None:
+        check_finite(name, u, v, remedy)
+        return
+    none = u_scale.new_empty(0)
+    try:
+        check_factors(u, u.new_empty(u.shape[1], 0), u_scale, none, name)
+        check_factors(v.new_empty(0, v.shape[0]), v, u_scale.new_ones(v.shape[0]), v_scale, name)
+    except ValueError as error:
+        raise CheckpointError(f"{error}; or {remedy}") from None
+
+
+def _agree(problem: Exception | None, device: torch.device) -> None:
+    """Raise the rank's problem, and where it has none, but another rank has, that there is one."""
+    failed = torch.tensor(int(problem is not None), device=device)
+    try:
+        dist.all_reduce(failed)
+    except RuntimeError as error:
+        raise WorkerLostError(
+            f"rank {dist.get_rank()} of {dist.get_world_size()} has lost another, which has ended "
+            "or does not answer, while the model was loaded"
+        ) from error
+    if problem is not None:
+        raise problem
+    if failed:
+        raise CheckpointError(
+            f"{int(failed)} of {dist.get_world_size()} ranks cannot use their parts of the "
+            "checkpoint, and say why"
+        )
+
+
+def _shares_heads(module: nn.Module | None) -> bool:
+    tensor = getattr(module, "v", getattr(module, "weight", None))
+    names = tensor.device_mesh.mesh_dim_names if isinstance(tensor, DTensor) else None
+    return _HEADS_DIM in (names or ())
+
+
+# --- saving
+
+
+def gathered_state(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Return the whole state dict, on the CPU of rank 0, empty on others; all must call."""
+    state: dict[str, Tensor] = {}
+    known: dict[int, Tensor] = {}  # what is tied is gathered once
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) not in known:
+            full = _full(tensor.detach())
+            known[id(tensor)] = full.cpu().contiguous() if dist.get_rank() == 0 else tensor
+        state[name] = known[id(tensor)]
+    return state if dist.get_rank() == 0 else {}
+
+
+def _full(tensor: Tensor) -> Tensor:
+    if not isinstance(tensor, DTensor):
+        return tensor
+    if tensor.element_size() > 1:
+        return tensor.full_tensor()
+    # As bytes: gloo does not know every dtype.
+    return _like(tensor, tensor.to_local().view(torch.uint8)).full_tensor().view(tensor.dtype)
+
+
+def _like(tensor: DTensor, local: Tensor) -> DTensor:
+    """Return a DTensor of another part, with the mesh, layout and shape of the first."""
+    shape, stride = tensor.shape, tensor.stride()
+    mesh, layouts = tensor.device_mesh, tensor.placements
+    return DTensor.from_local(local, mesh, layouts, run_check=False, shape=shape, stride=stride)

@@ -1,0 +1,373 @@
+"""Compressed checkpoints that several processes load and run together, as one process does."""
+
+import json
+import os
+import re
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from causal_lms import FAMILIES as OTHERS
+from quantized import swap_quantized_
+from ranks import run
+from safetensors.torch import load_file, save_file
+from tiny import tiny_ids, tiny_model
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.distributed import DistributedConfig
+
+from neuronmm_ops import SVDLinear, hf, swap_
+from neuronmm_ops.hf import quantizer
+from neuronmm_ops.parallel import ShardedMLP
+from neuronmm_ops.parallel.sharding import pair_dims, part
+
+pytestmark = pytest.mark.slow
+
+GATED = ("gate_proj", "up_proj", "down_proj")
+KV_HEADS = 2  # of the tiny models
+ALL = (*GATED, "q_proj", "k_proj", "v_proj", "o_proj")
+GENERATE = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 256}
+
+
+def swapped(model: PreTrainedModel, *ends: str, rank: int = 8) -> PreTrainedModel:
+    """Swap the Linears whose names end so for their truncated SVD."""
+    named = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear)}
+    layers = {n: SVDLinear.from_linear(m, rank) for n, m in named.items() if n.endswith(ends)}
+    swap_(model, {name: (layer.u, layer.v) for name, layer in layers.items()})
+    return model
+
+
+def with_biases(model: PreTrainedModel) -> PreTrainedModel:
+    """Give biases, which are zero at first, values."""
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            nn.init.normal_(parameter, generator=torch.Generator().manual_seed(2))
+    return model
+
+
+def phi3() -> PreTrainedModel:
+    """A model whose plan gathers results, and cuts inputs that are whole."""
+    import transformers
+
+    kind, options = OTHERS["phi3"]
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(getattr(transformers, kind)(**options)).eval()
+
+
+# A rank that 2 divides and 4 does not, one that neither does, I that 4 does not divide.
+MODELS: dict[str, Callable[[], Any]] = {
+    "llama, MLP": lambda: swapped(tiny_model(), *GATED, rank=6),
+    "llama, all": lambda: swapped(tiny_model(tied=False), *ALL),
+    "llama, odd": lambda: swapped(tiny_model(intermediate_size=171), *ALL, rank=3),
+    "qwen2": lambda: swapped(with_biases(tiny_model("qwen2")), *ALL),
+    "qwen3": lambda: swapped(tiny_model("qwen3"), *ALL),
+    "mistral, mixed": lambda: swapped(
+        tiny_model("mistral"), "0.mlp.gate_proj", "1.mlp.down_proj", "0.self_attn.k_proj"
+    ),
+    "gemma2": lambda: swapped(tiny_model("gemma2"), *GATED),
+    "llama, fp8": lambda: swap_quantized_(tiny_model(), "fp8", *ALL),
+    "llama, int8": lambda: swap_quantized_(tiny_model(), "int8", *GATED),
+    "phi3": lambda: swapped(phi3(), "qkv_proj", "o_proj", "gate_up_proj", "down_proj"),
+}
+
+
+class Found(NamedTuple):
+    """What a process computes with a model, and what it holds of it."""
+
+    logits: Tensor
+    tokens: Tensor
+    held: dict[str, int]
+    fused: int
+
+
+def found_in(model: Any) -> Found:
+    ids = tiny_ids(2, 12)
+    with torch.no_grad():
+        logits = model(ids).logits
+    tokens = model.generate(ids, attention_mask=torch.ones_like(ids), **GENERATE)
+    held = {name: len(local(t).flatten()) for name, t in model.state_dict().items()}
+    fused = sum(isinstance(module, ShardedMLP) for module in model.modules())
+    return Found(logits, tokens, held, fused)
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and torch.equal(
+        *(t.contiguous().flatten().view(torch.uint8) for t in (a, b))
+    )
+
+
+def local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def load_divided(directory: Path, plan: Any = "auto") -> Any:
+    config = DistributedConfig(tp_plan=plan)
+    return AutoModelForCausalLM.from_pretrained(directory, distributed_config=config)
+
+
+def load_all(rank: int, root: Path, out: Path) -> dict[str, Found]:
+    found: dict[str, Found] = {}
+    for name in MODELS:
+        model = load_divided(root / name)
+        found[name] = found_in(model)
+        model.save_pretrained(out / name)
+    return found
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("compressed")
+    for name, build in MODELS.items():
+        hf.save(build(), directory / name)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def single(root: Path) -> dict[str, Found]:
+    return {name: found_in(hf.load(root / name)) for name in MODELS}
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def divided(
+    request: pytest.FixtureRequest, root: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, list[dict[str, Found]]]:
+    out = tmp_path_factory.mktemp(f"tp{request.param}")
+    return out, run(load_all, request.param, root, out, timeout_s=400)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_ranks_compute_what_one_process_computes(
+    name: str, single: dict[str, Found], divided: tuple[Path, list[dict[str, Found]]]
+) -> None:
+    for rank in divided[1]:
+        torch.testing.assert_close(rank[name].logits, single[name].logits, rtol=1e-4, atol=2e-6)
+        assert torch.equal(rank[name].tokens, single[name].tokens)
+
+
+def cut_dim(key: str, shape: torch.Size) -> int | None:
+    """Return the dimension in which ranks divide a tensor of the model."""
+    owner, _, leaf = key.rpartition(".")
+    kind = "row" if owner.endswith(("down_proj", "o_proj")) else "column"
+    if not owner.endswith(("proj", "lm_head", "embed_tokens")) or shape == (0,):
+        return None
+    if leaf == "weight":
+        return 1 if kind == "row" else 0
+    return pair_dims(kind, "both")[leaf]
+
+
+def expected_parts(key: str, shape: torch.Size, tp: int) -> list[int]:
+    """Return how many elements of a tensor each rank holds."""
+    dim, size = cut_dim(key, shape), shape.numel()
+    if dim is None:
+        return [size] * tp
+    if tp > KV_HEADS and re.search(r"\.[kv]_proj\.(v|v_scale|bias|weight)$", key):
+        return [size // KV_HEADS] * tp
+    parts = [part(shape[dim], rank, tp, key, padded=True) for rank in range(tp)]
+    return [(own.stop - own.start) * size // shape[dim] for own in parts]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_rank_holds_its_parts_alone(
+    name: str, root: Path, divided: tuple[Path, list[dict[str, Found]]]
+) -> None:
+    ranks = [rank[name].held for rank in divided[1]]
+    whole = hf.load(root / name).state_dict()
+    for key, tensor in whole.items():
+        expected = expected_parts(key, tensor.shape, len(ranks))
+        assert [held[key] for held in ranks] == expected, key
+    assert all(set(held) == set(whole) for held in ranks)
+    total = sum(tensor.numel() for tensor in whole.values())
+    assert max(sum(held.values()) for held in ranks) < 1.15 * total / len(ranks)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_what_ranks_save_is_the_checkpoint(
+    name: str, root: Path, divided: tuple[Path, list[dict[str, Found]]]
+) -> None:
+    saved = divided[0] / name
+    state, expected = hf.load(saved).state_dict(), hf.load(root / name).state_dict()
+    assert list(state) == list(expected)
+    for key, tensor in expected.items():
+        assert state[key].dtype == tensor.dtype
+        assert same_bits(state[key], tensor), key
+    configs = [json.loads((path / "config.json").read_text()) for path in (saved, root / name)]
+    assert configs[0] == configs[1]
+
+
+def test_gate_and_up_share_an_exchange(divided: tuple[Path, list[dict[str, Found]]]) -> None:
+    for rank in divided[1]:
+        fused = {name: rank[name].fused for name in MODELS}
+        assert fused == dict.fromkeys(MODELS, 2) | {"mistral, mixed": 0, "phi3": 0}
+
+
+# --- other layouts, gradients, and what is refused
+
+
+def on_two_ranks(rank: int, root: Path, out: Path) -> dict[str, Any]:
+    """Do what takes processes, once for all tests: starting them takes seconds."""
+    found: dict[str, Any] = {}
+    rules = [f"model.layers.*.mlp.{name}" for name in GATED]
+    styles = ["lowrank_colwise_one"] * 2 + ["lowrank_rowwise_one"]
+    one = load_divided(root / "llama, MLP", dict(zip(rules, styles, strict=True)))
+    found["one"] = found_in(one)
+    with pytest.raises(ValueError, match="divided") as error:
+        hf.save(one, out / "refused")
+    found["save"] = str(error.value)
+    for name in ("llama, all", "qwen2"):
+        model = load_divided(root / name)
+        ids = tiny_ids(2, 12)
+        model(ids, labels=ids).loss.backward()
+        found[f"{name}, gradients"] = {n: whole(p.grad) for n, p in model.named_parameters()}
+    dense = {rule: style.split("_")[1] for rule, style in zip(rules, styles, strict=True)}
+    found["dense style"] = refusal(root / "llama, MLP", dense)
+    for case in (out / "broken").iterdir():
+        found[case.name] = refusal(case)
+    return found
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def refusal(directory: Path, plan: Any = "auto") -> str:
+    try:
+        load_divided(directory, plan)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "none"
+
+
+def changed(source: Path, target: Path, change: Callable[[dict[str, Tensor]], Any]) -> None:
+    """Copy a checkpoint and change its tensors."""
+    shutil.copytree(source, target)
+    tensors = load_file(target / "model.safetensors")
+    change(tensors)
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+
+
+GATE, DOWN = "model.layers.1.mlp.gate_proj", "model.layers.0.mlp.down_proj"
+
+
+def nan_at_the_end(tensors: dict[str, Tensor]) -> None:
+    tensors[f"{GATE}.v"][0, -1] = torch.nan
+
+
+def scale_below_zero(tensors: dict[str, Tensor]) -> None:
+    tensors[f"{GATE}.u_scale"][-1] = -1
+
+
+BROKEN: dict[str, tuple[str, Callable[[dict[str, Tensor]], Any], str]] = {
+    "no v": ("llama, MLP", lambda t: t.pop(f"{GATE}.v"), f"{GATE}.v: config.json asks for"),
+    "other rank": (
+        "llama, MLP",
+        lambda t: t.update({f"{DOWN}.u": t[f"{DOWN}.u"][:, :-1].clone()}),
+        f"{DOWN}.u: config.json asks for [176, 6], the file has [176, 5]",
+    ),
+    "wrong dtype": (
+        "llama, fp8",
+        lambda t: t.update({f"{GATE}.u": t[f"{GATE}.u"].float()}),
+        f"{GATE}.u: config.json asks for F8_E4M3",
+    ),
+    "nan": ("llama, MLP", nan_at_the_end, f"{GATE}.v must be finite"),
+    "scale": ("llama, fp8", scale_below_zero, f"{GATE}: u_scale must be"),
+}
+
+
+@pytest.fixture(scope="module")
+def two(root: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    out = tmp_path_factory.mktemp("two")
+    for case, (source, change, _) in BROKEN.items():
+        changed(root / source, out / "broken" / case, change)
+    return run(on_two_ranks, 2, root, out, timeout_s=400)
+
+
+def test_a_plan_may_divide_one_factor(single: dict[str, Found], two: list[dict[str, Any]]) -> None:
+    expected = single["llama, MLP"]
+    for rank in two:
+        torch.testing.assert_close(rank["one"].logits, expected.logits, rtol=1e-4, atol=2e-6)
+        held = rank["one"].held
+        assert (held[f"{DOWN}.u"], held[f"{DOWN}.v"]) == (88 * 6, 6 * 64)
+        assert (held[f"{GATE}.u"], held[f"{GATE}.v"]) == (64 * 6, 6 * 88)
+
+
+@pytest.mark.parametrize("name", ["llama, all", "qwen2"])
+def test_gradients_are_those_of_one_process(
+    name: str, root: Path, two: list[dict[str, Any]]
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(root / name)
+    ids = tiny_ids(2, 12)
+    model(ids, labels=ids).loss.backward()
+    for rank in two:
+        for key, parameter in model.named_parameters():
+            found = rank[f"{name}, gradients"][key]
+            torch.testing.assert_close(found, parameter.grad, rtol=1e-4, atol=1e-6, msg=key)
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_broken_checkpoint_is_refused_on_all_ranks(case: str, two: list[dict[str, Any]]) -> None:
+    messages = [rank[case] for rank in two]
+    assert any(BROKEN[case][2] in message for message in messages), messages
+    for message in messages:
+        assert message.startswith(("CheckpointError: ", "NonFiniteError: "))
+        assert "\n" not in message
+
+
+def test_a_style_of_dense_layers_is_refused(two: list[dict[str, Any]]) -> None:
+    for rank in two:
+        assert rank["dense style"].startswith("ValueError: tp_plan gives model.layers.0.mlp.")
+        assert "lowrank_colwise" in rank["dense style"]
+
+
+def test_a_divided_model_is_saved_by_save_pretrained(two: list[dict[str, Any]]) -> None:
+    for rank in two:
+        assert "save_pretrained" in rank["save"]
+
+
+def on_three_ranks(rank: int, root: Path, six: Path) -> tuple[str, Found]:
+    return refusal(root / "llama, MLP"), found_in(load_divided(six))
+
+
+def test_three_ranks(root: Path, tmp_path: Path) -> None:
+    """tp = 3 divides neither I nor the ranks nor, in one model, the heads."""
+    config = {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 96}
+    hf.save(swapped(tiny_model(**config), *ALL, rank=10), tmp_path / "six")
+    expected = found_in(hf.load(tmp_path / "six"))
+    for message, found in run(on_three_ranks, 3, root, tmp_path / "six"):
+        assert message == (
+            "ValueError: tp must divide the heads, got 4 heads and tp = 3; use a tp that divides 4"
+        )
+        torch.testing.assert_close(found.logits, expected.logits, rtol=1e-4, atol=2e-6)
+        assert torch.equal(found.tokens, expected.tokens)
+
+
+def end_while_loading(rank: int, directory: Path) -> str:
+    if rank == 1:
+        SVDLinear.__init__ = lambda *_, **__: os._exit(3)
+    return refusal(directory)
+
+
+def test_a_rank_that_ends_ends_the_others(root: Path) -> None:
+    start = time.monotonic()
+    with pytest.raises(AssertionError, match="rank 1 ended with exit code 3"):
+        run(end_while_loading, 2, root / "llama, MLP")
+    assert time.monotonic() - start < 100
+
+
+def test_one_process_needs_no_group(root: Path, single: dict[str, Found]) -> None:
+    with torch.no_grad():
+        logits = load_divided(root / "qwen3")(tiny_ids(2, 12)).logits
+    assert torch.equal(logits, single["qwen3"].logits)
+
+
+def test_an_older_transformers_is_named(monkeypatch: pytest.MonkeyPatch, root: Path) -> None:
+    monkeypatch.setitem(sys.modules, "transformers.distributed.tensor_parallel", None)
+    monkeypatch.delitem(sys.modules, "neuronmm_ops.hf.tensor_parallel", raising=False)
+    monkeypatch.setattr(quantizer, "is_divided", lambda model: True)
+    with pytest.raises(ImportError, match=r"needs transformers>=5\.16, got 5\..*; run: pip"):
+        AutoModelForCausalLM.from_pretrained(root / "llama, MLP")
