@@ -48,7 +48,11 @@ def tiny(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def document(tiny):
-    return model.run(tiny, **SHORT)
+    return run(tiny, **SHORT)
+
+
+def run(name, progress=None, **options):
+    return model.run(name, model.Options(**options), progress)
 
 
 def by_name(rows, key="name"):
@@ -76,7 +80,7 @@ def test_document(document, tiny):
     wanted = SHORT | {"lnc": 1, "tp": 1, "batch": 1, "ratio": 0.2, "storage": None}
     assert {key: document[key] for key in wanted} == wanted
     told = []
-    again = model.run(tiny, **SHORT, progress=lambda *step: told.append(step))
+    again = run(tiny, **SHORT, progress=lambda *step: told.append(step))
     assert again == document
     assert told == [("model", n, 8) for n in range(1, 9)]
     assert json.loads(json.dumps(document)) == document
@@ -144,7 +148,7 @@ def test_speedups_are_ratios_under_one_dma_model(document):
 
 
 def test_batches_share_the_weights(tiny, document):
-    more = model.run(tiny, **SHORT, batch=3)
+    more = run(tiny, **SHORT, batch=3)
     one, three = (by_name(d["variants"])["dense"] for d in (document, more))
     cache = [row["memory"]["kv_cache_bytes"] for row in (one, three)]
     assert cache[0] == 2 * LAYERS * 2 * 64 * (40 + 9) * 2
@@ -185,7 +189,7 @@ def test_low_rank_bytes_by_hand(document):
 @pytest.mark.parametrize("storage", ["fp8", "int8"])
 def test_one_byte_halves_the_weights(tiny, document, storage):
     options = {"storage": storage, "storage_dense": storage, "storage_lm_head": storage}
-    found = model.run(tiny, **SHORT, **options)
+    found = run(tiny, **SHORT, **options)
     names = [row["name"] for row in found["variants"]]
     assert names == ["dense", "low_rank", "dense_one_byte", "published_dense", "published_low_rank"]
     rows = by_name(found["variants"])
@@ -207,7 +211,7 @@ def test_one_byte_halves_the_weights(tiny, document, storage):
 
 
 def test_storage_of_some_linears_leaves_the_others(tiny):
-    found = by_name(model.run(tiny, **SHORT, lnc=2, storage="fp8")["variants"])
+    found = by_name(run(tiny, **SHORT, lnc=2, storage="fp8")["variants"])
     for name in ("low_rank", "dense_one_byte"):
         dtypes = {each["name"]: each["dtype"] for each in found[name]["linears"]}
         assert dtypes["down_proj"] == "float8_e4m3fn"
@@ -260,7 +264,7 @@ def test_ranks_that_do_not_divide(tp):
 
 
 def test_collectives_are_of_the_links(tiny):
-    found = components(model.run(tiny, **SHORT, tp=2), "dense", "decode")["collectives"]
+    found = components(run(tiny, **SHORT, tp=2), "dense", "decode")["collectives"]
     group = Group("all_reduce", MACHINES["trn2"], 1, (0, 1))
     wanted = 2 * LAYERS * group.reduce_ns(2 * H) + group.gather_ns(8)
     assert found["launches"] == 2 * LAYERS + 1
@@ -350,20 +354,20 @@ def test_padded_shapes_divide():
 )
 def test_refusals(tiny, options, words):
     with pytest.raises(ValueError, match=words):
-        model.run(tiny, **SHORT | options)
+        run(tiny, **SHORT | options)
 
 
 def test_unknown_models_and_those_without_ranks(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"intermediate_size": 256}))
     with pytest.raises(ValueError, match=r"no Linear of .* gets a rank that pays at ratio 0.2"):
-        model.run(str(tmp_path), **SHORT)
+        run(str(tmp_path), **SHORT)
     with pytest.raises(ValueError, match="model shape must be one of"):
-        model.run("GPT-5", **SHORT)
+        run("GPT-5", **SHORT)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ValueError, match="not JSON"):
-        model.run(str(tmp_path), **SHORT)
+        run(str(tmp_path), **SHORT)
     with pytest.raises(ValueError, match=r"Llama-3.1-70B does not fit at tp 4.*24 GiB of HBM"):
-        model.run("Llama-3.1-70B", target="trn2", lnc=2, tp=4)
+        run("Llama-3.1-70B", target="trn2", lnc=2, tp=4)
 
 
 def test_a_published_kernel_that_does_not_fit_is_left_out(tiny, monkeypatch):
@@ -375,7 +379,7 @@ def test_a_published_kernel_that_does_not_fit_is_left_out(tiny, monkeypatch):
         return whole(self, launch)
 
     monkeypatch.setattr(Tracer, "launch", launch)
-    found = model.run(tiny, **SHORT)
+    found = run(tiny, **SHORT)
     assert [row["name"] for row in found["variants"]] == ["dense", "low_rank", "published_dense"]
     assert found["left_out"][-1] == "published_low_rank: SBUF is full"
     assert set(found["speedups"]) == {"ours", "ours_over_published"}
@@ -387,4 +391,4 @@ def test_a_kernel_of_ours_that_does_not_fit_is_an_error(tiny, monkeypatch):
 
     monkeypatch.setattr(Tracer, "launch", launch)
     with pytest.raises(ValueError, match=r"^tiny on trn2: SBUF is full$"):
-        model.run(tiny, **SHORT)
+        run(tiny, **SHORT)
