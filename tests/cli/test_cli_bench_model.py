@@ -66,13 +66,50 @@ def test_ranks_and_two_cores(run: Run, tiny: Path) -> None:
     assert "collectives" in run(*options).out
 
 
+def test_several_numbers_of_ranks(run: Run, tiny: Path) -> None:
+    options = ("bench", "model", "--model", tiny, *SHORT, "--tp", "1,2,4")
+    documents = json.loads(run(*options, "--json").out)
+    assert [document["tp"] for document in documents] == [1, 2, 4]
+    assert documents[1] == json.loads(run(*options[:-1], "2", "--json").out)
+    shown = run(*options).out
+    lines = [line.split() for line in shown.splitlines()]
+    assert "tp 1, 2, 4: 1 x 40 tokens" in shown
+    for document in documents:
+        for variant in document["variants"][:2]:
+            name = variant["name"].replace("_", " ").split()
+            prefill = f"{variant['phases']['prefill']['time_ms']:.4g}"
+            assert any(
+                line[: 2 + len(name)] == [str(document["tp"]), *name, prefill] for line in lines
+            )
+
+
+def test_what_the_layouts_exchange_is_shown(run: Run, tiny: Path) -> None:
+    options = ("bench", "model", "--model", tiny, *SHORT, "--tp", "4", "--targets", "all-linear")
+    document = json.loads(run(*options, "--ratio", "0.1", "--json").out)
+    shown = " ".join(run(*options, "--ratio", "0.1").out.split())
+    low = document["variants"][1]
+    for phase, title in (("prefill", "Prefill"), ("decode", "Decode")):
+        assert f"{title}, tp 4: a layer's weights in each layout (* taken)" in shown
+        for row in low["phases"][phase]["layouts"]:
+            if row["taken"] or len(set(row["layouts"].values())) == 1:
+                numbers = [row["launches_ms"] * 1e3, row["time_ms"] * 1e3]
+                assert f"{numbers[0]:.4g} {numbers[1]:.4g}" in shown
+    assert "gather [M, 256], sum [M, 128], gather [M, 256]" in shown
+    assert "sum [M, 256], scattered sum [M, 128], sum [M, 256]" in shown
+    weights = low["weight_bytes_by_layout"]
+    assert f"one {weights['one'] / 1e9:.3g}, both {weights['both'] / 1e9:.3g}" in shown
+    assert "With no collective under 6.16 us" in shown
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
         (("--model", "GPT-5"), ("model shape must be one of", "got 'GPT-5'")),
         (("--model", "Llama-3.1-70B", "--lnc", "2"), ("does not fit at tp 1", "greater tp")),
         (("--tp", "3"), ("tp must divide", "got 3, use one of 1, 2, 4")),
-        (("--tp", "x"), ("invalid int value",)),
+        (("--tp", "x"), ("--tp must be numbers of at least 1, such as 8,32; got 'x'",)),
+        (("--tp", "2,0"), ("--tp must be numbers of at least 1",)),
+        (("--tp", "2,3"), ("tp must divide", "got 3, use one of 1, 2, 4")),
         (("--new", "1"), ("new must be at least 2",)),
         (("--storage", "fp4"), ("storage must be fp8 or int8",)),
         (("--targets", "mlp", "lm_head"), ("targets must select", "'lm_head' selects none")),

@@ -130,3 +130,41 @@ def test_launches_of_a_split_plan_are_counted(capsys):
     assert main(arguments) == 0
     words = f"{mlp['instructions']:,} instructions, in {mlp['launches']} launches."
     assert words in capsys.readouterr().out
+
+
+def test_shards_of_a_rank(capsys):
+    options = ["--ratio", "0.2", "--tokens", "1", "--target", "trn2", "--tp", "4"]
+    assert main(["plan", "--model", "Llama-3.2-1B", *options, "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    found = {(row["projection"], row["divide"]): row for row in rows}
+    assert len(found) == len(rows) == 2 * 7
+    assert found["up_proj", "one"]["shards"] == [[2048, 1280], [1280, 2048]]
+    assert found["up_proj", "both"]["shards"] == [[2048, 320], [1280, 2048]]
+    assert found["down_proj", "one"]["shards"] == [[2048, 1280], [1280, 2048]]
+    assert found["down_proj", "both"]["shards"] == [[2048, 1280], [1280, 512]]
+    sent = {key: [(c["kind"], c["N"]) for c in row["collectives"]] for key, row in found.items()}
+    assert sent["up_proj", "one"] == []
+    assert sent["up_proj", "both"] == [("all_gather", 1280)]
+    assert sent["down_proj", "one"] == [("all_reduce", 1280)]
+    assert sent["down_proj", "both"] == [("all_reduce", 1280), ("all_gather", 2048)]
+    for row in rows:
+        assert row["time_ms"] == pytest.approx(row["launches_ms"] + row["collectives_ms"])
+        assert row["time_low_ms"] <= row["time_ms"] <= row["time_high_ms"]
+        assert len(row["blocks"]) == (1 if not row["collectives"] else 2)
+        speedup = row["dense_ms"] / row["time_ms"]
+        assert row["speedup_low"] <= speedup * (1 + 1e-9)
+        assert speedup <= row["speedup_high"] * (1 + 1e-9)
+    assert main(["plan", "--model", "Llama-3.2-1B", *options]) == 0
+    shown = capsys.readouterr().out
+    assert "[2048, 320] [1280, 2048]" in shown
+    assert "one of 4 ranks on trn2" in shown
+
+
+@pytest.mark.parametrize("tp", ["0", "3", "-8"])
+def test_ranks_that_do_not_divide(tp, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["plan", "--model", "Llama-3.2-1B", "--tp", tp])
+    assert stop.value.code == 2
+    error = capsys.readouterr().err
+    assert f"got {tp}, use one of 1, 2, 4, 8, 16, 32" in error
+    assert len(error.strip().splitlines()) == 1

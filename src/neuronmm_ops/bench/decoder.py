@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 from neuronmm_ops.bench.baselines import elementwise, matmul, neuronmm
-from neuronmm_ops.bench.exchange import Collective, Links
+from neuronmm_ops.bench.exchange import Links
 from neuronmm_ops.bench.launches import (
     Launch,
     Tracer,
@@ -20,7 +20,14 @@ from neuronmm_ops.bench.launches import (
     of_op,
     of_plans,
 )
-from neuronmm_ops.bench.layouts import GROUPS, LAYOUTS, Group, Layout, factors
+from neuronmm_ops.bench.layouts import (
+    GROUPS,
+    LAYOUTS,
+    Group,
+    Layout,
+    exchanged,
+    factors,
+)
 from neuronmm_ops.bench.linears import DTYPE, HEAD, MLP, QKV, Linear, divided
 from neuronmm_ops.hardware import resolve_target
 from neuronmm_ops.kernels.attention.plan import plan_attention
@@ -34,6 +41,8 @@ from neuronmm_ops.models import ModelShape
 from neuronmm_ops.neuroncore import Kernel, NkiValidationError
 
 Mlp = Literal["ours", "published"]
+DIVIDES: tuple[Layout, ...] = ("one", "both", "rows")
+"""Layouts with an exchange between the factors, or before the second."""
 
 
 class Part(NamedTuple):
@@ -140,7 +149,7 @@ class Decoder:
         ways = self._allowed(ways, "qkv", "one")
         seconds = [launch for _, v in pairs for launch in self._op("xw", M, (v,), stored)]
         if self.tp > 1:
-            firsts = self._firsts(M, "qkv", ("both", "rows"))
+            firsts = self._firsts(M, "qkv", DIVIDES[1:])
             ways += [first.then(Way(tuple(seconds))) for first in firsts]
         return [beside.then(way) for way in ways]
 
@@ -241,15 +250,12 @@ class Decoder:
 
     # --- layouts of tensor parallel
 
-    def _firsts(
-        self, M: int, group: Group, layouts: Sequence[Layout] = ("one", "both", "rows")
-    ) -> list[Way]:
+    def _firsts(self, M: int, group: Group, layouts: Sequence[Layout] = DIVIDES) -> list[Way]:
         """x [M, K] and the first factors of a group that is cut by columns, side by side."""
         own = [each for name in GROUPS[group] if (each := self.own(name)).r is not None]
         if not own:
             return self._allowed([Way()], group, "dense")
         K, R = own[0].K, sum([each.r or 0 for each in own])
-        exchanged = {"both": self._links.all_gather(M, R), "rows": self._links.all_reduce(M, R)}
         ways: list[Way] = []
         for layout in layouts[: 1 if self.tp == 1 else None]:
             shapes = [factors(group, layout, each, self.tp)[0] for each in own]
@@ -257,27 +263,23 @@ class Decoder:
             launches = self._op("xw", M, (beside,), own[0].stored)
             if layout == "rows":
                 launches = (self._own_columns(M, K), *launches)
-            ways += self._allowed([Way(launches, exchanged.get(layout, ()))], group, layout)
+            sent = exchanged(self._links, group, layout, M, R, 0)
+            ways += self._allowed([Way(launches, sent)], group, layout)
         return ways
 
     def _lasts(self, M: int, group: Group) -> list[Way]:
         """The sum over the ranks, and the second factor of a pair that is cut by rows."""
         (name,) = GROUPS[group]
-        own, links = self.own(name), self._links
+        own = self.own(name)
         r, N = own.r, own.N
         if r is None:
-            return self._allowed([Way((), links.all_reduce(M, N))], group, "dense")
-        added = links.all_reduce(M, r)
-        exchanged: dict[Layout, tuple[Collective, ...]] = {
-            "one": added,
-            "both": added + links.all_gather(M, N),
-            "rows": links.reduce_scatter(M, r) + links.all_reduce(M, N),
-        }
+            return self._allowed([Way((), self._links.all_reduce(M, N))], group, "dense")
         ways: list[Way] = []
-        for layout in list(exchanged)[: 1 if self.tp == 1 else None]:
+        for layout in DIVIDES[: 1 if self.tp == 1 else None]:
             _, second = factors(group, layout, own, self.tp)
             launches = self._op("xw", M, (second,), own.stored)
-            ways += self._allowed([Way(launches, exchanged[layout])], group, layout)
+            sent = exchanged(self._links, group, layout, M, r, N)
+            ways += self._allowed([Way(launches, sent)], group, layout)
         return ways
 
     def _allowed(

@@ -17,6 +17,7 @@ from collections.abc import Collection
 from math import ceil
 from typing import Literal, get_args
 
+from neuronmm_ops.bench.exchange import Collective, Links
 from neuronmm_ops.bench.linears import ITEMSIZE, MLP, QKV, Linear
 from neuronmm_ops.kernels.planner.problem import SCALE_BYTES
 
@@ -53,6 +54,29 @@ def factors(group: Group, layout: Layout, own: Linear, tp: int) -> tuple[Shape, 
         return (K, r), second.get(layout, (r, N))
     first = {"both": (K, ceil(r / tp)), "rows": (ceil(K / tp), r)}
     return first.get(layout, (K, r)), (r, N)
+
+
+def exchanged(
+    links: Links, group: Group, layout: Layout, M: int, r: int, N: int
+) -> tuple[Collective, ...]:
+    """What ranks exchange for a group of Linears.
+
+    Args:
+        links: of the ranks.
+        group: the Linears.
+        layout: of their weights.
+        M: tokens.
+        r: the rank; the sum of ranks of Linears that share an exchange.
+        N: columns of the result.
+    """
+    if group in BY_ROWS:
+        after = links.all_reduce(M, N)
+        return {
+            "one": links.all_reduce(M, r),
+            "both": links.all_reduce(M, r) + links.all_gather(M, N),
+            "rows": links.reduce_scatter(M, r) + after,
+        }.get(layout, after)
+    return {"both": links.all_gather(M, r), "rows": links.all_reduce(M, r)}.get(layout, ())
 
 
 def held_bytes(group: Group, layouts: Collection[Layout], own: Linear, tp: int) -> int:

@@ -7,7 +7,7 @@ kernels stand beside the low-rank ones, and the published setting beside both.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -55,26 +55,11 @@ class _Variant:
     mlp: Mlp = "ours"
 
 
-def run(
-    model: str,
-    *,
-    target: str | None = None,
-    lnc: int = 1,
-    tp: int = 1,
-    prompt: int = 2048,
-    new: int = 256,
-    batch: int = 1,
-    ratio: float = 0.2,
-    storage: str | None = None,
-    storage_dense: str | None = None,
-    storage_lm_head: str | None = None,
-    targets: str | tuple[str, ...] = "mlp",
-    progress: Progress | None = None,
-) -> dict[str, Any]:
-    """Model the time of a prompt and of the tokens after it, in bfloat16.
+@dataclass(frozen=True)
+class Options:
+    """What is modelled.
 
-    Args:
-        model: name of a model shape, or the path of a config.json or of its directory.
+    Attributes:
         target: trn1, trn2 or trn3; None as `hardware.resolve_target`.
         lnc: NeuronCores that share a launch, and so a rank.
         tp: ranks of tensor parallel.
@@ -86,6 +71,44 @@ def run(
         storage_dense: the same of the layers' Linears that stay dense.
         storage_lm_head: the same of the output head.
         targets: "mlp", "all-linear" of the layers, or several as `SVDConfig.targets` has them.
+    """
+
+    target: str | None = None
+    lnc: int = 1
+    tp: int = 1
+    prompt: int = 2048
+    new: int = 256
+    batch: int = 1
+    ratio: float = 0.2
+    storage: str | None = None
+    storage_dense: str | None = None
+    storage_lm_head: str | None = None
+    targets: str | tuple[str, ...] = "mlp"
+
+
+def run_each(
+    model: str, options: Options, ranks: Sequence[int], progress: Progress | None = None
+) -> list[dict[str, Any]]:
+    """`run` for several numbers of ranks instead of `tp`; all are checked before the first runs.
+
+    Raises:
+        ValueError: as `run`.
+        OSError: as `run`.
+    """
+    each = [replace(options, tp=tp) for tp in dict.fromkeys(ranks)]
+    for own in each:
+        _prepared(model, own)
+    return [run(model, own, progress) for own in each]
+
+
+def run(
+    model: str, options: Options | None = None, progress: Progress | None = None
+) -> dict[str, Any]:
+    """Model the time of a prompt and of the tokens after it, in bfloat16.
+
+    Args:
+        model: name of a model shape, or the path of a config.json or of its directory.
+        options: None for the defaults.
         progress: called with ("model", passes traced, passes in all).
 
     Returns:
@@ -101,52 +124,70 @@ def run(
         ValueError: an unknown name, a number out of range, or a model that does not fit.
         OSError: a config.json that cannot be read.
     """
-    shape = _shape(model)
-    machine = resolve_target(target)
-    _check(machine.generation, lnc, prompt, new, batch, ratio)
-    chosen = SVDConfig(ratio=ratio, targets=targets).target_list
-    stored = [_stored(name) for name in (storage, storage_dense, storage_lm_head)]
-    variants, left_out = _variants(shape, ratio, chosen, stored, alone=lnc == tp == 1)
-    decoders = {
-        v.name: Decoder(shape, v.linears, machine.target, lnc, tp, batch, v.mlp) for v in variants
-    }
-    check_capacity(decoders["dense"], memory_of(decoders["dense"], prompt, new))
+    options = options or Options()
+    decoders, left_out = _prepared(model, options)
+    shape, target = decoders["dense"].whole, decoders["dense"].target
     rows: list[dict[str, Any]] = []
-    for number, variant in enumerate(variants):
+    for number, (name, each) in enumerate(decoders.items()):
 
         def told(step: int, before: int = number * len(PHASES)) -> None:
             if progress is not None:
-                progress("model", before + step, len(variants) * len(PHASES))
+                progress("model", before + step, len(decoders) * len(PHASES))
 
         try:
-            decoder, phases, memory = fitting(decoders[variant.name], prompt, new, told)
+            decoder, phases, memory = fitting(each, options.prompt, options.new, told)
         except NkiValidationError as error:
-            if variant.mlp == "ours":
-                raise ValueError(f"{shape.name} on {machine.target}: {error}") from error
-            left_out.append(f"{variant.name}: {error}")
+            if each.mlp == "ours":
+                raise ValueError(f"{shape.name} on {target}: {error}") from error
+            left_out.append(f"{name}: {error}")
             continue
-        rows.append(_row(variant, decoder, phases, memory, new))
+        rows.append(_row(name, decoder, phases, memory, options.new))
+    of_ranks = LEFT_OUT_OF_RANKS if options.tp > 1 else ()
     return {
         "model": shape.name,
-        "target": machine.target,
-        "lnc": lnc,
-        "tp": tp,
-        "prompt": prompt,
-        "new": new,
-        "batch": batch,
+        "target": target,
+        "lnc": options.lnc,
+        "tp": options.tp,
+        "prompt": options.prompt,
+        "new": options.new,
+        "batch": options.batch,
         "dtype": DTYPE,
-        "ratio": ratio,
-        "storage": storage,
-        "storage_dense": storage_dense,
-        "storage_lm_head": storage_lm_head,
-        "targets": " ".join(chosen),
+        "ratio": options.ratio,
+        "storage": options.storage,
+        "storage_dense": options.storage_dense,
+        "storage_lm_head": options.storage_lm_head,
+        "targets": " ".join(_targets(options)),
         "variants": rows,
         "speedups": _speedups(rows),
-        "left_out": [*LEFT_OUT, *(LEFT_OUT_OF_RANKS if tp > 1 else ()), *left_out],
+        "left_out": [*LEFT_OUT, *of_ranks, *left_out],
     }
 
 
 # --- what to run
+
+
+def _prepared(model: str, options: Options) -> tuple[dict[str, Decoder], list[str]]:
+    """What runs here by its name in the document, and why something does not.
+
+    Raises ValueError for whatever can be known before the first launch is traced.
+    """
+    shape, machine = _shape(model), resolve_target(options.target)
+    _check(machine.generation, options)
+    stored = [options.storage, options.storage_dense, options.storage_lm_head]
+    variants, left_out = _variants(shape, options, [_stored(name) for name in stored])
+    decoders = {
+        v.name: Decoder(
+            *(shape, v.linears, machine.target, options.lnc, options.tp, options.batch, v.mlp)
+        )
+        for v in variants
+    }
+    dense = decoders["dense"]
+    check_capacity(dense, memory_of(dense, options.prompt, options.new))
+    return decoders, left_out
+
+
+def _targets(options: Options) -> tuple[str, ...]:
+    return SVDConfig(ratio=options.ratio, targets=options.targets).target_list
 
 
 def _shape(model: str) -> ModelShape:
@@ -154,7 +195,8 @@ def _shape(model: str) -> ModelShape:
     return shape_from_config(path) if path.exists() else model_shape(model)
 
 
-def _check(generation: int, lnc: int, prompt: int, new: int, batch: int, ratio: float) -> None:
+def _check(generation: int, options: Options) -> None:
+    lnc, prompt, new, batch = options.lnc, options.prompt, options.new, options.batch
     if lnc not in (1, 2) or (lnc == 2 and generation < 3):
         raise ValueError(f"lnc must be 1, or 2 on trn2 and trn3; got {lnc}")
     if prompt < 1:
@@ -163,8 +205,8 @@ def _check(generation: int, lnc: int, prompt: int, new: int, batch: int, ratio: 
         raise ValueError(f"new must be at least 2 tokens, for prefill finds the first; got {new}")
     if not 1 <= batch <= MOST_SEQUENCES:
         raise ValueError(f"batch must be 1 to {MOST_SEQUENCES} sequences, got {batch}")
-    if not 0 < ratio < 1:
-        raise ValueError(f"ratio must be between 0 and 1, got {ratio}")
+    if not 0 < options.ratio < 1:
+        raise ValueError(f"ratio must be between 0 and 1, got {options.ratio}")
 
 
 def _stored(storage: str | None) -> str:
@@ -174,10 +216,9 @@ def _stored(storage: str | None) -> str:
 
 
 def _variants(
-    shape: ModelShape, ratio: float, targets: Sequence[str], stored: list[str], *, alone: bool
+    shape: ModelShape, options: Options, stored: list[str]
 ) -> tuple[list[_Variant], list[str]]:
-    """What runs here, and why something does not."""
-    selected = selection(shape, targets)
+    ratio, selected = options.ratio, selection(shape, _targets(options))
     compressed = linears(shape, selected, *stored, ratio=ratio)
     if all(linear.r is None for linear in compressed.values()):
         raise ValueError(
@@ -187,7 +228,7 @@ def _variants(
     found = [_Variant("dense", linears(shape)), _Variant("low_rank", compressed)]
     if any(stored):
         found.append(_Variant("dense_one_byte", linears(shape, selected, *stored)))
-    if not alone:
+    if options.lnc > 1 or options.tp > 1:
         return found, [
             "published_dense and published_low_rank: their kernels know one core; --lnc 1 --tp 1"
         ]
@@ -204,7 +245,7 @@ def _variants(
 
 
 def _row(
-    variant: _Variant,
+    name: str,
     decoder: Decoder,
     phases: dict[str, Any],
     memory: dict[str, int],
@@ -213,10 +254,10 @@ def _row(
     prefill, decode = phases["prefill"], phases["decode"]
     end = {m: prefill["times_ms"][m] + (new - 1) * decode["times_ms"][m] for m in DMA_MODELS}
     return {
-        "name": variant.name,
+        "name": name,
         "linears": [
             {"name": name, "K": each.K, "N": each.N, "r": each.r, "dtype": each.stored or DTYPE}
-            for name, each in variant.linears.items()
+            for name, each in decoder.linears.items()
         ],
         "memory": memory,
         "weight_bytes_by_layout": _weights(decoder),

@@ -1,22 +1,16 @@
 """`bench model`: a whole model's time on Trainium, modelled."""
 
 import argparse
+from dataclasses import fields
 from typing import Any
 
+from neuronmm_ops.cli.bench_ranks import PHASES, VARIANTS, as_range, show_layouts, show_ranks
 from neuronmm_ops.cli.console import show_table, stdout
-from neuronmm_ops.cli.parser import add_command, add_shape
+from neuronmm_ops.cli.parser import add_command, add_shape, numbers_of
 from neuronmm_ops.progress import progress_bars
 
 _DESCRIPTION = "prefill and decode of a whole model, by component, dense and low-rank; modelled"
-_PHASES = {"prefill": "Prefill", "decode": "Decode"}
-_COMPARED = (*_PHASES, "end_to_end")
-_VARIANTS = {
-    "dense": "dense",
-    "low_rank": "low rank",
-    "dense_one_byte": "dense, 1 byte",
-    "published_dense": "publ. dense",
-    "published_low_rank": "publ. low rank",
-}
+_COMPARED = (*PHASES, "end_to_end")
 _SPEEDUPS = {
     "ours": "low rank over dense",
     "published": "published low rank over published dense",
@@ -31,7 +25,12 @@ def add(benchmarks: Any) -> None:
     options = ("--target", "--lnc", "--ratio")
     command = add_command(benchmarks, "model", _model, show_model, _DESCRIPTION, *options)
     add_shape(command, required=True, help="a shape by name, or the path of a config.json")
-    command.add_argument("--tp", type=int, default=1, help="ranks of tensor parallel (default 1)")
+    command.add_argument(
+        "--tp",
+        default="1",
+        metavar="N[,N]",
+        help="ranks of tensor parallel, or several of them, as 8,32 (default 1)",
+    )
     command.add_argument("--prompt", type=int, default=2048, help="tokens (default 2048)")
     command.add_argument("--new", type=int, default=256, help="tokens generated (default 256)")
     command.add_argument("--batch", type=int, default=1, help="sequences (default 1)")
@@ -50,31 +49,27 @@ def add(benchmarks: Any) -> None:
     )
 
 
-def _model(options: argparse.Namespace) -> dict[str, Any]:
+def _model(options: argparse.Namespace) -> dict[str, Any] | list[dict[str, Any]]:
+    """One document; a list of them with several values of `--tp`."""
     from neuronmm_ops.bench import model
 
+    ranks = numbers_of("--tp", options.tp)
+    asked = {field.name: getattr(options, field.name) for field in fields(model.Options)}
+    asked |= {"tp": ranks[0], "targets": tuple(options.targets)}
     with progress_bars() as progress:
-        return model.run(
-            options.model,
-            target=options.target,
-            lnc=options.lnc,
-            tp=options.tp,
-            prompt=options.prompt,
-            new=options.new,
-            batch=options.batch,
-            ratio=options.ratio,
-            storage=options.storage,
-            storage_dense=options.storage_dense,
-            storage_lm_head=options.storage_lm_head,
-            targets=tuple(options.targets),
-            progress=progress,
-        )
+        documents = model.run_each(options.model, model.Options(**asked), ranks, progress)
+    return documents if len(documents) > 1 else documents[0]
 
 
-def show_model(document: dict[str, Any]) -> None:
-    """Print a table a phase, the variants side by side, and the speed-ups as ranges."""
+def show_model(found: dict[str, Any] | list[dict[str, Any]]) -> None:
+    """Print a table a phase, the variants side by side, and the speed-ups as ranges.
+
+    Of several documents, which differ in tp: what each tp takes, and what its ranks exchange.
+    """
+    documents = found if isinstance(found, list) else [found]
+    document, tp = documents[0], ", ".join([str(each["tp"]) for each in documents])
     stdout.print(
-        f"{document['model']} on {document['target']}, lnc {document['lnc']}, tp {document['tp']}: "
+        f"{document['model']} on {document['target']}, lnc {document['lnc']}, tp {tp}: "
         f"{document['batch']} x {document['prompt']} tokens, then {document['new']} new ones. "
         "All times are modelled, in ms; decode is a mean token.",
         soft_wrap=True,
@@ -85,8 +80,19 @@ def show_model(document: dict[str, Any]) -> None:
         f"lm_head {document['storage_lm_head'] or 'bf16'}.",
         soft_wrap=True,
     )
+    if len(documents) > 1:
+        show_ranks(documents)
+    else:
+        _show_one(document)
+    for each in documents:
+        if each["tp"] > 1:
+            show_layouts(each)
+    stdout.print("Left out: " + "; ".join(document["left_out"]) + ".", soft_wrap=True)
+
+
+def _show_one(document: dict[str, Any]) -> None:
     variants = document["variants"]
-    for phase, title in _PHASES.items():
+    for phase, title in PHASES.items():
         _show_phase(title, phase, variants)
     columns = ["", "prefill", "decode", "end to end, s", "tokens/s", "weights, GB"]
     show_table(columns, [_summary(variant) for variant in variants], left=[""])
@@ -99,9 +105,8 @@ def show_model(document: dict[str, Any]) -> None:
     )
     stdout.print("Modelled speed-ups, by what small DMAs are taken to cost:")
     for name, found in document["speedups"].items():
-        phases = [f"{phase.replace('_', ' ')} {_range(found[phase])}" for phase in _COMPARED]
+        phases = [f"{phase.replace('_', ' ')} {as_range(found[phase])}" for phase in _COMPARED]
         stdout.print(f"  {_SPEEDUPS[name]}: {', '.join(phases)}", soft_wrap=True)
-    stdout.print("Left out: " + "; ".join(document["left_out"]) + ".", soft_wrap=True)
 
 
 def _show_phase(title: str, phase: str, variants: list[dict[str, Any]]) -> None:
@@ -114,14 +119,14 @@ def _show_phase(title: str, phase: str, variants: list[dict[str, Any]]) -> None:
     cells.append(["all", *[f"{each['time_ms']:.4g}" for each in phases]])
     cells.append(["GB moved", *[f"{each['hbm_bytes'] / 1e9:.3g}" for each in phases]])
     cells.append(["launches", *[each["launches"] for each in phases]])
-    show_table([title, *[_VARIANTS[each["name"]] for each in variants]], cells, left=[title])
+    show_table([title, *[VARIANTS[each["name"]] for each in variants]], cells, left=[title])
 
 
 def _summary(variant: dict[str, Any]) -> list[str]:
-    times = [variant["phases"][phase] for phase in _PHASES]
+    times = [variant["phases"][phase] for phase in PHASES]
     ends = [ms / 1e3 for ms in variant["end_to_end_times_ms"].values()]
     return [
-        _VARIANTS[variant["name"]],
+        VARIANTS[variant["name"]],
         *[_span(each["time_low_ms"], each["time_high_ms"]) for each in times],
         _span(min(ends), max(ends)),
         f"{variant['tokens_per_s']:.4g}",
@@ -133,8 +138,3 @@ def _span(low: float, high: float) -> str:
     """A time, or its range where both ends differ in print."""
     first, last = f"{low:.3g}", f"{high:.3g}"
     return first if first == last else f"{first}-{last}"
-
-
-def _range(speedup: dict[str, float]) -> str:
-    low, high = f"{speedup['low']:.2f}", f"{speedup['high']:.2f}"
-    return f"{low}x" if low == high else f"{low}x to {high}x"

@@ -93,14 +93,21 @@ def tokens_of(options: argparse.Namespace) -> list[int]:
         ValueError: one is no number, or smaller than 1.
     """
     text = ",".join(options.tokens)
+    return numbers_of("--tokens", text, "1,128,4096") if text else []
+
+
+def numbers_of(option: str, text: str, such_as: str = "8,32") -> list[int]:
+    """Return the numbers of an option that are separated by commas.
+
+    Raises:
+        ValueError: one is no number, or smaller than 1.
+    """
     try:
-        found = [int(part) for part in text.split(",")] if text else []
+        found = [int(part) for part in text.split(",")]
     except ValueError:
         found = [0]
-    if found and min(found) < 1:
-        raise ValueError(
-            f"--tokens must be numbers of at least 1, such as 1,128,4096; got {text!r}"
-        )
+    if min(found) < 1:
+        raise ValueError(f"{option} must be numbers of at least 1, such as {such_as}; got {text!r}")
     return found
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from neuronmm_ops.cli.console import show_table, stdout
 from neuronmm_ops.cli.parser import add_command, add_shape, add_tokens, tokens_of
+from neuronmm_ops.cli.plan_ranks import Settings, rank_rows, show_rank_rows
 from neuronmm_ops.compress.rank import aligned_rank
 from neuronmm_ops.kernels import Plan, plan_svd_mlp, plan_svd_qkv, plan_xuv, plan_xw
 from neuronmm_ops.models import ModelShape, model_shape, shape_from_config
@@ -24,6 +25,9 @@ def add(commands: Any) -> None:
     command = add_command(commands, "plan", _plan, _show, description, *options)
     add_shape(command, required=True, help="a shape by name, or the path of a config.json")
     add_tokens(command, [1, 128, 4096])
+    command.add_argument(
+        "--tp", type=int, default=1, help="ranks that divide each projection (default 1)"
+    )
     command.add_argument("--dtype", default="bfloat16", help="bfloat16, float16 or float32")
     command.add_argument("--storage", help="of the factors: fp8 or int8 (default: --dtype)")
     command.add_argument(
@@ -43,6 +47,11 @@ def _plan(options: argparse.Namespace) -> list[dict[str, Any]]:
     machine = (options.dtype, options.target, options.lnc)
     stored = dtype_name(options.storage) or ""
     rows: list[dict[str, Any]] = []
+    if options.tp != 1:
+        settings = Settings(options.ratio, *machine, stored, options.compute)
+        for tokens in tokens_of(options):
+            rows.extend(rank_rows(shape, tokens, options.tp, settings))
+        return rows
     for tokens in tokens_of(options):
         for name, (k, n) in shape.projections.items():
             rank = aligned_rank(k, n, options.ratio)
@@ -128,6 +137,9 @@ def _row(projection: str, plan: Plan, dense: list[Plan]) -> dict[str, Any]:
 
 
 def _show(rows: list[dict[str, Any]]) -> None:
+    if "tp" in rows[0]:
+        show_rank_rows(rows)
+        return
     columns = ("M", "projection", "K", "r", "N", "phase", "ms", "dense ms", "speedup", "bound")
     cells = [
         (

@@ -1,6 +1,7 @@
 """What one cell is: the work behind each kind, given the models that it is of."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -133,20 +134,13 @@ def modelled(asked: Reproduction, config: SVDConfig, progress: Update) -> dict[s
     from neuronmm_ops.bench import model as model_times
 
     assert asked.modelled is not None
-    options = asked.modelled
-    return model_times.run(
-        str(local_directory(asked.model.id)),
-        target=options.target,
-        lnc=options.lnc,
-        tp=options.tp,
-        prompt=options.prompt,
-        new=options.new,
-        batch=options.batch,
+    options = model_times.Options(
+        **asdict(asked.modelled),
         ratio=config.ratio,
         storage=config.one_byte,
         targets=config.target_list,
-        progress=progress,
     )
+    return model_times.run(str(local_directory(asked.model.id)), options, progress)
 
 
 def measured(asked: Reproduction, dense: Any, model: Any, progress: Update) -> dict[str, Any]:

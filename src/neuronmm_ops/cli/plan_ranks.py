@@ -1,0 +1,125 @@
+"""`plan --tp N`: the plans of one rank's shards of each projection, and what the ranks exchange."""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from neuronmm_ops.bench.exchange import Links
+from neuronmm_ops.bench.layouts import GROUPS, Group, Layout, exchanged, factors
+from neuronmm_ops.bench.linears import Linear, divided
+from neuronmm_ops.cli.console import show_table, stdout
+from neuronmm_ops.compress.rank import aligned_rank
+from neuronmm_ops.hardware import resolve_target
+from neuronmm_ops.kernels import Plan, plan_xuv, plan_xw
+from neuronmm_ops.models import ModelShape
+
+DIVIDES: tuple[Layout, ...] = ("one", "both")
+
+
+class Settings(NamedTuple):
+    """What all plans of a call share; names as `plan`'s options."""
+
+    ratio: float
+    dtype: str
+    target: str
+    lnc: int
+    stored: str
+    compute: str
+
+
+def rank_rows(
+    shape: ModelShape, tokens: int, tp: int, settings: Settings
+) -> Iterator[dict[str, Any]]:
+    """A row for each projection and each way to divide its factors.
+
+    Raises:
+        ValueError: the ranks do not divide the sizes.
+    """
+    own = divided(shape, tp).projections
+    links = Links(resolve_target(settings.target).target, settings.lnc, tp)
+    for group, names in GROUPS.items():
+        for name in names:
+            K, N = shape.projections[name]
+            r = aligned_rank(K, N, settings.ratio)
+            linear = Linear(*own[name], r, settings.stored if r else "")
+            for divide in DIVIDES if r else ("dense",):
+                yield {"projection": name, **_row(group, divide, linear, tokens, links, settings)}
+
+
+def _row(
+    group: Group, divide: Layout, own: Linear, tokens: int, links: Links, settings: Settings
+) -> dict[str, Any]:
+    """Times are of the launches and the exchange; low rank is beside the dense shard and its."""
+    machine = (settings.dtype, settings.target, settings.lnc)
+    shapes = factors(group, divide, own, links.tp)
+    sent = exchanged(links, group, divide, tokens, own.r or 0, own.N)
+    dense = plan_xw(tokens, own.K, own.N, *machine)
+    plans = _plans(shapes, bool(sent), tokens, settings) if own.r else [dense]
+    of_dense = exchanged(links, group, "dense", tokens, 0, own.N)
+    links_ms, dense_links_ms = (sum([each.ms for each in found]) for found in (sent, of_dense))
+    times = [sum(each) + links_ms for each in zip(*[p.times_ms for p in plans], strict=True)]
+    speedups = [(d + dense_links_ms) / t for d, t in zip(dense.times_ms, times, strict=True)]
+    return {
+        "M": tokens,
+        "tp": links.tp,
+        "divide": divide,
+        "shards": [list(shape) for shape in shapes],
+        "weight_dtype": own.stored or settings.dtype,
+        "target": links.target,
+        "form": plans[0].phase,
+        "blocks": [plan.arguments for plan in plans],
+        "collectives": [each._asdict() for each in sent],
+        "launches_ms": sum([plan.time_ms for plan in plans]),
+        "collectives_ms": links_ms,
+        "time_ms": times[0],
+        "time_low_ms": min(times),
+        "time_high_ms": max(times),
+        "dense_ms": dense.time_ms + dense_links_ms,
+        "speedup_low": min(speedups),
+        "speedup_high": max(speedups),
+        "hbm_bytes": sum([plan.hbm_bytes for plan in plans]),
+        "instructions": sum([plan.instructions for plan in plans]),
+        "launches": sum([len(plan.launches) for plan in plans]),
+        "worth_it": min(speedups) > 1,
+    }
+
+
+def _plans(
+    shapes: tuple[tuple[int, int], ...], is_cut: bool, tokens: int, settings: Settings
+) -> list[Plan]:
+    """One launch of the pair, or one of each factor where ranks exchange between them."""
+    machine = (settings.dtype, settings.target, settings.lnc)
+    stored, compute = settings.stored, settings.compute
+    if is_cut:
+        return [
+            plan_xw(tokens, *each, *machine, weight_dtype=stored, compute=compute)
+            for each in shapes
+        ]
+    (K, r), (_, N) = shapes
+    return [plan_xuv(tokens, K, r, N, *machine, weight_dtype=stored, compute=compute)]
+
+
+def show_rank_rows(rows: list[dict[str, Any]]) -> None:
+    """Print the shards with their times."""
+    columns = ("M", "projection", "divide", "shards", "launches ms", "links ms", "dense ms", "")
+    cells = [
+        (
+            *(row["M"], row["projection"], row["divide"]),
+            " ".join(["[" + ", ".join(map(str, shape)) + "]" for shape in row["shards"]]),
+            *(f"{row[name]:.4g}" for name in ("launches_ms", "collectives_ms", "dense_ms")),
+            _range(row["speedup_low"], row["speedup_high"]),
+        )
+        for row in rows
+    ]
+    show_table(columns, cells, left=["projection", "divide", "shards"])
+    stdout.print(
+        f"Modelled times of one of {rows[0]['tp']} ranks on {rows[0]['target']}: a launch of the "
+        "pair, or one of each factor with the exchange between them; dense with its own exchange. "
+        "`bench model --tp` has whole layers, whose projections share launches.",
+        soft_wrap=True,
+    )
+
+
+def _range(low: float, high: float) -> str:
+    """A speed-up, or its range where both ends differ in print."""
+    first, last = f"{low:.2f}", f"{high:.2f}"
+    return f"{first}x" if first == last else f"{first}-{last}x"
