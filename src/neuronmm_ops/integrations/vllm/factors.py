@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from neuronmm_ops.compress.factorize import check_finite
 from neuronmm_ops.compress.report import LayerReport
 from neuronmm_ops.errors import CheckpointError
-from neuronmm_ops.nn.storage import FACTORS, SCALES, STORAGES, check_factors, dtype_name, storage_of
+from neuronmm_ops.nn.storage import FACTORS, SCALES, STORAGES, check_factors
 from neuronmm_ops.ops.backends.cpu import name_of
+from neuronmm_ops.ops.spec import FLOAT_DTYPES
 from neuronmm_ops.parallel.sharding import Divide, Kind, pair_dims, part, part_width, shard
 
 MISMATCH = "config and weights are not of the same checkpoint"
@@ -105,10 +106,8 @@ class Member(nn.Module):
                 f"{name}: config.json asks for {list(self.shapes[key])}, the file has "
                 f"{list(whole.shape)}; {MISMATCH}"
             )
-        storage, found = self.storage_of(key), storage_of(whole.dtype)
-        is_scale = key in SCALES
-        if found != storage or (is_scale and whole.dtype != torch.float32):
-            expected = "float32" if is_scale else dtype_name(storage) or "a float of 2 to 8 bytes"
+        if whole.dtype not in self.dtypes(key):
+            expected = " or ".join(map(name_of, self.dtypes(key)))
             raise CheckpointError(
                 f"{name}: config.json asks for {expected}, the file has {name_of(whole.dtype)}; "
                 f"{MISMATCH}"
@@ -116,10 +115,10 @@ class Member(nn.Module):
         getattr(self, key).data.copy_(self.cut(key, whole))
         self.missing.discard(key)
 
-    def storage_of(self, key: str) -> str | None:
-        """Return the storage of a tensor, None for floats of two bytes or more."""
+    def dtypes(self, key: str) -> tuple[torch.dtype, ...]:
+        """Return which dtypes a tensor may have in the checkpoint."""
         del key
-        return None
+        return FLOAT_DTYPES
 
     def cut(self, key: str, whole: Tensor) -> Tensor:
         """Return this rank's part of a tensor of the checkpoint."""
@@ -218,9 +217,11 @@ class Pair(Member):
             value = torch.empty(tuple(reversed(shape)), dtype=stored)
             setattr(self, key, nn.Parameter(value.t(), requires_grad=False))
 
-    def storage_of(self, key: str) -> str | None:
-        """Return the storage of a factor; scales have none."""
-        return self.storage if key in FACTORS else None
+    def dtypes(self, key: str) -> tuple[torch.dtype, ...]:
+        """Return which dtypes a factor, or its scale, may have in the checkpoint."""
+        if key in SCALES:
+            return (torch.float32,)
+        return FLOAT_DTYPES if self.storage is None else (STORAGES[self.storage],)
 
     def cut(self, key: str, whole: Tensor) -> Tensor:
         """Return this rank's part of u, v or their scales."""
