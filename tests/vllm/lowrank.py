@@ -1,11 +1,13 @@
 """Tiny low-rank models that vLLM's CPU attention takes, and the tokens Transformers gives."""
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from quantized import quantized
+from safetensors.torch import save_file
 from tiny import FAMILIES, tiny_model, tiny_tokenizer
 from torch import nn
 from transformers import MixtralConfig, Phi3Config
@@ -76,6 +78,25 @@ def low_rank(
         set_compute_(model, compute)
     model.save_pretrained(path)
     tiny_tokenizer().save_pretrained(path)
+    return model
+
+
+def adapted_(path: Path, model: Any, rank: int = 8) -> Any:
+    """Write a random LoRA adapter of all low-rank layers, and let the model add it."""
+    tensors, alpha = {}, 2 * rank
+    for name, module in model.named_modules():
+        if isinstance(module, SVDLinear):
+            a = torch.randn(rank, module.in_features) / module.in_features**0.5
+            b = torch.randn(module.out_features, rank) / rank
+            tensors[f"base_model.model.{name}.lora_A.weight"] = a
+            tensors[f"base_model.model.{name}.lora_B.weight"] = b
+            delta = alpha / rank * b @ a
+            module.register_forward_hook(lambda _, args, out, w=delta: out + args[0] @ w.t())
+    path.mkdir()
+    save_file(tensors, path / "adapter_model.safetensors")
+    names = sorted({key.split(".")[-3] for key in tensors})
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": alpha, "target_modules": names}
+    (path / "adapter_config.json").write_text(json.dumps({**config, "bias": "none"}))
     return model
 
 

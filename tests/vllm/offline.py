@@ -45,7 +45,7 @@ def generated(
     """Return what `vllm.LLM(**options)` gives for each run, all of them in one process.
 
     Args:
-        runs: options by the name of the run, `model` among them.
+        runs: options by the name of the run, `model` among them; `adapter` is a directory.
         prompts: of token ids.
         tokens: to generate after each.
         check_headers: whether the config may check a local checkpoint before it is loaded; not so
@@ -95,6 +95,7 @@ def end(process: subprocess.Popen[str]) -> None:
 def main(given: str, results: str) -> None:
     asked = json.loads(Path(given).read_text())
     from vllm import LLM, SamplingParams
+    from vllm.lora.request import LoRARequest
     from vllm.plugins import load_general_plugins
 
     if not asked["check_headers"]:
@@ -107,23 +108,25 @@ def main(given: str, results: str) -> None:
     sampling = SamplingParams(temperature=0, max_tokens=asked["tokens"], ignore_eos=True)
     prompts = [{"prompt_token_ids": prompt} for prompt in asked["prompts"]]
 
-    def answers(engine: Any) -> dict[str, Any]:
-        outputs = engine.generate(prompts, sampling, use_tqdm=False)
+    def answers(engine: Any, adapter: str | None) -> dict[str, Any]:
+        request = None if adapter is None else LoRARequest("adapter", 1, adapter)
+        outputs = engine.generate(prompts, sampling, use_tqdm=False, lora_request=request)
         tokens = [list(output.outputs[0].token_ids) for output in outputs]
         return {"tokens": tokens, "modules": engine.apply_model(classes_of)}
 
     for name, options in asked["runs"].items():
+        adapter = options.pop("adapter", None)
         try:
             engine = LLM(**options)
         except Exception as error:
             found[name] = {"error": str(error)}
             continue
         if options.get("tensor_parallel_size", 1) == 1:
-            engines[name] = engine
+            engines[name] = (engine, adapter)
             continue
-        found[name] = answers(engine)
+        found[name] = answers(engine, adapter)
         engine.llm_engine.engine_core.shutdown()  # each has processes of its own
-    found |= {name: answers(engine) for name, engine in engines.items()}
+    found |= {name: answers(*engine) for name, engine in engines.items()}
     Path(results).write_text(json.dumps(found))
 
 

@@ -163,6 +163,7 @@ def test_options_that_cannot_be(errors, name, text):
     said(errors, name, text)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # vLLM's own
 def test_low_rank_experts_are_refused(tmp_path):
     from neuronmm_ops.integrations.vllm.config import NeuronMMConfig
 

@@ -1,7 +1,7 @@
 """Tensor parallelism in vLLM: two ranks give the tokens of Transformers' one process."""
 
 import pytest
-from lowrank import PROMPTS, RANKS, TOKENS, greedy, low_rank
+from lowrank import PROMPTS, RANKS, TOKENS, adapted_, greedy, low_rank
 from offline import generated
 
 pytestmark = pytest.mark.slow
@@ -21,6 +21,7 @@ RUNS = {
         {**BOTH, "enforce_eager": False},
         "LowRankQwen2MLP",
     ),
+    "an adapter": ({}, {"enable_lora": True, "max_lora_rank": 8}, "LlamaMLP"),
 }
 
 
@@ -29,8 +30,12 @@ def two_ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("checkpoints")
     expected, runs = {}, {}
     for name, (options, given, _) in RUNS.items():
-        expected[name] = greedy(low_rank(folder / name, **options), PROMPTS)
+        model = low_rank(folder / name, **options)
         runs[name] = {"model": folder / name, "tensor_parallel_size": 2, **given}
+        if "enable_lora" in given:
+            runs[name]["adapter"] = folder / "adapter"
+            model = adapted_(folder / "adapter", model)
+        expected[name] = greedy(model, PROMPTS)
     return generated(runs, PROMPTS, TOKENS), expected
 
 

@@ -2,20 +2,14 @@
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from quantized import random_factors
 
 from neuronmm_ops.compress.report import LayerReport
 from neuronmm_ops.errors import CheckpointError, NonFiniteError
-from neuronmm_ops.integrations.vllm.factors import (
-    Dense,
-    Pair,
-    Place,
-    joined,
-    member_sections,
-    split_gathered,
-)
+from neuronmm_ops.integrations.vllm.factors import Dense, Pair
+from neuronmm_ops.integrations.vllm.places import Place, joined, member_sections, split_gathered
 from neuronmm_ops.ops import xuv, xw
 from neuronmm_ops.parallel.sharding import DIVIDES
 
@@ -54,6 +48,7 @@ def second(pair: Pair, low: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("storage", STORAGES)
 @pytest.mark.parametrize("divide", DIVIDES)
+@settings(max_examples=25)
 @given(st.integers(1, 4), st.integers(1, 20), st.integers(1, 3), st.integers(1, 2))
 def test_ranks_of_a_column_layer_make_its_columns(storage, divide, tp, r, width, kv_width):
     """Two sections, the second with heads on fewer ranks than there are."""
@@ -80,6 +75,7 @@ def test_ranks_of_a_column_layer_make_its_columns(storage, divide, tp, r, width,
 
 @pytest.mark.parametrize("storage", STORAGES)
 @pytest.mark.parametrize("divide", DIVIDES)
+@settings(max_examples=25)
 @given(st.integers(1, 4), st.integers(1, 20), st.integers(1, 9))
 def test_ranks_of_a_row_layer_make_its_sum(storage, divide, tp, r, N):
     K = 6 * tp

@@ -89,8 +89,8 @@ class NeuronMMConfig(QuantizationConfig):
             ValueError: it is low-rank, and vLLM's class of it cannot be, or the ranks cannot divide
                 the model's MLPs.
         """
-        _check_intermediate_size()
         if isinstance(layer, LinearBase):
+            _check_intermediate_size()
             parent, _, leaf = prefix.rpartition(".")
             packed = self.packed_modules_mapping.get(leaf, [leaf])
             names = [f"{parent}.{name}".lstrip(".") for name in packed]
