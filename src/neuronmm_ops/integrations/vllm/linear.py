@@ -23,17 +23,9 @@ from vllm.model_executor.layers.linear import (
 
 from neuronmm_ops.compress.report import LayerReport
 from neuronmm_ops.errors import CheckpointError
-from neuronmm_ops.integrations.vllm.factors import (
-    MISMATCH,
-    Dense,
-    Member,
-    Pair,
-    Place,
-    joined,
-    member_sections,
-    split_gathered,
-)
+from neuronmm_ops.integrations.vllm.factors import MISMATCH, Dense, Member, Pair
 from neuronmm_ops.integrations.vllm.mlp import fuse_
+from neuronmm_ops.integrations.vllm.places import Place, joined, member_sections, split_gathered
 from neuronmm_ops.nn.storage import FACTORS, SCALES, STORAGES
 from neuronmm_ops.ops import xuv, xw
 from neuronmm_ops.parallel.sharding import DIVIDES, Kind
@@ -75,15 +67,17 @@ class LowRankLinearMethod(LinearMethodBase):
 
         Raises:
             CheckpointError: the record has other sizes than the architecture.
-            ValueError: the ranks cannot divide the layer, or vLLM's options rule it out.
+            ValueError: ranks cannot divide the layer, or an option has no such value.
         """
         del input_size_per_partition, output_size, extra_weight_attrs
         config = get_current_vllm_config()
         self.is_dummy = config.load_config.load_format == "dummy"
         self.is_fusible = config.lora_config is None
         self.tp_size = 1 if isinstance(layer, ReplicatedLinear) else layer.tp_size
-        # vLLM would sum the result, which is wider than [M, r].
-        self.reduces = self.tp_size > 1 and getattr(layer, "reduce_results", False)
+        # vLLM would sum the result, which is wider than [M, r]. With LoRA it has to: what its
+        # adapters add is in parts, too.
+        reduces = self.is_fusible and getattr(layer, "reduce_results", False)
+        self.reduces = reduces and self.tp_size > 1
         if self.reduces:
             layer.reduce_results = False
         self.place = self._place(layer, config)
@@ -118,11 +112,6 @@ class LowRankLinearMethod(LinearMethodBase):
         divide = given.get(DIVIDE, "both")
         if divide not in DIVIDES:
             raise ValueError(f"{DIVIDE} must be {' or '.join(DIVIDES)}, got {divide!r}")
-        if self.tp_size > 1 and config.lora_config is not None:
-            raise ValueError(
-                "LoRA adapters of low-rank layers need one rank, got tensor_parallel_size="
-                f"{self.tp_size}; merge the adapter, or use tensor_parallel_size=1"
-            )
         kind: Kind | None = None
         if isinstance(layer, RowParallelLinear):
             kind = "row"
