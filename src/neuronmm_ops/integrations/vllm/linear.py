@@ -181,23 +181,24 @@ class LowRankLinearMethod(LinearMethodBase):
             return self.reduced(xw(x, pair.u, None, pair.u_scale, pair.compute), own_bias)
         widths = [member.width for member in members]
         biases = [None] * len(members) if bias is None else bias.split(widths)
-        lows: list[Tensor | None] = [None] * len(members)
         if self.place.gathers:
-            lows = self.gathered(x)
-        parts = [
-            _product(member, x, low, own)
-            for member, low, own in zip(members, lows, biases, strict=True)
-        ]
+            parts = [
+                _second(member, x, low, own)
+                for member, low, own in zip(members, self.lows(x), biases, strict=True)
+            ]
+        else:
+            parts = [_whole(member, x, own) for member, own in zip(members, biases, strict=True)]
         return joined(parts)
 
-    def gathered(self, x: Tensor) -> list[Tensor | None]:
-        """Return `x @ u` `[..., r]` of each pair, exchanged by all at once; None of dense ones."""
+    def lows(self, x: Tensor) -> list[Tensor | None]:
+        """Return `x @ u` `[..., r]` of each pair, None of dense members."""
         pairs = [member for member in self.members if isinstance(member, Pair)]
-        own = joined([xw(x, pair.u, None, pair.u_scale, pair.compute) for pair in pairs])
-        every = tensor_model_parallel_all_gather(own)
-        widths = [pair.u.shape[1] for pair in pairs]
-        lows = iter(split_gathered(every, widths, self.place.tp))
-        return [next(lows) if isinstance(member, Pair) else None for member in self.members]
+        low = [xw(x, pair.u, None, pair.u_scale, pair.compute) for pair in pairs]
+        if self.place.gathers:  # all at once
+            every = tensor_model_parallel_all_gather(joined(low))
+            low = split_gathered(every, [pair.u.shape[1] for pair in pairs], self.place.tp)
+        found = iter(low)
+        return [next(found) if isinstance(member, Pair) else None for member in self.members]
 
     def reduced(self, low: Tensor, bias: Tensor | None) -> Tensor:
         """Return a row layer's result `[..., N]` for this rank's part of the sum `x @ u`."""
@@ -218,10 +219,17 @@ def remember_parent(parent: nn.Module, name: str, child: nn.Module | None) -> No
         method.parent = weakref.ref(parent)
 
 
-def _product(member: Member, x: Tensor, low: Tensor | None, bias: Tensor | None) -> Tensor:
+def _whole(member: Member, x: Tensor, bias: Tensor | None) -> Tensor:
+    """A member's columns for x."""
     if isinstance(member, Dense):
         return F.linear(x, member.weight, bias)
     pair = cast(Pair, member)
-    if low is not None:
-        return xw(low, pair.v, bias, pair.v_scale, pair.compute)
     return xuv(x, pair.u, pair.v, bias, pair.u_scale, pair.v_scale, pair.compute)
+
+
+def _second(member: Member, x: Tensor, low: Tensor | None, bias: Tensor | None) -> Tensor:
+    """A member's columns for x, or for `x @ u` of a pair."""
+    if low is None:
+        return _whole(member, x, bias)
+    pair = cast(Pair, member)
+    return xw(low, pair.v, bias, pair.v_scale, pair.compute)
