@@ -1,7 +1,6 @@
 """The load test of a server, and the model that speeds are measured with."""
 
 import json
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -10,8 +9,11 @@ from itertools import count
 from pathlib import Path
 
 import pytest
+from commands import run
 from serving import load_test
-from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from neuronmm_ops import hf
+from neuronmm_ops.compress.record import low_rank_layers
 
 SERVING = Path(__file__).parents[1] / "examples" / "serving"
 QUICK = ("--seconds", "0.2", "--rounds", "2", "--threads", "3", "--prompts", "4", "--tokens", "5")
@@ -104,10 +106,10 @@ def test_options_must_be_positive(capsys):
 
 
 @pytest.mark.slow
-def test_the_random_model_loads_with_its_words(tmp_path):
+def test_the_random_models_load_with_their_words(tmp_path):
     sizes = ("--hidden", "32", "--intermediate", "64", "--layers", "1", "--heads", "2")
-    subprocess.run([sys.executable, SERVING / "random_model.py", tmp_path, *sizes], check=True)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path)
-    ids = AutoTokenizer.from_pretrained(tmp_path)("w3 w10")["input_ids"]
-    assert ids == [3, 10]
-    assert model.config.vocab_size > 10
+    run(sys.executable, SERVING / "random_models.py", tmp_path, *sizes, "--block", "8")
+    dense, low_rank = (hf.load(tmp_path / name) for name in ("dense", "low_rank"))
+    assert hf.load_tokenizer(tmp_path / "dense")("w3 w10")["input_ids"] == [3, 10]
+    assert len(low_rank_layers(low_rank)) == 7
+    assert dense.config.vocab_size == low_rank.config.vocab_size > 10

@@ -14,7 +14,7 @@ import httpx
 import openai
 import psutil
 
-START_S = 300  # a server imports torch and vLLM in three processes, one after the other
+START_S = 600  # a server imports torch and vLLM in three processes, one after the other
 STOP_S = 60
 SETTINGS = {
     "HF_HUB_OFFLINE": "1",
