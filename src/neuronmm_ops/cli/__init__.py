@@ -17,6 +17,7 @@ from neuronmm_ops.cli import (
     compress,
     doctor,
     evaluate,
+    export,
     generate,
     inspect,
     plan,
@@ -77,7 +78,7 @@ def parser() -> argparse.ArgumentParser:
     root.add_argument("--version", action="version", version=f"neuronmm-ops {__version__}")
     commands = root.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for module in (
-        *(compress, recover, evaluate, compare, generate, inspect, reproduce),
+        *(compress, recover, evaluate, compare, generate, inspect, export, reproduce),
         *(doctor, bench, plan, simulate),
     ):
         module.add(commands)

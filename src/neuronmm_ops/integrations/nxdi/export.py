@@ -127,7 +127,7 @@ def export(
         with replacement(output, is_replaced) as directory:
             write_json(directory / "config.json", written)
             write_others(source, directory, config)
-            size = write_weights(headers, report, directory, DTYPES[chosen], shard_bytes)
+            size = write_weights(headers, directory, DTYPES[chosen], shard_bytes)
     except FileExistsError:
         raise
     except OSError as error:

@@ -1,0 +1,62 @@
+"""`export nxdi`: a compressed checkpoint as the machine with NxD Inference reads it."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from neuronmm_ops.cli.console import stdout
+from neuronmm_ops.cli.parser import add_command
+
+
+def add(commands: Any) -> None:
+    """Add the command to the parser."""
+    described = "write a compressed checkpoint for another engine"
+    engines = commands.add_parser("export", help=described, description=described).add_subparsers(
+        dest="engine", required=True, metavar="ENGINE"
+    )
+    command = add_command(
+        engines, "nxdi", _export, _show, "for NxD Inference, on Trainium and Inferentia2"
+    )
+    command.add_argument("model", type=Path, metavar="DIR", help="a compressed checkpoint")
+    command.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        required=True,
+        metavar="OUT",
+        help="the directory to write; an earlier export there is replaced, nothing else is",
+    )
+    command.add_argument(
+        "--tp", type=int, default=1, help="NeuronCores that will run it (default 1)"
+    )
+    command.add_argument(
+        "--divide",
+        choices=("both", "one"),
+        default="both",
+        help="which factors of a pair the cores divide (default both); one for sequence parallelism",
+    )
+    command.add_argument(
+        "--dtype",
+        choices=("auto", "bfloat16", "float16", "float32"),
+        default="auto",
+        help="of what is written (default auto: the checkpoint's)",
+    )
+
+
+def _export(options: argparse.Namespace) -> dict[str, Any]:
+    from neuronmm_ops.integrations.nxdi import export
+
+    found = export(options.model, options.output, options.tp, options.divide, options.dtype)
+    return found.to_dict()
+
+
+def _show(document: dict[str, Any]) -> None:
+    stdout.print(
+        f"wrote {document['output']}: {document['low_rank']} low-rank layers, "
+        f"{document['dtype']}, {document['bytes'] / 1e6:.1f} MB",
+        soft_wrap=True,
+    )
+    for note in document["notes"]:
+        stdout.print(f"note: {note}", soft_wrap=True)
+    stdout.print("on the machine with NxD Inference (not tested on hardware), first run:")
+    stdout.print(document["command"], soft_wrap=True)
