@@ -1,4 +1,4 @@
-"""Which versions are installed, which backends run the ops here, and why the others do not."""
+"""Which versions are installed, which backends run the ops here, which engines, and why not."""
 
 import importlib.metadata
 import importlib.util
@@ -11,6 +11,7 @@ import torch
 
 from neuronmm_ops.errors import NkiVersionError
 from neuronmm_ops.hardware import TARGET_VARIABLE
+from neuronmm_ops.integrations.installed import engines
 from neuronmm_ops.ops.backends.cpu import multiplies_fast, name_of
 from neuronmm_ops.ops.backends.environment import (
     INSTALL,
@@ -50,9 +51,11 @@ CALL_MODES = {
 
 
 def diagnose() -> dict[str, Any]:
-    """Return `{"versions": {package: version or None}, "backends": [...]}`.
+    """Return `{"versions": {package: version or None}, "backends": [...], "engines": [...]}`.
 
-    A backend is `{"name", "usable", "reason"}`. Imports none of the optional packages.
+    A backend is `{"name", "usable", "reason"}`, an engine that serves checkpoints also has its
+    `version`, None where it is not installed, and `plugin`: whether our entry point for it is
+    registered, None where it takes none. Imports none of the optional packages.
     """
     versions: dict[str, str | None] = {"python": platform.python_version()}
     versions |= {package: _version(package) for package in PACKAGES}
@@ -69,7 +72,7 @@ def diagnose() -> dict[str, Any]:
         except (NkiVersionError, ValueError) as error:
             usable, reason = False, str(error)
         backends.append({"name": name, "usable": usable, "reason": reason})
-    return {"versions": versions, "backends": backends}
+    return {"versions": versions, "backends": backends, "engines": engines()}
 
 
 def _version(package: str) -> str | None:

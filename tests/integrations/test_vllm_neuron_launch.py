@@ -1,7 +1,7 @@
 """How ops become nodes of the engine's NKI wrapper, while Dynamo traces and without it."""
 
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import lite_stand_in
@@ -16,6 +16,7 @@ from neuronmm_ops import kernels as planned_kernels
 from neuronmm_ops.errors import NkiVersionError
 from neuronmm_ops.integrations.vllm_neuron.launch import Kernels, planned
 from neuronmm_ops.ops.definitions import SPECS
+from neuronmm_ops.ops.spec import OpSpec
 
 LITE = {"libtorch_neuronx_lite/nki/nki_hop.py": "from lite_stand_in import wrap_nki"}
 SHAPES = {
@@ -34,6 +35,14 @@ def machine(tmp_path, monkeypatch) -> Iterator[NeuronMachine]:
         lite_stand_in.calls.clear()
         torch._dynamo.reset()
         yield found
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> None:
+    """Specs as a new process has them: nothing of them has been asked for."""
+    for op in SHAPES:
+        for name in [n for n, m in vars(OpSpec).items() if isinstance(m, cached_property)]:
+            vars(SPECS[op]).pop(name, None)
 
 
 def always(_: Tensor | str) -> bool:
@@ -114,11 +123,13 @@ def test_a_graph_has_the_wrappers_nodes_only_and_one_graph_serves_a_bucket(machi
             assert_close_to_oracle(compiled(x, w, mlp), oracle, plain, magnitude)
 
 
-def test_without_kernels_a_graph_has_plain_matmuls() -> None:
+@pytest.mark.parametrize("op", SHAPES)
+def test_without_kernels_a_graph_has_plain_matmuls(op: str) -> None:
+    torch._dynamo.reset()
     run, compiler = Kernels(lambda _: False).run, Compiler()
-    x, *mlp = operands("svd_mlp", 3)
-    compiled = torch.compile(lambda x: run("svd_mlp", x, *mlp), backend=compiler, fullgraph=True)
-    assert torch.equal(compiled(x), SPECS["svd_mlp"].reference(x, *mlp))
+    tensors = operands(op, 3)
+    compiled = torch.compile(lambda *given: run(op, *given), backend=compiler, fullgraph=True)
+    assert torch.equal(compiled(*tensors), SPECS[op].reference(*tensors))
     (targets,) = compiler.graphs
     assert not [target for target in targets if "neuronmm" in target or "lite" in target]
 

@@ -1,23 +1,26 @@
 """Compressed Llama and Qwen3 in vLLM-Neuron's stand-ins: the loader and the numbers, on ranks."""
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import ranks
+import stand_ins
 import torch
 import vllm_neuron_engine
 from tiny import tiny_ids, tiny_model
 from tolerances import assert_close_to_oracle
 from torch import Tensor, nn
-from vllm_neuron_serving import ANSWER, PROMPT, Served, served
+from vllm_neuron_serving import ANSWER, PROMPT, Served, config_of, load, metadata, served
 
 from neuronmm_ops import hf, swap_
 
 MLP = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
 ATTENTION = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
 IDS = tiny_ids(1, PROMPT + ANSWER)[0]
+LITE = {"libtorch_neuronx_lite/nki/nki_hop.py": "from lite_stand_in import wrap_nki"}
 RANKS = {"mlp.up_proj": 19, "mlp.down_proj": 13, "self_attn.o_proj": 9}
 """Ranks that neither 2 nor 4 divide; others are 16."""
 
@@ -84,3 +87,70 @@ def test_logits_are_those_of_transformers(checkpoints: list[Path]) -> None:
 @pytest.mark.parametrize("tp", [2, 4])
 def test_logits_of_ranks_are_those_of_transformers(checkpoints: list[Path], tp: int) -> None:
     check(checkpoints, ranks.run(served, tp, checkpoints, IDS))
+
+
+@pytest.mark.slow
+def test_ranks_hold_parts_of_both_factors_and_add_the_narrow_products(
+    checkpoints: list[Path],
+) -> None:
+    served_by = ranks.run(served, 2, checkpoints[1:2], IDS)
+    (of_rank,) = served_by[1]
+    block = "model.layers.1"
+    widths = {f"{block}.self_attn.o_proj_weight": (32, 10), f"{block}.self_attn.o_proj.v": (10, 32)}
+    sizes = {"gate": (64, 16, 176), "up": (64, 19, 176), "down": (176, 13, 64)}
+    for name, (K, r, N) in sizes.items():
+        divided = (K // 2, r) if name == "down" else (K, -(-r // 2))
+        rows = r if name == "down" else -(-r // 2) * 2
+        widths |= {f"{block}.mlp.{name}_proj.u": divided}
+        widths |= {f"{block}.mlp.{name}_proj.v": (rows, N // 2)}
+    assert widths.items() <= of_rank.shapes.items()
+    assert not [name for name in of_rank.shapes if re.search("(gate|up|down)_proj_weight", name)]
+
+    prefill = [
+        ("all_gather", (6, 64)),
+        ("reduce_scatter", (12, 10)),
+        ("all_gather", (10, 32)),  # o_proj's v
+        ("all_gather", (6, 64)),
+        ("all_gather", (12, 8 + 10)),
+        ("reduce_scatter", (12, 13)),
+        ("all_gather", (13, 32)),  # down_proj's v
+    ]
+    decode = [
+        ("all_reduce", (1, 10)),
+        ("all_gather", (1, 32)),
+        ("all_gather", (1, 8 + 10)),
+        ("all_reduce", (1, 13)),
+        ("all_gather", (1, 32)),
+    ]
+    last = [("all_gather", (6, 64))]
+    assert of_rank.sent == [*prefill * 2, *last, *decode * 2 * ANSWER]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [0, 1, 4])
+def test_the_model_is_one_graph_of_the_engines_nodes(
+    checkpoints: list[Path], case: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, targets = checkpoints[case], []
+
+    def compiler(graph: torch.fx.GraphModule, _: Any) -> Any:
+        targets.append([str(node.target) for node in graph.graph.nodes])
+        return graph.forward
+
+    with stand_ins.neuron_machine(tmp_path, monkeypatch) as machine:
+        machine.nki()
+        machine.package("libtorch_neuronx_lite", "2.11.0", LITE)
+        machine.environment(NEURON_PLATFORM_TARGET_OVERRIDE="trn2")
+        vllm_neuron_engine.install(path).runs_kernels = True
+        model = load(path, config_of(path))
+        compiled = torch.compile(model, backend=compiler, fullgraph=True)
+        torch._dynamo.reset()
+        positions, known = torch.arange(PROMPT), metadata(2, PROMPT)
+        logits = compiled(IDS[:PROMPT], positions, known)
+    launches = {0: 2, 1: 2 * 2, 4: 2 * 3}[case]  # svd_mlp; and o_proj's v; and u, mlp apart
+    (nodes,) = targets
+    assert nodes.count("lite.kernel") == launches
+    assert not [name for name in nodes if "neuronmm" in name]
+    oracle = expected(path, IDS, torch.float64)[:PROMPT]
+    low = expected(path, IDS, torch.float32)[:PROMPT]
+    assert_close_to_oracle(logits, oracle, low)

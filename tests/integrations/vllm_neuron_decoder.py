@@ -145,7 +145,8 @@ class Decoder(nn.Module):
 
     def __init__(self, config: Any, has_norms: bool) -> None:
         super().__init__()
-        assert not getattr(config, "quantization_config", None), "Unsupported quantization_config"
+        known = config.to_dict() if hasattr(config, "to_dict") else vars(config)
+        assert not known.get("quantization_config"), "Unsupported quantization_config.quant_method"
         self.config, self.tp_group = config, tp_group()
         self.model = nn.Module()
         sizes = (config.vocab_size, config.hidden_size)

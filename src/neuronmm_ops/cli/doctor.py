@@ -1,4 +1,4 @@
-"""`doctor`: which versions are installed, and which backends can run the ops here."""
+"""`doctor`: which versions are installed, and which backends and engines work here."""
 
 import argparse
 from typing import Any
@@ -9,7 +9,9 @@ from neuronmm_ops.cli.parser import add_command
 
 def add(commands: Any) -> None:
     """Add the command to the parser."""
-    add_command(commands, "doctor", _doctor, _show, "versions, and which backends work here")
+    add_command(
+        commands, "doctor", _doctor, _show, "versions, and which backends and engines work here"
+    )
 
 
 def _doctor(options: argparse.Namespace) -> dict[str, Any]:
@@ -22,4 +24,10 @@ def _show(document: dict[str, Any]) -> None:
     show_fields(document["versions"])
     columns = ("backend", "usable", "why")
     rows = [(b["name"], "yes" if b["usable"] else "no", b["reason"]) for b in document["backends"]]
+    show_table(columns, rows, left=columns)
+    columns = ("engine", "version", "usable", "why")
+    rows = [
+        (e["name"], e["version"] or "-", "yes" if e["usable"] else "no", e["reason"])
+        for e in document["engines"]
+    ]
     show_table(columns, rows, left=columns)

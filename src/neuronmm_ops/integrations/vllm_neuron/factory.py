@@ -75,7 +75,7 @@ class NeuronMMForCausalLM(nn.Module):
         check_heads(hf_config.num_attention_heads, _kv_heads(hf_config), group.world_size)
         # The engine would take the record for a quantization that it does not know.
         dense_config = copy.deepcopy(hf_config)
-        dense_config.quantization_config = None
+        vars(dense_config).pop("quantization_config", None)
         model = _factory(family).from_configs(dense_config, neuron_config)
         layers = {layer.name: layer for layer in report.layers}
         kernels = Kernels(engine.kernel_test())

@@ -6,6 +6,7 @@ the wrapper is called in Python while Dynamo traces, and only planning is hidden
 """
 
 from collections.abc import Callable
+from functools import cached_property
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -24,6 +25,7 @@ from neuronmm_ops.ops.backends.environment import (
 )
 from neuronmm_ops.ops.backends.launch import launch_here
 from neuronmm_ops.ops.definitions import SPECS
+from neuronmm_ops.ops.spec import OpSpec
 
 OPS = ("xw", "mlp", "svd_mlp")
 
@@ -51,6 +53,7 @@ class Kernels:
 
     def __init__(self, can_run: Callable[[Tensor | str], bool]) -> None:
         self.can_run = can_run
+        _fill_caches()
         self.callers = _callers() if can_run("neuron") else {}
 
     def run(self, op: str, *tensors: Tensor | None) -> Tensor:
@@ -116,6 +119,14 @@ def planned(
             for size, it in zip(parts, launches, strict=True)
         ]
     )
+
+
+def _fill_caches() -> None:
+    """Ask for what a spec finds when it is first asked: Dynamo cannot trace the lock there."""
+    for op in OPS:
+        for name, member in vars(OpSpec).items():
+            if isinstance(member, cached_property):
+                getattr(SPECS[op], name)
 
 
 def _callers() -> dict[str, Callable[..., Any]]:
