@@ -38,7 +38,7 @@ class SVDColumnwise(ParallelStyle):
         tp = _tp(device_mesh)
         check_ranks_agree([module], device_mesh, self.src_data_rank)
         layer = _svd_linear(module, self, "ColwiseParallel")
-        part(layer.out_features, 0, tp, "N, the columns of the result")
+        part(layer.out_features, 0, tp, "N")
         return _divided(layer, device_mesh, "column", self.divide, self.src_data_rank)
 
     def __repr__(self) -> str:
@@ -67,7 +67,7 @@ class SVDRowwise(ParallelStyle):
         tp = _tp(device_mesh)
         check_ranks_agree([module], device_mesh, self.src_data_rank)
         layer = _svd_linear(module, self, "RowwiseParallel")
-        part(layer.in_features, 0, tp, "K, the columns of x")
+        part(layer.in_features, 0, tp, "K")
         return _divided(layer, device_mesh, "row", self.divide, self.src_data_rank)
 
     def __repr__(self) -> str:
@@ -98,8 +98,12 @@ class SVDMLPParallel(ParallelStyle):
         check_ranks_agree(projections, device_mesh, self.src_data_rank)
         if type(module) is not SVDMLP:
             raise TypeError(
-                f"SVDMLPParallel divides an SVDMLP, got {type(module).__name__}"
-                + ("" if isinstance(module, ShardedMLP) else "; divide its Linears one by one")
+                "SVDMLPParallel divides an SVDMLP"
+                + (
+                    " once, got one that is divided already"
+                    if isinstance(module, ShardedMLP)
+                    else f", got {type(module).__name__}; divide its Linears one by one"
+                )
             )
         for name, kind in kinds.items():
             _check_projection(name, getattr(module, name), kind, tp)
@@ -150,7 +154,7 @@ def _check_projection(name: str, projection: nn.Module, kind: Kind, tp: int) -> 
             f"{type(projection).__name__}; replace or unwrap it first"
         )
     inner = projection.out_features if kind == "column" else projection.in_features
-    part(inner, 0, tp, f"I of the dense {name}")
+    part(inner, 0, tp, f"{name}'s I")
 
 
 def _divided(
