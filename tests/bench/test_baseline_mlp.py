@@ -46,5 +46,14 @@ def test_the_gated_product(M, I, lnc):  # noqa: E741
     np.testing.assert_allclose(out.astype(np.float64), exact, rtol=0.02, atol=1e-3)
 
 
+@pytest.mark.parametrize(
+    ("M", "K", "parts", "lnc"), [(1, 512, 4, 2), (3, 100, 3, 1), (9, 97, 1, 2)]
+)
+def test_a_ranks_columns(M, K, parts, lnc):
+    x = bf16(np.random.default_rng(K), M, K)
+    out = nc.simulate(elementwise.own_columns[lnc], x, parts=parts, target="trn2").outputs
+    np.testing.assert_array_equal(out, x[:, : -(-K // parts)])
+
+
 def test_the_strict_front_end_takes_it():
     assert nc.lint(elementwise.__file__) == []

@@ -1,4 +1,4 @@
-"""Layouts of low-rank pairs on ranks: shapes, bytes, and exchanges as `neuronmm_ops.parallel` has."""
+"""Layouts of low-rank pairs on ranks: shapes, bytes and exchanges, as in `parallel`."""
 
 from math import ceil
 
