@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-TIMEOUT_S = 500
+TIMEOUT_S = 900
 SETTINGS = {
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
@@ -121,7 +121,7 @@ def main(given: str, results: str) -> None:
         except Exception as error:
             found[name] = {"error": str(error)}
             continue
-        if options.get("tensor_parallel_size", 1) == 1:
+        if not {"tensor_parallel_size", "pipeline_parallel_size"} & set(options):
             engines[name] = (engine, adapter)
             continue
         found[name] = answers(engine, adapter)

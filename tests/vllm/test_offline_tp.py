@@ -1,4 +1,4 @@
-"""Tensor parallelism in vLLM: two ranks give the tokens of Transformers' one process."""
+"""Two processes of vLLM's give the tokens of Transformers' one."""
 
 import pytest
 from lowrank import PROMPTS, RANKS, TOKENS, adapted_, greedy, low_rank
@@ -6,7 +6,8 @@ from offline import generated
 
 pytestmark = pytest.mark.slow
 
-BOTH, ONE = {}, {"additional_config": {"neuronmm_divide": "one"}}
+BOTH = {"tensor_parallel_size": 2}
+ONE = {**BOTH, "additional_config": {"neuronmm_divide": "one"}}
 MEMBERS = {name: RANKS[name] for name in ("q_proj", "v_proj", "o_proj", "up_proj", "down_proj")}
 # What each checkpoint is, options of vLLM, and the class that its MLPs have.
 RUNS = {
@@ -21,7 +22,8 @@ RUNS = {
         {**BOTH, "enforce_eager": False},
         "LowRankQwen2MLP",
     ),
-    "an adapter": ({}, {"enable_lora": True, "max_lora_rank": 8}, "LlamaMLP"),
+    "stages": ({"family": "mistral"}, {"pipeline_parallel_size": 2}, "LowRankLlamaMLP"),
+    "an adapter": ({}, {**BOTH, "enable_lora": True, "max_lora_rank": 8}, "LlamaMLP"),
 }
 
 
@@ -31,7 +33,7 @@ def two_ranks(tmp_path_factory):
     expected, runs = {}, {}
     for name, (options, given, _) in RUNS.items():
         model = low_rank(folder / name, **options)
-        runs[name] = {"model": folder / name, "tensor_parallel_size": 2, **given}
+        runs[name] = {"model": folder / name, **given}
         if "enable_lora" in given:
             runs[name]["adapter"] = folder / "adapter"
             model = adapted_(folder / "adapter", model)

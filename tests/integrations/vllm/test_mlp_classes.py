@@ -13,14 +13,10 @@ from neuronmm_ops.ops import svd_mlp
 K, INNER, WHOLE = 6, 10, Place(None, "both", 0, 1)
 
 
-class Method:
-    reduces = False
-
-
 class Linear(nn.Module):
     def __init__(self, *members: nn.Module) -> None:
         super().__init__()
-        self.members, self.bias, self.quant_method = nn.ModuleList(members), None, Method()
+        self.members, self.bias = nn.ModuleList(members), None
 
 
 def pair(name: str, k: int, n: int, **changes: object) -> Pair:

@@ -164,10 +164,10 @@ class LowRankLinearMethod(LinearMethodBase):
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Map x `[..., K]` to `[..., N]`, or to this rank's columns or partial sums of it."""
         members = self.members
-        if self.reduces:
+        if self.place.kind == "row":
             (pair,) = cast(list[Pair], members)
-            own_bias = None if layer.skip_bias_add else layer.bias  # vLLM passes it to one rank
-            return self.reduced(xw(x, pair.u, None, pair.u_scale, pair.compute), own_bias)
+            own = layer.bias if self.reduces and not layer.skip_bias_add else bias
+            return self.finished(xw(x, pair.u, None, pair.u_scale, pair.compute), own)
         widths = [member.width for member in members]
         biases = [None] * len(members) if bias is None else bias.split(widths)
         if self.place.gathers:
@@ -189,10 +189,14 @@ class LowRankLinearMethod(LinearMethodBase):
         found = iter(low)
         return [next(found) if isinstance(member, Pair) else None for member in self.members]
 
-    def reduced(self, low: Tensor, bias: Tensor | None) -> Tensor:
-        """Return a row layer's result `[..., N]` for this rank's part of the sum `x @ u`."""
+    def finished(self, low: Tensor, bias: Tensor | None) -> Tensor:
+        """Return a row layer's result `[..., N]` for this rank's part of the sum `x @ u`.
+
+        It is this rank's part of the sum, too, where vLLM adds the parts, or nobody does.
+        """
         (pair,) = cast(list[Pair], self.members)
-        low = tensor_model_parallel_all_reduce(low)
+        if self.reduces:
+            low = tensor_model_parallel_all_reduce(low)
         if self.place.divide == "one":
             return xw(low, pair.v, bias, pair.v_scale, pair.compute)
         y = tensor_model_parallel_all_gather(xw(low, pair.v, None, pair.v_scale, pair.compute))
