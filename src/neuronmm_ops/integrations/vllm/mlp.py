@@ -66,8 +66,7 @@ def _forward(self: Any, x: Tensor) -> Tensor:
     """Map x `[..., K]` to `[..., K]`."""
     gate, up = self.gate_up_proj.members
     (down,) = self.down_proj.members
-    method = self.down_proj.quant_method
-    if not method.reduces:
+    if down.place.kind is None:  # one rank
         factors = (gate.u, gate.v, up.u, up.v, down.u, down.v)
         scales = (gate.u_scale, gate.v_scale, up.u_scale, up.v_scale, down.u_scale, down.v_scale)
         return svd_mlp(x, *factors, self.activation, *scales, gate.compute)
@@ -75,4 +74,4 @@ def _forward(self: Any, x: Tensor) -> Tensor:
     given, given_up = self.gate_up_proj.quant_method.lows(x)
     scales = (gate.v_scale, up.v_scale, down.u_scale)
     low = mlp(given, gate.v, up.v, down.u, given_up, self.activation, *scales, gate.compute)
-    return method.reduced(low, None)
+    return self.down_proj.quant_method.finished(low, None)
