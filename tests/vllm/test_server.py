@@ -1,10 +1,14 @@
 """`vllm serve` of a compressed checkpoint: a client's answers are those of Transformers."""
 
+import json
+import re
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import openai
 import pytest
 from checkpoints import PROMPTS, greedy
+from serving import load_test
 from vllm_server import Server
 
 from neuronmm_ops import hf
@@ -101,6 +105,23 @@ def test_a_client_that_leaves_does_not_disturb_the_others(server, expected):
     with complete(server, PROMPTS[0], stream=True, max_tokens=4000) as stream:
         next(iter(stream))
     assert tokens_of(server, PROMPTS[1]) == expected[PROMPTS[1]]
+
+
+def test_under_load_no_answer_is_wrong(server, capsys):
+    options = ("--seconds", "10", "--rounds", "2", "--threads", "8", "--tokens", "16")
+    status = load_test.main([server.address, *options, "--json"])
+    (found,) = json.loads(capsys.readouterr().out)["servers"]
+    assert (status, found["wrong"]) == (0, 0)
+    assert found["answers"] >= 16
+
+
+def test_the_client_of_the_documentation_streams(server, capsys):
+    page = (Path(__file__).parents[2] / "docs" / "vllm.md").read_text()
+    (block,) = re.findall(r"```py\n(.*?)```", page, re.DOTALL)
+    exec(block.replace("http://127.0.0.1:8000", server.address))  # noqa: S102
+    whole = server.client.completions.create(model=server.model, prompt=PROMPTS[0], **EXACT)
+    assert f'"{PROMPTS[0]}"' in block
+    assert capsys.readouterr().out == whole.choices[0].text != ""
 
 
 @pytest.mark.parametrize(
