@@ -53,9 +53,7 @@ class _Anything(type):
     """A class that stands for whatever it is asked for: decorator, base class, kernel."""
 
     def __getattr__(cls, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return _anything(name)
+        return _attribute(cls, name)
 
     def __getitem__(cls, item: Any) -> Any:
         return cls
@@ -69,7 +67,14 @@ def _anything(name: str) -> Any:
         return decorate(object.__new__(cls), *args, **options)
 
     members = {"__new__": make, "__init__": lambda *_, **__: None, "__call__": decorate}
-    return _Anything(name, (), {**members, "__getitem__": lambda self, _: self})
+    members |= {"__getattr__": _attribute, "__getitem__": lambda self, _: self}
+    return _Anything(name, (), members)
+
+
+def _attribute(owner: Any, name: str) -> Any:
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return _anything(name)
 
 
 class _Module(types.ModuleType):

@@ -1,4 +1,4 @@
-"""The parts of NxD Inference that the integration uses, as far as it uses them; see nxd_stand_ins."""
+"""The parts of NxD Inference that the integration uses, as far as it does; see nxd_stand_ins."""
 
 import copy
 import sys

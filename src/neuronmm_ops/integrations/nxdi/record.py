@@ -160,10 +160,12 @@ def _check_fused_qkv(layers: Mapping[str, LayerReport]) -> None:
 def _check_rope(config: Any) -> None:
     """Refuse a config.json of Transformers 5, whose `rope_parameters` Transformers 4 ignores."""
     parameters = getattr(config, "rope_parameters", None)
-    if parameters is not None and parameters.get("rope_theta") != getattr(
-        config, "rope_theta", None
-    ):
+    if parameters is None:
+        return
+    theta = getattr(config, "rope_theta", None)
+    if parameters.get("rope_theta") != theta or parameters.get("rope_type") != "default":
         raise OptionError(
             "config.json is of Transformers 5 (rope_parameters), of which NxD Inference's "
-            "Transformers would take another rope_theta; run: neuronmm export nxdi DIR -o OUT"
+            f"Transformers takes other positions, got rope_theta {theta} and {parameters}; "
+            "run: neuronmm export nxdi DIR -o OUT"
         )

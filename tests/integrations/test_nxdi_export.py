@@ -1,0 +1,248 @@
+"""An export is whole, of one dtype, and what the machine with NxD Inference reads; or nothing."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from nxdi_checkpoints import make
+from safetensors.torch import load_file
+
+from neuronmm_ops.checkpoint import INDEX, SINGLE, inspect_checkpoint, weight_files
+from neuronmm_ops.errors import CheckpointError
+from neuronmm_ops.integrations.nxdi import export as nxdi_export
+from neuronmm_ops.integrations.nxdi import files
+from neuronmm_ops.integrations.nxdi.export import export
+
+
+def config_of(directory: Path) -> dict[str, Any]:
+    return json.loads((directory / "config.json").read_text())
+
+
+def tensors_of(directory: Path) -> dict[str, torch.Tensor]:
+    return {k: t for file in weight_files(directory) for k, t in load_file(file).items()}
+
+
+def change(directory: Path, **fields: Any) -> None:
+    (directory / "config.json").write_text(json.dumps({**config_of(directory), **fields}))
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    return make(tmp_path / "checkpoint")
+
+
+def test_every_tensor_is_kept_bit_for_bit(checkpoint: Path, tmp_path: Path) -> None:
+    found = export(checkpoint, tmp_path / "out", tp=2)
+    written, original = tensors_of(tmp_path / "out"), tensors_of(checkpoint)
+    assert set(written) == set(original)
+    assert all(torch.equal(written[name], original[name]) for name in original)
+    assert inspect_checkpoint(tmp_path / "out").layers[0].r == 29
+    assert found.low_rank == 14
+    assert found.bytes == sum(tensor.nbytes for tensor in original.values())
+    assert found.notes == ()
+    assert not list(tmp_path.glob(".out*"))
+
+
+def test_the_config_is_of_transformers_4(checkpoint: Path, tmp_path: Path) -> None:
+    export(checkpoint, tmp_path / "out", divide="one")
+    config = config_of(tmp_path / "out")
+    assert (config["rope_theta"], config["rope_scaling"]) == (5000.0, None)
+    assert "rope_parameters" not in config
+    assert (config["torch_dtype"], config["neuronmm_divide"]) == ("float32", "one")
+    assert "dtype" not in config
+
+
+def test_scaled_positions_are_kept(tmp_path: Path) -> None:
+    scaling = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 64}
+    source = make(tmp_path / "in", rope_parameters={**scaling, "rope_theta": 7.0})
+    export(source, tmp_path / "out")
+    config = config_of(tmp_path / "out")
+    assert (config["rope_theta"], config["rope_scaling"]) == (7.0, scaling)
+
+
+def test_a_config_of_transformers_4_stays(checkpoint: Path, tmp_path: Path) -> None:
+    change(checkpoint, rope_parameters=None, rope_theta=9.0, rope_scaling={"type": "linear"})
+    config = config_of(checkpoint)
+    del config["rope_parameters"]
+    (checkpoint / "config.json").write_text(json.dumps(config))
+    export(checkpoint, tmp_path / "out")
+    written = config_of(tmp_path / "out")
+    assert (written["rope_theta"], written["rope_scaling"]) == (9.0, {"type": "linear"})
+
+
+@pytest.mark.parametrize("storage", ["fp8", "int8"])
+def test_one_byte_factors_are_multiplied_out_with_a_note(storage: str, tmp_path: Path) -> None:
+    source = make(tmp_path / "in", storage=storage, dtype=torch.bfloat16)
+    found = export(source, tmp_path / "out")
+    assert found.dtype == "bfloat16"
+    assert found.notes[0].startswith("14 layers had factors in one byte; they are multiplied out")
+    original, written = tensors_of(source), tensors_of(tmp_path / "out")
+    assert set(written) == {name for name in original if not name.endswith("_scale")}
+    assert {tensor.dtype for tensor in written.values()} == {torch.bfloat16}
+    name = "model.layers.0.mlp.up_proj.v"
+    wanted = original[name].float() * original[f"{name}_scale"]
+    assert torch.equal(written[name], wanted.bfloat16())
+    layer = inspect_checkpoint(tmp_path / "out").layers[0]
+    assert (layer.storage, layer.bytes) == (None, layer.parameters * 2)
+
+
+def test_a_dtype_is_cast_with_a_note(checkpoint: Path, tmp_path: Path) -> None:
+    found = export(checkpoint, tmp_path / "out", dtype="bfloat16")
+    assert found.notes == ("tensors in float32 are cast to bfloat16",)
+    assert {t.dtype for t in tensors_of(tmp_path / "out").values()} == {torch.bfloat16}
+    assert "--torch-dtype bfloat16" in found.command
+
+
+def test_large_weights_are_in_several_files(checkpoint: Path, tmp_path: Path) -> None:
+    found = export(checkpoint, tmp_path / "out", shard_bytes=100_000)
+    names = sorted(path.name for path in (tmp_path / "out").glob("*.safetensors"))
+    assert len(names) > 2
+    assert names[0] == f"model-00001-of-{len(names):05}.safetensors"
+    index = json.loads((tmp_path / "out" / INDEX).read_text())
+    assert index["metadata"]["total_size"] == found.bytes
+    sizes = [sum(t.nbytes for t in load_file(tmp_path / "out" / n).values()) for n in names]
+    assert max(sizes) <= 100_000
+    written, original = tensors_of(tmp_path / "out"), tensors_of(checkpoint)
+    assert all(torch.equal(written[name], original[name]) for name in original)
+    again = export(tmp_path / "out", tmp_path / "single")
+    assert (tmp_path / "single" / SINGLE).exists()
+    assert again.bytes == found.bytes
+
+
+def test_the_tokenizer_comes_along_as_transformers_4_knows_it(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    (checkpoint / "tokenizer.json").write_text("{}")
+    (checkpoint / "compression.json").write_text("{}")
+    fields = {"tokenizer_class": "TokenizersBackend", "backend": "tokenizers", "eos_token": "<e>"}
+    (checkpoint / "tokenizer_config.json").write_text(json.dumps(fields))
+    (checkpoint / "notes.txt").write_text("not ours")
+    export(checkpoint, tmp_path / "out")
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    configs = {"config.json", "generation_config.json", "tokenizer_config.json"}
+    assert names == {*configs, "tokenizer.json", SINGLE}
+    written = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
+    assert written == {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<e>"}
+    generation = json.loads((tmp_path / "out" / "generation_config.json").read_text())
+    assert generation["eos_token_id"] == 256
+
+
+@pytest.mark.parametrize(
+    ("tp", "made", "words"),
+    [
+        (3, {}, "intermediate_size 178 is padded to 180"),
+        (3, {}, "4 heads are padded to 6"),
+        (3, {}, "2 key/value heads become one for each query head"),
+        (4, {}, "2 key/value heads are replicated to 4"),
+    ],
+)
+def test_what_ranks_pad_is_said(tp: int, made: Any, words: str, tmp_path: Path) -> None:
+    found = export(make(tmp_path / "in", **made), tmp_path / "out", tp=tp)
+    assert any(words in note for note in found.notes), found.notes
+    assert f"--tp-degree {tp}" in found.command
+
+
+def test_whole_factors_at_many_ranks_are_warned_of(checkpoint: Path, tmp_path: Path) -> None:
+    assert "whole" in export(checkpoint, tmp_path / "out", tp=4, divide="one").notes[-1]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"tp": 0}, "--tp must be at least 1, got 0"),
+        ({"divide": "two"}, "--divide must be one or both, got 'two'"),
+        ({"dtype": "int8"}, "--dtype must be auto, bfloat16, float16, float32; got 'int8'"),
+    ],
+)
+def test_bad_options_are_refused(
+    options: Any, words: str, checkpoint: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=words):
+        export(checkpoint, tmp_path / "out", **options)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("made", "words"),
+    [
+        ({"model_type": "phi3"}, "got 'phi3'"),
+        ({"mlp_bias": True}, "must divide intermediate_size"),
+        ({"rope_parameters": {"full": {}, "sliding": {}}}, "differ between layers"),
+    ],
+)
+def test_models_that_are_not_taken_are_refused(made: Any, words: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=words):
+        export(make(tmp_path / "in", **made), tmp_path / "out", tp=3)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_dense_model_is_refused(checkpoint: Path, tmp_path: Path) -> None:
+    change(checkpoint, quantization_config=None)
+    with pytest.raises(CheckpointError, match="is not a compressed checkpoint"):
+        export(checkpoint, tmp_path / "out")
+
+
+def test_an_earlier_export_is_replaced_and_nothing_else(checkpoint: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    export(checkpoint, out)
+    export(checkpoint, out, dtype="bfloat16")
+    assert config_of(out)["torch_dtype"] == "bfloat16"
+    other = make(tmp_path / "other")
+    before = tensors_of(other)
+    for target, words in ((other, "exists"), (checkpoint, "holds the input model")):
+        with pytest.raises(FileExistsError, match=words):
+            export(checkpoint, target)
+    (out / "mine.txt").write_text("keep me")
+    with pytest.raises(FileExistsError, match=r"first mine\.txt"):
+        export(checkpoint, out)
+    assert (out / "mine.txt").exists()
+    assert all(torch.equal(before[name], t) for name, t in tensors_of(other).items())
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(28, "No space left on device")])
+def test_a_failure_leaves_what_was_there(
+    error: BaseException, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    export(checkpoint, out)
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
+    save, calls = files.save_file, list[str]()
+
+    def fail(tensors: Any, path: Path, **options: Any) -> None:
+        calls.append(path.name)
+        if len(calls) == 2:
+            raise error
+        save(tensors, path, **options)
+
+    monkeypatch.setattr(files, "save_file", fail)
+    with pytest.raises(type(error)):
+        export(checkpoint, out, dtype="bfloat16", shard_bytes=100_000)
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
+    assert not list(tmp_path.glob(".out*"))
+
+
+def test_a_full_disk_is_refused_before_writing(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=10))
+    with pytest.raises(OSError, match=r"needs 0\.000 GB and the disk has 0\.000 GB free"):
+        export(checkpoint, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_every_file_can_be_read_by_whoever_can_read_the_config(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    export(checkpoint, tmp_path / "out")
+    modes = {os.stat(path).st_mode for path in (tmp_path / "out").iterdir()}
+    assert len(modes) == 1
+
+
+def test_names_that_a_shell_would_split_are_quoted(checkpoint: Path, tmp_path: Path) -> None:
+    found = nxdi_export(checkpoint, tmp_path / "my model")
+    assert f"--model-path '{tmp_path}/my model' " in found.command
