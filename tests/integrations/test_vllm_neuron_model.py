@@ -90,6 +90,14 @@ def test_logits_of_ranks_are_those_of_transformers(checkpoints: list[Path], tp: 
 
 
 @pytest.mark.slow
+def test_three_ranks_with_an_inner_size_that_they_do_not_divide(tmp_path: Path) -> None:
+    sizes = {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 96}
+    layers = [MLP + ATTENTION, ("mlp.gate_proj",)]
+    paths = [write(tmp_path / str(i), "llama", own, **sizes) for i, own in enumerate(layers)]
+    check(paths, ranks.run(served, 3, paths, IDS))
+
+
+@pytest.mark.slow
 def test_ranks_hold_parts_of_both_factors_and_add_the_narrow_products(
     checkpoints: list[Path],
 ) -> None:
