@@ -6,6 +6,7 @@ import sys
 import tomllib
 import venv
 import zipfile
+from configparser import ConfigParser
 from pathlib import Path
 
 import pytest
@@ -35,8 +36,23 @@ def test_contents(wheel: Path) -> None:
     papers = "neuronmm_ops/reproduce/papers"
     assert {f"{papers}/demo.toml", f"{papers}/tasks/demo_ends.yaml"} <= set(names)
     assert "neuronmm_ops/reproduce/published.json" in names
+    files = (ROOT / "src" / "neuronmm_ops" / "integrations").rglob("*.py")
+    assert {str(file.relative_to(ROOT / "src")) for file in files} <= set(names)
     assert any(name.endswith("licenses/LICENSE") for name in names)
     assert all(name.split("/")[0].startswith("neuronmm_ops") for name in names)
+
+
+@pytest.mark.slow
+def test_entry_points_are_functions_of_the_wheel(wheel: Path) -> None:
+    archive = zipfile.ZipFile(wheel)
+    (name,) = [name for name in archive.namelist() if name.endswith("entry_points.txt")]
+    entries = ConfigParser()
+    entries.read_string(archive.read(name).decode())
+    assert entries["vllm.general_plugins"]
+    for value in entries["vllm.general_plugins"].values():
+        module, _, function = value.partition(":")
+        source = archive.read(module.replace(".", "/") + "/__init__.py").decode()
+        assert f"def {function}() -> None:" in source
 
 
 def test_placeholders_are_no_plain_dependency_and_never_satisfy_the_extra() -> None:
@@ -62,6 +78,8 @@ def test_installed_into_a_clean_environment(wheel: Path, tmp_path: Path) -> None
     assert run(python, "-W", "error", "-c", script).strip() == "tensor(3.)"
     document = json.loads(run(tmp_path / "env" / "bin" / "neuronmm", "doctor", "--json"))
     assert document["versions"]["transformers"] is None
+    plugins = {engine["name"]: engine["plugin"] for engine in document["engines"]}
+    assert plugins["vllm"] is plugins["vllm-neuron"] is True, "the wheel has the entry points"
 
     command = [tmp_path / "env" / "bin" / "neuronmm", "eval", ".", "--text", "x"]
     result = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -79,6 +79,15 @@ def test_a_dense_member_is_missing(tmp_path: Path) -> None:
     assert refused(path).startswith(expected)
 
 
+def test_more_blocks_than_the_checkpoint_has(checkpoint: Path) -> None:
+    config = config_of(checkpoint)
+    config.num_hidden_layers = 3
+    line = refused(checkpoint, config=config)
+    assert line.startswith(
+        "model.layers.2.mlp.gate_proj.weight must be a matrix, the file has none"
+    )
+
+
 def test_another_rank_than_the_record(checkpoint: Path) -> None:
     name = f"{LAYER}self_attn.o_proj.u"
     edit_weights(checkpoint, lambda t: t.update({name: t[name][:, :8].contiguous()}))

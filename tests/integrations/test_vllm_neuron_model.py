@@ -35,8 +35,9 @@ def write(path: Path, family: str, layers: tuple[str, ...], **overrides: Any) ->
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear) and name.endswith(layers) and "layers" in name:
             r = RANKS.get(".".join(name.split(".")[-2:]), 16)
-            left, values, right = torch.linalg.svd(module.weight.detach().T, full_matrices=False)
-            factors[name] = ((left * values)[:, :r], right[:r])
+            weight = module.weight.detach()
+            left, values, right = torch.linalg.svd(weight.float().T, full_matrices=False)
+            factors[name] = ((left * values)[:, :r].to(weight), right[:r].to(weight))
     swap_(model, factors)
     model.save_pretrained(path)
     return path
@@ -87,6 +88,23 @@ def test_logits_are_those_of_transformers(checkpoints: list[Path]) -> None:
 @pytest.mark.parametrize("tp", [2, 4])
 def test_logits_of_ranks_are_those_of_transformers(checkpoints: list[Path], tp: int) -> None:
     check(checkpoints, ranks.run(served, tp, checkpoints, IDS))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_bfloat16(tmp_path: Path, family: str) -> None:
+    path = write(tmp_path, family, MLP + ATTENTION, dtype=torch.bfloat16)
+    (made,) = served(0, [path], IDS)
+    oracle, low = expected(path, IDS, torch.float64), expected(path, IDS, torch.bfloat16)
+    assert made.logits.dtype == torch.bfloat16
+    assert_close_to_oracle(made.logits, oracle, low)
+
+
+@pytest.mark.slow
+def test_three_ranks_with_an_inner_size_that_they_do_not_divide(tmp_path: Path) -> None:
+    sizes = {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 96}
+    layers = [MLP + ATTENTION, ("mlp.gate_proj",)]
+    paths = [write(tmp_path / str(i), "llama", own, **sizes) for i, own in enumerate(layers)]
+    check(paths, ranks.run(served, 3, paths, IDS))
 
 
 @pytest.mark.slow
