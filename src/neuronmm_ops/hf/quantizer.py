@@ -127,7 +127,7 @@ def _tensor_parallel() -> Any:
     try:
         return import_module("neuronmm_ops.hf.tensor_parallel")
     except ImportError as error:
-        raise needs_newer(error) from error
+        raise needs_newer() from error
 
 
 register_quantization_config(QUANT_METHOD)(NeuronMMConfig)
