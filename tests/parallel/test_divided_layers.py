@@ -8,6 +8,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from parallel.divided import linear, mesh, mlp, values
 from ranks import run
+from tolerances import assert_same_in_fp64
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -114,7 +115,7 @@ def train(rank: int) -> None:
     for divide in DIVIDES:
         torch.manual_seed(0)
         layer = mlp(24, 30)
-        model = nn.Sequential(nn.Linear(24, 24), layer, linear(24, 24, 6))
+        model = nn.Sequential(nn.Linear(24, 24), layer, linear(24, 24, 6)).double()
         divided = copy.deepcopy(model)
         plan = {"1": SVDMLPParallel(divide), "2": SVDColumnwise(divide)}
         parallelize_module(divided, mesh(), plan)
@@ -123,14 +124,14 @@ def train(rank: int) -> None:
             optimizer = torch.optim.AdamW(one[1].parameters(), lr=1e-2)
             for step in range(3):
                 optimizer.zero_grad()
-                y = one(values(4, 24, seed=step))
+                y = one(values(4, 24, dtype=torch.float64, seed=step))
                 whole = y if one is model else gathered(y)
                 whole.square().mean().backward()
                 norm = nn.utils.clip_grad_norm_(one[1].parameters(), 1e-3)
                 assert float(norm if one is model else norm.full_tensor()) > 1e-3
                 optimizer.step()
         for name, tensor in full_state_dict(divided).items():
-            assert_close(tensor, model.state_dict()[name])
+            assert_same_in_fp64(tensor, model.state_dict()[name])
 
 
 def gathered(y: Tensor) -> Tensor:
@@ -191,11 +192,16 @@ def compiled(rank: int, tp: int) -> None:
             assert_close(torch.autograd.grad(y.sum(), x)[0], dx)
         layer = linear(24, 35, 10)
         x = values(3, 24)
+        with torch.autocast("cpu", torch.bfloat16):
+            rounded = layer(x)
         expected = layer(x)
         parallelize_module(layer, mesh(), SVDRowwise(divide))
         fast = torch.compile(layer, fullgraph=True, backend="aot_eager")
+        own = x[:, part(24, rank, tp, "K")]
         with torch.no_grad():
-            assert_close(fast(x[:, part(24, rank, tp, "K")]), expected)
+            assert_close(fast(own), expected)
+        with torch.autocast("cpu", torch.bfloat16):
+            torch.testing.assert_close(layer(own), rounded, rtol=2**-6, atol=2**-6)
 
 
 def impls(rank: int) -> None:
@@ -205,16 +211,16 @@ def impls(rank: int) -> None:
     layer = mlp(24, 32)
     expected = layer(x)
     eight = mlp(24, 32, storage="fp8")
-    rounded = eight(x)
+    exact = eight(x)
+    set_compute_(eight, "fp8")
+    rounded = (eight(x) - exact).norm()
     parallelize_module(layer, mesh(), SVDMLPParallel())
     parallelize_module(eight, mesh(), SVDMLPParallel())
     with torch.no_grad():
         with use_impl("simulated"):
             torch.testing.assert_close(layer(x), expected, rtol=1e-4, atol=1e-4)
-        set_compute_(eight, "fp8")
-        assert eight.gate_proj.compute == "fp8"
-        error = (eight(x) - rounded).norm() / rounded.norm()
-        assert 0 < error < 0.1
+        # each rank rounds its part of a token by a scale of its own
+        assert 0 < (eight(x) - exact).norm() < 2 * rounded
 
 
 def test_mlps_of_several_kinds():

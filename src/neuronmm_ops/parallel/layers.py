@@ -15,7 +15,7 @@ from torch.distributed.tensor.placement_types import Placement
 from neuronmm_ops.nn import SVDMLP, SVDLinear
 from neuronmm_ops.nn.bare import is_bare
 from neuronmm_ops.ops import mlp, xuv, xw
-from neuronmm_ops.parallel.sharding import Divide, Kind, part_width
+from neuronmm_ops.parallel.sharding import Divide, Kind, part, part_width
 
 
 class ShardedLinear(SVDLinear):
@@ -44,7 +44,7 @@ class ShardedLinear(SVDLinear):
             A DTensor `[..., N]`; or of a column layer this rank's columns `[..., N_i]`, of a row
             layer the whole.
         """
-        given = distributed(x, self.mesh, self.in_features, self.kind)
+        given = self.distributed(x)
         if self.kind == "column" and self.divide == "one":
             y = xuv(given, *self.factors, self.bias, *self.scales, self.compute)
         elif self.adds_results:
@@ -55,6 +55,37 @@ class ShardedLinear(SVDLinear):
         result = Shard(y.dim() - 1) if self.kind == "column" else Replicate()
         y = placed(y, result)
         return y if isinstance(x, DTensor) else y.to_local()
+
+    def distributed(self, x: Tensor) -> DTensor:
+        """Return x as a DTensor `[..., K]`, whole for a column layer, else cut in K.
+
+        Raises:
+            ValueError: x has not the columns that this rank must have.
+            TypeError: it has another dtype than the layer.
+        """
+        placement: Placement = Replicate() if self.kind == "column" else Shard(x.dim() - 1)
+        if x.dtype != self.dtype and not torch.is_autocast_enabled(x.device.type):
+            raise TypeError(
+                f"x must have the dtype of the layer, got {x.dtype} and {self.dtype}; "
+                "cast one of them with .to(dtype)"
+            )
+        if isinstance(x, DTensor):
+            return placed(x, placement)
+        rank, tp, K = self.mesh.get_local_rank(), self.mesh.size(), self.in_features
+        own = K
+        if self.kind == "row":
+            columns = part(K, rank, tp, "K", padded=True)
+            own = columns.stop - columns.start
+        if x.dim() == 0 or x.shape[-1] != own:
+            raise ValueError(
+                f"x must have {own} columns on rank {rank} of {tp}, got {list(x.shape)}; a "
+                f"{self.kind} layer takes " + ("the whole x" if own == K else "this rank's part")
+            )
+        shape = torch.Size((*x.shape[:-1], K))
+        stride = torch.empty(shape, device="meta").stride()
+        return DTensor.from_local(
+            x.contiguous(), self.mesh, [placement], run_check=False, shape=shape, stride=stride
+        )
 
     @property
     def adds_results(self) -> bool:
@@ -100,7 +131,9 @@ class ShardedMLP(SVDMLP):
         given = whole(x).to_local() if isinstance(x, DTensor) else x
         fused = self._fused(given)
         y = super().forward(given) if fused is None else fused
-        return distributed(y, self.mesh, y.shape[-1], "column") if isinstance(x, DTensor) else y
+        if isinstance(x, DTensor):
+            return DTensor.from_local(y, self.mesh, [Replicate()], run_check=False)
+        return y
 
     def _fused(self, x: Tensor) -> Tensor | None:
         """Return y of the whole x; None where each projection is to be called by itself."""
@@ -113,7 +146,7 @@ class ShardedMLP(SVDMLP):
             (gate.storage, gate.compute) == (up.storage, up.compute) == (down.storage, down.compute)
         ):
             return None
-        given = distributed(x, self.mesh, gate.in_features, "column")
+        given = gate.distributed(x)
         h_gate, h_up = together([gate.low(given), up.low(given)])
         low = mlp(
             *(h_gate, settled(gate.v), settled(up.v), settled(down.u), h_up, self.activation),
@@ -125,38 +158,6 @@ class ShardedMLP(SVDMLP):
 def _is_fusible(projection: nn.Module) -> TypeGuard[ShardedLinear]:
     """Say whether calling an op instead of the module leaves out nothing the user asked for."""
     return isinstance(projection, ShardedLinear) and is_bare(projection)
-
-
-def distributed(x: Tensor, mesh: DeviceMesh, width: int, kind: Kind) -> DTensor:
-    """Return x as a layer of that kind takes it: a DTensor `[..., width]`, whole or cut in width.
-
-    Args:
-        x: a DTensor, or the whole for a column layer, this rank's columns for a row layer.
-        mesh: of the layer.
-        width: of the whole x.
-        kind: of the layer.
-
-    Raises:
-        ValueError: x has not the columns that it must have.
-    """
-    placement: Placement = Replicate() if kind == "column" else Shard(x.dim() - 1)
-    if isinstance(x, DTensor):
-        return placed(x, placement)
-    rank, tp = mesh.get_local_rank(), mesh.size()
-    expected = width
-    if kind == "row":
-        each = part_width(width, tp)
-        expected = max(0, min(each, width - rank * each))
-    if x.dim() == 0 or x.shape[-1] != expected:
-        raise ValueError(
-            f"x must have {expected} columns on rank {rank} of {tp}, got {list(x.shape)}; a "
-            f"{kind} layer takes " + ("the whole x" if kind == "column" else "this rank's part")
-        )
-    shape = torch.Size((*x.shape[:-1], width))
-    stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(
-        x.contiguous(), mesh, [placement], run_check=False, shape=shape, stride=stride
-    )
 
 
 def settled(x: Tensor) -> DTensor:
