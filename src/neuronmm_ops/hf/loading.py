@@ -165,21 +165,25 @@ def local_directory(model: str | Path) -> Path:
     )
 
 
+def check_can_divide() -> None:
+    """Refuse a Transformers whose plans do not cut DTensors.
+
+    Raises:
+        ImportError: it is older.
+    """
+    if find_spec("transformers.distributed.tensor_parallel") is None:
+        raise ImportError(
+            f"tensor parallelism needs transformers>={OLDEST_DIVIDING}, got "
+            f"{transformers.__version__}; run: pip install -U transformers"
+        )
+
+
 def _distributed_config(tp: int) -> Any:
     """Return what `from_pretrained` takes to divide a model by its plan."""
-    if find_spec("transformers.distributed.tensor_parallel") is None:
-        raise needs_newer()
+    check_can_divide()
     from transformers.distributed import DistributedConfig
 
     return DistributedConfig(tp_size=tp, tp_plan="auto")
-
-
-def needs_newer() -> ImportError:
-    """Return the error for a Transformers whose plans do not cut DTensors."""
-    return ImportError(
-        f"tensor parallelism needs transformers>={OLDEST_DIVIDING}, got "
-        f"{transformers.__version__}; run: pip install -U transformers"
-    )
 
 
 def _check_keys(
