@@ -28,8 +28,9 @@ def generate(directory: str) -> None:
     tokens = model.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=0)
     held = sum(parameter.to_local().numel() for parameter in divided(model))
     whole = sum(parameter.numel() for parameter in divided(model))
-    print(f"rank {dist.get_rank()} of {dist.get_world_size()}: {held} of {whole} divided parameters")
-    if dist.get_rank() == 0:
+    rank, tp = dist.get_rank(), dist.get_world_size()
+    print(f"rank {rank} of {tp}: {held} of {whole} divided parameters")
+    if rank == 0:
         print("tokens:", *tokens[0, 8:].tolist())
     dist.destroy_process_group()
 
@@ -54,7 +55,8 @@ def start(directory: Path) -> None:
     hf.save(model, directory)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     program = ["--nproc-per-node", "2", __file__, str(directory)]
-    subprocess.run(launcher + program, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    subprocess.run(launcher + program, check=True, env=environment)  # noqa: S603  (this program)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ import json
 import os
 import re
 import shutil
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,11 +18,12 @@ from safetensors.torch import load_file, save_file
 from tiny import tiny_ids, tiny_model
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import CommDebugMode
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.distributed import DistributedConfig
 
 from neuronmm_ops import SVDLinear, hf, swap_
-from neuronmm_ops.hf import quantizer
+from neuronmm_ops.hf import loading, quantizer
 from neuronmm_ops.parallel import ShardedMLP
 from neuronmm_ops.parallel.sharding import pair_dims, part
 
@@ -224,6 +224,14 @@ def on_two_ranks(rank: int, root: Path, out: Path) -> dict[str, Any]:
         ids = tiny_ids(2, 12)
         model(ids, labels=ids).loss.backward()
         found[f"{name}, gradients"] = {n: whole(p.grad) for n, p in model.named_parameters()}
+    with pytest.raises(ValueError, match="divided") as error:
+        hf.to_pairs(one)
+    found["pairs"] = str(error.value)
+    every = load_divided(root / "llama, all")
+    with CommDebugMode() as sent, torch.no_grad():
+        every(tiny_ids(1, 1))
+    found["sent"] = {str(op): count for op, count in sent.get_comm_counts().items()}
+    found["cast"] = found_in(hf.load_computing(out / "bfloat16", "float32", tp=2))
     dense = {rule: style.split("_")[1] for rule, style in zip(rules, styles, strict=True)}
     found["dense style"] = refusal(root / "llama, MLP", dense)
     for case in (out / "broken").iterdir():
@@ -284,6 +292,7 @@ def two(root: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, 
     out = tmp_path_factory.mktemp("two")
     for case, (source, change, _) in BROKEN.items():
         changed(root / source, out / "broken" / case, change)
+    hf.save(swapped(tiny_model(dtype=torch.bfloat16), *ALL), out / "bfloat16")
     return run(on_two_ranks, 2, root, out, timeout_s=400)
 
 
@@ -318,6 +327,22 @@ def test_a_broken_checkpoint_is_refused_on_all_ranks(case: str, two: list[dict[s
         assert "\n" not in message
 
 
+def test_no_more_is_sent_than_the_layout_says(two: list[dict[str, Any]]) -> None:
+    """Of two layers q, k, v, gate with up, o and down; of the embedding and the head."""
+    for rank in two:
+        sent = rank["sent"]
+        gathers = sum(count for op, count in sent.items() if "gather" in op)
+        assert (gathers, sum(sent.values()) - gathers) == (2 * 6 + 1, 2 * 2 + 1), sent
+
+
+def test_a_divided_model_is_cast_to_compute(two: list[dict[str, Any]], tmp_path: Path) -> None:
+    hf.save(swapped(tiny_model(dtype=torch.bfloat16), *ALL), tmp_path / "bfloat16")
+    expected = found_in(hf.load_computing(tmp_path / "bfloat16", "float32"))
+    for rank in two:
+        assert rank["cast"].logits.dtype == torch.float32
+        torch.testing.assert_close(rank["cast"].logits, expected.logits, rtol=1e-4, atol=2e-6)
+
+
 def test_a_style_of_dense_layers_is_refused(two: list[dict[str, Any]]) -> None:
     for rank in two:
         assert rank["dense style"].startswith("ValueError: tp_plan gives model.layers.0.mlp.")
@@ -327,6 +352,7 @@ def test_a_style_of_dense_layers_is_refused(two: list[dict[str, Any]]) -> None:
 def test_a_divided_model_is_saved_by_save_pretrained(two: list[dict[str, Any]]) -> None:
     for rank in two:
         assert "save_pretrained" in rank["save"]
+        assert "load it in one process" in rank["pairs"]
 
 
 def on_three_ranks(rank: int, root: Path, six: Path) -> tuple[str, Found]:
@@ -366,8 +392,10 @@ def test_one_process_needs_no_group(root: Path, single: dict[str, Found]) -> Non
 
 
 def test_an_older_transformers_is_named(monkeypatch: pytest.MonkeyPatch, root: Path) -> None:
-    monkeypatch.setitem(sys.modules, "transformers.distributed.tensor_parallel", None)
-    monkeypatch.delitem(sys.modules, "neuronmm_ops.hf.tensor_parallel", raising=False)
+    monkeypatch.setattr(loading, "find_spec", lambda name: None)
     monkeypatch.setattr(quantizer, "is_divided", lambda model: True)
-    with pytest.raises(ImportError, match=r"needs transformers>=5\.16, got 5\..*; run: pip"):
+    message = r"needs transformers>=5\.16, got 5\..*; run: pip"
+    with pytest.raises(ImportError, match=message):
         AutoModelForCausalLM.from_pretrained(root / "llama, MLP")
+    with pytest.raises(ImportError, match=message):
+        hf.load(root / "llama, MLP", tp=2)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import PreTrainedModel
 
 from neuronmm_ops.hf.loading import load
@@ -100,7 +101,11 @@ def cast_(model: nn.Module, dtype: torch.dtype) -> None:
     Factors in one byte and their scales stay as they are.
     """
     for _, tensor in _floating(model):
-        tensor.data = tensor.data.to(dtype)
+        if is_traceable_wrapper_subclass(tensor):  # a DTensor, whose data cannot be set
+            cast = nn.Parameter(tensor.detach().to(dtype), tensor.requires_grad)
+            torch.utils.swap_tensors(tensor, cast)
+        else:
+            tensor.data = tensor.data.to(dtype)
 
 
 @contextmanager

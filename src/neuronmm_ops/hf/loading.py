@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,7 @@ def load(
             or its parameters are not exactly those in the files (Transformers would draw missing
             ones at random, and leave others out, with a warning), or factors in one byte or their
             scales hold what they must not.
+        ImportError: tp is more than 1, and Transformers is too old for that.
         NonFiniteError: a factor is NaN or Inf.
     """
     path = local_directory(model)
@@ -60,10 +62,10 @@ def load(
         headers = read_headers(files)
         if entry is None:
             check_float(headers)
+    options: dict[str, Any] = {"dtype": dtype, "device_map": device_map}
+    if tp > 1:
+        options["distributed_config"] = _distributed_config(tp)
     try:
-        options: dict[str, Any] = {"dtype": dtype, "device_map": device_map}
-        if tp > 1:
-            options["distributed_config"] = _distributed_config(tp)
         loaded, info = load_exactly(AutoModelForCausalLM, path, **options)
     except SafetensorError as error:
         raise CheckpointError(f"{path} is damaged ({error}); copy it again") from None
@@ -163,22 +165,25 @@ def local_directory(model: str | Path) -> Path:
     )
 
 
+def check_can_divide() -> None:
+    """Refuse a Transformers whose plans do not cut DTensors.
+
+    Raises:
+        ImportError: it is older.
+    """
+    if find_spec("transformers.distributed.tensor_parallel") is None:
+        raise ImportError(
+            f"tensor parallelism needs transformers>={OLDEST_DIVIDING}, got "
+            f"{transformers.__version__}; run: pip install -U transformers"
+        )
+
+
 def _distributed_config(tp: int) -> Any:
     """Return what `from_pretrained` takes to divide a model by its plan."""
-    try:
-        from transformers.distributed import DistributedConfig
+    check_can_divide()
+    from transformers.distributed import DistributedConfig
 
-        return DistributedConfig(tp_size=tp, tp_plan="auto")
-    except (ImportError, TypeError) as error:
-        raise needs_newer(error) from error
-
-
-def needs_newer(error: Exception) -> ImportError:
-    """Return the error of a Transformers whose plans do not cut DTensors."""
-    return ImportError(
-        f"tensor parallelism needs transformers>={OLDEST_DIVIDING}, got "
-        f"{transformers.__version__} ({error}); run: pip install -U transformers"
-    )
+    return DistributedConfig(tp_size=tp, tp_plan="auto")
 
 
 def _check_keys(

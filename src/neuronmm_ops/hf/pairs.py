@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from neuronmm_ops.compress.record import low_rank_layers, rewrite_record
 from neuronmm_ops.compress.report import LayerReport
@@ -27,11 +28,13 @@ def to_pairs(model: M) -> M:
     memory; they stay in that, and the model's config says so.
 
     Raises:
-        ValueError: the model has no low-rank layer.
+        ValueError: the model has no low-rank layer, or is divided among ranks.
     """
     layers = low_rank_layers(model)
     if not layers:
         raise ValueError("the model has no SVDLinear; compress it first, see compress_")
+    if any(isinstance(layer.u, DTensor) for layer in layers.values()):
+        raise ValueError("the model is divided among ranks; load it in one process for pairs")
     replace_(model, {name: layer.to_pair() for name, layer in layers.items()})
     if any(layer.storage is not None for layer in layers.values()):
         rewrite_record(model, LayerReport.dequantized)

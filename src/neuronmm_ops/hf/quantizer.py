@@ -17,7 +17,7 @@ from neuronmm_ops.checkpoint import check_float, check_tensors, read_headers
 from neuronmm_ops.compress.record import QUANT_METHOD, record_of, report_of
 from neuronmm_ops.compress.report import CompressionReport, LayerReport
 from neuronmm_ops.errors import CheckpointError
-from neuronmm_ops.hf.loading import check_values, is_divided, model_names, needs_newer
+from neuronmm_ops.hf.loading import check_can_divide, check_values, is_divided, model_names
 from neuronmm_ops.nn.dense_linear import dense_linear
 from neuronmm_ops.nn.svd_linear import SVDLinear
 from neuronmm_ops.nn.swap import replace_
@@ -124,10 +124,8 @@ def _tensor_parallel() -> Any:
     Raises:
         ImportError: it is older.
     """
-    try:
-        return import_module("neuronmm_ops.hf.tensor_parallel")
-    except ImportError as error:
-        raise needs_newer(error) from error
+    check_can_divide()
+    return import_module("neuronmm_ops.hf.tensor_parallel")
 
 
 register_quantization_config(QUANT_METHOD)(NeuronMMConfig)

@@ -38,7 +38,7 @@ from neuronmm_ops.nn.svd_mlp import SVDMLP
 from neuronmm_ops.ops import xw
 from neuronmm_ops.ops.backends.neuron import DEVICE
 from neuronmm_ops.parallel import ShardedLinear, ShardedMLP
-from neuronmm_ops.parallel.layers import distributed, placed, whole
+from neuronmm_ops.parallel.layers import placed, whole
 from neuronmm_ops.parallel.sharding import Divide, Kind, check_heads, pair_dims
 
 PREFIX = "lowrank_"
@@ -137,7 +137,7 @@ class _HeadsOfPair(ShardedLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map x `[..., K]` to this rank's head `[..., N / kv_heads]`."""
-        h = whole(self.low(distributed(x, self.mesh, self.in_features, "column")))
+        h = whole(self.low(self.distributed(x)))
         local = h.to_local(grad_placements=[Partial()])
         return xw(local, own(self.v), own(self.bias), own(self.v_scale), self.compute)
 
@@ -149,7 +149,7 @@ class _HeadsOfLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  (nn.Linear's name)
         """Map x `[..., K]` to this rank's head `[..., N / kv_heads]`."""
-        given = distributed(input, self.mesh, self.in_features, "column")
+        given = DTensor.from_local(input, self.mesh, [Replicate()], run_check=False)
         local = given.to_local(grad_placements=[Partial()])
         return nn.functional.linear(local, own(self.weight), own(self.bias))
 
