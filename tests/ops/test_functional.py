@@ -51,6 +51,18 @@ def test_compiles_to_one_graph_with_the_op_in_it(op, function, shapes, guard):
     assert getattr(torch.ops.neuronmm, op).default in backend.targets()
 
 
+@pytest.mark.parametrize("guard", [torch.enable_grad, torch.no_grad])
+def test_an_x_up_compiles_to_one_dynamic_graph(guard):
+    weights = [make(shape).requires_grad_() for shape in ((6, 7), (5, 7), (7, 4))]
+    backend = Counting()
+    compiled = torch.compile(ops.mlp, fullgraph=True, dynamic=True, backend=backend)
+    with guard():
+        for lead in ((2, 8), (9, 11)):
+            x, x_up = make((*lead, 6)), make((*lead, 5))
+            assert torch.equal(compiled(x, *weights, x_up), ops.mlp(x, *weights, x_up))
+    assert len(backend.graphs) == 1
+
+
 @pytest.mark.parametrize(("op", "function", "shapes"), CALLS, ids=FACTORS)
 @pytest.mark.slow
 def test_trains_under_compile_in_one_graph(op, function, shapes):

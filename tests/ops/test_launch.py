@@ -15,7 +15,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from neuronmm_ops import ops
 from neuronmm_ops.errors import NkiVersionError
-from neuronmm_ops.kernels import nki_kernel, plan_svd_mlp, plan_svd_qkv, plan_xuv, plan_xw
+from neuronmm_ops.kernels import nki_kernel, plan_op, plan_svd_mlp, plan_svd_qkv, plan_xuv, plan_xw
 from neuronmm_ops.ops.backends.launch import (
     call_kernel,
     launch_here,
@@ -56,6 +56,24 @@ def test_svd_mlp_has_three_ranks_and_an_activation():
     assert launch.plan == plan_svd_mlp(5, 256, (8, 16, 24), 96, 40, "float32", "trn1")
     assert launch.arguments == {**launch.plan.arguments, "activation": "relu"}
     assert launch.shape == (5, 40)
+
+
+def test_an_x_up_is_planned_and_split_as_x_is(monkeypatch):
+    shapes = ((2, 5, 256), (256, 96), (40, 96), (96, 24), (2, 5, 40))
+    tensors = [make(shape) for shape in shapes]
+    launch = launch_of(SPECS["mlp"], *split_call("mlp", *tensors, "gelu"), "trn2", 2)
+    assert launch is not None
+    assert launch.plan == plan_op("mlp", 10, shapes[1:4], "float32", "trn2", 2, inputs=2)
+    assert launch.operands == ("x", "w_gate", "w_up", "w_down", "x_up")
+    assert launch.arguments == {**launch.plan.arguments, "activation": "gelu"}
+    assert launch.shape == (2, 5, 24)
+    dense = [tensors[0], tensors[1], tensors[1], tensors[3]]
+    launch = launch_of(SPECS["mlp"], *split_call("mlp", *dense), "trn2")
+    assert launch is not None
+    assert launch.plan.problem.inputs == 1
+    empty = [*tensors[:2], make((0, 96)), tensors[3], make((2, 5, 0))]
+    assert launch_of(SPECS["mlp"], *split_call("mlp", *empty), "trn2") is None
+    assert torch.equal(ops.mlp(*empty), without_products(SPECS["mlp"], *split_call("mlp", *empty)))
 
 
 def test_one_byte_factors_are_planned_and_launched_as_such():

@@ -23,6 +23,7 @@ from operands import (
     magnitude_of,
     make,
     mlp_shapes,
+    plain_mlp,
     plain_svd_mlp,
     plain_xuv,
     plain_xw,
@@ -109,6 +110,16 @@ def test_svd_mlp(offers, activation):
     y = dispatched("svd_mlp", *tensors, activation)
     assert_right(y, partial(plain_svd_mlp, activation=activation), tensors, "svd_mlp")
     assert record.calls[0].constants["activation"] == activation
+
+
+@pytest.mark.parametrize("lead", [(), (2, 3), (150,)])
+def test_mlp_with_an_x_up(offers, lead):
+    shapes = ((32, 48), (24, 48), (48, 40))
+    x, x_up = make((*lead, 32)), make((*lead, 24), layout="sliced")
+    tensors = [x, *[make(s).mul_(0.25) for s in shapes], x_up]
+    assert_right(dispatched("mlp", *tensors), plain_mlp, tensors, "mlp")
+    given = dispatched("mlp", x, tensors[1], tensors[1], tensors[3])
+    assert_right(given, plain_mlp, [x, tensors[1], tensors[1], tensors[3]], "mlp")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

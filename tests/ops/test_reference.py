@@ -17,6 +17,7 @@ from operands import (
     make,
     mlp_shapes,
     operands_of,
+    plain_mlp,
     plain_svd_mlp,
     plain_xuv,
     plain_xw,
@@ -94,6 +95,25 @@ def test_many_tokens_through_a_wide_mlp(layout, activation):
         plain_svd_mlp(*doubled(*operands), activation=activation),
         plain_svd_mlp(*operands, activation=activation),
     )
+
+    x, x_up = operands[0], make((2, 1100, 5))
+    weights = [make(shape, layout=layout).mul_(0.5) for shape in ((8, 1100), (5, 1100), (1100, 6))]
+    assert_close_to_oracle(
+        ops.mlp(x, *weights, x_up, activation),
+        plain_mlp(*doubled(x, *weights, x_up), activation=activation),
+        plain_mlp(x, *weights, x_up, activation=activation),
+    )
+
+
+@pytest.mark.parametrize("lead", [(), (1,), (1, 1)], ids=str)
+@pytest.mark.parametrize("orders", [(0, 1), (1, 0), (1, 1)])
+def test_one_row_through_weights_of_either_order(orders, lead):
+    # A weight's order in memory decides whether a row is a vector.
+    gate, up = [make((16, 9), layout=("contiguous", "transposed")[order]) for order in orders]
+    x, x_up, w_down = make((*lead, 16)), make((*lead, 16)) + 1, make((9, 4))
+    y = ops.mlp(x, gate, up, w_down, x_up)
+    torch.testing.assert_close(y, plain_mlp(x, gate, up, w_down, x_up))
+    assert y.shape == (*lead, 4)
 
 
 @pytest.mark.parametrize("transposed", [True, False])

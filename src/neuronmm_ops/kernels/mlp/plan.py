@@ -73,7 +73,7 @@ def decode_stages(s: Stages) -> None:
     h_chunks, h_bytes = decode_hidden(s, [chunks, up_chunks], (IN_HBM, up_source), spill)
     s.hold(-held)
     source: Source = "sums"
-    if s.problem.lnc == 2:
+    if s.problem.lnc == 2 and s.own(s.problem.N):
         h_chunks = [*h_chunks, *_of_other_core(s, h_chunks)]
     elif spill:
         h_chunks, source = s.chunks(s.problem.inner), "stored"
