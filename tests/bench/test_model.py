@@ -23,7 +23,7 @@ from tiny_model import (
     decoder,
     run,
     write_tiny,
-)  # fmt: skip
+)
 
 from neuronmm_ops.bench import model
 from neuronmm_ops.bench.baselines import neuronmm

@@ -1,9 +1,11 @@
 """`bench.model` on ranks of tensor parallel: layouts, exchanges, memory, numbers of them."""
 
+import json
 from dataclasses import replace
 
 import pytest
 from tiny_model import (
+    CONFIG,
     LAYERS,
     QKV,
     RANK,
@@ -17,7 +19,7 @@ from tiny_model import (
     decoder,
     run,
     write_tiny,
-)  # fmt: skip
+)
 
 from neuronmm_ops.bench import model
 from neuronmm_ops.bench.exchange import PUBLISHED_US
@@ -168,10 +170,41 @@ def test_a_part_of_the_mlp_is_low_rank(targets, tp):
 
 def test_weights_of_one_launch_are_stored_alike(tiny):
     with pytest.raises(
-        ValueError, match=r"gate, up and down must be stored alike.* got bfloat16, "
+        ValueError,
+        match=r"must be stored alike; got gate_proj in bfloat16, .*down_proj in int8; give",
     ):
         run(tiny, **SHORT, targets=("down_proj",), storage="int8", ratio=0.4)
     run(tiny, **SHORT, targets=("down_proj",), storage="int8", storage_dense="int8", ratio=0.2)
+
+
+def test_dense_weights_of_attention_are_stored_apart(tiny):
+    """q in one byte without ranks, and the others in bfloat16: two launches."""
+    found = run(tiny, **SHORT, targets=("q_proj", "mlp"), storage="int8", storage_dense="int8")
+    assert components(found, "dense_one_byte", "decode")["qkv"]["launches"] == LAYERS
+    own = decoder(linears=linears(TINY, ["q_proj", *MLP], "int8"))
+    (qkv,) = ways_of(own)["qkv"]
+    stored = [(each.operands[1].shape[1], each.operands[1].dtype) for each in qkv.launches]
+    assert stored == [(Q, "int8"), (QKV - Q, "bfloat16")]
+
+
+@pytest.mark.parametrize("layout", ["both", "rows"])
+@pytest.mark.parametrize("lnc", [1, 2])
+def test_ranks_that_no_size_of_a_factor_is_a_multiple_of(tmp_path, layout, lnc):
+    """Parts are padded: rank 128 and hidden size 256 over three ranks."""
+    sizes = {"num_attention_heads": 6, "num_key_value_heads": 3, "intermediate_size": 768}
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | sizes | {"vocab_size": 999}))
+    found = run(str(tmp_path), **SHORT, tp=3, lnc=lnc, targets="all-linear", ratio=0.1)
+    low = by_name(found["variants"])["low_rank"]
+    for phase in low["phases"].values():
+        (mlp,) = [
+            each
+            for each in phase["layouts"]
+            if each["component"] == "mlp" and set(each["layouts"].values()) == {layout}
+        ]
+        u = {"both": 256 * 43, "rows": 86 * 128}[layout]
+        v = {"both": 128 * 86, "rows": 43 * 256}[layout]
+        assert mlp["weight_bytes"] == 2 * (2 * (u + 128 * 256) + 256 * 128 + v)
+        assert mlp["time_ms"] > 0
 
 
 # --- layouts in the document

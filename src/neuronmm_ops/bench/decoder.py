@@ -128,15 +128,15 @@ class Decoder:
     # --- components
 
     def _qkv(self, M: int) -> list[Way]:
-        """Dense: one product with the three weights side by side."""
+        """Dense: one product with the weights that are stored alike side by side."""
         H = self.whole.hidden_size
         widths: dict[str, int] = {name: self.shape.projections[name][1] for name in QKV}
         ranks = {name: r for name in QKV if (r := self.linears[name].r) is not None}
         dense = [name for name in QKV if name not in ranks]
         beside = Way()
-        if dense:
-            width = sum([widths[name] for name in dense])
-            beside = Way(self._op("xw", M, ((H, width),), self.linears[dense[0]].stored))
+        for stored in dict.fromkeys([self.linears[name].stored for name in dense]):
+            same = [widths[name] for name in dense if self.linears[name].stored == stored]
+            beside = beside.then(Way(self._op("xw", M, ((H, sum(same)),), stored)))
         if not ranks:
             return self._allowed([beside], "qkv", "dense")
         stored = self.linears[next(iter(ranks))].stored
@@ -166,15 +166,10 @@ class Decoder:
         return self._allowed(whole, "o", "sum") + [first.then(last) for last in lasts]
 
     def _gated(self, M: int) -> list[Way]:
-        gate, up, down = own = [self.own(name) for name in MLP]
+        gate, up, down = [self.own(name) for name in MLP]
         H, I, stored = gate.K, gate.N, gate.stored  # noqa: E741
         if self.mlp == "published":
             return self._published(M, H, gate.r, I)
-        if len({each.stored for each in own}) > 1:
-            raise ValueError(
-                "gate, up and down must be stored alike, for they share a launch; got "
-                + ", ".join([each.stored or DTYPE for each in own])
-            )
         whole: list[Way] = []
         if gate.r and up.r and down.r:
             matrices = mlp_matrices(H, (gate.r, up.r, down.r), I, H)

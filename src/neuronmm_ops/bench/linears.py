@@ -79,6 +79,9 @@ def linears(
         stored_dense: the same of the layers' other Linears, and of those without a rank that pays.
         stored_head: the same of the output head.
         ratio: of parameters removed; None leaves all dense.
+
+    Raises:
+        ValueError: gate, up and down, which share a launch, are not stored alike.
     """
     found: dict[str, Linear] = {}
     for name, (K, N) in shape.projections.items():
@@ -86,6 +89,12 @@ def linears(
         r = aligned_rank(K, N, ratio) if ratio is not None and is_selected else None
         is_kept = not is_selected or (ratio is not None and r is None)
         found[name] = Linear(K, N, r, stored_dense if is_kept else stored)
+    if len({found[name].stored for name in MLP}) > 1:
+        raise ValueError(
+            "gate, up and down share a launch and must be stored alike; got "
+            + ", ".join([f"{name} in {found[name].stored or DTYPE}" for name in MLP])
+            + "; give storage and storage_dense one value, or target all three"
+        )
     found[HEAD] = Linear(shape.hidden_size, shape.vocab_size, None, stored_head)
     return found
 

@@ -22,7 +22,7 @@ _SPOKEN = {
 
 def show_ranks(documents: list[dict[str, Any]]) -> None:
     """Print what each tp takes, dense and low-rank."""
-    columns = ["tp", "", "prefill", "", "decode", "", "tokens/s", "of it links", "weights, GB"]
+    columns = ["tp", "", "prefill", "", "decode", "", "tokens/s", "links", "weights, GB"]
     cells: list[list[object] | None] = []
     for document in documents:
         for variant in document["variants"]:
@@ -44,7 +44,7 @@ def show_ranks(documents: list[dict[str, Any]]) -> None:
             )
         cells.append(None)
     show_table(columns, cells[:-1], left=[""])
-    stdout.print("Speed-ups are over dense at the same tp, links is of decode.")
+    stdout.print("Speed-ups are over dense at the same tp; links is their share of decode.")
 
 
 def show_layouts(document: dict[str, Any]) -> None:
