@@ -93,6 +93,7 @@ def end(process: subprocess.Popen[str]) -> None:
 
 
 def main(given: str, results: str) -> None:
+    signal.alarm(TIMEOUT_S)  # should the test be killed meanwhile
     asked = json.loads(Path(given).read_text())
     from vllm import LLM, SamplingParams
     from vllm.lora.request import LoRARequest

@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,8 +11,6 @@ from lowrank import RANKS, low_rank
 from offline import generated
 from safetensors.torch import load_file, save_file
 from torch import nn
-
-from neuronmm_ops.compress.record import report_of
 
 pytestmark = pytest.mark.slow
 
@@ -163,13 +162,34 @@ def test_options_that_cannot_be(errors, name, text):
     said(errors, name, text)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # vLLM's own
-def test_low_rank_experts_are_refused(tmp_path):
+@pytest.fixture
+def config(tmp_path):
+    """vLLM's config of a record that lists an expert."""
     from neuronmm_ops.integrations.vllm.config import NeuronMMConfig
 
     low_rank(tmp_path / "m")
     record = json.loads((tmp_path / "m" / "config.json").read_text())["quantization_config"]
     layer(record, KEY)["name"] = "model.layers.0.mlp.experts.3.gate_proj"
-    config = NeuronMMConfig(report_of(record))
+    return NeuronMMConfig.from_config(record)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # vLLM's own
+def test_low_rank_experts_are_refused(config):
     with pytest.raises(ValueError, match=r"experts\.3\.gate_proj: vLLM's Module takes no low-rank"):
         config.get_quant_method(nn.Module(), "model.layers.0.mlp.experts")
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # vLLM's own
+def test_ranks_must_divide_the_mlp(config, monkeypatch):
+    """vLLM would fail by an assertion without a word."""
+    from vllm.model_executor.layers.linear import ReplicatedLinear
+
+    from neuronmm_ops.integrations.vllm import config as module
+
+    given = SimpleNamespace(
+        model_config=SimpleNamespace(hf_text_config=SimpleNamespace(intermediate_size=193)),
+        parallel_config=SimpleNamespace(tensor_parallel_size=2),
+    )
+    monkeypatch.setattr(module, "get_current_vllm_config", lambda: given)
+    with pytest.raises(ValueError, match="must divide intermediate_size, got 2 and 193; use one"):
+        config.get_quant_method(ReplicatedLinear.__new__(ReplicatedLinear), "model.layers.0.o_proj")

@@ -27,27 +27,15 @@ RUNS = {
 }
 
 
-@pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("checkpoints")
-    expected, runs = {}, {}
-    for name, (options, given, _) in RUNS.items():
-        model = low_rank(folder / name, **options)
-        runs[name] = {"model": folder / name, **given}
-        if "enable_lora" in given:
-            runs[name]["adapter"] = folder / "adapter"
-            model = adapted_(folder / "adapter", model)
-        expected[name] = greedy(model, PROMPTS)
-    return generated(runs, PROMPTS, TOKENS), expected
-
-
 @pytest.mark.parametrize("name", RUNS)
-def test_tokens_are_those_of_one_process(two_ranks, name):
-    found, expected = two_ranks
-    assert found[name].get("tokens") == expected[name], found[name].get("error")
-
-
-@pytest.mark.parametrize("name", RUNS)
-def test_every_rank_has_the_mlp_as_one_op(two_ranks, name):
-    for kinds in two_ranks[0][name]["modules"]:
-        assert [kind for kind in kinds if kind.endswith("MLP")] == [RUNS[name][2]]
+def test_tokens_are_those_of_one_process(tmp_path, name):
+    options, given, mlp = RUNS[name]
+    model, run = low_rank(tmp_path / "model", **options), {"model": tmp_path / "model", **given}
+    if "enable_lora" in given:
+        run["adapter"] = tmp_path / "adapter"
+        model = adapted_(tmp_path / "adapter", model)
+    found = generated({name: run}, PROMPTS, TOKENS)[name]
+    assert found.get("tokens") == greedy(model, PROMPTS), found.get("error")
+    assert len(found["modules"]) == 2
+    for kinds in found["modules"]:
+        assert [kind for kind in kinds if kind.endswith("MLP")] == [mlp]
