@@ -1,48 +1,27 @@
-"""Tiny compressed checkpoints for vLLM, and the tokens that Transformers gives for them."""
+"""Tiny compressed checkpoints for vLLM's server, and Transformers' answers to their prompts."""
 
 from pathlib import Path
 
-import torch
-from tiny import tiny_model, tiny_tokenizer
+from lowrank import greedy, low_rank
+from tiny import tiny_tokenizer
 
-from neuronmm_ops import SVDConfig, compress_, hf
+from neuronmm_ops import hf
 
-# vLLM's attention for the CPU takes heads of 32 and more.
-SIZES = {
-    "hidden_size": 128,
-    "head_dim": 32,
-    "initializer_range": 0.2,  # answers differ by prompt, and their logits are far apart
-    "max_position_embeddings": 4096,
-    "tied": False,
-}
+CONTEXT = 4096  # room for an answer that takes seconds
 CHAT = "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}<answer>"
 PROMPTS = ["The quick brown fox", "Zwölf Boxkämpfer", "0123456789", "a", "def f(x):\n    return"]
 
 
-def compressed(path: Path, family: str = "llama", targets: str = "all-linear", **sizes) -> Path:
-    """Write a tiny compressed model of the family and its tokenizer."""
-    model = tiny_model(family, **{**SIZES, **sizes})
-    config = SVDConfig(ratio=0.4, block=8, targets=targets, method="plain", allocation="uniform")
-    compress_(model, config)
-    model.save_pretrained(path)
-    save_tokenizer(path)
-    return path
-
-
-def save_tokenizer(path: Path) -> None:
+def served(path: Path, family: str = "llama") -> Path:
+    """Write a model of the family with every Linear low-rank, and a tokenizer that can chat."""
+    low_rank(path, family, max_position_embeddings=CONTEXT)
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = CHAT
     tokenizer.save_pretrained(path)
+    return path
 
 
-def greedy(path: Path, prompts: list[str], tokens: int) -> list[list[int]]:
-    """Transformers' own greedy tokens after each prompt, none of them an end."""
-    model, tokenizer = hf.load(path, dtype=torch.float32), hf.load_tokenizer(path)
-    answers = []
-    for prompt in prompts:
-        ids = torch.tensor([tokenizer(prompt)["input_ids"]])
-        out = model.generate(
-            ids, max_new_tokens=tokens, do_sample=False, eos_token_id=None, pad_token_id=0
-        )
-        answers.append(out[0, ids.shape[1] :].tolist())
-    return answers
+def answers(path: Path, prompts: list[str], tokens: int) -> list[list[int]]:
+    """Return Transformers' own greedy tokens after each prompt."""
+    model, tokenizer = hf.load(path), hf.load_tokenizer(path)
+    return greedy(model, [tokenizer(prompt)["input_ids"] for prompt in prompts], tokens)

@@ -1,10 +1,10 @@
-"""Checkpoints that the tests share, and the servers of them."""
+"""What the tests of the server share."""
 
 import pytest
-from checkpoints import compressed
+from checkpoints import served
 
 
 @pytest.fixture(scope="session")
 def llama(tmp_path_factory):
-    """A compressed Llama with every Linear low-rank."""
-    return compressed(tmp_path_factory.mktemp("served") / "llama")
+    """A Llama with every Linear low-rank."""
+    return served(tmp_path_factory.mktemp("served") / "llama")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import openai
 import pytest
-from checkpoints import PROMPTS, greedy
+from checkpoints import CONTEXT, PROMPTS, answers
 from serving import load_test
 from vllm_server import Server
 
@@ -36,7 +36,7 @@ def server(llama, tmp_path_factory):
 @pytest.fixture(scope="module")
 def expected(llama):
     """Transformers' greedy tokens by prompt."""
-    return dict(zip(PROMPTS, greedy(llama, PROMPTS, TOKENS), strict=True))
+    return dict(zip(PROMPTS, answers(llama, PROMPTS, TOKENS), strict=True))
 
 
 def complete(server, prompt, **options):
@@ -56,7 +56,7 @@ def test_answers_of_the_prompts_differ(expected):
 
 def test_the_server_names_its_model(server):
     (model,) = server.client.models.list().data
-    assert (model.id, model.max_model_len) == (server.model, 4096)
+    assert (model.id, model.max_model_len) == (server.model, CONTEXT)
     assert "quantization=neuronmm" in server.text()
 
 
@@ -83,7 +83,7 @@ def test_chat_completions_whole_and_streamed(server, llama):
 
     prompt = hf.load_tokenizer(llama).apply_chat_template(CHAT, tokenize=False)
     whole = chat().choices[0]
-    assert [whole.token_ids] == greedy(llama, [prompt], TOKENS)
+    assert [whole.token_ids] == answers(llama, [prompt], TOKENS)
     pieces = [choice.delta.content or "" for chunk in chat(stream=True) for choice in chunk.choices]
     assert "".join(pieces) == whole.message.content
     assert len(pieces) > TOKENS // 3
@@ -97,8 +97,8 @@ def test_a_batch_and_its_prompts_one_by_one_are_answered_alike(server, expected)
 def test_concurrent_requests_get_each_its_own_answer(server, expected):
     prompts = PROMPTS * 8
     with ThreadPoolExecutor(max_workers=8) as pool:
-        answers = list(pool.map(lambda prompt: tokens_of(server, prompt), prompts))
-    assert answers == [expected[prompt] for prompt in prompts]
+        found = list(pool.map(lambda prompt: tokens_of(server, prompt), prompts))
+    assert found == [expected[prompt] for prompt in prompts]
 
 
 def test_a_client_that_leaves_does_not_disturb_the_others(server, expected):

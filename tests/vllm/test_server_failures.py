@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import openai
 import pytest
-from checkpoints import PROMPTS, compressed, greedy
+from checkpoints import PROMPTS, answers, served
 from vllm_server import STOP_S, Server
 
 pytestmark = pytest.mark.slow
@@ -21,7 +21,7 @@ TOKEN_IDS = {"return_token_ids": True, "ignore_eos": True}
 @pytest.fixture(scope="module")
 def qwen(tmp_path_factory):
     """A compressed Qwen2: biases at q, k and v."""
-    return compressed(tmp_path_factory.mktemp("served") / "qwen", "qwen2")
+    return served(tmp_path_factory.mktemp("served") / "qwen", "qwen2")
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +69,7 @@ def test_two_servers_at_once_give_each_its_own_models_answers(servers, llama, qw
             list(pool.map(lambda p, s=server: complete(s, p).choices[0].token_ids, PROMPTS))
             for server in servers
         ]
-    assert found == [greedy(path, PROMPTS, TOKENS) for path in (llama, qwen)]
+    assert found == [answers(path, PROMPTS, TOKENS) for path in (llama, qwen)]
     assert found[0] != found[1]
 
 

@@ -47,9 +47,9 @@ CASES = {
     "of neuronmm-ops",
     unknown_storage: "model.layers.0.self_attn.q_proj: storage must be float8_e4m3fn or int8, or "
     "null; got 'fp4'",
-    other_ranks: "model.layers.0.self_attn.q_proj.u: config.json asks for [128, 32], the file has "
-    f"[128, 40]; {MISMATCH}",
-    missing_member: "model.layers.1.self_attn.k_proj.v: config.json asks for [24, 64], the file "
+    other_ranks: "model.layers.0.self_attn.q_proj.u: config.json asks for [128, 33], the file has "
+    f"[128, 41]; {MISMATCH}",
+    missing_member: "model.layers.1.self_attn.k_proj.v: config.json asks for [23, 64], the file "
     f"has none; {MISMATCH}",
     # vLLM's own rule, which comes first.
     unchanged: "Total number of attention heads (4) must be divisible by tensor parallel size (3)",
