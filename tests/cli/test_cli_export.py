@@ -32,7 +32,7 @@ def test_what_compress_wrote_is_exported(compressed: Path, tmp_path: Path, run: 
 
 
 def test_it_says_what_to_run(compressed: Path, tmp_path: Path, run: Run) -> None:
-    outcome = run("export", "nxdi", compressed, "-o", tmp_path / "out", "--tp", 3)
+    outcome = run("export", "nxdi", compressed, "-o", tmp_path / "out", "--tp", 8)
     lines = outcome.out.splitlines()
     assert lines[0].startswith(f"wrote {tmp_path / 'out'}: ")
     assert [line for line in lines if line.startswith("note: ")]

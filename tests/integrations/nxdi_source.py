@@ -30,8 +30,14 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "llama": ({}, {}, {}),
     "llama one": ({}, {"divide": "one"}, {}),
     "llama fused": ({}, {}, {"fused_qkv": True}),
-    "llama sequence": ({}, {"divide": "one"}, {"sequence_parallel_enabled": True}),
-    "llama heads": ({"num_attention_heads": 6, "num_key_value_heads": 3}, {}, {}),
+    # On the CPU only models of continuous batching have a config of their own for single tokens.
+    "llama sequence": (
+        {},
+        {"divide": "one"},
+        {"sequence_parallel_enabled": True, "is_continuous_batching": True},
+    ),
+    "llama heads": ({"num_attention_heads": 6, "num_key_value_heads": 2}, {}, {}),
+    "llama mha": ({"num_attention_heads": 6, "num_key_value_heads": 6}, {}, {}),
     "llama mlp": ({"dense": ("q_proj", "k_proj", "v_proj", "o_proj")}, {}, {"fused_qkv": True}),
     "llama mixed": (
         {"dense": ("0.self_attn.k_proj", "1.mlp.up_proj", "0.mlp.down_proj", "1.self_attn.o_proj")},

@@ -134,9 +134,8 @@ def test_the_tokenizer_comes_along_as_transformers_4_knows_it(
 @pytest.mark.parametrize(
     ("tp", "made", "words"),
     [
-        (3, {}, "intermediate_size 178 is padded to 180"),
-        (3, {}, "4 heads are padded to 6"),
-        (3, {}, "2 key/value heads become one for each query head"),
+        (3, {"num_key_value_heads": 4}, "intermediate_size 178 is padded to 180"),
+        (3, {"num_key_value_heads": 4}, "4 heads are padded to 6"),
         (4, {}, "2 key/value heads are replicated to 4"),
     ],
 )
@@ -170,12 +169,13 @@ def test_bad_options_are_refused(
     ("made", "words"),
     [
         ({"model_type": "phi3"}, "got 'phi3'"),
-        ({"mlp_bias": True}, "must divide intermediate_size"),
-        ({"rope_parameters": {"full": {}, "sliding": {}}}, "differ between layers"),
+        ({"num_key_value_heads": 4, "mlp_bias": True}, "must divide intermediate_size"),
+        ({}, "got 2 and tp = 3"),
+        ({"num_key_value_heads": 4, "rope_parameters": {"full": {}}}, "differ between layers"),
     ],
 )
 def test_models_that_are_not_taken_are_refused(made: Any, words: str, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=words):
+    with pytest.raises(ValueError, match=words):
         export(make(tmp_path / "in", **made), tmp_path / "out", tp=3)
     assert not (tmp_path / "out").exists()
 

@@ -34,7 +34,7 @@ from neuronmm_ops.integrations.nxdi.files import (
     write_weights,
 )
 from neuronmm_ops.integrations.nxdi.models import FAMILIES
-from neuronmm_ops.integrations.nxdi.record import DIVIDE_KEY, named_layers
+from neuronmm_ops.integrations.nxdi.record import DIVIDE_KEY, check_heads, named_layers
 from neuronmm_ops.output import check_target, no_room, replacement
 from neuronmm_ops.parallel.sharding import DIVIDES
 
@@ -96,7 +96,7 @@ def export(
     Raises:
         CheckpointError: the source cannot be read, does not fit its record, is of a family or has
             low-rank layers that are not taken here.
-        ValueError: an option is out of range.
+        ValueError: an option is out of range, or ranks cannot divide the model.
         FileExistsError: the output exists and is no earlier export.
         OSError: it cannot be written.
     """
@@ -204,6 +204,7 @@ def _paddings(
     """Say what ranks pad with zeros as they load; refuse what they cannot."""
     size, heads = int(config["intermediate_size"]), int(config["num_attention_heads"])
     kv_heads = int(config.get("num_key_value_heads") or heads)
+    check_heads(heads, kv_heads, tp)
     if size % tp and config.get("mlp_bias"):
         raise CheckpointError(
             f"tp must divide intermediate_size in an MLP with biases, got {size} and tp = {tp}; "
@@ -213,9 +214,7 @@ def _paddings(
         yield f"intermediate_size {size} is padded to {padded(size, tp)} for tp {tp}"
     if heads % tp:
         yield f"{heads} heads are padded to {padded(heads, tp)} for tp {tp}"
-    if tp % kv_heads and kv_heads % tp:
-        yield f"{kv_heads} key/value heads become one for each query head, for tp {tp}"
-    elif tp > kv_heads:
+    if heads != kv_heads < tp:
         yield f"{kv_heads} key/value heads are replicated to {tp}"
     if divide == "one" and tp > 2 and layers:
         yield (
