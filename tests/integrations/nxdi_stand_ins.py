@@ -363,8 +363,10 @@ def modules() -> dict[str, types.ModuleType]:
             setattr(found[path], member.__name__, member)
     for module in found.values():
         module.__path__ = []
-    llamas = {"causal-lm": NeuronLlamaForCausalLM}
-    found[f"{NXDI}.utils.constants"].MODEL_TYPES = {"llama": llamas}  # pyright: ignore
+    # Two tables, as in the source.
+    for path in ("utils.constants", "inference_demo"):
+        llamas = {"causal-lm": NeuronLlamaForCausalLM}
+        found[f"{NXDI}.{path}"].MODEL_TYPES = {"llama": llamas}  # pyright: ignore
     return found
 
 

@@ -1,1 +1,1 @@
-"""Compressed checkpoints in the engines that serve them. No engine is imported here."""
+"""Engines that serve compressed checkpoints. Each imports its package here, never the reverse."""

@@ -141,7 +141,7 @@ def first_command(directory: Path, model_type: str, dtype: str, tp: int) -> str:
     """Return the first command to run on the machine with NxD Inference."""
     module = "neuronmm_ops.integrations.nxdi"
     where = ("--model-path", str(directory), "--compiled-model-path", f"{directory}-compiled")
-    sizes = ("--batch-size", "1", "--max-context-length", "128", "--seq-len", "256")
+    sizes = ("--batch-size", "1", "--seq-len", "256")
     return join(
         [
             *("python", "-m", module, "--model-type", model_type, "--task-type", "causal-lm"),
