@@ -152,8 +152,6 @@ def run(directory: Path, tp: int, options: dict[str, Any], ids: torch.Tensor, ne
 
     from neuronmm_ops.integrations.nxdi import causal_lm
 
-    if not hasattr(hf_adapter, "tensor_capture_hook"):
-        hf_adapter.tensor_capture_hook = None  # 0.7 names it without defining it
     family = causal_lm(json.loads((directory / "config.json").read_text())["model_type"])
     neuron_config = family.get_neuron_config_cls()(
         tp_degree=tp,

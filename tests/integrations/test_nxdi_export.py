@@ -97,6 +97,19 @@ def test_a_dtype_is_cast_with_a_note(checkpoint: Path, tmp_path: Path) -> None:
     assert "--torch-dtype bfloat16" in found.command
 
 
+def test_float64_becomes_float32_with_a_note(tmp_path: Path) -> None:
+    found = export(make(tmp_path / "in", dtype=torch.float64), tmp_path / "out")
+    assert (found.dtype, found.notes) == ("float32", ("tensors in float64 are cast to float32",))
+
+
+@pytest.mark.parametrize("text", ["{", "[1]"])
+def test_a_damaged_tokenizer_is_refused(text: str, checkpoint: Path, tmp_path: Path) -> None:
+    (checkpoint / "tokenizer_config.json").write_text(text)
+    with pytest.raises(CheckpointError, match=r"tokenizer_config\.json must hold"):
+        export(checkpoint, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 def test_large_weights_are_in_several_files(checkpoint: Path, tmp_path: Path) -> None:
     found = export(checkpoint, tmp_path / "out", shard_bytes=100_000)
     names = sorted(path.name for path in (tmp_path / "out").glob("*.safetensors"))

@@ -40,7 +40,7 @@ from neuronmm_ops.parallel.sharding import DIVIDES
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 SHARD_BYTES = 5_000_000_000
-_NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
+_NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}
 _OURS_ALONE = ("config.json", "compression.json", "generation_config.json", "tokenizer_config.json")
 
 
@@ -175,11 +175,12 @@ def _dtype_of(headers: Mapping[str, TensorHeader], dtype: str) -> str:
     """Return the dtype asked for; of `auto` the one that most of the floats have."""
     if dtype != "auto":
         return dtype
-    sizes = dict.fromkeys(_NAMES.values(), 0)
+    sizes = dict.fromkeys(_NAMES, 0)
     for name, header in headers.items():
-        if header.dtype in _NAMES and not name.endswith(("_scale", ".bias")):
-            sizes[_NAMES[header.dtype]] += tensor_bytes(header, 1)
-    return max(sizes, key=lambda name: sizes[name]) if any(sizes.values()) else "bfloat16"
+        if header.dtype in _NAMES and not name.endswith("_scale"):
+            sizes[header.dtype] += tensor_bytes(header, 1)
+    found = _NAMES[max(sizes, key=lambda dtype: sizes[dtype])]
+    return found if found in DTYPES else "float32"
 
 
 def _changes(
