@@ -17,8 +17,8 @@ MODULES = sorted(ROOT.rglob("*.py"))
 # bench, hf, recover and eval are one storey; between themselves they import in this order.
 LAYERS = (
     *("__main__", "cli", "reproduce", "doctor", "integrations", "bench", "hf", "recover", "eval"),
-    *("output", "checkpoint", "compress", "parallel", "nn", "ops", "kernels", "neuroncore", "models"),
-    *("hardware", "progress", "processes", "errors"),
+    *("output", "checkpoint", "compress", "parallel", "nn", "ops", "kernels", "neuroncore"),
+    *("models", "hardware", "progress", "processes", "errors"),
 )
 RANK = {name: rank for rank, name in enumerate(reversed(LAYERS))}
 ROOT_MAY_IMPORT = {"compress", "errors", "eval", "nn", "ops"}

@@ -5,8 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from outcomes import COMPRESS, Run, refused
+from tiny import tiny_ids
 
+from neuronmm_ops import hf
 from neuronmm_ops.checkpoint import inspect_checkpoint
 
 
@@ -31,8 +34,19 @@ def test_what_compress_wrote_is_exported(compressed: Path, tmp_path: Path, run: 
     assert [layer.r for layer in exported.layers] == [layer.r for layer in source.layers]
 
 
+def test_transformers_reads_the_export_as_the_checkpoint(
+    compressed: Path, tmp_path: Path, run: Run
+) -> None:
+    config = json.loads((compressed / "config.json").read_text())
+    config["rope_parameters"]["rope_theta"] = 500.0  # far from the default
+    (compressed / "config.json").write_text(json.dumps(config))
+    assert run("export", "nxdi", compressed, "-o", tmp_path / "out").code == 0
+    found, wanted = (hf.load(path)(tiny_ids()).logits for path in (tmp_path / "out", compressed))
+    assert torch.equal(found, wanted)
+
+
 def test_it_says_what_to_run(compressed: Path, tmp_path: Path, run: Run) -> None:
-    outcome = run("export", "nxdi", compressed, "-o", tmp_path / "out", "--tp", 3)
+    outcome = run("export", "nxdi", compressed, "-o", tmp_path / "out", "--tp", 8)
     lines = outcome.out.splitlines()
     assert lines[0].startswith(f"wrote {tmp_path / 'out'}: ")
     assert [line for line in lines if line.startswith("note: ")]

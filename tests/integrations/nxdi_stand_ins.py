@@ -31,7 +31,7 @@ NXD, NXDI = "neuronx_distributed", "neuronx_distributed_inference"
 
 
 class _Heads(nn.Module):
-    """Pads the heads to a multiple of tp, and gives each rank the key/value heads of its own."""
+    """Pads the heads to a multiple of tp, which either divides the key/value heads or pads them."""
 
     def __init__(self, hidden_size: int, head_dim: int, heads: int, kv_heads: int, dtype: Any):
         super().__init__()
@@ -42,19 +42,10 @@ class _Heads(nn.Module):
             dtype,
             tp,
         )
-        self._src_num_attention_heads, self._src_num_key_value_heads = heads, kv_heads
-        # As GQA.CONVERT_TO_MHA does where tp does not fit the key/value heads.
-        self.is_mha = bool(kv_heads % tp)
         self.num_attention_heads = heads + missing(heads, tp)
-        self.num_key_value_heads = self.num_attention_heads if self.is_mha else kv_heads
+        self.num_key_value_heads = kv_heads + missing(kv_heads, tp)
 
-    def padded(self, tensor: Tensor, dim: int, is_key_value: bool) -> Tensor:
-        if is_key_value and self.is_mha:
-            source = self._src_num_key_value_heads
-            by_head = tensor.unflatten(dim, (source, -1))
-            repeats = self._src_num_attention_heads // source
-            tensor = by_head.repeat_interleave(repeats, dim).flatten(dim, dim + 1)
-        heads = self.num_key_value_heads if is_key_value else self.num_attention_heads
+    def padded(self, tensor: Tensor, dim: int, heads: int) -> Tensor:
         extra = heads * self.head_dim - tensor.shape[dim]
         return F.pad(tensor, (0,) * (2 * (tensor.dim() - 1 - dim)) + (0, extra))
 
@@ -107,7 +98,9 @@ class GroupQueryAttention_QKV(_Heads):  # noqa: N801
             self.renamed(model_state_dict, f"{outer}.{name}", f"{prefix}.{name}")
             for leaf in ("weight", "bias") if self.bias else ("weight",):
                 key = f"{prefix}.{name}.{leaf}"
-                model_state_dict[key] = self.padded(model_state_dict[key], 0, name != "q_proj")
+                is_query = name == "q_proj"
+                heads = self.num_attention_heads if is_query else self.num_key_value_heads
+                model_state_dict[key] = self.padded(model_state_dict[key], 0, heads)
         return True
 
 
@@ -137,7 +130,7 @@ class GroupQueryAttention_O(_Heads):  # noqa: N801
         outer = prefix.rpartition(".")[0]
         self.renamed(model_state_dict, f"{outer}.o_proj", f"{prefix}.o_proj")
         key = f"{prefix}.o_proj.weight"
-        model_state_dict[key] = self.padded(model_state_dict[key], 1, False)
+        model_state_dict[key] = self.padded(model_state_dict[key], 1, self.num_attention_heads)
         if self.bias:
             model_state_dict[f"{prefix}.o_proj.bias"] = model_state_dict[f"{prefix}.o_proj.bias"]
         return True
@@ -370,8 +363,10 @@ def modules() -> dict[str, types.ModuleType]:
             setattr(found[path], member.__name__, member)
     for module in found.values():
         module.__path__ = []
-    llamas = {"causal-lm": NeuronLlamaForCausalLM}
-    found[f"{NXDI}.utils.constants"].MODEL_TYPES = {"llama": llamas}  # pyright: ignore
+    # Two tables, as in the source.
+    for path in ("utils.constants", "inference_demo"):
+        llamas = {"causal-lm": NeuronLlamaForCausalLM}
+        found[f"{NXDI}.{path}"].MODEL_TYPES = {"llama": llamas}  # pyright: ignore
     return found
 
 

@@ -97,6 +97,19 @@ def test_a_dtype_is_cast_with_a_note(checkpoint: Path, tmp_path: Path) -> None:
     assert "--torch-dtype bfloat16" in found.command
 
 
+def test_float64_becomes_float32_with_a_note(tmp_path: Path) -> None:
+    found = export(make(tmp_path / "in", dtype=torch.float64), tmp_path / "out")
+    assert (found.dtype, found.notes) == ("float32", ("tensors in float64 are cast to float32",))
+
+
+@pytest.mark.parametrize("text", ["{", "[1]"])
+def test_a_damaged_tokenizer_is_refused(text: str, checkpoint: Path, tmp_path: Path) -> None:
+    (checkpoint / "tokenizer_config.json").write_text(text)
+    with pytest.raises(CheckpointError, match=r"tokenizer_config\.json must hold"):
+        export(checkpoint, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 def test_large_weights_are_in_several_files(checkpoint: Path, tmp_path: Path) -> None:
     found = export(checkpoint, tmp_path / "out", shard_bytes=100_000)
     names = sorted(path.name for path in (tmp_path / "out").glob("*.safetensors"))
@@ -134,9 +147,8 @@ def test_the_tokenizer_comes_along_as_transformers_4_knows_it(
 @pytest.mark.parametrize(
     ("tp", "made", "words"),
     [
-        (3, {}, "intermediate_size 178 is padded to 180"),
-        (3, {}, "4 heads are padded to 6"),
-        (3, {}, "2 key/value heads become one for each query head"),
+        (3, {"num_key_value_heads": 4}, "intermediate_size 178 is padded to 180"),
+        (3, {"num_key_value_heads": 4}, "4 heads are padded to 6"),
         (4, {}, "2 key/value heads are replicated to 4"),
     ],
 )
@@ -170,12 +182,13 @@ def test_bad_options_are_refused(
     ("made", "words"),
     [
         ({"model_type": "phi3"}, "got 'phi3'"),
-        ({"mlp_bias": True}, "must divide intermediate_size"),
-        ({"rope_parameters": {"full": {}, "sliding": {}}}, "differ between layers"),
+        ({"num_key_value_heads": 4, "mlp_bias": True}, "must divide intermediate_size"),
+        ({}, "got 2 and tp = 3"),
+        ({"num_key_value_heads": 4, "rope_parameters": {"full": {}}}, "differ between layers"),
     ],
 )
 def test_models_that_are_not_taken_are_refused(made: Any, words: str, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=words):
+    with pytest.raises(ValueError, match=words):
         export(make(tmp_path / "in", **made), tmp_path / "out", tp=3)
     assert not (tmp_path / "out").exists()
 

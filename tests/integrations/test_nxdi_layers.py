@@ -112,8 +112,8 @@ def close(found: Tensor, wanted: Tensor) -> None:
         (2, {}, {"fused_qkv": True}, {}),
         (4, {"num_key_value_heads": 4}, {}, {}),
         (3, {"num_attention_heads": 6, "num_key_value_heads": 3}, {}, {}),
-        # 6 heads become 8, and 3 key/value heads as many.
-        (4, {"num_attention_heads": 6, "num_key_value_heads": 3}, {}, {}),
+        # 6 heads become 8.
+        (4, {"num_attention_heads": 6, "num_key_value_heads": 6}, {}, {}),
     ],
     ids=str,
 )

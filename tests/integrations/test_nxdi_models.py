@@ -95,8 +95,8 @@ def test_the_command_runs_nxd_inferences_demo() -> None:
         "import nxdi_stand_ins, runpy",
         "nxdi_stand_ins.install()",
         "from neuronx_distributed_inference import inference_demo",
-        "from neuronx_distributed_inference.utils.constants import MODEL_TYPES",
-        "inference_demo.main = lambda: print(MODEL_TYPES['llama']['causal-lm'].__name__)",
+        "types = inference_demo.MODEL_TYPES",
+        "inference_demo.main = lambda: print(types['llama']['causal-lm'].__name__)",
         "runpy.run_module('neuronmm_ops.integrations.nxdi', run_name='__main__')",
     )
     assert (done.returncode, done.stdout) == (0, "NeuronSVDLlamaForCausalLM\n"), done.stderr

@@ -29,6 +29,7 @@ def config(*names: str, fields: dict[str, Any] | None = None, **options: Any) ->
     )
     record = record_of(CompressionReport(None, layers, None, {}))
     known = {"quantization_config": record, "intermediate_size": 176, **(fields or {})}
+    known = {"num_attention_heads": 6, "num_key_value_heads": 6, **known}
     return InferenceConfig(NeuronConfig(**options), **known)
 
 
@@ -91,6 +92,19 @@ def test_biases_on_a_side_that_tp_does_not_divide_are_refused() -> None:
     with pytest.raises(OptionError, match=r"must divide intermediate_size .* got 3 and 176; "):
         check_options(config(fields=fields, tp_degree=3))
     check_options(config(fields=fields, tp_degree=4))
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "tp", "is_taken"),
+    [(6, 3, 2, False), (6, 2, 4, True), (6, 6, 4, True), (8, 8, 3, True), (8, 4, 2, True)],
+)
+def test_key_value_heads_must_fit(heads: int, kv_heads: int, tp: int, is_taken: bool) -> None:
+    fields = {"num_attention_heads": heads, "num_key_value_heads": kv_heads}
+    if is_taken:
+        check_options(config(fields=fields, tp_degree=tp))
+        return
+    with pytest.raises(OptionError, match=r"or be a multiple of them, got 3 and tp = 2; use"):
+        check_options(config(fields=fields, tp_degree=tp))
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ def add(commands: Any) -> None:
         "--divide",
         choices=("both", "one"),
         default="both",
-        help="which factors of a pair the cores divide (default both); one for sequence parallelism",
+        help="which factors of a pair cores divide (default both); one for sequence parallelism",
     )
     command.add_argument(
         "--dtype",

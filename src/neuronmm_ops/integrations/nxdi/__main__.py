@@ -11,8 +11,9 @@ from neuronmm_ops.integrations.nxdi.record import OptionError
 def main() -> int:
     """Run `inference_demo` with compressed models; return the exit code."""
     try:
-        register()
-        import_module("neuronx_distributed_inference.inference_demo").main()
+        demo = import_module("neuronx_distributed_inference.inference_demo")
+        register(demo.MODEL_TYPES)
+        demo.main()
     except (CheckpointError, ImportError, OptionError) as error:
         print(f"neuronmm_ops.integrations.nxdi: {error}", file=sys.stderr)
         return 2

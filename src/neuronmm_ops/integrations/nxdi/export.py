@@ -34,13 +34,13 @@ from neuronmm_ops.integrations.nxdi.files import (
     write_weights,
 )
 from neuronmm_ops.integrations.nxdi.models import FAMILIES
-from neuronmm_ops.integrations.nxdi.record import DIVIDE_KEY, named_layers
+from neuronmm_ops.integrations.nxdi.record import DIVIDE_KEY, check_heads, named_layers
 from neuronmm_ops.output import check_target, no_room, replacement
 from neuronmm_ops.parallel.sharding import DIVIDES
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 SHARD_BYTES = 5_000_000_000
-_NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
+_NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}
 _OURS_ALONE = ("config.json", "compression.json", "generation_config.json", "tokenizer_config.json")
 
 
@@ -96,7 +96,7 @@ def export(
     Raises:
         CheckpointError: the source cannot be read, does not fit its record, is of a family or has
             low-rank layers that are not taken here.
-        ValueError: an option is out of range.
+        ValueError: an option is out of range, or ranks cannot divide the model.
         FileExistsError: the output exists and is no earlier export.
         OSError: it cannot be written.
     """
@@ -141,7 +141,7 @@ def first_command(directory: Path, model_type: str, dtype: str, tp: int) -> str:
     """Return the first command to run on the machine with NxD Inference."""
     module = "neuronmm_ops.integrations.nxdi"
     where = ("--model-path", str(directory), "--compiled-model-path", f"{directory}-compiled")
-    sizes = ("--batch-size", "1", "--max-context-length", "128", "--seq-len", "256")
+    sizes = ("--batch-size", "1", "--seq-len", "256")
     return join(
         [
             *("python", "-m", module, "--model-type", model_type, "--task-type", "causal-lm"),
@@ -175,11 +175,12 @@ def _dtype_of(headers: Mapping[str, TensorHeader], dtype: str) -> str:
     """Return the dtype asked for; of `auto` the one that most of the floats have."""
     if dtype != "auto":
         return dtype
-    sizes = dict.fromkeys(_NAMES.values(), 0)
+    sizes = dict.fromkeys(_NAMES, 0)
     for name, header in headers.items():
-        if header.dtype in _NAMES and not name.endswith(("_scale", ".bias")):
-            sizes[_NAMES[header.dtype]] += tensor_bytes(header, 1)
-    return max(sizes, key=lambda name: sizes[name]) if any(sizes.values()) else "bfloat16"
+        if header.dtype in _NAMES and not name.endswith("_scale"):
+            sizes[header.dtype] += tensor_bytes(header, 1)
+    found = _NAMES[max(sizes, key=lambda dtype: sizes[dtype])]
+    return found if found in DTYPES else "float32"
 
 
 def _changes(
@@ -204,6 +205,7 @@ def _paddings(
     """Say what ranks pad with zeros as they load; refuse what they cannot."""
     size, heads = int(config["intermediate_size"]), int(config["num_attention_heads"])
     kv_heads = int(config.get("num_key_value_heads") or heads)
+    check_heads(heads, kv_heads, tp)
     if size % tp and config.get("mlp_bias"):
         raise CheckpointError(
             f"tp must divide intermediate_size in an MLP with biases, got {size} and tp = {tp}; "
@@ -213,9 +215,7 @@ def _paddings(
         yield f"intermediate_size {size} is padded to {padded(size, tp)} for tp {tp}"
     if heads % tp:
         yield f"{heads} heads are padded to {padded(heads, tp)} for tp {tp}"
-    if tp % kv_heads and kv_heads % tp:
-        yield f"{kv_heads} key/value heads become one for each query head, for tp {tp}"
-    elif tp > kv_heads:
+    if heads != kv_heads < tp:
         yield f"{kv_heads} key/value heads are replicated to {tp}"
     if divide == "one" and tp > 2 and layers:
         yield (

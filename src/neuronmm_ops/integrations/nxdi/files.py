@@ -46,7 +46,7 @@ def write_others(source: Path, directory: Path, config: Mapping[str, Any]) -> No
             shutil.copyfile(path, directory / path.name)
     tokenizer = source / "tokenizer_config.json"
     if tokenizer.is_file():
-        fields = json.loads(tokenizer.read_text(encoding="utf-8"))
+        fields = _read_object(tokenizer)
         if fields.get("tokenizer_class") == "TokenizersBackend":  # of Transformers 5
             fields["tokenizer_class"] = "PreTrainedTokenizerFast"
             fields.pop("backend", None)
@@ -122,3 +122,13 @@ def tensor_bytes(header: TensorHeader, itemsize: int) -> int:
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
     """Write an object as Transformers writes its configs."""
     path.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CheckpointError(f"{path} must hold JSON: {error}; copy it again") from None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} must hold a JSON object, got {type(value).__name__}")
+    return value

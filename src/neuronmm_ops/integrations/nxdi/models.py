@@ -73,16 +73,24 @@ def causal_lm(model_type: str) -> Any:
     return _subclass(dense, family, "ForCausalLM", members)
 
 
-def register() -> None:
+def register(model_types: dict[str, dict[str, Any]] | None = None) -> None:
     """Put the classes in the place of NxD Inference's own, where its tools look a model up.
 
-    `neuronx_distributed_inference.utils.constants.MODEL_TYPES` is what `inference_demo` reads, and
-    vLLM's plugin for NxD Inference. Families that this version of it does not have are left out.
+    Args:
+        model_types: classes by task by family, changed in place; default that of
+            `neuronx_distributed_inference.utils.constants`, which vLLM's plugin for NxD Inference
+            reads. `inference_demo` has one of its own. Families that it does not have are left out.
+
+    Raises:
+        ImportError: NxD Inference is not installed.
     """
-    model_types = import_module("neuronx_distributed_inference.utils.constants").MODEL_TYPES
+    if model_types is None:
+        constants = import_module("neuronx_distributed_inference.utils.constants")
+        return register(constants.MODEL_TYPES)
     for model_type in FAMILIES:
         if model_type in model_types:
             model_types[model_type]["causal-lm"] = causal_lm(model_type)
+    return None
 
 
 def __getattr__(name: str) -> Any:

@@ -132,7 +132,22 @@ def check_options(config: Any) -> None:
             "tp_degree must divide intermediate_size in an MLP with biases, got "
             f"{options.tp_degree} and {config.intermediate_size}; use one that does"
         )
+    heads = config.num_attention_heads
+    check_heads(heads, getattr(config, "num_key_value_heads", heads), options.tp_degree)
     _check_rope(config)
+
+
+def check_heads(heads: int, kv_heads: int, tp: int) -> None:
+    """Refuse heads that NxD Inference can neither divide nor replicate, dense or not.
+
+    Raises:
+        OptionError: neither tp nor the key/value heads divide the other.
+    """
+    if heads != kv_heads and kv_heads % tp and tp % kv_heads:
+        raise OptionError(
+            f"tp must divide the key/value heads or be a multiple of them, got {kv_heads} and "
+            f"tp = {tp}; use another tp"
+        )
 
 
 def _check_lora(options: Any, layers: Mapping[str, LayerReport]) -> None:
