@@ -260,6 +260,13 @@ def test_the_class_has_what_vllm_asks_of_a_model_that_generates(checkpoint: Path
     assert torch.equal(made.embed_input_ids(ids), made.model.model.embed_tokens.weight[ids])
 
 
+def test_the_plugin_on_nxd_inference_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = vllm_neuron_engine.install()
+    monkeypatch.delitem(sys.modules, "vllm_neuron.model")
+    vllm_neuron.register()
+    assert not found.registered
+
+
 @pytest.mark.slow
 def test_importing_the_integrations_imports_no_engine() -> None:
     script = """
