@@ -113,6 +113,26 @@ void check_bias(const char* op, const Named& matrix, const std::optional<Tensor>
                     matrix.tensor.sizes());
 }
 
+void check_same_columns(const char* op, const Named& left, const Named& right) {
+  TORCH_CHECK_VALUE(left.tensor.size(1) == right.tensor.size(1), op, ": ", left.name, " and ",
+                    right.name, " must have the same number of columns, got ", left.name, " ",
+                    left.tensor.sizes(), " and ", right.name, " ", right.tensor.sizes());
+}
+
+void check_leading(const char* op, const Tensor& x, const Named& other) {
+  const Tensor& tensor = other.tensor;
+  const bool is_alike = tensor.dim() == x.dim() &&
+                        tensor.sizes().slice(0, x.dim() - 1) == x.sizes().slice(0, x.dim() - 1);
+  TORCH_CHECK_VALUE(is_alike, op, ": x and ", other.name,
+                    " must have the same leading dimensions, got x ", x.sizes(), " and ",
+                    other.name, " ", tensor.sizes());
+}
+
+void check_activation(const char* op, const std::string& name) {
+  TORCH_CHECK_VALUE(name == "silu" || name == "gelu" || name == "gelu_tanh" || name == "relu", op,
+                    ": activation must be one of silu, gelu, gelu_tanh, relu; got '", name, "'");
+}
+
 // --- matmuls ------------------------------------------------------------------------------------
 
 // x [..., K] as rows [M, K], or as a vector [K] where mv is the faster matmul.
@@ -228,6 +248,38 @@ Tensor xuv(const Tensor& x, const Tensor& u, const Tensor& v, const std::optiona
   return in_shape_of(x, affine(inner, v, bias, v_scale, compute));
 }
 
+Tensor mlp(const Tensor& x, const Tensor& w_gate, const Tensor& w_up, const Tensor& w_down,
+           const std::optional<Tensor>& x_up, std::string activation, Scale w_gate_scale,
+           Scale w_up_scale, Scale w_down_scale, std::string compute) {
+  constexpr auto op = "mlp";
+  const Named gate{"w_gate", w_gate}, up{"w_up", w_up}, down{"w_down", w_down};
+  check_operands(op, x, {gate, up, down});
+  if (x_up) check_same(op, x, {"x", x}, {"x_up", *x_up});
+  check_scales(op, x, w_gate,
+               {{"w_gate_scale", w_gate_scale},
+                {"w_up_scale", w_up_scale},
+                {"w_down_scale", w_down_scale}});
+  if (x_up) check_leading(op, x, {"x_up", *x_up});
+  check_contraction(op, {"x", x}, gate);
+  check_contraction(op, x_up ? Named{"x_up", *x_up} : Named{"x", x}, up);
+  check_same_columns(op, gate, up);
+  check_contraction(op, gate, down);
+  check_scale_size(op, "I", gate, {"w_gate_scale", w_gate_scale});
+  check_scale_size(op, "I", gate, {"w_up_scale", w_up_scale});
+  check_scale_size(op, "N", down, {"w_down_scale", w_down_scale});
+  check_activation(op, activation);
+  check_compute(op, w_gate, compute);
+  const auto product = [&](const Tensor& given, const Tensor& w, Scale scale) {
+    return affine(given, w, std::nullopt, scale, compute);
+  };
+  const Tensor rows = flat(x, w_gate);
+  Tensor up_rows = rows;
+  if (x_up)
+    up_rows = rows.dim() == 1 ? x_up->reshape({-1}) : x_up->reshape({rows.size(0), x_up->size(-1)});
+  const Tensor hidden = activated(activation, product(rows, w_gate, w_gate_scale));
+  return in_shape_of(x, product(hidden * product(up_rows, w_up, w_up_scale), w_down, w_down_scale));
+}
+
 void check_svd_mlp(const Tensor& x, const Tensor& u_gate, const Tensor& v_gate, const Tensor& u_up,
                    const Tensor& v_up, const Tensor& u_down, const Tensor& v_down,
                    const std::string& activation) {
@@ -240,15 +292,10 @@ void check_svd_mlp(const Tensor& x, const Tensor& u_gate, const Tensor& v_gate, 
   check_contraction(op, gate[0], gate[1]);
   check_contraction(op, {"x", x}, up[0]);
   check_contraction(op, up[0], up[1]);
-  TORCH_CHECK_VALUE(v_gate.size(1) == v_up.size(1), op,
-                    ": v_gate and v_up must have the same number of columns, got v_gate ",
-                    v_gate.sizes(), " and v_up ", v_up.sizes());
+  check_same_columns(op, gate[1], up[1]);
   check_contraction(op, gate[1], down[0]);
   check_contraction(op, down[0], down[1]);
-  TORCH_CHECK_VALUE(activation == "silu" || activation == "gelu" || activation == "gelu_tanh" ||
-                        activation == "relu",
-                    op, ": activation must be one of silu, gelu, gelu_tanh, relu; got '",
-                    activation, "'");
+  check_activation(op, activation);
 }
 
 Tensor svd_mlp(const Tensor& x, const Tensor& u_gate, const Tensor& v_gate, const Tensor& u_up,
@@ -351,6 +398,11 @@ TORCH_LIBRARY_FRAGMENT(neuronmm, library) {
          "xw(Tensor x, Tensor w, Tensor? bias=None, Tensor? w_scale=None, str compute=\"x\") "
          "-> Tensor",
          xw);
+  define(library, "mlp",
+         "mlp(Tensor x, Tensor w_gate, Tensor w_up, Tensor w_down, Tensor? x_up=None, "
+         "str activation=\"silu\", Tensor? w_gate_scale=None, Tensor? w_up_scale=None, "
+         "Tensor? w_down_scale=None, str compute=\"x\") -> Tensor",
+         mlp);
   define(library, "svd_mlp",
          "svd_mlp(Tensor x, Tensor u_gate, Tensor v_gate, Tensor u_up, Tensor v_up, "
          "Tensor u_down, Tensor v_down, str activation=\"silu\", Tensor? u_gate_scale=None, "

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 TIMEOUT_S = 120.0
 # Ranks are forked from a process that has imported these, which takes seconds.
-_PRELOADED = ["torch.distributed.tensor.parallel", "neuronmm_ops"]
+_PRELOADED = ["torch.distributed.tensor.parallel", "torch._dynamo", "neuronmm_ops.parallel"]
 
 
 def run(

@@ -12,7 +12,7 @@ from torch import Tensor
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-OPS = ("xuv", "xw", "svd_mlp", "svd_qkv")
+OPS = ("xuv", "xw", "mlp", "svd_mlp", "svd_qkv")
 
 
 def schemas() -> dict[str, list[str]]:
@@ -34,6 +34,8 @@ def cases() -> Iterator[tuple[str, str, tuple[Any, ...]]]:
     for lead in ((), (1,), (5,), (2, 3), (0,), (2, 0)):
         x, bias = draw(*lead, 256), draw(20)
         u, v, w = draw(256, 12), draw(12, 20), draw(256, 20)
+        x_up, gated = draw(*lead, 96), [draw(*s) for s in ((256, 40), (96, 40), (40, 20))]
+        dense = draw(256, 40)
         mlp = [draw(*shape) for shape in ((256, 8), (8, 40), (256, 9), (9, 40), (40, 7), (7, 20))]
         qkv = [draw(*shape) for shape in ((256, 8), (8, 40), (256, 9), (9, 12), (256, 7), (7, 20))]
         for by_column in (False, True):
@@ -44,6 +46,10 @@ def cases() -> Iterator[tuple[str, str, tuple[Any, ...]]]:
             yield f"xw {case}", "xw", (x, order(w))
             yield f"xw bias {case}", "xw", (x, order(w), bias)
             for activation in ACTIVATIONS:
+                weights = tuple(order(weight) for weight in gated)
+                yield f"mlp x_up {activation} {case}", "mlp", (x, *weights, x_up, activation)
+                weights = (weights[0], order(dense), weights[2])
+                yield f"mlp {activation} {case}", "mlp", (x, *weights, None, activation)
                 factors = tuple(order(factor) for factor in mlp)
                 yield f"svd_mlp {activation} {case}", "svd_mlp", (x, *factors, activation)
             factors = tuple(order(factor) for factor in qkv)
@@ -64,17 +70,20 @@ def one_byte_cases() -> Iterator[tuple[str, str, tuple[Any, ...]]]:
         return rounded.t().contiguous().t(), torch.rand(shape[1], generator=generator) / 400
 
     mlp = ((64, 32), (32, 40), (64, 32), (32, 40), (40, 7), (7, 20))
+    gated = ((64, 40), (32, 40), (40, 20))
     for dtype, computes in ((torch.int8, ("x",)), (torch.float8_e4m3fn, ("x", "fp8"))):
         (u, u_scale), (v, v_scale) = factor(dtype, 64, 32), factor(dtype, 32, 20)
         pairs = [factor(dtype, *shape) for shape in mlp]
+        weights, of_weights = zip(*[factor(dtype, *shape) for shape in gated], strict=True)
         for lead in ((), (1,), (3, 3), (0,)):
-            x, bias = draw(*lead, 64), draw(20)
+            x, bias, x_up = draw(*lead, 64), draw(20), draw(*lead, 32)
             for compute in computes:
                 case = f"{dtype} {compute} {list(lead)}"
                 scales = (u_scale, v_scale, compute)
                 yield f"xuv {case}", "xuv", (x, u, v, bias, *scales)
                 yield f"xuv rows {case}", "xuv", (x, u.contiguous(), v, None, *scales)
                 yield f"xw {case}", "xw", (x, u, None, u_scale, compute)
+                yield f"mlp {case}", "mlp", (x, *weights, x_up, "gelu", *of_weights, compute)
                 factors, own = zip(*pairs, strict=True)
                 yield f"svd_mlp {case}", "svd_mlp", (x, *factors, "gelu", *own, compute)
                 three = [(u, u_scale), (v, v_scale)] * 3
@@ -129,6 +138,24 @@ def refusals() -> list[str]:
         ("svd_mlp", (ones(3, 4), *mlp, "tanh")),
         *(("svd_mlp", (ones(3, 4), *mlp[:i], ones(3, 3), *mlp[i + 1 :])) for i in range(len(mlp))),
     ]
+    gated = [ones(4, 8), ones(3, 8), ones(8, 2)]
+    wrong += [
+        ("mlp", (ones(2, 4), *gated)),
+        ("mlp", (ones(2, 5), *gated, ones(2, 3))),
+        ("mlp", (ones(2, 4), *gated, ones(2, 4))),
+        ("mlp", (ones(2, 4), *gated, ones(3))),
+        ("mlp", (ones(2, 4), *gated, ones(()))),
+        ("mlp", (ones(4), *gated, ones(()))),
+        ("mlp", (ones(2, 4), *gated, ones(1, 3))),
+        ("mlp", (ones(2, 4), *gated, ones(2, 3).half())),
+        ("mlp", (ones(2, 4), *gated, ones(2, 3, device="meta"))),
+        ("mlp", (ones(2, 4), *gated[:2], ones(7, 2), ones(2, 3))),
+        ("mlp", (ones(2, 4), gated[0], ones(3, 1), gated[2], ones(2, 3))),
+        ("mlp", (ones(2, 4), gated[0], ones(3), gated[2], ones(2, 3))),
+        ("mlp", (ones(2, 4), *gated, ones(2, 3), "tanh")),
+        ("mlp", (ones(2, 4), *gated, ones(2, 3), "silu", ones(8))),
+        ("mlp", (ones(2, 4), *gated, ones(2, 3), "silu", None, None, None, "fp8")),
+    ]
     pairs = [ones(4, 2), ones(2, 5), ones(4, 3), ones(3, 6), ones(4, 1), ones(1, 7)]
     wrong += [
         ("svd_qkv", (ones(3, 5), *pairs)),
@@ -156,6 +183,15 @@ def refusals() -> list[str]:
         ("xuv", (ones(3, 4), u, v, n.bfloat16(), r, n)),
         ("xw", (ones(3, 4), u)),
         ("xw", (ones(3, 4), u, None, n)),
+        ("mlp", (ones(2, 4), *[w.to(fp8) for w in gated], ones(2, 3), "silu", ones(8), ones(7))),
+        (
+            "mlp",
+            (ones(2, 4), *[w.to(fp8) for w in gated], None, "silu", ones(8), ones(7), ones(2)),
+        ),
+        (
+            "mlp",
+            (ones(2, 4), *[w.to(fp8) for w in gated], ones(2, 3), "silu", *map(ones, (8, 7, 2))),
+        ),
         ("svd_mlp", (ones(3, 4), *[matrix.to(fp8) for matrix in mlp])),
         ("svd_mlp", (ones(3, 4), *mlp, "silu", r)),
         ("svd_qkv", (ones(3, 4), *[matrix.to(fp8) for matrix in pairs])),

@@ -1,4 +1,7 @@
-"""`mlp` and `mlp_decode`: values against fp64, plans against the simulator and three `xw`."""
+"""`mlp` and `mlp_decode`: values against fp64, plans against the simulator and three `xw`.
+
+Beside x there may be an x_up, which up contracts; `up` are its features, 0 where there is none.
+"""
 
 from typing import Any
 
@@ -13,6 +16,7 @@ from tolerances import assert_close_to_oracle
 from torch import Tensor
 
 from neuronmm_ops import neuroncore as nc
+from neuronmm_ops import ops, use_impl
 from neuronmm_ops.kernels import Problem, plan_op, plan_xw
 from neuronmm_ops.kernels.mlp.decode import mlp_decode
 from neuronmm_ops.kernels.mlp.plan import decode, mlp_weights, plan_mlp
@@ -22,16 +26,32 @@ from neuronmm_ops.models import SHAPES
 from neuronmm_ops.neuroncore.dtypes import dtype_of
 
 DTYPES = ("bfloat16", "float16", "float32")
+UP = st.one_of(st.just(0), SIZES)
 LAUNCHES = [("trn1", 1), ("trn2", 1), ("trn2", 2), ("trn3", 1), ("trn3", 2)]
 
 
-def drawn(M: int, sizes: tuple[int, int, int], dtype: str) -> list[Tensor]:
+def drawn(M: int, sizes: tuple[int, int, int], dtype: str, up: int = 0) -> list[Tensor]:
     """x and the three weights."""
     K, inner, N = sizes
     generator = torch.Generator().manual_seed(M + K + inner + N)
     x = torch.randn((M, K), generator=generator)
-    weights = [torch.randn(s, generator=generator) * s[0] ** -0.5 for s in mlp_weights(K, inner, N)]
+    shapes = mlp_weights(K, inner, N, up)
+    weights = [torch.randn(s, generator=generator) * s[0] ** -0.5 for s in shapes]
     return [t.to(getattr(torch, dtype)) for t in (x, *weights)]
+
+
+def drawn_up(M: int, up: int, dtype: str) -> Tensor | None:
+    """x_up, if there is one."""
+    generator = torch.Generator().manual_seed(M + up)
+    return torch.randn((M, up), generator=generator).to(getattr(torch, dtype)) if up else None
+
+
+def problem_of(
+    M: int, sizes: tuple[int, int, int], up: int, dtype: str, core: tuple[str, int],
+    weight_dtype: str = "",
+) -> Problem:  # fmt: skip
+    matrices, inputs = mlp_weights(*sizes, up), 2 if up else 1
+    return Problem("mlp", M, matrices, dtype, *core, weight_dtype=weight_dtype, inputs=inputs)
 
 
 def composed(
@@ -72,32 +92,36 @@ def check(
 
 @settings(max_examples=25)
 @given(
-    M=TOKENS, sizes=st.tuples(SIZES, SIZES, SIZES), core=CORES, dtype=st.sampled_from(DTYPES),
-    name=st.sampled_from(tuple(ACTIVATIONS)),
+    M=TOKENS, sizes=st.tuples(SIZES, SIZES, SIZES), up=UP, core=CORES,
+    dtype=st.sampled_from(DTYPES), name=st.sampled_from(tuple(ACTIVATIONS)),
     blocks=st.sampled_from(("planned", "spilled", "in SBUF")),
 )  # fmt: skip
 def test_decode(
-    M: int, sizes: tuple[int, int, int], core: tuple[str, int], dtype: str, name: str, blocks: str
-) -> None:
+    M: int, sizes: tuple[int, int, int], up: int, core: tuple[str, int], dtype: str, name: str,
+    blocks: str,
+) -> None:  # fmt: skip
     chosen: dict[str, Any] = {"k_chunk": 128, "inner_block": 128, "block": 96, "last_block": 64}
     chosen |= {"tile_bytes": 512, "spill": blocks == "spilled"}
     if blocks == "planned":
-        chosen = arguments(decode(Problem("mlp", M, mlp_weights(*sizes), dtype, *core))[0])
-    tensors = drawn(M, sizes, dtype)
-    profile = check(mlp_decode, tensors, core, name=name, **chosen)
+        chosen = arguments(decode(problem_of(M, sizes, up, dtype, core))[0])
+    tensors, x_up = drawn(M, sizes, dtype, up), drawn_up(M, up, dtype)
+    profile = check(mlp_decode, tensors, core, name=name, x_up=x_up, **chosen)
     assert profile.flops == 2 * M * sum([w.numel() for w in tensors[1:]]), "padding was computed"
     traffic = {t.name: t.read_bytes for t in profile.tensors}
     for n, w in zip(("w_gate", "w_up", "w_down"), tensors[1:], strict=True):
         assert traffic[n] == w.numel() * w.element_size()
+    if x_up is not None:  # by each core that has a part of I
+        once = x_up.numel() * x_up.element_size()
+        assert traffic["x_up"] in (once, core[1] * once)
 
 
 @settings(max_examples=20)
 @given(
-    M=st.integers(1, 700), sizes=st.tuples(SIZES, st.integers(1, 1300), SIZES), core=CORES,
+    M=st.integers(1, 700), sizes=st.tuples(SIZES, st.integers(1, 1300), SIZES), up=UP, core=CORES,
     dtype=st.sampled_from(DTYPES), name=st.sampled_from(tuple(ACTIVATIONS)), data=st.data(),
 )  # fmt: skip
 def test_prefill(
-    M: int, sizes: tuple[int, int, int], core: tuple[str, int], dtype: str, name: str,
+    M: int, sizes: tuple[int, int, int], up: int, core: tuple[str, int], dtype: str, name: str,
     data: st.DataObject,
 ) -> None:  # fmt: skip
     layouts = ["pe"] if dtype == "float32" and core[0] == "trn1" else ["dma", "pe"]
@@ -116,44 +140,66 @@ def test_prefill(
     if sizes[1] >= 512:
         blocks["spill"] = data.draw(st.sampled_from([0, 1, sizes[1] // 512]))
         blocks["resident_spilled"] = data.draw(st.sampled_from([0, 1]))
-    profile = check(mlp, drawn(M, sizes, dtype), core, name=name, **blocks)
-    assert profile.flops == 2 * M * (2 * sizes[0] + sizes[2]) * sizes[1], "padding was computed"
+    tensors, x_up = drawn(M, sizes, dtype, up), drawn_up(M, up, dtype)
+    profile = check(mlp, tensors, core, name=name, x_up=x_up, **blocks)
+    assert profile.flops == 2 * M * sum([w.numel() for w in tensors[1:]]), "padding was computed"
 
 
 @pytest.mark.parametrize("weight_dtype", LARGEST)
 @pytest.mark.parametrize("launch", LAUNCHES)
-@pytest.mark.parametrize(("M", "dtype"), [(1, "bfloat16"), (70, "float16"), (200, "float32")])
+@pytest.mark.parametrize(
+    ("M", "dtype", "up"),
+    [(1, "bfloat16", 0), (70, "float16", 0), (200, "float32", 0), (3, "bfloat16", 140),
+     (200, "bfloat16", 300)],
+)  # fmt: skip
 def test_one_byte_is_the_reference_on_dequantized_weights(
-    M: int, dtype: str, launch: tuple[str, int], weight_dtype: str
+    M: int, dtype: str, up: int, launch: tuple[str, int], weight_dtype: str
 ) -> None:
-    x, *weights = drawn(M, (200, 333, 130), dtype)
+    x, *weights = drawn(M, (200, 333, 130), dtype, up)
     scales = [w.float().abs().amax(0) / LARGEST[weight_dtype] * 1.01 for w in weights]
     values = [w.float() / s for w, s in zip(weights, scales, strict=True)]
     if weight_dtype == "int8":
         stored = [v.round().to(torch.int8) for v in values]
     else:
         stored = [v.to(torch.float8_e4m3fn) for v in values]
-    plan = plan_op("mlp", M, mlp_weights(200, 333, 130), dtype, *launch, weight_dtype=weight_dtype)
+    plan = plan_op(
+        "mlp", M, mlp_weights(200, 333, 130, up), dtype, *launch, weight_dtype=weight_dtype,
+        inputs=2 if up else 1,
+    )  # fmt: skip
     kernel = mlp if plan.phase == "prefill" else mlp_decode
-    check(kernel, [x, *stored], launch, scales, **arguments(plan))
+    x_up = drawn_up(M, up, dtype)
+    check(kernel, [x, *stored], launch, scales, x_up=x_up, **arguments(plan))
 
 
+@pytest.mark.parametrize("up", [0, 256, 100])
 @pytest.mark.parametrize("M", [1, 40, 300])
-def test_two_cores_make_what_one_makes(M: int) -> None:
-    tensors = drawn(M, (256, 1000, 200), "bfloat16")
+def test_two_cores_make_what_one_makes(M: int, up: int) -> None:
+    tensors = [*drawn(M, (256, 1000, 200), "bfloat16", up), drawn_up(M, up, "bfloat16")]
+    matrices, inputs = mlp_weights(256, 1000, 200, up), 2 if up else 1
     found: list[Tensor] = []
     for lnc in (1, 2):
-        plan = plan_op("mlp", M, mlp_weights(256, 1000, 200), target="trn2", lnc=lnc)
+        plan = plan_op("mlp", M, matrices, target="trn2", lnc=lnc, inputs=inputs)
         kernel: Any = mlp if plan.phase == "prefill" else mlp_decode
         kernel = kernel if lnc == 1 else kernel[2]
         found.append(nc.simulate(kernel, *tensors, target="trn2", **arguments(plan)).outputs)
     torch.testing.assert_close(found[1], found[0], rtol=0.02, atol=0.01)
 
 
-@pytest.mark.parametrize("spill", [0, 1])
-def test_a_loop_on_the_device_makes_the_same(spill: int) -> None:
-    tensors = drawn(300, (200, 700, 130), "bfloat16")
+def test_an_x_up_that_is_x_changes_nothing() -> None:
+    for M in (3, 300):
+        tensors = drawn(M, (256, 1000, 200), "bfloat16", 256)
+        with use_impl("simulated", "trn2"):
+            torch.testing.assert_close(
+                ops.mlp(*tensors, tensors[0].clone()), ops.mlp(*tensors), rtol=0, atol=0
+            )
+
+
+@pytest.mark.parametrize("layout", ["dma", "pe"])
+@pytest.mark.parametrize(("spill", "up"), [(0, 0), (1, 0), (1, 170)])
+def test_a_loop_on_the_device_makes_the_same(spill: int, up: int, layout: str) -> None:
+    tensors = [*drawn(300, (200, 700, 130), "bfloat16", up), drawn_up(300, up, "bfloat16")]
     blocks: dict[str, Any] = {"token_block": 128, "inner_block": 512, "block": 512, "spill": spill}
+    blocks |= {"layout": layout, "banks": 6}
     one, looped = [
         nc.simulate(mlp, *tensors, target="trn2", device_loop=loop, **blocks).outputs
         for loop in (False, True)
@@ -180,19 +226,43 @@ def test_plans_predict_what_the_simulated_core_says(
     check_plan(plans[0], target)
 
 
+MIDDLES = [  # of low-rank MLPs whose ranks and I are divided
+    ("trn1", 1, 1, 1000, 700, 900, 600, ""), ("trn2", 1, 1, 4864, 1792, 4800, 4864, ""),
+    ("trn2", 2, 1, 2944, 800, 2944, 2944, ""), ("trn2", 1, 8, 2944, 3200, 2900, 2000, ""),
+    ("trn2", 2, 100, 1200, 1500, 1900, 1200, "float8_e4m3fn"),
+    ("trn3", 1, 8, 2944, 900, 40, 2944, ""), ("trn2", 1, 1, 2944, 3200, 2944, 2944, "int8"), ("trn3", 2, 64, 2048, 1024, 2048, 2048, ""),
+    ("trn2", 1, 700, 2944, 800, 2944, 2944, ""), ("trn2", 2, 2048, 1200, 1792, 1000, 1200, ""),
+    ("trn1", 1, 600, 1000, 700, 1300, 900, ""), ("trn3", 1, 600, 1200, 900, 700, 800, "int8"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("target", "lnc", "M", "H", "inner", "up", "N", "weight_dtype"), MIDDLES)
+def test_plans_of_an_x_up_predict_what_the_simulated_core_says(
+    target: str, lnc: int, M: int, H: int, inner: int, up: int, N: int, weight_dtype: str
+) -> None:
+    options: dict[str, Any] = {"weight_dtype": weight_dtype, "target": target, "lnc": lnc}
+    (plan,) = plan_mlp(M, H, inner, up=up, N=N, **options)
+    check_plan(plan, target)
+    (own,) = plan_mlp(M, H, inner, N=N, **options) if up == H else [plan]
+    assert plan.hbm_bytes >= own.hbm_bytes, "x_up is read, too"
+
+
 @pytest.mark.slow
 @settings(max_examples=25)
 @given(
     M=st.one_of(TOKENS, st.integers(129, 1500)),
     sizes=st.tuples(*[st.one_of(SIZES, st.integers(300, 5000))] * 3),
+    up=st.one_of(UP, st.integers(300, 5000)),
     dtype=st.sampled_from(DTYPES), core=CORES, weight_dtype=st.sampled_from(("", *LARGEST)),
 )  # fmt: skip
 def test_candidates_run_in_the_room_they_say(
-    M: int, sizes: tuple[int, int, int], dtype: str, core: tuple[str, int], weight_dtype: str
-) -> None:
-    problem = Problem("mlp", M, mlp_weights(*sizes), dtype, *core, weight_dtype=weight_dtype)
-    specs = [nc.TensorSpec((M, sizes[0]), dtype_of(dtype))]
+    M: int, sizes: tuple[int, int, int], up: int, dtype: str, core: tuple[str, int],
+    weight_dtype: str,
+) -> None:  # fmt: skip
+    problem = problem_of(M, sizes, up, dtype, core, weight_dtype)
+    specs: list[nc.TensorSpec | None] = [nc.TensorSpec((M, sizes[0]), dtype_of(dtype))]
     specs += [nc.TensorSpec(s, dtype_of(weight_dtype or dtype)) for s in problem.matrices]
+    specs.append(nc.TensorSpec((M, up), dtype_of(dtype)) if up else None)
     if weight_dtype:
         specs += [nc.TensorSpec((n,), dtype_of("float32")) for _, n in problem.matrices]
     found = candidates(problem)
@@ -205,6 +275,7 @@ def test_candidates_run_in_the_room_they_say(
         assert profile.sbuf_peak_bytes <= plan.sbuf_bytes
         assert profile.psum_peak_banks <= plan.psum_banks <= 8
         assert profile.hbm_bytes == plan.hbm_bytes
+        assert profile.instructions == plan.instructions
 
 
 @pytest.mark.slow
@@ -241,6 +312,7 @@ def test_strict_front_end() -> None:
         ({"M": 8, "H": 8, "I": 8, "dtype": "int8"}, "dtype must be one of bfloat16"),
         ({"M": 8, "H": 8, "I": 8, "activation": "tanh"}, "activation must be one of silu"),
         ({"M": 8, "H": 8, "I": 8, "target": "trn1", "lnc": 2}, "lnc must be 1, or 2 on trn2"),
+        ({"M": 8, "H": 8, "I": 8, "up": -1}, "at least 1"),
     ],
 )
 def test_bad_problems_are_refused(sizes: dict[str, Any], message: str) -> None:
@@ -250,10 +322,25 @@ def test_bad_problems_are_refused(sizes: dict[str, Any], message: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("op", "up", "inputs", "message"),
+    [
+        ("mlp", 9, 1, "without x_up gate and up contract the same features, got 8 and 9; use"),
+        ("mlp", 8, 3, "inputs must be 1, or 2 of mlp; got 3 of mlp"),
+        ("svd_mlp", 8, 2, "inputs must be 1, or 2 of mlp; got 2 of svd_mlp"),
+    ],
+)
+def test_inputs_are_those_of_the_op(op: str, up: int, inputs: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        plan_op(op, 4, mlp_weights(8, 8, 8, up), inputs=inputs)
+
+
+@pytest.mark.parametrize(
     ("shapes", "message"),
     [
         (((4, 8), (9, 8), (8, 8), (8, 8)), "8 features and 9 rows"),
         (((4, 8), (8, 9), (8, 9), (8, 8)), "9 features and 8 rows"),
+        (((4, 8), (8, 8), (8, 8), (8, 8), (4, 9)), "9 features and 8 rows"),
+        (((4, 8), (8, 8), (9, 8), (8, 8), (3, 9)), "x has 4 tokens and x_up 3"),
     ],
 )
 @pytest.mark.parametrize("kernel", [mlp, mlp_decode])

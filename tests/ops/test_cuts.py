@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from operands import OPS, PLAIN, generators, make
+from operands import OPS, PLAIN, generators, make, with_x_for
 from quantized import nearest
 from tolerances import assert_same_in_fp64
 from torch import Tensor
@@ -20,6 +20,7 @@ CUTS = [(op, name) for op in OPS for name in SPECS[op].cuts]
 ALL_CUTS = {
     "xuv": ("N", "K", "r"),
     "xw": ("N", "K"),
+    "mlp": ("I", "N"),
     "svd_mlp": ("I", "r_down", "N"),
     "svd_qkv": ("N", "K"),
 }
@@ -63,9 +64,11 @@ def test_the_parts_give_the_whole(op, name, data):
     tp = data.draw(st.integers(1, 4), "tp")
     generator = data.draw(generators)
     sizes = {size: data.draw(st.integers(tp, 12)) for t in spec.operands for size in t.sizes}
+    missing = [n for n, o in enumerate(spec.operands) if o.optional and data.draw(st.booleans())]
+    sizes = with_x_for(op, sizes, [n for n in missing if n in spec.activations])
     tensors: list[Tensor | None] = [
-        None if operand.optional and data.draw(st.booleans()) else make(shape, torch.float64)
-        for operand, shape in zip(spec.operands, spec.shapes(sizes, (2, 3)), strict=True)
+        None if n in missing else make(shape, torch.float64)
+        for n, shape in enumerate(spec.shapes(sizes, (2, 3)))
     ]
     for tensor in tensors:
         if tensor is not None:

@@ -68,11 +68,12 @@ def test_the_parts_of_a_split_plan_are_what_it_counts(op, monkeypatch):
     monkeypatch.setattr(kernel, "run", noted)
     plan_op = partial(kernels.plan_op, max_instructions=1)
     monkeypatch.setattr(kernels, "plan_op", plan_op)
-    x, *others = [make(shape) for shape in shapes_of(op, lead=(2, 150))]
+    spec, tensors = SPECS[op], [make(shape) for shape in shapes_of(op, lead=(2, 150))]
+    given = zip(spec.operands, tensors, strict=True)
     with nm.use_impl("simulated", target="trn2"):
-        getattr(nm, op)(x, *others[: len(SPECS[op].factors)])
-    matrices = tuple(others[index - 1].shape for index in SPECS[op].factors)
-    plan = plan_op(op, 300, matrices, "float32", "trn2")
+        getattr(nm, op)(**{operand.name: t for operand, t in given if operand.role != "bias"})
+    matrices = tuple(tensors[index].shape for index in spec.factors)
+    plan = plan_op(op, 300, matrices, "float32", "trn2", inputs=len(spec.activations))
     assert plan.launches == (128, 128, 44)
     assert plan.instructions == sum(profile.instructions for profile in profiles)
     assert plan.hbm_bytes == sum(profile.hbm_bytes for profile in profiles)

@@ -127,9 +127,10 @@ def test_bytes_on_the_wire():
     assert wire_bytes("row", K, r, 8, "one") == reduced * r
     assert wire_bytes("row", K, r, 8, "both") == reduced * r + gathered * K
     assert wire_bytes("row", K, 5000, 8, "one") == reduced * K
-    assert wire_bytes("column", 14336, 2 * r, 8, "both") == gathered * 2 * r
+    assert wire_bytes("column", 14336, (r, r), 8, "both") == gathered * 2 * r
     assert wire_bytes("column", 14336, 2 * r, 8, "one") == 0
     assert wire_bytes("column", 14336, None, 8) == 0
     assert wire_bytes("row", K, r, 1) == 0
     assert wire_bytes("column", 8, 5, 2, itemsize=4) == 3 * 4  # 5 is padded to 6
-    assert exchanges("row", K, r) == (("all_reduce", r), ("all_gather", K))
+    assert wire_bytes("column", 8, (5, 7), 2, itemsize=4) == (3 + 4) * 4
+    assert exchanges("row", K, r) == (("all_reduce", (r,)), ("all_gather", (K,)))

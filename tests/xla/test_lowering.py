@@ -14,7 +14,7 @@ from torch_xla.core import xla_builder
 
 import neuronmm_ops as nm
 from neuronmm_ops import kernels
-from neuronmm_ops.kernels import plan_svd_mlp, plan_svd_qkv, plan_xuv, plan_xw
+from neuronmm_ops.kernels import plan_op, plan_svd_mlp, plan_svd_qkv, plan_xuv, plan_xw
 from neuronmm_ops.ops.backends import launch, xla
 from neuronmm_ops.ops.backends.hlo import Array, CustomCall, module_of
 from neuronmm_ops.ops.definitions import SPECS
@@ -59,6 +59,18 @@ def test_svd_mlp(device):
     assert call.config["neuronmm"]["activation"] == "gelu"
     plan = plan_svd_mlp(7, 256, (32, 48, 40), 300, 256, "float32", "trn2", 2)
     assert launch_of(call.config).plan.problem == plan.problem
+
+
+def test_mlp(device):
+    weights = ((256, 300), (160, 300), (300, 64))
+    x, *given = on(device, (2, 5, 256), *weights, (2, 5, 160))
+    (call,) = lowered(nm.mlp(x, *given, activation="relu")).calls
+    names = ["x", "w_gate", "w_up", "w_down", "x_up"]
+    assert call.config["klir_binary"]["input_names"] == names
+    assert call.config["neuronmm"]["activation"] == "relu"
+    plan = plan_op("mlp", 10, weights, "float32", "trn2", 2, inputs=2)
+    assert launch_of(call.config).plan.problem == plan.problem
+    assert "f32[10,160]" in call.text
 
 
 def test_svd_qkv(device):

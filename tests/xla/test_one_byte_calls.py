@@ -18,10 +18,15 @@ def factor(rows, columns, dtype):
 
 def call_of(op, dtype, x_dtype, compute="x"):
     """Positional arguments of an op by name, without missing ones, and its options."""
-    sizes = {"K": 64, "r": 24, "N": 40, "I": 96, "r_gate": 24, "r_up": 16, "r_down": 32}
+    sizes = {"K": 64, "K_up": 48, "r": 24, "N": 40, "I": 96, "r_gate": 24, "r_up": 16, "r_down": 32}
     sizes |= {"r_query": 32, "r_key": 16, "r_value": 24, "N_query": 40, "N_key": 10, "N_value": 12}
     spec = SPECS[op]
-    tensors = {"x": torch.randn(2, 3, 64).to(x_dtype)}
+    tensors = {
+        spec.operands[place].name: torch.randn(2, 3, sizes[spec.operands[place].sizes[0]]).to(
+            x_dtype
+        )
+        for place in spec.activations
+    }
     for place in spec.factors:
         name, shape = spec.operands[place].name, spec.operands[place].sizes
         tensors[name], tensors[f"{name}_scale"] = factor(*[sizes[s] for s in shape], dtype)
@@ -30,7 +35,7 @@ def call_of(op, dtype, x_dtype, compute="x"):
 
 @pytest.mark.parametrize("x_dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("dtype", HLO_NAMES, ids=str)
-@pytest.mark.parametrize("op", ["xw", "xuv", "svd_mlp", "svd_qkv"])
+@pytest.mark.parametrize("op", ["xw", "xuv", "mlp", "svd_mlp", "svd_qkv"])
 def test_one_call_with_the_values_of_the_reference(op, dtype, x_dtype, device, handler):
     tensors, options = call_of(op, dtype, x_dtype)
     on_device = {name: tensor.to(device) for name, tensor in tensors.items()}

@@ -33,6 +33,8 @@ CALLS = {
     "no token": (ops.xuv, ((2, 0, 200), (200, 40), (40, 64), (64,))),
     "xw": (ops.xw, ((2, 3, 200), (200, 64))),
     "xw with a bias": (ops.xw, ((7, 200), (200, 64), (64,))),
+    "mlp": (ops.mlp, ((2, 3, 64), (64, 100), (64, 100), (100, 32))),
+    "mlp with x_up": (ops.mlp, ((2, 3, 64), (64, 100), (48, 100), (100, 32), (2, 3, 48))),
     "svd_mlp": (
         ops.svd_mlp,
         ((2, 3, 64), (64, 24), (24, 100), (64, 16), (16, 100), (100, 32), (32, 64)),
@@ -80,7 +82,7 @@ def test_lazy(name, dtype, mode, device, handler):
 
 @pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.__name__)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", ["xuv with a bias", "one token", "xw", "svd_mlp"])
+@pytest.mark.parametrize("name", ["xuv with a bias", "one token", "xw", "mlp with x_up", "svd_mlp"])
 def test_openxla(name, dtype, mode, device, handler):
     op, shapes = CALLS[name]
     tensors = [make(shape, dtype) for shape in shapes]

@@ -277,9 +277,9 @@ def _operands(problem: Problem) -> list[TensorSpec | None]:
     found += [TensorSpec(shape, stored) for shape in problem.matrices]
     if not problem.weight_dtype:
         return found
-    biases = [None for operand in SPECS[problem.op].operands if operand.role == "bias"]
+    missing = [None for operand in SPECS[problem.op].operands if operand.optional]
     scales = [TensorSpec((columns,), float32) for _, columns in problem.matrices]
-    return [*found, *biases, *scales]
+    return [*found, *missing, *scales]
 
 
 def _simulated(

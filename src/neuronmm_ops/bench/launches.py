@@ -136,8 +136,8 @@ def of_op(
     kernel = nki_kernel(plan)
     rest = [TensorShape(shape, weight_dtype or dtype) for shape in matrices]
     if weight_dtype:
-        biases = [operand for operand in SPECS[op].operands if operand.role == "bias"]
+        missing = [None for operand in SPECS[op].operands if operand.optional]
         scales = [TensorShape((columns,), "float32") for _, columns in matrices]
-        rest = [*rest, *[None] * len(biases), *scales]
+        rest = [*rest, *missing, *scales]
     tokens = [TensorShape((count, matrices[0][0]), dtype) for count in plan.launches]
     return tuple([Launch(kernel, (x, *rest), plan.arguments) for x in tokens])

@@ -106,7 +106,9 @@ def _backward(spec: OpSpec) -> Callable[..., tuple[Tensor | None, ...]]:
             None if dtensor is None else dtensor.view(tensor.shape)
             for dtensor, tensor in zip((found[0], *dmore), (x, *more), strict=True)
         ]
-        of_outputs = grad_rows.split(spec.widths([x, *factors]), dim=1)
+        of_outputs = (grad_rows,)  # not split in one: of a DTensor cut there, that would gather
+        if len(spec.outputs) > 1:
+            of_outputs = grad_rows.split(spec.widths([x, *factors]), dim=1)
         # The dispatcher drops a last bias of None, and its place among the needs with it.
         dbias = [of_outputs[n].sum(0) if any(needs[i : i + 1]) else None for i, n in biases.items()]
         return dx, *dfactors, *dmore, *dbias, *[None] * others

@@ -7,6 +7,7 @@ other is whole on every rank; with `both` the ranks exchange `x @ u` `[M, r]` an
 1 / tp of both. Parts are `ceil(size / tp)` wide, as DTensor's are.
 """
 
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import torch
@@ -29,10 +30,21 @@ _CUTS: dict[tuple[Kind, Divide], tuple[str | None, str | None]] = {
 
 
 class Exchange(NamedTuple):
-    """What ranks exchange: `all_reduce` or `all_gather` of `[M, width]`, the whole width."""
+    """A collective of the ranks for M tokens.
+
+    Attributes:
+        collective: `all_reduce` or `all_gather`.
+        widths: of the whole matrices `[M, width]` that share it.
+    """
 
     collective: Literal["all_reduce", "all_gather"]
-    width: int
+    widths: tuple[int, ...]
+
+    def wire_bytes(self, tp: int, itemsize: int = 2) -> float:
+        """Return what one of tp ranks sends for a token, in a ring."""
+        if self.collective == "all_gather":
+            return (tp - 1) * sum(part_width(width, tp) for width in self.widths) * itemsize
+        return 2 * (tp - 1) / tp * sum(self.widths) * itemsize
 
 
 def pair_dims(kind: Kind, divide: Divide) -> dict[str, int | None]:
@@ -73,8 +85,7 @@ def part(size: int, rank: int, tp: int, what: str, *, padded: bool = False) -> s
         raise ValueError(f"rank must be in 0..tp - 1 with tp >= 1, got rank {rank} of tp {tp}")
     if size % tp and not padded:
         raise ValueError(
-            f"tp must divide {what}, got {what} = {size} and tp = {tp}; "
-            f"use a tp that divides {size}"
+            f"tp must divide {what}, got {what} = {size} and tp = {tp}; use a tp that divides {size}"
         )
     width = part_width(size, tp)
     return slice(min(rank * width, size), min((rank + 1) * width, size))
@@ -140,40 +151,48 @@ def check_heads(heads: int, kv_heads: int, tp: int) -> int:
     return max(1, tp // kv_heads)
 
 
-def exchanges(kind: Kind, N: int, r: int | None, divide: Divide = "both") -> tuple[Exchange, ...]:
-    """Return what the ranks of a layer exchange for M tokens, in order.
+def exchanges(
+    kind: Kind, N: int, r: int | Sequence[int] | None, divide: Divide = "both"
+) -> tuple[Exchange, ...]:
+    """Return what the ranks of a layer exchange, in order.
 
     Args:
         kind: `column` or `row`.
         N: columns of the result.
-        r: the rank; the sum of ranks for layers that share a gather; None for a dense layer.
+        r: the rank, or those of column layers that share a gather; None for a dense layer.
         divide: which factors the ranks divide.
 
     Raises:
         ValueError: kind or divide is unknown.
     """
     _check_layout(kind, divide)
+    ranks = (r,) if isinstance(r, int) else tuple(r or ())
     if kind == "column":
-        return (Exchange("all_gather", r),) if r is not None and divide == "both" else ()
-    if r is None:
-        return (Exchange("all_reduce", N),)
+        return (Exchange("all_gather", ranks),) if ranks and divide == "both" else ()
+    if not ranks:
+        return (Exchange("all_reduce", (N,)),)
     if divide == "both":
-        return Exchange("all_reduce", r), Exchange("all_gather", N)
-    return (Exchange("all_reduce", min(r, N)),)
+        return Exchange("all_reduce", ranks), Exchange("all_gather", (N,))
+    return (Exchange("all_reduce", (min(sum(ranks), N),)),)
 
 
 def wire_bytes(
-    kind: Kind, N: int, r: int | None, tp: int, divide: Divide = "both", itemsize: int = 2
+    kind: Kind,
+    N: int,
+    r: int | Sequence[int] | None,
+    tp: int,
+    divide: Divide = "both",
+    itemsize: int = 2,
 ) -> float:
     """Return the bytes that one rank sends for a token in ring collectives.
 
-    A ring's all-reduce of n elements sends `2 (tp - 1) / tp * n`, its all-gather of n (the sum of
-    all parts, with their zeros) `(tp - 1) / tp * n`: the NCCL tests' "bus bandwidth".
+    A ring's all-reduce of n elements sends `2 (tp - 1) / tp * n`, its all-gather of n (all parts
+    with their zeros) `(tp - 1) / tp * n`: https://github.com/NVIDIA/nccl-tests, doc/PERFORMANCE.md.
 
     Args:
         kind: `column` or `row`.
         N: columns of the result.
-        r: the rank, or the sum of ranks of layers that share a gather; None for a dense layer.
+        r: the rank, or those of column layers that share a gather; None for a dense layer.
         tp: ranks.
         divide: which factors the ranks divide.
         itemsize: bytes of an element.
@@ -181,13 +200,7 @@ def wire_bytes(
     Raises:
         ValueError: kind or divide is unknown.
     """
-    sent = 0.0
-    for collective, width in exchanges(kind, N, r, divide):
-        if collective == "all_gather":
-            sent += (tp - 1) * part_width(width, tp)
-        else:
-            sent += 2 * (tp - 1) / tp * width
-    return sent * itemsize
+    return sum((each.wire_bytes(tp, itemsize) for each in exchanges(kind, N, r, divide)), 0.0)
 
 
 def _matrix_dims(cut: str | None) -> dict[str, int | None]:

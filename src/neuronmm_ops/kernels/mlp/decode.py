@@ -60,9 +60,9 @@ def mlp_decode(
         [M, N] in shared HBM, dtype of x.
 
     Notes:
-        Weights are loaded once. Sums are fp32 in PSUM over the whole contraction. act(gate) * up is rounded once to the
-        dtype of x, after its scale. Two cores share I, then N: each multiplies the features that it
-        has made while those of the other come through HBM.
+        Weights are loaded once. Sums are fp32 in PSUM over the whole contraction. act(gate) * up is
+        rounded once to the dtype of x, after its scale. Two cores share I, then N: each multiplies
+        the features that it has made while those of the other come through HBM.
 
     Pseudocode:
         for each block of columns of I:

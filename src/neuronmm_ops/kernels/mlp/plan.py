@@ -140,8 +140,9 @@ class Prefill(prefill_search.Prefill):
 
     def _gated(self, width: int, block: int, resident: int, spill: int) -> Program:
         """The hidden block."""
-        p, x = self.problem, Moving(self.costs.tokens(resident))
-        return gated_steps(self.hidden, width, (p.K, p.K_up), [x] * p.inputs, block, spill)
+        p, queues = self.problem, ("x", "x_up")[: self.problem.inputs]
+        xs = [Moving(self.costs.tokens(resident, queue)) for queue in queues]
+        return gated_steps(self.hidden, width, (p.K, p.K_up), xs, block, spill)
 
     def _out(self, width: int, block: int, token_tiles: int, spill: int, again: int) -> Program:
         """The product with w_down."""

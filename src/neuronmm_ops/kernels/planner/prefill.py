@@ -144,7 +144,7 @@ class PrefillCosts:
         fills, moved = count * row, rows * columns * self.problem.weight_itemsize
         return Loads(ns, head, 0.0, fills, passing, window, moved, count, count, queue)
 
-    def tokens(self, resident: int) -> Callable[[int, int, bool], Loads]:
+    def tokens(self, resident: int, queue: str = "x") -> Callable[[int, int, bool], Loads]:
         """x^T from HBM, of which `resident` tiles stay in SBUF."""
 
         def loads(rows: int, tokens: int, seen: bool) -> Loads:
@@ -157,12 +157,13 @@ class PrefillCosts:
             fills = (count - first) * size
             if self.layout == "pe":
                 window += size * (count - first - stays > 1)  # a tile ahead
-                return self._staged(rows, tokens, first, Loads(0, 0, 0, fills, passing, window))
+                found = Loads(0, 0, 0, fills, passing, window, queue=queue)
+                return self._staged(rows, tokens, first, found)
             moved = (rows - first * PARTITIONS) * size
             ns = instructions.load_transposed_ns(self.machine, moved // self.item, self.item)
             head = ns * min(1.0, PARTITIONS * size / moved)
             loaded = count - first
-            return Loads(ns, head, 0.0, fills, passing, window, moved, loaded, loaded)
+            return Loads(ns, head, 0.0, fills, passing, window, moved, loaded, loaded, queue)
 
         return loads
 
@@ -194,7 +195,7 @@ class PrefillCosts:
             sum(chunks) * tokens * item,
             number,
             transfers,
-            "x",
+            found.queue,
             (count - 1) % STAGED_TILES + 1 if chunks else 1,
             wait,
             count - first,

@@ -47,7 +47,7 @@ LIBRARY = torch.library.Library("neuronmm", "IMPL")
 # What a config says of the problem.
 _PROBLEM = (
     *("op", "M", "matrices", "K", "ranks", "inner", "N", "dtype", "weight_dtype", "compute"),
-    *("target", "lnc"),
+    *("inputs", "target", "lnc"),
 )
 
 _api_version = API_NEURON

@@ -1,0 +1,206 @@
+"""Low-rank layers whose factors are DTensors: each rank of a mesh holds its part.
+
+`y = high(whole(low(x)))`: `low` is `x @ u`, `whole` the exchange of [M, r] between ranks, `high`
+the product with v. Which factors are cut, and so what is exchanged, their placements say.
+"""
+
+from typing import TypeGuard, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from neuronmm_ops.nn import SVDMLP, SVDLinear
+from neuronmm_ops.nn.bare import is_bare
+from neuronmm_ops.ops import mlp, xuv, xw
+from neuronmm_ops.parallel.sharding import Divide, Kind, part, part_width
+
+
+class ShardedLinear(SVDLinear):
+    """An `SVDLinear` that the ranks of a mesh hold together; styles make it of one.
+
+    Its parameters are DTensors of the whole shapes; a state dict's are, too.
+
+    Attributes:
+        mesh: of one dimension.
+        kind: `column` or `row`.
+        divide: which factors are cut, `one` or `both`.
+    """
+
+    mesh: DeviceMesh
+    kind: Kind
+    divide: Divide
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map x to y, both DTensors, or both local.
+
+        Args:
+            x: a DTensor `[..., K]`; or of a column layer the whole `[..., K]`, of a row layer this
+                rank's columns `[..., K_i]`.
+
+        Returns:
+            A DTensor `[..., N]`; or of a column layer this rank's columns `[..., N_i]`, of a row
+            layer the whole.
+        """
+        given = self.distributed(x)
+        if self.kind == "column" and self.divide == "one":
+            y = xuv(given, *self.factors, self.bias, *self.scales, self.compute)
+        elif self.adds_results:
+            y = whole(xuv(given, *self.factors, None, *self.scales, self.compute))
+            y = y if self.bias is None else y + self.bias
+        else:
+            y = self.high(whole(self.low(given)))
+        result = Shard(y.dim() - 1) if self.kind == "column" else Replicate()
+        y = placed(y, result)
+        return y if isinstance(x, DTensor) else y.to_local()
+
+    def distributed(self, x: Tensor) -> DTensor:
+        """Return x as a DTensor `[..., K]`, whole for a column layer, else cut in K.
+
+        Raises:
+            ValueError: x has not the columns that this rank must have.
+            TypeError: it has another dtype than the layer.
+        """
+        placement: Placement = Replicate() if self.kind == "column" else Shard(x.dim() - 1)
+        if x.dtype != self.dtype and not torch.is_autocast_enabled(x.device.type):
+            raise TypeError(
+                f"x must have the dtype of the layer, got {x.dtype} and {self.dtype}; "
+                "cast one of them with .to(dtype)"
+            )
+        if isinstance(x, DTensor):
+            return placed(x, placement)
+        rank, tp, K = self.mesh.get_local_rank(), self.mesh.size(), self.in_features
+        own = K
+        if self.kind == "row":
+            columns = part(K, rank, tp, "K", padded=True)
+            own = columns.stop - columns.start
+        if x.dim() == 0 or x.shape[-1] != own:
+            raise ValueError(
+                f"x must have {own} columns on rank {rank} of {tp}, got {list(x.shape)}; a "
+                f"{self.kind} layer takes " + ("the whole x" if own == K else "this rank's part")
+            )
+        shape = torch.Size((*x.shape[:-1], K))
+        stride = torch.empty(shape, device="meta").stride()
+        return DTensor.from_local(
+            x.contiguous(), self.mesh, [placement], run_check=False, shape=shape, stride=stride
+        )
+
+    @property
+    def adds_results(self) -> bool:
+        """Whether ranks add their results, which are narrower than `x @ u` where r >= N."""
+        one_of_row = self.kind == "row" and self.divide == "one"
+        return one_of_row and self.rank >= self.out_features
+
+    @property
+    def factors(self) -> tuple[Tensor, Tensor]:
+        """u and v for a product."""
+        return settled(self.u), settled(self.v)
+
+    @property
+    def scales(self) -> tuple[Tensor | None, Tensor | None]:
+        """The scales of u and v, where they are in one byte."""
+        return self.u_scale, self.v_scale
+
+    def low(self, x: Tensor) -> Tensor:
+        """Return `x @ u` `[..., r]` of a DTensor: whole, cut in r, or for the ranks to add."""
+        return xw(x, settled(self.u), None, self.u_scale, self.compute)
+
+    def high(self, low: Tensor) -> Tensor:
+        """Return `low @ v + bias` `[..., N]` of a DTensor."""
+        return xw(low, settled(self.v), self.bias, self.v_scale, self.compute)
+
+    def extra_repr(self) -> str:
+        """Describe sizes and the layout for `print(model)`."""
+        layout = f"{self.kind}, divide={self.divide}, tp={self.mesh.size()}"
+        return f"{super().extra_repr()}, {layout}"
+
+
+class ShardedMLP(SVDMLP):
+    """An `SVDMLP` that the ranks of a mesh hold together, made by `SVDMLPParallel`.
+
+    With three low-rank projections of one storage and no bias inside, gate and up exchange their
+    `x @ u` together, and all between that and the sum of `[M, r_down]` is one `neuronmm::mlp`.
+    """
+
+    mesh: DeviceMesh
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map x `[..., K]`, whole on each rank or a DTensor, to y of the same kind."""
+        given = whole(x).to_local() if isinstance(x, DTensor) else x
+        fused = self._fused(given)
+        y = super().forward(given) if fused is None else fused
+        if isinstance(x, DTensor):
+            return DTensor.from_local(y, self.mesh, [Replicate()], run_check=False)
+        return y
+
+    def _fused(self, x: Tensor) -> Tensor | None:
+        """Return y of the whole x; None where each projection is to be called by itself."""
+        gate, up, down = self.gate_proj, self.up_proj, self.down_proj
+        if not (_is_fusible(gate) and _is_fusible(up) and _is_fusible(down)):
+            return None
+        if gate.bias is not None or up.bias is not None or down.adds_results:
+            return None
+        if not (
+            (gate.storage, gate.compute) == (up.storage, up.compute) == (down.storage, down.compute)
+        ):
+            return None
+        given = gate.distributed(x)
+        h_gate, h_up = together([gate.low(given), up.low(given)])
+        low = mlp(
+            *(h_gate, settled(gate.v), settled(up.v), settled(down.u), h_up, self.activation),
+            *(gate.v_scale, up.v_scale, down.u_scale, gate.compute),
+        )
+        return placed(down.high(whole(low)), Replicate()).to_local()
+
+
+def _is_fusible(projection: nn.Module) -> TypeGuard[ShardedLinear]:
+    """Say whether calling an op instead of the module leaves out nothing the user asked for."""
+    return isinstance(projection, ShardedLinear) and is_bare(projection)
+
+
+def settled(x: Tensor) -> DTensor:
+    """Return a DTensor whose gradient comes with its own placement, not as sums left to add."""
+    given = cast(DTensor, x)
+    if not (given.requires_grad and torch.is_grad_enabled()):
+        return given
+    return given.redistribute(placements=given.placements)
+
+
+def placed(x: Tensor, placement: Placement) -> DTensor:
+    """Return a DTensor with that placement."""
+    given = cast(DTensor, x)
+    return given if given.placements == (placement,) else given.redistribute(placements=[placement])
+
+
+def whole(x: Tensor) -> DTensor:
+    """Return a DTensor that every rank has whole: gathered, or added."""
+    result = placed(x, Replicate())
+    # A sum's gradient has to be whole where the ranks' products with it are not to be added again.
+    return settled(result) if cast(DTensor, x).placements[0].is_partial() else result
+
+
+def together(tensors: list[Tensor]) -> list[DTensor]:
+    """Return DTensors `[..., r]` whole, those that are cut in r gathered in one exchange."""
+    given = [cast(DTensor, tensor) for tensor in tensors]
+    last = (Shard(given[0].dim() - 1),)
+    if not all(tensor.placements == last for tensor in given):
+        return [whole(tensor) for tensor in given]
+    mesh = given[0].device_mesh
+    widths = [part_width(tensor.shape[-1], mesh.size()) for tensor in given]
+    parts = [_padded(t.to_local(), width) for t, width in zip(given, widths, strict=True)]
+    stacked = DTensor.from_local(torch.cat(parts, -1), mesh, last, run_check=False)
+    gathered = whole(stacked).to_local()
+    per_rank = gathered.unflatten(-1, (mesh.size(), sum(widths))).split(widths, -1)
+    return [
+        DTensor.from_local(
+            each.flatten(-2)[..., : tensor.shape[-1]], mesh, [Replicate()], run_check=False
+        )
+        for each, tensor in zip(per_rank, given, strict=True)
+    ]
+
+
+def _padded(x: Tensor, width: int) -> Tensor:
+    missing = width - x.shape[-1]
+    return nn.functional.pad(x, (0, missing)) if missing else x

@@ -1,0 +1,142 @@
+"""Layers divided by the styles compute what one process computes, forward and backward."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from parallel.divided import Sent, linear, mesh, mlp, values
+from ranks import run
+from tolerances import assert_close_to_oracle
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import parallelize_module
+
+from neuronmm_ops import SVDLinear
+from neuronmm_ops.parallel import (
+    ShardedMLP,
+    SVDColumnwise,
+    SVDMLPParallel,
+    SVDRowwise,
+    full_state_dict,
+)
+from neuronmm_ops.parallel.sharding import DIVIDES, part
+
+pytestmark = pytest.mark.slow
+SHAPE = (2, 5)
+
+
+def trained(layer: nn.Module, x: Tensor, grad: Tensor) -> dict[str, Tensor]:
+    """The result of a layer and all gradients, whole."""
+    x = x.detach().clone().requires_grad_()
+    y = layer(x)
+    y.backward(grad)
+    found = {"y": y.detach(), "x": x.grad}
+    found |= {name: p.grad for name, p in layer.named_parameters() if p.requires_grad}
+    return {
+        name: t.full_tensor() if isinstance(t, DTensor) else t
+        for name, t in found.items()
+        if t is not None
+    }
+
+
+def doubled(layer: nn.Module) -> nn.Module:
+    """The layer in fp64, factors of one byte multiplied out."""
+    layer = copy.deepcopy(layer)
+    for name, module in list(layer.named_modules()):
+        if isinstance(module, SVDLinear) and module.storage:
+            pair = module.to_pair()
+            wide = SVDLinear.from_pair(pair)
+            for key in ("u", "v"):
+                factor, scale = getattr(module, key), getattr(module, f"{key}_scale")
+                getattr(wide, key).data = factor.double() * scale
+            if not name:
+                return wide.double()
+            parent, _, attribute = name.rpartition(".")
+            setattr(layer.get_submodule(parent), attribute, wide)
+    return layer.double()
+
+
+def assert_equal_to_one_process(
+    layer: nn.Module, style: Any, x: Tensor, grad: Tensor, own: slice | None, own_x: slice | None
+) -> list[tuple[str, tuple[int, ...]]]:
+    """Hold a divided layer to the whole one; return what was sent forward.
+
+    Args:
+        layer: to divide.
+        style: to divide it by.
+        x: the whole input.
+        grad: of the whole result.
+        own: this rank's columns of the result, None for all.
+        own_x: this rank's columns of x.
+    """
+    oracle = trained(doubled(layer), x.double(), grad.double())
+    plain = trained(copy.deepcopy(layer), x, grad)
+    state = {name: tensor.clone() for name, tensor in layer.state_dict().items()}
+    parallelize_module(layer, mesh(), style)
+    given = x if own_x is None else x[..., own_x]
+    with Sent() as sent, torch.no_grad():
+        layer(given)
+    actual = trained(layer, given, grad if own is None else grad[..., own])
+    for name, tensor in actual.items():
+        parts = {"y": own, "x": own_x}.get(name) or slice(None)
+        each = [t[name][..., parts] for t in (oracle, plain)]
+        # Sums are rounded on each rank, and once more when they are added.
+        assert_close_to_oracle(tensor, each[0], each[1], 4 * each[0].abs())
+    assert actual.keys() == plain.keys()
+    gathered = full_state_dict(layer)
+    assert list(gathered) == list(state)
+    for name, tensor in gathered.items():
+        assert not isinstance(tensor, DTensor)
+        assert tensor.dtype == state[name].dtype
+        assert torch.equal(tensor.float(), state[name].float()), name
+    return sent.collectives
+
+
+def columnwise(rank: int, tp: int, dtype: torch.dtype, storage: str | None) -> None:
+    for divide in DIVIDES:
+        for bias in (True, False):
+            layer = linear(24, 36, 10, bias, storage, dtype)
+            x, grad = values(*SHAPE, 24, dtype=dtype), values(*SHAPE, 36, dtype=dtype, seed=1)
+            own = part(36, rank, tp, "N")
+            sent = assert_equal_to_one_process(layer, SVDColumnwise(divide), x, grad, own, None)
+            assert len(sent) == (divide == "both" and tp > 1)
+
+
+def rowwise(rank: int, tp: int, dtype: torch.dtype, storage: str | None) -> None:
+    for divide in DIVIDES:
+        for N, r in ((35, 10), (9, 11)):
+            layer = linear(24, N, r, True, storage, dtype)
+            x, grad = values(*SHAPE, 24, dtype=dtype), values(*SHAPE, N, dtype=dtype, seed=1)
+            own = part(24, rank, tp, "K")
+            sent = assert_equal_to_one_process(layer, SVDRowwise(divide), x, grad, None, own)
+            assert len(sent) == (0 if tp == 1 else 2 if divide == "both" else 1)
+
+
+def whole_mlp(rank: int, tp: int, dtype: torch.dtype, storage: str | None) -> None:
+    del rank
+    for divide in DIVIDES:
+        for activation in ("silu", "gelu_tanh"):
+            layer = mlp(24, 30, (10, 7, 9), activation, storage, dtype)
+            x, grad = values(*SHAPE, 24, dtype=dtype), values(*SHAPE, 24, dtype=dtype, seed=1)
+            sent = assert_equal_to_one_process(layer, SVDMLPParallel(divide), x, grad, None, None)
+            assert isinstance(layer, ShardedMLP)
+            # gate and up share a gather
+            assert len(sent) == (0 if tp == 1 else 3 if divide == "both" else 1)
+
+
+def every_layer(rank: int, tp: int) -> None:
+    for dtype, storage in (
+        (torch.float32, None),
+        (torch.bfloat16, None),
+        (torch.float32, "fp8"),
+        (torch.bfloat16, "int8"),
+    ):
+        columnwise(rank, tp, dtype, storage)
+        rowwise(rank, tp, dtype, storage)
+        whole_mlp(rank, tp, dtype, storage)
+
+
+@pytest.mark.parametrize("tp", [1, 2, 3, 4])
+def test_values_gradients_and_state(tp):
+    run(every_layer, tp, tp)
