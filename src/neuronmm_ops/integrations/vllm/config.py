@@ -10,6 +10,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
+from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization import (
     QuantizationConfig,
@@ -85,9 +86,11 @@ class NeuronMMConfig(QuantizationConfig):
         """Return how a layer is multiplied by.
 
         Raises:
-            ValueError: it is low-rank, and vLLM's class of it cannot be.
+            ValueError: it is low-rank, and vLLM's class of it cannot be, or the ranks cannot divide
+                the model's MLPs.
         """
         if isinstance(layer, LinearBase):
+            _check_intermediate_size()
             parent, _, leaf = prefix.rpartition(".")
             packed = self.packed_modules_mapping.get(leaf, [leaf])
             names = [f"{parent}.{name}".lstrip(".") for name in packed]
@@ -125,6 +128,18 @@ def register_config() -> None:
         register_quantization_config(QUANT_METHOD)(NeuronMMConfig)
         register_module_module_registration_hook(remember_parent)
         _registered = True
+
+
+def _check_intermediate_size() -> None:
+    """Refuse ranks that do not divide it, before vLLM does without a word."""
+    config = get_current_vllm_config()
+    size = getattr(config.model_config.hf_text_config, "intermediate_size", None)
+    tp = config.parallel_config.tensor_parallel_size
+    if isinstance(size, int) and size % tp:
+        raise ValueError(
+            f"tensor_parallel_size must divide intermediate_size, got {tp} and {size}; "
+            f"use one that divides {size}"
+        )
 
 
 def _original(names: list[str], layers: list[LayerReport | None]) -> list[str]:

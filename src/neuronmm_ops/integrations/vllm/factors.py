@@ -5,7 +5,6 @@ A layer of vLLM stands for one or more layers of the checkpoint, its members: `q
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,52 +12,14 @@ from torch import Tensor, nn
 from neuronmm_ops.compress.factorize import check_finite
 from neuronmm_ops.compress.report import LayerReport
 from neuronmm_ops.errors import CheckpointError
-from neuronmm_ops.nn.storage import FACTORS, SCALES, STORAGES, check_factors, dtype_name, storage_of
+from neuronmm_ops.integrations.vllm.places import Place, Section
+from neuronmm_ops.nn.storage import FACTORS, SCALES, STORAGES, check_factors
 from neuronmm_ops.ops.backends.cpu import name_of
-from neuronmm_ops.parallel.sharding import Divide, Kind, pair_dims, part, part_width, shard
+from neuronmm_ops.ops.spec import FLOAT_DTYPES
+from neuronmm_ops.parallel.sharding import pair_dims, part, part_width, shard
 
 MISMATCH = "config and weights are not of the same checkpoint"
 REMEDY = "copy the checkpoint again or compress the model again"
-
-
-class Section(NamedTuple):
-    """Output columns that are divided by themselves, such as the heads of the queries.
-
-    Attributes:
-        size: columns in the checkpoint.
-        parts: among how many ranks they are divided: fewer than all where heads are replicated.
-        own: this rank's part.
-    """
-
-    size: int
-    parts: int
-    own: int
-
-    @property
-    def width(self) -> int:
-        """Columns of one part."""
-        return self.size // self.parts
-
-
-class Place(NamedTuple):
-    """How ranks divide a layer, and which of them this is.
-
-    Attributes:
-        kind: `column` or `row`; None where every rank has the whole layer.
-        divide: which factors of a pair they divide, `one` or `both`.
-        rank: of this process.
-        tp: ranks.
-    """
-
-    kind: Kind | None
-    divide: Divide
-    rank: int
-    tp: int
-
-    @property
-    def gathers(self) -> bool:
-        """Whether ranks hold a part of the rank of a column layer's pairs."""
-        return self.kind == "column" and self.divide == "both"
 
 
 class Member(nn.Module):
@@ -105,10 +66,8 @@ class Member(nn.Module):
                 f"{name}: config.json asks for {list(self.shapes[key])}, the file has "
                 f"{list(whole.shape)}; {MISMATCH}"
             )
-        storage, found = self.storage_of(key), storage_of(whole.dtype)
-        is_scale = key in SCALES
-        if found != storage or (is_scale and whole.dtype != torch.float32):
-            expected = "float32" if is_scale else dtype_name(storage) or "a float of 2 to 8 bytes"
+        if whole.dtype not in self.dtypes(key):
+            expected = " or ".join(map(name_of, self.dtypes(key)))
             raise CheckpointError(
                 f"{name}: config.json asks for {expected}, the file has {name_of(whole.dtype)}; "
                 f"{MISMATCH}"
@@ -116,10 +75,10 @@ class Member(nn.Module):
         getattr(self, key).data.copy_(self.cut(key, whole))
         self.missing.discard(key)
 
-    def storage_of(self, key: str) -> str | None:
-        """Return the storage of a tensor, None for floats of two bytes or more."""
+    def dtypes(self, key: str) -> tuple[torch.dtype, ...]:
+        """Return which dtypes a tensor may have in the checkpoint."""
         del key
-        return None
+        return FLOAT_DTYPES
 
     def cut(self, key: str, whole: Tensor) -> Tensor:
         """Return this rank's part of a tensor of the checkpoint."""
@@ -218,9 +177,11 @@ class Pair(Member):
             value = torch.empty(tuple(reversed(shape)), dtype=stored)
             setattr(self, key, nn.Parameter(value.t(), requires_grad=False))
 
-    def storage_of(self, key: str) -> str | None:
-        """Return the storage of a factor; scales have none."""
-        return self.storage if key in FACTORS else None
+    def dtypes(self, key: str) -> tuple[torch.dtype, ...]:
+        """Return which dtypes a factor, or its scale, may have in the checkpoint."""
+        if key in SCALES:
+            return (torch.float32,)
+        return FLOAT_DTYPES if self.storage is None else (STORAGES[self.storage],)
 
     def cut(self, key: str, whole: Tensor) -> Tensor:
         """Return this rank's part of u, v or their scales."""
@@ -265,54 +226,5 @@ class Pair(Member):
         return self.u[:, r], v, self.u_scale[r], self.v_scale[columns]
 
 
-def member_sections(
-    names: Sequence[str], widths: Sequence[int], replicas: Sequence[int], place: Place
-) -> list[tuple[Section, ...]]:
-    """Return the sections of each member of a layer.
-
-    Args:
-        names: of the members.
-        widths: columns of this rank's part of each section.
-        replicas: how many ranks hold the same part of each section.
-        place: where the layer is cut.
-
-    Raises:
-        ValueError: the numbers of members and sections do not fit.
-    """
-    tp, rank = (place.tp, place.rank) if place.kind == "column" else (1, 0)
-    sections = [
-        Section(width * tp // copies, tp // copies, rank // copies)
-        for width, copies in zip(widths, replicas, strict=True)
-    ]
-    if len(names) == 1:  # such as Phi-3's qkv_proj, which is one matrix in the checkpoint, too
-        return [tuple(sections)]
-    if len(names) != len(sections):
-        raise ValueError(
-            f"a fused layer must have a member for each section, got {', '.join(names)} for "
-            f"{len(sections)} sections; leave them dense"
-        )
-    return [(section,) for section in sections]
-
-
 def _length(part: slice) -> int:
     return part.stop - part.start
-
-
-def joined(parts: Sequence[Tensor]) -> Tensor:
-    """Return tensors `[..., n]` side by side."""
-    return parts[0] if len(parts) == 1 else torch.cat(list(parts), -1)
-
-
-def split_gathered(gathered: Tensor, widths: Sequence[int], tp: int) -> list[Tensor]:
-    """Take apart what ranks sent side by side.
-
-    Args:
-        gathered: `[..., tp * sum(widths)]`, the parts of one rank after those of another.
-        widths: of each part.
-        tp: ranks.
-
-    Returns:
-        `[..., tp * width]` for each width.
-    """
-    parts = gathered.unflatten(-1, (tp, -1)).split(list(widths), -1)
-    return [part.flatten(-2) for part in parts]

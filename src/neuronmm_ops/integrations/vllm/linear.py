@@ -23,17 +23,9 @@ from vllm.model_executor.layers.linear import (
 
 from neuronmm_ops.compress.report import LayerReport
 from neuronmm_ops.errors import CheckpointError
-from neuronmm_ops.integrations.vllm.factors import (
-    MISMATCH,
-    Dense,
-    Member,
-    Pair,
-    Place,
-    joined,
-    member_sections,
-    split_gathered,
-)
+from neuronmm_ops.integrations.vllm.factors import MISMATCH, Dense, Member, Pair
 from neuronmm_ops.integrations.vllm.mlp import fuse_
+from neuronmm_ops.integrations.vllm.places import Place, joined, member_sections, split_gathered
 from neuronmm_ops.nn.storage import FACTORS, SCALES, STORAGES
 from neuronmm_ops.ops import xuv, xw
 from neuronmm_ops.parallel.sharding import DIVIDES, Kind
@@ -75,15 +67,17 @@ class LowRankLinearMethod(LinearMethodBase):
 
         Raises:
             CheckpointError: the record has other sizes than the architecture.
-            ValueError: the ranks cannot divide the layer, or vLLM's options rule it out.
+            ValueError: ranks cannot divide the layer, or an option has no such value.
         """
         del input_size_per_partition, output_size, extra_weight_attrs
         config = get_current_vllm_config()
         self.is_dummy = config.load_config.load_format == "dummy"
         self.is_fusible = config.lora_config is None
         self.tp_size = 1 if isinstance(layer, ReplicatedLinear) else layer.tp_size
-        # vLLM would sum the result, which is wider than [M, r].
-        self.reduces = self.tp_size > 1 and getattr(layer, "reduce_results", False)
+        # vLLM would sum the result, which is wider than [M, r]. With LoRA it has to: what its
+        # adapters add is in parts, too.
+        reduces = self.is_fusible and getattr(layer, "reduce_results", False)
+        self.reduces = reduces and self.tp_size > 1
         if self.reduces:
             layer.reduce_results = False
         self.place = self._place(layer, config)
@@ -118,11 +112,6 @@ class LowRankLinearMethod(LinearMethodBase):
         divide = given.get(DIVIDE, "both")
         if divide not in DIVIDES:
             raise ValueError(f"{DIVIDE} must be {' or '.join(DIVIDES)}, got {divide!r}")
-        if self.tp_size > 1 and config.lora_config is not None:
-            raise ValueError(
-                "LoRA adapters of low-rank layers need one rank, got tensor_parallel_size="
-                f"{self.tp_size}; merge the adapter, or use tensor_parallel_size=1"
-            )
         kind: Kind | None = None
         if isinstance(layer, RowParallelLinear):
             kind = "row"
@@ -175,34 +164,39 @@ class LowRankLinearMethod(LinearMethodBase):
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Map x `[..., K]` to `[..., N]`, or to this rank's columns or partial sums of it."""
         members = self.members
-        if self.reduces:
+        if self.place.kind == "row":
             (pair,) = cast(list[Pair], members)
-            own_bias = None if layer.skip_bias_add else layer.bias  # vLLM passes it to one rank
-            return self.reduced(xw(x, pair.u, None, pair.u_scale, pair.compute), own_bias)
+            own = layer.bias if self.reduces and not layer.skip_bias_add else bias
+            return self.finished(xw(x, pair.u, None, pair.u_scale, pair.compute), own)
         widths = [member.width for member in members]
         biases = [None] * len(members) if bias is None else bias.split(widths)
-        lows: list[Tensor | None] = [None] * len(members)
         if self.place.gathers:
-            lows = self.gathered(x)
-        parts = [
-            _product(member, x, low, own)
-            for member, low, own in zip(members, lows, biases, strict=True)
-        ]
+            parts = [
+                _second(member, x, low, own)
+                for member, low, own in zip(members, self.lows(x), biases, strict=True)
+            ]
+        else:
+            parts = [_whole(member, x, own) for member, own in zip(members, biases, strict=True)]
         return joined(parts)
 
-    def gathered(self, x: Tensor) -> list[Tensor | None]:
-        """Return `x @ u` `[..., r]` of each pair, exchanged by all at once; None of dense ones."""
+    def lows(self, x: Tensor) -> list[Tensor | None]:
+        """Return `x @ u` `[..., r]` of each pair, None of dense members."""
         pairs = [member for member in self.members if isinstance(member, Pair)]
-        own = joined([xw(x, pair.u, None, pair.u_scale, pair.compute) for pair in pairs])
-        every = tensor_model_parallel_all_gather(own)
-        widths = [pair.u.shape[1] for pair in pairs]
-        lows = iter(split_gathered(every, widths, self.place.tp))
-        return [next(lows) if isinstance(member, Pair) else None for member in self.members]
+        low = [xw(x, pair.u, None, pair.u_scale, pair.compute) for pair in pairs]
+        if self.place.gathers:  # all at once
+            every = tensor_model_parallel_all_gather(joined(low))
+            low = split_gathered(every, [pair.u.shape[1] for pair in pairs], self.place.tp)
+        found = iter(low)
+        return [next(found) if isinstance(member, Pair) else None for member in self.members]
 
-    def reduced(self, low: Tensor, bias: Tensor | None) -> Tensor:
-        """Return a row layer's result `[..., N]` for this rank's part of the sum `x @ u`."""
+    def finished(self, low: Tensor, bias: Tensor | None) -> Tensor:
+        """Return a row layer's result `[..., N]` for this rank's part of the sum `x @ u`.
+
+        It is this rank's part of the sum, too, where vLLM adds the parts, or nobody does.
+        """
         (pair,) = cast(list[Pair], self.members)
-        low = tensor_model_parallel_all_reduce(low)
+        if self.reduces:
+            low = tensor_model_parallel_all_reduce(low)
         if self.place.divide == "one":
             return xw(low, pair.v, bias, pair.v_scale, pair.compute)
         y = tensor_model_parallel_all_gather(xw(low, pair.v, None, pair.v_scale, pair.compute))
@@ -218,10 +212,17 @@ def remember_parent(parent: nn.Module, name: str, child: nn.Module | None) -> No
         method.parent = weakref.ref(parent)
 
 
-def _product(member: Member, x: Tensor, low: Tensor | None, bias: Tensor | None) -> Tensor:
+def _whole(member: Member, x: Tensor, bias: Tensor | None) -> Tensor:
+    """A member's columns for x."""
     if isinstance(member, Dense):
         return F.linear(x, member.weight, bias)
     pair = cast(Pair, member)
-    if low is not None:
-        return xw(low, pair.v, bias, pair.v_scale, pair.compute)
     return xuv(x, pair.u, pair.v, bias, pair.u_scale, pair.v_scale, pair.compute)
+
+
+def _second(member: Member, x: Tensor, low: Tensor | None, bias: Tensor | None) -> Tensor:
+    """A member's columns for x, or for `x @ u` of a pair."""
+    if low is None:
+        return _whole(member, x, bias)
+    pair = cast(Pair, member)
+    return xw(low, pair.v, bias, pair.v_scale, pair.compute)

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from neuronmm_ops.integrations.vllm.factors import Pair
 from neuronmm_ops.nn.bare import is_bare
-from neuronmm_ops.ops import svd_mlp
+from neuronmm_ops.ops import mlp, svd_mlp
 
 # vLLM's MLP classes whose forward is down_proj(act_fn(gate_up_proj(x))) and nothing else.
 GATED_MLPS = frozenset(
@@ -28,17 +28,17 @@ _ACTIVATIONS = {"SiluAndMul": "silu", "none": "gelu", "tanh": "gelu_tanh"}
 _FUSED: dict[type[nn.Module], type[nn.Module]] = {}
 
 
-def fuse_(mlp: Any) -> bool:
+def fuse_(module: Any) -> bool:
     """Let an MLP of vLLM run as one op from now on; say whether it will.
 
     It does where its class is one of `GATED_MLPS`, and its three projections are pairs without bias
     of one storage. Otherwise each projection is called by itself, as before.
     """
-    kind = type(mlp)
+    kind = type(module)
     if kind.__name__ not in GATED_MLPS or not kind.__module__.startswith("vllm."):
         return False
-    activation = activation_of(mlp.get_submodule("act_fn"))
-    projections = [mlp.get_submodule(name) for name in ("gate_up_proj", "down_proj")]
+    activation = activation_of(module.get_submodule("act_fn"))
+    projections = [module.get_submodule(name) for name in ("gate_up_proj", "down_proj")]
     members = [m for projection in projections for m in getattr(projection, "members", ())]
     pairs = [member for member in members if isinstance(member, Pair)]
     if activation is None or len(pairs) != 3 or len(members) != 3:
@@ -49,8 +49,8 @@ def fuse_(mlp: Any) -> bool:
         return False
     if kind not in _FUSED:
         _FUSED[kind] = type(f"LowRank{kind.__name__}", (kind,), {"forward": _forward})  # pyright: ignore
-    mlp.__class__ = _FUSED[kind]
-    mlp.activation = activation
+    module.__class__ = _FUSED[kind]
+    module.activation = activation
     return True
 
 
@@ -66,6 +66,12 @@ def _forward(self: Any, x: Tensor) -> Tensor:
     """Map x `[..., K]` to `[..., K]`."""
     gate, up = self.gate_up_proj.members
     (down,) = self.down_proj.members
-    factors = (gate.u, gate.v, up.u, up.v, down.u, down.v)
-    scales = (gate.u_scale, gate.v_scale, up.u_scale, up.v_scale, down.u_scale, down.v_scale)
-    return svd_mlp(x, *factors, self.activation, *scales, gate.compute)
+    if down.place.kind is None:  # one rank
+        factors = (gate.u, gate.v, up.u, up.v, down.u, down.v)
+        scales = (gate.u_scale, gate.v_scale, up.u_scale, up.v_scale, down.u_scale, down.v_scale)
+        return svd_mlp(x, *factors, self.activation, *scales, gate.compute)
+    # What ranks exchange is narrow before v_gate and v_up, and between u_down and v_down.
+    given, given_up = self.gate_up_proj.quant_method.lows(x)
+    scales = (gate.v_scale, up.v_scale, down.u_scale)
+    low = mlp(given, gate.v, up.v, down.u, given_up, self.activation, *scales, gate.compute)
+    return self.down_proj.quant_method.finished(low, None)

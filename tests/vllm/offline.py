@@ -1,0 +1,139 @@
+"""vLLM's offline API in a process of its own, bounded in time.
+
+Usage: python offline.py RUNS.json RESULTS.json
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+TIMEOUT_S = 900
+SETTINGS = {
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    # vLLM would bind each rank to a NUMA node of its own, and there may be one.
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+OPTIONS = {
+    "dtype": "float32",
+    "enforce_eager": True,
+    "kv_cache_memory_bytes": 2**26,
+    "max_model_len": 128,
+    "max_num_batched_tokens": 256,
+    "max_num_seqs": 4,
+    "disable_log_stats": True,
+}
+
+
+def generated(
+    runs: Mapping[str, Mapping[str, Any]],
+    prompts: Sequence[Sequence[int]],
+    tokens: int,
+    check_headers: bool = True,
+    **settings: str,
+) -> dict[str, Any]:
+    """Return what `vllm.LLM(**options)` gives for each run, all of them in one process.
+
+    Args:
+        runs: options by the name of the run, `model` among them; `adapter` is a directory.
+        prompts: of token ids.
+        tokens: to generate after each.
+        check_headers: whether the config may check a local checkpoint before it is loaded; not so
+            for one that vLLM loads from elsewhere.
+        settings: of the environment.
+
+    Returns:
+        By the name of the run `{"tokens": [[...], ...], "modules": [names of classes]}`, or
+        `{"error": text}` where there was one.
+    """
+    asked = {
+        "runs": {name: {**OPTIONS, **options} for name, options in runs.items()},
+        "prompts": [list(prompt) for prompt in prompts],
+        "tokens": tokens,
+        "check_headers": check_headers,
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        given, results = Path(folder, "runs.json"), Path(folder, "results.json")
+        given.write_text(json.dumps(asked, default=str))
+        process = subprocess.Popen(
+            [sys.executable, __file__, str(given), str(results)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+            cwd=folder,
+            env={**os.environ, **SETTINGS, **settings},
+        )
+        try:
+            output, _ = process.communicate(timeout=TIMEOUT_S)
+        finally:
+            end(process)
+        assert process.returncode == 0, output[-8000:]
+        return json.loads(results.read_text())
+
+
+def end(process: subprocess.Popen[str]) -> None:
+    """Kill what is left of the process and its workers."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+    process.wait()
+
+
+def main(given: str, results: str) -> None:
+    asked = json.loads(Path(given).read_text())
+    from vllm import LLM, SamplingParams
+    from vllm.lora.request import LoRARequest
+    from vllm.plugins import load_general_plugins
+
+    if not asked["check_headers"]:
+        load_general_plugins()
+        from neuronmm_ops.integrations.vllm.config import NeuronMMConfig
+
+        NeuronMMConfig.maybe_update_config = lambda *args, **options: None
+    found: dict[str, Any] = {}
+    engines = {}
+    sampling = SamplingParams(temperature=0, max_tokens=asked["tokens"], ignore_eos=True)
+    prompts = [{"prompt_token_ids": prompt} for prompt in asked["prompts"]]
+
+    def answers(engine: Any, adapter: str | None) -> dict[str, Any]:
+        request = None if adapter is None else LoRARequest("adapter", 1, adapter)
+        outputs = engine.generate(prompts, sampling, use_tqdm=False, lora_request=request)
+        tokens = [list(output.outputs[0].token_ids) for output in outputs]
+        return {"tokens": tokens, "modules": engine.apply_model(classes_of)}
+
+    for name, options in asked["runs"].items():
+        adapter = options.pop("adapter", None)
+        try:
+            engine = LLM(**options)
+        except Exception as error:
+            found[name] = {"error": str(error)}
+            continue
+        if not {"tensor_parallel_size", "pipeline_parallel_size"} & set(options):
+            engines[name] = (engine, adapter)
+            continue
+        found[name] = answers(engine, adapter)
+        engine.llm_engine.engine_core.shutdown()  # each has processes of its own
+    found |= {name: answers(*engine) for name, engine in engines.items()}
+    Path(results).write_text(json.dumps(found))
+
+
+def classes_of(model: Any) -> list[str]:
+    """The classes of a model's modules."""
+    return sorted({type(module).__name__ for module in model.modules()})
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
