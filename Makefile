@@ -6,12 +6,16 @@ INSTALLED := $(VENV)/.installed
 XLA_VENV := .venv-xla
 XLA_BIN := $(XLA_VENV)/bin
 XLA_INSTALLED := $(XLA_VENV)/.installed
+# vLLM pins numpy, Transformers and much else, so it has one, too.
+VLLM_VENV := .venv-vllm
+VLLM_BIN := $(VLLM_VENV)/bin
+VLLM_INSTALLED := $(VLLM_VENV)/.installed
 # A file's tests share their models and builds, so one process runs them all.
 PYTEST := $(BIN)/pytest -n 2 --dist loadfile
 # What oneDNN, torch and MKL obey: a CPU with bf16 units then computes as one without.
 AVX2 := ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2
 
-.PHONY: help env xla-env demo results results-data test test-fast test-avx2 lint type pytest test-xla docs bench csrc clean
+.PHONY: help env xla-env vllm-env demo results results-data test test-fast test-avx2 lint type pytest test-xla test-vllm docs bench csrc clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -39,6 +43,17 @@ $(XLA_INSTALLED): pyproject.toml constraints.txt tests/xla/requirements.txt test
 	$(XLA_BIN)/python tests/xla/cuda_stand_ins.py
 	touch $@
 
+vllm-env: $(VLLM_INSTALLED)  ## create .venv-vllm with vLLM 0.32.0 for the CPU: 3 GB
+
+# Where the index has no torch 2.13.0+cpu:
+# PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make vllm-env
+$(VLLM_INSTALLED): pyproject.toml tests/vllm/requirements.txt tests/vllm/distribution.py
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_BIN)/pip install --quiet --disable-pip-version-check --no-compile \
+		--no-deps -r tests/vllm/requirements.txt -e .
+	$(VLLM_BIN)/python tests/vllm/distribution.py
+	touch $@
+
 demo: env  ## train a small Llama, compress it, and write out/demo/report.html
 	$(BIN)/python examples/demo
 
@@ -50,7 +65,7 @@ results: env  ## write docs/results.md, its plots, the gallery and the README's 
 results-data: env  ## run the commands that the results come from: an hour
 	$(BIN)/python examples/results --data $(DATA)
 
-test: lint type pytest test-xla docs  ## everything: style, types, tests, XLA, documentation
+test: lint type pytest test-xla test-vllm docs  ## everything: style, types, tests, engines, documentation
 
 test-fast: env  ## for the inner loop: tests that build, install and compile nothing
 	$(PYTEST) -m "not slow"
@@ -73,6 +88,10 @@ pytest: env  ## unit tests, examples, documentation, packaging
 test-xla: xla-env  ## lowering through torch_xla, on XLA's CPU client
 	PYTHONDONTWRITEBYTECODE= PJRT_DEVICE=CPU $(XLA_BIN)/pytest -n 2 tests/xla
 
+# A server is three processes, each of which imports torch and vLLM: bytecode is kept here, too.
+test-vllm: vllm-env  ## serving with vLLM on the CPU: offline, and by its server
+	PYTHONDONTWRITEBYTECODE= VLLM_CPU_KVCACHE_SPACE=1 $(VLLM_BIN)/pytest tests/vllm
+
 docs: env  ## build the documentation into site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
@@ -84,4 +103,4 @@ csrc: env  ## build the C++ ops into build/csrc (needs g++)
 	$(MAKE) --no-print-directory -j2 -C csrc_stub PYTHON=$(abspath $(BIN)/python)
 
 clean:  ## remove what the other targets made
-	rm -rf $(VENV) $(XLA_VENV) build out site dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(XLA_VENV) $(VLLM_VENV) build out site dist .pytest_cache .ruff_cache .hypothesis
