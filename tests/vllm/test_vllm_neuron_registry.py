@@ -27,6 +27,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
 
 
+@pytest.mark.filterwarnings("ignore")  # of vLLM's own imports
 def test_vllm_takes_the_two_overrides(llama: Path, package: None) -> None:
     from vllm import ModelRegistry
     from vllm.config import ModelConfig
