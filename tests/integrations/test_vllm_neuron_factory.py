@@ -169,6 +169,7 @@ def test_a_bias(checkpoint: Path) -> None:
     ("field", "value", "words"),
     [
         ("attention_bias", True, "attention_bias must be false in vLLM-Neuron's model"),
+        ("use_sliding_window", True, "use_sliding_window must be false in vLLM-Neuron's model"),
         ("mlp_bias", True, "mlp_bias must be false in vLLM-Neuron's model"),
         ("hidden_act", "gelu", "hidden_act must be silu in vLLM-Neuron's model, got 'gelu'"),
         ("dtype", torch.float64, "dtype must be bfloat16, float16 or float32 in vLLM-Neuron, got"),
@@ -179,6 +180,23 @@ def test_a_config_of_another_model(checkpoint: Path, field: str, value: Any, wor
     config = config_of(checkpoint)
     setattr(config, field, value)
     assert refused(checkpoint, config=config).startswith(words)
+
+
+def test_a_rotation_that_the_engine_does_not_know(tmp_path: Path) -> None:
+    path = write(tmp_path, "qwen3", MLP)
+    edit(path, lambda config: config["rope_parameters"].update(rope_type="yarn"))
+    assert refused(path) == (
+        "rope_type must be default in vLLM-Neuron's Qwen3ForCausalLM, got 'yarn'"
+    )
+
+
+@pytest.mark.parametrize("change", [{}, {"rope_parameters": None, "rope_theta": 5000.0}])
+def test_the_engine_is_told_the_base_of_the_rotation(tmp_path: Path, change: Any) -> None:
+    path = write(tmp_path, "qwen3", MLP)
+    edit(path, lambda config: config.update(change))
+    vllm_neuron_engine.install(path)
+    model = load(path, AutoConfig.from_pretrained(path))
+    assert model.config.to_dict()["rope_theta"] == change.get("rope_theta", 10000.0)
 
 
 # --- the ranks and the engine --------------------------------------------------------------------
@@ -258,6 +276,13 @@ def test_the_class_has_what_vllm_asks_of_a_model_that_generates(checkpoint: Path
     logits = made(input_ids=ids, positions=positions, attn_metadata=metadata(2, 3))
     assert made.compute_logits(logits).shape == (3, 260)
     assert torch.equal(made.embed_input_ids(ids), made.model.model.embed_tokens.weight[ids])
+
+
+def test_the_plugin_on_nxd_inference_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = vllm_neuron_engine.install()
+    monkeypatch.delitem(sys.modules, "vllm_neuron.model")
+    vllm_neuron.register()
+    assert not found.registered
 
 
 @pytest.mark.slow

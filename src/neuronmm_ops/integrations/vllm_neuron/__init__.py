@@ -15,7 +15,8 @@ _FACTORY = "neuronmm_ops.integrations.vllm_neuron.factory:NeuronMMForCausalLM"
 
 def register() -> None:
     """Register the architecture with vLLM where vLLM-Neuron is installed; may be called again."""
-    if find_spec("vllm_neuron") is None:
+    # The plugin on NxD Inference has the same name, and no models of its own.
+    if find_spec("vllm_neuron") is None or find_spec("vllm_neuron.model") is None:
         return
     from vllm import ModelRegistry  # pyright: ignore
 

@@ -4,6 +4,7 @@ It refuses what cannot be served with one line, before a weight is read.
 """
 
 import copy
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -69,23 +70,40 @@ class NeuronMMForCausalLM(nn.Module):
         report = inspect_checkpoint(directory)
         headers = read_headers(weight_files(directory))
         check_tensors(headers, report.layers)
-        family = _family(directory)
+        config = read_config(directory)
+        family = _family(config, directory)
         _check(hf_config, neuron_config, report)
         group = engine.tp_group()
         check_heads(hf_config.num_attention_heads, _kv_heads(hf_config), group.world_size)
-        # The engine would take the record for a quantization that it does not know.
-        dense_config = copy.deepcopy(hf_config)
-        vars(dense_config).pop("quantization_config", None)
-        model = _factory(family).from_configs(dense_config, neuron_config)
+        model = _factory(family).from_configs(_dense(hf_config, config, family), neuron_config)
         layers = {layer.name: layer for layer in report.layers}
         kernels = Kernels(engine.kernel_test())
         put_low_rank_(model, layers, headers, group, kernels)
         return model
 
 
-def _family(directory: Path) -> str:
+def _dense(hf_config: Any, config: Mapping[str, Any], family: str) -> Any:
+    """What the engine's factory is to read, from the server's and the checkpoint's own config.
+
+    The engine would take the record for a quantization that it does not know. Its Qwen3 reads
+    `rope_theta`, which Transformers 5 writes into `rope_parameters`, takes its own where there is
+    none, and knows no other rotation.
+    """
+    made = copy.deepcopy(hf_config)
+    vars(made).pop("quantization_config", None)
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    theta = rope.get("rope_theta", config.get("rope_theta"))
+    if theta is not None:
+        made.rope_theta = theta
+    kind = rope.get("rope_type", "default")
+    if family != "LlamaForCausalLM" and kind != "default":
+        raise ValueError(f"rope_type must be default in vLLM-Neuron's {family}, got {kind!r}")
+    return made
+
+
+def _family(config: Mapping[str, Any], directory: Path) -> str:
     """The architecture in the checkpoint's own config: the server's was overridden."""
-    found = read_config(directory).get("architectures")
+    found = config.get("architectures")
     name = found[0] if isinstance(found, list) and len(found) == 1 else None
     if not isinstance(name, str) or name not in FAMILIES:
         raise ValueError(
@@ -118,7 +136,7 @@ def _check(hf_config: Any, neuron_config: Any, report: CompressionReport) -> Non
             f"factors must be floats of two bytes or more in vLLM-Neuron, {one_byte.name} is in "
             f"{one_byte.storage}; compress without --storage"
         )
-    for name in ("attention_bias", "mlp_bias"):
+    for name in ("attention_bias", "mlp_bias", "use_sliding_window"):
         if getattr(hf_config, name, False):
             raise ValueError(f"{name} must be false in vLLM-Neuron's model, config.json has true")
     if getattr(hf_config, "hidden_act", "silu") != "silu":
