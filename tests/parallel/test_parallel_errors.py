@@ -38,6 +38,10 @@ def refused(rank: int) -> dict[str, str]:
     divide("twice", divided, SVDColumnwise())
     divide("mlp twice", whole_mlp, SVDMLPParallel())
     divide("no mlp", linear(), SVDMLPParallel())
+    for name, layer in (("hooked", mlp()), ("hooked up", mlp()), ("hooked layer", linear())):
+        target = layer.up_proj if name == "hooked up" else layer
+        target.forward = target.forward
+        divide(name, layer, SVDColumnwise() if name == "hooked layer" else SVDMLPParallel())
     divide("N", linear(24, 35), SVDColumnwise())
     divide("K", linear(25, 36), SVDRowwise())
     divide("I", dense, SVDMLPParallel())
@@ -61,6 +65,10 @@ def refused(rank: int) -> dict[str, str]:
 
 ONCE = "; load the same checkpoint on all"
 SAME = "ValueError: every rank must have the same layer, got"
+REPLACED = (
+    "divides what a forward of its own computes, got {} whose forward was replaced, as accelerate "
+    "does; remove its hooks first, or load the model on one device"
+)
 EXPECTED = {
     "embedding": "TypeError: SVDColumnwise divides SVDLinear and nn.Linear, got Embedding; "
     "unwrap or replace it first",
@@ -71,6 +79,9 @@ EXPECTED = {
     "got one that is divided already",
     "no mlp": "TypeError: SVDMLPParallel divides an SVDMLP, got SVDLinear; "
     "divide its Linears one by one",
+    "hooked": f"TypeError: SVDMLPParallel {REPLACED.format('an MLP')}",
+    "hooked up": f"TypeError: SVDMLPParallel {REPLACED.format('up_proj')}",
+    "hooked layer": f"TypeError: SVDColumnwise {REPLACED.format('a layer')}",
     "N": "ValueError: tp must divide N, got N = 35 and tp = 2; use a tp that divides 35",
     "dense N": "ValueError: tp must divide N, got N = 5 and tp = 2; use a tp that divides 5",
     "K": "ValueError: tp must divide K, got K = 25 and tp = 2; use a tp that divides 25",

@@ -1,13 +1,12 @@
 """Bytes sent and held by a rank of a divided model, and the page that prints them."""
 
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from mktestdocs import grab_code_blocks
+from ranks import run
 from tiny import tiny_directory
 
 from neuronmm_ops import aligned_rank
@@ -75,18 +74,14 @@ def test_what_does_not_fit_is_refused():
         traffic(SMALL, {"lm_head": 4}, 2)
 
 
+def page(rank: int, directory: str) -> None:
+    """What `torchrun divide.py` does on a rank, in a process group that is there already."""
+    del rank
+    os.chdir(directory)
+    exec("\n".join(grab_code_blocks(PAGE.read_text(), lang="python")), {})  # noqa: S102
+
+
 @pytest.mark.slow
 def test_the_page_runs_on_two_ranks(tmp_path):
     tiny_directory(tmp_path / "model")
-    script = tmp_path / "divide.py"
-    script.write_text("\n".join(grab_code_blocks(PAGE.read_text(), lang="python")))
-    workers = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [sys.executable, *workers, script],
-        cwd=tmp_path,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stderr
+    run(page, 2, str(tmp_path))

@@ -15,6 +15,11 @@ from neuronmm_ops.parallel.agreement import check_ranks_agree
 from neuronmm_ops.parallel.layers import ShardedLinear, ShardedMLP
 from neuronmm_ops.parallel.sharding import Divide, Kind, pair_dims, part
 
+_REPLACED = (
+    "{style} divides what a forward of its own computes, got {name} whose forward was replaced, as "
+    "accelerate does; remove its hooks first, or load the model on one device"
+)
+
 
 class _Linearwise(ParallelStyle):
     """What both styles of a single layer do."""
@@ -103,6 +108,8 @@ class SVDMLPParallel(ParallelStyle):
         named: list[tuple[str, nn.Module, Kind]] = [
             (name, module.get_submodule(name), kind) for name, kind in kinds.items()
         ]
+        if "forward" in vars(module):
+            raise TypeError(_REPLACED.format(style="SVDMLPParallel", name="an MLP"))
         for name, projection, kind in named:
             _check_projection("SVDMLPParallel", name, projection, kind, tp)
         for _, projection, kind in named:
@@ -134,6 +141,8 @@ def _check_projection(style: str, name: str, module: nn.Module, kind: Kind, tp: 
         found = f"{name} of type {type(module).__name__}" if name else type(module).__name__
         remedy = "SVDLinear.from_pair" if isinstance(module, LinearPair) else "unwrap or replace it"
         raise TypeError(f"{style} divides SVDLinear and nn.Linear, got {found}; {remedy} first")
+    if "forward" in vars(module):
+        raise TypeError(_REPLACED.format(style=style, name=name or "a layer"))
     if not name or type(module) is nn.Linear:
         width = module.out_features if kind == "column" else module.in_features
         part(width, 0, tp, f"{name}'s I" if name else "N" if kind == "column" else "K")
