@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.distributed import DistributedConfig
 
 from neuronmm_ops import SVDLinear, hf, swap_
-from neuronmm_ops.hf import loading, quantizer
+from neuronmm_ops.hf import loading, quantizer, tensor_parallel
 from neuronmm_ops.parallel import ShardedMLP
 from neuronmm_ops.parallel.sharding import pair_dims, part
 
@@ -389,6 +389,27 @@ def test_one_process_needs_no_group(root: Path, single: dict[str, Found]) -> Non
     with torch.no_grad():
         logits = load_divided(root / "qwen3")(tiny_ids(2, 12)).logits
     assert torch.equal(logits, single["qwen3"].logits)
+
+
+@pytest.mark.parametrize("other", ["fsdp_size", "pp_size"])
+def test_other_divisions_beside_it_are_refused(other: str, root: Path) -> None:
+    model = hf.load(root / "qwen3")
+    model.config.distributed_config = DistributedConfig(tp_size=2, **{other: 2})
+    with pytest.raises(ValueError, match=f"^tp must be the only division .*, got {other} = 2;"):
+        tensor_parallel.plan_(model)
+
+
+def test_a_style_that_packs_is_refused(root: Path) -> None:
+    model = hf.load(root / "qwen3")
+    model.config.distributed_config = DistributedConfig(tp_size=2)
+    model.tp_plan = {"model.layers.*.mlp.gate_proj": "packed_colwise"}
+    with pytest.raises(
+        ValueError, match=r"gives model\.layers\.\*\.mlp\.gate_proj 'packed_colwise'"
+    ):
+        tensor_parallel.plan_(model)
+    model.tp_plan = {"model.layers.*.mlp.gate_proj": "all_reduce"}  # leaves parameters whole
+    tensor_parallel.plan_(model)
+    assert model.tp_plan == {"model.layers.*.mlp.gate_proj": "all_reduce"}
 
 
 def test_an_older_transformers_is_named(monkeypatch: pytest.MonkeyPatch, root: Path) -> None:

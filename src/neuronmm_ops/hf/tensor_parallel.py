@@ -178,11 +178,18 @@ def plan_(model: PreTrainedModel) -> None:
     """Let the model's plan cut its low-rank layers, and give each rank whole heads.
 
     Raises:
-        ValueError: the ranks cannot divide the heads, or a rule gives low-rank layers a style that
-            is not known for them.
+        ValueError: the model is to be divided in another way, too, the ranks cannot divide the
+            heads, or a rule gives low-rank layers a style that is not known for them.
     """
     config: Any = model.config
     tp = config.distributed_config.tp_size
+    for other in ("fsdp_size", "dp_replicate_size", "pp_size"):
+        size = getattr(config.distributed_config, other, None) or 1
+        if size > 1:
+            raise ValueError(
+                f"tp must be the only division of a compressed checkpoint, got {other} = {size}; "
+                "give tp_size, the number of processes, alone"
+            )
     for style in _LAYOUTS:
         STYLES.register(PREFIX + style, LowRankParallel(style, "both"))
         STYLES.register(f"{PREFIX}{style}_one", LowRankParallel(style, "one"))
@@ -227,11 +234,6 @@ def _shared_heads(model: PreTrainedModel, plan: Mapping[str, str], tp: int) -> i
 
 def _mesh_of_heads(mesh: DeviceMesh, kv_heads: int) -> DeviceMesh:
     """Return the ranks as a mesh `[kv_heads, ranks that share each]`."""
-    if mesh.size() != dist.get_world_size():
-        raise ValueError(
-            f"ranks can share key/value heads only where all {dist.get_world_size()} processes are "
-            f"of one tp group, got tp = {mesh.size()}; use a tp that divides {kv_heads}"
-        )
     names = (_HEADS_DIM, "ranks_of_a_head")
     return DeviceMesh(mesh.device_type, mesh.mesh.view(kv_heads, -1), mesh_dim_names=names)
 
