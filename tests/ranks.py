@@ -115,7 +115,8 @@ def _rank(
             timeout=timedelta(seconds=timeout_s),
         )
         document = pickle.dumps((None, function(rank, *args)))
-        dist.barrier()
+        if dist.is_initialized():  # a function may have ended the group
+            dist.barrier()
     except BaseException:
         document = pickle.dumps((traceback.format_exc(), None))
     writer.send_bytes(document)

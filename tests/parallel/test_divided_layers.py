@@ -174,6 +174,29 @@ def files(rank: int, directory: str) -> None:
             assert_close(other(x), layer(x))
 
 
+def sources(rank: int, directory: str) -> None:
+    """Rank 0's values count; without a source each rank's own; parameters may have none yet."""
+    x, expected = values(3, 24), mlp(24, 30)(values(3, 24))
+    torch.manual_seed(rank)
+    other = SVDMLP(24, 30, (10, 7, 9))
+    torch.manual_seed(0)
+    first = SVDMLP(24, 30, (10, 7, 9))
+    parallelize_module(other, mesh(), SVDMLPParallel())
+    assert_close(other(x), first(x))
+
+    own = parallelize_module(mlp(24, 30), mesh(), SVDMLPParallel(), src_data_rank=None)
+    assert_close(own(x), expected)
+
+    dcp.save(own.state_dict(), checkpoint_id=directory)
+    empty = SVDMLP(24, 30, (10, 7, 9), device="meta")
+    parallelize_module(empty, mesh(), SVDMLPParallel())
+    empty.to_empty(device="cpu")
+    state = empty.state_dict()
+    dcp.load(state, checkpoint_id=directory)
+    empty.load_state_dict(state)
+    assert_close(empty(x), expected)
+
+
 def compiled(rank: int, tp: int) -> None:
     """torch.compile takes a divided layer as one graph."""
     torch._dynamo.config.recompile_limit = 64
@@ -242,6 +265,10 @@ def test_training_takes_the_same_steps():
 
 def test_checkpoints_of_torch(tmp_path):
     run(files, 2, str(tmp_path))
+
+
+def test_whose_values_count(tmp_path):
+    run(sources, 2, str(tmp_path / "state"))
 
 
 def test_compiled_layers():

@@ -9,7 +9,7 @@ from parallel.divided import mesh
 from ranks import run
 from tiny import tiny_ids, tiny_model
 from torch import Tensor, nn
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import parallelize_module
 
 from neuronmm_ops import SVDMLP, SVDLinear, swap_, use_impl
 from neuronmm_ops.nn import svd_qkv
@@ -34,18 +34,13 @@ def compressed(family: str) -> nn.Module:
     return model
 
 
-def plan_of(model: nn.Module, divide: Any) -> dict[str, Any]:
-    """A style for each layer, as docs/tensor-parallel.md says it."""
-    plan: dict[str, Any] = {}
-    for name, module in model.named_modules():
-        if name.endswith(".mlp"):
-            plan[name] = SVDMLPParallel(divide)
-        elif name.endswith(("q_proj", "k_proj", "v_proj")):
-            low_rank = isinstance(module, SVDLinear)
-            plan[name] = SVDColumnwise(divide) if low_rank else ColwiseParallel()
-        elif name.endswith("o_proj"):
-            plan[name] = SVDRowwise(divide) if isinstance(module, SVDLinear) else RowwiseParallel()
-    return plan
+def plan_of(divide: Any) -> dict[str, Any]:
+    """A style for each layer."""
+    columns = {f"model.layers.*.self_attn.{name}_proj": SVDColumnwise(divide) for name in "qkv"}
+    return columns | {
+        "model.layers.*.self_attn.o_proj": SVDRowwise(divide),
+        "model.layers.*.mlp": SVDMLPParallel(divide),
+    }
 
 
 def model_on_ranks(rank: int, family: str) -> dict[str, list[int]]:
@@ -61,7 +56,7 @@ def model_on_ranks(rank: int, family: str) -> dict[str, list[int]]:
         tokens = whole.generate(ids, max_new_tokens=6, do_sample=False, use_cache=True)
         for divide in ("one", "both"):
             divided = copy.deepcopy(whole)
-            parallelize_module(divided, mesh(), plan_of(divided, divide))
+            parallelize_module(divided, mesh(), plan_of(divide))
             torch.testing.assert_close(divided(ids).logits, expected, rtol=1e-4, atol=1e-4)
             answer = divided.generate(ids, max_new_tokens=6, do_sample=False, use_cache=True)
             found[divide] = answer[0].tolist()
@@ -88,7 +83,7 @@ def hook_stays_out(rank: int) -> int:
     with torch.no_grad(), use_impl("simulated"):
         expected = whole(ids).logits
         fused = len(calls)
-        parallelize_module(whole, mesh(), plan_of(whole, "both"))
+        parallelize_module(whole, mesh(), plan_of("both"))
         torch.testing.assert_close(whole(ids).logits, expected, rtol=1e-3, atol=1e-3)
     assert len(calls) == fused
     return fused
@@ -100,7 +95,7 @@ def compiled_model(rank: int) -> None:
     ids = tiny_ids(1, 5)
     with torch.no_grad():
         expected = whole(ids, use_cache=False).logits
-        parallelize_module(whole, mesh(), plan_of(whole, "both"))
+        parallelize_module(whole, mesh(), plan_of("both"))
         fast = torch.compile(whole, backend="aot_eager")
         actual = fast(ids, use_cache=False).logits
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)

@@ -32,12 +32,16 @@ def refused(rank: int) -> dict[str, str]:
     wrapped.up_proj = nn.Sequential(wrapped.up_proj)
     divided = parallelize_module(linear(), mesh(), SVDColumnwise())
     whole_mlp = parallelize_module(mlp(), mesh(), SVDMLPParallel())
-    divide("dense", nn.Linear(4, 4), SVDColumnwise())
-    divide("dense row", nn.Linear(4, 4), SVDRowwise())
+    divide("embedding", nn.Embedding(4, 4), SVDColumnwise())
+    divide("dense N", nn.Linear(4, 5), SVDColumnwise())
     divide("pair", linear().to_pair(), SVDRowwise())
     divide("twice", divided, SVDColumnwise())
     divide("mlp twice", whole_mlp, SVDMLPParallel())
     divide("no mlp", linear(), SVDMLPParallel())
+    for name, layer in (("hooked", mlp()), ("hooked up", mlp()), ("hooked layer", linear())):
+        target = layer.up_proj if name == "hooked up" else layer
+        target.forward = target.forward
+        divide(name, layer, SVDColumnwise() if name == "hooked layer" else SVDMLPParallel())
     divide("N", linear(24, 35), SVDColumnwise())
     divide("K", linear(25, 36), SVDRowwise())
     divide("I", dense, SVDMLPParallel())
@@ -61,22 +65,30 @@ def refused(rank: int) -> dict[str, str]:
 
 ONCE = "; load the same checkpoint on all"
 SAME = "ValueError: every rank must have the same layer, got"
+REPLACED = (
+    "divides what a forward of its own computes, got {} whose forward was replaced, as accelerate "
+    "does; remove its hooks first, or load the model on one device"
+)
 EXPECTED = {
-    "dense": "TypeError: SVDColumnwise divides an SVDLinear, got Linear; use ColwiseParallel",
-    "dense row": "TypeError: SVDRowwise divides an SVDLinear, got Linear; use RowwiseParallel",
-    "pair": "TypeError: SVDRowwise divides an SVDLinear, got LinearPair; "
-    "use SVDLinear.from_pair first",
+    "embedding": "TypeError: SVDColumnwise divides SVDLinear and nn.Linear, got Embedding; "
+    "unwrap or replace it first",
+    "pair": "TypeError: SVDRowwise divides SVDLinear and nn.Linear, got LinearPair; "
+    "SVDLinear.from_pair first",
     "twice": "TypeError: SVDColumnwise divides an SVDLinear once, got one that is divided already",
     "mlp twice": "TypeError: SVDMLPParallel divides an SVDMLP once, "
     "got one that is divided already",
     "no mlp": "TypeError: SVDMLPParallel divides an SVDMLP, got SVDLinear; "
     "divide its Linears one by one",
+    "hooked": f"TypeError: SVDMLPParallel {REPLACED.format('an MLP')}",
+    "hooked up": f"TypeError: SVDMLPParallel {REPLACED.format('up_proj')}",
+    "hooked layer": f"TypeError: SVDColumnwise {REPLACED.format('a layer')}",
     "N": "ValueError: tp must divide N, got N = 35 and tp = 2; use a tp that divides 35",
+    "dense N": "ValueError: tp must divide N, got N = 5 and tp = 2; use a tp that divides 5",
     "K": "ValueError: tp must divide K, got K = 25 and tp = 2; use a tp that divides 25",
     "I": "ValueError: tp must divide up_proj's I, got up_proj's I = 33 and tp = 2; "
     "use a tp that divides 33",
     "wrapped": "TypeError: SVDMLPParallel divides SVDLinear and nn.Linear, got up_proj of type "
-    "Sequential; replace or unwrap it first",
+    "Sequential; unwrap or replace it first",
     "grid": "ValueError: the mesh must have one dimension, got 2 (dp, tp); "
     "give the one of tensor parallelism: mesh['tp']",
     "r": f"{SAME} r 10 on rank 0 and 11 on rank 1{ONCE}",

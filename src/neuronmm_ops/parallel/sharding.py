@@ -85,7 +85,8 @@ def part(size: int, rank: int, tp: int, what: str, *, padded: bool = False) -> s
         raise ValueError(f"rank must be in 0..tp - 1 with tp >= 1, got rank {rank} of tp {tp}")
     if size % tp and not padded:
         raise ValueError(
-            f"tp must divide {what}, got {what} = {size} and tp = {tp}; use a tp that divides {size}"
+            f"tp must divide {what}, got {what} = {size} and tp = {tp}; "
+            f"use a tp that divides {size}"
         )
     width = part_width(size, tp)
     return slice(min(rank * width, size), min((rank + 1) * width, size))

@@ -9,18 +9,42 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 from torch.distributed.tensor.placement_types import Placement
 
-from neuronmm_ops.nn import SVDMLP, SVDLinear
+from neuronmm_ops.nn import SVDMLP, LinearPair, SVDLinear
 from neuronmm_ops.nn.storage import storage_of
 from neuronmm_ops.parallel.agreement import check_ranks_agree
 from neuronmm_ops.parallel.layers import ShardedLinear, ShardedMLP
 from neuronmm_ops.parallel.sharding import Divide, Kind, pair_dims, part
 
+_REPLACED = (
+    "{style} divides what a forward of its own computes, got {name} whose forward was replaced, as "
+    "accelerate does; remove its hooks first, or load the model on one device"
+)
 
-class SVDColumnwise(ParallelStyle):
+
+class _Linearwise(ParallelStyle):
+    """What both styles of a single layer do."""
+
+    kind: Kind
+
+    def __init__(self, divide: Divide = "both") -> None:
+        pair_dims(self.kind, divide)
+        self.divide: Divide = divide
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        tp = _tp(device_mesh)
+        check_ranks_agree([module], device_mesh, self.src_data_rank)
+        _check_projection(type(self).__name__, "", module, self.kind, tp)
+        return _divided(module, device_mesh, self.kind, self.divide, self.src_data_rank)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(divide={self.divide!r})"
+
+
+class SVDColumnwise(_Linearwise):
     """Divides an `SVDLinear` by its outputs: for the projections to queries, keys and values.
 
     Each rank calls it with the whole x and gets its N / tp columns of the result, as from torch's
-    `ColwiseParallel`; called with a DTensor, it returns one.
+    `ColwiseParallel`; called with a DTensor, it returns one. An `nn.Linear` is divided by that.
 
     Args:
         divide: which factors the ranks divide: `both`, with an all-gather of `[M, r]` between
@@ -30,26 +54,14 @@ class SVDColumnwise(ParallelStyle):
         ValueError: divide is unknown.
     """
 
-    def __init__(self, divide: Divide = "both") -> None:
-        pair_dims("column", divide)
-        self.divide: Divide = divide
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        tp = _tp(device_mesh)
-        check_ranks_agree([module], device_mesh, self.src_data_rank)
-        layer = _svd_linear(module, self, "ColwiseParallel")
-        part(layer.out_features, 0, tp, "N")
-        return _divided(layer, device_mesh, "column", self.divide, self.src_data_rank)
-
-    def __repr__(self) -> str:
-        return f"SVDColumnwise(divide={self.divide!r})"
+    kind = "column"
 
 
-class SVDRowwise(ParallelStyle):
+class SVDRowwise(_Linearwise):
     """Divides an `SVDLinear` by its inputs: for attention's output projection.
 
     Each rank calls it with its K / tp columns of x and gets the whole result, as from torch's
-    `RowwiseParallel`; called with a DTensor, it returns one.
+    `RowwiseParallel`; called with a DTensor, it returns one. An `nn.Linear` is divided by that.
 
     Args:
         divide: which factors the ranks divide: `both`, with an all-reduce of `[M, r]` between them
@@ -59,19 +71,7 @@ class SVDRowwise(ParallelStyle):
         ValueError: divide is unknown.
     """
 
-    def __init__(self, divide: Divide = "both") -> None:
-        pair_dims("row", divide)
-        self.divide: Divide = divide
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        tp = _tp(device_mesh)
-        check_ranks_agree([module], device_mesh, self.src_data_rank)
-        layer = _svd_linear(module, self, "RowwiseParallel")
-        part(layer.in_features, 0, tp, "K")
-        return _divided(layer, device_mesh, "row", self.divide, self.src_data_rank)
-
-    def __repr__(self) -> str:
-        return f"SVDRowwise(divide={self.divide!r})"
+    kind = "row"
 
 
 class SVDMLPParallel(ParallelStyle):
@@ -105,16 +105,15 @@ class SVDMLPParallel(ParallelStyle):
                     else f", got {type(module).__name__}; divide its Linears one by one"
                 )
             )
-        for name, kind in kinds.items():
-            _check_projection(name, getattr(module, name), kind, tp)
-        for name, kind in kinds.items():
-            projection = getattr(module, name)
-            if isinstance(projection, SVDLinear):
-                _divided(projection, device_mesh, kind, self.divide, self.src_data_rank)
-                continue
-            style = ColwiseParallel() if kind == "column" else RowwiseParallel()
-            style.src_data_rank = self.src_data_rank
-            style._apply(projection, device_mesh)
+        named: list[tuple[str, nn.Module, Kind]] = [
+            (name, module.get_submodule(name), kind) for name, kind in kinds.items()
+        ]
+        if "forward" in vars(module):
+            raise TypeError(_REPLACED.format(style="SVDMLPParallel", name="an MLP"))
+        for name, projection, kind in named:
+            _check_projection("SVDMLPParallel", name, projection, kind, tp)
+        for _, projection, kind in named:
+            _divided(projection, device_mesh, kind, self.divide, self.src_data_rank)
         module.__class__ = ShardedMLP
         assert isinstance(module, ShardedMLP)
         module.mesh = device_mesh
@@ -134,47 +133,43 @@ def _tp(mesh: DeviceMesh) -> int:
     return mesh.size()
 
 
-def _svd_linear(module: nn.Module, style: ParallelStyle, torchs: str) -> SVDLinear:
-    if type(module) is SVDLinear:
-        return module
-    kind = type(style).__name__
+def _check_projection(style: str, name: str, module: nn.Module, kind: Kind, tp: int) -> None:
+    """Refuse what cannot be divided; a projection of an MLP has a `name`, and any I will do."""
     if isinstance(module, ShardedLinear):
-        raise TypeError(f"{kind} divides an SVDLinear once, got one that is divided already")
-    remedy = "use SVDLinear.from_pair first" if hasattr(module, "linears") else f"use {torchs}"
-    raise TypeError(f"{kind} divides an SVDLinear, got {type(module).__name__}; {remedy}")
-
-
-def _check_projection(name: str, projection: nn.Module, kind: Kind, tp: int) -> None:
-    """Refuse what `SVDMLPParallel` cannot divide, before it divides the first projection."""
-    if type(projection) is SVDLinear:
-        return
-    if type(projection) is not nn.Linear:
-        raise TypeError(
-            f"SVDMLPParallel divides SVDLinear and nn.Linear, got {name} of type "
-            f"{type(projection).__name__}; replace or unwrap it first"
-        )
-    inner = projection.out_features if kind == "column" else projection.in_features
-    part(inner, 0, tp, f"{name}'s I")
+        raise TypeError(f"{style} divides an SVDLinear once, got one that is divided already")
+    if not (type(module) is SVDLinear or type(module) is nn.Linear):
+        found = f"{name} of type {type(module).__name__}" if name else type(module).__name__
+        remedy = "SVDLinear.from_pair" if isinstance(module, LinearPair) else "unwrap or replace it"
+        raise TypeError(f"{style} divides SVDLinear and nn.Linear, got {found}; {remedy} first")
+    if "forward" in vars(module):
+        raise TypeError(_REPLACED.format(style=style, name=name or "a layer"))
+    if not name or type(module) is nn.Linear:
+        width = module.out_features if kind == "column" else module.in_features
+        part(width, 0, tp, f"{name}'s I" if name else "N" if kind == "column" else "K")
 
 
 def _divided(
-    layer: SVDLinear, mesh: DeviceMesh, kind: Kind, divide: Divide, source: int | None
-) -> SVDLinear:
-    """Make an SVDLinear a ShardedLinear, in place."""
+    module: nn.Module, mesh: DeviceMesh, kind: Kind, divide: Divide, source: int | None
+) -> nn.Module:
+    """Make an SVDLinear a ShardedLinear, in place; torch divides an nn.Linear."""
+    if not isinstance(module, SVDLinear):
+        style = ColwiseParallel() if kind == "column" else RowwiseParallel()
+        style.src_data_rank = source
+        return style._apply(module, mesh)
     for name, dim in pair_dims(kind, divide).items():
-        tensor = getattr(layer, name)
+        tensor = getattr(module, name)
         if tensor is None:
             continue
         placement = Replicate() if dim is None else Shard(dim)
         local = _distributed(tensor.detach(), mesh, placement, source)
         if isinstance(tensor, nn.Parameter):
-            setattr(layer, name, nn.Parameter(local, requires_grad=tensor.requires_grad))
+            setattr(module, name, nn.Parameter(local, requires_grad=tensor.requires_grad))
         else:
-            layer._buffers[name] = local
-    layer.__class__ = ShardedLinear
-    assert isinstance(layer, ShardedLinear)
-    layer.mesh, layer.kind, layer.divide = mesh, kind, divide
-    return layer
+            module._buffers[name] = local
+    module.__class__ = ShardedLinear
+    assert isinstance(module, ShardedLinear)
+    module.mesh, module.kind, module.divide = mesh, kind, divide
+    return module
 
 
 def _distributed(
