@@ -6,7 +6,7 @@ from typing import Any
 
 from neuronmm_ops.cli.console import show_table, stdout
 from neuronmm_ops.cli.parser import add_command, add_shape, add_tokens, tokens_of
-from neuronmm_ops.cli.plan_ranks import Settings, rank_rows, show_rank_rows
+from neuronmm_ops.cli.plan_ranks import Settings, rank_rows, show_rank_rows, speedup_range
 from neuronmm_ops.compress.rank import aligned_rank
 from neuronmm_ops.kernels import Plan, plan_svd_mlp, plan_svd_qkv, plan_xuv, plan_xw
 from neuronmm_ops.models import ModelShape, model_shape, shape_from_config
@@ -145,7 +145,7 @@ def _show(rows: list[dict[str, Any]]) -> None:
         (
             *(row["M"], row["projection"], row["K"], row["r"] or "dense", row["N"], row["form"]),
             *(f"{row['time_ms']:.4g}", f"{row['dense_ms']:.4g}"),
-            *(_range(row["speedup_low"], row["speedup_high"]), row["bound"]),
+            *(speedup_range(row["speedup_low"], row["speedup_high"]), row["bound"]),
         )
         for row in rows
     ]
@@ -162,9 +162,3 @@ def _show(rows: list[dict[str, Any]]) -> None:
     for tokens in dict.fromkeys([row["M"] for row in losing]):
         names = ", ".join([row["projection"] for row in losing if row["M"] == tokens])
         stdout.print(f"Low rank does not pay at M = {tokens}: {names}", soft_wrap=True)
-
-
-def _range(low: float, high: float) -> str:
-    """A speed-up, or its range where both ends differ in print."""
-    first, last = f"{low:.2f}", f"{high:.2f}"
-    return f"{first}x" if first == last else f"{first}-{last}x"

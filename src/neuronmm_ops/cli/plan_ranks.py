@@ -106,7 +106,7 @@ def show_rank_rows(rows: list[dict[str, Any]]) -> None:
             *(row["M"], row["projection"], row["divide"]),
             " ".join(["[" + ", ".join(map(str, shape)) + "]" for shape in row["shards"]]),
             *(f"{row[name]:.4g}" for name in ("launches_ms", "collectives_ms", "dense_ms")),
-            _range(row["speedup_low"], row["speedup_high"]),
+            speedup_range(row["speedup_low"], row["speedup_high"]),
         )
         for row in rows
     ]
@@ -119,7 +119,7 @@ def show_rank_rows(rows: list[dict[str, Any]]) -> None:
     )
 
 
-def _range(low: float, high: float) -> str:
+def speedup_range(low: float, high: float) -> str:
     """A speed-up, or its range where both ends differ in print."""
     first, last = f"{low:.2f}", f"{high:.2f}"
     return f"{first}x" if first == last else f"{first}-{last}x"
