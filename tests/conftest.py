@@ -22,5 +22,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 # Precompiled headers pay when inductor compiles more than these few files.
 os.environ["TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS"] = "0"
 
-# torch_xla needs a torch of its own: `make test-xla` sets this and runs that folder alone.
-collect_ignore = [] if "PJRT_DEVICE" in os.environ else ["xla"]
+# These engines have environments of their own: `make test-xla` and `make test-vllm` set the
+# variables, and each runs its folder alone.
+ENGINES = {"xla": "PJRT_DEVICE", "vllm": "VLLM_CPU_KVCACHE_SPACE"}
+collect_ignore = [folder for folder, name in ENGINES.items() if name not in os.environ]
