@@ -103,11 +103,14 @@ class Caller:
         return Caller(self.kernel, grid)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        return called(Call("wrap_nki", self.kernel, self.grid, kwargs), args)
+        (cores,) = self.grid
+        kernel = self.kernel if cores == 1 else self.kernel[cores]
+        return called(Call("wrap_nki", kernel, self.grid, kwargs), args)
 
 
 def wrap_nki(kernel: "DirectKernel") -> Caller:
     """Make a kernel traceable; every wrapper takes a place in a registry."""
+    assert kernel.kernel.lnc == 1, "a kernel that has its grid already loses it"
     record.wrapped += 1
     return Caller(kernel.kernel)
 
@@ -120,6 +123,9 @@ class DirectKernel:
 
     def __init__(self, kernel: Any) -> None:
         self.kernel = kernel
+
+    def __getitem__(self, cores: int) -> "DirectKernel":
+        return DirectKernel(self.kernel[cores])
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         return called(Call("direct", self.kernel, (self.kernel.lnc,), kwargs), args)

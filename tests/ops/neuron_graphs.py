@@ -25,7 +25,7 @@ LENGTHS = (6, 7, 9, 7)
 PAIR = ((128, 24), (24, 40))
 MLP = ((32, 8), (8, 32)) * 3
 
-nki_kernel = kernels.nki_kernel
+kernel_named = kernels.kernel_named
 
 
 class Compiler:
@@ -76,7 +76,7 @@ def refusal() -> str:
 
 def main() -> None:
     backend_registration._setup_privateuseone_for_python_backend("neuron")
-    kernels.nki_kernel = lambda plan: stand_ins.DirectKernel(nki_kernel(plan))
+    kernels.kernel_named = lambda *name: stand_ins.DirectKernel(kernel_named(*name))
     found: dict[str, Any] = {}
     for offered in OFFERS:
         with (

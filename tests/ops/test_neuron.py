@@ -40,13 +40,13 @@ from neuronmm_ops.ops.backends import neuron
 
 KEY = torch._C.DispatchKeySet(torch._C.DispatchKey.PrivateUse1)
 CALL_MODES = {name: name.split()[0] for name in TORCH_NEURONX}
-nki_kernel = kernels.nki_kernel
+kernel_named = kernels.kernel_named
 
 
 @pytest.fixture
 def machine(tmp_path, monkeypatch) -> Iterator[NeuronMachine]:
     """A trn2 whose kernels are called directly where nothing wraps them."""
-    monkeypatch.setattr(kernels, "nki_kernel", lambda plan: DirectKernel(nki_kernel(plan)))
+    monkeypatch.setattr(kernels, "kernel_named", lambda *name: DirectKernel(kernel_named(*name)))
     with stand_ins.neuron_machine(tmp_path, monkeypatch) as found:
         found.environment(NEURON_PLATFORM_TARGET_OVERRIDE="trn2")
         yield found

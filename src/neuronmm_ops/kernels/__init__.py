@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Plan",
     "Problem",
+    "kernel_named",
     "nki_kernel",
     "plan_op",
     "plan_part",
@@ -39,13 +40,14 @@ __all__ = [
 
 
 def nki_kernel(plan: Plan) -> Kernel:
-    """The kernel that a plan is for, on as many cores as it says.
-
-    Kernel `xuv_decode` is the function of that name in `kernels/xuv/decode.py`.
-    """
-    module = import_module(f"{__name__}.{plan.problem.op}.{plan.phase}")
-    kernel = getattr(module, plan.kernel)
+    """The kernel that a plan is for, on as many cores as it says."""
+    kernel = kernel_named(plan.problem.op, plan.phase, plan.kernel)
     return kernel if plan.problem.lnc == 1 else kernel[plan.problem.lnc]
+
+
+def kernel_named(op: str, phase: str, name: str) -> Kernel:
+    """A kernel without a grid: `xuv_decode` is the function in `kernels/xuv/decode.py`."""
+    return getattr(import_module(f"{__name__}.{op}.{phase}"), name)
 
 
 @cache

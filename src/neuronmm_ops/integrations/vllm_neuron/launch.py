@@ -7,7 +7,6 @@ the wrapper is called in Python while Dynamo traces, and only planning is hidden
 
 from collections.abc import Callable
 from functools import cached_property
-from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from neuronmm_ops.errors import NkiVersionError
 from neuronmm_ops.hardware import TARGET_VARIABLE
+from neuronmm_ops.kernels import kernel_named
 from neuronmm_ops.ops.backends.environment import (
     INSTALL,
     NEURON_PACKAGES,
@@ -152,6 +152,5 @@ def _callers() -> dict[str, Callable[..., Any]]:
     found: dict[str, Callable[..., Any]] = {}
     for op in OPS:
         for phase, name in (("prefill", op), ("decode", f"{op}_decode")):
-            module = import_module(f"neuronmm_ops.kernels.{op}.{phase}")
-            found[name] = wrap_nki(getattr(module, name))[(chosen.lnc,)]
+            found[name] = wrap_nki(kernel_named(op, phase, name))[(chosen.lnc,)]
     return found

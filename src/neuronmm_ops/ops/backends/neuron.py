@@ -140,17 +140,18 @@ def _call(spec: OpSpec, tensors: Tensors, choices: Choices) -> Tensor:
 def _kernel_for(plan: Plan) -> Callable[..., Any]:
     """The kernel of a plan, in `wrap_nki` where there is one.
 
-    Wrapped once: every wrapper takes a place in a registry. The grid belongs to the wrapper, which
-    does not look at the kernel's own.
+    Wrapped once: every wrapper takes a place in a registry. It is given the kernel and then the
+    grid: a kernel that has its grid already loses it there.
     """
-    from neuronmm_ops.kernels import nki_kernel
+    from neuronmm_ops.kernels import kernel_named, nki_kernel
 
     wrap_nki = wrapper("wrap_nki")
     if wrap_nki is None:
         return nki_kernel(plan)
     key = plan.kernel, plan.problem.lnc
     if key not in _wrapped:
-        _wrapped[key] = wrap_nki(nki_kernel(plan))[(plan.problem.lnc,)]
+        kernel = kernel_named(plan.problem.op, plan.phase, plan.kernel)
+        _wrapped[key] = wrap_nki(kernel)[(plan.problem.lnc,)]
     return _wrapped[key]
 
 
