@@ -10,12 +10,13 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, LlamaConfig
-from transformers.distributed import DistributedConfig
+from transformers.distributed.configuration_utils import DistributedConfig
 
 from neuronmm_ops import SVDLinear, hf, swap_
 
@@ -23,7 +24,7 @@ from neuronmm_ops import SVDLinear, hf, swap_
 def generate(directory: str) -> None:
     """Load this process's part, generate together, and say what each process holds."""
     plan = DistributedConfig(tp_plan="auto")
-    model = AutoModelForCausalLM.from_pretrained(directory, distributed_config=plan)
+    model: Any = AutoModelForCausalLM.from_pretrained(directory, distributed_config=plan)
     ids = torch.arange(8).unsqueeze(0)
     tokens = model.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=0)
     held = sum(parameter.to_local().numel() for parameter in divided(model))
@@ -43,7 +44,7 @@ def divided(model: torch.nn.Module) -> list[DTensor]:
 def start(directory: Path) -> None:
     """Make a tiny compressed model, and run this program on it in two processes."""
     torch.manual_seed(0)
-    sizes = {"hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 2}
+    sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 2}
     config = LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, vocab_size=256)
     model = AutoModelForCausalLM.from_config(config)
     factors = {}

@@ -394,7 +394,7 @@ def test_one_process_needs_no_group(root: Path, single: dict[str, Found]) -> Non
 @pytest.mark.parametrize("other", ["fsdp_size", "pp_size"])
 def test_other_divisions_beside_it_are_refused(other: str, root: Path) -> None:
     model = hf.load(root / "qwen3")
-    model.config.distributed_config = DistributedConfig(tp_size=2, **{other: 2})
+    model.config.distributed_config = DistributedConfig.from_dict({"tp_size": 2, other: 2})
     with pytest.raises(ValueError, match=f"^tp must be the only division .*, got {other} = 2;"):
         tensor_parallel.plan_(model)
 

@@ -181,7 +181,7 @@ def check_can_divide() -> None:
 def _distributed_config(tp: int) -> Any:
     """Return what `from_pretrained` takes to divide a model by its plan."""
     check_can_divide()
-    from transformers.distributed import DistributedConfig
+    from transformers.distributed.configuration_utils import DistributedConfig
 
     return DistributedConfig(tp_size=tp, tp_plan="auto")
 
