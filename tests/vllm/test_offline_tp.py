@@ -1,7 +1,7 @@
 """Two processes of vLLM's give the tokens of Transformers' one."""
 
 import pytest
-from lowrank import PROMPTS, RANKS, TOKENS, adapted_, greedy, low_rank
+from lowrank import PROMPTS, RANKS, TOKENS, greedy, low_rank
 from offline import generated
 
 pytestmark = pytest.mark.slow
@@ -22,8 +22,6 @@ RUNS = {
         {**BOTH, "enforce_eager": False},
         "LowRankQwen2MLP",
     ),
-    "stages": ({"family": "mistral"}, {"pipeline_parallel_size": 2}, "LowRankLlamaMLP"),
-    "an adapter": ({}, {**BOTH, "enable_lora": True, "max_lora_rank": 8}, "LlamaMLP"),
 }
 
 
@@ -31,9 +29,6 @@ RUNS = {
 def test_tokens_are_those_of_one_process(tmp_path, name):
     options, given, mlp = RUNS[name]
     model, run = low_rank(tmp_path / "model", **options), {"model": tmp_path / "model", **given}
-    if "enable_lora" in given:
-        run["adapter"] = tmp_path / "adapter"
-        model = adapted_(tmp_path / "adapter", model)
     found = generated({name: run}, PROMPTS, TOKENS)[name]
     assert found.get("tokens") == greedy(model, PROMPTS), found.get("error")
     assert len(found["modules"]) == 2

@@ -194,3 +194,16 @@ def test_values_that_cannot_be_are_refused():
         (sections,) = member_sections(["q_proj"], [5], [1], place)
         with pytest.raises(CheckpointError, match=r"q_proj: v_scale must be .* positive"):
             loaded(record(8, 3, 5, "fp8"), place, sections, tensors)
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+def test_scales_are_in_fp32_whatever_the_models_dtype(storage):
+    """vLLM loads with the model's dtype as torch's default."""
+    tensors = checkpoint(8, 3, 5, storage)
+    (sections,) = member_sections(["q_proj"], [5], [1], WHOLE)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        pair = loaded(record(8, 3, 5, storage), WHOLE, sections, tensors)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert storage is None or pair.u_scale.dtype == pair.v_scale.dtype == torch.float32

@@ -206,7 +206,7 @@ class Pair(Member):
             check_finite(self.name, self.u, self.v, REMEDY)
             return
         u, v, u_scale, v_scale = self._without_padding()
-        ones = torch.ones(self.rank, device=v.device)
+        ones = torch.ones(self.rank, dtype=torch.float32, device=v.device)
         try:
             check_factors(u, u.new_empty(u.shape[1], 0), u_scale, u_scale[:0], self.name)
             check_factors(v.new_empty(0, self.rank), v, ones, v_scale, self.name)

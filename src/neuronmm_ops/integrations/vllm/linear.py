@@ -74,10 +74,8 @@ class LowRankLinearMethod(LinearMethodBase):
         self.is_dummy = config.load_config.load_format == "dummy"
         self.is_fusible = config.lora_config is None
         self.tp_size = 1 if isinstance(layer, ReplicatedLinear) else layer.tp_size
-        # vLLM would sum the result, which is wider than [M, r]. With LoRA it has to: what its
-        # adapters add is in parts, too.
-        reduces = self.is_fusible and getattr(layer, "reduce_results", False)
-        self.reduces = reduces and self.tp_size > 1
+        # vLLM would sum the result, which is wider than [M, r].
+        self.reduces = self.tp_size > 1 and getattr(layer, "reduce_results", False)
         if self.reduces:
             layer.reduce_results = False
         self.place = self._place(layer, config)
@@ -112,6 +110,11 @@ class LowRankLinearMethod(LinearMethodBase):
         divide = given.get(DIVIDE, "both")
         if divide not in DIVIDES:
             raise ValueError(f"{DIVIDE} must be {' or '.join(DIVIDES)}, got {divide!r}")
+        if self.tp_size > 1 and config.lora_config is not None:
+            raise ValueError(
+                "LoRA adapters of low-rank layers need one rank, got tensor_parallel_size="
+                f"{self.tp_size}; merge the adapter, or use tensor_parallel_size=1"
+            )
         kind: Kind | None = None
         if isinstance(layer, RowParallelLinear):
             kind = "row"
