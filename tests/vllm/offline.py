@@ -17,7 +17,6 @@ TIMEOUT_S = 900
 SETTINGS = {
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
     # vLLM would bind each rank to a NUMA node of its own, and there may be one.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -73,7 +72,7 @@ def generated(
             text=True,
             start_new_session=True,
             cwd=folder,
-            env={**os.environ, **SETTINGS, **settings},
+            env={**_inherited(), **SETTINGS, **settings},
         )
         try:
             output, _ = process.communicate(timeout=TIMEOUT_S)
@@ -81,6 +80,11 @@ def generated(
             end(process)
         assert process.returncode == 0, output[-8000:]
         return json.loads(results.read_text())
+
+
+def _inherited() -> dict[str, str]:
+    """This process's environment without the size of caches, which would overrule the options'."""
+    return {k: v for k, v in os.environ.items() if k != "VLLM_CPU_KVCACHE_SPACE"}
 
 
 def end(process: subprocess.Popen[str]) -> None:
