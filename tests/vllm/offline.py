@@ -39,6 +39,7 @@ def generated(
     prompts: Sequence[Sequence[int]],
     tokens: int,
     check_headers: bool = True,
+    packs: bool = True,
     **settings: str,
 ) -> dict[str, Any]:
     """Return what `vllm.LLM(**options)` gives for each run, all of them in one process.
@@ -49,6 +50,7 @@ def generated(
         tokens: to generate after each.
         check_headers: whether the config may check a local checkpoint before it is loaded; not so
             for one that vLLM loads from elsewhere.
+        packs: whether weights may be packed for the CPU; otherwise the ops multiply by them.
         settings: of the environment.
 
     Returns:
@@ -60,6 +62,7 @@ def generated(
         "prompts": [list(prompt) for prompt in prompts],
         "tokens": tokens,
         "check_headers": check_headers,
+        "packs": packs,
     }
     with tempfile.TemporaryDirectory() as folder:
         given, results = Path(folder, "runs.json"), Path(folder, "results.json")
@@ -108,6 +111,10 @@ def main(given: str, results: str) -> None:
         from neuronmm_ops.integrations.vllm.config import NeuronMMConfig
 
         NeuronMMConfig.maybe_update_config = lambda *args, **options: None
+    if not asked["packs"]:
+        from neuronmm_ops.integrations.vllm import packing
+
+        packing.packs = lambda: False
     found: dict[str, Any] = {}
     engines = {}
     sampling = SamplingParams(temperature=0, max_tokens=asked["tokens"], ignore_eos=True)

@@ -14,17 +14,18 @@ WITHOUT = {
     "mlp": {name: r for name, r in RANKS.items() if name[0] in "qkvo"},
     "members": {name: RANKS[name] for name in ("q_proj", "v_proj", "up_proj", "down_proj")},
 }
-# What each checkpoint is, and the class that its MLPs have in vLLM.
+# What each checkpoint is, and the class that its MLPs have in vLLM. It packs weights that have no
+# scale; MLPs of others are one op.
 CHECKPOINTS = {
     # First: vLLM makes the groups of processes for experts with the first engine, or never.
     "mixtral": ({"family": "mixtral", "num_local_experts": 4}, None),
-    "llama": ({}, "LowRankLlamaMLP"),
-    "qwen2": ({"family": "qwen2"}, "LowRankQwen2MLP"),
-    "qwen3": ({"family": "qwen3"}, "LowRankQwen2MLP"),
-    "mistral": ({"family": "mistral"}, "LowRankLlamaMLP"),
-    "gelu": ({"family": "gemma2"}, "LowRankGemma2MLP"),
+    "llama": ({}, "LlamaMLP"),
+    "qwen2": ({"family": "qwen2"}, "Qwen2MLP"),
+    "qwen3": ({"family": "qwen3"}, "Qwen2MLP"),
+    "mistral": ({"family": "mistral"}, "LlamaMLP"),
+    "gelu": ({"family": "gemma2"}, "Gemma2MLP"),
     "phi3": ({"family": "phi3"}, "LlamaMLP"),
-    "dense attention": ({"ranks": WITHOUT["attention"]}, "LowRankLlamaMLP"),
+    "dense attention": ({"ranks": WITHOUT["attention"]}, "LlamaMLP"),
     "dense mlp": ({"family": "qwen2", "ranks": WITHOUT["mlp"]}, "Qwen2MLP"),
     "dense members": ({"family": "qwen2", "ranks": WITHOUT["members"]}, "Qwen2MLP"),
     "every bias": ({"attention_bias": True, "mlp_bias": True}, "LlamaMLP"),
@@ -52,11 +53,28 @@ def test_tokens_are_those_of_transformers(one_process, name):
 
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
-def test_an_mlp_of_three_pairs_without_bias_is_one_op(one_process, name):
+def test_an_mlp_of_three_pairs_in_one_byte_is_one_op(one_process, name):
     found, _ = one_process
     (kinds,) = found[name]["modules"]
     mlp = CHECKPOINTS[name][1]
     assert [kind for kind in kinds if kind.endswith("MLP")] == ([] if mlp is None else [mlp])
+
+
+def test_weights_that_are_not_packed_are_multiplied_by_the_ops(tmp_path):
+    """As on devices for which vLLM packs none."""
+    checkpoints = {
+        "llama": ({}, "LowRankLlamaMLP"),
+        "gelu": ({"family": "gemma2"}, "LowRankGemma2MLP"),
+        "dense members": ({"family": "qwen2", "ranks": WITHOUT["members"]}, "Qwen2MLP"),
+    }
+    expected, runs = {}, {}
+    for name, (options, _) in checkpoints.items():
+        expected[name] = greedy(low_rank(tmp_path / name, **options), PROMPTS)
+        runs[name] = {"model": tmp_path / name}
+    found = generated(runs, PROMPTS, TOKENS, packs=False)
+    for name, (_, mlp) in checkpoints.items():
+        assert found[name].get("tokens") == expected[name], (name, found[name].get("error"))
+        assert mlp in found[name]["modules"][0]
 
 
 def test_the_checkpoints_differ_in_what_they_say(one_process):

@@ -118,6 +118,35 @@ def test_dense_members_have_their_ranks_rows():
     assert torch.equal(torch.cat(rows), weight)
 
 
+def copied(weight: torch.Tensor):
+    """A product with a weight that is kept elsewhere, as packed ones are."""
+    kept = weight.clone()
+    return lambda x: torch.nn.functional.linear(x, kept)
+
+
+def test_packed_members_multiply_by_what_was_loaded():
+    tensors, x, bias = checkpoint(8, 3, 5, None), torch.randn(4, 8), torch.randn(5)
+    (sections,) = member_sections(["gate"], [5], [1], Place(None, "both", 0, 1))
+    pair = loaded(record(8, 3, 5), Place(None, "both", 0, 1), sections, tensors)
+    dense = Dense("up", 8, sections, torch.float32)
+    dense.load("weight", torch.randn(5, 8))
+    for member in (pair, dense):
+        expected = [member.product(x, None), member.product(x, bias)]
+        member.pack(copied)
+        torch.testing.assert_close([member.product(x, None), member.product(x, bias)], expected)
+        assert sum(parameter.numel() for parameter in member.parameters()) == 0
+    torch.testing.assert_close(pair.low(x), x @ tensors["u"])
+
+
+def test_factors_in_one_byte_are_not_packed():
+    (sections,) = member_sections(["gate"], [5], [1], Place(None, "both", 0, 1))
+    tensors = checkpoint(8, 3, 5, "int8")
+    pair = loaded(record(8, 3, 5, "int8"), Place(None, "both", 0, 1), sections, tensors)
+    pair.pack(copied)
+    assert not pair.packed
+    assert torch.equal(pair.u, tensors["u"])
+
+
 def test_members_share_a_gather():
     """Each rank sends its columns of all members side by side."""
     lows = torch.randn(5, 4), torch.randn(5, 6)

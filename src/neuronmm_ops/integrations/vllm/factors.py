@@ -4,9 +4,10 @@ A layer of vLLM stands for one or more layers of the checkpoint, its members: `q
 `q_proj`, `k_proj` and `v_proj`. A member is a low-rank pair, or has stayed dense.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from neuronmm_ops.compress.factorize import check_finite
@@ -14,10 +15,13 @@ from neuronmm_ops.compress.report import LayerReport
 from neuronmm_ops.errors import CheckpointError
 from neuronmm_ops.integrations.vllm.places import Place, Section
 from neuronmm_ops.nn.storage import FACTORS, SCALES, STORAGES, check_factors
+from neuronmm_ops.ops import xuv, xw
 from neuronmm_ops.ops.backends.cpu import name_of
 from neuronmm_ops.ops.spec import FLOAT_DTYPES
 from neuronmm_ops.parallel.sharding import pair_dims, part, part_width, shard
 
+Pack = Callable[[Tensor], Callable[[Tensor], Tensor]]
+"""Makes the product with a weight `[N, K]`, which need not be kept."""
 MISMATCH = "config and weights are not of the same checkpoint"
 REMEDY = "copy the checkpoint again or compress the model again"
 
@@ -33,6 +37,7 @@ class Member(nn.Module):
     Attributes:
         width: columns of this rank's result.
         missing: tensors that have not been loaded.
+        packed: products with tensors that `pack` has taken the place of, by their names.
     """
 
     def __init__(
@@ -42,6 +47,7 @@ class Member(nn.Module):
         self.name, self.shapes, self.sections = name, shapes, tuple(sections)
         self.width = sum(section.width for section in sections)
         self.missing = set(shapes)
+        self.packed: dict[str, Callable[[Tensor], Tensor]] = {}
 
     def load(self, key: str, whole: Tensor) -> None:
         """Take this rank's part of a tensor of the checkpoint.
@@ -83,6 +89,18 @@ class Member(nn.Module):
     def cut(self, key: str, whole: Tensor) -> Tensor:
         """Return this rank's part of a tensor of the checkpoint."""
         raise NotImplementedError
+
+    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """Return this rank's columns `[..., width]` for x `[..., K]`."""
+        raise NotImplementedError
+
+    def pack(self, pack: Pack) -> None:
+        """Let `pack` make the products with weights that have no scale, and free these."""
+        raise NotImplementedError
+
+    def _pack(self, key: str, weight: Tensor, pack: Pack) -> None:
+        self.packed[key] = pack(weight.detach())
+        setattr(self, key, nn.Parameter(weight.new_empty(0), requires_grad=False))
 
     def check(self) -> None:
         """Check, once all is loaded, that nothing is missing and that all values are possible.
@@ -132,6 +150,16 @@ class Dense(Member):
         """Return the rows of the weight `[N, K]` that make this rank's columns."""
         return self._columns(whole, 0)
 
+    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """Return this rank's columns `[..., width]` for x `[..., K]`."""
+        if self.packed:
+            return _added(self.packed["weight"](x), bias)
+        return F.linear(x, self.weight, bias)
+
+    def pack(self, pack: Pack) -> None:
+        """Let `pack` make the product."""
+        self._pack("weight", self.weight, pack)
+
 
 class Pair(Member):
     """A rank's part of a low-rank pair.
@@ -150,6 +178,7 @@ class Pair(Member):
         v_scale: `[N]` of v's columns, likewise.
         storage: `fp8` or `int8` of factors in one byte, else None.
         compute: `x`, or `fp8` where activations may be rounded to that.
+        low_width: columns of this rank's u.
     """
 
     u: Tensor
@@ -173,6 +202,8 @@ class Pair(Member):
                 continue
             shape = self.cut(key, torch.empty(shapes[key], device="meta")).shape
             stored = torch.float32 if key in SCALES else STORAGES.get(layer.storage or "", dtype)
+            if key == "u":
+                self.low_width = shape[1]
             # Along the contraction, as in SVDLinear.
             value = torch.empty(tuple(reversed(shape)), dtype=stored)
             setattr(self, key, nn.Parameter(value.t(), requires_grad=False))
@@ -213,6 +244,30 @@ class Pair(Member):
         except ValueError as error:
             raise CheckpointError(f"{error}; or {REMEDY}") from None
 
+    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """Return this rank's columns `[..., width]` for x `[..., K]`, by u and v."""
+        if self.packed:
+            return self.high(self.low(x), bias)
+        return xuv(x, self.u, self.v, bias, self.u_scale, self.v_scale, self.compute)
+
+    def low(self, x: Tensor) -> Tensor:
+        """Return `x @ u` `[..., low_width]` for x `[..., K]`, or this rank's part of the sum."""
+        if self.packed:
+            return self.packed["u"](x)
+        return xw(x, self.u, None, self.u_scale, self.compute)
+
+    def high(self, low: Tensor, bias: Tensor | None) -> Tensor:
+        """Return `low @ v + bias` for low `[..., r]`."""
+        if self.packed:
+            return _added(self.packed["v"](low), bias)
+        return xw(low, self.v, bias, self.v_scale, self.compute)
+
+    def pack(self, pack: Pack) -> None:
+        """Let `pack` make the products with factors that have no scale."""
+        if self.storage is None:
+            for key in FACTORS:
+                self._pack(key, getattr(self, key).t(), pack)
+
     def _without_padding(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         assert self.u_scale is not None
         assert self.v_scale is not None
@@ -224,6 +279,10 @@ class Pair(Member):
             columns = slice(_length(part(self.shapes["v"][1], rank, tp, "N", padded=True)))
         v = self.v[: self.rank, columns]
         return self.u[:, r], v, self.u_scale[r], self.v_scale[columns]
+
+
+def _added(y: Tensor, bias: Tensor | None) -> Tensor:
+    return y if bias is None else y + bias
 
 
 def _length(part: slice) -> int:

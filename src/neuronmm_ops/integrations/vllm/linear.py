@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from vllm.config import VllmConfig, get_current_vllm_config
 from vllm.distributed import tensor_model_parallel_all_gather, tensor_model_parallel_all_reduce
@@ -23,11 +22,11 @@ from vllm.model_executor.layers.linear import (
 
 from neuronmm_ops.compress.report import LayerReport
 from neuronmm_ops.errors import CheckpointError
+from neuronmm_ops.integrations.vllm import packing
 from neuronmm_ops.integrations.vllm.factors import MISMATCH, Dense, Member, Pair
 from neuronmm_ops.integrations.vllm.mlp import fuse_
 from neuronmm_ops.integrations.vllm.places import Place, joined, member_sections, split_gathered
 from neuronmm_ops.nn.storage import FACTORS, SCALES, STORAGES
-from neuronmm_ops.ops import xuv, xw
 from neuronmm_ops.parallel.sharding import DIVIDES, Kind
 
 DIVIDE = "neuronmm_divide"
@@ -149,7 +148,7 @@ class LowRankLinearMethod(LinearMethodBase):
         return index
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Check what was loaded, and fuse the MLP around the layer where it can be."""
+        """Check what was loaded, pack it, and fuse the MLP around the layer where it can be."""
         if not self.is_dummy:
             for index, member in enumerate(self.members):
                 member.check()
@@ -158,6 +157,9 @@ class LowRankLinearMethod(LinearMethodBase):
                         f"{member.name}.bias: the architecture has one, the files have none; "
                         f"{MISMATCH}"
                     )
+        if packing.packs():
+            for member in self.members:
+                member.pack(packing.packed)
         parent = self.parent and self.parent()
         if parent is not None and self.is_fusible:
             fuse_(parent)
@@ -170,7 +172,7 @@ class LowRankLinearMethod(LinearMethodBase):
         if self.place.kind == "row":
             (pair,) = cast(list[Pair], members)
             own = layer.bias if self.reduces and not layer.skip_bias_add else bias
-            return self.finished(xw(x, pair.u, None, pair.u_scale, pair.compute), own)
+            return self.finished(pair.low(x), own)
         widths = [member.width for member in members]
         biases = [None] * len(members) if bias is None else bias.split(widths)
         if self.place.gathers:
@@ -179,16 +181,16 @@ class LowRankLinearMethod(LinearMethodBase):
                 for member, low, own in zip(members, self.lows(x), biases, strict=True)
             ]
         else:
-            parts = [_whole(member, x, own) for member, own in zip(members, biases, strict=True)]
+            parts = [member.product(x, own) for member, own in zip(members, biases, strict=True)]
         return joined(parts)
 
     def lows(self, x: Tensor) -> list[Tensor | None]:
         """Return `x @ u` `[..., r]` of each pair, None of dense members."""
         pairs = [member for member in self.members if isinstance(member, Pair)]
-        low = [xw(x, pair.u, None, pair.u_scale, pair.compute) for pair in pairs]
+        low = [pair.low(x) for pair in pairs]
         if self.place.gathers:  # all at once
             every = tensor_model_parallel_all_gather(joined(low))
-            low = split_gathered(every, [pair.u.shape[1] for pair in pairs], self.place.tp)
+            low = split_gathered(every, [pair.low_width for pair in pairs], self.place.tp)
         found = iter(low)
         return [next(found) if isinstance(member, Pair) else None for member in self.members]
 
@@ -201,8 +203,8 @@ class LowRankLinearMethod(LinearMethodBase):
         if self.reduces:
             low = tensor_model_parallel_all_reduce(low)
         if self.place.divide == "one":
-            return xw(low, pair.v, bias, pair.v_scale, pair.compute)
-        y = tensor_model_parallel_all_gather(xw(low, pair.v, None, pair.v_scale, pair.compute))
+            return pair.high(low, bias)
+        y = tensor_model_parallel_all_gather(pair.high(low, None))
         y = y[..., : pair.width]
         return y if bias is None else y + bias
 
@@ -215,17 +217,6 @@ def remember_parent(parent: nn.Module, name: str, child: nn.Module | None) -> No
         method.parent = weakref.ref(parent)
 
 
-def _whole(member: Member, x: Tensor, bias: Tensor | None) -> Tensor:
-    """A member's columns for x."""
-    if isinstance(member, Dense):
-        return F.linear(x, member.weight, bias)
-    pair = cast(Pair, member)
-    return xuv(x, pair.u, pair.v, bias, pair.u_scale, pair.v_scale, pair.compute)
-
-
 def _second(member: Member, x: Tensor, low: Tensor | None, bias: Tensor | None) -> Tensor:
     """A member's columns for x, or for `x @ u` of a pair."""
-    if low is None:
-        return _whole(member, x, bias)
-    pair = cast(Pair, member)
-    return xw(low, pair.v, bias, pair.v_scale, pair.compute)
+    return member.product(x, bias) if low is None else cast(Pair, member).high(low, bias)

@@ -32,7 +32,7 @@ def fuse_(module: Any) -> bool:
     """Let an MLP of vLLM run as one op from now on; say whether it will.
 
     It does where its class is one of `GATED_MLPS`, and its three projections are pairs without bias
-    of one storage. Otherwise each projection is called by itself, as before.
+    of one storage, none of them packed. Otherwise each projection is called by itself, as before.
     """
     kind = type(module)
     if kind.__name__ not in GATED_MLPS or not kind.__module__.startswith("vllm."):
@@ -44,6 +44,8 @@ def fuse_(module: Any) -> bool:
     if activation is None or len(pairs) != 3 or len(members) != 3:
         return False
     if any(projection.bias is not None or not is_bare(projection) for projection in projections):
+        return False
+    if any(pair.packed for pair in pairs):
         return False
     if len({(pair.storage, pair.compute) for pair in pairs}) > 1:
         return False
