@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 from outcomes import Run, refused
 
+from neuronmm_ops.cli.console import stdout
+
 TINY = {
     "hidden_size": 256,
     "intermediate_size": 512,
@@ -67,7 +69,7 @@ def test_ranks_and_two_cores(run: Run, tiny: Path) -> None:
 
 
 def test_several_numbers_of_ranks(run: Run, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "160")
+    monkeypatch.setattr(stdout, "_width", 160)
     options = ("bench", "model", "--model", tiny, *SHORT, "--tp", "1,2,4")
     documents = json.loads(run(*options, "--json").out)
     assert [document["tp"] for document in documents] == [1, 2, 4]
@@ -87,7 +89,7 @@ def test_several_numbers_of_ranks(run: Run, tiny: Path, monkeypatch: pytest.Monk
 def test_what_the_layouts_exchange_is_shown(
     run: Run, tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "160")
+    monkeypatch.setattr(stdout, "_width", 160)
     options = ("bench", "model", "--model", tiny, *SHORT, "--tp", "4", "--targets", "all-linear")
     document = json.loads(run(*options, "--ratio", "0.1", "--json").out)
     shown = " ".join(run(*options, "--ratio", "0.1").out.split())

@@ -6,6 +6,7 @@ import re
 import pytest
 
 from neuronmm_ops.cli import main
+from neuronmm_ops.cli.console import stdout
 
 FIELDS = {
     *("projection", "M", "K", "r", "N", "target", "form", "blocks", "time_ms", "dense_ms"),
@@ -133,7 +134,7 @@ def test_launches_of_a_split_plan_are_counted(capsys):
 
 
 def test_shards_of_a_rank(capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setattr(stdout, "_width", 120)
     options = ["--ratio", "0.2", "--tokens", "1", "--target", "trn2", "--tp", "4"]
     assert main(["plan", "--model", "Llama-3.2-1B", *options, "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)
