@@ -69,6 +69,11 @@ def weight_files(directory: Path) -> list[Path]:
 
 def inspect_checkpoint(directory: Path) -> CompressionReport:
     """Read a compressed checkpoint's record and check it against the headers."""
+    return inspect_headers(directory)[0]
+
+
+def inspect_headers(directory: Path) -> tuple[CompressionReport, dict[str, "TensorHeader"]]:
+    """Do what `inspect_checkpoint` does, and return the headers by tensor name, too."""
     record = read_config(directory).get("quantization_config")
     if not is_record(record):
         raise CheckpointError(
@@ -80,7 +85,7 @@ def inspect_checkpoint(directory: Path) -> CompressionReport:
     check_float(headers)
     if not are_renamed(headers, report.layers):
         check_tensors(headers, report.layers)
-    return report
+    return report, headers
 
 
 # --- the headers

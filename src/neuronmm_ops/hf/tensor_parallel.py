@@ -40,6 +40,7 @@ from neuronmm_ops.ops.backends.neuron import DEVICE
 from neuronmm_ops.parallel import ShardedLinear, ShardedMLP
 from neuronmm_ops.parallel.layers import placed, whole
 from neuronmm_ops.parallel.sharding import Divide, Kind, check_heads, pair_dims
+from neuronmm_ops.parallel.state import whole_tensor
 
 PREFIX = "lowrank_"
 STYLES: Any = theirs.ALL_PARALLEL_STYLES  # pyright: ignore  (from another module since 5.21)
@@ -357,19 +358,10 @@ def gathered_state(model: PreTrainedModel) -> dict[str, Tensor]:
     known: dict[int, Tensor] = {}  # what is tied is gathered once
     for name, tensor in model.state_dict(keep_vars=True).items():
         if id(tensor) not in known:
-            full = _full(tensor.detach())
+            full = whole_tensor(tensor.detach())
             known[id(tensor)] = full.cpu().contiguous() if dist.get_rank() == 0 else tensor
         state[name] = known[id(tensor)]
     return state if dist.get_rank() == 0 else {}
-
-
-def _full(tensor: Tensor) -> Tensor:
-    if not isinstance(tensor, DTensor):
-        return tensor
-    if tensor.element_size() > 1:
-        return tensor.full_tensor()
-    # As bytes: gloo does not know every dtype.
-    return _like(tensor, tensor.to_local().view(torch.uint8)).full_tensor().view(tensor.dtype)
 
 
 def _like(tensor: DTensor, local: Tensor) -> DTensor:

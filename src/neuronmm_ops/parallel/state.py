@@ -22,13 +22,13 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
     Returns:
         Plain tensors by the names of `model.state_dict()`, which an undivided model loads.
     """
-    return {
-        name: _whole(tensor) if isinstance(tensor, DTensor) else tensor
-        for name, tensor in model.state_dict().items()
-    }
+    return {name: whole_tensor(tensor) for name, tensor in model.state_dict().items()}
 
 
-def _whole(tensor: DTensor) -> Tensor:
+def whole_tensor(tensor: Tensor) -> Tensor:
+    """Return a DTensor whole on every rank, all of which must call, and another tensor as it is."""
+    if not isinstance(tensor, DTensor):
+        return tensor
     if storage_of(tensor.dtype) is None:
         return tensor.full_tensor()
     sent = cast(DTensor, tensor.view(torch.uint8))

@@ -15,13 +15,7 @@ from typing import Any
 
 import torch
 
-from neuronmm_ops.checkpoint import (
-    TensorHeader,
-    inspect_checkpoint,
-    read_config,
-    read_headers,
-    weight_files,
-)
+from neuronmm_ops.checkpoint import TensorHeader, inspect_headers, read_config
 from neuronmm_ops.compress.record import record_of
 from neuronmm_ops.compress.report import CompressionReport, LayerReport
 from neuronmm_ops.errors import CheckpointError
@@ -41,7 +35,6 @@ from neuronmm_ops.parallel.sharding import DIVIDES
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 SHARD_BYTES = 5_000_000_000
 _NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}
-_OURS_ALONE = ("config.json", "compression.json", "generation_config.json", "tokenizer_config.json")
 
 
 @dataclass(frozen=True)
@@ -107,10 +100,10 @@ def export(
         raise ValueError(f"--divide must be {' or '.join(DIVIDES)}, got {divide!r}")
     if dtype not in (*DTYPES, "auto"):
         raise ValueError(f"--dtype must be auto, {', '.join(DTYPES)}; got {dtype!r}")
-    config, report = read_config(source), inspect_checkpoint(source)
+    config = read_config(source)
+    report, headers = inspect_headers(source)
     model_type = _model_type(config)
     layers = named_layers(report.layers)
-    headers = read_headers(weight_files(source))
     _check_names(headers, report.layers)
     chosen = _dtype_of(headers, dtype)
     notes = (*_changes(report, headers, chosen), *_paddings(config, layers, tp, divide))

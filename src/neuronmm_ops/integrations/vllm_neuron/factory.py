@@ -10,13 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from neuronmm_ops.checkpoint import (
-    check_tensors,
-    inspect_checkpoint,
-    read_config,
-    read_headers,
-    weight_files,
-)
+from neuronmm_ops.checkpoint import check_tensors, inspect_headers, read_config
 from neuronmm_ops.compress.report import CompressionReport
 from neuronmm_ops.errors import CheckpointError
 from neuronmm_ops.integrations.vllm_neuron import engine
@@ -67,8 +61,7 @@ class NeuronMMForCausalLM(nn.Module):
             ImportError, RuntimeError: see `Kernels`.
         """
         directory = Path(engine.model_path())
-        report = inspect_checkpoint(directory)
-        headers = read_headers(weight_files(directory))
+        report, headers = inspect_headers(directory)
         check_tensors(headers, report.layers)
         config = read_config(directory)
         family = _family(config, directory)
