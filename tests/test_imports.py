@@ -27,7 +27,7 @@ USES_TRANSFORMERS = {"hf", "cli", "bench"}
 LAZY_IN_OPS = {"transformers", "accelerate", "torch_xla", "nki", "torch_neuronx", "neuronxcc"}
 ENGINES = ("vllm", "vllm_neuron", "neuronx_distributed", "neuronx_distributed_inference")
 OPTIONAL = (
-    *("transformers", "accelerate", "peft", "psutil", "matplotlib", "tokenizers"),
+    *("transformers", "accelerate", "peft", "psutil", "matplotlib", "tokenizers", "scipy"),
     *("datasets", "lm_eval", "torch_xla", "nki", *ENGINES),
 )
 
@@ -151,6 +151,9 @@ report = nm.compress_(model, config, [torch.randn(700, 32)])
 assert all(type(model[i]) is nm.SVDLinear for i in (0, 2))
 assert model(torch.randn(3, 32)).shape == (3, 32)
 print([layer.r for layer in report.layers])
+import numpy as np
+from neuronmm_ops.neuroncore.nl.operators import ACTIVATION
+assert ACTIVATION["gelu"].apply(np.zeros(3, np.float32)).tolist() == [0, 0, 0]
 print([name for name in OPTIONAL if name in sys.modules])
 """
     )

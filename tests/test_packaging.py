@@ -1,6 +1,7 @@
 """The wheel: what is in it, what it asks for, and that it works in a clean environment."""
 
 import json
+import re
 import subprocess
 import sys
 import tomllib
@@ -53,6 +54,18 @@ def test_entry_points_are_functions_of_the_wheel(wheel: Path) -> None:
         module, _, function = value.partition(":")
         source = archive.read(module.replace(".", "/") + "/__init__.py").decode()
         assert f"def {function}() -> None:" in source
+
+
+def test_every_extra_that_is_named_exists() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    files = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "src").rglob("*.py")]
+    named = {
+        extra
+        for file in files
+        for found in re.findall(r"neuronmm-ops\[([\w,]+)\]", file.read_text(encoding="utf-8"))
+        for extra in found.split(",")
+    }
+    assert {"hf", "eval", "plot"} <= named <= extras.keys()
 
 
 def test_placeholders_are_no_plain_dependency_and_never_satisfy_the_extra() -> None:

@@ -198,7 +198,7 @@ def test_matplotlib_is_needed_to_draw_alone(
     assert run(*command).code == 0
     done = run(*command, "--plot", "a.png")
     assert done.code == 2
-    assert done.err == "neuronmm: plots need matplotlib; run: pip install 'neuronmm-ops[eval]'\n"
+    assert done.err == "neuronmm: plots need matplotlib; run: pip install 'neuronmm-ops[plot]'\n"
 
 
 X = ("--arg", "x=f32[128,4]")

@@ -350,7 +350,7 @@ def test_plot_refuses_an_unknown_format_and_leaves_nothing(
 
 def test_plot_without_matplotlib_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    text = "plots need matplotlib; run: pip install 'neuronmm-ops[eval]'"
+    text = "plots need matplotlib; run: pip install 'neuronmm-ops[plot]'"
     with pytest.raises(ImportError, match=re.escape(text)):
         plot.new_figure(1, 1)
 

@@ -26,7 +26,7 @@ def new_figure(width: float, height: float) -> Any:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError("plots need matplotlib; run: pip install 'neuronmm-ops[eval]'") from error
+        raise ImportError("plots need matplotlib; run: pip install 'neuronmm-ops[plot]'") from error
     return Figure(figsize=(width, height), layout="constrained")
 
 
