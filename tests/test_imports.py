@@ -4,9 +4,11 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 
 import pytest
+from commands import run
 
 import neuronmm_ops
 
@@ -18,10 +20,10 @@ MODULES = sorted(ROOT.rglob("*.py"))
 LAYERS = (
     *("__main__", "cli", "reproduce", "doctor", "integrations", "bench", "hf", "recover", "eval"),
     *("output", "checkpoint", "compress", "parallel", "nn", "ops", "kernels", "neuroncore"),
-    *("models", "hardware", "progress", "processes", "errors"),
+    *("models", "hardware", "progress", "processes", "errors", "import_hooks"),
 )
 RANK = {name: rank for rank, name in enumerate(reversed(LAYERS))}
-ROOT_MAY_IMPORT = {"compress", "errors", "eval", "nn", "ops"}
+ROOT_MAY_IMPORT = {"compress", "errors", "eval", "import_hooks", "nn", "ops"}
 
 USES_TRANSFORMERS = {"hf", "cli", "bench"}
 LAZY_IN_OPS = {"transformers", "accelerate", "torch_xla", "nki", "torch_neuronx", "neuronxcc"}
@@ -167,3 +169,74 @@ def test_the_public_surface_is_sorted_and_documented():
         n for n in names if n != "__version__" and not (getattr(neuronmm_ops, n).__doc__ or "")
     ]
     assert not undocumented
+
+
+def declared_names() -> dict[str, str]:
+    """Return what type checkers are told of the root's names: the module that each comes from."""
+    tree = ast.parse((ROOT / "__init__.py").read_text(encoding="utf-8"))
+    (block,) = [node for node in tree.body if isinstance(node, ast.If)]
+    imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]
+    return {alias.name: node.module or "" for node in imports for alias in node.names}
+
+
+def test_the_lazy_names_are_those_that_type_checkers_see():
+    declared = declared_names()
+    assert {*declared, "__version__"} == set(neuronmm_ops.__all__) <= set(dir(neuronmm_ops))
+    for name, module in declared.items():
+        assert getattr(neuronmm_ops, name) is getattr(import_module(module), name)
+    with pytest.raises(AttributeError, match="no attribute 'no_such_name'"):
+        neuronmm_ops.no_such_name  # noqa: B018
+
+
+def fresh(script: str) -> str:
+    """Run a script in a new interpreter and return what it prints."""
+    return run(sys.executable, "-W", "error", "-c", script)
+
+
+@pytest.mark.parametrize("module", ["neuronmm_ops", "neuronmm_ops.neuroncore"])
+def test_importing_needs_no_torch(module):
+    heavy = {"torch", "numpy", "rich"}
+    assert fresh(f"import {module}, sys; print({heavy} & set(sys.modules))") == "set()\n"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "imports",
+    ["import neuronmm_ops, torch", "import torch, neuronmm_ops", "from neuronmm_ops import *"],
+)
+def test_the_ops_are_registered_in_either_order_of_imports(imports):
+    script = f"""
+{imports}
+import pkgutil, sys, torch
+print(torch.ops.neuronmm.xuv(torch.ones(1, 2), torch.ones(2, 3), torch.ones(3, 1)).item())
+print("compress_" in globals() or "neuronmm_ops.compress" in sys.modules)
+print(torch.__loader__ is torch.__spec__.loader, type(torch.__loader__).__module__)
+print([finder for finder in sys.meta_path if type(finder).__module__.startswith("neuronmm_ops")])
+"""
+    output = fresh(script).splitlines()
+    assert output == ["6.0", str("*" in imports), "True _frozen_importlib_external", "[]"]
+
+
+@pytest.mark.slow
+def test_looking_for_torch_registers_nothing_and_a_failed_import_can_be_repeated():
+    output = fresh(
+        """
+import importlib.util, sys
+import neuronmm_ops
+print(importlib.util.find_spec("torch").name, "torch" in sys.modules)
+
+class Refused:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch.version":
+            raise ImportError("refused")
+
+sys.meta_path.insert(0, Refused())
+try:
+    import torch
+except ImportError as error:
+    print(error)
+del sys.meta_path[0]
+print([name for name in sys.modules if name.startswith("neuronmm_ops.")])
+"""
+    )
+    assert output.splitlines() == ["torch False", "refused", "['neuronmm_ops.import_hooks']"]

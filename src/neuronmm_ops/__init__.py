@@ -2,32 +2,42 @@
 
 `compress_` finds the factors, `SVDLinear` and `SVDMLP` hold them, and `torch.ops.neuronmm.*` run
 them. `neuronmm_ops.hf` saves and loads Transformers models; import it for `from_pretrained`.
+
+The names below are imported when they are first used, so that `neuronmm_ops.neuroncore` and the
+command line start without torch. The ops are registered as soon as this package and torch are both
+imported, in either order.
 """
 
-from neuronmm_ops.compress import (
-    CompressionReport,
-    Factorization,
-    LayerReport,
-    LeftDense,
-    SecondMoment,
-    SVDConfig,
-    aligned_rank,
-    collect_moments,
-    compress_,
-    factorize,
-    set_compute_,
-    swap_,
-)
-from neuronmm_ops.errors import (
-    CalibrationWarning,
-    CheckpointError,
-    CompressionWarning,
-    NkiVersionError,
-    NonFiniteError,
-)
-from neuronmm_ops.eval import PerplexityResult, encode_documents, token_perplexity
-from neuronmm_ops.nn import SVDMLP, SVDLinear
-from neuronmm_ops.ops import last_profile, mlp, svd_mlp, svd_qkv, use_impl, xuv, xw
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from neuronmm_ops.import_hooks import after_import
+
+if TYPE_CHECKING:
+    from neuronmm_ops.compress import (
+        CompressionReport,
+        Factorization,
+        LayerReport,
+        LeftDense,
+        SecondMoment,
+        SVDConfig,
+        aligned_rank,
+        collect_moments,
+        compress_,
+        factorize,
+        set_compute_,
+        swap_,
+    )
+    from neuronmm_ops.errors import (
+        CalibrationWarning,
+        CheckpointError,
+        CompressionWarning,
+        NkiVersionError,
+        NonFiniteError,
+    )
+    from neuronmm_ops.eval import PerplexityResult, encode_documents, token_perplexity
+    from neuronmm_ops.nn import SVDMLP, SVDLinear
+    from neuronmm_ops.ops import last_profile, mlp, svd_mlp, svd_qkv, use_impl, xuv, xw
 
 __version__ = "0.1.0"
 
@@ -63,3 +73,25 @@ __all__ = [
     "xuv",
     "xw",
 ]
+
+_MODULES = ("errors", "ops", "nn", "compress", "eval", "hardware", "kernels", "neuroncore")
+"""A name is in one of them, looked for from below: what comes later imports what comes before."""
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return import_module(f"{__name__}.{name}")
+    if name in __all__:
+        for home in _MODULES:
+            module = import_module(f"{__name__}.{home}")
+            if hasattr(module, name):
+                value = globals()[name] = getattr(module, name)
+                return value
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, *_MODULES})
+
+
+after_import("torch", lambda: import_module(f"{__name__}.ops"))
