@@ -97,11 +97,12 @@ def our_warnings() -> Generator[None, None, None]:
         warnings.simplefilter("ignore")
         warnings.simplefilter("always", CalibrationWarning)
         warnings.simplefilter("always", CompressionWarning)
-        warnings.showwarning = _show_warning
+        warnings.showwarning = show_warning
         yield
 
 
-def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
+def show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
+    """Print a warning, as `warnings.showwarning` does, on one line of stderr."""
     stderr.print(f"warning: {one_line(message)}", soft_wrap=True)
 
 

@@ -4,13 +4,14 @@ import ast
 import contextlib
 import importlib.util
 import linecache
+import os
 import sys
 import types
 from collections.abc import Callable, Generator, Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TextIO, cast
 
-from neuronmm_ops.cli.console import KernelError
+from neuronmm_ops.cli.console import KernelError, Terminated
 from neuronmm_ops.neuroncore import Kernel, NkiValidationError
 from neuronmm_ops.neuroncore import as_nki as simulator_as_nki
 
@@ -133,6 +134,54 @@ def _with_constants(tree: ast.Module, path: Path, constants: Mapping[str, Any]) 
     return tree
 
 
+class _Borrowed:
+    """A stream that whoever borrows it cannot close."""
+
+    def __init__(self, stream: TextIO | None) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def close(self) -> None:
+        """Leave it open."""
+
+
+@contextlib.contextmanager
+def contained(is_quiet: bool) -> Generator[None]:
+    """Keep what the user's code does to this process from what comes after it.
+
+    It may close stdout and stderr and change the working directory. What it prints goes to stdout;
+    `is_quiet` keeps that for a document and sends to stderr what is printed, past Python's streams,
+    too.
+    """
+    directory = os.open(".", os.O_RDONLY)
+    copies = {number: os.dup(number) for number in (1, 2) if _is_open(number)}
+    if is_quiet and len(copies) == 2:
+        os.dup2(2, 1)
+    prints, errors = (
+        cast("TextIO", _Borrowed(stream))
+        for stream in (sys.stderr if is_quiet else sys.stdout, sys.stderr)
+    )
+    try:
+        with contextlib.redirect_stdout(prints), contextlib.redirect_stderr(errors):
+            yield
+    finally:
+        for number, copy in copies.items():
+            os.dup2(copy, number)
+            os.close(copy)
+        os.fchdir(directory)
+        os.close(directory)
+
+
+def _is_open(descriptor: int) -> bool:
+    try:
+        os.fstat(descriptor)
+    except OSError:
+        return False
+    return True
+
+
 @contextlib.contextmanager
 def reported(path: Path) -> Generator[None]:
     """Turn what the user's code raises into a KernelError of one line with its file and line."""
@@ -144,7 +193,9 @@ def reported(path: Path) -> Generator[None]:
         raise KernelError(str(error)) from error
     except MemoryError as error:
         raise UsageError("no memory left for the values; use --trace-only") from error
-    except (Exception, SystemExit) as error:
+    except (KeyboardInterrupt, Terminated):
+        raise
+    except BaseException as error:
         line = _innermost_line(error, path)
         where = f" [{path.name}:{line}]" if line else ""
         if not where and not isinstance(error, SyntaxError):

@@ -1,8 +1,10 @@
 """Runs of a user's kernels: one, several side by side, or one for each value of a sweep."""
 
 import itertools
+import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from neuronmm_ops.cli.console import KernelError, one_line, show_table, stdout
@@ -16,7 +18,7 @@ from neuronmm_ops.cli.kernel_files import Place, UsageError, kernel_of, listed, 
 from neuronmm_ops.cli.kernel_reference import Agreement, Expected, agreements, expect
 from neuronmm_ops.cli.kernel_tensors import TensorFile
 from neuronmm_ops.hardware import DmaModel, Model, Target
-from neuronmm_ops.neuroncore import Kernel, Profile
+from neuronmm_ops.neuroncore import Budget, Kernel, NkiWarning, Profile
 from neuronmm_ops.neuroncore import kernel as kernels
 
 _NUMBERS = (
@@ -40,6 +42,7 @@ class Launch:
         trace_only: compute no values.
         seed: of random tensors.
         reference: a function to compare the outputs with.
+        budget: what a kernel may use of this machine.
     """
 
     arguments: Mapping[str, Any]
@@ -51,15 +54,25 @@ class Launch:
     trace_only: bool
     seed: int
     reference: Place | None
+    budget: Budget
 
 
 @dataclass(frozen=True)
 class Run:
-    """What a kernel returned, its profile, and how far it is from the reference."""
+    """What a kernel returned, its profile, how far it is from the reference, and its warnings.
+
+    A warning is {"message", "file", "line"}, of a launch as a whole with None for a place.
+    """
 
     outputs: Any
     profile: Profile
-    agreements: list[Agreement] = field(default_factory=list[Agreement])
+    agreements: list[Agreement]
+    warnings: list[dict[str, Any]]
+
+    def document(self) -> dict[str, Any]:
+        """The profile's document, with what the run adds to it."""
+        agreement = [entry.document() for entry in self.agreements]
+        return {**self.profile.to_json(), "warnings": self.warnings, "agreement": agreement}
 
 
 def run(place: Place, launch: Launch, constants: Mapping[str, Any] | None = None) -> Run:
@@ -78,19 +91,30 @@ def _run(kernel: Kernel, place: Place, launch: Launch) -> Run:
     expected: Expected | None = None
     if launch.reference is not None:
         expected = expect(launch.reference, arguments)
-    done = kernels.run(
-        kernel if launch.lnc is None else kernel[launch.lnc],
-        (),
-        arguments,
-        target=launch.target,
-        mode="trace" if launch.trace_only else "execute",
-        model=launch.model,
-        dma_model=launch.dma_model,
-        cores_busy=launch.cores_busy,
-        seed=launch.seed,
-    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", NkiWarning)
+        done = kernels.run(
+            kernel if launch.lnc is None else kernel[launch.lnc],
+            (),
+            arguments,
+            target=launch.target,
+            mode="trace" if launch.trace_only else "execute",
+            model=launch.model,
+            dma_model=launch.dma_model,
+            cores_busy=launch.cores_busy,
+            seed=launch.seed,
+            budget=launch.budget,
+        )
     found = agreements(done.outputs, expected) if expected else []
-    return Run(done.outputs, done.profile, found)
+    warned = [_warning(w) for w in caught if issubclass(w.category, NkiWarning)]
+    return Run(done.outputs, done.profile, found, warned)
+
+
+def _warning(caught: warnings.WarningMessage) -> dict[str, Any]:
+    """A warning's document; of a launch as a whole, which no line causes, without a place."""
+    is_ours = caught.filename == __file__
+    place = (None, None) if is_ours else (Path(caught.filename).name, caught.lineno)
+    return {"message": str(caught.message), "file": place[0], "line": place[1]}
 
 
 # --- side by side
@@ -117,8 +141,7 @@ def compare(places: Sequence[Place], launch: Launch) -> dict[str, Any]:
                 done = _run(kernel, place, replace(launch, arguments=own))
             except UsageError as error:
                 raise UsageError(f"{place}: {error}") from error
-        agreement = [entry.document() for entry in done.agreements]
-        found.append({"file": str(place), **done.profile.to_json(), "agreement": agreement})
+        found.append({"file": str(place), **done.document()})
     unknown = [name for name in launch.arguments if name not in taken]
     if unknown:
         raise UsageError(f"none of the kernels has a parameter {listed(unknown)}")
@@ -259,11 +282,10 @@ def _point(place: Place, launch: Launch, constants: Mapping[str, Any]) -> dict[s
     try:
         done = run(place, launch, constants)
     except KernelError as error:
-        return {"refused": one_line(error)}
-    document = done.profile.to_json()
-    numbers = {name: document[name] for name in (*_NUMBERS, "lnc")}
-    agreement = [entry.document() for entry in done.agreements]
-    return {"refused": None, **numbers, "agreement": agreement}
+        return {"refused": one_line(error), "warnings": []}
+    document = done.document()
+    numbers = {name: document[name] for name in (*_NUMBERS, "lnc", "warnings", "agreement")}
+    return {"refused": None, **numbers}
 
 
 def show_sweep(document: dict[str, Any]) -> None:

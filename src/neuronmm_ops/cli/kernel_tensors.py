@@ -1,7 +1,7 @@
 """Tensors of `simulate` that lie in files: inputs that are read, outputs that are saved."""
 
 import contextlib
-import os
+import io
 from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
+from safetensors.numpy import save
 
 from neuronmm_ops.neuroncore import TensorSpec
 from neuronmm_ops.neuroncore.dtypes import DTYPES, DType, from_fp32, from_numpy
@@ -168,15 +168,20 @@ def save_outputs(outputs: Any, path: Path) -> None:
             "use .safetensors"
         )
     with replacing(path) as temporary:
-        if path.suffix == ".npy":
-            np.save(temporary, arrays[0])
-            return
-        named = {f"output{i}": np.ascontiguousarray(a) for i, a in enumerate(arrays)}
-        try:
-            save_file(named, os.fspath(temporary))
-        except SafetensorError as error:
-            dtypes = ", ".join(sorted({str(a.dtype) for a in arrays}))
-            raise ValueError(f"cannot save {dtypes} to {path}: {error}; use .npy") from error
+        temporary.write_bytes(_serialized(arrays, path))
+
+
+def _serialized(arrays: list[np.ndarray], path: Path) -> bytes:
+    # Not by np.save or save_file into the file: on a full disk they name neither it nor the cause.
+    if path.suffix == ".npy":
+        buffer = io.BytesIO()
+        np.save(buffer, arrays[0])
+        return buffer.getvalue()
+    try:
+        return save({f"output{i}": np.ascontiguousarray(a) for i, a in enumerate(arrays)})
+    except SafetensorError as error:
+        dtypes = ", ".join(sorted({str(a.dtype) for a in arrays}))
+        raise ValueError(f"cannot save {dtypes} to {path}: {error}; use .npy") from error
 
 
 def as_arrays(outputs: Any) -> list[np.ndarray]:

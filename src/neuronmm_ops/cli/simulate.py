@@ -1,20 +1,19 @@
 """`simulate`: run kernels of the user's files on the simulated NeuronCore, print their profiles."""
 
 import argparse
-import contextlib
-import sys
 from pathlib import Path
 from typing import Any
 
 from neuronmm_ops.cli import kernel_runs
-from neuronmm_ops.cli.console import check_output
+from neuronmm_ops.cli.console import check_output, show_warning
 from neuronmm_ops.cli.kernel_arguments import read_argument, read_sweep
-from neuronmm_ops.cli.kernel_files import as_nki, place_of
+from neuronmm_ops.cli.kernel_files import as_nki, contained, place_of
 from neuronmm_ops.cli.kernel_reference import check_agreement, describe
 from neuronmm_ops.cli.kernel_runs import Launch, Run
 from neuronmm_ops.cli.kernel_tensors import check_suffix, save_outputs
 from neuronmm_ops.cli.parser import add_command
 from neuronmm_ops.hardware import DMA_MODELS, MODELS, resolve_target
+from neuronmm_ops.neuroncore import Budget
 from neuronmm_ops.neuroncore.profile import plot, report
 
 _DESCRIPTION = """\
@@ -87,6 +86,22 @@ def add(commands: Any) -> None:
     )
     command.add_argument("--seed", type=int, default=0, help="of the random tensors (default 0)")
     command.add_argument(
+        "--strict", action="store_true", help="exit with 1 where the kernel causes a warning"
+    )
+    budget = Budget()
+    for name, kind, what in (
+        ("instructions", int, f"(default {budget.instructions:,}, where the compiler gives up)"),
+        ("seconds", float, f"of its code (default {budget.seconds:g})"),
+        ("bytes", int, "of this machine's memory for values (default: all of it)"),
+    ):
+        command.add_argument(
+            f"--max-{name}",
+            type=kind,
+            default=getattr(budget, name),
+            metavar="N",
+            help=f"stop a kernel after so many {name} {what}",
+        )
+    command.add_argument(
         "--reference",
         metavar="FILE.py:FUNCTION",
         help="compare the outputs with those of a NumPy function of the same arguments, in fp64",
@@ -107,16 +122,28 @@ def _simulate(options: argparse.Namespace) -> Any:
     places = [place_of(text) for text in options.kernels]
     _check(options, len(places))
     launch = _launch(options)
-    # A kernel's own prints must not mix with the document.
-    out = contextlib.redirect_stdout(sys.stderr) if options.json else contextlib.nullcontext()
-    with out, as_nki():
+    with contained(is_quiet=options.json), as_nki():
         if options.compare:
-            return kernel_runs.compare(places, launch)
+            document = kernel_runs.compare(places, launch)
+            _warn(options, [w for kernel in document["kernels"] for w in kernel["warnings"]])
+            return document
         if options.sweeps:
             sweeps = dict(read_sweep(text) for text in options.sweeps)
-            return kernel_runs.sweep(places[0], sweeps, launch)
+            document = kernel_runs.sweep(places[0], sweeps, launch)
+            _warn(options, [w for point in document["points"] for w in point["warnings"]])
+            return document
         run = kernel_runs.run(places[0], launch)
+    _warn(options, run.warnings)
     return _one(run, launch, options)
+
+
+def _warn(options: argparse.Namespace, warnings: list[dict[str, Any]]) -> None:
+    """Print warnings of the kernels, each once, and let `--strict` fail for them."""
+    places = [f" [{w['file']}:{w['line']}]" if w["file"] else "" for w in warnings]
+    for text in dict.fromkeys(w["message"] + at for w, at in zip(warnings, places, strict=True)):
+        show_warning(text)
+    if options.strict and warnings:
+        options.exit_code = lambda document: 1
 
 
 def _launch(options: argparse.Namespace) -> Launch:
@@ -134,6 +161,7 @@ def _launch(options: argparse.Namespace) -> Launch:
         trace_only=options.trace_only,
         seed=options.seed,
         reference=reference,
+        budget=Budget(options.max_instructions, options.max_seconds, options.max_bytes),
     )
 
 
@@ -182,10 +210,9 @@ def _one(run: Run, launch: Launch, options: argparse.Namespace) -> Any:
         check_agreement(run.agreements, launch.reference)
     if options.json:
         return {
-            **profile.to_json(),
+            **run.document(),
             "what_would_help": profile.what_would_help,
             "what_if": [entry.document() for entry in profile.what_if],
-            "agreement": [entry.document() for entry in run.agreements],
         }
     page = f"{profile}\n\n{report.what_would_help(profile)}"
     if run.agreements:

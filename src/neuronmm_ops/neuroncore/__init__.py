@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from neuronmm_ops.hardware import MACHINES, Machine
     from neuronmm_ops.neuroncore import collectives, isa, language
     from neuronmm_ops.neuroncore.boundary import PerRank, TensorSpec
+    from neuronmm_ops.neuroncore.budget import Budget
     from neuronmm_ops.neuroncore.checks.base import NkiValidationError, NkiWarning
     from neuronmm_ops.neuroncore.checks.lint import LintError, lint
     from neuronmm_ops.neuroncore.kernel import Kernel, Simulation, as_nki, jit, simulate
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "neuronmm_ops.hardware": ("MACHINES", "Machine"),
+    "neuronmm_ops.neuroncore.budget": ("Budget",),
     "neuronmm_ops.neuroncore.checks.base": ("NkiValidationError", "NkiWarning"),
     "neuronmm_ops.neuroncore.boundary": ("PerRank", "TensorSpec"),
     "neuronmm_ops.neuroncore.kernel": ("Kernel", "Simulation", "as_nki", "jit", "simulate"),
@@ -25,9 +27,9 @@ _HOMES = {
     "neuronmm_ops.neuroncore.profile.profile": ("Profile",),
 }
 __all__ = [
-    "MACHINES", "Kernel", "LintError", "Machine", "NkiValidationError", "NkiWarning", "PerRank",
-    "Profile", "Simulation", "TensorSpec", "as_nki", "collectives", "isa", "jit", "language",
-    "lint", "simulate",
+    "MACHINES", "Budget", "Kernel", "LintError", "Machine", "NkiValidationError", "NkiWarning",
+    "PerRank", "Profile", "Simulation", "TensorSpec", "as_nki", "collectives", "isa", "jit",
+    "language", "lint", "simulate",
 ]  # fmt: skip
 
 

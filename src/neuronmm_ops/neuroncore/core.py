@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from math import prod
 from operator import attrgetter
 from typing import Any, Literal
 
@@ -46,6 +47,7 @@ class KernelRun:
         ranks: how many ranks run the kernel, each with its own memories.
         follow: what instructions do where documentation and public kernels contradict each other.
         uninitialised: what a read of elements that were never written does; see `simulate`.
+        memory_bytes: how much memory values may take on this machine.
     """
 
     def __init__(
@@ -57,8 +59,10 @@ class KernelRun:
         ranks: int = 1,
         follow: Follow = "documentation",
         uninitialised: Uninitialised = "partial",
+        memory_bytes: int = sys.maxsize,
     ) -> None:
         self.machine = machine
+        self.memory_bytes, self.used_bytes = memory_bytes, 0
         self.execute = execute
         self.precise = os.environ.get("NKI_PRECISE_FP", "1") != "0"
         self.lnc, self.ranks, self.seed, self.follow = lnc, ranks, seed, follow
@@ -81,6 +85,16 @@ class KernelRun:
 
     def _take(self, number: int) -> None:
         _state.core = self.cores[number]
+
+    def take_memory(self, storage: Storage) -> None:
+        """Count the values of a tensor that the trace keeps. Refuses what exceeds the budget."""
+        self.used_bytes += prod(storage.layout.shape) * storage.layout.dtype.itemsize
+        if self.used_bytes > self.memory_bytes:
+            refuse(
+                f"the kernel's tensors need more than {self.memory_bytes:,} bytes of this "
+                f'machine\'s memory, with {storage.describe()}; use mode="trace" (--trace-only), '
+                "smaller inputs, or a larger budget (--max-bytes)"
+            )
 
     def undefined(self, problem: str, nothing: bool = False) -> None:
         """Refuse, or note, a use of elements that were never written: some, or all of them."""
@@ -160,6 +174,8 @@ class SimulatedCore:
         if address is not None:
             storage.address = check.address_of(self.machine, storage, address)
         if self.execute:
+            if self.replay is None:
+                launch.take_memory(storage)
             storage.fill_fresh(launch.precise)
         if self.replay is not None:
             return self._enter(storage)

@@ -23,6 +23,10 @@ def replacing(path: str | os.PathLike[str]) -> Generator[Path]:
         yield temporary
         temporary.chmod(0o666 & ~_umask())
         temporary.replace(path)
+    except OSError as error:
+        if error.errno is not None and error.filename is None:  # as of a full disk
+            error.filename = os.fspath(path)
+        raise
     finally:
         temporary.unlink(missing_ok=True)
 

@@ -18,6 +18,7 @@ from threadpoolctl import ThreadpoolController
 from neuronmm_ops.hardware import DMA_MODELS, MODELS, DmaModel, Model, resolve_target
 from neuronmm_ops.neuroncore import language as nl
 from neuronmm_ops.neuroncore.boundary import Boundary, on_core
+from neuronmm_ops.neuroncore.budget import Budget, within
 from neuronmm_ops.neuroncore.checks.base import note, noted, refuse, wrong_call
 from neuronmm_ops.neuroncore.checks.races import check_races
 from neuronmm_ops.neuroncore.collector import no_collection
@@ -107,6 +108,7 @@ def run(
     follow: Follow = "documentation",
     uninitialised: Uninitialised = "partial",
     capacity: CapacityPolicy = "raise",
+    budget: Budget | None = None,
 ) -> Simulation:
     """Run a kernel and schedule what it issued. See `simulate`."""
     if mode not in ("execute", "trace"):
@@ -132,7 +134,8 @@ def run(
         raise ValueError(f"ranks must be a positive number of ranks, or None; got {ranks!r}")
     kernel = kernel if isinstance(kernel, Kernel) else Kernel(kernel)
     machine = resolve_target(target).under(dma_model).with_cores_busy(cores_busy)
-    policies = (follow, uninitialised)
+    budget = budget or Budget()
+    policies = (follow, uninitialised, budget.memory_bytes)
     launch = KernelRun(machine, mode == "execute", kernel.lnc, seed, ranks or 1, *policies)
     boundaries = [Boundary(launch, rank, ranks is not None) for rank in range(launch.ranks)]
     noted.clear()
@@ -149,7 +152,8 @@ def run(
 
     with no_collection(), _blas().limit(limits=1, user_api="blas"), np.errstate(all="ignore"):
         try:
-            results = launch.run(body)
+            with within(budget, launch):
+                results = launch.run(body)
         except (AttributeError, TypeError) as error:
             wrong_call(error)
             raise
@@ -196,6 +200,7 @@ def simulate(
     follow: Follow = "documentation",
     uninitialised: Uninitialised = "partial",
     capacity: CapacityPolicy = "raise",
+    budget: Budget | None = None,
     **kwargs: Any,
 ) -> Any:
     """Run a kernel on the simulated NeuronCore.
@@ -224,6 +229,8 @@ def simulate(
             "warn" neither. Such elements hold NaN (floats) or 4 (integers).
         capacity: "raise" refuses tensors that do not fit SBUF or PSUM; "warn" goes on as if they
             did, to explore: the times are then those of a larger memory.
+        budget: instructions, seconds and bytes after which the kernel is stopped; None is
+            `Budget()`.
 
     What runs here but the documentation refuses or leaves undefined is an `NkiWarning`.
     Raises NkiValidationError where the kernel breaks a rule, ValueError for bad arguments.
@@ -231,6 +238,7 @@ def simulate(
     options = {"target": target, "mode": mode, "model": model, "seed": seed}
     options |= {"dma_model": dma_model, "cores_busy": cores_busy, "ranks": ranks}
     options |= {"follow": follow, "uninitialised": uninitialised, "capacity": capacity}
+    options |= {"budget": budget}
     bound = functools.partial(run, kernel, **options)
     if args or kwargs:
         return bound(args, kwargs)
