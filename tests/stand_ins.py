@@ -32,6 +32,7 @@ BRIDGES = {
     "0.4": "nki/framework/torch_xla.py",
     "0.5": "nki/framework/_torch_xla.py",
     "0.6": "nki/framework/_torch_xla.py",
+    "0.7": "nki/framework/_torch_xla.py",
 }
 TORCH_NEURONX = {
     "nki_op": {"torch_neuronx/__init__.py": "from stand_ins import nki_op, wrap_nki"},
@@ -198,12 +199,12 @@ class NeuronMachine:
             for parent in path.relative_to(self.root).parents[:-1]:
                 (self.root / parent / "__init__.py").touch()
 
-    def nki(self, version: str = "0.6.0") -> None:
-        """Install a nki of a supported line."""
-        bridge = BRIDGES[version[:3]]
+    def nki(self, version: str = "0.7.0") -> None:
+        """Install a nki of a known line, or of a later one."""
+        bridge = BRIDGES.get(version[:3], BRIDGES["0.7"])
         self.package("nki", version, {"nki/__init__.py": "", bridge: ""})
 
-    def torch_neuronx(self, offers: str = "nki_op", version: str = "2.11.3") -> None:
+    def torch_neuronx(self, offers: str = "nki_op", version: str = "2.13.3.0") -> None:
         """Install a package that offers one of `TORCH_NEURONX`."""
         files = TORCH_NEURONX[offers]
         self.package(next(iter(files)).partition("/")[0], version, files)

@@ -10,6 +10,7 @@ import torch
 from stand_ins import NeuronMachine
 
 from neuronmm_ops.doctor import diagnose
+from neuronmm_ops.errors import NkiVersionWarning
 
 
 @pytest.fixture
@@ -88,7 +89,7 @@ def test_an_nki_too_old_for_the_kernels(machine):
         usable, reason = backend(name)
         assert not usable
         assert (
-            "the kernels need NKI 0.3 or later for nc_matmul(accumulate=), got nki 0.2.0" in reason
+            "kernels need nc_matmul(accumulate=), which nki 0.2.0 lacks; install nki 0.7" in reason
         )
 
 
@@ -125,7 +126,7 @@ def test_neuron_says_the_call_mode(machine, offers, call_mode):
     machine.instance("trn2.48xlarge")
     assert backend("neuron") == (
         True,
-        f"torch_neuronx 2.11.3 and nki 0.6.0; kernels called {call_mode}; target trn2, lnc 2 "
+        f"torch_neuronx 2.13.3.0 and nki 0.7.0; kernels called {call_mode}; target trn2, lnc 2 "
         "(target: instance type trn2.48xlarge; lnc: default of trn2); "
         "set NEURON_PLATFORM_TARGET_OVERRIDE=trn2: NKI looks it up at every call, slowly",
     )
@@ -139,7 +140,7 @@ def test_neuron_through_what_vllm_neuron_installs(machine):
     machine.instance("trn2.3xlarge")
     assert backend("neuron") == (
         True,
-        "libtorch_neuronx_lite 2.11.0.1.0.1284 and nki 0.6.0; kernels called through wrap_nki, in "
+        "libtorch_neuronx_lite 2.11.0.1.0.1284 and nki 0.7.0; kernels called through wrap_nki, in "
         "compiled graphs only; target trn2, lnc 2 (target: instance type trn2.3xlarge; lnc: "
         "default of trn2); set NEURON_PLATFORM_TARGET_OVERRIDE=trn2: NKI looks it up at every "
         "call, slowly",
@@ -154,7 +155,7 @@ def test_with_both_packages_torch_neuronx_is_taken(machine):
     machine.instance("trn2.3xlarge")
     usable, reason = backend("neuron")
     assert usable
-    assert reason.startswith("torch_neuronx 2.11.3 and nki 0.6.0; kernels called through nki_op;")
+    assert reason.startswith("torch_neuronx 2.13.3.0 and nki 0.7.0; kernels called through nki_op;")
 
 
 @pytest.mark.parametrize(
@@ -187,7 +188,7 @@ def test_a_torch_neuronx_made_by_hand(machine, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch_neuronx", ModuleType("torch_neuronx"))
     usable, reason = backend("neuron")
     assert usable
-    assert reason.startswith("torch_neuronx without a version and nki 0.6.0; kernels called direct")
+    assert reason.startswith("torch_neuronx without a version and nki 0.7.0; kernels called direct")
     monkeypatch.delitem(sys.modules, "torch_neuronx")
 
 
@@ -205,11 +206,21 @@ def test_the_placeholder_is_named(machine):
     assert reason.startswith(f"needs nki; {words}; install nki from the Neuron index; run: pip ")
 
 
+def test_a_later_nki_is_tried(machine):
+    machine.nki("0.8.1")
+    machine.torch_neuronx()
+    machine.environment(NEURON_PLATFORM_TARGET_OVERRIDE="trn2")
+    with pytest.warns(NkiVersionWarning):
+        usable, reason = backend("neuron")
+    assert usable
+    assert "; nki 0.8.1 is newer than 0.7, the last line that this package was tested" in reason
+
+
 @pytest.mark.parametrize(
     ("version", "words"),
     [
-        ("0.7.0", "nki must be one of"),
-        ("0.6.0", "must have nki.framework._torch_xla or nki.framework.torch_xla"),
+        ("0.1.0", "nki must be 0.3 or later"),
+        ("0.7.0", "must have nki.framework._torch_xla, nki.framework.torch_xla or nki._torch_xla"),
     ],
 )
 def test_an_unusable_nki(machine, version, words):

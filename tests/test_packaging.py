@@ -11,6 +11,7 @@ from configparser import ConfigParser
 from pathlib import Path
 
 import pytest
+import stand_ins
 from commands import run
 from packaging.requirements import Requirement
 
@@ -76,6 +77,8 @@ def test_placeholders_are_no_plain_dependency_and_never_satisfy_the_extra() -> N
     assert set(extra) == set(PLACEHOLDERS)
     for name, version in PLACEHOLDERS.items():
         assert not extra[name].specifier.contains(version, prereleases=True), name
+    tested = [f"0.{minor}.0" for minor in range(10) if f"0.{minor}.0" in extra["nki"].specifier]
+    assert [version[:3] for version in tested] == [k for k in stand_ins.BRIDGES if k != "0.2"]
 
 
 @pytest.mark.slow

@@ -23,7 +23,9 @@ from neuronmm_ops.ops.backends.environment import (
     core,
     missing_packages,
     neuron_package,
+    nki_release,
     why_not_compilable,
+    why_untested,
     xla_route,
 )
 from neuronmm_ops.ops.backends.neuron import expected_call_mode
@@ -105,7 +107,7 @@ def _xla() -> tuple[bool, str]:
     if route.name == "composite":
         return True, "; ".join(reasons)
     chosen = core()
-    reasons += [*_placeholder(), _described(chosen)]
+    reasons += [*_placeholder(), *_untested(), _described(chosen)]
     if route.name == "custom call":
         reasons.append(f"to be read or exported; to run the ops set {ROUTE_VARIABLE}=composite")
         return False, "; ".join(reasons)
@@ -130,6 +132,7 @@ def _neuron() -> tuple[bool, str]:
         f"kernels called {CALL_MODES[expected_call_mode()]}"
         + is_lite * ", in compiled graphs only",
         *([problem] if problem else []),
+        *_untested(),
         _described(chosen),
         *_advice(chosen),
     ]
@@ -144,6 +147,13 @@ def _placeholder() -> list[str]:
         f"nki {PLACEHOLDER} is the empty placeholder of the default package index; install nki "
         "from the Neuron index"
     ]
+
+
+def _untested() -> list[str]:
+    """What is to be said of a line of nki that is newer than this package."""
+    release = nki_release()
+    untested = release and why_untested(release)
+    return [untested] if untested else []
 
 
 def _described(chosen: Core) -> str:

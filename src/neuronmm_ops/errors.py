@@ -13,6 +13,10 @@ class NkiVersionError(RuntimeError):
     """The installed NKI is of a version that the kernels cannot be called through."""
 
 
+class NkiVersionWarning(UserWarning):
+    """The installed NKI is newer than the lines that this package was tested with."""
+
+
 class WorkerLostError(RuntimeError):
     """One of many workers has ended, or does not answer."""
 

@@ -96,7 +96,7 @@ def test_vllm_neuron(machine):
     machine.nki("0.2.0")
     stand_ins.forget()
     machine.environment(NEURON_PLATFORM_TARGET_OVERRIDE="trn2")
-    assert engine("vllm-neuron")["reason"].startswith("the kernels need NKI 0.3 or later")
+    assert engine("vllm-neuron")["reason"].startswith("the kernels need nc_matmul(accumulate=)")
     machine.environment(NEURON_PLATFORM_TARGET_OVERRIDE="nonsense")
     assert "'nonsense'" in engine("vllm-neuron")["reason"]
 

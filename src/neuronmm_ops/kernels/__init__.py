@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -28,6 +29,7 @@ __all__ = [
     "Plan",
     "Problem",
     "kernel_named",
+    "missing_instructions",
     "nki_kernel",
     "plan_op",
     "plan_part",
@@ -53,5 +55,17 @@ def kernel_named(op: str, phase: str, name: str) -> Kernel:
 @cache
 def source_fingerprint() -> str:
     """16 hexadecimal digits of the kernels' source: what a compiled kernel is a result of."""
+    return hashlib.sha256(_source()).hexdigest()[:16]
+
+
+def missing_instructions() -> list[str]:
+    """What the kernels use of `nki.isa` and the one that is bound lacks. Imports it."""
+    from neuronmm_ops.kernels.shim import nisa
+
+    names = sorted(set(re.findall(r"\bnisa\.(\w+)", _source().decode())))
+    return [name for name in names if not hasattr(nisa, name)]
+
+
+def _source() -> bytes:
     files = sorted(Path(__file__).parent.rglob("*.py"))
-    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
+    return b"".join([file.read_bytes() for file in files])

@@ -10,13 +10,15 @@ import importlib
 import importlib.metadata
 import importlib.util
 import os
+import re
 import sys
+import warnings
 from collections.abc import Callable
 from functools import cache
 from importlib.machinery import PathFinder
 from typing import Any, Literal, NamedTuple
 
-from neuronmm_ops.errors import NkiVersionError
+from neuronmm_ops.errors import NkiVersionError, NkiVersionWarning
 from neuronmm_ops.hardware import Found, find_target
 
 LNC_VARIABLE = "NEURON_LOGICAL_NC_CONFIG"
@@ -24,23 +26,16 @@ ROUTE_VARIABLE = "NEURONMM_XLA"
 
 PLACEHOLDER = "0.0.1"
 """The version of `nki` on the default package index, which has no `nki.language`."""
-_FRAMEWORK = ("nki.framework._torch_xla", "nki.framework.torch_xla")
-BRIDGES = {
-    "0.2": ("nki._torch_xla",),
-    "0.3": _FRAMEWORK,
-    "0.4": _FRAMEWORK,
-    "0.5": _FRAMEWORK,
-    "0.6": _FRAMEWORK,
-}
-"""The NKI lines that are known, each with the modules by which its kernels may take XLA tensors.
+OLDEST, COMPILING, TESTED = (0, 2), (0, 3), (0, 7)
+"""Lines of NKI: the oldest that is known, the first in which the kernels compile, the last tested.
 
-The kernels are called directly in all of them, and find that module by themselves; without it an
-installation is broken. 0.5 gave internal modules their underscore.
+`nc_matmul(accumulate=)` came with 0.3 (NKI migration guide). Tested is by stand-ins.
 """
-COMPILING = ("0.3", "0.4", "0.5", "0.6")
-"""Lines in which the kernels can compile: `nc_matmul(accumulate=)` came with 0.3.
+BRIDGES = ("nki.framework._torch_xla", "nki.framework.torch_xla", "nki._torch_xla")
+"""Modules by which kernels take XLA tensors: from 0.5, in 0.3 and 0.4, in 0.2.
 
-Source: Neuron SDK 2.32, NKI migration guide.
+The kernels are called directly in all lines, and find that module by themselves; without it an
+installation is broken.
 """
 WRAPPER_MODULES = {
     "torch_neuronx": ("torch_neuronx", "torch_neuronx.nki_hop"),
@@ -105,10 +100,10 @@ def _core(found: Found, lnc: str | None) -> Core:
 def nki_release() -> str | None:
     """Version of the installed NKI; None where there is none, or only the placeholder 0.0.1.
 
-    Imports nothing.
+    Imports nothing. Warns once of a line newer than `TESTED`.
 
     Raises:
-        NkiVersionError: it is of no supported line, or lacks the module that its line has.
+        NkiVersionError: it is older than `OLDEST`, is no version, or lacks a module of `BRIDGES`.
     """
     try:
         version = importlib.metadata.version("nki")
@@ -120,37 +115,61 @@ def nki_release() -> str | None:
         raise NkiVersionError(
             "nki is installed without a version; reinstall it from the Neuron package index"
         )
-    if _line(version) not in BRIDGES:
+    if _line(version) < OLDEST:
         raise NkiVersionError(
-            f"nki must be one of {', '.join(COMPILING)}; got {version}; install one of these from "
-            "the Neuron package index"
+            f"nki must be 0.3 or later, got {version}; install 0.7 from the Neuron package index"
         )
-    if nki_bridge(version) is None:
+    untested = why_untested(version)
+    if untested:
+        warnings.warn(untested, NkiVersionWarning, stacklevel=2)
+    elif nki_bridge() is None:
         raise NkiVersionError(
-            f"nki {version} must have {' or '.join(BRIDGES[_line(version)])}, found none; "
+            f"nki {version} must have {', '.join(BRIDGES[:-1])} or {BRIDGES[-1]}, found none; "
             "reinstall it from the Neuron package index"
         )
     return version
 
 
+def why_untested(release: str) -> str | None:
+    """What is to be said of a line of NKI that is newer than this package."""
+    if _line(release) <= TESTED:
+        return None
+    return f"nki {release} is newer than 0.7, the last line that this package was tested with"
+
+
 def why_not_compilable() -> str | None:
-    """Why the kernels cannot compile with the installed NKI; None where they can."""
+    """Why the kernels cannot compile with the installed NKI; None where nothing speaks against it.
+
+    What an NKI that is imported lacks decides; of one that is not, its line.
+    """
     release = nki_release()
-    if release is None or _line(release) in COMPILING:
+    if release is None:
+        return None
+    if _line(release) < COMPILING:
+        missing = ["nc_matmul(accumulate=)"]
+    elif "nki.isa" in sys.modules:
+        from neuronmm_ops.kernels import missing_instructions
+
+        missing = missing_instructions()
+    else:
+        missing = []
+    if not missing:
         return None
     return (
-        f"the kernels need NKI 0.3 or later for nc_matmul(accumulate=), got nki {release}; install "
-        f"a later one, or set {ROUTE_VARIABLE}=composite on XLA"
+        f"the kernels need {', '.join(missing)}, which nki {release} lacks; install nki 0.7, "
+        f"or set {ROUTE_VARIABLE}=composite on XLA"
     )
 
 
-def nki_bridge(release: str) -> str | None:
-    """The module by which the kernels of a known NKI take XLA tensors; None where it has none."""
-    return next(filter(is_installed, BRIDGES[_line(release)]), None)
+def _line(version: str) -> tuple[int, int]:
+    """(0, 7) of 0.7.0; (0, 0) of what is no version."""
+    found = re.match(r"(\d+)(?:\.(\d+))?", version)
+    return (int(found[1]), int(found[2] or 0)) if found else (0, 0)
 
 
-def _line(version: str) -> str:
-    return ".".join(version.split(".")[:2])
+def nki_bridge() -> str | None:
+    """The module by which the kernels of the installed NKI take XLA tensors; None without one."""
+    return next(filter(is_installed, BRIDGES), None)
 
 
 def is_installed(module: str) -> bool:
@@ -232,4 +251,4 @@ def _route_of_packages() -> Route:
     if missing or release is None:
         verb = "is" if len(missing) == 1 else "are"
         return Route("custom call", f"{' and '.join(missing)} {verb} not installed")
-    return Route("nki", f"nki {release} and torch_neuronx, through {nki_bridge(release)}")
+    return Route("nki", f"nki {release} and torch_neuronx, through {nki_bridge() or 'itself'}")
