@@ -58,7 +58,8 @@ def test_entry_points_are_functions_of_the_wheel(wheel: Path) -> None:
 
 
 def test_every_extra_that_is_named_exists() -> None:
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
     files = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "src").rglob("*.py")]
     named = {
         extra
