@@ -100,9 +100,10 @@ class _Watch(threading.Thread):
                         _raise_in(self._kernel, _OverBudgetError)
 
     def stop(self) -> None:
-        """Raise no more, and take back what has not arrived."""
+        """End the thread, and take back what it raised and has not arrived."""
         with self._lock:
             self._over.set()
+        self.join()
         _raise_in(self._kernel, None)
 
     def _exceeded(self) -> str:
