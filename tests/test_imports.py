@@ -18,7 +18,18 @@ MODULES = sorted(ROOT.rglob("*.py"))
 # A file may import from the layers below its own. The package root re-exports the core.
 # bench, hf, recover and eval are one storey; between themselves they import in this order.
 LAYERS = (
-    *("__main__", "cli", "reproduce", "doctor", "integrations", "bench", "hf", "recover", "eval"),
+    *(
+        "__main__",
+        "cli",
+        "demo",
+        "reproduce",
+        "doctor",
+        "integrations",
+        "bench",
+        "hf",
+        "recover",
+        "eval",
+    ),
     *("output", "checkpoint", "compress", "parallel", "nn", "ops", "kernels", "neuroncore"),
     *("models", "hardware", "progress", "processes", "errors", "import_hooks"),
 )

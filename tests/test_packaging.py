@@ -38,6 +38,11 @@ def test_contents(wheel: Path) -> None:
     papers = "neuronmm_ops/reproduce/papers"
     assert {f"{papers}/demo.toml", f"{papers}/tasks/demo_ends.yaml"} <= set(names)
     assert "neuronmm_ops/reproduce/published.json" in names
+    demo = ROOT / "src" / "neuronmm_ops" / "demo"
+    shipped = [file for file in demo.rglob("*") if file.suffix in (".safetensors", ".json", ".txt")]
+    assert {str(file.relative_to(ROOT / "src")) for file in shipped} <= set(names)
+    assert sum(file.stat().st_size for file in shipped) < 3_000_000, "a clone should stay small"
+    assert any(name.endswith("licenses/src/neuronmm_ops/demo/LICENSE-PYTHON.txt") for name in names)
     files = (ROOT / "src" / "neuronmm_ops" / "integrations").rglob("*.py")
     assert {str(file.relative_to(ROOT / "src")) for file in files} <= set(names)
     assert any(name.endswith("licenses/LICENSE") for name in names)

@@ -62,6 +62,12 @@ def test_the_document(method: str, run: Run, small: Path, text: Path, tmp_path: 
     assert forced.code == 0, forced.err
 
 
+def test_steps_instead_of_minutes(run: Run, small: Path, text: Path, tmp_path: Path) -> None:
+    arguments = ("--data", text, "-o", tmp_path / "out", "--json", *SEQLEN, "--steps", "2")
+    document = json.loads(run("recover", small, *arguments).out)
+    assert document["steps"] == document["config"]["steps"] == 2
+
+
 def test_a_start_that_stays_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     numbers = {"held_out_ppl_before": 9.0, "held_out_ppl_after": 9.0, "improved": False}
     shown = {"config": {"method": "lora"}, "steps": 3, "tokens": 96, "minutes": 0.05, **numbers}
@@ -84,6 +90,8 @@ def test_mistakes_are_one_line(
     mistake("is not compressed", "neuronmm compress", model=dense)
     mistake("is no directory", model=tmp_path / "missing")
     mistake("method must be one of distill, lora; got 'magic'", options=("--method", "magic"))
+    mistake("steps must be at least 1, got 0", options=("--steps", "0"))
+    mistake("--minutes and --steps", "give one", options=(*TIME, "--steps", "2"))
     mistake("minutes must be a positive number, got -1.0", options=("--minutes", "-1"))
     mistake("learning_rate must be a positive", options=("--learning-rate", "nan"))
     mistake("minutes must leave time to train", options=(*SEQLEN, "--minutes", "1e-6"))
@@ -181,7 +189,7 @@ main(sys.argv[1:])
 def test_a_kill_while_the_state_is_written(
     run: Run, small: Path, text: Path, tmp_path: Path
 ) -> None:
-    arguments = ("recover", small, "--data", text, "-o", tmp_path / "o", *TIME)
+    arguments = ("recover", small, "--data", text, "-o", tmp_path / "o", *SEQLEN, "--steps", "4")
     outcome = process(sys.executable, "-c", KILLED, *arguments)
     assert outcome.code == -signal.SIGKILL, outcome.err
     assert (tmp_path / "o.recovery" / STATE_FILE).exists()

@@ -15,6 +15,7 @@ from neuronmm_ops.cli import (
     bench,
     compare,
     compress,
+    demo,
     doctor,
     evaluate,
     export,
@@ -78,7 +79,7 @@ def parser() -> argparse.ArgumentParser:
     root.add_argument("--version", action="version", version=f"neuronmm-ops {__version__}")
     commands = root.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for module in (
-        *(compress, recover, evaluate, compare, generate, inspect, export, reproduce),
+        *(demo, compress, recover, evaluate, compare, generate, inspect, export, reproduce),
         *(doctor, bench, plan, simulate),
     ):
         module.add(commands)

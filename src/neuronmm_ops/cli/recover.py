@@ -12,7 +12,7 @@ from neuronmm_ops.progress import progress_bars
 
 def add(commands: Any) -> None:
     """Add the command to the parser."""
-    description = "train the factors of a compressed model for some minutes"
+    description = "train the factors of a compressed model for some minutes or steps"
     command = add_command(commands, "recover", _recover, _show, description, "--device")
     command.add_argument("model", metavar="DIR", help="a compressed checkpoint")
     command.add_argument("-o", "--output", type=Path, required=True, metavar="OUT")
@@ -25,8 +25,9 @@ def add(commands: Any) -> None:
         default="distill",
         help="distill (default): the factors, from the dense model; lora: adapters, from the text",
     )
+    command.add_argument("--minutes", type=float, help="time budget of the training (default 10)")
     command.add_argument(
-        "--minutes", type=float, default=10.0, help="time budget of the training (default 10)"
+        "--steps", type=int, help="instead of --minutes: the same steps on every machine"
     )
     command.add_argument(
         "--dense",
@@ -50,9 +51,12 @@ def add(commands: Any) -> None:
 def _recover(options: argparse.Namespace) -> dict[str, Any]:
     from neuronmm_ops.recover import RecoverConfig
 
+    if options.minutes is not None and options.steps is not None:
+        raise ValueError("--minutes and --steps are both the length of the training; give one")
     config = RecoverConfig(
         method=options.method,
-        minutes=options.minutes,
+        minutes=RecoverConfig.minutes if options.minutes is None else options.minutes,
+        steps=options.steps,
         seqlen=options.seqlen,
         learning_rate=options.learning_rate,
         lora_order=options.lora_order,

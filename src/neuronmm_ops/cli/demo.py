@@ -1,0 +1,100 @@
+"""`demo`: the model that ships with the package, dense beside compressed, in half a minute."""
+
+import argparse
+import os
+import shutil
+import tempfile
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from neuronmm_ops.cli.console import show_table, stdout
+from neuronmm_ops.cli.library import transformers_models
+from neuronmm_ops.cli.parser import add_command
+from neuronmm_ops.progress import progress_bars
+
+QUICK, RATIOS = (0.4,), (0.2, 0.4, 0.6)
+
+
+def add(commands: Any) -> None:
+    """Add the command to the parser."""
+    description = "compress the small model that ships with the package; needs no download"
+    command = add_command(commands, "demo", _demo, _show, description)
+    command.add_argument(
+        "--quick", action="store_true", help="one ratio, in half a minute, instead of three"
+    )
+    command.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        metavar="OUT",
+        help="keep the model, its texts and what was made of them in a new directory",
+    )
+
+
+def _demo(options: argparse.Namespace) -> dict[str, Any]:
+    transformers_models()
+    from neuronmm_ops import demo
+
+    ratios = QUICK if options.quick else RATIOS
+    with _directory(options.output) as place, progress_bars() as progress:
+        found = demo.run(demo.MODEL, demo.CALIBRATION, demo.HELD_OUT, place, ratios, progress)
+        if options.output is not None:
+            shutil.copytree(demo.MODEL, place / "dense")
+            for text in (demo.CALIBRATION, demo.HELD_OUT):
+                shutil.copyfile(text, place / text.name)
+    return {**found, "output": options.output and str(options.output)}
+
+
+@contextmanager
+def _directory(output: Path | None) -> Generator[Path]:
+    """Give a directory to work in, which becomes `output` at the end, or is removed for None."""
+    if output is None:
+        with tempfile.TemporaryDirectory() as place:
+            yield Path(place)
+        return
+    from neuronmm_ops.output import check_target, replacement
+
+    if os.path.lexists(output):
+        raise FileExistsError(f"output {output} exists; choose another")
+    check_target(output, force=False)
+    with replacement(output, force=False) as place:
+        yield place
+
+
+def _show(document: dict[str, Any]) -> None:
+    rows = document["rows"]
+    show_table(
+        ["model", "removed", "MLP kB", "perplexity", "excess"],
+        [
+            [
+                row["model"],
+                f"{row['effective_ratio']:.0%}",
+                f"{row['bytes'] / 1e3:,.0f}",
+                f"{row['ppl_token']:.3f}",
+                f"{row['excess_log_ppl']:+.4f}",
+            ]
+            for row in rows
+        ],
+        left=["model"],
+        title=f"a small Llama's MLPs; {document['tokens']:,} held-out tokens",
+    )
+    timed, modelled = document["timed"], document["modelled"]
+    shape = f"{timed['K']} x {timed['N']}, rank {timed['r']}, one token"
+    for line in (
+        "removed: share of the MLPs' parameters; excess: ln of the perplexity less ln of dense",
+        f"{shape}, measured here ({timed['compute_dtype']}, one thread): {_times(timed)}",
+        f"{shape}, modelled on one {modelled['target']} core, never run: {_times(modelled)}",
+        "int8 alone is the better bargain here; low rank goes below it, and multiplies less",
+    ):
+        stdout.print(line, soft_wrap=True)
+    if (output := document["output"]) is not None:
+        stdout.print(
+            f"next: neuronmm generate {output}/low-rank-0.4 --prompt 'Return the'", soft_wrap=True
+        )
+
+
+def _times(times: dict[str, Any]) -> str:
+    speedup = times["dense_ms"] / times["op_ms"]
+    return f"dense {times['dense_ms']:.3g} ms, low rank {times['op_ms']:.3g} ms ({speedup:.2f}x)"

@@ -1,0 +1,128 @@
+"""Compress a model, and measure it beside the dense one and beside what else is as small."""
+
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import product
+from math import log
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from neuronmm_ops.bench import cpu
+from neuronmm_ops.compress import CompressionReport, SVDConfig
+from neuronmm_ops.compress.calibrate import Progress
+from neuronmm_ops.compress.targets import select_targets
+from neuronmm_ops.eval import encode_documents, token_perplexity
+from neuronmm_ops.kernels import plan_xuv, plan_xw
+from neuronmm_ops.ops.backends.cpu import compute_dtype
+
+# The default block of 128 is for real models: here it would leave one rank to choose.
+BLOCK = 16
+SEQLEN = 256
+# More than ten tokens an input feature, below which compress_ warns.
+SAMPLES = 64
+# Matrices of the model are too small to be timed; these are of a real one, at the paper's ratio.
+TIMED_SHAPE, TIMED_RATIO, TARGET = "Llama-3.2-1B", 0.2, "trn2"
+
+
+WAYS = {
+    "low rank": SVDConfig(),
+    "low rank int8": SVDConfig(storage="int8"),
+    "plain SVD": SVDConfig(method="plain", allocation="uniform"),
+}
+
+
+def run(
+    model: str | Path,
+    calibration: Path,
+    held_out: Path,
+    output: Path,
+    ratios: Sequence[float],
+    progress: Progress | None = None,
+) -> dict[str, Any]:
+    """Compress the MLPs of a model by each of `WAYS`, and measure what that costs and wins.
+
+    Everything runs on one thread and in float32, the timed matrix apart: the numbers are then the
+    same on every machine, and a busy one is little slower.
+
+    Args:
+        model: a Transformers directory of bfloat16 weights.
+        calibration: a text file to calibrate on.
+        held_out: a text file to take the perplexity on.
+        output: an existing directory, which gets a checkpoint for each way and ratio.
+        ratios: shares of the MLPs' parameters to remove.
+        progress: called with ("demo", models done, models in all).
+
+    Returns:
+        `rows`: the dense model, the same with MLPs rounded to int8 with a scale an output, then
+        each way at each ratio, with `model`, `ratio`, `effective_ratio`, `bytes` of the MLPs,
+        `ppl_token` and `excess_log_ppl` (ln of the perplexity less ln of the dense model's);
+        `tokens` of the text; `timed`: a row of `bench.cpu.run`, measured here; `modelled`:
+        `dense_ms` and `op_ms` of that matrix on one core of `target`, never run there.
+    """
+    from neuronmm_ops import hf
+
+    tokens = encode_documents(hf.load_tokenizer(model), [hf.read_text(held_out)])
+    rows: list[dict[str, Any]] = []
+    total = 2 + len(ratios) * len(WAYS)
+
+    def add(name: str, found: Any, size: int, report: CompressionReport | None = None) -> None:
+        ppl = token_perplexity(found, tokens, SEQLEN).ppl_token
+        rows.append(
+            {
+                "model": name,
+                "ratio": report.ratio if report else 0.0,
+                "effective_ratio": report.effective_ratio if report else 0.0,
+                "bytes": size,
+                "ppl_token": ppl,
+                "excess_log_ppl": log(ppl / rows[0]["ppl_token"]) if rows else 0.0,
+            }
+        )
+        if progress:
+            progress("demo", len(rows), total)
+
+    with _one_thread():
+        dense = hf.load_computing(model, "float32")
+        mlps = list(select_targets(dense, SVDConfig()).linears.values())
+        numbers = sum(mlp.weight.numel() for mlp in mlps)
+        add("dense", dense, 2 * numbers)
+        scales = sum(_round_to_int8_(mlp.weight) for mlp in mlps)
+        add("dense int8", dense, numbers + 4 * scales)
+        for ratio, (name, config) in product(ratios, WAYS.items()):
+            target = output / f"{name.replace(' ', '-')}-{ratio:g}"
+            config = replace(config, ratio=ratio, block=BLOCK)
+            options: dict[str, Any] = {"samples": SAMPLES, "seqlen": SEQLEN, "dtype": "float32"}
+            report = hf.compress(model, config, calibration, target, **options)
+            size = sum(layer.bytes for layer in report.layers)
+            add(name, hf.load_computing(target, "float32"), size, report)
+        dtype = compute_dtype(torch.bfloat16)
+        (timed,) = cpu.run(TIMED_SHAPE, ("xuv",), (TIMED_RATIO,), (1,), dtype, rounds=20)
+    return {"rows": rows, "tokens": len(tokens), "timed": timed, "modelled": _modelled(timed)}
+
+
+@torch.no_grad()
+def _round_to_int8_(weight: Tensor) -> int:
+    """Round a weight `[N, K]` to nearest with a scale an output; return the number of scales."""
+    scale = weight.abs().amax(1, keepdim=True) / 127
+    weight.copy_((weight / scale).round() * scale)
+    return len(scale)
+
+
+def _modelled(timed: dict[str, Any]) -> dict[str, Any]:
+    """Return the times of the timed matrix on one NeuronCore."""
+    M, K, r, N = (timed[name] for name in "MKrN")
+    dense, low_rank = plan_xw(M, K, N, target=TARGET), plan_xuv(M, K, r, N, target=TARGET)
+    return {"target": TARGET, "dense_ms": dense.time_ms, "op_ms": low_rank.time_ms}
+
+
+@contextmanager
+def _one_thread() -> Generator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,71 @@
+"""`neuronmm demo`: what it prints of the shipped model, and what it leaves behind."""
+
+import json
+from pathlib import Path
+
+import pytest
+from outcomes import Run, refused
+from transformers import AutoConfig
+
+from neuronmm_ops import demo
+from neuronmm_ops.eval import encode_documents
+from neuronmm_ops.hf import load_tokenizer, read_text
+
+
+@pytest.fixture
+def tiny_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take the perplexity on a tenth of the text, to save time."""
+    path = tmp_path / "texts" / "held_out.txt"
+    path.parent.mkdir()
+    path.write_text(read_text(demo.HELD_OUT)[:12_000])
+    monkeypatch.setattr(demo, "HELD_OUT", path)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("tiny_texts")
+def test_dense_stands_beside_low_rank_and_its_rivals(run: Run, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    outcome = run("demo", "--quick", "--json", "-o", out)
+    assert (outcome.code, "warning" in outcome.err) == (0, False), outcome.err
+    document = json.loads(outcome.out)
+    rows = {row["model"]: row for row in document["rows"]}
+    assert list(rows) == ["dense", "dense int8", "low rank", "low rank int8", "plain SVD"]
+    ppl = {name: row["ppl_token"] for name, row in rows.items()}
+    size = {name: row["bytes"] for name, row in rows.items()}
+    assert ppl["dense"] < ppl["low rank"] < ppl["plain SVD"]
+    assert ppl["dense int8"] == pytest.approx(ppl["dense"], rel=0.01)
+    assert size["low rank int8"] < size["dense int8"] < size["low rank"] < size["dense"]
+    assert rows["low rank"]["effective_ratio"] == pytest.approx(0.4, abs=0.03)
+    assert 0 < document["modelled"]["op_ms"] < document["modelled"]["dense_ms"]
+    assert document["timed"]["threads"] == 1
+
+    names = {"calibration.txt", "held_out.txt", "dense"}
+    made = {f"{name.replace(' ', '-')}-0.4" for name in list(rows)[2:]}
+    assert {path.name for path in out.iterdir()} == names | made
+    compared = run("inspect", out / "low-rank-0.4", "--json")
+    assert json.loads(compared.out)["bytes"] == size["low rank"]
+    refused(run("demo", "-o", out), "exists; choose another")
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("tiny_texts")
+def test_its_table_says_what_is_measured_and_what_is_modelled(run: Run) -> None:
+    outcome = run("demo", "--quick")
+    assert outcome.code == 0, outcome.err
+    for words in ("low rank int8", "measured here", "modelled on one trn2 core, never run"):
+        assert words in outcome.out
+
+
+def test_what_ships_is_what_the_script_trains(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "examples" / "demo")
+    import shipped
+
+    config = AutoConfig.from_pretrained(demo.MODEL)
+    for name in ("hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size"):
+        assert getattr(config, name) == getattr(shipped.SHAPE, name)
+    held_out, calibration = map(read_text, (demo.HELD_OUT, demo.CALIBRATION))
+    assert len(held_out) == shipped.HELD_OUT_CHARS
+    paragraphs = [each for each in held_out.split("\n\n") if len(each) > 200]
+    assert not [each for each in paragraphs if each in calibration]
+    tokens = encode_documents(load_tokenizer(demo.MODEL), [calibration])
+    assert len(tokens) > 10 * config.intermediate_size
