@@ -9,7 +9,7 @@ What cannot be read or does not fit raises CheckpointError.
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ ONE_BYTE = {"fp8": "F8_E4M3", "int8": "I8"}
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """Read a model directory's config.json."""
+    """Read a model directory's config.json; refuse what lets other weights or code be loaded."""
     if not directory.is_dir():
         raise CheckpointError(
             f"{directory} is no directory; give a local Transformers model directory "
@@ -41,6 +41,21 @@ def read_config(directory: Path) -> dict[str, Any]:
     if not isinstance(entry, (dict, type(None))):
         raise CheckpointError(
             f"{directory / 'config.json'}: quantization_config must be an object, got {entry!r:.50}"
+        )
+    if "transformers_weights" in config:
+        raise CheckpointError(
+            f"{directory / 'config.json'} names other weights than are read here, by "
+            f"transformers_weights {config['transformers_weights']!r:.50}; remove that entry"
+        )
+    if (directory / "adapter_config.json").exists():
+        raise CheckpointError(
+            f"{directory} has an adapter beside its weights (adapter_config.json), which would be "
+            "added to them; merge it by peft's merge_and_unload, or move it to another directory"
+        )
+    for name, value in _kernels(config):
+        raise CheckpointError(
+            f"{directory / 'config.json'}: {name} must be one of Transformers' own, got "
+            f"{value!r:.50}, code of a hub; set it to sdpa or eager"
         )
     return config
 
@@ -172,6 +187,16 @@ def are_renamed(headers: Mapping[str, TensorHeader], layers: Iterable[LayerRepor
 
 
 # --- helpers
+
+
+def _kernels(value: object, name: str = "") -> Iterator[tuple[str, str]]:
+    """Yield the implementations, of attention and others, that are repositories of a hub."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            inside = name if name.endswith("_implementation") else str(key)
+            yield from _kernels(inner, inside)
+    elif isinstance(value, str) and "/" in value and name.endswith("_implementation"):
+        yield name, value
 
 
 def _read_object(path: Path) -> dict[str, Any]:

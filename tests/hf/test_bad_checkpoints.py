@@ -260,6 +260,49 @@ def test_a_classification_head_is_not_dropped(tmp_path: Path) -> None:
         hf.load(tmp_path / "dense")
 
 
+@pytest.mark.parametrize("name", ["model.layers.0.self_attn.q_proj.weight", "model.norm.weight"])
+def test_a_dense_value_that_is_not_finite(checkpoint: Path, name: str) -> None:
+    file = checkpoint / "model.safetensors"
+    tensors = {key: tensor.clone() for key, tensor in load_file(file).items()}
+    tensors[name].view(-1)[5] = torch.inf
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(NonFiniteError, match=f"{name} must be finite in float32, got NaN or Inf"):
+        hf.load(checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("entry", "words"),
+    [
+        ({"transformers_weights": "b.safetensors"}, "names other weights than are read here"),
+        ({"attn_implementation": "org/kernel"}, "attn_implementation must be one of Transformers'"),
+        ({"_attn_implementation": "org/kernel@v1:f"}, "code of a hub; set it to sdpa or eager"),
+        ({"attn_implementation": {"": "sdpa", "x": "a/b"}}, "attn_implementation must be"),
+        ({"text_config": {"_experts_implementation": "a/b"}}, "_experts_implementation must be"),
+    ],
+)
+def test_what_lets_other_weights_or_code_in_is_refused(
+    entry: dict[str, Any], words: str, checkpoint: Path
+) -> None:
+    path = checkpoint / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | entry))
+    for read in (hf.load, inspect_checkpoint):
+        with pytest.raises(CheckpointError, match=words):
+            read(checkpoint)
+
+
+def test_an_adapter_beside_the_weights_is_refused(checkpoint: Path) -> None:
+    (checkpoint / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    for read in (hf.load, inspect_checkpoint):
+        with pytest.raises(CheckpointError, match="merge it by peft's merge_and_unload"):
+            read(checkpoint)
+
+
+def test_transformers_itself_takes_no_other_weights(checkpoint: Path) -> None:
+    shutil.copyfile(checkpoint / "model.safetensors", checkpoint / "b.safetensors")
+    _edit_config(checkpoint, lambda config: config.update(transformers_weights="b.safetensors"))
+    _refused_by_all(checkpoint, "by transformers_weights 'b.safetensors'; remove that entry")
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 def test_a_factor_that_is_not_finite(checkpoint: Path, value: float) -> None:
     file = checkpoint / "model.safetensors"

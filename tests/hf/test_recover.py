@@ -21,6 +21,7 @@ from neuronmm_ops.eval import encode_documents, token_perplexity
 from neuronmm_ops.hf import recover as recover_function
 from neuronmm_ops.hf.adapters import adapted
 from neuronmm_ops.hf.memory import save_memory_, saved_bytes
+from neuronmm_ops.hf.recover import _fingerprint
 from neuronmm_ops.recover import RecoverConfig, Training
 from neuronmm_ops.recover.data import hold_out
 from neuronmm_ops.recover.losses import Distillation, NextToken
@@ -180,6 +181,17 @@ def test_a_killed_run_goes_on(small: Path, tmp_path: Path, monkeypatch: pytest.M
     one, other = (load_file(tmp_path / d / "model.safetensors") for d in ("whole", "out"))
     assert all(torch.equal(one[name], other[name]) for name in one)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "whole"]
+
+
+@pytest.mark.parametrize("role", ["student", "teacher"])
+def test_a_run_is_that_of_the_models_values(role: str, small: Path, dense: Path) -> None:
+    models = {"student": hf.load(small), "teacher": hf.load(dense)}
+    ids = torch.arange(64)
+    before = _fingerprint(**models, ids=ids, config=CONFIG)
+    assert before == _fingerprint(hf.load(small), hf.load(dense), ids, CONFIG)
+    with torch.no_grad():  # no factor
+        models[role].get_parameter("model.layers.0.self_attn.q_proj.weight")[0, 0] += 1
+    assert before != _fingerprint(**models, ids=ids, config=CONFIG)
 
 
 @pytest.mark.slow

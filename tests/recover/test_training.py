@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from neuronmm_ops.errors import CheckpointError, NonFiniteError
@@ -181,6 +183,19 @@ def test_a_damaged_state_is_refused(cut: int, tmp_path: Path) -> None:
     Toy().training(CONFIG, state=state).run()
     state.path.write_bytes(state.path.read_bytes()[:cut])
     with pytest.raises(CheckpointError, match="cannot be read"):
+        Toy().training(CONFIG, state=state).run()
+
+
+@pytest.mark.parametrize("value", [2.5, float("nan")])
+def test_a_changed_number_in_the_state_is_refused(value: float, tmp_path: Path) -> None:
+    state = StateFile(tmp_path, "run")
+    Toy().training(CONFIG, state=state).run()
+    with safe_open(state.path, "pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        header = file.metadata()
+    tensors["best/u"].view(-1)[0] = value
+    save_file(tensors, state.path, header)
+    with pytest.raises(CheckpointError, match="damaged: its values are not what was written"):
         Toy().training(CONFIG, state=state).run()
 
 

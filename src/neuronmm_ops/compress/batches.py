@@ -169,7 +169,7 @@ def fingerprint(batches: Iterable[Batch]) -> str:
                 continue
             digest.update(f"{list(value.shape)} {value.dtype};".encode())
             data = value.detach().cpu().contiguous().flatten()
-            digest.update(data.view(torch.uint8).numpy().tobytes())
+            digest.update(data.view(torch.uint8).numpy())
     return digest.hexdigest()
 
 

@@ -73,11 +73,19 @@ def gradient_shape(kind: Gradient, K: int, N: int) -> tuple[int, ...]:
     return {"scale": (), "diagonal": (N,), "moment": (N, N), "weight": (N, K)}[kind]
 
 
+def is_finite(tensor: Tensor) -> bool:
+    """Say whether no element is NaN or Inf; of floats in one byte, see `check_factors`."""
+    is_float = tensor.is_floating_point() and tensor.element_size() > 1
+    if tensor.is_meta or not tensor.numel() or not is_float:
+        return True
+    # The extremes are NaN or Inf if any element is; they take one read and no mask.
+    return bool(torch.stack(tensor.aminmax()).isfinite().all())
+
+
 def check_finite(name: str, u: Tensor, v: Tensor, remedy: str) -> None:
     """Raise NonFiniteError where a factor of the layer `name` holds NaN or Inf."""
     for key, factor in (("u", u), ("v", v)):
-        # The extremes are NaN or Inf if any element is; they take one read and no mask.
-        if factor.numel() and not torch.stack(factor.aminmax()).isfinite().all():
+        if not is_finite(factor):
             raise NonFiniteError(
                 f"{name}.{key} must be finite in {name_of(factor.dtype)}, got NaN or Inf; {remedy}"
             )

@@ -8,8 +8,9 @@ from torch import Tensor
 from neuronmm_ops.compress import workers
 from neuronmm_ops.compress.config import SVDConfig
 from neuronmm_ops.compress.factorization import Gradient, SecondMoment, Side
-from neuronmm_ops.compress.factorize import check_finite, factorize, moment_side
+from neuronmm_ops.compress.factorize import check_finite, factorize, is_finite, moment_side
 from neuronmm_ops.compress.methods import METHODS
+from neuronmm_ops.errors import NonFiniteError
 from neuronmm_ops.nn.dense_linear import DenseLinear
 
 
@@ -51,7 +52,18 @@ class Nested:
         tokens = 1 if moment is None or METHODS[method].is_loss else max(1, moment.tokens)
         scores = factorization.scores
         scores = None if scores is None else scores.cpu()
-        return cls((u, v), factorization.spectrum.cpu() / tokens, scores)
+        found = cls((u, v), factorization.spectrum.cpu() / tokens, scores)
+        found.check_losses(name)
+        return found
+
+    def check_losses(self, name: str) -> None:
+        """Raise NonFiniteError where a loss is NaN or Inf: no rank could be chosen by it."""
+        for losses in (self.spectrum, self.scores):
+            if losses is not None and not is_finite(losses):
+                raise NonFiniteError(
+                    f"{name}: losses of its ranks must be finite, got NaN or Inf; compute in a "
+                    "wider dtype"
+                )
 
     def truncate(self, rank: int) -> tuple[Tensor, Tensor]:
         """Return the factors of a smaller rank, `u[K, rank]`, `v[rank, N]`."""

@@ -16,11 +16,11 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
 from neuronmm_ops.checkpoint import check_float, read_config, read_headers, weight_files
-from neuronmm_ops.compress.factorize import check_finite
-from neuronmm_ops.compress.record import is_record
+from neuronmm_ops.compress.factorize import is_finite
+from neuronmm_ops.compress.record import is_record, low_rank_layers
 from neuronmm_ops.errors import CheckpointError, NonFiniteError, WorkerLostError
-from neuronmm_ops.nn import SVDLinear
 from neuronmm_ops.nn.storage import check_factors
+from neuronmm_ops.ops.backends.cpu import name_of
 
 # The first Transformers whose plans cut DTensors.
 OLDEST_DIVIDING = "5.16"
@@ -49,7 +49,7 @@ def load(
             ones at random, and leave others out, with a warning), or factors in one byte or their
             scales hold what they must not.
         ImportError: tp is more than 1, and Transformers is too old for that.
-        NonFiniteError: a factor is NaN or Inf.
+        NonFiniteError: a parameter is NaN or Inf.
     """
     path = local_directory(model)
     config = read_config(path)
@@ -76,6 +76,8 @@ def load(
             f"{path} cannot be loaded: {_reason(error)}; check its config.json"
         ) from error
     _check_keys(path, config, loaded, info)
+    if not (is_record(entry) or is_divided(loaded)):  # NeuronMMQuantizer does for its own
+        check_values(loaded, "copy the checkpoint again")
     return loaded
 
 
@@ -91,20 +93,25 @@ def load_exactly(kind: Any, path: Path, **options: Any) -> tuple[PreTrainedModel
     )
 
 
-def check_values(name: str, layer: SVDLinear, remedy: str) -> None:
-    """Refuse factors that are not finite, and one-byte factors or scales that cannot be.
+def check_values(model: PreTrainedModel, remedy: str) -> None:
+    """Refuse values that are not finite, and one-byte factors or scales that cannot be.
+
+    Values on the meta device are not looked at.
 
     Raises:
-        NonFiniteError: a factor is NaN or Inf.
+        NonFiniteError: a parameter or a saved buffer, dense ones too, holds NaN or Inf.
         CheckpointError: a one-byte factor or a scale holds what it must not.
     """
-    if layer.storage is None:
-        check_finite(name, layer.u, layer.v, remedy)
-        return
-    try:
-        check_factors(layer.u, layer.v, layer.u_scale, layer.v_scale, name)
-    except ValueError as error:
-        raise CheckpointError(f"{error}; or {remedy}") from None
+    for name, layer in low_rank_layers(model).items():
+        if layer.storage is not None and not layer.u.is_meta:
+            try:
+                check_factors(layer.u, layer.v, layer.u_scale, layer.v_scale, name)
+            except ValueError as error:
+                raise CheckpointError(f"{error}; or {remedy}") from None
+    for name, tensor in model.state_dict().items():
+        if not is_finite(tensor):
+            dtype = name_of(tensor.dtype)
+            raise NonFiniteError(f"{name} must be finite in {dtype}, got NaN or Inf; {remedy}")
 
 
 def load_tokenizer(model: str | Path) -> Any:

@@ -13,7 +13,7 @@ from transformers.quantizers.auto import register_quantization_config, register_
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from neuronmm_ops.checkpoint import check_float, check_tensors, read_headers
+from neuronmm_ops.checkpoint import check_float, check_tensors, read_config, read_headers
 from neuronmm_ops.compress.record import QUANT_METHOD, record_of, report_of
 from neuronmm_ops.compress.report import CompressionReport, LayerReport
 from neuronmm_ops.errors import CheckpointError
@@ -67,6 +67,7 @@ class NeuronMMQuantizer(HfQuantizer):
             _tensor_parallel().plan_(model)
         if checkpoint_files is not None:
             # Transformers would re-initialize tensors that do not fit, with a warning.
+            read_config(Path(checkpoint_files[0]).parent)  # refuses weights of other files
             headers = read_headers(Path(file) for file in checkpoint_files)
             named = {name: headers[key] for key, name in model_names(model, headers).items()}
             low_rank = [replace(layer, name=name) for name, layer in layers.items() if layer.r]
@@ -83,7 +84,7 @@ class NeuronMMQuantizer(HfQuantizer):
     ) -> PreTrainedModel:
         if is_divided(model):
             _tensor_parallel().finish_(model)
-        for name, module in model.named_modules():
+        for module in model.modules():
             # Offloaded layers are on the meta device; accelerate loads their values in each call.
             if not isinstance(module, SVDLinear):
                 continue
@@ -91,8 +92,9 @@ class NeuronMMQuantizer(HfQuantizer):
                 module.u.requires_grad_(False)
                 module.v.requires_grad_(False)
             if not (module.u.is_meta or is_divided(model)):
-                check_values(name, module, "copy the checkpoint again or compress the model again")
                 module.relayout_()
+        if not is_divided(model):
+            check_values(model, "copy the checkpoint again or compress the model again")
         # Transformers neither trains nor casts a model with this flag.
         model.is_quantized = False  # pyright: ignore  (not declared)
         return model

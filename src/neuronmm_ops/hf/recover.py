@@ -104,7 +104,7 @@ def recover(
         teacher = load_dense(named, student, tokenizer, place)
 
     work = target.resolve().with_name(f"{target.resolve().name}.recovery")
-    run = _fingerprint(student, ids, config)
+    run = _fingerprint(student, teacher, ids, config)
     with _alone(work):
         state = StateFile(work, run)
         trained = train_factors(student, teacher, rest, held_out, config, state, progress)
@@ -150,12 +150,13 @@ def _kept(trained: Trained, target: Path) -> str:
     return "nothing was better than the start until then, so nothing is written"
 
 
-def _fingerprint(student: PreTrainedModel, ids: Tensor, config: RecoverConfig) -> str:
-    """Return what decides a run, hashed: the factors to start from, the text, the config."""
-    layers = low_rank_layers(student).items()
-    factors = {f"{n}.{key}": getattr(m, key) for n, m in layers for key in ("u", "v")}
+def _fingerprint(
+    student: PreTrainedModel, teacher: PreTrainedModel | None, ids: Tensor, config: RecoverConfig
+) -> str:
+    """Return what decides a run, hashed: the values of both models, the text, the config."""
+    models = [model.state_dict() for model in (student, teacher) if model is not None]
     options = json.dumps(config.to_dict(), sort_keys=True)
-    return f"{fingerprint([factors])} {fingerprint([ids])} {options}"
+    return f"{fingerprint(models)} {fingerprint([ids])} {options}"
 
 
 @contextmanager

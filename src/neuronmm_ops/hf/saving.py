@@ -50,7 +50,7 @@ def save(
         FileExistsError: the target exists, and may not be replaced.
         ValueError: the report is not that of the model, or the model has no low-rank layer, or has
             pairs of Linears in their place, or is divided among ranks.
-        NonFiniteError: a factor is NaN or Inf, such as after a cast to float16.
+        NonFiniteError: a value is NaN or Inf, such as after a cast to float16.
         CheckpointError: what was written does not load as the model, and is removed; or factors in
             one byte or their scales hold what they must not.
         OSError: the target cannot be written; says how much room it needs.
@@ -67,11 +67,7 @@ def save(
     source = _source_of(model)
     check_target(target, force, source, needed)
     _record(model, report)
-    for name, layer in low_rank_layers(model).items():
-        if not layer.u.is_meta:
-            is_float = layer.storage is None
-            remedy = "save the model in a wider dtype" if is_float else "load the model again"
-            check_values(name, layer, remedy)
+    check_values(model, "save the model in a wider dtype, or load it again")
 
     def write(temporary: Path) -> None:
         model.save_pretrained(temporary, max_shard_size=max_shard_size)

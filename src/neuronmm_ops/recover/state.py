@@ -11,6 +11,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from neuronmm_ops.compress.batches import fingerprint
 from neuronmm_ops.errors import CheckpointError
 
 STATE_FILE = "state.safetensors"
@@ -76,6 +77,7 @@ class StateFile:
             for name, tensor in getattr(snapshot, kind).items()
         }
         metadata = {"run": self.run, "position": json.dumps(asdict(snapshot.position))}
+        metadata["sha256"] = fingerprint([{**metadata, **tensors}])
         partial = self.path.with_suffix(".partial")
         try:
             save_file(tensors, partial, metadata)
@@ -106,9 +108,15 @@ class StateFile:
                         f"option: go on with the same command as then, or {remedy}"
                     )
                 snapshot.position = Position(**json.loads(metadata["position"]))
-                for key in file.keys():  # noqa: SIM118  (not a mapping)
+                tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+                written = metadata.pop("sha256", None)
+                if fingerprint([{**metadata, **tensors}]) != written:
+                    raise CheckpointError(
+                        f"{self.path} is damaged: its values are not what was written; {remedy}"
+                    )
+                for key, tensor in tensors.items():
                     kind, _, name = key.partition("/")
-                    getattr(snapshot, kind)[name] = file.get_tensor(key)
+                    getattr(snapshot, kind)[name] = tensor
         except (SafetensorError, OSError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{self.path} cannot be read ({error}); {remedy}") from None
         return snapshot

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from neuronmm_ops.checkpoint import read_config, read_headers, weight_files
+from neuronmm_ops.compress.factorize import is_finite
 from neuronmm_ops.compress.targets import output_head
-from neuronmm_ops.errors import CheckpointError
+from neuronmm_ops.errors import CheckpointError, NonFiniteError
 from neuronmm_ops.hf.loading import load, model_names
 
 
@@ -38,6 +39,8 @@ class Checkpoint:
         if read_config(directory).get("quantization_config") is not None:
             raise ValueError(f"{directory} is compressed or quantized already; start from dense")
         self.directory = directory
+        # The caller hashes the files after this; from here on they must stay as they are.
+        self._versions = {file: _version(file) for file in weight_files(directory)}
         self.headers = read_headers(weight_files(directory))
         self.model = load(directory, device_map="meta")
         self._fill_unsaved_buffers()
@@ -63,21 +66,29 @@ class Checkpoint:
         key = self._keys[name]
         header = self.headers[key]
         try:
+            if _version(header.file) != self._versions[header.file]:
+                raise CheckpointError(
+                    f"{header.file} has been changed since this run began; put back the file that "
+                    "was there before and run the same command again"
+                )
             with safe_open(header.file, framework="pt") as tensors:
-                tensor = tensors.get_tensor(key)
+                tensor: Tensor = tensors.get_tensor(key)
         except (OSError, SafetensorError) as error:
             reason = "is gone" if not header.file.exists() else f"cannot be read ({error})"
             raise CheckpointError(
                 f"{header.file} {reason}; put it back and run the same command again, "
                 "what is done so far is kept"
             ) from None
-        expected = self._stored[name]
-        if tensor.shape != expected.shape:
-            raise CheckpointError(
-                f"{key} must be {list(expected.shape)}, {header.file} now has "
-                f"{list(tensor.shape)}; put the file back that was there before"
-            )
-        return tensor.to(expected.dtype)
+        return tensor.to(self._stored[name].dtype)
+
+    def check_finite(self) -> None:
+        """Read all tensors; raise NonFiniteError where one holds NaN or Inf."""
+        for name in self.names():
+            if not is_finite(self.read(name)):
+                layer, _, leaf = name.rpartition(".")
+                raise NonFiniteError(
+                    f"{layer}: {leaf} must be finite, got NaN or Inf; the checkpoint is damaged"
+                )
 
     def dtype(self, name: str) -> torch.dtype:
         """Return the dtype in which a tensor is stored."""
@@ -144,3 +155,9 @@ class Checkpoint:
         )
         before, store[leaf] = store[leaf], tensor
         return before
+
+
+def _version(file: Path) -> tuple[int, ...]:
+    """Return what changes where a file is written again, or is another one."""
+    found = file.stat()
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns

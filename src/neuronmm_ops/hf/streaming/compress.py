@@ -118,8 +118,8 @@ def compress_stream(
     if batches:
         check_batches(model, batches)
 
-    fingerprint = _fingerprint(checkpoint, config, batches, compute)
-    with working_in(directory, fingerprint) as work:
+    checkpoint.check_finite()
+    with working_in(directory, _inputs(checkpoint, config, batches, compute, run)) as work:
         if plan.kinds:
             sweep_gradients(sweep, plan.kinds, batches, work, progress)
         if plan.ranks:
@@ -245,15 +245,19 @@ def _place(sweep: Sweep, name: str) -> tuple[int, str]:
     return int(index), inside
 
 
-def _fingerprint(
-    checkpoint: Checkpoint, config: SVDConfig, batches: Sequence[Tensor], compute: torch.dtype
+def _inputs(
+    checkpoint: Checkpoint,
+    config: SVDConfig,
+    batches: Sequence[Tensor],
+    compute: torch.dtype,
+    run: CompressionRun,
 ) -> dict[str, Any]:
-    """Return all that what is kept depends on."""
-    headers = {key: (h.shape, h.dtype) for key, h in sorted(checkpoint.headers.items())}
+    """Return all that what is kept depends on, the values of the model's weights too."""
+    config_json = (checkpoint.directory / "config.json").read_bytes()
     values = {
-        "format": 1,
-        "model": _sha256(json.dumps(headers)),
-        "config.json": _sha256((checkpoint.directory / "config.json").read_text("utf-8")),
+        "format": 2,
+        "model": run.model.sha256,
+        "config.json": hashlib.sha256(config_json).hexdigest(),
         "SVDConfig": config.to_dict(),
         "calibration": describe_batches(batches),
         "compute dtype": name_of(compute),
@@ -263,7 +267,3 @@ def _fingerprint(
         },
     }
     return json.loads(json.dumps(values))
-
-
-def _sha256(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()

@@ -11,6 +11,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from neuronmm_ops.compress.batches import fingerprint
 from neuronmm_ops.processes import locked
 
 STATE = "state.json"
@@ -22,12 +23,16 @@ OURS = re.compile(
 class Work:
     """Named sets of tensors in a directory; each is there completely, or not at all.
 
+    The hash of every tensor, with its name, its set's and the run's, is in the file's header and
+    compared with what is read: neither damage nor another run's set is taken.
+
     Args:
         directory: an existing one.
+        run: of what all that is kept depends on.
     """
 
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
+    def __init__(self, directory: Path, run: str) -> None:
+        self.directory, self.run = directory, run
 
     def has(self, name: str) -> bool:
         """Say whether a set has been saved."""
@@ -44,8 +49,10 @@ class Work:
             OSError: the disk is full, or cannot be written.
         """
         temporary = self.directory / f"{name}.safetensors.tmp"
+        kept = {key: tensor.cpu().contiguous() for key, tensor in tensors.items()}
+        hashes = {key: self._hash(name, key, tensor) for key, tensor in kept.items()}
         try:
-            save_file({key: t.cpu().contiguous() for key, t in tensors.items()}, temporary)
+            save_file(kept, temporary, hashes)
         except SafetensorError as error:
             raise OSError(
                 f"{temporary} cannot be written ({error}); free some room and run the same command "
@@ -57,12 +64,22 @@ class Work:
         """Return a set, or those of it whose keys begin with `of`, mapped into memory."""
         with self._open(name) as tensors:
             keys = [key for key in tensors.keys() if key.startswith(of)]  # noqa: SIM118
-            return {key: tensors.get_tensor(key) for key in keys}
+            return {key: self._checked(tensors, name, key) for key in keys}
 
     def tensor(self, name: str, key: str) -> Tensor:
         """Return one tensor of a set, mapped into memory."""
         with self._open(name) as tensors:
-            return tensors.get_tensor(key)
+            return self._checked(tensors, name, key)
+
+    def check(self) -> None:
+        """Read all that an earlier run has left.
+
+        Raises:
+            OSError: a set is damaged, or another run's.
+        """
+        for path in sorted(self.directory.glob("*.safetensors")):
+            if OURS.fullmatch(path.name):
+                self.load(path.stem)
 
     def drop(self, kind: str) -> None:
         """Delete the sets whose names begin with `kind-`."""
@@ -91,26 +108,37 @@ class Work:
                 "again"
             ) from None
 
+    def _checked(self, tensors: Any, name: str, key: str) -> Tensor:
+        tensor = tensors.get_tensor(key)
+        if (tensors.metadata() or {}).get(key) != self._hash(name, key, tensor):
+            raise OSError(f"{key} is not what this run has written")
+        return tensor
+
+    def _hash(self, name: str, key: str, tensor: Tensor) -> str:
+        return fingerprint([{"run": f"{self.run} {name} {key}", "tensor": tensor}])
+
 
 @contextmanager
-def working_in(directory: Path, fingerprint: Mapping[str, Any]) -> Generator[Work]:
+def working_in(directory: Path, run: Mapping[str, Any]) -> Generator[Work]:
     """Give the work directory, with what an earlier run of the same has left in it.
 
     Removed where the block succeeds, or fails before anything was done.
 
     Args:
         directory: made where it does not exist.
-        fingerprint: JSON values; all that what is kept depends on.
+        run: JSON values; all that what is kept depends on.
 
     Raises:
-        ValueError: it is that of a run with another fingerprint; nothing is deleted.
+        ValueError: it is another run's; nothing is deleted.
+        OSError: what is kept is damaged; nothing is deleted.
         FileExistsError: it is no work directory.
         BlockingIOError: another run works in it.
     """
     directory.mkdir(parents=True, exist_ok=True)
     with locked(directory):
-        _check(directory, fingerprint)
-        work = Work(directory)
+        _check(directory, run)
+        work = Work(directory, json.dumps(run))
+        work.check()
         try:
             yield work
         except BaseException:
@@ -120,7 +148,7 @@ def working_in(directory: Path, fingerprint: Mapping[str, Any]) -> Generator[Wor
         work.remove()
 
 
-def _check(directory: Path, fingerprint: Mapping[str, Any]) -> None:
+def _check(directory: Path, run: Mapping[str, Any]) -> None:
     state = directory / STATE
     if not state.exists():
         foreign = sorted(p.name for p in directory.iterdir() if not OURS.fullmatch(p.name))
@@ -130,16 +158,16 @@ def _check(directory: Path, fingerprint: Mapping[str, Any]) -> None:
                 f"{foreign[0]}; choose another output"
             )
         temporary = directory / f"{STATE}.tmp"
-        temporary.write_text(json.dumps(fingerprint, indent=2) + "\n", encoding="utf-8")
+        temporary.write_text(json.dumps(run, indent=2) + "\n", encoding="utf-8")
         temporary.replace(state)
         return
     try:
         known = json.loads(state.read_text(encoding="utf-8"))
     except ValueError:
         known = None
-    if known != fingerprint:
+    if known != run:
         known = known if isinstance(known, dict) else {}
-        odd = sorted(k for k in {*known, *fingerprint} if known.get(k) != fingerprint.get(k))
+        odd = sorted(k for k in {*known, *run} if known.get(k) != run.get(k))
         raise ValueError(
             f"{directory} holds an unfinished compression with another {odd[0]}; repeat that one's "
             "command to finish it, or remove the directory to start over"
