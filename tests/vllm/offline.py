@@ -45,7 +45,9 @@ def generated(
     """Return what `vllm.LLM(**options)` gives for each run, all of them in one process.
 
     Args:
-        runs: options by the name of the run, `model` among them; `adapter` is a directory.
+        runs: options by the name of the run, `model` among them; `adapter` is a directory, and
+            `reload` are checkpoints whose weights then take the place of the model's, in turn: by
+            vLLM's `reload_weights`, and after a `+` by the model's own `load_weights`.
         prompts: of token ids.
         tokens: to generate after each.
         check_headers: whether the config may check a local checkpoint before it is loaded; not so
@@ -54,8 +56,8 @@ def generated(
         settings: of the environment.
 
     Returns:
-        By the name of the run `{"tokens": [[...], ...], "modules": [names of classes]}`, or
-        `{"error": text}` where there was one.
+        By the name of the run `{"tokens": [[...], ...], "modules": [names of classes], "reloaded":
+        [tokens of each]}`, or `{"error": text}` where there was one.
     """
     asked = {
         "runs": {name: {**OPTIONS, **options} for name, options in runs.items()},
@@ -120,26 +122,42 @@ def main(given: str, results: str) -> None:
     sampling = SamplingParams(temperature=0, max_tokens=asked["tokens"], ignore_eos=True)
     prompts = [{"prompt_token_ids": prompt} for prompt in asked["prompts"]]
 
-    def answers(engine: Any, adapter: str | None) -> dict[str, Any]:
+    def tokens_of(engine: Any, adapter: str | None = None) -> list[list[int]]:
         request = None if adapter is None else LoRARequest("adapter", 1, adapter)
         outputs = engine.generate(prompts, sampling, use_tqdm=False, lora_request=request)
-        tokens = [list(output.outputs[0].token_ids) for output in outputs]
-        return {"tokens": tokens, "modules": engine.apply_model(classes_of)}
+        return [list(output.outputs[0].token_ids) for output in outputs]
+
+    def answers(engine: Any, adapter: str | None, reload: Sequence[str]) -> dict[str, Any]:
+        answer = {"tokens": tokens_of(engine, adapter), "modules": engine.apply_model(classes_of)}
+        return answer | {"reloaded": [tokens_of(reloaded(engine, path)) for path in reload]}
 
     for name, options in asked["runs"].items():
-        adapter = options.pop("adapter", None)
+        adapter, reload = options.pop("adapter", None), options.pop("reload", ())
         try:
             engine = LLM(**options)
         except Exception as error:
             found[name] = {"error": str(error)}
             continue
         if not {"tensor_parallel_size", "pipeline_parallel_size"} & set(options):
-            engines[name] = (engine, adapter)
+            engines[name] = (engine, adapter, reload)
             continue
-        found[name] = answers(engine, adapter)
+        found[name] = answers(engine, adapter, reload)
         engine.llm_engine.engine_core.shutdown()  # each has processes of its own
     found |= {name: answers(*engine) for name, engine in engines.items()}
     Path(results).write_text(json.dumps(found))
+
+
+def reloaded(engine: Any, path: str) -> Any:
+    """Give the engine the weights of a checkpoint, and forget what others have computed."""
+    from safetensors.torch import load_file
+
+    if path.startswith("+"):
+        tensors = load_file(Path(path[1:], "model.safetensors"))
+        engine.apply_model(lambda model: model.load_weights(tensors.items()))
+    else:
+        engine.collective_rpc("reload_weights", kwargs={"weights_path": path})
+    engine.reset_prefix_cache()
+    return engine
 
 
 def classes_of(model: Any) -> list[str]:

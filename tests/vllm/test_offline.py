@@ -107,10 +107,13 @@ def test_compiled_models_say_the_same(tmp_path, tmp_path_factory):
     for name, options in checkpoints.items():
         expected[name] = greedy(low_rank(tmp_path / name, **options), PROMPTS)
         runs[name] = {"model": tmp_path / name, "enforce_eager": False}
+    runs["llama"]["reload"] = [another := tmp_path / "another"]
+    expected["another"] = greedy(low_rank(another, initializer_range=0.3), PROMPTS)
     cache = tmp_path_factory.mktemp("cache")
     found = generated(runs, PROMPTS, TOKENS, VLLM_CACHE_ROOT=str(cache))
     for name in checkpoints:
         assert found[name].get("tokens") == expected[name], (name, found[name].get("error"))
+    assert found["llama"]["reloaded"] == [expected["another"]]
 
 
 # Weights so small that rounding changes few tokens.

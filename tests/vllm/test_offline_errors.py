@@ -163,33 +163,49 @@ def test_options_that_cannot_be(errors, name, text):
 
 
 @pytest.fixture
-def config(tmp_path):
-    """vLLM's config of a record that lists an expert."""
-    from neuronmm_ops.integrations.vllm.config import NeuronMMConfig
-
-    low_rank(tmp_path / "m")
-    record = json.loads((tmp_path / "m" / "config.json").read_text())["quantization_config"]
-    layer(record, KEY)["name"] = "model.layers.0.mlp.experts.3.gate_proj"
-    return NeuronMMConfig.from_config(record)
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # vLLM's own
-def test_low_rank_experts_are_refused(config):
-    with pytest.raises(ValueError, match=r"experts\.3\.gate_proj: vLLM's Module takes no low-rank"):
-        config.get_quant_method(nn.Module(), "model.layers.0.mlp.experts")
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # vLLM's own
-def test_ranks_must_divide_the_mlp(config, monkeypatch):
-    """vLLM would fail by an assertion without a word."""
-    from vllm.model_executor.layers.linear import ReplicatedLinear
-
+def config(tmp_path, monkeypatch):
+    """vLLM's config of a record that lists an expert, in an MLP that two ranks cannot divide."""
     from neuronmm_ops.integrations.vllm import config as module
 
     given = SimpleNamespace(
         model_config=SimpleNamespace(hf_text_config=SimpleNamespace(intermediate_size=193)),
-        parallel_config=SimpleNamespace(tensor_parallel_size=2),
+        parallel_config=SimpleNamespace(tensor_parallel_size=1),
     )
     monkeypatch.setattr(module, "get_current_vllm_config", lambda: given)
+    low_rank(tmp_path / "m")
+    record = json.loads((tmp_path / "m" / "config.json").read_text())["quantization_config"]
+    layer(record, KEY)["name"] = "model.layers.0.mlp.experts.3.gate_proj"
+    made = module.NeuronMMConfig.from_config(record)
+    made.given = given
+    return made
+
+
+def linear():
+    from vllm.model_executor.layers.linear import ReplicatedLinear
+
+    return ReplicatedLinear.__new__(ReplicatedLinear)
+
+
+@pytest.mark.parametrize("root", ["", "draft_model."])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # vLLM's own
+def test_low_rank_experts_are_refused(config, root):
+    with pytest.raises(ValueError, match=r"experts\.3\.gate_proj: vLLM's Module takes no low-rank"):
+        config.get_quant_method(nn.Module(), f"{root}model.layers.0.mlp.experts")
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # vLLM's own
+def test_a_layer_of_the_record_is_one_layer_of_the_model(config):
+    name = KEY.replace("k_proj", "o_proj")
+    assert config.get_quant_method(linear(), f"draft_model.{name}").names == (name,)
+    config.get_quant_method(linear(), f"draft_model.{name.replace('.0.', '.1.')}")
+    assert not hasattr(config.get_quant_method(linear(), f"tower.{name}s"), "names")
+    with pytest.raises(ValueError, match=rf"tower\.{name}: .* below 'draft_model' and 'tower'; "):
+        config.get_quant_method(linear(), f"tower.{name}")
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # vLLM's own
+def test_ranks_must_divide_the_mlp(config):
+    """vLLM would fail by an assertion without a word."""
+    config.given.parallel_config.tensor_parallel_size = 2
     with pytest.raises(ValueError, match="must divide intermediate_size, got 2 and 193; use one"):
-        config.get_quant_method(ReplicatedLinear.__new__(ReplicatedLinear), "model.layers.0.o_proj")
+        config.get_quant_method(linear(), "model.layers.0.o_proj")

@@ -14,6 +14,7 @@ from neuronmm_ops.ops import xuv, xw
 from neuronmm_ops.parallel.sharding import DIVIDES
 
 STORAGES = (None, "fp8", "int8")
+WHOLE = Place(None, "both", 0, 1)
 
 
 def record(K: int, r: int, N: int, storage: str | None = None) -> LayerReport:
@@ -29,12 +30,12 @@ def checkpoint(K: int, r: int, N: int, storage: str | None) -> dict[str, torch.T
     )
 
 
-def loaded(layer: LayerReport, place: Place, sections, tensors) -> Pair:
-    pair = Pair(layer, place, sections, torch.float32)
+def loaded(layer: LayerReport, place: Place, sections, tensors, pack=None) -> Pair:
+    pair = Pair(layer, place, sections, torch.float32, pack)
     for key, tensor in tensors.items():
         pair.load(key, tensor)
     pair.load("weight", torch.empty(0))  # the placeholder
-    pair.check()
+    pair.check_missing()
     return pair
 
 
@@ -113,7 +114,7 @@ def test_dense_members_have_their_ranks_rows():
         _, own = member_sections(["gate_proj", "up_proj"], [4, 3], [1, 1], place)
         dense = Dense("up_proj", 4, own, torch.float32)
         dense.load("weight", weight)
-        dense.check()
+        dense.check_missing()
         rows.append(dense.weight)
     assert torch.equal(torch.cat(rows), weight)
 
@@ -124,25 +125,53 @@ def copied(weight: torch.Tensor):
     return lambda x: torch.nn.functional.linear(x, kept)
 
 
-def test_packed_members_multiply_by_what_was_loaded():
-    tensors, x, bias = checkpoint(8, 3, 5, None), torch.randn(4, 8), torch.randn(5)
-    (sections,) = member_sections(["gate"], [5], [1], Place(None, "both", 0, 1))
-    pair = loaded(record(8, 3, 5), Place(None, "both", 0, 1), sections, tensors)
-    dense = Dense("up", 8, sections, torch.float32)
-    dense.load("weight", torch.randn(5, 8))
-    for member in (pair, dense):
-        expected = [member.product(x, None), member.product(x, bias)]
-        member.pack(copied)
-        torch.testing.assert_close([member.product(x, None), member.product(x, bias)], expected)
-        assert sum(parameter.numel() for parameter in member.parameters()) == 0
-    torch.testing.assert_close(pair.low(x), x @ tensors["u"])
+def members_of(tensors, weight: torch.Tensor, pack=None) -> tuple[Pair, Dense]:
+    """A pair, and a dense member of the same size, on one rank."""
+    (sections,) = member_sections(["gate"], [5], [1], WHOLE)
+    dense = Dense("up", 8, sections, torch.float32, pack)
+    dense.load("weight", weight)
+    return loaded(record(8, 3, 5), WHOLE, sections, tensors, pack), dense
+
+
+def test_packed_members_multiply_by_what_was_loaded_last():
+    first, second = torch.randn(5, 8), torch.randn(5, 8)
+    tensors, others = checkpoint(8, 3, 5, None), {"u": torch.randn(8, 3), "v": torch.randn(3, 5)}
+    x, bias = torch.randn(4, 8), torch.randn(5)
+    packed = members_of(tensors, first, copied)
+    for member, expected in zip(packed, members_of(tensors, first), strict=True):
+        torch.testing.assert_close(member.product(x, bias), expected.product(x, bias))
+        assert all(parameter.is_meta for parameter in member.parameters())
+    torch.testing.assert_close(packed[0].low(x), x @ tensors["u"])
+    for key, tensor in others.items():
+        packed[0].load(key, tensor)
+    packed[1].load("weight", second)
+    for member, expected in zip(packed, members_of(others, second), strict=True):
+        torch.testing.assert_close(member.product(x, None), expected.product(x, None))
+
+
+def test_a_pair_answers_as_before_until_both_factors_are_loaded_again():
+    tensors, x = checkpoint(8, 3, 5, None), torch.randn(4, 8)
+    pair, _ = members_of(tensors, torch.randn(5, 8), copied)
+    before = pair.product(x, None)
+    pair.load("u", torch.randn(8, 3))
+    assert torch.equal(pair.product(x, None), before)
+    with pytest.raises(CheckpointError, match=r"q_proj\.v: config\.json asks for \[3, 5\]"):
+        pair.check_missing()
+
+
+def test_a_rehearsal_is_checked_and_loads_nothing():
+    tensors = checkpoint(8, 3, 5, None)
+    pair, _ = members_of(tensors, torch.randn(5, 8))
+    pair.load("u", torch.randn(8, 3), is_rehearsal=True)
+    assert torch.equal(pair.u, tensors["u"])
+    with pytest.raises(CheckpointError, match=r"asks for \[8, 3\], the file has \[8, 4\]"):
+        pair.load("u", torch.randn(8, 4), is_rehearsal=True)
 
 
 def test_factors_in_one_byte_are_not_packed():
-    (sections,) = member_sections(["gate"], [5], [1], Place(None, "both", 0, 1))
+    (sections,) = member_sections(["gate"], [5], [1], WHOLE)
     tensors = checkpoint(8, 3, 5, "int8")
-    pair = loaded(record(8, 3, 5, "int8"), Place(None, "both", 0, 1), sections, tensors)
-    pair.pack(copied)
+    pair = loaded(record(8, 3, 5, "int8"), WHOLE, sections, tensors, copied)
     assert not pair.packed
     assert torch.equal(pair.u, tensors["u"])
 
@@ -159,9 +188,6 @@ def test_members_share_a_gather():
 def test_members_and_sections_must_fit():
     with pytest.raises(ValueError, match=r"a member for each section, got a, b for 3 sections"):
         member_sections(["a", "b"], [1, 1, 1], [1, 1, 1], Place(None, "both", 0, 1))
-
-
-WHOLE = Place(None, "both", 0, 1)
 
 
 @pytest.mark.parametrize(

@@ -39,6 +39,8 @@ class NeuronMMConfig(QuantizationConfig):
         super().__init__()
         # By vLLM's names; the layers keep the checkpoint's.
         self.layers = {layer.name: layer for layer in report.layers if layer.r is not None}
+        # Under which prefix vLLM builds the model: "draft_model" for one that drafts.
+        self.root: str | None = None
 
     @classmethod
     def get_name(cls) -> str:
@@ -89,24 +91,41 @@ class NeuronMMConfig(QuantizationConfig):
             ValueError: it is low-rank, and vLLM's class of it cannot be, or the ranks cannot divide
                 the model's MLPs.
         """
+        parts = prefix.split(".")
+        paths = [".".join(parts[start:]) for start in range(len(parts))]
         if isinstance(layer, LinearBase):
             _check_intermediate_size()
-            parent, _, leaf = prefix.rpartition(".")
-            packed = self.packed_modules_mapping.get(leaf, [leaf])
-            names = [f"{parent}.{name}".lstrip(".") for name in packed]
-            if prefix in self.layers:  # one matrix in the checkpoint, too
-                names = [prefix]
-            layers = [self.layers.get(name) for name in names]
-            if not any(layers):
-                return UnquantizedLinearMethod()
-            return LowRankLinearMethod(_original(names, layers), layers)
+            for depth, path in enumerate(paths):
+                names = self._names(path)
+                layers = [self.layers.get(name) for name in names]
+                if any(layers):
+                    self._check_root(".".join(parts[:depth]), prefix, path)
+                    return LowRankLinearMethod(_original(names, layers), layers)
+            return UnquantizedLinearMethod()
         for name, record in self.layers.items():
-            if name == prefix or (prefix and name.startswith(f"{prefix}.")):
+            if any(path and f"{name}.".startswith(f"{path}.") for path in paths):
                 raise ValueError(
                     f"{record.name}: vLLM's {type(layer).__name__} takes no low-rank factors; "
                     "leave it dense: compress again with targets that leave it out"
                 )
         return None
+
+    def _names(self, path: str) -> list[str]:
+        """The names that the members of a layer would have in the record."""
+        if path in self.layers:  # one matrix in the checkpoint, too
+            return [path]
+        parent, dot, leaf = path.rpartition(".")
+        return [f"{parent}{dot}{name}" for name in self.packed_modules_mapping.get(leaf, [leaf])]
+
+    def _check_root(self, root: str, prefix: str, path: str) -> None:
+        """Refuse a second module of the model for the layers of the record."""
+        if self.root is None:
+            self.root = root
+        if self.root != root:
+            raise ValueError(
+                f"{prefix}: {path} of config.json must be one layer of the model, vLLM has it "
+                f"below {self.root or 'its root'!r} and {root or 'its root'!r}; serve it dense"
+            )
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: WeightsMapper) -> None:
         """Take over vLLM's names of the layers."""

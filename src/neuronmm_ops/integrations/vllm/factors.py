@@ -33,31 +33,44 @@ class Member(nn.Module):
         name: of the layer, as the checkpoint has it.
         shapes: of its tensors in the checkpoint, by the last part of their names.
         sections: that the columns of its result consist of.
+        pack: makes the products with weights that have no scale; None leaves them to the ops.
 
     Attributes:
         width: columns of this rank's result.
         missing: tensors that have not been loaded.
-        packed: products with tensors that `pack` has taken the place of, by their names.
+        packed: products with tensors that `pack` has taken the place of, by their names. What is
+            left of such a tensor, on the meta device, says its shape.
     """
 
     def __init__(
-        self, name: str, shapes: dict[str, tuple[int, ...]], sections: Sequence[Section]
+        self,
+        name: str,
+        shapes: dict[str, tuple[int, ...]],
+        sections: Sequence[Section],
+        pack: Pack | None,
     ) -> None:
         super().__init__()
         self.name, self.shapes, self.sections = name, shapes, tuple(sections)
         self.width = sum(section.width for section in sections)
         self.missing = set(shapes)
+        self.pack = pack
         self.packed: dict[str, Callable[[Tensor], Tensor]] = {}
 
-    def load(self, key: str, whole: Tensor) -> None:
-        """Take this rank's part of a tensor of the checkpoint.
+    def load(self, key: str, whole: Tensor, *, is_rehearsal: bool = False) -> None:
+        """Take this rank's part of a tensor of the checkpoint, for the first time or once more.
+
+        With the last one of them all are checked and, where that is asked for, packed.
 
         Args:
             key: the last part of its name.
             whole: as the checkpoint has it.
+            is_rehearsal: copy as many elements as will be loaded to the meta device, and load none:
+                vLLM counts them before it reloads a layer.
 
         Raises:
-            CheckpointError: the record says otherwise of its shape or dtype, or has no such tensor.
+            CheckpointError: the record says otherwise of its shape or dtype, or has no such tensor;
+                or see `check`.
+            NonFiniteError: see `check`.
         """
         name = f"{self.name}.{key}"
         if key not in self.shapes:
@@ -78,8 +91,26 @@ class Member(nn.Module):
                 f"{name}: config.json asks for {expected}, the file has {name_of(whole.dtype)}; "
                 f"{MISMATCH}"
             )
-        getattr(self, key).data.copy_(self.cut(key, whole))
-        self.missing.discard(key)
+        part = self.cut(key, whole)
+        own = getattr(self, key)
+        if is_rehearsal:
+            torch.empty_like(own, device="meta").copy_(part)
+            return
+        if own.is_meta:  # packed
+            own = nn.Parameter(torch.empty_like(own, device=part.device), requires_grad=False)
+            setattr(self, key, own)
+        own.data.copy_(part)
+        self.missing = (self.missing or set(self.shapes)) - {key}
+        if not self.missing:
+            self.check()
+            self.pack_weights()
+
+    def pack_weights(self) -> None:
+        """Let `pack` make the products with weights that have no scale, and free these."""
+        for key in () if self.pack is None else self.packable():
+            weight = getattr(self, key).detach()
+            self.packed[key] = self.pack(weight.t() if key in FACTORS else weight)
+            setattr(self, key, nn.Parameter(weight.to("meta"), requires_grad=False))
 
     def dtypes(self, key: str) -> tuple[torch.dtype, ...]:
         """Return which dtypes a tensor may have in the checkpoint."""
@@ -94,27 +125,30 @@ class Member(nn.Module):
         """Return this rank's columns `[..., width]` for x `[..., K]`."""
         raise NotImplementedError
 
-    def pack(self, pack: Pack) -> None:
-        """Let `pack` make the products with weights that have no scale, and free these."""
+    def packable(self) -> Sequence[str]:
+        """Return the weights that have no scale."""
         raise NotImplementedError
 
-    def _pack(self, key: str, weight: Tensor, pack: Pack) -> None:
-        self.packed[key] = pack(weight.detach())
-        setattr(self, key, nn.Parameter(weight.new_empty(0), requires_grad=False))
-
     def check(self) -> None:
-        """Check, once all is loaded, that nothing is missing and that all values are possible.
+        """Check that all values are possible.
 
         Raises:
-            CheckpointError: a tensor is missing, or a one-byte factor or scale holds what it must
-                not.
+            CheckpointError: a one-byte factor or scale holds what it must not.
             NonFiniteError: a factor is NaN or Inf.
+        """
+
+    def check_missing(self) -> None:
+        """Check that every tensor was loaded since the last call.
+
+        Raises:
+            CheckpointError: one was not.
         """
         if self.missing:
             raise CheckpointError(
                 f"{self.name}.{min(self.missing)}: config.json asks for "
                 f"{list(self.shapes[min(self.missing)])}, the files have none; {MISMATCH}"
             )
+        self.missing = set(self.shapes)
 
     def _columns(self, whole: Tensor, dim: int) -> Tensor:
         """This rank's output columns of a tensor that has those of all ranks in `dim`."""
@@ -136,14 +170,22 @@ class Dense(Member):
         K: input features.
         sections: that the columns of its result consist of.
         dtype: the model's.
+        pack: as in `Member`.
 
     Attributes:
         weight: `[width, K]`.
     """
 
-    def __init__(self, name: str, K: int, sections: Sequence[Section], dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        name: str,
+        K: int,
+        sections: Sequence[Section],
+        dtype: torch.dtype,
+        pack: Pack | None = None,
+    ) -> None:
         N = sum(section.size for section in sections)
-        super().__init__(name, {"weight": (N, K)}, sections)
+        super().__init__(name, {"weight": (N, K)}, sections, pack)
         self.weight = nn.Parameter(torch.empty(self.width, K, dtype=dtype), requires_grad=False)
 
     def cut(self, key: str, whole: Tensor) -> Tensor:
@@ -156,9 +198,9 @@ class Dense(Member):
             return _added(self.packed["weight"](x), bias)
         return F.linear(x, self.weight, bias)
 
-    def pack(self, pack: Pack) -> None:
-        """Let `pack` make the product."""
-        self._pack("weight", self.weight, pack)
+    def packable(self) -> Sequence[str]:
+        """Return the weight's name."""
+        return ("weight",)
 
 
 class Pair(Member):
@@ -169,6 +211,7 @@ class Pair(Member):
         place: where it is cut.
         sections: that the columns of its result consist of.
         dtype: the model's.
+        pack: as in `Member`.
 
     Attributes:
         u: `[K, r]`, or this rank's rows or columns of it, stored along K. Columns are padded with
@@ -187,13 +230,18 @@ class Pair(Member):
     v_scale: Tensor | None
 
     def __init__(
-        self, layer: LayerReport, place: Place, sections: Sequence[Section], dtype: torch.dtype
+        self,
+        layer: LayerReport,
+        place: Place,
+        sections: Sequence[Section],
+        dtype: torch.dtype,
+        pack: Pack | None = None,
     ) -> None:
         assert layer.r is not None
         shapes: dict[str, tuple[int, ...]] = {"u": (layer.K, layer.r), "v": (layer.r, layer.N)}
         if layer.storage is not None:
             shapes |= {"u_scale": (layer.r,), "v_scale": (layer.N,)}
-        super().__init__(layer.name, shapes, sections)
+        super().__init__(layer.name, shapes, sections, pack)
         self.place, self.rank = place, layer.r
         self.storage, self.compute = layer.storage, layer.compute
         for key in (*FACTORS, *SCALES):
@@ -231,8 +279,7 @@ class Pair(Member):
         return shard(whole, dim, rank, tp, what, padded=is_padded)
 
     def check(self) -> None:
-        """Check that nothing is missing and that all values are possible."""
-        super().check()
+        """Check that all values are possible."""
         if self.storage is None:
             check_finite(self.name, self.u, self.v, REMEDY)
             return
@@ -262,11 +309,9 @@ class Pair(Member):
             return _added(self.packed["v"](low), bias)
         return xw(low, self.v, bias, self.v_scale, self.compute)
 
-    def pack(self, pack: Pack) -> None:
-        """Let `pack` make the products with factors that have no scale."""
-        if self.storage is None:
-            for key in FACTORS:
-                self._pack(key, getattr(self, key).t(), pack)
+    def packable(self) -> Sequence[str]:
+        """Return the factors' names, where they have no scale."""
+        return FACTORS if self.storage is None else ()
 
     def _without_padding(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         assert self.u_scale is not None

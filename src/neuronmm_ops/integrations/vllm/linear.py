@@ -4,8 +4,7 @@
 # pyright: reportMissingImports=false, reportUntypedBaseClass=false
 
 import weakref
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -19,6 +18,7 @@ from vllm.model_executor.layers.linear import (
     ReplicatedLinear,
     RowParallelLinear,
 )
+from vllm.model_executor.model_loader.weight_utils import initialize_single_dummy_weight
 
 from neuronmm_ops.compress.report import LayerReport
 from neuronmm_ops.errors import CheckpointError
@@ -81,10 +81,11 @@ class LowRankLinearMethod(LinearMethodBase):
         replicas = [1] * len(output_partition_sizes)
         if isinstance(layer, QKVParallelLinear):
             replicas[1:] = [layer.num_kv_head_replicas] * 2
+        pack = packing.packed if packing.packs() else None
         sections = member_sections(self.names, output_partition_sizes, replicas, self.place)
         for name, record, own in zip(self.names, self.layers, sections, strict=True):
             if record is None:
-                self.members.append(Dense(name, input_size, own, params_dtype))
+                self.members.append(Dense(name, input_size, own, params_dtype, pack))
                 continue
             sizes = [input_size, sum(section.size for section in own)]
             if sizes != [record.K, record.N]:
@@ -92,17 +93,22 @@ class LowRankLinearMethod(LinearMethodBase):
                     f"{name}: config.json asks for [K, N] = {[record.K, record.N]}, the "
                     f"architecture has {sizes}; {MISMATCH}"
                 )
-            self.members.append(Pair(record, self.place, own, params_dtype))
-        layer.members = nn.ModuleList(self.members)
+            self.members.append(Pair(record, self.place, own, params_dtype, pack))
+        # No children of the layer: vLLM's reloading handles a module with its own tensors alone.
+        layer.members = tuple(self.members)
         storage = next(record.storage for record in self.layers if record is not None)
         dtypes = dict.fromkeys(FACTORS, STORAGES.get(storage or "", params_dtype))
         dtypes |= {**dict.fromkeys(SCALES, torch.float32), "weight": params_dtype}
         for key, dtype in dtypes.items():
             entry = nn.Parameter(torch.empty(0, dtype=dtype), requires_grad=False)
-            entry.weight_loader = partial(self._load, key)  # pyright: ignore  (as vLLM's have)
+            entry.weight_loader = self._loader(key)  # pyright: ignore  (as vLLM's have)
+            # Elements that a reload has to copy before the layer is processed.
+            entry.weight_loader_numel = sum(  # pyright: ignore
+                getattr(member, key).numel() for member in self.members if key in member.shapes
+            )
             layer.register_parameter(key, entry)
         # A bias that the layer makes afterwards takes its loader from here.
-        layer.weight_loader = partial(self._load_bias, layer.weight_loader)
+        layer.weight_loader = self._bias_loader(layer.weight_loader)
 
     def _place(self, layer: Any, config: VllmConfig) -> Place:
         given = config.additional_config if isinstance(config.additional_config, dict) else {}
@@ -127,16 +133,22 @@ class LowRankLinearMethod(LinearMethodBase):
             )
         return Place(kind if self.tp_size > 1 else None, divide, layer.tp_rank, self.tp_size)
 
-    def _load(
-        self, key: str, entry: nn.Parameter, loaded: Tensor, shard: int | str | None = None
-    ) -> None:
-        """Load a tensor of the checkpoint into the member that it belongs to."""
-        del entry
-        self.members[self._index(shard)].load(key, loaded)
+    # vLLM asks loaders for their names and signatures.
 
-    def _load_bias(self, load: Any, bias: nn.Parameter, loaded: Tensor, *shard: Any) -> None:
-        load(bias, loaded, *shard)
-        self.biases.add(self._index(*shard))
+    def _loader(self, key: str) -> Callable[..., None]:
+        """Return what loads a tensor of the checkpoint into the member that it belongs to."""
+
+        def load(param: nn.Parameter, loaded: Tensor, shard: int | str | None = None) -> None:
+            self.members[self._index(shard)].load(key, loaded, is_rehearsal=param.is_meta)
+
+        return load
+
+    def _bias_loader(self, load: Callable[..., None]) -> Callable[..., None]:
+        def load_bias(param: nn.Parameter, loaded: Tensor, *shard: Any) -> None:
+            load(param, loaded, *shard)
+            self.biases.add(self._index(*shard))
+
+        return load_bias
 
     def _index(self, shard: int | str | None = None) -> int:
         index = _SHARDS[shard] if isinstance(shard, str) else (shard or 0)
@@ -148,18 +160,20 @@ class LowRankLinearMethod(LinearMethodBase):
         return index
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Check what was loaded, pack it, and fuse the MLP around the layer where it can be."""
-        if not self.is_dummy:
-            for index, member in enumerate(self.members):
-                member.check()
-                if layer.bias is not None and index not in self.biases:
-                    raise CheckpointError(
-                        f"{member.name}.bias: the architecture has one, the files have none; "
-                        f"{MISMATCH}"
-                    )
-        if packing.packs():
-            for member in self.members:
-                member.pack(packing.packed)
+        """Check that all was loaded, and fuse the MLP around the layer where it can be."""
+        for index, member in enumerate(self.members):
+            if self.is_dummy:
+                for parameter in member.parameters():
+                    initialize_single_dummy_weight(parameter)
+                member.pack_weights()
+                continue
+            member.check_missing()
+            if layer.bias is not None and index not in self.biases:
+                raise CheckpointError(
+                    f"{member.name}.bias: the architecture has one, the files have none; {MISMATCH}"
+                )
+        self.is_dummy = False  # what is loaded from now on
+        self.biases.clear()
         parent = self.parent and self.parent()
         if parent is not None and self.is_fusible:
             fuse_(parent)
