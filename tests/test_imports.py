@@ -31,7 +31,7 @@ LAYERS = (
         "eval",
     ),
     *("output", "checkpoint", "compress", "parallel", "nn", "ops", "kernels", "neuroncore"),
-    *("models", "hardware", "progress", "processes", "errors", "import_hooks"),
+    *("models", "hardware", "progress", "processes", "files", "errors", "import_hooks"),
 )
 RANK = {name: rank for rank, name in enumerate(reversed(LAYERS))}
 ROOT_MAY_IMPORT = {"compress", "errors", "eval", "import_hooks", "nn", "ops"}

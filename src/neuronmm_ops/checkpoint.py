@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from neuronmm_ops.compress.record import QUANT_METHOD, is_record, report_of
 from neuronmm_ops.compress.report import CompressionReport, LayerReport
 from neuronmm_ops.errors import CheckpointError
+from neuronmm_ops.files import check_regular, check_regular_files, read_document
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -36,6 +37,11 @@ def read_config(directory: Path) -> dict[str, Any]:
             f"{directory} is no directory; give a local Transformers model directory "
             "(from a hub: hf download ORG/NAME --local-dir DIR)"
         )
+    try:
+        check_regular_files(directory)  # Transformers opens others than those that are read here
+    except OSError as error:
+        path = error.filename or directory
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
     config = _read_object(directory / "config.json")
     entry = config.get("quantization_config")
     if not isinstance(entry, (dict, type(None))):
@@ -70,7 +76,10 @@ def weight_files(directory: Path) -> list[Path]:
         raise CheckpointError(
             f"{directory} has no weights: neither {SINGLE} nor {INDEX}; only safetensors are read"
         )
-    weight_map = _read_object(index).get("weight_map")
+    described = _read_object(index)
+    if not isinstance(described.get("metadata"), dict):
+        raise CheckpointError(f"{index} must have an object metadata; copy the file again")
+    weight_map = described.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index} must map tensor names to files in weight_map")
     names = sorted({str(name) for name in weight_map.values()})
@@ -120,6 +129,7 @@ def read_headers(files: Iterable[Path]) -> dict[str, TensorHeader]:
     headers: dict[str, TensorHeader] = {}
     for file in files:
         try:
+            check_regular(file)
             with safe_open(file, framework="pt") as tensors:
                 for name in tensors.keys():  # noqa: SIM118  (not a mapping)
                     view = tensors.get_slice(name)
@@ -201,7 +211,7 @@ def _kernels(value: object, name: str = "") -> Iterator[tuple[str, str]]:
 
 def _read_object(path: Path) -> dict[str, Any]:
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(read_document(path))
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing; give a Transformers model directory") from None
     except OSError as error:

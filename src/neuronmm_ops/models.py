@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from neuronmm_ops.files import read_document
+
 
 @dataclass(frozen=True)
 class ModelShape:
@@ -94,8 +96,8 @@ def shape_from_config(path: Path) -> ModelShape:
     """
     path = path / "config.json" if path.is_dir() else path
     try:
-        config: Any = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+        config: Any = json.loads(read_document(path))
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON: {error}") from error
     if not isinstance(config, dict):
         raise ValueError(f"{path} must hold one JSON object, as Transformers saves it")

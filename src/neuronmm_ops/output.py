@@ -28,6 +28,9 @@ OURS = re.compile(
     r"|chat_template\.(jinja|json)|additional_chat_templates|(pre)?processor_config\.json"
 )
 
+# Of a sibling's name after its prefix: `XXXXXXXX.tmp`, of a later run a process id of more digits.
+ROOM_FOR_SUFFIX = 20
+
 
 def check_target(
     target: Path, force: bool, source: Path | None = None, needed_bytes: int = 0
@@ -52,6 +55,9 @@ def check_target(
         if not force:
             raise FileExistsError(f"output {target} exists; use --force to replace it")
     parent = next(path for path in target.parents if os.path.lexists(path))
+    longest = os.pathconf("/", "PC_NAME_MAX") - len(os.fsencode(_prefix(target))) - ROOM_FOR_SUFFIX
+    if longest < 0:
+        raise OSError(f"output name {target.name:.40}... is {-longest} bytes too long; shorten it")
     if not parent.is_dir():
         raise NotADirectoryError(f"output {target} needs a directory, {parent} is a file")
     if not os.access(parent, os.W_OK | os.X_OK):
@@ -88,7 +94,7 @@ def work_directory(target: Path) -> Path:
 def no_room(target: Path, needed: int, free: int) -> str:
     """Return the message for a disk with too little room."""
     return (
-        f"writing {target} needs {needed / 1e9:.3f} GB and the disk has {free / 1e9:.3f} GB free; "
+        f"writing {target} needs {needed / 1e6:,.3f} MB and the disk has {free / 1e6:,.3f} MB free; "
         "free some, or choose another place"
     )
 
@@ -124,10 +130,13 @@ def _is_compressed(directory: Path) -> bool:
         return False
 
 
+def _prefix(target: Path) -> str:
+    return f".{target.name}.{socket.gethostname()}.{os.getpid()}."
+
+
 def _sibling(target: Path, kind: str) -> Path:
     """Make a directory beside the target, named after this process, with the umask's mode."""
-    prefix = f".{target.name}.{socket.gethostname()}.{os.getpid()}."
-    directory = Path(tempfile.mkdtemp(prefix=prefix, suffix=f".{kind}", dir=target.parent))
+    directory = Path(tempfile.mkdtemp(prefix=_prefix(target), suffix=f".{kind}", dir=target.parent))
     directory.rmdir()  # mkdtemp makes it with mode 0700, which no other user can read
     directory.mkdir()
     return directory

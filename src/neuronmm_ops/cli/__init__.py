@@ -31,6 +31,7 @@ from neuronmm_ops.cli.console import (
     explain,
     flushed,
     our_warnings,
+    printable,
     terminable,
 )
 from neuronmm_ops.cli.parser import Parser
@@ -69,7 +70,7 @@ def _main(arguments: Sequence[str] | None) -> int:
         if options.debug:
             raise
         return fail_once(*explain(error), is_echo=isinstance(error, WorkerLostError))
-    code = flushed(lambda: options.show(document) if text is None else print(text))
+    code = flushed(lambda: options.show(printable(document)) if text is None else print(text))
     return code or options.exit_code(document)
 
 

@@ -18,6 +18,9 @@ from rich.table import Table
 from neuronmm_ops.errors import CalibrationWarning, CompressionWarning, WorkerLostError
 
 
+MAX_LINE = 1200
+
+
 class KernelError(Exception):
     """A kernel of the user's breaks a rule or raises; the message says where."""
 
@@ -26,14 +29,38 @@ class Terminated(BaseException):
     """SIGTERM as an exception, so that context managers clean up."""
 
 
+# What a terminal obeys or cannot encode: control characters but line break and tab, marks that turn
+# the direction of text, and bytes of file names that are no text.
+_UNPRINTABLE = re.compile(
+    r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
+)
+
+
+def printable(value: Any) -> Any:
+    """Return a text, or the document's texts, with what a terminal would obey written out."""
+    if isinstance(value, str):
+        return _UNPRINTABLE.sub(lambda m: m[0].encode("unicode_escape").decode(), value)
+    if isinstance(value, dict):
+        return {printable(key): printable(item) for key, item in value.items()}
+    return list(map(printable, value)) if isinstance(value, list) else value
+
+
 class _Console(Console):
     def on_broken_pipe(self) -> None:
         raise BrokenPipeError  # rich would exit with 1
 
+    def print(self, *objects: Any, **options: Any) -> None:
+        """Print what is printable of texts, and other objects as rich does."""
+        super().print(*map(printable, objects), **options)
+
+    def status(self, status: Any, **options: Any) -> Any:
+        """Show what is printable of a text while a block runs."""
+        return super().status(printable(status), **options)
+
 
 # markup=False: names and messages hold square brackets of their own.
 stdout = _Console(markup=False, highlight=False)
-stderr = Console(stderr=True, markup=False, highlight=False)
+stderr = _Console(stderr=True, markup=False, highlight=False)
 
 
 def show_fields(document: dict[str, Any]) -> None:
@@ -136,6 +163,10 @@ def flushed(show: Callable[[], None]) -> int:
     except OSError as error:
         _discard_stdout()
         return fail(f"cannot write to stdout: {error.strerror}", 2)
+    except ValueError:
+        if not sys.stdout.closed:  # as a kernel may have done
+            raise
+        return fail("cannot write to stdout: it was closed", 2)
     return 0
 
 
@@ -148,7 +179,7 @@ def _discard_stdout() -> None:
 def fail(message: str, code: int) -> int:
     """Print one line on stderr and return the exit code."""
     with contextlib.suppress(OSError):
-        print(f"neuronmm: {message}", file=sys.stderr)
+        print(f"neuronmm: {printable(message)}", file=sys.stderr)
     return code
 
 
@@ -162,6 +193,14 @@ def explain(error: Exception) -> tuple[str, int]:
             "or a machine with more memory",
             2,
         )
+    if _lacks_threads(error):
+        return (
+            "the system starts no further thread or process; raise the limit (ulimit -u), or end "
+            "other processes",
+            2,
+        )
+    if isinstance(error, OSError) and error.strerror and isinstance(error.filename, (str, Path)):
+        return one_line(f"{error.filename}: {error.strerror}"), 2
     if isinstance(error, (ValueError, TypeError, OSError, ImportError)):
         return one_line(error), 2
     if isinstance(error, WorkerLostError):
@@ -176,6 +215,12 @@ def _is_out_of_memory(error: Exception) -> bool:
     return is_told or isinstance(error, MemoryError)
 
 
+def _lacks_threads(error: Exception) -> bool:
+    texts = ("can't start new thread", "Resource temporarily unavailable", "ThreadPoolBuildError")
+    return any(text in str(error) for text in texts)
+
+
 def one_line(message: object) -> str:
-    """The message without line breaks."""
-    return re.sub(r"\s+", " ", str(message)).strip()
+    """The message without line breaks, and no longer than a screen."""
+    line = printable(re.sub(r"\s+", " ", str(message)).strip())
+    return line if len(line) <= MAX_LINE else f"{line[: MAX_LINE // 2]} ... {line[-MAX_LINE // 2 :]}"

@@ -84,5 +84,8 @@ def _chat(tokenizer: Any, prompt: str) -> Any:
             return_tensors="pt",
             tokenizer_kwargs={"return_token_type_ids": False},
         )
-    except TemplateError as error:
-        raise ValueError(f"the tokenizer's chat template cannot be used: {error}") from None
+    except Exception as error:  # a template is a program, which may raise anything
+        reason = str(error) if isinstance(error, TemplateError) else f"{type(error).__name__}: {error}"
+        raise ValueError(
+            f"the tokenizer's chat template cannot be used: {reason}; generate without chat"
+        ) from None

@@ -20,6 +20,7 @@ from safetensors import safe_open
 from neuronmm_ops.checkpoint import read_config, read_headers, weight_files
 from neuronmm_ops.compress.config import SVDConfig
 from neuronmm_ops.errors import CheckpointError
+from neuronmm_ops.files import read_document
 from neuronmm_ops.hf.computing import AUTO, DTYPES
 from neuronmm_ops.hf.loading import local_directory
 from neuronmm_ops.hf.text import ORDERS, read_text
@@ -244,7 +245,7 @@ def read_run(path: str | Path) -> CompressionRun:
         CheckpointError: it is missing, or is no such document; says which field is wrong.
     """
     try:
-        return CompressionRun.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
+        return CompressionRun.from_dict(json.loads(read_document(path)))
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from None
     except RecursionError:

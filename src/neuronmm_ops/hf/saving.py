@@ -103,7 +103,7 @@ def write_checkpoint(
         with replacement(target, force) as temporary:
             write(temporary)
             if tokenizer is not None:
-                tokenizer.save_pretrained(temporary)
+                _save_tokenizer(tokenizer, temporary)
             _open_to_others(temporary)
             verify(model, temporary, expected)
     except FileExistsError:
@@ -111,6 +111,15 @@ def write_checkpoint(
     except (OSError, SafetensorError) as error:
         free = shutil.disk_usage(target.parent).free
         raise OSError(f"{error}; {no_room(target, needed, free)}") from error
+
+
+def _save_tokenizer(tokenizer: Any, directory: Path) -> None:
+    try:
+        tokenizer.save_pretrained(directory)
+    except Exception as error:
+        if type(error) is not Exception:  # which is what the tokenizers library raises
+            raise
+        raise OSError(f"the tokenizer cannot be written ({error})") from error
 
 
 @torch.no_grad()

@@ -7,9 +7,11 @@ import torch
 from torch import Tensor
 
 from neuronmm_ops.eval import encode_documents
+from neuronmm_ops.files import read_bounded
 
 # Tokens in one forward pass: matmuls run at full speed, activations fit a laptop's memory.
 BATCH_TOKENS = 4096
+TEXT_BYTES = 4 << 30
 
 Order = Literal["spread", "head"]
 ORDERS: tuple[Order, ...] = get_args(Order)
@@ -22,7 +24,7 @@ def read_text(path: str | Path) -> str:
         ValueError: the file is missing, empty, binary, or not UTF-8.
     """
     try:
-        data = Path(path).read_bytes()
+        data = read_bounded(path, TEXT_BYTES)
     except OSError as error:
         raise ValueError(f"cannot read text {path}: {error.strerror}") from None
     if b"\0" in data:

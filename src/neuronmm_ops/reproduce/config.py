@@ -14,6 +14,7 @@ from typing import Any, Literal
 from neuronmm_ops.compress import SVDConfig
 from neuronmm_ops.compress.config import STORAGES
 from neuronmm_ops.eval.protocols import CORPORA, check_name
+from neuronmm_ops.files import read_document
 from neuronmm_ops.hardware import resolve_target
 from neuronmm_ops.recover import RecoverConfig
 from neuronmm_ops.reproduce.schema import check_keys, checked_table, read_table
@@ -189,7 +190,7 @@ def load(path: Path) -> Reproduction:
             file's path.
     """
     try:
-        return _parsed(tomllib.loads(path.read_text(encoding="utf-8")), path)
+        return _parsed(tomllib.loads(read_document(path)), path)
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror}") from None
     except (TypeError, ValueError, RecursionError) as error:  # TOMLDecodeError is a ValueError

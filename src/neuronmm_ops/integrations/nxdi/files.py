@@ -13,6 +13,7 @@ from torch import Tensor
 
 from neuronmm_ops.checkpoint import INDEX, SINGLE, TensorHeader
 from neuronmm_ops.errors import CheckpointError
+from neuronmm_ops.files import read_document
 from neuronmm_ops.output import OURS
 
 _NOT_COPIED = (
@@ -126,7 +127,7 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 def _read_object(path: Path) -> dict[str, Any]:
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(read_document(path))
     except ValueError as error:
         raise CheckpointError(f"{path} must hold JSON: {error}; copy it again") from None
     if not isinstance(value, dict):
