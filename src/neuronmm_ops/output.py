@@ -94,7 +94,7 @@ def work_directory(target: Path) -> Path:
 def no_room(target: Path, needed: int, free: int) -> str:
     """Return the message for a disk with too little room."""
     return (
-        f"writing {target} needs {needed / 1e6:,.3f} MB and the disk has {free / 1e6:,.3f} MB free; "
+        f"writing {target} needs {needed / 1e6:,.3f} MB, the disk has {free / 1e6:,.3f} MB free; "
         "free some, or choose another place"
     )
 

@@ -28,11 +28,12 @@ CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u20
 PLACEHOLDER = re.compile(r"\{([\w.]+)\}")
 # What Python, torch or a library says to a programmer.
 INTERNAL = re.compile(
-    r"Traceback|internal error|object has no attribute|NoneType|unexpected keyword|not subscriptable"
+    r"Traceback|internal error|object has no attribute|NoneType|unexpected keyword|subscriptable"
     r"|index out of range|unsupported operand|not iterable|required positional|Exception ignored"
     r"|panicked|not supported between|cannot be interpreted|Errno|RuntimeError|KeyError"
 )
 REFUSED, UNCHANGED, DONE = "refused", "refused or unchanged", "done"
+EITHER, NOTED = "refused or done", "refused, or done with another note"
 
 
 def nothing(*_: object) -> None:
@@ -50,7 +51,8 @@ class Fault:
             output, `{case}` the working directory.
         damage: done to the case's directory before the command.
         inside: done in the command's own process.
-        expect: REFUSED, DONE, or UNCHANGED: refused, or with the result of pristine inputs.
+        expect: REFUSED, DONE, EITHER, or UNCHANGED: refused, or with the result of pristine inputs.
+            NOTED is UNCHANGED but for commands that print what is damaged.
         codes: exit codes of a refusal.
         inputs: further pristine inputs to copy.
     """
@@ -124,7 +126,7 @@ class Harness:
             problems += [f"left {name}" for name in _left(before, kept)][:1]
         elif fault.expect == REFUSED:
             problems.append("silent: exit 0")
-        elif fault.expect == UNCHANGED and result != self._expected(fault):
+        elif _is_compared(fault) and result != self._expected(fault):
             problems.append("silent: exit 0, another result")
         return Verdict(fault, code, tuple(problems), out, err, seconds)
 
@@ -167,7 +169,8 @@ class Harness:
             for number, path in enumerate(streams, 1):
                 os.dup2(os.open(path, os.O_WRONLY), number)
             os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-            sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)
+            sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
+            sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115
             os.chdir(case)
             _limit(resource.RLIMIT_CPU, CPU_SECONDS)
             _limit(resource.RLIMIT_AS, _virtual_bytes() + MEMORY_BYTES)
@@ -243,6 +246,11 @@ def _result(case: Path, out: str) -> str:
     if weights:
         return " ".join(hashlib.sha256(path.read_bytes()).hexdigest() for path in weights)
     return out
+
+
+def _is_compared(fault: Fault) -> bool:
+    is_noted = fault.expect == NOTED and fault.arguments[0] != "inspect"
+    return fault.expect == UNCHANGED or is_noted
 
 
 def _problems(fault: Fault, code: int, out: str, err: str) -> Iterator[str]:

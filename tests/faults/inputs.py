@@ -86,7 +86,11 @@ def _build(place: Path) -> None:
     (place / "text.txt").write_text(TEXT)
     (place / "kernels.py").write_text(KERNELS)
     (place / "paper.toml").write_text(PAPER)
-    for name, options in (("low", ()), ("int8", ("--storage", "int8")), ("fp8", ("--storage", "fp8"))):
+    for name, options in (
+        ("low", ()),
+        ("int8", ("--storage", "int8")),
+        ("fp8", ("--storage", "fp8")),
+    ):
         _must("compress", "dense", "-o", name, "--calibration", "text.txt", *OPTIONS, *options)
     _unfinished_stream(place)
     _unfinished_recovery(place)

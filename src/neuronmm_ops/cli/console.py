@@ -17,7 +17,6 @@ from rich.table import Table
 
 from neuronmm_ops.errors import CalibrationWarning, CompressionWarning, WorkerLostError
 
-
 MAX_LINE = 1200
 
 
@@ -223,4 +222,6 @@ def _lacks_threads(error: Exception) -> bool:
 def one_line(message: object) -> str:
     """The message without line breaks, and no longer than a screen."""
     line = printable(re.sub(r"\s+", " ", str(message)).strip())
-    return line if len(line) <= MAX_LINE else f"{line[: MAX_LINE // 2]} ... {line[-MAX_LINE // 2 :]}"
+    return (
+        line if len(line) <= MAX_LINE else f"{line[: MAX_LINE // 2]} ... {line[-MAX_LINE // 2 :]}"
+    )

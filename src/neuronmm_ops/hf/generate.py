@@ -85,7 +85,9 @@ def _chat(tokenizer: Any, prompt: str) -> Any:
             tokenizer_kwargs={"return_token_type_ids": False},
         )
     except Exception as error:  # a template is a program, which may raise anything
-        reason = str(error) if isinstance(error, TemplateError) else f"{type(error).__name__}: {error}"
+        reason = (
+            str(error) if isinstance(error, TemplateError) else f"{type(error).__name__}: {error}"
+        )
         raise ValueError(
             f"the tokenizer's chat template cannot be used: {reason}; generate without chat"
         ) from None
