@@ -24,6 +24,12 @@ from neuronmm_ops.files import check_regular, check_regular_files, read_document
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 FLOATS = ("F64", "F32", "F16", "BF16")
+# What a config.json may say: a model of more would take for ever to build.
+_LARGEST = {
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "num_layers"), 10_000),
+    **dict.fromkeys(("hidden_size", "num_attention_heads", "num_key_value_heads"), 2**24),
+    **dict.fromkeys(("intermediate_size", "head_dim", "vocab_size"), 2**24),
+}
 ONE_BYTE = {"fp8": "F8_E4M3", "int8": "I8"}
 
 
@@ -43,6 +49,14 @@ def read_config(directory: Path) -> dict[str, Any]:
         path = error.filename or directory
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
     config = _read_object(directory / "config.json")
+    for key, most in _LARGEST.items():
+        value = config.get(key, 1)
+        optional = key in ("num_key_value_heads", "head_dim")
+        if (type(value) is not int or not 1 <= value <= most) and not (optional and value is None):
+            raise CheckpointError(
+                f"{directory / 'config.json'}: {key} must be an integer from 1 to {most}, "
+                f"got {value!r:.50}; copy the file again"
+            )
     entry = config.get("quantization_config")
     if not isinstance(entry, (dict, type(None))):
         raise CheckpointError(

@@ -94,9 +94,14 @@ def work_directory(target: Path) -> Path:
 def no_room(target: Path, needed: int, free: int) -> str:
     """Return the message for a disk with too little room."""
     return (
-        f"writing {target} needs {needed / 1e6:,.3f} MB, the disk has {free / 1e6:,.3f} MB free; "
+        f"writing {target} needs {_size(needed)} and the disk has {_size(free)} free; "
         "free some, or choose another place"
     )
+
+
+def _size(count: int) -> str:
+    """A number of bytes, for people; of small ones, too, those that differ read differently."""
+    return f"{count / 1e9:.3f} GB" if count >= 1e9 else f"{count / 1e6:.3f} MB"
 
 
 def _plain(target: Path) -> Path:

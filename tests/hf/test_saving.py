@@ -70,7 +70,7 @@ def test_too_little_room_is_seen_before_writing(
 ) -> None:
     usage = shutil._ntuple_diskusage(10**9, 10**9 - 1000, 1000)  # pyright: ignore
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
-    with pytest.raises(OSError, match=r"needs 0\.\d+ GB and the disk has 0\.000 GB free"):
+    with pytest.raises(OSError, match=r"needs 0\.\d+ MB and the disk has 0\.001 MB free"):
         hf.save(*_arguments(compressed, tmp_path / "out"))
     assert list(tmp_path.iterdir()) == []
 
