@@ -79,7 +79,12 @@ def datasets() -> dict[str, Dataset]:
             5,
         ),
         Dataset("cpu", (f"neuronmm bench cpu --model {SHOWN}",), 3, measured=True),
-        Dataset("generate", (f"neuronmm bench generate {_MODELS} --prompt 384",), 3, measured=True),
+        Dataset(
+            "generate",
+            (f"neuronmm bench generate {_MODELS} --prompt-tokens 384",),
+            3,
+            measured=True,
+        ),
         Dataset("pareto", tuple(_pareto()), 2),
     ]
     found += [Dataset(f"model_{name}", tuple(_models(name)), 1) for name in SHAPES]
@@ -93,8 +98,8 @@ def model_command(model: str, ratio: float, storage: str, targets: str) -> str:
     tp = ranks(model_shape(model))
     split = "" if tp == 1 else f" --tp {tp}"
     return (
-        f"neuronmm bench model --model {model} --target {TARGET}{split} --prompt {PROMPT} "
-        f"--new {NEW} --ratio {ratio:g}{stored} --targets {targets}"
+        f"neuronmm bench model --model {model} --target {TARGET}{split} --prompt-tokens {PROMPT} "
+        f"--new-tokens {NEW} --ratio {ratio:g}{stored} --targets {targets}"
     )
 
 

@@ -1,5 +1,6 @@
 """Shapes of public models by name, and of any model by its config.json."""
 
+import difflib
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,19 +73,37 @@ SHAPES: dict[str, ModelShape] = {
 }
 
 
+def resolve_shape(model: str) -> ModelShape:
+    """Return the shape of a model: a directory, a config.json, or a name as `model_shape` takes it.
+
+    Raises:
+        OSError: a config.json that cannot be read.
+        ValueError: an unknown name, or a config.json without the sizes.
+    """
+    path = Path(model)
+    return shape_from_config(path) if path.exists() else model_shape(model)
+
+
 def model_shape(name: str) -> ModelShape:
-    """Return the shape called `name`, or the only one whose name begins so, whatever the case.
+    """Return the shape of a registered name, whatever the case, or of the Hub's ORG/NAME.
+
+    The only name that begins so is meant, too.
 
     Raises:
         ValueError: the registry has no such name, or several begin so.
     """
-    lower = name.lower()
-    if exact := [shape for known, shape in SHAPES.items() if known.lower() == lower]:
-        return exact[0]
-    begins = [shape for known, shape in SHAPES.items() if known.lower().startswith(lower)]
-    if len(begins) == 1:
-        return begins[0]
-    raise ValueError(f"model shape must be one of {', '.join(SHAPES)}; got {name!r}")
+    known = {each.lower(): shape for each, shape in SHAPES.items()}
+    organization, _, lower = name.lower().rpartition("/")
+    if lower in known:
+        return known[lower]
+    close = [each for each in known if lower and each.startswith(lower)]
+    if len(close) == 1 and not organization:
+        return known[close[0]]
+    close = close or difflib.get_close_matches(lower, known, cutoff=0.5) or list(known)
+    raise ValueError(
+        "model must be a directory, a config.json or a known name, such as "
+        f"{', '.join([known[each].name for each in close])}; got {name!r}"
+    )
 
 
 def shape_from_config(path: Path) -> ModelShape:

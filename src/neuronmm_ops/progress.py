@@ -5,17 +5,10 @@ import sys
 from collections.abc import Generator
 from dataclasses import dataclass
 from time import monotonic
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TaskID,
-    TextColumn,
-    TimeRemainingColumn,
-)
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
 
 SECONDS_BETWEEN_LINES = 5.0
 
@@ -35,6 +28,15 @@ def progress_bars() -> Generator[Update, None, None]:
     are the stage's, without what other stages took meanwhile. What takes less time prints nothing.
     A stage whose units fall begins anew.
     """
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+    )
+
     console = Console(stderr=True)
     if not console.is_interactive:
         yield _Lines()
@@ -51,7 +53,7 @@ def progress_bars() -> Generator[Update, None, None]:
 
 
 class _Bars:
-    def __init__(self, bars: Progress) -> None:
+    def __init__(self, bars: "Progress") -> None:
         self._bars = bars
         self._tasks: dict[str, TaskID] = {}
 

@@ -283,7 +283,7 @@ def test_unknown_models_and_those_without_ranks(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"intermediate_size": 256}))
     with pytest.raises(ValueError, match=r"no Linear of .* gets a rank that pays at ratio 0.2"):
         run(str(tmp_path), **SHORT)
-    with pytest.raises(ValueError, match="model shape must be one of"):
+    with pytest.raises(ValueError, match="model must be a directory"):
         run("GPT-5", **SHORT)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ValueError, match="not JSON"):

@@ -46,7 +46,7 @@ def test_from_compression_to_text(
     evaluated = run("eval", out, "--text", text, "--seqlen", "64", "--json", *DTYPE)
     assert evaluated.code == 0, evaluated.err
     assert json.loads(evaluated.out)["ppl_token"] > 1
-    generated = run("generate", out, "--prompt", "The quick", "--max-new-tokens", "3", *DTYPE)
+    generated = run("generate", out, "--prompt", "The quick", "--new-tokens", "3", *DTYPE)
     assert generated.code == 0, generated.err
     planned = run("plan", "--model", out, "--tokens", "1", "--json")
     assert {row["projection"] for row in json.loads(planned.out)} >= KINDS

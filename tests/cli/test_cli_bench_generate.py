@@ -12,7 +12,7 @@ from neuronmm_ops import SVDConfig, hf
 from neuronmm_ops.bench import generate, generation
 from neuronmm_ops.cli import parser
 
-FEW = ("--prompt", "24", "--new", "4", "--rounds", "2")
+FEW = ("--prompt-tokens", "24", "--new-tokens", "4", "--rounds", "2")
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +34,7 @@ def test_defaults_are_those_of_the_function() -> None:
 
 
 def test_document(run: Run, dense: Path, small: Path) -> None:
-    outcome = run("bench", "generate", dense, small, *FEW, "--batch", "2", "--json")
+    outcome = run("bench", "generate", dense, small, *FEW, "--batch-size", "2", "--json")
     assert outcome.code == 0, outcome.err
     rows = json.loads(outcome.out)
     assert [row["dir"] for row in rows] == [str(dense), str(small)]
@@ -84,7 +84,7 @@ def test_tables(run: Run, dense: Path, small: Path, monkeypatch: pytest.MonkeyPa
 def test_mistakes(run: Run, dense: Path, small: Path, tmp_path: Path) -> None:
     bench = ("bench", "generate")
     refused(run(*bench), "DIR")
-    refused(run(*bench, dense, "--new", "1"), "new must be at least 2, got 1")
+    refused(run(*bench, dense, "--new-tokens", "1"), "new must be at least 2, got 1")
     refused(run(*bench, dense, "--prompt", "many"), "invalid int value")
     refused(run(*bench, dense, tmp_path / "missing"), "missing is no directory")
     refused(run(*bench, dense), "limit of 128 tokens, got 512 and 64")

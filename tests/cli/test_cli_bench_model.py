@@ -18,7 +18,7 @@ TINY = {
     "head_dim": 64,
     "vocab_size": 1000,
 }
-SHORT = ("--prompt", "40", "--new", "4", "--target", "trn2")
+SHORT = ("--prompt-tokens", "40", "--new-tokens", "4", "--target", "trn2")
 
 
 @pytest.fixture
@@ -69,7 +69,7 @@ def test_ranks_and_two_cores(run: Run, tiny: Path) -> None:
 
 
 def test_several_numbers_of_ranks(run: Run, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stdout, "_width", 160)
+    monkeypatch.setattr(stdout._console, "_width", 160)
     options = ("bench", "model", "--model", tiny, *SHORT, "--tp", "1,2,4")
     documents = json.loads(run(*options, "--json").out)
     assert [document["tp"] for document in documents] == [1, 2, 4]
@@ -89,7 +89,7 @@ def test_several_numbers_of_ranks(run: Run, tiny: Path, monkeypatch: pytest.Monk
 def test_what_the_layouts_exchange_is_shown(
     run: Run, tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stdout, "_width", 160)
+    monkeypatch.setattr(stdout._console, "_width", 160)
     options = ("bench", "model", "--model", tiny, *SHORT, "--tp", "4", "--targets", "all-linear")
     document = json.loads(run(*options, "--ratio", "0.1", "--json").out)
     shown = " ".join(run(*options, "--ratio", "0.1").out.split())
@@ -111,13 +111,13 @@ def test_what_the_layouts_exchange_is_shown(
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (("--model", "GPT-5"), ("model shape must be one of", "got 'GPT-5'")),
+        (("--model", "GPT-5"), ("model must be a directory", "got 'GPT-5'")),
         (("--model", "Llama-3.1-70B", "--lnc", "2"), ("does not fit at tp 1", "greater tp")),
         (("--tp", "3"), ("tp must divide", "got 3, use one of 1, 2, 4")),
         (("--tp", "x"), ("--tp must be numbers of at least 1, such as 8,32; got 'x'",)),
         (("--tp", "2,0"), ("--tp must be numbers of at least 1",)),
         (("--tp", "2,3"), ("tp must divide", "got 3, use one of 1, 2, 4")),
-        (("--new", "1"), ("new must be at least 2",)),
+        (("--new-tokens", "1"), ("new must be at least 2",)),
         (("--storage", "fp4"), ("storage must be fp8 or int8",)),
         (("--targets", "mlp", "lm_head"), ("targets must select", "'lm_head' selects none")),
         (("--target", "trn1", "--lnc", "2"), ("lnc must be 1",)),

@@ -59,7 +59,7 @@ def test_the_whole_road(run: Run, dense: Path, text: Path, tmp_path: Path) -> No
     assert result["dtype"] == result["compute_dtype"] == "float32"
     assert 1 < result["ppl_token"] < 1000
 
-    generated = run("generate", out, "--prompt", "The quick", "--max-new-tokens", "5", "--json")
+    generated = run("generate", out, "--prompt", "The quick", "--new-tokens", "5", "--json")
     assert generated.code == 0, generated.err
     assert 1 <= json.loads(generated.out)["new_tokens"] <= 5
 
@@ -368,7 +368,7 @@ def test_gpt2(run: Run, text: Path, tmp_path: Path) -> None:
         "transformer.h.0.mlp.c_proj": (256, 64),
     }
     assert json.loads(run("inspect", out, "--json").out)["layers"] == list(layers.values())
-    generated = run("generate", out, "--prompt", "The", "--max-new-tokens", "3", "--json")
+    generated = run("generate", out, "--prompt", "The", "--new-tokens", "3", "--json")
     assert json.loads(generated.out)["new_tokens"] == 3
 
 
@@ -391,7 +391,7 @@ def test_a_tokenizer_of_another_model_is_refused(run: Run, text: Path, tmp_path:
     arguments = ("-o", tmp_path / "o", "--calibration", text, *COMPRESS)
     refused(run("compress", directory, *arguments), "calibration text", *words)
     refused(run("eval", directory, "--text", text), "text", *words)
-    refused(run("generate", directory, "--prompt", "The", "--max-new-tokens", "2"), *words)
+    refused(run("generate", directory, "--prompt", "The", "--new-tokens", "2"), *words)
 
 
 def test_bfloat16_checkpoints_stay_bfloat16(run: Run, text: Path, tmp_path: Path) -> None:

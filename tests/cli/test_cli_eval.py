@@ -86,7 +86,7 @@ def test_several_texts(run: Run, dense: Path, text: Path, tmp_path: Path, form: 
 
 
 def test_everything_at_once(run: Run, dense: Path, text: Path, data: Path, tasks: Path) -> None:
-    arguments = ("--text", text, "--ppl", "ptb", "--data", data, "--protocol", "svd-llm")
+    arguments = ("--text", text, "--ppl", "ptb", "--data-dir", data, "--protocol", "svd-llm")
     arguments += ("--tasks", "quiz", "--include-path", tasks, "--limit", 3, "--batch-size", 2)
     outcome = run("eval", dense, *arguments, "--json")
     document = json.loads(outcome.out)
@@ -168,8 +168,8 @@ def test_a_mistake_on_lm_eval_s_command_line_is_one_line(
         (("--ppl", "wikitext"), ("unknown data set 'wikitext'", "wikitext2")),
         (("--ppl", "ptb", "--protocol", "gptq"), ("unknown protocol 'gptq'", "standard")),
         (("--ppl", "ptb"), ("ptb-text-only/ptb_text_only", "penn_treebank/test/0000.parquet")),
-        (("--ppl", "c4", "--data", "DATA"), ("allenai/c4", "c4-validation.00000-of-00008")),
-        (("--ppl", "ptb", "--data", "DATA", "--seqlen", "129"), ("limit of 128",)),
+        (("--ppl", "c4", "--data-dir", "DATA"), ("allenai/c4", "c4-validation.00000-of-00008")),
+        (("--ppl", "ptb", "--data-dir", "DATA", "--seqlen", "129"), ("limit of 128",)),
         (("--tasks", "quiz", "--include-path", "nowhere"), ("include_path", "nowhere")),
         (("--tasks", "quiz", "--limit", "-1"), ("limit must be at least 1, got -1",)),
         (("--tasks", "quiz", "--batch-size", "x"), ("--batch-size",)),
@@ -198,7 +198,7 @@ def test_a_missing_package_names_the_extra(
     package: str,
 ) -> None:
     monkeypatch.setitem(sys.modules, package, None)
-    arguments = ("--ppl", "ptb", "--data", data, "--tasks", "quiz", "--include-path", tasks)
+    arguments = ("--ppl", "ptb", "--data-dir", data, "--tasks", "quiz", "--include-path", tasks)
     refused(run("eval", dense, *arguments), "is not installed", "'neuronmm-ops[eval]'")
 
 

@@ -29,13 +29,13 @@ def _with_template(dense: Path, directory: Path, template: str) -> Path:
 
 def test_a_chat_is_put_into_the_template(run: Run, dense: Path, tmp_path: Path) -> None:
     chatty = _with_template(dense, tmp_path / "chat", TEMPLATE)
-    options = ("--max-new-tokens", "6", "--json")
+    options = ("--new-tokens", "6", "--json")
     chat = json.loads(run("generate", chatty, "--chat", "--prompt", "Hi", *options).out)
     spelled = "[user]Hi[assistant]"
     plain = json.loads(run("generate", chatty, "--prompt", spelled, *options).out)
     assert chat["text"] == plain["text"]
     assert (chat["prompt"], chat["chat"], plain["chat"]) == ("Hi", True, False)
-    shown = run("generate", chatty, "--chat", "--prompt", "Hi", "--max-new-tokens", "6").out
+    shown = run("generate", chatty, "--chat", "--prompt", "Hi", "--new-tokens", "6").out
     assert shown == chat["text"] + "\n"
 
 
@@ -51,7 +51,7 @@ def test_chats_that_cannot_be(run: Run, dense: Path, tmp_path: Path) -> None:
     [
         (("--prompt", ""), "at least one token"),
         (("--prompt", "x" * 100), "at most the model's limit of 128 tokens, got 100 and 64"),
-        (("--prompt", "x", "--max-new-tokens", "0"), "--max-new-tokens must be at least 1"),
+        (("--prompt", "x", "--new-tokens", "0"), "--new-tokens must be at least 1"),
         (("--prompt", "x", "--device", "toaster"), "device must be"),
     ],
 )
@@ -78,6 +78,6 @@ def test_masked_tokens_are_no_error() -> None:
 
 
 def test_the_compute_dtype_is_said(run: Run, dense: Path) -> None:
-    arguments = ("--prompt", "The", "--max-new-tokens", "2", "--dtype", "bfloat16", "--json")
+    arguments = ("--prompt", "The", "--new-tokens", "2", "--dtype", "bfloat16", "--json")
     document = json.loads(run("generate", dense, *arguments).out)
     assert document["compute_dtype"] == "bfloat16"

@@ -77,7 +77,7 @@ def test_the_page_says_where_low_rank_does_not_pay(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--model", "gpt-7"], "model shape must be one of"),
+        (["--model", "gpt-7"], "model must be a directory"),
         (["--model", "Qwen3-8B", "--ratio", "1.5"], "--ratio must be between 0 and 1"),
         (["--model", "Qwen3-8B", "--tokens", "1,x"], "--tokens must be numbers of at least 1"),
         (["--model", "Qwen3-8B", "--target", "trn9"], "target must be one of trn1"),
@@ -134,7 +134,7 @@ def test_launches_of_a_split_plan_are_counted(capsys):
 
 
 def test_shards_of_a_rank(capsys, monkeypatch):
-    monkeypatch.setattr(stdout, "_width", 120)
+    monkeypatch.setattr(stdout._console, "_width", 120)
     options = ["--ratio", "0.2", "--tokens", "1", "--target", "trn2", "--tp", "4"]
     assert main(["plan", "--model", "Llama-3.2-1B", *options, "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)

@@ -32,16 +32,18 @@ import os, runpy, signal, sys
 
 class Interrupted:
     def find_spec(self, name, *_):
-        if name == "torch":
+        if name == {module!r}:
             os.kill(os.getpid(), signal.SIGINT)
 
 sys.meta_path.insert(0, Interrupted())
+sys.argv[1:] = ["doctor"]
 runpy.run_module("neuronmm_ops_command", run_name="__main__")
 """
 
 
-def test_ctrl_c_during_the_imports_is_one_line() -> None:
-    outcome = process(sys.executable, "-c", IMPORTING)
+@pytest.mark.parametrize("module", ["neuronmm_ops.cli.compress", "torch", "torch._C"])
+def test_ctrl_c_during_the_imports_is_one_line(module: str) -> None:
+    outcome = process(sys.executable, "-c", IMPORTING.format(module=module))
     assert outcome == (130, "", "neuronmm: interrupted\n")
 
 

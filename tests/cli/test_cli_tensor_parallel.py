@@ -9,7 +9,7 @@ from outcomes import COMPRESS, Run
 
 pytestmark = pytest.mark.slow
 
-ANSWER = ("--prompt", "The quick brown", "--max-new-tokens", "8", "--json")
+ANSWER = ("--prompt", "The quick brown", "--new-tokens", "8", "--json")
 
 # Runs before the command, in each worker.
 AT_FORWARD = """

@@ -164,7 +164,7 @@ def test_offline_names_the_data_set_and_the_file_to_place(model, tmp_path, name)
     corpus = CORPORA[name]
     with pytest.raises(ValueError, match="neither cached nor to be had") as caught:
         perplexities(model, tiny_tokenizer(), [name])
-    assert all(word in str(caught.value) for word in (corpus.repo, corpus.file, "--data DIR"))
+    assert all(word in str(caught.value) for word in (corpus.repo, corpus.file, "--data-dir DIR"))
     with pytest.raises(ValueError, match=r"has no file of .*; place one there as") as caught:
         perplexities(model, tiny_tokenizer(), [name], data=tmp_path)
     assert all(word in str(caught.value) for word in (corpus.file, *corpus.local_files))

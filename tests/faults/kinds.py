@@ -4,11 +4,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import kinds_of_files
-import kinds_of_machines
-import kinds_of_requests
 from harness import Fault
 
-SOURCES = (kinds_of_files, kinds_of_requests, kinds_of_machines)
+SOURCES = (kinds_of_files,)
 
 
 def all_faults(place: Path) -> list[Fault]:

@@ -16,7 +16,7 @@ from neuronmm_ops.bench.runner import run_all
 from neuronmm_ops.bench.timing import PairedTimes, copies_for, time_paired
 from neuronmm_ops.compress.calibrate import Progress
 from neuronmm_ops.compress.rank import aligned_rank
-from neuronmm_ops.models import model_shape
+from neuronmm_ops.models import resolve_shape
 from neuronmm_ops.nn import SVDMLP, SVDLinear
 from neuronmm_ops.nn.storage import STORAGES
 from neuronmm_ops.ops.backends.cpu import compute_dtype, name_of
@@ -70,7 +70,7 @@ def run(
         raise ValueError("factors in one byte have no gradients; leave out --backward or --storage")
     if storage is not None and storage not in STORAGES:
         raise ValueError(f"storage must be {' or '.join(STORAGES)}, got {storage!r}")
-    sizes = model_shape(shape)
+    sizes = resolve_shape(shape)
     K, N = sizes.hidden_size, sizes.intermediate_size
     for op in ops:
         if op not in OPS:

@@ -13,7 +13,7 @@ nest is the same with two branches.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import geometric_mean
 from typing import Any, NamedTuple
@@ -27,7 +27,7 @@ from neuronmm_ops.hardware import DMA_MODELS, DmaModel, resolve_target
 from neuronmm_ops.kernels import Problem, nki_kernel, plan_op
 from neuronmm_ops.kernels.planner.problem import Matrices
 from neuronmm_ops.kernels.stages.tiling import PARTITIONS
-from neuronmm_ops.models import SHAPES, model_shape
+from neuronmm_ops.models import SHAPES, ModelShape, resolve_shape
 from neuronmm_ops.neuroncore import Kernel, NkiValidationError, TensorSpec
 from neuronmm_ops.neuroncore.dtypes import bfloat16, dtype_of, float32
 from neuronmm_ops.nn.storage import STORAGES, dtype_name
@@ -114,7 +114,8 @@ def run(
     """Simulate the kernels in bfloat16 at the shapes of models, ratio 0.2, or at the paper's.
 
     Args:
-        models: names of model shapes, or "paper"; default the paper's and all of the registry.
+        models: as `models.resolve_shape` takes them, or "paper"; default the paper's and all of the
+            registry.
         tokens: values of M; default `TOKENS`, and the figure's own at the paper's shape.
         target: trn1, trn2 or trn3; None is trn1 for `figure1`, otherwise as
             `hardware.resolve_target`.
@@ -159,29 +160,36 @@ def run(
 # --- what to run
 
 
-def _models(names: Sequence[str], figure1: bool) -> list[str]:
+def _models(names: Sequence[str], figure1: bool) -> dict[str, ModelShape | None]:
+    """The shapes by their names; None for the paper's, which is of one projection."""
     if figure1 and any(name != PAPER for name in names):
         raise ValueError("figure 1 has one shape, the paper's; leave out the model")
     if figure1:
-        return [PAPER]
-    found = [PAPER if name == PAPER else model_shape(name).name for name in names]
-    return list(dict.fromkeys(found)) or [PAPER, *SHAPES]
+        return {PAPER: None}
+    shapes = [None if name == PAPER else resolve_shape(name) for name in names]
+    found = {shape.name if shape else PAPER: shape for shape in shapes}
+    if len(found) < len(set(shapes)):
+        raise ValueError(f"models must have names that differ, got {', '.join(names)}")
+    return found or {PAPER: None, **SHAPES}
 
 
 def _entries(
-    models: list[str], tokens: tuple[int, ...], target: str | None, lnc: int
+    models: Mapping[str, ModelShape | None],
+    tokens: tuple[int, ...],
+    target: str | None,
+    lnc: int,
 ) -> list[Entry]:
     core = (resolve_target(target).target, lnc)
     entries: list[Entry] = []
-    for model in models:
-        for M in tokens or (paper.TOKENS if model == PAPER else TOKENS):
-            if model == PAPER:
+    for model, shape in models.items():
+        for M in tokens or (TOKENS if shape else paper.TOKENS):
+            if shape is None:
                 entries += _projection(PAPER, M, *paper.SIZES, *core)
                 continue
-            shape = SHAPES[model]
             H, I = shape.hidden_size, shape.intermediate_size  # noqa: E741
             r = aligned_rank(H, I, RATIO)
-            assert r is not None, f"{model} would be dense at ratio {RATIO}"
+            if r is None:
+                raise ValueError(f"{model}: [{H}, {I}] stays dense at ratio {RATIO}")
             entries += _projection(model, M, H, r, I, *core)
             entries += _projection(model, M, I, r, H, *core)
             entries += _mlp(model, M, H, r, I, *core)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from neuronmm_ops.bench.decoder import Decoder, Mlp
@@ -19,7 +18,7 @@ from neuronmm_ops.bench.passes import PHASES, fitting
 from neuronmm_ops.compress.calibrate import Progress
 from neuronmm_ops.compress.config import SVDConfig
 from neuronmm_ops.hardware import DMA_MODELS, resolve_target
-from neuronmm_ops.models import ModelShape, model_shape, shape_from_config
+from neuronmm_ops.models import ModelShape, resolve_shape
 from neuronmm_ops.neuroncore import NkiValidationError
 from neuronmm_ops.nn.storage import STORAGES, dtype_name
 
@@ -107,7 +106,7 @@ def run(
     """Model the time of a prompt and of the tokens after it, in bfloat16.
 
     Args:
-        model: name of a model shape, or the path of a config.json or of its directory.
+        model: as `models.resolve_shape` takes it.
         options: None for the defaults.
         progress: called with ("model", passes traced, passes in all).
 
@@ -171,7 +170,7 @@ def _prepared(model: str, options: Options) -> tuple[dict[str, Decoder], list[st
 
     Raises ValueError for whatever can be known before the first launch is traced.
     """
-    shape, machine = _shape(model), resolve_target(options.target)
+    shape, machine = resolve_shape(model), resolve_target(options.target)
     _check(machine.generation, options)
     stored = [options.storage, options.storage_dense, options.storage_lm_head]
     variants, left_out = _variants(shape, options, [_stored(name) for name in stored])
@@ -188,11 +187,6 @@ def _prepared(model: str, options: Options) -> tuple[dict[str, Decoder], list[st
 
 def _targets(options: Options) -> tuple[str, ...]:
     return SVDConfig(ratio=options.ratio, targets=options.targets).target_list
-
-
-def _shape(model: str) -> ModelShape:
-    path = Path(model)
-    return shape_from_config(path) if path.exists() else model_shape(model)
 
 
 def _check(generation: int, options: Options) -> None:

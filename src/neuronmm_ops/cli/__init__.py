@@ -1,9 +1,9 @@
 """The command `neuronmm`: arguments in, one table or one JSON document out.
 
 Exit codes: 0 done, 2 usage or bad input (one line on stderr), 1 a defect, of ours or of the kernel
-that `simulate` runs or `lint` reads, or a cell of `reproduce` that failed, 130 interrupted, 141
-stdout was closed, 143 terminated. With `--json` stdout carries one JSON document and nothing else;
-progress and tables go to stderr. Each module adds its command to the parser.
+that `simulate` runs, or a cell of `reproduce` that failed, 130 interrupted, 141 stdout was closed,
+143 terminated. With `--json` stdout carries one JSON document and nothing else; progress and tables
+go to stderr. Each module adds its command to the parser.
 """
 
 import argparse
@@ -21,7 +21,6 @@ from neuronmm_ops.cli import (
     export,
     generate,
     inspect,
-    lint,
     plan,
     recover,
     reproduce,
@@ -35,7 +34,7 @@ from neuronmm_ops.cli.console import (
     printable,
     terminable,
 )
-from neuronmm_ops.cli.parser import Parser
+from neuronmm_ops.cli.parser import EXAMPLE, Parser
 from neuronmm_ops.cli.workers import fail_once, joined, quiet
 from neuronmm_ops.errors import WorkerLostError
 
@@ -77,12 +76,16 @@ def _main(arguments: Sequence[str] | None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """The parser of all commands."""
-    root = Parser(prog="neuronmm", description="Low-rank LLMs: compress, evaluate and run them.")
+    root = Parser(
+        prog="neuronmm",
+        description="Low-rank LLMs: compress, evaluate and run them.",
+        epilog=EXAMPLE + "demo --quick",
+    )
     root.add_argument("--version", action="version", version=f"neuronmm-ops {__version__}")
     commands = root.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for module in (
         *(demo, compress, recover, evaluate, compare, generate, inspect, export, reproduce),
-        *(doctor, bench, plan, simulate, lint),
+        *(doctor, bench, plan, simulate),
     ):
         module.add(commands)
     return root

@@ -5,13 +5,12 @@ import os
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from neuronmm_ops.cli import bench_generate, bench_model
 from neuronmm_ops.cli.console import check_output, show_rows, show_table, stderr, stdout
 from neuronmm_ops.cli.library import transformers_models
 from neuronmm_ops.cli.parser import (
     add_command,
+    add_group,
     add_shape,
     add_texts,
     add_tokens,
@@ -33,34 +32,46 @@ _HELP = {
 
 def add(commands: Any) -> None:
     """Add the command and its benchmarks to the parser."""
-    bench = commands.add_parser("bench", help=_DESCRIPTION, description=_DESCRIPTION)
-    benchmarks = bench.add_subparsers(dest="benchmark", required=True, metavar="BENCHMARK")
+    example = "cpu --model Llama-3.2-1B --tokens 1,64"
+    benchmarks = add_group(commands, "bench", "benchmark", _DESCRIPTION, example)
 
-    command = add_command(benchmarks, "cpu", _cpu, show_rows, _HELP["cpu"], "--dtype")
-    add_shape(command, default="Llama-3.2-1B", help="a shape (default Llama-3.2-1B)")
+    example = "--model Llama-3.2-1B --tokens 1,64"
+    description = _HELP["cpu"]
+    command = add_command(
+        benchmarks, "cpu", _cpu, show_rows, description, "--dtype", example=example
+    )
+    add_shape(command, " (default Llama-3.2-1B)", default="Llama-3.2-1B")
     add_tokens(command, [1, 8, 64, 512])
     command.add_argument(
         "--backward", action="store_true", help="also a forward with the gradients of all operands"
     )
     command.add_argument("--storage", help="also the op on factors in fp8 or int8")
 
-    command = add_command(benchmarks, "overhead", _overhead, show_rows, _HELP["overhead"])
+    description = _HELP["overhead"]
+    command = add_command(
+        benchmarks, "overhead", _overhead, show_rows, description, example="--json"
+    )
     command.add_argument("--xla", action="store_true", help="time tracing on XLA tensors instead")
 
     bench_generate.add(benchmarks)
 
-    options = ("model", "--dtype", "--device")
-    command = add_command(benchmarks, "methods", _methods, show_methods, _HELP["methods"], *options)
+    example = "model --text test.txt --calibration train.txt"
+    description, options = _HELP["methods"], ("model", "--dtype", "--device")
+    command = add_command(
+        benchmarks, "methods", _methods, show_methods, description, *options, example=example
+    )
     add_texts(command)
-    command.add_argument("--calibration", type=Path, required=True, metavar="FILE")
+    command.add_argument("--calibration", type=Path, required=True, metavar="FILE.txt")
     command.add_argument(
         "--block", type=int, default=16, help="ranks are multiples of it (default 16)"
     )
 
     description, options = _HELP["storages"], ("model", "--device")
-    command = add_command(benchmarks, "storages", _storages, show_storages, description, *options)
+    command = add_command(
+        benchmarks, "storages", _storages, show_storages, description, *options, example=example
+    )
     add_texts(command)
-    command.add_argument("--calibration", type=Path, required=True, metavar="FILE")
+    command.add_argument("--calibration", type=Path, required=True, metavar="FILE.txt")
     command.add_argument(
         "--block", type=int, default=16, help="ranks are multiples of it (default 16)"
     )
@@ -68,16 +79,20 @@ def add(commands: Any) -> None:
         "--ratio", type=float, nargs="+", default=[0.2], help="of parameters removed (default 0.2)"
     )
 
-    add_command(benchmarks, "published", _published, _show_published, _HELP["published"])
+    description = _HELP["published"]
+    add_command(benchmarks, "published", _published, _show_published, description, example="--json")
 
-    command = add_command(benchmarks, "kernels", _kernels, _show_kernels, _HELP["kernels"], "--lnc")
+    description, example = _HELP["kernels"], "--model Llama-3.2-1B --tokens 1 --target trn2"
+    command = add_command(
+        benchmarks, "kernels", _kernels, _show_kernels, description, "--lnc", example=example
+    )
     command.add_argument(
         "--target",
         help="trn1, trn2 or trn3 (default: this machine's or trn2; with --figure1 trn1, on which "
         "the paper measured)",
     )
     command.add_argument("--figure1", action="store_true", help="at the paper's shape, M 1K to 32K")
-    add_shape(command, nargs="+", default=[], help="shapes (default: all), or paper")
+    add_shape(command, "; or paper (default: all names, and paper)", nargs="+", default=[])
     add_tokens(command, [], "each kernel's own")
     command.add_argument(
         "--storage", nargs="+", default=[], help="also our kernels on factors in fp8 or int8"
@@ -90,6 +105,8 @@ def add(commands: Any) -> None:
 
 
 def _cpu(options: argparse.Namespace) -> list[dict[str, Any]]:
+    import torch
+
     from neuronmm_ops.bench import cpu
     from neuronmm_ops.ops.backends.cpu import compute_dtype
 

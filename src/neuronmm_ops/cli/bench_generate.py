@@ -13,7 +13,8 @@ HELP = "time to first token, time per token and memory of models that generate h
 
 def add(benchmarks: Any) -> None:
     """Add the benchmark to the parser."""
-    command = add_command(benchmarks, "generate", _run, _show, HELP, "--device")
+    example = "model small --new-tokens 64"
+    command = add_command(benchmarks, "generate", _run, _show, HELP, "--device", example=example)
     command.add_argument(
         "directories",
         nargs="+",
@@ -21,13 +22,17 @@ def add(benchmarks: Any) -> None:
         help="a model; the first one is what the others are compared with",
     )
     for name, default, described in (
-        ("prompt", 512, "tokens of a prompt"),
-        ("new", 64, "tokens that follow it"),
-        ("batch", 1, "sequences"),
+        ("prompt-tokens", 512, "tokens of a prompt"),
+        ("new-tokens", 64, "tokens that follow it"),
+        ("batch-size", 1, "sequences"),
         ("rounds", 7, "of timing; fewer where they take more than a minute"),
     ):
         command.add_argument(
-            f"--{name}", type=int, default=default, help=f"{described} (default {default})"
+            f"--{name}",
+            type=int,
+            default=default,
+            metavar="N",
+            help=f"{described} (default {default})",
         )
     command.add_argument("--compile", action="store_true", help="also with torch.compile")
 
@@ -39,9 +44,9 @@ def _run(options: argparse.Namespace) -> list[dict[str, Any]]:
     with progress_bars() as progress:
         return generate.run(
             options.directories,
-            prompt=options.prompt,
-            new=options.new,
-            batch=options.batch,
+            prompt=options.prompt_tokens,
+            new=options.new_tokens,
+            batch=options.batch_size,
             compile=options.compile,
             rounds=options.rounds,
             device=options.device,

@@ -23,17 +23,26 @@ _SPEEDUPS = {
 def add(benchmarks: Any) -> None:
     """Add the benchmark to the parser."""
     options = ("--target", "--lnc", "--ratio")
-    command = add_command(benchmarks, "model", _model, show_model, _DESCRIPTION, *options)
-    add_shape(command, required=True, help="a shape by name, or the path of a config.json")
+    example = "--model Llama-3.1-8B --target trn2 --tp 8,32"
+    command = add_command(
+        benchmarks, "model", _model, show_model, _DESCRIPTION, *options, example=example
+    )
+    add_shape(command, required=True)
     command.add_argument(
         "--tp",
         default="1",
         metavar="N[,N]",
         help="ranks of tensor parallel, or several of them, as 8,32 (default 1)",
     )
-    command.add_argument("--prompt", type=int, default=2048, help="tokens (default 2048)")
-    command.add_argument("--new", type=int, default=256, help="tokens generated (default 256)")
-    command.add_argument("--batch", type=int, default=1, help="sequences (default 1)")
+    for name, dest, default, described in (
+        ("--prompt-tokens", "prompt", 2048, "tokens of a prompt"),
+        ("--new-tokens", "new", 256, "tokens that follow it"),
+        ("--batch-size", "batch", 1, "sequences"),
+    ):
+        described += f" (default {default})"
+        command.add_argument(
+            name, dest=dest, type=int, default=default, metavar="N", help=described
+        )
     command.add_argument(
         "--targets",
         nargs="+",

@@ -13,8 +13,11 @@ from neuronmm_ops.progress import progress_bars
 def add(commands: Any) -> None:
     """Add the command to the parser."""
     description = "perplexity, size and speed of checkpoints beside the dense model"
+    example = "small smaller --text test.txt --plot compare.png"
     options = ("--seqlen", "--dtype", "--device")
-    command = add_command(commands, "compare", _compare, _show, description, *options)
+    command = add_command(
+        commands, "compare", _compare, _show, description, *options, example=example
+    )
     command.add_argument(
         "directories", type=Path, nargs="+", metavar="DIR", help="a compressed checkpoint"
     )

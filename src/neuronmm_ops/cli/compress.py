@@ -3,14 +3,16 @@
 import argparse
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from neuronmm_ops.cli.console import stdout
 from neuronmm_ops.cli.inspect import show_summary, summary
 from neuronmm_ops.cli.library import transformers_models
 from neuronmm_ops.cli.parser import OPTIONS, add_command
-from neuronmm_ops.compress.config import LayerRatio, SVDConfig
 from neuronmm_ops.progress import progress_bars
+
+if TYPE_CHECKING:
+    from neuronmm_ops.compress.config import LayerRatio
 
 # Options of the command that are keyword arguments of `hf.compress`; others are SVDConfig's fields.
 KEYWORDS = (
@@ -22,7 +24,10 @@ def add(commands: Any) -> None:
     """Add the command to the parser."""
     description = "replace Linears by factors"
     options = ("--ratio", "--seqlen", "--dtype", "--device")
-    command = add_command(commands, "compress", _compress, _show, description, *options)
+    example = "model -o small --ratio 0.3 --calibration train.txt"
+    command = add_command(
+        commands, "compress", _compress, _show, description, *options, example=example
+    )
     command.add_argument("model", nargs="?", **OPTIONS["model"])
     command.add_argument("-o", "--output", type=Path, required=True, metavar="OUT")
     command.add_argument(
@@ -58,7 +63,7 @@ def add(commands: Any) -> None:
         "--force", action="store_true", help="replace OUT if it is a compressed checkpoint"
     )
     # None is "not given", so that the record's values or the library's defaults hold.
-    command.set_defaults(**dict.fromkeys((*SVDConfig.__dataclass_fields__, *KEYWORDS)))
+    command.set_defaults(**dict.fromkeys(("ratio", *KEYWORDS)))
 
 
 def _add_allocation(command: argparse.ArgumentParser) -> None:
@@ -101,7 +106,7 @@ def _add_allocation(command: argparse.ArgumentParser) -> None:
     )
 
 
-def layer_ratio(text: str) -> tuple[str, LayerRatio]:
+def layer_ratio(text: str) -> tuple[str, "LayerRatio"]:
     """Read `PATTERN=R` or `PATTERN=LO:HI`; a pattern may itself hold `=`.
 
     Raises:
@@ -121,6 +126,8 @@ def layer_ratio(text: str) -> tuple[str, LayerRatio]:
 def _compress(options: argparse.Namespace) -> dict[str, Any]:
     if options.model is None and options.recorded is None:
         raise ValueError("MODEL is needed: a Transformers directory or a hub id; or use --from")
+    from neuronmm_ops.compress.config import SVDConfig
+
     given = {name: value for name, value in vars(options).items() if value is not None}
     choices = {name: given[name] for name in SVDConfig.__dataclass_fields__ if name in given}
     keywords = {name: given[name] for name in KEYWORDS if name in given}

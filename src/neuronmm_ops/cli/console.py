@@ -8,14 +8,15 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Generator, Iterable, Sequence
+from functools import cached_property
 from pathlib import Path
-from typing import Any
-
-from rich.box import SIMPLE
-from rich.console import Console
-from rich.table import Table
+from typing import TYPE_CHECKING, Any
 
 from neuronmm_ops.errors import CalibrationWarning, CompressionWarning, WorkerLostError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.status import Status
 
 MAX_LINE = 1200
 
@@ -44,22 +45,34 @@ def printable(value: Any) -> Any:
     return list(map(printable, value)) if isinstance(value, list) else value
 
 
-class _Console(Console):
-    def on_broken_pipe(self) -> None:
-        raise BrokenPipeError  # rich would exit with 1
+class _Console:
+    """A console of rich's, which is imported when something is shown."""
 
-    def print(self, *objects: Any, **options: Any) -> None:
-        """Print what is printable of texts, and other objects as rich does."""
-        super().print(*map(printable, objects), **options)
+    def __init__(self, is_error: bool) -> None:
+        self._is_error = is_error
 
-    def status(self, status: Any, **options: Any) -> Any:
+    @cached_property
+    def _console(self) -> "Console":
+        from rich.console import Console
+
+        class Piped(Console):
+            def on_broken_pipe(self) -> None:
+                raise BrokenPipeError  # rich would exit with 1
+
+        # markup=False: names and messages hold square brackets of their own.
+        return Piped(stderr=self._is_error, markup=False, highlight=False)
+
+    def print(self, shown: object, soft_wrap: bool = False) -> None:
+        """Print what is printable of a text, and other objects as rich does."""
+        self._console.print(printable(shown), soft_wrap=soft_wrap)
+
+    def status(self, line: str) -> "Status":
         """Show what is printable of a text while a block runs."""
-        return super().status(printable(status), **options)
+        return self._console.status(printable(line))
 
 
-# markup=False: names and messages hold square brackets of their own.
-stdout = _Console(markup=False, highlight=False)
-stderr = _Console(stderr=True, markup=False, highlight=False)
+stdout = _Console(is_error=False)
+stderr = _Console(is_error=True)
 
 
 def show_fields(document: dict[str, Any]) -> None:
@@ -79,6 +92,9 @@ def show_table(
 
     Columns named in `left` are aligned to the left, and fold where the terminal is too narrow.
     """
+    from rich.box import SIMPLE
+    from rich.table import Table
+
     table = Table(title=title, box=SIMPLE, collapse_padding=True, pad_edge=False)
     for column in columns:
         if column in left:

@@ -20,7 +20,7 @@ QUICK, RATIOS = (0.4,), (0.2, 0.4, 0.6)
 def add(commands: Any) -> None:
     """Add the command to the parser."""
     description = "compress the small model that ships with the package; needs no download"
-    command = add_command(commands, "demo", _demo, _show, description)
+    command = add_command(commands, "demo", _demo, _show, description, example="--quick")
     command.add_argument(
         "--quick", action="store_true", help="one ratio, in half a minute, instead of three"
     )

@@ -9,9 +9,8 @@ from neuronmm_ops.cli.parser import add_command
 
 def add(commands: Any) -> None:
     """Add the command to the parser."""
-    add_command(
-        commands, "doctor", _doctor, _show, "versions, and which backends and engines work here"
-    )
+    description = "versions, and which backends and engines work here"
+    add_command(commands, "doctor", _doctor, _show, description, example="--json")
 
 
 def _doctor(options: argparse.Namespace) -> dict[str, Any]:

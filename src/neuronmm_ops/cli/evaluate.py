@@ -8,7 +8,6 @@ from neuronmm_ops.cli.console import show_fields, show_table, stderr, stdout
 from neuronmm_ops.cli.library import transformers_models
 from neuronmm_ops.cli.parser import add_command
 from neuronmm_ops.cli.workers import launched
-from neuronmm_ops.ops.backends.cpu import name_of
 from neuronmm_ops.progress import Update, progress_bars
 
 
@@ -16,7 +15,10 @@ def add(commands: Any) -> None:
     """Add the command to the parser."""
     description = "perplexity on texts and data sets, accuracy on tasks"
     options = ("--seqlen", "--dtype", "--device")
-    command = add_command(commands, "eval", _evaluate, _show, description, *options)
+    example = "small --text test.txt --ppl wikitext2"
+    command = add_command(
+        commands, "eval", _evaluate, _show, description, *options, example=example
+    )
     # "?" so that the model may stand behind `--text FILE...` too.
     command.add_argument(
         "model", nargs="?", metavar="MODEL", help="a Transformers directory, or a hub id"
@@ -44,7 +46,10 @@ def add(commands: Any) -> None:
         "svd-llm",
     )
     command.add_argument(
-        "--data", type=Path, metavar="DIR", help="take --ppl's files from here, not from the hub"
+        "--data-dir",
+        type=Path,
+        metavar="DIR",
+        help="take --ppl's files from here, not from the hub",
     )
     command.add_argument(
         "--tasks",
@@ -82,6 +87,7 @@ def _evaluate(options: argparse.Namespace) -> dict[str, Any]:
         raise ValueError("--tasks runs in one process; start it without torchrun, or use --text")
     hf = transformers_models()
     from neuronmm_ops.compress.record import low_rank_layers, set_compute_
+    from neuronmm_ops.ops.backends.cpu import name_of
 
     texts = {str(file): hf.read_text(file) for file in files}
     with stderr.status(f"loading {source}"):
@@ -129,7 +135,7 @@ def _perplexities(
             options.ppl,
             seqlen=options.seqlen,
             protocol=options.protocol,
-            data=options.data,
+            data=options.data_dir,
             progress=progress,
         )
     for name, text in texts.items():

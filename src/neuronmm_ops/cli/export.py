@@ -5,18 +5,16 @@ from pathlib import Path
 from typing import Any
 
 from neuronmm_ops.cli.console import stdout
-from neuronmm_ops.cli.parser import add_command
+from neuronmm_ops.cli.parser import add_command, add_group
 
 
 def add(commands: Any) -> None:
     """Add the command to the parser."""
     described = "write a compressed checkpoint for another engine"
-    engines = commands.add_parser("export", help=described, description=described).add_subparsers(
-        dest="engine", required=True, metavar="ENGINE"
-    )
-    command = add_command(
-        engines, "nxdi", _export, _show, "for NxD Inference, on Trainium and Inferentia2"
-    )
+    engines = add_group(commands, "export", "engine", described, "nxdi small -o nxdi --tp 8")
+    described = "for NxD Inference, on Trainium and Inferentia2"
+    example = "small -o nxdi --tp 8"
+    command = add_command(engines, "nxdi", _export, _show, described, example=example)
     command.add_argument("model", type=Path, metavar="DIR", help="a compressed checkpoint")
     command.add_argument(
         "-o",
@@ -37,7 +35,7 @@ def add(commands: Any) -> None:
     )
     command.add_argument(
         "--dtype",
-        choices=("auto", "bfloat16", "float16", "float32"),
+        choices=("auto", "float32", "bfloat16", "float16"),
         default="auto",
         help="of what is written (default auto: the checkpoint's)",
     )

@@ -4,19 +4,20 @@ import argparse
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from neuronmm_ops.cli.console import show_table, stdout
 from neuronmm_ops.cli.parser import add_command
-from neuronmm_ops.compress.rank import parameter_count
-from neuronmm_ops.compress.report import CompressionReport
-from neuronmm_ops.nn.storage import dtype_name, storage_named
+
+if TYPE_CHECKING:
+    from neuronmm_ops.compress.report import CompressionReport
 
 
 def add(commands: Any) -> None:
     """Add the command to the parser."""
     command = add_command(
-        commands, "inspect", _inspect, show_summary, "rank and loss of every layer"
+        *(commands, "inspect", _inspect, show_summary, "rank and loss of every layer"),
+        example="small --json",
     )
     command.add_argument("model", type=Path, metavar="DIR", help="a compressed checkpoint")
 
@@ -27,8 +28,10 @@ def _inspect(options: argparse.Namespace) -> dict[str, Any]:
     return summary(inspect_checkpoint(options.model))
 
 
-def summary(report: CompressionReport) -> dict[str, Any]:
+def summary(report: "CompressionReport") -> dict[str, Any]:
     """Return the document of `inspect`."""
+    from neuronmm_ops.nn.storage import dtype_name
+
     fields = ("name", "K", "N", "r", "dense", "loss", "bytes", "bits_per_weight", "compute")
     return {
         "ratio": report.ratio,
@@ -52,6 +55,9 @@ def summary(report: CompressionReport) -> dict[str, Any]:
 
 def show_summary(document: dict[str, Any]) -> None:
     """Print the document as a table, and its totals."""
+    from neuronmm_ops.compress.rank import parameter_count
+    from neuronmm_ops.nn.storage import storage_named
+
     rows: list[tuple[object, ...]] = []
     has_storage = any(layer["storage"] is not None for layer in document["layers"])
     for layer in document["layers"]:

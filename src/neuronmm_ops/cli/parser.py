@@ -6,6 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
+EXAMPLE = "example: %(prog)s "
+"""The beginning of the last line of every help text."""
 OPTIONS: dict[str, dict[str, Any]] = {
     "model": {
         "metavar": "MODEL",
@@ -56,13 +58,18 @@ def add_command(
     show: Callable[[Any], None],
     description: str,
     *options: str,
+    example: str,
 ) -> argparse.ArgumentParser:
     """Add a command with the options that all have, and those of `OPTIONS` that it names.
 
     `run` makes its document of the parsed options, and `show` prints that for people. A command
-    whose document may tell of failures sets `exit_code` to a function of it.
+    whose document may tell of failures sets `exit_code` to a function of it. `example` is a command
+    line without the command's name. Modules of commands import what is heavy in these functions:
+    all of them are imported for any help text.
     """
-    command = commands.add_parser(name, help=description, description=description)
+    command = commands.add_parser(
+        name, help=description, description=description, epilog=EXAMPLE + example
+    )
     command.add_argument("--json", action="store_true", help="print one JSON document")
     command.add_argument("--debug", action="store_true", help="show the traceback of an error")
     for option in options:
@@ -71,9 +78,18 @@ def add_command(
     return command
 
 
-def add_shape(command: argparse.ArgumentParser, **options: Any) -> None:
-    """Add `--model NAME`: sizes to work with, no weights."""
-    command.add_argument("--model", metavar="NAME", **options)
+def add_group(commands: Any, name: str, dest: str, description: str, example: str) -> Any:
+    """Add a command that has commands of its own, and return what they are added to."""
+    group = commands.add_parser(
+        name, help=description, description=description, epilog=EXAMPLE + example
+    )
+    return group.add_subparsers(dest=dest, required=True, metavar=dest.upper())
+
+
+def add_shape(command: argparse.ArgumentParser, note: str = "", **options: Any) -> None:
+    """Add `--model MODEL`: sizes to work with, no weights; `models.resolve_shape` reads it."""
+    described = "its sizes: a name such as Llama-3.2-1B, ORG/NAME, a directory or a config.json"
+    command.add_argument("--model", metavar="MODEL", help=described + note, **options)
 
 
 def add_tokens(command: argparse.ArgumentParser, default: list[int], shown: str = "") -> None:

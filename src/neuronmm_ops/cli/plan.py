@@ -1,16 +1,14 @@
 """`plan`: which kernel plan each projection of a model gets, and where low rank pays."""
 
 import argparse
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from neuronmm_ops.cli.console import show_table, stdout
 from neuronmm_ops.cli.parser import add_command, add_shape, add_tokens, tokens_of
-from neuronmm_ops.cli.plan_ranks import Settings, rank_rows, show_rank_rows, speedup_range
-from neuronmm_ops.compress.rank import aligned_rank
-from neuronmm_ops.kernels import Plan, plan_svd_mlp, plan_svd_qkv, plan_xuv, plan_xw
-from neuronmm_ops.models import ModelShape, model_shape, shape_from_config
-from neuronmm_ops.nn.storage import STORAGES, dtype_name
+
+if TYPE_CHECKING:
+    from neuronmm_ops.kernels import Plan
+    from neuronmm_ops.models import ModelShape
 
 TOGETHER = {
     "qkv": ("q_proj", "k_proj", "v_proj"),
@@ -22,8 +20,9 @@ _DESCRIPTION = "a model's kernel plans, and where low rank pays"
 def add(commands: Any) -> None:
     """Add the command to the parser."""
     description, options = _DESCRIPTION, ("--ratio", "--target", "--lnc")
-    command = add_command(commands, "plan", _plan, _show, description, *options)
-    add_shape(command, required=True, help="a shape by name, or the path of a config.json")
+    example = "--model Qwen/Qwen3-4B --tokens 1,4096 --target trn2"
+    command = add_command(commands, "plan", _plan, _show, description, *options, example=example)
+    add_shape(command, required=True)
     add_tokens(command, [1, 128, 4096])
     command.add_argument(
         "--tp", type=int, default=1, help="ranks that divide each projection (default 1)"
@@ -38,10 +37,15 @@ def add(commands: Any) -> None:
 
 
 def _plan(options: argparse.Namespace) -> list[dict[str, Any]]:
+    from neuronmm_ops.cli.plan_ranks import Settings, rank_rows
+    from neuronmm_ops.compress.rank import aligned_rank
+    from neuronmm_ops.kernels import plan_xuv, plan_xw
+    from neuronmm_ops.models import resolve_shape
+    from neuronmm_ops.nn.storage import STORAGES, dtype_name
+
     if not 0 < options.ratio < 1:
         raise ValueError(f"--ratio must be between 0 and 1, got {options.ratio}")
-    path = Path(options.model)
-    shape = shape_from_config(path) if path.exists() else model_shape(options.model)
+    shape = resolve_shape(options.model)
     if options.storage not in (None, *STORAGES):
         raise ValueError(f"--storage must be {' or '.join(STORAGES)}, got {options.storage!r}")
     machine = (options.dtype, options.target, options.lnc)
@@ -67,7 +71,7 @@ def _plan(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def _together(
-    shape: ModelShape,
+    shape: "ModelShape",
     tokens: int,
     ratio: float,
     machine: tuple[str, str, int],
@@ -78,6 +82,9 @@ def _together(
 
     Dense, query, key and value are one product with their weights side by side, too.
     """
+    from neuronmm_ops.compress.rank import aligned_rank
+    from neuronmm_ops.kernels import plan_svd_mlp, plan_svd_qkv, plan_xw
+
     rows: list[dict[str, Any]] = []
     for name, projections in TOGETHER.items():
         sizes = [shape.projections[projection] for projection in projections]
@@ -102,7 +109,7 @@ def _together(
     return rows
 
 
-def _row(projection: str, plan: Plan, dense: list[Plan]) -> dict[str, Any]:
+def _row(projection: str, plan: "Plan", dense: "list[Plan]") -> dict[str, Any]:
     """One row; of three pairs r is the largest rank, and N of the MLP the intermediate size.
 
     The speed-up over the dense launches is a range over the DMA models.
@@ -137,6 +144,8 @@ def _row(projection: str, plan: Plan, dense: list[Plan]) -> dict[str, Any]:
 
 
 def _show(rows: list[dict[str, Any]]) -> None:
+    from neuronmm_ops.cli.plan_ranks import show_rank_rows, speedup_range
+
     if "tp" in rows[0]:
         show_rank_rows(rows)
         return

@@ -13,7 +13,10 @@ from neuronmm_ops.progress import progress_bars
 def add(commands: Any) -> None:
     """Add the command to the parser."""
     description = "train the factors of a compressed model for some minutes or steps"
-    command = add_command(commands, "recover", _recover, _show, description, "--device")
+    example = "small --data train.txt --minutes 10 -o recovered"
+    command = add_command(
+        commands, "recover", _recover, _show, description, "--device", example=example
+    )
     command.add_argument("model", metavar="DIR", help="a compressed checkpoint")
     command.add_argument("-o", "--output", type=Path, required=True, metavar="OUT")
     command.add_argument("--data", type=Path, required=True, metavar="FILE.txt")

@@ -13,7 +13,8 @@ from neuronmm_ops.progress import progress_bars
 def add(commands: Any) -> None:
     """Add the command to the parser."""
     description = "accuracy, times and gamma of a model by every method, as the papers' tables"
-    command = add_command(commands, "reproduce", _reproduce, _show, description)
+    example = "demo -o out/reproduce"
+    command = add_command(commands, "reproduce", _reproduce, _show, description, example=example)
     command.add_argument(
         "file", nargs="?", metavar="FILE.toml", help="what to do; or the name of a shipped file"
     )

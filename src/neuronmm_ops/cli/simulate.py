@@ -1,20 +1,18 @@
 """`simulate`: run kernels of the user's files on the simulated NeuronCore, print their profiles."""
 
+from __future__ import annotations
+
 import argparse
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from neuronmm_ops.cli import kernel_runs
 from neuronmm_ops.cli.console import check_output, show_warning
-from neuronmm_ops.cli.kernel_arguments import read_argument, read_sweep
-from neuronmm_ops.cli.kernel_files import as_nki, contained, place_of
-from neuronmm_ops.cli.kernel_reference import check_agreement, describe
-from neuronmm_ops.cli.kernel_runs import Launch, Run
-from neuronmm_ops.cli.kernel_tensors import check_suffix, save_outputs
 from neuronmm_ops.cli.parser import add_command
 from neuronmm_ops.hardware import DMA_MODELS, MODELS, resolve_target
 from neuronmm_ops.neuroncore import Budget
-from neuronmm_ops.neuroncore.profile import plot, report
+
+if TYPE_CHECKING:
+    from neuronmm_ops.cli.kernel_runs import Launch, Run
 
 _DESCRIPTION = """\
 Run an NKI kernel on the simulated NeuronCore and print what it moves, holds and costs; every time
@@ -28,9 +26,9 @@ anything else is a compile-time value: a number, true, false, none, a tuple or a
 
 def add(commands: Any) -> None:
     """Add the command to the parser."""
-    command = add_command(
-        commands, "simulate", _simulate, _show, "run an NKI kernel; time is modelled"
-    )
+    description = "run an NKI kernel; time is modelled"
+    example = "kernel.py:scale --arg 'x=bf16[128,512]'"
+    command = add_command(commands, "simulate", _simulate, _show, description, example=example)
     command.description = _DESCRIPTION
     command.add_argument(
         "kernels", nargs="+", metavar="FILE.py:KERNEL", help="its code runs on this machine"
@@ -119,6 +117,10 @@ def add(commands: Any) -> None:
 
 
 def _simulate(options: argparse.Namespace) -> Any:
+    from neuronmm_ops.cli import kernel_runs
+    from neuronmm_ops.cli.kernel_arguments import read_sweep
+    from neuronmm_ops.cli.kernel_files import as_nki, contained, place_of
+
     places = [place_of(text) for text in options.kernels]
     _check(options, len(places))
     launch = _launch(options)
@@ -147,6 +149,10 @@ def _warn(options: argparse.Namespace, warnings: list[dict[str, Any]]) -> None:
 
 
 def _launch(options: argparse.Namespace) -> Launch:
+    from neuronmm_ops.cli.kernel_arguments import read_argument
+    from neuronmm_ops.cli.kernel_files import place_of
+    from neuronmm_ops.cli.kernel_runs import Launch
+
     given = [read_argument(text) for text in options.arguments]
     _once("--arg", [name for name, _ in given])
     _once("--sweep", [text.partition("=")[0] for text in options.sweeps])
@@ -173,6 +179,9 @@ def _once(option: str, names: list[str]) -> None:
 
 def _check(options: argparse.Namespace, kernels: int) -> None:
     """Find what would fail after the run before it."""
+    from neuronmm_ops.cli.kernel_tensors import check_suffix
+    from neuronmm_ops.neuroncore.profile import plot
+
     resolve_target(options.target).with_cores_busy(options.cores_busy)
     if options.seed < 0:
         raise ValueError(f"--seed must not be negative, got {options.seed}")
@@ -197,6 +206,10 @@ def _check(options: argparse.Namespace, kernels: int) -> None:
 
 
 def _one(run: Run, launch: Launch, options: argparse.Namespace) -> Any:
+    from neuronmm_ops.cli.kernel_reference import check_agreement, describe
+    from neuronmm_ops.cli.kernel_tensors import save_outputs
+    from neuronmm_ops.neuroncore.profile import report
+
     profile = run.profile
     if options.save is not None:
         save_outputs(run.outputs, options.save)
@@ -222,6 +235,8 @@ def _one(run: Run, launch: Launch, options: argparse.Namespace) -> Any:
 
 
 def _show(document: Any) -> None:
+    from neuronmm_ops.cli import kernel_runs
+
     if isinstance(document, str):
         print(document)
     elif "points" in document:

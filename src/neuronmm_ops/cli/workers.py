@@ -3,6 +3,8 @@
 What ended first ends all: its line is printed once, and every worker has its exit code.
 """
 
+from __future__ import annotations
+
 import argparse
 import json
 import os
@@ -14,16 +16,14 @@ import time
 from collections.abc import Generator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
-
-import torch
-import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore, Store
-from torch.distributed.rendezvous import rendezvous
+from typing import TYPE_CHECKING
 
 from neuronmm_ops.cli.console import fail
-from neuronmm_ops.compress import workers
 from neuronmm_ops.errors import WorkerLostError
 from neuronmm_ops.processes import is_running
+
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import Store
 
 # Commands whose workers divide the model among them.
 DIVIDING = ("generate", "eval")
@@ -76,6 +76,12 @@ def joined(options: argparse.Namespace) -> Generator[None]:
         return
     if options.command not in ("compress", *DIVIDING):
         raise ValueError(f"{options.command} runs in one process; start it without torchrun")
+    import torch.distributed as dist
+    from torch.distributed.distributed_c10d import PrefixStore
+    from torch.distributed.rendezvous import rendezvous
+
+    from neuronmm_ops.compress import workers
+
     store, index, count = next(rendezvous("env://"))
     _job = _Job(PrefixStore("neuronmm", store), index, count)
     _job.store.set(f"process {index}", json.dumps([socket.gethostname(), os.getpid()]))
@@ -93,6 +99,8 @@ def _divided() -> Generator[None]:
     try:
         yield
     except RuntimeError as error:
+        import torch.distributed as dist
+
         if "gloo" not in str(error) and not isinstance(error, dist.DistError):
             raise
         raise WorkerLostError("a worker has lost another, which has ended") from error
@@ -155,6 +163,8 @@ def _own_device(device: str) -> str:
     """Return `cuda:LOCAL_RANK` for `cuda`, and `cpu` for itself."""
     if device == "cpu":
         return device
+    import torch
+
     if device != "cuda":
         raise ValueError(f"--device of many workers must be cpu or cuda, one each; got {device}")
     devices, needed = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -170,5 +180,7 @@ def _backend(device: str) -> str:
     """Make the device the current one; return the backend for it and for the CPU."""
     if device == "cpu":
         return "gloo"
+    import torch
+
     torch.cuda.set_device(device)
     return "cpu:gloo,cuda:nccl"

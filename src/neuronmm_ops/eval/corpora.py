@@ -174,7 +174,7 @@ def _download(corpus: Corpus, wanted: str) -> Path:
     except Exception as error:  # networks and proxies raise anything
         raise ValueError(
             f"{wanted} is neither cached nor to be had from the hub ({reason(error)}); place "
-            f"its {corpus.file} into a directory DIR as DIR/{corpus.file} and give --data DIR"
+            f"its {corpus.file} into a directory DIR as DIR/{corpus.file} and give --data-dir DIR"
         ) from error
     return Path(path)
 

@@ -10,11 +10,12 @@ import time
 import traceback
 from collections.abc import Generator
 from dataclasses import dataclass
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 from neuronmm_ops.neuroncore.checks.base import PACKAGE, NkiValidationError
-from neuronmm_ops.neuroncore.core import KernelRun
+
+if TYPE_CHECKING:
+    from neuronmm_ops.neuroncore.core import KernelRun
 
 _LOOK_S = 0.05
 _INSIST_S = 1.0
@@ -134,6 +135,8 @@ def _raise_in(thread: ctypes.c_ulong, kind: type[BaseException] | None) -> None:
 
 def _place(stopped: BaseException) -> str:
     """The kernel's innermost line on the way to an exception, or nothing."""
+    import numpy as np  # not above: `neuronmm simulate --help` reads the bounds
+
     libraries = (PACKAGE, *map(str, np.__path__))
     frames = [
         (frame.f_code.co_filename, line)

@@ -32,10 +32,8 @@ def spans(start: int, size: int, tile: int) -> list[Span]:
 
 def sizes(size: int, tile: int) -> list[int]:
     """The sizes of `spans`."""
-    found = [tile] * (size // tile)
-    if size % tile > 0:
-        found.append(size % tile)
-    return found
+    rest = size % tile
+    return [tile] * (size // tile) + [rest] * (rest > 0)
 
 
 class Group(NKIObject):
@@ -243,14 +241,11 @@ def cast_shares(columns: int, generation: int) -> list[Span]:
     By their clocks; on gen2 VectorE and GpSimdE exclude each other on SBUF.
     """
     weights = [1, 1] if generation == 2 else [5, 5, 4] if generation == 3 else [1, 1, 1]
-    total = 0
-    for weight in weights:
-        total += weight
     found: list[Span] = []
     start, seen = 0, 0
     for weight in weights:
         seen += weight
-        end = columns * seen // total
+        end = columns * seen // sum(weights)
         if end > start:
             found.append(Span(start, end - start))
         start = end

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from neuronmm_ops.kernels.front_end import is_none
 from neuronmm_ops.kernels.shim import NkiTensor, nisa, nl
 from neuronmm_ops.kernels.stages.chunks import generation, itemsize
 from neuronmm_ops.kernels.stages.tiling import cast_shares, lanes_of
@@ -23,7 +22,7 @@ class Weight(nl.NKIObject):
         self, hbm: NkiTensor, dtype: nl.DType, scale: NkiTensor | None, dma_cast: int = 0
     ) -> None:
         columns = hbm.shape[1]
-        if is_none(scale):
+        if scale == None:  # noqa: E711 - strict NKI has no `is`
             assert hbm.dtype == dtype, (
                 f"a weight without a scale must have the dtype of x, {dtype}; got {hbm.dtype}"
             )
@@ -50,7 +49,7 @@ def check_one_dtype(weights: list[Weight]) -> None:
 
 def lanes_for(weights: list[Weight], M: int) -> int:
     """Columns of the transposes of what is multiplied by weights; as `KChunk`."""
-    return lanes_of(M, generation()) if not is_none(weights[0].scale) else 0
+    return lanes_of(M, generation()) if weights[0].scale != None else 0  # noqa: E711
 
 
 def cast(tile_sb: NkiTensor, dtype: nl.DType) -> NkiTensor:

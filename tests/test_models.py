@@ -1,0 +1,59 @@
+"""The shape of a model from what a user gives: a name, the hub's name, a directory, a file."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from neuronmm_ops.models import SHAPES, resolve_shape
+
+CONFIG = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 256,
+}
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [
+        ("Qwen3-4B", "Qwen3-4B"),
+        ("Qwen/Qwen3-4B", "Qwen3-4B"),
+        ("meta-llama/llama-3.2-1b", "Llama-3.2-1B"),
+        ("mistral", "Mistral-7B-v0.3"),
+    ],
+)
+def test_names(given: str, name: str) -> None:
+    assert resolve_shape(given) is SHAPES[name]
+
+
+def test_directories_and_files_come_before_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = tmp_path / "Qwen" / "Qwen3-4B"
+    directory.mkdir(parents=True)
+    (directory / "config.json").write_text(json.dumps(CONFIG))
+    monkeypatch.chdir(tmp_path)
+    for given in ("Qwen/Qwen3-4B", str(directory), os.path.join(directory, "config.json")):
+        shape = resolve_shape(given)
+        assert (shape.name, shape.hidden_size) == ("Qwen3-4B", 64)
+
+
+@pytest.mark.parametrize(
+    ("given", "near", "far"),
+    [
+        ("Qwen/Qwen3-4", "such as Qwen3-4B", "Llama"),
+        ("Qwen4-8B", "Qwen3-8B", "Mistral"),
+        ("llama-3.2", "such as Llama-3.2-1B, Llama-3.2-3B; got 'llama-3.2'", "Qwen"),
+        ("gpt", "Llama-3.2-1B, Llama-3.2-3B, Llama-3.1-8B", "\n"),
+        ("no/such/dir", "Mistral-7B-v0.3; got 'no/such/dir'", "\n"),
+    ],
+)
+def test_unknown_names_are_told_what_is_close(given: str, near: str, far: str) -> None:
+    with pytest.raises(ValueError, match="must be a directory") as e:
+        resolve_shape(given)
+    assert near in str(e.value)
+    assert far not in str(e.value)
