@@ -22,6 +22,7 @@ DATA = sorted((ROOT / "docs" / "results").glob("*.json"))
 def modules(monkeypatch: pytest.MonkeyPatch) -> dict[str, ModuleType]:
     """The example's modules by name."""
     monkeypatch.syspath_prepend(EXAMPLE)
+    import blocks
     import gallery
     import measured
     import modelled
@@ -31,7 +32,7 @@ def modules(monkeypatch: pytest.MonkeyPatch) -> dict[str, ModuleType]:
     import selection
     import sources
 
-    found = (gallery, measured, modelled, plots, readme, results_page, selection, sources)
+    found = (blocks, gallery, measured, modelled, plots, readme, results_page, selection, sources)
     return {module.__name__: module for module in found}
 
 
@@ -46,11 +47,13 @@ def test_the_gallery_is_what_the_data_say(modules: dict[str, ModuleType]) -> Non
     assert committed == pages
 
 
-def test_the_readmes_numbers_are_those_of_the_data(modules: dict[str, ModuleType]) -> None:
-    text = (ROOT / "README.md").read_text()
-    assert modules["readme"].readme(text) == text
-    block = text.partition(modules["readme"].BEGIN)[2].partition(modules["readme"].END)[0]
-    for line in filter(lambda line: line.startswith("- "), block.splitlines()):
+def test_the_blocks_of_pages_are_those_of_the_data(modules: dict[str, ModuleType]) -> None:
+    for path, text in modules["blocks"].filled_pages().items():
+        assert path.read_text() == text, path
+    lines = modules["readme"].block("docs/").splitlines()
+    numbers = [line for line in lines if line.startswith("- ")]
+    assert numbers
+    for line in numbers:
         assert ("measured" in line) != ("modelled" in line)
 
 
@@ -175,14 +178,20 @@ def test_the_front_is_what_no_point_beats(modules: dict[str, ModuleType]) -> Non
     assert selection.front([]) == []
 
 
-def test_a_readme_without_marks_is_refused(modules: dict[str, ModuleType]) -> None:
-    for text in (
-        "",
-        modules["readme"].BEGIN,
-        2 * (modules["readme"].BEGIN + modules["readme"].END),
-    ):
-        with pytest.raises(ValueError, match=r"README\.md must have one"):
-            modules["readme"].readme(text)
+def test_a_page_without_its_blocks_is_refused(modules: dict[str, ModuleType]) -> None:
+    block = "<!-- results: written by `make results` -->\n<!-- /results -->"
+    for text in ("", block[:-1], 2 * block, block.replace("results:", "others:")):
+        with pytest.raises(ValueError, match=r"README\.md must have the blocks \['results'\]"):
+            modules["blocks"].filled("README.md", text)
+
+
+def test_a_tree_with_changes_makes_no_data(
+    modules: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sources = modules["sources"]
+    monkeypatch.setattr(sources, "_commit", lambda: "0123456789ab-dirty")
+    with pytest.raises(ValueError, match="the work tree is of 0123456789ab-dirty; commit first"):
+        sources.make(sources.datasets()["cpu"])
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=lambda shape: shape.name)

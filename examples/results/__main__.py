@@ -1,16 +1,16 @@
 """Make the page of results and its gallery from committed data, or the data from commands.
 
-`python examples/results` writes docs/results.md, docs/gallery, their plots and the README's
-numbers in seconds; `--data` runs the commands that the data come from, for an hour.
+`python examples/results` writes docs/results.md, docs/gallery, their plots and the blocks of
+other pages in seconds; `--data` runs the commands that the data come from, for an hour.
 """
 
 import argparse
 import sys
 from pathlib import Path
 
+from blocks import filled_pages
 from gallery import gallery
 from plots import draw
-from readme import readme
 from results_page import results_page
 from rich.console import Console
 from sources import DATA, ROOT, datasets, make
@@ -45,14 +45,9 @@ def main() -> None:
 
 def pages() -> dict[Path, str]:
     """Every generated text by its file."""
-    front = ROOT / "README.md"
     docs = DATA.parent
     found = {docs / "gallery" / name: text for name, text in gallery().items()}
-    return {
-        docs / "results.md": results_page(),
-        front: readme(front.read_text(encoding="utf-8")),
-        **found,
-    }
+    return {docs / "results.md": results_page(), **filled_pages(), **found}
 
 
 def write(console: Console) -> None:

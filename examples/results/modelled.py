@@ -12,7 +12,7 @@ from selection import (
     tradeoffs,
     variant,
 )
-from sources import SHOWN, TARGET, read
+from sources import PAPER_RUN, SHOWN, TARGET, WHOLE, read, whole_command
 from writing import number, span, table
 
 from neuronmm_ops.hardware import DMA_MODELS
@@ -117,6 +117,82 @@ def _published(found: list[Row]) -> list[str]:
 
 def _ends(speedup: Row) -> str:
     return f"{speedup['low']:.2f}-{speedup['high']:.2f}x"
+
+
+def whole() -> str:
+    """`SHOWN` on two cores, a setting a row."""
+    first = document("whole")
+    if first is None:
+        return ""
+    dense = variant(first, "dense")["phases"]
+    rows = [["nothing (`dense`)", *(number(dense[p]["time_ms"]) for p in PHASES), *[""] * 4]]
+    for ratio, targets, is_one_byte in WHOLE:
+        one = document("whole", whole_command(ratio, targets, is_one_byte))
+        own = variant(one, "low_rank")["phases"]
+        kinds = ("storage", "rank") if is_one_byte else ()
+        rows.append(
+            [
+                f"{_TARGETS[targets]}, ratio {ratio:g}, "
+                + ("every Linear in fp8" if is_one_byte else "bf16"),
+                *(number(own[p]["time_ms"]) for p in PHASES),
+                *(_ends(one["speedups"]["ours"][p]) for p in PHASES),
+                *([_ends(one["speedups"][kind]["decode"]) for kind in kinds] or ["", ""]),
+            ]
+        )
+    head = ["compressed", "prefill ms", "decode ms", "prefill", "decode"]
+    return table([*head, "of it one byte alone", "and rank at equal storage"], rows)
+
+
+_TARGETS = {
+    "mlp": "MLPs",
+    "gate_proj up_proj down_proj o_proj": "MLPs and `o_proj`",
+    "all-linear": "all Linears of the layers",
+}
+
+
+def paper_run() -> str:
+    """The run of NeuronMM's README, end to end."""
+    one = document("whole", PAPER_RUN)
+    if one is None:
+        return ""
+    names = ("published", "ours_over_published", "ours")
+    return table(
+        ["speed-up", "range over the DMA models"],
+        [[f"`{name}`", _ends(one["speedups"][name]["end_to_end"])] for name in names],
+    )
+
+
+def published() -> str:
+    """Published measurements beside what the simulated core says, and the mean errors."""
+    rows = document("published")
+    if rows is None:
+        return ""
+    shown = table(
+        ["figure", "target", "published", "modelled", *(f"`{model}`" for model in DMA_MODELS)],
+        [_published_row(row) for row in rows if not row["refused"]],
+    )
+    predicted = [row["errors"] for row in rows if row["errors"] and not row["calibration"]]
+    means = " and ".join(
+        f"{sum(abs(errors[model]) for errors in predicted) / len(predicted):.1%} under `{model}`"
+        for model in DMA_MODELS
+    )
+    return (
+        f"{shown}\n\nThe mean absolute error of the {len(predicted)} predicted figures is {means}."
+    )
+
+
+def _published_row(row: Row) -> list[str]:
+    mark = " *" if row["calibration"] else ""
+    of, by = (row[f"{kind}_ms"] for kind in ("published", "modelled"))
+    if row["measure"] == "bound":
+        ends = ("bound", f"{by / of:.1%}")
+    else:
+        ends = tuple(f"{row['errors'][model]:+.1%}" for model in DMA_MODELS)
+    if row["published_share"] is not None:
+        values = [f"{row[f'{kind}_share']:.1%}" for kind in ("published", "modelled")]
+    else:
+        values = [f"{ms * 1e3:.3g} us" if of < 0.1 else f"{ms:.4g}" for ms in (of, by)]
+    return [f"{row['name']}{mark}", row["target"], *values, *ends]
 
 
 def _components() -> list[str]:

@@ -7,6 +7,7 @@ the versions and the commit that it ran on.
 import json
 import os
 import platform
+import re
 import shlex
 import subprocess
 import sys
@@ -34,6 +35,18 @@ SHOWN = "Llama-3.2-1B"
 """The model whose decode is modelled at every ratio and storage that the demo's quality has."""
 PARETO_RATIOS = (0.1, 0.2, 0.3, 0.5)
 STORAGES = ("bf16", "fp8")
+WHOLE = (
+    (0.2, "mlp", False),
+    (0.2, "gate_proj up_proj down_proj o_proj", False),
+    (0.2, "all-linear", False),
+    (0.2, "mlp", True),
+    (0.2, "all-linear", True),
+    (0.5, "mlp", True),
+    (0.5, "all-linear", True),
+)
+"""Ratio, targets, and whether every Linear is in fp8, of the rows of a whole model's page."""
+PAPER_RUN = f"neuronmm bench model --model {SHOWN} --target trn1 --prompt 32 --new 32 --ratio 0.2"
+"""The setting of the run in NeuronMM's README."""
 _DEMO = "out/demo/dense --text out/results/held_out.txt --calibration out/demo/calibration.txt"
 EVALUATED_CHARACTERS = 75_000
 """Of the demo's held-out text: some 20,000 tokens, as many as the demo's own report evaluates."""
@@ -86,6 +99,8 @@ def datasets() -> dict[str, Dataset]:
             measured=True,
         ),
         Dataset("pareto", tuple(_pareto()), 2),
+        Dataset("published", ("neuronmm bench published",), 2),
+        Dataset("whole", tuple(_whole()), 6),
     ]
     found += [Dataset(f"model_{name}", tuple(_models(name)), 1) for name in SHAPES]
     found += [Dataset(f"plan_{name}", tuple(_plans(name)), 0.5) for name in SHAPES]
@@ -129,6 +144,21 @@ def _pareto() -> Iterator[str]:
             yield model_command(SHOWN, ratio, storage, "mlp")
 
 
+def whole_command(ratio: float, targets: str, is_one_byte: bool) -> str:
+    """The command that models `SHOWN` on two cores, every Linear of its layers in one storage."""
+    stored = " --storage fp8 --storage-dense fp8" if is_one_byte else ""
+    return (
+        f"neuronmm bench model --model {SHOWN} --target {TARGET} --lnc 2 --prompt {PROMPT} "
+        f"--new {NEW} --ratio {ratio:g} --targets {targets}{stored}"
+    )
+
+
+def _whole() -> Iterator[str]:
+    for ratio, targets, is_one_byte in WHOLE:
+        yield whole_command(ratio, targets, is_one_byte)
+    yield PAPER_RUN
+
+
 def _models(name: str) -> Iterator[str]:
     yield model_command(name, 0.2, "bf16", "mlp")
     yield model_command(name, 0.2, "fp8", "all-linear")
@@ -166,6 +196,12 @@ def read(name: str) -> dict[str, Any] | None:
     return found
 
 
+def check_commit(commit: str, what: str, remedy: str) -> None:
+    """Raise ValueError for what nobody can run again: a tree with changes that are no commit."""
+    if not re.fullmatch("[0-9a-f]{12}", commit):
+        raise ValueError(f"{what} of {commit}; commit first, then run {remedy}")
+
+
 def write_held_out() -> None:
     """Write the beginning of the demo's held-out text, which the models of a table all read.
 
@@ -187,7 +223,10 @@ def make(dataset: Dataset) -> None:
     Raises:
         FileNotFoundError: `make demo` has not run, and a command needs its text.
         RuntimeError: a command failed; its last line says why.
+        ValueError: the work tree has changes, so that no commit has what runs.
     """
+    commit = _commit()
+    check_commit(commit, "the work tree is", f"make results-data DATA={dataset.name}")
     if any("out/results/" in command for command in dataset.commands):
         write_held_out()
     start = time.perf_counter()
@@ -198,7 +237,7 @@ def make(dataset: Dataset) -> None:
         "machine": machine(),
         "versions": {name: version(name) for name in _PACKAGES}
         | {"python": platform.python_version()},
-        "commit": _commit(),
+        "commit": commit,
     }
     DATA.mkdir(parents=True, exist_ok=True)
     with replacing(dataset.path) as temporary:

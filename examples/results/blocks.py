@@ -1,0 +1,40 @@
+"""Blocks of hand-written pages that data sets fill, each between two marks."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from modelled import paper_run, published, whole
+from readme import block
+from sources import ROOT
+
+BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
+    "README.md": {"results": lambda: block("docs/")},
+    "docs/index.md": {"results": lambda: block("")},
+    "docs/neuroncore.md": {"published": published},
+    "docs/whole-model.md": {"whole": whole, "paper-run": paper_run},
+}
+"""What fills each block of each page, by the names in its marks."""
+_BLOCK = re.compile(
+    r"(?P<begin><!-- (?P<name>[a-z-]+): written by `make results` -->\n)"
+    r".*?(?P<end><!-- /(?P=name) -->)",
+    re.DOTALL,
+)
+
+
+def filled(page: str, text: str) -> str:
+    """A page's text with its blocks written anew.
+
+    Raises:
+        ValueError: the page has other blocks than `BLOCKS` says.
+    """
+    wanted = BLOCKS[page]
+    names = [match["name"] for match in _BLOCK.finditer(text)]
+    if sorted(names) != sorted(wanted):
+        raise ValueError(f"{page} must have the blocks {sorted(wanted)}, each once; got {names}")
+    return _BLOCK.sub(lambda m: f"{m['begin']}\n{wanted[m['name']]()}\n\n{m['end']}", text)
+
+
+def filled_pages() -> dict[Path, str]:
+    """Every page with blocks, written anew."""
+    return {ROOT / page: filled(page, (ROOT / page).read_text(encoding="utf-8")) for page in BLOCKS}
