@@ -363,7 +363,7 @@ def _find_target(override: str | None, product_name: str) -> Found:
             return Found(resolve_target(override), TARGET_VARIABLE, known=True)
         except ValueError as error:
             raise ValueError(f"{TARGET_VARIABLE}: {error}") from None
-    instance = _instance_type(product_name)
+    instance = instance_type(product_name)
     family = re.search(r"\b(trn[123]|inf2)(?!\d)", instance)  # trn1n.32xlarge, trn3-dev0
     if family:
         return Found(resolve_target(family[1]), f"instance type {instance}", known=True)
@@ -371,8 +371,9 @@ def _find_target(override: str | None, product_name: str) -> Found:
     return Found(resolve_target(DEFAULT_TARGET), source, known=False)
 
 
-def _instance_type(path: str) -> str:
+def instance_type(path: str | None = None) -> str:
+    """The EC2 instance type that a file names, by default `PRODUCT_NAME`; empty without one."""
     try:
-        return Path(path).read_text(encoding="utf-8").strip()
+        return Path(path or PRODUCT_NAME).read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError):
         return ""

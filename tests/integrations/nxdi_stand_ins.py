@@ -3,6 +3,7 @@
 import copy
 import sys
 import types
+from importlib.machinery import ModuleSpec
 from typing import Any
 
 import torch
@@ -299,6 +300,8 @@ class NeuronConfig:
     def __init__(self, **options: Any) -> None:
         defaults: dict[str, Any] = {
             "tp_degree": 1,
+            "seq_len": 128,
+            "on_cpu": False,
             "cp_degree": 1,
             "mlp_cp_degree": 1,
             "attention_dp_degree": 1,
@@ -361,8 +364,8 @@ def modules() -> dict[str, types.ModuleType]:
             found.setdefault(".".join(parts[:end]), types.ModuleType(".".join(parts[:end])))
         for member in members:
             setattr(found[path], member.__name__, member)
-    for module in found.values():
-        module.__path__ = []
+    for name, module in found.items():
+        module.__path__, module.__spec__ = [], ModuleSpec(name, None)
     # Two tables, as in the source.
     for path in ("utils.constants", "inference_demo"):
         llamas = {"causal-lm": NeuronLlamaForCausalLM}

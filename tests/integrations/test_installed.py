@@ -114,11 +114,16 @@ def test_vllm_neuron_with_all_it_needs(machine):
     assert "no entry point neuronmm_vllm_neuron in" in engine("vllm-neuron")["reason"]
 
 
-def test_the_older_vllm_neuron_is_another_engine(machine):
+def test_the_older_vllm_neuron_runs_on_nxd_inference(machine):
     machine.package("vllm_neuron", "0.2.0", {"vllm_neuron/platform.py": ""})
-    version, plugin, usable, reason = said("vllm-neuron")
-    assert (version, plugin, usable) == ("0.2.0", None, False)
-    assert reason.startswith("this release runs on NxD Inference")
+    reason = "neuronx-distributed-inference: not installed"
+    assert said("vllm-neuron") == ("0.2.0", True, False, reason)
+    machine.package("neuronx_distributed_inference", "0.7.0", {})
+    machine.package("neuronx_distributed", "0.16.0", {})
+    machine.package("transformers", "4.57.1", {})
+    machine.torch_neuronx()
+    reason = "neuronmm export nxdi DIR -o OUT; vllm serve OUT; untested on hardware"
+    assert said("vllm-neuron") == ("0.2.0", True, True, reason)
 
 
 def test_nxd_inference(machine):

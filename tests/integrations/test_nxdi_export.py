@@ -259,3 +259,8 @@ def test_every_file_can_be_read_by_whoever_can_read_the_config(
 def test_names_that_a_shell_would_split_are_quoted(checkpoint: Path, tmp_path: Path) -> None:
     found = nxdi_export(checkpoint, tmp_path / "my model")
     assert f"--model-path '{tmp_path}/my model' " in found.command
+
+
+def test_the_command_gives_a_sliding_window_a_longer_graph(tmp_path: Path) -> None:
+    checkpoint = make(tmp_path / "checkpoint", "mistral", sliding_window=64)
+    assert "--seq-len 1024 " in nxdi_export(checkpoint, tmp_path / "out").command

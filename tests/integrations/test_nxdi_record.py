@@ -79,6 +79,15 @@ def test_sequence_parallelism_needs_whole_second_factors() -> None:
     check_options(config(fields={"neuronmm_divide": "one"}, **options))
 
 
+def test_a_sliding_window_needs_a_longer_graph() -> None:
+    window = {"sliding_window": 4096}
+    with pytest.raises(OptionError, match=r"seq_len must be over 512 .* got 512 and sliding_windo"):
+        check_options(config(fields=window, seq_len=512))
+    check_options(config(fields=window, seq_len=1024))
+    check_options(config(fields=window, on_cpu=True))
+    check_options(config(fields={"sliding_window": None}))
+
+
 def test_adapters_of_a_low_rank_layer_are_refused() -> None:
     lora = SimpleNamespace(target_modules=["q_proj", "down_proj"])
     with pytest.raises(OptionError, match="got target_modules with down_proj; "):

@@ -5,15 +5,17 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import stand_ins
 import torch
 import vllm_neuron_engine
 from safetensors.torch import load_file, save_file
-from test_vllm_neuron_model import ATTENTION, MLP, write
+from test_vllm_neuron_model import ATTENTION, LITE, MLP, write
 from tiny import tiny_model
 from transformers import AutoConfig
 from vllm_neuron_engine import NeuronConfig
@@ -211,6 +213,43 @@ def test_ranks_that_do_not_divide_the_heads(
     assert refused(checkpoint, tp, config).startswith("tp must divide the ")
 
 
+@pytest.mark.parametrize(
+    ("instance", "tp", "line"),
+    [
+        (
+            "trn2.48xlarge",
+            1,
+            r"two ranks or more on trn2\.48xlarge, .* got tp = 1; use --tensor-par",
+        ),
+        (
+            "trn2.3xlarge",
+            4,
+            r"even number of heads in .* kernel, got 4 heads and tp = 4; use anoth",
+        ),
+        ("trn2.3xlarge", 1, None),
+        ("trn2.48xlarge", 2, None),
+    ],
+)
+def test_ranks_that_end_the_engines_kernels(
+    checkpoint: Path,
+    instance: str,
+    tp: int,
+    line: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with stand_ins.neuron_machine(tmp_path, monkeypatch) as machine:
+        machine.nki()
+        machine.package("libtorch_neuronx_lite", "2.11.0", LITE)
+        machine.instance(instance)
+        found = vllm_neuron_engine.install(checkpoint)
+        found.group.world_size, found.runs_kernels = tp, True
+        with pytest.raises(ValueError, match=line) if line else nullcontext():
+            NeuronMMForCausalLM.from_configs(config_of(checkpoint), NeuronConfig())
+        found.runs_kernels = False  # in the engine's CPU mode
+        NeuronMMForCausalLM.from_configs(config_of(checkpoint), NeuronConfig())
+
+
 def test_ranks_that_do_not_divide_a_dense_mlp(tmp_path: Path) -> None:
     sizes = {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 96}
     path = write(tmp_path / "model", "llama", ("self_attn.o_proj",), **sizes)
@@ -278,11 +317,34 @@ def test_the_class_has_what_vllm_asks_of_a_model_that_generates(checkpoint: Path
     assert torch.equal(made.embed_input_ids(ids), made.model.model.embed_tokens.weight[ids])
 
 
-def test_the_plugin_on_nxd_inference_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = vllm_neuron_engine.install()
-    monkeypatch.delitem(sys.modules, "vllm_neuron.model")
-    vllm_neuron.register()
-    assert not found.registered
+PLUGIN = """
+import sys
+sys.path[:0] = sys.argv[1:]
+import nxdi_stand_ins
+if "nxdi" in sys.argv:
+    nxdi_stand_ins.install()
+from importlib.metadata import entry_points
+(entry,) = entry_points(group="vllm.general_plugins", name="neuronmm_vllm_neuron")
+entry.load()()
+entry.load()()
+from neuronx_distributed_inference.utils.constants import MODEL_TYPES
+print(MODEL_TYPES["llama"]["causal-lm"].__name__, *{"vllm", "transformers"} & set(sys.modules))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("inference", ["nxdi", "none"])
+def test_the_plugin_on_nxd_inference_gets_its_classes(tmp_path: Path, inference: str) -> None:
+    """vllm-neuron 0.2 looks models up in NxD Inference's table, in the engine's process."""
+    (tmp_path / "vllm_neuron").mkdir()
+    (tmp_path / "vllm_neuron" / "__init__.py").touch()
+    folders = (str(tmp_path), str(Path(__file__).parent), inference)
+    done = subprocess.run([sys.executable, "-c", PLUGIN, *folders], capture_output=True, text=True)
+    if inference == "nxdi":
+        assert done.stdout == "NeuronSVDLlamaForCausalLM\n", done.stderr
+    else:  # the plugin itself is quiet
+        assert "No module named 'neuronx_distributed_inference'" in done.stderr
+        assert "entry.load" not in done.stderr
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """How ops become nodes of the engine's NKI wrapper, while Dynamo traces and without it."""
 
+import sys
 from collections.abc import Callable, Iterator
 from functools import cached_property, partial
 from typing import Any
@@ -8,12 +9,14 @@ import lite_stand_in
 import pytest
 import stand_ins
 import torch
+import vllm_neuron_engine
 from stand_ins import NeuronMachine
 from tolerances import assert_close_to_oracle
 from torch import Tensor
 
 from neuronmm_ops import kernels as planned_kernels
 from neuronmm_ops.errors import NkiVersionError
+from neuronmm_ops.integrations.vllm_neuron import engine
 from neuronmm_ops.integrations.vllm_neuron.launch import Kernels, planned
 from neuronmm_ops.ops.definitions import SPECS
 from neuronmm_ops.ops.spec import OpSpec
@@ -140,11 +143,32 @@ def test_without_kernels_a_graph_has_plain_matmuls(op: str) -> None:
 def test_without_nki(tmp_path, monkeypatch) -> None:
     with (
         stand_ins.neuron_machine(tmp_path, monkeypatch),
-        pytest.raises(
-            ImportError, match=r"need nki and wrap_nki of libtorch_neuronx_lite or .*run"
-        ),
+        pytest.raises(ImportError, match=r"need nki and wrap_nki of libtorch_neuronx_lite, .*run"),
     ):
         Kernels(always)
+
+
+def test_neither_module_has_the_engines_answer(monkeypatch) -> None:
+    vllm_neuron_engine.install()
+    monkeypatch.delitem(sys.modules, "vllm_neuron.utils.neuron_utils")
+    expected = r"must be in vllm_neuron\.utils\.neuron_utils or vllm_neuron\.nki\.nki_hop, the inst"
+    with pytest.raises(ImportError, match=expected):
+        engine.kernel_test()
+    vllm_neuron_engine.uninstall()
+
+
+def test_the_wrapper_of_release_0_21(tmp_path, monkeypatch) -> None:
+    """It is the engine's own, beside a torch_neuronx that has none."""
+    with stand_ins.neuron_machine(tmp_path, monkeypatch) as machine:
+        machine.nki()
+        machine.package("torch_neuronx", "2.9.0", {"torch_neuronx/__init__.py": ""})
+        machine.environment(NEURON_PLATFORM_TARGET_OVERRIDE="trn2")
+        lite_stand_in.calls.clear()
+        vllm_neuron_engine.install(wrap_nki=lite_stand_in.wrap_nki).runs_kernels = True
+        tensors = operands("xw", 3)
+        close("xw", Kernels(engine.kernel_test()).run("xw", *tensors), tensors)
+        assert len(lite_stand_in.calls) == 1
+    vllm_neuron_engine.uninstall()
 
 
 def test_an_nki_that_is_too_old(tmp_path, monkeypatch) -> None:

@@ -13,9 +13,11 @@ import vllm_neuron_engine
 from tiny import tiny_ids, tiny_model
 from tolerances import assert_close_to_oracle
 from torch import Tensor, nn
+from vllm_neuron_engine import NeuronConfig
 from vllm_neuron_serving import ANSWER, PROMPT, Served, config_of, load, metadata, served
 
 from neuronmm_ops import hf, swap_
+from neuronmm_ops.integrations.vllm_neuron.factory import NeuronMMForCausalLM
 
 MLP = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
 ATTENTION = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
@@ -155,6 +157,11 @@ def test_the_model_is_one_graph_of_the_engines_nodes(
         targets.append([str(node.target) for node in graph.graph.nodes])
         return graph.forward
 
+    def tracer(graph: torch.fx.GraphModule, example: Any) -> Any:
+        compiler(graph, example)
+        results = graph.graph.output_node().args[0]
+        return lambda *_: results
+
     with stand_ins.neuron_machine(tmp_path, monkeypatch) as machine:
         machine.nki()
         machine.package("libtorch_neuronx_lite", "2.11.0", LITE)
@@ -165,8 +172,16 @@ def test_the_model_is_one_graph_of_the_engines_nodes(
         torch._dynamo.reset()
         positions, known = torch.arange(PROMPT), metadata(2, PROMPT)
         logits = compiled(IDS[:PROMPT], positions, known)
+
+        # Under CPU compile the engine loads constants alone, and traces without weights.
+        with torch.device("meta"):
+            bare: Any = NeuronMMForCausalLM.from_configs(config_of(path), NeuronConfig())
+        bare.load_weights_lite(str(path), torch.device("cpu"), None)
+        traced = torch.compile(bare.to("meta"), backend=tracer, fullgraph=True)
+        traced(IDS[:PROMPT].to("meta"), positions.to("meta"), known)
     launches = {0: 2, 1: 2 * 2, 4: 2 * 3}[case]  # svd_mlp; and o_proj's v; and u, mlp apart
-    (nodes,) = targets
+    nodes, without_weights = targets
+    assert nodes == without_weights
     assert nodes.count("lite.kernel") == launches
     assert not [name for name in nodes if "neuronmm" in name]
     oracle = expected(path, IDS, torch.float64)[:PROMPT]

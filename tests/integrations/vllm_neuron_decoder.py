@@ -172,6 +172,9 @@ class Decoder(nn.Module):
         loaded = load_sharded(checkpoint_path, rank, self, mappings, device)
         self.load_state_dict(loaded, strict=False, assign=True)
 
+    def load_weights_lite(self, checkpoint_path: str, device: torch.device, cache_dir: Any) -> None:
+        """Under CPU compile, of a cache in two bytes: there are no constants of the graph."""
+
     @torch.no_grad()
     def forward(self, input_ids: Tensor, positions: Tensor, attn_metadata: Any) -> Tensor:
         own = attn_metadata["layers.0.self_attn"]
@@ -184,7 +187,7 @@ class Decoder(nn.Module):
         # As the engine's Qwen3 and Llama read it.
         rope, is_qwen3 = config.rope_parameters, self.model.layers[0].self_attn.has_norms  # pyright: ignore
         theta = getattr(config, "rope_theta", 1e6) if is_qwen3 else rope["rope_theta"]
-        even = torch.arange(0, config.head_dim, 2).float() / config.head_dim
+        even = torch.arange(0, config.head_dim, 2, device=positions.device) / config.head_dim
         angles = positions[:, None].float() / theta**even
         angles = torch.cat((angles, angles), dim=-1)
         rope = angles.cos().to(x.dtype), angles.sin().to(x.dtype)

@@ -182,8 +182,14 @@ def get_models() -> list[tuple[str, type]]:
     return [(name, factory(name.startswith("Qwen3"))) for name in engine.models]
 
 
-def install(model: str | Path = "") -> Engine:
-    """Put the packages where imports find them, for a fresh engine."""
+def install(model: str | Path = "", wrap_nki: Any = None) -> Engine:
+    """Put the packages where imports find them, for a fresh engine.
+
+    Args:
+        model: that the server was asked to load.
+        wrap_nki: the engine's own, in the module where release 0.21 has it, `can_run_kernel` too;
+            None is a later release.
+    """
     global engine
     engine = Engine(str(model))
     config = SimpleNamespace(model_config=SimpleNamespace(model=engine.model))
@@ -202,6 +208,10 @@ def install(model: str | Path = "") -> Engine:
             "set_weight_loader": set_weight_loader,
         },
     }
+    if wrap_nki is not None:
+        del modules["vllm_neuron.utils.neuron_utils"]
+        hop = {"can_run_kernel": can_run_kernel, "wrap_nki": wrap_nki}
+        modules |= {"vllm_neuron.nki": {}, "vllm_neuron.nki.nki_hop": hop}
     for name, members in modules.items():
         module = ModuleType(name)
         module.__spec__ = SimpleNamespace(name=name)  # pyright: ignore

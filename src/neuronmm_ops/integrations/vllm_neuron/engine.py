@@ -1,12 +1,16 @@
 """What is used of vLLM-Neuron and of vLLM: every import of them by models is in this file.
 
-Names and signatures are those of "How to onboard a model to vLLM Neuron" (Neuron SDK 2.32).
+Names and signatures are those of "How to onboard a model to vLLM Neuron" (Neuron SDK 2.32), and of
+the public source of its releases.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
 from typing import Any, Protocol
 
 from torch import Tensor, nn
+
+from neuronmm_ops.ops.backends.environment import wrapper
 
 
 class Group(Protocol):
@@ -39,6 +43,8 @@ class Slice(Protocol):
         ...
 
 
+_HOP = "vllm_neuron.nki.nki_hop"
+"""Where release 0.21 has what later ones divide between two modules."""
 Transform = Callable[[list[Slice], int], Tensor]
 """From a parameter's tensors in the checkpoint, and the rank, to the rank's parameter."""
 
@@ -65,10 +71,38 @@ def model_path() -> str:
 
 
 def kernel_test() -> Callable[[Tensor | str], bool]:
-    """The engine's answer to whether its own functions run a kernel on a tensor or device."""
-    from vllm_neuron.utils.neuron_utils import can_run_kernel  # pyright: ignore
+    """The engine's answer to whether its own functions run a kernel on a tensor or device.
 
-    return can_run_kernel
+    Raises:
+        ImportError: the installed release has it in no module where one had it.
+    """
+    modules = ("vllm_neuron.utils.neuron_utils", _HOP)
+    found = _member("can_run_kernel", *modules)
+    if found is None:
+        raise ImportError(
+            f"can_run_kernel must be in {' or '.join(modules)}, the installed vllm-neuron has it "
+            "in neither; install a release that docs/vllm-neuron.md names"
+        )
+    return found
+
+
+def kernel_wrapper() -> Any:
+    """`wrap_nki`: of the package that brings the device, or the engine's own; None without."""
+    return wrapper("wrap_nki") or _member("wrap_nki", _HOP)
+
+
+def _member(name: str, *modules: str) -> Any:
+    """A name of the first module that has it; None where no installed one does."""
+    for module in modules:
+        try:
+            found = getattr(import_module(module), name, None)
+        except ModuleNotFoundError as error:
+            if not module.startswith(str(error.name)):
+                raise
+            continue
+        if found is not None:
+            return found
+    return None
 
 
 def set_loader(parameter: nn.Parameter, transform: Transform) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from neuronmm_ops.checkpoint import check_tensors, inspect_headers, read_config
 from neuronmm_ops.compress.report import CompressionReport
 from neuronmm_ops.errors import CheckpointError
+from neuronmm_ops.hardware import instance_type
 from neuronmm_ops.integrations.vllm_neuron import engine
 from neuronmm_ops.integrations.vllm_neuron.launch import Kernels
 from neuronmm_ops.integrations.vllm_neuron.model import put_low_rank_
@@ -20,6 +21,9 @@ from neuronmm_ops.parallel.sharding import check_heads
 
 FAMILIES = ("LlamaForCausalLM", "Qwen3ForCausalLM")
 """Architectures whose blocks in the engine are as `put_low_rank_` expects."""
+
+ONE_RANK_ENDS = "trn2.48xlarge"
+"""The instance type on which a single rank of the engine ends in a segmentation fault."""
 
 
 class NeuronMMForCausalLM(nn.Module):
@@ -66,11 +70,13 @@ class NeuronMMForCausalLM(nn.Module):
         config = read_config(directory)
         family = _family(config, directory)
         _check(hf_config, neuron_config, report)
-        group = engine.tp_group()
+        group, can_run = engine.tp_group(), engine.kernel_test()
         check_heads(hf_config.num_attention_heads, _kv_heads(hf_config), group.world_size)
+        if can_run("neuron"):
+            _check_device(hf_config.num_attention_heads, group.world_size)
         model = _factory(family).from_configs(_dense(hf_config, config, family), neuron_config)
         layers = {layer.name: layer for layer in report.layers}
-        kernels = Kernels(engine.kernel_test())
+        kernels = Kernels(can_run)
         put_low_rank_(model, layers, headers, group, kernels)
         return model
 
@@ -119,6 +125,20 @@ def _factory(family: str) -> Any:
 def _kv_heads(hf_config: Any) -> int:
     found = getattr(hf_config, "num_key_value_heads", None)
     return hf_config.num_attention_heads if found is None else found
+
+
+def _check_device(heads: int, tp: int) -> None:
+    """Refuse ranks with which the engine's own kernels end without a message."""
+    if heads // tp % 2:
+        raise ValueError(
+            f"a rank must have an even number of heads in vLLM-Neuron's decode kernel, got {heads} "
+            f"heads and tp = {tp}; use another --tensor-parallel-size"
+        )
+    if tp == 1 and instance_type() == ONE_RANK_ENDS:
+        raise ValueError(
+            f"vLLM-Neuron must have two ranks or more on {ONE_RANK_ENDS}, where one ends in a "
+            "segmentation fault, got tp = 1; use --tensor-parallel-size 2 or more"
+        )
 
 
 def _check(hf_config: Any, neuron_config: Any, report: CompressionReport) -> None:

@@ -14,14 +14,13 @@ from torch import Tensor
 
 from neuronmm_ops.errors import NkiVersionError
 from neuronmm_ops.hardware import TARGET_VARIABLE
+from neuronmm_ops.integrations.vllm_neuron.engine import kernel_wrapper
 from neuronmm_ops.kernels import kernel_named
 from neuronmm_ops.ops.backends.environment import (
     INSTALL,
-    NEURON_PACKAGES,
     core,
-    missing_packages,
+    nki_release,
     why_not_compilable,
-    wrapper,
 )
 from neuronmm_ops.ops.backends.launch import launch_here
 from neuronmm_ops.ops.definitions import SPECS
@@ -134,11 +133,11 @@ def _callers() -> dict[str, Callable[..., Any]]:
 
     The wrapper takes the kernel and is given the grid: a kernel that has its grid loses it there.
     """
-    wrap_nki = None if missing_packages(*NEURON_PACKAGES) else wrapper("wrap_nki")
-    if wrap_nki is None:
+    wrap_nki = kernel_wrapper()
+    if wrap_nki is None or nki_release() is None:
         raise ImportError(
-            "vLLM-Neuron's kernels need nki and wrap_nki of libtorch_neuronx_lite or "
-            f"torch_neuronx, one is not found; {INSTALL}"
+            "vLLM-Neuron's kernels need nki and wrap_nki of libtorch_neuronx_lite, torch_neuronx "
+            f"or vllm_neuron, one is not found; {INSTALL}"
         )
     problem = why_not_compilable()
     if problem:
