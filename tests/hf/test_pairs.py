@@ -110,7 +110,7 @@ def test_lora_on_the_factors(factors: tuple[str, ...], count: int) -> None:
     torch.testing.assert_close(logits(merged), trained)
     mlp = merged.model.layers[0].mlp
     assert type(mlp.gate_proj) is SVDLinear
-    assert mlp.gate_proj.u.stride() == (1, 64)
+    assert mlp.gate_proj.u.is_contiguous()
     called: list[str] = []
     with torch.profiler.profile() as profile:
         logits(merged)

@@ -16,6 +16,7 @@ from neuronmm_ops.bench.runner import run_all
 from neuronmm_ops.bench.timing import PairedTimes, copies_for, time_paired
 from neuronmm_ops.compress.calibrate import Progress
 from neuronmm_ops.compress.rank import aligned_rank
+from neuronmm_ops.compress.record import low_rank_layers
 from neuronmm_ops.models import resolve_shape
 from neuronmm_ops.nn import SVDMLP, SVDLinear
 from neuronmm_ops.nn.storage import STORAGES
@@ -173,8 +174,12 @@ def _makers(case: Comparison) -> dict[str, Callable[[], nn.Module]]:
 
     def op(storage: str | None = None) -> nn.Module:
         if case.op == "xuv":
-            return SVDLinear(K, N, r, bias=False, dtype=dtype, storage=storage)
-        return SVDMLP(K, N, (r, r, r), dtype=dtype, storage=storage)
+            made: nn.Module = SVDLinear(K, N, r, bias=False, dtype=dtype, storage=storage)
+        else:
+            made = SVDMLP(K, N, (r, r, r), dtype=dtype, storage=storage)
+        for layer in low_rank_layers(made).values():  # as `neuronmm generate` has them
+            layer.relayout_()
+        return made
 
     makers = {"dense": lambda: layer(linear), "two_gemm": lambda: layer(pair), "op": op}
     if case.storage is not None:

@@ -91,8 +91,6 @@ class NeuronMMQuantizer(HfQuantizer):
             if module.storage is not None:  # the loader lets every float ask for gradients
                 module.u.requires_grad_(False)
                 module.v.requires_grad_(False)
-            if not (module.u.is_meta or is_divided(model)):
-                module.relayout_()
         if not is_divided(model):
             check_values(model, "copy the checkpoint again or compress the model again")
         # Transformers neither trains nor casts a model with this flag.

@@ -36,7 +36,6 @@ from neuronmm_ops.nn.storage import FACTORS, SCALES, check_factors
 from neuronmm_ops.nn.svd_linear import SVDLinear
 from neuronmm_ops.nn.svd_mlp import SVDMLP
 from neuronmm_ops.ops import xw
-from neuronmm_ops.ops.backends.neuron import DEVICE
 from neuronmm_ops.parallel import ShardedLinear, ShardedMLP
 from neuronmm_ops.parallel.layers import placed, whole
 from neuronmm_ops.parallel.sharding import Divide, Kind, check_heads, pair_dims
@@ -103,7 +102,7 @@ class LowRankParallel(TensorParallelLayer):
             module.__class__ = _HeadsOfLinear
         else:
             for name in SCALES:
-                whole = module._buffers[name]
+                whole = module._buffers.get(name)
                 if whole is not None:
                     module._buffers[name] = self._distributed(module, name, whole, mesh)
             module.__class__ = ShardedLinear if self._kv_heads is None else _HeadsOfPair
@@ -290,13 +289,6 @@ def _finish_layer(name: str, layer: SVDLinear) -> None:
             "use tp_plan='auto'"
         )
     _check_parts(name, layer)
-    if layer.u.device.type != DEVICE:
-        for key in FACTORS:
-            factor: Any = layer._parameters[key]
-            if isinstance(factor, DTensor):
-                local = factor.to_local().t().contiguous().t()
-                laid = nn.Parameter(_like(factor, local), requires_grad=factor.requires_grad)
-                layer._parameters[key] = laid
 
 
 def _share_gather_(mlp: SVDMLP) -> None:
@@ -362,10 +354,3 @@ def gathered_state(model: PreTrainedModel) -> dict[str, Tensor]:
             known[id(tensor)] = full.cpu().contiguous() if dist.get_rank() == 0 else tensor
         state[name] = known[id(tensor)]
     return state if dist.get_rank() == 0 else {}
-
-
-def _like(tensor: DTensor, local: Tensor) -> DTensor:
-    """Return a DTensor of another part, with the mesh, layout and shape of the first."""
-    shape, stride = tensor.shape, tensor.stride()
-    mesh, layouts = tensor.device_mesh, tensor.placements
-    return DTensor.from_local(local, mesh, layouts, run_check=False, shape=shape, stride=stride)

@@ -127,8 +127,6 @@ def train_factors(
             loss = outcome.position.start_loss
             for name, factor in _parameters(model).items():
                 factor.data.copy_(start[name])
-    for layer in low_rank_layers(model).values():
-        layer.relayout_()
     return Trained(outcome, improved, loss, held_out.numel(), name_of(compute))
 
 

@@ -238,7 +238,7 @@ def call_kernel(
     def run(part: Launch, given: Tensors) -> Tensor:
         return (kernel_for or nki_kernel)(part.plan)(*given, **part.arguments)
 
-    # A kernel reads row-major memory; factors are stored along their contraction.
+    # A kernel reads row-major memory; factors may lie along their contraction.
     row_major = tuple([tensor if tensor is None else tensor.contiguous() for tensor in tensors])
     return launch_parts(launch, row_major, run)
 
