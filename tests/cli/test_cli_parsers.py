@@ -4,6 +4,7 @@ import argparse
 import json
 import shlex
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from outcomes import SCRIPT, process
@@ -78,3 +79,28 @@ def test_an_option_is_written_alike_in_every_command() -> None:
             if name is not None and (prog, name) not in DIFFER:
                 own = (action.metavar, action.type, action.choices)
                 assert known.setdefault(name, own) == own, f"{prog} {name}"
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("neuronmm pl", ["plan "]),
+        ("neuronmm plan --tok", ["--tokens "]),
+        ("neuronmm bench gen", ["generate "]),
+        ("neuronmm generate small --dtype b", ["bfloat16 "]),
+    ],
+)
+def test_a_shell_completes(line: str, expected: list[str], tmp_path: Path) -> None:
+    """By argcomplete's protocol, as the function that it gives to shells calls the command."""
+    found = tmp_path / "found"
+    protocol = {
+        "_ARGCOMPLETE": "1",
+        "_ARGCOMPLETE_IFS": "\n",
+        "_ARGCOMPLETE_STDOUT_FILENAME": found,
+        "COMP_LINE": line,
+        "COMP_POINT": len(line),
+        "COMP_TYPE": 9,
+    }
+    done = process("env", *(f"{name}={value}" for name, value in protocol.items()), *SCRIPT)
+    assert (done.out, done.err) == ("", "")
+    assert [text for text in found.read_text().split("\n") if text] == expected

@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 
 Damage = Callable[[Path], None]
 INSPECT = ("inspect", "{low}", "--json")
-GENERATE = ("generate", "{low}", "--prompt", "The quick", "--max-new-tokens", "4", "--json")
+GENERATE = ("generate", "{low}", "--prompt", "The quick", "--new-tokens", "4", "--json")
 COMPRESS = compress("{dense}", "{out}", "--method", "plain")
 EVAL = ("eval", "{low}", "--text", "{text.txt}", "--seqlen", "64", "--json")
 EXPORT = ("export", "nxdi", "{low}", "-o", "{out}")
@@ -370,7 +370,7 @@ def _runs() -> Iterator[Fault]:
 # --- tokenizers
 
 
-CHAT = ("generate", "{chat}", "--chat", "--prompt", "The quick", "--max-new-tokens", "4", "--json")
+CHAT = ("generate", "{chat}", "--chat", "--prompt", "The quick", "--new-tokens", "4", "--json")
 TEMPLATES = {
     "range(10**9)": "{% for i in range(10**9) %}x{% endfor %}",
     "recursive macro": "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",

@@ -8,6 +8,7 @@ go to stderr. Each module adds its command to the parser.
 
 import argparse
 import json
+import os
 from collections.abc import Sequence
 
 from neuronmm_ops import __version__
@@ -58,8 +59,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _main(arguments: Sequence[str] | None) -> int:
+    commands = parser()
+    if "_ARGCOMPLETE" in os.environ:  # a shell asks what could follow: answers, and exits
+        import argcomplete
+
+        argcomplete.autocomplete(commands)
     try:
-        options = parser().parse_args(arguments)
+        options = commands.parse_args(arguments)
     except SystemExit as stop:  # --help, --version, or a mistake
         return flushed(lambda: None) or int(stop.code or 0)
     try:

@@ -48,9 +48,7 @@ def add(commands: Any) -> None:
     command.add_argument("--storage", help="also the op on factors in fp8 or int8")
 
     description = _HELP["overhead"]
-    command = add_command(
-        benchmarks, "overhead", _overhead, show_rows, description, example="--json"
-    )
+    command = add_command(benchmarks, "overhead", _overhead, show_rows, description)
     command.add_argument("--xla", action="store_true", help="time tracing on XLA tensors instead")
 
     bench_generate.add(benchmarks)
@@ -80,7 +78,7 @@ def add(commands: Any) -> None:
     )
 
     description = _HELP["published"]
-    add_command(benchmarks, "published", _published, _show_published, description, example="--json")
+    add_command(benchmarks, "published", _published, _show_published, description)
 
     description, example = _HELP["kernels"], "--model Llama-3.2-1B --tokens 1 --target trn2"
     command = add_command(

@@ -10,7 +10,7 @@ from neuronmm_ops.cli.parser import add_command
 def add(commands: Any) -> None:
     """Add the command to the parser."""
     description = "versions, and which backends and engines work here"
-    add_command(commands, "doctor", _doctor, _show, description, example="--json")
+    add_command(commands, "doctor", _doctor, _show, description)
 
 
 def _doctor(options: argparse.Namespace) -> dict[str, Any]:

@@ -58,14 +58,14 @@ def add_command(
     show: Callable[[Any], None],
     description: str,
     *options: str,
-    example: str,
+    example: str = "",
 ) -> argparse.ArgumentParser:
     """Add a command with the options that all have, and those of `OPTIONS` that it names.
 
     `run` makes its document of the parsed options, and `show` prints that for people. A command
-    whose document may tell of failures sets `exit_code` to a function of it. `example` is a command
-    line without the command's name. Modules of commands import what is heavy in these functions:
-    all of them are imported for any help text.
+    whose document may tell of failures sets `exit_code` to a function of it. `example` is what may
+    follow the command's name. Modules of commands import what is heavy in these functions: all of
+    them are imported for any help text.
     """
     command = commands.add_parser(
         name, help=description, description=description, epilog=EXAMPLE + example
