@@ -136,6 +136,7 @@ def test_without_the_demo_its_data_sets_say_what_to_run(
 ) -> None:
     sources = modules["sources"]
     monkeypatch.setattr(sources, "ROOT", tmp_path)
+    monkeypatch.setattr(sources, "_commit", lambda: 12 * "0")
     with pytest.raises(FileNotFoundError, match=r"held_out\.txt is missing; run make demo"):
         sources.make(sources.datasets()["methods"])
     (tmp_path / "out/demo").mkdir(parents=True)
