@@ -1,9 +1,12 @@
 """Every example runs in a process of its own, as a user would start it."""
 
+import itertools
 import json
 import shlex
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -47,7 +50,51 @@ def test_demo_makes_its_report_and_uses_its_cache(tmp_path: Path) -> None:
     assert "http" not in page.replace("http://www.w3.org", "")
     assert "On Trainium (modelled)" in page
     assert "Llama-3.2-1B, 16 layers" in page
-    assert "from the cache" in run(sys.executable, EXAMPLES / "demo", "--quick", "--out", tmp_path)
+    again = run(sys.executable, EXAMPLES / "demo", "--quick", "--out", tmp_path)
+    assert "from the cache" in again
+    assert "4 points, 4 kept from before" in again
+    assert (tmp_path / "report.html").read_text().count("<img") == page.count("<img")
+
+
+@pytest.mark.slow
+def test_a_killed_demo_has_a_page_and_goes_on_at_the_next_point(tmp_path: Path) -> None:
+    command = (sys.executable, EXAMPLES / "demo", "--quick", "--out", tmp_path)
+    page, deadline = tmp_path / "report.html", time.monotonic() + 300
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as running:
+        while not page.exists():
+            assert running.poll() is None, running.communicate()
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        running.send_signal(signal.SIGKILL)
+    assert "<b>Unfinished</b>: 1 of 4 points" in page.read_text()
+    kept = {path: path.stat().st_mtime_ns for path in (tmp_path / "points").glob("*.json")}
+    assert kept
+    (tmp_path / "points" / ".plain-0.4-killed").write_text("{")  # as a kill while writing leaves
+    resumed = run(*command)
+    assert f"4 points, {len(kept)} kept from before" in resumed
+    assert {path: path.stat().st_mtime_ns for path in kept} == kept
+    assert len(list((tmp_path / "points").glob("*.json"))) == 4
+    assert "Unfinished" not in page.read_text()
+
+
+@pytest.mark.slow
+def test_a_slow_machine_still_ends_with_a_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A minute passes between any two looks at the clock."""
+    monkeypatch.syspath_prepend(EXAMPLES / "demo")
+    from demo import __main__ as program
+
+    clock = itertools.count(step=60.0)
+    for name in ("time.perf_counter", "neuronmm_ops.recover.training.monotonic"):
+        monkeypatch.setattr(name, lambda: next(clock))
+    full = program._plan(program._arguments(["--ratios", "0.4"]))
+    quick = program._plan(program._arguments(["--quick"]))
+    assert full.points == quick.points
+    plan = program.replace(quick, recovery_steps=full.recovery_steps)
+    monkeypatch.setattr(program, "_plan", lambda _: plan)
+    program.main(["--quick", "--out", str(tmp_path / "out")])
+    assert "<td>recovered</td>" in (tmp_path / "out" / "report.html").read_text()
 
 
 @pytest.mark.slow

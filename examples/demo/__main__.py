@@ -1,27 +1,33 @@
 """Train a small Llama on Python's documentation, compress it, and report what that cost and won.
 
 Run it as `python examples/demo`; the page it writes is `out/demo/report.html`. Nothing is
-downloaded: the text is what every Python installation holds.
+downloaded: the text is what every Python installation holds. No budget is in seconds, so that a
+busy machine is slower and no worse; the page is there after the first point, and a run that is
+stopped goes on at the next one.
 """
 
 import argparse
-import itertools
+import functools
+import json
 import platform
+import shutil
 import sys
 import time
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from corpus import Corpus, load_corpus
 from measure import sample_text
+from points import KeptPoints
 from report import write_report
 from results import BASELINE, OURS, RECOVERED, Point, Results, told_ratio
 from rich.console import Console
 from rich.table import Table
-from train import QUICK, TrainConfig, dtype_name, trained, training_dtype
+from train import QUICK, RECORD, TrainConfig, dtype_name, trained, training_dtype
 from trainium import on_trainium
 from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
@@ -41,6 +47,7 @@ RATIOS = (0.05, 0.2, 0.4, 0.6, 0.8)
 # The default block of 128 is for real models: here it would leave three ranks to choose from.
 BLOCK = 16
 RECOVERED_RATIOS = (0.4, 0.8)
+CHARS_PER_TOKEN = 4
 THREADS = 2
 PROMPT = "read(self, size=-1)\n    Read"
 
@@ -57,16 +64,20 @@ class Plan:
     decode_tokens: int
     rounds: int
     sample_tokens: int
-    recovery: RecoverConfig
+    recovery_steps: int
 
     @property
-    def recovered_ratios(self) -> tuple[float, ...]:
-        """Those of the ratios at which the default's factors are also trained."""
-        return tuple(ratio for ratio in self.ratios if ratio in RECOVERED_RATIOS)
+    def points(self) -> tuple[tuple[str, float], ...]:
+        """Method and ratio of each point; at some ratios the default's factors are also trained."""
+        return tuple(
+            (method, ratio)
+            for ratio in self.ratios
+            for method in (*METHODS, *([RECOVERED] if ratio in RECOVERED_RATIOS else []))
+        )
 
 
-def main() -> None:
-    arguments = _arguments()
+def main(words: Sequence[str] | None = None) -> None:
+    arguments = _arguments(words)
     plan = _plan(arguments)
     _check_ratios(plan.ratios, plan.train)
     console = Console(soft_wrap=True)  # a line with a path stays one line
@@ -86,16 +97,29 @@ def main() -> None:
         text = DOCUMENT_SEPARATOR.join(documents)
         (arguments.out / f"{name}.txt").write_text(text, encoding="utf-8")
 
-    console.print("Compressing at each ratio by each method, and measuring …")
-    results = run(plan, corpus, dense_dir)
+    kept = KeptPoints(arguments.out / "points", _inputs(plan, corpus, dense_dir))
+    already = sum(kept.read(*each) is not None for each in plan.points)
+    console.print(
+        f"Compressing at each ratio by each method, and measuring: {len(plan.points)} points"
+        + (f", {already} kept from before in {kept.directory}" if already else "")
+        + " …"
+    )
     report = arguments.out / "report.html"
-    write_report(results, report)
+    results = run(plan, corpus, dense_dir, kept, report)
     console.print(summary_table(results))
     console.print(f"Report: {report}   ({time.perf_counter() - start:.0f} s in all)")
 
 
-def run(plan: Plan, corpus: Corpus, dense_dir: Path) -> Results:
-    """Measure the dense model, then every ratio by every method."""
+def run(plan: Plan, corpus: Corpus, dense_dir: Path, kept: KeptPoints, page: Path) -> Results:
+    """Measure the dense model, then every ratio by every method; write the page after each point.
+
+    Args:
+        plan: how much to do.
+        corpus: the texts.
+        dense_dir: the dense model; compressed ones are written beside it.
+        kept: points of earlier runs, and then also of this one.
+        page: where the report goes.
+    """
     seqlen = plan.train.context
     tokenizer = AutoTokenizer.from_pretrained(dense_dir)
     calibration = _blocks(tokenizer, corpus.calibration, seqlen, plan.calibration_blocks)
@@ -106,82 +130,96 @@ def run(plan: Plan, corpus: Corpus, dense_dir: Path) -> Results:
         return LlamaForCausalLM.from_pretrained(dense_dir, dtype=torch.float32).eval()
 
     dense = load()
-    points: list[Point] = []
-    compressed_models: dict[float, LlamaForCausalLM] = {}
     speeds: dict[tuple[int | None, ...], PairedSpeed] = {}
-    with progress_bars() as progress:
-        steps = itertools.count(1)
-        total = 3 + 4 * (len(plan.ratios) * len(METHODS) + len(plan.recovered_ratios))
 
-        def advance(what: str) -> None:
-            progress("measure", next(steps), total, what)
+    def compressed(method: str, ratio: float) -> tuple[LlamaForCausalLM, CompressionReport]:
+        model = load()
+        config = replace(METHODS[method], ratio=ratio, block=BLOCK)
+        batches = list(calibration.split(8)) if config.needs_calibration else None
+        return model, compress_(model, config, calibration=batches)
 
-        def measured(
-            method: str, ratio: float, model: LlamaForCausalLM, compression: CompressionReport
-        ) -> Point:
-            name = f"{method} at {ratio:.0%}"
-            advance(f"{name}: perplexity")
-            ppl = token_perplexity(model, held_out, seqlen=seqlen).ppl_token
-            advance(f"{name}: speed")
-            # Models of equal ranks are equally fast: one measurement serves them all.
-            ranks = tuple(layer.r for layer in compression.layers)
-            if ranks not in speeds:
-                speeds[ranks] = paired_speed(
-                    dense,
-                    model,
-                    prompt_tokens,
-                    decode_tokens=plan.decode_tokens,
-                    rounds=plan.rounds,
-                )
-            advance(f"{name}: sample")
-            sample = sample_text(model, tokenizer, PROMPT, new_tokens=plan.sample_tokens)
-            return Point(method, ratio, compression, ppl, speeds[ranks], sample)
+    # The one that is also trained, and whose kernels run on the simulated core.
+    ours = functools.cache(lambda ratio: compressed(OURS, ratio))
 
-        dense_ppl = token_perplexity(dense, held_out, seqlen=seqlen).ppl_token
-        advance("dense: sample")
-        dense_sample = sample_text(dense, tokenizer, PROMPT, new_tokens=plan.sample_tokens)
-        for ratio in plan.ratios:
-            for method, config in METHODS.items():
-                advance(f"{method} at {ratio:.0%}: compress")
-                model = load()
-                config = replace(config, ratio=ratio, block=BLOCK)
-                batches = list(calibration.split(8)) if config.needs_calibration else None
-                compression = compress_(model, config, calibration=batches)
-                points.append(measured(method, ratio, model, compression))
-                if method == OURS:
-                    compressed_models[ratio] = model
-                if method == OURS and ratio in plan.recovered_ratios:
-                    advance(f"{RECOVERED} at {ratio:.0%}: train")
-                    compressed = dense_dir.with_name(f"{OURS}-{ratio:g}")
-                    hf.save(model, compressed, compression, tokenizer, force=True)
-                    target = dense_dir.with_name(f"{RECOVERED}-{ratio:g}")
-                    text = DOCUMENT_SEPARATOR.join(corpus.calibration)
-                    compression = hf.recover(
-                        *(compressed, text, target, plan.recovery),
-                        dense=dense_dir,
-                        force=True,
-                        progress=progress,
-                    )
-                    model = cast(LlamaForCausalLM, hf.load(target))
-                    points.append(measured(RECOVERED, ratio, model, compression))
-        advance("on Trainium: run and trace kernels on the simulated core")
-        told = told_ratio(points)
-        trainium = on_trainium(
-            compressed_models[told], told, prompt_tokens, dense_dir.parent, len(prompt_tokens)
+    def recovered(ratio: float) -> tuple[LlamaForCausalLM, CompressionReport]:
+        model, compression = ours(ratio)
+        source, target = (dense_dir.with_name(f"{name}-{ratio:g}") for name in (OURS, RECOVERED))
+        hf.save(model, source, compression, tokenizer, force=True)
+        # A killed run's: this one may have other inputs, and its steps take a minute at most.
+        shutil.rmtree(target.with_name(f"{target.name}.recovery"), ignore_errors=True)
+        # As much as the steps read: a tenth of it is evaluated as often as there are steps.
+        length = CHARS_PER_TOKEN * plan.recovery_steps * RecoverConfig.batch_tokens
+        text = DOCUMENT_SEPARATOR.join(corpus.calibration)[:length]
+        compression = hf.recover(
+            *(source, text, target, RecoverConfig(steps=plan.recovery_steps)),
+            dense=dense_dir,
+            force=True,
+            progress=progress,
         )
-        advance("done")
-    provenance = _provenance(plan, dense, calibration.numel(), held_out.numel(), corpus)
-    return Results(
-        dense_ppl=dense_ppl,
-        dense_sample=dense_sample,
-        prompt=PROMPT,
-        block=BLOCK,
-        points=tuple(points),
-        prefill_tokens=len(prompt_tokens),
-        decode_tokens=plan.decode_tokens,
-        trainium=trainium,
-        provenance=provenance,
-    )
+        return cast(LlamaForCausalLM, hf.load(target)), compression
+
+    def measured(method: str, ratio: float, tell: Callable[[str], None]) -> Point:
+        tell("train" if method == RECOVERED else "compress")
+        if method == RECOVERED:
+            model, compression = recovered(ratio)
+        else:
+            model, compression = ours(ratio) if method == OURS else compressed(method, ratio)
+        tell("perplexity")
+        ppl = token_perplexity(model, held_out, seqlen=seqlen).ppl_token
+        tell("speed")
+        ranks = _ranks(compression)
+        if ranks not in speeds:
+            speeds[ranks] = paired_speed(
+                *(dense, model, prompt_tokens),
+                decode_tokens=plan.decode_tokens,
+                rounds=plan.rounds,
+            )
+        tell("sample")
+        sample = sample_text(model, tokenizer, PROMPT, new_tokens=plan.sample_tokens)
+        return Point(method, ratio, compression, ppl, speeds[ranks], sample)
+
+    with progress_bars() as progress:
+        results = Results(
+            dense_ppl=token_perplexity(dense, held_out, seqlen=seqlen).ppl_token,
+            dense_sample=sample_text(dense, tokenizer, PROMPT, new_tokens=plan.sample_tokens),
+            prompt=PROMPT,
+            block=BLOCK,
+            points=(),
+            planned=len(plan.points),
+            prefill_tokens=len(prompt_tokens),
+            decode_tokens=plan.decode_tokens,
+            trainium=None,
+            provenance=_provenance(plan, dense, calibration.numel(), held_out.numel(), corpus),
+        )
+        for done, (method, ratio) in enumerate(plan.points):
+            name = f"{method} at {ratio:.0%}"
+            point = kept.read(method, ratio)
+            is_new = point is None
+            if point is None:
+                point = measured(
+                    *(method, ratio),
+                    lambda what: progress("measure", done, len(plan.points), f"{name}: {what}"),  # noqa: B023
+                )
+                kept.write(point)
+            # Models of equal ranks are equally fast: one measurement serves them all.
+            speeds.setdefault(_ranks(point.compression), point.speed)
+            results = replace(results, points=(*results.points, point))
+            if is_new:
+                write_report(results, page)
+            progress("measure", done + 1, len(plan.points), name)
+        told = told_ratio(results.points)
+        progress("simulate", 0, 1, "kernels on the simulated NeuronCore")
+        trainium = on_trainium(
+            *(ours(told)[0], told, prompt_tokens, dense_dir.parent, len(prompt_tokens))
+        )
+        progress("simulate", 1, 1)
+    results = replace(results, trainium=trainium)
+    write_report(results, page)
+    return results
+
+
+def _ranks(compression: CompressionReport) -> tuple[int | None, ...]:
+    return tuple(layer.r for layer in compression.layers)
 
 
 def summary_table(results: Results) -> Table:
@@ -210,6 +248,27 @@ def _blocks(
     return tokens[: count * seqlen].view(count, seqlen)
 
 
+def _inputs(plan: Plan, corpus: Corpus, dense_dir: Path) -> dict[str, Any]:
+    """What decides a point's numbers, besides its method and ratio."""
+    return {
+        "dense": json.loads((dense_dir / RECORD).read_text(encoding="utf-8"))["key"],
+        "text": corpus.fingerprint,
+        "plan": {**asdict(plan), "ratios": None},
+        "provenance": _machine(),
+    }
+
+
+def _machine() -> dict[str, str]:
+    packages = ("neuronmm-ops", "torch", "transformers", "tokenizers")
+    return {
+        "CPU": _cpu_name(),
+        "threads": str(torch.get_num_threads()),
+        "versions": ", ".join(f"{name} {version(name)}" for name in packages)
+        + f", Python {platform.python_version()}",
+        "system": f"{platform.system()} {platform.machine()}",
+    }
+
+
 def _provenance(
     plan: Plan,
     dense: torch.nn.Module,
@@ -219,7 +278,6 @@ def _provenance(
 ) -> dict[str, str]:
     shape = plan.train
     parameters = sum(parameter.numel() for parameter in dense.parameters())
-    packages = ("neuronmm-ops", "torch", "transformers", "tokenizers")
     return {
         "model": f"Llama, {parameters / 1e6:.2f} M parameters, {shape.num_hidden_layers} layers, "
         f"hidden {shape.hidden_size}, MLP {shape.intermediate_size}, "
@@ -234,21 +292,13 @@ def _provenance(
         "calibration": f"{calibration_tokens:,} tokens",
         "evaluation": f"{held_out_tokens:,} held-out tokens",
         "perplexity block": f"{shape.context} tokens",
-        "recovery": _recovery(plan.recovery),
+        "recovery": f"{RecoverConfig.method}, {plan.recovery_steps} steps a ratio, "
+        "on the calibration text",
         "replaced": f"gate, up and down projections of every layer, rank block {BLOCK}",
         "dtype": "fp32",
-        "CPU": _cpu_name(),
-        "threads": str(torch.get_num_threads()),
         "timing": f"median of {plan.rounds} paired rounds",
-        "versions": ", ".join(f"{name} {version(name)}" for name in packages)
-        + f", Python {platform.python_version()}",
-        "system": f"{platform.system()} {platform.machine()}",
+        **_machine(),
     }
-
-
-def _recovery(config: RecoverConfig) -> str:
-    length = f"{60 * config.minutes:.0f} s" if config.steps is None else f"{config.steps} steps"
-    return f"{config.method}, {length} a ratio, on the calibration text"
 
 
 def _cpu_name() -> str:
@@ -267,10 +317,10 @@ def _plan(arguments: argparse.Namespace) -> Plan:
     if arguments.quick:
         ratios = tuple(arguments.ratios or (0.4,))
         numbers = {"decode_tokens": 8, "rounds": 2, "sample_tokens": 16}
-        return Plan(config, 60, ratios, 40, 8, **numbers, recovery=RecoverConfig(steps=2))
+        return Plan(config, 60, ratios, 40, 8, **numbers, recovery_steps=2)
     ratios = tuple(arguments.ratios or RATIOS)
     numbers = {"decode_tokens": 64, "rounds": 5, "sample_tokens": 80}
-    return Plan(config, None, ratios, 64, 40, **numbers, recovery=RecoverConfig(minutes=0.25))
+    return Plan(config, None, ratios, 64, 40, **numbers, recovery_steps=24)
 
 
 def _check_ratios(ratios: tuple[float, ...], shape: TrainConfig) -> None:
@@ -283,7 +333,7 @@ def _check_ratios(ratios: tuple[float, ...], shape: TrainConfig) -> None:
         )
 
 
-def _arguments() -> argparse.Namespace:
+def _arguments(words: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python examples/demo", description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("out/demo"), help="default: out/demo")
     parser.add_argument("--steps", type=_positive, help="training steps")
@@ -293,7 +343,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--quick", action="store_true", help="seconds instead of minutes; the numbers mean nothing"
     )
-    return parser.parse_args()
+    return parser.parse_args(words)
 
 
 def _positive(text: str) -> int:
@@ -311,4 +361,7 @@ def _ratio(text: str) -> float:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit("interrupted; the same command goes on after the last point that was measured")

@@ -9,10 +9,13 @@ from figures import dense_speed, draw
 from results import BASELINE, OURS, RECOVERED, Results, told_ratio
 from trainium import FUSED_TOKENS, LARGE, TARGET, FusedRun, OnTrainium
 
+from neuronmm_ops.neuroncore.files import replacing
+
 
 def write_report(results: Results, path: Path) -> None:
-    """Write the page to `path`: no file beside it is needed to read it."""
-    path.write_text(_page(results, draw(results)), encoding="utf-8")
+    """Write the page to `path`, whole or not at all: no file beside it is needed to read it."""
+    with replacing(path) as temporary:
+        temporary.write_text(_page(results, draw(results)), encoding="utf-8")
 
 
 def _page(results: Results, figures: dict[str, str]) -> str:
@@ -43,7 +46,32 @@ the tokenizer and text are this demo's, so the values compare with nothing outsi
 short a training leaves more of the MLPs unused than a real model's; expect real ones to lose more
 at the same ratio.</p>
 
-<h2>Speed</h2>
+{_finished(results, figures)}
+<h2>All numbers</h2>
+<div class="scroll">{_table(results)}</div>
+<p class="note">Nominal ratio: what was asked for. Effective: what ranks in whole blocks of
+{results.block} removed. Excess: the logarithm of the perplexity less that of the dense model's.
+Speedups are medians of paired runs;
+tokens/s of a compressed model are the dense model's times the speedup.</p>
+
+<h2>Samples</h2>
+<p class="note">The same prompt, in bold, and the same seed for every model; temperature 0.7,
+top 20.</p>
+{_samples(results)}
+
+<h2>Provenance</h2>
+<div class="scroll">{_provenance(results.provenance)}</div>
+</main>
+</body>
+</html>
+"""
+
+
+def _finished(results: Results, figures: dict[str, str]) -> str:
+    """The sections that need all points; empty until they are there."""
+    if results.trainium is None:
+        return ""
+    return f"""<h2>Speed</h2>
 <div class="pair">
 {_figure(figures["prefill"], "Tokens per second of prefill, dense and compressed")}
 {_figure(figures["decode"], "Tokens per second of decode, dense and compressed")}
@@ -66,28 +94,15 @@ stays dense has its full rank and no loss.</p>
 
 <h2>On Trainium (modelled)</h2>
 {_trainium(results.trainium, figures["trainium"])}
-
-<h2>All numbers</h2>
-<div class="scroll">{_table(results)}</div>
-<p class="note">Nominal ratio: what was asked for. Effective: what ranks in whole blocks of
-{results.block} removed. Excess: the logarithm of the perplexity less that of the dense model's.
-Speedups are medians of paired runs;
-tokens/s of a compressed model are the dense model's times the speedup.</p>
-
-<h2>Samples</h2>
-<p class="note">The same prompt, in bold, and the same seed for every model; temperature 0.7,
-top 20.</p>
-{_samples(results)}
-
-<h2>Provenance</h2>
-<div class="scroll">{_provenance(results.provenance)}</div>
-</main>
-</body>
-</html>
 """
 
 
 def _summary(results: Results) -> str:
+    if results.trainium is None:
+        return (
+            f"<b>Unfinished</b>: {len(results.points)} of {results.planned} points are measured. "
+            "<code>make demo</code> goes on at the next."
+        )
     by_key = {(point.method, point.ratio): point for point in results.points}
     ratio = told_ratio(results.points)
     plain, baseline, ours = (by_key[name, ratio] for name in ("plain", BASELINE, OURS))

@@ -37,9 +37,12 @@ class Results:
     block: int
     """Ranks are multiples of it."""
     points: tuple[Point, ...]
+    planned: int
+    """How many points there will be."""
     prefill_tokens: int
     decode_tokens: int
-    trainium: OnTrainium
+    trainium: OnTrainium | None
+    """None until all points are measured."""
     provenance: dict[str, str]
 
     def excess(self, point: Point) -> float:
@@ -47,10 +50,15 @@ class Results:
         return math.log(point.ppl) - math.log(self.dense_ppl)
 
     def excess_quotient(self, point: Point) -> float | None:
-        """The excess as a multiple of the baseline's at that ratio; None where that is 0."""
-        (baseline,) = (p for p in self.points if (p.method, p.ratio) == (BASELINE, point.ratio))
-        lost = self.excess(baseline)
-        return self.excess(point) / lost if lost > 0 else None
+        """The excess as a multiple of the baseline's at that ratio; None where that is 0.
+
+        Or where the baseline is not measured yet.
+        """
+        for baseline in self.points:
+            if (baseline.method, baseline.ratio) == (BASELINE, point.ratio):
+                lost = self.excess(baseline)
+                return self.excess(point) / lost if lost > 0 else None
+        return None
 
 
 def told_ratio(points: Sequence[Point]) -> float:
