@@ -15,7 +15,7 @@ PYTEST := $(BIN)/pytest -n 2 --dist loadfile
 # What oneDNN, torch and MKL obey: a CPU with bf16 units then computes as one without.
 AVX2 := ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2
 
-.PHONY: help env xla-env vllm-env demo results results-data test test-fast test-avx2 lint type pytest test-xla test-vllm docs bench csrc clean
+.PHONY: help env xla-env vllm-env demo results results-data test test-fast test-avx2 lint type pytest test-xla test-vllm docs floors ceilings bench csrc clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -97,6 +97,15 @@ test-vllm: vllm-env  ## serving with vLLM on the CPU: offline, and by its server
 docs: env  ## build the documentation into site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
+# Environments are removed before they are made: they ask the index each time, and take 2 GB each.
+floors:  ## every command with the lowest versions that pyproject.toml allows, in .venv-lowest
+	$(PYTHON) tests/versions/environment.py lowest .venv-lowest
+	.venv-lowest/bin/pytest tests/cli/test_cli_every_command.py
+
+ceilings:  ## every command with the newest versions on the index, in .venv-highest
+	$(PYTHON) tests/versions/environment.py highest .venv-highest
+	.venv-highest/bin/pytest tests/cli/test_cli_every_command.py
+
 bench: env  ## measure the ops on this machine
 	$(BIN)/neuronmm bench overhead
 	$(BIN)/neuronmm bench cpu
@@ -105,4 +114,4 @@ csrc: env  ## build the C++ ops into build/csrc (needs g++)
 	$(MAKE) --no-print-directory -j2 -C csrc_stub PYTHON=$(abspath $(BIN)/python)
 
 clean:  ## remove what the other targets made
-	rm -rf $(VENV) $(XLA_VENV) $(VLLM_VENV) build out site dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(XLA_VENV) $(VLLM_VENV) .venv-lowest .venv-highest build out site dist .pytest_cache .ruff_cache .hypothesis

@@ -1,6 +1,7 @@
 """Settings of every test: one hypothesis profile, one torch thread in each process."""
 
 import os
+import signal
 
 import torch
 from hypothesis import HealthCheck, settings
@@ -26,3 +27,7 @@ os.environ["TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS"] = "0"
 # variables, and each runs its folder alone.
 ENGINES = {"xla": "PJRT_DEVICE", "vllm": "VLLM_CPU_KVCACHE_SPACE"}
 collect_ignore = [folder for folder, name in ENGINES.items() if name not in os.environ]
+
+# A shell that starts the tests in the background has SIGINT ignored, by all their children, too.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)

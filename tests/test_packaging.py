@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+import tarfile
 import tomllib
 import venv
 import zipfile
@@ -47,6 +48,19 @@ def test_contents(wheel: Path) -> None:
     assert {str(file.relative_to(ROOT / "src")) for file in files} <= set(names)
     assert any(name.endswith("licenses/LICENSE") for name in names)
     assert all(name.split("/")[0].startswith("neuronmm_ops") for name in names)
+
+
+@pytest.mark.slow
+def test_the_source_distribution_holds_what_its_tests_read(tmp_path: Path) -> None:
+    run(sys.executable, "-m", "build", "--sdist", "--outdir", tmp_path, ROOT)
+    (path,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(path) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert {
+        *("CITATION.cff", "SECURITY.md", "CHANGELOG.md", "LICENSE", "Makefile", "constraints.txt"),
+        *(".github/workflows/ci.yml", ".github/ISSUE_TEMPLATE/bug.yml", "mkdocs.yml"),
+        *("tests/versions/environment.py", "docs/index.md", "examples/results/__main__.py"),
+    } <= names
 
 
 @pytest.mark.slow

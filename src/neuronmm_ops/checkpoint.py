@@ -49,14 +49,8 @@ def read_config(directory: Path) -> dict[str, Any]:
         path = error.filename or directory
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
     config = _read_object(directory / "config.json")
-    for key, most in _LARGEST.items():
-        value = config.get(key, 1)
-        optional = key in ("num_key_value_heads", "head_dim")
-        if (type(value) is not int or not 1 <= value <= most) and not (optional and value is None):
-            raise CheckpointError(
-                f"{directory / 'config.json'}: {key} must be an integer from 1 to {most}, "
-                f"got {value!r:.50}; copy the file again"
-            )
+    for sizes in (config, config.get("text_config")):
+        _check_sizes(directory / "config.json", sizes if isinstance(sizes, dict) else {})
     entry = config.get("quantization_config")
     if not isinstance(entry, (dict, type(None))):
         raise CheckpointError(
@@ -78,6 +72,19 @@ def read_config(directory: Path) -> dict[str, Any]:
             f"{value!r:.50}, code of a hub; set it to sdpa or eager"
         )
     return config
+
+
+def _check_sizes(path: Path, config: Mapping[str, Any]) -> None:
+    """Refuse what no model has; lists and null mean something in some architectures."""
+    for key, most in _LARGEST.items():
+        value = config.get(key)
+        if not isinstance(value, (list, type(None))) and (
+            type(value) is not int or not 1 <= value <= most
+        ):
+            raise CheckpointError(
+                f"{path}: {key} must be an integer from 1 to {most}, got {value!r:.50}; "
+                "copy the file again"
+            )
 
 
 def weight_files(directory: Path) -> list[Path]:

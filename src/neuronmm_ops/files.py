@@ -43,12 +43,11 @@ def read_bounded(path: str | os.PathLike[str], limit_bytes: int = JSON_BYTES) ->
         OSError: it is no regular file, is larger than the limit, or cannot be read.
     """
     check_regular(path)
-    with open(path, "rb") as file:
-        data = file.read(limit_bytes + 1)
-    if len(data) > limit_bytes:
+    if os.stat(path).st_size > limit_bytes:
         problem = f"it must be at most {limit_bytes / 1e6:.0f} MB"
         raise OSError(errno.EFBIG, problem, os.fspath(path))
-    return data
+    with open(path, "rb") as file:
+        return file.read()
 
 
 def read_document(path: str | os.PathLike[str]) -> str:

@@ -8,7 +8,10 @@ from outcomes import COMPRESS, Run, refused
 from neuronmm_ops.hf.streaming import factors
 
 
-def test_the_same_document_as_without(run: Run, dense: Path, text: Path, tmp_path: Path) -> None:
+def test_the_same_document_as_without(
+    run: Run, dense: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "1000")  # no line wraps a path, however long
     arguments = ("--ratio", "0.3", "--calibration", text, *COMPRESS)
     whole = run("compress", dense, "-o", tmp_path / "whole", *arguments)
     streamed = run("compress", dense, "-o", tmp_path / "streamed", *arguments, "--stream")

@@ -28,7 +28,7 @@ CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u20
 PLACEHOLDER = re.compile(r"\{([\w.]+)\}")
 # What Python, torch or a library says to a programmer.
 INTERNAL = re.compile(
-    r"Traceback|internal error|object has no attribute|NoneType|unexpected keyword|subscriptable"
+    r"Traceback|internal error|has no attribute|'NoneType' object|unexpected keyword|subscriptable"
     r"|index out of range|unsupported operand|not iterable|required positional|Exception ignored"
     r"|panicked|not supported between|cannot be interpreted|Errno|RuntimeError|KeyError"
 )

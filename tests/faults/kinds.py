@@ -4,9 +4,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import kinds_of_files
+import kinds_of_machines
+import kinds_of_requests
 from harness import Fault
 
-SOURCES = (kinds_of_files,)
+SOURCES = (kinds_of_files, kinds_of_requests, kinds_of_machines)
 
 
 def all_faults(place: Path) -> list[Fault]:

@@ -325,7 +325,14 @@ BOMB = "(a+)+$|(" + "x?" * 40 + ")*"
 def _records() -> Iterator[Fault]:
     edits: dict[str, Callable[[dict[str, Any]], Any]] = {
         f"{key} {value!r:.20}": lambda record, key=key, value=value: record.update({key: value})
-        for key in ("format_version", "layers", "config", "calibration", "provenance", "left_dense")
+        for key in (
+            "format_version",
+            "layers",
+            "svd_config",
+            "calibration",
+            "provenance",
+            "left_dense",
+        )
         for value in (None, 7, "x", [], {}, [7], {"\x1b[31m": 1})
     }
     edits |= {
@@ -337,7 +344,7 @@ def _records() -> Iterator[Fault]:
         "ghost layers": _ghosts,
         "layers twice": lambda record: record["layers"].extend(record["layers"]),
         "unknown field": lambda record: record.update(surprise=1),
-        "regex bomb": lambda record: record["config"].update(targets=[BOMB]),
+        "regex bomb": lambda record: record["svd_config"].update(targets=[BOMB]),
     }
     for name, edit in edits.items():
         for command in (INSPECT, GENERATE):

@@ -34,7 +34,7 @@ def kernel(x):
 """,
     )
     expected = [("lambda", 5, 16), ("class-base", 7, 1), ("membership", 12, 12)]
-    assert places(lint(path)) == expected
+    assert places(lint(path, "0.6")) == expected
 
 
 FILES = {
@@ -90,7 +90,7 @@ def test_helpers_and_classes_of_the_kernels_package_are_read(tmp_path):
     for name, text in FILES.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text, encoding="utf-8")
-    found = lint(tmp_path / "pack/kernels/first.py")
+    found = lint(tmp_path / "pack/kernels/first.py", "0.6")
     assert [(Path(e.path).name, e.rule, e.line) for e in found] == [
         ("classes.py", "class-base", 3),
         ("helpers.py", "identity", 5),
@@ -103,7 +103,7 @@ def test_helpers_and_classes_of_the_kernels_package_are_read(tmp_path):
 def test_a_script_reaches_the_files_beside_it(tmp_path):
     (tmp_path / "beside.py").write_text("def helper(x):\n    return x is None\n", encoding="utf-8")
     kernel = "from beside import helper\n@jit\ndef kernel(x):\n    return helper(x)\n"
-    (found,) = lint(write(tmp_path, kernel))
+    (found,) = lint(write(tmp_path, kernel), "0.6")
     assert (Path(found.path).name, found.rule, found.line) == ("beside.py", "identity", 2)
 
 
@@ -117,7 +117,7 @@ def test_a_function_reaches_modules_that_python_has_imported(tmp_path, monkeypat
     spec = importlib.util.spec_from_file_location("lint_kernels", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    (found,) = lint(module.kernel)
+    (found,) = lint(module.kernel, "0.6")
     assert (Path(found.path).name, found.line) == ("lint_helper.py", 2)
 
 

@@ -1,9 +1,9 @@
 """The command `neuronmm`: arguments in, one table or one JSON document out.
 
 Exit codes: 0 done, 2 usage or bad input (one line on stderr), 1 a defect, of ours or of the kernel
-that `simulate` runs, or a cell of `reproduce` that failed, 130 interrupted, 141 stdout was closed,
-143 terminated. With `--json` stdout carries one JSON document and nothing else; progress and tables
-go to stderr. Each module adds its command to the parser.
+that `simulate` runs or `lint` reads, or a cell of `reproduce` that failed, 130 interrupted, 141
+stdout was closed, 143 terminated. With `--json` stdout carries one JSON document and nothing else;
+progress and tables go to stderr. Each module adds its command to the parser.
 """
 
 import argparse
@@ -22,6 +22,7 @@ from neuronmm_ops.cli import (
     export,
     generate,
     inspect,
+    lint,
     plan,
     recover,
     reproduce,
@@ -91,7 +92,7 @@ def parser() -> argparse.ArgumentParser:
     commands = root.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for module in (
         *(demo, compress, recover, evaluate, compare, generate, inspect, export, reproduce),
-        *(doctor, bench, plan, simulate),
+        *(doctor, bench, plan, simulate, lint),
     ):
         module.add(commands)
     return root

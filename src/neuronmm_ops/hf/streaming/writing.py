@@ -72,7 +72,7 @@ def write_weights(
     """
     model.save_pretrained(directory, state_dict={})
     (directory / SINGLE).unlink(missing_ok=True)
-    shapes = remove_tied_weights_from_state_dict(model.state_dict(), model)
+    shapes = _without_tied(model)
     names = {id(tensor): name for name, tensor in shapes.items()}
     stored = revert_weight_conversion(model, dict(shapes))
     split = split_torch_state_dict_into_shards(
@@ -87,3 +87,14 @@ def write_weights(
         index = {"metadata": total, "weight_map": split.tensor_to_filename}
         text = json.dumps(index, indent=2, sort_keys=True)
         (directory / INDEX).write_text(text + "\n", encoding="utf-8")
+
+
+def _without_tied(model: PreTrainedModel) -> dict[str, Tensor]:
+    """The state of a model without values, each tied parameter once."""
+    state = model.state_dict()
+    # Transformers 5.0 asks the model for a parameter of each name that it is given.
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    once = remove_tied_weights_from_state_dict(
+        {name: state[name] for name in state if name in parameters}, model
+    )
+    return {name: state[name] for name in state if name not in parameters or name in once}

@@ -6,6 +6,7 @@ from neuronmm_ops.kernels.attention.heads import HeadNorm, NewHeads, NewToken, R
 from neuronmm_ops.kernels.attention.mixture import Mixture, Sums
 from neuronmm_ops.kernels.attention.scores import Scores
 from neuronmm_ops.kernels.attention.units import Shape, Unit, cache_blocks, decode_units
+from neuronmm_ops.kernels.front_end import is_none
 from neuronmm_ops.kernels.shim import NkiTensor, jit, nisa, nl
 from neuronmm_ops.kernels.stages.tiling import PARTITIONS
 
@@ -94,11 +95,11 @@ def attention_decode(
     heads = qkv.shape[1] // d - 2 * kv
     shape = Shape(B, heads, kv, d, T)
     check_operands(shape, qkv, v_cache)
-    assert (q_weight == None) == (k_weight == None), "give both weights of norms, or none"  # noqa: E711
+    assert is_none(q_weight) == is_none(k_weight), "give both weights of norms, or none"
     out_hbm = nl.ndarray((B, heads * d), dtype=qkv.dtype, buffer=nl.shared_hbm)
     units = decode_units(shape, nl.program_id(0), nl.num_programs(0))
     norms: list[HeadNorm] = []
-    if q_weight != None and k_weight != None:  # noqa: E711 - strict NKI has no `is`
+    if not is_none(q_weight) and not is_none(k_weight):
         norms.append(HeadNorm(q_weight, k_weight, heads, eps))
     rotation = Rotation(cos, sin, min(PARTITIONS, heads + kv), norms)
     load_table()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from neuronmm_ops.kernels.front_end import is_none
 from neuronmm_ops.kernels.shim import NkiTensor, jit, nisa, nl
 from neuronmm_ops.kernels.stages.chunks import chunks_of, generation
 from neuronmm_ops.kernels.stages.decode import contract, own
@@ -76,7 +77,7 @@ class Greatest(nl.NKIObject):
         self.seen += 1
         own_lanes = nl.ds(first, lanes)
         logits = sums.psum(part, lanes)
-        if sums.weight.scale != None or part.size < SEARCHED:  # noqa: E711
+        if not is_none(sums.weight.scale) or part.size < SEARCHED:
             shape = (first + lanes, max(part.size, SEARCHED))
             logits = nl.ndarray(shape, dtype=nl.float32)[own_lanes, :]
             if part.size < SEARCHED:
@@ -191,7 +192,7 @@ def lm_head_decode(
     V = w.shape[1]
     assert M <= PARTITIONS, f"at most {PARTITIONS} tokens, got {M}; a prompt needs its last alone"
     check_pair(H, w.shape[0], V, 0)
-    check_scale(V, w_scale.shape[0] if w_scale != None else 0)  # noqa: E711
+    check_scale(V, w_scale.shape[0] if not is_none(w_scale) else 0)
     assert V < NO_ID, f"ids must be below 2^23, got {V} columns; split w"
     ids_hbm = nl.ndarray((M,), dtype=nl.int32, buffer=nl.shared_hbm)
     greatest_hbm = nl.ndarray((M,), dtype=nl.float32, buffer=nl.shared_hbm)
@@ -206,7 +207,7 @@ def lm_head_decode(
     for i in range(len(blocks)):
         first, last = i == 0, i + 1 == len(blocks)
         sums = Sums(weight, blocks[i], M, OUTPUT_UNIT, last, stacked=True)
-        if w_scale != None:  # noqa: E711
+        if not is_none(w_scale):
             sums.load_rows(None)
         contract(chunks, [sums], tile_bytes, first, last)
         for n in range(len(sums.parts)):

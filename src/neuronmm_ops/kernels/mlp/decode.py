@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from neuronmm_ops.kernels.front_end import is_none
 from neuronmm_ops.kernels.mlp.prefill import check_matrices
 from neuronmm_ops.kernels.shim import NkiTensor, jit, nisa, nl
 from neuronmm_ops.kernels.stages.chunks import KChunk, chunks_of
@@ -85,10 +86,10 @@ def mlp_decode(
     lanes = lanes_for(weights, M)
     x_chunks = chunks_of(x, Span(0, K), 0, k_chunk, x.dtype, None, lanes)
     sides = [x_chunks, x_chunks]
-    if x_up != None:  # noqa: E711 - strict NKI has no `is`
+    if not is_none(x_up):
         sides[1] = chunks_of(x_up, Span(0, x_up.shape[1]), 0, k_chunk, x.dtype, None, lanes)
     two = nl.num_programs(0) > 1
-    h_dtype = x.dtype if w_up_scale == None else nl.float32  # noqa: E711 - strict NKI has no `is`
+    h_dtype = x.dtype if is_none(w_up_scale) else nl.float32
     h_hbm: list[NkiTensor] = []
     if two:
         h_hbm.append(nl.ndarray((M, I), dtype=h_dtype, buffer=nl.shared_hbm))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from neuronmm_ops.kernels.front_end import is_none
 from neuronmm_ops.kernels.shim import NkiTensor, jit, nl
 from neuronmm_ops.kernels.stages.hidden import Hidden
 from neuronmm_ops.kernels.stages.operands import Operand, Tiles, Weight
@@ -20,7 +21,7 @@ from neuronmm_ops.kernels.svd_mlp.prefill import gated, load_table
 
 def check_matrices(x: NkiTensor, x_up: NkiTensor | None, matrices: Tiles) -> None:
     """Check the sizes of w_gate, w_up and w_down, for x and an x_up."""
-    given: Any = x if x_up == None else x_up  # noqa: E711 - strict NKI has no `is`
+    given: Any = x if is_none(x_up) else x_up
     assert given.shape[0] == x.shape[0], f"x has {x.shape[0]} tokens and x_up {given.shape[0]}"
     sides, inner = [x, given], matrices[2].shape[0]
     for n in range(2):
@@ -57,7 +58,7 @@ class Stages(nl.NKIObject):
         given: Any = [x_hbm, x_up_hbm]
         xs: list[Operand] = []
         for source_hbm in given:
-            if source_hbm == None:  # noqa: E711
+            if is_none(source_hbm):
                 xs.append(xs[0])
             else:
                 features = Span(0, source_hbm.shape[1])
@@ -160,7 +161,7 @@ def mlp(
     scales: list[Any] = [w_gate_scale, w_up_scale, w_down_scale]
     weights: list[Weight] = []
     for i in range(len(matrices)):
-        check_scale(matrices[i].shape[1], scales[i].shape[0] if scales[i] != None else 0)  # noqa: E711
+        check_scale(matrices[i].shape[1], scales[i].shape[0] if not is_none(scales[i]) else 0)
         weights.append(Weight(matrices[i], scales[i], x.dtype))
     load_table(activation)
     out_hbm = nl.ndarray((M, w_down.shape[1]), dtype=x.dtype, buffer=nl.shared_hbm)

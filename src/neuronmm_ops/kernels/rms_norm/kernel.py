@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from neuronmm_ops.kernels.front_end import is_none
 from neuronmm_ops.kernels.shim import NkiTensor, jit, nisa, nl
 from neuronmm_ops.kernels.stages.chunks import generation, itemsize
 from neuronmm_ops.kernels.stages.decode import own
@@ -62,7 +63,7 @@ class Rows(nl.NKIObject):
     def run(self, out_hbm: NkiTensor, sum_hbm: Any, x_hbm: NkiTensor, added: Any, t: Span) -> None:
         """sum[t] = x[t] + added[t], out[t] = norm(sum[t]); `added` None: of x[t] alone."""
         x_sb = self.load(x_hbm, t)
-        if added != None:  # noqa: E711 - strict NKI has no `is`
+        if not is_none(added):
             added_sb = self.load(added, t)
             # VectorE and ScalarE have the other passes over the tile
             nisa.tensor_tensor(x_sb, x_sb, added_sb, nl.add, engine=nisa.gpsimd_engine)
@@ -120,7 +121,7 @@ def check_norm(x: NkiTensor, residual: Any, weight: NkiTensor, parts: int) -> No
     """Check the sizes of a norm's operands."""
     H = x.shape[1]
     assert weight.shape[0] == H, f"weight must be [{H}], got [{weight.shape[0]}]"
-    if residual != None:  # noqa: E711
+    if not is_none(residual):
         assert residual.shape == x.shape, f"residual must be {x.shape}, as x; got {residual.shape}"
     assert parts > 0, f"parts must be at least 1, got {parts}"
     assert parts <= PARTITIONS, f"parts must be at most {PARTITIONS}, got {parts}"
@@ -167,7 +168,7 @@ def rms_norm(
     check_norm(x, residual, weight, parts)
     out_hbm = nl.ndarray(x.shape, dtype=x.dtype, buffer=nl.shared_hbm)
     sum_hbm: Any = None
-    if residual != None:  # noqa: E711 - strict NKI has no `is`
+    if not is_none(residual):
         sum_hbm = nl.ndarray(x.shape, dtype=x.dtype, buffer=nl.shared_hbm)
     tokens = own(x.shape[0])
     if tokens.size > 0:
@@ -175,6 +176,6 @@ def rms_norm(
         rows = Rows(weight, step, parts, eps)
         for t in spans(tokens.start, tokens.size, step):
             rows.run(out_hbm, sum_hbm, x, residual, t)
-    if residual != None:  # noqa: E711
+    if not is_none(residual):
         return sum_hbm, out_hbm
     return out_hbm

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from neuronmm_ops.kernels.attention.units import Shape
+from neuronmm_ops.kernels.front_end import is_none
 from neuronmm_ops.kernels.shim import NkiTensor, jit, nisa, nl
 from neuronmm_ops.kernels.stages.chunks import evict
 from neuronmm_ops.kernels.stages.operands import load_row
@@ -302,12 +303,12 @@ def rope(
     wanted = (B * M, (shape.heads + 2 * kv) * d)
     assert qkv.shape == wanted, f"qkv must be {wanted}, got {qkv.shape}"
     assert v_cache.shape == (B, kv, M, d), f"v_cache must be {(B, kv, M, d)}, got {v_cache.shape}"
-    assert (q_weight == None) == (k_weight == None), "give both weights of norms, or none"  # noqa: E711
+    assert is_none(q_weight) == is_none(k_weight), "give both weights of norms, or none"
     q_hbm = nl.ndarray((B, H, d, M), dtype=qkv.dtype, buffer=nl.shared_hbm)
     own = core_span(M, nl.program_id(0), nl.num_programs(0))
     identity_sb = identity(qkv.dtype)
     norms: list[Norm] = []
-    if q_weight != None and k_weight != None:  # noqa: E711 - strict NKI has no `is`
+    if not is_none(q_weight) and not is_none(k_weight):
         norms.append(Norm(q_weight, k_weight, eps, min(PARTITIONS, M)))
     each = PARTITIONS // d
     pieces = Pieces(each, each * max(1, PIECE // each), len(norms) > 0)

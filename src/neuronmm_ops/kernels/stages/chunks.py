@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from neuronmm_ops.kernels.front_end import is_none
 from neuronmm_ops.kernels.shim import NkiTensor, nisa, nl
 from neuronmm_ops.kernels.stages.tiling import (
     PARTITIONS,
@@ -145,7 +146,7 @@ class KChunk(nl.NKIObject):
         if len(self.transposed_sb) > 0:
             return
         stack = self.stack
-        if stack != None:  # noqa: E711 - strict NKI has no `is`
+        if not is_none(stack):
             stack.transpose()
             for tiles_sb in stack.transposed_sb:
                 self.transposed_sb.append(tiles_sb[:, self.number, :, :])
@@ -177,7 +178,7 @@ class KChunk(nl.NKIObject):
         if self.lanes > M:
             nisa.memset(to_sb[:, 0, :], 0.0, engine=nisa.gpsimd_engine)
         scale_sb: NkiTensor | None = None
-        if self.scale != None:  # noqa: E711 - strict NKI has no `is`
+        if not is_none(self.scale):
             scale_sb = self.load_scale(self.scale, start, rows, tiles)
         in_psum = nl.float32 if generation() == 2 else self.source.dtype
         for group in spans(0, tiles, transposes_in_bank(M, itemsize(in_psum))):
@@ -186,7 +187,7 @@ class KChunk(nl.NKIObject):
                 columns = tokens_sb[:, start + group.start + i : start + rows * tiles : tiles]
                 nisa.nc_transpose(bank_psum[:, i, 0:M], columns)
             own = nl.ds(group.start, group.size)
-            if scale_sb == None:  # noqa: E711
+            if is_none(scale_sb):
                 evict(to_sb[:, own, 0:M], bank_psum[:, :, 0:M], 0)
             else:
                 factors = scale_sb[:, own].expand_dim(2).broadcast(2, M)

@@ -8,6 +8,7 @@ same time, which keeps TensorE ahead of the DMA engines.
 
 from __future__ import annotations
 
+from neuronmm_ops.kernels.front_end import is_none
 from neuronmm_ops.kernels.shim import NkiTensor, nl
 from neuronmm_ops.kernels.stages.chunks import KChunk
 from neuronmm_ops.kernels.stages.sums import Product, Sums
@@ -96,7 +97,7 @@ def of_both_cores(sums: list[Sums]) -> list[NkiTensor]:
     All are sent before any is added: a queue starts one DMA after the other.
     """
     found: list[NkiTensor] = []
-    is_scaled = sums[0].weight.scale != None  # noqa: E711 - strict NKI has no `is`
+    is_scaled = not is_none(sums[0].weight.scale)
     dtype = nl.float32 if is_scaled else sums[0].weight.dtype
     if nl.num_programs(0) == 1:
         for s in sums:
@@ -124,9 +125,9 @@ def write_block(
     The last weight tiles are small, so that little is left to do when the last byte has come.
     """
     sums = Sums(w, columns, out_hbm.shape[0], OUTPUT_UNIT, last)
-    if w.scale != None:  # noqa: E711 - strict NKI has no `is`
+    if not is_none(w.scale):
         sums.load_rows(bias)
-    elif bias != None:  # noqa: E711
+    elif not is_none(bias):
         sums.add_bias(bias)
     contract(chunks, [sums], tile_bytes, first, last)
     if last or out_hbm.shape[0] == 1:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from neuronmm_ops.kernels.front_end import is_none
 from neuronmm_ops.kernels.shim import NkiTensor, nisa, nl
 from neuronmm_ops.kernels.stages.operands import (
     Operand,
@@ -151,7 +152,7 @@ class Rounded(nl.NKIObject):
             nisa.tensor_copy(self.scale_sb[0], scale_psum)
         self.round()
         total_sb = nl.ndarray(scale_psum.shape, dtype=nl.bfloat16)
-        if self.before == None:  # noqa: E711
+        if is_none(self.before):
             nisa.tensor_copy(total_sb, scale_psum)
         else:
             nisa.tensor_tensor(total_sb, scale_psum, self.before.total_sb[0], nl.multiply)
@@ -285,7 +286,7 @@ def write_rounded(
     partitions = min(PARTITIONS, xs[0].width)
     for b in spans(0, w.width, block):
         w_block = w.paired(b)
-        bias_sb = load_row(bias_hbm, b, partitions) if bias_hbm != None else None  # noqa: E711
+        bias_sb = load_row(bias_hbm, b, partitions) if not is_none(bias_hbm) else None
         scale_sb = w.row_scale(b, partitions)
         for c in range(len(xs)):
             if loads and b.start == 0:
@@ -303,7 +304,7 @@ def write_rounded(
                     for j in range(len(sums_psum[i])):
                         size = sums_psum[i][j].shape[1]
                         own = nl.ds(group.columns.start + j * BANK_COLUMNS, size)
-                        own_bias_sb = bias_sb[:rows, own] if bias_sb != None else None  # noqa: E711
+                        own_bias_sb = bias_sb[:rows, own] if not is_none(bias_sb) else None
                         unscale(
                             results_sb[i][:, own],
                             sums_psum[i][j],
@@ -326,7 +327,7 @@ def unscale(
     """dst = sum * scale [tokens, columns] * column [tokens, 1] + bias, in fp32 until dst."""
     scaled_sb = nl.ndarray(sum_psum.shape, dtype=nl.float32)
     nisa.tensor_tensor(scaled_sb, sum_psum, scale_sb, nl.multiply)
-    if bias_sb == None:  # noqa: E711
+    if is_none(bias_sb):
         nisa.activation(dst_sb, nl.copy, scaled_sb, scale=column_sb)
     else:
         nisa.scalar_tensor_tensor(dst_sb, scaled_sb, nl.multiply, column_sb, nl.add, bias_sb)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from neuronmm_ops.kernels.front_end import is_none
 from neuronmm_ops.kernels.shim import NkiTensor, nisa, nl
 from neuronmm_ops.kernels.stages.tiling import (
     BANK_COLUMNS,
@@ -92,7 +93,7 @@ class Operand(nl.NKIObject):
         size = min(PARTITIONS, self.size - k * PARTITIONS)
         rows = nl.ds(self.rows.start + k * PARTITIONS, size)
         columns = nl.ds(self.columns.start, self.width)
-        dtype = self.source_hbm.dtype if self.dtype == None else self.dtype  # noqa: E711
+        dtype = self.source_hbm.dtype if is_none(self.dtype) else self.dtype
         tile_sb = nl.ndarray((size, self.width), dtype=dtype)
         if self.layout == "rows":
             nisa.dma_copy(tile_sb, self.source_hbm[rows, columns], dge_mode=nisa.dge_mode.none)
@@ -151,7 +152,7 @@ class Weight(nl.NKIObject):
     def __init__(self, source_hbm: NkiTensor, scale_hbm: NkiTensor | None, dtype: nl.DType) -> None:
         self.source_hbm = source_hbm
         self.scale_hbm: Any = scale_hbm
-        self.scaled = scale_hbm != None  # noqa: E711
+        self.scaled = not is_none(scale_hbm)
         self.dtype = dtype
         stored = source_hbm.dtype
         one_byte = stored == nl.int8 or stored == nl.float8_e4m3fn
@@ -289,11 +290,11 @@ def evict(
     Each partition is multiplied by its scale in `scale_sb` [<=128, 1], if any.
     """
     if number % engines == 0:
-        if scale_sb == None:  # noqa: E711
+        if is_none(scale_sb):
             nisa.activation(dst_sb, nl.copy, sums_psum)
         else:
             nisa.activation(dst_sb, nl.copy, sums_psum, scale=scale_sb)
-    elif scale_sb == None:  # noqa: E711
+    elif is_none(scale_sb):
         nisa.tensor_copy(dst_sb, sums_psum)
     else:
         nisa.tensor_scalar(dst_sb, sums_psum, nl.multiply, scale_sb)

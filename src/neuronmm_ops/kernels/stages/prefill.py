@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from neuronmm_ops.kernels.front_end import is_none
 from neuronmm_ops.kernels.shim import NkiTensor, nisa, nl
 from neuronmm_ops.kernels.stages.operands import (
     Operand,
@@ -64,9 +65,13 @@ class TokenBlocks(nl.NKIObject):
         looped = looped_tokens(own.size, self.size) if device_loop else 0
         if looped > 0:
             self.stages.prepare(min(PARTITIONS, self.size))  # not in the loop
-            nl.fori_loop(own.start, own.start + looped, self.block_at, step=self.size)
+
+            def block(first: Any) -> None:  # a method is no body for NKI's parser
+                self.block_at(first)
+
+            nl.fori_loop(own.start, own.start + looped, block, step=self.size)
         for tokens in spans(own.start + looped, own.size - looped, self.size):
-            if self.beside_hbm == None:  # noqa: E711
+            if is_none(self.beside_hbm):
                 self.stages.run(self.out_hbm, self.x_hbm, tokens)
             else:
                 self.stages.run(self.out_hbm, self.x_hbm, tokens, self.beside_hbm)
@@ -75,7 +80,7 @@ class TokenBlocks(nl.NKIObject):
         """The body of the loop on the device: the block from token `first`, a register, on."""
         out_hbm, tokens = self.rows_at(self.out_hbm, first), Span(0, self.size)
         x_hbm = self.rows_at(self.x_hbm, first)
-        if self.beside_hbm == None:  # noqa: E711
+        if is_none(self.beside_hbm):
             self.stages.run(out_hbm, x_hbm, tokens)
         else:
             self.stages.run(out_hbm, x_hbm, tokens, self.rows_at(self.beside_hbm, first))
@@ -129,7 +134,7 @@ def accumulate(
                     else:
                         nisa.nc_matmul(sums_psum[i][j], a[:, left], b[:, right], accumulate=adds)
         done = n * len(rows) * len(columns)
-        if between != None and (n + 1 == len(parts) or done >= SETTLED_MATMULS):  # noqa: E711
+        if not is_none(between) and (n + 1 == len(parts) or done >= SETTLED_MATMULS):
             between.settle()
     return sums_psum
 
@@ -161,7 +166,7 @@ def add_row(dst_sb: NkiTensor, before_sb: NkiTensor, row_psum: Tiles, scale_sb: 
     for j in range(len(row_psum)):
         own = nl.ds(j * BANK_COLUMNS, row_psum[j].shape[1])
         dst, before = dst_sb[:, own], before_sb[:, own]
-        if scale_sb == None:  # noqa: E711
+        if is_none(scale_sb):
             nisa.tensor_tensor(dst, before, row_psum[j], nl.add)
         else:
             nisa.scalar_tensor_tensor(dst, row_psum[j], nl.multiply, scale_sb, nl.add, before)
@@ -171,7 +176,7 @@ def scale_row(dst_sb: NkiTensor, row_psum: Tiles, scale_sb: NkiTensor, bias_sb: 
     """dst = PSUM tiles of 512 columns side by side * scale + bias, on VectorE, in fp32."""
     for j in range(len(row_psum)):
         own = nl.ds(j * BANK_COLUMNS, row_psum[j].shape[1])
-        if bias_sb == None:  # noqa: E711
+        if is_none(bias_sb):
             nisa.tensor_tensor(dst_sb[:, own], row_psum[j], scale_sb[:, own], nl.multiply)
         else:
             scaled_sb = nl.ndarray(row_psum[j].shape, dtype=nl.float32)
@@ -272,7 +277,7 @@ def write_rows(
     for b in spans(0, N, block):
         w_block = w.block(Span(0, K), b)
         partitions = min(PARTITIONS, x.width)
-        bias_sb = load_row(bias_hbm, b, partitions) if bias_hbm != None else None  # noqa: E711
+        bias_sb = load_row(bias_hbm, b, partitions) if not is_none(bias_hbm) else None
         scale_sb = w.row_scale(b, partitions)
         results_sb: Tiles = []
         for group in natural_groups(x.width, b.size, token_tiles, banks):
@@ -282,10 +287,10 @@ def write_rows(
             for i in range(len(sums_psum)):
                 own = nl.ds(group.columns.start, group.columns.size)
                 dst_sb, rows = results_sb[i][:, own], results_sb[i].shape[0]
-                own_bias_sb: Any = bias_sb[:rows, own] if bias_sb != None else None  # noqa: E711
-                if scale_sb != None:  # noqa: E711
+                own_bias_sb: Any = bias_sb[:rows, own] if not is_none(bias_sb) else None
+                if not is_none(scale_sb):
                     scale_row(dst_sb, sums_psum[i], scale_sb[:rows, own], own_bias_sb)
-                elif bias_sb != None:  # noqa: E711
+                elif not is_none(bias_sb):
                     add_row(dst_sb, own_bias_sb, sums_psum[i])
                 else:
                     evict_row(dst_sb, sums_psum[i], i * len(sums_psum[i]), engines)

@@ -7,6 +7,7 @@ are multiplied by a row of scales when they are evicted.
 
 from __future__ import annotations
 
+from neuronmm_ops.kernels.front_end import is_none
 from neuronmm_ops.kernels.shim import NkiTensor, nisa, nl
 from neuronmm_ops.kernels.stages.chunks import KChunk, Stack, evict, generation, itemsize
 from neuronmm_ops.kernels.stages.tiling import (
@@ -87,7 +88,7 @@ class Sums(nl.NKIObject):
         self.tiling = SumTiling(columns.size, M, generation(), unit, step)
         # sums that are scaled are evicted and transposed by all column groups together; the first
         # matmul writes zeros to the partitions beside the tokens
-        self.stacked = stacked or weight.scale != None  # noqa: E711 - strict NKI has no `is`
+        self.stacked = stacked or not is_none(weight.scale)
         self.lanes = lanes_of(M, generation()) if self.stacked else M
         self.parts = self.tiling.stacked_evictions() if self.stacked else self.tiling.evictions()
         self.partitions = self.tiling.partitions - M + self.lanes
@@ -232,9 +233,9 @@ class Sums(nl.NKIObject):
     def load_rows(self, bias: NkiTensor | None) -> None:
         """Load the scale of a weight in one byte, and a bias [N] with it, for the evictions."""
         scale = self.weight.scale
-        if scale != None:  # noqa: E711 - strict NKI has no `is`
+        if not is_none(scale):
             self.load_row(scale)
-        if bias != None:  # noqa: E711
+        if not is_none(bias):
             self.load_row(bias)
 
     def load_row(self, row_hbm: NkiTensor) -> None:
@@ -326,7 +327,7 @@ class Sums(nl.NKIObject):
         for i in range(len(self.tiling.groups)):
             start, number = self.columns.start + self.tiling.groups[i].start, 0
             for s in self.tiling.stacks():
-                if scale != None and i == s.group:  # noqa: E711 - strict NKI has no `is`
+                if not is_none(scale) and i == s.group:
                     sums_sb, tokens = self.like(tile_sb, s), self.tokens
                     stack = Stack(start, sums_sb, s.count, self.lanes, tokens, dtype, scale)
                 if i >= s.group:

@@ -32,8 +32,10 @@ def spans(start: int, size: int, tile: int) -> list[Span]:
 
 def sizes(size: int, tile: int) -> list[int]:
     """The sizes of `spans`."""
-    rest = size % tile
-    return [tile] * (size // tile) + [rest] * (rest > 0)
+    found = [tile] * (size // tile)
+    if size % tile > 0:
+        found.append(size % tile)
+    return found
 
 
 class Group(NKIObject):
@@ -241,11 +243,14 @@ def cast_shares(columns: int, generation: int) -> list[Span]:
     By their clocks; on gen2 VectorE and GpSimdE exclude each other on SBUF.
     """
     weights = [1, 1] if generation == 2 else [5, 5, 4] if generation == 3 else [1, 1, 1]
+    total = 0
+    for weight in weights:
+        total += weight
     found: list[Span] = []
     start, seen = 0, 0
     for weight in weights:
         seen += weight
-        end = columns * seen // sum(weights)
+        end = columns * seen // total
         if end > start:
             found.append(Span(start, end - start))
         start = end

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from neuronmm_ops.kernels.front_end import is_none
 from neuronmm_ops.kernels.shim import NkiTensor, nisa, nl
 from neuronmm_ops.kernels.stages.chunks import generation, itemsize
 from neuronmm_ops.kernels.stages.tiling import cast_shares, lanes_of
@@ -22,7 +23,7 @@ class Weight(nl.NKIObject):
         self, hbm: NkiTensor, dtype: nl.DType, scale: NkiTensor | None, dma_cast: int = 0
     ) -> None:
         columns = hbm.shape[1]
-        if scale == None:  # noqa: E711 - strict NKI has no `is`
+        if is_none(scale):
             assert hbm.dtype == dtype, (
                 f"a weight without a scale must have the dtype of x, {dtype}; got {hbm.dtype}"
             )
@@ -49,7 +50,7 @@ def check_one_dtype(weights: list[Weight]) -> None:
 
 def lanes_for(weights: list[Weight], M: int) -> int:
     """Columns of the transposes of what is multiplied by weights; as `KChunk`."""
-    return lanes_of(M, generation()) if weights[0].scale != None else 0  # noqa: E711
+    return lanes_of(M, generation()) if not is_none(weights[0].scale) else 0
 
 
 def cast(tile_sb: NkiTensor, dtype: nl.DType) -> NkiTensor:

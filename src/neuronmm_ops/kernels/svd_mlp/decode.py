@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from neuronmm_ops.kernels.front_end import is_none
 from neuronmm_ops.kernels.shim import NkiTensor, jit, nisa, nl
 from neuronmm_ops.kernels.stages.chunks import KChunk, chunks_of
 from neuronmm_ops.kernels.stages.decode import contract, own, project, write_block
@@ -105,7 +106,7 @@ def svd_mlp_decode(
     inner = own(v_gate.shape[1])
     h_chunks: list[KChunk] = []
     if spill and inner.size > 0:
-        dtype = x.dtype if v_up_scale == None else nl.float32  # noqa: E711 - strict NKI has no `is`
+        dtype = x.dtype if is_none(v_up_scale) else nl.float32
         h_hbm = nl.ndarray((M, inner.size), dtype=dtype, buffer=nl.private_hbm)
         for columns in spans(inner.start, inner.size, inner_block):
             up, h_sb = gated(low, vs, columns, M, activation, tile_bytes)
@@ -138,7 +139,7 @@ def gated(
     multiplied by the scale of v_up, if any, and rounded.
     """
     gate = Sums(vs[0], columns, M)
-    scaled = vs[0].scale != None  # noqa: E711 - strict NKI has no `is`
+    scaled = not is_none(vs[0].scale)
     if scaled:
         gate.load_rows(None)
     contract(low[0], [gate], tile_bytes, True, False)

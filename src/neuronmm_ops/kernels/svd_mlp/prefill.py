@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from neuronmm_ops.kernels.front_end import is_none
 from neuronmm_ops.kernels.shim import NkiTensor, jit, nisa, nl
 from neuronmm_ops.kernels.stages.double_row import (
     Rounding,
@@ -273,7 +274,7 @@ def svd_mlp(
     ]
     weights: list[Weight] = []
     for i in range(len(factors)):
-        count = scales[i].shape[0] if scales[i] != None else 0  # noqa: E711
+        count = scales[i].shape[0] if not is_none(scales[i]) else 0
         check_scale(factors[i].shape[1], count)
         weights.append(Weight(factors[i], scales[i], x.dtype))
     load_table(activation)

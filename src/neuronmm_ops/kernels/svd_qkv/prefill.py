@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from neuronmm_ops.kernels.front_end import is_none
 from neuronmm_ops.kernels.shim import NkiTensor, jit, nl
 from neuronmm_ops.kernels.stages.double_row import (
     Rounded,
@@ -28,7 +29,7 @@ def check_biases(vs: list[NkiTensor], biases: list[NkiTensor | None]) -> None:
     """Check the sizes of the biases that are given."""
     for i in range(len(vs)):
         bias = biases[i]
-        check_pair(0, 0, vs[i].shape[1], bias.shape[0] if bias != None else 0)  # noqa: E711
+        check_pair(0, 0, vs[i].shape[1], bias.shape[0] if not is_none(bias) else 0)
 
 
 class Stages(nl.NKIObject):
@@ -205,8 +206,8 @@ def svd_qkv(
     second_factors: list[Weight] = []
     for n in range(3):
         u_scale, v_scale = u_scales[n], v_scales[n]
-        check_scale(us[n].shape[1], u_scale.shape[0] if u_scale != None else 0)  # noqa: E711
-        check_scale(vs[n].shape[1], v_scale.shape[0] if v_scale != None else 0)  # noqa: E711
+        check_scale(us[n].shape[1], u_scale.shape[0] if not is_none(u_scale) else 0)
+        check_scale(vs[n].shape[1], v_scale.shape[0] if not is_none(v_scale) else 0)
         first_factors.append(Weight(us[n], u_scale, x.dtype))
         second_factors.append(Weight(vs[n], v_scale, x.dtype))
     N = v_query.shape[1] + v_key.shape[1] + v_value.shape[1]

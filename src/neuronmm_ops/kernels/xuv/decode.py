@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from neuronmm_ops.kernels.front_end import is_none
 from neuronmm_ops.kernels.shim import NkiTensor, jit, nl
 from neuronmm_ops.kernels.stages.chunks import chunks_of
 from neuronmm_ops.kernels.stages.decode import own, project, write_block
@@ -62,7 +63,7 @@ def xuv_decode(
     M, K = x.shape
     assert M <= PARTITIONS, f"at most {PARTITIONS} tokens, got {M}; use xuv"
     check_pair(K, u.shape[0], u.shape[1], 0)
-    check_pair(u.shape[1], v.shape[0], v.shape[1], bias.shape[0] if bias != None else 0)  # noqa: E711
+    check_pair(u.shape[1], v.shape[0], v.shape[1], bias.shape[0] if not is_none(bias) else 0)
     out_hbm = nl.ndarray((M, v.shape[1]), dtype=x.dtype, buffer=nl.shared_hbm)
     first_factor = Weight(u, x.dtype, u_scale, dma_cast)
     second_factor = Weight(v, x.dtype, v_scale, dma_cast)

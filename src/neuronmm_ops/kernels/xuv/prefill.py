@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from neuronmm_ops.kernels.front_end import is_none
 from neuronmm_ops.kernels.shim import NkiTensor, jit, nl
 from neuronmm_ops.kernels.stages.double_row import (
     Rounding,
@@ -159,9 +160,9 @@ def xuv(
     M, K = x.shape
     r, N = v.shape
     check_pair(K, u.shape[0], 0, 0)
-    check_pair(u.shape[1], r, N, bias.shape[0] if bias != None else 0)  # noqa: E711
-    check_scale(r, u_scale.shape[0] if u_scale != None else 0)  # noqa: E711
-    check_scale(N, v_scale.shape[0] if v_scale != None else 0)  # noqa: E711
+    check_pair(u.shape[1], r, N, bias.shape[0] if not is_none(bias) else 0)
+    check_scale(r, u_scale.shape[0] if not is_none(u_scale) else 0)
+    check_scale(N, v_scale.shape[0] if not is_none(v_scale) else 0)
     out_hbm = nl.ndarray((M, N), dtype=x.dtype, buffer=nl.shared_hbm)
     arguments = {
         "layout": layout,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from neuronmm_ops.kernels.front_end import is_none
 from neuronmm_ops.kernels.shim import NkiTensor, jit, nl
 from neuronmm_ops.kernels.stages.chunks import chunks_of
 from neuronmm_ops.kernels.stages.decode import again, own, write_block
@@ -56,7 +57,7 @@ def xw_decode(
     """
     M, K = x.shape
     assert M <= PARTITIONS, f"at most {PARTITIONS} tokens, got {M}; use xw"
-    check_pair(K, w.shape[0], w.shape[1], bias.shape[0] if bias != None else 0)  # noqa: E711
+    check_pair(K, w.shape[0], w.shape[1], bias.shape[0] if not is_none(bias) else 0)
     out_hbm = nl.ndarray((M, w.shape[1]), dtype=x.dtype, buffer=nl.shared_hbm)
     weight = Weight(w, x.dtype, w_scale, dma_cast)
     chunks = chunks_of(x, Span(0, K), 0, k_chunk, x.dtype, None, lanes_for([weight], M))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from neuronmm_ops.kernels.front_end import is_none
 from neuronmm_ops.kernels.shim import NkiTensor, jit, nl
 from neuronmm_ops.kernels.stages.double_row import (
     Rounding,
@@ -120,8 +121,8 @@ def xw(
     """
     M, K = x.shape
     N = w.shape[1]
-    check_pair(K, w.shape[0], N, bias.shape[0] if bias != None else 0)  # noqa: E711
-    check_scale(N, w_scale.shape[0] if w_scale != None else 0)  # noqa: E711
+    check_pair(K, w.shape[0], N, bias.shape[0] if not is_none(bias) else 0)
+    check_scale(N, w_scale.shape[0] if not is_none(w_scale) else 0)
     out_hbm = nl.ndarray((M, N), dtype=x.dtype, buffer=nl.shared_hbm)
     arguments = {
         "layout": layout,

@@ -1,4 +1,4 @@
-"""What the strict NKI front end refuses: the simulator runs any Python, the real compiler does not.
+"""What NKI's front ends refuse: the simulator runs any Python, the real compiler does not.
 
 `lint` reads source and runs nothing. It follows the functions and classes that a kernel reaches,
 also into other modules of its package or folder, never into NKI or installed packages.
@@ -8,29 +8,36 @@ import inspect
 import os
 from collections.abc import Callable
 
-from neuronmm_ops.neuroncore.checks.lint_rules import RULES, LintError
+from neuronmm_ops.neuroncore.checks.lint_rules import LINES, RULES, Line, LintError
 from neuronmm_ops.neuroncore.checks.lint_scope import Checker
 from neuronmm_ops.neuroncore.checks.lint_source import Definition, Sources, reached
 
-__all__ = ["RULES", "LintError", "lint"]
+__all__ = ["LINES", "RULES", "Line", "LintError", "lint"]
 
 
-def lint(kernel: Callable[..., object] | str | os.PathLike[str]) -> list[LintError]:
-    """Return what the strict NKI front end refuses in a kernel, ordered by file and line.
+def lint(
+    kernel: Callable[..., object] | str | os.PathLike[str], nki: Line = "0.7"
+) -> list[LintError]:
+    """Return what a line of NKI refuses in a kernel, ordered by file and line.
 
     `kernel` is a function, an object that holds one as `func`, or the path of a Python file, in
     which every function decorated with `jit` is a kernel. Functions that a kernel reaches are read
     too, and classes with all their methods and base classes; other code at module level is not,
-    imports of neuronxcc excepted.
+    imports of neuronxcc excepted. `nki` is "0.6", for its parser and those before it, or "0.7".
+
+    Raises:
+        ValueError: the source cannot be read, or the line is neither.
     """
+    if nki not in LINES:
+        raise ValueError(f"nki must be one of {', '.join(LINES)}; got {nki!r}")
     if isinstance(kernel, (str, os.PathLike)):
-        sources = Sources()
+        sources = Sources(nki)
         return _findings(sources, sources.read(os.fspath(kernel)).kernels())
     function = inspect.unwrap(getattr(kernel, "func", kernel))
     if not inspect.isfunction(function):
         name = type(kernel).__name__
         raise ValueError(f"cannot lint a {name}; pass a function, a kernel or the path of a file")
-    sources = Sources(imported=True)
+    sources = Sources(nki, imported=True)
     try:
         lines, _ = inspect.findsource(function)
         source = sources.add(inspect.getsourcefile(function) or "<unknown>", "".join(lines))

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TypeGuard
 
-from neuronmm_ops.neuroncore.checks.lint_rules import RULES, LintError
+from neuronmm_ops.neuroncore.checks.lint_rules import RULES, Line, LintError
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 Definition = tuple["Source", Function | ast.ClassDef]
@@ -23,10 +23,12 @@ class Sources:
     """The files read so far, and the findings in them.
 
     Args:
+        nki: the line of NKI whose rules hold.
         imported: whether modules that Python has imported are looked up by name too.
     """
 
-    def __init__(self, imported: bool = False) -> None:
+    def __init__(self, nki: Line, imported: bool = False) -> None:
+        self.nki = nki
         self.imported = imported
         self.found: set[LintError] = set()
         self._read: dict[Path, Source] = {}
@@ -107,7 +109,9 @@ class Source:
         self.imports |= CONVENTIONAL  # whatever they are imported from
 
     def report(self, node: ast.expr | ast.stmt | ast.arg, rule: str) -> None:
-        """Add a finding at a node."""
+        """Add a finding at a node, unless the rule is another line's."""
+        if RULES[rule].line not in (None, self.sources.nki):
+            return
         place = self.path, node.lineno, node.col_offset + 1
         self.sources.found.add(LintError(*place, rule, RULES[rule].what))
 

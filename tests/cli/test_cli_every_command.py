@@ -1,0 +1,79 @@
+"""Each command once, in a process of its own, on a tiny model: what `make floors` runs."""
+
+import argparse
+import json
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from outcomes import COMPRESS, SCRIPT, process
+from reproductions import workplace
+
+from neuronmm_ops.cli import parser
+
+# In this order: later commands read what earlier ones write.
+COMPRESSED = f"-o small --calibration text.txt {shlex.join(COMPRESS)} --ratio 0.3"
+COMMANDS = (
+    "doctor",
+    "demo --quick",
+    f"compress dense {COMPRESSED}",
+    f"compress dense {COMPRESSED} --stream --storage int8 --force",
+    f"compress dense {COMPRESSED} --method plain --force",
+    "inspect small",
+    "recover small -o distilled --data text.txt --seqlen 64 --steps 3",
+    "recover small -o adapted --data text.txt --seqlen 64 --steps 3 --method lora",
+    "eval distilled --text text.txt --seqlen 64",
+    "compare adapted distilled --text text.txt --seqlen 64 --plot compare.png",
+    "generate distilled --prompt The --max-new-tokens 3",
+    "export nxdi distilled -o exported --tp 2",
+    "reproduce paper.toml -o reproduced",
+    "simulate scales.py:scale --arg x=randn:128,512 --plot profile.png --timeline timeline.html",
+    "plan --model Llama-3.2-1B --tokens 1",
+    "bench model --model Llama-3.2-1B --prompt 128 --new 2",
+    "bench kernels --model Llama-3.2-1B --tokens 1",
+    "bench cpu --model Llama-3.2-1B --tokens 1",
+    "bench overhead",
+    "bench generate dense distilled --new 2 --rounds 1",
+    "bench methods dense --text text.txt --calibration text.txt --block 8",
+    "bench storages dense --text text.txt --calibration text.txt --block 8 --ratio 0.3",
+)
+
+
+# Minutes on the simulator alone, as `bench kernels`.
+LEFT_OUT = ("bench published",)
+
+
+def names_of(command: argparse.ArgumentParser, prefix: str = "") -> Iterator[str]:
+    """Each command below a parser, by the words that call it."""
+    groups = [a for a in command._actions if isinstance(a, argparse._SubParsersAction)]
+    if not groups:
+        yield prefix.strip()
+    for group in groups:
+        for name, child in group.choices.items():
+            yield from names_of(child, f"{prefix} {name}")
+
+
+def test_no_command_is_left_out() -> None:
+    called = tuple(f"{command} " for command in (*COMMANDS, *LEFT_OUT))
+    for name in names_of(parser()):
+        assert any(command.startswith(f"{name} ") for command in called), name
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, file: Path) -> Path:
+    path = tmp_path_factory.mktemp("folder")
+    workplace(path)
+    (path / "scales.py").write_text(file.read_text())
+    return path
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_command_prints_one_document(
+    command: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder)
+    outcome = process(*SCRIPT, *shlex.split(command), "--json")
+    assert outcome.code == 0, outcome.err
+    assert json.loads(outcome.out)
