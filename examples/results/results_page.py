@@ -5,7 +5,7 @@ from typing import Any
 
 from measured import cpu, forward, generation, quality
 from modelled import clock, figure1, pareto, whole_models
-from selection import document, method_label, setting
+from selection import Row, document, method_label, setting
 from sources import SHOWN, datasets, machine_of, model_command, read
 from writing import MARK, page, span, table
 
@@ -59,16 +59,31 @@ def three_numbers() -> list[str]:
         found.append(
             f"**{span(speedup['low'], speedup['high'])}** the tokens per second of our own dense "
             f"bf16 kernels: decode of all of {SHOWN}, {setting(one)} (*modelled*, one "
-            f"{one['target']} core, batch 1, over both DMA models)"
+            f"{one['target']} core, batch 1, over both DMA models){_rivals(one)}"
         )
     on_cpu = [row for row in forward() if (row["op"], row["M"]) == ("svd_mlp", 1)]
     if on_cpu:
         row = max(on_cpu, key=lambda row: row["r"])
         found.append(
             f"**{row['speedup']:.2f}x** a dense MLP of {SHOWN}'s shape, one token at rank "
-            f"{row['r']}, on a CPU (*measured*, {machine_of('cpu')}, {row['dtype']})"
+            f"{row['r']}, on a CPU (*measured*, {machine_of('cpu')}, {row['dtype']}); both "
+            "as Transformers multiplies: a dense weight that oneDNN packs is quicker than either"
         )
     return found
+
+
+def _rivals(one: Row) -> str:
+    """What one byte and rank each give of it, and what dense weights in one byte give."""
+    storage, rank = (one["speedups"][kind]["decode"] for kind in ("storage", "rank"))
+    ends = f"; dense weights in fp8 give {span(storage['low'], storage['high'])}, "
+    rival = document("rival")
+    if rival is not None:
+        whole = rival["speedups"]["storage"]["decode"]
+        ends += (
+            f"and {span(whole['low'], whole['high'])} with the output head in fp8 as well, which "
+            "this package does not store yet; "
+        )
+    return ends + f"rank adds {span(rank['low'], rank['high'])} at equal storage"
 
 
 def _three_numbers() -> list[str]:

@@ -47,6 +47,11 @@ WHOLE = (
 """Ratio, targets, and whether every Linear is in fp8, of the rows of a whole model's page."""
 PAPER_RUN = f"neuronmm bench model --model {SHOWN} --target trn1 --prompt 32 --new 32 --ratio 0.2"
 """The setting of the run in NeuronMM's README."""
+RIVAL = (
+    f"neuronmm bench model --model {SHOWN} --target {TARGET} --prompt {PROMPT} --new {NEW} "
+    "--ratio 0.2 --storage fp8 --targets all-linear --storage-lm-head fp8"
+)
+"""What low rank must beat: dense weights in one byte, the output head's too."""
 _DEMO = "out/demo/dense --text out/results/held_out.txt --calibration out/demo/calibration.txt"
 EVALUATED_CHARACTERS = 75_000
 """Of the demo's held-out text: some 20,000 tokens, as many as the demo's own report evaluates."""
@@ -101,6 +106,7 @@ def datasets() -> dict[str, Dataset]:
         Dataset("pareto", tuple(_pareto()), 2),
         Dataset("published", ("neuronmm bench published",), 2),
         Dataset("whole", tuple(_whole()), 6),
+        Dataset("rival", (RIVAL,), 1),
     ]
     found += [Dataset(f"model_{name}", tuple(_models(name)), 1) for name in SHAPES]
     found += [Dataset(f"plan_{name}", tuple(_plans(name)), 0.5) for name in SHAPES]
