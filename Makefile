@@ -98,13 +98,14 @@ docs: env  ## build the documentation into site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 # Environments are removed before they are made: they ask the index each time, and take 2 GB each.
+# Bytecode is kept here, too.
 floors:  ## every command with the lowest versions that pyproject.toml allows, in .venv-lowest
 	$(PYTHON) tests/versions/environment.py lowest .venv-lowest
-	.venv-lowest/bin/pytest tests/cli/test_cli_every_command.py
+	PYTHONDONTWRITEBYTECODE= .venv-lowest/bin/pytest tests/cli/test_cli_every_command.py
 
 ceilings:  ## every command with the newest versions on the index, in .venv-highest
 	$(PYTHON) tests/versions/environment.py highest .venv-highest
-	.venv-highest/bin/pytest tests/cli/test_cli_every_command.py
+	PYTHONDONTWRITEBYTECODE= .venv-highest/bin/pytest tests/cli/test_cli_every_command.py
 
 bench: env  ## measure the ops on this machine
 	$(BIN)/neuronmm bench overhead

@@ -36,6 +36,14 @@ def backend(name):
     return found["usable"], found["reason"]
 
 
+def test_a_cuda_build_without_a_device_names_the_smaller_one(monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    usable, reason = backend("cuda")
+    assert not usable
+    assert reason.endswith("see https://download.pytorch.org/whl/cpu")
+
+
 # --- xla -----------------------------------------------------------------------------------------
 
 

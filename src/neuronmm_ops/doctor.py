@@ -88,7 +88,8 @@ def _cuda() -> tuple[bool, str]:
     if torch.version.cuda is None:
         return False, f"torch {torch.__version__} is built without CUDA"
     if not torch.cuda.is_available():
-        return False, "torch finds no CUDA device"
+        index = "https://download.pytorch.org/whl/cpu"
+        return False, f"torch finds no CUDA device; without CUDA it is 5 GB smaller: see {index}"
     return True, f"{torch.cuda.get_device_name()}, through the reference kernel"
 
 

@@ -29,6 +29,7 @@ COMMANDS = (
     "export nxdi distilled -o exported --tp 2",
     "reproduce paper.toml -o reproduced",
     "simulate scales.py:scale --arg x=randn:128,512 --plot profile.png --timeline timeline.html",
+    "lint scales.py",
     "plan --model Llama-3.2-1B --tokens 1",
     "bench model --model Llama-3.2-1B --prompt 128 --new 2",
     "bench kernels --model Llama-3.2-1B --tokens 1",

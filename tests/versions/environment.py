@@ -46,7 +46,7 @@ def main() -> None:
     python = directory / "bin" / "python"
 
     def install(*arguments: object) -> None:
-        options = ("--quiet", "--disable-pip-version-check", "--no-compile")
+        options = ("--quiet", "--no-warn-conflicts", "--disable-pip-version-check", "--no-compile")
         command = [python, "-m", "pip", "install", *options, *arguments]
         subprocess.run([str(part) for part in command], check=True)
 
