@@ -1,6 +1,8 @@
 """An op's arguments, checked and planned; a kernel called on device tensors."""
 
+import shutil
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import stand_ins
@@ -13,9 +15,17 @@ from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from neuronmm_ops import ops
+from neuronmm_ops import kernels, ops
 from neuronmm_ops.errors import NkiVersionError
-from neuronmm_ops.kernels import nki_kernel, plan_op, plan_svd_mlp, plan_svd_qkv, plan_xuv, plan_xw
+from neuronmm_ops.kernels import (
+    nki_kernel,
+    plan_op,
+    plan_svd_mlp,
+    plan_svd_qkv,
+    plan_xuv,
+    plan_xw,
+    source_fingerprint,
+)
 from neuronmm_ops.ops.backends.launch import (
     call_kernel,
     launch_here,
@@ -54,7 +64,8 @@ def test_svd_mlp_has_three_ranks_and_an_activation():
     launch = launch_of(SPECS["svd_mlp"], *call, "trn1")
     assert launch is not None
     assert launch.plan == plan_svd_mlp(5, 256, (8, 16, 24), 96, 40, "float32", "trn1")
-    assert launch.arguments == {**launch.plan.arguments, "activation": "relu"}
+    own = {"activation": "relu", "fingerprint": source_fingerprint()}
+    assert launch.arguments == {**launch.plan.arguments, **own}
     assert launch.shape == (5, 40)
 
 
@@ -65,7 +76,7 @@ def test_an_x_up_is_planned_and_split_as_x_is(monkeypatch):
     assert launch is not None
     assert launch.plan == plan_op("mlp", 10, shapes[1:4], "float32", "trn2", 2, inputs=2)
     assert launch.operands == ("x", "w_gate", "w_up", "w_down", "x_up")
-    assert launch.arguments == {**launch.plan.arguments, "activation": "gelu"}
+    assert launch.arguments["activation"] == "gelu"
     assert launch.shape == (2, 5, 24)
     dense = [tensors[0], tensors[1], tensors[1], tensors[3]]
     launch = launch_of(SPECS["mlp"], *split_call("mlp", *dense), "trn2")
@@ -199,6 +210,30 @@ def test_nothing_is_launched_without_elements(machine):
 def test_a_kernel_is_not_called_for_a_guessed_core(machine):
     with pytest.raises(RuntimeError, match="set NEURON_PLATFORM_TARGET_OVERRIDE"):
         call_kernel(SPECS["xw"], *split_call("xw", make((3, 40)), make((40, 24))))
+
+
+def test_a_changed_helper_changes_a_constant_of_every_kernel(tmp_path, monkeypatch):
+    """A compile cache that keys a kernel by its own function's source then compiles it again."""
+    folder = tmp_path / "kernels"
+    shutil.copytree(Path(kernels.__file__).parent, folder)
+    monkeypatch.setattr(kernels, "__file__", str(folder / "__init__.py"))
+
+    def constants():
+        source_fingerprint.cache_clear()
+        call = split_call("xuv", make((2, 256)), make((256, 24)), make((24, 40)))
+        launch = launch_of(XUV, *call, "trn2")
+        assert launch is not None
+        return launch.arguments
+
+    before = constants()
+    assert constants() == before
+    with (folder / "stages" / "sums.py").open("a") as helper:
+        helper.write("# changed\n")
+    after = constants()
+    monkeypatch.undo()
+    source_fingerprint.cache_clear()
+    changed = {name for name in before if before[name] != after[name]}
+    assert changed == {"fingerprint"}
 
 
 def test_a_kernel_is_not_called_through_an_nki_too_old(machine):

@@ -10,7 +10,7 @@ from torch_xla.experimental.stablehlo_custom_call import stablehlo_custom_call
 import neuronmm_ops as nm
 from neuronmm_ops import kernels
 from neuronmm_ops.errors import NkiVersionError
-from neuronmm_ops.kernels import plan_xuv
+from neuronmm_ops.kernels import plan_xuv, source_fingerprint
 
 
 @pytest.fixture
@@ -34,7 +34,8 @@ def test_the_kernel_is_called_on_xla_tensors(machine, device, monkeypatch):
     tensors = [torch.randn(shape).to(device) for shape in ((2, 3, 200), (200, 40), (40, 64))]
     y = nm.xuv(*tensors)
     plan = plan_xuv(6, 200, 40, 64, "float32", "trn2")
-    assert seen == [((6, 200), "xla", [None, None, None], plan.arguments)]
+    constants = {**plan.arguments, "fingerprint": source_fingerprint()}
+    assert seen == [((6, 200), "xla", [None, None, None], constants)]
     assert y.shape == (2, 3, 64)
     graph = graph_of(_XLAC._get_xla_tensors_hlo([y]))
     assert [call.target for call in graph.calls] == ["Theirs"]

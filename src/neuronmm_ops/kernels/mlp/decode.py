@@ -31,6 +31,7 @@ def mlp_decode(
     tile_bytes: int = 16384,
     spill: bool = True,
     dma_cast: int = 0,
+    fingerprint: str = "",
 ) -> NkiTensor:
     """out = (act(x @ w_gate) * (x_up @ w_up)) @ w_down, x_up by default x, for up to 128 tokens.
 
@@ -56,6 +57,7 @@ def mlp_decode(
         spill: act(gate) * up goes through HBM instead of staying in SBUF; of one core only.
         dma_cast: of weights that are cast, the DMA casts each so-manieth K tile, from the first on,
             and engines the others; 0: engines all.
+        fingerprint: of all kernels' source, for caches that know one function's alone; not read.
 
     Returns:
         [M, N] in shared HBM, dtype of x.

@@ -109,6 +109,7 @@ def mlp(
     banks: int = 8,
     engines: int = 1,
     device_loop: bool = False,
+    fingerprint: str = "",
 ) -> NkiTensor:
     """out = (act(x @ w_gate) * (x_up @ w_up)) @ w_down, x_up by default x; fp32 sums in PSUM.
 
@@ -140,6 +141,7 @@ def mlp(
         engines: that evict the output: 1 ScalarE, 2 ScalarE and VectorE.
         device_loop: full blocks of tokens are a loop on the device, of which the compiler gets the
             body once.
+        fingerprint: of all kernels' source, for caches that know one function's alone; not read.
 
     Returns:
         [M, N] in shared HBM, dtype of x.

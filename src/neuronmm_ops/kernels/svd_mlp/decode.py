@@ -37,6 +37,7 @@ def svd_mlp_decode(
     tile_bytes: int = 16384,
     spill: bool = True,
     dma_cast: int = 0,
+    fingerprint: str = "",
 ) -> NkiTensor:
     """out = down(act(gate(x)) * up(x)) for up to 128 tokens, every byte of a factor loaded once.
 
@@ -69,6 +70,7 @@ def svd_mlp_decode(
         spill: act(gate) * up goes through HBM instead of staying in SBUF.
         dma_cast: of weights that are cast, the DMA casts each so-manieth K tile, from the first on,
             and engines the others; 0: engines all.
+        fingerprint: of all kernels' source, for caches that know one function's alone; not read.
 
     Returns:
         [M, N] in shared HBM, dtype of x.

@@ -204,6 +204,7 @@ def svd_mlp(
     engines: int = 1,
     double_row: bool = False,
     device_loop: bool = False,
+    fingerprint: str = "",
 ) -> NkiTensor:
     """out = down(act(gate(x)) * up(x)), each a low-rank pair.
 
@@ -243,6 +244,7 @@ def svd_mlp(
             activations are rounded token by token; trn2 and trn3, factors in float8_e4m3fn.
         device_loop: full blocks of tokens are a loop on the device, of which the compiler gets the
             body once.
+        fingerprint: of all kernels' source, for caches that know one function's alone; not read.
 
     Returns:
         [M, N] in shared HBM, dtype of x.

@@ -47,6 +47,7 @@ def svd_qkv_decode(
     last_block: int = 1024,
     tile_bytes: int = 16384,
     dma_cast: int = 0,
+    fingerprint: str = "",
 ) -> NkiTensor:
     """out = [query(x), key(x), value(x)] for up to 128 tokens, every byte of a factor loaded once.
 
@@ -79,6 +80,7 @@ def svd_qkv_decode(
         tile_bytes: bytes a partition of a weight tile, more where one row is longer.
         dma_cast: of weights that are cast, the DMA casts each so-manieth K tile, from the first on,
             and engines the others; 0: engines all.
+        fingerprint: of all kernels' source, for caches that know one function's alone; not read.
 
     Returns:
         [M, N_q + N_k + N_v] in shared HBM, dtype of x.

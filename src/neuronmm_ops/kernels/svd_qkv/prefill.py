@@ -145,6 +145,7 @@ def svd_qkv(
     engines: int = 1,
     double_row: bool = False,
     device_loop: bool = False,
+    fingerprint: str = "",
 ) -> NkiTensor:
     """out = [query(x), key(x), value(x)] side by side, each a low-rank pair.
 
@@ -182,6 +183,7 @@ def svd_qkv(
             activations are rounded token by token; trn2 and trn3, factors in float8_e4m3fn.
         device_loop: full blocks of tokens are a loop on the device, of which the compiler gets the
             body once.
+        fingerprint: of all kernels' source, for caches that know one function's alone; not read.
 
     Returns:
         [M, N_q + N_k + N_v] in shared HBM, dtype of x.

@@ -24,6 +24,7 @@ def xuv_decode(
     last_block: int = 1024,
     tile_bytes: int = 16384,
     dma_cast: int = 0,
+    fingerprint: str = "",
 ) -> NkiTensor:
     """out = (x @ u) @ v + bias for up to 128 tokens, every byte of u and v loaded once.
 
@@ -44,6 +45,7 @@ def xuv_decode(
         tile_bytes: bytes a partition of a weight tile, more where one row is longer.
         dma_cast: of weights that are cast, the DMA casts each so-manieth K tile, from the first on,
             and engines the others; 0: engines all.
+        fingerprint: of all kernels' source, for caches that know one function's alone; not read.
 
     Returns:
         [M, N] in shared HBM, dtype of x.

@@ -108,6 +108,7 @@ def xuv(
     engines: int = 1,
     double_row: bool = False,
     device_loop: bool = False,
+    fingerprint: str = "",
 ) -> NkiTensor:
     """out = (x @ u) @ v + bias, a block of tokens at a time.
 
@@ -139,6 +140,7 @@ def xuv(
             activations are rounded token by token; trn2 and trn3, weights in float8_e4m3fn.
         device_loop: full blocks of tokens are a loop on the device, of which the compiler gets the
             body once.
+        fingerprint: of all kernels' source, for caches that know one function's alone; not read.
 
     Returns:
         [M, N] in shared HBM, dtype of x.

@@ -22,6 +22,7 @@ def xw_decode(
     tile_bytes: int = 16384,
     resident: bool = False,
     dma_cast: int = 0,
+    fingerprint: str = "",
 ) -> NkiTensor:
     """out = x @ w + bias for up to 128 tokens, every byte of w loaded once.
 
@@ -40,6 +41,7 @@ def xw_decode(
         resident: x^T stays in SBUF; else x is loaded and transposed again for each block.
         dma_cast: of weights that are cast, the DMA casts each so-manieth K tile, from the first on,
             and engines the others; 0: engines all.
+        fingerprint: of all kernels' source, for caches that know one function's alone; not read.
 
     Returns:
         [M, N] in shared HBM, dtype of x.

@@ -83,6 +83,7 @@ def xw(
     engines: int = 1,
     double_row: bool = False,
     device_loop: bool = False,
+    fingerprint: str = "",
 ) -> NkiTensor:
     """out = x @ w + bias, with fp32 sums in PSUM over the whole contraction.
 
@@ -105,6 +106,7 @@ def xw(
             activations are rounded token by token; trn2 and trn3, weights in float8_e4m3fn.
         device_loop: full blocks of tokens are a loop on the device, of which the compiler gets the
             body once.
+        fingerprint: of all kernels' source, for caches that know one function's alone; not read.
 
     Returns:
         [M, N] in shared HBM, dtype of x.

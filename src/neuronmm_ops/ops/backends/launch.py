@@ -62,9 +62,15 @@ class Launch:
 
     @property
     def arguments(self) -> dict[str, int | bool | str]:
-        """The kernel's compile-time arguments."""
+        """The kernel's compile-time arguments.
+
+        vLLM-Neuron's compile cache keys a kernel by them and by its own function's source, not its
+        helpers'; the fingerprint is of all.
+        """
+        from neuronmm_ops.kernels import source_fingerprint
+
         choices = {name: value for name, value in self.choices.items() if name not in PLANNED}
-        return {**self.plan.arguments, **choices}
+        return {**self.plan.arguments, **choices, "fingerprint": source_fingerprint()}
 
     def part(self, tokens: int) -> Launch:
         """The launch of some of the tokens, by the arguments of the plan."""
