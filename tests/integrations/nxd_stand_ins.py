@@ -5,6 +5,7 @@ defaults, so that a call which the source would not take fails here, too. Layers
 their weights and really add and gather over gloo.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -199,6 +200,21 @@ def shard(model: nn.Module, state: dict[str, Tensor], rank: int) -> None:
     absent, unexpected = model.load_state_dict(own, strict=False)
     assert not absent, absent
     assert not unexpected, unexpected
+
+
+def shard_checkpoint(
+    make: Callable[[], nn.Module], state: dict[str, Tensor], tp: int
+) -> list[dict[str, Tensor]]:
+    """ModelBuilder's: one rank's model, on the meta device, and one state dict for all ranks.
+
+    The hooks change the state dict once; each rank is given its part of a copy.
+    """
+    with torch.device("meta"):
+        model = make()
+    _preshard(model, state, "")
+    known = set(model.state_dict())
+    state = {name: tensor for name, tensor in state.items() if name in known}
+    return [_shard(model, dict(state), rank) for rank in range(tp)]
 
 
 def _preshard(module: Any, state: dict[str, Tensor], prefix: str) -> None:

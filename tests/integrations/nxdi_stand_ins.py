@@ -19,12 +19,13 @@ from nxd_stand_ins import (
     reduce_from_tensor_model_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
     shard,
+    shard_checkpoint,
 )
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-__all__ = ["CALLS", "install", "modules", "shard"]
+__all__ = ["CALLS", "GROUP", "install", "modules", "shard", "shard_checkpoint"]
 NXD, NXDI = "neuronx_distributed", "neuronx_distributed_inference"
 
 

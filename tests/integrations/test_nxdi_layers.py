@@ -204,3 +204,24 @@ def test_a_dtype_of_two_bytes(tmp_path: Path) -> None:
     assert found.dtype == torch.bfloat16
     wanted = expected(directory, inputs()[0].bfloat16())
     assert (found.double() - wanted).norm() < 0.02 * wanted.norm()
+
+
+@pytest.mark.parametrize("divide", ["both", "one"])
+@pytest.mark.parametrize("dense", [(), MIXED])
+def test_one_model_shards_the_weights_of_all_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, divide: str, dense: tuple[str, ...]
+) -> None:
+    """As NxD's ModelBuilder does, whose model is that of rank 0, without values."""
+    tp = 4
+    monkeypatch.setattr(type(stand_ins.GROUP), "size", lambda _: tp)
+    directory = make(tmp_path / "checkpoint", dense=dense)
+    config = config_of(directory, {"tp_degree": tp}, neuronmm_divide=divide)
+    family = causal_lm(config.model_type)
+    state = family.get_state_dict(str(directory), config)
+    shards = stand_ins.shard_checkpoint(lambda: family._model_cls(config), state, tp)
+    for rank, own in enumerate(shards):
+        monkeypatch.setattr(type(stand_ins.GROUP), "rank", lambda _, rank=rank: rank)
+        expected = loaded(directory, config, rank).state_dict()
+        assert own.keys() == expected.keys()
+        assert all(torch.equal(own[name], expected[name]) for name in own)
+    assert any(not torch.equal(shards[0][name], shards[1][name]) for name in shards[0])

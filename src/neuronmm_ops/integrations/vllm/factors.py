@@ -107,7 +107,9 @@ class Member(nn.Module):
 
     def pack_weights(self) -> None:
         """Let `pack` make the products with weights that have no scale, and free these."""
-        for key in () if self.pack is None else self.packable():
+        if self.pack is None:
+            return
+        for key in self.packable():
             weight = getattr(self, key).detach()
             self.packed[key] = self.pack(weight.t() if key in FACTORS else weight)
             setattr(self, key, nn.Parameter(weight.to("meta"), requires_grad=False))
