@@ -30,7 +30,8 @@ LAYERS = (
         "recover",
         "eval",
     ),
-    *("output", "checkpoint", "compress", "parallel", "nn", "ops", "kernels", "neuroncore"),
+    *("output", "manifest", "checkpoint", "compress", "parallel", "nn", "ops", "kernels"),
+    "neuroncore",
     *("models", "hardware", "progress", "processes", "files", "errors", "import_hooks"),
 )
 RANK = {name: rank for rank, name in enumerate(reversed(LAYERS))}

@@ -48,7 +48,7 @@ def read_config(directory: Path) -> dict[str, Any]:
     except OSError as error:
         path = error.filename or directory
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
-    config = _read_object(directory / "config.json")
+    config = read_object(directory / "config.json")
     for sizes in (config, config.get("text_config")):
         _check_sizes(directory / "config.json", sizes if isinstance(sizes, dict) else {})
     entry = config.get("quantization_config")
@@ -87,6 +87,21 @@ def _check_sizes(path: Path, config: Mapping[str, Any]) -> None:
             )
 
 
+def read_object(path: Path) -> dict[str, Any]:
+    """Read a JSON object; CheckpointError says why it cannot be."""
+    try:
+        value = json.loads(read_document(path))
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is missing; give a Transformers model directory") from None
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} must hold JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} must hold a JSON object, got {type(value).__name__}")
+    return value
+
+
 def weight_files(directory: Path) -> list[Path]:
     """List the safetensors files that Transformers loads: the single one, else the index's."""
     index, single = directory / INDEX, directory / SINGLE
@@ -97,7 +112,7 @@ def weight_files(directory: Path) -> list[Path]:
         raise CheckpointError(
             f"{directory} has no weights: neither {SINGLE} nor {INDEX}; only safetensors are read"
         )
-    described = _read_object(index)
+    described = read_object(index)
     if not isinstance(described.get("metadata"), dict):
         raise CheckpointError(f"{index} must have an object metadata; copy the file again")
     weight_map = described.get("weight_map")
@@ -228,20 +243,6 @@ def _kernels(value: object, name: str = "") -> Iterator[tuple[str, str]]:
             yield from _kernels(inner, inside)
     elif isinstance(value, str) and "/" in value and name.endswith("_implementation"):
         yield name, value
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(read_document(path))
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} is missing; give a Transformers model directory") from None
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} must hold JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path} must hold a JSON object, got {type(value).__name__}")
-    return value
 
 
 def _expected(layer: LayerReport) -> dict[str, tuple[int, ...]]:

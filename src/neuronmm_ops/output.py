@@ -22,7 +22,7 @@ from neuronmm_ops.processes import is_running
 
 # The files that save_pretrained writes for models and tokenizers.
 OURS = re.compile(
-    r"(generation_)?config\.json|compression\.json|model(-\d+-of-\d+)?\.safetensors"
+    r"(generation_)?config\.json|(compression|manifest)\.json|model(-\d+-of-\d+)?\.safetensors"
     r"|model\.safetensors\.index\.json|tokenizer(_config)?\.json|special_tokens_map\.json"
     r"|added_tokens\.json|vocab\.(json|txt)|merges\.txt|[\w.]+\.model"
     r"|chat_template\.(jinja|json)|additional_chat_templates|(pre)?processor_config\.json"

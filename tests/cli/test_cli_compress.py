@@ -30,6 +30,7 @@ def test_the_whole_road(run: Run, dense: Path, text: Path, tmp_path: Path) -> No
     inspected = run("inspect", out, "--json")
     assert inspected.code == 0, inspected.err
     summary = json.loads(inspected.out)
+    assert summary.pop("verified") is True
     assert summary == {key: value for key, value in document.items() if key != "output"}
     assert list(summary) == [
         *("ratio", "effective_ratio", "model_ratio", "compute_dtype", "bytes", "dense_bytes"),
@@ -293,8 +294,10 @@ def test_non_finite_weights_name_the_layer(
     tensors["model.layers.1.mlp.up_proj.weight"][3, 5] = float("nan")
     save_file(tensors, copy / "model.safetensors", metadata={"format": "pt"})
     arguments = ("-o", tmp_path / "o", "--calibration", text, *COMPRESS)
-    refused(run("compress", copy, *arguments), "model.layers.1.mlp.up_proj", "NaN")
-    refused(run("eval", copy, "--text", text), "logits of block 0", "NaN")
+    for command in (("compress", copy, *arguments), ("eval", copy, "--text", text)):
+        refused(run(*command), "model.layers.1.mlp.up_proj.weight must be finite", "NaN")
+    plain = ("--method", "plain", "--stream")
+    refused(run("compress", copy, *arguments, *plain), "model.layers.1.mlp.up_proj: weight must be")
 
 
 def test_non_finite_activations_name_the_layer(
@@ -302,7 +305,7 @@ def test_non_finite_activations_name_the_layer(
 ) -> None:
     copy = Path(shutil.copytree(dense, tmp_path / "inf"))
     tensors = load_file(copy / "model.safetensors")
-    tensors["model.layers.0.self_attn.o_proj.weight"][0, 0] = float("inf")
+    tensors["model.layers.0.post_attention_layernorm.weight"].fill_(3e38)  # finite
     save_file(tensors, copy / "model.safetensors", metadata={"format": "pt"})
     arguments = ("compress", copy, "-o", tmp_path / "o", "--calibration", text, *COMPRESS)
     by_error = ("--method", "swift", "--importance", "error")

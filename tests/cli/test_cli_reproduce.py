@@ -17,6 +17,7 @@ from reproductions import WITH_TASK, workplace
 from tiny import tiny_directory
 
 from neuronmm_ops.reproduce import measure
+from neuronmm_ops.reproduce.cells import key_of
 
 WORDS = ("a", "the", "reads", "file", "returns", "value", "object", "of", "method", "when", "is")
 
@@ -394,6 +395,7 @@ def test_a_checkpoint_made_again_with_other_weights_is_told(
     for path in (out / "cells").glob("compress-*.json"):
         document = json.loads(path.read_text())
         document["result"]["weights_sha256"] = "0" * 64
+        document["result_sha256"] = key_of(document["result"])
         path.write_text(json.dumps(document))
     for path in (out / "models").iterdir():
         shutil.rmtree(path)
@@ -405,6 +407,30 @@ def test_a_checkpoint_made_again_with_other_weights_is_told(
         "of the former is kept"
         for method in ("svd-llm", "plain")
     ]
+
+
+@pytest.mark.slow
+def test_what_was_changed_since_is_done_again_and_told(
+    run: Run, paper: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    document_of(run("reproduce", paper, "-o", out, "--json"))
+    number = next((out / "cells").glob("perplexity-*.json"))
+    right = json.loads(number.read_text())
+    number.write_text(json.dumps(right | {"result": {**right["result"], "ppl_token": 1.0}}))
+    model = next((out / "models").glob("compress-*")) / "model.safetensors"
+    written = model.read_bytes()
+    model.write_bytes(written[:-1] + bytes([written[-1] ^ 1]))
+    for path in (out / "cells").glob("perplexity-*.json"):
+        if path != number:
+            path.unlink()
+    outcome = run("reproduce", paper, "-o", out, "--json")
+    told = [line for line in outcome.err.splitlines() if "is not what was written; " in line]
+    assert len(told) == 2
+    assert str(number) in told[0]
+    assert str(model.parent) in told[1]
+    assert json.loads(number.read_text())["result"] == right["result"]
+    assert model.read_bytes() == written
 
 
 @pytest.mark.slow

@@ -18,7 +18,8 @@ from outcomes import Run
 from tiny import tiny_directory
 
 from neuronmm_ops.cli import parser
-from neuronmm_ops.hf.provenance import RUN_FILE, ModelSource, read_run, weights_sha256
+from neuronmm_ops.hf.provenance import RUN_FILE, ModelSource, read_run
+from neuronmm_ops.manifest import tensor_hashes, weights_sha256
 
 pytestmark = pytest.mark.slow
 
@@ -133,14 +134,14 @@ from neuronmm_ops.hf import provenance
 def unread(directory):
     raise AssertionError(f"read {directory}")
 if os.environ["RANK"] != "0":
-    provenance.weights_sha256 = unread
+    provenance.tensor_hashes = unread
 """
     command = arguments(dense, text, tmp_path / "o")
     outcomes = run_fleet(tmp_path / "fleet", 2, patch + CLI, *command)
     assert [outcome.code for outcome in outcomes] == [0, 0], outcomes
     run = read_run(tmp_path / "o" / RUN_FILE)
     assert run.model == ModelSource.of(dense)
-    assert run.weights_sha256 == weights_sha256(tmp_path / "o")
+    assert run.weights_sha256 == weights_sha256(tensor_hashes(tmp_path / "o"))
 
 
 def test_a_read_only_place_ends_all_before_any_work(

@@ -35,8 +35,9 @@ from neuronmm_ops import (
 )
 from neuronmm_ops.checkpoint import inspect_checkpoint
 from neuronmm_ops.compress.record import attached_report, low_rank_layers
+from neuronmm_ops.hf import saving
 from neuronmm_ops.hf.computing import cast_, computing_in
-from neuronmm_ops.hf.provenance import weights_sha256
+from neuronmm_ops.manifest import tensor_hashes
 from neuronmm_ops.nn import SVDMLP
 from neuronmm_ops.nn.storage import STORAGES, dtype_name
 from neuronmm_ops.recover import RecoverConfig
@@ -180,7 +181,7 @@ def test_shards_and_saving_again(saved: tuple[str, PreTrainedModel, Path], tmp_p
     for name in ("plain", "saved"):
         assert len(list((tmp_path / name).glob("*.safetensors"))) > 3
         assert_same_bits(hf.load(tmp_path / name), model.state_dict())
-        assert weights_sha256(tmp_path / name) == weights_sha256(directory)
+        assert tensor_hashes(tmp_path / name) == tensor_hashes(directory)
     body = AutoModel.from_pretrained(directory)
     assert torch.equal(
         bits(body.layers[1].mlp.up_proj.u), bits(factors_of(model)["model.layers.1.mlp.up_proj.u"])
@@ -196,14 +197,14 @@ def test_the_hash_of_the_weights_sees_every_tensor(
     tensors = load_file(copy / "model.safetensors")
     tensors[f"{NAME}.{name}"].view(torch.uint8)[0] ^= 1
     save_file(tensors, copy / "model.safetensors", metadata={"format": "pt"})
-    assert weights_sha256(copy) != weights_sha256(directory)
+    assert tensor_hashes(copy) != tensor_hashes(directory)
 
 
 def test_verifying_sees_a_bit_of_a_scale(
     saved: tuple[str, PreTrainedModel, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, model, _ = saved
-    write = PreTrainedModel.save_pretrained
+    write = saving._save_pretrained
 
     def broken(self: PreTrainedModel, directory: Path, **options: Any) -> None:
         write(self, directory, **options)
@@ -211,7 +212,7 @@ def test_verifying_sees_a_bit_of_a_scale(
         tensors[f"{NAME}.v_scale"].view(torch.uint8)[0] ^= 1
         save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
 
-    monkeypatch.setattr(PreTrainedModel, "save_pretrained", broken)
+    monkeypatch.setattr(saving, "_save_pretrained", broken)
     with pytest.raises(CheckpointError, match=rf"removed: {NAME}\.v_scale differs"):
         hf.save(model, tmp_path / "out")
     assert not (tmp_path / "out").exists()

@@ -16,7 +16,8 @@ from safetensors.torch import load_file, save_file
 from tiny import tiny_directory
 
 from neuronmm_ops import CheckpointError, SVDConfig, hf
-from neuronmm_ops.hf.provenance import ModelSource, weights_sha256
+from neuronmm_ops.hf.provenance import ModelSource
+from neuronmm_ops.manifest import tensor_hashes, weights_sha256
 
 TEXT = "The quick brown fox jumps over the lazy dog. 0123456789 é\n" * 40
 CONFIG = SVDConfig(ratio=0.3, block=8)
@@ -175,7 +176,8 @@ def test_a_changed_model_is_refused_with_both_hashes(
 def test_shards_have_the_hash_of_the_single_file(places: Path, tmp_path: Path) -> None:
     hf.load(places / "dense").save_pretrained(tmp_path / "shards", max_shard_size="100KB")
     assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 1
-    assert weights_sha256(tmp_path / "shards") == weights_sha256(places / "dense")
+    shards, single = (tensor_hashes(path) for path in (tmp_path / "shards", places / "dense"))
+    assert weights_sha256(shards) == weights_sha256(single)
 
 
 @pytest.mark.parametrize(

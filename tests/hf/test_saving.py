@@ -22,6 +22,7 @@ from neuronmm_ops import (
     compress_,
     hf,
 )
+from neuronmm_ops.hf import saving
 
 Compressed = tuple[PreTrainedModel, CompressionReport]
 
@@ -99,7 +100,7 @@ def test_a_failed_write_leaves_the_old_checkpoint(
         (directory / "model.safetensors").write_bytes(before[:100])
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(PreTrainedModel, "save_pretrained", fail)
+    monkeypatch.setattr(saving, "_save_pretrained", fail)
     with pytest.raises(OSError, match=r"No space left on device; writing .* needs"):
         hf.save(*_arguments(compressed, target), force=True)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out"]
@@ -149,17 +150,17 @@ def test_what_does_not_load_back_is_not_kept(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    save_pretrained = PreTrainedModel.save_pretrained
+    save_pretrained = saving._save_pretrained
 
     def change(edit: Callable[[dict[str, torch.Tensor]], object]) -> None:
-        def saving(self: PreTrainedModel, directory: Path, **options: object) -> None:
+        def changed(self: PreTrainedModel, directory: Path, **options: object) -> None:
             save_pretrained(self, directory, **options)  # pyright: ignore
             file = directory / "model.safetensors"
             tensors = load_file(file)
             edit(tensors)
             save_file(tensors, file, metadata={"format": "pt"})
 
-        monkeypatch.setattr(PreTrainedModel, "save_pretrained", saving)
+        monkeypatch.setattr(saving, "_save_pretrained", changed)
 
     up, norm = "model.layers.1.mlp.up_proj.u", "model.norm.weight"
     cases = {

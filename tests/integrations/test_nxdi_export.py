@@ -137,7 +137,7 @@ def test_the_tokenizer_comes_along_as_transformers_4_knows_it(
     export(checkpoint, tmp_path / "out")
     names = {path.name for path in (tmp_path / "out").iterdir()}
     configs = {"config.json", "generation_config.json", "tokenizer_config.json"}
-    assert names == {*configs, "tokenizer.json", SINGLE}
+    assert names == {*configs, "tokenizer.json", SINGLE, "manifest.json"}
     written = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
     assert written == {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<e>"}
     generation = json.loads((tmp_path / "out" / "generation_config.json").read_text())

@@ -27,6 +27,7 @@ from neuronmm_ops.cli import (
     recover,
     reproduce,
     simulate,
+    verify,
 )
 from neuronmm_ops.cli.console import (
     Terminated,
@@ -91,7 +92,7 @@ def parser() -> argparse.ArgumentParser:
     root.add_argument("--version", action="version", version=f"neuronmm-ops {__version__}")
     commands = root.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for module in (
-        *(demo, compress, recover, evaluate, compare, generate, inspect, export, reproduce),
+        *(demo, compress, recover, evaluate, compare, generate, inspect, verify, export, reproduce),
         *(doctor, bench, plan, simulate, lint),
     ):
         module.add(commands)

@@ -20,12 +20,21 @@ def add(commands: Any) -> None:
         example="small --json",
     )
     command.add_argument("model", type=Path, metavar="DIR", help="a compressed checkpoint")
+    command.add_argument(
+        "--no-verify",
+        action="store_false",
+        dest="verify",
+        help="read headers alone; default: hash all weights and compare them with manifest.json",
+    )
 
 
 def _inspect(options: argparse.Namespace) -> dict[str, Any]:
     from neuronmm_ops.checkpoint import inspect_checkpoint
+    from neuronmm_ops.manifest import check_weights
 
-    return summary(inspect_checkpoint(options.model))
+    document = summary(inspect_checkpoint(options.model))
+    manifest = check_weights(options.model, values=options.verify)
+    return document | {"verified": manifest is not None and options.verify}
 
 
 def summary(report: "CompressionReport") -> dict[str, Any]:
@@ -94,6 +103,8 @@ def show_summary(document: dict[str, Any]) -> None:
             f"({left['reason']})",
             soft_wrap=True,
         )
+    if document.get("verified"):
+        stdout.print("weights are what manifest.json says (SHA-256)")
     for line in _record_lines(document):
         stdout.print(line, soft_wrap=True)
     for run in document.get("recovery", ()):

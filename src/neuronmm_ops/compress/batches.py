@@ -169,7 +169,7 @@ def fingerprint(batches: Iterable[Batch]) -> str:
                 continue
             digest.update(f"{list(value.shape)} {value.dtype};".encode())
             data = value.detach().cpu().contiguous().flatten()
-            digest.update(data.view(torch.uint8).numpy())
+            digest.update(data.view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 

@@ -25,6 +25,8 @@ def load_computing(
 ) -> PreTrainedModel:
     """Load a causal LM onto a device, in the dtype that it is to compute in; for reading only.
 
+    Its weights are compared with `manifest.json`, see `load`.
+
     Args:
         model: a local directory, or a hub id.
         dtype: `float32`, `bfloat16`, `float16`, or `auto`: the model's own where the device
@@ -49,11 +51,11 @@ def load_computing(
 
 
 def load_on(model: str | Path, device: torch.device, tp: int = 1) -> PreTrainedModel:
-    """Load a causal LM in its own dtype, as `load` does, onto a device.
+    """Load a causal LM in its own dtype, as `load` does, verified, onto a device.
 
     On a CPU its factors are in the order that is faster for a few tokens.
     """
-    loaded: PreTrainedModel = load(model, tp=tp).to(device)  # pyright: ignore  (is untyped)
+    loaded: PreTrainedModel = load(model, tp=tp, verify=True).to(device)  # pyright: ignore
     if device.type == "cpu" and tp == 1:
         for layer in low_rank_layers(loaded).values():
             layer.relayout_()

@@ -19,6 +19,7 @@ from neuronmm_ops.checkpoint import check_float, read_config, read_headers, weig
 from neuronmm_ops.compress.factorize import is_finite
 from neuronmm_ops.compress.record import is_record, low_rank_layers
 from neuronmm_ops.errors import CheckpointError, NonFiniteError, WorkerLostError
+from neuronmm_ops.manifest import check_weights
 from neuronmm_ops.nn.storage import check_factors
 from neuronmm_ops.ops.backends.cpu import name_of
 
@@ -31,7 +32,11 @@ MAX_REASON = 300
 
 
 def load(
-    model: str | Path, dtype: torch.dtype | str = "auto", device_map: Any = None, tp: int = 1
+    model: str | Path,
+    dtype: torch.dtype | str = "auto",
+    device_map: Any = None,
+    tp: int = 1,
+    verify: bool = False,
 ) -> PreTrainedModel:
     """Load a causal LM, dense or compressed, in eval mode.
 
@@ -41,10 +46,16 @@ def load(
         device_map: as in `from_pretrained`.
         tp: processes, all that `torchrun` has started, that divide the model among them by its
             tensor-parallel plan.
+        verify: compare the values of all tensors with the SHA-256 in `manifest.json`, where there
+            is one; of several processes the first does. That reads and hashes every byte, about
+            0.7 s a GB and core, where loading may only map the files, so it is off by default:
+            then sizes and headers of the files alone are compared. `load_computing` and the
+            commands verify.
 
     Raises:
         WorkerLostError: another of these processes has ended.
-        CheckpointError: files are missing, damaged or malformed, the model is an encoder-decoder,
+        CheckpointError: files are missing, damaged, malformed or not what `manifest.json` says,
+            the model is an encoder-decoder,
             or its parameters are not exactly those in the files (Transformers would draw missing
             ones at random, and leave others out, with a warning), or factors in one byte or their
             scales hold what they must not.
@@ -76,6 +87,7 @@ def load(
             f"{path} cannot be loaded: {_reason(error)}; check its config.json"
         ) from error
     _check_keys(path, config, loaded, info)
+    check_weights(path, values=verify and (tp == 1 or torch.distributed.get_rank() == 0))
     if not (is_record(entry) or is_divided(loaded)):  # NeuronMMQuantizer does for its own
         check_values(loaded, "copy the checkpoint again")
     return loaded

@@ -6,24 +6,22 @@ What became of each layer is in config.json.
 
 import hashlib
 import json
-import platform
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Self
 
 import torch
-from safetensors import safe_open
 
-from neuronmm_ops.checkpoint import read_config, read_headers, weight_files
+from neuronmm_ops.checkpoint import read_config
 from neuronmm_ops.compress.config import SVDConfig
 from neuronmm_ops.errors import CheckpointError
 from neuronmm_ops.files import read_document
 from neuronmm_ops.hf.computing import AUTO, DTYPES
 from neuronmm_ops.hf.loading import local_directory
 from neuronmm_ops.hf.text import ORDERS, read_text
+from neuronmm_ops.manifest import Origin, tensor_hashes, versions, weights_sha256
 
 RUN_FILE = "compression.json"
 FORMAT_VERSION = 1
@@ -58,7 +56,7 @@ class ModelSource:
         directory = local_directory(model)
         read_config(directory)  # says what is wrong with a path that is no model's
         path = str(model) if directory != Path(model) else str(directory.resolve())
-        digest = hashlib.sha256(weights_sha256(directory).encode())
+        digest = hashlib.sha256(weights_sha256(tensor_hashes(directory)).encode())
         for file in sorted(directory.iterdir()):
             if DECIDING.fullmatch(file.name) and file.is_file():
                 digest.update(f"{file.name} {_sha256(file.read_bytes())};".encode())
@@ -99,11 +97,6 @@ class CalibrationSource:
         return cls(absolute, _sha256(text.encode()), samples, seqlen, order)
 
 
-def _versions() -> dict[str, str]:
-    packages = ("neuronmm-ops", "torch", "transformers", "tokenizers")
-    return {"python": platform.python_version(), **{name: version(name) for name in packages}}
-
-
 @dataclass(frozen=True)
 class CompressionRun:
     """All that `hf.compress` was given, as `compression.json` holds it.
@@ -129,7 +122,7 @@ class CompressionRun:
     device: str
     max_shard_size: int | str
     threads: int = field(default_factory=torch.get_num_threads)
-    versions: Mapping[str, str] = field(default_factory=_versions)
+    versions: Mapping[str, str] = field(default_factory=versions)
     weights_sha256: str | None = None
 
     def __post_init__(self) -> None:
@@ -147,6 +140,13 @@ class CompressionRun:
         _check("versions", self.versions, is_text, "an object of texts")
         if self.weights_sha256 is not None:
             _check_sha256("weights_sha256", self.weights_sha256)
+
+    @property
+    def origin(self) -> Origin:
+        """What the checkpoint was made of."""
+        text = self.calibration
+        texts = () if text is None else ({"path": text.path, "sha256": text.sha256},)
+        return Origin("compress", asdict(self.model), texts, dict(self.versions))
 
     @property
     def options(self) -> dict[str, Any]:
@@ -254,39 +254,19 @@ def read_run(path: str | Path) -> CompressionRun:
         raise CheckpointError(f"{path} must be a {RUN_FILE}: {error}") from None
 
 
-def write_run(directory: Path, run: CompressionRun) -> None:
-    """Write `compression.json` beside the weights that the run made."""
-    _write(directory, replace(run, weights_sha256=weights_sha256(directory)))
+def write_run(directory: Path, run: CompressionRun, weights: str) -> None:
+    """Write `compression.json` beside the weights of this SHA-256, which the run made."""
+    text = json.dumps(replace(run, weights_sha256=weights).to_dict(), indent=2) + "\n"
+    (directory / RUN_FILE).write_text(text, encoding="utf-8")
 
 
-def keep_run(directory: Path, source: Path) -> None:
-    """Write the `compression.json` of `source`, if the weights are still what that run made."""
+def kept_run(source: Path, weights: str) -> CompressionRun | None:
+    """Return the run in the `compression.json` of `source`, if it made the weights of this hash."""
     try:
         run = read_run(source / RUN_FILE)
     except CheckpointError:
-        return
-    if weights_sha256(directory) == run.weights_sha256:
-        _write(directory, run)
-
-
-def weights_sha256(directory: Path) -> str:
-    """Return the SHA-256 of the names, dtypes, shapes and values of all tensors, by name.
-
-    How they are spread over files makes no difference.
-    """
-    digest = hashlib.sha256()
-    for name, header in sorted(read_headers(weight_files(directory)).items()):
-        digest.update(f"{name} {header.dtype} {list(header.shape)};".encode())
-        # Opened anew for each: what has been read of an open file counts as this process's memory.
-        with safe_open(header.file, framework="pt") as tensors:
-            values = tensors.get_tensor(name).reshape(-1)
-            digest.update(values.view(torch.uint8).numpy())
-    return digest.hexdigest()
-
-
-def _write(directory: Path, run: CompressionRun) -> None:
-    text = json.dumps(run.to_dict(), indent=2) + "\n"
-    (directory / RUN_FILE).write_text(text, encoding="utf-8")
+        return None
+    return run if run.weights_sha256 == weights else None
 
 
 def _read_config(values: object) -> SVDConfig:

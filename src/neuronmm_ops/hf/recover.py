@@ -4,7 +4,7 @@ import hashlib
 import json
 from collections.abc import Generator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,10 @@ from neuronmm_ops.hf.computing import check_device, load_on
 from neuronmm_ops.hf.dense import load_dense
 from neuronmm_ops.hf.loading import load_tokenizer, local_directory
 from neuronmm_ops.hf.pairs import require_peft
+from neuronmm_ops.hf.provenance import ModelSource
 from neuronmm_ops.hf.saving import save
 from neuronmm_ops.hf.train import Trained, train_factors
+from neuronmm_ops.manifest import Origin
 from neuronmm_ops.nn.storage import dtype_name
 from neuronmm_ops.output import check_target
 from neuronmm_ops.progress import Update
@@ -111,7 +113,9 @@ def recover(
         report = _extended(report, trained, config, text, seqlen)
         failure = trained.outcome.failure
         if failure is None or trained.improved:
-            save(student, target, report, tokenizer, force)
+            data = {"path": None, "sha256": hashlib.sha256(text.encode()).hexdigest()}
+            origin = Origin("recover", asdict(ModelSource.of(source)), (data,))
+            save(student, target, report, tokenizer, force, origin=origin)
         state.remove()
     if failure is not None:
         raise NonFiniteError(f"{failure}; {_kept(trained, target)}; use a lower learning rate")

@@ -2,7 +2,8 @@
 
 import shutil
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,19 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from neuronmm_ops.checkpoint import weight_files
+from neuronmm_ops.checkpoint import INDEX, SINGLE, weight_files
 from neuronmm_ops.compress.record import attach, attached_report, low_rank_layers
 from neuronmm_ops.compress.report import CompressionReport, LayerReport
 from neuronmm_ops.errors import CheckpointError
 from neuronmm_ops.hf.loading import check_values, is_divided, load_exactly, model_names
-from neuronmm_ops.hf.provenance import CompressionRun, keep_run, write_run
+from neuronmm_ops.hf.provenance import CompressionRun, ModelSource, kept_run, write_run
+from neuronmm_ops.manifest import (
+    MANIFEST,
+    Origin,
+    tensor_hashes,
+    weights_sha256,
+    write_manifest,
+)
 from neuronmm_ops.nn import LinearPair, dense_linear, dense_linears
 from neuronmm_ops.output import check_target, no_room, replacement
 
@@ -29,6 +37,7 @@ def save(
     force: bool = False,
     max_shard_size: int | str = "50GB",
     run: CompressionRun | None = None,
+    origin: Origin | None = None,
 ) -> None:
     """Write a model with low-rank layers as a Transformers directory.
 
@@ -45,6 +54,7 @@ def save(
         max_shard_size: of one file of weights, in bytes or as `5GB`.
         run: what made the model, for `compression.json`; default that of the checkpoint which the
             model was loaded from, where the weights are still the same.
+        origin: what `manifest.json` says that the model was made of; default by `run`.
 
     Raises:
         FileExistsError: the target exists, and may not be replaced.
@@ -70,19 +80,22 @@ def save(
     check_values(model, "save the model in a wider dtype, or load it again")
 
     def write(temporary: Path) -> None:
-        model.save_pretrained(temporary, max_shard_size=max_shard_size)
-        if run is not None:
-            write_run(temporary, run)
-        elif source is not None:
-            keep_run(temporary, source)
+        _save_pretrained(model, temporary, max_shard_size=max_shard_size)
 
-    write_checkpoint(model, target, write, tokenizer, force, needed)
+    def describe(temporary: Path, weights: str) -> Origin:
+        made = run or (kept_run(source, weights) if source else None)
+        if made is not None:
+            write_run(temporary, made, weights)
+        return origin or (made.origin if made else _unknown_run(source))
+
+    write_checkpoint(model, target, write, describe, tokenizer, force, needed)
 
 
 def write_checkpoint(
     model: PreTrainedModel,
     target: Path,
     write: Callable[[Path], None],
+    describe: Callable[[Path, str], Origin],
     tokenizer: Any,
     force: bool,
     needed: int,
@@ -94,6 +107,8 @@ def write_checkpoint(
         model: what loading gives; may be on the meta device where there are `expected`.
         target: the directory.
         write: given the directory to write config and weights into.
+        describe: given the directory and the SHA-256 of its weights; writes what else belongs
+            there, and returns what it was made of, for the manifest.
         tokenizer: saved along; None for none.
         force: replace the target.
         needed: bytes, for the message where there is no room.
@@ -104,6 +119,9 @@ def write_checkpoint(
             write(temporary)
             if tokenizer is not None:
                 _save_tokenizer(tokenizer, temporary)
+            tensors = tensor_hashes(temporary)
+            origin = describe(temporary, weights_sha256(tensors))
+            write_manifest(temporary, tensors, origin)
             _open_to_others(temporary)
             verify(model, temporary, expected)
     except FileExistsError:
@@ -204,6 +222,14 @@ def _by_name(model: PreTrainedModel, layers: Iterable[LayerReport]) -> dict[str,
     }
 
 
+def _unknown_run(source: Path | None) -> Origin:
+    """Describe a model that was loaded from a directory, and maybe changed since."""
+    try:
+        return Origin("save", None if source is None else asdict(ModelSource.of(source)))
+    except CheckpointError:  # the directory is no longer what it was
+        return Origin("save")
+
+
 def _source_of(model: PreTrainedModel) -> Path | None:
     name = model.name_or_path
     return Path(name) if name and Path(name).is_dir() else None
@@ -225,3 +251,26 @@ def _same(written: Tensor, tensor: Tensor) -> bool:
         return False
     bits = [t.detach().cpu().contiguous().flatten().view(torch.uint8) for t in (written, tensor)]
     return torch.equal(*bits)
+
+
+# --- Transformers' own saving: a manifest of what was there before would refuse what it has written
+
+_save_pretrained = PreTrainedModel.save_pretrained
+
+
+@wraps(_save_pretrained)
+def _saved_with_manifest(
+    self: PreTrainedModel, save_directory: str | Path, *args: Any, **kwargs: Any
+) -> None:
+    _save_pretrained(self, save_directory, *args, **kwargs)
+    directory = Path(save_directory)
+    is_first = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
+    if not is_first or not any((directory / name).exists() for name in (SINGLE, INDEX)):
+        return
+    if attached_report(self) is not None:
+        write_manifest(directory, tensor_hashes(directory), Origin("save_pretrained"))
+    else:
+        (directory / MANIFEST).unlink(missing_ok=True)
+
+
+PreTrainedModel.save_pretrained = _saved_with_manifest  # pyright: ignore

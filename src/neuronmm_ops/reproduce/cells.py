@@ -87,7 +87,8 @@ class Store:
             return None
         is_ours = isinstance(found, dict) and found.get("key") == cell.key
         result = found.get("result") if is_ours else None
-        return result if isinstance(result, dict) else None
+        is_whole = isinstance(result, dict) and found.get("result_sha256") == key_of(result)
+        return result if is_whole else None
 
     def write(self, cell: Cell, result: Mapping[str, Any], seconds: float) -> None:
         """Write a cell's result."""
@@ -96,6 +97,7 @@ class Store:
             "key": cell.key,
             "inputs": {"kind": cell.kind, **cell.inputs},
             "result": result,
+            "result_sha256": key_of(result),
             "seconds": round(seconds, 3),
         }
         text = json.dumps(document, indent=2, allow_nan=False) + "\n"

@@ -16,6 +16,7 @@ from neuronmm_ops.eval.perplexity import block_length
 from neuronmm_ops.eval.protocols import CORPORA, check_name
 from neuronmm_ops.eval.tasks import run_tasks
 from neuronmm_ops.hf.loading import local_directory
+from neuronmm_ops.manifest import tensor_hashes, weights_sha256
 from neuronmm_ops.ops.backends.cpu import name_of
 from neuronmm_ops.progress import Update
 from neuronmm_ops.reproduce.config import Reproduction
@@ -168,8 +169,6 @@ def measured(asked: Reproduction, dense: Any, model: Any, progress: Update) -> d
 
 
 def _sizes(report: CompressionReport, directory: Path) -> dict[str, Any]:
-    from neuronmm_ops.hf.provenance import weights_sha256
-
     return {
         "ratio": report.ratio,
         "effective_ratio": report.effective_ratio,
@@ -178,5 +177,5 @@ def _sizes(report: CompressionReport, directory: Path) -> dict[str, Any]:
         "dense_bytes": sum(layer.dense_bytes for layer in report.layers),
         "dense_layers": sum(layer.dense for layer in report.layers),
         "layers": len(report.layers),
-        "weights_sha256": weights_sha256(directory),
+        "weights_sha256": weights_sha256(tensor_hashes(directory)),
     }

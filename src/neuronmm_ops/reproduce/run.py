@@ -8,8 +8,10 @@ from typing import Any
 
 from neuronmm_ops import hf
 from neuronmm_ops.checkpoint import read_config
+from neuronmm_ops.errors import CheckpointError
 from neuronmm_ops.hf.computing import check_device
 from neuronmm_ops.hf.loading import local_directory
+from neuronmm_ops.manifest import tensor_hashes, weights_sha256
 from neuronmm_ops.progress import Update
 from neuronmm_ops.reproduce import measure
 from neuronmm_ops.reproduce.cells import Cell, Store, check_output, open_store
@@ -74,12 +76,16 @@ class _Run:
         self.failed: dict[str, str] = {}
         self.not_run: set[str] = set()
         self.reused: set[str] = set()
+        self.verified: set[str] = set()  # steps whose checkpoint is the one that was written
         self.loaded: tuple[Path | str, Any] | None = None
         for cell in planned.cells:
             result = store.read(cell)
             if result is not None:
                 self.results[cell.key] = result
                 self.reused.add(cell.key)
+            elif store.path(cell).exists():
+                file = store.path(cell)
+                self.tell(f"warning: {file} is not what was written; {cell.name} is done again")
 
     def all(self) -> dict[str, Any]:
         """Do every variant; return the document."""
@@ -115,7 +121,7 @@ class _Run:
             return self.asked.model.id
         *earlier, step = steps
         target = self.store.models / step.stem
-        if step.key in self.results and target.is_dir():
+        if step.key in self.results and self._is_whole(step, target):
             return target
         if step.key in self.failed:
             return None
@@ -133,6 +139,21 @@ class _Run:
             )
         return target
 
+    def _is_whole(self, step: Cell, target: Path) -> bool:
+        """Say whether a checkpoint is there with the weights that were written, hashed once."""
+        if not target.is_dir():
+            return False
+        if step.key not in self.verified:
+            try:
+                found = weights_sha256(tensor_hashes(target))
+            except CheckpointError:
+                found = ""
+            if found != self.results[step.key]["weights_sha256"]:
+                self.tell(f"warning: {target} is not what was written; {step.name} is done again")
+                return False
+            self.verified.add(step.key)
+        return True
+
     def _attempt(self, cell: Cell, work: _Work) -> bool:
         """Do the work and write its result; note a failure, and say whether there was none."""
         done = len(self.results) + len(self.failed) + len(self.not_run)
@@ -149,6 +170,7 @@ class _Run:
         self.store.write(cell, result, time.perf_counter() - start)
         self.results[cell.key] = result
         self.reused.discard(cell.key)
+        self.verified.add(cell.key)
         return True
 
     def _making(self, variant: Variant, step: Cell, base: Path | str, target: Path) -> _Work:

@@ -41,6 +41,7 @@ from neuronmm_ops.hf.streaming.gradients import sweep_gradients
 from neuronmm_ops.hf.streaming.sweep import Sweep
 from neuronmm_ops.hf.streaming.work import working_in
 from neuronmm_ops.hf.streaming.writing import CompressedTensors, write_weights
+from neuronmm_ops.manifest import Origin
 from neuronmm_ops.nn.storage import factor_bytes
 from neuronmm_ops.nn.swap import Factors, swap_modules_
 from neuronmm_ops.ops.backends.cpu import name_of
@@ -149,12 +150,16 @@ def compress_stream(
 
         def write(temporary: Path) -> None:
             write_weights(model, tensors, temporary, size)
-            write_run(temporary, run)
+
+        def describe(temporary: Path, weights: str) -> Origin:
+            write_run(temporary, run, weights)
+            return run.origin
 
         write_checkpoint(
             model,
             target,
             write,
+            describe,
             tokenizer,
             force,
             output,

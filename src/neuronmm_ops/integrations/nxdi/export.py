@@ -34,6 +34,7 @@ from neuronmm_ops.integrations.nxdi.record import (
     check_heads,
     named_layers,
 )
+from neuronmm_ops.manifest import Origin, check_weights, tensor_hashes, write_manifest
 from neuronmm_ops.output import check_target, no_room, replacement
 from neuronmm_ops.parallel.sharding import DIVIDES
 
@@ -121,11 +122,15 @@ def export(
     is_replaced = _is_export(output)
     needed = sum(tensor_bytes(header, DTYPES[chosen].itemsize) for header in headers.values())
     check_target(output, is_replaced, source, needed)
+    manifest = check_weights(source, values=True) or {}
     try:
         with replacement(output, is_replaced) as directory:
             write_json(directory / "config.json", written)
             write_others(source, directory, config)
             size = write_weights(headers, directory, DTYPES[chosen], shard_bytes)
+            weights = manifest.get("weights_sha256")
+            made_of = {"path": str(source.resolve()), "weights_sha256": weights}
+            write_manifest(directory, tensor_hashes(directory), Origin("export nxdi", made_of))
     except FileExistsError:
         raise
     except OSError as error:

@@ -14,10 +14,12 @@ from torch import Tensor
 from neuronmm_ops.checkpoint import INDEX, SINGLE, TensorHeader
 from neuronmm_ops.errors import CheckpointError
 from neuronmm_ops.files import read_document
+from neuronmm_ops.manifest import MANIFEST
 from neuronmm_ops.output import OURS
 
 _NOT_COPIED = (
     *("config.json", "compression.json", "generation_config.json", "tokenizer_config.json", INDEX),
+    MANIFEST,
 )
 
 

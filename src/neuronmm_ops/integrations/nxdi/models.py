@@ -12,6 +12,7 @@ from neuronmm_ops.checkpoint import inspect_checkpoint, read_config
 from neuronmm_ops.compress.record import is_record
 from neuronmm_ops.integrations.nxdi.convert import put_pairs, take_pairs
 from neuronmm_ops.integrations.nxdi.record import check_options, divide_of, low_rank_layers
+from neuronmm_ops.manifest import check_weights
 
 # By `model_type`: the family's name in NxD Inference's classes and modules.
 FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
@@ -123,6 +124,7 @@ def _compress_layers(layers: Any, config: Any) -> None:
 
 
 def _check_directory(directory: Path) -> None:
-    """Refuse weights that do not fit their record, by the files' headers."""
+    """Refuse weights that do not fit their record, or are not what the manifest says."""
     if is_record(read_config(directory).get("quantization_config")):
         inspect_checkpoint(directory)
+        check_weights(directory, values=True)

@@ -23,6 +23,7 @@ from neuronmm_ops.checkpoint import INDEX, SINGLE, inspect_checkpoint
 from neuronmm_ops.compress.record import QUANT_METHOD, report_of
 from neuronmm_ops.compress.report import CompressionReport, LayerReport
 from neuronmm_ops.integrations.vllm.linear import LowRankLinearMethod, remember_parent
+from neuronmm_ops.manifest import check_weights
 
 
 class NeuronMMConfig(QuantizationConfig):
@@ -77,12 +78,14 @@ class NeuronMMConfig(QuantizationConfig):
         """Check the record against the headers of a local checkpoint, before anything is loaded.
 
         Raises:
-            CheckpointError: they are not of the same checkpoint.
+            CheckpointError: they are not of the same checkpoint, or the weights are not what
+                `manifest.json` says.
         """
         del hf_config, revision
         directory = Path(model_name)
         if any((directory / name).is_file() for name in (SINGLE, INDEX)):
             inspect_checkpoint(directory)
+            check_weights(directory, values=True)
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
         """Return how a layer is multiplied by.
