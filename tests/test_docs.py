@@ -29,9 +29,8 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": port}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    for directory in ("model", "out/demo/dense"):
-        tiny_directory(tmp_path / directory)
-    for file in ("calibration.txt", "held_out.txt", "out/demo/calibration.txt"):
+    tiny_directory(tmp_path / "model")
+    for file in ("calibration.txt", "held_out.txt"):
         (tmp_path / file).write_text(TEXT)
     (paper,) = grab_code_blocks((ROOT / "docs" / "reproduce.md").read_text(), lang="toml")
     (tmp_path / "paper.toml").write_text(paper)
@@ -58,12 +57,14 @@ def test_command_lines(workplace: Path, capsys: pytest.CaptureFixture[str]) -> N
         assert main(shlex.split(line)[1:]) == 0, capsys.readouterr().err
 
 
-def test_readme_begins_with_the_two_commands() -> None:
-    block = grab_code_blocks((ROOT / "README.md").read_text(), lang="bash")[0]
-    assert [line.split("#")[0].strip() for line in block.splitlines() if line] == [
-        "make demo",
-        "make test",
-    ]
+def test_readme_begins_with_install_and_a_result() -> None:
+    install, clone = grab_code_blocks((ROOT / "README.md").read_text(), lang="bash")[:2]
+    pip, result = install.splitlines()
+    assert pip.startswith('pip install "neuronmm-ops[hf] @ git+https://')
+    assert result == "neuronmm demo --quick"
+    commands = [line.split("#")[0].strip() for line in clone.splitlines()]
+    assert commands[0].startswith("git clone")
+    assert commands[1:] == ["make demo", "make test"]
 
 
 def test_readme_example_is_ten_lines() -> None:
