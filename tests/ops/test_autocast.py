@@ -1,9 +1,8 @@
-"""Autocast casts as it does for nn.Linear; forward-mode AD raises instead of losing tangents."""
+"""Autocast casts as it does for nn.Linear."""
 
 import pytest
 import torch
 from operands import OPS, make, shapes_of
-from torch.autograd import forward_ad
 
 from neuronmm_ops import SVDLinear, ops
 
@@ -46,17 +45,3 @@ def test_gradients_come_back_in_the_dtype_of_the_parameters():
         for parameter in layer.parameters():
             assert parameter.grad is not None
             assert parameter.grad.dtype == torch.float32
-
-
-# torch's own forward mode imports its deprecated TorchScript.
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
-@pytest.mark.parametrize("name", CALLS)
-@pytest.mark.parametrize("guard", [torch.enable_grad, torch.no_grad])
-def test_forward_mode_raises(name, guard):
-    function, shapes = CALLS[name]
-    args = [make(shape).float() for shape in shapes]
-    with guard(), forward_ad.dual_level():
-        x = forward_ad.make_dual(args[0], torch.ones_like(args[0]))
-        with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
-            function(x, *args[1:])
-        function(*args)

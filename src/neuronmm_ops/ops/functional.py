@@ -25,26 +25,18 @@ def _call(op: Callable[..., Tensor], *args: Any) -> Tensor:
     """
     if torch.compiler.is_compiling():  # first: a compiler cannot trace the other questions
         return op(*args)
-    if forward_ad._current_level >= 0:
-        _refuse_tangents(args)
     try:
-        if torch.is_grad_enabled() or torch.is_inference_mode_enabled():
+        if (
+            torch.is_grad_enabled()
+            or torch.is_inference_mode_enabled()
+            or forward_ad._current_level >= 0
+        ):
             return op(*args)
         with torch._C._AutoDispatchBelowAutograd():
             return op(*args)
     except NotImplementedError:
         _refuse_nested(args)
         raise
-
-
-def _refuse_tangents(args: tuple[Any, ...]) -> None:
-    """Raise where forward-mode AD would lose a derivative: torch's registration has no formula."""
-    for argument in args:
-        if isinstance(argument, Tensor) and forward_ad.unpack_dual(argument).tangent is not None:
-            raise NotImplementedError(
-                "neuronmm ops have no forward-mode derivative, got an input with a tangent; "
-                "use reverse mode (torch.autograd.grad), or SVDLinear.to_linear()"
-            )
 
 
 def _refuse_nested(args: tuple[Any, ...]) -> None:
