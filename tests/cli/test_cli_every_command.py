@@ -28,7 +28,7 @@ COMMANDS = (
     "generate distilled --prompt The --max-new-tokens 3",
     "export nxdi distilled -o exported --tp 2",
     "reproduce paper.toml -o reproduced",
-    "simulate scales.py:scale --arg x=randn:128,512 --plot profile.png --timeline timeline.html",
+    "simulate scales.py:scale --arg x=f32[128,512] --plot profile.png --timeline timeline.html",
     "lint scales.py",
     "plan --model Llama-3.2-1B --tokens 1",
     "bench model --model Llama-3.2-1B --prompt 128 --new 2",

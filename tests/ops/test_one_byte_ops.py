@@ -130,8 +130,8 @@ def test_every_path_of_the_cpu(M, K, dtype, monkeypatch):
 
 
 def test_every_code_of_fp8_is_widened_exactly():
-    codes = torch.arange(256, dtype=torch.uint8).view(FP8)
-    codes = codes[codes.float().isfinite()].unsqueeze(1)
+    codes = torch.arange(256, dtype=torch.uint8)
+    codes = codes[codes.view(FP8).float().isfinite()].unsqueeze(1).view(FP8)
     for dtype in (torch.bfloat16, torch.float32, torch.float64):
         wide, factor = cpu_one_byte._widened(codes, dtype)
         assert torch.equal(wide.double() * factor, codes.double())
