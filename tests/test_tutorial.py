@@ -14,16 +14,12 @@ from tutorial.__main__ import NOTEBOOK, PAGE, notebook_of
 from neuronmm_ops.bench import generate
 from neuronmm_ops.cli import main
 
-TEXT = "The quick brown fox jumps over the lazy dog. 0123456789\n"
-
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory in which the notebook has been run."""
     root = tmp_path_factory.mktemp("tutorial")
     tiny_directory(root / "model")
-    for name in ("calibration.txt", "held_out.txt"):
-        (root / name).write_text(TEXT * 400)
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     NotebookClient(notebook, timeout=300, resources={"metadata": {"path": root}}).execute()
     nbformat.write(notebook, root / "run.ipynb")
@@ -63,6 +59,8 @@ def test_the_notebook_runs_and_draws(place: Path) -> None:
         float(value.replace(",", "")) for value in re.findall(r"(\S+) tokens/s, modelled", printed)
     ]
     assert len(speeds) == 4
+    bars = [text for output in outputs if (text := output.get("data", {}).get("text/plain", ""))]
+    assert any(re.fullmatch(r"speed small-\S+ 3/3", text) for text in bars), bars
     assert any("image/png" in output.get("data", {}) for output in outputs)
 
 

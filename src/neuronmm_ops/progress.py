@@ -5,7 +5,7 @@ import sys
 from collections.abc import Generator
 from dataclasses import dataclass
 from time import monotonic
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -26,8 +26,11 @@ def progress_bars() -> Generator[Update, None, None]:
     On a terminal every stage is a bar. Elsewhere (a pipe, a log) lines are printed instead, at
     least `SECONDS_BETWEEN_LINES` apart: `train 40/320, loss 5.12, 30 s, 210 s left`. The times
     are the stage's, without what other stages took meanwhile. What takes less time prints nothing.
-    A stage whose units fall begins anew.
+    A stage whose units fall begins anew. In a notebook a line below the cell is replaced.
     """
+    if in_notebook():
+        yield _Cell()
+        return
     from rich.console import Console
     from rich.progress import (
         BarColumn,
@@ -50,6 +53,28 @@ def progress_bars() -> Generator[Update, None, None]:
     )
     with Progress(*columns, console=console) as bars:
         yield _Bars(bars)
+
+
+def in_notebook() -> bool:
+    """Whether the process is a notebook's kernel, which shows what it is given to display."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython and ipython.get_ipython()
+    return shell is not None and hasattr(shell, "kernel")
+
+
+class _Cell:
+    """A line of text in a notebook, replaced at every call; needs no widgets."""
+
+    _handle: Any = None
+
+    def __call__(self, stage: str, done: int, total: int, note: str = "") -> None:
+        from IPython.display import display  # pyright: ignore[reportUnknownVariableType]
+
+        shown = {"text/plain": f"{stage} {done}/{total} {note}".rstrip()}
+        if self._handle is None:
+            self._handle = display(shown, raw=True, display_id=True)
+        else:
+            self._handle.update(shown, raw=True)
 
 
 class _Bars:

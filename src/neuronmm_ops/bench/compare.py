@@ -4,6 +4,7 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -23,6 +24,7 @@ from neuronmm_ops.hf.computing import cast_, load_computing, load_on
 from neuronmm_ops.hf.loading import load_tokenizer, local_directory
 from neuronmm_ops.hf.provenance import RUN_FILE, read_run
 from neuronmm_ops.ops.backends.cpu import name_of
+from neuronmm_ops.progress import in_notebook, progress_bars
 
 PREFILL_TOKENS = 512
 DECODE_TOKENS = 32
@@ -53,7 +55,7 @@ def run(
         dtype: to compute in, see `hf.load_computing`.
         device: to compute on.
         rounds: of timing; fewer where they take more than a minute.
-        progress: called with (what, done, total).
+        progress: called with (what, done, total); a notebook's cell shows it where none is given.
 
     Returns:
         The dense row, then one for each directory: `dir`; `ratio`, `effective_ratio` and
@@ -82,9 +84,11 @@ def run(
 
     base: Any = load_computing(dense, dtype, device)
     seqlen = block_length(base, seqlen, least=2)
-    setting = _Setting(base, ids, seqlen, rounds, progress)
-    base_ppl = setting.perplexities(base, dense)
-    measured = [setting.measured(path, report) for path, report in zip(paths, reports, strict=True)]
+    with progress_bars() if progress is None and in_notebook() else nullcontext(progress) as tell:
+        setting = _Setting(base, ids, seqlen, rounds, tell)
+        base_ppl = setting.perplexities(base, dense)
+        pairs = zip(paths, reports, strict=True)
+        measured = [setting.measured(path, report) for path, report in pairs]
     base_speed: dict[Phase, float] = {
         phase: statistics.median(each.speed.tokens_per_s("dense", phase) for each in measured)
         for phase in _PHASES
