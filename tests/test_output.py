@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from tiny import tiny_directory, tiny_model
 
-from neuronmm_ops import SVDConfig, compress_, hf
+from neuronmm_ops import SVDConfig, compress_, hf, output
 from neuronmm_ops.output import check_target, replacement
 
 
@@ -183,3 +183,53 @@ def test_a_parent_that_cannot_be_written_is_seen_beforehand(
     with pytest.raises(PermissionError, match="no permission in"):
         check_target(tmp_path / "a" / "out", force=False)
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+LOOK = """
+import os, sys
+target, absent, looks = sys.argv[1], 0, 0
+print("looking", flush=True)
+while not os.path.exists(sys.argv[2]):
+    looks += 1
+    absent += not os.path.exists(target)
+print(looks, absent)
+"""
+
+
+def can_exchange(directory: Path) -> bool:
+    pair = (directory / "a", directory / "b")
+    for path in pair:
+        path.mkdir()
+    return output._exchange(*pair)
+
+
+def test_a_reader_never_sees_the_target_absent(tmp_path: Path) -> None:
+    if not can_exchange(tmp_path):
+        pytest.skip("the system cannot swap two directories")
+    target, end = tmp_path / "out", tmp_path / "end"
+    with replacement(target, force=True) as temporary:
+        (temporary / "number").write_text("0")
+    command = (sys.executable, "-c", LOOK, str(target / "number"), str(end))
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as reader:
+        assert reader.stdout is not None
+        assert reader.stdout.readline() == "looking\n"
+        for number in range(1, 300):
+            with replacement(target, force=True) as temporary:
+                (temporary / "number").write_text(str(number))
+            assert (target / "number").read_text() == str(number)
+        end.touch()
+        looks, absent = map(int, reader.stdout.read().split())
+    assert looks > 100
+    assert absent == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b", "end", "out"]
+
+
+def test_where_nothing_can_be_swapped_it_is_renamed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(output, "_exchange", lambda *_: False)
+    for number in "12":
+        with replacement(tmp_path / "out", force=True) as temporary:
+            (temporary / "number").write_text(number)
+    assert (tmp_path / "out" / "number").read_text() == "2"
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]

@@ -5,6 +5,7 @@ A killed run leaves its sibling behind; the next run removes it. What a streamed
 done so far is in the sibling `.NAME.stream`, from which the next run goes on.
 """
 
+import ctypes
 import errno
 import os
 import re
@@ -30,6 +31,9 @@ OURS = re.compile(
 
 # Of a sibling's name after its prefix: `XXXXXXXX.tmp`, of a later run a process id of more digits.
 ROOM_FOR_SUFFIX = 20
+
+_RENAME_EXCHANGE = 2  # of renameat2 in linux/fs.h
+_ANY = -1  # a directory's descriptor, which absolute paths do not need
 
 
 def check_target(
@@ -150,6 +154,8 @@ def _sibling(target: Path, kind: str) -> Path:
 def _put_in_place(temporary: Path, target: Path, force: bool) -> None:
     """Rename, keeping an existing target until the new one is there."""
     if force and target.exists():
+        if _exchange(temporary, target):  # the caller removes the old one
+            return
         old = _sibling(target, "old")
         target.rename(old / target.name)
         try:
@@ -168,6 +174,19 @@ def _put_in_place(temporary: Path, target: Path, force: bool) -> None:
         raise FileExistsError(
             f"output {target} has been written by another run; choose another, or use --force"
         ) from None
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Swap two directories in one step, so that neither is ever absent; say whether it was done.
+
+    Linux can, on most of its file systems.
+    """
+    try:
+        rename = ctypes.CDLL(None).renameat2
+    except (OSError, AttributeError, TypeError):
+        return False
+    paths = (os.fsencode(one.absolute()), os.fsencode(other.absolute()))
+    return rename(_ANY, paths[0], _ANY, paths[1], ctypes.c_uint(_RENAME_EXCHANGE)) == 0
 
 
 def _clean(target: Path) -> None:
