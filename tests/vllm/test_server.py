@@ -117,7 +117,7 @@ def test_under_load_no_answer_is_wrong(server, capsys):
 
 def test_the_client_of_the_documentation_streams(server, capsys):
     page = (Path(__file__).parents[2] / "docs" / "vllm.md").read_text()
-    (block,) = re.findall(r"```py\n(.*?)```", page, re.DOTALL)
+    block = re.findall(r"```py\n(.*?)```", page, re.DOTALL)[0]
     exec(block.replace("http://127.0.0.1:8000", server.address))  # noqa: S102
     whole = server.client.completions.create(model=server.model, prompt=PROMPTS[0], **EXACT)
     assert f'"{PROMPTS[0]}"' in block
