@@ -3,6 +3,7 @@
 import argparse
 import json
 import shlex
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from reproductions import workplace
 
 from neuronmm_ops.cli import parser
 
+ROOT = Path(__file__).parents[2]
 # In this order: later commands read what earlier ones write.
 COMPRESSED = f"-o small --calibration text.txt {shlex.join(COMPRESS)} --ratio 0.3"
 COMMANDS = (
@@ -21,21 +23,22 @@ COMMANDS = (
     f"compress dense {COMPRESSED} --stream --storage int8 --force",
     f"compress dense {COMPRESSED} --method plain --force",
     "inspect small",
+    "verify small",
     "recover small -o distilled --data text.txt --seqlen 64 --steps 3",
     "recover small -o adapted --data text.txt --seqlen 64 --steps 3 --method lora",
     "eval distilled --text text.txt --seqlen 64",
     "compare adapted distilled --text text.txt --seqlen 64 --plot compare.png",
-    "generate distilled --prompt The --max-new-tokens 3",
+    "generate distilled --prompt The --new-tokens 3",
     "export nxdi distilled -o exported --tp 2",
     "reproduce paper.toml -o reproduced",
     "simulate scales.py:scale --arg x=f32[128,512] --plot profile.png --timeline timeline.html",
-    "lint scales.py",
+    "lint matmul.py",
     "plan --model Llama-3.2-1B --tokens 1",
-    "bench model --model Llama-3.2-1B --prompt 128 --new 2",
+    "bench model --model Llama-3.2-1B --prompt-tokens 128 --new-tokens 2",
     "bench kernels --model Llama-3.2-1B --tokens 1",
     "bench cpu --model Llama-3.2-1B --tokens 1",
     "bench overhead",
-    "bench generate dense distilled --new 2 --rounds 1",
+    "bench generate dense distilled --new-tokens 2 --rounds 1",
     "bench methods dense --text text.txt --calibration text.txt --block 8",
     "bench storages dense --text text.txt --calibration text.txt --block 8 --ratio 0.3",
 )
@@ -65,6 +68,7 @@ def test_no_command_is_left_out() -> None:
 def folder(tmp_path_factory: pytest.TempPathFactory, file: Path) -> Path:
     path = tmp_path_factory.mktemp("folder")
     workplace(path)
+    shutil.copy(ROOT / "examples" / "kernels" / "matmul.py", path)
     (path / "scales.py").write_text(file.read_text())
     return path
 
