@@ -33,6 +33,7 @@ if TYPE_CHECKING:
         CheckpointError,
         CompressionWarning,
         NkiVersionError,
+        NkiVersionWarning,
         NonFiniteError,
     )
     from neuronmm_ops.eval import PerplexityResult, encode_documents, token_perplexity
@@ -51,6 +52,7 @@ __all__ = [
     "LayerReport",
     "LeftDense",
     "NkiVersionError",
+    "NkiVersionWarning",
     "NonFiniteError",
     "PerplexityResult",
     "SVDConfig",

@@ -9,12 +9,15 @@ from neuronmm_ops.cli.parser import add_command
 
 _DESCRIPTION = """\
 Say what NKI refuses in the kernels of Python files, and in what these reach. Runs nothing. Exit
-code 1 with findings. Example: neuronmm lint kernels.py --nki 0.6"""
+code 1 with findings."""
 
 
 def add(commands: Any) -> None:
     """Add the command to the parser."""
-    command = add_command(commands, "lint", _lint, _show, "what NKI refuses in kernels' source")
+    command = add_command(
+        *(commands, "lint", _lint, _show, "what NKI refuses in kernels' source"),
+        example="kernels.py --nki 0.6",
+    )
     command.description = _DESCRIPTION
     command.add_argument("files", nargs="+", metavar="FILE.py", help="read, never run")
     command.add_argument(
