@@ -3,7 +3,18 @@
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from neuroncore.harness import TARGETS, bf16, compute, data, loaded, run, seeds, stored, wide
+from neuroncore.harness import (
+    TARGETS,
+    bf16,
+    compute,
+    data,
+    loaded,
+    refused,
+    run,
+    seeds,
+    stored,
+    wide,
+)
 
 import neuronmm_ops.neuroncore.isa as nisa
 import neuronmm_ops.neuroncore.language as nl
@@ -111,3 +122,8 @@ def test_reduce_commands_keep_their_registers():
         run(kernel, x), [s, 2 * s, 2 * s, 3 * s[32:], last, 0 * s], strict=True
     ):
         np.testing.assert_allclose(wide(got), expected, atol=1e-5)
+
+
+def test_an_operator_that_is_no_activation_is_refused():
+    with refused("activation: op: nl.add is an ALU operator, not an activation: use nisa.tensor_"):
+        compute(lambda dst, x: nisa.activation(dst, nl.add, x), (4, 6), nl.float32, data((4, 6)))

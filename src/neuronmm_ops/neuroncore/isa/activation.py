@@ -34,7 +34,10 @@ def activation(
     accumulator, as `reduce_cmd` says, and written to `reduce_res` [P, 1].
     """
     core = running.active()
-    function, command = operators.activation(op), reduce_cmd.name
+    try:
+        function, command = operators.activation(op), reduce_cmd.name
+    except TypeError as error:
+        refuse(f"activation: op: {error}")
     check.elementwise("activation", Engine.SCALAR, dst=dst, data=data)
     _check_bias(core, bias, function.name)
     for operand, t in (("bias", bias), ("scale", scale), ("reduce_res", reduce_res)):

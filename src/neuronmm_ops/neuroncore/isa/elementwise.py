@@ -10,7 +10,7 @@ from neuronmm_ops.hardware import MIN_CYCLES, Engine
 from neuronmm_ops.neuroncore import core as running
 from neuronmm_ops.neuroncore import dtypes
 from neuronmm_ops.neuroncore.checks import operands as check
-from neuronmm_ops.neuroncore.checks.base import refuse
+from neuronmm_ops.neuroncore.checks.base import note, refuse
 from neuronmm_ops.neuroncore.isa.enums import engine, engine_of
 from neuronmm_ops.neuroncore.isa.instruction import Scalar, instruction
 from neuronmm_ops.neuroncore.isa.values import (
@@ -55,8 +55,10 @@ def memset(
     check.vector("memset", chosen, dst=dst)
     if not isinstance(value, int | float):
         refuse(f"memset: value must be a number; got {value!r}")
-    if not dst.dtype.is_float and isinstance(value, float) and not value.is_integer():
-        refuse(f"memset: {dst} takes an int; got {value!r}")
+    if not dst.dtype.is_float and isinstance(value, float):
+        if not value.is_integer():
+            refuse(f"memset: {dst} takes an int; got {value!r}")
+        note(f"memset: {dst} takes an int since NKI 0.3; got {value!r}, which is taken as one")
     if dst.dtype.kind == "packed" and value != 0:
         refuse(f"memset: {dst} packs four values and takes 0 only; got {value!r}")
     n = dst.geometry.elements

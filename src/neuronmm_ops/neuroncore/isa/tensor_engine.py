@@ -65,6 +65,7 @@ def adding(
     if accumulate is not None or not storage.summed:
         return False, False
     if region in storage.summed:
+        _note_read(core, dst)
         return True, False
     if not storage.summed.intersection(dst.geometry.layout.overlaps[region]):
         return False, False
@@ -81,6 +82,17 @@ def _note_unread(core: running.SimulatedCore, dst: NkiTensor) -> None:
         note(
             f"nc_matmul: accumulate=False overwrites {dst}, which the matmul at line {line} wrote "
             "and nothing has read; accumulate=(k > 0) adds the parts of a contraction"
+        )
+
+
+def _note_read(core: running.SimulatedCore, dst: NkiTensor) -> None:
+    """Say that accumulate=None goes on with a sum that another engine has read already."""
+    template, storages, _, line = core.trace.records[dst.storage.last]
+    used = zip(storages, template.regions, strict=False)
+    if template.engine is not Engine.TENSOR and (dst.storage, dst.geometry.region) in used:
+        note(
+            f"nc_matmul: accumulate=None adds to {dst}, whose sum line {line} has read; give "
+            "accumulate=False to begin another, or True to go on"
         )
 
 
