@@ -38,7 +38,7 @@ COMMANDS = (
     "bench kernels --model Llama-3.2-1B --tokens 1",
     "bench cpu --model Llama-3.2-1B --tokens 1",
     "bench overhead",
-    "bench generate dense distilled --new-tokens 2 --rounds 1",
+    "bench generate dense distilled --prompt-tokens 16 --new-tokens 2 --rounds 1",
     "bench methods dense --text text.txt --calibration text.txt --block 8",
     "bench storages dense --text text.txt --calibration text.txt --block 8 --ratio 0.3",
 )
