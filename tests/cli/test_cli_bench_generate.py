@@ -29,7 +29,8 @@ def _one_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_defaults_are_those_of_the_function() -> None:
     options = parser().parse_args(["bench", "generate", "DIR"])
-    found = (options.prompt, options.new, options.batch, options.rounds, options.device)
+    sizes = (options.prompt_tokens, options.new_tokens, options.batch_size)
+    found = (*sizes, options.rounds, options.device)
     assert found == (generate.PROMPT, generate.NEW, 1, generate.ROUNDS, "cpu")
 
 
@@ -72,7 +73,8 @@ def test_tables(run: Run, dense: Path, small: Path, monkeypatch: pytest.MonkeyPa
     assert outcome.code == 0, outcome.err
     shown = [line.split() for line in outcome.out.splitlines()]
     assert ["dense", "812.2", "630", "61.12", "13.7", "5100"] in shown
-    assert ["small,", "compiled", "812.2", "630", "61.12", "13.7", "5100", "42"] in shown
+    assert ["small,", "compiled", "812.2", "630", "61.12", "13.7", "5100"] in shown
+    assert ["small,", "compiled", "42"] in shown
     pair = ["1.25x", "(1.10-1.40)", "1.30x", "(1.10-1.40)", "1.25x", "(1.10-1.40)"]
     assert ["small,", "compiled", *pair] in shown
     assert "other, compiled: not measured, no C++ compiler" in outcome.out
@@ -85,7 +87,7 @@ def test_mistakes(run: Run, dense: Path, small: Path, tmp_path: Path) -> None:
     bench = ("bench", "generate")
     refused(run(*bench), "DIR")
     refused(run(*bench, dense, "--new-tokens", "1"), "new must be at least 2, got 1")
-    refused(run(*bench, dense, "--prompt", "many"), "invalid int value")
+    refused(run(*bench, dense, "--prompt-tokens", "many"), "invalid int value")
     refused(run(*bench, dense, tmp_path / "missing"), "missing is no directory")
     refused(run(*bench, dense), "limit of 128 tokens, got 512 and 64")
     refused(run(*bench, dense, "--device", "cuda:99"), "device cuda")

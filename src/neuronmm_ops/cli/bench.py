@@ -2,6 +2,7 @@
 
 import argparse
 import os
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -198,19 +199,16 @@ def show_storages(rows: list[dict[str, Any]]) -> None:
         "factors in bf16 add at the ratio, with its standard error over paired tokens; then the "
         "divergence from the dense model's predictions, as such a multiple."
     )
-    cells: list[list[object] | None] = []
-    before: tuple[object, ...] = ()
-    for row in rows:
-        size = f"{row['bytes'] / row['dense_bytes']:.3f}"
-        labels = row["ratio"], row["storage"], row["equal"], row["rounding"], size
-        if before and row["storage"] != before[1]:
-            cells.append(None)
-        shown = labels if labels != before else [None] * len(labels)
-        cells.append([*shown, Path(row["text"]).stem, *_paired_excess(row)])
-        before = labels
-    labels = ["ratio", "storage", "equal", "rounding", "bytes", "text"]
-    left = ["storage", "equal", "rounding", "text"]
-    show_table([*labels, "excess", "quotient", "±", "KL"], cells, left=left)
+    left = ["storage", "equal", "rounding"]
+    for ratio, text in product(dict.fromkeys([row["ratio"] for row in rows]), texts):
+        cells: list[list[object] | None] = []
+        for row in [row for row in rows if (row["ratio"], row["text"]) == (ratio, text)]:
+            if cells and cells[-1] and row["storage"] != cells[-1][0]:
+                cells.append(None)
+            size = f"{row['bytes'] / row['dense_bytes']:.3f}"
+            cells.append([*(row[label] for label in left), size, *_paired_excess(row)])
+        title = f"ratio {ratio:g}, {Path(text).stem}"
+        show_table([*left, "bytes", "excess", "quotient", "±", "KL"], cells, left, title)
 
 
 def _paired_excess(row: dict[str, Any]) -> list[str]:

@@ -55,9 +55,12 @@ def _run(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def _show(rows: list[dict[str, Any]]) -> None:
-    # Two tables, so that a terminal of 80 columns shows every number.
-    columns = ["model", "TTFT ms", "prefill/s", "token ms", "tokens/s", "peak MB", "compile s"]
+    # Several tables, so that a terminal of 80 columns shows every number.
+    columns = ["model", "TTFT ms", "prefill/s", "token ms", "tokens/s", "peak MB"]
     show_table(columns, map(_measured, rows), left=["model"])
+    if any(row["compiled"] for row in rows):
+        cells = [[_name(row), _number(row["compile_s"], ".0f")] for row in rows if row["compiled"]]
+        show_table(["model", "compile s"], cells, left=["model"])
     compared = [row for row in rows if row["speedup"]]
     if compared:
         title = f"speed-up over {rows[0]['dir']}: median and range of paired rounds"
@@ -89,9 +92,13 @@ def _measured(row: dict[str, Any]) -> list[str]:
     values = [
         *((row["ttft_ms"], ".1f"), (row["prefill_tokens_per_s"], ".0f")),
         *((row["token_ms"], ".2f"), (row["tokens_per_s"], ".1f")),
-        *((memory and memory / 1e6, ".0f"), (row["compile_s"], ".0f")),
+        (memory and memory / 1e6, ".0f"),
     ]
-    return [_name(row), *("" if v is None else format(v, spec) for v, spec in values)]
+    return [_name(row), *(_number(value, spec) for value, spec in values)]
+
+
+def _number(value: float | None, spec: str) -> str:
+    return "" if value is None else format(value, spec)
 
 
 def _compared(row: dict[str, Any]) -> list[str]:

@@ -1,6 +1,7 @@
 """`compare`: compressed checkpoints beside their dense model, as a table and a plot."""
 
 import argparse
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -57,12 +58,13 @@ def _compare(options: argparse.Namespace) -> list[dict[str, Any]]:
 def _show(rows: list[dict[str, Any]]) -> None:
     dense = rows[0]
     names = ["dense", *(Path(row["dir"]).resolve().name for row in rows[1:])]
-    # Two tables, so that a terminal of 80 columns shows every number.
+    # Several tables, so that a terminal of 80 columns shows every number.
     texts = list(dense["ppl_token"])
     cells = [[_quality(row, text) for text in texts] for row in rows]
     _show_models(names, [Path(text).stem for text in texts], cells, "perplexity (excess)")
-    columns = ["ratio", "effective", "MB", "prefill/s", "", "decode/s", "", "gamma"]
-    _show_models(names, columns, [_cost(row) for row in rows], "size and tokens/s")
+    _show_models(names, ["ratio", "effective", "MB", "gamma"], map(_size, rows), "size")
+    columns = ["prefill/s", "", "decode/s", ""]
+    _show_models(names, columns, map(_speed, rows), "tokens/s, over dense")
     versions = ", ".join(f"{name} {value}" for name, value in dense["versions"].items())
     for line in (
         "excess: ln of the perplexity less ln of the dense model's, nats a token",
@@ -76,7 +78,9 @@ def _show(rows: list[dict[str, Any]]) -> None:
         stdout.print(line, soft_wrap=True)
 
 
-def _show_models(names: list[str], columns: list[str], cells: list[list[str]], title: str) -> None:
+def _show_models(
+    names: list[str], columns: list[str], cells: Iterable[list[str]], title: str
+) -> None:
     rows = [[name, *row] for name, row in zip(names, cells, strict=True)]
     show_table(["model", *columns], rows, left=["model"], title=title)
 
@@ -85,8 +89,13 @@ def _quality(row: dict[str, Any], text: str) -> str:
     return f"{row['ppl_token'][text]:.3f} ({row['excess_log_ppl'][text]:+.4f})"
 
 
-def _cost(row: dict[str, Any]) -> list[str]:
+def _size(row: dict[str, Any]) -> list[str]:
     cells = [f"{row['ratio']:.2f}", f"{row['effective_ratio']:.3f}", f"{row['bytes'] / 1e6:.1f}"]
+    return [*cells, "" if row["gamma"] is None else f"{row['gamma']:.4f}"]
+
+
+def _speed(row: dict[str, Any]) -> list[str]:
+    cells: list[str] = []
     for phase in ("prefill", "decode"):
         cells += [f"{row['tokens_per_s'][phase]:.0f}", f"{row['speedup'][phase]:.2f}x"]
-    return [*cells, "" if row["gamma"] is None else f"{row['gamma']:.4f}"]
+    return cells

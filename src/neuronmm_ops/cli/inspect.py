@@ -73,15 +73,15 @@ def show_summary(document: dict[str, Any]) -> None:
         K, N, r = layer["K"], layer["N"], layer["r"]
         ratio = 1 - parameter_count(K, N, r) / (K * N)
         loss = "unknown" if layer["loss"] is None else f"{layer['loss']:.4f}"
-        cells = (layer["name"], K, N, "dense" if r is None else r)
-        size = f"{layer['bytes'] / 1e6:.3f}"
+        cells = (layer["name"], f"{K}x{N}", "dense" if r is None else r)
+        size = f"{layer['bytes'] / 1e6:.4g}"
         if has_storage:  # bits say more than the ratio of parameters, and both would fold the names
-            short = storage_named(layer["storage"]) if layer["storage"] else "-"
-            rows.append((*cells, loss, size, short, f"{layer['bits_per_weight']:.1f}"))
+            short = storage_named(layer["storage"]) if layer["storage"] else ""
+            rows.append((*cells, loss, size, f"{short} {layer['bits_per_weight']:.1f}".strip()))
         else:
             rows.append((*cells, f"{ratio:.3f}", loss, size))
-    figures = ("loss", "MB", "storage", "bits") if has_storage else ("effective", "loss", "MB")
-    columns = ("layer", "K", "N", "rank", *figures)
+    figures = ("loss", "MB", "bits") if has_storage else ("ratio", "loss", "MB")
+    columns = ("layer", "K x N", "rank", *figures)
     show_table(columns, rows, left=columns[:1], title=document.get("output"))
     stdout.print(
         f"targeted layers: nominal ratio {document['ratio']:.3f}, effective "

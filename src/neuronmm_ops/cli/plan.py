@@ -1,6 +1,7 @@
 """`plan`: which kernel plan each projection of a model gets, and where low rank pays."""
 
 import argparse
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from neuronmm_ops.cli.console import show_table, stdout
@@ -149,16 +150,17 @@ def _show(rows: list[dict[str, Any]]) -> None:
     if "tp" in rows[0]:
         show_rank_rows(rows)
         return
-    columns = ("M", "projection", "K", "r", "N", "phase", "ms", "dense ms", "speedup", "bound")
-    cells = [
-        (
-            *(row["M"], row["projection"], row["K"], row["r"] or "dense", row["N"], row["form"]),
-            *(f"{row['time_ms']:.4g}", f"{row['dense_ms']:.4g}"),
-            *(speedup_range(row["speedup_low"], row["speedup_high"]), row["bound"]),
-        )
-        for row in rows
-    ]
-    show_table(columns, cells, left=["projection"])
+    columns = ("projection", "K", "r", "N", "ms", "dense ms", "speedup", "bound")
+    for (tokens, phase), group in groupby(rows, key=lambda row: (row["M"], row["form"])):
+        cells = [
+            (
+                *(row["projection"], row["K"], row["r"] or "dense", row["N"]),
+                *(f"{row['time_ms']:.4g}", f"{row['dense_ms']:.4g}"),
+                *(speedup_range(row["speedup_low"], row["speedup_high"]), row["bound"]),
+            )
+            for row in group
+        ]
+        show_table(columns, cells, left=["projection"], title=f"M = {tokens}, {phase}")
     losing = [row for row in rows if not row["worth_it"]]
     longest = max(rows, key=lambda row: row["instructions"])
     stdout.print(f"Modelled times on {rows[0]['target']}; --json shows the blocks of each plan.")

@@ -1,6 +1,7 @@
 """`plan --tp N`: the plans of one rank's shards of each projection, and what the ranks exchange."""
 
 from collections.abc import Iterator
+from itertools import groupby
 from typing import Any, NamedTuple
 
 from neuronmm_ops.bench.exchange import Links
@@ -100,17 +101,18 @@ def _plans(
 
 def show_rank_rows(rows: list[dict[str, Any]]) -> None:
     """Print the shards with their times."""
-    columns = ("M", "projection", "divide", "shards", "launches ms", "links ms", "dense ms", "")
-    cells = [
-        (
-            *(row["M"], row["projection"], row["divide"]),
-            " ".join(["[" + ", ".join(map(str, shape)) + "]" for shape in row["shards"]]),
-            *(f"{row[name]:.4g}" for name in ("launches_ms", "collectives_ms", "dense_ms")),
-            speedup_range(row["speedup_low"], row["speedup_high"]),
-        )
-        for row in rows
-    ]
-    show_table(columns, cells, left=["projection", "divide", "shards"])
+    columns = ("projection", "divide", "shards", "launches", "links", "dense", "speedup")
+    for tokens, group in groupby(rows, key=lambda row: row["M"]):
+        cells = [
+            (
+                *(row["projection"], row["divide"]),
+                " ".join(["x".join(map(str, shape)) for shape in row["shards"]]),
+                *(f"{row[name]:.4g}" for name in ("launches_ms", "collectives_ms", "dense_ms")),
+                speedup_range(row["speedup_low"], row["speedup_high"]),
+            )
+            for row in group
+        ]
+        show_table(columns, cells, left=columns[:3], title=f"M = {tokens}, times in ms")
     stdout.print(
         f"Modelled times of one of {rows[0]['tp']} ranks on {rows[0]['target']}: a launch of the "
         "pair, or one of each factor with the exchange between them; dense with its own exchange. "

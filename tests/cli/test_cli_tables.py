@@ -1,0 +1,140 @@
+"""Tables at 80 columns: no word of a cell is broken, nothing is wider. Documents are long ones."""
+
+import json
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import rich.table
+from rich.console import Console
+
+from neuronmm_ops.cli import parser
+from neuronmm_ops.cli.console import stdout
+
+RESULTS = Path(__file__).parents[2] / "docs" / "results"
+LARGE = ("--model", "Llama-3.1-70B", "--target", "trn2", "--json")
+
+Show = Callable[[str, Any], None]
+
+
+@pytest.fixture
+def show(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Show:
+    """Show a command's document, and check its tables."""
+    tables: list[rich.table.Table] = []
+
+    class Kept(rich.table.Table):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            tables.append(self)
+
+    monkeypatch.setattr(rich.table, "Table", Kept)
+    monkeypatch.setattr(stdout._console, "_width", 80)
+
+    def call(line: str, document: Any) -> None:
+        parser().parse_args(shlex.split(line)).show(document)
+        assert tables
+        for table in tables:
+            console = Console(width=80, markup=False, highlight=False)
+            with console.capture() as capture:
+                console.print(table)
+            text = capture.get()
+            assert max(map(len, text.splitlines())) <= 80, text
+            texts = [t for column in table.columns for t in (column.header, *column.cells)]
+            lost = {word for t in texts for word in str(t).split()} - set(text.split())
+            assert not lost, f"{lost} in\n{text}"
+
+    return call
+
+
+@pytest.mark.parametrize("file", sorted(RESULTS.glob("*.json")), ids=lambda file: file.stem)
+def test_of_committed_documents(show: Show, file: Path) -> None:
+    for run in json.loads(file.read_text())["runs"]:
+        show(run["command"].removeprefix("neuronmm "), run["document"])
+
+
+def test_of_several_numbers_of_ranks(show: Show) -> None:
+    (large,) = [
+        json.loads((RESULTS / f"model_{name}.json").read_text())["runs"][0]["document"]
+        for name in ("Llama-3.1-70B",)
+    ]
+    show("bench model --model Llama-3.1-70B --tp 16,32", [large, {**large, "tp": 32}])
+
+
+def test_of_shards(show: Show, capsys: pytest.CaptureFixture[str]) -> None:
+    from neuronmm_ops.cli import main
+
+    assert main(["plan", *LARGE, "--tp", "8", "--tokens", "1,2048"]) == 0
+    show("plan --model Llama-3.1-70B --tp 8", json.loads(capsys.readouterr().out))
+
+
+def layers(storage: str | None, loss: float | None) -> list[dict[str, Any]]:
+    sizes = {"K": 28672, "N": 8192, "r": 11264, "dense": False, "loss": loss}
+    sizes |= {"bytes": 646053888, "bits_per_weight": 12.5, "compute": "x", "storage": storage}
+    names = ("self_attn.q_proj", "mlp.gate_proj", "mlp.down_proj")
+    return [{"name": f"model.layers.79.{name}", **sizes} for name in names]
+
+
+@pytest.mark.parametrize(("storage", "loss"), [(None, 0.1234), ("int8", 0.1234), ("int8", None)])
+@pytest.mark.parametrize("line", ["inspect small", "compress model -o small"])
+def test_of_layers(show: Show, line: str, storage: str | None, loss: float | None) -> None:
+    document: dict[str, Any] = {
+        "ratio": 0.2,
+        "effective_ratio": 0.2,
+        "model_ratio": 0.1,
+        "compute_dtype": "float32",
+        "bytes": 10**9,
+        "dense_bytes": 2 * 10**9,
+        "left_dense": [],
+        "config": None,
+        "calibration": None,
+        "provenance": {},
+        "verified": True,
+    }
+    show(line, {**document, "layers": layers(storage, loss)})
+
+
+def test_of_an_evaluation(show: Show) -> None:
+    common = {"ppl_token": 12345.6789, "tokens": 1234567, "seqlen": 2048}
+    data = {"dataset": "wikitext2", "bos": True, "protocol": "standard", **common}
+    metrics = {"alias": "x", "acc,none": 0.12345, "acc_stderr,none": 0.01234}
+    tasks = {
+        "results": {"arc_challenge": metrics, "truthfulqa_mc2": metrics},
+        "n-shot": {"arc_challenge": 25, "truthfulqa_mc2": 0},
+        "n-samples": {name: {"effective": 1172} for name in ("arc_challenge", "truthfulqa_mc2")},
+        "config": {"truncated_requests": 0},
+    }
+    document = {"perplexities": [{"text": "data/held_out.txt", **common}, data], "tasks": tasks}
+    dtypes = {"dtype": "bfloat16", "compute_dtype": "float32", "compute": "x"}
+    show("eval small --ppl wikitext2", {"model": "small", **document, **dtypes})
+
+
+def test_of_a_comparison(show: Show) -> None:
+    texts = ("held_out.txt", "wikitext2.txt")
+    row = {
+        "ppl_token": dict.fromkeys(texts, 123.4567),
+        "excess_log_ppl": dict.fromkeys(texts, 1.0),
+        "ratio": 0.2,
+        "effective_ratio": 0.2,
+        "bytes": 10**9,
+        "gamma": 0.1234,
+        "tokens_per_s": {"prefill": 12345.0, "decode": 1234.0},
+        "speedup": {"prefill": 1.25, "decode": 1.25},
+        "seqlen": 2048,
+        "threads": 16,
+        "prefill_tokens": 512,
+        "decode_tokens": 64,
+        "compute_dtype": "float32",
+        "device": "cpu",
+        "versions": {"torch": "2.13.0"},
+    }
+    names = ("dense", "Llama-3.2-1B-low-rank", "Llama-3.2-1B-low-rank-int8")
+    rows = [{"dir": name, **row} for name in names]
+    show("compare a b --text held_out.txt", rows)
+
+
+def test_of_this_machine(show: Show) -> None:
+    from neuronmm_ops.doctor import diagnose
+
+    show("doctor", diagnose())
