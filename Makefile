@@ -15,7 +15,7 @@ PYTEST := $(BIN)/pytest -n 2 --dist loadfile
 # What oneDNN, torch and MKL obey: a CPU with bf16 units then computes as one without.
 AVX2 := ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2
 
-.PHONY: help env xla-env vllm-env demo results results-data test test-fast test-avx2 lint type pytest test-xla test-vllm docs floors ceilings bench csrc clean
+.PHONY: help env xla-env vllm-env demo results results-data test test-fast test-avx2 lint type pytest test-xla test-vllm docs floors ceilings faults bench csrc clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -106,6 +106,9 @@ floors:  ## every command with the lowest versions that pyproject.toml allows, i
 ceilings:  ## every command with the newest versions on the index, in .venv-highest
 	$(PYTHON) tests/versions/environment.py highest .venv-highest
 	PYTHONDONTWRITEBYTECODE= .venv-highest/bin/pytest tests/cli/test_cli_every_command.py
+
+faults: env  ## 1,000 faults, each in a process of its own: a table of what is clean, half an hour
+	$(BIN)/python tests/faults
 
 bench: env  ## measure the ops on this machine
 	$(BIN)/neuronmm bench overhead

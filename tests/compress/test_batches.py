@@ -151,3 +151,14 @@ def test_fingerprints_of_mappings():
     ]
     assert len({fingerprint([batch]) for batch in batches}) == len(batches)
     assert fingerprint([{"x": a, "y": b}]) == fingerprint([{"y": b, "x": a.clone()}])
+
+
+@pytest.mark.parametrize("as_mapping", [False, True])
+@pytest.mark.parametrize(
+    "change", [lambda ids: ids.float(), lambda ids: ids.to(torch.int8), lambda ids: ids[0]]
+)
+def test_what_cannot_be_token_ids_is_refused(change, as_mapping):
+    ids = change(token_batches(1)[0])
+    batch = {"input_ids": ids} if as_mapping else ids
+    with pytest.raises(ValueError, match=r"must hold token ids \[B, T\] in int64 or int32, got"):
+        compress_(causal_lm(), SVDConfig(**SMALL), [batch])

@@ -128,6 +128,9 @@ BAD = [
     ("targets", None, TypeError, ""),
     ("targets", 5, TypeError, ""),
     ("targets", "(", ValueError, "target '(' is no regular expression"),
+    ("targets", "([a-z.]+)+X", ValueError, "may take for ever"),
+    ("targets", "x?" * 40, ValueError, "may take for ever"),
+    ("targets", "(a|ab)*X", ValueError, "may take for ever"),
 ]
 
 

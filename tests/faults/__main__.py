@@ -3,6 +3,7 @@
 import argparse
 import os
 import random
+import re
 import sys
 import tempfile
 import warnings
@@ -26,14 +27,20 @@ def run() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sample", type=int, help="how many, drawn at random (default all)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", default="", help="faults whose kind and name hold this text")
+    parser.add_argument(
+        "--only", default="", metavar="REGEX", help="faults whose `kind: name` matches"
+    )
     parser.add_argument("--show", action="store_true", help="print what each command prints")
     options = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     with tempfile.TemporaryDirectory() as place:
         build(Path(place))
-        faults = [f for f in all_faults(Path(place)) if options.only in f"{f.kind}: {f.name}"]
+        faults = [
+            fault
+            for fault in all_faults(Path(place))
+            if re.search(options.only, f"{fault.kind}: {fault.name}")
+        ]
         if options.sample is not None:
             faults = random.Random(options.seed).sample(faults, options.sample)  # noqa: S311
         harness, verdicts = Harness(Path(place), main), []

@@ -7,6 +7,7 @@ does what it does without the damage.
 
 import contextlib
 import hashlib
+import json
 import os
 import re
 import resource
@@ -182,7 +183,8 @@ class Harness:
             ]
             fault.inside()
             code = self.main(arguments)
-            sys.stdout.flush()
+            if sys.stdout is not None and not sys.stdout.closed:
+                sys.stdout.flush()
         except BaseException:
             code = 70
             traceback.print_exc()
@@ -265,14 +267,27 @@ def _problems(fault: Fault, code: int, out: str, err: str) -> Iterator[str]:
     lines = [line for line in lines if not re.match(r"warning: |\w+ \d+/\d+, ", line)]
     if max(map(len, lines), default=0) > LONGEST_LINE:
         yield f"a line of {max(map(len, lines))} characters"
-    internal = INTERNAL.search(err)
+    # What a kernel raises is shown in its own words.
+    internal = re.search("internal error", err) if "kernel" in fault.kind else INTERNAL.search(err)
     if internal:
         yield f"says {internal[0]!r}"
+    if code == 0 and "--json" in fault.arguments and not _is_json(out):
+        yield "stdout is no JSON document"
     if code == 0:
         return
     if fault.expect == DONE:
         yield f"exit {code}"
     elif code not in fault.codes:
         yield f"exit {code}, not {' or '.join(map(str, fault.codes))}"
+    if code == 128 + signal.SIGPIPE:  # nobody reads, so that nothing is to say
+        return
     if len(lines) != 1 or not lines[0].startswith("neuronmm"):
         yield f"{len(lines)} lines on stderr"
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True

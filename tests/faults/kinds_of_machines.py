@@ -26,7 +26,7 @@ WRITING = {
 }
 READING = {
     "inspect": ("inspect", "{low}", "--json"),
-    "generate": ("generate", "{low}", "--prompt", "The quick", "--max-new-tokens", "4", "--json"),
+    "generate": ("generate", "{low}", "--prompt", "The quick", "--new-tokens", "4", "--json"),
     "eval": ("eval", "{low}", "--text", "{text.txt}", "--seqlen", "64", "--json"),
     "plan": ("plan", "--model", "{dense}/config.json", "--json", "--tokens", "1"),
     "simulate": SIMULATE,
@@ -139,7 +139,7 @@ def _streams() -> Iterator[Fault]:
             expect = UNCHANGED if name == "ASCII" and command != "doctor" else EITHER
             yield Fault("stdout", f"{name}, {command}", arguments, inside=inside, expect=expect,
                         codes=(2, 141))  # fmt: skip
-    prompt = ("generate", "{low}", "--prompt", "Füße 🙂", "--max-new-tokens", "4")
+    prompt = ("generate", "{low}", "--prompt", "Füße 🙂", "--new-tokens", "4")
     yield Fault("stdout", "ASCII, a prompt", prompt, inside=ascii_alone, expect=DONE)
 
 
@@ -264,6 +264,8 @@ def _kernels() -> Iterator[Fault]:
         for options in ((), ("--trace-only",), ("--json",)):
             if name in ENDLESS and options == ("--trace-only",):
                 continue
+            if name in ENDLESS:
+                options = (*options, "--max-seconds", "3")
             expect = EITHER if name == "a million tensors" else REFUSED
             full = " ".join((name, *options))
             yield Fault("kernels", full, (*RUN, *options), partial(_kernel, body), expect=expect,

@@ -88,7 +88,7 @@ WRONG: dict[str, tuple[tuple[str, ...], dict[str, tuple[str, ...]]]] = {
     "generate": (
         ("generate", "{low}", "--prompt", "The"),
         {
-            "--max-new-tokens": NUMBERS,
+            "--new-tokens": NUMBERS,
             "--dtype": ("int8", ""),
             "--device": ("", "gpu", "cuda:99", "xla:x"),
             "--prompt": ("", "x " * 5000),
@@ -154,7 +154,7 @@ WRONG: dict[str, tuple[tuple[str, ...], dict[str, tuple[str, ...]]]] = {
     ),
 }  # fmt: skip
 # Values that are right after all: the model has float32 as its own, negative seeds are seeds.
-RIGHT = {("generate", "--max-new-tokens", "१"), ("recover", "--seed", "-1")}
+RIGHT = {("generate", "--new-tokens", "१"), ("recover", "--seed", "-1")}
 
 
 def _options() -> Iterator[Fault]:
@@ -195,7 +195,7 @@ PAPERS: dict[str, tuple[str, str]] = {
     "block": ("block = 8", "block = 7"),
     "block huge": ("block = 8", "block = 99999999999999999999"),
     "samples": ("samples = 8", "samples = 0"),
-    "seqlen": ("seqlen = 64\n[methods", "seqlen = 100000\n[methods"),
+    "seqlen": ("seqlen = 64\n[methods", "seqlen = 0\n[methods"),
     "storage": ("block = 8", 'block = 8\nstorages = ["int4"]'),
     "storage of another dtype": ("block = 8", 'block = 8\nstorages = ["bf16"]'),
     "targets": ("block = 8", 'block = 8\ntargets = ["nothing"]'),

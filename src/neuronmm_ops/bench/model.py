@@ -96,7 +96,7 @@ def run_each(
     """
     each = [replace(options, tp=tp) for tp in dict.fromkeys(ranks)]
     for own in each:
-        _prepared(model, own)
+        prepared(model, own)
     return [run(model, own, progress) for own in each]
 
 
@@ -124,7 +124,7 @@ def run(
         OSError: a config.json that cannot be read.
     """
     options = options or Options()
-    decoders, left_out = _prepared(model, options)
+    decoders, left_out = prepared(model, options)
     shape, target = decoders["dense"].whole, decoders["dense"].target
     rows: list[dict[str, Any]] = []
     for number, (name, each) in enumerate(decoders.items()):
@@ -165,10 +165,11 @@ def run(
 # --- what to run
 
 
-def _prepared(model: str, options: Options) -> tuple[dict[str, Decoder], list[str]]:
+def prepared(model: str, options: Options) -> tuple[dict[str, Decoder], list[str]]:
     """What runs here by its name in the document, and why something does not.
 
-    Raises ValueError for whatever can be known before the first launch is traced.
+    Raises:
+        ValueError: for whatever can be known before the first launch is traced.
     """
     shape, machine = resolve_shape(model), resolve_target(options.target)
     _check(machine.generation, options)

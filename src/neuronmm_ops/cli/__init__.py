@@ -74,8 +74,10 @@ def _main(arguments: Sequence[str] | None) -> int:
         with our_warnings(), joined(options):
             document = options.run(options)
         text = json.dumps(document, indent=2, allow_nan=False) if options.json else None
-    except Exception as error:
-        if options.debug:
+    except BaseException as error:
+        # Native libraries of Python, such as tokenizers, raise their panics as this one.
+        is_panic = type(error).__name__ == "PanicException"
+        if options.debug or not (is_panic or isinstance(error, Exception)):
             raise
         return fail_once(*explain(error), is_echo=isinstance(error, WorkerLostError))
     code = flushed(lambda: options.show(printable(document)) if text is None else print(text))

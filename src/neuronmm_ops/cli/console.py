@@ -198,7 +198,7 @@ def fail(message: str, code: int) -> int:
     return code
 
 
-def explain(error: Exception) -> tuple[str, int]:
+def explain(error: BaseException) -> tuple[str, int]:
     """Return one line for the user and the exit code."""
     if isinstance(error, KernelError):
         return one_line(error), 1
@@ -220,17 +220,19 @@ def explain(error: Exception) -> tuple[str, int]:
         return one_line(error), 2
     if isinstance(error, WorkerLostError):
         return one_line(error), 1
+    if type(error).__name__ == "PanicException":
+        return f"a native library gave up ({one_line(error)}); copy the tokenizer's files again", 2
     return f"internal error: {type(error).__name__}: {one_line(error)}; see it with --debug", 1
 
 
-def _is_out_of_memory(error: Exception) -> bool:
+def _is_out_of_memory(error: BaseException) -> bool:
     # By its text too: loading wraps what torch raises.
     text = str(error)
     is_told = "out of memory" in text or "can't allocate memory" in text
     return is_told or isinstance(error, MemoryError)
 
 
-def _lacks_threads(error: Exception) -> bool:
+def _lacks_threads(error: BaseException) -> bool:
     texts = ("can't start new thread", "Resource temporarily unavailable", "ThreadPoolBuildError")
     return any(text in str(error) for text in texts)
 

@@ -66,7 +66,10 @@ def add(commands: Any) -> None:
         "--batch-size", type=int, default=1, metavar="N", help="of the tasks (default 1)"
     )
     command.add_argument(
-        "--include-path", type=Path, metavar="DIR", help="look for task files here first"
+        "--include-path",
+        type=Path,
+        metavar="DIR",
+        help="look for task files here first; they are code: !function and templates in them run",
     )
     command.add_argument(
         "--compute",

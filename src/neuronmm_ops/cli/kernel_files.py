@@ -200,7 +200,10 @@ def reported(path: Path) -> Generator[None]:
         where = f" [{path.name}:{line}]" if line else ""
         if not where and not isinstance(error, SyntaxError):
             raise  # not from there: a defect of the simulator
-        what = str(error)
+        try:
+            what = str(error)
+        except Exception:
+            what = "an error that has no text"
         if isinstance(error, AssertionError) and not what:
             what = linecache.getline(str(path), line).strip()
         raise KernelError(f"{type(error).__name__}: {what}{where}") from error

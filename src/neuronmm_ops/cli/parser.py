@@ -39,6 +39,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     },
 }
 """Arguments that mean the same in several commands."""
+LARGEST = 2**20
+"""Of tokens or ranks in an option: to plan for more takes minutes, or for ever."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -118,14 +120,15 @@ def numbers_of(option: str, text: str, such_as: str = "8,32") -> list[int]:
     """Return the numbers of an option that are separated by commas.
 
     Raises:
-        ValueError: one is no number, or smaller than 1.
+        ValueError: one is no number, smaller than 1, or larger than `LARGEST`.
     """
     try:
         found = [int(part) for part in text.split(",")]
     except ValueError:
         found = [0]
-    if min(found) < 1:
-        raise ValueError(f"{option} must be numbers of at least 1, such as {such_as}; got {text!r}")
+    if min(found) < 1 or max(found) > LARGEST:
+        limit = f"at least 1, and at most {LARGEST}" if max(found) > LARGEST else "at least 1"
+        raise ValueError(f"{option} must be numbers of {limit}, such as {such_as}; got {text!r}")
     return found
 
 

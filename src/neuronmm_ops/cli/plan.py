@@ -43,6 +43,7 @@ def _plan(options: argparse.Namespace) -> list[dict[str, Any]]:
     from neuronmm_ops.kernels import plan_xuv, plan_xw
     from neuronmm_ops.models import resolve_shape
     from neuronmm_ops.nn.storage import STORAGES, dtype_name
+    from neuronmm_ops.ops.spec import COMPUTES
 
     if not 0 < options.ratio < 1:
         raise ValueError(f"--ratio must be between 0 and 1, got {options.ratio}")
@@ -50,6 +51,8 @@ def _plan(options: argparse.Namespace) -> list[dict[str, Any]]:
     if options.storage not in (None, *STORAGES):
         raise ValueError(f"--storage must be {' or '.join(STORAGES)}, got {options.storage!r}")
     machine = (options.dtype, options.target, options.lnc)
+    if options.compute not in COMPUTES:
+        raise ValueError(f"--compute must be {' or '.join(COMPUTES)}, got {options.compute!r}")
     stored = dtype_name(options.storage) or ""
     rows: list[dict[str, Any]] = []
     if options.tp != 1:

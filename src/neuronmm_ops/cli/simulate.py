@@ -156,7 +156,8 @@ def _launch(options: argparse.Namespace) -> Launch:
     given = [read_argument(text) for text in options.arguments]
     _once("--arg", [name for name, _ in given])
     _once("--sweep", [text.partition("=")[0] for text in options.sweeps])
-    reference = options.reference and place_of(options.reference, "FUNCTION")
+    given_reference = options.reference is not None
+    reference = place_of(options.reference, "FUNCTION") if given_reference else None
     return Launch(
         arguments=dict(given),
         target=resolve_target(options.target).target,

@@ -44,7 +44,7 @@ _job: _Job | None = None
 def launched() -> int:
     """Return how many workers a launcher has started; 1 where there is none."""
     try:
-        return int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ else 1
+        return max(1, int(os.environ["WORLD_SIZE"])) if "RANK" in os.environ else 1
     except (KeyError, ValueError):
         return 1
 
@@ -52,7 +52,7 @@ def launched() -> int:
 @contextmanager
 def quiet() -> Generator[None]:
     """Let no worker but the first print anything in a block."""
-    if launched() == 1 or os.environ["RANK"] == "0":
+    if os.environ.get("RANK") not in map(str, range(1, launched())):
         yield
         return
     with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
@@ -82,6 +82,7 @@ def joined(options: argparse.Namespace) -> Generator[None]:
 
     from neuronmm_ops.compress import workers
 
+    _check_launcher()
     store, index, count = next(rendezvous("env://"))
     _job = _Job(PrefixStore("neuronmm", store), index, count)
     _job.store.set(f"process {index}", json.dumps([socket.gethostname(), os.getpid()]))
@@ -91,6 +92,20 @@ def joined(options: argparse.Namespace) -> Generator[None]:
         yield
     dist.destroy_process_group()
     _job = None
+
+
+def _check_launcher() -> None:
+    """Refuse what no launcher sets, for which workers would wait for ever."""
+    rank, port = (os.environ.get(name, "") for name in ("RANK", "MASTER_PORT"))
+    if not rank.isdecimal() or int(rank) >= launched():
+        raise ValueError(
+            f"RANK must be a number below WORLD_SIZE, {launched()}, got {rank!r}; start by torchrun"
+        )
+    if not port.isdecimal() or not 0 < int(port) < 2**16 or not os.environ.get("MASTER_ADDR"):
+        raise ValueError(
+            f"MASTER_ADDR and MASTER_PORT must say where workers meet, got {port!r}; "
+            "start with torchrun"
+        )
 
 
 @contextmanager

@@ -28,6 +28,7 @@ def check_batches(model: nn.Module, batches: Sequence[Batch]) -> None:
                 "a calibration batch must be a tensor or a mapping of the model's arguments, got "
                 f"{type(batch).__name__}"
             )
+        _check_kind(model, batch, f"calibration batch {index}")
         for ids in _token_ids(batch).values():
             if limit is not None and ids.shape[-1] > limit:
                 raise ValueError(
@@ -35,6 +36,18 @@ def check_batches(model: nn.Module, batches: Sequence[Batch]) -> None:
                     f"{limit}; use shorter blocks"
                 )
             check_ids(model, ids, f"calibration batch {index}")
+
+
+def _check_kind(model: nn.Module, batch: Batch, source: str) -> None:
+    """Refuse what stands for token ids and cannot be such: floats, or no batch of rows."""
+    takes_ids = getattr(model, "main_input_name", None) == "input_ids"
+    ids = batch if isinstance(batch, Tensor) and takes_ids else None
+    ids = batch.get("input_ids") if isinstance(batch, Mapping) else ids
+    if isinstance(ids, Tensor) and (ids.dtype not in (torch.int64, torch.int32) or ids.dim() != 2):
+        raise ValueError(
+            f"{source} must hold token ids [B, T] in int64 or int32, got {list(ids.shape)} in "
+            f"{str(ids.dtype).removeprefix('torch.')}; use what the model's tokenizer returns"
+        )
 
 
 def position_limit(model: nn.Module) -> int | None:

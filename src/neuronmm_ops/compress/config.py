@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Self, cast
 
 from neuronmm_ops.compress.methods import METHODS
+from neuronmm_ops.compress.patterns import takes_for_ever
 from neuronmm_ops.compress.rank import STEP, aligned_rank
 from neuronmm_ops.hardware import resolve_target
 from neuronmm_ops.nn.storage import STORAGES as ONE_BYTE
@@ -223,6 +224,11 @@ def _checked_targets(targets: str | Iterable[str]) -> tuple[str, ...]:
             re.compile(target)
         except re.error as error:
             raise ValueError(f"target {target!r} is no regular expression: {error}") from None
+        if takes_for_ever(target):
+            raise ValueError(
+                f"target {target!r:.60} repeats what varies, or varies in too many places, and may "
+                "take for ever to match; use at most four of * + ? and none within another"
+            )
     return checked
 
 

@@ -10,6 +10,9 @@ from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 from neuronmm_ops.compress.batches import check_ids, position_limit
 from neuronmm_ops.errors import NonFiniteError
 
+# That a chat template adds to a prompt: those of public models add a few thousand.
+MAX_CHARACTERS = 1_000_000
+
 
 class FiniteLogits(LogitsProcessor):
     """Refuses NaN and Inf, which greedy search would take for the first token of the vocabulary."""
@@ -69,20 +72,16 @@ def generate_text(
     return tokenizer.decode(new, skip_special_tokens=True), len(new)
 
 
-def _plain(tokenizer: Any, prompt: str) -> Any:
-    return tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
+def _plain(tokenizer: Any, prompt: str, **options: Any) -> Any:
+    return tokenizer(prompt, return_tensors="pt", return_token_type_ids=False, **options)
 
 
 def _chat(tokenizer: Any, prompt: str) -> Any:
     if not getattr(tokenizer, "chat_template", None):
         raise ValueError("the tokenizer has no chat template; generate without chat")
     try:
-        return tokenizer.apply_chat_template(
-            [{"role": "user", "content": prompt}],
-            add_generation_prompt=True,
-            return_dict=True,
-            return_tensors="pt",
-            tokenizer_kwargs={"return_token_type_ids": False},
+        text = tokenizer.apply_chat_template(
+            [{"role": "user", "content": prompt}], add_generation_prompt=True, tokenize=False
         )
     except Exception as error:  # a template is a program, which may raise anything
         reason = (
@@ -91,3 +90,9 @@ def _chat(tokenizer: Any, prompt: str) -> Any:
         raise ValueError(
             f"the tokenizer's chat template cannot be used: {reason}; generate without chat"
         ) from None
+    if len(text) > MAX_CHARACTERS + len(prompt):
+        raise ValueError(
+            f"the tokenizer's chat template makes {len(text):,} characters of the prompt's "
+            f"{len(prompt):,}; generate without chat"
+        )
+    return _plain(tokenizer, text, add_special_tokens=False)

@@ -4,6 +4,7 @@ Paths in the file are relative to the working directory; `evaluate.include` is l
 file first, where the shipped ones' lies.
 """
 
+import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -16,13 +17,16 @@ from neuronmm_ops.compress.config import STORAGES
 from neuronmm_ops.eval.protocols import CORPORA, check_name
 from neuronmm_ops.files import read_document
 from neuronmm_ops.hardware import resolve_target
+from neuronmm_ops.models import SHAPES
 from neuronmm_ops.recover import RecoverConfig
+from neuronmm_ops.reproduce.published import published
 from neuronmm_ops.reproduce.schema import check_keys, checked_table, read_table
 from neuronmm_ops.reproduce.texts import TRAINING_TEXTS
 
 PAPERS = Path(str(files("neuronmm_ops.reproduce") / "papers"))
 # Factors in the model's own dtype, without scales.
 NATIVE = "native"
+METHOD_NAME = re.compile(r"\w[\w .+()-]{0,59}")
 
 
 @dataclass(frozen=True)
@@ -252,6 +256,11 @@ def _methods(values: object, compress: Compress) -> dict[str, SVDConfig]:
     shared = {n: getattr(compress, n) for n in ("block", "alpha", "targets")}
     methods: dict[str, SVDConfig] = {}
     for name, options in table.items():
+        if not METHOD_NAME.fullmatch(name) or name == "dense":
+            raise ValueError(
+                "a method's name must be letters, digits, spaces and ._+()-, and not dense; "
+                f"got {name!r:.50}"
+            )
         where = f"methods.{name}"
         check_keys(checked_table(options, where), sorted(allowed), where)
         try:
@@ -263,6 +272,9 @@ def _methods(values: object, compress: Compress) -> dict[str, SVDConfig]:
                 check_name("storage", storage, (NATIVE, *STORAGES))
         except (TypeError, ValueError) as error:
             raise ValueError(f"{where}: {error}") from None
+        twin = next(other for other, config in methods.items() if config == methods[name])
+        if twin != name:
+            raise ValueError(f"methods {twin} and {name} are the same; leave one out")
     return methods
 
 
@@ -288,6 +300,9 @@ def _check(found: Reproduction) -> None:
     """Check values that depend on one another."""
     if found.modelled is not None:
         _check_modelled(found.modelled)
+    if found.published is not None:
+        models = {number["model"] for number in published() if number["model"]} | set(SHAPES)
+        check_name("model of published", found.published, sorted(models))
     needing = [name for name, config in found.methods.items() if config.needs_calibration]
     if needing and found.compress.calibration is None:
         raise ValueError(f"compress.calibration is missing; method {needing[0]} needs a text")

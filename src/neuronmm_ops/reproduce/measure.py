@@ -1,7 +1,8 @@
 """What one cell is: the work behind each kind, given the models that it is of."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ import torch
 from neuronmm_ops import hf
 from neuronmm_ops.bench.speed import paired_speed
 from neuronmm_ops.compress import CompressionReport, SVDConfig
+from neuronmm_ops.compress.pipeline import check_storage
+from neuronmm_ops.compress.targets import select_targets
 from neuronmm_ops.eval import encode_documents, perplexities, token_perplexity
 from neuronmm_ops.eval.extra import import_extra
 from neuronmm_ops.eval.perplexity import block_length
@@ -19,7 +22,7 @@ from neuronmm_ops.hf.loading import local_directory
 from neuronmm_ops.manifest import tensor_hashes, weights_sha256
 from neuronmm_ops.ops.backends.cpu import name_of
 from neuronmm_ops.progress import Update
-from neuronmm_ops.reproduce.config import Reproduction
+from neuronmm_ops.reproduce.config import NATIVE, Modelled, Reproduction
 
 # What lm-eval calls the share of questions whose right choice is likelier than every other.
 ACCURACY = "acc,none"
@@ -37,6 +40,26 @@ def check_tasks(asked: Reproduction, tasks: Sequence[str]) -> None:
         known = make(include_path=include).all_tasks
     for name in tasks:
         check_name("task of evaluate.tasks", name, known)
+
+
+def check_methods(asked: Reproduction) -> None:
+    """Refuse targets, storages and modelled times that cannot be of this model.
+
+    Raises:
+        ValueError: there is one; says which.
+    """
+    from neuronmm_ops.bench import model as model_times
+
+    model = hf.load(asked.model.id, device_map="meta")
+    combined = product(asked.methods.values(), asked.compress.ratios, asked.compress.storages)
+    for method, ratio, storage in combined:
+        config = replace(method, ratio=ratio, storage=None if storage == NATIVE else storage)
+        linears = select_targets(model, config).linears
+        check_storage(config, linears, {name: each.weight.dtype for name, each in linears.items()})
+        if asked.modelled is not None:
+            model_times.prepared(
+                str(local_directory(asked.model.id)), _model_options(asked.modelled, config)
+            )
 
 
 def compress(
@@ -135,13 +158,19 @@ def modelled(asked: Reproduction, config: SVDConfig, progress: Update) -> dict[s
     from neuronmm_ops.bench import model as model_times
 
     assert asked.modelled is not None
-    options = model_times.Options(
-        **asdict(asked.modelled),
+    options = _model_options(asked.modelled, config)
+    return model_times.run(str(local_directory(asked.model.id)), options, progress)
+
+
+def _model_options(modelled: Modelled, config: SVDConfig) -> Any:
+    from neuronmm_ops.bench import model as model_times
+
+    return model_times.Options(
+        **asdict(modelled),
         ratio=config.ratio,
         storage=config.one_byte,
         targets=config.target_list,
     )
-    return model_times.run(str(local_directory(asked.model.id)), options, progress)
 
 
 def measured(asked: Reproduction, dense: Any, model: Any, progress: Update) -> dict[str, Any]:

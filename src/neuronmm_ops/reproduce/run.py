@@ -55,6 +55,7 @@ def run(
     read_config(local_directory(asked.model.id))
     planned, known = plan(asked), Store(output)
     tasks = {cell.subject for cell in planned.cells if cell.kind == "task" and not known.read(cell)}
+    measure.check_methods(asked)
     measure.check_tasks(asked, sorted(tasks))
     with open_store(output) as store:
         return _Run(asked, planned, store, progress, tell).all()

@@ -55,6 +55,8 @@ def _checked(name: str, value: Any, hint: Any) -> Any:
     if type(None) in get_args(hint):
         hint, choices = choices[0], list(get_args(choices[0]))
     if get_origin(hint) is tuple:
+        if isinstance(value, str) and choices[0] is float:
+            raise ValueError(f"{name} must be numbers such as [0.2], got the text {value!r:.50}")
         items = value if isinstance(value, list) else [value]
         return tuple(_checked(name, item, choices[0]) for item in items)
     if get_origin(hint) is Literal:
