@@ -11,7 +11,7 @@ from neuronmm_ops.cli.parser import add_command
 def add(commands: Any) -> None:
     """Add the command to the parser."""
     described = "compare every file and tensor of a checkpoint with its manifest"
-    command = add_command(commands, "verify", _verify, _show, described, example="verify small")
+    command = add_command(commands, "verify", _verify, _show, described, example="small")
     command.add_argument("model", type=Path, metavar="DIR", help="a directory that we wrote")
 
 
