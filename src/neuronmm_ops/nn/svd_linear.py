@@ -320,7 +320,7 @@ class SVDLinear(nn.Module):
     def relayout_(self) -> Self:
         """Store u and v along their contraction, as `nn.Linear` does, for inference on a CPU.
 
-        There up to some dozens of tokens take 0.6 to 0.9 of the time in this order, but in float32.
+        There up to 64 tokens take 0.7 to 0.9 of the time in bf16 in this order (measured).
         Shapes and values stay. FSDP2 refuses such parameters, and other devices copy them.
         """
         for name in FACTORS:
