@@ -179,7 +179,7 @@ def flushed(show: Callable[[], None]) -> int:
         _discard_stdout()
         return fail(f"cannot write to stdout: {error.strerror}", 2)
     except ValueError:
-        if not sys.stdout.closed:  # as a kernel may have done
+        if sys.stdout is None or not sys.stdout.closed:  # as a kernel may have done
             raise
         return fail("cannot write to stdout: it was closed", 2)
     return 0

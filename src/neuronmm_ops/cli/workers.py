@@ -52,7 +52,8 @@ def launched() -> int:
 @contextmanager
 def quiet() -> Generator[None]:
     """Let no worker but the first print anything in a block."""
-    if os.environ.get("RANK") not in map(str, range(1, launched())):
+    rank = os.environ.get("RANK", "")
+    if not rank.isdecimal() or int(rank) not in range(1, launched()):
         yield
         return
     with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
