@@ -95,7 +95,7 @@ def compared_with_neuronmm(text: str) -> Iterator[str]:
 def test_speedups_over_neuronmm_are_ranges_over_the_dma_models() -> None:
     pages = [*PAGES, ROOT / "DESIGN.md", ROOT / "CONTRIBUTING.md"]
     lines = [line for page in pages for line in compared_with_neuronmm(page.read_text())]
-    assert len(lines) >= 18
+    assert len(lines) >= 8
     assert [line for line in lines if "DMA models" not in line] == []
     assert [line for line in lines if not RANGE.search(line)] == []
 

@@ -115,6 +115,10 @@ def _published(found: list[Row]) -> list[str]:
     ]
 
 
+def _span(speedup: Row) -> str:
+    return span(speedup["low"], speedup["high"])
+
+
 def _ends(speedup: Row) -> str:
     return f"{speedup['low']:.2f}-{speedup['high']:.2f}x"
 
@@ -133,10 +137,10 @@ def whole() -> str:
         rows.append(
             [
                 f"{_TARGETS[targets]}, ratio {ratio:g}, "
-                + ("every Linear in fp8" if is_one_byte else "bf16"),
+                + ("every Linear of the layers in fp8" if is_one_byte else "bf16"),
                 *(number(own[p]["time_ms"]) for p in PHASES),
-                *(_ends(one["speedups"]["ours"][p]) for p in PHASES),
-                *([_ends(one["speedups"][kind]["decode"]) for kind in kinds] or ["", ""]),
+                *(_span(one["speedups"]["ours"][p]) for p in PHASES),
+                *([_span(one["speedups"][kind]["decode"]) for kind in kinds] or ["", ""]),
             ]
         )
     head = ["compressed", "prefill ms", "decode ms", "prefill", "decode"]
@@ -146,7 +150,7 @@ def whole() -> str:
 _TARGETS = {
     "mlp": "MLPs",
     "gate_proj up_proj down_proj o_proj": "MLPs and `o_proj`",
-    "all-linear": "all Linears of the layers",
+    "all-linear": "all",
 }
 
 

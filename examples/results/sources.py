@@ -45,11 +45,14 @@ WHOLE = (
     (0.5, "all-linear", True),
 )
 """Ratio, targets, and whether every Linear is in fp8, of the rows of a whole model's page."""
-PAPER_RUN = f"neuronmm bench model --model {SHOWN} --target trn1 --prompt 32 --new 32 --ratio 0.2"
+PAPER_RUN = (
+    f"neuronmm bench model --model {SHOWN} --target trn1 --prompt-tokens 32 --new-tokens 32 "
+    "--ratio 0.2"
+)
 """The setting of the run in NeuronMM's README."""
 RIVAL = (
-    f"neuronmm bench model --model {SHOWN} --target {TARGET} --prompt {PROMPT} --new {NEW} "
-    "--ratio 0.2 --storage fp8 --targets all-linear --storage-lm-head fp8"
+    f"neuronmm bench model --model {SHOWN} --target {TARGET} --prompt-tokens {PROMPT} "
+    f"--new-tokens {NEW} --ratio 0.2 --storage fp8 --targets all-linear --storage-lm-head fp8"
 )
 """What low rank must beat: dense weights in one byte, the output head's too."""
 _DEMO = "out/demo/dense --text out/results/held_out.txt --calibration out/demo/calibration.txt"
@@ -154,8 +157,8 @@ def whole_command(ratio: float, targets: str, is_one_byte: bool) -> str:
     """The command that models `SHOWN` on two cores, every Linear of its layers in one storage."""
     stored = " --storage fp8 --storage-dense fp8" if is_one_byte else ""
     return (
-        f"neuronmm bench model --model {SHOWN} --target {TARGET} --lnc 2 --prompt {PROMPT} "
-        f"--new {NEW} --ratio {ratio:g} --targets {targets}{stored}"
+        f"neuronmm bench model --model {SHOWN} --target {TARGET} --lnc 2 --prompt-tokens {PROMPT} "
+        f"--new-tokens {NEW} --ratio {ratio:g} --targets {targets}{stored}"
     )
 
 
