@@ -1,13 +1,14 @@
 """Low-rank LLMs with one fused kernel per swapped Linear.
 
 `compress_` finds the factors, `SVDLinear` and `SVDMLP` hold them, and `torch.ops.neuronmm.*` run
-them. `neuronmm_ops.hf` saves and loads Transformers models; import it for `from_pretrained`.
+them. `neuronmm_ops.hf` saves and loads Transformers models.
 
 The names below are imported when they are first used, so that `neuronmm_ops.neuroncore` and the
-command line start without torch. The ops are registered as soon as this package and torch are both
-imported, in either order.
+command line start without torch. As soon as this package and torch are both imported, in either
+order, the ops are registered; with Transformers, `from_pretrained` restores compressed checkpoints.
 """
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -97,3 +98,20 @@ def __dir__() -> list[str]:
 
 
 after_import("torch", lambda: import_module(f"{__name__}.ops"))
+
+
+class _Config:
+    """Stands for `hf.NeuronMMConfig` in Transformers' table until a checkpoint needs `hf`."""
+
+    @staticmethod
+    def from_dict(record: dict[str, Any]) -> Any:
+        return import_module(f"{__name__}.hf").NeuronMMConfig.from_dict(record)
+
+
+def _register_config() -> None:
+    method = import_module(f"{__name__}.compress.record").QUANT_METHOD
+    auto: Any = sys.modules["transformers.quantizers.auto"]
+    auto.AUTO_QUANTIZATION_CONFIG_MAPPING[method] = _Config
+
+
+after_import("transformers.quantizers.auto", _register_config)

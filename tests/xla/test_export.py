@@ -2,6 +2,7 @@
 
 import re
 
+import pytest
 import torch
 from host import decode
 from torch import nn
@@ -23,3 +24,19 @@ def test_stablehlo_contains_the_custom_call():
     config = decode(re.search(r'backend_config = "([^"]+)"', line)[1])
     assert config["neuronmm"]["ranks"] == [16]
     assert text.count("stablehlo.dot_general") == 1
+
+
+@pytest.mark.parametrize("first", [[], [nn.Linear(64, 64), nn.ReLU()]], ids=["input", "inner"])
+def test_a_dynamic_size_is_refused_and_each_size_is_exported(first):
+    model = nn.Sequential(*first, SVDLinear(64, 96, 16)).eval()
+    x = torch.randn(6, 64)
+    batch = torch.export.Dim("batch")
+    dynamic = torch.export.export(model, (x,), dynamic_shapes=({0: batch},))
+    rule = (
+        r"neuronmm.xuv.default: the custom call has static shapes, got \[\w+, 64\]; "
+        "export one program for each size"
+    )
+    with pytest.raises(ValueError, match=f"^{rule}$"):
+        exported_program_to_stablehlo(dynamic)
+    static = exported_program_to_stablehlo(torch.export.export(model, (x,)))
+    assert "stablehlo.custom_call @AwsNeuronCustomNativeKernel" in static.get_stablehlo_text()

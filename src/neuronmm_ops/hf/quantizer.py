@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.quantizers.auto import register_quantization_config, register_quantizer
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, register_quantizer
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
@@ -128,7 +128,7 @@ def _tensor_parallel() -> Any:
     return import_module("neuronmm_ops.hf.tensor_parallel")
 
 
-register_quantization_config(QUANT_METHOD)(NeuronMMConfig)
+AUTO_QUANTIZATION_CONFIG_MAPPING[QUANT_METHOD] = NeuronMMConfig  # the root has left a stand-in
 register_quantizer(QUANT_METHOD)(NeuronMMQuantizer)
 
 

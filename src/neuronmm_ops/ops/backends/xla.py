@@ -10,15 +10,17 @@ import base64
 import json
 import os
 import re
+import sys
 import warnings
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, wraps
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from neuronmm_ops.import_hooks import after_import
 from neuronmm_ops.ops import register as register  # registers the ops
 from neuronmm_ops.ops.backends.cpu import name_of
 from neuronmm_ops.ops.backends.environment import ROUTE_VARIABLE, core, xla_route
@@ -158,6 +160,32 @@ def _custom_call(
     return _torch_xla()._xla_user_computation(f"xla::neuronmm_{spec.name}", given, computation)[0]
 
 
+def _refuse_dynamic_exports() -> None:
+    """Make torch_xla's StableHLO export raise where a size of an op is dynamic.
+
+    Its lazy tensors have the size of the example there; the exported graph alone says it.
+    """
+    interpreter = sys.modules["torch_xla.stablehlo"].XLAExportInterpreter
+    prepare = interpreter.__init__
+
+    @wraps(prepare)
+    def checked(self: Any, *args: Any, **kwargs: Any) -> None:
+        prepare(self, *args, **kwargs)
+        if xla_route().name == "composite":
+            return
+        for node in self.graph.nodes:
+            if getattr(node.target, "namespace", "") != "neuronmm":
+                continue
+            for shape in (tensor.meta["val"].shape for tensor in node.all_input_nodes):
+                if any(isinstance(size, torch.SymInt) for size in shape):
+                    raise ValueError(
+                        f"{node.target}: the custom call has static shapes, got {list(shape)}; "
+                        "export one program for each size"
+                    )
+
+    interpreter.__init__ = checked
+
+
 def _refuse_downcasts() -> None:
     """Raise where torch_xla computes in another dtype than its tensors have."""
     for name in ("XLA_USE_BF16", "XLA_DOWNCAST_BF16"):
@@ -200,3 +228,4 @@ def _computation(launch: Launch, tensors: Sequence[Tensor]) -> Any:
 IMPLEMENTATIONS = implementations(_lower)
 for _op, _implementation in IMPLEMENTATIONS.items():
     LIBRARY.impl(_op, _implementation, "XLA")
+after_import("torch_xla.stablehlo", _refuse_dynamic_exports)
