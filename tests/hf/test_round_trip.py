@@ -23,7 +23,7 @@ FRESH_PROCESS = """
 import hashlib, json, sys
 import torch
 from transformers import AutoModelForCausalLM
-import neuronmm_ops.hf
+import neuronmm_ops
 model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
 ids = torch.arange(24).view(1, 24)
 state = {**model.state_dict(), "logits": model(ids).logits}
