@@ -128,7 +128,7 @@ def _tensor_parallel() -> Any:
     return import_module("neuronmm_ops.hf.tensor_parallel")
 
 
-AUTO_QUANTIZATION_CONFIG_MAPPING[QUANT_METHOD] = NeuronMMConfig  # the root has left a stand-in
+AUTO_QUANTIZATION_CONFIG_MAPPING[QUANT_METHOD] = NeuronMMConfig  # pyright: ignore  (a subclass)
 register_quantizer(QUANT_METHOD)(NeuronMMQuantizer)
 
 
