@@ -52,7 +52,7 @@ def test_command_lines(workplace: Path, capsys: pytest.CaptureFixture[str]) -> N
         for line in block.splitlines()
         if line.startswith("neuronmm ")
     ]
-    assert len(lines) == 17
+    assert len(lines) == 18
     for line in lines:
         assert main(shlex.split(line)[1:]) == 0, capsys.readouterr().err
 
