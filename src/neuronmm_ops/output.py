@@ -59,6 +59,8 @@ def check_target(
         if not force:
             raise FileExistsError(f"output {target} exists; use --force to replace it")
     parent = next(path for path in target.parents if os.path.lexists(path))
+    if target.name.encode(errors="replace").decode() != target.name:
+        raise ValueError(f"output name {target.name!r} must be text in UTF-8; choose another")
     longest = os.pathconf("/", "PC_NAME_MAX") - len(os.fsencode(_prefix(target))) - ROOM_FOR_SUFFIX
     if longest < 0:
         raise OSError(f"output name {target.name:.40}... is {-longest} bytes too long; shorten it")
@@ -101,6 +103,11 @@ def no_room(target: Path, needed: int, free: int) -> str:
         f"writing {target} needs {_size(needed)} and the disk has {_size(free)} free; "
         "free some, or choose another place"
     )
+
+
+def why(error: Exception) -> str:
+    """Return the system's words for an error, without its number; otherwise the error's own."""
+    return getattr(error, "strerror", None) or str(error)
 
 
 def _size(count: int) -> str:

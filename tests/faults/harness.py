@@ -120,11 +120,14 @@ class Harness:
         problems = list(_problems(fault, code, out, err))
         changed = [name for name, digest in before.items() if kept.get(name) != digest]
         # A streamed run, and any other that can be repeated, goes on from the state it keeps.
-        changed = [name for name in changed if "state" not in name and ".stream" not in name]
+        resumed = re.compile(r"state|\.stream|^kept/")
+        changed = [name for name in changed if not resumed.search(name)]
         if changed and "--force" not in fault.arguments:
             problems.append(f"changed {changed[0]}")
         if code:
-            problems += [f"left {name}" for name in _left(before, kept)][:1]
+            # The OUT of a reproduction says which cells failed.
+            left = [] if fault.arguments[0] == "reproduce" else list(_left(before, kept))
+            problems += [f"left {name}" for name in left[:1]]
         elif fault.expect == REFUSED:
             problems.append("silent: exit 0")
         elif _is_compared(fault) and result != self._expected(fault):
@@ -279,6 +282,8 @@ def _problems(fault: Fault, code: int, out: str, err: str) -> Iterator[str]:
         yield f"exit {code}"
     elif code not in fault.codes:
         yield f"exit {code}, not {' or '.join(map(str, fault.codes))}"
+    if code == 1 and fault.arguments[0] == "reproduce":  # a line for each cell that failed
+        return
     if code == 128 + signal.SIGPIPE:  # nobody reads, so that nothing is to say
         return
     if len(lines) != 1 or not lines[0].startswith("neuronmm"):

@@ -9,6 +9,7 @@ import threading
 import warnings
 from collections.abc import Callable, Generator, Iterable, Sequence
 from functools import cached_property
+from io import TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -168,6 +169,9 @@ def terminable() -> Generator[None, None, None]:
 
 def flushed(show: Callable[[], None]) -> int:
     """Print to stdout and flush it; return the exit code."""
+    if isinstance(sys.stdout, TextIOWrapper):  # in LANG=C it cannot write every text
+        with contextlib.suppress(OSError, ValueError):  # closed, which printing finds, too
+            sys.stdout.reconfigure(errors="backslashreplace")
     try:
         show()
         if sys.stdout is not None:
@@ -214,8 +218,8 @@ def explain(error: BaseException) -> tuple[str, int]:
             "other processes",
             2,
         )
-    if isinstance(error, OSError) and error.strerror and isinstance(error.filename, (str, Path)):
-        return one_line(f"{error.filename}: {error.strerror}"), 2
+    if isinstance(error, OSError) and error.strerror:
+        return one_line(f"{error.filename or 'a file'}: {error.strerror}"), 2
     if isinstance(error, (ValueError, TypeError, OSError, ImportError)):
         return one_line(error), 2
     if isinstance(error, WorkerLostError):

@@ -136,9 +136,10 @@ def load_tokenizer(model: str | Path) -> Any:
     try:
         return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # bad files make tokenizers raise anything
+        is_malformed = isinstance(error, (AttributeError, TypeError, LookupError))
+        reason = "one of its files is malformed" if is_malformed else _reason(error)
         raise CheckpointError(
-            f"{path} has no usable tokenizer ({_reason(error)}); "
-            "copy the model's tokenizer files into it"
+            f"{path} has no usable tokenizer ({reason}); copy the model's tokenizer files into it"
         ) from error
 
 

@@ -26,7 +26,7 @@ from neuronmm_ops.manifest import (
     write_manifest,
 )
 from neuronmm_ops.nn import LinearPair, dense_linear, dense_linears
-from neuronmm_ops.output import check_target, no_room, replacement
+from neuronmm_ops.output import check_target, no_room, replacement, why
 
 
 def save(
@@ -128,7 +128,7 @@ def write_checkpoint(
         raise
     except (OSError, SafetensorError) as error:
         free = shutil.disk_usage(target.parent).free
-        raise OSError(f"{error}; {no_room(target, needed, free)}") from error
+        raise OSError(f"{why(error)}; {no_room(target, needed, free)}") from error
 
 
 def _save_tokenizer(tokenizer: Any, directory: Path) -> None:

@@ -12,6 +12,7 @@ from neuronmm_ops.files import read_bounded
 # Tokens in one forward pass: matmuls run at full speed, activations fit a laptop's memory.
 BATCH_TOKENS = 4096
 TEXT_BYTES = 4 << 30
+LONGEST_WORD = 1_000_000
 
 Order = Literal["spread", "head"]
 ORDERS: tuple[Order, ...] = get_args(Order)
@@ -21,7 +22,7 @@ def read_text(path: str | Path) -> str:
     """Read a UTF-8 text file.
 
     Raises:
-        ValueError: the file is missing, empty, binary, or not UTF-8.
+        ValueError: the file is missing, empty, binary, not UTF-8, or one word.
     """
     try:
         data = read_bounded(path, TEXT_BYTES)
@@ -38,6 +39,11 @@ def read_text(path: str | Path) -> str:
         ) from None
     if not text.strip():
         raise ValueError(f"text {path} is empty; give a file with text")
+    if (longest := max(map(len, text.split()))) > LONGEST_WORD:
+        raise ValueError(
+            f"text {path} must hold at most {LONGEST_WORD:,} characters without a space or line "
+            f"break, got {longest:,}; tokenizers need gigabytes for it, cut it into lines"
+        )
     return text
 
 

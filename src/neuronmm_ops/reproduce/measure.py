@@ -51,6 +51,8 @@ def check_methods(asked: Reproduction) -> None:
     from neuronmm_ops.bench import model as model_times
 
     model = hf.load(asked.model.id, device_map="meta")
+    if asked.measured is not None:
+        block_length(model, asked.measured.prompt + asked.measured.new, least=2)
     combined = product(asked.methods.values(), asked.compress.ratios, asked.compress.storages)
     for method, ratio, storage in combined:
         config = replace(method, ratio=ratio, storage=None if storage == NATIVE else storage)

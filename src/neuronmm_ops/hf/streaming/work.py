@@ -12,6 +12,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from neuronmm_ops.compress.batches import fingerprint
+from neuronmm_ops.files import check_regular
+from neuronmm_ops.output import why
 from neuronmm_ops.processes import locked
 
 STATE = "state.json"
@@ -100,12 +102,13 @@ class Work:
     @contextmanager
     def _open(self, name: str) -> Generator[Any]:
         try:
+            check_regular(self.path(name))
             with safe_open(self.path(name), framework="pt") as tensors:
                 yield tensors
         except (OSError, SafetensorError) as error:
             raise OSError(
-                f"{self.path(name)} cannot be read ({error}); remove {self.directory} and start "
-                "again"
+                f"{self.path(name)} cannot be read ({why(error)}); remove {self.directory} and "
+                "start again"
             ) from None
 
     def _checked(self, tensors: Any, name: str, key: str) -> Tensor:
@@ -163,7 +166,7 @@ def _check(directory: Path, run: Mapping[str, Any]) -> None:
         return
     try:
         known = json.loads(state.read_text(encoding="utf-8"))
-    except ValueError:
+    except (ValueError, RecursionError):
         known = None
     if known != run:
         known = known if isinstance(known, dict) else {}

@@ -14,6 +14,7 @@ from shlex import join
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from neuronmm_ops.checkpoint import TensorHeader, inspect_headers, read_config
 from neuronmm_ops.compress.record import record_of
@@ -35,7 +36,7 @@ from neuronmm_ops.integrations.nxdi.record import (
     named_layers,
 )
 from neuronmm_ops.manifest import Origin, check_weights, tensor_hashes, write_manifest
-from neuronmm_ops.output import check_target, no_room, replacement
+from neuronmm_ops.output import check_target, no_room, replacement, why
 from neuronmm_ops.parallel.sharding import DIVIDES
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -133,9 +134,9 @@ def export(
             write_manifest(directory, tensor_hashes(directory), Origin("export nxdi", made_of))
     except FileExistsError:
         raise
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         free = shutil.disk_usage(next(p for p in output.resolve().parents if p.exists())).free
-        raise OSError(f"{error}; {no_room(output, needed, free)}") from error
+        raise OSError(f"{why(error)}; {no_room(output, needed, free)}") from error
     seq_len = 2 * WINDOW_SEQ_LEN if written.get("sliding_window") else 256
     command = first_command(output, model_type, chosen, tp, seq_len)
     return Export(str(output), model_type, chosen, divide, tp, size, len(layers), notes, command)
