@@ -12,6 +12,7 @@ from outcomes import Run
 KERNELS = """\
 import os
 import sys
+import time
 
 import nki
 import nki.isa as nisa
@@ -66,6 +67,11 @@ def catches(x):
             pass
         except Exception:
             pass
+
+
+@nki.jit
+def sleeps(x):
+    time.sleep(10**6)
 
 
 @nki.jit
@@ -131,7 +137,7 @@ def line_of(text: str) -> int:
 @pytest.mark.parametrize(
     ("kernel", "options", "words", "line"),
     [
-        ("half_tile", (), "some elements were never written", 22),
+        ("half_tile", (), "some elements were never written", 23),
         ("half_output", (), "some of it was never written", None),
         ("race", ("--lnc", 2), "without core_barrier in between", None),
     ],
@@ -204,6 +210,13 @@ def test_a_kernel_without_an_end_is_stopped(
         assert any(f"harmful.py:{line_of(line) + n}]" in done.err for n in range(-1, 4))
 
 
+def test_a_kernel_that_sleeps_is_woken(simulate: Run, kernels: Path) -> None:
+    done = simulate(f"{kernels}:sleeps", *X, "--max-seconds", 0.2)
+    line = line_of("time.sleep(")
+    assert (done.code, done.out) == (1, "")
+    assert done.err.endswith(f"(--max-seconds) [harmful.py:{line}]\n")
+
+
 @pytest.mark.parametrize("option", ["instructions", "seconds", "bytes"])
 def test_a_budget_that_nothing_meets_is_refused(simulate: Run, kernels: Path, option: str) -> None:
     done = simulate(f"{kernels}:moves", *X, f"--max-{option}", "0")
@@ -261,6 +274,6 @@ def test_a_full_disk_is_told_with_the_file(
     done = simulate(f"{kernels}:moves", *X, "--save", path)
     assert (done.code, done.err) == (
         2,
-        f"neuronmm: [Errno 28] No space left on device: '{path}'\n",
+        f"neuronmm: {path}: No space left on device\n",
     )
     assert not list(kernels.parent.glob("*a.*"))

@@ -186,15 +186,17 @@ def test_state_dict_has_the_convention_s_shapes():
     assert set(SVDLinear(12, 8, 3, bias=False).state_dict()) == {"u", "v", "weight"}
 
 
-def test_relayout_lays_factors_along_their_contraction():
-    source = SVDLinear(12, 8, 3)
+def test_relayout_lays_factors_along_their_contraction_but_in_float32():
+    source = SVDLinear(12, 8, 3, dtype=torch.bfloat16)
     layer = copy.deepcopy(source)
     u = layer.u
     assert layer.relayout_() is layer
     assert (layer.u.stride(), layer.v.stride()) == ((1, 12), (1, 3))
     assert layer.u is u
     assert_same_function(layer, source)
-    for fresh in (SVDLinear(12, 8, 3), SVDLinear(12, 8, 3, device="meta")):
+    assert is_contiguous(copy.deepcopy(layer).float().relayout_())
+    kinds = {"dtype": torch.bfloat16}
+    for fresh in (SVDLinear(12, 8, 3, **kinds), SVDLinear(12, 8, 3, device="meta", **kinds)):
         fresh.load_state_dict(layer.state_dict(), assign=fresh.u.is_meta)
         assert_same_function(fresh, source)
 

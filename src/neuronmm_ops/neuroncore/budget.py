@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import signal
 import threading
 import time
 import traceback
@@ -69,8 +70,10 @@ def within(budget: Budget, launch: KernelRun) -> Generator[None]:
             yield
         finally:
             watch.stop()
-    except _OverBudgetError as stopped:
+    except (_OverBudgetError, KeyboardInterrupt) as stopped:
         watch.stop()  # the exception may have come inside the first call
+        if not watch.problem:  # Ctrl-C
+            raise
         raise NkiValidationError(f"{watch.problem}{_place(stopped)}") from None
 
 
@@ -84,6 +87,7 @@ class _Watch(threading.Thread):
         super().__init__(daemon=True, name="neuroncore budget")
         self.budget, self.launch = budget, launch
         self.problem = ""
+        self._is_woken = False
         self._kernel = ctypes.c_ulong(threading.get_ident())
         self._end = time.monotonic() + budget.seconds
         self._lock = threading.Lock()
@@ -93,12 +97,22 @@ class _Watch(threading.Thread):
         """Look until the block is over; insist where the kernel goes on."""
         pause = _LOOK_S
         while not self._over.wait(pause):
+            is_late = bool(self.problem)
             self.problem = self.problem or self._exceeded()
             if self.problem:
                 pause = _INSIST_S
                 with self._lock:
                     if not self._over.is_set():
-                        _raise_in(self._kernel, _OverBudgetError)
+                        self._interrupt(is_late)
+
+    def _interrupt(self, is_late: bool) -> None:
+        if is_late and self._kernel.value == threading.main_thread().ident:
+            # It may sleep, and only a signal ends a system call.
+            _raise_in(self._kernel, None)
+            self._is_woken = True
+            signal.pthread_kill(self._kernel.value, signal.SIGINT)
+        else:
+            _raise_in(self._kernel, _OverBudgetError)
 
     def stop(self) -> None:
         """End the thread, and take back what it raised and has not arrived."""
@@ -106,6 +120,9 @@ class _Watch(threading.Thread):
             self._over.set()
         self.join()
         _raise_in(self._kernel, None)
+        if self._is_woken:
+            with contextlib.suppress(KeyboardInterrupt):
+                time.sleep(0)  # where a signal on its way arrives
 
     def _exceeded(self) -> str:
         """Which bound is exceeded, in words."""
