@@ -157,7 +157,7 @@ def test_a_data_set_is_written_whole_or_not_at_all(
     monkeypatch.setattr(sources, "DATA", tmp_path)
     good = "neuronmm plan --model Qwen3-0.6B --tokens 1"
     bad = "neuronmm plan --model nothing --tokens 1"
-    with pytest.raises(RuntimeError, match=f"{bad} failed with exit code 2: .*must be one of"):
+    with pytest.raises(RuntimeError, match=f"{bad} failed with exit code 2: .*must be a directory"):
         sources.make(sources.Dataset("two", (good, bad), 1))
     assert list(tmp_path.iterdir()) == []
     sources.make(sources.Dataset("one", (good,), 1))

@@ -61,14 +61,14 @@ def test_interrupted(
 def test_sigterm_while_writing_cleans_up(
     run: Run, dense: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from transformers import PreTrainedModel
+    from neuronmm_ops.hf import saving
 
     def half(self: object, directory: Path, **_: object) -> None:
         (Path(directory) / "model.safetensors").write_bytes(b"half")
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(1)
 
-    monkeypatch.setattr(PreTrainedModel, "save_pretrained", half)
+    monkeypatch.setattr(saving, "_save_pretrained", half)
     before = signal.getsignal(signal.SIGTERM)
     outcome = run("compress", dense, "-o", tmp_path / "o", "--calibration", text, *COMPRESS)
     assert outcome == (143, "", "neuronmm: terminated\n")
@@ -91,14 +91,14 @@ def test_a_full_disk_leaves_nothing(dense: Path, text: Path, tmp_path: Path) -> 
 
 KILLED = """
 import os, signal, sys
-from transformers import PreTrainedModel
 from neuronmm_ops.cli import main
+from neuronmm_ops.hf import saving
 
 def half(self, directory, **_):
     (directory / "model.safetensors").write_bytes(b"half")
     os.kill(os.getpid(), signal.SIGKILL)
 
-PreTrainedModel.save_pretrained = half
+saving._save_pretrained = half
 main(sys.argv[1:])
 """
 

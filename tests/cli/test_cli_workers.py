@@ -92,10 +92,10 @@ def test_the_line_of_the_documentation_is_understood() -> None:
 def test_a_disk_that_fills_up_ends_all(dense: Path, text: Path, tmp_path: Path) -> None:
     patch = """
 import errno
-from transformers import PreTrainedModel
+from neuronmm_ops.hf import saving
 def full(*arguments, **options):
     raise OSError(errno.ENOSPC, "No space left on device")
-PreTrainedModel.save_pretrained = full
+saving._save_pretrained = full
 """
     command = arguments(dense, text, tmp_path / "o")
     outcomes = run_fleet(tmp_path / "fleet", 2, patch + CLI, *command)

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from neuroncore.harness import as_stored, bf16, seeds, wide
-from neuroncore.ranks import TWO, collective, copied, inputs, lists, output, run
+from neuroncore.simulated_ranks import TWO, collective, copied, inputs, lists, output, run
 
 from neuronmm_ops import neuroncore as nc
 from neuronmm_ops.neuroncore import collectives as ncc

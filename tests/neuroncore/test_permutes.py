@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from neuroncore.harness import refused, values
-from neuroncore.ranks import collective, copied, inputs, output, run
+from neuroncore.simulated_ranks import collective, copied, inputs, output, run
 
 from neuronmm_ops import neuroncore as nc
 from neuronmm_ops.neuroncore import collectives as ncc

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from neuroncore.harness import refused, values
-from neuroncore.ranks import TWO, collective, inputs, output, run
+from neuroncore.simulated_ranks import TWO, collective, inputs, output, run
 
 from neuronmm_ops import neuroncore as nc
 from neuronmm_ops.neuroncore import collectives as ncc

@@ -122,7 +122,8 @@ def train_factors(
         for name, factor in _parameters(model).items():
             factor.data = factor.data.to(start[name].dtype).to(compute)
         loss = held_out_loss()
-        improved = loss < outcome.position.start_loss
+        # The start in another order of its factors rounds to another loss: no step, no gain.
+        improved = outcome.position.best_step > 0 and loss < outcome.position.start_loss
         if not improved:
             loss = outcome.position.start_loss
             for name, factor in _parameters(model).items():
