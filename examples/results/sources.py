@@ -205,12 +205,6 @@ def read(name: str) -> dict[str, Any] | None:
     return found
 
 
-def check_commit(commit: str, what: str, remedy: str) -> None:
-    """Raise ValueError for what nobody can run again: a tree with changes that are no commit."""
-    if not re.fullmatch("[0-9a-f]{12}", commit):
-        raise ValueError(f"{what} of {commit}; commit first, then run {remedy}")
-
-
 def write_held_out() -> None:
     """Write the beginning of the demo's held-out text, which the models of a table all read.
 
@@ -235,7 +229,11 @@ def make(dataset: Dataset) -> None:
         ValueError: the work tree has changes, so that no commit has what runs.
     """
     commit = _commit()
-    check_commit(commit, "the work tree is", f"make results-data DATA={dataset.name}")
+    if not re.fullmatch("[0-9a-f]{12}", commit):
+        raise ValueError(
+            f"the work tree is of {commit}; commit first, then run make results-data "
+            f"DATA={dataset.name}"
+        )
     if any("out/results/" in command for command in dataset.commands):
         write_held_out()
     start = time.perf_counter()

@@ -45,27 +45,27 @@ def load_computing(
     place = check_device(device)
     if tp > 1:
         _check_place(place)
-    loaded = load_on(model, place, tp)
+    loaded: PreTrainedModel = load(model, tp=tp, verify=True).to(place)  # pyright: ignore
     cast_(loaded, dtype_of(dtype, loaded))
-    if place.type == "cpu" and tp == 1:
-        _relayout_(loaded)  # the quicker order is the dtype's
+    if tp == 1:
+        _relayout_(loaded, place)  # after the cast: the quicker order is the dtype's
     return loaded
 
 
-def load_on(model: str | Path, device: torch.device, tp: int = 1) -> PreTrainedModel:
+def load_on(model: str | Path, device: torch.device) -> PreTrainedModel:
     """Load a causal LM in its own dtype, as `load` does, verified, onto a device.
 
     On a CPU its factors are in the order that is faster for a few tokens.
     """
-    loaded: PreTrainedModel = load(model, tp=tp, verify=True).to(device)  # pyright: ignore
-    if device.type == "cpu" and tp == 1:
-        _relayout_(loaded)
+    loaded: PreTrainedModel = load(model, verify=True).to(device)  # pyright: ignore
+    _relayout_(loaded, device)
     return loaded
 
 
-def _relayout_(model: nn.Module) -> None:
-    for layer in low_rank_layers(model).values():
-        layer.relayout_()
+def _relayout_(model: nn.Module, device: torch.device) -> None:
+    if device.type == "cpu":
+        for layer in low_rank_layers(model).values():
+            layer.relayout_()
 
 
 def check_device(device: torch.device | str) -> torch.device:
