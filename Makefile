@@ -15,17 +15,17 @@ PYTEST := $(BIN)/pytest -n 2 --dist loadfile
 # What oneDNN, torch and MKL obey: a CPU with bf16 units then computes as one without.
 AVX2 := ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2
 
-.PHONY: help env xla-env vllm-env demo results results-data test test-fast test-avx2 lint type pytest test-xla test-vllm docs floors ceilings faults bench csrc clean
+.PHONY: help plans env xla-env vllm-env demo results results-data test test-fast test-avx2 lint type pytest test-xla test-vllm docs floors ceilings faults bench house csrc clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
 
 env: $(INSTALLED)  ## create .venv with the package (editable) and every development extra
 
-$(INSTALLED): pyproject.toml constraints.txt
+$(INSTALLED): pyproject.toml neuroncore/pyproject.toml constraints.txt
 	@echo "Installing into $(VENV): a few minutes, most of them for torch"
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ./neuroncore -e '.[dev]'
 	touch $@
 
 xla-env: $(XLA_INSTALLED)  ## create .venv-xla with torch 2.9.0 and torch_xla 2.9.0, for the CPU
@@ -33,13 +33,13 @@ xla-env: $(XLA_INSTALLED)  ## create .venv-xla with torch 2.9.0 and torch_xla 2.
 # --no-deps: the CUDA packages that torch (and accelerate, by way of it) would bring take 5 GB;
 # stand-ins are built instead.
 # torch<0: pip stops at a requirement that requires torch, before it brings CUDA.
-$(XLA_INSTALLED): pyproject.toml constraints.txt tests/xla/requirements.txt tests/xla/cuda_stand_ins.py
+$(XLA_INSTALLED): pyproject.toml neuroncore/pyproject.toml constraints.txt tests/xla/requirements.txt tests/xla/cuda_stand_ins.py
 	$(PYTHON) -m venv $(XLA_VENV)
 	sed 's/^torch==.*/torch<0/' constraints.txt > $(XLA_VENV)/constraints.txt
 	$(XLA_BIN)/pip install --quiet --disable-pip-version-check --no-compile \
 		-c $(XLA_VENV)/constraints.txt -r tests/xla/requirements.txt
 	$(XLA_BIN)/pip install --quiet --disable-pip-version-check --no-compile \
-		--no-deps torch==2.9.0 torch_xla==2.9.0 $$(grep '^accelerate==' constraints.txt) -e .
+		--no-deps torch==2.9.0 torch_xla==2.9.0 $$(grep '^accelerate==' constraints.txt) -e ./neuroncore -e .
 	$(XLA_BIN)/python tests/xla/cuda_stand_ins.py
 	touch $@
 
@@ -47,10 +47,10 @@ vllm-env: $(VLLM_INSTALLED)  ## create .venv-vllm with vLLM 0.32.0 for the CPU: 
 
 # Where the index has no torch 2.13.0+cpu:
 # PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make vllm-env
-$(VLLM_INSTALLED): pyproject.toml tests/vllm/requirements.txt tests/vllm/distribution.py
+$(VLLM_INSTALLED): pyproject.toml neuroncore/pyproject.toml tests/vllm/requirements.txt tests/vllm/distribution.py
 	$(PYTHON) -m venv $(VLLM_VENV)
 	$(VLLM_BIN)/pip install --quiet --disable-pip-version-check --no-compile \
-		--no-deps -r tests/vllm/requirements.txt -e .
+		--no-deps -r tests/vllm/requirements.txt -e ./neuroncore -e .
 	$(VLLM_BIN)/python tests/vllm/distribution.py
 	touch $@
 
@@ -66,6 +66,9 @@ results: env  ## write docs/results.md, its plots, the gallery and the README's 
 # DATA="cpu generate" runs these alone.
 results-data: env  ## run the commands that the results come from: an hour
 	$(BIN)/python examples/results --data $(DATA)
+
+plans: env  ## find the plans of plan/plans.json anew: hours, but goes on where it was stopped
+	$(BIN)/python benchmarks/plans.py
 
 test: lint type pytest test-xla test-vllm docs  ## everything: style, types, tests, engines, documentation
 
@@ -111,8 +114,11 @@ faults: env  ## 1,000 faults, each in a process of its own: a table of what is c
 	$(BIN)/python tests/faults
 
 bench: env  ## measure the ops on this machine
-	$(BIN)/neuronmm bench overhead
+	$(BIN)/python benchmarks overhead
 	$(BIN)/neuronmm bench cpu
+
+house: env  ## print the sizes and times that bound this repository
+	$(BIN)/python tests/house.py
 
 csrc: env  ## build the C++ ops into build/csrc (needs g++)
 	$(MAKE) --no-print-directory -j2 -C csrc_stub PYTHON=$(abspath $(BIN)/python)

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from neuroncore.hardware import TARGET_VARIABLE
 from neuronmm_ops import SVDConfig, compress_
-from neuronmm_ops.hardware import TARGET_VARIABLE
-from neuronmm_ops.kernels import Plan, plan_svd_mlp
 from neuronmm_ops.ops.backends.environment import core
+from neuronmm_ops.plan import Plan, plan_svd_mlp
 
 try:
     import torch_xla  # pyright: ignore[reportMissingImports]

@@ -3,18 +3,8 @@
 import os
 import signal
 
+import hypothesis_settings  # noqa: F401
 import torch
-from hypothesis import HealthCheck, settings
-
-settings.register_profile(
-    "neuronmm",
-    max_examples=60,
-    deadline=None,
-    derandomize=True,
-    database=None,
-    suppress_health_check=[HealthCheck.too_slow],
-)
-settings.load_profile("neuronmm")
 
 # The tensors are small and pytest-xdist brings the processes. The variable is for their children:
 # OpenMP's threads wait by spinning, which on busy cores takes minutes.

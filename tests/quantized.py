@@ -34,7 +34,7 @@ def quantize_(model: nn.Module, storage: str) -> nn.Module:
     for name, module in list(model.named_modules()):
         if isinstance(module, SVDLinear):
             factors = quantized(module.u.detach(), module.v.detach(), storage)
-            layer = SVDLinear.from_factors(
+            layer = type(module).from_factors(
                 *factors[:2], module.bias, *factors[2:], dtype=module.weight.dtype
             )
             parent, _, attribute = name.rpartition(".")

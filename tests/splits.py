@@ -5,20 +5,21 @@ from typing import Any
 
 import pytest
 
-from neuronmm_ops import kernels
-from neuronmm_ops.kernels.planner import search
+from neuronmm_ops import plan as plans
+from neuronmm_ops.plan import Plan, Problem
 
 
-def split_plans(monkeypatch: pytest.MonkeyPatch, most: int) -> list[kernels.Plan]:
+def split_plans(monkeypatch: pytest.MonkeyPatch, most: int) -> list[Plan]:
     """Let no launch have more than `most` tokens; return the list in which plans are noted."""
-    planned: list[kernels.Plan] = []
+    planned: list[Plan] = []
 
-    def split(*arguments: Any, **options: str) -> kernels.Plan:
-        problem = kernels.Problem(*arguments, **options)
-        plan = next(plan for plan in search.candidates(problem) if plan.phase == "prefill")
+    def split(*arguments: Any, **options: str) -> Plan:
+        problem = Problem(*arguments, **options)
+        few = plans.plan_problem(replace(problem, M=max(129, problem.M)))
+        plan = replace(few, problem=problem)
         launches = tuple(min(most, problem.M - start) for start in range(0, problem.M, most))
         planned.append(replace(plan, launches=launches))
         return planned[-1]
 
-    monkeypatch.setattr(kernels, "plan_op", split)
+    monkeypatch.setattr(plans, "plan_op", split)
     return planned

@@ -18,12 +18,12 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensorMode
 
-from neuronmm_ops import hardware
+from neuroncore import hardware
+from neuroncore.boundary import TensorSpec
+from neuroncore.kernel import run
 
 # The kernels are bound to the simulator before any nki stands on the path.
 from neuronmm_ops.kernels import shim as shim
-from neuronmm_ops.neuroncore.boundary import TensorSpec
-from neuronmm_ops.neuroncore.kernel import run
 from neuronmm_ops.ops.backends import environment, neuron
 
 BRIDGES = {

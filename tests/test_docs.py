@@ -1,20 +1,29 @@
-"""Every Python block of the documentation runs, and so does every `neuronmm` line."""
+"""Every Python block of the documentation runs, and so does every command line of cli.md."""
 
 import re
 import shlex
 import shutil
 import socket
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
+from commands import run
 from mktestdocs import check_md_file, grab_code_blocks
 from tiny import tiny_directory
 
+import neuroncore.cli
 from neuronmm_ops.cli import main
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "neuroncore" / "README.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+]
+MAINS = {"neuronmm": main, "neuroncore": neuroncore.cli.main}
 TEXT = "The quick brown fox jumps over the lazy dog. 0123456789\n" * 400
 
 
@@ -50,17 +59,20 @@ def test_command_lines(workplace: Path, capsys: pytest.CaptureFixture[str]) -> N
         line
         for block in grab_code_blocks((ROOT / "docs" / "cli.md").read_text(), lang="bash")
         for line in block.splitlines()
-        if line.startswith("neuronmm ")
+        if line.startswith(tuple(MAINS))
     ]
     assert len(lines) == 18
     for line in lines:
-        assert main(shlex.split(line)[1:]) == 0, capsys.readouterr().err
+        command, *arguments = shlex.split(line)
+        assert MAINS[command](arguments) == 0, capsys.readouterr().err
 
 
 def test_readme_begins_with_install_and_a_result() -> None:
     install, clone = grab_code_blocks((ROOT / "README.md").read_text(), lang="bash")[:2]
-    pip, result = install.splitlines()
-    assert pip.startswith('pip install "neuronmm-ops[hf] @ git+https://')
+    repository, pip, result = install.splitlines()
+    assert repository.startswith("REPO=git+https://")
+    simulator = '"neuroncore @ $REPO#subdirectory=neuroncore"'
+    assert pip.startswith(f'pip install {simulator} "neuronmm-ops[hf] @ $REPO" --extra-index-url')
     assert result == "neuronmm demo --quick"
     commands = [line.split("#")[0].strip() for line in clone.splitlines()]
     assert commands[0].startswith("git clone")
@@ -95,7 +107,7 @@ def compared_with_neuronmm(text: str) -> Iterator[str]:
 def test_speedups_over_neuronmm_are_ranges_over_the_dma_models() -> None:
     pages = [*PAGES, ROOT / "DESIGN.md", ROOT / "CONTRIBUTING.md"]
     lines = [line for page in pages for line in compared_with_neuronmm(page.read_text())]
-    assert len(lines) >= 8
+    assert lines
     assert [line for line in lines if "DMA models" not in line] == []
     assert [line for line in lines if not RANGE.search(line)] == []
 
@@ -113,8 +125,127 @@ def test_a_speedup_without_its_range_is_found(text: str) -> None:
     assert not RANGE.search(line)
 
 
+UNIT = r"(?:x|%|ns|us|ms|s|[KMG]i?B|tok(?:ens)?/s)"
+NUMBER = rf"[-~]?\d[\d.,]*(?: ?{UNIT})?"
+NUMBERS = re.compile(rf"{NUMBER}(?:(?:-| to | ?± ?| / | ?\()(?:{NUMBER})\)?)* ?\*?")
+MEASURE = re.compile(rf"\b{UNIT}\b|perplexity|excess|speed-?up|share", re.IGNORECASE)
+SETTINGS = {
+    ("trainium.md", "Which path"),  # versions
+}
+"""Tables with numbers that nobody measured or modelled, by page and heading."""
+
+
+def typed_tables(page: str, text: str) -> Iterator[str]:
+    """Headings of tables of numbers that no data set writes."""
+    text = re.sub(r"<!-- ([a-z-]+): written by .*?<!-- /\1 -->", "", text, flags=re.DOTALL)
+    for section in re.split(r"^#+ ", text, flags=re.MULTILINE):
+        heading = section.partition("\n")[0]
+        for table in re.findall(r"(?:^\|.*\n?)+", section, re.MULTILINE):
+            head, _, *rows = (
+                [c.strip() for c in row.strip("|").split("|")] for row in table.splitlines()
+            )
+            cells = [cell for row in rows for cell in row if NUMBERS.fullmatch(cell)]
+            is_measure = bool(MEASURE.search(" ".join(head)))
+            numbers = [c for c in cells if is_measure or re.search(rf"[.±]|\d ?{UNIT}", c)]
+            if numbers and (page, heading) not in SETTINGS:
+                yield f"{page}: {heading}"
+
+
+def test_tables_of_numbers_are_written_from_data() -> None:
+    generated = ("results.md", "cli.md")
+    pages = [page for page in PAGES if page.name not in generated]
+    assert [each for page in pages for each in typed_tables(page.name, page.read_text())] == []
+
+
+@pytest.mark.parametrize(
+    "row", ["1.25 | 3", "97 % (74) | 2", "1.09-1.83x (0.98 to 2.62) | ", "12 ms | 8"]
+)
+def test_a_typed_table_of_numbers_is_found(row: str) -> None:
+    table = f"## Speed\n| op | tokens |\n| --- | --- |\n| {row} |\n"
+    assert list(typed_tables("kernels.md", table)) == ["kernels.md: Speed"]
+    block = f"<!-- speed: written by `make results` -->\n{table}<!-- /speed -->\n"
+    assert list(typed_tables("kernels.md", block)) == []
+
+
+def test_the_documentation_is_plain() -> None:
+    texts = {page.name: page.read_text() for page in (ROOT / "docs").glob("*.md")}
+    prose = {name: re.sub(r"```.*?```", "", text, flags=re.DOTALL) for name, text in texts.items()}
+    words = re.compile(r"\b(so-manieth|likewise|beside|besides|wherefore|thereof)\b", re.IGNORECASE)
+    assert {name: words.findall(text) for name, text in prose.items() if words.search(text)} == {}
+
+
 def test_make_help_lists_every_target() -> None:
     assert shutil.which("make")
     text = (ROOT / "Makefile").read_text()
     targets = text.split(".PHONY:")[1].splitlines()[0].split()
     assert all(f"\n{target}:" in text for target in targets)
+
+
+def test_a_kernel_writer_finds_a_door() -> None:
+    (config,) = re.findall(r"^nav:\n((?:  .*\n)+)", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    navigation = yaml.safe_load(config)
+    assert len(navigation) <= 8
+    (pages,) = (door["Write kernels"] for door in navigation if "Write kernels" in door)
+    assert {"kernels.md", "how-it-works.md"} <= {path for page in pages for path in page.values()}
+
+
+def test_trainiums_page_sends_to_the_engines() -> None:
+    text = (ROOT / "docs" / "trainium.md").read_text().split("\n## Serving stacks\n")[1]
+    links = re.findall(r"\]\(([\w-]+\.md)\)", text.split("\n## ")[0])
+    assert {"engines.md", "nxdi.md", "vllm-neuron.md", "tensor-parallel.md"} <= set(links)
+
+
+def test_the_first_page_shows_a_result() -> None:
+    page = (ROOT / "docs" / "index.md").read_text()
+    assert page.index("written by `make results`") < page.index("\n## ")
+
+
+NAMED_FILES = sorted(
+    (page.name, name)
+    for page in [*PAGES, ROOT / "DESIGN.md", ROOT / "CONTRIBUTING.md"]
+    for name in set(re.findall(r"`(\w[\w/]*/\w+\.py)`", page.read_text()))
+    # Of AWS's library, and what the page has its reader write.
+    if name not in ("core/mlp/mlp.py", "ops/definitions/adapter.py")
+)
+
+# The rooms of the house: `bench/  ..., timing.py: paired timing`.
+NAMED_FILES += sorted(
+    ("DESIGN.md", f"{room}/**/{name}")
+    for room, text in re.findall(
+        r"^    (\w+)/ (.*\n(?: {8,}.*\n)*)", (ROOT / "DESIGN.md").read_text(), re.MULTILINE
+    )
+    for name in re.findall(r"\b\w+\.py\b", text)
+)
+
+
+@pytest.mark.parametrize(("page", "name"), NAMED_FILES)
+def test_a_file_that_a_page_names_is_there(page: str, name: str) -> None:
+    sources = (ROOT / "src", ROOT / "neuroncore" / "src")
+    assert list(ROOT.glob(name)) or any(list(root.glob(f"**/{name}")) for root in sources)
+
+
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+TOO_WIDE = """<script>addEventListener("load", () => {
+  const column = document.querySelector(".md-content__inner").getBoundingClientRect().right;
+  const isWide = (block) => block.scrollWidth > block.clientWidth + 1
+    || block.getBoundingClientRect().right > column + 1;
+  const blocks = [...document.querySelectorAll("pre > code, .md-typeset table")];
+  document.body.dataset.wide = `${blocks.filter(isWide).length} of ${blocks.length}`;
+})</script>"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium here")
+def test_on_a_laptop_no_block_is_wider_than_its_column(tmp_path: Path) -> None:
+    site = tmp_path / "site"
+    run(sys.executable, "-m", "mkdocs", "build", "-q", "-f", ROOT / "mkdocs.yml", "-d", site)
+    options = ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage")
+    options += (f"--user-data-dir={tmp_path / 'user'}", "--window-size=1440,900", "--dump-dom")
+    for name in ("kernels", "cli", "results"):
+        page = site / name / "index.html"
+        page.write_text(page.read_text() + TOO_WIDE)
+        shown = run(CHROMIUM, *options, page.as_uri())
+        assert re.search(r'data-wide="0 of [1-9]', shown), (
+            name,
+            re.findall("data-wide=.*?>", shown),
+        )

@@ -19,7 +19,7 @@ from neuronmm_ops.cli import main
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 XLA = EXAMPLES / "xla_llama.py"  # runs in tests/xla
-FULL_SHAPE = EXAMPLES / "full_shape.py"  # its functions run in tests/bench
+FULL_SHAPE = EXAMPLES / "full_shape.py"  # its functions run in tests/benchmarks
 COMPRESS_1B = EXAMPLES / "compress_1b.py"  # likewise
 SCRIPTS = sorted(set(EXAMPLES.glob("*.py")) - {XLA, FULL_SHAPE, COMPRESS_1B})
 

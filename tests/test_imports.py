@@ -1,6 +1,7 @@
 """Who imports whom, and that the core needs no optional package."""
 
 import ast
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -9,14 +10,18 @@ from pathlib import Path
 
 import pytest
 from commands import run
+from tiny import tiny_model
 
+import neuroncore
 import neuronmm_ops
+from neuronmm_ops import SVDConfig, compress_
 
 ROOT = Path(neuronmm_ops.__file__).parent
 MODULES = sorted(ROOT.rglob("*.py"))
 
 # A file may import from the layers below its own. The package root re-exports the core.
-# bench, hf, recover and eval are one storey; between themselves they import in this order.
+# measure, estimate, hf, recover and eval are one storey; between themselves they import in this
+# order.
 LAYERS = (
     *(
         "__main__",
@@ -25,19 +30,19 @@ LAYERS = (
         "reproduce",
         "doctor",
         "integrations",
-        "bench",
+        "measure",
+        "estimate",
         "hf",
         "recover",
         "eval",
     ),
-    *("output", "manifest", "checkpoint", "compress", "parallel", "nn", "ops", "kernels"),
-    "neuroncore",
-    *("models", "hardware", "progress", "processes", "files", "errors", "import_hooks"),
+    *("output", "manifest", "checkpoint", "compress", "parallel", "nn", "ops", "plan", "kernels"),
+    *("models", "progress", "processes", "files", "errors", "import_hooks"),
 )
 RANK = {name: rank for rank, name in enumerate(reversed(LAYERS))}
 ROOT_MAY_IMPORT = {"compress", "errors", "eval", "import_hooks", "nn", "ops"}
 
-USES_TRANSFORMERS = {"hf", "cli", "bench"}
+USES_TRANSFORMERS = {"hf", "cli", "measure"}
 LAZY_IN_OPS = {"transformers", "accelerate", "torch_xla", "nki", "torch_neuronx", "neuronxcc"}
 ENGINES = ("vllm", "vllm_neuron", "neuronx_distributed", "neuronx_distributed_inference")
 OPTIONAL = (
@@ -86,7 +91,7 @@ def test_imports_point_downwards(path):
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_only_hf_cli_and_bench_know_transformers(path):
+def test_only_hf_cli_and_measure_know_transformers(path):
     names = {name.split(".")[0] for name in imports_of(path)}
     if layer_of(path) not in USES_TRANSFORMERS:
         assert not names & {"transformers", "accelerate", "tokenizers", "peft"}
@@ -110,8 +115,11 @@ def test_ops_import_their_backends_when_called(path):
 
 
 def test_the_simulator_and_the_kernels_know_no_torch():
-    for path in in_layers("neuroncore", "kernels"):
+    simulator = sorted(Path(neuroncore.__file__).parent.rglob("*.py"))
+    for path in [*simulator, *in_layers("kernels")]:
         assert "torch" not in {name.split(".")[0] for name in imports_of(path)}, path
+    for path in simulator:
+        assert "neuronmm_ops" not in {name.split(".")[0] for name in imports_of(path)}, path
 
 
 def run_blocked(script: str) -> str:
@@ -166,7 +174,7 @@ assert all(type(model[i]) is nm.SVDLinear for i in (0, 2))
 assert model(torch.randn(3, 32)).shape == (3, 32)
 print([layer.r for layer in report.layers])
 import numpy as np
-from neuronmm_ops.neuroncore.nl.operators import ACTIVATION
+from neuroncore.nl.operators import ACTIVATION
 assert ACTIVATION["gelu"].apply(np.zeros(3, np.float32)).tolist() == [0, 0, 0]
 print([name for name in OPTIONAL if name in sys.modules])
 """
@@ -205,7 +213,7 @@ def fresh(script: str) -> str:
     return run(sys.executable, "-W", "error", "-c", script)
 
 
-@pytest.mark.parametrize("module", ["neuronmm_ops", "neuronmm_ops.neuroncore"])
+@pytest.mark.parametrize("module", ["neuronmm_ops", "neuroncore"])
 def test_importing_needs_no_torch(module):
     heavy = {"torch", "numpy", "rich"}
     assert fresh(f"import {module}, sys; print({heavy} & set(sys.modules))") == "set()\n"
@@ -230,10 +238,38 @@ print([finder for finder in sys.meta_path if getattr(finder, "package", "") == "
 
 
 @pytest.mark.slow
+def test_the_plain_import_restores_checkpoints_divided_or_names_the_extra(tmp_path, monkeypatch):
+    """On one rank of one, without `neuronmm_ops.hf` in the caller's imports."""
+    model = tiny_model()
+    compress_(model, SVDConfig(ratio=0.3, block=8, method="plain"))
+    model.save_pretrained(tmp_path)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": port}
+    for name, value in {**rank, "MASTER_ADDR": "127.0.0.1"}.items():
+        monkeypatch.setenv(name, value)
+    load = f"""
+import neuronmm_ops, warnings
+from transformers import AutoModelForCausalLM
+warnings.simplefilter("ignore")
+def load(**options):
+    model = AutoModelForCausalLM.from_pretrained({str(tmp_path)!r}, **options)
+    return type(model.model.layers[0].mlp.gate_proj).__name__
+"""
+    assert fresh(load + "print(load(), load(tp_plan='auto'))") == "SVDLinear SVDLinear\n"
+    missing = "import sys; sys.modules['psutil'] = None"
+    refused = "\ntry: load()\nexcept ImportError as error: print(error)"
+    words = "psutil is not installed; run: pip install 'neuronmm-ops[hf]'\n"
+    assert fresh(missing + load + refused) == words
+
+
+@pytest.mark.slow
 def test_looking_for_torch_registers_nothing_and_a_failed_import_can_be_repeated():
     output = fresh(
         """
 import importlib.util, sys
+import neuroncore
 import neuronmm_ops
 print(importlib.util.find_spec("torch").name, "torch" in sys.modules)
 

@@ -5,11 +5,15 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
 from tiny import tiny_directory, tiny_model
+from transformers import PreTrainedModel
+from transformers.utils import hub
 
 from neuronmm_ops import CheckpointError, SVDConfig, compress_, hf
 from neuronmm_ops.checkpoint import read_headers
@@ -94,6 +98,23 @@ def test_saving_in_place_renews_it_and_a_dense_model_ends_it(checkpoint: Path) -
     assert hf.load(checkpoint, verify=True).get_parameter("model.norm.weight")[0] == 1.5
     tiny_model().save_pretrained(checkpoint)
     assert not (checkpoint / MANIFEST).exists()
+
+
+def test_a_hub_gets_one(pristine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = hf.load(pristine)
+    repository = SimpleNamespace(repo_id="a/b")
+    api = SimpleNamespace(create_repo=lambda *_, **__: repository)
+    monkeypatch.setattr(hub, "hf_api", lambda: api)
+    monkeypatch.setattr(hub, "create_and_tag_model_card", lambda *_, **__: ModelCard("text"))
+    pushed = tmp_path / "pushed"
+
+    def upload(self: PreTrainedModel, directory: str, *_: object, **__: object) -> None:
+        shutil.copytree(directory, pushed)
+
+    monkeypatch.setattr(PreTrainedModel, "_upload_modified_files", upload)
+    model.push_to_hub("a/b")
+    assert verify(pushed)["made_by"] == "save_pretrained"
+    assert "README.md" not in verify(pushed)["files"]
 
 
 def flip(directory: Path, place: int) -> None:

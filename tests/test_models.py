@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from neuronmm_ops.models import SHAPES, resolve_shape
+from neuronmm_ops.models import SHAPES, model_shape, resolve_shape
 
 CONFIG = {
     "hidden_size": 64,
@@ -57,3 +57,25 @@ def test_unknown_names_are_told_what_is_close(given: str, near: str, far: str) -
         resolve_shape(given)
     assert near in str(e.value)
     assert far not in str(e.value)
+
+
+def test_shapes_are_found_whatever_the_case():
+    assert model_shape("llama-3.2-1b") is SHAPES["Llama-3.2-1B"]
+    assert model_shape("Qwen3-4B").projections["q_proj"] == (2560, 4096)
+    assert model_shape("Llama-3.2-1B").projections["down_proj"] == (8192, 2048)
+
+
+def test_unknown_shape_lists_the_names():
+    with pytest.raises(ValueError, match=r"Llama-3\.2-1B, .*Mistral.*; got 'GPT-9'"):
+        model_shape("GPT-9")
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [("Llama-3.2-1B", 1.24), ("Llama-3.1-8B", 8.03), ("Llama-3.1-70B", 70.6), ("Qwen3-32B", 32.8)],
+)
+def test_shapes_have_the_published_number_of_parameters(name, billions):
+    shape = model_shape(name)
+    layer = sum(K * N for K, N in shape.projections.values())
+    embeddings = shape.vocab_size * shape.hidden_size * (1 if shape.tied else 2)
+    assert shape.layers * layer + embeddings == pytest.approx(billions * 1e9, rel=0.01)

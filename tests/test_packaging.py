@@ -23,8 +23,17 @@ PLACEHOLDERS = {"nki": "0.0.1", "neuronx-cc": "1.0.post1", "torch-neuronx": "1.0
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("dist")
-    run(sys.executable, "-m", "build", "--wheel", "--outdir", out, ROOT)
+    return built(ROOT, tmp_path_factory.mktemp("dist"))
+
+
+@pytest.fixture(scope="module")
+def simulator(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel of neuroncore."""
+    return built(ROOT / "neuroncore", tmp_path_factory.mktemp("dist"))
+
+
+def built(root: Path, out: Path) -> Path:
+    run(sys.executable, "-m", "build", "--wheel", "--outdir", out, root)
     (path,) = out.glob("*.whl")
     return path
 
@@ -34,8 +43,6 @@ def test_contents(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     assert "neuronmm_ops/py.typed" in names
     assert "neuronmm_ops/ops/register.py" in names
-    page = "neuronmm_ops/neuroncore/profile/page"
-    assert {f"{page}/page.html", f"{page}/page.css", f"{page}/canvas.js"} <= set(names)
     papers = "neuronmm_ops/reproduce/papers"
     assert {f"{papers}/demo.toml", f"{papers}/tasks/demo_ends.yaml"} <= set(names)
     assert "neuronmm_ops/reproduce/published.json" in names
@@ -51,6 +58,17 @@ def test_contents(wheel: Path) -> None:
 
 
 @pytest.mark.slow
+def test_contents_of_neuroncore(simulator: Path, tmp_path: Path) -> None:
+    names = zipfile.ZipFile(simulator).namelist()
+    page = "neuroncore/profile/page"
+    assert {f"{page}/page.html", f"{page}/page.css", f"{page}/canvas.js"} <= set(names)
+    assert {"neuroncore/py.typed", "neuroncore/hardware.py"} <= set(names)
+    assert any(name.endswith("licenses/LICENSE") for name in names)
+    assert all(name.split("/")[0].startswith("neuroncore") for name in names)
+    run(sys.executable, "-m", "build", "--sdist", "--outdir", tmp_path, ROOT / "neuroncore")
+
+
+@pytest.mark.slow
 def test_the_source_distribution_holds_what_its_tests_read(tmp_path: Path) -> None:
     run(sys.executable, "-m", "build", "--sdist", "--outdir", tmp_path, ROOT)
     (path,) = tmp_path.glob("*.tar.gz")
@@ -60,6 +78,7 @@ def test_the_source_distribution_holds_what_its_tests_read(tmp_path: Path) -> No
         *("CITATION.cff", "SECURITY.md", "CHANGELOG.md", "LICENSE", "Makefile", "constraints.txt"),
         *(".github/workflows/ci.yml", ".github/ISSUE_TEMPLATE/bug.yml", "mkdocs.yml"),
         *("tests/versions/environment.py", "docs/index.md", "examples/results/__main__.py"),
+        "benchmarks/__main__.py",
     } <= names
 
 
@@ -86,7 +105,7 @@ def test_every_extra_that_is_named_exists() -> None:
         for found in re.findall(r"neuronmm-ops\[([\w,]+)\]", file.read_text(encoding="utf-8"))
         for extra in found.split(",")
     }
-    assert {"hf", "eval", "plot"} <= named <= extras.keys()
+    assert {"hf", "eval"} <= named <= extras.keys()
 
 
 def test_placeholders_are_no_plain_dependency_and_never_satisfy_the_extra() -> None:
@@ -102,12 +121,19 @@ def test_placeholders_are_no_plain_dependency_and_never_satisfy_the_extra() -> N
 
 
 @pytest.mark.slow
-def test_installed_into_a_clean_environment(wheel: Path, tmp_path: Path) -> None:
+def test_installed_into_a_clean_environment(wheel: Path, simulator: Path, tmp_path: Path) -> None:
     venv.create(tmp_path / "env")
     python = tmp_path / "env" / "bin" / "python"
     pip = [sys.executable, "-m", "pip", "--python", python, "--disable-pip-version-check"]
     # --no-compile: compiling all of torch takes longer than the rest of this file.
     options = ["--quiet", "--no-compile", "-c", ROOT / "constraints.txt"]
+    run(*pip, "install", *options, simulator)
+    script = "import neuroncore.cli, sys; print({'torch', 'numpy'} & set(sys.modules))"
+    assert run(python, "-W", "error", "-c", script).strip() == "set()"
+    simulate = [tmp_path / "env" / "bin" / "neuroncore", "simulate", "--json", "--trace-only"]
+    kernel = [f"{ROOT}/examples/kernels/matmul.py:matmul", "--arg", "lhsT=bf16[128,512]"]
+    profile = json.loads(run(*simulate, *kernel, "--arg", "rhs=bf16[128,1024]"))
+    assert profile["time_ms"] > 0, "the simulator works where torch is not installed"
     run(*pip, "install", *options, wheel)
 
     script = "import neuronmm_ops as nm, torch; x = torch.eye(3); print(nm.xuv(x, x, x).sum())"

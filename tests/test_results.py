@@ -9,6 +9,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from commands import run
 
 from neuronmm_ops.cli import main
 from neuronmm_ops.models import SHAPES
@@ -155,6 +156,7 @@ def test_a_data_set_is_written_whole_or_not_at_all(
 ) -> None:
     sources = modules["sources"]
     monkeypatch.setattr(sources, "DATA", tmp_path)
+    monkeypatch.setattr(sources, "_commit", lambda: 12 * "0")
     good = "neuronmm plan --model Qwen3-0.6B --tokens 1"
     bad = "neuronmm plan --model nothing --tokens 1"
     with pytest.raises(RuntimeError, match=f"{bad} failed with exit code 2: .*must be a directory"):
@@ -217,3 +219,23 @@ def test_an_unknown_data_set_is_one_line() -> None:
     assert done.returncode == 2
     assert "invalid choice: 'nothing'" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_data_set_that_was_written_does_not_refuse_the_next(
+    modules: dict[str, ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sources = modules["sources"]
+    data = tmp_path / "docs" / "results"
+    data.mkdir(parents=True)
+    files = [tmp_path / "code.py", data / "one.json"]
+    git = ("git", "-C", tmp_path, "-c", "user.name=a", "-c", "user.email=a@b.c")
+    for file in files:
+        file.write_text("first")
+    for command in (("init", "-q"), ("add", "."), ("commit", "-q", "-m", "a")):
+        run(*git, *command)
+    monkeypatch.setattr(sources, "ROOT", tmp_path)
+    monkeypatch.setattr(sources, "DATA", data)
+    files[1].write_text("second")
+    assert re.fullmatch("[0-9a-f]{12}", sources._commit())
+    files[0].write_text("second")
+    assert sources._commit().endswith("-dirty")

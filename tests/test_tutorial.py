@@ -11,8 +11,8 @@ from nbclient import NotebookClient
 from tiny import tiny_directory
 from tutorial.__main__ import NOTEBOOK, PAGE, notebook_of
 
-from neuronmm_ops.bench import generate
 from neuronmm_ops.cli import main
+from neuronmm_ops.measure import generate
 
 
 @pytest.fixture(scope="module")

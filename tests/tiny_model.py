@@ -2,9 +2,9 @@
 
 import json
 
-from neuronmm_ops.bench import model
-from neuronmm_ops.bench.decoder import Decoder
-from neuronmm_ops.bench.linears import linears
+from neuronmm_ops.estimate import model
+from neuronmm_ops.estimate.decoder import Decoder
+from neuronmm_ops.estimate.linears import linears
 from neuronmm_ops.models import ModelShape
 
 TINY = ModelShape("tiny", 256, 512, 2, 4, 2, 64, 1000, tied=True)
@@ -51,3 +51,8 @@ def decoder(shape=TINY, **options):
     """A decoder on one core of trn2, dense unless options say otherwise."""
     settings = {"target": "trn2", "lnc": 1, "tp": 1, "batch": 1} | options
     return Decoder(shape, settings.pop("linears", linears(shape)), **settings)
+
+
+def shapes_of(launch):
+    """Of the operands of a launch that are not left out."""
+    return [operand.shape for operand in launch.operands if operand is not None]

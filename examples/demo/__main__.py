@@ -19,6 +19,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, cast
 
+sys.path.append(str(Path(__file__).parents[2]))  # where the package `benchmarks` is
 import torch
 from corpus import Corpus, load_corpus
 from measure import sample_text
@@ -33,8 +34,8 @@ from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFas
 from transformers.utils import logging as transformers_logging
 
 from neuronmm_ops import CompressionReport, SVDConfig, compress_, hf
-from neuronmm_ops.bench.speed import PairedSpeed, paired_speed
 from neuronmm_ops.eval import DOCUMENT_SEPARATOR, encode_documents, token_perplexity
+from neuronmm_ops.measure.speed import PairedSpeed, paired_speed
 from neuronmm_ops.progress import progress_bars
 from neuronmm_ops.recover import RecoverConfig
 

@@ -9,7 +9,7 @@ import matplotlib as mpl
 from results import BASELINE, OURS, Results, by_method, layers_of
 from trainium import OnTrainium
 
-from neuronmm_ops.bench.speed import Phase
+from neuronmm_ops.measure.speed import Phase
 
 mpl.use("Agg")  # before pyplot is imported, or it may look for a display
 import matplotlib.pyplot as plt

@@ -9,10 +9,10 @@ from typing import Any
 from results import Point
 
 import neuronmm_ops
+from neuroncore.files import replacing
 from neuronmm_ops import CompressionReport
-from neuronmm_ops.bench.speed import PairedSpeed
-from neuronmm_ops.bench.timing import PairedTimes
-from neuronmm_ops.neuroncore.files import replacing
+from neuronmm_ops.measure.speed import PairedSpeed
+from neuronmm_ops.measure.timing import PairedTimes
 
 
 class KeptPoints:

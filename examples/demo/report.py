@@ -9,7 +9,7 @@ from figures import dense_speed, draw
 from results import BASELINE, OURS, RECOVERED, Results, told_ratio
 from trainium import FUSED_TOKENS, LARGE, TARGET, FusedRun, OnTrainium
 
-from neuronmm_ops.neuroncore.files import replacing
+from neuroncore.files import replacing
 
 
 def write_report(results: Results, path: Path) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from trainium import OnTrainium
 
 from neuronmm_ops import CompressionReport, LayerReport
-from neuronmm_ops.bench.speed import PairedSpeed
+from neuronmm_ops.measure.speed import PairedSpeed
 
 BASELINE = "SVD-LLM"
 OURS = "greedy"

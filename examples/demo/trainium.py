@@ -16,16 +16,12 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import neuronmm_ops as nm
-from neuronmm_ops.bench.kernels import Candidate, measure
-from neuronmm_ops.bench.runner import traced
+from benchmarks.kernels import Candidate, measure
+from neuroncore import Profile, simulate
 from neuronmm_ops.compress.rank import aligned_rank
-from neuronmm_ops.kernels import Problem, nki_kernel, plan_svd_mlp
-from neuronmm_ops.kernels.mlp.plan import plan_mlp
-from neuronmm_ops.kernels.planned import PlannedKernel
-from neuronmm_ops.kernels.planner.problem import mlp_matrices
+from neuronmm_ops.kernels import nki_kernel
 from neuronmm_ops.models import model_shape
-from neuronmm_ops.neuroncore import Profile, TensorSpec, simulate
-from neuronmm_ops.neuroncore.dtypes import dtype_of
+from neuronmm_ops.plan import Problem, mlp_matrices, plan_svd_mlp
 
 TARGET = "trn2"
 LARGE = "Llama-3.2-1B"
@@ -179,19 +175,10 @@ def _sum(costs: Sequence[_Cost]) -> _Cost:
 
 def _dense_mlp(tokens: int, width: int, inner: int) -> _Cost:
     """The quicker of our dense MLP in one launch, and a launch a projection."""
-    planned = plan_mlp(tokens, width, inner, target=TARGET)
     shapes = ((width, inner), (width, inner), (inner, width))
-    ways = [[_traced(kernel) for kernel in planned], [_dense(tokens, *shape) for shape in shapes]]
+    together = _measured(Problem("mlp", tokens, shapes, target=TARGET))
+    ways = [[together], [_dense(tokens, *shape) for shape in shapes]]
     return min(map(_sum, ways), key=lambda cost: max(cost.times_ms))
-
-
-def _traced(planned: PlannedKernel) -> _Cost:
-    operands = [
-        None if operand is None else TensorSpec(operand.shape, dtype_of(operand.dtype))
-        for operand in planned.operands
-    ]
-    profile = traced(planned.kernel, operands, TARGET, planned.arguments)
-    return _Cost(tuple(profile.times_ms.values()), profile.hbm_bytes, profile.bound)
 
 
 def _low_rank_mlp(tokens: int, width: int, inner: int, ranks: Ranks, dense: _Cost) -> _Cost:

@@ -8,6 +8,7 @@ import argparse
 import sys
 from pathlib import Path
 
+sys.path.append(str(Path(__file__).parents[2]))  # where the package `benchmarks` is
 from blocks import filled_pages
 from gallery import gallery
 from plots import draw
@@ -15,7 +16,7 @@ from results_page import results_page
 from rich.console import Console
 from sources import DATA, ROOT, datasets, make
 
-from neuronmm_ops.neuroncore.files import replacing
+from neuroncore.files import replacing
 
 
 def main() -> None:

@@ -4,15 +4,24 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+from command_line import argument_lists
 from modelled import paper_run, published, whole
 from readme import block
 from sources import ROOT
+from tensor_parallel import layouts, speedups, traffic_of_ranks
 
 BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"results": lambda: block("docs/")},
+    "docs/cli.md": argument_lists(),
     "docs/index.md": {"results": lambda: block("")},
     "docs/neuroncore.md": {"published": published},
-    "docs/whole-model.md": {"whole": whole, "paper-run": paper_run},
+    "docs/tensor-parallel.md": {"traffic": traffic_of_ranks},
+    "docs/whole-model.md": {
+        "whole": whole,
+        "paper-run": paper_run,
+        "layouts": layouts,
+        "divided": speedups,
+    },
 }
 """What fills each block of each page, by the names in its marks."""
 _BLOCK = re.compile(

@@ -1,4 +1,4 @@
-"""docs/gallery: a page a model of the registry, and an index, from shapes and data sets."""
+"""docs/gallery: a page per model of the registry, and an index, from shapes and data sets."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -44,10 +44,9 @@ def index_page() -> str:
     return page(
         MARK,
         "# Models",
-        "What compression would give each model of the registry: ranks, kernels, times and bytes. "
-        "Times are modelled; no model here was downloaded or compressed for its page, and its "
-        "quality is yours to measure (`neuronmm eval`). [Results](../results.md) has what was "
-        "measured.",
+        "What compression gives each model of the registry: ranks, kernels, times and bytes. "
+        "Times are modelled. No model was downloaded or compressed for its page; measure quality "
+        "with `neuronmm eval`. [Results](../results.md) has measurements.",
         table(
             [
                 *("model", "layers", "hidden x MLP", "parameters", "bf16 GiB"),
@@ -80,14 +79,14 @@ def model_page(shape: ModelShape) -> str:
         f"{count(parameters(shape))} parameters in matrices.",
         "## Compress it",
         "```bash\n" + "\n".join(commands(shape)) + "\n```",
-        "Calibration text: what the model will read, a megabyte or more. "
+        "Calibrate on a megabyte or more of text like the model's input. "
         "[Compress a model](../compress.md) has every option.",
         "## Ranks",
         "NeuronMM's rule in blocks of 128, by ratio. `compress` spends the same budget where it "
-        "avoids most of the loss, so its ranks differ from layer to layer.",
+        "avoids most loss, so its ranks differ between layers.",
         table(["projection", "K", "N", *(f"{ratio:g}" for ratio in RATIOS)], _ranks(shape)),
         "## Memory of the weights",
-        "GiB of all matrices of the model, embedding and output head in bf16; the rest as said:",
+        "GiB of all matrices, with embedding and output head in bf16:",
         table(
             ["compressed", "storage", *(f"ratio {ratio:g}" for ratio in RATIOS)],
             _memory(shape),
@@ -177,7 +176,7 @@ def _plans(shape: ModelShape) -> list[str]:
         "## Kernel plans",
         f"Modelled: one {TARGET} core, bf16, a layer's projections at ratio {PLANNED_RATIO}, alone "
         "and (`mlp`) in one launch against three dense ones. Speed-ups are ranges over the DMA "
-        "models; below 1 low rank does not pay there.",
+        "models; below 1, low rank does not pay.",
         table(head, [_plan_cells(row) for row in _plan_rows(shape, PLANNED_RATIO)]),
         "The MLP in one launch, by ratio:",
         table(("ratio", *head), mlps),
@@ -210,8 +209,8 @@ def _times(shape: ModelShape) -> list[str]:
     return [
         "## The whole model",
         f"Modelled: {_cores(shape)}, batch {first['batch']}, a prompt of "
-        f"{first['prompt']} tokens, {first['new']} more. Dense, our own best bf16 kernels: prefill "
-        f"{number(prefill)} ms, {number(decode)} ms a token, {number(dense['tokens_per_s'])} "
+        f"{first['prompt']} tokens, {first['new']} more. Our best dense bf16 kernels: prefill "
+        f"{number(prefill)} ms, {number(decode)} ms per token, {number(dense['tokens_per_s'])} "
         "tokens/s. Speed-ups over that are ranges over the DMA models:",
         setting_rows(found),
         f"```bash\n{command}\n```",

@@ -15,10 +15,12 @@ from selection import (
 from sources import PAPER_RUN, SHOWN, TARGET, WHOLE, read, whole_command
 from writing import number, span, table
 
-from neuronmm_ops.hardware import DMA_MODELS
+from neuroncore.hardware import DMA_MODELS
 from neuronmm_ops.models import SHAPES
 
 PHASES = ("prefill", "decode")
+SHOWN_RATIO = 0.2
+"""Of the table of all models."""
 
 
 def pareto() -> list[str]:
@@ -31,7 +33,7 @@ def pareto() -> list[str]:
         "## Tokens per second against quality",
         f"**Two models**: tokens/s are {SHOWN}'s, modelled on one {TARGET} core (MLPs compressed, "
         "NeuronMM's ranks); the quality is the demo model's at the same ratio and storage, "
-        "measured, with its own ranks. What the large model would lose is not known here.",
+        "measured. The loss of the large model is unknown.",
         image("results-pareto.svg", "modelled tokens per second against measured quality"),
         table(
             ["ratio", "storage", f"{SHOWN}, tokens/s, modelled", "demo, excess, measured", "front"],
@@ -50,26 +52,26 @@ def pareto() -> list[str]:
 
 
 def whole_models() -> list[str]:
-    """Low rank beside dense, a model a row."""
+    """Low rank against dense, a row per model and setting."""
     found = [one for name in SHAPES for one in models(name)]
     if not found:
         return []
     first = found[0]
     return [
         "## Whole models",
-        f"Modelled: one {first['target']} core a rank, batch {first['batch']}, a prompt of "
+        f"Modelled: one {first['target']} core per rank, batch {first['batch']}, a prompt of "
         f"{first['prompt']} tokens, then {first['new']} more; every launch traced on the simulated "
-        "core. *Dense* is our own best dense bf16 kernels. Speed-ups are ranges over the DMA "
-        "models. What a serving stack adds is left out: " + "; ".join(first["left_out"][:1]) + ".",
+        "core. *Dense* is our best dense bf16 kernels. Speed-ups are ranges over the DMA models. "
+        "The time of a serving stack is excluded. [The gallery](gallery/index.md) has ratio 0.5.",
         image("results-models.svg", "speed-up of decode and prefill, by model and setting"),
-        setting_rows(found),
-        *_published(found),
+        setting_rows([one for one in found if one["ratio"] == SHOWN_RATIO]),
+        *_published(models(SHOWN)),
         *_components(),
     ]
 
 
 def setting_rows(found: list[Row]) -> str:
-    """A table of modelled documents, low rank beside dense, a row each."""
+    """A table of modelled documents, low rank against dense, a row each."""
     head = (
         *("model", "compressed", "prefill ms", "dense", "speed-up"),
         *("ms/token", "dense", "speed-up", "tokens/s"),
@@ -91,16 +93,15 @@ def _model_row(one: Row) -> list[str]:
 
 
 def _published(found: list[Row]) -> list[str]:
-    """The same beside NeuronMM's setting, of those that it can run."""
+    """The same against NeuronMM's kernels, for the settings that they can run."""
     compared = [one for one in found if "published" in one["speedups"]]
     if not compared:
         return []
     names = {"published": "theirs over theirs", "ours_over_published": "ours over theirs, dense"}
     return [
-        "Beside the published setting, NeuronMM's kernels and its tutorial baseline, traced in the "
-        "same run: *theirs over theirs* is what the paper states (low rank over a tutorial's dense "
-        "matmul), *ours over theirs, dense* adds our kernels. The speed-ups above are over a dense "
-        "baseline as good as we can make it.",
+        f"{SHOWN} against NeuronMM's kernels and its tutorial baseline, traced in the same run: "
+        "*theirs over theirs* is what the paper states (low rank over a tutorial's dense matmul), "
+        "*ours over theirs, dense* adds our kernels. The data of other models have the same.",
         table(
             ["model", "compressed", "speed-up", *(f"{p}, over the DMA models" for p in PHASES)],
             [
@@ -167,7 +168,7 @@ def paper_run() -> str:
 
 
 def published() -> str:
-    """Published measurements beside what the simulated core says, and the mean errors."""
+    """Published measurements against the simulated core, and the mean errors."""
     rows = document("published")
     if rows is None:
         return ""
@@ -210,7 +211,7 @@ def _components() -> list[str]:
     names = [each["component"] for each in dense["components"] if each["launches"]]
     of = [{each["component"]: each for each in phase["components"]} for _, phase in columns]
     return [
-        f"What a token of {SHOWN} waits for, in ms (modelled):",
+        f"Time of one token of {SHOWN} by component, in ms (modelled):",
         table(
             ["component", *(label for label, _ in columns)],
             [
@@ -228,8 +229,8 @@ def _binding(label: str, phase: Row) -> str:
     longest = sorted(phase["components"], key=lambda each: -each["time_ms"])[:2]
     shares = [f"`{each['component']}` {each['time_ms'] / whole:.0%}" for each in longest]
     return (
-        f"What binds at {label}: {' and '.join(shares)} of it. The output head, attention with its "
-        "KV cache and the norms are what no compression of the layers' Linears touches."
+        f"At {label}, {' and '.join(shares)} of the time bind. Compressing the layers' Linears "
+        "does not change the output head, attention with its KV cache, and the norms."
     )
 
 
@@ -246,7 +247,7 @@ def figure1() -> list[str]:
         "X U V at the paper's shape on one trn1 core: lines are modelled, markers are what "
         "[NeuronMM](https://arxiv.org/abs/2510.25977) published.",
         image("results-figure1.svg", "time and HBM traffic against tokens"),
-        "Time in ms, modelled; in brackets what the paper measured:",
+        "Time in ms, modelled; the paper's measurements in brackets:",
         table(
             ["kernel", *(f"{M // 1024}K" for M in tokens)],
             [
@@ -288,10 +289,10 @@ def clock() -> list[str]:
         )
     return [
         "## How far the clock may be wrong",
-        "Modelled: our kernels beside NeuronMM's published ones at "
+        "Modelled: our kernels against NeuronMM's published ones at "
         f"{SHOWN}'s shape, ratio 0.2, under each of the simulated core's "
-        "[two DMA models](neuroncore.md#what-is-modelled). They differ in what small DMAs cost, "
-        "which public figures say least about: a claim here is a range.",
+        "[two DMA models](neuroncore.md#what-is-modelled). They differ in the cost of small DMAs, "
+        "which public figures do not determine, so a claim is a range.",
         table(
             [
                 *("op [M, K], target", "speed-up: range over the DMA models"),

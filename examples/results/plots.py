@@ -20,9 +20,9 @@ from selection import (
 )
 from sources import DATA, SHOWN
 
-from neuronmm_ops.bench import figure1_plot
+from benchmarks import figure1_plot
+from neuroncore.files import replacing
 from neuronmm_ops.models import SHAPES
-from neuronmm_ops.neuroncore.files import replacing
 
 mpl.use("Agg")  # before pyplot is imported, or it may look for a display
 import matplotlib.pyplot as plt

@@ -6,8 +6,10 @@ from typing import Any
 from measured import cpu, forward, generation, quality
 from modelled import clock, figure1, pareto, whole_models
 from selection import Row, document, method_label, setting
-from sources import SHOWN, datasets, machine_of, model_command, read
+from sources import SHOWN, Dataset, datasets, machine_of, model_command, read
 from writing import MARK, page, span, table
+
+from neuronmm_ops.models import SHAPES
 
 README_RATIO = 0.4
 """Of the demo's model, in the README's first number."""
@@ -20,11 +22,10 @@ def results_page() -> str:
     return page(
         MARK,
         "# Results",
-        "Every number here is read from a file that a command wrote, and says *measured* (on what) "
-        "or *modelled* (kernels traced on the simulated core, never run on a device). "
-        "[Where the numbers come from](#where-the-numbers-come-from) has the commands. "
-        "[Benchmarks](benchmarks.md) says how they measure, and [one page a model]"
-        "(gallery/index.md) what a model would get.",
+        "Every number comes from a file that a command wrote, and is either *measured* or "
+        "*modelled* (kernels traced on the simulated core, never run on a device). [Where the "
+        "numbers come from](#where-the-numbers-come-from) has the commands, [benchmarks]"
+        "(benchmarks.md) the method, and [the gallery](gallery/index.md) a page per model.",
         *_three_numbers(),
         *quality(),
         *pareto(),
@@ -57,7 +58,7 @@ def three_numbers() -> list[str]:
     if one:
         speedup = one["speedups"]["ours"]["decode"]
         found.append(
-            f"**{span(speedup['low'], speedup['high'])}** the tokens per second of our own dense "
+            f"**{span(speedup['low'], speedup['high'])}** the tokens per second of our best dense "
             f"bf16 kernels: decode of all of {SHOWN}, {setting(one)} (*modelled*, one "
             f"{one['target']} core, batch 1, over both DMA models){_rivals(one)}"
         )
@@ -67,7 +68,7 @@ def three_numbers() -> list[str]:
         found.append(
             f"**{row['speedup']:.2f}x** a dense MLP of {SHOWN}'s shape, one token at rank "
             f"{row['r']}, on a CPU (*measured*, {machine_of('cpu')}, {row['dtype']}); both "
-            "as Transformers multiplies: a dense weight that oneDNN packs is quicker than either"
+            "as Transformers multiplies: a dense weight that oneDNN packs is faster than both"
         )
     return found
 
@@ -94,31 +95,45 @@ def _three_numbers() -> list[str]:
 
 
 def _sources() -> list[str]:
-    rows: list[list[str]] = []
-    for name, dataset in datasets().items():
-        found: Any = read(name)
-        if found is None:
-            continue
-        told = found["provenance"]
-        more = len(dataset.commands) - 1
-        rows.append(
-            [
-                f"[{name}](results/{name}.json)",
-                f"`{dataset.commands[0]}`" + (f" and {more} more" if more else ""),
-                "measured" if dataset.measured else _kind(name),
-                told["date"],
-                f"{told['seconds']:,}",
-                f"`{told['commit']}`",
-            ]
-        )
+    sets = [dataset for name, dataset in datasets().items() if read(name)]
+    families: dict[str, list[Dataset]] = {_family(dataset.name): [] for dataset in sets}
+    for dataset in sets:
+        families[_family(dataset.name)].append(dataset)
     return [
         "## Where the numbers come from",
         "`make results` writes this page, its plots, the README's numbers and the gallery from the "
         "files below, in seconds; `make results-data` runs the commands that make the files, for "
         "an hour, and `make results-data DATA=cpu` those of one. Each file names its commands, the "
-        "machine, the versions and the commit.",
-        table(["data", "command, with `--json`", "times", "date", "took s", "commit"], rows),
+        "machine, the versions and the commit. `python benchmarks` was `neuronmm bench` at some of "
+        "these commits, and their files name it so.",
+        table(
+            ["data", "command, with `--json`", "times", "date", "took s", "commit"],
+            [_source_row(name, members) for name, members in families.items()],
+        ),
         *_versions(),
+    ]
+
+
+def _family(name: str) -> str:
+    """The name of a data set without a model's: `model_` and `plan_` have one for each."""
+    kind, _, model = name.partition("_")
+    return f"{kind}_MODEL" if model in SHAPES else name
+
+
+def _source_row(name: str, members: list[Dataset]) -> list[str]:
+    first = members[0]
+    more = sum(len(dataset.commands) for dataset in members) - 1
+    told: list[Any] = [found["provenance"] for one in members if (found := read(one.name))]
+    link = (
+        f"[{name}](results/{name}.json)" if len(members) == 1 else f"{name}, {len(members)} files"
+    )
+    return [
+        link,
+        f"`{first.commands[0]}`" + (f" and {more} more" if more else ""),
+        "measured" if first.measured else _kind(name),
+        " ".join(sorted({each["date"] for each in told})),
+        f"{sum(each['seconds'] for each in told):,}",
+        " ".join(f"`{commit}`" for commit in sorted({each["commit"] for each in told})),
     ]
 
 

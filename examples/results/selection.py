@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from sources import PARETO_RATIOS, SHOWN, STORAGES, model_command, read
 
-from neuronmm_ops.bench.methods import BASELINE, DEFAULT
+from benchmarks.methods import BASELINE, DEFAULT
 
 Row = dict[str, Any]
 

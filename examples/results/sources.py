@@ -19,8 +19,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from neuroncore.files import replacing
 from neuronmm_ops.models import SHAPES, ModelShape, model_shape
-from neuronmm_ops.neuroncore.files import replacing
 
 ROOT = Path(__file__).parents[2]
 DATA = ROOT / "docs" / "results"
@@ -55,9 +55,14 @@ RIVAL = (
     f"--new-tokens {NEW} --ratio 0.2 --storage fp8 --targets all-linear --storage-lm-head fp8"
 )
 """What low rank must beat: dense weights in one byte, the output head's too."""
+DIVIDED_MODELS = ("Llama-3.1-70B", "Qwen3-32B", "Llama-3.1-8B")
+DIVIDED_RATIOS = (0.2, 0.5)
+"""Of the models that tensor parallelism is shown on."""
 _DEMO = "out/demo/dense --text out/results/held_out.txt --calibration out/demo/calibration.txt"
 EVALUATED_CHARACTERS = 75_000
 """Of the demo's held-out text: some 20,000 tokens, as many as the demo's own report evaluates."""
+FORMER = re.compile(r"^neuronmm bench (?=(methods|storages|kernels|published)\b)")
+"""What `python benchmarks` was in the commands of some files: a file keeps the command that ran."""
 _MODELS = "out/demo/dense out/demo/greedy-0.4"
 _PACKAGES = ("neuronmm-ops", "torch", "transformers", "numpy")
 
@@ -68,7 +73,8 @@ class Dataset:
 
     Attributes:
         name: of the file, without its suffix.
-        commands: `neuronmm` command lines, run in the root of the repository.
+        commands: command lines of `neuronmm` or of `python benchmarks`, run in the root of the
+            repository.
         minutes: about how long they take on two cores.
         measured: whether they time this machine, which then must do nothing else.
     """
@@ -88,13 +94,13 @@ def datasets() -> dict[str, Dataset]:
     """Every data set by its name, in the order in which they run."""
     ratios = " ".join(str(ratio) for ratio in PARETO_RATIOS)
     found = [
-        Dataset("methods", (f"neuronmm bench methods {_DEMO} --dtype float32",), 10),
-        Dataset("storages", (f"neuronmm bench storages {_DEMO} --ratio {ratios}",), 8),
-        Dataset("figure1", ("neuronmm bench kernels --figure1",), 5),
+        Dataset("methods", (f"python benchmarks methods {_DEMO} --dtype float32",), 10),
+        Dataset("storages", (f"python benchmarks storages {_DEMO} --ratio {ratios}",), 8),
+        Dataset("figure1", ("python benchmarks kernels --figure1",), 5),
         Dataset(
             "clock",
             tuple(
-                f"neuronmm bench kernels --model {SHOWN} --tokens 1 128 1024 --target {target}"
+                f"python benchmarks kernels --model {SHOWN} --tokens 1 128 1024 --target {target}"
                 for target in ("trn2", "trn1")
             ),
             5,
@@ -107,9 +113,10 @@ def datasets() -> dict[str, Dataset]:
             measured=True,
         ),
         Dataset("pareto", tuple(_pareto()), 2),
-        Dataset("published", ("neuronmm bench published",), 2),
+        Dataset("published", ("python benchmarks published",), 2),
         Dataset("whole", tuple(_whole()), 6),
         Dataset("rival", (RIVAL,), 1),
+        Dataset("tensor_parallel", tuple(_divided()), 3),
     ]
     found += [Dataset(f"model_{name}", tuple(_models(name)), 1) for name in SHAPES]
     found += [Dataset(f"plan_{name}", tuple(_plans(name)), 0.5) for name in SHAPES]
@@ -168,6 +175,20 @@ def _whole() -> Iterator[str]:
     yield PAPER_RUN
 
 
+def divided_command(model: str, ratio: float) -> str:
+    """The command that models MLPs in low rank on 8 and on 32 ranks of two cores each."""
+    return (
+        f"neuronmm bench model --model {model} --target {TARGET} --lnc 2 --tp 8,32 "
+        f"--prompt-tokens {PROMPT} --new-tokens {NEW} --ratio {ratio:g}"
+    )
+
+
+def _divided() -> Iterator[str]:
+    for model in DIVIDED_MODELS:
+        for ratio in DIVIDED_RATIOS:
+            yield divided_command(model, ratio)
+
+
 def _models(name: str) -> Iterator[str]:
     yield model_command(name, 0.2, "bf16", "mlp")
     yield model_command(name, 0.2, "fp8", "all-linear")
@@ -182,7 +203,9 @@ def _plans(name: str) -> Iterator[str]:
 
 
 def read(name: str) -> dict[str, Any] | None:
-    """A data set's file as it was committed; None where there is none.
+    """A data set's file as it was committed, its commands by their present names.
+
+    None where there is none.
 
     Raises:
         ValueError: it is no such file.
@@ -192,6 +215,8 @@ def read(name: str) -> dict[str, Any] | None:
         return None
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
+        for run in found["runs"]:
+            run["command"] = FORMER.sub("python benchmarks ", run["command"])
         commands = [run["command"] for run in found["runs"]]
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
@@ -306,9 +331,17 @@ def _document(line: str) -> Any:
 
 
 def _commit() -> str:
-    command = ("git", "describe", "--always", "--exclude=*", "--dirty", "--abbrev=12")
+    """The commit, with `-dirty` if a file other than a data set has been changed."""
+    data = f":!{DATA.relative_to(ROOT)}"  # which the run before has written
+    head = _git("rev-parse", "--short=12", "HEAD")
+    changed = _git("status", "--porcelain", "--untracked-files=no", "--", ".", data)
+    return f"{head}-dirty" if changed else head or "unknown"
+
+
+def _git(*arguments: str) -> str:
+    command = ("git", *arguments)
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)  # noqa: S603
-    return done.stdout.strip() or "unknown"
+    return done.stdout.strip()
 
 
 def machine_of(name: str) -> str:

@@ -1,7 +1,7 @@
 """Train a larger Llama on three domains of text, calibrate on one, compress, evaluate on all.
 
 Run it as `python examples/study`: 20 to 60 minutes on two cores. Prints the table of
-`neuronmm bench methods`, and writes its rows and a plot of them.
+`python benchmarks methods`, and writes its rows and a plot of them.
 """
 
 import argparse
@@ -14,15 +14,16 @@ import torch
 from rich.console import Console
 from transformers.utils import logging as transformers_logging
 
-from neuronmm_ops.bench import methods
-from neuronmm_ops.cli.bench import show_methods
 from neuronmm_ops.eval import DOCUMENT_SEPARATOR
 from neuronmm_ops.progress import progress_bars
 
-sys.path.append(str(Path(__file__).parents[1] / "demo"))
+sys.path += [str(Path(__file__).parents[1] / "demo"), str(Path(__file__).parents[2])]
 from domains import Domain, load_domains
 from plot import save_plot
 from train import QUICK, TrainConfig, trained
+
+from benchmarks import methods
+from benchmarks.cli.quality import show_methods
 
 CONFIG = TrainConfig(
     vocab_size=6144,

@@ -5,7 +5,7 @@ from typing import Any
 
 import matplotlib as mpl
 
-from neuronmm_ops.bench.methods import BASELINE, DEFAULT
+from benchmarks.methods import BASELINE, DEFAULT
 
 mpl.use("Agg")  # before pyplot is imported, or it may look for a display
 import matplotlib.pyplot as plt

@@ -3,8 +3,8 @@
 `compress_` finds the factors, `SVDLinear` and `SVDMLP` hold them, and `torch.ops.neuronmm.*` run
 them. `neuronmm_ops.hf` saves and loads Transformers models.
 
-The names below are imported when they are first used, so that `neuronmm_ops.neuroncore` and the
-command line start without torch. As soon as this package and torch are both imported, in either
+The names below are imported when they are first used, so that the command line starts without
+torch. As soon as this package and torch are both imported, in either
 order, the ops are registered; with Transformers, `from_pretrained` restores compressed checkpoints.
 """
 
@@ -77,7 +77,7 @@ __all__ = [
     "xw",
 ]
 
-_MODULES = ("errors", "ops", "nn", "compress", "eval", "hardware", "kernels", "neuroncore")
+_MODULES = ("errors", "ops", "nn", "compress", "eval", "kernels")
 """A name is in one of them, looked for from below: what comes later imports what comes before."""
 
 
@@ -105,7 +105,13 @@ class _Config:
 
     @staticmethod
     def from_dict(record: dict[str, Any]) -> Any:
-        return import_module(f"{__name__}.hf").NeuronMMConfig.from_dict(record)
+        from neuronmm_ops.errors import missing_extra
+
+        try:
+            hf = import_module(f"{__name__}.hf")
+        except ImportError as error:
+            raise missing_extra(error, "hf") from error
+        return hf.NeuronMMConfig.from_dict(record)
 
 
 def _register_config() -> None:

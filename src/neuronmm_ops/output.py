@@ -59,8 +59,7 @@ def check_target(
         if not force:
             raise FileExistsError(f"output {target} exists; use --force to replace it")
     parent = next(path for path in target.parents if os.path.lexists(path))
-    if target.name.encode(errors="replace").decode() != target.name:
-        raise ValueError(f"output name {target.name!r} must be text in UTF-8; choose another")
+    check_text(target)
     longest = os.pathconf("/", "PC_NAME_MAX") - len(os.fsencode(_prefix(target))) - ROOM_FOR_SUFFIX
     if longest < 0:
         raise OSError(f"output name {target.name:.40}... is {-longest} bytes too long; shorten it")
@@ -71,6 +70,16 @@ def check_target(
     free = shutil.disk_usage(parent).free
     if free < needed_bytes:
         raise OSError(no_room(target, needed_bytes, free))
+
+
+def check_text(target: Path) -> None:
+    """Raise ValueError where a path to write is not text in UTF-8, as which safetensors takes it.
+
+    Python reads other bytes of a command line as lone surrogates.
+    """
+    path = str(target.absolute())
+    if path.encode(errors="replace").decode() != path:
+        raise ValueError(f"output {path!r} must be text in UTF-8; choose another name")
 
 
 @contextmanager

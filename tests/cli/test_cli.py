@@ -6,6 +6,7 @@ import sys
 import tomllib
 import warnings
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -61,6 +62,16 @@ def test_defects_exit_with_1_and_debug_shows_them(
         run("eval", dense, "--text", text, "--debug")
 
 
+def test_a_panic_of_a_native_library_is_one_line(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As tokenizers raise theirs, which is no Exception."""
+
+    def panic() -> None:
+        raise type("PanicException", (BaseException,), {})("called unwrap on\nnothing")
+
+    monkeypatch.setattr("neuronmm_ops.doctor.diagnose", panic)
+    refused(run("doctor"), "a native library gave up (called unwrap on nothing)")
+
+
 def test_a_document_that_is_no_json_is_a_line(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     document = {"versions": {"torch": float("nan")}, "backends": []}
     monkeypatch.setattr("neuronmm_ops.doctor.diagnose", lambda: document)
@@ -84,6 +95,19 @@ def test_missing_transformers_names_the_extra(
 ) -> None:
     monkeypatch.setitem(sys.modules, "transformers.utils", None)
     refused(run("eval", dense, "--text", text), "pip install 'neuronmm-ops[hf]'")
+
+
+def test_a_broken_transformers_is_told_in_its_own_words(
+    run: Run, dense: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(name: str) -> None:
+        raise ImportError("libtorch.so:\n undefined symbol")  # has no name
+
+    utils = ModuleType("transformers.utils")
+    utils.__getattr__ = broken  # pyright: ignore[reportAttributeAccessIssue]
+    monkeypatch.setitem(sys.modules, utils.__name__, utils)
+    words = "neuronmm: libtorch.so: undefined symbol; run: pip install 'neuronmm-ops[hf]'"
+    refused(run("eval", dense, "--text", text), words)
 
 
 def test_no_command_and_version(run: Run) -> None:

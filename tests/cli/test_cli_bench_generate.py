@@ -9,8 +9,8 @@ import pytest
 from outcomes import Run, refused
 
 from neuronmm_ops import SVDConfig, hf
-from neuronmm_ops.bench import generate, generation
 from neuronmm_ops.cli import parser
+from neuronmm_ops.measure import generate, generation
 
 FEW = ("--prompt-tokens", "24", "--new-tokens", "4", "--rounds", "2")
 

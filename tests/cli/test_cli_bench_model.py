@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from outcomes import Run, refused
 
-from neuronmm_ops.cli.console import stdout
+from neuroncore.cli.console import stdout
 
 TINY = {
     "hidden_size": 256,

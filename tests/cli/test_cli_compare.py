@@ -19,7 +19,7 @@ def small(tmp_path_factory: pytest.TempPathFactory, dense: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def _short_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("neuronmm_ops.bench.compare.DECODE_TOKENS", 2)
+    monkeypatch.setattr("neuronmm_ops.measure.compare.DECODE_TOKENS", 2)
 
 
 def test_document_and_plot(run: Run, dense: Path, small: Path, text: Path, tmp_path: Path) -> None:
@@ -77,7 +77,7 @@ def test_bad_arguments(run: Run, dense: Path, small: Path, text: Path, tmp_path:
 def test_a_plot_that_cannot_be_written_is_seen_before_the_work(
     run: Run, small: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("neuronmm_ops.bench.compare.run", pytest.fail)
+    monkeypatch.setattr("neuronmm_ops.measure.compare.run", pytest.fail)
     monkeypatch.setattr("os.access", lambda path, mode: Path(path) != tmp_path)
     refused(run("compare", small, "--text", text, "--plot", tmp_path / "a.png"), "no permission in")
 
@@ -94,7 +94,7 @@ def test_an_interrupt_is_one_line(
     def interrupt(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("neuronmm_ops.bench.compare.paired_speed", interrupt)
+    monkeypatch.setattr("neuronmm_ops.measure.compare.paired_speed", interrupt)
     outcome = run("compare", small, "--text", text, "--plot", tmp_path / "a.png")
     assert (outcome.code, outcome.out) == (130, "")
     assert outcome.err.splitlines()[-1] == "neuronmm: interrupted"

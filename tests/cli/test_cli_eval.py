@@ -1,6 +1,7 @@
 """`neuronmm eval`: texts, the papers' data sets and lm-eval's tasks."""
 
 import json
+import math
 import os
 import shlex
 import subprocess
@@ -11,7 +12,7 @@ import pytest
 from mktestdocs import check_md_file, grab_code_blocks
 from outcomes import COMPRESS, TEXT, Run, refused
 
-from neuronmm_ops import hf
+from neuronmm_ops import hf, progress
 from neuronmm_ops.eval.tasks import run_tasks
 
 PAGE = Path(__file__).parents[2] / "docs" / "evaluate.md"
@@ -85,7 +86,10 @@ def test_several_texts(run: Run, dense: Path, text: Path, tmp_path: Path, form: 
     assert document["perplexities"][1]["ppl_token"] == one["ppl_token"]
 
 
-def test_everything_at_once(run: Run, dense: Path, text: Path, data: Path, tasks: Path) -> None:
+def test_everything_at_once(
+    run: Run, dense: Path, text: Path, data: Path, tasks: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", math.inf)  # a slow machine prints some
     arguments = ("--text", text, "--ppl", "ptb", "--data-dir", data, "--protocol", "svd-llm")
     arguments += ("--tasks", "quiz", "--include-path", tasks, "--limit", 3, "--batch-size", 2)
     outcome = run("eval", dense, *arguments, "--json")
@@ -181,6 +185,10 @@ def test_mistakes_are_one_line(
 ) -> None:
     named = [str(data) if argument == "DATA" else argument for argument in arguments]
     refused(run("eval", dense, *named), *words)
+
+
+def test_the_help_text_says_that_task_files_are_code(run: Run) -> None:
+    assert "!function" in run("eval", "--help").out.split("--include-path DIR ")[1]
 
 
 def test_the_model_must_be_given(run: Run, text: Path) -> None:

@@ -83,7 +83,7 @@ def test_a_method_that_needs_a_text_which_is_not_recorded(run: Run, places: Path
 @pytest.mark.parametrize(
     ("change", "word"),
     [
-        ({"config": {"version": 1, "ratio": 7}}, "ratio must be in (0, 1)"),
+        ({"config": {"version": 2, "ratio": 7}}, "ratio must be in (0, 1)"),
         ({"device": "toaster"}, "device must be cpu, cuda"),
         ({"max_shard_size": "much"}, "a size such as 5GB"),
         ({"format_version": 9}, "format_version must be 1, got 9"),

@@ -6,6 +6,7 @@ import re
 import pytest
 
 from neuronmm_ops.cli import main
+from neuronmm_ops.plan import plan_problem
 
 FIELDS = {
     *("projection", "M", "K", "r", "N", "target", "form", "blocks", "time_ms", "dense_ms"),
@@ -29,9 +30,21 @@ CONFIG = {
 }
 
 
-def test_rows_of_a_named_model(capsys):
+def test_a_search_that_takes_seconds_is_told_once(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("neuronmm_ops.cli.console.SECONDS_BETWEEN_LINES", 0.0)
+    plan_problem.cache_clear()
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(CONFIG))
+    for told in (1, 0):
+        assert main(["plan", "--model", str(config), "--tokens", "1"]) == 0
+        assert capsys.readouterr().err.count("searching plans of new shapes") == told
+
+
+@pytest.mark.parametrize("model", ["Llama-3.2-3B", "meta-llama/Llama-3.2-3B"])
+def test_rows_of_a_named_model(capsys, model):
     arguments = ["--ratio", "0.2", "--tokens", "1,512", "--target", "trn1", "--json"]
-    assert main(["plan", "--model", "Llama-3.2-3B", *arguments]) == 0
+    assert main(["plan", "--model", model, *arguments]) == 0
     rows = json.loads(capsys.readouterr().out)
     assert all(set(row) == FIELDS for row in rows)
     assert {row["M"] for row in rows} == {1, 512}
@@ -119,6 +132,7 @@ def test_bad_configs_are_one_line(text, message, tmp_path, capsys):
     assert printed.err.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_launches_of_a_split_plan_are_counted(capsys):
     arguments = ["plan", "--model", "Llama-3.1-8B", "--tokens", "32768"]
     assert main([*arguments, "--json"]) == 0

@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -113,3 +114,19 @@ def test_a_killed_run_leaves_no_half_checkpoint(
     assert not out.exists()
     assert run(*arguments).code == 0
     assert load_file(out / "model.safetensors")
+
+
+@pytest.mark.slow
+def test_tests_pass_in_the_background_and_below_other_names() -> None:
+    """A shell has SIGINT ignored by what it starts in the background."""
+    tests = ("test_cli_process.py::test_ctrl_c_during_the_imports_is_one_line[torch]",
+             "test_cli_stream.py::test_the_same_document_as_without")  # fmt: skip
+    command = (sys.executable, "-m", "pytest", "-n", "0", "-p", "no:cacheprovider", "--basetemp")
+    with tempfile.TemporaryDirectory() as place:
+        # A line of 80 columns ends inside the last name of one output, and not of the other.
+        place = f"{place}/{'n' * (34 - len(place))}"
+        outcome = process(
+            *("bash", "-c", 'trap "" INT; exec "$@"', "bash", *command, place),
+            *(Path(__file__).with_name(name) for name in tests),
+        )
+    assert (outcome.code, "2 passed" in outcome.out) == (0, True), outcome.out

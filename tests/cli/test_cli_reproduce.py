@@ -327,6 +327,10 @@ def test_mistakes_of_the_output(run: Run, paper: Path, tmp_path: Path) -> None:
     refused(run("reproduce", paper, "-o", tmp_path / "dense"), "holds config.json")
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
     refused(run("reproduce", paper, "-o", tmp_path / "link"), "link cannot be made: File exists")
+    for name in (b"\xff", b"\xff/out"):
+        output = tmp_path / os.fsdecode(name)
+        refused(run("reproduce", paper, "-o", output), "'", r"/\udcff", "must be text in UTF-8")
+    assert not list(tmp_path.glob("*/cells"))
     before = files_of(tmp_path / "dense")
     out = tmp_path / "out"
     out.mkdir()

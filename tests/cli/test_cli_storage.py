@@ -56,7 +56,7 @@ def test_eval_generate_and_compare(
     text: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("neuronmm_ops.bench.compare.DECODE_TOKENS", 2)
+    monkeypatch.setattr("neuronmm_ops.measure.compare.DECODE_TOKENS", 2)
     evaluated = run("eval", small[storage], "--text", text, "--seqlen", "64", "--json", *DTYPE)
     assert evaluated.code == 0, evaluated.err
     found = json.loads(evaluated.out)["ppl_token"]

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from outcomes import COMPRESS, Run, refused
 
-from neuronmm_ops.hf.streaming import factors
+from neuronmm_ops.hf.streaming.source import LayersOnDisk
 
 
 def test_the_same_document_as_without(
@@ -30,7 +30,7 @@ def test_mistakes_are_one_line(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(factors, "_factor_layer", interrupted)
+        patch.setattr(LayersOnDisk, "keep", interrupted)
         stopped = run(*command)
     assert stopped.code == 130
     assert "Traceback" not in stopped.err

@@ -29,17 +29,17 @@ COMPRESS = ("--block", "8", "--seqlen", "64", "--samples", "160")
 # Runs before the command, in each worker.
 AT_CALIBRATION = """
 import os, signal, sys, time
-from neuronmm_ops.compress import pipeline
+from neuronmm_ops.compress import source
 from neuronmm_ops.cli import workers
 
 INDEX = int(os.environ["RANK"])
 
 def before(name, action):
-    function = getattr(pipeline, name)
+    function = getattr(source, name)
     def call(*arguments, **options):
         action()
         return function(*arguments, **options)
-    setattr(pipeline, name, call)
+    setattr(source, name, call)
 """
 
 

@@ -165,6 +165,7 @@ def test_zero_sum_keeps_the_sum_of_changes_near_zero():
 
 
 @pytest.mark.parametrize("target", ["trn1", "trn2", "trn3"])
+@pytest.mark.slow
 def test_a_time_budget_is_met_in_modelled_time(target):
     config = SVDConfig(ratio=0.3, budget="time", target=target, method="swift")
     matrices = {

@@ -72,7 +72,7 @@ def test_the_report_is_what_was_done(family, targets, method):
         assert 0 <= layer.loss < 1
         assert (layer.loss == 0) == layer.dense
         if not layer.dense:
-            assert type(module) is SVDLinear
+            assert isinstance(module, SVDLinear)
             assert module.rank == layer.r
             assert module.bias is linear.bias
     assert all(type(block.mlp) is SVDMLP for block in model.model.layers)

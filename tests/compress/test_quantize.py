@@ -12,7 +12,6 @@ from torch import Tensor
 from neuronmm_ops import SecondMoment, factorize
 from neuronmm_ops.compress.quantize import (
     Quantized,
-    empty_pair,
     geometric_mean_turn,
     nearest_pair,
     pair_loss,
@@ -211,14 +210,6 @@ def test_folded_scales_are_one():
     lost = [pair_loss(*p.widened(torch.float64), w.t(), h, None) for p in (pair, kept)]
     energy = pair_loss(u, torch.zeros_like(v), w.t(), h, None)
     assert lost[0] - lost[1] < 0.05 * energy
-
-
-def test_an_empty_pair_has_the_same_types():
-    u, v = torch.empty(5, 3, device="meta"), torch.empty(3, 7, device="meta")
-    pair = empty_pair(u, v, "fp8")
-    full = quantize_pair(torch.ones(5, 3), torch.ones(3, 7), "fp8", 3 * torch.ones(5, 7))
-    assert [(t.shape, t.dtype) for t in pair] == [(t.shape, t.dtype) for t in full]
-    assert all(t.is_meta for t in pair)
 
 
 @pytest.mark.parametrize("which", ["u", "v", "weight", "second moment", "metric"])

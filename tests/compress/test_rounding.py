@@ -130,6 +130,7 @@ def test_a_matrix_counts_bytes_and_scales():
 
 
 @pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.slow
 def test_a_budget_of_time_knows_the_storage(storage):
     config = SVDConfig(ratio=0.3, budget="time", target="trn2", method="swift", storage=storage)
     stored = str(STORAGES[storage]).removeprefix("torch.")

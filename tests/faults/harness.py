@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
 
-CPU_SECONDS, IDLE_SECONDS, MEMORY_BYTES = 20, 6, 3 << 30
+CPU_SECONDS, IDLE_SECONDS, MEMORY_BYTES = 20, 15, 3 << 30
 LONGEST_LINE = 2000
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 PLACEHOLDER = re.compile(r"\{([\w.]+)\}")

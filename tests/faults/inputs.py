@@ -9,6 +9,7 @@ from pathlib import Path
 from unittest import mock
 
 from tiny import tiny_directory, tiny_model, tiny_tokenizer
+from torch import Tensor
 
 TEXT = "The quick brown fox jumps over the lazy dog. 0123456789\n" * 60
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
@@ -106,16 +107,16 @@ def _must(*arguments: str) -> None:
 def _unfinished_stream(place: Path) -> None:
     """Leave `unfinished`, the state of a streamed compression of `dense` with one layer done."""
     from neuronmm_ops.cli import main
-    from neuronmm_ops.hf.streaming import factors
+    from neuronmm_ops.hf.streaming.work import Work
 
-    original = factors._factor_layer
+    original = Work.save
 
-    def interrupted(sweep: object, index: int, *rest: object) -> None:
-        if index == 1:
+    def interrupted(self: Work, name: str, tensors: dict[str, Tensor]) -> None:
+        if name == "layer-1":
             raise KeyboardInterrupt
-        original(sweep, index, *rest)  # pyright: ignore
+        original(self, name, tensors)
 
-    with mock.patch.object(factors, "_factor_layer", interrupted):
+    with mock.patch.object(Work, "save", interrupted):
         arguments = ("compress", "dense", "-o", "out", "--calibration", "text.txt")
         assert main((*arguments, *OPTIONS, "--stream")) == 130
     (place / ".out.stream").rename(place / "unfinished")

@@ -111,6 +111,14 @@ def test_no_weights(checkpoint: Path) -> None:
             read(checkpoint)
 
 
+def test_an_index_without_metadata_is_named(checkpoint: Path) -> None:
+    index = {"weight_map": {"a": "model.safetensors"}}
+    (checkpoint / "model.safetensors.index.json").write_text(json.dumps(index))
+    (checkpoint / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"index\.json must have an object metadata"):
+        hf.load(checkpoint)
+
+
 @pytest.mark.parametrize("name", ["../secret.safetensors", "/tmp/x.safetensors", "w.bin"])  # noqa: S108
 def test_index_must_stay_in_its_directory(checkpoint: Path, name: str) -> None:
     (checkpoint / "model.safetensors").unlink()

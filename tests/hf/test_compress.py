@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny import tiny_directory, tiny_ids
+from tiny import tiny_directory, tiny_ids, tiny_model
 
 from neuronmm_ops import CompressionReport, SVDConfig, hf
+from neuronmm_ops.compress.source import LayersInMemory, Task
 from neuronmm_ops.hf import compress as compress_function
+from neuronmm_ops.nn import dense_linears
 from neuronmm_ops.ops.backends.cpu import name_of
 
 TEXT = "The quick brown fox jumps over the lazy dog. 0123456789\n" * 40
@@ -107,13 +109,13 @@ def test_factors_are_found_in_the_compute_dtype(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[torch.dtype] = []
-    original = compress_function.__globals__["compress_"]
+    original = LayersInMemory.prepare
 
-    def spy(model: Any, *rest: Any, **options: Any) -> CompressionReport:
-        seen.append(model.model.layers[0].mlp.up_proj.weight.dtype)
-        return original(model, *rest, **options)
+    def spy(self: LayersInMemory, task: Task) -> None:
+        seen.append(task.linears["model.layers.0.mlp.up_proj"].weight.dtype)
+        original(self, task)
 
-    monkeypatch.setitem(compress_function.__globals__, "compress_", spy)
+    monkeypatch.setattr(LayersInMemory, "prepare", spy)
     dense = tiny_directory(tmp_path / "dense", dtype=torch.bfloat16)
     for cpu, expected in ((slow_cpu, torch.float32), (fast_cpu, torch.bfloat16)):
         cpu(monkeypatch)
@@ -133,7 +135,7 @@ def test_the_target_is_checked_before_the_work(
             raise OSError("no room")
 
     monkeypatch.setitem(compress_function.__globals__, "check_target", check)
-    monkeypatch.setitem(compress_function.__globals__, "compress_", pytest.fail)
+    monkeypatch.setattr(LayersInMemory, "gradients", pytest.fail)
     dense = tiny_directory(tmp_path / "dense")
     with pytest.raises(OSError, match="no room"):
         compress(dense, tmp_path / "out", force=True)
@@ -170,13 +172,11 @@ def test_room_is_asked_for_what_the_budget_may_leave(
     assert 0 <= asked[-1] - bytes_after < (1 if is_exact else largest_block)
 
 
-def test_a_budget_of_time_asks_for_the_dense_models_room(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_budget_of_time_asks_for_the_dense_models_room() -> None:
     config = SVDConfig(budget="time", target="trn2", block=8)
-    model = hf.load(tiny_directory(tmp_path / "dense"))
-    dense_bytes = sum(parameter.nbytes for parameter in model.parameters())
-    assert compress_function.__globals__["_bytes_after"](model, config) == dense_bytes
+    linears = dense_linears(tiny_model().model.layers[0].mlp)
+    dtypes, limits = dict.fromkeys(linears, torch.float32), dict.fromkeys(linears, 8)
+    assert Task(config, linears, dtypes, limits, {}, ()).bytes_saved() == 0
 
 
 def test_shards(tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ from tiny import tiny_ids, tiny_model
 from torch import nn
 from torch.utils.data import Dataset
 from transformers import (
-    AutoModelForCausalLM,
     PreTrainedModel,
     Trainer,
     TrainerCallback,
@@ -162,15 +161,3 @@ def test_a_loader_that_does_not_know_the_factors_raises(tmp_path: Path) -> None:
     )
     assert unaware.returncode != 0
     assert "mlp.gate_proj.weight" in unaware.stdout + unaware.stderr
-
-
-def test_checkpoints_of_before_the_placeholder_load(tmp_path: Path) -> None:
-    model = tiny_model()
-    _compress(model)
-    state = {name: value for name, value in model.state_dict().items() if value.numel()}
-    model.save_pretrained(tmp_path / "out", state_dict=state)
-    _assert_same(model, tmp_path / "out")
-    _, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
-    assert not info["missing_keys"]
-    fresh = SVDLinear(4, 4, 2)
-    fresh.load_state_dict({k: v for k, v in fresh.state_dict().items() if k != "weight"})

@@ -22,6 +22,7 @@ from neuronmm_ops.hf import recover as recover_function
 from neuronmm_ops.hf.adapters import adapted
 from neuronmm_ops.hf.memory import save_memory_, saved_bytes
 from neuronmm_ops.hf.recover import _fingerprint
+from neuronmm_ops.manifest import verify
 from neuronmm_ops.recover import RecoverConfig, Training
 from neuronmm_ops.recover.data import hold_out
 from neuronmm_ops.recover.losses import Distillation, NextToken
@@ -127,6 +128,8 @@ def test_it_recovers(config: RecoverConfig, small: Path, dense: Path, tmp_path: 
 def test_recovered_twice_is_recorded_twice(small: Path, tmp_path: Path) -> None:
     hf.recover(small, TEXT, tmp_path / "one", CONFIG)
     report = hf.recover(tmp_path / "one", TEXT, tmp_path / "two", CONFIG)
+    manifest = verify(tmp_path / "two")
+    assert (manifest["made_by"], manifest["source"]["path"]) == ("recover", str(tmp_path / "one"))
     first, second = report.provenance["recovery"]
     assert second["held_out_ppl_before"] == pytest.approx(first["held_out_ppl_after"])
 
@@ -317,7 +320,7 @@ def test_two_runs_at_one_output(
     train = recover_function.__globals__["train_factors"]
 
     def second(*arguments: Any) -> Any:
-        refused("another run is at work", small, TEXT, tmp_path / "out", CONFIG)
+        refused("another run works in", small, TEXT, tmp_path / "out", CONFIG)
         return train(*arguments)
 
     monkeypatch.setitem(recover_function.__globals__, "train_factors", second)

@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from tiny import tiny_directory, tiny_tokenizer
 
 from neuronmm_ops import CheckpointError, CompressionReport, NonFiniteError, SVDConfig, hf
-from neuronmm_ops.hf.streaming import factors
+from neuronmm_ops.hf.streaming.sweep import Sweep
 from neuronmm_ops.hf.streaming.work import Work
 
 TEXT = "The quick brown fox jumps over the lazy dog. 0123456789\n" * 40
@@ -62,14 +62,14 @@ def unfinished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def _interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = factors._factor_layer
+    original = Work.save
 
-    def interrupted(sweep: Any, index: int, *rest: Any) -> None:
-        if index == 1:
+    def interrupted(self: Work, name: str, tensors: Any) -> None:
+        if name == "layer-1":
             raise KeyboardInterrupt
-        original(sweep, index, *rest)
+        original(self, name, tensors)
 
-    monkeypatch.setattr(factors, "_factor_layer", interrupted)
+    monkeypatch.setattr(Work, "save", interrupted)
 
 
 def test_a_shard_that_disappears_midway(
@@ -90,7 +90,7 @@ def test_a_shard_that_disappears_midway(
     assert not target.exists()
     away.rename(shard)
     monkeypatch.setattr(Work, "save", original)
-    monkeypatch.setattr(factors, "_embed", pytest.fail)  # it would begin at the first layer
+    monkeypatch.setattr(Sweep, "embed", pytest.fail)  # it would begin at the first layer
     _compress(sharded, target)
     hf.load(target)
     assert not (tmp_path / ".out.stream").exists()
@@ -164,8 +164,8 @@ def _edit(path: Path, key: str, value: float) -> None:
 @pytest.mark.parametrize(
     ("kept", "key"),
     [
-        ("layer-0", "mlp.up_proj.u"),
-        ("layer-0", "mlp.up_proj.spectrum"),
+        ("layer-0", "model.layers.0.mlp.up_proj.u"),
+        ("layer-0", "model.layers.0.mlp.up_proj.spectrum"),
         ("states-1-0", "states"),
     ],
 )

@@ -260,10 +260,15 @@ def changed(source: Path, target: Path, change: Callable[[dict[str, Tensor]], An
 
 
 GATE, DOWN = "model.layers.1.mlp.gate_proj", "model.layers.0.mlp.down_proj"
+Q, NORM = "model.layers.1.self_attn.q_proj", "model.norm"
 
 
 def nan_at_the_end(tensors: dict[str, Tensor]) -> None:
     tensors[f"{GATE}.v"][0, -1] = torch.nan
+
+
+def nan_in(layer: str) -> Callable[[dict[str, Tensor]], Any]:
+    return lambda tensors: tensors[f"{layer}.weight"].view(-1)[-1:].fill_(torch.nan)
 
 
 def scale_below_zero(tensors: dict[str, Tensor]) -> None:
@@ -283,6 +288,8 @@ BROKEN: dict[str, tuple[str, Callable[[dict[str, Tensor]], Any], str]] = {
         f"{GATE}.u: config.json asks for F8_E4M3",
     ),
     "nan": ("llama, MLP", nan_at_the_end, f"{GATE}.v must be finite"),
+    "nan in all": ("llama, MLP", nan_in(NORM), f"{NORM}.weight must be finite"),
+    "nan in a dense part": ("llama, MLP", nan_in(Q), f"{Q}.weight must be finite"),
     "scale": ("llama, fp8", scale_below_zero, f"{GATE}: u_scale must be"),
 }
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from neuronmm_ops.neuroncore.boundary import TensorSpec
-from neuronmm_ops.neuroncore.kernel import run
+from neuroncore.boundary import TensorSpec
+from neuroncore.kernel import run
 
 
 @dataclass

@@ -16,6 +16,7 @@ from neuronmm_ops.errors import CheckpointError
 from neuronmm_ops.integrations import nxdi
 from neuronmm_ops.integrations.nxdi import models
 from neuronmm_ops.integrations.nxdi.record import OptionError
+from neuronmm_ops.manifest import Origin, tensor_hashes, write_manifest
 
 
 @pytest.fixture
@@ -71,6 +72,20 @@ def test_weights_that_do_not_fit_their_record_are_refused(tmp_path: Path) -> Non
     save_file(tensors, directory / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"v_proj.u: config.json asks for \[64, 23\]"):
         loaded(directory, config_of(directory, {}))
+
+
+@pytest.mark.usefixtures("nxd")
+def test_weights_that_were_changed_after_writing_are_refused(tmp_path: Path) -> None:
+    directory = make(tmp_path / "checkpoint")
+    write_manifest(directory, tensor_hashes(directory), Origin("compress"))
+    config = config_of(directory, {})
+    loaded(directory, config)
+    file = directory / "model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-3] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"manifest\.json says, it has other values of model"):
+        loaded(directory, config)
 
 
 @pytest.mark.usefixtures("nxd")

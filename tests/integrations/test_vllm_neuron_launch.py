@@ -14,7 +14,7 @@ from stand_ins import NeuronMachine
 from tolerances import assert_close_to_oracle
 from torch import Tensor
 
-from neuronmm_ops import kernels as planned_kernels
+from neuronmm_ops import plan as plans
 from neuronmm_ops.errors import NkiVersionError
 from neuronmm_ops.integrations.vllm_neuron import engine
 from neuronmm_ops.integrations.vllm_neuron.launch import Kernels, planned
@@ -84,8 +84,8 @@ def test_the_kernel_is_the_plans(machine, tokens: int, kernel: str) -> None:
 
 
 def test_a_launch_of_many_tokens_is_several(machine, monkeypatch) -> None:
-    plan = partial(planned_kernels.plan_op, max_instructions=1)
-    monkeypatch.setattr(planned_kernels, "plan_op", plan)
+    plan = partial(plans.plan_op, max_instructions=1)
+    monkeypatch.setattr(plans, "plan_op", plan)
     tensors = operands("mlp", 300)
     close("mlp", Kernels(always).run("mlp", *tensors), tensors)
     assert len(lite_stand_in.calls) == 3

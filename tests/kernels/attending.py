@@ -5,9 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from neuronmm_ops import neuroncore as nc
-from neuronmm_ops.kernels.planned import PlannedKernel
-from neuronmm_ops.neuroncore.dtypes import dtype_of
+import neuroncore as nc
+from neuroncore.dtypes import dtype_of
+from neuronmm_ops.plan.launches import PlannedKernel
 
 EPS = 1e-6
 

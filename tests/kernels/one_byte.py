@@ -11,13 +11,12 @@ import torch.nn.functional as F
 from tolerances import assert_close_to_oracle
 from torch import Tensor
 
-from neuronmm_ops import neuroncore as nc
-from neuronmm_ops.kernels.planner.problem import Plan, Problem
+import neuroncore as nc
 from neuronmm_ops.kernels.svd_mlp.prefill import svd_mlp
 from neuronmm_ops.kernels.svd_qkv.prefill import svd_qkv
 from neuronmm_ops.kernels.xuv.prefill import xuv
 from neuronmm_ops.kernels.xw.prefill import xw
-from neuronmm_ops.neuroncore.dtypes import dtype_of
+from neuronmm_ops.plan import Problem
 
 KERNELS: dict[str, Any] = {"xw": xw, "xuv": xuv, "svd_mlp": svd_mlp, "svd_qkv": svd_qkv}
 LARGEST = {"float8_e4m3fn": 240.0, "int8": 127.0}
@@ -161,24 +160,3 @@ def check(case: Case) -> nc.Profile:
     assert_close_to_oracle(done.outputs, oracle, plain, magnitude(case, given))
     assert done.profile.flops == case.problem.flops, "padding was computed"
     return done.profile
-
-
-def specs(problem: Problem) -> list[nc.TensorSpec | None]:
-    """The operands of a problem without values."""
-    spec, weight = nc.TensorSpec, dtype_of(problem.weight_dtype or problem.dtype)
-    found: list[nc.TensorSpec | None] = [spec((problem.M, problem.K), dtype_of(problem.dtype))]
-    found += [spec(shape, weight) for shape in problem.matrices]
-    if problem.weight_dtype:
-        found += biases_of(problem, None)
-        found += [spec((columns,), dtype_of("float32")) for _, columns in problem.matrices]
-    return found
-
-
-def traced(plan: Plan) -> nc.Profile:
-    """The plan's kernel on its problem, without values."""
-    problem = plan.problem
-    kernel = KERNELS[problem.op] if problem.lnc == 1 else KERNELS[problem.op][problem.lnc]
-    return nc.simulate(
-        kernel, *specs(problem), target=problem.target, mode="trace",
-        dma_model=problem.dma_model, **plan.arguments,
-    ).profile  # fmt: skip

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from tolerances import assert_close_to_oracle
 from torch import Tensor
 
+import neuroncore as nc
 import neuronmm_ops.kernels
-from neuronmm_ops import neuroncore as nc
 from neuronmm_ops.kernels.attention.decode import attention_decode
 from neuronmm_ops.kernels.attention.prefill import attention
 from neuronmm_ops.kernels.rope.prefill import rope

@@ -7,15 +7,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from neuronmm_ops import neuroncore as nc
-from neuronmm_ops.kernels import Plan, nki_kernel, plan_op
-from neuronmm_ops.kernels.planner.problem import mlp_matrices
-from neuronmm_ops.kernels.planner.search import MAX_INSTRUCTIONS
+import neuroncore as nc
+from neuroncore.dtypes import bfloat16, dtype_of
+from neuronmm_ops.kernels import nki_kernel
 from neuronmm_ops.kernels.svd_mlp.prefill import svd_mlp
 from neuronmm_ops.kernels.svd_qkv.prefill import svd_qkv
 from neuronmm_ops.kernels.xuv.prefill import xuv
 from neuronmm_ops.kernels.xw.prefill import xw
-from neuronmm_ops.neuroncore.dtypes import bfloat16, dtype_of
+from neuronmm_ops.plan import MAX_INSTRUCTIONS, Plan, mlp_matrices, plan_op
 
 MLP = mlp_matrices(256, (128, 100, 128), 600, 300)
 MATRICES = {"xw": ((256, 600),), "xuv": ((256, 130), (130, 600)), "svd_mlp": MLP}
@@ -74,12 +73,13 @@ def test_a_loop_takes_as_long_as_the_unrolled_kernel(op, target, lnc, M):
     assert plan.launches == (M,)
     looped, unrolled = traced(plan), traced(whole)
     assert looped.time_ms == pytest.approx(unrolled.time_ms, rel=0.03)
-    assert looped.time_ms == pytest.approx(plan.time_ms, rel=0.05)
+    assert looped.time_ms == pytest.approx(plan.time_ms)
     assert looped.instructions == unrolled.instructions == whole.instructions
     assert looped.stream_instructions == plan.instructions < whole.instructions
     assert looped.hbm_bytes == unrolled.hbm_bytes == plan.hbm_bytes
 
 
+@pytest.mark.slow
 def test_32k_tokens_are_thousands_of_instructions():
     matrices = mlp_matrices(4096, (2048, 2048, 2048), 14336, 4096)
     split = plan_op("svd_mlp", 32768, matrices, target="trn2")

@@ -6,14 +6,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from neuroncore import simulate
+from neuroncore.checks.lint import LINES, lint
+from neuroncore.memory.tensor import NkiTensor
 from neuronmm_ops import kernels
 from neuronmm_ops.kernels import front_end
 from neuronmm_ops.kernels.rms_norm.kernel import rms_norm
 from neuronmm_ops.kernels.xuv.decode import xuv_decode
 from neuronmm_ops.kernels.xuv.prefill import xuv
-from neuronmm_ops.neuroncore import simulate
-from neuronmm_ops.neuroncore.checks.lint import LINES, lint
-from neuronmm_ops.neuroncore.memory.tensor import NkiTensor
 
 FOLDER = Path(kernels.__file__).parent
 FILES = sorted(p for p in FOLDER.rglob("*.py") if "\n@jit\n" in p.read_text(encoding="utf-8"))

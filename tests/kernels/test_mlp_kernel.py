@@ -7,27 +7,28 @@ from typing import Any
 
 import pytest
 import torch
-from decoding import CORES, SIZES, TOKENS
+from decoding import CORES, SIZES, TOKENS, decode_arguments
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from one_byte import ACTIVATIONS, LARGEST
-from planned_kernels import arguments, check_plan, trace
 from tolerances import assert_close_to_oracle
 from torch import Tensor
 
-from neuronmm_ops import neuroncore as nc
+import neuroncore as nc
 from neuronmm_ops import ops, use_impl
-from neuronmm_ops.kernels import Problem, plan_op, plan_xw
 from neuronmm_ops.kernels.mlp.decode import mlp_decode
-from neuronmm_ops.kernels.mlp.plan import decode, mlp_weights, plan_mlp
 from neuronmm_ops.kernels.mlp.prefill import mlp
-from neuronmm_ops.kernels.planner.search import candidates
 from neuronmm_ops.models import SHAPES
-from neuronmm_ops.neuroncore.dtypes import dtype_of
+from neuronmm_ops.plan import Problem, plan_op, plan_problem, plan_xw
 
 DTYPES = ("bfloat16", "float16", "float32")
 UP = st.one_of(st.just(0), SIZES)
 LAUNCHES = [("trn1", 1), ("trn2", 1), ("trn2", 2), ("trn3", 1), ("trn3", 2)]
+
+
+def mlp_weights(K: int, inner: int, N: int, up: int = 0) -> Any:
+    """Shapes of the weights of gate, up and down; `up` of an x_up [M, up]."""
+    return ((K, inner), (up or K, inner), (inner, N))
 
 
 def drawn(M: int, sizes: tuple[int, int, int], dtype: str, up: int = 0) -> list[Tensor]:
@@ -90,7 +91,7 @@ def check(
     return done.profile
 
 
-@settings(max_examples=25)
+@settings(max_examples=8)
 @given(
     M=TOKENS, sizes=st.tuples(SIZES, SIZES, SIZES), up=UP, core=CORES,
     dtype=st.sampled_from(DTYPES), name=st.sampled_from(tuple(ACTIVATIONS)),
@@ -103,7 +104,7 @@ def test_decode(
     chosen: dict[str, Any] = {"k_chunk": 128, "inner_block": 128, "block": 96, "last_block": 64}
     chosen |= {"tile_bytes": 512, "spill": blocks == "spilled"}
     if blocks == "planned":
-        chosen = arguments(decode(problem_of(M, sizes, up, dtype, core))[0])
+        chosen = decode_arguments(problem_of(M, sizes, up, dtype, core))
     tensors, x_up = drawn(M, sizes, dtype, up), drawn_up(M, up, dtype)
     profile = check(mlp_decode, tensors, core, name=name, x_up=x_up, **chosen)
     assert profile.flops == 2 * M * sum([w.numel() for w in tensors[1:]]), "padding was computed"
@@ -115,7 +116,7 @@ def test_decode(
         assert traffic["x_up"] in (once, core[1] * once)
 
 
-@settings(max_examples=20)
+@settings(max_examples=8)
 @given(
     M=st.integers(1, 700), sizes=st.tuples(SIZES, st.integers(1, 1300), SIZES), up=UP, core=CORES,
     dtype=st.sampled_from(DTYPES), name=st.sampled_from(tuple(ACTIVATIONS)), data=st.data(),
@@ -168,7 +169,7 @@ def test_one_byte_is_the_reference_on_dequantized_weights(
     )  # fmt: skip
     kernel = mlp if plan.phase == "prefill" else mlp_decode
     x_up = drawn_up(M, up, dtype)
-    check(kernel, [x, *stored], launch, scales, x_up=x_up, **arguments(plan))
+    check(kernel, [x, *stored], launch, scales, x_up=x_up, **plan.arguments)
 
 
 @pytest.mark.parametrize("up", [0, 256, 100])
@@ -181,7 +182,7 @@ def test_two_cores_make_what_one_makes(M: int, up: int) -> None:
         plan = plan_op("mlp", M, matrices, target="trn2", lnc=lnc, inputs=inputs)
         kernel: Any = mlp if plan.phase == "prefill" else mlp_decode
         kernel = kernel if lnc == 1 else kernel[2]
-        found.append(nc.simulate(kernel, *tensors, target="trn2", **arguments(plan)).outputs)
+        found.append(nc.simulate(kernel, *tensors, target="trn2", **plan.arguments).outputs)
     torch.testing.assert_close(found[1], found[0], rtol=0.02, atol=0.01)
 
 
@@ -207,127 +208,30 @@ def test_a_loop_on_the_device_makes_the_same(spill: int, up: int, layout: str) -
     torch.testing.assert_close(looped, one, rtol=0, atol=0)
 
 
-PLANS = [
-    ("trn1", 1, 1, 1024, 3072, ""), ("trn2", 1, 1, 2048, 8192, ""), ("trn2", 2, 1, 2048, 8192, ""),
-    ("trn2", 1, 128, 1024, 3072, ""), ("trn2", 1, 8, 2048, 8192, "float8_e4m3fn"),
-    ("trn2", 1, 1, 2048, 8192, "int8"), ("trn3", 2, 64, 2048, 8192, ""),
-    ("trn2", 1, 512, 2048, 8192, ""), ("trn2", 2, 2048, 1024, 3072, ""),
-    ("trn1", 1, 700, 1024, 3072, ""), ("trn2", 1, 600, 1024, 3072, "float8_e4m3fn"),
-    ("trn3", 1, 512, 1000, 3001, ""),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("target", "lnc", "M", "H", "inner", "weight_dtype"), PLANS)
-def test_plans_predict_what_the_simulated_core_says(
-    target: str, lnc: int, M: int, H: int, inner: int, weight_dtype: str
-) -> None:
-    plans = plan_mlp(M, H, inner, weight_dtype=weight_dtype, target=target, lnc=lnc)
-    assert len(plans) == 1
-    check_plan(plans[0], target)
-
-
-MIDDLES = [  # of low-rank MLPs whose ranks and I are divided
-    ("trn1", 1, 1, 1000, 700, 900, 600, ""), ("trn2", 1, 1, 4864, 1792, 4800, 4864, ""),
-    ("trn2", 2, 1, 2944, 800, 2944, 2944, ""), ("trn2", 1, 8, 2944, 3200, 2900, 2000, ""),
-    ("trn2", 2, 100, 1200, 1500, 1900, 1200, "float8_e4m3fn"),
-    ("trn3", 1, 8, 2944, 900, 40, 2944, ""), ("trn2", 1, 8, 2944, 3200, 2944, 2944, "int8"),
-    ("trn3", 2, 64, 2048, 1024, 2048, 2048, ""), ("trn2", 1, 700, 2944, 800, 2944, 2944, ""),
-    ("trn2", 2, 2048, 1200, 1792, 1000, 1200, ""), ("trn1", 1, 600, 1000, 700, 1300, 900, ""),
-    ("trn3", 1, 600, 1200, 900, 700, 800, "int8"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("target", "lnc", "M", "H", "inner", "up", "N", "weight_dtype"), MIDDLES)
-def test_plans_of_an_x_up_predict_what_the_simulated_core_says(
-    target: str, lnc: int, M: int, H: int, inner: int, up: int, N: int, weight_dtype: str
-) -> None:
-    options: dict[str, Any] = {"weight_dtype": weight_dtype, "target": target, "lnc": lnc}
-    (launch,) = plan_mlp(M, H, inner, up=up, N=N, **options)
-    check_plan(launch, target)
-    plan = plan_op("mlp", M, mlp_weights(H, inner, N, up), inputs=2, **options)
-    assert (plan.hbm_bytes, plan.times_ms) == (launch.hbm_bytes, launch.times_ms)
-    assert plan.instructions == trace(launch, target).instructions
-
-
-@pytest.mark.parametrize("up", [0, 129])
-def test_a_core_without_a_part_of_the_output_reads_nothing_of_the_other(up: int) -> None:
-    plan = decode(problem_of(1, (129, 4168, 1), up, "bfloat16", ("trn3", 2)))[0]
-    given = [*drawn(1, (129, 4168, 1), "bfloat16", up), drawn_up(1, up, "bfloat16")]
-    profile = nc.simulate(mlp_decode[2], *given, target="trn3", **arguments(plan)).profile
-    assert (plan.hbm_bytes, plan.instructions) == (profile.hbm_bytes, profile.instructions)
-
-
-@pytest.mark.slow
-@settings(max_examples=25)
-@given(
-    M=st.one_of(TOKENS, st.integers(129, 1500)),
-    sizes=st.tuples(*[st.one_of(SIZES, st.integers(300, 5000))] * 3),
-    up=st.one_of(UP, st.integers(300, 5000)),
-    dtype=st.sampled_from(DTYPES), core=CORES, weight_dtype=st.sampled_from(("", *LARGEST)),
-)  # fmt: skip
-def test_candidates_run_in_the_room_they_say(
-    M: int, sizes: tuple[int, int, int], up: int, dtype: str, core: tuple[str, int],
-    weight_dtype: str,
-) -> None:  # fmt: skip
-    problem = problem_of(M, sizes, up, dtype, core, weight_dtype)
-    specs: list[nc.TensorSpec | None] = [nc.TensorSpec((M, sizes[0]), dtype_of(dtype))]
-    specs += [nc.TensorSpec(s, dtype_of(weight_dtype or dtype)) for s in problem.matrices]
-    specs.append(nc.TensorSpec((M, up), dtype_of(dtype)) if up else None)
-    if weight_dtype:
-        specs += [nc.TensorSpec((n,), dtype_of("float32")) for _, n in problem.matrices]
-    found = candidates(problem)
-    for plan in (found[0], found[-1]):
-        kernel: Any = mlp if plan.phase == "prefill" else mlp_decode
-        profile = nc.simulate(
-            kernel if problem.lnc == 1 else kernel[2], *specs, target=problem.target, mode="trace",
-            **arguments(plan),
-        ).profile  # fmt: skip
-        assert profile.sbuf_peak_bytes <= plan.sbuf_bytes
-        assert profile.psum_peak_banks <= plan.psum_banks <= 8
-        assert profile.hbm_bytes == plan.hbm_bytes
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("M", [1, 16, 1024])
-@pytest.mark.parametrize("model", SHAPES)
+@pytest.mark.parametrize("model", ["Qwen3-0.6B", "Llama-3.2-1B"])
 def test_a_strong_baseline(model: str, M: int) -> None:
     """Near the limit on trn2, and no slower than three launches of `xw`."""
     shape = SHAPES[model]
     H, inner = shape.hidden_size, shape.intermediate_size
-    plans = plan_mlp(M, H, inner, target="trn2")
-    time_ms = sum([trace(plan, "trn2").time_ms for plan in plans])
     problem = Problem("mlp", M, mlp_weights(H, inner, H), target="trn2")
+    time_ms = plan_problem(problem).time_ms
     assert problem.roofline_ms >= 0.9 * time_ms
     three = 2 * plan_xw(M, H, inner, target="trn2").time_ms
     assert time_ms <= three + plan_xw(M, inner, H, target="trn2").time_ms
 
 
 def test_many_tokens_are_several_launches() -> None:
-    plans = plan_mlp(2**17, 4096, 14336, target="trn2")
-    assert len(plans) > 1
-    assert sum([plan.operands[0].shape[0] for plan in plans if plan.operands[0]]) == 2**17
+    plan = plan_op("mlp", 2**17, mlp_weights(4096, 14336, 4096), target="trn2")
+    assert len(plan.launches) > 1
+    assert sum(plan.launches) == 2**17
 
 
 def test_strict_front_end() -> None:
     for kernel in (mlp, mlp_decode):
         assert nc.lint(kernel) == []
         assert nc.lint(kernel.func.__code__.co_filename) == []
-
-
-@pytest.mark.parametrize(
-    ("sizes", "message"),
-    [
-        ({"M": 0, "H": 8, "I": 8}, "at least 1"),
-        ({"M": 8, "H": 8, "I": 8, "dtype": "int8"}, "dtype must be one of bfloat16"),
-        ({"M": 8, "H": 8, "I": 8, "activation": "tanh"}, "activation must be one of silu"),
-        ({"M": 8, "H": 8, "I": 8, "target": "trn1", "lnc": 2}, "lnc must be 1, or 2 on trn2"),
-        ({"M": 8, "H": 8, "I": 8, "up": -1}, "at least 1"),
-    ],
-)
-def test_bad_problems_are_refused(sizes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message) as caught:
-        plan_mlp(**sizes)
-    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -45,8 +45,8 @@ def package(root: Path, init: str) -> None:
 
 def test_the_simulator_stands_in_where_nki_is_not_installed(load):
     loaded = load()
-    assert loaded.jit.__module__ == "neuronmm_ops.neuroncore.kernel"
-    assert loaded.nl.__name__ == "neuronmm_ops.neuroncore.language"
+    assert loaded.jit.__module__ == "neuroncore.kernel"
+    assert loaded.nl.__name__ == "neuroncore.language"
 
 
 def test_an_installed_nki_is_taken(load, tmp_path):

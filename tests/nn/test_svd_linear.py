@@ -12,6 +12,7 @@ from tolerances import assert_close_to_oracle, assert_same_in_fp64
 from torch import nn
 
 from neuronmm_ops import SVDLinear
+from neuronmm_ops.nn import relayout_
 
 
 def is_contiguous(layer: SVDLinear) -> bool:
@@ -190,11 +191,11 @@ def test_relayout_lays_factors_along_their_contraction_but_in_float32():
     source = SVDLinear(12, 8, 3, dtype=torch.bfloat16)
     layer = copy.deepcopy(source)
     u = layer.u
-    assert layer.relayout_() is layer
+    assert relayout_(layer) is layer
     assert (layer.u.stride(), layer.v.stride()) == ((1, 12), (1, 3))
     assert layer.u is u
     assert_same_function(layer, source)
-    assert is_contiguous(copy.deepcopy(layer).float().relayout_())
+    assert is_contiguous(relayout_(copy.deepcopy(layer).float()))
     kinds = {"dtype": torch.bfloat16}
     for fresh in (SVDLinear(12, 8, 3, **kinds), SVDLinear(12, 8, 3, device="meta", **kinds)):
         fresh.load_state_dict(layer.state_dict(), assign=fresh.u.is_meta)

@@ -22,7 +22,7 @@ from transformers import DynamicCache
 
 from neuronmm_ops import SVDLinear, hf, swap_, use_impl
 from neuronmm_ops.nn import svd_qkv
-from neuronmm_ops.nn.svd_qkv import ATTENTIONS, PROJECTIONS, fuse_projections_
+from neuronmm_ops.nn.svd_qkv import ATTENTIONS, PROJECTIONS, QKVProjection, fuse_projections_
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 ONE, THREE = ["svd_qkv", "xuv"], ["xuv"] * 4
@@ -76,7 +76,7 @@ def logits(model: nn.Module, **options: Any) -> Tensor:
 
 
 def kept(model: nn.Module) -> list[Any]:
-    return [m.made for m in model.modules() if isinstance(m, SVDLinear) and m.made is not None]
+    return [m.made for m in model.modules() if isinstance(m, QKVProjection) and m.made is not None]
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral", "gemma2"])

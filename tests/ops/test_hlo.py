@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from operands import split_call
 
-from neuronmm_ops.kernels import plan_svd_mlp, plan_xuv
 from neuronmm_ops.ops.backends import hlo, xla
 from neuronmm_ops.ops.backends.hlo import Array, CustomCall, module_of
 from neuronmm_ops.ops.backends.launch import launch_of
 from neuronmm_ops.ops.definitions import SPECS
+from neuronmm_ops.plan import plan_svd_mlp, plan_xuv
 
 CALL = CustomCall("Target", "Y29uZmln", 2)
 X = Array((2, 3, 128), "bfloat16")

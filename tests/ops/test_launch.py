@@ -17,15 +17,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from neuronmm_ops import kernels, ops
 from neuronmm_ops.errors import NkiVersionError
-from neuronmm_ops.kernels import (
-    nki_kernel,
-    plan_op,
-    plan_svd_mlp,
-    plan_svd_qkv,
-    plan_xuv,
-    plan_xw,
-    source_fingerprint,
-)
+from neuronmm_ops.kernels import nki_kernel, source_fingerprint
 from neuronmm_ops.ops.backends.launch import (
     call_kernel,
     launch_here,
@@ -34,6 +26,7 @@ from neuronmm_ops.ops.backends.launch import (
     without_products,
 )
 from neuronmm_ops.ops.definitions import SPECS
+from neuronmm_ops.plan import plan_op, plan_svd_mlp, plan_svd_qkv, plan_xuv, plan_xw
 
 XUV = SPECS["xuv"]
 

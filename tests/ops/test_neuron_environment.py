@@ -11,8 +11,8 @@ import pytest
 import stand_ins
 from stand_ins import NeuronMachine
 
+from neuroncore.hardware import MACHINES
 from neuronmm_ops.errors import NkiVersionError, NkiVersionWarning
-from neuronmm_ops.hardware import MACHINES
 from neuronmm_ops.kernels import shim
 from neuronmm_ops.ops.backends.environment import (
     core,

@@ -21,12 +21,12 @@ from splits import split_plans
 from tolerances import assert_close_to_oracle
 
 import neuronmm_ops as nm
-from neuronmm_ops import kernels
-from neuronmm_ops.kernels import plan_xuv
-from neuronmm_ops.neuroncore import kernel
+from neuroncore import kernel
+from neuronmm_ops import plan as plans
 from neuronmm_ops.ops.backends import simulated
 from neuronmm_ops.ops.backends.launch import DTYPE_NAMES
 from neuronmm_ops.ops.definitions import SPECS
+from neuronmm_ops.plan import plan_xuv
 
 targets = st.sampled_from(["trn1", "trn2", "trn3"])
 
@@ -65,15 +65,15 @@ def test_the_parts_of_a_split_plan_are_what_it_counts(op, monkeypatch):
         profiles.append((done := run(*arguments, **named)).profile)
         return done
 
-    monkeypatch.setattr(kernel, "run", noted)
-    plan_op = partial(kernels.plan_op, max_instructions=1)
-    monkeypatch.setattr(kernels, "plan_op", plan_op)
+    plan_op = partial(plans.plan_op, max_instructions=1)
+    monkeypatch.setattr(plans, "plan_op", plan_op)
     spec, tensors = SPECS[op], [make(shape) for shape in shapes_of(op, lead=(2, 150))]
+    matrices = tuple(tensors[index].shape for index in spec.factors)
+    plan = plan_op(op, 300, matrices, "float32", "trn2", inputs=len(spec.activations))
+    monkeypatch.setattr(kernel, "run", noted)
     given = zip(spec.operands, tensors, strict=True)
     with nm.use_impl("simulated", target="trn2"):
         getattr(nm, op)(**{operand.name: t for operand, t in given if operand.role != "bias"})
-    matrices = tuple(tensors[index].shape for index in spec.factors)
-    plan = plan_op(op, 300, matrices, "float32", "trn2", inputs=len(spec.activations))
     assert plan.launches == (128, 128, 44)
     assert plan.instructions == sum(profile.instructions for profile in profiles)
     assert plan.hbm_bytes == sum(profile.hbm_bytes for profile in profiles)

@@ -15,18 +15,22 @@ import venv
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+DISTRIBUTIONS = (ROOT, ROOT / "neuroncore")
 STAND_INS = ROOT / "tests" / "xla" / "cuda_stand_ins.py"
 REQUIRE_TORCH = ("torch", "accelerate", "peft")
 CUDA = re.compile(r"(nvidia|cuda|triton)")
 TESTS = ("pytest", "pytest-xdist", "hypothesis")
 
 
-def requirements(pyproject: str, is_lowest: bool) -> list[str]:
-    """What the base and the extras `recover` and `plot` ask for, or the lowest of it."""
-    project = tomllib.loads(pyproject)["project"]
+def requirements(is_lowest: bool) -> list[str]:
+    """What both distributions and the extras `recover` and `plot` ask for, or the lowest of it."""
+    project, simulator = (
+        tomllib.loads((root / "pyproject.toml").read_text())["project"] for root in DISTRIBUTIONS
+    )
     extras = project["optional-dependencies"]
-    declared = [*project["dependencies"], *extras["hf"], *extras["recover"], *extras["plot"]]
-    third_party = [text for text in declared if not text.startswith("neuronmm-ops")]
+    declared = [*project["dependencies"], *simulator["dependencies"]]
+    declared += [*extras["hf"], *extras["recover"], *extras["plot"]]
+    third_party = sorted({text for text in declared if not text.startswith("neuron")})
     return [re.sub(r">=([\w.]+).*", r"==\1", text) if is_lowest else text for text in third_party]
 
 
@@ -50,7 +54,7 @@ def main() -> None:
         command = [python, "-m", "pip", "install", *options, *arguments]
         subprocess.run([str(part) for part in command], check=True)
 
-    wanted = requirements((ROOT / "pyproject.toml").read_text(), which == "lowest")
+    wanted = requirements(which == "lowest")
     alone = [text for text in wanted if re.match(r"[\w-]+", text)[0] in REQUIRE_TORCH]
     rest = [text for text in wanted if text not in alone]
     install("--no-deps", *alone)
@@ -58,7 +62,8 @@ def main() -> None:
     # torch<0: pip stops at a requirement that requires torch, before it brings CUDA.
     (directory / "constraints.txt").write_text("torch<0\n")
     install("-c", directory / "constraints.txt", *rest, *own_requirements(site, "torch"), *TESTS)
-    install("--no-deps", "--editable", ROOT)
+    for root in DISTRIBUTIONS:
+        install("--no-deps", "--editable", root)
     subprocess.run([str(python), str(STAND_INS)], check=True)
 
 

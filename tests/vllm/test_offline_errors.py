@@ -204,6 +204,17 @@ def test_a_layer_of_the_record_is_one_layer_of_the_model(config):
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # vLLM's own
+def test_weights_that_were_changed_after_writing_are_refused(config, tmp_path):
+    config.maybe_update_config(str(tmp_path / "m"))
+    file = tmp_path / "m" / "model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-3] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(ValueError, match=r"manifest\.json says, it has other values of model"):
+        config.maybe_update_config(str(tmp_path / "m"))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # vLLM's own
 def test_ranks_must_divide_the_mlp(config):
     """vLLM would fail by an assertion without a word."""
     config.given.parallel_config.tensor_parallel_size = 2

@@ -18,11 +18,12 @@ import _XLAC
 import torch
 from torch import Tensor
 
-from neuronmm_ops.kernels import nki_kernel, plan_op
-from neuronmm_ops.neuroncore.kernel import run
+from neuroncore.kernel import run
+from neuronmm_ops.kernels import nki_kernel
 from neuronmm_ops.ops.backends.launch import Launch
 from neuronmm_ops.ops.backends.xla import TARGET
 from neuronmm_ops.ops.definitions import SPECS
+from neuronmm_ops.plan import plan_op
 
 EXPORTED = "PyInit__XLAC"
 STD_STRING = "RKNSt7__cxx1112basic_stringIcSt11char_traitsIcESaIcEEE"

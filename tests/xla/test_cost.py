@@ -1,8 +1,8 @@
-"""`neuronmm bench overhead --xla` and `neuronmm doctor` on a machine with torch_xla."""
+"""`python benchmarks overhead --xla` and `neuronmm doctor` on a machine with torch_xla."""
 
 import json
 
-from neuronmm_ops.bench import overhead
+from benchmarks import overhead
 from neuronmm_ops.cli import main
 from neuronmm_ops.ops.definitions import SPECS
 

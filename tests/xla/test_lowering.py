@@ -14,10 +14,10 @@ from torch_xla.core import xla_builder
 
 import neuronmm_ops as nm
 from neuronmm_ops import kernels
-from neuronmm_ops.kernels import plan_op, plan_svd_mlp, plan_svd_qkv, plan_xuv, plan_xw
 from neuronmm_ops.ops.backends import launch, xla
 from neuronmm_ops.ops.backends.hlo import Array, CustomCall, module_of
 from neuronmm_ops.ops.definitions import SPECS
+from neuronmm_ops.plan import plan_op, plan_svd_mlp, plan_svd_qkv, plan_xuv, plan_xw
 
 MLP = ((256, 32), (32, 300), (256, 48), (48, 300), (300, 40), (40, 256))
 

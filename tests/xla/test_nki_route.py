@@ -10,7 +10,8 @@ from torch_xla.experimental.stablehlo_custom_call import stablehlo_custom_call
 import neuronmm_ops as nm
 from neuronmm_ops import kernels
 from neuronmm_ops.errors import NkiVersionError
-from neuronmm_ops.kernels import plan_xuv, source_fingerprint
+from neuronmm_ops.kernels import source_fingerprint
+from neuronmm_ops.plan import plan_xuv
 
 
 @pytest.fixture

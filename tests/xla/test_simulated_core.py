@@ -7,7 +7,7 @@ from pathlib import Path
 
 from commands import run
 
-from neuronmm_ops.kernels import plan_svd_mlp, plan_xuv
+from neuronmm_ops.plan import plan_svd_mlp, plan_xuv
 
 SCRIPT = """
 import copy, json

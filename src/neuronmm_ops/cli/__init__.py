@@ -7,10 +7,12 @@ progress and tables go to stderr. Each module adds its command to the parser.
 """
 
 import argparse
-import json
-import os
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 
+from neuroncore.cli import execute, lint, simulate
+from neuroncore.cli.console import Terminated, terminable
+from neuroncore.cli.parser import EXAMPLE, Parser
 from neuronmm_ops import __version__
 from neuronmm_ops.cli import (
     bench,
@@ -22,22 +24,12 @@ from neuronmm_ops.cli import (
     export,
     generate,
     inspect,
-    lint,
     plan,
     recover,
     reproduce,
-    simulate,
     verify,
 )
-from neuronmm_ops.cli.console import (
-    Terminated,
-    explain,
-    flushed,
-    our_warnings,
-    printable,
-    terminable,
-)
-from neuronmm_ops.cli.parser import EXAMPLE, Parser
+from neuronmm_ops.cli.console import explain, our_warnings, searches_told
 from neuronmm_ops.cli.workers import fail_once, joined, quiet
 from neuronmm_ops.errors import WorkerLostError
 
@@ -61,27 +53,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _main(arguments: Sequence[str] | None) -> int:
-    commands = parser()
-    if "_ARGCOMPLETE" in os.environ:  # a shell asks what could follow: answers, and exits
-        import argcomplete
-
-        argcomplete.autocomplete(commands)
-    try:
-        options = commands.parse_args(arguments)
-    except SystemExit as stop:  # --help, --version, or a mistake
-        return flushed(lambda: None) or int(stop.code or 0)
-    try:
-        with our_warnings(), joined(options):
-            document = options.run(options)
-        text = json.dumps(document, indent=2, allow_nan=False) if options.json else None
-    except BaseException as error:
-        # Native libraries of Python, such as tokenizers, raise their panics as this one.
-        is_panic = type(error).__name__ == "PanicException"
-        if options.debug or not (is_panic or isinstance(error, Exception)):
-            raise
+    def failed(error: BaseException) -> int:
         return fail_once(*explain(error), is_echo=isinstance(error, WorkerLostError))
-    code = flushed(lambda: options.show(printable(document)) if text is None else print(text))
-    return code or options.exit_code(document)
+
+    return execute(parser(), arguments, _workers, failed)
+
+
+@contextmanager
+def _workers(options: argparse.Namespace) -> Generator[None]:
+    with our_warnings(), searches_told(), joined(options):
+        yield
 
 
 def parser() -> argparse.ArgumentParser:

@@ -3,7 +3,7 @@
 import argparse
 from typing import Any
 
-from neuronmm_ops.cli.console import show_table, stdout
+from neuroncore.cli.console import show_table, stdout
 from neuronmm_ops.cli.library import transformers_models
 from neuronmm_ops.cli.parser import add_command
 from neuronmm_ops.progress import progress_bars
@@ -19,13 +19,13 @@ def add(benchmarks: Any) -> None:
         "directories",
         nargs="+",
         metavar="DIR",
-        help="a model; the first one is what the others are compared with",
+        help="models; the others are compared with the first",
     )
     for name, default, described in (
         ("prompt-tokens", 512, "tokens of a prompt"),
         ("new-tokens", 64, "tokens that follow it"),
         ("batch-size", 1, "sequences"),
-        ("rounds", 7, "of timing; fewer where they take more than a minute"),
+        ("rounds", 7, "timing rounds; fewer if they take more than a minute"),
     ):
         command.add_argument(
             f"--{name}",
@@ -34,12 +34,12 @@ def add(benchmarks: Any) -> None:
             metavar="N",
             help=f"{described} (default {default})",
         )
-    command.add_argument("--compile", action="store_true", help="also with torch.compile")
+    command.add_argument("--compile", action="store_true", help="also measure with torch.compile")
 
 
 def _run(options: argparse.Namespace) -> list[dict[str, Any]]:
     transformers_models()
-    from neuronmm_ops.bench import generate
+    from neuronmm_ops.measure import generate
 
     with progress_bars() as progress:
         return generate.run(

@@ -4,8 +4,8 @@ import argparse
 from dataclasses import fields
 from typing import Any
 
+from neuroncore.cli.console import show_table, stdout
 from neuronmm_ops.cli.bench_ranks import PHASES, VARIANTS, as_range, show_layouts, show_ranks
-from neuronmm_ops.cli.console import show_table, stdout
 from neuronmm_ops.cli.parser import add_command, add_shape, numbers_of
 from neuronmm_ops.progress import progress_bars
 
@@ -32,7 +32,7 @@ def add(benchmarks: Any) -> None:
         "--tp",
         default="1",
         metavar="N[,N]",
-        help="ranks of tensor parallel, or several of them, as 8,32 (default 1)",
+        help="tensor-parallel ranks; several numbers as 8,32 (default 1)",
     )
     for name, dest, default, described in (
         ("--prompt-tokens", "prompt", 2048, "tokens of a prompt"),
@@ -49,18 +49,19 @@ def add(benchmarks: Any) -> None:
         default=["mlp"],
         help="the Linears that are low-rank: mlp (default), attention, all-linear, names",
     )
-    command.add_argument("--storage", help="of the targets: fp8 or int8 (default bfloat16)")
+    command.add_argument("--storage", help="storage of the targets: fp8 or int8 (default bfloat16)")
     command.add_argument(
-        "--storage-dense", help="of the layers' other Linears: fp8 or int8 (default bfloat16)"
+        "--storage-dense",
+        help="storage of the layers' other Linears: fp8 or int8 (default bfloat16)",
     )
     command.add_argument(
-        "--storage-lm-head", help="of the output head: fp8 or int8 (default bfloat16)"
+        "--storage-lm-head", help="storage of the output head: fp8 or int8 (default bfloat16)"
     )
 
 
 def _model(options: argparse.Namespace) -> dict[str, Any] | list[dict[str, Any]]:
     """One document; a list of them with several values of `--tp`."""
-    from neuronmm_ops.bench import model
+    from neuronmm_ops.estimate import model
 
     ranks = numbers_of("--tp", options.tp)
     asked = {field.name: getattr(options, field.name) for field in fields(model.Options)}

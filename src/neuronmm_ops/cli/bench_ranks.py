@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from neuronmm_ops.cli.console import show_table, stdout
+from neuroncore.cli.console import show_table, stdout
 
 PHASES = {"prefill": "Prefill", "decode": "Decode"}
 VARIANTS = {

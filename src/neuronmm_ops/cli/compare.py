@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from neuronmm_ops.cli.console import check_output, show_table, stdout
+from neuroncore.cli.console import check_output, show_table, stdout
 from neuronmm_ops.cli.library import transformers_models
 from neuronmm_ops.cli.parser import add_command, add_texts, texts_of
 from neuronmm_ops.progress import progress_bars
@@ -13,7 +13,7 @@ from neuronmm_ops.progress import progress_bars
 
 def add(commands: Any) -> None:
     """Add the command to the parser."""
-    description = "perplexity, size and speed of checkpoints beside the dense model"
+    description = "perplexity, size and speed of checkpoints and their dense model"
     example = "small smaller --text test.txt --plot compare.png"
     options = ("--seqlen", "--dtype", "--device")
     command = add_command(
@@ -24,7 +24,9 @@ def add(commands: Any) -> None:
     )
     add_texts(command)
     command.add_argument(
-        "--dense", metavar="MODEL", help="the dense model (default: which the checkpoints record)"
+        "--dense",
+        metavar="MODEL",
+        help="the dense model (default: the one that the checkpoints record)",
     )
     command.add_argument(
         "--plot", type=Path, metavar="OUT.png", help="draw perplexity and speed (matplotlib)"
@@ -34,7 +36,7 @@ def add(commands: Any) -> None:
 def _compare(options: argparse.Namespace) -> list[dict[str, Any]]:
     paths = texts_of(options)
     hf = transformers_models()
-    from neuronmm_ops.bench import compare, compare_plot
+    from neuronmm_ops.measure import compare, compare_plot
 
     if options.plot is not None:
         check_output(options.plot)

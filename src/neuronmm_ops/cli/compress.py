@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from neuronmm_ops.cli.console import stdout
+from neuroncore.cli.console import stdout
 from neuronmm_ops.cli.inspect import show_summary, summary
 from neuronmm_ops.cli.library import transformers_models
 from neuronmm_ops.cli.parser import OPTIONS, add_command
@@ -29,16 +29,20 @@ def add(commands: Any) -> None:
         commands, "compress", _compress, _show, description, *options, example=example
     )
     command.add_argument("model", nargs="?", **OPTIONS["model"])
-    command.add_argument("-o", "--output", type=Path, required=True, metavar="OUT")
+    command.add_argument(
+        "-o", "--output", type=Path, required=True, metavar="OUT", help="the new directory"
+    )
     command.add_argument(
         "--from",
         dest="recorded",
         type=Path,
         metavar="compression.json",
-        help="run what a checkpoint records again; other options replace what it says",
+        help="repeat a recorded run; other options override it",
     )
     command.add_argument("--method", help="kfac (default), swift, whiten, drift, zero-sum or plain")
-    command.add_argument("--calibration", type=Path, metavar="FILE.txt")
+    command.add_argument(
+        "--calibration", type=Path, metavar="FILE.txt", help="UTF-8 text; plain needs none"
+    )
     command.add_argument("--samples", type=int, help="calibration blocks (default 128)")
     command.add_argument(
         "--calibration-order",
@@ -46,18 +50,20 @@ def add(commands: Any) -> None:
         choices=("spread", "head"),
         help="blocks evenly over the whole text (default), or its first ones",
     )
-    command.add_argument("--block", type=int, help="ranks are multiples of it (default 128)")
+    command.add_argument("--block", type=int, help="ranks are multiples of this (default 128)")
     command.add_argument(
         "--targets",
         nargs="+",
         help="mlp (default), attention, all-linear, module names or regular expressions",
     )
     _add_allocation(command)
-    command.add_argument("--max-shard-size", metavar="SIZE", help="of a file (default 50GB)")
+    command.add_argument(
+        "--max-shard-size", metavar="SIZE", help="size of a file of weights (default 50GB)"
+    )
     command.add_argument(
         "--stream",
         action="store_true",
-        help="hold one layer in memory at a time; repeat the command to go on after a kill",
+        help="hold one layer in memory at a time; repeat the command to resume after a kill",
     )
     command.add_argument(
         "--force", action="store_true", help="replace OUT if it is a compressed checkpoint"
@@ -75,8 +81,8 @@ def _add_allocation(command: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--importance",
-        help="of losses in different matrices: gradient (default; with plain error), error or "
-        "perplexity",
+        help="weight of losses in different matrices: gradient (default; with "
+        "plain error), error or perplexity",
     )
     group.add_argument(
         "--budget",
@@ -84,15 +90,15 @@ def _add_allocation(command: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--storage",
-        help="of the factors: fp8 or int8, one byte a number with scales; bf16; default the "
-        "model's dtype",
+        help="storage of the factors: fp8 or int8 with scales, or bf16 (default:"
+        " the model's dtype)",
     )
     group.add_argument("--target", help="trn1, trn2 or trn3, with --budget time")
     group.add_argument(
         "--tokens",
         type=int,
         metavar="M",
-        help="of a launch, with --budget time (default 1: decoding)",
+        help="tokens of a launch, with --budget time (default 1: decoding)",
     )
     group.add_argument(
         "--layer-ratio",
@@ -100,9 +106,9 @@ def _add_allocation(command: argparse.ArgumentParser) -> None:
         type=layer_ratio,
         action="append",
         metavar="PATTERN=R",
-        help="a ratio of its own for the layers that PATTERN selects, as --targets does; 0 keeps "
-        "them dense. PATTERN=LO:HI bounds what they get of the common budget. Repeatable, the "
-        "first that selects a layer holds",
+        help="separate ratio for the layers that PATTERN selects, as --targets "
+        "does; 0 keeps them dense. PATTERN=LO:HI bounds their ratio in the "
+        "common budget. Repeatable; the first match wins",
     )
 
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from neuronmm_ops.cli.console import show_table, stdout
+from neuroncore.cli.console import show_table, stdout
 from neuronmm_ops.cli.library import transformers_models
 from neuronmm_ops.cli.parser import add_command
 from neuronmm_ops.progress import progress_bars
@@ -29,7 +29,7 @@ def add(commands: Any) -> None:
         "--output",
         type=Path,
         metavar="OUT",
-        help="keep the model, its texts and what was made of them in a new directory",
+        help="keep the models and texts in this new directory",
     )
 
 

@@ -3,7 +3,7 @@
 import argparse
 from typing import Any
 
-from neuronmm_ops.cli.console import show_fields, show_table
+from neuroncore.cli.console import show_fields, show_table
 from neuronmm_ops.cli.parser import add_command
 
 

@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from neuronmm_ops.cli.console import show_fields, show_table, stderr, stdout
+from neuroncore.cli.console import show_fields, show_table, stderr, stdout
 from neuronmm_ops.cli.library import transformers_models
 from neuronmm_ops.cli.parser import add_command
 from neuronmm_ops.cli.workers import launched
@@ -30,7 +30,7 @@ def add(commands: Any) -> None:
         action="extend",
         default=[],
         metavar="FILE",
-        help="perplexity on these texts, all of each",
+        help="perplexity of these whole texts",
     )
     command.add_argument(
         "--ppl",
@@ -42,14 +42,14 @@ def add(commands: Any) -> None:
     command.add_argument(
         "--protocol",
         default="standard",
-        help="how --ppl joins and cuts: standard (GPTQ's --new-eval and SparseGPT's, default) or "
-        "svd-llm",
+        help="how --ppl joins and splits texts: standard (GPTQ's --new-eval and "
+        "SparseGPT's, default) or svd-llm",
     )
     command.add_argument(
         "--data-dir",
         type=Path,
         metavar="DIR",
-        help="take --ppl's files from here, not from the hub",
+        help="directory of --ppl's files, instead of the hub",
     )
     command.add_argument(
         "--tasks",
@@ -61,20 +61,21 @@ def add(commands: Any) -> None:
     command.add_argument(
         "--num-fewshot", type=int, metavar="N", help="examples before a question (default: task's)"
     )
-    command.add_argument("--limit", type=int, metavar="N", help="documents of each task")
+    command.add_argument("--limit", type=int, metavar="N", help="documents per task")
     command.add_argument(
-        "--batch-size", type=int, default=1, metavar="N", help="of the tasks (default 1)"
+        "--batch-size", type=int, default=1, metavar="N", help="batch size of the tasks (default 1)"
     )
     command.add_argument(
         "--include-path",
         type=Path,
         metavar="DIR",
-        help="look for task files here first; they are code: !function and templates in them run",
+        help="search this directory for task files first; they are code: "
+        "!function and templates in them run",
     )
     command.add_argument(
         "--compute",
-        help="products of layers in fp8: fp8 rounds activations, too, x does not (default: what "
-        "the checkpoint records)",
+        help="fp8 layers: fp8 also rounds activations, x does not (default: what"
+        " the checkpoint records)",
     )
 
 

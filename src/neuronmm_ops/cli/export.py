@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from neuronmm_ops.cli.console import stdout
+from neuroncore.cli.console import stdout
 from neuronmm_ops.cli.parser import add_command, add_group
 
 
@@ -22,11 +22,9 @@ def add(commands: Any) -> None:
         type=Path,
         required=True,
         metavar="OUT",
-        help="the directory to write; an earlier export there is replaced, nothing else is",
+        help="the new directory; replaces only an earlier export",
     )
-    command.add_argument(
-        "--tp", type=int, default=1, help="NeuronCores that will run it (default 1)"
-    )
+    command.add_argument("--tp", type=int, default=1, help="ranks, one per NeuronCore (default 1)")
     command.add_argument(
         "--divide",
         choices=("both", "one"),
@@ -37,7 +35,7 @@ def add(commands: Any) -> None:
         "--dtype",
         choices=("auto", "float32", "bfloat16", "float16"),
         default="auto",
-        help="of what is written (default auto: the checkpoint's)",
+        help="dtype of the files (default auto: the checkpoint's)",
     )
 
 

@@ -3,7 +3,7 @@
 import argparse
 from typing import Any
 
-from neuronmm_ops.cli.console import stderr
+from neuroncore.cli.console import stderr
 from neuronmm_ops.cli.library import transformers_models
 from neuronmm_ops.cli.parser import add_command
 from neuronmm_ops.cli.workers import launched
@@ -16,14 +16,14 @@ def add(commands: Any) -> None:
     command = add_command(
         commands, "generate", _generate, _show, description, *options, example=example
     )
-    command.add_argument("--prompt", required=True)
+    command.add_argument("--prompt", required=True, help="the text to continue")
     command.add_argument(
         "--chat",
         action="store_true",
         help="the prompt is a user's message: put it into the tokenizer's chat template",
     )
     command.add_argument(
-        "--new-tokens", type=int, default=64, metavar="N", help="at most (default 64)"
+        "--new-tokens", type=int, default=64, metavar="N", help="new tokens at most (default 64)"
     )
 
 

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from neuronmm_ops.cli.console import show_table, stdout
+from neuroncore.cli.console import show_table, stdout
 from neuronmm_ops.cli.parser import add_command
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ def add(commands: Any) -> None:
         "--no-verify",
         action="store_false",
         dest="verify",
-        help="read headers alone; default: hash all weights and compare them with manifest.json",
+        help="read only headers; default: hash all weights and compare them with manifest.json",
     )
 
 

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from neuronmm_ops.errors import missing_extra
+
 
 def transformers_models() -> Any:
     """Return `neuronmm_ops.hf`, without progress bars. Raises ImportError that names the extra."""
@@ -10,9 +12,7 @@ def transformers_models() -> Any:
 
         from neuronmm_ops import hf
     except ImportError as error:
-        raise ImportError(
-            f"{error.name} is not installed; run: pip install 'neuronmm-ops[hf]'"
-        ) from error
+        raise missing_extra(error, "hf") from error
     # Its progress bars and hints would bury ours; what matters is raised by hf.load.
     logging.set_verbosity_error()
     logging.disable_progress_bar()

@@ -4,10 +4,11 @@ import argparse
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-EXAMPLE = "example: %(prog)s "
-"""The beginning of the last line of every help text."""
+from neuroncore.cli.parser import EXAMPLE
+from neuroncore.cli.parser import add_command as add_without_options
+
 OPTIONS: dict[str, dict[str, Any]] = {
     "model": {
         "metavar": "MODEL",
@@ -26,8 +27,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "--dtype": {
         "choices": ("auto", "float32", "bfloat16", "float16"),
         "default": "auto",
-        "help": "to compute in (default auto: the checkpoint's where the device multiplies it "
-        "fast, otherwise float32)",
+        "help": "dtype of the computation (default auto: the checkpoint's if the "
+        "device multiplies it fast, otherwise float32)",
     },
     "--device": {"default": "cpu", "help": "cpu (default), cuda, cuda:1, ..."},
     "--target": {"help": "trn1, trn2 or trn3 (default: this machine's or trn2)"},
@@ -43,16 +44,6 @@ LARGEST = 2**20
 """Of tokens or ranks in an option: to plan for more takes minutes, or for ever."""
 
 
-class Parser(argparse.ArgumentParser):
-    """argparse with one line per mistake."""
-
-    def error(self, message: str) -> NoReturn:
-        """Print the line and exit with 2."""
-        from neuronmm_ops.cli.console import one_line
-
-        self.exit(2, f"{self.prog}: {one_line(message)} (see {self.prog} --help)\n")
-
-
 def add_command(
     commands: Any,
     name: str,
@@ -62,21 +53,10 @@ def add_command(
     *options: str,
     example: str = "",
 ) -> argparse.ArgumentParser:
-    """Add a command with the options that all have, and those of `OPTIONS` that it names.
-
-    `run` makes its document of the parsed options, and `show` prints that for people. A command
-    whose document may tell of failures sets `exit_code` to a function of it. `example` is what may
-    follow the command's name. Modules of commands import what is heavy in these functions: all of
-    them are imported for any help text.
-    """
-    command = commands.add_parser(
-        name, help=description, description=description, epilog=EXAMPLE + example
-    )
-    command.add_argument("--json", action="store_true", help="print one JSON document")
-    command.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    """Add a command as `neuroncore.cli.parser.add_command` does, with the options of `OPTIONS`."""
+    command = add_without_options(commands, name, run, show, description, example)
     for option in options:
         command.add_argument(option, **OPTIONS[option])
-    command.set_defaults(run=run, show=show, exit_code=lambda document: 0)
     return command
 
 
@@ -90,7 +70,9 @@ def add_group(commands: Any, name: str, dest: str, description: str, example: st
 
 def add_shape(command: argparse.ArgumentParser, note: str = "", **options: Any) -> None:
     """Add `--model MODEL`: sizes to work with, no weights; `models.resolve_shape` reads it."""
-    described = "its sizes: a name such as Llama-3.2-1B, ORG/NAME, a directory or a config.json"
+    described = (
+        "sizes of a model: a name such as Llama-3.2-1B, ORG/NAME, a directory or a config.json"
+    )
     command.add_argument("--model", metavar="MODEL", help=described + note, **options)
 
 
@@ -140,7 +122,7 @@ def add_texts(command: argparse.ArgumentParser) -> None:
         action="append",
         required=True,
         metavar="FILE",
-        help="to take the perplexity on; once for each text",
+        help="text for the perplexity; repeatable",
     )
 
 

@@ -4,12 +4,12 @@ import argparse
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-from neuronmm_ops.cli.console import show_table, stdout
+from neuroncore.cli.console import show_table, stdout
 from neuronmm_ops.cli.parser import add_command, add_shape, add_tokens, tokens_of
 
 if TYPE_CHECKING:
-    from neuronmm_ops.kernels import Plan
     from neuronmm_ops.models import ModelShape
+    from neuronmm_ops.plan import Plan
 
 TOGETHER = {
     "qkv": ("q_proj", "k_proj", "v_proj"),
@@ -29,21 +29,21 @@ def add(commands: Any) -> None:
         "--tp", type=int, default=1, help="ranks that divide each projection (default 1)"
     )
     command.add_argument("--dtype", default="bfloat16", help="bfloat16, float16 or float32")
-    command.add_argument("--storage", help="of the factors: fp8 or int8 (default: --dtype)")
+    command.add_argument("--storage", help="storage of the factors: fp8 or int8 (default: --dtype)")
     command.add_argument(
         "--compute",
         default="x",
-        help="fp8: prefill may round activations to fp8 beside fp8 factors",
+        help="fp8: prefill may also round activations, with fp8 factors",
     )
 
 
 def _plan(options: argparse.Namespace) -> list[dict[str, Any]]:
     from neuronmm_ops.cli.plan_ranks import Settings, rank_rows
     from neuronmm_ops.compress.rank import aligned_rank
-    from neuronmm_ops.kernels import plan_xuv, plan_xw
     from neuronmm_ops.models import resolve_shape
     from neuronmm_ops.nn.storage import STORAGES, dtype_name
     from neuronmm_ops.ops.spec import COMPUTES
+    from neuronmm_ops.plan import plan_xuv, plan_xw
 
     if not 0 < options.ratio < 1:
         raise ValueError(f"--ratio must be between 0 and 1, got {options.ratio}")
@@ -87,7 +87,7 @@ def _together(
     Dense, query, key and value are one product with their weights side by side, too.
     """
     from neuronmm_ops.compress.rank import aligned_rank
-    from neuronmm_ops.kernels import plan_svd_mlp, plan_svd_qkv, plan_xw
+    from neuronmm_ops.plan import plan_svd_mlp, plan_svd_qkv, plan_xw
 
     rows: list[dict[str, Any]] = []
     for name, projections in TOGETHER.items():

@@ -4,14 +4,14 @@ from collections.abc import Iterator
 from itertools import groupby
 from typing import Any, NamedTuple
 
-from neuronmm_ops.bench.exchange import Links
-from neuronmm_ops.bench.layouts import GROUPS, Group, Layout, exchanged, factors
-from neuronmm_ops.bench.linears import Linear, divided
-from neuronmm_ops.cli.console import show_table, stdout
+from neuroncore.cli.console import show_table, stdout
+from neuroncore.hardware import resolve_target
 from neuronmm_ops.compress.rank import aligned_rank
-from neuronmm_ops.hardware import resolve_target
-from neuronmm_ops.kernels import Plan, plan_xuv, plan_xw
+from neuronmm_ops.estimate.exchange import Links
+from neuronmm_ops.estimate.layouts import GROUPS, Group, Layout, exchanged, factors
+from neuronmm_ops.estimate.linears import Linear, divided
 from neuronmm_ops.models import ModelShape
+from neuronmm_ops.plan import Plan, plan_xuv, plan_xw
 
 DIVIDES: tuple[Layout, ...] = ("one", "both")
 

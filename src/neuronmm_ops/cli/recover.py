@@ -18,8 +18,16 @@ def add(commands: Any) -> None:
         commands, "recover", _recover, _show, description, "--device", example=example
     )
     command.add_argument("model", metavar="DIR", help="a compressed checkpoint")
-    command.add_argument("-o", "--output", type=Path, required=True, metavar="OUT")
-    command.add_argument("--data", type=Path, required=True, metavar="FILE.txt")
+    command.add_argument(
+        "-o", "--output", type=Path, required=True, metavar="OUT", help="the new directory"
+    )
+    command.add_argument(
+        "--data",
+        type=Path,
+        required=True,
+        metavar="FILE.txt",
+        help="UTF-8 text to train on; a tenth of it is held out",
+    )
     command.add_argument(
         "--seqlen", type=int, help="tokens in a block (default: 512, or the model's limit)"
     )
@@ -29,23 +37,21 @@ def add(commands: Any) -> None:
         help="distill (default): the factors, from the dense model; lora: adapters, from the text",
     )
     command.add_argument("--minutes", type=float, help="time budget of the training (default 10)")
-    command.add_argument(
-        "--steps", type=int, help="instead of --minutes: the same steps on every machine"
-    )
+    command.add_argument("--steps", type=int, help="number of steps, instead of --minutes")
     command.add_argument(
         "--dense",
         metavar="MODEL",
         help="the dense model, for distill (default: the one that DIR names)",
     )
     command.add_argument(
-        "--learning-rate", type=float, help="at the schedule's peak (default: the method's)"
+        "--learning-rate", type=float, help="peak learning rate (default: the method's)"
     )
     command.add_argument(
         "--lora-order",
         default="sequential",
         help="sequential (default): u, then v; joint: both at once",
     )
-    command.add_argument("--seed", type=int, default=0, help="of the data's order (default 0)")
+    command.add_argument("--seed", type=int, default=0, help="seed of the data's order (default 0)")
     command.add_argument(
         "--force", action="store_true", help="replace OUT if it is a compressed checkpoint"
     )

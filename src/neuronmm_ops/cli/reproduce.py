@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from neuronmm_ops.cli.console import show_table, stderr, stdout
+from neuroncore.cli.console import show_table, stderr, stdout
 from neuronmm_ops.cli.library import transformers_models
 from neuronmm_ops.cli.parser import add_command
 from neuronmm_ops.progress import progress_bars
@@ -16,14 +16,17 @@ def add(commands: Any) -> None:
     example = "demo -o out/reproduce"
     command = add_command(commands, "reproduce", _reproduce, _show, description, example=example)
     command.add_argument(
-        "file", nargs="?", metavar="FILE.toml", help="what to do; or the name of a shipped file"
+        "file",
+        nargs="?",
+        metavar="FILE.toml",
+        help="a TOML file, or the name of one in the package",
     )
     command.add_argument(
         "-o",
         "--output",
         type=Path,
         metavar="OUT",
-        help="directory of results and checkpoints; a run that was killed goes on in it",
+        help="directory of results and checkpoints; the same command resumes a killed run",
     )
     command.add_argument("--list", action="store_true", help="name the shipped files")
     command.set_defaults(exit_code=_exit_code)

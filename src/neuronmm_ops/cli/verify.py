@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from neuronmm_ops.cli.console import stdout
+from neuroncore.cli.console import stdout
 from neuronmm_ops.cli.parser import add_command
 
 

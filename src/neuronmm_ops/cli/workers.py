@@ -18,7 +18,7 @@ from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from neuronmm_ops.cli.console import fail
+from neuroncore.cli.console import fail
 from neuronmm_ops.errors import WorkerLostError
 from neuronmm_ops.processes import is_running
 
@@ -131,7 +131,7 @@ def fail_once(message: str, code: int, is_echo: bool = False) -> int:
         is_echo: whether another's end may have been the cause, which is then what all say.
     """
     if _job is None:
-        return fail(message, code)
+        return fail("neuronmm", message, code)
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGTERM, signal.SIGINT):  # the launcher stops whom others outlive
             signal.signal(number, signal.SIG_IGN)
@@ -151,7 +151,7 @@ def fail_once(message: str, code: int, is_echo: bool = False) -> int:
     except RuntimeError:
         pass  # the store was in a process that is gone: each says what it knows
     with redirect_stderr(sys.__stderr__):
-        return fail(message, code)
+        return fail("neuronmm", message, code)
 
 
 def _roll_call(job: _Job) -> tuple[list[int], list[int]]:

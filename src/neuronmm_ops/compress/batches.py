@@ -188,8 +188,8 @@ def fingerprint(batches: Iterable[Batch]) -> str:
 
 def _token_ids(batch: Batch) -> dict[str, Tensor]:
     """The batch's tensors of token ids, by argument name; "" for a batch that is one."""
-    given = {"": batch} if isinstance(batch, Tensor) else batch
-    named = {name: given[name] for name in ("", *_MASKS) if name in given}
+    tensors = {"": batch} if isinstance(batch, Tensor) else batch
+    named = {name: tensors[name] for name in ("", *_MASKS) if name in tensors}
     return {
         name: value
         for name, value in named.items()

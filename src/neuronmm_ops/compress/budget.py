@@ -5,13 +5,18 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from neuroncore.hardware import PARTITIONS
 from neuronmm_ops.compress.allocate import Matrix, Rank, greedy, zero_sum
 from neuronmm_ops.compress.config import SVDConfig
+from neuronmm_ops.compress.methods import METHODS
 from neuronmm_ops.compress.targets import matches
-from neuronmm_ops.kernels import plan_xuv, plan_xw
 from neuronmm_ops.nn.dense_linear import DenseLinear
 from neuronmm_ops.nn.storage import dtype_name
 from neuronmm_ops.ops.backends.cpu import name_of
+from neuronmm_ops.plan import plan_xuv, plan_xw
+
+PLANNED_RANKS = 8
+"""Of a matrix whose times the others lie between."""
 
 
 def ratio_bounds(config: SVDConfig, name: str) -> tuple[float, float]:
@@ -80,7 +85,7 @@ def allocate(
 
     shared = {name: m for name, m in matrices.items() if shares_budget(config, name)}
     budget = (1 - config.ratio) * sum(cost(name, None) for name in shared)
-    buy = zero_sum if config.method == "zero-sum" else greedy
+    buy = zero_sum if METHODS[config.method].by_scores else greedy
     ranks = buy(shared, cost, budget, config.block)
     return {n: ranks[n] if n in ranks else m.ranks(config.block)[0] for n, m in matrices.items()}
 
@@ -89,6 +94,8 @@ def time_us(
     K: int, N: int, rank: Rank, M: int, dtype: str, target: str | None, stored: str = ""
 ) -> float:
     """Return the modelled microseconds of `xuv` at a rank, or of the dense `xw` for None.
+
+    Between two planned ranks it is linear.
 
     Args:
         K: rows.
@@ -101,4 +108,14 @@ def time_us(
     """
     if rank is None:
         return 1e3 * plan_xw(M, K, N, dtype, target).time_ms
-    return 1e3 * plan_xuv(M, K, rank, N, dtype, target, weight_dtype=stored).time_ms
+
+    def planned_us(planned: int) -> float:
+        return 1e3 * plan_xuv(M, K, planned, N, dtype, target, weight_dtype=stored).time_ms
+
+    # an allocation asks for hundreds of ranks, and a plan takes a second: some are planned
+    step = -(-min(K, N) // (PLANNED_RANKS * PARTITIONS)) * PARTITIONS
+    least, share = divmod(rank, step)
+    low = planned_us(max(1, least * step))
+    if not share:
+        return low
+    return low + share / step * (planned_us((least + 1) * step) - low)

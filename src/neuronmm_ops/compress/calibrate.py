@@ -226,24 +226,24 @@ def _of_all_workers(
         return recorder.moments, recorder.deferred
     deferred = set[str]().union(*workers.gather(recorder.deferred))
     known = {name: (id(moment), moment.tokens) for name, moment in recorder.moments.items()}
-    seen = workers.gather(known)
+    by_worker = workers.gather(known)
     # Linears share a moment if they do on every worker; one may not have met them at all.
     groups: dict[tuple[int | None, ...], list[str]] = {}
     for name in asked:
-        key = tuple(part[name][0] if name in part else None for part in seen)
+        key = tuple(part[name][0] if name in part else None for part in by_worker)
         if name not in deferred and any(key):
             groups.setdefault(key, []).append(name)
-    own: dict[str, Tensor] = {}
+    local: dict[str, Tensor] = {}
     for first, *_ in groups.values():
         if first in recorder.moments:
             matrix = recorder.moments[first].matrix
-            own[first] = matrix.clone() if any(matrix is m for m in own.values()) else matrix
+            local[first] = matrix.clone() if any(matrix is m for m in local.values()) else matrix
     recorder.moments.clear()
-    summed = workers.sum_names(own, next(model.parameters()).device)
+    summed = workers.sum_names(local, next(model.parameters()).device)
     moments: dict[str, SecondMoment] = {}
     for names in groups.values():
         first = names[0]
-        tokens = sum(part[first][1] for part in seen if first in part)
+        tokens = sum(part[first][1] for part in by_worker if first in part)
         moment = SecondMoment(recorder.side(first), summed[first], tokens)
         moments.update(dict.fromkeys(names, moment))
     return moments, deferred

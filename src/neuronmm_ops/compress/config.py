@@ -6,10 +6,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Self, cast
 
+from neuroncore.hardware import resolve_target
 from neuronmm_ops.compress.methods import METHODS
 from neuronmm_ops.compress.patterns import takes_for_ever
 from neuronmm_ops.compress.rank import STEP, aligned_rank
-from neuronmm_ops.hardware import resolve_target
 from neuronmm_ops.nn.storage import STORAGES as ONE_BYTE
 
 FORMAT_VERSION = 2
@@ -42,11 +42,11 @@ class SVDConfig:
         importance: what makes losses of matrices comparable: `gradient` (the mean square of the
             loss's gradient with respect to the output), `error` (each output's relative error), or
             `perplexity` (measured with one matrix compressed at a time). None is `gradient`, for
-            `plain`, which needs no calibration, `error`.
+            `plain`, which needs no calibration, `error`. `uniform` and `zero-sum` take none.
         budget: what `ratio` is a fraction of: `parameters`, `bytes`, or `time`, which is modelled
             for `tokens` tokens on a `target`.
         target: `trn1`, `trn2` or `trn3`, for budget `time`.
-        tokens: M, for budget `time`; 1 is decoding.
+        tokens: M, for budget `time` alone; 1 is decoding.
         layer_ratios: target (as in `targets`) to a ratio of its own for every layer it selects,
             which then takes no part in the common budget (0 keeps it dense); or to the smallest and
             largest ratio it may get. The first that selects a layer holds.
@@ -106,8 +106,16 @@ class SVDConfig:
                 "budget time needs a target (trn1, trn2 or trn3), and no other budget has one; "
                 f"got budget {self.budget} and target {self.target}"
             )
+        if self.budget != "time" and self.tokens != 1:
+            raise ValueError(f"tokens are of budget time, got {self.tokens} and {self.budget}")
         if self.budget != "parameters" and self.allocation == "uniform":
             raise ValueError(f"allocation uniform knows no budget in {self.budget}; use greedy")
+        if self.importance and not self._compares_losses:
+            raise ValueError(
+                "importance compares losses of matrices, which method zero-sum and allocation "
+                f"uniform do not; leave it out, or use another: got {self.importance!r}, "
+                f"{self.method} and {self.allocation}"
+            )
         if self.target is not None:
             object.__setattr__(self, "target", resolve_target(self.target).target)
         object.__setattr__(self, "targets", _checked_targets(self.targets))
@@ -132,12 +140,16 @@ class SVDConfig:
     @property
     def weighs_by(self) -> str | None:
         """The importance in effect; None where losses need no weight."""
-        if self.allocation == "uniform" or self.method == "zero-sum":
+        if not self._compares_losses:
             return None
         method = METHODS[self.method]
         if self.importance is None:
             return None if method.is_loss else "gradient" if method.side else "error"
         return None if method.is_loss and self.importance == "gradient" else self.importance
+
+    @property
+    def _compares_losses(self) -> bool:
+        return self.allocation == "greedy" and not METHODS[self.method].by_scores
 
     @property
     def needs_calibration(self) -> bool:
@@ -181,8 +193,6 @@ class SVDConfig:
         """
         values = dict(fields)
         version = values.pop("version", None)
-        if version == 1:  # there was no other allocation
-            values["allocation"], version = "uniform", FORMAT_VERSION
         if version != FORMAT_VERSION:
             raise ValueError(
                 f"SVDConfig version must be {FORMAT_VERSION}, got {version!r}; "
@@ -233,9 +243,9 @@ def _checked_targets(targets: str | Iterable[str]) -> tuple[str, ...]:
 
 
 def _checked_ratios(
-    given: Mapping[str, LayerRatio] | tuple[tuple[str, LayerRatio], ...],
+    ratios: Mapping[str, LayerRatio] | tuple[tuple[str, LayerRatio], ...],
 ) -> tuple[tuple[str, LayerRatio], ...]:
-    pairs = tuple(given.items()) if isinstance(given, Mapping) else given
+    pairs = tuple(ratios.items()) if isinstance(ratios, Mapping) else ratios
     for name, _ in pairs:
         _checked_targets(name)
     return tuple((name, _checked_ratio(name, ratio)) for name, ratio in pairs)

@@ -10,7 +10,7 @@ from torch import nn
 from neuronmm_ops.compress.config import SVDConfig
 from neuronmm_ops.compress.rank import largest_block
 from neuronmm_ops.compress.report import LayerReport, LeftDense
-from neuronmm_ops.compress.targets import ALL_LINEAR, Selection, output_head, preset_of
+from neuronmm_ops.compress.targets import ALL_LINEAR, Selection, names_in, output_head, preset_of
 from neuronmm_ops.errors import CompressionWarning
 from neuronmm_ops.nn.dense_linear import dense_linear
 from neuronmm_ops.nn.svd_linear import SVDLinear
@@ -30,9 +30,9 @@ def left_dense(
         selection: the linear layers that were found.
         model_parameters: of the whole model.
     """
-    found = {f"{name}.weight" for name in (*selection.linears, *selection.kept)}
+    selected = {f"{name}.weight" for name in (*selection.linears, *selection.kept)}
     promised = _promised(model, config)
-    groups = _groups({name: size for name, size in promised.items() if name not in found})
+    groups = _groups({name: size for name, size in promised.items() if name not in selected})
     left: list[LeftDense] = []
     for name, members in groups.items():
         size = sum(members.values())
@@ -47,12 +47,9 @@ def still_dense(
     """Return what an earlier run left dense and no one of the `layers` of a later one is."""
     taken = {f"{layer.name}.weight" for layer in layers}
     groups = _groups({n: p.numel() for n, p in model.named_parameters() if n not in taken})
-    prefix = getattr(model, "base_model_prefix", "") + "."
     still: list[LeftDense] = []
     for entry in left:
-        # Either of the model and the one of the earlier run may be the other's base model.
-        candidates = (entry.name, prefix + entry.name, entry.name.removeprefix(prefix))
-        name = next((name for name in candidates if name in groups), None)
+        name = next((name for name in names_in(model, entry.name) if name in groups), None)
         if name is not None:
             size = sum(groups[name].values())
             share = entry.share * size / entry.parameters

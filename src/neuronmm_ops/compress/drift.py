@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from neuronmm_ops.compress import workers
-from neuronmm_ops.compress.batches import Batch, check_batches, row_mask, unmasked, wide_rows
+from neuronmm_ops.compress.batches import Batch, row_mask, unmasked, wide_rows
 from neuronmm_ops.compress.calibrate import Progress, eval_mode, fast_products
 from neuronmm_ops.compress.factorization import SecondMoment
 from neuronmm_ops.compress.factorize import check_finite, factorize
@@ -48,10 +48,9 @@ def follow_drift(
         NonFiniteError: a factor in the weight's dtype is NaN or Inf.
         ValueError: the model has no list of layers.
     """
-    check_batches(model, batches)
     batches = workers.share(batches)
     stack = LayerStack(model)
-    found, losses = dict(factors), dict.fromkeys(factors, 0.0)
+    pairs, losses = dict(factors), dict.fromkeys(factors, 0.0)
     with eval_mode(model), fast_products(model):
         dense = [stack.first_input(batch) for batch in batches]
         drifted = list(dense)
@@ -64,25 +63,25 @@ def follow_drift(
                 linears = {name: passed.linear(name) for name in group}
                 owners = workers.spread(linears)
                 moment, cross = passed.moments(group)
-                own: dict[str, Factors] = {}
+                local: dict[str, Factors] = {}
                 lost: dict[str, float] = {}
                 for name in (name for name in group if owners[name] == workers.index()):
                     weight, rank = linears[name].weight, factors[prefix + name][0].shape[1]
                     result = factorize(weight, method, moment, rank, cross=cross)
                     u, v = (f.to(weight.dtype) for f in result.truncate(rank))
                     check_finite(prefix + name, u, v, "compress the model in a wider dtype")
-                    own[name], lost[name] = (u, v), result.relative_loss(rank)
+                    local[name], lost[name] = (u, v), result.relative_loss(rank)
                     if storage:
                         target, ridged = drift.regression(weight, moment.matrix, cross)
-                        own[name] = quantize_pair(u, v, storage, target, ridged)
-                swapped = workers.exchange(own, owners, linears)
-                found |= {prefix + name: pair for name, pair in swapped.items()}
+                        local[name] = quantize_pair(u, v, storage, target, ridged)
+                swapped = workers.exchange(local, owners, linears)
+                pairs |= {prefix + name: pair for name, pair in swapped.items()}
                 losses |= {prefix + n: loss for n, loss in workers.gather_names(lost).items()}
                 swap_modules_(layer, swapped)
             dense, drifted = passed.outputs()
             if progress:
                 progress("drift", index + 1, len(stack))
-    return found, losses
+    return pairs, losses
 
 
 class _Pass:

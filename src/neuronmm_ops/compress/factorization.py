@@ -110,6 +110,8 @@ class Method(NamedTuple):
         gradient: maps K and N to the kind of gradient that `factor` needs; None for none.
         is_loss: whether the spectrum is in units of the model's loss, comparable between layers.
         follows_drift: whether `factor` needs `cross`: layers are then factored one after another.
+        by_scores: whether `greedy` buys ranks by the factorization's scores, so that losses of
+            layers need not be comparable.
     """
 
     factor: Callable[[Tensor, Statistics, int], Factorization]
@@ -117,3 +119,4 @@ class Method(NamedTuple):
     gradient: Callable[[int, int], Gradient] | None = None
     is_loss: bool = False
     follows_drift: bool = False
+    by_scores: bool = False

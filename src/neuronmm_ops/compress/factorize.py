@@ -109,8 +109,8 @@ def _check_moment(moment: SecondMoment | None, method: str, K: int, N: int) -> N
 
 def _check_matrix(kind: str, matrix: Tensor | None, method: str, shape: tuple[int, ...]) -> None:
     if matrix is None or matrix.shape != shape:
-        found = "none" if matrix is None else list(matrix.shape)
-        raise ValueError(f"method {method} needs a {kind} {list(shape)}; got {found}")
+        got = "none" if matrix is None else list(matrix.shape)
+        raise ValueError(f"method {method} needs a {kind} {list(shape)}; got {got}")
     if not torch.isfinite(matrix).all():
         raise NonFiniteError(f"{kind} must be finite, got NaN or Inf; check the activations")
 

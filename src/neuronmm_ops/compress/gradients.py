@@ -18,7 +18,6 @@ from neuronmm_ops.compress import workers
 from neuronmm_ops.compress.batches import (
     Batch,
     call_model,
-    check_batches,
     row_mask,
     single_rows,
     unmasked,
@@ -61,7 +60,6 @@ def collect_gradients(
         NonFiniteError: the loss or a gradient is NaN or Inf; names the layer.
         ValueError: `weight` was asked of a model without logits, or a Linear has no gradient.
     """
-    check_batches(model, batches)
     rows = workers.share(single_rows(batches, MAX_TOKENS))
     generator = torch.Generator()
     with gradient_sums(model, kinds) as sums:
@@ -213,13 +211,13 @@ def _drawn_loss(model: nn.Module, row: Batch, generator: torch.Generator) -> tup
 
 
 def _tensor_of(output: Any) -> Tensor:
-    found = output if isinstance(output, Tensor) else next(iter(output.values()), None)
-    if not isinstance(found, Tensor):
+    tensor = output if isinstance(output, Tensor) else next(iter(output.values()), None)
+    if not isinstance(tensor, Tensor):
         raise ValueError(
             f"the model must return a tensor or logits, got {type(output).__name__}; "
             "weigh by importance='error'"
         )
-    return found
+    return tensor
 
 
 @contextmanager

@@ -22,7 +22,7 @@ def weights_of(
     model: nn.Module,
     config: SVDConfig,
     linears: Mapping[str, DenseLinear],
-    found: Mapping[str, Nested],
+    candidates: Mapping[str, Nested],
     gradients: Mapping[str, Tensor],
     batches: Sequence[Batch],
     progress: Progress | None = None,
@@ -33,28 +33,30 @@ def weights_of(
         model: still dense.
         config: whose `weighs_by` says how.
         linears: by name.
-        found: the factors of each, and what their ranks lose.
+        candidates: the factors of each, and what their ranks lose.
         gradients: `scale` of each, for weights by gradient.
         batches: of calibration, for weights by perplexity.
         progress: told of the probes.
     """
     if config.weighs_by is None:
-        return dict.fromkeys(found, 1.0)
+        return dict.fromkeys(candidates, 1.0)
     if config.weighs_by == "gradient":
-        return {name: float(gradients[name]) for name in found}
+        return {name: float(gradients[name]) for name in candidates}
     if config.weighs_by == "error":
-        energies = {name: float(nested.spectrum.sum()) for name, nested in found.items()}
+        energies = {name: float(nested.spectrum.sum()) for name, nested in candidates.items()}
         return {name: 1 / energy if energy > 0 else 0.0 for name, energy in energies.items()}
     probed = {
         name: config.rank(linears[name].in_features, linears[name].out_features) or config.block
-        for name in found
+        for name in candidates
     }
-    factors = {n: found[n].truncate(rank) for n, rank in probed.items() if found[n].is_here}
+    factors = {
+        n: candidates[n].truncate(rank) for n, rank in probed.items() if candidates[n].is_here
+    }
     added = workers.gather_names(probe(model, factors, batches, progress))
     # A matrix whose loss did not grow measurably weighs as little as the least that was measured.
     least = min((value for value in added.values() if value > 0), default=1.0)
     weights: dict[str, float] = {}
-    for name, nested in found.items():
+    for name, nested in candidates.items():
         lost = float(nested.spectrum[probed[name] :].sum())
         weights[name] = max(added[name], least) / lost if lost > 0 else 0.0
     return weights

@@ -1,7 +1,7 @@
 """The factors that ranks are chosen among: what they are found from, and what each rank loses."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -14,24 +14,29 @@ from neuronmm_ops.errors import NonFiniteError
 from neuronmm_ops.nn.dense_linear import DenseLinear
 
 
-@dataclass(frozen=True)
-class Nested:
+class Nested(NamedTuple):
     """Factors of the largest rank that a layer may get, in the weight's dtype, and their losses.
 
     Attributes:
-        factors: `u[K, R]`, `v[R, N]`; None where another worker holds them.
+        u: `[K, R]`; None where another worker holds the factors.
+        v: `[R, N]`; None likewise.
         spectrum: `[min(K, N)]`, fp64, per calibration token unless the method is `plain`.
         scores: `[min(K, N)]`, fp64, of `zero-sum` only.
     """
 
-    factors: tuple[Tensor, Tensor] | None
+    u: Tensor | None
+    v: Tensor | None
     spectrum: Tensor
-    scores: Tensor | None
+    scores: Tensor | None = None
 
     @property
     def is_here(self) -> bool:
         """Whether this worker holds the factors."""
-        return self.factors is not None
+        return self.u is not None
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the fields that are there, by name."""
+        return {name: tensor for name, tensor in self._asdict().items() if tensor is not None}
 
     @classmethod
     def of(
@@ -52,9 +57,9 @@ class Nested:
         tokens = 1 if moment is None or METHODS[method].is_loss else max(1, moment.tokens)
         scores = factorization.scores
         scores = None if scores is None else scores.cpu()
-        found = cls((u, v), factorization.spectrum.cpu() / tokens, scores)
-        found.check_losses(name)
-        return found
+        nested = cls(u, v, factorization.spectrum.cpu() / tokens, scores)
+        nested.check_losses(name)
+        return nested
 
     def check_losses(self, name: str) -> None:
         """Raise NonFiniteError where a loss is NaN or Inf: no rank could be chosen by it."""
@@ -67,9 +72,9 @@ class Nested:
 
     def truncate(self, rank: int) -> tuple[Tensor, Tensor]:
         """Return the factors of a smaller rank, `u[K, rank]`, `v[rank, N]`."""
-        assert self.factors is not None
-        u, v = self.factors
-        return u[:, :rank], v[:rank]
+        assert self.u is not None
+        assert self.v is not None
+        return self.u[:, :rank], self.v[:rank]
 
     def relative_loss(self, rank: int | None) -> float:
         """Return the loss of a rank as a fraction of the energy, in [0, 1]."""
@@ -77,10 +82,10 @@ class Nested:
         return float(self.spectrum[rank:].sum()) / energy if rank and energy > 0 else 0.0
 
 
-def known_to_all(own: Mapping[str, Nested], names: Iterable[str]) -> dict[str, Nested]:
+def known_to_all(local: Mapping[str, Nested], names: Iterable[str]) -> dict[str, Nested]:
     """Return what all workers have found, in the order of `names`: of others' the losses alone."""
-    losses = workers.gather_names({n: (found.spectrum, found.scores) for n, found in own.items()})
-    return {name: own.get(name) or Nested(None, *losses[name]) for name in names}
+    losses = workers.gather_names({n: (each.spectrum, each.scores) for n, each in local.items()})
+    return {name: local.get(name) or Nested(None, None, *losses[name]) for name in names}
 
 
 def first_method(config: SVDConfig) -> str:

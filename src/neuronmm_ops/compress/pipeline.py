@@ -1,4 +1,4 @@
-"""compress_: calibrate, factorize, allocate and swap, in place."""
+"""The pipeline: calibrate, factorize, allocate, round and swap, over a source of layers."""
 
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -8,22 +8,23 @@ from torch import Tensor, nn
 
 from neuronmm_ops.compress import workers
 from neuronmm_ops.compress.allocate import Rank
-from neuronmm_ops.compress.batches import Batch, count_tokens, fingerprint
+from neuronmm_ops.compress.batches import Batch, check_batches, count_tokens, fingerprint
 from neuronmm_ops.compress.budget import allocate, matrix_of, ratio_bounds
-from neuronmm_ops.compress.calibrate import Progress, moments_or_none
+from neuronmm_ops.compress.calibrate import Progress
 from neuronmm_ops.compress.config import SVDConfig
 from neuronmm_ops.compress.coverage import left_dense, warn_of_coverage
 from neuronmm_ops.compress.drift import follow_drift
-from neuronmm_ops.compress.factorization import SecondMoment
-from neuronmm_ops.compress.gradients import collect_gradients
 from neuronmm_ops.compress.importance import weights_of
 from neuronmm_ops.compress.methods import METHODS
 from neuronmm_ops.compress.nested import Nested, gradient_kinds, known_to_all, moment_sides
+from neuronmm_ops.compress.quantize import Quantized
 from neuronmm_ops.compress.record import attach, dense_parameters
 from neuronmm_ops.compress.report import CompressionReport, LayerReport, provenance_of
-from neuronmm_ops.compress.rounding import round_factors
+from neuronmm_ops.compress.rounding import output_metrics, round_pair, rounding_sides
+from neuronmm_ops.compress.source import LayersInMemory, LayerSource, Task
 from neuronmm_ops.compress.targets import Selection, select_targets
-from neuronmm_ops.errors import CalibrationWarning, NonFiniteError
+from neuronmm_ops.compress.workers import Factors
+from neuronmm_ops.errors import CalibrationWarning
 from neuronmm_ops.nn.dense_linear import DenseLinear
 from neuronmm_ops.nn.swap import swap_modules_
 from neuronmm_ops.ops.backends.cpu import name_of
@@ -33,7 +34,6 @@ from neuronmm_ops.ops.backends.cpu import name_of
 TOKENS_PER_FEATURE = 10
 
 
-@torch.no_grad()
 def compress_(
     model: nn.Module,
     config: SVDConfig | None = None,
@@ -57,7 +57,8 @@ def compress_(
             gradients or perplexity.
         progress: called with (stage, done, total).
         dtypes: of the Linears' weights, where the model is held in others than those that it will
-            be stored in: budgets of bytes and time, and storage `bf16`, go by what is stored.
+            be stored in: budgets of bytes and time, storage `bf16`, and the report's bytes go by
+            what is stored.
 
     Returns:
         Rank, loss and bytes of every targeted layer, and the provenance.
@@ -69,55 +70,118 @@ def compress_(
         NonFiniteError: a weight, an activation, a gradient or a factor in the weight's dtype is
             NaN or Inf; names the layer.
     """
-    config = config or SVDConfig()
+    source = LayersInMemory(model, progress, dtypes)
+    return compress_layers(source, config or SVDConfig(), calibration)
+
+
+@torch.no_grad()
+def compress_layers(
+    source: LayerSource, config: SVDConfig, calibration: Iterable[Batch] | None
+) -> CompressionReport:
+    """Compress the model of a source, as `compress_` does one in memory.
+
+    Where the source's values are not in the model, neither are the factors afterwards: low-rank
+    layers on the meta device take the Linears' places.
+    """
+    model, progress = source.model, source.progress
     selection = select_targets(model, config)
-    check_weights(selection.linears)
-    dtypes = {n: m.weight.dtype for n, m in selection.linears.items()} | dict(dtypes or {})
+    dtypes = {n: m.weight.dtype for n, m in selection.linears.items()} | dict(source.dtypes)
     check_storage(config, selection.linears, dtypes)
     limits = rank_limits(config, selection.linears, dtypes)
-    warn_of_coverage(model, config, selection, limits, stacklevel=3)  # past no_grad's wrapper
-    linears = {n: m for n, m in selection.linears.items() if limits[n] is not None}
-    check_budget(config, linears, limits, dtypes)
-    batches = _batches(config, calibration) if linears else []
-
+    warn_of_coverage(model, config, selection, limits, stacklevel=4)  # no_grad's wrapper is one
+    largest = _without_dense(limits)
+    linears = {name: selection.linears[name] for name in largest}
+    check_budget(config, linears, dtypes)
+    batches = _batches(model, config, calibration) if linears else []
     kinds = gradient_kinds(config, linears)
-    gradients = collect_gradients(model, kinds, batches, progress) if kinds else {}
-    owners = workers.spread(linears)
-    own: dict[str, Nested] = {}
-    for name, moment in _moments(model, config, linears, batches, progress):
-        rank = limits[name]
-        assert rank is not None
-        if owners[name] != workers.index():
-            continue
-        own[name] = Nested.of(name, linears[name].weight, config, moment, gradients.get(name), rank)
-        if progress:
-            progress("factorize", len(own), list(owners.values()).count(workers.index()))
-    found = known_to_all(own, linears)
-    weights = weights_of(model, config, linears, found, gradients, batches, progress)
-    ranks = dict(limits) | choose_ranks(config, selection.linears, found, weights, dtypes)
+    source.prepare(Task(config, selection.linears, dtypes, largest, kinds, batches))
 
-    bought = {name: r for name, r in ranks.items() if r is not None}
-    kept = {
-        name: _stored(own[name].truncate(rank), dtypes[name], config)
-        for name, rank in bought.items()
-        if name in own
-    }
-    losses = {name: found[name].relative_loss(rank) for name, rank in bought.items()}
-    if METHODS[config.method].follows_drift:
-        pairs = workers.exchange(kept, owners, linears)
-        factors, losses = follow_drift(
-            model, config.method, pairs, batches, progress, config.one_byte
-        )
-    elif config.one_byte:
-        chosen = {name: linears[name] for name in bought}
-        rounded = round_factors(model, config, kept, chosen, owners, gradients, batches, progress)
-        factors = workers.exchange(rounded, owners, linears)
+    gradients = source.gradients() if kinds else {}
+    nested = _factorize(source, config, linears, largest, gradients)
+    weights = weights_of(model, config, linears, nested, gradients, batches, progress)
+    ranks = limits | choose_ranks(config, linears, nested, weights, dtypes)
+    bought = _without_dense(ranks)
+    losses = {name: nested[name].relative_loss(rank) for name, rank in bought.items()}
+    follows_drift = METHODS[config.method].follows_drift
+    if config.one_byte and not follows_drift:
+        local = _quantize(source, config, linears, bought, gradients, dtypes)
     else:
-        factors = workers.exchange(kept, owners, linears)
-    report = report_of_layers(model, config, selection, limits, ranks, losses, batches)
+        local = _truncated(nested, bought, dtypes if config.one_byte else {})
+    factors = workers.exchange(local, workers.spread(linears), linears)
+    if follows_drift:
+        factors, losses = follow_drift(
+            model, config.method, factors, batches, progress, config.one_byte
+        )
+    parameters = dense_parameters(model)
+    report = CompressionReport(
+        config=config,
+        layers=tuple(_layer_reports(selection, limits, ranks, losses, dtypes, config.one_byte)),
+        calibration=describe_batches(batches) if batches else None,
+        provenance=provenance_of(model),
+        model_parameters=parameters,
+        left_dense=left_dense(model, config, selection, parameters),
+    )
     swap_modules_(model, factors)
     attach(model, report)
     return report
+
+
+def _factorize(
+    source: LayerSource,
+    config: SVDConfig,
+    linears: Mapping[str, DenseLinear],
+    ranks: Mapping[str, int],
+    gradients: Mapping[str, Tensor],
+) -> dict[str, Nested]:
+    """Return the factors of the largest ranks, and what every smaller one loses."""
+    is_first = True
+    for name, weight, moment in source.measured("factorize", moment_sides(config, linears), ranks):
+        if is_first and moment is not None:
+            warn_if_few(moment.tokens, linears, stacklevel=6)  # no_grad's wrapper is one
+        is_first = False
+        nested = Nested.of(name, weight, config, moment, gradients.get(name), ranks[name])
+        source.keep("factorize", name, nested.tensors())
+    kept = source.kept("factorize")
+    return known_to_all({name: Nested(**tensors) for name, tensors in kept.items()}, linears)
+
+
+def _quantize(
+    source: LayerSource,
+    config: SVDConfig,
+    linears: Mapping[str, DenseLinear],
+    ranks: Mapping[str, int],
+    gradients: Mapping[str, Tensor],
+    dtypes: Mapping[str, torch.dtype],
+) -> dict[str, Factors]:
+    """Return this worker's factors of the ranks that were bought, in one byte.
+
+    Inputs' moments are taken a second time: ranks are known only after the first, when the moments
+    are gone, and for some methods those were of the outputs.
+    """
+    for name, weight, moment in source.measured("quantize", rounding_sides(config, ranks), ranks):
+        u, v = source.factors(name)
+        pair = _as_stored(u[:, : ranks[name]], v[: ranks[name]], dtypes[name])
+        metric = output_metrics(config, {name: linears[name]}, gradients).get(name)
+        rounded = round_pair(name, config, pair, weight, moment, metric)
+        source.keep("quantize", name, rounded._asdict())
+    return {name: Quantized(**tensors) for name, tensors in source.kept("quantize").items()}
+
+
+def _truncated(
+    nested: Mapping[str, Nested], ranks: Mapping[str, int], dtypes: Mapping[str, torch.dtype]
+) -> dict[str, Factors]:
+    """Return this worker's factors of the ranks that were bought, in the dtypes that are given."""
+    local = {n: nested[n].truncate(rank) for n, rank in ranks.items() if nested[n].is_here}
+    return {n: _as_stored(u, v, dtypes.get(n, u.dtype)) for n, (u, v) in local.items()}
+
+
+def _as_stored(u: Tensor, v: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return factors that are to be rounded in what they would be stored in without that."""
+    return u.to(dtype), v.to(dtype)
+
+
+def _without_dense(ranks: Mapping[str, Rank]) -> dict[str, int]:
+    return {name: rank for name, rank in ranks.items() if rank is not None}
 
 
 def rank_limits(
@@ -139,17 +203,17 @@ def rank_limits(
 def choose_ranks(
     config: SVDConfig,
     linears: Mapping[str, DenseLinear],
-    found: Mapping[str, Nested],
+    nested: Mapping[str, Nested],
     weights: Mapping[str, float],
     dtypes: Mapping[str, torch.dtype],
 ) -> dict[str, Rank]:
-    """Return the ranks that the config's budget buys of the factors found."""
+    """Return the ranks that the config's budget buys."""
     matrices = {
         name: matrix_of(
             *(config, name, linears[name], dtypes[name]),
-            *(nested.spectrum, weights[name], nested.scores),
+            *(each.spectrum, weights[name], each.scores),
         )
-        for name, nested in found.items()
+        for name, each in nested.items()
     }
     return allocate(config, matrices, dtypes)
 
@@ -167,63 +231,29 @@ def check_storage(
 
 
 def check_budget(
-    config: SVDConfig,
-    linears: Mapping[str, DenseLinear],
-    limits: Mapping[str, Rank],
-    dtypes: Mapping[str, torch.dtype],
+    config: SVDConfig, linears: Mapping[str, DenseLinear], dtypes: Mapping[str, torch.dtype]
 ) -> None:
     """Raise ValueError where no ranks meet the budget, before any of the work is done."""
-    nothing = {
-        name: torch.zeros(min(linear.in_features, linear.out_features))
+    unknown = {
+        name: Nested(None, None, losses, losses)
         for name, linear in linears.items()
-        if limits[name] is not None
+        for losses in [torch.zeros(min(linear.in_features, linear.out_features))]
     }
-    unknown = {name: Nested(None, losses, losses) for name, losses in nothing.items()}
     choose_ranks(config, linears, unknown, dict.fromkeys(unknown, 1.0), dtypes)
 
 
-def check_weights(linears: Mapping[str, DenseLinear]) -> None:
-    """Raise where a weight is on the meta device or not finite."""
-    for name, linear in linears.items():
-        if linear.weight.is_meta:
-            raise ValueError(f"{name} is on the meta device; load the model's values first")
-        if not torch.isfinite(linear.weight).all():
-            raise NonFiniteError(
-                f"{name}: weight must be finite, got NaN or Inf; the checkpoint is damaged"
-            )
-
-
-def _stored(
-    factors: tuple[Tensor, Tensor], dtype: torch.dtype, config: SVDConfig
-) -> tuple[Tensor, Tensor]:
-    """Return factors that are to be rounded in what they would be stored in else, as streamed."""
-    u, v = factors
-    return (u.to(dtype), v.to(dtype)) if config.one_byte else factors
-
-
-def _batches(config: SVDConfig, calibration: Iterable[Batch] | None) -> list[Batch]:
+def _batches(
+    model: nn.Module, config: SVDConfig, calibration: Iterable[Batch] | None
+) -> list[Batch]:
     if not config.needs_calibration:
         return []
     if calibration is None:
         raise ValueError(
             f"{config.calibrated_by} needs calibration batches; give some, or use method plain"
         )
-    return list(calibration)
-
-
-def _moments(
-    model: nn.Module,
-    config: SVDConfig,
-    linears: Mapping[str, DenseLinear],
-    batches: Sequence[Batch],
-    progress: Progress | None,
-) -> Iterator[tuple[str, SecondMoment | None]]:
-    sides = moment_sides(config, linears)
-    found = moments_or_none(model, sides, linears, batches, progress)
-    for index, (name, moment) in enumerate(found):
-        if index == 0 and moment is not None:
-            warn_if_few(moment.tokens, linears, stacklevel=5)  # past this module and no_grad's
-        yield name, moment
+    batches = list(calibration)
+    check_batches(model, batches)
+    return batches
 
 
 def warn_if_few(tokens: int, linears: Mapping[str, DenseLinear], stacklevel: int) -> None:
@@ -239,42 +269,12 @@ def warn_if_few(tokens: int, linears: Mapping[str, DenseLinear], stacklevel: int
         )
 
 
-def report_of_layers(
-    model: nn.Module,
-    config: SVDConfig,
-    selection: Selection,
-    limits: Mapping[str, Rank],
-    ranks: Mapping[str, Rank],
-    losses: Mapping[str, float],
-    batches: Sequence[Batch],
-) -> CompressionReport:
-    """Return what `compress_` reports.
-
-    Args:
-        model: still dense.
-        config: the config used.
-        selection: the targeted layers, and those among them that are kept.
-        limits: the largest rank that each layer might get, as `rank_limits` says.
-        ranks: of each layer.
-        losses: the relative loss of each layer that gets a rank.
-        batches: of calibration; none where the config needs none.
-    """
-    parameters = dense_parameters(model)
-    return CompressionReport(
-        config=config,
-        layers=tuple(_layer_reports(selection, limits, ranks, losses, config.one_byte)),
-        calibration=describe_batches(batches) if batches else None,
-        provenance=provenance_of(model),
-        model_parameters=parameters,
-        left_dense=left_dense(model, config, selection, parameters),
-    )
-
-
 def _layer_reports(
     selection: Selection,
     limits: Mapping[str, Rank],
     ranks: Mapping[str, Rank],
     losses: Mapping[str, float],
+    dtypes: Mapping[str, torch.dtype],
     storage: str | None,
 ) -> Iterator[LayerReport]:
     """Yield the report of every targeted layer, those that stay dense with the reason."""
@@ -284,9 +284,10 @@ def _layer_reports(
             reason = "no aligned rank is smaller than the dense matrix"
         elif ranks[name] is None:
             reason = "the allocation keeps it dense"
-        yield LayerReport.of(name, linear, ranks[name], losses.get(name, 0.0), reason, storage)
+        loss, dtype = losses.get(name, 0.0), dtypes[name]
+        yield LayerReport.of(name, linear, ranks[name], loss, reason, storage, dtype)
     for name, (linear, reason) in selection.kept.items():
-        yield LayerReport.of(name, linear, None, 0.0, reason)
+        yield LayerReport.of(name, linear, None, 0.0, reason, None, dtypes.get(name))
 
 
 def describe_batches(batches: Sequence[Batch]) -> dict[str, int | str]:

@@ -105,11 +105,7 @@ def quantize_pair(
     change = hu.t() @ target - (gram - ridge * (u.t() @ exact_u)) @ v
     gram = _damped(gram)
     v = v + torch.cholesky_solve(change, torch.linalg.cholesky(gram))
-    # v's rows are made equally long; u's scale holds by what they were divided.
-    length = v.norm(dim=1)
-    row_scale = _bfloat16(column_scale * torch.where(length > 0, length, 1.0))
-    if folded:
-        row_scale = torch.ones_like(row_scale)
+    row_scale = torch.ones_like(column_scale) if folded else _row_scale(v, column_scale)
     by = row_scale / column_scale
     v, gram = v / by[:, None], by[:, None] * gram * by
     v_scale = _scale(v, storage)
@@ -121,23 +117,11 @@ def quantize_pair(
     return Quantized(stored_u.to(dtype), stored_v.to(dtype), row_scale.float(), v_scale.float())
 
 
-def empty_pair(u: Tensor, v: Tensor, storage: str) -> Quantized:
-    """Return what `quantize_pair` would of `u[K, r]`, `v[r, N]`, without values, on the device."""
-    dtype = STORAGES[storage]
-    return Quantized(
-        torch.empty_like(u, dtype=dtype),
-        torch.empty_like(v, dtype=dtype),
-        u.new_empty(len(v), dtype=torch.float32),
-        v.new_empty(v.shape[1], dtype=torch.float32),
-    )
-
-
 def nearest_pair(u: Tensor, v: Tensor, storage: str) -> Quantized:
     """Round a pair `u[K, r]`, `v[r, N]` to nearest, to compare with; v's rows equally long."""
     u, v = u.double(), v.double()
     column_scale = _scale(u, storage)
-    length = v.norm(dim=1)
-    row_scale = _bfloat16(column_scale * torch.where(length > 0, length, 1.0))
+    row_scale = _row_scale(v, column_scale)
     v = v * (column_scale / row_scale)[:, None]
     v_scale, dtype = _scale(v, storage), STORAGES[storage]
     stored_u, stored_v = _nearest(u / column_scale, storage), _nearest(v / v_scale, storage)
@@ -194,17 +178,17 @@ def geometric_mean_turn(sigma: Tensor) -> Tensor:
     # Of what is left the largest and the smallest: the mean lies between them.
     columns = sorted(range(len(values)), key=lambda i: -values[i])
     left = [(values[i], turn[:, i].clone()) for i in columns]
-    found: list[Tensor] = []
+    columns_of_turn: list[Tensor] = []
     while len(left) > 1:
         (large, a), (small, b) = left.pop(0), left.pop()
         gap = large**2 - small**2
         c2 = min(1.0, max(0.0, (mean**2 - small**2) / gap)) if gap > 1e-14 * large**2 else 1.0
         c, s = c2**0.5, (1 - c2) ** 0.5
-        found.append(c * a + s * b)
+        columns_of_turn.append(c * a + s * b)
         other = (large * small / mean, c * b - s * a)
-        place = next((i for i, (value, _) in enumerate(left) if value < other[0]), len(left))
-        left.insert(place, other)
-    return torch.stack([*found, left[0][1]], dim=1)
+        position = next((i for i, (value, _) in enumerate(left) if value < other[0]), len(left))
+        left.insert(position, other)
+    return torch.stack([*columns_of_turn, left[0][1]], dim=1)
 
 
 def _round_rows(v: Tensor, feed: Tensor, storage: str) -> Tensor:
@@ -269,6 +253,12 @@ def _scale(matrix: Tensor, storage: str) -> Tensor:
     """Return a scale a column, so that the largest number of each is the storage's; 1 for zeros."""
     largest = matrix.abs().amax(0)
     return _bfloat16(torch.where(largest > 0, largest / FULL[storage], 1.0), up=True)
+
+
+def _row_scale(v: Tensor, column_scale: Tensor) -> Tensor:
+    """Return u's scale: by what v's rows are divided, beside u's columns, to be equally long."""
+    length = v.norm(dim=1)
+    return _bfloat16(column_scale * torch.where(length > 0, length, 1.0))
 
 
 def _bfloat16(scale: Tensor, up: bool = False) -> Tensor:

@@ -69,12 +69,18 @@ class LayerReport:
         loss: float | None,
         reason: str | None = None,
         storage: str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> Self:
         """Describe the layer once it has rank `r` and that storage, or stays dense for None.
 
-        A low-rank layer's storage, and what it computes in, are its own.
+        A low-rank layer's storage, and what it computes in, are its own. Bytes are of `dtype`,
+        default the layer's.
         """
-        K, N, itemsize = layer.in_features, layer.out_features, layer.weight.element_size()
+        K, N, itemsize = (
+            layer.in_features,
+            layer.out_features,
+            (dtype or layer.weight.dtype).itemsize,
+        )
         dense_bytes, compute = K * N * itemsize, "x"
         if r is None:
             return cls(name, K, N, r, True, reason, loss, dense_bytes, dense_bytes)
@@ -109,9 +115,9 @@ class LayerReport:
             raise ValueError(f"a layer must have exactly {', '.join(sorted(names))}; see {odd!r}")
         layer = cls(**values)
         sizes, r, loss = (layer.K, layer.N, layer.bytes, layer.dense_bytes), layer.r, layer.loss
-        if not isinstance(layer.name, str) or not all(map(_is_count, sizes)):
+        if not isinstance(layer.name, str) or not all(map(is_count, sizes)):
             raise ValueError(f"layer {layer.name!r} must have positive integer sizes, got {sizes}")
-        if layer.dense != (r is None) or not (r is None or _is_count(r)):
+        if layer.dense != (r is None) or not (r is None or is_count(r)):
             raise ValueError(
                 f"{layer.name}: r must be a positive integer, or null for a dense layer; "
                 f"got r={r!r}, dense={layer.dense!r}"
@@ -124,10 +130,10 @@ class LayerReport:
 
     def _checked_storage(self) -> Self:
         """Return the report with its storage's name instead of the dtype's, once they are valid."""
-        found = self
+        checked = self
         if self.storage is not None:
             try:
-                found = replace(self, storage=storage_named(self.storage))
+                checked = replace(self, storage=storage_named(self.storage))
             except ValueError as error:
                 raise ValueError(f"{self.name}: {error}") from None
             if self.dense:
@@ -135,12 +141,12 @@ class LayerReport:
                     f"{self.name}: storage is of factors, and must be null for a dense layer; "
                     f"got {self.storage!r}"
                 )
-        if self.compute not in COMPUTES or (self.compute != "x" and found.storage != "fp8"):
+        if self.compute not in COMPUTES or (self.compute != "x" and checked.storage != "fp8"):
             raise ValueError(
                 f"{self.name}: compute must be x, or fp8 with factors in float8_e4m3fn; "
                 f"got {self.compute!r} and storage {self.storage!r}"
             )
-        return found
+        return checked
 
 
 @dataclass(frozen=True)
@@ -172,7 +178,7 @@ class LeftDense:
         left = cls(**values)
         if not isinstance(left.name, str) or not isinstance(left.reason, str):
             raise ValueError(f"left_dense: name and reason must be texts, got {values!r}")
-        if not _is_count(left.parameters):
+        if not is_count(left.parameters):
             raise ValueError(
                 f"left_dense {left.name}: parameters must be a positive integer, "
                 f"got {left.parameters!r}"
@@ -276,7 +282,7 @@ class CompressionReport:
             raise ValueError(f"left_dense must be a list, got {left_dense!r}")
         if not isinstance(calibration, (dict, type(None))) or not isinstance(provenance, dict):
             raise ValueError("calibration must be an object or null, and provenance an object")
-        if not (parameters is None or _is_count(parameters)):
+        if not (parameters is None or is_count(parameters)):
             raise ValueError(f"model_parameters must be a positive integer, got {parameters!r}")
         try:
             config = None if config is None else SVDConfig.from_dict(config)
@@ -300,5 +306,6 @@ def provenance_of(model: nn.Module) -> dict[str, str]:
     }
 
 
-def _is_count(value: object) -> bool:
+def is_count(value: object) -> bool:
+    """Say whether a value of a document is a positive integer."""
     return isinstance(value, int) and not isinstance(value, bool) and value > 0

@@ -107,6 +107,15 @@ def preset_of(name: str) -> str | None:
     return "attention" if is_attention else "mlp"
 
 
+def names_in(model: nn.Module, name: str) -> tuple[str, str, str]:
+    """Return what something that is called `name` in one model may be called in another.
+
+    Either of the two may be the other's base model.
+    """
+    prefix = f"{getattr(model, 'base_model_prefix', '')}."
+    return name, prefix + name, name.removeprefix(prefix)
+
+
 def output_head(model: nn.Module) -> nn.Module | None:
     """Return Transformers' output embedding, or whatever is called lm_head, or None."""
     find = getattr(model, "get_output_embeddings", None)
@@ -125,16 +134,16 @@ def _nothing_matches(
         name, (_, reason) = next(iter(kept.items()))
         return f"targets {targets} match only layers kept dense: {name} {reason}"
     leaves = sorted({name.rpartition(".")[2] for name in candidates})
-    found = (
+    text = (
         f"its nn.Linears are called {', '.join(leaves[:12])}" if leaves else "it has no nn.Linear"
     )
     stacks = sorted({type(m).__name__ for m in model.modules() if _holds_stacks(m)})
     if stacks:
-        found += f", and matrices stacked in one parameter, of {', '.join(stacks)}, stay dense"
-    return f"targets {targets} match no nn.Linear of the model; {found}"
+        text += f", and matrices stacked in one parameter, of {', '.join(stacks)}, stay dense"
+    return f"targets {targets} match no nn.Linear of the model; {text}"
 
 
 def _holds_stacks(module: nn.Module) -> bool:
     # A convolution's weight has three dimensions too.
-    own = module.parameters(recurse=False)
-    return not isinstance(module, nn.Conv1d) and any(p.dim() == 3 for p in own)
+    parameters = module.parameters(recurse=False)
+    return not isinstance(module, nn.Conv1d) and any(p.dim() == 3 for p in parameters)

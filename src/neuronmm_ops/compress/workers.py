@@ -110,31 +110,31 @@ def sum_names(tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, 
     shapes = gather_names({name: tuple(tensor.shape) for name, tensor in tensors.items()})
     summed: dict[str, Tensor] = {}
     for name, shape in shapes.items():
-        own = tensors.get(name)
-        total = torch.zeros(shape, dtype=torch.float64, device=device) if own is None else own
+        local = tensors.get(name)
+        total = torch.zeros(shape, dtype=torch.float64, device=device) if local is None else local
         sum_(total)
         summed[name] = total
     return summed
 
 
 def exchange(
-    own: Mapping[str, Factors], owners: Mapping[str, int], linears: Mapping[str, DenseLinear]
+    local: Mapping[str, Factors], owners: Mapping[str, int], linears: Mapping[str, DenseLinear]
 ) -> dict[str, Factors]:
     """Return the factors that all workers have found.
 
     Args:
-        own: name to `(u[K, r], v[r, N])`, and where they are in one byte their scales, of the
+        local: name to `(u[K, r], v[r, N])`, and where they are in one byte their scales, of the
             Linears that this worker owns; without those that stay dense.
         owners: of every Linear the worker that has its factors.
         linears: every Linear, on the device of its factors.
     """
     if count() == 1:
-        return dict(own)
-    kinds = gather_names({n: [(f.shape, f.dtype) for f in pair] for n, pair in own.items()})
+        return dict(local)
+    kinds = gather_names({n: [(f.shape, f.dtype) for f in pair] for n, pair in local.items()})
     factors: dict[str, Factors] = {}
     for name in (name for name in owners if name in kinds):
         weight = linears[name].weight
-        pair = own.get(name) or [weight.new_empty(s, dtype=dtype) for s, dtype in kinds[name]]
+        pair = local.get(name) or [weight.new_empty(s, dtype=dtype) for s, dtype in kinds[name]]
         whole = tuple(_broadcast(factor, owners[name]) for factor in pair)
         factors[name] = whole  # pyright: ignore  (of as many as the owner's)
     return factors

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from neuronmm_ops.bench import cpu
 from neuronmm_ops.compress import CompressionReport, SVDConfig
 from neuronmm_ops.compress.calibrate import Progress
 from neuronmm_ops.compress.targets import select_targets
 from neuronmm_ops.eval import encode_documents, token_perplexity
-from neuronmm_ops.kernels import plan_xuv, plan_xw
+from neuronmm_ops.measure import cpu
 from neuronmm_ops.ops.backends.cpu import compute_dtype
+from neuronmm_ops.plan import plan_xuv, plan_xw
 
 # The default block of 128 is for real models: here it would leave one rank to choose.
 BLOCK = 16

@@ -7,6 +7,8 @@ import warnings
 from collections.abc import Generator
 from typing import Any
 
+from neuronmm_ops.errors import missing_extra
+
 _TALKATIVE = ("datasets", "evaluate", "huggingface_hub", "lm_eval")
 
 
@@ -14,16 +16,13 @@ def import_extra(name: str) -> Any:
     """Return a module of an optional package.
 
     Raises:
-        ImportError: it, or a package that it needs, is not installed; names the extra.
+        ImportError: it, or a package that it needs, cannot be imported; names the extra.
     """
     try:
         with quiet():
             return importlib.import_module(name)
     except ImportError as error:
-        missing = error.name or name
-        raise ImportError(
-            f"{missing} is not installed; run: pip install 'neuronmm-ops[eval]'", name=missing
-        ) from error
+        raise missing_extra(error, "eval") from error
 
 
 @contextlib.contextmanager

@@ -1,35 +1,30 @@
 """`compress`: load a model, calibrate, compress, verify and save it."""
 
 import re
-from collections.abc import Mapping
-from dataclasses import replace
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
-from neuronmm_ops.compress import CompressionReport, LayerReport, SVDConfig, compress_, workers
+from neuronmm_ops.checkpoint import read_config
+from neuronmm_ops.compress import CompressionReport, SVDConfig, workers
 from neuronmm_ops.compress.batches import check_ids
-from neuronmm_ops.compress.budget import shares_budget
 from neuronmm_ops.compress.calibrate import Progress
-from neuronmm_ops.compress.pipeline import check_storage, rank_limits
-from neuronmm_ops.compress.record import low_rank_layers
-from neuronmm_ops.compress.targets import select_targets
+from neuronmm_ops.compress.pipeline import compress_layers
+from neuronmm_ops.compress.source import LayersInMemory
 from neuronmm_ops.eval import block_length
 from neuronmm_ops.hf.computing import AUTO, check_device, computing_in, dtype_of, load_on
 from neuronmm_ops.hf.loading import load_tokenizer, local_directory
 from neuronmm_ops.hf.provenance import CalibrationSource, CompressionRun, ModelSource
 from neuronmm_ops.hf.saving import save
 from neuronmm_ops.hf.streaming.checkpoint import Checkpoint
-from neuronmm_ops.hf.streaming.compress import check_streamable, compress_stream
+from neuronmm_ops.hf.streaming.source import LayersOnDisk, check_streamable
 from neuronmm_ops.hf.text import Order, calibration_batches, read_text
 from neuronmm_ops.nn import dense_linears
-from neuronmm_ops.nn.dense_linear import DenseLinear
-from neuronmm_ops.nn.storage import factor_bytes
 from neuronmm_ops.ops.backends.cpu import name_of
-from neuronmm_ops.output import check_target
+from neuronmm_ops.output import check_target, work_directory
 
 DEFAULT_SAMPLES = 128
 DEFAULT_SHARD_SIZE = "50GB"
@@ -98,8 +93,8 @@ def compress(
         raise ValueError(f"{config.calibrated_by} needs a calibration text; or use method plain")
     text_path = text if isinstance(text, Path) else None
     text = read_text(text) if isinstance(text, Path) else text
-    _check_shard_size(max_shard_size)
-    place = check_device(device)
+    shard_bytes = _shard_bytes(max_shard_size)
+    device = check_device(device)
     target = Path(output)
     source = Path(model) if Path(model).is_dir() else None
     workers.only_first(lambda: check_target(target, force, source))
@@ -112,17 +107,14 @@ def compress(
     if stream:
         check_streamable(config)
     tell("load", 0, 1)
-    checkpoint = Checkpoint(local_directory(model)) if stream else None
-    loaded = checkpoint.model if checkpoint else load_on(model, place)
+    directory = local_directory(model)
+    if read_config(directory).get("quantization_config") is not None:
+        raise ValueError(f"{model} is compressed or quantized already; start from dense")
+    checkpoint = Checkpoint(directory) if stream else None
+    loaded = checkpoint.model if checkpoint else load_on(model, device)
     tokenizer = load_tokenizer(model)
     tell("load", 1, 1)
-    if getattr(loaded.config, "quantization_config", None) is not None:
-        raise ValueError(f"{model} is compressed or quantized already; start from dense")
-    compute = dtype_of(dtype, loaded, place)
-    if checkpoint is None:
-        needed = _bytes_after(loaded, config)
-        workers.only_first(lambda: check_target(target, force, source, needed))
-
+    compute = dtype_of(dtype, loaded, device)
     batches: list[Tensor] | None = None
     calibration: dict[str, Any] = {}
     blocks: CalibrationSource | None = None
@@ -130,96 +122,58 @@ def compress(
         seqlen = block_length(loaded, seqlen)
         batches = calibration_batches(tokenizer, text, samples, seqlen, order)
         check_ids(loaded, torch.cat(batches), "calibration text")
-        batches = [batch.to(place) for batch in batches]
+        batches = [batch.to(device) for batch in batches]
         taken = sum(len(batch) for batch in batches)
         calibration = {"order": order, "samples": taken, "seqlen": seqlen}
         blocks = CalibrationSource.of(text_path, text, samples, seqlen, order)
 
-    def describe() -> CompressionRun:
-        return CompressionRun(
+    dense_bytes = sum(parameter.nbytes for parameter in loaded.parameters())
+
+    def check_room(added: int) -> None:
+        needed = dense_bytes + added
+        workers.only_first(lambda: check_target(target, force, source, needed))
+
+    # Its hash reads every file of the model, and worker 0 alone writes it.
+    run = None
+    if workers.index() == 0:
+        run = CompressionRun(
             model=ModelSource.of(model),
             config=config,
             calibration=blocks,
             dtype=dtype,
             compute_dtype=name_of(compute),
-            device=str(place),
+            device=str(device),
             max_shard_size=max_shard_size,
         )
-
-    if checkpoint:
-        return compress_stream(
-            checkpoint,
-            config,
-            batches or [],
-            target,
-            calibration=calibration,
-            tokenizer=tokenizer,
-            run=describe(),
-            compute=compute,
-            device=place,
-            force=force,
-            max_shard_size=_bytes_of(max_shard_size),
-            progress=tell,
+    with ExitStack() as stack:
+        if checkpoint and run:
+            work, sha256 = work_directory(target), run.model.sha256
+            layers = LayersOnDisk(checkpoint, compute, device, work, sha256, tell, check_room)
+            stack.enter_context(layers)
+            computing = nullcontext()
+        else:
+            dtypes = {name: linear.weight.dtype for name, linear in dense_linears(loaded).items()}
+            layers = LayersInMemory(loaded, progress, dtypes, check_room)
+            computing = computing_in(loaded, compute)
+        with computing:
+            report = compress_layers(layers, config, batches)
+        report = report.with_run(calibration, name_of(compute))
+        tell("save", 0, 1)
+        values = layers.values() if isinstance(layers, LayersOnDisk) else None
+        size = shard_bytes if values is None else min(shard_bytes, values.layer_bytes)
+        workers.only_first(
+            lambda: save(loaded, target, report, tokenizer, force, size, run, values=values)
         )
-    # Its hash reads every file of the model, and worker 0 alone writes it.
-    run = describe() if workers.index() == 0 else None
-    dtypes = _dtypes(dense_linears(loaded))
-    with computing_in(loaded, compute):
-        report = compress_(loaded, config, batches, progress, dtypes=dtypes)
-    report = _as_stored(report, loaded).with_run(calibration, name_of(compute))
-
-    tell("save", 0, 1)
-    workers.only_first(lambda: save(loaded, target, report, tokenizer, force, max_shard_size, run))
-    tell("save", 1, 1)
+        tell("save", 1, 1)
     return report
 
 
-def _as_stored(report: CompressionReport, model: PreTrainedModel) -> CompressionReport:
-    """Return the report with bytes of the dtype that the model is in, not of that computed in."""
-    modules = {**dense_linears(model), **low_rank_layers(model)}
-    layers = tuple(
-        LayerReport.of(layer.name, modules[layer.name], layer.r, layer.loss, layer.reason)
-        for layer in report.layers
-    )
-    return replace(report, layers=layers)
-
-
-def _bytes_after(model: PreTrainedModel, config: SVDConfig) -> int:
-    """Return the most bytes that the allocation may leave; a budget of time limits none."""
-    linears = select_targets(model, config).linears
-    dtypes = _dtypes(linears)
-    check_storage(config, linears, dtypes)
-    limits = rank_limits(config, linears, dtypes)
-    total = sum(parameter.nbytes for parameter in model.parameters())
-    for name, linear in linears.items():
-        K, N = linear.in_features, linear.out_features
-        dense = linear.weight.nbytes
-        limit = limits[name]
-        if limit is None:
-            continue
-        if not shares_budget(config, name):
-            total -= dense - factor_bytes(K, N, limit, dense // (K * N), config.one_byte)
-        elif config.budget != "time":
-            total -= int(config.ratio * dense)
-    return total
-
-
-def _dtypes(linears: Mapping[str, DenseLinear]) -> dict[str, torch.dtype]:
-    return {name: linear.weight.dtype for name, linear in linears.items()}
-
-
-def _check_shard_size(size: int | str) -> None:
-    # Transformers reads sizes of this form, and would refuse another only after the compression.
-    if isinstance(size, str):
-        is_valid = re.fullmatch(r"0*[1-9]\d*(\.\d+)?[KMGT]B", size, re.IGNORECASE) is not None
+def _shard_bytes(size: int | str) -> int:
+    """Return `max_shard_size` in bytes, as Transformers reads it, but before any work is done."""
+    if isinstance(size, str) and re.fullmatch(r"\d+(\.\d+)?[KMGT]B", size, re.IGNORECASE):
+        value = int(float(size[:-2]) * 1000 ** (1 + "KMGT".index(size[-2].upper())))
     else:
-        is_valid = size >= 1
-    if not is_valid:
+        value = 0 if isinstance(size, str) else size
+    if value < 1:
         raise ValueError(f"max_shard_size must be a size such as 5GB, 500MB or 1.5GB; got {size!r}")
-
-
-def _bytes_of(size: int | str) -> int:
-    """Return a size in bytes, as Transformers reads it."""
-    if isinstance(size, int):
-        return size
-    return int(float(size[:-2]) * 1000 ** (1 + "KMGT".index(size[-2].upper())))
+    return value

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import PreTrainedModel
 
-from neuronmm_ops.compress.record import low_rank_layers
 from neuronmm_ops.hf.loading import load
-from neuronmm_ops.nn.storage import kept_as_is
+from neuronmm_ops.nn import relayout_
+from neuronmm_ops.nn.storage import one_byte_tensors
 from neuronmm_ops.ops.backends.cpu import compute_dtype
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -47,8 +47,8 @@ def load_computing(
         _check_place(place)
     loaded: PreTrainedModel = load(model, tp=tp, verify=True).to(place)  # pyright: ignore
     cast_(loaded, dtype_of(dtype, loaded))
-    if tp == 1:
-        _relayout_(loaded, place)  # after the cast: the quicker order is the dtype's
+    if tp == 1 and place.type == "cpu":
+        relayout_(loaded)  # after the cast: the quicker order is the dtype's
     return loaded
 
 
@@ -58,14 +58,7 @@ def load_on(model: str | Path, device: torch.device) -> PreTrainedModel:
     On a CPU its factors are in the order that is faster for a few tokens.
     """
     loaded: PreTrainedModel = load(model, verify=True).to(device)  # pyright: ignore
-    _relayout_(loaded, device)
-    return loaded
-
-
-def _relayout_(model: nn.Module, device: torch.device) -> None:
-    if device.type == "cpu":
-        for layer in low_rank_layers(model).values():
-            layer.relayout_()
+    return relayout_(loaded) if device.type == "cpu" else loaded
 
 
 def check_device(device: torch.device | str) -> torch.device:
@@ -152,11 +145,14 @@ def computing_in(model: nn.Module, dtype: torch.dtype) -> Generator[None, None, 
 
 def _floating(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield the floating-point parameters and saved buffers that a cast is to reach, each once."""
-    unsaved = kept_as_is(model) | {
-        id(module._buffers[name])
+    left = {
+        id(tensor)
         for module in model.modules()
-        for name in module._non_persistent_buffers_set
+        for tensor in (
+            *one_byte_tensors(module),
+            *(module._buffers[name] for name in module._non_persistent_buffers_set),
+        )
     }
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
-        if tensor.is_floating_point() and id(tensor) not in unsaved:
+        if tensor.is_floating_point() and id(tensor) not in left:
             yield name, tensor

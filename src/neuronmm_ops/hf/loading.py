@@ -11,6 +11,7 @@ import transformers
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from safetensors import SafetensorError
+from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
@@ -120,7 +121,12 @@ def check_values(model: PreTrainedModel, remedy: str) -> None:
                 check_factors(layer.u, layer.v, layer.u_scale, layer.v_scale, name)
             except ValueError as error:
                 raise CheckpointError(f"{error}; or {remedy}") from None
-    for name, tensor in model.state_dict().items():
+    check_all_finite(model.state_dict().items(), remedy)
+
+
+def check_all_finite(tensors: Iterable[tuple[str, Tensor]], remedy: str) -> None:
+    """Raise NonFiniteError that names the first tensor with NaN or Inf."""
+    for name, tensor in tensors:
         if not is_finite(tensor):
             dtype = name_of(tensor.dtype)
             raise NonFiniteError(f"{name} must be finite in {dtype}, got NaN or Inf; {remedy}")

@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from neuronmm_ops.compress.record import low_rank_layers, rewrite_record
 from neuronmm_ops.compress.report import LayerReport
+from neuronmm_ops.errors import missing_extra
 from neuronmm_ops.nn.pair import LinearPair
 from neuronmm_ops.nn.svd_linear import SVDLinear
 from neuronmm_ops.nn.swap import replace_
@@ -117,9 +118,7 @@ def require_peft() -> Any:
     try:
         import peft
     except ImportError as error:
-        raise ImportError(
-            f"{error.name} is not installed; run: pip install 'neuronmm-ops[recover]'"
-        ) from error
+        raise missing_extra(error, "recover") from error
     return peft
 
 

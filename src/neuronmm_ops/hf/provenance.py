@@ -16,6 +16,7 @@ import torch
 
 from neuronmm_ops.checkpoint import read_config
 from neuronmm_ops.compress.config import SVDConfig
+from neuronmm_ops.compress.report import is_count
 from neuronmm_ops.errors import CheckpointError
 from neuronmm_ops.files import read_document
 from neuronmm_ops.hf.computing import AUTO, DTYPES
@@ -87,7 +88,7 @@ class CalibrationSource:
         _check_sha256("calibration.sha256", self.sha256)
         for name in ("samples", "seqlen"):
             value = getattr(self, name)
-            _check(f"calibration.{name}", value, _is_count(value), "a positive integer")
+            _check(f"calibration.{name}", value, is_count(value), "a positive integer")
         _check("calibration.order", self.order, self.order in ORDERS, f"one of {_list(ORDERS)}")
 
     @classmethod
@@ -128,12 +129,12 @@ class CompressionRun:
     def __post_init__(self) -> None:
         dtypes, computing, size = (AUTO, *DTYPES), (*DTYPES, FLOAT64), self.max_shard_size
         is_known = self.compute_dtype in computing
-        is_size = isinstance(size, str) or _is_count(size)
+        is_size = isinstance(size, str) or is_count(size)
         _check("dtype", self.dtype, self.dtype in dtypes, f"one of {_list(dtypes)}")
         _check("compute_dtype", self.compute_dtype, is_known, f"one of {_list(computing)}")
         _check("device", self.device, isinstance(self.device, str), "a device's name")
         _check("max_shard_size", size, is_size, "bytes or a size such as 5GB")
-        _check("threads", self.threads, _is_count(self.threads), "a positive integer")
+        _check("threads", self.threads, is_count(self.threads), "a positive integer")
         is_text = isinstance(self.versions, Mapping) and all(
             isinstance(text, str) for text in self.versions.values()
         )
@@ -297,10 +298,6 @@ def _check(name: str, value: object, is_valid: object, rule: str) -> None:
 def _check_sha256(name: str, value: object) -> None:
     is_valid = isinstance(value, str) and SHA256.fullmatch(value)
     _check(name, value, is_valid, "a SHA-256 in hexadecimal")
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
 def _list(names: Any) -> str:

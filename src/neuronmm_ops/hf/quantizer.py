@@ -1,7 +1,6 @@
 """The HfQuantizer that makes `from_pretrained` restore a compressed checkpoint."""
 
-import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -14,8 +13,9 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from neuronmm_ops.checkpoint import check_float, check_tensors, read_config, read_headers
-from neuronmm_ops.compress.record import QUANT_METHOD, record_of, report_of
+from neuronmm_ops.compress.record import QUANT_METHOD, low_rank_layers, record_of, report_of
 from neuronmm_ops.compress.report import CompressionReport, LayerReport
+from neuronmm_ops.compress.targets import names_in
 from neuronmm_ops.errors import CheckpointError
 from neuronmm_ops.hf.loading import check_can_divide, check_values, is_divided, model_names
 from neuronmm_ops.nn.dense_linear import dense_linear
@@ -58,7 +58,7 @@ class NeuronMMQuantizer(HfQuantizer):
         checkpoint_files: Sequence[str] | None = None,
         **kwargs: Any,
     ) -> None:
-        layers = {_name_in(model, layer.name): layer for layer in self.report.layers}
+        layers = _by_name(model, self.report.layers)
         replace_(
             model,
             {name: _meta_layer(model, name, layer) for name, layer in layers.items() if layer.r},
@@ -73,24 +73,16 @@ class NeuronMMQuantizer(HfQuantizer):
             low_rank = [replace(layer, name=name) for name, layer in layers.items() if layer.r]
             check_tensors(named, low_rank)
             check_float(headers)
-        # Older checkpoints lack the placeholder `weight`.
-        model._keys_to_ignore_on_load_missing = {  # pyright: ignore  (theirs is typed as a list)
-            *(model._keys_to_ignore_on_load_missing or ()),
-            *(f"^{re.escape(name)}\\.weight$" for name, layer in layers.items() if layer.r),
-        }
 
     def _process_model_after_weight_loading(
         self, model: PreTrainedModel, **kwargs: Any
     ) -> PreTrainedModel:
         if is_divided(model):
             _tensor_parallel().finish_(model)
-        for module in model.modules():
-            # Offloaded layers are on the meta device; accelerate loads their values in each call.
-            if not isinstance(module, SVDLinear):
-                continue
-            if module.storage is not None:  # the loader lets every float ask for gradients
-                module.u.requires_grad_(False)
-                module.v.requires_grad_(False)
+        for layer in low_rank_layers(model).values():
+            if layer.storage is not None:  # the loader lets every float ask for gradients
+                layer.u.requires_grad_(False)
+                layer.v.requires_grad_(False)
         if not is_divided(model):
             check_values(model, "copy the checkpoint again or compress the model again")
         # Transformers neither trains nor casts a model with this flag.
@@ -132,20 +124,18 @@ AUTO_QUANTIZATION_CONFIG_MAPPING[QUANT_METHOD] = NeuronMMConfig  # pyright: igno
 register_quantizer(QUANT_METHOD)(NeuronMMQuantizer)
 
 
-def _name_in(model: PreTrainedModel, name: str) -> str:
-    """Return the layer's name in `model`; either of `model` and the compressed model may be the
-    other's base model.
-    """
-    prefix = f"{model.base_model_prefix}."
-    for candidate in (name, name.removeprefix(prefix), prefix + name):
-        try:
-            model.get_submodule(candidate)
-        except AttributeError:
-            continue
-        return candidate
-    raise CheckpointError(
-        f"config.json lists layer {name}, which {type(model).__name__} does not have"
-    )
+def _by_name(model: PreTrainedModel, layers: Iterable[LayerReport]) -> dict[str, LayerReport]:
+    """Return the layers by their names in the model."""
+    modules = {name for name, _ in model.named_modules()}
+    named: dict[str, LayerReport] = {}
+    for layer in layers:
+        name = next((name for name in names_in(model, layer.name) if name in modules), None)
+        if name is None:
+            raise CheckpointError(
+                f"config.json lists layer {layer.name}, which {type(model).__name__} does not have"
+            )
+        named[name] = layer
+    return named
 
 
 def _meta_layer(model: PreTrainedModel, name: str, layer: LayerReport) -> SVDLinear:

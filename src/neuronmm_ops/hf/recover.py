@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from neuronmm_ops.hf.train import Trained, train_factors
 from neuronmm_ops.manifest import Origin
 from neuronmm_ops.nn.storage import dtype_name
 from neuronmm_ops.output import check_target
+from neuronmm_ops.processes import locked
 from neuronmm_ops.progress import Update
 from neuronmm_ops.recover.config import RecoverConfig
 from neuronmm_ops.recover.data import hold_out
@@ -107,7 +108,7 @@ def recover(
 
     work = target.resolve().with_name(f"{target.resolve().name}.recovery")
     run = _fingerprint(student, teacher, ids, config)
-    with _alone(work):
+    with _working_in(work):
         state = StateFile(work, run)
         trained = train_factors(student, teacher, rest, held_out, config, state, progress)
         report = _extended(report, trained, config, text, seqlen)
@@ -164,24 +165,16 @@ def _fingerprint(
 
 
 @contextmanager
-def _alone(work: Path) -> Generator[None]:
-    """Hold a lock in the work directory; remove the directory where nothing is left in it."""
-    import fcntl  # not on Windows
-
-    if work.exists() and not work.is_dir():
-        raise FileExistsError(f"{work} is to hold the run's state, and is a file; move it away")
-    work.mkdir(parents=True, exist_ok=True)
-    path = work / "lock"
-    with path.open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise FileExistsError(
-                f"another run is at work in {work}; wait for it, or choose another output"
-            ) from None
+def _working_in(directory: Path) -> Generator[None]:
+    """Hold the directory's lock; remove the directory where nothing is left in it."""
+    if directory.exists() and not directory.is_dir():
+        raise FileExistsError(
+            f"{directory} is to hold the run's state, and is a file; move it away"
+        )
+    directory.mkdir(parents=True, exist_ok=True)
+    with locked(directory):
         try:
             yield
         finally:
-            path.unlink(missing_ok=True)
-            if not any(work.iterdir()):
-                work.rmdir()
+            with suppress(OSError):  # it holds something
+                directory.rmdir()

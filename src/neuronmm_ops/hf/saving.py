@@ -1,7 +1,7 @@
 """Saving a compressed model: the whole checkpoint is written and checked, or nothing is."""
 
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
 from functools import wraps
 from pathlib import Path
@@ -15,9 +15,11 @@ from transformers import PreTrainedModel
 from neuronmm_ops.checkpoint import INDEX, SINGLE, weight_files
 from neuronmm_ops.compress.record import attach, attached_report, low_rank_layers
 from neuronmm_ops.compress.report import CompressionReport, LayerReport
+from neuronmm_ops.compress.targets import names_in
 from neuronmm_ops.errors import CheckpointError
 from neuronmm_ops.hf.loading import check_values, is_divided, load_exactly, model_names
 from neuronmm_ops.hf.provenance import CompressionRun, ModelSource, kept_run, write_run
+from neuronmm_ops.hf.streaming.writing import CompressedTensors, write_weights
 from neuronmm_ops.manifest import (
     MANIFEST,
     Origin,
@@ -38,6 +40,7 @@ def save(
     max_shard_size: int | str = "50GB",
     run: CompressionRun | None = None,
     origin: Origin | None = None,
+    values: CompressedTensors | None = None,
 ) -> None:
     """Write a model with low-rank layers as a Transformers directory.
 
@@ -55,6 +58,7 @@ def save(
         run: what made the model, for `compression.json`; default that of the checkpoint which the
             model was loaded from, where the weights are still the same.
         origin: what `manifest.json` says that the model was made of; default by `run`.
+        values: of a model without; one file of weights is in memory at a time.
 
     Raises:
         FileExistsError: the target exists, and may not be replaced.
@@ -80,7 +84,10 @@ def save(
     check_values(model, "save the model in a wider dtype, or load it again")
 
     def write(temporary: Path) -> None:
-        _save_pretrained(model, temporary, max_shard_size=max_shard_size)
+        if values is None:
+            _save_pretrained(model, temporary, max_shard_size=max_shard_size)
+        else:
+            write_weights(model, values, temporary, max_shard_size)
 
     def describe(temporary: Path, weights: str) -> Origin:
         made = run or (kept_run(source, weights) if source else None)
@@ -88,32 +95,6 @@ def save(
             write_run(temporary, made, weights)
         return origin or (made.origin if made else _unknown_run(source))
 
-    write_checkpoint(model, target, write, describe, tokenizer, force, needed)
-
-
-def write_checkpoint(
-    model: PreTrainedModel,
-    target: Path,
-    write: Callable[[Path], None],
-    describe: Callable[[Path, str], Origin],
-    tokenizer: Any,
-    force: bool,
-    needed: int,
-    expected: Mapping[str, Tensor] | None = None,
-) -> None:
-    """Put what `write` writes, once it is verified, in the target's place; or leave that as it was.
-
-    Args:
-        model: what loading gives; may be on the meta device where there are `expected`.
-        target: the directory.
-        write: given the directory to write config and weights into.
-        describe: given the directory and the SHA-256 of its weights; writes what else belongs
-            there, and returns what it was made of, for the manifest.
-        tokenizer: saved along; None for none.
-        force: replace the target.
-        needed: bytes, for the message where there is no room.
-        expected: the tensors by their names in the model; default its state_dict.
-    """
     try:
         with replacement(target, force) as temporary:
             write(temporary)
@@ -123,7 +104,7 @@ def write_checkpoint(
             origin = describe(temporary, weights_sha256(tensors))
             write_manifest(temporary, tensors, origin)
             _open_to_others(temporary)
-            verify(model, temporary, expected)
+            verify(model, temporary, values)
     except FileExistsError:
         raise
     except (OSError, SafetensorError) as error:
@@ -214,10 +195,10 @@ def _record(model: PreTrainedModel, report: CompressionReport | None) -> None:
 
 
 def _by_name(model: PreTrainedModel, layers: Iterable[LayerReport]) -> dict[str, LayerReport]:
-    """Return the layers by their names in the model; its body alone may have been compressed."""
-    modules, prefix = {name for name, _ in model.named_modules()}, f"{model.base_model_prefix}."
+    """Return the layers by their names in the model."""
+    modules = {name for name, _ in model.named_modules()}
     return {
-        prefix + layer.name if prefix + layer.name in modules else layer.name: layer
+        next((n for n in names_in(model, layer.name) if n in modules), layer.name): layer
         for layer in layers
     }
 

@@ -30,8 +30,8 @@ from transformers import PreTrainedModel
 from transformers.distributed import tensor_parallel as theirs
 from transformers.distributed.tensor_parallel import TensorParallelLayer
 
-from neuronmm_ops.compress.factorize import check_finite
 from neuronmm_ops.errors import CheckpointError, WorkerLostError
+from neuronmm_ops.hf.loading import check_all_finite
 from neuronmm_ops.nn.storage import FACTORS, SCALES, check_factors
 from neuronmm_ops.nn.svd_linear import SVDLinear
 from neuronmm_ops.nn.svd_mlp import SVDMLP
@@ -42,6 +42,7 @@ from neuronmm_ops.parallel.sharding import Divide, Kind, check_heads, pair_dims
 from neuronmm_ops.parallel.state import whole_tensor
 
 PREFIX = "lowrank_"
+REMEDY = "copy the checkpoint again or compress the model again"
 STYLES: Any = theirs.ALL_PARALLEL_STYLES  # pyright: ignore  (from another module since 5.21)
 # Kind, and whether a rank gives the layer all of x and takes all of its result, either way.
 _LAYOUTS: dict[str, tuple[Kind, bool]] = {
@@ -257,7 +258,7 @@ def finish_(model: PreTrainedModel) -> None:
 
     Raises:
         CheckpointError: a part holds what it must not, on this rank or another.
-        NonFiniteError: a factor is NaN or Inf.
+        NonFiniteError: a part of a parameter is NaN or Inf.
         ValueError: a plan gave a low-rank layer a style of dense ones.
         WorkerLostError: another rank has ended.
     """
@@ -272,6 +273,7 @@ def finish_(model: PreTrainedModel) -> None:
                 config: Any = model.config
                 heads = config.get_text_config().num_attention_heads
                 module.num_key_value_groups = heads // config.distributed_config.tp_size
+        check_all_finite(((n, own(p)) for n, p in model.named_parameters()), REMEDY)
     except ValueError as error:
         problem = error
     _agree(problem, model.device)
@@ -288,7 +290,8 @@ def _finish_layer(name: str, layer: SVDLinear) -> None:
             f"tp_plan gives {name}, a low-rank layer, a style of dense ones; give it {styles}, or "
             "use tp_plan='auto'"
         )
-    _check_parts(name, layer)
+    if layer.storage is not None:
+        _check_parts(name, layer)
 
 
 def _share_gather_(mlp: SVDMLP) -> None:
@@ -302,18 +305,14 @@ def _share_gather_(mlp: SVDMLP) -> None:
 
 
 def _check_parts(name: str, layer: SVDLinear) -> None:
-    """Check what a rank has of the factors; a part of u need not fit the part of v."""
-    remedy = "copy the checkpoint again or compress the model again"
+    """Check what a rank has of one-byte factors; a part of u need not fit the part of v."""
     u, v, u_scale, v_scale = (own(getattr(layer, key)) for key in (*FACTORS, *SCALES))
-    if layer.storage is None:
-        check_finite(name, u, v, remedy)
-        return
     none = u_scale.new_empty(0)
     try:
         check_factors(u, u.new_empty(u.shape[1], 0), u_scale, none, name)
         check_factors(v.new_empty(0, v.shape[0]), v, u_scale.new_ones(v.shape[0]), v_scale, name)
     except ValueError as error:
-        raise CheckpointError(f"{error}; or {remedy}") from None
+        raise CheckpointError(f"{error}; or {REMEDY}") from None
 
 
 def _agree(problem: Exception | None, device: torch.device) -> None:

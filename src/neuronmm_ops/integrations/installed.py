@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from typing import Any, NamedTuple
 
+from neuroncore.hardware import TARGET_VARIABLE
 from neuronmm_ops.errors import NkiVersionError
-from neuronmm_ops.hardware import TARGET_VARIABLE
 from neuronmm_ops.ops.backends.environment import (
     NEURON_PACKAGES,
     core,

@@ -12,44 +12,35 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from neuronmm_ops.kernels.planner.problem import Plan, Problem
-from neuronmm_ops.kernels.planner.search import (
-    plan_op,
-    plan_part,
-    plan_svd_mlp,
-    plan_svd_qkv,
-    plan_xuv,
-    plan_xw,
-)
-
 if TYPE_CHECKING:
-    from neuronmm_ops.neuroncore import Kernel
+    from neuroncore import Kernel
+    from neuronmm_ops.kernels.problem import Plan
 
 __all__ = [
-    "Plan",
-    "Problem",
     "kernel_named",
     "missing_instructions",
     "nki_kernel",
-    "plan_op",
-    "plan_part",
-    "plan_svd_mlp",
-    "plan_svd_qkv",
-    "plan_xuv",
-    "plan_xw",
     "source_fingerprint",
 ]
 
 
 def nki_kernel(plan: Plan) -> Kernel:
     """The kernel that a plan is for, on as many cores as it says."""
-    kernel = kernel_named(plan.problem.op, plan.phase, plan.kernel)
+    kernel = kernel_named(plan.problem.op, plan.kernel)
     return kernel if plan.problem.lnc == 1 else kernel[plan.problem.lnc]
 
 
-def kernel_named(op: str, phase: str, name: str) -> Kernel:
-    """A kernel without a grid: `xuv_decode` is the function in `kernels/xuv/decode.py`."""
-    return getattr(import_module(f"{__name__}.{op}.{phase}"), name)
+def kernel_named(op: str, name: str) -> Kernel:
+    """A kernel without a grid: `xuv_decode` is the function in `kernels/xuv/decode.py`.
+
+    `xuv` is that in `prefill.py`.
+    """
+    return getattr(import_module(f"{__name__}.{op}.{phase_of(name)}"), name)
+
+
+def phase_of(name: str) -> str:
+    """The phase that a kernel is for, by its name."""
+    return "decode" if name.endswith("_decode") else "prefill"
 
 
 @cache

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING
 __all__ = ["NKIObject"]
 
 if TYPE_CHECKING:
-    from neuronmm_ops.neuroncore.nl.objects import NKIObject
+    from neuroncore.nl.objects import NKIObject
 else:
     try:
         from nki.language import NKIObject
     except ModuleNotFoundError as error:
         if error.name not in ("nki", "nki.language"):
             raise
-        from neuronmm_ops.neuroncore.nl.objects import NKIObject
+        from neuroncore.nl.objects import NKIObject

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 __all__ = ["NkiTensor", "jit", "nisa", "nl"]
 
 if TYPE_CHECKING:
-    from neuronmm_ops.neuroncore import isa as nisa
-    from neuronmm_ops.neuroncore import jit
-    from neuronmm_ops.neuroncore import language as nl
-    from neuronmm_ops.neuroncore.memory.tensor import NkiTensor
+    from neuroncore import isa as nisa
+    from neuroncore import jit
+    from neuroncore import language as nl
+    from neuroncore.memory.tensor import NkiTensor
 else:
     try:
         import nki.isa as nisa
@@ -23,7 +23,7 @@ else:
     except ModuleNotFoundError as error:
         if error.name not in ("nki", "nki.isa", "nki.language"):
             raise
-        from neuronmm_ops.neuroncore import isa as nisa
-        from neuronmm_ops.neuroncore import jit
-        from neuronmm_ops.neuroncore import language as nl
-        from neuronmm_ops.neuroncore.memory.tensor import NkiTensor
+        from neuroncore import isa as nisa
+        from neuroncore import jit
+        from neuroncore import language as nl
+        from neuroncore.memory.tensor import NkiTensor

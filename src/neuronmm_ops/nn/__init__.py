@@ -1,6 +1,7 @@
 """Modules that replace `nn.Linear` and gated MLPs, and the replacement itself."""
 
 from neuronmm_ops.nn.dense_linear import DenseLinear, dense_linear, dense_linears
+from neuronmm_ops.nn.layout import relayout_
 from neuronmm_ops.nn.pair import LinearPair
 from neuronmm_ops.nn.svd_linear import SVDLinear
 from neuronmm_ops.nn.svd_mlp import SVDMLP
@@ -13,6 +14,7 @@ __all__ = [
     "SVDLinear",
     "dense_linear",
     "dense_linears",
+    "relayout_",
     "shared_weights",
     "swap_modules_",
 ]

@@ -71,5 +71,5 @@ def as_dense_linear(module: nn.Module) -> DenseLinear:
 
 def dense_linears(model: nn.Module) -> dict[str, DenseLinear]:
     """Return the model's linear layers by name."""
-    found = {name: dense_linear(module) for name, module in model.named_modules()}
-    return {name: linear for name, linear in found.items() if linear is not None}
+    candidates = {name: dense_linear(module) for name, module in model.named_modules()}
+    return {name: linear for name, linear in candidates.items() if linear is not None}

@@ -53,12 +53,12 @@ class LinearPair(nn.Sequential):
         for name, child in zip(CHILDREN, self.linears, strict=True):
             kind = type(child)
             if kind is not nn.Linear:
-                found = f"{kind.__module__}.{kind.__name__}"
-                return f"{name} is a {found}; merge adapters, or undo what changed it"
+                got = f"{kind.__module__}.{kind.__name__}"
+                return f"{name} is a {got}; merge adapters, or undo what changed it"
             weight = child._parameters.get("weight")
             if type(weight) is not nn.Parameter:
-                found = "computed" if weight is None else f"a {type(weight).__name__}"
-                return f"{name}.weight is {found}; make a pruning final, or dequantize"
+                got = "computed" if weight is None else f"a {type(weight).__name__}"
+                return f"{name}.weight is {got}; make a pruning final, or dequantize"
             if not is_bare(child):
                 return f"{name} has hooks or another forward; remove them"
             if name == "u" and child.bias is not None:

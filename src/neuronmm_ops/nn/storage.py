@@ -1,6 +1,7 @@
 """Factors in one byte: their dtypes, what must hold of them and their scales, and their values."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -96,21 +97,61 @@ def check_factors(
     return storage
 
 
-def moved(tensor: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return `fn(tensor)` for a function that moves and may cast, without the cast."""
-    result = fn(tensor)
-    return result if result.dtype == tensor.dtype else tensor.to(result.device)
+def one_byte_tensors(module: nn.Module) -> list[Tensor]:
+    """Return a layer's factors in one byte and their scales, which no cast may reach."""
+    if getattr(module, "storage", None) not in STORAGES:
+        return []
+    tensors = (getattr(module, name, None) for name in (*FACTORS, *SCALES))
+    return [tensor for tensor in tensors if isinstance(tensor, Tensor)]
 
 
-def kept_as_is(model: nn.Module) -> set[int]:
-    """Return the ids of the tensors that a cast of the model leaves alone: factors and scales."""
-    return {
-        id(getattr(module, name))
-        for module in model.modules()
-        if getattr(module, "storage", None) in STORAGES
-        for name in (*FACTORS, *SCALES)
-        if isinstance(getattr(module, name, None), Tensor)
-    }
+def without_cast(fn: Callable[[Tensor], Tensor], module: nn.Module) -> Callable[[Tensor], Tensor]:
+    """Return `fn`, which moves and may cast, such that it only moves the layer's one-byte tensors.
+
+    Args:
+        fn: as `nn.Module._apply` takes it.
+        module: the layer.
+    """
+    kept = {id(tensor) for tensor in one_byte_tensors(module)}
+
+    def move(tensor: Tensor) -> Tensor:
+        result = fn(tensor)
+        is_cast = id(tensor) in kept and result.dtype != tensor.dtype
+        return tensor.to(result.device) if is_cast else result
+
+    return move if kept else fn
+
+
+def why_not_loadable(module: nn.Module, state: Mapping[str, Any], prefix: str) -> str | None:
+    """Say why a layer cannot load its factors of a state dict: copying would cast in silence.
+
+    Args:
+        module: with a `storage`, and the attributes of `FACTORS` and `SCALES`.
+        state: the state dict.
+        prefix: of the layer's names in it.
+
+    Returns:
+        None where it can, or where torch will say what is missing or has another shape.
+    """
+    storage: str | None = getattr(module, "storage", None)
+    loaded: dict[str, Any] = {name: state.get(prefix + name) for name in (*FACTORS, *SCALES)}
+    for name in FACTORS:
+        factor, current = loaded[name], getattr(module, name)
+        if factor is not None and storage_of(factor.dtype) != storage:
+            return (
+                f"{prefix}{name} must be {name_of(current.dtype)}, got {name_of(factor.dtype)}; "
+                "give the layer the storage of the state dict (SVDLinear(..., storage=))"
+            )
+    if storage is None or any(
+        tensor is None or tensor.shape != getattr(module, name).shape
+        for name, tensor in loaded.items()
+    ):
+        return None
+    try:
+        check_factors(*loaded.values(), name=prefix.removesuffix("."))
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 def _check_dtypes(u: torch.dtype, v: torch.dtype, where: str = "") -> None:
@@ -154,8 +195,8 @@ def _check_values(key: str, factor: Tensor, storage: str) -> None:
         return
     largest = int((factor.view(torch.uint8) & 0x7F).max())
     if largest > _BITS_OF_240:
-        found = torch.tensor(largest, dtype=torch.uint8).view(torch.float8_e4m3fn)
+        magnitude = torch.tensor(largest, dtype=torch.uint8).view(torch.float8_e4m3fn)
         raise ValueError(
             f"{key} must be in -240..240, the range of e4m3 on trn1 and trn2; got a magnitude of "
-            f"{float(found):g}; quantize the factor again, for 240"
+            f"{float(magnitude):g}; quantize the factor again, for 240"
         )

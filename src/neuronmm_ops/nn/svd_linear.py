@@ -14,18 +14,18 @@ from neuronmm_ops.nn.storage import (
     STORAGES,
     check_factors,
     dtype_name,
-    moved,
     storage_of,
+    why_not_loadable,
+    without_cast,
 )
 from neuronmm_ops.ops import xuv
-from neuronmm_ops.ops.backends.cpu import name_of
 from neuronmm_ops.ops.products import dequantized
 
 
 class SVDLinear(nn.Module):
     """Linear layer `y = (x @ u) @ v + bias` with `weight.T ≈ u @ v`, run as one `neuronmm::xuv`.
 
-    Both parameters are contiguous, as checkpoints, NeuronCores and FSDP2 have them; `relayout_`
+    Both parameters are contiguous, as checkpoints, NeuronCores and FSDP2 have them; `nn.relayout_`
     stores them in the order that a CPU reads faster for a few tokens.
 
     `weight` is an empty buffer of the model's dtype and device. Model code that asks a Linear's
@@ -54,8 +54,6 @@ class SVDLinear(nn.Module):
         bias: `[N]` or None.
         weight: `[0]`, a placeholder.
         compute: `x`, or `fp8`: the op may round activations to e4m3, too, see `set_compute_`.
-        made: an x and the layer's result for it, where attention has made it with others in one op;
-            the next call takes it. Else None.
 
     Raises:
         ValueError: a size is smaller than 1, the storage is unknown, or the dtype is one.
@@ -103,7 +101,6 @@ class SVDLinear(nn.Module):
                 scale = torch.empty(count, device=device, dtype=torch.float32)
                 self.register_buffer(name, scale)
         self.storage, self.compute = storage, "x"
-        self.made: tuple[Tensor, Tensor] | None = None
         self.register_buffer("weight", torch.empty(0, device=device, dtype=dtype))
         self.bias: nn.Parameter | None
         if bias:
@@ -172,8 +169,8 @@ class SVDLinear(nn.Module):
         layer = cls(u.shape[0], v.shape[1], u.shape[1], False, "meta", dtype, storage)
         trainable = storage is None
         for name, factor in zip(FACTORS, (u, v), strict=True):
-            own = factor.detach().to(u).clone(memory_format=torch.contiguous_format)
-            setattr(layer, name, nn.Parameter(own, requires_grad=trainable))
+            contiguous = factor.detach().to(u).clone(memory_format=torch.contiguous_format)
+            setattr(layer, name, nn.Parameter(contiguous, requires_grad=trainable))
         if u_scale is not None and v_scale is not None:
             layer.u_scale = u_scale.detach().to(u.device).clone()
             layer.v_scale = v_scale.detach().to(u.device).clone()
@@ -258,50 +255,16 @@ class SVDLinear(nn.Module):
     def _load_from_state_dict(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, state_dict: Any, prefix: str, *rest: Any
     ) -> None:
-        if prefix + "weight" not in state_dict:  # saved before there was a placeholder
-            state_dict = {**state_dict, prefix + "weight": self.weight}
-        problem = self._why_not(state_dict, prefix)
+        problem = why_not_loadable(self, state_dict, prefix)
         if problem is not None:
             errors: list[str] = rest[-1]
             errors.append(problem)
             return
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
-    def _why_not(self, state_dict: Any, prefix: str) -> str | None:
-        """Say why factors cannot be loaded, None where they can: copying would cast in silence."""
-        given = {name: state_dict.get(prefix + name) for name in (*FACTORS, *SCALES)}
-        for name in FACTORS:
-            factor, own = given[name], getattr(self, name)
-            if factor is not None and storage_of(factor.dtype) != self.storage:
-                found, expected = (name_of(t.dtype) for t in (factor, own))
-                return (
-                    f"{prefix}{name} must be {expected}, got {found}; give the layer the storage "
-                    "of the state dict (SVDLinear(..., storage=))"
-                )
-        if self.storage is None or any(
-            tensor is None or tensor.shape != getattr(self, name).shape
-            for name, tensor in given.items()
-        ):
-            return None  # what is missing or has another shape, torch reports
-        try:
-            check_factors(*given.values(), name=prefix.removesuffix("."))
-        except ValueError as error:
-            return str(error)
-        return None
-
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         """Move or cast; what is in one byte, and its scales, is moved only."""
-        return super()._apply(fn if self.storage is None else self._moving(fn), recurse)
-
-    def _moving(self, fn: Any) -> Any:
-        """Return `fn` without its cast of the factors and their scales."""
-        kept = [getattr(self, name) for name in (*FACTORS, *SCALES)]
-
-        def move(tensor: Tensor) -> Tensor:
-            is_kept = any(tensor is each for each in kept)
-            return moved(tensor, fn) if is_kept else fn(tensor)
-
-        return move
+        return super()._apply(without_cast(fn, self), recurse)
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
         """Let the parameters ask for gradients, or not; those of one-byte factors do not exist.
@@ -316,29 +279,8 @@ class SVDLinear(nn.Module):
             )
         return super().requires_grad_(requires_grad)
 
-    @torch.no_grad()
-    def relayout_(self) -> Self:
-        """Store u and v as a CPU multiplies a few tokens quickest, for inference there.
-
-        That is along their contraction, as `nn.Linear` stores its weight, but in float32, whose
-        contiguous order is the quicker one. Shapes and values stay. FSDP2 refuses parameters along
-        their contraction, and other devices copy them.
-        """
-        for name in FACTORS:
-            factor: Tensor = getattr(self, name)
-            if factor.dtype is torch.float32:
-                factor.data = factor.data.contiguous()
-            else:
-                factor.data = factor.data.t().contiguous().t()
-        return self
-
     def forward(self, x: Tensor) -> Tensor:
         """Map x `[..., K]` to `[..., N]`."""
-        made = self.made
-        if made is not None:
-            self.made = None
-            if made[0] is x:
-                return made[1]
         if self.storage is None:
             return xuv(x, self.u, self.v, self.bias)
         scales = {"u_scale": self.u_scale, "v_scale": self.v_scale}

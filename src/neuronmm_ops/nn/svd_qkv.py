@@ -1,9 +1,9 @@
 """Low-rank query, key and value projections of attention, run as one op.
 
 Transformers' attention keeps its forward, and the projections their names. A hook before it makes
-all three by one `neuronmm::svd_qkv` and leaves each with its `SVDLinear`, which returns it when it
-is called with those very hidden states, and computes by itself when it is called with others. What
-was not called for is dropped after the forward, or when that raises.
+all three by one `neuronmm::svd_qkv` and leaves each with its `QKVProjection`, which returns it when
+it is called with those very hidden states, and computes by itself when it is called with others.
+What was not called for is dropped after the forward, or when that raises.
 """
 
 from collections.abc import Mapping
@@ -55,6 +55,25 @@ ATTENTIONS = frozenset(
 PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 
 
+class QKVProjection(SVDLinear):
+    """A projection whose result its attention may have made with the others'; made of an SVDLinear.
+
+    Attributes:
+        made: an x and the result for it, which the next call takes; else None.
+    """
+
+    made: tuple[Tensor, Tensor] | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map x `[..., K]` to `[..., N]`."""
+        made = self.made
+        if made is not None:
+            self.made = None
+            if made[0] is x:
+                return made[1]
+        return super().forward(x)
+
+
 def fuse_projections_(attention: nn.Module) -> bool:
     """Let an attention module make its three projections by one op; say whether it will.
 
@@ -66,8 +85,12 @@ def fuse_projections_(attention: nn.Module) -> bool:
     kind = type(attention)
     if kind.__name__ not in ATTENTIONS or not kind.__module__.startswith("transformers."):
         return False
-    if not all(isinstance(attention._modules.get(name), SVDLinear) for name in PROJECTIONS):
+    projections = [attention._modules.get(name) for name in PROJECTIONS]
+    if not all(isinstance(projection, SVDLinear) for projection in projections):
         return False
+    for projection in projections:
+        if type(projection) is SVDLinear:
+            projection.__class__ = QKVProjection
     if _project not in attention._forward_pre_hooks.values():
         attention.register_forward_pre_hook(_project, with_kwargs=True)
         attention.register_forward_hook(_drop, always_call=True)
@@ -117,10 +140,10 @@ def _drop(attention: nn.Module, args: tuple[Any, ...], output: Any) -> None:
     del args, output
     for name in PROJECTIONS:
         projection = attention._modules[name]
-        if isinstance(projection, SVDLinear) and projection.made is not None:
+        if isinstance(projection, QKVProjection) and projection.made is not None:
             projection.made = None
 
 
-def _is_fusible(projection: nn.Module | None) -> TypeGuard[SVDLinear]:
+def _is_fusible(projection: nn.Module | None) -> TypeGuard[QKVProjection]:
     """Say whether calling the op instead of the module leaves out nothing the user asked for."""
-    return type(projection) is SVDLinear and is_bare(projection)
+    return type(projection) is QKVProjection and is_bare(projection)

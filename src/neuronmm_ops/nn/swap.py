@@ -23,12 +23,12 @@ def swap_modules_(model: nn.Module, factors: Mapping[str, Factors]) -> None:
     """Replace Linears as `swap_` does, none of which shares its weight with another module."""
     replacements: dict[str, nn.Module] = {}
     names: dict[nn.Module, str] = {}
-    for name, given in factors.items():
-        if len(given) not in (2, 4):
+    for name, pair in factors.items():
+        if len(pair) not in (2, 4):
             raise ValueError(
-                f"{name}: factors must be (u, v) or (u, v, u_scale, v_scale), got {len(given)}"
+                f"{name}: factors must be (u, v) or (u, v, u_scale, v_scale), got {len(pair)}"
             )
-        u, v, *rest = given
+        u, v, *rest = pair
         u_scale, v_scale = rest or (None, None)
         linear = _linear(model, name)
         if names.setdefault(linear.module, name) != name:
@@ -137,9 +137,9 @@ def _fuse_gated_mlp(
 def _carry_over(old: nn.Module, new: nn.Module) -> None:
     """Give `new` the training flag, buffers and hooks of `old`."""
     new.training = old.training
-    own = ("weight", *SCALES) if isinstance(old, (SVDLinear, LinearPair)) else ()
+    placeholders = ("weight", *SCALES) if isinstance(old, (SVDLinear, LinearPair)) else ()
     for name, buffer in old.named_buffers(recurse=False):
-        if name in own:
+        if name in placeholders:
             continue
         new.register_buffer(name, buffer, persistent=name not in old._non_persistent_buffers_set)
     for key, value in vars(old).items():

@@ -1,7 +1,7 @@
 """What the references and gradients of the ops share: their matmuls.
 
 All sums are fp32 over the whole contraction. `mm` reads a matrix in whichever of the two orders it
-is stored, so factors that lie along the contraction (`SVDLinear.relayout_`) take the CPU's fast
+is stored, so factors that lie along the contraction (`nn.relayout_`) take the CPU's fast
 path: for a single row that is `mv`, except where `cpu.streams_by_mv` says otherwise.
 """
 

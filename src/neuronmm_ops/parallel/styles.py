@@ -11,6 +11,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from neuronmm_ops.nn import SVDMLP, LinearPair, SVDLinear
 from neuronmm_ops.nn.storage import storage_of
+from neuronmm_ops.nn.svd_qkv import QKVProjection
 from neuronmm_ops.parallel.agreement import check_ranks_agree
 from neuronmm_ops.parallel.layers import ShardedLinear, ShardedMLP
 from neuronmm_ops.parallel.sharding import Divide, Kind, pair_dims, part
@@ -137,7 +138,9 @@ def _check_projection(style: str, name: str, module: nn.Module, kind: Kind, tp: 
     """Refuse what cannot be divided; a projection of an MLP has a `name`, and any I will do."""
     if isinstance(module, ShardedLinear):
         raise TypeError(f"{style} divides an SVDLinear once, got one that is divided already")
-    if not (type(module) is SVDLinear or type(module) is nn.Linear):
+    if not (
+        type(module) is SVDLinear or type(module) is QKVProjection or type(module) is nn.Linear
+    ):
         found = f"{name} of type {type(module).__name__}" if name else type(module).__name__
         remedy = "SVDLinear.from_pair" if isinstance(module, LinearPair) else "unwrap or replace it"
         raise TypeError(f"{style} divides SVDLinear and nn.Linear, got {found}; {remedy} first")

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from neuronmm_ops.neuroncore.files import replacing
+from neuroncore.files import replacing
+from neuronmm_ops.output import check_text
 from neuronmm_ops.processes import locked
 
 KEY_CHARS = 16
@@ -114,7 +115,9 @@ def check_output(directory: Path) -> None:
 
     Raises:
         OSError: it cannot be made or written, or holds something else.
+        ValueError: its path is not UTF-8.
     """
+    check_text(directory)
     parent = next(path for path in (directory, *directory.absolute().parents) if path.exists())
     if not parent.is_dir():
         raise NotADirectoryError(f"output {directory} needs a directory, {parent} is a file")

@@ -12,11 +12,11 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal
 
+from neuroncore.hardware import resolve_target
 from neuronmm_ops.compress import SVDConfig
 from neuronmm_ops.compress.config import STORAGES
 from neuronmm_ops.eval.protocols import CORPORA, check_name
 from neuronmm_ops.files import read_document
-from neuronmm_ops.hardware import resolve_target
 from neuronmm_ops.models import SHAPES
 from neuronmm_ops.recover import RecoverConfig
 from neuronmm_ops.reproduce.published import published
@@ -328,9 +328,7 @@ def _check_modelled(modelled: Modelled) -> None:
             raise ValueError(f"modelled.{name} must be at least 1, got {getattr(modelled, name)}")
     if modelled.new < 2:
         raise ValueError("modelled.new must be at least 2 tokens: prefill finds the first; got 1")
-    generation = resolve_target(modelled.target).generation
-    if modelled.lnc not in (1, 2) or (modelled.lnc == 2 and generation < 3):
-        raise ValueError(f"modelled.lnc must be 1, or 2 on trn2 and trn3; got {modelled.lnc}")
+    resolve_target(modelled.target).check_lnc(modelled.lnc, "modelled.lnc")
 
 
 def _check_text(where: str, text: str | None, known: Mapping[str, Any]) -> None:

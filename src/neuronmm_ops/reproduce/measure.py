@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from neuronmm_ops import hf
-from neuronmm_ops.bench.speed import paired_speed
 from neuronmm_ops.compress import CompressionReport, SVDConfig
 from neuronmm_ops.compress.pipeline import check_storage
 from neuronmm_ops.compress.targets import select_targets
@@ -20,6 +19,7 @@ from neuronmm_ops.eval.protocols import CORPORA, check_name
 from neuronmm_ops.eval.tasks import run_tasks
 from neuronmm_ops.hf.loading import local_directory
 from neuronmm_ops.manifest import tensor_hashes, weights_sha256
+from neuronmm_ops.measure.speed import paired_speed
 from neuronmm_ops.ops.backends.cpu import name_of
 from neuronmm_ops.progress import Update
 from neuronmm_ops.reproduce.config import NATIVE, Modelled, Reproduction
@@ -48,7 +48,7 @@ def check_methods(asked: Reproduction) -> None:
     Raises:
         ValueError: there is one; says which.
     """
-    from neuronmm_ops.bench import model as model_times
+    from neuronmm_ops.estimate import model as model_times
 
     model = hf.load(asked.model.id, device_map="meta")
     if asked.measured is not None:
@@ -157,7 +157,7 @@ def task(
 
 def modelled(asked: Reproduction, config: SVDConfig, progress: Update) -> dict[str, Any]:
     """Model the times of a compression and of the dense model, with uniform ranks."""
-    from neuronmm_ops.bench import model as model_times
+    from neuronmm_ops.estimate import model as model_times
 
     assert asked.modelled is not None
     options = _model_options(asked.modelled, config)
@@ -165,7 +165,7 @@ def modelled(asked: Reproduction, config: SVDConfig, progress: Update) -> dict[s
 
 
 def _model_options(modelled: Modelled, config: SVDConfig) -> Any:
-    from neuronmm_ops.bench import model as model_times
+    from neuronmm_ops.estimate import model as model_times
 
     return model_times.Options(
         **asdict(modelled),

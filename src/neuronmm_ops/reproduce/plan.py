@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+import neuroncore
 import neuronmm_ops
 from neuronmm_ops import hf
 from neuronmm_ops.compress import SVDConfig
@@ -26,9 +27,9 @@ from neuronmm_ops.reproduce.config import NATIVE, Reproduction
 from neuronmm_ops.reproduce.texts import read_training_text
 
 MODEL_PACKAGES = ("neuronmm-ops", "torch", "transformers", "tokenizers")
-# The code that modelled times follow from.
+# The code that modelled times follow from, beside the simulator's.
 MODELLED_BY = (
-    *("bench", "kernels", "neuroncore", "hardware.py", "models.py"),
+    *("estimate", "plan", "kernels", "models.py"),
     *("compress/rank.py", "compress/targets.py"),
 )
 
@@ -279,7 +280,8 @@ def _tasks_sha256(directory: str | None) -> str | None:
 @cache
 def _sources_sha256() -> str:
     root = Path(neuronmm_ops.__file__).parent
-    return _tree_sha256([root / name for name in MODELLED_BY])
+    simulator = Path(neuroncore.__file__).parent
+    return _tree_sha256([simulator, *[root / name for name in MODELLED_BY]])
 
 
 def _tree_sha256(places: list[Path]) -> str:

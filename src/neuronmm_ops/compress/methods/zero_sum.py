@@ -21,4 +21,4 @@ def _factor(w: Tensor, statistics: Statistics, rank: int) -> Factorization:
     return Factorization(u, v, sigma.square(), scores)
 
 
-METHOD = Method(_factor, side=lambda K, N: "input", gradient=lambda K, N: "weight")
+METHOD = Method(_factor, side=lambda K, N: "input", gradient=lambda K, N: "weight", by_scores=True)

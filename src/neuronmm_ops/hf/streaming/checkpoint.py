@@ -11,7 +11,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from neuronmm_ops.checkpoint import read_config, read_headers, weight_files
+from neuronmm_ops.checkpoint import read_headers, weight_files
 from neuronmm_ops.compress.factorize import is_finite
 from neuronmm_ops.compress.targets import output_head
 from neuronmm_ops.errors import CheckpointError, NonFiniteError
@@ -32,12 +32,10 @@ class Checkpoint:
 
     Raises:
         CheckpointError: as `hf.load`.
-        ValueError: it is compressed or quantized, or Transformers makes one tensor of several.
+        ValueError: Transformers makes one tensor of several.
     """
 
     def __init__(self, directory: Path) -> None:
-        if read_config(directory).get("quantization_config") is not None:
-            raise ValueError(f"{directory} is compressed or quantized already; start from dense")
         self.directory = directory
         # The caller hashes the files after this; from here on they must stay as they are.
         self._versions = {file: _version(file) for file in weight_files(directory)}
@@ -81,10 +79,11 @@ class Checkpoint:
             ) from None
         return tensor.to(self._stored[name].dtype)
 
-    def check_finite(self) -> None:
-        """Read all tensors; raise NonFiniteError where one holds NaN or Inf."""
+    def check_finite(self, dtype: torch.dtype) -> None:
+        """Read all tensors; raise NonFiniteError where one is NaN or Inf, parameters in `dtype`."""
         for name in self.names():
-            if not is_finite(self.read(name)):
+            is_parameter = isinstance(self._stored[name], nn.Parameter)
+            if not is_finite(self.read(name).to(dtype if is_parameter else None)):
                 layer, _, leaf = name.rpartition(".")
                 raise NonFiniteError(
                     f"{layer}: {leaf} must be finite, got NaN or Inf; the checkpoint is damaged"
@@ -96,13 +95,13 @@ class Checkpoint:
 
     def names(self, prefix: str = "") -> list[str]:
         """Return the names of stored tensors under a prefix, tied ones once."""
-        seen: set[str] = set()
-        found: list[str] = []
+        aliases: set[str] = set()
+        names: list[str] = []
         for name in self._keys:
-            if name.startswith(prefix) and name not in seen:
-                found.append(name)
-                seen |= {name, *self._aliases[name]}
-        return found
+            if name.startswith(prefix) and name not in aliases:
+                names.append(name)
+                aliases |= {name, *self._aliases[name]}
+        return names
 
     def ends(self) -> set[str]:
         """Return the names of what only token ids and logits need: embedding and output head."""
@@ -159,5 +158,5 @@ class Checkpoint:
 
 def _version(file: Path) -> tuple[int, ...]:
     """Return what changes where a file is written again, or is another one."""
-    found = file.stat()
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+    status = file.stat()
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns

@@ -16,10 +16,8 @@ from neuronmm_ops.compress.gradients import (
     drawn_label_loss,
     gradient_sums,
 )
-from neuronmm_ops.compress.pipeline import check_weights
 from neuronmm_ops.hf.streaming.sweep import Sweep
 from neuronmm_ops.hf.streaming.work import Work
-from neuronmm_ops.nn.dense_linear import dense_linears
 
 # Logits that are alive at once: 64 MB of float32, and some copies of them.
 MAX_LOGITS = 2**24
@@ -29,16 +27,18 @@ Rows = Sequence[tuple[int, Tensor]]  # number in the calibration set, token ids 
 
 def sweep_gradients(
     sweep: Sweep,
-    kinds: Mapping[int, Mapping[str, Gradient]],
+    kinds: Mapping[str, Gradient],
+    layer_of: Mapping[str, int],
     batches: Sequence[Tensor],
     work: Work,
     progress: Progress,
 ) -> None:
-    """Write `gradients-I` of every layer from the first in `kinds` on, by the Linears' names in it.
+    """Write `gradients-I` of every layer from the first with a Linear in `kinds` on.
 
     Args:
         sweep: of the model.
-        kinds: layer to name to what to measure, as for `collect_gradients`.
+        kinds: name of the Linear to what to measure, as for `collect_gradients`.
+        layer_of: the number of its layer.
         batches: token ids `[B, T]`.
         work: where hidden states and gradients are kept; what is there is not done again.
         progress: told `("gradients", layers done, twice the layers)` after each that was not done.
@@ -46,21 +46,18 @@ def sweep_gradients(
     Raises:
         NonFiniteError: the loss or a gradient is NaN or Inf.
     """
-    first, count = min(kinds), len(sweep)
-    # Those of a layer that is done are dropped.
-    if not all(
-        work.has(f"gradients-{index}") or work.has(f"layer-{index}")
-        for index in range(first, count)
-    ):
+    first, count = min(layer_of[name] for name in kinds), len(sweep)
+    if not all(work.has(f"gradients-{index}") for index in range(first, count)):
         rows = _rows(batches)
-        by_labels = any("weight" in of.values() for of in kinds.values())
+        by_labels = "weight" in kinds.values()
         _forward(sweep, rows, work, progress)
         if not work.has(f"upstream-{count}"):
             _start_backward(sweep, rows, work, by_labels)
         tokens = sum(row.shape[1] - by_labels for _, row in rows)
         for index in reversed(range(first, count)):
             if not work.has(f"gradients-{index}"):
-                _backward(sweep, index, kinds.get(index, {}), tokens, work)
+                of_layer: dict[str, Gradient] = {n: kinds[n] for n in kinds if layer_of[n] == index}
+                _backward(sweep, index, of_layer, tokens, work)
                 progress("gradients", 2 * count - index, 2 * count)
     work.drop("upstream")
     work.drop("rows")
@@ -74,9 +71,7 @@ def _forward(sweep: Sweep, rows: Rows, work: Work, progress: Progress) -> None:
                 work.save("rows-0", _numbered([sweep.embed(row) for _, row in rows]))
         for index in range(len(sweep)):
             if not work.has(f"rows-{index + 1}"):
-                with sweep.running(), sweep.layer(index) as layer:
-                    prefix = f"{sweep.stack.name}.{index}."
-                    check_weights({prefix + n: m for n, m in dense_linears(layer).items()})
+                with sweep.running(), sweep.layer(index):
                     states = sweep.states(work.load(f"rows-{index}"))
                     work.save(f"rows-{index + 1}", _numbered([sweep.run(index, x) for x in states]))
                 progress("gradients", index + 1, 2 * len(sweep))
@@ -87,11 +82,11 @@ def _start_backward(sweep: Sweep, rows: Rows, work: Work, by_labels: bool) -> No
     count = len(sweep)
     states = sweep.states(work.load(f"rows-{count}"))
     with sweep.with_ends():
-        found = [
+        gradients = [
             _loss_gradient(sweep, number, row, hidden, by_labels)
             for (number, row), hidden in zip(rows, states, strict=True)
         ]
-    work.save(f"upstream-{count}", _numbered(found))
+    work.save(f"upstream-{count}", _numbered(gradients))
 
 
 def _loss_gradient(
@@ -100,7 +95,7 @@ def _loss_gradient(
     """Return the gradient of a row's loss with respect to `hidden` `[1, T, H]`."""
     generator = torch.Generator().manual_seed(SEED + number)
     size = max(1, MAX_LOGITS // sweep.vocabulary)
-    found: list[Tensor] = []
+    gradients: list[Tensor] = []
     for start in range(0, ids.shape[1], size):
         part = hidden[:, start : start + size].clone().requires_grad_()
         with torch.enable_grad():
@@ -114,26 +109,26 @@ def _loss_gradient(
                 loss = drawn_label_loss(logits, is_logits=True, generator=generator)
             check_loss(loss, number)
             (gradient,) = torch.autograd.grad(loss, part)
-        found.append(gradient)
-    return torch.cat(found, 1)
+        gradients.append(gradient)
+    return torch.cat(gradients, 1)
 
 
 def _backward(
     sweep: Sweep, index: int, kinds: Mapping[str, Gradient], tokens: int, work: Work
 ) -> None:
-    """Write a layer's statistics, and the gradient with respect to what enters it."""
+    """Write a layer's statistics, by names in the model, and the gradient of what enters it."""
     states = sweep.states(work.load(f"rows-{index}"))
     upstream = sweep.states(work.load(f"upstream-{index + 1}"))
-    found: list[Tensor] = []
+    entered: list[Tensor] = []
     with sweep.running(), sweep.layer(index) as layer, gradient_sums(layer, kinds) as sums:
         for hidden, gradient in zip(states, upstream, strict=True):
             entering = hidden.clone().requires_grad_()
             sweep.run(index, entering).backward(gradient)
             assert entering.grad is not None
-            found.append(entering.grad)
+            entered.append(entering.grad)
         sums.tokens = tokens
         means = sums.means(upstream[0].device)
-    work.save(f"upstream-{index}", _numbered(found))
+    work.save(f"upstream-{index}", _numbered(entered))
     # Last: it says that the layer is done.
     work.save(f"gradients-{index}", means)
 

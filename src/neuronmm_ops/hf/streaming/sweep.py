@@ -12,6 +12,18 @@ from neuronmm_ops.compress.layers import LayerStack
 from neuronmm_ops.hf.streaming.checkpoint import Checkpoint
 
 
+class NamedLayer(nn.Module):
+    """A layer whose modules have their names in the whole model."""
+
+    def __init__(self, layer: nn.Module, prefix: str) -> None:
+        super().__init__()
+        self.layer, self._prefix = layer, prefix
+
+    def get_submodule(self, target: str) -> nn.Module:
+        """Return a module by its name in the whole model."""
+        return self.layer.get_submodule(target.removeprefix(self._prefix))
+
+
 class Sweep:
     """The layers of a checkpoint's model, without values but for those in use.
 
@@ -45,12 +57,22 @@ class Sweep:
     def __len__(self) -> int:
         return len(self.stack)
 
+    def layer_of(self, name: str) -> int:
+        """Return the number of the layer that a module is in; raise ValueError where in none."""
+        prefix = f"{self.stack.name}."
+        if not name.startswith(prefix):
+            raise ValueError(
+                f"{name} is in none of {self.stack.name}, which are all that is streamed; leave it "
+                "out of the targets, or compress without --stream"
+            )
+        return int(name.removeprefix(prefix).partition(".")[0])
+
     @contextmanager
-    def layer(self, index: int) -> Generator[nn.Module]:
+    def layer(self, index: int) -> Generator["NamedLayer"]:
         """Give a layer, with its values for a block."""
-        names = self._checkpoint.names(f"{self.stack.name}.{index}.")
-        with self._checkpoint.filled(names, self._dtype, self._device):
-            yield self.stack[index]
+        prefix = f"{self.stack.name}.{index}."
+        with self._checkpoint.filled(self._checkpoint.names(prefix), self._dtype, self._device):
+            yield NamedLayer(self.stack[index], prefix)
 
     @contextmanager
     def running(self) -> Generator[None]:
@@ -76,10 +98,6 @@ class Sweep:
     def width(self) -> int:
         """H, of the hidden states."""
         return self._model.config.get_text_config().hidden_size
-
-    def stored_dtype(self, name: str) -> torch.dtype:
-        """Return the dtype of a Linear's weight in the checkpoint."""
-        return self._checkpoint.dtype(f"{name}.weight")
 
     def states(self, kept: Mapping[str, Tensor]) -> list[Tensor]:
         """Return kept tensors in the order of their keys, on the device."""

@@ -54,7 +54,7 @@ class Work:
         kept = {key: tensor.cpu().contiguous() for key, tensor in tensors.items()}
         hashes = {key: self._hash(name, key, tensor) for key, tensor in kept.items()}
         try:
-            save_file(kept, temporary, hashes)
+            save_file(kept, temporary, hashes or None)  # of an empty header none can be read
         except SafetensorError as error:
             raise OSError(
                 f"{temporary} cannot be written ({error}); free some room and run the same command "

@@ -23,21 +23,23 @@ class CompressedTensors(Mapping[str, Tensor]):
 
     Args:
         checkpoint: the dense one.
-        work: with the factors of every layer.
-        places: name of each low-rank layer to its kept set, and its name there; of the factors
-            that are kept those of the layer's rank are taken.
+        work: with the factors of every low-rank layer, by name, of its rank or a larger one.
+        sets: name of each low-rank layer to the kept set that it is in.
         ranks: of the low-rank layers.
+        layer_bytes: of the largest layer, the most that one file of weights is to hold.
     """
 
     def __init__(
         self,
         checkpoint: Checkpoint,
         work: Work,
-        places: Mapping[str, tuple[str, str]],
+        sets: Mapping[str, str],
         ranks: Mapping[str, int],
+        layer_bytes: int,
     ) -> None:
         self._checkpoint, self._work = checkpoint, work
-        self._places, self._ranks = places, ranks
+        self._sets, self._ranks = sets, ranks
+        self.layer_bytes = layer_bytes
         self._names = list(checkpoint.model.state_dict())
 
     def __getitem__(self, name: str) -> Tensor:
@@ -47,8 +49,7 @@ class CompressedTensors(Mapping[str, Tensor]):
             return self._checkpoint.read(name)
         if leaf == "weight":  # SVDLinear's placeholder
             return torch.empty(0, dtype=self._checkpoint.dtype(name))
-        kept, inside = self._places[layer]
-        factor = self._work.tensor(kept, f"{inside}.{leaf}")
+        factor = self._work.tensor(self._sets[layer], name)
         rank = self._ranks[layer]
         return factor[:, :rank] if leaf == "u" else factor[:rank] if leaf == "v" else factor
 
@@ -60,15 +61,15 @@ class CompressedTensors(Mapping[str, Tensor]):
 
 
 def write_weights(
-    model: PreTrainedModel, tensors: Mapping[str, Tensor], directory: Path, max_shard_size: int
+    model: PreTrainedModel, tensors: Mapping[str, Tensor], directory: Path, size: int | str
 ) -> None:
     """Write config and weights as `save_pretrained` does, with one shard in memory at a time.
 
     Args:
         model: without values.
-        tensors: the values, by their names in the model.
+        tensors: the values.
         directory: an empty one.
-        max_shard_size: bytes of one file; a larger tensor has a file of its own.
+        size: of one file, in bytes or as `5GB`; a larger tensor has a file of its own.
     """
     model.save_pretrained(directory, state_dict={})
     (directory / SINGLE).unlink(missing_ok=True)
@@ -76,7 +77,9 @@ def write_weights(
     names = {id(tensor): name for name, tensor in shapes.items()}
     stored = revert_weight_conversion(model, dict(shapes))
     split = split_torch_state_dict_into_shards(
-        stored, filename_pattern="model{suffix}.safetensors", max_shard_size=max_shard_size
+        stored,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=size,
     )
     for file, keys in split.filename_to_tensors.items():
         shard = {key: tensors[names[id(stored[key])]].contiguous() for key in keys}

@@ -254,7 +254,7 @@ class Pair(Member):
             stored = torch.float32 if key in SCALES else STORAGES.get(layer.storage or "", dtype)
             if key == "u":
                 self.low_width = shape[1]
-            # Along the contraction, as after SVDLinear.relayout_().
+            # Along the contraction, as after nn.relayout_().
             value = torch.empty(tuple(reversed(shape)), dtype=stored)
             setattr(self, key, nn.Parameter(value.t(), requires_grad=False))
 

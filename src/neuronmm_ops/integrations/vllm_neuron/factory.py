@@ -10,10 +10,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from neuroncore.hardware import instance_type
 from neuronmm_ops.checkpoint import check_tensors, inspect_headers, read_config
 from neuronmm_ops.compress.report import CompressionReport
 from neuronmm_ops.errors import CheckpointError
-from neuronmm_ops.hardware import instance_type
 from neuronmm_ops.integrations.vllm_neuron import engine
 from neuronmm_ops.integrations.vllm_neuron.launch import Kernels
 from neuronmm_ops.integrations.vllm_neuron.model import put_low_rank_

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from neuroncore.hardware import TARGET_VARIABLE
 from neuronmm_ops.errors import NkiVersionError
-from neuronmm_ops.hardware import TARGET_VARIABLE
 from neuronmm_ops.integrations.vllm_neuron.engine import kernel_wrapper
 from neuronmm_ops.kernels import kernel_named
 from neuronmm_ops.ops.backends.environment import (
@@ -148,8 +148,8 @@ def _callers() -> dict[str, Callable[..., Any]]:
             "an NKI kernel is planned for one NeuronCore, found no Neuron instance type; "
             f"set {TARGET_VARIABLE}"
         )
-    found: dict[str, Callable[..., Any]] = {}
-    for op in OPS:
-        for phase, name in (("prefill", op), ("decode", f"{op}_decode")):
-            found[name] = wrap_nki(kernel_named(op, phase, name))[(chosen.lnc,)]
-    return found
+    return {
+        name: wrap_nki(kernel_named(op, name))[(chosen.lnc,)]
+        for op in OPS
+        for name in (op, f"{op}_decode")
+    }

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from neuronmm_ops.kernels.attention.units import Shape, Unit
 from neuronmm_ops.kernels.shim import NkiTensor, nisa, nl
-from neuronmm_ops.kernels.stages.chunks import evict, generation
+from neuronmm_ops.kernels.stages.chunks import evict
+from neuronmm_ops.kernels.stages.facts import facts, transposed_dtype
 from neuronmm_ops.kernels.stages.tiling import PARTITIONS, Span, column_groups, spans, tiles_in
 
 
@@ -129,7 +130,7 @@ class NewHeads(nl.NKIObject):
         # query heads, then keys: on the partitions of tiles, and side by side
         self.tiles = spans(0, count, PARTITIONS)
         self.rotated_sb: list[NkiTensor] = []
-        in_psum = nl.float32 if generation() == 2 else qkv.dtype
+        in_psum = transposed_dtype(qkv.dtype)
         self.columns_psum = nl.ndarray((d, count), dtype=in_psum, buffer=nl.psum)
         for n in range(len(self.tiles)):
             own = nl.ds(self.tiles[n].start, self.tiles[n].size)
@@ -175,7 +176,7 @@ class NewToken(nl.NKIObject):
         self.queries = n * g
         self.rows = self.stacked * d
         self.tiles = tiles_in(n, self.stacked)
-        self.groups = column_groups(self.queries, generation())
+        self.groups = column_groups(self.queries, facts().pe_tile)
         self.lanes = PARTITIONS // self.groups
         self.value_hbm = heads.values_hbm[nl.ds(unit.keys.start, n), :]
         self.width = self.lanes + self.stacked * g

@@ -11,7 +11,7 @@ from __future__ import annotations
 from neuronmm_ops.kernels.attention.keys import Keys, Masks
 from neuronmm_ops.kernels.attention.units import QUERY_BLOCK, Shape, prefill_groups
 from neuronmm_ops.kernels.shim import NkiTensor, jit, nisa, nl
-from neuronmm_ops.kernels.stages.chunks import generation
+from neuronmm_ops.kernels.stages.facts import transposed_dtype
 from neuronmm_ops.kernels.stages.tiling import BANK_COLUMNS, PARTITIONS, Span, spans, tiles_in
 
 AHEAD = 3
@@ -142,7 +142,7 @@ class Block(nl.NKIObject):
     def finish(self) -> None:
         """Lay the maxima in a row, over `Keys.ones`."""
         dtype = self.queries.q_hbm.dtype
-        in_psum = nl.float32 if generation() == 2 else dtype
+        in_psum = transposed_dtype(dtype)
         row_psum = nl.ndarray((1, self.tokens.size), in_psum, buffer=nl.psum)
         for i in range(len(self.tiles)):
             own = nl.ds(self.tiles[i].start, self.tiles[i].size)

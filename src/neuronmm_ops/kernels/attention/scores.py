@@ -5,7 +5,8 @@ from __future__ import annotations
 from neuronmm_ops.kernels.attention.heads import NewToken
 from neuronmm_ops.kernels.attention.units import CacheBlock
 from neuronmm_ops.kernels.shim import NkiTensor, nisa, nl
-from neuronmm_ops.kernels.stages.chunks import evict, generation, itemsize
+from neuronmm_ops.kernels.stages.chunks import evict, itemsize
+from neuronmm_ops.kernels.stages.facts import transposed_dtype
 from neuronmm_ops.kernels.stages.tiling import BANK_COLUMNS, PARTITIONS, spans, transposes_in_bank
 
 LOAD_BYTES = 512 * 1024
@@ -169,7 +170,7 @@ class Scores(nl.NKIObject):
         """Tokens of a block on the partitions; several transposes through a bank of PSUM."""
         H = block.groups * self.new.lanes
         to_sb = nl.ndarray((block.rows, block.width, H), dtype=weights_sb.dtype)
-        in_psum = nl.float32 if generation() == 2 else weights_sb.dtype
+        in_psum = transposed_dtype(weights_sb.dtype)
         groups = spans(0, block.width, transposes_in_bank(H, itemsize(in_psum)))
         for n in range(len(groups)):
             group = groups[n]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from neuronmm_ops.hardware import PARTITIONS
+from neuroncore.hardware import PARTITIONS
 from neuronmm_ops.kernels.nki_object import NKIObject
 from neuronmm_ops.kernels.stages.tiling import Span, core_span, spans, tiles_in
 

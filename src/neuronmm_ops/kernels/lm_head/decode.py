@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from neuronmm_ops.kernels.front_end import is_none
 from neuronmm_ops.kernels.shim import NkiTensor, jit, nisa, nl
-from neuronmm_ops.kernels.stages.chunks import chunks_of, generation
+from neuronmm_ops.kernels.stages.chunks import chunks_of
 from neuronmm_ops.kernels.stages.decode import contract, own
+from neuronmm_ops.kernels.stages.facts import facts
 from neuronmm_ops.kernels.stages.sums import Sums
 from neuronmm_ops.kernels.stages.tiling import (
     OUTPUT_UNIT,
@@ -44,7 +45,7 @@ class Greatest(nl.NKIObject):
 
     def __init__(self, M: int, parts: int) -> None:
         self.tokens = M
-        self.groups = column_groups(M, generation())
+        self.groups = column_groups(M, facts().pe_tile)
         self.parts = max(1, parts)
         self.seen = 0
         self.best_sb = nl.ndarray((PARTITIONS, self.parts, SEARCHED), dtype=nl.float32)
@@ -197,11 +198,11 @@ def lm_head_decode(
     ids_hbm = nl.ndarray((M,), dtype=nl.int32, buffer=nl.shared_hbm)
     greatest_hbm = nl.ndarray((M,), dtype=nl.float32, buffer=nl.shared_hbm)
     weight = Weight(w, x.dtype, w_scale, dma_cast)
-    chunks = chunks_of(x, Span(0, H), 0, k_chunk, x.dtype, None, lanes_of(M, generation()))
+    chunks = chunks_of(x, Span(0, H), 0, k_chunk, x.dtype, None, lanes_of(M, facts().pe_tile))
     blocks = output_blocks(own(V), block, last_block)
     parts = 0
     for columns in blocks:
-        tiling = SumTiling(columns.size, M, generation(), OUTPUT_UNIT, 1)
+        tiling = SumTiling(columns.size, M, facts().pe_tile, OUTPUT_UNIT, 1)
         parts += len(tiling.stacked_evictions())
     greatest = Greatest(M, parts)
     for i in range(len(blocks)):

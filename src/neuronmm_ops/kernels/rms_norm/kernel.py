@@ -6,8 +6,9 @@ from typing import Any
 
 from neuronmm_ops.kernels.front_end import is_none
 from neuronmm_ops.kernels.shim import NkiTensor, jit, nisa, nl
-from neuronmm_ops.kernels.stages.chunks import generation, itemsize
+from neuronmm_ops.kernels.stages.chunks import itemsize
 from neuronmm_ops.kernels.stages.decode import own
+from neuronmm_ops.kernels.stages.facts import facts
 from neuronmm_ops.kernels.stages.tiling import PARTITIONS, Span, spans
 
 
@@ -71,7 +72,7 @@ class Rows(nl.NKIObject):
         weight_sb = self.weight()[: x_sb.shape[0], :]
         out_sb = nl.ndarray(x_sb.shape, dtype=x_sb.dtype)
         inverse_sb = self.inverse(x_sb, out_sb)
-        if generation() > 2 and itemsize(x_sb.dtype) == 2:  # VectorE's fast copies
+        if facts().fast_modes and itemsize(x_sb.dtype) == 2:
             nisa.tensor_scalar(out_sb, x_sb, nl.multiply, inverse_sb)
         else:
             nisa.activation(out_sb, nl.copy, x_sb, scale=inverse_sb)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from neuronmm_ops.kernels.front_end import is_none
 from neuronmm_ops.kernels.shim import NkiTensor, nisa, nl
+from neuronmm_ops.kernels.stages.facts import facts, transposed_dtype
 from neuronmm_ops.kernels.stages.tiling import (
     PARTITIONS,
     Span,
@@ -161,7 +162,7 @@ class KChunk(nl.NKIObject):
 
     def load(self) -> NkiTensor:
         """Load the activations to the partitions of the group."""
-        first = self.group * PARTITIONS // column_groups(self.tokens, generation())
+        first = self.group * PARTITIONS // column_groups(self.tokens, facts().pe_tile)
         tile_sb = nl.ndarray((first + self.tokens, self.size), dtype=self.source.dtype)
         tokens_sb = tile_sb[first : first + self.tokens, :]
         nisa.dma_copy(tokens_sb, self.source, dge_mode=nisa.dge_mode.none)
@@ -180,7 +181,7 @@ class KChunk(nl.NKIObject):
         scale_sb: NkiTensor | None = None
         if not is_none(self.scale):
             scale_sb = self.load_scale(self.scale, start, rows, tiles)
-        in_psum = nl.float32 if generation() == 2 else self.source.dtype
+        in_psum = transposed_dtype(self.source.dtype)
         for group in spans(0, tiles, transposes_in_bank(M, itemsize(in_psum))):
             bank_psum = nl.ndarray((rows, group.size, M + M % 2), dtype=in_psum, buffer=nl.psum)
             for i in range(group.size):
@@ -233,7 +234,7 @@ def chunks_of(
     `lanes` are as in `KChunk`.
     """
     found: list[KChunk] = []
-    groups = column_groups(x_hbm.shape[0], generation())
+    groups = column_groups(x_hbm.shape[0], facts().pe_tile)
     for s in spans(part.start, part.size, width):
         group = groups - 1 - len(found) % groups
         columns_hbm = x_hbm[:, nl.ds(s.start, s.size)]
@@ -242,22 +243,14 @@ def chunks_of(
 
 
 def evict(to_sb: NkiTensor, bank_psum: NkiTensor, number: int) -> None:
-    """Copy PSUM to SBUF: on ScalarE, from gen3 on every even `number` on VectorE.
+    """Copy PSUM to SBUF: on ScalarE, every even `number` on VectorE.
 
-    On gen2 the two exclude each other on PSUM, and ScalarE is the faster.
+    Where the two exclude each other on PSUM, all on ScalarE, which is the faster.
     """
-    if generation() == 2 or number % 2 == 1:
+    if facts().shared_ports or number % 2 == 1:
         nisa.activation(to_sb, nl.copy, bank_psum)
     else:
         nisa.tensor_copy(to_sb, bank_psum)
-
-
-def generation() -> int:
-    """Generation of the NeuronCore: 2 (trn1), 3 (trn2) or 4 (trn3)."""
-    version = nisa.get_nc_version()
-    if version == nisa.nc_version.gen2:
-        return 2
-    return 4 if version == nisa.nc_version.gen4 else 3
 
 
 def itemsize(dtype: nl.DType) -> int:

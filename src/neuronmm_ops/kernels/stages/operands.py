@@ -9,6 +9,7 @@ from typing import Any
 
 from neuronmm_ops.kernels.front_end import is_none
 from neuronmm_ops.kernels.shim import NkiTensor, nisa, nl
+from neuronmm_ops.kernels.stages.facts import facts, transposed_dtype
 from neuronmm_ops.kernels.stages.tiling import (
     BANK_COLUMNS,
     KEPT_COLUMNS,
@@ -126,18 +127,11 @@ class Operand(nl.NKIObject):
         size = tile_sb.shape[0]
         own = nl.ds(k % STAGED_TILES * PARTITIONS, size)
         for c in spans(0, self.width, BANK_COLUMNS):
-            bank_psum = nl.ndarray((size, c.size), transposed_dtype(tile_sb), buffer=nl.psum)
+            bank_psum = nl.ndarray((size, c.size), transposed_dtype(tile_sb.dtype), buffer=nl.psum)
             for t in spans(0, c.size, PARTITIONS):
                 rows_sb = self.staged_sb[(c.start + t.start) // PARTITIONS]
                 nisa.nc_transpose(bank_psum[:, nl.ds(t.start, t.size)], rows_sb[:, own])
             evict(tile_sb[:, nl.ds(c.start, c.size)], bank_psum, 0, 1)
-
-
-def transposed_dtype(source: NkiTensor) -> nl.DType:
-    """Dtype of a transpose in PSUM: TensorE of trn1 writes fp32 only."""
-    if nisa.get_nc_version() == nisa.nc_version.gen2:
-        return nl.float32
-    return source.dtype
 
 
 class Weight(nl.NKIObject):
@@ -162,7 +156,7 @@ class Weight(nl.NKIObject):
         # TensorE multiplies fp8 with 16 bits as it is; DMAs cast what it cannot
         self.tile_dtype = dtype
         if self.scaled and stored == nl.float8_e4m3fn:
-            if nisa.get_nc_version() != nisa.nc_version.gen4:
+            if not facts().reads_e4m3fn:
                 # of values up to 240 both formats have the same bits
                 self.source_hbm = source_hbm.view(nl.float8_e4m3)
             if dtype != nl.float32:

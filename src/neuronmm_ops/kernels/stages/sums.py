@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from neuronmm_ops.kernels.front_end import is_none
 from neuronmm_ops.kernels.shim import NkiTensor, nisa, nl
-from neuronmm_ops.kernels.stages.chunks import KChunk, Stack, evict, generation, itemsize
+from neuronmm_ops.kernels.stages.chunks import KChunk, Stack, evict, itemsize
+from neuronmm_ops.kernels.stages.facts import facts
 from neuronmm_ops.kernels.stages.tiling import (
     BANK_COLUMNS,
     PARTITIONS,
@@ -84,12 +85,12 @@ class Sums(nl.NKIObject):
         self.weight = weight
         self.columns = columns
         self.tokens = M
-        step = BANK_COLUMNS if last else matmul_columns(M, generation())
-        self.tiling = SumTiling(columns.size, M, generation(), unit, step)
+        step = BANK_COLUMNS if last else matmul_columns(M, facts().moving_max)
+        self.tiling = SumTiling(columns.size, M, facts().pe_tile, unit, step)
         # sums that are scaled are evicted and transposed by all column groups together; the first
         # matmul writes zeros to the partitions beside the tokens
         self.stacked = stacked or not is_none(weight.scale)
-        self.lanes = lanes_of(M, generation()) if self.stacked else M
+        self.lanes = lanes_of(M, facts().pe_tile) if self.stacked else M
         self.parts = self.tiling.stacked_evictions() if self.stacked else self.tiling.evictions()
         self.partitions = self.tiling.partitions - M + self.lanes
         self.banks_psum: list[NkiTensor] = []
@@ -181,7 +182,7 @@ class Sums(nl.NKIObject):
             rows_hbm = rows_hbm.reshape_dim(0, (PARTITIONS, tiles))
             row_bytes = self.columns.size * itemsize(self.weight.hbm.dtype)
             first = first and not self.stacked
-            least = waited_bytes(generation()) if stage_ends and self.stacked else 0
+            least = waited_bytes(facts().slow_short_runs) if stage_ends and self.stacked else 0
             for s in weight_tiles(tiles, row_bytes, tile_bytes, first, ends, least):
                 tile_hbm = rows_hbm[:, nl.ds(s.start, s.size), :]
                 stationary_sb = chunk.transposed_sb[0][:, nl.ds(s.start, s.size), :]

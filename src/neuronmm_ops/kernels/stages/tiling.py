@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from neuronmm_ops.hardware import PARTITIONS, PSUM_BANK_BYTES, PSUM_BANKS
+from neuroncore.hardware import PARTITIONS, PSUM_BANK_BYTES, PSUM_BANKS
 from neuronmm_ops.kernels.nki_object import NKIObject
 
 BANK_COLUMNS = 512
@@ -161,14 +161,14 @@ HALF_ROW_BYTES = 2560
 """Bytes of a row of the last weight tile, at least, where that is loaded in two halves."""
 
 
-def column_groups(M: int, generation: int) -> int:
-    """Groups of PE columns that work side by side on M tokens: of 32 columns, on gen2 of 64.
+def column_groups(M: int, pe_tile: int) -> int:
+    """Groups of PE columns that work side by side on M tokens: of one or more least PE tiles.
 
     Activations from HBM are loaded to as many groups of partitions: TensorE reads from no other
     start partition.
     """
     groups = 4 if M <= 32 else 2 if M <= 64 else 1
-    return min(2, groups) if generation == 2 else groups
+    return min(PARTITIONS // pe_tile, groups)
 
 
 def groups_in_store(groups: int, M: int, scaled: bool) -> int:
@@ -181,14 +181,14 @@ def groups_in_store(groups: int, M: int, scaled: bool) -> int:
     return 2 if groups == 4 else 1
 
 
-def lanes_of(M: int, generation: int) -> int:
+def lanes_of(M: int, pe_tile: int) -> int:
     """Partitions of a column group with what lies beside its tokens, which stacked sums have."""
-    return PARTITIONS // column_groups(M, generation) if column_groups(M, generation) > 1 else M
+    return PARTITIONS // column_groups(M, pe_tile) if column_groups(M, pe_tile) > 1 else M
 
 
-def matmul_columns(M: int, generation: int) -> int:
-    """Columns of a matmul: a PSUM bank, on gen4 four where no group shares the issue overhead."""
-    return 4 * BANK_COLUMNS if generation == 4 and M > 64 else BANK_COLUMNS
+def matmul_columns(M: int, moving_max: int) -> int:
+    """Columns of a matmul: a PSUM bank, or up to four where no group shares the issue overhead."""
+    return min(4 * BANK_COLUMNS, moving_max) if M > 64 else BANK_COLUMNS
 
 
 def transposes_in_bank(M: int, itemsize: int) -> int:
@@ -229,20 +229,13 @@ def weight_tiles(
     return found
 
 
-def waited_bytes(generation: int) -> int:
-    """Bytes a partition, at least, of the last loads of a u in one byte, which all wait for.
-
-    Short runs are slow on gen2.
-    """
-    return 3072 if generation == 2 else 1024
+def waited_bytes(slow_short_runs: bool) -> int:
+    """Bytes a partition, at least, of the last loads of a u in one byte, which all wait for."""
+    return 3072 if slow_short_runs else 1024
 
 
-def cast_shares(columns: int, generation: int) -> list[Span]:
-    """Columns of a weight tile that ScalarE, GpSimdE and, from gen3, VectorE cast.
-
-    By their clocks; on gen2 VectorE and GpSimdE exclude each other on SBUF.
-    """
-    weights = [1, 1] if generation == 2 else [5, 5, 4] if generation == 3 else [1, 1, 1]
+def cast_shares(columns: int, weights: tuple[int, ...]) -> list[Span]:
+    """Columns of a weight tile that each engine casts, by `weights`: their clocks."""
     total = 0
     for weight in weights:
         total += weight
@@ -282,13 +275,13 @@ class SumTiling(NKIObject):
     Args:
         size: columns of the sums.
         M: tokens.
-        generation: of the NeuronCore.
+        pe_tile: rows and columns of TensorE's smallest tile.
         unit: the width of a group is a multiple of it.
         step: columns of a matmul, whole banks.
     """
 
-    def __init__(self, size: int, M: int, generation: int, unit: int, step: int) -> None:
-        count = column_groups(M, generation)
+    def __init__(self, size: int, M: int, pe_tile: int, unit: int, step: int) -> None:
+        count = column_groups(M, pe_tile)
         self.size = size
         self.step = step
         self.group_partitions = PARTITIONS // count

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from neuronmm_ops.kernels.front_end import is_none
 from neuronmm_ops.kernels.shim import NkiTensor, nisa, nl
-from neuronmm_ops.kernels.stages.chunks import generation, itemsize
+from neuronmm_ops.kernels.stages.chunks import itemsize
+from neuronmm_ops.kernels.stages.facts import facts
 from neuronmm_ops.kernels.stages.tiling import cast_shares, lanes_of
 
 
@@ -12,8 +13,8 @@ class Weight(nl.NKIObject):
     """A weight in HBM.
 
     Args:
-        hbm: [K, N], of the dtype of the activations, or of one byte: float8_e4m3fn (legacy
-            float8_e4m3, whose bits are the same up to 240, before gen4) or int8.
+        hbm: [K, N], of the dtype of the activations, or of one byte: float8_e4m3fn (read as
+            float8_e4m3, whose bits are the same up to 240, where TensorE knows no other) or int8.
         dtype: of the activations.
         scale: fp32 [N], a factor of each column of a weight in one byte, else None.
         dma_cast: of weights that are cast, the DMA casts each so-manieth K tile; 0: none.
@@ -30,7 +31,7 @@ class Weight(nl.NKIObject):
         else:
             assert itemsize(hbm.dtype) == 1, f"a scale is for one-byte weights, got {hbm.dtype}"
             assert scale.shape[0] == columns, f"scale must be [{columns}], got [{scale.shape[0]}]"
-        if hbm.dtype == nl.float8_e4m3fn and generation() < 4:
+        if hbm.dtype == nl.float8_e4m3fn and not facts().reads_e4m3fn:
             hbm = hbm.view(nl.float8_e4m3)
         self.hbm = hbm
         self.dtype = dtype
@@ -50,13 +51,13 @@ def check_one_dtype(weights: list[Weight]) -> None:
 
 def lanes_for(weights: list[Weight], M: int) -> int:
     """Columns of the transposes of what is multiplied by weights; as `KChunk`."""
-    return lanes_of(M, generation()) if not is_none(weights[0].scale) else 0
+    return lanes_of(M, facts().pe_tile) if not is_none(weights[0].scale) else 0
 
 
 def cast(tile_sb: NkiTensor, dtype: nl.DType) -> NkiTensor:
     """A weight tile [k, columns] in another dtype: the engines that read SBUF share the columns."""
     cast_sb = nl.ndarray(tile_sb.shape, dtype=dtype)
-    shares = cast_shares(tile_sb.shape[1], generation())
+    shares = cast_shares(tile_sb.shape[1], facts().casting_mhz)
     for i in range(len(shares)):
         columns = nl.ds(shares[i].start, shares[i].size)
         if i == 0:

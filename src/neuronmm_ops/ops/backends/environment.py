@@ -18,8 +18,8 @@ from functools import cache
 from importlib.machinery import PathFinder
 from typing import Any, Literal, NamedTuple
 
+from neuroncore.hardware import Found, find_target
 from neuronmm_ops.errors import NkiVersionError, NkiVersionWarning
-from neuronmm_ops.hardware import Found, find_target
 
 LNC_VARIABLE = "NEURON_LOGICAL_NC_CONFIG"
 ROUTE_VARIABLE = "NEURONMM_XLA"

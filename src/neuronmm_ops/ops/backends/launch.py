@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from neuroncore.hardware import TARGET_VARIABLE
 from neuronmm_ops.errors import NkiVersionError
-from neuronmm_ops.hardware import TARGET_VARIABLE
 from neuronmm_ops.ops.backends.cpu import name_of
 from neuronmm_ops.ops.backends.environment import ROUTE_VARIABLE, core, why_not_compilable
 from neuronmm_ops.ops.definitions import SPECS
@@ -25,7 +25,7 @@ from neuronmm_ops.ops.products import rows
 from neuronmm_ops.ops.spec import ONE_BYTE_DTYPES, OpSpec
 
 if TYPE_CHECKING:
-    from neuronmm_ops.kernels import Plan
+    from neuronmm_ops.plan import Plan
 
 DTYPE_NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
 WEIGHT_DTYPE_NAMES = {dtype: name_of(dtype) for dtype in ONE_BYTE_DTYPES}
@@ -74,9 +74,7 @@ class Launch:
 
     def part(self, tokens: int) -> Launch:
         """The launch of some of the tokens, by the arguments of the plan."""
-        from neuronmm_ops.kernels import plan_part
-
-        plan = plan_part(self.plan, tokens)
+        plan = replace(self.plan, problem=replace(self.plan.problem, M=tokens), launches=(tokens,))
         return Launch(self.spec, plan, (tokens, plan.problem.N), self.operands, self.choices)
 
 
@@ -109,7 +107,7 @@ def launch_of(
         ValueError: shapes do not fit, or are not known.
         TypeError: dtypes or devices differ, or the dtype is not one of a NeuronCore's.
     """
-    from neuronmm_ops.kernels import plan_op
+    from neuronmm_ops.plan import plan_op
 
     spec.check(*spec.joined(tensors, choices))
     x = tensors[0]

@@ -40,7 +40,7 @@ from neuronmm_ops.ops.backends.launch import (
 from neuronmm_ops.ops.spec import OpSpec
 
 if TYPE_CHECKING:
-    from neuronmm_ops.kernels import Plan
+    from neuronmm_ops.plan import Plan
 
 CallMode = Literal["nki_op", "wrap_nki", "direct"]
 DEVICE = "neuron"
@@ -150,7 +150,7 @@ def _kernel_for(plan: Plan) -> Callable[..., Any]:
         return nki_kernel(plan)
     key = plan.kernel, plan.problem.lnc
     if key not in _wrapped:
-        kernel = kernel_named(plan.problem.op, plan.phase, plan.kernel)
+        kernel = kernel_named(plan.problem.op, plan.kernel)
         _wrapped[key] = wrap_nki(kernel)[(plan.problem.lnc,)]
     return _wrapped[key]
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from neuronmm_ops.hardware import resolve_target
+from neuroncore.hardware import resolve_target
 from neuronmm_ops.ops.backends.launch import (
     Choices,
     Implementations,
@@ -29,7 +29,7 @@ from neuronmm_ops.ops.backends.launch import (
 from neuronmm_ops.ops.spec import OpSpec
 
 if TYPE_CHECKING:
-    from neuronmm_ops.neuroncore import Profile
+    from neuroncore import Profile
 
 _last: list[Profile] = []
 _active: tuple[str, str | None] = ("reference", None)
@@ -112,10 +112,11 @@ def implementation(target: str | None) -> Implementations:
 
 def _simulate(launch: Launch, tensors: Tensors) -> Tensor:
     """Run a launch on the simulated core and keep its profile."""
-    from neuronmm_ops.kernels import nki_kernel
-    from neuronmm_ops.neuroncore.kernel import run
+    from neuroncore.kernel import run
+    from neuronmm_ops.kernels.simulated import simulated_kernel
 
-    kernel, target = nki_kernel(launch.plan), launch.plan.problem.target
-    done = run(kernel, tensors, launch.arguments, target=target)
+    problem = launch.plan.problem
+    kernel = simulated_kernel(problem.op, launch.plan.kernel, problem.lnc)
+    done = run(kernel, tensors, launch.arguments, target=problem.target)
     _last[:] = [done.profile]
     return done.outputs

@@ -1,0 +1,49 @@
+"""The command `python benchmarks`: arguments in, one table or one JSON document out.
+
+Exit codes are those of `neuronmm`. Each module adds its commands to the parser.
+"""
+
+import argparse
+from collections.abc import Sequence
+from typing import Any
+
+from benchmarks.cli import quality, simulated
+from neuroncore.cli import run
+from neuroncore.cli.console import show_rows, stderr
+from neuroncore.cli.parser import EXAMPLE, Parser
+from neuronmm_ops.cli.console import explain, our_warnings
+from neuronmm_ops.cli.parser import add_command
+
+__all__ = ["main", "parser"]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code.
+
+    Args:
+        arguments: the command line without the program's name; default `sys.argv`.
+    """
+    return run(parser(), arguments, lambda _: our_warnings(), explain)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The parser of all commands."""
+    root = Parser(
+        prog="python benchmarks",
+        description="Prove what neuronmm-ops and neuroncore claim.",
+        epilog=EXAMPLE + "published --json",
+    )
+    commands = root.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    simulated.add(commands)
+    quality.add(commands)
+    description = "the cost of an op call"
+    command = add_command(commands, "overhead", _overhead, show_rows, description)
+    command.add_argument("--xla", action="store_true", help="time tracing on XLA tensors instead")
+    return root
+
+
+def _overhead(options: argparse.Namespace) -> list[dict[str, Any]]:
+    from benchmarks import overhead
+
+    with stderr.status("calling tiny ops many times"):
+        return overhead.run_xla() if options.xla else overhead.run()

@@ -1,0 +1,132 @@
+"""`methods` and `storages`: the perplexity that compression costs."""
+
+import argparse
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from neuroncore.cli.console import show_table, stdout
+from neuronmm_ops.cli.library import transformers_models
+from neuronmm_ops.cli.parser import add_command, add_texts, texts_of
+from neuronmm_ops.progress import progress_bars
+
+
+def add(commands: Any) -> None:
+    """Add the commands to the parser."""
+    description = "perplexity by method and ratio"
+    _add(commands, "methods", _methods, show_methods, description, "--dtype")
+    description = "perplexity by storage, at equal ranks and equal bytes"
+    storages = _add(commands, "storages", _storages, _show_storages, description)
+    storages.add_argument(
+        "--ratio",
+        type=float,
+        nargs="+",
+        default=[0.2],
+        help="fractions of parameters to remove (default 0.2)",
+    )
+
+
+def _add(commands: Any, *command_and_options: Any) -> argparse.ArgumentParser:
+    """Add a command with the options of both; the arguments are those of `add_command`."""
+    example = "model --text test.txt --calibration train.txt"
+    command = add_command(commands, *command_and_options, "model", "--device", example=example)
+    add_texts(command)
+    command.add_argument(
+        "--calibration",
+        type=Path,
+        required=True,
+        metavar="FILE.txt",
+        help="UTF-8 text to calibrate on",
+    )
+    command.add_argument(
+        "--block", type=int, default=16, help="ranks are multiples of this (default 16)"
+    )
+    return command
+
+
+def _read_texts(options: argparse.Namespace) -> tuple[dict[str, str], str]:
+    """The texts to evaluate on by their paths, and the one to calibrate on."""
+    paths = texts_of(options)
+    hf = transformers_models()
+    return {str(path): hf.read_text(path) for path in paths}, hf.read_text(options.calibration)
+
+
+def _methods(options: argparse.Namespace) -> list[dict[str, Any]]:
+    texts, calibration = _read_texts(options)
+    from benchmarks import methods
+
+    chosen = {"block": options.block, "dtype": options.dtype, "device": options.device}
+    with progress_bars() as progress:
+        return methods.run(options.model, texts, calibration, **chosen, progress=progress)
+
+
+def show_methods(rows: list[dict[str, Any]]) -> None:
+    """Print a table of the methods' excess, a column a text."""
+    texts = [row["text"] for row in rows if row["method"] == "dense"]
+    dense = ", ".join(
+        f"{Path(row['text']).stem} {row['ppl_token']:.2f}" for row in rows[: len(texts)]
+    )
+    stdout.print(
+        f"Dense perplexity: {dense}. Below, what ln of it grows by, and that as a multiple of what "
+        f"whiten with uniform ranks adds. Computed in {rows[0]['compute_dtype']}."
+    )
+    cells: list[list[object] | None] = []
+    for start in range(len(texts), len(rows), len(texts)):
+        group = rows[start : start + len(texts)]
+        if cells and group[0]["ratio"] != rows[start - 1]["ratio"]:
+            cells.append(None)
+        first = group[0]
+        ratios = f"{first['ratio']:g}", f"{first['effective_ratio']:.3f}"
+        cells.append([*ratios, _candidate(first), *map(_excess, group)])
+    columns = ["ratio", "effective", "method", *(Path(text).stem for text in texts)]
+    show_table(columns, cells, left=["method"])
+
+
+def _candidate(row: dict[str, Any]) -> str:
+    """The method, with what is not greedy, or what greedy weighs by."""
+    if row["allocation"] == "uniform":
+        return f"{row['method']} uniform"
+    return row["method"] + (f" by {row['importance']}" if row["importance"] else "")
+
+
+def _excess(row: dict[str, Any]) -> str:
+    quotient = row["excess_quotient"]
+    return f"{row['excess_log_ppl']:.4f}" + ("" if quotient is None else f" {quotient:.2f}x")
+
+
+def _storages(options: argparse.Namespace) -> list[dict[str, Any]]:
+    texts, calibration = _read_texts(options)
+    from benchmarks import storages
+
+    chosen = {"ratios": options.ratio, "block": options.block, "device": options.device}
+    with progress_bars() as progress:
+        return storages.run(options.model, texts, calibration, **chosen, progress=progress)
+
+
+def _show_storages(rows: list[dict[str, Any]]) -> None:
+    """Print a table of the storages' excess, a column a text."""
+    texts = list(dict.fromkeys(row["text"] for row in rows))
+    dense = ", ".join(
+        f"{Path(row['text']).stem} {row['dense_ppl_token']:.2f}" for row in rows[: len(texts)]
+    )
+    stdout.print(
+        f"Dense perplexity: {dense}. Below, what ln of it grows by, and that as a multiple of what "
+        "factors in bf16 add at the ratio, with its standard error over paired tokens; then the "
+        "divergence from the dense model's predictions, as such a multiple."
+    )
+    left = ["storage", "equal", "rounding"]
+    for ratio, text in product(dict.fromkeys([row["ratio"] for row in rows]), texts):
+        cells: list[list[object] | None] = []
+        for row in [row for row in rows if (row["ratio"], row["text"]) == (ratio, text)]:
+            if cells and cells[-1] and row["storage"] != cells[-1][0]:
+                cells.append(None)
+            size = f"{row['bytes'] / row['dense_bytes']:.3f}"
+            cells.append([*(row[label] for label in left), size, *_paired_excess(row)])
+        title = f"ratio {ratio:g}, {Path(text).stem}"
+        show_table([*left, "bytes", "excess", "quotient", "±", "KL"], cells, left, title)
+
+
+def _paired_excess(row: dict[str, Any]) -> list[str]:
+    quotients = row["excess_quotient"], row["quotient_error"], row["kl_quotient"]
+    shown = ["" if quotient is None else f"{quotient:.3f}" for quotient in quotients]
+    return [f"{row['excess_log_ppl']:.5f}", *shown]

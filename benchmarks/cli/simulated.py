@@ -1,0 +1,181 @@
+"""`published` and `kernels`: the simulated core, and our kernels on it, beside published ones."""
+
+import argparse
+import os
+from pathlib import Path
+from typing import Any
+
+from neuroncore.cli.console import check_output, show_table, stdout
+from neuronmm_ops.cli.parser import add_command, add_shape, add_tokens, tokens_of
+from neuronmm_ops.progress import progress_bars
+
+
+def add(commands: Any) -> None:
+    """Add the commands to the parser."""
+    description = "published times of NKI kernels compared with the simulated core's"
+    add_command(commands, "published", _published, _show_published, description)
+
+    description = "our NKI kernels compared with NeuronMM's on the simulated core; time is modelled"
+    example = "--model Llama-3.2-1B --tokens 1 --target trn2"
+    command = add_command(
+        commands, "kernels", _kernels, _show_kernels, description, "--lnc", example=example
+    )
+    command.add_argument(
+        "--target",
+        help="trn1, trn2 or trn3 (default: this machine's or trn2; with --figure1 trn1, on which "
+        "the paper measured)",
+    )
+    command.add_argument("--figure1", action="store_true", help="at the paper's shape, M 1K to 32K")
+    add_shape(command, "; or paper (default: all names, and paper)", nargs="+", default=[])
+    add_tokens(command, [], "each kernel's own")
+    command.add_argument(
+        "--storage", nargs="+", default=[], help="also model our kernels on factors in fp8 or int8"
+    )
+    command.add_argument(
+        "--plot", type=Path, metavar="OUT.png", help="draw the paper's Figure 1 (matplotlib)"
+    )
+
+
+def _published(options: argparse.Namespace) -> list[dict[str, Any]]:
+    from benchmarks import published
+
+    with progress_bars() as progress:
+        return published.run(progress, workers=min(2, os.cpu_count() or 1))
+
+
+def _show_published(rows: list[dict[str, Any]]) -> None:
+    from benchmarks import published
+    from neuroncore.hardware import DMA_MODELS
+
+    cells = [_published_cells(row) for row in rows]
+    columns = ["figure", "target", "published", "modelled", *DMA_MODELS]
+    show_table(columns, cells, left=["figure"])
+    stdout.print(
+        f"Times in ms, modelled under {DMA_MODELS[0]}; its error, and that of the other DMA model. "
+        "* fixed a constant. A token is a bound, which no published system beats: its share."
+    )
+    for model in DMA_MODELS:
+        errors = [row["errors"][model] for row in published.predicted(rows)]
+        worst = max(errors, key=abs)
+        stdout.print(
+            f"{model}: {len(errors)} predicted figures, mean absolute error "
+            f"{published.mean_error(rows, model):.1%}, the worst {worst:+.0%}"
+        )
+
+
+def _published_cells(row: dict[str, Any]) -> list[str]:
+    name = row["name"] + (" *" if row["calibration"] else "")
+    if row["refused"]:
+        return [f"{name}: refused, {row['refused']}", row["target"]]
+    if row["published_share"] is not None:
+        values = [f"{row['published_share']:.1%}", f"{row['modelled_share']:.1%}"]
+    else:
+        values = [_number(row["published_ms"]), _number(row["modelled_ms"])]
+    errors = [f"{error:+.1%}" for error in (row["errors"] or {}).values()]
+    if row["measure"] == "bound":
+        errors = [f"{row['modelled_ms'] / row['published_ms']:.1%}"]
+    return [name, row["target"], *values, *errors]
+
+
+def _number(value: float | None, unit: int = 1, spec: str = ".4g") -> str:
+    """A number in a unit; nothing for None."""
+    return "" if value is None else format(value / unit, spec)
+
+
+def _kernels(options: argparse.Namespace) -> list[dict[str, Any]]:
+    from benchmarks import figure1_plot, kernels
+
+    if options.plot is not None:
+        if not options.figure1:
+            raise ValueError("--plot draws the paper's Figure 1: it needs --figure1")
+        check_output(options.plot)
+        figure1_plot.check_format(options.plot)
+    with progress_bars() as progress:
+        rows = kernels.run(
+            options.model,
+            tokens_of(options),
+            target=options.target,
+            lnc=options.lnc,
+            figure1=options.figure1,
+            storage=options.storage,
+            workers=min(2, os.cpu_count() or 1),
+            progress=progress,
+        )
+    if options.plot is not None:
+        figure1_plot.save(rows, options.plot)
+    return rows
+
+
+def _show_kernels(rows: list[dict[str, Any]]) -> None:
+    first = rows[0]
+    cores = f", {first['lnc']} NeuronCores a launch" if first["lnc"] > 1 else ""
+    stdout.print(f"{first['dtype']} on {first['target']}{cores}. All times are modelled.")
+    for model in dict.fromkeys(row["model"] for row in rows):
+        _show_model(model, [row for row in rows if row["model"] == model])
+    _show_shares(rows)
+    _show_speedups(rows)
+
+
+def _show_model(model: str, rows: list[dict[str, Any]]) -> None:
+    """The rows of one model; with what was published for its shape, if anything was."""
+    shapes = list(dict.fromkeys(f"{row['K']}x{row['N']}" for row in rows))
+    published = any(row["published_bytes"] is not None for row in rows)
+    rank = next(row["r"] for row in rows if row["r"])
+    stdout.print(
+        f"\n{model}, " + (f"K x N {shapes[0]}, " if len(shapes) == 1 else "") + f"r={rank}"
+    )
+    columns = ["M", "kernel", "ms", "of limit", "bound"]
+    columns += ["GiB", "publ. ms", "GiB"] if published else ["MiB"]
+    if len(shapes) > 1:
+        columns.insert(1, "K x N")
+    cells: list[list[object] | None] = []
+    tokens = rows[0]["M"]
+    for row in rows:
+        if row["M"] != tokens:
+            cells.append(None)
+            tokens = row["M"]
+        sizes = [row["M"], f"{row['K']}x{row['N']}"][: min(2, len(shapes))]
+        measured = _modelled_cells(row, 2**30 if published else 2**20)
+        pair = [_number(row["published_ms"]), _number(row["published_bytes"], 2**30, ".3g")]
+        cells.append([*sizes, row["kernel"], *measured, *(pair if published else [])])
+    show_table(columns, cells, left=["kernel"])
+    if published:
+        stdout.print("Published times and traffic: NeuronMM's Figure 1.")
+
+
+def _modelled_cells(row: dict[str, Any], unit: int) -> list[str]:
+    if row["time_ms"] is None:
+        return ["no room", "", "", ""]
+    share, moved = f"{row['limit_share']:.0%}", _number(row["hbm_bytes"], unit, ".3g")
+    return [_number(row["time_ms"]), share, row["bound"], moved]
+
+
+def _show_shares(rows: list[dict[str, Any]]) -> None:
+    from benchmarks import kernels
+
+    worst = kernels.worst_shares(rows)
+    regimes = [regime for regime in kernels.REGIMES if any(r == regime for _, r in worst)]
+    stdout.print("\nSmallest share of the modelled limit, by tokens:")
+    cells: list[list[str]] = []
+    for kernel in dict.fromkeys(row["kernel"] for row in rows):
+        found = [worst.get((kernel, regime)) for regime in regimes]
+        cells.append([kernel, *("" if r is None else f"{r['limit_share_low']:.0%}" for r in found)])
+    show_table(["kernel", *regimes], cells, left=["kernel"])
+
+
+def _show_speedups(rows: list[dict[str, Any]]) -> None:
+    """Speed-ups over other kernels, each with its range over the DMA models and its least."""
+    from benchmarks import kernels
+
+    compared = [(*names, kernels.speedup(rows, *names)) for names in kernels.COMPARED]
+    found = [(*names, ratios) for *names, ratios in compared if ratios]
+    if found:
+        stdout.print("Modelled speed-ups, geometric means, by what small DMAs are taken to cost:")
+    for ours, theirs, regime, ratios in found:
+        low, high = min(ratios.values()), max(ratios.values())
+        models = ", ".join([f"{model} {ratio:.2f}x" for model, ratio in ratios.items()])
+        least = kernels.least_speedup(rows, ours, theirs, regime)
+        stdout.print(
+            f"{ours} over {theirs}, {regime}: {low:.2f}x to {high:.2f}x ({models}), "
+            f"least {least:.2f}x"
+        )

@@ -1,0 +1,143 @@
+"""Published figures of NKI kernels beside what the simulated core predicts."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import numpy as np
+
+from benchmarks.cases import decoding, end_to_end, published
+from neuroncore import NkiValidationError, Profile, simulate
+from neuroncore.hardware import DMA_MODELS, DMA_SPREAD_NS, DmaModel, Engine
+from neuroncore.profile.metrics import columns, covered
+from neuronmm_ops.compress.calibrate import Progress
+from neuronmm_ops.measure.runner import run_all
+
+FIELDS = (
+    "name", "target", "measure", "engine", "calibration", "naive", "source",
+    "published_ms", "modelled_ms", "documented_ms", "published_share", "modelled_share",
+    "error", "errors", "published_bytes", "modelled_bytes", "refused",
+)  # fmt: skip
+ENGINES = {"TensorE": Engine.TENSOR, "VectorE": Engine.VECTOR, "DMA": Engine.DMA}
+"""Engines of which a published share is active."""
+
+
+def run(progress: Progress | None = None, workers: int = 1) -> list[dict[str, Any]]:
+    """Predict every published figure under every DMA model; two minutes on one core.
+
+    Args:
+        progress: called with ("published", launches done, launches in all).
+        workers: processes.
+
+    Returns:
+        One row a figure, with `FIELDS`. `modelled_ms` or `modelled_share` is under the first DMA
+        model, and so is `error` (relative); `errors` has every model's by name. `documented_ms`
+        leaves the fitted issue of matmuls out. `measure` says what is compared; of a "bound",
+        `modelled_ms` must not exceed what was published, and there is no error. `refused` says why
+        a kernel does not run here; its numbers are None.
+    """
+    found = published.cases()
+    # several figures are published of one run
+    launches: dict[tuple[Any, ...], tuple[int, DmaModel]] = {}
+    for (number, case), model in product(enumerate(found), DMA_MODELS):
+        launches[case.kernel, case.arguments, case.target, model] = number, model
+    outcomes = run_all("published", _simulated, list(launches.values()), progress, workers)
+    of_launch = dict(zip(launches, outcomes, strict=True))
+    rows: list[dict[str, Any]] = []
+    for case in found:
+        launch = (case.kernel, case.arguments, case.target)
+        rows.append(_row(case, {model: of_launch[*launch, model] for model in DMA_MODELS}))
+    bounds = [_bound(token, "a token's Linears") for token in decoding.token_times()]
+    return [*rows, *bounds, *[_bound(token, "a token") for token in end_to_end.decodings()]]
+
+
+def predicted(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows whose figure fixed no constant."""
+    return [row for row in rows if row["error"] is not None and not row["calibration"]]
+
+
+def mean_error(rows: list[dict[str, Any]], model: DmaModel = DMA_MODELS[0]) -> float:
+    """Mean absolute relative error of the figures that were predicted, not fitted."""
+    errors = [abs(row["errors"][model]) for row in predicted(rows)]
+    return sum(errors) / len(errors)
+
+
+def _simulated(launch: tuple[int, DmaModel]) -> dict[str, float] | str:
+    """What the profile of a case, by its number, says by measure, or why the core refuses it."""
+    number, model = launch
+    case = published.cases()[number]
+    try:
+        simulation = simulate(
+            case.kernel, *case.arguments, target=case.target, mode="trace", dma_model=model
+        )
+    except NkiValidationError as error:
+        return str(error).partition(";")[0]
+    profile: Profile = simulation.profile
+    found = {f"active {name}": _active(profile, engine) for name, engine in ENGINES.items()}
+    found |= {"time": profile.time_ms, "MFU": profile.mfu, "bytes": float(profile.hbm_bytes)}
+    if model == DMA_MODELS[0]:
+        found["documented"] = profile.documented_ms
+    return found | _single(profile)
+
+
+def _active(profile: Profile, engine: Engine) -> float:
+    """Share of the time that a profiler shows an engine active: until its results are there."""
+    (core,) = profile.schedule.cores
+    engines, start, end = columns(core)
+    chosen = engines == engine
+    latency = DMA_SPREAD_NS if engine is Engine.DMA else profile.machine.result_ns[engine]
+    order = np.argsort(start[chosen], kind="stable")
+    active = covered(start[chosen][order], end[chosen][order] + latency)
+    return min(1.0, active / profile.schedule.time_ns)
+
+
+def _single(profile: Profile) -> dict[str, float]:
+    """Times of single instructions: the first DMA and the last activation."""
+    (core,) = profile.schedule.cores
+    engines = [template.engine for template, *_ in core.trace.records]
+    found: dict[str, float] = {}
+    if Engine.DMA in engines:
+        first = engines.index(Engine.DMA)
+        found["transfer"] = (core.end[first] - core.start[first]) / 1e6
+        found["trigger to done"] = core.end[first] / 1e6
+    scalar = [i for i, engine in enumerate(engines) if engine is Engine.SCALAR]
+    if scalar:
+        latency = profile.machine.result_ns[Engine.SCALAR]
+        found["instruction"] = (core.end[scalar[-1]] - core.start[scalar[-1]] + latency) / 1e6
+    if len(scalar) > 1:
+        found["interval"] = (core.start[scalar[-1]] - core.start[scalar[-2]]) / 1e6
+    return found
+
+
+def _row(case: published.Case, outcomes: dict[DmaModel, dict[str, float] | str]) -> dict[str, Any]:
+    row: dict[str, Any] = {field: getattr(case, field, None) for field in FIELDS}
+    values: dict[DmaModel, dict[str, float]] = {}
+    for model, outcome in outcomes.items():
+        if isinstance(outcome, str):
+            return row | {"refused": outcome}
+        values[model] = outcome
+    first = values[DMA_MODELS[0]]
+    measure = f"active {case.engine}" if case.engine else case.measure
+    as_share = case.published_share is not None
+    row["modelled_share" if as_share else "modelled_ms"] = first[measure]
+    row["documented_ms"] = first["documented"] if measure == "time" else None
+    row["modelled_bytes"] = round(first["bytes"]) if measure == "time" else None
+    figure = case.published_share or case.published_ms
+    assert figure is not None, case
+    row["errors"] = {model: found[measure] / figure - 1 for model, found in values.items()}
+    return row | {"error": row["errors"][DMA_MODELS[0]]}
+
+
+def _bound(token: decoding.TokenTime | end_to_end.Decoding, what: str) -> dict[str, Any]:
+    row: dict[str, Any] = dict.fromkeys(FIELDS)
+    return row | {
+        "name": f"{token.name}: {what}",
+        "target": token.target,
+        "measure": "bound",
+        "calibration": False,
+        "naive": False,
+        "source": decoding.SOURCE,
+        "published_ms": token.published_ms,
+        "modelled_ms": token.modelled_ms,
+    }

@@ -1,0 +1,100 @@
+"""Tables of tensor parallelism: what ranks send and hold, and what low rank gains on them."""
+
+from selection import Row, document, variant
+from sources import DIVIDED_MODELS, DIVIDED_RATIOS, divided_command
+from writing import number, span, table
+
+from neuronmm_ops import aligned_rank
+from neuronmm_ops.models import model_shape
+from neuronmm_ops.parallel.traffic import traffic
+
+_TERMS = {"all_reduce": "sum", "all_gather": "gather", "reduce_scatter": "scattered sum"}
+_LAYOUTS = ("sum", "one", "both", "rows")
+
+
+def traffic_of_ranks() -> str:
+    """What a rank sends for a token and holds of the layers, computed from shapes alone."""
+    rows: list[list[str]] = []
+    for name in ("Llama-3.1-8B", "Llama-3.1-70B", "Qwen3-8B"):
+        shape = model_shape(name)
+        ranks = {each: aligned_rank(K, N, 0.2) for each, (K, N) in shape.projections.items()}
+        pairs = {each: r for each, r in ranks.items() if r is not None}
+        for tp in (2, 8, 32):
+            sent_and_held = [
+                (f"{row.wire_bytes / 1e6:.2f}", f"{row.weight_bytes / 1e9:.2f}")
+                for row in traffic(shape, pairs, tp)
+            ]
+            rows.append([name, str(tp), *(cell for pair in sent_and_held for cell in pair)])
+    head = [
+        f"{layout}: {value}"
+        for layout in ("dense", "`one`", "`both`")
+        for value in ("sends, MB", "holds, GB")
+    ]
+    return table(["model", "tp", *head], rows)
+
+
+def layouts() -> str:
+    """One layer's MLP of the largest model on the fewest ranks, by layout."""
+    documents: list[Row] = (
+        document("tensor_parallel", divided_command(DIVIDED_MODELS[0], DIVIDED_RATIOS[0])) or []
+    )
+    rows = [
+        _layout_row(one["tp"], name, *(_mlp(one, name, phase) for phase in ("decode", "prefill")))
+        for one in documents[:1]
+        for name in ("dense", *_LAYOUTS)
+    ]
+    head = (
+        *("tp", "layout", "exchanged", "KB, a token", "us", "launches us"),
+        *("MB, a prompt", "us", "launches us", "weights MB"),
+    )
+    return table(head, rows) if rows else ""
+
+
+def _mlp(one: Row, layout: str, phase: str) -> Row:
+    """The MLP's entry where both of its groups have the layout."""
+    of = variant(one, "dense" if layout == "dense" else "low_rank")
+    (entry,) = (
+        entry
+        for entry in of["phases"][phase]["layouts"]
+        if entry["component"] == "mlp" and set(entry["layouts"].values()) == {layout}
+    )
+    return entry
+
+
+def _layout_row(tp: int, layout: str, token: Row, prompt: Row) -> list[str]:
+    exchanged = ", ".join(f"{_TERMS[c['kind']]} [M, {c['N']}]" for c in token["collectives"])
+    cells: list[str] = []
+    for entry, unit in ((token, 1e3), (prompt, 1e6)):
+        fastest = " *" if entry["taken"] and layout != "dense" else ""
+        cells += [
+            f"{entry['wire_bytes'] / unit:.1f}",
+            f"{1e3 * entry['collectives_ms']:.1f}",
+            number(1e3 * entry["launches_ms"]) + fastest,
+        ]
+    name = layout if layout == "dense" else f"`{layout}`"
+    return [str(tp), name, exchanged, *cells, number(token["weight_bytes"] / 1e6)]
+
+
+def speedups() -> str:
+    """MLPs in low rank over dense bf16 on the same ranks."""
+    rows: list[list[str]] = []
+    for name in DIVIDED_MODELS:
+        for ratio in DIVIDED_RATIOS:
+            documents: list[Row] = document("tensor_parallel", divided_command(name, ratio)) or []
+            rows += [[name, str(one["tp"]), f"{ratio:g}", *_gains(one)] for one in documents]
+    head = ("model", "tp", "ratio", "dense ms a token", "prefill", "decode", "decode, slow links")
+    return table(head, rows) if rows else ""
+
+
+def _gains(one: Row) -> list[str]:
+    dense, compressed = (
+        variant(one, name)["phases"]["decode"]["published_collectives"]["times_ms"]
+        for name in ("dense", "low_rank")
+    )
+    slow = [dense[model] / compressed[model] for model in dense]
+    ours = one["speedups"]["ours"]
+    return [
+        number(variant(one, "dense")["phases"]["decode"]["time_ms"]),
+        *(span(ours[phase]["low"], ours[phase]["high"]) for phase in ("prefill", "decode")),
+        span(min(slow), max(slow)),
+    ]

@@ -1,0 +1,220 @@
+"""Kernels and references in the user's files: found, imported and run as the user's code."""
+
+import ast
+import contextlib
+import importlib.util
+import linecache
+import os
+import sys
+import types
+from collections.abc import Callable, Generator, Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, TextIO, cast
+
+from neuroncore import Kernel, NkiValidationError
+from neuroncore import as_nki as simulator_as_nki
+from neuroncore.cli.console import KernelError, Terminated
+
+
+class UsageError(ValueError):
+    """A mistake of the command line, also where the user's code is running around it."""
+
+
+class Place(NamedTuple):
+    """A function in a file."""
+
+    path: Path
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.path.name}:{self.name}"
+
+
+def place_of(text: str, what: str = "KERNEL") -> Place:
+    """`FILE.py:NAME` as a place. Raises ValueError where it is none, or there is no such file."""
+    file, _, name = text.rpartition(":")
+    if not file or not name.isidentifier():
+        raise ValueError(f"{what} must be FILE.py:{what}, such as matmul.py:matmul; got {text!r}")
+    path = Path(file)
+    if not path.is_file():
+        raise ValueError(f"{file} is no file")
+    return Place(path.resolve(), name)
+
+
+def kernel_of(module: types.ModuleType, place: Place) -> Kernel:
+    """The kernel, or plain function, of that name."""
+    found = getattr(module, place.name, None)
+    if isinstance(found, Kernel):
+        return found
+    if isinstance(found, types.FunctionType):
+        return Kernel(found)
+    names = sorted(n for n, value in vars(module).items() if isinstance(value, Kernel))
+    there = f"it has {listed(names)}" if names else "it has no function under @nki.jit"
+    file = place.path.name
+    if found is not None:
+        raise UsageError(f"{place.name} of {file} is no kernel but {found!r:.40}; {there}")
+    raise UsageError(f"{file} has no kernel {place.name}; {there}")
+
+
+def function_of(module: types.ModuleType, place: Place) -> Callable[..., Any]:
+    """The function of that name, which may be a kernel's own."""
+    found = getattr(module, place.name, None)
+    found = found.func if isinstance(found, Kernel) else found
+    if not callable(found):
+        raise UsageError(f"{place.path.name} has no function {place.name}")
+    return found
+
+
+def listed(names: Iterable[str]) -> str:
+    """Names, with commas."""
+    return ", ".join(names)
+
+
+@contextlib.contextmanager
+def as_nki() -> Generator[None]:
+    """`import nki` finds the simulator."""
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(simulator_as_nki())
+        except RuntimeError as error:
+            raise ValueError(str(error)) from error
+        yield
+
+
+@contextlib.contextmanager
+def module(path: Path, constants: Mapping[str, Any] | None = None) -> Generator[types.ModuleType]:
+    """The file as a module, imported as `python FILE.py` would: its directory is on the path.
+
+    Args:
+        path: the file.
+        constants: values for names that the file assigns at its top level, in their place.
+    """
+    name = f"_simulated_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise UsageError(f"{path.name} is no Python file: it must end in .py")
+    made = importlib.util.module_from_spec(spec)
+    before, shadowed = list(sys.path), sys.modules.get(name)
+    sys.path.insert(0, str(path.parent))
+    sys.modules[name] = made
+    try:
+        if constants:
+            tree = _with_constants(ast.parse(path.read_bytes(), str(path)), path, constants)
+            code = compile(tree, str(path), "exec", dont_inherit=True)
+            exec(code, vars(made))  # noqa: S102 - the user's own file
+        else:
+            spec.loader.exec_module(made)
+        yield made
+    finally:
+        del sys.modules[name]
+        if shadowed is not None:  # another file of that name, around this one
+            sys.modules[name] = shadowed
+        sys.path[:] = before
+
+
+def _with_constants(tree: ast.Module, path: Path, constants: Mapping[str, Any]) -> ast.Module:
+    found = dict.fromkeys(constants, 0)
+    for node in tree.body:
+        targets = node.targets if isinstance(node, ast.Assign) else []
+        if isinstance(node, ast.AnnAssign) and node.value is not None:
+            targets = [node.target]
+        if len(targets) != 1 or not isinstance(targets[0], ast.Name):
+            continue
+        name = targets[0].id
+        if name in constants and isinstance(node, ast.Assign | ast.AnnAssign):
+            found[name] += 1
+            node.value = ast.copy_location(ast.Constant(constants[name]), node)
+    for name, count in found.items():
+        if count != 1:
+            times = "never" if count == 0 else f"{count} times"
+            raise UsageError(
+                f"--sweep {name}: it is no parameter of the kernel, and {path.name} assigns it "
+                f"{times} at its top level; it must do so once"
+            )
+    return tree
+
+
+class _Borrowed:
+    """A stream that whoever borrows it cannot close."""
+
+    def __init__(self, stream: TextIO | None) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def close(self) -> None:
+        """Leave it open."""
+
+
+@contextlib.contextmanager
+def contained(is_quiet: bool) -> Generator[None]:
+    """Keep what the user's code does to this process from what comes after it.
+
+    It may close stdout and stderr and change the working directory. What it prints goes to stdout;
+    `is_quiet` keeps that for a document and sends to stderr what is printed, past Python's streams,
+    too.
+    """
+    directory = os.open(".", os.O_RDONLY)
+    copies = {number: os.dup(number) for number in (1, 2) if _is_open(number)}
+    if is_quiet and len(copies) == 2:
+        os.dup2(2, 1)
+    prints, errors = (
+        cast("TextIO", _Borrowed(stream))
+        for stream in (sys.stderr if is_quiet else sys.stdout, sys.stderr)
+    )
+    try:
+        with contextlib.redirect_stdout(prints), contextlib.redirect_stderr(errors):
+            yield
+    finally:
+        for number, copy in copies.items():
+            os.dup2(copy, number)
+            os.close(copy)
+        os.fchdir(directory)
+        os.close(directory)
+
+
+def _is_open(descriptor: int) -> bool:
+    try:
+        os.fstat(descriptor)
+    except OSError:
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def reported(path: Path) -> Generator[None]:
+    """Turn what the user's code raises into a KernelError of one line with its file and line."""
+    try:
+        yield
+    except (UsageError, KernelError):
+        raise
+    except NkiValidationError as error:
+        raise KernelError(str(error)) from error
+    except MemoryError as error:
+        raise UsageError("no memory left for the values; use --trace-only") from error
+    except (KeyboardInterrupt, Terminated):
+        raise
+    except BaseException as error:
+        line = _innermost_line(error, path)
+        where = f" [{path.name}:{line}]" if line else ""
+        if not where and not isinstance(error, SyntaxError):
+            raise  # not from there: a defect of the simulator
+        try:
+            what = str(error)
+        except Exception:
+            what = "an error that has no text"
+        if isinstance(error, AssertionError) and not what:
+            what = linecache.getline(str(path), line).strip()
+        raise KernelError(f"{type(error).__name__}: {what}{where}") from error
+
+
+def _innermost_line(error: BaseException, path: Path) -> int:
+    """The line of the innermost frame in the file, or 0."""
+    found = 0
+    frame = error.__traceback__
+    while frame is not None:
+        if frame.tb_frame.f_code.co_filename == str(path):
+            found = frame.tb_lineno
+        frame = frame.tb_next
+    return found

@@ -1,0 +1,126 @@
+"""A kernel's outputs beside a reference function of the user's, computed in fp64."""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from neuroncore.cli.arguments import check_arguments, parameters_of
+from neuroncore.cli.console import KernelError
+from neuroncore.cli.files import Place, function_of, module, reported
+from neuroncore.cli.tensors import as_arrays
+from neuroncore.dtypes import from_fp32, from_numpy
+
+ROUNDINGS = 4
+"""Units in the last place of the largest value that are always allowed."""
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """How far an output is from the reference; None stands for what is not finite."""
+
+    output: int
+    max_error: float | None
+    """max |output - fp64 reference|."""
+    allowed: float | None
+    """2 max |fp32 reference, rounded to the output's dtype - fp64 reference| + 4 eps max |fp64|."""
+    largest: float | None
+    """max |fp64 reference|."""
+    agrees: bool
+
+    def document(self) -> dict[str, Any]:
+        """As plain types."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What the reference returned: in fp64, and in fp32."""
+
+    place: Place
+    exact: list[np.ndarray]
+    single: list[np.ndarray]
+
+
+def expect(place: Place, arguments: dict[str, Any]) -> Expected:
+    """Call the reference with the kernel's arguments that it names, floats in fp64 and in fp32.
+
+    To be called before the kernel, which may write its inputs.
+    """
+    with reported(place.path), module(place.path) as found:
+        function = function_of(found, place)
+        known, takes_any = parameters_of(function)
+        given = {n: value for n, value in arguments.items() if takes_any or n in known}
+        check_arguments(function, f"reference {place.name}", given)
+        results = [
+            as_arrays(function(**{name: _cast(value, dtype) for name, value in given.items()}))
+            for dtype in (np.float64, np.float32)
+        ]
+    return Expected(place, results[0], results[1])
+
+
+def _cast(value: Any, dtype: Any) -> Any:
+    """Floats in another dtype; other tensors and values as they are, copied."""
+    if not isinstance(value, np.ndarray):
+        return value
+    is_float = value.dtype.kind == "f" or from_numpy(value.dtype).is_float
+    return value.astype(dtype) if is_float else value.copy()
+
+
+def agreements(outputs: Any, expected: Expected) -> list[Agreement]:
+    """Compare each output. Raises KernelError where number or shapes differ."""
+    found = as_arrays(outputs)
+    if len(found) != len(expected.exact):
+        raise KernelError(
+            f"the kernel returns {len(found)} tensors, {expected.place} {len(expected.exact)}"
+        )
+    for i, (output, exact) in enumerate(zip(found, expected.exact, strict=True)):
+        if output.shape != exact.shape:
+            raise KernelError(
+                f"output {i} is {list(output.shape)}, of {expected.place} {list(exact.shape)}"
+            )
+    rows = zip(found, expected.exact, expected.single, strict=True)
+    return [_agreement(i, *row) for i, row in enumerate(rows)]
+
+
+def _agreement(i: int, output: np.ndarray, exact: np.ndarray, single: np.ndarray) -> Agreement:
+    dtype = from_numpy(output.dtype)
+    with np.errstate(all="ignore"):
+        rounded = from_fp32(np.asarray(single, np.float32).reshape(exact.shape or (1,)), dtype)
+        exact = np.asarray(exact, np.float64)
+        error = _largest_difference(output.astype(np.float64), exact)
+        least = _largest_difference(rounded.reshape(exact.shape).astype(np.float64), exact)
+        finite = np.abs(exact[np.isfinite(exact)])
+        largest = float(finite.max()) if finite.size else 0.0
+    eps = float(ml_dtypes.finfo(output.dtype).eps) if dtype.is_float else 0.0
+    allowed = 2 * least + ROUNDINGS * eps * largest
+    return Agreement(i, _finite(error), _finite(allowed), largest, bool(error <= allowed))
+
+
+def _largest_difference(a: np.ndarray, b: np.ndarray) -> float:
+    """NaN where one alone is NaN; equal infinities do not differ."""
+    same = (a == b) | (np.isnan(a) & np.isnan(b))
+    differences = np.abs(np.where(same, 0.0, a - b))
+    return float(differences.max()) if differences.size else 0.0
+
+
+def _finite(value: float) -> float | None:
+    return value if np.isfinite(value) else None
+
+
+def check_agreement(found: list[Agreement], place: Place) -> None:
+    """Raise KernelError at the first output that is too far from the reference."""
+    for entry in found:
+        if not entry.agrees:
+            raise KernelError(f"values: {describe(entry)}, of {place} in fp64")
+
+
+def describe(entry: Agreement) -> str:
+    """In words."""
+    error = "not finite" if entry.max_error is None else f"{entry.max_error:.3g}"
+    allowed = "any" if entry.allowed is None else f"{entry.allowed:.3g}"
+    return (
+        f"output {entry.output} is off by {error}, {'within' if entry.agrees else 'beyond'} "
+        f"{allowed}, with values up to {entry.largest:.3g}"
+    )

@@ -1,0 +1,248 @@
+"""`simulate`: run kernels of the user's files on the simulated NeuronCore, print their profiles."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from neuroncore import Budget
+from neuroncore.cli.console import check_output, show_warning
+from neuroncore.cli.parser import add_command
+from neuroncore.hardware import DMA_MODELS, MODELS, resolve_target
+
+if TYPE_CHECKING:
+    from neuroncore.cli.runs import Launch, Run
+
+_DESCRIPTION = """\
+Run an NKI kernel on the simulated NeuronCore and print what it moves, holds and costs; every time
+is modelled. The command imports FILE.py and calls KERNEL in it: it runs the code of that file, as
+`python FILE.py` would. `import nki` in it finds the simulator."""
+_ARGUMENT = """\
+a parameter of the kernel: DTYPE[SHAPE] makes a random tensor (x=bf16[1024,8192]; without values
+under --trace-only), FILE.npy or FILE.safetensors:NAME reads one (DTYPE[FILE.npy] converts it),
+anything else is a compile-time value: a number, true, false, none, a tuple or a text"""
+
+
+def add(commands: Any) -> None:
+    """Add the command to the parser."""
+    description = "run an NKI kernel; time is modelled"
+    example = "kernel.py:scale --arg 'x=bf16[128,512]'"
+    command = add_command(commands, "simulate", _simulate, _show, description, example=example)
+    command.description = _DESCRIPTION
+    command.add_argument(
+        "kernels",
+        nargs="+",
+        metavar="FILE.py:KERNEL",
+        help="file and function; its code runs on this machine",
+    )
+    command.add_argument(
+        "--arg", action="append", default=[], metavar="NAME=VALUE", dest="arguments", help=_ARGUMENT
+    )
+    many = command.add_mutually_exclusive_group()
+    many.add_argument(
+        "--compare",
+        action="store_true",
+        help="compare several kernels, each with the --arg that it takes; ratios are to the first",
+    )
+    many.add_argument(
+        "--sweep",
+        action="append",
+        default=[],
+        metavar="NAME=V,V,...",
+        dest="sweeps",
+        help="run once for each value of a parameter, or of a constant of the file; given more "
+        "than once, for each combination",
+    )
+    command.add_argument(
+        "--target", help="trn1, trn2 or trn3 (default: of this machine, else trn2)"
+    )
+    command.add_argument(
+        "--lnc", type=int, choices=(1, 2), help="cores (default: the kernel's own)"
+    )
+    command.add_argument(
+        "--cost-model",
+        choices=MODELS,
+        default="calibrated",
+        help="matmul issue overhead: fitted (default), none, or only where the "
+        "stationary operand changes",
+    )
+    command.add_argument(
+        "--dma-model",
+        choices=DMA_MODELS,
+        default=DMA_MODELS[0],
+        help="cost of small DMAs: a queue starts one per interval (default), or "
+        "short rows move slowly; the profile has the range of both",
+    )
+    command.add_argument(
+        "--cores-busy",
+        type=int,
+        default=1,
+        metavar="N",
+        help="busy cores that share the chip's HBM (default 1)",
+    )
+    command.add_argument(
+        "--trace-only", action="store_true", help="compute no values: full sizes take seconds"
+    )
+    command.add_argument(
+        "--seed", type=int, default=0, help="seed of the random tensors (default 0)"
+    )
+    command.add_argument(
+        "--strict", action="store_true", help="exit with 1 if the kernel causes a warning"
+    )
+    budget = Budget()
+    for name, kind, what in (
+        ("instructions", int, f"(default {budget.instructions:,}, where the compiler gives up)"),
+        ("seconds", float, f"of its code (default {budget.seconds:g})"),
+        ("bytes", int, "of this machine's memory for values (default: all of it)"),
+    ):
+        command.add_argument(
+            f"--max-{name}",
+            type=kind,
+            default=getattr(budget, name),
+            metavar="N",
+            help=f"stop a kernel after this many {name} {what}",
+        )
+    command.add_argument(
+        "--reference",
+        metavar="FILE.py:FUNCTION",
+        help="compare the outputs with those of a NumPy function of the same arguments, in fp64",
+    )
+    command.add_argument(
+        "--save", type=Path, metavar="OUT", help="write the outputs: OUT.npy or OUT.safetensors"
+    )
+    command.add_argument("--timeline", type=Path, metavar="OUT.html", help="write a timeline page")
+    command.add_argument("--perfetto", type=Path, metavar="OUT.json", help="write a Perfetto trace")
+    command.add_argument(
+        "--plot", type=Path, metavar="OUT.png", help="draw timeline and roofline (matplotlib)"
+    )
+
+
+def _simulate(options: argparse.Namespace) -> Any:
+    from neuroncore.cli import runs as kernel_runs
+    from neuroncore.cli.arguments import read_sweep
+    from neuroncore.cli.files import as_nki, contained, place_of
+
+    places = [place_of(text) for text in options.kernels]
+    _check(options, len(places))
+    launch = _launch(options)
+    with contained(is_quiet=options.json), as_nki():
+        if options.compare:
+            document = kernel_runs.compare(places, launch)
+            _warn(options, [w for kernel in document["kernels"] for w in kernel["warnings"]])
+            return document
+        if options.sweeps:
+            sweeps = dict(read_sweep(text) for text in options.sweeps)
+            document = kernel_runs.sweep(places[0], sweeps, launch)
+            _warn(options, [w for point in document["points"] for w in point["warnings"]])
+            return document
+        run = kernel_runs.run(places[0], launch)
+    _warn(options, run.warnings)
+    return _one(run, launch, options)
+
+
+def _warn(options: argparse.Namespace, warnings: list[dict[str, Any]]) -> None:
+    """Print warnings of the kernels, each once, and let `--strict` fail for them."""
+    places = [f" [{w['file']}:{w['line']}]" if w["file"] else "" for w in warnings]
+    for text in dict.fromkeys(w["message"] + at for w, at in zip(warnings, places, strict=True)):
+        show_warning(text)
+    if options.strict and warnings:
+        options.exit_code = lambda document: 1
+
+
+def _launch(options: argparse.Namespace) -> Launch:
+    from neuroncore.cli.arguments import read_argument
+    from neuroncore.cli.files import place_of
+    from neuroncore.cli.runs import Launch
+
+    given = [read_argument(text) for text in options.arguments]
+    _once("--arg", [name for name, _ in given])
+    _once("--sweep", [text.partition("=")[0] for text in options.sweeps])
+    given_reference = options.reference is not None
+    reference = place_of(options.reference, "FUNCTION") if given_reference else None
+    return Launch(
+        arguments=dict(given),
+        target=resolve_target(options.target).target,
+        lnc=options.lnc,
+        model=options.cost_model,
+        dma_model=options.dma_model,
+        cores_busy=options.cores_busy,
+        trace_only=options.trace_only,
+        seed=options.seed,
+        reference=reference,
+        budget=Budget(options.max_instructions, options.max_seconds, options.max_bytes),
+    )
+
+
+def _once(option: str, names: list[str]) -> None:
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"{option} {name} is given twice")
+
+
+def _check(options: argparse.Namespace, kernels: int) -> None:
+    """Find what would fail after the run before it."""
+    from neuroncore.cli.tensors import check_suffix
+    from neuroncore.profile import plot
+
+    resolve_target(options.target).with_cores_busy(options.cores_busy)
+    if options.seed < 0:
+        raise ValueError(f"--seed must not be negative, got {options.seed}")
+    if options.compare and kernels < 2:
+        raise ValueError("--compare takes two kernels or more")
+    if not options.compare and kernels > 1:
+        raise ValueError(f"got {kernels} kernels; put --compare before them, or name one")
+    files = {name: getattr(options, name) for name in ("save", "timeline", "perfetto", "plot")}
+    for name, path in files.items():
+        if path is None:
+            continue
+        if options.compare or options.sweeps:
+            raise ValueError(f"--{name} takes a single run; leave out --compare and --sweep")
+        check_output(path)
+    if options.plot is not None:
+        plot.check_format(options.plot)
+    if options.save is not None:
+        check_suffix(options.save)
+    for name in ("save", "reference"):
+        if options.trace_only and getattr(options, name) is not None:
+            raise ValueError(f"--{name} needs values; leave out --trace-only")
+
+
+def _one(run: Run, launch: Launch, options: argparse.Namespace) -> Any:
+    from neuroncore.cli.reference import check_agreement, describe
+    from neuroncore.cli.tensors import save_outputs
+    from neuroncore.profile import report
+
+    profile = run.profile
+    if options.save is not None:
+        save_outputs(run.outputs, options.save)
+    if options.timeline is not None:
+        profile.save_timeline(options.timeline)
+    if options.perfetto is not None:
+        profile.save_perfetto(options.perfetto)
+    if options.plot is not None:
+        profile.plot(options.plot)
+    if launch.reference is not None:
+        check_agreement(run.agreements, launch.reference)
+    if options.json:
+        return {
+            **run.document(),
+            "what_would_help": profile.what_would_help,
+            "what_if": [entry.document() for entry in profile.what_if],
+        }
+    page = f"{profile}\n\n{report.what_would_help(profile)}"
+    if run.agreements:
+        lines = [f"  {describe(entry)}" for entry in run.agreements]
+        page += "\n\n" + "\n".join([f"Values beside {launch.reference} in fp64", *lines])
+    return page
+
+
+def _show(document: Any) -> None:
+    from neuroncore.cli import runs as kernel_runs
+
+    if isinstance(document, str):
+        print(document)
+    elif "points" in document:
+        kernel_runs.show_sweep(document)
+    else:
+        kernel_runs.show_comparison(document)

@@ -1,0 +1,411 @@
+"""The running core: allocates tensors and issues instructions; the cores of a launch."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from math import prod
+from operator import attrgetter
+from typing import Any, Literal
+
+from neuroncore.checks import tensors as check
+from neuroncore.checks import views
+from neuroncore.checks.base import PACKAGE, kernel_frame, note, refuse
+from neuroncore.dtypes import DType, dtype_of
+from neuroncore.hardware import Engine, Machine
+from neuroncore.memory.indexing import VirtualRegister
+from neuroncore.memory.liveness import CapacityPolicy
+from neuroncore.memory.storage import Layout, MemoryRegion, Storage
+from neuroncore.memory.tensor import NkiTensor, tensor_of
+from neuroncore.timing.replay import Replay
+from neuroncore.timing.trace import (
+    InstructionTemplate,
+    Move,
+    NkiInstruction,
+    Trace,
+    on_grid,
+)
+from neuroncore.turns import Turns
+
+Build = Callable[..., InstructionTemplate]
+Follow = Literal["documentation", "kernels"]
+Uninitialised = Literal["partial", "raise", "warn"]
+
+_geometry = attrgetter("geometry")
+
+
+class KernelRun:
+    """One call of a kernel: `lnc` cores for each of `ranks` ranks, which take turns.
+
+    Args:
+        machine: the target.
+        execute: compute values.
+        lnc: physical cores of a rank, which share its HBM tensors.
+        seed: of the random number generators.
+        ranks: how many ranks run the kernel, each with its own memories.
+        follow: what instructions do where documentation and public kernels contradict each other.
+        uninitialised: what a read of elements that were never written does; see `simulate`.
+        memory_bytes: how much memory values may take on this machine.
+    """
+
+    def __init__(
+        self,
+        machine: Machine,
+        execute: bool,
+        lnc: int,
+        seed: int = 0,
+        ranks: int = 1,
+        follow: Follow = "documentation",
+        uninitialised: Uninitialised = "partial",
+        memory_bytes: int = sys.maxsize,
+    ) -> None:
+        self.machine = machine
+        self.memory_bytes, self.used_bytes = memory_bytes, 0
+        self.execute = execute
+        self.precise = os.environ.get("NKI_PRECISE_FP", "1") != "0"
+        self.lnc, self.ranks, self.seed, self.follow = lnc, ranks, seed, follow
+        self.uninitialised: Uninitialised = uninitialised
+        self.capacity: CapacityPolicy = "raise"
+        self.shared: list[list[Storage]] = [[] for _ in range(ranks)]
+        self.layouts: dict[tuple[Any, ...], Layout] = {}
+        self.cores = [SimulatedCore(self, i) for i in range(ranks * lnc)]
+        self.turns = Turns(len(self.cores), self._take)
+
+    def run(self, body: Callable[[SimulatedCore], Any]) -> list[Any]:
+        """Run `body` once per core and return its results."""
+        if len(self.cores) == 1:
+            return [_run_on(self.cores[0], body)]
+        outer = _state.core
+        try:
+            return self.turns.run(lambda i: _run_on(self.cores[i], body))
+        finally:
+            _state.core = outer
+
+    def _take(self, number: int) -> None:
+        _state.core = self.cores[number]
+
+    def take_memory(self, storage: Storage) -> None:
+        """Count the values of a tensor that the trace keeps. Refuses what exceeds the budget."""
+        self.used_bytes += prod(storage.layout.shape) * storage.layout.dtype.itemsize
+        if self.used_bytes > self.memory_bytes:
+            refuse(
+                f"the kernel's tensors need more than {self.memory_bytes:,} bytes of this "
+                f'machine\'s memory, with {storage.describe()}; use mode="trace" (--trace-only), '
+                "smaller inputs, or a larger budget (--max-bytes)"
+            )
+
+    def undefined(self, problem: str, nothing: bool = False) -> None:
+        """Refuse, or note, a use of elements that were never written: some, or all of them."""
+        policy = self.uninitialised
+        if policy == "raise" or (policy == "partial" and nothing):
+            refuse(f"{problem}; write the tile, or slice to what was written")
+        note(f"{problem}; they hold NaN or 4 here and anything on the device")
+
+    def layout(self, shape: tuple[int, ...], dtype: DType, memory: MemoryRegion) -> Layout:
+        """The layout that all tensors of this shape, dtype and memory share."""
+        key = (shape, dtype, memory)
+        found = self.layouts.get(key)
+        if found is None:
+            found = self.layouts[key] = Layout(shape, dtype, memory)
+        return found
+
+
+class SimulatedCore:
+    """One physical NeuronCore of a launch."""
+
+    def __init__(self, launch: KernelRun, number: int) -> None:
+        self.launch = launch
+        self.machine = launch.machine
+        self.execute = launch.execute
+        self.number = number
+        self.rank, self.program_id = divmod(number, launch.lnc)
+        first = self.rank * launch.lnc
+        self.of_rank = tuple(range(first, first + launch.lnc))
+        """Numbers of the cores of its rank."""
+        self.trace = Trace()
+        self.templates: dict[tuple[Any, ...], Any] = {}
+        self.models: dict[tuple[Any, ...], InstructionTemplate] = {}
+        """The first template of those that differ by places in HBM only."""
+        self.shared_outputs = 0
+        self.constants: dict[Any, NkiTensor] = {}
+        self.state: dict[str, Any] = {}
+        """What instructions keep between calls: random number generators, Vector accumulators."""
+        self.replay: Replay | None = None
+        """Set while the body of a loop of the device runs again."""
+        self.open_loops = 0
+
+    def allocate(
+        self,
+        shape: tuple[int, ...],
+        dtype: DType,
+        memory: MemoryRegion,
+        name: str = "",
+        address: tuple[int, int] | None = None,
+    ) -> NkiTensor:
+        """A fresh tensor. Shared HBM is one tensor for both cores, matched by order."""
+        launch = self.launch
+        layout = launch.layouts.get((shape, dtype, memory)) if shape.__class__ is tuple else None
+        if layout is None:
+            shape, dtype = check.shape_of(shape), dtype_of(dtype)
+            check.tensor_fits(self.machine, shape, dtype, memory, name)
+            layout = launch.layout(shape, dtype, memory)
+        if memory is MemoryRegion.shared_hbm:
+            if self.open_loops:
+                refuse("nl.ndarray: a loop's body cannot allocate in shared_hbm; do so before it")
+            order, shared = self.shared_outputs, launch.shared[self.rank]
+            self.shared_outputs += 1
+            if order < len(shared):
+                storage = shared[order]
+                if (storage.layout.shape, storage.layout.dtype) != (shape, dtype):
+                    refuse(
+                        f"nl.ndarray: core 1 allocates {list(shape)} {dtype} in shared_hbm where "
+                        f"core 0 has {storage.describe()}; both cores must allocate the same"
+                    )
+                return self._enter(storage)
+        storage = Storage(layout, name or f"{memory.label}{len(self.trace.storages)}")
+        if memory is MemoryRegion.shared_hbm:
+            launch.shared[self.rank].append(storage)
+        frame = sys._getframe(2)
+        if frame.f_code.co_filename.startswith(PACKAGE):
+            frame = kernel_frame()
+        storage.code, storage.line = frame.f_code, frame.f_lineno
+        if address is not None:
+            storage.address = check.address_of(self.machine, storage, address)
+        if self.execute:
+            if self.replay is None:
+                launch.take_memory(storage)
+            storage.fill_fresh(launch.precise)
+        if self.replay is not None:
+            return self._enter(storage)
+        self.trace.storages.append(storage)
+        return tensor_of(storage)
+
+    def adopt(self, storage: Storage) -> NkiTensor:
+        """Take an input or constant, which is initialised, among the core's tensors."""
+        storage.initialised = True
+        return self._enter(storage)
+
+    def _enter(self, storage: Storage) -> NkiTensor:
+        if self.replay is None:
+            self.trace.storages.append(storage)
+        else:
+            self.replay.allocate(self.trace, storage)
+        return tensor_of(storage)
+
+    def template(
+        self, build: Build, operands: tuple[NkiTensor, ...], options: tuple[Any, ...] = ()
+    ) -> InstructionTemplate:
+        """What `build(*operands, *options)` returns, which checks the rules.
+
+        Built once per combination of geometries and options. `operands` are the written tensors,
+        then the read ones.
+        """
+        key = (build, options, *map(_geometry, operands))
+        try:
+            found = self.templates.get(key)
+        except TypeError:  # a list among the options
+            options = hashable(options)
+            key = (build, options, *map(_geometry, operands))
+            found = self.templates.get(key)
+        if found is None:
+            found = self.templates[key] = self._new_template(build, operands, options)
+        return found
+
+    def _new_template(
+        self, build: Build, operands: tuple[NkiTensor, ...], options: tuple[Any, ...]
+    ) -> InstructionTemplate:
+        """What `build` returns, or a copy for other places in HBM, on which no rule depends."""
+        form = (build, options, *[t.geometry.form for t in operands])
+        model = self.models.get(form)
+        if model is None:
+            found = self.models[form] = build(*operands, *options)
+            self.prepare(found, operands)
+            return found
+        found = replace(model)
+        _place(found, operands)
+        return found
+
+    def record(
+        self,
+        template: InstructionTemplate,
+        operands: Sequence[NkiTensor],
+        arguments: Sequence[Any] | None = None,
+    ) -> NkiInstruction:
+        """Append an instruction to the trace and, in execute mode, compute its result.
+
+        Called by a function of `nki.isa`, whose caller's line is recorded. `arguments` are those of
+        the template's `run` where they are not the operands.
+        """
+        storages = tuple([t.storage for t in operands])
+        trace, replay = self.trace, self.replay
+        number = len(trace.records) if replay is None else replay.record
+        regions, overlaps, writes = template.regions, template.overlaps, template.writes
+        placed = operands
+        if template.dynamic:
+            placed = self._find_places(number, template, operands)
+            regions = tuple([t.geometry.region for t in placed])
+            overlaps = tuple([t.geometry.layout.overlaps[t.geometry.region] for t in placed])
+            if template.engine is not Engine.DMA:  # DMAs look at indices themselves
+                arguments = _settled(template, arguments or operands, operands, placed)
+        first_read = 0 if template.reads_dst else writes
+        for at, s in enumerate(storages):
+            if not s.initialised and at >= first_read and regions[at] not in s.written:
+                self._check_written(template, placed, at, regions[at])
+            if s.first < 0:
+                s.first = number
+            s.last = number
+        if self.execute:
+            template.run(*(operands if arguments is None else arguments))
+        for at in range(writes):
+            s, region = storages[at], regions[at]
+            if not s.initialised:
+                if region == 0:  # that of the whole tensor
+                    s.initialised = True
+                else:
+                    s.written.add(region)
+            if s.summed and template.engine is not Engine.TENSOR:
+                s.summed.difference_update(overlaps[at])
+        if replay is not None:
+            replay.issue(trace, template, storages)
+            return NkiInstruction(trace, number)
+        frame = sys._getframe(2)
+        if frame.f_code.co_filename.startswith(PACKAGE):
+            frame = kernel_frame()
+        trace.records.append((template, storages, frame.f_code, frame.f_lineno))
+        return NkiInstruction(trace, number)
+
+    def _find_places(
+        self, number: int, template: InstructionTemplate, operands: Sequence[NkiTensor]
+    ) -> list[NkiTensor]:
+        """The operands, those that loop variables move where they are in this iteration."""
+        found = list(operands)
+        moves: list[Move] = []
+        for at, t in enumerate(operands):
+            loop = t.index.loop if isinstance(t.index, VirtualRegister) else None
+            if loop is None or t.geometry.indirect is None:
+                continue
+            place, step = t.index.value * t.geometry.indirect[2], loop.step * t.geometry.indirect[2]
+            last = place + (loop.trips - 1) * step if self.replay is None else place
+            if t.geometry.holds(place) and t.geometry.holds(last):
+                geometry = t.geometry.moved(place)
+                found[at] = t.with_geometry(geometry, None)
+                moves.append(Move(at, loop, geometry, step))
+            elif not template.skips:
+                refuse(
+                    f"{template.opcode}: a dynamic index runs out of {t} in {loop.trips} "
+                    "iterations; end the loop before, or use oob_mode.skip"
+                )
+        if moves and self.replay is None:
+            self.trace.moves[number] = moves
+        return found
+
+    def _check_written(
+        self, template: InstructionTemplate, operands: Sequence[NkiTensor], at: int, region: int
+    ) -> None:
+        t = operands[at]
+        if not t.storage.covered(region):
+            verb = "adds to" if at < template.writes else "reads"
+            storage = t.storage
+            nothing = storage.written.isdisjoint(storage.layout.overlaps[region])
+            which = "no element was ever" if nothing else "some elements were never"
+            self.launch.undefined(
+                f"{template.opcode}: {verb} {t}, at line {storage.line}, of which {which} written",
+                nothing,
+            )
+            storage.written.add(region)  # noted once
+
+    def prepare(self, template: InstructionTemplate, operands: Sequence[NkiTensor]) -> None:
+        """Fill in what follows from the operands and the machine."""
+        for at, t in enumerate(operands):
+            if template.engine <= Engine.GPSIMD and at not in template.scales:
+                views.engine_pattern(template.opcode, t)
+        for t in operands:
+            if t.geometry.indirect is not None and t.geometry.indirect[0] == "columns":
+                refuse(
+                    f"{template.opcode}: {t} is a tensor indirection, which it does not take; "
+                    "gather with tensor_copy first, or use .ap(vector_offset=) for DMA"
+                )
+        _place(template, operands)
+        geometries = [t.geometry for t in operands]
+        template.dynamic = any(g.indirect is not None for g in geometries)
+        memories = [g.memory for g in geometries]
+        in_hbm = [i for i, m in enumerate(memories) if not m.on_chip]
+        template.hbm_operand = in_hbm[0] if in_hbm else -1
+        template.on_sbuf = MemoryRegion.sbuf in memories
+        template.on_psum = MemoryRegion.psum in memories
+        if template.engine <= Engine.GPSIMD:
+            template.ns = on_grid(self.machine.ns(template.engine, template.cycles))
+            template.result_ns = on_grid(self.machine.result_ns[template.engine])
+
+
+def _place(template: InstructionTemplate, operands: Sequence[NkiTensor]) -> None:
+    """Check that the operands lie in their tensors, and fill in their regions."""
+    for at, t in enumerate(operands):
+        if at in template.scales:
+            views.inside_storage(template.opcode, t, 2)
+        elif not t.geometry.inside:
+            views.inside_storage(template.opcode, t)
+            t.geometry.inside = True
+    geometries = [t.geometry for t in operands]
+    for at in range(template.writes, len(operands)):
+        geometries[at] = geometries[at].each_row(template.row_step)
+    template.regions = tuple([g.region for g in geometries])
+    template.overlaps = tuple([g.layout.overlaps[g.region] for g in geometries])
+
+
+def _settled(
+    template: InstructionTemplate,
+    arguments: Sequence[Any],
+    operands: Sequence[NkiTensor],
+    found: Sequence[NkiTensor],
+) -> list[Any]:
+    """The arguments of an engine's instruction, with operands in the places that were found."""
+    for t in found:
+        if t.geometry.indirect is not None:
+            refuse(
+                f"{template.opcode}: {t} has an index that is not a loop's variable, or runs out "
+                "of the tensor; only DMAs take others: copy it with dma_copy first"
+            )
+    places = {id(t): settled for t, settled in zip(operands, found, strict=True)}
+    return [places.get(id(a), a) for a in arguments]
+
+
+class _State:
+    core: SimulatedCore | None = None
+
+
+_state = _State()
+
+
+def active(name: str = "nki") -> SimulatedCore:
+    """The core whose kernel is running. Raises RuntimeError outside a kernel."""
+    core = _state.core
+    if core is None:
+        raise RuntimeError(
+            f"{name} was called outside a kernel; call the kernel through neuroncore.simulate"
+        )
+    return core
+
+
+def running() -> SimulatedCore | None:
+    """The core whose kernel is running, or None."""
+    return _state.core
+
+
+def hashable(value: Any) -> Any:
+    """A value with tuples in the places of lists, for keys."""
+    return tuple(map(hashable, value)) if isinstance(value, list | tuple) else value
+
+
+def _run_on(core: SimulatedCore, body: Callable[[SimulatedCore], Any]) -> Any:
+    outer = _state.core
+    _state.core = core
+    try:
+        result = body(core)
+        if core.open_loops:
+            refuse("a loop of the device cannot be left by break or return; let it run to its end")
+        return result
+    finally:
+        _state.core = outer

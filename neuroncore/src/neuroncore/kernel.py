@@ -1,0 +1,276 @@
+"""`jit`, `Kernel` and `simulate`: from a Python function and arrays to outputs and a profile."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import types
+from collections import OrderedDict
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import numpy as np
+from threadpoolctl import ThreadpoolController
+
+from neuroncore import language as nl
+from neuroncore.boundary import Boundary, on_core
+from neuroncore.budget import Budget, within
+from neuroncore.checks.base import note, noted, refuse, wrong_call
+from neuroncore.checks.races import check_races
+from neuroncore.collector import no_collection
+from neuroncore.core import Follow, KernelRun, SimulatedCore, Uninitialised, running
+from neuroncore.dtypes import DType
+from neuroncore.hardware import DMA_MODELS, MODELS, DmaModel, Model, resolve_target
+from neuroncore.memory.liveness import CapacityError, CapacityPolicy
+from neuroncore.profile.profile import Profile
+from neuroncore.timing.edges import Edges, apply_edges, edges_of
+from neuroncore.timing.order import order_to_fit
+from neuroncore.timing.schedule import schedule
+
+Mode = Literal["execute", "trace"]
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """What `simulate` returns: the kernel's outputs and its profile.
+
+    In trace mode each output is a `TensorSpec`. With `ranks=`, `outputs` is a tuple of the outputs
+    of each rank, and the profile holds the cores of all ranks, those of rank 0 first.
+    """
+
+    outputs: Any
+    profile: Profile
+
+
+class Kernel:
+    """A jitted kernel: `kernel(*args)` or `kernel[2](*args)` runs it on the simulated core."""
+
+    def __init__(self, func: Callable[..., Any], lnc: int = 1, schedule: Edges = ()) -> None:
+        functools.update_wrapper(self, func)
+        self.func = func
+        self.lnc = lnc
+        self.schedule = schedule
+
+    def __getitem__(self, lnc: int) -> Kernel:
+        if lnc not in (1, 2):
+            refuse(f"kernel[{lnc}]: a launch takes 1 or 2 cores (LNC)")
+        return Kernel(self.func, lnc, self.schedule)
+
+    def with_schedule(self, schedule: Iterable[tuple[str, str | Sequence[str]]]) -> Kernel:
+        """This kernel with an order among instructions: pairs of a later and earlier ones.
+
+        Instructions are named by their `name=`; each later one starts when the results of the
+        earlier ones can be used (NKI scheduling APIs). Raises NkiValidationError for what is no
+        such pair, and when the kernel runs, for names that no single instruction has.
+        """
+        return Kernel(self.func, self.lnc, edges_of(schedule))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run it in execute mode and return its outputs."""
+        if running() is not None:  # called from another kernel: inlined
+            return self.func(*args, **kwargs)
+        return run(self, args, kwargs).outputs
+
+    def __repr__(self) -> str:
+        return f"<nki kernel {self.func.__name__}, lnc {self.lnc}>"
+
+
+def jit(fn: Callable[..., Any] | None = None, **kwargs: Any) -> Any:
+    """Make a function a kernel. Options of the compiler (`**kwargs`) are without effect here.
+
+    Raises TypeError for `platform_target`, an error since NKI 0.3 (migration guide).
+    """
+    if "platform_target" in kwargs:
+        raise TypeError(
+            "nki.jit takes no platform_target; set NEURON_PLATFORM_TARGET_OVERRIDE or "
+            "neuroncore.simulate(target=)"
+        )
+    if unknown := set(kwargs) - {"mode"}:
+        note(f"nki.jit: {', '.join(sorted(unknown))} has no effect on the simulated core")
+    return jit if fn is None else Kernel(fn)
+
+
+def run(
+    kernel: Kernel | Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    target: str | None = None,
+    mode: Mode = "execute",
+    model: Model = "calibrated",
+    dma_model: DmaModel = "transfers",
+    cores_busy: int = 1,
+    seed: int = 0,
+    ranks: int | None = None,
+    follow: Follow = "documentation",
+    uninitialised: Uninitialised = "partial",
+    capacity: CapacityPolicy = "raise",
+    budget: Budget | None = None,
+) -> Simulation:
+    """Run a kernel and schedule what it issued. See `simulate`."""
+    if mode not in ("execute", "trace"):
+        raise ValueError(f'mode must be "execute" or "trace"; got {mode!r}')
+    if model not in MODELS:
+        raise ValueError(f"model must be one of {', '.join(MODELS)}; got {model!r}")
+    if dma_model not in DMA_MODELS:
+        raise ValueError(f"dma_model must be one of {', '.join(DMA_MODELS)}; got {dma_model!r}")
+    if uninitialised not in get_args(Uninitialised):
+        raise ValueError(
+            f"uninitialised must be one of {get_args(Uninitialised)}; got {uninitialised!r}"
+        )
+    if capacity not in get_args(CapacityPolicy):
+        raise ValueError(f"capacity must be one of {get_args(CapacityPolicy)}; got {capacity!r}")
+    if type(kernel).__module__.partition(".")[0] == "nki":
+        raise TypeError(
+            f"the simulated core runs functions and kernels of neuroncore.jit, got {kernel!r}, "
+            "made by the installed nki; simulate in an environment without it"
+        )
+    if follow not in get_args(Follow):
+        raise ValueError(f"follow must be one of {', '.join(get_args(Follow))}; got {follow!r}")
+    if ranks is not None and (not isinstance(ranks, int) or ranks < 1):
+        raise ValueError(f"ranks must be a positive number of ranks, or None; got {ranks!r}")
+    kernel = kernel if isinstance(kernel, Kernel) else Kernel(kernel)
+    machine = resolve_target(target).under(dma_model).with_cores_busy(cores_busy)
+    budget = budget or Budget()
+    policies = (follow, uninitialised, budget.memory_bytes)
+    launch = KernelRun(machine, mode == "execute", kernel.lnc, seed, ranks or 1, *policies)
+    boundaries = [Boundary(launch, rank, ranks is not None) for rank in range(launch.ranks)]
+    noted.clear()
+    signature = inspect.signature(kernel.func)
+    bound = signature.bind(*args, **kwargs)
+    bound.apply_defaults()
+    given = bound.arguments.items()
+    inputs = [{name: b.enter(name, value) for name, value in given} for b in boundaries]
+
+    def body(core: SimulatedCore) -> Any:
+        own = {name: on_core(core, value) for name, value in inputs[core.rank].items()}
+        call = inspect.BoundArguments(signature, OrderedDict(own))
+        return kernel.func(*call.args, **call.kwargs)
+
+    with no_collection(), _blas().limit(limits=1, user_api="blas"), np.errstate(all="ignore"):
+        try:
+            with within(budget, launch):
+                results = launch.run(body)
+        except (AttributeError, TypeError) as error:
+            wrong_call(error)
+            raise
+        if kernel.lnc == 2:
+            for first in range(0, len(launch.cores), 2):
+                check_races(*[core.trace for core in launch.cores[first : first + 2]])
+        for boundary in boundaries:
+            boundary.write_back()
+        outputs = [b.leave(results[b.rank * kernel.lnc]) for b in boundaries]
+        for core in launch.cores:
+            apply_edges(core.trace, kernel.schedule)
+        try:
+            times = schedule(launch, model)
+        except CapacityError:
+            for core in launch.cores:
+                order_to_fit(core.trace, machine)
+            launch.capacity = capacity
+            times = schedule(launch, model)
+        profile = Profile(kernel.func.__name__, launch, times)
+    return Simulation(outputs[0] if ranks is None else tuple(outputs), profile)
+
+
+def _blas() -> ThreadpoolController:
+    """NumPy's BLAS: a tile is too small for a second thread, whose start costs more than it."""
+    return _blas_of(len(sys.modules))
+
+
+@functools.lru_cache(maxsize=1)
+def _blas_of(modules: int) -> ThreadpoolController:
+    """Looked for again where so many modules are no longer all: SciPy brings a BLAS of its own."""
+    return ThreadpoolController()
+
+
+def simulate(
+    kernel: Kernel | Callable[..., Any],
+    *args: Any,
+    target: str | None = None,
+    mode: Mode = "execute",
+    model: Model = "calibrated",
+    dma_model: DmaModel = "transfers",
+    cores_busy: int = 1,
+    seed: int = 0,
+    ranks: int | None = None,
+    follow: Follow = "documentation",
+    uninitialised: Uninitialised = "partial",
+    capacity: CapacityPolicy = "raise",
+    budget: Budget | None = None,
+    **kwargs: Any,
+) -> Any:
+    """Run a kernel on the simulated NeuronCore.
+
+    Two forms. `simulate(kernel, *args, target=, mode=)` returns a `Simulation` with `outputs` and
+    `profile`. `simulate(kernel)(*args)`, AWS's form, takes no arguments here and returns a
+    callable that returns the outputs.
+
+    Args:
+        kernel: a jitted kernel, `kernel[2]` for two cores, or a plain function.
+        args: NumPy arrays, CPU torch tensors, compile-time values; `TensorSpec` in trace mode.
+        target: "trn1", "trn2" or "trn3"; None as `hardware.resolve_target`.
+        mode: "execute" computes values; "trace" computes none, so that full sizes take seconds.
+        model: "calibrated" adds the fitted matmul overhead to the documented costs;
+            "stationary_reuse", a what-if, only where the stationary operand changes.
+        dma_model: what small DMAs cost, one of `hardware.DMA_MODELS`; the profile has the range of
+            all of them.
+        cores_busy: NeuronCores of the chip that share its HBM while this one runs.
+        seed: of the random number generators of the core.
+        ranks: run the kernel on so many ranks, which meet in `nki.collectives`; arguments that
+            differ between them are `PerRank`, and the others are copied for each.
+        follow: "documentation", or "kernels" where AWS's public kernels contradict it
+            (`quantize_mx`, `topk`).
+        uninitialised: what a read of elements that were never written does. "partial" refuses a
+            read of nothing else, and warns where a part of it was written; "raise" refuses both,
+            "warn" neither. Such elements hold NaN (floats) or 4 (integers).
+        capacity: "raise" refuses tensors that do not fit SBUF or PSUM; "warn" goes on as if they
+            did, to explore: the times are then those of a larger memory.
+        budget: instructions, seconds and bytes after which the kernel is stopped; None is
+            `Budget()`.
+
+    What runs here but the documentation refuses or leaves undefined is an `NkiWarning`.
+    Raises NkiValidationError where the kernel breaks a rule, ValueError for bad arguments.
+    """
+    options = {"target": target, "mode": mode, "model": model, "seed": seed}
+    options |= {"dma_model": dma_model, "cores_busy": cores_busy, "ranks": ranks}
+    options |= {"follow": follow, "uninitialised": uninitialised, "capacity": capacity}
+    options |= {"budget": budget}
+    bound = functools.partial(run, kernel, **options)
+    if args or kwargs:
+        return bound(args, kwargs)
+    return lambda *args, **kwargs: bound(args, kwargs).outputs
+
+
+@contextmanager
+def as_nki() -> Generator[types.ModuleType]:
+    """Install this simulator as `nki` while the block runs, so that published kernels import it.
+
+    Raises RuntimeError where a real `nki` is installed or imported: it is not to be shadowed.
+    """
+    import importlib.util
+
+    from neuroncore import collectives, isa
+    from neuroncore import typing as nt
+
+    if "nki" in sys.modules or importlib.util.find_spec("nki") is not None:
+        raise RuntimeError(
+            "as_nki: the package nki is installed; use it, or uninstall it to simulate"
+        )
+    package = types.ModuleType(
+        "nki", "The simulated NeuronCore, under the name of the real package."
+    )
+    package.__path__ = []
+    parts = {"language": nl, "isa": isa, "typing": nt, "collectives": collectives}
+    vars(package).update(parts, jit=jit, simulate=simulate, dtype=DType)
+    modules = {"nki": package, **{f"nki.{name}": part for name, part in parts.items()}}
+    modules["nki.isa.constants"] = isa.constants
+    sys.modules.update(modules)
+    try:
+        yield package
+    finally:
+        for name in modules:
+            sys.modules.pop(name, None)

@@ -1,0 +1,124 @@
+"""Which tensors are live, and whether they fit: first write to last use, in program order."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Literal
+
+from neuroncore.checks.base import NkiValidationError, note
+from neuroncore.hardware import PSUM_BANK_BYTES, PSUM_BANKS, Machine
+from neuroncore.memory.storage import MemoryRegion, Storage
+from neuroncore.timing.trace import Trace
+
+CapacityPolicy = Literal["raise", "warn"]
+
+
+class CapacityError(NkiValidationError):
+    """More is live at once than SBUF or PSUM holds."""
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The fullest moment of a memory: SBUF in bytes per partition, PSUM in banks."""
+
+    used: int
+    limit: int
+    live: tuple[Storage, ...]
+    """Largest first."""
+
+
+def limit_of(memory: MemoryRegion, machine: Machine) -> int:
+    """What there is of it, in the same unit."""
+    return PSUM_BANKS if memory is MemoryRegion.psum else machine.usable_sbuf_bytes
+
+
+def peak(trace: Trace, memory: MemoryRegion, machine: Machine) -> Peak:
+    """The largest live set of a memory in program order."""
+    tensors = [s for s in trace.storages if s.memory is memory and s.first >= 0]
+    placed = [s for s in tensors if s.address is not None]
+    events = [(s.first, 0, s.layout.size, s) for s in tensors if s.address is None]
+    events += [(s.last, 1, -s.layout.size, s) for s in tensors if s.address is None]
+    # tensors with an address hold their place for the whole kernel: nothing else is put there
+    reserved = covered(placed)
+    used = most = reserved
+    at = -1
+    for instruction, _, size, _ in sorted(events, key=lambda e: e[:2]):
+        used += size
+        if used > most:
+            most, at = used, instruction
+    live = [s for s in tensors if s.first <= at <= s.last] if at >= 0 else placed
+    live.sort(key=lambda s: s.layout.size, reverse=True)
+    return Peak(most, limit_of(memory, machine), tuple(live))
+
+
+def check_fits(
+    trace: Trace, machine: Machine, policy: CapacityPolicy = "raise"
+) -> dict[MemoryRegion, int]:
+    """Refuse, or note, live tensors that exceed SBUF or PSUM; refuse overlapping addresses.
+
+    Returns what the schedule may fill of each memory, with a note as much as was live at once.
+    """
+    limits: dict[MemoryRegion, int] = {}
+    for memory in (MemoryRegion.sbuf, MemoryRegion.psum):
+        found = peak(trace, memory, machine)
+        limits[memory] = max(found.used, found.limit)
+        if found.used > found.limit:
+            unit = "banks" if memory is MemoryRegion.psum else "bytes per partition"
+            problem = (
+                f"{memory.value} does not fit: {found.used} {unit} are live at once, "
+                f"{machine.target} has {found.limit}; free or shrink the largest: "
+                f"{_largest(found.live)}"
+            )
+            if policy == "raise":
+                raise CapacityError(problem)
+            note(f"{problem}; modelled as if it did")
+        _check_addresses([s for s in trace.storages if s.address and s.memory is memory])
+    return limits
+
+
+def _largest(live: tuple[Storage, ...], most: int = 8) -> str:
+    """The largest tensors of a live set, those of one line and shape together."""
+    alike = Counter((s.layout, s.line, s.code) for s in live)
+    sizes = sorted(alike.items(), key=lambda item: item[0][0].size * item[1], reverse=True)
+    shown: list[str] = []
+    for (layout, line, code), count in sizes[:most]:
+        name = next(s.name for s in live if (s.layout, s.line, s.code) == (layout, line, code))
+        times = f"{count} x {layout.size}" if count > 1 else str(layout.size)
+        where = f" at line {line}" if line else ""
+        shown.append(f"{times} {name} {list(layout.shape)} {layout.dtype}{where}")
+    more = f"; and {len(sizes) - most} more" if len(sizes) > most else ""
+    return "; ".join(shown) + more
+
+
+def overlap(a: Storage, b: Storage) -> bool:
+    """Whether two tensors with addresses share bytes of a partition."""
+    p, byte = a.address or (0, 0)
+    q, other = b.address or (0, 0)
+    partitions = p < q + b.layout.shape[0] and q < p + a.layout.shape[0]
+    return partitions and byte < other + b.bytes and other < byte + a.bytes
+
+
+def _check_addresses(placed: list[Storage]) -> None:
+    live = [s for s in placed if s.first >= 0]
+    for i, a in enumerate(live):
+        for b in live[i + 1 :]:
+            if a.first <= b.last and b.first <= a.last and overlap(a, b):
+                raise NkiValidationError(
+                    f"addresses of live tensors overlap: {a.describe()} at {a.address} and "
+                    f"{b.describe()} at {b.address}; move one, or end its use before the other's"
+                )
+
+
+def covered(placed: list[Storage]) -> int:
+    """Bytes per partition (SBUF) or banks (PSUM) that tensors with addresses cover together."""
+    total = end = 0
+    for s in sorted(placed, key=lambda s: s.address[1] if s.address else 0):
+        start = s.address[1] if s.address else 0
+        size = s.bytes
+        if s.memory is MemoryRegion.psum:
+            start, size = start // PSUM_BANK_BYTES, s.layout.size
+        stop = start + size
+        total += max(0, stop - max(start, end))
+        end = max(end, stop)
+    return total

@@ -1,0 +1,243 @@
+"""What a tensor occupies: storages, and the regions of them that views touch.
+
+A region is a box in (row, byte of the row): rows are partitions on chip, and rows of the last
+dimension in HBM. Boxes are interned per layout (one shape, dtype and memory), with their
+overlaps, so that a dependency check per instruction is a look-up and no geometry.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum
+from math import prod
+from types import CodeType
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from neuroncore import dtypes, hardware
+from neuroncore.dtypes import DType
+
+if TYPE_CHECKING:
+    from neuroncore.memory.geometry import Geometry
+
+
+class MemoryRegion(Enum):
+    """The memories of `nl.ndarray`; `hbm` is an alias of `private_hbm`."""
+
+    sbuf = "sbuf"
+    psum = "psum"
+    private_hbm = "private_hbm"
+    shared_hbm = "shared_hbm"
+
+    __hash__ = object.__hash__  # members are singletons; Enum's own hash costs a Python call
+
+    def __init__(self, label: str) -> None:
+        self.label = label  # `value`, which costs a Python call
+        self.on_chip = label in ("sbuf", "psum")
+        """SBUF or PSUM: the first dimension is the partition."""
+
+    def __repr__(self) -> str:
+        return self.value
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """Rows [row, row_end) and bytes [byte, byte_end) of each.
+
+    `pattern`, unless None, says which bytes of them: place, sizes and strides in bytes. Two views
+    with one box and other holes are two regions.
+    """
+
+    row: int
+    row_end: int
+    byte: int
+    byte_end: int
+    pattern: tuple[int, tuple[int, ...], tuple[int, ...]] | None = None
+
+    @property
+    def exact(self) -> bool:
+        """Whether it has no holes."""
+        return self.pattern is None
+
+    def places(self) -> np.ndarray:
+        """The bytes of the storage that a pattern names, one number each."""
+        assert self.pattern is not None
+        place, sizes, strides = self.pattern
+        places = np.array([place])
+        for count, stride in zip(sizes, strides, strict=True):
+            places = np.add.outer(places, np.arange(count) * stride).reshape(-1)
+        return places
+
+
+class Layout:
+    """Every tensor of one shape, dtype and memory: its interned views and regions.
+
+    `bytes` is per partition on chip and of the whole tensor in HBM; `size` is what capacity is
+    counted in: bytes per partition in SBUF, where two tensors of up to 64 partitions or four of up
+    to 32 can lie above one another, and banks in PSUM, where tensors start on a bank.
+    """
+
+    __slots__ = (
+        "_begins", "_ends", "_ids", "boxes", "bytes", "containers", "dtype", "forms", "memory",
+        "on_chip", "overlaps", "row_elements", "shape", "size", "views", "whole",
+    )  # fmt: skip
+
+    def __init__(self, shape: tuple[int, ...], dtype: DType, memory: MemoryRegion) -> None:
+        self.shape, self.dtype, self.memory = shape, dtype, memory
+        self.on_chip = memory.on_chip
+        self.bytes = prod(shape[1:] if self.on_chip else shape) * dtype.itemsize
+        self.size = self.bytes
+        if memory is MemoryRegion.psum:
+            self.size = -(-self.bytes // hardware.PSUM_BANK_BYTES)
+        elif memory is MemoryRegion.sbuf:
+            self.size = -(-self.bytes // (4 if shape[0] <= 32 else 2 if shape[0] <= 64 else 1))
+        # an access pattern addresses on-chip storage as [partition, free elements]
+        self.row_elements = prod(shape[1:]) if memory.on_chip else shape[-1]
+        self.views: dict[object, Geometry] = {}
+        self.whole: Geometry | None = None
+        self.forms: dict[object, Geometry] = {}
+        self.boxes: list[Box] = []
+        self.overlaps: list[list[int]] = []
+        self.containers: list[list[int]] = []
+        self._ids: dict[Box, int] = {}
+        # row and byte where each region begins, and where it ends
+        self._begins, self._ends = np.empty((2, 8), np.int64), np.empty((2, 8), np.int64)
+
+    def region(self, box: Box) -> int:
+        """The number of a region; overlaps with all others are found once, here."""
+        found = self._ids.get(box)
+        if found is not None:
+            return found
+        new = len(self.boxes)
+        if new == self._begins.shape[1]:
+            self._begins = np.concatenate([self._begins, self._begins], axis=1)
+            self._ends = np.concatenate([self._ends, self._ends], axis=1)
+        row, byte = self._begins[:, :new]
+        row_end, byte_end = self._ends[:, :new]
+        rows = (row < box.row_end) & (row_end > box.row)
+        touching: list[int] = (
+            (rows & (byte < box.byte_end) & (byte_end > box.byte)).nonzero()[0].tolist()
+        )
+        self._ids[box] = new
+        self._begins[:, new], self._ends[:, new] = (box.row, box.byte), (box.row_end, box.byte_end)
+        self.boxes.append(box)
+        self.overlaps.append([*touching, new])
+        self.containers.append([new] if box.exact else [])
+        for other in touching:
+            self.overlaps[other].append(new)
+            if _within(box, self.boxes[other]):
+                self.containers[new].append(other)
+            if _within(self.boxes[other], box):
+                self.containers[other].append(new)
+        return new
+
+    def mask(self, regions: Iterable[int], within: Box | None = None) -> np.ndarray:
+        """One entry per byte of a tensor, or of the rows of a box, true in the regions."""
+        row_bytes = self.row_elements * self.dtype.itemsize
+        first = within.row if within else 0
+        rows = within.row_end - first if within else prod(self.shape) // self.row_elements
+        mask = np.zeros(rows * row_bytes, bool)
+        grid = mask.reshape(rows, row_bytes)
+        for region in regions:
+            box = self.boxes[region]
+            if box.exact:
+                start, end = max(box.row - first, 0), max(box.row_end - first, 0)
+                grid[start:end, box.byte : box.byte_end] = True
+            else:
+                places = box.places() - first * row_bytes
+                mask[places[(places >= 0) & (places < len(mask))]] = True
+        return mask
+
+    def covers(self, region: int, written: set[int]) -> bool:
+        """Whether written regions together have every byte of a region."""
+        if not written.isdisjoint(self.containers[region]):
+            return True
+        touching = written.intersection(self.overlaps[region])
+        box, parts = self.boxes[region], [self.boxes[r] for r in touching]
+        if all(p.exact for p in (box, *parts)):
+            return _fill(box, parts)
+        row_bytes = self.row_elements * self.dtype.itemsize
+        mask = self.mask(touching, box)
+        if box.exact:
+            return bool(mask.reshape(-1, row_bytes)[:, box.byte : box.byte_end].all())
+        return bool(mask[box.places() - box.row * row_bytes].all())
+
+
+def _fill(box: Box, parts: list[Box]) -> bool:
+    """Whether parts without holes fill a box, on the grid of all their edges."""
+    rows = sorted({e for p in (box, *parts) for e in (p.row, p.row_end)})
+    cols = sorted({e for p in (box, *parts) for e in (p.byte, p.byte_end)})
+    row_at = {edge: i for i, edge in enumerate(rows)}
+    col_at = {edge: i for i, edge in enumerate(cols)}
+    grid = np.zeros((len(rows), len(cols)), bool)
+    for p in parts:
+        grid[row_at[p.row] : row_at[p.row_end], col_at[p.byte] : col_at[p.byte_end]] = True
+    inside = grid[row_at[box.row] : row_at[box.row_end], col_at[box.byte] : col_at[box.byte_end]]
+    return bool(inside.all())
+
+
+def _within(inner: Box, outer: Box) -> bool:
+    """Whether every byte of `inner` is one of `outer`, as far as boxes can tell."""
+    return (
+        outer.exact
+        and outer.row <= inner.row
+        and inner.row_end <= outer.row_end
+        and outer.byte <= inner.byte
+        and inner.byte_end <= outer.byte_end
+    )
+
+
+class Storage:
+    """The memory behind a tensor and all its views, on one core or shared by both."""
+
+    __slots__ = (
+        "address", "code", "data", "first", "initialised", "last", "layout", "line", "name",
+        "store", "summed", "written",
+    )  # fmt: skip
+
+    def __init__(self, layout: Layout, name: str) -> None:
+        self.layout = layout
+        self.name = name
+        # bytes, and the dtype they hold: with NKI_PRECISE_FP=0 floats are kept in fp32
+        self.data: np.ndarray | None = None
+        self.store = layout.dtype.numpy
+        self.address: tuple[int, int] | None = None
+        self.code: CodeType | None = None
+        self.line = 0
+        # written and summed: regions that any instruction, or a matmul, wrote
+        self.initialised = False
+        self.written: set[int] = set()
+        self.summed: set[int] = set()
+        # numbers of the first and last instruction that use it
+        self.first = self.last = -1
+
+    @property
+    def memory(self) -> MemoryRegion:
+        """Where it lies."""
+        return self.layout.memory
+
+    @property
+    def bytes(self) -> int:
+        """Size in bytes: per partition on chip, of the whole tensor in HBM."""
+        return self.layout.bytes
+
+    def fill_fresh(self, precise: bool) -> None:
+        """Give it memory as it is before the first write: NaN in floats, 4 in integers."""
+        dtype = self.layout.dtype if precise or not self.layout.dtype.is_float else dtypes.float32
+        self.store = dtype.numpy
+        self.data = dtypes.fresh((prod(self.layout.shape),), dtype).view(np.uint8)
+
+    def covered(self, region: int) -> bool:
+        """Whether instructions wrote every element of a region, which is then noted."""
+        found = self.initialised or self.layout.covers(region, self.written)
+        if found:
+            self.written.add(region)
+        return found
+
+    def describe(self) -> str:
+        """Name, shape, dtype, memory and the line that made it, for messages."""
+        where = f" at line {self.line}" if self.line else ""
+        layout = self.layout
+        return f"{self.name} {list(layout.shape)} {layout.dtype} in {layout.memory.value}{where}"

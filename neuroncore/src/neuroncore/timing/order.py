@@ -1,0 +1,155 @@
+"""An order of a core's instructions in which its tensors fit, where program order has none.
+
+Engines and DMA queues run in their own program order, and wait for each other's data alone. So an
+eviction that stands after many matmuls in the program runs as soon as its own matmuls are done, and
+gives its PSUM bank to those that come. A compiler allocates tensors in the order that it has
+scheduled; this is one such order, and none that moves an instruction before another of its engine.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import defaultdict
+from collections.abc import Iterable
+
+from neuroncore.hardware import Engine, Machine
+from neuroncore.memory import liveness
+from neuroncore.memory.storage import MemoryRegion, Storage
+from neuroncore.timing.trace import Record, Trace
+
+
+def order_to_fit(trace: Trace, machine: Machine) -> None:
+    """Put a trace's instructions in an order that fits, if there is one; not with loops."""
+    if trace.loops:
+        return
+    memories = (MemoryRegion.sbuf, MemoryRegion.psum)
+    placed = [s for s in trace.storages if s.address is not None and s.first >= 0]
+    room = {
+        m: liveness.limit_of(m, machine) - liveness.covered([s for s in placed if s.memory is m])
+        for m in memories
+    }
+    order = _fitting(trace, room, _resources(placed))
+    if order is not None:
+        _reorder(trace, order)
+
+
+def _resources(placed: list[Storage]) -> dict[Storage, int]:
+    """A number for each tensor with an address, the same for those that share bytes."""
+    numbers: dict[Storage, int] = {}
+    number, end, memory = 0, 0, None
+    for s in sorted(placed, key=lambda s: (s.memory.value, s.address[1] if s.address else 0)):
+        start = s.address[1] if s.address else 0
+        if s.memory is not memory or start >= end:
+            number, end, memory = number + 1, 0, s.memory
+        numbers[s] = number
+        end = max(end, start + s.bytes)
+    return numbers
+
+
+def _waits(trace: Trace, shared: dict[Storage, int]) -> list[set[int]]:
+    """The instructions that each waits for: of its engine or queue, of its data, barriers."""
+    before: list[set[int]] = []
+    last: dict[object, int] = {}
+    written: dict[object, int] = {}
+    read: defaultdict[object, list[int]] = defaultdict(list)
+    barrier = -1
+    for i, (template, storages, _, _) in enumerate(trace.records):
+        waits = {*trace.edges.get(i, ()), barrier, last.get(queue := _queue(trace.records[i]), -1)}
+        last[queue] = i
+        for operand, storage in enumerate(storages):
+            resource = shared.get(storage, storage)
+            waits.add(written.get(resource, -1))
+            if operand < template.writes:
+                waits.update(read.pop(resource, ()))
+                written[resource] = i
+            else:
+                read[resource].append(i)
+        if i in trace.barriers:
+            waits.update(range(barrier + 1, i))
+            barrier = i
+        before.append(waits - {-1, i})
+    return before
+
+
+def _queue(record: Record) -> object:
+    """What runs an instruction in order: an engine, or a DMA queue (one per HBM tensor and way)."""
+    template, storages = record[0], record[1]
+    if template.engine is not Engine.DMA or template.dma is None:
+        return template.engine
+    return template.dma.direction, storages[max(0, template.hbm_operand)]
+
+
+def _fitting(
+    trace: Trace, room: dict[MemoryRegion, int], shared: dict[Storage, int]
+) -> list[int] | None:
+    """Numbers of the instructions in an order that fits, the earliest in the program first."""
+    waits = _waits(trace, shared)
+    left = [len(w) for w in waits]
+    then: list[list[int]] = [[] for _ in waits]
+    for i, before in enumerate(waits):
+        for j in before:
+            then[j].append(i)
+    uses: defaultdict[Storage, int] = defaultdict(int)
+    for _, storages, _, _ in trace.records:
+        for storage in {s for s in storages if s.memory in room and s.address is None}:
+            uses[storage] += 1
+    total = dict(uses)
+    ready = [i for i, count in enumerate(left) if not count]
+    full: list[int] = []
+    order: list[int] = []
+    while ready:
+        i = heapq.heappop(ready)
+        mine = {s for s in trace.records[i][1] if s in uses}
+        fresh = [s for s in mine if uses[s] == total[s]]
+        if not _take(room, fresh):
+            full.append(i)
+            continue
+        order.append(i)
+        for s in mine:
+            uses[s] -= 1
+        freed = [s for s in mine if not uses[s]]
+        for s in freed:
+            room[s.memory] += s.layout.size
+        if freed:
+            for j in full:
+                heapq.heappush(ready, j)
+            full.clear()
+        for j in then[i]:
+            left[j] -= 1
+            if not left[j]:
+                heapq.heappush(ready, j)
+    return order if len(order) == len(waits) else None
+
+
+def _take(room: dict[MemoryRegion, int], fresh: Iterable[Storage]) -> bool:
+    """Take room for all of the tensors, or for none."""
+    taken: list[Storage] = []
+    for s in fresh:
+        room[s.memory] -= s.layout.size
+        taken.append(s)
+    if all(value >= 0 for value in room.values()):
+        return True
+    for s in taken:
+        room[s.memory] += s.layout.size
+    return False
+
+
+def _reorder(trace: Trace, order: list[int]) -> None:
+    """Renumber a trace's instructions, and what names them."""
+    number = {old: new for new, old in enumerate(order)}
+    trace.records[:] = [trace.records[old] for old in order]
+    edges = {number[i]: [number[j] for j in producers] for i, producers in trace.edges.items()}
+    barriers = {number[i]: barrier for i, barrier in trace.barriers.items()}
+    trace.edges.clear()
+    trace.edges.update(edges)
+    trace.barriers.clear()
+    trace.barriers.update(barriers)
+    for name, found in trace.names.items():
+        trace.names[name] = [number[i] for i in found]
+    for storage in trace.storages:
+        storage.first = storage.last = -1
+    for new, (_, storages, _, _) in enumerate(trace.records):
+        for storage in storages:
+            if storage.first < 0:
+                storage.first = new
+            storage.last = new

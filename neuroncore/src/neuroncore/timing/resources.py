@@ -1,0 +1,179 @@
+"""What instructions compete for: DMA engines, PE tiles, ports, the capacity of a memory."""
+
+from __future__ import annotations
+
+import heapq
+from itertools import pairwise
+from typing import Any
+
+from neuroncore.hardware import DMA_ENGINES, Engine
+from neuroncore.timing.trace import DmaCost, InstructionTemplate
+
+
+class FreeTime:
+    """Free time of DMA engines that carry the same load; transfers share it by interleaving."""
+
+    __slots__ = ("busy_until", "gaps")
+
+    def __init__(self, gaps: list[tuple[float, float]], busy_until: float) -> None:
+        self.gaps, self.busy_until = gaps, busy_until
+
+    def take(self, ready: float, ns: float) -> float:
+        """Use `ns` of free time from `ready` on; returns when it is used up."""
+        gaps = self.gaps
+        if gaps and gaps[-1][1] > ready:
+            first = len(gaps) - 1
+            while first and gaps[first - 1][1] > ready:
+                first -= 1
+            left: list[tuple[float, float]] = []
+            end, at = ready, first
+            while ns > 0 and at < len(gaps):
+                low, high = gaps[at]
+                begin = max(low, ready)
+                used = min(ns, high - begin)
+                if low < begin:
+                    left.append((low, begin))
+                ns -= used
+                end = begin + used
+                if end < high:
+                    left.append((end, high))
+                at += 1
+            gaps[first:at] = left
+            if ns <= 0:
+                return end
+        if ready > self.busy_until:
+            self.gaps.append((self.busy_until, ready))
+            if len(self.gaps) > 256:
+                del self.gaps[:128]
+            self.busy_until = ready
+        self.busy_until += ns
+        return self.busy_until
+
+    def forget(self, before: float) -> None:
+        """Drop free time that nothing to come can use."""
+        self.gaps = [(max(low, before), high) for low, high in self.gaps if high > before]
+        self.busy_until = max(self.busy_until, before)
+
+    def since(self, start: float) -> Any:
+        """All of it, counted from a time."""
+        return [(low - start, high - start) for low, high in self.gaps], self.busy_until - start
+
+    def shift(self, ns: float) -> None:
+        """Let so much time pass in which it is used as before."""
+        self.gaps = [(low + ns, high + ns) for low, high in self.gaps]
+        self.busy_until += ns
+
+
+class DmaEngines:
+    """The 16 DMA engines, in groups that have carried the same load so far."""
+
+    def __init__(self) -> None:
+        self.groups = [(0, DMA_ENGINES, FreeTime([], 0.0))]
+        self._cuts = {0, DMA_ENGINES}
+
+    def take(self, cost: DmaCost, engine_ns: float, ready: float) -> float:
+        """Carry one DMA, which keeps each of its engines busy; returns when the last is done."""
+        first, last = cost.first_engine, cost.first_engine + cost.engines
+        if first not in self._cuts or last not in self._cuts:
+            self._split(first, last)
+        if len(self.groups) == 1:
+            return self.groups[0][2].take(ready, engine_ns)
+        end = ready
+        for low, high, line in self.groups:
+            if first <= low and high <= last:
+                end = max(end, line.take(ready, engine_ns))
+        return end
+
+    def _split(self, first: int, last: int) -> None:
+        self._cuts |= {first, last}
+        groups: list[tuple[int, int, FreeTime]] = []
+        for low, high, line in self.groups:
+            cuts = [low, *[c for c in (first, last) if low < c < high], high]
+            groups.extend(
+                [(a, b, FreeTime(list(line.gaps), line.busy_until)) for a, b in pairwise(cuts)]
+            )
+        self.groups = groups
+
+    def forget(self, before: float) -> None:
+        """As `FreeTime.forget`, of all engines."""
+        for _, _, line in self.groups:
+            line.forget(before)
+
+    def since(self, start: float) -> Any:
+        """As `FreeTime.since`, of all engines."""
+        return [(low, high, line.since(start)) for low, high, line in self.groups]
+
+    def shift(self, ns: float) -> None:
+        """As `FreeTime.shift`, of all engines."""
+        for _, _, line in self.groups:
+            line.shift(ns)
+
+
+class Capacity:
+    """The bytes or banks of one memory: handed out in program order, freed at last uses."""
+
+    def __init__(self, limit: int) -> None:
+        # (free from, size, instruction whose end freed it), earliest first
+        self.free = [(0.0, limit, -1)]
+        self.occupied: list[tuple[float, float, int]] = []
+        """(from, to, size) of the tensors that have been here."""
+
+    def take(self, size: int) -> tuple[float, int]:
+        """(when so much is free, instruction whose end frees it) for a tensor of this size."""
+        when, who = 0.0, -1
+        while size > 0:  # liveness.check_fits has shown that enough will be freed
+            when, found, who = heapq.heappop(self.free)
+            if found > size:
+                heapq.heappush(self.free, (when, found - size, who))
+            size -= found
+        return when, who
+
+    def release(self, when: float, size: int, who: int) -> None:
+        """Give back what a tensor took, after its last use."""
+        heapq.heappush(self.free, (when, size, who))
+
+    def forget(self, before: float) -> None:
+        """Make one of all that is free already by a time."""
+        old = sum([size for when, size, _ in self.free if when <= before])
+        self.free = [entry for entry in self.free if entry[0] > before]
+        if old:
+            self.free.append((0.0, old, -1))
+        heapq.heapify(self.free)
+
+    def since(self, start: float, number: int) -> Any:
+        """What is free from when, counted from a time and an instruction."""
+        return sorted(
+            [(when - start, size, who - number) if when else (when, size, who)
+             for when, size, who in self.free]
+        )  # fmt: skip
+
+    def shift(self, ns: float, instructions: int) -> None:
+        """Let so much time and so many instructions pass in which it is used as before."""
+        self.free = [
+            (when + ns, size, who + instructions) if when else (when, size, who)
+            for when, size, who in self.free
+        ]
+
+
+def pe_cells(tile: tuple[int, int, int, int]) -> list[int]:
+    """Cells of the PE array, 4 x 4 of 32 x 32, that a tile covers."""
+    row, rows, column, columns = tile
+    return [
+        4 * r + c
+        for r in range(row // 32, (row + rows) // 32)
+        for c in range(column // 32, (column + columns) // 32)
+    ]
+
+
+def shared_ports_of(template: InstructionTemplate) -> list[tuple[str, int]]:
+    """Ports that an instruction takes on gen2, and the side that excludes it there.
+
+    Side 0 of each is VectorE; side 1 is GpSimdE on SBUF and ScalarE on PSUM.
+    """
+    if template.engine is Engine.VECTOR:
+        return [("sbuf", 1)] * template.on_sbuf + [("psum", 1)] * template.on_psum
+    if template.engine is Engine.GPSIMD and template.on_sbuf:
+        return [("sbuf", 0)]
+    if template.engine is Engine.SCALAR and template.on_psum:
+        return [("psum", 0)]
+    return []

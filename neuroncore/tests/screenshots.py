@@ -1,0 +1,50 @@
+"""Make the pictures of the timeline page: `python neuroncore/tests/screenshots.py`.
+
+Needs Chromium, and Pillow, which comes with matplotlib.
+"""
+
+import tempfile
+from pathlib import Path
+
+from browser import Page, browser
+from PIL import Image
+
+from neuroncore.cli import main
+
+ROOT = Path(__file__).parents[2]
+IMAGES = ROOT / "docs" / "images"
+COMMAND = (
+    *("simulate", f"{ROOT / 'examples' / 'kernels' / 'matmul.py'}:matmul", "--trace-only"),
+    *("--arg", "lhsT=bf16[1024,512]", "--arg", "rhs=bf16[1024,2048]", "--target", "trn2"),
+)
+ZOOM = """(() => {
+  const c = timeline.trace.cores[0].columns;
+  timeline.show(timeline.length * 0.28, timeline.length * 0.42);
+  const i = c.kind.findIndex((k, i) => timeline.trace.kinds[k].opcode === "tensor_copy" &&
+    c.start[i] > timeline.length * 0.32);
+  const band = timeline.bandOf(0, i), box = timeline.canvas.getBoundingClientRect();
+  return [box.x + timeline.x((c.start[i] + c.end[i]) / 2), box.y + band.y + 8];
+})()"""
+
+
+def shoot(page: Page, name: str) -> None:
+    """A picture of few colours: a quarter of the bytes."""
+    path = IMAGES / name
+    page.shot(path)
+    Image.open(path).convert("RGB").quantize(64).save(path, optimize=True)
+
+
+def make(directory: Path) -> None:
+    file = directory / "matmul.html"
+    assert main([*COMMAND, "--timeline", str(file)]) == 0
+    with browser(directory / "browser") as page:
+        page.open(file, 1100, 800)
+        shoot(page, "timeline.png")
+        page.open(file, 1100, 460)
+        page.mouse("Moved", *page.run(ZOOM))
+        shoot(page, "timeline-hover.png")
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as found:
+        make(Path(found))

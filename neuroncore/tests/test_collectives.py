@@ -1,0 +1,121 @@
+"""All-reduce, all-gather, reduce-scatter, all-to-all: who gets what, on one core and on two."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from instruction_runs import as_stored, bf16, seeds, wide
+from simulated_ranks import TWO, collective, copied, inputs, lists, output, run
+
+import neuroncore as nc
+from neuroncore import collectives as ncc
+from neuroncore import language as nl
+
+REDUCE = {"add": np.add, "maximum": np.maximum, "minimum": np.minimum}
+cases = {
+    "size": st.sampled_from([1, 2, 4]),
+    "count": st.sampled_from([1, 2]),
+    "lnc": st.sampled_from([1, 2]),
+    "dtype": st.sampled_from(["float32", "bfloat16", "int32"]),
+    "coalesced": st.booleans(),
+    "seed": seeds,
+}
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    op=st.sampled_from(sorted(REDUCE)),
+    memory=st.sampled_from([nl.sbuf, nl.shared_hbm]),
+    target=st.sampled_from(["trn1", "trn2", "trn3"]),
+    **cases,
+)
+def test_all_reduce(op, memory, target, size, count, lnc, dtype, coalesced, seed):
+    shapes = [(4, 6), (2, 3)] if coalesced and memory is not nl.sbuf else [(4, 6)]
+    ranks, groups = size * count, lists(size * count, size)
+    xs = inputs(ranks, *shapes, dtype=dtype, seed=seed)
+    group = ncc.ReplicaGroup(groups)
+    kernel = collective(lambda s, d: ncc.all_reduce(s, d, group, getattr(nl, op)), shapes, memory)
+    done = run(kernel[lnc], xs, target).outputs
+    for rank in range(ranks):
+        for t in range(len(shapes)):
+            parts = [wide(xs[r][t]) for r in groups[rank // size]]
+            expected = as_stored(REDUCE[op].reduce(parts), dtype)
+            np.testing.assert_array_equal(done[rank][t], expected)
+
+
+@settings(max_examples=20, deadline=None)
+@given(dim=st.sampled_from([0, 1]), **cases)
+def test_all_gather(dim, size, count, lnc, dtype, coalesced, seed):
+    """Dimension 1 and one tensor in SBUF, dimension 0 and maybe two in HBM."""
+    memory = nl.sbuf if dim else nl.shared_hbm
+    parts = [(4, 6), (2, 3)] if coalesced and not dim else [(4, 6)]
+    shapes = [(p * size, f) if dim == 0 else (p, f * size) for p, f in parts]
+    ranks, groups = size * count, lists(size * count, size)
+    xs = inputs(ranks, *parts, dtype=dtype, seed=seed)
+    group = ncc.ReplicaGroup(groups)
+    kernel = collective(
+        lambda s, d: ncc.all_gather(s, d, group, collective_dim=dim), shapes, memory
+    )
+    done = run(kernel[lnc], xs).outputs
+    for rank in range(ranks):
+        for t in range(len(parts)):
+            expected = np.concatenate([xs[r][t] for r in groups[rank // size]], dim)
+            np.testing.assert_array_equal(done[rank][t], expected)
+
+
+@settings(max_examples=20, deadline=None)
+@given(op=st.sampled_from(sorted(REDUCE)), **cases)
+def test_reduce_scatter_and_all_to_all(op, size, count, lnc, dtype, coalesced, seed):
+    wholes = [(4 * size, 6), (2 * size, 3)] if coalesced else [(4 * size, 6)]
+    ranks, groups = size * count, lists(size * count, size)
+    xs = inputs(ranks, *wholes, dtype=dtype, seed=seed)
+    group = ncc.ReplicaGroup(groups)
+    scatter = collective(
+        lambda s, d: ncc.reduce_scatter(s, d, group, 0, getattr(nl, op)),
+        [(p // size, f) for p, f in wholes],
+    )
+    scattered = run(scatter[lnc], xs).outputs
+    swapped = run(collective(lambda s, d: ncc.all_to_all(s, d, group, 0), wholes)[lnc], xs).outputs
+    for rank in range(ranks):
+        me, members = rank % size, groups[rank // size]
+        for t in range(len(wholes)):
+            total = as_stored(REDUCE[op].reduce([wide(xs[r][t]) for r in members]), dtype)
+            np.testing.assert_array_equal(scattered[rank][t], np.split(total, size)[me])
+            expected = np.concatenate([np.split(xs[r][t], size)[me] for r in members])
+            np.testing.assert_array_equal(swapped[rank][t], expected)
+
+
+def test_an_all_reduce_is_a_reduce_scatter_and_an_all_gather():
+    group = ncc.ReplicaGroup([[0, 1, 2, 3]])
+    xs = inputs(4, (8, 4))
+
+    def both(srcs, dsts):
+        part = nl.ndarray((2, 4), nl.float32, buffer=nl.shared_hbm)
+        ncc.reduce_scatter(srcs, [part], group, 0, nl.add)
+        ncc.all_gather([part], dsts, group, 0)
+
+    whole = lambda s, d: ncc.all_reduce(s, d, group, nl.add)  # noqa: E731
+    two, one = (run(collective(call, [(8, 4)]), xs) for call in (both, whole))
+    np.testing.assert_array_equal(np.array(two.outputs), np.array(one.outputs))
+    assert one.profile.time_ms < two.profile.time_ms
+
+
+@pytest.mark.parametrize("lnc", [1, 2])
+def test_a_collective_may_write_what_it_reads(lnc):
+    xs = inputs(2, (4, 6))
+
+    @nc.jit
+    def in_place(xs):
+        total = copied(xs[0])
+        ncc.all_reduce([total], [total], TWO, nl.add)
+        return output(total)
+
+    for y in run(in_place[lnc], xs).outputs:
+        np.testing.assert_array_equal(y, xs[0][0] + xs[1][0])
+
+
+def test_sums_round_once():
+    xs = [[np.full((2, 2), v, bf16)] for v in (256, 1, 1, 1)]  # each partial sum rounds to 256
+    group = ncc.ReplicaGroup([[0, 1, 2, 3]])
+    kernel = collective(lambda s, d: ncc.all_reduce(s, d, group, nl.add), [(2, 2)])
+    assert (run(kernel, xs).outputs[0][0] == bf16(260)).all()

@@ -1,0 +1,376 @@
+"""Copies and element-wise arithmetic against NumPy; rounding, fresh memory, registers."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from instruction_runs import (
+    FLOATS,
+    INTEGERS,
+    TARGETS,
+    bf16,
+    compute,
+    data,
+    equal,
+    loaded,
+    noted,
+    refuses,
+    rounded,
+    run,
+    seeds,
+    stored,
+    wide,
+)
+
+import neuroncore as nc
+import neuroncore.isa as nisa
+import neuroncore.language as nl
+
+V, S, G = nisa.engine.vector, nisa.engine.scalar, nisa.engine.gpsimd
+DTYPES = (*FLOATS, *INTEGERS)
+shapes = st.tuples(st.integers(1, 128), st.integers(1, 24))
+memories = st.sampled_from([nl.sbuf, nl.psum])
+f32 = np.float32
+ARITHMETIC = {
+    "add": np.add, "subtract": np.subtract, "multiply": np.multiply, "maximum": np.maximum,
+    "minimum": np.minimum, "equal": np.equal, "not_equal": np.not_equal, "less": np.less,
+    "less_equal": np.less_equal, "greater": np.greater, "greater_equal": np.greater_equal,
+    "logical_and": lambda x, y: (x != 0) & (y != 0), "logical_or": lambda x, y: (x != 0) | (y != 0),
+    "logical_xor": lambda x, y: (x != 0) ^ (y != 0),
+}  # fmt: skip
+BITS = {
+    "bitwise_and": np.bitwise_and, "bitwise_or": np.bitwise_or, "bitwise_xor": np.bitwise_xor,
+    "left_shift": np.left_shift, "right_shift": np.right_shift,
+}  # fmt: skip
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    shape=shapes, source=st.sampled_from(DTYPES), target=st.sampled_from(DTYPES),
+    machine=st.sampled_from(TARGETS), where=st.tuples(memories, memories),
+    engine=st.sampled_from([V, G, nisa.engine.unknown]), seed=seeds,
+)  # fmt: skip
+def test_tensor_copy(shape, source, target, machine, where, engine, seed):
+    x = data(shape, source, seed, scale=100)
+    if engine is G and nl.psum in where:
+        engine = V
+
+    def body(dst, tile):
+        nisa.tensor_copy(dst, tile, engine)
+
+    expected = x if source is target else rounded(x.astype(f32), target)
+    equal(
+        compute(body, shape, target, x, target=machine, memories=where[:1], into=where[1]), expected
+    )
+
+
+def test_conversions_round_to_nearest_even_and_saturate():
+    x = np.array([[0.5, 1.5, 2.5, -0.5, -1.5, 127.5, 300, -300, 3e9, -3e9, np.inf, -np.inf]], f32)
+    expected = {
+        nl.int8: [0, 2, 2, 0, -2, 127, 127, -128, 127, -128, 127, -128],
+        nl.uint8: [0, 2, 2, 0, 0, 128, 255, 0, 255, 0, 255, 0],
+        nl.int32: [0, 2, 2, 0, -2, 128, 300, -300, 2**31 - 1, -(2**31), 2**31 - 1, -(2**31)],
+        nl.uint32: [0, 2, 2, 0, 0, 128, 300, 0, 3 * 10**9, 0, 2**32 - 1, 0],
+    }
+    for dtype, values in expected.items():
+        equal(compute(nisa.tensor_copy, x.shape, dtype, x), np.array([values], dtype.numpy))
+    ties = np.array([[1 + 2.0**-8, 1 + 3 * 2.0**-8]], f32)  # bf16 keeps 7 bits
+    assert compute(nisa.tensor_copy, (1, 2), nl.bfloat16, ties).astype(f32).tolist() == [
+        [1, 1 + 2.0**-6]
+    ]
+
+
+@settings(max_examples=20, deadline=None)
+@given(dtype=st.sampled_from(DTYPES), engine=st.sampled_from([V, G]), value=st.integers(0, 100))
+def test_memset(dtype, engine, value):
+    def body(dst):
+        nisa.memset(dst, 0)
+        nisa.memset(dst[:, 1:], value, engine)
+
+    got = compute(body, (4, 3), dtype)
+    equal(got, rounded(np.array([[0, value, value]] * 4), dtype))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "value"), [(nl.int32, 2**24 + 1), (nl.uint32, 2**32 - 1), (nl.int8, 300)]
+)
+def test_memset_of_integers_is_exact_and_saturates(dtype, value):
+    got = compute(lambda d: nisa.memset(d, value), (2, 2), dtype)
+    assert (wide(got) == min(value, np.iinfo(dtype.numpy).max)).all()
+
+
+def test_memset_tells_zeros_apart():
+    def body(dst):
+        nisa.memset(dst, 0.0)
+        nisa.memset(dst, -0.0)
+
+    assert np.signbit(compute(body, (2, 3), nl.float32)).all()
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    shape=shapes,
+    name=st.sampled_from(sorted(ARITHMETIC)),
+    machine=st.sampled_from(TARGETS),
+    dtypes=st.tuples(
+        *[st.sampled_from((nl.float32, nl.bfloat16, nl.float16, nl.int8, nl.uint16))] * 3
+    ),
+    where=st.sampled_from([(nl.sbuf, nl.sbuf), (nl.psum, nl.sbuf), (nl.sbuf, nl.psum)]),
+    seed=seeds,
+)
+def test_tensor_tensor(shape, name, machine, dtypes, where, seed):
+    a, b = data(shape, dtypes[0], seed), data(shape, dtypes[1], seed + 1)
+    b[:, ::3] = a[:, ::3].astype(f32).clip(0, 100).astype(b.dtype)  # some are equal
+
+    def body(dst, x, y):
+        nisa.tensor_tensor(dst, x, y, getattr(nl, name))
+
+    expected = ARITHMETIC[name](a.astype(f32), b.astype(f32)).astype(f32)
+    got = compute(body, shape, dtypes[2], a, b, target=machine, memories=where)
+    equal(got, rounded(expected, dtypes[2]))
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    name=st.sampled_from(["add", "subtract", "multiply"]),
+    dtype=st.sampled_from([nl.int32, nl.uint32]),
+    seed=seeds,
+)
+def test_32_bit_integers_are_exact_on_gpsimd_and_fp32_on_vector(name, dtype, seed):
+    a, b = data((8, 5), dtype, seed), data((8, 5), dtype, seed + 1)
+    op = ARITHMETIC[name]
+    for engine, expected in (
+        (nisa.engine.unknown, op(a, b)),
+        (V, rounded(op(a.astype(f32), b.astype(f32)), dtype)),
+    ):
+        got = compute(
+            lambda d, x, y, e=engine: nisa.tensor_tensor(d, x, y, getattr(nl, name), e),
+            (8, 5),
+            dtype,
+            a,
+            b,
+        )
+        equal(got, expected)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    name=st.sampled_from(sorted(BITS)),
+    dtype=st.sampled_from(INTEGERS),
+    amount=st.integers(0, 7),
+    seed=seeds,
+)
+def test_bit_operators(name, dtype, amount, seed):
+    a, b = data((8, 5), dtype, seed), data((8, 5), dtype, seed + 1)
+    if "shift" in name:
+        b = b & 7
+    unsigned = np.dtype(f"u{dtype.itemsize}")
+    reference = lambda x, y: BITS[name](x.view(unsigned), y.view(unsigned)).view(x.dtype)  # noqa: E731
+    op = getattr(nl, name)
+    equal(
+        compute(lambda d, x, y: nisa.tensor_tensor(d, x, y, op), (8, 5), dtype, a, b),
+        reference(a, b),
+    )
+    constant = np.full((8, 5), amount, dtype.numpy)
+    equal(
+        compute(lambda d, x: nisa.tensor_scalar(d, x, op, amount), (8, 5), dtype, a),
+        reference(a, constant),
+    )
+
+
+def test_bit_patterns_as_constants_of_signed_tiles():
+    x = np.array([[1, -2, 2**31 - 1]], np.int32)
+    got = compute(
+        lambda d, t: nisa.tensor_scalar(d, t, nl.bitwise_and, 0xFFFFFFFE), (1, 3), nl.int32, x
+    )
+    equal(got, x & -2)
+    got = compute(
+        lambda d, t: nisa.tensor_scalar(d, t, nl.bitwise_xor, -1),
+        (1, 3),
+        nl.uint32,
+        x.view(np.uint32),
+    )
+    equal(got, ~x.view(np.uint32))
+
+
+def test_power():
+    x, y = np.abs(data((4, 6))) + 0.5, data((4, 6), seed=1)
+    got = compute(lambda d, a, b: nisa.tensor_tensor(d, a, b, nl.power), (4, 6), nl.float32, x, y)
+    np.testing.assert_allclose(got, wide(x) ** wide(y), rtol=1e-6)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    shape=shapes,
+    ops=st.tuples(
+        st.sampled_from(sorted(ARITHMETIC)), st.sampled_from([None, *sorted(ARITHMETIC)])
+    ),
+    tiles=st.tuples(st.booleans(), st.booleans()),
+    reverse=st.tuples(st.booleans(), st.booleans()),
+    dtype=st.sampled_from([nl.float32, nl.bfloat16, nl.int16]),
+    where=memories,
+    seed=seeds,
+)
+def test_tensor_scalar(shape, ops, tiles, reverse, dtype, where, seed):
+    x, columns = data(shape, bf16, seed), data((shape[0], 2), f32, seed + 1)
+    operands = [columns[:, i : i + 1] if tiles[i] else f32(0.25 + i) for i in range(2)]
+    expected = x.astype(f32)
+    for name, operand, swap in zip(ops, operands, reverse, strict=True):
+        if name is not None:
+            two = (operand, expected) if swap else (expected, operand)
+            expected = ARITHMETIC[name](*two).astype(f32)
+
+    def body(dst, t, c):
+        given_ = [c[:, i : i + 1] if tiles[i] else 0.25 + i for i in range(2)]
+        second = (
+            {"op1": getattr(nl, ops[1]), "operand1": given_[1], "reverse1": reverse[1]}
+            if ops[1]
+            else {}
+        )
+        nisa.tensor_scalar(dst, t, getattr(nl, ops[0]), given_[0], reverse[0], **second)
+
+    equal(
+        compute(body, shape, dtype, x, columns, memories=(where, nl.sbuf)), rounded(expected, dtype)
+    )
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    shape=shapes,
+    ops=st.tuples(*[st.sampled_from(sorted(ARITHMETIC))] * 2),
+    tile=st.booleans(),
+    reverse=st.tuples(st.booleans(), st.booleans()),
+    dtype=st.sampled_from([nl.float32, nl.bfloat16]),
+    seed=seeds,
+)
+def test_scalar_tensor_tensor(shape, ops, tile, reverse, dtype, seed):
+    x, y, column = (
+        data(shape, f32, seed),
+        data(shape, bf16, seed + 1),
+        data((shape[0], 1), f32, seed + 2),
+    )
+    scalar = column if tile else f32(-1.5)
+    first = ARITHMETIC[ops[0]](*((scalar, x) if reverse[0] else (x, scalar))).astype(f32)
+    other = y.astype(f32)
+    expected = ARITHMETIC[ops[1]](*((other, first) if reverse[1] else (first, other))).astype(f32)
+
+    def body(dst, a, b, c):
+        nisa.scalar_tensor_tensor(
+            dst, a, getattr(nl, ops[0]), c if tile else -1.5, getattr(nl, ops[1]), b, *reverse
+        )
+
+    equal(compute(body, shape, dtype, x, y, column), rounded(expected, dtype))
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    shape=shapes,
+    source=st.sampled_from([nl.float32, nl.bfloat16, nl.int8]),
+    target=st.sampled_from([nl.float32, nl.bfloat16]),
+)
+def test_reciprocal(shape, source, target):
+    x = data(shape, source)
+    with np.errstate(divide="ignore"):
+        equal(compute(nisa.reciprocal, shape, target, x), rounded(f32(1) / x.astype(f32), target))
+
+
+def test_in_place_and_overlapping_operands():
+    x = data((4, 10), f32)
+
+    def kernel(a):
+        t = loaded(a)
+        nisa.tensor_copy(t[:, 1:], t[:, :-1])  # reads all before it writes
+        nisa.tensor_tensor(t, t, t, nl.add)
+        nisa.activation(t[:, 2:], nl.square, t[:, :-2], scale=0.5)
+        return stored(t)
+
+    expected = x.copy()
+    expected[:, 1:] = x[:, :-1]
+    expected = expected + expected
+    expected[:, 2:] = np.square(expected[:, :-2] * f32(0.5)).copy()
+    equal(run(kernel, x), expected)
+
+
+def test_writing_an_input_changes_the_callers_array():
+    x = data((4, 6), f32)
+    before = x.copy()
+
+    def kernel(a):
+        t = loaded(a)
+        nisa.tensor_scalar(t, t, nl.multiply, 2.0)
+        nisa.dma_copy(a[1:3], t[1:3])
+        return a
+
+    got = run(kernel, x)
+    before[1:3] *= 2
+    equal(x, before)
+    equal(got, before)
+
+
+def test_fresh_memory_is_nan_and_four():
+    def kernel():
+        outputs = [
+            nl.ndarray((2, 4), d, nl.shared_hbm)
+            for d in (nl.float32, nl.bfloat16, nl.int32, nl.uint8)
+        ]
+        for out in outputs:
+            nisa.dma_copy(out[:, 2:], nl.zeros((2, 2), out.dtype))
+        return tuple(outputs)
+
+    with pytest.warns(nc.NkiWarning, match="is returned, and some of it was never written"):
+        outputs = run(kernel)
+    for out in outputs:
+        got = out[:, :2]
+        assert (out[:, 2:].astype(f32) == 0).all()
+        assert np.isnan(got.astype(f32)).all() if got.dtype.kind not in "iu" else (got == 4).all()
+
+
+def test_precise_fp_off_keeps_floats_in_fp32(monkeypatch):
+    x = data((4, 6), f32)
+
+    def kernel(a):
+        t = nl.ndarray((4, 6), nl.bfloat16)
+        nisa.dma_copy(t, a)
+        nisa.tensor_scalar(t, t, nl.multiply, 3.0)
+        whole = nl.ndarray((4, 6), nl.int32)
+        nisa.tensor_copy(whole, t)
+        out = nl.ndarray((4, 6), nl.float32, nl.shared_hbm)
+        nisa.dma_copy(out, t)
+        return out, stored(whole), stored(t)
+
+    monkeypatch.setenv("NKI_PRECISE_FP", "0")
+    got, whole, narrow = run(kernel, x)
+    equal(got, x * f32(3))
+    equal(whole, np.rint(x * f32(3)).astype(np.int32))
+    assert narrow.dtype == bf16
+    inside = x.astype(bf16)
+    run(lambda a: nl.store(a, nl.ones((4, 6), nl.float32)), inside)
+    assert (inside == 1).all()
+    refuses("NKI_PRECISE_FP=0", lambda a: loaded(a).view(nl.int16), inside)
+
+
+def test_registers():
+    x = np.array([[7]], np.int32)
+
+    def kernel(a):
+        r, s = nisa.register_alloc(3), nisa.register_alloc()
+        assert (r.value, s.value) == (3, 0)
+        nisa.register_move(s, r)
+        nisa.register_move(r, 5)
+        out = nl.ndarray((1, 4), nl.int32)
+        for i, source in enumerate((r, s)):
+            nisa.register_store(out[:, i : i + 1], source)
+        nisa.register_load(s, loaded(a))
+        nisa.register_store(out[:, 2:3], s)
+        nisa.register_load(s, a)  # from HBM
+        nisa.register_store(out[:, 3:4], s)
+        assert nc.isa.VirtualRegister(2)
+        return stored(out)
+
+    equal(run(kernel, x), np.array([[5, 3, 7, 7]], np.int32))
+
+
+def test_memset_of_integers_by_a_float_is_noted():
+    with noted(r"memset: .* takes an int since NKI 0.3; got 2.0"):
+        got = compute(lambda dst: nisa.memset(dst, 2.0), (2, 2), nl.int32)
+    assert (got == 2).all()

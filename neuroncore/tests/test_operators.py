@@ -1,0 +1,346 @@
+"""Each operator against a plain statement of it on Python numbers, and who may pass as a token."""
+
+import builtins
+import math
+import operator
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from neuroncore.nl.operators import ACTIVATION, ALU, activation, alu, reduce
+
+NAN, INF = math.nan, math.inf
+
+BINARY = {
+    "add": lambda x, y: x + y,
+    "subtract": lambda x, y: x - y,
+    "multiply": lambda x, y: x * y,
+    "maximum": max,
+    "minimum": min,
+    "equal": lambda x, y: x == y,
+    "not_equal": lambda x, y: x != y,
+    "greater_equal": lambda x, y: x >= y,
+    "greater": lambda x, y: x > y,
+    "less_equal": lambda x, y: x <= y,
+    "less": lambda x, y: x < y,
+    "logical_and": lambda x, y: bool(x) and bool(y),
+    "logical_or": lambda x, y: bool(x) or bool(y),
+    "logical_xor": lambda x, y: bool(x) != bool(y),
+    "abs_max": lambda x, y: x if abs(x) > abs(y) else y,
+    "abs_min": lambda x, y: x if abs(x) < abs(y) else y,
+    "bypass": lambda x, y: x,
+}
+UNARY = {
+    "abs": abs,
+    "square": lambda x: x * x,
+    "relu": lambda x: max(x, 0.0),
+    "logical_not": lambda x: x == 0,
+}
+BITVEC = {
+    "bitwise_and": operator.and_,
+    "bitwise_or": operator.or_,
+    "bitwise_xor": operator.xor,
+    "left_shift": operator.lshift,
+    "right_shift": operator.rshift,
+}
+REDUCIBLE = {
+    "bitwise_and", "bitwise_or", "bitwise_xor", "add", "subtract", "multiply", "maximum",
+    "minimum", "logical_and", "logical_or", "logical_xor",
+}  # fmt: skip
+COMPARISONS = [name for name in BINARY if name.startswith(("equal", "not", "great", "less"))]
+LOGICAL = [name for name in ALU if name.startswith("logical")]
+
+# Small multiples of 1/8: sums, products and comparisons are exact in float32, ties are common.
+eighths = st.integers(-64, 64).map(lambda n: n / 8)
+pairs = st.lists(st.tuples(eighths, eighths), min_size=1, max_size=30)
+
+
+def f32(values):
+    return np.array(values, np.float32)
+
+
+def token(name):
+    def function():
+        raise AssertionError("a token is not called")
+
+    function.__name__ = name
+    return function
+
+
+def test_the_tables_are_those_of_the_documentation():
+    assert {name for name, op in ALU.items() if op.reducible} == REDUCIBLE
+    bitvec = {name for name, op in ALU.items() if op.kind == "bitvec"}
+    assert bitvec == {*BITVEC, "invert"}
+    unary = {name for name, op in ALU.items() if op.arity == 1}
+    assert unary == {*UNARY, "rsqrt", "reciprocal", "invert"}
+    assert {*ALU} == {*BINARY, *UNARY, *BITVEC, "power", "rsqrt", "reciprocal", "invert"}
+    assert all(op.name == name for table in (ALU, ACTIVATION) for name, op in table.items())
+    assert {name for name, op in ACTIVATION.items() if op.valid} == {
+        "log", "sin", "arctan", "sqrt", "rsqrt", "reciprocal",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BINARY)
+@given(pairs)
+def test_binary_operators(name, xy):
+    x, y = f32(xy).T
+    got = ALU[name].apply(x, y)
+    assert got.dtype == np.float32
+    assert got.tolist() == [float(BINARY[name](a, b)) for a, b in xy]
+
+
+@pytest.mark.parametrize("name", UNARY)
+@given(st.lists(eighths, min_size=1))
+def test_unary_operators(name, xs):
+    got = ALU[name].apply(f32(xs))
+    assert got.dtype == np.float32
+    assert got.tolist() == [float(UNARY[name](x)) for x in xs]
+
+
+@given(st.lists(st.floats(2.0**-100, 2.0**100, width=32), min_size=1))
+def test_reciprocal_and_rsqrt_round_correctly(xs):
+    x = f32(xs)
+    assert ALU["reciprocal"].apply(x).tolist() == f32([1 / v for v in xs]).tolist()
+    assert ALU["rsqrt"].apply(x).tolist() == f32([1 / math.sqrt(v) for v in xs]).tolist()
+    assert ALU["rsqrt"].apply(x).dtype == np.float32
+
+
+def test_power():
+    got = ALU["power"].apply(f32([2, -2, 4, 0, 9]), f32([10, 3, -0.5, 0, 0.5]))
+    assert got.dtype == np.float32
+    assert got.tolist() == [1024, -8, 0.5, 1, 3]
+
+
+@pytest.mark.parametrize("name", ["add", "maximum", "minimum", "abs_max", "abs_min"])
+def test_a_nan_on_either_side_stays_visible(name):
+    assert np.isnan(ALU[name].apply(f32([NAN, 1, NAN]), f32([1, NAN, NAN]))).all()
+    assert np.isnan(ALU["relu"].apply(f32([NAN]))).all()
+
+
+def test_operands_broadcast():
+    x, y = f32([[1, 2], [3, 4]]), f32([[10], [20]])
+    assert ALU["add"].apply(x, y).tolist() == [[11, 12], [23, 24]]
+    assert ALU["abs_max"].apply(x, y).tolist() == [[10, 10], [20, 20]]
+
+
+@pytest.mark.parametrize("bits", [8, 16, 32])
+@pytest.mark.parametrize("sign", ["int", "uint"])
+@pytest.mark.parametrize("name", [*BITVEC, "invert"])
+@settings(max_examples=20)
+@given(st.data())
+def test_bitvec_operators_see_bit_patterns(name, sign, bits, data):
+    size, mask = 1 << bits, (1 << bits) - 1
+    patterns = st.integers(0, mask)
+    second = st.integers(0, bits + 2) if "shift" in name else patterns
+    xy = data.draw(st.lists(st.tuples(patterns, second), min_size=1, max_size=20))
+    x, y = np.array(xy, f"uint{bits}").T.view(f"{sign}{bits}")
+    op = ALU[name]
+    got = op.apply(x, y) if op.arity == 2 else op.apply(x)
+    want = [BITVEC[name](a, b) & mask if op.arity == 2 else size - 1 - a for a, b in xy]
+    assert got.dtype == x.dtype
+    assert got.view(f"uint{bits}").tolist() == want
+
+
+@pytest.mark.parametrize("axes", [(2,), (1, 2), (2, 1), (-1,), (1,), (0, 2)])
+@pytest.mark.parametrize("name", sorted(REDUCIBLE))
+def test_reduce_is_the_operator_from_left_to_right(name, axes):
+    op = ALU[name]
+    rng = np.random.default_rng(len(name))
+    x = rng.integers(-3, 4, (3, 2, 4)).astype(np.float32 if op.kind == "arithmetic" else np.int16)
+    got = reduce(op, x, axes)
+    assert got.dtype == x.dtype
+    reduced = {axis % 3 for axis in axes}
+    assert got.shape == tuple(size for n, size in enumerate(x.shape) if n not in reduced)
+    python = {**BINARY, **BITVEC}[name]
+    kept = [range(1) if n in reduced else range(x.shape[n]) for n in range(3)]
+    inner = [range(x.shape[n]) if n in reduced else range(1) for n in range(3)]
+    want = []
+    for base in np.ndindex(*map(len, kept)):
+        items = [x[tuple(np.add(base, i))].item() for i in np.ndindex(*map(len, inner))]
+        total = items[0]
+        for item in items[1:]:
+            total = python(total, item)
+        want.append(total)
+    assert got.ravel().tolist() == want
+
+
+def test_sums_accumulate_in_float32():
+    x = np.ones((2, 3), np.float32)
+    x[:, 0] = 2.0**25
+    assert reduce(ALU["add"], x, (1,)).tolist() == [2.0**25] * 2
+
+
+@pytest.mark.parametrize("name", sorted(ALU))
+def test_the_documented_operators_reduce(name):
+    assert ALU[name].reducible == (name in REDUCIBLE)
+
+
+def sigmoid(x):
+    return 1 / (1 + math.exp(-x)) if x > -700 else 0.0
+
+
+def cdf(x):
+    return 0.5 * math.erfc(-x / math.sqrt(2))
+
+
+def pdf(x):
+    return math.exp(-x * x / 2) / math.sqrt(2 * math.pi)
+
+
+def softplus(x):
+    return max(x, 0.0) + math.log1p(math.exp(-abs(x)))
+
+
+def tanh_argument(x):
+    return math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)
+
+
+PLAIN = {
+    "copy": lambda x: x,
+    "square": lambda x: x * x,
+    "sigmoid": sigmoid,
+    "relu": lambda x: max(x, 0.0),
+    "prelu": lambda x: max(x, 0.0) + 0.25 * min(x, 0.0),
+    "gelu": lambda x: x * cdf(x),
+    "gelu_dx": lambda x: cdf(x) + x * pdf(x),
+    "gelu_apprx_tanh": lambda x: x * sigmoid(2 * tanh_argument(x)),
+    "gelu_apprx_sigmoid": lambda x: x * sigmoid(1.702 * x),
+    "gelu_apprx_sigmoid_dx": lambda x: (
+        sigmoid(1.702 * x) + 1.702 * x * sigmoid(1.702 * x) * sigmoid(-1.702 * x)
+    ),
+    "silu": lambda x: x * sigmoid(x),
+    "silu_dx": lambda x: sigmoid(x) + x * sigmoid(x) * sigmoid(-x),
+    "tanh": math.tanh,
+    "softplus": softplus,
+    "mish": lambda x: x * math.tanh(softplus(x)),
+    "erf": math.erf,
+    "erf_dx": lambda x: 2 / math.sqrt(math.pi) * math.exp(-x * x),
+    "exp": lambda x: math.exp(x) if x < 700 else INF,
+    "log": math.log,
+    "sin": math.sin,
+    "arctan": math.atan,
+    "sqrt": math.sqrt,
+    "rsqrt": lambda x: 1 / math.sqrt(x),
+    "reciprocal": lambda x: 1 / x,
+    "sign": lambda x: (x > 0) - (x < 0),
+    "abs": abs,
+}
+# Where a derivative crosses zero its terms cancel: there the error is that of the terms.
+CROSSING = {"gelu_dx": 1e-9, "gelu_apprx_sigmoid_dx": 1e-12, "silu_dx": 1e-12}
+
+
+def assert_within_two_ulp(name, x):
+    got = ACTIVATION[name].apply(x)
+    assert got.dtype == np.float32
+    assert got.shape == x.shape
+    with np.errstate(over="ignore", invalid="ignore"):
+        want = f32([PLAIN[name](float(v)) for v in x])
+        same = got == want
+        error = np.abs(got.astype(np.float64) - want)
+        ulp = np.spacing(np.abs(want)).astype(np.float64)
+    good = same | (error <= 2 * ulp + CROSSING.get(name, 0.0))
+    assert good.all(), (x[~good], got[~good], want[~good])
+
+
+@pytest.mark.parametrize("name", ACTIVATION)
+def test_activations_are_within_two_ulp_over_their_range(name):
+    low, high = ACTIVATION[name].valid or (-30.0, 30.0)
+    if name in ("log", "sqrt", "rsqrt", "reciprocal"):
+        x = np.exp2(np.linspace(math.log2(low), math.log2(high), 2001)).astype(np.float32)
+    else:
+        x = np.linspace(low, high, 4001).astype(np.float32)
+    if name == "reciprocal":
+        x = np.concatenate([x, -x])
+    assert_within_two_ulp(name, x)
+    if ACTIVATION[name].valid is None:
+        small = np.exp2(np.linspace(-120, 0, 601)).astype(np.float32)
+        assert_within_two_ulp(name, np.concatenate([small, -small]))
+
+
+@pytest.mark.parametrize("name", [name for name, op in ACTIVATION.items() if op.valid is None])
+@settings(max_examples=20)
+@given(st.lists(st.floats(-150, 150, width=32), min_size=1, max_size=40))
+def test_activations_are_within_two_ulp_anywhere(name, xs):
+    assert_within_two_ulp(name, f32(xs))
+
+
+def test_gelu_by_tanh_is_the_published_formula():
+    x = np.linspace(-6, 6, 1001).astype(np.float32)
+    want = [0.5 * v * (1 + math.tanh(tanh_argument(v))) for v in x.astype(float)]
+    np.testing.assert_allclose(ACTIVATION["gelu_apprx_tanh"].apply(x), want, atol=1e-6)
+
+
+LIMITS = {  # at -inf and at inf
+    "copy": (-INF, INF), "square": (INF, INF), "sigmoid": (0, 1), "relu": (0, INF),
+    "prelu": (-INF, INF), "gelu": (0, INF), "gelu_dx": (0, 1), "gelu_apprx_tanh": (0, INF),
+    "gelu_apprx_sigmoid": (0, INF), "gelu_apprx_sigmoid_dx": (0, 1), "silu": (0, INF),
+    "silu_dx": (0, 1), "tanh": (-1, 1), "softplus": (0, INF), "mish": (0, INF), "erf": (-1, 1),
+    "erf_dx": (0, 0), "exp": (0, INF), "sign": (-1, 1), "abs": (INF, INF),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LIMITS)
+def test_infinities_reach_the_limit_and_nan_stays(name):
+    big = float(np.finfo(np.float32).max)
+    got = ACTIVATION[name].apply(f32([-INF, INF, NAN, -big, big]))
+    assert got[:2].tolist() == list(LIMITS[name])
+    assert np.isnan(got[2])
+    assert not np.isnan(got[3:]).any()
+
+
+@pytest.mark.parametrize("name", [name for name, op in ACTIVATION.items() if op.valid])
+def test_outside_the_valid_range_the_result_is_nan(name):
+    low, high = f32(ACTIVATION[name].valid)
+    x = f32([low, high, np.nextafter(low, f32(-INF)), np.nextafter(high, f32(INF)), INF, NAN])
+    got = ACTIVATION[name].apply(x)
+    assert np.isfinite(got[:2]).all()
+    assert np.isnan(got[2:]).all()
+
+
+def test_reciprocal_s_range_is_of_the_magnitude():
+    got = ACTIVATION["reciprocal"].apply(f32([-4, -(2.0**43), -(2.0**-43), 0]))
+    assert got[0] == -0.25
+    assert np.isnan(got[1:]).all()
+
+
+def test_activations_take_any_shape_and_leave_their_input():
+    x = np.arange(24, dtype=np.float32).reshape(4, 6)[::2, ::-2]
+    before = x.copy()
+    for op in ACTIVATION.values():
+        assert op.apply(x).shape == (2, 3)
+    np.testing.assert_array_equal(x, before)
+
+
+def test_tokens_are_known_by_name():
+    for name in ALU:
+        assert alu(token(name)) is ALU[name]
+    for name in ACTIVATION:
+        assert activation(token(name)) is ACTIVATION[name]
+
+
+@pytest.mark.parametrize(
+    ("lookup", "op", "remedy"),
+    [
+        (alu, np.add, "use nl.add$"), (alu, operator.add, "use nl.add$"),
+        (alu, torch.add, "use nl.add$"), (alu, "add", "use nl.add$"),
+        (alu, "nl.add", "use nl.add$"), (alu, np.max, "use nl.maximum$"),
+        (alu, builtins.abs, "use nl.abs$"), (alu, np.abs, "use nl.abs$"),
+        (alu, np.divide, "use nisa.reciprocal, then nl.multiply$"),
+        (alu, token("divide"), "no divide: use nisa.reciprocal, then nl.multiply$"),
+        (alu, token("mod"), "no modulo"), (alu, token("fmod"), "no modulo"),
+        (alu, token("exp"), "is an activation, not an ALU operator: use nisa.activation$"),
+        (alu, token("foo"), "'foo' is not supported: use one of nl.add, nl.subtract, "),
+        (alu, None, "None is not a function of nl: use one of nl.add, "),
+        (activation, torch.nn.functional.silu, "use nl.silu$"), (activation, np.exp, "use nl.exp$"),
+        (activation, math.erf, "use nl.erf$"),
+        (activation, token("add"), "is an ALU operator, not an activation: use nisa.tensor_tensor"),
+        (activation, token("foo"), "'foo' is not supported: use one of nl.copy, nl.square, "),
+    ],
+)  # fmt: skip
+def test_anything_else_is_refused_with_a_remedy(lookup, op, remedy):
+    with pytest.raises(TypeError, match=remedy) as error:
+        lookup(op)
+    assert "\n" not in str(error.value)

@@ -1,1 +1,0 @@
-"""Measured and modelled benchmarks."""

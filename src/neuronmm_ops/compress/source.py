@@ -1,0 +1,185 @@
+"""Where the layers of a model are: what the pipeline asks of a source, and the source in memory."""
+
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from neuronmm_ops.compress import workers
+from neuronmm_ops.compress.batches import Batch
+from neuronmm_ops.compress.budget import shares_budget
+from neuronmm_ops.compress.calibrate import Progress, moments_or_none
+from neuronmm_ops.compress.config import SVDConfig
+from neuronmm_ops.compress.factorization import Gradient, SecondMoment, Side
+from neuronmm_ops.compress.gradients import collect_gradients
+from neuronmm_ops.errors import NonFiniteError
+from neuronmm_ops.nn.dense_linear import DenseLinear
+from neuronmm_ops.nn.storage import factor_bytes
+
+
+class Task(NamedTuple):
+    """What is to be factored, and from what.
+
+    Attributes:
+        config: how.
+        targets: every Linear that the config selects, by name.
+        dtypes: of each while it is dense, as stored.
+        limits: the largest rank of each that may get one.
+        kinds: the gradient statistic of each that needs one.
+        batches: of calibration; none where nothing is calibrated.
+    """
+
+    config: SVDConfig
+    targets: Mapping[str, DenseLinear]
+    dtypes: Mapping[str, torch.dtype]
+    limits: Mapping[str, int]
+    kinds: Mapping[str, Gradient]
+    batches: Sequence[Batch]
+
+    @property
+    def linears(self) -> dict[str, DenseLinear]:
+        """The Linears that may get a rank."""
+        return {name: self.targets[name] for name in self.limits}
+
+    def bytes_saved(self) -> int:
+        """Return the least bytes that the checkpoint shrinks by; a budget of time promises none."""
+        saved = 0
+        for name, linear in self.linears.items():
+            K, N, itemsize = linear.in_features, linear.out_features, self.dtypes[name].itemsize
+            if not shares_budget(self.config, name):
+                one_byte = self.config.one_byte
+                saved += K * N * itemsize - factor_bytes(
+                    K, N, self.limits[name], itemsize, one_byte
+                )
+            elif self.config.budget != "time":
+                saved += int(self.config.ratio * K * N * itemsize)
+        return saved
+
+
+class LayerSource(ABC):
+    """A model whose layers are compressed, wherever their values are.
+
+    Results are named sets of tensors, kept by stage: `factorize`, the fields of a `Nested`; and
+    `quantize`, those of a `Quantized`.
+
+    Args:
+        model: dense; values may be on the meta device.
+        progress: called with (stage, done, total).
+        check_room: called with the bytes that the disk must hold beyond those of the dense model.
+
+    Attributes:
+        model: as given.
+        progress: as given.
+        dtypes: of Linears' weights, where they are stored in others than they are held in.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        progress: Progress | None,
+        check_room: Callable[[int], object] = lambda _: None,
+    ) -> None:
+        self.model, self.progress = model, progress
+        self.dtypes: Mapping[str, torch.dtype] = {}
+        self._check_room = check_room
+
+    @abstractmethod
+    def prepare(self, task: Task) -> None:
+        """Take on the task; raise where its values or the room for its results do not allow it."""
+
+    @abstractmethod
+    def gradients(self) -> Mapping[str, Tensor]:
+        """Return the task's gradient statistics, as `collect_gradients` does."""
+
+    @abstractmethod
+    def measured(
+        self, stage: str, sides: Mapping[str, Side], ranks: Mapping[str, int]
+    ) -> Iterator[tuple[str, Tensor, SecondMoment | None]]:
+        """Yield name, weight `[N, K]` and moment of every Linear whose result this worker lacks.
+
+        Call `keep` for each before taking the next one.
+
+        Args:
+            stage: told to `progress`.
+            sides: of the moments; empty where none is needed.
+            ranks: of the Linears that are wanted.
+        """
+
+    @abstractmethod
+    def keep(self, stage: str, name: str, tensors: Mapping[str, Tensor]) -> None:
+        """Keep a Linear's result."""
+
+    @abstractmethod
+    def kept(self, stage: str) -> dict[str, dict[str, Tensor]]:
+        """Return this worker's results by name; factors and scales may be on the meta device."""
+
+    @abstractmethod
+    def factors(self, name: str) -> tuple[Tensor, Tensor]:
+        """Return u `[K, R]` and v `[R, N]` of stage `factorize`, on the weight's device."""
+
+
+class LayersInMemory(LayerSource):
+    """A model that is held whole, by every worker.
+
+    Args:
+        model: dense.
+        progress: called with (stage, done, total).
+        dtypes: of Linears' weights, where they will be stored in others than they are held in.
+        check_room: as of `LayerSource`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        progress: Progress | None = None,
+        dtypes: Mapping[str, torch.dtype] | None = None,
+        check_room: Callable[[int], object] = lambda _: None,
+    ) -> None:
+        super().__init__(model, progress, check_room)
+        self.dtypes = dtypes or {}
+        self._kept: dict[str, dict[str, dict[str, Tensor]]] = defaultdict(dict)
+
+    def prepare(self, task: Task) -> None:
+        """Raise where a weight is on the meta device or not finite."""
+        for name, linear in task.targets.items():
+            if linear.weight.is_meta:
+                raise ValueError(f"{name} is on the meta device; load the model's values first")
+            if not torch.isfinite(linear.weight).all():
+                raise NonFiniteError(
+                    f"{name}: weight must be finite, got NaN or Inf; the checkpoint is damaged"
+                )
+        self._check_room(-task.bytes_saved())
+        self._task, self._owners = task, workers.spread(task.linears)
+
+    def gradients(self) -> Mapping[str, Tensor]:
+        """Run the whole model forward and backward."""
+        task = self._task
+        return collect_gradients(self.model, task.kinds, task.batches, self.progress)
+
+    def measured(
+        self, stage: str, sides: Mapping[str, Side], ranks: Mapping[str, int]
+    ) -> Iterator[tuple[str, Tensor, SecondMoment | None]]:
+        """Run the whole model; yield the Linears that this worker owns."""
+        batches, linears = self._task.batches, self._task.linears
+        local = [name for name in ranks if self._owners[name] == workers.index()]
+        for name, moment in moments_or_none(self.model, sides, ranks, batches, self.progress):
+            if name in local:
+                yield name, linears[name].weight, moment
+                if self.progress:
+                    self.progress(stage, len(self._kept[stage]), len(local))
+
+    def keep(self, stage: str, name: str, tensors: Mapping[str, Tensor]) -> None:
+        """Keep a Linear's result in memory."""
+        self._kept[stage][name] = dict(tensors)
+
+    def kept(self, stage: str) -> dict[str, dict[str, Tensor]]:
+        """Return this worker's results by name."""
+        return self._kept[stage]
+
+    def factors(self, name: str) -> tuple[Tensor, Tensor]:
+        """Return u and v of a Linear that this worker owns."""
+        kept = self._kept["factorize"][name]
+        return kept["u"], kept["v"]

@@ -1,0 +1,1 @@
+"""What a whole model would take on Trainium: kernels traced on the simulated NeuronCore."""

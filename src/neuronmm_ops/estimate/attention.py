@@ -1,0 +1,139 @@
+"""The launches of attention: prefill, and decode with RoPE and the caches' writes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from neuroncore.hardware import DEFAULT_TARGET, resolve_target
+from neuronmm_ops.kernels.attention.decode import attention_decode
+from neuronmm_ops.kernels.attention.prefill import attention
+from neuronmm_ops.kernels.attention.units import Shape, problem_of
+from neuronmm_ops.kernels.problem import ITEMSIZES
+from neuronmm_ops.kernels.stages.tiling import PARTITIONS, tiles_in
+from neuronmm_ops.plan import MAX_INSTRUCTIONS
+from neuronmm_ops.plan.launches import PlannedKernel, TensorShape
+from neuronmm_ops.plan.tracing import Cost
+
+
+def check_launch(dtype: str, target: str, lnc: int) -> str:
+    """The name of a target. Raises ValueError for what no kernel is planned for."""
+    machine = resolve_target(target)
+    if dtype not in ITEMSIZES:
+        raise ValueError(f"dtype must be one of {', '.join(ITEMSIZES)}; got {dtype!r}")
+    machine.check_lnc(lnc)
+    return machine.target
+
+
+def check_shape(batch: int, heads: int, kv_heads: int, head_dim: int, tokens: int) -> Shape:
+    """Sizes of attention. Raises ValueError where they are none."""
+    problem = problem_of(batch, heads, kv_heads, head_dim, tokens)
+    if problem:
+        raise ValueError(problem)
+    return Shape(batch, heads, kv_heads, head_dim, tokens)
+
+
+def plan_attention(
+    M: int,
+    T: int,
+    *,
+    batch: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    head_norm: bool = False,
+    dtype: str = "bfloat16",
+    target: str = DEFAULT_TARGET,
+    lnc: int = 1,
+) -> list[PlannedKernel]:
+    """The launches of attention, from what makes qkv (or `plan_rope`) to the output projection.
+
+    Prefill (M == T > 1): `attention`, after `plan_rope`'s launches. Decode (M == 1): the one
+    launch `attention_decode`, which takes qkv itself: RoPE, the norms of heads and the write of
+    the new key and value are in it, and `plan_rope` has none. Its operands are qkv, cos and sin of
+    the position, the two caches and the weights of the norms; the position is T - 1, a
+    compile-time size, rounded up to a bucket as serving stacks do.
+
+    Args:
+        M: tokens of each sequence that are new.
+        T: tokens of each in the cache, the new ones included.
+        batch: sequences.
+        heads: query heads, a multiple of kv_heads.
+        kv_heads: key and value heads.
+        head_dim: even, up to 128.
+        head_norm: decode normalises query and key heads (Qwen3); prefill's norm is in `plan_rope`.
+        dtype: of activations and caches: bfloat16, float16 or float32.
+        target: trn1, trn2 or trn3.
+        lnc: cores that share the launch.
+
+    Returns:
+        One kernel, whose first result is [batch * M, heads * head_dim]. Long prompts have more
+        instructions than compilers take: `launches` then says how often it runs, each time on
+        other key heads and their queries, with their columns of the result.
+
+    Raises:
+        ValueError: sizes that are no attention, M neither 1 nor T, or T too long for SBUF.
+    """
+    target = check_launch(dtype, target, lnc)
+    shape = check_shape(batch, heads, kv_heads, head_dim, T)
+    if M not in (1, T):
+        raise ValueError(f"M must be 1 (decode) or T (prefill); got M {M} and T {T}")
+    if M == 1:
+        planned = _decode(shape, head_norm, dtype, lnc)
+        _cost(planned, shape, dtype, target)
+        return [planned]
+    heads = _launched_heads(shape, dtype, target, lnc)
+    return [replace(_prefill(shape, dtype, lnc, heads), launches=kv_heads // heads)]
+
+
+def _decode(shape: Shape, head_norm: bool, dtype: str, lnc: int) -> PlannedKernel:
+    B, H, kv, d, T = shape.batch, shape.heads, shape.kv_heads, shape.head_dim, shape.tokens
+    weight = TensorShape((d,), dtype) if head_norm else None
+    operands = (
+        TensorShape((B, (H + 2 * kv) * d), dtype),
+        TensorShape((1, d), dtype),
+        TensorShape((1, d), dtype),
+        TensorShape((B, kv, d, T), dtype),
+        TensorShape((B, kv, T, d), dtype),
+        weight,
+        weight,
+    )
+    kernel = attention_decode if lnc == 1 else attention_decode[lnc]
+    return PlannedKernel("attention_decode", kernel, operands, {})
+
+
+def _prefill(shape: Shape, dtype: str, lnc: int, kv_heads: int) -> PlannedKernel:
+    """The launch of so many key heads and their queries."""
+    B, d, M = shape.batch, shape.head_dim, shape.tokens
+    operands = (
+        TensorShape((B, kv_heads * shape.group, d, M), dtype),
+        TensorShape((B, kv_heads, d, M), dtype),
+        TensorShape((B, kv_heads, M, d), dtype),
+    )
+    kernel = attention if lnc == 1 else attention[lnc]
+    return PlannedKernel("attention", kernel, operands, {})
+
+
+def _launched_heads(shape: Shape, dtype: str, target: str, lnc: int) -> int:
+    """The most key heads of one launch: each takes as many instructions as the others."""
+    item, machine = ITEMSIZES[dtype], resolve_target(target)
+    # a head's keys and values stay; this is much quicker than a trace of too many tokens
+    kept = shape.tokens * item + tiles_in(shape.tokens, PARTITIONS) * (shape.head_dim + 1) * item
+    if kept > machine.usable_sbuf_bytes:
+        raise ValueError(_refusal(shape, dtype, target))
+    one = _cost(_prefill(shape, dtype, lnc, 1), shape, dtype, target).instructions
+    divisors = [n for n in range(1, shape.kv_heads + 1) if shape.kv_heads % n == 0]
+    return max([n for n in divisors if n * one <= MAX_INSTRUCTIONS], default=1)
+
+
+def _cost(planned: PlannedKernel, shape: Shape, dtype: str, target: str) -> Cost:
+    cost = planned.cost(target)
+    if cost is None:
+        raise ValueError(_refusal(shape, dtype, target))
+    return cost
+
+
+def _refusal(shape: Shape, dtype: str, target: str) -> str:
+    return (
+        f"attention of T {shape.tokens} in {dtype} does not fit the SBUF of {target}; take a "
+        "shorter T or 16 bits"
+    )

@@ -1,0 +1,171 @@
+"""Launches of kernels, traced once each on the simulated core, and the quickest of several ways."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from neuroncore import Kernel, Profile, TensorSpec, simulate
+from neuroncore.dtypes import dtype_of
+from neuroncore.hardware import DMA_MODELS
+from neuronmm_ops.estimate.exchange import Collective
+from neuronmm_ops.estimate.layouts import Group, Layout
+from neuronmm_ops.plan import Matrices, plan_op
+from neuronmm_ops.plan.launches import PlannedKernel, TensorShape, planned_kernels
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A kernel, on as many cores as it takes, with its operands and its compile-time arguments."""
+
+    kernel: Kernel
+    operands: tuple[TensorShape | None, ...]
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What two launches that take the same time have in common."""
+        arguments = repr(sorted(self.arguments.items()))
+        return self.kernel.func, self.kernel.lnc, self.operands, arguments
+
+
+class Way(NamedTuple):
+    """One way to compute something: launches one after the other, and what ranks exchange.
+
+    Attributes:
+        launches: on each rank.
+        collectives: between them.
+        layouts: of the weights by group, with tensor parallel.
+    """
+
+    launches: tuple[Launch, ...] = ()
+    collectives: tuple[Collective, ...] = ()
+    layouts: tuple[tuple[Group, Layout], ...] = ()
+
+    def then(self, other: Way) -> Way:
+        """This way and another after it."""
+        return Way(
+            self.launches + other.launches,
+            self.collectives + other.collectives,
+            self.layouts + other.layouts,
+        )
+
+    @property
+    def collectives_ms(self) -> float:
+        """Of all collectives."""
+        return sum([each.ms for each in self.collectives])
+
+
+class Cost(NamedTuple):
+    """Modelled times under each of `DMA_MODELS`, and the HBM traffic of one rank."""
+
+    times_ms: tuple[float, ...] = (0.0,) * len(DMA_MODELS)
+    hbm_bytes: float = 0
+
+    def plus(self, other: Cost, times: float = 1) -> Cost:
+        """The sum of this and so many of the other."""
+        both = zip(self.times_ms, other.times_ms, strict=True)
+        found = tuple([own + times * more for own, more in both])
+        return Cost(found, self.hbm_bytes + times * other.hbm_bytes)
+
+
+_traced: dict[tuple[Any, ...], Cost] = {}
+"""By target, cores that share the HBM, and launch: a process traces no launch twice."""
+
+
+class Tracer:
+    """Costs of launches on one target; each is traced when it is first asked for.
+
+    Args:
+        target: trn1, trn2 or trn3.
+        cores_busy: NeuronCores of a chip that share its HBM.
+    """
+
+    def __init__(self, target: str, cores_busy: int = 1) -> None:
+        self.target, self.cores_busy = target, cores_busy
+
+    def launch(self, launch: Launch) -> Cost:
+        """The cost of a launch.
+
+        Raises:
+            NkiValidationError: the kernel breaks a rule of the target, or does not fit on it.
+        """
+        key = self.target, self.cores_busy, *launch.key
+        if key not in _traced:
+            operands = [
+                None if operand is None else TensorSpec(operand.shape, dtype_of(operand.dtype))
+                for operand in launch.operands
+            ]
+            profile = traced(
+                launch.kernel, operands, self.target, launch.arguments, self.cores_busy
+            )
+            times = tuple([profile.times_ms[model] for model in DMA_MODELS])
+            _traced[key] = Cost(times, profile.hbm_bytes)
+        return _traced[key]
+
+    def launches(self, launches: Iterable[Launch]) -> Cost:
+        """The cost of launches that follow each other."""
+        total = Cost()
+        for launch in launches:
+            total = total.plus(self.launch(launch))
+        return total
+
+    def quickest(self, ways: Sequence[Way]) -> Way:
+        """The way that is never far from the quickest, whichever DMA model holds."""
+        if len(ways) == 1:
+            return ways[0]
+        times = [
+            [ms + way.collectives_ms for ms in self.launches(way.launches).times_ms] for way in ways
+        ]
+        least = [min(under) for under in zip(*times, strict=True)]
+        regrets = [max([ms / low for ms, low in zip(t, least, strict=True)]) for t in times]
+        return ways[regrets.index(min(regrets))]
+
+
+def of_plans(plans: Sequence[PlannedKernel]) -> tuple[Launch, ...]:
+    """The launches of planned kernels."""
+    return tuple([Launch(plan.kernel, plan.operands, plan.arguments) for plan in plans])
+
+
+def of_op(
+    op: str,
+    M: int,
+    matrices: Matrices,
+    dtype: str,
+    target: str,
+    lnc: int,
+    weight_dtype: str = "",
+    inputs: int = 1,
+) -> tuple[Launch, ...]:
+    """The launches of an op's plan, without bias; the arguments are those of `plan_op`.
+
+    Raises:
+        ValueError: as `plan_op`.
+    """
+    machine = (dtype, target, lnc)
+    plan = plan_op(op, M, matrices, *machine, weight_dtype=weight_dtype, inputs=inputs)
+    return of_plans(planned_kernels(plan))
+
+
+def traced(
+    kernel: Kernel,
+    operands: Sequence[Any],
+    target: str,
+    arguments: dict[str, Any] | None = None,
+    cores_busy: int = 1,
+) -> Profile:
+    """The modelled profile of one launch; no values are computed.
+
+    Args:
+        kernel: what is launched.
+        operands: its tensors, `TensorSpec` each, or None.
+        target: trn1, trn2 or trn3.
+        arguments: its compile-time arguments by name.
+        cores_busy: NeuronCores of the chip that share its HBM.
+
+    Raises:
+        NkiValidationError: the kernel breaks a rule of the target, or does not fit on it.
+    """
+    options = {"target": target, "mode": "trace", "cores_busy": cores_busy}
+    return simulate(kernel, *operands, **options, **(arguments or {})).profile

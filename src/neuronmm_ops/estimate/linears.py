@@ -1,0 +1,128 @@
+"""The Linears of a decoder layer as they are stored, and the sizes of one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from neuronmm_ops.compress.rank import aligned_rank, parameter_count
+from neuronmm_ops.compress.targets import matches
+from neuronmm_ops.kernels.problem import SCALE_BYTES
+from neuronmm_ops.models import ModelShape
+
+DTYPE = "bfloat16"
+ITEMSIZE = 2
+QKV = ("q_proj", "k_proj", "v_proj")
+MLP = ("gate_proj", "up_proj", "down_proj")
+HEAD = "lm_head"
+
+
+class Linear(NamedTuple):
+    """A Linear as it is stored, whole.
+
+    Attributes:
+        K: input features.
+        N: output features.
+        r: the rank of a pair; None where it is dense.
+        stored: dtype of its weights in one byte; empty where they are of the model's dtype.
+    """
+
+    K: int
+    N: int
+    r: int | None = None
+    stored: str = ""
+
+    @property
+    def bytes(self) -> int:
+        """Of the weights and their scales."""
+        elements = parameter_count(self.K, self.N, self.r)
+        if not self.stored:
+            return ITEMSIZE * elements
+        return elements + SCALE_BYTES * (self.N + (self.r or 0))
+
+
+def selection(shape: ModelShape, targets: Sequence[str]) -> set[str]:
+    """The Linears of a layer that targets select, as `SVDConfig.targets`.
+
+    Raises:
+        ValueError: a target selects none.
+    """
+    parents = {name: "mlp" if name in MLP else "self_attn" for name in shape.projections}
+    found: set[str] = set()
+    for target in targets:
+        of_target = {n for n, parent in parents.items() if matches(target, f"layer.{parent}.{n}")}
+        if not of_target:
+            raise ValueError(
+                f"targets must select Linears of a layer ({', '.join(parents)}); {target!r} "
+                "selects none"
+            )
+        found |= of_target
+    return found
+
+
+def linears(
+    shape: ModelShape,
+    selected: Collection[str] = (),
+    stored: str = "",
+    stored_dense: str = "",
+    stored_head: str = "",
+    *,
+    ratio: float | None = None,
+) -> dict[str, Linear]:
+    """The Linears of a layer by name, and the output head.
+
+    Args:
+        shape: of the model.
+        selected: names of those that `ratio` and `stored` are for.
+        stored: dtype of the selected ones where that is in one byte.
+        stored_dense: the same of the layers' other Linears, and of those without a rank that pays.
+        stored_head: the same of the output head.
+        ratio: of parameters removed; None leaves all dense.
+
+    Raises:
+        ValueError: gate, up and down, which share a launch, are not stored alike.
+    """
+    found: dict[str, Linear] = {}
+    for name, (K, N) in shape.projections.items():
+        is_selected = name in selected
+        r = aligned_rank(K, N, ratio) if ratio is not None and is_selected else None
+        is_kept = not is_selected or (ratio is not None and r is None)
+        found[name] = Linear(K, N, r, stored_dense if is_kept else stored)
+    if len({found[name].stored for name in MLP}) > 1:
+        raise ValueError(
+            "gate, up and down share a launch and must be stored alike; got "
+            + ", ".join([f"{name} in {found[name].stored or DTYPE}" for name in MLP])
+            + "; give storage and storage_dense one value, or target all three"
+        )
+    found[HEAD] = Linear(shape.hidden_size, shape.vocab_size, None, stored_head)
+    return found
+
+
+def divided(shape: ModelShape, tp: int) -> ModelShape:
+    """The sizes of one rank; key and value heads are repeated where ranks outnumber them.
+
+    Raises:
+        ValueError: the ranks do not divide the sizes.
+    """
+    if not _divides(shape, tp):
+        most = max(shape.heads, 1)
+        fitting = ", ".join([str(n) for n in range(1, most + 1) if _divides(shape, n)])
+        raise ValueError(
+            f"tp must divide {shape.name}'s {shape.heads} heads, {shape.intermediate_size} inner "
+            f"features and {shape.vocab_size} words, and its {shape.kv_heads} key and value heads "
+            f"or be a multiple of them; got {tp}, use one of {fitting}"
+        )
+    return replace(
+        shape,
+        heads=shape.heads // tp,
+        kv_heads=max(1, shape.kv_heads // tp),
+        intermediate_size=shape.intermediate_size // tp,
+        vocab_size=shape.vocab_size // tp,
+    )
+
+
+def _divides(shape: ModelShape, tp: int) -> bool:
+    if tp < 1 or (shape.kv_heads % tp and tp % shape.kv_heads):
+        return False
+    return not any(size % tp for size in (shape.heads, shape.intermediate_size, shape.vocab_size))

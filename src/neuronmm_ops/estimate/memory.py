@@ -1,0 +1,93 @@
+"""What a rank of a whole model holds in HBM, and whether it fits."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from types import MappingProxyType
+
+from neuroncore.hardware import resolve_target
+from neuronmm_ops.estimate.decoder import Decoder
+from neuronmm_ops.estimate.layouts import GROUPS, Group, Layout, held_bytes
+from neuronmm_ops.estimate.linears import HEAD, ITEMSIZE
+
+Taken = Mapping[Group, Collection[Layout]]
+WHOLE: Taken = MappingProxyType({})
+
+
+def memory_of(decoder: Decoder, prompt: int, new: int, taken: Taken = WHOLE) -> dict[str, int]:
+    """Bytes of a rank's weights, KV cache and prefill's activations, and how many there are.
+
+    Activations are the residual before and after, the norm, and what the widest component has
+    beside them.
+
+    Args:
+        decoder: the model.
+        prompt: tokens of each sequence's prompt.
+        new: tokens after it.
+        taken: as `weight_bytes`.
+    """
+    whole, own = decoder.whole, decoder.shape
+    cache = 2 * whole.layers * own.kv_heads * own.head_dim * decoder.batch * (prompt + new)
+    qkv = (own.heads + 2 * own.kv_heads) * own.head_dim
+    widest = max(qkv + own.heads * own.head_dim, 2 * own.intermediate_size)
+    tokens = decoder.batch * prompt
+    machine = resolve_target(decoder.target)
+    return {
+        "weight_bytes": weight_bytes(decoder, taken),
+        "kv_cache_bytes": ITEMSIZE * cache,
+        "activation_bytes": ITEMSIZE * tokens * (3 * whole.hidden_size + widest),
+        "capacity_bytes": int(machine.rank_hbm_bytes(decoder.lnc, decoder.tp)),
+    }
+
+
+def weight_bytes(decoder: Decoder, taken: Taken = WHOLE) -> int:
+    """Of all weights on a rank, with their scales, the embedding and the norms.
+
+    A tied output head in one byte is a second copy beside the embedding.
+
+    Args:
+        decoder: the model.
+        taken: layouts that passes take, by group; whole factors where a group has none.
+    """
+    whole, own = decoder.whole, decoder.shape
+    H, head = whole.hidden_size, decoder.linears[HEAD]
+    total = ITEMSIZE * H * (2 * whole.layers + 1)
+    if whole.head_norm:
+        total += ITEMSIZE * 2 * whole.head_dim * whole.layers
+    if not whole.tied or head.stored:
+        total += ITEMSIZE * H * own.vocab_size
+    total += whole.layers * sum([layer_bytes(decoder, g, taken.get(g, ())) for g in GROUPS])
+    return total + head._replace(N=own.vocab_size).bytes
+
+
+def layer_bytes(decoder: Decoder, group: Group, layouts: Collection[Layout]) -> int:
+    """Bytes of the weights that a rank holds of one group of a layer's Linears."""
+    return sum(
+        [
+            held_bytes(group, layouts or ("one",), decoder.own(name), decoder.tp)
+            for name in GROUPS[group]
+        ]
+    )
+
+
+def fits(memory: Mapping[str, int]) -> bool:
+    """Whether a rank has room for what it holds."""
+    return sum(_held(memory).values()) <= memory["capacity_bytes"]
+
+
+def check_capacity(decoder: Decoder, memory: Mapping[str, int]) -> None:
+    """Raise ValueError where a rank has no room for what it must hold."""
+    if fits(memory):
+        return
+    parts = [f"{name} {size / 2**30:.1f}" for name, size in _held(memory).items()]
+    raise ValueError(
+        f"{decoder.whole.name} does not fit at tp {decoder.tp}: a rank of {decoder.target} with "
+        f"lnc {decoder.lnc} has {memory['capacity_bytes'] / 2**30:.0f} GiB of HBM and needs "
+        f"{', '.join(parts)} GiB; use a greater tp, a shorter prompt or a smaller batch"
+    )
+
+
+def _held(memory: Mapping[str, int]) -> dict[str, int]:
+    """Bytes of what a rank holds, by its name for people."""
+    held = {name: size for name, size in memory.items() if name != "capacity_bytes"}
+    return {name.removesuffix("_bytes").replace("_", " "): size for name, size in held.items()}

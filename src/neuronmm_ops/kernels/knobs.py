@@ -1,0 +1,204 @@
+"""`Knobs`: what a search may vary of a kernel, and the knobs that decode kernels share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from neuroncore.hardware import PARTITIONS, PSUM_BANKS
+from neuronmm_ops.kernels.stages.tiling import (
+    BANK_COLUMNS,
+    DOUBLED_BANKS,
+    DOUBLED_FEATURES,
+    EDGE_TILE_BYTES,
+    HIDDEN_TILES,
+    OUTPUT_UNIT,
+    SUM_BANKS,
+    column_groups,
+    core_span,
+    tiles_in,
+)
+
+if TYPE_CHECKING:
+    from neuronmm_ops.kernels.problem import Problem
+
+Arguments = dict[str, int | bool | str]
+Axis = Sequence[Arguments] | Callable[[Arguments], Sequence[Arguments]]
+"""Values of a knob, or of knobs that go together; or what makes them of the present arguments."""
+WIDTHS = (512, 1024, 2048, 4096)
+"""Columns of a weight that are loaded together."""
+NARROW_BLOCKS = (256, 128, 64, 32, 16)
+"""Tokens of a block where a wider one does not fit."""
+DOUBLED_GAIN = 0.95
+"""Share of the other plans' time, at most, from which activations are rounded to fp8."""
+
+
+def _all_allowed(arguments: Arguments) -> bool:
+    del arguments
+    return True
+
+
+@dataclass(frozen=True)
+class Knobs:
+    """What a search may vary of a kernel.
+
+    Attributes:
+        kernel: name of its function.
+        starts: arguments to begin with, those that need most SBUF first; the first that fits.
+        axes: of each knob, or of knobs that go together, the values to try.
+        allows: whether arguments are worth a trace.
+        gain: share of other kernels' time, at most, from which this one is taken.
+    """
+
+    kernel: str
+    starts: Sequence[Arguments]
+    axes: Sequence[Axis]
+    allows: Callable[[Arguments], bool] = _all_allowed
+    gain: float = 1.0
+
+
+def axis(name: str, values: Iterable[int | bool | str]) -> list[Arguments]:
+    """The values of one knob."""
+    return [{name: value} for value in dict.fromkeys(values)]
+
+
+def widths(size: int, values: Sequence[int] = WIDTHS) -> list[int]:
+    """Those of `values` that are below `size`, and the least that covers it."""
+    return sorted({min(value, rounded_up(size, PARTITIONS)) for value in values})
+
+
+def rounded_up(size: int, unit: int) -> int:
+    """The least multiple of `unit` that is not below `size`."""
+    return tiles_in(size, unit) * unit
+
+
+def even(size: int, most: int) -> int:
+    """The width of the fewest equal parts of at most `most`, a multiple of 128."""
+    return min(most, rounded_up(tiles_in(size, tiles_in(size, most)), PARTITIONS))
+
+
+# --- decode
+
+
+def sum_columns(problem: Problem) -> int:
+    """Columns of a weight whose sums PSUM holds together."""
+    groups = column_groups(problem.M, problem.machine.pe_tile)
+    return SUM_BANKS * BANK_COLUMNS * groups
+
+
+def core_part(problem: Problem, size: int) -> int:
+    """The first core's part of a dimension."""
+    return core_span(size, 0, problem.lnc).size
+
+
+def decode_knobs(
+    problem: Problem, start: Arguments | None = None, axes: Sequence[Axis] = ()
+) -> Knobs:
+    """Knobs of a decode kernel: those that all have after its own."""
+    most = sum_columns(problem)
+    N = rounded_up(core_part(problem, problem.N), OUTPUT_UNIT)
+    first = {"k_chunk": 1024, "block": min(1024, most), "last_block": min(1024, most)}
+    if problem.casts:
+        first["dma_cast"] = 0
+    tiles = (16384, EDGE_TILE_BYTES, 512)
+    starts = [{**first, **(start or {}), "tile_bytes": size} for size in tiles]
+    blocks = sorted({min(w, most, N) for w in (512, 1024, 1536, 2048, 3072, 4096, 6144, 12288)})
+    pairs: list[Arguments] = []
+    for last in [block for block in blocks if block <= 6144]:
+        widest = rounded_up(N - last, OUTPUT_UNIT) or last
+        pairs.append({"block": min(blocks[-1], widest), "last_block": last})
+    K = core_part(problem, problem.K)
+    chunks = sorted({512, 1024, 2048, 4096, *[even(K, size) for size in (1024, 2048, 4096)]})
+    shared = [
+        axis("k_chunk", chunks),
+        pairs,
+        axis("block", blocks[-3:]),
+        axis("tile_bytes", (16384, 8192, EDGE_TILE_BYTES)),
+    ]
+    if problem.casts:
+        shared.append(axis("dma_cast", (0, 4, 8, 16)))
+    return Knobs(f"{problem.op}_decode", starts, [*axes, *shared])
+
+
+def inner_blocks(problem: Problem) -> list[int]:
+    """Columns of gate and up whose sums may be in PSUM together: 1 to 6 banks a column group."""
+    width = rounded_up(core_part(problem, problem.inner), PARTITIONS)
+    bank = sum_columns(problem) // SUM_BANKS
+    return sorted({min(count * bank, width) for count in range(1, SUM_BANKS + 1)})
+
+
+# --- prefill
+
+
+def layouts(problem: Problem) -> list[Arguments]:
+    """How x may be transposed: by a DMA or by TensorE, which needs two PSUM banks for it."""
+    machine = problem.machine
+    engines = 1 if machine.shared_ports else 2
+    by_dma: Arguments = {"layout": "dma", "engines": engines, "banks": PSUM_BANKS}
+    by_tensor: Arguments = {"layout": "pe", "engines": engines, "banks": PSUM_BANKS - 2}
+    dma = problem.itemsize == 2 or machine.has("wide_transposes")
+    return [by_dma, by_tensor] if dma else [by_tensor]
+
+
+def token_blocks(problem: Problem, most: int = 2048) -> list[int]:
+    """Tokens of a block: all that are narrower than a core's, and the first that is not."""
+    tokens = problem.core_tokens[0]
+    return [w for w in (512, 1024, 2048) if w <= most and (w == 512 or w // 2 < tokens)]
+
+
+def resident_axis(K: int, parts: Sequence[int] = (8, 6, 4, 2, 0)) -> list[Arguments]:
+    """x^T tiles of K features that may stay in SBUF: all, or as many eighths of them."""
+    return axis("resident", [tiles_in(K, PARTITIONS) * part // 8 for part in parts])
+
+
+def fits_groups(problem: Problem, arguments: Arguments) -> bool:
+    """Whether a group of PSUM tiles of the output is no wider than a block of tokens needs."""
+    width = min(int(arguments["token_block"]), problem.core_tokens[0])
+    token_tiles = int(arguments["token_tiles"])
+    return token_tiles == 1 or token_tiles // 2 * PARTITIONS < width
+
+
+def doubled_layout(problem: Problem) -> Arguments | None:
+    """Arguments of `double_row`; None where the problem rules it out."""
+    contracted = max([rows for rows, _ in problem.matrices])
+    if not problem.doubles_rows or contracted > DOUBLED_FEATURES:
+        return None
+    layout = {**layouts(problem)[0], "banks": DOUBLED_BANKS, "double_row": True}
+    return layout if layout["layout"] == "dma" else None
+
+
+def doubled_widths(size: int, most: int = 4) -> list[int]:
+    """Columns of a weight with `double_row`: of up to `most` groups of PSUM tiles."""
+    group = DOUBLED_BANKS * PARTITIONS
+    whole = rounded_up(size, PARTITIONS)
+    return sorted({min(count * group, whole) for count in (1, 2, 4) if count <= most})
+
+
+def narrower(starts: Sequence[Arguments]) -> list[Arguments]:
+    """The starts, then the last of them with ever fewer tokens a block."""
+    return [*starts, *[{**starts[-1], "token_block": block} for block in NARROW_BLOCKS]]
+
+
+def hidden_axis(problem: Problem) -> list[Arguments]:
+    """Tokens of a block, and groups of its hidden block that go through HBM.
+
+    About as many as SBUF cannot hold beside weights, or all.
+    """
+    groups = problem.inner // (HIDDEN_TILES * PARTITIONS)
+    found: list[Arguments] = []
+    for block in token_blocks(problem, 1024):
+        size = HIDDEN_TILES * min(block, problem.core_tokens[0]) * problem.itemsize
+        held = tiles_in(problem.inner, HIDDEN_TILES * PARTITIONS) * size
+        room = problem.machine.usable_sbuf_bytes
+        for part in (7, 5, 3):
+            spill = min(groups, max(0, tiles_in(held - room * part // 8, size)))
+            found.append({"token_block": block, "spill": spill, "resident_spilled": 0})
+        found.append({"token_block": block, "spill": groups, "resident_spilled": 0})
+    return [dict(items) for items in dict.fromkeys([tuple(each.items()) for each in found])]
+
+
+def kept_axis(arguments: Arguments) -> list[Arguments]:
+    """How many of the groups that go through HBM stay in SBUF once they are back."""
+    spill = int(arguments["spill"])
+    return axis("resident_spilled", [0, spill // 4, spill // 2, spill])

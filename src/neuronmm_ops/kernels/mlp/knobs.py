@@ -1,0 +1,70 @@
+"""What a search may vary of `mlp`'s kernels."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from neuronmm_ops.kernels.knobs import (
+    Arguments,
+    Knobs,
+    axis,
+    decode_knobs,
+    fits_groups,
+    hidden_axis,
+    inner_blocks,
+    kept_axis,
+    layouts,
+    narrower,
+    resident_axis,
+    widths,
+)
+
+if TYPE_CHECKING:
+    from neuronmm_ops.kernels.problem import Problem
+
+TOKENS = 1024
+"""Of a group of PSUM tiles with transposed results."""
+
+
+def decode(problem: Problem) -> Knobs:
+    """Knobs of `mlp_decode`; two cores exchange the hidden block through HBM."""
+    inners = axis("inner_block", inner_blocks(problem))
+    spills = axis("spill", (True, False) if problem.lnc == 1 else (True,))
+    return decode_knobs(problem, {**inners[0], "spill": True}, [inners, spills])
+
+
+def prefill(problem: Problem) -> list[Knobs]:
+    """Knobs of `mlp`."""
+    hidden, resident = hidden_axis(problem), resident_axis(max(problem.K, problem.K_up))
+    inners = axis("inner_block", widths(problem.inner, (256, 512, 1024, 2048)))
+    blocks = axis("block", widths(problem.N, (512, 1024, 2048)))
+    start: Arguments = {
+        **hidden[0],
+        "tokens": TOKENS,
+        **resident[0],
+        **inners[min(1, len(inners) - 1)],
+        **blocks[0],
+        "token_tiles": 2,
+        **layouts(problem)[0],
+    }
+    widest = start["token_block"]
+    same_width = [each for each in hidden if each["token_block"] == widest]
+    starts = [
+        *[{**start, **each} for each in same_width],
+        {**start, **same_width[-1], **inners[0]},
+        {**start, **same_width[-1], **inners[0], "resident": 0},
+    ]
+    axes = [
+        hidden,
+        inners,
+        blocks,
+        axis("token_tiles", (2, 4)),
+        kept_axis,
+        layouts(problem),
+        resident,
+    ]
+
+    def allows(arguments: Arguments) -> bool:
+        return arguments["token_tiles"] == 2 or fits_groups(problem, arguments)
+
+    return [Knobs("mlp", narrower(starts), axes, allows)]

@@ -1,1 +1,0 @@
-"""From shapes, dtype and target to the kernel and blocks that run."""

@@ -1,0 +1,263 @@
+"""What is to be computed (`Problem`) and how it runs (`Plan`).
+
+Pure arithmetic on the facts of `hardware`: no simulation. All times modelled.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+from neuroncore.hardware import DEFAULT_TARGET, Machine, resolve_target
+from neuronmm_ops.kernels.stages.tiling import BANK_COLUMNS, core_span
+
+Phase = Literal["prefill", "decode"]
+Block = int | bool | str
+ITEMSIZES = {"bfloat16": 2, "float16": 2, "float32": 4}
+WEIGHT_DTYPES = ("", "float8_e4m3fn", "int8")
+COMPUTES = ("x", "fp8")
+SCALE_BYTES = 4
+FOUND_BYTES = 8
+"""Of a token in lm_head's outputs: an id and a logit."""
+
+
+Matrices = tuple[tuple[int, int], ...]
+
+
+def mlp_matrices(K: int, ranks: tuple[int, int, int], inner: int, N: int) -> Matrices:
+    """Shapes of u and v of gate, up and down, in the order of svd_mlp's schema."""
+    gate, up, down = ranks
+    return ((K, gate), (gate, inner), (K, up), (up, inner), (inner, down), (down, N))
+
+
+def qkv_matrices(K: int, ranks: tuple[int, int, int], outputs: tuple[int, int, int]) -> Matrices:
+    """Shapes of u and v of query, key and value, in the order of svd_qkv's schema."""
+    (query, key, value), (N_q, N_k, N_v) = ranks, outputs
+    return ((K, query), (query, N_q), (K, key), (key, N_k), (K, value), (value, N_v))
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What a plan is for: x [M, K] through one op on one target.
+
+    Attributes:
+        op: name of the op: xw, xuv, svd_mlp, svd_qkv, mlp or lm_head.
+        M: tokens.
+        matrices: shapes of the op's weights in the order of its schema: ((K, N),) of xw,
+            ((K, r), (r, N)) of xuv, those of gate, up and down of svd_mlp, those of query, key and
+            value of svd_qkv, ((K, I), (K, I), (I, N)) of mlp, ((H, V),) of lm_head.
+        dtype: of x, the result and, where `weight_dtype` names no other, the weights: bfloat16,
+            float16 or float32.
+        target: trn1, trn2 or trn3.
+        lnc: NeuronCores that share the launch, 1 or 2 (trn2 and trn3 only).
+        bf16_partial_sums: a kernel may round partial sums in SBUF to dtype, which halves them.
+        weight_dtype: of weights in one byte, with an fp32 scale a column: float8_e4m3fn, of values
+            up to 240, or int8; empty where they are of `dtype`.
+        compute: "x", or "fp8" where prefill may round activations to fp8, token by token.
+        inputs: activations that the op is given: 1, or 2 of mlp with an x_up, which up contracts.
+    """
+
+    op: str
+    M: int
+    matrices: Matrices
+    dtype: str = "bfloat16"
+    target: str = DEFAULT_TARGET
+    lnc: int = 1
+    bf16_partial_sums: bool = False
+    weight_dtype: str = ""
+    compute: str = "x"
+    inputs: int = 1
+
+    def __post_init__(self) -> None:
+        machine = resolve_target(self.target)
+        object.__setattr__(self, "target", machine.target)
+        found = (self.M, *[size for shape in self.matrices for size in shape])
+        if min(found) < 1:
+            raise ValueError(f"tokens, features and ranks must be at least 1; got {found}")
+        if self.dtype not in ITEMSIZES:
+            raise ValueError(f"dtype must be one of {', '.join(ITEMSIZES)}; got {self.dtype!r}")
+        self._check_precision()
+        if self.inputs not in (1, 2) or (self.inputs == 2 and self.op != "mlp"):
+            raise ValueError(f"inputs must be 1, or 2 of mlp; got {self.inputs} of {self.op}")
+        if self.op == "mlp" and self.inputs == 1 and self.K_up != self.K:
+            raise ValueError(
+                f"without x_up gate and up contract the same features, got {self.K} and "
+                f"{self.K_up}; use inputs=2"
+            )
+        machine.check_lnc(self.lnc)
+
+    def _check_precision(self) -> None:
+        if self.weight_dtype not in WEIGHT_DTYPES:
+            raise ValueError(
+                f"weight_dtype must be one of {', '.join(WEIGHT_DTYPES[1:])}, or empty for that of "
+                f"x; got {self.weight_dtype!r}"
+            )
+        if self.compute not in COMPUTES:
+            raise ValueError(f"compute must be one of {', '.join(COMPUTES)}; got {self.compute!r}")
+        if self.compute == "fp8" and self.weight_dtype != "float8_e4m3fn":
+            raise ValueError(
+                "compute fp8 needs float8_e4m3fn weights, "
+                f"got {self.weight_dtype or self.dtype}; use compute x"
+            )
+
+    @property
+    def machine(self) -> Machine:
+        """Facts of the target."""
+        return resolve_target(self.target)
+
+    @property
+    def K(self) -> int:  # noqa: N802 - the shape letter
+        """Input features."""
+        return self.matrices[0][0]
+
+    @property
+    def K_up(self) -> int:  # noqa: N802
+        """Features that mlp's up contracts: those of x, or of an x_up."""
+        return self.matrices[1][0]
+
+    @property
+    def outputs(self) -> tuple[int, ...]:
+        """Output features that lie side by side: those of query, key and value of svd_qkv."""
+        widths = tuple([columns for _, columns in self.matrices[1::2]])
+        return widths if self.op == "svd_qkv" else (self.matrices[-1][1],)
+
+    @property
+    def made(self) -> Matrices:
+        """Shapes of the weights whose products are contracted next, not part of the output."""
+        return self.matrices[::2] if self.op == "svd_qkv" else self.matrices[:-1]
+
+    @property
+    def N(self) -> int:  # noqa: N802
+        """Output features in all."""
+        return sum(self.outputs)
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Of the low-rank pairs: () of xw, (r,) of xuv, three of svd_mlp and of svd_qkv."""
+        return tuple([columns for _, columns in self.matrices[:-1:2]])
+
+    @property
+    def inner(self) -> int:
+        """Features between gate and down of svd_mlp and mlp, 0 of the others."""
+        return self.matrices[1][1] if self.op in ("svd_mlp", "mlp") else 0
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element of x and the result."""
+        return ITEMSIZES[self.dtype]
+
+    @property
+    def weight_itemsize(self) -> int:
+        """Bytes of an element of the weights."""
+        return 1 if self.weight_dtype else self.itemsize
+
+    @property
+    def stacks(self) -> bool:
+        """Whether decode reads the sums of all PE column groups together."""
+        return bool(self.weight_dtype) or self.op == "lm_head"
+
+    @property
+    def casts(self) -> bool:
+        """Whether weights are cast on the chip: TensorE takes fp8 beside 16-bit activations."""
+        return self.weight_dtype == "int8" or bool(self.weight_dtype and self.itemsize == 4)
+
+    @property
+    def doubles_rows(self) -> bool:
+        """Whether prefill may multiply two rows of fp8 at a time: `double_row`."""
+        return self.compute == "fp8" and self.machine.has("double_row")
+
+    @cached_property
+    def core_tokens(self) -> list[int]:
+        """Tokens of each core in prefill."""
+        return [core_span(self.M, core, self.lnc).size for core in range(self.lnc)]
+
+    @cached_property
+    def weight_elements(self) -> int:
+        """Elements of all weights or factors."""
+        return sum([rows * columns for rows, columns in self.matrices])
+
+    @property
+    def scale_elements(self) -> int:
+        """Elements of all scales: the columns of one-byte weights."""
+        return sum([columns for _, columns in self.matrices]) if self.weight_dtype else 0
+
+    @property
+    def flops(self) -> int:
+        """2 M for each weight."""
+        return 2 * self.M * self.weight_elements
+
+    @property
+    def least_bytes(self) -> int:
+        """Activations, the weights, their scales and the output, each moved once."""
+        out = FOUND_BYTES if self.op == "lm_head" else self.itemsize * self.N
+        features = self.K + (self.K_up if self.inputs == 2 else 0)
+        activations = self.M * (self.itemsize * features + out)
+        weights = self.weight_itemsize * self.weight_elements
+        return activations + weights + SCALE_BYTES * self.scale_elements
+
+    @property
+    def roofline_ms(self) -> float:
+        """The longer of the matmuls at the calibrated efficiency and all bytes at the DMA peak.
+
+        The efficiency is that of 512 moving columns: 512 / (512 + issue overhead in cycles). Rows
+        of fp8 count half where they may be doubled.
+        """
+        machine = self.machine
+        passes = 4.0 if self.dtype == "float32" else 1.0
+        efficiency = BANK_COLUMNS / (BANK_COLUMNS + machine.matmul_overhead_cycles / passes)
+        peak = machine.pe_peak_tflops * efficiency / passes * (2 if self.doubles_rows else 1)
+        matmul_ns = self.flops / peak / 1e3
+        return max(matmul_ns, self.least_bytes / machine.dma_peak_gbps) / self.lnc / 1e6
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How one problem runs. Times and traffic are those of its kernel on the simulated core.
+
+    Attributes:
+        problem: what it is for.
+        phase: prefill (a block of tokens stays in SBUF, weights stream) or decode (weights stream
+            once).
+        kernel: name of the kernel in `neuronmm_ops.kernels`.
+        blocks: the kernel's compile-time arguments, in order.
+        time_ms: modelled under the first of `hardware.DMA_MODELS`, the sum over the launches.
+        times_ms: the same under each of `hardware.DMA_MODELS`.
+        regret: share by which it is slower than the quickest of those traced, in the model where
+            it is most.
+        hbm_bytes: HBM traffic, all cores and launches.
+        sbuf_bytes: peak per partition.
+        psum_banks: peak.
+        bound: "PE" or "DMA", what is busy longest.
+        instructions: that a compiler is given, all cores and launches.
+        launches: tokens of each launch; more than one where a launch would be too long.
+    """
+
+    problem: Problem
+    phase: Phase
+    kernel: str
+    blocks: tuple[tuple[str, Block], ...]
+    time_ms: float
+    hbm_bytes: int
+    sbuf_bytes: int
+    psum_banks: int
+    bound: str
+    instructions: int
+    launches: tuple[int, ...]
+    times_ms: tuple[float, ...] = ()
+    regret: float = 0.0
+
+    @property
+    def time_low_ms(self) -> float:
+        """The least of `times_ms`."""
+        return min(self.times_ms)
+
+    @property
+    def time_high_ms(self) -> float:
+        """The greatest of `times_ms`."""
+        return max(self.times_ms)
+
+    @property
+    def arguments(self) -> dict[str, Block]:
+        """The kernel's compile-time arguments by name."""
+        return dict(self.blocks)

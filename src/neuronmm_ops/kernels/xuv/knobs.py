@@ -1,0 +1,101 @@
+"""What a search may vary of `xuv`'s kernels."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from neuronmm_ops.kernels.knobs import (
+    DOUBLED_GAIN,
+    WIDTHS,
+    Arguments,
+    Knobs,
+    axis,
+    decode_knobs,
+    doubled_layout,
+    doubled_widths,
+    even,
+    fits_groups,
+    layouts,
+    narrower,
+    resident_axis,
+    sum_columns,
+    token_blocks,
+    widths,
+)
+from neuronmm_ops.kernels.stages.tiling import (
+    BANK_COLUMNS,
+    DOUBLED_BANKS,
+    DOUBLED_TOKENS,
+    PARTITIONS,
+    tiles_in,
+)
+
+if TYPE_CHECKING:
+    from neuronmm_ops.kernels.problem import Problem
+
+K_BLOCKS = (512, 1024, 2048)
+
+
+def decode(problem: Problem) -> Knobs:
+    """Knobs of `xuv_decode`."""
+    return decode_knobs(problem, {"rank_block": even(problem.ranks[0], sum_columns(problem))})
+
+
+def prefill(problem: Problem) -> list[Knobs]:
+    """Knobs of `xuv`, without and with `double_row`."""
+    K, rank = problem.K, problem.ranks[0]
+    resident = resident_axis(K)
+    u_blocks = axis("u_block", widths(rank, (*WIDTHS, even(rank, 512), even(rank, 1024))))
+    v_blocks = axis("v_block", widths(problem.N))
+    token_axis = axis("token_block", token_blocks(problem))
+    ways: list[Arguments] = [{**way, "v_banks": way["banks"]} for way in layouts(problem)]
+    start: Arguments = {
+        **token_axis[0],
+        **resident[0],
+        "u_block": even(rank, 1024),
+        "tokens": BANK_COLUMNS,
+        "k_block": 0,
+        "bf16_partial_sums": problem.bf16_partial_sums,
+        **v_blocks[0],
+        "token_tiles": 1,
+        **ways[0],
+    }
+    in_parts: list[Arguments] = [{"k_block": 0, **resident[0]}]
+    for rows in [rows for rows in K_BLOCKS if rows < K <= 16 * rows]:
+        part: Arguments = {"k_block": rows, "resident": tiles_in(rows, PARTITIONS)}
+        # groups of half the banks leave the others to slow additions in SBUF
+        in_parts += [part, {**part, "banks": 4}]
+
+    def allows(arguments: Arguments) -> bool:
+        tokens, width = int(arguments["tokens"]), int(arguments["token_block"])
+        in_psum = tiles_in(tokens, BANK_COLUMNS) <= int(arguments["banks"])
+        return in_psum and tokens <= max(BANK_COLUMNS, width) and fits_groups(problem, arguments)
+
+    axes = [
+        token_axis,
+        u_blocks,
+        v_blocks,
+        axis("token_tiles", (1, 2, 4)),
+        axis("tokens", (512, 1024, 2048)),
+        ways,
+        resident,
+        in_parts,
+    ]
+    starts = narrower([start, {**start, "resident": 0}, {**start, **in_parts[-1]}])
+    found = [Knobs("xuv", starts, axes, allows)]
+    if doubled := doubled_layout(problem):
+        start = {
+            **start,
+            **doubled,
+            "tokens": min(DOUBLED_TOKENS, problem.core_tokens[0]),
+            "v_banks": DOUBLED_BANKS,
+            "u_block": doubled_widths(rank)[0],
+        }
+        axes = [
+            token_axis,
+            axis("u_block", doubled_widths(rank)),
+            v_blocks,
+            axis("token_tiles", (1, 2)),
+        ]
+        found.append(Knobs("xuv", narrower([start]), axes, gain=DOUBLED_GAIN))
+    return found

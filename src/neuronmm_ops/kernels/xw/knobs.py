@@ -1,0 +1,52 @@
+"""What a search may vary of `xw`'s kernels."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+from neuronmm_ops.kernels.knobs import (
+    DOUBLED_GAIN,
+    Arguments,
+    Knobs,
+    axis,
+    decode_knobs,
+    doubled_layout,
+    fits_groups,
+    layouts,
+    narrower,
+    resident_axis,
+    token_blocks,
+    widths,
+)
+
+if TYPE_CHECKING:
+    from neuronmm_ops.kernels.problem import Problem
+
+
+def decode(problem: Problem) -> Knobs:
+    """Knobs of `xw_decode`."""
+    return decode_knobs(problem, {"resident": False}, [axis("resident", (False, True))])
+
+
+def prefill(problem: Problem) -> list[Knobs]:
+    """Knobs of `xw`, without and with `double_row`."""
+    resident = resident_axis(problem.K)
+    blocks = axis("block", widths(problem.N))
+    token_axis = axis("token_block", token_blocks(problem))
+    start: Arguments = {
+        **token_axis[0],
+        **resident[0],
+        **blocks[0],
+        **layouts(problem)[0],
+        "token_tiles": 4 if problem.core_tokens[0] > 256 else 1,
+    }
+    allows = partial(fits_groups, problem)
+    token_tiles = axis("token_tiles", (1, 2, 4, 8))
+    axes = [token_axis, blocks, token_tiles, layouts(problem), resident]
+    found = [Knobs("xw", narrower([start, {**start, "resident": 0}]), axes, allows)]
+    if doubled := doubled_layout(problem):
+        start = {**start, **doubled, "token_tiles": 1}
+        axes = [token_axis, blocks, axis("token_tiles", (1, 2))]
+        found.append(Knobs("xw", narrower([start]), axes, gain=DOUBLED_GAIN))
+    return found

@@ -1,0 +1,195 @@
+"""Measured on the host's CPU: the ops beside the dense layer and beside two bare matmuls a pair.
+
+Weights are read from memory, as in a model's forward: every round takes another copy of them.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from neuronmm_ops.compress.calibrate import Progress
+from neuronmm_ops.compress.rank import aligned_rank
+from neuronmm_ops.measure.runner import run_all
+from neuronmm_ops.measure.timing import PairedTimes, copies_for, time_paired
+from neuronmm_ops.models import resolve_shape
+from neuronmm_ops.nn import SVDMLP, SVDLinear, relayout_
+from neuronmm_ops.nn.storage import STORAGES
+from neuronmm_ops.ops.backends.cpu import compute_dtype, name_of
+
+OPS = ("xuv", "svd_mlp")
+RATIOS = (0.2, 0.5)
+TOKENS = (1, 8, 64, 512)
+FORWARD, BOTH = "forward", "forward+backward"
+
+
+def run(
+    shape: str = "Llama-3.2-1B",
+    ops: Sequence[str] = OPS,
+    ratios: Sequence[float] = RATIOS,
+    tokens: Sequence[int] = TOKENS,
+    dtype: torch.dtype = torch.bfloat16,
+    rounds: int = 30,
+    block: int = 128,
+    progress: Progress | None = None,
+    backward: bool = False,
+    storage: str | None = None,
+) -> list[dict[str, Any]]:
+    """Time each op at each ratio and number of tokens.
+
+    Args:
+        shape: name of a model shape; `xuv` is its up projection, `svd_mlp` its MLP.
+        ops: of `xuv`, `svd_mlp`.
+        ratios: compression ratios; ranks as `aligned_rank` gives them.
+        tokens: values of M.
+        dtype: of activations and weights.
+        rounds: timed rounds a row; fewer where they take more than a minute.
+        block: ranks are multiples of it.
+        progress: called with ("measure", rows done, rows in all).
+        backward: also time a forward and the gradients of x and of all weights.
+        storage: `fp8` or `int8`: also time the op's forward on factors in one byte.
+
+    Returns:
+        A row for each combination: `op`, `pass` (`forward` or `forward+backward`), `M`, `K`, `N`,
+        `r`, `dtype` (of the tensors), `compute_dtype` (in which the op multiplies on this CPU),
+        `threads`, `dense_ms`, `two_gemm_ms`, `op_ms` (medians), `speedup` (dense to op, median of
+        paired rounds), `ideal_speedup` (dense parameters to low-rank ones: the ratio of bytes, and
+        of operations), `storage`, `stored_ms` and `stored_speedup` (op to the op on factors in one
+        byte, paired; None where there are none), `gbps` (bytes of the factors over the op's time)
+        and `gflops` (of the products of x, factors and gradients, recomputed ones not counted).
+
+    Raises:
+        ValueError: an op, the shape or the storage is unknown, no low-rank pair is smaller at a
+            ratio, or gradients of factors in one byte are asked for.
+    """
+    if storage is not None and backward:
+        raise ValueError("factors in one byte have no gradients; leave out --backward or --storage")
+    if storage is not None and storage not in STORAGES:
+        raise ValueError(f"storage must be {' or '.join(STORAGES)}, got {storage!r}")
+    sizes = resolve_shape(shape)
+    K, N = sizes.hidden_size, sizes.intermediate_size
+    for op in ops:
+        if op not in OPS:
+            raise ValueError(f"op must be one of {', '.join(OPS)}; got {op!r}")
+    if min(tokens) < 1:
+        raise ValueError(f"tokens must be at least 1, got {min(tokens)}")
+    ranks = [aligned_rank(K, N, ratio, block) for ratio in ratios]
+    cases: list[Comparison] = []
+    for op, with_gradients, r, M in product(ops, (False, True)[: 1 + backward], ranks, tokens):
+        if r is None:
+            raise ValueError(f"no rank that is a multiple of {block} is smaller than [{K}, {N}]")
+        cases.append(Comparison(op, M, K, N, r, dtype, rounds, with_gradients, storage))
+    return run_all("measure", measure, cases, progress)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What one row compares; for `svd_mlp`, K is the hidden and N the intermediate size."""
+
+    op: str
+    M: int
+    K: int
+    N: int
+    r: int
+    dtype: torch.dtype
+    rounds: int
+    backward: bool
+    storage: str | None
+
+
+def measure(case: Comparison) -> dict[str, Any]:
+    """Time one op on the threads that torch has now, and return its row; see `run`."""
+    M, K, N, r, itemsize = case.M, case.K, case.N, case.r, case.dtype.itemsize
+    matrices = 1 if case.op == "xuv" else 3
+    dense, low_rank = matrices * K * N, matrices * r * (K + N)
+    times = _time(case, copies_for(low_rank * (1 if case.storage else itemsize)))
+    op_ms = times.median_ms("op")
+    is_stored = case.storage is not None
+    return {
+        "op": case.op,
+        "pass": BOTH if case.backward else FORWARD,
+        "M": M,
+        "K": K,
+        "N": N,
+        "r": r,
+        "dtype": name_of(case.dtype),
+        "compute_dtype": name_of(compute_dtype(case.dtype)),
+        "threads": torch.get_num_threads(),
+        "dense_ms": times.median_ms("dense"),
+        "two_gemm_ms": times.median_ms("two_gemm"),
+        "op_ms": op_ms,
+        "speedup": times.speedup("op", "dense"),
+        "ideal_speedup": dense / low_rank,
+        "storage": case.storage,
+        "stored_ms": times.median_ms("stored") if is_stored else None,
+        "stored_speedup": times.speedup("stored", "op") if is_stored else None,
+        "gbps": low_rank * itemsize / op_ms / 1e6,
+        "gflops": (6 if case.backward else 2) * M * low_rank / op_ms / 1e6,
+    }
+
+
+def _time(case: Comparison, copies: int) -> PairedTimes:
+    """Each candidate on `copies` copies of its weights, so that no round finds them in a cache."""
+    x = torch.randn(case.M, case.K, dtype=case.dtype, requires_grad=case.backward)
+    candidates = {
+        name: _step([make() for _ in range(copies)], x, case.backward)
+        for name, make in _makers(case).items()
+    }
+    mode = torch.enable_grad if case.backward else torch.inference_mode
+    return time_paired(candidates, case.rounds, mode=mode)
+
+
+def _step(layers: list[nn.Module], x: Tensor, backward: bool) -> Callable[[int], object]:
+    """A function of the round's number: the forward of one copy, or its gradients too."""
+    if not backward:
+        return lambda index: layers[index % len(layers)](x)
+    with torch.no_grad():
+        seed = torch.randn_like(layers[0](x))
+
+    def both(index: int) -> object:
+        layer = layers[index % len(layers)]
+        return torch.autograd.grad(layer(x), (x, *layer.parameters()), seed)
+
+    return both
+
+
+def _makers(case: Comparison) -> dict[str, Callable[[], nn.Module]]:
+    K, N, r, dtype = case.K, case.N, case.r, case.dtype
+
+    def linear(K: int, N: int) -> nn.Module:
+        return nn.Linear(K, N, bias=False, dtype=dtype)
+
+    def pair(K: int, N: int) -> nn.Module:
+        return nn.Sequential(linear(K, r), linear(r, N))
+
+    def layer(make: Callable[[int, int], nn.Module]) -> nn.Module:
+        if case.op == "xuv":
+            return make(K, N)
+        return _GatedMLP(make(K, N), make(K, N), make(N, K))
+
+    def op(storage: str | None = None) -> nn.Module:
+        if case.op == "xuv":
+            made: nn.Module = SVDLinear(K, N, r, bias=False, dtype=dtype, storage=storage)
+        else:
+            made = SVDMLP(K, N, (r, r, r), dtype=dtype, storage=storage)
+        return relayout_(made)  # as `neuronmm generate` has it
+
+    makers = {"dense": lambda: layer(linear), "two_gemm": lambda: layer(pair), "op": op}
+    if case.storage is not None:
+        makers["stored"] = lambda: op(case.storage)
+    return makers
+
+
+class _GatedMLP(nn.Module):
+    """The gated MLP as Transformers' `LlamaMLP` computes it."""
+
+    def __init__(self, gate: nn.Module, up: nn.Module, down: nn.Module) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj, self.down_proj = gate, up, down
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))

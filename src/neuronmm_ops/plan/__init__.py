@@ -1,0 +1,239 @@
+"""Plans: which kernel runs a problem, with which arguments, and how long it takes.
+
+A plan is found by tracing the kernel itself on the simulated NeuronCore (`search`) and kept
+(`cache`). All times are modelled.
+"""
+
+from __future__ import annotations
+
+import logging
+from functools import lru_cache
+from threading import Lock
+
+from neuroncore.hardware import resolve_target
+from neuronmm_ops.kernels.problem import Matrices, Plan, Problem, mlp_matrices, qkv_matrices
+from neuronmm_ops.plan import cache
+from neuronmm_ops.plan.search import find_plan, traced_again
+
+__all__ = [
+    "MAX_INSTRUCTIONS",
+    "Matrices",
+    "Plan",
+    "Problem",
+    "mlp_matrices",
+    "plan_op",
+    "plan_problem",
+    "plan_svd_mlp",
+    "plan_svd_qkv",
+    "plan_xuv",
+    "plan_xw",
+    "qkv_matrices",
+]
+
+MAX_INSTRUCTIONS = 500_000
+"""Of a launch: loops unroll, and compilers refuse, or take hours over, a few million."""
+_log = logging.getLogger(__name__)
+_searching = Lock()
+"""The simulator runs one kernel at a time."""
+
+
+def plan_op(
+    op: str,
+    M: int,
+    matrices: Matrices,
+    dtype: str = "bfloat16",
+    target: str | None = None,
+    lnc: int = 1,
+    max_instructions: int = MAX_INSTRUCTIONS,
+    device_loop: bool = False,
+    weight_dtype: str = "",
+    compute: str = "x",
+    inputs: int = 1,
+) -> Plan:
+    """The quickest plan of an op.
+
+    Args:
+        op: its name, that of its folder in `neuronmm_ops.kernels`.
+        M: tokens.
+        matrices: shapes of its weights in the order of its schema.
+        dtype: bfloat16, float16 or float32.
+        target: trn1, trn2, trn3 or an alias of theirs; None as `hardware.resolve_target`.
+        lnc: NeuronCores that share the launch: 1, or 2 on trn2 and trn3.
+        max_instructions: of a launch, for the compiler's sake; more tokens than that are split into
+            several launches. One of 128 tokens runs however many instructions it takes.
+        device_loop: a launch of more instructions loops over its tokens on the device instead,
+            where that makes it shorter: trn2 and trn3, for NKI 0.6 has the loop and documents them.
+        weight_dtype: as `Problem`.
+        compute: as `Problem`.
+        inputs: as `Problem`.
+
+    Raises:
+        ValueError: sizes or names that are none, or weights that no plan fits.
+    """
+    machine = resolve_target(target)
+    problem = Problem(
+        *(op, M, matrices, dtype, machine.target, lnc),
+        weight_dtype=weight_dtype,
+        compute=compute,
+        inputs=inputs,
+    )
+    return plan_problem(problem, max_instructions, device_loop)
+
+
+def plan_xw(
+    M: int,
+    K: int,
+    N: int,
+    dtype: str = "bfloat16",
+    target: str | None = None,
+    lnc: int = 1,
+    max_instructions: int = MAX_INSTRUCTIONS,
+    device_loop: bool = False,
+    weight_dtype: str = "",
+    compute: str = "x",
+) -> Plan:
+    """The quickest plan of `x[M, K] @ w[K, N]`; the other arguments as `plan_op`."""
+    options = (dtype, target, lnc, max_instructions, device_loop, weight_dtype, compute)
+    return plan_op("xw", M, ((K, N),), *options)
+
+
+def plan_xuv(
+    M: int,
+    K: int,
+    r: int,
+    N: int,
+    dtype: str = "bfloat16",
+    target: str | None = None,
+    lnc: int = 1,
+    bf16_partial_sums: bool = False,
+    max_instructions: int = MAX_INSTRUCTIONS,
+    device_loop: bool = False,
+    weight_dtype: str = "",
+    compute: str = "x",
+) -> Plan:
+    """The quickest plan of `(x[M, K] @ u[K, r]) @ v[r, N]`.
+
+    Args:
+        M: tokens.
+        K: input features.
+        r: rank.
+        N: output features.
+        dtype: as `plan_op`.
+        target: as `plan_op`.
+        lnc: as `plan_op`.
+        bf16_partial_sums: partial sums in SBUF may be rounded to dtype: less HBM traffic at large
+            r and M, less accuracy.
+        max_instructions: as `plan_op`.
+        device_loop: as `plan_op`.
+        weight_dtype: as `Problem`.
+        compute: as `Problem`.
+
+    Raises:
+        ValueError: sizes or names that are none.
+    """
+    machine = resolve_target(target)
+    problem = Problem(
+        *("xuv", M, ((K, r), (r, N)), dtype, machine.target, lnc, bf16_partial_sums),
+        weight_dtype=weight_dtype,
+        compute=compute,
+    )
+    return plan_problem(problem, max_instructions, device_loop)
+
+
+def plan_svd_mlp(
+    M: int,
+    K: int,
+    ranks: tuple[int, int, int],
+    inner: int,
+    N: int,
+    dtype: str = "bfloat16",
+    target: str | None = None,
+    lnc: int = 1,
+    max_instructions: int = MAX_INSTRUCTIONS,
+    device_loop: bool = False,
+    weight_dtype: str = "",
+    compute: str = "x",
+) -> Plan:
+    """The quickest plan of a gated MLP `[M, K] -> [M, inner] -> [M, N]` of six factors.
+
+    Args:
+        M: tokens.
+        K: input features.
+        ranks: of gate, up and down.
+        inner: features between them.
+        N: output features.
+        dtype: as `plan_op`.
+        target: as `plan_op`.
+        lnc: as `plan_op`.
+        max_instructions: as `plan_op`.
+        device_loop: as `plan_op`.
+        weight_dtype: as `Problem`.
+        compute: as `Problem`.
+
+    Raises:
+        ValueError: sizes or names that are none.
+    """
+    options = (dtype, target, lnc, max_instructions, device_loop, weight_dtype, compute)
+    return plan_op("svd_mlp", M, mlp_matrices(K, ranks, inner, N), *options)
+
+
+def plan_svd_qkv(
+    M: int,
+    K: int,
+    ranks: tuple[int, int, int],
+    outputs: tuple[int, int, int],
+    dtype: str = "bfloat16",
+    target: str | None = None,
+    lnc: int = 1,
+    max_instructions: int = MAX_INSTRUCTIONS,
+    device_loop: bool = False,
+    weight_dtype: str = "",
+    compute: str = "x",
+) -> Plan:
+    """The quickest plan of low-rank query, key and value `[M, K] -> [M, N_q + N_k + N_v]`.
+
+    Args:
+        M: tokens.
+        K: input features.
+        ranks: of query, key and value.
+        outputs: features of query, key and value.
+        dtype: as `plan_op`.
+        target: as `plan_op`.
+        lnc: as `plan_op`.
+        max_instructions: as `plan_op`.
+        device_loop: as `plan_op`.
+        weight_dtype: as `Problem`.
+        compute: as `Problem`.
+
+    Raises:
+        ValueError: sizes or names that are none.
+    """
+    options = (dtype, target, lnc, max_instructions, device_loop, weight_dtype, compute)
+    return plan_op("svd_qkv", M, qkv_matrices(K, ranks, outputs), *options)
+
+
+@lru_cache(maxsize=4096)
+def plan_problem(
+    problem: Problem, max_instructions: int = MAX_INSTRUCTIONS, device_loop: bool = False
+) -> Plan:
+    """The plan of least regret over the DMA models, in launches of at most so many instructions.
+
+    A launch has at least 128 tokens, however many instructions that takes. With `device_loop` one
+    that has more loops over its tokens, if that makes it shorter. A plan that was found before is
+    taken from `cache`.
+
+    Raises:
+        ValueError: no plan fits, or `max_instructions` is less than 1.
+    """
+    if max_instructions < 1:
+        raise ValueError(f"max_instructions must be at least 1, got {max_instructions}")
+    key = cache.key_of(problem, max_instructions, device_loop=device_loop)
+    plan = cache.load(problem, key)
+    if plan is None:
+        with _searching:
+            earlier = cache.load_earlier(problem, key)
+            _log.info("searching the plan of %s", problem)
+            plan = earlier and traced_again(earlier)
+            plan = plan or find_plan(problem, max_instructions, device_loop=device_loop)
+        cache.store(key, plan)
+    return plan

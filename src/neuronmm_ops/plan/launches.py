@@ -1,0 +1,70 @@
+"""A kernel planned for given operands: what the time of a whole model is composed of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from neuroncore import Kernel, TensorSpec
+from neuroncore.dtypes import dtype_of
+from neuronmm_ops.kernels.problem import Plan
+from neuronmm_ops.kernels.simulated import simulated_kernel
+from neuronmm_ops.plan.tracing import Cost, of_least_regret, operands_of, trace
+
+
+class TensorShape(NamedTuple):
+    """An operand of a kernel.
+
+    Attributes:
+        shape: its sizes.
+        dtype: bfloat16, float16, float32, float8_e4m3fn, int8 or int32.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True)
+class PlannedKernel:
+    """One launch of a kernel.
+
+    Attributes:
+        name: of the kernel.
+        kernel: the function, on as many cores as it was planned for.
+        operands: its tensors in order; None where one is left out.
+        arguments: its compile-time arguments by name.
+        launches: how often it runs in a row, on parts of that size.
+    """
+
+    name: str
+    kernel: Kernel
+    operands: tuple[TensorShape | None, ...]
+    arguments: dict[str, Any]
+    launches: int = 1
+
+    def cost(self, target: str) -> Cost | None:
+        """What one launch costs; None where the simulated core refuses it."""
+        specs = [o and TensorSpec(o.shape, dtype_of(o.dtype)) for o in self.operands]
+        return trace(self.kernel, specs, target, self.arguments)
+
+
+def planned_kernels(plan: Plan) -> list[PlannedKernel]:
+    """The launches of a plan, without biases."""
+    problem, found = plan.problem, list[PlannedKernel]()
+    kernel = simulated_kernel(problem.op, plan.kernel, problem.lnc)
+    for tokens in plan.launches:
+        specs = operands_of(replace(problem, M=tokens), kernel)
+        operands = tuple([spec and TensorShape(spec.shape, str(spec.dtype)) for spec in specs])
+        found.append(PlannedKernel(plan.kernel, kernel, operands, plan.arguments))
+    return found
+
+
+def quickest(choices: Sequence[PlannedKernel], target: str) -> PlannedKernel | None:
+    """The launch of least regret over the DMA models; None where the core refuses all."""
+    costs = [(planned, planned.cost(target)) for planned in choices]
+    fitting = [(planned, cost) for planned, cost in costs if cost is not None]
+    if not fitting:
+        return None
+    number, _ = of_least_regret([cost.times_ms for _, cost in fitting])
+    return fitting[number][0]

@@ -1,0 +1,239 @@
+"""The search for a plan: a coordinate descent whose cost of a candidate is the kernel, traced.
+
+A kernel's `knobs.py` says what may vary. What the simulated core refuses does not fit. One trace
+gives the times under every DMA model; the plan that is never far from the quickest is taken. The
+search has no randomness and reads no clock: it finds the same everywhere. All times are modelled.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from importlib import import_module
+
+from neuroncore.hardware import PARTITIONS
+from neuronmm_ops.kernels.knobs import Arguments, Knobs
+from neuronmm_ops.kernels.problem import Plan, Problem
+from neuronmm_ops.kernels.stages.tiling import tiles_in
+from neuronmm_ops.plan.tracing import Cost, of_least_regret, traced
+
+EFFORT = 100_000
+"""Instructions traced in a round over all knobs, up to which there is a second; it finds less."""
+SHORT_MS = 0.015
+"""A launch takes about as long whatever runs: below, the first arguments that fit are taken."""
+DESCENT_TOKENS = 2048
+"""Of a core, at most, in a descent: the best of each block of tokens are then traced with all."""
+MANY_WEIGHTS = 2**27
+"""Elements from which a descent has half as many tokens: a trace has an instruction a tile."""
+DECODED_TOKENS = 64
+"""Up to so many, decode is the quicker kernel wherever it fits."""
+FINALISTS = 2
+"""Candidates of each block of tokens that are traced with all tokens."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Arguments of a kernel that fit, and what they cost."""
+
+    kernel: str
+    arguments: Arguments
+    cost: Cost
+    gain: float = 1.0
+
+    @property
+    def rank(self) -> tuple[float, int, int, str]:
+        """What a descent makes least."""
+        cost = self.cost
+        return sum(cost.times_ms), cost.hbm_bytes, cost.sbuf_bytes, repr(self.arguments)
+
+
+def find_plan(problem: Problem, max_instructions: int, *, device_loop: bool) -> Plan:
+    """The plan of a problem.
+
+    Args:
+        problem: what is planned.
+        max_instructions: of a launch, beyond which it is split by its tokens, down to 128.
+        device_loop: a longer launch loops over its tokens on the device, if that is shorter.
+
+    Raises:
+        ValueError: nothing fits.
+    """
+    return _launched(problem, *best_candidate(problem), max_instructions, device_loop)
+
+
+@lru_cache(maxsize=256)
+def best_candidate(problem: Problem) -> tuple[Candidate, float]:
+    """What one launch is quickest with, and its regret. Raises ValueError where nothing fits."""
+    candidates: list[Candidate] = []
+    for phase in ("decode", "prefill") if problem.M <= PARTITIONS else ("prefill",):
+        if not candidates or problem.M > DECODED_TOKENS:
+            candidates += _candidates(problem, phase)
+    if not candidates:
+        raise ValueError(f"no plan of {problem} fits SBUF on {problem.target}; split K or N")
+    return _chosen(candidates)
+
+
+def knobs_of(problem: Problem, phase: str) -> Sequence[Knobs]:
+    """Knobs of the op's kernels of a phase."""
+    module = import_module(f"neuronmm_ops.kernels.{problem.op}.knobs")
+    return [module.decode(problem)] if phase == "decode" else module.prefill(problem)
+
+
+def _candidates(problem: Problem, phase: str) -> list[Candidate]:
+    """Candidates that fit, with what they cost for all tokens."""
+    halves = 1 + (problem.weight_elements > MANY_WEIGHTS)
+    tokens = min(problem.M, problem.lnc * DESCENT_TOKENS // halves)
+    met = sorted(_met(replace(problem, M=tokens), phase), key=lambda c: c.rank)
+    if tokens == problem.M:
+        return met
+    blocks = Counter[object]()
+    found: list[Candidate] = []
+    for each in met:
+        kind = each.gain, each.arguments["token_block"]
+        blocks[kind] += 1
+        if blocks[kind] <= FINALISTS and (cost := traced(problem, each.kernel, each.arguments)):
+            found.append(replace(each, cost=cost))
+    return found
+
+
+@lru_cache(maxsize=64)
+def _met(problem: Problem, phase: str) -> tuple[Candidate, ...]:
+    """The candidates of all kernels of a phase; more tokens share those of a few."""
+    return tuple([c for knobs in knobs_of(problem, phase) for c in descend(problem, knobs)])
+
+
+def descend(problem: Problem, knobs: Knobs) -> list[Candidate]:
+    """All candidates that fit, of those met on the way to the best."""
+    met: dict[str, Candidate | None] = {}
+
+    def candidate(arguments: Arguments) -> Candidate | None:
+        key = repr(sorted(arguments.items()))
+        if key not in met:
+            cost = traced(problem, knobs.kernel, arguments)
+            met[key] = cost and Candidate(knobs.kernel, arguments, cost, knobs.gain)
+        return met[key]
+
+    best = _first(knobs.starts, candidate)
+    if best is None:
+        return []
+    if max(best.cost.times_ms) > SHORT_MS:
+        best = _round(knobs, best, candidate)
+        if sum([each.cost.instructions for each in met.values() if each]) <= EFFORT:
+            _round(knobs, best, candidate)
+    return [each for each in met.values() if each]
+
+
+def _round(
+    knobs: Knobs, best: Candidate, candidate: Callable[[Arguments], Candidate | None]
+) -> Candidate:
+    """The best of what one knob after the other makes of a candidate."""
+    for axis in knobs.axes:
+        values = axis(best.arguments) if callable(axis) else axis
+        changed = [{**best.arguments, **value} for value in values]
+        tried = [candidate(each) for each in changed if knobs.allows(each)]
+        best = min([best, *[each for each in tried if each]], key=lambda c: c.rank)
+    return best
+
+
+def _first(
+    starts: Iterable[Arguments], candidate: Callable[[Arguments], Candidate | None]
+) -> Candidate | None:
+    for start in starts:
+        if (best := candidate(start)) is not None:
+            return best
+    return None
+
+
+def _chosen(candidates: list[Candidate]) -> tuple[Candidate, float]:
+    """The candidate of least regret, and how much that is; of equal ones the least by `rank`."""
+    usual = min([sum(c.cost.times_ms) for c in candidates if c.gain == 1.0], default=math.inf)
+    allowed = [c for c in candidates if c.gain == 1.0 or sum(c.cost.times_ms) <= c.gain * usual]
+    allowed.sort(key=lambda c: c.rank)
+    number, regret = of_least_regret([c.cost.times_ms for c in allowed])
+    return allowed[number], regret
+
+
+def _launched(
+    problem: Problem, best: Candidate, regret: float, max_instructions: int, device_loop: bool
+) -> Plan:
+    """The plan, split into launches or looped on the device where it is too long."""
+    arguments, cost = best.arguments, best.cost
+    is_decode = best.kernel.endswith("_decode")
+    long = cost.instructions > max_instructions and not is_decode
+    if long and device_loop and problem.machine.has("device_loops"):
+        looped = {**arguments, "device_loop": True}
+        of_loop = traced(problem, best.kernel, looped)
+        if of_loop is not None and of_loop.instructions < cost.instructions:
+            arguments, cost, long = looped, of_loop, False
+    parts = [(problem.M, cost)]
+    if long:
+        parts = _parts(problem, best, max_instructions)
+    return _plan(problem, replace(best, arguments=arguments), regret, parts)
+
+
+def traced_again(plan: Plan) -> Plan | None:
+    """What a plan of other kernels costs with these; None where its arguments do not fit."""
+    problem, parts = plan.problem, list[tuple[int, Cost]]()
+    costs: dict[int, Cost | None] = {}
+    for tokens in plan.launches:
+        if tokens not in costs:
+            part = replace(problem, M=tokens)
+            try:
+                costs[tokens] = traced(part, plan.kernel, plan.arguments)
+            except (AttributeError, TypeError, AssertionError):  # another kernel, or its arguments
+                costs[tokens] = None
+        cost = costs[tokens]
+        if cost is None:
+            return None
+        parts.append((tokens, cost))
+    return _plan(problem, Candidate(plan.kernel, plan.arguments, parts[0][1]), plan.regret, parts)
+
+
+def _plan(
+    problem: Problem, candidate: Candidate, regret: float, parts: list[tuple[int, Cost]]
+) -> Plan:
+    """The plan of launches of so many tokens each, with what each costs."""
+    launches = tuple([tokens for tokens, _ in parts])
+    costs = [each for _, each in parts]
+    times_ms = tuple([sum(times) for times in zip(*[c.times_ms for c in costs], strict=True)])
+    return Plan(
+        problem,
+        "decode" if candidate.kernel.endswith("_decode") else "prefill",
+        candidate.kernel,
+        tuple(candidate.arguments.items()),
+        times_ms[0],
+        sum([c.hbm_bytes for c in costs]),
+        max([c.sbuf_bytes for c in costs]),
+        max([c.psum_banks for c in costs]),
+        costs[0].bound,
+        sum([c.instructions for c in costs]),
+        launches,
+        times_ms,
+        regret,
+    )
+
+
+def _parts(problem: Problem, best: Candidate, max_instructions: int) -> list[tuple[int, Cost]]:
+    """Tokens and costs of launches that are short enough, all but the last of one size."""
+    tiles, launches = tiles_in(problem.M, PARTITIONS), 1
+
+    def cost_of(tokens: int) -> Cost:
+        cost = traced(replace(problem, M=tokens), best.kernel, best.arguments)
+        if cost is None:
+            raise ValueError(
+                f"{best.kernel} does not fit with {best.arguments} for {tokens} tokens"
+            )
+        return cost
+
+    while True:
+        each = tiles_in(tiles, launches)
+        tokens = min(problem.M, each * PARTITIONS)
+        cost = cost_of(tokens) if tokens < problem.M else best.cost
+        if cost.instructions <= max_instructions or each == 1:
+            count, rest = divmod(problem.M, tokens)
+            return [(tokens, cost)] * count + ([(rest, cost_of(rest))] if rest else [])
+        wanted = launches * cost.instructions // max_instructions
+        launches = max(wanted, tiles_in(tiles, each - 1))

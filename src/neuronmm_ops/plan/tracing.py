@@ -1,0 +1,116 @@
+"""What a kernel costs: its trace on the simulated NeuronCore, without values."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from neuroncore import Kernel, NkiValidationError, TensorSpec, simulate
+from neuroncore.dtypes import dtype_of
+from neuroncore.hardware import DMA_MODELS, PARTITIONS
+from neuronmm_ops.kernels.problem import Block, Problem
+from neuronmm_ops.kernels.simulated import simulated_kernel
+
+Arguments = dict[str, Block]
+SHORT, LONG = 4, 8
+"""Blocks of tokens that are traced of many: the last four take as long as any four that follow."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of one launch; names as `Plan`'s. `instructions` are those that a compiler is given."""
+
+    times_ms: tuple[float, ...]
+    hbm_bytes: int
+    sbuf_bytes: int
+    psum_banks: int
+    bound: str
+    instructions: int
+
+    def extended(self, longer: Cost, times: int) -> Cost:
+        """What `longer` costs with what it has beyond this one so many times more."""
+        both = zip(self.times_ms, longer.times_ms, strict=True)
+        return replace(
+            longer,
+            times_ms=tuple([high + times * (high - low) for low, high in both]),
+            hbm_bytes=longer.hbm_bytes + times * (longer.hbm_bytes - self.hbm_bytes),
+            instructions=longer.instructions + times * (longer.instructions - self.instructions),
+        )
+
+
+def operands_of(problem: Problem, kernel: Kernel) -> list[TensorSpec | None]:
+    """Operands of a kernel in its order: x, the weights, then by name an x_up and scales."""
+    x, stored = dtype_of(problem.dtype), dtype_of(problem.weight_dtype or problem.dtype)
+    scales = iter([TensorSpec((columns,), dtype_of("float32")) for _, columns in problem.matrices])
+    operands: list[TensorSpec | None] = [TensorSpec((problem.M, problem.K), x)]
+    operands += [TensorSpec(shape, stored) for shape in problem.matrices]
+    for name in list(inspect.signature(kernel.func).parameters)[len(operands) :]:
+        if name.endswith("_scale"):
+            operands.append(next(scales) if problem.weight_dtype else None)
+        elif name == "x_up":
+            two = problem.inputs == 2
+            operands.append(TensorSpec((problem.M, problem.K_up), x) if two else None)
+        elif name.startswith("bias"):
+            operands.append(None)
+        else:
+            break
+    return operands
+
+
+def traced(problem: Problem, name: str, arguments: Arguments) -> Cost | None:
+    """What a launch of the kernel costs; None where the simulated core refuses it.
+
+    Of many blocks of tokens some are traced, with what is left of a whole number of them.
+    """
+    block = int(arguments.get("token_block", 0))
+    blocks = problem.core_tokens[-1] // block if block else 0
+    times = (blocks - LONG) // (LONG - SHORT)
+    if times < 1 or block % PARTITIONS or arguments.get("device_loop"):
+        return _traced(problem, name, arguments)
+    step = problem.lnc * (LONG - SHORT) * block
+    longer = replace(problem, M=problem.M - times * step)
+    long = _traced(longer, name, arguments)
+    if long is None:
+        return None
+    short = _traced(replace(longer, M=longer.M - step), name, arguments)
+    assert short is not None, f"{name} fits with more tokens, but not with fewer"
+    return short.extended(long, times)
+
+
+def _traced(problem: Problem, name: str, arguments: Arguments) -> Cost | None:
+    kernel = simulated_kernel(problem.op, name, problem.lnc)
+    return trace(kernel, operands_of(problem, kernel), problem.target, arguments)
+
+
+def of_least_regret(times_ms: Sequence[tuple[float, ...]]) -> tuple[int, float]:
+    """The first number whose worst share over the quickest, of all DMA models, is least, and it."""
+    quickest = [min(times) for times in zip(*times_ms, strict=True)]
+    regrets = [
+        max([ms / least for ms, least in zip(times, quickest, strict=True)]) - 1
+        for times in times_ms
+    ]
+    return regrets.index(min(regrets)), min(regrets)
+
+
+def trace(
+    kernel: Kernel, operands: Sequence[TensorSpec | None], target: str, arguments: Arguments
+) -> Cost | None:
+    """What one launch of a kernel costs; None where the simulated core refuses it."""
+    options: dict[str, Any] = {**arguments, "target": target, "mode": "trace"}
+    try:
+        run = simulate(kernel, *operands, **options)
+    except NkiValidationError:
+        return None
+    profile = run.profile
+    busy = {use.engine: use.busy_ms for uses in profile.engines for use in uses}
+    dma_ms = max([max(core.dma_busy_ns) for core in profile.schedule.cores]) / 1e6
+    return Cost(
+        times_ms=tuple([profile.times_ms[model] for model in DMA_MODELS]),
+        hbm_bytes=profile.hbm_bytes,
+        sbuf_bytes=profile.sbuf_peak_bytes,
+        psum_banks=profile.psum_peak_banks,
+        bound="PE" if busy["TensorE"] >= dma_ms else "DMA",
+        instructions=profile.stream_instructions,
+    )

@@ -1,0 +1,59 @@
+"""The unfused dense MLP of the published setting computes what it should, at any size."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import neuroncore as nc
+from neuronmm_ops.estimate.baselines import elementwise, matmul
+
+
+def bf16(rng, *shape):
+    return (rng.standard_normal(shape) / 8).astype(ml_dtypes.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("M", "K", "N"), [(1, 256, 512), (1, 200, 700), (40, 1100, 1300), (300, 130, 600)]
+)
+def test_the_fitted_matmul(M, K, N):
+    rng = np.random.default_rng(M)
+    lhsT, rhs = bf16(rng, K, M), bf16(rng, K, N)
+    out = nc.simulate(matmul.tutorial_fitted, lhsT, rhs, target="trn1").outputs
+    exact = lhsT.astype(np.float64).T @ rhs.astype(np.float64)
+    error = np.abs(out.astype(np.float64) - exact).max()
+    assert error <= 0.02 * np.abs(exact).max()
+
+
+def test_the_fitted_matmul_is_the_tutorials_where_its_blocks_fit():
+    shapes = [nc.TensorSpec((2048, n), nc.language.bfloat16) for n in (2048, 1024)]
+    profiles = [
+        nc.simulate(kernel, *shapes, target="trn1", mode="trace").profile
+        for kernel in (matmul.tutorial_fitted, matmul.tutorial_blocked_k)
+    ]
+    assert profiles[0].flops == profiles[1].flops
+    assert profiles[0].hbm_bytes == profiles[1].hbm_bytes
+    assert profiles[0].time_ms == pytest.approx(profiles[1].time_ms, rel=0.02)
+
+
+@pytest.mark.parametrize(("M", "I", "lnc"), [(1, 512, 1), (3, 100, 1), (1, 97, 2), (130, 8192, 2)])
+def test_the_gated_product(M, I, lnc):  # noqa: E741
+    rng = np.random.default_rng(I)
+    gate, up = bf16(rng, M, I), bf16(rng, M, I)
+    kernel = elementwise.gated_product[lnc]
+    out = nc.simulate(kernel, gate, up, target="trn2").outputs
+    wide = gate.astype(np.float64)
+    exact = wide / (1 + np.exp(-wide)) * up.astype(np.float64)
+    np.testing.assert_allclose(out.astype(np.float64), exact, rtol=0.02, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("M", "K", "parts", "lnc"), [(1, 512, 4, 2), (3, 100, 3, 1), (9, 97, 1, 2)]
+)
+def test_a_ranks_columns(M, K, parts, lnc):
+    x = bf16(np.random.default_rng(K), M, K)
+    out = nc.simulate(elementwise.own_columns[lnc], x, parts=parts, target="trn2").outputs
+    np.testing.assert_array_equal(out, x[:, : -(-K // parts)])
+
+
+def test_the_strict_front_end_takes_it():
+    assert nc.lint(elementwise.__file__) == []

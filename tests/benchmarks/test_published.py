@@ -1,0 +1,128 @@
+"""The rewritten kernels compute what they should, and their predictions stay where they were."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import neuroncore as nc
+from benchmarks import published
+from benchmarks.baselines import mamba, profiles
+from benchmarks.cases import decoding
+from benchmarks.cases import published as cases
+from neuronmm_ops.estimate.baselines import matmul, neuronmm
+
+FIELDS = (
+    "name", "target", "measure", "engine", "calibration", "naive", "source",
+    "published_ms", "modelled_ms", "documented_ms", "published_share", "modelled_share",
+    "error", "errors", "published_bytes", "modelled_bytes", "refused",
+)  # fmt: skip
+QUICK = ("lhs@rhs", "lhsT@rhs", "M=1K", "exp of", "activations", "loads of", "256 channels")
+
+
+def bf16(rng, *shape):
+    return (rng.standard_normal(shape) / 8).astype(ml_dtypes.bfloat16)
+
+
+def close(values, exact):
+    """Within the rounding of bf16 partial sums, which the published kernels keep."""
+    error = np.abs(values.astype(np.float64) - exact).max()
+    assert error <= 0.03 * np.abs(exact).max()
+
+
+@pytest.mark.parametrize(
+    ("kernel", "blocks"),
+    [
+        (matmul.tutorial_tiled, ()),
+        (matmul.tutorial_hoisted, ()),
+        (matmul.tutorial_blocked, ()),
+        (matmul.tutorial_blocked_k, (2, 2, 2)),
+    ],
+)
+def test_tutorial_kernels(kernel, blocks):
+    rng = np.random.default_rng(0)
+    lhsT, rhs = bf16(rng, 256, 256), bf16(rng, 256, 1024)
+    exact = lhsT.astype(np.float64).T @ rhs.astype(np.float64)
+    close(nc.simulate(kernel, lhsT, rhs, *blocks, target="trn1").outputs, exact)
+
+
+@pytest.mark.slow
+def test_hand_tuned_kernels():
+    rng = np.random.default_rng(1)
+    lhs, rhs = bf16(rng, 1024, 1024), bf16(rng, 1024, 512)
+    exact = lhs.astype(np.float64) @ rhs.astype(np.float64)
+    close(nc.simulate(matmul.autotune_lhs_rhs, lhs, rhs, target="trn2").outputs, exact)
+    lhsT = np.ascontiguousarray(lhs.T)
+    close(nc.simulate(matmul.autotune_transposed_lhs, lhsT, rhs, target="trn2").outputs, exact)
+
+
+@pytest.mark.slow
+def test_fused_and_unfused_low_rank():
+    rng = np.random.default_rng(2)
+    x, u, v = bf16(rng, 1024, 512), bf16(rng, 512, 1024), bf16(rng, 1024, 512)
+    exact = x.astype(np.float64) @ u.astype(np.float64) @ v.astype(np.float64)
+    out = nc.simulate(neuronmm.neuronmm_xuv, x, u, v, target="trn1").outputs
+    close(out.T, exact)
+    wide = bf16(rng, 2048, 1024), bf16(rng, 1024, 1024), bf16(rng, 1024, 1024)
+    exact = wide[0].astype(np.float64) @ wide[1].astype(np.float64) @ wide[2].astype(np.float64)
+    close(nc.simulate(matmul.unfused_xuv, *wide, target="trn1").outputs, exact)
+
+
+def test_the_scan_kernels():
+    rng = np.random.default_rng(3)
+    channels, state, seq = 256, 3, 1024
+    delta, u = rng.random((2, channels, seq), np.float32) / 2
+    A = -rng.random((channels, state), np.float32)
+    B, C = rng.standard_normal((2, state, seq)).astype(np.float32)
+    exact, carry = np.zeros((channels, seq)), np.zeros((channels, state))
+    for t in range(seq):
+        decay = np.exp(delta[:, t, None].astype(np.float64) * A)
+        carry = decay * carry + (delta[:, t] * u[:, t])[:, None] * B[:, t]
+        exact[:, t] = carry @ C[:, t]
+    tensors = delta, u, A, B, C
+    for kernel in (mamba.mamba_v1, mamba.mamba_v3):
+        steps = 512 if kernel is mamba.mamba_v1 else seq
+        part = [t[:, :steps] if t.shape[1] == seq else t for t in tensors]
+        out = nc.simulate(kernel, *map(np.ascontiguousarray, part), target="trn1").outputs
+        np.testing.assert_allclose(out, exact[:, :steps], rtol=2e-4, atol=2e-4)
+
+
+def test_the_profiled_chain_is_an_exponential():
+    x = np.linspace(-1, 1, 128 * 128, dtype=np.float32).reshape(128, 128)
+    out = nc.simulate(profiles.exponential, x, target="trn2").outputs
+    np.testing.assert_allclose(out, np.exp(x), rtol=1e-6)
+
+
+def test_rows_of_quick_cases(monkeypatch):
+    quick = [case for case in cases.cases() if any(q in case.name for q in QUICK)]
+    monkeypatch.setattr(cases, "cases", lambda: quick)
+    seen: list[tuple[str, int, int]] = []
+    rows = published.run(lambda *step: seen.append(step))
+    launches = {(case.kernel, case.arguments, case.target) for case in quick}
+    assert {tuple(row) for row in rows} == {FIELDS}
+    assert len(rows) == len(quick) + 6
+    assert seen == [("published", i + 1, 2 * len(launches)) for i in range(2 * len(launches))]
+    by_name = {row["name"]: row for row in rows}
+    fused = by_name["NeuronMM X U V, M=1K"]
+    assert abs(fused["error"]) < 0.12
+    assert fused["modelled_bytes"] == pytest.approx(fused["published_bytes"], rel=0.03)
+    assert fused["documented_ms"] < fused["modelled_ms"]
+    measured = [row for row in rows if row["error"] is not None]
+    assert all(abs(row["error"]) < 0.25 for row in measured)
+    assert all(abs(row["error"]) < 0.06 for row in measured if row["calibration"])
+    chosen = [abs(row["error"]) for row in measured if not row["calibration"]]
+    assert published.mean_error(rows) == pytest.approx(sum(chosen) / len(chosen))
+    assert published.mean_error(rows) < 0.1
+
+
+def test_no_token_time_is_promised_that_nobody_could_measure():
+    for token in decoding.token_times():
+        assert token.peak_ms < token.modelled_ms < token.published_ms
+
+
+def test_at_least_thirty_figures_of_which_twenty_are_predicted():
+    found = cases.cases()
+    assert len({case.name for case in found}) == len(found) >= 30
+    assert len([case for case in found if not case.calibration]) >= 20
+    assert all((case.published_ms is None) != (case.published_share is None) for case in found)
+    assert all((case.measure == "active") == (case.engine is not None) for case in found)
+    assert {case.engine for case in found} - {None} == set(published.ENGINES)

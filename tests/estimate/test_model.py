@@ -1,0 +1,318 @@
+"""`bench.model`: what a document adds up to, which launches are in it, and what is refused."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tiny_model import (
+    CONFIG,
+    LAYERS,
+    QKV,
+    RANK,
+    SHORT,
+    TINY,
+    VOCAB,
+    H,
+    I,
+    Q,
+    by_name,
+    components,
+    decoder,
+    run,
+    shapes_of,
+    write_tiny,
+)
+
+from benchmarks.cases import end_to_end
+from neuroncore import NkiValidationError
+from neuroncore.hardware import DMA_MODELS
+from neuronmm_ops.estimate import model
+from neuronmm_ops.estimate.baselines import neuronmm
+from neuronmm_ops.estimate.launches import Tracer
+from neuronmm_ops.estimate.linears import MLP, divided, linears, selection
+from neuronmm_ops.estimate.passes import COMPONENTS, POINTS, lengths
+from neuronmm_ops.models import SHAPES
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    path = tmp_path_factory.mktemp("shapes") / "tiny"
+    path.mkdir()
+    return write_tiny(path)
+
+
+@pytest.fixture(scope="module")
+def document(tiny):
+    return run(tiny, **SHORT)
+
+
+# --- the document
+
+
+def test_document(document, tiny):
+    assert document["model"] == "tiny"
+    names = ["dense", "low_rank", "published_dense", "published_low_rank"]
+    assert [row["name"] for row in document["variants"]] == names
+    wanted = SHORT | {"lnc": 1, "tp": 1, "batch": 1, "ratio": 0.2, "storage": None}
+    assert {key: document[key] for key in wanted} == wanted
+    told = []
+    again = run(tiny, **SHORT, progress=lambda *step: told.append(step))
+    assert again == document
+    assert told == [("model", n, 8) for n in range(1, 9)]
+    assert json.loads(json.dumps(document)) == document
+
+
+def test_components_add_up_to_their_phase(document):
+    for row in document["variants"]:
+        for phase in row["phases"].values():
+            assert [each["component"] for each in phase["components"]] == list(COMPONENTS)
+            for dma_model in DMA_MODELS:
+                parts = [each["times_ms"][dma_model] for each in phase["components"]]
+                assert sum(parts) == pytest.approx(phase["times_ms"][dma_model])
+            assert phase["time_ms"] == phase["times_ms"][DMA_MODELS[0]]
+            assert phase["time_low_ms"] == min(phase["times_ms"].values())
+            assert phase["time_high_ms"] == max(phase["times_ms"].values())
+            moved = sum(each["hbm_bytes"] for each in phase["components"])
+            assert moved == pytest.approx(phase["hbm_bytes"], abs=len(COMPONENTS))
+            assert sum(each["launches"] for each in phase["components"]) == phase["launches"]
+
+
+def test_launches_of_a_pass(document):
+    wanted = {"norm": 2 * LAYERS + 1, "qkv": LAYERS, "output": LAYERS, "lm_head": 1}
+    for row in document["variants"]:
+        for phase in ("prefill", "decode"):
+            found = components(document, row["name"], phase)
+            counted = {name: found[name]["launches"] for name in wanted}
+            assert counted == wanted
+            assert found["attention"]["launches"] >= LAYERS
+            assert found["collectives"]["launches"] == found["collectives"]["time_ms"] == 0
+    # gate, up, their product and down, and NeuronMM's two
+    of_mlp = {"low_rank": 1, "published_dense": 4, "published_low_rank": 2}
+    for name, launches in of_mlp.items():
+        assert components(document, name, "decode")["mlp"]["launches"] == launches * LAYERS
+
+
+def test_totals_follow_from_the_phases(document):
+    for row in document["variants"]:
+        prefill, decode = row["phases"]["prefill"], row["phases"]["decode"]
+        assert row["tokens_per_s"] == pytest.approx(1000 / decode["time_ms"])
+        for dma_model, end in row["end_to_end_times_ms"].items():
+            steps = (SHORT["new"] - 1) * decode["times_ms"][dma_model]
+            assert end == pytest.approx(prefill["times_ms"][dma_model] + steps)
+        assert row["end_to_end_ms"] == row["end_to_end_times_ms"][DMA_MODELS[0]]
+
+
+def test_speedups_are_ratios_under_one_dma_model(document):
+    rows, found = by_name(document["variants"]), document["speedups"]
+    assert set(found) == {"ours", "published", "ours_over_published"}
+    for speedup in found.values():
+        ours, theirs = rows[speedup["of"]], rows[speedup["over"]]
+        for phase in ("prefill", "decode"):
+            ratios = {
+                m: theirs["phases"][phase]["times_ms"][m] / ours["phases"][phase]["times_ms"][m]
+                for m in DMA_MODELS
+            }
+            assert speedup[phase]["by_model"] == ratios
+            assert speedup[phase]["low"] == min(ratios.values())
+            assert speedup[phase]["high"] == max(ratios.values())
+        ends = {m: row["end_to_end_times_ms"] for m, row in (("of", ours), ("over", theirs))}
+        ratios = [ends["over"][m] / ends["of"][m] for m in DMA_MODELS]
+        assert (speedup["end_to_end"]["low"], speedup["end_to_end"]["high"]) == (
+            min(ratios),
+            max(ratios),
+        )
+
+
+def test_batches_share_the_weights(tiny, document):
+    more = run(tiny, **SHORT, batch=3)
+    one, three = (by_name(d["variants"])["dense"] for d in (document, more))
+    cache = [row["memory"]["kv_cache_bytes"] for row in (one, three)]
+    assert cache[0] == 2 * LAYERS * 2 * 64 * (40 + 9) * 2
+    assert cache[1] == 3 * cache[0]
+    assert three["memory"]["weight_bytes"] == one["memory"]["weight_bytes"]
+    assert three["tokens_per_s"] == pytest.approx(3000 / three["phases"]["decode"]["time_ms"])
+    moved = [components(d, "dense", "decode")["qkv"]["hbm_bytes"] for d in (document, more)]
+    assert moved[1] < 1.1 * moved[0]
+
+
+# --- bytes
+
+
+def test_dense_bytes_by_hand(document):
+    layer = H * QKV + Q * H + 3 * H * I
+    norms = (2 * LAYERS + 1) * H
+    memory = by_name(document["variants"])["dense"]["memory"]
+    assert memory["weight_bytes"] == 2 * (LAYERS * layer + VOCAB * H + norms)
+    assert memory["activation_bytes"] == 2 * 40 * (3 * H + 2 * I)
+    assert memory["capacity_bytes"] == 24 * 2**30  # a stack that no other rank uses
+    qkv = components(document, "dense", "decode")["qkv"]
+    assert qkv["hbm_bytes"] == LAYERS * 2 * (H * QKV + H + QKV)
+
+
+def test_low_rank_bytes_by_hand(document):
+    row = by_name(document["variants"])["low_rank"]
+    ranks = {each["name"]: each["r"] for each in row["linears"]}
+    assert ranks == dict.fromkeys(ranks, None) | dict.fromkeys(
+        ("gate_proj", "up_proj", "down_proj"), RANK
+    )
+    saved = LAYERS * 3 * (H * I - RANK * (H + I)) * 2
+    dense = by_name(document["variants"])["dense"]
+    assert dense["memory"]["weight_bytes"] - row["memory"]["weight_bytes"] == saved
+    moved = components(document, "low_rank", "decode")["mlp"]["hbm_bytes"]
+    # This plan writes the inner activations to HBM and reads them again.
+    assert moved == LAYERS * 2 * (3 * RANK * (H + I) + 2 * H + 2 * I)
+
+
+@pytest.mark.parametrize("storage", ["fp8", "int8"])
+def test_one_byte_halves_the_weights(tiny, document, storage):
+    options = {"storage": storage, "storage_dense": storage, "storage_lm_head": storage}
+    found = run(tiny, **SHORT, **options)
+    names = [row["name"] for row in found["variants"]]
+    assert names == ["dense", "low_rank", "dense_one_byte", "published_dense", "published_low_rank"]
+    rows = by_name(found["variants"])
+    dtypes = {each["dtype"] for each in rows["low_rank"]["linears"]}
+    assert dtypes == {"float8_e4m3fn" if storage == "fp8" else "int8"}
+    assert {each["r"] for each in rows["dense_one_byte"]["linears"]} == {None}
+    scales = 4 * LAYERS * (QKV + H + 3 * RANK + 2 * I + H)
+    low = LAYERS * (H * QKV + Q * H + 3 * RANK * (H + I))
+    head = VOCAB * H + 4 * VOCAB
+    rest = 2 * (2 * LAYERS + 1) * H + 2 * VOCAB * H  # norms, and the embedding beside its copy
+    assert rows["low_rank"]["memory"]["weight_bytes"] == low + scales + head + rest
+    # what was published stays in bf16
+    assert rows["published_dense"] == by_name(document["variants"])["published_dense"]
+    for name, variant in (("low_rank", "low_rank"), ("dense_one_byte", "dense")):
+        half = components(found, name, "decode")["qkv"]["hbm_bytes"]
+        whole = components(document, variant, "decode")["qkv"]["hbm_bytes"]
+        assert 2 * half - whole == LAYERS * (2 * 4 * QKV + 2 * (H + QKV))
+    assert set(found["speedups"]) == set(model.SPEEDUPS)
+
+
+def test_storage_of_some_linears_leaves_the_others(tiny):
+    found = by_name(run(tiny, **SHORT, lnc=2, storage="fp8")["variants"])
+    for name in ("low_rank", "dense_one_byte"):
+        dtypes = {each["name"]: each["dtype"] for each in found[name]["linears"]}
+        assert dtypes["down_proj"] == "float8_e4m3fn"
+        assert dtypes["q_proj"] == dtypes["lm_head"] == "bfloat16"
+
+
+def test_all_linears_get_ranks():
+    shape = SHAPES["Llama-3.2-1B"]
+    found = linears(shape, selection(shape, ["all-linear"]), ratio=0.2)
+    ranks = {name: linear.r for name, linear in found.items()}
+    assert ranks == {
+        "q_proj": 768, "k_proj": 384, "v_proj": 384, "o_proj": 768,
+        "gate_proj": 1280, "up_proj": 1280, "down_proj": 1280, "lm_head": None,
+    }  # fmt: skip
+
+
+def test_targets_select_as_those_of_a_config():
+    assert selection(TINY, ["mlp"]) == set(MLP)
+    assert selection(TINY, ["mlp", "o_proj"]) == {*MLP, "o_proj"}
+    assert selection(TINY, ["attention"]) == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    assert selection(TINY, ["all-linear"]) == set(TINY.projections)
+
+
+def test_some_of_query_key_and_value_are_low_rank():
+    shape = replace(TINY, hidden_size=512, heads=8, kv_heads=4)
+    own = decoder(shape, linears=linears(shape, ["q_proj", "o_proj"], ratio=0.4))
+    (qkv,) = [part for part in own.parts(1, {41: 1.0}) if part.component == "qkv"]
+    assert [shapes_of(launch) for launch in qkv.ways[0].launches] == [
+        [(1, 512), (512, 512)],
+        [(1, 512), (512, 128), (128, 512)],
+    ]
+
+
+# --- the mean token
+
+
+@given(first=st.integers(1, 5000), size=st.integers(0, 600), slope=st.floats(-1, 1))
+def test_shares_of_lengths(first, size, slope):
+    """A time that is linear in the length has its mean exactly."""
+    shares = lengths(first, first + size)
+    assert sum(shares.values()) == pytest.approx(1)
+    assert min(shares.values()) >= 0
+    assert len(shares) <= POINTS
+    mean = sum(share * (3 + slope * T) for T, share in shares.items())
+    every = np.arange(first, first + size + 1)
+    assert mean == pytest.approx(float((3 + slope * every).mean()))
+
+
+# --- bounds
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", end_to_end.decodings(), ids=lambda case: case.name)
+def test_no_published_token_is_quicker(case):
+    assert case.modelled_ms <= case.published_ms
+    assert case.modelled_ms > case.published_ms / 2
+
+
+def test_padded_shapes_divide():
+    shape = end_to_end.padded(SHAPES["Llama-3.1-70B"], 24)
+    assert (shape.heads, shape.intermediate_size, shape.vocab_size) == (72, 28680, 128256)
+    assert divided(shape, 24).heads == 3
+
+
+# --- what is refused
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"target": "trn1", "lnc": 2}, "lnc must be 1, or 2 on trn2 and trn3; got 2"),
+        ({"prompt": 0}, "prompt must be at least 1 token, got 0"),
+        ({"new": 1}, "new must be at least 2 tokens"),
+        ({"batch": 129}, "batch must be 1 to 128 sequences, got 129"),
+        ({"ratio": 1.0}, "ratio must be between 0 and 1, got 1.0"),
+        ({"storage": "fp4"}, "storage must be fp8 or int8, got 'fp4'"),
+        ({"storage_dense": "fp4"}, "storage must be fp8 or int8, got 'fp4'"),
+        ({"targets": "("}, "no regular expression"),
+        ({"targets": ("mlp", "lm_head")}, "targets must select Linears .*'lm_head' selects none"),
+        ({"target": "trn9"}, "target must be one of"),
+        ({"tp": 3}, "got 3, use one of 1, 2, 4$"),
+        ({"prompt": 10**7, "batch": 128}, "does not fit at tp 1: a rank of trn2 with lnc 1"),
+    ],
+)
+def test_refusals(tiny, options, words):
+    with pytest.raises(ValueError, match=words):
+        run(tiny, **SHORT | options)
+
+
+def test_unknown_models_and_those_without_ranks(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"intermediate_size": 256}))
+    with pytest.raises(ValueError, match=r"no Linear of .* gets a rank that pays at ratio 0.2"):
+        run(str(tmp_path), **SHORT)
+    with pytest.raises(ValueError, match="model must be a directory"):
+        run("GPT-5", **SHORT)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ValueError, match="not JSON"):
+        run(str(tmp_path), **SHORT)
+    with pytest.raises(ValueError, match=r"Llama-3.1-70B does not fit at tp 4.*24 GiB of HBM"):
+        run("Llama-3.1-70B", target="trn2", lnc=2, tp=4)
+
+
+def test_a_published_kernel_that_does_not_fit_is_left_out(tiny, monkeypatch):
+    whole = Tracer.launch
+
+    def launch(self, launch):
+        if launch.kernel is neuronmm.neuronmm_mlp_up:
+            raise NkiValidationError("SBUF is full")
+        return whole(self, launch)
+
+    monkeypatch.setattr(Tracer, "launch", launch)
+    found = run(tiny, **SHORT)
+    assert [row["name"] for row in found["variants"]] == ["dense", "low_rank", "published_dense"]
+    assert found["left_out"][-1] == "published_low_rank: SBUF is full"
+    assert set(found["speedups"]) == {"ours", "ours_over_published"}
+
+
+def test_a_kernel_of_ours_that_does_not_fit_is_an_error(tiny, monkeypatch):
+    def launch(self, launch):
+        raise NkiValidationError("SBUF is full")
+
+    monkeypatch.setattr(Tracer, "launch", launch)
+    with pytest.raises(ValueError, match=r"^tiny on trn2: SBUF is full$"):
+        run(tiny, **SHORT)

@@ -1,0 +1,58 @@
+"""The command `neuronmm` and what comes out of it."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import IO, NamedTuple
+
+import pytest
+
+TEXT = "The quick brown fox jumps over the lazy dog. 0123456789\n" * 200
+COMPRESS = ("--block", "8", "--seqlen", "64", "--samples", "32")
+SCRIPT = (sys.executable, "-m", "neuronmm_ops_command")
+
+
+class Outcome(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
+Run = Callable[..., Outcome]
+
+
+def caller(main: Callable[[list[str]], int], capsys: pytest.CaptureFixture[str]) -> Run:
+    """Calls a command in this process."""
+
+    def call(*arguments: object) -> Outcome:
+        capsys.readouterr()
+        code = main([str(argument) for argument in arguments])
+        return Outcome(code, *capsys.readouterr())
+
+    return call
+
+
+def process(*arguments: object, stdout: int | IO[str] = subprocess.PIPE) -> Outcome:
+    """Run a program to its end, offline."""
+    result = subprocess.run(
+        [str(argument) for argument in arguments],
+        stdout=stdout,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+    )
+    return Outcome(result.returncode, result.stdout or "", result.stderr)
+
+
+def refused(outcome: Outcome, *words: str) -> None:
+    """Exit code 2, nothing on stdout, one line on stderr that holds the words."""
+    assert outcome.code == 2, outcome
+    assert outcome.out == ""
+    lines = outcome.err.strip().splitlines()
+    assert len(lines) == 1, outcome.err
+    assert lines[0].startswith(("neuron", "python benchmarks"))
+    assert "Traceback" not in outcome.err
+    for word in words:
+        assert word in lines[0]

@@ -1,0 +1,253 @@
+"""Plans: they cost what their kernel does, are the same everywhere, and are kept."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+import neuroncore
+import neuronmm_ops
+from neuronmm_ops.plan import (
+    MAX_INSTRUCTIONS,
+    Problem,
+    cache,
+    mlp_matrices,
+    plan_op,
+    plan_problem,
+    plan_xuv,
+    plan_xw,
+    qkv_matrices,
+    tracing,
+)
+
+PAIR = ((512, 256), (256, 768))
+OPS = {
+    "xw": ((512, 768),),
+    "xuv": PAIR,
+    "svd_mlp": mlp_matrices(512, (128, 128, 256), 768, 512),
+    "svd_qkv": qkv_matrices(512, (256, 128, 128), (768, 256, 256)),
+}
+
+
+@pytest.fixture(autouse=True)
+def empty_cache(tmp_path, monkeypatch):
+    """A cache of the user's own without entries."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    plan_problem.cache_clear()
+    return tmp_path / "neuronmm-ops" / "plans"
+
+
+BLOCKS = {"token_block": 128, "u_block": 256, "v_block": 512, "tokens": 512, "resident": 4}
+
+
+@pytest.mark.parametrize(
+    ("M", "target", "lnc", "dtype"),
+    [
+        (2048, "trn1", 1, "bfloat16"),
+        (2200, "trn2", 1, "bfloat16"),
+        (5120, "trn2", 2, "bfloat16"),
+        (2100, "trn3", 1, "float32"),
+        (4800, "trn3", 2, "float16"),
+    ],
+)
+def test_blocks_that_are_not_traced_cost_what_those_before_do(M, target, lnc, dtype):
+    problem = Problem("xuv", M, PAIR, dtype, target, lnc)
+    arguments = {**BLOCKS, "layout": "dma" if dtype != "float32" else "pe", "banks": 6}
+    whole = tracing._traced(problem, "xuv", arguments)
+    extended = tracing.traced(problem, "xuv", arguments)
+    assert extended.times_ms == pytest.approx(whole.times_ms, rel=1e-4)
+    assert (extended.hbm_bytes, extended.instructions) == (whole.hbm_bytes, whole.instructions)
+    assert extended.sbuf_bytes == whole.sbuf_bytes
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize(("M", "lnc"), [(3, 1), (300, 2)])
+def test_a_plan_costs_what_its_kernel_does(op, M, lnc):
+    plan = plan_op(op, M, OPS[op], target="trn2", lnc=lnc)
+    cost = tracing.traced(plan.problem, plan.kernel, plan.arguments)
+    assert plan.times_ms == cost.times_ms
+    assert plan.kernel == (f"{op}_decode" if M == 3 else op)
+    assert 0 < plan.sbuf_bytes <= plan.problem.machine.usable_sbuf_bytes
+    assert plan.hbm_bytes >= plan.problem.least_bytes * 0.99
+
+
+@pytest.mark.parametrize("op", ["xw", "svd_mlp"])
+@pytest.mark.parametrize("M", [2048, 2100])
+@pytest.mark.parametrize(("target", "lnc"), [("trn1", 1), ("trn2", 2)])
+def test_a_launch_of_many_instructions_is_split_by_tokens(op, M, target, lnc):
+    whole = plan_op(op, M, OPS[op], "bfloat16", target, lnc)
+    assert whole.launches == (M,)
+    most = whole.instructions // 2
+    plan = plan_op(op, M, OPS[op], "bfloat16", target, lnc, most)
+    *first, last = plan.launches
+    assert sum(plan.launches) == M
+    assert set(first) == {first[0]}
+    assert first[0] % 128 == 0
+    assert 0 < last <= first[0]
+    assert plan.blocks == whole.blocks
+    parts = [replace(plan.problem, M=tokens) for tokens in plan.launches]
+    costs = [tracing.traced(part, plan.kernel, plan.arguments) for part in parts]
+    assert max(cost.instructions for cost in costs) <= most
+    assert plan.instructions == sum(cost.instructions for cost in costs)
+    assert plan.times_ms[0] == pytest.approx(sum(cost.times_ms[0] for cost in costs))
+
+
+def test_a_launch_has_128_tokens_at_least():
+    plan = plan_xuv(300, 512, 128, 640, target="trn1", max_instructions=1)
+    assert plan.launches == (128, 128, 44)
+    decode = plan_xw(1, 2048, 1024, target="trn2", lnc=2, max_instructions=1)
+    assert (decode.phase, decode.launches) == ("decode", (1,))
+    with pytest.raises(ValueError, match="max_instructions must be at least 1, got 0"):
+        plan_xw(128, 512, 640, max_instructions=0)
+
+
+@pytest.mark.slow
+def test_a_long_prompt_is_split_by_default():
+    plan = plan_xuv(2**17, 8192, 4096, 16384, target="trn2")
+    assert len(plan.launches) > 1
+    assert plan.instructions / len(plan.launches) <= MAX_INSTRUCTIONS
+
+
+def test_rows_of_fp8_are_doubled_where_that_is_quicker():
+    fp8 = {"weight_dtype": "float8_e4m3fn", "target": "trn2"}
+    matrices = ((2048, 1280), (1280, 8192))
+    doubled = plan_op("xuv", 1024, matrices, compute="fp8", **fp8)
+    assert doubled.arguments["double_row"]
+    assert doubled.time_ms < plan_op("xuv", 1024, matrices, **fp8).time_ms
+
+
+def test_the_limit_is_the_slower_of_matmuls_and_bytes():
+    prefill = Problem("xuv", 1024, ((8192, 4096), (4096, 16384)), target="trn1")
+    each = 6.97e6 / (32 * 64 * 16)  # ns of a full matmul in the kernel the overhead was fitted on
+    assert prefill.roofline_ms == pytest.approx(2 * 32 * (64 + 128) * each / 1e6)
+    assert Problem("xw", 4096, ((8192, 8192),), target="trn1").roofline_ms == pytest.approx(6.97)
+    decode = Problem("xuv", 1, ((2048, 1280), (1280, 8192)), target="trn1")
+    assert decode.roofline_ms == pytest.approx(decode.least_bytes / 272e6)
+    assert decode.least_bytes == 2 * (2048 + 1280 * (2048 + 8192) + 8192)
+
+
+def test_plans_are_the_same_in_all_processes(tmp_path):
+    script = """
+import json, sys, types
+# The package's root would import torch, which takes seconds; plans need none of it.
+sys.modules["neuronmm_ops"] = root = types.ModuleType("neuronmm_ops")
+root.__path__ = [sys.argv[1]]
+from neuronmm_ops.plan import plan_xuv
+p = plan_xuv(200, 700, 77, 500, 'bfloat16', 'trn2')
+print(json.dumps([p.times_ms, p.hbm_bytes, p.blocks]))
+"""
+    outputs = {
+        subprocess.run(
+            [sys.executable, "-c", script, *neuronmm_ops.__path__],
+            env={
+                "PYTHONHASHSEED": seed,
+                "XDG_CACHE_HOME": str(tmp_path / seed),
+                "PYTHONPATH": str(neuroncore.__path__[0] + "/.."),
+            },
+            capture_output=True,
+            check=True,
+        ).stdout
+        for seed in ("1", "2")
+    }
+    assert len(outputs) == 1
+    assert json.loads(outputs.pop())[0][0] > 0
+
+
+def test_a_plan_is_searched_once(empty_cache, monkeypatch):
+    first = plan_xw(100, 200, 300)
+    assert plan_xw(100, 200, 300, target="gen3") is first
+    assert len(list(empty_cache.rglob("*.json"))) == 1
+    plan_problem.cache_clear()
+    monkeypatch.setattr("neuronmm_ops.plan.find_plan", None)  # another process only reads
+    assert plan_xw(100, 200, 300) == first
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b"{}", b'{"phase": 1}', b"\xff", b"nul"])
+def test_what_is_no_entry_is_searched_again(empty_cache, content):
+    first = plan_xw(100, 200, 300)
+    (path,) = empty_cache.rglob("*.json")
+    path.write_bytes(content)
+    plan_problem.cache_clear()
+    assert plan_xw(100, 200, 300) == first
+    assert json.loads(path.read_bytes())["kernel"] == first.kernel
+
+
+def test_a_cache_that_cannot_be_written_is_no_error(tmp_path, monkeypatch):
+    file = tmp_path / "file"
+    file.write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(file))
+    assert plan_xw(100, 200, 300).launches == (100,)
+    assert file.read_text() == ""
+
+
+def test_plans_of_other_kernels_are_not_taken(empty_cache, monkeypatch):
+    first = plan_xw(100, 200, 300)
+    plan_problem.cache_clear()
+    monkeypatch.setattr(cache, "fingerprint", lambda: "of another kernel")
+    assert plan_xw(100, 200, 300) == first
+    assert len(list(empty_cache.rglob("*.json"))) == 2
+
+
+REAL_NKI = """
+class Any(type):
+    def __getattr__(cls, name):
+        return cls
+
+
+class Nothing(metaclass=Any):
+    def __new__(cls, *args, **kwargs):
+        raise RuntimeError("the real nki runs nothing on a CPU")
+
+
+class NKIObject:
+    pass
+
+
+def __getattr__(name):
+    return Nothing
+
+
+def jit(function):
+    return object()
+"""
+
+
+@pytest.mark.slow
+def test_plans_are_made_where_the_real_nki_is_installed(tmp_path):
+    package = tmp_path / "nki"
+    package.mkdir()
+    for name in ("__init__", "isa", "language"):
+        (package / f"{name}.py").write_text(REAL_NKI)
+    script = """
+import nki, sys
+from neuronmm_ops import kernels
+from neuronmm_ops.plan import plan_xuv
+plan = plan_xuv(100, 512, 256, 768, target="trn2")
+assert type(kernels.kernel_named("xuv", "xuv")) is object, "bound to the package that is installed"
+assert sys.modules["nki"] is nki and sys.modules["neuronmm_ops.kernels"] is kernels
+print(plan)
+"""
+    path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
+    environment = {**os.environ, "PYTHONPATH": path}
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, env=environment
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == str(plan_xuv(100, 512, 256, 768, target="trn2"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((0, 8, 8), "at least 1"),
+        ((8, 8, 8, "int8"), "dtype must be one of bfloat16"),
+        ((8, 8, 8, "bfloat16", "trn9"), "target must be one of trn1"),
+        ((8, 8, 8, "bfloat16", "trn1", 2), "lnc must be 1, or 2 on trn2 and trn3"),
+    ],
+)
+def test_bad_problems_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        plan_xw(*arguments)
