@@ -67,7 +67,7 @@ results: env  ## write docs/results.md, its plots, the gallery and the README's 
 results-data: env  ## run the commands that the results come from: an hour
 	$(BIN)/python examples/results --data $(DATA)
 
-plans: env  ## find the plans of plan/plans.json anew: hours, but goes on where it was stopped
+plans: env  ## trace the plans of plan/plans.json again and search those that changed: minutes
 	$(BIN)/python benchmarks/plans.py
 
 test: lint type pytest test-xla test-vllm docs  ## everything: style, types, tests, engines, documentation

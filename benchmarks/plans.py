@@ -1,15 +1,20 @@
 """`make plans`: plans of the models of `models.py`, for `plan/plans.json`.
 
-Those that `neuronmm plan` shows by default on each target. Entries of these kernels are kept, so
-that an interrupted run goes on; those of other kernels are traced again, which takes minutes.
-Without the file all are searched, which takes hours.
+Those that `neuronmm plan` shows by default on each target. After a change of the kernels' source
+each plan is traced again. Where that gives what was found for it, to the last bit, it is kept, for
+a search follows from the times that it traces and nothing else; otherwise it is searched again, as
+are those that are missing. A change that makes another candidate quicker and leaves the kept one as
+it was is not seen: `--anew` searches all, which takes hours. An interrupted search goes on where it
+was.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 from neuroncore.hardware import MACHINES
 from neuronmm_ops.compress.rank import aligned_rank
@@ -51,21 +56,45 @@ def _of_model(shape: ModelShape, tokens: int, target: str) -> Iterator[Problem]:
         yield Problem("svd_mlp", tokens, mlp_matrices(K, of_mlp, inner, K), target=target)
 
 
-def main() -> None:
-    """Write the plans that are missing, each as soon as it is found."""
+def kept() -> dict[str, dict[str, Any]]:
+    """Shipped plans by key: those of these kernels, and those that these leave unchanged."""
     source, plans = cache.shipped()
-    plans = dict(plans) if source == cache.fingerprint() else {}
+    if source == cache.fingerprint():
+        return dict(plans)
+    found: dict[str, dict[str, Any]] = {}
     for problem in problems():
-        key = cache.key_of(problem, MAX_INSTRUCTIONS, device_loop=False)
+        key = _key(problem)
+        earlier = cache.load_earlier(problem, key)
+        if earlier is not None and traced_again(earlier) == earlier:
+            found[key] = plans[key]
+    print(f"{len(found)} of {len(plans)} plans are what they were", file=sys.stderr)
+    return found
+
+
+def write(plans: dict[str, dict[str, Any]]) -> None:
+    """Write `plans.json`, a line a plan."""
+    lines = ",\n".join([f"{json.dumps(key)}: {json.dumps(plan)}" for key, plan in plans.items()])
+    text = f'{{"source": "{cache.fingerprint()}", "plans": {{\n{lines}\n}}}}\n'
+    cache.SHIPPED.write_text(text)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Write the plans, each that is searched as soon as it is found."""
+    parser = argparse.ArgumentParser(description="Write plan/plans.json.")
+    parser.add_argument("--anew", action="store_true", help="search all plans, which takes hours")
+    plans = {} if parser.parse_args(arguments).anew else kept()
+    write(plans)
+    for problem in problems():
+        key = _key(problem)
         if key not in plans:
-            earlier = cache.load_earlier(problem, key)
-            plan = earlier and traced_again(earlier)
-            plan = plan or find_plan(problem, MAX_INSTRUCTIONS, device_loop=False)
+            plan = find_plan(problem, MAX_INSTRUCTIONS, device_loop=False)
             plans[key] = cache.entry_of(plan)
-            lines = ",\n".join([f"{json.dumps(k)}: {json.dumps(v)}" for k, v in plans.items()])
-            text = f'{{"source": "{cache.fingerprint()}", "plans": {{\n{lines}\n}}}}\n'
-            cache.SHIPPED.write_text(text)
+            write(plans)
             print(f"{len(plans)}: {key} {plan.time_ms:.4f} ms", file=sys.stderr, flush=True)
+
+
+def _key(problem: Problem) -> str:
+    return cache.key_of(problem, MAX_INSTRUCTIONS, device_loop=False)
 
 
 if __name__ == "__main__":
