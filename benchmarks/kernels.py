@@ -63,7 +63,7 @@ FIELDS = (
 
 
 @dataclass(frozen=True)
-class Candidate:
+class KernelChoice:
     """A kernel that computes a problem: the planned one, or one of NeuronMM's.
 
     Attributes:
@@ -84,10 +84,10 @@ class Entry:
     kernel: str
     model: str
     problem: Problem
-    parts: tuple[tuple[Candidate, ...], ...]
+    parts: tuple[tuple[KernelChoice, ...], ...]
 
 
-class Measured(NamedTuple):
+class LaunchTimes(NamedTuple):
     """What launches take, under the names of the row's fields."""
 
     times_ms: tuple[float, ...]
@@ -203,24 +203,26 @@ def _projection(model: str, M: int, K: int, r: int, N: int, target: str, lnc: in
         return Problem("xw", M, ((K, N),), DTYPE, target, lnc)
 
     pair = Problem("xuv", M, ((K, r), (r, N)), DTYPE, target, lnc)
-    found = [Entry("xw", model, dense(K, N), ((Candidate(dense(K, N)),),))]
+    found = [Entry("xw", model, dense(K, N), ((KernelChoice(dense(K, N)),),))]
     if model == PAPER:
-        halves = ((Candidate(dense(K, r)),), (Candidate(dense(r, N)),))
+        halves = ((KernelChoice(dense(K, r)),), (KernelChoice(dense(r, N)),))
         found.append(Entry("xuv_unfused", model, pair, halves))
     if lnc == 1:
         shipped = () if model == PAPER else (neuronmm.up_blocks(M),)
         part = _published(pair, "neuronmm_xuv", neuronmm.UP_DEFAULTS, *shipped)
         found.append(Entry("neuronmm_published", model, pair, (part,)))
-    return [*found, Entry("xuv", model, pair, ((Candidate(pair),),))]
+    return [*found, Entry("xuv", model, pair, ((KernelChoice(pair),),))]
 
 
 def _mlp(model: str, M: int, H: int, r: int, I: int, target: str, lnc: int) -> list[Entry]:  # noqa: E741
     """One MLP: ours in one launch, ours as three launches of X U V, NeuronMM's pair."""
     up, down = ((H, r), (r, I)), ((I, r), (r, H))
     mlp = Problem("svd_mlp", M, up + up + down, DTYPE, target, lnc)
-    three = [(Candidate(Problem("xuv", M, pair, DTYPE, target, lnc)),) for pair in (up, up, down)]
+    three = [
+        (KernelChoice(Problem("xuv", M, pair, DTYPE, target, lnc)),) for pair in (up, up, down)
+    ]
     found = [
-        Entry("svd_mlp", model, mlp, ((Candidate(mlp),),)),
+        Entry("svd_mlp", model, mlp, ((KernelChoice(mlp),),)),
         Entry("svd_mlp_3xuv", model, mlp, tuple(three)),
     ]
     if lnc == 1:
@@ -242,18 +244,18 @@ def _in_one_byte(entry: Entry, storage: str) -> list[Entry]:
     doubled = replace(problem, compute="fp8") if storage == "fp8" else problem
     if doubled.doubles_rows and problem.M > PARTITIONS:
         found[f"{entry.kernel}_{storage}_double_row"] = doubled
-    return [Entry(n, entry.model, own, ((Candidate(own),),)) for n, own in found.items()]
+    return [Entry(n, entry.model, own, ((KernelChoice(own),),)) for n, own in found.items()]
 
 
-def _published(problem: Problem, kernel: str, *blocks: neuronmm.Blocks) -> tuple[Candidate, ...]:
+def _published(problem: Problem, kernel: str, *blocks: neuronmm.Blocks) -> tuple[KernelChoice, ...]:
     """One published kernel with each of its blocks."""
-    return tuple([Candidate(problem, kernel, choice) for choice in blocks])
+    return tuple([KernelChoice(problem, kernel, choice) for choice in blocks])
 
 
 # --- one kernel
 
 
-def measure(candidate: Candidate) -> Measured | None:
+def measure(candidate: KernelChoice) -> LaunchTimes | None:
     """Simulate a kernel without values; None where a published one does not fit.
 
     A plan of several launches is their sum.
@@ -268,7 +270,7 @@ def measure(candidate: Candidate) -> Measured | None:
             return None
     plan = plan_problem(problem)
     launches = planned_kernels(plan)
-    of_tokens: dict[int, Measured] = {}
+    of_tokens: dict[int, LaunchTimes] = {}
     for tokens, launch in dict(zip(plan.launches, launches, strict=True)).items():
         specs = [o and TensorSpec(o.shape, dtype_of(o.dtype)) for o in launch.operands]
         of_tokens[tokens] = _simulated(launch.kernel, specs, problem.target, launch.arguments)
@@ -280,13 +282,13 @@ def _simulated(
     operands: Sequence[TensorSpec | None],
     target: str,
     arguments: dict[str, Any],
-) -> Measured:
+) -> LaunchTimes:
     profile = traced(kernel, operands, target, arguments)
-    found = [getattr(profile, field) for field in Measured._fields[1:-1]]
-    return Measured(tuple([profile.times_ms[model] for model in DMA_MODELS]), *found)
+    found = [getattr(profile, field) for field in LaunchTimes._fields[1:-1]]
+    return LaunchTimes(tuple([profile.times_ms[model] for model in DMA_MODELS]), *found)
 
 
-def _published_shapes(candidate: Candidate) -> Matrices:
+def _published_shapes(candidate: KernelChoice) -> Matrices:
     """Shapes of the tensors of one of NeuronMM's kernels, in order."""
     problem, matrices = candidate.problem, candidate.problem.matrices
     if candidate.published == "neuronmm_mlp_up":
@@ -296,9 +298,9 @@ def _published_shapes(candidate: Candidate) -> Matrices:
     return ((problem.M, problem.K), *matrices)
 
 
-def _added(launches: Sequence[Measured]) -> Measured:
+def _added(launches: Sequence[LaunchTimes]) -> LaunchTimes:
     """Launches that follow each other: peaks of the largest, bound of the longest."""
-    return Measured(
+    return LaunchTimes(
         times_ms=tuple([sum(times) for times in zip(*[m.times_ms for m in launches], strict=True)]),
         hbm_bytes=sum(launch.hbm_bytes for launch in launches),
         sbuf_peak_bytes=max(launch.sbuf_peak_bytes for launch in launches),
@@ -310,7 +312,7 @@ def _added(launches: Sequence[Measured]) -> Measured:
 # --- rows
 
 
-def _row(entry: Entry, measured: dict[Candidate, Measured | None]) -> dict[str, Any]:
+def _row(entry: Entry, measured: dict[KernelChoice, LaunchTimes | None]) -> dict[str, Any]:
     problem = entry.problem
     row: dict[str, Any] = {field: getattr(problem, field, None) for field in FIELDS}
     row["kernel"], row["model"] = entry.kernel, entry.model
@@ -334,12 +336,12 @@ def _row(entry: Entry, measured: dict[Candidate, Measured | None]) -> dict[str, 
     return row
 
 
-def _fastest(entry: Entry, measured: dict[Candidate, Measured | None]) -> Measured | None:
+def _fastest(entry: Entry, measured: dict[KernelChoice, LaunchTimes | None]) -> LaunchTimes | None:
     """The fastest candidate of each part, added; None where none of a part fits.
 
     Its times are those of the fastest under each DMA model.
     """
-    found: list[Measured] = []
+    found: list[LaunchTimes] = []
     for part in entry.parts:
         fitting = [m for m in (measured[candidate] for candidate in part) if m is not None]
         if not fitting:

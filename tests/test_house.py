@@ -1,6 +1,7 @@
 """The sizes that `make house` prints stay within their limits once they are."""
 
 import ast
+from collections import defaultdict
 
 import house
 import pytest
@@ -32,3 +33,12 @@ def test_every_number_has_a_line(
     shown = capsys.readouterr().out.splitlines()
     assert len(shown) == len(house.SIZES | house.TIMES)
     assert [line.endswith("missed") for line in shown[-2:]] == [True, True]
+
+
+def test_a_class_name_means_one_thing() -> None:
+    defined: defaultdict[str, list[str]] = defaultdict(list)
+    for path in house.files(*house.SOURCES):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                defined[node.name].append(f"{path.relative_to(house.ROOT)}:{node.lineno}")
+    assert {name: places for name, places in defined.items() if len(places) > 1} == {}

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import neuronmm_ops as nm
-from benchmarks.kernels import Candidate, measure
+from benchmarks.kernels import KernelChoice, measure
 from neuroncore import Profile, simulate
 from neuronmm_ops.compress.rank import aligned_rank
 from neuronmm_ops.kernels import nki_kernel
@@ -205,7 +205,7 @@ def _dense(tokens: int, K: int, N: int) -> _Cost:
 
 
 def _measured(problem: Problem) -> _Cost:
-    found = measure(Candidate(problem))
+    found = measure(KernelChoice(problem))
     assert found is not None, f"the planned kernel of {problem} fits"
     return _Cost(found.times_ms, found.hbm_bytes, found.bound)
 

@@ -5,13 +5,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import neuroncore as nc
-from neuroncore.collectives.links import HOP_NS, Group
+from neuroncore.collectives.links import HOP_NS, RankGroup
 
 MB = 1e6
 
 
 def group(ranks, target="trn2", lnc=2):
-    return Group("all_gather", nc.MACHINES[target], lnc, tuple(ranks))
+    return RankGroup("all_gather", nc.MACHINES[target], lnc, tuple(ranks))
 
 
 def test_ranks_lie_on_chips_in_order():

@@ -159,7 +159,7 @@ def test_three_launches_are_added_and_their_peaks_are_not(rows):
 
 
 def test_the_figure_is_of_the_target_that_the_paper_measured_on(monkeypatch):
-    measured = kernels.Measured((1.0, 2.0), 10, 5, 2, "DMA")
+    measured = kernels.LaunchTimes((1.0, 2.0), 10, 5, 2, "DMA")
     monkeypatch.setattr(kernels, "measure", lambda candidate: measured)
     monkeypatch.setenv("NEURON_PLATFORM_TARGET_OVERRIDE", "trn3")
     found = kernels.run(tokens=[2048], figure1=True)
@@ -208,10 +208,10 @@ def test_kernels_on_factors_of_one_byte():
 def test_what_has_no_room_is_none(monkeypatch):
     pairs = ((256, 7168), (7168, 256)) * 3
     problem = Problem("svd_mlp", 2048, pairs, target="trn1")
-    candidate = kernels.Candidate(problem, "neuronmm_mlp_up", neuronmm.UP_DEFAULTS)
+    candidate = kernels.KernelChoice(problem, "neuronmm_mlp_up", neuronmm.UP_DEFAULTS)
     assert kernels.measure(candidate) is None
     monkeypatch.setattr(kernels, "measure", lambda c: None if c.blocks else measured)
-    measured = kernels.Measured((1.0, 2.0), 10, 5, 2, "DMA")
+    measured = kernels.LaunchTimes((1.0, 2.0), 10, 5, 2, "DMA")
     found = kernels.run(SMALL, [1])
     empty = [row for row in found if row["time_ms"] is None]
     assert {row["kernel"] for row in empty} == {"neuronmm_published", "neuronmm_published_mlp"}
@@ -225,7 +225,7 @@ def test_tokens_are_at_least_one():
 
 
 def test_two_cores_leave_the_published_kernels_out(monkeypatch):
-    measured = kernels.Measured((1.0, 2.0), 10, 5, 2, "DMA")
+    measured = kernels.LaunchTimes((1.0, 2.0), 10, 5, 2, "DMA")
     monkeypatch.setattr(kernels, "measure", lambda candidate: measured)
     found = kernels.run(SMALL, [1], target="trn2", lnc=2)
     assert {row["kernel"] for row in found} == {"xw", "xuv", "svd_mlp", "svd_mlp_3xuv"}
@@ -243,7 +243,7 @@ def test_defaults_and_a_pool(monkeypatch):
     assert paper == set(figure1.TOKENS)
     monkeypatch.setattr(runner, "POOLED_FROM", 1)
     problems = [Problem("xw", 1, ((128, n),), target="trn1") for n in (128, 256)]
-    candidates = [kernels.Candidate(problem) for problem in problems]
+    candidates = [kernels.KernelChoice(problem) for problem in problems]
     pooled = runner.run_all("kernels", kernels.measure, candidates, workers=2)
     assert pooled == [kernels.measure(candidate) for candidate in candidates]
 
@@ -254,7 +254,7 @@ def test_a_plan_of_several_launches_is_their_sum(monkeypatch):
 
     problem = Problem("xw", 640, ((256, 512),), target="trn2")
     monkeypatch.setattr(kernels, "plan_problem", plan)
-    split = kernels.measure(kernels.Candidate(problem))
+    split = kernels.measure(kernels.KernelChoice(problem))
     chosen = plan_op("xw", 640, ((256, 512),), "bfloat16", "trn2")
     times = 0.0
     for M, count in ((256, 2), (128, 1)):
@@ -336,7 +336,7 @@ def test_plot(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(
         kernels,
         "measure",
-        lambda candidate: kernels.Measured((candidate.problem.M / 400,) * 2, 10, 5, 2, ""),
+        lambda candidate: kernels.LaunchTimes((candidate.problem.M / 400,) * 2, 10, 5, 2, ""),
     )
     monkeypatch.setattr(runner, "POOLED_FROM", 100)
     path = tmp_path / "figure1.png"

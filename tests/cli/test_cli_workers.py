@@ -191,8 +191,8 @@ SICK = """
 import torch
 from neuronmm_ops.compress import calibrate
 if INDEX == 1:
-    gram = calibrate._Recorder._gram
-    calibrate._Recorder._gram = lambda self, name, side, x: gram(self, name, side, x * torch.nan)
+    gram = calibrate._MomentHooks._gram
+    calibrate._MomentHooks._gram = lambda self, name, side, x: gram(self, name, side, x * torch.nan)
 """
 
 

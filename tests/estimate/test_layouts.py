@@ -7,9 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from neuroncore.collectives.links import Group
+from neuroncore.collectives.links import RankGroup
 from neuroncore.hardware import MACHINES
-from neuronmm_ops.estimate.exchange import PUBLISHED_US, Links
+from neuronmm_ops.estimate.exchange import PUBLISHED_US, Collectives
 from neuronmm_ops.estimate.layouts import BY_ROWS, GROUPS, exchanged, factors, held_bytes
 from neuronmm_ops.estimate.linears import Linear
 from neuronmm_ops.parallel import sharding
@@ -46,7 +46,7 @@ def test_shards_are_those_of_the_package(group, divide, K, r, N, tp):
 )
 def test_bytes_on_the_wire_are_those_of_the_package(group, layout, r, N, tp):
     r = min(r, N)
-    sent = exchanged(Links("trn2", 1, tp), group, layout, 5, r, N)
+    sent = exchanged(Collectives("trn2", 1, tp), group, layout, 5, r, N)
     rank, divide = (None, "both") if layout == "dense" else (r, layout)
     wanted = sharding.wire_bytes(kind_of(group), N, rank, tp, divide)
     assert sum(each.wire_bytes for each in sent) == pytest.approx(5 * wanted)
@@ -81,16 +81,16 @@ def test_bytes_held_for_several_layouts(stored):
 
 
 def test_times_are_those_of_the_links():
-    group = Group("", MACHINES["trn2"], 2, tuple(range(8)))
-    links = Links("trn2", 2, 8)
+    group = RankGroup("", MACHINES["trn2"], 2, tuple(range(8)))
+    links = Collectives("trn2", 2, 8)
     (reduced,), (gathered,) = links.all_reduce(3, 100), links.all_gather(3, 100)
     (scattered,) = links.reduce_scatter(3, 100)
     assert reduced.ms == group.reduce_ns(2 * 3 * 100) / 1e6
     assert gathered.ms == scattered.ms == group.gather_ns(2 * 3 * 13) / 1e6
     assert (reduced.kind, gathered.kind) == ("all_reduce", "all_gather")
     assert scattered[:3] == ("reduce_scatter", 3, 100)
-    assert Links("trn2", 2, 1).all_reduce(3, 100) == ()
-    (slower,) = Links("trn2", 2, 8, PUBLISHED_US).all_reduce(3, 100)
+    assert Collectives("trn2", 2, 1).all_reduce(3, 100) == ()
+    (slower,) = Collectives("trn2", 2, 8, PUBLISHED_US).all_reduce(3, 100)
     assert slower.ms == PUBLISHED_US / 1e3 > reduced.ms
-    (large,) = Links("trn2", 2, 8, PUBLISHED_US).all_reduce(2048, 8192)
+    (large,) = Collectives("trn2", 2, 8, PUBLISHED_US).all_reduce(2048, 8192)
     assert large == links.all_reduce(2048, 8192)[0]

@@ -22,7 +22,7 @@ from tiny_model import (
     write_tiny,
 )
 
-from neuroncore.collectives.links import Group
+from neuroncore.collectives.links import RankGroup
 from neuroncore.hardware import MACHINES, Machine
 from neuronmm_ops.estimate import model
 from neuronmm_ops.estimate.exchange import PUBLISHED_US
@@ -60,7 +60,7 @@ def test_ranks_that_do_not_divide(tp):
 
 def test_collectives_are_of_the_links(tiny):
     found = components(run(tiny, **SHORT, tp=2), "dense", "decode")["collectives"]
-    group = Group("all_reduce", MACHINES["trn2"], 1, (0, 1))
+    group = RankGroup("all_reduce", MACHINES["trn2"], 1, (0, 1))
     wanted = 2 * LAYERS * group.reduce_ns(2 * H) + group.gather_ns(8)
     assert found["launches"] == 2 * LAYERS + 1
     assert found["time_ms"] == pytest.approx(wanted / 1e6)
@@ -229,7 +229,7 @@ def test_layouts_add_up_to_their_components(of_two):
                 )
                 assert LAYERS * each["launches"] == found[each["component"]]["launches"]
             sent = [sent["ms"] for each in taken for sent in each["collectives"]]
-            of_head = Group("", MACHINES["trn2"], 1, (0, 1)).gather_ns(8) / 1e6
+            of_head = RankGroup("", MACHINES["trn2"], 1, (0, 1)).gather_ns(8) / 1e6
             assert LAYERS * sum(sent) + of_head == pytest.approx(found["collectives"]["time_ms"])
 
 

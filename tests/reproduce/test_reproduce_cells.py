@@ -12,7 +12,7 @@ from reproductions import WITH_TASK, workplace
 
 from neuronmm_ops.reproduce.cells import Cell, key_of, open_store
 from neuronmm_ops.reproduce.config import load
-from neuronmm_ops.reproduce.plan import Plan, plan
+from neuronmm_ops.reproduce.plan import Study, plan
 from neuronmm_ops.reproduce.texts import read_training_text
 
 VALUES = st.dictionaries(st.text(max_size=5), st.integers() | st.text(max_size=5) | st.none())
@@ -57,7 +57,7 @@ def test_what_a_killed_process_was_writing_is_removed_and_nothing_else(tmp_path:
     assert all((tmp_path / name).exists() for name in others)
 
 
-def planned(paper: Path) -> Plan:
+def planned(paper: Path) -> Study:
     return plan(load(paper))
 
 

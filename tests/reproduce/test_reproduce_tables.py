@@ -21,7 +21,7 @@ from neuronmm_ops.reproduce.config import (
     Recovery,
     Reproduction,
 )
-from neuronmm_ops.reproduce.plan import Plan, Variant
+from neuronmm_ops.reproduce.plan import Study, Variant
 from neuronmm_ops.reproduce.published import published, published_for
 from neuronmm_ops.reproduce.render import markdown, page
 from neuronmm_ops.reproduce.table import document_of, gamma
@@ -96,7 +96,7 @@ def results(speed: float = 1.5) -> dict[str, dict[str, Any]]:
 
 
 def document(speed: float = 1.5, **changes: Any) -> dict[str, Any]:
-    planned = Plan(variants(), ("x recovered: because",), None, None, {"sha256": "0"})
+    planned = Study(variants(), ("x recovered: because",), None, None, {"sha256": "0"})
     asked = reproduction(**changes)
     return document_of(asked, planned, results(speed), set(), {}, set())
 
@@ -131,7 +131,7 @@ def test_a_row_without_all_accuracies_has_no_mean() -> None:
     known = results()
     dense, low = variants()
     del known[low.cells[1].key]
-    planned = Plan((dense, low), (), None, None, {"sha256": "0"})
+    planned = Study((dense, low), (), None, None, {"sha256": "0"})
     failed = {low.cells[1].key: "why"}
     found = document_of(reproduction(), planned, known, {dense.cells[0].key}, failed, set())
     assert found["rows"][1]["mean_accuracy"] is None

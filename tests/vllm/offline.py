@@ -110,9 +110,9 @@ def main(given: str, results: str) -> None:
 
     if not asked["check_headers"]:
         load_general_plugins()
-        from neuronmm_ops.integrations.vllm.config import NeuronMMConfig
+        from neuronmm_ops.integrations.vllm.config import VllmNeuronMMConfig
 
-        NeuronMMConfig.maybe_update_config = lambda *args, **options: None
+        VllmNeuronMMConfig.maybe_update_config = lambda *args, **options: None
     if not asked["packs"]:
         from neuronmm_ops.integrations.vllm import packing
 

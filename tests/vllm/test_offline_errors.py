@@ -175,7 +175,7 @@ def config(tmp_path, monkeypatch):
     low_rank(tmp_path / "m")
     record = json.loads((tmp_path / "m" / "config.json").read_text())["quantization_config"]
     layer(record, KEY)["name"] = "model.layers.0.mlp.experts.3.gate_proj"
-    made = module.NeuronMMConfig.from_config(record)
+    made = module.VllmNeuronMMConfig.from_config(record)
     made.given = given
     return made
 

@@ -408,7 +408,7 @@ PRODUCT_NAME = "/sys/devices/virtual/dmi/id/product_name"
 
 
 @dataclass(frozen=True)
-class Found:
+class DetectedTarget:
     """The machine that is meant where nobody names one.
 
     Attributes:
@@ -437,7 +437,7 @@ def resolve_target(target: str | None = None) -> Machine:
     raise ValueError(f"target must be one of {', '.join(names)}; got {target!r}")
 
 
-def find_target() -> Found:
+def find_target() -> DetectedTarget:
     """The machine by the environment, else by the instance type, else `DEFAULT_TARGET`.
 
     The environment is read at every call: the Neuron tools read it late, too.
@@ -449,19 +449,19 @@ def find_target() -> Found:
 
 
 @cache
-def _find_target(override: str | None, product_name: str) -> Found:
+def _find_target(override: str | None, product_name: str) -> DetectedTarget:
     if override:
         try:
-            return Found(resolve_target(override), TARGET_VARIABLE, known=True)
+            return DetectedTarget(resolve_target(override), TARGET_VARIABLE, known=True)
         except ValueError as error:
             raise ValueError(f"{TARGET_VARIABLE}: {error}") from None
     instance = instance_type(product_name)
     families = "|".join([name for m in MACHINES.values() for name in (m.target, *m.aliases)])
     family = re.search(rf"\b({families})(?!\d)", instance)  # trn1n.32xlarge, trn3-dev0
     if family:
-        return Found(resolve_target(family[1]), f"instance type {instance}", known=True)
+        return DetectedTarget(resolve_target(family[1]), f"instance type {instance}", known=True)
     source = f"no Neuron instance found; set {TARGET_VARIABLE}"
-    return Found(resolve_target(DEFAULT_TARGET), source, known=False)
+    return DetectedTarget(resolve_target(DEFAULT_TARGET), source, known=False)
 
 
 def instance_type(path: str | None = None) -> str:

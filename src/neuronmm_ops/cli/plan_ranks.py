@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from neuroncore.cli.console import show_table, stdout
 from neuroncore.hardware import resolve_target
 from neuronmm_ops.compress.rank import aligned_rank
-from neuronmm_ops.estimate.exchange import Links
+from neuronmm_ops.estimate.exchange import Collectives
 from neuronmm_ops.estimate.layouts import GROUPS, Group, Layout, exchanged, factors
 from neuronmm_ops.estimate.linears import Linear, divided
 from neuronmm_ops.models import ModelShape
@@ -36,7 +36,7 @@ def rank_rows(
         ValueError: the ranks do not divide the sizes.
     """
     own = divided(shape, tp).projections
-    links = Links(resolve_target(settings.target).target, settings.lnc, tp)
+    links = Collectives(resolve_target(settings.target).target, settings.lnc, tp)
     for group, names in GROUPS.items():
         for name in names:
             K, N = shape.projections[name]
@@ -47,7 +47,7 @@ def rank_rows(
 
 
 def _row(
-    group: Group, divide: Layout, own: Linear, tokens: int, links: Links, settings: Settings
+    group: Group, divide: Layout, own: Linear, tokens: int, links: Collectives, settings: Settings
 ) -> dict[str, Any]:
     """Times are of the launches and the exchange; low rank is beside the dense shard and its."""
     machine = (settings.dtype, settings.target, settings.lnc)

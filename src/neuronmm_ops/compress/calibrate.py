@@ -68,7 +68,7 @@ def collect_moments(
     asked = waiting = list(sides)
     passes = 0
     while waiting:
-        recorder = _Recorder(model, {name: sides[name] for name in asked})
+        recorder = _MomentHooks(model, {name: sides[name] for name in asked})
         with eval_mode(model), recorder, torch.no_grad(), fast_products(model):
             for done, batch in enumerate(batches, start=1 + passes * len(batches)):
                 recorder.mask = row_mask(model, batch)
@@ -115,7 +115,7 @@ class _Product(NamedTuple):
     names: list[str]
 
 
-class _Recorder:
+class _MomentHooks:
     """Forward hooks that add to the moments, alive for a `with` block.
 
     Attributes:
@@ -133,7 +133,7 @@ class _Recorder:
         self._handles: list[Any] = []
         self._last: _Product | None = None
 
-    def __enter__(self) -> "_Recorder":
+    def __enter__(self) -> "_MomentHooks":
         for name, side in self._sides.items():
             hook = partial(self._record, name, side)
             module = self._model.get_submodule(name)
@@ -219,7 +219,7 @@ class _Recorder:
 
 
 def _of_all_workers(
-    model: nn.Module, recorder: _Recorder, asked: Sequence[str]
+    model: nn.Module, recorder: _MomentHooks, asked: Sequence[str]
 ) -> tuple[dict[str, SecondMoment], set[str]]:
     """Return the moments summed over all workers, and the names that any of them deferred."""
     if workers.count() == 1:

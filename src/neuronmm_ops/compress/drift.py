@@ -58,7 +58,7 @@ def follow_drift(
             prefix = f"{stack.name}.{index}."
             inside = [n.removeprefix(prefix) for n in factors if n.startswith(prefix)]
             layer = copy.deepcopy(stack[index])
-            passed = _Pass(stack, index, layer, model, batches, dense, drifted)
+            passed = _LayerPass(stack, index, layer, model, batches, dense, drifted)
             for group in passed.groups(inside):
                 linears = {name: passed.linear(name) for name in group}
                 owners = workers.spread(linears)
@@ -84,7 +84,7 @@ def follow_drift(
     return pairs, losses
 
 
-class _Pass:
+class _LayerPass:
     """One layer, dense and as far as it is compressed, over all batches."""
 
     def __init__(

@@ -15,9 +15,9 @@ from neuroncore import Kernel, NkiValidationError
 from neuroncore.hardware import resolve_target
 from neuronmm_ops.estimate.attention import plan_attention
 from neuronmm_ops.estimate.baselines import elementwise, matmul, neuronmm
-from neuronmm_ops.estimate.exchange import Links
+from neuronmm_ops.estimate.exchange import Collectives
 from neuronmm_ops.estimate.launches import (
-    Launch,
+    KernelLaunch,
     Tracer,
     Way,
     of_op,
@@ -43,7 +43,7 @@ DIVIDES: tuple[Layout, ...] = ("one", "both", "rows")
 """Layouts with an exchange between the factors, or before the second."""
 
 
-class Part(NamedTuple):
+class Component(NamedTuple):
     """What a component of the model runs, and how often in one pass."""
 
     component: str
@@ -65,7 +65,7 @@ class Decoder:
         mlp: "ours", or "published": the tutorial's matmul where the MLP is dense, NeuronMM's
             kernels where it is low-rank.
         layouts: that ranks may take.
-        least_us: as `Links`.
+        least_us: as `Collectives`.
     """
 
     whole: ModelShape
@@ -89,7 +89,7 @@ class Decoder:
         cores = resolve_target(self.target).cores
         return Tracer(self.target, min(cores, self.tp * self.lnc))
 
-    def parts(self, tokens: int, lengths: Mapping[int, float]) -> list[Part]:
+    def parts(self, tokens: int, lengths: Mapping[int, float]) -> list[Component]:
         """What one pass runs.
 
         Args:
@@ -107,20 +107,20 @@ class Decoder:
         rope = plan_rope(tokens, **heads)
         found = [
             # the first has no residual yet; the last is of each sequence's last token alone
-            Part("norm", norm(M, False), 1),
-            Part("norm", norm(M, True), 2 * layers - 1),
-            Part("norm", norm(self.batch, True), 1),
-            Part("qkv", self._qkv(M), layers),
-            Part("rope", [Way(of_plans(rope))], layers),
+            Component("norm", norm(M, False), 1),
+            Component("norm", norm(M, True), 2 * layers - 1),
+            Component("norm", norm(self.batch, True), 1),
+            Component("qkv", self._qkv(M), layers),
+            Component("rope", [Way(of_plans(rope))], layers),
         ]
         for T, share in lengths.items():
             attention = Way(of_plans(plan_attention(tokens, T, **heads)))
-            found.append(Part("attention", [attention], layers * share))
+            found.append(Component("attention", [attention], layers * share))
         return [
             *found,
-            Part("output", self._output(M), layers),
-            Part("mlp", self._gated(M), layers),
-            Part("lm_head", self._head(), 1),
+            Component("output", self._output(M), layers),
+            Component("mlp", self._gated(M), layers),
+            Component("lm_head", self._head(), 1),
         ]
 
     # --- components
@@ -193,8 +193,8 @@ class Decoder:
             return tuple([TensorShape(size, DTYPE) for size in sizes])
 
         if r is None:
-            up = Launch(matmul.tutorial_fitted, shapes((H, M), (H, I)))
-            down = Launch(matmul.tutorial_fitted, shapes((I, M), (I, H)))
+            up = KernelLaunch(matmul.tutorial_fitted, shapes((H, M), (H, I)))
+            down = KernelLaunch(matmul.tutorial_fitted, shapes((I, M), (I, H)))
             return [Way((up, up, self._product(M, I), down))]
         up, down = shapes((M, H), (H, r), (r, I), (H, r), (r, I)), shapes((I, M), (I, r), (r, H))
         ups = self._fitting(
@@ -207,10 +207,10 @@ class Decoder:
 
     def _fitting(
         self, kernel: Kernel, operands: tuple[TensorShape, ...], blocks: Sequence[neuronmm.Blocks]
-    ) -> list[Launch]:
+    ) -> list[KernelLaunch]:
         """A published kernel in each of its blocks that fits; NkiValidationError if none does."""
         launches = [
-            Launch(kernel, operands, {"blocks": choice}) for choice in dict.fromkeys(blocks)
+            KernelLaunch(kernel, operands, {"blocks": choice}) for choice in dict.fromkeys(blocks)
         ]
         refused = [self._refusal(launch) for launch in launches]
         found = [launch for launch, error in zip(launches, refused, strict=True) if error is None]
@@ -218,7 +218,7 @@ class Decoder:
             raise refused[0]
         return found
 
-    def _refusal(self, launch: Launch) -> NkiValidationError | None:
+    def _refusal(self, launch: KernelLaunch) -> NkiValidationError | None:
         """Why a launch does not run on the target."""
         try:
             self.tracer.launch(launch)
@@ -288,21 +288,21 @@ class Decoder:
         return {"dtype": DTYPE, "target": self.target, "lnc": self.lnc}
 
     @cached_property
-    def _links(self) -> Links:
-        return Links(self.target, self.lnc, self.tp, self.least_us)
+    def _links(self) -> Collectives:
+        return Collectives(self.target, self.lnc, self.tp, self.least_us)
 
     def _op(
         self, op: str, M: int, matrices: Matrices, stored: str, inputs: int = 1
-    ) -> tuple[Launch, ...]:
+    ) -> tuple[KernelLaunch, ...]:
         return of_op(op, M, matrices, DTYPE, self.target, self.lnc, stored, inputs)
 
-    def _product(self, M: int, I: int) -> Launch:  # noqa: E741
+    def _product(self, M: int, I: int) -> KernelLaunch:  # noqa: E741
         side = TensorShape((M, I), DTYPE)
-        return Launch(self._on_cores(elementwise.gated_product), (side, side))
+        return KernelLaunch(self._on_cores(elementwise.gated_product), (side, side))
 
-    def _own_columns(self, M: int, K: int) -> Launch:
+    def _own_columns(self, M: int, K: int) -> KernelLaunch:
         kernel = self._on_cores(elementwise.own_columns)
-        return Launch(kernel, (TensorShape((M, K), DTYPE),), {"parts": self.tp})
+        return KernelLaunch(kernel, (TensorShape((M, K), DTYPE),), {"parts": self.tp})
 
     def _on_cores(self, kernel: Kernel) -> Kernel:
         return kernel if self.lnc == 1 else kernel[self.lnc]

@@ -7,7 +7,7 @@ from functools import cached_property
 from math import ceil
 from typing import Literal, NamedTuple
 
-from neuroncore.collectives.links import Group
+from neuroncore.collectives.links import RankGroup
 from neuroncore.hardware import resolve_target
 
 Kind = Literal["all_reduce", "all_gather", "reduce_scatter"]
@@ -36,7 +36,7 @@ class Collective(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Links:
+class Collectives:
     """Collectives of all ranks of one model; one rank has none.
 
     Attributes:
@@ -80,5 +80,5 @@ class Links:
         return (Collective(kind, M, N, ms, sent),)
 
     @cached_property
-    def _group(self) -> Group:
-        return Group("tp", resolve_target(self.target), self.lnc, tuple(range(self.tp)))
+    def _group(self) -> RankGroup:
+        return RankGroup("tp", resolve_target(self.target), self.lnc, tuple(range(self.tp)))

@@ -16,7 +16,7 @@ from neuronmm_ops.plan.launches import PlannedKernel, TensorShape, planned_kerne
 
 
 @dataclass(frozen=True)
-class Launch:
+class KernelLaunch:
     """A kernel, on as many cores as it takes, with its operands and its compile-time arguments."""
 
     kernel: Kernel
@@ -39,7 +39,7 @@ class Way(NamedTuple):
         layouts: of the weights by group, with tensor parallel.
     """
 
-    launches: tuple[Launch, ...] = ()
+    launches: tuple[KernelLaunch, ...] = ()
     collectives: tuple[Collective, ...] = ()
     layouts: tuple[tuple[Group, Layout], ...] = ()
 
@@ -57,20 +57,20 @@ class Way(NamedTuple):
         return sum([each.ms for each in self.collectives])
 
 
-class Cost(NamedTuple):
+class PassCost(NamedTuple):
     """Modelled times under each of `DMA_MODELS`, and the HBM traffic of one rank."""
 
     times_ms: tuple[float, ...] = (0.0,) * len(DMA_MODELS)
     hbm_bytes: float = 0
 
-    def plus(self, other: Cost, times: float = 1) -> Cost:
+    def plus(self, other: PassCost, times: float = 1) -> PassCost:
         """The sum of this and so many of the other."""
         both = zip(self.times_ms, other.times_ms, strict=True)
         found = tuple([own + times * more for own, more in both])
-        return Cost(found, self.hbm_bytes + times * other.hbm_bytes)
+        return PassCost(found, self.hbm_bytes + times * other.hbm_bytes)
 
 
-_traced: dict[tuple[Any, ...], Cost] = {}
+_traced: dict[tuple[Any, ...], PassCost] = {}
 """By target, cores that share the HBM, and launch: a process traces no launch twice."""
 
 
@@ -85,7 +85,7 @@ class Tracer:
     def __init__(self, target: str, cores_busy: int = 1) -> None:
         self.target, self.cores_busy = target, cores_busy
 
-    def launch(self, launch: Launch) -> Cost:
+    def launch(self, launch: KernelLaunch) -> PassCost:
         """The cost of a launch.
 
         Raises:
@@ -101,12 +101,12 @@ class Tracer:
                 launch.kernel, operands, self.target, launch.arguments, self.cores_busy
             )
             times = tuple([profile.times_ms[model] for model in DMA_MODELS])
-            _traced[key] = Cost(times, profile.hbm_bytes)
+            _traced[key] = PassCost(times, profile.hbm_bytes)
         return _traced[key]
 
-    def launches(self, launches: Iterable[Launch]) -> Cost:
+    def launches(self, launches: Iterable[KernelLaunch]) -> PassCost:
         """The cost of launches that follow each other."""
-        total = Cost()
+        total = PassCost()
         for launch in launches:
             total = total.plus(self.launch(launch))
         return total
@@ -123,9 +123,9 @@ class Tracer:
         return ways[regrets.index(min(regrets))]
 
 
-def of_plans(plans: Sequence[PlannedKernel]) -> tuple[Launch, ...]:
+def of_plans(plans: Sequence[PlannedKernel]) -> tuple[KernelLaunch, ...]:
     """The launches of planned kernels."""
-    return tuple([Launch(plan.kernel, plan.operands, plan.arguments) for plan in plans])
+    return tuple([KernelLaunch(plan.kernel, plan.operands, plan.arguments) for plan in plans])
 
 
 def of_op(
@@ -137,7 +137,7 @@ def of_op(
     lnc: int,
     weight_dtype: str = "",
     inputs: int = 1,
-) -> tuple[Launch, ...]:
+) -> tuple[KernelLaunch, ...]:
     """The launches of an op's plan, without bias; the arguments are those of `plan_op`.
 
     Raises:

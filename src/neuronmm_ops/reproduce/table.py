@@ -6,7 +6,7 @@ from typing import Any
 
 from neuronmm_ops.reproduce.cells import Cell
 from neuronmm_ops.reproduce.config import Reproduction
-from neuronmm_ops.reproduce.plan import Plan, Variant
+from neuronmm_ops.reproduce.plan import Study, Variant
 from neuronmm_ops.reproduce.published import published_for
 
 STATES = ("computed", "reused", "failed", "not run", "to do")
@@ -34,7 +34,7 @@ def gamma(accuracy_drop: float | None, speedup: float | None) -> float | None:
 
 def document_of(
     asked: Reproduction,
-    planned: Plan,
+    planned: Study,
     results: Results,
     reused: Collection[str],
     failed: Mapping[str, str],

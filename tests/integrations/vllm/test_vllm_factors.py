@@ -9,12 +9,12 @@ from quantized import random_factors
 from neuronmm_ops.compress.report import LayerReport
 from neuronmm_ops.errors import CheckpointError, NonFiniteError
 from neuronmm_ops.integrations.vllm.factors import Dense, Pair
-from neuronmm_ops.integrations.vllm.places import Place, joined, member_sections, split_gathered
+from neuronmm_ops.integrations.vllm.places import Shard, joined, member_sections, split_gathered
 from neuronmm_ops.ops import xuv, xw
 from neuronmm_ops.parallel.sharding import DIVIDES
 
 STORAGES = (None, "fp8", "int8")
-WHOLE = Place(None, "both", 0, 1)
+WHOLE = Shard(None, "both", 0, 1)
 
 
 def record(K: int, r: int, N: int, storage: str | None = None) -> LayerReport:
@@ -30,7 +30,7 @@ def checkpoint(K: int, r: int, N: int, storage: str | None) -> dict[str, torch.T
     )
 
 
-def loaded(layer: LayerReport, place: Place, sections, tensors, pack=None) -> Pair:
+def loaded(layer: LayerReport, place: Shard, sections, tensors, pack=None) -> Pair:
     pair = Pair(layer, place, sections, torch.float32, pack)
     for key, tensor in tensors.items():
         pair.load(key, tensor)
@@ -40,7 +40,7 @@ def loaded(layer: LayerReport, place: Place, sections, tensors, pack=None) -> Pa
 
 
 def ranks_of(tp: int, kind, divide):
-    return [Place(kind, divide, rank, tp) for rank in range(tp)]
+    return [Shard(kind, divide, rank, tp) for rank in range(tp)]
 
 
 def second(pair: Pair, low: torch.Tensor) -> torch.Tensor:
@@ -99,8 +99,8 @@ def test_ranks_of_a_row_layer_make_its_sum(storage, divide, tp, r, N):
 
 def test_a_layer_that_is_not_divided_is_whole():
     tensors = checkpoint(8, 3, 5, None)
-    (sections,) = member_sections(["gate"], [5], [1], Place(None, "both", 1, 2))
-    pair = loaded(record(8, 3, 5), Place(None, "both", 1, 2), sections, tensors)
+    (sections,) = member_sections(["gate"], [5], [1], Shard(None, "both", 1, 2))
+    pair = loaded(record(8, 3, 5), Shard(None, "both", 1, 2), sections, tensors)
     assert torch.equal(pair.u, tensors["u"])
     assert torch.equal(pair.v, tensors["v"])
     assert pair.u.t().is_contiguous()
@@ -187,7 +187,7 @@ def test_members_share_a_gather():
 
 def test_members_and_sections_must_fit():
     with pytest.raises(ValueError, match=r"a member for each section, got a, b for 3 sections"):
-        member_sections(["a", "b"], [1, 1, 1], [1, 1, 1], Place(None, "both", 0, 1))
+        member_sections(["a", "b"], [1, 1, 1], [1, 1, 1], Shard(None, "both", 0, 1))
 
 
 @pytest.mark.parametrize(
@@ -245,7 +245,7 @@ def test_values_that_cannot_be_are_refused():
         loaded(record(8, 3, 5, "int8"), WHOLE, sections, tensors)
     tensors = checkpoint(8, 3, 5, "fp8")
     tensors["v_scale"][4] = 0
-    for place in (WHOLE, Place("row", "both", 1, 2)):
+    for place in (WHOLE, Shard("row", "both", 1, 2)):
         (sections,) = member_sections(["q_proj"], [5], [1], place)
         with pytest.raises(CheckpointError, match=r"q_proj: v_scale must be .* positive"):
             loaded(record(8, 3, 5, "fp8"), place, sections, tensors)

@@ -7,10 +7,10 @@ from torch import nn
 from neuronmm_ops.compress.report import LayerReport
 from neuronmm_ops.integrations.vllm.factors import Dense, Pair
 from neuronmm_ops.integrations.vllm.mlp import GATED_MLPS, activation_of, fuse_
-from neuronmm_ops.integrations.vllm.places import Place, member_sections
+from neuronmm_ops.integrations.vllm.places import Shard, member_sections
 from neuronmm_ops.ops import svd_mlp
 
-K, INNER, WHOLE = 6, 10, Place(None, "both", 0, 1)
+K, INNER, WHOLE = 6, 10, Shard(None, "both", 0, 1)
 
 
 class Linear(nn.Module):

@@ -20,7 +20,7 @@ class UsageError(ValueError):
     """A mistake of the command line, also where the user's code is running around it."""
 
 
-class Place(NamedTuple):
+class FunctionPath(NamedTuple):
     """A function in a file."""
 
     path: Path
@@ -30,7 +30,7 @@ class Place(NamedTuple):
         return f"{self.path.name}:{self.name}"
 
 
-def place_of(text: str, what: str = "KERNEL") -> Place:
+def place_of(text: str, what: str = "KERNEL") -> FunctionPath:
     """`FILE.py:NAME` as a place. Raises ValueError where it is none, or there is no such file."""
     file, _, name = text.rpartition(":")
     if not file or not name.isidentifier():
@@ -38,10 +38,10 @@ def place_of(text: str, what: str = "KERNEL") -> Place:
     path = Path(file)
     if not path.is_file():
         raise ValueError(f"{file} is no file")
-    return Place(path.resolve(), name)
+    return FunctionPath(path.resolve(), name)
 
 
-def kernel_of(module: types.ModuleType, place: Place) -> Kernel:
+def kernel_of(module: types.ModuleType, place: FunctionPath) -> Kernel:
     """The kernel, or plain function, of that name."""
     found = getattr(module, place.name, None)
     if isinstance(found, Kernel):
@@ -56,7 +56,7 @@ def kernel_of(module: types.ModuleType, place: Place) -> Kernel:
     raise UsageError(f"{file} has no kernel {place.name}; {there}")
 
 
-def function_of(module: types.ModuleType, place: Place) -> Callable[..., Any]:
+def function_of(module: types.ModuleType, place: FunctionPath) -> Callable[..., Any]:
     """The function of that name, which may be a kernel's own."""
     found = getattr(module, place.name, None)
     found = found.func if isinstance(found, Kernel) else found

@@ -8,7 +8,7 @@ import numpy as np
 
 from neuroncore.cli.arguments import check_arguments, parameters_of
 from neuroncore.cli.console import KernelError
-from neuroncore.cli.files import Place, function_of, module, reported
+from neuroncore.cli.files import FunctionPath, function_of, module, reported
 from neuroncore.cli.tensors import as_arrays
 from neuroncore.dtypes import from_fp32, from_numpy
 
@@ -38,12 +38,12 @@ class Agreement:
 class Expected:
     """What the reference returned: in fp64, and in fp32."""
 
-    place: Place
+    place: FunctionPath
     exact: list[np.ndarray]
     single: list[np.ndarray]
 
 
-def expect(place: Place, arguments: dict[str, Any]) -> Expected:
+def expect(place: FunctionPath, arguments: dict[str, Any]) -> Expected:
     """Call the reference with the kernel's arguments that it names, floats in fp64 and in fp32.
 
     To be called before the kernel, which may write its inputs.
@@ -109,7 +109,7 @@ def _finite(value: float) -> float | None:
     return value if np.isfinite(value) else None
 
 
-def check_agreement(found: list[Agreement], place: Place) -> None:
+def check_agreement(found: list[Agreement], place: FunctionPath) -> None:
     """Raise KernelError at the first output that is too far from the reference."""
     for entry in found:
         if not entry.agrees:

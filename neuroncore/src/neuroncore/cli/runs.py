@@ -16,7 +16,7 @@ from neuroncore.cli.arguments import (
     parameters_of,
 )
 from neuroncore.cli.console import KernelError, one_line, show_table, stdout
-from neuroncore.cli.files import Place, UsageError, kernel_of, listed, module, reported
+from neuroncore.cli.files import FunctionPath, UsageError, kernel_of, listed, module, reported
 from neuroncore.cli.reference import Agreement, Expected, agreements, expect
 from neuroncore.cli.tensors import TensorFile
 from neuroncore.hardware import DmaModel, Model, Target
@@ -29,7 +29,7 @@ _NUMBERS = (
 
 
 @dataclass(frozen=True)
-class Launch:
+class LaunchOptions:
     """How kernels are launched, all of them alike.
 
     Attributes:
@@ -53,7 +53,7 @@ class Launch:
     cores_busy: int
     trace_only: bool
     seed: int
-    reference: Place | None
+    reference: FunctionPath | None
     budget: Budget
 
 
@@ -75,7 +75,9 @@ class Run:
         return {**self.profile.to_json(), "warnings": self.warnings, "agreement": agreement}
 
 
-def run(place: Place, launch: Launch, constants: Mapping[str, Any] | None = None) -> Run:
+def run(
+    place: FunctionPath, launch: LaunchOptions, constants: Mapping[str, Any] | None = None
+) -> Run:
     """Run the kernel once, under `as_nki`, with values for constants of its file.
 
     Raises KernelError, of one line, for what goes wrong in the user's code.
@@ -85,7 +87,7 @@ def run(place: Place, launch: Launch, constants: Mapping[str, Any] | None = None
         return _run(kernel, place, launch)
 
 
-def _run(kernel: Kernel, place: Place, launch: Launch) -> Run:
+def _run(kernel: Kernel, place: FunctionPath, launch: LaunchOptions) -> Run:
     check_arguments(kernel.func, f"kernel {place.name}", launch.arguments)
     arguments = make_arguments(launch.arguments, launch.seed, launch.trace_only)
     expected: Expected | None = None
@@ -120,7 +122,7 @@ def _warning(caught: warnings.WarningMessage) -> dict[str, Any]:
 # --- side by side
 
 
-def compare(places: Sequence[Place], launch: Launch) -> dict[str, Any]:
+def compare(places: Sequence[FunctionPath], launch: LaunchOptions) -> dict[str, Any]:
     """Run each kernel with those of the arguments that it takes.
 
     Returns {"modelled", "kernels": [profile document, with "file"], "ratios": [to the first]}.
@@ -241,7 +243,7 @@ def _shown(value: Any) -> str | None:
 
 
 def sweep(
-    place: Place, sweeps: Mapping[str, list[tuple[str, Any]]], launch: Launch
+    place: FunctionPath, sweeps: Mapping[str, list[tuple[str, Any]]], launch: LaunchOptions
 ) -> dict[str, Any]:
     """Run the kernel for each combination of values; what it refuses is a row with the reason.
 
@@ -278,7 +280,9 @@ def sweep(
     }
 
 
-def _point(place: Place, launch: Launch, constants: Mapping[str, Any]) -> dict[str, Any]:
+def _point(
+    place: FunctionPath, launch: LaunchOptions, constants: Mapping[str, Any]
+) -> dict[str, Any]:
     try:
         done = run(place, launch, constants)
     except KernelError as error:

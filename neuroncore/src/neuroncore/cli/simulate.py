@@ -12,7 +12,7 @@ from neuroncore.cli.parser import add_command
 from neuroncore.hardware import DMA_MODELS, MODELS, resolve_target
 
 if TYPE_CHECKING:
-    from neuroncore.cli.runs import Launch, Run
+    from neuroncore.cli.runs import LaunchOptions, Run
 
 _DESCRIPTION = """\
 Run an NKI kernel on the simulated NeuronCore and print what it moves, holds and costs; every time
@@ -150,17 +150,17 @@ def _warn(options: argparse.Namespace, warnings: list[dict[str, Any]]) -> None:
         options.exit_code = lambda document: 1
 
 
-def _launch(options: argparse.Namespace) -> Launch:
+def _launch(options: argparse.Namespace) -> LaunchOptions:
     from neuroncore.cli.arguments import read_argument
     from neuroncore.cli.files import place_of
-    from neuroncore.cli.runs import Launch
+    from neuroncore.cli.runs import LaunchOptions
 
     given = [read_argument(text) for text in options.arguments]
     _once("--arg", [name for name, _ in given])
     _once("--sweep", [text.partition("=")[0] for text in options.sweeps])
     given_reference = options.reference is not None
     reference = place_of(options.reference, "FUNCTION") if given_reference else None
-    return Launch(
+    return LaunchOptions(
         arguments=dict(given),
         target=resolve_target(options.target).target,
         lnc=options.lnc,
@@ -208,7 +208,7 @@ def _check(options: argparse.Namespace, kernels: int) -> None:
             raise ValueError(f"--{name} needs values; leave out --trace-only")
 
 
-def _one(run: Run, launch: Launch, options: argparse.Namespace) -> Any:
+def _one(run: Run, launch: LaunchOptions, options: argparse.Namespace) -> Any:
     from neuroncore.cli.reference import check_agreement, describe
     from neuroncore.cli.tensors import save_outputs
     from neuroncore.profile import report

@@ -12,7 +12,7 @@ from neuroncore import core as running
 from neuroncore.checks import operands as check
 from neuroncore.checks.base import refuse
 from neuroncore.collectives.groups import RankList
-from neuroncore.collectives.links import Group
+from neuroncore.collectives.links import RankGroup
 from neuroncore.core import SimulatedCore
 from neuroncore.hardware import Engine
 from neuroncore.isa.exchange import meet
@@ -97,7 +97,7 @@ def issue(
     dsts: Sequence[NkiTensor],
     options: tuple[Any, ...],
     exchange: Exchange,
-    ns: Callable[[Group], float],
+    ns: Callable[[RankGroup], float],
     name: str | None,
     reduces: bool = False,
 ) -> None:
@@ -106,7 +106,7 @@ def issue(
     All ranks must come with tensors of the same shapes and with the same options. Reductions get
     floats in fp32, and round once.
     """
-    group = Group(opcode, core.machine, core.launch.lnc, ranks)
+    group = RankGroup(opcode, core.machine, core.launch.lnc, ranks)
     lnc = core.launch.lnc
 
     def act(posts: Posts) -> float:

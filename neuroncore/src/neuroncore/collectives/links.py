@@ -23,7 +23,7 @@ CHIP_LINKS = 4
 """NeuronLinks of a chip (arch, all three)."""
 
 
-class Group:
+class RankGroup:
     """The ranks of one collective, as they lie on chips: rank 0 on core 0 of chip 0, and so on.
 
     Raises NkiValidationError where they are more than the links connect.

@@ -23,7 +23,7 @@ from neuroncore.collectives.groups import (
     check_ranks,
     rank_list,
 )
-from neuroncore.collectives.links import Group
+from neuroncore.collectives.links import RankGroup
 from neuroncore.core import SimulatedCore
 from neuroncore.memory.indexing import VirtualRegister
 from neuroncore.memory.tensor import NkiTensor
@@ -193,7 +193,7 @@ def _shift(
         _same(opcode, src, dst)
     size = message_bytes(core, dsts)
 
-    def ns(group: Group) -> float:
+    def ns(group: RankGroup) -> float:
         return group.shift_ns(size, channels)
 
     issue(core, opcode, ranks, srcs, dsts, options, exchange, ns, name, reduces)

@@ -16,7 +16,7 @@ from neuroncore.collectives.exchange import (
     started,
 )
 from neuroncore.collectives.groups import RankList, ReplicaGroup, rank_list
-from neuroncore.collectives.links import Group
+from neuroncore.collectives.links import RankGroup
 from neuroncore.core import SimulatedCore
 from neuroncore.isa.values import raw
 from neuroncore.memory.tensor import NkiTensor
@@ -54,7 +54,7 @@ def all_gather_v(
         )
 
     _exchange(core, opcode, ranks, srcs, dsts, metadata_tensor, recv_counts_known, False, 1,
-              Group.gather_ns, name)  # fmt: skip
+              RankGroup.gather_ns, name)  # fmt: skip
 
 
 def all_to_all_v(
@@ -87,7 +87,7 @@ def all_to_all_v(
             f"more, {each} ranks each; got {core.launch.lnc} cores and {ranks}"
         )
 
-    def ns(group: Group, chunk: float) -> float:
+    def ns(group: RankGroup, chunk: float) -> float:
         return group.exchange_ns(chunk * len(ranks) if core.execute else chunk)
 
     _exchange(core, opcode, ranks, srcs, dsts, metadata_tensor, recv_counts_known, has_rdispls,
@@ -129,12 +129,12 @@ def _exchange(
     known: bool,
     placed: bool,
     columns: int,
-    ns: Callable[[Group, float], float],
+    ns: Callable[[RankGroup, float], float],
     name: str | None,
 ) -> None:
     """Chunk r of rank s goes to rank r; of one column of sizes and places the one goes to all."""
     lnc, count = core.launch.lnc, len(ranks)
-    group = Group(opcode, core.machine, lnc, ranks)
+    group = RankGroup(opcode, core.machine, lnc, ranks)
 
     def act(posts: Posts) -> float:
         if not core.execute:

@@ -129,7 +129,9 @@ class LayersOnDisk(LayerSource):
                 self._results = {}
                 with self._sweep.running(), self._sweep.layer(index) as layer:
                     leaving = f"{states}-{index + 1}" if index + 1 < count else None
-                    run = _Pass(self._sweep, index, layer, self._work, f"{states}-{index}", leaving)
+                    run = _StreamedLayer(
+                        self._sweep, index, layer, self._work, f"{states}-{index}", leaving
+                    )
                     of_layer: dict[str, Side] = {n: sides[n] for n in names if n in sides}
                     for name, moment in _moments(run, of_layer, names, len(batches)):
                         linear = as_dense_linear(self.model.get_submodule(name))
@@ -231,7 +233,7 @@ class _Gradients(Mapping[str, Tensor]):
         return len(self._layer_of)
 
 
-class _Pass(nn.Module):
+class _StreamedLayer(nn.Module):
     """A layer as a model for `collect_moments`, whose batches are numbers of kept hidden states.
 
     What leaves the layer is kept for the next one.
@@ -263,7 +265,7 @@ class _Pass(nn.Module):
 
 
 def _moments(
-    run: _Pass, sides: Mapping[str, Side], names: Sequence[str], count: int
+    run: _StreamedLayer, sides: Mapping[str, Side], names: Sequence[str], count: int
 ) -> Iterator[tuple[str, SecondMoment | None]]:
     """Run a layer over all batches, and yield the moments of its Linears; or None for each."""
     if sides:

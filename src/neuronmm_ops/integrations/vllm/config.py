@@ -26,7 +26,7 @@ from neuronmm_ops.integrations.vllm.linear import LowRankLinearMethod, remember_
 from neuronmm_ops.manifest import check_weights
 
 
-class NeuronMMConfig(QuantizationConfig):
+class VllmNeuronMMConfig(QuantizationConfig):
     """The record of a compressed checkpoint in the place where vLLM keeps quantization configs.
 
     Args:
@@ -147,7 +147,7 @@ def register_config() -> None:
     """Register the config, and the hook by which layers learn of their MLP, once a process."""
     global _registered
     if not _registered:
-        register_quantization_config(QUANT_METHOD)(NeuronMMConfig)
+        register_quantization_config(QUANT_METHOD)(VllmNeuronMMConfig)
         register_module_module_registration_hook(remember_parent)
         _registered = True
 

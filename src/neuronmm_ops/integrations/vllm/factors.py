@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from neuronmm_ops.compress.factorize import check_finite
 from neuronmm_ops.compress.report import LayerReport
 from neuronmm_ops.errors import CheckpointError
-from neuronmm_ops.integrations.vllm.places import Place, Section
+from neuronmm_ops.integrations.vllm.places import ColumnSection, Shard
 from neuronmm_ops.nn.storage import FACTORS, SCALES, STORAGES, check_factors
 from neuronmm_ops.ops import xuv, xw
 from neuronmm_ops.ops.backends.cpu import name_of
@@ -46,7 +46,7 @@ class Member(nn.Module):
         self,
         name: str,
         shapes: dict[str, tuple[int, ...]],
-        sections: Sequence[Section],
+        sections: Sequence[ColumnSection],
         pack: Pack | None,
     ) -> None:
         super().__init__()
@@ -182,7 +182,7 @@ class Dense(Member):
         self,
         name: str,
         K: int,
-        sections: Sequence[Section],
+        sections: Sequence[ColumnSection],
         dtype: torch.dtype,
         pack: Pack | None = None,
     ) -> None:
@@ -234,8 +234,8 @@ class Pair(Member):
     def __init__(
         self,
         layer: LayerReport,
-        place: Place,
-        sections: Sequence[Section],
+        place: Shard,
+        sections: Sequence[ColumnSection],
         dtype: torch.dtype,
         pack: Pack | None = None,
     ) -> None:

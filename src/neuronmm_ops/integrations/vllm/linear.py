@@ -25,7 +25,7 @@ from neuronmm_ops.errors import CheckpointError
 from neuronmm_ops.integrations.vllm import packing
 from neuronmm_ops.integrations.vllm.factors import MISMATCH, Dense, Member, Pair
 from neuronmm_ops.integrations.vllm.mlp import fuse_
-from neuronmm_ops.integrations.vllm.places import Place, joined, member_sections, split_gathered
+from neuronmm_ops.integrations.vllm.places import Shard, joined, member_sections, split_gathered
 from neuronmm_ops.nn.storage import FACTORS, SCALES, STORAGES
 from neuronmm_ops.parallel.sharding import DIVIDES, Kind
 
@@ -110,7 +110,7 @@ class LowRankLinearMethod(LinearMethodBase):
         # A bias that the layer makes afterwards takes its loader from here.
         layer.weight_loader = self._bias_loader(layer.weight_loader)
 
-    def _place(self, layer: Any, config: VllmConfig) -> Place:
+    def _place(self, layer: Any, config: VllmConfig) -> Shard:
         given = config.additional_config if isinstance(config.additional_config, dict) else {}
         divide = given.get(DIVIDE, "both")
         if divide not in DIVIDES:
@@ -131,7 +131,7 @@ class LowRankLinearMethod(LinearMethodBase):
                 f"{self.names[0]}: low-rank factors need a column-parallel, row-parallel or "
                 f"replicated layer, got {type(layer).__name__}; leave it dense"
             )
-        return Place(kind if self.tp_size > 1 else None, divide, layer.tp_rank, self.tp_size)
+        return Shard(kind if self.tp_size > 1 else None, divide, layer.tp_rank, self.tp_size)
 
     # vLLM asks loaders for their names and signatures.
 

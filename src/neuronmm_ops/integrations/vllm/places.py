@@ -9,7 +9,7 @@ from torch import Tensor
 from neuronmm_ops.parallel.sharding import Divide, Kind
 
 
-class Section(NamedTuple):
+class ColumnSection(NamedTuple):
     """Output columns that are divided by themselves, such as the heads of the queries.
 
     Attributes:
@@ -28,7 +28,7 @@ class Section(NamedTuple):
         return self.size // self.parts
 
 
-class Place(NamedTuple):
+class Shard(NamedTuple):
     """How ranks divide a layer, and which of them this is.
 
     Attributes:
@@ -50,8 +50,8 @@ class Place(NamedTuple):
 
 
 def member_sections(
-    names: Sequence[str], widths: Sequence[int], replicas: Sequence[int], place: Place
-) -> list[tuple[Section, ...]]:
+    names: Sequence[str], widths: Sequence[int], replicas: Sequence[int], place: Shard
+) -> list[tuple[ColumnSection, ...]]:
     """Return the sections of each member of a layer.
 
     Args:
@@ -65,7 +65,7 @@ def member_sections(
     """
     tp, rank = (place.tp, place.rank) if place.kind == "column" else (1, 0)
     sections = [
-        Section(width * tp // copies, tp // copies, rank // copies)
+        ColumnSection(width * tp // copies, tp // copies, rank // copies)
         for width, copies in zip(widths, replicas, strict=True)
     ]
     if len(names) == 1:  # such as Phi-3's qkv_proj, which is one matrix in the checkpoint, too

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from neuronmm_ops.ops.backends.environment import wrapper
 
 
-class Group(Protocol):
+class GroupCoordinator(Protocol):
     """The tensor-parallel ranks: vLLM's `GroupCoordinator`."""
 
     world_size: int
@@ -56,7 +56,7 @@ def factories() -> Mapping[str, Any]:
     return dict(get_models())
 
 
-def tp_group() -> Group:
+def tp_group() -> GroupCoordinator:
     """The ranks of this process's model."""
     from vllm.distributed.parallel_state import get_tp_group  # pyright: ignore
 

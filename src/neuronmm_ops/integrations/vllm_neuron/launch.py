@@ -29,7 +29,7 @@ from neuronmm_ops.ops.spec import OpSpec
 OPS = ("xw", "mlp", "svd_mlp")
 
 
-class Part(NamedTuple):
+class PlannedLaunch(NamedTuple):
     """One launch: how many tokens, by which kernel, with which compile-time arguments."""
 
     tokens: int
@@ -91,7 +91,7 @@ def planned(
     widths: tuple[int | None, ...],
     shapes: tuple[tuple[int, int] | None, ...],
     dtype: torch.dtype,
-) -> tuple[Part, ...]:
+) -> tuple[PlannedLaunch, ...]:
     """The launches of an op on so many tokens.
 
     Args:
@@ -114,7 +114,7 @@ def planned(
     launches = [launch.part(size) for size in parts] if len(parts) > 1 else [launch]
     return tuple(
         [
-            Part(size, it.plan.kernel, tuple(it.arguments), tuple(it.arguments.values()))
+            PlannedLaunch(size, it.plan.kernel, tuple(it.arguments), tuple(it.arguments.values()))
             for size, it in zip(parts, launches, strict=True)
         ]
     )

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from neuronmm_ops.compress.report import LayerReport
-from neuronmm_ops.integrations.vllm_neuron.engine import Group
+from neuronmm_ops.integrations.vllm_neuron.engine import GroupCoordinator
 from neuronmm_ops.integrations.vllm_neuron.launch import Kernels
 from neuronmm_ops.integrations.vllm_neuron.weights import Projection
 from neuronmm_ops.parallel.sharding import part_width
 
 
 def expand(
-    kernels: Kernels, group: Group, h: Tensor, v: Tensor, N: int, is_prefill: bool
+    kernels: Kernels, group: GroupCoordinator, h: Tensor, v: Tensor, N: int, is_prefill: bool
 ) -> Tensor:
     """Multiply a row layer's summed `x @ u` by the second factor.
 
@@ -54,7 +54,7 @@ class LowRankMLP(nn.Module):
         gate: LayerReport,
         up: LayerReport,
         down: LayerReport,
-        group: Group,
+        group: GroupCoordinator,
         kernels: Kernels,
         dtype: torch.dtype,
     ) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from neuronmm_ops.checkpoint import TensorHeader
 from neuronmm_ops.compress.report import LayerReport
 from neuronmm_ops.errors import CheckpointError
-from neuronmm_ops.integrations.vllm_neuron.engine import Group, Slice, set_loader
+from neuronmm_ops.integrations.vllm_neuron.engine import GroupCoordinator, Slice, set_loader
 from neuronmm_ops.integrations.vllm_neuron.launch import Kernels
 from neuronmm_ops.integrations.vllm_neuron.layers import LowRankMLP, expand
 from neuronmm_ops.integrations.vllm_neuron.weights import Files, divided, parameter
@@ -35,7 +35,12 @@ class LowRankOutput(nn.Module):
     """The second factor of attention's output; the first is attention's own `o_proj_weight`."""
 
     def __init__(
-        self, layer: LayerReport, r: int, group: Group, kernels: Kernels, dtype: torch.dtype
+        self,
+        layer: LayerReport,
+        r: int,
+        group: GroupCoordinator,
+        kernels: Kernels,
+        dtype: torch.dtype,
     ) -> None:
         super().__init__()
         self.N, self.group, self.kernels = layer.N, group, kernels
@@ -50,7 +55,7 @@ def put_low_rank_(
     model: nn.Module,
     layers: Layers,
     headers: Mapping[str, TensorHeader],
-    group: Group,
+    group: GroupCoordinator,
     kernels: Kernels,
 ) -> None:
     """Put low-rank layers in place of the dense ones of an engine's model, before it is loaded.
@@ -145,7 +150,7 @@ def _divide_output(
     metadata: str,
     layer: LayerReport,
     files: Files,
-    group: Group,
+    group: GroupCoordinator,
     kernels: Kernels,
     dtype: torch.dtype,
 ) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from neuronmm_ops.kernels.attention.heads import HeadNorm, NewHeads, NewToken, Rotation
-from neuronmm_ops.kernels.attention.mixture import Mixture, Sums
+from neuronmm_ops.kernels.attention.mixture import Mixture, Rescaling
 from neuronmm_ops.kernels.attention.scores import Scores
 from neuronmm_ops.kernels.attention.units import Shape, Unit, cache_blocks, decode_units
 from neuronmm_ops.kernels.front_end import is_none
@@ -103,7 +103,7 @@ def attention_decode(
         norms.append(HeadNorm(q_weight, k_weight, heads, eps))
     rotation = Rotation(cos, sin, min(PARTITIONS, heads + kv), norms)
     load_table()
-    joins: list[Sums] = []
+    joins: list[Rescaling] = []
     made: list[NewToken] = []
     scored: list[Scores] = []
     for u in range(len(units) + 1):
@@ -118,14 +118,14 @@ def attention_decode(
             scored.append(scores)
         if u == 0 and len(units) > 0:
             dtype = nl.float32 if qkv.dtype == nl.float32 else nl.tfloat32
-            joins.append(Sums(same_lanes(made[0].lanes), dtype))
+            joins.append(Rescaling(same_lanes(made[0].lanes), dtype))
         if u > 0:  # while the keys of the next unit come
             caches = Caches(k_cache, v_cache, units[u - 1])
             mix(out_hbm, scored[u - 1], caches, joins[0])
     return out_hbm, k_cache, v_cache
 
 
-def mix(out_hbm: NkiTensor, scores: Scores, caches: Caches, sums: Sums) -> None:
+def mix(out_hbm: NkiTensor, scores: Scores, caches: Caches, sums: Rescaling) -> None:
     """The output of a unit, and its new token's places in the caches."""
     new = scores.new
     mixture = Mixture(new, caches.values, scores)

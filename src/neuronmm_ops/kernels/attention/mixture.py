@@ -10,7 +10,7 @@ from neuronmm_ops.kernels.stages.chunks import evict, itemsize
 from neuronmm_ops.kernels.stages.tiling import BANK_COLUMNS, Span, spans, tiles_in
 
 
-class Sums(nl.NKIObject):
+class Rescaling(nl.NKIObject):
     """How groups of partitions join: with weights exp(their maximum - the greatest of all).
 
     Args:
@@ -39,7 +39,7 @@ class Sums(nl.NKIObject):
         return factors_sb
 
 
-class Part(nl.NKIObject):
+class ValueLoad(nl.NKIObject):
     """A load of values.
 
     Args:
@@ -79,30 +79,30 @@ class Mixture(nl.NKIObject):
         for _ in range(new.keys):
             self.started.append([False] * scores.groups)
 
-    def parts(self, number: int) -> list[Part]:
+    def parts(self, number: int) -> list[ValueLoad]:
         """The loads of a block's values."""
         block = self.scores.blocks[number]
         most = max(1, BANK_COLUMNS // self.new.head_dim)
         each = LOAD_BYTES // (block.size * self.new.head_dim * itemsize(self.values.dtype))
         each = most // tiles_in(most, max(1, min(each, most)))  # of one bank
         whole = block.tiles - 1 if block.last else block.tiles
-        found: list[Part] = []
+        found: list[ValueLoad] = []
         if block.last:  # first, for it takes several loads
             for heads in spans(0, self.new.keys, most):
-                found.append(Part(number, heads, Span(whole, 1)))
+                found.append(ValueLoad(number, heads, Span(whole, 1)))
         for heads in spans(0, self.new.keys, each):
             if whole > 0:
-                found.append(Part(number, heads, Span(0, whole)))
+                found.append(ValueLoad(number, heads, Span(0, whole)))
         return found
 
-    def run(self, sums: Sums) -> None:
+    def run(self, sums: Rescaling) -> None:
         """Add all blocks, and make what `store` needs.
 
         A block's probabilities are transposed while the values of the one before it are added.
         """
         blocks = len(self.scores.blocks)
         weights_sb: list[NkiTensor] = [self.scores.weights(0)]
-        parts: list[Part] = []
+        parts: list[ValueLoad] = []
         first = 0  # part of the last block
         for number in range(blocks):
             first = len(parts)
@@ -154,7 +154,7 @@ class Mixture(nl.NKIObject):
             nisa.dma_copy(values_sb[rest, :, :, :], own_hbm[rest, :, :, :], dge_mode=none)
         return values_sb
 
-    def prepare(self, sums: Sums) -> None:
+    def prepare(self, sums: Rescaling) -> None:
         """Choose each head's own columns: [partitions, keys x lanes] in `own_sb`."""
         new, scores = self.new, self.scores
         P, n, g, lanes = scores.partitions, new.keys, new.group, new.lanes
@@ -181,7 +181,7 @@ class Mixture(nl.NKIObject):
         self.inverse_sb = nl.ndarray((queries, 1), dtype=nl.float32)
         nisa.reciprocal(self.inverse_sb, total_psum)
 
-    def store(self, out_hbm: NkiTensor, sums: Sums) -> None:
+    def store(self, out_hbm: NkiTensor, sums: Rescaling) -> None:
         """out [heads, head_dim] = the sums of all groups / the sum of probabilities."""
         new, P = self.new, self.scores.partitions
         d = new.head_dim

@@ -165,7 +165,7 @@ QUERY_BLOCK = 512
 """Tokens of prefill that pass a key together: the columns of a PSUM bank."""
 
 
-class Group(NKIObject):
+class HeadGroup(NKIObject):
     """Query heads of a sequence that share a key head.
 
     Args:
@@ -180,14 +180,14 @@ class Group(NKIObject):
         self.heads = heads
 
 
-def prefill_groups(shape: Shape, core: int, cores: int) -> list[Group]:
+def prefill_groups(shape: Shape, core: int, cores: int) -> list[HeadGroup]:
     """A core's groups: two cores share all query heads, along key heads where these are even."""
     own = halves(shape.batch * shape.heads, shape.group, core, cores)
-    found: list[Group] = []
+    found: list[HeadGroup] = []
     for n in range(shape.batch * shape.kv_heads):
         start = max(own.start, n * shape.group)
         end = min(own.start + own.size, (n + 1) * shape.group)
         if end > start:
             b, first = n // shape.kv_heads, n // shape.kv_heads * shape.heads
-            found.append(Group(b, n % shape.kv_heads, Span(start - first, end - start)))
+            found.append(HeadGroup(b, n % shape.kv_heads, Span(start - first, end - start)))
     return found

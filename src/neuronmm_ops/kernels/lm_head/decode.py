@@ -21,7 +21,7 @@ from neuronmm_ops.kernels.stages.tiling import (
     lanes_of,
     output_blocks,
 )
-from neuronmm_ops.kernels.stages.weights import Weight
+from neuronmm_ops.kernels.stages.weights import DecodeWeight
 
 LOWEST = -3.4028234663852886e38
 """Of fp32: below every finite logit."""
@@ -197,7 +197,7 @@ def lm_head_decode(
     assert V < NO_ID, f"ids must be below 2^23, got {V} columns; split w"
     ids_hbm = nl.ndarray((M,), dtype=nl.int32, buffer=nl.shared_hbm)
     greatest_hbm = nl.ndarray((M,), dtype=nl.float32, buffer=nl.shared_hbm)
-    weight = Weight(w, x.dtype, w_scale, dma_cast)
+    weight = DecodeWeight(w, x.dtype, w_scale, dma_cast)
     chunks = chunks_of(x, Span(0, H), 0, k_chunk, x.dtype, None, lanes_of(M, facts().pe_tile))
     blocks = output_blocks(own(V), block, last_block)
     parts = 0

@@ -8,7 +8,7 @@ from neuronmm_ops.kernels.shim import NkiTensor, jit, nisa, nl
 from neuronmm_ops.kernels.stages.chunks import KChunk, chunks_of
 from neuronmm_ops.kernels.stages.decode import own, write_block
 from neuronmm_ops.kernels.stages.tiling import PARTITIONS, Span, core_span, output_blocks, spans
-from neuronmm_ops.kernels.stages.weights import Weight, check_one_dtype, lanes_for
+from neuronmm_ops.kernels.stages.weights import DecodeWeight, check_one_dtype, lanes_for
 from neuronmm_ops.kernels.svd_mlp.decode import gated
 from neuronmm_ops.kernels.svd_mlp.prefill import load_table
 
@@ -79,11 +79,11 @@ def mlp_decode(
     check_matrices(x, x_up, [w_gate, w_up, w_down])
     out_hbm = nl.ndarray((M, w_down.shape[1]), dtype=x.dtype, buffer=nl.shared_hbm)
     load_table(activation)
-    weights: list[Weight] = []
+    weights: list[DecodeWeight] = []
     tensors = [w_gate, w_up, w_down]
     scales = [w_gate_scale, w_up_scale, w_down_scale]
     for n in range(3):
-        weights.append(Weight(tensors[n], x.dtype, scales[n], dma_cast))
+        weights.append(DecodeWeight(tensors[n], x.dtype, scales[n], dma_cast))
     check_one_dtype(weights)
     lanes = lanes_for(weights, M)
     x_chunks = chunks_of(x, Span(0, K), 0, k_chunk, x.dtype, None, lanes)

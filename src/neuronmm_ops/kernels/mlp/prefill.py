@@ -7,7 +7,7 @@ from typing import Any
 from neuronmm_ops.kernels.front_end import is_none
 from neuronmm_ops.kernels.shim import NkiTensor, jit, nl
 from neuronmm_ops.kernels.stages.hidden import Hidden
-from neuronmm_ops.kernels.stages.operands import Operand, Tiles, Weight
+from neuronmm_ops.kernels.stages.operands import TiledOperand, Tiles, Weight
 from neuronmm_ops.kernels.stages.prefill import TokenBlocks, keep_scales, write_rows
 from neuronmm_ops.kernels.stages.tiling import (
     HIDDEN_TILES,
@@ -29,7 +29,7 @@ def check_matrices(x: NkiTensor, x_up: NkiTensor | None, matrices: Tiles) -> Non
         check_pair(matrices[n].shape[1], inner, 0, 0)
 
 
-class Stages(nl.NKIObject):
+class MLPStages(nl.NKIObject):
     """What `mlp` does with a block of tokens.
 
     Args:
@@ -56,13 +56,13 @@ class Stages(nl.NKIObject):
         a, down = self.arguments, self.weights[2]
         banks = a["banks"]
         given: Any = [x_hbm, x_up_hbm]
-        xs: list[Operand] = []
+        xs: list[TiledOperand] = []
         for source_hbm in given:
             if is_none(source_hbm):
                 xs.append(xs[0])
             else:
                 features = Span(0, source_hbm.shape[1])
-                xs.append(Operand(source_hbm, features, t, a["resident"], a["layout"]))
+                xs.append(TiledOperand(source_hbm, features, t, a["resident"], a["layout"]))
         hidden = Hidden(
             x_hbm.dtype,
             self.scratch_hbm,
@@ -184,6 +184,6 @@ def mlp(
         "banks": banks,
         "engines": engines,
     }
-    stages = Stages(weights, scratch_hbm, arguments)
+    stages = MLPStages(weights, scratch_hbm, arguments)
     TokenBlocks(stages, out_hbm, x, token_block, x_up).run(device_loop)
     return out_hbm

@@ -12,7 +12,7 @@ from neuronmm_ops.kernels.stages.facts import facts
 from neuronmm_ops.kernels.stages.tiling import PARTITIONS, Span, spans
 
 
-class Rows(nl.NKIObject):
+class Normalization(nl.NKIObject):
     """Normalizes tokens, each of which lies on `parts` partitions.
 
     Args:
@@ -174,7 +174,7 @@ def rms_norm(
     tokens = own(x.shape[0])
     if tokens.size > 0:
         step = min(tokens.size, PARTITIONS // parts)
-        rows = Rows(weight, step, parts, eps)
+        rows = Normalization(weight, step, parts, eps)
         for t in spans(tokens.start, tokens.size, step):
             rows.run(out_hbm, sum_hbm, x, residual, t)
     if not is_none(residual):

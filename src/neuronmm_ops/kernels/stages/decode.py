@@ -13,7 +13,7 @@ from neuronmm_ops.kernels.shim import NkiTensor, nl
 from neuronmm_ops.kernels.stages.chunks import KChunk
 from neuronmm_ops.kernels.stages.sums import Product, Sums
 from neuronmm_ops.kernels.stages.tiling import OUTPUT_UNIT, Span, core_span, spans
-from neuronmm_ops.kernels.stages.weights import Weight
+from neuronmm_ops.kernels.stages.weights import DecodeWeight
 
 
 def own(size: int) -> Span:
@@ -52,7 +52,7 @@ def contract(
 
 def project(
     chunks: list[KChunk],
-    weights: list[Weight],
+    weights: list[DecodeWeight],
     rank_block: int,
     fuse: bool,
     tile_bytes: int,
@@ -113,7 +113,7 @@ def of_both_cores(sums: list[Sums]) -> list[NkiTensor]:
 def write_block(
     out_hbm: NkiTensor,
     chunks: list[KChunk],
-    w: Weight,
+    w: DecodeWeight,
     bias: NkiTensor | None,
     columns: Span,
     tile_bytes: int,

@@ -15,7 +15,7 @@ from typing import Any
 from neuronmm_ops.kernels.front_end import is_none
 from neuronmm_ops.kernels.shim import NkiTensor, nisa, nl
 from neuronmm_ops.kernels.stages.operands import (
-    Operand,
+    TiledOperand,
     Tiles,
     Weight,
     evict,
@@ -73,7 +73,7 @@ class Rounded(nl.NKIObject):
 
     Args:
         shared: what is common to all.
-        source: the activations, tile by tile in SBUF: an Operand or an object with its methods.
+        source: the activations, tile by tile in SBUF: a TiledOperand or an object with its methods.
         before: the activations that these were made of, whose scales are still on them, or None.
         assisted: GpSimdE rounds them, too: with 1 every other unit, with 2 all.
         squares: tiles of squares that it adds up before TensorE does.
@@ -209,7 +209,7 @@ def rounded_rows(shared: Rounding, x_hbm: NkiTensor, t: Span, layout: str) -> li
     squares = 1 if x_hbm.is_indirect() else SQUARES_OF_X
     found: list[Rounded] = []
     for own in spans(t.start, t.size, DOUBLED_TOKENS):
-        source = Operand(x_hbm, Span(0, K), own, tiles_in(K, PARTITIONS), layout)
+        source = TiledOperand(x_hbm, Span(0, K), own, tiles_in(K, PARTITIONS), layout)
         found.append(Rounded(shared, source, None, 0, squares))
     found[0].load()
     return found

@@ -25,7 +25,7 @@ from neuronmm_ops.kernels.stages.tiling import (
 Tiles = list[NkiTensor]
 
 
-class Operand(nl.NKIObject):
+class TiledOperand(nl.NKIObject):
     """One side of a matmul, [size, width], in tiles of 128 rows of the contraction.
 
     Args:
@@ -66,13 +66,13 @@ class Operand(nl.NKIObject):
         self.staged_sb: Tiles = []
         self.staged = -1
 
-    def part(self, rows: Span, columns: Span) -> Operand:
+    def part(self, rows: Span, columns: Span) -> TiledOperand:
         """Some rows and columns with tiles of their own; itself where it is not split."""
         if not self.split:
             return self
         own_rows = Span(self.rows.start + rows.start, rows.size)
         own_columns = Span(self.columns.start + columns.start, columns.size)
-        return Operand(self.source_hbm, own_rows, own_columns, self.resident, self.layout)
+        return TiledOperand(self.source_hbm, own_rows, own_columns, self.resident, self.layout)
 
     def tile(self, k: int) -> NkiTensor:
         """Tile k, [<=128, width], in SBUF; tiles are first asked for in order.
@@ -173,10 +173,10 @@ class Weight(nl.NKIObject):
         elif self.width <= KEPT_COLUMNS:
             self.row_scale(Span(0, self.width), rows)
 
-    def block(self, rows: Span, columns: Span) -> Operand:
+    def block(self, rows: Span, columns: Span) -> TiledOperand:
         """Some rows and columns; all their tiles stay while they are used."""
         count = tiles_in(rows.size, PARTITIONS)
-        return Operand(self.source_hbm, rows, columns, count, dtype=self.tile_dtype)
+        return TiledOperand(self.source_hbm, rows, columns, count, dtype=self.tile_dtype)
 
     def paired(self, columns: Span) -> PairedWeight:
         """All rows of some columns in fp8, two rows a partition."""
@@ -269,9 +269,9 @@ def load_row(row_hbm: NkiTensor, columns: Span, rows: int) -> NkiTensor:
     return row_sb
 
 
-def in_sbuf(tiles_sb: Tiles, size: int) -> Operand:
+def in_sbuf(tiles_sb: Tiles, size: int) -> TiledOperand:
     """An operand of `tiles_sb`, 128 rows each, [size, width] together."""
-    found = Operand(None, Span(0, size), Span(0, tiles_sb[0].shape[1]), len(tiles_sb))
+    found = TiledOperand(None, Span(0, size), Span(0, tiles_sb[0].shape[1]), len(tiles_sb))
     found.tiles_sb = tiles_sb
     return found
 

@@ -11,7 +11,7 @@ from typing import Any
 from neuronmm_ops.kernels.front_end import is_none
 from neuronmm_ops.kernels.shim import NkiTensor, nisa, nl
 from neuronmm_ops.kernels.stages.operands import (
-    Operand,
+    TiledOperand,
     Tiles,
     Weight,
     evict,
@@ -201,11 +201,11 @@ def project(
     engines: int,
     k_block: int = 0,
     bf16_partial_sums: bool = False,
-) -> Operand:
+) -> TiledOperand:
     """(x @ w)^T [N, width] in SBUF, of x's dtype: w stationary, x moving.
 
     Args:
-        x: [K, width], an Operand or an object with its methods.
+        x: [K, width], a TiledOperand or an object with its methods.
         w: [K, N].
         block: columns of w that are loaded together.
         tokens: columns of x that one group of PSUM tiles covers.
@@ -260,7 +260,7 @@ def write_rows(
 
     Args:
         out_hbm: [M, N].
-        x: [K, width], an Operand or an object with its methods.
+        x: [K, width], a TiledOperand or an object with its methods.
         w: [K, N].
         bias_hbm: [N] or None.
         start: first token in out.

@@ -26,7 +26,7 @@ from neuronmm_ops.kernels.stages.tiling import (
     waited_bytes,
     weight_tiles,
 )
-from neuronmm_ops.kernels.stages.weights import Weight, cast
+from neuronmm_ops.kernels.stages.weights import DecodeWeight, cast
 
 
 class Product(nl.NKIObject):
@@ -75,7 +75,7 @@ class Sums(nl.NKIObject):
 
     def __init__(
         self,
-        weight: Weight,
+        weight: DecodeWeight,
         columns: Span,
         M: int,
         unit: int = PARTITIONS,

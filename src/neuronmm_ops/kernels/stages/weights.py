@@ -9,7 +9,7 @@ from neuronmm_ops.kernels.stages.facts import facts
 from neuronmm_ops.kernels.stages.tiling import cast_shares, lanes_of
 
 
-class Weight(nl.NKIObject):
+class DecodeWeight(nl.NKIObject):
     """A weight in HBM.
 
     Args:
@@ -41,7 +41,7 @@ class Weight(nl.NKIObject):
         self.casts = hbm.dtype != dtype and (dtype == nl.float32 or hbm.dtype == nl.int8)
 
 
-def check_one_dtype(weights: list[Weight]) -> None:
+def check_one_dtype(weights: list[DecodeWeight]) -> None:
     """Check that factors have one dtype: what one product makes the next one contracts."""
     for w in weights:
         assert w.hbm.dtype == weights[0].hbm.dtype, (
@@ -49,7 +49,7 @@ def check_one_dtype(weights: list[Weight]) -> None:
         )
 
 
-def lanes_for(weights: list[Weight], M: int) -> int:
+def lanes_for(weights: list[DecodeWeight], M: int) -> int:
     """Columns of the transposes of what is multiplied by weights; as `KChunk`."""
     return lanes_of(M, facts().pe_tile) if not is_none(weights[0].scale) else 0
 

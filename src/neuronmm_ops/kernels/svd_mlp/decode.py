@@ -8,7 +8,7 @@ from neuronmm_ops.kernels.stages.chunks import KChunk, chunks_of
 from neuronmm_ops.kernels.stages.decode import contract, own, project, write_block
 from neuronmm_ops.kernels.stages.sums import Sums
 from neuronmm_ops.kernels.stages.tiling import PARTITIONS, Span, output_blocks, spans
-from neuronmm_ops.kernels.stages.weights import Weight, check_one_dtype, lanes_for
+from neuronmm_ops.kernels.stages.weights import DecodeWeight, check_one_dtype, lanes_for
 from neuronmm_ops.kernels.svd_mlp.prefill import check_factors, function_of, load_table
 
 
@@ -94,13 +94,13 @@ def svd_mlp_decode(
     check_factors(K, [u_gate, v_gate, u_up, v_up, u_down, v_down])
     out_hbm = nl.ndarray((M, v_down.shape[1]), dtype=x.dtype, buffer=nl.shared_hbm)
     load_table(activation)
-    us: list[Weight] = []
-    vs: list[Weight] = []
+    us: list[DecodeWeight] = []
+    vs: list[DecodeWeight] = []
     tensors = [u_gate, v_gate, u_up, v_up, u_down, v_down]
     scales = [u_gate_scale, v_gate_scale, u_up_scale, v_up_scale, u_down_scale, v_down_scale]
     for n in range(3):
-        us.append(Weight(tensors[2 * n], x.dtype, scales[2 * n], dma_cast))
-        vs.append(Weight(tensors[2 * n + 1], x.dtype, scales[2 * n + 1], dma_cast))
+        us.append(DecodeWeight(tensors[2 * n], x.dtype, scales[2 * n], dma_cast))
+        vs.append(DecodeWeight(tensors[2 * n + 1], x.dtype, scales[2 * n + 1], dma_cast))
     check_one_dtype([us[0], vs[0], us[1], vs[1], us[2], vs[2]])
     lanes = lanes_for(us, M)
     x_chunks = chunks_of(x, own(K), 0, k_chunk, x.dtype, None, lanes)
@@ -129,7 +129,7 @@ def svd_mlp_decode(
 
 def gated(
     low: list[list[KChunk]],
-    vs: list[Weight],
+    vs: list[DecodeWeight],
     columns: Span,
     M: int,
     activation: str,

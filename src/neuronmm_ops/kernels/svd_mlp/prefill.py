@@ -13,7 +13,7 @@ from neuronmm_ops.kernels.stages.double_row import (
     write_rounded,
 )
 from neuronmm_ops.kernels.stages.hidden import Hidden, activated, function_of
-from neuronmm_ops.kernels.stages.operands import Operand, Tiles, Weight, fp8
+from neuronmm_ops.kernels.stages.operands import TiledOperand, Tiles, Weight, fp8
 from neuronmm_ops.kernels.stages.prefill import (
     TokenBlocks,
     accumulate,
@@ -58,7 +58,7 @@ def check_factors(K: int, factors: Tiles) -> None:
 
 def gated(
     hidden: Hidden,
-    sides: list[Operand],
+    sides: list[TiledOperand],
     factors: list[Weight],
     activation: str,
     block: int,
@@ -101,7 +101,7 @@ def multiply(
             nisa.tensor_tensor(dst_sb, sums_psum[i][j], acts_sb[i][j], nl.multiply)
 
 
-class Stages(nl.NKIObject):
+class SVDMLPStages(nl.NKIObject):
     """What `svd_mlp` does with a block of tokens.
 
     Args:
@@ -132,7 +132,7 @@ class Stages(nl.NKIObject):
         a = self.arguments
         gates, ups, downs = self.factors[0:2], self.factors[2:4], self.factors[4:6]
         tokens, banks, engines = a["tokens"], a["banks"], a["engines"]
-        xt = Operand(x_hbm, Span(0, x_hbm.shape[1]), t, a["resident"], a["layout"])
+        xt = TiledOperand(x_hbm, Span(0, x_hbm.shape[1]), t, a["resident"], a["layout"])
         gate = project(xt, gates[0], a["u_block"], tokens, banks, engines)
         up = project(xt, ups[0], a["u_block"], tokens, banks, engines)
         hidden = Hidden(
@@ -301,6 +301,6 @@ def svd_mlp(
         "engines": engines,
         "double_row": double_row,
     }
-    stages = Stages(weights, scratch_hbm, arguments)
+    stages = SVDMLPStages(weights, scratch_hbm, arguments)
     TokenBlocks(stages, out_hbm, x, token_block).run(device_loop)
     return out_hbm

@@ -6,7 +6,7 @@ from neuronmm_ops.kernels.shim import NkiTensor, jit, nl
 from neuronmm_ops.kernels.stages.chunks import chunks_of
 from neuronmm_ops.kernels.stages.decode import own, project, write_block
 from neuronmm_ops.kernels.stages.tiling import PARTITIONS, output_blocks
-from neuronmm_ops.kernels.stages.weights import Weight, check_one_dtype, lanes_for
+from neuronmm_ops.kernels.stages.weights import DecodeWeight, check_one_dtype, lanes_for
 from neuronmm_ops.kernels.svd_qkv.prefill import check_biases, check_factors
 
 
@@ -103,11 +103,11 @@ def svd_qkv_decode(
     out_hbm, parts_hbm = side_by_side(x, vs)
     u_scales = [u_query_scale, u_key_scale, u_value_scale]
     v_scales = [v_query_scale, v_key_scale, v_value_scale]
-    first_factors: list[Weight] = []
-    second_factors: list[Weight] = []
+    first_factors: list[DecodeWeight] = []
+    second_factors: list[DecodeWeight] = []
     for n in range(3):
-        first_factors.append(Weight(us[n], x.dtype, u_scales[n], dma_cast))
-        second_factors.append(Weight(vs[n], x.dtype, v_scales[n], dma_cast))
+        first_factors.append(DecodeWeight(us[n], x.dtype, u_scales[n], dma_cast))
+        second_factors.append(DecodeWeight(vs[n], x.dtype, v_scales[n], dma_cast))
     check_one_dtype(first_factors)
     check_one_dtype(second_factors)
     check_one_dtype([first_factors[0], second_factors[0]])

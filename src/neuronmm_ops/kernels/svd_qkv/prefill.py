@@ -13,7 +13,7 @@ from neuronmm_ops.kernels.stages.double_row import (
     rounded_rows,
     write_rounded,
 )
-from neuronmm_ops.kernels.stages.operands import Operand, Weight, fp8
+from neuronmm_ops.kernels.stages.operands import TiledOperand, Weight, fp8
 from neuronmm_ops.kernels.stages.prefill import TokenBlocks, keep_scales, project, write_rows
 from neuronmm_ops.kernels.stages.tiling import Span, check_pair, check_scale
 
@@ -32,7 +32,7 @@ def check_biases(vs: list[NkiTensor], biases: list[NkiTensor | None]) -> None:
         check_pair(0, 0, vs[i].shape[1], bias.shape[0] if not is_none(bias) else 0)
 
 
-class Stages(nl.NKIObject):
+class SVDQKVStages(nl.NKIObject):
     """What `svd_qkv` does with a block of tokens.
 
     Args:
@@ -71,8 +71,8 @@ class Stages(nl.NKIObject):
             self.run_rounded(self.rounding[0], out_hbm, x_hbm, t)
             return
         a = self.arguments
-        xt = Operand(x_hbm, Span(0, x_hbm.shape[1]), t, a["resident"], a["layout"])
-        low: list[Operand] = []
+        xt = TiledOperand(x_hbm, Span(0, x_hbm.shape[1]), t, a["resident"], a["layout"])
+        low: list[TiledOperand] = []
         for u in self.us:
             low.append(project(xt, u, a["u_block"], a["tokens"], a["banks"], a["engines"]))
         first = 0
@@ -225,6 +225,6 @@ def svd_qkv(
         "engines": engines,
         "double_row": double_row,
     }
-    stages = Stages(first_factors, second_factors, biases, arguments)
+    stages = SVDQKVStages(first_factors, second_factors, biases, arguments)
     TokenBlocks(stages, out_hbm, x, token_block).run(device_loop)
     return out_hbm

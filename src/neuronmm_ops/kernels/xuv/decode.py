@@ -7,7 +7,7 @@ from neuronmm_ops.kernels.shim import NkiTensor, jit, nl
 from neuronmm_ops.kernels.stages.chunks import chunks_of
 from neuronmm_ops.kernels.stages.decode import own, project, write_block
 from neuronmm_ops.kernels.stages.tiling import PARTITIONS, check_pair, output_blocks
-from neuronmm_ops.kernels.stages.weights import Weight, check_one_dtype, lanes_for
+from neuronmm_ops.kernels.stages.weights import DecodeWeight, check_one_dtype, lanes_for
 
 
 @jit
@@ -67,8 +67,8 @@ def xuv_decode(
     check_pair(K, u.shape[0], u.shape[1], 0)
     check_pair(u.shape[1], v.shape[0], v.shape[1], bias.shape[0] if not is_none(bias) else 0)
     out_hbm = nl.ndarray((M, v.shape[1]), dtype=x.dtype, buffer=nl.shared_hbm)
-    first_factor = Weight(u, x.dtype, u_scale, dma_cast)
-    second_factor = Weight(v, x.dtype, v_scale, dma_cast)
+    first_factor = DecodeWeight(u, x.dtype, u_scale, dma_cast)
+    second_factor = DecodeWeight(v, x.dtype, v_scale, dma_cast)
     check_one_dtype([first_factor, second_factor])
     x_chunks = chunks_of(x, own(K), 0, k_chunk, x.dtype, None, lanes_for([first_factor], M))
     xu_chunks = project(x_chunks, [first_factor], rank_block, False, tile_bytes, M)[0]

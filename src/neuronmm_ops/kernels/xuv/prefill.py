@@ -12,12 +12,12 @@ from neuronmm_ops.kernels.stages.double_row import (
     rounded_rows,
     write_rounded,
 )
-from neuronmm_ops.kernels.stages.operands import Operand, Weight, fp8
+from neuronmm_ops.kernels.stages.operands import TiledOperand, Weight, fp8
 from neuronmm_ops.kernels.stages.prefill import TokenBlocks, keep_scales, project, write_rows
 from neuronmm_ops.kernels.stages.tiling import Span, check_pair, check_scale
 
 
-class Stages(nl.NKIObject):
+class XuvStages(nl.NKIObject):
     """What `xuv` does with a block of tokens.
 
     Args:
@@ -62,7 +62,7 @@ class Stages(nl.NKIObject):
             )
             return
         K = x_hbm.shape[1]
-        xt = Operand(x_hbm, Span(0, K), t, a["resident"], a["layout"], split=True)
+        xt = TiledOperand(x_hbm, Span(0, K), t, a["resident"], a["layout"], split=True)
         xu = project(
             xt,
             self.u,
@@ -181,6 +181,6 @@ def xuv(
         "double_row": double_row,
     }
     weights = [Weight(u, u_scale, x.dtype), Weight(v, v_scale, x.dtype)]
-    stages = Stages(weights[0], weights[1], bias, arguments)
+    stages = XuvStages(weights[0], weights[1], bias, arguments)
     TokenBlocks(stages, out_hbm, x, token_block).run(device_loop)
     return out_hbm

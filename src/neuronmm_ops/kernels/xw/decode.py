@@ -7,7 +7,7 @@ from neuronmm_ops.kernels.shim import NkiTensor, jit, nl
 from neuronmm_ops.kernels.stages.chunks import chunks_of
 from neuronmm_ops.kernels.stages.decode import again, own, write_block
 from neuronmm_ops.kernels.stages.tiling import PARTITIONS, Span, check_pair, output_blocks
-from neuronmm_ops.kernels.stages.weights import Weight, lanes_for
+from neuronmm_ops.kernels.stages.weights import DecodeWeight, lanes_for
 
 
 @jit
@@ -61,7 +61,7 @@ def xw_decode(
     assert M <= PARTITIONS, f"at most {PARTITIONS} tokens, got {M}; use xw"
     check_pair(K, w.shape[0], w.shape[1], bias.shape[0] if not is_none(bias) else 0)
     out_hbm = nl.ndarray((M, w.shape[1]), dtype=x.dtype, buffer=nl.shared_hbm)
-    weight = Weight(w, x.dtype, w_scale, dma_cast)
+    weight = DecodeWeight(w, x.dtype, w_scale, dma_cast)
     chunks = chunks_of(x, Span(0, K), 0, k_chunk, x.dtype, None, lanes_for([weight], M))
     blocks = output_blocks(own(w.shape[1]), block, last_block)
     for i in range(len(blocks)):

@@ -11,12 +11,12 @@ from neuronmm_ops.kernels.stages.double_row import (
     rounded_rows,
     write_rounded,
 )
-from neuronmm_ops.kernels.stages.operands import Operand, Weight, fp8
+from neuronmm_ops.kernels.stages.operands import TiledOperand, Weight, fp8
 from neuronmm_ops.kernels.stages.prefill import TokenBlocks, keep_scales, write_rows
 from neuronmm_ops.kernels.stages.tiling import Span, check_pair, check_scale
 
 
-class Stages(nl.NKIObject):
+class XwStages(nl.NKIObject):
     """What `xw` does with a block of tokens.
 
     Args:
@@ -54,7 +54,7 @@ class Stages(nl.NKIObject):
                 True,
             )
             return
-        xt = Operand(x_hbm, Span(0, x_hbm.shape[1]), t, a["resident"], a["layout"])
+        xt = TiledOperand(x_hbm, Span(0, x_hbm.shape[1]), t, a["resident"], a["layout"])
         write_rows(
             out_hbm,
             xt,
@@ -135,6 +135,6 @@ def xw(
         "engines": engines,
         "double_row": double_row,
     }
-    stages = Stages(Weight(w, w_scale, x.dtype), bias, arguments)
+    stages = XwStages(Weight(w, w_scale, x.dtype), bias, arguments)
     TokenBlocks(stages, out_hbm, x, token_block).run(device_loop)
     return out_hbm

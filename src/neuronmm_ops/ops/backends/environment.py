@@ -18,7 +18,7 @@ from functools import cache
 from importlib.machinery import PathFinder
 from typing import Any, Literal, NamedTuple
 
-from neuroncore.hardware import Found, find_target
+from neuroncore.hardware import DetectedTarget, find_target
 from neuronmm_ops.errors import NkiVersionError, NkiVersionWarning
 
 LNC_VARIABLE = "NEURON_LOGICAL_NC_CONFIG"
@@ -80,7 +80,7 @@ def core() -> Core:
 
 
 @cache
-def _core(found: Found, lnc: str | None) -> Core:
+def _core(found: DetectedTarget, lnc: str | None) -> Core:
     target, default = found.machine.target, found.machine.default_lnc
     if not lnc:
         source = f"target: {found.source}; lnc: default of {target}"
