@@ -15,6 +15,7 @@ from tiny import tiny_model
 import neuroncore
 import neuronmm_ops
 from neuronmm_ops import SVDConfig, compress_
+from neuronmm_ops.ops.definitions import SPECS
 
 ROOT = Path(neuronmm_ops.__file__).parent
 MODULES = sorted(ROOT.rglob("*.py"))
@@ -288,3 +289,17 @@ print([name for name in sys.modules if name.startswith("neuronmm_ops.")])
 """
     )
     assert output.splitlines() == ["torch False", "refused", "['neuronmm_ops.import_hooks']"]
+
+
+def test_what_serves_every_op_names_none() -> None:
+    """A branch on an op's name is a kind that `OpSpec` or a kernel's folder lacks."""
+    shared = [*(ROOT / "plan").glob("*.py"), *(ROOT / "ops/backends").glob("*.py")]
+    shared += [ROOT / f"kernels/{name}.py" for name in ("problem", "knobs", "simulated")]
+    shared += [ROOT / f"ops/{name}.py" for name in ("spec", "register")]
+    named = [
+        f"{path.relative_to(ROOT)}:{node.lineno} {node.value}"
+        for path in [*shared, ROOT / "parallel/distributed_ops.py"]
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and node.value in SPECS
+    ]
+    assert not named

@@ -19,7 +19,7 @@ from neuronmm_ops import ops, use_impl
 from neuronmm_ops.kernels.mlp.decode import mlp_decode
 from neuronmm_ops.kernels.mlp.prefill import mlp
 from neuronmm_ops.models import SHAPES
-from neuronmm_ops.plan import Problem, plan_op, plan_problem, plan_xw
+from neuronmm_ops.plan import Other, Problem, plan_op, plan_problem, plan_xw
 
 DTYPES = ("bfloat16", "float16", "float32")
 UP = st.one_of(st.just(0), SIZES)
@@ -51,8 +51,12 @@ def problem_of(
     M: int, sizes: tuple[int, int, int], up: int, dtype: str, core: tuple[str, int],
     weight_dtype: str = "",
 ) -> Problem:  # fmt: skip
-    matrices, inputs = mlp_weights(*sizes, up), 2 if up else 1
-    return Problem("mlp", M, matrices, dtype, *core, weight_dtype=weight_dtype, inputs=inputs)
+    options = {"weight_dtype": weight_dtype, "others": others_of(up)}
+    return Problem("mlp", M, mlp_weights(*sizes, up), dtype, *core, **options)
+
+
+def others_of(up: int) -> tuple[Other, ...]:
+    return (("x_up", (-1, up), ""),) if up else ()
 
 
 def composed(
@@ -165,7 +169,7 @@ def test_one_byte_is_the_reference_on_dequantized_weights(
         stored = [v.to(torch.float8_e4m3fn) for v in values]
     plan = plan_op(
         "mlp", M, mlp_weights(200, 333, 130, up), dtype, *launch, weight_dtype=weight_dtype,
-        inputs=2 if up else 1,
+        others=others_of(up),
     )  # fmt: skip
     kernel = mlp if plan.phase == "prefill" else mlp_decode
     x_up = drawn_up(M, up, dtype)
@@ -176,10 +180,10 @@ def test_one_byte_is_the_reference_on_dequantized_weights(
 @pytest.mark.parametrize("M", [1, 40, 300])
 def test_two_cores_make_what_one_makes(M: int, up: int) -> None:
     tensors = [*drawn(M, (256, 1000, 200), "bfloat16", up), drawn_up(M, up, "bfloat16")]
-    matrices, inputs = mlp_weights(256, 1000, 200, up), 2 if up else 1
+    matrices = mlp_weights(256, 1000, 200, up)
     found: list[Tensor] = []
     for lnc in (1, 2):
-        plan = plan_op("mlp", M, matrices, target="trn2", lnc=lnc, inputs=inputs)
+        plan = plan_op("mlp", M, matrices, target="trn2", lnc=lnc, others=others_of(up))
         kernel: Any = mlp if plan.phase == "prefill" else mlp_decode
         kernel = kernel if lnc == 1 else kernel[2]
         found.append(nc.simulate(kernel, *tensors, target="trn2", **plan.arguments).outputs)
@@ -235,16 +239,15 @@ def test_strict_front_end() -> None:
 
 
 @pytest.mark.parametrize(
-    ("op", "up", "inputs", "message"),
+    ("others", "message"),
     [
-        ("mlp", 9, 1, "without x_up gate and up contract the same features, got 8 and 9; use"),
-        ("mlp", 8, 3, "inputs must be 1, or 2 of mlp; got 3 of mlp"),
-        ("svd_mlp", 8, 2, "inputs must be 1, or 2 of mlp; got 2 of svd_mlp"),
+        ((), "without x_up gate and up contract the same features, got 8 and 9; use"),
+        ((("x_down", (-1, 9), ""),), "^mlp_decode takes no x_down; leave it out$"),
     ],
 )
-def test_inputs_are_those_of_the_op(op: str, up: int, inputs: int, message: str) -> None:
+def test_others_are_those_of_the_kernel(others: tuple[Other, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        plan_op(op, 4, mlp_weights(8, 8, 8, up), inputs=inputs)
+        plan_op("mlp", 4, mlp_weights(8, 8, 8, 9), others=others)
 
 
 @pytest.mark.parametrize(

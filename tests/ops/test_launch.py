@@ -67,7 +67,9 @@ def test_an_x_up_is_planned_and_split_as_x_is(monkeypatch):
     tensors = [make(shape) for shape in shapes]
     launch = launch_of(SPECS["mlp"], *split_call("mlp", *tensors, "gelu"), "trn2", 2)
     assert launch is not None
-    assert launch.plan == plan_op("mlp", 10, shapes[1:4], "float32", "trn2", 2, inputs=2)
+    assert launch.plan == plan_op(
+        "mlp", 10, shapes[1:4], "float32", "trn2", 2, others=(("x_up", (-1, 40), ""),)
+    )
     assert launch.operands == ("x", "w_gate", "w_up", "w_down", "x_up")
     assert launch.arguments["activation"] == "gelu"
     assert launch.shape == (2, 5, 24)

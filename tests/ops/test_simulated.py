@@ -13,6 +13,7 @@ from operands import (
     magnitude_of,
     make,
     mlp_shapes,
+    names_of,
     operands_of,
     plain_xuv,
     shapes_of,
@@ -69,7 +70,9 @@ def test_the_parts_of_a_split_plan_are_what_it_counts(op, monkeypatch):
     monkeypatch.setattr(plans, "plan_op", plan_op)
     spec, tensors = SPECS[op], [make(shape) for shape in shapes_of(op, lead=(2, 150))]
     matrices = tuple(tensors[index].shape for index in spec.factors)
-    plan = plan_op(op, 300, matrices, "float32", "trn2", inputs=len(spec.activations))
+    names = [spec.operands[place].name for place in spec.activations[1:]]
+    others = tuple((name, (-1, tensors[names_of(op).index(name)].shape[-1]), "") for name in names)
+    plan = plan_op(op, 300, matrices, "float32", "trn2", others=others)
     monkeypatch.setattr(kernel, "run", noted)
     given = zip(spec.operands, tensors, strict=True)
     with nm.use_impl("simulated", target="trn2"):

@@ -105,7 +105,7 @@ def launch_of(config: dict[str, Any]) -> Launch:
         *(spec.name, call["M"], matrices, call["dtype"], call["target"], call["lnc"]),
         weight_dtype=call["weight_dtype"],
         compute=call["compute"],
-        inputs=call["inputs"],
+        others=(("x_up", (-1, matrices[1][0]), ""),) if call["inputs"] == 2 else (),
     )
     plan = replace(plan, kernel=config["func_name"], blocks=tuple(call["blocks"].items()))
     choices = {name: call[name] for name in spec.options}
@@ -152,7 +152,7 @@ class Handler:
         weight_dtype = getattr(torch, problem.weight_dtype or problem.dtype)
         layouts = {"x": ((problem.M, problem.K), dtype)}
         if "x_up" in launch.operands:
-            layouts["x_up"] = ((problem.M, problem.K_up), dtype)
+            layouts["x_up"] = ((problem.M, problem.matrices[1][0]), dtype)
         biases = [operand.name for operand in spec.operands if operand.role == "bias"]
         for name, size in zip(biases, problem.outputs, strict=False):  # svd_mlp has none
             layouts[name] = ((size,), dtype)

@@ -68,7 +68,7 @@ def test_mlp(device):
     names = ["x", "w_gate", "w_up", "w_down", "x_up"]
     assert call.config["klir_binary"]["input_names"] == names
     assert call.config["neuronmm"]["activation"] == "relu"
-    plan = plan_op("mlp", 10, weights, "float32", "trn2", 2, inputs=2)
+    plan = plan_op("mlp", 10, weights, "float32", "trn2", 2, others=(("x_up", (-1, 40), ""),))
     assert launch_of(call.config).plan.problem == plan.problem
     assert "f32[10,160]" in call.text
 

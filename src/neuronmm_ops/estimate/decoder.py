@@ -35,7 +35,7 @@ from neuronmm_ops.estimate.linears import DTYPE, HEAD, MLP, QKV, Linear, divided
 from neuronmm_ops.estimate.rms_norm import plan_rms_norm
 from neuronmm_ops.estimate.rope import plan_rope
 from neuronmm_ops.models import ModelShape
-from neuronmm_ops.plan import Matrices, mlp_matrices
+from neuronmm_ops.plan import Matrices, Other, mlp_matrices
 from neuronmm_ops.plan.launches import TensorShape
 
 Mlp = Literal["ours", "published"]
@@ -178,8 +178,8 @@ class Decoder:
                 return whole
         # everything but u of gate and up, and v of down
         weights = (gate.r or H, I), (up.r or H, I), (I, down.r or H)
-        inputs = 1 if gate.r is up.r is None else 2
-        between = Way(self._op("mlp", M, weights, stored, inputs))
+        x_up = () if gate.r is up.r is None else (("x_up", (-1, weights[1][0]), ""),)
+        between = Way(self._op("mlp", M, weights, stored, x_up))
         return whole + [
             first.then(between).then(last)
             for first in self._firsts(M, "gate_up")
@@ -292,9 +292,9 @@ class Decoder:
         return Collectives(self.target, self.lnc, self.tp, self.least_us)
 
     def _op(
-        self, op: str, M: int, matrices: Matrices, stored: str, inputs: int = 1
+        self, op: str, M: int, matrices: Matrices, stored: str, others: tuple[Other, ...] = ()
     ) -> tuple[KernelLaunch, ...]:
-        return of_op(op, M, matrices, DTYPE, self.target, self.lnc, stored, inputs)
+        return of_op(op, M, matrices, DTYPE, self.target, self.lnc, stored, others)
 
     def _product(self, M: int, I: int) -> KernelLaunch:  # noqa: E741
         side = TensorShape((M, I), DTYPE)

@@ -11,7 +11,7 @@ from neuroncore.dtypes import dtype_of
 from neuroncore.hardware import DMA_MODELS
 from neuronmm_ops.estimate.exchange import Collective
 from neuronmm_ops.estimate.layouts import Group, Layout
-from neuronmm_ops.plan import Matrices, plan_op
+from neuronmm_ops.plan import Matrices, Other, plan_op
 from neuronmm_ops.plan.launches import PlannedKernel, TensorShape, planned_kernels
 
 
@@ -136,7 +136,7 @@ def of_op(
     target: str,
     lnc: int,
     weight_dtype: str = "",
-    inputs: int = 1,
+    others: tuple[Other, ...] = (),
 ) -> tuple[KernelLaunch, ...]:
     """The launches of an op's plan, without bias; the arguments are those of `plan_op`.
 
@@ -144,7 +144,7 @@ def of_op(
         ValueError: as `plan_op`.
     """
     machine = (dtype, target, lnc)
-    plan = plan_op(op, M, matrices, *machine, weight_dtype=weight_dtype, inputs=inputs)
+    plan = plan_op(op, M, matrices, *machine, weight_dtype=weight_dtype, others=others)
     return of_plans(planned_kernels(plan))
 
 

@@ -5,8 +5,11 @@ Pure arithmetic on the facts of `hardware`: no simulation. All times modelled.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
+from importlib import import_module
+from types import ModuleType
 from typing import Literal
 
 from neuroncore.hardware import DEFAULT_TARGET, Machine, resolve_target
@@ -18,23 +21,10 @@ ITEMSIZES = {"bfloat16": 2, "float16": 2, "float32": 4}
 WEIGHT_DTYPES = ("", "float8_e4m3fn", "int8")
 COMPUTES = ("x", "fp8")
 SCALE_BYTES = 4
-FOUND_BYTES = 8
-"""Of a token in lm_head's outputs: an id and a logit."""
 
-
-Matrices = tuple[tuple[int, int], ...]
-
-
-def mlp_matrices(K: int, ranks: tuple[int, int, int], inner: int, N: int) -> Matrices:
-    """Shapes of u and v of gate, up and down, in the order of svd_mlp's schema."""
-    gate, up, down = ranks
-    return ((K, gate), (gate, inner), (K, up), (up, inner), (inner, down), (down, N))
-
-
-def qkv_matrices(K: int, ranks: tuple[int, int, int], outputs: tuple[int, int, int]) -> Matrices:
-    """Shapes of u and v of query, key and value, in the order of svd_qkv's schema."""
-    (query, key, value), (N_q, N_k, N_v) = ranks, outputs
-    return ((K, query), (query, N_q), (K, key), (key, N_k), (K, value), (value, N_v))
+Matrices = tuple[tuple[int, ...], ...]
+Other = tuple[str, tuple[int, ...], str]
+"""A kernel's parameter, its shape, in which -1 stands for the tokens, its dtype, empty for x's."""
 
 
 @dataclass(frozen=True)
@@ -42,11 +32,10 @@ class Problem:
     """What a plan is for: x [M, K] through one op on one target.
 
     Attributes:
-        op: name of the op: xw, xuv, svd_mlp, svd_qkv, mlp or lm_head.
+        op: name of the op, and of its folder in `kernels`.
         M: tokens.
-        matrices: shapes of the op's weights in the order of its schema: ((K, N),) of xw,
-            ((K, r), (r, N)) of xuv, those of gate, up and down of svd_mlp, those of query, key and
-            value of svd_qkv, ((K, I), (K, I), (I, N)) of mlp, ((H, V),) of lm_head.
+        matrices: shapes of the op's weights in the order of its schema, what is contracted first;
+            packed ones have more than two dimensions.
         dtype: of x, the result and, where `weight_dtype` names no other, the weights: bfloat16,
             float16 or float32.
         target: trn1, trn2 or trn3.
@@ -55,7 +44,7 @@ class Problem:
         weight_dtype: of weights in one byte, with an fp32 scale a column: float8_e4m3fn, of values
             up to 240, or int8; empty where they are of `dtype`.
         compute: "x", or "fp8" where prefill may round activations to fp8, token by token.
-        inputs: activations that the op is given: 1, or 2 of mlp with an x_up, which up contracts.
+        others: tensors that the op is given beside x, its weights, scales and biases.
     """
 
     op: str
@@ -67,7 +56,7 @@ class Problem:
     bf16_partial_sums: bool = False
     weight_dtype: str = ""
     compute: str = "x"
-    inputs: int = 1
+    others: tuple[Other, ...] = ()
 
     def __post_init__(self) -> None:
         machine = resolve_target(self.target)
@@ -78,13 +67,6 @@ class Problem:
         if self.dtype not in ITEMSIZES:
             raise ValueError(f"dtype must be one of {', '.join(ITEMSIZES)}; got {self.dtype!r}")
         self._check_precision()
-        if self.inputs not in (1, 2) or (self.inputs == 2 and self.op != "mlp"):
-            raise ValueError(f"inputs must be 1, or 2 of mlp; got {self.inputs} of {self.op}")
-        if self.op == "mlp" and self.inputs == 1 and self.K_up != self.K:
-            raise ValueError(
-                f"without x_up gate and up contract the same features, got {self.K} and "
-                f"{self.K_up}; use inputs=2"
-            )
         machine.check_lnc(self.lnc)
 
     def _check_precision(self) -> None:
@@ -112,20 +94,19 @@ class Problem:
         return self.matrices[0][0]
 
     @property
-    def K_up(self) -> int:  # noqa: N802
-        """Features that mlp's up contracts: those of x, or of an x_up."""
-        return self.matrices[1][0]
+    def inputs(self) -> int:
+        """Activations that the op is given: x, and those of `others` that have the tokens."""
+        return 1 + len([shape for _, shape, _ in self.others if -1 in shape])
 
     @property
     def outputs(self) -> tuple[int, ...]:
-        """Output features that lie side by side: those of query, key and value of svd_qkv."""
-        widths = tuple([columns for _, columns in self.matrices[1::2]])
-        return widths if self.op == "svd_qkv" else (self.matrices[-1][1],)
+        """Output features: of the last weight, or of the `OUTPUTS` that the op's folder names."""
+        places = getattr(self._folder, "OUTPUTS", (-1,))
+        return tuple([self.matrices[place][-1] for place in places])
 
     @property
-    def made(self) -> Matrices:
-        """Shapes of the weights whose products are contracted next, not part of the output."""
-        return self.matrices[::2] if self.op == "svd_qkv" else self.matrices[:-1]
+    def _folder(self) -> ModuleType:
+        return import_module(f"neuronmm_ops.kernels.{self.op}")
 
     @property
     def N(self) -> int:  # noqa: N802
@@ -134,13 +115,14 @@ class Problem:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Of the low-rank pairs: () of xw, (r,) of xuv, three of svd_mlp and of svd_qkv."""
+        """Of the low-rank pairs, if the weights are pairs."""
         return tuple([columns for _, columns in self.matrices[:-1:2]])
 
     @property
     def inner(self) -> int:
-        """Features between gate and down of svd_mlp and mlp, 0 of the others."""
-        return self.matrices[1][1] if self.op in ("svd_mlp", "mlp") else 0
+        """Features between gate and down of a gated MLP: what its second weight makes, else 0."""
+        is_output = len(self.outputs) > 1 or len(self.matrices) < 3
+        return 0 if is_output else self.matrices[1][-1]
 
     @property
     def itemsize(self) -> int:
@@ -151,11 +133,6 @@ class Problem:
     def weight_itemsize(self) -> int:
         """Bytes of an element of the weights."""
         return 1 if self.weight_dtype else self.itemsize
-
-    @property
-    def stacks(self) -> bool:
-        """Whether decode reads the sums of all PE column groups together."""
-        return bool(self.weight_dtype) or self.op == "lm_head"
 
     @property
     def casts(self) -> bool:
@@ -175,12 +152,12 @@ class Problem:
     @cached_property
     def weight_elements(self) -> int:
         """Elements of all weights or factors."""
-        return sum([rows * columns for rows, columns in self.matrices])
+        return sum([math.prod(shape) for shape in self.matrices])
 
     @property
     def scale_elements(self) -> int:
         """Elements of all scales: the columns of one-byte weights."""
-        return sum([columns for _, columns in self.matrices]) if self.weight_dtype else 0
+        return sum([math.prod(shape[1:]) for shape in self.matrices]) if self.weight_dtype else 0
 
     @property
     def flops(self) -> int:
@@ -190,8 +167,8 @@ class Problem:
     @property
     def least_bytes(self) -> int:
         """Activations, the weights, their scales and the output, each moved once."""
-        out = FOUND_BYTES if self.op == "lm_head" else self.itemsize * self.N
-        features = self.K + (self.K_up if self.inputs == 2 else 0)
+        out = getattr(self._folder, "RESULT_BYTES", self.itemsize * self.N)
+        features = self.K + sum([math.prod(s[1:]) for _, s, _ in self.others if -1 in s])
         activations = self.M * (self.itemsize * features + out)
         weights = self.weight_itemsize * self.weight_elements
         return activations + weights + SCALE_BYTES * self.scale_elements

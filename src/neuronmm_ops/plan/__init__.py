@@ -11,13 +11,16 @@ from functools import lru_cache
 from threading import Lock
 
 from neuroncore.hardware import resolve_target
-from neuronmm_ops.kernels.problem import Matrices, Plan, Problem, mlp_matrices, qkv_matrices
+from neuronmm_ops.kernels import problems
+from neuronmm_ops.kernels.problem import Matrices, Other, Plan, Problem
+from neuronmm_ops.kernels.problems import mlp_matrices, qkv_matrices
 from neuronmm_ops.plan import cache
 from neuronmm_ops.plan.search import find_plan, traced_again
 
 __all__ = [
     "MAX_INSTRUCTIONS",
     "Matrices",
+    "Other",
     "Plan",
     "Problem",
     "mlp_matrices",
@@ -48,7 +51,7 @@ def plan_op(
     device_loop: bool = False,
     weight_dtype: str = "",
     compute: str = "x",
-    inputs: int = 1,
+    others: tuple[Other, ...] = (),
 ) -> Plan:
     """The quickest plan of an op.
 
@@ -65,7 +68,7 @@ def plan_op(
             where that makes it shorter: trn2 and trn3, for NKI 0.6 has the loop and documents them.
         weight_dtype: as `Problem`.
         compute: as `Problem`.
-        inputs: as `Problem`.
+        others: as `Problem`.
 
     Raises:
         ValueError: sizes or names that are none, or weights that no plan fits.
@@ -75,7 +78,7 @@ def plan_op(
         *(op, M, matrices, dtype, machine.target, lnc),
         weight_dtype=weight_dtype,
         compute=compute,
-        inputs=inputs,
+        others=others,
     )
     return plan_problem(problem, max_instructions, device_loop)
 
@@ -93,8 +96,9 @@ def plan_xw(
     compute: str = "x",
 ) -> Plan:
     """The quickest plan of `x[M, K] @ w[K, N]`; the other arguments as `plan_op`."""
+    op, matrices = problems.xw(K, N)
     options = (dtype, target, lnc, max_instructions, device_loop, weight_dtype, compute)
-    return plan_op("xw", M, ((K, N),), *options)
+    return plan_op(op, M, matrices, *options)
 
 
 def plan_xuv(
@@ -131,9 +135,9 @@ def plan_xuv(
     Raises:
         ValueError: sizes or names that are none.
     """
-    machine = resolve_target(target)
+    op, matrices = problems.xuv(K, r, N)
     problem = Problem(
-        *("xuv", M, ((K, r), (r, N)), dtype, machine.target, lnc, bf16_partial_sums),
+        *(op, M, matrices, dtype, resolve_target(target).target, lnc, bf16_partial_sums),
         weight_dtype=weight_dtype,
         compute=compute,
     )
@@ -173,8 +177,9 @@ def plan_svd_mlp(
     Raises:
         ValueError: sizes or names that are none.
     """
+    op, matrices = problems.svd_mlp(K, ranks, inner, N)
     options = (dtype, target, lnc, max_instructions, device_loop, weight_dtype, compute)
-    return plan_op("svd_mlp", M, mlp_matrices(K, ranks, inner, N), *options)
+    return plan_op(op, M, matrices, *options)
 
 
 def plan_svd_qkv(
@@ -208,8 +213,9 @@ def plan_svd_qkv(
     Raises:
         ValueError: sizes or names that are none.
     """
+    op, matrices = problems.svd_qkv(K, ranks, outputs)
     options = (dtype, target, lnc, max_instructions, device_loop, weight_dtype, compute)
-    return plan_op("svd_qkv", M, qkv_matrices(K, ranks, outputs), *options)
+    return plan_op(op, M, matrices, *options)
 
 
 @lru_cache(maxsize=4096)

@@ -38,7 +38,10 @@ def fingerprint() -> str:
 
 def key_of(problem: Problem, max_instructions: int, *, device_loop: bool) -> str:
     """The name of a plan, the same on every machine."""
-    return json.dumps([*asdict(problem).values(), max_instructions, device_loop])
+    values = asdict(problem)
+    others = values.pop("others")
+    last = [*filter(None, [others]), max_instructions, device_loop]
+    return json.dumps([*values.values(), problem.inputs, *last])
 
 
 def load(problem: Problem, key: str) -> Plan | None:

@@ -41,21 +41,31 @@ class Cost:
 
 
 def operands_of(problem: Problem, kernel: Kernel) -> list[TensorSpec | None]:
-    """Operands of a kernel in its order: x, the weights, then by name an x_up and scales."""
+    """Operands of a kernel in its order: x, `others` by name, weights and scales in turn.
+
+    Raises:
+        ValueError: the kernel has no parameter of that name.
+    """
     x, stored = dtype_of(problem.dtype), dtype_of(problem.weight_dtype or problem.dtype)
-    scales = iter([TensorSpec((columns,), dtype_of("float32")) for _, columns in problem.matrices])
-    operands: list[TensorSpec | None] = [TensorSpec((problem.M, problem.K), x)]
-    operands += [TensorSpec(shape, stored) for shape in problem.matrices]
-    for name in list(inspect.signature(kernel.func).parameters)[len(operands) :]:
-        if name.endswith("_scale"):
-            operands.append(next(scales) if problem.weight_dtype else None)
-        elif name == "x_up":
-            two = problem.inputs == 2
-            operands.append(TensorSpec((problem.M, problem.K_up), x) if two else None)
-        elif name.startswith("bias"):
-            operands.append(None)
-        else:
+    others = {name: (shape, dtype) for name, shape, dtype in problem.others}
+    first = TensorSpec((problem.M, problem.K), x)
+    weights = iter([first, *[TensorSpec(shape, stored) for shape in problem.matrices]])
+    scales = iter([TensorSpec(shape[1:], dtype_of("float32")) for shape in problem.matrices])
+    operands: list[TensorSpec | None] = []
+    for name, parameter in inspect.signature(kernel.func).parameters.items():
+        if name in others:
+            shape, dtype = others.pop(name)
+            sizes = tuple([problem.M if size < 0 else size for size in shape])
+            operands.append(TensorSpec(sizes, dtype_of(dtype) if dtype else x))
+        elif parameter.default is parameter.empty:
+            operands.append(next(weights))
+        elif parameter.default is not None:
             break
+        else:
+            is_scale = problem.weight_dtype and name.endswith("_scale")
+            operands.append(next(scales) if is_scale else None)
+    if others:
+        raise ValueError(f"{kernel.func.__name__} takes no {', '.join(others)}; leave it out")
     return operands
 
 

@@ -28,6 +28,7 @@ TOKENS = 1024
 
 def decode(problem: Problem) -> Knobs:
     """Knobs of `mlp_decode`; two cores exchange the hidden block through HBM."""
+    _check(problem)
     inners = axis("inner_block", inner_blocks(problem))
     spills = axis("spill", (True, False) if problem.lnc == 1 else (True,))
     return decode_knobs(problem, {**inners[0], "spill": True}, [inners, spills])
@@ -35,7 +36,9 @@ def decode(problem: Problem) -> Knobs:
 
 def prefill(problem: Problem) -> list[Knobs]:
     """Knobs of `mlp`."""
-    hidden, resident = hidden_axis(problem), resident_axis(max(problem.K, problem.K_up))
+    _check(problem)
+    K = max([rows for rows, _ in problem.matrices[:2]])
+    hidden, resident = hidden_axis(problem), resident_axis(K)
     inners = axis("inner_block", widths(problem.inner, (256, 512, 1024, 2048)))
     blocks = axis("block", widths(problem.N, (512, 1024, 2048)))
     start: Arguments = {
@@ -68,3 +71,13 @@ def prefill(problem: Problem) -> list[Knobs]:
         return arguments["token_tiles"] == 2 or fits_groups(problem, arguments)
 
     return [Knobs("mlp", narrower(starts), axes, allows)]
+
+
+def _check(problem: Problem) -> None:
+    """Refuse weights of gate and up that contract different features, where both contract x."""
+    (K, _), (K_up, _), _ = problem.matrices
+    if K_up != K and not problem.others:
+        raise ValueError(
+            f"without x_up gate and up contract the same features, got {K} and {K_up}; "
+            f'use others=(("x_up", (-1, {K_up}), ""),)'
+        )

@@ -129,7 +129,13 @@ def launch_of(
         *(spec.name, math.prod(lead), matrices, DTYPE_NAMES[x.dtype], target, lnc),
         weight_dtype=WEIGHT_DTYPE_NAMES.get(factor.dtype, ""),
         compute=chosen.get("compute", "x"),
-        inputs=len([place for place in spec.activations if tensors[place] is not None]),
+        others=tuple(
+            [
+                (spec.operands[place].name, (-1, tensor.shape[-1]), "")
+                for place in spec.activations[1:]
+                if (tensor := tensors[place]) is not None
+            ]
+        ),
     )
     given = zip(spec.tensors, tensors, strict=True)
     return Launch(
