@@ -26,38 +26,43 @@ CANDIDATES = (
 )
 
 
+def candidates_at(
+    ratios: Sequence[float] = RATIOS,
+    block: int = 16,
+    candidates: Sequence[SVDConfig] = CANDIDATES,
+) -> list[SVDConfig]:
+    """Each candidate at each nominal ratio; a small block gives a small model many ranks."""
+    return [replace(c, ratio=ratio, block=block) for ratio, c in product(ratios, candidates)]
+
+
 def run(
     directory: str | Path,
     texts: Mapping[str, str],
     calibration: str,
-    ratios: Sequence[float] = RATIOS,
-    block: int = 16,
+    configs: Sequence[SVDConfig],
     samples: int = 64,
     seqlen: int | None = None,
     dtype: str = "auto",
     device: str = "cpu",
-    candidates: Sequence[SVDConfig] = CANDIDATES,
     progress: Progress | None = None,
 ) -> list[dict[str, Any]]:
-    """Compress a trained model's MLPs by each candidate at each ratio and take perplexities.
+    """Compress a trained model's MLPs by each config and take perplexities.
 
     Args:
         directory: a Transformers checkpoint with its tokenizer, or a hub id.
         texts: name to the text to evaluate on.
         calibration: to calibrate on; other text than `texts`.
-        ratios: nominal compression ratios.
-        block: ranks are multiples of it; small, so that a small model has many ranks.
+        configs: what to compare, such as `candidates_at` returns.
         samples: calibration blocks.
         seqlen: tokens of an evaluation block and of a calibration block; default the smaller of
             2048 and the model's limit.
         dtype: to compute in, as `hf.compress` takes it; the factors are in the checkpoint's.
         device: to compute on.
-        candidates: what to compare, but for ratio and block.
         progress: called with ("methods", compressions done, compressions in all).
 
     Returns:
-        For each text the dense row (`method` "dense", ratios 0), then for each ratio, candidate
-        and text: `method`, `allocation`, `importance`, `ratio`, `effective_ratio`, `text`,
+        For each text the dense row (`method` "dense", ratios 0), then for each config and
+        text: `method`, `allocation`, `importance`, `ratio`, `effective_ratio`, `text`,
         `ppl_token`, `excess_log_ppl`, ln of the perplexity less ln of the dense model's,
         `excess_quotient`, that divided by `BASELINE`'s, and `compute_dtype`. The quotient is None
         where the baseline is no candidate, or no worse than the dense model.
@@ -70,7 +75,6 @@ def run(
     from neuronmm_ops import hf
     from neuronmm_ops.hf.computing import cast_, check_device, computing_in, load_on
 
-    configs = [replace(c, ratio=ratio, block=block) for ratio, c in product(ratios, candidates)]
     place = check_device(device)
     tokenizer = hf.load_tokenizer(directory)
     model = hf.load_computing(directory, dtype, place)

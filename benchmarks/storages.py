@@ -29,6 +29,7 @@ from neuronmm_ops.nn.storage import STORAGES, factor_bytes
 from neuronmm_ops.nn.swap import Factors, swap_modules_
 
 RATIOS = (0.2,)
+DEFAULT = SVDConfig(block=16)
 # How v's and u's errors are kept small, for models of the same ranks; the first is the default.
 ROUNDINGS = ("feedback", "folded", "nearest")
 
@@ -38,11 +39,10 @@ def run(
     texts: Mapping[str, str],
     calibration: str,
     ratios: Sequence[float] = RATIOS,
-    block: int = 16,
     samples: int = 64,
     seqlen: int | None = None,
     device: str = "cpu",
-    config: SVDConfig | None = None,
+    config: SVDConfig = DEFAULT,
     progress: Progress | None = None,
 ) -> list[dict[str, Any]]:
     """Compress a trained model's MLPs into each storage and compare what each predicts.
@@ -52,11 +52,10 @@ def run(
         texts: name to the text to evaluate on.
         calibration: to calibrate on; other text than `texts`.
         ratios: nominal compression ratios.
-        block: ranks are multiples of it.
         samples: calibration blocks.
         seqlen: tokens of a block; default the smaller of 2048 and the model's limit.
         device: to compute on.
-        config: the method and the targets; default `SVDConfig()`.
+        config: the method, the targets and the block; small, so that a small model has many ranks.
         progress: told `("storages", models done, models in all)`.
 
     Returns:
@@ -88,7 +87,7 @@ def run(
     rows: list[dict[str, Any]] = []
     models = len(ratios) * (1 + len(STORAGES) * (len(ROUNDINGS) + 1))
     for ratio in ratios:
-        base = replace(config or SVDConfig(), ratio=ratio, block=block, storage=None)
+        base = replace(config, ratio=ratio, storage=None)
         native: dict[str, Tensor] = {}
         for labels, model, size in _models(dense, base, batches):
             for name, blocks in ids.items():

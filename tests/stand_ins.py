@@ -20,7 +20,7 @@ from torch._subclasses.functional_tensor import FunctionalTensorMode
 
 from neuroncore import hardware
 from neuroncore.boundary import TensorSpec
-from neuroncore.kernel import run
+from neuroncore.kernel import RunSettings, run
 
 # The kernels are bound to the simulator before any nki stands on the path.
 from neuronmm_ops.kernels import shim as shim
@@ -156,7 +156,9 @@ def _(args: Sequence[Tensor | None], index: int) -> Tensor:
     call, x = record.calls[index], args[0]
     assert isinstance(x, FakeTensor)
     specs = [t if t is None else TensorSpec(tuple(t.shape), str(t.dtype)[6:]) for t in args]
-    return x.new_empty(run(call.kernel, tuple(specs), call.constants, mode="trace").outputs.shape)
+    return x.new_empty(
+        run(call.kernel, tuple(specs), call.constants, RunSettings(mode="trace")).outputs.shape
+    )
 
 
 # --- a machine with them installed ---------------------------------------------------------------

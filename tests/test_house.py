@@ -12,6 +12,13 @@ MISSED = (
     "functions of more than 9 parameters",
 )
 
+LONG_SIGNATURES = (
+    # As NKI documents them.
+    *("activate2", "nc_matmul", "range_select", "tensor_scalar", "tensor_scalar_reduce"),
+    # Public, and keywords with defaults: `neuroncore.simulate`, `hf.compress`, `plan_attention`.
+    *("simulate", "compress", "plan_attention"),
+)
+
 
 @pytest.mark.parametrize("name", [name for name in house.SIZES if name not in MISSED])
 def test_a_size_within_its_limit_stays_there(name: str) -> None:
@@ -42,3 +49,10 @@ def test_a_class_name_means_one_thing() -> None:
             if isinstance(node, ast.ClassDef):
                 defined[node.name].append(f"{path.relative_to(house.ROOT)}:{node.lineno}")
     assert {name: places for name, places in defined.items() if len(places) > 1} == {}
+
+
+def test_long_signatures_are_those_with_a_reason() -> None:
+    """Beside those of ops, their kernels and plans, whose arguments are an op's operands."""
+    operands = ("src/neuronmm_ops/kernels", "src/neuronmm_ops/ops", "src/neuronmm_ops/plan")
+    others = [line for line in house.long_signatures() if not line.startswith(operands)]
+    assert sorted(line.split()[1] for line in others) == sorted(LONG_SIGNATURES)

@@ -26,7 +26,7 @@ def mamba_v1(delta: NkiTensor, u: NkiTensor, A: NkiTensor, B: NkiTensor, C: NkiT
         for state in range(A.shape[1]):
             delta_sb = _load(delta, c)
             product_sb = _product(delta_sb, _load(u, c))
-            _add_state(sums_sb, ones_sb, delta_sb, product_sb, A, B, C, c, state, 0, None)
+            _add_state(sums_sb, ones_sb, delta_sb, product_sb, (A, B, C), c, state, 0, None)
         nisa.dma_copy(out_hbm[nl.ds(c, P), :], sums_sb)
     return out_hbm
 
@@ -47,7 +47,7 @@ def mamba_v3(delta: NkiTensor, u: NkiTensor, A: NkiTensor, B: NkiTensor, C: NkiT
                 columns = nl.ds(s, COLUMNS)
                 last = _add_state(
                     sums_sb[:, columns], ones_sb, delta_sb[:, columns], product_sb[:, columns],
-                    A, B, C, c, state, s, last,
+                    (A, B, C), c, state, s, last,
                 )  # fmt: skip
         nisa.dma_copy(out_hbm[nl.ds(c, P), :], sums_sb)
     return out_hbm
@@ -58,15 +58,14 @@ def _add_state(
     ones_sb: NkiTensor,
     delta_sb: NkiTensor,
     product_sb: NkiTensor,
-    A: NkiTensor,
-    B: NkiTensor,
-    C: NkiTensor,
+    matrices: tuple[NkiTensor, NkiTensor, NkiTensor],
     channel: int,
     state: int,
     start: int,
     last: NkiTensor | None,
 ) -> NkiTensor:
     """Add one state's part of 512 steps to the sums; returns the scan's last column."""
+    A, B, C = matrices
     a_sb = nl.ndarray((P, 1), dtype=A.dtype)
     nisa.dma_copy(a_sb, A[nl.ds(channel, P), nl.ds(state, 1)])
     decay_sb = _tile(delta_sb)

@@ -55,9 +55,12 @@ def _methods(options: argparse.Namespace) -> list[dict[str, Any]]:
     texts, calibration = _read_texts(options)
     from benchmarks import methods
 
-    chosen = {"block": options.block, "dtype": options.dtype, "device": options.device}
+    configs = methods.candidates_at(block=options.block)
+    computing = {"dtype": options.dtype, "device": options.device}
     with progress_bars() as progress:
-        return methods.run(options.model, texts, calibration, **chosen, progress=progress)
+        return methods.run(
+            options.model, texts, calibration, configs, **computing, progress=progress
+        )
 
 
 def show_methods(rows: list[dict[str, Any]]) -> None:
@@ -97,10 +100,19 @@ def _excess(row: dict[str, Any]) -> str:
 def _storages(options: argparse.Namespace) -> list[dict[str, Any]]:
     texts, calibration = _read_texts(options)
     from benchmarks import storages
+    from neuronmm_ops.compress import SVDConfig
 
-    chosen = {"ratios": options.ratio, "block": options.block, "device": options.device}
+    config = SVDConfig(block=options.block)
     with progress_bars() as progress:
-        return storages.run(options.model, texts, calibration, **chosen, progress=progress)
+        return storages.run(
+            options.model,
+            texts,
+            calibration,
+            options.ratio,
+            device=options.device,
+            config=config,
+            progress=progress,
+        )
 
 
 def _show_storages(rows: list[dict[str, Any]]) -> None:

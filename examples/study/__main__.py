@@ -67,9 +67,10 @@ def main() -> None:
             dense,
             texts,
             calibration,
-            ratios=(0.4,) if quick else methods.RATIOS,
+            methods.candidates_at((0.4,), candidates=methods.CANDIDATES[:2])
+            if quick
+            else methods.candidates_at(),
             dtype="float32",
-            candidates=methods.CANDIDATES[: 2 if quick else None],
             progress=progress,
         )
     show_methods(rows)

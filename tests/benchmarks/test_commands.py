@@ -1,6 +1,7 @@
 """`python benchmarks`: options, tables and mistakes."""
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -19,8 +20,11 @@ def test_methods(run: Run, dense: Path, tmp_path: Path, monkeypatch: pytest.Monk
     for path in texts:
         path.write_text(TEXT[:1500])
     whole = methods.run
-    few = {"ratios": (0.4, 0.6), "samples": 16, "seqlen": 64, "candidates": methods.CANDIDATES[:2]}
-    monkeypatch.setattr(methods, "run", lambda *a, **options: whole(*a, **few, **options))
+    few = partial(methods.candidates_at, (0.4, 0.6), candidates=methods.CANDIDATES[:2])
+    monkeypatch.setattr(methods, "candidates_at", few)
+    monkeypatch.setattr(
+        methods, "run", lambda *a, **options: whole(*a, samples=16, seqlen=64, **options)
+    )
     arguments = ("methods", dense, "--text", texts[0], "--text", texts[1])
     arguments = (*arguments, "--calibration", texts[0], "--dtype", "bfloat16")
     outcome = run(*arguments, "--json")

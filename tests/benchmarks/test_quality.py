@@ -85,8 +85,7 @@ def test_method_rows(tiny_model):
         tiny_model,
         texts,
         TEXT,
-        ratios=(0.2, 0.6),
-        block=8,
+        methods.candidates_at((0.2, 0.6), block=8),
         seqlen=32,
         samples=4,
         progress=lambda *args: done.append(args),
@@ -121,8 +120,9 @@ def test_excess_is_divided_by_the_baselines_of_the_same_ratio_and_text(
 
     monkeypatch.setattr(methods, "token_perplexity", perplexity)
     candidates = (methods.BASELINE, SVDConfig(method="plain"))
-    options = {"ratios": (0.2, 0.4), "block": 8, "seqlen": 32, "samples": 4}
-    rows = methods.run(tiny_model, {"a": TEXT, "b": TEXT}, TEXT, candidates=candidates, **options)
+    configs = methods.candidates_at((0.2, 0.4), 8, candidates)
+    texts = {"a": TEXT, "b": TEXT}
+    rows = methods.run(tiny_model, texts, TEXT, configs, seqlen=32, samples=4)
     half = pytest.approx(math.log(1.05) / math.log(1.1))
     assert [row["excess_quotient"] for row in rows] == [
         *(None, None),
@@ -133,7 +133,7 @@ def test_excess_is_divided_by_the_baselines_of_the_same_ratio_and_text(
 
 def test_methods_need_enough_text(tiny_model):
     with pytest.raises(ValueError, match="at least one block of 64 tokens"):
-        methods.run(tiny_model, {"text": TEXT}, "a b", seqlen=64)
+        methods.run(tiny_model, {"text": TEXT}, "a b", [], seqlen=64)
 
 
 @pytest.mark.filterwarnings("ignore::neuronmm_ops.CalibrationWarning")

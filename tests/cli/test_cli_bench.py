@@ -6,13 +6,15 @@ import pytest
 import torch
 from outcomes import Run, refused
 
+from neuronmm_ops.measure.cpu import CpuOptions
+
 
 def test_options_of_cpu(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
     rows = [{"op": "xuv", "M": 1, "op_ms": 0.123456}, {"op": "xuv", "M": 8, "op_ms": 12.0}]
 
-    def measure(*arguments: Any, **options: Any) -> list[dict[str, Any]]:
-        asked.append((*arguments, options["tokens"], options["dtype"], options["backward"]))
+    def measure(options: CpuOptions, _: Any) -> list[dict[str, Any]]:
+        asked.append((options.shape, options.tokens, options.dtype, options.backward))
         return rows
 
     monkeypatch.setattr("neuronmm_ops.measure.cpu.run", measure)

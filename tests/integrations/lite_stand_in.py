@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from neuroncore.boundary import TensorSpec
-from neuroncore.kernel import run
+from neuroncore.kernel import RunSettings, run
 
 
 @dataclass
@@ -102,4 +102,4 @@ def simulated(tensors: Sequence[Any], call: int, mode: Any) -> Any:
     made = calls[call]
     (lnc,) = made.grid
     chosen = made.kernel if lnc == 1 else made.kernel[lnc]
-    return run(chosen, (), made.arguments(tensors), mode=mode)
+    return run(chosen, (), made.arguments(tensors), RunSettings(mode=mode))

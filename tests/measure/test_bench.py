@@ -72,20 +72,20 @@ def test_copies_leave_the_cache(weights, copies):
 def test_cpu_rows_of_factors_in_one_byte(storage, monkeypatch):
     monkeypatch.setattr(cpu, "copies_for", lambda _: 2)
     chosen = {"tokens": (1,), "ratios": (0.2,), "rounds": 3, "block": 8}
-    for row in cpu.run("Tiny", **chosen, storage=storage):
+    for row in cpu.run(cpu.CpuOptions("Tiny", **chosen, storage=storage)):
         assert row["storage"] == storage
         assert min(row["stored_ms"], row["stored_speedup"]) > 0
     with pytest.raises(ValueError, match=r"^factors in one byte have no gradients; leave out"):
-        cpu.run("Tiny", **chosen, storage=storage, backward=True)
+        cpu.run(cpu.CpuOptions("Tiny", **chosen, storage=storage, backward=True))
     with pytest.raises(ValueError, match=r"^storage must be fp8 or int8, got 'bf16'$"):
-        cpu.run("Tiny", **chosen, storage="bf16")
+        cpu.run(cpu.CpuOptions("Tiny", **chosen, storage="bf16"))
 
 
 @pytest.mark.usefixtures("_tiny_shape")
 def test_cpu_rows(monkeypatch):
     monkeypatch.setattr(timing, "COLD_BYTES", 1)
     monkeypatch.setattr(cpu, "copies_for", lambda _: 2)
-    rows = cpu.run("Tiny", ratios=(0.5,), tokens=(1, 3), rounds=2, block=8)
+    rows = cpu.run(cpu.CpuOptions("Tiny", ratios=(0.5,), tokens=(1, 3), rounds=2, block=8))
     assert [(row["op"], row["M"]) for row in rows] == [
         ("xuv", 1),
         ("xuv", 3),
@@ -113,9 +113,10 @@ def test_cpu_rows(monkeypatch):
 @pytest.mark.usefixtures("_tiny_shape")
 def test_cpu_rows_of_both_passes(monkeypatch):
     monkeypatch.setattr(cpu, "copies_for", lambda _: 2)
-    rows = cpu.run(
+    options = cpu.CpuOptions(
         "Tiny", ratios=(0.5,), tokens=(3,), dtype=torch.float32, rounds=2, block=8, backward=True
     )
+    rows = cpu.run(options)
     assert [(row["op"], row["pass"]) for row in rows] == [
         (op, name) for op in cpu.OPS for name in ("forward", "forward+backward")
     ]
@@ -141,4 +142,4 @@ def test_a_slow_round_ends_the_measurement_after_three():
 )
 def test_cpu_refuses_what_it_does_not_know(options, message):
     with pytest.raises(ValueError, match=message):
-        cpu.run("Tiny", **options)
+        cpu.run(cpu.CpuOptions("Tiny", **options))

@@ -18,7 +18,7 @@ import _XLAC
 import torch
 from torch import Tensor
 
-from neuroncore.kernel import run
+from neuroncore.kernel import RunSettings, run
 from neuronmm_ops.kernels import nki_kernel
 from neuronmm_ops.ops.backends.launch import Launch
 from neuronmm_ops.ops.backends.xla import TARGET
@@ -177,4 +177,4 @@ class SimulatedCore(Handler):
 
     def compute(self, launch: Launch, tensors: tuple[Tensor | None, ...]) -> Tensor:
         kernel, target = nki_kernel(launch.plan), launch.plan.problem.target
-        return run(kernel, tensors, launch.arguments, target=target).outputs
+        return run(kernel, tensors, launch.arguments, RunSettings(target)).outputs

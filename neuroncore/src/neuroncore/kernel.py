@@ -93,51 +93,69 @@ def jit(fn: Callable[..., Any] | None = None, **kwargs: Any) -> Any:
     return jit if fn is None else Kernel(fn)
 
 
+@dataclass(frozen=True)
+class RunSettings:
+    """How a kernel is run; see `simulate`, whose arguments these are."""
+
+    target: str | None = None
+    mode: Mode = "execute"
+    model: Model = "calibrated"
+    dma_model: DmaModel = "transfers"
+    cores_busy: int = 1
+    seed: int = 0
+    ranks: int | None = None
+    follow: Follow = "documentation"
+    uninitialised: Uninitialised = "partial"
+    capacity: CapacityPolicy = "raise"
+    budget: Budget | None = None
+
+    def __post_init__(self) -> None:
+        if self.mode not in ("execute", "trace"):
+            raise ValueError(f'mode must be "execute" or "trace"; got {self.mode!r}')
+        for name, allowed in (("model", MODELS), ("dma_model", DMA_MODELS)):
+            if (value := getattr(self, name)) not in allowed:
+                raise ValueError(f"{name} must be one of {', '.join(allowed)}; got {value!r}")
+        for name, allowed in (("uninitialised", Uninitialised), ("capacity", CapacityPolicy)):
+            if (value := getattr(self, name)) not in get_args(allowed):
+                raise ValueError(f"{name} must be one of {get_args(allowed)}; got {value!r}")
+        if self.follow not in get_args(Follow):
+            raise ValueError(
+                f"follow must be one of {', '.join(get_args(Follow))}; got {self.follow!r}"
+            )
+        if self.ranks is not None and (not isinstance(self.ranks, int) or self.ranks < 1):
+            raise ValueError(
+                f"ranks must be a positive number of ranks, or None; got {self.ranks!r}"
+            )
+
+
 def run(
     kernel: Kernel | Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    *,
-    target: str | None = None,
-    mode: Mode = "execute",
-    model: Model = "calibrated",
-    dma_model: DmaModel = "transfers",
-    cores_busy: int = 1,
-    seed: int = 0,
-    ranks: int | None = None,
-    follow: Follow = "documentation",
-    uninitialised: Uninitialised = "partial",
-    capacity: CapacityPolicy = "raise",
-    budget: Budget | None = None,
+    settings: RunSettings = RunSettings(),
 ) -> Simulation:
     """Run a kernel and schedule what it issued. See `simulate`."""
-    if mode not in ("execute", "trace"):
-        raise ValueError(f'mode must be "execute" or "trace"; got {mode!r}')
-    if model not in MODELS:
-        raise ValueError(f"model must be one of {', '.join(MODELS)}; got {model!r}")
-    if dma_model not in DMA_MODELS:
-        raise ValueError(f"dma_model must be one of {', '.join(DMA_MODELS)}; got {dma_model!r}")
-    if uninitialised not in get_args(Uninitialised):
-        raise ValueError(
-            f"uninitialised must be one of {get_args(Uninitialised)}; got {uninitialised!r}"
-        )
-    if capacity not in get_args(CapacityPolicy):
-        raise ValueError(f"capacity must be one of {get_args(CapacityPolicy)}; got {capacity!r}")
     if type(kernel).__module__.partition(".")[0] == "nki":
         raise TypeError(
             f"the simulated core runs functions and kernels of neuroncore.jit, got {kernel!r}, "
             "made by the installed nki; simulate in an environment without it"
         )
-    if follow not in get_args(Follow):
-        raise ValueError(f"follow must be one of {', '.join(get_args(Follow))}; got {follow!r}")
-    if ranks is not None and (not isinstance(ranks, int) or ranks < 1):
-        raise ValueError(f"ranks must be a positive number of ranks, or None; got {ranks!r}")
     kernel = kernel if isinstance(kernel, Kernel) else Kernel(kernel)
-    machine = resolve_target(target).under(dma_model).with_cores_busy(cores_busy)
-    budget = budget or Budget()
-    policies = (follow, uninitialised, budget.memory_bytes)
-    launch = KernelRun(machine, mode == "execute", kernel.lnc, seed, ranks or 1, *policies)
-    boundaries = [Boundary(launch, rank, ranks is not None) for rank in range(launch.ranks)]
+    machine = resolve_target(settings.target).under(settings.dma_model)
+    budget = settings.budget or Budget()
+    launch = KernelRun(
+        machine.with_cores_busy(settings.cores_busy),
+        settings.mode == "execute",
+        kernel.lnc,
+        settings.seed,
+        settings.ranks or 1,
+        settings.follow,
+        settings.uninitialised,
+        budget.memory_bytes,
+    )
+    boundaries = [
+        Boundary(launch, rank, settings.ranks is not None) for rank in range(launch.ranks)
+    ]
     noted.clear()
     signature = inspect.signature(kernel.func)
     bound = signature.bind(*args, **kwargs)
@@ -166,14 +184,14 @@ def run(
         for core in launch.cores:
             apply_edges(core.trace, kernel.schedule)
         try:
-            times = schedule(launch, model)
+            times = schedule(launch, settings.model)
         except CapacityError:
             for core in launch.cores:
-                order_to_fit(core.trace, machine)
-            launch.capacity = capacity
-            times = schedule(launch, model)
+                order_to_fit(core.trace, launch.machine)
+            launch.capacity = settings.capacity
+            times = schedule(launch, settings.model)
         profile = Profile(kernel.func.__name__, launch, times)
-    return Simulation(outputs[0] if ranks is None else tuple(outputs), profile)
+    return Simulation(outputs[0] if settings.ranks is None else tuple(outputs), profile)
 
 
 def _blas() -> ThreadpoolController:
@@ -235,14 +253,13 @@ def simulate(
     What runs here but the documentation refuses or leaves undefined is an `NkiWarning`.
     Raises NkiValidationError where the kernel breaks a rule, ValueError for bad arguments.
     """
-    options = {"target": target, "mode": mode, "model": model, "seed": seed}
-    options |= {"dma_model": dma_model, "cores_busy": cores_busy, "ranks": ranks}
-    options |= {"follow": follow, "uninitialised": uninitialised, "capacity": capacity}
-    options |= {"budget": budget}
-    bound = functools.partial(run, kernel, **options)
+    settings = RunSettings(
+        target, mode, model, dma_model, cores_busy, seed, ranks, follow, uninitialised, capacity,
+        budget,
+    )  # fmt: skip
     if args or kwargs:
-        return bound(args, kwargs)
-    return lambda *args, **kwargs: bound(args, kwargs).outputs
+        return run(kernel, args, kwargs, settings)
+    return lambda *args, **kwargs: run(kernel, args, kwargs, settings).outputs
 
 
 @contextmanager

@@ -36,12 +36,12 @@ def _cpu(options: argparse.Namespace) -> list[dict[str, Any]]:
 
     is_auto = options.dtype == "auto"
     dtype = compute_dtype(torch.bfloat16) if is_auto else getattr(torch, options.dtype)
+    timed = cpu.CpuOptions(
+        options.model,
+        tokens=tokens_of(options),
+        dtype=dtype,
+        backward=options.backward,
+        storage=options.storage,
+    )
     with progress_bars() as progress:
-        return cpu.run(
-            options.model,
-            tokens=tokens_of(options),
-            dtype=dtype,
-            backward=options.backward,
-            storage=options.storage,
-            progress=progress,
-        )
+        return cpu.run(timed, progress)

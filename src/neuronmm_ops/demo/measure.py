@@ -99,7 +99,7 @@ def run(
             size = sum(layer.bytes for layer in report.layers)
             add(name, hf.load_computing(target, "float32"), size, report)
         dtype = compute_dtype(torch.bfloat16)
-        (timed,) = cpu.run(TIMED_SHAPE, ("xuv",), (TIMED_RATIO,), (1,), dtype, rounds=20)
+        (timed,) = cpu.run(cpu.CpuOptions(TIMED_SHAPE, ("xuv",), (TIMED_RATIO,), (1,), dtype, 20))
     return {"rows": rows, "tokens": len(tokens), "timed": timed, "modelled": _modelled(timed)}
 
 

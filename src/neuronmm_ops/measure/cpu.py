@@ -27,21 +27,11 @@ TOKENS = (1, 8, 64, 512)
 FORWARD, BOTH = "forward", "forward+backward"
 
 
-def run(
-    shape: str = "Llama-3.2-1B",
-    ops: Sequence[str] = OPS,
-    ratios: Sequence[float] = RATIOS,
-    tokens: Sequence[int] = TOKENS,
-    dtype: torch.dtype = torch.bfloat16,
-    rounds: int = 30,
-    block: int = 128,
-    progress: Progress | None = None,
-    backward: bool = False,
-    storage: str | None = None,
-) -> list[dict[str, Any]]:
-    """Time each op at each ratio and number of tokens.
+@dataclass(frozen=True)
+class CpuOptions:
+    """What to time.
 
-    Args:
+    Attributes:
         shape: name of a model shape; `xuv` is its up projection, `svd_mlp` its MLP.
         ops: of `xuv`, `svd_mlp`.
         ratios: compression ratios; ranks as `aligned_rank` gives them.
@@ -49,9 +39,29 @@ def run(
         dtype: of activations and weights.
         rounds: timed rounds a row; fewer where they take more than a minute.
         block: ranks are multiples of it.
-        progress: called with ("measure", rows done, rows in all).
         backward: also time a forward and the gradients of x and of all weights.
         storage: `fp8` or `int8`: also time the op's forward on factors in one byte.
+    """
+
+    shape: str = "Llama-3.2-1B"
+    ops: Sequence[str] = OPS
+    ratios: Sequence[float] = RATIOS
+    tokens: Sequence[int] = TOKENS
+    dtype: torch.dtype = torch.bfloat16
+    rounds: int = 30
+    block: int = 128
+    backward: bool = False
+    storage: str | None = None
+
+
+def run(
+    options: CpuOptions = CpuOptions(), progress: Progress | None = None
+) -> list[dict[str, Any]]:
+    """Time each op at each ratio and number of tokens.
+
+    Args:
+        options: what to time.
+        progress: called with ("measure", rows done, rows in all).
 
     Returns:
         A row for each combination: `op`, `pass` (`forward` or `forward+backward`), `M`, `K`, `N`,
@@ -66,23 +76,25 @@ def run(
         ValueError: an op, the shape or the storage is unknown, no low-rank pair is smaller at a
             ratio, or gradients of factors in one byte are asked for.
     """
-    if storage is not None and backward:
+    o = options
+    if o.storage is not None and o.backward:
         raise ValueError("factors in one byte have no gradients; leave out --backward or --storage")
-    if storage is not None and storage not in STORAGES:
-        raise ValueError(f"storage must be {' or '.join(STORAGES)}, got {storage!r}")
-    sizes = resolve_shape(shape)
+    if o.storage is not None and o.storage not in STORAGES:
+        raise ValueError(f"storage must be {' or '.join(STORAGES)}, got {o.storage!r}")
+    sizes = resolve_shape(o.shape)
     K, N = sizes.hidden_size, sizes.intermediate_size
-    for op in ops:
+    for op in o.ops:
         if op not in OPS:
             raise ValueError(f"op must be one of {', '.join(OPS)}; got {op!r}")
-    if min(tokens) < 1:
-        raise ValueError(f"tokens must be at least 1, got {min(tokens)}")
-    ranks = [aligned_rank(K, N, ratio, block) for ratio in ratios]
+    if min(o.tokens) < 1:
+        raise ValueError(f"tokens must be at least 1, got {min(o.tokens)}")
+    ranks = [aligned_rank(K, N, ratio, o.block) for ratio in o.ratios]
     cases: list[Comparison] = []
-    for op, with_gradients, r, M in product(ops, (False, True)[: 1 + backward], ranks, tokens):
+    passes = (False, True)[: 1 + o.backward]
+    for op, with_gradients, r, M in product(o.ops, passes, ranks, o.tokens):
         if r is None:
-            raise ValueError(f"no rank that is a multiple of {block} is smaller than [{K}, {N}]")
-        cases.append(Comparison(op, M, K, N, r, dtype, rounds, with_gradients, storage))
+            raise ValueError(f"no rank that is a multiple of {o.block} is smaller than [{K}, {N}]")
+        cases.append(Comparison(op, M, K, N, r, o.dtype, o.rounds, with_gradients, o.storage))
     return run_all("measure", measure, cases, progress)
 
 

@@ -10,6 +10,7 @@ import numpy as np
 from neuroncore.checks.base import refuse
 from neuroncore.collectives.exchange import (
     HBM,
+    CollectiveCall,
     Values,
     issue,
     message_bytes,
@@ -39,10 +40,8 @@ def all_reduce(
         return [_reduced(ufunc, sent)] * len(sent)
 
     size = message_bytes(core, srcs)
-    options = (ufunc.__name__,)
-    issue(
-        core, opcode, ranks, srcs, dsts, options, exchange, lambda g: g.reduce_ns(size), name, True
-    )
+    call = CollectiveCall(core, opcode, ranks, srcs, dsts, name, (ufunc.__name__,))
+    issue(call, exchange, lambda group: group.reduce_ns(size), reduces=True)
 
 
 def all_gather(
@@ -70,8 +69,8 @@ def all_gather(
         return [together] * len(sent)
 
     chunk = message_bytes(core, srcs)
-    options = (collective_dim,)
-    issue(core, opcode, ranks, srcs, dsts, options, exchange, lambda g: g.gather_ns(chunk), name)
+    call = CollectiveCall(core, opcode, ranks, srcs, dsts, name, (collective_dim,))
+    issue(call, exchange, lambda group: group.gather_ns(chunk))
 
 
 def reduce_scatter(
@@ -95,10 +94,8 @@ def reduce_scatter(
         return [list(values) for values in zip(*parts, strict=True)]
 
     chunk = message_bytes(core, dsts)
-    options = (ufunc.__name__,)
-    issue(
-        core, opcode, ranks, srcs, dsts, options, exchange, lambda g: g.gather_ns(chunk), name, True
-    )
+    call = CollectiveCall(core, opcode, ranks, srcs, dsts, name, (ufunc.__name__,))
+    issue(call, exchange, lambda group: group.gather_ns(chunk), reduces=True)
 
 
 def all_to_all(
@@ -127,7 +124,8 @@ def all_to_all(
         ]
 
     size = message_bytes(core, srcs)
-    issue(core, opcode, ranks, srcs, dsts, (), exchange, lambda g: g.exchange_ns(size), name)
+    call = CollectiveCall(core, opcode, ranks, srcs, dsts, name)
+    issue(call, exchange, lambda group: group.exchange_ns(size))
 
 
 def _reduced(ufunc: np.ufunc, sent: list[Values]) -> Values:

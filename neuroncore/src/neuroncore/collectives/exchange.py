@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -89,31 +90,49 @@ def message_bytes(core: SimulatedCore, tensors: Sequence[NkiTensor]) -> int:
     return total
 
 
+@dataclass(frozen=True)
+class CollectiveCall:
+    """A collective as one core calls it.
+
+    Attributes:
+        ranks: that meet, cores of one number with each other.
+        options: that all ranks must call it with.
+        name: of the instruction.
+    """
+
+    core: SimulatedCore
+    opcode: str
+    ranks: RankList
+    srcs: Sequence[NkiTensor]
+    dsts: Sequence[NkiTensor]
+    name: str | None
+    options: tuple[Any, ...] = ()
+
+    @property
+    def group(self) -> RankGroup:
+        """The ranks on their chips."""
+        return RankGroup(self.opcode, self.core.machine, self.core.launch.lnc, self.ranks)
+
+
 def issue(
-    core: SimulatedCore,
-    opcode: str,
-    ranks: RankList,
-    srcs: Sequence[NkiTensor],
-    dsts: Sequence[NkiTensor],
-    options: tuple[Any, ...],
+    call: CollectiveCall,
     exchange: Exchange,
     ns: Callable[[RankGroup], float],
-    name: str | None,
     reduces: bool = False,
 ) -> None:
-    """Exchange values among the ranks of a list, cores of one number with each other.
+    """Exchange values among the ranks of a list, and record the instruction.
 
-    All ranks must come with tensors of the same shapes and with the same options. Reductions get
-    floats in fp32, and round once.
+    All ranks must come with tensors of the same shapes. Reductions get floats in fp32, and round
+    once.
     """
-    group = RankGroup(opcode, core.machine, core.launch.lnc, ranks)
+    core, group = call.core, call.group
     lnc = core.launch.lnc
 
     def act(posts: Posts) -> float:
         if core.execute:
             done: list[tuple[NkiTensor, np.ndarray]] = []
             for part in range(lnc):
-                mine = [posts[rank * lnc + part] for rank in ranks]
+                mine = [posts[rank * lnc + part] for rank in call.ranks]
                 received = exchange([[_taken(t, reduces) for t in sent] for sent, _ in mine])
                 for (_, targets), values in zip(mine, received, strict=True):
                     done += zip(targets, values, strict=True)
@@ -121,27 +140,18 @@ def issue(
                 _put(target, value)
         return ns(group)
 
-    finish(core, opcode, ranks, srcs, dsts, options, (srcs, dsts), act, name)
+    finish(call, (call.srcs, call.dsts), act)
 
 
-def finish(
-    core: SimulatedCore,
-    opcode: str,
-    ranks: RankList,
-    srcs: Sequence[NkiTensor],
-    dsts: Sequence[NkiTensor],
-    options: tuple[Any, ...],
-    post: Any,
-    act: Callable[[Posts], float],
-    name: str | None,
-) -> None:
+def finish(call: CollectiveCall, post: Any, act: Callable[[Posts], float]) -> None:
     """Meet the cores of the ranks, with a post each, and record the instruction."""
-    seen = tuple([(t.shape, t.dtype, t.geometry.on_chip) for t in (*srcs, *dsts)])
+    core, opcode, tensors = call.core, call.opcode, (*call.dsts, *call.srcs)
+    shapes = tuple([(t.shape, t.dtype, t.geometry.on_chip) for t in tensors])
     lnc = core.launch.lnc
-    members = tuple(sorted([rank * lnc + part for rank in ranks for part in range(lnc)]))
-    meeting = meet(core, members, (opcode, ranks, options, seen), post, act)
-    template = core.template(_template, (*dsts, *srcs), (opcode, len(dsts)))
-    done = core.record(template, (*dsts, *srcs)).named(name)
+    members = tuple(sorted([rank * lnc + part for rank in call.ranks for part in range(lnc)]))
+    meeting = meet(core, members, (opcode, call.ranks, call.options, shapes), post, act)
+    template = core.template(_template, tensors, (opcode, len(call.dsts)))
+    done = core.record(template, tensors).named(call.name)
     core.trace.barriers[done.index] = meeting
 
 

@@ -10,6 +10,8 @@ from neuroncore.checks.base import refuse
 from neuroncore.collectives.exchange import (
     HBM,
     SBUF,
+    CollectiveCall,
+    Exchange,
     Values,
     issue,
     message_bytes,
@@ -23,7 +25,6 @@ from neuroncore.collectives.groups import (
     check_ranks,
     rank_list,
 )
-from neuroncore.collectives.links import RankGroup
 from neuroncore.core import SimulatedCore
 from neuroncore.memory.indexing import VirtualRegister
 from neuroncore.memory.tensor import NkiTensor
@@ -68,7 +69,8 @@ def collective_permute(
         return [sent[ranks.index(source_of[rank])] for rank in ranks]
 
     size = message_bytes(core, srcs)
-    issue(core, opcode, ranks, srcs, dsts, (pairs,), exchange, lambda g: g.shift_ns(size), name)
+    call = CollectiveCall(core, opcode, ranks, srcs, dsts, name, (pairs,))
+    issue(call, exchange, lambda group: group.shift_ns(size))
 
 
 def collective_permute_implicit(
@@ -87,7 +89,7 @@ def collective_permute_implicit(
     def exchange(sent: list[Values]) -> list[Values]:
         return [sent[-1], *sent[:-1]]
 
-    _shift(core, opcode, ranks, srcs, dsts, (), exchange, name, len(srcs))
+    _shift(CollectiveCall(core, opcode, ranks, srcs, dsts, name), exchange, len(srcs))
 
 
 def collective_permute_implicit_reduce(
@@ -116,8 +118,9 @@ def collective_permute_implicit_reduce(
         ]
         return [reduced[-1], *reduced[:-1]]
 
-    srcs, options = (*srcs0, *srcs1), (ufunc.__name__,)
-    _shift(core, opcode, ranks, srcs, dsts, options, exchange, name, channels, reduces=True)
+    srcs = (*srcs0, *srcs1)
+    call = CollectiveCall(core, opcode, ranks, srcs, dsts, name, (ufunc.__name__,))
+    _shift(call, exchange, channels, reduces=True)
 
 
 def collective_permute_implicit_current_processing_rank_id(
@@ -175,28 +178,13 @@ def _by_channel(
     return tuple([tuple([tensors[0] for tensors in side]) for side in sides])
 
 
-def _shift(
-    core: SimulatedCore,
-    opcode: str,
-    ranks: RankList,
-    srcs: tuple[NkiTensor, ...],
-    dsts: tuple[NkiTensor, ...],
-    options: tuple[Any, ...],
-    exchange: Any,
-    name: str | None,
-    channels: int,
-    reduces: bool = False,
-) -> None:
-    for i, src in enumerate(srcs):
-        dst = dsts[i % channels]
-        operands(opcode, [src], [dst], *(*HBM, SBUF))
-        _same(opcode, src, dst)
-    size = message_bytes(core, dsts)
-
-    def ns(group: RankGroup) -> float:
-        return group.shift_ns(size, channels)
-
-    issue(core, opcode, ranks, srcs, dsts, options, exchange, ns, name, reduces)
+def _shift(call: CollectiveCall, exchange: Exchange, channels: int, reduces: bool = False) -> None:
+    for i, src in enumerate(call.srcs):
+        dst = call.dsts[i % channels]
+        operands(call.opcode, [src], [dst], *HBM, SBUF)
+        _same(call.opcode, src, dst)
+    size = message_bytes(call.core, call.dsts)
+    issue(call, exchange, lambda group: group.shift_ns(size, channels), reduces)
 
 
 def _one(opcode: str, srcs: Sequence[NkiTensor], dsts: Sequence[NkiTensor]) -> None:

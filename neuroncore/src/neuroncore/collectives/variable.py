@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -11,6 +12,7 @@ from neuroncore.checks.base import refuse
 from neuroncore.collectives.exchange import (
     HBM,
     SBUF,
+    CollectiveCall,
     finish,
     operands,
     started,
@@ -53,8 +55,8 @@ def all_gather_v(
             f"cores and {ranks}"
         )
 
-    _exchange(core, opcode, ranks, srcs, dsts, metadata_tensor, recv_counts_known, False, 1,
-              RankGroup.gather_ns, name)  # fmt: skip
+    call = CollectiveCall(core, opcode, ranks, srcs, dsts, name, (recv_counts_known, False))
+    _exchange(call, metadata_tensor, 1, RankGroup.gather_ns)
 
 
 def all_to_all_v(
@@ -90,8 +92,8 @@ def all_to_all_v(
     def ns(group: RankGroup, chunk: float) -> float:
         return group.exchange_ns(chunk * len(ranks) if core.execute else chunk)
 
-    _exchange(core, opcode, ranks, srcs, dsts, metadata_tensor, recv_counts_known, has_rdispls,
-              len(ranks), ns, name)  # fmt: skip
+    call = CollectiveCall(core, opcode, ranks, srcs, dsts, name, (recv_counts_known, has_rdispls))
+    _exchange(call, metadata_tensor, len(ranks), ns)
 
 
 def _checked(
@@ -120,21 +122,15 @@ def _checked(
 
 
 def _exchange(
-    core: SimulatedCore,
-    opcode: str,
-    ranks: RankList,
-    srcs: Sequence[NkiTensor],
-    dsts: Sequence[NkiTensor],
+    call: CollectiveCall,
     metadata: NkiTensor,
-    known: bool,
-    placed: bool,
     columns: int,
     ns: Callable[[RankGroup, float], float],
-    name: str | None,
 ) -> None:
     """Chunk r of rank s goes to rank r; of one column of sizes and places the one goes to all."""
-    lnc, count = core.launch.lnc, len(ranks)
-    group = RankGroup(opcode, core.machine, lnc, ranks)
+    core, ranks, srcs, dsts = call.core, call.ranks, call.srcs, call.dsts
+    known, placed = call.options
+    lnc, count, group = core.launch.lnc, len(ranks), call.group
 
     def act(posts: Posts) -> float:
         if not core.execute:
@@ -151,7 +147,7 @@ def _exchange(
                     size, place = tables[other][[COUNT, PLACE], min(me, columns - 1)]
                     at = tables[me][TARGET, other] if placed else slot * other
                     room = len(flat) - at if placed else slot
-                    _check_chunk(opcode, ranks[other], place, size, len(sent[other]), room)
+                    _check_chunk(call.opcode, ranks[other], place, size, len(sent[other]), room)
                     flat[at : at + size] = sent[other][place : place + size]
                     tables[me][RECEIVED, other] = size
                     most = max(most, int(size))
@@ -163,7 +159,7 @@ def _exchange(
     inputs = [_rows(metadata, 0, 2, columns), *([_rows(metadata, 3, 4, count)] if placed else [])]
     outs = [*dsts, *([] if known else [_rows(metadata, 2, 3, count)])]
     post = (srcs[0], dsts[0], metadata)
-    finish(core, opcode, ranks, [*srcs, *inputs], outs, (known, placed), post, act, name)
+    finish(replace(call, srcs=[*srcs, *inputs], dsts=outs), post, act)
 
 
 def _rows(metadata: NkiTensor, first: int, end: int, columns: int) -> NkiTensor:

@@ -42,12 +42,12 @@ def nc_matmul(
     if not (dst.index is stationary.index is moving.index is None):
         return indirection.issue(nc_matmul, "nc_matmul", {**locals()})
     core = running.active("nki.isa.nc_matmul")
-    adds, partly = adding(core, "nc_matmul", dst, accumulate)
+    addition = adding(core, "nc_matmul", dst, accumulate)
     if accumulate is False and dst.geometry.region in dst.storage.summed:
         _note_unread(core, dst)
     operands = (dst, stationary, moving)
     onezero = is_stationary_onezero or is_moving_onezero
-    options = (adds, partly, onezero, is_transpose, tile_position, tile_size, perf_mode)
+    options = (addition, onezero, is_transpose, (tile_position, tile_size), perf_mode)
     done = core.record(core.template(_matmul, operands, options), operands)
     dst.storage.summed.add(dst.geometry.region)
     return done if name is None else done.named(name)
@@ -108,15 +108,14 @@ def _matmul(
     dst: NkiTensor,
     stationary: NkiTensor,
     moving: NkiTensor,
-    adds: bool,
-    partly: bool,
+    addition: tuple[bool, bool],
     onezero: bool,
     is_transpose: bool,
-    position: tuple[int, int],
-    size: tuple[int, int],
+    tile: tuple[tuple[int, int], tuple[int, int]],
     perf_mode: matmul_perf_mode,
 ) -> InstructionTemplate:
     opcode, machine = "nc_matmul", running.active().machine
+    (adds, partly), (position, size) = addition, tile
     perf_mode = option(opcode, "perf_mode", matmul_perf_mode, perf_mode)
     check.memory(opcode, "dst", dst, PSUM)
     check.memory(opcode, "stationary", stationary, SBUF)

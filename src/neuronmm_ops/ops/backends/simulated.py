@@ -112,11 +112,11 @@ def implementation(target: str | None) -> Implementations:
 
 def _simulate(launch: Launch, tensors: Tensors) -> Tensor:
     """Run a launch on the simulated core and keep its profile."""
-    from neuroncore.kernel import run
+    from neuroncore.kernel import RunSettings, run
     from neuronmm_ops.kernels.simulated import simulated_kernel
 
     problem = launch.plan.problem
     kernel = simulated_kernel(problem.op, launch.plan.kernel, problem.lnc)
-    done = run(kernel, tensors, launch.arguments, target=problem.target)
+    done = run(kernel, tensors, launch.arguments, RunSettings(problem.target))
     _last[:] = [done.profile]
     return done.outputs
