@@ -23,7 +23,6 @@ from neuroncore import Kernel, NkiValidationError, TensorSpec
 from neuroncore.dtypes import bfloat16, dtype_of
 from neuroncore.hardware import DMA_MODELS, DmaModel, resolve_target
 from neuronmm_ops.compress.calibrate import Progress
-from neuronmm_ops.compress.rank import aligned_rank
 from neuronmm_ops.estimate.baselines import neuronmm
 from neuronmm_ops.estimate.launches import traced
 from neuronmm_ops.kernels.stages.tiling import PARTITIONS
@@ -32,6 +31,7 @@ from neuronmm_ops.models import SHAPES, ModelShape, resolve_shape
 from neuronmm_ops.nn.storage import STORAGES, dtype_name
 from neuronmm_ops.plan import Matrices, Problem, plan_problem
 from neuronmm_ops.plan.launches import planned_kernels
+from neuronmm_ops.rank import aligned_rank
 
 PAPER = "paper"
 """The shape of the paper's Figure 1 among the models' names."""

@@ -17,11 +17,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from neuroncore.hardware import MACHINES
-from neuronmm_ops.compress.rank import aligned_rank
 from neuronmm_ops.kernels.problem import Problem, mlp_matrices, qkv_matrices
 from neuronmm_ops.models import SHAPES, ModelShape
 from neuronmm_ops.plan import MAX_INSTRUCTIONS, cache
 from neuronmm_ops.plan.search import find_plan, traced_again
+from neuronmm_ops.rank import aligned_rank
 
 RATIO = 0.2
 TOKENS = (1, 128, 4096)

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 import neuronmm_ops as nm
 from benchmarks.kernels import KernelChoice, measure
 from neuroncore import Profile, simulate
-from neuronmm_ops.compress.rank import aligned_rank
 from neuronmm_ops.kernels import nki_kernel
 from neuronmm_ops.models import model_shape
 from neuronmm_ops.plan import Problem, mlp_matrices, plan_svd_mlp
+from neuronmm_ops.rank import aligned_rank
 
 TARGET = "trn2"
 LARGE = "Llama-3.2-1B"

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from neuronmm_ops import swap_
-from neuronmm_ops.compress.rank import aligned_rank
+from neuronmm_ops.rank import aligned_rank
 
 VOCABULARY = 4096
 STD = 0.05  # the logits of neighbouring tokens are then far apart

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from neuronmm_ops import SVDConfig
 from neuronmm_ops.compress.allocate import Matrix, greedy, zero_sum
 from neuronmm_ops.compress.budget import allocate, time_us
-from neuronmm_ops.compress.rank import parameter_count
+from neuronmm_ops.rank import parameter_count
 
 BLOCK = 8
 

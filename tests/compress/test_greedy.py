@@ -9,7 +9,7 @@ from toys import FAMILIES, GatedMLP, causal_lm, token_batches
 
 from neuronmm_ops import SVDConfig, SVDLinear, compress_
 from neuronmm_ops.compress.methods import METHODS
-from neuronmm_ops.compress.rank import parameter_count
+from neuronmm_ops.rank import parameter_count
 
 BATCHES = token_batches(5)
 WIDER = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}

@@ -15,7 +15,6 @@ from tolerances import assert_close_to_oracle
 
 from neuroncore import TensorSpec, dtypes, simulate
 from neuroncore.hardware import TRN1, TRN2, TRN3, Machine
-from neuronmm_ops.compress.rank import aligned_rank
 from neuronmm_ops.kernels.stages import tiling
 from neuronmm_ops.kernels.svd_mlp.decode import svd_mlp_decode
 from neuronmm_ops.kernels.svd_qkv.decode import svd_qkv_decode
@@ -23,6 +22,7 @@ from neuronmm_ops.kernels.xuv.decode import xuv_decode
 from neuronmm_ops.kernels.xw.decode import xw_decode
 from neuronmm_ops.models import SHAPES
 from neuronmm_ops.plan import Problem, mlp_matrices, plan_op, plan_problem, qkv_matrices
+from neuronmm_ops.rank import aligned_rank
 
 KERNELS = {
     "xw": xw_decode,

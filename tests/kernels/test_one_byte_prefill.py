@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from kernels.one_byte import ACTIVATIONS, KERNELS, Case, check, drawn, run
 
 import neuroncore as nc
-from neuronmm_ops.compress.rank import aligned_rank
 from neuronmm_ops.kernels.stages.tiling import KEPT_COLUMNS
 from neuronmm_ops.models import SHAPES
 from neuronmm_ops.plan import Matrices, Problem, mlp_matrices, plan_problem, qkv_matrices
+from neuronmm_ops.rank import aligned_rank
 
 WEIGHTS = ("float8_e4m3fn", "int8")
 DTYPES = ("bfloat16", "float16", "float32")

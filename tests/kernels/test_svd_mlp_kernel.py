@@ -14,11 +14,11 @@ from tolerances import assert_close_to_oracle
 
 from neuroncore import Profile, simulate
 from neuroncore.checks.lint import lint
-from neuronmm_ops.compress.rank import aligned_rank
 from neuronmm_ops.kernels.stages.tiling import HIDDEN_TILES
 from neuronmm_ops.kernels.svd_mlp.prefill import svd_mlp
 from neuronmm_ops.models import SHAPES
 from neuronmm_ops.plan import Problem, mlp_matrices, plan_problem
+from neuronmm_ops.rank import aligned_rank
 
 DTYPES = {
     "bfloat16": ml_dtypes.bfloat16,

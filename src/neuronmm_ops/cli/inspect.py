@@ -64,8 +64,8 @@ def summary(report: "CompressionReport") -> dict[str, Any]:
 
 def show_summary(document: dict[str, Any]) -> None:
     """Print the document as a table, and its totals."""
-    from neuronmm_ops.compress.rank import parameter_count
     from neuronmm_ops.nn.storage import storage_named
+    from neuronmm_ops.rank import parameter_count
 
     rows: list[tuple[object, ...]] = []
     has_storage = any(layer["storage"] is not None for layer in document["layers"])

@@ -38,24 +38,22 @@ def add(commands: Any) -> None:
 
 
 def _plan(options: argparse.Namespace) -> list[dict[str, Any]]:
-    from neuronmm_ops.cli.plan_ranks import Settings, rank_rows
-    from neuronmm_ops.compress.rank import aligned_rank
+    from neuronmm_ops.kernels.problem import COMPUTES
     from neuronmm_ops.models import resolve_shape
-    from neuronmm_ops.nn.storage import STORAGES, dtype_name
-    from neuronmm_ops.ops.spec import COMPUTES
     from neuronmm_ops.plan import plan_xuv, plan_xw
+    from neuronmm_ops.rank import aligned_rank
 
     if not 0 < options.ratio < 1:
         raise ValueError(f"--ratio must be between 0 and 1, got {options.ratio}")
     shape = resolve_shape(options.model)
-    if options.storage not in (None, *STORAGES):
-        raise ValueError(f"--storage must be {' or '.join(STORAGES)}, got {options.storage!r}")
     machine = (options.dtype, options.target, options.lnc)
     if options.compute not in COMPUTES:
         raise ValueError(f"--compute must be {' or '.join(COMPUTES)}, got {options.compute!r}")
-    stored = dtype_name(options.storage) or ""
+    stored = _dtype_of(options.storage) if options.storage else ""
     rows: list[dict[str, Any]] = []
     if options.tp != 1:
+        from neuronmm_ops.cli.plan_ranks import Settings, rank_rows
+
         settings = Settings(options.ratio, *machine, stored, options.compute)
         for tokens in tokens_of(options):
             rows.extend(rank_rows(shape, tokens, options.tp, settings))
@@ -74,6 +72,15 @@ def _plan(options: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
+def _dtype_of(storage: str) -> str:
+    """The dtype's name of a storage, whose module imports torch."""
+    from neuronmm_ops.nn.storage import STORAGES, dtype_name
+
+    if storage not in STORAGES:
+        raise ValueError(f"--storage must be {' or '.join(STORAGES)}, got {storage!r}")
+    return dtype_name(storage) or ""
+
+
 def _together(
     shape: "ModelShape",
     tokens: int,
@@ -86,8 +93,8 @@ def _together(
 
     Dense, query, key and value are one product with their weights side by side, too.
     """
-    from neuronmm_ops.compress.rank import aligned_rank
     from neuronmm_ops.plan import plan_svd_mlp, plan_svd_qkv, plan_xw
+    from neuronmm_ops.rank import aligned_rank
 
     rows: list[dict[str, Any]] = []
     for name, projections in TOGETHER.items():
@@ -148,9 +155,9 @@ def _row(projection: str, plan: "Plan", dense: "list[Plan]") -> dict[str, Any]:
 
 
 def _show(rows: list[dict[str, Any]]) -> None:
-    from neuronmm_ops.cli.plan_ranks import show_rank_rows, speedup_range
-
     if "tp" in rows[0]:
+        from neuronmm_ops.cli.plan_ranks import show_rank_rows
+
         show_rank_rows(rows)
         return
     columns = ("projection", "K", "r", "N", "ms", "dense ms", "speedup", "bound")
@@ -176,3 +183,9 @@ def _show(rows: list[dict[str, Any]]) -> None:
     for tokens in dict.fromkeys([row["M"] for row in losing]):
         names = ", ".join([row["projection"] for row in losing if row["M"] == tokens])
         stdout.print(f"Low rank does not pay at M = {tokens}: {names}", soft_wrap=True)
+
+
+def speedup_range(low: float, high: float) -> str:
+    """A speed-up, or its range where both ends differ in print."""
+    first, last = f"{low:.2f}", f"{high:.2f}"
+    return f"{first}x" if first == last else f"{first}-{last}x"

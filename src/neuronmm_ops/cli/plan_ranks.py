@@ -6,12 +6,13 @@ from typing import Any, NamedTuple
 
 from neuroncore.cli.console import show_table, stdout
 from neuroncore.hardware import resolve_target
-from neuronmm_ops.compress.rank import aligned_rank
+from neuronmm_ops.cli.plan import speedup_range
 from neuronmm_ops.estimate.exchange import Collectives
 from neuronmm_ops.estimate.layouts import GROUPS, Group, Layout, exchanged, factors
 from neuronmm_ops.estimate.linears import Linear, divided
 from neuronmm_ops.models import ModelShape
 from neuronmm_ops.plan import Plan, plan_xuv, plan_xw
+from neuronmm_ops.rank import aligned_rank
 
 DIVIDES: tuple[Layout, ...] = ("one", "both")
 
@@ -119,9 +120,3 @@ def show_rank_rows(rows: list[dict[str, Any]]) -> None:
         "`bench model --tp` has whole layers, whose projections share launches.",
         soft_wrap=True,
     )
-
-
-def speedup_range(low: float, high: float) -> str:
-    """A speed-up, or its range where both ends differ in print."""
-    first, last = f"{low:.2f}", f"{high:.2f}"
-    return f"{first}x" if first == last else f"{first}-{last}x"

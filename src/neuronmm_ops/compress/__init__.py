@@ -5,9 +5,9 @@ from neuronmm_ops.compress.config import SVDConfig
 from neuronmm_ops.compress.factorization import Factorization, SecondMoment
 from neuronmm_ops.compress.factorize import factorize
 from neuronmm_ops.compress.pipeline import compress_
-from neuronmm_ops.compress.rank import aligned_rank
 from neuronmm_ops.compress.record import set_compute_, swap_
 from neuronmm_ops.compress.report import CompressionReport, LayerReport, LeftDense
+from neuronmm_ops.rank import aligned_rank
 
 __all__ = [
     "CompressionReport",

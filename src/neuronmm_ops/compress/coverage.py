@@ -8,12 +8,12 @@ from dataclasses import replace
 from torch import nn
 
 from neuronmm_ops.compress.config import SVDConfig
-from neuronmm_ops.compress.rank import largest_block
 from neuronmm_ops.compress.report import LayerReport, LeftDense
 from neuronmm_ops.compress.targets import ALL_LINEAR, Selection, names_in, output_head, preset_of
 from neuronmm_ops.errors import CompressionWarning
 from neuronmm_ops.nn.dense_linear import dense_linear
 from neuronmm_ops.nn.svd_linear import SVDLinear
+from neuronmm_ops.rank import largest_block
 
 # A compression that reaches a smaller share of the promised parameters is warned of.
 EXPECTED = 0.5

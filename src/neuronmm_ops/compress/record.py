@@ -11,12 +11,12 @@ from typing import Any, TypeGuard
 from torch import nn
 
 from neuronmm_ops.compress.coverage import still_dense
-from neuronmm_ops.compress.rank import parameter_count
 from neuronmm_ops.compress.report import CompressionReport, LayerReport, provenance_of
 from neuronmm_ops.errors import CheckpointError
 from neuronmm_ops.nn.svd_linear import SVDLinear
 from neuronmm_ops.nn.swap import Factors, shared_weights, swap_modules_
 from neuronmm_ops.ops.spec import COMPUTES
+from neuronmm_ops.rank import parameter_count
 
 QUANT_METHOD = "neuronmm"
 FORMAT_VERSION = 1

@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 from neuronmm_ops.compress.config import SVDConfig
-from neuronmm_ops.compress.rank import parameter_count
 from neuronmm_ops.nn.dense_linear import DenseLinear
 from neuronmm_ops.nn.storage import dtype_name, factor_bytes, storage_named
 from neuronmm_ops.nn.svd_linear import SVDLinear
 from neuronmm_ops.ops.spec import COMPUTES
+from neuronmm_ops.rank import parameter_count
 
 
 @dataclass(frozen=True)

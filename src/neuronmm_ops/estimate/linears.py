@@ -6,10 +6,10 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from neuronmm_ops.compress.rank import aligned_rank, parameter_count
 from neuronmm_ops.compress.targets import matches
 from neuronmm_ops.kernels.problem import SCALE_BYTES
 from neuronmm_ops.models import ModelShape
+from neuronmm_ops.rank import aligned_rank, parameter_count
 
 DTYPE = "bfloat16"
 ITEMSIZE = 2

@@ -13,13 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from neuronmm_ops.compress.calibrate import Progress
-from neuronmm_ops.compress.rank import aligned_rank
 from neuronmm_ops.measure.runner import run_all
 from neuronmm_ops.measure.timing import PairedTimes, copies_for, time_paired
 from neuronmm_ops.models import resolve_shape
 from neuronmm_ops.nn import SVDMLP, SVDLinear, relayout_
 from neuronmm_ops.nn.storage import STORAGES
 from neuronmm_ops.ops.backends.cpu import compute_dtype, name_of
+from neuronmm_ops.rank import aligned_rank
 
 OPS = ("xuv", "svd_mlp")
 RATIOS = (0.2, 0.5)

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from neuronmm_ops import aligned_rank
-from neuronmm_ops.compress.rank import largest_block
+from neuronmm_ops.rank import largest_block
 
 PUBLISHED = {
     "Llama-3.2-1B": (2048, 8192, (1536, 1536, 1280)),
