@@ -17,7 +17,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from neuroncore.hardware import MACHINES
-from neuronmm_ops.kernels.problem import Problem, mlp_matrices, qkv_matrices
+from neuronmm_ops.kernels.problem import Problem
+from neuronmm_ops.kernels.problems import mlp_matrices, qkv_matrices
 from neuronmm_ops.models import SHAPES, ModelShape
 from neuronmm_ops.plan import MAX_INSTRUCTIONS, cache
 from neuronmm_ops.plan.search import find_plan, traced_again

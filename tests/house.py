@@ -83,6 +83,9 @@ TIMES = {
     "CPU-s of neuronmm --version": Limit(
         lambda: cpu_seconds("-m", "neuronmm_ops_command", "--version"), 0.3
     ),
+    "CPU-s of neuronmm plan --model Llama-3.2-1B": Limit(
+        lambda: cpu_seconds("-m", "neuronmm_ops_command", "plan", "--model", "Llama-3.2-1B"), 1.5
+    ),
 }
 
 
