@@ -224,6 +224,24 @@ def test_a_file_that_a_page_names_is_there(page: str, name: str) -> None:
     assert list(ROOT.glob(name)) or any(list(root.glob(f"**/{name}")) for root in sources)
 
 
+def test_the_trees_of_the_design_are_those_of_the_repository() -> None:
+    blocks = re.findall(r"^```\n(.*?)^```", (ROOT / "DESIGN.md").read_text(), re.S | re.M)
+    named = {name for text in blocks for name in re.findall(r"[\w/]+(?:/|\.py)(?!\w)", text)}
+    assert {"svd_mlp/", "kernels/", "models.py", "neuronmm_ops_command.py"} <= named
+    paths = [
+        p for top in ("src", "neuroncore", "benchmarks", "csrc_stub") for p in tree(ROOT / top)
+    ]
+    assert [name for name in sorted(named) if not ends(paths, name.strip("/"))] == []
+
+
+def tree(top: Path) -> list[str]:
+    return [path.as_posix() for path in (top, *top.rglob("*"))]
+
+
+def ends(paths: list[str], name: str) -> bool:
+    return any(path.endswith(f"/{name}") for path in paths)
+
+
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 TOO_WIDE = """<script>addEventListener("load", () => {
   const column = document.querySelector(".md-content__inner").getBoundingClientRect().right;
