@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from neuroncore import Budget, Kernel, NkiWarning, Profile
+from neuroncore import Kernel, NkiWarning, Profile
 from neuroncore import kernel as kernels
 from neuroncore.cli.arguments import (
     Tensor,
@@ -19,7 +19,6 @@ from neuroncore.cli.console import KernelError, one_line, show_table, stdout
 from neuroncore.cli.files import FunctionPath, UsageError, kernel_of, listed, module, reported
 from neuroncore.cli.reference import Agreement, Expected, agreements, expect
 from neuroncore.cli.tensors import TensorFile
-from neuroncore.hardware import DmaModel, Model, Target
 
 _NUMBERS = (
     *("time_ms", "limit_ms", "limit_share", "bound", "tflops", "mfu", "hbm_bytes"),
@@ -34,27 +33,15 @@ class LaunchOptions:
 
     Attributes:
         arguments: values by parameter, tensors as descriptions.
-        target: the machine's name.
+        settings: of every run; their seed is that of random tensors, too.
         lnc: cores; None takes the kernel's own.
-        model: the cost model.
-        dma_model: what small DMAs cost.
-        cores_busy: cores that share the chip's HBM.
-        trace_only: compute no values.
-        seed: of random tensors.
         reference: a function to compare the outputs with.
-        budget: what a kernel may use of this machine.
     """
 
     arguments: Mapping[str, Any]
-    target: Target
+    settings: kernels.RunSettings
     lnc: int | None
-    model: Model
-    dma_model: DmaModel
-    cores_busy: int
-    trace_only: bool
-    seed: int
     reference: FunctionPath | None
-    budget: Budget
 
 
 @dataclass(frozen=True)
@@ -89,24 +76,15 @@ def run(
 
 def _run(kernel: Kernel, place: FunctionPath, launch: LaunchOptions) -> Run:
     check_arguments(kernel.func, f"kernel {place.name}", launch.arguments)
-    arguments = make_arguments(launch.arguments, launch.seed, launch.trace_only)
+    settings = launch.settings
+    arguments = make_arguments(launch.arguments, settings.seed, settings.mode == "trace")
     expected: Expected | None = None
     if launch.reference is not None:
         expected = expect(launch.reference, arguments)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", NkiWarning)
-        done = kernels.run(
-            kernel if launch.lnc is None else kernel[launch.lnc],
-            (),
-            arguments,
-            target=launch.target,
-            mode="trace" if launch.trace_only else "execute",
-            model=launch.model,
-            dma_model=launch.dma_model,
-            cores_busy=launch.cores_busy,
-            seed=launch.seed,
-            budget=launch.budget,
-        )
+        launched = kernel if launch.lnc is None else kernel[launch.lnc]
+        done = kernels.run(launched, (), arguments, settings)
     found = agreements(done.outputs, expected) if expected else []
     warned = [_warning(w) for w in caught if issubclass(w.category, NkiWarning)]
     return Run(done.outputs, done.profile, found, warned)
@@ -274,8 +252,8 @@ def sweep(
     return {
         "modelled": True,
         "kernel": str(place),
-        "target": launch.target,
-        "model": launch.model,
+        "target": launch.settings.target,
+        "model": launch.settings.model,
         "points": points,
     }
 

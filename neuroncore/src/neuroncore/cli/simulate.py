@@ -154,6 +154,7 @@ def _launch(options: argparse.Namespace) -> LaunchOptions:
     from neuroncore.cli.arguments import read_argument
     from neuroncore.cli.files import place_of
     from neuroncore.cli.runs import LaunchOptions
+    from neuroncore.kernel import RunSettings
 
     given = [read_argument(text) for text in options.arguments]
     _once("--arg", [name for name, _ in given])
@@ -162,15 +163,17 @@ def _launch(options: argparse.Namespace) -> LaunchOptions:
     reference = place_of(options.reference, "FUNCTION") if given_reference else None
     return LaunchOptions(
         arguments=dict(given),
-        target=resolve_target(options.target).target,
+        settings=RunSettings(
+            target=resolve_target(options.target).target,
+            mode="trace" if options.trace_only else "execute",
+            model=options.cost_model,
+            dma_model=options.dma_model,
+            cores_busy=options.cores_busy,
+            seed=options.seed,
+            budget=Budget(options.max_instructions, options.max_seconds, options.max_bytes),
+        ),
         lnc=options.lnc,
-        model=options.cost_model,
-        dma_model=options.dma_model,
-        cores_busy=options.cores_busy,
-        trace_only=options.trace_only,
-        seed=options.seed,
         reference=reference,
-        budget=Budget(options.max_instructions, options.max_seconds, options.max_bytes),
     )
 
 
