@@ -224,6 +224,12 @@ def test_tiles_made_in_a_loop_are_loaded_ahead_as_far_as_there_is_room():
     assert Wait.CAPACITY not in all_fit.wait
 
 
+def test_loads_ahead_leave_the_reserve_of_plans():
+    two_need_it = streamed((TRN2.usable_sbuf_bytes - 128) // 2)
+    loads = [i for i, opcode in enumerate(two_need_it.opcodes) if opcode == "dma_copy"]
+    assert two_need_it.wait[loads[1]] == Wait.CAPACITY
+
+
 def test_matmuls_take_their_columns_and_the_fitted_overhead():
     @nc.jit
     def matmuls(x):

@@ -9,7 +9,10 @@ from dataclasses import replace
 import pytest
 
 import neuroncore
+import neuroncore.isa as nisa
+import neuroncore.language as nl
 import neuronmm_ops
+from neuroncore.hardware import resolve_target
 from neuronmm_ops.plan import (
     MAX_INSTRUCTIONS,
     Problem,
@@ -70,8 +73,24 @@ def test_a_plan_costs_what_its_kernel_does(op, M, lnc):
     cost = tracing.traced(plan.problem, plan.kernel, plan.arguments)
     assert plan.times_ms == cost.times_ms
     assert plan.kernel == (f"{op}_decode" if M == 3 else op)
-    assert 0 < plan.sbuf_bytes <= plan.problem.machine.usable_sbuf_bytes
+    assert 0 < plan.sbuf_bytes <= plan.problem.machine.planned_sbuf_bytes
     assert plan.hbm_bytes >= plan.problem.least_bytes * 0.99
+
+
+@pytest.mark.parametrize("target", ["trn1", "trn2", "trn3"])
+def test_plans_leave_a_reserve_that_kernels_may_use(target):
+    machine = resolve_target(target)
+
+    def traced(columns):
+        def kernel(x):
+            nisa.memset(nl.ndarray((128, columns), nl.uint8)[:, :1], 0)
+
+        x = neuroncore.TensorSpec((1, 1), nl.float32)
+        return tracing.trace(neuroncore.jit(kernel), [x], target, {})
+
+    assert traced(machine.planned_sbuf_bytes).sbuf_bytes == machine.planned_sbuf_bytes
+    assert traced(machine.planned_sbuf_bytes + 1) is None
+    assert traced(machine.usable_sbuf_bytes) is None
 
 
 @pytest.mark.parametrize("op", ["xw", "svd_mlp"])

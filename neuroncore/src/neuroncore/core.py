@@ -67,7 +67,7 @@ class KernelRun:
         self.precise = os.environ.get("NKI_PRECISE_FP", "1") != "0"
         self.lnc, self.ranks, self.seed, self.follow = lnc, ranks, seed, follow
         self.uninitialised: Uninitialised = uninitialised
-        self.capacity: CapacityPolicy = "raise"
+        self.capacity: CapacityPolicy | None = None
         self.shared: list[list[Storage]] = [[] for _ in range(ranks)]
         self.layouts: dict[tuple[Any, ...], Layout] = {}
         self.cores = [SimulatedCore(self, i) for i in range(ranks * lnc)]

@@ -9,6 +9,7 @@ Sources, by the names used below:
 "hw" = Neuron SDK 2.32, hardware pages of Trn1, Trn2 and Trn3;
 "isa" = NKI 0.6, `nki.isa` reference;
 "nkilib" = aws-neuron/nki-library, what its MLP kernels reserve;
+"nkipy" = aws-neuron/nkipy, HardwareConstants.h, which mirrors `target_info` of the package nki;
 "perf" = Neuron SDK 2.32, NKI performance guide, profiles of trn1 among its figures;
 "profile" = the two profiles of trn2 in "dma": exp of [128,128] and of [4,4096];
 "lnc" = Neuron SDK, error NCC_EVRF066 of the compiler;
@@ -46,8 +47,9 @@ DMA_QUEUES = 16
 MIN_CYCLES = 64
 """Minimum initiation interval of an instruction, in engine cycles (cost: MIN_II)."""
 
-_RESERVED_BYTES = 16384 + 8 + 256
-"""SBUF per partition kept for dynamic DMA scratch and the identity matrix (nkilib, gen3 MLP)."""
+_PLAN_RESERVE_BYTES = 16384 + 8 + 256
+"""SBUF per partition that plans leave: dynamic DMA scratch and the identity matrix (nkilib, gen3
+MLP). A kernel may use the last 256 bytes of it, on trn1 264."""
 
 Feature = Literal[
     "double_row", "hardware_dge", "indirect_transposes", "wide_transposes",
@@ -140,6 +142,8 @@ class Machine:
     dma_engine_gbps: float
     """Practical rate of one of the 16 DMA engines, bytes per ns (dma: 17, 23, 33)."""
     dma_models: tuple[DmaCosts, ...]
+    usable_sbuf_bytes: int
+    """What a kernel may use of it (nkipy)."""
     """What small transfers and transposes cost under each of `DMA_MODELS`."""
     dma: DmaCosts
     """That of `dma_models` which times are given under."""
@@ -206,9 +210,9 @@ class Machine:
             raise ValueError(f"{name} must be 1, or 2 on {targets}; got {lnc} on {self.target}")
 
     @property
-    def usable_sbuf_bytes(self) -> int:
-        """SBUF bytes per partition that a kernel may use: the total less what is reserved."""
-        return self.sbuf_bytes - _RESERVED_BYTES
+    def planned_sbuf_bytes(self) -> int:
+        """SBUF bytes per partition that plans use, and that loads ahead of their use fill."""
+        return self.sbuf_bytes - _PLAN_RESERVE_BYTES
 
     @property
     def pe_peak_tflops(self) -> float:
@@ -334,6 +338,7 @@ TRN1 = Machine(
     dma_models=_DMA_TRN1,
     dma=_DMA_TRN1[0],
     hbm_gbps=820.0,
+    usable_sbuf_bytes=180_224,
     cores=2,
     hbm_gib=32,
     hbm_stacks=2,
@@ -357,6 +362,7 @@ TRN2 = Machine(
     dma_models=_DMA_TRN2,
     dma=_DMA_TRN2[0],
     hbm_gbps=2900.0,
+    usable_sbuf_bytes=212_984,
     cores=8,
     hbm_gib=96,
     hbm_stacks=4,
@@ -380,6 +386,7 @@ TRN3 = Machine(
     dma_models=_DMA_TRN3,
     dma=_DMA_TRN3[0],
     hbm_gbps=4700.0,
+    usable_sbuf_bytes=245_752,
     cores=8,
     hbm_gib=144,
     hbm_stacks=4,

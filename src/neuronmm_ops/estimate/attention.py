@@ -118,7 +118,7 @@ def _launched_heads(shape: Shape, dtype: str, target: str, lnc: int) -> int:
     item, machine = ITEMSIZES[dtype], resolve_target(target)
     # a head's keys and values stay; this is much quicker than a trace of too many tokens
     kept = shape.tokens * item + tiles_in(shape.tokens, PARTITIONS) * (shape.head_dim + 1) * item
-    if kept > machine.usable_sbuf_bytes:
+    if kept > machine.planned_sbuf_bytes:
         raise ValueError(_refusal(shape, dtype, target))
     one = _cost(_prefill(shape, dtype, lnc, 1), shape, dtype, target).instructions
     divisors = [n for n in range(1, shape.kv_heads + 1) if shape.kv_heads % n == 0]

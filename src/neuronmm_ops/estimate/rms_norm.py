@@ -46,7 +46,7 @@ def _planned(problem: Problem, residual: bool) -> PlannedKernel:
     operands = (x, x if residual else None, weight)
     kernel = rms_norm if problem.lnc == 1 else rms_norm[problem.lnc]
     # two tiles of x, and of its residual and result, lie beside the weight
-    least = (1 + 2 * (2 + residual)) * problem.itemsize * H // problem.machine.usable_sbuf_bytes
+    least = (1 + 2 * (2 + residual)) * problem.itemsize * H // problem.machine.planned_sbuf_bytes
     divisors = [parts for parts in range(least + 1, min(H, PARTITIONS) + 1) if H % parts == 0]
     choices = [
         PlannedKernel("rms_norm", kernel, operands, {"parts": parts})

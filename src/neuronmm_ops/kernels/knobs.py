@@ -190,7 +190,7 @@ def hidden_axis(problem: Problem) -> list[Arguments]:
     for block in token_blocks(problem, 1024):
         size = HIDDEN_TILES * min(block, problem.core_tokens[0]) * problem.itemsize
         held = tiles_in(problem.inner, HIDDEN_TILES * PARTITIONS) * size
-        room = problem.machine.usable_sbuf_bytes
+        room = problem.machine.planned_sbuf_bytes
         for part in (7, 5, 3):
             spill = min(groups, max(0, tiles_in(held - room * part // 8, size)))
             found.append({"token_block": block, "spill": spill, "resident_spilled": 0})

@@ -107,13 +107,15 @@ def of_least_regret(times_ms: Sequence[tuple[float, ...]]) -> tuple[int, float]:
 def trace(
     kernel: Kernel, operands: Sequence[TensorSpec | None], target: str, arguments: Arguments
 ) -> Cost | None:
-    """What one launch of a kernel costs; None where the simulated core refuses it."""
+    """What one launch of a kernel costs; None where it is refused, or needs the plans' reserve."""
     options: dict[str, Any] = {**arguments, "target": target, "mode": "trace"}
     try:
         run = simulate(kernel, *operands, **options)
     except NkiValidationError:
         return None
     profile = run.profile
+    if profile.sbuf_peak_bytes > profile.machine.planned_sbuf_bytes:
+        return None
     busy = {use.engine: use.busy_ms for uses in profile.engines for use in uses}
     dma_ms = max([max(core.dma_busy_ns) for core in profile.schedule.cores]) / 1e6
     return Cost(

@@ -33,6 +33,11 @@ def limit_of(memory: MemoryRegion, machine: Machine) -> int:
     return PSUM_BANKS if memory is MemoryRegion.psum else machine.usable_sbuf_bytes
 
 
+def room_of(memory: MemoryRegion, machine: Machine) -> int:
+    """What a schedule fills of it unless a kernel needs more: all but the plans' reserve."""
+    return PSUM_BANKS if memory is MemoryRegion.psum else machine.planned_sbuf_bytes
+
+
 def peak(trace: Trace, memory: MemoryRegion, machine: Machine) -> Peak:
     """The largest live set of a memory in program order."""
     tensors = [s for s in trace.storages if s.memory is memory and s.first >= 0]
@@ -53,24 +58,25 @@ def peak(trace: Trace, memory: MemoryRegion, machine: Machine) -> Peak:
 
 
 def check_fits(
-    trace: Trace, machine: Machine, policy: CapacityPolicy = "raise"
+    trace: Trace, machine: Machine, policy: CapacityPolicy | None
 ) -> dict[MemoryRegion, int]:
     """Refuse, or note, live tensors that exceed SBUF or PSUM; refuse overlapping addresses.
 
-    Returns what the schedule may fill of each memory, with a note as much as was live at once.
+    Without a policy, they are refused where they exceed `room_of`: another order may need less.
+    Returns what the schedule may fill of each memory: that, or as much as is live at once.
     """
     limits: dict[MemoryRegion, int] = {}
     for memory in (MemoryRegion.sbuf, MemoryRegion.psum):
         found = peak(trace, memory, machine)
-        limits[memory] = max(found.used, found.limit)
-        if found.used > found.limit:
+        limits[memory] = max(found.used, room_of(memory, machine))
+        if found.used > (found.limit if policy else room_of(memory, machine)):
             unit = "banks" if memory is MemoryRegion.psum else "bytes per partition"
             problem = (
                 f"{memory.value} does not fit: {found.used} {unit} are live at once, "
                 f"{machine.target} has {found.limit}; free or shrink the largest: "
                 f"{_largest(found.live)}"
             )
-            if policy == "raise":
+            if policy != "warn":
                 raise CapacityError(problem)
             note(f"{problem}; modelled as if it did")
         _check_addresses([s for s in trace.storages if s.address and s.memory is memory])

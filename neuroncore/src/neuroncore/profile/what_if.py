@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from neuroncore.collector import no_collection
 from neuroncore.hardware import DMA_ENGINES, DMA_SATURATED_BYTES, Engine, Machine
-from neuroncore.memory.liveness import limit_of
+from neuroncore.memory.liveness import room_of
 from neuroncore.memory.storage import MemoryRegion, Storage
 from neuroncore.profile.metrics import critical_steps, occupancy
 from neuroncore.timing.schedule import schedule
@@ -263,7 +263,7 @@ def _fills(memory: MemoryRegion) -> _MayBind:
     """Whether a tensor could ever have waited for room: the largest beside the fullest moment."""
 
     def may_bind(before: Schedule, _: _OnPath) -> bool:
-        limit = limit_of(memory, before.machine)
+        limit = room_of(memory, before.machine)
         for core in before.cores:
             held = max([size for _, size in occupancy(core, memory)], default=0)
             largest = max([size for _, _, size in core.occupied.get(memory, [])], default=0)

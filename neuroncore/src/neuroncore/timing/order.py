@@ -19,18 +19,21 @@ from neuroncore.timing.trace import Record, Trace
 
 
 def order_to_fit(trace: Trace, machine: Machine) -> None:
-    """Put a trace's instructions in an order that fits, if there is one; not with loops."""
+    """Put a trace's instructions in an order that fits, if there is one; not with loops.
+
+    One that leaves the plans' reserve, or one that does not.
+    """
     if trace.loops:
         return
     memories = (MemoryRegion.sbuf, MemoryRegion.psum)
     placed = [s for s in trace.storages if s.address is not None and s.first >= 0]
-    room = {
-        m: liveness.limit_of(m, machine) - liveness.covered([s for s in placed if s.memory is m])
-        for m in memories
-    }
-    order = _fitting(trace, room, _resources(placed))
-    if order is not None:
-        _reorder(trace, order)
+    covered = {m: liveness.covered([s for s in placed if s.memory is m]) for m in memories}
+    for room_of in (liveness.room_of, liveness.limit_of):
+        room = {m: room_of(m, machine) - covered[m] for m in memories}
+        order = _fitting(trace, room, _resources(placed))
+        if order is not None:
+            _reorder(trace, order)
+            return
 
 
 def _resources(placed: list[Storage]) -> dict[Storage, int]:
