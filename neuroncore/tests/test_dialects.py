@@ -96,6 +96,26 @@ def test_an_engine_and_a_reduce_command_by_name():
     equal(got, values(0, (4, 6)).sum(1, keepdims=True))
 
 
+def test_a_range_as_an_index_is_a_slice():
+    """nkipy's simple_nki_kernel.py indexes with nl.affine_range; the other two index parts."""
+
+    def body(a, b):
+        ix, iy = nl.affine_range(a.shape[0]), nl.affine_range(a.shape[1])
+        c = nl.add(nl.load(a[ix, iy]), nl.load(b[ix, iy]))
+        out = nl.ndarray(a.shape, a.dtype, buffer=nl.shared_hbm)
+        nl.store(out[ix, iy], value=c)
+        part = nl.ndarray((2, 3), a.dtype, buffer=nl.shared_hbm)
+        nl.store(part, nl.load(a[nl.affine_range(1, 3), range(0, 6, 2)]))
+        return out, part
+
+    a, b = values(0, (4, 6)), values(1, (4, 6))
+    whole, part = run(body, a, b)
+    equal(whole, a + b)
+    equal(part, a[1:3, ::2])
+    with refused("slice 0:7:1 is out of bounds of dimension 1"):
+        run(lambda x: x[range(4), range(7)], a)
+
+
 def test_dma_transpose_without_dge():
     def body(x):
         tile = nl.ndarray((6, 4), x.dtype)

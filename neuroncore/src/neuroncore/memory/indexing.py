@@ -64,6 +64,8 @@ def hashable(key: Any) -> tuple[Any, ...]:
 def _full_index(tensor: NkiTensor, key: Any) -> list[Any]:
     """One entry per dimension, `...` and what is left out made explicit."""
     keys = list(key) if isinstance(key, tuple) else [key]
+    # nkipy's kernels index with nl.affine_range(n), which is a range
+    keys = [slice(k.start, k.stop, k.step) if isinstance(k, range) else k for k in keys]
     dots = [i for i, k in enumerate(keys) if isinstance(k, EllipsisType)]
     given = len(keys) - len(dots)
     if len(dots) > 1 or given > tensor.ndim:
