@@ -5,10 +5,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from instruction_runs import (
     TARGETS,
+    Out,
     bf16,
+    call,
     compute,
     data,
     loaded,
+    noted,
     refused,
     run,
     seeds,
@@ -90,6 +93,14 @@ def test_activation_sums_its_results(shape, fused, seed):
 
     got = compute(body, (shape[0], 1), nl.float32, x)
     np.testing.assert_allclose(wide(got), np.exp(wide(x)).sum(1, keepdims=True), rtol=1e-5)
+
+
+def test_a_sum_that_no_command_asks_for_is_noted():
+    def body(dsts, srcs):
+        nisa.activation(dsts[0], nl.copy, srcs[0], reduce_op=nl.add, reduce_res=dsts[1])
+
+    with noted("activation: reduce_cmd.idle sums nothing, .*use reduce_cmd.reset_reduce"):
+        call(body, data((4, 6), f32), outs=[Out((4, 6)), Out((4, 1))])
 
 
 def test_reduce_commands_keep_their_registers():

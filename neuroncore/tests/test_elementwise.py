@@ -370,6 +370,17 @@ def test_registers():
     equal(run(kernel, x), np.array([[5, 3, 7, 7]], np.int32))
 
 
+def test_long_rows_are_noted_once():
+    def kernel(elements):
+        for _ in range(2):
+            nisa.memset(nl.ndarray((4, elements), nl.uint8), 0)
+
+    run(kernel, 32_767)
+    with noted("has more than 32,767 elements per partition; .* guide 64K; tile the free") as notes:
+        run(kernel, 32_768)
+    assert len(notes) == 1
+
+
 def test_memset_of_integers_by_a_float_is_noted():
     with noted(r"memset: .* takes an int since NKI 0.3; got 2.0"):
         got = compute(lambda dst: nisa.memset(dst, 2.0), (2, 2), nl.int32)

@@ -26,8 +26,8 @@ def test_sbuf_is_full_to_the_last_byte_and_no_further(target):
         def kernel(x):
             a = nl.ndarray((128, 1000), dtype=nl.uint8, name="small")
             b = nl.ndarray((128, limit - 1000 + more), dtype=nl.uint8, name="large")
-            nisa.memset(a, 0)
-            nisa.memset(b, 0)
+            nisa.memset(a[:, :1], 0)
+            nisa.memset(b[:, :1], 0)
             nisa.tensor_copy(a[:, 0:1], b[:, 0:1])
 
         return kernel
@@ -44,7 +44,7 @@ def test_a_tile_is_live_from_first_write_to_last_use_only():
     def kernel(x):
         for _ in range(10):
             tile = nl.ndarray((128, 100_000), dtype=nl.uint8)
-            nisa.memset(tile, 0)
+            nisa.memset(tile[:, :1], 0)
         never = nl.ndarray((128, 200_000), dtype=nl.uint8)
         assert never.shape == (128, 200_000)
 
@@ -105,7 +105,7 @@ def test_tiles_of_few_partitions_lie_above_one_another(partitions, above):
         def kernel(x):
             live = [nl.ndarray((partitions, limit), dtype=nl.uint8) for _ in range(count)]
             for tile in live:
-                nisa.memset(tile, 0)
+                nisa.memset(tile[:, :2], 0)
             for tile in live:
                 nisa.tensor_copy(tile[:, :1], tile[:, 1:2])
 

@@ -10,6 +10,7 @@ from math import prod
 from operator import attrgetter
 from typing import Any, Literal
 
+from neuroncore.checks import operands as operand_rules
 from neuroncore.checks import tensors as check
 from neuroncore.checks import views
 from neuroncore.checks.base import PACKAGE, kernel_frame, note, refuse
@@ -321,6 +322,7 @@ class SimulatedCore:
         for at, t in enumerate(operands):
             if template.engine <= Engine.GPSIMD and at not in template.scales:
                 views.engine_pattern(template.opcode, t)
+                operand_rules.engine_operand(template.opcode, self.machine, t)
         for t in operands:
             if t.geometry.indirect is not None and t.geometry.indirect[0] == "columns":
                 refuse(

@@ -12,7 +12,7 @@ Sources, by the names used below:
 "nkipy" = aws-neuron/nkipy, HardwareConstants.h, which mirrors `target_info` of the package nki;
 "perf" = Neuron SDK 2.32, NKI performance guide, profiles of trn1 among its figures;
 "profile" = the two profiles of trn2 in "dma": exp of [128,128] and of [4,4096];
-"lnc" = Neuron SDK, error NCC_EVRF066 of the compiler;
+"lnc", "fn" = Neuron SDK, errors NCC_EVRF066 and NCC_EVRF051 of the compiler;
 "fit" = a constant fitted here, on the measurement named beside it: the issue of a matmul and, for
 each of the two DMA models, one.
 """
@@ -42,8 +42,13 @@ every published figure and is the one that times are given under; what both say 
 PARTITIONS = 128
 PSUM_BANKS = 8
 PSUM_BANK_BYTES = 2048
+PSUM_ALIGN_BYTES = 4
+"""Results of TensorE start at its multiples (nki.language.tile_size.psum_min_align)."""
 DMA_ENGINES = 16
 DMA_QUEUES = 16
+FREE_ELEMENTS = 32_767
+"""Elements per partition of an engine's operand that all sources allow: "arch" has 64K, nki-library
+65,535, and AWS's neuron-agentic-development this."""
 MIN_CYCLES = 64
 """Minimum initiation interval of an instruction, in engine cycles (cost: MIN_II)."""
 
@@ -80,7 +85,7 @@ _FEATURES_TRN3 = _FEATURES_TRN2 | frozenset[Feature]({
     "all_to_all_v",  # within an instance (nki.collectives reference)
     "bf16_psum",  # a matmul writes bfloat16, then with twice the moving size (isa)
     "cross_bank_psum",  # a result of TensorE covers several PSUM banks (arch, Trainium3)
-    "float8_e4m3fn",  # TensorE reads it; before, only float8_e4m3 (isa)
+    "float8_e4m3fn",  # engines take it; before, only float8_e4m3 (isa, fn)
     "mx",  # quantize_mx and nc_matmul_mx (isa)
     "priority",  # of DMAs and collectives (isa)
     "tensor_indirection",  # NkiTensor.indirect (nki.language reference)
@@ -137,13 +142,13 @@ class Machine:
     generation: int
     sbuf_bytes: int
     """SBUF per partition (arch: 24, 28, 32 MiB over 128 partitions)."""
+    usable_sbuf_bytes: int
+    """What a kernel may use of it (nkipy)."""
     clocks_ghz: tuple[float, float, float, float]
     """TensorE, VectorE, ScalarE, GpSimdE (arch)."""
     dma_engine_gbps: float
     """Practical rate of one of the 16 DMA engines, bytes per ns (dma: 17, 23, 33)."""
     dma_models: tuple[DmaCosts, ...]
-    usable_sbuf_bytes: int
-    """What a kernel may use of it (nkipy)."""
     """What small transfers and transposes cost under each of `DMA_MODELS`."""
     dma: DmaCosts
     """That of `dma_models` which times are given under."""
@@ -333,12 +338,12 @@ TRN1 = Machine(
     target="trn1",
     generation=2,
     sbuf_bytes=192 * 1024,
+    usable_sbuf_bytes=180_224,
     clocks_ghz=(2.8, 1.12, 1.4, 1.4),
     dma_engine_gbps=17.0,
     dma_models=_DMA_TRN1,
     dma=_DMA_TRN1[0],
     hbm_gbps=820.0,
-    usable_sbuf_bytes=180_224,
     cores=2,
     hbm_gib=32,
     hbm_stacks=2,
@@ -357,12 +362,12 @@ TRN2 = Machine(
     target="trn2",
     generation=3,
     sbuf_bytes=224 * 1024,
+    usable_sbuf_bytes=212_984,
     clocks_ghz=(2.4, 0.96, 1.2, 1.2),
     dma_engine_gbps=23.0,
     dma_models=_DMA_TRN2,
     dma=_DMA_TRN2[0],
     hbm_gbps=2900.0,
-    usable_sbuf_bytes=212_984,
     cores=8,
     hbm_gib=96,
     hbm_stacks=4,
@@ -381,12 +386,12 @@ TRN3 = Machine(
     target="trn3",
     generation=4,
     sbuf_bytes=256 * 1024,
+    usable_sbuf_bytes=245_752,
     clocks_ghz=(2.4, 1.2, 1.2, 1.2),
     dma_engine_gbps=33.0,
     dma_models=_DMA_TRN3,
     dma=_DMA_TRN3[0],
     hbm_gbps=4700.0,
-    usable_sbuf_bytes=245_752,
     cores=8,
     hbm_gib=144,
     hbm_stacks=4,

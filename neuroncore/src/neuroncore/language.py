@@ -60,7 +60,7 @@ class _TileSize:
     gemm_moving_fmax = 512
     bn_stats_fmax = 512
     psum_num_banks = hardware.PSUM_BANKS
-    psum_min_align = 4
+    psum_min_align = hardware.PSUM_ALIGN_BYTES
     sbuf_min_align = 1
 
     @property

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, TypeGuard
 
-from neuroncore.checks.base import refuse
+from neuroncore import hardware as facts
+from neuroncore.checks.base import note, refuse
 from neuroncore.hardware import MACHINES, Engine, Feature, Machine
 from neuroncore.memory.storage import MemoryRegion
 
@@ -204,6 +205,18 @@ def dtype_in(opcode: str, operand: str, t: NkiTensor, *allowed: str) -> None:
     """The dtype is one that the instruction takes."""
     if t.dtype not in allowed:
         refuse(f"{opcode}: {operand} must be {', '.join(allowed)}; {t} is {t.dtype}")
+
+
+def engine_operand(opcode: str, machine: Machine, t: NkiTensor) -> None:
+    """What no engine takes: float8_e4m3fn before NeuronCore-v4 (NCC_EVRF051), and long rows."""
+    if t.geometry.elements > facts.FREE_ELEMENTS:
+        note(
+            f"{opcode}: {t} has more than {facts.FREE_ELEMENTS:,} elements per partition; AWS's "
+            "agent skills take no more, the architecture guide 64K; tile the free dimension"
+        )
+    if t.dtype == "float8_e4m3fn":
+        remedy = f"{t}: use float8_e4m3, whose bits are the same up to 240, as by .view()"
+        feature(opcode, machine, "float8_e4m3fn", "float8_e4m3fn", remedy)
 
 
 def float_dtype(opcode: str, operand: str, t: NkiTensor | None) -> None:

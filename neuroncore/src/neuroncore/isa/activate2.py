@@ -10,6 +10,7 @@ from neuroncore import core as running
 from neuroncore.checks import operands as check
 from neuroncore.checks.base import refuse
 from neuroncore.hardware import MIN_CYCLES, Engine
+from neuroncore.isa.activation import function_of, note_idle_sum
 from neuroncore.isa.enums import reduce_cmd
 from neuroncore.isa.instruction import Scalar, instruction
 from neuroncore.isa.values import flat, free_cycles, read, registers, scalar, write
@@ -58,11 +59,12 @@ def activate2(
     _check_operators(first.name, second.name, reverse0, reverse1)
     if check.is_tile(imm0) and check.is_tile(imm1):
         check.same_dtype(opcode, imm0, imm1)
-    function, command = operators.activation(op), reduce_cmd.name
+    function, command = function_of(opcode, op), reduce_cmd.name
     sloped = function.name == "prelu"
     if not sloped and (check.is_tile(relu_param) or relu_param != 0):
         refuse(f"{opcode}: relu_param is nl.prelu's; nl.{function.name} takes none, leave it out")
     reducer = _reducer(reduce_op, command)
+    note_idle_sum(opcode, reduce_op, command, reduce_res)
     if reduce_res is not None:
         check.scalar_operand(opcode, "reduce_res", reduce_res, data.geometry.partitions)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from neuroncore import core as running
 from neuroncore.checks import operands as check
-from neuroncore.checks.base import refuse
+from neuroncore.checks.base import note, refuse
 from neuroncore.hardware import MIN_CYCLES, Engine
 from neuroncore.isa.enums import reduce_cmd
 from neuroncore.isa.instruction import Scalar, instruction
@@ -34,10 +34,7 @@ def activation(
     accumulator, as `reduce_cmd` says, and written to `reduce_res` [P, 1].
     """
     core = running.active()
-    try:
-        function, command = operators.activation(op), reduce_cmd.name
-    except TypeError as error:
-        refuse(f"activation: op: {error}")
+    function, command = function_of("activation", op), reduce_cmd.name
     check.elementwise("activation", Engine.SCALAR, dst=dst, data=data)
     _check_bias(core, bias, function.name)
     for operand, t in (("bias", bias), ("scale", scale), ("reduce_res", reduce_res)):
@@ -46,6 +43,7 @@ def activation(
     if isinstance(scale, NkiTensor):
         check.dtype_in("activation", "scale", scale, "float32")
     _check_reduction(reduce_op, command)
+    note_idle_sum("activation", reduce_op, command, reduce_res)
 
     def run(
         dst: NkiTensor,
@@ -77,6 +75,23 @@ def activation(
 
 _WITHOUT_TABLE = ("copy", "identity", "relu")
 """Functions taken to be in every table: nki-library's kernels alternate copies with others."""
+
+
+def function_of(opcode: str, op: Any) -> operators.Activation:
+    """The activation function that a function of `nki.language` names."""
+    try:
+        return operators.activation(op)
+    except TypeError as error:
+        refuse(f"{opcode}: op: {error}")
+
+
+def note_idle_sum(opcode: str, op: Any, command: str, result: NkiTensor | None) -> None:
+    """ScalarE's reduce_res is then what earlier instructions left (nki.isa.activation)."""
+    if op is not None and command == "idle" and result is not None:
+        note(
+            f"{opcode}: reduce_cmd.idle sums nothing, {result} gets what the accumulators held; "
+            "use reduce_cmd.reset_reduce, or leave reduce_op out to read them"
+        )
 
 
 def _check_bias(core: running.SimulatedCore, bias: Scalar | None, op: str) -> None:

@@ -218,6 +218,9 @@ def _transpose(dst: NkiTensor, src: NkiTensor, *rest: Any) -> InstructionTemplat
         refuse(f"{opcode}: dst must be {list(shape)}; got {dst}")
     check.memory(opcode, "dst", dst, SBUF)
     check.same_dtype(opcode, dst, src)
+    if src.dtype.itemsize == 1:  # Trainium2 guide, DMA transpose
+        remedy = "view two bytes as one element, or use nc_transpose"
+        refuse(f"{opcode}: moves elements of 2 or 4 bytes; got {src}; {remedy}")
     descriptors = _checked(opcode, dst, src, priority, mode, engine.unknown)
     if mode not in (dge_mode.unknown, dge_mode.swdge if indices else dge_mode.hwdge):
         problem = f"dge_mode.{mode.name} does not {'gather' if indices else 'transpose'}"

@@ -19,9 +19,9 @@ from neuroncore.checks import operands as check
 from neuroncore.checks import views
 from neuroncore.checks.base import refuse
 from neuroncore.dtypes import DType
-from neuroncore.hardware import MIN_CYCLES, Engine
+from neuroncore.hardware import MIN_CYCLES, PARTITIONS, Engine
 from neuroncore.isa import indirection
-from neuroncore.isa.tensor_engine import adding
+from neuroncore.isa.tensor_engine import adding, check_result, check_tiling
 from neuroncore.isa.values import PSUM, SBUF, convert, flat, raw, read
 from neuroncore.memory.tensor import NkiTensor
 from neuroncore.timing.trace import InstructionTemplate, NkiInstruction
@@ -145,7 +145,7 @@ def _matmul(
     position: tuple[int, ...],
     size: tuple[int, ...],
 ) -> InstructionTemplate:
-    opcode = "nc_matmul_mx"
+    opcode, machine = "nc_matmul_mx", running.active().machine
     check.memory(opcode, "dst", dst, PSUM)
     check.dtype_in(opcode, "dst", dst, "float32", "bfloat16")
     for operand, t in (("stationary", stationary), ("moving", moving)):
@@ -157,12 +157,15 @@ def _matmul(
     k, m, n = stationary.geometry.partitions, stationary.geometry.elements, moving.geometry.elements
     if m % 2 or m > 128:
         refuse(f"{opcode}: stationary free size must be even, 128 at most; got {stationary}")
-    limit = running.active().machine.moving_max * (2 if dst.dtype == "bfloat16" else 1)
+    limit = machine.moving_max * (2 if dst.dtype == "bfloat16" else 1)
     if n > limit:
         refuse(f"{opcode}: moving free size {n} exceeds {limit}; tile it by {limit}")
     if (dst.geometry.partitions, dst.geometry.elements) != (m, n):
         refuse(f"{opcode}: dst must be [{m}, {n}], the operands' free sizes; got {dst}")
-    _check_row_tile(opcode, position, size, k)
+    check_result(opcode, machine, dst)
+    check_tiling(opcode, machine, position, size, dst, stationary, moving)
+    if size and (size[1] != PARTITIONS or position[1]):
+        refuse(f"{opcode}: row tiles only, tile_size (rows, 128) at (row, 0); got {size}")
 
     def run(
         dst: NkiTensor,
@@ -191,25 +194,6 @@ def _check_tiles(opcode: str, **operands: NkiTensor) -> None:
     for operand, t in operands.items():
         if not isinstance(t, NkiTensor):
             refuse(f"{opcode}: {operand} must be a tile; got {t!r}")
-
-
-def _check_row_tile(
-    opcode: str, position: tuple[int, ...], size: tuple[int, ...], rows: int
-) -> None:
-    """Row tiles only, of 32, 64 or 128 rows of the PE array."""
-    if bool(position) != bool(size):
-        refuse(f"{opcode}: set tile_position and tile_size both; got {position} and {size}")
-    if not size:
-        return
-    if len(size) != 2 or size[0] not in (32, 64, 128) or size[1] != 128:
-        refuse(f"{opcode}: tile_size must be (32, 64 or 128, 128), row tiles only; got {size}")
-    if len(position) != 2 or position[0] % size[0] or position[0] + size[0] > 128 or position[1]:
-        refuse(
-            f"{opcode}: tile_position must be (a multiple of {size[0]} below 128, 0); got "
-            f"{position}"
-        )
-    if rows > size[0]:
-        refuse(f"{opcode}: {rows} partitions of stationary exceed tile_size {size}")
 
 
 # values

@@ -9,7 +9,13 @@ import numpy as np
 from neuroncore import core as running
 from neuroncore.checks import operands as check
 from neuroncore.checks.base import note, refuse
-from neuroncore.hardware import MIN_CYCLES, PSUM_BANK_BYTES, Engine, Machine
+from neuroncore.hardware import (
+    MIN_CYCLES,
+    PSUM_ALIGN_BYTES,
+    PSUM_BANK_BYTES,
+    Engine,
+    Machine,
+)
 from neuroncore.isa import indirection
 from neuroncore.isa.enums import engine, engine_of, matmul_perf_mode, option
 from neuroncore.isa.instruction import instruction
@@ -62,12 +68,13 @@ def adding(
         _check_accumulates(opcode, dst)
         return True, False
     storage, region = dst.storage, dst.geometry.region
-    if accumulate is not None or not storage.summed:
+    if accumulate is not None:
         return False, False
     if region in storage.summed:
         _note_read(core, dst)
         return True, False
     if not storage.summed.intersection(dst.geometry.layout.overlaps[region]):
+        _note_filled(core, opcode, dst)
         return False, False
     if core.execute:
         _clear_unsummed(dst)
@@ -93,6 +100,21 @@ def _note_read(core: running.SimulatedCore, dst: NkiTensor) -> None:
         note(
             f"nc_matmul: accumulate=None adds to {dst}, whose sum line {line} has read; give "
             "accumulate=False to begin another, or True to go on"
+        )
+
+
+def _note_filled(core: running.SimulatedCore, opcode: str, dst: NkiTensor) -> None:
+    """Say that accumulate=None begins a sum where another engine has just written."""
+    if dst.storage.last < 0:
+        return
+    template, (storage, *_), _, line = core.trace.records[dst.storage.last]
+    if template.engine is Engine.TENSOR or storage is not dst.storage:
+        return
+    if template.regions[0] in dst.geometry.layout.overlaps[dst.geometry.region]:
+        note(
+            f"{opcode}: accumulate=None overwrites {dst}, which {template.opcode} wrote at line "
+            f"{line}; the device may add to it, which is undefined before NeuronCore-v4; give "
+            "accumulate=False"
         )
 
 
@@ -131,10 +153,10 @@ def _matmul(
         check.same_dtype("nc_matmul(is_transpose=True)", dst, moving)
     else:
         _check_dtypes(machine, dst, stationary, moving)
-    _check_bank(opcode, machine, dst)
+    check_result(opcode, machine, dst)
     k = stationary.geometry.partitions
     m, n = dst.geometry.partitions, dst.geometry.elements
-    _check_tiling(machine, position, size, k, m)
+    check_tiling(opcode, machine, position, size, dst, stationary, moving)
     _check_partitions(opcode, machine, stationary=stationary, moving=moving, dst=dst)
     passes = _passes(stationary, moving, onezero, native_transpose)
     return InstructionTemplate(
@@ -208,7 +230,7 @@ def nc_transpose(
         check.memory(opcode, "data", data, SBUF)
         check.memory(opcode, "dst", dst, PSUM)
         _check_partitions(opcode, machine, data=data, dst=dst)
-        _check_bank(opcode, machine, dst)
+        check_result(opcode, machine, dst)
         passes = _passes(data, data, False, native)
         cycles = max(p, min(MIN_CYCLES, f)) * passes
 
@@ -253,10 +275,6 @@ def _check_dtypes(machine: Machine, dst: NkiTensor, a: NkiTensor, b: NkiTensor) 
     """Legal operand dtypes and pairs, and the dtype of the result."""
     for name, t in (("stationary", a), ("moving", b)):
         check.dtype_in("nc_matmul", name, t, *_DTYPES)
-        if t.dtype == "float8_e4m3fn":
-            check.feature(
-                "nc_matmul", machine, "float8_e4m3fn", f"{name} float8_e4m3fn", "use float8_e4m3"
-            )
     wide = [t.dtype in ("float32", "tfloat32") for t in (a, b)]
     if wide[0] != wide[1]:
         refuse(
@@ -271,11 +289,16 @@ def _check_dtypes(machine: Machine, dst: NkiTensor, a: NkiTensor, b: NkiTensor) 
         refuse(f"nc_matmul: dst must be float32 on {machine.target}; {dst} is {dst.dtype}")
 
 
-def _check_bank(opcode: str, machine: Machine, dst: NkiTensor) -> None:
-    """A TensorE result stays within one 2 KiB bank before NeuronCore-v4."""
+def check_result(opcode: str, machine: Machine, dst: NkiTensor) -> None:
+    """A TensorE result is aligned, and stays within one 2 KiB bank before NeuronCore-v4."""
+    box = dst.geometry.layout.boxes[dst.geometry.region]
+    if box.byte % PSUM_ALIGN_BYTES:
+        refuse(
+            f"{opcode}: dst {dst} starts at byte {box.byte} of its partitions; PSUM is written "
+            f"from multiples of {PSUM_ALIGN_BYTES} (tile_size.psum_min_align), pad what is before"
+        )
     if machine.has("cross_bank_psum"):
         return
-    box = dst.geometry.layout.boxes[dst.geometry.region]
     first, last = box.byte // PSUM_BANK_BYTES, (box.byte_end - 1) // PSUM_BANK_BYTES
     if first != last:
         refuse(
@@ -305,23 +328,42 @@ def _check_accumulates(opcode: str, dst: NkiTensor) -> None:
         )
 
 
-def _check_tiling(
-    machine: Machine, position: tuple[int, int], size: tuple[int, int], k: int, m: int
+def check_tiling(
+    opcode: str,
+    machine: Machine,
+    position: tuple[int, ...],
+    size: tuple[int, ...],
+    dst: NkiTensor,
+    stationary: NkiTensor,
+    moving: NkiTensor,
 ) -> None:
-    """Row and column tiles of 32, 64 or 128 that the stationary tile fits; positions in line."""
-    if bool(position) != bool(size):
-        refuse(f"nc_matmul: set tile_position and tile_size both; got {position} and {size}")
+    """Row and column tiles of 32, 64 or 128 that the stationary tile fits; positions in line.
+
+    A PE row reads its partition of SBUF, a PE column writes its partition of PSUM: nki-library's
+    column tiles write partitions from start_column on.
+    """
+    if len(position) != len(size) or len(size) not in (0, 2):
+        refuse(f"{opcode}: set tile_position and tile_size both; got {position} and {size}")
     if not size:
         return
     sizes = [s for s in (32, 64, 128) if s >= machine.pe_tile]
     if any(s not in sizes for s in size):
-        refuse(f"nc_matmul: tile_size {size} must be of {sizes} on {machine.target}")
+        refuse(f"{opcode}: tile_size {size} must be of {sizes} on {machine.target}")
     if any(p % s or p + s > 128 for p, s in zip(position, size, strict=True)):
         refuse(
-            f"nc_matmul: tile_position {position} must be multiples of tile_size {size}, below 128"
+            f"{opcode}: tile_position {position} must be multiples of tile_size {size}, below 128"
         )
+    k, m = stationary.geometry.partitions, dst.geometry.partitions
     if k > size[0] or m > size[1]:
-        refuse(f"nc_matmul: stationary [{k}, {m}] exceeds tile_size {size}")
+        refuse(f"{opcode}: stationary [{k}, {m}] exceeds tile_size {size}")
+    for axis, operand, t in ((0, "stationary", stationary), (0, "moving", moving), (1, "dst", dst)):
+        first, start = position[axis], t.geometry.start
+        if not first <= start <= first + size[axis] - t.geometry.partitions:
+            refuse(
+                f"{opcode}: {operand} {t} starts at partition {start}; the tile's "
+                f"{('rows', 'columns')[axis]} {first} to {first + size[axis] - 1} reach the "
+                "partitions of these numbers; lay it there, or choose another tile_position"
+            )
 
 
 def _check_double_row(
