@@ -36,6 +36,7 @@ from transformers.utils import logging as transformers_logging
 from neuronmm_ops import CompressionReport, SVDConfig, compress_, hf
 from neuronmm_ops.eval import DOCUMENT_SEPARATOR, encode_documents, token_perplexity
 from neuronmm_ops.measure.speed import PairedSpeed, paired_speed
+from neuronmm_ops.measure.timing import cpu_name
 from neuronmm_ops.progress import progress_bars
 from neuronmm_ops.recover import RecoverConfig
 
@@ -262,7 +263,7 @@ def _inputs(plan: Plan, corpus: Corpus, dense_dir: Path) -> dict[str, Any]:
 def _machine() -> dict[str, str]:
     packages = ("neuronmm-ops", "torch", "transformers", "tokenizers")
     return {
-        "CPU": _cpu_name(),
+        "CPU": cpu_name(),
         "threads": str(torch.get_num_threads()),
         "versions": ", ".join(f"{name} {version(name)}" for name in packages)
         + f", Python {platform.python_version()}",
@@ -300,15 +301,6 @@ def _provenance(
         "timing": f"median of {plan.rounds} paired rounds",
         **_machine(),
     }
-
-
-def _cpu_name() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.is_file():
-        for line in cpuinfo.read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
 
 
 def _plan(arguments: argparse.Namespace) -> Plan:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from neuroncore.files import replacing
+from neuronmm_ops.measure.timing import cpu_name
 from neuronmm_ops.models import SHAPES, ModelShape, model_shape
 
 ROOT = Path(__file__).parents[2]
@@ -309,13 +310,8 @@ def _rounded(value: Any) -> Any:
 
 def machine() -> str:
     """CPU, cores and memory of this machine."""
-    name = platform.processor() or platform.machine()
-    info = Path("/proc/cpuinfo")
-    if info.is_file():
-        models = [line for line in info.read_text().splitlines() if line.startswith("model name")]
-        name = models[0].partition(":")[2].strip() if models else name
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    return f"{name}, {os.cpu_count()} cores, {memory:.0f} GiB"
+    return f"{cpu_name()}, {os.cpu_count()} cores, {memory:.0f} GiB"
 
 
 def _document(line: str) -> Any:

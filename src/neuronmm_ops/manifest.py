@@ -11,6 +11,7 @@ import os
 import platform
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -28,13 +29,17 @@ _ACCEPT = f"copy the checkpoint again, or, if the change is wanted, remove {MANI
 
 def versions() -> dict[str, str]:
     """Return the versions of Python and of the packages that factors depend on."""
-    found = {"python": platform.python_version()}
-    for package in ("neuronmm-ops", "torch", "transformers", "tokenizers"):
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:  # the core needs no Transformers
-            continue
-    return found
+    packages = installed_versions("neuronmm-ops", "torch", "transformers", "tokenizers")
+    return {"python": platform.python_version(), **packages}
+
+
+def installed_versions(*packages: str) -> dict[str, str]:
+    """Return the versions of those packages that are installed."""
+    installed: dict[str, str] = {}
+    for package in packages:
+        with suppress(PackageNotFoundError):
+            installed[package] = version(package)
+    return installed
 
 
 @dataclass(frozen=True)

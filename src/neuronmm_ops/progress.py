@@ -2,7 +2,7 @@
 
 import contextlib
 import sys
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Protocol
@@ -17,6 +17,15 @@ class Update(Protocol):
     """Takes a stage, its units done, its units in all, and a note such as a loss."""
 
     def __call__(self, stage: str, done: int, total: int, note: str = "") -> None: ...  # noqa: D102
+
+
+def named(
+    progress: Callable[[str, int, int], None] | None, name: str
+) -> Callable[[str, int, int], None] | None:
+    """Return a function that tells `progress`, where there is one, of stages `STAGE NAME`."""
+    if progress is None:
+        return None
+    return lambda stage, done, total: progress(f"{stage} {name}", done, total)
 
 
 @contextlib.contextmanager

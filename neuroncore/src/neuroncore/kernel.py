@@ -160,12 +160,12 @@ def run(
     signature = inspect.signature(kernel.func)
     bound = signature.bind(*args, **kwargs)
     bound.apply_defaults()
-    given = bound.arguments.items()
-    inputs = [{name: b.enter(name, value) for name, value in given} for b in boundaries]
+    named = bound.arguments.items()
+    inputs = [{name: b.enter(name, value) for name, value in named} for b in boundaries]
 
     def body(core: SimulatedCore) -> Any:
-        own = {name: on_core(core, value) for name, value in inputs[core.rank].items()}
-        call = inspect.BoundArguments(signature, OrderedDict(own))
+        arguments = {name: on_core(core, value) for name, value in inputs[core.rank].items()}
+        call = inspect.BoundArguments(signature, OrderedDict(arguments))
         return kernel.func(*call.args, **call.kwargs)
 
     with no_collection(), _blas().limit(limits=1, user_api="blas"), np.errstate(all="ignore"):

@@ -134,9 +134,9 @@ def _compress(options: argparse.Namespace) -> dict[str, Any]:
         raise ValueError("MODEL is needed: a Transformers directory or a hub id; or use --from")
     from neuronmm_ops.compress.config import SVDConfig
 
-    given = {name: value for name, value in vars(options).items() if value is not None}
-    choices = {name: given[name] for name in SVDConfig.__dataclass_fields__ if name in given}
-    keywords = {name: given[name] for name in KEYWORDS if name in given}
+    named = {name: value for name, value in vars(options).items() if value is not None}
+    choices = {name: named[name] for name in SVDConfig.__dataclass_fields__ if name in named}
+    keywords = {name: named[name] for name in KEYWORDS if name in named}
     model, text, run = options.model, options.calibration, None
     if options.recorded is None:
         config = SVDConfig(**choices)

@@ -39,12 +39,12 @@ def _demo(options: argparse.Namespace) -> dict[str, Any]:
 
     ratios = QUICK if options.quick else RATIOS
     with _directory(options.output) as place, progress_bars() as progress:
-        found = demo.run(demo.MODEL, demo.CALIBRATION, demo.HELD_OUT, place, ratios, progress)
+        measured = demo.run(demo.MODEL, demo.CALIBRATION, demo.HELD_OUT, place, ratios, progress)
         if options.output is not None:
             shutil.copytree(demo.MODEL, place / "dense")
             for text in (demo.CALIBRATION, demo.HELD_OUT):
                 shutil.copyfile(text, place / text.name)
-    return {**found, "output": options.output and str(options.output)}
+    return {**measured, "output": options.output and str(options.output)}
 
 
 @contextmanager

@@ -37,8 +37,8 @@ def _reproduce(options: argparse.Namespace) -> dict[str, Any]:
     from neuronmm_ops.reproduce import config
 
     if options.list:
-        found = {name: config.load(path) for name, path in config.shipped().items()}
-        return {"shipped": {name: asked.title for name, asked in found.items()}}
+        shipped = {name: config.load(path) for name, path in config.shipped().items()}
+        return {"shipped": {name: asked.title for name, asked in shipped.items()}}
     if options.file is None or options.output is None:
         raise ValueError("FILE.toml and -o OUT are needed; --list names the shipped files")
     asked = config.load(config.find(options.file))

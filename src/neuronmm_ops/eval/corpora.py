@@ -17,6 +17,7 @@ from neuronmm_ops.errors import NonFiniteError
 from neuronmm_ops.eval.extra import import_extra, quiet, reason
 from neuronmm_ops.eval.perplexity import block_length, token_perplexity
 from neuronmm_ops.eval.protocols import CORPORA, Corpus, Recipe, recipe_of
+from neuronmm_ops.progress import named
 
 Document = Callable[[Mapping[str, Any]], str]
 """What a row of a data set reads like."""
@@ -78,7 +79,7 @@ def perplexities(
     for name, (ids, documents, file) in texts.items():
         ids = ids[: blocks[name] * length]
         try:
-            result = token_perplexity(model, ids, length, _named(progress, name))
+            result = token_perplexity(model, ids, length, named(progress, name))
         except NonFiniteError as error:
             raise NonFiniteError(f"{name}: {error}") from None
         rows.append(
@@ -237,9 +238,3 @@ def _whole_blocks(name: str, ids: Tensor, seqlen: int, recipe: Recipe) -> int:
             "use the whole split, or a smaller seqlen"
         )
     return blocks if recipe.blocks is None else min(blocks, recipe.blocks)
-
-
-def _named(progress: Progress | None, name: str) -> Progress | None:
-    if progress is None:
-        return None
-    return lambda stage, done, total: progress(f"{stage} {name}", done, total)

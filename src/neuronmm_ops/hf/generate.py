@@ -55,12 +55,7 @@ def generate_text(
     if length == 0:
         raise ValueError("prompt must hold at least one token, got an empty text")
     check_ids(model, ids, "prompt")
-    limit = position_limit(model)
-    if limit is not None and length + max_new_tokens > limit:
-        raise ValueError(
-            f"prompt and new tokens must be at most the model's limit of {limit} tokens, "
-            f"got {length} and {max_new_tokens}"
-        )
+    check_length(model, length, max_new_tokens)
     output: Any = model.generate(  # pyright: ignore  (typed as a module's attribute)
         **inputs.to(model.device),
         max_new_tokens=max_new_tokens,
@@ -70,6 +65,16 @@ def generate_text(
     )
     new = output[0, length:]
     return tokenizer.decode(new, skip_special_tokens=True), len(new)
+
+
+def check_length(model: PreTrainedModel, length: int, new: int, prefix: str = "") -> None:
+    """Raise ValueError, after a prefix, where a prompt and new tokens do not fit the model."""
+    limit = position_limit(model)
+    if limit is not None and length + new > limit:
+        raise ValueError(
+            f"{prefix}prompt and new tokens must be at most the model's limit of {limit} tokens, "
+            f"got {length} and {new}"
+        )
 
 
 def _plain(tokenizer: Any, prompt: str, **options: Any) -> Any:

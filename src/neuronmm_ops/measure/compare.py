@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +21,10 @@ from neuronmm_ops.eval import block_length, encode_documents, token_perplexity
 from neuronmm_ops.hf.computing import cast_, load_computing, load_on
 from neuronmm_ops.hf.loading import load_tokenizer, local_directory
 from neuronmm_ops.hf.provenance import RUN_FILE, read_run
+from neuronmm_ops.manifest import installed_versions
 from neuronmm_ops.measure.speed import PairedSpeed, Phase, paired_speed
 from neuronmm_ops.ops.backends.cpu import name_of
-from neuronmm_ops.progress import in_notebook, progress_bars
+from neuronmm_ops.progress import in_notebook, named, progress_bars
 
 PREFILL_TOKENS = 512
 DECODE_TOKENS = 32
@@ -90,31 +90,32 @@ def run(
         pairs = zip(paths, reports, strict=True)
         measured = [setting.measured(path, report) for path, report in pairs]
     base_speed: dict[Phase, float] = {
-        phase: statistics.median(each.speed.tokens_per_s("dense", phase) for each in measured)
+        phase: statistics.median(
+            checkpoint.speed.tokens_per_s("dense", phase) for checkpoint in measured
+        )
         for phase in _PHASES
     }
     rows = [_dense_row(dense, name_of(base.config.dtype), base_ppl, base_speed)]
-    rows += [_row(each, base_ppl, base_speed) for each in measured]
+    rows += [_row(checkpoint, base_ppl, base_speed) for checkpoint in measured]
     return [{**row, **setting.context()} for row in rows]
 
 
-def gamma(excess_log_ppl: float, speedup: float) -> float | None:
+def gamma(loss: float | None, speedup: float | None) -> float | None:
     """Return the loss of quality for each unit of speed-up; lower is better.
 
     NeuronMM (arXiv:2510.25977) defines its gamma in words alone, as the trade-off between inference
-    speed and accuracy degradation, lower being better. Drop of the mean accuracy / (speed-up - 1)
-    fits the published range of 3.24 % to 25.27 %; no source confirms it. This is that
-    reconstruction with perplexity in the place of accuracy, so its values compare with one another
-    and not with the paper's.
+    speed and accuracy degradation. This is our reading of it: with the drop of the mean accuracy it
+    fits the published range of 3.24 % to 25.27 %, and no source confirms it.
 
     Args:
-        excess_log_ppl: of the compressed model over the dense one, nats a token, mean over texts.
+        loss: drop of the mean accuracy; or excess log-perplexity, whose values compare with one
+            another and not with the paper's.
         speedup: end to end.
 
     Returns:
-        `excess_log_ppl / (speedup - 1)`; None where nothing became faster.
+        `loss / (speedup - 1)`; None where nothing became faster, or one is not known.
     """
-    return excess_log_ppl / (speedup - 1) if speedup > 1 else None
+    return None if loss is None or speedup is None or speedup <= 1 else loss / (speedup - 1)
 
 
 @dataclass(frozen=True)
@@ -158,20 +159,20 @@ class _Setting:
             self.prefill,
             decode_tokens=self.decode_tokens,
             rounds=self.rounds,
-            progress=self._named(path.name),
+            progress=named(self.progress, path.name),
         )
         return _Measured(path, report, name_of(model.config.dtype), ppl, speed)
 
     def perplexities(self, model: Any, source: str | Path) -> dict[str, float]:
         """Return the perplexity of every text."""
-        found: dict[str, float] = {}
+        ppl: dict[str, float] = {}
         for name, tokens in self.ids.items():
-            progress = self._named(f"{Path(source).name} on {Path(name).name}")
+            progress = named(self.progress, f"{Path(source).name} on {Path(name).name}")
             try:
-                found[name] = token_perplexity(model, tokens, self.seqlen, progress).ppl_token
+                ppl[name] = token_perplexity(model, tokens, self.seqlen, progress).ppl_token
             except NonFiniteError as error:
                 raise NonFiniteError(f"{source} on {name}: {error}") from None
-        return found
+        return ppl
 
     def context(self) -> dict[str, Any]:
         """Return the fields that all rows share."""
@@ -183,14 +184,8 @@ class _Setting:
             "compute_dtype": name_of(self.base.dtype),
             "device": str(self.base.device),
             "threads": torch.get_num_threads(),
-            "versions": {name: version(name) for name in ("neuronmm-ops", "torch", "transformers")},
+            "versions": installed_versions("neuronmm-ops", "torch", "transformers"),
         }
-
-    def _named(self, name: str) -> Progress | None:
-        progress = self.progress
-        if progress is None:
-            return None
-        return lambda stage, done, total: progress(f"{stage} {name}", done, total)
 
 
 def _dense_row(
@@ -212,25 +207,27 @@ def _dense_row(
 
 
 def _row(
-    each: _Measured, base_ppl: Mapping[str, float], base_speed: Mapping[Phase, float]
+    checkpoint: _Measured, base_ppl: Mapping[str, float], base_speed: Mapping[Phase, float]
 ) -> dict[str, Any]:
-    report, speed = each.report, each.speed
-    excess = {name: math.log(ppl) - math.log(base_ppl[name]) for name, ppl in each.ppl.items()}
+    report, speed = checkpoint.report, checkpoint.speed
+    excess = {
+        name: math.log(ppl) - math.log(base_ppl[name]) for name, ppl in checkpoint.ppl.items()
+    }
     speedup = {phase: speed.speedup(phase) for phase in speed.times}
     return {
-        "dir": str(each.path),
+        "dir": str(checkpoint.path),
         "ratio": report.ratio,
         "effective_ratio": report.effective_ratio,
         "model_ratio": report.model_ratio,
-        "bytes": _bytes(each.path),
-        "ppl_token": each.ppl,
+        "bytes": _bytes(checkpoint.path),
+        "ppl_token": checkpoint.ppl,
         "excess_log_ppl": excess,
         "tokens_per_s": {phase: base_speed[phase] * speedup[phase] for phase in _PHASES},
         "speedup": speedup,
         "gamma": gamma(statistics.mean(excess.values()), speedup["end_to_end"]),
         "config": None if report.config is None else report.config.to_dict(),
         "recovered": bool(report.provenance.get("recovery")),
-        "dtype": each.dtype,
+        "dtype": checkpoint.dtype,
     }
 
 
@@ -260,11 +257,11 @@ def _encoded(
 
 def _recorded_dense(paths: Sequence[Path]) -> str:
     """Return the dense model that the checkpoints say they were made of."""
-    found = {path: _origin(path) for path in paths}
-    for path, origin in found.items():
+    origins = {path: _origin(path) for path in paths}
+    for path, origin in origins.items():
         if not origin:
             raise ValueError(f"{path} does not record its dense model; give --dense DIR")
-    (first, dense), *others = found.items()
+    (first, dense), *others = origins.items()
     for path, origin in others:
         if origin != dense:
             raise ValueError(

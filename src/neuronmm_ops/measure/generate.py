@@ -10,7 +10,6 @@ import time
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from importlib.metadata import version
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -26,9 +25,10 @@ from neuronmm_ops.errors import CheckpointError
 from neuronmm_ops.eval import encode_documents
 from neuronmm_ops.hf.computing import cast_, check_device, load_on
 from neuronmm_ops.hf.loading import load_tokenizer, local_directory
+from neuronmm_ops.manifest import installed_versions
 from neuronmm_ops.measure.generation import Alone, Timing, alone, checked, timed
 from neuronmm_ops.measure.runner import in_own_process
-from neuronmm_ops.measure.timing import MIN_ROUNDS
+from neuronmm_ops.measure.timing import MIN_ROUNDS, cpu_name
 from neuronmm_ops.ops.backends.cpu import name_of
 
 PROMPT = 512
@@ -43,7 +43,6 @@ TEXT = (
     "boats can land. "
 )
 """The prompt, repeated as often as its length needs."""
-_CPUINFO = Path("/proc/cpuinfo")
 _CACHES = 64
 """Compiled models that a process may hold; beyond torch's own 8 it would stop compiling."""
 
@@ -116,7 +115,7 @@ def run(
     modes = (False, True)[: 1 + compile]
     with _fresh_compiler() if compile else nullcontext():
         apart = _all_alone(directories, ids, new, modes, place, progress)
-        found = _in_pairs(directories, ids.to(place), new, apart, rounds, progress)
+        in_pairs = _in_pairs(directories, ids.to(place), new, apart, rounds, progress)
     context = {
         "prompt": prompt,
         "new": new,
@@ -124,15 +123,15 @@ def run(
         "cache": "static",
         "compute_dtype": name_of(apart[0, False].dtype),
         "device": str(place),
-        "device_name": _device_name(place),
+        "device_name": torch.cuda.get_device_name(place) if place.type == "cuda" else cpu_name(),
         "threads": torch.get_num_threads(),
         "versions": {
             "python": platform.python_version(),
-            **{name: version(name) for name in ("neuronmm-ops", "torch", "transformers")},
+            **installed_versions("neuronmm-ops", "torch", "transformers"),
         },
     }
     return [
-        _row(directories[key[0]], key[1], found.get(key), apart[key], prompt, batch) | context
+        _row(directories[key[0]], key[1], in_pairs.get(key), apart[key], prompt, batch) | context
         for key in product(range(len(directories)), modes)
     ]
 
@@ -146,7 +145,7 @@ def _fresh_compiler() -> Generator[None]:
 
 
 @dataclass(frozen=True)
-class _Found:
+class _Candidate:
     """The timings of a candidate, and its speed-up by phase; None for the first directory's."""
 
     timings: Sequence[Timing]
@@ -162,18 +161,18 @@ def _all_alone(
     progress: Progress | None,
 ) -> dict[Key, Alone]:
     """Give every candidate a process of its own."""
-    found: dict[Key, Alone] = {}
+    alone_by_key: dict[Key, Alone] = {}
     dtype = None
     keys = list(product(range(len(directories)), modes))
     for done, key in enumerate(keys, start=1):
         index, is_compiled = key
         directory = directories[index]
         arguments = (directory, ids, new, is_compiled, device, dtype, torch.get_num_threads())
-        found[key] = in_own_process(f"the process of {directory}", alone, *arguments)
-        dtype = found[key].dtype
+        alone_by_key[key] = in_own_process(f"the process of {directory}", alone, *arguments)
+        dtype = alone_by_key[key].dtype
         if progress:
             progress("each alone", done, len(keys))
-    return found
+    return alone_by_key
 
 
 def _in_pairs(
@@ -183,27 +182,27 @@ def _in_pairs(
     apart: Mapping[Key, Alone],
     rounds: int,
     progress: Progress | None,
-) -> dict[Key, _Found]:
+) -> dict[Key, _Candidate]:
     """Time the first model beside each of the others, two in memory at a time."""
-    keys = [key for key, each in apart.items() if each.failed is None]
+    keys = [key for key, lone in apart.items() if lone.failed is None]
     dtype = apart[0, False].dtype
     first = _ready(directories[0], ids, new, [key for key in keys if key[0] == 0], dtype)
     timings: dict[Key, list[Timing]] = {key: [] for key in keys}
-    found: dict[Key, _Found] = {}
+    candidates: dict[Key, _Candidate] = {}
     for index in range(1, len(directories)) if len(directories) > 1 else [0]:
         pair = [key for key in keys if key[0] in (0, index)]
         models = {0: first}
         if index:
-            own = [key for key in pair if key[0] == index]
-            models[index] = _ready(directories[index], ids, new, own, dtype)
+            own_keys = [key for key in pair if key[0] == index]
+            models[index] = _ready(directories[index], ids, new, own_keys, dtype)
         stage = f"rounds of {Path(directories[index]).name}"
         measured = _interleaved(models, pair, ids, new, rounds, stage, progress)
         for key, times in measured.items():
             timings[key] += times
             base = measured.get((0, key[1]))
             if key[0]:
-                found[key] = _Found(times, _speedup(base, times) if base else None)
-    return {key: found.get(key, _Found(timings[key], None)) for key in keys}
+                candidates[key] = _Candidate(times, _speedup(base, times) if base else None)
+    return {key: candidates.get(key, _Candidate(timings[key], None)) for key in keys}
 
 
 def _ready(
@@ -240,29 +239,29 @@ def _interleaved(
     return times
 
 
-def _speedup(base: Sequence[Timing], own: Sequence[Timing]) -> dict[str, dict[str, float]]:
+def _speedup(base: Sequence[Timing], candidate: Sequence[Timing]) -> dict[str, dict[str, float]]:
     """Return median and range over rounds of the base's time divided by the own, by phase."""
     fields = {"prefill": "ttft_ms", "decode": "token_ms", "end_to_end": "end_to_end_ms"}
-    found: dict[str, dict[str, float]] = {}
+    by_phase: dict[str, dict[str, float]] = {}
     for phase, name in fields.items():
-        ratios = [getattr(b, name) / getattr(o, name) for b, o in zip(base, own, strict=True)]
+        ratios = [getattr(b, name) / getattr(o, name) for b, o in zip(base, candidate, strict=True)]
         median = statistics.median(ratios)
-        found[phase] = {"median": median, "low": min(ratios), "high": max(ratios)}
-    return found
+        by_phase[phase] = {"median": median, "low": min(ratios), "high": max(ratios)}
+    return by_phase
 
 
 def _row(
     directory: str | Path,
     is_compiled: bool,
-    found: _Found | None,
+    candidate: _Candidate | None,
     apart: Alone,
     prompt: int,
     batch: int,
 ) -> dict[str, Any]:
-    timings = found.timings if found else []
+    timings = candidate.timings if candidate else []
 
     def median(name: str) -> float | None:
-        return statistics.median(getattr(each, name) for each in timings) if timings else None
+        return statistics.median(getattr(timing, name) for timing in timings) if timings else None
 
     ttft_ms, token_ms = median("ttft_ms"), median("token_ms")
     return {
@@ -276,7 +275,7 @@ def _row(
         "end_to_end_ms": median("end_to_end_ms"),
         "peak_memory_bytes": apart.peak_memory_bytes,
         "compile_s": apart.compile_s,
-        "speedup": found and found.speedup,
+        "speedup": candidate and candidate.speedup,
         "rounds": len(timings),
         "failed": apart.failed,
     }
@@ -305,13 +304,3 @@ def _prompts(directories: Sequence[str | Path], length: int, batch: int) -> Tens
     if not len(ids):
         raise CheckpointError(f"{directories[0]}: the tokenizer makes no tokens of English text")
     return ids[(torch.arange(batch)[:, None] + torch.arange(length)) % len(ids)]
-
-
-def _device_name(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    if device.type == "cpu" and _CPUINFO.is_file():
-        for line in _CPUINFO.read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()

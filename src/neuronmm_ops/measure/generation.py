@@ -20,10 +20,10 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging
 
-from neuronmm_ops.compress.batches import check_ids, position_limit
+from neuronmm_ops.compress.batches import check_ids
 from neuronmm_ops.errors import NonFiniteError
 from neuronmm_ops.hf.computing import AUTO, cast_, dtype_of, load_on
-from neuronmm_ops.hf.generate import FiniteLogits
+from neuronmm_ops.hf.generate import FiniteLogits, check_length
 
 STATUS = Path("/proc/self/status")
 MAX_REASON = 200
@@ -117,12 +117,8 @@ def checked(
         CompileError: `torch.compile` fails, or Transformers does not compile this model.
     """
     check_ids(model, ids, f"{name}: prompt")
-    limit, length = position_limit(model), ids.shape[1]
-    if limit is not None and length + new > limit:
-        raise ValueError(
-            f"{name}: prompt and new tokens must be at most the model's limit of {limit} tokens, "
-            f"got {length} and {new}"
-        )
+    length = ids.shape[1]
+    check_length(model, length, new, f"{name}: ")
     finite = LogitsProcessorList([FiniteLogits()])
     options: dict[str, Any] = {"logits_processor": finite, "return_dict_in_generate": True}
     try:
@@ -211,12 +207,12 @@ def _generate(
         compiler: Any = CompileConfig()
         compiler._compile_all_devices = True  # a CPU, too; its only way in
         config.compile_config = compiler
-    own, model.generation_config = model.generation_config, config
+    own_config, model.generation_config = model.generation_config, config
     mask = torch.ones_like(ids)
     try:
         return model.generate(ids, attention_mask=mask, **options)  # pyright: ignore  (untyped)
     finally:
-        model.generation_config = own
+        model.generation_config = own_config
 
 
 def _token_ids(value: int | Iterable[int] | None) -> Iterable[int]:

@@ -1,10 +1,12 @@
 """Paired, interleaved timing: a drift of the machine's speed meets every candidate alike."""
 
+import platform
 import statistics
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -80,3 +82,11 @@ def time_paired(
                 if index >= 0:
                     times[name].append(elapsed * 1e3 / calls)
     return PairedTimes({name: tuple(values) for name, values in times.items()})
+
+
+def cpu_name() -> str:
+    """Return the CPU's name, where the system says it."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.is_file() else []
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return models[0] if models else platform.processor() or platform.machine()

@@ -27,12 +27,12 @@ def hold_out(ids: Tensor, seqlen: int) -> tuple[Tensor, Tensor]:
         )
     most = max(1, MAX_HELD_OUT_TOKENS // seqlen)
     count = min(most, max(1, round(HELD_OUT_SHARE * available)))
-    chosen = (2 * torch.arange(count) + 1) * available // (2 * count)
+    spread = (2 * torch.arange(count) + 1) * available // (2 * count)
     blocks = ids[: available * seqlen].view(available, seqlen)
     is_kept = torch.ones(available, dtype=torch.bool)
-    is_kept[chosen] = False
+    is_kept[spread] = False
     rest = torch.cat([blocks[is_kept].flatten(), ids[available * seqlen :]])
-    return rest, blocks[chosen]
+    return rest, blocks[spread]
 
 
 class Windows:

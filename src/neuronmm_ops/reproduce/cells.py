@@ -83,12 +83,12 @@ class Store:
     def read(self, cell: Cell) -> dict[str, Any] | None:
         """Return a cell's result; None where there is none, or its file is not as we wrote it."""
         try:
-            found = json.loads(self.path(cell).read_text(encoding="utf-8"))
+            document = json.loads(self.path(cell).read_text(encoding="utf-8"))
         except (FileNotFoundError, ValueError, RecursionError):
             return None
-        is_ours = isinstance(found, dict) and found.get("key") == cell.key
-        result = found.get("result") if is_ours else None
-        is_whole = isinstance(result, dict) and found.get("result_sha256") == key_of(result)
+        is_ours = isinstance(document, dict) and document.get("key") == cell.key
+        result = document.get("result") if is_ours else None
+        is_whole = isinstance(result, dict) and document.get("result_sha256") == key_of(result)
         return result if is_whole else None
 
     def write(self, cell: Cell, result: Mapping[str, Any], seconds: float) -> None:

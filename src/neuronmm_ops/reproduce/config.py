@@ -229,7 +229,7 @@ def _parsed(values: dict[str, Any], path: Path) -> Reproduction:
         value = values.get(name, "")
         if not isinstance(value, str):
             raise ValueError(f"{name} must be a text, got {value!r:.50}")
-    found = Reproduction(
+    reproduction = Reproduction(
         title=top.title or path.stem,
         model=read_table(Model, top.model, "model"),
         compress=compress,
@@ -241,8 +241,8 @@ def _parsed(values: dict[str, Any], path: Path) -> Reproduction:
         published=top.published,
         data=top.data,
     )
-    _check(found)
-    return found
+    _check(reproduction)
+    return reproduction
 
 
 def _methods(values: object, compress: Compress) -> dict[str, SVDConfig]:
@@ -296,17 +296,17 @@ def _with_include(evaluate: Evaluate, path: Path) -> Evaluate:
     raise ValueError(f"evaluate.include {evaluate.include} is no directory")
 
 
-def _check(found: Reproduction) -> None:
+def _check(asked: Reproduction) -> None:
     """Check values that depend on one another."""
-    if found.modelled is not None:
-        _check_modelled(found.modelled)
-    if found.published is not None:
+    if asked.modelled is not None:
+        _check_modelled(asked.modelled)
+    if asked.published is not None:
         models = {number["model"] for number in published() if number["model"]} | set(SHAPES)
-        check_name("model of published", found.published, sorted(models))
-    needing = [name for name, config in found.methods.items() if config.needs_calibration]
-    if needing and found.compress.calibration is None:
+        check_name("model of published", asked.published, sorted(models))
+    needing = [name for name, config in asked.methods.items() if config.needs_calibration]
+    if needing and asked.compress.calibration is None:
         raise ValueError(f"compress.calibration is missing; method {needing[0]} needs a text")
-    for where, tables in (("compress", found.compress), ("evaluate", found.evaluate)):
+    for where, tables in (("compress", asked.compress), ("evaluate", asked.evaluate)):
         for name in ("ratios", "storages", "texts", "tasks"):
             values = getattr(tables, name, ())
             if len(set(values)) < len(values):
@@ -315,11 +315,11 @@ def _check(found: Reproduction) -> None:
     positive |= {"evaluate": ("seqlen", "limit", "batch_size")}
     for where, names in positive.items():
         for name in names:
-            value = getattr(getattr(found, where), name, None)
+            value = getattr(getattr(asked, where), name, None)
             if value is not None and value < 1:
                 raise ValueError(f"{where}.{name} must be at least 1, got {value}")
-    if (found.evaluate.num_fewshot or 0) < 0:
-        raise ValueError(f"evaluate.num_fewshot must not be negative: {found.evaluate.num_fewshot}")
+    if (asked.evaluate.num_fewshot or 0) < 0:
+        raise ValueError(f"evaluate.num_fewshot must not be negative: {asked.evaluate.num_fewshot}")
 
 
 def _check_modelled(modelled: Modelled) -> None:

@@ -13,18 +13,18 @@ GAMMA = (
 def notes(document: Mapping[str, Any]) -> list[str]:
     """Return the lines for a document, see `table.document_of`."""
     settings, rows = document["settings"], document["rows"]
-    found = [*_compression(settings), *_accuracy(settings["evaluate"])]
+    lines = [*_compression(settings), *_accuracy(settings["evaluate"])]
     if settings["modelled"]:
-        found += _modelled(settings["modelled"], rows)
+        lines += _modelled(settings["modelled"], rows)
     if settings["measured"]:
         at = settings["measured"]
-        found.append(
+        lines.append(
             f"Measured: on {settings['model']['device']}, {at['prompt']} prompt and {at['new']} "
             f"new tokens, batch 1, {at['rounds']} rounds in turn with the dense model."
         )
     if settings["evaluate"]["tasks"] and (settings["modelled"] or settings["measured"]):
-        found.append(GAMMA)
-    return found + [f"Left out: {line}." for line in document["left_out"]]
+        lines.append(GAMMA)
+    return lines + [f"Left out: {line}." for line in document["left_out"]]
 
 
 def _compression(settings: Mapping[str, Any]) -> Iterator[str]:
@@ -73,5 +73,5 @@ def _modelled(at: Mapping[str, Any], rows: list[dict[str, Any]]) -> Iterator[str
         "published setting: NeuronMM's kernels over the tutorial matmul that they were compared "
         "with."
     )
-    named = {each for row in rows for each in (row["modelled"] or {}).get("left_out", ())}
-    yield from (f"Modelled times leave out {each}." for each in sorted(named))
+    named = {part for row in rows for part in (row["modelled"] or {}).get("left_out", ())}
+    yield from (f"Modelled times leave out {part}." for part in sorted(named))

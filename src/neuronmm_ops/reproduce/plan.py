@@ -6,7 +6,6 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cache
-from importlib.metadata import version
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,8 @@ from neuronmm_ops.compress import SVDConfig
 from neuronmm_ops.eval.protocols import CORPORA, recipe_of
 from neuronmm_ops.hf.loading import local_directory
 from neuronmm_ops.hf.provenance import ModelSource
+from neuronmm_ops.manifest import installed_versions
+from neuronmm_ops.measure.timing import cpu_name
 from neuronmm_ops.models import ModelShape, shape_from_config
 from neuronmm_ops.nn.storage import STORAGES as ONE_BYTE
 from neuronmm_ops.reproduce.cells import Cell, key_of
@@ -76,8 +77,8 @@ class Study:
     @property
     def cells(self) -> list[Cell]:
         """Every cell once, in the order in which they are done."""
-        found = {c.key: c for v in self.variants for c in (*v.steps, *v.cells)}
-        return list(found.values())
+        by_key = {c.key: c for v in self.variants for c in (*v.steps, *v.cells)}
+        return list(by_key.values())
 
 
 def plan(reproduction: Reproduction) -> Study:
@@ -100,7 +101,7 @@ class _Planner:
         text = asked.recovery and asked.recovery.data
         self.recovery = None if text is None else read_training_text(text, asked.data)
         self.place = {"dtype": asked.model.dtype, "device": asked.model.device}
-        self.versions = _versions(*MODEL_PACKAGES)
+        self.versions = installed_versions(*MODEL_PACKAGES)
 
     def plan(self) -> Study:
         variants, left_out = [self._dense()], list[str]()
@@ -157,7 +158,7 @@ class _Planner:
             "config": self.asked.recovery.config.to_dict(),
             "text": _sha256(self.recovery),
             "device": self.asked.model.device,
-            "versions": _versions(*MODEL_PACKAGES, "peft"),
+            "versions": installed_versions(*MODEL_PACKAGES, "peft"),
         }
         step = Cell("recover", name, inputs)
         cells = self._measurements(name, step, base.config)
@@ -169,10 +170,10 @@ class _Planner:
             machine = {
                 "threads": torch.get_num_threads(),
                 "machine": platform.machine(),
-                "processor": processor(),
+                "processor": cpu_name(),
             }
-            own = {"of": step.key, **asdict(self.asked.measured), **machine, **self.place}
-            cells.append(Cell("measured", name, {**own, "versions": self.versions}))
+            inputs = {"of": step.key, **asdict(self.asked.measured), **machine, **self.place}
+            cells.append(Cell("measured", name, {**inputs, "versions": self.versions}))
         if self.asked.modelled is not None:
             cells.append(modelled_cell(self.asked, config))
         return tuple(cells)
@@ -183,7 +184,7 @@ class _Planner:
         for text in evaluate.texts:
             inputs = {**shared, "seqlen": evaluate.seqlen, "text": self._text(text)}
             packages = ("datasets",) if text in CORPORA else ()
-            inputs["versions"] = _versions(*MODEL_PACKAGES, *packages)
+            inputs["versions"] = installed_versions(*MODEL_PACKAGES, *packages)
             yield Cell("perplexity", name, inputs, text)
         for task in evaluate.tasks:
             inputs = {
@@ -193,7 +194,7 @@ class _Planner:
                 "limit": evaluate.limit,
                 "batch_size": evaluate.batch_size,
                 "include": _tasks_sha256(evaluate.include),
-                "versions": _versions(*MODEL_PACKAGES, "lm-eval", "datasets"),
+                "versions": installed_versions(*MODEL_PACKAGES, "lm-eval", "datasets"),
             }
             yield Cell("task", name, inputs, task)
 
@@ -201,8 +202,8 @@ class _Planner:
         if text not in CORPORA:
             return {"sha256": _sha256(hf.read_text(text))}
         protocol = self.asked.evaluate.protocol
-        own = {"corpus": asdict(CORPORA[text]), "recipe": asdict(recipe_of(protocol, text))}
-        return {**own, "data": self.asked.data}
+        source = {"corpus": asdict(CORPORA[text]), "recipe": asdict(recipe_of(protocol, text))}
+        return {**source, "data": self.asked.data}
 
 
 def modelled_cell(asked: Reproduction, config: SVDConfig) -> Cell:
@@ -237,27 +238,6 @@ def model_identity(model: str) -> dict[str, str]:
     if directory == Path(model):
         return {"sha256": ModelSource.of(model).sha256}
     return {"hub": model, "revision": directory.name}  # the cache's snapshots are so named
-
-
-@cache
-def processor() -> str:
-    """Return the CPU's name, where the system says it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor()
-    return next((x.partition(":")[2].strip() for x in lines if x.startswith("model name")), "")
-
-
-def _versions(*packages: str) -> dict[str, str]:
-    """Return the versions of packages that are installed."""
-    found: dict[str, str] = {}
-    for package in packages:
-        try:
-            found[package] = version(package)
-        except ModuleNotFoundError:  # an extra that the cell says it needs when it runs
-            continue
-    return found
 
 
 def _sha256(text: str) -> str:

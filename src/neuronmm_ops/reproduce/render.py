@@ -51,14 +51,14 @@ class Section:
 
 def sections(document: Mapping[str, Any]) -> list[Section]:
     """Return what is shown of a document, in order."""
-    found = [_ours(document)]
+    tables = [_ours(document)]
     if document["published"]:
-        found.append(_published(document["published"]))
+        tables.append(_published(document["published"]))
     bad = [cell for cell in document["cells"] if cell["status"] in ("failed", "not run")]
     if bad:
         rows = [(c["cell"], c["status"], c.get("error", "its model was not made")) for c in bad]
-        found.append(Section("Cells without a result", ("cell", "", "why"), rows, is_text=True))
-    return found
+        tables.append(Section("Cells without a result", ("cell", "", "why"), rows, is_text=True))
+    return tables
 
 
 def write_tables(document: Mapping[str, Any], store: Store) -> None:

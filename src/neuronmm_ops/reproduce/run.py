@@ -146,10 +146,10 @@ class _Run:
             return False
         if step.key not in self.verified:
             try:
-                found = weights_sha256(tensor_hashes(target))
+                written = weights_sha256(tensor_hashes(target))
             except CheckpointError:
-                found = ""
-            if found != self.results[step.key]["weights_sha256"]:
+                written = ""
+            if written != self.results[step.key]["weights_sha256"]:
                 self.tell(f"warning: {target} is not what was written; {step.name} is done again")
                 return False
             self.verified.add(step.key)
@@ -216,8 +216,8 @@ class _Run:
 
     def _drop(self, variant: Variant) -> None:
         """Remove the variant's checkpoints, if they are not to be kept and all is measured."""
-        own = [v for v in self.plan.variants if v.steps[:1] == variant.steps[:1]]
-        is_done = all(c.key in self.results for v in own for c in (*v.steps, *v.cells))
+        siblings = [v for v in self.plan.variants if v.steps[:1] == variant.steps[:1]]
+        is_done = all(c.key in self.results for v in siblings for c in (*v.steps, *v.cells))
         if is_done and not self.asked.compress.keep:
             for step in variant.steps:
                 shutil.rmtree(self.store.models / step.stem, ignore_errors=True)

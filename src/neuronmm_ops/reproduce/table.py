@@ -4,6 +4,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import asdict
 from typing import Any
 
+from neuronmm_ops.measure.compare import gamma
 from neuronmm_ops.reproduce.cells import Cell
 from neuronmm_ops.reproduce.config import Reproduction
 from neuronmm_ops.reproduce.plan import Study, Variant
@@ -11,25 +12,6 @@ from neuronmm_ops.reproduce.published import published_for
 
 STATES = ("computed", "reused", "failed", "not run", "to do")
 Results = Mapping[str, Mapping[str, Any]]
-
-
-def gamma(accuracy_drop: float | None, speedup: float | None) -> float | None:
-    """Return the accuracy that a unit of speed-up costs; lower is better.
-
-    NeuronMM (arXiv 2510.25977) defines gamma in words alone, as the trade-off between inference
-    speed and accuracy degradation. This is our reading of it: it fits the published range of 3.24 %
-    to 25.27 %, and no source confirms it.
-
-    Args:
-        accuracy_drop: mean accuracy of the dense model less that of the compressed one.
-        speedup: end to end.
-
-    Returns:
-        `accuracy_drop / (speedup - 1)`; None where nothing became faster, or one is not known.
-    """
-    if accuracy_drop is None or speedup is None or speedup <= 1:
-        return None
-    return accuracy_drop / (speedup - 1)
 
 
 def document_of(

@@ -81,5 +81,5 @@ def read_training_text(name: str, data: str | Path | None) -> str:
         from neuronmm_ops.hf import read_text
 
         return read_text(name)
-    found = TRAINING_TEXTS[name]
-    return DOCUMENT_SEPARATOR.join(documents_of(name, found.corpus, found.document, None, data)[0])
+    text = TRAINING_TEXTS[name]
+    return DOCUMENT_SEPARATOR.join(documents_of(name, text.corpus, text.document, None, data)[0])

@@ -38,10 +38,10 @@ def _lint(options: argparse.Namespace) -> dict[str, Any]:
     for file in options.files:
         if not Sources(options.nki).read(file).kernels():
             raise ValueError(f"{file} has no kernel: no function is decorated with nki.jit")
-    found = sorted({error for file in options.files for error in lint(file, options.nki)})
+    errors = sorted({error for file in options.files for error in lint(file, options.nki)})
     findings = [
         {**asdict(error), "severity": error.severity, "remedy": RULES[error.rule].remedy}
-        for error in found
+        for error in errors
     ]
     return {"nki": options.nki, "findings": findings}
 

@@ -51,10 +51,10 @@ def expect(place: FunctionPath, arguments: dict[str, Any]) -> Expected:
     with reported(place.path), module(place.path) as found:
         function = function_of(found, place)
         known, takes_any = parameters_of(function)
-        given = {n: value for n, value in arguments.items() if takes_any or n in known}
-        check_arguments(function, f"reference {place.name}", given)
+        named = {n: value for n, value in arguments.items() if takes_any or n in known}
+        check_arguments(function, f"reference {place.name}", named)
         results = [
-            as_arrays(function(**{name: _cast(value, dtype) for name, value in given.items()}))
+            as_arrays(function(**{name: _cast(value, dtype) for name, value in named.items()}))
             for dtype in (np.float64, np.float32)
         ]
     return Expected(place, results[0], results[1])
@@ -70,17 +70,17 @@ def _cast(value: Any, dtype: Any) -> Any:
 
 def agreements(outputs: Any, expected: Expected) -> list[Agreement]:
     """Compare each output. Raises KernelError where number or shapes differ."""
-    found = as_arrays(outputs)
-    if len(found) != len(expected.exact):
+    arrays = as_arrays(outputs)
+    if len(arrays) != len(expected.exact):
         raise KernelError(
-            f"the kernel returns {len(found)} tensors, {expected.place} {len(expected.exact)}"
+            f"the kernel returns {len(arrays)} tensors, {expected.place} {len(expected.exact)}"
         )
-    for i, (output, exact) in enumerate(zip(found, expected.exact, strict=True)):
+    for i, (output, exact) in enumerate(zip(arrays, expected.exact, strict=True)):
         if output.shape != exact.shape:
             raise KernelError(
                 f"output {i} is {list(output.shape)}, of {expected.place} {list(exact.shape)}"
             )
-    rows = zip(found, expected.exact, expected.single, strict=True)
+    rows = zip(arrays, expected.exact, expected.single, strict=True)
     return [_agreement(i, *row) for i, row in enumerate(rows)]
 
 

@@ -85,9 +85,9 @@ def _run(kernel: Kernel, place: FunctionPath, launch: LaunchOptions) -> Run:
         warnings.simplefilter("always", NkiWarning)
         launched = kernel if launch.lnc is None else kernel[launch.lnc]
         done = kernels.run(launched, (), arguments, settings)
-    found = agreements(done.outputs, expected) if expected else []
+    compared = agreements(done.outputs, expected) if expected else []
     warned = [_warning(w) for w in caught if issubclass(w.category, NkiWarning)]
-    return Run(done.outputs, done.profile, found, warned)
+    return Run(done.outputs, done.profile, compared, warned)
 
 
 def _warning(caught: warnings.WarningMessage) -> dict[str, Any]:

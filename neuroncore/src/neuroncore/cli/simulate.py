@@ -156,13 +156,13 @@ def _launch(options: argparse.Namespace) -> LaunchOptions:
     from neuroncore.cli.runs import LaunchOptions
     from neuroncore.kernel import RunSettings
 
-    given = [read_argument(text) for text in options.arguments]
-    _once("--arg", [name for name, _ in given])
+    arguments = [read_argument(text) for text in options.arguments]
+    _once("--arg", [name for name, _ in arguments])
     _once("--sweep", [text.partition("=")[0] for text in options.sweeps])
     given_reference = options.reference is not None
     reference = place_of(options.reference, "FUNCTION") if given_reference else None
     return LaunchOptions(
-        arguments=dict(given),
+        arguments=dict(arguments),
         settings=RunSettings(
             target=resolve_target(options.target).target,
             mode="trace" if options.trace_only else "execute",

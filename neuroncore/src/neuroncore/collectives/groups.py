@@ -48,10 +48,10 @@ def rank_list(opcode: str, core: SimulatedCore, group: ReplicaGroup) -> RankList
     if len(set(every)) != len(every):
         refuse(f"{opcode}: the lists of a replica group must not overlap; got {lists}")
     check_ranks(opcode, core, every)
-    found = next((ranks for ranks in lists if core.rank in ranks), None)
-    if found is None:
+    own_list = next((ranks for ranks in lists if core.rank in ranks), None)
+    if own_list is None:
         refuse(f"{opcode}: rank {core.rank} is in no list of the replica group {lists}; add it")
-    return found
+    return own_list
 
 
 def check_ranks(opcode: str, core: SimulatedCore, ranks: Sequence[int]) -> None:

@@ -46,11 +46,11 @@ def collective_permute(
     opcode, core = "collective_permute", started("collective_permute", priority)
     operands(opcode, srcs, dsts, *HBM)
     _one(opcode, srcs, dsts)
-    given: Any = source_target_pairs
-    if not isinstance(given, list | tuple) or not all(
-        isinstance(pair, list | tuple) and len(pair) == 2 for pair in given
+    asked: Any = source_target_pairs
+    if not isinstance(asked, list | tuple) or not all(
+        isinstance(pair, list | tuple) and len(pair) == 2 for pair in asked
     ):
-        refuse(f"{opcode}: source_target_pairs must be pairs of ranks; got {given!r}")
+        refuse(f"{opcode}: source_target_pairs must be pairs of ranks; got {asked!r}")
     pairs = tuple([tuple(pair) for pair in source_target_pairs])
     sources, targets = (sorted([pair[side] for pair in pairs]) for side in (0, 1))
     check_ranks(opcode, core, [*sources, *targets])

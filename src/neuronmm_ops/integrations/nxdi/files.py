@@ -11,9 +11,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from neuronmm_ops.checkpoint import INDEX, SINGLE, TensorHeader
+from neuronmm_ops.checkpoint import INDEX, SINGLE, TensorHeader, read_object
 from neuronmm_ops.errors import CheckpointError
-from neuronmm_ops.files import read_document
 from neuronmm_ops.manifest import MANIFEST
 from neuronmm_ops.output import OURS
 
@@ -49,7 +48,7 @@ def write_others(source: Path, directory: Path, config: Mapping[str, Any]) -> No
             shutil.copyfile(path, directory / path.name)
     tokenizer = source / "tokenizer_config.json"
     if tokenizer.is_file():
-        fields = _read_object(tokenizer)
+        fields = read_object(tokenizer)
         if fields.get("tokenizer_class") == "TokenizersBackend":  # of Transformers 5
             fields["tokenizer_class"] = "PreTrainedTokenizerFast"
             fields.pop("backend", None)
@@ -125,13 +124,3 @@ def tensor_bytes(header: TensorHeader, itemsize: int) -> int:
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
     """Write an object as Transformers writes its configs."""
     path.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(read_document(path))
-    except ValueError as error:
-        raise CheckpointError(f"{path} must hold JSON: {error}; copy it again") from None
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path} must hold a JSON object, got {type(value).__name__}")
-    return value
