@@ -1,4 +1,4 @@
-"""`bench.model`: what a document adds up to, which launches are in it, and what is refused."""
+"""`estimate.model`: what a document adds up to, which launches are in it, and what is refused."""
 
 import json
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""`bench.model` on ranks of tensor parallel: layouts, exchanges, memory, numbers of them."""
+"""`estimate.model` on ranks of tensor parallel: layouts, exchanges, memory, numbers of them."""
 
 import json
 from dataclasses import replace

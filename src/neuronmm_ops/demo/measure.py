@@ -60,7 +60,7 @@ def run(
         `rows`: the dense model, the same with MLPs rounded to int8 with a scale an output, then
         each way at each ratio, with `model`, `ratio`, `effective_ratio`, `bytes` of the MLPs,
         `ppl_token` and `excess_log_ppl` (ln of the perplexity less ln of the dense model's);
-        `tokens` of the text; `timed`: a row of `bench.cpu.run`, measured here; `modelled`:
+        `tokens` of the text; `timed`: a row of `measure.cpu.run`, measured here; `modelled`:
         `dense_ms` and `op_ms` of that matrix on one core of `target`, never run there.
     """
     from neuronmm_ops import hf

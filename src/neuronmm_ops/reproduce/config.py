@@ -102,7 +102,7 @@ class Evaluate:
 
 @dataclass(frozen=True)
 class Modelled:
-    """End-to-end times on the simulated core, as `bench.model.run` takes them."""
+    """End-to-end times on the simulated core, as `estimate.model.run` takes them."""
 
     target: str = "trn2"
     lnc: int = 1
