@@ -38,7 +38,6 @@ def collect_gradients(
     kinds: Mapping[str, Gradient],
     batches: Sequence[Batch],
     progress: Progress | None = None,
-    seed: int = SEED,
 ) -> dict[str, Tensor]:
     """Run the model forward and backward and return each named Linear's gradient statistic.
 
@@ -54,7 +53,6 @@ def collect_gradients(
             token. All fp64.
         batches: as for `collect_moments`.
         progress: told `("gradients", rows done, rows in all)`, of this worker.
-        seed: of the drawn labels.
 
     Raises:
         NonFiniteError: the loss or a gradient is NaN or Inf; names the layer.
@@ -65,7 +63,7 @@ def collect_gradients(
     with gradient_sums(model, kinds) as sums:
         for done, (index, row) in enumerate(rows, start=1):
             # By row, so that the labels do not depend on who else takes a share of the rows.
-            generator.manual_seed(seed + index)
+            generator.manual_seed(SEED + index)
             if "weight" in kinds.values():
                 loss, tokens = next_token_loss(model, row)
             else:

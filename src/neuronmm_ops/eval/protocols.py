@@ -19,8 +19,6 @@ import difflib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-SEQLEN = 2048
-
 
 @dataclass(frozen=True)
 class Corpus:
