@@ -18,7 +18,8 @@ from neuronmm_ops.plan import plan_svd_mlp, plan_xuv
 CALL = CustomCall("Target", "Y29uZmln", 2)
 X = Array((2, 3, 128), "bfloat16")
 # xla_data.proto
-PRIMITIVE_TYPES = {"int8": 2, "float16": 10, "float32": 11, "bfloat16": 16, "float8_e4m3fn": 20}
+PRIMITIVE_TYPES = {"int8": 2, "int32": 4, "float16": 10, "float32": 11, "bfloat16": 16}
+PRIMITIVE_TYPES |= {"float8_e4m3fn": 20}
 FLAT = Array((6, 128), "bfloat16")
 W = Array((128, 300), "bfloat16")
 RESULT = Array((6, 300), "bfloat16")
@@ -69,7 +70,7 @@ def instructions_of(module):
 
 
 def test_a_module_has_one_computation_that_is_its_entry():
-    module = message(module_of("name", CALL, [FLAT, W], [FLAT, W], RESULT, RESULT))
+    module = message(module_of("name", CALL, [FLAT, W], [FLAT, W], [RESULT], [RESULT]))
     computation = message(module[3][0])
     assert module[1] == module[2] == computation[1] == [b"name.4"]
     assert module[5] == module[6] == computation[5] == [4]
@@ -83,7 +84,7 @@ def test_a_module_has_one_computation_that_is_its_entry():
 
 def test_the_custom_call_has_its_fields():
     first, second, call = instructions_of(
-        module_of("name", CALL, [FLAT, W], [FLAT, W], RESULT, RESULT)
+        module_of("name", CALL, [FLAT, W], [FLAT, W], [RESULT], [RESULT])
     )
     assert (first[2], first[9], second[9]) == ([b"parameter"], [0], [1])
     assert (call[1], call[2]) == ([b"custom-call.3"], [b"custom-call"])
@@ -93,7 +94,7 @@ def test_the_custom_call_has_its_fields():
 
 
 def test_other_shapes_are_reached_by_reshapes():
-    found = instructions_of(module_of("name", CALL, [X, W], [FLAT, W], RESULT, OUTPUT))
+    found = instructions_of(module_of("name", CALL, [X, W], [FLAT, W], [RESULT], [OUTPUT]))
     assert [i[2][0].decode() for i in found] == [
         *("parameter", "parameter", "reshape", "custom-call", "reshape"),
     ]
@@ -115,7 +116,7 @@ def test_shapes_of_any_size(shape, dtype):
 @given(name=st.text(min_size=1), config=st.text(), version=st.integers(0, 2**31))
 def test_texts_and_integers_come_back(name, config, version):
     call = CustomCall(name, config, version)
-    found = instructions_of(module_of("name", call, [FLAT, W], [FLAT, W], RESULT, RESULT))[-1]
+    found = instructions_of(module_of("name", call, [FLAT, W], [FLAT, W], [RESULT], [RESULT]))[-1]
     assert found[28][0].decode() == name
     assert found[43][0].decode() == config
     assert found[77] == [version]

@@ -29,7 +29,7 @@ def test_shapes_follow_the_names_of_the_sizes():
     spec = spec_of(*PAIR)
     assert spec.shapes({"K": 4, "r": 2, "N": 6}, (3, 5)) == [(3, 5, 4), (4, 2), (2, 6)]
     tensors = [torch.ones(shape) for shape in spec.shapes({"K": 4, "r": 2, "N": 6}, (0,))]
-    assert spec.result_shape(tensors) == (0, 6)
+    assert spec.result_shapes(tensors) == [(0, 6)]
     assert spec.factors == (1, 2)
 
 

@@ -34,7 +34,7 @@ def every_cut(rank: int) -> list[str]:
     seen: list[str] = []
     for op in OPS:
         spec = SPECS[op]
-        one_result = [name for name in spec.cuts if name != "N" or len(spec.outputs) == 1]
+        one_result = [name for name in spec.cuts if name != "N" or len(spec.sides[0]) == 1]
         for name in [*one_result, None]:
             tensors = [
                 make(shape, torch.float64) for shape in spec.shapes(SIZES | {"K_up": 4}, (4, 3))

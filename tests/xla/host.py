@@ -110,7 +110,7 @@ def launch_of(config: dict[str, Any]) -> Launch:
     plan = replace(plan, kernel=config["func_name"], blocks=tuple(call["blocks"].items()))
     choices = {name: call[name] for name in spec.options}
     names = tuple(config["klir_binary"]["input_names"])
-    return Launch(spec, plan, (call["M"], plan.problem.N), names, choices)
+    return Launch(spec, plan, ((call["M"], plan.problem.N),), names, choices)
 
 
 def tensor_at(address: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -164,7 +164,7 @@ class Handler:
             name: tensor_at(operands[i], *layouts[name]) for i, name in enumerate(launch.operands)
         }
         tensors = tuple(given.get(operand.name) for operand in spec.tensors)
-        tensor_at(out, launch.shape, dtype).copy_(self.compute(launch, tensors))
+        tensor_at(out, launch.shapes[0], dtype).copy_(self.compute(launch, tensors))
         self.configs.append(config)
 
     def compute(self, launch: Launch, tensors: tuple[Tensor | None, ...]) -> Tensor:

@@ -68,7 +68,7 @@ def test_mlp(device):
     names = ["x", "w_gate", "w_up", "w_down", "x_up"]
     assert call.config["klir_binary"]["input_names"] == names
     assert call.config["neuronmm"]["activation"] == "relu"
-    plan = plan_op("mlp", 10, weights, "float32", "trn2", 2, others=(("x_up", (-1, 40), ""),))
+    plan = plan_op("mlp", 10, weights, "float32", "trn2", 2, others=(("x_up", (-1, 160), ""),))
     assert launch_of(call.config).plan.problem == plan.problem
     assert "f32[10,160]" in call.text
 
@@ -242,8 +242,8 @@ def test_an_hlo_module_survives_xla():
         CustomCall("SomeTarget", "Y29uZmln", 3),
         [Array((2, 3, 128), "bfloat16"), Array((), "float32")],
         [Array((6, 128), "bfloat16"), Array((), "float32")],
-        Array((6, 300), "float16"),
-        Array((2, 3, 300), "float16"),
+        [Array((6, 300), "float16")],
+        [Array((2, 3, 300), "float16")],
     )
     computation = xla_builder.computation_from_module_proto("two_words", module)
     text = xla_builder.get_computation_hlo(computation)

@@ -44,7 +44,8 @@ class Problem:
         weight_dtype: of weights in one byte, with an fp32 scale a column: float8_e4m3fn, of values
             up to 240, or int8; empty where they are of `dtype`.
         compute: "x", or "fp8" where prefill may round activations to fp8, token by token.
-        others: tensors that the op is given beside x, its weights, scales and biases.
+        others: tensors that the op is given beside x, its matrices, scales and biases; x itself
+            where there is no matrix.
     """
 
     op: str
@@ -90,8 +91,9 @@ class Problem:
 
     @property
     def K(self) -> int:  # noqa: N802 - the shape letter
-        """Input features."""
-        return self.matrices[0][0]
+        """Input features: what the first weight contracts, or those of an x that none does."""
+        widths = [shape[-1] for name, shape, _ in self.others if name == "x"]
+        return self.matrices[0][0] if self.matrices else widths[0]
 
     @property
     def inputs(self) -> int:
@@ -101,7 +103,7 @@ class Problem:
     @property
     def outputs(self) -> tuple[int, ...]:
         """Output features: of the last weight, or of the `OUTPUTS` that the op's folder names."""
-        places = getattr(self._folder, "OUTPUTS", (-1,))
+        places = getattr(self._folder, "OUTPUTS", (-1,)) if self.matrices else ()
         return tuple([self.matrices[place][-1] for place in places])
 
     @property
@@ -121,8 +123,8 @@ class Problem:
     @property
     def inner(self) -> int:
         """Features between gate and down of a gated MLP: what its second weight makes, else 0."""
-        is_output = len(self.outputs) > 1 or len(self.matrices) < 3
-        return 0 if is_output else self.matrices[1][-1]
+        is_gated = len(self.outputs) == 1 and len(self.matrices) > 2
+        return self.matrices[1][-1] if is_gated else 0
 
     @property
     def itemsize(self) -> int:

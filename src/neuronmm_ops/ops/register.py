@@ -6,7 +6,6 @@ one graph.
 """
 
 from collections.abc import Callable, Sequence
-from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from torch.autograd import forward_ad
 
 from neuronmm_ops.ops.definitions import SPECS
 from neuronmm_ops.ops.products import dequantized, rows
-from neuronmm_ops.ops.spec import FLOAT_DTYPES, ONE_BYTE_DTYPES, Operand, OpSpec
+from neuronmm_ops.ops.spec import FLOAT_DTYPES, ONE_BYTE_DTYPES, Operand, OpSpec, Options, Results
 
 LIBRARY = torch.library.Library("neuronmm", "FRAGMENT")
 AUTOCAST_KEYS = {
@@ -42,36 +41,55 @@ def register(spec: OpSpec) -> None:
         ) from None
     LIBRARY.impl(spec.name, spec.reference, "CompositeExplicitAutograd")
     torch.library.register_fake(name, _fake(spec), lib=LIBRARY)
-    function = _function(spec)
-    LIBRARY.impl(spec.name, _autograd(spec, function), "Autograd", with_keyset=True)
+    derivatives = derivatives_of(spec)
+    LIBRARY.impl(spec.name, _autograd(spec, derivatives), "Autograd", with_keyset=True)
     # Before the transforms of torch.func: they know an autograd.Function, not an op's own formula.
     LIBRARY.impl(
         spec.name,
-        lambda *args: function.apply(*spec.complete(args, {})),
+        lambda *args: derivatives(*spec.complete(args, {})),
         "FuncTorchDynamicLayerFrontMode",
     )
     for key in AUTOCAST_KEYS:
         LIBRARY.impl(spec.name, _autocast(spec, key), key)
 
 
-def _fake(spec: OpSpec) -> Callable[..., Tensor]:
-    """The op on tensors without values: its checks, and the shape of its result."""
+def _fake(spec: OpSpec) -> Callable[..., Results]:
+    """The op on tensors without values: its checks, and the shapes of its results."""
 
-    def fake(*args: Any) -> Tensor:
+    def fake(*args: Any) -> Results:
         spec.check(*args)
-        return args[0].new_empty(spec.result_shape(args))
+        return spec.returned([args[0].new_empty(shape) for shape in spec.result_shapes(args)])
 
     return fake
 
 
-def _autograd(spec: OpSpec, function: type[torch.autograd.Function]) -> Callable[..., Tensor]:
-    """The op below its derivatives, and `function` where one may be wanted."""
+def derivatives_of(spec: OpSpec) -> Callable[..., Results]:
+    """What runs a call of which derivatives may be wanted; it takes all arguments."""
+    if spec.backward is not None:
+        return _function(spec).apply
+
+    def refuse(*args: Any) -> Results:
+        raise NotImplementedError(
+            f"{spec.name}: the op has no gradient, and no rule for torch.func; call it under "
+            "torch.no_grad() and outside transforms"
+        )
+
+    return refuse
+
+
+def is_differentiated(args: Sequence[Any]) -> bool:
+    """Whether derivatives with respect to arguments may be wanted."""
+    is_wanted = torch.is_grad_enabled() and torch._C._any_requires_grad(*args)
+    return is_wanted or forward_ad._current_level >= 0  # a tangent is no requires_grad
+
+
+def _autograd(spec: OpSpec, derivatives: Callable[..., Results]) -> Callable[..., Results]:
+    """The op below its derivatives, and `derivatives` where one may be wanted."""
     op = getattr(torch.ops.neuronmm, spec.name).default
 
-    def autograd(keyset: torch._C.DispatchKeySet, *args: Any) -> Tensor:
-        is_wanted = torch.is_grad_enabled() and torch._C._any_requires_grad(*args)
-        if is_wanted or forward_ad._current_level >= 0:  # a tangent is no requires_grad
-            return function.apply(*spec.complete(args, {}))
+    def autograd(keyset: torch._C.DispatchKeySet, *args: Any) -> Results:
+        if is_differentiated(args):
+            return derivatives(*spec.complete(args, {}))
         with torch._C._AutoDispatchBelowAutograd():
             return op.redispatch(keyset & torch._C._after_autograd_keyset, *args)
 
@@ -81,8 +99,9 @@ def _autograd(spec: OpSpec, function: type[torch.autograd.Function]) -> Callable
 def _function(spec: OpSpec) -> type[torch.autograd.Function]:
     """The op with its derivatives in both modes, and its batching rule; takes all arguments."""
     op, gradients = getattr(torch.ops.neuronmm, spec.name).default, _gradients(spec)
+    kept = (*spec.activations, *spec.weights, *spec.integers)
 
-    def forward(*args: Any) -> Tensor:
+    def forward(*args: Any) -> Results:
         with torch._C._AutoDispatchBelowAutograd():
             return op(*args)
 
@@ -91,34 +110,40 @@ def _function(spec: OpSpec) -> type[torch.autograd.Function]:
         ctx.constants = [_is_constant(*pair) for pair in zip(spec.tensors, tensors, strict=True)]
         wanted = [tensor is not None and tensor.requires_grad for tensor in tensors]
         _refuse_constants(spec, ctx.constants, wanted)
-        saved = [tensors[place] for place in (*spec.activations, *spec.factors)]
-        saved += tensors[len(spec.operands) :]
+        saved = [*[tensors[place] for place in kept], *tensors[len(spec.operands) :]]
         ctx.save_for_backward(*saved)
         ctx.save_for_forward(*saved)
         ctx.set_materialize_grads(False)
 
-    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
-        if grad is None:
-            return (None,) * len(ctx.needs_input_grad)
-        return gradients(ctx.saved_tensors, ctx.options, grad, ctx.needs_input_grad)
+    def zeros(saved: Sequence[Any]) -> list[Tensor]:
+        tensors = dict(zip(kept, saved, strict=False))
+        shapes = spec.result_shapes([tensors.get(place) for place in range(len(spec.operands))])
+        return [saved[0].new_zeros(shape) for shape in shapes]
 
-    def jvp(ctx: Any, *tangents: Any) -> Tensor:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        if all(grad is None for grad in grads):
+            return (None,) * len(ctx.needs_input_grad)
+        saved, given = ctx.saved_tensors, list[Any](grads)
+        for n, grad in enumerate(grads):
+            given[n] = zeros(saved)[n] if grad is None else grad
+        return gradients(saved, ctx.options, given, ctx.needs_input_grad)
+
+    def jvp(ctx: Any, *tangents: Any) -> Results:
         """The gradients are linear in the result's: the tangent is the transpose of that map."""
         saved, needs = ctx.saved_tensors, [tangent is not None for tangent in tangents]
-        x, factors = saved[0], saved[len(spec.activations) :][: len(spec.factors)]
         _refuse_constants(spec, ctx.constants, spec.split(tuple(needs))[0])
 
-        def wanted(grad: Tensor) -> tuple[Tensor | None, ...]:
-            found = gradients(saved, ctx.options, grad, needs)
+        def wanted(*grads: Tensor) -> tuple[Tensor | None, ...]:
+            found = gradients(saved, ctx.options, grads, needs)
             return tuple(each for each, is_needed in zip(found, needs, strict=True) if is_needed)
 
-        zeros = x.new_zeros(spec.result_shape([x, *factors]))
-        transposed: Any = torch.func.vjp(wanted, zeros)[1]
-        return transposed(tuple(tangent for tangent in tangents if tangent is not None))[0]
+        transposed: Any = torch.func.vjp(wanted, *zeros(saved))[1]
+        return spec.returned(transposed(tuple(t for t in tangents if t is not None)))
 
-    def vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Tensor, int]:
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Results, Any]:
         """Batches of activations are leading dimensions; of weights, a call each."""
         size, batched = info.batch_size, [n for n, dim in enumerate(in_dims) if dim is not None]
+        of_results = 0 if len(spec.outputs) == 1 else (0,) * len(spec.outputs)
         given = list(args)
         for n in batched:
             given[n] = args[n].movedim(in_dims[n], 0)
@@ -126,11 +151,14 @@ def _function(spec: OpSpec) -> type[torch.autograd.Function]:
             for n in spec.activations:
                 if n not in batched and given[n] is not None:
                     given[n] = given[n].expand(size, *given[n].shape)
-            return function.apply(*given), 0
+            return function.apply(*given), of_results
         calls = [
             [each[i] if n in batched else each for n, each in enumerate(given)] for i in range(size)
         ]
-        return torch.stack([function.apply(*call) for call in calls]), 0
+        results = [function.apply(*call) for call in calls]
+        if len(spec.outputs) == 1:
+            return torch.stack(results), 0
+        return tuple([torch.stack(parts) for parts in zip(*results, strict=True)]), of_results
 
     members: tuple[Any, ...] = (forward, setup_context, backward, jvp, vmap)
     body: Any = {member.__name__: staticmethod(member) for member in members}
@@ -158,42 +186,60 @@ def _is_constant(operand: Operand, tensor: Tensor | None) -> bool:
 def _gradients(spec: OpSpec) -> Callable[..., tuple[Tensor | None, ...]]:
     """The gradients of a call: those of the spec, and the sum of rows for a bias.
 
-    They are a function of the activations, factors and scales, the options, the result's gradient,
-    and whether each argument's is needed.
+    They are a function of the activations, weights, integers and scales, the options, the results'
+    gradients, and whether each argument's is needed.
     """
+    assert spec.backward is not None
+    of_spec = spec.backward
+    sizes = [name for names in spec.sides for name in names]
     biases = {
-        index: spec.outputs.index(operand.shape)
+        index: sizes.index(operand.shape)
         for index, operand in enumerate(spec.operands)
         if operand.role == "bias"
     }
-    first, choices = len(spec.activations), len(spec.choices)
-    last = first + len(spec.factors)
-    others = len(spec.options) + len(spec.scales)
+    activations, weights = len(spec.activations), len(spec.weights)
+    count, choices = len(spec.operands), len(spec.choices)
+    places = (0, *spec.weights, *spec.activations[1:])  # as backward returns them
 
     def gradients(
-        saved: Sequence[Any], options: tuple[str, ...], grad: Tensor, needs: Sequence[bool]
+        saved: Sequence[Any], options: Options, grads: Sequence[Tensor], needs: Sequence[bool]
     ) -> tuple[Tensor | None, ...]:
-        x, *more = saved[:first]
-        pairs = zip_longest(saved[first:last], saved[last:])
-        factors = [dequantized(factor, scale, x.dtype) for factor, scale in pairs]
-        grad_rows = rows(grad)
-        given = [*factors, *[None if tensor is None else rows(tensor) for tensor in more]]
-        found = spec.backward(grad_rows, needs, rows(x), *given, *options[:choices])
-        dfactors, dmore = found[1 : last - first + 1], found[last - first + 1 :]
-        dx, *dmore = [
-            None if dtensor is None else dtensor.view(tensor.shape)
-            for dtensor, tensor in zip((found[0], *dmore), (x, *more), strict=True)
+        given: list[Any] = [None] * count
+        for place, tensor in zip((*spec.activations, *spec.weights), saved, strict=False):
+            given[place] = tensor
+        x, integers = given[0], saved[activations + weights :][: len(spec.integers)]
+        scales = saved[activations + weights + len(integers) :]
+        for place, scale in zip(spec.factors, scales, strict=False):
+            given[place] = dequantized(given[place], scale, x.dtype)
+        grad_rows = [rows(grad) for grad in grads]
+        values = [
+            given[place] if given[place] is None or place in spec.weights else rows(given[place])
+            for place in places
         ]
-        of_outputs = (grad_rows,)  # not split in one: of a DTensor cut there, that would gather
-        if len(spec.outputs) > 1:
-            of_outputs = grad_rows.split(spec.widths([x, *factors]), dim=1)
-        dbias = [of_outputs[n].sum(0) if needs[i] else None for i, n in biases.items()]
-        return dx, *dfactors, *dmore, *dbias, *[None] * others
+        grad = grad_rows[0] if len(grad_rows) == 1 else tuple(grad_rows)
+        found = of_spec(grad, needs, *values, *integers, *options[:choices])
+        result: list[Tensor | None] = [None] * len(needs)
+        for place, own in zip(places, found, strict=True):
+            if own is not None and place in spec.activations:
+                result[place] = own.view(given[place].shape)
+            else:
+                result[place] = own
+        of_sizes = grad_rows  # not split in one: of a DTensor cut there, that would gather
+        if biases and len(sizes) > 1:
+            widths = iter(spec.widths(given))
+            parts = [
+                (one, [next(widths) for _ in names])
+                for one, names in zip(grad_rows, spec.sides, strict=True)
+            ]
+            of_sizes = [part for one, own in parts for part in one.split(own, dim=1)]
+        for place, n in biases.items():
+            result[place] = of_sizes[n].sum(0) if needs[place] else None
+        return tuple(result)
 
     return gradients
 
 
-def _autocast(spec: OpSpec, key: str) -> Callable[..., Tensor]:
+def _autocast(spec: OpSpec, key: str) -> Callable[..., Results]:
     """The op under `torch.autocast`, as `nn.Linear` follows it: every tensor in its dtype."""
     op = getattr(torch.ops.neuronmm, spec.name).default
     exclude = torch._C.DispatchKeySet(torch._C._dispatch_key_parse(key))
@@ -202,12 +248,16 @@ def _autocast(spec: OpSpec, key: str) -> Callable[..., Tensor]:
         is_float = isinstance(argument, Tensor) and argument.dtype in FLOAT_DTYPES
         return argument.to(dtype) if is_float and argument.dtype != torch.float64 else argument
 
-    def autocast(*args: Any) -> Tensor:
+    def autocast(*args: Any) -> Results:
         device_type = AUTOCAST_KEYS[key] or torch._C._get_privateuse1_backend_name()
         dtype, count = torch.get_autocast_dtype(device_type), len(spec.operands)
         with torch._C._ExcludeDispatchKeyGuard(exclude):
-            # factors in one byte and scales stay as they are
-            return op(*(cast(argument, dtype) for argument in args[:count]), *args[count:])
+            # factors in one byte and scales stay as they are, and so does what is changed in place
+            given = [
+                argument if place in spec.states else cast(argument, dtype)
+                for place, argument in enumerate(args[:count])
+            ]
+            return op(*given, *args[count:])
 
     return autocast
 

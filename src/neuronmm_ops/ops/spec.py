@@ -21,6 +21,10 @@ ONE_BYTE_DTYPES = (torch.float8_e4m3fn, torch.int8)
 COMPUTES = ("x", "fp8")
 """What products may be computed in: the dtype of x, or e4m3 where the factors are that, too."""
 LEADING = "..."
+Values = tuple[str, ...] | float
+"""Of an argument that is no tensor: the strings that it may be, or a float's default."""
+Options = tuple[str | float, ...]
+Results = Tensor | tuple[Tensor, ...] | None
 _WHICH = {-1: "last", -2: "first"}
 _LINES = {-1: "columns", -2: "rows"}
 
@@ -30,17 +34,18 @@ class Operand(NamedTuple):
 
     Attributes:
         name: as in the schema.
-        shape: a name for each dimension, `K r`; the same name is the same size in all operands.
-            `...` stands for any leading dimensions.
-        role: "activation" is x, and tokens beside it, "factor" a matrix of weights, "bias" a vector
-            added to the result, "scale" the fp32 vector `<factor>_scale` that multiplies the
-            columns of a one-byte factor's product.
+        shape: a name for each dimension, `K r`; the same name is the same size in all operands, a
+            number that size: `K 2 I` packs two weights. `...` stands for any leading dimensions.
+        role: "activation" is x, and tokens beside it, "factor" a matrix of weights, or several,
+            packed, "vector" a vector of weights, "bias" a vector added to the result, "scale" the
+            fp32 vector `<factor>_scale` that multiplies the columns of a one-byte factor's product,
+            "integer" int32 numbers that are read at run time, "state" what is changed in place.
         optional: may be None; x stands for an activation that is.
     """
 
     name: str
     shape: str
-    role: Literal["activation", "factor", "bias", "scale"] = "factor"
+    role: Literal["activation", "factor", "vector", "bias", "scale", "integer", "state"] = "factor"
     optional: bool = False
 
     @property
@@ -56,7 +61,7 @@ class Cut(NamedTuple):
         dims: for each of a spec's `tensors` the dimension that is cut, counted from the last (-1),
             None for a tensor that every rank has whole.
         is_partial: whether the results of the ranks are summed, and a bias belongs to one rank
-            alone. Otherwise they lie side by side, those of each of `outputs` for itself.
+            alone. Otherwise they lie side by side, each size of `outputs` for itself.
     """
 
     dims: tuple[int | None, ...]
@@ -82,46 +87,77 @@ class OpSpec:
 
     Attributes:
         name: of the op.
-        operands: x, the factors, further activations, then a bias or one for each of `outputs`, in
-            the order of the schema.
+        operands: in the order of the schema, x first.
         reference: the op in plain torch, for any device: its specification. Tools that read a
             schema from a function's signature read this one's.
-        backward: `(grad, needs, x, *factors, *activations, *choices)` to the gradients of the
-            tensors among them, for rows grad [M, N] and x [M, K]; None for each that `needs` does
-            not want.
-        choices: string arguments after the operands, each with its values, the default first.
-        outputs: names of the sizes that lie side by side in the last dimension of the result.
+        backward: `(grad, needs, x, *weights, *activations, *integers, *choices)` to the gradients
+            of x, weights (factors and vectors) and activations, for rows grad [M, N], or as many as
+            `outputs`, and x [M, K]; None for each that `needs` does not want. None where the op has
+            no gradient, as one with a state.
+        choices: arguments after the operands: strings, each with its values, the default first, and
+            floats, each with its default.
+        outputs: the last size of each result `[..., N]`; `N_a+N_b` lie side by side in one.
         is_scaled: whether factors may be in one byte, with `scales` after the choices and then the
             choice `compute`.
-        cuts: names of the sizes that ranks may divide between them; `N` stands for all of
+        cuts: names of the sizes that ranks may divide between them; `N` stands for all sizes of
             `outputs`.
+
+    Raises:
+        ValueError: an op with a state has a gradient or a cut.
     """
 
     name: str
     operands: tuple[Operand, ...]
-    reference: Callable[..., Tensor]
-    backward: Callable[..., tuple[Tensor | None, ...]]
-    choices: Mapping[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
+    reference: Callable[..., Results]
+    backward: Callable[..., tuple[Tensor | None, ...]] | None = None
+    choices: Mapping[str, Values] = field(default_factory=dict[str, Values])
     outputs: tuple[str, ...] = ("N",)
     is_scaled: bool = False
     cuts: tuple[str, ...] = ()
 
+    def __post_init__(self) -> None:
+        if self.states and (self.backward or self.cuts):
+            raise ValueError(f"{self.name}: an op with a state has neither backward nor cuts")
+
     @cached_property
     def factors(self) -> tuple[int, ...]:
         """Places of the factors among the operands."""
-        return tuple(i for i, operand in enumerate(self.operands) if operand.role == "factor")
+        return self._places("factor")
+
+    @cached_property
+    def weights(self) -> tuple[int, ...]:
+        """Places of the factors and vectors."""
+        return self._places("factor", "vector")
 
     @cached_property
     def activations(self) -> tuple[int, ...]:
         """Places of the activations among the operands, that of x first."""
-        return tuple(i for i, operand in enumerate(self.operands) if operand.role == "activation")
+        return self._places("activation")
+
+    @cached_property
+    def integers(self) -> tuple[int, ...]:
+        """Places of the integers."""
+        return self._places("integer")
+
+    @cached_property
+    def states(self) -> tuple[int, ...]:
+        """Places of the operands that are changed in place."""
+        return self._places("state")
+
+    def _places(self, *roles: str) -> tuple[int, ...]:
+        return tuple(i for i, operand in enumerate(self.operands) if operand.role in roles)
+
+    @cached_property
+    def sides(self) -> tuple[tuple[str, ...], ...]:
+        """Of each of `outputs` the sizes that lie side by side."""
+        return tuple([tuple(names.split("+")) for names in self.outputs])
 
     @cached_property
     def scales(self) -> tuple[Operand, ...]:
         """The fp32 vector `<factor>_scale` of each factor's columns; empty where none are taken."""
         factors = [self.operands[place] for place in self.factors if self.is_scaled]
         return tuple(
-            Operand(f"{factor.name}_scale", factor.sizes[-1], "scale", optional=True)
+            Operand(f"{factor.name}_scale", " ".join(factor.sizes[1:]), "scale", optional=True)
             for factor in factors
         )
 
@@ -131,7 +167,7 @@ class OpSpec:
         return self.operands + self.scales
 
     @cached_property
-    def options(self) -> Mapping[str, tuple[str, ...]]:
+    def options(self) -> Mapping[str, Values]:
         """The choices, and `compute`."""
         return {**self.choices, "compute": COMPUTES} if self.is_scaled else self.choices
 
@@ -141,16 +177,20 @@ class OpSpec:
     def schema(self) -> str:
         """The schema, as `torch.library` takes it."""
 
-        def tensors(operands: tuple[Operand, ...]) -> list[str]:
-            return [
-                f"Tensor? {operand.name}=None" if operand.optional else f"Tensor {operand.name}"
-                for operand in operands
-            ]
+        def argument(place: int) -> str:
+            operand = self.tensors[place]
+            kind = f"Tensor(a{place}!)" if place in self.states else "Tensor"
+            return f"{kind}? {operand.name}=None" if operand.optional else f"{kind} {operand.name}"
 
-        count = len(self.choices)
-        options = [f'str {name}="{values[0]}"' for name, values in self.options.items()]
-        arguments = (tensors(self.operands), options[:count], tensors(self.scales), options[count:])
-        return f"{self.name}({', '.join(chain(*arguments))}) -> Tensor"
+        tensors = tuple([argument(place) for place in range(len(self.tensors))])
+        pairs = zip(self.options, self.defaults, strict=True)
+        options = [
+            f'str {name}="{value}"' if isinstance(value, str) else f"float {name}={value}"
+            for name, value in pairs
+        ]
+        results = ", ".join(["Tensor"] * len(self.outputs))
+        results = results if len(self.outputs) == 1 else f"({results})"
+        return f"{self.name}({', '.join(self.joined(tensors, tuple(options)))}) -> {results}"
 
     def complete(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
         """All arguments of a call in the order of the schema, the default where one is missing."""
@@ -160,22 +200,31 @@ class OpSpec:
             return bound.args
         return args + self._defaults[len(args) :]
 
-    def split(self, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[str, ...]]:
+    def split(self, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], Options]:
         """All arguments of a call as the values of `tensors` and of `options`."""
         start = len(self.operands)
         scales = start + len(self.choices)
         end = scales + len(self.scales)
         return args[:start] + args[scales:end], args[start:scales] + args[end:]
 
-    def joined(self, tensors: tuple[Any, ...], options: tuple[str, ...]) -> tuple[Any, ...]:
+    def joined(self, tensors: tuple[Any, ...], options: tuple[Any, ...]) -> tuple[Any, ...]:
         """What `split` took apart, in the order of the schema."""
         start, count = len(self.operands), len(self.choices)
         return (*tensors[:start], *options[:count], *tensors[start:], *options[count:])
 
     @cached_property
-    def _defaults(self) -> tuple[str | None, ...]:
-        defaults = tuple(values[0] for values in self.options.values())
-        return self.joined((None,) * len(self.tensors), defaults)
+    def defaults(self) -> Options:
+        """The default of each of `options`."""
+        values = self.options.values()
+        return tuple([each[0] if isinstance(each, tuple) else each for each in values])
+
+    @cached_property
+    def _defaults(self) -> tuple[str | float | None, ...]:
+        return self.joined((None,) * len(self.tensors), self.defaults)
+
+    def returned(self, results: Sequence[Tensor]) -> Results:
+        """What a call returns for as many results as `outputs`."""
+        return results[0] if len(self.outputs) == 1 else tuple(results) or None
 
     # --- shapes ----------------------------------------------------------------------------------
 
@@ -187,18 +236,24 @@ class OpSpec:
             lead: the leading dimensions.
         """
         return [
-            (*(lead if LEADING in operand.shape else ()), *[sizes[name] for name in operand.sizes])
+            (
+                *(lead if LEADING in operand.shape else ()),
+                *[int(name) if name.isdigit() else sizes[name] for name in operand.sizes],
+            )
             for operand in self.operands
         ]
 
     def widths(self, tensors: Sequence[Any]) -> list[int]:
-        """The sizes of `outputs` for the op's tensors."""
-        places = [self._first[name] for name in self.outputs]
+        """All sizes of `outputs` for the op's tensors."""
+        places = [self._first[name] for name in chain(*self.sides)]
         return [tensors[index].shape[dim] for index, dim in places]
 
-    def result_shape(self, tensors: Sequence[Any]) -> tuple[int, ...]:
-        """The shape `[..., N]` of the result for the op's tensors."""
-        return (*tensors[0].shape[:-1], sum(self.widths(tensors)))
+    def result_shapes(self, tensors: Sequence[Any]) -> list[tuple[int, ...]]:
+        """The shape `[..., N]` of each result for the op's tensors."""
+        widths = iter(self.widths(tensors))
+        return [
+            (*tensors[0].shape[:-1], sum([next(widths) for _ in names])) for names in self.sides
+        ]
 
     def cut(self, name: str) -> Cut:
         """How ranks divide the size called `name`: a contraction to sums, `N` to parts.
@@ -212,7 +267,7 @@ class OpSpec:
             raise ValueError(
                 f"{self.name}: ranks may divide {' or '.join(self.cuts) or 'nothing'}, got {name!r}"
             )
-        names = self.outputs if name == "N" else (name,)
+        names = tuple(chain(*self.sides)) if name == "N" else (name,)
         dims: list[int | None] = [None] * len(self.tensors)
         for size, index, dim in self._dimensions():
             if size in names:
@@ -225,7 +280,8 @@ class OpSpec:
         for index in chain(self.activations, rest):
             operand = self.tensors[index]
             for dim, name in enumerate(operand.sizes, -len(operand.sizes)):
-                yield name, index, dim
+                if not name.isdigit():
+                    yield name, index, dim
 
     @cached_property
     def _first(self) -> dict[str, tuple[int, int]]:
@@ -250,23 +306,24 @@ class OpSpec:
             raise ValueError(
                 f"{self.name}: x must have at least one dimension [..., K], got a 0-D tensor"
             )
-        for index in self.factors:
-            if tensors[index].dim() != 2:
-                raise ValueError(
-                    f"{self.name}: {self.operands[index].name} must be a matrix, "
-                    f"got shape {list(tensors[index].shape)}"
-                )
+        for operand, tensor in zip(self.operands, tensors, strict=False):
+            self._check_dimensions(operand, tensor)
         if x.dtype not in FLOAT_DTYPES:
             raise TypeError(
                 f"{self.name}: dtype must be bfloat16, float16, float32 or float64, got {x.dtype}; "
                 "cast x and the weights"
             )
-        first = tensors[self.factors[0]]
+        first = tensors[self.factors[0]] if self.factors else x
         in_one_byte = self.is_scaled and first.dtype in ONE_BYTE_DTYPES
         for operand, tensor in zip(self.operands[1:], tensors[1:], strict=False):
             like = first if in_one_byte and operand.role == "factor" else x
-            if tensor is not None and (tensor.dtype != like.dtype or tensor.device != x.device):
-                raise TypeError(self._unlike(x, like, operand.name, tensor))
+            dtype = torch.int32 if operand.role == "integer" else like.dtype
+            if tensor is None or (tensor.dtype == dtype and tensor.device == x.device):
+                continue
+            if operand.role == "integer" and tensor.dtype != dtype:
+                raise TypeError(f"{self.name}: {operand.name} must be {dtype}, got {tensor.dtype}")
+            like = tensor if operand.role == "integer" else like
+            raise TypeError(self._unlike(x, like, operand.name, tensor))
         for operand, scale in zip(self.scales, tensors[len(self.operands) :], strict=False):
             self._check_scale(x, first, operand.name, scale)
         for place in self.activations[1:]:
@@ -275,15 +332,32 @@ class OpSpec:
             _, left, left_dim, right, right_dim, is_vector = rule
             a, b = x if tensors[left] is None else tensors[left], tensors[right]
             if b is not None and (
-                (is_vector and b.dim() != 1) or a.shape[left_dim] != b.shape[right_dim]
+                (is_vector and b.dim() != len(self.tensors[right].sizes))
+                or a.shape[left_dim] != b.shape[right_dim]
             ):
                 raise ValueError(self._unequal(rule, a, b, a is x))
         self._check_options(options, first.dtype)
 
-    def _check_options(self, chosen: tuple[str, ...], dtype: torch.dtype) -> None:
+    def _check_dimensions(self, operand: Operand, tensor: Tensor | None) -> None:
+        """Refuse other dimensions than the names, and other sizes than the numbers of a shape."""
+        if tensor is None or operand.role in ("activation", "bias"):
+            return
+        shape, sizes = list(tensor.shape), operand.sizes
+        numbers = [size for name, size in zip(sizes, shape, strict=False) if name.isdigit()]
+        wanted = [int(name) for name in sizes if name.isdigit()]
+        if len(shape) == len(sizes) and numbers == wanted:
+            return
+        is_matrix = operand.role == "factor" and len(sizes) == 2
+        what = "be a matrix" if is_matrix else f"have shape [{', '.join(sizes)}]"
+        raise ValueError(f"{self.name}: {operand.name} must {what}, got shape {shape}")
+
+    def _check_options(self, chosen: Options, dtype: torch.dtype) -> None:
         """Refuse unknown values, and to round x to fp8 beside factors of another `dtype`."""
         for (name, values), value in zip(self.options.items(), chosen, strict=True):
-            if value not in values:
+            if not isinstance(values, tuple):
+                if not isinstance(value, float):
+                    raise TypeError(f"{self.name}: {name} must be a float, got {value!r}")
+            elif value not in values:
                 raise ValueError(
                     f"{self.name}: {name} must be one of {', '.join(values)}; got {value!r}"
                 )
@@ -338,11 +412,13 @@ class OpSpec:
         if rule.is_vector:
             text = f"{second} must have shape [{rule.name}] with {rule.name} the columns of {first}"
             got = got[::-1]
-        elif rule.left_dim == rule.right_dim:
+        elif rule.left_dim == rule.right_dim in _LINES:
             text = f"{first} and {second} must have the same number of {_LINES[rule.left_dim]}"
-        else:
+        elif rule.left_dim in _WHICH and rule.right_dim in _WHICH:
             which, other = _WHICH[rule.left_dim], _WHICH[rule.right_dim]
             text = f"{which} dimension of {first} must equal {other} dimension of {second}"
+        else:
+            text = f"{rule.name} must be the same size in {first} and {second}"
         return f"{self.name}: {text}, got {got[0]} and {got[1]}"
 
     @cached_property
@@ -350,7 +426,8 @@ class OpSpec:
         """What the names of the dimensions ask of the operands' shapes."""
         return tuple(
             _EqualSizes(
-                name, *self._first[name], index, dim, self.tensors[index].role in ("bias", "scale")
+                *(name, *self._first[name], index, dim),
+                self.tensors[index].role in ("vector", "bias", "scale"),
             )
             for name, index, dim in self._dimensions()
             if self._first[name] != (index, dim)

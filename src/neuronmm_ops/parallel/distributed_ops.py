@@ -18,8 +18,8 @@ Sharding = tuple[list[Placement], list[Placement | None]]
 def shardings(spec: OpSpec) -> Callable[..., list[Sharding]]:
     """Return what tells DTensor how a call of an op may be divided, given what it is called with.
 
-    That is: not at all, in a leading dimension of x, or as one of `spec.cuts`. Outputs that lie
-    side by side have no cut in N: no placement says which columns a rank has then.
+    That is: not at all, in a leading dimension of x, or as one of `spec.cuts`. Sizes that lie side
+    by side have no cut in N: no placement says which columns a rank has then.
     """
 
     def of_call(*args: Any) -> list[Sharding]:
@@ -35,14 +35,14 @@ def shardings(spec: OpSpec) -> Callable[..., list[Sharding]]:
             ]
             found.append((Shard(lead), divided))
         for name in spec.cuts:
-            if name == "N" and len(spec.outputs) > 1:
+            if name == "N" and any(len(names) > 1 for names in spec.sides):
                 continue
             cut = spec.cut(name)
             result = Partial() if cut.is_partial else Shard(x_dims - 1)
             found.append((result, _placements(spec, cut, dims)))
         options: tuple[Any, ...] = (None,) * len(spec.options)
         return [
-            ([result], list(spec.joined(tuple(placed), options))[: len(args)])
+            ([result] * len(spec.outputs), list(spec.joined(tuple(placed), options))[: len(args)])
             for result, placed in found
         ]
 
@@ -65,4 +65,6 @@ def _placements(spec: OpSpec, cut: Cut, dims: list[int | None]) -> list[Placemen
 
 
 for _spec in SPECS.values():
-    register_sharding(getattr(torch.ops.neuronmm, _spec.name).default)(shardings(_spec))
+    # DTensor may move what an op would change in place: it refuses ops that it does not know.
+    if not _spec.states:
+        register_sharding(getattr(torch.ops.neuronmm, _spec.name).default)(shardings(_spec))

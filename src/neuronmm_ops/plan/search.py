@@ -79,6 +79,8 @@ def best_candidate(problem: Problem) -> tuple[Candidate, float]:
 def knobs_of(problem: Problem, phase: str) -> Sequence[Knobs]:
     """Knobs of the op's kernels of a phase."""
     module = import_module(f"neuronmm_ops.kernels.{problem.op}.knobs")
+    if not hasattr(module, phase):
+        return []
     return [module.decode(problem)] if phase == "decode" else module.prefill(problem)
 
 

@@ -35,7 +35,7 @@ class PlannedLaunch(NamedTuple):
     tokens: int
     kernel: str
     names: tuple[str, ...]
-    values: tuple[int | bool | str, ...]
+    values: tuple[int | bool | str | float, ...]
 
 
 class Kernels:
@@ -60,7 +60,8 @@ class Kernels:
         spec, x = SPECS[op], tensors[0]
         assert x is not None
         if not self.can_run(x):
-            return spec.reference(*tensors)
+            result: Any = spec.reference(*tensors)
+            return result
         # A bucket's size may be a symbol by now; Python needs it as a number: a graph a bucket.
         tokens = len(range(x.shape[0]))
         given = [(tensor, place in spec.activations) for place, tensor in enumerate(tensors)]
@@ -108,7 +109,7 @@ def planned(
     ]
     known = [None if s is None else torch.empty(s, dtype=dtype, device="meta") for s in sizes]
     tensors = (*known, *(None,) * (len(spec.tensors) - len(known)))
-    launch = launch_here(spec, tensors, tuple([values[0] for values in spec.options.values()]))
+    launch = launch_here(spec, tensors, spec.defaults)
     assert launch is not None, "the engine's buckets are not empty"
     parts = launch.plan.launches
     launches = [launch.part(size) for size in parts] if len(parts) > 1 else [launch]

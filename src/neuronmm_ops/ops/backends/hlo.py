@@ -3,10 +3,17 @@
 Source: `xla/service/hlo.proto` and `xla/xla_data.proto` of OpenXLA; field numbers are named below.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-ELEMENT_TYPES = {"int8": 2, "float16": 10, "float32": 11, "bfloat16": 16, "float8_e4m3fn": 20}
+ELEMENT_TYPES = {
+    "int8": 2,
+    "int32": 4,
+    "float16": 10,
+    "float32": 11,
+    "bfloat16": 16,
+    "float8_e4m3fn": 20,
+}
 """PrimitiveType of xla_data.proto."""
 
 
@@ -43,8 +50,9 @@ def module_of(
     call: CustomCall,
     parameters: Sequence[Array],
     operands: Sequence[Array],
-    result: Array,
-    output: Array,
+    results: Sequence[Array],
+    outputs: Sequence[Array],
+    aliases: Mapping[int, int] | None = None,
 ) -> bytes:
     """The HloModuleProto of one custom call, deterministic byte by byte.
 
@@ -53,8 +61,9 @@ def module_of(
         call: the custom call.
         parameters: of the computation.
         operands: what the call takes: each parameter, reshaped where the shapes differ.
-        result: of the call.
-        output: of the computation: the result, reshaped where the shapes differ.
+        results: of the call; several are a tuple.
+        outputs: of the computation: the results, reshaped where the shapes differ.
+        aliases: results that are operands changed in place, each with that operand's place.
     """
     body = _Computation()
     ids = [body.parameter(array) for array in parameters]
@@ -62,10 +71,18 @@ def module_of(
         body.reshape(given, operand, number)
         for given, operand, number in zip(parameters, operands, ids, strict=True)
     ]
-    root = body.reshape(result, output, body.custom_call(call, taken, result))
+    root = body.custom_call(call, taken, results, aliases or {})
+    if len(results) == 1:
+        root = body.reshape(results[0], outputs[0], root)
+    else:
+        parts = [
+            body.reshape(result, output, body.element(result, root, n))
+            for n, (result, output) in enumerate(zip(results, outputs, strict=True))
+        ]
+        root = body.tuple_of(parts, outputs)
     program_shape = (
         b"".join(_bytes(1, array.encode()) for array in parameters)
-        + _bytes(2, output.encode())
+        + _bytes(2, _shape_of(outputs))
         + b"".join(_text(3, f"p{number}") for number in range(len(parameters)))
     )
     own_id = root + 1
@@ -95,33 +112,60 @@ class _Computation:
         self.instructions: list[bytes] = []
 
     def parameter(self, array: Array) -> int:
-        return self._add("parameter", array, _integer(9, len(self.instructions)))
+        return self._add("parameter", array.encode(), _integer(9, len(self.instructions)))
 
     def reshape(self, given: Array, wanted: Array, operand: int) -> int:
         """The id of `operand` in the shape that is wanted."""
-        return operand if given == wanted else self._add("reshape", wanted, _operands([operand]))
+        if given == wanted:
+            return operand
+        return self._add("reshape", wanted.encode(), _operands([operand]))
 
-    def custom_call(self, call: CustomCall, operands: Sequence[int], result: Array) -> int:
+    def custom_call(
+        self,
+        call: CustomCall,
+        operands: Sequence[int],
+        results: Sequence[Array],
+        aliases: Mapping[int, int],
+    ) -> int:
+        """Each alias is an OutputOperandAliasing: output_shape_index 1, operand_index 2."""
         return self._add(
             "custom-call",
-            result,
+            _shape_of(results),
             _text(28, call.target)
             + _operands(operands)
             + _text(43, call.config)
+            + b"".join(
+                _bytes(74, _bytes(1, _packed([n] if len(results) > 1 else [])) + _integer(2, place))
+                for n, place in aliases.items()
+            )
             + _integer(77, call.api_version),
         )
 
-    def _add(self, opcode: str, array: Array, fields: bytes) -> int:
+    def element(self, array: Array, operand: int, number: int) -> int:
+        fields = _integer(13, number) + _operands([operand])
+        return self._add("get-tuple-element", array.encode(), fields)
+
+    def tuple_of(self, operands: Sequence[int], arrays: Sequence[Array]) -> int:
+        return self._add("tuple", _shape_of(arrays), _operands(operands))
+
+    def _add(self, opcode: str, shape: bytes, fields: bytes) -> int:
         """Append an HloInstructionProto: name 1, opcode 2, shape 3, id 35. Returns the id."""
         number = len(self.instructions) + 1
         self.instructions.append(
             _text(1, f"{opcode}.{number}")
             + _text(2, opcode)
-            + _bytes(3, array.encode())
+            + _bytes(3, shape)
             + _integer(35, number)
             + fields
         )
         return number
+
+
+def _shape_of(arrays: Sequence[Array]) -> bytes:
+    """The ShapeProto of an array, or of a tuple: element_type 2 is 13, tuple_shapes 4."""
+    if len(arrays) == 1:
+        return arrays[0].encode()
+    return _integer(2, 13) + b"".join(_bytes(4, array.encode()) for array in arrays)
 
 
 def _operands(ids: Sequence[int]) -> bytes:

@@ -22,10 +22,10 @@ from neuronmm_ops.ops.backends.cpu import name_of
 from neuronmm_ops.ops.backends.environment import ROUTE_VARIABLE, core, why_not_compilable
 from neuronmm_ops.ops.definitions import SPECS
 from neuronmm_ops.ops.products import rows
-from neuronmm_ops.ops.spec import ONE_BYTE_DTYPES, OpSpec
+from neuronmm_ops.ops.spec import ONE_BYTE_DTYPES, Operand, OpSpec, Options, Results
 
 if TYPE_CHECKING:
-    from neuronmm_ops.plan import Plan
+    from neuronmm_ops.plan import Other, Plan
 
 DTYPE_NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
 WEIGHT_DTYPE_NAMES = {dtype: name_of(dtype) for dtype in ONE_BYTE_DTYPES}
@@ -35,10 +35,8 @@ PLANNED = ("compute",)
 
 Tensors = tuple[Tensor | None, ...]
 """An op's tensors in the order of `OpSpec.tensors`, x [..., K] first, missing ones None."""
-Choices = tuple[str, ...]
-"""An op's string arguments, such as the activation, in the order of `OpSpec.options`."""
-Launcher = Callable[[OpSpec, Tensors, Choices], Tensor]
-Implementations = Mapping[str, Callable[..., Tensor]]
+Launcher = Callable[[OpSpec, Tensors, Options], Results]
+Implementations = Mapping[str, Callable[..., Results]]
 """What the dispatcher calls for each op."""
 
 
@@ -49,19 +47,20 @@ class Launch:
     Attributes:
         spec: the op.
         plan: the kernel and its blocks.
-        shape: of the op's result, `[..., N]`; the kernel's own is `[M, N]`.
+        shapes: of the op's results, `[..., N]`; the kernel's own are `[M, N]`, and after them it
+            returns the states.
         operands: names of the tensors, without a missing bias.
-        choices: the op's string arguments by name.
+        choices: the op's other arguments by name.
     """
 
     spec: OpSpec
     plan: Plan
-    shape: tuple[int, ...]
+    shapes: tuple[tuple[int, ...], ...]
     operands: tuple[str, ...]
-    choices: Mapping[str, str]
+    choices: Mapping[str, str | float]
 
     @property
-    def arguments(self) -> dict[str, int | bool | str]:
+    def arguments(self) -> dict[str, int | bool | str | float]:
         """The kernel's compile-time arguments.
 
         vLLM-Neuron's compile cache keys a kernel by them and by its own function's source, not its
@@ -75,31 +74,34 @@ class Launch:
     def part(self, tokens: int) -> Launch:
         """The launch of some of the tokens, by the arguments of the plan."""
         plan = replace(self.plan, problem=replace(self.plan.problem, M=tokens), launches=(tokens,))
-        return Launch(self.spec, plan, (tokens, plan.problem.N), self.operands, self.choices)
+        shapes = tuple([(tokens, shape[-1]) for shape in self.shapes])
+        return replace(self, plan=plan, shapes=shapes)
 
 
 def implementations(launcher: Launcher) -> Implementations:
     """The dispatch implementations of all ops, each of which calls `launcher`."""
-    return {name: _implementation(spec, launcher) for name, spec in SPECS.items()}
+    return {name: implementation_of(spec, launcher) for name, spec in SPECS.items()}
 
 
-def _implementation(spec: OpSpec, launcher: Launcher) -> Callable[..., Tensor]:
+def implementation_of(spec: OpSpec, launcher: Launcher) -> Callable[..., Results]:
+    """The dispatch implementation of one op."""
+
     @wraps(spec.reference)  # torch_neuronx reads an op's schema from its function's signature
-    def implementation(*args: Any, **kwargs: Any) -> Tensor:
+    def implementation(*args: Any, **kwargs: Any) -> Results:
         return launcher(spec, *spec.split(spec.complete(args, kwargs)))
 
     return implementation
 
 
 def launch_of(
-    spec: OpSpec, tensors: Tensors, choices: Choices, target: str, lnc: int = 1
+    spec: OpSpec, tensors: Tensors, choices: Options, target: str, lnc: int = 1
 ) -> Launch | None:
     """Check an op's arguments and plan its kernel; None where a dimension is empty.
 
     Args:
         spec: the op.
         tensors: all of the op's, a missing bias None.
-        choices: its string arguments.
+        choices: its other arguments.
         target: trn1, trn2 or trn3.
         lnc: NeuronCores that share the launch.
 
@@ -118,22 +120,23 @@ def launch_of(
             "cast x and the weights"
         )
     *lead, _ = static_shape(spec.name, x)
-    shapes = [static_shape(spec.name, tensors[index]) for index in spec.factors]
-    matrices = tuple([(rows, columns) for rows, columns in shapes])
+    matrices = tuple([static_shape(spec.name, tensors[index]) for index in spec.factors])
     if 0 in lead or any(0 in shape for shape in matrices):
         return None
-    factor = tensors[spec.factors[0]]
+    factor = tensors[spec.factors[0]] if spec.factors else x
     assert factor is not None
     chosen = dict(zip(spec.options, choices, strict=True))
     plan = plan_op(
         *(spec.name, math.prod(lead), matrices, DTYPE_NAMES[x.dtype], target, lnc),
         weight_dtype=WEIGHT_DTYPE_NAMES.get(factor.dtype, ""),
-        compute=chosen.get("compute", "x"),
+        compute=str(chosen.get("compute", "x")),
         others=tuple(
             [
-                (spec.operands[place].name, (-1, tensor.shape[-1]), "")
-                for place in spec.activations[1:]
-                if (tensor := tensors[place]) is not None
+                _other(spec.name, operand, tensor)
+                for operand, tensor in zip(spec.operands, tensors, strict=False)
+                if tensor is not None
+                and operand.role not in ("factor", "bias")
+                and (tensor is not x or not matrices)
             ]
         ),
     )
@@ -141,10 +144,18 @@ def launch_of(
     return Launch(
         spec,
         plan,
-        (*lead, plan.problem.N),
+        tuple([(*lead, width) for *_, width in spec.result_shapes(tensors)]),
         tuple(operand.name for operand, tensor in given if tensor is not None),
         chosen,
     )
+
+
+def _other(op: str, operand: Operand, tensor: Tensor) -> Other:
+    """A tensor as one of a problem's `others`."""
+    shape = static_shape(op, tensor)
+    if operand.role == "activation":
+        return operand.name, (-1, shape[-1]), ""
+    return operand.name, shape, "int32" if operand.role == "integer" else ""
 
 
 def static_shape(op: str, tensor: Tensor | None) -> tuple[int, ...]:
@@ -172,60 +183,72 @@ def static_shape(op: str, tensor: Tensor | None) -> tuple[int, ...]:
     )
 
 
-def launch_here(spec: OpSpec, tensors: Tensors, choices: Choices) -> Launch | None:
+def launch_here(spec: OpSpec, tensors: Tensors, choices: Options) -> Launch | None:
     """`launch_of` for the core of this machine."""
     chosen = core()
     return launch_of(spec, tensors, choices, chosen.target, chosen.lnc)
 
 
 def launch_parts(
-    launch: Launch, tensors: Tensors, run: Callable[[Launch, Tensors], Tensor]
-) -> Tensor:
+    launch: Launch, tensors: Tensors, run: Callable[[Launch, Tensors], Any]
+) -> Results:
     """Run a launch, in several where its plan splits the tokens: a kernel's length is limited.
 
     Args:
         launch: what to run.
         tensors: the op's.
         run: runs one launch on x [M, K] and the other tensors, all activations as rows, and
-            returns [M, N].
+            returns what the kernel does: each result [M, N], then the states.
 
     Returns:
-        `[..., N]`.
+        What the op does.
+
+    Raises:
+        ValueError: an op that changes an operand in place has more tokens than a launch takes.
     """
-    given, parts = list(tensors), launch.plan.launches
+    given, parts, spec = list(tensors), launch.plan.launches, launch.spec
+    if spec.states and len(parts) > 1:
+        raise ValueError(
+            f"{spec.name}: one launch takes {parts[0]} tokens, got {sum(parts)}; call it with fewer"
+        )
     activations = [
         (place, rows(tensor))
-        for place in launch.spec.activations
+        for place in spec.activations
         if (tensor := tensors[place]) is not None
     ]
-    if len(parts) == 1:
-        for place, tensor in activations:
-            given[place] = tensor
-        return run(launch, tuple(given)).view(launch.shape)
-    results: list[Tensor] = []
+    made: list[tuple[Tensor, ...]] = []
     for n, tokens in enumerate(parts):
         for place, tensor in activations:
-            given[place] = tensor.split(list(parts))[n]
-        results.append(run(launch.part(tokens), tuple(given)))
-    return torch.cat(results).view(launch.shape)
+            given[place] = tensor if len(parts) == 1 else tensor.split(list(parts))[n]
+        results = run(launch if len(parts) == 1 else launch.part(tokens), tuple(given))
+        made.append(results if isinstance(results, tuple) else (results,))
+    count = len(spec.outputs)
+    for place, changed in zip(spec.states, made[0][count:], strict=True):
+        state = tensors[place]
+        if state is not None and changed is not state:  # a compiler's alias is another tensor
+            state.copy_(changed)
+    joined = made[0][:count]
+    if len(parts) > 1:
+        joined = [torch.cat(own) for own in zip(*made, strict=True)]
+    return spec.returned([y.view(s) for y, s in zip(joined, launch.shapes, strict=True)])
 
 
 def call_kernel(
     spec: OpSpec,
     tensors: Tensors,
-    choices: Choices,
+    choices: Options,
     kernel_for: Callable[[Plan], Callable[..., Any]] | None = None,
-) -> Tensor:
+) -> Results:
     """Plan an op for this machine's core and call the real NKI kernel on device tensors.
 
     Args:
         spec: the op.
         tensors: all of the op's, a missing bias None.
-        choices: its string arguments.
+        choices: its other arguments.
         kernel_for: makes a callable of a plan; the kernel itself where not given.
 
     Returns:
-        `[..., N]`.
+        What the op does.
 
     Raises:
         NkiVersionError: the kernels cannot compile with the installed NKI.
@@ -235,7 +258,7 @@ def call_kernel(
 
     launch = launch_here(spec, tensors, choices)
     if launch is None:
-        return without_products(spec, tensors, choices)
+        return spec.reference(*spec.joined(tensors, choices))
     problem = why_not_compilable()
     if problem:
         raise NkiVersionError(problem)
@@ -245,25 +268,9 @@ def call_kernel(
             f"set {TARGET_VARIABLE}"
         )
 
-    def run(part: Launch, given: Tensors) -> Tensor:
-        return (kernel_for or nki_kernel)(part.plan)(*given, **part.arguments)
+    def run(part: Launch, given: Tensors) -> Results:
+        # A kernel reads row-major memory; factors may lie along their contraction.
+        row_major = [tensor if tensor is None else tensor.contiguous() for tensor in given]
+        return (kernel_for or nki_kernel)(part.plan)(*row_major, **part.arguments)
 
-    # A kernel reads row-major memory; factors may lie along their contraction.
-    row_major = tuple([tensor if tensor is None else tensor.contiguous() for tensor in tensors])
-    return launch_parts(launch, row_major, run)
-
-
-def without_products(spec: OpSpec, tensors: Tensors, choices: Choices) -> Tensor:
-    """The result where a dimension is empty: nothing to launch, the bias alone.
-
-    Of several results side by side, the others may have products: the reference makes them.
-    """
-    if len(spec.outputs) > 1:
-        return spec.reference(*spec.joined(tensors, choices))
-    x = tensors[0]
-    assert x is not None
-    out = x.new_zeros(spec.result_shape(tensors))
-    for operand, tensor in zip(spec.tensors, tensors, strict=True):
-        if operand.role == "bias" and tensor is not None:
-            out = out + tensor
-    return out
+    return launch_parts(launch, tensors, run)

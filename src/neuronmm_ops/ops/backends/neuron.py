@@ -17,7 +17,6 @@ from importlib.abc import InspectLoader
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch import Tensor
 from torch._subclasses.functional_tensor import FunctionalTensorMode
 
 from neuronmm_ops.ops import register as register  # registers the ops
@@ -31,13 +30,13 @@ from neuronmm_ops.ops.backends.environment import (
     wrapper,
 )
 from neuronmm_ops.ops.backends.launch import (
-    Choices,
     Implementations,
     Tensors,
     call_kernel,
     implementations,
 )
-from neuronmm_ops.ops.spec import OpSpec
+from neuronmm_ops.ops.definitions import SPECS
+from neuronmm_ops.ops.spec import OpSpec, Options, Results
 
 if TYPE_CHECKING:
     from neuronmm_ops.plan import Plan
@@ -108,7 +107,7 @@ def _first(offered: list[CallMode]) -> CallMode:
 # --- the calls -----------------------------------------------------------------------------------
 
 
-def _run(spec: OpSpec, tensors: Tensors, choices: Choices) -> Tensor:
+def _run(spec: OpSpec, tensors: Tensors, choices: Options) -> Results:
     run = _implementations()[spec.name] if _is_neuron() else spec.reference
     return run(*spec.joined(tensors, choices))
 
@@ -129,10 +128,14 @@ def _implementations() -> Implementations:
         return calls
     nki_op = wrapper("nki_op")
     assert nki_op is not None
-    return {op: nki_op(f"neuronmm_nki::{op}", mutates_args={})(calls[op]) for op in calls}
+    made: dict[str, Callable[..., Results]] = {}
+    for op, spec in SPECS.items():
+        changed = {spec.operands[place].name for place in spec.states}
+        made[op] = nki_op(f"neuronmm_nki::{op}", mutates_args=changed)(calls[op])
+    return made
 
 
-def _call(spec: OpSpec, tensors: Tensors, choices: Choices) -> Tensor:
+def _call(spec: OpSpec, tensors: Tensors, choices: Options) -> Results:
     """Plan an op and call its kernel; `nki_op` also runs this on fake tensors."""
     return call_kernel(spec, tensors, choices, _kernel_for)
 
@@ -158,7 +161,7 @@ def _kernel_for(plan: Plan) -> Callable[..., Any]:
 # --- registration --------------------------------------------------------------------------------
 
 
-def _traced(implementation: Callable[..., Tensor]) -> Callable[..., Any]:
+def _traced(implementation: Callable[..., Results]) -> Callable[..., Any]:
     """What an op becomes in a graph: its kernel's call on Neuron tensors, itself on all others.
 
     A compiler for the device knows the node that torch_neuronx makes of a kernel, not our op.

@@ -13,20 +13,17 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from neuroncore.hardware import resolve_target
 from neuronmm_ops.ops.backends.launch import (
-    Choices,
     Implementations,
     Launch,
     Tensors,
     implementations,
     launch_of,
     launch_parts,
-    without_products,
 )
-from neuronmm_ops.ops.spec import OpSpec
+from neuronmm_ops.ops.spec import OpSpec, Options, Results
 
 if TYPE_CHECKING:
     from neuroncore import Profile
@@ -101,16 +98,16 @@ def implementation(target: str | None) -> Implementations:
     """The ops on the simulated core of `target`. Raises ValueError for no target."""
     chosen = resolve_target(target).target
 
-    def simulate(spec: OpSpec, tensors: Tensors, choices: Choices) -> Tensor:
+    def simulate(spec: OpSpec, tensors: Tensors, choices: Options) -> Results:
         launch = launch_of(spec, tensors, choices, chosen)
         if launch is None:
-            return without_products(spec, tensors, choices)
+            return spec.reference(*spec.joined(tensors, choices))
         return launch_parts(launch, tensors, _simulate)
 
     return implementations(simulate)
 
 
-def _simulate(launch: Launch, tensors: Tensors) -> Tensor:
+def _simulate(launch: Launch, tensors: Tensors) -> Results:
     """Run a launch on the simulated core and keep its profile."""
     from neuroncore.kernel import RunSettings, run
     from neuronmm_ops.kernels.simulated import simulated_kernel

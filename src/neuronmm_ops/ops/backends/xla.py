@@ -21,21 +21,21 @@ import torch
 from torch import Tensor
 
 from neuronmm_ops.import_hooks import after_import
-from neuronmm_ops.ops import register as register  # registers the ops
 from neuronmm_ops.ops.backends.cpu import name_of
 from neuronmm_ops.ops.backends.environment import ROUTE_VARIABLE, core, xla_route
 from neuronmm_ops.ops.backends.launch import (
-    Choices,
     Launch,
     Tensors,
     call_kernel,
+    implementation_of,
     implementations,
     launch_here,
     launch_parts,
     static_shape,
-    without_products,
 )
-from neuronmm_ops.ops.spec import OpSpec
+from neuronmm_ops.ops.definitions import SPECS
+from neuronmm_ops.ops.register import derivatives_of, is_differentiated  # registers the ops
+from neuronmm_ops.ops.spec import OpSpec, Options, Results
 
 TARGET = "AwsNeuronCustomNativeKernel"
 """The custom call that the Neuron compiler replaces by an NKI kernel."""
@@ -82,7 +82,7 @@ def config_of(launch: Launch) -> str:
         "klir_binary": {
             "binary": f"neuronmm_ops.kernels.{plan.kernel}@{source_fingerprint()}",
             "input_names": launch.operands,
-            "output_names": ["y"],
+            "output_names": _results_of(launch),
         },
         "func_name": plan.kernel,
         "grid": [] if problem.lnc == 1 else [problem.lnc],
@@ -104,23 +104,34 @@ def module_for(launch: Launch, tensors: Sequence[Tensor], api: int) -> bytes:
     from neuronmm_ops.ops.backends.hlo import Array, CustomCall, module_of
 
     problem = launch.plan.problem
-    activations = [launch.spec.operands[place].name for place in launch.spec.activations]
+    spec = launch.spec
+    activations = [spec.operands[place].name for place in spec.activations]
     parameters = [Array(tuple(tensor.shape), name_of(tensor.dtype)) for tensor in tensors]
     operands = [
         Array((problem.M, array.shape[-1]), array.dtype) if name in activations else array
         for name, array in zip(launch.operands, parameters, strict=True)
     ]
+    states = [launch.operands.index(spec.operands[place].name) for place in spec.states]
+    changed = [parameters[place] for place in states]
     return module_of(
         f"neuronmm_{problem.op}",
         CustomCall(TARGET, config_of(launch), api),
         parameters,
         operands,
-        Array((problem.M, problem.N), problem.dtype),
-        Array(launch.shape, problem.dtype),
+        [*[Array((problem.M, shape[-1]), problem.dtype) for shape in launch.shapes], *changed],
+        [*[Array(shape, problem.dtype) for shape in launch.shapes], *changed],
+        dict(enumerate(states, len(launch.shapes))),
     )
 
 
-def _lower(spec: OpSpec, tensors: Tensors, choices: Choices) -> Tensor:
+def _results_of(launch: Launch) -> list[str]:
+    """Names of what the kernel returns: y, or each result's, and the states."""
+    count, spec = len(launch.shapes), launch.spec
+    results = ["y"] if count == 1 else [f"y{n}" for n in range(count)]
+    return [*results, *[spec.operands[place].name for place in spec.states]]
+
+
+def _lower(spec: OpSpec, tensors: Tensors, choices: Options) -> Results:
     route = xla_route()
     if route.name == "custom call":
         return _custom_call(spec, tensors, choices)
@@ -130,11 +141,12 @@ def _lower(spec: OpSpec, tensors: Tensors, choices: Choices) -> Tensor:
 
 
 def _custom_call(
-    spec: OpSpec, tensors: Tensors, choices: Choices, part: Launch | None = None
-) -> Tensor:
+    spec: OpSpec, tensors: Tensors, choices: Options, part: Launch | None = None
+) -> Results:
     """Append the op's custom call to the graph that torch_xla is tracing.
 
-    Where the plan splits the tokens, one for each part, which is planned already.
+    Where the plan splits the tokens, or the kernel returns states, it is one of each part, which is
+    planned already.
     """
     given = [tensor for tensor in tensors if tensor is not None]
     signature = [(tensor.shape, tensor.dtype, tensor.device) for tensor in given]
@@ -149,15 +161,16 @@ def _custom_call(
         _refuse_downcasts()
         launch = part or launch_here(spec, tensors, choices)
         if launch is None:
-            return without_products(spec, tensors, choices)
+            return spec.reference(*spec.joined(tensors, choices))
         _warn_where_it_cannot_run(_api_version)
-        is_split = len(launch.plan.launches) > 1
-        computation = _computations[key] = launch if is_split else _computation(launch, given)
+        in_parts = len(launch.plan.launches) > 1 or (spec.states and part is None)
+        computation = _computations[key] = launch if in_parts else _computation(launch, given)
     if isinstance(computation, Launch):
         return launch_parts(
             computation, tensors, lambda own, given: _custom_call(spec, given, choices, own)
         )
-    return _torch_xla()._xla_user_computation(f"xla::neuronmm_{spec.name}", given, computation)[0]
+    made = _torch_xla()._xla_user_computation(f"xla::neuronmm_{spec.name}", given, computation)
+    return made[0] if len(made) == 1 else tuple(made)
 
 
 def _refuse_dynamic_exports() -> None:
@@ -225,7 +238,21 @@ def _computation(launch: Launch, tensors: Sequence[Tensor]) -> Any:
     return xla_builder.computation_from_module_proto(name, module)
 
 
+def register_op(spec: OpSpec) -> None:
+    """Lower an op. One with a state runs above functionalization, which takes no such op."""
+    lower = implementation_of(spec, _lower)
+    LIBRARY.impl(spec.name, lower, "XLA")
+
+    def change(*args: Any, **kwargs: Any) -> Results:
+        if is_differentiated(args):
+            return derivatives_of(spec)(*args)
+        return lower(*args, **kwargs)
+
+    if spec.states:
+        LIBRARY.impl(spec.name, change, "AutogradXLA")
+
+
 IMPLEMENTATIONS = implementations(_lower)
-for _op, _implementation in IMPLEMENTATIONS.items():
-    LIBRARY.impl(_op, _implementation, "XLA")
+for _spec in SPECS.values():
+    register_op(_spec)
 after_import("torch_xla.stablehlo", _refuse_dynamic_exports)

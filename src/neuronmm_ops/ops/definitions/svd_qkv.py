@@ -86,7 +86,7 @@ SPEC = OpSpec(
     ),
     reference=reference,
     backward=backward,
-    outputs=("N_query", "N_key", "N_value"),
+    outputs=("N_query+N_key+N_value",),
     is_scaled=True,
     cuts=("N", "K"),
 )
