@@ -146,6 +146,13 @@ def test_both_cores_leave_a_meeting_when_the_later_one_comes(slow):
     assert ends[0] > max(work)
 
 
+def test_a_barrier_reads_no_element_of_what_it_covers():
+    def kernel():
+        nisa.core_barrier(nl.ndarray((4, 32_768), nl.float8_e4m3fn, nl.shared_hbm), (0, 1))
+
+    nc.simulate(nc.jit(kernel)[2], target="trn2")()
+
+
 def test_what_a_barrier_covers_is_not_thereby_written():
     @nc.jit
     def kernel(x):

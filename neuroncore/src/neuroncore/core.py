@@ -319,8 +319,9 @@ class SimulatedCore:
 
     def prepare(self, template: InstructionTemplate, operands: Sequence[NkiTensor]) -> None:
         """Fill in what follows from the operands and the machine."""
+        computes = template.engine <= Engine.GPSIMD
         for at, t in enumerate(operands):
-            if template.engine <= Engine.GPSIMD and at not in template.scales:
+            if computes and t.geometry.on_chip and at not in template.scales:
                 views.engine_pattern(template.opcode, t)
                 operand_rules.engine_operand(template.opcode, self.machine, t)
         for t in operands:
@@ -337,7 +338,7 @@ class SimulatedCore:
         template.hbm_operand = in_hbm[0] if in_hbm else -1
         template.on_sbuf = MemoryRegion.sbuf in memories
         template.on_psum = MemoryRegion.psum in memories
-        if template.engine <= Engine.GPSIMD:
+        if computes:
             template.ns = on_grid(self.machine.ns(template.engine, template.cycles))
             template.result_ns = on_grid(self.machine.result_ns[template.engine])
 
