@@ -14,6 +14,8 @@ import neuroncore.language as nl
 from neuroncore.hardware import DMA_ENGINES, TRN2
 from neuroncore.profile.what_if import WhatIf, summary
 
+long_rows = pytest.mark.filterwarnings("ignore:.* elements per partition:neuroncore.NkiWarning")
+
 
 def profile_of(kernel: Any, *shapes: tuple[int, ...], **options: Any) -> nc.Profile:
     specs = [nc.TensorSpec(shape, nl.bfloat16) for shape in shapes]
@@ -106,6 +108,7 @@ def test_issue_overhead_is_tensor_engines() -> None:
     assert profile.what_would_help.startswith("TensorE binds: ")
 
 
+@long_rows
 def test_unlimited_memory_lets_the_next_loads_begin() -> None:
     limit = TRN2.usable_sbuf_bytes
     columns = int(limit * 0.9) // 2  # one tile at a time
@@ -125,6 +128,7 @@ def test_memory_with_room_for_all_is_not_tried() -> None:
     assert "SBUF" not in by_name(profile_of(stream, (6 * 128, 512)))
 
 
+@long_rows
 def test_tensors_at_addresses_wait_for_their_place_and_are_freed_too() -> None:
     @nc.jit
     def placed(x):
@@ -158,6 +162,7 @@ def test_what_has_no_part_of_the_path_is_not_tried() -> None:
     assert "VectorE" not in by_name(profile)
 
 
+@long_rows
 def test_freeing_leaves_the_launch_as_it_was() -> None:
     profile = profile_of(stream, (6 * 128, 45_000))
     traces = [
