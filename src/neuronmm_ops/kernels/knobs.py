@@ -63,6 +63,11 @@ def axis(name: str, values: Iterable[int | bool | str]) -> list[Arguments]:
     return [{name: value} for value in dict.fromkeys(values)]
 
 
+def pairs_of(first: Sequence[Arguments], second: Sequence[Arguments]) -> list[Arguments]:
+    """The values of two knobs together, where one change alone may help nothing."""
+    return [{**one, **other} for one in first for other in second]
+
+
 def widths(size: int, values: Sequence[int] = WIDTHS) -> list[int]:
     """Those of `values` that are below `size`, and the least that covers it."""
     return sorted({min(value, rounded_up(size, PARTITIONS)) for value in values})
@@ -93,31 +98,28 @@ def core_part(problem: Problem, size: int) -> int:
 
 
 def decode_knobs(
-    problem: Problem, start: Arguments | None = None, axes: Sequence[Axis] = ()
+    problem: Problem, own: Sequence[Arguments] = ({},), axes: Sequence[Axis] = ()
 ) -> Knobs:
-    """Knobs of a decode kernel: those that all have after its own."""
+    """Knobs of a decode kernel: its own, what they may start from, and those that all have."""
     most = sum_columns(problem)
     N = rounded_up(core_part(problem, problem.N), OUTPUT_UNIT)
     first = {"k_chunk": 1024, "block": min(1024, most), "last_block": min(1024, most)}
     if problem.casts:
         first["dma_cast"] = 0
-    tiles = (16384, EDGE_TILE_BYTES, 512)
-    starts = [{**first, **(start or {}), "tile_bytes": size} for size in tiles]
+    narrow = axis("tile_bytes", (16384, EDGE_TILE_BYTES, 512))
+    starts = [{**first, **size} for size in pairs_of(own, narrow)]
     blocks = sorted({min(w, most, N) for w in (512, 1024, 1536, 2048, 3072, 4096, 6144, 12288)})
+    lasts = [block for block in blocks if block <= 6144]
     pairs: list[Arguments] = []
-    for last in [block for block in blocks if block <= 6144]:
+    for last in lasts:
         widest = rounded_up(N - last, OUTPUT_UNIT) or last
         pairs.append({"block": min(blocks[-1], widest), "last_block": last})
+    pairs += pairs_of(axis("block", blocks[-3:]), axis("last_block", lasts))
     K = core_part(problem, problem.K)
+    tiles = axis("tile_bytes", (16384, 8192, EDGE_TILE_BYTES))
     chunks = sorted({512, 1024, 2048, 4096, *[even(K, size) for size in (1024, 2048, 4096)]})
-    shared = [
-        axis("k_chunk", chunks),
-        pairs,
-        axis("block", blocks[-3:]),
-        axis("tile_bytes", (16384, 8192, EDGE_TILE_BYTES)),
-    ]
-    if problem.casts:
-        shared.append(axis("dma_cast", (0, 4, 8, 16)))
+    casts = [pairs_of(axis("dma_cast", (0, 4, 8, 16)), tiles)] if problem.casts else []
+    shared = [*casts, pairs_of(axis("k_chunk", chunks), tiles), pairs]
     return Knobs(f"{problem.op}_decode", starts, [*axes, *shared])
 
 

@@ -20,9 +20,9 @@ from neuronmm_ops.kernels.problem import Plan, Problem
 from neuronmm_ops.kernels.stages.tiling import tiles_in
 from neuronmm_ops.plan.tracing import Cost, of_least_regret, traced
 
-EFFORT = 100_000
-"""Instructions traced in a round over all knobs, up to which there is a second; it finds less."""
-SHORT_MS = 0.015
+EFFORT = 300_000
+"""Instructions traced in rounds over all knobs, up to which there is another."""
+SHORT_MS = 0.008
 """A launch takes about as long whatever runs: below, the first arguments that fit are taken."""
 DESCENT_TOKENS = 2048
 """Of a core, at most, in a descent: the best of each block of tokens are then traced with all."""
@@ -31,7 +31,10 @@ MANY_WEIGHTS = 2**27
 DECODED_TOKENS = 64
 """Up to so many, decode is the quicker kernel wherever it fits."""
 FINALISTS = 2
-"""Candidates of each block of tokens that are traced with all tokens."""
+REPEATED = ("token_block", "layout", "k_block")
+"""Candidates of each value of these that are traced with all tokens: what each block repeats."""
+NEAR = 1.1
+"""Times of the best, beyond which a candidate is no finalist."""
 
 
 @dataclass(frozen=True)
@@ -94,9 +97,10 @@ def _candidates(problem: Problem, phase: str) -> list[Candidate]:
     blocks = Counter[object]()
     found: list[Candidate] = []
     for each in met:
-        kind = each.gain, each.arguments["token_block"]
+        kind = each.gain, *[each.arguments.get(name) for name in REPEATED]
         blocks[kind] += 1
-        if blocks[kind] <= FINALISTS and (cost := traced(problem, each.kernel, each.arguments)):
+        is_finalist = blocks[kind] <= FINALISTS and each.rank[0] <= NEAR * met[0].rank[0]
+        if is_finalist and (cost := traced(problem, each.kernel, each.arguments)):
             found.append(replace(each, cost=cost))
     return found
 
@@ -121,10 +125,11 @@ def descend(problem: Problem, knobs: Knobs) -> list[Candidate]:
     best = _first(knobs.starts, candidate)
     if best is None:
         return []
-    if max(best.cost.times_ms) > SHORT_MS:
-        best = _round(knobs, best, candidate)
-        if sum([each.cost.instructions for each in met.values() if each]) <= EFFORT:
-            _round(knobs, best, candidate)
+    before = None
+    while best is not before and max(best.cost.times_ms) > SHORT_MS:
+        before, best = best, _round(knobs, best, candidate)
+        if sum([each.cost.instructions for each in met.values() if each]) > EFFORT:
+            break
     return [each for each in met.values() if each]
 
 

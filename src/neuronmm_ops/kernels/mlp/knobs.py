@@ -31,7 +31,7 @@ def decode(problem: Problem) -> Knobs:
     _check(problem)
     inners = axis("inner_block", inner_blocks(problem))
     spills = axis("spill", (True, False) if problem.lnc == 1 else (True,))
-    return decode_knobs(problem, {**inners[0], "spill": True}, [inners, spills])
+    return decode_knobs(problem, [{**inners[0], "spill": True}], [inners, spills])
 
 
 def prefill(problem: Problem) -> list[Knobs]:

@@ -18,6 +18,7 @@ from neuronmm_ops.kernels.knobs import (
     kept_axis,
     layouts,
     narrower,
+    pairs_of,
     resident_axis,
     sum_columns,
     widths,
@@ -40,7 +41,7 @@ def decode(problem: Problem) -> Knobs:
     inners = axis("inner_block", inner_blocks(problem))
     rank_block = even(down if fuse else max(gate, up, down), most)
     start: Arguments = {"rank_block": rank_block, "fuse_gate_up": fuse, **inners[0], "spill": True}
-    return decode_knobs(problem, start, [inners, axis("spill", (True, False))])
+    return decode_knobs(problem, [start], [inners, axis("spill", (True, False))])
 
 
 def prefill(problem: Problem) -> list[Knobs]:
@@ -67,11 +68,10 @@ def prefill(problem: Problem) -> list[Knobs]:
     axes = [
         hidden,
         axis("v_block", widths(problem.inner, (512, 1024, 2048))),
-        axis("u_block", _sides(side)),
         axis("down_block", _sides(down)),
+        pairs_of(layouts(problem), axis("u_block", _sides(side))),
         out_blocks,
         kept_axis,
-        layouts(problem),
         resident,
     ]
     found = [Knobs("svd_mlp", narrower(starts), axes)]

@@ -17,6 +17,7 @@ from neuronmm_ops.kernels.knobs import (
     fits_groups,
     layouts,
     narrower,
+    pairs_of,
     resident_axis,
     sum_columns,
     token_blocks,
@@ -34,8 +35,9 @@ def decode(problem: Problem) -> Knobs:
     """Knobs of `svd_qkv_decode`."""
     most, ranks = sum_columns(problem), problem.ranks
     fuse = sum(ranks) <= most
-    start: Arguments = {"rank_block": even(max(ranks), most), "fuse": fuse}
-    return decode_knobs(problem, start, [axis("fuse", (fuse, False))])
+    rank_block = even(max(ranks), most)
+    starts = [{"rank_block": rank_block, **each} for each in axis("fuse", (fuse, False))]
+    return decode_knobs(problem, starts, [axis("fuse", (fuse, False))])
 
 
 def prefill(problem: Problem) -> list[Knobs]:
@@ -57,8 +59,7 @@ def prefill(problem: Problem) -> list[Knobs]:
         token_axis,
         u_blocks,
         v_blocks,
-        axis("token_tiles", (1, 2, 4)),
-        axis("tokens", (512, 1024)),
+        pairs_of(axis("token_tiles", (1, 2, 4)), axis("tokens", (512, 1024))),
         layouts(problem),
         resident,
     ]

@@ -17,6 +17,7 @@ from neuronmm_ops.kernels.knobs import (
     fits_groups,
     layouts,
     narrower,
+    pairs_of,
     resident_axis,
     sum_columns,
     token_blocks,
@@ -38,7 +39,7 @@ K_BLOCKS = (512, 1024, 2048)
 
 def decode(problem: Problem) -> Knobs:
     """Knobs of `xuv_decode`."""
-    return decode_knobs(problem, {"rank_block": even(problem.ranks[0], sum_columns(problem))})
+    return decode_knobs(problem, [{"rank_block": even(problem.ranks[0], sum_columns(problem))}])
 
 
 def prefill(problem: Problem) -> list[Knobs]:
@@ -60,11 +61,17 @@ def prefill(problem: Problem) -> list[Knobs]:
         "token_tiles": 1,
         **ways[0],
     }
-    in_parts: list[Arguments] = [{"k_block": 0, **resident[0]}]
-    for rows in [rows for rows in K_BLOCKS if rows < K <= 16 * rows]:
-        part: Arguments = {"k_block": rows, "resident": tiles_in(rows, PARTITIONS)}
-        # groups of half the banks leave the others to slow additions in SBUF
-        in_parts += [part, {**part, "banks": 4}]
+    rows = [size for size in K_BLOCKS if size < K <= 16 * size]
+    parts: list[Arguments] = [
+        {"k_block": size, "resident": tiles_in(size, PARTITIONS)} for size in rows
+    ]
+    # groups of half the banks leave the others to slow additions in SBUF
+    halves: list[Arguments] = [{**part, "banks": 4} for part in parts]
+    parts.insert(0, {"k_block": 0, **resident[0]})
+
+    def in_parts(arguments: Arguments) -> list[Arguments]:
+        whole = [{**part, "banks": arguments["v_banks"]} for part in parts]
+        return pairs_of(token_axis, [*whole, *halves])
 
     def allows(arguments: Arguments) -> bool:
         tokens, width = int(arguments["tokens"]), int(arguments["token_block"])
@@ -72,16 +79,16 @@ def prefill(problem: Problem) -> list[Knobs]:
         return in_psum and tokens <= max(BANK_COLUMNS, width) and fits_groups(problem, arguments)
 
     axes = [
-        token_axis,
+        in_parts,
         u_blocks,
         v_blocks,
-        axis("token_tiles", (1, 2, 4)),
-        axis("tokens", (512, 1024, 2048)),
+        pairs_of(axis("token_tiles", (1, 2, 4)), axis("tokens", (512, 1024, 2048))),
         ways,
         resident,
-        in_parts,
     ]
-    starts = narrower([start, {**start, "resident": 0}, {**start, **in_parts[-1]}])
+    starts = narrower(
+        [start, {**start, "resident": 0}, *[{**start, **half} for half in halves[-1:]]]
+    )
     found = [Knobs("xuv", starts, axes, allows)]
     if doubled := doubled_layout(problem):
         start = {

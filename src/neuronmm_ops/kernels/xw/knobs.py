@@ -15,6 +15,7 @@ from neuronmm_ops.kernels.knobs import (
     fits_groups,
     layouts,
     narrower,
+    pairs_of,
     resident_axis,
     token_blocks,
     widths,
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 def decode(problem: Problem) -> Knobs:
     """Knobs of `xw_decode`."""
-    return decode_knobs(problem, {"resident": False}, [axis("resident", (False, True))])
+    return decode_knobs(problem, axis("resident", (False,)), [axis("resident", (False, True))])
 
 
 def prefill(problem: Problem) -> list[Knobs]:
@@ -43,7 +44,9 @@ def prefill(problem: Problem) -> list[Knobs]:
     }
     allows = partial(fits_groups, problem)
     token_tiles = axis("token_tiles", (1, 2, 4, 8))
-    axes = [token_axis, blocks, token_tiles, layouts(problem), resident]
+    # groups of 8 tiles fit no layout that leaves TensorE two banks
+    ways = pairs_of(layouts(problem), axis("token_tiles", (2, 4)))
+    axes = [pairs_of(token_axis, token_tiles), pairs_of(token_axis, blocks), ways, resident]
     found = [Knobs("xw", narrower([start, {**start, "resident": 0}]), axes, allows)]
     if doubled := doubled_layout(problem):
         start = {**start, **doubled, "token_tiles": 1}
