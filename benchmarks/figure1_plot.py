@@ -9,9 +9,8 @@ import os
 from typing import Any, NamedTuple
 
 from benchmarks.cases.figure1 import GIB, KERNELS
-from neuroncore.files import replacing
 from neuroncore.hardware import DMA_MODELS
-from neuroncore.profile.plot import check_format, new_figure
+from neuroncore.profile.plot import check_format, new_figure, save_figure
 
 
 class Line(NamedTuple):
@@ -46,9 +45,7 @@ def save(rows: list[dict[str, Any]], path: str | os.PathLike[str]) -> None:
     )
     handles, labels = times.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=2, frameon=False)
-    with replacing(path) as temporary:
-        name = os.path.splitext(path)[1][1:].lower() or "png"
-        figure.savefig(temporary, format=name, dpi=150)
+    save_figure(figure, path, 150)
 
 
 def _panel(

@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from neuroncore.files import replacing
-from neuroncore.profile.plot import check_format, new_figure
+from neuroncore.profile.plot import check_format, new_figure, save_figure
 
 __all__ = ["check_format", "save"]
 
@@ -51,9 +50,7 @@ def save(rows: Sequence[dict[str, Any]], path: str | os.PathLike[str]) -> None:
     )
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
-    with replacing(path) as temporary:
-        name = os.path.splitext(path)[1][1:].lower() or "png"
-        figure.savefig(temporary, format=name, dpi=150)
+    save_figure(figure, path, 150)
 
 
 def series_of(rows: Sequence[dict[str, Any]]) -> list[Series]:

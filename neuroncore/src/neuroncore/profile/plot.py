@@ -43,6 +43,12 @@ def _format(path: str | os.PathLike[str]) -> str:
     return os.path.splitext(path)[1][1:].lower() or "png"
 
 
+def save_figure(figure: Any, path: str | os.PathLike[str], dpi: int) -> None:
+    """Write a figure in the format of the suffix (PNG without one): all of it, or nothing."""
+    with replacing(path) as temporary:
+        figure.savefig(temporary, format=_format(path), dpi=dpi)
+
+
 def save(profile: Profile, path: str | os.PathLike[str]) -> None:
     """Draw timeline and roofline in the format of the suffix (PNG without one)."""
     check_format(path)
@@ -56,8 +62,7 @@ def save(profile: Profile, path: str | os.PathLike[str]) -> None:
     )
     _timeline(timeline, rows, profile.time_ms, profile.instructions > _BINNED_ABOVE)
     _roofline(roofline, profile)
-    with replacing(path) as temporary:
-        figure.savefig(temporary, format=_format(path), dpi=120)
+    save_figure(figure, path, 120)
 
 
 Row = tuple[str, np.ndarray, np.ndarray]
@@ -74,16 +79,16 @@ def _rows(profile: Profile) -> list[Row]:
 
 def _rows_of(core: CoreSchedule) -> list[Row]:
     engine, start, end = columns(core)
-    chosen = {ENGINE_NAMES[e]: np.flatnonzero(engine == e) for e in range(5)}
+    by_name = {ENGINE_NAMES[e]: np.flatnonzero(engine == e) for e in range(5)}
     queues: dict[str, list[int]] = {}
     for i, name in core.queue.items():
         queues.setdefault(name, []).append(i)
-    chosen.update({name: np.array(found) for name, found in queues.items()})
+    by_name.update({name: np.array(numbers) for name, numbers in queues.items()})
     rows: list[Row] = []
-    for name, found in chosen.items():
-        if len(found):
-            found = found[np.argsort(start[found], kind="stable")]
-            rows.append((name, *disjoint(start[found] / 1e6, end[found] / 1e6)))
+    for name, numbers in by_name.items():
+        if len(numbers):
+            order = numbers[np.argsort(start[numbers], kind="stable")]
+            rows.append((name, *disjoint(start[order] / 1e6, end[order] / 1e6)))
     return rows
 
 
