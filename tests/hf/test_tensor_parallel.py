@@ -236,6 +236,8 @@ def on_two_ranks(rank: int, root: Path, out: Path) -> dict[str, Any]:
     found["dense style"] = refusal(root / "llama, MLP", dense)
     for case in (out / "broken").iterdir():
         found[case.name] = refusal(case)
+    for case in (out / "broken dense").iterdir():
+        found[case.name] = refusal(case, 2)
     return found
 
 
@@ -244,8 +246,9 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def refusal(directory: Path, plan: Any = "auto") -> str:
+    """Return how loading by a plan fails; by a number of ranks, how `hf.load` does."""
     try:
-        load_divided(directory, plan)
+        hf.load(directory, tp=plan) if isinstance(plan, int) else load_divided(directory, plan)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "none"
@@ -294,11 +297,17 @@ BROKEN: dict[str, tuple[str, Callable[[dict[str, Tensor]], Any], str]] = {
 }
 
 
+BROKEN_DENSE = {"nan in a dense model": Q, "nan in all of a dense model": NORM}
+
+
 @pytest.fixture(scope="module")
 def two(root: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     out = tmp_path_factory.mktemp("two")
     for case, (source, change, _) in BROKEN.items():
         changed(root / source, out / "broken" / case, change)
+    tiny_model().save_pretrained(out / "dense")
+    for case, layer in BROKEN_DENSE.items():
+        changed(out / "dense", out / "broken dense" / case, nan_in(layer))
     hf.save(swapped(tiny_model(dtype=torch.bfloat16), *ALL), out / "bfloat16")
     return run(on_two_ranks, 2, root, out, timeout_s=400)
 
@@ -332,6 +341,16 @@ def test_a_broken_checkpoint_is_refused_on_all_ranks(case: str, two: list[dict[s
     for message in messages:
         assert message.startswith(("CheckpointError: ", "NonFiniteError: "))
         assert "\n" not in message
+
+
+@pytest.mark.parametrize("case", BROKEN_DENSE)
+def test_a_broken_dense_checkpoint_is_refused_on_all_ranks(
+    case: str, two: list[dict[str, Any]]
+) -> None:
+    messages = [rank[case] for rank in two]
+    assert any(f"{BROKEN_DENSE[case]}.weight must be finite" in message for message in messages)
+    for message in messages:
+        assert message.startswith(("CheckpointError: ", "NonFiniteError: "))
 
 
 def test_no_more_is_sent_than_the_layout_says(two: list[dict[str, Any]]) -> None:

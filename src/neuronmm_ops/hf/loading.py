@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterable
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -89,8 +90,12 @@ def load(
         ) from error
     _check_keys(path, config, loaded, info)
     check_weights(path, values=verify and (tp == 1 or torch.distributed.get_rank() == 0))
-    if not (is_record(entry) or is_divided(loaded)):  # NeuronMMQuantizer does for its own
-        check_values(loaded, "copy the checkpoint again")
+    if not is_record(entry):  # NeuronMMQuantizer does for its own
+        remedy = "copy the checkpoint again"
+        if is_divided(loaded):
+            import_module("neuronmm_ops.hf.tensor_parallel").check_parts(loaded, remedy)
+        else:
+            check_values(loaded, remedy)
     return loaded
 
 

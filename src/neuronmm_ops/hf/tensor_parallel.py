@@ -30,7 +30,7 @@ from transformers import PreTrainedModel
 from transformers.distributed import tensor_parallel as theirs
 from transformers.distributed.tensor_parallel import TensorParallelLayer
 
-from neuronmm_ops.errors import CheckpointError, WorkerLostError
+from neuronmm_ops.errors import CheckpointError, NonFiniteError, WorkerLostError
 from neuronmm_ops.hf.loading import check_all_finite
 from neuronmm_ops.nn.storage import FACTORS, SCALES, check_factors
 from neuronmm_ops.nn.svd_linear import SVDLinear
@@ -273,8 +273,23 @@ def finish_(model: PreTrainedModel) -> None:
                 config: Any = model.config
                 heads = config.get_text_config().num_attention_heads
                 module.num_key_value_groups = heads // config.distributed_config.tp_size
-        check_all_finite(((n, own(p)) for n, p in model.named_parameters()), REMEDY)
     except ValueError as error:
+        problem = error
+    check_parts(model, REMEDY, problem)
+
+
+def check_parts(model: PreTrainedModel, remedy: str, problem: Exception | None = None) -> None:
+    """Refuse values that are not finite; all ranks raise where one must, or has that problem.
+
+    Raises:
+        CheckpointError: another rank has a problem.
+        NonFiniteError: a part of a parameter is NaN or Inf.
+        WorkerLostError: another rank has ended.
+    """
+    try:
+        if problem is None:
+            check_all_finite(((n, own(p)) for n, p in model.named_parameters()), remedy)
+    except NonFiniteError as error:
         problem = error
     _agree(problem, model.device)
 
