@@ -7,12 +7,14 @@ import subprocess
 import sys
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors import safe_open
 from tiny import FAMILIES, tiny_ids, tiny_model
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
 
 from neuronmm_ops import CalibrationWarning, CompressionReport, SVDConfig, checkpoint, compress_, hf
@@ -199,3 +201,31 @@ def test_loading_reads_each_header_once(tmp_path: Path, monkeypatch: pytest.Monk
         hf.load(tmp_path / name)
         assert sorted(opened) == sorted(p.name for p in (tmp_path / name).glob("*.safetensors"))
         opened.clear()
+
+
+class Work(TorchDispatchMode):
+    """Keep the name of each operator that touches a matrix's values, and the matrix's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[str, int]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = args[0] if args else None
+        is_value = isinstance(given, torch.Tensor) and not given.is_meta and given.dim() == 2
+        if is_value and not func.is_view and given.numel():
+            self.calls.append((func.overloadpacket.__name__, given.data_ptr()))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("load", [hf.load, AutoModelForCausalLM.from_pretrained])
+def test_loading_reads_each_matrix_once_and_copies_none(load: Any, tmp_path: Path) -> None:
+    model, report = _compressed()
+    hf.save(model, tmp_path / "out", report)
+    with Work() as work:
+        loaded = load(tmp_path / "out")
+    matrices = [p.data_ptr() for p in loaded.parameters() if p.dim() == 2]
+    sums = [pointer for name, pointer in work.calls if name == "sum"]
+    assert set(matrices) <= set(sums)
+    assert len(sums) == len(set(sums)), "a matrix is read twice"
+    assert {name for name, _ in work.calls} <= {"sum", "detach"}

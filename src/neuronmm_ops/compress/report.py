@@ -97,7 +97,7 @@ class LayerReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as a JSON-compatible dict."""
-        return {**asdict(self), "storage": dtype_name(self.storage)}
+        return {**vars(self), "storage": dtype_name(self.storage)}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:

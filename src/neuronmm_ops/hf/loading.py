@@ -111,6 +111,7 @@ def load_exactly(kind: Any, path: Path, **options: Any) -> tuple[PreTrainedModel
     )
 
 
+@torch.no_grad()
 def check_values(model: PreTrainedModel, remedy: str) -> None:
     """Refuse values that are not finite, and one-byte factors or scales that cannot be.
 
@@ -126,7 +127,10 @@ def check_values(model: PreTrainedModel, remedy: str) -> None:
                 check_factors(layer.u, layer.v, layer.u_scale, layer.v_scale, name)
             except ValueError as error:
                 raise CheckpointError(f"{error}; or {remedy}") from None
-    check_all_finite(model.state_dict().items(), remedy)
+    names: dict[Tensor, str] = {}  # what is tied is read once
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        names.setdefault(tensor, name)
+    check_all_finite(((name, tensor) for tensor, name in names.items()), remedy)
 
 
 def check_all_finite(tensors: Iterable[tuple[str, Tensor]], remedy: str) -> None:

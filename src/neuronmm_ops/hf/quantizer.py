@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -37,6 +37,10 @@ class NeuronMMConfig(QuantizationConfigMixin):
     def to_dict(self) -> dict[str, Any]:
         """Return the record, as config.json holds it."""
         return record_of(self.report)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Return itself: Transformers copies a config several times a load, layer by layer."""
+        return self  # a report is frozen
 
 
 class NeuronMMQuantizer(HfQuantizer):

@@ -107,7 +107,8 @@ class SVDLinear(nn.Module):
             self.bias = nn.Parameter(torch.empty(out_features, device=device, dtype=dtype))
         else:
             self.register_parameter("bias", None)
-        self.reset_parameters()
+        if not self.u.is_meta:
+            self.reset_parameters()
 
     @property
     def dtype(self) -> torch.dtype:
