@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from neuronmm_ops.kernels.knobs import Knobs
-from neuronmm_ops.kernels.rms_norm.kernel import rms_norm
+from neuronmm_ops.kernels.rms_norm.kernel import Normalization
 from neuronmm_ops.kernels.shim import jit, nisa, nl
+from neuronmm_ops.kernels.stages.tiling import Span
 from neuronmm_ops.ops.definitions import SPECS
 from neuronmm_ops.ops.register import register
 from neuronmm_ops.ops.spec import Operand, OpSpec
@@ -91,7 +92,11 @@ for _spec in KINDS:
 
 @jit
 def add_norm_decode(x, weight, residual, parts=1, eps=1e-6, fingerprint=""):
-    return rms_norm(x, residual, weight, eps, parts)
+    M = x.shape[0]
+    total = nl.ndarray(x.shape, dtype=x.dtype, buffer=nl.shared_hbm)
+    out = nl.ndarray(x.shape, dtype=x.dtype, buffer=nl.shared_hbm)
+    Normalization(weight, M, parts, eps).run(out, total, x, residual, Span(0, M))
+    return total, out
 
 
 @jit
