@@ -2,6 +2,7 @@
 
 import warnings
 
+import numpy as np
 import pytest
 from instruction_runs import data, equal, loaded, noted
 
@@ -36,6 +37,56 @@ def test_cores_that_write_one_tensor_or_read_without_a_barrier():
         nc.simulate(nc.jit(kernel)[2], x, apart, False, target="trn2", uninitialised="warn")
     assert any("core 0 writes" in str(w.message) and "core 1 reads" in str(w.message)
                for w in caught)  # fmt: skip
+
+
+@pytest.mark.parametrize("between", ["nothing", "sendrecv", "another barrier", "barrier"])
+def test_only_a_barrier_on_the_tensor_orders_what_uses_it(between):
+    def kernel(x):
+        me, tile = nl.program_id(0), loaded(x)
+        shared, other, out = (nl.ndarray((4, 6), nl.float32, nl.shared_hbm) for _ in range(3))
+        nisa.dma_copy(shared[2 * me : 2 * me + 2], tile[:2])
+        if between == "sendrecv":
+            nisa.sendrecv(tile, nl.ndarray((4, 6), nl.float32), 1 - me, 1 - me, 0)
+        elif between != "nothing":
+            nisa.core_barrier(shared if between == "barrier" else other, (0, 1))
+        nisa.dma_copy(out[2 * me : 2 * me + 2], loaded(shared[2 - 2 * me : 4 - 2 * me]))
+        return out
+
+    options = {"target": "trn2", "uninitialised": "warn"}
+    if between == "barrier":
+        nc.simulate(nc.jit(kernel)[2], data((4, 6)), **options)
+        return
+    with pytest.warns(nc.NkiWarning) as caught:
+        nc.simulate(nc.jit(kernel)[2], data((4, 6)), **options)
+    assert any("core 0 writes" in str(w.message) and "core 1 reads" in str(w.message)
+               for w in caught)  # fmt: skip
+
+
+@pytest.mark.parametrize("how", ["vector", "register", "loop"])
+@pytest.mark.parametrize("first", [2, 1])
+def test_rows_that_indices_choose_are_those_that_race(how, first):
+    """Core 0 writes rows 0 and 1, core 1 two rows from `first` on."""
+
+    def kernel(x, index):
+        start = first * nl.program_id(0)
+        out = nl.ndarray((4, 6), nl.float32, nl.shared_hbm)
+        tile, rows = loaded(x), loaded(index[start : start + 2])
+        if how == "vector":
+            nisa.dma_copy(out.vector_select(0, rows), tile[:2])
+        elif how == "register":
+            for i in range(2):
+                nisa.dma_copy(out[nl.ds(nisa.register_alloc(start + i), 1)], tile[:1])
+        else:
+            for i in nl.dynamic_range(start, start + 2):
+                nisa.dma_copy(out[nl.ds(i, 1)], tile[:1])
+        return x
+
+    arrays = data((4, 6)), np.arange(4, dtype=np.int32)[:, None]
+    if first == 2:
+        launched(kernel, *arrays)
+        return
+    with noted("core 0 writes .* at line .* where core 1 writes it at line .* without core_b"):
+        launched(kernel, *arrays)
 
 
 def test_interleaved_columns_of_two_cores_do_not_meet():

@@ -14,6 +14,7 @@ from neuroncore.checks import operands as operand_rules
 from neuroncore.checks import tensors as check
 from neuroncore.checks import views
 from neuroncore.checks.base import PACKAGE, kernel_frame, note, refuse
+from neuroncore.checks.races import indexed_regions
 from neuroncore.dtypes import DType, dtype_of
 from neuroncore.hardware import Engine, Machine
 from neuroncore.memory.indexing import VirtualRegister
@@ -240,12 +241,17 @@ class SimulatedCore:
         the template's `run` where they are not the operands.
         """
         storages = tuple([t.storage for t in operands])
-        trace, replay = self.trace, self.replay
+        launch, trace, replay = self.launch, self.trace, self.replay
         number = len(trace.records) if replay is None else replay.record
         regions, overlaps, writes = template.regions, template.overlaps, template.writes
         placed = operands
         if template.dynamic:
             placed = self._find_places(number, template, operands)
+            if launch.lnc == 2 and template.hbm_operand >= 0:
+                for at, t in enumerate(placed):
+                    if t.geometry.indirect is not None and not t.geometry.on_chip:
+                        touched = indexed_regions(t) if self.execute else ()
+                        trace.indexed[number, at].update(touched)
             regions = tuple([t.geometry.region for t in placed])
             overlaps = tuple([t.geometry.layout.overlaps[t.geometry.region] for t in placed])
             if template.engine is not Engine.DMA:  # DMAs look at indices themselves

@@ -1,19 +1,28 @@
 """What two cores do to one HBM tensor without a barrier in between.
 
 Source: NKI 0.6 documentation, `nki.isa.core_barrier`: cores write disjoint parts of a shared
-tensor, and read each other's after a barrier.
+tensor, and read each other's after a barrier on it. A barrier blocks one engine: it orders what
+uses its own tensor. An exchange of tiles (`sendrecv`) orders nothing in HBM.
+
+Within a core, engines and queues wait for the data that they share: no order that this allows
+changes a value.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from typing import NamedTuple
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from neuroncore.checks.base import note
+from neuroncore.memory.indexing import VirtualRegister
 from neuroncore.memory.storage import Layout, Storage
 from neuroncore.timing.trace import Trace
+
+if TYPE_CHECKING:
+    from neuroncore.memory.tensor import NkiTensor
 
 _LARGEST = 1 << 26
 """Bytes of a tensor above which views with gaps are not compared."""
@@ -30,7 +39,7 @@ _Accesses = dict[tuple[Storage, int], dict[_Access, int]]
 def check_races(first: Trace, second: Trace) -> None:
     """Note parts of HBM tensors that both cores use between two barriers, and one of them writes.
 
-    What a dynamic index addresses is known when it runs, and is left out.
+    In trace mode, what an index addresses is unknown and left out, loops' variables excepted.
     """
     mine, others = _accesses(first), _accesses(second)
     for key in mine.keys() & others.keys():
@@ -46,18 +55,44 @@ def check_races(first: Trace, second: Trace) -> None:
 
 
 def _accesses(trace: Trace) -> _Accesses:
-    """Lines of the regions of HBM tensors that a core uses, by tensor and barriers passed."""
+    """Lines of the regions of HBM tensors that a core uses, by tensor and its barriers passed."""
     found: _Accesses = defaultdict(dict)
-    passed = 0
+    passed = Counter[Storage]()
     for number, (template, storages, _, line) in enumerate(trace.records):
         if number in trace.barriers:
-            passed += 1
-        elif template.hbm_operand >= 0 and not template.dynamic:
+            passed.update(storages)
+        elif template.hbm_operand >= 0:
             for at, storage in enumerate(storages):
                 if not storage.layout.on_chip:
-                    access = _Access(template.regions[at], at < template.writes)
-                    found[storage, passed].setdefault(access, line)
+                    for region in _regions(trace, number, at):
+                        access = _Access(region, at < template.writes)
+                        found[storage, passed[storage]].setdefault(access, line)
     return found
+
+
+def _regions(trace: Trace, number: int, at: int) -> Iterable[int]:
+    """What an operand touches, in all iterations of the loop that it is in."""
+    if (number, at) in trace.indexed:
+        return trace.indexed[number, at]
+    for move in trace.moves.get(number, ()):
+        if move.operand == at:
+            return move.regions(move.loop.trips)
+    return (trace.records[number][0].regions[at],)
+
+
+def indexed_regions(t: NkiTensor) -> set[int]:
+    """What a view in HBM touches through its index, whose values are known now."""
+    geometry, index = t.geometry, t.index
+    assert geometry.indirect is not None
+    how, _, scale = geometry.indirect
+    if how == "vector":
+        geometry = geometry.derive((1, *t.shape[1:]), t.strides, t.offset)
+    if isinstance(index, VirtualRegister):
+        values = np.array([index.value])
+    else:
+        values = index.geometry.array(index.storage)
+    places = [int(value) * scale for value in np.unique(values)]
+    return {geometry.moved(place).region for place in places if geometry.holds(place)}
 
 
 def _conflict(

@@ -7,6 +7,7 @@ instruction of its kind: a loop of a million matmuls has a handful of templates.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import CodeType
@@ -161,6 +162,10 @@ class Trace:
     """Loops of the device by their starts, outer ones first. Their bodies are recorded once."""
     moves: dict[int, list[Move]] = field(default_factory=dict[int, list[Move]])
     """Operands that loop variables move, by record."""
+    indexed: defaultdict[tuple[int, int], set[int]] = field(
+        default_factory=lambda: defaultdict[tuple[int, int], set[int]](set)
+    )
+    """Regions that operands in HBM touched through an index: record and operand -> regions."""
 
 
 class NkiInstruction:
