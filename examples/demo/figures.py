@@ -9,7 +9,7 @@ import matplotlib as mpl
 from results import BASELINE, OURS, Results, by_method, layers_of
 from trainium import OnTrainium
 
-from neuronmm_ops.measure.speed import Phase
+from neuronmm_ops.measure.speed import TimedPhase
 
 mpl.use("Agg")  # before pyplot is imported, or it may look for a display
 import matplotlib.pyplot as plt
@@ -100,7 +100,7 @@ def _perplexity_figure(results: Results) -> Figure:
     return figure
 
 
-def _speed_figure(results: Results, phase: Phase) -> Figure:
+def _speed_figure(results: Results, phase: TimedPhase) -> Figure:
     figure, axes = plt.subplots(figsize=(4.4, 3.3), layout="constrained")
     dense = dense_speed(results, phase)
     # The others' ranks are those of one of these.
@@ -120,7 +120,7 @@ def _speed_figure(results: Results, phase: Phase) -> Figure:
     return figure
 
 
-def dense_speed(results: Results, phase: Phase) -> float:
+def dense_speed(results: Results, phase: TimedPhase) -> float:
     """The dense model's tokens per second: the median over all points, each timed beside it."""
     return statistics.median(point.speed.tokens_per_s("dense", phase) for point in results.points)
 

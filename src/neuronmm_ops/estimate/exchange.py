@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 from neuroncore.collectives.links import RankGroup
 from neuroncore.hardware import resolve_target
 
-Kind = Literal["all_reduce", "all_gather", "reduce_scatter"]
+CollectiveKind = Literal["all_reduce", "all_gather", "reduce_scatter"]
 PUBLISHED_US = 6.16
 """The quickest collective of 32 ranks among the examples of the SDK's nccom-test (an all-gather of
 1 KiB; Neuron SDK 2.32, tools/neuron-sys-tools/nccom-test.rst). A hop of the links' model is 1.5 us.
@@ -71,7 +71,7 @@ class Collectives:
         return (self.tp - 1) * part, part
 
     def _collective(
-        self, kind: Kind, M: int, N: int, sent: float, size: float
+        self, kind: CollectiveKind, M: int, N: int, sent: float, size: float
     ) -> tuple[Collective, ...]:
         if self.tp == 1:
             return ()

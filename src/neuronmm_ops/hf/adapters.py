@@ -11,11 +11,11 @@ from neuronmm_ops.compress.record import low_rank_layers
 from neuronmm_ops.hf.pairs import from_pairs, require_peft, to_pairs
 from neuronmm_ops.recover.config import RecoverConfig
 
-Phase = Mapping[str, nn.Parameter]
+PhaseParameters = Mapping[str, nn.Parameter]
 
 
 @contextmanager
-def adapted(model: PreTrainedModel, config: RecoverConfig) -> Generator[list[Phase]]:
+def adapted(model: PreTrainedModel, config: RecoverConfig) -> Generator[list[PhaseParameters]]:
     """Hold the model's low-rank layers as pairs with adapters for a block, then merge these.
 
     Yields the parameters of each phase: for `sequential` the adapters of every u, then of every
@@ -47,7 +47,7 @@ def adapted(model: PreTrainedModel, config: RecoverConfig) -> Generator[list[Pha
         from_pairs(model)
 
 
-def _phases(trained: Phase, config: RecoverConfig) -> list[Phase]:
+def _phases(trained: PhaseParameters, config: RecoverConfig) -> list[PhaseParameters]:
     if config.lora_order == "joint":
         return [trained]
     return [

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from neuronmm_ops.compress.record import low_rank_layers
 from neuronmm_ops.eval import token_perplexity
-from neuronmm_ops.hf.adapters import Phase, adapted
+from neuronmm_ops.hf.adapters import PhaseParameters, adapted
 from neuronmm_ops.hf.computing import AUTO, cast_, computing_in, dtype_of
 from neuronmm_ops.hf.memory import save_memory_
 from neuronmm_ops.ops.backends.cpu import name_of
@@ -138,7 +138,7 @@ def _compute_dtype(model: PreTrainedModel) -> torch.dtype:
 
 
 @contextmanager
-def _widened(model: PreTrainedModel, config: RecoverConfig) -> Generator[list[Phase]]:
+def _widened(model: PreTrainedModel, config: RecoverConfig) -> Generator[list[PhaseParameters]]:
     """Give the factors, in fp32, as the parameters of one phase."""
     factors = _parameters(model)
     for factor in factors.values():

@@ -22,14 +22,14 @@ from neuronmm_ops.hf.computing import cast_, load_computing, load_on
 from neuronmm_ops.hf.loading import load_tokenizer, local_directory
 from neuronmm_ops.hf.provenance import RUN_FILE, read_run
 from neuronmm_ops.manifest import installed_versions
-from neuronmm_ops.measure.speed import PairedSpeed, Phase, paired_speed
+from neuronmm_ops.measure.speed import PairedSpeed, TimedPhase, paired_speed
 from neuronmm_ops.ops.backends.cpu import name_of
 from neuronmm_ops.progress import in_notebook, named, progress_bars
 
 PREFILL_TOKENS = 512
 DECODE_TOKENS = 32
 ROUNDS = 7
-_PHASES: tuple[Phase, ...] = ("prefill", "decode")
+_PHASES: tuple[TimedPhase, ...] = ("prefill", "decode")
 
 
 def run(
@@ -89,7 +89,7 @@ def run(
         base_ppl = setting.perplexities(base, dense)
         pairs = zip(paths, reports, strict=True)
         measured = [setting.measured(path, report) for path, report in pairs]
-    base_speed: dict[Phase, float] = {
+    base_speed: dict[TimedPhase, float] = {
         phase: statistics.median(
             checkpoint.speed.tokens_per_s("dense", phase) for checkpoint in measured
         )
@@ -189,7 +189,7 @@ class _Setting:
 
 
 def _dense_row(
-    dense: str | Path, dtype: str, ppl: Mapping[str, float], speed: Mapping[Phase, float]
+    dense: str | Path, dtype: str, ppl: Mapping[str, float], speed: Mapping[TimedPhase, float]
 ) -> dict[str, Any]:
     return {
         "dir": str(dense),
@@ -207,7 +207,7 @@ def _dense_row(
 
 
 def _row(
-    checkpoint: _Measured, base_ppl: Mapping[str, float], base_speed: Mapping[Phase, float]
+    checkpoint: _Measured, base_ppl: Mapping[str, float], base_speed: Mapping[TimedPhase, float]
 ) -> dict[str, Any]:
     report, speed = checkpoint.report, checkpoint.speed
     excess = {

@@ -12,7 +12,7 @@ from torch import Tensor
 from neuronmm_ops.compress.calibrate import Progress
 from neuronmm_ops.measure.timing import MIN_ROUNDS, PairedTimes
 
-Phase = Literal["prefill", "decode", "end_to_end"]
+TimedPhase = Literal["prefill", "decode", "end_to_end"]
 DECODE_PROMPT = 64
 
 
@@ -25,14 +25,14 @@ class PairedSpeed:
         tokens: of one run of each phase.
     """
 
-    times: Mapping[Phase, PairedTimes]
-    tokens: Mapping[Phase, int]
+    times: Mapping[TimedPhase, PairedTimes]
+    tokens: Mapping[TimedPhase, int]
 
-    def tokens_per_s(self, model: Literal["dense", "compressed"], phase: Phase) -> float:
+    def tokens_per_s(self, model: Literal["dense", "compressed"], phase: TimedPhase) -> float:
         """Return the median speed of a model."""
         return 1e3 * self.tokens[phase] / self.times[phase].median_ms(model)
 
-    def speedup(self, phase: Phase) -> float:
+    def speedup(self, phase: TimedPhase) -> float:
         """Return the median over rounds of the dense model's time over the compressed one's.
 
         It is steadier than the medians' ratio.
@@ -87,9 +87,9 @@ def paired_speed(
         if progress:
             progress("speed", index + 1, rounds)
     both = {n: [a + b for a, b in zip(prefill[n], decode[n], strict=True)] for n in models}
-    times: dict[Phase, dict[str, list[float]]]
+    times: dict[TimedPhase, dict[str, list[float]]]
     times = {"prefill": prefill, "decode": decode, "end_to_end": both}
-    counts: dict[Phase, int] = {"prefill": tokens.shape[1], "decode": decode_tokens}
+    counts: dict[TimedPhase, int] = {"prefill": tokens.shape[1], "decode": decode_tokens}
     counts["end_to_end"] = tokens.shape[1] + decode_tokens
     return PairedSpeed(
         {p: PairedTimes({n: tuple(t) for n, t in found.items()}) for p, found in times.items()},

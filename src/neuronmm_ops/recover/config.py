@@ -3,13 +3,13 @@
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
-Method = Literal["distill", "lora"]
+RecoveryMethod = Literal["distill", "lora"]
 LoraOrder = Literal["sequential", "joint"]
-METHODS: tuple[Method, ...] = get_args(Method)
+METHODS: tuple[RecoveryMethod, ...] = get_args(RecoveryMethod)
 LORA_ORDERS: tuple[LoraOrder, ...] = get_args(LoraOrder)
 
 # The peak rate where none is given; see the recovery page for how they were found.
-LEARNING_RATES: dict[Method, float] = {"distill": 1e-2, "lora": 1e-3}
+LEARNING_RATES: dict[RecoveryMethod, float] = {"distill": 1e-2, "lora": 1e-3}
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class RecoverConfig:
         ValueError: a value is out of range.
     """
 
-    method: Method = "distill"
+    method: RecoveryMethod = "distill"
     minutes: float = 10.0
     steps: int | None = None
     seqlen: int | None = None

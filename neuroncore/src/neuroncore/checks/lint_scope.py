@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import cast
 
 from neuroncore.checks.lint_rules import REFUSED_NODES
-from neuroncore.checks.lint_source import Function, Source, inside, local_names
+from neuroncore.checks.lint_source import FunctionNode, Source, inside, local_names
 
 DEPRECATED_LOOPS = {"affine_range", "sequential_range", "static_range"}
 ENUMERATED = {"dge_mode", "dma_engine", "engine", "oob_mode", "perf_mode", "reduce_cmd"}
@@ -30,7 +30,7 @@ class Checker:
     """
 
     def __init__(
-        self, source: Source, scope: Function | ast.ClassDef, on_device: bool = False
+        self, source: Source, scope: FunctionNode | ast.ClassDef, on_device: bool = False
     ) -> None:
         self.source, self.scope, self.on_device = source, scope, on_device
         self.local = local_names(scope)
@@ -57,7 +57,7 @@ class Checker:
         """Check the decorators, the signature or the base classes, and the body."""
         scope, source = self.scope, self.source
         for decorator in scope.decorator_list:
-            known = isinstance(scope, Function) and source.is_jit(decorator)
+            known = isinstance(scope, FunctionNode) and source.is_jit(decorator)
             if not known and source.decorator(decorator).rpartition(".")[2] not in _DECORATORS:
                 source.report(decorator, "decorator")
         if isinstance(scope, ast.ClassDef):
@@ -75,12 +75,12 @@ class Checker:
         if bases not in _BASES or scope.keywords:
             self.source.report(scope, "class-base")
         for statement in scope.body:
-            if isinstance(statement, Function):
+            if isinstance(statement, FunctionNode):
                 Checker(self.source, statement).check()
             else:
                 self.visit(statement, False)
 
-    def enter(self, function: Function) -> None:
+    def enter(self, function: FunctionNode) -> None:
         """Check the signature and the body of the function, or of one inside it."""
         arguments = function.args
         for parameter in filter(None, (arguments.vararg, arguments.kwarg)):
@@ -201,7 +201,7 @@ class Checker:
         """What a loop breaks that runs on the device and is no call."""
         return "deprecated-loop" if self.source.sources.nki == "0.6" else "dynamic-loop"
 
-    def leaving_tensors(self, body: Function) -> None:
+    def leaving_tensors(self, body: FunctionNode) -> None:
         """Report every tensor of a device loop's body that code outside of it can reach."""
         local, tiles = local_names(body) - {"self"}, set[str]()
         for node in inside(body):

@@ -11,8 +11,8 @@ from typing import TypeGuard
 
 from neuroncore.checks.lint_rules import RULES, Line, LintError
 
-Function = ast.FunctionDef | ast.AsyncFunctionDef
-Definition = tuple["Source", Function | ast.ClassDef]
+FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
+Definition = tuple["Source", FunctionNode | ast.ClassDef]
 
 LOOP_BODY = {"fori_loop": 2, "while_loop": 1}  # where the body stands among the arguments
 CONVENTIONAL = {"nl": "nki.language", "nisa": "nki.isa", "np": "numpy"}
@@ -97,10 +97,10 @@ class Source:
             line = getattr(error, "lineno", None) or 1
             reason = getattr(error, "msg", error)
             raise ValueError(f"{path}:{line}: not Python ({reason}); fix it first") from None
-        self.definitions: dict[str, Function | ast.ClassDef] = {}
+        self.definitions: dict[str, FunctionNode | ast.ClassDef] = {}
         self.imports: dict[str, str] = {}
         for node in _module_level(self.tree.body):
-            if isinstance(node, Function | ast.ClassDef):
+            if isinstance(node, FunctionNode | ast.ClassDef):
                 self.definitions[node.name] = node
             if any(name.split(".")[0] == "neuronxcc" for name in _imported(node).values()):
                 self.report(node, "legacy-import")
@@ -115,9 +115,9 @@ class Source:
         place = self.path, node.lineno, node.col_offset + 1
         self.sources.found.add(LintError(*place, rule, RULES[rule].what))
 
-    def find(self, name: str, line: int) -> Function:
+    def find(self, name: str, line: int) -> FunctionNode:
         """Return the function that Python says starts here: at its first decorator, or its def."""
-        named = [n for n in ast.walk(self.tree) if isinstance(n, Function) and n.name == name]
+        named = [n for n in ast.walk(self.tree) if isinstance(n, FunctionNode) and n.name == name]
         for node in named:
             if line == min(part.lineno for part in (node, *node.decorator_list)):
                 return node
@@ -127,9 +127,9 @@ class Source:
         """The functions decorated with jit."""
         return [(self, node) for node in ast.walk(self.tree) if self.is_kernel(node)]
 
-    def is_kernel(self, node: ast.AST | None) -> TypeGuard[Function]:
+    def is_kernel(self, node: ast.AST | None) -> TypeGuard[FunctionNode]:
         """Return whether a node is a function decorated with jit."""
-        return isinstance(node, Function) and any(map(self.is_jit, node.decorator_list))
+        return isinstance(node, FunctionNode) and any(map(self.is_jit, node.decorator_list))
 
     def is_jit(self, decorator: ast.expr) -> bool:
         """Return whether a decorator is `jit` of NKI, bare or called."""
@@ -188,11 +188,11 @@ def reached(kernels: list[Definition]) -> tuple[list[Definition], list[Definitio
     return found, bodies
 
 
-def _parts(node: Function | ast.ClassDef) -> Iterator[ast.AST]:
+def _parts(node: FunctionNode | ast.ClassDef) -> Iterator[ast.AST]:
     """Yield the nodes of a function's body whose names are not local, or of a class."""
     if isinstance(node, ast.ClassDef):
         for part in (*node.bases, *node.body):
-            yield from _parts(part) if isinstance(part, Function) else ast.walk(part)
+            yield from _parts(part) if isinstance(part, FunctionNode) else ast.walk(part)
         return
     local = local_names(node)
     for part in inside(node):
@@ -213,15 +213,15 @@ def _module_level(statements: list[ast.stmt]) -> Iterator[ast.stmt]:
                 yield from _module_level([s for s in block if isinstance(s, ast.stmt)])
 
 
-def inside(scope: Function | ast.ClassDef) -> Iterator[ast.AST]:
+def inside(scope: FunctionNode | ast.ClassDef) -> Iterator[ast.AST]:
     """Yield all nodes of a body."""
     for statement in scope.body:
         yield from ast.walk(statement)
 
 
-def local_names(scope: Function | ast.ClassDef) -> set[str]:
+def local_names(scope: FunctionNode | ast.ClassDef) -> set[str]:
     """Return the parameters of a function, and the names that a function or class binds."""
-    parameters = ast.walk(scope.args) if isinstance(scope, Function) else []
+    parameters = ast.walk(scope.args) if isinstance(scope, FunctionNode) else []
     bound = [
         n for n in inside(scope) if isinstance(n, ast.Name) and not isinstance(n.ctx, ast.Load)
     ]

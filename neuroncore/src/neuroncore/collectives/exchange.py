@@ -28,7 +28,7 @@ HBM = (MemoryRegion.private_hbm, MemoryRegion.shared_hbm)
 SBUF = MemoryRegion.sbuf
 
 Values = list[np.ndarray]
-Exchange = Callable[[list[Values]], list[Values]]
+ValueExchange = Callable[[list[Values]], list[Values]]
 """From what each rank sends, one array per tensor, to what each rank receives."""
 
 
@@ -116,7 +116,7 @@ class CollectiveCall:
 
 def issue(
     call: CollectiveCall,
-    exchange: Exchange,
+    exchange: ValueExchange,
     ns: Callable[[RankGroup], float],
     reduces: bool = False,
 ) -> None:

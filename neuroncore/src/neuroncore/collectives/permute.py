@@ -11,7 +11,7 @@ from neuroncore.collectives.exchange import (
     HBM,
     SBUF,
     CollectiveCall,
-    Exchange,
+    ValueExchange,
     Values,
     issue,
     message_bytes,
@@ -178,7 +178,9 @@ def _by_channel(
     return tuple([tuple([tensors[0] for tensors in side]) for side in sides])
 
 
-def _shift(call: CollectiveCall, exchange: Exchange, channels: int, reduces: bool = False) -> None:
+def _shift(
+    call: CollectiveCall, exchange: ValueExchange, channels: int, reduces: bool = False
+) -> None:
     for i, src in enumerate(call.srcs):
         dst = call.dsts[i % channels]
         operands(call.opcode, [src], [dst], *HBM, SBUF)

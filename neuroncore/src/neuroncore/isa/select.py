@@ -31,7 +31,7 @@ from neuroncore.nl import operators
 from neuroncore.nl.elementary import equal, maximum
 from neuroncore.timing.trace import InstructionTemplate
 
-Pattern = Sequence[Sequence[int]]
+SelectPattern = Sequence[Sequence[int]]
 
 _GPSIMD_START = 150
 """Cycles that iota and affine_select take before the first element (SDK 2.26)."""
@@ -77,7 +77,7 @@ def tensor_copy_predicated(
 @instruction("dst")
 def iota(
     dst: NkiTensor,
-    pattern: Pattern,
+    pattern: SelectPattern,
     offset: int = 0,
     channel_multiplier: int = 0,
     name: str | None = None,
@@ -99,7 +99,7 @@ def iota(
 @instruction("dst")
 def affine_select(
     dst: NkiTensor,
-    pattern: Pattern,
+    pattern: SelectPattern,
     channel_multiplier: int,
     on_true_tile: NkiTensor,
     on_false_value: float,
@@ -132,7 +132,9 @@ def affine_select(
     return InstructionTemplate(Engine.GPSIMD, _GPSIMD_START + dst.geometry.elements, run)
 
 
-def _affine(opcode: str, dst: NkiTensor, pattern: Pattern, offset: int, channel: int) -> np.ndarray:
+def _affine(
+    opcode: str, dst: NkiTensor, pattern: SelectPattern, offset: int, channel: int
+) -> np.ndarray:
     """The affine expression [P, elements], int64 that wrapped as int32; empty in trace mode."""
     pairs = [(step, count) for step, count in pattern]
     if not 1 <= len(pairs) <= 4 or any(n < 1 for _, n in pairs):

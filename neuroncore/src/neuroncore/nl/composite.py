@@ -21,7 +21,7 @@ from neuroncore.memory.tensor import NkiTensor, view_of
 from neuroncore.nl import elementary as nl
 from neuroncore.nl.elementary import tile
 
-Axis = int | Sequence[int]
+Axes = int | Sequence[int]
 
 
 def load(src: NkiTensor, dtype: DType | None = None) -> NkiTensor:
@@ -111,7 +111,7 @@ def where(condition: NkiTensor, x: Any, y: Any, dtype: DType | None = None) -> N
 
 def _reduction(name: str, text: str, op: Any) -> Any:
     def function(
-        x: NkiTensor, axis: Axis, dtype: DType | None = None, keepdims: bool = False
+        x: NkiTensor, axis: Axes, dtype: DType | None = None, keepdims: bool = False
     ) -> NkiTensor:
         return _reduced(x, op, axis, dtype, keepdims)
 
@@ -124,25 +124,25 @@ max = _reduction("max", "Largest element", nl.maximum)  # noqa: A001
 min = _reduction("min", "Smallest element", nl.minimum)  # noqa: A001
 
 
-def all(x: NkiTensor, axis: Axis, dtype: DType | None = None) -> NkiTensor:  # noqa: A001
+def all(x: NkiTensor, axis: Axes, dtype: DType | None = None) -> NkiTensor:  # noqa: A001
     """1 where no element over the last free dimension, or several, is 0."""
     return _reduced(x, nl.logical_and, axis, dtype, False)
 
 
-def mean(x: NkiTensor, axis: Axis, dtype: DType | None = None, keepdims: bool = False) -> NkiTensor:
+def mean(x: NkiTensor, axis: Axes, dtype: DType | None = None, keepdims: bool = False) -> NkiTensor:
     """Mean over the last free dimension, or several; fp32 inside."""
     total = _reduced(x, nl.add, axis, float32, keepdims)
     return nl.multiply(total, 1 / _count(x, axis), dtype or x.dtype)
 
 
-def var(x: NkiTensor, axis: Axis, dtype: DType | None = None, keepdims: bool = False) -> NkiTensor:
+def var(x: NkiTensor, axis: Axes, dtype: DType | None = None, keepdims: bool = False) -> NkiTensor:
     """Variance over the last free dimension, or several; always keeps them, with size 1."""
     centre = _like(mean(x, axis, float32, keepdims=True), x)
     away = nl.subtract(x, centre, float32)
     return mean(nl.square(away), axis, dtype or x.dtype, keepdims=True)
 
 
-def softmax(x: NkiTensor, axis: Axis = -1, dtype: DType | None = None) -> NkiTensor:
+def softmax(x: NkiTensor, axis: Axes = -1, dtype: DType | None = None) -> NkiTensor:
     """exp(x - max) / sum of it, over the last free dimension, or several."""
     top = _reduced(x, nl.maximum, axis, float32, True)
     raised = nl.exp(nl.subtract(x, _like(top, x), float32))
@@ -153,7 +153,7 @@ def softmax(x: NkiTensor, axis: Axis = -1, dtype: DType | None = None) -> NkiTen
 def rms_norm(
     x: NkiTensor,
     w: NkiTensor,
-    axis: Axis,
+    axis: Axes,
     n: int,
     epsilon: float = 1e-06,
     dtype: DType | None = None,
@@ -218,18 +218,18 @@ def _cast(x: NkiTensor, dtype: DType | None) -> NkiTensor:
     return x if dtype is None or dtype == x.dtype else nl.copy(x, dtype)
 
 
-def _axes(x: NkiTensor, axis: Axis) -> tuple[int, ...]:
+def _axes(x: NkiTensor, axis: Axes) -> tuple[int, ...]:
     given = (axis,) if isinstance(axis, int) else tuple(axis)
     axes = tuple(sorted([dimension(x, a) for a in given]))
     trailing_axes(x, axes)
     return axes
 
 
-def _count(x: NkiTensor, axis: Axis) -> int:
+def _count(x: NkiTensor, axis: Axes) -> int:
     return math.prod([x.shape[a] for a in _axes(x, axis)])
 
 
-def _reduced(x: NkiTensor, op: Any, axis: Axis, dtype: DType | None, keepdims: bool) -> NkiTensor:
+def _reduced(x: NkiTensor, op: Any, axis: Axes, dtype: DType | None, keepdims: bool) -> NkiTensor:
     axes = _axes(x, axis)
     outer = x.shape[: axes[0]]
     ones = len(axes) if keepdims else int(len(outer) == 1)  # a tile has two dimensions at least

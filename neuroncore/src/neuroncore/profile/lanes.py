@@ -17,7 +17,7 @@ def lane_of(core: CoreSchedule, instruction: int) -> str:
     return ENGINE_NAMES[engine]
 
 
-class Rows:
+class LaneRows:
     """Rows of the lanes: where two events of a lane overlap, the later gets another row."""
 
     def __init__(self) -> None:

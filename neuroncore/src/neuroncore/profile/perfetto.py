@@ -14,7 +14,7 @@ import numpy as np
 
 from neuroncore.files import replacing
 from neuroncore.memory.storage import MemoryRegion
-from neuroncore.profile.lanes import Rows, lane_of
+from neuroncore.profile.lanes import LaneRows, lane_of
 from neuroncore.profile.metrics import WAIT_NAMES, occupancy
 from neuroncore.timing.times import CoreSchedule
 
@@ -57,7 +57,7 @@ class _Tracks:
     def __init__(self, process: int) -> None:
         self.process = process
         self.new: list[str] = []
-        self._rows = Rows()
+        self._rows = LaneRows()
         self._numbers: dict[tuple[str, int], int] = {}
 
     def take(self, name: str, order: int, start: int, end: int) -> int:

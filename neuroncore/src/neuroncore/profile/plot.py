@@ -65,26 +65,26 @@ def save(profile: Profile, path: str | os.PathLike[str]) -> None:
     save_figure(figure, path, 120)
 
 
-Row = tuple[str, np.ndarray, np.ndarray]
+PlotRow = tuple[str, np.ndarray, np.ndarray]
 
 
-def _rows(profile: Profile) -> list[Row]:
+def _rows(profile: Profile) -> list[PlotRow]:
     """Name, starts and ends (ms, disjoint and sorted) of each engine and queue that ran."""
-    rows: list[Row] = []
+    rows: list[PlotRow] = []
     for number, core in enumerate(profile.schedule.cores):
         prefix = f"{number}: " if profile.lnc > 1 else ""
         rows += [(prefix + name, start, end) for name, start, end in _rows_of(core)]
     return rows
 
 
-def _rows_of(core: CoreSchedule) -> list[Row]:
+def _rows_of(core: CoreSchedule) -> list[PlotRow]:
     engine, start, end = columns(core)
     by_name = {ENGINE_NAMES[e]: np.flatnonzero(engine == e) for e in range(5)}
     queues: dict[str, list[int]] = {}
     for i, name in core.queue.items():
         queues.setdefault(name, []).append(i)
     by_name.update({name: np.array(numbers) for name, numbers in queues.items()})
-    rows: list[Row] = []
+    rows: list[PlotRow] = []
     for name, numbers in by_name.items():
         if len(numbers):
             order = numbers[np.argsort(start[numbers], kind="stable")]
@@ -92,7 +92,7 @@ def _rows_of(core: CoreSchedule) -> list[Row]:
     return rows
 
 
-def _timeline(axes: Any, rows: list[Row], time_ms: float, binned: bool) -> None:
+def _timeline(axes: Any, rows: list[PlotRow], time_ms: float, binned: bool) -> None:
     edges = np.linspace(0.0, time_ms or 1.0, _BINS + 1)
     if binned:
         shares = [_shares(start, end, edges) for _, start, end in rows]

@@ -21,7 +21,7 @@ from neuroncore.files import replacing
 from neuroncore.memory import liveness
 from neuroncore.memory.storage import MemoryRegion
 from neuroncore.profile import report
-from neuroncore.profile.lanes import Rows, lane_of
+from neuroncore.profile.lanes import LaneRows, lane_of
 from neuroncore.profile.metrics import (
     ENGINE_NAMES,
     WAIT_NAMES,
@@ -261,7 +261,7 @@ def _lanes(
     core: CoreSchedule, start: np.ndarray, end: np.ndarray
 ) -> tuple[list[dict[str, Any]], np.ndarray]:
     """The rows of the lanes, and the instructions in their order: each row's by start."""
-    rows, found = Rows(), dict[tuple[str, int], list[int]]()
+    rows, found = LaneRows(), dict[tuple[str, int], list[int]]()
     for i in np.argsort(start, kind="stable").tolist():
         lane = lane_of(core, i)
         row = rows.take(lane, int(start[i]), int(end[i]))
