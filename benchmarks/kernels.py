@@ -28,10 +28,10 @@ from neuronmm_ops.estimate.launches import traced
 from neuronmm_ops.kernels.stages.tiling import PARTITIONS
 from neuronmm_ops.measure.runner import run_all
 from neuronmm_ops.models import SHAPES, ModelShape, resolve_shape
-from neuronmm_ops.nn.storage import STORAGES, dtype_name
 from neuronmm_ops.plan import Matrices, Problem, plan_problem
 from neuronmm_ops.plan.launches import planned_kernels
 from neuronmm_ops.rank import aligned_rank
+from neuronmm_ops.storages import STORAGES, dtype_name
 
 PAPER = "paper"
 """The shape of the paper's Figure 1 among the models' names."""

@@ -25,8 +25,8 @@ from neuronmm_ops.compress.rounding import output_metrics, round_pair, rounding_
 from neuronmm_ops.compress.targets import select_targets
 from neuronmm_ops.errors import NonFiniteError
 from neuronmm_ops.eval import block_length, encode_documents
-from neuronmm_ops.nn.storage import STORAGES, factor_bytes
 from neuronmm_ops.nn.swap import Factors, swap_modules_
+from neuronmm_ops.storages import STORAGES, factor_bytes
 
 RATIOS = (0.2,)
 DEFAULT = SVDConfig(block=16)

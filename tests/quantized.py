@@ -4,18 +4,18 @@ import torch
 from torch import Tensor, nn
 
 from neuronmm_ops import SVDLinear, swap_
-from neuronmm_ops.nn.storage import LARGEST, STORAGES
+from neuronmm_ops.storages import STORAGES
 
 Quantized = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def nearest(factor: Tensor, storage: str) -> tuple[Tensor, Tensor]:
     """Return a factor in one byte and the scale of each column, a bfloat16 value."""
-    largest = LARGEST[storage]
-    scale = (factor.float().abs().amax(0) / largest).clamp(min=1e-12)
+    stored = STORAGES[storage]
+    scale = (stored.magnitudes(factor.float()) / stored.largest).clamp(min=1e-12)
     scale = (scale * (1 + 2**-7)).bfloat16().float()  # upwards, so that nothing exceeds the range
-    values = (factor.float() / scale).clamp(-largest, largest)
-    return (values.round() if storage == "int8" else values).to(STORAGES[storage]), scale
+    numbers = stored.nearest(factor.float() / stored.spread(scale, len(factor)))
+    return stored.encode(numbers), scale
 
 
 def quantized(u: Tensor, v: Tensor, storage: str) -> Quantized:

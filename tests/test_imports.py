@@ -38,7 +38,7 @@ LAYERS = (
         "eval",
     ),
     *("output", "manifest", "checkpoint", "compress", "parallel", "nn", "ops", "plan", "kernels"),
-    *("models", "rank", "progress", "processes", "files", "errors", "import_hooks"),
+    *("models", "rank", "progress", "processes", "files", "errors", "import_hooks", "storages"),
 )
 RANK = {name: rank for rank, name in enumerate(reversed(LAYERS))}
 ROOT_MAY_IMPORT = {"compress", "errors", "eval", "import_hooks", "nn", "ops"}

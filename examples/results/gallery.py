@@ -9,8 +9,8 @@ from sources import PROMPT, RATIOS, TARGET, datasets, end_parameters, parameters
 from writing import MARK, count, number, page, span, table
 
 from neuronmm_ops.models import SHAPES, ModelShape
-from neuronmm_ops.nn.storage import STORAGES, factor_bytes
 from neuronmm_ops.rank import aligned_rank, parameter_count
+from neuronmm_ops.storages import STORAGES, factor_bytes
 
 MLP = ("gate_proj", "up_proj", "down_proj")
 ORGANIZATIONS = {"Llama": "meta-llama", "Qwen3": "Qwen", "Mistral": "mistralai"}

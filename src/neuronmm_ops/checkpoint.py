@@ -20,6 +20,7 @@ from neuronmm_ops.compress.record import QUANT_METHOD, is_record, report_of
 from neuronmm_ops.compress.report import CompressionReport, LayerReport
 from neuronmm_ops.errors import CheckpointError
 from neuronmm_ops.files import check_regular, check_regular_files, read_document
+from neuronmm_ops.storages import STORAGES, pair_shapes
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -30,7 +31,6 @@ _LARGEST = {
     **dict.fromkeys(("hidden_size", "num_attention_heads", "num_key_value_heads"), 2**24),
     **dict.fromkeys(("intermediate_size", "head_dim", "vocab_size"), 2**24),
 }
-ONE_BYTE = {"fp8": "F8_E4M3", "int8": "I8"}
 
 
 # --- the directory
@@ -249,9 +249,7 @@ def _expected(layer: LayerReport) -> dict[str, tuple[int, ...]]:
     """The tensors that the layer is stored as, and their shapes."""
     if layer.r is None:
         return {f"{layer.name}.weight": (layer.N, layer.K)}
-    shapes: dict[str, tuple[int, ...]] = {"u": (layer.K, layer.r), "v": (layer.r, layer.N)}
-    if layer.storage is not None:
-        shapes |= {"u_scale": (layer.r,), "v_scale": (layer.N,)}
+    shapes = pair_shapes(layer.K, layer.N, layer.r, layer.storage)
     return {f"{layer.name}.{name}": shape for name, shape in shapes.items()}
 
 
@@ -259,4 +257,4 @@ def _dtypes(layer: LayerReport, tensor: str) -> tuple[str, ...]:
     """The dtypes that a tensor of the layer may have."""
     if layer.storage is None:
         return FLOATS
-    return ("F32",) if tensor.endswith("_scale") else (ONE_BYTE[layer.storage],)
+    return ("F32",) if tensor.endswith("_scale") else (STORAGES[layer.storage].header,)

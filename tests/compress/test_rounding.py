@@ -13,7 +13,7 @@ from neuronmm_ops.compress.allocate import Matrix
 from neuronmm_ops.compress.budget import allocate, time_us
 from neuronmm_ops.compress.methods import METHODS
 from neuronmm_ops.compress.record import low_rank_layers
-from neuronmm_ops.nn.storage import LARGEST, STORAGES, factor_bytes
+from neuronmm_ops.storages import STORAGES, factor_bytes
 
 pytestmark = pytest.mark.filterwarnings("ignore::neuronmm_ops.CalibrationWarning")
 SMALL = {"ratio": 0.3, "block": 8}
@@ -48,8 +48,8 @@ def test_every_method_has_the_ranks_of_native_factors(storage, method, allocatio
             continue
         layer = layers[found.name]
         assert layer.storage == found.storage == storage
-        assert layer.u.dtype == layer.v.dtype == STORAGES[storage]
-        assert float(layer.u.float().abs().max()) <= LARGEST[storage]
+        assert layer.u.dtype == layer.v.dtype == STORAGES[storage].torch_dtype
+        assert float(layer.u.float().abs().max()) <= STORAGES[storage].largest
         tensors = layer.u, layer.v, layer.u_scale, layer.v_scale
         assert found.bytes == sum(tensor.nbytes for tensor in tensors)
     if method != "drift":
@@ -133,7 +133,7 @@ def test_a_matrix_counts_bytes_and_scales():
 @pytest.mark.slow
 def test_a_budget_of_time_knows_the_storage(storage):
     config = SVDConfig(ratio=0.3, budget="time", target="trn2", method="swift", storage=storage)
-    stored = str(STORAGES[storage]).removeprefix("torch.")
+    stored = STORAGES[storage].dtype
     assert time_us(2048, 8192, 1024, 1, "bfloat16", "trn2", stored) < time_us(
         2048, 8192, 1024, 1, "bfloat16", "trn2"
     )

@@ -19,7 +19,7 @@ from toys import causal_lm, relative_error, token_batches
 from neuronmm_ops import SVDConfig, SVDLinear, compress_
 from neuronmm_ops.compress import calibrate, workers
 from neuronmm_ops.nn.dense_linear import DenseLinear, dense_linear
-from neuronmm_ops.ops.products import dequantized
+from neuronmm_ops.storages import dequantized
 
 SMALL: dict[str, Any] = {"ratio": 0.4, "block": 8}
 

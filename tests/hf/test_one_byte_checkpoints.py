@@ -39,8 +39,8 @@ from neuronmm_ops.hf import saving
 from neuronmm_ops.hf.computing import cast_, computing_in
 from neuronmm_ops.manifest import tensor_hashes
 from neuronmm_ops.nn import SVDMLP
-from neuronmm_ops.nn.storage import STORAGES, dtype_name
 from neuronmm_ops.recover import RecoverConfig
+from neuronmm_ops.storages import STORAGES, dtype_name
 
 MLP = ("gate_proj", "up_proj", "down_proj")
 NAME = "model.layers.0.mlp.gate_proj"
@@ -433,7 +433,7 @@ def test_foreign_weights_in_one_byte_are_still_refused(storage: str, tmp_path: P
     model.save_pretrained(tmp_path / "dense")
     file = tmp_path / "dense" / "model.safetensors"
     tensors = load_file(file)
-    tensors[f"{NAME}.weight"] = tensors[f"{NAME}.weight"].to(STORAGES[storage])
+    tensors[f"{NAME}.weight"] = tensors[f"{NAME}.weight"].to(STORAGES[storage].torch_dtype)
     save_file(tensors, file, metadata={"format": "pt"})
     with pytest.raises(CheckpointError, match=rf"{NAME}\.weight is .* no quantization_config"):
         hf.load(tmp_path / "dense")

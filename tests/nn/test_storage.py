@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from neuronmm_ops import SVDMLP, SVDLinear, swap_
 from neuronmm_ops.nn import relayout_
-from neuronmm_ops.nn.storage import (
+from neuronmm_ops.nn.factors import check_factors
+from neuronmm_ops.storages import (
     STORAGES,
-    check_factors,
     dtype_name,
     factor_bytes,
     storage_named,
@@ -64,7 +64,7 @@ def is_contiguous(layer: SVDLinear) -> bool:
 def test_constructor(storage, device):
     layer = SVDLinear(12, 8, 3, device=device, dtype=torch.bfloat16, storage=storage)
     assert layer.storage == storage
-    assert layer.u.dtype == layer.v.dtype == STORAGES[storage]
+    assert layer.u.dtype == layer.v.dtype == STORAGES[storage].torch_dtype
     assert not layer.u.requires_grad
     assert not layer.v.requires_grad
     assert layer.bias is not None
@@ -90,18 +90,18 @@ def test_initial_values_have_the_variance_of_a_linear(storage):
 @STORED
 def test_a_storage_is_no_dtype(storage):
     with pytest.raises(ValueError, match=rf"dtype must be a float .* give storage='{storage}'"):
-        SVDLinear(12, 8, 3, dtype=STORAGES[storage])
+        SVDLinear(12, 8, 3, dtype=STORAGES[storage].torch_dtype)
 
 
 def test_an_unknown_storage_is_refused():
-    with pytest.raises(ValueError, match=r"storage must be fp8, int8 or None; got 'fp4'"):
+    with pytest.raises(ValueError, match=r"storage must be fp8 or int8, got 'fp4'"):
         SVDLinear(12, 8, 3, storage="fp4")
 
 
 def test_names_of_storages_and_dtypes():
     assert [dtype_name(name) for name in (*STORAGES, None)] == ["float8_e4m3fn", "int8", None]
     assert [storage_named(name) for name in ("float8_e4m3fn", "int8")] == ["fp8", "int8"]
-    assert [storage_of(d) for d in (torch.int8, torch.bfloat16)] == ["int8", None]
+    assert [storage_of(d) for d in (torch.int8, torch.bfloat16)] == [STORAGES["int8"], None]
     with pytest.raises(ValueError, match=r"must be float8_e4m3fn or int8, or null; got 'fp8'"):
         storage_named("fp8")
 
@@ -195,7 +195,7 @@ def test_a_cast_of_a_model_casts_the_rest(storage):
     model = nn.Sequential(nn.Linear(12, 12), make_layer(storage))
     model.to(torch.float16)
     assert model[0].weight.dtype == torch.float16
-    assert model[1].u.dtype == STORAGES[storage]
+    assert model[1].u.dtype == STORAGES[storage].torch_dtype
     assert model[1].u_scale.dtype == torch.float32
 
 
@@ -203,7 +203,7 @@ def test_a_cast_of_a_model_casts_the_rest(storage):
 def test_a_move_moves_all_of_it(storage):
     layer = make_layer(storage).to("meta", torch.float16)
     assert all(t.is_meta for t in layer.state_dict().values())
-    assert (layer.u.dtype, layer.u_scale.dtype) == (STORAGES[storage], torch.float32)
+    assert (layer.u.dtype, layer.u_scale.dtype) == (STORAGES[storage].torch_dtype, torch.float32)
     source = make_layer(storage)
     layer = SVDLinear(12, 8, 3, device="meta", storage=storage).to_empty(device="cpu").bfloat16()
     layer.load_state_dict(source.state_dict())
@@ -460,8 +460,8 @@ def test_swap_takes_scales(storage):
 @STORED
 def test_the_largest_values_are_taken(storage):
     largest = {"fp8": 240.0, "int8": 127.0}[storage]
-    u = torch.full((12, 3), -largest).to(STORAGES[storage])
-    v = torch.full((3, 8), largest).to(STORAGES[storage])
+    u = torch.full((12, 3), -largest).to(STORAGES[storage].torch_dtype)
+    v = torch.full((3, 8), largest).to(STORAGES[storage].torch_dtype)
     layer = SVDLinear.from_factors(u, v, None, torch.full((3,), 1e-3), torch.full((8,), 1e-3))
     assert float(layer.u.float().min()) == -largest
 

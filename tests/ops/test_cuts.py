@@ -13,8 +13,8 @@ from tolerances import assert_same_in_fp64
 from torch import Tensor
 
 from neuronmm_ops.ops.definitions import SPECS
-from neuronmm_ops.ops.products import dequantized
 from neuronmm_ops.ops.spec import Operand, OpSpec
+from neuronmm_ops.storages import dequantized
 
 CUTS = [(op, name) for op in OPS for name in SPECS[op].cuts]
 ALL_CUTS = {

@@ -15,7 +15,8 @@ from neuronmm_ops import ops
 from neuronmm_ops.ops.backends import cpu_one_byte
 from neuronmm_ops.ops.backends.launch import DTYPE_NAMES
 from neuronmm_ops.ops.definitions import SPECS
-from neuronmm_ops.ops.products import dequantized, rounded_to_fp8
+from neuronmm_ops.ops.products import rounded_to_fp8
+from neuronmm_ops.storages import STORAGES, dequantized
 
 FP8 = torch.float8_e4m3fn
 ONE_BYTE = (torch.int8, FP8)
@@ -133,7 +134,7 @@ def test_every_code_of_fp8_is_widened_exactly():
     codes = torch.arange(256, dtype=torch.uint8)
     codes = codes[codes.view(FP8).float().isfinite()].unsqueeze(1).view(FP8)
     for dtype in (torch.bfloat16, torch.float32, torch.float64):
-        wide, factor = cpu_one_byte._widened(codes, dtype)
+        wide, factor = STORAGES["fp8"].widened(codes, torch.ones(1), dtype)
         assert torch.equal(wide.double() * factor, codes.double())
 
 

@@ -39,7 +39,7 @@ def _inspect(options: argparse.Namespace) -> dict[str, Any]:
 
 def summary(report: "CompressionReport") -> dict[str, Any]:
     """Return the document of `inspect`."""
-    from neuronmm_ops.nn.storage import dtype_name
+    from neuronmm_ops.storages import dtype_name
 
     fields = ("name", "K", "N", "r", "dense", "loss", "bytes", "bits_per_weight", "compute")
     return {
@@ -64,8 +64,8 @@ def summary(report: "CompressionReport") -> dict[str, Any]:
 
 def show_summary(document: dict[str, Any]) -> None:
     """Print the document as a table, and its totals."""
-    from neuronmm_ops.nn.storage import storage_named
     from neuronmm_ops.rank import parameter_count
+    from neuronmm_ops.storages import storage_named
 
     rows: list[tuple[object, ...]] = []
     has_storage = any(layer["storage"] is not None for layer in document["layers"])

@@ -42,6 +42,7 @@ def _plan(options: argparse.Namespace) -> list[dict[str, Any]]:
     from neuronmm_ops.models import resolve_shape
     from neuronmm_ops.plan import plan_xuv, plan_xw
     from neuronmm_ops.rank import aligned_rank
+    from neuronmm_ops.storages import checked, dtype_name
 
     if not 0 < options.ratio < 1:
         raise ValueError(f"--ratio must be between 0 and 1, got {options.ratio}")
@@ -49,7 +50,7 @@ def _plan(options: argparse.Namespace) -> list[dict[str, Any]]:
     machine = (options.dtype, options.target, options.lnc)
     if options.compute not in COMPUTES:
         raise ValueError(f"--compute must be {' or '.join(COMPUTES)}, got {options.compute!r}")
-    stored = _dtype_of(options.storage) if options.storage else ""
+    stored = dtype_name(checked(options.storage, "--storage")) or ""
     rows: list[dict[str, Any]] = []
     if options.tp != 1:
         from neuronmm_ops.cli.plan_ranks import Settings, rank_rows
@@ -70,15 +71,6 @@ def _plan(options: argparse.Namespace) -> list[dict[str, Any]]:
             rows.append(_row(name, plan, [dense]))
         rows.extend(_together(shape, tokens, options.ratio, machine, stored, options.compute))
     return rows
-
-
-def _dtype_of(storage: str) -> str:
-    """The dtype's name of a storage, whose module imports torch."""
-    from neuronmm_ops.nn.storage import STORAGES, dtype_name
-
-    if storage not in STORAGES:
-        raise ValueError(f"--storage must be {' or '.join(STORAGES)}, got {storage!r}")
-    return dtype_name(storage) or ""
 
 
 def _together(

@@ -12,7 +12,7 @@ from itertools import accumulate, pairwise
 
 from torch import Tensor
 
-from neuronmm_ops.nn.storage import factor_bytes
+from neuronmm_ops.storages import factor_bytes
 
 Rank = int | None  # None: dense
 Cost = Callable[[str, Rank], float]

@@ -11,9 +11,9 @@ from neuronmm_ops.compress.config import SVDConfig
 from neuronmm_ops.compress.methods import METHODS
 from neuronmm_ops.compress.targets import matches
 from neuronmm_ops.nn.dense_linear import DenseLinear
-from neuronmm_ops.nn.storage import dtype_name
 from neuronmm_ops.ops.backends.cpu import name_of
 from neuronmm_ops.plan import plan_xuv, plan_xw
+from neuronmm_ops.storages import dtype_name
 
 PLANNED_RANKS = 8
 """Of a matrix whose times the others lie between."""

@@ -9,8 +9,8 @@ from typing import Any, Self, cast
 from neuroncore.hardware import resolve_target
 from neuronmm_ops.compress.methods import METHODS
 from neuronmm_ops.compress.patterns import takes_for_ever
-from neuronmm_ops.nn.storage import STORAGES as ONE_BYTE
 from neuronmm_ops.rank import STEP, aligned_rank
+from neuronmm_ops.storages import STORAGES as ONE_BYTE
 
 FORMAT_VERSION = 2
 ALLOCATIONS = ("greedy", "uniform")

@@ -25,11 +25,8 @@ import torch
 from torch import Tensor
 
 from neuronmm_ops.errors import NonFiniteError
-from neuronmm_ops.nn.storage import LARGEST, STORAGES
+from neuronmm_ops.storages import STORAGES, Storage, checked
 
-# What a column is scaled to: in e4m3 the octave below the last is as fine, and errors that are fed
-# back may then be as large as the numbers themselves.
-FULL = {"fp8": 120.0, "int8": 127.0}
 # Of the mean of H's diagonal, added to it, as GPTQ does: errors must not pile up where calibration
 # saw little, nor the product leave there what it was.
 MOMENT_DAMPING = 1e-2
@@ -44,11 +41,11 @@ MIN_SCALE, MAX_SCALE = 2.0**-120, 2.0**120
 
 
 class Quantized(NamedTuple):
-    """A pair in one byte a number: `W.T ≈ (u u_scale) (v v_scale)`, scales along columns.
+    """A pair in a storage: `W.T ≈ (u u_scale) (v v_scale)`.
 
     Attributes:
-        u: `[K, r]`, float8_e4m3fn of at most 240, or int8 of at most 127.
-        v: `[r, N]`, likewise.
+        u: `[K, r]`.
+        v: `[r, N]`.
         u_scale: `[r]`, float32, positive, exact in bfloat16; also what v's rows were divided by.
         v_scale: `[N]`, likewise.
     """
@@ -79,7 +76,7 @@ def quantize_pair(
     Args:
         u: `[K, r]`.
         v: `[r, N]`.
-        storage: `fp8` or `int8`.
+        storage: of `STORAGES`.
         target: `[K, N]`, what u v approximates: `W.T`; with cross moments what they say is best.
         moment: H `[K, K]`, of the inputs, in any unit; None is the identity.
         metric: C `[N, N]`, positive definite, or its diagonal `[N]`; None is the identity.
@@ -89,14 +86,14 @@ def quantize_pair(
         ValueError: the storage is unknown, or shapes do not fit.
         NonFiniteError: a number is NaN or Inf.
     """
-    _check(u, v, storage, target, moment, metric)
+    stored = _check(u, v, storage, target, moment, metric)
     u, v, target = u.double(), v.double(), target.double()
     moment = None if moment is None else moment.double()
     metric = None if metric is None else metric.double()
     ridge = _ridge(moment)
     u, v = _gauge(u, v, moment, ridge, metric)
-    column_scale = _scale(u, storage)
-    stored_u = _nearest(u / column_scale, storage)
+    column_scale = _scale(u, stored)
+    stored_u = stored.nearest(u / column_scale)
     exact_u, u = u, stored_u * column_scale
 
     hu = u if moment is None else moment @ u
@@ -108,24 +105,27 @@ def quantize_pair(
     row_scale = torch.ones_like(column_scale) if folded else _row_scale(v, column_scale)
     by = row_scale / column_scale
     v, gram = v / by[:, None], by[:, None] * gram * by
-    v_scale = _scale(v, storage)
+    v_scale = _scale(v, stored)
     if metric is None or metric.dim() == 1:
-        stored_v = _round_rows(v / v_scale, _feed(gram), storage)
+        stored_v = _round_rows(v / v_scale, _feed(gram), stored)
     else:
-        stored_v = _round_columns(v, _feed(gram), metric, v_scale, storage)
-    dtype = STORAGES[storage]
-    return Quantized(stored_u.to(dtype), stored_v.to(dtype), row_scale.float(), v_scale.float())
+        stored_v = _round_columns(v, _feed(gram), metric, v_scale, stored)
+    return Quantized(
+        stored.encode(stored_u), stored.encode(stored_v), row_scale.float(), v_scale.float()
+    )
 
 
 def nearest_pair(u: Tensor, v: Tensor, storage: str) -> Quantized:
     """Round a pair `u[K, r]`, `v[r, N]` to nearest, to compare with; v's rows equally long."""
-    u, v = u.double(), v.double()
-    column_scale = _scale(u, storage)
+    u, v, stored = u.double(), v.double(), STORAGES[storage]
+    column_scale = _scale(u, stored)
     row_scale = _row_scale(v, column_scale)
     v = v * (column_scale / row_scale)[:, None]
-    v_scale, dtype = _scale(v, storage), STORAGES[storage]
-    stored_u, stored_v = _nearest(u / column_scale, storage), _nearest(v / v_scale, storage)
-    return Quantized(stored_u.to(dtype), stored_v.to(dtype), row_scale.float(), v_scale.float())
+    v_scale = _scale(v, stored)
+    stored_u, stored_v = stored.nearest(u / column_scale), stored.nearest(v / v_scale)
+    return Quantized(
+        stored.encode(stored_u), stored.encode(stored_v), row_scale.float(), v_scale.float()
+    )
 
 
 def pair_loss(
@@ -191,7 +191,7 @@ def geometric_mean_turn(sigma: Tensor) -> Tensor:
     return torch.stack([*columns_of_turn, left[0][1]], dim=1)
 
 
-def _round_rows(v: Tensor, feed: Tensor, storage: str) -> Tensor:
+def _round_rows(v: Tensor, feed: Tensor, storage: Storage) -> Tensor:
     """Round v `[r, N]` to the grid, the last row first, feeding errors back as `_feed` says."""
     v = v.flip(0)
     rounded = torch.empty_like(v)
@@ -200,14 +200,16 @@ def _round_rows(v: Tensor, feed: Tensor, storage: str) -> Tensor:
         block, inside = v[part].clone(), feed[part, part]
         errors = torch.empty_like(block)
         for i, row in enumerate(block):
-            rounded[start + i] = _nearest(row, storage)
+            rounded[start + i] = storage.nearest(row)
             errors[i] = row - rounded[start + i]
             block[i + 1 :].addr_(inside[i, i + 1 :], errors[i], alpha=-1)
         v[part.stop :].addmm_(feed[part, part.stop :].t(), errors, alpha=-1)
     return rounded.flip(0)
 
 
-def _round_columns(v: Tensor, feed: Tensor, metric: Tensor, scale: Tensor, storage: str) -> Tensor:
+def _round_columns(
+    v: Tensor, feed: Tensor, metric: Tensor, scale: Tensor, storage: Storage
+) -> Tensor:
     """Round v `[r, N]`, feeding the errors of each group of columns back by C into those to come.
 
     The group with the largest weights first.
@@ -241,18 +243,10 @@ def _inverse_root(matrix: Tensor) -> Tensor:
     return torch.linalg.cholesky(_symmetric(inverse), upper=True)
 
 
-def _nearest(values: Tensor, storage: str) -> Tensor:
-    """Round to the nearest number of the storage, ties to even, in the values' own dtype."""
-    largest = LARGEST[storage]
-    values = values.clamp(-largest, largest)
-    # By way of fp32, whose rounding is too fine to matter, for there is no cast from fp64.
-    return values.round() if storage == "int8" else values.float().to(STORAGES[storage]).to(values)
-
-
-def _scale(matrix: Tensor, storage: str) -> Tensor:
-    """Return a scale a column, so that the largest number of each is the storage's; 1 for zeros."""
-    largest = matrix.abs().amax(0)
-    return _bfloat16(torch.where(largest > 0, largest / FULL[storage], 1.0), up=True)
+def _scale(matrix: Tensor, storage: Storage) -> Tensor:
+    """Return scales such that the largest number of each is the storage's; 1 for zeros."""
+    largest = storage.magnitudes(matrix)
+    return _bfloat16(torch.where(largest > 0, largest / storage.full, 1.0), up=True)
 
 
 def _row_scale(v: Tensor, column_scale: Tensor) -> Tensor:
@@ -297,9 +291,9 @@ def _check(
     target: Tensor,
     moment: Tensor | None,
     metric: Tensor | None,
-) -> None:
-    if storage not in STORAGES:
-        raise ValueError(f"storage must be one of {', '.join(STORAGES)}; got {storage!r}")
+) -> Storage:
+    """Return the storage of that name, once all arguments are valid."""
+    checked(storage)
     K, N = target.shape
     if u.dim() != 2 or v.dim() != 2 or (len(u), v.shape[1]) != (K, N) or u.shape[1] != len(v):
         raise ValueError(
@@ -315,3 +309,4 @@ def _check(
             raise NonFiniteError(
                 f"{name} must be finite to be rounded to {storage}, got NaN or Inf"
             )
+    return STORAGES[storage]

@@ -17,6 +17,7 @@ from neuronmm_ops.nn.svd_linear import SVDLinear
 from neuronmm_ops.nn.swap import Factors, shared_weights, swap_modules_
 from neuronmm_ops.ops.spec import COMPUTES
 from neuronmm_ops.rank import parameter_count
+from neuronmm_ops.storages import STORAGES
 
 QUANT_METHOD = "neuronmm"
 FORMAT_VERSION = 1
@@ -142,17 +143,20 @@ def set_compute_(model: nn.Module, compute: str) -> None:
     """
     if compute not in COMPUTES:
         raise ValueError(f"compute must be one of {', '.join(COMPUTES)}; got {compute!r}")
-    layers = {n: layer for n, layer in low_rank_layers(model).items() if layer.storage == "fp8"}
+    layers = [
+        layer
+        for layer in low_rank_layers(model).values()
+        if layer.storage and "fp8" in STORAGES[layer.storage].computes
+    ]
     if compute != "x" and not layers:
         raise ValueError(
             f"compute {compute} needs layers with factors in float8_e4m3fn, the model has none; "
             "compress it with storage fp8"
         )
-    for layer in layers.values():
+    for layer in layers:
         layer.compute = compute
     rewrite_record(
-        model,
-        lambda layer: replace(layer, compute=compute) if layer.storage == "fp8" else layer,
+        model, lambda layer: replace(layer, compute=compute) if layer.takes("fp8") else layer
     )
 
 

@@ -12,10 +12,10 @@ from torch import nn
 
 from neuronmm_ops.compress.config import SVDConfig
 from neuronmm_ops.nn.dense_linear import DenseLinear
-from neuronmm_ops.nn.storage import dtype_name, factor_bytes, storage_named
 from neuronmm_ops.nn.svd_linear import SVDLinear
 from neuronmm_ops.ops.spec import COMPUTES
 from neuronmm_ops.rank import parameter_count
+from neuronmm_ops.storages import STORAGES, dtype_name, factor_bytes, storage_named
 
 
 @dataclass(frozen=True)
@@ -89,6 +89,12 @@ class LayerReport:
         size = factor_bytes(K, N, r, itemsize, storage)
         return cls(name, K, N, r, False, reason, loss, size, dense_bytes, storage, compute)
 
+    def takes(self, compute: str) -> bool:
+        """Say whether the layer's products may be computed so: `x`, and what its storage says."""
+        return compute == "x" or (
+            self.storage is not None and compute in STORAGES[self.storage].computes
+        )
+
     def dequantized(self) -> Self:
         """Describe the layer with its factors in the model's dtype."""
         itemsize = self.dense_bytes // (self.K * self.N)
@@ -141,7 +147,7 @@ class LayerReport:
                     f"{self.name}: storage is of factors, and must be null for a dense layer; "
                     f"got {self.storage!r}"
                 )
-        if self.compute not in COMPUTES or (self.compute != "x" and checked.storage != "fp8"):
+        if self.compute not in COMPUTES or not checked.takes(self.compute):
             raise ValueError(
                 f"{self.name}: compute must be x, or fp8 with factors in float8_e4m3fn; "
                 f"got {self.compute!r} and storage {self.storage!r}"

@@ -17,7 +17,7 @@ from neuronmm_ops.compress.factorization import Gradient, SecondMoment, Side
 from neuronmm_ops.compress.gradients import collect_gradients
 from neuronmm_ops.errors import NonFiniteError
 from neuronmm_ops.nn.dense_linear import DenseLinear
-from neuronmm_ops.nn.storage import factor_bytes
+from neuronmm_ops.storages import factor_bytes
 
 
 class Task(NamedTuple):

@@ -20,7 +20,7 @@ from neuronmm_ops.estimate.linears import DTYPE, MLP, Linear, linears, selection
 from neuronmm_ops.estimate.memory import check_capacity, memory_of, weight_bytes
 from neuronmm_ops.estimate.passes import PHASES, fitting
 from neuronmm_ops.models import ModelShape, resolve_shape
-from neuronmm_ops.nn.storage import STORAGES, dtype_name
+from neuronmm_ops.storages import checked, dtype_name
 
 SPEEDUPS = {
     "ours": ("low_rank", "dense"),
@@ -175,7 +175,8 @@ def prepared(model: str, options: Options) -> tuple[dict[str, Decoder], list[str
     machine.check_lnc(options.lnc)
     _check(options)
     stored = [options.storage, options.storage_dense, options.storage_lm_head]
-    variants, left_out = _variants(shape, options, [_stored(name) for name in stored])
+    dtypes = [dtype_name(checked(name)) or "" for name in stored]
+    variants, left_out = _variants(shape, options, dtypes)
     decoders = {
         v.name: Decoder(
             *(shape, v.linears, machine.target, options.lnc, options.tp, options.batch, v.mlp)
@@ -201,12 +202,6 @@ def _check(options: Options) -> None:
         raise ValueError(f"batch must be 1 to {MOST_SEQUENCES} sequences, got {batch}")
     if not 0 < options.ratio < 1:
         raise ValueError(f"ratio must be between 0 and 1, got {options.ratio}")
-
-
-def _stored(storage: str | None) -> str:
-    if storage not in (None, *STORAGES):
-        raise ValueError(f"storage must be {' or '.join(STORAGES)}, got {storage!r}")
-    return dtype_name(storage) or ""
 
 
 def _variants(

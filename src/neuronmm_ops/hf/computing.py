@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from neuronmm_ops.hf.loading import load
 from neuronmm_ops.nn import relayout_
-from neuronmm_ops.nn.storage import one_byte_tensors
+from neuronmm_ops.nn.factors import one_byte_tensors
 from neuronmm_ops.ops.backends.cpu import compute_dtype
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

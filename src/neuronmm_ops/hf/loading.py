@@ -22,7 +22,7 @@ from neuronmm_ops.compress.factorize import is_finite
 from neuronmm_ops.compress.record import is_record, low_rank_layers
 from neuronmm_ops.errors import CheckpointError, NonFiniteError, WorkerLostError
 from neuronmm_ops.manifest import check_weights
-from neuronmm_ops.nn.storage import check_factors
+from neuronmm_ops.nn.factors import check_factors
 from neuronmm_ops.ops.backends.cpu import name_of
 
 # The first Transformers whose plans cut DTensors.

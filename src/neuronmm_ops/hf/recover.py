@@ -25,13 +25,13 @@ from neuronmm_ops.hf.provenance import ModelSource
 from neuronmm_ops.hf.saving import save
 from neuronmm_ops.hf.train import Trained, train_factors
 from neuronmm_ops.manifest import Origin
-from neuronmm_ops.nn.storage import dtype_name
 from neuronmm_ops.output import check_target
 from neuronmm_ops.processes import locked
 from neuronmm_ops.progress import Update
 from neuronmm_ops.recover.config import RecoverConfig
 from neuronmm_ops.recover.data import hold_out
 from neuronmm_ops.recover.state import StateFile
+from neuronmm_ops.storages import dtype_name
 
 DEFAULT_SEQLEN = 512
 

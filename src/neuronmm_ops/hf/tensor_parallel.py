@@ -32,7 +32,7 @@ from transformers.distributed.tensor_parallel import TensorParallelLayer
 
 from neuronmm_ops.errors import CheckpointError, NonFiniteError, WorkerLostError
 from neuronmm_ops.hf.loading import check_all_finite
-from neuronmm_ops.nn.storage import FACTORS, SCALES, check_factors
+from neuronmm_ops.nn.factors import check_stored
 from neuronmm_ops.nn.svd_linear import SVDLinear
 from neuronmm_ops.nn.svd_mlp import SVDMLP
 from neuronmm_ops.ops import xw
@@ -40,6 +40,7 @@ from neuronmm_ops.parallel import ShardedLinear, ShardedMLP
 from neuronmm_ops.parallel.layers import placed, whole
 from neuronmm_ops.parallel.sharding import Divide, Kind, check_heads, pair_dims
 from neuronmm_ops.parallel.state import whole_tensor
+from neuronmm_ops.storages import FACTORS, SCALES
 
 PREFIX = "lowrank_"
 REMEDY = "copy the checkpoint again or compress the model again"
@@ -321,11 +322,9 @@ def _share_gather_(mlp: SVDMLP) -> None:
 
 def _check_parts(name: str, layer: SVDLinear) -> None:
     """Check what a rank has of one-byte factors; a part of u need not fit the part of v."""
-    u, v, u_scale, v_scale = (own(getattr(layer, key)) for key in (*FACTORS, *SCALES))
-    none = u_scale.new_empty(0)
     try:
-        check_factors(u, u.new_empty(u.shape[1], 0), u_scale, none, name)
-        check_factors(v.new_empty(0, v.shape[0]), v, u_scale.new_ones(v.shape[0]), v_scale, name)
+        for key, scale in zip(FACTORS, SCALES, strict=True):
+            check_stored(own(getattr(layer, key)), own(getattr(layer, scale)), f"{name}: {key}")
     except ValueError as error:
         raise CheckpointError(f"{error}; or {REMEDY}") from None
 

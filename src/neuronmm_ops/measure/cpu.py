@@ -17,9 +17,9 @@ from neuronmm_ops.measure.runner import run_all
 from neuronmm_ops.measure.timing import PairedTimes, copies_for, time_paired
 from neuronmm_ops.models import resolve_shape
 from neuronmm_ops.nn import SVDMLP, SVDLinear, relayout_
-from neuronmm_ops.nn.storage import STORAGES
 from neuronmm_ops.ops.backends.cpu import compute_dtype, name_of
 from neuronmm_ops.rank import aligned_rank
+from neuronmm_ops.storages import checked, factor_bytes
 
 OPS = ("xuv", "svd_mlp")
 RATIOS = (0.2, 0.5)
@@ -79,8 +79,7 @@ def run(
     o = options
     if o.storage is not None and o.backward:
         raise ValueError("factors in one byte have no gradients; leave out --backward or --storage")
-    if o.storage is not None and o.storage not in STORAGES:
-        raise ValueError(f"storage must be {' or '.join(STORAGES)}, got {o.storage!r}")
+    checked(o.storage)
     sizes = resolve_shape(o.shape)
     K, N = sizes.hidden_size, sizes.intermediate_size
     for op in o.ops:
@@ -118,7 +117,7 @@ def measure(case: Comparison) -> dict[str, Any]:
     M, K, N, r, itemsize = case.M, case.K, case.N, case.r, case.dtype.itemsize
     matrices = 1 if case.op == "xuv" else 3
     dense, low_rank = matrices * K * N, matrices * r * (K + N)
-    times = _time(case, copies_for(low_rank * (1 if case.storage else itemsize)))
+    times = _time(case, copies_for(matrices * factor_bytes(K, N, r, itemsize, case.storage)))
     op_ms = times.median_ms("op")
     is_stored = case.storage is not None
     return {

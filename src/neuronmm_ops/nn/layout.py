@@ -5,8 +5,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from neuronmm_ops.nn.storage import FACTORS
 from neuronmm_ops.nn.svd_linear import SVDLinear
+from neuronmm_ops.storages import FACTORS
 
 M = TypeVar("M", bound=nn.Module)
 

@@ -6,7 +6,7 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from neuronmm_ops.nn.bare import is_bare
-from neuronmm_ops.nn.storage import storage_of
+from neuronmm_ops.storages import storage_of
 
 CHILDREN = ("u", "v")
 

@@ -6,20 +6,21 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from neuronmm_ops.nn.factors import check_factors, why_not_loadable, without_cast
 from neuronmm_ops.nn.pair import LinearPair
-from neuronmm_ops.nn.storage import (
+from neuronmm_ops.ops import xuv
+from neuronmm_ops.storages import (
     FACTORS,
-    LARGEST,
     SCALES,
     STORAGES,
-    check_factors,
+    checked,
+    dequantized,
     dtype_name,
+    pair_shapes,
+    size_of,
     storage_of,
-    why_not_loadable,
-    without_cast,
+    tensor_dtype,
 )
-from neuronmm_ops.ops import xuv
-from neuronmm_ops.ops.products import dequantized
 
 
 class SVDLinear(nn.Module):
@@ -43,14 +44,14 @@ class SVDLinear(nn.Module):
         bias: whether to add a learned `[N]` bias.
         device: of the parameters; `meta` is fine.
         dtype: of the parameters.
-        storage: of the factors: `fp8` or `int8`; None is `dtype`.
+        storage: of the factors, of `storages.STORAGES`: `fp8` or `int8`; None is `dtype`.
 
     Attributes:
         u: `[K, r]`.
         v: `[r, N]`.
-        u_scale: `[r]` in float32 where the factors are in one byte, else None.
+        u_scale: `[r]` in float32 where the factors have a storage, else None.
         v_scale: `[N]` likewise.
-        storage: `fp8` or `int8` where the factors are in one byte, else None.
+        storage: of the factors, or None.
         bias: `[N]` or None.
         weight: `[0]`, a placeholder.
         compute: `x`, or `fp8`: the op may round activations to e4m3, too, see `set_compute_`.
@@ -59,6 +60,8 @@ class SVDLinear(nn.Module):
         ValueError: a size is smaller than 1, the storage is unknown, or the dtype is one.
     """
 
+    u: nn.Parameter
+    v: nn.Parameter
     weight: Tensor
     u_scale: Tensor | None
     v_scale: Tensor | None
@@ -74,12 +77,12 @@ class SVDLinear(nn.Module):
         storage: str | None = None,
     ) -> None:
         super().__init__()
-        if storage is not None and storage not in STORAGES:
-            raise ValueError(f"storage must be {', '.join(STORAGES)} or None; got {storage!r}")
-        if dtype is not None and storage_of(dtype) is not None:
+        checked(storage)
+        other = None if dtype is None else storage_of(dtype)
+        if other is not None:
             raise ValueError(
                 f"dtype must be a float of two bytes or more, got {dtype}; for factors in it give "
-                f"storage={storage_of(dtype)!r}"
+                f"storage={other.name!r}"
             )
         if min(in_features, out_features, rank) < 1:
             raise ValueError(
@@ -89,16 +92,16 @@ class SVDLinear(nn.Module):
         self.in_features = in_features
         self.out_features = out_features
         self.rank = rank
-        stored, trainable = STORAGES.get(storage or "", dtype), storage is None
-        u = torch.empty(in_features, rank, device=device, dtype=stored)
-        v = torch.empty(rank, out_features, device=device, dtype=stored)
-        self.u = nn.Parameter(u, requires_grad=trainable)
-        self.v = nn.Parameter(v, requires_grad=trainable)
-        for name, count in zip(SCALES, (rank, out_features), strict=True):
-            if trainable:
+        stored = tensor_dtype(storage, dtype or torch.get_default_dtype())
+        shapes = pair_shapes(in_features, out_features, rank, storage)
+        for name in FACTORS:
+            factor = torch.empty(shapes[name], device=device, dtype=stored)
+            setattr(self, name, nn.Parameter(factor, requires_grad=storage is None))
+        for name in SCALES:
+            if name not in shapes:
                 setattr(self, name, None)  # torch.export cannot take a buffer registered as None
             else:
-                scale = torch.empty(count, device=device, dtype=torch.float32)
+                scale = torch.empty(shapes[name], device=device, dtype=torch.float32)
                 self.register_buffer(name, scale)
         self.storage, self.compute = storage, "x"
         self.register_buffer("weight", torch.empty(0, device=device, dtype=dtype))
@@ -121,15 +124,15 @@ class SVDLinear(nn.Module):
         bound = 1 / math.sqrt(self.in_features)
         # A sum of r products: r * var(u) * var(v) = var(weight) = bound² / 3.
         limits = (bound, math.sqrt(3 / self.rank))
-        for name, key, limit in zip(FACTORS, SCALES, limits, strict=True):
-            factor, scale = getattr(self, name), getattr(self, key)
-            if self.storage is None:
+        for (factor, scale), limit in zip(self._scaled_factors(), limits, strict=True):
+            if self.storage is None or scale is None:
                 nn.init.uniform_(factor, -limit, limit)
             else:
-                largest = LARGEST[self.storage]
-                values = torch.empty_like(factor, dtype=torch.float32).uniform_(-largest, largest)
-                factor.copy_(values.round_())
-                scale.fill_(limit / largest)
+                storage = STORAGES[self.storage]
+                numbers = storage.decode(factor, torch.float32)
+                numbers.uniform_(-storage.largest, storage.largest)
+                factor.copy_(storage.encode(numbers.round_()))
+                scale.fill_(limit / storage.largest)
         if self.bias is not None:
             nn.init.uniform_(self.bias, -bound, bound)
 
@@ -167,7 +170,7 @@ class SVDLinear(nn.Module):
             dtype = u.dtype
         elif dtype is None:
             dtype = torch.get_default_dtype() if bias is None else bias.dtype
-        layer = cls(u.shape[0], v.shape[1], u.shape[1], False, "meta", dtype, storage)
+        layer = cls(size_of(u)[0], v.shape[1], u.shape[1], False, "meta", dtype, storage)
         trainable = storage is None
         for name, factor in zip(FACTORS, (u, v), strict=True):
             contiguous = factor.detach().to(u).clone(memory_format=torch.contiguous_format)

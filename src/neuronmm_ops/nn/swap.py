@@ -8,11 +8,12 @@ from torch import Tensor, nn
 
 from neuronmm_ops.nn.bare import is_bare
 from neuronmm_ops.nn.dense_linear import DenseLinear, dense_linear
+from neuronmm_ops.nn.factors import check_factors
 from neuronmm_ops.nn.pair import LinearPair
-from neuronmm_ops.nn.storage import SCALES, check_factors
 from neuronmm_ops.nn.svd_linear import SVDLinear
 from neuronmm_ops.nn.svd_mlp import SVDMLP, gated_activation
 from neuronmm_ops.nn.svd_qkv import fuse_projections_
+from neuronmm_ops.storages import SCALES, size_of
 
 # u and v, and the scales of both where they are in one byte.
 Factors = tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor | None, Tensor | None]
@@ -36,7 +37,7 @@ def swap_modules_(model: nn.Module, factors: Mapping[str, Factors]) -> None:
                 f"{names[linear.module]} and {name} are one module; give factors for one name"
             )
         K, r, N = linear.in_features, u.shape[-1], linear.out_features
-        if u.shape != (K, r) or v.shape != (r, N):
+        if u.dim() != 2 or v.dim() != 2 or (size_of(u), size_of(v)) != ((K, r), (r, N)):
             raise ValueError(
                 f"{name}: u must be [{K}, r] and v [r, {N}], "
                 f"got {list(u.shape)} and {list(v.shape)}"

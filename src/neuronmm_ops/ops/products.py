@@ -13,9 +13,7 @@ from torch import Tensor
 from neuronmm_ops.ops.backends.cpu import mm, streams_by_mv, weight_gradient
 from neuronmm_ops.ops.backends.cpu_one_byte import scaled_mm
 from neuronmm_ops.ops.spec import FLOAT_DTYPES
-
-MAX_FP8 = 240.0
-"""Largest value of the e4m3 of trn1 and trn2."""
+from neuronmm_ops.storages import STORAGES
 
 # A single row of these is multiplied by `mm`.
 _MM_ROWS = frozenset(dtype for dtype in FLOAT_DTYPES if not streams_by_mv(dtype))
@@ -46,8 +44,8 @@ def affine(
 ) -> Tensor:
     """Return `(x @ w) * scale + bias` for x [M, K] or [K], w [K, N], scale [N], bias [N].
 
-    Without a scale w has the dtype of x; with one it is in one byte. `compute` is "fp8" where x is
-    to be rounded as `rounded_to_fp8` does.
+    Without a scale w has the dtype of x; with one it is of a storage. `compute` is "fp8" where x
+    is to be rounded as `rounded_to_fp8` does.
     """
     if scale is not None:
         given = rounded_to_fp8(x) if compute == "fp8" else x
@@ -56,17 +54,6 @@ def affine(
     if x.dim() == 1:
         return torch.mv(w.t(), x) if bias is None else torch.addmv(bias, w.t(), x)
     return mm(x, w, bias)
-
-
-def dequantized(matrix: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Return `matrix * scale` for a one-byte matrix [K, N] and scale [N]; without one the matrix.
-
-    The product is rounded once, to `dtype`.
-    """
-    if scale is None:
-        return matrix
-    wide = torch.promote_types(dtype, torch.float32)
-    return (matrix.to(wide) * scale).to(dtype)
 
 
 def rounded_to_fp8(x: Tensor) -> Tensor:
@@ -79,9 +66,8 @@ def rounded_to_fp8(x: Tensor) -> Tensor:
     rms = wide.square().mean(-1, keepdim=True).sqrt()
     # frexp: 1 / rms = m 2^e with m in [0.5, 1)
     exponent = torch.frexp(torch.where(rms > 0, 1 / rms, 1.0)).exponent - 1
-    scaled = torch.ldexp(wide, exponent).clamp(-MAX_FP8, MAX_FP8)
-    rounded = scaled.to(torch.float8_e4m3fn).to(wide.dtype)
-    return torch.ldexp(rounded, -exponent).to(x.dtype)
+    scaled = torch.ldexp(wide, exponent)
+    return torch.ldexp(STORAGES["fp8"].nearest(scaled), -exponent).to(x.dtype)
 
 
 def matrix_backward(

@@ -13,8 +13,9 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from neuronmm_ops.ops.definitions import SPECS
-from neuronmm_ops.ops.products import dequantized, rows
-from neuronmm_ops.ops.spec import FLOAT_DTYPES, ONE_BYTE_DTYPES, Operand, OpSpec, Options, Results
+from neuronmm_ops.ops.products import rows
+from neuronmm_ops.ops.spec import FLOAT_DTYPES, Operand, OpSpec, Options, Results
+from neuronmm_ops.storages import dequantized, storage_of
 
 LIBRARY = torch.library.Library("neuronmm", "FRAGMENT")
 AUTOCAST_KEYS = {
@@ -180,7 +181,7 @@ def _is_constant(operand: Operand, tensor: Tensor | None) -> bool:
     """Whether no gradient with respect to an operand exists."""
     if tensor is None or operand.role != "factor":
         return operand.role == "scale"
-    return tensor.dtype in ONE_BYTE_DTYPES
+    return storage_of(tensor.dtype) is not None
 
 
 def _gradients(spec: OpSpec) -> Callable[..., tuple[Tensor | None, ...]]:

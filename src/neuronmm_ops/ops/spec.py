@@ -5,7 +5,7 @@ Registration, launchers and tables of shapes are loops over the specs in `ops/de
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from inspect import signature
@@ -15,11 +15,9 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from neuronmm_ops.storages import COMPUTES, STORAGES, WeightStorage, size_of, storage_of
+
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-ONE_BYTE_DTYPES = (torch.float8_e4m3fn, torch.int8)
-"""Of factors that have scales. e4m3fn up to 240 is bit for bit the e4m3 of trn1 and trn2."""
-COMPUTES = ("x", "fp8")
-"""What products may be computed in: the dtype of x, or e4m3 where the factors are that, too."""
 LEADING = "..."
 Values = tuple[str, ...] | float
 """Of an argument that is no tensor: the strings that it may be, or a float's default."""
@@ -314,9 +312,9 @@ class OpSpec:
                 "cast x and the weights"
             )
         first = tensors[self.factors[0]] if self.factors else x
-        in_one_byte = self.is_scaled and first.dtype in ONE_BYTE_DTYPES
+        is_stored = self.is_scaled and storage_of(first.dtype) is not None
         for operand, tensor in zip(self.operands[1:], tensors[1:], strict=False):
-            like = first if in_one_byte and operand.role == "factor" else x
+            like = first if is_stored and operand.role == "factor" else x
             dtype = torch.int32 if operand.role == "integer" else like.dtype
             if tensor is None or (tensor.dtype == dtype and tensor.device == x.device):
                 continue
@@ -331,10 +329,15 @@ class OpSpec:
         for rule in self._equal_sizes:
             _, left, left_dim, right, right_dim, is_vector = rule
             a, b = x if tensors[left] is None else tensors[left], tensors[right]
-            if b is not None and (
-                (is_vector and b.dim() != len(self.tensors[right].sizes))
-                or a.shape[left_dim] != b.shape[right_dim]
-            ):
+            if b is None:
+                continue
+            size, shape = size_of(a)[left_dim], size_of(b)
+            is_unfit = is_vector and len(shape) != len(self.tensors[right].sizes)
+            if right >= len(self.operands):
+                is_unfit = shape != _scale_shape(tensors[self.factors[right - len(self.operands)]])
+            elif not is_unfit:
+                is_unfit = size != shape[right_dim]
+            if is_unfit:
                 raise ValueError(self._unequal(rule, a, b, a is x))
         self._check_options(options, first.dtype)
 
@@ -361,18 +364,21 @@ class OpSpec:
                 raise ValueError(
                     f"{self.name}: {name} must be one of {', '.join(values)}; got {value!r}"
                 )
-        if self.is_scaled and chosen[-1] != COMPUTES[0] and dtype != torch.float8_e4m3fn:
+        storage = storage_of(dtype)
+        computes = storage.computes if storage else COMPUTES[:1]
+        if self.is_scaled and chosen[-1] not in computes:
+            able = [each for each in STORAGES.values() if chosen[-1] in each.computes]
             raise TypeError(
-                f"{self.name}: compute={chosen[-1]!r} needs factors in torch.float8_e4m3fn, "
+                f"{self.name}: compute={chosen[-1]!r} needs factors in {_dtypes(able)}, "
                 f"got {dtype}; use compute={COMPUTES[0]!r}"
             )
 
     def _check_scale(self, x: Tensor, factor: Tensor, name: str, scale: Tensor | None) -> None:
         """Refuse one-byte factors without scales, scales of others, and those not in fp32."""
-        needed = factor.dtype in ONE_BYTE_DTYPES
+        needed = storage_of(factor.dtype) is not None
         if (scale is not None) != needed:
             raise ValueError(
-                f"{self.name}: factors in {' or '.join(map(str, ONE_BYTE_DTYPES))} have scales, "
+                f"{self.name}: factors in {_dtypes(STORAGES.values())} have scales, "
                 f"others have none, got factors in {factor.dtype} and "
                 + (f"no {name}; pass it" if needed else f"{name}; leave it out")
             )
@@ -432,3 +438,14 @@ class OpSpec:
             for name, index, dim in self._dimensions()
             if self._first[name] != (index, dim)
         )
+
+
+def _scale_shape(factor: Tensor) -> tuple[int, ...]:
+    """The shape of a stored factor's scales."""
+    storage = storage_of(factor.dtype)
+    assert storage is not None
+    return storage.shapes(*size_of(factor))[1]
+
+
+def _dtypes(storages: Iterable[WeightStorage]) -> str:
+    return " or ".join(str(storage.torch_dtype) for storage in storages)

@@ -8,9 +8,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from neuronmm_ops.nn import SVDLinear
-from neuronmm_ops.nn.storage import STORAGES
 from neuronmm_ops.ops.backends.cpu import name_of
 from neuronmm_ops.ops.spec import FLOAT_DTYPES
+from neuronmm_ops.storages import STORAGES
 
 _KINDS = ("another module", "SVDLinear", "nn.Linear")
 _STORAGES = ("the dtype's", *STORAGES)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from neuronmm_ops.nn.storage import storage_of
+from neuronmm_ops.storages import storage_of
 
 
 @torch.no_grad()

@@ -10,11 +10,11 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 from torch.distributed.tensor.placement_types import Placement
 
 from neuronmm_ops.nn import SVDMLP, LinearPair, SVDLinear
-from neuronmm_ops.nn.storage import storage_of
 from neuronmm_ops.nn.svd_qkv import QKVProjection
 from neuronmm_ops.parallel.agreement import check_ranks_agree
 from neuronmm_ops.parallel.layers import ShardedLinear, ShardedMLP
 from neuronmm_ops.parallel.sharding import Divide, Kind, pair_dims, part
+from neuronmm_ops.storages import storage_of
 
 _REPLACED = (
     "{style} divides what a forward of its own computes, got {name} whose forward was replaced, as "

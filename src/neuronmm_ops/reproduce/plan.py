@@ -22,10 +22,10 @@ from neuronmm_ops.hf.provenance import ModelSource
 from neuronmm_ops.manifest import installed_versions
 from neuronmm_ops.measure.timing import cpu_name
 from neuronmm_ops.models import ModelShape, shape_from_config
-from neuronmm_ops.nn.storage import STORAGES as ONE_BYTE
 from neuronmm_ops.reproduce.cells import Cell, key_of
 from neuronmm_ops.reproduce.config import NATIVE, Reproduction
 from neuronmm_ops.reproduce.texts import read_training_text
+from neuronmm_ops.storages import STORAGES as ONE_BYTE
 
 MODEL_PACKAGES = ("neuronmm-ops", "torch", "transformers", "tokenizers")
 # The code that modelled times follow from, beside the simulator's.

@@ -27,8 +27,8 @@ from neuronmm_ops.hf.streaming.sweep import NamedLayer, Sweep
 from neuronmm_ops.hf.streaming.work import Work, working_in
 from neuronmm_ops.hf.streaming.writing import CompressedTensors
 from neuronmm_ops.nn.dense_linear import as_dense_linear
-from neuronmm_ops.nn.storage import FACTORS, SCALES, factor_bytes
 from neuronmm_ops.ops.backends.cpu import name_of
+from neuronmm_ops.storages import FACTORS, SCALES, factor_bytes
 
 # Of each stage the names of a layer's results, and of the hidden states that enter a layer.
 _KEPT = {"factorize": ("layer", "states"), "quantize": ("rounded", "again")}

@@ -15,7 +15,7 @@ from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from neuronmm_ops.checkpoint import INDEX, SINGLE
 from neuronmm_ops.hf.streaming.checkpoint import Checkpoint
 from neuronmm_ops.hf.streaming.work import Work
-from neuronmm_ops.nn.storage import FACTORS, SCALES
+from neuronmm_ops.storages import FACTORS, SCALES
 
 
 class CompressedTensors(Mapping[str, Tensor]):

@@ -16,8 +16,8 @@ from torch.nn import functional as F
 from neuronmm_ops.compress.report import LayerReport
 from neuronmm_ops.errors import CheckpointError
 from neuronmm_ops.integrations.nxdi.record import COLUMNS, ROWS
-from neuronmm_ops.nn.storage import SCALES, STORAGES
 from neuronmm_ops.parallel.sharding import Divide, part_width
+from neuronmm_ops.storages import SCALES, dequantized, pair_shapes, tensor_dtype
 
 # Where NxD Inference's models have the modules of a block that hold its columns and its row.
 COLUMN_MODULES = {"self_attn": "self_attn.qkv_proj", "mlp": "mlp"}
@@ -152,8 +152,8 @@ def _factor(
 ) -> Tensor:
     """Take one factor out, checked against the record and multiplied with its scale."""
     assert layer.r is not None
-    shape = (layer.K, layer.r) if factor == "u" else (layer.r, layer.N)
-    tensor = _tensor(state, f"{name}.{factor}", shape)
+    shapes = pair_shapes(layer.K, layer.N, layer.r, layer.storage)
+    tensor = _tensor(state, f"{name}.{factor}", shapes[factor])
     if layer.storage is None:
         if not tensor.is_floating_point() or tensor.element_size() < 2:
             raise CheckpointError(
@@ -161,13 +161,14 @@ def _factor(
                 f"{tensor.dtype}; config and weights are not of the same checkpoint"
             )
         return tensor
-    if tensor.dtype != STORAGES[layer.storage]:
+    expected = tensor_dtype(layer.storage, dtype)
+    if tensor.dtype != expected:
         raise CheckpointError(
-            f"{name}.{factor}: config.json asks for {STORAGES[layer.storage]}, the file has "
+            f"{name}.{factor}: config.json asks for {expected}, the file has "
             f"{tensor.dtype}; config and weights are not of the same checkpoint"
         )
-    scales = _tensor(state, f"{name}.{scale}", shape[1:])
-    return (tensor.float() * scales.float()).to(dtype)
+    scales = _tensor(state, f"{name}.{scale}", shapes[scale])
+    return dequantized(tensor, scales.float(), dtype)
 
 
 def _tensor(state: MutableMapping[str, Tensor], name: str, shape: tuple[int, ...]) -> Tensor:

@@ -15,6 +15,7 @@ from neuronmm_ops.checkpoint import INDEX, SINGLE, TensorHeader, read_object
 from neuronmm_ops.errors import CheckpointError
 from neuronmm_ops.manifest import MANIFEST
 from neuronmm_ops.output import OURS
+from neuronmm_ops.storages import SCALES, dequantized
 
 _NOT_COPIED = (
     *("config.json", "compression.json", "generation_config.json", "tokenizer_config.json", INDEX),
@@ -68,18 +69,15 @@ def write_weights(
     shard_bytes: int,
 ) -> int:
     """Write the weights, one file in memory at a time; return their bytes."""
-    one_byte = {name.removesuffix(".u_scale") for name in headers if name.endswith(".u_scale")}
-    scales = {f"{name}.{scale}" for name in one_byte for scale in ("u_scale", "v_scale")}
-    names = [name for name in headers if name not in scales]
+    scales = tuple(f".{name}" for name in SCALES)
+    names = [name for name in headers if not name.endswith(scales)]
     shards = _shards(
         {name: tensor_bytes(headers[name], dtype.itemsize) for name in names}, shard_bytes
     )
     total, weight_map = 0, dict[str, str]()
     for index, shard in enumerate(shards, 1):
         file = SINGLE if len(shards) == 1 else f"model-{index:05}-of-{len(shards):05}.safetensors"
-        tensors = {
-            name: _read(headers, name, name.rpartition(".")[0] in one_byte) for name in shard
-        }
+        tensors = {name: _read(headers, name) for name in shard}
         tensors = {
             name: (t.to(dtype) if t.is_floating_point() else t).contiguous()
             for name, t in tensors.items()
@@ -94,13 +92,12 @@ def write_weights(
     return total
 
 
-def _read(headers: Mapping[str, TensorHeader], name: str, is_one_byte: bool) -> Tensor:
-    """Read a tensor; a factor in one byte times its scale."""
+def _read(headers: Mapping[str, TensorHeader], name: str) -> Tensor:
+    """Read a tensor; a factor that has scales, times these."""
     with safe_open(headers[name].file, framework="pt") as tensors:
         tensor: Tensor = tensors.get_tensor(name)
-    if is_one_byte and name.endswith((".u", ".v")):
-        return tensor.float() * _read(headers, f"{name}_scale", False)
-    return tensor
+    scale = f"{name}_scale"
+    return dequantized(tensor, _read(headers, scale) if scale in headers else None, torch.float32)
 
 
 def _shards(sizes: Mapping[str, int], limit: int) -> list[list[str]]:

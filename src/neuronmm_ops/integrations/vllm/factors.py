@@ -14,11 +14,12 @@ from neuronmm_ops.compress.factorize import check_finite
 from neuronmm_ops.compress.report import LayerReport
 from neuronmm_ops.errors import CheckpointError
 from neuronmm_ops.integrations.vllm.places import ColumnSection, Shard
-from neuronmm_ops.nn.storage import FACTORS, SCALES, STORAGES, check_factors
+from neuronmm_ops.nn.factors import check_stored
 from neuronmm_ops.ops import xuv, xw
 from neuronmm_ops.ops.backends.cpu import name_of
 from neuronmm_ops.ops.spec import FLOAT_DTYPES
 from neuronmm_ops.parallel.sharding import pair_dims, part, part_width, shard
+from neuronmm_ops.storages import FACTORS, SCALES, pair_shapes, tensor_dtype
 
 Pack = Callable[[Tensor], Callable[[Tensor], Tensor]]
 """Makes the product with a weight `[N, K]`, which need not be kept."""
@@ -221,7 +222,7 @@ class Pair(Member):
         v: `[r, N]`, or this rank's columns of it, stored along r.
         u_scale: `[r]` of u's columns, in float32, where the factors are in one byte; else None.
         v_scale: `[N]` of v's columns, likewise.
-        storage: `fp8` or `int8` of factors in one byte, else None.
+        storage: of the factors, or None.
         compute: `x`, or `fp8` where activations may be rounded to that.
         low_width: columns of this rank's u.
     """
@@ -240,9 +241,7 @@ class Pair(Member):
         pack: Pack | None = None,
     ) -> None:
         assert layer.r is not None
-        shapes: dict[str, tuple[int, ...]] = {"u": (layer.K, layer.r), "v": (layer.r, layer.N)}
-        if layer.storage is not None:
-            shapes |= {"u_scale": (layer.r,), "v_scale": (layer.N,)}
+        shapes = pair_shapes(layer.K, layer.N, layer.r, layer.storage)
         super().__init__(layer.name, shapes, sections, pack)
         self.place, self.rank = place, layer.r
         self.storage, self.compute = layer.storage, layer.compute
@@ -251,7 +250,7 @@ class Pair(Member):
                 setattr(self, key, None)
                 continue
             shape = self.cut(key, torch.empty(shapes[key], device="meta")).shape
-            stored = torch.float32 if key in SCALES else STORAGES.get(layer.storage or "", dtype)
+            stored = torch.float32 if key in SCALES else tensor_dtype(layer.storage, dtype)
             if key == "u":
                 self.low_width = shape[1]
             # Along the contraction, as after nn.relayout_().
@@ -262,7 +261,7 @@ class Pair(Member):
         """Return which dtypes a factor, or its scale, may have in the checkpoint."""
         if key in SCALES:
             return (torch.float32,)
-        return FLOAT_DTYPES if self.storage is None else (STORAGES[self.storage],)
+        return FLOAT_DTYPES if self.storage is None else (self.u.dtype,)
 
     def cut(self, key: str, whole: Tensor) -> Tensor:
         """Return this rank's part of u, v or their scales."""
@@ -286,10 +285,9 @@ class Pair(Member):
             check_finite(self.name, self.u, self.v, REMEDY)
             return
         u, v, u_scale, v_scale = self._without_padding()
-        ones = torch.ones(self.rank, dtype=torch.float32, device=v.device)
         try:
-            check_factors(u, u.new_empty(u.shape[1], 0), u_scale, u_scale[:0], self.name)
-            check_factors(v.new_empty(0, self.rank), v, ones, v_scale, self.name)
+            check_stored(u, u_scale, f"{self.name}: u")
+            check_stored(v, v_scale, f"{self.name}: v")
         except ValueError as error:
             raise CheckpointError(f"{error}; or {REMEDY}") from None
 

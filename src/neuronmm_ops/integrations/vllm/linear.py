@@ -26,8 +26,8 @@ from neuronmm_ops.integrations.vllm import packing
 from neuronmm_ops.integrations.vllm.factors import MISMATCH, Dense, Member, Pair
 from neuronmm_ops.integrations.vllm.mlp import fuse_
 from neuronmm_ops.integrations.vllm.places import Shard, joined, member_sections, split_gathered
-from neuronmm_ops.nn.storage import FACTORS, SCALES, STORAGES
 from neuronmm_ops.parallel.sharding import DIVIDES, Kind
+from neuronmm_ops.storages import FACTORS, SCALES, tensor_dtype
 
 DIVIDE = "neuronmm_divide"
 """The key of vLLM's `additional_config` that says which factors ranks divide."""
@@ -97,7 +97,7 @@ class LowRankLinearMethod(LinearMethodBase):
         # No children of the layer: vLLM's reloading handles a module with its own tensors alone.
         layer.members = tuple(self.members)
         storage = next(record.storage for record in self.layers if record is not None)
-        dtypes = dict.fromkeys(FACTORS, STORAGES.get(storage or "", params_dtype))
+        dtypes = dict.fromkeys(FACTORS, tensor_dtype(storage, params_dtype))
         dtypes |= {**dict.fromkeys(SCALES, torch.float32), "weight": params_dtype}
         for key, dtype in dtypes.items():
             entry = nn.Parameter(torch.empty(0, dtype=dtype), requires_grad=False)

@@ -18,18 +18,16 @@ from torch import Tensor
 
 from neuroncore.hardware import TARGET_VARIABLE
 from neuronmm_ops.errors import NkiVersionError
-from neuronmm_ops.ops.backends.cpu import name_of
 from neuronmm_ops.ops.backends.environment import ROUTE_VARIABLE, core, why_not_compilable
 from neuronmm_ops.ops.definitions import SPECS
 from neuronmm_ops.ops.products import rows
-from neuronmm_ops.ops.spec import ONE_BYTE_DTYPES, Operand, OpSpec, Options, Results
+from neuronmm_ops.ops.spec import Operand, OpSpec, Options, Results
+from neuronmm_ops.storages import storage_of
 
 if TYPE_CHECKING:
     from neuronmm_ops.plan import Other, Plan
 
 DTYPE_NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
-WEIGHT_DTYPE_NAMES = {dtype: name_of(dtype) for dtype in ONE_BYTE_DTYPES}
-"""Of factors in one byte."""
 PLANNED = ("compute",)
 """Choices that are the plan's: kernels get blocks for them."""
 
@@ -120,15 +118,17 @@ def launch_of(
             "cast x and the weights"
         )
     *lead, _ = static_shape(spec.name, x)
-    matrices = tuple([static_shape(spec.name, tensors[index]) for index in spec.factors])
-    if 0 in lead or any(0 in shape for shape in matrices):
-        return None
     factor = tensors[spec.factors[0]] if spec.factors else x
     assert factor is not None
+    storage = storage_of(factor.dtype)
+    shapes = [static_shape(spec.name, tensors[index]) for index in spec.factors]
+    matrices = tuple([storage.size(*shape) if storage else shape for shape in shapes])
+    if 0 in lead or any(0 in shape for shape in matrices):
+        return None
     chosen = dict(zip(spec.options, choices, strict=True))
     plan = plan_op(
         *(spec.name, math.prod(lead), matrices, DTYPE_NAMES[x.dtype], target, lnc),
-        weight_dtype=WEIGHT_DTYPE_NAMES.get(factor.dtype, ""),
+        weight_dtype=storage.dtype if storage else "",
         compute=str(chosen.get("compute", "x")),
         others=tuple(
             [

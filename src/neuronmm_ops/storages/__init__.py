@@ -1,0 +1,99 @@
+"""How factors are stored where that is not the model's dtype: a file a storage.
+
+To add one: a file as `int8.py`, its line in `STORAGES`, and what loads its tiles in
+`kernels/stages/weights.py`, unless a DMA can. Imports torch only where it computes: the kernels
+read this table, too.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from math import prod
+from typing import TYPE_CHECKING
+
+from neuronmm_ops.storages.fp8 import Fp8
+from neuronmm_ops.storages.int8 import Int8
+from neuronmm_ops.storages.storage import SCALE_BYTES, Storage
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+STORAGES: dict[str, Storage] = {storage.name: storage for storage in (Fp8(), Int8())}
+BY_DTYPE = {storage.dtype: storage for storage in STORAGES.values()}
+# The names of a layer's tensors that are moved but never cast.
+FACTORS = ("u", "v")
+SCALES = ("u_scale", "v_scale")
+
+
+def checked(name: str | None, option: str = "storage") -> str | None:
+    """Return a storage's name, or None, which is the model's dtype.
+
+    Raises:
+        ValueError: no storage has that name; says of which option.
+    """
+    if name is not None and name not in STORAGES:
+        raise ValueError(f"{option} must be {' or '.join(STORAGES)}, got {name!r}")
+    return name
+
+
+@cache
+def storage_of(dtype: torch.dtype) -> Storage | None:
+    """Return the storage whose tensors have that dtype; None for floats, which need no scale."""
+    return next((each for each in STORAGES.values() if each.torch_dtype == dtype), None)
+
+
+def tensor_dtype(storage: str | None, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of factors in a storage; None is the model's `dtype`."""
+    return dtype if storage is None else STORAGES[storage].torch_dtype
+
+
+def dtype_name(storage: str | None) -> str | None:
+    """Return what JSON calls a storage: its numbers' dtype, as torch and torchao name it."""
+    return None if storage is None else STORAGES[storage].dtype
+
+
+def storage_named(name: object) -> str:
+    """Return the storage that `dtype_name` calls so.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if not isinstance(name, str) or name not in BY_DTYPE:
+        raise ValueError(f"storage must be {' or '.join(BY_DTYPE)}, or null; got {name!r}")
+    return BY_DTYPE[name].name
+
+
+def size_of(matrix: Tensor) -> tuple[int, ...]:
+    """Return `[K, N]` of a stored matrix; the shape of any other tensor."""
+    storage = storage_of(matrix.dtype)
+    return tuple(matrix.shape) if storage is None else storage.size(*matrix.shape)
+
+
+def dequantized(matrix: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Return a stored matrix `[K, N]`, rounded once to `dtype`; without scales what is given."""
+    storage = storage_of(matrix.dtype)
+    return matrix if storage is None or scale is None else storage.dequantize(matrix, scale, dtype)
+
+
+def pair_shapes(K: int, N: int, r: int, storage: str | None = None) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a pair's tensors by name: u `[K, r]`, v `[r, N]` and their scales."""
+    if storage is None:
+        return {"u": (K, r), "v": (r, N)}
+    (u, u_scale), (v, v_scale) = STORAGES[storage].shapes(K, r), STORAGES[storage].shapes(r, N)
+    return {"u": u, "v": v, "u_scale": u_scale, "v_scale": v_scale}
+
+
+def factor_bytes(K: int, N: int, r: int, itemsize: int, storage: str | None = None) -> int:
+    """Return the bytes of `u` `[K, r]` and `v` `[r, N]`, and of their scales where they have some.
+
+    Args:
+        K: rows of u.
+        N: columns of v.
+        r: the rank.
+        itemsize: bytes of an element of the model's dtype.
+        storage: of `STORAGES`, or None for that dtype.
+    """
+    shapes = pair_shapes(K, N, r, storage)
+    size = 1 if storage else itemsize
+    return sum(prod(s) * (SCALE_BYTES if name in SCALES else size) for name, s in shapes.items())
