@@ -265,7 +265,7 @@ def test_scales_and_dtypes_must_agree(op: str) -> None:
     with pytest.raises(AssertionError, match=r"scale must be \[\d+\], got \[\d+\]"):
         run(problem, {}, given._replace(scales=short))
     same = [rounded(wide(w), "bfloat16") for w in given.weights]
-    with pytest.raises(AssertionError, match="a scale is for one-byte weights, got bfloat16"):
+    with pytest.raises(AssertionError, match="a scale is for stored weights, got bfloat16"):
         run(problem, {}, given._replace(weights=same))
 
 

@@ -24,7 +24,7 @@ from neuronmm_ops.storages import (
 
 NAMES = ("u", "v", "u_scale", "v_scale")
 TOLERANCE = {"rtol": 2e-2, "atol": 5e-2}  # of sums in another order, rounded to bfloat16
-STORED = pytest.mark.parametrize("storage", ["fp8", "int8"])
+STORED = pytest.mark.parametrize("storage", STORAGES)
 
 
 def make_layer(storage: str, bias: bool = True, dtype: torch.dtype = torch.bfloat16) -> SVDLinear:
@@ -77,6 +77,21 @@ def test_constructor(storage, device):
     assert is_contiguous(layer)
     if device == "cpu":
         check_factors(layer.u, layer.v, layer.u_scale, layer.v_scale)
+
+
+@STORED
+@pytest.mark.parametrize("K", [2, 128, 300])
+def test_every_number_survives_its_tensor(storage, K):
+    stored = STORAGES[storage]
+    numbers = stored.nearest((torch.rand(K, 5).double() * 2 - 1) * stored.largest)
+    tensor, scale = stored.encode(numbers), stored.magnitudes(numbers) / 7
+    assert tensor.dtype == stored.torch_dtype
+    assert (tensor.shape, scale.shape) == stored.shapes(K, 5)
+    assert stored.size(*tensor.shape) == (K, 5)
+    assert torch.equal(stored.decode(tensor, torch.float64), numbers)
+    assert stored.why_not(tensor) is None
+    wide = numbers * stored.spread(scale, K)
+    assert torch.equal(stored.dequantize(tensor, scale, torch.float64), wide)
 
 
 @STORED

@@ -38,11 +38,10 @@ def add(commands: Any) -> None:
 
 
 def _plan(options: argparse.Namespace) -> list[dict[str, Any]]:
-    from neuronmm_ops.kernels.problem import COMPUTES
     from neuronmm_ops.models import resolve_shape
     from neuronmm_ops.plan import plan_xuv, plan_xw
     from neuronmm_ops.rank import aligned_rank
-    from neuronmm_ops.storages import checked, dtype_name
+    from neuronmm_ops.storages import COMPUTES, checked, dtype_name
 
     if not 0 < options.ratio < 1:
         raise ValueError(f"--ratio must be between 0 and 1, got {options.ratio}")

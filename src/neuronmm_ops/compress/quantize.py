@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from neuronmm_ops.errors import NonFiniteError
-from neuronmm_ops.storages import STORAGES, Storage, checked
+from neuronmm_ops.storages import STORAGES, WeightStorage, checked, dequantized
 
 # Of the mean of H's diagonal, added to it, as GPTQ does: errors must not pile up where calibration
 # saw little, nor the product leave there what it was.
@@ -57,7 +57,7 @@ class Quantized(NamedTuple):
 
     def widened(self, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
         """Return `u[K, r]` and `v[r, N]` with their scales multiplied in."""
-        return self.u.to(dtype) * self.u_scale.to(dtype), self.v.to(dtype) * self.v_scale.to(dtype)
+        return dequantized(self.u, self.u_scale, dtype), dequantized(self.v, self.v_scale, dtype)
 
 
 @torch.no_grad()
@@ -93,8 +93,9 @@ def quantize_pair(
     ridge = _ridge(moment)
     u, v = _gauge(u, v, moment, ridge, metric)
     column_scale = _scale(u, stored)
-    stored_u = stored.nearest(u / column_scale)
-    exact_u, u = u, stored_u * column_scale
+    spread = stored.spread(column_scale, len(u))
+    stored_u = stored.nearest(u / spread)
+    exact_u, u = u, stored_u * spread
 
     hu = u if moment is None else moment @ u
     gram = hu.t() @ u + ridge * (u.t() @ u)
@@ -103,13 +104,16 @@ def quantize_pair(
     gram = _damped(gram)
     v = v + torch.cholesky_solve(change, torch.linalg.cholesky(gram))
     row_scale = torch.ones_like(column_scale) if folded else _row_scale(v, column_scale)
-    by = row_scale / column_scale
+    if column_scale.dim() > 1:  # of groups, whose rounding would not be the same factor
+        row_scale = column_scale
+    by = (row_scale / column_scale).view(-1, len(v))[0]
     v, gram = v / by[:, None], by[:, None] * gram * by
     v_scale = _scale(v, stored)
+    spread = stored.spread(v_scale, len(v))
     if metric is None or metric.dim() == 1:
-        stored_v = _round_rows(v / v_scale, _feed(gram), stored)
+        stored_v = _round_rows(v / spread, _feed(gram), stored)
     else:
-        stored_v = _round_columns(v, _feed(gram), metric, v_scale, stored)
+        stored_v = _round_columns(v, _feed(gram), metric, spread.expand_as(v), stored)
     return Quantized(
         stored.encode(stored_u), stored.encode(stored_v), row_scale.float(), v_scale.float()
     )
@@ -191,7 +195,7 @@ def geometric_mean_turn(sigma: Tensor) -> Tensor:
     return torch.stack([*columns_of_turn, left[0][1]], dim=1)
 
 
-def _round_rows(v: Tensor, feed: Tensor, storage: Storage) -> Tensor:
+def _round_rows(v: Tensor, feed: Tensor, storage: WeightStorage) -> Tensor:
     """Round v `[r, N]` to the grid, the last row first, feeding errors back as `_feed` says."""
     v = v.flip(0)
     rounded = torch.empty_like(v)
@@ -208,20 +212,20 @@ def _round_rows(v: Tensor, feed: Tensor, storage: Storage) -> Tensor:
 
 
 def _round_columns(
-    v: Tensor, feed: Tensor, metric: Tensor, scale: Tensor, storage: Storage
+    v: Tensor, feed: Tensor, metric: Tensor, scale: Tensor, storage: WeightStorage
 ) -> Tensor:
     """Round v `[r, N]`, feeding the errors of each group of columns back by C into those to come.
 
     The group with the largest weights first.
     """
     order = metric.diagonal().argsort(descending=True, stable=True)
-    v, scale = v[:, order], scale[order]
+    v, scale = v[:, order], scale[:, order]
     upper = _inverse_root(metric[order][:, order])
     rounded = torch.empty_like(v)
     for start in range(0, v.shape[1], COLUMNS):
         part = slice(start, min(start + COLUMNS, v.shape[1]))
-        rounded[:, part] = _round_rows(v[:, part] / scale[part], feed, storage)
-        errors = v[:, part] - rounded[:, part] * scale[part]
+        rounded[:, part] = _round_rows(v[:, part] / scale[:, part], feed, storage)
+        errors = v[:, part] - rounded[:, part] * scale[:, part]
         inside = torch.linalg.solve_triangular(upper[part, part], errors, upper=True, left=False)
         v[:, part.stop :].addmm_(inside, upper[part, part.stop :], alpha=-1)
     return rounded[:, order.argsort()]
@@ -243,7 +247,7 @@ def _inverse_root(matrix: Tensor) -> Tensor:
     return torch.linalg.cholesky(_symmetric(inverse), upper=True)
 
 
-def _scale(matrix: Tensor, storage: Storage) -> Tensor:
+def _scale(matrix: Tensor, storage: WeightStorage) -> Tensor:
     """Return scales such that the largest number of each is the storage's; 1 for zeros."""
     largest = storage.magnitudes(matrix)
     return _bfloat16(torch.where(largest > 0, largest / storage.full, 1.0), up=True)
@@ -291,7 +295,7 @@ def _check(
     target: Tensor,
     moment: Tensor | None,
     metric: Tensor | None,
-) -> Storage:
+) -> WeightStorage:
     """Return the storage of that name, once all arguments are valid."""
     checked(storage)
     K, N = target.shape

@@ -15,9 +15,8 @@ from neuronmm_ops.compress.report import CompressionReport, LayerReport, provena
 from neuronmm_ops.errors import CheckpointError
 from neuronmm_ops.nn.svd_linear import SVDLinear
 from neuronmm_ops.nn.swap import Factors, shared_weights, swap_modules_
-from neuronmm_ops.ops.spec import COMPUTES
 from neuronmm_ops.rank import parameter_count
-from neuronmm_ops.storages import STORAGES
+from neuronmm_ops.storages import COMPUTES, STORAGES
 
 QUANT_METHOD = "neuronmm"
 FORMAT_VERSION = 1

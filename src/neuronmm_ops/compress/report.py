@@ -13,7 +13,6 @@ from torch import nn
 from neuronmm_ops.compress.config import SVDConfig
 from neuronmm_ops.nn.dense_linear import DenseLinear
 from neuronmm_ops.nn.svd_linear import SVDLinear
-from neuronmm_ops.ops.spec import COMPUTES
 from neuronmm_ops.rank import parameter_count
 from neuronmm_ops.storages import STORAGES, dtype_name, factor_bytes, storage_named
 
@@ -147,7 +146,7 @@ class LayerReport:
                     f"{self.name}: storage is of factors, and must be null for a dense layer; "
                     f"got {self.storage!r}"
                 )
-        if self.compute not in COMPUTES or not checked.takes(self.compute):
+        if not checked.takes(self.compute):
             raise ValueError(
                 f"{self.name}: compute must be x, or fp8 with factors in float8_e4m3fn; "
                 f"got {self.compute!r} and storage {self.storage!r}"

@@ -19,7 +19,7 @@ from typing import Literal, get_args
 
 from neuronmm_ops.estimate.exchange import Collective, Collectives
 from neuronmm_ops.estimate.linears import ITEMSIZE, MLP, QKV, Linear
-from neuronmm_ops.kernels.problem import SCALE_BYTES
+from neuronmm_ops.storages import matrix_bytes
 
 Layout = Literal["dense", "sum", "one", "both", "rows"]
 LAYOUTS: tuple[Layout, ...] = get_args(Layout)
@@ -87,7 +87,4 @@ def held_bytes(group: Group, layouts: Collection[Layout], own: Linear, tp: int) 
     whole: list[Layout] = [layout for layout in layouts if layout not in DIVIDED]
     each = [factors(group, layout, own, tp) for layout in whole[:1] or layouts]
     shapes = [shape for same in zip(*each, strict=True) for shape in set(same)]
-    elements = sum([rows * columns for rows, columns in shapes])
-    if not own.stored:
-        return ITEMSIZE * elements
-    return elements + SCALE_BYTES * sum([columns for _, columns in shapes])
+    return sum([matrix_bytes(shape, ITEMSIZE, own.stored) for shape in shapes])

@@ -7,9 +7,9 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from neuronmm_ops.compress.targets import matches
-from neuronmm_ops.kernels.problem import SCALE_BYTES
 from neuronmm_ops.models import ModelShape
-from neuronmm_ops.rank import aligned_rank, parameter_count
+from neuronmm_ops.rank import aligned_rank
+from neuronmm_ops.storages import matrix_bytes
 
 DTYPE = "bfloat16"
 ITEMSIZE = 2
@@ -36,10 +36,8 @@ class Linear(NamedTuple):
     @property
     def bytes(self) -> int:
         """Of the weights and their scales."""
-        elements = parameter_count(self.K, self.N, self.r)
-        if not self.stored:
-            return ITEMSIZE * elements
-        return elements + SCALE_BYTES * (self.N + (self.r or 0))
+        shapes = [(self.K, self.N)] if self.r is None else [(self.K, self.r), (self.r, self.N)]
+        return sum([matrix_bytes(shape, ITEMSIZE, self.stored) for shape in shapes])
 
 
 def selection(shape: ModelShape, targets: Sequence[str]) -> set[str]:

@@ -45,7 +45,7 @@ def phase_of(name: str) -> str:
 
 @cache
 def source_fingerprint() -> str:
-    """16 hexadecimal digits of the kernels' source: what a compiled kernel is a result of."""
+    """16 hexadecimal digits of what a compiled kernel is a result of: kernels and storages."""
     return hashlib.sha256(_source()).hexdigest()[:16]
 
 
@@ -58,5 +58,6 @@ def missing_instructions() -> list[str]:
 
 
 def _source() -> bytes:
-    files = sorted(Path(__file__).parent.rglob("*.py"))
+    root = Path(__file__).parent
+    files = sorted([*root.rglob("*.py"), *root.with_name("storages").rglob("*.py")])
     return b"".join([file.read_bytes() for file in files])

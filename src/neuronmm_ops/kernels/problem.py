@@ -14,13 +14,11 @@ from typing import Literal
 
 from neuroncore.hardware import DEFAULT_TARGET, Machine, resolve_target
 from neuronmm_ops.kernels.stages.tiling import BANK_COLUMNS, core_span
+from neuronmm_ops.storages import BY_DTYPE, COMPUTES, WeightStorage, matrix_bytes
 
 Phase = Literal["prefill", "decode"]
 Block = int | bool | str
 ITEMSIZES = {"bfloat16": 2, "float16": 2, "float32": 4}
-WEIGHT_DTYPES = ("", "float8_e4m3fn", "int8")
-COMPUTES = ("x", "fp8")
-SCALE_BYTES = 4
 
 Matrices = tuple[tuple[int, ...], ...]
 Other = tuple[str, tuple[int, ...], str]
@@ -41,8 +39,8 @@ class Problem:
         target: trn1, trn2 or trn3.
         lnc: NeuronCores that share the launch, 1 or 2 (trn2 and trn3 only).
         bf16_partial_sums: a kernel may round partial sums in SBUF to dtype, which halves them.
-        weight_dtype: of weights in one byte, with an fp32 scale a column: float8_e4m3fn, of values
-            up to 240, or int8; empty where they are of `dtype`.
+        weight_dtype: of weights in a storage, as `storages.dtype_name`; empty where they are of
+            `dtype`.
         compute: "x", or "fp8" where prefill may round activations to fp8, token by token.
         others: tensors that the op is given beside x, its matrices, scales and biases; x itself
             where there is no matrix.
@@ -71,18 +69,24 @@ class Problem:
         machine.check_lnc(self.lnc)
 
     def _check_precision(self) -> None:
-        if self.weight_dtype not in WEIGHT_DTYPES:
+        if self.weight_dtype and self.storage is None:
             raise ValueError(
-                f"weight_dtype must be one of {', '.join(WEIGHT_DTYPES[1:])}, or empty for that of "
+                f"weight_dtype must be one of {', '.join(BY_DTYPE)}, or empty for that of "
                 f"x; got {self.weight_dtype!r}"
             )
         if self.compute not in COMPUTES:
             raise ValueError(f"compute must be one of {', '.join(COMPUTES)}; got {self.compute!r}")
-        if self.compute == "fp8" and self.weight_dtype != "float8_e4m3fn":
+        if self.compute not in (self.storage.computes if self.storage else COMPUTES[:1]):
+            able = [each.dtype for each in BY_DTYPE.values() if self.compute in each.computes]
             raise ValueError(
-                "compute fp8 needs float8_e4m3fn weights, "
+                f"compute {self.compute} needs {' or '.join(able)} weights, "
                 f"got {self.weight_dtype or self.dtype}; use compute x"
             )
+
+    @property
+    def storage(self) -> WeightStorage | None:
+        """Of the weights; None where they are of `dtype`."""
+        return BY_DTYPE.get(self.weight_dtype)
 
     @property
     def machine(self) -> Machine:
@@ -132,14 +136,9 @@ class Problem:
         return ITEMSIZES[self.dtype]
 
     @property
-    def weight_itemsize(self) -> int:
-        """Bytes of an element of the weights."""
-        return 1 if self.weight_dtype else self.itemsize
-
-    @property
     def casts(self) -> bool:
-        """Whether weights are cast on the chip: TensorE takes fp8 beside 16-bit activations."""
-        return self.weight_dtype == "int8" or bool(self.weight_dtype and self.itemsize == 4)
+        """Whether weights are cast on the chip."""
+        return self.storage is not None and not (self.storage.is_multiplied and self.itemsize == 2)
 
     @property
     def doubles_rows(self) -> bool:
@@ -157,11 +156,6 @@ class Problem:
         return sum([math.prod(shape) for shape in self.matrices])
 
     @property
-    def scale_elements(self) -> int:
-        """Elements of all scales: the columns of one-byte weights."""
-        return sum([math.prod(shape[1:]) for shape in self.matrices]) if self.weight_dtype else 0
-
-    @property
     def flops(self) -> int:
         """2 M for each weight."""
         return 2 * self.M * self.weight_elements
@@ -172,8 +166,8 @@ class Problem:
         out = getattr(self._folder, "RESULT_BYTES", self.itemsize * self.N)
         features = self.K + sum([math.prod(s[1:]) for _, s, _ in self.others if -1 in s])
         activations = self.M * (self.itemsize * features + out)
-        weights = self.weight_itemsize * self.weight_elements
-        return activations + weights + SCALE_BYTES * self.scale_elements
+        stored = self.weight_dtype
+        return activations + sum([matrix_bytes(s, self.itemsize, stored) for s in self.matrices])
 
     @property
     def roofline_ms(self) -> float:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from neuronmm_ops.ops.backends.cpu import name_of
 from neuronmm_ops.ops.spec import FLOAT_DTYPES
-from neuronmm_ops.storages import FACTORS, SCALES, STORAGES, Storage, size_of, storage_of
+from neuronmm_ops.storages import FACTORS, SCALES, STORAGES, WeightStorage, size_of, storage_of
 
 
 def check_factors(
@@ -135,7 +135,9 @@ def why_not_loadable(module: nn.Module, state: Mapping[str, Any], prefix: str) -
     return None
 
 
-def _check_scale(key: str, scale: Tensor | None, shape: tuple[int, ...], storage: Storage) -> None:
+def _check_scale(
+    key: str, scale: Tensor | None, shape: tuple[int, ...], storage: WeightStorage
+) -> None:
     rule = f"{key} must be {list(shape)} in float32, positive and finite"
     if scale is None:
         raise ValueError(f"{rule}, got none; factors in {storage.dtype} need both scales")

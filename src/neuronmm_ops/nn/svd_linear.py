@@ -285,10 +285,12 @@ class SVDLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map x `[..., K]` to `[..., N]`."""
-        if self.storage is None:
-            return xuv(x, self.u, self.v, self.bias)
-        scales = {"u_scale": self.u_scale, "v_scale": self.v_scale}
-        return xuv(x, self.u, self.v, self.bias, **scales, compute=self.compute)
+        return xuv(x, self.u, self.v, self.bias, self.u_scale, self.v_scale, self.compute)
+
+    @property
+    def precision(self) -> tuple[str | None, str]:
+        """What layers that one op computes have in common."""
+        return self.storage, self.compute
 
     @property
     def effective_ratio(self) -> float:

@@ -104,24 +104,15 @@ class SVDMLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Map x `[..., K]` to `[..., K]`."""
         gate, up, down = self.gate_proj, self.up_proj, self.down_proj
-        if not (_is_fusible(gate) and _is_fusible(up) and _is_fusible(down)) or not (
-            (gate.storage, gate.compute) == (up.storage, up.compute) == (down.storage, down.compute)
+        if not (
+            (_is_fusible(gate) and _is_fusible(up) and _is_fusible(down))
+            and gate.precision == up.precision == down.precision
         ):
             return down(ACTIVATIONS[self.activation](gate(x)) * up(x))
-        factors = (gate.u, gate.v, up.u, up.v, down.u, down.v)
-        if gate.storage is None:
-            return svd_mlp(x, *factors, self.activation)
         return svd_mlp(
-            x,
-            *factors,
-            self.activation,
-            u_gate_scale=gate.u_scale,
-            v_gate_scale=gate.v_scale,
-            u_up_scale=up.u_scale,
-            v_up_scale=up.v_scale,
-            u_down_scale=down.u_scale,
-            v_down_scale=down.v_scale,
-            compute=gate.compute,
+            *(x, gate.u, gate.v, up.u, up.v, down.u, down.v, self.activation),
+            *(gate.u_scale, gate.v_scale, up.u_scale, up.v_scale, down.u_scale, down.v_scale),
+            gate.compute,
         )
 
     def extra_repr(self) -> str:

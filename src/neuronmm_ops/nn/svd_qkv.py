@@ -108,18 +108,15 @@ def _project(attention: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, A
         _is_fusible(q)
         and _is_fusible(k)
         and _is_fusible(v)
-        and (q.storage, q.compute) == (k.storage, k.compute) == (v.storage, v.compute)
+        and q.precision == k.precision == v.precision
         and len(attention._forward_pre_hooks) == 1  # another might write to the hidden states
         and "forward" not in attention.__dict__
     ):
         return
     factors = (q.u, q.v, k.u, k.v, v.u, v.v)
     biases = (q.bias, k.bias, v.bias)
-    if q.storage is None:
-        y = svd_qkv(x, *factors, *biases)
-    else:
-        scales = (q.u_scale, q.v_scale, k.u_scale, k.v_scale, v.u_scale, v.v_scale)
-        y = svd_qkv(x, *factors, *biases, *scales, q.compute)
+    scales = (q.u_scale, q.v_scale, k.u_scale, k.v_scale, v.u_scale, v.v_scale)
+    y = svd_qkv(x, *factors, *biases, *scales, q.compute)
     parts = y.split((q.out_features, k.out_features, v.out_features), -1)
     for projection, part in zip((q, k, v), parts, strict=True):
         projection.made = (x, part)

@@ -142,9 +142,7 @@ class ShardedMLP(SVDMLP):
             return None
         if gate.bias is not None or up.bias is not None or down.adds_results:
             return None
-        if not (
-            (gate.storage, gate.compute) == (up.storage, up.compute) == (down.storage, down.compute)
-        ):
+        if not gate.precision == up.precision == down.precision:
             return None
         given = gate.distributed(x)
         h_gate, h_up = together([gate.low(given), up.low(given)])

@@ -46,11 +46,13 @@ def operands_of(problem: Problem, kernel: Kernel) -> list[TensorSpec | None]:
     Raises:
         ValueError: the kernel has no parameter of that name.
     """
-    x, stored = dtype_of(problem.dtype), dtype_of(problem.weight_dtype or problem.dtype)
+    x, storage = dtype_of(problem.dtype), problem.storage
+    stored = dtype_of(storage.tensor_dtype) if storage else x
+    shapes = [storage.shapes(*s) if storage else (s, ()) for s in problem.matrices]
     others = {name: (shape, dtype) for name, shape, dtype in problem.others}
     first = TensorSpec((problem.M, problem.K), x)
-    weights = iter([first, *[TensorSpec(shape, stored) for shape in problem.matrices]])
-    scales = iter([TensorSpec(shape[1:], dtype_of("float32")) for shape in problem.matrices])
+    weights = iter([first, *[TensorSpec(shape, stored) for shape, _ in shapes]])
+    scales = iter([TensorSpec(shape, dtype_of("float32")) for _, shape in shapes])
     operands: list[TensorSpec | None] = []
     for name, parameter in inspect.signature(kernel.func).parameters.items():
         if name in others:
@@ -62,7 +64,7 @@ def operands_of(problem: Problem, kernel: Kernel) -> list[TensorSpec | None]:
         elif parameter.default is not None:
             break
         else:
-            is_scale = problem.weight_dtype and name.endswith("_scale")
+            is_scale = storage and name.endswith("_scale")
             operands.append(next(scales) if is_scale else None)
     if others:
         raise ValueError(f"{kernel.func.__name__} takes no {', '.join(others)}; leave it out")

@@ -13,32 +13,31 @@ from typing import TYPE_CHECKING
 
 from neuronmm_ops.storages.fp8 import Fp8
 from neuronmm_ops.storages.int8 import Int8
-from neuronmm_ops.storages.storage import SCALE_BYTES, Storage
+from neuronmm_ops.storages.storage import WeightStorage
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-STORAGES: dict[str, Storage] = {storage.name: storage for storage in (Fp8(), Int8())}
+STORAGES: dict[str, WeightStorage] = {storage.name: storage for storage in (Fp8(), Int8())}
 BY_DTYPE = {storage.dtype: storage for storage in STORAGES.values()}
+COMPUTES = tuple(dict.fromkeys(name for each in STORAGES.values() for name in each.computes))
+"""What products may be computed in: the dtype of x, or e4m3 where the factors are that, too."""
+SCALE_BYTES = 4
 # The names of a layer's tensors that are moved but never cast.
 FACTORS = ("u", "v")
 SCALES = ("u_scale", "v_scale")
 
 
 def checked(name: str | None, option: str = "storage") -> str | None:
-    """Return a storage's name, or None, which is the model's dtype.
-
-    Raises:
-        ValueError: no storage has that name; says of which option.
-    """
+    """Return a storage's name, or None, which is the model's dtype; ValueError names the option."""
     if name is not None and name not in STORAGES:
         raise ValueError(f"{option} must be {' or '.join(STORAGES)}, got {name!r}")
     return name
 
 
 @cache
-def storage_of(dtype: torch.dtype) -> Storage | None:
+def storage_of(dtype: torch.dtype) -> WeightStorage | None:
     """Return the storage whose tensors have that dtype; None for floats, which need no scale."""
     return next((each for each in STORAGES.values() if each.torch_dtype == dtype), None)
 
@@ -54,11 +53,7 @@ def dtype_name(storage: str | None) -> str | None:
 
 
 def storage_named(name: object) -> str:
-    """Return the storage that `dtype_name` calls so.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """Return the storage that `dtype_name` calls so; ValueError where there is none."""
     if not isinstance(name, str) or name not in BY_DTYPE:
         raise ValueError(f"storage must be {' or '.join(BY_DTYPE)}, or null; got {name!r}")
     return BY_DTYPE[name].name
@@ -84,16 +79,18 @@ def pair_shapes(K: int, N: int, r: int, storage: str | None = None) -> dict[str,
     return {"u": u, "v": v, "u_scale": u_scale, "v_scale": v_scale}
 
 
-def factor_bytes(K: int, N: int, r: int, itemsize: int, storage: str | None = None) -> int:
-    """Return the bytes of `u` `[K, r]` and `v` `[r, N]`, and of their scales where they have some.
+def matrix_bytes(shape: tuple[int, ...], itemsize: int, stored: str | None = None) -> int:
+    """Return the bytes of a matrix `[K, N]` and its scales.
 
-    Args:
-        K: rows of u.
-        N: columns of v.
-        r: the rank.
-        itemsize: bytes of an element of the model's dtype.
-        storage: of `STORAGES`, or None for that dtype.
+    `stored` is what `dtype_name` calls its storage; without one its elements have `itemsize` bytes.
     """
-    shapes = pair_shapes(K, N, r, storage)
-    size = 1 if storage else itemsize
-    return sum(prod(s) * (SCALE_BYTES if name in SCALES else size) for name, s in shapes.items())
+    if not stored:
+        return prod(shape) * itemsize
+    tensor, scale = BY_DTYPE[stored].shapes(*shape)
+    return prod(tensor) + SCALE_BYTES * prod(scale)
+
+
+def factor_bytes(K: int, N: int, r: int, itemsize: int, storage: str | None = None) -> int:
+    """Return the bytes of u `[K, r]`, v `[r, N]` and their scales, as `matrix_bytes`."""
+    stored = dtype_name(storage)
+    return matrix_bytes((K, r), itemsize, stored) + matrix_bytes((r, N), itemsize, stored)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from neuronmm_ops.storages.storage import Storage
+from neuronmm_ops.storages.storage import WeightStorage
 
 if TYPE_CHECKING:
     import torch
@@ -17,7 +17,7 @@ _MASK = ~0x4000  # the sign's copy beside it
 _BIAS = 2.0**8
 
 
-class Fp8(Storage):
+class Fp8(WeightStorage):
     """A byte a number, which TensorE multiplies as it is."""
 
     name, dtype, header = "fp8", "float8_e4m3fn", "F8_E4M3"

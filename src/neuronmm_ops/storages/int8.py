@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from neuronmm_ops.storages.storage import Storage
+from neuronmm_ops.storages.storage import WeightStorage
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -15,7 +15,7 @@ _MAX_ROWS = 8
 _STEP = 32
 
 
-class Int8(Storage):
+class Int8(WeightStorage):
     """A byte a number, cast on the way to TensorE."""
 
     name, dtype, header = "int8", "int8", "I8"

@@ -8,10 +8,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-SCALE_BYTES = 4
 
-
-class Storage:
+class WeightStorage:
     """A matrix `[K, N]` as numbers in a tensor of bytes, and float32 scales that multiply them.
 
     Here every column has a scale, and every number a byte. A storage whose numbers or scales lie
@@ -37,19 +35,24 @@ class Storage:
     computes: ClassVar[tuple[str, ...]] = ("x",)
 
     @property
+    def tensor_dtype(self) -> str:
+        """The name of the tensor's dtype, which no other storage has."""
+        return self.dtype
+
+    @property
     def torch_dtype(self) -> torch.dtype:
-        """The tensor's dtype, which no other storage has."""
+        """The tensor's dtype."""
         import torch
 
-        return getattr(torch, self.dtype)
+        return getattr(torch, self.tensor_dtype)
 
-    def shapes(self, K: int, N: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def shapes(self, K: int, *N: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return the shapes of tensor and scales for a matrix `[K, N]`."""
-        return (K, N), (N,)
+        return (K, *N), N
 
-    def size(self, rows: int, columns: int) -> tuple[int, int]:
+    def size(self, rows: int, *columns: int) -> tuple[int, ...]:
         """Return `(K, N)` for the shape of a tensor."""
-        return rows, columns
+        return rows, *columns
 
     # --- values
 

@@ -16,7 +16,6 @@ from neuronmm_ops.kernels.stages.tiling import (
     Span,
     SumTiling,
     check_pair,
-    check_scale,
     column_groups,
     lanes_of,
     output_blocks,
@@ -193,7 +192,6 @@ def lm_head_decode(
     V = w.shape[1]
     assert M <= PARTITIONS, f"at most {PARTITIONS} tokens, got {M}; a prompt needs its last alone"
     check_pair(H, w.shape[0], V, 0)
-    check_scale(V, w_scale.shape[0] if not is_none(w_scale) else 0)
     assert V < NO_ID, f"ids must be below 2^23, got {V} columns; split w"
     ids_hbm = nl.ndarray((M,), dtype=nl.int32, buffer=nl.shared_hbm)
     greatest_hbm = nl.ndarray((M,), dtype=nl.float32, buffer=nl.shared_hbm)

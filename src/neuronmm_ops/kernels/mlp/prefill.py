@@ -14,7 +14,6 @@ from neuronmm_ops.kernels.stages.tiling import (
     PARTITIONS,
     Span,
     check_pair,
-    check_scale,
 )
 from neuronmm_ops.kernels.svd_mlp.prefill import gated, load_table
 
@@ -163,7 +162,6 @@ def mlp(
     scales: list[Any] = [w_gate_scale, w_up_scale, w_down_scale]
     weights: list[Weight] = []
     for i in range(len(matrices)):
-        check_scale(matrices[i].shape[1], scales[i].shape[0] if not is_none(scales[i]) else 0)
         weights.append(Weight(matrices[i], scales[i], x.dtype))
     load_table(activation)
     out_hbm = nl.ndarray((M, w_down.shape[1]), dtype=x.dtype, buffer=nl.shared_hbm)

@@ -255,6 +255,6 @@ def evict(to_sb: NkiTensor, bank_psum: NkiTensor, number: int) -> None:
 
 def itemsize(dtype: nl.DType) -> int:
     """Bytes of an element."""
-    if dtype == nl.float8_e4m3 or dtype == nl.float8_e4m3fn or dtype == nl.int8:
-        return 1
-    return 4 if dtype == nl.float32 else 2
+    if dtype == nl.bfloat16 or dtype == nl.float16:
+        return 2
+    return 4 if dtype == nl.float32 else 1

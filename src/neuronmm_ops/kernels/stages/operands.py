@@ -9,7 +9,8 @@ from typing import Any
 
 from neuronmm_ops.kernels.front_end import is_none
 from neuronmm_ops.kernels.shim import NkiTensor, nisa, nl
-from neuronmm_ops.kernels.stages.facts import facts, transposed_dtype
+from neuronmm_ops.kernels.stages.chunks import itemsize
+from neuronmm_ops.kernels.stages.facts import transposed_dtype
 from neuronmm_ops.kernels.stages.tiling import (
     BANK_COLUMNS,
     KEPT_COLUMNS,
@@ -21,6 +22,7 @@ from neuronmm_ops.kernels.stages.tiling import (
     unit_tiles,
     units_in,
 )
+from neuronmm_ops.kernels.stages.weights import as_read, is_multiplied
 
 Tiles = list[NkiTensor]
 
@@ -138,31 +140,30 @@ class Weight(nl.NKIObject):
     """A weight [K, N] in HBM and, where it has one byte an element, the scales of its columns.
 
     Args:
-        source_hbm: [K, N], of the dtype of activations, float8_e4m3fn or int8.
+        source_hbm: [K, N], of the dtype of activations or of a storage.
         scale_hbm: [N], fp32, or None.
         dtype: of the activations it is multiplied with, and of the product.
     """
 
     def __init__(self, source_hbm: NkiTensor, scale_hbm: NkiTensor | None, dtype: nl.DType) -> None:
-        self.source_hbm = source_hbm
+        self.source_hbm = as_read(source_hbm)
         self.scale_hbm: Any = scale_hbm
         self.scaled = not is_none(scale_hbm)
         self.dtype = dtype
-        stored = source_hbm.dtype
-        one_byte = stored == nl.int8 or stored == nl.float8_e4m3fn
-        assert self.scaled or not one_byte, (
-            f"{stored} weights need scales of their columns; got none"
-        )
-        # TensorE multiplies fp8 with 16 bits as it is; DMAs cast what it cannot
+        # DMAs cast what TensorE does not multiply as it is
         self.tile_dtype = dtype
-        if self.scaled and stored == nl.float8_e4m3fn:
-            if not facts().reads_e4m3fn:
-                # of values up to 240 both formats have the same bits
-                self.source_hbm = source_hbm.view(nl.float8_e4m3)
-            if dtype != nl.float32:
+        if self.scaled:
+            if is_multiplied(source_hbm, dtype):
                 self.tile_dtype = self.source_hbm.dtype
+        else:
+            assert itemsize(source_hbm.dtype) > 1, (
+                f"{source_hbm.dtype} weights need scales of their columns; got none"
+            )
         self.size = source_hbm.shape[0]
         self.width = source_hbm.shape[1]
+        if self.scaled:
+            scales = self.scale_hbm.shape[0]
+            assert scales == self.width, f"scales must be [{self.width}], got [{scales}]"
         self.columns_sb: Tiles = []
         self.row_sb: Tiles = []
 

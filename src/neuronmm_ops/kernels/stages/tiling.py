@@ -135,11 +135,6 @@ def unit_tiles(size: int, unit: int) -> Span:
     return Span(2 * unit, 2) if unit < pairs else Span(pairs + unit, 1)
 
 
-def check_scale(columns: int, scales: int) -> None:
-    """Check the number of scales of a weight's columns (0: it has none)."""
-    assert scales == 0 or scales == columns, f"scales must be [{columns}], got [{scales}]"
-
-
 # --- decode: tokens are the stationary operand, weights stream past them
 
 SUM_BANKS = PSUM_BANKS - 2

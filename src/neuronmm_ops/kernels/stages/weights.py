@@ -4,17 +4,38 @@ from __future__ import annotations
 
 from neuronmm_ops.kernels.front_end import is_none
 from neuronmm_ops.kernels.shim import NkiTensor, nisa, nl
-from neuronmm_ops.kernels.stages.chunks import itemsize
 from neuronmm_ops.kernels.stages.facts import facts
 from neuronmm_ops.kernels.stages.tiling import cast_shares, lanes_of
+from neuronmm_ops.storages import STORAGES
+
+STORED = tuple([
+    (getattr(nl, storage.tensor_dtype), storage.is_multiplied) for storage in STORAGES.values()
+])  # fmt: skip
+"""Dtypes of storages, and whether TensorE multiplies them beside 16-bit activations."""
+
+
+def is_multiplied(weight: NkiTensor, dtype: nl.DType) -> bool:
+    """Whether TensorE multiplies a stored weight with activations of `dtype` as it is."""
+    stored = STORED[0]
+    for other in STORED:
+        if other[0] == weight.dtype:
+            stored = other
+    assert stored[0] == weight.dtype, f"a scale is for stored weights, got {weight.dtype}"
+    return stored[1] and dtype != nl.float32
+
+
+def as_read(weight: NkiTensor) -> NkiTensor:
+    """A weight as the core reads it: up to 240 both formats of e4m3 have the same bits."""
+    if weight.dtype == nl.float8_e4m3fn and not facts().reads_e4m3fn:
+        return weight.view(nl.float8_e4m3)
+    return weight
 
 
 class DecodeWeight(nl.NKIObject):
     """A weight in HBM.
 
     Args:
-        hbm: [K, N], of the dtype of the activations, or of one byte: float8_e4m3fn (read as
-            float8_e4m3, whose bits are the same up to 240, where TensorE knows no other) or int8.
+        hbm: [K, N], of the dtype of the activations, or of a storage.
         dtype: of the activations.
         scale: fp32 [N], a factor of each column of a weight in one byte, else None.
         dma_cast: of weights that are cast, the DMA casts each so-manieth K tile; 0: none.
@@ -29,16 +50,12 @@ class DecodeWeight(nl.NKIObject):
                 f"a weight without a scale must have the dtype of x, {dtype}; got {hbm.dtype}"
             )
         else:
-            assert itemsize(hbm.dtype) == 1, f"a scale is for one-byte weights, got {hbm.dtype}"
             assert scale.shape[0] == columns, f"scale must be [{columns}], got [{scale.shape[0]}]"
-        if hbm.dtype == nl.float8_e4m3fn and not facts().reads_e4m3fn:
-            hbm = hbm.view(nl.float8_e4m3)
-        self.hbm = hbm
+        self.hbm = as_read(hbm)
         self.dtype = dtype
         self.scale = scale
-        # TensorE takes fp8 beside 16-bit activations; what else differs is cast on the way there
         self.dma_cast = dma_cast
-        self.casts = hbm.dtype != dtype and (dtype == nl.float32 or hbm.dtype == nl.int8)
+        self.casts = not is_none(scale) and not is_multiplied(hbm, dtype)
 
 
 def check_one_dtype(weights: list[DecodeWeight]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from neuronmm_ops.kernels.front_end import is_none
 from neuronmm_ops.kernels.shim import NkiTensor, jit, nisa, nl
 from neuronmm_ops.kernels.stages.double_row import (
     Rounding,
@@ -29,7 +28,6 @@ from neuronmm_ops.kernels.stages.tiling import (
     Group,
     Span,
     check_pair,
-    check_scale,
     spans,
     tiles_in,
     transposed_groups,
@@ -276,8 +274,6 @@ def svd_mlp(
     ]
     weights: list[Weight] = []
     for i in range(len(factors)):
-        count = scales[i].shape[0] if not is_none(scales[i]) else 0
-        check_scale(factors[i].shape[1], count)
         weights.append(Weight(factors[i], scales[i], x.dtype))
     load_table(activation)
     out_hbm = nl.ndarray((M, N), dtype=x.dtype, buffer=nl.shared_hbm)

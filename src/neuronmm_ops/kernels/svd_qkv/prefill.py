@@ -15,7 +15,7 @@ from neuronmm_ops.kernels.stages.double_row import (
 )
 from neuronmm_ops.kernels.stages.operands import TiledOperand, Weight, fp8
 from neuronmm_ops.kernels.stages.prefill import TokenBlocks, keep_scales, project, write_rows
-from neuronmm_ops.kernels.stages.tiling import Span, check_pair, check_scale
+from neuronmm_ops.kernels.stages.tiling import Span, check_pair
 
 
 def check_factors(K: int, us: list[NkiTensor], vs: list[NkiTensor]) -> None:
@@ -207,11 +207,8 @@ def svd_qkv(
     first_factors: list[Weight] = []
     second_factors: list[Weight] = []
     for n in range(3):
-        u_scale, v_scale = u_scales[n], v_scales[n]
-        check_scale(us[n].shape[1], u_scale.shape[0] if not is_none(u_scale) else 0)
-        check_scale(vs[n].shape[1], v_scale.shape[0] if not is_none(v_scale) else 0)
-        first_factors.append(Weight(us[n], u_scale, x.dtype))
-        second_factors.append(Weight(vs[n], v_scale, x.dtype))
+        first_factors.append(Weight(us[n], u_scales[n], x.dtype))
+        second_factors.append(Weight(vs[n], v_scales[n], x.dtype))
     N = v_query.shape[1] + v_key.shape[1] + v_value.shape[1]
     out_hbm = nl.ndarray((M, N), dtype=x.dtype, buffer=nl.shared_hbm)
     arguments = {

@@ -14,7 +14,7 @@ from neuronmm_ops.kernels.stages.double_row import (
 )
 from neuronmm_ops.kernels.stages.operands import TiledOperand, Weight, fp8
 from neuronmm_ops.kernels.stages.prefill import TokenBlocks, keep_scales, project, write_rows
-from neuronmm_ops.kernels.stages.tiling import Span, check_pair, check_scale
+from neuronmm_ops.kernels.stages.tiling import Span, check_pair
 
 
 class XuvStages(nl.NKIObject):
@@ -160,11 +160,10 @@ def xuv(
                 out = psum * v_scale + bias
     """
     M, K = x.shape
-    r, N = v.shape
-    check_pair(K, u.shape[0], 0, 0)
-    check_pair(u.shape[1], r, N, bias.shape[0] if not is_none(bias) else 0)
-    check_scale(r, u_scale.shape[0] if not is_none(u_scale) else 0)
-    check_scale(N, v_scale.shape[0] if not is_none(v_scale) else 0)
+    N = v.shape[1]
+    weights = [Weight(u, u_scale, x.dtype), Weight(v, v_scale, x.dtype)]
+    check_pair(K, weights[0].size, 0, 0)
+    check_pair(u.shape[1], weights[1].size, N, bias.shape[0] if not is_none(bias) else 0)
     out_hbm = nl.ndarray((M, N), dtype=x.dtype, buffer=nl.shared_hbm)
     arguments = {
         "layout": layout,
@@ -180,7 +179,6 @@ def xuv(
         "engines": engines,
         "double_row": double_row,
     }
-    weights = [Weight(u, u_scale, x.dtype), Weight(v, v_scale, x.dtype)]
     stages = XuvStages(weights[0], weights[1], bias, arguments)
     TokenBlocks(stages, out_hbm, x, token_block).run(device_loop)
     return out_hbm

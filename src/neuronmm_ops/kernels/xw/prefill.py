@@ -13,7 +13,7 @@ from neuronmm_ops.kernels.stages.double_row import (
 )
 from neuronmm_ops.kernels.stages.operands import TiledOperand, Weight, fp8
 from neuronmm_ops.kernels.stages.prefill import TokenBlocks, keep_scales, write_rows
-from neuronmm_ops.kernels.stages.tiling import Span, check_pair, check_scale
+from neuronmm_ops.kernels.stages.tiling import Span, check_pair
 
 
 class XwStages(nl.NKIObject):
@@ -123,8 +123,8 @@ def xw(
     """
     M, K = x.shape
     N = w.shape[1]
-    check_pair(K, w.shape[0], N, bias.shape[0] if not is_none(bias) else 0)
-    check_scale(N, w_scale.shape[0] if not is_none(w_scale) else 0)
+    weight = Weight(w, w_scale, x.dtype)
+    check_pair(K, weight.size, N, bias.shape[0] if not is_none(bias) else 0)
     out_hbm = nl.ndarray((M, N), dtype=x.dtype, buffer=nl.shared_hbm)
     arguments = {
         "layout": layout,
@@ -135,6 +135,6 @@ def xw(
         "engines": engines,
         "double_row": double_row,
     }
-    stages = XwStages(Weight(w, w_scale, x.dtype), bias, arguments)
+    stages = XwStages(weight, bias, arguments)
     TokenBlocks(stages, out_hbm, x, token_block).run(device_loop)
     return out_hbm
