@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from functools import lru_cache
 from threading import Lock
+from typing import TypedDict, Unpack
 
 from neuroncore.hardware import resolve_target
 from neuronmm_ops.kernels import problems
@@ -40,6 +41,22 @@ _searching = Lock()
 """The simulator runs one kernel at a time."""
 
 
+class ProblemOptions(TypedDict, total=False):
+    """What may be given by name of any op's problem: as `Problem`."""
+
+    bf16_partial_sums: bool
+    weight_dtype: str
+    compute: str
+    others: tuple[Other, ...]
+
+
+class PlanOptions(ProblemOptions, total=False):
+    """What may be given by name for any op's plan: as `plan_op`."""
+
+    max_instructions: int
+    device_loop: bool
+
+
 def plan_op(
     op: str,
     M: int,
@@ -49,9 +66,7 @@ def plan_op(
     lnc: int = 1,
     max_instructions: int = MAX_INSTRUCTIONS,
     device_loop: bool = False,
-    weight_dtype: str = "",
-    compute: str = "x",
-    others: tuple[Other, ...] = (),
+    **options: Unpack[ProblemOptions],
 ) -> Plan:
     """The quickest plan of an op.
 
@@ -66,20 +81,12 @@ def plan_op(
             several launches. One of 128 tokens runs however many instructions it takes.
         device_loop: a launch of more instructions loops over its tokens on the device instead,
             where that makes it shorter: trn2 and trn3, for NKI 0.6 has the loop and documents them.
-        weight_dtype: as `Problem`.
-        compute: as `Problem`.
-        others: as `Problem`.
+        **options: `bf16_partial_sums`, `weight_dtype`, `compute` and `others`, as `Problem`.
 
     Raises:
         ValueError: sizes or names that are none, or weights that no plan fits.
     """
-    machine = resolve_target(target)
-    problem = Problem(
-        *(op, M, matrices, dtype, machine.target, lnc),
-        weight_dtype=weight_dtype,
-        compute=compute,
-        others=others,
-    )
+    problem = Problem(op, M, matrices, dtype, resolve_target(target).target, lnc, **options)
     return plan_problem(problem, max_instructions, device_loop)
 
 
@@ -90,15 +97,11 @@ def plan_xw(
     dtype: str = "bfloat16",
     target: str | None = None,
     lnc: int = 1,
-    max_instructions: int = MAX_INSTRUCTIONS,
-    device_loop: bool = False,
-    weight_dtype: str = "",
-    compute: str = "x",
+    **options: Unpack[PlanOptions],
 ) -> Plan:
     """The quickest plan of `x[M, K] @ w[K, N]`; the other arguments as `plan_op`."""
     op, matrices = problems.xw(K, N)
-    options = (dtype, target, lnc, max_instructions, device_loop, weight_dtype, compute)
-    return plan_op(op, M, matrices, *options)
+    return plan_op(op, M, matrices, dtype, target, lnc, **options)
 
 
 def plan_xuv(
@@ -109,39 +112,11 @@ def plan_xuv(
     dtype: str = "bfloat16",
     target: str | None = None,
     lnc: int = 1,
-    bf16_partial_sums: bool = False,
-    max_instructions: int = MAX_INSTRUCTIONS,
-    device_loop: bool = False,
-    weight_dtype: str = "",
-    compute: str = "x",
+    **options: Unpack[PlanOptions],
 ) -> Plan:
-    """The quickest plan of `(x[M, K] @ u[K, r]) @ v[r, N]`.
-
-    Args:
-        M: tokens.
-        K: input features.
-        r: rank.
-        N: output features.
-        dtype: as `plan_op`.
-        target: as `plan_op`.
-        lnc: as `plan_op`.
-        bf16_partial_sums: partial sums in SBUF may be rounded to dtype: less HBM traffic at large
-            r and M, less accuracy.
-        max_instructions: as `plan_op`.
-        device_loop: as `plan_op`.
-        weight_dtype: as `Problem`.
-        compute: as `Problem`.
-
-    Raises:
-        ValueError: sizes or names that are none.
-    """
+    """The quickest plan of `(x[M, K] @ u[K, r]) @ v[r, N]`; the other arguments as `plan_op`."""
     op, matrices = problems.xuv(K, r, N)
-    problem = Problem(
-        *(op, M, matrices, dtype, resolve_target(target).target, lnc, bf16_partial_sums),
-        weight_dtype=weight_dtype,
-        compute=compute,
-    )
-    return plan_problem(problem, max_instructions, device_loop)
+    return plan_op(op, M, matrices, dtype, target, lnc, **options)
 
 
 def plan_svd_mlp(
@@ -153,33 +128,14 @@ def plan_svd_mlp(
     dtype: str = "bfloat16",
     target: str | None = None,
     lnc: int = 1,
-    max_instructions: int = MAX_INSTRUCTIONS,
-    device_loop: bool = False,
-    weight_dtype: str = "",
-    compute: str = "x",
+    **options: Unpack[PlanOptions],
 ) -> Plan:
     """The quickest plan of a gated MLP `[M, K] -> [M, inner] -> [M, N]` of six factors.
 
-    Args:
-        M: tokens.
-        K: input features.
-        ranks: of gate, up and down.
-        inner: features between them.
-        N: output features.
-        dtype: as `plan_op`.
-        target: as `plan_op`.
-        lnc: as `plan_op`.
-        max_instructions: as `plan_op`.
-        device_loop: as `plan_op`.
-        weight_dtype: as `Problem`.
-        compute: as `Problem`.
-
-    Raises:
-        ValueError: sizes or names that are none.
+    `ranks` are those of gate, up and down; the other arguments as `plan_op`.
     """
     op, matrices = problems.svd_mlp(K, ranks, inner, N)
-    options = (dtype, target, lnc, max_instructions, device_loop, weight_dtype, compute)
-    return plan_op(op, M, matrices, *options)
+    return plan_op(op, M, matrices, dtype, target, lnc, **options)
 
 
 def plan_svd_qkv(
@@ -190,32 +146,14 @@ def plan_svd_qkv(
     dtype: str = "bfloat16",
     target: str | None = None,
     lnc: int = 1,
-    max_instructions: int = MAX_INSTRUCTIONS,
-    device_loop: bool = False,
-    weight_dtype: str = "",
-    compute: str = "x",
+    **options: Unpack[PlanOptions],
 ) -> Plan:
     """The quickest plan of low-rank query, key and value `[M, K] -> [M, N_q + N_k + N_v]`.
 
-    Args:
-        M: tokens.
-        K: input features.
-        ranks: of query, key and value.
-        outputs: features of query, key and value.
-        dtype: as `plan_op`.
-        target: as `plan_op`.
-        lnc: as `plan_op`.
-        max_instructions: as `plan_op`.
-        device_loop: as `plan_op`.
-        weight_dtype: as `Problem`.
-        compute: as `Problem`.
-
-    Raises:
-        ValueError: sizes or names that are none.
+    `ranks` and `outputs` are those of query, key and value; the other arguments as `plan_op`.
     """
     op, matrices = problems.svd_qkv(K, ranks, outputs)
-    options = (dtype, target, lnc, max_instructions, device_loop, weight_dtype, compute)
-    return plan_op(op, M, matrices, *options)
+    return plan_op(op, M, matrices, dtype, target, lnc, **options)
 
 
 @lru_cache(maxsize=4096)
