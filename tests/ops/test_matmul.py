@@ -6,6 +6,7 @@ from operands import LAYOUTS, doubled, make, mlp_shapes, plain_svd_mlp, plain_xu
 from slow_cpu import NarrowProducts, make_slow
 from tolerances import assert_close_to_oracle
 from torch import Tensor
+from torch.profiler import profile
 
 from neuronmm_ops import SVDLinear, ops
 from neuronmm_ops.nn import relayout_
@@ -138,3 +139,18 @@ def test_gradients_lie_in_memory_as_their_factors_do(dtype, relaid):
         relayout_(layer)
     grads = torch.autograd.grad(layer(make((9, 12), dtype)).sum(), (layer.u, layer.v))
     assert [g.stride() for g in grads] == [layer.u.stride(), layer.v.stride()]
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("dtype", SLOW, ids=str)
+def test_one_thread_sums_the_rows_of_a_contiguous_matrix(dtype, threads, monkeypatch):
+    monkeypatch.setattr(cpu, "_MIN_SUMMED", 1)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    a, b = make((1, 40), dtype), make((40, 24), dtype)
+    with torch.no_grad():
+        with profile() as calls:
+            y = cpu.mm(a, b)
+        assert y.shape == (1, 24)
+        assert_close_to_oracle(y, a.double() @ b.double(), a @ b)
+        summed = any("embedding_bag" in event.key for event in calls.key_averages())
+        assert summed == (threads == 1)
