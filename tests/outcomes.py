@@ -4,9 +4,12 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import IO, NamedTuple
 
 import pytest
+
+from neuronmm_ops import demo
 
 TEXT = "The quick brown fox jumps over the lazy dog. 0123456789\n" * 200
 COMPRESS = ("--block", "8", "--seqlen", "64", "--samples", "32")
@@ -56,3 +59,11 @@ def refused(outcome: Outcome, *words: str) -> None:
     assert "Traceback" not in outcome.err
     for word in words:
         assert word in lines[0]
+
+
+def shorten_held_out(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let `neuronmm demo` take its perplexities on a tenth of the text, to save time."""
+    path = folder / demo.HELD_OUT.name
+    folder.mkdir()
+    path.write_text(demo.HELD_OUT.read_text(encoding="utf-8")[:12_000], encoding="utf-8")
+    monkeypatch.setattr(demo, "HELD_OUT", path)

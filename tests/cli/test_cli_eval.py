@@ -2,9 +2,7 @@
 
 import json
 import math
-import os
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
@@ -133,18 +131,17 @@ def test_lm_eval_s_model_type(run: Run, dense: Path, tasks: Path) -> None:
 
 
 @pytest.mark.slow
-def test_lm_eval_s_command_line(dense: Path, tasks: Path, tmp_path: Path) -> None:
-    program = ["-m", "neuronmm_ops.hf.lm_eval", "run", "--model", "neuronmm", "--tasks", "quiz"]
-    arguments = ["--model_args", f"pretrained={dense}", "--include_path", tasks]
-    done = subprocess.run(
-        [sys.executable, *program, *arguments, "--output_path", tmp_path / "out"],
-        text=True,
-        capture_output=True,
-        check=False,
-        env={**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)},
-    )
-    assert done.returncode == 0, done.stderr
-    assert "neuronmm ({'pretrained'" in done.stdout
+def test_lm_eval_s_command_line(
+    dense: Path, tasks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    import neuronmm_ops.hf.lm_eval as ours
+
+    arguments = ["--model_args", f"pretrained={dense}", "--include_path", str(tasks)]
+    arguments += ["--tasks", "quiz", "--output_path", str(tmp_path / "out")]
+    monkeypatch.setattr(sys, "argv", ["lm_eval", "run", "--model", "neuronmm", *arguments])
+    ours.main()
+    assert "neuronmm ({'pretrained'" in capsys.readouterr().out
     (written,) = (tmp_path / "out").rglob("results_*.json")
     assert "acc,none" in json.loads(written.read_text())["results"]["quiz"]
 

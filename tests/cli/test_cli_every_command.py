@@ -1,4 +1,4 @@
-"""Each command once, in a process of its own, on a tiny model: what `make floors` runs."""
+"""Each command once, on a tiny model: what `make floors` runs."""
 
 import argparse
 import json
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from outcomes import COMPRESS, SCRIPT, process
+from outcomes import COMPRESS, Run
 from reproductions import workplace
 from scale_kernels import KERNELS
 
@@ -67,11 +67,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("default")  # of other versions than those that are developed with
 @pytest.mark.parametrize("command", COMMANDS)
 def test_the_command_prints_one_document(
-    command: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+    command: str, folder: Path, monkeypatch: pytest.MonkeyPatch, run: Run
 ) -> None:
     monkeypatch.chdir(folder)
-    outcome = process(*SCRIPT, *shlex.split(command), "--json")
+    outcome = run(*shlex.split(command), "--json")
     assert outcome.code == 0, outcome.err
     assert json.loads(outcome.out)

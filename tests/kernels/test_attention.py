@@ -1,31 +1,20 @@
 """Attention and RoPE: values against fp64, decode against prefill, two cores against one."""
 
-from pathlib import Path
-
 import pytest
 import torch
-from attending import (
-    angles,
-    attended,
-    drawn,
-    heads_of,
-    norm_weights,
-    on,
-)
+from attending import angles, attended, drawn, heads_of, norm_weights, on
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kernels.cases import CORES
 from tolerances import assert_close_to_oracle
 from torch import Tensor
 
 import neuroncore as nc
-import neuronmm_ops.kernels
 from neuronmm_ops.kernels.attention.decode import attention_decode
 from neuronmm_ops.kernels.attention.prefill import attention
 from neuronmm_ops.kernels.rope.prefill import rope
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-KERNELS = Path(neuronmm_ops.kernels.__file__).parent
-launches = st.sampled_from([("trn1", 1), ("trn2", 1), ("trn2", 2), ("trn3", 1), ("trn3", 2)])
 head_dims = st.sampled_from([2, 32, 48, 64, 80, 96, 128])
 groups = st.sampled_from([(1, 1), (2, 1), (3, 3), (6, 2), (15, 5)])
 many = st.sampled_from([(40, 1), (70, 2), (66, 66)])
@@ -64,7 +53,7 @@ def check_decode(sizes, launch, dtype, norm=False, scale=1.0, **blocks):
 
 @settings(max_examples=30, deadline=None)
 @given(
-    B=st.integers(1, 3), heads=st.one_of(groups, many), d=head_dims, T=lengths, launch=launches,
+    B=st.integers(1, 3), heads=st.one_of(groups, many), d=head_dims, T=lengths, launch=CORES,
      dtype=st.sampled_from(DTYPES), norm=st.booleans(),
 )  # fmt: skip
 def test_decode_at_any_size(B, heads, d, T, launch, dtype, norm):
@@ -86,7 +75,7 @@ def check_prefill(sizes, launch, dtype, scale=1.0, **blocks):
 
 @settings(max_examples=30, deadline=None)
 @given(
-    B=st.integers(1, 2), heads=groups, d=head_dims, M=st.integers(1, 700), launch=launches,
+    B=st.integers(1, 2), heads=groups, d=head_dims, M=st.integers(1, 700), launch=CORES,
     dtype=st.sampled_from(DTYPES),
 )  # fmt: skip
 def test_prefill_at_any_size(B, heads, d, M, launch, dtype):
@@ -103,7 +92,7 @@ def test_softmax_is_safe(dtype, scale):
 
 @settings(max_examples=20, deadline=None)
 @given(
-    B=st.integers(1, 2), heads=groups, d=head_dims, M=st.integers(1, 600), launch=launches,
+    B=st.integers(1, 2), heads=groups, d=head_dims, M=st.integers(1, 600), launch=CORES,
     dtype=st.sampled_from(DTYPES), norm=st.booleans(), block=st.sampled_from([128, 512]),
 )  # fmt: skip
 def test_rope_at_any_size(B, heads, d, M, launch, dtype, norm, block):
@@ -139,12 +128,3 @@ def test_decode_is_the_last_row_of_prefill(dtype):
     assert_close_to_oracle(got, wanted.double(), wanted, torch.ones(1))
     for cache, before in zip(caches, kept, strict=True):
         assert_close_to_oracle(cache, before.double(), before)
-
-
-FILES = [p for name in ("attention", "rope") for p in sorted((KERNELS / name).glob("*.py"))]
-
-
-@pytest.mark.parametrize("path", FILES, ids=lambda p: f"{p.parent.stem}-{p.stem}")
-def test_attention_keeps_to_the_strict_subset(path):
-    if path.stem != "plan":
-        assert nc.lint(path) == []

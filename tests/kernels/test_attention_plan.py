@@ -9,9 +9,6 @@ from neuronmm_ops.plan import MAX_INSTRUCTIONS
 
 LLAMA_1B = {"heads": 32, "kv_heads": 8, "head_dim": 64}
 LLAMA_8B = {"heads": 32, "kv_heads": 8, "head_dim": 128}
-QWEN = {"heads": 16, "kv_heads": 8, "head_dim": 128}
-OF_70B_SHARED = {"heads": 2, "kv_heads": 1, "head_dim": 128}
-LAUNCHES = [("trn1", 1), ("trn2", 1), ("trn2", 2), ("trn3", 1), ("trn3", 2)]
 
 
 def test_decode_reads_the_cache_once():

@@ -1,26 +1,14 @@
 """The prefill kernels with their blocks of tokens as a loop of the device."""
 
-from typing import Any
-
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kernels.cases import OPS, Case, drawn, matrices_of, run, traced
 
-import neuroncore as nc
-from neuroncore.dtypes import bfloat16, dtype_of
-from neuronmm_ops.kernels import nki_kernel
-from neuronmm_ops.kernels.svd_mlp.prefill import svd_mlp
-from neuronmm_ops.kernels.svd_qkv.prefill import svd_qkv
-from neuronmm_ops.kernels.xuv.prefill import xuv
-from neuronmm_ops.kernels.xw.prefill import xw
-from neuronmm_ops.plan import MAX_INSTRUCTIONS, Plan, mlp_matrices, plan_op
+from neuronmm_ops.plan import MAX_INSTRUCTIONS, Problem, mlp_matrices, plan_op
 
-MLP = mlp_matrices(256, (128, 100, 128), 600, 300)
-MATRICES = {"xw": ((256, 600),), "xuv": ((256, 130), (130, 600)), "svd_mlp": MLP}
-QKV = ((256, 130), (130, 300), (256, 64), (64, 100), (256, 40), (40, 100))
-MATRICES["svd_qkv"] = QKV
-KERNELS = {"xw": xw, "xuv": xuv, "svd_mlp": svd_mlp, "svd_qkv": svd_qkv}
+MATRICES = {op: matrices_of(op, 256, (130, 100, 128), (600, 100, 103), 600) for op in OPS}
+STORAGES = {"": {}, "float8_e4m3fn": {}, "fp8": {"double_row": True}}
 SIZES = {
     "xw": ((4096, 4096),),
     "xuv": ((4096, 1024), (1024, 8192)),
@@ -30,41 +18,27 @@ SIZES = {
 launches = st.sampled_from([("trn2", 1), ("trn2", 2), ("trn3", 1)])
 
 
-def drawn(shape: tuple[int, ...], seed: int) -> Any:
-    values = np.random.default_rng(seed).standard_normal(shape) * shape[0] ** -0.5
-    return values.astype(bfloat16.numpy)
-
-
-def traced(plan: Plan) -> Any:
-    p = plan.problem
-    specs = [nc.TensorSpec(shape, dtype_of(p.dtype)) for shape in ((p.M, p.K), *p.matrices)]
-    kernel = nki_kernel(plan)
-    return nc.simulate(kernel, *specs, target=p.target, mode="trace", **plan.arguments).profile
-
-
-@pytest.mark.parametrize("op", KERNELS)
-@settings(max_examples=4, deadline=None)
+@pytest.mark.parametrize("stored", STORAGES)
+@pytest.mark.parametrize("op", OPS)
+@settings(max_examples=4)
 @given(M=st.integers(1, 1000), launch=launches, layout=st.sampled_from(["dma", "pe"]))
-def test_a_loop_computes_what_the_unrolled_kernel_does(op, M, launch, layout):
-    target, lnc = launch
-    kernel = KERNELS[op] if lnc == 1 else KERNELS[op][lnc]
-    shapes = ((M, MATRICES[op][0][0]), *MATRICES[op])
-    arrays = [drawn(shape, seed) for seed, shape in enumerate(shapes)]
-    spill = {"spill": 1} if op == "svd_mlp" else {}
-    done = [
-        nc.simulate(kernel, *arrays, target=target, token_block=128, layout=layout, **spill, **loop)
-        for loop in ({}, {"device_loop": True})
-    ]
-    unrolled, looped = done
-    assert looped.outputs.tobytes() == unrolled.outputs.tobytes()
+def test_a_loop_computes_what_the_unrolled_kernel_does(op, stored, M, launch, layout):
+    weights = {"weight_dtype": "float8_e4m3fn" if stored else ""}
+    problem = Problem(op, M, MATRICES[op], "bfloat16", *launch, **weights)
+    blocks = {"token_block": 128, **STORAGES[stored]}
+    if not blocks.get("double_row"):
+        blocks["layout"] = layout
+    case = Case(problem, blocks=blocks | ({"spill": 1} if op == "svd_mlp" else {}))
+    given = drawn(case)
+    unrolled, looped = run(case, given), run(case, given, device_loop=True)
+    assert looped.outputs.equal(unrolled.outputs)
     assert looped.profile.opcodes == unrolled.profile.opcodes
     assert looped.profile.hbm_bytes == unrolled.profile.hbm_bytes
-    tokens = [M] if lnc == 1 else [-(-M // 256) * 128 if M >= 256 else -(-M // 2), M // 2]
-    if max(tokens) >= 256:
+    if max(problem.core_tokens) >= 256:
         assert looped.profile.stream_instructions < looped.profile.instructions
 
 
-@pytest.mark.parametrize("op", KERNELS)
+@pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize(("target", "lnc", "M"), [("trn2", 1, 4096), ("trn3", 2, 8200)])
 def test_a_loop_takes_as_long_as_the_unrolled_kernel(op, target, lnc, M):
     whole = plan_op(op, M, SIZES[op], "bfloat16", target, lnc)

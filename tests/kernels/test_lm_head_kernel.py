@@ -4,10 +4,9 @@ from typing import Any
 
 import pytest
 import torch
-from decoding import TOKENS
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from one_byte import LARGEST
+from kernels.cases import CORES, DTYPES, LARGEST, LAUNCHES, TARGETS, TOKENS, stored_in
 from tolerances import assert_close_to_oracle
 from torch import Tensor
 
@@ -17,8 +16,6 @@ from neuronmm_ops.kernels.lm_head.decode import lm_head_decode
 from neuronmm_ops.models import SHAPES
 from neuronmm_ops.plan import plan_op
 
-DTYPES = ("bfloat16", "float16", "float32")
-LAUNCHES = [("trn1", 1), ("trn2", 1), ("trn2", 2), ("trn3", 1), ("trn3", 2)]
 VOCABULARIES = st.one_of(st.sampled_from((1, 2, 7, 8, 128, 513, 2049)), st.integers(1, 3000))
 
 
@@ -42,7 +39,7 @@ CUT = {"k_chunk": 128, "block": 1024, "last_block": 512, "tile_bytes": 512}
 @settings(max_examples=8)
 @given(
     M=TOKENS, H=st.integers(1, 300), V=VOCABULARIES, dtype=st.sampled_from(DTYPES),
-    launch=st.sampled_from(LAUNCHES), planned=st.booleans(),
+    launch=CORES, planned=st.booleans(),
 )  # fmt: skip
 def test_values(M: int, H: int, V: int, dtype: str, launch: tuple[str, int], planned: bool) -> None:
     x, w = drawn(M, H, V, dtype)
@@ -67,7 +64,7 @@ def test_values(M: int, H: int, V: int, dtype: str, launch: tuple[str, int], pla
 
 @settings(max_examples=8)
 @given(
-    M=TOKENS, H=st.integers(1, 40), V=VOCABULARIES, launch=st.sampled_from(LAUNCHES),
+    M=TOKENS, H=st.integers(1, 40), V=VOCABULARIES, launch=CORES,
     seed=st.integers(0, 99),
 )  # fmt: skip
 def test_of_equal_logits_the_lowest_id_is_taken(
@@ -83,18 +80,14 @@ def test_of_equal_logits_the_lowest_id_is_taken(
     assert greatest.tolist() == exact.amax(1).tolist()
 
 
-@pytest.mark.parametrize("target", ["trn1", "trn2", "trn3"])
+@pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("weight_dtype", LARGEST)
 @pytest.mark.parametrize(("M", "dtype"), [(1, "bfloat16"), (5, "float16"), (70, "float32")])
 def test_one_byte_is_the_reference_on_dequantized_weights(
     M: int, dtype: str, weight_dtype: str, target: str
 ) -> None:
     x, w = drawn(M, 200, 1111, dtype)
-    scale = w.float().abs().amax(0) / LARGEST[weight_dtype] * 1.01
-    values = w.float() / scale
-    stored = values.round().to(torch.int8) if weight_dtype == "int8" else values.to(
-        torch.float8_e4m3fn
-    )  # fmt: skip
+    stored, scale = stored_in(w.float(), weight_dtype)
     found: list[Any] = [
         run(x, stored, scale, (target, lnc), **CUT).outputs
         for lnc in ((1,) if target == "trn1" else (1, 2))
@@ -145,11 +138,6 @@ def test_one_token_is_bound_by_bytes(model: str, lnc: int) -> None:
     plan = plan_op("lm_head", 1, matrices, target="trn2", lnc=lnc)
     least_ms = plan.hbm_bytes / resolve_target("trn2").dma_peak_gbps / 1e6 / lnc
     assert least_ms >= 0.95 * plan.time_ms
-
-
-def test_strict_front_end() -> None:
-    assert nc.lint(lm_head_decode) == []
-    assert nc.lint(lm_head_decode.func.__code__.co_filename) == []
 
 
 @pytest.mark.parametrize(
