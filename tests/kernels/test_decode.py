@@ -231,17 +231,20 @@ def test_the_last_sums_are_stored_by_few_dmas(M: int, target: str, stores: int) 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("op", "M", "share", "slack_us"),
+    ("op", "M", "targets", "share", "slack_us"),
     [
-        ("xuv", 1, 0.9, 5.5),
-        ("xuv", 16, 0.88, 7),
-        ("xuv", 128, 0.88, 7.5),
-        ("svd_mlp", 8, 0.87, 6.5),
+        ("xuv", 1, TARGETS, 0.9, 5.5),
+        ("xuv", 16, ("trn2",), 0.88, 7),
+        ("xuv", 128, TARGETS, 0.88, 7.5),
+        ("svd_mlp", 1, ("trn2",), 0.87, 6.5),
+        ("svd_mlp", 8, ("trn3",), 0.87, 6.5),
     ],
 )
-def test_model_shapes_are_near_the_limit(op: str, M: int, share: float, slack_us: float) -> None:
-    """Share of the modelled limit, or microseconds above it."""
-    for target in TARGETS:
+def test_model_shapes_are_near_the_limit(
+    op: str, M: int, targets: tuple[str, ...], share: float, slack_us: float
+) -> None:
+    """Share of the modelled limit, or microseconds above it. Most of the plans are shipped."""
+    for target in targets:
         for name in ("Qwen3-0.6B", "Llama-3.2-1B"):
             problem = of_model(name, M, target, op)
             back = replace(problem, matrices=tuple([s[::-1] for s in problem.matrices[::-1]]))
@@ -260,8 +263,9 @@ def test_two_cores_are_nearly_twice_as_fast() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("model", ["Llama-3.2-1B", "Qwen3-1.7B", "Llama-3.1-8B"])
+@pytest.mark.parametrize(
+    ("model", "target"), [*[("Llama-3.2-1B", t) for t in TARGETS], ("Llama-3.1-8B", "trn2")]
+)
 def test_fp8_decodes_faster_than_bf16(model: str, target: str) -> None:
     """Under both DMA models at least 1.8 times."""
     wide, narrow = [

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernels.cases import OPS, Case, drawn, matrices_of, run, traced
 
-from neuronmm_ops.plan import MAX_INSTRUCTIONS, Problem, mlp_matrices, plan_op
+from neuronmm_ops.plan import Problem, mlp_matrices, plan_op
 
 MATRICES = {op: matrices_of(op, 256, (130, 100, 128), (600, 100, 103), 600) for op in OPS}
 STORAGES = {"": {}, "float8_e4m3fn": {}, "fp8": {"double_row": True}}
@@ -53,18 +53,18 @@ def test_a_loop_takes_as_long_as_the_unrolled_kernel(op, target, lnc, M):
     assert looped.hbm_bytes == unrolled.hbm_bytes == plan.hbm_bytes
 
 
-@pytest.mark.slow
-def test_32k_tokens_are_thousands_of_instructions():
-    matrices = mlp_matrices(4096, (2048, 2048, 2048), 14336, 4096)
-    split = plan_op("svd_mlp", 32768, matrices, target="trn2")
-    assert len(split.launches) == 2
-    assert split.instructions > MAX_INSTRUCTIONS
-    looped = plan_op("svd_mlp", 32768, matrices, target="trn2", device_loop=True)
-    assert looped.launches == (32768,)
-    assert looped.instructions < 20_000
+def test_a_loop_is_one_launch_of_thousands_of_instructions():
+    split = plan_op("svd_mlp", 4096, SIZES["svd_mlp"], target="trn2", max_instructions=5000)
+    assert len(split.launches) > 1
+    assert split.instructions > 5000
+    looped = plan_op(
+        "svd_mlp", 4096, SIZES["svd_mlp"], target="trn2", max_instructions=5000, device_loop=True
+    )
+    assert looped.launches == (4096,)
+    assert looped.instructions < 5000
     profile = traced(looped)
     assert profile.stream_instructions == looped.instructions
-    assert profile.instructions == pytest.approx(split.instructions, rel=1e-4)
+    assert profile.instructions == pytest.approx(split.instructions, rel=0.01)
     assert profile.time_ms == pytest.approx(split.time_ms, rel=0.03)
 
 

@@ -119,23 +119,25 @@ def test_weights_of_another_dtype_are_refused() -> None:
         run(case, drawn(case))
 
 
+MATRICES = mlp_matrices(1024, (768, 768, 768), 3072, 1024)
+
+
 @pytest.mark.slow
 def test_plans_of_any_token_count_and_a_loop() -> None:
-    matrices = mlp_matrices(2048, (1280, 1280, 1280), 4096, 2048)
-    for M, lnc in ((1000, 1), (2304, 2)):
-        plan = plan_problem(Problem("svd_mlp", M, matrices, target="trn2", lnc=lnc, **FP8))
-        assert plan.arguments["double_row"]
-    long = Problem("svd_mlp", 8192, matrices, target="trn2", **FP8)
-    looped = plan_problem(long, 20_000, device_loop=True)
+    plan = plan_problem(Problem("svd_mlp", 1000, MATRICES, target="trn2", **FP8))
+    assert plan.arguments["double_row"]
+    long = Problem("svd_mlp", 2304, MATRICES, target="trn2", lnc=2, **FP8)
+    looped = plan_problem(long, 1000, device_loop=True)
     assert looped.arguments["device_loop"]
     assert looped.arguments["double_row"]
-    assert looped.instructions <= 20_000
+    assert looped.instructions <= 1000
 
 
 @pytest.mark.parametrize(("target", "compute"), [("trn1", "fp8"), ("trn2", "x"), ("trn3", "x")])
 def test_is_planned_where_it_is_allowed_only(target: str, compute: str) -> None:
-    problem = of_model("Llama-3.2-1B", 512, target, weight_dtype="float8_e4m3fn", compute=compute)
-    assert "double_row" not in plan_problem(problem).arguments
+    options = {**FP8, "compute": compute}
+    plan = plan_problem(Problem("svd_mlp", 1000, MATRICES, target=target, **options))
+    assert "double_row" not in plan.arguments
 
 
 def test_tokens_too_long_for_fp8_are_not_rounded() -> None:
@@ -144,7 +146,7 @@ def test_tokens_too_long_for_fp8_are_not_rounded() -> None:
 
 
 # of a model, how much quicker than with 16 bits, both DMA models: its ranks bind
-SPEEDS = [("Qwen3-0.6B", 1.3), ("Qwen3-1.7B", 1.6), ("Llama-3.2-1B", 1.8), ("Llama-3.1-8B", 1.85)]
+SPEEDS = [("Qwen3-0.6B", 1.3), ("Llama-3.2-1B", 1.8)]
 
 
 @pytest.mark.slow

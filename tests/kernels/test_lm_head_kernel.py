@@ -131,7 +131,7 @@ def test_two_cores_find_what_one_finds(M: int, H: int, V: int, target: str) -> N
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lnc", [1, 2])
-@pytest.mark.parametrize("model", SHAPES)
+@pytest.mark.parametrize("model", ["Qwen3-0.6B", "Llama-3.2-1B", "Llama-3.1-70B"])
 def test_one_token_is_bound_by_bytes(model: str, lnc: int) -> None:
     shape = SHAPES[model]
     matrices = ((shape.hidden_size, shape.vocab_size),)

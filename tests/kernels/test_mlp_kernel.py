@@ -144,7 +144,7 @@ def test_a_loop_on_the_device_makes_the_same(spill: int, up: int, layout: str) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("M", [1, 16, 1024])
+@pytest.mark.parametrize("M", [1, 128, 4096])
 @pytest.mark.parametrize("model", ["Qwen3-0.6B", "Llama-3.2-1B"])
 def test_a_strong_baseline(model: str, M: int) -> None:
     """Near the limit on trn2, and no slower than three launches of `xw`."""
@@ -158,9 +158,9 @@ def test_a_strong_baseline(model: str, M: int) -> None:
 
 
 def test_many_tokens_are_several_launches() -> None:
-    plan = plan_op("mlp", 2**17, mlp_weights(4096, 14336, 4096), target="trn2")
+    plan = plan_op("mlp", 2048, mlp_weights(256, 600, 256), target="trn2", max_instructions=200)
     assert len(plan.launches) > 1
-    assert sum(plan.launches) == 2**17
+    assert sum(plan.launches) == 2048
 
 
 @pytest.mark.parametrize(

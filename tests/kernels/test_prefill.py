@@ -269,18 +269,18 @@ def test_one_launch_is_faster_than_three_under_every_dma_model(M: int, gain: flo
     assert sum([profile.hbm_bytes for profile in alone]) - together.hbm_bytes == 2 * M * K * 2
 
 
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("name", ["Qwen3-0.6B", "Llama-3.2-1B"])
+@pytest.mark.parametrize(
+    ("name", "target"), [*[("Qwen3-0.6B", t) for t in TARGETS], ("Llama-3.2-1B", "trn2")]
+)
 def test_svd_mlp_reaches_the_limit(name: str, target: str) -> None:
-    problem = of_model(name, 1024, target)
+    """Of plans that are shipped."""
+    problem = of_model(name, 4096, target)
     share = problem.roofline_ms / plan_problem(problem).time_ms
-    # 0.91 under this DMA model takes plans that are 1.4 times as long under the other
-    assert share >= (0.89 if target == "trn1" else 0.97)
+    assert share >= (0.95 if target == "trn1" else 0.99)
 
 
-@pytest.mark.parametrize("target", ["trn2", "trn3"])
-def test_two_cores_are_nearly_twice_as_fast(target: str) -> None:
-    one, two = [plan_problem(of_model("Qwen3-0.6B", 1024, target, lnc=n)) for n in (1, 2)]
+def test_two_cores_are_nearly_twice_as_fast() -> None:
+    one, two = [plan_problem(of_model("Qwen3-0.6B", 1024, "trn2", lnc=n)) for n in (1, 2)]
     assert one.time_ms / two.time_ms >= 1.8
 
 
