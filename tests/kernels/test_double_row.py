@@ -124,13 +124,14 @@ MATRICES = mlp_matrices(1024, (768, 768, 768), 3072, 1024)
 
 @pytest.mark.slow
 def test_plans_of_any_token_count_and_a_loop() -> None:
-    plan = plan_problem(Problem("svd_mlp", 1000, MATRICES, target="trn2", **FP8))
-    assert plan.arguments["double_row"]
-    long = Problem("svd_mlp", 2304, MATRICES, target="trn2", lnc=2, **FP8)
-    looped = plan_problem(long, 1000, device_loop=True)
+    for M, lnc in ((1000, 1), (2304, 2)):
+        plan = plan_problem(Problem("svd_mlp", M, MATRICES, target="trn2", lnc=lnc, **FP8))
+        assert plan.arguments["double_row"]
+    long = Problem("svd_mlp", 4096, MATRICES, target="trn2", **FP8)
+    looped = plan_problem(long, 1500, device_loop=True)
     assert looped.arguments["device_loop"]
     assert looped.arguments["double_row"]
-    assert looped.instructions <= 1000
+    assert looped.instructions <= 1500
 
 
 @pytest.mark.parametrize(("target", "compute"), [("trn1", "fp8"), ("trn2", "x"), ("trn3", "x")])
