@@ -5,13 +5,15 @@ from pathlib import Path
 import pytest
 from outcomes import COMPRESS, Run, refused
 
+from neuroncore.cli.console import stdout
 from neuronmm_ops.hf.streaming.source import LayersOnDisk
 
 
 def test_the_same_document_as_without(
     run: Run, dense: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "1000")  # no line wraps a path, however long
+    # No line wraps a path. COLUMNS would be obeyed by the process's first test that prints alone.
+    monkeypatch.setattr(stdout._console, "_width", 1000)
     arguments = ("--ratio", "0.3", "--calibration", text, *COMPRESS)
     whole = run("compress", dense, "-o", tmp_path / "whole", *arguments)
     streamed = run("compress", dense, "-o", tmp_path / "streamed", *arguments, "--stream")
