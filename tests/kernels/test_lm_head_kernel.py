@@ -126,7 +126,8 @@ def test_two_cores_find_what_one_finds(M: int, H: int, V: int, target: str) -> N
     x, w = drawn(M, H, V, "bfloat16")
     one, two = [run(x, w, None, (target, lnc), **CUT).outputs for lnc in (1, 2)]
     assert one[0].tolist() == two[0].tolist()
-    assert one[1].tolist() == two[1].tolist()
+    # fp32 sums of NumPy may differ in their last bits with the number of columns
+    torch.testing.assert_close(two[1], one[1], rtol=1e-6, atol=0)
 
 
 @pytest.mark.slow
