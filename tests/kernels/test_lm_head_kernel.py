@@ -163,7 +163,7 @@ def test_bad_problems_are_refused(sizes: dict[str, Any], message: str) -> None:
     [
         ((129, 8), (8, 9), None, "at most 128 tokens, got 129"),
         ((4, 8), (9, 9), None, "8 features and 9 rows"),
-        ((4, 8), (8, 9), (8,), "scales must be"),
+        ((4, 8), (8, 9), (8,), "scale must be"),
     ],
 )
 def test_bad_operands_are_refused(x: Any, w: Any, scale: Any, message: str) -> None:
