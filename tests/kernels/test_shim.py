@@ -39,7 +39,7 @@ def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[
 def package(root: Path, init: str) -> None:
     (root / "nki").mkdir()
     (root / "nki" / "__init__.py").write_text(init)
-    (root / "nki" / "isa.py").write_text("")
+    (root / "nki" / "isa.py").write_text("class nc_version: gen2, gen3, gen4 = 2, 3, 4\n")
     (root / "nki" / "language.py").write_text("def __getattr__(name): return type(name, (), {})\n")
 
 
@@ -56,9 +56,11 @@ def test_an_installed_nki_is_taken(load, tmp_path):
 
 
 SIMULATE = """
-import torch, neuronmm_ops as nm
+import torch, neuroncore, neuronmm_ops as nm
+from neuronmm_ops.kernels.xw.decode import xw_decode
 with nm.use_impl("simulated"):
-    nm.xw(torch.ones(2, 8), torch.ones(8, 8))
+    print(nm.xw(torch.ones(2, 8), torch.ones(8, 8)).sum().item())
+neuroncore.simulate(xw_decode, torch.ones(2, 8), torch.ones(8, 8))
 """
 NKI = """
 class Kernel:
@@ -70,15 +72,16 @@ jit = Kernel
 
 
 @pytest.mark.slow
-def test_the_simulated_core_refuses_kernels_of_an_installed_nki(tmp_path):
+def test_beside_an_installed_nki_the_op_is_simulated_and_its_own_kernel_is_refused(tmp_path):
     package(tmp_path, NKI)
     done = subprocess.run(
         [sys.executable, "-c", SIMULATE],
-        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])},
         capture_output=True,
         text=True,
         check=False,
     )
+    assert done.stdout.strip() == "128.0", done.stderr
     assert "TypeError: the simulated core runs functions and kernels of" in done.stderr
     assert done.stderr.strip().endswith("simulate in an environment without it")
 

@@ -21,7 +21,7 @@ from neuronmm_ops.eval import block_length, encode_documents, token_perplexity
 from neuronmm_ops.hf.computing import cast_, load_computing, load_on
 from neuronmm_ops.hf.loading import load_tokenizer, local_directory
 from neuronmm_ops.hf.provenance import RUN_FILE, read_run
-from neuronmm_ops.manifest import installed_versions
+from neuronmm_ops.manifest import check_weights, installed_versions
 from neuronmm_ops.measure.speed import PairedSpeed, TimedPhase, paired_speed
 from neuronmm_ops.ops.backends.cpu import name_of
 from neuronmm_ops.progress import in_notebook, named, progress_bars
@@ -77,6 +77,8 @@ def run(
     paths = [Path(directory) for directory in directories]
     _check_names("directories", [path.resolve().name for path in paths])
     reports = [inspect_checkpoint(path) for path in paths]
+    for path in paths:
+        check_weights(path, values=True)  # not after minutes of the dense model's evaluation
     dense = dense or _recorded_dense(paths)
     if read_config(local_directory(dense)).get("quantization_config") is not None:
         raise CheckpointError(f"{dense} is compressed or quantized; give the dense model")
