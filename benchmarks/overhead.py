@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 import neuronmm_ops
 from neuronmm_ops.measure.timing import time_paired
@@ -13,7 +13,7 @@ from neuronmm_ops.nn import SVDLinear
 from neuronmm_ops.ops.backends import xla
 from neuronmm_ops.ops.backends.environment import XLA_INSTALL
 from neuronmm_ops.ops.definitions import SPECS
-from neuronmm_ops.ops.spec import OpSpec
+from neuronmm_ops.ops.spec import OpSpec, Results
 
 K, R, N = 8, 4, 8
 SHAPES = ((2, K), (1, 1, K))
@@ -63,7 +63,7 @@ def run_xla(repeats: int = 30, calls: int = 500) -> list[dict[str, Any]]:
     for op, spec in SPECS.items():
         tensors = [torch.randn(shape, device=device) for shape in _shapes(spec)]
         torch_xla.sync()
-        candidates: dict[str, Callable[[int], Tensor]] = {
+        candidates: dict[str, Callable[[int], Results]] = {
             "kernel": lambda _, op=op, tensors=tensors: xla.IMPLEMENTATIONS[op](*tensors),
             "op": lambda _, op=op, tensors=tensors: getattr(neuronmm_ops, op)(*tensors),
             "composite": lambda _, spec=spec, tensors=tensors: spec.reference(*tensors),
@@ -86,7 +86,7 @@ def _row(mode: str, shape: tuple[int, ...], repeats: int, calls: int) -> dict[st
     pair = nn.Sequential(*linears)
     first, second = (linear.weight for linear in linears)
     u, v = layer.u, layer.v
-    candidates: dict[str, Callable[[int], Tensor]] = {
+    candidates: dict[str, Callable[[int], Results]] = {
         "linear": lambda _: F.linear(F.linear(x, first), second),
         "op": lambda _: op(x, u, v),
         "function": lambda _: neuronmm_ops.xuv(x, u, v),

@@ -127,8 +127,8 @@ class Problem:
     @property
     def inner(self) -> int:
         """Features between gate and down of a gated MLP: what its second weight makes, else 0."""
-        is_gated = len(self.outputs) == 1 and len(self.matrices) > 2
-        return self.matrices[1][-1] if is_gated else 0
+        _, *later = self.matrices
+        return later[0][-1] if len(self.outputs) == 1 and len(later) > 1 else 0
 
     @property
     def itemsize(self) -> int:
