@@ -1,7 +1,6 @@
 """`neuronmm eval`: texts, the papers' data sets and lm-eval's tasks."""
 
 import json
-import math
 import shlex
 import sys
 from pathlib import Path
@@ -10,7 +9,7 @@ import pytest
 from mktestdocs import check_md_file, grab_code_blocks
 from outcomes import COMPRESS, TEXT, Run, refused
 
-from neuronmm_ops import hf, progress
+from neuronmm_ops import hf
 from neuronmm_ops.eval.tasks import run_tasks
 
 PAGE = Path(__file__).parents[2] / "docs" / "evaluate.md"
@@ -84,10 +83,7 @@ def test_several_texts(run: Run, dense: Path, text: Path, tmp_path: Path, form: 
     assert document["perplexities"][1]["ppl_token"] == one["ppl_token"]
 
 
-def test_everything_at_once(
-    run: Run, dense: Path, text: Path, data: Path, tasks: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", math.inf)  # a slow machine prints some
+def test_everything_at_once(run: Run, dense: Path, text: Path, data: Path, tasks: Path) -> None:
     arguments = ("--text", text, "--ppl", "ptb", "--data-dir", data, "--protocol", "svd-llm")
     arguments += ("--tasks", "quiz", "--include-path", tasks, "--limit", 3, "--batch-size", 2)
     outcome = run("eval", dense, *arguments, "--json")
