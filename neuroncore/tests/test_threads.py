@@ -49,6 +49,40 @@ def test_ctrl_c_ends_both_cores():
     assert done.returncode == 0, done.stderr
 
 
+PROFILED = """
+import sys
+import numpy as np
+import neuroncore as nc
+from neuroncore import isa as nisa, language as nl
+
+def kernel(x, forever):
+    out = nl.ndarray(x.shape, x.dtype, nl.shared_hbm)
+    while forever:
+        nisa.memset(nl.ndarray((4, 6), nl.float32), 0)
+    nisa.dma_copy(dst=out, src=x)
+    return out
+
+x = np.ones((4, 6), np.float32)
+for forever in (False, True):
+    try:
+        nc.simulate(kernel, x, forever, target="trn2", budget=nc.Budget(seconds=0.2))
+    except nc.NkiValidationError:
+        assert forever
+    sys.setprofile(lambda *event: None)
+    sum([len(str(n)) for n in range(1000)])  # functions, loops
+    sorted(range(1000), key=lambda n: -n)
+    sys.setprofile(None)
+"""
+
+
+def test_a_profiler_goes_on_after_a_run():
+    """A pending exception that is NULL keeps Python 3.11 from leaving a traced instruction."""
+    done = subprocess.run(
+        [sys.executable, "-c", PROFILED], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.parametrize(("lnc", "ranks"), [(2, None), (1, 2)])
 def test_cores_that_sleep_are_left_behind(lnc, ranks):
     """In a thread that no signal reaches."""

@@ -119,7 +119,14 @@ class _Watch(threading.Thread):
         with self._lock:
             self._over.set()
         self.join()
-        _raise_in(self._kernel, None)
+        if self.problem:
+            # One that is waited for has arrived, and took the place of one that had not. Taken back
+            # by NULL, it would leave the interpreter's flag set: slow, and under a tracer or
+            # profiler of Python 3.11 a loop without an end.
+            with contextlib.suppress(_OverBudgetError):
+                _raise_in(self._kernel, _OverBudgetError)
+                while True:
+                    time.sleep(0)
         if self._is_woken:
             with contextlib.suppress(KeyboardInterrupt):
                 time.sleep(0)  # where a signal on its way arrives
