@@ -68,7 +68,7 @@ def test_a_loop_is_one_launch_of_thousands_of_instructions():
     assert looped.instructions < 6000
     profile = traced(looped)
     assert profile.stream_instructions == looped.instructions
-    assert profile.instructions == pytest.approx(split.instructions, rel=0.01)
+    assert profile.instructions <= split.instructions
     assert profile.time_ms == pytest.approx(split.time_ms, rel=0.03)
 
 

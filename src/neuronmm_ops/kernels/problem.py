@@ -127,7 +127,7 @@ class Problem:
     @property
     def inner(self) -> int:
         """Features between gate and down of a gated MLP: what its second weight makes, else 0."""
-        _, *later = self.matrices
+        later = self.matrices[1:]
         return later[0][-1] if len(self.outputs) == 1 and len(later) > 1 else 0
 
     @property

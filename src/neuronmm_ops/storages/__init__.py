@@ -7,7 +7,6 @@ read this table, too.
 
 from __future__ import annotations
 
-from functools import cache
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -36,10 +35,12 @@ def checked(name: str | None, option: str = "storage") -> str | None:
     return name
 
 
-@cache
 def storage_of(dtype: torch.dtype) -> WeightStorage | None:
     """Return the storage whose tensors have that dtype; None for floats, which need no scale."""
-    return next((each for each in STORAGES.values() if each.torch_dtype == dtype), None)
+    for storage in STORAGES.values():
+        if storage.torch_dtype == dtype:
+            return storage
+    return None
 
 
 def tensor_dtype(storage: str | None, dtype: torch.dtype) -> torch.dtype:
