@@ -1,10 +1,16 @@
-"""Settings of every test: one hypothesis profile, one torch thread in each process."""
+"""Settings of every test: one hypothesis profile, one torch thread in each process.
+
+Commands of `neuronmm` and of `python benchmarks` are tested on a tiny model and a text.
+"""
 
 import os
 import signal
+from pathlib import Path
 
 import hypothesis_settings  # noqa: F401
+import pytest
 import torch
+from outcomes import TEXT
 
 # The tensors are small and pytest-xdist brings the processes. The variable is for their children:
 # OpenMP's threads wait by spinning, which on busy cores takes minutes.
@@ -21,3 +27,17 @@ collect_ignore = [folder for folder, name in ENGINES.items() if name not in os.e
 # A shell that starts the tests in the background has SIGINT ignored, by all their children, too.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(scope="session")
+def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from tiny import tiny_directory  # not above: it brings Transformers
+
+    return tiny_directory(tmp_path_factory.mktemp("model") / "dense")
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text(TEXT)
+    return path

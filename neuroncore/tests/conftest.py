@@ -6,7 +6,7 @@ from pathlib import Path
 
 import hypothesis_settings  # noqa: F401
 import pytest
-from outcomes import Outcome, Run
+from outcomes import Run, caller
 from scale_kernels import KERNELS
 
 from neuroncore.cli import main
@@ -15,13 +15,7 @@ from neuroncore.cli import main
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str]) -> Run:
     """Run the command in this process."""
-
-    def call(*arguments: object) -> Outcome:
-        capsys.readouterr()
-        code = main([str(argument) for argument in arguments])
-        return Outcome(code, *capsys.readouterr())
-
-    return call
+    return caller(main, capsys)
 
 
 @pytest.fixture(scope="session")

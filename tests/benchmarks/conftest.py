@@ -1,24 +1,9 @@
-"""A tiny model, a text, and the command in this process."""
-
-from pathlib import Path
+"""The command in this process."""
 
 import pytest
-from outcomes import TEXT, Run, caller
-from tiny import tiny_directory
+from outcomes import Run, caller
 
 from benchmarks.cli import main
-
-
-@pytest.fixture(scope="session")
-def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_directory(tmp_path_factory.mktemp("model") / "dense")
-
-
-@pytest.fixture(scope="session")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("text") / "text.txt"
-    path.write_text(TEXT)
-    return path
 
 
 @pytest.fixture

@@ -1,26 +1,12 @@
-"""A tiny model, a text, and the command in this process."""
+"""The command in this process."""
 
 import math
-from pathlib import Path
 
 import pytest
-from outcomes import TEXT, Run, caller
-from tiny import tiny_directory
+from outcomes import Run, caller
 
 from neuronmm_ops import progress
 from neuronmm_ops.cli import main
-
-
-@pytest.fixture(scope="session")
-def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_directory(tmp_path_factory.mktemp("model") / "dense")
-
-
-@pytest.fixture(scope="session")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("text") / "text.txt"
-    path.write_text(TEXT)
-    return path
 
 
 @pytest.fixture

@@ -15,8 +15,6 @@ from neuroncore.cli.console import stdout
 from neuronmm_ops.cli import parser
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
-PROVES = {"kernels", "methods", "published", "storages"}
-"""Commands of `python benchmarks`, which older documents name as `neuronmm bench`'s."""
 LARGE = ("--model", "Llama-3.1-70B", "--target", "trn2", "--json")
 
 Show = Callable[[str, Any], None]
@@ -37,9 +35,9 @@ def show(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
 
     def call(line: str, document: Any) -> None:
         words = shlex.split(line)
-        ours = words[0] == "python" or (words[0] == "bench" and words[1] in PROVES)
-        command = benchmarks().parse_args(words[1 + (words[0] == "python") :]) if ours else None
-        (command or parser().parse_args(words)).show(document)
+        is_ours = words[:2] == ["python", "benchmarks"]
+        options = benchmarks().parse_args(words[2:]) if is_ours else parser().parse_args(words)
+        options.show(document)
         assert tables
         for table in tables:
             console = Console(width=80, markup=False, highlight=False)
@@ -55,8 +53,13 @@ def show(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
 
 
 @pytest.mark.parametrize("file", sorted(RESULTS.glob("*.json")), ids=lambda file: file.stem)
-def test_of_committed_documents(show: Show, file: Path) -> None:
-    for run in json.loads(file.read_text())["runs"]:
+def test_of_committed_documents(show: Show, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(RESULTS.parents[1] / "examples" / "results")
+    from sources import read
+
+    document = read(file.stem)
+    assert document is not None
+    for run in document["runs"]:
         show(run["command"].removeprefix("neuronmm "), run["document"])
 
 

@@ -23,7 +23,6 @@ from tiny_model import (
     decoder,
     run,
     shapes_of,
-    write_tiny,
 )
 
 from benchmarks.cases import end_to_end
@@ -35,13 +34,6 @@ from neuronmm_ops.estimate.launches import Tracer
 from neuronmm_ops.estimate.linears import MLP, divided, linears, selection
 from neuronmm_ops.estimate.passes import COMPONENTS, POINTS, lengths
 from neuronmm_ops.models import SHAPES
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    path = tmp_path_factory.mktemp("shapes") / "tiny"
-    path.mkdir()
-    return write_tiny(path)
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,6 @@ from tiny_model import (
     decoder,
     run,
     shapes_of,
-    write_tiny,
 )
 
 from neuroncore.collectives.links import RankGroup
@@ -31,14 +30,6 @@ from neuronmm_ops.estimate.linears import MLP, divided, linears
 from neuronmm_ops.estimate.memory import weight_bytes
 from neuronmm_ops.estimate.passes import fitting
 from neuronmm_ops.models import SHAPES
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    path = tmp_path_factory.mktemp("shapes") / "tiny"
-    path.mkdir()
-    return write_tiny(path)
-
 
 # --- ranks of tensor parallel
 

@@ -10,10 +10,10 @@ from typing import Any
 from neuroncore import Kernel, NkiValidationError, TensorSpec, simulate
 from neuroncore.dtypes import dtype_of
 from neuroncore.hardware import DMA_MODELS, PARTITIONS
-from neuronmm_ops.kernels.problem import Block, Problem
+from neuronmm_ops.kernels.knobs import Arguments
+from neuronmm_ops.kernels.problem import Problem
 from neuronmm_ops.kernels.simulated import simulated_kernel
 
-Arguments = dict[str, Block]
 SHORT, LONG = 4, 8
 """Blocks of tokens that are traced of many: the last four take as long as any four that follow."""
 

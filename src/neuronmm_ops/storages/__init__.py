@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
 STORAGES: dict[str, WeightStorage] = {storage.name: storage for storage in (Fp8(), Int8())}
 BY_DTYPE = {storage.dtype: storage for storage in STORAGES.values()}
+# Filled by the first call that brings a torch dtype. Not functools.cache: each call of an op asks,
+# and torch.compile warns of a cached function in what it traces.
+_BY_TORCH_DTYPE: dict[torch.dtype, WeightStorage] = {}
 COMPUTES = tuple(dict.fromkeys(name for each in STORAGES.values() for name in each.computes))
 """What products may be computed in: the dtype of x, or e4m3 where the factors are that, too."""
 SCALE_BYTES = 4
@@ -37,10 +40,9 @@ def checked(name: str | None, option: str = "storage") -> str | None:
 
 def storage_of(dtype: torch.dtype) -> WeightStorage | None:
     """Return the storage whose tensors have that dtype; None for floats, which need no scale."""
-    for storage in STORAGES.values():
-        if storage.torch_dtype == dtype:
-            return storage
-    return None
+    if not _BY_TORCH_DTYPE:
+        _BY_TORCH_DTYPE.update({each.torch_dtype: each for each in STORAGES.values()})
+    return _BY_TORCH_DTYPE.get(dtype)
 
 
 def tensor_dtype(storage: str | None, dtype: torch.dtype) -> torch.dtype:
