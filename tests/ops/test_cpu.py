@@ -84,3 +84,11 @@ def test_one_row_by_mm_and_by_mv(monkeypatch, dtype, bias):
         y = xuv.reference(*operands)
         assert y.shape == (1, 1, 40)
         assert_close_to_oracle(y, oracle, plain_xuv(*operands), magnitude)
+
+
+@pytest.mark.parametrize("mm_rows", [frozenset(), frozenset({torch.bfloat16})])
+def test_other_devices_are_not_asked_of_the_hosts_cpu(monkeypatch, mm_rows):
+    monkeypatch.setattr(products, "_MM_ROWS", mm_rows)
+    x, u = torch.empty(1, 8, dtype=torch.bfloat16), torch.empty(4, 8, dtype=torch.bfloat16).t()
+    assert products.flat(x, u).dim() == (2 if mm_rows else 1)
+    assert products.flat(x.to("meta"), u.to("meta")).dim() == 2

@@ -25,9 +25,9 @@ def rows(x: Tensor) -> Tensor:
 
 
 def flat(x: Tensor, w: Tensor) -> Tensor:
-    """View x [..., K] as rows [M, K], or as a vector [K] where `mv` is the faster matmul."""
+    """View x [..., K] as rows [M, K], or as a vector [K] where `mv` is the CPU's faster matmul."""
     is_vector = 0 < x.numel() == x.shape[-1] and w.stride(0) == 1 and x.dtype not in _MM_ROWS
-    return x.reshape(-1) if is_vector else rows(x)
+    return x.reshape(-1) if is_vector and x.is_cpu else rows(x)
 
 
 def batched(y: Tensor, x: Tensor) -> Tensor:
