@@ -1,6 +1,7 @@
 """What the public repository is described by: CI, forms, the citation, one address."""
 
 import re
+import shlex
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -76,3 +77,26 @@ def test_the_address_is_one() -> None:
         for url in re.findall(r"https://github\.com/[\w-]+/neuronmm-ops\b", path.read_text())
     }
     assert found == {address}
+
+
+def test_a_release_is_described() -> None:
+    assert f"\n## [{PROJECT['version']}]" in (ROOT / "CHANGELOG.md").read_text()
+    assert PROJECT["authors"][0]["name"]
+    assert "How to report" in (ROOT / "SECURITY.md").read_text()
+
+
+def test_pages_install_from_where_the_packages_are() -> None:
+    """Neither is on an index: a first command takes both from the address, or from a clone."""
+    pages = [ROOT / "README.md", ROOT / "neuroncore" / "README.md", *(ROOT / "docs").glob("*.md")]
+    text = "".join(path.read_text() for path in pages).replace("\\\n", " ")
+    lines = re.findall(r"pip install ([^`\n]*)", text)
+    words = [shlex.split(line, comments=True) for line in lines]
+    assert ["./neuroncore", ".[eval]"] in words
+    from_index = {"neuroncore", "neuronmm-ops", "neuronmm-ops[hf]"}
+    assert [line for line in words if from_index & set(line)] == []
+
+
+def test_the_base_is_small_and_plots_have_an_extra() -> None:
+    packages = {re.match(r"[\w-]+", text)[0] for text in PROJECT["dependencies"]}
+    assert packages == {"neuroncore", "numpy", "rich", "safetensors", "torch"}
+    assert PROJECT["optional-dependencies"]["plot"] == ["matplotlib>=3.9"]
