@@ -1,9 +1,11 @@
-"""Published figures of NKI kernels beside what the simulated core predicts."""
+"""Published figures of NKI kernels beside what the simulated core predicts, and its score."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from itertools import product
-from typing import Any
+from statistics import fmean
+from typing import Any, NamedTuple, get_args
 
 import numpy as np
 
@@ -15,7 +17,7 @@ from neuronmm_ops.compress.calibrate import Progress
 from neuronmm_ops.measure.runner import run_all
 
 FIELDS = (
-    "name", "target", "measure", "engine", "calibration", "naive", "source",
+    "name", "fact", "target", "measure", "engine", "group", "naive", "source",
     "published_ms", "modelled_ms", "documented_ms", "published_share", "modelled_share",
     "error", "errors", "published_bytes", "modelled_bytes", "refused",
 )  # fmt: skip
@@ -32,8 +34,9 @@ def run(progress: Progress | None = None, workers: int = 1) -> list[dict[str, An
 
     Returns:
         One row a figure, with `FIELDS`. `modelled_ms` or `modelled_share` is under the first DMA
-        model, and so is `error` (relative); `errors` has every model's by name. `documented_ms`
-        leaves the fitted issue of matmuls out. `measure` says what is compared; of a "bound",
+        model, and so is `error` (relative); `errors` has every model's by name. `group` says what
+        the figure was to the model, as `cases.published.Case`. `documented_ms` leaves the fitted
+        issue of matmuls out. `measure` says what is compared; of a "bound",
         `modelled_ms` must not exceed what was published, and there is no error. `refused` says why
         a kernel does not run here; its numbers are None.
     """
@@ -52,15 +55,33 @@ def run(progress: Progress | None = None, workers: int = 1) -> list[dict[str, An
     return [*rows, *bounds, *[_bound(token, "a token") for token in end_to_end.decodings()]]
 
 
-def predicted(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows whose figure fixed no constant."""
-    return [row for row in rows if row["error"] is not None and not row["calibration"]]
+class Score(NamedTuple):
+    """How far off the figures of a group are under one DMA model."""
+
+    group: published.Group
+    model: DmaModel
+    figures: int
+    facts: int
+    mean: float
+    """Absolute relative error, the mean of the facts' means."""
+    worst: float
+    """Relative error of the figure where it is largest."""
 
 
-def mean_error(rows: list[dict[str, Any]], model: DmaModel = DMA_MODELS[0]) -> float:
-    """Mean absolute relative error of the figures that were predicted, not fitted."""
-    errors = [abs(row["errors"][model]) for row in predicted(rows)]
-    return sum(errors) / len(errors)
+def scores(rows: list[dict[str, Any]]) -> list[Score]:
+    """The score of each group under each DMA model, of the rows of `run`."""
+    found: list[Score] = []
+    for group, model in product(get_args(published.Group), DMA_MODELS):
+        of_fact = defaultdict[str, list[float]](list)
+        for row in rows:
+            if row["error"] is not None and row["group"] == group:
+                of_fact[row["fact"]].append(row["errors"][model])
+        if of_fact:
+            means = [fmean(map(abs, errors)) for errors in of_fact.values()]
+            errors = [error for of_one in of_fact.values() for error in of_one]
+            worst = max(errors, key=abs)
+            found.append(Score(group, model, len(errors), len(means), fmean(means), worst))
+    return found
 
 
 def _simulated(launch: tuple[int, DmaModel]) -> dict[str, float] | str:
@@ -74,7 +95,10 @@ def _simulated(launch: tuple[int, DmaModel]) -> dict[str, float] | str:
     except NkiValidationError as error:
         return str(error).partition(";")[0]
     profile: Profile = simulation.profile
-    found = {f"active {name}": _active(profile, engine) for name, engine in ENGINES.items()}
+    found: dict[str, float] = {}
+    for name, engine in ENGINES.items():
+        found[f"active {name}, share"] = share = _active(profile, engine)
+        found[f"active {name}"] = share * profile.time_ms
     found |= {"time": profile.time_ms, "MFU": profile.mfu, "bytes": float(profile.hbm_bytes)}
     if model == DMA_MODELS[0]:
         found["documented"] = profile.documented_ms
@@ -120,6 +144,8 @@ def _row(case: published.Case, outcomes: dict[DmaModel, dict[str, float] | str])
     first = values[DMA_MODELS[0]]
     measure = f"active {case.engine}" if case.engine else case.measure
     as_share = case.published_share is not None
+    if case.engine and as_share:
+        measure += ", share"
     row["modelled_share" if as_share else "modelled_ms"] = first[measure]
     row["documented_ms"] = first["documented"] if measure == "time" else None
     row["modelled_bytes"] = round(first["bytes"]) if measure == "time" else None
@@ -133,9 +159,10 @@ def _bound(token: decoding.TokenTime | end_to_end.Decoding, what: str) -> dict[s
     row: dict[str, Any] = dict.fromkeys(FIELDS)
     return row | {
         "name": f"{token.name}: {what}",
+        "fact": token.name,
         "target": token.target,
         "measure": "bound",
-        "calibration": False,
+        "group": "predicted",
         "naive": False,
         "source": decoding.SOURCE,
         "published_ms": token.published_ms,

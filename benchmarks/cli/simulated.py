@@ -48,25 +48,24 @@ def _show_published(rows: list[dict[str, Any]]) -> None:
     from neuroncore.hardware import DMA_MODELS
 
     cells = [_published_cells(row) for row in rows]
-    columns = ["figure", "target", "published", "modelled", *DMA_MODELS]
-    show_table(columns, cells, left=["figure"])
+    columns = ["figure", "group", "target", "published", "modelled", *DMA_MODELS]
+    show_table(columns, cells, left=["figure", "group"])
     stdout.print(
         f"Times in ms, modelled under {DMA_MODELS[0]}; its error, and that of the other DMA model. "
-        "* fixed a constant. A token is a bound, which no published system beats: its share."
+        "A token is a bound, which no published system beats: its share."
     )
-    for model in DMA_MODELS:
-        errors = [row["errors"][model] for row in published.predicted(rows)]
-        worst = max(errors, key=abs)
-        stdout.print(
-            f"{model}: {len(errors)} predicted figures, mean absolute error "
-            f"{published.mean_error(rows, model):.1%}, the worst {worst:+.0%}"
-        )
+    columns = ["group", "DMA model", "figures", "facts", "mean error", "worst"]
+    found = [
+        [*each[:2], str(each.figures), str(each.facts), f"{each.mean:.1%}", f"{each.worst:+.0%}"]
+        for each in published.scores(rows)
+    ]
+    show_table(columns, found, left=["group", "DMA model"])
 
 
 def _published_cells(row: dict[str, Any]) -> list[str]:
-    name = row["name"] + (" *" if row["calibration"] else "")
+    name = row["name"]
     if row["refused"]:
-        return [f"{name}: refused, {row['refused']}", row["target"]]
+        return [f"{name}: refused, {row['refused']}", row["group"], row["target"]]
     if row["published_share"] is not None:
         values = [f"{row['published_share']:.1%}", f"{row['modelled_share']:.1%}"]
     else:
@@ -74,7 +73,7 @@ def _published_cells(row: dict[str, Any]) -> list[str]:
     errors = [f"{error:+.1%}" for error in (row["errors"] or {}).values()]
     if row["measure"] == "bound":
         errors = [f"{row['modelled_ms'] / row['published_ms']:.1%}"]
-    return [name, row["target"], *values, *errors]
+    return [name, row["group"], row["target"], *values, *errors]
 
 
 def _number(value: float | None, unit: int = 1, spec: str = ".4g") -> str:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from command_line import argument_lists
-from modelled import paper_run, published, whole
+from modelled import held_out, paper_run, published, whole
 from readme import block
 from sources import ROOT
 from tensor_parallel import layouts, speedups, traffic_of_ranks
@@ -14,7 +14,7 @@ BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"results": lambda: block("docs/")},
     "docs/cli.md": argument_lists(),
     "docs/index.md": {"results": lambda: block("")},
-    "docs/neuroncore.md": {"published": published},
+    "docs/neuroncore.md": {"published": published, "held-out": held_out},
     "docs/tensor-parallel.md": {"traffic": traffic_of_ranks},
     "docs/whole-model.md": {
         "whole": whole,
@@ -22,6 +22,7 @@ BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
         "layouts": layouts,
         "divided": speedups,
     },
+    "neuroncore/README.md": {"held-out": held_out},
 }
 """What fills each block of each page, by the names in its marks."""
 _BLOCK = re.compile(
