@@ -205,8 +205,8 @@ def held_out() -> str:
         f"{score.mean:.0%} (worst {score.worst:+.0%}) under `{score.model}`" for score in found
     )
     return (
-        f"On the {found[0].figures} figures of {found[0].facts} kernels that AWS published and "
-        f"that no constant was fitted to, the mean error is {ends}."
+        f"On {found[0].figures} times that AWS published of {found[0].facts} kernels and their "
+        f"engines, and that no constant was fitted to, the mean error is {ends}."
     )
 
 
