@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from command_line import argument_lists
-from modelled import held_out, paper_run, published, whole
+from modelled import held_out, paper_run, published, served, whole
 from readme import block
 from sources import ROOT
 from tensor_parallel import layouts, speedups, traffic_of_ranks
@@ -19,6 +19,7 @@ BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
     "docs/whole-model.md": {
         "whole": whole,
         "paper-run": paper_run,
+        "served": served,
         "layouts": layouts,
         "divided": speedups,
     },

@@ -235,10 +235,12 @@ def test_shares_of_lengths(first, size, slope):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", end_to_end.decodings(), ids=lambda case: case.name)
-def test_no_published_token_is_quicker(case):
-    assert case.modelled_ms <= case.published_ms
-    assert case.modelled_ms > case.published_ms / 2
+@pytest.mark.parametrize("model", ["Llama-3.1-70B, inf2", "Llama-2-7B, trn1"])
+def test_no_published_pass_is_quicker(model):
+    cases = [case for case in end_to_end.served() if case.name.startswith(model)]
+    assert cases
+    for case in cases:
+        assert case.published_ms / 4 < case.modelled()["time_ms"] < case.published_ms
 
 
 def test_padded_shapes_divide():
