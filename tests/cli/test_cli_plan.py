@@ -133,8 +133,11 @@ def test_bad_configs_are_one_line(text, message, tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_launches_of_a_split_plan_are_counted(capsys):
-    arguments = ["plan", "--model", "Llama-3.1-8B", "--tokens", "32768"]
+def test_launches_of_a_split_plan_are_counted(capsys, tmp_path):
+    small = {"model_type": "llama", "hidden_size": 512, "intermediate_size": 4096}
+    small |= {"num_hidden_layers": 1, "num_attention_heads": 8, "vocab_size": 512}
+    (tmp_path / "config.json").write_text(json.dumps(small))
+    arguments = ["plan", "--model", str(tmp_path), "--tokens", str(2**20)]
     assert main([*arguments, "--json"]) == 0
     rows = {row["projection"]: row for row in json.loads(capsys.readouterr().out)}
     mlp = rows["mlp"]
