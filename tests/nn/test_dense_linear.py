@@ -3,54 +3,34 @@
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers.models.falcon.modeling_falcon import FalconLinear
+from transformers.pytorch_utils import Conv1D
 
 from neuronmm_ops import SVDLinear, swap_
 from neuronmm_ops.nn import dense_linear, dense_linears, shared_weights
 
 K, N = 6, 10
-
-
-def conv1d() -> nn.Module:
-    """GPT-2's: the weight is [K, N]."""
-    layer = pytest.importorskip("transformers.pytorch_utils").Conv1D(N, K)
-    return _random(layer)
-
-
-def falcon_linear() -> nn.Module:
-    falcon = pytest.importorskip("transformers.models.falcon.modeling_falcon")
-    return _random(falcon.FalconLinear(K, N))
-
-
-def linear() -> nn.Module:
-    return _random(nn.Linear(K, N))
-
-
-def _random(layer: nn.Module) -> nn.Module:
-    with torch.no_grad():
-        for parameter in layer.parameters():
-            parameter.normal_()
-    return layer
-
-
-BUILDERS = {"Linear": linear, "Conv1D": conv1d, "FalconLinear": falcon_linear}
+BUILDERS = {
+    "Linear": lambda: nn.Linear(K, N),
+    "Conv1D": lambda: Conv1D(N, K),  # GPT-2's: the weight is [K, N]
+    "FalconLinear": lambda: FalconLinear(K, N),
+}
 
 
 @pytest.fixture(params=BUILDERS)
 def layer(request: pytest.FixtureRequest) -> nn.Module:
     torch.manual_seed(0)
-    return BUILDERS[request.param]()
+    layer = BUILDERS[request.param]()
+    for parameter in layer.parameters():
+        parameter.data.normal_()
+    return layer
 
 
-def test_what_it_computes(layer):
+def test_what_it_computes_with_the_modules_own_weight(layer):
     view = dense_linear(layer)
-    assert view is not None
     assert (view.in_features, view.out_features, view.weight.shape) == (K, N, (N, K))
     x = torch.randn(2, 3, K)
     torch.testing.assert_close(layer(x), nn.functional.linear(x, view.weight, view.bias))
-
-
-def test_the_weight_is_the_module_s_own(layer):
-    view = dense_linear(layer)
     view.weight.detach().zero_()
     assert layer.weight.abs().sum() == 0
     assert view.stored is layer.weight
@@ -97,18 +77,12 @@ def test_weights_that_another_module_holds_too(layer):
 
 
 def test_other_modules_are_no_linear_layers():
-    class Conv1D(nn.Module):
-        """Of somebody else."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.zeros(3, 4))
-            self.bias = None
-
     class Doubled(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
             return 2 * super().forward(x)
 
-    others = [Conv1D(), Doubled(4, 4), nn.Embedding(4, 4), nn.Conv1d(4, 4, 1), SVDLinear(4, 4, 2)]
+    foreign = type("Conv1D", (nn.Module,), {})()
+    foreign.weight, foreign.bias = nn.Parameter(torch.zeros(3, 4)), None
+    others = [foreign, Doubled(4, 4), nn.Embedding(4, 4), nn.Conv1d(4, 4, 1), SVDLinear(4, 4, 2)]
     assert [dense_linear(module) for module in others] == [None] * len(others)
     assert list(dense_linears(nn.Sequential(nn.Linear(4, 4), *others))) == ["0"]

@@ -2,43 +2,23 @@
 
 import ast
 import functools
-import importlib.util
+import importlib
 import inspect
-import re
-from collections.abc import Callable
-from pathlib import Path
 from types import MethodType
 
 import pytest
 import torch
+import transformers
+from nn.layers import ops_of, transformers_forwards
 from tolerances import assert_same_in_fp64
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.activations import ACT2FN
 
 from neuronmm_ops import SVDMLP, SVDLinear
 from neuronmm_ops.nn.svd_mlp import _ACTIVATION_CLASSES, GATED_MLPS, gated_activation
 from neuronmm_ops.ops import ACTIVATIONS
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
-
-
-class Calls(TorchDispatchMode):
-    """Record the names of the ops that run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace == "neuronmm":
-            self.names.append(func._schema.name.removeprefix("neuronmm::"))
-        return func(*args, **(kwargs or {}))
-
-
-def ops_of(module: nn.Module, x: Tensor) -> list[str]:
-    with Calls() as calls:
-        module(x)
-    return calls.names
 
 
 def separate(mlp: SVDMLP, x: Tensor) -> Tensor:
@@ -101,34 +81,22 @@ def test_a_bias_is_added(mlp, x, biased):
     assert_same_in_fp64(mlp(x), separate(mlp, x))
 
 
-def forward_hook(layer: nn.Module, seen: list[str]) -> None:
-    layer.register_forward_hook(lambda *_: seen.append("forward"))
-
-
-def pre_hook(layer: nn.Module, seen: list[str]) -> None:
-    layer.register_forward_pre_hook(lambda *_: seen.append("pre"))
-
-
-def always_hook(layer: nn.Module, seen: list[str]) -> None:
-    layer.register_forward_hook(lambda *_: seen.append("always"), always_call=True)
-
-
-def backward_hook(layer: nn.Module, seen: list[str]) -> None:
-    layer.register_full_backward_hook(lambda *_: seen.append("backward"))
-
-
-def backward_pre_hook(layer: nn.Module, seen: list[str]) -> None:
-    layer.register_full_backward_pre_hook(lambda *_: seen.append("backward_pre"))
+HOOKS = (
+    "register_forward_pre_hook",
+    "register_forward_hook",
+    "register_full_backward_hook",
+    "register_full_backward_pre_hook",
+)
 
 
 @pytest.mark.parametrize("name", PROJECTIONS)
 @pytest.mark.parametrize(
-    "register", [forward_hook, pre_hook, always_hook, backward_hook, backward_pre_hook]
+    ("register", "options"), [*((hook, {}) for hook in HOOKS), (HOOKS[1], {"always_call": True})]
 )
-def test_a_hook_on_a_projection_is_called(mlp, x, name, register):
+def test_a_hook_on_a_projection_is_called(mlp, x, name, register, options):
     expected = mlp(x)
     seen: list[str] = []
-    register(getattr(mlp, name), seen)
+    getattr(getattr(mlp, name), register)(lambda *_: seen.append(register), **options)
     output = mlp(x.requires_grad_())
     output.sum().backward()
     assert len(seen) == 1
@@ -178,17 +146,11 @@ def test_gradients_of_the_fused_call(mlp, x):
         assert_same_in_fp64(fused, expected)
 
 
-# --- the list of Transformers classes ------------------------------------------------------------
-
 FORWARD = "self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))"
 
 
-def _forward_returns(definition: ast.ClassDef) -> str | None:
-    """Return what forward returns with its argument called x, if it does nothing else."""
-    found = [n for n in definition.body if isinstance(n, ast.FunctionDef) and n.name == "forward"]
-    if not found:
-        return None
-    forward = found[0]
+def returned(forward: ast.FunctionDef) -> str | None:
+    """What a forward returns with its argument called x, if it does nothing else."""
     argument = forward.args.args[1].arg
     for node in ast.walk(forward):
         if isinstance(node, ast.Name) and node.id == argument:
@@ -201,56 +163,25 @@ def _forward_returns(definition: ast.ClassDef) -> str | None:
     return None
 
 
-@functools.cache
-def transformers_classes() -> dict[str, list[str | None]]:
-    """Map every class in Transformers' modeling files to what its forward returns."""
-    spec = importlib.util.find_spec("transformers")
-    if spec is None or spec.origin is None:
-        pytest.skip("needs transformers")
-    classes: dict[str, list[str | None]] = {}
-    defines_one = re.compile(rf"^class ({'|'.join(GATED_MLPS)})\(", re.MULTILINE)
-    for path in sorted(Path(spec.origin).parent.glob("models/*/modeling_*.py")):
-        text = path.read_text(encoding="utf-8")
-        for node in ast.parse(text).body if defines_one.search(text) else ():
-            if isinstance(node, ast.ClassDef) and node.name in GATED_MLPS:
-                classes.setdefault(node.name, []).append(_forward_returns(node))
-    return classes
-
-
-@pytest.mark.parametrize("name", sorted(GATED_MLPS))
-def test_every_listed_class_is_a_gated_mlp_in_transformers(name):
+def test_every_listed_class_is_a_gated_mlp_in_transformers():
     # Modules are recognized by class name alone, so every class of that name must qualify.
-    found = transformers_classes().get(name, [])
-    assert found, f"transformers has no class {name}"
-    assert set(found) == {FORWARD}
+    found = transformers_forwards(GATED_MLPS)
+    assert found.keys() == GATED_MLPS
+    for name, forwards in found.items():
+        assert {returned(forward) for forward in forwards} == {FORWARD}, name
 
 
-MLP_CONFIGS: dict[str, Callable[[], object]] = {
-    "LlamaMLP": lambda: _config("LlamaConfig"),
-    "MistralMLP": lambda: _config("MistralConfig"),
-    "Qwen2MLP": lambda: _config("Qwen2Config"),
-    "Qwen3MLP": lambda: _config("Qwen3Config"),
-    "GemmaMLP": lambda: _config("GemmaConfig"),
-    "Gemma2MLP": lambda: _config("Gemma2Config"),
-    "Gemma3MLP": lambda: _config("Gemma3TextConfig"),
-    "Olmo2MLP": lambda: _config("Olmo2Config"),
-    "SmolLM3MLP": lambda: _config("SmolLM3Config"),
-}
-
-
-def _config(name: str) -> object:
-    transformers = pytest.importorskip("transformers")
-    return getattr(transformers, name)(hidden_size=8, intermediate_size=16, num_attention_heads=2)
-
-
-@pytest.mark.parametrize("name", MLP_CONFIGS)
+@pytest.mark.parametrize(
+    "name",
+    ["Llama", "Mistral", "Qwen2", "Qwen3", "Gemma", "Gemma2", "Gemma3", "Olmo2", "SmolLM3"],
+)
 def test_common_classes_compute_what_svd_mlp_computes(name):
-    config = MLP_CONFIGS[name]()
+    kind = getattr(transformers, f"{name}TextConfig" if name == "Gemma3" else f"{name}Config")
+    config = kind(hidden_size=8, intermediate_size=16, num_attention_heads=2)
     package = inspect.getmodule(type(config)).__package__
     modeling = f"{package}.modeling_{package.rpartition('.')[2]}"
-    original = getattr(importlib.import_module(modeling), name)(config).double()
+    original = getattr(importlib.import_module(modeling), f"{name}MLP")(config).double()
     activation = gated_activation(original)
-    assert activation is not None
     projections = [SVDLinear.from_linear(getattr(original, p), 8) for p in PROJECTIONS]
     x = torch.randn(2, 8, dtype=torch.float64)
     mlp = SVDMLP.from_projections(*projections, activation)
@@ -259,15 +190,24 @@ def test_common_classes_compute_what_svd_mlp_computes(name):
 
 
 def test_activation_classes_are_mapped_to_what_they_compute():
-    activations = pytest.importorskip("transformers.activations")
     x = torch.linspace(-6, 6, 241, dtype=torch.float64)
     seen = set()
-    for key in activations.ACT2FN:
-        name = _ACTIVATION_CLASSES.get(type(activations.ACT2FN[key]).__name__)
+    for key in ACT2FN:
+        name = _ACTIVATION_CLASSES.get(type(ACT2FN[key]).__name__)
         if name is not None:
             seen.add(name)
-            assert_same_in_fp64(activations.ACT2FN[key](x), ACTIVATIONS[name](x))
+            assert_same_in_fp64(ACT2FN[key](x), ACTIVATIONS[name](x))
     assert seen == set(ACTIVATIONS)
+
+
+HOME = "transformers.models.llama.modeling_llama"
+
+
+def module_of(name: str, module: str, activation: nn.Module | None) -> nn.Module:
+    made = type(name, (nn.Module,), {"__module__": module})()
+    if activation is not None:
+        made.act_fn = activation
+    return made
 
 
 @pytest.mark.parametrize(
@@ -284,21 +224,12 @@ def test_activation_classes_are_mapped_to_what_they_compute():
     ],
 )
 def test_an_unknown_activation_leaves_the_mlp_alone(key, name):
-    activations = pytest.importorskip("transformers.activations")
-    home = {"__module__": "transformers.models.llama.modeling_llama"}
-    module = type("LlamaMLP", (nn.Module,), home)()
-    module.act_fn = activations.ACT2FN[key]
-    assert gated_activation(module) == name
+    assert gated_activation(module_of("LlamaMLP", HOME, ACT2FN[key])) == name
 
 
-def test_other_classes_are_left_alone():
-    module = type("MyMLP", (nn.Module,), {})()
-    module.act_fn = nn.SiLU()
-    assert gated_activation(module) is None
-    assert gated_activation(type("LlamaMLP", (nn.Module,), {})()) is None
-
-
-def test_a_class_of_that_name_from_elsewhere_is_left_alone():
-    module = type("LlamaMLP", (nn.Module,), {"__module__": "somebody.elses"})()
-    module.act_fn = nn.SiLU()
-    assert gated_activation(module) is None
+@pytest.mark.parametrize(
+    "other",
+    [("MyMLP", HOME, nn.SiLU()), ("LlamaMLP", HOME, None), ("LlamaMLP", "somebodys", nn.SiLU())],
+)
+def test_other_classes_are_left_alone(other):
+    assert gated_activation(module_of(*other)) is None

@@ -3,18 +3,15 @@
 import ast
 import copy
 import functools
-import importlib.util
 import pickle
-import re
 import threading
 import weakref
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from nn.test_svd_mlp import Calls
+from nn.layers import Calls, ops_of, transformers_forwards
 from quantized import quantize_
 from tiny import tiny_ids, tiny_model
 from torch import Tensor, nn
@@ -65,14 +62,11 @@ def separate(model: nn.Module) -> nn.Module:
     return model
 
 
-def ops_of(model: nn.Module, ids: Tensor | None = None) -> list[str]:
-    with Calls() as calls:
-        model(tiny_ids(2, 5) if ids is None else ids)
-    return calls.names
+IDS = tiny_ids(2, 5)
 
 
 def logits(model: nn.Module, **options: Any) -> Tensor:
-    return model(tiny_ids(2, 5), **options).logits
+    return model(IDS, **options).logits
 
 
 def kept(model: nn.Module) -> list[Any]:
@@ -85,8 +79,8 @@ def test_one_op_has_the_values_of_three(family, storage):
     model = compressed(family)
     if storage:
         quantize_(model, storage)
-    assert ops_of(model) == ONE
-    assert ops_of(separate(model)) == THREE
+    assert ops_of(model, IDS) == ONE
+    assert ops_of(separate(model), IDS) == THREE
     torch.testing.assert_close(logits(model), logits(separate(model)), rtol=1e-5, atol=1e-5)
     assert not kept(model)
     assert set(model.state_dict()) == set(separate(model).state_dict())
@@ -97,9 +91,9 @@ def test_where_it_pays(pays, monkeypatch):
     monkeypatch.setattr(svd_qkv, "_pays", pays)
     model = compressed()
     expected = logits(model)
-    assert ops_of(model) == THREE
+    assert ops_of(model, IDS) == THREE
     with use_impl("simulated", "trn2"):
-        assert ops_of(model) == ONE
+        assert ops_of(model, IDS) == ONE
         torch.testing.assert_close(logits(model), expected, rtol=1e-3, atol=1e-4)
     assert pays(SimpleNamespace(is_cpu=False, device=torch.device("xla")))
     assert not pays(SimpleNamespace(is_cpu=False, device=torch.device("cuda")))
@@ -115,11 +109,6 @@ def test_generation_with_a_cache():
     assert torch.equal(own, plain.generate(ids, **options))
 
 
-def enable_checkpointing(model: Any) -> None:
-    enable = getattr(model, "activation_checkpointing_enable", None)
-    (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
-
-
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_gradients(checkpointing):
     model = compressed("qwen2")
@@ -127,63 +116,55 @@ def test_gradients(checkpointing):
     for each in (model, plain):
         each.train()
         if checkpointing:
-            enable_checkpointing(each)
+            # named anew in later Transformers
+            enable = getattr(each, "activation_checkpointing_enable", None)
+            (enable or each.gradient_checkpointing_enable)({"use_reentrant": False})
         logits(each).square().sum().backward()
     for (name, own), other in zip(model.named_parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(own.grad, other.grad, rtol=1e-4, atol=1e-5, msg=name)
     assert not kept(model)
 
 
-# --- when each is called by itself ---------------------------------------------------------------
+def store(attention: Any, name: str, storage: str) -> None:
+    setattr(attention, name, quantize_(nn.Sequential(getattr(attention, name)), storage)[0])
 
 
-def refuse_hook(attention: nn.Module) -> None:
-    attention.k_proj.register_forward_hook(lambda module, args, output: 2 * output)
-
-
-def refuse_storage(attention: nn.Module) -> None:
-    quantize_(attention.v_proj, "int8")
-    attention.v_proj = quantize_(nn.Sequential(attention.v_proj), "int8")[0]
-
-
-def refuse_compute(attention: nn.Module) -> None:
+def compute_one_in_fp8(attention: Any) -> None:
     for name in PROJECTIONS:
-        setattr(attention, name, quantize_(nn.Sequential(getattr(attention, name)), "fp8")[0])
+        store(attention, name, "fp8")
     attention.q_proj.compute = "fp8"
 
 
-def refuse_wrapped(attention: nn.Module) -> None:
-    attention.v_proj = nn.Sequential(attention.v_proj)
-
-
-def refuse_forward(attention: nn.Module) -> None:
-    attention.q_proj.forward = functools.partial(SVDLinear.forward, attention.q_proj)
-
-
-def refuse_own_forward(attention: nn.Module) -> None:
-    attention.forward = functools.partial(type(attention).forward, attention)
-
-
-def refuse_pre_hook(attention: nn.Module) -> None:
+def write_before(attention: Any) -> None:
     def write(module: nn.Module, args: Any, kwargs: Any) -> None:
         kwargs["hidden_states"].mul_(3)
 
     attention.register_forward_pre_hook(write, with_kwargs=True)
 
 
-def refuse_offloaded(attention: nn.Module) -> None:
+def offload(attention: Any) -> None:
     pytest.importorskip("accelerate").cpu_offload(attention, torch.device("cpu"))
     assert attention.k_proj.u.is_meta
 
 
-def refuse_dense(attention: nn.Module) -> None:
-    attention.k_proj = attention.k_proj.to_linear()
+def replace_forward(module: nn.Module) -> None:
+    module.forward = functools.partial(type(module).forward, module)
 
 
-REFUSALS = [value for name, value in dict(globals()).items() if name.startswith("refuse_")]
+REFUSALS = {
+    "hook": lambda a: a.k_proj.register_forward_hook(lambda module, args, output: 2 * output),
+    "storage": lambda a: store(a, "v_proj", "int8"),
+    "compute": compute_one_in_fp8,
+    "wrapped": lambda a: setattr(a, "v_proj", nn.Sequential(a.v_proj)),
+    "forward": lambda a: replace_forward(a.q_proj),
+    "own forward": replace_forward,
+    "pre-hook": write_before,
+    "offloaded": offload,
+    "dense": lambda a: setattr(a, "k_proj", a.k_proj.to_linear()),
+}
 
 
-@pytest.mark.parametrize("change", REFUSALS, ids=lambda change: change.__name__)
+@pytest.mark.parametrize("change", REFUSALS.values(), ids=REFUSALS)
 @torch.no_grad()
 def test_what_a_user_changed_is_called(change):
     model = compressed()
@@ -191,7 +172,7 @@ def test_what_a_user_changed_is_called(change):
     plain = copy.deepcopy(model)
     fused = next(iter(attention_of(plain)._forward_pre_hooks))
     del attention_of(plain)._forward_pre_hooks[fused]
-    assert "svd_qkv" not in ops_of(model)
+    assert "svd_qkv" not in ops_of(model, IDS)
     assert torch.equal(logits(model), logits(plain))
 
 
@@ -200,7 +181,7 @@ def test_dense_projections_leave_no_hook(ends):
     model = compressed(ends=ends)
     assert not attention_of(model)._forward_pre_hooks
     assert not fuse_projections_(attention_of(model))
-    assert "svd_qkv" not in ops_of(model)
+    assert "svd_qkv" not in ops_of(model, IDS)
 
 
 def test_attention_of_another_class_has_no_hook():
@@ -216,10 +197,10 @@ def test_pairs_and_back():
     model = compressed()
     expected = logits(model)
     hf.to_pairs(model)
-    assert ops_of(model) == []
+    assert ops_of(model, IDS) == []
     torch.testing.assert_close(logits(model), expected)
     hf.from_pairs(model)
-    assert ops_of(model) == ONE
+    assert ops_of(model, IDS) == ONE
     assert len(attention_of(model)._forward_pre_hooks) == 1  # not one more each time
     assert torch.equal(logits(model), expected)
 
@@ -239,11 +220,8 @@ def test_lora_on_a_projection(factors):
             module._forward_pre_hooks.clear()
     torch.testing.assert_close(logits(adapted), logits(plain))
     merged = adapted.merge_and_unload()
-    assert ops_of(merged) == ONE
+    assert ops_of(merged, IDS) == ONE
     torch.testing.assert_close(logits(merged), logits(plain), rtol=1e-4, atol=1e-5)
-
-
-# --- what is kept --------------------------------------------------------------------------------
 
 
 @torch.no_grad()
@@ -293,7 +271,7 @@ def test_copies_are_their_own():
     expected = logits(model)
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):  # noqa: S301
         attention_of(twin).k_proj.u.mul_(2)
-        assert ops_of(twin) == ONE
+        assert ops_of(twin, IDS) == ONE
         assert not torch.equal(logits(twin), expected)
         assert torch.equal(logits(twin), logits(separate(twin)))
     assert torch.equal(logits(model), expected)
@@ -320,9 +298,6 @@ def test_threads_have_their_own_results():
     assert not wrong
 
 
-# --- compilers -----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 @torch.no_grad()
 def test_compiled_without_a_graph_break(family, pays, monkeypatch):
@@ -346,52 +321,26 @@ def test_compiled_without_a_graph_break(family, pays, monkeypatch):
 def test_exported(pays, monkeypatch):
     monkeypatch.setattr(svd_qkv, "_pays", pays)
     model = compressed()
-    program = torch.export.export(model, (tiny_ids(2, 5),), {"use_cache": False})
+    program = torch.export.export(model, (IDS,), {"use_cache": False})
     targets = [str(node.target) for node in program.graph.nodes]
     assert [t for t in targets if "neuronmm" in t] == [f"neuronmm.{op}.default" for op in ONE]
-    exported = program.module()(tiny_ids(2, 5), use_cache=False).logits
+    exported = program.module()(IDS, use_cache=False).logits
     torch.testing.assert_close(exported, logits(model))
 
 
-# --- which classes -------------------------------------------------------------------------------
-
-
-@functools.cache
-def transformers_classes() -> dict[str, list[ast.FunctionDef]]:
-    """Map the listed classes in Transformers' modeling files to their forwards."""
-    spec = importlib.util.find_spec("transformers")
-    assert spec is not None
-    assert spec.origin is not None
-    found: dict[str, list[ast.FunctionDef]] = {}
-    defines_one = re.compile(rf"^class ({'|'.join(ATTENTIONS)})\(", re.MULTILINE)
-    for path in sorted(Path(spec.origin).parent.glob("models/*/modeling_*.py")):
-        text = path.read_text(encoding="utf-8")
-        for node in ast.parse(text).body if defines_one.search(text) else ():
-            if isinstance(node, ast.ClassDef) and node.name in ATTENTIONS:
-                forward = [f for f in node.body if getattr(f, "name", "") == "forward"]
-                found.setdefault(node.name, []).extend(forward)  # pyright: ignore
-    return found
-
-
-@pytest.mark.parametrize("name", sorted(ATTENTIONS))
-def test_every_listed_class_projects_its_hidden_states(name):
-    forwards = transformers_classes().get(name, [])
-    assert forwards, f"transformers has no class {name}"
-    for forward in forwards:
+def test_every_listed_class_projects_its_hidden_states():
+    found = transformers_forwards(ATTENTIONS)
+    assert found.keys() == ATTENTIONS
+    for forward in [each for forwards in found.values() for each in forwards]:
         assert forward.args.args[1].arg == "hidden_states"
+        nodes = list(ast.walk(forward))
         calls = [
             (node.func.attr, ast.unparse(node.args[0]))
-            for node in ast.walk(forward)
-            if isinstance(node, ast.Call)
-            and isinstance(node.func, ast.Attribute)
-            and node.func.attr in PROJECTIONS
+            for node in nodes
+            if isinstance(node, ast.Call) and getattr(node.func, "attr", "") in PROJECTIONS
         ]
         assert sorted(calls) == sorted([(p, "hidden_states") for p in PROJECTIONS])
-        stored = [
-            node.id
-            for node in ast.walk(forward)
-            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
-        ]
-        assert "hidden_states" not in stored
-        branches = [node for node in ast.walk(forward) if isinstance(node, (ast.If, ast.For))]
+        names = [node for node in nodes if isinstance(node, ast.Name)]
+        assert "hidden_states" not in [n.id for n in names if isinstance(n.ctx, ast.Store)]
+        branches = [node for node in nodes if isinstance(node, (ast.If, ast.For))]
         assert not any(p in ast.unparse(node) for node in branches for p in PROJECTIONS)

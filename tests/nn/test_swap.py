@@ -1,6 +1,6 @@
 """Replacing Linears inside a model: where, by what, and what survives."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -66,49 +66,36 @@ def x() -> Tensor:
     return torch.randn(3, 6)
 
 
-def test_swapped_linears_compute_the_same(x):
-    model = Block()
+class MyMLP(LlamaMLP):
+    """Of somebody else."""
+
+
+GATE, UP, DOWN = PROJECTIONS
+WHOLE = ("gate_proj", "up_proj", "down_proj")
+
+
+@pytest.mark.parametrize(
+    ("build", "swapped", "left"),
+    [
+        (Block, ("proj", *PROJECTIONS), {}),
+        (Block, PROJECTIONS, {"proj": nn.Linear}),
+        (Block, (GATE, DOWN), {"proj": nn.Linear, UP: nn.Linear}),
+        (lambda: nn.Sequential(MyMLP()), tuple(f"0.{name}" for name in WHOLE), {"0": MyMLP}),
+        (LlamaMLP, WHOLE, {"": LlamaMLP}),  # has no parent in which to replace it
+    ],
+    ids=["all", "fused", "a dense projection", "another class", "the model itself"],
+)
+def test_what_is_replaced_computes_the_same(build, swapped, left, x):
+    model = build()
     expected = model(x)
-    assert swap_(model, factors_of(model, "proj", *PROJECTIONS)) is None
-    assert type(model.proj) is SVDLinear
-    assert_same_in_fp64(model(x), expected)
-
-
-def test_a_gated_mlp_is_fused(x):
-    model = Block()
-    expected = model(x)
-    swap_(model, factors_of(model, *PROJECTIONS))
-    assert type(model.mlp) is SVDMLP
-    assert model.mlp.activation == "silu"
-    assert all(type(child) is SVDLinear for child in model.mlp.children())
-    assert type(model.proj) is nn.Linear
-    assert_same_in_fp64(model(x), expected)
-
-
-def test_a_gated_mlp_keeps_its_dense_projections(x):
-    model = Block()
-    expected, up = model(x), model.mlp.up_proj
-    swap_(model, factors_of(model, "mlp.gate_proj", "mlp.down_proj"))
-    assert type(model.mlp) is SVDMLP
-    assert model.mlp.up_proj is up
-    assert_same_in_fp64(model(x), expected)
-
-
-def test_other_gated_mlps_are_left_alone(x):
-    class MyMLP(LlamaMLP):
-        pass
-
-    model = nn.Sequential(MyMLP())
-    expected = model(x)
-    swap_(model, factors_of(model, "0.gate_proj", "0.up_proj", "0.down_proj"))
-    assert type(model[0]) is MyMLP
-    assert_same_in_fp64(model(x), expected)
-
-
-def test_a_gated_mlp_that_is_the_model_itself_keeps_working(x):
-    model = LlamaMLP()
-    expected = model(x)
-    swap_(model, factors_of(model, "gate_proj", "up_proj", "down_proj"))
+    untouched = {name: model.get_submodule(name) for name in left}
+    assert swap_(model, factors_of(model, *swapped)) is None
+    kinds = {name: type(module) for name, module in model.named_modules()}
+    assert {name: kinds[name] for name in swapped} == dict.fromkeys(swapped, SVDLinear)
+    assert {name: kinds[name] for name in left} == left
+    assert all(model.get_submodule(name) is module for name, module in untouched.items())
+    if isinstance(model, Block):
+        assert (kinds["mlp"], model.mlp.activation) == (SVDMLP, "silu")
     assert_same_in_fp64(model(x), expected)
 
 
@@ -120,6 +107,14 @@ def test_a_gated_mlp_whose_forward_was_replaced_is_left_alone(x):
     swap_(model, factors_of(model, *PROJECTIONS))
     assert_same_in_fp64(model(x), expected)
     assert seen == ["forward"] * 2
+
+
+def test_a_hooked_activation_keeps_its_mlp():
+    block = Block()
+    block.mlp.act_fn.register_forward_hook(lambda *_: None)
+    swap_(block, factors_of(block, *PROJECTIONS))
+    assert isinstance(block.mlp, LlamaMLP)
+    assert isinstance(block.mlp.gate_proj, SVDLinear)
 
 
 def test_an_mlp_of_two_parents_is_replaced_in_both(x):
@@ -154,25 +149,20 @@ def test_a_shared_linear_under_two_names_is_not_half_replaced(x):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("device", ["cpu", "meta"])
 @pytest.mark.parametrize("trainable", [True, False])
 @pytest.mark.parametrize("training", [True, False])
-def test_dtype_flags_and_bias_survive(dtype, trainable, training):
-    model = nn.Sequential(nn.Linear(6, 4, dtype=dtype)).train(training)
+def test_dtype_device_flags_and_bias_survive(dtype, device, trainable, training):
+    model = nn.Sequential(nn.Linear(6, 4, device=device, dtype=dtype)).train(training)
     model[0].weight.requires_grad_(trainable)
     bias = model[0].bias.requires_grad_(not trainable)
     swap_(model, {"0": (torch.randn(6, 2), torch.randn(2, 4))})
     layer = model[0]
-    assert {p.dtype for p in layer.parameters()} == {dtype}
+    assert {(p.dtype, p.device.type) for p in layer.parameters()} == {(dtype, device)}
     assert layer.u.requires_grad is layer.v.requires_grad is trainable
     assert layer.bias is bias
     assert bias.requires_grad is not trainable
     assert layer.training is training
-
-
-def test_device_survives():
-    model = nn.Sequential(nn.Linear(6, 4, device="meta"))
-    swap_(model, {"0": (torch.randn(6, 2), torch.randn(2, 4))})
-    assert {p.device.type for p in model.parameters()} == {"meta"}
 
 
 def test_training_flags_of_an_mlp_survive():
@@ -258,48 +248,53 @@ def _sequential(*modules: nn.Module) -> nn.Module:
     return nn.Sequential(nn.Linear(6, 4), *modules)
 
 
-GOOD = (torch.zeros(6, 2), torch.zeros(2, 4))
+def _with_replaced_forward() -> nn.Module:
+    model = _sequential(nn.Linear(6, 4))
+    model[1].forward = lambda x: x
+    return model
+
+
+def pair(K: int, r: int, s: int, N: int) -> tuple[Tensor, Tensor]:
+    return torch.zeros(K, r), torch.zeros(s, N)
+
+
+GOOD = pair(6, 2, 2, 4)
+SHAPES = r"1: u must be \[6, r\] and v \[r, 4\], got "
 REFUSALS = {
-    "unknown": (_sequential, {"0": GOOD, "9": GOOD}, "no module named '9'"),
+    "unknown": (_sequential, {"9": GOOD}, "no module named '9'"),
     "not a Linear": (
         lambda: _sequential(nn.ReLU()),
-        {"0": GOOD, "1": GOOD},
+        {"1": GOOD},
         "1 must be an nn.Linear, got ReLU",
     ),
     "a subclass": (
         lambda: _sequential(Subclass(6, 4)),
-        {"0": GOOD, "1": GOOD},
+        {"1": GOOD},
         "1 must be an nn.Linear, got Subclass",
     ),
     "tied": (
-        lambda: nn.Sequential(nn.Linear(6, 4), _tied()),
-        {"0": GOOD, "1.head": (torch.zeros(6, 2), torch.zeros(2, 9))},
+        lambda: _sequential(_tied()),
+        {"1.head": pair(6, 2, 2, 9)},
         "1.head shares its weight with 1.embed.weight; a swap would untie them",
     ),
-    "wrong K": (
-        lambda: _sequential(nn.Linear(6, 4)),
-        {"0": GOOD, "1": (torch.zeros(5, 2), torch.zeros(2, 4))},
-        r"1: u must be \[6, r\] and v \[r, 4\], got \[5, 2\] and \[2, 4\]",
-    ),
-    "wrong N": (
-        lambda: _sequential(nn.Linear(6, 4)),
-        {"0": GOOD, "1": (torch.zeros(6, 2), torch.zeros(2, 5))},
-        r"1: u must be \[6, r\] and v \[r, 4\], got \[6, 2\] and \[2, 5\]",
-    ),
-    "two ranks": (
-        lambda: _sequential(nn.Linear(6, 4)),
-        {"0": GOOD, "1": (torch.zeros(6, 2), torch.zeros(3, 4))},
-        r"1: u must be \[6, r\] and v \[r, 4\], got \[6, 2\] and \[3, 4\]",
-    ),
+    "replaced forward": (_with_replaced_forward, {"1": GOOD}, "1 has its forward replaced"),
+    **{
+        name: (lambda: _sequential(nn.Linear(6, 4)), {"1": pair(*sizes)}, f"{SHAPES}{words}")
+        for name, sizes, words in (
+            ("wrong K", (5, 2, 2, 4), r"\[5, 2\] and \[2, 4\]"),
+            ("wrong N", (6, 2, 2, 5), r"\[6, 2\] and \[2, 5\]"),
+            ("two ranks", (6, 2, 3, 4), r"\[6, 2\] and \[3, 4\]"),
+        )
+    },
 }
 
 
 @pytest.mark.parametrize(("build", "factors", "message"), REFUSALS.values(), ids=REFUSALS)
-def test_an_error_replaces_nothing(build, factors: Mapping, message):
+def test_an_error_replaces_nothing(build, factors, message):
     model = build()
     before = dict(model.named_modules())
     with pytest.raises(ValueError, match=message):
-        swap_(model, factors)
+        swap_(model, {"0": GOOD} | factors)
     assert dict(model.named_modules()) == before
 
 
@@ -326,25 +321,3 @@ def test_a_swapped_model_trains(x):
     swap_(model, {n: (u[:, :2], v[:2]) for n, (u, v) in factors_of(model, *PROJECTIONS).items()})
     model(x).square().sum().backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
-
-
-def test_a_hooked_activation_keeps_its_mlp():
-    block = Block()
-    block.mlp.act_fn.register_forward_hook(lambda *_: None)
-    swap_(block, factors_of(block, *PROJECTIONS))
-    assert isinstance(block.mlp, LlamaMLP)
-    assert isinstance(block.mlp.gate_proj, SVDLinear)
-
-
-def test_a_linear_with_its_forward_replaced_is_refused():
-    block = Block()
-    factors = factors_of(block, "proj")
-    block.proj.forward = lambda x: x
-    with pytest.raises(ValueError, match="proj has its forward replaced"):
-        swap_(block, factors)
-
-
-def test_ranks_that_disagree_name_the_layer():
-    block = Block()
-    with pytest.raises(ValueError, match=r"proj: u must be \[6, r\].* got \[6, 3\] and \[2, 6\]"):
-        swap_(block, {"proj": (torch.zeros(6, 3), torch.zeros(2, 6))})
