@@ -20,8 +20,6 @@ from neuronmm_ops.ops.spec import Operand, OpSpec
 
 X = Operand("x", "... K", "activation")
 
-# --- the ops -------------------------------------------------------------------------------------
-
 
 def add_norm(
     x: Tensor, weight: Tensor, residual: Tensor, eps: float = 1e-6
@@ -86,8 +84,6 @@ GATE_UP = OpSpec(
 KINDS = (ADD_NORM, APPEND, GATE_UP)
 for _spec in KINDS:
     register(_spec)
-
-# --- their kernels -------------------------------------------------------------------------------
 
 
 @jit

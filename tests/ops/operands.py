@@ -134,6 +134,47 @@ def weight_shapes_of(op: str, **sizes: int) -> list[tuple[int, ...]]:
     return [shape for n, shape in enumerate(shapes) if n not in spec.activations]
 
 
+def one_byte_factor(
+    shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator, by_column: bool = True
+) -> tuple[Tensor, Tensor]:
+    """A matrix [K, N] whose values fill the dtype's range, and scales that make it of size 1."""
+    values = torch.randn(shape, generator=generator) * 60
+    matrix = values.clamp(-127, 127).round() if dtype == torch.int8 else values.clamp(-240, 240)
+    scale = (0.5 + torch.rand(shape[1], generator=generator)) / 60 / shape[0] ** 0.5
+    rounded = matrix.to(dtype)
+    return (rounded.t().contiguous().t() if by_column else rounded), scale.bfloat16().float()
+
+
+ONE_BYTE_SIZES = {"K": 64, "K_up": 32, "r": 24, "N": 40, "I": 96, "r_gate": 24, "r_up": 16}
+ONE_BYTE_SIZES |= {"r_down": 32, "r_query": 32, "r_key": 16, "r_value": 24, "N_query": 40}
+ONE_BYTE_SIZES |= {"N_key": 10, "N_value": 12}
+
+
+def one_byte_call(
+    op: str,
+    dtype: torch.dtype,
+    x_dtype: torch.dtype,
+    lead: tuple[int, ...] = (3,),
+    generator: torch.Generator | None = None,
+    by_column: bool = True,
+    has_bias: bool = True,
+    **sizes: int,
+) -> dict[str, Tensor]:
+    """The tensors of a call by name, factors in one byte."""
+    generator = generator or torch.Generator().manual_seed(0)
+    known = ONE_BYTE_SIZES | sizes
+    tensors: dict[str, Tensor] = {}
+    for operand in SPECS[op].operands:
+        shape = tuple(known[size] for size in operand.sizes)
+        if operand.role == "factor":
+            own = one_byte_factor(shape, dtype, generator, by_column)
+            tensors[operand.name], tensors[f"{operand.name}_scale"] = own
+        elif operand.role == "activation" or has_bias:
+            lead_of = lead if operand.role == "activation" else ()
+            tensors[operand.name] = make((*lead_of, *shape), x_dtype, generator=generator)
+    return tensors
+
+
 def with_x_for(op: str, sizes: dict[str, int], missing: Sequence[int]) -> dict[str, int]:
     """Sizes where x stands for the `missing` activations of an op, places of operands."""
     return sizes | {SPECS[op].operands[place].sizes[-1]: sizes["K"] for place in missing}

@@ -43,5 +43,4 @@ def test_gradients_come_back_in_the_dtype_of_the_parameters():
         assert y.dtype == torch.bfloat16
         y.float().sum().backward()
         for parameter in layer.parameters():
-            assert parameter.grad is not None
             assert parameter.grad.dtype == torch.float32

@@ -81,9 +81,7 @@ def test_the_parts_give_the_whole(op, name, data):
     if storage is not None:
         wide = list(tensors)
         for n, place in enumerate(spec.factors):
-            factor = tensors[place]
-            assert factor is not None
-            tensors[place], scales[n] = nearest(factor, storage)
+            tensors[place], scales[n] = nearest(tensors[place], storage)
             wide[place] = dequantized(tensors[place], scales[n], torch.float64)
         whole = PLAIN[op](*wide, *options)
     actual = on_ranks(op, name, tp, [*tensors, *scales], (*options, "x"))

@@ -81,12 +81,7 @@ def test_transforms(name):
 
 @NAMES
 def test_second_derivatives(name):
-    args = arguments(name)
-    assert torch.autograd.gradcheck(
-        op(name), [t.requires_grad_() for t in args], check_forward_ad=True
-    )
-    assert torch.autograd.gradgradcheck(op(name), args)
-    x, *rest = [t.detach() for t in args]
+    x, *rest = arguments(name)
 
     def loss(x, function):
         return function(x, *rest).square().sum()

@@ -13,6 +13,7 @@ from torch._inductor.utils import run_and_get_code
 from neuronmm_ops import ops
 
 FACTORS = {op: weight_shapes_of(op) for op in OPS}
+X_UP = ("mlp", ops.mlp, ((6, 7), (5, 7), (7, 4)))
 CALLS = [(op, getattr(ops, op), shapes) for op, shapes in FACTORS.items()]
 
 
@@ -38,29 +39,19 @@ class Counting:
 
 
 @pytest.mark.parametrize("guard", [torch.enable_grad, torch.no_grad, torch.inference_mode])
-@pytest.mark.parametrize(("op", "function", "shapes"), CALLS, ids=FACTORS)
+@pytest.mark.parametrize(("op", "function", "shapes"), [*CALLS, X_UP], ids=[*FACTORS, "x_up"])
 def test_compiles_to_one_graph_with_the_op_in_it(op, function, shapes, guard):
-    factors = [make(shape) for shape in shapes]
+    factors = [make(shape).requires_grad_() for shape in shapes]
     backend = Counting()
     compiled = torch.compile(function, fullgraph=True, dynamic=True, backend=backend)
     with guard():
         for lead in ((2, 8), (9, 11)):  # no size of a factor: equal sizes share a symbol
-            x = make((*lead, 6))
-            assert torch.equal(compiled(x, *factors), function(x, *factors))
+            given = [make((*lead, 6)), *factors]
+            if shapes is X_UP[2]:
+                given.append(make((*lead, 5)))
+            assert torch.equal(compiled(*given), function(*given))
     assert len(backend.graphs) == 1
     assert getattr(torch.ops.neuronmm, op).default in backend.targets()
-
-
-@pytest.mark.parametrize("guard", [torch.enable_grad, torch.no_grad])
-def test_an_x_up_compiles_to_one_dynamic_graph(guard):
-    weights = [make(shape).requires_grad_() for shape in ((6, 7), (5, 7), (7, 4))]
-    backend = Counting()
-    compiled = torch.compile(ops.mlp, fullgraph=True, dynamic=True, backend=backend)
-    with guard():
-        for lead in ((2, 8), (9, 11)):
-            x, x_up = make((*lead, 6)), make((*lead, 5))
-            assert torch.equal(compiled(x, *weights, x_up), ops.mlp(x, *weights, x_up))
-    assert len(backend.graphs) == 1
 
 
 @pytest.mark.parametrize(("op", "function", "shapes"), CALLS, ids=FACTORS)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from operands import split_call
+from operands import mlp_shapes, split_call
 
 from neuronmm_ops.ops.backends import hlo, xla
 from neuronmm_ops.ops.backends.hlo import Array, CustomCall, module_of
@@ -58,6 +58,11 @@ def packed(data):
     return values
 
 
+def product_of(call=CALL):
+    """A module of a call on operands and a result of the kernel's shapes."""
+    return module_of("name", call, [FLAT, W], [FLAT, W], [RESULT], [RESULT])
+
+
 def shape_of(data):
     fields = message(data)
     layout = message(fields[5][0])
@@ -70,7 +75,7 @@ def instructions_of(module):
 
 
 def test_a_module_has_one_computation_that_is_its_entry():
-    module = message(module_of("name", CALL, [FLAT, W], [FLAT, W], [RESULT], [RESULT]))
+    module = message(product_of())
     computation = message(module[3][0])
     assert module[1] == module[2] == computation[1] == [b"name.4"]
     assert module[5] == module[6] == computation[5] == [4]
@@ -83,9 +88,7 @@ def test_a_module_has_one_computation_that_is_its_entry():
 
 
 def test_the_custom_call_has_its_fields():
-    first, second, call = instructions_of(
-        module_of("name", CALL, [FLAT, W], [FLAT, W], [RESULT], [RESULT])
-    )
+    first, second, call = instructions_of(product_of())
     assert (first[2], first[9], second[9]) == ([b"parameter"], [0], [1])
     assert (call[1], call[2]) == ([b"custom-call.3"], [b"custom-call"])
     assert shape_of(call[3][0]) == ([6, 300], 16, [1, 0])
@@ -115,8 +118,7 @@ def test_shapes_of_any_size(shape, dtype):
 
 @given(name=st.text(min_size=1), config=st.text(), version=st.integers(0, 2**31))
 def test_texts_and_integers_come_back(name, config, version):
-    call = CustomCall(name, config, version)
-    found = instructions_of(module_of("name", call, [FLAT, W], [FLAT, W], [RESULT], [RESULT]))[-1]
+    found = instructions_of(product_of(CustomCall(name, config, version)))[-1]
     assert found[28][0].decode() == name
     assert found[43][0].decode() == config
     assert found[77] == [version]
@@ -142,15 +144,13 @@ def test_the_config_has_the_documented_form_and_what_distinguishes_the_call():
     assert config["neuronmm"]["blocks"] == plan.arguments
 
 
-def test_the_activation_is_in_the_config():
-    shapes = ((7, 64), (64, 8), (8, 96), (64, 8), (8, 96), (96, 8), (8, 64))
-    configs = [
-        decoded(launch("svd_mlp", *shapes, choices=(name,))) for name in ("silu", "gelu_tanh")
-    ]
-    assert [c["neuronmm"]["activation"] for c in configs] == ["silu", "gelu_tanh"]
-    assert (
-        configs[0]["func_name"] == plan_svd_mlp(7, 64, (8, 8, 8), 96, 64, "float32", "trn1").kernel
-    )
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+def test_the_activation_is_in_the_config(activation):
+    shapes = ((7, 64), *mlp_shapes(64, 96, 64, (8, 8, 8)))
+    config = decoded(launch("svd_mlp", *shapes, choices=(activation,)))
+    assert config["neuronmm"]["activation"] == activation
+    plan = plan_svd_mlp(7, 64, (8, 8, 8), 96, 64, "float32", "trn1")
+    assert config["func_name"] == plan.kernel
 
 
 @pytest.mark.parametrize("api", [2, 3])

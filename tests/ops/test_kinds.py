@@ -45,9 +45,6 @@ def appended(x, cache, position):
     return cache
 
 
-# --- the road ------------------------------------------------------------------------------------
-
-
 def test_the_schemas_say_what_is_changed_and_returned():
     assert [spec.schema for spec in KINDS] == [
         "add_norm(Tensor x, Tensor weight, Tensor residual, float eps=1e-06) -> (Tensor, Tensor)",
@@ -94,9 +91,9 @@ def test_derivatives_of_vectors_packed_weights_and_several_outputs():
 
 def test_a_gradient_of_one_of_two_outputs():
     tensors = operands(ADD_NORM, dtype=torch.float64)
-    (found,) = torch.autograd.grad(OPS.add_norm(*tensors)[1].sum(), tensors[1])
-    (expected,) = torch.autograd.grad(add_norm(*tensors)[1].sum(), tensors[1])
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(
+        *[torch.autograd.grad(f(*tensors)[1].sum(), tensors[1]) for f in (OPS.add_norm, add_norm)]
+    )
 
 
 def test_what_is_changed_in_place_has_no_gradient_and_no_transform():
@@ -149,12 +146,7 @@ def test_autocast_leaves_a_state():
         ("append", 1, torch.ones(40, 63), "x and cache must have the same number of columns"),
         ("gate_up", 1, torch.ones(64, 3, 8), "w must have shape [K, 2, I], got shape [64, 3, 8]"),
         ("gate_up", 1, torch.ones(64, 16), "w must have shape [K, 2, I], got shape [64, 16]"),
-        (
-            "gate_up",
-            1,
-            torch.ones(63, 2, 8),
-            "K must be the same size in x and w, got x",
-        ),
+        ("gate_up", 1, torch.ones(63, 2, 8), "K must be the same size in x and w, got x"),
     ],
 )
 def test_refusals(op, place, tensor, message):
@@ -164,9 +156,6 @@ def test_refusals(op, place, tensor, message):
     with pytest.raises((ValueError, TypeError)) as refused:
         getattr(OPS, op)(*tensors)
     assert str(refused.value).startswith(f"{op}: {message}")
-
-
-# --- kernels -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

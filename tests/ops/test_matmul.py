@@ -113,24 +113,6 @@ def test_a_traced_training_step_is_the_eager_one():
         assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
 
 
-def test_unequal_dtypes_are_refused():
-    x, u, v = torch.ones(9, 4).half(), torch.ones(4, 3), torch.ones(3, 5).half()
-    with pytest.raises(TypeError, match="x and u must have the same dtype"):
-        ops.xuv(x, u, v)
-    with pytest.raises(TypeError, match="x and v must have the same dtype"):
-        ops.xuv(x, u.half(), v.float())
-
-
-@pytest.mark.parametrize("shape", [(4,), (3, 5)])
-def test_factors_that_do_not_fit_are_refused(shape):
-    factors = [make(s, torch.bfloat16) for s in mlp_shapes(6, 7, 5)]
-    factors[0] = torch.ones(shape, dtype=torch.bfloat16)
-    with pytest.raises(ValueError, match=r"^svd_mlp: "):
-        ops.svd_mlp(make((9, 6), torch.bfloat16), *factors)
-    with pytest.raises(ValueError, match=r"^xuv: "):
-        ops.xuv(make((9, 6), torch.bfloat16), factors[0], factors[1])
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("relaid", [False, True])
 def test_gradients_lie_in_memory_as_their_factors_do(dtype, relaid):

@@ -19,14 +19,15 @@ from commands import run
 from operands import (
     ACTIVATIONS,
     OPS,
+    PLAIN,
     doubled,
     magnitude_of,
     make,
     mlp_shapes,
+    names_of,
     plain_mlp,
     plain_svd_mlp,
     plain_xuv,
-    plain_xw,
 )
 from stand_ins import TORCH_NEURONX, DirectKernel, NeuronMachine, record
 from tolerances import assert_close_to_oracle
@@ -39,6 +40,7 @@ from neuronmm_ops import kernels
 from neuronmm_ops.errors import NkiVersionError
 from neuronmm_ops.ops.backends import neuron
 
+PAIR = ((2, 3, 128), (128, 24), (24, 40), (40,))
 KEY = torch._C.DispatchKeySet(torch._C.DispatchKey.PrivateUse1)
 CALL_MODES = {name: name.split()[0] for name in TORCH_NEURONX}
 kernel_named = kernels.kernel_named
@@ -89,20 +91,28 @@ def test_another_vendors_device_runs_the_reference(machine, monkeypatch):
     assert not record.calls
 
 
-# --- values --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("lead", [(), (3,), (2, 5), (130,)])
-@pytest.mark.parametrize("bias", [True, False])
-def test_xuv(offers, lead, bias):
-    tensors = xuv_tensors(*lead, bias=bias)
-    assert_right(dispatched("xuv", *tensors), plain_xuv, tensors)
-
-
-@pytest.mark.parametrize("bias", [True, False])
-def test_xw(offers, bias):
-    tensors = [make((2, 3, 40)), make((40, 24)), make((24,)) if bias else None]
-    assert_right(dispatched("xw", *tensors), plain_xw, tensors, "xw")
+@pytest.mark.parametrize(
+    ("op", "shapes", "dtype", "layout"),
+    [
+        *[
+            ("xuv", ((*lead, 128), (128, 24), (24, 40), *bias), torch.float32, "contiguous")
+            for lead in ((), (3,), (2, 5), (130,))
+            for bias in ((), ((40,),))
+        ],
+        *[
+            ("xw", ((2, 3, 40), (40, 24), *bias), torch.float32, "contiguous")
+            for bias in ((), ((24,),))
+        ],
+        *[("xuv", PAIR, dtype, "contiguous") for dtype in (torch.bfloat16, torch.float16)],
+        *[("xuv", PAIR, torch.float32, layout) for layout in ("transposed", "sliced")],
+    ],
+    ids=str,
+)
+def test_products(offers, op, shapes, dtype, layout):
+    tensors = [make(shape, dtype, layout) for shape in shapes]
+    y = dispatched(op, *tensors, *[None] * (len(names_of(op)) - len(tensors)))
+    assert y.dtype == dtype
+    assert_right(y, PLAIN[op], tensors, op)
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -121,21 +131,6 @@ def test_mlp_with_an_x_up(offers, lead):
     assert_right(dispatched("mlp", *tensors), plain_mlp, tensors, "mlp")
     given = dispatched("mlp", x, tensors[1], tensors[1], tensors[3])
     assert_right(given, plain_mlp, [x, tensors[1], tensors[1], tensors[3]], "mlp")
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_low_precision(offers, dtype):
-    tensors = xuv_tensors(7, dtype=dtype)
-    y = dispatched("xuv", *tensors)
-    assert y.dtype == dtype
-    assert_right(y, plain_xuv, tensors)
-
-
-def test_layouts(offers):
-    x, u, v, bias = xuv_tensors(2, 3)
-    u, v = u.t().contiguous().t(), v.t().contiguous().t()
-    x = make((2, 3, 128), layout="sliced")
-    assert_right(dispatched("xuv", x, u, v, bias), plain_xuv, [x, u, v, bias])
 
 
 @pytest.mark.parametrize(
@@ -160,9 +155,6 @@ def test_an_empty_dimension_launches_nothing(offers, op, shapes):
     assert not record.calls
 
 
-# --- the call mode -------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("lnc", [1, 2])
 def test_the_first_call_mode_offered_is_taken(machine, offers, lnc):
     machine.environment(NEURON_LOGICAL_NC_CONFIG=str(lnc))
@@ -179,32 +171,23 @@ def test_the_first_call_mode_offered_is_taken(machine, offers, lnc):
     assert call.kernel.lnc == lnc
 
 
-def test_a_kernel_is_wrapped_once_for_all_shapes(machine):
+def test_each_kernel_and_grid_has_one_wrapper(machine):
     machine.nki()
     machine.torch_neuronx()
-    for lead in ((3,), (5,), (2, 3)):
-        dispatched("xuv", *xuv_tensors(*lead))
-    assert (len(record.calls), record.wrapped) == (3, 1)
-
-
-def test_each_kernel_and_grid_has_its_wrapper(machine):
-    machine.nki()
-    machine.torch_neuronx()
-    for target, tokens in (("trn1", 130), ("trn2", 130), ("trn1", 3)):
+    for target, lead in (("trn1", (130,)), ("trn2", (130,)), ("trn1", (3,)), ("trn1", (2, 3))):
         machine.environment(NEURON_PLATFORM_TARGET_OVERRIDE=target)
-        tensors = [*map(make, [(tokens, 256), (256, 64), (64, 512)]), None]
+        tensors = [*map(make, [(*lead, 256), (256, 64), (64, 512)]), None]
         assert_right(dispatched("xuv", *tensors), plain_xuv, tensors)
         assert record.calls[-1].grid == ((2,) if target == "trn2" else (1,))
+    assert len(record.calls) == 4
     assert record.wrapped == 3  # two grids of the prefill kernel, and the decode kernel
 
 
-def test_a_compiled_torch_neuronx_tells_nothing_before_it_is_imported(machine):
-    (machine.root / f"torch_neuronx{EXTENSION_SUFFIXES[0]}").touch()
-    assert neuron.expected_call_mode() is None
-
-
-def test_an_unreadable_torch_neuronx_tells_nothing_either(machine):
-    (machine.root / "torch_neuronx.py").write_text("# coding: no-such-encoding\n")
+@pytest.mark.parametrize(
+    ("suffix", "content"), [(EXTENSION_SUFFIXES[0], ""), (".py", "# coding: no-such-encoding\n")]
+)
+def test_a_torch_neuronx_that_cannot_be_read_tells_nothing(machine, suffix, content):
+    (machine.root / f"torch_neuronx{suffix}").write_text(content)
     assert neuron.expected_call_mode() is None
 
 
@@ -218,9 +201,6 @@ def test_the_target_can_change_between_calls(machine):
         assert record.calls[-1].grid == grid
 
 
-# --- what cannot be run --------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("installed", [(), ("nki",), ("torch_neuronx",)])
 def test_missing_packages_name_the_extra(machine, installed):
     for package in installed:
@@ -231,10 +211,13 @@ def test_missing_packages_name_the_extra(machine, installed):
         dispatched("xuv", *xuv_tensors(3))
 
 
-def test_an_old_nki_is_refused(machine):
-    machine.package("nki", "0.1.0", {"nki/__init__.py": ""})
+@pytest.mark.parametrize(
+    ("version", "words"), [("0.1.0", "got 0.1.0"), ("0.2.0", r"need nc_matmul.*nki 0.2.0 lacks")]
+)
+def test_an_old_nki_is_refused(machine, version, words):
+    machine.nki(version)
     machine.torch_neuronx()
-    with pytest.raises(NkiVersionError, match=r"got 0.1.0"):
+    with pytest.raises(NkiVersionError, match=words):
         dispatched("xuv", *xuv_tensors(3))
 
 
@@ -259,9 +242,6 @@ def test_arguments_are_checked(offers):
     with pytest.raises(TypeError, match="a NeuronCore takes bfloat16, float16 and float32"):
         dispatched("xw", x.double(), u.double(), None)
     assert not record.calls
-
-
-# --- tracing -------------------------------------------------------------------------------------
 
 
 def test_the_kernels_run_on_fake_tensors(offers):

@@ -32,9 +32,6 @@ def machine(tmp_path, monkeypatch) -> Iterator[NeuronMachine]:
         yield found
 
 
-# --- the core ------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("instance", "target", "lnc"),
     [
@@ -66,38 +63,27 @@ def test_the_instance_type_says_the_target(machine, instance, target, lnc):
 @pytest.mark.parametrize(
     "instance",
     [
-        *("m5.large", "inf1.xlarge", "trn10.large", "trn4.48xlarge", "inf20.xlarge"),
-        *("", "Virtual PC", "winf2 server", "xtrn2.large", "2trn2.large", "trn 2", "trn-2.large"),
+        *(None, "m5.large", "inf1.xlarge", "trn10.large", "trn4.48xlarge", "inf20.xlarge", ""),
+        *("Virtual PC", "winf2 server", "xtrn2.large", "2trn2.large", "trn 2", "trn-2.large"),
     ],
 )
 def test_other_machines_are_not_known(machine, instance):
-    machine.instance(instance)
+    if instance is not None:
+        machine.instance(instance)
     found = core()
     assert (found.target, found.lnc, found.known) == ("trn2", 2, False)
     assert "no Neuron instance found; set NEURON_PLATFORM_TARGET_OVERRIDE" in found.source
 
 
-def test_a_machine_without_a_product_name_is_not_known(machine):
-    assert not core().known
-
-
-@pytest.mark.parametrize(
-    ("name", "target"),
-    [("trn1", "trn1"), ("inf2", "trn1"), ("gen3", "trn2"), ("TRN2", "trn2"), ("gen4", "trn3")],
-)
-def test_the_environment_outranks_the_instance(machine, name, target):
+def test_the_environment_outranks_the_instance_at_every_call(machine):
     machine.instance("trn1.32xlarge")
-    machine.environment(NEURON_PLATFORM_TARGET_OVERRIDE=name)
-    found = core()
-    assert (found.target, found.lnc) == (target, MACHINES[target].default_lnc)
-    assert found.known
-    assert "target: NEURON_PLATFORM_TARGET_OVERRIDE" in found.source
-
-
-def test_the_environment_is_read_at_every_call(machine):
-    for target in ("trn2", "trn1", "trn3"):
-        machine.environment(NEURON_PLATFORM_TARGET_OVERRIDE=target)
-        assert core().target == target
+    names = {"trn1": "trn1", "inf2": "trn1", "gen3": "trn2", "TRN2": "trn2", "gen4": "trn3"}
+    for name, target in names.items():
+        machine.environment(NEURON_PLATFORM_TARGET_OVERRIDE=name)
+        found = core()
+        assert (found.target, found.lnc) == (target, MACHINES[target].default_lnc)
+        assert found.known
+        assert "target: NEURON_PLATFORM_TARGET_OVERRIDE" in found.source
 
 
 @pytest.mark.parametrize(("target", "lnc"), [("trn1", 1), ("trn2", 1), ("trn2", 2), ("trn3", 1)])
@@ -108,29 +94,29 @@ def test_lnc(machine, target, lnc):
 
 
 @pytest.mark.parametrize(
-    ("target", "lnc"), [("trn1", "2"), ("trn2", "3"), ("trn2", "0"), ("trn3", "two"), ("trn2", " ")]
+    ("target", "lnc", "words"),
+    [
+        *[
+            (
+                target,
+                lnc,
+                f"NEURON_LOGICAL_NC_CONFIG must be 1, or 2 on trn2 and trn3; got '{lnc}' on",
+            )
+            for target, lnc in (
+                *(("trn1", "2"), ("trn2", "3"), ("trn2", "0"), ("trn3", "two"), ("trn2", " ")),
+            )
+        ],
+        ("trn9", "1", r"target must be one of trn1, .*; got 'trn9'"),
+    ],
 )
-def test_an_lnc_that_no_machine_has(machine, target, lnc):
+def test_what_no_machine_has_is_refused(machine, target, lnc, words):
     machine.environment(NEURON_PLATFORM_TARGET_OVERRIDE=target, NEURON_LOGICAL_NC_CONFIG=lnc)
-    words = rf"NEURON_LOGICAL_NC_CONFIG must be 1, or 2 on trn2 and trn3; got '{lnc}' on {target}"
     with pytest.raises(ValueError, match=words):
         core()
 
 
-def test_an_unknown_target(machine):
-    machine.environment(NEURON_PLATFORM_TARGET_OVERRIDE="trn9")
-    with pytest.raises(ValueError, match=r"target must be one of trn1, .*; got 'trn9'"):
-        core()
-
-
-# --- the packages --------------------------------------------------------------------------------
-
-
-def test_no_nki(machine):
-    assert nki_release() is None
-
-
 def test_the_placeholder_is_no_nki(machine):
+    assert nki_release() is None
     machine.package("nki", "0.0.1", {"nki/__init__.py": ""})
     assert nki_release() is None
 
@@ -144,14 +130,6 @@ def test_every_supported_line_has_its_bridge(machine, line, patch):
     assert "nki" not in sys.modules, "found without an import"
 
 
-@pytest.mark.parametrize("version", ["0.1.0", "0.0.2", "0.1", "none"])
-def test_old_versions_are_refused(machine, version):
-    machine.package("nki", version, {"nki/__init__.py": ""})
-    for _ in range(2):
-        with pytest.raises(NkiVersionError, match=rf"nki must be 0.3 or later, got {version};"):
-            nki_release()
-
-
 @pytest.mark.parametrize("version", ["0.8.0", "0.60.1", "1.0", "1"])
 def test_a_later_line_is_warned_of_once_and_tried(machine, version):
     machine.package("nki", version, {"nki/__init__.py": ""})
@@ -163,10 +141,28 @@ def test_a_later_line_is_warned_of_once_and_tried(machine, version):
     assert xla_route() == ("nki", f"nki {version} and torch_neuronx, through itself")
 
 
-def test_a_release_without_its_bridge_is_refused(machine):
-    machine.package("nki", "0.7.0", {"nki/__init__.py": "", "nki/framework/kernel.py": ""})
-    with pytest.raises(NkiVersionError, match=r"nki 0.7.0 must have .*, found none; reinstall it"):
-        nki_release()
+@pytest.mark.parametrize(
+    ("version", "files", "words"),
+    [
+        *[
+            (old, {}, rf"nki must be 0.3 or later, got {old};")
+            for old in ("0.1.0", "0.0.2", "0.1", "none")
+        ],
+        (
+            "0.7.0",
+            {"nki/framework/kernel.py": ""},
+            r"nki 0.7.0 must have .*, found none; reinstall",
+        ),
+        ("0.7.0", None, "nki is installed without a version; reinstall it"),
+    ],
+)
+def test_old_and_broken_releases_are_refused(machine, version, files, words):
+    machine.package("nki", version, {"nki/__init__.py": "", **(files or {})})
+    if files is None:  # an interrupted installation
+        (machine.root / f"nki-{version}.dist-info" / "METADATA").unlink()
+    for ask in (nki_release, nki_release, xla_route):
+        with pytest.raises(NkiVersionError, match=words):
+            ask()
 
 
 def test_the_kernels_do_not_compile_in_0_2(machine):
@@ -184,13 +180,6 @@ def test_what_an_imported_nki_has_decides(machine, monkeypatch, version):
     monkeypatch.setattr(shim, "nisa", SimpleNamespace(**functions))
     monkeypatch.setitem(sys.modules, "nki.isa", ModuleType("nki.isa"))
     assert f"need sendrecv, which nki {version} lacks" in (why_not_compilable() or "")
-
-
-def test_an_interrupted_installation_is_named(machine):
-    machine.nki()
-    (machine.root / "nki-0.7.0.dist-info" / "METADATA").unlink()
-    with pytest.raises(NkiVersionError, match="nki is installed without a version; reinstall it"):
-        nki_release()
 
 
 def test_is_installed_imports_no_parent(machine):
@@ -237,41 +226,35 @@ def test_a_blocked_module_is_not_installed(machine, monkeypatch):
     assert neuron_package() is None
 
 
-# --- the route -----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("packages", "name", "reason"),
     [
-        ((), "custom call", "nki and torch_neuronx are not installed"),
-        (("nki",), "custom call", "torch_neuronx is not installed"),
-        (("torch_neuronx",), "custom call", "nki is not installed"),
+        ({}, "custom call", "nki and torch_neuronx are not installed"),
+        ({"nki": ()}, "custom call", "torch_neuronx is not installed"),
+        ({"torch_neuronx": ()}, "custom call", "nki is not installed"),
         (
-            ("nki", "torch_neuronx"),
-            "nki",
-            "nki 0.7.0 and torch_neuronx, through nki.framework._torch_xla",
+            # what vllm-neuron installs does not bring XLA
+            {"nki": (), "torch_neuronx": ("wrap_nki in lite",)},
+            *("custom call", "torch_neuronx is not installed"),
+        ),
+        (
+            {"nki": (), "torch_neuronx": ()},
+            *("nki", "nki 0.7.0 and torch_neuronx, through nki.framework._torch_xla"),
         ),
     ],
 )
 def test_the_packages_choose_the_route(machine, packages, name, reason):
-    for package in packages:
-        getattr(machine, package)()
-    assert (xla_route().name, xla_route().reason) == (name, reason)
-
-
-def test_what_vllm_neuron_installs_does_not_bring_xla(machine):
-    machine.nki()
-    machine.torch_neuronx("wrap_nki in lite")
-    assert xla_route().name == "custom call"
-    assert xla_route().reason == "torch_neuronx is not installed"
+    for package, arguments in packages.items():
+        getattr(machine, package)(*arguments)
+    assert xla_route() == (name, reason)
 
 
 def test_the_composite_is_asked_for(machine):
     machine.nki()
     machine.torch_neuronx()
     machine.environment(NEURONMM_XLA="composite")
-    assert xla_route().name == "composite"
-    assert xla_route().reason == "two dots per pair, asked for by NEURONMM_XLA=composite"
+    reason = "two dots per pair, asked for by NEURONMM_XLA=composite"
+    assert xla_route() == ("composite", reason)
     machine.environment(NEURONMM_XLA="")
     assert xla_route().name == "nki"
 
@@ -280,10 +263,4 @@ def test_the_composite_is_asked_for(machine):
 def test_no_other_route_can_be_asked_for(machine, value):
     machine.environment(NEURONMM_XLA=value)
     with pytest.raises(ValueError, match=f"NEURONMM_XLA must be composite or empty; got '{value}'"):
-        xla_route()
-
-
-def test_an_old_nki_is_no_reason_to_go_another_way(machine):
-    machine.package("nki", "0.1.0", {"nki/__init__.py": ""})
-    with pytest.raises(NkiVersionError):
         xla_route()

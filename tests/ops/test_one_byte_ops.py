@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from operands import DTYPES, PLAIN, generators, leading, magnitude_of, make, widths
+from operands import DTYPES, PLAIN, generators, leading, magnitude_of, one_byte_call, widths
 from tolerances import assert_close_to_oracle
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -20,51 +20,8 @@ from neuronmm_ops.storages import STORAGES, dequantized
 
 FP8 = torch.float8_e4m3fn
 ONE_BYTE = (torch.int8, FP8)
-CHECKS = (
-    "test_schema",
-    "test_autograd_registration",
-    "test_faketensor",
-    "test_aot_dispatch_dynamic",
-)
+CHECKS = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
 OPS = tuple(op for op, spec in SPECS.items() if spec.is_scaled)
-
-
-def factor(
-    shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator, by_column: bool = True
-) -> tuple[Tensor, Tensor]:
-    """A matrix [K, N] whose values fill the dtype's range, and scales that make it of size 1."""
-    values = torch.randn(shape, generator=generator) * 60
-    matrix = values.clamp(-127, 127).round() if dtype == torch.int8 else values.clamp(-240, 240)
-    scale = (0.5 + torch.rand(shape[1], generator=generator)) / 60 / shape[0] ** 0.5
-    rounded = matrix.to(dtype)
-    return (rounded.t().contiguous().t() if by_column else rounded), scale.bfloat16().float()
-
-
-def call_of(
-    op: str,
-    dtype: torch.dtype,
-    x_dtype: torch.dtype,
-    lead: tuple[int, ...] = (3,),
-    generator: torch.Generator | None = None,
-    by_column: bool = True,
-    has_bias: bool = True,
-    **sizes: int,
-) -> dict[str, Tensor]:
-    """The tensors of a call by name."""
-    generator = generator or torch.Generator().manual_seed(0)
-    known = {"K": 64, "K_up": 32, "r": 24, "N": 40, "I": 96, "r_gate": 24, "r_up": 16, "r_down": 32}
-    known |= {"r_query": 32, "r_key": 16, "r_value": 24, "N_query": 40, "N_key": 10, "N_value": 12}
-    known |= sizes
-    tensors: dict[str, Tensor] = {}
-    for operand in SPECS[op].operands:
-        shape = tuple(known[size] for size in operand.sizes)
-        if operand.role == "factor":
-            own = factor(shape, dtype, generator, by_column)
-            tensors[operand.name], tensors[f"{operand.name}_scale"] = own
-        elif operand.role == "activation" or has_bias:
-            lead_of = lead if operand.role == "activation" else ()
-            tensors[operand.name] = make((*lead_of, *shape), x_dtype, generator=generator)
-    return tensors
 
 
 def plain_call(op: str, tensors: dict[str, Tensor], dtype: torch.dtype) -> list[Any]:
@@ -92,7 +49,7 @@ def assert_right(op: str, tensors: dict[str, Tensor]) -> None:
 def test_values_are_those_of_the_oracle(op, data):
     sizes = {size for operand in SPECS[op].operands for size in operand.sizes}
     chosen = {size: data.draw(widths) for size in sorted(sizes)}
-    tensors = call_of(
+    tensors = one_byte_call(
         op,
         data.draw(st.sampled_from(ONE_BYTE)),
         data.draw(st.sampled_from(DTYPES)),
@@ -113,7 +70,7 @@ def test_the_simulated_op_has_the_values_of_the_oracle(op, data, target):
     chosen = {size: data.draw(st.integers(1, 200)) for size in sorted(sizes)}
     x_dtype = data.draw(st.sampled_from(tuple(DTYPE_NAMES)))
     lead = (data.draw(st.sampled_from([1, 7, 130])),)
-    tensors = call_of(op, data.draw(st.sampled_from(ONE_BYTE)), x_dtype, lead, **chosen)
+    tensors = one_byte_call(op, data.draw(st.sampled_from(ONE_BYTE)), x_dtype, lead, **chosen)
     with ops.use_impl("simulated", target=target):
         assert_right(op, tensors)
 
@@ -127,7 +84,9 @@ def test_every_path_of_the_cpu(M, K, dtype, monkeypatch):
     monkeypatch.setattr(cpu_one_byte, "_MIN_STRIP", 16)
     for x_dtype in DTYPES:
         for by_column in (True, False):
-            assert_right("xuv", call_of("xuv", dtype, x_dtype, (M,), by_column=by_column, K=K))
+            assert_right(
+                "xuv", one_byte_call("xuv", dtype, x_dtype, (M,), by_column=by_column, K=K)
+            )
 
 
 def test_every_code_of_fp8_is_widened_exactly():
@@ -139,13 +98,10 @@ def test_every_code_of_fp8_is_widened_exactly():
 
 
 def test_float16_does_not_overflow_between_the_products():
-    tensors = call_of("xuv", torch.int8, torch.float16, K=2048)
+    tensors = one_byte_call("xuv", torch.int8, torch.float16, K=2048)
     tensors["x"].fill_(10)
     tensors["u"].fill_(127)
     assert_right("xuv", tensors)
-
-
-# --- products in fp8 -----------------------------------------------------------------------------
 
 
 def test_rows_are_rounded_to_e4m3_times_a_power_of_two():
@@ -165,7 +121,7 @@ def test_rows_are_rounded_to_e4m3_times_a_power_of_two():
 
 @pytest.mark.parametrize("op", OPS)
 def test_products_in_fp8_round_every_operand(op):
-    tensors = call_of(op, FP8, torch.float32, (9,))
+    tensors = one_byte_call(op, FP8, torch.float32, (9,))
     exact, loose = (getattr(ops, op)(**tensors, compute=compute) for compute in ("x", "fp8"))
     error = (loose - exact).norm() / exact.norm()
     assert 1e-3 < error < 0.1
@@ -174,13 +130,10 @@ def test_products_in_fp8_round_every_operand(op):
         assert torch.equal(loose, ops.xw(**{**tensors, "x": given}))
 
 
-# --- gradients, compilers, autocast --------------------------------------------------------------
-
-
 @pytest.mark.parametrize("dtype", ONE_BYTE, ids=str)
 @pytest.mark.parametrize("op", OPS)
 def test_x_and_the_bias_have_the_gradients_of_dequantized_factors(op, dtype):
-    tensors = call_of(op, dtype, torch.float64)
+    tensors = one_byte_call(op, dtype, torch.float64)
     exact = plain_call(op, tensors, torch.float64)
     places = [n for n, o in enumerate(SPECS[op].operands) if o.role in ("activation", "bias")]
     leaves = [tensors[SPECS[op].operands[n].name].requires_grad_() for n in places]
@@ -196,7 +149,7 @@ def test_x_and_the_bias_have_the_gradients_of_dequantized_factors(op, dtype):
 
 @pytest.mark.parametrize("name", ["u", "u_scale"])
 def test_a_gradient_of_what_has_none_is_refused(name):
-    tensors = call_of("xuv", FP8, torch.float32)
+    tensors = one_byte_call("xuv", FP8, torch.float32)
     tensors[name].requires_grad_()
     with pytest.raises(TypeError, match=rf"^xuv: one-byte .* got {name} that requires one; use"):
         ops.xuv(**tensors)
@@ -207,17 +160,17 @@ def test_a_gradient_of_what_has_none_is_refused(name):
 @pytest.mark.parametrize("dtype", ONE_BYTE, ids=str)
 @pytest.mark.parametrize("op", OPS)
 def test_opcheck(op, dtype):
-    tensors = call_of(op, dtype, torch.float32)
+    tensors = one_byte_call(op, dtype, torch.float32)
     overload = getattr(torch.ops.neuronmm, op).default
     given = tensors | {"x": tensors["x"].requires_grad_()}
     # its schema check computes with copies of all tensors, and torch has no arithmetic in fp8
-    checks = [check for check in CHECKS if dtype != FP8 or check != "test_schema"]
+    checks = [*CHECKS, *(["test_schema"] if dtype != FP8 else [])]
     torch.library.opcheck(overload, (), given, test_utils=checks)
 
 
 @pytest.mark.parametrize("op", OPS)
 def test_fakes_compilers_and_export(op):
-    tensors = call_of(op, torch.int8, torch.bfloat16)
+    tensors = one_byte_call(op, torch.int8, torch.bfloat16)
     expected = getattr(ops, op)(**tensors)
     mode = FakeTensorMode()
     fake = getattr(ops, op)(**{name: mode.from_tensor(t) for name, t in tensors.items()})
@@ -234,57 +187,47 @@ def test_fakes_compilers_and_export(op):
 
 
 def test_autocast_casts_x_and_the_bias_alone():
-    tensors = call_of("xuv", FP8, torch.float32)
+    tensors = one_byte_call("xuv", FP8, torch.float32)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         y = ops.xuv(**tensors)
     cast = {n: tensors[n].bfloat16() for n in ("x", "bias")}
     assert torch.equal(y, ops.xuv(**{**tensors, **cast}))
 
 
-# --- refusals ------------------------------------------------------------------------------------
-
 REFUSALS = {
     "no scale": ({"v_scale": None}, ValueError, "factors in .* no v_scale; pass it"),
     "scales of others": (
         {"u": torch.ones(64, 24), "v": torch.ones(24, 40)},
-        ValueError,
-        "others have none, got factors in torch.float32 and u_scale; leave it out",
+        *(ValueError, "others have none, got factors in torch.float32 and u_scale; leave it out"),
     ),
     "two dtypes": (
         {"v": torch.ones(24, 40).to(FP8)},
-        TypeError,
-        "u and v must have the same dtype, got torch.int8 and torch.float8_e4m3fn; cast one",
+        *(TypeError, "u and v must have the same dtype, got torch.int8 and .*e4m3fn; cast one"),
     ),
     "scale in another dtype": (
         {"u_scale": torch.ones(24).double()},
-        TypeError,
-        "u_scale must be torch.float32, got torch.float64; cast it",
+        *(TypeError, "u_scale must be torch.float32, got torch.float64; cast it"),
     ),
     "scale of another size": (
         {"u_scale": torch.ones(23)},
-        ValueError,
-        r"u_scale must have shape \[r\] with r the columns of u, got u_scale \[23\] and u",
+        *(ValueError, r"u_scale must have shape \[r\] with r the columns of u, got u_scale \[23\]"),
     ),
     "scale elsewhere": (
         {"v_scale": torch.ones(40, device="meta")},
-        TypeError,
-        "x and v_scale must be on the same device",
+        *(TypeError, "x and v_scale must be on the same device"),
     ),
     "a matrix of scales": (
         {"v_scale": torch.ones(1, 40)},
-        ValueError,
-        r"v_scale must have shape \[N\]",
+        *(ValueError, r"v_scale must have shape \[N\]"),
     ),
     "fp8 products of int8": (
         {"compute": "fp8"},
-        TypeError,
-        "compute='fp8' needs factors in torch.float8_e4m3fn, got torch.int8; use compute='x'",
+        *(TypeError, "compute='fp8' needs factors in .*e4m3fn, got torch.int8; use compute='x'"),
     ),
     "unknown products": ({"compute": "fp4"}, ValueError, "compute must be one of x, fp8; got"),
     "bias in one byte": (
         {"bias": torch.ones(40, dtype=torch.int8)},
-        TypeError,
-        "x and bias must have the same dtype",
+        *(TypeError, "x and bias must have the same dtype"),
     ),
 }
 
@@ -292,14 +235,14 @@ REFUSALS = {
 @pytest.mark.parametrize("name", REFUSALS)
 def test_refusals_are_one_line(name):
     change, error, says = REFUSALS[name]
-    call = {**call_of("xuv", torch.int8, torch.float32), **change}
+    call = {**one_byte_call("xuv", torch.int8, torch.float32), **change}
     with pytest.raises(error, match=rf"^xuv: .*{says}") as refusal:
         ops.xuv(**call)
     assert "\n" not in str(refusal.value)
 
 
 def test_one_scale_of_several_that_is_missing_is_named():
-    call = call_of("svd_qkv", FP8, torch.float32)
+    call = one_byte_call("svd_qkv", FP8, torch.float32)
     call.pop("v_key_scale")
     with pytest.raises(ValueError, match=r"^svd_qkv: factors in .* no v_key_scale; pass it$"):
         ops.svd_qkv(**call)
