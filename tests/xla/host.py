@@ -78,7 +78,6 @@ def addresses() -> dict[str, int]:
     lines = (line.split() for line in listing.stdout.splitlines())
     offsets = {line[-1]: int(line[0], 16) for line in lines if line[-1] in wanted}
     exported = ctypes.cast(ctypes.CDLL(_XLAC.__file__)[EXPORTED], ctypes.c_void_p).value
-    assert exported is not None
     return {name: exported + offset - offsets[EXPORTED] for name, offset in offsets.items()}
 
 
@@ -128,9 +127,7 @@ class Handler:
 
     @property
     def address(self) -> int:
-        address = ctypes.cast(self.callback, ctypes.c_void_p).value
-        assert address is not None
-        return address
+        return ctypes.cast(self.callback, ctypes.c_void_p).value
 
     @property
     def count(self) -> int:

@@ -8,8 +8,6 @@ from types import ModuleType
 def load(path: Path) -> ModuleType:
     """Run a file as a module of its own."""
     spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

@@ -130,29 +130,21 @@ def test_a_second_call_enters_no_python_kernel(device, monkeypatch):
     assert entered == []
 
 
-def test_a_new_shape_is_a_new_graph(device):
-    layer = SVDLinear(40, 24, 8).to(device)
-    compiled = torch.compile(layer, backend="openxla", fullgraph=True, dynamic=False)
-    with torch.no_grad():
-        for tokens in (3, 5):
-            x = torch.randn(tokens, 40)
-            y, graphs = compiled_by(lambda x=x: compiled(x.to(device)))
-            assert y.shape == (tokens, 24)
-            (graph,) = [graph for graph in graphs if graph.calls]
-            assert graph.calls[0].config["neuronmm"]["M"] == tokens
-
-
 @torch._dynamo.config.patch(enable_cpp_symbolic_shape_guards=False)  # these need three g++ runs
-def test_dynamic_sizes_compile_for_each_shape(device):
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_each_shape_is_a_graph(dynamic, device):
     layer = SVDLinear(40, 24, 8)
     batches = [torch.randn(tokens, 40) for tokens in (3, 5)]
     with torch.no_grad():
         lows = [layer(x) for x in batches]
         double = copy.deepcopy(layer).double()
         layer.to(device)
-        compiled = torch.compile(layer, backend="openxla", fullgraph=True, dynamic=True)
+        compiled = torch.compile(layer, backend="openxla", fullgraph=True, dynamic=dynamic)
         for x, low in zip(batches, lows, strict=True):
-            assert_close_to_oracle(compiled(x.to(device)).cpu(), double(x.double()), low)
+            y, graphs = compiled_by(lambda x=x: compiled(x.to(device)).cpu())
+            assert_close_to_oracle(y, double(x.double()), low)
+            (graph,) = [graph for graph in graphs if graph.calls]
+            assert graph.calls[0].config["neuronmm"]["M"] == len(x)
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,6 @@
 """Every op on XLA tensors becomes one custom call that says which kernel it is."""
 
+import math
 import re
 from dataclasses import replace
 
@@ -8,7 +9,7 @@ import torch
 import torch_xla
 from graphs import graph_hash, lowered
 from host import launch_of
-from operands import split_call
+from operands import names_of, split_call
 from torch_xla import _XLAC
 from torch_xla.core import xla_builder
 
@@ -17,7 +18,7 @@ from neuronmm_ops import kernels
 from neuronmm_ops.ops.backends import launch, xla
 from neuronmm_ops.ops.backends.hlo import Array, CustomCall, module_of
 from neuronmm_ops.ops.definitions import SPECS
-from neuronmm_ops.plan import plan_op, plan_svd_mlp, plan_svd_qkv, plan_xuv, plan_xw
+from neuronmm_ops.plan import plan_op
 
 MLP = ((256, 32), (32, 300), (256, 48), (48, 300), (300, 40), (40, 256))
 
@@ -26,64 +27,50 @@ def on(device, *shapes, dtype=torch.float32):
     return [torch.randn(shape, dtype=dtype).to(device) for shape in shapes]
 
 
-def test_xuv(device):
+def test_the_config_of_a_call(device):
     x, u, v = on(device, (2, 3, 200), (200, 40), (40, 64))
     (call,) = lowered(nm.xuv(x, u, v)).calls
-    plan = plan_xuv(6, 200, 40, 64, "float32", "trn2", 2)
-    assert call.config["func_name"] == plan.kernel
-    assert call.config["grid"] == [2]
-    assert call.config["kernel_version"] == 1
-    assert call.config["has_collectives"] is False
-    assert call.config["klir_binary"]["input_names"] == ["x", "u", "v"]
-    assert call.config["klir_binary"]["output_names"] == ["y"]
+    plan = plan_op("xuv", 6, ((200, 40), (40, 64)), "float32", "trn2", 2)
     own = call.config["neuronmm"]
     assert (own["op"], own["M"], own["K"], own["ranks"], own["N"]) == ("xuv", 6, 200, [40], 64)
     assert (own["dtype"], own["bias"]) == ("float32", False)
+    assert call.config["func_name"] == plan.kernel
+    assert (call.config["grid"], call.config["kernel_version"]) == ([2], 1)
+    assert call.config["has_collectives"] is False
+    assert call.config["klir_binary"]["output_names"] == ["y"]
     assert launch_of(call.config).plan.arguments == plan.arguments
-    assert launch_of(call.config).plan.problem == plan.problem
-    assert "f32[6,64]" in call.text
 
 
-def test_xw_with_a_bias(device):
-    x, w, bias = on(device, (5, 96), (96, 70), (70,), dtype=torch.bfloat16)
-    (call,) = lowered(nm.xw(x, w, bias)).calls
-    assert call.config["klir_binary"]["input_names"] == ["x", "w", "bias"]
-    plan = plan_xw(5, 96, 70, "bfloat16", "trn2", 2)
-    assert launch_of(call.config).plan.problem == plan.problem
-    assert "bf16[5,70]" in call.text
+GATED = ((256, 300), (160, 300), (300, 64))
+QKV = ((256, 32), (32, 96), (256, 16), (16, 40), (256, 24), (24, 64))
+X_UP = {"others": (("x_up", (-1, 160), ""),)}
 
 
-def test_svd_mlp(device):
-    x, *factors = on(device, (7, 256), *MLP)
-    (call,) = lowered(nm.svd_mlp(x, *factors, activation="gelu")).calls
-    assert call.config["neuronmm"]["activation"] == "gelu"
-    plan = plan_svd_mlp(7, 256, (32, 48, 40), 300, 256, "float32", "trn2", 2)
-    assert launch_of(call.config).plan.problem == plan.problem
-
-
-def test_mlp(device):
-    weights = ((256, 300), (160, 300), (300, 64))
-    x, *given = on(device, (2, 5, 256), *weights, (2, 5, 160))
-    (call,) = lowered(nm.mlp(x, *given, activation="relu")).calls
-    names = ["x", "w_gate", "w_up", "w_down", "x_up"]
+@pytest.mark.parametrize(
+    ("op", "shapes", "options", "plan", "says"),
+    [
+        ("xuv", ((2, 3, 200), (200, 40), (40, 64)), {}, {}, ["f32[6,64]"]),
+        ("xw", ((5, 96), (96, 70), (70,)), {}, {"dtype": "bfloat16"}, ["bf16[5,70]"]),
+        ("svd_mlp", ((7, 256), *MLP), {"activation": "gelu"}, {}, []),
+        ("mlp", ((2, 5, 256), *GATED, (2, 5, 160)), {"activation": "relu"}, X_UP, ["f32[10,160]"]),
+        ("svd_qkv", ((7, 256), *QKV), {}, {}, ["f32[7,200]"]),
+        ("svd_qkv", ((7, 256), *QKV), {"bias_value": (64,)}, {}, ["f32[7,200]", "f32[64]"]),
+    ],
+)
+def test_each_op_is_one_call_of_its_kernel(op, shapes, options, plan, says, device):
+    dtype = plan.get("dtype", "float32")
+    tensors = on(device, *shapes, dtype=getattr(torch, dtype))
+    given = {n: v if isinstance(v, str) else on(device, v)[0] for n, v in options.items()}
+    (call,) = lowered(getattr(nm, op)(*tensors, **given)).calls
+    names = [*names_of(op)[: len(shapes)], *[n for n in options if n != "activation"]]
     assert call.config["klir_binary"]["input_names"] == names
-    assert call.config["neuronmm"]["activation"] == "relu"
-    plan = plan_op("mlp", 10, weights, "float32", "trn2", 2, others=(("x_up", (-1, 160), ""),))
-    assert launch_of(call.config).plan.problem == plan.problem
-    assert "f32[10,160]" in call.text
-
-
-def test_svd_qkv(device):
-    shapes = ((256, 32), (32, 96), (256, 16), (16, 40), (256, 24), (24, 64))
-    x, *factors = on(device, (7, 256), *shapes)
-    (call,) = lowered(nm.svd_qkv(x, *factors)).calls
-    plan = plan_svd_qkv(7, 256, (32, 16, 24), (96, 40, 64), "float32", "trn2", 2)
-    assert launch_of(call.config).plan.problem == plan.problem
-    assert "f32[7,200]" in call.text
-    assert call.config["neuronmm"]["bias"] is False
-    (call,) = lowered(nm.svd_qkv(x, *factors, bias_value=on(device, (64,))[0])).calls
-    assert call.config["klir_binary"]["input_names"][-1] == "bias_value"
-    assert call.config["neuronmm"]["bias"] is True
+    assert call.config["neuronmm"].get("activation") == options.get("activation")
+    assert call.config["neuronmm"]["bias"] is any(name.startswith("bias") for name in names)
+    M, matrices = math.prod(shapes[0][:-1]), shapes[1 : 1 + len(SPECS[op].factors)]
+    expected = plan_op(op, M, matrices, **{"dtype": dtype, "target": "trn2", "lnc": 2} | plan)
+    assert launch_of(call.config).plan.problem == expected.problem
+    for text in says:
+        assert text in call.text
 
 
 def test_one_kernel_twice_and_with_other_shapes(device, monkeypatch):
@@ -146,20 +133,14 @@ def test_what_distinguishes_two_calls_distinguishes_their_hashes(device, monkeyp
         monkeypatch.setenv(f"NEURON_{name}", value)
         hashes.append(graph_hash(nm.xuv(x, u, v)))
     assert len(set(hashes)) == len(hashes)
-
-
-def test_the_same_call_has_the_same_hash(device):
-    x, u, v = on(device, (4, 256), (256, 64), (64, 256))
-    torch_xla.sync()
-    first = graph_hash(nm.xuv(x, u, v))
+    monkeypatch.undo()
     xla._computations.clear()
-    assert graph_hash(nm.xuv(x, u, v)) == first
+    assert graph_hash(nm.xuv(x, u, v)) == hashes[0]
 
 
 def test_the_plan_alone_distinguishes(device):
     given = [torch.empty(shape, device="meta") for shape in ((4, 256), (256, 64), (64, 256))]
     planned = launch.launch_of(SPECS["xuv"], *split_call("xuv", *given), "trn1")
-    assert planned is not None
     (name, value), *rest = planned.plan.blocks
     blocks = ((name, int(value) // 2), *rest)
     other = replace(planned, plan=replace(planned.plan, blocks=blocks))
@@ -207,20 +188,21 @@ def test_other_ways_are_refused(device, monkeypatch):
         nm.xw(*on(device, (2, 8), (8, 8)))
 
 
-@pytest.mark.parametrize("name", ["XLA_USE_BF16", "XLA_DOWNCAST_BF16"])
-@pytest.mark.parametrize("value", ["1", "true", "01"])
-def test_dtypes_changed_behind_the_ops_are_refused(device, monkeypatch, name, value):
+@pytest.mark.parametrize(
+    ("name", "value", "changes"),
+    [
+        *[(n, v, True) for n in ("USE_BF16", "DOWNCAST_BF16") for v in ("1", "true", "01")],
+        *[("USE_BF16", value, False) for value in ("", "0", "false", "False", "no")],
+    ],
+)
+def test_dtypes_changed_behind_the_ops_are_refused(device, monkeypatch, name, value, changes):
     monkeypatch.setattr(xla, "_computations", {})
-    monkeypatch.setenv(name, value)
-    with pytest.raises(RuntimeError, match=f"{name}={value} changes them; unset it"):
+    monkeypatch.setenv(f"XLA_{name}", value)
+    if not changes:
+        assert len(lowered(nm.xw(*on(device, (2, 8), (8, 8)))).calls) == 1
+        return
+    with pytest.raises(RuntimeError, match=f"XLA_{name}={value} changes them; unset it"):
         nm.xw(*on(device, (2, 8), (8, 8)))
-
-
-@pytest.mark.parametrize("value", ["", "0", "false", "False", "no"])
-def test_dtypes_left_alone_are_not_refused(device, monkeypatch, value):
-    monkeypatch.setattr(xla, "_computations", {})
-    monkeypatch.setenv("XLA_USE_BF16", value)
-    assert len(lowered(nm.xw(*on(device, (2, 8), (8, 8)))).calls) == 1
 
 
 def test_what_no_kernel_takes_is_refused(device):

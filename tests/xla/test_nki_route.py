@@ -43,18 +43,18 @@ def test_the_kernel_is_called_on_xla_tensors(machine, device, monkeypatch):
     assert graph.dots == 0
 
 
-def test_an_nki_that_cannot_compile_the_kernels_is_an_error(machine, device):
-    machine.nki("0.2.0")
+@pytest.mark.parametrize(
+    ("version", "target", "error", "words"),
+    [
+        ("0.2.0", "trn2", NkiVersionError, r"which nki 0\.2"),
+        ("0.7.0", "", RuntimeError, "set NEURON_PLATFORM_TARGET_OVERRIDE"),
+    ],
+)
+def test_what_cannot_be_compiled_is_an_error(machine, device, version, target, error, words):
+    machine.nki(version)
+    machine.environment(NEURON_PLATFORM_TARGET_OVERRIDE=target)
     x, w = torch.randn(2, 8).to(device), torch.randn(8, 8).to(device)
-    with pytest.raises(NkiVersionError, match=r"which nki 0\.2"):
-        nm.xw(x, w)
-
-
-def test_a_machine_of_no_known_core_is_an_error(machine, device, monkeypatch):
-    machine.nki()
-    monkeypatch.delenv("NEURON_PLATFORM_TARGET_OVERRIDE")
-    x, w = torch.randn(2, 8).to(device), torch.randn(8, 8).to(device)
-    with pytest.raises(RuntimeError, match="set NEURON_PLATFORM_TARGET_OVERRIDE"):
+    with pytest.raises(error, match=words):
         nm.xw(x, w)
 
 

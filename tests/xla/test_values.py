@@ -24,32 +24,24 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 MODES = [torch.no_grad, torch.inference_mode, torch.enable_grad]
 # opcheck's test_autograd_registration knows no XLA tensors.
 XLA_CHECKS = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
+PAIR = ((200, 40), (40, 64))
+GATED = ((64, 100), (64, 100), (100, 32))
+FACTORS = ((2, 3, 64), (64, 24), (24, 100), (64, 16), (16, 100), (100, 32), (32, 64))
+QKV = ((2, 3, 64), (64, 24), (24, 100), (64, 16), (16, 40), (64, 32), (32, 50))
 CALLS = {
-    "xuv": (ops.xuv, ((5, 200), (200, 40), (40, 64))),
-    "xuv with a bias": (ops.xuv, ((5, 200), (200, 40), (40, 64), (64,))),
-    "one token": (ops.xuv, ((1, 200), (200, 40), (40, 64))),
-    "a vector": (ops.xuv, ((200,), (200, 40), (40, 64))),
-    "batches": (ops.xuv, ((2, 3, 4, 200), (200, 40), (40, 64), (64,))),
-    "no token": (ops.xuv, ((2, 0, 200), (200, 40), (40, 64), (64,))),
+    "xuv": (ops.xuv, ((5, 200), *PAIR)),
+    "xuv with a bias": (ops.xuv, ((5, 200), *PAIR, (64,))),
+    "one token": (ops.xuv, ((1, 200), *PAIR)),
+    "a vector": (ops.xuv, ((200,), *PAIR)),
+    "batches": (ops.xuv, ((2, 3, 4, 200), *PAIR, (64,))),
+    "no token": (ops.xuv, ((2, 0, 200), *PAIR, (64,))),
     "xw": (ops.xw, ((2, 3, 200), (200, 64))),
     "xw with a bias": (ops.xw, ((7, 200), (200, 64), (64,))),
-    "mlp": (ops.mlp, ((2, 3, 64), (64, 100), (64, 100), (100, 32))),
+    "mlp": (ops.mlp, ((2, 3, 64), *GATED)),
     "mlp with x_up": (ops.mlp, ((2, 3, 64), (64, 100), (48, 100), (100, 32), (2, 3, 48))),
-    "svd_mlp": (
-        ops.svd_mlp,
-        ((2, 3, 64), (64, 24), (24, 100), (64, 16), (16, 100), (100, 32), (32, 64)),
-    ),
-    "svd_qkv": (
-        ops.svd_qkv,
-        ((2, 3, 64), (64, 24), (24, 100), (64, 16), (16, 40), (64, 32), (32, 50)),
-    ),
-    "svd_qkv with biases": (
-        ops.svd_qkv,
-        (
-            *((2, 3, 64), (64, 24), (24, 100), (64, 16), (16, 40), (64, 32), (32, 50)),
-            *((100,), (40,), (50,)),
-        ),
-    ),
+    "svd_mlp": (ops.svd_mlp, FACTORS),
+    "svd_qkv": (ops.svd_qkv, QKV),
+    "svd_qkv with biases": (ops.svd_qkv, (*QKV, (100,), (40,), (50,))),
 }
 
 
@@ -77,6 +69,7 @@ def test_lazy(name, dtype, mode, device, handler):
         before = handler.count
         actual = op(*on_device).cpu()
         assert handler.count - before == (1 if actual.numel() else 0)
+        assert not [n for n in _XLAC._get_executed_fallback_ops() if n.startswith("neuronmm")]
         assert_right(actual, op, *tensors)
 
 
@@ -107,15 +100,17 @@ def test_activations(activation, device):
 ONE_SIGNATURE = [partial(ops.svd_mlp, activation=name) for name in ("silu", "relu")]
 
 
-def test_two_kernels_in_one_graph_give_two_results(device, handler):
+def test_two_kernels_in_one_graph_or_in_two_give_two_results(device, handler):
     tensors = [make(shape, torch.float32) for shape in CALLS["svd_mlp"][1]]
     on_device = [tensor.to(device) for tensor in tensors]
     before = handler.count
     with torch.no_grad():
         both = torch.stack([op(*on_device) for op in ONE_SIGNATURE]).cpu()
-    assert handler.count - before == 2
-    for actual, op in zip(both, ONE_SIGNATURE, strict=True):
+        assert handler.count - before == 2
+        each = [op(*on_device).cpu() for op in ONE_SIGNATURE]
+    for actual, alone, op in zip(both, each, ONE_SIGNATURE, strict=True):
         assert_right(actual, op, *tensors)
+        assert_right(alone, op, *tensors)
     assert not torch.allclose(both[0], both[1], atol=0.01)
 
 
@@ -137,14 +132,6 @@ def test_a_split_op_is_one_call_for_each_part(name, device, handler, monkeypatch
             before = handler.count
             assert_right(y.cpu(), op, *tensors)
             assert handler.count - before == len(sizes)
-
-
-def test_two_kernels_of_one_signature_in_two_graphs(device):
-    tensors = [make(shape, torch.float32) for shape in CALLS["svd_mlp"][1]]
-    on_device = [tensor.to(device) for tensor in tensors]
-    with torch.no_grad():
-        for op in ONE_SIGNATURE:
-            assert_right(op(*on_device).cpu(), op, *tensors)
 
 
 @pytest.mark.parametrize("backend", ["lazy", "openxla"])
@@ -223,9 +210,3 @@ def test_autocast_casts_as_a_linear_does(device):
         assert y.dtype == linear(x).dtype == torch.bfloat16
     (call,) = lowered(y).calls
     assert call.config["neuronmm"]["dtype"] == "bfloat16"
-
-
-def test_no_op_falls_back(device):
-    for op, shapes in CALLS.values():
-        op(*[make(shape, torch.float32).to(device) for shape in shapes]).cpu()
-    assert not [op for op in _XLAC._get_executed_fallback_ops() if op.startswith("neuronmm")]
