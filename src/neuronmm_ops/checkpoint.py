@@ -31,6 +31,8 @@ _LARGEST = {
     **dict.fromkeys(("hidden_size", "num_attention_heads", "num_key_value_heads"), 2**24),
     **dict.fromkeys(("intermediate_size", "head_dim", "vocab_size"), 2**24),
 }
+# Of a record: Transformers copies and prints each of them several times before it looks for one.
+_MOST_LAYERS = 20_000
 
 
 # --- the directory
@@ -55,6 +57,12 @@ def read_config(directory: Path) -> dict[str, Any]:
     if not isinstance(entry, (dict, type(None))):
         raise CheckpointError(
             f"{directory / 'config.json'}: quantization_config must be an object, got {entry!r:.50}"
+        )
+    layers = (entry or {}).get("layers")
+    if isinstance(layers, list) and len(layers) > _MOST_LAYERS:
+        raise CheckpointError(
+            f"{directory / 'config.json'}: quantization_config must have at most {_MOST_LAYERS} "
+            f"layers, got {len(layers)}; copy the file again"
         )
     if "transformers_weights" in config:
         raise CheckpointError(

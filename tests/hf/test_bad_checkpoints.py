@@ -369,3 +369,14 @@ def test_a_hub_id_is_downloaded_and_loaded(
     )
     with pytest.raises(CheckpointError, match="is no directory"):
         hf.load(Path("some-org/some-model"))
+
+
+def test_a_record_of_more_layers_than_any_model_has(checkpoint: Path) -> None:
+    def add_ghosts(config: dict[str, Any]) -> None:
+        layers = config["quantization_config"]["layers"]
+        layers += [{**layers[0], "name": f"ghost.{i}"} for i in range(20_000)]
+
+    _edit_config(checkpoint, add_ghosts)
+    for read in (hf.load, inspect_checkpoint):
+        with pytest.raises(CheckpointError, match=r"at most 20000 layers, got 20\d\d\d; copy"):
+            read(checkpoint)
