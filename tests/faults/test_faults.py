@@ -11,12 +11,13 @@ import neuronmm_ops
 
 # What a trial of an earlier version met, by where: `kind: name` of each.
 MET = (
-    r"config.json: fifo, (inspect|eval) |text: fifo, eval",
+    r"config.json: (fifo|/dev/zero), inspect |text: (fifo|/dev/zero), eval",
+    r"file: model.safetensors: (fifo, inspect|/dev/zero, generate)|compression.json: (fifo|/dev/z)",
     r"num_hidden_layers 1000000000, generate|ghost layers, inspect|a word of 20 MB, eval",
     r"config's targets \['\(\[a-z|--targets '\(\[a-z|TOML: targets a bomb",
     r"TOML: (published|model with|method|modelled (tp|batch)|tasks unknown|ratios a text)",
-    r"record: layer's name '.x1b.2J', inspect|name with escapes, export",
-    r"names of outputs: (escapes|255 characters|no text), (compress|reproduce)",
+    r"record: (layer's name '.x1b.2J'|provenance .'.x1b).*inspect|name with escapes, export",
+    r"names of outputs: (escapes|2.. characters|no text), (compr|repro)|.x1b.31mred', inspect",
     r"chat template: (range|recursive)|tokenizer: regex bomb, generate",
     r"disk full: files of 1000 bytes, (compress|save)|limits: one process, generate|RANK 5 of 2, g",
     r"kernels: ((infinite loop|a million tensors) --max-seconds 3|BaseException|escapes)$",
