@@ -3,11 +3,11 @@
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import transformers as t
+from stored import assert_same_bits
 from tiny import SIZES, tiny_ids
 from transformers import PreTrainedModel
 
@@ -39,7 +39,7 @@ MAMBA2 = {**MAMBA, "num_heads": 8, "head_dim": 16, "n_groups": 2, "chunk_size": 
 
 RENAMED: dict[str, Callable[[], PreTrainedModel]] = {
     "gemma3": lambda: t.Gemma3ForConditionalGeneration(
-        t.Gemma3Config(text_config=SIZES, vision_config=VISION, mm_tokens_per_image=4)  # pyright: ignore
+        t.Gemma3Config(text_config=SIZES, vision_config=VISION, mm_tokens_per_image=4)
     ),
     "llava": lambda: t.LlavaForConditionalGeneration(
         t.LlavaConfig(
@@ -47,10 +47,10 @@ RENAMED: dict[str, Callable[[], PreTrainedModel]] = {
         )
     ),
     "qwen2_vl": lambda: t.Qwen2VLForConditionalGeneration(
-        t.Qwen2VLConfig(text_config=QWEN, vision_config=QWEN2_VISION)  # pyright: ignore
+        t.Qwen2VLConfig(text_config=QWEN, vision_config=QWEN2_VISION)
     ),
     "qwen2_5_vl": lambda: t.Qwen2_5_VLForConditionalGeneration(
-        t.Qwen2_5_VLConfig(text_config=QWEN, vision_config=QWEN25_VISION)  # pyright: ignore
+        t.Qwen2_5_VLConfig(text_config=QWEN, vision_config=QWEN25_VISION)
     ),
     "mistral3": lambda: t.Mistral3ForConditionalGeneration(
         t.Mistral3Config(
@@ -63,10 +63,9 @@ READING_WEIGHTS: dict[str, Callable[[], PreTrainedModel]] = {
     "t5": lambda: t.T5ForConditionalGeneration(t.T5Config(**T5)),
     "mamba": lambda: t.MambaForCausalLM(t.MambaConfig(**MAMBA)),
     "mamba2": lambda: t.Mamba2ForCausalLM(t.Mamba2Config(**MAMBA2)),
-}
-MIXTURES: dict[str, Callable[[], PreTrainedModel]] = {
     "mixtral": lambda: t.MixtralForCausalLM(t.MixtralConfig(**SIZES, num_local_experts=2)),
 }
+STORED = pytest.mark.parametrize("storage", [None, "fp8"])
 
 
 def _round_trip(
@@ -78,18 +77,14 @@ def _round_trip(
         compress_(model, config)
         hf.save(model, directory)
         restored = type(model).from_pretrained(directory)
-    expected, actual = model.state_dict(), restored.state_dict()
-    assert expected.keys() == actual.keys()
-    for name, value in expected.items():
-        assert value.dtype == actual[name].dtype, name
-        assert torch.equal(value.float(), actual[name].float()), name
+    assert_same_bits(restored.state_dict(), model.state_dict())
     assert any(isinstance(module, SVDLinear) for module in restored.modules())
     return restored
 
 
-@pytest.mark.parametrize("storage", [None, "fp8", "int8"])
+@STORED
 @pytest.mark.parametrize("kind", RENAMED)
-def test_renamed_tensors_come_back(kind: str, storage: str | None, tmp_path: Path) -> None:
+def test_renamed_tensors_come_back(kind, storage, tmp_path):
     torch.manual_seed(0)
     model = RENAMED[kind]().eval()
     _round_trip(model, tmp_path / "out", storage)
@@ -98,14 +93,12 @@ def test_renamed_tensors_come_back(kind: str, storage: str | None, tmp_path: Pat
     assert {layer.name for layer in layers if layer.r} == low_rank
 
 
-@pytest.mark.parametrize("storage", [None, "fp8", "int8"])
-@pytest.mark.parametrize("kind", {**READING_WEIGHTS, **MIXTURES})
-def test_models_that_ask_for_a_weight_run_after_loading(
-    kind: str, storage: str | None, tmp_path: Path
-) -> None:
+@STORED
+@pytest.mark.parametrize("kind", READING_WEIGHTS)
+def test_models_that_ask_for_a_weight_run_after_loading(kind, storage, tmp_path):
     torch.manual_seed(0)
-    model = {**READING_WEIGHTS, **MIXTURES}[kind]().eval()
-    inputs: dict[str, Any] = {"input_ids": tiny_ids(1, 12)}
+    model = READING_WEIGHTS[kind]().eval()
+    inputs = {"input_ids": tiny_ids(1, 12)}
     if model.config.is_encoder_decoder:
         inputs["decoder_input_ids"] = tiny_ids(1, 8)
     restored = _round_trip(model, tmp_path / "out", storage).eval()
@@ -113,7 +106,7 @@ def test_models_that_ask_for_a_weight_run_after_loading(
         assert torch.equal(model(**inputs).logits, restored(**inputs).logits)
 
 
-def test_multiplying_by_the_placeholder_raises() -> None:
+def test_multiplying_by_the_placeholder_raises():
     layer = SVDLinear(8, 6, 2)
     assert (layer.weight.dtype, layer.weight.numel()) == (torch.float32, 0)
     with pytest.raises(RuntimeError):

@@ -1,29 +1,14 @@
 """A swapped Transformers model is one graph: every pair one node, no breaks, dynamic sizes."""
 
-import warnings
 from copy import deepcopy
 
 import pytest
 import torch
-from tiny import tiny_ids, tiny_model
+from small import compressed
+from tiny import tiny_ids
 from tolerances import assert_close_to_oracle
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
-from transformers import PreTrainedModel
-
-from neuronmm_ops import CalibrationWarning, SVDConfig, compress_
-
-
-def _swapped(targets: str) -> PreTrainedModel:
-    model = tiny_model()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", CalibrationWarning)
-        compress_(
-            model,
-            SVDConfig(ratio=0.3, block=8, targets=targets, allocation="uniform"),
-            [tiny_ids()],
-        )
-    return model
 
 
 def _ops(graph: torch.fx.GraphModule) -> list[str]:
@@ -38,14 +23,13 @@ ATTENTION = ["neuronmm.svd_qkv.default", "neuronmm.xuv.default"]
     ("targets", "expected"),
     [
         ("mlp", ["neuronmm.svd_mlp.default"]),
-        ("attention", ATTENTION),
         ("all-linear", [*ATTENTION, "neuronmm.svd_mlp.default"]),
     ],
 )
-def test_one_node_for_each_op_and_no_graph_break(targets: str, expected: list[str]) -> None:
+def test_one_node_for_each_op_and_no_graph_break(targets, expected):
     torch._dynamo.reset()
     counters.clear()
-    model = _swapped(targets)
+    model = compressed(targets=targets)[0]
     double = deepcopy(model).double()
     counter = CompileCounterWithBackend("eager")
     compiled = torch.compile(model, fullgraph=True, dynamic=True, backend=counter)
@@ -62,10 +46,9 @@ def test_one_node_for_each_op_and_no_graph_break(targets: str, expected: list[st
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("targets", ["mlp", "all-linear"])
-def test_training_step_compiles_without_breaks(targets: str) -> None:
+def test_training_step_compiles_without_breaks():
     torch._dynamo.reset()
-    model = _swapped(targets)
+    model, _ = compressed(targets="all-linear")
     eager, double = deepcopy(model), deepcopy(model).double()
     ids = tiny_ids(2, 16)
     for module in (torch.compile(model, fullgraph=True, backend="aot_eager"), double, eager):

@@ -1,59 +1,35 @@
 """hf.compress: the checkpoint it writes, and what it checks before the compression."""
 
-import json
 import re
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from small import compress
+from stored import config_of
 from tiny import tiny_directory, tiny_ids, tiny_model
 
-from neuronmm_ops import CompressionReport, SVDConfig, hf
+from neuronmm_ops import SVDConfig, hf
 from neuronmm_ops.compress.source import LayersInMemory, Task
 from neuronmm_ops.hf import compress as compress_function
 from neuronmm_ops.nn import dense_linears
 from neuronmm_ops.ops.backends.cpu import name_of
 
-TEXT = "The quick brown fox jumps over the lazy dog. 0123456789\n" * 40
-CONFIG = SVDConfig(ratio=0.3, block=8)
 pytestmark = pytest.mark.filterwarnings("ignore::neuronmm_ops.CalibrationWarning")
+FAST = "neuronmm_ops.ops.backends.cpu.multiplies_fast"
 
 
-def slow_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pretend that the CPU multiplies float32 alone."""
-    monkeypatch.setattr(
-        "neuronmm_ops.ops.backends.cpu.multiplies_fast", lambda dtype: dtype == torch.float32
-    )
-
-
-def fast_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pretend that the CPU multiplies every dtype."""
-    monkeypatch.setattr("neuronmm_ops.ops.backends.cpu.multiplies_fast", lambda dtype: True)
-
-
-def compress(model: Path, output: Path, **options: Any) -> CompressionReport:
-    return hf.compress(model, CONFIG, TEXT, output, **{"samples": 16, "seqlen": 64, **options})
-
-
-def test_it_writes_what_it_returns(tmp_path: Path) -> None:
-    told: list[tuple[str, int, int]] = []
-    dense = tiny_directory(tmp_path / "dense")
-    report = compress(
-        dense, tmp_path / "out", order="head", progress=lambda *event: told.append(event)
-    )
-    record = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+def test_it_writes_what_it_returns(dense, tmp_path):
+    told, out = [], tmp_path / "out"
+    report = compress(dense, out, order="head", progress=lambda stage, *_: told.append(stage))
+    record = config_of(out)["quantization_config"]
     assert {key: record[key] for key in report.to_dict()} == report.to_dict()
-    assert report.calibration is not None
     assert report.calibration["tokens"] == 16 * 64
     assert report.calibration | {"order": "head", "samples": 16, "seqlen": 64} == report.calibration
     assert report.provenance["compute_dtype"] == "float32"
-    assert list(dict.fromkeys(stage for stage, _, _ in told)) == [
-        *("load", "gradients", "calibrate", "factorize", "save")
-    ]
-    assert hf.load(tmp_path / "out")(tiny_ids(1)).logits.isfinite().all()
-    assert hf.load_tokenizer(tmp_path / "out")("a")["input_ids"]
+    assert list(dict.fromkeys(told)) == ["load", "gradients", "calibrate", "factorize", "save"]
+    assert hf.load(out)(tiny_ids(1)).logits.isfinite().all()
+    assert hf.load_tokenizer(out)("a")["input_ids"]
 
 
 @pytest.mark.parametrize(
@@ -65,19 +41,9 @@ def test_it_writes_what_it_returns(tmp_path: Path) -> None:
         ({"method": "whiten", "importance": "perplexity"}, "load calibrate factorize probe save"),
     ],
 )
-def test_the_stages_are_those_of_the_docstring(
-    options: dict[str, Any], stages: str, tmp_path: Path
-) -> None:
-    told: list[str] = []
-    hf.compress(
-        tiny_directory(tmp_path / "dense"),
-        SVDConfig(ratio=0.3, block=8, **options),
-        TEXT,
-        tmp_path / "out",
-        samples=16,
-        seqlen=64,
-        progress=lambda stage, done, total: told.append(stage),
-    )
+def test_the_stages_are_those_of_the_docstring(options, stages, dense, tmp_path):
+    told, config = [], SVDConfig(ratio=0.3, block=8, **options)
+    compress(dense, tmp_path / "out", config, progress=lambda stage, *_: told.append(stage))
     assert list(dict.fromkeys(told)) == stages.split()
     (listed,) = re.findall(r"stages are (load.*?save)\.", hf.compress.__doc__ or "", re.DOTALL)
     assert set(told) <= set(re.findall(r"\w+", listed))
@@ -85,10 +51,8 @@ def test_the_stages_are_those_of_the_docstring(
 
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("asked", ["auto", "float32", "bfloat16"])
-def test_what_is_not_compressed_is_written_bit_for_bit(
-    stored: torch.dtype, asked: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    slow_cpu(monkeypatch)
+def test_what_is_not_compressed_is_written_bit_for_bit(stored, asked, tmp_path, monkeypatch):
+    monkeypatch.setattr(FAST, lambda dtype: dtype == torch.float32)
     dense = tiny_directory(tmp_path / "dense", dtype=stored)
     report = compress(dense, tmp_path / "out", dtype=asked)
     assert report.provenance["compute_dtype"] == ("bfloat16" if asked == "bfloat16" else "float32")
@@ -105,38 +69,33 @@ def test_what_is_not_compressed_is_written_bit_for_bit(
     assert report.layers[1].dense_bytes == before["model.layers.0.mlp.up_proj.weight"].nbytes
 
 
-def test_factors_are_found_in_the_compute_dtype(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen: list[torch.dtype] = []
+def test_factors_are_found_in_the_compute_dtype(tmp_path, monkeypatch):
+    seen = []
     original = LayersInMemory.prepare
 
-    def spy(self: LayersInMemory, task: Task) -> None:
+    def spy(self, task):
         seen.append(task.linears["model.layers.0.mlp.up_proj"].weight.dtype)
         original(self, task)
 
     monkeypatch.setattr(LayersInMemory, "prepare", spy)
     dense = tiny_directory(tmp_path / "dense", dtype=torch.bfloat16)
-    for cpu, expected in ((slow_cpu, torch.float32), (fast_cpu, torch.bfloat16)):
-        cpu(monkeypatch)
+    for expected in (torch.float32, torch.bfloat16):
+        monkeypatch.setattr(FAST, {torch.float32, expected}.__contains__)
         report = compress(dense, tmp_path / f"{expected}")
         assert report.provenance["compute_dtype"] == name_of(expected)
     assert seen == [torch.float32, torch.bfloat16]
 
 
-def test_the_target_is_checked_before_the_work(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[tuple[Any, ...]] = []
+def test_the_target_is_checked_before_the_work(dense, tmp_path, monkeypatch):
+    asked = []
 
-    def check(target: Path, force: bool, source: Path | None, needed_bytes: int = 0) -> None:
+    def check(target, force, source, needed_bytes=0):
         asked.append((target, force, source, needed_bytes))
         if needed_bytes:
             raise OSError("no room")
 
     monkeypatch.setitem(compress_function.__globals__, "check_target", check)
     monkeypatch.setattr(LayersInMemory, "gradients", pytest.fail)
-    dense = tiny_directory(tmp_path / "dense")
     with pytest.raises(OSError, match="no room"):
         compress(dense, tmp_path / "out", force=True)
     assert asked[0] == (tmp_path / "out", True, dense, 0)
@@ -155,32 +114,30 @@ def test_the_target_is_checked_before_the_work(
     ],
 )
 def test_room_is_asked_for_what_the_budget_may_leave(
-    options: dict[str, Any], is_exact: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[int] = []
-
-    def check(target: Path, force: bool, source: Path | None, needed_bytes: int = 0) -> None:
-        asked.append(needed_bytes)
-
-    monkeypatch.setitem(compress_function.__globals__, "check_target", check)
-    config = SVDConfig(ratio=0.3, block=8, **options)
-    dense = tiny_directory(tmp_path / "dense")
-    hf.compress(dense, config, TEXT, tmp_path / "out", samples=4, seqlen=64)
+    options, is_exact, dense, tmp_path, monkeypatch
+):
+    asked = []
+    monkeypatch.setitem(
+        compress_function.__globals__,
+        "check_target",
+        lambda target, force, source, needed_bytes=0: asked.append(needed_bytes),
+    )
+    compress(dense, tmp_path / "out", SVDConfig(ratio=0.3, block=8, **options), samples=4)
     model = hf.load(tmp_path / "out")
     bytes_after = sum(parameter.nbytes for parameter in model.parameters())
     largest_block = 4 * 8 * (64 + 176)
     assert 0 <= asked[-1] - bytes_after < (1 if is_exact else largest_block)
 
 
-def test_a_budget_of_time_asks_for_the_dense_models_room() -> None:
+def test_a_budget_of_time_asks_for_the_dense_models_room():
     config = SVDConfig(budget="time", target="trn2", block=8)
     linears = dense_linears(tiny_model().model.layers[0].mlp)
     dtypes, limits = dict.fromkeys(linears, torch.float32), dict.fromkeys(linears, 8)
     assert Task(config, linears, dtypes, limits, {}, ()).bytes_saved() == 0
 
 
-def test_shards(tmp_path: Path) -> None:
-    compress(tiny_directory(tmp_path / "dense"), tmp_path / "out", max_shard_size="100KB")
+def test_shards(dense, tmp_path):
+    compress(dense, tmp_path / "out", max_shard_size="100KB")
     assert len(list((tmp_path / "out").glob("model-*.safetensors"))) > 2
     assert hf.load(tmp_path / "out").dtype == torch.float32
 
@@ -197,15 +154,13 @@ def test_shards(tmp_path: Path) -> None:
         ({"max_shard_size": 0}, "max_shard_size must be a size"),
     ],
 )
-def test_bad_arguments(options: dict[str, Any], word: str, tmp_path: Path) -> None:
-    dense = tiny_directory(tmp_path / "dense")
+def test_bad_arguments(options, word, dense, tmp_path):
     with pytest.raises(ValueError, match=word):
         compress(dense, tmp_path / "out", **options)
     assert not (tmp_path / "out").exists()
 
 
-def test_text_is_needed_but_for_plain(tmp_path: Path) -> None:
-    dense = tiny_directory(tmp_path / "dense")
+def test_text_is_needed_but_for_plain(dense, tmp_path):
     with pytest.raises(ValueError, match="method kfac needs a calibration text"):
         hf.compress(dense, None, None, tmp_path / "out")
     plain = SVDConfig(block=8, method="plain")

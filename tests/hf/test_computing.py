@@ -23,7 +23,7 @@ class Mixed(nn.Module):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_values_come_back_bit_for_bit(dtype: torch.dtype) -> None:
+def test_values_come_back_bit_for_bit(dtype):
     model = Mixed()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     angles = model.angles
@@ -41,7 +41,7 @@ def test_values_come_back_bit_for_bit(dtype: torch.dtype) -> None:
             assert torch.equal(value, before[name]), name
 
 
-def test_a_buffer_of_two_modules_comes_back() -> None:
+def test_a_buffer_of_two_modules_comes_back():
     model = nn.ModuleList([Mixed(), nn.Module()])
     model[1].register_buffer("again", model[0].saved)
     before = model[0].saved.clone()
@@ -52,7 +52,7 @@ def test_a_buffer_of_two_modules_comes_back() -> None:
     assert torch.equal(model[0].saved, before)
 
 
-def test_an_error_leaves_the_dtypes_as_they_were() -> None:
+def test_an_error_leaves_the_dtypes_as_they_were():
     model = tiny_model(dtype=torch.bfloat16)
     with pytest.raises(KeyError), computing_in(model, torch.float32):
         raise KeyError
@@ -60,9 +60,7 @@ def test_an_error_leaves_the_dtypes_as_they_were() -> None:
 
 
 @pytest.mark.parametrize(("is_fast", "expected"), [(True, "bfloat16"), (False, "float32")])
-def test_auto_is_what_the_cpu_multiplies_fast(
-    is_fast: bool, expected: str, tmp_path, monkeypatch
-) -> None:
+def test_auto_is_what_the_cpu_multiplies_fast(is_fast, expected, tmp_path, monkeypatch):
     monkeypatch.setattr("neuronmm_ops.ops.backends.cpu.multiplies_fast", lambda dtype: is_fast)
     directory = tiny_directory(tmp_path / "model", dtype=torch.bfloat16)
     model = hf.load_computing(directory)
@@ -71,7 +69,7 @@ def test_auto_is_what_the_cpu_multiplies_fast(
     assert hf.load_computing(directory, "float16").dtype == torch.float16
 
 
-def test_devices() -> None:
+def test_devices():
     assert check_device("cpu") == torch.device("cpu")
     with pytest.raises(ValueError, match="device must be cpu, cuda or another"):
         check_device("toaster")
@@ -80,7 +78,7 @@ def test_devices() -> None:
             check_device(name)
 
 
-def test_more_devices_than_there_are(monkeypatch) -> None:
+def test_more_devices_than_there_are(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     assert check_device("cuda:0").index == 0

@@ -1,30 +1,22 @@
 """Pairs of Linears for other libraries: peft, pruning; and LoRA on the factors themselves."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
+import small
 import torch
 from peft import LoraConfig, get_peft_model
 from tiny import FAMILIES, tiny_ids, tiny_model
 from torch import nn
 from torch.nn.utils import prune
 
-from neuronmm_ops import SVDMLP, SVDConfig, SVDLinear, compress_, hf
+from neuronmm_ops import SVDMLP, SVDLinear, hf
 from neuronmm_ops.compress.record import low_rank_layers
 from neuronmm_ops.nn import LinearPair
 
-pytestmark = pytest.mark.filterwarnings("ignore::neuronmm_ops.CalibrationWarning")
-
 
 def compressed(family: str = "llama", **options: Any) -> Any:
-    model = tiny_model(family, **options)
-    compress_(
-        model,
-        SVDConfig(ratio=0.3, block=8, targets="all-linear", allocation="uniform"),
-        [tiny_ids()],
-    )
-    return model
+    return small.compressed(family, "all-linear", **options)[0]
 
 
 @torch.no_grad()
@@ -38,9 +30,10 @@ def randomize_adapters(model: nn.Module) -> None:
             nn.init.normal_(parameter, std=0.02)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("tied", [True, False])
-def test_there_and_back(family: str, tied: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "tied"), [*((family, True) for family in FAMILIES), ("llama", False)]
+)
+def test_there_and_back(family, tied, tmp_path):
     model = compressed(family, tied=tied)
     before, layers = logits(model), low_rank_layers(model)
     assert hf.to_pairs(model) is model
@@ -61,7 +54,7 @@ def test_there_and_back(family: str, tied: bool, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
-def test_peft_adapts_a_pair_by_all_linear(family: str, tmp_path: Path) -> None:
+def test_peft_adapts_a_pair_by_all_linear(family, tmp_path):
     model = compressed(family)
     before = logits(model)
     names = set(low_rank_layers(model))
@@ -83,7 +76,7 @@ def test_peft_adapts_a_pair_by_all_linear(family: str, tmp_path: Path) -> None:
     assert torch.equal(logits(hf.load(tmp_path / "merged")), logits(merged))
 
 
-def test_what_is_saved_with_adapters_is_refused_on_loading(tmp_path: Path) -> None:
+def test_what_is_saved_with_adapters_is_refused_on_loading(tmp_path):
     model = hf.to_pairs(compressed())
     get_peft_model(model, LoraConfig(target_modules="all-linear", r=4))
     model.save_pretrained(tmp_path / "o")
@@ -92,7 +85,7 @@ def test_what_is_saved_with_adapters_is_refused_on_loading(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(("factors", "count"), [(("u", "v"), 2), (("u",), 1), (("v",), 1)])
-def test_lora_on_the_factors(factors: tuple[str, ...], count: int) -> None:
+def test_lora_on_the_factors(factors, count):
     model = compressed()
     before = logits(model)
     config = hf.lora_config(model, ["gate_proj", "up_proj", "down_proj"], factors, r=4)
@@ -106,12 +99,11 @@ def test_lora_on_the_factors(factors: tuple[str, ...], count: int) -> None:
     trained = logits(adapted)
     assert (trained - before).abs().max() > 0.001
 
-    merged: Any = adapted.merge_and_unload()
+    merged = adapted.merge_and_unload()
     torch.testing.assert_close(logits(merged), trained)
     mlp = merged.model.layers[0].mlp
     assert type(mlp.gate_proj) is SVDLinear
     assert mlp.gate_proj.u.is_contiguous()
-    called: list[str] = []
     with torch.profiler.profile() as profile:
         logits(merged)
     called = [event.name for event in profile.events()]
@@ -119,9 +111,8 @@ def test_lora_on_the_factors(factors: tuple[str, ...], count: int) -> None:
     assert "neuronmm::svd_mlp" in called
 
 
-def test_lora_takes_linears_too() -> None:
-    model = tiny_model()
-    compress_(model, SVDConfig(ratio=0.3, block=8, allocation="uniform"), [tiny_ids()])
+def test_lora_takes_linears_too():
+    model, _ = small.compressed()
     config = hf.lora_config(model, r=2)
     assert "model.layers.0.self_attn.q_proj" in config.target_modules
     assert "model.layers.0.mlp.up_proj.v" in config.target_parameters
@@ -136,7 +127,7 @@ def test_lora_takes_linears_too() -> None:
         hf.lora_config(model, factors=["w"])
 
 
-def test_pruning_a_pair(tmp_path: Path) -> None:
+def test_pruning_a_pair(tmp_path):
     model = hf.to_pairs(compressed())
     pair = model.model.layers[0].mlp.up_proj
     for linear in pair:
@@ -147,13 +138,13 @@ def test_pruning_a_pair(tmp_path: Path) -> None:
     for linear in pair:
         prune.remove(linear, "weight")
     hf.save(hf.from_pairs(model), tmp_path / "o")
-    loaded: Any = hf.load(tmp_path / "o")
+    loaded = hf.load(tmp_path / "o")
     torch.testing.assert_close(logits(loaded), pruned)
     u = loaded.model.layers[0].mlp.up_proj.u
     assert int((u == 0).sum()) == u.numel() // 2
 
 
-def test_models_without_any() -> None:
+def test_models_without_any():
     with pytest.raises(ValueError, match="no SVDLinear; compress it first"):
         hf.to_pairs(tiny_model())
     with pytest.raises(ValueError, match="no LinearPair"):

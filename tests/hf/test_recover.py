@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from stored import config_of, edit_tensors, tensors_of
 from tiny import tiny_directory, tiny_model, tiny_tokenizer
 
 from neuronmm_ops import CompressionReport, SVDConfig, SVDLinear, hf
@@ -52,7 +52,7 @@ def trained(path: Path, family: str = "llama", dtype: torch.dtype = torch.float3
 
 
 @pytest.fixture(scope="module")
-def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def dense(tmp_path_factory):
     return trained(tmp_path_factory.mktemp("dense") / "dense")
 
 
@@ -62,14 +62,28 @@ def compressed(dense: Path, path: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def small(dense: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def small(dense, tmp_path_factory):
     with pytest.warns(match="calibration has"):
         return compressed(dense, tmp_path_factory.mktemp("small") / "small")
 
 
-def perplexity(directory: Path, text: str = TEXT) -> float:
-    ids = encode_documents(hf.load_tokenizer(directory), [text])
+def perplexity(directory: Path, ids: torch.Tensor) -> float:
     return token_perplexity(hf.load(directory), ids, 32).ppl_token
+
+
+def changed(one: Path, other: Path) -> set[str]:
+    """Return the names of the tensors in which two checkpoints differ, which have one shape."""
+    before, after = tensors_of(one), tensors_of(other)
+    assert {n: t.shape for n, t in before.items()} == {n: t.shape for n, t in after.items()}
+    return {name for name in before if not torch.equal(before[name], after[name])}
+
+
+def factors_of(directory: Path) -> set[str]:
+    return {name for name in tensors_of(directory) if name.endswith((".u", ".v"))}
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
 
 
 def entry(report: CompressionReport) -> dict[str, Any]:
@@ -88,44 +102,37 @@ def entry(report: CompressionReport) -> dict[str, Any]:
     ],
     ids=lambda config: f"{config.method}-{config.lora_order}",
 )
-def test_it_recovers(config: RecoverConfig, small: Path, dense: Path, tmp_path: Path) -> None:
-    told: list[tuple[Any, ...]] = []
-    report = hf.recover(
-        small, TEXT, tmp_path / "out", config, progress=lambda *event: told.append(event)
-    )
+def test_it_recovers(config, small, dense, tmp_path):
+    told, out = [], tmp_path / "out"
+    report = hf.recover(small, TEXT, out, config, progress=lambda *event: told.append(event))
     run = entry(report)
-    record = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
-    assert record["provenance"]["recovery"] == [run]
+    assert config_of(out)["quantization_config"]["provenance"]["recovery"] == [run]
     assert run["config"] == config.to_dict()
     assert run["improved"]
     assert run["data_sha256"] == hashlib.sha256(TEXT.encode()).hexdigest()
     assert (run["steps"], run["compute_dtype"]) == (12, "float32")
     assert len(told) == 12
     loss = [math.log(run[f"held_out_ppl_{when}"]) for when in ("before", "after")]
-    floor = math.log(perplexity(dense)) if config.method == "distill" else loss[0]
+    ids = encode_documents(tiny_tokenizer(), [TEXT])
+    floor = math.log(perplexity(dense, ids)) if config.method == "distill" else loss[0]
     assert loss[1] - floor < 0.8 * (loss[0] - floor) or loss[1] < loss[0] - 0.02
 
     # What was measured is what was written.
-    _, held_out = hold_out(encode_documents(tiny_tokenizer(), [TEXT]), 32)
-    for directory, number in ((small, "before"), (tmp_path / "out", "after")):
-        found = token_perplexity(hf.load(directory), held_out.flatten(), 32).ppl_token
+    _, held_out = hold_out(ids, 32)
+    for directory, number in ((small, "before"), (out, "after")):
+        found = perplexity(directory, held_out.flatten())
         assert found == pytest.approx(run[f"held_out_ppl_{number}"])
     assert run["held_out_tokens"] == held_out.numel()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
+    assert names(tmp_path) == ["out"]
 
     # No cost: the same layers and shapes, and nothing but the factors has changed.
-    model = hf.load(tmp_path / "out")
-    assert [layer.r for layer in report.layers] == [
-        m.rank for m in model.modules() if isinstance(m, SVDLinear)
-    ]
-    before, after = (load_file(d / "model.safetensors") for d in (small, tmp_path / "out"))
-    assert {n: t.shape for n, t in before.items()} == {n: t.shape for n, t in after.items()}
-    changed = {name for name in before if not torch.equal(before[name], after[name])}
-    assert changed == {name for name in before if name.endswith((".u", ".v"))}
+    ranks = [m.rank for m in hf.load(out).modules() if isinstance(m, SVDLinear)]
+    assert [layer.r for layer in report.layers] == ranks
+    assert changed(small, out) == factors_of(small)
 
 
 @pytest.mark.slow
-def test_recovered_twice_is_recorded_twice(small: Path, tmp_path: Path) -> None:
+def test_recovered_twice_is_recorded_twice(small, tmp_path):
     hf.recover(small, TEXT, tmp_path / "one", CONFIG)
     report = hf.recover(tmp_path / "one", TEXT, tmp_path / "two", CONFIG)
     manifest = verify(tmp_path / "two")
@@ -134,40 +141,40 @@ def test_recovered_twice_is_recorded_twice(small: Path, tmp_path: Path) -> None:
     assert second["held_out_ppl_before"] == pytest.approx(first["held_out_ppl_after"])
 
 
+@pytest.fixture(scope="module", params=["qwen2", "gemma2"])
+def in_bfloat16(request, tmp_path_factory):
+    """Another family, compressed."""
+    root = tmp_path_factory.mktemp(request.param)
+    with pytest.warns(match="calibration has"):
+        return compressed(trained(root / "dense", request.param, torch.bfloat16), root / "small")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen2", "gemma2"])
 @pytest.mark.parametrize("method", ["distill", "lora"])
-def test_other_families_in_bfloat16(family: str, method: Any, tmp_path: Path) -> None:
-    dense = trained(tmp_path / "dense", family, torch.bfloat16)
-    small = compressed(dense, tmp_path / "small")
+def test_other_families_in_bfloat16(in_bfloat16, method, tmp_path):
+    small = in_bfloat16
     config = RecoverConfig(method=method, steps=12, seqlen=32, learning_rate=3e-3)
     run = entry(hf.recover(small, TEXT, tmp_path / "out", config))
     assert run["improved"] == (run["held_out_ppl_after"] < run["held_out_ppl_before"])
-    before, after = (load_file(d / "model.safetensors") for d in (small, tmp_path / "out"))
-    assert {tensor.dtype for tensor in after.values()} == {torch.bfloat16}
-    changed = {name for name in before if not torch.equal(before[name], after[name])}
-    factors = {name for name in before if name.endswith((".u", ".v"))}
-    assert changed == (factors if run["improved"] else set())
+    assert {t.dtype for t in tensors_of(tmp_path / "out").values()} == {torch.bfloat16}
+    assert changed(small, tmp_path / "out") == (factors_of(small) if run["improved"] else set())
 
 
-def test_where_nothing_improves_the_start_is_saved(
-    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_where_nothing_improves_the_start_is_saved(small, tmp_path, monkeypatch):
     config = RecoverConfig(steps=1, seqlen=32, learning_rate=10.0)
     run = entry(hf.recover(small, TEXT, tmp_path / "out", config))
     assert (run["improved"], run["best_step"]) == (False, 0)
     assert run["held_out_ppl_after"] == run["held_out_ppl_before"]
-    before, after = (load_file(d / "model.safetensors") for d in (small, tmp_path / "out"))
-    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert not changed(small, tmp_path / "out")
 
 
 @pytest.mark.slow
-def test_a_killed_run_goes_on(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_run_goes_on(small, tmp_path, monkeypatch):
     whole = hf.recover(small, TEXT, tmp_path / "whole", CONFIG)
     step = Training._step
     calls = iter(range(1, 100))
 
-    def killed(self: Training, *rest: Any) -> Any:
+    def killed(self, *rest):
         if next(calls) == 8:
             raise KeyboardInterrupt
         return step(self, *rest)
@@ -175,19 +182,18 @@ def test_a_killed_run_goes_on(small: Path, tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(Training, "_step", killed)
     with pytest.raises(KeyboardInterrupt):
         hf.recover(small, TEXT, tmp_path / "out", CONFIG)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["out.recovery", "whole"]
+    assert names(tmp_path) == ["out.recovery", "whole"]
     with pytest.raises(CheckpointError, match="holds the state of a run with another model, text"):
         hf.recover(small, OTHER + TEXT, tmp_path / "out", CONFIG)
     report = hf.recover(small, TEXT, tmp_path / "out", CONFIG)
     assert next(calls) == 8 + 1 + 5  # seven steps were done
     assert entry(report) | {"minutes": 0} == entry(whole) | {"minutes": 0}
-    one, other = (load_file(tmp_path / d / "model.safetensors") for d in ("whole", "out"))
-    assert all(torch.equal(one[name], other[name]) for name in one)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "whole"]
+    assert not changed(tmp_path / "whole", tmp_path / "out")
+    assert names(tmp_path) == ["out", "whole"]
 
 
 @pytest.mark.parametrize("role", ["student", "teacher"])
-def test_a_run_is_that_of_the_models_values(role: str, small: Path, dense: Path) -> None:
+def test_a_run_is_that_of_the_models_values(role, small, dense):
     models = {"student": hf.load(small), "teacher": hf.load(dense)}
     ids = torch.arange(64)
     before = _fingerprint(**models, ids=ids, config=CONFIG)
@@ -200,13 +206,11 @@ def test_a_run_is_that_of_the_models_values(role: str, small: Path, dense: Path)
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["distill", "lora"])
 @pytest.mark.parametrize("step", [1, 9])
-def test_a_loss_that_is_not_finite(
-    method: Any, step: int, small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_loss_that_is_not_finite(method, step, small, tmp_path, monkeypatch):
     kind = Distillation if method == "distill" else NextToken
     call, calls = kind.__call__, iter(range(100))
 
-    def broken(self: Any, ids: torch.Tensor) -> torch.Tensor:
+    def broken(self, ids):
         # The first call counts memory.
         return call(self, ids) * (float("nan") if next(calls) == step else 1.0)
 
@@ -216,7 +220,7 @@ def test_a_loss_that_is_not_finite(
         hf.recover(small, TEXT, tmp_path / "out", config)
     if step == 1:
         assert "nothing is written" in str(caught.value)
-        assert list(tmp_path.iterdir()) == []
+        assert names(tmp_path) == []
         return
     found = re.search(r"out holds the checkpoint after step (\d), the best", str(caught.value))
     report = hf.load(tmp_path / "out").config.quantization_config.report
@@ -230,7 +234,7 @@ def refused(match: str, *arguments: Any, **options: Any) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_what_is_refused(small: Path, dense: Path, tmp_path: Path) -> None:
+def test_what_is_refused(small, dense, tmp_path):
     out = tmp_path / "out"
     refused("is not compressed: it has no low-rank layer", dense, TEXT, out, CONFIG)
     refused("the text must hold at least 4 blocks of 32 tokens", small, "too short", out, CONFIG)
@@ -241,20 +245,20 @@ def test_what_is_refused(small: Path, dense: Path, tmp_path: Path) -> None:
     nowhere = tmp_path / "nowhere"
     refused("nowhere' is not here; give the model", small, TEXT, out, CONFIG, dense=nowhere)
     refused("is compressed itself", small, TEXT, out, CONFIG, dense=small)
-    assert list(tmp_path.iterdir()) == []
+    assert names(tmp_path) == []
 
 
 @pytest.mark.slow
-def test_another_dense_model_is_refused(small: Path, dense: Path, tmp_path: Path) -> None:
+def test_another_dense_model_is_refused(small, dense, tmp_path):
     out = tmp_path / "out"
-    wide = tiny_directory(tmp_path / "wide", intermediate_size=192)
-    refused(r"gate_proj.weight is \[192, 64\], not \[176, 64\]", small, TEXT, out, dense=wide)
-    deep = tiny_directory(tmp_path / "deep", num_hidden_layers=3)
-    refused("is in one of them alone", small, TEXT, out, dense=deep)
-    other = tiny_directory(tmp_path / "other")
-    refused("embed_tokens.weight has other values", small, TEXT, out, dense=other)
-    renamed = tmp_path / "renamed"
-    shutil.copytree(dense, renamed)
+    for sizes, words in (
+        ({"intermediate_size": 192}, r"gate_proj.weight is \[192, 64\], not \[176, 64\]"),
+        ({"num_hidden_layers": 3}, "is in one of them alone"),
+        ({}, "embed_tokens.weight has other values"),
+    ):
+        other = tiny_directory(tmp_path / "other", **sizes)
+        refused(words, small, TEXT, out, dense=other)
+    renamed = Path(shutil.copytree(dense, tmp_path / "renamed"))
     tokenizer = json.loads((renamed / "tokenizer.json").read_text())
     vocabulary = tokenizer["model"]["vocab"]
     vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
@@ -268,20 +272,15 @@ def test_another_dense_model_is_refused(small: Path, dense: Path, tmp_path: Path
 
 
 @pytest.mark.parametrize("tensor", ["model.norm.weight", "model.layers.0.mlp.up_proj.v"])
-def test_weights_that_are_not_finite(tensor: str, small: Path, tmp_path: Path) -> None:
-    broken = tmp_path / "broken"
-    shutil.copytree(small, broken)
-    tensors = load_file(broken / "model.safetensors")
-    tensors[tensor].view(-1)[0] = float("nan")
-    save_file(tensors, broken / "model.safetensors", {"format": "pt"})
+def test_weights_that_are_not_finite(tensor, small, tmp_path):
+    broken = Path(shutil.copytree(small, tmp_path / "broken"))
+    edit_tensors(broken, lambda tensors: tensors[tensor].view(-1)[0].fill_(torch.nan))
     config = RecoverConfig(method="lora", steps=2, seqlen=32)
     refused("must be finite", broken, TEXT, tmp_path / "out", config)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["broken"]
+    assert names(tmp_path) == ["broken"]
 
 
-def test_a_missing_peft_is_named(
-    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_peft_is_named(small, tmp_path, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "peft", None)
     with pytest.raises(ImportError, match=r"pip install 'neuronmm-ops\[recover\]'"):
         hf.recover(small, TEXT, tmp_path / "out", RecoverConfig("lora"))
@@ -294,8 +293,8 @@ def _interrupted(parameters: Iterable[torch.Tensor]) -> None:
 
 
 @pytest.mark.parametrize("order", ["sequential", "joint"])
-def test_adapters_come_and_go(order: Any, small: Path) -> None:
-    model: Any = hf.load(small)
+def test_adapters_come_and_go(order, small):
+    model = hf.load(small)
     ids = encode_documents(tiny_tokenizer(), [TEXT])[None, :64]
     config = RecoverConfig("lora", lora_order=order, lora_rank=2)
     with torch.no_grad():
@@ -314,26 +313,22 @@ def test_adapters_come_and_go(order: Any, small: Path) -> None:
     assert len(low_rank_layers(model)) == 6
 
 
-def test_two_runs_at_one_output(
-    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_runs_at_one_output(small, tmp_path, monkeypatch):
     train = recover_function.__globals__["train_factors"]
 
-    def second(*arguments: Any) -> Any:
+    def second(*arguments):
         refused("another run works in", small, TEXT, tmp_path / "out", CONFIG)
         return train(*arguments)
 
     monkeypatch.setitem(recover_function.__globals__, "train_factors", second)
     hf.recover(small, TEXT, tmp_path / "out", CONFIG)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
+    assert names(tmp_path) == ["out"]
 
 
-def test_gradient_checkpointing_where_memory_is_short(
-    small: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gradient_checkpointing_where_memory_is_short(small, monkeypatch):
     ids = torch.arange(256).view(4, 64)
 
-    def gradients(free: int) -> tuple[bool, int, list[torch.Tensor]]:
+    def gradients(free):
         monkeypatch.setattr("neuronmm_ops.hf.memory._free_bytes", lambda _: free)
         model = hf.load(small)
         used = save_memory_(model, NextToken(model), ids)

@@ -3,122 +3,99 @@
 import dataclasses
 import errno
 import shutil
-import warnings
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import small
 import torch
-from safetensors.torch import load_file, save_file
-from tiny import tiny_ids, tiny_model
-from transformers import PreTrainedModel
+from stored import edit_tensors
+from tiny import tiny_model
 
-from neuronmm_ops import (
-    CalibrationWarning,
-    CheckpointError,
-    CompressionReport,
-    NonFiniteError,
-    SVDConfig,
-    compress_,
-    hf,
-    output,
-)
+from neuronmm_ops import CheckpointError, NonFiniteError, SVDConfig, compress_, hf, output
 from neuronmm_ops.hf import saving
 
-Compressed = tuple[PreTrainedModel, CompressionReport]
+
+def names(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
 
 
 @pytest.fixture(scope="module")
-def compressed() -> Compressed:
-    model = tiny_model()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", CalibrationWarning)
-        return model, compress_(
-            model, SVDConfig(ratio=0.3, block=8, allocation="uniform"), [tiny_ids()]
-        )
+def compressed():
+    return small.compressed()
 
 
-def test_existing_target_is_refused_without_force(compressed: Compressed, tmp_path: Path) -> None:
-    target = tmp_path / "out"
-    hf.save(*_arguments(compressed, target))
+@pytest.fixture
+def save(compressed, tmp_path):
+    """Save the model with its report as `out`."""
+    model, report = compressed
+    return lambda **options: hf.save(model, tmp_path / "out", report, **options)
+
+
+@pytest.fixture
+def target(save, tmp_path):
+    """An earlier checkpoint, with a file of another's."""
+    save()
+    (tmp_path / "out" / "merges.txt").touch()
+    return tmp_path / "out"
+
+
+def test_force_replaces_and_leaves_nothing_behind(save, target, tmp_path):
     before = (target / "model.safetensors").stat()
     with pytest.raises(FileExistsError, match="--force"):
-        hf.save(*_arguments(compressed, target))
+        save()
     assert (target / "model.safetensors").stat() == before
-
-
-def test_force_replaces_and_leaves_nothing_behind(compressed: Compressed, tmp_path: Path) -> None:
-    target = tmp_path / "out"
-    hf.save(*_arguments(compressed, target))
-    (target / "merges.txt").touch()
-    hf.save(*_arguments(compressed, target), force=True)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["out"]
+    save(force=True)
+    assert names(tmp_path) == ["out"]
     assert not (target / "merges.txt").exists()
     assert (target / "model.safetensors").exists()
 
 
-def test_a_file_is_never_replaced(compressed: Compressed, tmp_path: Path) -> None:
-    target = tmp_path / "out"
-    target.write_text("precious")
+def test_a_file_is_never_replaced(save, tmp_path):
+    (tmp_path / "out").write_text("precious")
     with pytest.raises(FileExistsError, match="no directory"):
-        hf.save(*_arguments(compressed, target), force=True)
-    assert target.read_text() == "precious"
+        save(force=True)
+    assert (tmp_path / "out").read_text() == "precious"
 
 
-def test_too_little_room_is_seen_before_writing(
-    compressed: Compressed,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    usage = shutil._ntuple_diskusage(10**9, 10**9 - 1000, 1000)  # pyright: ignore
+def test_too_little_room_is_seen_before_writing(save, tmp_path, monkeypatch):
+    usage = shutil._ntuple_diskusage(10**9, 10**9 - 1000, 1000)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
     with pytest.raises(OSError, match=r"needs 0\.\d+ MB and the disk has 0\.001 MB free"):
-        hf.save(*_arguments(compressed, tmp_path / "out"))
-    assert list(tmp_path.iterdir()) == []
+        save()
+    assert names(tmp_path) == []
 
 
-def test_factors_that_their_dtype_cannot_hold_are_not_written(tmp_path: Path) -> None:
+def test_factors_that_their_dtype_cannot_hold_are_not_written(tmp_path):
     model = tiny_model()
     compress_(model, SVDConfig(ratio=0.3, block=8, method="plain", allocation="uniform"))
     layer = model.get_submodule("model.layers.1.mlp.up_proj")
-    layer.v.data[2, 3] = 1e5  # pyright: ignore
+    layer.v.data[2, 3] = 1e5
     hf.save(model, tmp_path / "float32")
     with pytest.raises(NonFiniteError, match=r"1\.mlp\.up_proj\.v must be finite in float16"):
         hf.save(model.half(), tmp_path / "float16")
-    assert [path.name for path in tmp_path.iterdir()] == ["float32"]
+    assert names(tmp_path) == ["float32"]
 
 
-def test_a_failed_write_leaves_the_old_checkpoint(
-    compressed: Compressed,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    target = tmp_path / "out"
-    hf.save(*_arguments(compressed, target))
+def test_a_failed_write_leaves_the_old_checkpoint(save, target, tmp_path, monkeypatch):
     before = (target / "model.safetensors").read_bytes()
 
-    def fail(self: PreTrainedModel, directory: Path, **_: object) -> None:
+    def fail(self, directory, **_):
         (directory / "model.safetensors").write_bytes(before[:100])
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(saving, "_save_pretrained", fail)
     with pytest.raises(OSError, match=r"No space left on device; writing .* needs"):
-        hf.save(*_arguments(compressed, target), force=True)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["out"]
+        save(force=True)
+    assert names(tmp_path) == ["out"]
     assert (target / "model.safetensors").read_bytes() == before
 
 
 def test_an_old_checkpoint_comes_back_when_the_new_one_cannot_take_its_place(
-    compressed: Compressed,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    target = tmp_path / "out"
-    hf.save(*_arguments(compressed, target))
-    (target / "merges.txt").touch()
+    save, target, tmp_path, monkeypatch
+):
     rename = Path.rename
 
-    def fail(self: Path, to: Path) -> Path:
+    def fail(self, to):
         if self.suffix == ".tmp":
             raise OSError(errno.EIO, "Input/output error")
         return rename(self, to)
@@ -126,60 +103,43 @@ def test_an_old_checkpoint_comes_back_when_the_new_one_cannot_take_its_place(
     monkeypatch.setattr(Path, "rename", fail)
     monkeypatch.setattr(output, "_exchange", lambda *_: False)
     with pytest.raises(OSError, match="Input/output error"):
-        hf.save(*_arguments(compressed, target), force=True)
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+        save(force=True)
+    assert names(tmp_path) == ["out"]
     assert (target / "merges.txt").exists()
 
 
-def test_a_report_of_another_run_is_refused(
-    compressed: Compressed,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_report_of_another_run_is_refused(compressed, tmp_path, monkeypatch):
     model, report = compressed
     first = report.layers[0]
-    assert first.r is not None
     other_rank = dataclasses.replace(first, r=first.r + 8)
     for layers in (report.layers[1:], (other_rank, *report.layers[1:])):
         monkeypatch.setattr(model.config, "quantization_config", None, raising=False)
         with pytest.raises(ValueError, match=r"see model\.layers\.0\.mlp\.gate_proj"):
             hf.save(model, tmp_path / "out", dataclasses.replace(report, layers=layers))
-    assert list(tmp_path.iterdir()) == []
+    assert names(tmp_path) == []
 
 
-def test_what_does_not_load_back_is_not_kept(
-    compressed: Compressed,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+UP, NORM = "model.layers.1.mlp.up_proj.u", "model.norm.weight"
+
+
+@pytest.mark.parametrize(
+    ("edit", "words"),
+    [
+        (lambda tensors: tensors.pop(UP), "cannot be loaded"),
+        (lambda tensors: tensors.pop(NORM), f"missing keys, first {NORM}"),
+        (lambda tensors: tensors.update(stray=torch.ones(1)), "unexpected keys, first stray"),
+        (lambda tensors: tensors[UP][3].mul_(2), f"{UP} differs"),
+        (lambda tensors: tensors.update({NORM: tensors[NORM].bfloat16()}), f"{NORM} differs"),
+    ],
+)
+def test_what_does_not_load_back_is_not_kept(save, edit, words, tmp_path, monkeypatch):
     save_pretrained = saving._save_pretrained
 
-    def change(edit: Callable[[dict[str, torch.Tensor]], object]) -> None:
-        def changed(self: PreTrainedModel, directory: Path, **options: object) -> None:
-            save_pretrained(self, directory, **options)  # pyright: ignore
-            file = directory / "model.safetensors"
-            tensors = load_file(file)
-            edit(tensors)
-            save_file(tensors, file, metadata={"format": "pt"})
+    def changed(self, directory, **options):
+        save_pretrained(self, directory, **options)
+        edit_tensors(directory, edit)
 
-        monkeypatch.setattr(saving, "_save_pretrained", changed)
-
-    up, norm = "model.layers.1.mlp.up_proj.u", "model.norm.weight"
-    cases = {
-        "cannot be loaded": lambda tensors: tensors.pop(up),
-        f"missing keys, first {norm}": lambda tensors: tensors.pop(norm),
-        "unexpected keys, first stray": lambda tensors: tensors.update(stray=torch.ones(1)),
-        f"{up} differs": lambda tensors: tensors[up][3].mul_(2),
-        f"{norm} differs": lambda tensors: tensors.update({norm: tensors[norm].bfloat16()}),
-    }
-    for words, edit in cases.items():
-        change(edit)
-        with pytest.raises(CheckpointError, match=words):
-            hf.save(*_arguments(compressed, tmp_path / "out"))
-        assert list(tmp_path.iterdir()) == []
-
-
-def _arguments(
-    compressed: Compressed, target: Path
-) -> tuple[PreTrainedModel, Path, CompressionReport]:
-    return compressed[0], target, compressed[1]
+    monkeypatch.setattr(saving, "_save_pretrained", changed)
+    with pytest.raises(CheckpointError, match=words):
+        save()
+    assert names(tmp_path) == []
