@@ -16,8 +16,9 @@ import torch
 import torch.distributed as dist
 
 TIMEOUT_S = 120.0
-# Ranks are forked from a process that has imported these, which takes seconds.
-_PRELOADED = ["torch.distributed.tensor.parallel", "torch._dynamo", "neuronmm_ops.parallel"]
+# Ranks are forked from a process that has imported these, which takes seconds. Tests may add others
+# before the first ranks start.
+PRELOADED = ["torch.distributed.tensor.parallel", "torch._dynamo", "neuronmm_ops.parallel"]
 
 
 def run(
@@ -36,7 +37,7 @@ def run(
         TimeoutError: not every rank was done in time.
     """
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOADED)
+    context.set_forkserver_preload(PRELOADED)
     with tempfile.TemporaryDirectory() as directory:
         readers: dict[Any, int] = {}
         processes: list[Any] = []

@@ -1,10 +1,9 @@
 """compress --stream: the memory that it takes, measured in a process of its own."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from fleet import run_fleet
 from transformers import LlamaConfig
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -24,9 +23,9 @@ print(1024 * int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").rea
 
 
 def _peak(model: Path, text: Path, mode: str) -> int:
-    command = [sys.executable, "-W", "ignore", "-c", MEASURED, str(model), str(text), mode]
-    result = subprocess.run(command, capture_output=True, text=True, check=True)
-    return int(result.stdout.split()[-1])
+    (outcome,) = run_fleet(model.with_name("printed"), 1, MEASURED, model, text, mode)
+    assert outcome.code == 0, outcome.err
+    return int(outcome.out.split()[-1])
 
 
 @pytest.mark.slow
