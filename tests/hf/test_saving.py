@@ -143,3 +143,13 @@ def test_what_does_not_load_back_is_not_kept(save, edit, words, tmp_path, monkey
     with pytest.raises(CheckpointError, match=words):
         save()
     assert names(tmp_path) == []
+
+
+def test_a_tokenizer_for_which_there_is_no_room_is_one_line(save, tmp_path):
+    class Full:
+        def save_pretrained(self, directory):
+            raise Exception("No space left on device (os error 28)")  # as tokenizers raises it
+
+    with pytest.raises(OSError, match=r"^the tokenizer cannot be written \(No space .*; writing "):
+        save(tokenizer=Full())
+    assert names(tmp_path) == []
