@@ -1,5 +1,8 @@
 """Plans of attention and RoPE: work, launches, refusals."""
 
+import contextlib
+from itertools import count
+
 import pytest
 from attending import traced
 
@@ -32,21 +35,20 @@ def test_only_the_lower_triangle_is_computed():
 
 
 def test_two_cores_share_a_prompt_and_a_cache():
+    model = {"heads": 4, "kv_heads": 2, "head_dim": 64}
     for M in (1, 2048):
-        times = [
+        one, two = [
             traced(plan_attention(M, 2048, batch=1, **model, target="trn2", lnc=lnc)[0], "trn2")
-            for model in ({"heads": 4, "kv_heads": 2, "head_dim": 64},)
             for lnc in (1, 2)
         ]
-        assert times[1].time_ms < times[0].time_ms
+        assert two.time_ms < one.time_ms
 
 
 def test_long_prompts_are_several_launches():
     (plan,) = plan_attention(32768, 32768, batch=1, **LLAMA_8B, target="trn2")
     assert plan.launches > 1
-    assert plan.operands[1] is not None
     assert plan.operands[1].shape == (1, 8 // plan.launches, 128, 32768)
-    (short,) = plan_attention(2048, 2048, batch=1, **LLAMA_8B, target="trn2")
+    (short,) = plan_attention(1024, 1024, batch=1, **LLAMA_8B, target="trn2")
     assert short.launches == 1
     assert len(traced(short, "trn2").launch.cores[0].trace.records) < MAX_INSTRUCTIONS
 
@@ -95,16 +97,12 @@ def test_tokens_that_do_not_fit_are_refused(M):
 @pytest.mark.parametrize("model", [LLAMA_8B, {"heads": 48, "kv_heads": 1, "head_dim": 128}])
 def test_what_is_planned_fits(model, dtype, target):
     """The longest cache of powers of two that is planned can be traced."""
-    T = 1024
-    while True:
-        try:
-            (plan,) = plan_attention(1, 2 * T, batch=1, **model, dtype=dtype, target=target)
-        except ValueError:
-            break
-        T *= 2
-    (plan,) = plan_attention(1, T, batch=1, **model, dtype=dtype, target=target)
-    assert T >= 16384
-    assert traced(plan, target).time_ms > 0
+    longest = None
+    with contextlib.suppress(ValueError):
+        for T in (2**n for n in count(10)):
+            (longest,) = plan_attention(1, T, batch=1, **model, dtype=dtype, target=target)
+    assert T > 16384
+    assert traced(longest, target).time_ms > 0
 
 
 @pytest.mark.parametrize("norm", [False, True])

@@ -28,7 +28,7 @@ from kernels.cases import (
 )
 
 from neuroncore import TensorSpec, dtypes, simulate
-from neuroncore.hardware import TRN1, TRN2, TRN3, Machine
+from neuroncore.hardware import TRN1, TRN2, TRN3
 from neuronmm_ops.kernels.stages import tiling
 from neuronmm_ops.kernels.xw.decode import xw_decode
 from neuronmm_ops.plan import Problem, mlp_matrices, plan_problem
@@ -53,7 +53,7 @@ def decode(problem: Problem, *, bias: bool = False, **blocks: Any) -> Case:
 @pytest.mark.parametrize("op", OPS)
 @settings(max_examples=8)
 @given(data=st.data())
-def test_any_size(op: str, stored: tuple[str, ...], data: st.DataObject) -> None:
+def test_any_size(op, stored, data):
     problem = data.draw(problems(op, TOKENS, SIZES, stored))
     if data.draw(st.integers(0, 2)) == 0:
         blocks = decode_arguments(problem)
@@ -71,9 +71,7 @@ def test_any_size(op: str, stored: tuple[str, ...], data: st.DataObject) -> None
 @pytest.mark.parametrize("stored", ["", *LARGEST])
 @pytest.mark.parametrize("core", [("trn1", 1), ("trn2", 2), ("trn3", 1)])
 @pytest.mark.parametrize("M", [3, 100])
-def test_several_banks_and_a_last_tile_in_two_parts(
-    M: int, core: tuple[str, int], stored: str
-) -> None:
+def test_several_banks_and_a_last_tile_in_two_parts(M, core, stored):
     def of(*matrices: tuple[int, int], dtype: str = "bfloat16") -> Problem:
         op = {2: "xuv", 6: "svd_mlp"}[len(matrices)]
         return Problem(op, M, matrices, dtype, *core, weight_dtype=stored)
@@ -90,13 +88,13 @@ def test_several_banks_and_a_last_tile_in_two_parts(
 
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("weights", LARGEST)
-def test_rank_1(target: str, weights: str) -> None:
+def test_rank_1(target, weights):
     pair = Problem("xuv", 1, ((300, 1), (1, 200)), target=target, weight_dtype=weights)
     check(decode(pair, **decode_arguments(pair), bias=True))
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_sums_beyond_fp16_are_scaled_before_they_are_rounded(target: str) -> None:
+def test_sums_beyond_fp16_are_scaled_before_they_are_rounded(target):
     """x @ u of stored values up to 240 may exceed 65,504; scaled it does not."""
     problem = Problem("xuv", 2, ((512, 40), (40, 60)), "float16", target, weight_dtype=FP8)
     case = decode(problem)
@@ -108,36 +106,31 @@ def test_sums_beyond_fp16_are_scaled_before_they_are_rounded(target: str) -> Non
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_scales_and_dtypes_must_agree(op: str) -> None:
+def test_scales_and_dtypes_must_agree(op):
     matrices = matrices_of(op, 64, (32, 32, 32), (48, 64, 16), 48)
     case = decode(Problem(op, 2, matrices, weight_dtype=INT8))
     given = drawn(case)
-    none: list[Any] = [None] * len(matrices)
-    with pytest.raises(AssertionError, match="a weight without a scale must have the dtype of x"):
-        run(case, replace(given, scales=none))
-    with pytest.raises(AssertionError, match=r"scale must be \[\d+\], got \[\d+\]"):
-        run(case, replace(given, scales=[scale[:-1] for scale in given.scales]))
-    with pytest.raises(AssertionError, match="a scale is for stored weights, got bfloat16"):
-        run(case, replace(given, weights=[w.bfloat16() for w in given.weights]))
-
-
-@pytest.mark.parametrize("n", [0, 1])
-def test_factors_must_have_one_dtype(n: int) -> None:
-    case = decode(Problem("xuv", 2, ((64, 32), (32, 48)), weight_dtype=INT8))
-    given = drawn(case)
-    weights, scales = list[Any](given.weights), list[Any](given.scales)
-    weights[n], scales[n] = weights[n].bfloat16(), None
-    with pytest.raises(AssertionError, match="all factors must have one dtype; got"):
-        run(case, replace(given, weights=weights, scales=scales))
+    wide = [w.bfloat16() for w in given.weights]
+    wrong: list[tuple[str, dict[str, Any]]] = [
+        ("a weight without a scale must have the dtype of x", {"scales": [None] * len(matrices)}),
+        (r"scale must be \[\d+\], got \[\d+\]", {"scales": [s[:-1] for s in given.scales]}),
+        ("a scale is for stored weights, got bfloat16", {"weights": wide}),
+    ]
+    if op == "xuv":
+        one, none = given.weights, given.scales
+        words = "all factors must have one dtype; got"
+        wrong.append((words, {"weights": [wide[0], one[1]], "scales": [None, none[1]]}))
+        wrong.append((words, {"weights": [one[0], wide[1]], "scales": [none[0], None]}))
+    for words, change in wrong:
+        with pytest.raises(AssertionError, match=words):
+            run(case, replace(given, **change))
 
 
 MACHINES = st.sampled_from((TRN1, TRN2, TRN3))
 
 
 @given(st.integers(1, 9000), TOKENS, MACHINES, st.sampled_from((32, 128)), st.sampled_from((2, 4)))
-def test_sums_are_cut_without_overlap(
-    size: int, M: int, machine: Machine, unit: int, itemsize: int
-) -> None:
+def test_sums_are_cut_without_overlap(size, M, machine, unit, itemsize):
     step = tiling.matmul_columns(M, machine.moving_max)
     sums = tiling.SumTiling(size, M, machine.pe_tile, unit, step)
     assert sums.partitions <= 128
@@ -154,9 +147,7 @@ def test_sums_are_cut_without_overlap(
 
 
 @given(st.integers(0, 60), st.integers(2, 9000), st.sampled_from((512, 4096, 16384)), st.booleans())
-def test_weight_tiles_follow_one_another(
-    tiles: int, row_bytes: int, tile_bytes: int, first: bool
-) -> None:
+def test_weight_tiles_follow_one_another(tiles, row_bytes, tile_bytes, first):
     for last in (False, True):
         found = tiling.weight_tiles(tiles, row_bytes, tile_bytes, first, last)
         starts = [0, *[s.start + s.size for s in found]]
@@ -168,7 +159,7 @@ def test_weight_tiles_follow_one_another(
 
 
 @given(st.integers(0, 99), st.lists(st.integers(1, 20), max_size=9), st.integers(1, 9))
-def test_dma_casts_one_k_tile_of_every_few(seen: int, loads: list[int], every: int) -> None:
+def test_dma_casts_one_k_tile_of_every_few(seen, loads, every):
     counts: list[int] = []
     for tiles in loads:
         counts.append(tiling.cast_by_dma(seen, tiles, every))
@@ -178,7 +169,7 @@ def test_dma_casts_one_k_tile_of_every_few(seen: int, loads: list[int], every: i
 
 
 @given(st.integers(1, 9000), MACHINES)
-def test_engines_share_casts(columns: int, machine: Machine) -> None:
+def test_engines_share_casts(columns, machine):
     shares = tiling.cast_shares(columns, machine.casting_mhz)
     assert [c for s in shares for c in range(s.start, s.start + s.size)] == list(range(columns))
     assert len(shares) <= (2 if machine is TRN1 else 3)
@@ -188,7 +179,7 @@ def test_engines_share_casts(columns: int, machine: Machine) -> None:
     st.integers(0, 60), st.integers(2, 9000), st.sampled_from((512, 16384)),
     st.sampled_from((1024, 3072)),
 )  # fmt: skip
-def test_last_loads_get_smaller(tiles: int, row_bytes: int, tile_bytes: int, least: int) -> None:
+def test_last_loads_get_smaller(tiles, row_bytes, tile_bytes, least):
     usual = tiling.weight_tiles(tiles, row_bytes, tile_bytes, False, False)
     found = tiling.weight_tiles(tiles, row_bytes, tile_bytes, False, False, least)
     assert [s.start for s in found] == [sum([t.size for t in found[:n]]) for n in range(len(found))]
@@ -198,7 +189,7 @@ def test_last_loads_get_smaller(tiles: int, row_bytes: int, tile_bytes: int, lea
 
 
 @pytest.mark.parametrize("M", [1, 32, 33, 64, 65, 128])
-def test_transposes_on_trn1(M: int) -> None:
+def test_transposes_on_trn1(M):
     """TensorE writes fp32 there, and reads from partitions 0 and 64 only."""
     assert 128 // tiling.column_groups(M, TRN1.pe_tile) >= 64
     problem = Problem("xuv", M, ((600, 300), (300, 200)), "bfloat16", "trn1")
@@ -219,7 +210,7 @@ def test_transposes_on_trn1(M: int) -> None:
         (65, "trn2", 1),
     ],
 )
-def test_the_last_sums_are_stored_by_few_dmas(M: int, target: str, stores: int) -> None:
+def test_the_last_sums_are_stored_by_few_dmas(M, target, stores):
     """A queue starts DMAs one after the other: four column groups share two, of one token one."""
     specs = [TensorSpec(s, dtypes.dtype_of("bfloat16")) for s in ((M, 256), (256, 1024))]
     arguments = {"block": 1024, "last_block": 1024}
@@ -240,9 +231,7 @@ def test_the_last_sums_are_stored_by_few_dmas(M: int, target: str, stores: int) 
         ("svd_mlp", 8, ("trn3",), 0.87, 6.5),
     ],
 )
-def test_model_shapes_are_near_the_limit(
-    op: str, M: int, targets: tuple[str, ...], share: float, slack_us: float
-) -> None:
+def test_model_shapes_are_near_the_limit(op, M, targets, share, slack_us):
     """Share of the modelled limit, or microseconds above it. Most of the plans are shipped."""
     for target in targets:
         for name in ("Qwen3-0.6B", "Llama-3.2-1B"):
@@ -255,7 +244,7 @@ def test_model_shapes_are_near_the_limit(
 
 
 @pytest.mark.slow
-def test_two_cores_are_nearly_twice_as_fast() -> None:
+def test_two_cores_are_nearly_twice_as_fast():
     one, two = [
         plan_problem(of_model("Llama-3.2-1B", 1, "trn3", lnc=lnc)).time_ms for lnc in (1, 2)
     ]
@@ -266,7 +255,7 @@ def test_two_cores_are_nearly_twice_as_fast() -> None:
 @pytest.mark.parametrize(
     ("model", "target"), [*[("Llama-3.2-1B", t) for t in TARGETS], ("Llama-3.1-8B", "trn2")]
 )
-def test_fp8_decodes_faster_than_bf16(model: str, target: str) -> None:
+def test_fp8_decodes_faster_than_bf16(model, target):
     """Under both DMA models at least 1.8 times."""
     wide, narrow = [
         plan_problem(of_model(model, 1, target, weight_dtype=stored)).times_ms

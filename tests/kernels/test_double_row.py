@@ -76,13 +76,13 @@ def cases(draw: st.DrawFn) -> Case:
 @pytest.mark.slow
 @settings(max_examples=8)
 @given(cases())
-def test_any_size(case: Case) -> None:
+def test_any_size(case):
     check(case)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("activation", sorted(ACTIVATIONS))
-def test_activations(activation: str, dtype: str) -> None:
+def test_activations(activation, dtype):
     matrices = mlp_matrices(300, (200, 130, 256), 700, 150)
     problem = Problem("svd_mlp", 600, matrices, dtype, "trn2", **FP8)
     check(Case(problem, activation=activation, blocks={"double_row": True, "token_block": 1024}))
@@ -90,7 +90,7 @@ def test_activations(activation: str, dtype: str) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("target", ["trn2", "trn3"])
-def test_tokens_are_rounded_bit_for_bit(target: str, dtype: str) -> None:
+def test_tokens_are_rounded_bit_for_bit(target, dtype):
     """Products with the identity show what each activation is rounded to."""
     K, M = 256, 200
     problem = Problem("xw", M, ((K, K),), dtype, target, **FP8)
@@ -115,7 +115,7 @@ def test_tokens_are_rounded_bit_for_bit(target: str, dtype: str) -> None:
     assert same.double().mean() > 0.97
 
 
-def test_weights_of_another_dtype_are_refused() -> None:
+def test_weights_of_another_dtype_are_refused():
     problem = Problem("xuv", 8, ((64, 16), (16, 32)), target="trn2", weight_dtype="int8")
     case = Case(problem, blocks={"double_row": True})
     with pytest.raises(AssertionError, match="double_row needs float8_e4m3fn weights, got int8"):
@@ -126,7 +126,7 @@ MATRICES = mlp_matrices(1024, (768, 768, 768), 3072, 1024)
 
 
 @pytest.mark.slow
-def test_plans_of_any_token_count_and_a_loop() -> None:
+def test_plans_of_any_token_count_and_a_loop():
     for M, lnc in ((1000, 1), (2304, 2)):
         plan = plan_problem(Problem("svd_mlp", M, MATRICES, target="trn2", lnc=lnc, **FP8))
         assert plan.arguments["double_row"]
@@ -138,13 +138,13 @@ def test_plans_of_any_token_count_and_a_loop() -> None:
 
 
 @pytest.mark.parametrize(("target", "compute"), [("trn1", "fp8"), ("trn2", "x"), ("trn3", "x")])
-def test_is_planned_where_it_is_allowed_only(target: str, compute: str) -> None:
+def test_is_planned_where_it_is_allowed_only(target, compute):
     options = {**FP8, "compute": compute}
     plan = plan_problem(Problem("svd_mlp", 1000, MATRICES, target=target, **options))
     assert "double_row" not in plan.arguments
 
 
-def test_tokens_too_long_for_fp8_are_not_rounded() -> None:
+def test_tokens_too_long_for_fp8_are_not_rounded():
     problem = Problem("xuv", 512, ((60000, 128), (128, 128)), target="trn2", **FP8)
     assert "double_row" not in plan_problem(problem).arguments
 
@@ -155,7 +155,7 @@ SPEEDS = [("Qwen3-0.6B", 1.3), ("Llama-3.2-1B", 1.8)]
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "least"), SPEEDS)
-def test_is_as_much_quicker_as_said(name: str, least: float) -> None:
+def test_is_as_much_quicker_as_said(name, least):
     plain = plan_problem(of_model(name, 1024, "trn2"))
     plan = plan_problem(of_model(name, 1024, "trn2", **FP8))
     both = zip(plain.times_ms, plan.times_ms, strict=True)

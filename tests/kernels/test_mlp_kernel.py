@@ -59,10 +59,7 @@ def planned(problem: Problem) -> Case:
     M=TOKENS, sizes=st.tuples(SIZES, SIZES, SIZES), up=UP, core=CORES,
     dtype=st.sampled_from(DTYPES), name=NAMES, blocks=st.sampled_from(("planned", True, False)),
 )  # fmt: skip
-def test_decode(
-    M: int, sizes: tuple[int, int, int], up: int, core: tuple[str, int], dtype: str, name: str,
-    blocks: str | bool,
-) -> None:  # fmt: skip
+def test_decode(M, sizes, up, core, dtype, name, blocks):
     problem = problem_of(M, sizes, up, dtype, core)
     chosen: dict[str, Any] = {"k_chunk": 128, "inner_block": 128, "block": 96, "last_block": 64}
     chosen |= {"tile_bytes": 512, "spill": blocks}
@@ -79,10 +76,7 @@ def test_decode(
     M=st.integers(1, 700), sizes=st.tuples(SIZES, st.integers(1, 1300), SIZES), up=UP, core=CORES,
     dtype=st.sampled_from(DTYPES), name=NAMES, data=st.data(),
 )  # fmt: skip
-def test_prefill(
-    M: int, sizes: tuple[int, int, int], up: int, core: tuple[str, int], dtype: str, name: str,
-    data: st.DataObject,
-) -> None:  # fmt: skip
+def test_prefill(M, sizes, up, core, dtype, name, data):
     layouts = ["pe"] if dtype == "float32" and core[0] == "trn1" else ["dma", "pe"]
     layout = data.draw(st.sampled_from(layouts))
     blocks: dict[str, Any] = {
@@ -109,22 +103,20 @@ def test_prefill(
     [(1, "bfloat16", 0), (70, "float16", 0), (200, "float32", 0), (3, "bfloat16", 140),
      (200, "bfloat16", 300)],
 )  # fmt: skip
-def test_one_byte_is_the_reference_on_dequantized_weights(
-    M: int, dtype: str, up: int, launch: tuple[str, int], stored: str
-) -> None:
+def test_one_byte_is_the_reference_on_dequantized_weights(M, dtype, up, launch, stored):
     check(planned(problem_of(M, (200, 333, 130), up, dtype, launch, stored)))
 
 
 @pytest.mark.parametrize("up", [0, 256, 100])
 @pytest.mark.parametrize("M", [1, 40, 300])
-def test_two_cores_make_what_one_makes(M: int, up: int) -> None:
+def test_two_cores_make_what_one_makes(M, up):
     one, two = [planned(problem_of(M, (256, 1000, 200), up, core=("trn2", n))) for n in (1, 2)]
     operands = drawn(one)
     outputs = [run(case, operands).outputs for case in (one, two)]
     torch.testing.assert_close(outputs[1], outputs[0], rtol=0.02, atol=0.01)
 
 
-def test_an_x_up_that_is_x_changes_nothing() -> None:
+def test_an_x_up_that_is_x_changes_nothing():
     for M in (3, 300):
         operands = drawn(Case(problem_of(M, (256, 1000, 200))))
         tensors = operands.x, *operands.weights
@@ -134,7 +126,7 @@ def test_an_x_up_that_is_x_changes_nothing() -> None:
 
 @pytest.mark.parametrize("layout", ["dma", "pe"])
 @pytest.mark.parametrize(("spill", "up"), [(0, 0), (1, 0), (1, 170)])
-def test_a_loop_on_the_device_makes_the_same(spill: int, up: int, layout: str) -> None:
+def test_a_loop_on_the_device_makes_the_same(spill, up, layout):
     blocks: dict[str, Any] = {"token_block": 128, "inner_block": 512, "block": 512, "spill": spill}
     blocks |= {"layout": layout, "banks": 6}
     case = Case(problem_of(300, (200, 700, 130), up), blocks=blocks)
@@ -146,7 +138,7 @@ def test_a_loop_on_the_device_makes_the_same(spill: int, up: int, layout: str) -
 @pytest.mark.slow
 @pytest.mark.parametrize("M", [1, 128, 4096])
 @pytest.mark.parametrize("model", ["Qwen3-0.6B", "Llama-3.2-1B"])
-def test_a_strong_baseline(model: str, M: int) -> None:
+def test_a_strong_baseline(model, M):
     """Near the limit on trn2, and no slower than three launches of `xw`."""
     shape = SHAPES[model]
     H, inner = shape.hidden_size, shape.intermediate_size
@@ -157,7 +149,7 @@ def test_a_strong_baseline(model: str, M: int) -> None:
     assert time_ms <= three + plan_xw(M, inner, H, target="trn2").time_ms
 
 
-def test_many_tokens_are_several_launches() -> None:
+def test_many_tokens_are_several_launches():
     plan = plan_op("mlp", 2048, mlp_weights(256, 600, 256), target="trn2", max_instructions=200)
     assert len(plan.launches) > 1
     assert sum(plan.launches) == 2048
@@ -170,7 +162,7 @@ def test_many_tokens_are_several_launches() -> None:
         ((("x_down", (-1, 9), ""),), "^mlp_decode takes no x_down; leave it out$"),
     ],
 )
-def test_others_are_those_of_the_kernel(others: tuple[Other, ...], message: str) -> None:
+def test_others_are_those_of_the_kernel(others, message):
     with pytest.raises(ValueError, match=message):
         plan_op("mlp", 4, mlp_weights(8, 8, 8, 9), others=others)
 
@@ -185,6 +177,6 @@ def test_others_are_those_of_the_kernel(others: tuple[Other, ...], message: str)
     ],
 )
 @pytest.mark.parametrize("kernel", [mlp, mlp_decode])
-def test_bad_operands_are_refused(kernel: Any, shapes: Any, message: str) -> None:
+def test_bad_operands_are_refused(kernel, shapes, message):
     with pytest.raises(AssertionError, match=message):
         nc.simulate(kernel, *[torch.zeros(shape) for shape in shapes], target="trn2")

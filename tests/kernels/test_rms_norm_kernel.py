@@ -58,16 +58,14 @@ def check(given_: list[Any], launch: tuple[str, int], **arguments: Any) -> nc.Pr
     M=st.one_of(st.integers(1, 9), st.integers(100, 300)), H=st.integers(1, 300),
     dtype=st.sampled_from(DTYPES), residual=st.booleans(), launch=CORES, data=st.data(),
 )  # fmt: skip
-def test_values(
-    M: int, H: int, dtype: str, residual: bool, launch: tuple[str, int], data: st.DataObject
-) -> None:
+def test_values(M, H, dtype, residual, launch, data):
     parts = data.draw(st.sampled_from([n for n in range(1, min(H, 128) + 1) if H % n == 0]))
     check(drawn(M, H, dtype, residual), launch, parts=parts)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("M", "H"), [(1, 1024), (3, 4096), (130, 513)])
-def test_two_cores_make_what_one_makes(M: int, H: int, dtype: str) -> None:
+def test_two_cores_make_what_one_makes(M, H, dtype):
     given_ = drawn(M, H, dtype, residual=True)
     found: list[Any] = []
     for lnc in (1, 2):
@@ -78,22 +76,22 @@ def test_two_cores_make_what_one_makes(M: int, H: int, dtype: str) -> None:
         torch.testing.assert_close(two, one, rtol=close, atol=0)
 
 
-def test_what_is_not_a_number_stays_in_its_token() -> None:
+def test_what_is_not_a_number_stays_in_its_token():
     x, _, weight = drawn(4, 96, "bfloat16", residual=False)
     x[1, 5] = float("nan")
     out = nc.simulate(rms_norm, x, None, weight, target="trn2", parts=1).outputs
     assert out.isnan().all(1).tolist() == [False, True, False, False]
 
 
-def test_each_byte_is_moved_once_beside_the_weight() -> None:
+def test_each_byte_is_moved_once_beside_the_weight():
     profile = traced(plan_rms_norm(300, 1024, residual=True, target="trn2"), "trn2")
     traffic = {t.name: t.read_bytes for t in profile.tensors}
     assert traffic["x"] == traffic["residual"] == 300 * 1024 * 2
     assert traffic["weight"] <= 128 * 1024 * 2
 
 
-def test_wide_tokens_are_spread_until_they_fit() -> None:
-    plan = plan_rms_norm(256, 2**17, residual=True, dtype="float32", target="trn1")
+def test_wide_tokens_are_spread_until_they_fit():
+    plan = plan_rms_norm(32, 2**17, residual=True, dtype="float32", target="trn1")
     assert plan.arguments["parts"] > 8
     assert plan.cost("trn1") is not None
 
@@ -107,7 +105,7 @@ def test_wide_tokens_are_spread_until_they_fit() -> None:
         ({"M": 8, "H": 99991}, "none of at most 128 makes 99991 bfloat16 features fit"),
     ],
 )
-def test_bad_problems_are_refused(arguments: dict[str, Any], message: str) -> None:
+def test_bad_problems_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message) as caught:
         plan_rms_norm(**arguments, residual=True)
     assert "\n" not in str(caught.value)
@@ -123,7 +121,7 @@ def test_bad_problems_are_refused(arguments: dict[str, Any], message: str) -> No
         (((4, 256), None, (256,)), 256, "parts must be at most 128"),
     ],
 )
-def test_bad_operands_are_refused(shapes: Any, parts: int, message: str) -> None:
+def test_bad_operands_are_refused(shapes, parts, message):
     tensors = [None if shape is None else torch.zeros(shape) for shape in shapes]
     with pytest.raises(AssertionError, match=message):
         nc.simulate(rms_norm, *tensors, target="trn2", parts=parts)

@@ -86,14 +86,15 @@ def test_beside_an_installed_nki_the_op_is_simulated_and_its_own_kernel_is_refus
     assert done.stderr.strip().endswith("simulate in an environment without it")
 
 
-def test_an_nki_that_lacks_a_part_is_not_passed_over(load, tmp_path):
-    package(tmp_path, NKI)
-    (tmp_path / "nki" / "language.py").write_text("import nki._gone\n")
-    with pytest.raises(ModuleNotFoundError, match=r"nki\._gone"):
-        load()
-
-
-def test_a_broken_nki_is_not_passed_over(load, tmp_path):
-    package(tmp_path, "import a_library_that_nki_needs\n")
-    with pytest.raises(ModuleNotFoundError, match="a_library_that_nki_needs"):
+@pytest.mark.parametrize(
+    ("init", "language", "missing"),
+    [
+        (NKI, "import nki._gone\n", r"nki\._gone"),
+        ("import a_library_that_nki_needs\n", "", "a_library_that_nki_needs"),
+    ],
+)
+def test_a_broken_nki_is_not_passed_over(load, tmp_path, init, language, missing):
+    package(tmp_path, init)
+    (tmp_path / "nki" / "language.py").write_text(language)
+    with pytest.raises(ModuleNotFoundError, match=missing):
         load()
