@@ -19,7 +19,6 @@ TWICE = 1
 TWICE = 2
 A = B = 3
 
-
 @nki.jit
 def scale(x, by=2.0, extra=None):
     out = nl.ndarray(x.shape, x.dtype, buffer=nl.shared_hbm)
@@ -31,16 +30,13 @@ def scale(x, by=2.0, extra=None):
         nisa.dma_copy(out[:, n : n + WIDTH], tile)
     return out
 
-
 @nki.jit
 def both(x):
     return scale(x), scale(x, 3.0)
 
-
 @nki.jit
 def nothing(x):
     scale(x)
-
 
 @nki.jit
 def in_place(x):
@@ -50,55 +46,25 @@ def in_place(x):
     nisa.dma_copy(x, tile)
     return x
 
-
 @nki.jit
 def anything(x, **options):
     return scale(x, options.get("by", 2.0))
 
-
-def any_reference(x, **options):
-    return x * options.get("by", 2.0)
-
-
-def reference(x, by=2.0):
-    return x * by
-
-
-def wrong(x, by=2.0):
-    return x * by * 1.25
-
-
-def wide(x):
-    return x[None] * 2.0
-
-
-def two(x):
-    return x * 2.0, x * 3.0
-
+def any_reference(x, **options): return x * options.get("by", 2.0)
+def reference(x, by=2.0): return x * by
+def wrong(x, by=2.0): return x * by * 1.25
+def wide(x): return x[None] * 2.0
+def two(x): return x * 2.0, x * 3.0
+def other_name(y): return y * 2.0
+def nan(x): return x * float("nan")
+def raises(x): return x.no_such_thing
 
 def wrapped(function):
-    @functools.wraps(function)
-    def call(*args, **kwargs):
-        return function(*args, **kwargs)
-
-    return call
-
+    return functools.wraps(function)(lambda *args, **kwargs: function(*args, **kwargs))
 
 @wrapped
 def decorated(x):
     return x * 2.0
-
-
-def other_name(y):
-    return y * 2.0
-
-
-def nan(x):
-    return x * float("nan")
-
-
-def raises(x):
-    return x.no_such_thing
 """
 X = ("--arg", "x=f32[128,1024]", "--target", "trn2")
 

@@ -1,16 +1,17 @@
 """`neuroncore simulate`: a kernel file in, its profile out, and one line for every mistake."""
 
+import importlib.util
 import json
 import sys
-from collections.abc import Generator
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from outcomes import Outcome, Run
+from scale_kernels import document, failed
 from tolerances import assert_close_to_oracle
 
+import neuroncore as nc
 from neuroncore.cli.arguments import Tensor, read_argument
 from neuroncore.dtypes import DTYPES, from_numpy
 
@@ -25,7 +26,6 @@ from helpers import load
 
 SIZE = 512
 
-
 @nki.jit
 def copy(x, scale=1.0, act="none"):
     print("scale", scale, "act", act)
@@ -35,22 +35,18 @@ def copy(x, scale=1.0, act="none"):
     nisa.dma_copy(out, tile)
     return out
 
-
 def plain(x):
     return x
-
 
 @nki.jit
 def wide(x):
     tile = nl.ndarray((256, 4), x.dtype)
     return x
 
-
 @nki.jit
 def divides(x):
     rows = 1 // (x.shape[0] - 128)
     return x
-
 
 @nki.jit
 def halves(x):
@@ -61,11 +57,9 @@ def halves(x):
     nisa.dma_copy(out[:, core * size : (core + 1) * size], tile)
     return out
 
-
 @nki.jit
 def helped(x):
     return load(None)
-
 
 @nki.jit
 def stops(x):
@@ -75,7 +69,6 @@ HELPERS = """\
 import nki.isa as nisa
 import nki.language as nl
 
-
 def load(x):
     tile = nl.ndarray(x.shape, x.dtype)
     nisa.dma_copy(tile, x)
@@ -84,7 +77,7 @@ def load(x):
 
 
 @pytest.fixture(scope="module")
-def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def file(tmp_path_factory):
     directory = tmp_path_factory.mktemp("kernels")
     (directory / "helpers.py").write_text(HELPERS)
     path = directory / "kernels.py"
@@ -93,48 +86,35 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(name="run")
-def simulate(run: Run) -> Generator[Run]:
-    yield lambda *arguments: run("simulate", *arguments)
+def run_of_this_file(simulate):
+    yield simulate
     sys.modules.pop("helpers", None)  # each file of these tests has its own
 
 
-def check_failed(outcome: Outcome, code: int, *words: str) -> None:
-    assert outcome.code == code, outcome
-    assert outcome.out == ""
-    (line,) = outcome.err.strip().splitlines()
-    assert line.startswith("neuroncore")
-    for word in words:
-        assert word in line, line
-
-
-def test_the_page(run: Run) -> None:
+def test_the_page(run):
     outcome = run(f"{EXAMPLE}:matmul", *ARGUMENTS)
     assert (outcome.code, outcome.err) == (0, "")
     assert outcome.out.startswith("matmul on trn2, 1 core, calibrated model, execute mode\n")
     assert "ms modelled" in outcome.out
 
 
-def test_json_is_the_profile(run: Run) -> None:
-    outcome = run(f"{EXAMPLE}:matmul", *ARGUMENTS, "--json", "--cost-model", "documented")
-    document = json.loads(outcome.out, parse_constant=lambda name: pytest.fail(name))
-    assert (document["kernel"], document["model"], document["lnc"]) == ("matmul", "documented", 1)
-    assert document["modelled"] is True
-    assert document["flops"] == 2 * 256 * 512 * 1024
-    assert document["hbm_bytes"] == 2 * (256 * 512 + 256 * 1024 + 512 * 1024)
+def test_json_is_the_profile(run):
+    command = (f"{EXAMPLE}:matmul", *ARGUMENTS, "--json")
+    found = document(run(*command, "--cost-model", "documented"))
+    assert (found["kernel"], found["model"], found["lnc"]) == ("matmul", "documented", 1)
+    assert found["modelled"] is True
+    assert found["flops"] == 2 * 256 * 512 * 1024
+    assert found["hbm_bytes"] == 2 * (256 * 512 + 256 * 1024 + 512 * 1024)
+    traced, executed = (document(run(*command, *mode)) for mode in (("--trace-only",), ()))
+    assert (traced.pop("mode"), executed.pop("mode")) == ("trace", "execute")
+    assert traced == executed
 
 
-def test_the_example_is_right_and_strict() -> None:
-    import importlib.util
-
-    import neuroncore as nc
-
+def test_the_example_is_right_and_strict():
     spec = importlib.util.spec_from_file_location("matmul_example", EXAMPLE)
-    assert spec
-    assert spec.loader
     module = importlib.util.module_from_spec(spec)
     random = np.random.default_rng(0)
-    left = random.standard_normal((256, 512), np.float32)
-    right = random.standard_normal((256, 1024), np.float32)
+    left, right = (random.standard_normal((256, n), np.float32) for n in (512, 1024))
     with nc.as_nki():
         spec.loader.exec_module(module)
         outputs = nc.simulate(module.matmul, left, right, target="trn2").outputs
@@ -143,14 +123,7 @@ def test_the_example_is_right_and_strict() -> None:
     assert nc.lint(EXAMPLE) == []
 
 
-def test_trace_only_agrees_with_execution(run: Run) -> None:
-    traced = json.loads(run(f"{EXAMPLE}:matmul", *ARGUMENTS, "--trace-only", "--json").out)
-    executed = json.loads(run(f"{EXAMPLE}:matmul", *ARGUMENTS, "--json").out)
-    assert (traced.pop("mode"), executed.pop("mode")) == ("trace", "execute")
-    assert traced == executed
-
-
-def test_files_are_written(run: Run, tmp_path: Path) -> None:
+def test_files_are_written(run, tmp_path):
     trace, picture = tmp_path / "trace.json", tmp_path / "a.png"
     outcome = run(f"{EXAMPLE}:matmul", *ARGUMENTS, "--perfetto", trace, "--plot", picture)
     assert outcome.code == 0, outcome.err
@@ -158,21 +131,18 @@ def test_files_are_written(run: Run, tmp_path: Path) -> None:
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_values_prints_and_helpers_beside_the_file(run: Run, file: Path) -> None:
+def test_values_prints_and_helpers_beside_the_file(run, file):
     arguments = ("--arg", "x=f32[128,4]", "--arg", "scale=2.5", "--arg", "act=silu")
     outcome = run(f"{file}:copy", *arguments)
     assert outcome.code == 0, outcome.err
     assert outcome.out.startswith("scale 2.5 act silu\ncopy on trn2")
     outcome = run(f"{file}:copy", *arguments, "--json")
-    assert json.loads(outcome.out)["kernel"] == "copy"
+    assert document(outcome)["kernel"] == "copy"
     assert "scale 2.5" in outcome.err
+    assert run(f"{file}:plain", "--arg", "x=int8[4,4]").code == 0  # a function without nki.jit
 
 
-def test_a_plain_function_is_a_kernel(run: Run, file: Path) -> None:
-    assert run(f"{file}:plain", "--arg", "x=int8[4,4]").code == 0
-
-
-def test_imports_of_the_simulator_by_its_own_name(run: Run, tmp_path: Path) -> None:
+def test_imports_of_the_simulator_by_its_own_name(run, tmp_path):
     file = tmp_path / "own.py"
     text = KERNELS.replace("from helpers", "from own_helpers")
     text = text.replace("import nki.", "import neuroncore.")
@@ -181,17 +151,13 @@ def test_imports_of_the_simulator_by_its_own_name(run: Run, tmp_path: Path) -> N
     assert run(f"{file}:copy", "--arg", "x=f32[128,4]").code == 0
 
 
-def test_two_cores(run: Run, file: Path) -> None:
-    outcome = run(f"{file}:halves", "--arg", "x=bf16[128,512]", "--lnc", 2, "--json")
-    assert outcome.code == 0, outcome.err
-    document = json.loads(outcome.out)
-    assert (document["lnc"], len(document["cores"])) == (2, 2)
-    assert document["hbm_bytes"] == 2 * 128 * 512 * 2
+def test_two_cores(run, file):
+    found = document(run(f"{file}:halves", "--arg", "x=bf16[128,512]", "--lnc", 2, "--json"))
+    assert (found["lnc"], len(found["cores"])) == (2, 2)
+    assert found["hbm_bytes"] == 2 * 128 * 512 * 2
 
 
-def test_matplotlib_is_needed_to_draw_alone(
-    run: Run, file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_matplotlib_is_needed_to_draw_alone(run, file, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     command = (f"{file}:plain", "--arg", "x=f32[4,4]")
@@ -235,34 +201,27 @@ X = ("--arg", "x=f32[128,4]")
         ("kernels.py:copy", (*X, "--plot", "a.doc"), ["a.doc", "png"]),
     ],
 )
-def test_bad_arguments(
-    run: Run,
-    file: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    kernel: str,
-    arguments: tuple[str, ...],
-    words: list[str],
-) -> None:
+def test_bad_arguments(run, file, monkeypatch, kernel, arguments, words):
     monkeypatch.chdir(file.parent)
-    check_failed(run(kernel, *arguments), 2, *words)
+    failed(run(kernel, *arguments), 2, *words)
     assert {path.suffix for path in file.parent.iterdir() if path.is_file()} == {".py"}
 
 
-def line_of(text: str, source: str = KERNELS) -> int:
-    return source[: source.index(text)].count("\n") + 1
+def line_of(text):
+    return KERNELS[: KERNELS.index(text)].count("\n") + 1
 
 
-def test_a_kernel_that_breaks_a_rule(run: Run, file: Path) -> None:
-    place = f"[kernels.py:{line_of('(256, 4)')}]"
-    check_failed(run(f"{file}:wide", *X), 1, "256", place)
-
-
-def test_a_kernel_that_raises(run: Run, file: Path) -> None:
-    place = f"[kernels.py:{line_of('1 // (')}]"
-    check_failed(run(f"{file}:divides", *X), 1, "ZeroDivisionError: ", place)
-    place = f"[kernels.py:{line_of('load(None)')}]"  # the helper's line is another file's
-    check_failed(run(f"{file}:helped", *X), 1, "AttributeError: ", place)
-    check_failed(run(f"{file}:stops", *X), 1, "SystemExit: 0", "[kernels.py:")
+@pytest.mark.parametrize(
+    ("kernel", "word", "line"),
+    [
+        ("wide", "256", "(256, 4)"),
+        ("divides", "ZeroDivisionError: ", "1 // ("),
+        ("helped", "AttributeError: ", "load(None)"),  # the helper's line is another file's
+        ("stops", "SystemExit: 0", "raise SystemExit"),
+    ],
+)
+def test_a_kernel_that_breaks_a_rule_or_raises(run, file, kernel, word, line):
+    failed(run(f"{file}:{kernel}", *X), 1, word, f"[kernels.py:{line_of(line)}]")
 
 
 @pytest.mark.parametrize(
@@ -273,70 +232,55 @@ def test_a_kernel_that_raises(run: Run, file: Path) -> None:
         ("raise ValueError('two\\nlines')\n", ["ValueError: two lines [broken.py:1]"]),
     ],
 )
-def test_a_file_that_cannot_be_imported(
-    run: Run, tmp_path: Path, source: str, words: list[str]
-) -> None:
+def test_a_file_that_cannot_be_imported(run, tmp_path, source, words):
     (tmp_path / "broken.py").write_text(source)
     path, modules = list(sys.path), set(sys.modules)
-    check_failed(run(f"{tmp_path / 'broken.py'}:kernel"), 1, *words)
+    failed(run(f"{tmp_path / 'broken.py'}:kernel"), 1, *words)
     assert sys.path == path
     assert not [name for name in set(sys.modules) - modules if "broken" in name or name == "nki"]
 
 
-def test_debug_shows_the_traceback(run: Run, file: Path) -> None:
+def test_debug_shows_the_traceback(run, file):
     with pytest.raises(Exception, match="ZeroDivisionError") as raised:
         run(f"{file}:divides", *X, "--debug")
     assert isinstance(raised.value.__cause__, ZeroDivisionError)
 
 
-def test_a_defect_of_the_simulator_is_not_blamed_on_the_kernel(
-    run: Run, file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_defect_of_the_simulator_is_not_blamed_on_the_kernel(run, file, monkeypatch):
     def fail(*_: object) -> None:
         raise IndexError("oops")
 
     monkeypatch.setattr("neuroncore.kernel.schedule", fail)
-    check_failed(run(f"{file}:plain", *X), 1, "internal error: IndexError: oops", "--debug")
+    failed(run(f"{file}:plain", *X), 1, "internal error: IndexError: oops", "--debug")
 
 
-def test_the_help_says_that_it_runs_the_file(run: Run) -> None:
+def test_the_help_says_that_it_runs_the_file(run):
     outcome = run("--help")
     assert "runs the code of that file" in " ".join(outcome.out.split())
 
 
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [
-        ("3", 3),
-        ("-3", -3),
-        ("1e-6", 1e-6),
-        ("inf", float("inf")),
-        ("true", True),
-        ("False", False),
-        ("none", None),
-        ("silu", "silu"),
-        ("'3'", "3"),
-        ('"a b"', "a b"),
-        ("(128, 512)", (128, 512)),
-        ("a=b", "a=b"),
-    ],
-)
-def test_compile_time_values(text: str, value: object) -> None:
+VALUES = [
+    ("3", 3), ("-3", -3), ("1e-6", 1e-6), ("inf", float("inf")), ("true", True), ("False", False),
+    ("none", None), ("silu", "silu"), ("'3'", "3"), ('"a b"', "a b"), ("(128, 512)", (128, 512)),
+    ("a=b", "a=b"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "value"), VALUES)
+def test_compile_time_values(text, value):
     name, found = read_argument(f"p={text}")
-    assert name == "p"
-    assert found == value
+    assert (name, found) == ("p", value)
     assert type(found) is type(value)
 
 
 @pytest.mark.parametrize("name", sorted(set(DTYPES) - {n for n in DTYPES if n.endswith("_x4")}))
-def test_every_dtype_has_values(name: str) -> None:
+def test_every_dtype_has_values(name):
     tensor = read_argument(f"x={name}[64, 8]")[1]
     assert isinstance(tensor, Tensor)
     assert (tensor.shape, tensor.dtype) == ((64, 8), name)
     if name == "tfloat32":
         return
-    values = tensor.values(np.random.default_rng(0))
-    again = tensor.values(np.random.default_rng(0))
+    values, again = (tensor.values(np.random.default_rng(0)) for _ in range(2))
     assert from_numpy(values.dtype) == name
     assert values.shape == (64, 8)
     numbers = values.astype(np.float32)
@@ -349,5 +293,5 @@ def test_every_dtype_has_values(name: str) -> None:
     ("short", "name"),
     [("bf16", "bfloat16"), ("fp32", "float32"), ("fp8", "float8_e4m3"), ("bool", "bool_")],
 )
-def test_short_names_of_dtypes(short: str, name: str) -> None:
+def test_short_names_of_dtypes(short, name):
     assert read_argument(f"x={short}[2]")[1].dtype == name
