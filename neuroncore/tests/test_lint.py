@@ -22,7 +22,6 @@ from nki.language import arange, sequential_range
 @nki.jit
 def kernel(x, y):
 """
-FIRST = HEADER.count("\n") + 1  # the line of the first statement in the body
 
 LOOP = """\
 outer = [0]
@@ -137,7 +136,7 @@ IN_CLASSES = [
     ("star-parameters", "    def f(self, *rest):\n        pass", 3, 18),
     (
         "try",
-        "    def f(self):\n        try:\n            pass\n        finally:\n            pass",
+        "    def f(self):\n        try:\n            f()\n        finally:\n            g()",
         4,
         9,
     ),
@@ -154,6 +153,71 @@ class Part(nl.NKIObject):
     @staticmethod
     def f(a):
         return a
+
+class Mode(Enum):
+    FAST = 1
+
+@nki.jit
+def kernel(x):
+    return Part(x), Mode.FAST
+"""
+CALLS = """\
+import numba
+from neuroncore import jit
+
+@jit
+def first(x):
+    return x
+
+@numba.jit
+def host(x):
+    return lambda: x
+
+@jit(mode="auto")
+def second(x):
+    first[2](x)
+    return third(x)
+
+def third(x):
+    return first(x)
+"""
+HELPERS = """\
+import nki
+
+def unused():
+    return lambda: 1
+
+def far(x):
+    return x in (1, 2)
+
+def near(x):
+    return far(x)
+
+if True:
+    @nki.jit
+    def kernel(x):
+        return near(x)
+"""
+CLASSES = """\
+import nki
+
+class Base(nl.NKIObject):
+    def f(self):
+        return lambda: far(self)
+
+class Part(Base):
+    def g(self):
+        return far(self)
+
+def far(x):
+    return x in (1, 2)
+
+class NotReached(Base):
+    pass
+
+@nki.jit
+def kernel(x):
+    return Part().f()
 """
 DYNAMIC = """\
 import nki
@@ -195,10 +259,8 @@ try:
 except KeyError:
     raise
 
-
 class Config(nl.NKIObject):
     tile: int = 128
-
 
 @functools.cache
 def not_reached(*args, **kwargs):
@@ -206,9 +268,7 @@ def not_reached(*args, **kwargs):
         raise ValueError(lambda: args)
     return not_reached(*args, **kwargs)
 
-
 def activate(tile, op=None, *, dtype: np.dtype = np.float32): ...
-
 
 def step(i):
     """The body of a loop on the device."""
@@ -217,12 +277,10 @@ def step(i):
             break
     nisa.tensor_copy(dst=i, src=i)
 
-
 def scaled(tile, factor=1.0, mask=None):
     """A helper."""
     print(f"{tile.shape} by {factor!r}")
     return tile[:, ::2] if factor != None else tile[-1]
-
 
 @jit
 def kernel(x, y, not_reached=2):
@@ -255,6 +313,18 @@ def kernel(x, y, not_reached=2):
         return out, (rest,)
     return (out, count)
 '''
+
+
+def in_body(body):
+    """A kernel of these statements, and how many lines come before them."""
+    return HEADER + "".join(f"    {row}\n" for row in body.splitlines()), HEADER.count("\n")
+
+
+def in_class(part):
+    head = "" if part.startswith("class") else "class Part(nl.NKIObject):\n"
+    body = "\n    pass" if part.startswith("class") else ""
+    kernel = "\n@nki.jit\ndef kernel(x):\n    return Part(x)\n"
+    return "import nki\n" + head + part + body + kernel, 0
 
 
 def decorator(function):
@@ -291,33 +361,17 @@ def found_by_line(path, rule):
             assert found == []
 
 
-@pytest.mark.parametrize(("rule", "body", "line", "column"), BODIES)
-def test_a_statement_that_breaks_one_rule(tmp_path, rule, body, line, column):
-    path = write(tmp_path, HEADER + "".join(f"    {row}\n" for row in body.splitlines()))
-    for found in found_by_line(path, rule):
-        assert found == [(rule, FIRST + line - 1, column)]
+CASES = [
+    *[(rule, *in_body(body), line, column) for rule, body, line, column in BODIES],
+    *[(rule, source, 0, line, column) for rule, source, line, column in SOURCES],
+    *[(rule, *in_class(part), line, column) for rule, part, line, column in IN_CLASSES],
+]
 
 
-@pytest.mark.parametrize(("rule", "source", "line", "column"), SOURCES)
-def test_a_file_that_breaks_one_rule(tmp_path, rule, source, line, column):
-    for found in found_by_line(str(write(tmp_path, source)), rule):
-        assert found == [(rule, line, column)]
-
-
-@pytest.mark.parametrize(("rule", "part", "line", "column"), IN_CLASSES)
-def test_a_class_that_breaks_one_rule(tmp_path, rule, part, line, column):
-    head = "" if part.startswith("class") else "class Part(nl.NKIObject):\n"
-    body = "\n    pass" if part.startswith("class") else ""
-    kernel = "\n@nki.jit\ndef kernel(x):\n    return Part(x)\n"
-    path = write(tmp_path, "import nki\n" + head + part + body + kernel)
-    for found in found_by_line(path, rule):
-        assert found == [(rule, line, column)]
-
-
-def test_a_legal_class(tmp_path):
-    enum = "class Mode(Enum):\n    FAST = 1\n"
-    kernel = "@nki.jit\ndef kernel(x):\n    return Part(x), Mode.FAST\n"
-    assert lint(write(tmp_path, LEGAL_CLASS + enum + kernel)) == []
+@pytest.mark.parametrize(("rule", "source", "before", "line", "column"), CASES)
+def test_what_breaks_one_rule(tmp_path, rule, source, before, line, column):
+    for found in found_by_line(write(tmp_path, source), rule):
+        assert found == [(rule, before + line, column)]
 
 
 def test_every_rule_has_a_test(tmp_path):
@@ -327,68 +381,30 @@ def test_every_rule_has_a_test(tmp_path):
     assert REFUSED_NODES["TypeAlias"] == "type-alias"  # the syntax is Python 3.12's
 
 
-def test_break_and_continue_where_the_loop_runs_on_the_device(tmp_path):
-    found = lint(write(tmp_path, DYNAMIC), "0.6")
-    expected = [("dynamic-break", 8, 5), ("dynamic-break", 11, 5)]
-    expected += [("deprecated-loop", 15, 14), ("dynamic-break", 17, 13)]
-    assert places(found) == expected
+IN_SEVERAL_PLACES = {
+    "break and continue where the loop runs on the device": (
+        DYNAMIC, "0.6", [("dynamic-break", 8, 5), ("dynamic-break", 11, 5),
+                         ("deprecated-loop", 15, 14), ("dynamic-break", 17, 13)]),
+    "a kernel may not call a kernel": (
+        CALLS, "0.7", [("sub-kernel", 14, 5), ("sub-kernel", 18, 12)]),
+    "helpers are followed and code outside kernels is not": (
+        HELPERS, "0.6", [("membership", 7, 12)]),
+    "base classes and what methods reach are read": (
+        CLASSES, "0.6", [("lambda", 5, 16), ("class-base", 7, 1), ("membership", 12, 12)]),
+    "a legal class": (LEGAL_CLASS, "0.7", []),
+    "a clean kernel": (CLEAN, "0.6", []),
+    "no kernel": ("def helper(x):\n    return x is None\n", "0.6", []),
+}  # fmt: skip
 
 
-def test_a_kernel_may_not_call_a_kernel(tmp_path):
-    path = write(
-        tmp_path,
-        """\
-import numba
-from neuroncore import jit
-
-@jit
-def first(x):
-    return x
-
-@numba.jit
-def host(x):
-    return lambda: x
-
-@jit(mode="auto")
-def second(x):
-    first[2](x)
-    return third(x)
-
-def third(x):
-    return first(x)
-""",
-    )
-    assert places(lint(path)) == [("sub-kernel", 14, 5), ("sub-kernel", 18, 12)]
+@pytest.mark.parametrize("case", IN_SEVERAL_PLACES)
+def test_findings_of_a_file(tmp_path, case):
+    source, nki, expected = IN_SEVERAL_PLACES[case]
+    assert places(lint(write(tmp_path, source), nki)) == expected
 
 
-def test_helpers_are_followed_and_code_outside_kernels_is_not(tmp_path):
-    path = write(
-        tmp_path,
-        """\
-import nki
-
-def unused():
-    return lambda: 1
-
-def far(x):
-    return x in (1, 2)
-
-def near(x):
-    return far(x)
-
-if True:
-    @nki.jit
-    def kernel(x):
-        return near(x)
-""",
-    )
-    assert places(lint(path, "0.6")) == [("membership", 7, 12)]
-
-
-def test_a_clean_kernel_has_no_finding(tmp_path):
-    path = write(tmp_path, CLEAN)
-    assert lint(path, "0.6") == []
-    assert [error.rule for error in lint(path)] == ["object-equality"]
+def test_what_a_later_line_warns_of(tmp_path):
+    assert [error.rule for error in lint(write(tmp_path, CLEAN))] == ["object-equality"]
 
 
 def test_a_loop_of_the_migration_guide_is_of_both_lines(tmp_path):
@@ -422,10 +438,6 @@ def test_an_unknown_line(tmp_path):
         lint(write(tmp_path, CLEAN), "0.5")
 
 
-def test_a_file_without_kernels_has_no_finding():
-    assert lint(__file__) == []
-
-
 def test_functions_and_kernel_objects():
     place = ("comprehension", line_of(helper, 1), 12)
     assert places(lint(plain, "0.6")) == [place]
@@ -452,10 +464,11 @@ def test_a_function_inside_a_function_has_its_own_lines():
 
 
 def test_a_finding_is_one_line_with_its_remedy(tmp_path):
-    path = write(tmp_path, HEADER + "    for i in nl.affine_range(2):\n        z = x @ y\n")
+    source, before = in_body("for i in nl.affine_range(2):\n    z = x @ y")
+    path = write(tmp_path, source)
     warning, error = lint(path)
     assert str(error) == (
-        f"{path}:{FIRST + 1}:13: matmul-operator: the @ operator is refused; call nisa.nc_matmul"
+        f"{path}:{before + 2}:13: matmul-operator: the @ operator is refused; call nisa.nc_matmul"
     )
     assert (warning.severity, error.severity) == ("warning", "error")
     assert str(warning).endswith("; use range, nl.fori_loop or nl.while_loop")
@@ -467,11 +480,14 @@ def without_source():
     return namespace["kernel"]
 
 
+NOT_AVAILABLE = "the source of {} is not available; define it with def in a file"
+
+
 @pytest.mark.parametrize(
     ("kernel", "message"),
     [
-        (without_source(), "the source of kernel is not available; define it with def in a file"),
-        (lambda x: x, "the source of <lambda> is not available; define it with def in a file"),
+        (without_source(), NOT_AVAILABLE.format("kernel")),
+        (lambda x: x, NOT_AVAILABLE.format("<lambda>")),
         (len, "cannot lint a builtin_function_or_method; pass a function, a kernel or the path"),
         ("no/such/file.py", "cannot read no/such/file.py: No such file or directory; pass the"),
     ],

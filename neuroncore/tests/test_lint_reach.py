@@ -7,36 +7,6 @@ from lint_sources import places, write
 
 from neuroncore.checks.lint import lint
 
-
-def test_base_classes_and_what_methods_reach_are_read(tmp_path):
-    path = write(
-        tmp_path,
-        """\
-import nki
-
-class Base(nl.NKIObject):
-    def f(self):
-        return lambda: far(self)
-
-class Part(Base):
-    def g(self):
-        return far(self)
-
-def far(x):
-    return x in (1, 2)
-
-class NotReached(Base):
-    pass
-
-@nki.jit
-def kernel(x):
-    return Part().f()
-""",
-    )
-    expected = [("lambda", 5, 16), ("class-base", 7, 1), ("membership", 12, 12)]
-    assert places(lint(path, "0.6")) == expected
-
-
 FILES = {
     "pack/__init__.py": "",
     "pack/kernels/__init__.py": "from .helpers import third\n",
