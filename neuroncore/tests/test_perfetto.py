@@ -5,53 +5,26 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+import profiled
 import pytest
+from profiled import keeps_the_old_file, profile_of, psum, tile, tiles
 
 import neuroncore as nc
 import neuroncore.isa as nisa
-import neuroncore.language as nl
 
 
-@nc.jit
-def tiles(x, w):
-    """Each core its tiles of the columns."""
-    core, cores = nl.program_id(0), nl.num_programs(0)
-    y = nl.ndarray((128, w.shape[1]), x.dtype, buffer=nl.shared_hbm, name="y")
-    a = nl.ndarray((128, 128), x.dtype, name="a")
-    nisa.dma_copy(a, x[:, 128 * core : 128 * (core + 1)])
-    for n in range(core, w.shape[1] // 512, cores):
-        b = nl.ndarray((128, 512), w.dtype, name='the "right" tile')
-        nisa.dma_copy(b, w[:, 512 * n : 512 * (n + 1)])
-        total = nl.ndarray((128, 512), nl.float32, buffer=nl.psum)
-        nisa.nc_matmul(total, a, b)
-        out = nl.ndarray((128, 512), x.dtype)
-        nisa.tensor_copy(out, total)
-        nisa.dma_copy(y[:, 512 * n : 512 * (n + 1)], out)
-    return y
-
-
-@nc.jit
 def quarters(x):
     """Four matmuls at a time in quarters of the PE array."""
-    a = nl.ndarray((128, 512), x.dtype)
+    a = tile(x)
     nisa.dma_copy(a, x)
     for _ in range(4):
         for i in range(2):
             for j in range(2):
-                total = nl.ndarray((128, 512), nl.float32, buffer=nl.psum)
-                nisa.nc_matmul(
-                    total[64 * j : 64 * j + 64, :],
-                    a[64 * i : 64 * i + 64, 0:64],
-                    a[64 * i : 64 * i + 64, :],
-                    tile_position=(64 * i, 64 * j),
-                    tile_size=(64, 64),
-                )
+                rows, at = a[64 * i : 64 * i + 64], (64 * i, 64 * j)
+                part = psum()[64 * j : 64 * j + 64, :]
+                options = {"tile_position": at, "tile_size": (64, 64)}
+                nisa.nc_matmul(part, rows[:, 0:64], rows, **options)
     return x
-
-
-def profile_of(kernel: Any, *shapes: tuple[int, ...]) -> nc.Profile:
-    specs = [nc.TensorSpec(shape, nl.bfloat16) for shape in shapes]
-    return nc.simulate(kernel, *specs, target="trn2", mode="trace").profile
 
 
 def saved(profile: nc.Profile, path: Path) -> dict[str, Any]:
@@ -84,11 +57,11 @@ def check_tracks(events: list[dict[str, Any]]) -> None:
 
 
 @pytest.fixture(scope="module")
-def one_core() -> nc.Profile:
+def one_core():
     return profile_of(tiles, (128, 128), (128, 2048))
 
 
-def test_events_are_the_instructions(one_core: nc.Profile, tmp_path: Path) -> None:
+def test_events_are_the_instructions(one_core, tmp_path):
     document = saved(one_core, tmp_path / "trace.json")
     assert document["otherData"]["modelled"] is True
     events = document["traceEvents"]
@@ -103,7 +76,7 @@ def test_events_are_the_instructions(one_core: nc.Profile, tmp_path: Path) -> No
         assert e["dur"] == pytest.approx((core.end[i] - core.start[i]) / 1e3, abs=1e-6)
 
 
-def test_tracks_are_engines_and_queues(one_core: nc.Profile, tmp_path: Path) -> None:
+def test_tracks_are_engines_and_queues(one_core, tmp_path):
     events = saved(one_core, tmp_path / "trace.json")["traceEvents"]
     queues = set(one_core.schedule.cores[0].queue.values())
     tracks = {name.partition(" (")[0] for name in names_of(events).values()}
@@ -112,7 +85,7 @@ def test_tracks_are_engines_and_queues(one_core: nc.Profile, tmp_path: Path) -> 
     assert processes == ["core 0 of tiles on trn2 (modelled)"]
 
 
-def test_arguments_name_operands_lines_and_waits(one_core: nc.Profile, tmp_path: Path) -> None:
+def test_arguments_name_operands_lines_and_waits(one_core, tmp_path):
     events = saved(one_core, tmp_path / "trace.json")["traceEvents"]
     matmul = next(e for e in events if e["name"] == "nc_matmul")["args"]
     assert matmul["opcode"] == "nc_matmul"
@@ -120,8 +93,8 @@ def test_arguments_name_operands_lines_and_waits(one_core: nc.Profile, tmp_path:
     assert len(matmul["writes"]) == 1
     assert matmul["flops"] == 2 * 128 * 128 * 512
     file, line = matmul["source"].split(":")
-    assert file == Path(__file__).name
-    source = Path(__file__).read_text().splitlines()
+    assert file == Path(profiled.__file__).name
+    source = Path(profiled.__file__).read_text().splitlines()
     assert source[int(line) - 1].strip() == "nisa.nc_matmul(total, a, b)"
     assert (matmul["waited_for"], matmul["waited_for_instruction"]) == ("data", 1)
     load = next(e for e in events if e["name"] == "dma_copy")["args"]
@@ -129,7 +102,7 @@ def test_arguments_name_operands_lines_and_waits(one_core: nc.Profile, tmp_path:
     assert load["waited_for"] == "nothing"
 
 
-def test_counters_begin_and_end_empty(one_core: nc.Profile, tmp_path: Path) -> None:
+def test_counters_begin_and_end_empty(one_core, tmp_path):
     events = saved(one_core, tmp_path / "trace.json")["traceEvents"]
     for name, unit, most in (
         ("SBUF bytes per partition", "bytes", one_core.sbuf.scheduled),
@@ -141,17 +114,16 @@ def test_counters_begin_and_end_empty(one_core: nc.Profile, tmp_path: Path) -> N
         assert counted[-1][1] == 0
 
 
-def test_a_process_per_core(tmp_path: Path) -> None:
-    events = saved(profile_of(tiles[2], (128, 256), (128, 2048)), tmp_path / "t.json")[
-        "traceEvents"
-    ]
+def test_a_process_per_core(tmp_path):
+    profile = profile_of(tiles[2], (128, 256), (128, 2048))
+    events = saved(profile, tmp_path / "t.json")["traceEvents"]
     check_tracks(events)
     assert {e["pid"] for e in events} == {0, 1}
     per_core = [sum(e["ph"] == "X" and e["pid"] == pid for e in events) for pid in (0, 1)]
     assert per_core == [9, 9]
 
 
-def test_matmuls_that_run_together_get_tracks_of_their_own(tmp_path: Path) -> None:
+def test_matmuls_that_run_together_get_tracks_of_their_own(tmp_path):
     profile = profile_of(quarters, (128, 512))
     events = saved(profile, tmp_path / "t.json")["traceEvents"]
     check_tracks(events)
@@ -161,20 +133,8 @@ def test_matmuls_that_run_together_get_tracks_of_their_own(tmp_path: Path) -> No
     assert profile.engines[0][0].busy_ms < busy_ms
 
 
-def test_a_failed_write_leaves_the_old_file(
-    one_core: nc.Profile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "trace.json"
-    path.write_text("old")
-
-    def fail(*_: object) -> None:
-        raise OSError("disk full")
-
-    monkeypatch.setattr("neuroncore.profile.perfetto._counters", fail)
-    with pytest.raises(OSError, match="disk full"):
-        one_core.save_perfetto(path)
-    assert path.read_text() == "old"
-    assert list(tmp_path.iterdir()) == [path]
+def test_a_failed_write_leaves_the_old_file(one_core, tmp_path):
+    keeps_the_old_file(one_core.save_perfetto, tmp_path, ("neuroncore.profile.perfetto._counters",))
 
 
 def check_event(e: dict[str, Any]) -> None:
@@ -207,7 +167,7 @@ def check_event(e: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("cores", [1, 2])
-def test_the_file_obeys_the_trace_event_format(cores: int, tmp_path: Path) -> None:
+def test_the_file_obeys_the_trace_event_format(cores, tmp_path):
     profile = profile_of(tiles[cores], (128, 256), (128, 2048))
     document = saved(profile, tmp_path / "trace.json")
     assert set(document) == {"displayTimeUnit", "otherData", "traceEvents"}
@@ -220,9 +180,7 @@ def test_the_file_obeys_the_trace_event_format(cores: int, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("field", "value"), [("ts", "1.0"), ("dur", -1.0), ("tid", "q0"), ("name", ""), ("ph", "B")]
 )
-def test_the_rules_find_a_broken_event(
-    one_core: nc.Profile, tmp_path: Path, field: str, value: object
-) -> None:
+def test_the_rules_find_a_broken_event(one_core, tmp_path, field, value):
     events = saved(one_core, tmp_path / "trace.json")["traceEvents"]
     event = next(e for e in events if e["ph"] == "X")
     with pytest.raises(AssertionError):

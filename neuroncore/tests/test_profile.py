@@ -9,6 +9,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
+from profiled import documented, halves, idle, matmuls, profile_of, tile
 
 import neuroncore as nc
 import neuroncore.isa as nisa
@@ -29,8 +30,7 @@ BYTES = {"x": 128 * 128 * 2, "w": 128 * 512 * 2, "y": 128 * 512 * 2}
 SECTIONS = ("Engines", "HBM traffic", "DMA", "Critical path", "On-chip memory")
 
 
-@nc.jit
-def tile(x, w):
+def one_tile(x, w):
     y = nl.ndarray((128, 512), x.dtype, buffer=nl.shared_hbm, name="y")
     a = nl.ndarray((128, 128), x.dtype, name="a")
     b = nl.ndarray((128, 512), w.dtype, name="b")
@@ -44,22 +44,12 @@ def tile(x, w):
     return y
 
 
-@nc.jit
-def idle(x):
-    return x
-
-
-def profile_of(kernel, *shapes, model="documented", target="trn2"):
-    specs = [nc.TensorSpec(shape, nl.bfloat16) for shape in shapes]
-    return nc.simulate(kernel, *specs, target=target, mode="trace", model=model).profile
-
-
 @pytest.fixture(scope="module")
 def profile() -> nc.Profile:
-    return profile_of(tile, (128, 128), (128, 512))
+    return documented(one_tile, (128, 128), (128, 512))
 
 
-def test_what_is_moved_is_exact(profile: nc.Profile) -> None:
+def test_what_is_moved_and_computed_is_exact(profile):
     traffic = {t.name: (t.read_bytes, t.write_bytes) for t in profile.tensors}
     assert traffic == {"x": (BYTES["x"], 0), "w": (BYTES["w"], 0), "y": (0, BYTES["y"])}
     assert profile.hbm_read_bytes == BYTES["x"] + BYTES["w"]
@@ -69,15 +59,12 @@ def test_what_is_moved_is_exact(profile: nc.Profile) -> None:
     buckets = [(bucket.row_bytes, bucket.rows, bucket.bytes) for bucket in profile.dma_rows]
     assert buckets == [(256, 128, BYTES["x"]), (1024, 256, BYTES["w"] + BYTES["y"])]
     assert profile.dma_efficiency == pytest.approx(21 / 23)
-
-
-def test_what_is_computed_is_exact(profile: nc.Profile) -> None:
     assert profile.flops == FLOPS
     assert profile.opcodes == {"dma_copy": 3, "nc_matmul": 1, "tensor_copy": 1}
     assert profile.instructions == 5
 
 
-def test_time_and_busy_engines(profile: nc.Profile) -> None:
+def test_time_and_busy_engines(profile):
     assert profile.time_ms * 1e6 == pytest.approx(TIME)
     ((*engines,),) = profile.engines
     busy = {use.engine: use.busy_ms * 1e6 for use in engines}
@@ -89,14 +76,14 @@ def test_time_and_busy_engines(profile: nc.Profile) -> None:
         assert use.share == pytest.approx(use.busy_ms / profile.time_ms)
 
 
-def test_calibrated_tensor_engine_includes_the_overhead() -> None:
-    calibrated = profile_of(tile, (128, 128), (128, 512), model="calibrated")
+def test_calibrated_tensor_engine_includes_the_overhead():
+    calibrated = profile_of(one_tile, (128, 128), (128, 512))
     cycles = 512 + calibrated.machine.matmul_overhead_cycles
     assert calibrated.engines[0][0].busy_ms * 1e6 == pytest.approx(cycles / 2.4)
     assert calibrated.model == "calibrated"
 
 
-def test_roofline(profile: nc.Profile) -> None:
+def test_roofline(profile):
     assert profile.intensity == pytest.approx(FLOPS / sum(BYTES.values()))
     assert profile.ridge_point == pytest.approx(PE_PEAK / DMA_PEAK)
     assert profile.roofline_ms == pytest.approx(sum(BYTES.values()) / DMA_PEAK * 1e3)
@@ -105,33 +92,23 @@ def test_roofline(profile: nc.Profile) -> None:
     assert profile.tflops == pytest.approx(FLOPS / TIME / 1e3)
 
 
-def test_what_binds(profile: nc.Profile) -> None:
+def test_what_binds(profile):
     assert DMA_X + 2 * DMA < 0.6 * TIME
     assert profile.bound == "latency"
 
-    @nc.jit
     def copies(x):
         y = nl.ndarray(x.shape, x.dtype, buffer=nl.shared_hbm)
         for i in range(32):
-            a = nl.ndarray((128, 512), x.dtype)
+            a = tile(x)
             nisa.dma_copy(a, x[128 * i : 128 * (i + 1), :])
             nisa.dma_copy(y[128 * i : 128 * (i + 1), :], a)
         return y
 
-    @nc.jit
-    def matmuls(x):
-        a = nl.ndarray((128, 512), x.dtype)
-        nisa.dma_copy(a, x)
-        total = nl.ndarray((128, 512), nl.float32, buffer=nl.psum)
-        for _ in range(64):
-            nisa.nc_matmul(total, a[:, 0:128], a)
-        return x
-
-    assert profile_of(copies, (4096, 512)).bound == "DMA"
-    assert profile_of(matmuls, (128, 512)).bound == "TensorE"
+    assert documented(copies, (4096, 512)).bound == "DMA"
+    assert documented(matmuls, (128, 512)).bound == "TensorE"
 
 
-def test_the_critical_path_makes_the_whole_time(profile: nc.Profile) -> None:
+def test_the_critical_path_makes_the_whole_time(profile):
     path = profile.critical_path
     assert sum(entry.time_ms for entry in path) == pytest.approx(profile.time_ms)
     steps = {entry.text: entry for entry in path}
@@ -146,7 +123,7 @@ def test_the_critical_path_makes_the_whole_time(profile: nc.Profile) -> None:
     assert [entry.time_ms for entry in path] == sorted((e.time_ms for e in path), reverse=True)
 
 
-def test_statements_of_several_lines_are_read_to_their_end(tmp_path: Path) -> None:
+def test_statements_of_several_lines_are_read_to_their_end(tmp_path):
     file = tmp_path / "kernel.py"
     file.write_text("f(\n    a[\n        0],\n    b,\n)\ng(1)\nh(" + "\n1," * 40 + ")\n")
     assert metrics.statement(str(file), 1) == "f(a[0], b,)"
@@ -155,7 +132,7 @@ def test_statements_of_several_lines_are_read_to_their_end(tmp_path: Path) -> No
     assert metrics.statement(str(tmp_path / "no.py"), 1) == ""
 
 
-def test_memory_at_its_fullest(profile: nc.Profile) -> None:
+def test_memory_at_its_fullest(profile):
     assert (profile.sbuf.used, profile.sbuf.limit) == (1280, 212_984)
     assert [(t.name, t.size) for t in profile.sbuf.live] == [("b", 1024), ("a", 256)]
     assert profile.sbuf.scheduled == 1280
@@ -163,22 +140,20 @@ def test_memory_at_its_fullest(profile: nc.Profile) -> None:
     assert [t.name for t in profile.psum.live] == ["total"]
 
 
-def test_the_schedule_holds_more_than_the_program_order() -> None:
-    @nc.jit
+def test_the_schedule_holds_more_than_the_program_order():
     def loads(x):
         for i in range(8):
-            a = nl.ndarray((128, 512), x.dtype)
+            a, b = tile(x), tile(x)
             nisa.dma_copy(a, x[128 * i : 128 * (i + 1), :])
-            b = nl.ndarray((128, 512), x.dtype)
             nisa.tensor_copy(b, a)
         return x
 
-    found = profile_of(loads, (1024, 512)).sbuf
+    found = documented(loads, (1024, 512)).sbuf
     assert found.used == 2048
     assert found.used <= found.scheduled <= found.limit
 
 
-def test_held_counts_what_begins_and_ends_at_once_together(profile: nc.Profile) -> None:
+def test_held_counts_what_begins_and_ends_at_once_together(profile):
     (core,) = profile.schedule.cores
     for memory in (MemoryRegion.sbuf, MemoryRegion.psum):
         sizes = [size for _, size in metrics.occupancy(core, memory)]
@@ -186,14 +161,14 @@ def test_held_counts_what_begins_and_ends_at_once_together(profile: nc.Profile) 
         assert sizes[-1] == 0
 
 
-def test_covered_is_the_union() -> None:
+def test_covered_is_the_union():
     start, end = np.array([0.0, 1.0, 2.0, 10.0]), np.array([5.0, 3.0, 6.0, 11.0])
     assert metrics.covered(start, end) == 7.0
     assert metrics.covered(start[:0], end[:0]) == 0.0
 
 
-def test_a_kernel_without_instructions() -> None:
-    empty = profile_of(idle, (128, 128))
+def test_a_kernel_without_instructions():
+    empty = documented(idle, (128, 128))
     assert (empty.time_ms, empty.mfu, empty.roofline_share, empty.intensity) == (0, 0, 0, None)
     assert (empty.bound, empty.critical_path, empty.instructions) == ("latency", (), 0)
     (tensor,) = empty.tensors
@@ -202,37 +177,19 @@ def test_a_kernel_without_instructions() -> None:
     json.dumps(empty.to_json(), allow_nan=False)
 
 
-def test_software_descriptors_are_work_of_gpsimd() -> None:
-    @nc.jit
+def test_software_descriptors_are_work_of_gpsimd():
     def load(x):
-        a = nl.ndarray((128, 512), x.dtype)
+        a = tile(x)
         nisa.dma_copy(a, x, dge_mode=nisa.dge_mode.swdge)
         return x
 
-    engines = {use.engine: use.busy_ms for use in profile_of(load, (128, 512)).engines[0]}
+    engines = {use.engine: use.busy_ms for use in documented(load, (128, 512)).engines[0]}
     assert engines["GpSimdE"] * 1e6 == pytest.approx(128 / 1.2)
 
 
-@nc.jit
-def halves(x):
-    """Each core copies its half of the columns; core 1 then waits for the late tile of core 0."""
-    core = nl.program_id(0)
-    y = nl.ndarray(x.shape, x.dtype, buffer=nl.shared_hbm, name="y")
-    a = nl.ndarray((128, 512), x.dtype)
-    columns = x[:, 512 * core : 512 * (core + 1)]
-    nisa.dma_copy(a, columns)
-    if core == 0:
-        for _ in range(20):
-            nisa.tensor_scalar(a, a, nl.multiply, 2.0)
-    b = nl.ndarray((128, 512), x.dtype)
-    nisa.sendrecv(a, b, 1 - core, 1 - core, 0)
-    nisa.dma_copy(y[:, 512 * core : 512 * (core + 1)], b)
-    return y
-
-
-def test_two_cores() -> None:
+def test_two_cores():
     one = 128 * 512 * 2
-    both = profile_of(halves[2], (128, 1024))
+    both = documented(halves[2], (128, 1024))
     assert both.lnc == 2
     traffic = {t.name: (t.read_bytes, t.write_bytes) for t in both.tensors}
     assert traffic == {"x": (2 * one, 0), "y": (0, 2 * one)}
@@ -248,7 +205,7 @@ def test_two_cores() -> None:
     assert "2 cores" in str(both)
 
 
-def test_json_is_plain_and_complete(profile: nc.Profile) -> None:
+def test_json_is_plain_and_complete(profile):
     document = profile.to_json()
     assert json.loads(json.dumps(document, allow_nan=False)) == document
     assert document["modelled"] is True
@@ -258,20 +215,14 @@ def test_json_is_plain_and_complete(profile: nc.Profile) -> None:
     roofline = (profile.roofline_ms, profile.roofline_share, profile.ridge_point)
     assert (document["limit_ms"], document["limit_share"], document["knee"]) == roofline
     assert document["tensors"][0] == {
-        "name": "x",
-        "shape": [128, 128],
-        "dtype": "bfloat16",
-        "memory": "shared_hbm",
-        "read_bytes": BYTES["x"],
-        "write_bytes": 0,
-    }
+        "name": "x", "shape": [128, 128], "dtype": "bfloat16", "memory": "shared_hbm",
+        "read_bytes": BYTES["x"], "write_bytes": 0,
+    }  # fmt: skip
     assert document["cores"][0]["engines"][0]["engine"] == "TensorE"
     assert document["sbuf_live"][0]["name"] == "b"
 
 
-def test_the_page_warns_of_too_many_instructions(
-    profile: nc.Profile, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_page_warns_of_too_many_instructions(profile, monkeypatch):
     monkeypatch.setattr(report, "MOST_INSTRUCTIONS", profile.instructions)
     assert "compile for long" not in str(profile)
     monkeypatch.setattr(report, "MOST_INSTRUCTIONS", profile.instructions - 1)
@@ -279,8 +230,8 @@ def test_the_page_warns_of_too_many_instructions(
 
 
 @pytest.mark.parametrize("lnc", [1, 2])
-def test_the_page(profile: nc.Profile, lnc: int) -> None:
-    page = str(profile if lnc == 1 else profile_of(halves[2], (128, 1024)))
+def test_the_page(profile, lnc):
+    page = str(profile if lnc == 1 else documented(halves[2], (128, 1024)))
     for section in SECTIONS:
         assert f"\n\n{section}" in page, section
     assert max(map(len, page.splitlines())) <= 100
@@ -291,9 +242,7 @@ def test_the_page(profile: nc.Profile, lnc: int) -> None:
     assert page.count("modelled") >= 6
 
 
-def test_long_file_names_leave_the_source_its_column(
-    profile: nc.Profile, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_long_file_names_leave_the_source_its_column(profile, monkeypatch):
     lines = profile.critical_path
     name = "a_very_long_name_of_a_kernel_that_somebody_wrote.py"
     one = [dataclasses.replace(entry, file=name) for entry in lines]
@@ -308,77 +257,57 @@ def test_long_file_names_leave_the_source_its_column(
     assert "a_very…te.py:" in page
 
 
-def test_a_profile_costs_nothing_until_it_is_asked() -> None:
-    fresh = profile_of(tile, (128, 128), (128, 512))
+def test_a_profile_costs_nothing_until_it_is_asked():
+    fresh = documented(one_tile, (128, 128), (128, 512))
     assert not {"flops", "tensors", "critical_path", "engines", "time_ms"} & set(vars(fresh))
     assert repr(fresh).endswith("ms modelled>")
 
 
 @pytest.mark.parametrize("name", ["a.png", "picture"])
-def test_plot(profile: nc.Profile, tmp_path: Path, name: str) -> None:
+def test_plot(profile, tmp_path, name):
     profile.plot(tmp_path / name)
     assert (tmp_path / name).read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     assert [path.name for path in tmp_path.iterdir()] == [name]
 
 
-def test_plot_of_a_long_trace_of_none_and_of_two_cores(tmp_path: Path) -> None:
-    @nc.jit
+def test_plot_of_a_long_trace_of_none_and_of_two_cores(tmp_path):
     def many(x):
-        a = nl.ndarray((128, 512), x.dtype)
+        a = tile(x)
         nisa.dma_copy(a, x)
         for _ in range(2100):
             nisa.tensor_scalar(a, a, nl.multiply, 2.0)
         return x
 
-    profiles = [
-        profile_of(many, (128, 512)),
-        profile_of(idle, (128, 512)),
-        profile_of(halves[2], (128, 1024)),
-    ]
-    for i, found in enumerate(profiles):
-        found.plot(tmp_path / f"{i}.svg")
-        assert (tmp_path / f"{i}.svg").read_text().rstrip().endswith("</svg>")
+    for kernel, columns in ((many, 512), (idle, 512), (halves[2], 1024)):
+        documented(kernel, (128, columns)).plot(tmp_path / "a.svg")
+        assert (tmp_path / "a.svg").read_text().rstrip().endswith("</svg>")
 
 
-def test_plot_refuses_an_unknown_format_and_leaves_nothing(
-    profile: nc.Profile, tmp_path: Path
-) -> None:
+def test_plot_refuses_an_unknown_format_and_leaves_nothing(profile, tmp_path):
     with pytest.raises(ValueError, match=r"png.*got .*a\.doc"):
         profile.plot(tmp_path / "a.doc")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_plot_without_matplotlib_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plot_without_matplotlib_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     text = "plots need matplotlib; run: pip install 'neuroncore[plot]'"
     with pytest.raises(ImportError, match=re.escape(text)):
         plot.new_figure(1, 1)
 
 
-def test_execute_and_trace_mode_agree() -> None:
+def test_execute_and_trace_mode_agree():
     x, w = np.ones((128, 128), ml_dtypes.bfloat16), np.ones((128, 512), ml_dtypes.bfloat16)
-    executed = nc.simulate(tile, x, w, target="trn2", model="documented").profile
-    traced = profile_of(tile, (128, 128), (128, 512)).to_json()
+    executed = nc.simulate(one_tile, x, w, target="trn2", model="documented").profile
+    traced = documented(one_tile, (128, 128), (128, 512)).to_json()
     assert executed.mode == "execute"
     assert {**executed.to_json(), "mode": "trace"} == traced
 
 
 def test_the_documented_time_is_without_the_fitted_overhead():
-    def time(model):
-        @nc.jit
-        def kernel(x):
-            a = nl.ndarray((128, 128), dtype=nl.bfloat16)
-            nisa.dma_copy(a, x)
-            acc = nl.ndarray((128, 128), dtype=nl.float32, buffer=nl.psum)
-            for _ in range(50):
-                nisa.nc_matmul(acc, a, a)
-
-        x = nc.TensorSpec((128, 128), nl.bfloat16)
-        return nc.simulate(kernel, x, target="trn2", mode="trace", model=model).profile
-
-    calibrated, documented = time("calibrated"), time("documented")
-    assert calibrated.documented_ms == documented.time_ms == documented.documented_ms
-    extra_ms = 50 * calibrated.machine.matmul_overhead_ns / 1e6
+    calibrated, plain = (of(matmuls, (128, 512)) for of in (profile_of, documented))
+    assert calibrated.documented_ms == plain.time_ms == plain.documented_ms
+    extra_ms = 64 * calibrated.machine.matmul_overhead_ns / 1e6
     assert calibrated.time_ms - calibrated.documented_ms == pytest.approx(extra_ms)
-    assert calibrated.to_json()["documented_ms"] == documented.time_ms
+    assert calibrated.to_json()["documented_ms"] == plain.time_ms
     assert "by the documented costs alone" in str(calibrated)

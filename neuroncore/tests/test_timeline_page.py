@@ -1,6 +1,7 @@
 """The timeline page: what it holds, that it asks for nothing, and that a browser draws it."""
 
 import base64
+import functools
 import hashlib
 import itertools
 import json
@@ -11,54 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import profiled
 import pytest
 from browser import CHROMIUM, Page, browser
+from profiled import idle, keeps_the_old_file, matmuls, profile_of, tiles
 
 import neuroncore as nc
-import neuroncore.isa as nisa
-import neuroncore.language as nl
 from neuroncore.memory.storage import MemoryRegion
 from neuroncore.profile import metrics
-
-needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium here")
-
-
-@nc.jit
-def tiles(x, w):
-    """Each core its tiles of the columns; </script> and {{about}} are texts like any other."""
-    core, cores = nl.program_id(0), nl.num_programs(0)
-    y = nl.ndarray((128, w.shape[1]), x.dtype, buffer=nl.shared_hbm, name="y")
-    a = nl.ndarray((128, 128), x.dtype)
-    nisa.dma_copy(a, x[:, 128 * core : 128 * (core + 1)])
-    for n in range(core, w.shape[1] // 512, cores):
-        b = nl.ndarray((128, 512), w.dtype)
-        nisa.dma_copy(b, w[:, 512 * n : 512 * (n + 1)])  # "</script><b>{{about}}{{x}}"
-        total = nl.ndarray((128, 512), nl.float32, buffer=nl.psum)
-        nisa.nc_matmul(total, a, b)
-        out = nl.ndarray((128, 512), x.dtype)
-        nisa.tensor_copy(out, total)
-        nisa.dma_copy(y[:, 512 * n : 512 * (n + 1)], out)
-    return y
-
-
-@nc.jit
-def idle(x):
-    return x
-
-
-@nc.jit
-def many(x):
-    a = nl.ndarray((128, 512), x.dtype)
-    nisa.dma_copy(a, x)
-    total = nl.ndarray((128, 512), nl.float32, buffer=nl.psum)
-    for _ in range(100_000):
-        nisa.nc_matmul(total, a[:, 0:128], a)
-    return x
-
-
-def profile_of(kernel: Any, *shapes: tuple[int, ...]) -> nc.Profile:
-    specs = [nc.TensorSpec(shape, nl.bfloat16) for shape in shapes]
-    return nc.simulate(kernel, *specs, target="trn2", mode="trace").profile
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +50,7 @@ def unpacked(page: str) -> tuple[dict[str, Any], Any]:
     return json.loads(script(page, "about")), array
 
 
-def test_the_page_refers_to_nothing(saved: Path) -> None:
+def test_the_page_refers_to_nothing(saved):
     page = saved.read_text()
     page = page.replace(script(page, "about"), "").replace(script(page, "arrays"), "")
     page = re.sub(r"<pre>.*?</pre>", "", page, flags=re.DOTALL)  # the profile as text
@@ -98,7 +59,7 @@ def test_the_page_refers_to_nothing(saved: Path) -> None:
     assert not re.search(r"\b(XMLHttpRequest|WebSocket|EventSource|sendBeacon|Worker)\b", page)
 
 
-def test_the_policy_allows_the_page_s_own_script_alone(saved: Path) -> None:
+def test_the_policy_allows_the_page_s_own_script_alone(saved):
     page = saved.read_text()
     (policy,) = re.findall(r'content="(default-src [^"]*)"', page)
     assert policy.startswith("default-src 'none'; ")
@@ -108,7 +69,7 @@ def test_the_policy_allows_the_page_s_own_script_alone(saved: Path) -> None:
         assert f"{tag}-src 'sha256-{digest}'" in policy
 
 
-def test_every_instruction_is_there(one_core: nc.Profile, saved: Path) -> None:
+def test_every_instruction_is_there(one_core, saved):
     about, array = unpacked(saved.read_text())
     (core,), (schedule,) = about["cores"], one_core.schedule.cores
     columns = {name: array(where) for name, where in core["columns"].items()}
@@ -120,13 +81,16 @@ def test_every_instruction_is_there(one_core: nc.Profile, saved: Path) -> None:
         assert columns["end"][at] / per_ns == pytest.approx(schedule.end[i], abs=1e-3)
         assert (columns["wait"][at], columns["cause"][at]) == (schedule.wait[i], schedule.cause[i])
         assert about["kinds"][columns["kind"][at]]["opcode"] == template.opcode
-        assert about["places"][columns["place"][at]]["place"] == f"{Path(__file__).name}:{line}"
+        assert (
+            about["places"][columns["place"][at]]["place"]
+            == f"{Path(profiled.__file__).name}:{line}"
+        )
     texts = {place["text"] for place in about["places"]}
     assert "nisa.nc_matmul(total, a, b)" in texts
     assert any("</script>" in text for text in texts)
 
 
-def test_lanes_are_engines_and_queues_without_overlaps(one_core: nc.Profile, saved: Path) -> None:
+def test_lanes_are_engines_and_queues_without_overlaps(one_core, saved):
     about, array = unpacked(saved.read_text())
     (core,) = about["cores"]
     start, end = (array(core["columns"][name]).astype(int) for name in ("start", "end"))
@@ -138,9 +102,7 @@ def test_lanes_are_engines_and_queues_without_overlaps(one_core: nc.Profile, sav
     assert [lane["tensors"] for lane in core["lanes"] if lane["name"]][2:] == [["x"], ["w"], ["y"]]
 
 
-def test_the_path_fills_the_time_and_marks_its_instructions(
-    one_core: nc.Profile, saved: Path
-) -> None:
+def test_the_path_fills_the_time_and_marks_its_instructions(one_core, saved):
     about, array = unpacked(saved.read_text())
     path = {name: array(where).astype(float) for name, where in about["path"].items()}
     assert path["waited"][0] == 0
@@ -155,7 +117,7 @@ def test_the_path_fills_the_time_and_marks_its_instructions(
     assert sorted(marked) == sorted({i for _, i, _, _ in steps})
 
 
-def test_memories_over_time(one_core: nc.Profile, saved: Path) -> None:
+def test_memories_over_time(one_core, saved):
     about, array = unpacked(saved.read_text())
     memories = {memory["name"]: memory for memory in about["cores"][0]["memories"]}
     for name, peak in (("SBUF", one_core.sbuf), ("PSUM", one_core.psum)):
@@ -167,7 +129,7 @@ def test_memories_over_time(one_core: nc.Profile, saved: Path) -> None:
     np.testing.assert_allclose(times, [ns for ns, _ in held], atol=1e-3)
 
 
-def test_what_would_help_is_on_the_page(one_core: nc.Profile, saved: Path) -> None:
+def test_what_would_help_is_on_the_page(one_core, saved):
     about, _ = unpacked(saved.read_text())
     assert about["what_would_help"] == one_core.what_would_help
     assert [entry[0] for entry in about["what_if"]] == [w.resource for w in one_core.what_if]
@@ -177,24 +139,15 @@ def test_what_would_help_is_on_the_page(one_core: nc.Profile, saved: Path) -> No
     assert facts["time"] == f"{one_core.time_ms * 1e3:,.2f} us (modelled{of})"
 
 
-def test_a_failed_write_leaves_the_old_page(
-    one_core: nc.Profile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "page.html"
-    path.write_text("old")
-
-    def fail(*_: object, **__: object) -> None:
-        raise OSError("disk full")
-
-    monkeypatch.setattr(Path, "write_text", fail)
-    with pytest.raises(OSError, match="disk full"):
-        one_core.save_timeline(path)
-    monkeypatch.undo()
-    assert path.read_text() == "old"
-    assert list(tmp_path.iterdir()) == [path]
+def test_a_failed_write_leaves_the_old_page(one_core, tmp_path):
+    keeps_the_old_file(one_core.save_timeline, tmp_path, (Path, "write_text"))
 
 
 # --- in a browser
+
+
+def in_a_browser(test):
+    return pytest.mark.slow(pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")(test))
 
 
 @pytest.fixture(scope="module")
@@ -236,9 +189,8 @@ def place_of(page: Page, opcode: str) -> tuple[float, float]:
     return x, y
 
 
-@pytest.mark.slow
-@needs_chromium
-def test_a_browser_draws_it_and_asks_for_nothing_else(page: Page, saved: Path) -> None:
+@in_a_browser
+def test_a_browser_draws_it_and_asks_for_nothing_else(page, saved):
     opened(page, saved)
     assert page.requested == [saved.as_uri()]
     assert colors(page) > 10
@@ -251,15 +203,14 @@ def test_a_browser_draws_it_and_asks_for_nothing_else(page: Page, saved: Path) -
     )
 
 
-@pytest.mark.slow
-@needs_chromium
-def test_hover_click_and_zoom(page: Page, saved: Path) -> None:
+@in_a_browser
+def test_hover_click_and_zoom(page, saved):
     opened(page, saved)
     x, y = place_of(page, "nc_matmul")
     page.mouse("Moved", x, y)
     tip = page.run("document.getElementById('tip').innerText")
     assert "nisa.nc_matmul(total, a, b)" in tip
-    assert f"{Path(__file__).name}:" in tip
+    assert f"{Path(profiled.__file__).name}:" in tip
     assert "waited for data, until instruction 1 (dma_copy" in tip
     page.click(x, y)
     assert page.run("document.getElementById('kept').innerText").startswith("nc_matmul")
@@ -279,12 +230,9 @@ def test_hover_click_and_zoom(page: Page, saved: Path) -> None:
     assert page.errors == []
 
 
-@pytest.mark.slow
-@needs_chromium
+@in_a_browser
 @pytest.mark.parametrize("width", [320, 375])
-def test_a_phone_scrolls_tables_alone_and_shows_whole_ticks(
-    page: Page, saved: Path, width: int
-) -> None:
+def test_a_phone_scrolls_tables_alone_and_shows_whole_ticks(page, saved, width):
     opened(page, saved, width)
     assert page.run("document.documentElement.scrollWidth") == width
     cells = "document.querySelectorAll('td:last-child')"
@@ -306,9 +254,8 @@ def test_a_phone_scrolls_tables_alone_and_shows_whole_ticks(
     assert max(end for _, end in ticks) <= page.run("timeline.canvas.clientWidth")
 
 
-@pytest.mark.slow
-@needs_chromium
-def test_two_cores_and_none_at_all(page: Page, tmp_path: Path) -> None:
+@in_a_browser
+def test_two_cores_and_none_at_all(page, tmp_path):
     two, none = tmp_path / "two.html", tmp_path / "none.html"
     profile_of(tiles[2], (128, 256), (128, 2048)).save_timeline(two)
     profile_of(idle, (4, 4)).save_timeline(none)
@@ -321,11 +268,11 @@ def test_two_cores_and_none_at_all(page: Page, tmp_path: Path) -> None:
     assert page.errors == []
 
 
-@pytest.mark.slow
-@needs_chromium
-def test_a_hundred_thousand_instructions_stay_usable(page: Page, tmp_path: Path) -> None:
+@in_a_browser
+def test_a_hundred_thousand_instructions_stay_usable(page, tmp_path):
     path = tmp_path / "many.html"
-    profile_of(many, (128, 512)).save_timeline(path)
+    kernel = functools.partial(matmuls.func, count=100_000)
+    profile_of(kernel, (128, 512)).save_timeline(path)
     assert path.stat().st_size < 4_000_000
     opened(page, path)
     frame_ms = page.run(
