@@ -1,40 +1,21 @@
-"""Shared by the tests of the simulated NeuronCore: run instructions, make data, expect errors."""
+"""Shared by the tests of the simulated NeuronCore: run instructions, expect errors."""
 
-import math
+import functools
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import strategies as st
 
 import neuroncore as nc
 from neuroncore import core as running
 from neuroncore import isa as nisa
 from neuroncore import language as nl
-from neuroncore.dtypes import DType, dtype_of, from_fp32, from_numpy
+from neuroncore.dtypes import DType, dtype_of, from_numpy
 from neuroncore.timing.trace import InstructionTemplate
-
-TARGETS = ("trn1", "trn2", "trn3")
-FLOATS = (nl.float32, nl.bfloat16, nl.float16, nl.float8_e5m2, nl.float8_e4m3)
-INTEGERS = (nl.int8, nl.uint8, nl.int16, nl.uint16, nl.int32, nl.uint32)
-bf16 = ml_dtypes.bfloat16
-partitions = st.sampled_from([1, 2, 31, 32, 64, 128])
-seeds = st.integers(0, 2**16)
-
-OPERATORS: dict[str, Any] = {
-    "add": lambda x, y: x + y,
-    "subtract": lambda x, y: x - y,
-    "multiply": lambda x, y: x * y,
-    "maximum": max,
-    "minimum": min,
-}
-"""Operators of reductions, on Python numbers."""
-START = {"add": 0.0, "subtract": 0.0, "multiply": 1.0, "maximum": -math.inf, "minimum": math.inf}
 
 Body = Callable[[list[nl.NkiTensor], list[nl.NkiTensor]], Any]
 
@@ -72,6 +53,24 @@ def refuses(
 ) -> None:
     with refused(text, placed):
         run(body, *arrays, target=target)
+
+
+def refusals(*cases: tuple[Any, ...], target: str = "trn2") -> Any:
+    """Parametrize a test by text, body and target, that of all cases which name none."""
+    rows = [(text, body, *(own or [target])) for text, body, *own in cases]
+    return pytest.mark.parametrize(("text", "body", "target"), rows)
+
+
+def new(*shape: int, dtype: Any = nl.float32, buffer: Any = nl.sbuf, **options: Any) -> Any:
+    """A tensor that nothing has written."""
+    return nl.ndarray(shape, dtype_of(dtype), buffer, **options)
+
+
+def full(value: Any, *shape: int, dtype: Any = nl.float32, buffer: Any = nl.sbuf) -> Any:
+    return nl.full(shape, value, dtype_of(dtype), buffer)
+
+
+zeros = functools.partial(full, 0)
 
 
 def _tile(shape: tuple[int, ...], dtype: DType, memory: nl.MemoryRegion, step: int) -> nl.NkiTensor:
@@ -112,15 +111,20 @@ def compute(
     dtype: Any,
     *arrays: Any,
     target: str = "trn2",
-    memories: tuple[Any, ...] = (),
-    into: Any = nl.sbuf,
+    memories: Any = nl.sbuf,
+    into: Any = None,
+    step: int = 1,
 ) -> Any:
-    """Run `body(dst, *tiles)` and return what the fresh tile dst [shape] of dtype then holds."""
+    """Run `body(dst, *tiles)` and return what the fresh tile dst [shape] of dtype then holds.
+
+    `memories` is that of all tiles, and of dst where `into` does not say, or those of each.
+    """
 
     def kernel(*inputs):
-        where = memories or (nl.sbuf,) * len(inputs)
-        tiles = [loaded(x, m) for x, m in zip(inputs, where, strict=True)]
-        dst = nl.ndarray(shape, dtype, into)
+        where = memories if isinstance(memories, tuple) else (memories,) * len(inputs)
+        tiles = [loaded(x, m, step) for x, m in zip(inputs, where, strict=True)]
+        own = into or (nl.sbuf if isinstance(memories, tuple) else memories)
+        dst = _tile(shape, dtype_of(dtype), own, step)
         body(dst, *tiles)
         return stored(dst)
 
@@ -186,56 +190,3 @@ def call(
     done = nc.simulate(kernel, inputs, initials, target=target, mode=mode, seed=seed)
     records = done.profile.launch.cores[0].trace.records[issued[0] : issued[1]]
     return Result(done.outputs, [record[0] for record in records])
-
-
-def data(shape: tuple[int, ...], dtype: Any = np.float32, seed: int = 0, scale: float = 1) -> Any:
-    """Normal values in a dtype; integers over their whole range."""
-    rng = np.random.default_rng(seed)
-    dtype = np.dtype(getattr(dtype, "numpy", dtype))
-    if dtype.kind in "iu":
-        bounds = np.iinfo(dtype)
-        return rng.integers(bounds.min, bounds.max, shape, dtype, endpoint=True)
-    return (rng.standard_normal(shape) * scale).astype(np.float32).astype(dtype)
-
-
-def values(seed: int, shape: tuple[int, ...], dtype: str = "float32") -> np.ndarray:
-    """Random eighths from -8 to 8 (bytes from 0 in unsigned types): many ties, exact sums."""
-    kind = dtype_of(dtype)
-    low = 0 if kind.kind == "uint" else -64
-    drawn = np.random.default_rng(seed).integers(low, 64, shape)
-    return (drawn / 8 if kind.is_float else drawn).astype(kind.numpy)
-
-
-def as_stored(expected: Any, dtype: str) -> np.ndarray:
-    """A reference in float64 as an engine writes it: through float32."""
-    with np.errstate(all="ignore"):
-        wide = np.atleast_1d(np.asarray(expected, np.float64)).astype(np.float32)
-        return from_fp32(wide, dtype_of(dtype))
-
-
-def wide(x: Any) -> Any:
-    """Values in fp64."""
-    return np.asarray(x).astype(np.float64)
-
-
-def rounded(values: Any, dtype: Any) -> Any:
-    """Independent statement of a conversion from fp32: nearest even, saturating to integers."""
-    values = np.asarray(values, np.float32)
-    target = np.dtype(getattr(dtype, "numpy", dtype))
-    if target.kind in "iu":
-        bounds = np.iinfo(target)
-        whole = np.rint(values.astype(np.float64))
-        return np.minimum(np.maximum(whole, bounds.min), bounds.max).astype(target)
-    with np.errstate(over="ignore", invalid="ignore"):
-        return values.astype(target)
-
-
-def equal(got: Any, expected: Any) -> None:
-    """Bit-equal dtypes and values, NaN equal to NaN."""
-    assert got.dtype == expected.dtype
-    np.testing.assert_array_equal(wide(got), wide(expected).reshape(got.shape))
-
-
-def rows_of(array: np.ndarray) -> list[list[float]]:
-    """The elements of each partition as Python numbers."""
-    return array.reshape(len(array), -1).astype(np.float64).tolist()

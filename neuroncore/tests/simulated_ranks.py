@@ -1,6 +1,6 @@
 """Shared by the tests of collectives: kernels that issue one, and their launches."""
 
-from instruction_runs import values
+from samples import values
 
 import neuroncore as nc
 from neuroncore import collectives as ncc

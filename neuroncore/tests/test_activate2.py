@@ -3,14 +3,15 @@
 import math
 
 import numpy as np
-import pytest
+from draws import both_ways, either, memories, pick, seeds
 from hypothesis import given, settings
-from hypothesis import strategies as st
-from instruction_runs import Out, bf16, call, data, refused, seeds, values, wide
+from instruction_runs import Out, call, compute, new, refusals, refuses, zeros
+from samples import data, values, wide
 
 from neuroncore import isa as nisa
 from neuroncore import language as nl
 
+COMMAND = nisa.reduce_cmd
 PAIRS = [
     ("multiply", "add"), ("multiply", "subtract"), ("multiply", "bypass"),
     ("add", "bypass"), ("subtract", "bypass"), ("bypass", "bypass"),
@@ -32,24 +33,14 @@ def staged(x, pair, operands, reverse):
     return x
 
 
-@settings(max_examples=40, deadline=None)
-@given(
-    pair=st.sampled_from(PAIRS),
-    reverse=st.tuples(st.booleans(), st.booleans()),
-    tiles=st.booleans(),
-    prelu=st.booleans(),
-    memory=st.sampled_from([nl.sbuf, nl.psum]),
-    reduce=st.sampled_from([None, *REDUCE]),
-    seed=seeds,
-)
+@settings(max_examples=40)
+@given(pick(PAIRS), both_ways, either, either, memories, pick([None, *REDUCE]), seeds)
 def test_activate2(pair, reverse, tiles, prelu, memory, reduce, seed):
     reverse = tuple(r and op != "bypass" for r, op in zip(reverse, pair, strict=True))
     x, columns = values(seed, (8, 5)), values(seed + 1, (8, 2))
     operands = (columns[:, :1], columns[:, 1:]) if tiles else (-1.5, 0.25)
     expected = staged(wide(x), pair, operands, reverse)
-    expected = (
-        np.where(expected < 0, 0.5 * expected, expected) if prelu else np.maximum(expected, 0)
-    )
+    expected = np.where(expected < 0, (0.5 if prelu else 0) * expected, expected)
 
     def body(dsts, srcs):
         t, c = srcs
@@ -57,14 +48,12 @@ def test_activate2(pair, reverse, tiles, prelu, memory, reduce, seed):
         options = {"relu_param": 0.5} if prelu else {}
         if reduce:
             options |= {"reduce_op": getattr(nl, reduce), "reduce_res": dsts[1]}
-            options["reduce_cmd"] = nisa.reduce_cmd.reset_reduce
+            options["reduce_cmd"] = COMMAND.reset_reduce
         else:
             nisa.memset(dsts[1], 0)
-        nisa.activate2(
-            dsts[0], nl.prelu if prelu else nl.relu, t, *given,
-            *[getattr(nl, op) for op in pair],
-            reverse0=reverse[0], reverse1=reverse[1], **options,
-        )  # fmt: skip
+        function, ops = nl.prelu if prelu else nl.relu, [getattr(nl, op) for op in pair]
+        options |= {"reverse0": reverse[0], "reverse1": reverse[1]}
+        nisa.activate2(dsts[0], function, t, *given, *ops, **options)
 
     outs = [Out((8, 5)), Out((8, 1))]
     done = call(body, x, columns, outs=outs, target="trn3", memory=memory)
@@ -77,15 +66,13 @@ def test_accumulators_go_on_and_are_those_of_activation():
     x, y = values(0, (4, 6)), values(1, (4, 6))
 
     def body(dsts, srcs):
-        command, add = nisa.reduce_cmd, {"reduce_op": nl.add}
+        add, most = {"reduce_op": nl.add}, {"reduce_op": nl.maximum}
         t, plain = dsts[0], (0.0, 0.0, nl.bypass, nl.bypass)
-        nisa.activation(t, nl.copy, srcs[0], reduce_cmd=command.reset_reduce, **add)
-        nisa.activate2(t, nl.copy, srcs[1], *plain, reduce_cmd=command.reduce, **add)
+        nisa.activation(t, nl.copy, srcs[0], reduce_cmd=COMMAND.reset_reduce, **add)
+        nisa.activate2(t, nl.copy, srcs[1], *plain, reduce_cmd=COMMAND.reduce, **add)
         nisa.activate2(t, nl.copy, srcs[0], *plain, reduce_res=dsts[1])  # idle: read only
-        nisa.activate2(
-            t, nl.copy, srcs[0], *plain, reduce_cmd=command.reset, reduce_op=nl.maximum,
-            reduce_res=dsts[2],
-        )  # fmt: skip
+        reset = {"reduce_cmd": COMMAND.reset, "reduce_res": dsts[2]}
+        nisa.activate2(t, nl.copy, srcs[0], *plain, **reset, **most)
 
     outs = [Out((4, 6)), Out((4, 1)), Out((4, 1))]
     done = call(body, x, y, outs=outs, target="trn3")
@@ -95,62 +82,34 @@ def test_accumulators_go_on_and_are_those_of_activation():
 
 def test_the_documented_example():
     x = data((8, 16))
-    body = lambda dsts, srcs: nisa.activate2(  # noqa: E731
-        dsts[0], nl.gelu, srcs[0], imm0=2.0, imm1=0.5, op0=nl.multiply, op1=nl.add
-    )
+
+    def body(dst, src):
+        nisa.activate2(dst, nl.gelu, src, imm0=2.0, imm1=0.5, op0=nl.multiply, op1=nl.add)
+
     u = wide(x) * 2 + 0.5
-    got = call(body, x, outs=[Out((8, 16))], target="trn3").output
     gelu = u * (1 + np.vectorize(math.erf)(u / math.sqrt(2))) / 2
+    got = compute(body, (8, 16), "float32", x, target="trn3")
     np.testing.assert_allclose(got, gelu, rtol=1e-5, atol=1e-6)
 
 
-def issue(*operators, **options):
-    def body(dsts, srcs):
-        given = {"imm0": 1.0, "imm1": 1.0, "op": nl.copy, **options}
-        nisa.activate2(
-            dsts[0], given.pop("op"), srcs[0], op0=operators[0], op1=operators[1], **given
-        )
-
-    return body
+def issue(op0=nl.multiply, op1=nl.add, imm0=1.0, imm1=1.0, **options):
+    nisa.activate2(new(4, 6), nl.copy, zeros(4, 6), imm0, imm1, op0, op1, **options)
 
 
-REFUSED = [
-    ("trn2", issue(nl.multiply, nl.add), "it needs NeuronCore-v4"),
-    ("trn3", issue(nl.add, nl.multiply), "(op0, op1) must be one of"),
-    ("trn3", issue(None, nl.add), "got (bypass, add)"),
-    ("trn3", issue(None, None, reverse0=True), "reverse0 needs op0"),
-    ("trn3", issue(nl.add, nl.bypass, reverse1=True), "reverse1 needs op1"),
-    ("trn3", issue(nl.add, nl.bypass, relu_param=0.5), "relu_param is nl.prelu's; nl.copy"),
-    ("trn3", issue(nl.add, None, reduce_cmd=nisa.reduce_cmd.reduce), "needs a reduce_op"),
-    ("trn3", issue(nl.add, None, reduce_op=nl.multiply), "reduce_op must be one of"),
-    ("trn3", issue(nl.add, None, reduce_cmd=nisa.reduce_cmd.load_reduce), "not one of ScalarE's"),
-]
-
-
-@pytest.mark.parametrize(("target", "body", "text"), REFUSED)
-def test_activate2_refuses(target, body, text):
-    with refused(text):
-        call(body, values(0, (4, 6)), outs=[Out((4, 6))], target=target)
-
-
-def test_operands_are_columns_of_one_dtype():
-    def mixed(dsts, srcs):
-        nisa.activate2(
-            dsts[0], nl.copy, srcs[0], srcs[0][:, :1], srcs[1][:, :1], nl.multiply, nl.add
-        )
-
-    with refused("must have one dtype"):
-        call(mixed, values(0, (4, 6)), data((4, 6), bf16), outs=[Out((4, 6))], target="trn3")
-    with refused("a scalar operand must be a number or a tile [4, 1]"):
-        call(
-            lambda dsts, srcs: nisa.activate2(
-                dsts[0], nl.copy, srcs[0], srcs[0], 0.0, nl.multiply, nl.add
-            ),
-            values(0, (4, 6)), outs=[Out((4, 6))], target="trn3",
-        )  # fmt: skip
-
-
-def test_cost():
-    body = issue(nl.multiply, nl.add)
-    (template,) = call(body, values(0, (4, 600)), outs=[Out((4, 600))], target="trn3").templates
-    assert (template.engine.name, template.cycles) == ("SCALAR", 600)
+@refusals(
+    ("it needs NeuronCore-v4", issue, "trn2"),
+    ("(op0, op1) must be one of", lambda: issue(nl.add, nl.multiply)),
+    ("got (bypass, add)", lambda: issue(None, nl.add)),
+    ("reverse0 needs op0", lambda: issue(None, None, reverse0=True)),
+    ("reverse1 needs op1", lambda: issue(nl.add, nl.bypass, reverse1=True)),
+    ("relu_param is nl.prelu's; nl.copy", lambda: issue(nl.add, nl.bypass, relu_param=0.5)),
+    ("needs a reduce_op", lambda: issue(nl.add, None, reduce_cmd=COMMAND.reduce)),
+    ("reduce_op must be one of", lambda: issue(nl.add, None, reduce_op=nl.multiply)),
+    ("not one of ScalarE's", lambda: issue(nl.add, None, reduce_cmd=COMMAND.load_reduce)),
+    ("must have one dtype",
+     lambda: issue(imm0=zeros(4, 1), imm1=zeros(4, 1, dtype="bfloat16"))),
+    ("a scalar operand must be a number or a tile [4, 1]", lambda: issue(imm0=zeros(4, 6))),
+    target="trn3",
+)  # fmt: skip
+def test_what_is_refused(text, body, target):
+    refuses(text, body, target=target)

@@ -5,7 +5,7 @@ import sys
 import types
 
 import pytest
-from instruction_runs import data, equal
+from samples import data, equal
 
 import neuroncore as nc
 import neuroncore.isa as nisa

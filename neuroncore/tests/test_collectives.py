@@ -2,9 +2,9 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from instruction_runs import as_stored, bf16, seeds, wide
+from draws import either, few, pick, seeds
+from hypothesis import given
+from samples import as_stored, bf16, wide
 from simulated_ranks import TWO, collective, copied, inputs, lists, output, run
 
 import neuroncore as nc
@@ -13,22 +13,20 @@ from neuroncore import language as nl
 
 REDUCE = {"add": np.add, "maximum": np.maximum, "minimum": np.minimum}
 cases = {
-    "size": st.sampled_from([1, 2, 4]),
-    "count": st.sampled_from([1, 2]),
-    "lnc": st.sampled_from([1, 2]),
-    "dtype": st.sampled_from(["float32", "bfloat16", "int32"]),
-    "coalesced": st.booleans(),
+    "size": pick([1, 2, 4]),
+    "count": pick([1, 2]),
+    "lnc": pick([1, 2]),
+    "dtype": pick(["float32", "bfloat16", "int32"]),
+    "coalesced": either,
     "seed": seeds,
 }
 
 
-@settings(max_examples=20, deadline=None)
+@few
 @given(
-    op=st.sampled_from(sorted(REDUCE)),
-    memory=st.sampled_from([nl.sbuf, nl.shared_hbm]),
-    target=st.sampled_from(["trn1", "trn2", "trn3"]),
-    **cases,
-)
+    op=pick(sorted(REDUCE)), memory=pick([nl.sbuf, nl.shared_hbm]),
+    target=pick(["trn1", "trn2", "trn3"]), **cases,
+)  # fmt: skip
 def test_all_reduce(op, memory, target, size, count, lnc, dtype, coalesced, seed):
     shapes = [(4, 6), (2, 3)] if coalesced and memory is not nl.sbuf else [(4, 6)]
     ranks, groups = size * count, lists(size * count, size)
@@ -43,8 +41,8 @@ def test_all_reduce(op, memory, target, size, count, lnc, dtype, coalesced, seed
             np.testing.assert_array_equal(done[rank][t], expected)
 
 
-@settings(max_examples=20, deadline=None)
-@given(dim=st.sampled_from([0, 1]), **cases)
+@few
+@given(dim=pick([0, 1]), **cases)
 def test_all_gather(dim, size, count, lnc, dtype, coalesced, seed):
     """Dimension 1 and one tensor in SBUF, dimension 0 and maybe two in HBM."""
     memory = nl.sbuf if dim else nl.shared_hbm
@@ -63,8 +61,8 @@ def test_all_gather(dim, size, count, lnc, dtype, coalesced, seed):
             np.testing.assert_array_equal(done[rank][t], expected)
 
 
-@settings(max_examples=20, deadline=None)
-@given(op=st.sampled_from(sorted(REDUCE)), **cases)
+@few
+@given(op=pick(sorted(REDUCE)), **cases)
 def test_reduce_scatter_and_all_to_all(op, size, count, lnc, dtype, coalesced, seed):
     wholes = [(4 * size, 6), (2 * size, 3)] if coalesced else [(4 * size, 6)]
     ranks, groups = size * count, lists(size * count, size)

@@ -6,18 +6,8 @@ import warnings
 
 import numpy as np
 import pytest
-from instruction_runs import (
-    bf16,
-    compute,
-    data,
-    equal,
-    loaded,
-    noted,
-    refused,
-    run,
-    stored,
-    values,
-)
+from instruction_runs import compute, full, loaded, new, noted, refused, refuses, run, stored
+from samples import bf16, data, equal, values
 
 import neuroncore as nc
 from neuroncore import isa as nisa
@@ -128,8 +118,7 @@ def test_dma_transpose_without_dge():
 
 def test_the_documented_lowest_float_of_range_select():
     def body(x):
-        tile, low, high, out = loaded(x), *(nl.full((4, 1), n, nl.float32) for n in (1, 3)), None
-        out = nl.ndarray((4, 6), nl.float32)
+        tile, out, low, high = loaded(x), new(4, 6), full(1, 4, 1), full(3, 4, 1)
         nisa.range_select(out, tile, nl.greater_equal, nl.less, low, high,
                           on_false_value=-3.4028235e+38)  # fmt: skip
         return stored(out)
@@ -140,11 +129,11 @@ def test_the_documented_lowest_float_of_range_select():
 
 
 def test_the_dtype_of_a_result_that_is_returned_no_more():
+    def body(dst, x):
+        nisa.tensor_copy(dst, x, dtype=nl.bfloat16)
+
     with noted("dtype=bfloat16 is dst's own and without effect"):
-        got = compute(
-            lambda dst, x: nisa.tensor_copy(dst, x, dtype=nl.bfloat16),
-            (4, 6), nl.bfloat16, data((4, 6), bf16),
-        )  # fmt: skip
+        got = compute(body, (4, 6), nl.bfloat16, data((4, 6), bf16))
     equal(got, data((4, 6), bf16))
 
 
@@ -252,18 +241,21 @@ def test_a_loop_is_noted_once_a_run():
 
 
 def test_calls_that_do_not_fit_a_signature_name_their_line():
-    with refused("nc_matmul() missing 1 required positional argument: 'moving'"):
-        run(lambda x: nisa.nc_matmul(x, x), data((4, 6)))
-    with refused("dma_copy() got an unexpected keyword argument 'mask'"):
-        run(lambda x: nisa.dma_copy(x, x, mask=1), data((4, 6)))
-    with refused("NkiTensor.slice() missing 2 required positional arguments"):
-        run(lambda x: x.slice(0), data((4, 6)))
+    for text, body in (
+        ("nc_matmul() missing 1 required positional argument: 'moving'",
+         lambda x: nisa.nc_matmul(x, x)),
+        ("dma_copy() got an unexpected keyword argument 'mask'",
+         lambda x: nisa.dma_copy(x, x, mask=1)),
+        ("NkiTensor.slice() missing 2 required positional arguments", lambda x: x.slice(0)),
+    ):  # fmt: skip
+        refuses(text, body, data((4, 6)))
 
     for wrong in (None, np.ones((4, 6)), 1.0):
-        with refused("an operand must be a tensor; got "):
-            run(lambda x, w=wrong: nisa.dma_copy(nl.ndarray((4, 6), nl.float32), w), data((4, 6)))
-        with refused("an operand must be a tensor; got "):
-            run(lambda x, w=wrong: nisa.nc_matmul(w, loaded(x), loaded(x)), data((4, 6)))
+        for body in (
+            lambda x, w=wrong: nisa.dma_copy(new(4, 6), w),
+            lambda x, w=wrong: nisa.nc_matmul(w, loaded(x), loaded(x)),
+        ):
+            refuses("an operand must be a tensor; got ", body, data((4, 6)))
     with pytest.raises(AttributeError, match="no attribute 'storage'"):
         run(lambda x: None.storage, data((4, 6)))  # pyright: ignore
 

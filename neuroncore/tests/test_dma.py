@@ -1,48 +1,34 @@
 """DMA against NumPy: copies and casts, gathers and scatters, transposes, sums."""
 
+import functools
+
 import numpy as np
 import pytest
+from draws import either, few, pick, seeds
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from instruction_runs import (
-    FLOATS,
-    INTEGERS,
-    TARGETS,
-    compute,
-    data,
-    equal,
-    loaded,
-    refuses,
-    rounded,
-    run,
-    seeds,
-    stored,
-)
+from instruction_runs import compute, loaded, new, refusals, refuses, run, stored, zeros
+from samples import DTYPES, TARGETS, data, equal, rounded
 
 import neuroncore.isa as nisa
 import neuroncore.language as nl
 
 skip, error = nisa.oob_mode.skip, nisa.oob_mode.error
-DTYPES = (*FLOATS, *INTEGERS)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
-    shape=st.tuples(st.integers(1, 128), st.integers(1, 20)),
-    source=st.sampled_from(DTYPES),
-    target=st.sampled_from(DTYPES), machine=st.sampled_from(TARGETS), seed=seeds,
+    shape=st.tuples(st.integers(1, 128), st.integers(1, 20)), source=pick(DTYPES),
+    target=pick(DTYPES), machine=pick(TARGETS), seed=seeds,
 )  # fmt: skip
 def test_copies_cast_through_fp32(shape, source, target, machine, seed):
     x = data(shape, source, seed, scale=100)
 
-    def body(dst, tile):
-        nisa.dma_copy(dst, tile)
-
     expected = x if source is target else rounded(x.astype(np.float32), target)
-    equal(compute(body, shape, target, x, target=machine), expected)
+    equal(compute(nisa.dma_copy, shape, target, x, target=machine), expected)
 
 
-@settings(max_examples=20, deadline=None)
+@few
 @given(st.data())
 def test_shapes_may_differ_and_sides_may_be_views(choices):
     x = data((24, 10), np.float32)
@@ -77,10 +63,10 @@ def test_hbm_to_hbm_and_bits_survive():
     assert got.view(np.uint32).ravel().tolist() == bits.ravel().tolist()
 
 
-@settings(max_examples=20, deadline=None)
+@few
 @given(
-    rows=st.lists(st.integers(0, 11), min_size=1, max_size=128), dtype=st.sampled_from(DTYPES),
-    kind=st.sampled_from([np.int32, np.uint32]), seed=seeds,
+    rows=st.lists(st.integers(0, 11), min_size=1, max_size=128), dtype=pick(DTYPES),
+    kind=pick([np.int32, np.uint32]), seed=seeds,
 )  # fmt: skip
 def test_gather(rows, dtype, kind, seed):
     table, index = data((12, 6), dtype, seed), np.array(rows, kind)[:, None]
@@ -93,8 +79,8 @@ def test_gather(rows, dtype, kind, seed):
     equal(run(kernel, table, index), table[rows])
 
 
-@settings(max_examples=20, deadline=None)
-@given(rows=st.permutations(range(12)), count=st.integers(1, 12), cast=st.booleans())
+@few
+@given(rows=st.permutations(range(12)), count=st.integers(1, 12), cast=either)
 def test_scatter(rows, count, cast):
     rows = rows[:count]
     values, index = data((count, 6), np.float32), np.array(rows, np.int32)[:, None]
@@ -115,93 +101,48 @@ def test_scatter(rows, count, cast):
 def test_out_of_bounds_rows_are_skipped_or_refused(wrong):
     table, index = data((12, 6)), np.array([3, wrong, 0], np.int32)[:, None]
 
-    def gather(mode):
-        def kernel(x, i):
-            dst = nl.full((3, 6), 9.0, nl.float32)
-            nisa.dma_copy(dst, x.vector_select(0, loaded(i)), oob_mode=mode)
-            return stored(dst)
+    def gather(x, i, mode):
+        dst = nl.full((3, 6), 9.0, nl.float32)
+        nisa.dma_copy(dst, x.vector_select(0, loaded(i)), oob_mode=mode)
+        return stored(dst)
 
-        return kernel
+    def scatter(x, i, mode):
+        out = nl.ndarray((12, 6), nl.float32, nl.shared_hbm)
+        nisa.dma_copy(out, x)
+        nisa.dma_copy(out.vector_select(0, loaded(i)), zeros(3, 6), oob_mode=mode)
+        return out
 
-    def scatter(mode):
-        def kernel(x, i):
-            out = nl.ndarray((12, 6), nl.float32, nl.shared_hbm)
-            nisa.dma_copy(out, x)
-            nisa.dma_copy(
-                out.vector_select(0, loaded(i)), nl.zeros((3, 6), nl.float32), oob_mode=mode
-            )
-            return out
-
-        return kernel
-
-    gathered = table[[3, 0, 0]]
-    gathered[1] = 9
-    equal(run(gather(skip), table, index), gathered)
-    scattered = table.copy()
-    scattered[[3, 0]] = 0
-    equal(run(scatter(skip), table, index), scattered)
-    for kernel in (gather(error), scatter(error)):
-        refuses("a dynamic index runs out of", kernel, table, index)
+    gathered, scattered = table[[3, 0, 0]], table.copy()
+    gathered[1], scattered[[3, 0]] = 9, 0
+    for kernel, expected in ((gather, gathered), (scatter, scattered)):
+        equal(run(functools.partial(kernel, mode=skip), table, index), expected)
+        past = functools.partial(kernel, mode=error)
+        refuses("a dynamic index runs out of", past, table, index)
 
 
 @pytest.mark.parametrize("place", [0, 5, 6, -1])
 def test_register_offset_out_of_bounds(place):
     x = data((6, 4))
 
-    def kernel(mode):
-        def body(a):
-            reg = nisa.register_alloc(place)
-            dst = nl.full((2, 2), 9.0, nl.float32)
-            nisa.dma_copy(dst, a[reg], oob_mode=mode)
-            return stored(dst)
-
-        return body
+    def kernel(a, mode=skip):
+        dst = nl.full((2, 2), 9.0, nl.float32)
+        nisa.dma_copy(dst, a[nisa.register_alloc(place)], oob_mode=mode)
+        return stored(dst)
 
     legal = 0 <= place < 6
     expected = x[place].reshape(2, 2) if legal else np.full((2, 2), 9, np.float32)
-    equal(run(kernel(skip), x), expected)
+    equal(run(kernel, x), expected)
     if not legal:
-        refuses("runs out of", kernel(error), x)
-
-
-@pytest.mark.parametrize(
-    ("match", "build"),
-    [
-        (
-            "needs 12 indices",
-            lambda x: (
-                nl.ndarray((12, 6), nl.float32),
-                x.ap([[6, 12], [1, 6]], vector_offset=nl.zeros((3, 1), nl.int32)),
-            ),
-        ),
-        (
-            "index must be integers",
-            lambda x: (
-                nl.ndarray((3, 6), nl.float32),
-                x.vector_select(0, nl.zeros((3, 1), nl.float32)),
-            ),
-        ),
-        (
-            "index must be in sbuf",
-            lambda x: (
-                nl.ndarray((3, 6), nl.float32),
-                x.vector_select(0, nl.zeros((3, 1), nl.int32, nl.psum)),
-            ),
-        ),
-        ("both indirect", lambda x: (x[nisa.register_alloc(0)], x[nisa.register_alloc(1)])),
-    ],
-)
-def test_indices_are_checked(match, build):
-    refuses(match, lambda x: nisa.dma_copy(*build(x)), data((12, 6)))
+        refuses("runs out of", lambda a: kernel(a, error), x)
 
 
 hw, sw = nisa.dge_mode.hwdge, nisa.dge_mode.swdge
 
 
-@settings(max_examples=20, deadline=None)
+@few
 @given(
-    count=st.integers(1, 16), dtypes=st.tuples(st.sampled_from(DTYPES), st.sampled_from(DTYPES)),
-    scaled=st.booleans(), seed=seeds,
+    count=st.integers(1, 16), dtypes=st.tuples(pick(DTYPES), pick(DTYPES)), scaled=either,
+    seed=seeds,
 )  # fmt: skip
 def test_dma_compute_sums(count, dtypes, scaled, seed):
     xs = [data((8, 6), dtypes[0], seed + i) for i in range(count)]
@@ -215,10 +156,8 @@ def test_dma_compute_sums(count, dtypes, scaled, seed):
     equal(compute(body, (8, 6), dtypes[1], *xs), rounded(total, dtypes[1]))
 
 
-@settings(max_examples=20, deadline=None)
-@given(
-    rows=st.permutations(range(12)), count=st.integers(1, 12), mode=st.sampled_from([skip, error])
-)
+@few
+@given(rows=st.permutations(range(12)), count=st.integers(1, 12), mode=pick([skip, error]))
 def test_dma_compute_adds_into_scattered_rows(rows, count, mode):
     rows = list(rows[:count])
     if mode is skip:
@@ -250,61 +189,50 @@ def test_dma_compute_adds_gathered_rows():
     equal(run(kernel, table, values, np.array(rows, np.int32)[:, None]), values + table[rows])
 
 
-@pytest.mark.parametrize(
-    ("match", "build"),
-    [
-        ("reduce_op nl.multiply is not supported", lambda t, v: (t, [t, t], nl.multiply)),
-        ("1 to 16 sources; got 17", lambda t, v: (t, [t] * 17, nl.add)),
-        ("1 to 16 sources; got 0", lambda t, v: (t, [], nl.add)),
-        ("scales must be 1.0", lambda t, v: (t, [t, t], nl.add, [1.0, 2.0])),
-        ("scales must be 1.0", lambda t, v: (t, [t, t], nl.add, [1.0])),
-        ("dst has 18 elements", lambda t, v: (t, [t[:2]], nl.add)),
-        ("takes two sources", lambda t, v: (t, [t, t, v], nl.add)),
-        ("unique_indices=True; got 2 and False", lambda t, v: (t, [t, v], nl.add, None, False)),
-        (
-            "one source must be dst itself",
-            lambda t, v: (t, [nl.zeros((3, 6), nl.float32), v], nl.add),
-        ),
-        ("an index occurs twice", lambda t, v: (v, [t, v], nl.add)),
-    ],
+X = data((12, 6))
+
+
+def copy(dtype=nl.float32, **options):
+    nisa.dma_copy(new(4, 6, dtype=dtype), zeros(4, 6), **options)
+
+
+def sums(build):
+    """A sum of what `build` makes of a tile and of a view of x by an index."""
+    return lambda x: nisa.dma_compute(*build(zeros(3, 6), rows(x)))
+
+
+def rows(x, dtype="int32", memory=nl.sbuf):
+    return x.vector_select(0, zeros(3, 1, dtype=dtype, buffer=memory))
+
+
+@refusals(
+    ("index must be integers", lambda x: nisa.dma_copy(new(3, 6), rows(x, "float32"))),
+    ("index must be in sbuf", lambda x: nisa.dma_copy(new(3, 6), rows(x, memory=nl.psum))),
+    ("reduce_op nl.multiply is not supported", sums(lambda t, v: (t, [t, t], nl.multiply))),
+    ("1 to 16 sources; got 17", sums(lambda t, v: (t, [t] * 17, nl.add))),
+    ("1 to 16 sources; got 0", sums(lambda t, v: (t, [], nl.add))),
+    ("scales must be 1.0", sums(lambda t, v: (t, [t, t], nl.add, [1.0, 2.0]))),
+    ("scales must be 1.0", sums(lambda t, v: (t, [t, t], nl.add, [1.0]))),
+    ("dst has 18 elements", sums(lambda t, v: (t, [t[:2]], nl.add))),
+    ("takes two sources", sums(lambda t, v: (t, [t, t, v], nl.add))),
+    ("unique_indices=True; got 2 and False", sums(lambda t, v: (t, [t, v], nl.add, None, False))),
+    ("one source must be dst itself", sums(lambda t, v: (t, [zeros(3, 6), v], nl.add))),
+    ("an index occurs twice", sums(lambda t, v: (v, [t, v], nl.add))),
+    ("dge_mode.hwdge needs NeuronCore-v3", lambda x: copy(dge_mode=hw), "trn1"),
+    ("engine is for dge_mode.hwdge only", lambda x: copy(engine=nisa.engine.sync)),
+    ("engine.gpsimd does not run it", lambda x: copy(dge_mode=hw, engine=nisa.engine.gpsimd)),
+    ("priority needs NeuronCore-v4", lambda x: copy(priority=0)),
+    ("priority must be 0 to 3; got 4", lambda x: copy(priority=4), "trn3"),
 )
-def test_dma_compute_refuses(match, build):
-    def kernel(x):
-        t = nl.zeros((3, 6), nl.float32)
-        nisa.dma_compute(*build(t, x.vector_select(0, nl.zeros((3, 1), nl.int32))))
-
-    refuses(match, kernel, data((12, 6)))
-
-
-@pytest.mark.parametrize(
-    ("target", "match", "options", "dtype"),
-    [
-        ("trn1", "dge_mode.hwdge needs NeuronCore-v3", {"dge_mode": hw}, nl.float32),
-        ("trn2", "does not cast", {"dge_mode": hw}, nl.bfloat16),
-        ("trn2", "engine is for dge_mode.hwdge only", {"engine": nisa.engine.sync}, nl.float32),
-        (
-            "trn2",
-            "engine.gpsimd does not run it",
-            {"dge_mode": hw, "engine": nisa.engine.gpsimd},
-            nl.float32,
-        ),
-        ("trn2", "priority needs NeuronCore-v4", {"priority": 0}, nl.float32),
-        ("trn3", "priority must be 0 to 3; got 4", {"priority": 4}, nl.float32),
-    ],
-)
-def test_dma_options(target, match, options, dtype):
-    def kernel(x):
-        nisa.dma_copy(nl.ndarray((4, 6), dtype), x, **options)
-
-    refuses(match, kernel, data((4, 6)), target=target)
+def test_what_is_refused(text, body, target):
+    refuses(text, body, X, target=target)
 
 
 @pytest.mark.parametrize(
     "options", [{"dge_mode": hw, "engine": nisa.engine.scalar}, {"priority": 3}, {"dge_mode": sw}]
 )
 def test_legal_dma_options(options):
-    x = data((4, 6))
-    equal(
-        compute(lambda d, s: nisa.dma_copy(d, s, **options), (4, 6), nl.float32, x, target="trn3"),
-        x,
-    )
+    def body(dst, src):
+        nisa.dma_copy(dst, src, **options)
+
+    equal(compute(body, (12, 6), nl.float32, X, target="trn3"), X)

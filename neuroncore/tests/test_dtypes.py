@@ -9,6 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from draws import pick
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -74,7 +75,7 @@ def float32s(name):
     return st.one_of(
         st.floats(width=32),
         st.floats(-top, top, width=32),
-        st.builds(lambda tie, sign: sign * tie, ties, st.sampled_from([-1, 1])),
+        st.builds(lambda tie, sign: sign * tie, ties, pick([-1, 1])),
     ).map(np.float32)
 
 
@@ -198,11 +199,6 @@ def test_integers_are_read_to_the_nearest_float32(name, data):
     assert got.tolist() == np.array(xs, np.float64).astype(np.float32).tolist()
 
 
-def test_integers_beyond_24_bits_round_to_even_when_read():
-    x = np.array([2**24 + 1, 2**24 + 3, 2**31 - 1], np.int32)
-    assert to_fp32(x, dtypes.int32).tolist() == [2**24, 2**24 + 4, 2**31]
-
-
 def test_bool_is_one_for_whatever_is_not_zero():
     got = from_fp32(np.float32([0, -0.0, 0.25, -3, np.inf]), dtypes.bool_)
     assert got.dtype == np.uint8
@@ -285,9 +281,6 @@ def test_dtypes_of_other_libraries_are_refused_with_a_remedy(value, remedy):
 @pytest.mark.parametrize("name", [n for n in VALUES if n not in ("bool_", "tfloat32")])
 def test_arrays_enter_with_the_dtype_of_the_same_name(name):
     assert from_numpy(DTYPES[name].numpy) is DTYPES[name]
-
-
-def test_numpy_bool_enters_as_bool():
     assert from_numpy(np.dtype(bool)) is dtypes.bool_
 
 

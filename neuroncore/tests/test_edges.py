@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from instruction_runs import values
+from samples import values
 
 import neuroncore as nc
 from neuroncore import isa as nisa

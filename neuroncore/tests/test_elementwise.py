@@ -2,53 +2,27 @@
 
 import numpy as np
 import pytest
+from draws import both_ways, either, few, memories, pick, seeds, shapes
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from instruction_runs import (
-    FLOATS,
-    INTEGERS,
-    TARGETS,
-    bf16,
-    compute,
-    data,
-    equal,
-    loaded,
-    noted,
-    refuses,
-    rounded,
-    run,
-    seeds,
-    stored,
-    wide,
-)
+from instruction_runs import compute, loaded, new, noted, refuses, run, stored
+from samples import ARITHMETIC, DTYPES, INTEGERS, TARGETS, bf16, data, equal, f32, rounded, wide
 
 import neuroncore as nc
 import neuroncore.isa as nisa
 import neuroncore.language as nl
 
 V, S, G = nisa.engine.vector, nisa.engine.scalar, nisa.engine.gpsimd
-DTYPES = (*FLOATS, *INTEGERS)
-shapes = st.tuples(st.integers(1, 128), st.integers(1, 24))
-memories = st.sampled_from([nl.sbuf, nl.psum])
-f32 = np.float32
-ARITHMETIC = {
-    "add": np.add, "subtract": np.subtract, "multiply": np.multiply, "maximum": np.maximum,
-    "minimum": np.minimum, "equal": np.equal, "not_equal": np.not_equal, "less": np.less,
-    "less_equal": np.less_equal, "greater": np.greater, "greater_equal": np.greater_equal,
-    "logical_and": lambda x, y: (x != 0) & (y != 0), "logical_or": lambda x, y: (x != 0) | (y != 0),
-    "logical_xor": lambda x, y: (x != 0) ^ (y != 0),
-}  # fmt: skip
 BITS = {
     "bitwise_and": np.bitwise_and, "bitwise_or": np.bitwise_or, "bitwise_xor": np.bitwise_xor,
     "left_shift": np.left_shift, "right_shift": np.right_shift,
 }  # fmt: skip
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
-    shape=shapes, source=st.sampled_from(DTYPES), target=st.sampled_from(DTYPES),
-    machine=st.sampled_from(TARGETS), where=st.tuples(memories, memories),
-    engine=st.sampled_from([V, G, nisa.engine.unknown]), seed=seeds,
+    shape=shapes, source=pick(DTYPES), target=pick(DTYPES), machine=pick(TARGETS),
+    where=st.tuples(memories, memories), engine=pick([V, G, nisa.engine.unknown]), seed=seeds,
 )  # fmt: skip
 def test_tensor_copy(shape, source, target, machine, where, engine, seed):
     x = data(shape, source, seed, scale=100)
@@ -59,9 +33,8 @@ def test_tensor_copy(shape, source, target, machine, where, engine, seed):
         nisa.tensor_copy(dst, tile, engine)
 
     expected = x if source is target else rounded(x.astype(f32), target)
-    equal(
-        compute(body, shape, target, x, target=machine, memories=where[:1], into=where[1]), expected
-    )
+    got = compute(body, shape, target, x, target=machine, memories=where[:1], into=where[1])
+    equal(got, expected)
 
 
 def test_conversions_round_to_nearest_even_and_saturate():
@@ -75,13 +48,11 @@ def test_conversions_round_to_nearest_even_and_saturate():
     for dtype, values in expected.items():
         equal(compute(nisa.tensor_copy, x.shape, dtype, x), np.array([values], dtype.numpy))
     ties = np.array([[1 + 2.0**-8, 1 + 3 * 2.0**-8]], f32)  # bf16 keeps 7 bits
-    assert compute(nisa.tensor_copy, (1, 2), nl.bfloat16, ties).astype(f32).tolist() == [
-        [1, 1 + 2.0**-6]
-    ]
+    equal(compute(nisa.tensor_copy, (1, 2), nl.bfloat16, ties), np.array([[1, 1 + 2.0**-6]], bf16))
 
 
-@settings(max_examples=20, deadline=None)
-@given(dtype=st.sampled_from(DTYPES), engine=st.sampled_from([V, G]), value=st.integers(0, 100))
+@few
+@given(dtype=pick(DTYPES), engine=pick([V, G]), value=st.integers(0, 100))
 def test_memset(dtype, engine, value):
     def body(dst):
         nisa.memset(dst, 0)
@@ -107,17 +78,11 @@ def test_memset_tells_zeros_apart():
     assert np.signbit(compute(body, (2, 3), nl.float32)).all()
 
 
-@settings(max_examples=60, deadline=None)
 @given(
-    shape=shapes,
-    name=st.sampled_from(sorted(ARITHMETIC)),
-    machine=st.sampled_from(TARGETS),
-    dtypes=st.tuples(
-        *[st.sampled_from((nl.float32, nl.bfloat16, nl.float16, nl.int8, nl.uint16))] * 3
-    ),
-    where=st.sampled_from([(nl.sbuf, nl.sbuf), (nl.psum, nl.sbuf), (nl.sbuf, nl.psum)]),
-    seed=seeds,
-)
+    shape=shapes, name=pick(sorted(ARITHMETIC)), machine=pick(TARGETS),
+    dtypes=st.tuples(*[pick((nl.float32, nl.bfloat16, nl.float16, nl.int8, nl.uint16))] * 3),
+    where=pick([(nl.sbuf, nl.sbuf), (nl.psum, nl.sbuf), (nl.sbuf, nl.psum)]), seed=seeds,
+)  # fmt: skip
 def test_tensor_tensor(shape, name, machine, dtypes, where, seed):
     a, b = data(shape, dtypes[0], seed), data(shape, dtypes[1], seed + 1)
     b[:, ::3] = a[:, ::3].astype(f32).clip(0, 100).astype(b.dtype)  # some are equal
@@ -130,12 +95,8 @@ def test_tensor_tensor(shape, name, machine, dtypes, where, seed):
     equal(got, rounded(expected, dtypes[2]))
 
 
-@settings(max_examples=20, deadline=None)
-@given(
-    name=st.sampled_from(["add", "subtract", "multiply"]),
-    dtype=st.sampled_from([nl.int32, nl.uint32]),
-    seed=seeds,
-)
+@few
+@given(name=pick(["add", "subtract", "multiply"]), dtype=pick([nl.int32, nl.uint32]), seed=seeds)
 def test_32_bit_integers_are_exact_on_gpsimd_and_fp32_on_vector(name, dtype, seed):
     a, b = data((8, 5), dtype, seed), data((8, 5), dtype, seed + 1)
     op = ARITHMETIC[name]
@@ -143,74 +104,48 @@ def test_32_bit_integers_are_exact_on_gpsimd_and_fp32_on_vector(name, dtype, see
         (nisa.engine.unknown, op(a, b)),
         (V, rounded(op(a.astype(f32), b.astype(f32)), dtype)),
     ):
-        got = compute(
-            lambda d, x, y, e=engine: nisa.tensor_tensor(d, x, y, getattr(nl, name), e),
-            (8, 5),
-            dtype,
-            a,
-            b,
-        )
-        equal(got, expected)
+
+        def body(dst, x, y, engine=engine):
+            nisa.tensor_tensor(dst, x, y, getattr(nl, name), engine)
+
+        equal(compute(body, (8, 5), dtype, a, b), expected)
 
 
-@settings(max_examples=30, deadline=None)
-@given(
-    name=st.sampled_from(sorted(BITS)),
-    dtype=st.sampled_from(INTEGERS),
-    amount=st.integers(0, 7),
-    seed=seeds,
-)
+@settings(max_examples=30)
+@given(name=pick(sorted(BITS)), dtype=pick(INTEGERS), amount=st.integers(0, 7), seed=seeds)
 def test_bit_operators(name, dtype, amount, seed):
     a, b = data((8, 5), dtype, seed), data((8, 5), dtype, seed + 1)
     if "shift" in name:
         b = b & 7
-    unsigned = np.dtype(f"u{dtype.itemsize}")
-    reference = lambda x, y: BITS[name](x.view(unsigned), y.view(unsigned)).view(x.dtype)  # noqa: E731
-    op = getattr(nl, name)
-    equal(
-        compute(lambda d, x, y: nisa.tensor_tensor(d, x, y, op), (8, 5), dtype, a, b),
-        reference(a, b),
-    )
-    constant = np.full((8, 5), amount, dtype.numpy)
-    equal(
-        compute(lambda d, x: nisa.tensor_scalar(d, x, op, amount), (8, 5), dtype, a),
-        reference(a, constant),
-    )
+    op, unsigned = getattr(nl, name), np.dtype(f"u{dtype.itemsize}")
+
+    def reference(x, y):
+        return BITS[name](x.view(unsigned), y.view(unsigned)).view(x.dtype)
+
+    got = compute(lambda d, x, y: nisa.tensor_tensor(d, x, y, op), (8, 5), dtype, a, b)
+    equal(got, reference(a, b))
+    got = compute(lambda d, x: nisa.tensor_scalar(d, x, op, amount), (8, 5), dtype, a)
+    equal(got, reference(a, np.full((8, 5), amount, dtype.numpy)))
 
 
 def test_bit_patterns_as_constants_of_signed_tiles():
     x = np.array([[1, -2, 2**31 - 1]], np.int32)
-    got = compute(
-        lambda d, t: nisa.tensor_scalar(d, t, nl.bitwise_and, 0xFFFFFFFE), (1, 3), nl.int32, x
-    )
-    equal(got, x & -2)
-    got = compute(
-        lambda d, t: nisa.tensor_scalar(d, t, nl.bitwise_xor, -1),
-        (1, 3),
-        nl.uint32,
-        x.view(np.uint32),
-    )
-    equal(got, ~x.view(np.uint32))
+    for op, constant, bits, expected in (
+        (nl.bitwise_and, 0xFFFFFFFE, x, x & -2),
+        (nl.bitwise_xor, -1, x.view(np.uint32), ~x.view(np.uint32)),
+    ):
+
+        def body(dst, tile, op=op, constant=constant):
+            nisa.tensor_scalar(dst, tile, op, constant)
+
+        equal(compute(body, (1, 3), bits.dtype.name, bits), expected)
 
 
-def test_power():
-    x, y = np.abs(data((4, 6))) + 0.5, data((4, 6), seed=1)
-    got = compute(lambda d, a, b: nisa.tensor_tensor(d, a, b, nl.power), (4, 6), nl.float32, x, y)
-    np.testing.assert_allclose(got, wide(x) ** wide(y), rtol=1e-6)
-
-
-@settings(max_examples=60, deadline=None)
 @given(
-    shape=shapes,
-    ops=st.tuples(
-        st.sampled_from(sorted(ARITHMETIC)), st.sampled_from([None, *sorted(ARITHMETIC)])
-    ),
-    tiles=st.tuples(st.booleans(), st.booleans()),
-    reverse=st.tuples(st.booleans(), st.booleans()),
-    dtype=st.sampled_from([nl.float32, nl.bfloat16, nl.int16]),
-    where=memories,
-    seed=seeds,
-)
+    shape=shapes, ops=st.tuples(pick(sorted(ARITHMETIC)), pick([None, *sorted(ARITHMETIC)])),
+    tiles=both_ways, reverse=both_ways, dtype=pick([nl.float32, nl.bfloat16, nl.int16]),
+    where=memories, seed=seeds,
+)  # fmt: skip
 def test_tensor_scalar(shape, ops, tiles, reverse, dtype, where, seed):
     x, columns = data(shape, bf16, seed), data((shape[0], 2), f32, seed + 1)
     operands = [columns[:, i : i + 1] if tiles[i] else f32(0.25 + i) for i in range(2)]
@@ -221,53 +156,39 @@ def test_tensor_scalar(shape, ops, tiles, reverse, dtype, where, seed):
             expected = ARITHMETIC[name](*two).astype(f32)
 
     def body(dst, t, c):
-        given_ = [c[:, i : i + 1] if tiles[i] else 0.25 + i for i in range(2)]
-        second = (
-            {"op1": getattr(nl, ops[1]), "operand1": given_[1], "reverse1": reverse[1]}
-            if ops[1]
-            else {}
-        )
-        nisa.tensor_scalar(dst, t, getattr(nl, ops[0]), given_[0], reverse[0], **second)
+        first, second = [c[:, i : i + 1] if tiles[i] else 0.25 + i for i in range(2)]
+        more = [getattr(nl, ops[1]), second, reverse[1]] if ops[1] else []
+        nisa.tensor_scalar(dst, t, getattr(nl, ops[0]), first, reverse[0], *more)
 
-    equal(
-        compute(body, shape, dtype, x, columns, memories=(where, nl.sbuf)), rounded(expected, dtype)
-    )
+    got = compute(body, shape, dtype, x, columns, memories=(where, nl.sbuf))
+    equal(got, rounded(expected, dtype))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
-    shape=shapes,
-    ops=st.tuples(*[st.sampled_from(sorted(ARITHMETIC))] * 2),
-    tile=st.booleans(),
-    reverse=st.tuples(st.booleans(), st.booleans()),
-    dtype=st.sampled_from([nl.float32, nl.bfloat16]),
-    seed=seeds,
-)
+    shape=shapes, ops=st.tuples(*[pick(sorted(ARITHMETIC))] * 2), tile=either, reverse=both_ways,
+    dtype=pick([nl.float32, nl.bfloat16]), seed=seeds,
+)  # fmt: skip
 def test_scalar_tensor_tensor(shape, ops, tile, reverse, dtype, seed):
-    x, y, column = (
-        data(shape, f32, seed),
-        data(shape, bf16, seed + 1),
-        data((shape[0], 1), f32, seed + 2),
-    )
+    x, y = data(shape, f32, seed), data(shape, bf16, seed + 1)
+    column = data((shape[0], 1), f32, seed + 2)
     scalar = column if tile else f32(-1.5)
     first = ARITHMETIC[ops[0]](*((scalar, x) if reverse[0] else (x, scalar))).astype(f32)
     other = y.astype(f32)
     expected = ARITHMETIC[ops[1]](*((other, first) if reverse[1] else (first, other))).astype(f32)
 
     def body(dst, a, b, c):
-        nisa.scalar_tensor_tensor(
-            dst, a, getattr(nl, ops[0]), c if tile else -1.5, getattr(nl, ops[1]), b, *reverse
-        )
+        op0, op1 = (getattr(nl, op) for op in ops)
+        nisa.scalar_tensor_tensor(dst, a, op0, c if tile else -1.5, op1, b, *reverse)
 
     equal(compute(body, shape, dtype, x, y, column), rounded(expected, dtype))
 
 
-@settings(max_examples=20, deadline=None)
+@few
 @given(
-    shape=shapes,
-    source=st.sampled_from([nl.float32, nl.bfloat16, nl.int8]),
-    target=st.sampled_from([nl.float32, nl.bfloat16]),
-)
+    shape=shapes, source=pick([nl.float32, nl.bfloat16, nl.int8]),
+    target=pick([nl.float32, nl.bfloat16]),
+)  # fmt: skip
 def test_reciprocal(shape, source, target):
     x = data(shape, source)
     with np.errstate(divide="ignore"):
@@ -309,10 +230,8 @@ def test_writing_an_input_changes_the_callers_array():
 
 def test_fresh_memory_is_nan_and_four():
     def kernel():
-        outputs = [
-            nl.ndarray((2, 4), d, nl.shared_hbm)
-            for d in (nl.float32, nl.bfloat16, nl.int32, nl.uint8)
-        ]
+        kinds = ("float32", "bfloat16", "int32", "uint8")
+        outputs = [new(2, 4, dtype=kind, buffer=nl.shared_hbm) for kind in kinds]
         for out in outputs:
             nisa.dma_copy(out[:, 2:], nl.zeros((2, 2), out.dtype))
         return tuple(outputs)

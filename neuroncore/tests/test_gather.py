@@ -1,21 +1,16 @@
 """Searches, gathers and shuffles against plain loops."""
 
-from typing import Any
-
 import numpy as np
-import pytest
-from hypothesis import given, settings
+from draws import either, few, memories, pick, seeds, steps
+from hypothesis import given
 from hypothesis import strategies as st
-from instruction_runs import Out, as_stored, call, refused, values
+from instruction_runs import Out, call, compute, full, new, refusals, refuses, zeros
+from samples import as_stored, values
 
 from neuroncore import isa as nisa
 from neuroncore import language as nl
-from neuroncore.hardware import Engine
 
-seeds = st.integers(0, 2**32 - 1)
-steps = st.sampled_from([1, 2, 3])
-memories = st.sampled_from([nl.sbuf, nl.psum])
-few = settings(max_examples=20)
+masks = st.lists(pick([*range(32), 255]), min_size=32, max_size=32)
 
 
 def places(row: list[float], wanted: list[float], order: list[int]) -> list[int]:
@@ -32,33 +27,27 @@ def places(row: list[float], wanted: list[float], order: list[int]) -> list[int]
 
 def searched(seed: int, dtype: str) -> tuple[np.ndarray, np.ndarray]:
     """Data with many ties, and values of which some occur in it."""
-    x = (values(seed, (3, 2, 9), dtype) // 4).astype(np.dtype(values(0, (1, 1), dtype).dtype))
+    x = values(seed, (3, 2, 9), dtype) // 4
+    x = x.astype(values(0, (1, 1), dtype).dtype)
     vals = np.random.default_rng(seed).permuted(x.reshape(3, 18), axis=1)[:, :8].copy()
     vals[:, 0] = 77
     return x, vals
 
 
 @few
-@given(seeds, st.sampled_from(["float32", "bfloat16", "uint8"]), st.booleans(), memories, steps)
+@given(seeds, pick(["float32", "bfloat16", "uint8"]), either, memories, steps)
 def test_nc_find_index8(seed, dtype, wide, memory, step):
     x, vals = searched(seed, dtype)
     kind = "uint32" if wide else "uint16"
-    done = call(
-        lambda d, s: nisa.nc_find_index8(d[0], s[0], s[1]),
-        x,
-        vals,
-        outs=[Out((3, 8), kind)],
-        memory=memory,
-        step=step,
-    )
+    got = compute(nisa.nc_find_index8, (3, 8), kind, x, vals, memories=memory, step=step)
     absent = 2**32 - 1 if wide else 2**16 - 1
-    for row, wanted, seen in zip(x.reshape(3, 18), vals, done.output, strict=True):
+    for row, wanted, seen in zip(x.reshape(3, 18), vals, got, strict=True):
         truth = places(row.tolist(), wanted.tolist(), list(range(8)))
         assert seen.tolist() == [absent if place < 0 else place for place in truth]
 
 
 @few
-@given(seeds, st.sampled_from(["float32", "bfloat16"]), st.booleans(), memories, steps)
+@given(seeds, pick(["float32", "bfloat16"]), either, memories, steps)
 def test_nc_match_replace8(seed, dtype, indices, memory, step):
     x, vals = searched(seed, dtype)
 
@@ -78,12 +67,11 @@ def test_nc_match_replace8(seed, dtype, indices, memory, step):
 def test_nc_match_replace8_pairs_duplicates_as_documented():
     data = np.array([[1, 2, 3, 4, 8, 8, 8, 8, 8, 8, 8]], np.float32)
     vals = np.array([[3, 8, 8, 8, 8, 8, 8, 8]], np.float32)
-    done = call(
-        lambda d, s: nisa.nc_match_replace8(d[0], s[0], s[1], 0.0, d[1]),
-        data,
-        vals,
-        outs=[Out((1, 11)), Out((1, 8), "uint32")],
-    )
+
+    def body(dsts, srcs):
+        nisa.nc_match_replace8(dsts[0], srcs[0], srcs[1], 0.0, dsts[1])
+
+    done = call(body, data, vals, outs=[Out((1, 11)), Out((1, 8), "uint32")])
     assert done.outputs[0].tolist() == [[1, 2, 0, 4, *[0] * 7]]
     assert done.outputs[1].tolist() == [[2, 10, 9, 8, 7, 6, 5, 4]]
 
@@ -102,196 +90,63 @@ def test_the_largest_16_in_two_rounds():
     assert x[0, done.outputs[1][0]].tolist() == list(range(39, 23, -1))
 
 
-@pytest.mark.parametrize(
-    ("data", "vals", "out", "kind", "text"),
-    [
-        ((2, 7), (2, 8), (2, 8), "uint32", "data must have 8 to 16384 elements"),
-        ((2, 9), (2, 7), (2, 8), "uint32", "vals must have 8 elements"),
-        ((2, 9), (2, 8), (2, 9), "uint32", "dst must have 8 elements"),
-        ((2, 9), (2, 8), (2, 8), "int32", "dst must be uint16, uint32"),
-        ((2, 2, 2, 2), (2, 8), (2, 8), "uint32", "data has at most 3 dimensions"),
-        ((2, 9), (2, 2, 2, 2), (2, 8), "uint32", "vals has at most 3 dimensions"),
-        ((2, 9), (3, 8), (2, 8), "uint32", "partition counts differ"),
-    ],
-)
-def test_nc_find_index8_refuses(data, vals, out, kind, text):
-    with refused(text):
-        call(
-            lambda d, s: nisa.nc_find_index8(d[0], s[0], s[1]),
-            values(0, data),
-            values(0, vals),
-            outs=[Out(out, kind)],
-        )
-
-
-@pytest.mark.parametrize(
-    ("out", "kind", "imm", "text"),
-    [
-        ((2, 8), "uint32", 0.0, "elements per partition differ"),
-        ((2, 9), "float32", 0.0, "dst_idx must be uint16, uint32"),
-        ((2, 9), "uint32", None, "imm must be a number"),
-    ],
-)
-def test_nc_match_replace8_refuses(out, kind, imm, text):
-    with refused(text):
-        call(
-            lambda d, s: nisa.nc_match_replace8(d[0], s[0], s[1], imm, d[1]),
-            values(0, (2, 9)),
-            values(0, (2, 8)),
-            outs=[Out(out), Out((2, 8), kind)],
-        )
-
-
 @few
 @given(
-    seeds,
-    st.sampled_from([16, 32, 128]),
-    st.sampled_from([1, 2, 4]),
-    st.integers(1, 3),
-    st.booleans(),
-    st.sampled_from(["float32", "bfloat16", "int8"]),
-    steps,
-)
+    seeds, pick([16, 32, 128]), pick([1, 2, 4]), st.integers(1, 3), either,
+    pick(["float32", "bfloat16", "int8"]), steps,
+)  # fmt: skip
 def test_local_gather(seed, partitions, count, columns, partly, dtype, step):
     x = values(seed, (partitions, 5, 2), dtype)
     rng = np.random.default_rng(seed)
     index = rng.integers(0, 10 - count + 1, (partitions, columns)).astype(np.uint16)
     valid = 16 * columns - 3 if partly else 16 * columns
 
-    def body(dsts, srcs):
+    def body(dst, src, index):
         options = {"num_valid_indices": valid} if partly else {}
-        nisa.local_gather(dsts[0], srcs[0], srcs[1], count, **options)
+        nisa.local_gather(dst, src, index, count, **options)
 
-    done = call(body, x, index, outs=[Out((partitions, valid * count), dtype)], step=step)
+    got = compute(body, (partitions, valid * count), dtype, x, index, step=step)
     flat = x.reshape(partitions, 10)
     for p in range(partitions):
         first = p // 16 * 16
         row = [index[first + i % 16, i // 16] for i in range(valid)]
         expected = [flat[p, int(at) + k] for at in row for k in range(count)]
-        assert done.output[p].tolist() == [float(v) for v in expected]
-
-
-GATHERS: list[tuple[Any, ...]] = [
-    (24, "uint16", "float32", 1, None, 16, "src_buffer must have a multiple of 16 partitions"),
-    (16, "int16", "float32", 1, None, 16, "index must be uint16"),
-    (16, "uint16", "bfloat16", 1, None, 16, "must have one dtype"),
-    (16, "uint16", "float32", 3, None, 48, "num_elem_per_idx must be 1, 2, 4, 8, 16 or 32"),
-    (16, "uint16", "float32", 1, 17, 17, "17 valid indices per core"),
-    (16, "uint16", "float32", 1, 0, 16, "0 valid indices per core"),
-    (16, "uint16", "float32", 1, None, 15, "dst must have 16 elements"),
-    (16, "uint16", "float32", 4, None, 64, "indices run from"),
-]
-
-
-@pytest.mark.parametrize(("p", "kind", "dtype", "count", "valid", "size", "text"), GATHERS)
-def test_local_gather_refuses(p, kind, dtype, count, valid, size, text):
-    with refused(text):
-        call(
-            lambda d, s: nisa.local_gather(d[0], s[0], s[1], count, valid),
-            values(0, (p, 64), dtype),
-            (61 + np.arange(p)[:, None] % 2).astype(kind),
-            outs=[Out((p, size))],
-        )
-
-
-def test_local_gather_takes_4096_indices_a_core():
-    with refused("4112 valid indices per core; each 16 partitions of index hold 4112"):
-        call(
-            lambda d, s: nisa.local_gather(d[0], s[0], s[1]),
-            values(0, (16, 4)),
-            np.zeros((16, 257), np.uint16),
-            outs=[Out((16, 4112))],
-        )
+        assert got[p].tolist() == [float(v) for v in expected]
 
 
 @few
-@given(seeds, st.integers(1, 12), st.sampled_from(["float32", "bfloat16", "uint8"]), steps)
+@given(seeds, st.integers(1, 12), pick(["float32", "bfloat16", "uint8"]), steps)
 def test_nc_n_gather(seed, size, dtype, step):
     x = values(seed, (4, 3, 5), dtype)
     indices = np.random.default_rng(seed).integers(0, 15, (4, size)).astype(np.uint32)
-    done = call(
-        lambda d, s: nisa.nc_n_gather(d[0], s[0], s[1]),
-        x,
-        indices,
-        outs=[Out((4, size), dtype)],
-        step=step,
-    )
-    for p in range(4):
-        row = x[p].reshape(-1)
-        assert done.output[p].tolist() == [row[i] for i in indices[p]]
-
-
-@pytest.mark.parametrize(
-    ("kind", "dtype", "size", "index", "memory", "text"),
-    [
-        ("int32", "float32", 3, 0, nl.sbuf, "indices must be uint32"),
-        ("uint32", "bfloat16", 3, 0, nl.sbuf, "must have one dtype"),
-        ("uint32", "float32", 4, 0, nl.sbuf, "elements per partition differ"),
-        ("uint32", "float32", 3, 6, nl.sbuf, "indices run from 6 to 6 and must be 0 to 5"),
-        ("uint32", "float32", 3, 0, nl.psum, "dst must be in sbuf"),
-    ],
-)
-def test_nc_n_gather_refuses(kind, dtype, size, index, memory, text):
-    with refused(text):
-        call(
-            lambda d, s: nisa.nc_n_gather(d[0], s[0], s[1]),
-            values(0, (2, 6)),
-            np.full((2, 3), index, kind),
-            outs=[Out((2, size), dtype)],
-            memory=memory,
-        )
+    got = compute(nisa.nc_n_gather, (4, size), dtype, x, indices, step=step)
+    np.testing.assert_array_equal(got, np.take_along_axis(x.reshape(4, 15), indices.astype(int), 1))
 
 
 @few
-@given(seeds, st.sampled_from([1, 16, 33, 128]), st.sampled_from(["float32", "int32"]), steps)
+@given(seeds, pick([1, 16, 33, 128]), pick(["float32", "int32"]), steps)
 def test_nonzero_with_count(seed, partitions, dtype, step):
     x = np.random.default_rng(seed).integers(-1, 2, (partitions, 6)).astype(dtype)
     old = values(seed, (partitions, 7), "int32")
-    done = call(
-        lambda d, s: nisa.nonzero_with_count(d[0], s[0], index_offset=16, padding_val=-7),
-        x,
-        outs=[Out((partitions, 7), "int32", old)],
-        step=step,
-    )
+
+    def body(dsts, srcs):
+        nisa.nonzero_with_count(dsts[0], srcs[0], index_offset=16, padding_val=-7)
+
+    done = call(body, x, outs=[Out((partitions, 7), "int32", old)], step=step)
     for p in range(partitions):
         found = [i + 16 for i, v in enumerate(x[p]) if v != 0]
         row = [*found, *[-7] * (6 - len(found)), len(found)]
         assert done.output[p].tolist() == (old[p].tolist() if p % 16 else row)
 
 
-@pytest.mark.parametrize(
-    ("target", "dtype", "out", "options", "text"),
-    [
-        ("trn1", "int32", Out((2, 7), "int32"), {}, "it needs NeuronCore-v3"),
-        ("trn2", "bfloat16", Out((2, 7), "int32"), {}, "src must be float32, int32"),
-        ("trn2", "int32", Out((2, 7)), {}, "dst must be int32"),
-        ("trn2", "int32", Out((2, 6), "int32"), {}, "dst must have 7 elements"),
-        ("trn2", "int32", Out((2, 7), "int32"), {"padding_val": 0.5}, "padding_val must be an int"),
-    ],
-)
-def test_nonzero_with_count_refuses(target, dtype, out, options, text):
-    with refused(text):
-        call(
-            lambda d, s: nisa.nonzero_with_count(d[0], s[0], **options),
-            values(0, (2, 6), dtype),
-            outs=[out],
-            target=target,
-        )
+words = pick(["float32", "int32"])
 
 
 @few
-@given(
-    st.lists(st.integers(0, 3), min_size=1, max_size=12),
-    st.sampled_from(["float32", "int32"]),
-    st.sampled_from(["float32", "int32"]),
-)
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=12), words, words)
 def test_sequence_bounds(ids, source, target):
     n = len(ids)
-    done = call(
-        lambda d, s: nisa.sequence_bounds(d[0], s[0]),
-        np.array([ids], source),
-        outs=[Out((1, 2, n), target)],
-    )
+    got = compute(nisa.sequence_bounds, (1, 2, n), target, np.array([ids], source))
     starts, ends = [], []
     for i, segment in enumerate(ids):
         low = high = i
@@ -301,50 +156,119 @@ def test_sequence_bounds(ids, source, target):
             high += 1
         starts.append(low if segment else n)
         ends.append(high if segment else -1)
-    np.testing.assert_array_equal(done.output[0], as_stored([starts, ends], target))
+    np.testing.assert_array_equal(got[0], as_stored([starts, ends], target))
 
 
-@pytest.mark.parametrize(
-    ("shape", "dtype", "out", "text"),
-    [
-        ((2, 4), "int32", Out((2, 8), "int32"), "segment_ids must have 1 partitions"),
-        ((1, 4), "int16", Out((1, 8), "int32"), "segment_ids must be float32, int32"),
-        ((1, 4), "int32", Out((1, 8), "int16"), "dst must be float32, int32"),
-        ((1, 4), "int32", Out((1, 4), "int32"), "dst must have 8 elements"),
-    ],
-)
-def test_sequence_bounds_refuses(shape, dtype, out, text):
-    with refused(text):
-        call(lambda d, s: nisa.sequence_bounds(d[0], s[0]), values(0, shape, dtype), outs=[out])
+@few
+@given(
+    seeds, masks, pick([32, 64, 96, 128]), pick(["float32", "bfloat16", "int32"]), either, memories,
+    steps,
+)  # fmt: skip
+def test_nc_stream_shuffle(seed, mask, partitions, dtype, in_place, memory, step):
+    x, old = values(seed, (partitions, 3), dtype), values(seed + 1, (partitions, 3), dtype)
+    kept = x if in_place else old
+
+    def body(dsts, srcs):
+        nisa.nc_stream_shuffle(dsts[0], dsts[0] if in_place else srcs[0], mask)
+
+    done = call(body, x, outs=[Out(x.shape, dtype, kept)], memory=memory, step=step)
+    for p in range(partitions):
+        source = mask[p % 32]
+        expected = kept[p] if source == 255 else x[p // 32 * 32 + source]
+        assert done.output[p].tolist() == expected.tolist()
 
 
-SIZE = 256
-INDEX = "uint32"
-COSTS: list[tuple[str, Any, tuple[int, ...], str, Engine]] = [
-    ("find", lambda d, s: nisa.nc_find_index8(d[0], s[0], s[0][:, :8]), (16, 8), INDEX,
-     Engine.VECTOR),
-    ("replace", lambda d, s: nisa.nc_match_replace8(d[0], s[0], s[0][:, :8], 0.0), (16, SIZE),
-     "float32", Engine.VECTOR),
-    ("shuffle", lambda d, s: nisa.nc_stream_shuffle(d[0], s[0], [0] * 32), (16, SIZE), "float32",
-     Engine.VECTOR),
-    ("local", lambda d, s: nisa.local_gather(d[0], s[0], s[2]), (16, SIZE), "float32",
-     Engine.GPSIMD),
-    ("gather", lambda d, s: nisa.nc_n_gather(d[0], s[0], s[1]), (16, SIZE), "float32",
-     Engine.GPSIMD),
-]  # fmt: skip
+def test_nc_stream_shuffle_repeats_a_partition_and_moves_to_another_quadrant():
+    x, y = values(0, (1, 4)), values(0, (32, 4))
+
+    def body(dst, one, quadrant):
+        nisa.memset(dst, 0.0)
+        nisa.nc_stream_shuffle(dst[:32], one, [0] * 32)
+        nisa.nc_stream_shuffle(dst[64:96], quadrant, list(range(31, -1, -1)))
+
+    got = compute(body, (96, 4), "float32", x, y)
+    np.testing.assert_array_equal(got[:32], x.repeat(32, 0))
+    np.testing.assert_array_equal(got[64:], y[::-1])
 
 
-@pytest.mark.parametrize(
-    ("body", "shape", "dtype", "engine"), [c[1:] for c in COSTS], ids=[c[0] for c in COSTS]
-)
-def test_engines_and_costs_in_trace_mode(body, shape, dtype, engine):
-    done = call(
-        body,
-        values(0, (16, SIZE)),
-        values(0, (16, SIZE), "uint32"),
-        values(0, (16, SIZE // 16), "uint16"),
-        outs=[Out(shape, dtype)],
-        mode="trace",
-    )
-    assert [(f.engine, f.cycles) for f in done.templates] == [(engine, SIZE)]
-    assert (done.output.shape, done.output.dtype) == (shape, dtype)
+def find(data=(2, 9), vals=(2, 8), out=(2, 8), kind="uint32"):
+    nisa.nc_find_index8(new(*out, dtype=kind), zeros(*data), zeros(*vals))
+
+
+def replace(out=(2, 9), kind="uint32", imm=0.0):
+    nisa.nc_match_replace8(new(*out), zeros(2, 9), zeros(2, 8), imm, new(2, 8, dtype=kind))
+
+
+def local(p=16, kind="uint16", dtype="float32", count=1, valid=None, size=16, index=(0, 1)):
+    place, columns = index
+    indices = full(place, p, columns, dtype=kind)
+    nisa.local_gather(new(p, size), zeros(p, 64, dtype=dtype), indices, count, valid)
+
+
+def gather(kind="uint32", dtype="float32", size=3, index=0, memory=nl.sbuf):
+    tiles = new(2, size, dtype=dtype, buffer=memory), zeros(2, 6, buffer=memory)
+    nisa.nc_n_gather(*tiles, full(index, 2, 3, dtype=kind, buffer=memory))
+
+
+def nonzero(dtype="int32", out="int32", size=7, **options):
+    nisa.nonzero_with_count(new(2, size, dtype=out), zeros(2, 6, dtype=dtype), **options)
+
+
+def bounds(p=1, dtype="int32", out="int32", size=8):
+    nisa.sequence_bounds(new(p, size, dtype=out), zeros(p, 4, dtype=dtype))
+
+
+IDENTITY = list(range(32))
+
+
+def shuffle(mask=IDENTITY, rows=slice(0, 32), dtype="float32", columns=3):
+    nisa.nc_stream_shuffle(new(32, columns), zeros(128, 3, dtype=dtype)[rows], mask)
+
+
+@refusals(
+    ("data must have 8 to 16384 elements", lambda: find(data=(2, 7))),
+    ("vals must have 8 elements", lambda: find(vals=(2, 7))),
+    ("dst must have 8 elements", lambda: find(out=(2, 9))),
+    ("dst must be uint16, uint32", lambda: find(kind="int32")),
+    ("data has at most 3 dimensions", lambda: find(data=(2, 2, 2, 2))),
+    ("vals has at most 3 dimensions", lambda: find(vals=(2, 2, 2, 2))),
+    ("partition counts differ", lambda: find(vals=(3, 8))),
+    ("elements per partition differ", lambda: replace(out=(2, 8))),
+    ("dst_idx must be uint16, uint32", lambda: replace(kind="float32")),
+    ("imm must be a number", lambda: replace(imm=None)),
+    ("src_buffer must have a multiple of 16 partitions", lambda: local(24)),
+    ("index must be uint16", lambda: local(kind="int16")),
+    ("must have one dtype", lambda: local(dtype="bfloat16")),
+    ("num_elem_per_idx must be 1, 2, 4, 8, 16 or 32", lambda: local(count=3, size=48)),
+    ("17 valid indices per core", lambda: local(valid=17, size=17)),
+    ("0 valid indices per core", lambda: local(valid=0)),
+    ("dst must have 16 elements", lambda: local(size=15)),
+    ("indices run from", lambda: local(count=4, size=64, index=(61, 1))),
+    ("4112 valid indices per core; each 16 partitions of index hold 4112",
+     lambda: local(size=4112, index=(0, 257))),
+    ("indices must be uint32", lambda: gather("int32")),
+    ("must have one dtype", lambda: gather(dtype="bfloat16")),
+    ("elements per partition differ", lambda: gather(size=4)),
+    ("indices run from 6 to 6 and must be 0 to 5", lambda: gather(index=6)),
+    ("dst must be in sbuf", lambda: gather(memory=nl.psum)),
+    ("it needs NeuronCore-v3", nonzero, "trn1"),
+    ("src must be float32, int32", lambda: nonzero("bfloat16")),
+    ("dst must be int32", lambda: nonzero(out="float32")),
+    ("dst must have 7 elements", lambda: nonzero(size=6)),
+    ("padding_val must be an int", lambda: nonzero(padding_val=0.5)),
+    ("segment_ids must have 1 partitions", lambda: bounds(2)),
+    ("segment_ids must be float32, int32", lambda: bounds(dtype="int16")),
+    ("dst must be float32, int32", lambda: bounds(out="int16")),
+    ("dst must have 8 elements", lambda: bounds(size=4)),
+    ("shuffle_mask is 32 numbers", lambda: shuffle(IDENTITY[:31])),
+    ("shuffle_mask is 32 numbers, 0 to 31 or 255", lambda: shuffle([32] * 32)),
+    ("shuffle_mask is 32 numbers", lambda: shuffle([0.0] * 32)),
+    ("must have one dtype", lambda: shuffle(dtype="bfloat16")),
+    ("copies partition 16, which", lambda: shuffle(rows=slice(0, 16))),
+    ("starts at partition 16; 32 active partitions", lambda: shuffle(rows=slice(16, 48))),
+    ("64 active partitions start at 0 or 64", lambda: shuffle(rows=slice(32, 96))),
+    ("elements per partition differ", lambda: shuffle(columns=4)),
+    ("of which no element was ever written", lambda: shuffle([*IDENTITY[:31], 255])),
+)  # fmt: skip
+def test_what_is_refused(text, body, target):
+    refuses(text, body, target=target)

@@ -6,7 +6,8 @@ import types
 import numpy as np
 import pytest
 import torch
-from instruction_runs import bf16, data, equal, loaded, run, stored
+from instruction_runs import loaded, run, stored
+from samples import TARGETS, bf16, data, equal
 
 import neuroncore as nc
 import neuroncore.isa as nisa
@@ -34,13 +35,8 @@ def test_every_way_to_run():
     result = nc.simulate(double, x, target="trn2")
     assert isinstance(result, nc.Simulation)
     assert isinstance(result.profile, nc.Profile)
-    for got in (
-        result.outputs,
-        nc.simulate(double)(x),
-        double(x),
-        double[1](x),
-        nc.simulate(double.func)(x),
-    ):
+    ways = nc.simulate(double), double, double[1], nc.simulate(double.func)
+    for got in (result.outputs, *[way(x) for way in ways]):
         equal(got, expected)
     equal(nc.simulate(double, x, factor=3.0).outputs, x * 3)
     equal(double(x=x, factor=4.0), x * 4)
@@ -278,18 +274,12 @@ def test_shared_constants(tmp_path):
     np.save(path, data((4, 6)))
 
     def kernel(x):
-        from_array, from_file = nl.shared_constant(values), nl.shared_constant(path)
-        assert from_array.buffer is nl.shared_hbm
-        return (
-            stored(loaded(from_array)),
-            stored(loaded(from_file)),
-            stored(loaded(nl.shared_constant(str(path)))),
-        )
+        constants = [nl.shared_constant(source) for source in (values, path, str(path))]
+        assert constants[0].buffer is nl.shared_hbm
+        return tuple([stored(loaded(constant)) for constant in constants])
 
-    got = run(kernel, data((1, 1)))
-    equal(got[0], values)
-    equal(got[1], data((4, 6)))
-    equal(got[2], data((4, 6)))
+    for got, expected in zip(run(kernel, data((1, 1))), (values, *[data((4, 6))] * 2), strict=True):
+        equal(got, expected)
 
 
 @pytest.mark.parametrize("dtype", [nl.uint8, nl.float32, nl.bfloat16, nl.float8_e4m3])
@@ -388,10 +378,8 @@ def test_device_print(capsys):
 
 def test_sizes_depend_on_the_target():
     sizes = []
-    for target in ("trn1", "trn2", "trn3"):
-        nc.simulate(
-            lambda x: sizes.append(nl.tile_size.sbuf_fmax_bytes), data((1, 1)), target=target
-        )
+    for target in TARGETS:
+        run(lambda: sizes.append(nl.tile_size.sbuf_fmax_bytes), target=target)
     assert sizes == [180_224, 212_984, 245_752]
     assert nl.tile_size.sbuf_size_bytes == 128 * nl.tile_size.sbuf_fmax_bytes
     assert nl.tile_size.total_available_sbuf_size == nl.tile_size.sbuf_fmax * 4 // 1

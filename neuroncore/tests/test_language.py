@@ -1,26 +1,13 @@
 """The computing functions of `nl` against NumPy; each is also an operator by its name."""
 
-import math
-
 import numpy as np
 import pytest
 import torch
+from draws import pick, seeds
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from instruction_runs import (
-    bf16,
-    compute,
-    data,
-    equal,
-    loaded,
-    noted,
-    refused,
-    rounded,
-    run,
-    seeds,
-    stored,
-    wide,
-)
+from instruction_runs import compute, loaded, new, noted, refused, run, stored
+from samples import ARITHMETIC, FUNCTIONS, bf16, data, equal, f32, rounded, wide
 from tolerances import assert_close_to_oracle
 
 import neuroncore as nc
@@ -28,49 +15,12 @@ import neuroncore.isa as nisa
 import neuroncore.language as nl
 from neuroncore.nl import operators
 
-f32 = np.float32
-BINARY = {
-    "add": np.add, "subtract": np.subtract, "multiply": np.multiply, "maximum": np.maximum,
-    "minimum": np.minimum, "equal": np.equal, "not_equal": np.not_equal, "less": np.less,
-    "less_equal": np.less_equal, "greater": np.greater, "greater_equal": np.greater_equal,
-    "logical_and": np.logical_and, "logical_or": np.logical_or, "logical_xor": np.logical_xor,
-}  # fmt: skip
-erf = np.vectorize(math.erf)
-sigmoid = lambda x: 1 / (1 + np.exp(-x))  # noqa: E731
 UNARY = {
-    "exp": np.exp,
-    "tanh": np.tanh,
-    "sigmoid": sigmoid,
-    "silu": lambda x: x * sigmoid(x),
-    "gelu": lambda x: x * (1 + erf(x / math.sqrt(2))) / 2,
-    "erf": erf,
-    "relu": lambda x: np.maximum(x, 0),
-    "softplus": lambda x: np.log1p(np.exp(x)),
-    "mish": lambda x: x * np.tanh(np.log1p(np.exp(x))),
-    "gelu_apprx_sigmoid": lambda x: x * sigmoid(1.702 * x),
-    "square": np.square,
-    "abs": np.abs,
-    "gelu_apprx_tanh": lambda x: (
-        x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))) / 2
-    ),
-    "erf_dx": lambda x: 2 / math.sqrt(math.pi) * np.exp(-x * x),
-    "sign": np.sign,
-    "negative": np.negative,
-    "silu_dx": lambda x: sigmoid(x) * (1 + x * (1 - sigmoid(x))),
-    "copy": lambda x: x,
-    "gelu_dx": lambda x: (
-        (1 + erf(x / math.sqrt(2))) / 2 + x * np.exp(-x * x / 2) / math.sqrt(2 * math.pi)
-    ),
-    "gelu_apprx_sigmoid_dx": lambda x: (
-        sigmoid(1.702 * x) * (1 + 1.702 * x * (1 - sigmoid(1.702 * x)))
-    ),
-    "reciprocal": lambda x: 1 / x,
-    "floor": np.floor,
-    "ceil": np.ceil,
-    "trunc": np.trunc,
-}
-POSITIVE = {"log": np.log, "sqrt": np.sqrt, "rsqrt": lambda x: 1 / np.sqrt(x)}
-TURNING = {"sin": np.sin, "cos": np.cos, "tan": np.tan}
+    **{name: np.vectorize(f, otypes=[float]) for name, f in FUNCTIONS.items()},
+    "negative": np.negative, "floor": np.floor, "ceil": np.ceil, "trunc": np.trunc, "cos": np.cos,
+    "tan": np.tan,
+}  # fmt: skip
+POSITIVE, TURNING = ("log", "sqrt", "rsqrt"), ("sin", "cos", "tan")
 
 
 def of(function, shape, dtype, *arrays, target="trn2"):
@@ -84,10 +34,9 @@ def of(function, shape, dtype, *arrays, target="trn2"):
     return run(kernel, *arrays, target=target)
 
 
-@settings(max_examples=60, deadline=None)
 @given(
-    name=st.sampled_from(sorted(BINARY)), form=st.sampled_from(["tiles", "right", "left"]),
-    dtype=st.sampled_from([None, nl.float32, nl.bfloat16, nl.uint8]), seed=st.integers(0, 99),
+    name=pick(sorted(ARITHMETIC)), form=pick(["tiles", "right", "left"]),
+    dtype=pick([None, nl.float32, nl.bfloat16, nl.uint8]), seed=st.integers(0, 99),
 )  # fmt: skip
 def test_functions_of_two(name, form, dtype, seed):
     x, y = data((8, 5), bf16, seed), data((8, 5), f32, seed + 1)
@@ -95,22 +44,22 @@ def test_functions_of_two(name, form, dtype, seed):
     function, result = getattr(nl, name), dtype or nl.bfloat16
     if form == "tiles":
         got = of(lambda a, b: function(a, b, dtype), (8, 5), result, x, y)
-        expected = BINARY[name](x.astype(f32), y)
+        expected = ARITHMETIC[name](x.astype(f32), y)
     elif form == "right":
         got = of(lambda a: function(a, 0.5, dtype=dtype), (8, 5), result, x)
-        expected = BINARY[name](x.astype(f32), f32(0.5))
+        expected = ARITHMETIC[name](x.astype(f32), f32(0.5))
     else:
         got = of(lambda a: function(0.5, a, dtype), (8, 5), result, x)
-        expected = BINARY[name](f32(0.5), x.astype(f32))
+        expected = ARITHMETIC[name](f32(0.5), x.astype(f32))
     equal(got, rounded(expected.astype(f32), result))
 
 
-@pytest.mark.parametrize("name", sorted({**UNARY, **POSITIVE, **TURNING}))
+@pytest.mark.parametrize("name", sorted(set(UNARY) - {"prelu", "arctan"}))
 @pytest.mark.parametrize("dtype", [nl.float32, nl.bfloat16])
 def test_functions_of_one(name, dtype):
     x = data((16, 40), f32, 3, scale=30 if name in TURNING else 3)
     x = np.abs(x) + 0.1 if name in POSITIVE else x
-    expected = {**UNARY, **POSITIVE, **TURNING}[name](wide(x))
+    expected = UNARY[name](wide(x))
     got = of(lambda t: getattr(nl, name)(t, dtype), (16, 40), dtype, x)
     near = 1e-3 if name == "tan" else 2e-5
     tolerance = near if dtype is nl.float32 else 2.0**-7
@@ -123,9 +72,8 @@ def test_arctan_in_its_range_and_sin_far_out():
     np.testing.assert_allclose(of(nl.arctan, (1, 32), nl.float32, x), np.arctan(wide(x)), rtol=1e-5)
     far = np.array([[9.0, -9.0, 1000.0, 3.1415927, 12345.0]], f32)
     np.testing.assert_allclose(of(nl.sin, (1, 5), nl.float32, far), np.sin(wide(far)), atol=1e-3)
-    assert np.isnan(
-        compute(lambda d, t: nisa.activation(d, nl.sin, t), (1, 5), nl.float32, far)
-    ).any()
+    activated = compute(lambda d, t: nisa.activation(d, nl.sin, t), (1, 5), nl.float32, far)
+    assert np.isnan(activated).any()
 
 
 def test_integers():
@@ -150,18 +98,15 @@ def test_abs_max_and_power():
     x, y = np.array([[-5, 1, 2]], f32), np.array([[3]], f32)
     equal(of(nl.abs_max, (1, 3), nl.float32, x, y, target="trn3"), np.array([[-5, 3, 3]], f32))
     equal(of(nl.abs_min, (1, 3), nl.float32, x, y, target="trn3"), np.array([[3, 1, 2]], f32))
-    np.testing.assert_allclose(
-        of(nl.power, (1, 3), nl.float32, abs(x), x), wide(abs(x)) ** wide(x), rtol=1e-6
-    )
+    got = of(nl.power, (1, 3), nl.float32, abs(x), x)
+    np.testing.assert_allclose(got, wide(abs(x)) ** wide(x), rtol=1e-6)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
-    name=st.sampled_from(["divide", "mod", "fmod"]),
-    sides=st.sampled_from(["tiles", "number right", "number left"]),
-    dtype=st.sampled_from([None, nl.bfloat16]),
-    seed=seeds,
-)
+    name=pick(["divide", "mod", "fmod"]), sides=pick(["tiles", "number right", "number left"]),
+    dtype=pick([None, nl.bfloat16]), seed=seeds,
+)  # fmt: skip
 def test_quotients_and_remainders(name, sides, dtype, seed):
     rng = np.random.default_rng(seed)
     x, y = (rng.integers(-4000, 4000, (4, 30)) / f for f in (8, 64))
@@ -252,12 +197,10 @@ def test_softmax_and_rms_norm(shape, dtype):
 def test_where():
     c, x, y = (data((8, 5)) > 0).astype(f32), data((8, 5), seed=1), data((8, 5), bf16, seed=2)
     equal(of(nl.where, (8, 5), nl.float32, c, x, y), np.where(c > 0, x, y.astype(f32)))
-    equal(
-        of(lambda a, b: nl.where(a, b, 7.0), (8, 5), nl.float32, c, x), np.where(c > 0, x, f32(7))
-    )
-    equal(
-        of(lambda a, b: nl.where(a, 7.0, b), (8, 5), nl.bfloat16, c, y), np.where(c > 0, bf16(7), y)
-    )
+    got = of(lambda a, b: nl.where(a, b, 7.0), (8, 5), nl.float32, c, x)
+    equal(got, np.where(c > 0, x, f32(7)))
+    got = of(lambda a, b: nl.where(a, 7.0, b), (8, 5), nl.bfloat16, c, y)
+    equal(got, np.where(c > 0, bf16(7), y))
 
 
 def test_loads_stores_and_transposes():
@@ -266,9 +209,8 @@ def test_loads_stores_and_transposes():
     equal(of(lambda t: nl.transpose(t, nl.float32), (10, 16), nl.float32, x), x.T.astype(f32))
 
     def kernel(a):
-        out = nl.ndarray((10, 16), nl.float32, nl.shared_hbm)
+        out, same = (new(*shape, buffer=nl.shared_hbm) for shape in ((10, 16), (16, 10)))
         nl.store(out, nl.load_transpose2d(a, nl.float32))
-        same = nl.ndarray((16, 10), nl.float32, nl.shared_hbm)
         nl.store(same, nl.load(a, dtype=nl.float32))
         return out, same
 
@@ -291,18 +233,18 @@ def test_matmul_is_in_psum():
 
 
 def test_shapes():
-    x = data((1, 6), f32)
-    equal(
-        of(lambda t: nl.broadcast_to(t, (64, 6)), (64, 6), nl.float32, x),
-        np.broadcast_to(x, (64, 6)),
-    )
-    narrow = np.broadcast_to(x, (64, 6)).astype(bf16)
-    equal(of(lambda t: nl.broadcast_to(t, (64, 6), nl.bfloat16), (64, 6), nl.bfloat16, x), narrow)
-    y = data((8, 1, 3), f32)
-    equal(
-        of(lambda t: nl.broadcast_to(t, (8, 4, 3)), (8, 4, 3), nl.float32, y),
-        np.broadcast_to(y, (8, 4, 3)),
-    )
+    x, y = data((1, 6), f32), data((8, 1, 3), f32)
+    for array, shape, dtype in (
+        (x, (64, 6), None),
+        (x, (64, 6), nl.bfloat16),
+        (y, (8, 4, 3), None),
+    ):
+
+        def wider(t, shape=shape, dtype=dtype):
+            return nl.broadcast_to(t, shape, dtype)
+
+        got = of(wider, shape, dtype or nl.float32, array)
+        equal(got, np.broadcast_to(array, shape).astype(got.dtype))
     assert of(lambda t: nl.expand_dims(t, -1), (8, 1, 3, 1), nl.float32, y).shape == (8, 1, 3, 1)
 
     def unchanged(t):

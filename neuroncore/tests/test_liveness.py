@@ -3,6 +3,7 @@
 import re
 
 import pytest
+from instruction_runs import full, new
 
 import neuroncore as nc
 from neuroncore import isa as nisa
@@ -22,7 +23,6 @@ def test_sbuf_is_full_to_the_last_byte_and_no_further(target):
     limit = MACHINES[target].usable_sbuf_bytes
 
     def two_tiles(more):
-        @nc.jit
         def kernel(x):
             a = nl.ndarray((128, 1000), dtype=nl.uint8, name="small")
             b = nl.ndarray((128, limit - 1000 + more), dtype=nl.uint8, name="large")
@@ -40,7 +40,6 @@ def test_sbuf_is_full_to_the_last_byte_and_no_further(target):
 
 
 def test_a_tile_is_live_from_first_write_to_last_use_only():
-    @nc.jit
     def kernel(x):
         for _ in range(10):
             tile = nl.ndarray((128, 100_000), dtype=nl.uint8)
@@ -54,28 +53,31 @@ def test_a_tile_is_live_from_first_write_to_last_use_only():
     assert peak(core.trace, MemoryRegion.sbuf, core.machine).used == 100_000
 
 
-def test_nine_psum_tiles_do_not_fit():
-    def tiles(count):
-        @nc.jit
+@pytest.mark.parametrize(
+    ("count", "memory", "shape", "text"),
+    [
+        (9, nl.psum, (128, 8), "psum does not fit: 9 banks"),
+        (9, nl.psum, (8, 512), "psum does not fit: 9 banks"),
+        (5, nl.psum, (8, 1024), "psum does not fit: 10 banks"),
+        (2, nl.sbuf, (128, 30_000), "sbuf does not fit"),
+    ],
+)
+def test_live_tiles_fit_or_are_refused(count, memory, shape, text):
+    def tiles(count, times=1):
         def kernel(x):
-            live = []
-            for _ in range(count):
-                tile = nl.ndarray((128, 8), dtype=nl.float32, buffer=nl.psum)
-                nisa.memset(tile, 0.0)
-                live.append(tile)
-            for tile in live:  # on the engine of the memsets, so that none can go before them
-                copy = nl.ndarray((128, 8), dtype=nl.float32)
-                nisa.tensor_copy(copy, tile, engine=nisa.vector_engine)
+            for _ in range(times):
+                live = [full(0.0, *shape, buffer=memory) for _ in range(count)]
+                for tile in live:  # on the engine of the memsets, so that none goes before them
+                    nisa.tensor_copy(new(shape[0], 1), tile[:, :1], engine=nisa.vector_engine)
 
         return kernel
 
-    run(tiles(8))
-    with pytest.raises(nc.NkiValidationError, match="psum does not fit: 9 banks"):
-        run(tiles(9))
+    run(tiles(count - 1, 3))
+    with pytest.raises(nc.NkiValidationError, match=text):
+        run(tiles(count))
 
 
 def addressed(first, second, reuse):
-    @nc.jit
     def kernel(x):
         a = nl.ndarray((128, 64), dtype=nl.float32, address=first)
         b = nl.ndarray((128, 64), dtype=nl.float32, address=second)
@@ -101,7 +103,6 @@ def test_tiles_of_few_partitions_lie_above_one_another(partitions, above):
     limit = MACHINES["trn2"].usable_sbuf_bytes
 
     def tiles(count):
-        @nc.jit
         def kernel(x):
             live = [nl.ndarray((partitions, limit), dtype=nl.uint8) for _ in range(count)]
             for tile in live:

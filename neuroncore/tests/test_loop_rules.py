@@ -1,7 +1,8 @@
 """What a loop of the device refuses."""
 
 import pytest
-from instruction_runs import data, refuses
+from instruction_runs import new, refuses, zeros
+from samples import data
 
 import neuroncore as nc
 from neuroncore import isa as nisa
@@ -10,7 +11,7 @@ from neuroncore import language as nl
 
 def broken_by_a_break(x):
     for _ in nl.dynamic_range(4):
-        nl.zeros((4, 4), nl.float32)
+        zeros(4, 4)
         break
 
 
@@ -18,7 +19,7 @@ def other_instructions(x):
     tiles = []
 
     def body(i):
-        tiles.append(nl.zeros((4, 4), nl.float32))
+        tiles.append(zeros(4, 4))
         if len(tiles) == 2:
             nisa.tensor_copy(tiles[0], tiles[1])
 
@@ -29,9 +30,9 @@ def fewer_instructions(x):
     left = [1]
 
     def body(i):
-        nl.zeros((4, 4), nl.float32)
+        zeros(4, 4)
         if left:
-            nisa.memset(nl.ndarray((4, 4), nl.float32), left.pop())
+            nisa.memset(new(4, 4), left.pop())
 
     nl.fori_loop(0, 4, body)
 
@@ -41,22 +42,22 @@ def other_tensors(x):
     nl.fori_loop(0, 3, lambda i: nl.zeros((4, sizes.pop()), nl.float32) and None)
 
 
-def a_late_loop(x):
-    bounds = [0, 2]
+def with_inner_loops(*bounds):
+    """Each iteration has an inner loop of so many."""
 
-    def body(i):
-        nl.fori_loop(0, bounds.pop(0), lambda j: nl.zeros((4, 4), nl.float32) and None)
+    def kernel(x):
+        left = list(bounds)
+        nl.fori_loop(0, 2, lambda i: nl.fori_loop(0, left.pop(0), allocates))
 
-    nl.fori_loop(0, 2, body)
+    return kernel
 
 
-def other_trips(x):
-    bounds = [2, 3]
+def in_hbm(i):
+    new(4, 4, buffer=nl.shared_hbm)
 
-    def body(i):
-        nl.fori_loop(0, bounds.pop(), lambda j: nl.zeros((4, 4), nl.float32) and None)
 
-    nl.fori_loop(0, 2, body)
+def allocates(i):
+    zeros(4, 4)
 
 
 def triangular(x):
@@ -80,13 +81,13 @@ def branched(x):
 
 def used_after(x):
     tiles = []
-    nl.fori_loop(0, 4, lambda i: tiles.append(nl.zeros((4, 4), nl.float32)))
-    nisa.tensor_copy(nl.ndarray((4, 4), nl.float32), tiles[0])
+    nl.fori_loop(0, 4, lambda i: tiles.append(zeros(4, 4)))
+    nisa.tensor_copy(new(4, 4), tiles[0])
 
 
 def edge_out(x):
     found = []
-    tile = nl.ndarray((4, 4), nl.float32)
+    tile = new(4, 4)
     nl.fori_loop(0, 4, lambda i: found.append(nisa.memset(tile, 1.0)))
     nisa.memset(tile, 2.0).depends_on(found[0])
 
@@ -98,8 +99,8 @@ def edge_out(x):
         (other_instructions, "tensor_copy: an iteration of a loop issues what its first did not"),
         (fewer_instructions, "an iteration of a loop issues less than its first"),
         (other_tensors, "an iteration allocates"),
-        (a_late_loop, "an iteration has a loop that others have not"),
-        (other_trips, "an inner loop runs 3 times, then 2"),
+        (with_inner_loops(0, 2), "an iteration has a loop that others have not"),
+        (with_inner_loops(3, 2), "an inner loop runs 3 times, then 2"),
         (triangular, "a bound is the variable of an outer loop"),
         (in_order, "nl.fori_loop: a loop of the device cannot be in nl.no_reorder()"),
         (computed, "a register has its value on the device"),
@@ -110,16 +111,8 @@ def edge_out(x):
         (lambda x: nl.fori_loop(0, 2.5, lambda i: None), "a bound must be an int or a register"),
         (lambda x: nl.fori_loop(0, 2, 3), "body_fun must be a function"),
         (lambda x: nl.while_loop(3, lambda r: r), "nl.while_loop: init must be a register"),
-        (
-            lambda x: nl.fori_loop(
-                0, 2, lambda i: nl.ndarray((4, 4), nl.float32, nl.shared_hbm) and None
-            ),
-            "a loop's body cannot allocate in shared_hbm",
-        ),
-        (
-            lambda x: nl.exp(nl.zeros((4, 8), nl.float32)[:, nisa.register_alloc(3)]),
-            "has an index that is not a loop's variable",
-        ),
+        (lambda x: nl.fori_loop(0, 2, in_hbm), "a loop's body cannot allocate in shared_hbm"),
+        (lambda x: nl.exp(zeros(4, 8)[:, nisa.register_alloc(3)]), "has an index that is not a"),
     ],
 )
 def test_rules_of_loops(body, text):

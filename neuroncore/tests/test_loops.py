@@ -1,14 +1,17 @@
 """Loops that run on the device: values, and a schedule as that of the loop unrolled."""
 
 import inspect
+import itertools
 import re
 from dataclasses import dataclass
 
 import numpy as np
 import pytest
+from draws import either, pick
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from instruction_runs import TARGETS, bf16, data, equal, run
+from instruction_runs import run
+from samples import TARGETS, bf16, data, equal
 
 import neuroncore as nc
 from neuroncore import isa as nisa
@@ -36,13 +39,9 @@ class Body:
 
 steps = ("load", "weight", "matmul", "scalar", "vector", "gpsimd", "store", "copy")
 bodies = st.builds(
-    Body,
-    st.lists(st.sampled_from(steps), min_size=1, max_size=9).map(tuple),
-    st.integers(1, 3),
-    st.sampled_from([16, 200, 512]),
-    st.integers(1, 3),
-    st.integers(1, 3),
-)
+    Body, st.lists(pick(steps), min_size=1, max_size=9).map(tuple), st.integers(1, 3),
+    pick([16, 200, 512]), st.integers(1, 3), st.integers(1, 3),
+)  # fmt: skip
 
 
 class Work:
@@ -69,17 +68,16 @@ class Work:
 
     def tiles(self):
         columns = self.body.columns
-        found = []
-        for _ in range(self.body.sets):
-            tiles = [
-                nl.ndarray((T, columns), nl.bfloat16),
-                nl.ndarray((T, columns), nl.float32),
+        found = [
+            [
+                *(nl.ndarray((T, columns), dtype) for dtype in (nl.bfloat16, nl.float32)),
                 nl.ndarray((T, T), nl.bfloat16),
                 nl.ndarray((T, columns), nl.float32, nl.psum),
             ]
-            for tile in tiles:
-                nisa.memset(tile, 1.0)
-            found.append(tiles)
+            for _ in range(self.body.sets)
+        ]
+        for tile in itertools.chain(*found):
+            nisa.memset(tile, 1.0)
         return found
 
     def iteration(self, i, sets):
@@ -123,13 +121,25 @@ def facts(profile):
     )  # fmt: skip
 
 
+def hbm(shape, dtype=nl.float32):
+    return nl.ndarray(shape, dtype, nl.shared_hbm)
+
+
+def repeat(on_device, trips, body):
+    """A loop of the device, or the same unrolled."""
+    if on_device:
+        nl.fori_loop(0, trips, body)
+    else:
+        for i in range(trips):
+            body(i)
+
+
 def columns(profile, *names):
     core = profile.schedule.cores[0]
     return {name: getattr(core, name) for name in ("start", "end", "wait", "cause", *names)}
 
 
-@settings(max_examples=60, deadline=None)
-@given(bodies, st.integers(1, 40), st.sampled_from(["trn2", "trn3"]))
+@given(bodies, st.integers(1, 40), pick(["trn2", "trn3"]))
 def test_a_loop_takes_as_long_as_unrolled(body, trips, target):
     loop = traced(Work(body, on_device=True), trips, target)
     unrolled = traced(Work(body, on_device=False), trips, target)
@@ -137,8 +147,8 @@ def test_a_loop_takes_as_long_as_unrolled(body, trips, target):
     assert columns(loop) == columns(unrolled)
 
 
-@settings(max_examples=40, deadline=None)
-@given(bodies, st.integers(2, 60), st.sampled_from(TARGETS), st.booleans())
+@settings(max_examples=40)
+@given(bodies, st.integers(2, 60), pick(TARGETS), either)
 def test_a_steady_state_is_what_placing_each_iteration_gives(body, trips, target, own_tiles):
     work = Work(body, True, own_tiles, target)
     work.ends = True
@@ -158,7 +168,7 @@ def test_a_body_carries_state_and_indexes_by_its_variable():
     x, w = data((6 * 8, 20), bf16, 1), data((5, 8, 20), seed=2)
 
     def kernel(a, b):
-        out, last = [nl.ndarray(a.shape, nl.float32, nl.shared_hbm) for _ in range(2)]
+        out, last = hbm(a.shape), hbm(a.shape)
         total = nl.zeros((8, 20), nl.float32)
 
         def body(i):
@@ -181,7 +191,7 @@ def test_a_body_carries_state_and_indexes_by_its_variable():
 
 def test_a_trace_knows_what_a_loop_wrote():
     def kernel(a, form):
-        out = nl.ndarray((64, 16), nl.float32, nl.shared_hbm)
+        out = hbm((64, 16))
         step, rows, columns = {"rows": (8, 8, 16), "columns": (4, 64, 4), "gaps": (8, 7, 16)}[form]
 
         def body(i):
@@ -212,7 +222,7 @@ def test_a_condition_is_data():
 @pytest.mark.parametrize("form", ["fori", "dynamic_range", "while"])
 def test_a_trace_holds_the_body_once(form):
     def kernel(a):
-        out = nl.ndarray((4, 16), nl.float32, nl.shared_hbm)
+        out = hbm((4, 16))
         tile = nl.zeros((4, 16), nl.float32)
 
         def body(i):
@@ -257,13 +267,13 @@ def test_execute_and_trace_schedule_alike():
     assert facts(executed.profile) == facts(traces)
 
 
-@settings(max_examples=15, deadline=None)
-@given(st.integers(1, 5), st.integers(1, 30), st.booleans())
+@settings(max_examples=15)
+@given(st.integers(1, 5), st.integers(1, 30), either)
 def test_loops_in_loops(outer, inner, moves_outer):
     x = data((150, 32), seed=3)
 
     def kernel(a, on_device):
-        out = nl.ndarray((150, 32), nl.float32, nl.shared_hbm)
+        out = hbm((150, 32))
         tile = nl.ndarray((1, 32), nl.float32)
         tail = nl.zeros((1, 32), nl.float32)
 
@@ -274,18 +284,10 @@ def test_loops_in_loops(outer, inner, moves_outer):
             nisa.dma_copy(out[nl.ds(row, 1), :], tile, dge_mode=nisa.dge_mode.hwdge)
 
         def rows(i):
-            if on_device:
-                nl.fori_loop(0, inner, lambda j: step(i, j))
-            else:
-                for j in range(inner):
-                    step(i, j)
+            repeat(on_device, inner, lambda j: step(i, j))
             nisa.tensor_scalar(tail, tile, nl.add, 1.0)
 
-        if on_device:
-            nl.fori_loop(0, outer, rows)
-        else:
-            for i in range(outer):
-                rows(i)
+        repeat(on_device, outer, rows)
         return out
 
     looped, unrolled = [nc.simulate(kernel, x, on, target="trn2") for on in (True, False)]
@@ -303,8 +305,8 @@ def test_every_engine_reads_and_writes_where_the_variable_says():
     x = data((16, 8 * 32), bf16, 4)
 
     def kernel(a):
-        out = nl.ndarray((8, 32, 16), nl.bfloat16, nl.shared_hbm)
-        copied = nl.ndarray((16, 8 * 32), nl.bfloat16, nl.shared_hbm)
+        out = hbm((8, 32, 16), nl.bfloat16)
+        copied = hbm((16, 8 * 32), nl.bfloat16)
         tile, doubled = [nl.ndarray((16, 8 * 32), nl.bfloat16) for _ in range(2)]
         nisa.dma_copy(tile, a)
 
@@ -326,7 +328,7 @@ def test_every_engine_reads_and_writes_where_the_variable_says():
 
 def test_two_cores_meet_in_every_iteration():
     def kernel(x):
-        out = nl.ndarray((2, 8, 16), nl.float32, nl.shared_hbm)
+        out = hbm((2, 8, 16))
         mine, other = [nl.zeros((8, 16), nl.float32) for _ in range(2)]
         nisa.dma_copy(mine, x[nl.program_id()])
 
@@ -357,11 +359,7 @@ def test_a_tile_of_the_body_has_one_place():
             nisa.tensor_scalar(total, total, nl.add, tile[:, :1])
 
         total = nl.zeros((128, 1), nl.float32)
-        if on_device:
-            nl.fori_loop(0, 20, body)
-        else:
-            for i in range(20):
-                body(i)
+        repeat(on_device, 20, body)
 
     spec = nc.TensorSpec((128, 512), nl.float32)
     looped, unrolled = [

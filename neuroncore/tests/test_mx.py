@@ -5,9 +5,11 @@ import math
 import ml_dtypes
 import numpy as np
 import pytest
+from draws import either, few, pick, seeds
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from instruction_runs import Out, bf16, call, data, refused, run, seeds
+from instruction_runs import loaded, new, refusals, refuses, run, stored, zeros
+from samples import bf16, data
 
 import neuroncore as nc
 from neuroncore import isa as nisa
@@ -54,19 +56,12 @@ def spread(scales: np.ndarray) -> np.ndarray:
 def quantized(x, dtype, scale_dtype="uint8", follow="documentation"):
     """(packed words, scale bits [P/8, F/4]) by the simulated instruction."""
 
-    @nc.jit
     def kernel(x):
         p, f = x.shape
-        src, dst = nl.ndarray(x.shape, x.dtype), nl.ndarray((p, f // 4), getattr(nl, dtype))
-        scale = nl.ndarray((p, f // 4), getattr(nl, scale_dtype))
+        dst, scale = new(p, f // 4, dtype=dtype), new(p, f // 4, dtype=scale_dtype)
         nisa.memset(scale.view(nl.uint8), 0)
-        nisa.dma_copy(src, x)
-        nisa.quantize_mx(dst, src, scale)
-        words = nl.ndarray((p, f // 4), nl.uint32, buffer=nl.shared_hbm)
-        bits = nl.ndarray((p, f // 4), nl.uint8, buffer=nl.shared_hbm)
-        nisa.dma_copy(words, dst.view(nl.uint32))
-        nisa.dma_copy(bits, scale.view(nl.uint8))
-        return words, bits
+        nisa.quantize_mx(dst, loaded(x), scale)
+        return stored(dst.view(nl.uint32)), stored(scale.view(nl.uint8))
 
     words, bits = nc.simulate(kernel, x, target="trn3", follow=follow).outputs
     rows = [q * 32 + r for q in range(len(x) // 32) for r in range(4)]
@@ -74,17 +69,12 @@ def quantized(x, dtype, scale_dtype="uint8", follow="documentation"):
     return words, bits[rows]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
-    dtype=st.sampled_from(sorted(FORMATS)),
-    quadrants=st.integers(1, 4),
-    columns=st.integers(1, 6),
-    exponent=st.integers(-130, 120),
-    half=st.booleans(),
-    follow=st.sampled_from(["documentation", "kernels"]),
-    scale_dtype=st.sampled_from(["uint8", "float8_e8m0fnu"]),
-    seed=seeds,
-)
+    dtype=pick(sorted(FORMATS)), quadrants=st.integers(1, 4), columns=st.integers(1, 6),
+    exponent=st.integers(-130, 120), half=either, follow=pick(["documentation", "kernels"]),
+    scale_dtype=pick(["uint8", "float8_e8m0fnu"]), seed=seeds,
+)  # fmt: skip
 def test_quantize_is_the_documented_formula(
     dtype, quadrants, columns, exponent, half, follow, scale_dtype, seed
 ):
@@ -136,36 +126,25 @@ def operand(dtype: str, k: int, f: int, seed: int):
 def matmul_mx(stationary, moving, dtypes, out=nl.float32, accumulate=None, times=1, **options):
     """dst of nc_matmul_mx on words and scales [K/8, F] each."""
 
-    @nc.jit
     def kernel(a, a_scale, b, b_scale):
         tiles = []
         for words, scales, dtype in ((a, a_scale, dtypes[0]), (b, b_scale, dtypes[1])):
-            tile, scale = nl.ndarray(words.shape, dtype), nl.ndarray(scales.shape, nl.uint8)
-            nisa.dma_copy(tile, words.view(dtype))
-            nisa.dma_copy(scale, scales)
-            tiles.append((tile, scale.view(nl.float8_e8m0fnu)))
+            tiles.append((loaded(words.view(dtype)), loaded(scales).view(nl.float8_e8m0fnu)))
         (a, a_scale), (b, b_scale) = tiles
         dst = nl.ndarray((a.shape[1], b.shape[1]), out, buffer=nl.psum)
         for _ in range(times):
             nisa.nc_matmul_mx(dst, a, b, a_scale, b_scale, accumulate=accumulate, **options)
-        done = nl.ndarray(dst.shape, out)
-        nisa.tensor_copy(done, dst)
-        result = nl.ndarray(dst.shape, out, buffer=nl.shared_hbm)
-        nisa.dma_copy(result, done)
-        return result
+        return stored(dst)
 
     (a, a_scale), (b, b_scale) = stationary, moving
     return nc.simulate(kernel, a, spread(a_scale), b, spread(b_scale), target="trn3")
 
 
-@settings(max_examples=20, deadline=None)
+@few
 @given(
-    dtypes=st.tuples(*[st.sampled_from([*FORMATS, "float4_e2m1fn_x4"])] * 2),
-    k=st.sampled_from([32, 64, 96, 128]),
-    m=st.sampled_from([2, 6, 128]),
-    n=st.sampled_from([1, 5, 130]),
-    seed=seeds,
-)
+    dtypes=st.tuples(*[pick([*FORMATS, "float4_e2m1fn_x4"])] * 2), k=pick([32, 64, 96, 128]),
+    m=pick([2, 6, 128]), n=pick([1, 5, 130]), seed=seeds,
+)  # fmt: skip
 def test_matmul_is_the_product_of_what_the_operands_stand_for(dtypes, k, m, n, seed):
     a, a_scale, left = operand(dtypes[0], k, m, seed)
     b, b_scale, right = operand(dtypes[1], k, n, seed + 1)
@@ -200,19 +179,13 @@ def test_quantized_operands_multiply_as_what_they_came_from():
         scales = nl.ndarray((128, 32), nl.float8_e8m0fnu)
         tiles = []
         for i, source in enumerate((x, w)):
-            src = nl.ndarray(source.shape, source.dtype)
-            nisa.dma_copy(src, source)
             tile = nl.ndarray((128, source.shape[1] // 4), nl.float8_e4m3fn_x4)
             scale = scales[4 * i :, : tile.shape[1]]
-            nisa.quantize_mx(tile, src, scale)
+            nisa.quantize_mx(tile, loaded(source), scale)
             tiles += [tile, scale]
         dst = nl.ndarray((16, 32), nl.float32, buffer=nl.psum)
         nisa.nc_matmul_mx(dst, tiles[0], tiles[2], tiles[1], tiles[3])
-        done = nl.ndarray(dst.shape, dst.dtype)
-        nisa.tensor_copy(done, dst)
-        out = nl.ndarray(dst.shape, dst.dtype, buffer=nl.shared_hbm)
-        nisa.dma_copy(out, done)
-        return out
+        return stored(dst)
 
     left, right = (v.astype(float).reshape(128, -1, 4).transpose(0, 2, 1) for v in (x, w))
     exact = left.reshape(512, 16).T @ right.reshape(512, 32)
@@ -225,98 +198,69 @@ def test_narrow_floats_kept_wide_give_the_same_bits(monkeypatch):
     monkeypatch.setenv("NKI_PRECISE_FP", "0")
 
     def kernel(x):
-        src, dst = nl.ndarray(x.shape, x.dtype), nl.ndarray((64, 4), nl.float8_e5m2_x4)
-        scale = nl.ndarray((64, 4), nl.float8_e8m0fnu)
-        nisa.dma_copy(src, x)
-        nisa.quantize_mx(dst, src, scale)
-        out = nl.ndarray((64, 4), nl.uint32, buffer=nl.shared_hbm)
-        nisa.dma_copy(out, dst.view(nl.uint32))
-        return out
+        dst = new(64, 4, dtype="float8_e5m2_x4")
+        nisa.quantize_mx(dst, loaded(x), new(64, 4, dtype="float8_e8m0fnu"))
+        return stored(dst.view(nl.uint32))
 
     np.testing.assert_array_equal(run(kernel, x, target="trn3"), expected[0])
 
 
-def test_costs():
-    def quantize(dsts, srcs):
-        nisa.quantize_mx(dsts[0].view(nl.float8_e5m2_x4), srcs[0], dsts[1])
-
-    outs = [Out((128, 512), "uint32"), Out((128, 512), "uint8")]
-    (template,) = call(quantize, data((128, 2048), bf16), outs=outs, target="trn3").templates
-    assert template.cycles == 512  # 2048 values a partition, 4 a cycle
-
-    kind = (nl.float8_e4m3fn_x4,) * 2
-    profile = matmul_mx(
-        operand("float8_e4m3fn_x4", 128, 128, 0)[:2],
-        operand("float8_e4m3fn_x4", 128, 512, 1)[:2],
-        kind,
-    ).profile
-    (matmul,) = [
-        r[0] for r in profile.launch.cores[0].trace.records if r[0].opcode == "nc_matmul_mx"
-    ]
+def test_the_cost_of_a_matmul():
+    kind = "float8_e4m3fn_x4"
+    sides = (operand(kind, 128, f, seed)[:2] for seed, f in enumerate((128, 512)))
+    (core,) = matmul_mx(*sides, (getattr(nl, kind),) * 2).profile.launch.cores
+    (matmul,) = [r[0] for r in core.trace.records if r[0].opcode == "nc_matmul_mx"]
     assert matmul.cycles == 512
     assert matmul.flops == 2 * 512 * 128 * 512
 
 
 def tiles(p=64, f=8, dst="float8_e5m2_x4", src="bfloat16", scale="uint8", rows=None):
-    made = nl.ndarray((p, 4 * f), getattr(nl, src))
-    nisa.memset(made, 0)
-    return (
-        nl.ndarray((p, f), getattr(nl, dst)),
-        made,
-        nl.ndarray((rows or p, f), getattr(nl, scale)),
-    )
+    """dst, src and dst_scale of a quantisation."""
+    return new(p, f, dtype=dst), zeros(p, 4 * f, dtype=src), new(rows or p, f, dtype=scale)
 
 
-QUANTIZE_REFUSED = [
-    ("trn2", lambda: tiles(), "it needs NeuronCore-v4; trn2 is v3"),
-    ("trn3", lambda: (*tiles()[:2], None), "dst_scale must be a tile; got None"),
-    ("trn3", lambda: tiles(p=48), "have 32, 64, 96 or 128 partitions"),
-    ("trn3", lambda: tiles(src="float32"), "src must be bfloat16, float16"),
-    ("trn3", lambda: tiles(dst="float4_e2m1fn_x4"), "dst must be float8_e5m2_x4, float8_e4m3fn_x4"),
-    ("trn3", lambda: tiles(scale="int8"), "dst_scale must be float8_e8m0fnu, uint8"),
-    ("trn3", lambda: tiles(rows=32), "36 partitions or more for 64 of data"),
-    ("trn3", lambda: (tiles()[0][:, :4], *tiles()[1:]), "one scale per packed element"),
-    ("trn3", lambda: (tiles()[0], tiles()[1][:, :16], tiles()[2]), "a quarter of src's elements"),
-    ("trn3", lambda: (*tiles()[:2], tiles(rows=128)[2][::2]), "takes every 2-th partition"),
-    ("trn3", lambda: (*tiles()[:2], tiles(rows=128)[2][6:]), "must start 0, 4, 8 or 12"),
-    ("trn3", lambda: (*tiles()[:2], tiles(rows=128)[2][32:]), "must start 0, 4, 8 or 12"),
-]
+def quantize(cut=lambda *made: made, **options):
+    nisa.quantize_mx(*cut(*tiles(**options)))
 
 
-@pytest.mark.parametrize(("target", "make", "text"), QUANTIZE_REFUSED)
-def test_quantize_refuses(target, make, text):
-    def kernel():
-        dst, src, scale = make()
-        nisa.quantize_mx(dst, src, scale)
-
-    with refused(text):
-        run(kernel, target=target)
+def matmul(k=64, m=4, n=8, **options):
+    (a, _, a_scale), (b, _, b_scale) = (tiles(k, f, rows=128) for f in (m, n))
+    dst = new(min(m, 128), min(n, 4096), buffer=nl.psum)
+    nisa.nc_matmul_mx(dst, a, b, a_scale, b_scale, **options)
 
 
-@pytest.mark.parametrize(
-    ("k", "m", "n", "options", "text"),
-    [
-        (64, 3, 8, {}, "stationary free size must be even"),
-        (64, 130, 8, {}, "stationary free size must be even, 128 at most"),
-        (48, 4, 8, {}, "have 32, 64, 96 or 128 partitions"),
-        (64, 4, 4097, {}, "moving free size 4097 exceeds 4096"),
-        (64, 4, 8, {"tile_size": (64, 128)}, "set tile_position and tile_size both"),
-        (64, 4, 8, {"tile_size": (64, 64), "tile_position": (0, 0)}, "row tiles only"),
-        (64, 4, 8, {"tile_size": (64, 128), "tile_position": (32, 0)}, "multiples of"),
-        (64, 4, 8, {"tile_size": (64, 128), "tile_position": (0, 64)}, "multiples of"),
-        (64, 4, 8, {"tile_size": (64, 128), "tile_position": (64, 0)}, "rows 64 to 127 reach"),
-        (64, 4, 8, {"tile_size": (32, 128), "tile_position": (0, 0)}, "exceeds tile_size"),
-        (64, 4, 8, {"accumulate": True}, "nc_matmul_mx: accumulate=True on"),
-    ],
-)
-def test_matmul_refuses(k, m, n, options, text):
-    def kernel():
-        (a, _, a_scale), (b, _, b_scale) = (tiles(k, f, rows=128) for f in (m, n))
-        dst = nl.ndarray((min(m, 128), min(n, 4096)), nl.float32, buffer=nl.psum)
-        nisa.nc_matmul_mx(dst, a, b, a_scale, b_scale, **options)
+def tiled(size, position):
+    return {"tile_size": size, "tile_position": position}
 
-    with refused(text):
-        run(kernel, target="trn3")
+
+@refusals(
+    ("it needs NeuronCore-v4; trn2 is v3", quantize, "trn2"),
+    ("dst_scale must be a tile; got None", lambda: quantize(lambda d, s, _: (d, s, None))),
+    ("have 32, 64, 96 or 128 partitions", lambda: quantize(p=48)),
+    ("src must be bfloat16, float16", lambda: quantize(src="float32")),
+    ("dst must be float8_e5m2_x4, float8_e4m3fn_x4", lambda: quantize(dst="float4_e2m1fn_x4")),
+    ("dst_scale must be float8_e8m0fnu, uint8", lambda: quantize(scale="int8")),
+    ("36 partitions or more for 64 of data", lambda: quantize(rows=32)),
+    ("one scale per packed element", lambda: quantize(lambda d, s, c: (d[:, :4], s, c))),
+    ("a quarter of src's elements", lambda: quantize(lambda d, s, c: (d, s[:, :16], c))),
+    ("takes every 2-th partition", lambda: quantize(lambda d, s, c: (d, s, c[::2]), rows=128)),
+    ("must start 0, 4, 8 or 12", lambda: quantize(lambda d, s, c: (d, s, c[6:]), rows=128)),
+    ("must start 0, 4, 8 or 12", lambda: quantize(lambda d, s, c: (d, s, c[32:]), rows=128)),
+    ("stationary free size must be even", lambda: matmul(m=3)),
+    ("stationary free size must be even, 128 at most", lambda: matmul(m=130)),
+    ("have 32, 64, 96 or 128 partitions", lambda: matmul(48)),
+    ("moving free size 4097 exceeds 4096", lambda: matmul(n=4097)),
+    ("set tile_position and tile_size both", lambda: matmul(tile_size=(64, 128))),
+    ("row tiles only", lambda: matmul(**tiled((64, 64), (0, 0)))),
+    ("multiples of", lambda: matmul(**tiled((64, 128), (32, 0)))),
+    ("multiples of", lambda: matmul(**tiled((64, 128), (0, 64)))),
+    ("rows 64 to 127 reach", lambda: matmul(**tiled((64, 128), (64, 0)))),
+    ("exceeds tile_size", lambda: matmul(**tiled((32, 128), (0, 0)))),
+    ("nc_matmul_mx: accumulate=True on", lambda: matmul(accumulate=True)),
+    target="trn3",
+)  # fmt: skip
+def test_what_is_refused(text, body, target):
+    refuses(text, body, target=target)
 
 
 def test_a_whole_scale_tile_may_be_moved_but_no_further_quadrant():

@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any, NamedTuple
 
 import pytest
-from instruction_runs import data, equal
+from samples import data, equal
 
 import neuroncore as nc
 from neuroncore import language as nl

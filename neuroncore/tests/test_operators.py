@@ -7,44 +7,20 @@ import operator
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from draws import few
+from hypothesis import given
 from hypothesis import strategies as st
+from samples import BINARY, BITVEC, FUNCTIONS, tanh_argument
 
 from neuroncore.nl.operators import ACTIVATION, ALU, activation, alu, reduce
 
 NAN, INF = math.nan, math.inf
 
-BINARY = {
-    "add": lambda x, y: x + y,
-    "subtract": lambda x, y: x - y,
-    "multiply": lambda x, y: x * y,
-    "maximum": max,
-    "minimum": min,
-    "equal": lambda x, y: x == y,
-    "not_equal": lambda x, y: x != y,
-    "greater_equal": lambda x, y: x >= y,
-    "greater": lambda x, y: x > y,
-    "less_equal": lambda x, y: x <= y,
-    "less": lambda x, y: x < y,
-    "logical_and": lambda x, y: bool(x) and bool(y),
-    "logical_or": lambda x, y: bool(x) or bool(y),
-    "logical_xor": lambda x, y: bool(x) != bool(y),
-    "abs_max": lambda x, y: x if abs(x) > abs(y) else y,
-    "abs_min": lambda x, y: x if abs(x) < abs(y) else y,
-    "bypass": lambda x, y: x,
-}
 UNARY = {
     "abs": abs,
     "square": lambda x: x * x,
     "relu": lambda x: max(x, 0.0),
     "logical_not": lambda x: x == 0,
-}
-BITVEC = {
-    "bitwise_and": operator.and_,
-    "bitwise_or": operator.or_,
-    "bitwise_xor": operator.xor,
-    "left_shift": operator.lshift,
-    "right_shift": operator.rshift,
 }
 REDUCIBLE = {
     "bitwise_and", "bitwise_or", "bitwise_xor", "add", "subtract", "multiply", "maximum",
@@ -129,7 +105,7 @@ def test_operands_broadcast():
 @pytest.mark.parametrize("bits", [8, 16, 32])
 @pytest.mark.parametrize("sign", ["int", "uint"])
 @pytest.mark.parametrize("name", [*BITVEC, "invert"])
-@settings(max_examples=20)
+@few
 @given(st.data())
 def test_bitvec_operators_see_bit_patterns(name, sign, bits, data):
     size, mask = 1 << bits, (1 << bits) - 1
@@ -173,61 +149,6 @@ def test_sums_accumulate_in_float32():
     assert reduce(ALU["add"], x, (1,)).tolist() == [2.0**25] * 2
 
 
-@pytest.mark.parametrize("name", sorted(ALU))
-def test_the_documented_operators_reduce(name):
-    assert ALU[name].reducible == (name in REDUCIBLE)
-
-
-def sigmoid(x):
-    return 1 / (1 + math.exp(-x)) if x > -700 else 0.0
-
-
-def cdf(x):
-    return 0.5 * math.erfc(-x / math.sqrt(2))
-
-
-def pdf(x):
-    return math.exp(-x * x / 2) / math.sqrt(2 * math.pi)
-
-
-def softplus(x):
-    return max(x, 0.0) + math.log1p(math.exp(-abs(x)))
-
-
-def tanh_argument(x):
-    return math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)
-
-
-PLAIN = {
-    "copy": lambda x: x,
-    "square": lambda x: x * x,
-    "sigmoid": sigmoid,
-    "relu": lambda x: max(x, 0.0),
-    "prelu": lambda x: max(x, 0.0) + 0.25 * min(x, 0.0),
-    "gelu": lambda x: x * cdf(x),
-    "gelu_dx": lambda x: cdf(x) + x * pdf(x),
-    "gelu_apprx_tanh": lambda x: x * sigmoid(2 * tanh_argument(x)),
-    "gelu_apprx_sigmoid": lambda x: x * sigmoid(1.702 * x),
-    "gelu_apprx_sigmoid_dx": lambda x: (
-        sigmoid(1.702 * x) + 1.702 * x * sigmoid(1.702 * x) * sigmoid(-1.702 * x)
-    ),
-    "silu": lambda x: x * sigmoid(x),
-    "silu_dx": lambda x: sigmoid(x) + x * sigmoid(x) * sigmoid(-x),
-    "tanh": math.tanh,
-    "softplus": softplus,
-    "mish": lambda x: x * math.tanh(softplus(x)),
-    "erf": math.erf,
-    "erf_dx": lambda x: 2 / math.sqrt(math.pi) * math.exp(-x * x),
-    "exp": lambda x: math.exp(x) if x < 700 else INF,
-    "log": math.log,
-    "sin": math.sin,
-    "arctan": math.atan,
-    "sqrt": math.sqrt,
-    "rsqrt": lambda x: 1 / math.sqrt(x),
-    "reciprocal": lambda x: 1 / x,
-    "sign": lambda x: (x > 0) - (x < 0),
-    "abs": abs,
-}
 # Where a derivative crosses zero its terms cancel: there the error is that of the terms.
 CROSSING = {"gelu_dx": 1e-9, "gelu_apprx_sigmoid_dx": 1e-12, "silu_dx": 1e-12}
 
@@ -237,7 +158,7 @@ def assert_within_two_ulp(name, x):
     assert got.dtype == np.float32
     assert got.shape == x.shape
     with np.errstate(over="ignore", invalid="ignore"):
-        want = f32([PLAIN[name](float(v)) for v in x])
+        want = f32([FUNCTIONS[name](float(v)) for v in x])
         same = got == want
         error = np.abs(got.astype(np.float64) - want)
         ulp = np.spacing(np.abs(want)).astype(np.float64)
@@ -261,7 +182,7 @@ def test_activations_are_within_two_ulp_over_their_range(name):
 
 
 @pytest.mark.parametrize("name", [name for name, op in ACTIVATION.items() if op.valid is None])
-@settings(max_examples=20)
+@few
 @given(st.lists(st.floats(-150, 150, width=32), min_size=1, max_size=40))
 def test_activations_are_within_two_ulp_anywhere(name, xs):
     assert_within_two_ulp(name, f32(xs))

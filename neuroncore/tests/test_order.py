@@ -2,7 +2,8 @@
 
 import numpy as np
 import pytest
-from instruction_runs import noted, refused, values
+from instruction_runs import noted, refused
+from samples import values
 
 import neuroncore as nc
 from neuroncore import isa as nisa

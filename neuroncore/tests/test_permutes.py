@@ -2,7 +2,8 @@
 
 import numpy as np
 import pytest
-from instruction_runs import refused, values
+from instruction_runs import refused
+from samples import values
 from simulated_ranks import collective, copied, inputs, output, run
 
 import neuroncore as nc
@@ -69,7 +70,6 @@ def test_a_ring_that_reduces():
     group = ncc.ReplicaGroup([[0, 1, 2]])
     xs = inputs(3, (4, 6), (4, 6))
 
-    @nc.jit
     def kernel(xs):
         a, b = (copied(x) for x in xs)
         dst = nl.ndarray(a.shape, a.dtype, buffer=nl.shared_hbm)

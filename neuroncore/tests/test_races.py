@@ -4,7 +4,8 @@ import warnings
 
 import numpy as np
 import pytest
-from instruction_runs import data, equal, loaded, noted
+from instruction_runs import loaded, noted
+from samples import data, equal
 
 import neuroncore as nc
 from neuroncore import isa as nisa

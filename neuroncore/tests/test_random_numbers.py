@@ -1,22 +1,21 @@
 """Random numbers: reproducible, independent, distributed as documented, and rules."""
 
-from typing import Any
-
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from instruction_runs import Out, call, refused, values
+from draws import either, few, pick, seeds
+from hypothesis import given
+from instruction_runs import Out, call, compute, new, refusals, refuses, zeros
+from samples import values
 
 import neuroncore as nc
 from neuroncore import isa as nisa
 from neuroncore import language as nl
-from neuroncore.hardware import Engine
 
+V, G = nisa.vector_engine, nisa.gpsimd_engine
 BITS = Out((128, 64), "uint32")
 
 
-def drawn(seed: int = 0, engine: nisa.engine = nisa.vector_engine, out: Out = BITS) -> np.ndarray:
+def drawn(seed: int = 0, engine: nisa.engine = V, out: Out = BITS) -> np.ndarray:
     return call(lambda d, s: nisa.rng(d[0], engine), outs=[out], seed=seed).output
 
 
@@ -28,20 +27,13 @@ def test_bits_are_uniform_in_every_position():
     assert len(np.unique(bits)) > bits.size - 10
 
 
-def test_the_seed_decides():
+def test_seeds_engines_partitions_and_draws_are_independent():
     np.testing.assert_array_equal(drawn(3), drawn(3))
-    assert (drawn(3) != drawn(4)).mean() > 0.99
-
-
-def test_engines_and_partitions_are_independent():
-    vector, gpsimd = drawn(), drawn(engine=nisa.gpsimd_engine)
-    assert (vector != gpsimd).mean() > 0.99
+    vector = drawn()
     assert len({row.tobytes() for row in vector}) == 128
-
-
-def test_draws_go_on():
-    done = call(lambda d, s: [nisa.rng(t) for t in d], outs=[BITS, BITS])
-    assert (done.outputs[0] != done.outputs[1]).mean() > 0.99
+    first, second = call(lambda d, s: [nisa.rng(t) for t in d], outs=[BITS, BITS]).outputs
+    for one, other in ((drawn(3), drawn(4)), (vector, drawn(engine=G)), (first, second)):
+        assert (one != other).mean() > 0.99
 
 
 def test_cores_draw_different_numbers():
@@ -68,25 +60,6 @@ def test_rng_writes_psum_and_views():
     np.testing.assert_array_equal(done.output, drawn())
 
 
-@pytest.mark.parametrize(
-    ("target", "engine", "dtype", "memory", "text"),
-    [
-        ("trn1", nisa.gpsimd_engine, "uint32", nl.sbuf, "engine.gpsimd needs NeuronCore-v3"),
-        ("trn2", nisa.scalar_engine, "uint32", nl.sbuf, "engine.scalar does not run it"),
-        ("trn2", nisa.vector_engine, "float32", nl.sbuf, "dst must be int8, int16, int32"),
-        ("trn2", nisa.gpsimd_engine, "uint32", nl.psum, "GpSimdE does not reach PSUM"),
-    ],
-)
-def test_rng_refuses(target, engine, dtype, memory, text):
-    with refused(text):
-        call(
-            lambda d, s: nisa.rng(d[0], engine),
-            outs=[Out((2, 3), dtype)],
-            target=target,
-            memory=memory,
-        )
-
-
 def test_set_rng_seed_starts_again():
     def body(dsts, srcs):
         for tile, seed in zip(dsts, (0, 1, 0), strict=True):
@@ -101,106 +74,45 @@ def test_set_rng_seed_starts_again():
 
 
 @pytest.mark.parametrize(
-    ("shape", "dtype", "text"),
-    [((1, 2), "uint32", "the tile must be [1, 1]"), ((1, 1), "int16", "must be of a 32-bit type")],
+    ("engine", "words", "target"), [(G, 6, "trn2"), (G, 6, "trn3"), (V, 24, "trn3")]
 )
-def test_set_rng_seed_refuses(shape, dtype, text):
-    with refused(text):
-        call(lambda d, s: nisa.set_rng_seed(s[0]), values(0, shape, dtype), outs=[])
+def test_a_state_is_stored_as_it_was_set_and_goes_on_where_it_was(engine, words, target):
+    given = np.random.default_rng(0).integers(0, 2**32, (32, words), np.uint32)
+    given[1] = given[0]
 
-
-ENGINES = [
-    (nisa.gpsimd_engine, 6, "trn2"),
-    (nisa.gpsimd_engine, 6, "trn3"),
-    (nisa.vector_engine, 24, "trn3"),
-]
-
-
-@pytest.mark.parametrize(("engine", "words", "target"), ENGINES)
-def test_a_state_that_is_set_again_goes_on_where_it_was(engine, words, target):
     def body(dsts, srcs):
-        state, first, second = dsts
-        nisa.rng(first, engine)
+        kept, bits, state, first, second = dsts
+        nisa.rand_set_state(srcs[0], engine)
+        nisa.rand_get_state(kept, engine)
+        nisa.rng(bits, engine)
         nisa.rand_get_state(state, engine)
         nisa.rng(first, engine)
         nisa.rng(second, engine)
         nisa.rand_set_state(state, engine)
         nisa.rng(second, engine)
 
-    outs = [Out((32, words), "uint32"), Out((32, 9), "uint32"), Out((32, 9), "uint32")]
-    _, first, second = call(body, outs=outs, target=target).outputs
+    a_state, nine = Out((32, words), "uint32"), Out((32, 9), "uint32")
+    outs = [a_state, nine, a_state, nine, nine]
+    kept, bits, _, first, second = call(body, given, outs=outs, target=target).outputs
     np.testing.assert_array_equal(first, second)
-
-
-@pytest.mark.parametrize(("engine", "words", "target"), ENGINES)
-def test_a_state_is_stored_as_it_was_set_and_seeds_its_partition(engine, words, target):
-    state = np.random.default_rng(0).integers(0, 2**32, (32, words), np.uint32)
-    state[1] = state[0]
-
-    def body(dsts, srcs):
-        nisa.rand_set_state(srcs[0], engine)
-        nisa.rand_get_state(dsts[0], engine)
-        nisa.rng(dsts[1], engine)
-
-    outs = [Out((32, words), "uint32"), Out((32, 9), "uint32")]
-    kept, bits = call(body, state, outs=outs, target=target).outputs
-    np.testing.assert_array_equal(kept, state)
+    np.testing.assert_array_equal(kept, given)
     np.testing.assert_array_equal(bits[0], bits[1])
     assert (bits[0] != bits[2]).mean() > 0.8
 
 
-STATES: list[tuple[Any, ...]] = [
-    ("trn1", nisa.gpsimd_engine, (2, 6), "uint32", nl.sbuf, "it needs NeuronCore-v3"),
-    ("trn2", nisa.vector_engine, (2, 24), "uint32", nl.sbuf, "engine.vector needs NeuronCore-v4"),
-    ("trn2", nisa.scalar_engine, (2, 6), "uint32", nl.sbuf, "engine.scalar does not run it"),
-    ("trn2", nisa.gpsimd_engine, (2, 24), "uint32", nl.sbuf, "must have 6 elements per partition"),
-    ("trn3", nisa.vector_engine, (2, 6), "uint32", nl.sbuf, "must have 24 elements per partition"),
-    ("trn2", nisa.gpsimd_engine, (2, 6), "int32", nl.sbuf, "must be uint32"),
-    ("trn2", nisa.gpsimd_engine, (2, 2, 3), "uint32", nl.sbuf, "has at most 2 dimensions"),
-    ("trn2", nisa.gpsimd_engine, (2, 6), "uint32", nl.psum, "GpSimdE does not reach PSUM"),
-]
+def test_vector_state_is_stored_to_psum():
+    def body(dst):
+        nisa.rand_get_state(dst, nisa.vector_engine)
+
+    got = compute(body, (2, 24), "uint32", target="trn3", memories=nl.psum)
+    assert got.shape == (2, 24)
 
 
-@pytest.mark.parametrize(("target", "engine", "shape", "dtype", "memory", "text"), STATES)
-def test_states_are_checked(target, engine, shape, dtype, memory, text):
-    for body in (
-        lambda d, s: nisa.rand_set_state(s[0], engine),
-        lambda d, s: nisa.rand_get_state(d[0], engine),
-    ):
-        with refused(text):
-            call(
-                body,
-                values(0, shape, dtype),
-                outs=[Out(shape, dtype)],
-                target=target,
-                memory=memory,
-            )
-
-
-def test_vector_state_is_set_from_sbuf_and_stored_to_psum():
-    def body(dsts, srcs):
-        nisa.rand_get_state(dsts[0], nisa.vector_engine)
-
-    state = Out((2, 24), "uint32")
-    assert call(body, outs=[state], target="trn3", memory=nl.psum).output.shape == (2, 24)
-    with refused("GpSimdE does not reach PSUM"):
-        call(
-            lambda d, s: nisa.rand_set_state(s[0], nisa.vector_engine),
-            values(0, (2, 24), "uint32"),
-            outs=[],
-            target="trn3",
-            memory=nl.psum,
-        )
-
-
-@settings(max_examples=20)
+@few
 @given(
-    st.integers(0, 2**32 - 1),
-    st.sampled_from(["float32", "bfloat16", "int32", "uint8"]),
-    st.sampled_from([0.0, 0.25, 1.0]),
-    st.booleans(),
-    st.sampled_from([1, 2]),
-)
+    seeds, pick(["float32", "bfloat16", "int32", "uint8"]), pick([0.0, 0.25, 1.0]), either,
+    pick([1, 2]),
+)  # fmt: skip
 def test_dropout(seed, dtype, prob, tiled, step):
     x = np.maximum(values(seed, (64, 50), dtype), 1).astype(np.dtype(values(0, (1,), dtype).dtype))
     # partition by partition, another probability
@@ -217,27 +129,6 @@ def test_dropout(seed, dtype, prob, tiled, step):
         share = dropped[chances == chance].mean()
         spread = (chance * (1 - chance) / (50 * (chances == chance).sum())) ** 0.5
         assert abs(share - chance) <= 6 * spread
-
-
-@pytest.mark.parametrize(
-    ("dtype", "out", "prob", "text"),
-    [
-        ("float32", "bfloat16", 0.5, "must have one dtype"),
-        ("float32", "float32", 1.5, "prob must be 0 to 1; got 1.5"),
-        ("float32", "float32", None, "prob must be a number"),
-        ("int32", "int32", "bfloat16", "a scalar operand must be float32"),
-        ("float32", "float32", "int32", "a scalar operand must be float8_e4m3"),
-    ],
-)
-def test_dropout_refuses(dtype, out, prob, text):
-    tile = values(0, (2, 1), prob if isinstance(prob, str) else "float32")
-    with refused(text):
-        call(
-            lambda d, s: nisa.dropout(d[0], s[0], s[1] if isinstance(prob, str) else prob),
-            values(0, (2, 3), dtype),
-            tile,
-            outs=[Out((2, 3), out)],
-        )
 
 
 def test_dropout_of_bfloat16_takes_any_float_probability():
@@ -271,32 +162,59 @@ def test_rand2(dtype, tiled):
     assert abs(share.std() - 12**-0.5) < 0.02
 
 
-@pytest.mark.parametrize(
-    ("target", "bounds", "dtype", "text"),
-    [
-        ("trn2", (0.0, 1.0), "float32", "rand2: it needs NeuronCore-v4"),
-        ("trn3", (1.0, 1.0), "float32", "min must be below max"),
-        ("trn3", (0.0, 1.0), "float8_e4m3fn", "dst must be float8_e4m3, float8_e5m2"),
-        ("trn3", (0.0, None), "float32", "max must be a number"),
-    ],
-)
-def test_rand2_refuses(target, bounds, dtype, text):
-    with refused(text):
-        call(lambda d, s: nisa.rand2(d[0], *bounds), outs=[Out((2, 3), dtype)], target=target)
+def rng(engine, dtype="uint32", memory=nl.sbuf):
+    nisa.rng(new(2, 3, dtype=dtype, buffer=memory), engine)
 
 
-COSTS: list[tuple[str, Any, str, Engine]] = [
-    ("rng", lambda d, s: nisa.rng(d[0]), "uint32", Engine.VECTOR),
-    ("gpsimd", lambda d, s: nisa.rng(d[0], nisa.gpsimd_engine), "uint32", Engine.GPSIMD),
-    ("dropout", lambda d, s: nisa.dropout(d[0], s[0], 0.5), "float32", Engine.VECTOR),
-    ("rand2", lambda d, s: nisa.rand2(d[0], 0.0, 1.0), "bfloat16", Engine.VECTOR),
-]
+def set_state(engine, shape=(2, 6), dtype="uint32", memory=nl.sbuf):
+    nisa.rand_set_state(zeros(*shape, dtype=dtype, buffer=memory), engine)
 
 
-@pytest.mark.parametrize(
-    ("body", "dtype", "engine"), [c[1:] for c in COSTS], ids=[c[0] for c in COSTS]
-)
-def test_engines_and_costs_in_trace_mode(body, dtype, engine):
-    x = values(0, (2, 256))
-    done = call(body, x, outs=[Out(x.shape, dtype)], mode="trace", target="trn3")
-    assert [(f.engine, f.cycles) for f in done.templates] == [(engine, 256)]
+def get_state(engine, shape=(2, 6), dtype="uint32", memory=nl.sbuf):
+    nisa.rand_get_state(new(*shape, dtype=dtype, buffer=memory), engine)
+
+
+def states(*case):
+    """Both instructions on states refuse it."""
+    text, *given, target = case
+    return [(text, lambda body=body: body(*given), target) for body in (set_state, get_state)]
+
+
+def dropout(prob=0.5, dtype="float32", out="float32"):
+    prob = zeros(2, 1, dtype=prob) if isinstance(prob, str) else prob
+    nisa.dropout(new(2, 3, dtype=out), zeros(2, 3, dtype=dtype), prob)
+
+
+def rand2(low, high, dtype="float32"):
+    nisa.rand2(new(2, 3, dtype=dtype), low, high)
+
+
+@refusals(
+    ("engine.gpsimd needs NeuronCore-v3", lambda: rng(G), "trn1"),
+    ("engine.scalar does not run it", lambda: rng(nisa.scalar_engine)),
+    ("dst must be int8, int16, int32", lambda: rng(V, "float32")),
+    ("GpSimdE does not reach PSUM", lambda: rng(G, memory=nl.psum)),
+    ("the tile must be [1, 1]", lambda: nisa.set_rng_seed(zeros(1, 2, dtype="uint32"))),
+    ("must be of a 32-bit type", lambda: nisa.set_rng_seed(zeros(1, 1, dtype="int16"))),
+    *states("it needs NeuronCore-v3", G, "trn1"),
+    *states("engine.vector needs NeuronCore-v4", V, (2, 24), "trn2"),
+    *states("engine.scalar does not run it", nisa.scalar_engine, "trn2"),
+    *states("must have 6 elements per partition", G, (2, 24), "trn2"),
+    *states("must have 24 elements per partition", V, "trn3"),
+    *states("must be uint32", G, (2, 6), "int32", "trn2"),
+    *states("has at most 2 dimensions", G, (2, 2, 3), "trn2"),
+    *states("GpSimdE does not reach PSUM", G, (2, 6), "uint32", nl.psum, "trn2"),
+    ("GpSimdE does not reach PSUM",
+     lambda: set_state(V, (2, 24), memory=nl.psum), "trn3"),
+    ("must have one dtype", lambda: dropout(out="bfloat16")),
+    ("prob must be 0 to 1; got 1.5", lambda: dropout(1.5)),
+    ("prob must be a number", lambda: dropout(None)),
+    ("a scalar operand must be float32", lambda: dropout("bfloat16", "int32", "int32")),
+    ("a scalar operand must be float8_e4m3", lambda: dropout("int32")),
+    ("rand2: it needs NeuronCore-v4", lambda: rand2(0.0, 1.0)),
+    ("min must be below max", lambda: rand2(1.0, 1.0), "trn3"),
+    ("dst must be float8_e4m3, float8_e5m2", lambda: rand2(0.0, 1.0, "float8_e4m3fn"), "trn3"),
+    ("max must be a number", lambda: rand2(0.0, None), "trn3"),
+)  # fmt: skip
+def test_what_is_refused(text, body, target):
+    refuses(text, body, target=target)

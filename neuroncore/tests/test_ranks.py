@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 import torch
-from instruction_runs import refused, values
+from instruction_runs import loaded, new, refused, stored, zeros
+from samples import values
 from simulated_ranks import TWO, collective, inputs, output, run
 
 import neuroncore as nc
@@ -16,31 +17,23 @@ def test_ranks_have_their_own_memory_and_numbers():
     shared = np.zeros((4, 3), np.float32)
     own = [np.full((4, 3), float(r), np.float32) for r in range(3)]
 
-    @nc.jit
     def kernel(common, mine, scale):
         nisa.dma_copy(common, mine)
-        out = nl.ndarray((4, 3), nl.float32, buffer=nl.shared_hbm)
-        tile, rank = nl.ndarray((4, 3), nl.float32), nl.ndarray((1, 1), nl.int32)
+        tile, rank = loaded(common), new(1, 1, dtype="int32")
         nisa.register_store(rank, ncc.rank_id())
-        nisa.dma_copy(tile, common)
         nisa.tensor_scalar(tile, tile, nl.multiply, scale)
-        nisa.dma_copy(out, tile)
         nisa.dma_copy(mine, tile)
-        found = nl.ndarray((1, 1), nl.int32, buffer=nl.shared_hbm)
-        nisa.dma_copy(found, rank)
-        return out, found
+        return stored(tile), stored(rank)
 
-    done = nc.simulate(
-        kernel, shared, nc.PerRank(own), nc.PerRank((2.0, 3.0, 5.0)), target="trn2", ranks=3
-    )
+    given = shared, nc.PerRank(own), nc.PerRank((2.0, 3.0, 5.0))
+    done = nc.simulate(kernel, *given, target="trn2", ranks=3)
     for r, (out, found) in enumerate(done.outputs):
         assert found == r
         np.testing.assert_array_equal(out, np.full((4, 3), r * (2.0, 3.0, 5.0)[r]))
         np.testing.assert_array_equal(own[r], out)  # a rank's own argument is written in place
     assert (shared == 0).all()  # what all were given is copied for each
-    tensors = nc.simulate(
-        kernel, torch.zeros(4, 3), nc.PerRank([torch.ones(4, 3)]), 2.0, target="trn2", ranks=1
-    )
+    given = torch.zeros(4, 3), nc.PerRank([torch.ones(4, 3)]), 2.0
+    tensors = nc.simulate(kernel, *given, target="trn2", ranks=1)
     assert torch.equal(tensors.outputs[0][0], torch.full((4, 3), 2.0))
 
 
@@ -48,12 +41,10 @@ def test_two_cores_of_a_rank_exchange_with_each_other_only():
     @nc.jit
     def kernel(x):
         me = nl.program_id(0)
-        mine, other = nl.ndarray((4, 6), x.dtype), nl.ndarray((4, 6), x.dtype)
-        nisa.dma_copy(mine, x[4 * me : 4 * me + 4])
+        mine, other, total = loaded(x[4 * me : 4 * me + 4]), new(4, 6), new(4, 6)
         for _ in range(1 + 2 * ncc.rank_id().value):  # ranks issue as many as they like
             nisa.sendrecv(mine, other, 1 - me, 1 - me, pipe_id=0)
             nisa.tensor_copy(mine, other)
-        total = nl.ndarray((4, 6), x.dtype)
         ncc.all_reduce([mine], [total], TWO, nl.add)
         out = nl.ndarray(x.shape, x.dtype, buffer=nl.shared_hbm)
         nisa.dma_copy(out[4 * me : 4 * me + 4], total)
@@ -70,18 +61,12 @@ def test_tensor_parallel_matmul_is_the_matmul():
     """Megatron's pair: w cut by rows, partial products summed over the ranks."""
     rng = np.random.default_rng(0)
     xt, w = (rng.integers(-4, 4, s).astype(np.float32) for s in ((256, 32), (256, 48)))
-    group = ncc.ReplicaGroup([[0, 1]])
 
-    @nc.jit
     def kernel(xt, w):
-        a, b = nl.ndarray(xt.shape, xt.dtype), nl.ndarray(w.shape, w.dtype)
-        nisa.dma_copy(a, xt)
-        nisa.dma_copy(b, w)
-        acc = nl.ndarray((32, 48), nl.float32, buffer=nl.psum)
-        nisa.nc_matmul(acc, a, b)
-        part, total = (nl.ndarray((32, 48), nl.float32) for _ in range(2))
+        acc, part, total = new(32, 48, buffer=nl.psum), new(32, 48), new(32, 48)
+        nisa.nc_matmul(acc, loaded(xt), loaded(w))
         nisa.tensor_copy(part, acc)
-        ncc.all_reduce([part], [total], group, nl.add)
+        ncc.all_reduce([part], [total], TWO, nl.add)
         return output(total)
 
     halves = nc.PerRank([xt[:128], xt[128:]]), nc.PerRank([w[:128], w[128:]])
@@ -118,8 +103,7 @@ def test_the_later_rank_holds_its_own_list_only():
 
     def call(srcs, dsts):
         if ncc.rank_id().value == 1:
-            tile = nl.ndarray((4, 6), nl.float32)
-            nisa.memset(tile, 0)
+            tile = zeros(4, 6)
             for _ in range(400):
                 nisa.tensor_scalar(tile, tile, nl.add, 1.0)
             nisa.dma_copy(srcs[0], tile)
@@ -150,17 +134,21 @@ def issue(name, *given, shapes=((4, 6), (4, 6)), memories=(nl.shared_hbm,) * 2, 
 
     def body():
         src, dst = (
-            nl.ndarray(s, d, buffer=m)
+            new(*s, dtype=d, buffer=m)
             for s, m, d in zip(shapes, memories, (nl.float32, dtype), strict=True)
         )
-        if src.buffer is not nl.psum:
-            zeros = src if src.buffer is nl.sbuf else nl.ndarray(src.shape, src.dtype)
-            nisa.memset(zeros, 0)
-            if src is not zeros:
-                nisa.dma_copy(src, zeros)
+        if src.buffer is nl.sbuf:
+            nisa.memset(src, 0)
+        elif src.buffer is not nl.psum:
+            nisa.dma_copy(src, zeros(*src.shape))
         getattr(ncc, name)([src] * times, [dst] * times, *given, **options)
 
     return body
+
+
+def issue_v(name, *shape):
+    """The same with metadata of a shape."""
+    return lambda: issue(name, TWO, new(*shape, dtype="uint32", buffer=nl.shared_hbm))()
 
 
 sb = (nl.sbuf, nl.sbuf)
@@ -206,10 +194,7 @@ REFUSED = [
     (issue("all_gather", TWO, 1, shapes=((4, 6), (4, 12))), "collective_dim must be 0"),
     (issue("all_gather", TWO, 2, shapes=((4, 6), (4, 12)), memories=sb), "must be 0 or 1"),
     (issue("all_gather", TWO, 0), "(4, 6) of 2 ranks makes [8, 6]".replace("(4, 6)", "")),
-    (
-        issue("all_gather", TWO, 1, shapes=((4, 2, 3), (4, 4, 3)), memories=sb),
-        "tiles in SBUF must have two dimensions",
-    ),
+    (issue("all_gather", TWO, 1, shapes=((4, 2, 3), (4, 4, 3)), memories=sb), "two dimensions"),
     (issue("reduce_scatter", TWO, 1, nl.add), "collective_dim must be 0"),
     (issue("all_to_all", TWO, 0, memories=sb), "srcs must be in private_hbm or shared_hbm"),
     (issue("all_to_all", TWO, 0, shapes=((3, 6), (3, 6))), "must divide into 2 parts"),
@@ -218,28 +203,15 @@ REFUSED = [
     (issue("collective_permute", [(0, 1, 1)]), "must be pairs of ranks"),
     (issue("collective_permute", [(0, 1), (1, 0)], times=2), "takes one tensor on each side"),
     (issue("collective_permute", [(0, 1), (1, 0)], shapes=((4, 6), (24,))), "have one shape"),
-    (
-        lambda: ncc.collective_permute_implicit([], [], TWO, [1]),
-        "channel_ids must be consecutive from 0, 2 at most",
-    ),
+    (lambda: ncc.collective_permute_implicit([], [], TWO, [1]),
+     "channel_ids must be consecutive from 0, 2 at most"),
     (lambda: ncc.collective_permute_implicit([[]], [[]], TWO), "one tensor for each of 1 channels"),
-    (
-        lambda: ncc.collective_permute_implicit_current_processing_rank_id(-1, TWO),
-        "iteration_id must be 0 or more",
-    ),
-    (
-        lambda: issue("all_gather_v", TWO, nl.ndarray((3, 2), nl.uint32, buffer=nl.shared_hbm))(),
-        "needs kernel[2] and lists of 4 ranks",
-    ),
-    (
-        lambda: issue("all_gather_v", TWO, nl.ndarray((2, 2), nl.uint32, buffer=nl.shared_hbm))(),
-        "must be contiguous [3, 2]",
-    ),
-    (
-        lambda: issue("all_to_all_v", TWO, nl.ndarray((3, 2), nl.uint32, buffer=nl.shared_hbm))(),
-        "all_to_all_v: it, within an instance, needs NeuronCore-v4",
-    ),
-]
+    (lambda: ncc.collective_permute_implicit_current_processing_rank_id(-1, TWO),
+     "iteration_id must be 0 or more"),
+    (issue_v("all_gather_v", 3, 2), "needs kernel[2] and lists of 4 ranks"),
+    (issue_v("all_gather_v", 2, 2), "must be contiguous [3, 2]"),
+    (issue_v("all_to_all_v", 3, 2), "all_to_all_v: it, within an instance, needs NeuronCore-v4"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("body", "text"), REFUSED)

@@ -1,6 +1,7 @@
 """Start times against times worked out by hand from the documented costs."""
 
 import pytest
+from profiled import psum
 
 import neuroncore as nc
 from neuroncore import isa as nisa
@@ -31,15 +32,15 @@ def filled(columns=512, dtype=nl.float32):
     return tile
 
 
+def load(x):
+    nisa.dma_copy(sbuf(x.shape[1], nl.bfloat16), x)
+
+
 def vector_ns(cycles, machine=TRN2):
     return machine.ns(Engine.VECTOR, cycles)
 
 
 def test_a_dma_takes_its_latency_and_its_rows():
-    @nc.jit
-    def load(x):
-        nisa.dma_copy(sbuf(2048, nl.bfloat16), x)
-
     for target, machine in MACHINES.items():
         core = placed(load, X, target=target)
         rows = 8 * 4096 / machine.dma_engine_gbps  # 8 partitions an engine, 4 KiB each
@@ -49,10 +50,9 @@ def test_a_dma_takes_its_latency_and_its_rows():
 
 @pytest.mark.parametrize(("row_bytes", "share"), [(256, 0.108), (1024, 0.423), (4096, 0.964)])
 def test_loads_of_one_queue_reach_what_the_published_curve_says(row_bytes, share):
-    @nc.jit
     def loads(x):
         for t in range(64):
-            nisa.dma_copy(sbuf(row_bytes // 2, nl.bfloat16), x[t])
+            load(x[t])
 
     core = placed(loads, nc.TensorSpec((64, 128, row_bytes // 2), nl.bfloat16))
     bytes_per_ns = 64 * 128 * row_bytes / (core.end[-1] - 1300)
@@ -61,11 +61,10 @@ def test_loads_of_one_queue_reach_what_the_published_curve_says(row_bytes, share
 
 @pytest.mark.parametrize("target", ["trn1", "trn2", "trn3"])
 def test_a_queue_starts_one_transfer_an_interval_and_queues_do_not_wait_for_each_other(target):
-    @nc.jit
     def loads(x, y):
         for t in range(3):
-            nisa.dma_copy(sbuf(64, nl.bfloat16), x[:, 64 * t : 64 * t + 64])
-            nisa.dma_copy(sbuf(64, nl.bfloat16), y[:, 64 * t : 64 * t + 64])
+            load(x[:, 64 * t : 64 * t + 64])
+            load(y[:, 64 * t : 64 * t + 64])
 
     interval = MACHINES[target].dma.interval_ns
     assert interval > 0
@@ -77,10 +76,9 @@ def test_a_queue_starts_one_transfer_an_interval_and_queues_do_not_wait_for_each
 
 
 def test_under_rows_a_queue_has_no_interval_and_short_runs_move_slowly():
-    @nc.jit
     def loads(x):
         for t in range(3):
-            nisa.dma_copy(sbuf(128, nl.bfloat16), x[:, 128 * t : 128 * t + 128])
+            load(x[:, 128 * t : 128 * t + 128])
 
     launch = nc.simulate(loads, X, target="trn1", mode="trace", dma_model="rows").profile
     (core,) = launch.schedule.cores
@@ -94,10 +92,6 @@ def test_under_rows_a_queue_has_no_interval_and_short_runs_move_slowly():
 
 def test_hbm_is_shared_by_the_cores_that_are_busy():
     def end_ns(target, cores):
-        @nc.jit
-        def load(x):
-            nisa.dma_copy(sbuf(2048, nl.bfloat16), x)
-
         run = nc.simulate(load, X, target=target, mode="trace", cores_busy=cores)
         return run.profile.schedule.time_ns - 1300
 
@@ -110,7 +104,6 @@ def test_hbm_is_shared_by_the_cores_that_are_busy():
 
 
 def test_four_partitions_use_one_dma_engine():
-    @nc.jit
     def load(x):
         nisa.dma_copy(nl.ndarray((4, 4096), dtype=nl.bfloat16), x)
 
@@ -121,10 +114,8 @@ def test_four_partitions_use_one_dma_engine():
 
 
 def test_an_engine_runs_in_order_and_results_take_their_latency():
-    @nc.jit
     def chain(x):
-        tile = filled()
-        other = filled()
+        tile, other = filled(), filled()
         nisa.tensor_scalar(tile, tile, nl.add, 1.0)
         nisa.tensor_scalar(other, other, nl.add, 1.0)
 
@@ -136,7 +127,6 @@ def test_an_engine_runs_in_order_and_results_take_their_latency():
 
 
 def test_a_dependent_chain_pays_the_latency_each_time():
-    @nc.jit
     def chain(x):
         tile = filled(1)
         for _ in range(4):
@@ -150,7 +140,6 @@ def test_a_dependent_chain_pays_the_latency_each_time():
 
 
 def test_a_table_is_loaded_where_the_function_changes_and_never_for_a_copy():
-    @nc.jit
     def functions(x, order):
         tile = filled(64)
         for op in order:
@@ -158,19 +147,14 @@ def test_a_table_is_loaded_where_the_function_changes_and_never_for_a_copy():
 
     def loads(*order):
         core = placed(functions, X, order)
-        spent = [
-            end - start
-            for end, start, record in zip(core.end, core.start, core.trace.records, strict=True)
-            if record[0].opcode == "activation"
-        ]
-        return [ns > 1300 for ns in spent]
+        spans = zip(core.opcodes, core.start, core.end, strict=True)
+        return [end - start > 1300 for name, start, end in spans if name == "activation"]
 
     assert loads(nl.exp, nl.exp, nl.copy, nl.exp) == [True, False, False, False]
     assert loads(nl.exp, nl.silu, nl.relu, nl.exp) == [True, True, False, True]
 
 
 def test_reads_of_what_is_written_elsewhere_do_not_wait():
-    @nc.jit
     def halves(x):
         tile = sbuf(2048, nl.bfloat16)
         nisa.dma_copy(tile[:, 0:1024], x[:, 0:1024])
@@ -186,7 +170,6 @@ def test_reads_of_what_is_written_elsewhere_do_not_wait():
 
 
 def test_an_overwrite_waits_for_the_readers():
-    @nc.jit
     def hoisted(x):
         tile, out = sbuf(2048, nl.bfloat16), sbuf(2048, nl.bfloat16)
         for _ in range(2):
@@ -201,7 +184,6 @@ def test_an_overwrite_waits_for_the_readers():
 def streamed(bytes_per_partition):
     """Load and use eight tiles of a size, each allocated in the loop."""
 
-    @nc.jit
     def stream(x):
         out = sbuf(64, nl.bfloat16)
         for _ in range(8):
@@ -231,10 +213,8 @@ def test_loads_ahead_leave_the_reserve_of_plans():
 
 
 def test_matmuls_take_their_columns_and_the_fitted_overhead():
-    @nc.jit
     def matmuls(x):
-        a, b = filled(128, nl.bfloat16), filled(512, nl.bfloat16)
-        acc = nl.ndarray((128, 512), dtype=nl.float32, buffer=nl.psum)
+        a, b, acc = filled(128, nl.bfloat16), filled(512, nl.bfloat16), psum()
         for _ in range(3):
             nisa.nc_matmul(acc, a, b)
 
@@ -245,11 +225,9 @@ def test_matmuls_take_their_columns_and_the_fitted_overhead():
 
 
 def test_with_stationary_reuse_only_a_new_stationary_operand_pays_the_overhead():
-    @nc.jit
     def matmuls(x):
         a, b = filled(128, nl.bfloat16), filled(512, nl.bfloat16)
-        first = nl.ndarray((128, 512), dtype=nl.float32, buffer=nl.psum)
-        second = nl.ndarray((128, 512), dtype=nl.float32, buffer=nl.psum)
+        first, second = psum(), psum()
         nisa.nc_matmul(first, a, b)
         nisa.nc_matmul(second, a, b)  # the same operand
         nisa.nc_matmul(first, a[:64], b[:64])  # a part of it
@@ -271,10 +249,9 @@ def test_the_overhead_is_what_the_two_kernels_were_measured_at():
 
 
 def test_tiled_matmuls_run_beside_each_other():
-    @nc.jit
     def columns(x, tiled):
         a, b = filled(32, nl.bfloat16), filled(512, nl.bfloat16)
-        acc = nl.ndarray((128, 512), dtype=nl.float32, buffer=nl.psum)
+        acc = psum()
         for j in range(4):
             part = acc[32 * j : 32 * j + 32, :]
             if tiled:
@@ -290,7 +267,6 @@ def test_tiled_matmuls_run_beside_each_other():
 
 
 def test_gen2_excludes_vector_and_gpsimd_from_each_other():
-    @nc.jit
     def both(x):
         nisa.memset(sbuf(), 1.0, engine=nisa.engine.vector)
         nisa.memset(sbuf(), 1.0, engine=nisa.engine.gpsimd)
@@ -302,11 +278,10 @@ def test_gen2_excludes_vector_and_gpsimd_from_each_other():
 
 
 def test_gen2_excludes_vector_and_scalar_on_psum_only():
-    @nc.jit
     def evict(x):
         a, b = filled(128, nl.bfloat16), filled(512, nl.bfloat16)
         for engine in ("vector", "scalar"):
-            acc = nl.ndarray((128, 512), dtype=nl.float32, buffer=nl.psum)
+            acc = psum()
             nisa.nc_matmul(acc, a, b)
             if engine == "vector":
                 nisa.tensor_copy(sbuf(), acc)
@@ -319,7 +294,6 @@ def test_gen2_excludes_vector_and_scalar_on_psum_only():
 
 
 def test_depends_on_makes_an_instruction_wait():
-    @nc.jit
     def ordered(x, wait):
         first = nisa.memset(sbuf(), 1.0, engine=nisa.engine.vector)
         second = nisa.memset(sbuf(), 1.0, engine=nisa.engine.gpsimd)
@@ -332,12 +306,10 @@ def test_depends_on_makes_an_instruction_wait():
 
 
 def test_hardware_descriptors_cost_600_ns_and_two_are_made_at_once():
-    @nc.jit
     def loads(x):
         for i in range(4):
-            nisa.dma_copy(
-                sbuf(64, nl.bfloat16), x[:, 64 * i : 64 * i + 64], dge_mode=nisa.dge_mode.hwdge
-            )
+            part, mode = x[:, 64 * i : 64 * i + 64], nisa.dge_mode.hwdge
+            nisa.dma_copy(sbuf(64, nl.bfloat16), part, dge_mode=mode)
 
     core = placed(loads, X)
     row = 8 * TRN2.dma_run_ns(128)
@@ -346,10 +318,9 @@ def test_hardware_descriptors_cost_600_ns_and_two_are_made_at_once():
 
 
 def test_a_second_model_needs_no_second_run():
-    @nc.jit
     def one(x):
         a, b = filled(128, nl.bfloat16), filled(512, nl.bfloat16)
-        nisa.nc_matmul(nl.ndarray((128, 512), dtype=nl.float32, buffer=nl.psum), a, b)
+        nisa.nc_matmul(psum(), a, b)
 
     profile = nc.simulate(one, X, target="trn2", mode="trace").profile
     again = schedule(profile.launch, "calibrated")
@@ -367,7 +338,6 @@ def test_room_is_never_handed_out_twice():
 
 
 def test_the_schedule_holds_no_more_than_there_is():
-    @nc.jit
     def sizes(x):
         out = sbuf(64, nl.bfloat16)
         for i in range(40):
@@ -377,16 +347,14 @@ def test_the_schedule_holds_no_more_than_there_is():
                 nisa.activation(out, nl.copy, tile[:, 0:64])
 
     for target in MACHINES:
-        run = nc.simulate(sizes, X, target=target, mode="trace")
-        sbuf_use = run.profile.sbuf
-        assert sbuf_use.scheduled <= sbuf_use.limit
+        use = nc.simulate(sizes, X, target=target, mode="trace").profile.sbuf
+        assert use.scheduled <= use.limit
 
 
 def test_a_tensor_that_its_last_instruction_names_twice_frees_its_room_once():
-    @nc.jit
     def in_place(x):
         for _ in range(4):
-            tile = nl.ndarray((128, 95_000), dtype=nl.bfloat16)  # most of SBUF
+            tile = sbuf(95_000, nl.bfloat16)  # most of SBUF
             nisa.dma_copy(tile, x)
             nisa.tensor_scalar(tile[:, :512], tile[:, :512], nl.multiply, 2.0)
         return x

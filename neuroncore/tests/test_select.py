@@ -1,57 +1,39 @@
 """Selections against plain statements of them, element by element."""
 
 import itertools
-import operator
-from typing import Any
 
 import numpy as np
-import pytest
-from hypothesis import given, settings
+from draws import either, few, memories, pick, seeds, steps
+from hypothesis import given
 from hypothesis import strategies as st
-from instruction_runs import Out, as_stored, call, refused, values
+from instruction_runs import Out, call, compute, new, refusals, refuses, zeros
+from samples import BINARY, as_stored, rows_of, values
 
 from neuroncore import isa as nisa
 from neuroncore import language as nl
-from neuroncore.hardware import Engine
 
-COMPARE: dict[str, Any] = {
-    "equal": operator.eq,
-    "less": operator.lt,
-    "less_equal": operator.le,
-    "greater": operator.gt,
-    "greater_equal": operator.ge,
-}
+COMPARE = ["equal", "less", "less_equal", "greater", "greater_equal"]
 COMMAND = nisa.reduce_cmd
 LOWEST = float(np.finfo(np.float32).min)
 
-seeds = st.integers(0, 2**32 - 1)
-steps = st.sampled_from([1, 2, 3])
-memories = st.sampled_from([nl.sbuf, nl.psum])
-dtypes = st.sampled_from(["float32", "bfloat16", "int32", "uint8"])
-few = settings(max_examples=20)
+dtypes = pick(["float32", "bfloat16", "int32", "uint8"])
+patterns = st.lists(st.tuples(st.integers(-9, 9), st.integers(1, 4)), min_size=1, max_size=4)
 
 
 @few
-@given(
-    seeds,
-    dtypes,
-    st.sampled_from(["uint8", "uint16", "uint32"]),
-    st.booleans(),
-    st.booleans(),
-    steps,
-)
+@given(seeds, dtypes, pick(["uint8", "uint16", "uint32"]), either, either, steps)
 def test_tensor_copy_predicated(seed, dtype, kind, reverse, tiled, step):
-    old, new = values(seed, (3, 2, 4), dtype), values(seed + 1, (3, 2, 4), dtype)
+    old, fresh = values(seed, (3, 2, 4), dtype), values(seed + 1, (3, 2, 4), dtype)
     predicate = np.random.default_rng(seed).integers(0, 3, (3, 8)).astype(kind)
 
     def body(dsts, srcs):
         nisa.tensor_copy_predicated(dsts[0], srcs[0] if tiled else 3, srcs[1], reverse)
 
-    done = call(body, new, predicate, outs=[Out(old.shape, dtype, old)], step=step)
+    done = call(body, fresh, predicate, outs=[Out(old.shape, dtype, old)], step=step)
     for place in itertools.product(range(3), range(2), range(4)):
         p, i, j = place
         chosen = bool(predicate[p, 4 * i + j]) != reverse
-        expected = (new[place] if tiled else 3) if chosen else old[place]
+        expected = (fresh[place] if tiled else 3) if chosen else old[place]
         assert done.output[place] == expected
 
 
@@ -60,39 +42,6 @@ def test_tensor_copy_predicated_is_bit_exact():
     ones, old = np.ones((1, 4), np.uint8), Out((1, 4), "int32", np.zeros_like(odd))
     done = call(lambda d, s: nisa.tensor_copy_predicated(d[0], s[0], s[1]), odd, ones, outs=[old])
     assert done.output.tolist() == odd.tolist()
-
-
-PREDICATED: list[tuple[Any, ...]] = [
-    ("float32", "int8", (2, 3), nl.sbuf, "predicate must be uint8, uint16, uint32"),
-    ("bfloat16", "uint8", (2, 3), nl.sbuf, "must have one dtype"),
-    ("float32", "uint8", (2, 4), nl.sbuf, "elements per partition differ"),
-    ("float32", "uint8", (3, 3), nl.sbuf, "partition counts differ"),
-    ("float32", "uint8", (2, 3), nl.psum, "both inputs are in PSUM"),
-]
-
-
-@pytest.mark.parametrize(("dtype", "kind", "shape", "memory", "text"), PREDICATED)
-def test_tensor_copy_predicated_refuses(dtype, kind, shape, memory, text):
-    with refused(text):
-        call(
-            lambda d, s: nisa.tensor_copy_predicated(d[0], s[0], s[1]),
-            values(0, (2, 3), dtype),
-            values(0, shape, kind),
-            outs=[Out((2, 3), "float32", values(1, (2, 3)))],
-            memory=memory,
-        )
-
-
-def test_tensor_copy_predicated_keeps_what_must_exist():
-    with refused("of which no element was ever written"):
-        call(
-            lambda d, s: nisa.tensor_copy_predicated(d[0], 1.0, s[0]),
-            values(0, (2, 3), "uint8"),
-            outs=[Out((2, 3))],
-        )
-
-
-patterns = st.lists(st.tuples(st.integers(-9, 9), st.integers(1, 4)), min_size=1, max_size=4)
 
 
 def affine(pattern, offset: int, channel: int, partitions: int) -> list[list[int]]:
@@ -111,110 +60,61 @@ def affine(pattern, offset: int, channel: int, partitions: int) -> list[list[int
 @given(patterns, st.integers(-99, 99), st.integers(-9, 9), dtypes, steps)
 def test_iota(pattern, offset, channel, dtype, step):
     expected = affine(pattern, offset, channel, 5)
-    size = len(expected[0])
-    done = call(
-        lambda d, s: nisa.iota(d[0], [list(p) for p in pattern], offset, channel),
-        outs=[Out((5, size), dtype)],
-        step=step,
-    )
-    np.testing.assert_array_equal(done.output, as_stored(expected, dtype))
+
+    def body(dst):
+        nisa.iota(dst, [list(p) for p in pattern], offset, channel)
+
+    got = compute(body, (5, len(expected[0])), dtype, step=step)
+    np.testing.assert_array_equal(got, as_stored(expected, dtype))
 
 
 def test_iota_computes_in_int32_and_saturates():
-    done = call(lambda d, s: nisa.iota(d[0], [[150, 3]], -1), outs=[Out((1, 3), "uint8")])
-    assert done.output.tolist() == [[0, 149, 255]]
-
-    def body(dsts, srcs):
-        nisa.iota(dsts[0], [[2**24 + 1, 3]], offset=2**31 - 1)
-
-    expected = [2**31 - 1, 2**24 - 2**31, 2**25 + 1 - 2**31]
-    assert call(body, outs=[Out((1, 3), "int32")]).output.tolist() == [expected]
-
-
-@pytest.mark.parametrize(
-    ("pattern", "options", "memory", "text"),
-    [
-        ([[1, 4]], {}, nl.sbuf, "has 4 elements and dst 6 per partition"),
-        ([], {}, nl.sbuf, "pattern is one to four [step, count] pairs"),
-        ([[1, 1]] * 4 + [[1, 6]], {}, nl.sbuf, "pattern is one to four [step, count] pairs"),
-        ([[1, 6]], {"offset": 2**31}, nl.sbuf, "offset must be an int32"),
-        ([[1, 6]], {"channel_multiplier": 0.5}, nl.sbuf, "channel_multiplier must be an int32"),
-        ([[1, 6]], {}, nl.psum, "dst must be in sbuf"),
-    ],
-)
-def test_iota_refuses(pattern, options, memory, text):
-    with refused(text):
-        call(lambda d, s: nisa.iota(d[0], pattern, **options), outs=[Out((2, 6))], memory=memory)
+    assert compute(lambda d: nisa.iota(d, [[150, 3]], -1), (1, 3), "uint8").tolist() == [
+        [0, 149, 255]
+    ]
+    got = compute(lambda d: nisa.iota(d, [[2**24 + 1, 3]], offset=2**31 - 1), (1, 3), "int32")
+    assert got.tolist() == [[2**31 - 1, 2**24 - 2**31, 2**25 + 1 - 2**31]]
 
 
 @few
 @given(
-    patterns,
-    st.integers(-9, 9),
-    st.integers(-4, 4),
-    st.sampled_from([*COMPARE, "not_equal"]),
-    dtypes,
-    dtypes,
+    patterns, st.integers(-9, 9), st.integers(-4, 4), pick([*COMPARE, "not_equal"]), dtypes, dtypes,
     steps,
-)
+)  # fmt: skip
 def test_affine_select(pattern, offset, channel, compare, source, target, step):
     places = affine(pattern, offset, channel, 3)
     x = values(offset + 9, (3, len(places[0])), source)
 
-    def body(dsts, srcs):
+    def body(dst, src):
         op = getattr(nl, compare)
-        nisa.affine_select(dsts[0], pattern, channel, srcs[0], -2.5, cmp_op=op, offset=offset)
+        nisa.affine_select(dst, pattern, channel, src, -2.5, cmp_op=op, offset=offset)
 
-    done = call(body, x, outs=[Out(x.shape, target)], step=step)
-    test = {**COMPARE, "not_equal": operator.ne}[compare]
-    expected = [
-        [v if test(a, 0) else -2.5 for v, a in zip(row, line, strict=True)]
-        for row, line in zip(x.astype(np.float64).tolist(), places, strict=True)
-    ]
-    np.testing.assert_array_equal(done.output, as_stored(expected, target))
+    got = compute(body, x.shape, target, x, step=step)
+    expected = np.where(BINARY[compare](np.array(places), 0), x.astype(np.float64), -2.5)
+    np.testing.assert_array_equal(got, as_stored(expected, target))
 
 
 def test_affine_select_makes_a_causal_mask():
     x = values(0, (6, 6))
 
-    def body(dsts, srcs):
-        nisa.affine_select(dsts[0], [[-1, 6]], 1, srcs[0], -9999.0, cmp_op=nl.greater_equal)
+    def body(dst, src):
+        nisa.affine_select(dst, [[-1, 6]], 1, src, -9999.0, cmp_op=nl.greater_equal)
 
     expected = np.where(np.tri(6) != 0, x, np.float32(-9999))
-    np.testing.assert_array_equal(call(body, x, outs=[Out((6, 6))]).output, expected)
+    np.testing.assert_array_equal(compute(body, (6, 6), "float32", x), expected)
 
 
-@pytest.mark.parametrize(
-    ("options", "memory", "text"),
-    [
-        ({"cmp_op": nl.add}, nl.sbuf, "cmp_op must be one of nl.equal"),
-        ({"pattern": [[1, 5]]}, nl.sbuf, "has 5 elements and dst 6 per partition"),
-        ({"on_false_value": None}, nl.sbuf, "on_false_value must be a number"),
-        ({"offset": 1.5}, nl.sbuf, "offset must be an int32"),
-        ({}, nl.psum, "dst must be in sbuf"),
-    ],
-)
-def test_affine_select_refuses(options, memory, text):
-    given = {"pattern": [[1, 6]], "channel_multiplier": 1, "on_false_value": 0.0, **options}
-    with refused(text):
-        call(
-            lambda d, s: nisa.affine_select(d[0], on_true_tile=s[0], **given),
-            values(0, (2, 6)),
-            outs=[Out((2, 6))],
-            memory=memory,
-        )
+def ranges(start, bounds, op0, op1):
+    """Where `start` plus the place, of 8, is within the bounds [2][P, 1]."""
+    places = start + np.arange(8)[None]
+    return BINARY[op0](places, bounds[0]) & BINARY[op1](places, bounds[1])
 
 
 @few
 @given(
-    seeds,
-    st.sampled_from(list(COMPARE)),
-    st.sampled_from(list(COMPARE)),
-    st.integers(-5, 5),
-    st.sampled_from(["float32", "bfloat16"]),
-    memories,
-    steps,
-)
+    seeds, pick(COMPARE), pick(COMPARE), st.integers(-5, 5),
+    pick(["float32", "bfloat16"]), memories, steps,
+)  # fmt: skip
 def test_range_select(seed, op0, op1, start, dtype, memory, step):
     x = values(seed, (3, 2, 4), dtype)
     bounds = np.random.default_rng(seed).integers(-6, 12, (2, 3, 1)).astype(np.float32)
@@ -226,20 +126,10 @@ def test_range_select(seed, op0, op1, start, dtype, memory, step):
         )
 
     outs = [Out((3, 8), dtype), Out((3, 1))]
-    done = call(body, x, bounds[0], bounds[1], outs=outs, memory=memory, step=step)
-    rows = [
-        [
-            v if COMPARE[op0](start + i, low) and COMPARE[op1](start + i, high) else LOWEST
-            for i, v in enumerate(row)
-        ]
-        for row, low, high in zip(
-            x.reshape(3, 8).astype(np.float64).tolist(),
-            *[b[:, 0].tolist() for b in bounds],
-            strict=True,
-        )
-    ]
+    done = call(body, x, *bounds, outs=outs, memory=memory, step=step)
+    rows = np.where(ranges(start, bounds, op0, op1), np.array(rows_of(x)), LOWEST)
     np.testing.assert_array_equal(done.outputs[0], as_stored(rows, dtype))
-    np.testing.assert_array_equal(done.outputs[1], [[max(row)] for row in rows])
+    np.testing.assert_array_equal(done.outputs[1], rows.max(1, keepdims=True))
 
 
 def test_range_select_goes_on_with_the_maximum():
@@ -255,72 +145,23 @@ def test_range_select_goes_on_with_the_maximum():
     np.testing.assert_array_equal(done.outputs[1], x.max(1, keepdims=True))
 
 
-RANGES: list[tuple[str, dict[str, Any], str, str, str]] = [
-    ("trn1", {}, "float32", "float32", "range_select: it needs NeuronCore-v3"),
-    ("trn2", {"comp_op0": nl.not_equal}, "float32", "float32", "comp_op0 must be one of nl.equal"),
-    ("trn2", {"comp_op1": nl.maximum}, "float32", "float32", "comp_op1 must be one of nl.equal"),
-    ("trn2", {"reduce_op": nl.add}, "float32", "float32", "nl.add does not reduce; use nl.maximum"),
-    ("trn2", {"on_false_value": 0.0}, "float32", "float32", "on_false_value must be -3.40282346"),
-    ("trn2", {"range_start": 2**24}, "float32", "float32", "must be ints within 2**24"),
-    ("trn2", {"range_start": 0.5}, "float32", "float32", "must be ints within 2**24"),
-    ("trn2", {"reduce_cmd": COMMAND.load_reduce}, "float32", "float32", "reduce_cmd must be one"),
-    ("trn2", {"reduce_cmd": COMMAND.idle}, "float32", "float32", "reduce_cmd.idle is undefined"),
-    ("trn2", {}, "int32", "float32", "on_true_tile must be of a float type"),
-    ("trn2", {}, "float32", "bfloat16", "a scalar operand must be float32"),
-]
-
-
-@pytest.mark.parametrize(("target", "options", "dtype", "bound", "text"), RANGES)
-def test_range_select_refuses(target, options, dtype, bound, text):
-    given = {"comp_op0": nl.less, "comp_op1": nl.less, **options}
-    with refused(text):
-        call(
-            lambda d, s: nisa.range_select(
-                d[0], s[0], bound0=s[1], bound1=s[1], reduce_res=d[1], **given
-            ),
-            values(0, (2, 3), dtype),
-            values(0, (2, 1), bound),
-            outs=[Out((2, 3)), Out((2, 1))],
-            target=target,
-        )
-
-
 @few
 @given(
-    seeds,
-    st.sampled_from(["float32", "bfloat16", "int16"]),
-    st.sampled_from(["int8", "uint8", "int16", "uint16"]),
-    st.booleans(),
-    st.booleans(),
-    steps,
-)
+    seeds, pick(["float32", "bfloat16", "int16"]), pick(["int8", "uint8", "int16", "uint16"]),
+    either, either, steps,
+)  # fmt: skip
 def test_select_reduce(seed, dtype, kind, reverse, tiled, step):
     x, other = values(seed, (3, 5), dtype), values(seed + 1, (3, 1))
     predicate = np.random.default_rng(seed).integers(0, 3, (3, 5)).astype(kind)
 
     def body(dsts, srcs):
-        nisa.select_reduce(
-            dsts[0],
-            srcs[1],
-            srcs[0],
-            srcs[2] if tiled else -1.5,
-            dsts[1],
-            COMMAND.reset_reduce,
-            reverse_pred=reverse,
-        )
+        where = (dsts[0], srcs[1], srcs[0], srcs[2] if tiled else -1.5)
+        nisa.select_reduce(*where, dsts[1], COMMAND.reset_reduce, reverse_pred=reverse)
 
     done = call(body, x, predicate, other, outs=[Out((3, 5)), Out((3, 1))], step=step)
-    rows = [
-        [
-            float(x[p, i])
-            if bool(predicate[p, i]) != reverse
-            else float(other[p, 0] if tiled else -1.5)
-            for i in range(5)
-        ]
-        for p in range(3)
-    ]
-    assert done.outputs[0].tolist() == rows
-    assert done.outputs[1].tolist() == [[max(row)] for row in rows]
+    rows = np.where((predicate != 0) != reverse, x.astype(np.float32), other if tiled else -1.5)
+    assert done.outputs[0].tolist() == rows.tolist()
+    assert done.outputs[1].tolist() == rows.max(1, keepdims=True).tolist()
 
 
 def test_idle_leaves_the_accumulators_undefined():
@@ -334,67 +175,75 @@ def test_idle_leaves_the_accumulators_undefined():
     assert np.isnan(done.outputs[1]).all()
 
 
-SELECTS: list[tuple[str, dict[str, Any], str, str, Any, str]] = [
-    ("trn1", {}, "float32", "uint8", nl.sbuf, "select_reduce: it needs NeuronCore-v3"),
-    ("trn2", {"reduce_op": nl.add}, "float32", "uint8", nl.sbuf, "nl.add does not reduce"),
-    ("trn2", {"reduce_cmd": COMMAND.reset}, "float32", "uint8", nl.sbuf, "reduce_cmd must be one"),
-    ("trn2", {"on_false": None}, "float32", "uint8", nl.sbuf, "on_false must be a number"),
-    ("trn2", {}, "int32", "uint8", nl.sbuf, "on_true must not be tfloat32, int32, uint32"),
-    ("trn2", {}, "float32", "uint32", nl.sbuf, "predicate must be int8, uint8, int16, uint16"),
-    ("trn2", {}, "float32", "uint8", nl.psum, "both inputs are in PSUM"),
-    ("trn2", {"reduce_res": "idle"}, "float32", "uint8", nl.sbuf, "reduce_cmd.idle is undefined"),
-    ("trn2", {"reduce_res": "int"}, "float32", "uint8", nl.sbuf, "reduce_res must be of a float"),
-]
+def predicated(dtype="float32", kind="uint8", shape=(2, 3), memory=nl.sbuf):
+    tiles = zeros(2, 3, buffer=memory), zeros(2, 3, dtype=dtype, buffer=memory)
+    nisa.tensor_copy_predicated(*tiles, zeros(*shape, dtype=kind, buffer=memory))
 
 
-@pytest.mark.parametrize(("target", "options", "dtype", "kind", "memory", "text"), SELECTS)
-def test_select_reduce_refuses(target, options, dtype, kind, memory, text):
-    def body(dsts, srcs):
-        given = {"on_false": 0.0, **options}
-        if given.get("reduce_res") == "int":
-            given |= {"reduce_res": dsts[2], "reduce_cmd": COMMAND.reset_reduce}
-        elif "reduce_res" in given:
-            given["reduce_res"] = dsts[1]
-        nisa.select_reduce(dsts[0], srcs[1], srcs[0], **given)
-
-    outs = [Out((2, 3)), Out((2, 1)), Out((2, 1), "int32")]
-    with refused(text):
-        call(
-            body,
-            values(0, (2, 3), dtype),
-            values(0, (2, 3), kind),
-            outs=outs,
-            target=target,
-            memory=memory,
-        )
+def iota(pattern=((1, 6),), memory=nl.sbuf, **options):
+    nisa.iota(new(2, 6, buffer=memory), [list(p) for p in pattern], **options)
 
 
-SIZE = 256
-COSTS: list[tuple[str, Any, Any, Engine, float]] = [
-    ("copy", lambda d, s: nisa.tensor_copy_predicated(d[0], 0, s[1]), nl.sbuf, Engine.VECTOR, 512),
-    ("psum", lambda d, s: nisa.tensor_copy_predicated(d[0], 0, s[1]), nl.psum, Engine.VECTOR, 256),
-    ("iota", lambda d, s: nisa.iota(d[0], [[1, SIZE]]), nl.sbuf, Engine.GPSIMD, 150 + SIZE),
-    ("affine", lambda d, s: nisa.affine_select(d[0], [[1, SIZE]], 1, s[0], 0.0), nl.sbuf,
-     Engine.GPSIMD, 150 + SIZE),
-    ("range", lambda d, s: nisa.range_select(d[0], s[0], nl.less, nl.less, s[2], s[2]), nl.sbuf,
-     Engine.VECTOR, SIZE),
-    ("sel", lambda d, s: nisa.select_reduce(d[0], s[1], s[0], 0.0), nl.sbuf, Engine.VECTOR, SIZE),
-]  # fmt: skip
+def affine_select(memory=nl.sbuf, pattern=((1, 6),), **options):
+    tiles = {"dst": new(2, 6, buffer=memory), "on_true_tile": zeros(2, 6, buffer=memory)}
+    given = {"channel_multiplier": 1, "on_false_value": 0.0, **options}
+    nisa.affine_select(**tiles, pattern=[list(p) for p in pattern], **given)
 
 
-@pytest.mark.parametrize(
-    ("body", "memory", "engine", "cycles"), [c[1:] for c in COSTS], ids=[c[0] for c in COSTS]
-)
-def test_engines_and_costs_in_trace_mode(body, memory, engine, cycles):
-    x = values(0, (2, SIZE))
-    done = call(
-        body,
-        x,
-        values(0, x.shape, "uint8"),
-        values(0, (2, 1)),
-        outs=[Out(x.shape, "float32", x)],
-        memory=memory,
-        mode="trace",
-    )
-    assert [(f.engine, f.cycles) for f in done.templates] == [(engine, cycles)]
-    assert done.output.shape == x.shape
+def range_select(dtype="float32", bound="float32", **options):
+    given = {"comp_op0": nl.less, "comp_op1": nl.less, **options}
+    bounds = {name: zeros(2, 1, dtype=bound) for name in ("bound0", "bound1")}
+    tiles = new(2, 3), zeros(2, 3, dtype=dtype)
+    nisa.range_select(*tiles, **bounds, reduce_res=new(2, 1), **given)
+
+
+def select_reduce(dtype="float32", kind="uint8", memory=nl.sbuf, result=None, **options):
+    if result:
+        options["reduce_res"] = new(2, 1, dtype=result)
+    x, predicate = (zeros(2, 3, dtype=d, buffer=memory) for d in (dtype, kind))
+    nisa.select_reduce(new(2, 3, buffer=memory), predicate, x, **{"on_false": 0.0, **options})
+
+
+@refusals(
+    ("predicate must be uint8, uint16, uint32", lambda: predicated(kind="int8")),
+    ("must have one dtype", lambda: predicated("bfloat16")),
+    ("elements per partition differ", lambda: predicated(shape=(2, 4))),
+    ("partition counts differ", lambda: predicated(shape=(3, 3))),
+    ("both inputs are in PSUM", lambda: predicated(memory=nl.psum)),
+    ("of which no element was ever written",
+     lambda: nisa.tensor_copy_predicated(new(2, 3), 1.0, zeros(2, 3, dtype="uint8"))),
+    ("has 4 elements and dst 6 per partition", lambda: iota([(1, 4)])),
+    ("pattern is one to four [step, count] pairs", lambda: iota([])),
+    ("pattern is one to four [step, count] pairs", lambda: iota([(1, 1)] * 4 + [(1, 6)])),
+    ("offset must be an int32", lambda: iota(offset=2**31)),
+    ("channel_multiplier must be an int32", lambda: iota(channel_multiplier=0.5)),
+    ("iota: dst must be in sbuf", lambda: iota(memory=nl.psum)),
+    ("cmp_op must be one of nl.equal", lambda: affine_select(cmp_op=nl.add)),
+    ("has 5 elements and dst 6 per partition", lambda: affine_select(pattern=[(1, 5)])),
+    ("on_false_value must be a number", lambda: affine_select(on_false_value=None)),
+    ("offset must be an int32", lambda: affine_select(offset=1.5)),
+    ("affine_select: dst must be in sbuf", lambda: affine_select(nl.psum)),
+    ("range_select: it needs NeuronCore-v3", range_select, "trn1"),
+    ("comp_op0 must be one of nl.equal", lambda: range_select(comp_op0=nl.not_equal)),
+    ("comp_op1 must be one of nl.equal", lambda: range_select(comp_op1=nl.maximum)),
+    ("nl.add does not reduce; use nl.maximum", lambda: range_select(reduce_op=nl.add)),
+    ("on_false_value must be -3.40282346", lambda: range_select(on_false_value=0.0)),
+    ("must be ints within 2**24", lambda: range_select(range_start=2**24)),
+    ("must be ints within 2**24", lambda: range_select(range_start=0.5)),
+    ("reduce_cmd must be one", lambda: range_select(reduce_cmd=COMMAND.load_reduce)),
+    ("reduce_cmd.idle is undefined", lambda: range_select(reduce_cmd=COMMAND.idle)),
+    ("on_true_tile must be of a float type", lambda: range_select("int32")),
+    ("a scalar operand must be float32", lambda: range_select(bound="bfloat16")),
+    ("select_reduce: it needs NeuronCore-v3", select_reduce, "trn1"),
+    ("nl.add does not reduce", lambda: select_reduce(reduce_op=nl.add)),
+    ("reduce_cmd must be one", lambda: select_reduce(reduce_cmd=COMMAND.reset)),
+    ("on_false must be a number", lambda: select_reduce(on_false=None)),
+    ("on_true must not be tfloat32, int32, uint32", lambda: select_reduce("int32")),
+    ("predicate must be int8, uint8, int16, uint16", lambda: select_reduce(kind="uint32")),
+    ("both inputs are in PSUM", lambda: select_reduce(memory=nl.psum)),
+    ("reduce_cmd.idle is undefined", lambda: select_reduce(result="float32")),
+    ("reduce_res must be of a float",
+     lambda: select_reduce(result="int32", reduce_cmd=COMMAND.reset_reduce)),
+)  # fmt: skip
+def test_what_is_refused(text, body, target):
+    refuses(text, body, target=target)

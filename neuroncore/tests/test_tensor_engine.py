@@ -3,23 +3,11 @@
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from draws import few, pick, seeds
+from hypothesis import given
 from hypothesis import strategies as st
-from instruction_runs import (
-    FLOATS,
-    TARGETS,
-    bf16,
-    compute,
-    data,
-    equal,
-    loaded,
-    noted,
-    refuses,
-    run,
-    seeds,
-    stored,
-    wide,
-)
+from instruction_runs import compute, loaded, new, noted, refusals, refuses, run, stored, zeros
+from samples import FLOATS, TARGETS, bf16, data, equal, wide
 
 import neuroncore.isa as nisa
 import neuroncore.language as nl
@@ -40,28 +28,23 @@ def product(a, b):
     return wide(a).reshape(len(a), -1).T @ wide(b).reshape(len(b), -1)
 
 
-@settings(max_examples=20, deadline=None)
+@few
 @given(
     k=st.integers(1, 128), m=st.integers(1, 128), n=st.integers(1, 512),
-    dtypes=st.tuples(st.sampled_from(FLOATS), st.sampled_from(FLOATS)),
-    target=st.sampled_from(TARGETS), seed=seeds,
+    dtypes=st.tuples(pick(FLOATS), pick(FLOATS)), target=pick(TARGETS), seed=seeds,
 )  # fmt: skip
 def test_matmul(k, m, n, dtypes, target, seed):
     if (dtypes[0] in WIDE) != (dtypes[1] in WIDE):
         dtypes = (dtypes[0], dtypes[0])
     a, b = data((k, m), dtypes[0], seed), data((k, n), dtypes[1], seed + 1)
-    close(
-        compute(nisa.nc_matmul, (m, n), nl.float32, a, b, target=target, into=nl.psum),
-        product(a, b),
-        k,
-    )
+    got = compute(nisa.nc_matmul, (m, n), nl.float32, a, b, target=target, into=nl.psum)
+    close(got, product(a, b), k)
 
 
-@settings(max_examples=20, deadline=None)
+@few
 @given(
-    tiles=st.integers(1, 4), mode=st.sampled_from(["none", "flag", "mixed"]),
-    target=st.sampled_from(TARGETS), seed=seeds,
-)  # fmt: skip
+    tiles=st.integers(1, 4), mode=pick(["none", "flag", "mixed"]), target=pick(TARGETS), seed=seeds
+)
 def test_accumulation_over_tiles_of_k(tiles, mode, target, seed):
     a, b = data((tiles * 32, 16), bf16, seed), data((tiles * 32, 24), bf16, seed + 1)
 
@@ -94,12 +77,8 @@ def test_accumulate_false_overwrites_and_none_goes_on_adding():
         close(got, times * product(a, b), 24)
 
 
-@settings(max_examples=20, deadline=None)
-@given(
-    st.lists(
-        st.tuples(st.integers(0, 20), st.integers(1, 12), st.integers(1, 3)), min_size=1, max_size=5
-    )
-)
+@few
+@given(st.lists(st.tuples(*map(st.integers, (0, 1, 1), (20, 12, 3))), min_size=1, max_size=5))
 def test_overlapping_regions_add_where_a_matmul_wrote(regions):
     a, b = data((8, 4), bf16), data((8, 12), bf16, 1)
     expected, written = np.zeros((4, 64)), np.zeros(64, bool)
@@ -113,34 +92,26 @@ def test_overlapping_regions_add_where_a_matmul_wrote(regions):
         acc = nl.ndarray((4, 64), nl.float32, nl.psum)
         for start, count, step in regions:
             nisa.nc_matmul(acc[:, start : start + count * step - step + 1 : step], x, y[:, :count])
-        out = nl.ndarray((4, 64), nl.float32, nl.shared_hbm)
         kept = nl.zeros((4, 64), nl.float32)
         for at in np.flatnonzero(written).tolist():
             nisa.tensor_copy(kept[:, at : at + 1], acc[:, at : at + 1])
-        nisa.dma_copy(out, kept)
-        return out
+        return stored(kept)
 
     close(run(kernel, a, b), expected, 40)
 
 
-def test_memset_does_not_begin_an_accumulation():
+@pytest.mark.parametrize("again", [False, True])
+def test_memset_does_not_begin_an_accumulation(again):
     a, b = data((8, 4), bf16), data((8, 6), bf16, 1)
 
     def body(dst, x, y):
+        if again:
+            nisa.nc_matmul(dst, x, y)
         nisa.memset(dst, 5.0)
         nisa.nc_matmul(dst, x, y)
 
-    overwrites = noted(r"accumulate=None overwrites .*, which memset wrote at line \d+; .*give acc")
-    with overwrites:
+    with noted(r"accumulate=None overwrites .*, which memset wrote at line \d+; .*give acc"):
         close(compute(body, (4, 6), nl.float32, a, b, into=nl.psum), product(a, b), 8)
-
-    def again(dst, x, y):
-        nisa.nc_matmul(dst, x, y)
-        nisa.memset(dst, 5.0)
-        nisa.nc_matmul(dst, x, y)
-
-    with overwrites:
-        close(compute(again, (4, 6), nl.float32, a, b, into=nl.psum), product(a, b), 8)
 
 
 @pytest.mark.parametrize("target", ["trn2", "trn3"])
@@ -227,111 +198,61 @@ def test_onezero_is_a_hint(flag):
 
 
 @pytest.mark.parametrize("dtype", [nl.float32, nl.bfloat16, nl.float16])
-@pytest.mark.parametrize("target", ["trn2", "trn3"])
-def test_is_transpose_moves_bits(dtype, target):
+@pytest.mark.parametrize("target", TARGETS)
+def test_is_transpose_moves_bits_and_on_trn1_is_a_matmul(dtype, target):
     a = data((64, 32), dtype)
-    a[3, 5], a[7, 0], a[60, 31] = np.nan, np.inf, -np.inf
 
     def body(dst, x):
         nisa.nc_matmul(dst, x, nl.shared_identity_matrix(64, dtype), is_transpose=True)
 
-    equal(compute(body, (32, 64), dtype, a, target=target, into=nl.psum), a.T)
+    if target == "trn1":
+        close(compute(body, (32, 64), nl.float32, a, target=target, into=nl.psum), wide(a).T, 1)
+    else:
+        a[3, 5], a[7, 0], a[60, 31] = np.nan, np.inf, -np.inf
+        equal(compute(body, (32, 64), dtype, a, target=target, into=nl.psum), a.T)
 
 
-def test_is_transpose_on_trn1_is_a_matmul():
-    a = data((64, 32), bf16)
-
-    def body(dst, x):
-        nisa.nc_matmul(dst, x, nl.shared_identity_matrix(64, nl.bfloat16), is_transpose=True)
-
-    close(compute(body, (32, 64), nl.float32, a, target="trn1", into=nl.psum), wide(a).T, 1)
+F, B, E4, FN = nl.float32, nl.bfloat16, nl.float8_e4m3, nl.float8_e4m3fn
 
 
-def _mm(dst, a, b, **options):
-    """A matmul of fresh tiles, each (shape, dtype) or (shape, dtype, memory)."""
-
-    def kernel():
-        tiles = []
-        for shape, dtype, *memory in (dst, a, b):
-            tile = nl.ndarray(shape, dtype, *(memory or [nl.psum if not tiles else nl.sbuf]))
-            tiles.append(tile)
-        for tile in tiles[1:]:
-            nisa.memset(tile, 0)
-        nisa.nc_matmul(*tiles, **options)
-
-    return kernel
+def mm(dst=(8, 8), a=(32, 8), b=(32, 8), out=F, left=B, right=B, into=nl.psum, **options):
+    nisa.nc_matmul(
+        new(*dst, dtype=out, buffer=into), zeros(*a, dtype=left), zeros(*b, dtype=right), **options
+    )
 
 
-F, B, E4 = nl.float32, nl.bfloat16, nl.float8_e4m3
-FN = nl.float8_e4m3fn
-GOOD = ((8, 8), F), ((32, 8), B), ((32, 8), B)
+def eights(**options):
+    mm(a=(32, 2, 8), b=(32, 2, 8), left=E4, right=E4, perf_mode=double_row, **options)
 
 
-@pytest.mark.parametrize(
-    ("target", "match", "dst", "a", "b", "options"),
-    [
-        ("trn2", "stationary has 32 and moving 64", *GOOD[:2], ((64, 8), B), {}),
-        ("trn2", "free size 129 exceeds 128", GOOD[0], ((32, 129), B), GOOD[2], {}),
-        ("trn2", "513 exceeds 512 on trn2", ((8, 513), F), GOOD[1], ((32, 513), B), {}),
-        ("trn3", "4097 exceeds 4096 on trn3", ((8, 4096), F), GOOD[1], ((32, 4097), B), {}),
-        ("trn2", "dst must be [8, 8]", ((8, 9), F), *GOOD[1:], {}),
-        ("trn2", "dst must be float32 on trn2", ((8, 8), B), *GOOD[1:], {}),
-        ("trn1", "dst must be float32 on trn1", ((8, 8), B), *GOOD[1:], {}),
-        ("trn3", "dst must be float32, bfloat16", ((8, 8), nl.float16), *GOOD[1:], {}),
-        ("trn2", "stationary must be .*is int8", GOOD[0], ((32, 8), nl.int8), GOOD[2], {}),
-        ("trn2", "float32 pairs only with float32", GOOD[0], ((32, 8), F), GOOD[2], {}),
-        ("trn2", "float8_e4m3fn needs NeuronCore-v4", GOOD[0], ((32, 8), FN), GOOD[2], {}),
-        ("trn3", "cannot be mixed", GOOD[0], ((32, 8), FN), ((32, 8), E4), {}),
-        ("trn2", "dst must be in psum", ((8, 8), F, nl.sbuf), *GOOD[1:], {}),
-        ("trn2", "moving must be in sbuf", *GOOD[:2], ((32, 8), B, nl.psum), {}),
-        ("trn2", "accumulate=True on .*no matmul wrote", *GOOD, {"accumulate": True}),
-        ("trn1", "double_row needs NeuronCore-v3", *GOOD, {"perf_mode": double_row}),
-        ("trn2", "double_row stationary must be float8", *GOOD, {"perf_mode": double_row}),
-        (
-            "trn2",
-            "must be [K, 2, free]",
-            GOOD[0],
-            ((32, 16), E4),
-            ((32, 16), E4),
-            {"perf_mode": double_row},
-        ),
-        ("trn2", "set tile_position and tile_size both", *GOOD, {"tile_size": (32, 32)}),
-        (
-            "trn1",
-            "must be of [64, 128]",
-            *GOOD,
-            {"tile_position": (0, 0), "tile_size": (32, 64)},
-        ),
-        (
-            "trn2",
-            "multiples of tile_size",
-            *GOOD,
-            {"tile_position": (16, 0), "tile_size": (32, 32)},
-        ),
-        (
-            "trn2",
-            "exceeds tile_size",
-            GOOD[0],
-            ((64, 8), B),
-            ((64, 8), B),
-            {"tile_position": (0, 0), "tile_size": (32, 32)},
-        ),
-        ("trn2", "one dtype", GOOD[0], *GOOD[1:], {"is_transpose": True}),
-    ],
-)
-def test_matmul_refuses(target, match, dst, a, b, options):
-    refuses(match, _mm(dst, a, b, **options), target=target)
+def tiled(size, position=(0, 0), **options):
+    return {"tile_size": size, "tile_position": position, **options}
 
 
-def test_double_row_and_tiles_exclude_each_other():
-    tiles = ((8, 8), F), ((32, 2, 8), E4), ((32, 2, 8), E4)
-    options = {"perf_mode": double_row, "tile_position": (0, 0), "tile_size": (128, 32)}
-    refuses("cannot be combined", _mm(*tiles, **options))
-
-
-def test_double_row_does_not_transpose():
-    tiles = ((8, 8), F), ((32, 2, 8), E4), ((32, 2, 8), E4)
-    refuses("with is_transpose", _mm(*tiles, perf_mode=double_row, is_transpose=True))
+@refusals(
+    ("free size 129 exceeds 128", lambda: mm(a=(32, 129))),
+    ("4097 exceeds 4096 on trn3", lambda: mm((8, 4096), b=(32, 4097)), "trn3"),
+    ("dst must be [8, 8]", lambda: mm((8, 9))),
+    ("dst must be float32 on trn1", lambda: mm(out=B), "trn1"),
+    ("dst must be float32, bfloat16", lambda: mm(out=nl.float16), "trn3"),
+    ("stationary must be .*is int8", lambda: mm(left=nl.int8)),
+    ("float32 pairs only with float32", lambda: mm(left=F)),
+    ("float8_e4m3fn needs NeuronCore-v4", lambda: mm(left=FN)),
+    ("cannot be mixed", lambda: mm(left=FN, right=E4), "trn3"),
+    ("dst must be in psum", lambda: mm(into=nl.sbuf)),
+    ("moving must be in sbuf",
+     lambda: nisa.nc_matmul(new(8, 8, buffer=nl.psum), zeros(32, 8), zeros(32, 8, buffer=nl.psum))),
+    ("accumulate=True on .*no matmul wrote", lambda: mm(accumulate=True)),
+    ("double_row needs NeuronCore-v3", lambda: mm(perf_mode=double_row), "trn1"),
+    ("double_row stationary must be float8", lambda: mm(perf_mode=double_row)),
+    ("must be of [64, 128]", lambda: mm(**tiled((32, 64))), "trn1"),
+    ("exceeds tile_size", lambda: mm(a=(64, 8), b=(64, 8), **tiled((32, 32)))),
+    ("one dtype", lambda: mm(is_transpose=True)),
+    ("cannot be combined", lambda: eights(**tiled((128, 32)))),
+    ("with is_transpose", lambda: eights(is_transpose=True)),
+)  # fmt: skip
+def test_what_is_refused(text, body, target):
+    refuses(text, body, target=target)
 
 
 @pytest.mark.parametrize("target", TARGETS)

@@ -6,7 +6,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from instruction_runs import data
+from samples import data
 from threadpoolctl import threadpool_info, threadpool_limits
 
 import neuroncore as nc

@@ -1,10 +1,11 @@
 """topk: the largest of each 16 partitions' snake, in both readings of where they go."""
 
 import numpy as np
-import pytest
+from draws import either, pick, seeds
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from instruction_runs import Out, bf16, call, refused, seeds, wide
+from instruction_runs import loaded, new, refusals, refuses, stored, zeros
+from samples import bf16, wide
 
 import neuroncore as nc
 from neuroncore import isa as nisa
@@ -23,31 +24,22 @@ def largest(x: np.ndarray, n: int, k: int) -> list[tuple[list[float], list[int]]
 
 
 def run(x, n, k, **options):
-    @nc.jit
     def kernel(x):
-        p = x.shape[0]
-        src, val = nl.ndarray(x.shape, x.dtype), nl.ndarray((p, k), nl.bfloat16)
-        idx = nl.ndarray((p, k), nl.uint32)
-        nisa.dma_copy(src, x)
+        p, src = x.shape[0], loaded(x)
+        val, idx = new(p, k, dtype=nl.bfloat16), new(p, k, dtype=nl.uint32)
         nisa.memset(val, -1)
         nisa.memset(idx, 77)
         nisa.topk(val_dst=val, idx_dst=idx, src=src, n=n)
-        outs = [nl.ndarray(t.shape, t.dtype, buffer=nl.shared_hbm) for t in (val, idx)]
-        for out, t in zip(outs, (val, idx), strict=True):
-            nisa.dma_copy(out, t)
-        return tuple(outs)
+        return stored(val), stored(idx)
 
     return nc.simulate(kernel, x, target="trn2", **options)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
-    groups=st.sampled_from([1, 2, 8]),
-    columns=st.integers(1, 6),
-    ties=st.booleans(),
-    shares=st.tuples(st.floats(0, 1), st.floats(0, 1)),
-    seed=seeds,
-)
+    groups=pick([1, 2, 8]), columns=st.integers(1, 6), ties=either,
+    shares=st.tuples(st.floats(0, 1), st.floats(0, 1)), seed=seeds,
+)  # fmt: skip
 def test_topk_in_both_readings(groups, columns, ties, shares, seed):
     rng = np.random.default_rng(seed)
     x = rng.standard_normal((16 * groups, columns))
@@ -73,37 +65,27 @@ def test_the_documented_example_and_its_cost():
     x = np.arange(48, dtype=np.float32).reshape(3, 16).T.astype(bf16)
     done = run(x, 42, 8)
     assert done.outputs[1][5].tolist() == list(range(34, 42))  # 42 of the 48 count
-    (template,) = [
-        r[0] for r in done.profile.launch.cores[0].trace.records if r[0].opcode == "topk"
-    ]
+    records = [r[0] for r in done.profile.launch.cores[0].trace.records]
+    (template,) = [r for r in records if r.opcode == "topk"]
     assert (template.engine.name, template.cycles) == ("GPSIMD", 4 * 42 + 8)
 
 
 def issue(n=16, k=4, p=16, columns=2, src=nl.bfloat16, val=nl.bfloat16, idx=nl.uint32, extra=0):
-    def body(dsts, srcs):
-        source = nl.ndarray((p, columns), src)
-        nisa.memset(source, 0)
-        nisa.topk(nl.ndarray((p, k), val), nl.ndarray((p, k + extra), idx), source, n)
-        nisa.memset(dsts[0], 0)
-
-    return body
+    tiles = new(p, k, dtype=val), new(p, k + extra, dtype=idx), zeros(p, columns, dtype=src)
+    nisa.topk(*tiles, n)
 
 
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        ({"src": nl.float32}, "src must be bfloat16"),
-        ({"val": nl.float32}, "val_dst must be bfloat16"),
-        ({"idx": nl.int32}, "idx_dst must be uint32"),
-        ({"extra": 1}, "elements per partition differ"),
-        ({"p": 24}, "partitions must be a multiple of 16"),
-        ({"n": 7}, "n must be 8 to 65535"),
-        ({"n": 33}, "at most the 32 values of 16 partitions"),
-        ({"n": 65536, "columns": 5000}, "n must be 8 to 65535"),
-        ({"n": 8.0}, "got 8.0"),
-        ({"k": 17}, "must be 1 to n=16; got 17"),
-    ],
+@refusals(
+    ("src must be bfloat16", lambda: issue(src=nl.float32)),
+    ("val_dst must be bfloat16", lambda: issue(val=nl.float32)),
+    ("idx_dst must be uint32", lambda: issue(idx=nl.int32)),
+    ("elements per partition differ", lambda: issue(extra=1)),
+    ("partitions must be a multiple of 16", lambda: issue(p=24)),
+    ("n must be 8 to 65535", lambda: issue(7)),
+    ("at most the 32 values of 16 partitions", lambda: issue(33)),
+    ("n must be 8 to 65535", lambda: issue(65536, columns=5000)),
+    ("got 8.0", lambda: issue(8.0)),
+    ("must be 1 to n=16; got 17", lambda: issue(k=17)),
 )
-def test_topk_refuses(options, text):
-    with refused(text):
-        call(issue(**options), np.zeros((1, 1), np.float32), outs=[Out((1, 1))])
+def test_what_is_refused(text, body, target):
+    refuses(text, body, target=target)

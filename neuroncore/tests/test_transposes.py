@@ -2,38 +2,25 @@
 
 import numpy as np
 import pytest
+from draws import either, few, memories, pick, seeds
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from instruction_runs import (
-    FLOATS,
-    INTEGERS,
-    TARGETS,
-    bf16,
-    compute,
-    data,
-    equal,
-    loaded,
-    refused,
-    refuses,
-    run,
-    seeds,
-    stored,
-)
+from instruction_runs import compute, loaded, new, refusals, refused, refuses, run, stored, zeros
+from samples import DTYPES, TARGETS, bf16, data, equal
 
 import neuroncore.isa as nisa
 import neuroncore.language as nl
 
 F, B = nl.float32, nl.bfloat16
-DTYPES = (*FLOATS, *INTEGERS)
 hw, sw = nisa.dge_mode.hwdge, nisa.dge_mode.swdge
 TENSOR, VECTOR = nisa.engine.tensor, nisa.engine.vector
 
 
-@settings(max_examples=20, deadline=None)
+@few
 @given(
     p=st.integers(1, 128), f=st.integers(1, 128),
-    dtype=st.sampled_from([nl.float32, nl.bfloat16, nl.int8, nl.uint32, nl.float8_e4m3]),
-    target=st.sampled_from(TARGETS), seed=seeds,
+    dtype=pick([nl.float32, nl.bfloat16, nl.int8, nl.uint32, nl.float8_e4m3]), target=pick(TARGETS),
+    seed=seeds,
 )  # fmt: skip
 def test_transpose_on_tensor_engine(p, f, dtype, target, seed):
     x = data((p, f), dtype, seed)
@@ -42,14 +29,11 @@ def test_transpose_on_tensor_engine(p, f, dtype, target, seed):
     equal(got, x.astype(into.numpy).T)
 
 
-@settings(max_examples=20, deadline=None)
+@few
 @given(
-    p=st.integers(1, 32),
-    f=st.integers(1, 32),
-    asked=st.sampled_from([VECTOR, nisa.engine.unknown]),
-    dtype=st.sampled_from([nl.float32, nl.bfloat16, nl.int16]),
-    source=st.sampled_from([nl.sbuf, nl.psum]),
-)
+    p=st.integers(1, 32), f=st.integers(1, 32), asked=pick([VECTOR, nisa.engine.unknown]),
+    dtype=pick([nl.float32, nl.bfloat16, nl.int16]), source=memories,
+)  # fmt: skip
 def test_transpose_on_vector_engine(p, f, asked, dtype, source):
     def body(dst, x):
         nisa.nc_transpose(dst, x, asked)
@@ -60,15 +44,11 @@ def test_transpose_on_vector_engine(p, f, asked, dtype, source):
         equal(compute(body, (f, p), dtype, x, memories=(source,), into=nl.psum), x.T)
 
 
-def test_transpose_flattens_free_dimensions():
-    x = data((16, 2, 5), np.float32)
-    equal(compute(nisa.nc_transpose, (10, 16), nl.float32, x, into=nl.psum), x.reshape(16, 10).T)
-
-
-def test_trn1_transposes_into_fp32():
-    x = data((16, 10), bf16)
-    got = compute(nisa.nc_transpose, (10, 16), nl.float32, x, target="trn1", into=nl.psum)
-    equal(got, x.astype(np.float32).T)
+@pytest.mark.parametrize(("target", "shape"), [("trn2", (16, 2, 5)), ("trn1", (16, 10))])
+def test_transpose_flattens_free_dimensions_and_on_trn1_goes_into_fp32(target, shape):
+    x = data(shape, np.float32 if target == "trn2" else bf16)
+    got = compute(nisa.nc_transpose, (10, 16), nl.float32, x, target=target, into=nl.psum)
+    equal(got, x.reshape(16, 10).astype(np.float32).T)
 
 
 @pytest.mark.parametrize("dtype", [nl.bfloat16, nl.float16, nl.float8_e4m3])
@@ -83,35 +63,13 @@ def test_trn1_refuses_narrow_transposes_of_tensor_engine_alone(dtype):
     equal(compute(body, (10, 16), dtype, x, target="trn2", into=nl.psum), x.T)
 
 
-@pytest.mark.parametrize(
-    ("match", "dst", "source", "asked"),
-    [
-        ("TENSOR transposes up to 128 x 128", ((128, 128), F, nl.psum), ((128, 129), F), TENSOR),
-        ("VECTOR transposes up to 32 x 32", ((33, 32), F), ((32, 33), F), VECTOR),
-        ("dst must be [16, 32]", ((32, 16), F), ((32, 16), F), VECTOR),
-        ("one dtype", ((16, 32), F, nl.psum), ((32, 16), B), TENSOR),
-        ("dst must be in psum", ((16, 32), F), ((32, 16), F), TENSOR),
-        ("data must be in sbuf", ((16, 32), F, nl.psum), ((32, 16), F, nl.psum), TENSOR),
-        ("engine.gpsimd does not run it", ((16, 32), F), ((32, 16), F), nisa.engine.gpsimd),
-    ],
-)
-def test_transpose_refuses(match, dst, source, asked):
-    def kernel():
-        x = nl.ndarray(*source)
-        nisa.memset(x, 0)
-        nisa.nc_transpose(nl.ndarray(*dst), x, asked)
-
-    refuses(match, kernel)
-
-
 AXES = {2: (1, 0), 3: (2, 1, 0), 4: (3, 1, 2, 0)}
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     shape=st.lists(st.integers(1, 8), min_size=2, max_size=4),
-    dtype=st.sampled_from([d for d in DTYPES if d.itemsize > 1]),
-    explicit=st.booleans(), on_chip=st.booleans(),
+    dtype=pick([d for d in DTYPES if d.itemsize > 1]), explicit=either, on_chip=either,
 )  # fmt: skip
 def test_dma_transpose(shape, dtype, explicit, on_chip):
     x, axes = data(tuple(shape), dtype), AXES[len(shape)]
@@ -145,36 +103,47 @@ def test_gathering_transpose_takes_indices_column_by_column(p, n, rows, inner):
     equal(run(kernel, table, index), expected)
 
 
-def _transposes(shape, dtype, axes=None, mode=nisa.dge_mode.unknown, dst=None, dst_dtype=None):
-    def kernel(x):
-        dst_shape = dst or tuple(shape[i] for i in AXES[len(shape)])
-        nisa.dma_transpose(nl.ndarray(dst_shape, dst_dtype or dtype), x, axes, dge_mode=mode)
-
-    return kernel, data(shape, dtype)
+def transpose(dst, source, asked, into=nl.sbuf, out=F, dtype=F, memory=nl.sbuf):
+    nisa.nc_transpose(new(*dst, dtype=out, buffer=into), zeros(*source, dtype=dtype, buffer=memory),
+                      asked)  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("match", "arguments"),
-    [
-        ("axes must be", ((4, 6), nl.float32, (0, 1))),
-        ("axes must be", ((4, 6, 2), nl.float32, (1, 0, 2))),
-        ("dst must be [6, 4]", ((4, 6), nl.float32, None, nisa.dge_mode.unknown, (4, 6))),
-        ("one dtype", ((4, 6), nl.float32, None, nisa.dge_mode.unknown, None, nl.bfloat16)),
-        ("hwdge takes 2-byte src", ((16, 6), nl.float32, None, hw)),
-        ("hwdge takes 2-byte src", ((8, 6), nl.bfloat16, None, hw)),
-        ("swdge does not transpose", ((16, 6), nl.bfloat16, None, sw)),
-    ],
+def dma(shape, dtype=F, axes=None, mode=nisa.dge_mode.unknown, dst=None, out=None):
+    dst = dst or tuple(shape[i] for i in AXES[len(shape)])
+    x = zeros(*shape, dtype=dtype)
+    nisa.dma_transpose(new(*dst, dtype=out or dtype), x, axes, dge_mode=mode)
+
+
+P = nl.psum
+
+
+@refusals(
+    ("TENSOR transposes up to 128 x 128", lambda: transpose((128, 128), (128, 129), TENSOR, P)),
+    ("VECTOR transposes up to 32 x 32", lambda: transpose((33, 32), (32, 33), VECTOR)),
+    ("dst must be [16, 32]", lambda: transpose((32, 16), (32, 16), VECTOR)),
+    ("one dtype", lambda: transpose((16, 32), (32, 16), TENSOR, P, dtype=B)),
+    ("dst must be in psum", lambda: transpose((16, 32), (32, 16), TENSOR)),
+    ("data must be in sbuf", lambda: transpose((16, 32), (32, 16), TENSOR, P, memory=P)),
+    ("engine.gpsimd does not run it", lambda: transpose((16, 32), (32, 16), nisa.engine.gpsimd)),
+    ("axes must be", lambda: dma((4, 6), axes=(0, 1))),
+    ("axes must be", lambda: dma((4, 6, 2), axes=(1, 0, 2))),
+    ("dst must be [6, 4]", lambda: dma((4, 6), dst=(4, 6))),
+    ("one dtype", lambda: dma((4, 6), out=B)),
+    ("hwdge takes 2-byte src", lambda: dma((16, 6), mode=hw)),
+    ("hwdge takes 2-byte src", lambda: dma((8, 6), B, mode=hw)),
+    ("swdge does not transpose", lambda: dma((16, 6), B, mode=sw)),
 )
-def test_dma_transpose_refuses(match, arguments):
-    kernel, x = _transposes(*arguments)
-    refuses(match, kernel, x)
+def test_what_is_refused(text, body, target):
+    refuses(text, body, target=target)
 
 
 @pytest.mark.parametrize("shape", [(16, 128), (2, 24, 16), (4, 1, 4, 16)])
 def test_hardware_transposes(shape):
-    kernel, x = _transposes(shape, nl.bfloat16, None, hw)
-    run(kernel, x)
-    refuses("needs NeuronCore-v3", kernel, x, target="trn1")
+    def kernel(x):
+        nisa.dma_transpose(new(*(shape[i] for i in AXES[len(shape)]), dtype=B), x, dge_mode=hw)
+
+    run(kernel, data(shape, B))
+    refuses("needs NeuronCore-v3", kernel, data(shape, B), target="trn1")
 
 
 @pytest.mark.parametrize(
@@ -190,7 +159,7 @@ def test_hardware_transposes(shape):
 )
 def test_gathering_transpose_refuses(match, dtype, index, columns, target):
     def kernel(x, i):
-        dst = nl.ndarray((8, columns), dtype)
-        nisa.dma_transpose(dst, x.ap([[8, columns], [1, 8]], vector_offset=loaded(i)))
+        view = x.ap([[8, columns], [1, 8]], vector_offset=loaded(i))
+        nisa.dma_transpose(new(8, columns, dtype=dtype), view)
 
     refuses(match, kernel, data((64, 8), dtype), np.zeros(*index), target=target)

@@ -1,10 +1,12 @@
 """Reads, and outputs, of elements that were never written."""
 
 import warnings
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
-from instruction_runs import data, noted, refused, stored
+from instruction_runs import noted, refused, run, stored
+from samples import data
 
 import neuroncore as nc
 from neuroncore import isa as nisa
@@ -53,3 +55,41 @@ def test_a_forgotten_store(mode):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         nc.simulate(kernel, x, 6, mode=mode)
+
+
+A, B, ALL, EVEN, ODD = (slice(*ends) for ends in ((32,), (32, 64), (None,), (0, 9, 2), (1, 9, 2)))
+
+
+@pytest.mark.parametrize(
+    ("parts", "whole"),
+    [
+        ([(A, ALL), (B, ALL)], True),
+        ([(ALL, ODD), (ALL, EVEN)], True),
+        ([(A, ODD), (A, EVEN), (B, slice(0, 5)), (B, slice(4, 9))], True),
+        ([(A, ALL)], False),
+        ([(ALL, ODD)], False),
+        ([(ALL, slice(0, 9, 8)), (ALL, ODD)], False),
+        ([(A, ALL), (B, slice(0, 8))], False),
+    ],
+)
+def test_half_written_tiles(parts, whole):
+    def kernel():
+        t = nl.ndarray((64, 9), nl.float32)
+        for part in parts:
+            nisa.memset(t[part], 0)
+        return stored(t)
+
+    with nullcontext() if whole else noted("some elements were never written"):
+        run(kernel)
+
+
+@pytest.mark.parametrize(("step", "whole"), [(8, True), (2, False)])
+def test_strided_writes_do_not_count_for_their_gaps(step, whole):
+    def kernel():
+        t = nl.ndarray((4, 9), nl.float32)
+        nisa.memset(t[:, ::4], 0)
+        nl.copy(t[:, ::4])
+        nl.copy(t[:, ::step])  # the same first and last byte
+
+    with nullcontext() if whole else noted("some elements were never written"):
+        run(kernel)

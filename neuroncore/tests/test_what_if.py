@@ -1,12 +1,13 @@
 """What would help: each resource freed in kernels small enough to work the time out by hand."""
 
 import dataclasses
-from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from draws import pick
+from hypothesis import given
 from hypothesis import strategies as st
-from instruction_runs import TARGETS
+from profiled import documented, halves, idle, matmuls, profile_of, psum, tile
+from samples import TARGETS
 
 import neuroncore as nc
 import neuroncore.isa as nisa
@@ -17,41 +18,30 @@ from neuroncore.profile.what_if import WhatIf, summary
 long_rows = pytest.mark.filterwarnings("ignore:.* elements per partition:neuroncore.NkiWarning")
 
 
-def profile_of(kernel: Any, *shapes: tuple[int, ...], **options: Any) -> nc.Profile:
-    specs = [nc.TensorSpec(shape, nl.bfloat16) for shape in shapes]
-    options = {"target": "trn2", "model": "documented", **options}
-    return nc.simulate(kernel, *specs, mode="trace", **options).profile
-
-
 def by_name(profile: nc.Profile) -> dict[str, WhatIf]:
     return {entry.resource: entry for entry in profile.what_if}
 
 
-@nc.jit
 def multiply(x, w):
     """One matmul, evicted by VectorE and scaled by ScalarE."""
     y = nl.ndarray((128, 512), x.dtype, buffer=nl.shared_hbm)
-    a = nl.ndarray((128, 128), x.dtype)
-    b = nl.ndarray((128, 512), w.dtype)
+    a, b, scaled = tile(x, 128), tile(w), tile(x)
+    total, out = psum(), nl.ndarray((128, 512), nl.float32)
     nisa.dma_copy(a, x)
     nisa.dma_copy(b, w)
-    total = nl.ndarray((128, 512), nl.float32, buffer=nl.psum)
     nisa.nc_matmul(total, a, b)
-    out = nl.ndarray((128, 512), nl.float32)
     nisa.tensor_copy(out, total, engine=nisa.vector_engine)
-    scaled = nl.ndarray((128, 512), x.dtype)
     nisa.activation(scaled, nl.copy, out)
     nisa.dma_copy(y, scaled)
     return y
 
 
-@nc.jit
 def stream(x):
     """Loads that wait for room: a tile fills most of SBUF."""
     for i in range(6):
-        tile = nl.ndarray((128, x.shape[1]), x.dtype)
-        nisa.dma_copy(tile, x[128 * i : 128 * (i + 1), :])
-        nisa.tensor_scalar(tile, tile, nl.multiply, 2.0)
+        a = tile(x, x.shape[1])
+        nisa.dma_copy(a, x[128 * i : 128 * (i + 1), :])
+        nisa.tensor_scalar(a, a, nl.multiply, 2.0)
     return x
 
 
@@ -65,8 +55,8 @@ def chain(profile: nc.Profile, *left_out: str) -> float:
     return profile.schedule.time_ns - gone
 
 
-def test_an_engine_without_time_leaves_the_rest_of_the_chain() -> None:
-    profile = profile_of(multiply, (128, 128), (128, 512))
+def test_an_engine_without_time_leaves_the_rest_of_the_chain():
+    profile = documented(multiply, (128, 128), (128, 512))
     found = by_name(profile)
     assert not {"GpSimdE", "SBUF", "PSUM", "DMA descriptors"} & set(found)
     for resource, opcode in (
@@ -80,8 +70,8 @@ def test_an_engine_without_time_leaves_the_rest_of_the_chain() -> None:
         assert found[resource].speedup == pytest.approx(speedup)
 
 
-def test_free_dma_leaves_its_start_and_its_best_shape_the_bytes_at_the_peak() -> None:
-    profile = profile_of(multiply, (128, 128), (128, 512))
+def test_free_dma_leaves_its_start_and_its_best_shape_the_bytes_at_the_peak():
+    profile = documented(multiply, (128, 128), (128, 512))
     found = by_name(profile)
     (core,) = profile.schedule.cores
     carried = sum(t.dma.bytes for t, *_ in core.trace.records if t.dma is not None)
@@ -92,27 +82,18 @@ def test_free_dma_leaves_its_start_and_its_best_shape_the_bytes_at_the_peak() ->
     assert found["DMA shape"].time_ms * 1e6 == pytest.approx(free + best)
 
 
-def test_issue_overhead_is_tensor_engines() -> None:
-    @nc.jit
-    def matmuls(x):
-        a = nl.ndarray((128, 512), x.dtype)
-        nisa.dma_copy(a, x)
-        total = nl.ndarray((128, 512), nl.float32, buffer=nl.psum)
-        for _ in range(64):
-            nisa.nc_matmul(total, a[:, 0:128], a)
-        return x
-
-    profile = profile_of(matmuls, (128, 512), model="calibrated")
+def test_issue_overhead_is_tensor_engines():
+    profile = profile_of(matmuls, (128, 512))
     (core,) = profile.schedule.cores
     assert by_name(profile)["TensorE"].time_ms * 1e6 == pytest.approx(core.start[1])
     assert profile.what_would_help.startswith("TensorE binds: ")
 
 
 @long_rows
-def test_unlimited_memory_lets_the_next_loads_begin() -> None:
+def test_unlimited_memory_lets_the_next_loads_begin():
     limit = TRN2.usable_sbuf_bytes
     columns = int(limit * 0.9) // 2  # one tile at a time
-    profile = profile_of(stream, (6 * 128, columns))
+    profile = documented(stream, (6 * 128, columns))
     found = by_name(profile)
     assert "PSUM" not in found
     assert found["SBUF"].time_ms < profile.time_ms
@@ -124,65 +105,62 @@ def test_unlimited_memory_lets_the_next_loads_begin() -> None:
     assert profile.sbuf.scheduled <= limit
 
 
-def test_memory_with_room_for_all_is_not_tried() -> None:
-    assert "SBUF" not in by_name(profile_of(stream, (6 * 128, 512)))
+def test_memory_with_room_for_all_is_not_tried():
+    assert "SBUF" not in by_name(documented(stream, (6 * 128, 512)))
 
 
 @long_rows
-def test_tensors_at_addresses_wait_for_their_place_and_are_freed_too() -> None:
-    @nc.jit
+def test_tensors_at_addresses_wait_for_their_place_and_are_freed_too():
     def placed(x):
         for i in range(4):
-            tile = nl.ndarray((128, 8192), x.dtype, address=(0, 0))
-            nisa.dma_copy(tile, x[128 * i : 128 * (i + 1), :])
-            nisa.tensor_scalar(tile, tile, nl.multiply, 2.0)
-        big = nl.ndarray((128, 90_000), x.dtype)
+            a = nl.ndarray((128, 8192), x.dtype, address=(0, 0))
+            nisa.dma_copy(a, x[128 * i : 128 * (i + 1), :])
+            nisa.tensor_scalar(a, a, nl.multiply, 2.0)
+        big = tile(x, 90_000)
         nisa.memset(big, 0.0)
         return x
 
-    profile = profile_of(placed, (4 * 128, 8192))
+    profile = documented(placed, (4 * 128, 8192))
     assert by_name(profile)["SBUF"].time_ms < profile.time_ms
 
 
-def test_what_has_no_part_of_the_path_is_not_tried() -> None:
-    @nc.jit
+def test_what_has_no_part_of_the_path_is_not_tried():
     def loads(x):
         for i in range(64):
-            tile = nl.ndarray((128, 2048), x.dtype)
-            nisa.dma_copy(tile, x)
+            a = tile(x, 2048)
+            nisa.dma_copy(a, x)
             if i == 0:
-                nisa.tensor_scalar(tile[:, 0:64], tile[:, 0:64], nl.multiply, 2.0)
-        last = nl.ndarray((128, 4), x.dtype)
-        nisa.tensor_copy(last, tile[:, 0:4], engine=nisa.vector_engine)
+                nisa.tensor_scalar(a[:, 0:64], a[:, 0:64], nl.multiply, 2.0)
+        last = tile(x, 4)
+        nisa.tensor_copy(last, a[:, 0:4], engine=nisa.vector_engine)
         return x
 
-    profile = profile_of(loads, (128, 2048))
+    profile = documented(loads, (128, 2048))
     path = {entry.opcode for entry in profile.critical_path}
     assert "tensor_copy" in path
     assert "VectorE" not in by_name(profile)
 
 
 @long_rows
-def test_freeing_leaves_the_launch_as_it_was() -> None:
-    profile = profile_of(stream, (6 * 128, 45_000))
+def test_freeing_leaves_the_launch_as_it_was():
+    profile = documented(stream, (6 * 128, 45_000))
     traces = [
         dataclasses.replace(c.trace, records=list(c.trace.records)) for c in profile.launch.cores
     ]
     time = profile.time_ms
     assert profile.what_if
-    again = profile_of(stream, (6 * 128, 45_000))
+    again = documented(stream, (6 * 128, 45_000))
     assert (profile.time_ms, again.time_ms) == (time, time)
     assert [c.trace.records for c in profile.launch.cores] == [t.records for t in traces]
     assert profile.launch.machine.clocks_ghz == TRN2.clocks_ghz
 
 
-def test_descriptors_by_hardware_can_bind() -> None:
-    @nc.jit
+def test_descriptors_by_hardware_can_bind():
     def small(tensors):  # each on a queue of its own
         for _ in range(4):
             for x in tensors:
-                tile = nl.ndarray((1, 64), x.dtype)
-                nisa.dma_copy(tile, x, dge_mode=nisa.dge_mode.hwdge)
+                a = tile(x, 64, 1)
+                nisa.dma_copy(a, x, dge_mode=nisa.dge_mode.hwdge)
 
     tensors = (nc.TensorSpec((1, 64), nl.bfloat16),) * 16
     profile = nc.simulate(small, tensors, target="trn2", mode="trace").profile
@@ -192,20 +170,8 @@ def test_descriptors_by_hardware_can_bind() -> None:
     assert profile.what_would_help.startswith("DMA descriptors binds: ")
 
 
-def test_two_cores_and_a_barrier() -> None:
-    @nc.jit
-    def halves(x):
-        core = nl.program_id(0)
-        a = nl.ndarray((128, 512), x.dtype)
-        nisa.dma_copy(a, x[:, 512 * core : 512 * (core + 1)])
-        if core == 0:
-            for _ in range(20):
-                nisa.tensor_scalar(a, a, nl.multiply, 2.0)
-        b = nl.ndarray((128, 512), x.dtype)
-        nisa.sendrecv(a, b, 1 - core, 1 - core, 0)
-        return x
-
-    profile = profile_of(halves[2], (128, 1024))
+def test_two_cores_and_a_barrier():
+    profile = documented(halves[2], (128, 1024))
     best = profile.what_if[0]
     assert best.resource == "VectorE"  # of one core, which the other waits for
     assert best.time_ms < profile.time_ms
@@ -215,48 +181,40 @@ def test_two_cores_and_a_barrier() -> None:
 STEPS = ("load", "vector", "scalar", "matmul")
 
 
-@settings(max_examples=60, deadline=None)
 @given(
-    st.lists(st.tuples(st.sampled_from(STEPS), st.integers(0, 3), st.integers(0, 3)), max_size=40),
-    st.sampled_from(TARGETS),
+    st.lists(st.tuples(pick(STEPS), st.integers(0, 3), st.integers(0, 3)), max_size=40),
+    pick(TARGETS),
 )
-def test_a_free_resource_never_makes_it_slower(
-    steps: list[tuple[str, int, int]], target: str
-) -> None:
-    @nc.jit
+def test_a_free_resource_never_makes_it_slower(steps, target):
     def kernel(x):
-        tiles = [nl.ndarray((128, 512), x.dtype) for _ in range(4)]
-        for tile in tiles:
-            nisa.memset(tile, 0.0)
+        tiles = [tile(x) for _ in range(4)]
+        for a in tiles:
+            nisa.memset(a, 0.0)
         for step, i, j in steps:
             if step == "load":
-                tiles[i] = nl.ndarray((128, 512), x.dtype)
+                tiles[i] = tile(x)
                 nisa.dma_copy(tiles[i], x)
             elif step == "vector":
                 nisa.tensor_scalar(tiles[i], tiles[j], nl.multiply, 2.0)
             elif step == "scalar":
                 nisa.activation(tiles[i], nl.exp, tiles[j])
             else:
-                total = nl.ndarray((128, 512), nl.float32, buffer=nl.psum)
+                total = psum()
                 nisa.nc_matmul(total, tiles[i][:, 0:128], tiles[j])
                 nisa.tensor_copy(tiles[i], total, engine=nisa.vector_engine)
         return x
 
-    profile = profile_of(kernel, (128, 512), target=target)
+    profile = documented(kernel, (128, 512), target=target)
     for entry in profile.what_if:
         assert entry.time_ms <= profile.time_ms * (1 + 1e-9), entry
 
 
-def test_nothing_ran() -> None:
-    @nc.jit
-    def idle(x):
-        return x
-
-    assert profile_of(idle, (4, 4)).what_if == ()
-    assert profile_of(idle, (4, 4)).what_would_help == "Nothing ran."
+def test_nothing_ran():
+    assert documented(idle, (4, 4)).what_if == ()
+    assert documented(idle, (4, 4)).what_would_help == "Nothing ran."
 
 
-def test_what_helps_little_does_not_bind() -> None:
+def test_what_helps_little_does_not_bind():
     little = WhatIf("VectorE", "VectorE took no time", 0.985, 1 / 0.985, "move work")
     assert summary((little,), 1.0, 0.0).startswith("No single resource binds: ")
     much = dataclasses.replace(little, time_ms=0.975, speedup=1 / 0.975)
@@ -269,31 +227,29 @@ def test_what_helps_little_does_not_bind() -> None:
     )
 
 
-def test_latency_is_worth_a_sentence_where_it_is_much() -> None:
+def test_latency_is_worth_a_sentence_where_it_is_much():
     said = summary((), 1.0, 0.4)
     assert said.startswith("No single resource binds: ")
     assert "Nothing runs in 40% of the critical path: " in said
 
-    @nc.jit
     def load(x):
-        tile = nl.ndarray((1, 2), x.dtype)
-        nisa.dma_copy(tile, x)
+        a = tile(x, 2, 1)
+        nisa.dma_copy(a, x)
         return x
 
-    profile = profile_of(load, (1, 2))
+    profile = documented(load, (1, 2))
     share = profile.critical_path[0].latency_ms / profile.time_ms
     assert share > 0.5
     assert f"{share:.0%} of the critical path" in profile.what_would_help
 
 
-def test_engines_alone_can_leave_no_time() -> None:
-    @nc.jit
+def test_engines_alone_can_leave_no_time():
     def fill(x):
-        tile = nl.ndarray((128, 512), x.dtype)
-        nisa.memset(tile, 0.0, engine=nisa.vector_engine)
+        a = tile(x)
+        nisa.memset(a, 0.0, engine=nisa.vector_engine)
         return x
 
-    profile = profile_of(fill, (4, 4))
+    profile = documented(fill, (4, 4))
     (entry,) = profile.what_if
     assert (entry.resource, entry.time_ms, entry.speedup) == ("VectorE", 0.0, None)
     assert "done at once (modelled) if VectorE took no time" in profile.what_would_help
