@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from toys import causal_lm, token_batches
 
 from neuronmm_ops import SVDConfig, collect_moments, compress_
@@ -125,11 +125,11 @@ def test_tokens_are_those_that_the_masks_leave():
 
 def test_a_mapping_may_hold_a_scalar():
     class Scaled(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.fc1 = nn.Linear(16, 32)
 
-        def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+        def forward(self, x, scale):
             return self.fc1(x * scale)
 
     batches = [{"x": torch.randn(200, 16), "scale": torch.tensor(2.0)}]

@@ -141,7 +141,7 @@ def test_moments_part_where_the_inputs_do():
 
 def test_a_linear_called_twice_counts_twice():
     class Twice(GatedMLP):
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             return super().forward(x) + self.down_proj(self.gate_proj(x))
 
     data = batches(2)
@@ -197,10 +197,7 @@ def test_a_tensor_changed_in_place_is_measured_again(inference):
     names = ("first", "second")
     expected = [
         sum((r := row.flatten(0, -2).double()).t() @ r for row in rows)
-        for rows in (
-            data,
-            [x + model.first(x).detach() for x in data],
-        )
+        for rows in (data, [x + model.first(x).detach() for x in data])
     ]
     moments = dict(collect_moments(model, dict.fromkeys(names, "input"), data))
     for name, matrix in zip(names, expected, strict=True):

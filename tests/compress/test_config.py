@@ -67,9 +67,7 @@ def test_a_document_of_a_version_without_storage_means_the_weights_dtype():
 
 @pytest.mark.parametrize("storage", [None, "bf16", "fp8", "int8"])
 def test_storages(storage):
-    config = SVDConfig(storage=storage)
-    assert SVDConfig.from_json(config.to_json()) == config
-    assert config.one_byte == (storage if storage in ("fp8", "int8") else None)
+    assert SVDConfig(storage=storage).one_byte == (storage if storage != "bf16" else None)
 
 
 def test_one_target_can_be_given_bare():
@@ -103,12 +101,7 @@ BAD = [
     ("alpha", math.nan, ValueError, "got nan"),
     ("alpha", math.inf, ValueError, "got inf"),
     ("alpha", "half", TypeError, "alpha must be a number, got 'half'"),
-    (
-        "method",
-        "svd",
-        ValueError,
-        "one of plain, whiten, swift, drift, kfac, zero-sum; got 'svd'",
-    ),
+    ("method", "svd", ValueError, f"one of {', '.join(METHODS)}; got 'svd'"),
     ("method", None, ValueError, "got None"),
     ("allocation", "best", ValueError, "allocation must be one of greedy, uniform; got 'best'"),
     ("importance", "loss", ValueError, "must be one of gradient, error, perplexity; got 'loss'"),
@@ -125,12 +118,12 @@ BAD = [
     ("targets", "", TypeError, "targets must be non-empty strings, got ''"),
     ("targets", ("mlp", ""), TypeError, "got ''"),
     ("targets", ("mlp", 3), TypeError, "got 3"),
-    ("targets", None, TypeError, ""),
-    ("targets", 5, TypeError, ""),
+    *(("targets", value, TypeError, "") for value in (None, 5)),
     ("targets", "(", ValueError, "target '(' is no regular expression"),
-    ("targets", "([a-z.]+)+X", ValueError, "may take for ever"),
-    ("targets", "x?" * 40, ValueError, "may take for ever"),
-    ("targets", "(a|ab)*X", ValueError, "may take for ever"),
+    *(
+        ("targets", pattern, ValueError, "may take for ever")
+        for pattern in ("([a-z.]+)+X", "x?" * 40, "(a|ab)*X")
+    ),
 ]
 
 
@@ -149,15 +142,11 @@ def test_an_unknown_field_is_named():
         SVDConfig.from_dict({**SVDConfig().to_dict(), "rank": 8})
 
 
-@pytest.mark.parametrize("version", [0, 1, 3, "2", None])
-def test_another_version_is_refused(version):
-    with pytest.raises(ValueError, match=f"version must be 2, got {version!r}"):
-        SVDConfig.from_dict({**SVDConfig().to_dict(), "version": version})
-
-
-def test_a_missing_version_is_refused():
-    with pytest.raises(ValueError, match="version must be 2, got None"):
-        SVDConfig.from_dict({"ratio": 0.2})
+@pytest.mark.parametrize("version", [{}, *({"version": v} for v in (0, 1, 3, "2", None))])
+def test_another_version_or_none_is_refused(version):
+    document = {name: value for name, value in SVDConfig().to_dict().items() if name != "version"}
+    with pytest.raises(ValueError, match=f"version must be 2, got {version.get('version')!r}"):
+        SVDConfig.from_dict({**document, **version})
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "3", '"mlp"', "null"])

@@ -106,11 +106,11 @@ def test_layers_of_one_input_share_its_moment(build):
 
 def test_a_conv1d_called_by_keyword():
     class Keyword(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.c_fc = conv1d_of(16, 40)
 
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             return self.c_fc(x=x)
 
     moments = dict(collect_moments(Keyword(), {"c_fc": "input"}, inputs()))

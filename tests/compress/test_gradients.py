@@ -80,11 +80,11 @@ def test_frozen_and_tied_models_and_in_place_code_are_taken():
     assert not any(p.requires_grad for p in model.parameters())
 
     class InPlace(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.a = nn.Linear(8, 8)
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def forward(self, x):
             y = self.a(x)
             y += x
             return y
@@ -122,7 +122,7 @@ def test_errors_name_the_layer():
         collect_gradients(GatedMLP(), {"up_proj": "weight"}, [torch.randn(1, 4, 8)])
 
     class Unused(GatedMLP):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def forward(self, x):
             self.down_proj(self.up_proj(x))
             return self.gate_proj(x)
 

@@ -19,8 +19,10 @@ def kept(report):
     return sum(layer.parameters for layer in report.layers)
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "method"),
+    [*(("Llama", method) for method in METHODS), *((name, "kfac") for name in FAMILIES)],
+)
 def test_the_budget_is_met_within_one_block(family, method):
     model = causal_lm(family, **WIDER)
     config = SVDConfig(ratio=0.4, block=8, method=method, targets="all-linear")
@@ -63,15 +65,6 @@ def test_layers_that_matter_get_more_rank():
         for i in (0, 1)
     )
     assert first > 2 * second
-
-
-def test_smaller_ratios_never_lower_ranks():
-    ranks = []
-    for ratio in (0.2, 0.4, 0.6):
-        report = compress_(causal_lm(**WIDER), SVDConfig(ratio=ratio, block=8), token_batches(10))
-        ranks.append([layer.r or 10**6 for layer in report.layers])
-    for few, many in zip(ranks[1:], ranks, strict=False):
-        assert all(a <= b for a, b in zip(few, many, strict=True))
 
 
 @pytest.mark.parametrize("allocation", ["greedy", "uniform"])

@@ -11,7 +11,7 @@ from neuronmm_ops.compress.layers import LayerStack
 
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("by", ["ids", "embeddings"])
-def test_layers_run_one_by_one_are_the_model(kind: str, by: str) -> None:
+def test_layers_run_one_by_one_are_the_model(kind, by):
     model, ids = family_model(kind), tiny_ids(2, 24)
     stack = LayerStack(model)
     assert len(stack) == model.config.num_hidden_layers
@@ -32,6 +32,6 @@ def test_layers_run_one_by_one_are_the_model(kind: str, by: str) -> None:
         torch.testing.assert_close(model(ids).logits, expected)  # the model is left as it was
 
 
-def test_a_model_without_layers_is_refused() -> None:
+def test_a_model_without_layers_is_refused():
     with pytest.raises(ValueError, match="Sequential has no list of layers"):
         LayerStack(torch.nn.Sequential(torch.nn.Linear(2, 2)))

@@ -108,7 +108,7 @@ def test_what_feedback_wins_where_spectra_decay(storage):
     u, v, h = factors_of(w, x, 32)
     c = metric_of(96)
 
-    def added(pair: Quantized) -> float:
+    def added(pair):
         wide = pair.widened(torch.float64)
         return pair_loss(*wide, w.t(), h, c) - pair_loss(u, v, w.t(), h, c)
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from toys import GatedMLP, causal_lm, token_batches
 
-from neuronmm_ops import NonFiniteError, SVDConfig, SVDLinear, compress_
+from neuronmm_ops import SVDConfig, SVDLinear, compress_
 from neuronmm_ops.compress.allocate import Matrix
 from neuronmm_ops.compress.budget import allocate, time_us
 from neuronmm_ops.compress.methods import METHODS
@@ -24,8 +24,10 @@ def outputs(model: nn.Module) -> torch.Tensor:
         return model(token_batches(1)[0]).logits.float()
 
 
-@pytest.mark.parametrize("allocation", ["greedy", "uniform"])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    ("method", "allocation"),
+    [*((method, "greedy") for method in METHODS), ("kfac", "uniform"), ("drift", "uniform")],
+)
 @pytest.mark.parametrize("storage", STORAGES)
 def test_every_method_has_the_ranks_of_native_factors(storage, method, allocation):
     options = {**SMALL, "method": method, "allocation": allocation, "targets": "all-linear"}
@@ -77,22 +79,6 @@ def test_bf16_of_other_linears_is_refused(dtype):
 
 
 @pytest.mark.parametrize("storage", STORAGES)
-def test_a_weight_that_is_not_finite_is_named(storage):
-    model = causal_lm()
-    with torch.no_grad():
-        model.model.layers[1].mlp.up_proj.weight[0, 0] = float("nan")
-    with pytest.raises(NonFiniteError, match=r"^model\.layers\.1\.mlp\.up_proj: weight must be"):
-        compress_(model, SVDConfig(**SMALL, storage=storage), token_batches())
-    assert not low_rank_layers(model)
-
-
-@pytest.mark.parametrize("storage", STORAGES)
-def test_a_model_on_the_meta_device_is_refused(storage):
-    with pytest.raises(ValueError, match="is on the meta device"):
-        compress_(causal_lm().to("meta"), SVDConfig(**SMALL, storage=storage), token_batches())
-
-
-@pytest.mark.parametrize("storage", STORAGES)
 def test_equal_bytes_buy_more_rank(storage):
     model, native = causal_lm().bfloat16(), causal_lm().bfloat16()
     options = {**SMALL, "budget": "bytes"}
@@ -129,36 +115,29 @@ def test_a_matrix_counts_bytes_and_scales():
     assert max(rank for rank in plain.ranks(8) if rank) == 40
 
 
-@pytest.mark.parametrize("storage", STORAGES)
 @pytest.mark.slow
-def test_a_budget_of_time_knows_the_storage(storage):
-    config = SVDConfig(ratio=0.3, budget="time", target="trn2", method="swift", storage=storage)
-    stored = STORAGES[storage].dtype
-    assert time_us(2048, 8192, 1024, 1, "bfloat16", "trn2", stored) < time_us(
-        2048, 8192, 1024, 1, "bfloat16", "trn2"
-    )
-    curve = torch.arange(2048, 0, -1).double()
-    sizes = {"itemsize": 2, "storage": storage}
-    ranks = allocate(config, {"gate": Matrix(2048, 8192, curve, **sizes)}, {"gate": torch.bfloat16})
-    native = allocate(
-        SVDConfig(ratio=0.3, budget="time", target="trn2", method="swift"),
-        {"gate": Matrix(2048, 8192, curve, itemsize=2)},
-        {"gate": torch.bfloat16},
-    )
-    assert ranks["gate"] is not None
-    assert native["gate"] is not None
-    assert ranks["gate"] > native["gate"]
+def test_a_budget_of_time_knows_the_storage():
+    options = {"ratio": 0.3, "budget": "time", "target": "trn2", "method": "swift", "block": 16}
+    curve, sizes, ranks = torch.arange(1024, 0, -1).double(), (1024, 2048), {}
+    for storage in (None, *STORAGES):
+        matrices = {"gate": Matrix(*sizes, curve, itemsize=2, storage=storage)}
+        config = SVDConfig(**options, storage=storage)
+        ranks[storage] = allocate(config, matrices, {"gate": torch.bfloat16})["gate"]
+    native = time_us(*sizes, 512, 1, "bfloat16", "trn2")
+    for name, storage in STORAGES.items():
+        assert time_us(*sizes, 512, 1, "bfloat16", "trn2", storage.dtype) < native
+        assert ranks[name] > ranks[None]
 
 
 @pytest.mark.parametrize("storage", STORAGES)
 def test_any_module_and_a_bias(storage):
     class Blocks(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             torch.manual_seed(0)
             self.mlp = GatedMLP(32, 64, bias=True)
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def forward(self, x):
             return self.mlp(x)
 
     model = Blocks()

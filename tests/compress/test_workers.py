@@ -102,7 +102,7 @@ CASES = {
 
 
 @pytest.fixture(scope="module")
-def fleet(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def fleet(tmp_path_factory):
     """What two workers write of every case: `INDEX.NAME.safetensors` and `.json`."""
     directory = tmp_path_factory.mktemp("fleet")
     code = "import test_workers; test_workers.work()"
@@ -114,7 +114,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.filterwarnings("ignore:calibration has:neuronmm_ops.CalibrationWarning")
-def test_two_workers_find_what_one_does(name: str, fleet: Path) -> None:
+def test_two_workers_find_what_one_does(name, fleet):
     expected, report = outcome_of(CASES[name])
     # Sums in another order round a number the other way now and then.
     one_byte = "storage" in CASES[name].config
@@ -175,7 +175,7 @@ def work() -> None:
     dist.destroy_process_group()
 
 
-def test_one_worker_is_enough() -> None:
+def test_one_worker_is_enough():
     total = torch.ones(3)
     workers.sum_(total)
     assert torch.equal(total, torch.ones(3))
@@ -184,17 +184,12 @@ def test_one_worker_is_enough() -> None:
     assert workers.gather("own") == ["own"]
 
 
-def test_together_needs_a_process_group() -> None:
-    with (
-        pytest.raises(ValueError, match=r"init_process_group\(\) first"),
-        workers.together(),
-    ):
+def test_together_needs_a_process_group():
+    with pytest.raises(ValueError, match=r"init_process_group\(\) first"), workers.together():
         pass
 
 
-def test_the_most_expensive_go_first_to_who_has_least_to_do(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_most_expensive_go_first_to_who_has_least_to_do(monkeypatch):
     monkeypatch.setattr(workers, "count", lambda: 2)
     sizes = {"small": (8, 8), "wide": (8, 16), "large": (16, 16), "also": (8, 8)}
     assert workers.spread({n: linear(K, N) for n, (K, N) in sizes.items()}) == {
@@ -206,9 +201,7 @@ def test_the_most_expensive_go_first_to_who_has_least_to_do(
 
 
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), max_size=12), st.integers(1, 5))
-def test_no_worker_has_more_than_one_matrix_too_much(
-    sizes: list[tuple[int, int]], count: int
-) -> None:
+def test_no_worker_has_more_than_one_matrix_too_much(sizes, count):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(workers, "count", lambda: count)
         owners = workers.spread({str(i): linear(K, N) for i, (K, N) in enumerate(sizes)})
@@ -220,8 +213,8 @@ def test_no_worker_has_more_than_one_matrix_too_much(
 
 
 @given(st.lists(st.integers()), st.integers(1, 5))
-def test_every_item_is_somebodys(items: list[int], count: int) -> None:
-    shares: list[int] = []
+def test_every_item_is_somebodys(items, count):
+    shares = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(workers, "count", lambda: count)
         for index in range(count):
@@ -239,7 +232,7 @@ def linear(K: int, N: int) -> DenseLinear:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("method", ["kfac", "swift", "whiten", "plain", "zero-sum", "drift"])
 @pytest.mark.filterwarnings("ignore:calibration has:neuronmm_ops.CalibrationWarning")
-def test_a_cuda_device_finds_what_the_cpu_does(method: str) -> None:
+def test_a_cuda_device_finds_what_the_cpu_does(method):
     config = {"method": method, "targets": "all-linear"}
     expected, report = outcome_of(Case(config))
     on_cuda = Case(config, lambda: [b.cuda() for b in token_batches(5)], lambda: causal_lm().cuda())
