@@ -8,25 +8,9 @@ from neuronmm_ops.models import SHAPES, ModelShape
 from neuronmm_ops.ops.backends.cpu import multiplies_fast
 
 CPU_FIELDS = (
-    "op",
-    "pass",
-    "M",
-    "K",
-    "N",
-    "r",
-    "dtype",
-    "compute_dtype",
-    "threads",
-    "dense_ms",
-    "two_gemm_ms",
-    "op_ms",
-    "speedup",
-    "ideal_speedup",
-    "storage",
-    "stored_ms",
-    "stored_speedup",
-    "gbps",
-    "gflops",
+    *("op", "pass", "M", "K", "N", "r", "dtype", "compute_dtype", "threads", "dense_ms"),
+    *("two_gemm_ms", "op_ms", "speedup", "ideal_speedup", "storage", "stored_ms", "stored_speedup"),
+    *("gbps", "gflops"),
 )
 TINY = ModelShape("Tiny", 32, 64, 2, 2, 1, 16, 600, tied=True)
 
@@ -55,10 +39,10 @@ def test_paired_speedup_is_the_median_of_the_rounds_ratios():
 
 def test_paired_timing_runs_in_its_mode():
     seen: list[bool] = []
-    timing.time_paired({"a": lambda _: seen.append(torch.is_inference_mode_enabled())}, 1, 0)
-    timing.time_paired(
-        {"a": lambda _: seen.append(torch.is_inference_mode_enabled())}, 1, 0, mode=torch.no_grad
-    )
+    for mode in ({}, {"mode": torch.no_grad}):
+        timing.time_paired(
+            {"a": lambda _: seen.append(torch.is_inference_mode_enabled())}, 1, 0, **mode
+        )
     assert seen == [True, False]
 
 
