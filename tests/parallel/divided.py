@@ -1,8 +1,5 @@
 """Shared by the tests of divided layers: layers, and what a rank counts of what it sends."""
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from quantized import quantize_
@@ -62,13 +59,7 @@ class Sent(TorchDispatchMode):
         self.bytes = 0.0
         self.collectives: list[tuple[str, tuple[int, ...]]] = []
 
-    def __torch_dispatch__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # it comes again as what DTensor makes of it
         tp = dist.get_world_size()

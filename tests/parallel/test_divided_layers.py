@@ -42,9 +42,8 @@ def with_dense(*dense: str, bias: bool = False) -> SVDMLP:
     return layer
 
 
-def compositions(rank: int) -> int:
+def compositions(_: int) -> int:
     """MLPs that are no single op, local and as DTensors, forward and backward."""
-    del rank
     count = 0
     x = values(2, 5, 24)
     layers = [
@@ -96,9 +95,8 @@ def odd_shapes(rank: int, tp: int) -> None:
             assert_close(column(whole).full_tensor(), layer(x))
 
 
-def hooks_run(rank: int) -> list[tuple[int, ...]]:
+def hooks_run(_: int) -> list[tuple[int, ...]]:
     """A hook on a projection is called, also where all three are one op without it."""
-    del rank
     layer = mlp(24, 32)
     x = values(3, 24)
     expected = layer(x)
@@ -109,9 +107,8 @@ def hooks_run(rank: int) -> list[tuple[int, ...]]:
     return seen
 
 
-def train(rank: int) -> None:
+def train(_: int) -> None:
     """Adam and clipping take the same steps as in one process."""
-    del rank
     for divide in DIVIDES:
         torch.manual_seed(0)
         layer = mlp(24, 30)
@@ -139,9 +136,8 @@ def gathered(y: Tensor) -> Tensor:
     return DTensor.from_local(y, mesh(), [Shard(y.dim() - 1)]).full_tensor()
 
 
-def files(rank: int, directory: str) -> None:
+def files(_: int, directory: str) -> None:
     """torch's checkpoints: saved divided, loaded whole and divided in another way, and back."""
-    del rank
     for storage in (None, "fp8", "int8"):
         layer = mlp(24, 30, storage=storage)
         state, x = layer.state_dict(), values(3, 24)
@@ -227,9 +223,8 @@ def compiled(rank: int, tp: int) -> None:
             torch.testing.assert_close(layer(own), rounded, rtol=2**-6, atol=2**-6)
 
 
-def impls(rank: int) -> None:
+def impls(_: int) -> None:
     """Ranks run the kernels on a simulated core; products in fp8 are close."""
-    del rank
     x = values(3, 24)
     layer = mlp(24, 32)
     expected = layer(x)
@@ -246,34 +241,20 @@ def impls(rank: int) -> None:
         assert 0 < (eight(x) - exact).norm() < 2 * rounded
 
 
-def test_mlps_of_several_kinds():
-    assert run(compositions, 2) == [14, 14]
-
-
-@pytest.mark.parametrize("tp", [2, 4])
-def test_odd_shapes(tp):
-    run(odd_shapes, tp, tp)
-
-
-def test_hooks_of_projections_run():
-    assert run(hooks_run, 2) == [[(3, 16)]] * 2
-
-
-def test_training_takes_the_same_steps():
-    run(train, 2)
-
-
-def test_checkpoints_of_torch(tmp_path):
-    run(files, 2, str(tmp_path))
-
-
-def test_whose_values_count(tmp_path):
-    run(sources, 2, str(tmp_path / "state"))
-
-
-def test_compiled_layers():
-    run(compiled, 2, 2, timeout_s=300)
-
-
-def test_kernels_run_on_the_parts():
-    run(impls, 2)
+@pytest.mark.parametrize(
+    ("function", "tp", "expected"),
+    [
+        (compositions, 2, 14),
+        (odd_shapes, 2, None),
+        (odd_shapes, 4, None),
+        (hooks_run, 2, [(3, 16)]),
+        (train, 2, None),
+        (files, 2, None),
+        (sources, 2, None),
+        (compiled, 2, None),
+        (impls, 2, None),
+    ],
+)
+def test_on_ranks(function, tp, expected, tmp_path):
+    given = {odd_shapes: [tp], compiled: [tp], files: [str(tmp_path)], sources: [str(tmp_path)]}
+    assert run(function, tp, *given.get(function, ()), timeout_s=300) == [expected] * tp

@@ -43,9 +43,8 @@ def plan_of(divide: Any) -> dict[str, Any]:
     }
 
 
-def model_on_ranks(rank: int, family: str) -> dict[str, list[int]]:
+def model_on_ranks(_: int, family: str) -> dict[str, list[int]]:
     """Logits and greedy tokens of a divided model are those of the whole."""
-    del rank
     whole = compressed(family)
     config = whole.config
     check_heads(config.num_attention_heads, config.num_key_value_heads, mesh().size())
@@ -65,9 +64,8 @@ def model_on_ranks(rank: int, family: str) -> dict[str, list[int]]:
     return found
 
 
-def hook_stays_out(rank: int) -> int:
+def hook_stays_out(_: int) -> int:
     """Where the hook before attention would fuse, it leaves divided projections alone."""
-    del rank
     whole = compressed("qwen2")
     attention = whole.model.layers[0].self_attn
     assert svd_qkv._project in attention._forward_pre_hooks.values()
@@ -89,8 +87,7 @@ def hook_stays_out(rank: int) -> int:
     return fused
 
 
-def compiled_model(rank: int) -> None:
-    del rank
+def compiled_model(_: int) -> None:
     whole = compressed("llama")
     ids = tiny_ids(1, 5)
     with torch.no_grad():

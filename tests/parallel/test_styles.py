@@ -1,6 +1,7 @@
 """Layers divided by the styles compute what one process computes, forward and backward."""
 
 import copy
+import itertools
 from typing import Any
 
 import pytest
@@ -24,6 +25,10 @@ from neuronmm_ops.parallel.sharding import DIVIDES, part
 
 pytestmark = pytest.mark.slow
 SHAPE = (2, 5)
+KINDS = (
+    *((torch.float32, None), (torch.bfloat16, None)),
+    *((torch.float32, "fp8"), (torch.bfloat16, "int8")),
+)
 
 
 def trained(layer: nn.Module, x: Tensor, grad: Tensor) -> dict[str, Tensor]:
@@ -62,13 +67,8 @@ def assert_equal_to_one_process(
 ) -> list[tuple[str, tuple[int, ...]]]:
     """Hold a divided layer to the whole one; return what was sent forward.
 
-    Args:
-        layer: to divide.
-        style: to divide it by.
-        x: the whole input.
-        grad: of the whole result.
-        own: this rank's columns of the result, None for all.
-        own_x: this rank's columns of x.
+    `x` and `grad`, of the result, are whole; `own` and `own_x` are this rank's columns of the
+    result and of x, None for all.
     """
     oracle = trained(doubled(layer), x.double(), grad.double())
     plain = trained(copy.deepcopy(layer), x, grad)
@@ -93,48 +93,28 @@ def assert_equal_to_one_process(
     return sent.collectives
 
 
-def columnwise(rank: int, tp: int, dtype: torch.dtype, storage: str | None) -> None:
-    for divide in DIVIDES:
-        for bias in (True, False):
-            layer = linear(24, 36, 10, bias, storage, dtype)
-            x, grad = values(*SHAPE, 24, dtype=dtype), values(*SHAPE, 36, dtype=dtype, seed=1)
-            own = part(36, rank, tp, "N")
-            sent = assert_equal_to_one_process(layer, SVDColumnwise(divide), x, grad, own, None)
-            assert len(sent) == (divide == "both" and tp > 1)
-
-
-def rowwise(rank: int, tp: int, dtype: torch.dtype, storage: str | None) -> None:
-    for divide in DIVIDES:
-        for N, r in ((35, 10), (9, 11)):
-            layer = linear(24, N, r, True, storage, dtype)
-            x, grad = values(*SHAPE, 24, dtype=dtype), values(*SHAPE, N, dtype=dtype, seed=1)
-            own = part(24, rank, tp, "K")
-            sent = assert_equal_to_one_process(layer, SVDRowwise(divide), x, grad, None, own)
-            assert len(sent) == (0 if tp == 1 else 2 if divide == "both" else 1)
-
-
-def whole_mlp(rank: int, tp: int, dtype: torch.dtype, storage: str | None) -> None:
-    del rank
-    for divide in DIVIDES:
-        for activation in ("silu", "gelu_tanh"):
-            layer = mlp(24, 30, (10, 7, 9), activation, storage, dtype)
-            x, grad = values(*SHAPE, 24, dtype=dtype), values(*SHAPE, 24, dtype=dtype, seed=1)
-            sent = assert_equal_to_one_process(layer, SVDMLPParallel(divide), x, grad, None, None)
-            assert isinstance(layer, ShardedMLP)
-            # gate and up share a gather
-            assert len(sent) == (0 if tp == 1 else 3 if divide == "both" else 1)
-
-
 def every_layer(rank: int, tp: int) -> None:
-    for dtype, storage in (
-        (torch.float32, None),
-        (torch.bfloat16, None),
-        (torch.float32, "fp8"),
-        (torch.bfloat16, "int8"),
-    ):
-        columnwise(rank, tp, dtype, storage)
-        rowwise(rank, tp, dtype, storage)
-        whole_mlp(rank, tp, dtype, storage)
+    columns, rows = part(36, rank, tp, "N"), part(24, rank, tp, "K")
+    for divide, (dtype, storage) in itertools.product(DIVIDES, KINDS):
+        kind = {"storage": storage, "dtype": dtype}
+        exchanges = {"both": 2, "one": 1}[divide] if tp > 1 else 0
+        x = values(*SHAPE, 24, dtype=dtype)
+
+        def sent(layer: nn.Module, style: Any, N: int, *own: Any, x=x, divide=divide) -> int:
+            grad = values(*SHAPE, N, dtype=x.dtype, seed=1)
+            return len(assert_equal_to_one_process(layer, style(divide), x, grad, *own))
+
+        for bias in (True, False):
+            layer = linear(24, 36, 10, bias, **kind)
+            assert sent(layer, SVDColumnwise, 36, columns, None) == max(exchanges - 1, 0)
+        for N, r in ((35, 10), (9, 11)):
+            assert sent(linear(24, N, r, True, **kind), SVDRowwise, N, None, rows) == exchanges
+        for activation in ("silu", "gelu_tanh"):
+            layer = mlp(24, 30, (10, 7, 9), activation, **kind)
+            # gate and up share a gather
+            gathers = divide == "both" and tp > 1
+            assert sent(layer, SVDMLPParallel, 24, None, None) == exchanges + gathers
+            assert isinstance(layer, ShardedMLP)
 
 
 @pytest.mark.parametrize("tp", [1, 2, 3, 4])

@@ -57,9 +57,8 @@ def test_what_does_not_fit_is_refused():
         traffic(SMALL, {"lm_head": 4}, 2)
 
 
-def page(rank: int, directory: str) -> None:
+def page(_: int, directory: str) -> None:
     """What `torchrun divide.py` does on a rank, in a process group that is there already."""
-    del rank
     os.chdir(directory)
     exec("\n".join(grab_code_blocks(PAGE.read_text(), lang="python")), {})  # noqa: S102
 
