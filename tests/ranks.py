@@ -18,7 +18,12 @@ import torch.distributed as dist
 TIMEOUT_S = 120.0
 # Ranks are forked from a process that has imported these, which takes seconds. Tests may add others
 # before the first ranks start.
-PRELOADED = ["torch.distributed.tensor.parallel", "torch._dynamo", "neuronmm_ops.parallel"]
+PRELOADED = [
+    "pytest",
+    "torch.distributed.tensor.parallel",
+    "torch._dynamo",
+    "neuronmm_ops.parallel",
+]
 
 
 def run(

@@ -89,7 +89,31 @@ def missing(size: int, tp: int) -> int:
 
 
 class BaseParallelLinear(nn.Module):
-    pass
+    """Its parameters are NaN until they are loaded."""
+
+    def __init__(
+        self,
+        sizes: tuple[int, int],
+        dim: int,
+        bias: bool,
+        pad: bool,
+        dtype: torch.dtype,
+        group: Any,
+    ) -> None:
+        """Make this rank's part of a weight `[N, K]`, divided in a dimension, and of the bias."""
+        super().__init__()
+        self.tensor_parallel_group = group or GROUP
+        tp = self.tensor_parallel_group.size()
+        self.pad, self.add_bias = pad, bias
+        self.pad_size = missing(sizes[dim], tp) if pad else 0
+        assert (sizes[dim] + self.pad_size) % tp == 0, f"{sizes[dim]} is not divisible by {tp}"
+        shape = list(sizes)
+        shape[dim] = (sizes[dim] + self.pad_size) // tp
+        self.weight: Any = nn.Parameter(torch.full(shape, torch.nan, dtype=dtype))
+        _cut(self.weight, dim, tp)
+        self.bias: Any = None
+        if bias:
+            self.bias = nn.Parameter(torch.full(shape[:1], torch.nan, dtype=dtype))
 
 
 class ColumnParallelLinear(BaseParallelLinear):
@@ -114,20 +138,11 @@ class ColumnParallelLinear(BaseParallelLinear):
         reduce_dtype: torch.dtype = torch.float32,
         rank_ordering: list[int] | None = None,
     ) -> None:
-        super().__init__()
-        self.tensor_parallel_group = tensor_model_parallel_group or GROUP
-        self.gather_output, self.pad, self.add_bias = gather_output, pad, bias
-        tp = self.tensor_parallel_group.size()
-        self.pad_size = missing(output_size, tp) if pad else 0
-        self.output_size = output_size + self.pad_size
-        assert self.output_size % tp == 0, f"{self.output_size} is not divisible by {tp}"
-        width = self.output_size // tp
-        self.weight: Any = nn.Parameter(torch.full((width, input_size), torch.nan, dtype=dtype))
-        _cut(self.weight, 0, tp)
-        self.bias: Any = None
+        sizes = (output_size, input_size)
+        super().__init__(sizes, 0, bias, pad, dtype, tensor_model_parallel_group)
+        self.gather_output, self.output_size = gather_output, output_size + self.pad_size
         if bias:
-            self.bias = nn.Parameter(torch.full((width,), torch.nan, dtype=dtype))
-            _cut(self.bias, 0, tp)
+            _cut(self.bias, 0, self.tensor_parallel_group.size())
 
     def forward(self, input: Tensor, slice_indices: Any = None) -> Tensor:  # noqa: A002
         return F.linear(input, self.weight, self.bias)
@@ -160,20 +175,12 @@ class RowParallelLinear(BaseParallelLinear):
         tile_cc: bool = False,
         rank_ordering: list[int] | None = None,
     ) -> None:
-        super().__init__()
-        self.tensor_parallel_group = tensor_model_parallel_group or GROUP
+        super().__init__(
+            (output_size, input_size), 1, bias, pad, dtype, tensor_model_parallel_group
+        )
         self.sequence_parallel_enabled = sequence_parallel_enabled
-        self.sequence_dimension, self.pad, self.add_bias = sequence_dimension, pad, bias
+        self.sequence_dimension = sequence_dimension
         self.reduce_dtype = dtype if reduce_dtype is None else reduce_dtype
-        tp = self.tensor_parallel_group.size()
-        self.pad_size = missing(input_size, tp) if pad else 0
-        assert (input_size + self.pad_size) % tp == 0
-        width = (input_size + self.pad_size) // tp
-        self.weight: Any = nn.Parameter(torch.full((output_size, width), torch.nan, dtype=dtype))
-        _cut(self.weight, 1, tp)
-        self.bias: Any = None
-        if bias:
-            self.bias = nn.Parameter(torch.full((output_size,), torch.nan, dtype=dtype))
 
     def forward(self, input_: Tensor, slice_indices: Any = None) -> Tensor:
         partial = F.linear(input_, self.weight)

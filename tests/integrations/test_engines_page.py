@@ -3,7 +3,6 @@
 import re
 from pathlib import Path
 
-import pytest
 import torch
 from tiny import tiny_ids, tiny_model, tiny_tokenizer
 from transformers import AutoModelForCausalLM
@@ -11,9 +10,7 @@ from transformers import AutoModelForCausalLM
 from neuronmm_ops import swap_
 
 
-def test_the_dense_checkpoint_computes_what_the_compressed_one_does(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_dense_checkpoint_computes_what_the_compressed_one_does(tmp_path, monkeypatch):
     page = (Path(__file__).parents[2] / "docs" / "engines.md").read_text(encoding="utf-8")
     (code,) = re.findall(r"```py\n(.*?)```", page, re.DOTALL)
     model, ids = tiny_model(), tiny_ids(1, 9)

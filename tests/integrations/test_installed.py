@@ -1,7 +1,6 @@
 """What `doctor` says of the engines, on machines with made-up distributions of them."""
 
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -22,7 +21,7 @@ LITE = {"libtorch_neuronx_lite/nki/nki_hop.py": "wrap_nki = None"}
 
 
 @pytest.fixture
-def machine(tmp_path, monkeypatch) -> Iterator[NeuronMachine]:
+def machine(tmp_path, monkeypatch):
     monkeypatch.delenv("VLLM_PLUGINS", raising=False)
     with stand_ins.neuron_machine(tmp_path, monkeypatch) as found:
         plugins(found, ENTRIES)

@@ -1,81 +1,64 @@
 """An export is whole, of one dtype, and what the machine with NxD Inference reads; or nothing."""
 
 import json
-import os
 import shutil
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from nxdi_checkpoints import make
 from safetensors.torch import load_file
+from stored import assert_same_bits, config_of, edit_config, tensors_of
 
-from neuronmm_ops.checkpoint import INDEX, SINGLE, inspect_checkpoint, weight_files
+from neuronmm_ops.checkpoint import INDEX, SINGLE, inspect_checkpoint
 from neuronmm_ops.errors import CheckpointError
 from neuronmm_ops.integrations.nxdi import export as nxdi_export
 from neuronmm_ops.integrations.nxdi import files
 from neuronmm_ops.integrations.nxdi.export import export
 
 
-def config_of(directory: Path) -> dict[str, Any]:
-    return json.loads((directory / "config.json").read_text())
-
-
-def tensors_of(directory: Path) -> dict[str, torch.Tensor]:
-    return {k: t for file in weight_files(directory) for k, t in load_file(file).items()}
-
-
-def change(directory: Path, **fields: Any) -> None:
-    (directory / "config.json").write_text(json.dumps({**config_of(directory), **fields}))
-
-
 @pytest.fixture
-def checkpoint(tmp_path: Path) -> Path:
+def checkpoint(tmp_path):
     return make(tmp_path / "checkpoint")
 
 
-def test_every_tensor_is_kept_bit_for_bit(checkpoint: Path, tmp_path: Path) -> None:
+def test_every_tensor_is_kept_bit_for_bit(checkpoint, tmp_path):
     found = export(checkpoint, tmp_path / "out", tp=2)
-    written, original = tensors_of(tmp_path / "out"), tensors_of(checkpoint)
-    assert set(written) == set(original)
-    assert all(torch.equal(written[name], original[name]) for name in original)
+    original = tensors_of(checkpoint)
+    assert_same_bits(tensors_of(tmp_path / "out"), original)
     assert inspect_checkpoint(tmp_path / "out").layers[0].r == 29
     assert found.low_rank == 14
     assert found.bytes == sum(tensor.nbytes for tensor in original.values())
     assert found.notes == ()
     assert not list(tmp_path.glob(".out*"))
+    # Whoever can read the config can read every file.
+    assert len({path.stat().st_mode for path in (tmp_path / "out").iterdir()}) == 1
 
 
-def test_the_config_is_of_transformers_4(checkpoint: Path, tmp_path: Path) -> None:
-    export(checkpoint, tmp_path / "out", divide="one")
+SCALING = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 64}
+
+
+@pytest.mark.parametrize(
+    ("made", "theta", "scaling"),
+    [
+        ({}, 5000.0, None),
+        ({"rope_parameters": {**SCALING, "rope_theta": 7.0}}, 7.0, SCALING),
+        # As Transformers 4 has it.
+        ({"rope_theta": 9.0, "rope_scaling": {"type": "linear"}}, 9.0, {"type": "linear"}),
+    ],
+)
+def test_the_config_is_of_transformers_4(made, theta, scaling, tmp_path):
+    source = make(tmp_path / "in", **made)
+    if "rope_theta" in made:
+        edit_config(source, lambda config: config.pop("rope_parameters"))
+    export(source, tmp_path / "out", divide="one")
     config = config_of(tmp_path / "out")
-    assert (config["rope_theta"], config["rope_scaling"]) == (5000.0, None)
-    assert "rope_parameters" not in config
+    assert (config["rope_theta"], config["rope_scaling"]) == (theta, scaling)
+    assert not {"rope_parameters", "dtype"} & set(config)
     assert (config["torch_dtype"], config["neuronmm_divide"]) == ("float32", "one")
-    assert "dtype" not in config
-
-
-def test_scaled_positions_are_kept(tmp_path: Path) -> None:
-    scaling = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 64}
-    source = make(tmp_path / "in", rope_parameters={**scaling, "rope_theta": 7.0})
-    export(source, tmp_path / "out")
-    config = config_of(tmp_path / "out")
-    assert (config["rope_theta"], config["rope_scaling"]) == (7.0, scaling)
-
-
-def test_a_config_of_transformers_4_stays(checkpoint: Path, tmp_path: Path) -> None:
-    change(checkpoint, rope_parameters=None, rope_theta=9.0, rope_scaling={"type": "linear"})
-    config = config_of(checkpoint)
-    del config["rope_parameters"]
-    (checkpoint / "config.json").write_text(json.dumps(config))
-    export(checkpoint, tmp_path / "out")
-    written = config_of(tmp_path / "out")
-    assert (written["rope_theta"], written["rope_scaling"]) == (9.0, {"type": "linear"})
 
 
 @pytest.mark.parametrize("storage", ["fp8", "int8"])
-def test_one_byte_factors_are_multiplied_out_with_a_note(storage: str, tmp_path: Path) -> None:
+def test_one_byte_factors_are_multiplied_out_with_a_note(storage, tmp_path):
     source = make(tmp_path / "in", storage=storage, dtype=torch.bfloat16)
     found = export(source, tmp_path / "out")
     assert found.dtype == "bfloat16"
@@ -90,27 +73,28 @@ def test_one_byte_factors_are_multiplied_out_with_a_note(storage: str, tmp_path:
     assert (layer.storage, layer.bytes) == (None, layer.parameters * 2)
 
 
-def test_a_dtype_is_cast_with_a_note(checkpoint: Path, tmp_path: Path) -> None:
-    found = export(checkpoint, tmp_path / "out", dtype="bfloat16")
-    assert found.notes == ("tensors in float32 are cast to bfloat16",)
-    assert {t.dtype for t in tensors_of(tmp_path / "out").values()} == {torch.bfloat16}
-    assert "--torch-dtype bfloat16" in found.command
-
-
-def test_float64_becomes_float32_with_a_note(tmp_path: Path) -> None:
-    found = export(make(tmp_path / "in", dtype=torch.float64), tmp_path / "out")
-    assert (found.dtype, found.notes) == ("float32", ("tensors in float64 are cast to float32",))
+@pytest.mark.parametrize(
+    ("made", "options", "target"),
+    [(torch.float32, {"dtype": "bfloat16"}, "bfloat16"), (torch.float64, {}, "float32")],
+)
+def test_a_dtype_is_cast_with_a_note(made, options, target, tmp_path):
+    found = export(make(tmp_path / "in", dtype=made), tmp_path / "out", **options)
+    assert found.dtype == target
+    assert found.notes == (f"tensors in {str(made)[6:]} are cast to {target}",)
+    written = tensors_of(tmp_path / "out").values()
+    assert {str(tensor.dtype)[6:] for tensor in written} == {target}
+    assert f"--torch-dtype {target}" in found.command
 
 
 @pytest.mark.parametrize("text", ["{", "[1]"])
-def test_a_damaged_tokenizer_is_refused(text: str, checkpoint: Path, tmp_path: Path) -> None:
+def test_a_damaged_tokenizer_is_refused(text, checkpoint, tmp_path):
     (checkpoint / "tokenizer_config.json").write_text(text)
     with pytest.raises(CheckpointError, match=r"tokenizer_config\.json must hold"):
         export(checkpoint, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
-def test_large_weights_are_in_several_files(checkpoint: Path, tmp_path: Path) -> None:
+def test_large_weights_are_in_several_files(checkpoint, tmp_path):
     found = export(checkpoint, tmp_path / "out", shard_bytes=100_000)
     names = sorted(path.name for path in (tmp_path / "out").glob("*.safetensors"))
     assert len(names) > 2
@@ -119,16 +103,13 @@ def test_large_weights_are_in_several_files(checkpoint: Path, tmp_path: Path) ->
     assert index["metadata"]["total_size"] == found.bytes
     sizes = [sum(t.nbytes for t in load_file(tmp_path / "out" / n).values()) for n in names]
     assert max(sizes) <= 100_000
-    written, original = tensors_of(tmp_path / "out"), tensors_of(checkpoint)
-    assert all(torch.equal(written[name], original[name]) for name in original)
+    assert_same_bits(tensors_of(tmp_path / "out"), tensors_of(checkpoint))
     again = export(tmp_path / "out", tmp_path / "single")
     assert (tmp_path / "single" / SINGLE).exists()
     assert again.bytes == found.bytes
 
 
-def test_the_tokenizer_comes_along_as_transformers_4_knows_it(
-    checkpoint: Path, tmp_path: Path
-) -> None:
+def test_the_tokenizer_comes_along_as_transformers_4_knows_it(checkpoint, tmp_path):
     (checkpoint / "tokenizer.json").write_text("{}")
     (checkpoint / "compression.json").write_text("{}")
     fields = {"tokenizer_class": "TokenizersBackend", "backend": "tokenizers", "eos_token": "<e>"}
@@ -152,14 +133,11 @@ def test_the_tokenizer_comes_along_as_transformers_4_knows_it(
         (4, {}, "2 key/value heads are replicated to 4"),
     ],
 )
-def test_what_ranks_pad_is_said(tp: int, made: Any, words: str, tmp_path: Path) -> None:
-    found = export(make(tmp_path / "in", **made), tmp_path / "out", tp=tp)
+def test_what_ranks_pad_or_hold_whole_is_said(tp, made, words, tmp_path):
+    found = export(make(tmp_path / "in", **made), tmp_path / "out", tp=tp, divide="one")
     assert any(words in note for note in found.notes), found.notes
+    assert "whole" in found.notes[-1]
     assert f"--tp-degree {tp}" in found.command
-
-
-def test_whole_factors_at_many_ranks_are_warned_of(checkpoint: Path, tmp_path: Path) -> None:
-    assert "whole" in export(checkpoint, tmp_path / "out", tp=4, divide="one").notes[-1]
 
 
 @pytest.mark.parametrize(
@@ -170,9 +148,7 @@ def test_whole_factors_at_many_ranks_are_warned_of(checkpoint: Path, tmp_path: P
         ({"dtype": "int8"}, "--dtype must be auto, bfloat16, float16, float32; got 'int8'"),
     ],
 )
-def test_bad_options_are_refused(
-    options: Any, words: str, checkpoint: Path, tmp_path: Path
-) -> None:
+def test_bad_options_are_refused(options, words, checkpoint, tmp_path):
     with pytest.raises(ValueError, match=words):
         export(checkpoint, tmp_path / "out", **options)
     assert not (tmp_path / "out").exists()
@@ -187,19 +163,19 @@ def test_bad_options_are_refused(
         ({"num_key_value_heads": 4, "rope_parameters": {"full": {}}}, "differ between layers"),
     ],
 )
-def test_models_that_are_not_taken_are_refused(made: Any, words: str, tmp_path: Path) -> None:
+def test_models_that_are_not_taken_are_refused(made, words, tmp_path):
     with pytest.raises(ValueError, match=words):
         export(make(tmp_path / "in", **made), tmp_path / "out", tp=3)
     assert not (tmp_path / "out").exists()
 
 
-def test_a_dense_model_is_refused(checkpoint: Path, tmp_path: Path) -> None:
-    change(checkpoint, quantization_config=None)
+def test_a_dense_model_is_refused(checkpoint, tmp_path):
+    edit_config(checkpoint, lambda config: config.pop("quantization_config"))
     with pytest.raises(CheckpointError, match="is not a compressed checkpoint"):
         export(checkpoint, tmp_path / "out")
 
 
-def test_an_earlier_export_is_replaced_and_nothing_else(checkpoint: Path, tmp_path: Path) -> None:
+def test_an_earlier_export_is_replaced_and_nothing_else(checkpoint, tmp_path):
     out = tmp_path / "out"
     export(checkpoint, out)
     export(checkpoint, out, dtype="bfloat16")
@@ -213,19 +189,17 @@ def test_an_earlier_export_is_replaced_and_nothing_else(checkpoint: Path, tmp_pa
     with pytest.raises(FileExistsError, match=r"first mine\.txt"):
         export(checkpoint, out)
     assert (out / "mine.txt").exists()
-    assert all(torch.equal(before[name], t) for name, t in tensors_of(other).items())
+    assert_same_bits(tensors_of(other), before)
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(28, "No space left on device")])
-def test_a_failure_leaves_what_was_there(
-    error: BaseException, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failure_leaves_what_was_there(error, checkpoint, tmp_path, monkeypatch):
     out = tmp_path / "out"
     export(checkpoint, out)
     before = {path.name: path.read_bytes() for path in out.iterdir()}
     save, calls = files.save_file, list[str]()
 
-    def fail(tensors: Any, path: Path, **options: Any) -> None:
+    def fail(tensors, path, **options):
         calls.append(path.name)
         if len(calls) == 2:
             raise error
@@ -238,9 +212,7 @@ def test_a_failure_leaves_what_was_there(
     assert not list(tmp_path.glob(".out*"))
 
 
-def test_a_full_disk_is_refused_before_writing(
-    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_is_refused_before_writing(checkpoint, tmp_path, monkeypatch):
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=10))
     with pytest.raises(OSError, match=r"needs 0\.\d+ MB and the disk has 0\.000 MB free"):
@@ -248,19 +220,11 @@ def test_a_full_disk_is_refused_before_writing(
     assert not (tmp_path / "out").exists()
 
 
-def test_every_file_can_be_read_by_whoever_can_read_the_config(
-    checkpoint: Path, tmp_path: Path
-) -> None:
-    export(checkpoint, tmp_path / "out")
-    modes = {os.stat(path).st_mode for path in (tmp_path / "out").iterdir()}
-    assert len(modes) == 1
-
-
-def test_names_that_a_shell_would_split_are_quoted(checkpoint: Path, tmp_path: Path) -> None:
+def test_names_that_a_shell_would_split_are_quoted(checkpoint, tmp_path):
     found = nxdi_export(checkpoint, tmp_path / "my model")
     assert f"--model-path '{tmp_path}/my model' " in found.command
 
 
-def test_the_command_gives_a_sliding_window_a_longer_graph(tmp_path: Path) -> None:
+def test_the_command_gives_a_sliding_window_a_longer_graph(tmp_path):
     checkpoint = make(tmp_path / "checkpoint", "mistral", sliding_window=64)
     assert "--seq-len 1024 " in nxdi_export(checkpoint, tmp_path / "out").command

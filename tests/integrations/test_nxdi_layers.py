@@ -1,7 +1,6 @@
 """Ranks with low-rank layers of NxD Inference equal one process, on stand-ins of its classes."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,19 +18,8 @@ from neuronmm_ops.integrations.nxdi import causal_lm
 MIXED = ("0.self_attn.k_proj", "1.mlp.up_proj", "0.mlp.down_proj", "1.self_attn.o_proj")
 
 
-@pytest.fixture(autouse=True)
-def nxd(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """NxD's modules in this process, for the test."""
-    import sys
-
-    for name, module in stand_ins.modules().items():
-        monkeypatch.setitem(sys.modules, name, module)
-    causal_lm.cache_clear()
-    stand_ins.CALLS.clear()
-    yield
-    causal_lm.cache_clear()
-    for name in ("layers", "factors"):
-        sys.modules.pop(f"neuronmm_ops.integrations.nxdi.{name}", None)
+pytestmark = pytest.mark.usefixtures("nxd")
+ranks.PRELOADED += ["nxdi_checkpoints", "nxdi_stand_ins", "neuronmm_ops.integrations.nxdi"]
 
 
 def config_of(directory: Path, options: dict[str, Any], **overrides: Any) -> Any:
@@ -117,9 +105,7 @@ def close(found: Tensor, wanted: Tensor) -> None:
     ],
     ids=str,
 )
-def test_ranks_together_equal_one_process(
-    tp: int, made: Any, options: Any, overrides: Any, tmp_path: Path
-) -> None:
+def test_ranks_together_equal_one_process(tp, made, options, overrides, tmp_path):
     directory = make(tmp_path / "checkpoint", **made)
     options = {**options, "tp_degree": tp}
     results = ranks.run(on_rank, tp, directory, inputs(), options, overrides)
@@ -129,7 +115,7 @@ def test_ranks_together_equal_one_process(
 
 
 @pytest.mark.slow
-def test_sequence_parallel_ranks_have_their_tokens(tmp_path: Path) -> None:
+def test_sequence_parallel_ranks_have_their_tokens(tmp_path):
     directory, x = make(tmp_path / "checkpoint", attention_bias=True, mlp_bias=True), inputs()[:1]
     options = {"tp_degree": 2, "sequence_parallel_enabled": True}
     results = ranks.run(on_rank, 2, directory, x, options, {"neuronmm_divide": "one"})
@@ -138,7 +124,7 @@ def test_sequence_parallel_ranks_have_their_tokens(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("divide", ["both", "one"])
-def test_ranks_exchange_the_narrow_products(divide: str, tmp_path: Path) -> None:
+def test_ranks_exchange_the_narrow_products(divide, tmp_path):
     directory = make(tmp_path / "checkpoint", num_hidden_layers=1)
     overrides = {"neuronmm_divide": divide}
     results = ranks.run(on_rank, 2, directory, inputs()[1:], {"tp_degree": 2}, overrides)
@@ -152,9 +138,7 @@ def test_ranks_exchange_the_narrow_products(divide: str, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("made", [{}, {"dense": MIXED[1:]}, {"model_type": "qwen3"}], ids=str)
-def test_one_rank_exchanges_nothing_but_what_nxd_always_calls(
-    made: dict[str, Any], fused: bool, tmp_path: Path
-) -> None:
+def test_one_rank_exchanges_nothing_but_what_nxd_always_calls(made, fused, tmp_path):
     directory = make(tmp_path / "checkpoint", **made)
     model = loaded(directory, config_of(directory, {"fused_qkv": fused}))
     for x in inputs():
@@ -162,20 +146,20 @@ def test_one_rank_exchanges_nothing_but_what_nxd_always_calls(
     assert {call.split()[0] for call in stand_ins.CALLS} <= {"all_reduce"}
 
 
-def test_an_activation_without_an_op_is_nxd_inferences_own(tmp_path: Path) -> None:
+def test_an_activation_without_an_op_is_nxd_inferences_own(tmp_path):
     directory = make(tmp_path / "checkpoint", hidden_act="relu6")
     model = loaded(directory, config_of(directory, {}))
     close(model(inputs()[0]), expected(directory, inputs()[0], F.relu6))
 
 
-def test_a_model_that_is_not_compressed_is_nxd_inferences_own(tmp_path: Path) -> None:
+def test_a_model_that_is_not_compressed_is_nxd_inferences_own(tmp_path):
     directory = make(tmp_path / "checkpoint", dense=tuple(RANKS)[:-1])
     config = config_of(directory, {}, quantization_config=None)
     model = causal_lm("llama")._model_cls(config)
     assert type(model.layers[0].mlp) is stand_ins.NeuronLlamaMLP
 
 
-def test_adapters_reach_the_dense_members_alone(tmp_path: Path) -> None:
+def test_adapters_reach_the_dense_members_alone(tmp_path):
     directory = make(tmp_path / "checkpoint", dense=("mlp.up_proj",))
     lora = type("Lora", (), {"target_modules": ["up_proj"]})()
     model = loaded(directory, config_of(directory, {"lora_config": lora}))
@@ -188,16 +172,16 @@ def test_adapters_reach_the_dense_members_alone(tmp_path: Path) -> None:
     torch.testing.assert_close(mlp(x, adapter_ids=torch.tensor(0.0))[0], plain)
 
 
-def test_two_models_in_one_process_keep_their_weights(tmp_path: Path) -> None:
+def test_two_models_in_one_process_keep_their_weights(tmp_path):
     first = make(tmp_path / "first")
     second = make(tmp_path / "second", rms_norm_eps=1e-5, dense=("q_proj",))
-    models = [loaded(path, config_of(path, {})) for path in (first, second, first)]
-    x = inputs()[0]
-    for model, path in zip(models, (first, second, first), strict=True):
+    paths, x = (first, second, first), inputs()[0]
+    models = [loaded(path, config_of(path, {})) for path in paths]
+    for model, path in zip(models, paths, strict=True):
         close(model(x), expected(path, x))
 
 
-def test_a_dtype_of_two_bytes(tmp_path: Path) -> None:
+def test_a_dtype_of_two_bytes(tmp_path):
     directory = make(tmp_path / "checkpoint", dtype=torch.bfloat16, dense=ATTENTION)
     model = loaded(directory, config_of(directory, {"torch_dtype": torch.bfloat16}))
     found = model(inputs()[0].bfloat16())
@@ -208,9 +192,7 @@ def test_a_dtype_of_two_bytes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("divide", ["both", "one"])
 @pytest.mark.parametrize("dense", [(), MIXED])
-def test_one_model_shards_the_weights_of_all_ranks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, divide: str, dense: tuple[str, ...]
-) -> None:
+def test_one_model_shards_the_weights_of_all_ranks(tmp_path, monkeypatch, divide, dense):
     """As NxD's ModelBuilder does, whose model is that of rank 0, without values."""
     tp = 4
     monkeypatch.setattr(type(stand_ins.GROUP), "size", lambda _: tp)

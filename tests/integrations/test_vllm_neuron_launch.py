@@ -1,7 +1,7 @@
 """How ops become nodes of the engine's NKI wrapper, while Dynamo traces and without it."""
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cached_property, partial
 from typing import Any
 
@@ -10,7 +10,6 @@ import pytest
 import stand_ins
 import torch
 import vllm_neuron_engine
-from stand_ins import NeuronMachine
 from tolerances import assert_close_to_oracle
 from torch import Tensor
 
@@ -30,7 +29,7 @@ SHAPES = {
 
 
 @pytest.fixture
-def machine(tmp_path, monkeypatch) -> Iterator[NeuronMachine]:
+def machine(tmp_path, monkeypatch):
     with stand_ins.neuron_machine(tmp_path, monkeypatch) as found:
         found.nki()
         found.package("libtorch_neuronx_lite", "2.11.0", LITE)
@@ -41,7 +40,7 @@ def machine(tmp_path, monkeypatch) -> Iterator[NeuronMachine]:
 
 
 @pytest.fixture(autouse=True)
-def fresh() -> None:
+def fresh():
     """Specs as a new process has them: nothing of them has been asked for."""
     for op in SHAPES:
         for name in [n for n, m in vars(OpSpec).items() if isinstance(m, cached_property)]:
@@ -68,7 +67,7 @@ def close(op: str, result: Tensor, tensors: list[Tensor]) -> None:
 @pytest.mark.parametrize("op", SHAPES)
 @pytest.mark.parametrize("tokens", [3, 256])
 @pytest.mark.parametrize("lnc", [1, 2])
-def test_a_launch(machine, op: str, tokens: int, lnc: int) -> None:
+def test_a_launch(machine, op, tokens, lnc):
     machine.environment(NEURON_LOGICAL_NC_CONFIG=str(lnc))
     tensors = operands(op, tokens)
     close(op, Kernels(always).run(op, *tensors), tensors)
@@ -77,13 +76,13 @@ def test_a_launch(machine, op: str, tokens: int, lnc: int) -> None:
 
 
 @pytest.mark.parametrize(("tokens", "kernel"), [(1, "xw_decode"), (4096, "xw")])
-def test_the_kernel_is_the_plans(machine, tokens: int, kernel: str) -> None:
+def test_the_kernel_is_the_plans(machine, tokens, kernel):
     (part,) = planned("xw", tokens, (2048, None), (None, (2048, 2048)), torch.bfloat16)
     assert part.kernel == kernel
     assert part.kernel in Kernels(always).callers
 
 
-def test_a_launch_of_many_tokens_is_several(machine, monkeypatch) -> None:
+def test_a_launch_of_many_tokens_is_several(machine, monkeypatch):
     plan = partial(plans.plan_op, max_instructions=1)
     monkeypatch.setattr(plans, "plan_op", plan)
     tensors = operands("mlp", 300)
@@ -104,10 +103,10 @@ class Compiler:
 
 
 @pytest.mark.slow
-def test_a_graph_has_the_wrappers_nodes_only_and_one_graph_serves_a_bucket(machine) -> None:
+def test_a_graph_has_the_wrappers_nodes_only_and_one_graph_serves_a_bucket(machine):
     run, compiler = Kernels(always).run, Compiler()
 
-    def block(x: Tensor, w: Tensor, mlp: list[Tensor]) -> Tensor:
+    def block(x, w, mlp):
         return run("xw", run("svd_mlp", x, *mlp), w)
 
     compiled = torch.compile(block, backend=compiler, fullgraph=True)
@@ -127,7 +126,7 @@ def test_a_graph_has_the_wrappers_nodes_only_and_one_graph_serves_a_bucket(machi
 
 
 @pytest.mark.parametrize("op", SHAPES)
-def test_without_kernels_a_graph_has_plain_matmuls(op: str) -> None:
+def test_without_kernels_a_graph_has_plain_matmuls(op):
     torch._dynamo.reset()
     run, compiler = Kernels(lambda _: False).run, Compiler()
     tensors = operands(op, 3)
@@ -140,7 +139,7 @@ def test_without_kernels_a_graph_has_plain_matmuls(op: str) -> None:
 # --- errors are lines ----------------------------------------------------------------------------
 
 
-def test_without_nki(tmp_path, monkeypatch) -> None:
+def test_without_nki(tmp_path, monkeypatch):
     with (
         stand_ins.neuron_machine(tmp_path, monkeypatch),
         pytest.raises(ImportError, match=r"need nki and wrap_nki of libtorch_neuronx_lite, .*run"),
@@ -148,7 +147,7 @@ def test_without_nki(tmp_path, monkeypatch) -> None:
         Kernels(always)
 
 
-def test_neither_module_has_the_engines_answer(monkeypatch) -> None:
+def test_neither_module_has_the_engines_answer(monkeypatch):
     vllm_neuron_engine.install()
     monkeypatch.delitem(sys.modules, "vllm_neuron.utils.neuron_utils")
     expected = r"must be in vllm_neuron\.utils\.neuron_utils or vllm_neuron\.nki\.nki_hop, the inst"
@@ -157,7 +156,7 @@ def test_neither_module_has_the_engines_answer(monkeypatch) -> None:
     vllm_neuron_engine.uninstall()
 
 
-def test_the_wrapper_of_release_0_21(tmp_path, monkeypatch) -> None:
+def test_the_wrapper_of_release_0_21(tmp_path, monkeypatch):
     """It is the engine's own, beside a torch_neuronx that has none."""
     with stand_ins.neuron_machine(tmp_path, monkeypatch) as machine:
         machine.nki()
@@ -171,7 +170,7 @@ def test_the_wrapper_of_release_0_21(tmp_path, monkeypatch) -> None:
     vllm_neuron_engine.uninstall()
 
 
-def test_an_nki_that_is_too_old(tmp_path, monkeypatch) -> None:
+def test_an_nki_that_is_too_old(tmp_path, monkeypatch):
     with stand_ins.neuron_machine(tmp_path, monkeypatch) as machine:
         machine.nki("0.2.0")
         machine.package("libtorch_neuronx_lite", "2.11.0", LITE)
@@ -179,7 +178,7 @@ def test_an_nki_that_is_too_old(tmp_path, monkeypatch) -> None:
             Kernels(always)
 
 
-def test_an_unknown_core(machine, monkeypatch) -> None:
+def test_an_unknown_core(machine, monkeypatch):
     monkeypatch.delenv("NEURON_PLATFORM_TARGET_OVERRIDE")
     with pytest.raises(RuntimeError, match="set NEURON_PLATFORM_TARGET_OVERRIDE"):
         Kernels(always)

@@ -1,7 +1,6 @@
 """Compressed Llama and Qwen3 in vLLM-Neuron's stand-ins: the loader and the numbers, on ranks."""
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -52,12 +51,7 @@ def expected(path: Path, ids: Tensor, dtype: torch.dtype) -> Tensor:
         return model(ids[None]).logits[0]
 
 
-@pytest.fixture(autouse=True)
-def packages() -> Iterator[None]:
-    yield
-    vllm_neuron_engine.uninstall()
-
-
+pytestmark = pytest.mark.usefixtures("vllm_neuron_packages")
 CASES = (
     ("llama", MLP),
     ("llama", MLP + ATTENTION),
@@ -69,7 +63,7 @@ CASES = (
 
 
 @pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+def checkpoints(tmp_path_factory):
     root = tmp_path_factory.mktemp("checkpoints")
     return [write(root / str(i), *case) for i, case in enumerate(CASES)]
 
@@ -82,18 +76,18 @@ def check(paths: list[Path], results: list[list[Served]]) -> None:
             assert_close_to_oracle(of_rank[i].logits, oracle, low)
 
 
-def test_logits_are_those_of_transformers(checkpoints: list[Path]) -> None:
+def test_logits_are_those_of_transformers(checkpoints):
     check(checkpoints, [served(0, checkpoints, IDS)])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tp", [2, 4])
-def test_logits_of_ranks_are_those_of_transformers(checkpoints: list[Path], tp: int) -> None:
+def test_logits_of_ranks_are_those_of_transformers(checkpoints, tp):
     check(checkpoints, ranks.run(served, tp, checkpoints, IDS))
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_bfloat16(tmp_path: Path, family: str) -> None:
+def test_bfloat16(tmp_path, family):
     path = write(tmp_path, family, MLP + ATTENTION, dtype=torch.bfloat16)
     (made,) = served(0, [path], IDS)
     oracle, low = expected(path, IDS, torch.float64), expected(path, IDS, torch.bfloat16)
@@ -102,7 +96,7 @@ def test_bfloat16(tmp_path: Path, family: str) -> None:
 
 
 @pytest.mark.slow
-def test_three_ranks_with_an_inner_size_that_they_do_not_divide(tmp_path: Path) -> None:
+def test_three_ranks_with_an_inner_size_that_they_do_not_divide(tmp_path):
     sizes = {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 96}
     layers = [MLP + ATTENTION, ("mlp.gate_proj",)]
     paths = [write(tmp_path / str(i), "llama", own, **sizes) for i, own in enumerate(layers)]
@@ -110,9 +104,7 @@ def test_three_ranks_with_an_inner_size_that_they_do_not_divide(tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_ranks_hold_parts_of_both_factors_and_add_the_narrow_products(
-    checkpoints: list[Path],
-) -> None:
+def test_ranks_hold_parts_of_both_factors_and_add_the_narrow_products(checkpoints):
     served_by = ranks.run(served, 2, checkpoints[1:2], IDS)
     (of_rank,) = served_by[1]
     block = "model.layers.1"
@@ -148,16 +140,14 @@ def test_ranks_hold_parts_of_both_factors_and_add_the_narrow_products(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [0, 1, 4])
-def test_the_model_is_one_graph_of_the_engines_nodes(
-    checkpoints: list[Path], case: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_model_is_one_graph_of_the_engines_nodes(checkpoints, case, tmp_path, monkeypatch):
     path, targets = checkpoints[case], []
 
-    def compiler(graph: torch.fx.GraphModule, _: Any) -> Any:
+    def compiler(graph, _):
         targets.append([str(node.target) for node in graph.graph.nodes])
         return graph.forward
 
-    def tracer(graph: torch.fx.GraphModule, example: Any) -> Any:
+    def tracer(graph, example):
         compiler(graph, example)
         results = graph.graph.output_node().args[0]
         return lambda *_: results
@@ -175,7 +165,7 @@ def test_the_model_is_one_graph_of_the_engines_nodes(
 
         # Under CPU compile the engine loads constants alone, and traces without weights.
         with torch.device("meta"):
-            bare: Any = NeuronMMForCausalLM.from_configs(config_of(path), NeuronConfig())
+            bare = NeuronMMForCausalLM.from_configs(config_of(path), NeuronConfig())
         bare.load_weights_lite(str(path), torch.device("cpu"), None)
         traced = torch.compile(bare.to("meta"), backend=tracer, fullgraph=True)
         traced(IDS[:PROMPT].to("meta"), positions.to("meta"), known)

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from neuronmm_ops.checkpoint import read_headers
 from neuronmm_ops.compress.report import LayerReport
 from neuronmm_ops.integrations.vllm_neuron.weights import Files, Projection, read_part
-from neuronmm_ops.parallel.sharding import Kind, part_width
+from neuronmm_ops.parallel.sharding import part_width
 
 
 @settings(max_examples=60, deadline=None)
@@ -24,9 +24,7 @@ from neuronmm_ops.parallel.sharding import Kind, part_width
     tp=st.integers(1, 12),
     transposed=st.booleans(),
 )
-def test_parts_are_the_whole_and_zeros(
-    shape: tuple[int, int], dim: int, tp: int, transposed: bool
-) -> None:
+def test_parts_are_the_whole_and_zeros(shape, dim, tp, transposed):
     matrix = torch.arange(1.0, shape[0] * shape[1] + 1).view(shape)
     width = part_width(shape[dim], tp)
     size = (width, shape[1]) if dim == 0 else (shape[0], width)
@@ -47,7 +45,7 @@ def test_parts_are_the_whole_and_zeros(
 @pytest.mark.parametrize("kind", ["column", "row"])
 @pytest.mark.parametrize("r", [None, 5])
 @pytest.mark.parametrize("tp", [1, 3, 8])
-def test_a_rank_has_its_part_of_every_tensor(kind: Kind, r: int | None, tp: int) -> None:
+def test_a_rank_has_its_part_of_every_tensor(kind, r, tp):
     vllm_neuron_engine.install()
     layer = LayerReport("layer", 12, 7, r, r is None, None, None, 1, 1)
     found = {
@@ -64,7 +62,7 @@ def test_a_rank_has_its_part_of_every_tensor(kind: Kind, r: int | None, tp: int)
     assert found == expected[kind, r]
 
 
-def test_columns_of_factors_are_their_products_in_fp32(tmp_path: Path) -> None:
+def test_columns_of_factors_are_their_products_in_fp32(tmp_path):
     u, v = torch.randn(6, 4).bfloat16(), torch.randn(4, 8).bfloat16()
     save_file({"a.u": u, "a.v": v, "b.weight": v.t().contiguous()}, tmp_path / "w.safetensors")
     files = Files(read_headers([tmp_path / "w.safetensors"]))

@@ -46,8 +46,17 @@ def metadata(layers: int, tokens: int) -> dict[str, dict[str, int]]:
     return {f"layers.{i}.self_attn": own for i in range(layers)}
 
 
+def logits_of(model: Any, config: Any, ids: Tensor) -> Tensor:
+    """Serve a prompt and an answer's tokens, one by one."""
+    made = []
+    for start, stop in ((0, PROMPT), *((i, i + 1) for i in range(PROMPT, PROMPT + ANSWER))):
+        known = metadata(config.num_hidden_layers, stop - start)
+        made.append(model(ids[start:stop], torch.arange(start, stop), known))
+    return torch.cat(made)
+
+
 def served(rank: int, paths: list[Path], ids: Tensor) -> list[Served]:
-    """Serve a prompt and an answer's tokens, one by one, of each checkpoint."""
+    """Serve each checkpoint."""
     return [_served(path, ids) for path in paths]
 
 
@@ -55,9 +64,6 @@ def _served(path: Path, ids: Tensor) -> Served:
     found, config = vllm_neuron_engine.install(path), config_of(path)
     model = load(path, config)
     found.group.sent.clear()
-    layers, made = config.num_hidden_layers, []
-    for start, stop in ((0, PROMPT), *((i, i + 1) for i in range(PROMPT, PROMPT + ANSWER))):
-        positions = torch.arange(start, stop)
-        made.append(model(ids[start:stop], positions, metadata(layers, stop - start)))
+    logits = logits_of(model, config, ids)
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    return Served(torch.cat(made), found.group.sent, shapes)
+    return Served(logits, found.group.sent, shapes)

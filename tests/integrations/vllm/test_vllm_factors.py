@@ -39,6 +39,15 @@ def loaded(layer: LayerReport, place: Shard, sections, tensors, pack=None) -> Pa
     return pair
 
 
+def sections_of(place: Shard = WHOLE, name: str = "q_proj", width: int = 5):
+    """Of a layer of one member."""
+    return member_sections([name], [width], [1], place)[0]
+
+
+def small_pair(tensors, storage: str | None = None, pack=None, place: Shard = WHOLE) -> Pair:
+    return loaded(record(8, 3, 5, storage), place, sections_of(place), tensors, pack)
+
+
 def ranks_of(tp: int, kind, divide):
     return [Shard(kind, divide, rank, tp) for rank in range(tp)]
 
@@ -83,7 +92,7 @@ def test_ranks_of_a_row_layer_make_its_sum(storage, divide, tp, r, N):
     tensors, x = checkpoint(K, r, N, storage), torch.randn(3, K)
     pairs = []
     for place in ranks_of(tp, "row", divide):
-        (sections,) = member_sections(["o_proj"], [N], [1], place)
+        sections = sections_of(place, "o_proj", N)
         pairs.append(loaded(record(K, r, N, storage), place, sections, tensors))
     parts = x.split(K // tp, -1)
     low = torch.stack(
@@ -99,8 +108,7 @@ def test_ranks_of_a_row_layer_make_its_sum(storage, divide, tp, r, N):
 
 def test_a_layer_that_is_not_divided_is_whole():
     tensors = checkpoint(8, 3, 5, None)
-    (sections,) = member_sections(["gate"], [5], [1], Shard(None, "both", 1, 2))
-    pair = loaded(record(8, 3, 5), Shard(None, "both", 1, 2), sections, tensors)
+    pair = small_pair(tensors, place=Shard(None, "both", 1, 2))
     assert torch.equal(pair.u, tensors["u"])
     assert torch.equal(pair.v, tensors["v"])
     assert pair.u.t().is_contiguous()
@@ -127,10 +135,9 @@ def copied(weight: torch.Tensor):
 
 def members_of(tensors, weight: torch.Tensor, pack=None) -> tuple[Pair, Dense]:
     """A pair, and a dense member of the same size, on one rank."""
-    (sections,) = member_sections(["gate"], [5], [1], WHOLE)
-    dense = Dense("up", 8, sections, torch.float32, pack)
+    dense = Dense("up", 8, sections_of(), torch.float32, pack)
     dense.load("weight", weight)
-    return loaded(record(8, 3, 5), WHOLE, sections, tensors, pack), dense
+    return small_pair(tensors, pack=pack), dense
 
 
 def test_packed_members_multiply_by_what_was_loaded_last():
@@ -150,8 +157,7 @@ def test_packed_members_multiply_by_what_was_loaded_last():
 
 
 def test_a_pair_answers_as_before_until_both_factors_are_loaded_again():
-    tensors, x = checkpoint(8, 3, 5, None), torch.randn(4, 8)
-    pair, _ = members_of(tensors, torch.randn(5, 8), copied)
+    x, pair = torch.randn(4, 8), small_pair(checkpoint(8, 3, 5, None), pack=copied)
     before = pair.product(x, None)
     pair.load("u", torch.randn(8, 3))
     assert torch.equal(pair.product(x, None), before)
@@ -161,7 +167,7 @@ def test_a_pair_answers_as_before_until_both_factors_are_loaded_again():
 
 def test_a_rehearsal_is_checked_and_loads_nothing():
     tensors = checkpoint(8, 3, 5, None)
-    pair, _ = members_of(tensors, torch.randn(5, 8))
+    pair = small_pair(tensors)
     pair.load("u", torch.randn(8, 3), is_rehearsal=True)
     assert torch.equal(pair.u, tensors["u"])
     with pytest.raises(CheckpointError, match=r"asks for \[8, 3\], the file has \[8, 4\]"):
@@ -169,9 +175,8 @@ def test_a_rehearsal_is_checked_and_loads_nothing():
 
 
 def test_factors_in_one_byte_are_not_packed():
-    (sections,) = member_sections(["gate"], [5], [1], WHOLE)
     tensors = checkpoint(8, 3, 5, "int8")
-    pair = loaded(record(8, 3, 5, "int8"), WHOLE, sections, tensors, copied)
+    pair = small_pair(tensors, "int8", copied)
     assert not pair.packed
     assert torch.equal(pair.u, tensors["u"])
 
@@ -191,74 +196,68 @@ def test_members_and_sections_must_fit():
 
 
 @pytest.mark.parametrize(
-    ("key", "tensor", "problem"),
+    ("storage", "key", "tensor", "problem"),
     [
-        ("u", torch.zeros(8, 4), r"q_proj\.u: config\.json asks for \[8, 3\], the file has \[8, 4"),
-        ("u", torch.zeros(8, 3, dtype=torch.int8), "asks for bfloat16 or float16 or .* has int8"),
-        ("u", torch.zeros(8, 3, dtype=torch.int32), "asks for bfloat16 or float16 or .* int32"),
-        ("u_scale", torch.ones(3), r"u_scale: config\.json says nothing of it"),
-        ("weight", torch.zeros(5, 8), r"weight: config\.json says nothing of it, .* \[5, 8\]"),
+        (None, "u", torch.zeros(8, 4), r"q_proj\.u: config\.json asks for \[8, 3\], .* has \[8, 4"),
+        (None, "u", torch.zeros(8, 3).char(), "asks for bfloat16 or float16 or .* has int8"),
+        (None, "u", torch.zeros(8, 3).int(), "asks for bfloat16 or float16 or .* int32"),
+        (None, "u_scale", torch.ones(3), r"u_scale: config\.json says nothing of it"),
+        (
+            None,
+            "weight",
+            torch.zeros(5, 8),
+            r"weight: config\.json says nothing of it, .* \[5, 8\]",
+        ),
+        ("int8", "u", torch.zeros(8, 3), "u: config.json asks for int8, the file has float32"),
+        (
+            "int8",
+            "v_scale",
+            torch.ones(5).bfloat16(),
+            "v_scale: .* asks for float32, .* has bfloat16",
+        ),
     ],
 )
-def test_tensors_that_the_record_does_not_describe_are_refused(key, tensor, problem):
-    (sections,) = member_sections(["q_proj"], [5], [1], WHOLE)
-    pair = Pair(record(8, 3, 5), WHOLE, sections, torch.float32)
+def test_tensors_that_the_record_does_not_describe_are_refused(storage, key, tensor, problem):
+    pair = Pair(record(8, 3, 5, storage), WHOLE, sections_of(), torch.float32)
+    missing = set(pair.missing)
     with pytest.raises(CheckpointError, match=problem) as error:
         pair.load(key, tensor)
     assert "\n" not in str(error.value)
-    assert pair.missing == {"u", "v"}
-
-
-@pytest.mark.parametrize(
-    ("key", "tensor", "problem"),
-    [
-        ("u", torch.zeros(8, 3), "u: config.json asks for int8, the file has float32"),
-        ("v_scale", torch.ones(5).bfloat16(), "v_scale: .* asks for float32, .* has bfloat16"),
-    ],
-)
-def test_one_byte_factors_have_their_dtypes(key, tensor, problem):
-    (sections,) = member_sections(["q_proj"], [5], [1], WHOLE)
-    pair = Pair(record(8, 3, 5, "int8"), WHOLE, sections, torch.float32)
-    with pytest.raises(CheckpointError, match=problem):
-        pair.load(key, tensor)
+    assert pair.missing == missing >= {"u", "v"}
 
 
 @pytest.mark.parametrize("storage", STORAGES)
 def test_a_missing_tensor_is_named(storage):
     tensors = checkpoint(8, 3, 5, storage)
     for key in tensors:
-        (sections,) = member_sections(["q_proj"], [5], [1], WHOLE)
         some = {name: tensor for name, tensor in tensors.items() if name != key}
         with pytest.raises(CheckpointError, match=rf"0\.q_proj\.{key}: .* the files have none"):
-            loaded(record(8, 3, 5, storage), WHOLE, sections, some)
+            small_pair(some, storage)
 
 
-def test_values_that_cannot_be_are_refused():
-    (sections,) = member_sections(["q_proj"], [5], [1], WHOLE)
-    tensors = checkpoint(8, 3, 5, None)
-    tensors["v"][1, 2] = torch.nan
-    with pytest.raises(NonFiniteError, match=r"0\.q_proj"):
-        loaded(record(8, 3, 5), WHOLE, sections, tensors)
-    tensors = checkpoint(8, 3, 5, "int8")
-    tensors["u"][1, 2] = -128
-    with pytest.raises(CheckpointError, match=r"q_proj: u must be in -127\.\.127"):
-        loaded(record(8, 3, 5, "int8"), WHOLE, sections, tensors)
-    tensors = checkpoint(8, 3, 5, "fp8")
-    tensors["v_scale"][4] = 0
-    for place in (WHOLE, Shard("row", "both", 1, 2)):
-        (sections,) = member_sections(["q_proj"], [5], [1], place)
-        with pytest.raises(CheckpointError, match=r"q_proj: v_scale must be .* positive"):
-            loaded(record(8, 3, 5, "fp8"), place, sections, tensors)
+@pytest.mark.parametrize(
+    ("storage", "key", "value", "error", "words"),
+    [
+        (None, "v", torch.nan, NonFiniteError, r"0\.q_proj"),
+        ("int8", "u", -128, CheckpointError, r"q_proj: u must be in -127\.\.127"),
+        ("fp8", "v_scale", 0, CheckpointError, r"q_proj: v_scale must be .* positive"),
+    ],
+)
+@pytest.mark.parametrize("place", [WHOLE, Shard("row", "both", 1, 2)])
+def test_values_that_cannot_be_are_refused(storage, key, value, error, words, place):
+    tensors = checkpoint(8, 3, 5, storage)
+    tensors[key].view(-1)[-1] = value
+    with pytest.raises(error, match=words):
+        small_pair(tensors, storage, place=place)
 
 
-@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("storage", ["fp8", "int8"])
 def test_scales_are_in_fp32_whatever_the_models_dtype(storage):
     """vLLM loads with the model's dtype as torch's default."""
     tensors = checkpoint(8, 3, 5, storage)
-    (sections,) = member_sections(["q_proj"], [5], [1], WHOLE)
     torch.set_default_dtype(torch.bfloat16)
     try:
-        pair = loaded(record(8, 3, 5, storage), WHOLE, sections, tensors)
+        pair = small_pair(tensors, storage)
     finally:
         torch.set_default_dtype(torch.float32)
-    assert storage is None or pair.u_scale.dtype == pair.v_scale.dtype == torch.float32
+    assert pair.u_scale.dtype == pair.v_scale.dtype == torch.float32
