@@ -208,7 +208,6 @@ def rows(x, dtype="int32", memory=nl.sbuf):
 @refusals(
     ("index must be integers", lambda x: nisa.dma_copy(new(3, 6), rows(x, "float32"))),
     ("index must be in sbuf", lambda x: nisa.dma_copy(new(3, 6), rows(x, memory=nl.psum))),
-    ("reduce_op nl.multiply is not supported", sums(lambda t, v: (t, [t, t], nl.multiply))),
     ("1 to 16 sources; got 17", sums(lambda t, v: (t, [t] * 17, nl.add))),
     ("1 to 16 sources; got 0", sums(lambda t, v: (t, [], nl.add))),
     ("scales must be 1.0", sums(lambda t, v: (t, [t, t], nl.add, [1.0, 2.0]))),
@@ -217,7 +216,6 @@ def rows(x, dtype="int32", memory=nl.sbuf):
     ("takes two sources", sums(lambda t, v: (t, [t, t, v], nl.add))),
     ("unique_indices=True; got 2 and False", sums(lambda t, v: (t, [t, v], nl.add, None, False))),
     ("one source must be dst itself", sums(lambda t, v: (t, [zeros(3, 6), v], nl.add))),
-    ("an index occurs twice", sums(lambda t, v: (v, [t, v], nl.add))),
     ("dge_mode.hwdge needs NeuronCore-v3", lambda x: copy(dge_mode=hw), "trn1"),
     ("engine is for dge_mode.hwdge only", lambda x: copy(engine=nisa.engine.sync)),
     ("engine.gpsimd does not run it", lambda x: copy(dge_mode=hw, engine=nisa.engine.gpsimd)),

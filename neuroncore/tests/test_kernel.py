@@ -42,17 +42,14 @@ def test_every_way_to_run():
     equal(double(x=x, factor=4.0), x * 4)
 
 
-def test_jit_takes_mode_and_nothing_else():
+def test_jit_takes_mode_and_simulate_known_options():
     decorated = nc.jit(mode="auto")(double.func)
     equal(decorated(data((4, 6))), data((4, 6)) * 2)
     with pytest.raises(TypeError, match="takes no platform_target"):
         nc.jit(double.func, platform_target="trn2")
-
-
-@pytest.mark.parametrize("options", [{"mode": "fast"}, {"model": "wrong"}, {"target": "trn9"}])
-def test_bad_options(options):
-    with pytest.raises(ValueError, match="must be"):
-        nc.simulate(double, data((4, 6)), **options)
+    for options in ({"mode": "fast"}, {"model": "wrong"}, {"target": "trn9"}):
+        with pytest.raises(ValueError, match="must be"):
+            nc.simulate(double, data((4, 6)), **options)
 
 
 @pytest.mark.parametrize(
@@ -99,14 +96,11 @@ def test_private_hbm_is_per_core_and_a_barrier_orders_them():
     def kernel(x):
         me = nl.program_id()
         own = nl.ndarray((1, 6), nl.float32, nl.private_hbm)
-        shared = nl.ndarray((2, 6), nl.float32, nl.shared_hbm)
-        out = nl.ndarray((2, 6), nl.float32, nl.shared_hbm)
-        t = loaded(x[me : me + 1])
-        nisa.dma_copy(own, t)
+        shared, out = (nl.ndarray((2, 6), nl.float32, nl.shared_hbm) for _ in range(2))
+        nisa.dma_copy(own, loaded(x[me : me + 1]))
         nisa.dma_copy(shared[me : me + 1], own)
         nisa.core_barrier(shared, (0, 1))
-        other = loaded(shared[1 - me : 2 - me])
-        nisa.dma_copy(out[me : me + 1], other)
+        nisa.dma_copy(out[me : me + 1], loaded(shared[1 - me : 2 - me]))
         return out
 
     equal(kernel[2](data((2, 6))), data((2, 6))[::-1])
@@ -255,14 +249,11 @@ def test_trace_mode_computes_nothing_and_returns_specs():
         nc.simulate(double, nc.TensorSpec((4, 6), nl.float32))
 
 
-def test_instructions_outside_a_kernel():
-    for call in (
-        lambda: nl.ndarray((4, 6), nl.float32),
-        nl.program_id,
-        lambda: nl.shared_identity_matrix(4),
-    ):
-        with pytest.raises(RuntimeError, match="outside a kernel"):
-            call()
+@pytest.mark.parametrize("call", [lambda: nl.ndarray((4, 6), nl.float32), nl.program_id,
+                                  lambda: nl.shared_identity_matrix(4)])  # fmt: skip
+def test_instructions_outside_a_kernel(call):
+    with pytest.raises(RuntimeError, match="outside a kernel"):
+        call()
 
 
 # the language
@@ -339,12 +330,6 @@ def test_while_loop(turns):
     assert run(kernel, np.array([[turns]], np.int32)).item() == 2.5 * turns
 
 
-def test_ranges_are_pythons():
-    assert list(nl.affine_range(3)) == [0, 1, 2]
-    assert list(nl.sequential_range(1, 6, 2)) == [1, 3, 5]
-    assert nl.static_range(2, 4) == range(2, 4)
-
-
 def test_kernels_call_kernels():
     inner = nc.jit(lambda t: nisa.tensor_scalar(t, t, nl.add, 1.0))
 
@@ -376,7 +361,10 @@ def test_device_print(capsys):
     assert "-2.25" in text
 
 
-def test_sizes_depend_on_the_target():
+def test_ranges_are_pythons_and_sizes_depend_on_the_target():
+    assert list(nl.affine_range(3)) == [0, 1, 2]
+    assert list(nl.sequential_range(1, 6, 2)) == [1, 3, 5]
+    assert nl.static_range(2, 4) == range(2, 4)
     sizes = []
     for target in TARGETS:
         run(lambda: sizes.append(nl.tile_size.sbuf_fmax_bytes), target=target)

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from instruction_runs import refused
+from instruction_runs import full, refused, zeros
 from samples import values
 from simulated_ranks import collective, copied, inputs, output, run
 
@@ -89,7 +89,6 @@ def metadata(lnc_kernel, rows, src, dst_size, in_sbuf, target, **options):
 
     @nc.jit
     def kernel(x, table):
-        n = table.shape[1]
         shape = (1, *table.shape) if in_sbuf else table.shape
         meta = nl.ndarray(shape, nl.uint32, buffer=nl.sbuf if in_sbuf else nl.private_hbm)
         used = meta[0:1, 0:2, :columns] if in_sbuf else meta[0:2, :columns]
@@ -98,18 +97,13 @@ def metadata(lnc_kernel, rows, src, dst_size, in_sbuf, target, **options):
             nisa.dma_copy(meta[0:1, 3:4, :] if in_sbuf else meta[3:4], table[3:4])
         send, dst = copied(x), nl.ndarray((dst_size,), x.dtype, buffer=nl.shared_hbm)
         if nl.program_id(0) == 0:
-            fill = nl.ndarray((1, dst_size), x.dtype)
-            nisa.memset(fill, -1)
-            nisa.dma_copy(dst.reshape((1, dst_size)), fill)
+            nisa.dma_copy(dst.reshape((1, dst_size)), full(-1, 1, dst_size))
         call([send], [dst], ncc.ReplicaGroup([list(range(ranks))]), meta, **options)
         row = meta[0:1, 2, :] if in_sbuf else meta[2:3]
-        counts = nl.ndarray((1, n), nl.uint32, buffer=nl.shared_hbm)
-        if nl.program_id(0) == 0 and not options.get("recv_counts_known"):
-            nisa.dma_copy(counts, row)
-        elif nl.program_id(0) == 0:
-            zeros = nl.ndarray((1, n), nl.uint32)
-            nisa.memset(zeros, 0)
-            nisa.dma_copy(counts, zeros)
+        counts = nl.ndarray(row.shape, nl.uint32, buffer=nl.shared_hbm)
+        if nl.program_id(0) == 0:
+            known = options.get("recv_counts_known")
+            nisa.dma_copy(counts, zeros(*row.shape, dtype="uint32") if known else row)
         return dst, counts
 
     given = [nc.PerRank(src), nc.PerRank(rows)]
@@ -157,7 +151,7 @@ def test_all_to_all_v(placed):
 
 
 def test_variable_chunks_stay_in_their_buffers():
-    src, rows = [values(r, (12,)) for r in range(4)], [np.zeros((3, 4), np.uint32)] * 4
+    src = [values(r, (12,)) for r in range(4)]
     for size, place, text in ((7, 0, "room for 6"), (3, 10, "its src has 12")):
         rows = [np.zeros((3, 4), np.uint32) for _ in range(4)]
         rows[2][:2, 0] = size, place

@@ -1,10 +1,10 @@
 """Threads of a run: of the cores of a launch, and of NumPy's BLAS."""
 
-import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import commands
 import pytest
 from samples import data
 from threadpoolctl import threadpool_info, threadpool_limits
@@ -42,13 +42,6 @@ for forever in (1, 2):
 """
 
 
-def test_ctrl_c_ends_both_cores():
-    done = subprocess.run(
-        [sys.executable, "-c", INTERRUPTED], capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
-
-
 PROFILED = """
 import sys
 import numpy as np
@@ -75,12 +68,13 @@ for forever in (False, True):
 """
 
 
-def test_a_profiler_goes_on_after_a_run():
+SCRIPTS = {"Ctrl-C ends both cores": INTERRUPTED, "a profiler goes on": PROFILED}
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_after_an_interrupt(script):
     """A pending exception that is NULL keeps Python 3.11 from leaving a traced instruction."""
-    done = subprocess.run(
-        [sys.executable, "-c", PROFILED], capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
+    commands.run(sys.executable, "-c", SCRIPTS[script])
 
 
 @pytest.mark.parametrize(("lnc", "ranks"), [(2, None), (1, 2)])
