@@ -4,6 +4,7 @@ import json
 import re
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from outcomes import TEXT, Run, refused
@@ -11,33 +12,39 @@ from outcomes import TEXT, Run, refused
 from benchmarks import methods, published, storages
 
 
-def test_overhead_of_xla_needs_torch_xla(run: Run) -> None:
+def test_overhead_of_xla_needs_torch_xla(run):
     refused(run("overhead", "--xla"), "torch_xla is not installed", "neuronmm-ops[xla]")
 
 
-@pytest.mark.filterwarnings("ignore::neuronmm_ops.CalibrationWarning")
-def test_methods(run: Run, dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def corpus(dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[object, ...]:
+    """Arguments of a measurement on two texts, of a few short samples."""
     texts = [tmp_path / name for name in ("near.txt", "far.txt")]
     for path in texts:
         path.write_text(TEXT[:1500])
-    whole = methods.run
-    few = partial(methods.candidates_at, (0.4, 0.6), candidates=methods.CANDIDATES[:2])
-    monkeypatch.setattr(methods, "candidates_at", few)
-    monkeypatch.setattr(
-        methods, "run", lambda *a, **options: whole(*a, samples=16, seqlen=64, **options)
-    )
-    arguments = ("methods", dense, "--text", texts[0], "--text", texts[1])
-    arguments = (*arguments, "--calibration", texts[0], "--dtype", "bfloat16")
+    for module in (methods, storages):
+        monkeypatch.setattr(module, "run", partial(module.run, samples=16, seqlen=64))
+    return dense, "--text", texts[0], "--text", texts[1], "--calibration", texts[0]
+
+
+def measured(run: Run, *arguments: object) -> tuple[list[dict[str, Any]], list[list[str]]]:
+    """The rows of a command, and the words of its table's lines."""
     outcome = run(*arguments, "--json")
     assert outcome.code == 0, outcome.err
-    rows = json.loads(outcome.out)
+    return json.loads(outcome.out), [line.split() for line in run(*arguments).out.splitlines()]
+
+
+@pytest.mark.filterwarnings("ignore::neuronmm_ops.CalibrationWarning")
+def test_methods(run, corpus, monkeypatch):
+    few = partial(methods.candidates_at, (0.4, 0.6), candidates=methods.CANDIDATES[:2])
+    monkeypatch.setattr(methods, "candidates_at", few)
+    rows, shown = measured(run, "methods", *corpus, "--dtype", "bfloat16")
     methods_of_a_ratio = ["whiten", "whiten", "kfac", "kfac"]
     assert [row["method"] for row in rows] == ["dense", "dense", *methods_of_a_ratio * 2]
-    assert {row["text"] for row in rows} == {str(path) for path in texts}
+    assert {row["text"] for row in rows} == {str(corpus[2]), str(corpus[4])}
     assert {row["compute_dtype"] for row in rows} == {"bfloat16"}
     assert all(row["ppl_token"] > 1 for row in rows)
 
-    shown = [line.split() for line in run(*arguments).out.splitlines()]
     assert ["ratio", "effective", "method", "near", "far"] in shown
     (default,) = (line for line in shown if line[:1] == ["0.6"] and "kfac" in line)
     near, far = (row for row in rows if (row["ratio"], row["method"]) == (0.6, "kfac"))
@@ -49,50 +56,29 @@ def test_methods(run: Run, dense: Path, tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.filterwarnings("ignore::neuronmm_ops.CalibrationWarning")
-def test_storages(run: Run, dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    texts = [tmp_path / name for name in ("near.txt", "far.txt")]
-    for path in texts:
-        path.write_text(TEXT[:1500])
-    whole = storages.run
-    monkeypatch.setattr(
-        storages, "run", lambda *a, **options: whole(*a, samples=16, seqlen=64, **options)
-    )
-    arguments = ("storages", dense, "--text", texts[0], "--text", texts[1])
-    arguments = (*arguments, "--calibration", texts[0], "--ratio", "0.4", "--block", "8")
-    outcome = run(*arguments, "--json")
-    assert outcome.code == 0, outcome.err
-    rows = json.loads(outcome.out)
+def test_storages(run, corpus):
+    rows, shown = measured(run, "storages", *corpus, "--ratio", "0.4", "--block", "8")
     labels = [(row["storage"], row["equal"], row["rounding"]) for row in rows[::2]]
     assert labels == [
         ("bf16", "ranks", "native"),
         *((storage, "ranks", how) for storage in ("fp8", "int8") for how in storages.ROUNDINGS),
         *((storage, "bytes", "feedback") for storage in ("fp8", "int8")),
     ]
-    assert {row["text"] for row in rows} == {str(path) for path in texts}
+    assert {row["text"] for row in rows} == {str(corpus[2]), str(corpus[4])}
     by_label = dict(zip(labels, rows[::2], strict=True))
     native, ours = by_label[labels[0]], by_label["int8", "ranks", "feedback"]
     assert native["kl_quotient"] == 1
     assert ours["bytes"] < native["bytes"] < native["dense_bytes"]
     assert by_label["fp8", "bytes", "feedback"]["bytes"] <= 0.6 * native["dense_bytes"]
     assert ours["kl"] < by_label["int8", "ranks", "nearest"]["kl"]
-    shown = [line.split() for line in run(*arguments).out.splitlines()]
-    labels = ["storage", "equal", "rounding", "bytes"]
-    assert shown.count([*labels, "excess", "quotient", "±", "KL"]) == 2
+    head = ["storage", "equal", "rounding", "bytes", "excess", "quotient", "±", "KL"]
+    assert shown.count(head) == 2
     for name in ("near", "far"):
         assert ["ratio", "0.4,", name] in shown
     assert sum(line[1:2] in (["ranks"], ["bytes"]) for line in shown) == 2 * 9
 
 
-def test_mistakes_of_storages(run: Run, dense: Path, text: Path, tmp_path: Path) -> None:
-    arguments = ("storages", dense, "--calibration", text)
-    refused(run(*arguments), "--text")
-    (tmp_path / "empty.txt").write_text("")
-    refused(run(*arguments, "--text", tmp_path / "empty.txt"), "empty.txt")
-    refused(run(*arguments, "--text", text, "--block", "12"), "multiple of 8, got 12")
-    refused(run(*arguments, "--text", text, "--ratio", "1.5"), "ratio must be in (0, 1)")
-
-
-def test_the_table_of_published_figures(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_table_of_published_figures(run, monkeypatch):
     nothing = dict.fromkeys(published.FIELDS)
     time = {"published_ms": 2.0, "modelled_ms": 2.5, "error": 0.25}
     time |= {"errors": {"transfers": 0.25, "rows": 0.5}}
@@ -123,12 +109,22 @@ def test_the_table_of_published_figures(run: Run, monkeypatch: pytest.MonkeyPatc
     assert ["fitted", "rows", "1", "1", "80.0%", "-80%"] in shown
 
 
-def test_mistakes_of_methods(run: Run, dense: Path, text: Path, tmp_path: Path) -> None:
-    arguments = ("methods", dense, "--calibration", text, "--text", text)
-    refused(run(*arguments, "--text", tmp_path / "other" / text.name), "names that differ")
-    refused(run(*arguments, "--text", tmp_path / "absent.txt"), "cannot read text")
-    refused(run("methods", dense, "--calibration", text), "--text")
+def test_mistakes(run, dense, text, tmp_path):
+    (tmp_path / "empty.txt").write_text("")
     (tmp_path / "short.txt").write_text("a b")
+    of_text = ("--text", text)
+    common = (((), "--text"), ((*of_text, "--block", "12"), "multiple of 8, got 12"))
+    for command, mistakes in {
+        "storages": (
+            (("--text", tmp_path / "empty.txt"), "empty.txt"),
+            ((*of_text, "--ratio", "1.5"), "ratio must be in (0, 1)"),
+        ),
+        "methods": (
+            ((*of_text, "--text", tmp_path / "other" / text.name), "names that differ"),
+            ((*of_text, "--text", tmp_path / "absent.txt"), "cannot read text"),
+        ),
+    }.items():
+        for arguments, words in (*common, *mistakes):
+            refused(run(command, dense, "--calibration", text, *arguments), words)
     short = ("methods", dense, "--calibration", tmp_path / "short.txt", "--text", text)
     refused(run(*short), "at least one block of 128 tokens")
-    refused(run(*arguments, "--block", "12"), "multiple of 8, got 12")

@@ -1,8 +1,8 @@
 """The rewritten kernels compute what they should, and their predictions stay where they were."""
 
-import ml_dtypes
 import numpy as np
 import pytest
+from arrays import bf16, close, exact
 
 import neuroncore as nc
 from benchmarks import published
@@ -19,16 +19,6 @@ FIELDS = (
 QUICK = ("lhs@rhs", "lhsT@rhs", "M=1K", "exp of", "activations", "loads of", "256 channels")
 
 
-def bf16(rng, *shape):
-    return (rng.standard_normal(shape) / 8).astype(ml_dtypes.bfloat16)
-
-
-def close(values, exact):
-    """Within the rounding of bf16 partial sums, which the published kernels keep."""
-    error = np.abs(values.astype(np.float64) - exact).max()
-    assert error <= 0.03 * np.abs(exact).max()
-
-
 @pytest.mark.parametrize(
     ("kernel", "blocks"),
     [
@@ -41,8 +31,8 @@ def close(values, exact):
 def test_tutorial_kernels(kernel, blocks):
     rng = np.random.default_rng(0)
     lhsT, rhs = bf16(rng, 256, 256), bf16(rng, 256, 1024)
-    exact = lhsT.astype(np.float64).T @ rhs.astype(np.float64)
-    close(nc.simulate(kernel, lhsT, rhs, *blocks, target="trn1").outputs, exact)
+    out = nc.simulate(kernel, lhsT, rhs, *blocks, target="trn1").outputs
+    close(out, exact(lhsT.T, rhs), 0.03)
 
 
 @pytest.mark.parametrize("columns", [(128, 512), (1024, 1024)])
@@ -74,22 +64,22 @@ def test_matmuls_of_resident_tiles_add_up():
 def test_hand_tuned_kernels():
     rng = np.random.default_rng(1)
     lhs, rhs = bf16(rng, 1024, 1024), bf16(rng, 1024, 512)
-    exact = lhs.astype(np.float64) @ rhs.astype(np.float64)
-    close(nc.simulate(matmul.autotune_lhs_rhs, lhs, rhs, target="trn2").outputs, exact)
-    lhsT = np.ascontiguousarray(lhs.T)
-    close(nc.simulate(matmul.autotune_transposed_lhs, lhsT, rhs, target="trn2").outputs, exact)
+    for kernel, left in (
+        (matmul.autotune_lhs_rhs, lhs),
+        (matmul.autotune_transposed_lhs, np.ascontiguousarray(lhs.T)),
+    ):
+        close(nc.simulate(kernel, left, rhs, target="trn2").outputs, exact(lhs, rhs), 0.03)
 
 
 @pytest.mark.slow
 def test_fused_and_unfused_low_rank():
     rng = np.random.default_rng(2)
-    x, u, v = bf16(rng, 1024, 512), bf16(rng, 512, 1024), bf16(rng, 1024, 512)
-    exact = x.astype(np.float64) @ u.astype(np.float64) @ v.astype(np.float64)
-    out = nc.simulate(neuronmm.neuronmm_xuv, x, u, v, target="trn1").outputs
-    close(out.T, exact)
+    narrow = bf16(rng, 1024, 512), bf16(rng, 512, 1024), bf16(rng, 1024, 512)
+    close(
+        nc.simulate(neuronmm.neuronmm_xuv, *narrow, target="trn1").outputs.T, exact(*narrow), 0.03
+    )
     wide = bf16(rng, 2048, 1024), bf16(rng, 1024, 1024), bf16(rng, 1024, 1024)
-    exact = wide[0].astype(np.float64) @ wide[1].astype(np.float64) @ wide[2].astype(np.float64)
-    close(nc.simulate(matmul.unfused_xuv, *wide, target="trn1").outputs, exact)
+    close(nc.simulate(matmul.unfused_xuv, *wide, target="trn1").outputs, exact(*wide), 0.03)
 
 
 def test_the_scan_kernels():

@@ -14,16 +14,8 @@ from neuronmm_ops import PerplexityResult, SVDConfig, SVDLinear, compress_, hf
 from neuronmm_ops.models import SHAPES, ModelShape
 
 METHOD_FIELDS = (
-    "method",
-    "allocation",
-    "importance",
-    "ratio",
-    "effective_ratio",
-    "text",
-    "ppl_token",
-    "excess_log_ppl",
-    "excess_quotient",
-    "compute_dtype",
+    *("method", "allocation", "importance", "ratio", "effective_ratio", "text", "ppl_token"),
+    *("excess_log_ppl", "excess_quotient", "compute_dtype"),
 )
 TINY = ModelShape("Tiny", 32, 64, 2, 2, 1, 16, 600, tied=True)
 TEXT = "the quick brown fox jumps over the lazy dog. " * 40
@@ -41,21 +33,11 @@ def tiny_model(_tiny_shape: None, tmp_path):
 
 def test_overhead_rows():
     rows = overhead.run(repeats=2, calls=2)
-    assert [(row["mode"], row["x"]) for row in rows] == [
-        ("inference_mode", [2, 8]),
-        ("inference_mode", [1, 1, 8]),
-        ("no_grad", [2, 8]),
-        ("no_grad", [1, 1, 8]),
-    ]
+    modes, shapes = ("inference_mode", "no_grad"), ([2, 8], [1, 1, 8])
+    assert [(row["mode"], row["x"]) for row in rows] == [*itertools.product(modes, shapes)]
     for row in rows:
         assert tuple(row) == (
-            "mode",
-            "x",
-            "linear_us",
-            "op_us",
-            "function_us",
-            "sequential_us",
-            "module_us",
+            *("mode", "x", "linear_us", "op_us", "function_us", "sequential_us", "module_us"),
             "op_excess_us",
         )
         assert row["op_excess_us"] == pytest.approx(row["op_us"] - row["linear_us"])
@@ -81,19 +63,11 @@ CANDIDATES = [
 def test_method_rows(tiny_model):
     done: list[tuple[str, int, int]] = []
     texts = {"in": TEXT[:600], "out": "".join(reversed(TEXT))[:600]}
-    rows = methods.run(
-        tiny_model,
-        texts,
-        TEXT,
-        methods.candidates_at((0.2, 0.6), block=8),
-        seqlen=32,
-        samples=4,
-        progress=lambda *args: done.append(args),
-    )
-    assert [(row["method"], row["ratio"], row["text"]) for row in rows[:2]] == [
-        ("dense", 0.0, "in"),
-        ("dense", 0.0, "out"),
-    ]
+    options = {"seqlen": 32, "samples": 4, "progress": lambda *args: done.append(args)}
+    configs = methods.candidates_at((0.2, 0.6), block=8)
+    rows = methods.run(tiny_model, texts, TEXT, configs, **options)
+    first = [(row["method"], row["ratio"], row["text"]) for row in rows[:2]]
+    assert first == [("dense", 0.0, "in"), ("dense", 0.0, "out")]
     assert [
         (row["ratio"], (row["method"], row["allocation"], row["importance"]), row["text"])
         for row in rows[2:]
@@ -109,9 +83,7 @@ def test_method_rows(tiny_model):
 
 
 @pytest.mark.filterwarnings("ignore::neuronmm_ops.CalibrationWarning")
-def test_excess_is_divided_by_the_baselines_of_the_same_ratio_and_text(
-    tiny_model, monkeypatch: pytest.MonkeyPatch
-):
+def test_excess_is_divided_by_the_baselines_of_the_same_ratio_and_text(tiny_model, monkeypatch):
     # By text: the dense model's, then the baseline's and the default's at each ratio.
     ppl = iter([100.0, 200.0, 110.0, 190.0, 105.0, 210.0, 121.0, 242.0, 110.0, 220.0])
 
@@ -156,7 +128,7 @@ def test_the_svd_llm_of_the_example_is_whiten_with_uniform_ranks(tiny_model):
 @pytest.mark.filterwarnings("ignore::neuronmm_ops.CalibrationWarning")
 @pytest.mark.usefixtures("_tiny_shape")
 @pytest.mark.parametrize("extra", [[], ["--stream"]])
-def test_the_example_times_both_procedures(extra: list[str], capsys: pytest.CaptureFixture[str]):
+def test_the_example_times_both_procedures(extra, capsys):
     arguments = [*extra, "--shape", "Tiny", "--layers", "2", "--block", "8", "--tokens", "256"]
     compress_1b.main([*arguments, "--seqlen", "32", "--dtype", "float32"])
     document = json.loads(capsys.readouterr().out)
