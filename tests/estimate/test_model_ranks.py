@@ -31,8 +31,6 @@ from neuronmm_ops.estimate.memory import weight_bytes
 from neuronmm_ops.estimate.passes import fitting
 from neuronmm_ops.models import SHAPES
 
-# --- ranks of tensor parallel
-
 
 def test_ranks_divide_the_sizes():
     llama = SHAPES["Llama-3.1-70B"]
@@ -161,12 +159,11 @@ def test_a_part_of_the_mlp_is_low_rank(targets, tp):
 
 
 def test_weights_of_one_launch_are_stored_alike(tiny):
-    with pytest.raises(
-        ValueError,
-        match=r"must be stored alike; got gate_proj in bfloat16, .*down_proj in int8; give",
-    ):
-        run(tiny, **SHORT, targets=("down_proj",), storage="int8", ratio=0.4)
-    run(tiny, **SHORT, targets=("down_proj",), storage="int8", storage_dense="int8", ratio=0.2)
+    given = SHORT | {"targets": ("down_proj",), "storage": "int8"}
+    words = r"must be stored alike; got gate_proj in bfloat16, .*down_proj in int8; give"
+    with pytest.raises(ValueError, match=words):
+        run(tiny, **given, ratio=0.4)
+    run(tiny, **given, storage_dense="int8", ratio=0.2)
 
 
 def test_dense_weights_of_attention_are_stored_apart(tiny):
@@ -197,9 +194,6 @@ def test_ranks_that_no_size_of_a_factor_is_a_multiple_of(tmp_path, layout, lnc):
         v = {"both": 128 * 86, "rows": 43 * 256}[layout]
         assert mlp["weight_bytes"] == 2 * (2 * (u + 128 * 256) + 256 * 128 + v)
         assert mlp["time_ms"] > 0
-
-
-# --- layouts in the document
 
 
 @pytest.fixture(scope="module")
