@@ -168,6 +168,7 @@ def refusals() -> list[str]:
     ]
     u, v, r, n = ones(4, 2).to(torch.int8), ones(2, 5).to(torch.int8), ones(2), ones(5)
     fp8 = torch.float8_e4m3fn
+    stored = [w.to(fp8) for w in gated]
     wrong += [
         ("xuv", (ones(3, 4), u, v)),
         ("xuv", (ones(3, 4), u, v, None, r)),
@@ -183,15 +184,9 @@ def refusals() -> list[str]:
         ("xuv", (ones(3, 4), u, v, n.bfloat16(), r, n)),
         ("xw", (ones(3, 4), u)),
         ("xw", (ones(3, 4), u, None, n)),
-        ("mlp", (ones(2, 4), *[w.to(fp8) for w in gated], ones(2, 3), "silu", ones(8), ones(7))),
-        (
-            "mlp",
-            (ones(2, 4), *[w.to(fp8) for w in gated], None, "silu", ones(8), ones(7), ones(2)),
-        ),
-        (
-            "mlp",
-            (ones(2, 4), *[w.to(fp8) for w in gated], ones(2, 3), "silu", *map(ones, (8, 7, 2))),
-        ),
+        ("mlp", (ones(2, 4), *stored, ones(2, 3), "silu", ones(8), ones(7))),
+        ("mlp", (ones(2, 4), *stored, None, "silu", ones(8), ones(7), ones(2))),
+        ("mlp", (ones(2, 4), *stored, ones(2, 3), "silu", *map(ones, (8, 7, 2)))),
         ("svd_mlp", (ones(3, 4), *[matrix.to(fp8) for matrix in mlp])),
         ("svd_mlp", (ones(3, 4), *mlp, "silu", r)),
         ("svd_qkv", (ones(3, 4), *[matrix.to(fp8) for matrix in pairs])),

@@ -33,18 +33,10 @@ def recorded(library: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def texts(recorded: Path) -> dict[str, object]:
-    return json.loads((recorded / "texts.json").read_text())
-
-
-def test_schemas_and_tags_are_those_of_the_package(recorded):
-    assert texts(recorded)["schemas"] == op_calls.schemas()
-
-
-def test_errors_are_those_of_the_package(recorded):
-    expected = op_calls.refusals()
-    assert "no error" not in expected
-    assert texts(recorded)["refusals"] == expected
+def test_schemas_tags_and_errors_are_those_of_the_package(recorded):
+    expected = {"schemas": op_calls.schemas(), "refusals": op_calls.refusals()}
+    assert "no error" not in expected["refusals"]
+    assert json.loads((recorded / "texts.json").read_text()) == expected
 
 
 @pytest.mark.parametrize("dtype", op_calls.DTYPES, ids=str)
@@ -67,9 +59,6 @@ def test_values_of_one_byte_factors_are_those_of_the_package(recorded, dtype):
         # the same operations, in another number of threads
         tolerance = 4 * torch.finfo(dtype).eps * float(value.abs().max()) if value.numel() else 0
         torch.testing.assert_close(actual[name], value, rtol=0, atol=tolerance, msg=name)
-
-
-# --- both in one process -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("load", ["torch.ops.load_library", "ctypes.CDLL"])
@@ -103,8 +92,6 @@ def test_a_package_imported_second_is_an_import_error(library):
     assert "already registered" in output
     assert output.count("\n") == 1
 
-
-# --- a model without Python ----------------------------------------------------------------------
 
 PACKAGE_A_MODEL = """
 import sys
