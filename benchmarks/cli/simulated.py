@@ -64,7 +64,7 @@ def _show_published(rows: list[dict[str, Any]]) -> None:
 
 
 def _published_cells(row: dict[str, Any]) -> list[str]:
-    name = row["name"]
+    name = row["name"].replace("@", " @ ")  # where a narrow column may end
     if row["refused"]:
         return [f"{name}: refused, {row['refused']}", row["group"], row["target"]]
     if row["published_share"] is not None:
@@ -73,7 +73,8 @@ def _published_cells(row: dict[str, Any]) -> list[str]:
         values = [_number(row["published_ms"]), _number(row["modelled_ms"])]
     errors = [f"{error:+.1%}" for error in (row["errors"] or {}).values()]
     if row["measure"] == "bound":
-        errors = [f"{row['modelled_ms'] / row['published_ms']:.1%}", f"{row['launch_us']:.1f} us"]
+        share, missing = row["modelled_ms"] / row["published_ms"], _number(row["launch_us"])
+        errors = [f"{share:.1%}", f"{missing} us"]
     return [name, row["group"], row["target"], *values, *errors]
 
 
