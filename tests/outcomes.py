@@ -1,11 +1,12 @@
 """The command `neuronmm` and what comes out of it."""
 
+import json
 import os
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import pytest
 
@@ -20,6 +21,22 @@ class Outcome(NamedTuple):
     code: int
     out: str
     err: str
+
+    def page(self) -> str:
+        """What a command that succeeded prints."""
+        assert self.code == 0, self.err
+        return self.out
+
+    def document(self, code: int = 0) -> Any:
+        """The one JSON document that a command prints, strictly read."""
+        assert self.code == code, self.err
+        return json.loads(self.out, parse_constant=lambda name: pytest.fail(name))
+
+    def interrupted(self) -> None:
+        """Assert that Ctrl-C ended it with one line."""
+        assert (self.code, self.out) == (130, ""), self.err
+        assert self.err.splitlines()[-1] == "neuronmm: interrupted"
+        assert "Traceback" not in self.err
 
 
 Run = Callable[..., Outcome]
@@ -59,6 +76,11 @@ def refused(outcome: Outcome, *words: str) -> None:
     assert "Traceback" not in outcome.err
     for word in words:
         assert word in lines[0]
+
+
+def interrupt(*_: object, **__: object) -> None:
+    """Stands for a function during which the user presses Ctrl-C."""
+    raise KeyboardInterrupt
 
 
 def shorten_held_out(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

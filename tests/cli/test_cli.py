@@ -1,7 +1,6 @@
 """What all commands have in common: exit codes, one line for every mistake, strict JSON."""
 
 import importlib.metadata
-import json
 import sys
 import tomllib
 import warnings
@@ -10,13 +9,13 @@ from types import ModuleType
 
 import pytest
 import torch
-from outcomes import Run, refused
+from outcomes import refused
 
 from neuronmm_ops import CheckpointError, CompressionWarning
 
 
-def test_doctor(run: Run) -> None:
-    document = json.loads(run("doctor", "--json").out)
+def test_doctor(run):
+    document = run("doctor", "--json").document()
     assert document["versions"]["torch"] == torch.__version__
     backends = {backend["name"]: backend for backend in document["backends"]}
     assert backends["cpu"]["usable"]
@@ -36,9 +35,7 @@ def test_doctor(run: Run) -> None:
         CheckpointError("d cannot be loaded: DefaultCPUAllocator: can't allocate memory: you ..."),
     ],
 )
-def test_out_of_memory_hint(
-    run: Run, dense: Path, text: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
-) -> None:
+def test_out_of_memory_hint(run, dense, text, monkeypatch, error):
     def fail(*_: object, **__: object) -> None:
         raise error
 
@@ -46,9 +43,7 @@ def test_out_of_memory_hint(
     refused(run("eval", dense, "--text", text), "out of memory", "--samples")
 
 
-def test_defects_exit_with_1_and_debug_shows_them(
-    run: Run, dense: Path, text: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_defects_exit_with_1_and_debug_shows_them(run, dense, text, monkeypatch):
     def fail(*_: object, **__: object) -> None:
         raise ZeroDivisionError("oops")
 
@@ -62,7 +57,7 @@ def test_defects_exit_with_1_and_debug_shows_them(
         run("eval", dense, "--text", text, "--debug")
 
 
-def test_a_panic_of_a_native_library_is_one_line(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_panic_of_a_native_library_is_one_line(run, monkeypatch):
     """As tokenizers raise theirs, which is no Exception."""
 
     def panic() -> None:
@@ -72,15 +67,13 @@ def test_a_panic_of_a_native_library_is_one_line(run: Run, monkeypatch: pytest.M
     refused(run("doctor"), "a native library gave up (called unwrap on nothing)")
 
 
-def test_a_document_that_is_no_json_is_a_line(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_document_that_is_no_json_is_a_line(run, monkeypatch):
     document = {"versions": {"torch": float("nan")}, "backends": []}
     monkeypatch.setattr("neuronmm_ops.doctor.diagnose", lambda: document)
     refused(run("doctor", "--json"), "JSON")
 
 
-def test_our_warnings_are_lines_and_others_are_hidden(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_our_warnings_are_lines_and_others_are_hidden(run, monkeypatch):
     def warn() -> dict[str, object]:
         warnings.warn("nothing is\n compressed", CompressionWarning, stacklevel=1)
         warnings.warn("of another package", UserWarning, stacklevel=1)
@@ -90,16 +83,12 @@ def test_our_warnings_are_lines_and_others_are_hidden(
     assert run("doctor", "--json").err == "warning: nothing is compressed\n"
 
 
-def test_missing_transformers_names_the_extra(
-    run: Run, dense: Path, text: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_transformers_names_the_extra(run, dense, text, monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers.utils", None)
     refused(run("eval", dense, "--text", text), "pip install 'neuronmm-ops[hf]'")
 
 
-def test_a_broken_transformers_is_told_in_its_own_words(
-    run: Run, dense: Path, text: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_broken_transformers_is_told_in_its_own_words(run, dense, text, monkeypatch):
     def broken(name: str) -> None:
         raise ImportError("libtorch.so:\n undefined symbol")  # has no name
 
@@ -110,13 +99,12 @@ def test_a_broken_transformers_is_told_in_its_own_words(
     refused(run("eval", dense, "--text", text), words)
 
 
-def test_no_command_and_version(run: Run) -> None:
-    refused(run(), "COMMAND")
+def test_version(run):
     outcome = run("--version")
     version = importlib.metadata.version("neuronmm-ops")
     assert (outcome.code, outcome.out) == (0, f"neuronmm-ops {version}\n")
 
 
-def test_the_console_script_is_the_module_that_survives_an_early_interrupt() -> None:
+def test_the_console_script_is_the_module_that_survives_an_early_interrupt():
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     assert project["scripts"] == {"neuronmm": "neuronmm_ops_command:main"}

@@ -1,10 +1,9 @@
 """`neuronmm demo`: what it prints of the shipped model, and what it leaves behind."""
 
-import json
 from pathlib import Path
 
 import pytest
-from outcomes import Run, refused, shorten_held_out
+from outcomes import refused, shorten_held_out
 from transformers import AutoConfig
 
 from neuronmm_ops import demo
@@ -14,14 +13,12 @@ from neuronmm_ops.hf import load_tokenizer, read_text
 
 
 @pytest.mark.slow
-def test_dense_stands_beside_low_rank_and_its_rivals(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_dense_stands_beside_low_rank_and_its_rivals(run, tmp_path, monkeypatch, capsys):
     shorten_held_out(tmp_path / "texts", monkeypatch)
     out = tmp_path / "out"
     outcome = run("demo", "--quick", "--json", "-o", out)
-    assert (outcome.code, "warning" in outcome.err) == (0, False), outcome.err
-    document = json.loads(outcome.out)
+    document = outcome.document()
+    assert "warning" not in outcome.err
     rows = {row["model"]: row for row in document["rows"]}
     assert list(rows) == ["dense", "dense int8", "low rank", "low rank int8", "plain SVD"]
     ppl = {name: row["ppl_token"] for name, row in rows.items()}
@@ -36,8 +33,8 @@ def test_dense_stands_beside_low_rank_and_its_rivals(
     names = {"calibration.txt", "held_out.txt", "dense"}
     made = {f"{name.replace(' ', '-')}-0.4" for name in list(rows)[2:]}
     assert {path.name for path in out.iterdir()} == names | made
-    compared = run("inspect", out / "low-rank-0.4", "--json")
-    assert json.loads(compared.out)["bytes"] == size["low rank"]
+    compared = run("inspect", out / "low-rank-0.4", "--json").document()
+    assert compared["bytes"] == size["low rank"]
     refused(run("demo", "-o", out), "exists; choose another")
 
     parser().parse_args(["demo"]).show(document)
@@ -46,7 +43,7 @@ def test_dense_stands_beside_low_rank_and_its_rivals(
         assert words in table
 
 
-def test_what_ships_is_what_the_script_trains(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_ships_is_what_the_script_trains(monkeypatch):
     monkeypatch.syspath_prepend(Path(__file__).parents[2] / "examples" / "demo")
     import shipped
 

@@ -7,35 +7,14 @@ from pathlib import Path
 
 import pytest
 from mktestdocs import check_md_file, grab_code_blocks
-from outcomes import COMPRESS, TEXT, Run, refused
+from outcomes import TEXT, refused
+from reproductions import write_task
 
 from neuronmm_ops import hf
 from neuronmm_ops.eval.tasks import run_tasks
 
+pytestmark = pytest.mark.usefixtures("caches")
 PAGE = Path(__file__).parents[2] / "docs" / "evaluate.md"
-
-TASK = """task: quiz
-dataset_path: json
-dataset_kwargs:
-  data_files:
-    test: {data}
-test_split: test
-output_type: multiple_choice
-doc_to_text: "{{{{q}}}}"
-doc_to_target: gold
-doc_to_choice: "{{{{a}}}}"
-metric_list:
-  - metric: acc
-  - metric: acc_norm
-"""
-
-
-@pytest.fixture(autouse=True)
-def caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "datasets")
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    monkeypatch.setattr("torch.utils.collect_env.get_pretty_env_info", str)
 
 
 @pytest.fixture
@@ -48,28 +27,23 @@ def data(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def tasks(tmp_path: Path) -> Path:
-    folder = tmp_path / "tasks"
-    folder.mkdir()
-    rows = [{"q": f"{n}?", "a": ["yes", "no"], "gold": n % 2} for n in range(4)]
-    (folder / "quiz.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "quiz.yaml").write_text(TASK.format(data=folder / "quiz.jsonl"))
-    return folder
+    return write_task(tmp_path, "quiz", 4, "acc", "acc_norm")
 
 
-def test_one_text_keeps_its_fields(run: Run, dense: Path, text: Path) -> None:
-    document = json.loads(run("eval", dense, "--text", text, "--json").out)
+def test_one_text_keeps_its_fields(run, dense, text):
+    document = run("eval", dense, "--text", text, "--json").document()
     assert list(document) == [
         *("model", "text", "ppl_token", "tokens", "seqlen"),
         *("dtype", "compute_dtype", "compute"),
     ]
     assert document["text"] == str(text)
     # The option's files may stand before the model.
-    assert json.loads(run("eval", "--text", text, dense, "--json").out) == document
-    assert "ppl_token " in run("eval", dense, "--text", text).out
+    assert run("eval", "--text", text, dense, "--json").document() == document
+    assert "ppl_token " in run("eval", dense, "--text", text).page()
 
 
 @pytest.mark.parametrize("form", ["one option", "two options", "model last"])
-def test_several_texts(run: Run, dense: Path, text: Path, tmp_path: Path, form: str) -> None:
+def test_several_texts(run, dense, text, tmp_path, form):
     other = tmp_path / "other.txt"
     other.write_text(TEXT[::-1])
     arguments = {
@@ -77,17 +51,17 @@ def test_several_texts(run: Run, dense: Path, text: Path, tmp_path: Path, form: 
         "two options": (dense, "--text", text, "--text", other),
         "model last": ("--text", text, other, dense),
     }[form]
-    document = json.loads(run("eval", *arguments, "--json").out)
+    document = run("eval", *arguments, "--json").document()
     assert [row["text"] for row in document["perplexities"]] == [str(text), str(other)]
-    one = json.loads(run("eval", dense, "--text", other, "--json").out)
+    one = run("eval", dense, "--text", other, "--json").document()
     assert document["perplexities"][1]["ppl_token"] == one["ppl_token"]
 
 
-def test_everything_at_once(run: Run, dense: Path, text: Path, data: Path, tasks: Path) -> None:
+def test_everything_at_once(run, dense, text, data, tasks):
     arguments = ("--text", text, "--ppl", "ptb", "--data-dir", data, "--protocol", "svd-llm")
     arguments += ("--tasks", "quiz", "--include-path", tasks, "--limit", 3, "--batch-size", 2)
     outcome = run("eval", dense, *arguments, "--json")
-    document = json.loads(outcome.out)
+    document = outcome.document()
     ptb, own = document["perplexities"]
     assert (ptb["dataset"], ptb["protocol"], own["text"]) == ("ptb", "svd-llm", str(text))
     assert document["tasks"]["n-samples"]["quiz"] == {"original": 4, "effective": 3}
@@ -98,16 +72,14 @@ def test_everything_at_once(run: Run, dense: Path, text: Path, data: Path, tasks
     assert outcome.err == ""
 
 
-def test_a_compressed_checkpoint(run: Run, dense: Path, text: Path, tasks: Path, tmp_path: Path):
-    small = tmp_path / "small"
-    assert run("compress", dense, "-o", small, "--calibration", text, *COMPRESS).code == 0
-    outcome = run("eval", small, "--tasks", "quiz", "--include-path", tasks, "--json")
-    found = json.loads(outcome.out)["tasks"]["results"]
+def test_a_compressed_checkpoint(run, small, tasks):
+    options = ("--tasks", "quiz", "--include-path", tasks, "--json")
+    found = run("eval", small, *options).document()["tasks"]["results"]
     model, tokenizer = hf.load(small), hf.load_tokenizer(small)
     assert run_tasks(model, tokenizer, ["quiz"], include_path=tasks)["results"] == found
 
 
-def test_lm_eval_s_model_type(run: Run, dense: Path, tasks: Path) -> None:
+def test_lm_eval_s_model_type(run, dense, tasks):
     import lm_eval
 
     import neuronmm_ops.hf.lm_eval as ours  # registers it
@@ -120,31 +92,34 @@ def test_lm_eval_s_model_type(run: Run, dense: Path, tasks: Path) -> None:
         task_manager=manager,
         batch_size=2,
     )
-    expected = run("eval", dense, "--tasks", "quiz", "--include-path", tasks, "--json").out
-    assert found["results"] == json.loads(expected)["tasks"]["results"]
+    options = ("--tasks", "quiz", "--include-path", tasks, "--json")
+    assert found["results"] == run("eval", dense, *options).document()["tasks"]["results"]
     assert found["config"]["model"] == "neuronmm"
     assert issubclass(lm_eval.api.registry.get_model("neuronmm"), ours.CheckedLM)
 
 
 @pytest.mark.slow
 def test_lm_eval_s_command_line(
-    dense: Path, tasks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+    dense, tasks, tmp_path, monkeypatch,
+    capsys,
+):  # fmt: skip
+    from lm_eval.tasks import TaskManager
+
     import neuronmm_ops.hf.lm_eval as ours
 
     arguments = ["--model_args", f"pretrained={dense}", "--include_path", str(tasks)]
     arguments += ["--tasks", "quiz", "--output_path", str(tmp_path / "out")]
     monkeypatch.setattr(sys, "argv", ["lm_eval", "run", "--model", "neuronmm", *arguments])
+    make = TaskManager.__init__  # without lm-eval's own tasks, which take ten seconds to read
+    few = {"include_defaults": False}
+    monkeypatch.setattr(TaskManager, "__init__", lambda *own, **named: make(*own, **named | few))
     ours.main()
     assert "neuronmm ({'pretrained'" in capsys.readouterr().out
     (written,) = (tmp_path / "out").rglob("results_*.json")
     assert "acc,none" in json.loads(written.read_text())["results"]["quiz"]
 
 
-def test_a_mistake_on_lm_eval_s_command_line_is_one_line(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_mistake_on_lm_eval_s_command_line_is_one_line(capsys, monkeypatch):
     import neuronmm_ops.hf.lm_eval as ours
 
     monkeypatch.setattr(
@@ -157,56 +132,19 @@ def test_a_mistake_on_lm_eval_s_command_line_is_one_line(
     assert line.startswith("lm_eval: nowhere is no directory")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ((), ("--text FILE", "--ppl", "--tasks")),
-        (("--ppl", ","), ("give what to evaluate on",)),
-        (("--ppl", "wikitext"), ("unknown data set 'wikitext'", "wikitext2")),
-        (("--ppl", "ptb", "--protocol", "gptq"), ("unknown protocol 'gptq'", "standard")),
-        (("--ppl", "ptb"), ("ptb-text-only/ptb_text_only", "penn_treebank/test/0000.parquet")),
-        (("--ppl", "c4", "--data-dir", "DATA"), ("allenai/c4", "c4-validation.00000-of-00008")),
-        (("--ppl", "ptb", "--data-dir", "DATA", "--seqlen", "129"), ("limit of 128",)),
-        (("--tasks", "quiz", "--include-path", "nowhere"), ("include_path", "nowhere")),
-        (("--tasks", "quiz", "--limit", "-1"), ("limit must be at least 1, got -1",)),
-        (("--tasks", "quiz", "--batch-size", "x"), ("--batch-size",)),
-        (("--text", "nowhere.txt"), ("cannot read text nowhere.txt",)),
-    ],
-)
-def test_mistakes_are_one_line(
-    run: Run, dense: Path, data: Path, arguments: tuple[str, ...], words: tuple[str, ...]
-) -> None:
-    named = [str(data) if argument == "DATA" else argument for argument in arguments]
-    refused(run("eval", dense, *named), *words)
-
-
-def test_the_help_text_says_that_task_files_are_code(run: Run) -> None:
+def test_the_help_text_says_that_task_files_are_code(run):
     assert "!function" in run("eval", "--help").out.split("--include-path DIR ")[1]
 
 
-def test_the_model_must_be_given(run: Run, text: Path) -> None:
-    refused(run("eval", "--text", text), "give the MODEL")
-    refused(run("eval", "--ppl", "ptb"), "give the MODEL")
-
-
 @pytest.mark.parametrize("package", ["datasets", "lm_eval.evaluator"])
-def test_a_missing_package_names_the_extra(
-    run: Run,
-    dense: Path,
-    data: Path,
-    tasks: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    package: str,
-) -> None:
+def test_a_missing_package_names_the_extra(run, dense, data, tasks, monkeypatch, package):
     monkeypatch.setitem(sys.modules, package, None)
     arguments = ("--ppl", "ptb", "--data-dir", data, "--tasks", "quiz", "--include-path", tasks)
     refused(run("eval", dense, *arguments), "is not installed", "'neuronmm-ops[eval]'")
 
 
 @pytest.mark.slow
-def test_the_page_s_commands(
-    run: Run, dense: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_the_page_s_commands(run, dense, monkeypatch, tmp_path):
     """Those on local files run; those that need the hub say what they miss."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model").symlink_to(dense)

@@ -1,14 +1,13 @@
 """Each command once, on a tiny model: what `make floors` runs."""
 
 import argparse
-import json
 import shlex
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from outcomes import COMPRESS, Run
+from outcomes import COMPRESS, shorten_held_out
 from reproductions import workplace
 from scale_kernels import KERNELS
 
@@ -36,8 +35,8 @@ COMMANDS = (
     "lint matmul.py",
     "plan --model Llama-3.2-1B --tokens 1",
     "bench model --model Llama-3.2-1B --prompt-tokens 128 --new-tokens 2",
-    "bench cpu --model Llama-3.2-1B --tokens 1",
-    "bench generate dense distilled --prompt-tokens 16 --new-tokens 2 --rounds 1",
+    "bench cpu --model Qwen3-0.6B --tokens 1",
+    "bench generate distilled --prompt-tokens 16 --new-tokens 2 --rounds 1",
 )
 
 
@@ -51,7 +50,7 @@ def names_of(command: argparse.ArgumentParser, prefix: str = "") -> Iterator[str
             yield from names_of(child, f"{prefix} {name}")
 
 
-def test_no_command_is_left_out() -> None:
+def test_no_command_is_left_out():
     called = tuple(f"{command} " for command in COMMANDS)
     for name in names_of(parser()):
         assert any(command.startswith(f"{name} ") for command in called), name
@@ -69,10 +68,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("default")  # of other versions than those that are developed with
 @pytest.mark.parametrize("command", COMMANDS)
-def test_the_command_prints_one_document(
-    command: str, folder: Path, monkeypatch: pytest.MonkeyPatch, run: Run
-) -> None:
+def test_the_command_prints_one_document(command, folder, monkeypatch, run):
     monkeypatch.chdir(folder)
-    outcome = run(*shlex.split(command), "--json")
-    assert outcome.code == 0, outcome.err
-    assert json.loads(outcome.out)
+    if command.startswith("demo"):
+        shorten_held_out(folder / "texts", monkeypatch)
+    # Of weights that exceed the caches of a large machine, random numbers take half a minute.
+    monkeypatch.setattr("neuronmm_ops.measure.cpu.copies_for", lambda size: 1)
+    assert run(*shlex.split(command), "--json").document()

@@ -4,7 +4,6 @@ import argparse
 import json
 import shlex
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from outcomes import SCRIPT, process
@@ -38,7 +37,7 @@ for arguments in json.loads(sys.argv[1]):
 """
 
 
-def test_help_and_version_import_nothing_heavy() -> None:
+def test_help_and_version_import_nothing_heavy():
     lines = [["--version"], *[[*prog.split()[1:], "--help"] for prog in ALL]]
     outcome = process(SCRIPT[0], "-c", MODULES, json.dumps(lines))
     assert outcome.err.splitlines() == [f"{line} set()" for line in lines]
@@ -46,9 +45,7 @@ def test_help_and_version_import_nothing_heavy() -> None:
 
 
 @pytest.mark.parametrize("prog", ALL)
-def test_every_help_text_ends_with_an_example_that_parses(
-    prog: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_help_text_ends_with_an_example_that_parses(prog, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     example = ALL[prog].format_help().splitlines()[-1]
     label, command, *arguments = shlex.split(example)
@@ -71,7 +68,7 @@ DIFFER = {
 }
 
 
-def test_an_option_is_written_alike_in_every_command() -> None:
+def test_an_option_is_written_alike_in_every_command():
     known: dict[str, tuple[object, ...]] = {}
     for prog, command in LEAVES.items():
         for action in command._actions:
@@ -90,7 +87,7 @@ def test_an_option_is_written_alike_in_every_command() -> None:
         ("neuronmm generate small --dtype b", ["bfloat16 "]),
     ],
 )
-def test_a_shell_completes(line: str, expected: list[str], tmp_path: Path) -> None:
+def test_a_shell_completes(line, expected, tmp_path):
     """By argcomplete's protocol, as the function that it gives to shells calls the command."""
     found = tmp_path / "found"
     protocol = {

@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 import rich.table
 from rich.console import Console
+from tiny_model import write_tiny
 
 from benchmarks.cli import parser as benchmarks
 from neuroncore.cli.console import stdout
 from neuronmm_ops.cli import parser
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
-LARGE = ("--model", "Llama-3.1-70B", "--target", "trn2", "--json")
+ONE = ("--tokens", "1", "--target", "trn2", "--json")
 
 Show = Callable[[str, Any], None]
 
@@ -53,7 +54,7 @@ def show(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
 
 
 @pytest.mark.parametrize("file", sorted(RESULTS.glob("*.json")), ids=lambda file: file.stem)
-def test_of_committed_documents(show: Show, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_committed_documents(show, file, monkeypatch):
     monkeypatch.syspath_prepend(RESULTS.parents[1] / "examples" / "results")
     from sources import read
 
@@ -63,52 +64,35 @@ def test_of_committed_documents(show: Show, file: Path, monkeypatch: pytest.Monk
         show(run["command"].removeprefix("neuronmm "), run["document"])
 
 
-def test_of_several_numbers_of_ranks(show: Show) -> None:
-    (large,) = [
-        json.loads((RESULTS / f"model_{name}.json").read_text())["runs"][0]["document"]
-        for name in ("Llama-3.1-70B",)
-    ]
+def test_of_several_numbers_of_ranks(show):
+    data = json.loads((RESULTS / "model_Llama-3.1-70B.json").read_text())
+    large = data["runs"][0]["document"]
     show("bench model --model Llama-3.1-70B --tp 16,32", [large, {**large, "tp": 32}])
 
 
-def test_of_shards(show: Show, capsys: pytest.CaptureFixture[str]) -> None:
-    from neuronmm_ops.cli import main
-
-    assert main(["plan", *LARGE, "--tp", "8", "--tokens", "1"]) == 0
-    rows = json.loads(capsys.readouterr().out)
-    # Times of 2048 tokens are about as wide; to find them takes half a minute.
+def test_of_shards(show, run, tmp_path):
+    rows = run("plan", "--model", write_tiny(tmp_path), "--tp", "2", *ONE).document()
+    # Numbers of a large model are wider; to find its plans takes half a minute.
     wide = {"M": 2048, "time_ms": 1.2345, "dense_ms": 12.345, "regret": 0.1234}
+    wide |= {"K": 28672, "r": 11264, "N": 28672, "shards": [[28672, 11264], [11264, 28672]]}
     longer = [{k: wide.get(k, v) for k, v in row.items()} for row in rows]
     show("plan --model Llama-3.1-70B --tp 8", rows + longer)
 
 
-def layers(storage: str | None, loss: float | None) -> list[dict[str, Any]]:
-    sizes = {"K": 28672, "N": 8192, "r": 11264, "dense": False, "loss": loss}
-    sizes |= {"bytes": 646053888, "bits_per_weight": 12.5, "compute": "x", "storage": storage}
-    names = ("self_attn.q_proj", "mlp.gate_proj", "mlp.down_proj")
-    return [{"name": f"model.layers.79.{name}", **sizes} for name in names]
-
-
 @pytest.mark.parametrize(("storage", "loss"), [(None, 0.1234), ("int8", 0.1234), ("int8", None)])
 @pytest.mark.parametrize("line", ["inspect small", "compress model -o small"])
-def test_of_layers(show: Show, line: str, storage: str | None, loss: float | None) -> None:
-    document: dict[str, Any] = {
-        "ratio": 0.2,
-        "effective_ratio": 0.2,
-        "model_ratio": 0.1,
-        "compute_dtype": "float32",
-        "bytes": 10**9,
-        "dense_bytes": 2 * 10**9,
-        "left_dense": [],
-        "config": None,
-        "calibration": None,
-        "provenance": {},
-        "verified": True,
-    }
-    show(line, {**document, "layers": layers(storage, loss)})
+def test_of_layers(show, line, storage, loss):
+    layer = {"K": 28672, "N": 8192, "r": 11264, "dense": False, "loss": loss, "storage": storage}
+    layer |= {"bytes": 646053888, "bits_per_weight": 12.5, "compute": "x"}
+    names = ("self_attn.q_proj", "mlp.gate_proj", "mlp.down_proj")
+    document = {"ratio": 0.2, "effective_ratio": 0.2, "model_ratio": 0.1, "left_dense": []}
+    document |= {"bytes": 10**9, "dense_bytes": 2 * 10**9, "compute_dtype": "float32"}
+    document |= {"config": None, "calibration": None, "provenance": {}, "verified": True}
+    document["layers"] = [{"name": f"model.layers.79.{name}", **layer} for name in names]
+    show(line, document)
 
 
-def test_of_an_evaluation(show: Show) -> None:
+def test_of_an_evaluation(show):
     common = {"ppl_token": 12345.6789, "tokens": 1234567, "seqlen": 2048}
     data = {"dataset": "wikitext2", "bos": True, "protocol": "standard", **common}
     metrics = {"alias": "x", "acc,none": 0.12345, "acc_stderr,none": 0.01234}
@@ -123,31 +107,20 @@ def test_of_an_evaluation(show: Show) -> None:
     show("eval small --ppl wikitext2", {"model": "small", **document, **dtypes})
 
 
-def test_of_a_comparison(show: Show) -> None:
+def test_of_a_comparison(show):
     texts = ("held_out.txt", "wikitext2.txt")
-    row = {
-        "ppl_token": dict.fromkeys(texts, 123.4567),
-        "excess_log_ppl": dict.fromkeys(texts, 1.0),
-        "ratio": 0.2,
-        "effective_ratio": 0.2,
-        "bytes": 10**9,
-        "gamma": 0.1234,
-        "tokens_per_s": {"prefill": 12345.0, "decode": 1234.0},
-        "speedup": {"prefill": 1.25, "decode": 1.25},
-        "seqlen": 2048,
-        "threads": 16,
-        "prefill_tokens": 512,
-        "decode_tokens": 64,
-        "compute_dtype": "float32",
-        "device": "cpu",
-        "versions": {"torch": "2.13.0"},
-    }
+    row = {"ratio": 0.2, "effective_ratio": 0.2, "bytes": 10**9, "gamma": 0.1234, "threads": 16}
+    row |= {"ppl_token": dict.fromkeys(texts, 123.4567), "device": "cpu", "seqlen": 2048}
+    row |= {"excess_log_ppl": dict.fromkeys(texts, 1.0), "compute_dtype": "float32"}
+    row |= {"tokens_per_s": {"prefill": 12345.0, "decode": 1234.0}, "versions": {"torch": "2.13.0"}}
+    row |= {"speedup": {"prefill": 1.25, "decode": 1.25}}
+    row |= {"prefill_tokens": 512, "decode_tokens": 64}
     names = ("dense", "Llama-3.2-1B-low-rank", "Llama-3.2-1B-low-rank-int8")
     rows = [{"dir": name, **row} for name in names]
     show("compare a b --text held_out.txt", rows)
 
 
-def test_of_this_machine(show: Show) -> None:
+def test_of_this_machine(show):
     from neuronmm_ops.doctor import diagnose
 
     show("doctor", diagnose())

@@ -2,41 +2,24 @@
 
 import json
 import shutil
-from pathlib import Path
 
-import pytest
-from outcomes import COMPRESS, Run, refused
+from outcomes import refused
 
 
-@pytest.fixture(scope="module")
-def small(dense: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from neuronmm_ops.cli import main
-
-    out = tmp_path_factory.mktemp("compressed") / "small"
-    options = ("--calibration", text, "--method", "plain", *COMPRESS)
-    assert main([str(part) for part in ("compress", dense, "-o", out, *options)]) == 0
-    return out
-
-
-def test_what_was_written_is_verified(small: Path, run: Run) -> None:
-    outcome = run("verify", small, "--json")
-    assert outcome.code == 0, outcome.err
-    document = json.loads(outcome.out)
+def test_what_was_written_is_verified(small, run):
+    document = run("verify", small, "--json").document()
     manifest = json.loads((small / "manifest.json").read_text())
     assert document["files"] == len(manifest["files"])
     assert document["weights_sha256"] == manifest["weights_sha256"]
-    assert document["bytes"] == sum(p.stat().st_size for p in small.iterdir() if p.name in
-                                    manifest["files"])  # fmt: skip
-    shown = run("verify", small).out
+    assert document["bytes"] == sum((small / name).stat().st_size for name in manifest["files"])
+    shown = run("verify", small).page()
     assert f"{document['tensors']} tensors are what manifest.json says; made by compress" in shown
-    assert json.loads(run("inspect", small, "--json").out)["verified"] is True
-    assert json.loads(run("inspect", small, "--json", "--no-verify").out)["verified"] is False
+    for options, verified in (((), True), (("--no-verify",), False)):
+        assert run("inspect", small, "--json", *options).document()["verified"] is verified
 
 
-def test_no_command_takes_a_changed_value(
-    small: Path, dense: Path, text: Path, tmp_path: Path, run: Run
-) -> None:
-    bad = Path(shutil.copytree(small, tmp_path / "bad"))
+def test_no_command_takes_a_changed_value(small, dense, text, tmp_path, run):
+    bad = shutil.copytree(small, tmp_path / "bad")
     content = bytearray((bad / "model.safetensors").read_bytes())
     content[-5] ^= 1
     (bad / "model.safetensors").write_bytes(content)
@@ -51,9 +34,5 @@ def test_no_command_takes_a_changed_value(
     ):
         words = ("is not what manifest.json says, it has other values of", "remove manifest.json")
         refused(run(*arguments), *words)
-    assert run("inspect", bad, "--no-verify").code == 0
+    run("inspect", bad, "--no-verify").page()
     assert [path.name for path in tmp_path.iterdir()] == ["bad"]
-
-
-def test_a_directory_without_a_manifest(dense: Path, run: Run) -> None:
-    refused(run("verify", dense), "has no manifest.json to verify it by; load it and save it")

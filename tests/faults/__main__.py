@@ -30,19 +30,20 @@ def run() -> int:
     parser.add_argument(
         "--only", default="", metavar="REGEX", help="faults whose `kind: name` matches"
     )
+    parser.add_argument("--also", metavar="REGEX", help="faults besides the sample")
     parser.add_argument("--show", action="store_true", help="print what each command prints")
     options = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     with tempfile.TemporaryDirectory() as place:
         build(Path(place))
-        faults = [
-            fault
-            for fault in all_faults(Path(place))
-            if re.search(options.only, f"{fault.kind}: {fault.name}")
-        ]
+        named = {f"{fault.kind}: {fault.name}": fault for fault in all_faults(Path(place))}
+        names = [name for name in named if re.search(options.only, name)]
         if options.sample is not None:
-            faults = random.Random(options.seed).sample(faults, options.sample)  # noqa: S311
+            names = random.Random(options.seed).sample(names, options.sample)  # noqa: S311
+        if options.also is not None:
+            names += [name for name in named if re.search(options.also, name)]
+        faults = [named[name] for name in dict.fromkeys(names)]
         harness, verdicts = Harness(Path(place), main), []
         for fault in faults:
             verdicts.append(harness.run(fault))

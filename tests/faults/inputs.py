@@ -8,6 +8,7 @@ from importlib import import_module
 from pathlib import Path
 from unittest import mock
 
+from reproductions import write_paper
 from tiny import tiny_directory, tiny_model, tiny_tokenizer
 from torch import Tensor
 
@@ -32,22 +33,6 @@ def scale(x):
 
 def reference(x):
     return 2 * x
-"""
-PAPER = """\
-title = "Tiny"
-[model]
-id = "dense"
-[compress]
-ratios = [0.3]
-block = 8
-calibration = "text.txt"
-samples = 8
-seqlen = 64
-[methods.plain]
-method = "plain"
-[evaluate]
-texts = ["text.txt"]
-seqlen = 64
 """
 
 
@@ -86,7 +71,7 @@ def _build(place: Path) -> None:
     chat.save_pretrained(place / "chat")
     (place / "text.txt").write_text(TEXT)
     (place / "kernels.py").write_text(KERNELS)
-    (place / "paper.toml").write_text(PAPER)
+    write_paper(place)
     for name, options in (
         ("low", ()),
         ("int8", ("--storage", "int8")),

@@ -45,33 +45,22 @@ def _outside() -> Iterator[Fault]:
     for file, commands in readers.items():
         for command in commands:
             for name, damage in NO_FILES.items():
-                yield Fault(
-                    f"no file: {Path(file).name}",
-                    f"{name}, {command[0]} {file}",
-                    command,
-                    partial(_replaced, file, damage),
-                )
-
-
-def _fifo(path: Path) -> None:
-    os.mkfifo(path)
-
-
-def _link(target: str, path: Path) -> None:
-    path.symlink_to(target)
+                kind, each = f"no file: {Path(file).name}", f"{name}, {command[0]} {file}"
+                yield Fault(kind, each, command, partial(replaced, file, damage))
 
 
 NO_FILES: dict[str, Damage] = {
-    "fifo": _fifo,
-    "/dev/zero": partial(_link, "/dev/zero"),
-    "/dev/urandom": partial(_link, "/dev/urandom"),
-    "dangling link": partial(_link, "nowhere"),
+    "fifo": os.mkfifo,
+    "/dev/zero": lambda path: path.symlink_to("/dev/zero"),
+    "/dev/urandom": lambda path: path.symlink_to("/dev/urandom"),
+    "dangling link": lambda path: path.symlink_to("nowhere"),
     "link to itself": lambda path: path.symlink_to(path.name),
     "directory": Path.mkdir,
 }
 
 
-def _replaced(file: str, damage: Damage, case: Path) -> None:
+def replaced(file: str, damage: Damage, case: Path) -> None:
+    """Put something else in the place of a file."""
     (case / file).unlink()
     damage(case / file)
 
@@ -118,11 +107,9 @@ def rewrite(file: str, change: Callable[[bytes], bytes], case: Path) -> None:
 
 def _configs() -> Iterator[Fault]:
     for name, change in BYTES.items():
-        for command in (INSPECT, GENERATE, EXPORT):
-            damage = partial(rewrite, "low/config.json", change)
-            yield Fault("config.json, bytes", f"{name}, {command[0]}", command, damage)
-        for command in (COMPRESS, PLAN):
-            damage = partial(rewrite, "dense/config.json", change)
+        for command in (INSPECT, GENERATE, EXPORT, COMPRESS, PLAN):
+            model = "dense" if command in (COMPRESS, PLAN) else "low"
+            damage = partial(rewrite, f"{model}/config.json", change)
             yield Fault("config.json, bytes", f"{name}, {command[0]}", command, damage)
     for key in SIZES:
         for value in ODD:
@@ -268,7 +255,7 @@ INDEX = "sharded/model.safetensors.index.json"
 FROM_SHARDS = compress("{sharded}", "{out}", "--method", "plain")
 
 
-def _to_all(value: str) -> Callable[[Any], None]:
+def _to_all(value: object) -> Callable[[Any], None]:
     return lambda index: index["weight_map"].update(dict.fromkeys(index["weight_map"], value))
 
 
@@ -285,9 +272,7 @@ def _indexes() -> Iterator[Fault]:
             f"files {value!r}": _to_all(value)
             for value in ("../x.safetensors", "/etc/passwd", "x.bin", "", "\x1b[2J.safetensors")
         },
-        "files numbers": lambda index: index["weight_map"].update(
-            dict.fromkeys(index["weight_map"], 3)
-        ),
+        "files numbers": _to_all(3),
         "swapped": lambda index: index["weight_map"].update(
             zip(index["weight_map"], reversed(index["weight_map"].values()), strict=True)
         ),
@@ -300,7 +285,7 @@ def _indexes() -> Iterator[Fault]:
     for name, change in BYTES.items():
         yield Fault("index", f"bytes, {name}", FROM_SHARDS, partial(rewrite, INDEX, change))
     for name, damage in NO_FILES.items():
-        yield Fault("index", name, FROM_SHARDS, partial(_replaced, INDEX, damage))
+        yield Fault("index", name, FROM_SHARDS, partial(replaced, INDEX, damage))
 
 
 def _in_record(edit: Callable[[dict[str, Any]], Any]) -> Callable[[Any], None]:
@@ -320,19 +305,13 @@ def _ghosts(record: dict[str, Any]) -> None:
 
 
 BOMB = "([a-z0-9_.]+)+X"
+RECORDED = ("format_version", "layers", "svd_config", "calibration", "provenance", "left_dense")
 
 
 def _records() -> Iterator[Fault]:
     edits: dict[str, Callable[[dict[str, Any]], Any]] = {
         f"{key} {value!r:.20}": lambda record, key=key, value=value: record.update({key: value})
-        for key in (
-            "format_version",
-            "layers",
-            "svd_config",
-            "calibration",
-            "provenance",
-            "left_dense",
-        )
+        for key in RECORDED
         for value in (None, 7, "x", [], {}, [7], {"\x1b[31m": 1})
     }
     edits |= {
@@ -361,7 +340,7 @@ def _runs() -> Iterator[Fault]:
     for name, change in BYTES.items():
         yield Fault("compression.json", f"bytes, {name}", command, partial(rewrite, file, change))
     for name, damage in NO_FILES.items():
-        yield Fault("compression.json", name, command, partial(_replaced, file, damage))
+        yield Fault("compression.json", name, command, partial(replaced, file, damage))
     for key in ("format_version", "model", "config", "calibration", "dtype", "device", "versions",
                 "max_shard_size", "threads", "weights_sha256"):  # fmt: skip
         for value in (None, 7, "\x1b[31mx", [], {}):
@@ -397,51 +376,42 @@ TEMPLATES = {
 }
 
 
+def _ids(change: Callable[[int], int]) -> Callable[[Any], None]:
+    def edit(tokenizer: Any) -> None:
+        model = tokenizer["model"]
+        model["vocab"] = {token: change(number) for token, number in model["vocab"].items()}
+
+    return edit
+
+
+def _split_by(pattern: str) -> Callable[[Any], None]:
+    split = {"type": "Split", "pattern": {"Regex": pattern}}
+    return _set("pre_tokenizer", {**split, "behavior": "Isolated", "invert": False})
+
+
 def _tokenizers() -> Iterator[Fault]:
     for name, template in TEMPLATES.items():
         damage = partial(rewrite, "chat/chat_template.jinja", lambda _, t=template: t.encode())
         yield Fault("chat template", name, CHAT, damage, expect=REFUSED)
     for name, change in BYTES.items():
         for file in ("tokenizer.json", "tokenizer_config.json"):
-            for command in (GENERATE, EVAL, compress("{low}", "{out}")):
-                if command[0] == "compress":
-                    command = compress("{dense}", "{out}")
+            for command in (GENERATE, EVAL, compress("{dense}", "{out}")):
                 model = "dense" if command[0] == "compress" else "low"
                 damage = partial(rewrite, f"{model}/{file}", change)
                 yield Fault("tokenizer", f"{file}, {name}, {command[0]}", command, damage)
+    truncation = {"max_length": 1, "stride": 5, "strategy": "LongestFirst"}
     edits: dict[str, Callable[[Any], Any]] = {
         "no vocabulary": lambda t: t["model"].update(vocab={}),
-        "ids beyond": lambda t: t["model"].update(
-            vocab={k: v + 10**6 for k, v in t["model"]["vocab"].items()}
-        ),
-        "ids negative": lambda t: t["model"].update(
-            vocab={k: -v for k, v in t["model"]["vocab"].items()}
-        ),
+        "ids beyond": _ids(lambda number: number + 10**6),
+        "ids negative": _ids(lambda number: -number),
         "unknown model": lambda t: t["model"].update(type="Magic"),
         "merges of strangers": lambda t: t["model"].update(merges=["q u", "zz zzz"]),
-        "regex bomb": lambda t: t.update(
-            pre_tokenizer={
-                "type": "Split",
-                "pattern": {"Regex": "(?:(?:(?:a{1000}){1000}){1000}){1000}"},
-                "behavior": "Isolated",
-                "invert": False,
-            }
-        ),
-        "regex of backtracking": lambda t: t.update(
-            pre_tokenizer={
-                "type": "Split",
-                "pattern": {"Regex": "^(([a-zA-Z. 0-9]+)+)+#$"},
-                "behavior": "Isolated",
-                "invert": False,
-            }
-        ),
+        "regex bomb": _split_by("(?:(?:(?:a{1000}){1000}){1000}){1000}"),
+        "regex of backtracking": _split_by("^(([a-zA-Z. 0-9]+)+)+#$"),
         "no decoder": lambda t: t.update(decoder=None),
         "added tokens of numbers": lambda t: t.update(added_tokens=[1, 2]),
-        "truncation to 1": lambda t: t.update(
-            truncation={"max_length": 1, "stride": 5, "strategy": "LongestFirst",
-                        "direction": "Right"}
-        ),
-    }  # fmt: skip
+        "truncation to 1": _set("truncation", truncation | {"direction": "Right"}),
+    }
     for name, edit in edits.items():
         for command in (GENERATE, EVAL):
             damage = partial(edit_json, "low/tokenizer.json", edit)

@@ -40,42 +40,22 @@ def faults(_: Path) -> Iterator[Fault]:
         yield from kinds()
 
 
-def _needed(command: str) -> tuple[str, ...]:
-    return ("dense", "text.txt") if command == "reproduce" else ()
-
-
 def _disks() -> Iterator[Fault]:
+    unwritable = REFUSED if os.geteuid() == 0 else EITHER
     for command, arguments in WRITING.items():
+        inputs = ("dense", "text.txt") if command == "reproduce" else ()
+        # What a report of cells is: a failed cell is one, and the run goes on.
+        codes = (1, 2) if command == "reproduce" else (2,)
         for limit in (600, 1000, 8000, 60_000, 150_000):
-            yield Fault(
-                "disk full",
-                f"files of {limit} bytes, {command}",
-                arguments,
-                inside=partial(resource.setrlimit, resource.RLIMIT_FSIZE, (limit, limit)),
-                # What a report of cells is: a failed cell is one, and the run goes on.
-                codes=(1, 2) if command == "reproduce" else (2,),
-                expect=EITHER,
-                inputs=_needed(command),
-            )
-        yield Fault(
-            "no permission",
-            f"to write, {command}",
-            arguments,
-            damage=_readable_by_all,
-            inside=partial(_as_nobody, 0o555),
-            expect=REFUSED if os.geteuid() == 0 else EITHER,
-            inputs=_needed(command),
-        )
+            inside = partial(resource.setrlimit, resource.RLIMIT_FSIZE, (limit, limit))
+            yield Fault("disk full", f"files of {limit} bytes, {command}", arguments,
+                        inside=inside, codes=codes, expect=EITHER, inputs=inputs)  # fmt: skip
+        yield Fault("no permission", f"to write, {command}", arguments, _readable_by_all,
+                    partial(_as_nobody, 0o555), unwritable, inputs=inputs)  # fmt: skip
     for command, arguments in READING.items():
         if command != "doctor":
-            yield Fault(
-                "no permission",
-                f"to read, {command}",
-                arguments,
-                damage=_unreadable,
-                inside=partial(_as_nobody, 0o777),
-                expect=REFUSED if os.geteuid() == 0 else EITHER,
-            )
+            yield Fault("no permission", f"to read, {command}", arguments, _unreadable,
+                        partial(_as_nobody, 0o777), unwritable)  # fmt: skip
 
 
 def _readable_by_all(case: Path) -> None:
@@ -143,6 +123,7 @@ def _streams() -> Iterator[Fault]:
     yield Fault("stdout", "ASCII, a prompt", prompt, inside=ascii_alone, expect=DONE)
 
 
+FIRST = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
 ENVIRONMENTS: dict[str, dict[str, str]] = {
     "RANK 5 of 2": {"RANK": "5", "WORLD_SIZE": "2"},
     "RANK 2 of 2": {"RANK": "2", "WORLD_SIZE": "2"},
@@ -155,11 +136,9 @@ ENVIRONMENTS: dict[str, dict[str, str]] = {
     "no WORLD_SIZE": {"RANK": "0"},
     "no RANK": {"WORLD_SIZE": "2"},
     "no MASTER_ADDR": {"RANK": "0", "WORLD_SIZE": "2"},
-    "no MASTER_PORT": {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"},
-    "MASTER_PORT a word": {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
-                           "MASTER_PORT": "http"},
-    "MASTER_PORT beyond": {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
-                           "MASTER_PORT": "99999"},
+    "no MASTER_PORT": FIRST,
+    "MASTER_PORT a word": FIRST | {"MASTER_PORT": "http"},
+    "MASTER_PORT beyond": FIRST | {"MASTER_PORT": "99999"},
     "LANG": {"LANG": "xx_YY.nothing", "LC_ALL": "xx"},
     "HOME nowhere": {"HOME": "/nowhere", "HF_HOME": "/nowhere/hf"},
     "TMPDIR nowhere": {"TMPDIR": "/nowhere"},
@@ -167,7 +146,7 @@ ENVIRONMENTS: dict[str, dict[str, str]] = {
     "COLUMNS": {"COLUMNS": "0"},
     "COLUMNS 1": {"COLUMNS": "1"},
     "no environment": {},
-}  # fmt: skip
+}
 
 
 def _environments() -> Iterator[Fault]:
@@ -188,7 +167,14 @@ def _environment(values: dict[str, str]) -> None:
 # --- kernels
 
 
-HEAD = "import os, sys, time\nimport nki\nimport nki.isa as nisa\nimport nki.language as nl\n\n\n"
+HEAD = """import os, sys, time
+import nki
+import nki.isa as nisa
+import nki.language as nl
+
+@nki.jit
+def kernel(x):
+"""
 TENSOR = "    out = nl.ndarray(x.shape, x.dtype, buffer=nl.shared_hbm)\n"
 COPY = TENSOR + "    nisa.dma_copy(out, x)\n"
 BODIES: dict[str, str] = {
@@ -267,26 +253,18 @@ def _kernels() -> Iterator[Fault]:
             if name in ENDLESS:
                 options = (*options, "--max-seconds", "3")
             expect = EITHER if name == "a million tensors" else REFUSED
+            damage = partial(_file, f"{HEAD}{body}    return x\n".encode())
             full = " ".join((name, *options))
-            yield Fault("kernels", full, (*RUN, *options), partial(_kernel, body), expect=expect,
-                        codes=(1, 2))  # fmt: skip
-    right = (*RUN, "--json")
+            yield Fault("kernels", full, (*RUN, *options), damage, expect=expect, codes=(1, 2))
     for name, body in FOREIGN.items():
-        for options in ((), ("--timeline", "out.html")):
-            full = " ".join((name, *options))
-            yield Fault("kernels that meddle", full, (*right, *options),
-                        partial(_meddling, name, body), expect=EITHER, codes=(1, 2))  # fmt: skip
+        damage = partial(_file, f"{HEAD}{body}    return out\n".encode())
+        for options in (("--json",), ("--json", "--timeline", "out.html")):
+            full = " ".join((name, *options[1:]))
+            yield Fault("kernels that meddle", full, (*RUN, *options), damage, expect=EITHER,
+                        codes=(1, 2))  # fmt: skip
     for name, data in FILES.items():
         damage = partial(_file, data)
         yield Fault("kernels' files", name, RUN, damage, expect=REFUSED, codes=(1, 2))
-
-
-def _kernel(body: str, case: Path) -> None:
-    (case / "kernel.py").write_text(f"{HEAD}@nki.jit\ndef kernel(x):\n{body}    return x\n")
-
-
-def _meddling(name: str, body: str, case: Path) -> None:
-    (case / "kernel.py").write_text(f"{HEAD}@nki.jit\ndef kernel(x):\n{body}    return out\n")
 
 
 def _file(data: bytes, case: Path) -> None:

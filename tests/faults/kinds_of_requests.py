@@ -11,7 +11,8 @@ from pathlib import Path
 import torch
 from harness import DONE, EITHER, REFUSED, Fault
 from inputs import compress, recovery
-from kinds_of_files import BOMB, BYTES, NO_FILES, rewrite
+from kinds_of_files import BOMB, BYTES, NO_FILES, replaced, rewrite
+from reproductions import MISTAKES
 from safetensors.torch import load_file, save_file
 
 
@@ -48,12 +49,8 @@ def _texts() -> Iterator[Fault]:
             damage = partial(rewrite, "text.txt", lambda _, text=text: text)
             yield Fault("text", f"{name}, {command[0]}", command, damage, expect=REFUSED)
         for name, damage in NO_FILES.items():
-            yield Fault("text", f"{name}, {command[0]}", command, partial(_text_is, damage))
-
-
-def _text_is(damage: Callable[[Path], None], case: Path) -> None:
-    (case / "text.txt").unlink()
-    damage(case / "text.txt")
+            damage = partial(replaced, "text.txt", damage)
+            yield Fault("text", f"{name}, {command[0]}", command, damage)
 
 
 # --- options
@@ -175,84 +172,26 @@ def _options() -> Iterator[Fault]:
 
 
 REPRODUCE = ("reproduce", "{paper.toml}", "-o", "{out}")
-PAPERS: dict[str, tuple[str, str]] = {
-    "published unknown": ('title = "Tiny"', 'title = "Tiny"\npublished = "Nope-1B"'),
-    "title a number": ('title = "Tiny"', "title = 3"),
-    "data nowhere": ('title = "Tiny"', 'title = "Tiny"\ndata = "nowhere"'),
-    "unknown key": ('title = "Tiny"', 'titel = "Tiny"'),
-    "model nowhere": ('id = "dense"', 'id = "nowhere"'),
-    "model with escapes": ('id = "dense"', 'id = "\\u001b[31m"'),
-    "model a text file": ('id = "dense"', 'id = "text.txt"'),
-    "device": ('id = "dense"', 'id = "dense"\ndevice = "gpu"'),
-    "device not there": ('id = "dense"', 'id = "dense"\ndevice = "cuda:7"'),
-    "dtype": ('id = "dense"', 'id = "dense"\ndtype = "int3"'),
-    "ratios a text": ("ratios = [0.3]", 'ratios = "0.2"'),
-    "ratios of texts": ("ratios = [0.3]", 'ratios = ["0.2"]'),
-    "ratios empty": ("ratios = [0.3]", "ratios = []"),
-    "ratios nan": ("ratios = [0.3]", "ratios = [nan]"),
-    "ratios twice": ("ratios = [0.3]", "ratios = [0.3, 0.3]"),
-    "ratios beyond": ("ratios = [0.3]", "ratios = [0.3, 1.0]"),
-    "block": ("block = 8", "block = 7"),
-    "block huge": ("block = 8", "block = 99999999999999999999"),
-    "samples": ("samples = 8", "samples = 0"),
-    "seqlen": ("seqlen = 64\n[methods", "seqlen = 0\n[methods"),
-    "storage": ("block = 8", 'block = 8\nstorages = ["int4"]'),
-    "storage of another dtype": ("block = 8", 'block = 8\nstorages = ["bf16"]'),
-    "targets": ("block = 8", 'block = 8\ntargets = ["nothing"]'),
-    "targets a bomb": ("block = 8", f"block = 8\ntargets = ['{BOMB}']"),
-    "text nowhere": ('calibration = "text.txt"', 'calibration = "nowhere.txt"'),
-    "text a device": ('calibration = "text.txt"', 'calibration = "/dev/zero"'),
-    "method unknown": ('method = "plain"', 'method = "magic"'),
-    "method named nothing": ("[methods.plain]", '[methods.""]'),
-    "method named ../../x": ("[methods.plain]", '[methods."../../x"]'),
-    "method with escapes": ("[methods.plain]", '[methods."\\u001b[31mx"]'),
-    "method named dense": ("[methods.plain]", "[methods.dense]"),
-    "methods equal": ("[methods.plain]", '[methods.other]\nmethod = "plain"\n[methods.plain]'),
-    "methods none": ('[methods.plain]\nmethod = "plain"', "[methods]"),
-    "tasks unknown": ("[evaluate]", '[evaluate]\ntasks = ["no_such"]'),
-    "tasks a path": ("[evaluate]", '[evaluate]\ntasks = ["../../x.yaml"]'),
-    "include nowhere": ("[evaluate]", '[evaluate]\ninclude = "nowhere"'),
-    "texts nowhere": ('texts = ["text.txt"]', 'texts = ["nowhere.txt"]'),
-    "evaluate's seqlen": ("seqlen = 64\n", "seqlen = 64\n"),
-    "limit": ("[evaluate]", "[evaluate]\nlimit = 0"),
-    "batch size": ("[evaluate]", "[evaluate]\nbatch_size = -1"),
-    "modelled tp": ("[evaluate]", "[modelled]\ntp = 3\n[evaluate]"),
-    "modelled batch": ("[evaluate]", "[modelled]\nbatch = 1000\n[evaluate]"),
-    "modelled target": ("[evaluate]", '[modelled]\ntarget = "trn9"\n[evaluate]'),
-    "modelled lnc": ("[evaluate]", "[modelled]\nlnc = 3\n[evaluate]"),
-    "modelled prompt": ("[evaluate]", "[modelled]\nprompt = 0\n[evaluate]"),
-    "measured rounds": ("[evaluate]", "[measured]\nrounds = 0\n[evaluate]"),
-    "measured new beyond": ("[evaluate]", "[measured]\nnew = 100000\n[evaluate]"),
-    "recovery without data": ("[evaluate]", "[recovery]\nminutes = 1\n[evaluate]"),
-    "recovery minutes": ("[evaluate]", '[recovery]\ndata = "text.txt"\nminutes = -1\n[evaluate]'),
-}
-del PAPERS["evaluate's seqlen"]
 
 
 def _papers() -> Iterator[Fault]:
     needed = ("dense", "text.txt")
-    for name, (old, new) in PAPERS.items():
-        damage = partial(_paper, old, new)
-        yield Fault("TOML", name, REPRODUCE, damage, expect=REFUSED, inputs=needed)
+    toml = partial(Fault, "TOML", arguments=REPRODUCE, inputs=needed, expect=REFUSED)
+    for name, (old, new, *_) in MISTAKES.items():
+        yield toml(name, damage=partial(_paper, old, new))
     for name, change in BYTES.items():
         damage = partial(rewrite, "paper.toml", change)
         # Without its last digit the seqlen is another.
         expect = EITHER if name == "last byte gone" else REFUSED
-        yield Fault("TOML", f"bytes, {name}", REPRODUCE, damage, expect=expect, inputs=needed)
+        yield toml(f"bytes, {name}", damage=damage, expect=expect)
     for name, damage in NO_FILES.items():
-        replace = partial(_paper_is, damage)
-        yield Fault("TOML", name, REPRODUCE, replace, expect=REFUSED, inputs=needed)
+        yield toml(name, damage=partial(replaced, "paper.toml", damage))
 
 
 def _paper(old: str, new: str, case: Path) -> None:
     text = (case / "paper.toml").read_text()
     assert old in text
     (case / "paper.toml").write_text(text.replace(old, new, 1))
-
-
-def _paper_is(damage: Callable[[Path], None], case: Path) -> None:
-    (case / "paper.toml").unlink()
-    damage(case / "paper.toml")
 
 
 # --- names
@@ -322,69 +261,55 @@ STREAM = compress("{dense}", "{out}", "--stream")
 
 
 def _states() -> Iterator[Fault]:
-    yield Fault("state of --stream", "as it was left", STREAM, _resumed, inputs=("unfinished",))
+    stream = partial(Fault, "state of --stream", arguments=STREAM, inputs=("unfinished",))
+    yield stream("as it was left", damage=_resumed)
     for seed in range(24):
-        damage = partial(_in_a_set, partial(_one_value, seed), seed)
-        yield Fault("state of --stream", f"value {seed}", STREAM, damage, inputs=("unfinished",))
+        yield stream(f"value {seed}", damage=partial(_in_a_set, partial(_one_value, seed), seed))
     for seed in range(8):
-        damage = partial(_in_a_set, _not_finite, seed)
-        yield Fault("state of --stream", f"NaN {seed}", STREAM, damage, inputs=("unfinished",))
+        yield stream(f"NaN {seed}", damage=partial(_in_a_set, _not_finite, seed))
     for name, change in BYTES.items():
+        damage = partial(_bytes, change)
         for seed in (0, 3):
-            damage = partial(_in_a_set, partial(_bytes, change), seed)
-            full = f"{name}, file {seed}"
-            yield Fault("state of --stream", full, STREAM, damage, inputs=("unfinished",))
-        damage = partial(_in_state_json, change)
-        yield Fault(
-            "state of --stream", f"{name}, state.json", STREAM, damage, inputs=("unfinished",)
-        )
+            yield stream(f"{name}, file {seed}", damage=partial(_in_a_set, damage, seed))
+        yield stream(f"{name}, state.json", damage=partial(_in_state_json, damage))
     for name, damage in NO_FILES.items():
-        put = partial(_in_a_set, partial(_instead, damage), 1)
-        yield Fault("state of --stream", f"{name}, a set", STREAM, put, inputs=("unfinished",))
-    yield Fault("state of --stream", "another model", STREAM, _other, inputs=("unfinished",),
-                expect=REFUSED)  # fmt: skip
-    yield Fault("state of --stream", "another text", STREAM, _other_text, inputs=("unfinished",),
-                expect=REFUSED)  # fmt: skip
+        damage = partial(_in_a_set, partial(_instead, damage), 1)
+        yield stream(f"{name}, a set", damage=damage)
+    yield stream("another model", damage=_other, expect=REFUSED)
+    yield stream("another text", damage=_other_text, expect=REFUSED)
+
+    recover = partial(Fault, "state of recover", arguments=RECOVER, inputs=("training",))
     for name, change in BYTES.items():
         damage = partial(_in_training, partial(_bytes, change))
-        yield Fault("state of recover", name, RECOVER, damage, inputs=("training",), expect=EITHER)
+        yield recover(name, damage=damage, expect=EITHER)
     for seed in range(6):
         damage = partial(_in_training, partial(_one_value, seed))
-        name = f"value {seed}"
-        yield Fault("state of recover", name, RECOVER, damage, inputs=("training",), expect=REFUSED)
-    damage = partial(_in_training, _not_finite)
-    yield Fault("state of recover", "NaN", RECOVER, damage, inputs=("training",), expect=REFUSED)
-    again = ("reproduce", "{paper.toml}", "-o", "{kept}")
-    needed = ("dense", "text.txt")
+        yield recover(f"value {seed}", damage=damage, expect=REFUSED)
+    yield recover("NaN", damage=partial(_in_training, _not_finite), expect=REFUSED)
+
+    arguments, needed = ("reproduce", "{paper.toml}", "-o", "{kept}"), ("dense", "text.txt")
+    again = partial(Fault, "cells of reproduce", arguments=arguments, inputs=needed, expect=EITHER)
     for name, change in BYTES.items():
         for which in ("perplexity", "compress"):
-            damage = partial(_in_cells, which, change)
-            full = f"{name}, {which}"
-            yield Fault("cells of reproduce", full, again, damage, inputs=needed, expect=EITHER)
+            damage = partial(_in_cells, which, partial(_bytes, change))
+            yield again(f"{name}, {which}", damage=damage)
     for seed in range(6):
-        damage = partial(_in_models, seed)
-        name = f"value {seed}"
-        yield Fault("cells of reproduce", name, again, damage, inputs=needed, expect=EITHER)
+        yield again(f"value {seed}", damage=partial(_in_models, seed))
 
 
 def _resumed(case: Path) -> None:
     (case / "unfinished").rename(case / ".out.stream")
 
 
-def _sets(case: Path) -> list[Path]:
-    return sorted((case / ".out.stream").glob("*.safetensors"))
-
-
 def _in_a_set(damage: Callable[[Path], None], number: int, case: Path) -> None:
     _resumed(case)
-    paths = _sets(case)
+    paths = sorted((case / ".out.stream").glob("*.safetensors"))
     damage(paths[number % len(paths)])
 
 
-def _in_state_json(change: Callable[[bytes], bytes], case: Path) -> None:
+def _in_state_json(damage: Callable[[Path], None], case: Path) -> None:
     _resumed(case)
-    path = case / ".out.stream" / "state.json"
-    path.write_bytes(change(path.read_bytes()))
+    damage(case / ".out.stream" / "state.json")
 
 
 def _bytes(change: Callable[[bytes], bytes], path: Path) -> None:
@@ -431,9 +356,8 @@ def _in_training(damage: Callable[[Path], None], case: Path) -> None:
     damage(case / "out.recovery" / "state.safetensors")
 
 
-def _in_cells(which: str, change: Callable[[bytes], bytes], case: Path) -> None:
-    path = next((case / "kept" / "cells").glob(f"{which}-*.json"))
-    path.write_bytes(change(path.read_bytes()))
+def _in_cells(which: str, damage: Callable[[Path], None], case: Path) -> None:
+    damage(next((case / "kept" / "cells").glob(f"{which}-*.json")))
 
 
 def _in_models(seed: int, case: Path) -> None:
