@@ -34,6 +34,16 @@ def data(tmp_path: Path) -> Path:
     return write_corpora(tmp_path / "data")
 
 
+@pytest.fixture
+def evaluate(model):
+    """Evaluates data sets on the tiny model, unless another."""
+
+    def call(*names, model=model, tokenizer=None, **options):
+        return perplexities(model, tokenizer or tiny_tokenizer(), [*names], **options)
+
+    return call
+
+
 def with_bos(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
     backend = tokenizer.backend_tokenizer
     return PreTrainedTokenizerFast(
@@ -58,9 +68,9 @@ def straightforward(model, ids: list[int], seqlen: int) -> tuple[float, int]:
 
 @pytest.mark.parametrize("bos", [False, True])
 @pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_it_equals_the_straightforward_computation(model, data, protocol, bos):
+def test_it_equals_the_straightforward_computation(evaluate, model, data, protocol, bos):
     tokenizer = with_bos(tiny_tokenizer()) if bos else tiny_tokenizer()
-    rows = perplexities(model, tokenizer, NAMES, seqlen=53, protocol=protocol, data=data)
+    rows = evaluate(*NAMES, tokenizer=tokenizer, seqlen=53, protocol=protocol, data=data)
     assert [row["dataset"] for row in rows] == NAMES
     for row in rows:
         text = JOINED[protocol][row["dataset"]]
@@ -86,19 +96,19 @@ def test_the_protocols_are_those_of_their_sources():
     assert CORPORA["c4"].file == "en/c4-validation.00000-of-00008.json.gz"
 
 
-def test_as_many_documents_and_blocks_as_the_protocol_says(model, data, monkeypatch):
+def test_as_many_documents_and_blocks_as_the_protocol_says(evaluate, model, data, monkeypatch):
     monkeypatch.setitem(PROTOCOLS["standard"], "c4", Recipe(" ", documents=40, blocks=5))
-    (row,) = perplexities(model, tiny_tokenizer(), ["c4"], seqlen=64, data=data)
+    (row,) = evaluate("c4", seqlen=64, data=data)
     assert (row["documents"], row["blocks"], row["tokens"]) == (40, 5, 5 * 63)
     ids = tiny_tokenizer()(" ".join(C4[:40]))["input_ids"][: 5 * 64]
     assert row["ppl_token"] == pytest.approx(straightforward(model, ids, 64)[0], rel=1e-6)
 
 
-def test_the_default_block_is_the_smaller_of_2048_and_the_model_s_limit(model, data):
-    (row,) = perplexities(model, tiny_tokenizer(), ["c4"], data=data)
+def test_the_default_block_is_the_smaller_of_2048_and_the_model_s_limit(evaluate, data):
+    (row,) = evaluate("c4", data=data)
     assert row["seqlen"] == 128
     with pytest.raises(ValueError, match="limit of 128 tokens, got 129"):
-        perplexities(model, tiny_tokenizer(), ["c4"], seqlen=129, data=data)
+        evaluate("c4", seqlen=129, data=data)
 
 
 @pytest.mark.parametrize(
@@ -120,19 +130,19 @@ def test_a_directory_may_hold_a_file_under_its_other_names(tmp_path, name, file)
     assert read_documents(name, 7, tmp_path)[0] == texts[:7]
 
 
-def test_the_hub_s_cache_is_enough(model, caches: Path):
+def test_the_hub_s_cache_is_enough(evaluate, caches):
     for corpus, texts in ((CORPORA["wikitext2"], WIKITEXT), (CORPORA["ptb"], PTB)):
         repo = caches / f"datasets--{corpus.repo.replace('/', '--')}"
         ref = repo / "refs" / corpus.revision
         ref.parent.mkdir(parents=True)
         ref.write_text("0" * 40)
         write_parquet(repo / "snapshots" / ("0" * 40) / corpus.file, corpus.column, [*texts])
-    rows = perplexities(model, tiny_tokenizer(), ["wikitext2", "ptb"], seqlen=48)
+    rows = evaluate("wikitext2", "ptb", seqlen=48)
     assert [row["documents"] for row in rows] == [len(WIKITEXT), len(PTB)]
     assert all(str(caches) in row["file"] for row in rows)
 
 
-def test_what_is_not_cached_is_downloaded(model, data, monkeypatch):
+def test_what_is_not_cached_is_downloaded(evaluate, data, monkeypatch):
     calls = []
 
     def download(repo: str, file: str, **options: object) -> str:
@@ -142,31 +152,31 @@ def test_what_is_not_cached_is_downloaded(model, data, monkeypatch):
         return str(data / file)
 
     monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
-    (row,) = perplexities(model, tiny_tokenizer(), ["ptb"])
+    (row,) = evaluate("ptb")
     assert row["documents"] == len(PTB)
     place = ("ptb-text-only/ptb_text_only", "penn_treebank/test/0000.parquet")
     options = {"repo_type": "dataset", "revision": "refs/convert/parquet"}
     assert calls == [(*place, {"local_files_only": True, **options}), (*place, options)]
 
 
-def test_any_error_of_the_network_is_one_line(model, monkeypatch):
+def test_any_error_of_the_network_is_one_line(evaluate, monkeypatch):
     def download(*_: object, **__: object) -> str:
         raise RuntimeError("the proxy says no\nand more")
 
     monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
     with pytest.raises(ValueError, match=r"\(the proxy says no\); place its") as caught:
-        perplexities(model, tiny_tokenizer(), ["c4"])
+        evaluate("c4")
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_offline_names_the_data_set_and_the_file_to_place(model, tmp_path, name):
+def test_offline_names_the_data_set_and_the_file_to_place(evaluate, tmp_path, name):
     corpus = CORPORA[name]
     with pytest.raises(ValueError, match="neither cached nor to be had") as caught:
-        perplexities(model, tiny_tokenizer(), [name])
+        evaluate(name)
     assert all(word in str(caught.value) for word in (corpus.repo, corpus.file, "--data-dir DIR"))
     with pytest.raises(ValueError, match=r"has no file of .*; place one there as") as caught:
-        perplexities(model, tiny_tokenizer(), [name], data=tmp_path)
+        evaluate(name, data=tmp_path)
     assert all(word in str(caught.value) for word in (corpus.file, *corpus.local_files))
 
 
@@ -185,30 +195,32 @@ def test_offline_names_the_data_set_and_the_file_to_place(model, tmp_path, name)
         ("ptb", "ptb.test.txt", b"", ""),
     ],
 )
-def test_bad_files_are_named(model, tmp_path, capfd, name, file, content, reason):
+def test_bad_files_are_named(evaluate, tmp_path, capfd, name, file, content, reason):
     (tmp_path / file).write_bytes(content)
     with pytest.raises(ValueError, match=rf"{name}: {tmp_path / file} .*{reason}") as caught:
-        perplexities(model, tiny_tokenizer(), [name], seqlen=8, data=tmp_path)
+        evaluate(name, seqlen=8, data=tmp_path)
     assert "\n" not in str(caught.value)
     assert capfd.readouterr() == ("", "")
 
 
-def test_a_null_and_a_wrong_column_are_refused(tmp_path):
-    path = write_parquet(tmp_path / "wikitext2.parquet", "text", ["a", None])
-    with pytest.raises(ValueError, match="row 1 has no text in a column 'text'"):
-        read_documents("wikitext2", None, tmp_path)
-    write_parquet(path, "sentence", ["a"])
-    with pytest.raises(ValueError, match="row 0 has no text in a column 'text'"):
-        read_documents("wikitext2", None, tmp_path)
-    write_parquet(path, "text", [])
-    with pytest.raises(ValueError, match=r"malformed or empty .*; place the test split there"):
+@pytest.mark.parametrize(
+    ("column", "texts", "message"),
+    [
+        ("text", ["a", None], "row 1 has no text in a column 'text'"),
+        ("sentence", ["a"], "row 0 has no text in a column 'text'"),
+        ("text", [], r"malformed or empty .*; place the test split there"),
+    ],
+)
+def test_a_null_and_a_wrong_column_are_refused(tmp_path, column, texts, message):
+    write_parquet(tmp_path / "wikitext2.parquet", column, texts)
+    with pytest.raises(ValueError, match=message):
         read_documents("wikitext2", None, tmp_path)
 
 
-def test_a_text_shorter_than_a_block_is_refused(model, tmp_path):
+def test_a_text_shorter_than_a_block_is_refused(evaluate, tmp_path):
     (tmp_path / "ptb.test.txt").write_text("a b\n")
     with pytest.raises(ValueError, match=r"ptb: the text must hold .* block of 128 tokens, got 3"):
-        perplexities(model, tiny_tokenizer(), ["ptb"], data=tmp_path)
+        evaluate("ptb", data=tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -220,61 +232,52 @@ def test_a_text_shorter_than_a_block_is_refused(model, tmp_path):
         ([], "standard", "give at least one data set of wikitext2, ptb, c4"),
     ],
 )
-def test_unknown_names(model, names, protocol, message):
+def test_unknown_names(evaluate, names, protocol, message):
     with pytest.raises(ValueError, match=message):
-        perplexities(model, tiny_tokenizer(), names, protocol=protocol)
+        evaluate(*names, protocol=protocol)
 
 
-def test_a_bos_that_the_tokenizer_s_config_promises_must_be_there(model, data, tmp_path):
+def test_a_bos_that_the_tokenizer_s_config_promises_must_be_there(evaluate, data, tmp_path):
     folder = tmp_path / "tokenizer"
     tiny_tokenizer().save_pretrained(folder)
     config = json.loads((folder / "tokenizer_config.json").read_text())
     (folder / "tokenizer_config.json").write_text(json.dumps({**config, "add_bos_token": True}))
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
-    with pytest.raises(
-        ValueError, match=r"must begin with BOS, .* says add_bos_token; got bos_tok"
-    ):
-        perplexities(model, tokenizer, ["ptb"], data=data)
+    with pytest.raises(ValueError, match=r"must begin with BOS, .* add_bos_token; got bos_tok"):
+        evaluate("ptb", tokenizer=tokenizer, data=data)
 
 
-def test_non_finite_logits_name_the_data_set(data):
+def test_non_finite_logits_name_the_data_set(evaluate, data):
     model = tiny_model()
     with torch.no_grad():
         model.model.norm.weight[3] = math.nan
     with pytest.raises(NonFiniteError, match="ptb: logits of block 0 must be finite"):
-        perplexities(model, tiny_tokenizer(), ["ptb"], data=data)
+        evaluate("ptb", model=model, data=data)
 
 
-def test_progress_names_the_data_set(model, data):
+def test_progress_names_the_data_set(evaluate, data):
     told = []
-    perplexities(
-        model,
-        tiny_tokenizer(),
-        ["ptb"],
-        seqlen=100,
-        data=data,
-        progress=lambda *call: told.append(call),
-    )
+    evaluate("ptb", seqlen=100, data=data, progress=lambda *call: told.append(call))
     assert told[:2] == [("read ptb", 0, 1), ("read ptb", 1, 1)]
     blocks = len(told) - 2
     assert told[2:] == [("evaluate ptb", done, blocks) for done in range(1, blocks + 1)]
     assert blocks > 5
 
 
-def test_a_missing_package_names_the_extra(model, data, monkeypatch):
+def test_a_missing_package_names_the_extra(evaluate, data, monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ImportError, match=r"datasets is not installed.*neuronmm-ops\[eval\]"):
-        perplexities(model, tiny_tokenizer(), ["ptb"], data=data)
+        evaluate("ptb", data=data)
 
 
-def test_no_cache_is_written(model, data, monkeypatch):
+def test_no_cache_is_written(evaluate, data, monkeypatch):
     nowhere = "/proc/nowhere"  # no directory can be made there
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", nowhere)
-    assert len(perplexities(model, tiny_tokenizer(), NAMES, seqlen=64, data=data)) == 3
+    assert len(evaluate(*NAMES, seqlen=64, data=data)) == 3
 
 
-def test_nothing_is_evaluated_before_all_texts_are_read(model, data, monkeypatch):
+def test_nothing_is_evaluated_before_all_texts_are_read(evaluate, data, monkeypatch):
     (data / CORPORA["c4"].file).unlink()
     monkeypatch.setattr(corpora, "token_perplexity", lambda *_: pytest.fail("was evaluated"))
     with pytest.raises(ValueError, match="allenai/c4"):
-        perplexities(model, tiny_tokenizer(), ["ptb", "c4"], data=data)
+        evaluate("ptb", "c4", data=data)

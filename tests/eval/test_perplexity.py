@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny import tiny_model
 from torch import Tensor, nn
 
 from neuronmm_ops import NonFiniteError, PerplexityResult, encode_documents, token_perplexity
@@ -208,17 +209,7 @@ def test_documents_are_joined_without_special_tokens():
 
 
 def test_a_transformers_model():
-    transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        max_position_embeddings=32,
-    )
-    torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(config).eval()
+    model = tiny_model(vocab_size=VOCABULARY, max_position_embeddings=32, pad_token_id=0)
     expected, predicted = straightforward(model, tokens(50), 32)
     result = token_perplexity(model, tokens(50))
     assert result == PerplexityResult(pytest.approx(expected, rel=1e-6), predicted, 32)

@@ -24,6 +24,17 @@ def model():
     return tiny_model()
 
 
+@pytest.fixture
+def evaluate(model, tmp_path):
+    """Runs one task whose file lies in the test's directory, on the tiny model unless another."""
+
+    def call(name, model=model, tokenizer=None, **options):
+        options = {"include_path": tmp_path} | options
+        return run_tasks(model, tokenizer or tiny_tokenizer(), [name], **options)
+
+    return call
+
+
 def values(document: dict[str, Any]) -> dict[str, Any]:
     return {row["metric"]: row["value"] for row in task_rows(document)}
 
@@ -50,7 +61,7 @@ def choose(model, contexts: list[str], continuations: list[str]) -> tuple[int, i
     return sums.index(max(sums)), mean.index(max(mean))
 
 
-def test_multiple_choice(model, tmp_path):
+def test_multiple_choice(evaluate, model, tmp_path):
     name = write_paper_task(tmp_path, "arc_easy")
     rows = PAPER_DATA["arc_easy"][1]
     hits = [0, 0]
@@ -59,7 +70,7 @@ def test_multiple_choice(model, tmp_path):
         endings = [f" {text}" for text in row["choices"]["text"]]
         for kind, chosen in enumerate(choose(model, [context] * len(endings), endings)):
             hits[kind] += chosen == gold
-    found = run_tasks(model, tiny_tokenizer(), [name], include_path=tmp_path, batch_size=3)
+    found = evaluate(name, batch_size=3)
     assert values(found) == {"acc": hits[0] / len(rows), "acc_norm": hits[1] / len(rows)}
     assert 0 < sum(hits) < 2 * len(rows)
     assert found["n-samples"][name] == {"original": len(rows), "effective": len(rows)}
@@ -67,7 +78,7 @@ def test_multiple_choice(model, tmp_path):
     assert found["lm_eval_version"] == lm_eval.__version__
 
 
-def test_choices_in_the_context(model, tmp_path):
+def test_choices_in_the_context(evaluate, model, tmp_path):
     """WinoGrande scores one ending after each of two beginnings."""
     name = write_paper_task(tmp_path, "winogrande")
     rows, hits = PAPER_DATA["winogrande"][1], 0
@@ -76,14 +87,14 @@ def test_choices_in_the_context(model, tmp_path):
         contexts = [before + row["option1"], before + row["option2"]]
         chosen, _ = choose(model, contexts, [f" {after.strip()}"] * 2)
         hits += chosen == int(row["answer"]) - 1
-    found = run_tasks(model, tiny_tokenizer(), [name], include_path=tmp_path)
+    found = evaluate(name)
     assert values(found) == {"acc": hits / len(rows)}
 
 
 @pytest.mark.parametrize("paper", sorted(set(PAPER_DATA) - {"arc_easy", "winogrande"}))
-def test_the_papers_other_tasks_run_on_their_formats(model, tmp_path, paper):
+def test_the_papers_other_tasks_run_on_their_formats(evaluate, tmp_path, paper):
     name = write_paper_task(tmp_path, paper)
-    found = run_tasks(model, tiny_tokenizer(), [name], include_path=tmp_path, limit=2)
+    found = evaluate(name, limit=2)
     assert set(values(found)) == {"acc", "acc_norm"}
     assert found["n-samples"][name]["effective"] == 2
 
@@ -101,7 +112,7 @@ def greedy_word(model, context: str) -> str:
     return word
 
 
-def test_log_likelihood(model, tmp_path, capfd):
+def test_log_likelihood(evaluate, model, tmp_path, capfd):
     candidates = [f"a text of number {index} and" for index in range(400)]
     greedy = next((text, word) for text in candidates if (word := greedy_word(model, text)))
     rows = [
@@ -117,7 +128,7 @@ def test_log_likelihood(model, tmp_path, capfd):
         "metric_list:\n  - metric: perplexity\n  - metric: acc\n",
     )
     scores = [log_likelihood(model, encode(r["context"]), encode(r["word"])) for r in rows]
-    found = run_tasks(model, tiny_tokenizer(), ["words"], include_path=tmp_path)
+    found = evaluate("words")
     expected = math.exp(-sum(score for score, _ in scores) / len(rows))
     assert values(found)["perplexity"] == pytest.approx(expected, rel=1e-6)
     assert values(found)["acc"] == pytest.approx(1 / 3)
@@ -142,7 +153,7 @@ def rolling(model, text: str) -> float:
     return total
 
 
-def test_rolling_log_likelihood(model, tmp_path):
+def test_rolling_log_likelihood(evaluate, model, tmp_path):
     pages = ["A short page of words.", "Words and words. " * 9, "caf\u00e9 " * 40]
     assert [len(encode(page)) > LIMIT for page in pages] == [False, True, True]
     write_task(
@@ -156,7 +167,7 @@ def test_rolling_log_likelihood(model, tmp_path):
     total = sum(rolling(model, page) for page in pages)
     words = sum(len(re.split(r"\s+", page)) for page in pages)
     size = sum(len(page.encode()) for page in pages)
-    found = run_tasks(model, tiny_tokenizer(), ["pages"], include_path=tmp_path, batch_size=2)
+    found = evaluate("pages", batch_size=2)
     assert values(found) == {
         "word_perplexity": pytest.approx(math.exp(-total / words), rel=1e-6),
         "byte_perplexity": pytest.approx(math.exp(-total / size), rel=1e-6),
@@ -171,33 +182,31 @@ doc_to_choice: "{{{{a}}}}"
 {METRICS}"""
 
 
-def test_what_a_metric_cannot_hold_is_one_line(model, tmp_path):
-    kind = 'output_type: loglikelihood\ndoc_to_text: "{{q}}"\n'
-    metric = "metric_list:\n  - metric: perplexity\n"
-    write_task(tmp_path, "wide", QUIZ, f"{kind}doc_to_target: \"{{{{' word'*24}}}}\"\n{metric}")
-    with pytest.raises(ValueError, match=r"tasks wide cannot be run \(.*out of range"):
-        run_tasks(model, tiny_tokenizer(), ["wide"], include_path=tmp_path)
-    write_task(tmp_path, "long", QUIZ, f"{kind}doc_to_target: \"{{{{' word'*30}}}}\"\n{metric}")
-    with pytest.raises(ValueError, match=r"must hold between 1 and the .* 128 tokens, got 150"):
-        run_tasks(model, tiny_tokenizer(), ["long"], include_path=tmp_path)
+@pytest.fixture
+def quiz(evaluate, tmp_path):
+    """Writes the quiz and runs it."""
+
+    def call(text=QUIZ_TEXT, rows=QUIZ, **options):
+        write_task(tmp_path, "quiz", rows, text)
+        return evaluate("quiz", **options)
+
+    return call
 
 
-def test_few_shots_stand_before_the_question(model, tmp_path):
+def test_few_shots_stand_before_the_question(quiz, model):
     first = "training_split: train\nfewshot_config:\n  sampler: first_n\n  split: train\n"
-    write_task(tmp_path, "quiz", QUIZ, QUIZ_TEXT + first)
     hits = 0
     for row in QUIZ:
         context = f"0? yes\n\n1? no\n\n{row['q']}"
         hits += choose(model, [context] * 3, [f" {a}" for a in row["a"]])[0] == row["gold"]
-    found = run_tasks(model, tiny_tokenizer(), ["quiz"], num_fewshot=2, include_path=tmp_path)
+    found = quiz(QUIZ_TEXT + first, num_fewshot=2)
     assert values(found)["acc"] == hits / len(QUIZ)
     assert found["n-shot"] == {"quiz": 2}
     with pytest.raises(ValueError, match=r"quiz cannot be run .*ask for fewer shots"):
-        run_tasks(model, tiny_tokenizer(), ["quiz"], num_fewshot=9, include_path=tmp_path)
+        quiz(QUIZ_TEXT + first, num_fewshot=9)
 
 
-def test_progress_and_silence(model, tmp_path, capfd):
-    write_task(tmp_path, "quiz", QUIZ, QUIZ_TEXT)
+def test_progress_and_silence(quiz, model, capfd):
     tokenizer, told = tiny_tokenizer(), []
 
     def tell(*call: object) -> None:
@@ -205,7 +214,7 @@ def test_progress_and_silence(model, tmp_path, capfd):
         print(call[1])
 
     model.train()
-    run_tasks(model, tokenizer, ["quiz"], include_path=tmp_path, progress=tell)
+    quiz(tokenizer=tokenizer, progress=tell)
     assert model.training
     model.eval()
     assert told[-1] == ("evaluate tasks", 15, 15)
@@ -214,110 +223,91 @@ def test_progress_and_silence(model, tmp_path, capfd):
     assert tokenizer.pad_token is None  # lm-eval gave its copy one
 
 
-def test_contexts_that_are_cut_are_counted(model, tmp_path):
-    rows = [*QUIZ, {"q": "long " * 40, "a": ["yes", "no", "who"], "gold": 0}]
-    write_task(tmp_path, "quiz", rows, QUIZ_TEXT)
-    found = run_tasks(model, tiny_tokenizer(), ["quiz"], include_path=tmp_path)
-    assert found["config"]["truncated_requests"] == 3
+def test_contexts_that_are_cut_are_counted(quiz):
+    long = {"q": "long " * 40, "a": ["yes", "no", "who"], "gold": 0}
+    assert quiz(rows=[*QUIZ, long])["config"]["truncated_requests"] == 3
 
 
-def test_logits_in_bfloat16_are_normalized_in_fp32(tmp_path):
-    write_task(tmp_path, "quiz", QUIZ, QUIZ_TEXT.replace("acc_norm", "acc"))
+def test_logits_in_bfloat16_are_normalized_in_fp32(quiz):
     model = tiny_model(dtype=torch.bfloat16)
     hits = sum(choose(model, [r["q"]] * 3, [f" {a}" for a in r["a"]])[0] == r["gold"] for r in QUIZ)
-    found = run_tasks(model, tiny_tokenizer(), ["quiz"], include_path=tmp_path)
+    found = quiz(QUIZ_TEXT.replace("acc_norm", "acc"), model=model)
     assert values(found)["acc"] == hits / len(QUIZ)
 
 
 @pytest.mark.parametrize("weight", [math.nan, math.inf])
-def test_non_finite_logits_are_refused(tmp_path, weight):
-    write_task(tmp_path, "quiz", QUIZ, QUIZ_TEXT)
+def test_non_finite_logits_are_refused(quiz, weight):
     model = tiny_model()
     with torch.no_grad():
         model.model.norm.weight[3] = weight
     with pytest.raises(NonFiniteError, match="logits must be finite, got NaN or Inf"):
-        run_tasks(model, tiny_tokenizer(), ["quiz"], include_path=tmp_path)
+        quiz(model=model)
+
+
+WORDS = """output_type: loglikelihood
+doc_to_text: "{{q}}"
+doc_to_target: "{{' word'*COUNT}}"
+metric_list:
+  - metric: perplexity
+"""
+FROM_HUB = "dataset_path: a/b\ndataset_kwargs: null\n"
 
 
 @pytest.mark.parametrize(
-    ("number", "message"),
+    ("options", "message"),
     [
         ({"num_fewshot": -1}, "num_fewshot must be at least 0, got -1"),
         ({"limit": 0}, "limit must be at least 1, got 0"),
         ({"batch_size": 0}, "batch_size must be at least 1, got 0"),
         ({"include_path": "nowhere"}, "include_path must be a directory .* got nowhere"),
+        ({"text": QUIZ_TEXT.replace("q}}", "question}}")}, "loaded .*question.* is undefined"),
+        ({"text": QUIZ_TEXT.replace("metric: acc\n", "metric: mine\n")}, "quiz"),
+        ({"text": QUIZ_TEXT.replace(": gold", ": [")}, r"quiz\.yaml defines no task quiz"),
+        ({"text": QUIZ_TEXT.replace("multiple_choice", "multiple")}, "quiz"),
+        ({"text": QUIZ_TEXT + FROM_HUB}, "data set of task quiz is neither cached nor to be had"),
+        # What a metric cannot hold.
+        ({"text": WORDS.replace("COUNT", "24")}, r"tasks quiz cannot be run \(.*out of range"),
+        ({"text": WORDS.replace("COUNT", "30")}, "between 1 and the .* 128 tokens, got 150"),
     ],
 )
-def test_bad_numbers(model, number, message):
-    with pytest.raises(ValueError, match=message):
-        run_tasks(model, tiny_tokenizer(), ["quiz"], **number)
-
-
-def test_a_launcher_s_other_processes_are_told(model, tmp_path, monkeypatch):
-    write_task(tmp_path, "quiz", QUIZ, QUIZ_TEXT)
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    with pytest.raises(ValueError, match="tasks run in one process, got LOCAL_RANK"):
-        run_tasks(model, tiny_tokenizer(), ["quiz"], include_path=tmp_path)
-
-
-def test_no_task(model, tmp_path):
-    with pytest.raises(ValueError, match="give at least one task, such as openbookqa"):
-        run_tasks(model, tiny_tokenizer(), [], include_path=tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("replace", "by", "message"),
-    [
-        ("{{q}}", "{{question}}", "task quiz cannot be loaded .*question.* is undefined"),
-        ("metric: acc\n", "metric: accuracy_of_mine\n", "quiz"),
-        ("doc_to_target: gold", "doc_to_target: [", r"quiz\.yaml defines no task quiz"),
-        ("multiple_choice", "multiple", "quiz"),
-    ],
-)
-def test_malformed_task_files(model, tmp_path, replace, by, message):
-    write_task(tmp_path, "quiz", QUIZ, QUIZ_TEXT.replace(replace, by))
+def test_refusals_are_one_line(quiz, options, message):
     with pytest.raises(ValueError, match=message) as caught:
-        run_tasks(model, tiny_tokenizer(), ["quiz"], include_path=tmp_path)
+        quiz(**options)
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("content", [b"", b"no json", None, b'{"other": 1}\n'])
-def test_malformed_data(model, tmp_path, capfd, content):
+def test_malformed_data(evaluate, tmp_path, capfd, content):
     write_task(tmp_path, "quiz", QUIZ, QUIZ_TEXT)
     data = tmp_path / "quiz.jsonl"
     data.unlink() if content is None else data.write_bytes(content)
     with pytest.raises(ValueError, match="task quiz cannot be loaded") as caught:
-        run_tasks(model, tiny_tokenizer(), ["quiz"], include_path=tmp_path)
+        evaluate("quiz")
     assert "\n" not in str(caught.value)
     assert capfd.readouterr() == ("", "")
 
 
-def test_offline_says_that_the_data_set_is_not_to_be_had(model, tmp_path):
-    write_task(tmp_path, "quiz", QUIZ, QUIZ_TEXT)
-    text = (tmp_path / "quiz.yaml").read_text()
-    text = re.sub(r"dataset_path: json(.|\n)*test_split", "dataset_path: a/b\ntest_split", text)
-    (tmp_path / "quiz.yaml").write_text(text)
-    with pytest.raises(ValueError, match="data set of task quiz is neither cached nor to be had"):
-        run_tasks(model, tiny_tokenizer(), ["quiz"], include_path=tmp_path)
-
-
-def test_a_tokenizer_needs_a_first_token(model, tmp_path):
-    write_task(tmp_path, "quiz", QUIZ, QUIZ_TEXT)
+def test_what_a_task_needs_around_it(quiz, model, monkeypatch):
+    with pytest.raises(ValueError, match="give at least one task, such as openbookqa"):
+        run_tasks(model, tiny_tokenizer(), [])
     tokenizer = tiny_tokenizer()
     tokenizer.eos_token = None
     with pytest.raises(ValueError, match="tokenizer must have BOS or EOS"):
-        run_tasks(model, tokenizer, ["quiz"], include_path=tmp_path)
+        quiz(tokenizer=tokenizer)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    with pytest.raises(ValueError, match="tasks run in one process, got LOCAL_RANK"):
+        quiz()
 
 
 @pytest.mark.slow
-def test_unknown_tasks_name_near_ones(model, tmp_path):
+def test_unknown_tasks_name_near_ones(evaluate):
     with pytest.raises(ValueError, match="unknown task 'arc_easi'; nearest are arc_easy"):
-        run_tasks(model, tiny_tokenizer(), ["arc_easi"], include_path=tmp_path)
+        evaluate("arc_easi")
 
 
-def test_a_missing_package_names_the_extra(model, monkeypatch):
+def test_a_missing_package_names_the_extra(evaluate, monkeypatch):
     for name in [name for name in sys.modules if name.startswith("neuronmm_ops.eval.harness")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "lm_eval.models", None)
     with pytest.raises(ImportError, match=r"lm_eval.* is not installed.*neuronmm-ops\[eval\]"):
-        run_tasks(model, tiny_tokenizer(), ["quiz"])
+        evaluate("quiz")

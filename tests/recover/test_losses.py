@@ -36,7 +36,7 @@ class Toy(nn.Module):
 IDS = torch.arange(12).view(2, 6) % 7
 
 
-def test_next_token() -> None:
+def test_next_token():
     model = Toy(0)
     logits = model(IDS, use_cache=False).logits[..., :7]
     expected = [F.cross_entropy(logits[b, t], IDS[b, t + 1]) for b in range(2) for t in range(5)]
@@ -44,7 +44,7 @@ def test_next_token() -> None:
 
 
 @pytest.mark.parametrize("weight", [0.0, 0.5])
-def test_distillation(weight: float) -> None:
+def test_distillation(weight):
     model, dense = Toy(0), Toy(1)
     found, target = (m(IDS, use_cache=False, output_hidden_states=True) for m in (model, dense))
     # The last entry is masked, which has no part in it.
@@ -62,12 +62,12 @@ def test_distillation(weight: float) -> None:
     torch.testing.assert_close(found, wanted)
 
 
-def test_the_dense_model_gets_no_gradient() -> None:
+def test_the_dense_model_gets_no_gradient():
     model, dense = Toy(0), Toy(1)
     Distillation(model, dense, 1.0)(IDS).backward()
     assert model.head.grad is not None
     assert dense.head.grad is None
 
 
-def test_the_dense_model_itself_has_no_distance() -> None:
+def test_the_dense_model_itself_has_no_distance():
     assert Distillation(Toy(2), Toy(2), 1.0)(IDS).item() == 0

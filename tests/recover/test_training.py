@@ -1,7 +1,6 @@
 """The loop on a toy: budget, phases, the best checkpoint, resume, and what is not finite."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -55,7 +54,7 @@ class Toy:
 CONFIG = RecoverConfig(steps=30, learning_rate=0.03)
 
 
-def test_it_trains_and_reports() -> None:
+def test_it_trains_and_reports():
     toy = Toy()
     start = toy.held_out()
     told: list[tuple[Any, ...]] = []
@@ -71,7 +70,7 @@ def test_it_trains_and_reports() -> None:
     assert "held-out perplexity" in told[-1][3]
 
 
-def test_the_best_is_left_in_place_at_worst_the_start() -> None:
+def test_the_best_is_left_in_place_at_worst_the_start():
     toy = Toy()
     losses = iter([5.0, 4.0, 3.0, *[6.0] * 100])
     values: list[Tensor] = []
@@ -91,7 +90,7 @@ def test_the_best_is_left_in_place_at_worst_the_start() -> None:
     assert torch.equal(toy.u, start)
 
 
-def test_a_rate_that_is_too_high_is_lowered() -> None:
+def test_a_rate_that_is_too_high_is_lowered():
     toy = Toy()
     outcome = toy.training(RecoverConfig(steps=100, learning_rate=20.0)).run()
     assert outcome.position.rate in (4.0**-n for n in range(2, 6))
@@ -99,7 +98,7 @@ def test_a_rate_that_is_too_high_is_lowered() -> None:
     assert toy.held_out() == outcome.position.best_loss
 
 
-def test_a_relative_rate_does_not_depend_on_the_scale(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_relative_rate_does_not_depend_on_the_scale(monkeypatch):
     monkeypatch.setattr(module, "MAX_NORM", 1e9)  # clipping does
     changes = []
     for scale in (1.0, 2.0**-6):
@@ -113,13 +112,13 @@ def test_a_relative_rate_does_not_depend_on_the_scale(monkeypatch: pytest.Monkey
     torch.testing.assert_close(changes[0], changes[1], rtol=1e-3, atol=1e-4)
 
 
-def test_phases_share_the_steps() -> None:
+def test_phases_share_the_steps():
     toy = Toy()
     toy.training(CONFIG, phases=[{"u": toy.u}, {"v": toy.v}]).run()
     assert toy.steps == [{"u": True, "v": False}] * 15 + [{"u": False, "v": True}] * 15
 
 
-def test_gradients_of_several_passes_are_those_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_of_several_passes_are_those_of_one(monkeypatch):
     whole, parts = Toy(), Toy()
     whole.training(CONFIG).run()
     monkeypatch.setattr(module, "PASS_TOKENS", 5)
@@ -144,7 +143,7 @@ def killed_at(step: int, loss: Callable[[Tensor], Tensor]) -> Callable[[Tensor],
 
 
 @pytest.mark.parametrize("step", [2, 3, 4, 15, 16, 17, 30])
-def test_a_killed_run_ends_as_one_that_was_not(step: int, tmp_path: Path) -> None:
+def test_a_killed_run_ends_as_one_that_was_not(step, tmp_path):
     def phases(toy: Toy) -> list[dict[str, nn.Parameter]]:
         return [{"u": toy.u}, {"v": toy.v}]
 
@@ -170,7 +169,7 @@ def test_a_killed_run_ends_as_one_that_was_not(step: int, tmp_path: Path) -> Non
     assert not (tmp_path / "work").exists()
 
 
-def test_the_state_of_another_run_is_refused(tmp_path: Path) -> None:
+def test_the_state_of_another_run_is_refused(tmp_path):
     Toy().training(CONFIG, state=StateFile(tmp_path / "work", "one")).run()
     other = StateFile(tmp_path / "work", "other")
     with pytest.raises(CheckpointError, match="holds the state of a run with another model"):
@@ -178,7 +177,7 @@ def test_the_state_of_another_run_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("cut", [0, 4, 100, -1])
-def test_a_damaged_state_is_refused(cut: int, tmp_path: Path) -> None:
+def test_a_damaged_state_is_refused(cut, tmp_path):
     state = StateFile(tmp_path, "run")
     Toy().training(CONFIG, state=state).run()
     state.path.write_bytes(state.path.read_bytes()[:cut])
@@ -187,7 +186,7 @@ def test_a_damaged_state_is_refused(cut: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("value", [2.5, float("nan")])
-def test_a_changed_number_in_the_state_is_refused(value: float, tmp_path: Path) -> None:
+def test_a_changed_number_in_the_state_is_refused(value, tmp_path):
     state = StateFile(tmp_path, "run")
     Toy().training(CONFIG, state=state).run()
     with safe_open(state.path, "pt") as file:
@@ -199,7 +198,7 @@ def test_a_changed_number_in_the_state_is_refused(value: float, tmp_path: Path) 
         Toy().training(CONFIG, state=state).run()
 
 
-def test_a_state_that_cannot_be_written(tmp_path: Path) -> None:
+def test_a_state_that_cannot_be_written(tmp_path):
     state = StateFile(tmp_path, "run")
     state.path.with_suffix(".partial").mkdir()
     with pytest.raises(OSError, match=r"cannot write .*state.safetensors, which needs 0.000 GB"):
@@ -207,7 +206,7 @@ def test_a_state_that_cannot_be_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_loss_that_is_not_finite_stops_at_the_best(value: float) -> None:
+def test_a_loss_that_is_not_finite_stops_at_the_best(value):
     toy = Toy()
     calls = iter(range(1, 100))
 
@@ -220,7 +219,7 @@ def test_a_loss_that_is_not_finite_stops_at_the_best(value: float) -> None:
     assert toy.held_out() == outcome.position.best_loss < outcome.position.start_loss
 
 
-def test_gradients_that_are_not_finite_stop_too() -> None:
+def test_gradients_that_are_not_finite_stop_too():
     toy = Toy()
 
     def objective(ids: Tensor) -> Tensor:
@@ -231,7 +230,7 @@ def test_gradients_that_are_not_finite_stop_too() -> None:
     assert torch.equal(toy.u, Toy().u)
 
 
-def test_a_held_out_loss_that_is_not_finite_stops_too() -> None:
+def test_a_held_out_loss_that_is_not_finite_stops_too():
     toy = Toy()
     calls = iter(range(100))
 
@@ -261,7 +260,7 @@ class Clock:
         return self.toy.loss(ids)
 
 
-def test_a_budget_of_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_budget_of_time(monkeypatch):
     toy = Toy()
     clock = Clock(toy)
     monkeypatch.setattr(module, "monotonic", lambda: clock.now)
@@ -284,7 +283,7 @@ def test_a_budget_of_time(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rates[-1] < 1e-4
 
 
-def test_a_budget_shorter_than_an_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_budget_shorter_than_an_evaluation(monkeypatch):
     clock = Clock(Toy())
     monkeypatch.setattr(module, "monotonic", lambda: clock.now)
     training = clock.toy.training(RecoverConfig(minutes=0.03), evaluate=clock.evaluate)
@@ -306,6 +305,6 @@ def test_a_budget_shorter_than_an_evaluation(monkeypatch: pytest.MonkeyPatch) ->
         ({"lora_rank": 0}, "lora_rank must be at least 1"),
     ],
 )
-def test_bad_options(options: dict[str, Any], words: str) -> None:
+def test_bad_options(options, words):
     with pytest.raises(ValueError, match=words):
         RecoverConfig(**options)

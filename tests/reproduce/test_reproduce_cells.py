@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 from datasets import Dataset
@@ -19,7 +18,7 @@ VALUES = st.dictionaries(st.text(max_size=5), st.integers() | st.text(max_size=5
 
 
 @given(VALUES, VALUES)
-def test_keys_are_of_inputs_whatever_their_order(first: dict[str, Any], other: Any) -> None:
+def test_keys_are_of_inputs_whatever_their_order(first, other):
     assert key_of(first) == key_of(dict(reversed(first.items())))
     assert (key_of(first) == key_of(other)) == (first == other)
     cell = Cell("task", "dense", first, "piqa")
@@ -27,7 +26,7 @@ def test_keys_are_of_inputs_whatever_their_order(first: dict[str, Any], other: A
     assert cell.key != Cell("perplexity", "dense", first, "piqa").key
 
 
-def test_a_store_gives_back_what_is_of_the_same_inputs(tmp_path: Path) -> None:
+def test_a_store_gives_back_what_is_of_the_same_inputs(tmp_path):
     cell, other = Cell("task", "dense", {"a": 1}), Cell("task", "dense", {"a": 2})
     with open_store(tmp_path / "out") as store:
         assert store.read(cell) is None
@@ -45,7 +44,7 @@ def test_a_store_gives_back_what_is_of_the_same_inputs(tmp_path: Path) -> None:
         assert [path.name for path in store.cells.iterdir()] == [store.path(other).name]
 
 
-def test_what_a_killed_process_was_writing_is_removed_and_nothing_else(tmp_path: Path) -> None:
+def test_what_a_killed_process_was_writing_is_removed_and_nothing_else(tmp_path):
     ours = [".results.ab_12cd3.json", "cells/.task-0123456789abcdef.ab_12cd3.json"]
     others = [".notes.json", ".results.json", "cells/mine.json", "cells/.keep"]
     (tmp_path / "cells").mkdir()
@@ -61,7 +60,7 @@ def planned(paper: Path) -> Study:
     return plan(load(paper))
 
 
-def test_keys_change_with_what_decides_and_with_nothing_else(tmp_path: Path) -> None:
+def test_keys_change_with_what_decides_and_with_nothing_else(tmp_path):
     paper = workplace(tmp_path)
     paper.write_text(paper.read_text() + WITH_TASK.format(root=tmp_path))
     first = planned(paper)
@@ -92,7 +91,7 @@ def test_keys_change_with_what_decides_and_with_nothing_else(tmp_path: Path) -> 
     assert names == {"svd-llm 0.3"}
 
 
-def test_modelled_times_are_shared_by_methods(tmp_path: Path) -> None:
+def test_modelled_times_are_shared_by_methods(tmp_path):
     paper = workplace(tmp_path)
     paper.write_text(paper.read_text() + "[modelled]\nprompt = 64\n")
     found = planned(paper)
@@ -104,7 +103,7 @@ def test_modelled_times_are_shared_by_methods(tmp_path: Path) -> None:
     assert cell.inputs["prompt"] == 64
 
 
-def test_wikitext_and_alpaca_as_svd_llm_reads_them(tmp_path: Path) -> None:
+def test_wikitext_and_alpaca_as_svd_llm_reads_them(tmp_path):
     rows = Dataset.from_dict({"text": ["", " = Title = ", "A line."]})
     rows.to_parquet(tmp_path / "wikitext2-train.parquet")
     assert read_training_text("wikitext2-train", tmp_path) == "\n\n = Title = \n\nA line."
@@ -120,12 +119,12 @@ def test_wikitext_and_alpaca_as_svd_llm_reads_them(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '[{"text": 3}]'])
-def test_a_malformed_data_set_is_one_line(tmp_path: Path, content: str) -> None:
+def test_a_malformed_data_set_is_one_line(tmp_path, content):
     (tmp_path / "alpaca_data_cleaned.json").write_text(content)
     with pytest.raises(ValueError, match=r"\Aalpaca: .*alpaca_data_cleaned.json .*\Z"):
         read_training_text("alpaca", tmp_path)
 
 
-def test_a_missing_data_set_names_the_file_to_place(tmp_path: Path) -> None:
+def test_a_missing_data_set_names_the_file_to_place(tmp_path):
     with pytest.raises(ValueError, match=r"place one there as .*wikitext2-train\.parquet"):
         read_training_text("wikitext2-train", tmp_path)

@@ -33,7 +33,7 @@ def loaded(tmp_path: Path, text: str) -> Reproduction:
     return load(path)
 
 
-def test_the_least_file(tmp_path: Path) -> None:
+def test_the_least_file(tmp_path):
     asked = loaded(tmp_path, LEAST)
     assert asked.title == "paper"
     assert asked.methods == {"svd": SVDConfig(method="plain")}
@@ -42,7 +42,7 @@ def test_the_least_file(tmp_path: Path) -> None:
     assert (asked.recovery, asked.modelled, asked.measured, asked.published) == (None,) * 4
 
 
-def test_methods_take_what_compress_says_unless_they_say_otherwise(tmp_path: Path) -> None:
+def test_methods_take_what_compress_says_unless_they_say_otherwise(tmp_path):
     text = LEAST.replace("[methods", 'block = 16\ntargets = "all-linear"\n[methods')
     text += 'alpha = 0\n[methods.other]\nmethod = "plain"\nblock = 32\ntargets = ["mlp", "x"]\n'
     methods = loaded(tmp_path, text).methods
@@ -51,7 +51,7 @@ def test_methods_take_what_compress_says_unless_they_say_otherwise(tmp_path: Pat
     assert (methods["other"].block, methods["other"].target_list) == (32, ("mlp", "x"))
 
 
-def test_one_bare_value_is_a_list_of_it() -> None:
+def test_one_bare_value_is_a_list_of_it():
     assert read_table(Evaluate, {"tasks": "piqa"}, "") == Evaluate(tasks=("piqa",))
     assert read_table(Measured, {"prompt": 3}, "measured") == Measured(prompt=3)
 
@@ -67,7 +67,7 @@ def test_one_bare_value_is_a_list_of_it() -> None:
         ([], "evaluate must be a table"),
     ],
 )
-def test_values_of_other_types(values: object, words: str) -> None:
+def test_values_of_other_types(values, words):
     with pytest.raises(ValueError, match=r"\A.*\Z") as raised:
         read_table(Evaluate, values, "evaluate")
     assert words in str(raised.value)
@@ -89,7 +89,7 @@ def test_values_of_other_types(values: object, words: str) -> None:
         ("storage = 'int8'\n", "unknown key of methods.svd 'storage'"),
     ],
 )
-def test_values_that_do_not_go_together(tmp_path: Path, extra: str, words: str) -> None:
+def test_values_that_do_not_go_together(tmp_path, extra, words):
     with pytest.raises(ValueError, match=r"\A.*\Z") as raised:
         loaded(tmp_path, LEAST + extra)
     assert str(raised.value).startswith(str(tmp_path))
@@ -97,7 +97,7 @@ def test_values_that_do_not_go_together(tmp_path: Path, extra: str, words: str) 
 
 
 @pytest.mark.parametrize("name", [name for name in shipped() if name != "demo"])
-def test_the_papers_models(name: str) -> None:
+def test_the_papers_models(name):
     asked = load(shipped()[name])
     model = asked.model.id.rpartition("/")[2]
     assert model.lower() == name
@@ -117,6 +117,6 @@ def test_the_papers_models(name: str) -> None:
     assert own or name == "qwen3-8b"
 
 
-def test_the_shipped_files_come_with_the_package() -> None:
+def test_the_shipped_files_come_with_the_package():
     assert set(shipped()) >= {"demo", "llama-3.2-1b"}
     assert (PAPERS / "tasks" / "demo_ends.yaml").is_file()
