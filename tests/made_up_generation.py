@@ -29,10 +29,7 @@ from neuronmm_ops.kernels import nki_kernel  # noqa: E402
 from neuronmm_ops.kernels.simulated import simulated_kernel  # noqa: E402
 from neuronmm_ops.plan import Problem, mlp_matrices, plan_problem  # noqa: E402
 
-OPS = {
-    "xuv": ((512, 128), (128, 4096)),
-    "svd_mlp": mlp_matrices(512, (128, 128, 128), 256, 4096),
-}
+OPS = {"xuv": ((512, 128), (128, 4096)), "svd_mlp": mlp_matrices(512, (128, 128, 128), 256, 4096)}
 
 
 def matmuls(run: nc.Simulation) -> int:

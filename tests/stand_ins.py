@@ -41,9 +41,7 @@ TORCH_NEURONX = {
         "torch_neuronx/__init__.py": "",
         "torch_neuronx/nki_hop.py": "from stand_ins import wrap_nki",
     },
-    "wrap_nki in lite": {
-        "libtorch_neuronx_lite/nki/nki_hop.py": "from stand_ins import wrap_nki",
-    },
+    "wrap_nki in lite": {"libtorch_neuronx_lite/nki/nki_hop.py": "from stand_ins import wrap_nki"},
     "nki_op alone": {"torch_neuronx/__init__.py": "from stand_ins import nki_op"},
     "direct": {"torch_neuronx/__init__.py": ""},
 }

@@ -4,14 +4,13 @@ import itertools
 import re
 import shlex
 import shutil
-import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import yaml
-from commands import run
+from commands import one_worker, run
 from mktestdocs import check_md_file, grab_code_blocks
 from outcomes import shorten_held_out
 from tiny import tiny_directory
@@ -25,6 +24,7 @@ PAGES = [
     ROOT / "neuroncore" / "README.md",
     *sorted((ROOT / "docs").glob("*.md")),
 ]
+DOCUMENTS = [*PAGES, ROOT / "DESIGN.md", ROOT / "CONTRIBUTING.md"]
 MAINS = {"neuronmm": main, "neuroncore": neuroncore.cli.main}
 TEXT = "The quick brown fox jumps over the lazy dog. 0123456789\n" * 400
 
@@ -33,13 +33,8 @@ TEXT = "The quick brown fox jumps over the lazy dog. 0123456789\n" * 400
 def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A directory with the files that the pages name."""
     monkeypatch.chdir(tmp_path)
-    # As torchrun starts one worker.
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": port}.items():
+    for name, value in one_worker().items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     tiny_directory(tmp_path / "model")
     for file in ("calibration.txt", "held_out.txt"):
         (tmp_path / file).write_text(TEXT)
@@ -51,14 +46,12 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_python_blocks(page: Path, workplace: Path) -> None:
+def test_python_blocks(page, workplace):
     check_md_file(page, memory=True)
 
 
 @pytest.mark.slow
-def test_command_lines(
-    workplace: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_command_lines(workplace, capsys, monkeypatch):
     shorten_held_out(workplace / "texts", monkeypatch)
     seconds = itertools.count(step=0.2)  # a recovery of 6 s is 30 looks at the clock
     monkeypatch.setattr("neuronmm_ops.recover.training.monotonic", lambda: next(seconds))
@@ -74,7 +67,7 @@ def test_command_lines(
         assert MAINS[command](arguments) == 0, capsys.readouterr().err
 
 
-def test_readme_begins_with_install_and_a_result() -> None:
+def test_readme_begins_with_install_and_a_result():
     install, clone = grab_code_blocks((ROOT / "README.md").read_text(), lang="bash")[:2]
     repository, pip, result = install.splitlines()
     assert repository.startswith("REPO=git+https://")
@@ -86,7 +79,7 @@ def test_readme_begins_with_install_and_a_result() -> None:
     assert commands[1:] == ["make demo", "make test"]
 
 
-def test_readme_example_is_ten_lines() -> None:
+def test_readme_example_is_ten_lines():
     (block,) = grab_code_blocks((ROOT / "README.md").read_text(), lang="python")
     statements = [line for line in block.splitlines() if line and not line.startswith("import")]
     assert len([line for line in statements if not line.startswith("from")]) <= 10
@@ -111,9 +104,8 @@ def compared_with_neuronmm(text: str) -> Iterator[str]:
             yield header + line
 
 
-def test_speedups_over_neuronmm_are_ranges_over_the_dma_models() -> None:
-    pages = [*PAGES, ROOT / "DESIGN.md", ROOT / "CONTRIBUTING.md"]
-    lines = [line for page in pages for line in compared_with_neuronmm(page.read_text())]
+def test_speedups_over_neuronmm_are_ranges_over_the_dma_models():
+    lines = [line for page in DOCUMENTS for line in compared_with_neuronmm(page.read_text())]
     assert lines
     assert [line for line in lines if "DMA models" not in line] == []
     assert [line for line in lines if not RANGE.search(line)] == []
@@ -126,7 +118,7 @@ def test_speedups_over_neuronmm_are_ranges_over_the_dma_models() -> None:
         "## Published kernels\n| op | faster |\n| --- | --- |\n| a | 2.1x |",
     ],
 )
-def test_a_speedup_without_its_range_is_found(text: str) -> None:
+def test_a_speedup_without_its_range_is_found(text):
     (line,) = compared_with_neuronmm(text)
     assert "DMA models" not in line
     assert not RANGE.search(line)
@@ -137,7 +129,7 @@ NUMBER = rf"[-~]?\d[\d.,]*(?: ?{UNIT})?"
 NUMBERS = re.compile(rf"{NUMBER}(?:(?:-| to | ?± ?| / | ?\()(?:{NUMBER})\)?)* ?\*?")
 MEASURE = re.compile(rf"\b{UNIT}\b|perplexity|excess|speed-?up|share", re.IGNORECASE)
 SETTINGS = {
-    ("trainium.md", "Which path"),  # versions
+    ("trainium.md", "Which path")  # versions
 }
 """Tables with numbers that nobody measured or modelled, by page and heading."""
 
@@ -158,7 +150,7 @@ def typed_tables(page: str, text: str) -> Iterator[str]:
                 yield f"{page}: {heading}"
 
 
-def test_tables_of_numbers_are_written_from_data() -> None:
+def test_tables_of_numbers_are_written_from_data():
     generated = ("results.md", "cli.md")
     pages = [page for page in PAGES if page.name not in generated]
     assert [each for page in pages for each in typed_tables(page.name, page.read_text())] == []
@@ -167,28 +159,28 @@ def test_tables_of_numbers_are_written_from_data() -> None:
 @pytest.mark.parametrize(
     "row", ["1.25 | 3", "97 % (74) | 2", "1.09-1.83x (0.98 to 2.62) | ", "12 ms | 8"]
 )
-def test_a_typed_table_of_numbers_is_found(row: str) -> None:
+def test_a_typed_table_of_numbers_is_found(row):
     table = f"## Speed\n| op | tokens |\n| --- | --- |\n| {row} |\n"
     assert list(typed_tables("kernels.md", table)) == ["kernels.md: Speed"]
     block = f"<!-- speed: written by `make results` -->\n{table}<!-- /speed -->\n"
     assert list(typed_tables("kernels.md", block)) == []
 
 
-def test_the_documentation_is_plain() -> None:
+def test_the_documentation_is_plain():
     texts = {page.name: page.read_text() for page in (ROOT / "docs").glob("*.md")}
     prose = {name: re.sub(r"```.*?```", "", text, flags=re.DOTALL) for name, text in texts.items()}
     words = re.compile(r"\b(so-manieth|likewise|beside|besides|wherefore|thereof)\b", re.IGNORECASE)
     assert {name: words.findall(text) for name, text in prose.items() if words.search(text)} == {}
 
 
-def test_make_help_lists_every_target() -> None:
+def test_make_help_lists_every_target():
     assert shutil.which("make")
     text = (ROOT / "Makefile").read_text()
     targets = text.split(".PHONY:")[1].splitlines()[0].split()
     assert all(f"\n{target}:" in text for target in targets)
 
 
-def test_a_kernel_writer_finds_a_door() -> None:
+def test_a_kernel_writer_finds_a_door():
     (config,) = re.findall(r"^nav:\n((?:  .*\n)+)", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
     navigation = yaml.safe_load(config)
     assert len(navigation) <= 8
@@ -196,42 +188,37 @@ def test_a_kernel_writer_finds_a_door() -> None:
     assert {"kernels.md", "how-it-works.md"} <= {path for page in pages for path in page.values()}
 
 
-def test_trainiums_page_sends_to_the_engines() -> None:
+def test_trainiums_page_sends_to_the_engines():
     text = (ROOT / "docs" / "trainium.md").read_text().split("\n## Serving stacks\n")[1]
     links = re.findall(r"\]\(([\w-]+\.md)\)", text.split("\n## ")[0])
     assert {"engines.md", "nxdi.md", "vllm-neuron.md", "tensor-parallel.md"} <= set(links)
 
 
-def test_the_first_page_shows_a_result() -> None:
+def test_the_first_page_shows_a_result():
     page = (ROOT / "docs" / "index.md").read_text()
     assert page.index("written by `make results`") < page.index("\n## ")
 
 
-NAMED_FILES = sorted(
-    (page.name, name)
-    for page in [*PAGES, ROOT / "DESIGN.md", ROOT / "CONTRIBUTING.md"]
-    for name in set(re.findall(r"`(\w[\w/]*/\w+\.py)`", page.read_text()))
+def test_every_file_that_a_page_names_is_there():
+    named = {
+        name for page in DOCUMENTS for name in re.findall(r"`(\w[\w/]*/\w+\.py)`", page.read_text())
+    }
     # Of AWS's library, and what the page has its reader write.
-    if name not in ("core/mlp/mlp.py", "ops/definitions/adapter.py")
-)
-
-# The rooms of the house: `bench/  ..., timing.py: paired timing`.
-NAMED_FILES += sorted(
-    ("DESIGN.md", f"{room}/**/{name}")
-    for room, text in re.findall(
-        r"^    (\w+)/ (.*\n(?: {8,}.*\n)*)", (ROOT / "DESIGN.md").read_text(), re.MULTILINE
-    )
-    for name in re.findall(r"\b\w+\.py\b", text)
-)
-
-
-@pytest.mark.parametrize(("page", "name"), NAMED_FILES)
-def test_a_file_that_a_page_names_is_there(page: str, name: str) -> None:
-    sources = (ROOT / "src", ROOT / "neuroncore" / "src")
-    assert list(ROOT.glob(name)) or any(list(root.glob(f"**/{name}")) for root in sources)
+    named -= {"core/mlp/mlp.py", "ops/definitions/adapter.py"}
+    # The rooms of the house: `bench/  ..., timing.py: paired timing`.
+    rooms = r"^    (\w+)/ (.*\n(?: {8,}.*\n)*)"
+    named |= {
+        f"{room}/**/{name}"
+        for room, text in re.findall(rooms, (ROOT / "DESIGN.md").read_text(), re.MULTILINE)
+        for name in re.findall(r"\b\w+\.py\b", text)
+    }
+    roots = (ROOT / "src", ROOT / "neuroncore" / "src")
+    places = [(ROOT, ""), *((root, "**/") for root in roots)]
+    found = {name for name in named for root, any_ in places if any(root.glob(any_ + name))}
+    assert found == named != set()
 
 
-def test_the_trees_of_the_design_are_those_of_the_repository() -> None:
+def test_the_trees_of_the_design_are_those_of_the_repository():
     blocks = re.findall(r"^```\n(.*?)^```", (ROOT / "DESIGN.md").read_text(), re.S | re.M)
     named = {name for text in blocks for name in re.findall(r"[\w/]+(?:/|\.py)(?!\w)", text)}
     assert {"svd_mlp/", "kernels/", "models.py", "neuronmm_ops_command.py"} <= named
@@ -261,7 +248,7 @@ TOO_WIDE = """<script>addEventListener("load", () => {
 
 @pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium here")
-def test_on_a_laptop_no_block_is_wider_than_its_column(tmp_path: Path) -> None:
+def test_on_a_laptop_no_block_is_wider_than_its_column(tmp_path):
     site = tmp_path / "site"
     run(sys.executable, "-m", "mkdocs", "build", "-q", "-f", ROOT / "mkdocs.yml", "-d", site)
     options = ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage")

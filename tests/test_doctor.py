@@ -1,32 +1,48 @@
 """What `diagnose` says of the Neuron backends, on machines with and without the packages."""
 
+import re
 import sys
-from collections.abc import Iterator
 from types import ModuleType
 
 import pytest
 import stand_ins
 import torch
-from stand_ins import NeuronMachine
 
 from neuronmm_ops.doctor import diagnose
 from neuronmm_ops.errors import NkiVersionWarning
 
+OWN = ".".join(torch.__version__.split(".")[:2]) + ".0"
+TARGET, LNC = "NEURON_PLATFORM_TARGET_OVERRIDE", "NEURON_LOGICAL_NC_CONFIG"
+OLD_NKI = {"xla": OWN, "nki": "0.2.0", "neuronx": "nki_op"}
+NO_NKI = {"xla": OWN, "nki": "0.0.1", "neuronx": "nki_op"}
+ON_TRN2 = {"nki": "0.7.0", "neuronx": "nki_op", "instance": "trn2.48xlarge"}
+EMPTY = "nki 0.0.1 is the empty placeholder of the default package index"
+
 
 @pytest.fixture
-def machine(tmp_path, monkeypatch) -> Iterator[NeuronMachine]:
+def machine(tmp_path, monkeypatch):
+    """Makes a machine of packages' versions, an instance type and environment variables."""
+    packages = {"nki", "torch_neuronx", "libtorch_neuronx_lite", "torch_xla"}
     with stand_ins.neuron_machine(tmp_path, monkeypatch) as found:
-        yield found
-        assert not {"nki", "torch_neuronx", "libtorch_neuronx_lite", "torch_xla"} & set(
-            sys.modules
-        ), "imported"
 
+        def install(
+            *, xla=None, nki=None, neuronx=None, version="2.13.3.0", instance=None, **names
+        ):
+            if xla:
+                found.package("torch_xla", xla, {"torch_xla/__init__.py": ""})
+            if nki in ("0.0.1", "0.1.0", "no bridge"):
+                release = nki.replace("no bridge", "0.7.0")
+                found.package("nki", release, {"nki/__init__.py": ""})
+            elif nki:
+                found.nki(nki)
+            for offers in [neuronx] if isinstance(neuronx, str) else neuronx or []:
+                found.torch_neuronx(offers, version)
+            if instance:
+                found.instance(instance)
+            found.environment(**names)
 
-OWN = ".".join(torch.__version__.split(".")[:2]) + ".0"
-
-
-def torch_xla(machine, version=OWN):
-    machine.package("torch_xla", version, {"torch_xla/__init__.py": ""})
+        yield install
+        assert not packages & set(sys.modules), "imported"
 
 
 def backend(name):
@@ -44,155 +60,133 @@ def test_a_cuda_build_without_a_device_names_the_smaller_one(monkeypatch):
     assert reason.endswith("see https://download.pytorch.org/whl/cpu")
 
 
-# --- xla -----------------------------------------------------------------------------------------
-
-
-def test_xla_is_missing(machine):
-    usable, reason = backend("xla")
-    assert not usable
-    assert reason == "torch_xla is not installed; run: pip install 'neuronmm-ops[xla]'"
-
-
-def test_a_torch_xla_of_another_torch_does_not_load(machine):
-    torch_xla(machine, "2.5.0")
-    usable, reason = backend("xla")
-    assert not usable
-    assert reason.startswith(
-        f"torch_xla and torch must be of one line, got 2.5.0 and {torch.__version__}; run: pip"
-    )
-
-
-def test_xla_without_neuron(machine):
-    torch_xla(machine)
-    assert backend("xla") == (
-        False,
-        f"torch_xla {OWN}; lowered as custom call: nki and torch_neuronx are not installed; target "
-        "trn2, lnc 2 (target: no Neuron instance found; set NEURON_PLATFORM_TARGET_OVERRIDE; lnc: "
-        "default of trn2); to be read or exported; to run the ops set NEURONMM_XLA=composite",
-    )
-
-
-def test_xla_with_neuron(machine):
-    torch_xla(machine)
-    machine.nki("0.3.0")
-    machine.torch_neuronx()
-    usable, reason = backend("xla")
-    assert not usable, "nki would compile for a guessed core"
-    assert "set NEURON_PLATFORM_TARGET_OVERRIDE" in reason
-    machine.environment(NEURON_PLATFORM_TARGET_OVERRIDE="trn2", NEURON_LOGICAL_NC_CONFIG="1")
-    assert backend("xla") == (
-        True,
-        f"torch_xla {OWN}; lowered as nki: nki 0.3.0 and torch_neuronx, through "
-        "nki.framework.torch_xla; target trn2, lnc 1 (target: NEURON_PLATFORM_TARGET_OVERRIDE; "
-        "lnc: NEURON_LOGICAL_NC_CONFIG)",
-    )
-
-
-def test_an_nki_too_old_for_the_kernels(machine):
-    torch_xla(machine)
-    machine.nki("0.2.0")
-    machine.torch_neuronx()
-    machine.instance("trn1.32xlarge")
-    for name in ("xla", "neuron"):
-        usable, reason = backend(name)
-        assert not usable
-        assert (
-            "kernels need nc_matmul(accumulate=), which nki 0.2.0 lacks; install nki 0.7" in reason
-        )
-
-
-def test_xla_by_composite(machine):
-    torch_xla(machine)
-    machine.nki("0.2.0")
-    machine.environment(NEURONMM_XLA="composite", NEURON_LOGICAL_NC_CONFIG="nonsense")
-    usable, reason = backend("xla")
-    assert usable, "plain matmuls need no NKI and no core"
-    assert "lowered as composite: two dots per pair, asked for by NEURONMM_XLA" in reason
-
-
-# --- neuron --------------------------------------------------------------------------------------
-
-
-def test_neuron_is_missing(machine):
-    usable, reason = backend("neuron")
-    assert not usable
-    assert reason.startswith("needs nki and torch_neuronx; run: pip install 'neuronmm-ops[neuron]'")
-
-
 @pytest.mark.parametrize(
-    ("offers", "call_mode"),
+    ("what", "name", "usable", "said"),
     [
-        ("nki_op", "through nki_op"),
-        ("wrap_nki", "through wrap_nki"),
-        ("wrap_nki in nki_hop", "through wrap_nki"),
-        ("direct", "directly"),
+        ({}, "xla", False, "torch_xla is not installed; run: pip install 'neuronmm-ops[xla]'"),
+        (
+            {"xla": "2.5.0"},
+            *("xla", False, "torch_xla and torch must be of one line, got 2.5.0 and *; run: pip*"),
+        ),
+        (
+            {"xla": OWN},
+            *("xla", False),
+            f"torch_xla {OWN}; lowered as custom call: nki and torch_neuronx are not installed; "
+            "target trn2, lnc 2 (target: no Neuron instance found; set "
+            f"{TARGET}; lnc: default of trn2); to be read or exported; to run the ops set "
+            "NEURONMM_XLA=composite",
+        ),
+        # NKI would compile for a guessed core.
+        ({"xla": OWN, "nki": "0.3.0", "neuronx": "nki_op"}, "xla", False, f"*set {TARGET}*"),
+        (
+            {"xla": OWN, "nki": "0.3.0", "neuronx": "nki_op", TARGET: "trn2", LNC: "1"},
+            *("xla", True),
+            f"torch_xla {OWN}; lowered as nki: nki 0.3.0 and torch_neuronx, through "
+            f"nki.framework.torch_xla; target trn2, lnc 1 (target: {TARGET}; lnc: {LNC})",
+        ),
+        *[
+            (
+                {**OLD_NKI, "instance": "trn1.32xlarge"},
+                *(
+                    name,
+                    False,
+                    "*kernels need nc_matmul(accumulate=), which nki 0.2.0 lacks; install nki 0.7*",
+                ),
+            )
+            for name in ("xla", "neuron")
+        ],
+        # Plain matmuls need no NKI and no core.
+        (
+            {"xla": OWN, "nki": "0.2.0", "NEURONMM_XLA": "composite", LNC: "nonsense"},
+            *("xla", True),
+            "*lowered as composite: two dots per pair, asked for by NEURONMM_XLA*",
+        ),
+        (
+            {},
+            *("neuron", False),
+            "needs nki and torch_neuronx; run: pip install 'neuronmm-ops[neuron]'*",
+        ),
+        *[
+            (
+                {**ON_TRN2, "neuronx": offers},
+                *("neuron", True),
+                f"torch_neuronx 2.13.3.0 and nki 0.7.0; kernels called {mode}; target trn2, lnc 2 "
+                f"(target: instance type trn2.48xlarge; lnc: default of trn2); set {TARGET}=trn2: "
+                "NKI looks it up at every call, slowly",
+            )
+            for offers, mode in (
+                ("nki_op", "through nki_op"),
+                ("wrap_nki", "through wrap_nki"),
+                ("wrap_nki in nki_hop", "through wrap_nki"),
+                ("direct", "directly"),
+            )
+        ],
+        ({**ON_TRN2, TARGET: "trn2"}, "neuron", True, "*; lnc: default of trn2)"),
+        # What vllm-neuron installs.
+        (
+            {**ON_TRN2, "neuronx": "wrap_nki in lite", "version": "2.11.0.1.0.1284"},
+            *("neuron", True),
+            "libtorch_neuronx_lite 2.11.0.1.0.1284 and nki 0.7.0; kernels called through wrap_nki,"
+            " in compiled graphs only; target trn2, lnc 2 (target: instance type trn2.48xlarge; "
+            f"lnc: default of trn2); set {TARGET}=trn2: NKI looks it up at every call, slowly",
+        ),
+        (
+            {**ON_TRN2, "neuronx": ["wrap_nki in lite", "nki_op"]},
+            *("neuron", True),
+            "torch_neuronx 2.13.3.0 and nki 0.7.0; kernels called through nki_op;*",
+        ),
+        *[
+            (
+                {**ON_TRN2, "version": version},
+                *("neuron", False),
+                f"torch_neuronx {version} is for PyTorch/XLA; the device neuron came with 2.10",
+            )
+            for version in ("2.9.0.2.15.32035", "2.8.0", "1.13.1")
+        ],
+        ({**ON_TRN2, "version": "2.10.0"}, "neuron", True, "torch_neuronx 2.10.0 and nki 0.7.0;*"),
+        (
+            {"nki": "0.7.0", "neuronx": "nki_op"},
+            *("neuron", False, f"*no Neuron instance found; set {TARGET}*"),
+        ),
+        # What cannot be is one line.
+        (NO_NKI, "xla", False, f"*{EMPTY}*"),
+        (
+            NO_NKI,
+            *("neuron", False),
+            f"needs nki; {EMPTY}; install nki from the Neuron index; run: pip *",
+        ),
+        *[
+            ({"xla": OWN, "nki": nki, "neuronx": "nki_op"}, name, False, f"*{words}*")
+            for nki, words in (
+                ("0.1.0", "nki must be 0.3 or later"),
+                (
+                    "no bridge",
+                    "must have nki.framework._torch_xla, nki.framework.torch_xla or nki._torch_xla",
+                ),
+            )
+            for name in ("xla", "neuron")
+        ],
+        *[
+            ({"xla": OWN, variable: "nonsense"}, "xla", False, "*'nonsense'*")
+            for variable in (TARGET, LNC, "NEURONMM_XLA")
+        ],
     ],
 )
-def test_neuron_says_the_call_mode(machine, offers, call_mode):
-    machine.nki()
-    machine.torch_neuronx(offers)
-    machine.instance("trn2.48xlarge")
-    assert backend("neuron") == (
-        True,
-        f"torch_neuronx 2.13.3.0 and nki 0.7.0; kernels called {call_mode}; target trn2, lnc 2 "
-        "(target: instance type trn2.48xlarge; lnc: default of trn2); "
-        "set NEURON_PLATFORM_TARGET_OVERRIDE=trn2: NKI looks it up at every call, slowly",
-    )
-    machine.environment(NEURON_PLATFORM_TARGET_OVERRIDE="trn2")
-    assert backend("neuron")[1].endswith("; lnc: default of trn2)")
+def test_a_backend_says_what_it_has_or_lacks(machine, what, name, usable, said):
+    """A star in what is said is any text."""
+    machine(**what)
+    found = backend(name)
+    assert found[0] == usable
+    assert re.fullmatch(".*".join(map(re.escape, said.split("*"))), found[1]), found[1]
 
 
-def test_neuron_through_what_vllm_neuron_installs(machine):
-    machine.nki()
-    machine.torch_neuronx("wrap_nki in lite", "2.11.0.1.0.1284")
-    machine.instance("trn2.3xlarge")
-    assert backend("neuron") == (
-        True,
-        "libtorch_neuronx_lite 2.11.0.1.0.1284 and nki 0.7.0; kernels called through wrap_nki, in "
-        "compiled graphs only; target trn2, lnc 2 (target: instance type trn2.3xlarge; lnc: "
-        "default of trn2); set NEURON_PLATFORM_TARGET_OVERRIDE=trn2: NKI looks it up at every "
-        "call, slowly",
-    )
+def test_the_versions_name_what_vllm_neuron_installs(machine):
+    machine(neuronx="wrap_nki in lite", version="2.11.0.1.0.1284")
     assert diagnose()["versions"]["libtorch-neuronx-lite"] == "2.11.0.1.0.1284"
 
 
-def test_with_both_packages_torch_neuronx_is_taken(machine):
-    machine.nki()
-    machine.torch_neuronx("wrap_nki in lite", "2.11.0")
-    machine.torch_neuronx("nki_op")
-    machine.instance("trn2.3xlarge")
-    usable, reason = backend("neuron")
-    assert usable
-    assert reason.startswith("torch_neuronx 2.13.3.0 and nki 0.7.0; kernels called through nki_op;")
-
-
-@pytest.mark.parametrize(
-    ("version", "has_device"),
-    [("2.9.0.2.15.32035", False), ("2.8.0", False), ("1.13.1", False), ("2.10.0", True)],
-)
-def test_the_torch_neuronx_of_xla_has_no_device_neuron(machine, version, has_device):
-    machine.nki()
-    machine.torch_neuronx(version=version)
-    machine.instance("trn2.48xlarge")
-    usable, reason = backend("neuron")
-    assert usable == has_device
-    if not has_device:
-        assert reason == (
-            f"torch_neuronx {version} is for PyTorch/XLA; the device neuron came with 2.10"
-        )
-
-
-def test_neuron_on_another_machine(machine):
-    machine.nki()
-    machine.torch_neuronx()
-    usable, reason = backend("neuron")
-    assert not usable
-    assert "no Neuron instance found; set NEURON_PLATFORM_TARGET_OVERRIDE" in reason
-
-
 def test_a_torch_neuronx_made_by_hand(machine, monkeypatch):
-    machine.nki()
-    machine.instance("trn2.3xlarge")
+    machine(nki="0.7.0", instance="trn2.3xlarge")
     monkeypatch.setitem(sys.modules, "torch_neuronx", ModuleType("torch_neuronx"))
     usable, reason = backend("neuron")
     assert usable
@@ -200,53 +194,9 @@ def test_a_torch_neuronx_made_by_hand(machine, monkeypatch):
     monkeypatch.delitem(sys.modules, "torch_neuronx")
 
 
-# --- errors are lines ----------------------------------------------------------------------------
-
-
-def test_the_placeholder_is_named(machine):
-    torch_xla(machine)
-    machine.package("nki", "0.0.1", {"nki/__init__.py": ""})
-    machine.torch_neuronx()
-    words = "nki 0.0.1 is the empty placeholder of the default package index"
-    assert words in backend("xla")[1]
-    usable, reason = backend("neuron")
-    assert not usable
-    assert reason.startswith(f"needs nki; {words}; install nki from the Neuron index; run: pip ")
-
-
 def test_a_later_nki_is_tried(machine):
-    machine.nki("0.8.1")
-    machine.torch_neuronx()
-    machine.environment(NEURON_PLATFORM_TARGET_OVERRIDE="trn2")
+    machine(nki="0.8.1", neuronx="nki_op", **{TARGET: "trn2"})
     with pytest.warns(NkiVersionWarning):
         usable, reason = backend("neuron")
     assert usable
     assert "; nki 0.8.1 is newer than 0.7, the last line that this package was tested" in reason
-
-
-@pytest.mark.parametrize(
-    ("version", "words"),
-    [
-        ("0.1.0", "nki must be 0.3 or later"),
-        ("0.7.0", "must have nki.framework._torch_xla, nki.framework.torch_xla or nki._torch_xla"),
-    ],
-)
-def test_an_unusable_nki(machine, version, words):
-    torch_xla(machine)
-    machine.package("nki", version, {"nki/__init__.py": ""})
-    machine.torch_neuronx()
-    for name in ("xla", "neuron"):
-        usable, reason = backend(name)
-        assert not usable
-        assert words in reason
-
-
-@pytest.mark.parametrize(
-    "variable", ["NEURON_PLATFORM_TARGET_OVERRIDE", "NEURON_LOGICAL_NC_CONFIG", "NEURONMM_XLA"]
-)
-def test_a_bad_environment(machine, variable):
-    torch_xla(machine)
-    machine.environment(**{variable: "nonsense"})
-    usable, reason = backend("xla")
-    assert not usable
-    assert "'nonsense'" in reason

@@ -2,14 +2,13 @@
 
 import ast
 import json
-import os
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from commands import run
 
 ROOT = Path(__file__).parents[1]
 HARDWARE = ROOT / "neuroncore" / "src" / "neuroncore" / "hardware.py"
@@ -44,7 +43,7 @@ def conditions(text: str) -> Iterator[ast.AST]:
                 pass
 
 
-def test_no_condition_depends_on_a_generation() -> None:
+def test_no_condition_depends_on_a_generation():
     places = [
         f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 0)}"
         for path in SOURCES
@@ -66,28 +65,25 @@ def test_no_condition_depends_on_a_generation() -> None:
         "match target:\n    case 'trn2': pass",
     ],
 )
-def test_conditions_are_recognised(condition: str) -> None:
+def test_conditions_are_recognised(condition):
     assert len(list(conditions(condition))) == 1
 
 
 def added(home: Path, *arguments: str) -> str:
     """What a Python prints whose hardware.py has a generation more, trn4."""
-    command = [sys.executable, str(Path(__file__).with_name("made_up_generation.py")), *arguments]
-    environment = os.environ | {"XDG_CACHE_HOME": str(home)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    script = Path(__file__).with_name("made_up_generation.py")
+    return run(sys.executable, script, *arguments, XDG_CACHE_HOME=home)
 
 
 @pytest.mark.slow
-def test_a_generation_is_added_in_hardware_alone(tmp_path: Path) -> None:
+def test_a_generation_is_added_in_hardware_alone(tmp_path):
     for plans in json.loads(added(tmp_path, "plan")).values():
         assert plans["trn4"] == plans["trn3"]
         assert plans["trn4"]["decode_matmuls"] < plans["trn2"]["decode_matmuls"]
 
 
 @pytest.mark.slow
-def test_a_model_is_timed_on_an_added_generation(tmp_path: Path) -> None:
+def test_a_model_is_timed_on_an_added_generation(tmp_path):
     sizes = {"hidden_size": 512, "intermediate_size": 1024, "vocab_size": 1024}
     heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64}
     config = {"model_type": "llama", "num_hidden_layers": 2} | sizes | heads

@@ -21,20 +21,18 @@ LONG_SIGNATURES = (
 
 
 @pytest.mark.parametrize("name", [name for name in house.SIZES if name not in MISSED])
-def test_a_size_within_its_limit_stays_there(name: str) -> None:
+def test_a_size_within_its_limit_stays_there(name):
     size, most = house.SIZES[name].measure(), house.SIZES[name].most
     assert 0 < size <= most
 
 
-def test_parameters_of_all_kinds_are_counted() -> None:
+def test_parameters_of_all_kinds_are_counted():
     (function,) = ast.parse("def f(self, a, b, /, c, *rest, d=1, **named): ...").body
     assert isinstance(function, ast.FunctionDef)
     assert house.parameters(function.args) == 4
 
 
-def test_every_number_has_a_line(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_number_has_a_line(capsys, monkeypatch):
     monkeypatch.setattr(house, "cpu_seconds", lambda *arguments: 0.6)
     house.main()
     shown = capsys.readouterr().out.splitlines()
@@ -42,7 +40,7 @@ def test_every_number_has_a_line(
     assert [line.endswith("missed") for line in shown[-3:]] == [True, True, False]
 
 
-def test_a_class_name_means_one_thing() -> None:
+def test_a_class_name_means_one_thing():
     defined: defaultdict[str, list[str]] = defaultdict(list)
     for path in house.files(*house.SOURCES):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -51,7 +49,7 @@ def test_a_class_name_means_one_thing() -> None:
     assert {name: places for name, places in defined.items() if len(places) > 1} == {}
 
 
-def test_long_signatures_are_those_with_a_reason() -> None:
+def test_long_signatures_are_those_with_a_reason():
     """Beside those of ops, their kernels and plans, whose arguments are an op's operands."""
     operands = ("src/neuronmm_ops/kernels", "src/neuronmm_ops/ops", "src/neuronmm_ops/plan")
     others = [line for line in house.long_signatures() if not line.startswith(operands)]

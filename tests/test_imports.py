@@ -1,15 +1,13 @@
 """Who imports whom, and that the core needs no optional package."""
 
 import ast
-import socket
-import subprocess
 import sys
-from collections.abc import Iterator
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 
 import pytest
-from commands import run
+from commands import one_worker, run
 from tiny import tiny_model
 
 import neuroncore
@@ -24,19 +22,8 @@ MODULES = sorted(ROOT.rglob("*.py"))
 # measure, estimate, hf, recover and eval are one storey; between themselves they import in this
 # order.
 LAYERS = (
-    *(
-        "__main__",
-        "cli",
-        "demo",
-        "reproduce",
-        "doctor",
-        "integrations",
-        "measure",
-        "estimate",
-        "hf",
-        "recover",
-        "eval",
-    ),
+    *("__main__", "cli", "demo", "reproduce", "doctor", "integrations"),
+    *("measure", "estimate", "hf", "recover", "eval"),
     *("output", "manifest", "checkpoint", "compress", "parallel", "nn", "ops", "plan", "kernels"),
     *("models", "rank", "progress", "processes", "files", "errors", "import_hooks", "storages"),
 )
@@ -57,8 +44,10 @@ def layer_of(path: Path) -> str:
     return path.relative_to(ROOT).parts[0].removesuffix(".py")
 
 
-def imports_of(path: Path, module_level: bool = False) -> Iterator[str]:
-    """Yield the dotted names that a file imports; only those run at import time if asked."""
+@cache
+def imports_of(path: Path, module_level: bool = False) -> list[str]:
+    """Return the dotted names that a file imports; only those run at import time if asked."""
+    names: list[str] = []
     pending: list[ast.AST] = [ast.parse(path.read_text(encoding="utf-8"))]
     while pending:
         node = pending.pop()
@@ -66,10 +55,15 @@ def imports_of(path: Path, module_level: bool = False) -> Iterator[str]:
             continue
         pending.extend(ast.iter_child_nodes(node))
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert not node.level, f"{path.name}:{node.lineno}: relative import"
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            names += [f"{node.module}.{alias.name}" for alias in node.names]
+    return names
+
+
+def packages_of(path: Path, module_level: bool = False) -> set[str]:
+    return {name.split(".")[0] for name in imports_of(path, module_level)}
 
 
 def imported_layers(path: Path) -> set[str]:
@@ -78,49 +72,47 @@ def imported_layers(path: Path) -> set[str]:
     return {p[1] if len(p) > 1 else "__init__" for p in parts if p[0] == "neuronmm_ops"}
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_imports_point_downwards(path):
-    layer = layer_of(path)
-    imported = imported_layers(path)
-    if layer == "__init__":
-        assert imported <= ROOT_MAY_IMPORT
-        return
-    assert layer in RANK, f"{layer} has no place in the layers; give it one in this test"
-    # The root imports the core; a module below it that imports the root runs in circles.
-    upwards = {name for name in imported - {layer} if RANK.get(name, RANK["eval"]) >= RANK[layer]}
-    assert not upwards, f"{layer} may not import {', '.join(sorted(upwards))}"
-
-
-@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_only_hf_cli_and_measure_know_transformers(path):
-    names = {name.split(".")[0] for name in imports_of(path)}
-    if layer_of(path) not in USES_TRANSFORMERS:
-        assert not names & {"transformers", "accelerate", "tokenizers", "peft"}
-
-
-@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_only_integrations_know_engines(path):
-    names = {name.split(".")[0] for name in imports_of(path)}
-    if layer_of(path) != "integrations" or path.parent.name == "integrations":
-        assert not names & set(ENGINES)
+def test_imports_point_downwards():
+    upwards: list[str] = []
+    for path in MODULES:
+        layer, imported = layer_of(path), imported_layers(path)
+        if layer == "__init__":
+            assert imported <= ROOT_MAY_IMPORT
+            continue
+        assert layer in RANK, f"{layer} has no place in the layers; give it one in this test"
+        # The root imports the core; a module below it that imports the root runs in circles.
+        others = sorted(imported - {layer})
+        above = [name for name in others if RANK.get(name, RANK["eval"]) >= RANK[layer]]
+        upwards += [f"{path.relative_to(ROOT)} may not import {name}" for name in above]
+    assert not upwards
 
 
 def in_layers(*layers: str) -> list[Path]:
     return [path for path in MODULES if layer_of(path) in layers]
 
 
-@pytest.mark.parametrize("path", in_layers("ops"), ids=lambda p: p.name)
-def test_ops_import_their_backends_when_called(path):
-    names = {name.split(".")[0] for name in imports_of(path, module_level=True)}
-    assert not names & LAZY_IN_OPS
+def test_packages_are_known_to_few():
+    others = [path for path in MODULES if layer_of(path) not in USES_TRANSFORMERS]
+    transformers = {"transformers", "accelerate", "tokenizers", "peft"}
+    assert [path for path in others if packages_of(path) & transformers] == []
+    engines = [path for path in in_layers("integrations") if path.parent.name != "integrations"]
+    others = [path for path in MODULES if path not in engines]
+    assert [path for path in others if packages_of(path) & set(ENGINES)] == []
+    # Backends are imported when an op is called.
+    ops = in_layers("ops")
+    assert [path for path in ops if packages_of(path, module_level=True) & LAZY_IN_OPS] == []
 
 
 def test_the_simulator_and_the_kernels_know_no_torch():
     simulator = sorted(Path(neuroncore.__file__).parent.rglob("*.py"))
-    for path in [*simulator, *in_layers("kernels")]:
-        assert "torch" not in {name.split(".")[0] for name in imports_of(path)}, path
-    for path in simulator:
-        assert "neuronmm_ops" not in {name.split(".")[0] for name in imports_of(path)}, path
+    below = [*simulator, *in_layers("kernels")]
+    assert [path for path in below if "torch" in packages_of(path)] == []
+    assert [path for path in simulator if "neuronmm_ops" in packages_of(path)] == []
+
+
+def fresh(script: str) -> str:
+    """Run a script in a new interpreter and return what it prints."""
+    return run(sys.executable, "-W", "error", "-c", script)
 
 
 def run_blocked(script: str) -> str:
@@ -139,14 +131,7 @@ sys.meta_path.insert(0, Blocked())
 import torch
 torch.set_num_threads(1)
 """
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", blocker + script],
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return fresh(blocker + script)
 
 
 @pytest.mark.slow
@@ -209,11 +194,6 @@ def test_the_lazy_names_are_those_that_type_checkers_see():
         neuronmm_ops.no_such_name  # noqa: B018
 
 
-def fresh(script: str) -> str:
-    """Run a script in a new interpreter and return what it prints."""
-    return run(sys.executable, "-W", "error", "-c", script)
-
-
 @pytest.mark.parametrize("module", ["neuronmm_ops", "neuroncore"])
 def test_importing_needs_no_torch(module):
     heavy = {"torch", "numpy", "rich"}
@@ -244,11 +224,7 @@ def test_the_plain_import_restores_checkpoints_divided_or_names_the_extra(tmp_pa
     model = tiny_model()
     compress_(model, SVDConfig(ratio=0.3, block=8, method="plain"))
     model.save_pretrained(tmp_path)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": port}
-    for name, value in {**rank, "MASTER_ADDR": "127.0.0.1"}.items():
+    for name, value in one_worker().items():
         monkeypatch.setenv(name, value)
     load = f"""
 import neuronmm_ops, warnings
@@ -291,7 +267,7 @@ print([name for name in sys.modules if name.startswith("neuronmm_ops.")])
     assert output.splitlines() == ["torch False", "refused", "['neuronmm_ops.import_hooks']"]
 
 
-def test_what_serves_every_op_names_none() -> None:
+def test_what_serves_every_op_names_none():
     """A branch on an op's name is a kind that `OpSpec` or a kernel's folder lacks."""
     shared = [*(ROOT / "plan").glob("*.py"), *(ROOT / "ops/backends").glob("*.py")]
     shared += [ROOT / f"kernels/{name}.py" for name in ("problem", "knobs", "simulated")]

@@ -2,7 +2,6 @@
 
 import json
 import os
-from pathlib import Path
 
 import pytest
 
@@ -26,13 +25,11 @@ CONFIG = {
         ("mistral", "Mistral-7B-v0.3"),
     ],
 )
-def test_names(given: str, name: str) -> None:
+def test_names(given, name):
     assert resolve_shape(given) is SHAPES[name]
 
 
-def test_directories_and_files_come_before_names(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_directories_and_files_come_before_names(tmp_path, monkeypatch):
     directory = tmp_path / "Qwen" / "Qwen3-4B"
     directory.mkdir(parents=True)
     (directory / "config.json").write_text(json.dumps(CONFIG))
@@ -52,7 +49,7 @@ def test_directories_and_files_come_before_names(
         ("no/such/dir", "Mistral-7B-v0.3; got 'no/such/dir'", "\n"),
     ],
 )
-def test_unknown_names_are_told_what_is_close(given: str, near: str, far: str) -> None:
+def test_unknown_names_are_told_what_is_close(given, near, far):
     with pytest.raises(ValueError, match="must be a directory") as e:
         resolve_shape(given)
     assert near in str(e.value)

@@ -39,7 +39,7 @@ def built(root: Path, out: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_contents(wheel: Path) -> None:
+def test_contents(wheel):
     names = zipfile.ZipFile(wheel).namelist()
     assert "neuronmm_ops/py.typed" in names
     assert "neuronmm_ops/ops/register.py" in names
@@ -58,7 +58,7 @@ def test_contents(wheel: Path) -> None:
 
 
 @pytest.mark.slow
-def test_contents_of_neuroncore(simulator: Path, tmp_path: Path) -> None:
+def test_contents_of_neuroncore(simulator, tmp_path):
     names = zipfile.ZipFile(simulator).namelist()
     page = "neuroncore/profile/page"
     assert {f"{page}/page.html", f"{page}/page.css", f"{page}/canvas.js"} <= set(names)
@@ -69,7 +69,7 @@ def test_contents_of_neuroncore(simulator: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_source_distribution_holds_what_its_tests_read(tmp_path: Path) -> None:
+def test_the_source_distribution_holds_what_its_tests_read(tmp_path):
     run(sys.executable, "-m", "build", "--sdist", "--outdir", tmp_path, ROOT)
     (path,) = tmp_path.glob("*.tar.gz")
     with tarfile.open(path) as archive:
@@ -83,7 +83,7 @@ def test_the_source_distribution_holds_what_its_tests_read(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_entry_points_are_functions_of_the_wheel(wheel: Path) -> None:
+def test_entry_points_are_functions_of_the_wheel(wheel):
     archive = zipfile.ZipFile(wheel)
     (name,) = [name for name in archive.namelist() if name.endswith("entry_points.txt")]
     entries = ConfigParser()
@@ -95,7 +95,7 @@ def test_entry_points_are_functions_of_the_wheel(wheel: Path) -> None:
         assert f"def {function}() -> None:" in source
 
 
-def test_every_extra_that_is_named_exists() -> None:
+def test_every_extra_that_is_named_exists():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     files = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "src").rglob("*.py")]
@@ -108,7 +108,7 @@ def test_every_extra_that_is_named_exists() -> None:
     assert {"hf", "eval"} <= named <= extras.keys()
 
 
-def test_placeholders_are_no_plain_dependency_and_never_satisfy_the_extra() -> None:
+def test_placeholders_are_no_plain_dependency_and_never_satisfy_the_extra():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     plain = {Requirement(text).name for text in project["dependencies"]}
     assert not plain & set(PLACEHOLDERS)
@@ -121,7 +121,7 @@ def test_placeholders_are_no_plain_dependency_and_never_satisfy_the_extra() -> N
 
 
 @pytest.mark.slow
-def test_installed_into_a_clean_environment(wheel: Path, simulator: Path, tmp_path: Path) -> None:
+def test_installed_into_a_clean_environment(wheel, simulator, tmp_path):
     venv.create(tmp_path / "env")
     python = tmp_path / "env" / "bin" / "python"
     pip = [sys.executable, "-m", "pip", "--python", python, "--disable-pip-version-check"]

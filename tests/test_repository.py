@@ -20,7 +20,7 @@ def jobs() -> dict[str, Any]:
     return workflow["jobs"]
 
 
-def test_ci_calls_targets_of_the_makefile() -> None:
+def test_ci_calls_targets_of_the_makefile():
     matrices = [job["strategy"]["matrix"] for job in jobs().values()]
     called = [target for matrix in matrices for target in matrix.get("target", [])]
     called += [entry["target"] for matrix in matrices for entry in matrix.get("include", [])]
@@ -31,7 +31,7 @@ def test_ci_calls_targets_of_the_makefile() -> None:
     assert {*tested, "test-avx2", "floors", "ceilings"} <= {w for t in called for w in t.split()}
 
 
-def test_ci_runs_the_pythons_that_are_declared() -> None:
+def test_ci_runs_the_pythons_that_are_declared():
     declared = re.findall(r"Python :: (3\.\d+)", "\n".join(PROJECT["classifiers"]))
     included = jobs()["versions"]["strategy"]["matrix"]["include"]
     assert sorted({entry["python"] for entry in included}) == declared
@@ -39,7 +39,7 @@ def test_ci_runs_the_pythons_that_are_declared() -> None:
     assert included[0] == {"target": "floors", "python": declared[0]}
 
 
-def test_actions_are_named_by_tag() -> None:
+def test_actions_are_named_by_tag():
     for job in jobs().values():
         uses = [step["uses"] for step in job["steps"] if "uses" in step]
         assert uses
@@ -47,7 +47,7 @@ def test_actions_are_named_by_tag() -> None:
 
 
 @pytest.mark.parametrize("path", FORMS, ids=lambda path: path.name)
-def test_a_form_asks_something(path: Path) -> None:
+def test_a_form_asks_something(path):
     form = yaml.safe_load(path.read_text())
     if path.name == "config.yml":
         assert form["contact_links"][0]["url"].startswith(PROJECT["urls"]["Homepage"])
@@ -58,7 +58,7 @@ def test_a_form_asks_something(path: Path) -> None:
     assert all(field["attributes"]["label"] for field in form["body"])
 
 
-def test_the_citation_is_that_of_the_project() -> None:
+def test_the_citation_is_that_of_the_project():
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert citation["cff-version"] == "1.2.0"
     assert str(citation["version"]) == PROJECT["version"]
@@ -68,7 +68,7 @@ def test_the_citation_is_that_of_the_project() -> None:
     assert paper["url"].endswith("2510.25977")
 
 
-def test_the_address_is_one() -> None:
+def test_the_address_is_one():
     address = PROJECT["urls"]["Homepage"]
     texts = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), ROOT / "CITATION.cff", *FORMS]
     found = {
@@ -79,13 +79,13 @@ def test_the_address_is_one() -> None:
     assert found == {address}
 
 
-def test_a_release_is_described() -> None:
+def test_a_release_is_described():
     assert f"\n## [{PROJECT['version']}]" in (ROOT / "CHANGELOG.md").read_text()
     assert PROJECT["authors"][0]["name"]
     assert "How to report" in (ROOT / "SECURITY.md").read_text()
 
 
-def test_pages_install_from_where_the_packages_are() -> None:
+def test_pages_install_from_where_the_packages_are():
     """Neither is on an index: a first command takes both from the address, or from a clone."""
     pages = [ROOT / "README.md", ROOT / "neuroncore" / "README.md", *(ROOT / "docs").glob("*.md")]
     text = "".join(path.read_text() for path in pages).replace("\\\n", " ")
@@ -96,7 +96,7 @@ def test_pages_install_from_where_the_packages_are() -> None:
     assert [line for line in words if from_index & set(line)] == []
 
 
-def test_the_base_is_small_and_plots_have_an_extra() -> None:
+def test_the_base_is_small_and_plots_have_an_extra():
     packages = {re.match(r"[\w-]+", text)[0] for text in PROJECT["dependencies"]}
     assert packages == {"neuroncore", "numpy", "rich", "safetensors", "torch"}
     assert PROJECT["optional-dependencies"]["plot"] == ["matplotlib>=3.9"]

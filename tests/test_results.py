@@ -2,11 +2,12 @@
 
 import json
 import re
+import runpy
 import shlex
-import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
-from types import ModuleType
+from types import SimpleNamespace
 
 import pytest
 from commands import run
@@ -17,49 +18,47 @@ from neuronmm_ops.models import SHAPES
 ROOT = Path(__file__).parents[1]
 EXAMPLE = ROOT / "examples" / "results"
 DATA = sorted((ROOT / "docs" / "results").glob("*.json"))
+NAMES = ("blocks", "gallery", "plots", "readme", "results_page", "selection", "sources")
 
 
 @pytest.fixture
-def modules(monkeypatch: pytest.MonkeyPatch) -> dict[str, ModuleType]:
-    """The example's modules by name."""
+def modules(monkeypatch):
+    """The example's modules."""
     monkeypatch.syspath_prepend(EXAMPLE)
-    import blocks
-    import gallery
-    import measured
-    import modelled
-    import plots
-    import readme
-    import results_page
-    import selection
-    import sources
-
-    found = (blocks, gallery, measured, modelled, plots, readme, results_page, selection, sources)
-    return {module.__name__: module for module in found}
+    return SimpleNamespace(**{name: import_module(name) for name in NAMES})
 
 
-def test_the_page_is_what_the_data_say(modules: dict[str, ModuleType]) -> None:
-    assert (ROOT / "docs" / "results.md").read_text() == modules["results_page"].results_page()
+@pytest.fixture
+def sources(modules, tmp_path, monkeypatch):
+    """The example's data sets, in a directory of the test, made by a clean tree."""
+    monkeypatch.setattr(modules.sources, "DATA", tmp_path)
+    monkeypatch.setattr(modules.sources, "_commit", lambda: 12 * "0")
+    return modules.sources
 
 
-def test_the_gallery_is_what_the_data_say(modules: dict[str, ModuleType]) -> None:
-    pages = modules["gallery"].gallery()
+def test_the_page_is_what_the_data_say(modules):
+    assert (ROOT / "docs" / "results.md").read_text() == modules.results_page.results_page()
+
+
+def test_the_gallery_is_what_the_data_say(modules):
+    pages = modules.gallery.gallery()
     assert set(pages) == {"index.md", *(f"{name}.md" for name in SHAPES)}
     committed = {path.name: path.read_text() for path in (ROOT / "docs/gallery").glob("*")}
     assert committed == pages
 
 
-def test_the_blocks_of_pages_are_those_of_the_data(modules: dict[str, ModuleType]) -> None:
-    for path, text in modules["blocks"].filled_pages().items():
+def test_the_blocks_of_pages_are_those_of_the_data(modules):
+    for path, text in modules.blocks.filled_pages().items():
         assert path.read_text() == text, path
-    lines = modules["readme"].block("docs/").splitlines()
+    lines = modules.readme.block("docs/").splitlines()
     numbers = [line for line in lines if line.startswith("- ")]
     assert numbers
     for line in numbers:
         assert ("measured" in line) != ("modelled" in line)
 
 
-def test_every_plot_is_there_and_shown(modules: dict[str, ModuleType]) -> None:
-    drawn = set(modules["plots"].plots())
+def test_every_plot_is_there_and_shown(modules):
+    drawn = set(modules.plots.plots())
     images = ROOT / "docs" / "images"
     assert {path.name for path in images.glob("results-*")} == drawn
     shown = (ROOT / "docs/results.md").read_text() + (ROOT / "README.md").read_text()
@@ -68,10 +67,8 @@ def test_every_plot_is_there_and_shown(modules: dict[str, ModuleType]) -> None:
 
 
 @pytest.mark.slow
-def test_plots_are_drawn_from_the_data(
-    modules: dict[str, ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plots = modules["plots"]
+def test_plots_are_drawn_from_the_data(modules, tmp_path, monkeypatch):
+    plots = modules.plots
     monkeypatch.setattr(plots, "IMAGES", tmp_path)
     (tmp_path / "results-of-old.svg").write_text("")
     paths = plots.draw()
@@ -79,10 +76,8 @@ def test_plots_are_drawn_from_the_data(
     assert all(b"<svg" in path.read_bytes()[:600] for path in paths)
 
 
-def test_data_are_of_the_commands_and_say_where_they_come_from(
-    modules: dict[str, ModuleType],
-) -> None:
-    sources = modules["sources"]
+def test_data_are_of_the_commands_and_say_where_they_come_from(modules):
+    sources = modules.sources
     assert DATA
     for path in DATA:
         told = sources.read(path.stem)["provenance"]
@@ -94,17 +89,13 @@ def test_data_are_of_the_commands_and_say_where_they_come_from(
         assert re.fullmatch("[0-9a-f]{12}" + old, told["commit"])
 
 
-def test_a_number_that_changes_in_the_data_changes_the_pages(
-    modules: dict[str, ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sources, gallery = modules["sources"], modules["gallery"]
+def test_a_number_that_changes_in_the_data_changes_the_pages(modules, tmp_path, monkeypatch):
+    sources, gallery = modules.sources, modules.gallery
     name = "plan_Llama-3.2-1B"
     before = gallery.model_page(SHAPES["Llama-3.2-1B"])
     found = json.loads((sources.DATA / f"{name}.json").read_text())
-    (row,) = [
-        row for row in found["runs"][1]["document"] if (row["projection"], row["M"]) == ("mlp", 1)
-    ]
-    row["time_ms"] = 123456.0
+    rows = {(row["projection"], row["M"]): row for row in found["runs"][1]["document"]}
+    rows["mlp", 1]["time_ms"] = 123456.0
     (tmp_path / f"{name}.json").write_text(sources.dumped(found))
     monkeypatch.setattr(sources, "DATA", tmp_path)
     after = gallery.model_page(SHAPES["Llama-3.2-1B"])
@@ -120,27 +111,15 @@ def test_a_number_that_changes_in_the_data_changes_the_pages(
         ('{"runs": [{"command": "neuronmm plan"}]}', "is of other commands than those of"),
     ],
 )
-def test_a_file_that_is_no_data_set_is_refused(
-    modules: dict[str, ModuleType],
-    text: str,
-    said: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    sources = modules["sources"]
-    (tmp_path / "cpu.json").write_text(text)
-    monkeypatch.setattr(sources, "DATA", tmp_path)
+def test_a_file_that_is_no_data_set_is_refused(sources, text, said):
+    (sources.DATA / "cpu.json").write_text(text)
     with pytest.raises(ValueError, match=rf"{said}.*; run make results-data DATA=cpu"):
         sources.read("cpu")
     assert sources.read("generate") is None
 
 
-def test_without_the_demo_its_data_sets_say_what_to_run(
-    modules: dict[str, ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sources = modules["sources"]
+def test_without_the_demo_its_data_sets_say_what_to_run(sources, tmp_path, monkeypatch):
     monkeypatch.setattr(sources, "ROOT", tmp_path)
-    monkeypatch.setattr(sources, "_commit", lambda: 12 * "0")
     with pytest.raises(FileNotFoundError, match=r"held_out\.txt is missing; run make demo"):
         sources.make(sources.datasets()["methods"])
     (tmp_path / "out/demo").mkdir(parents=True)
@@ -151,12 +130,7 @@ def test_without_the_demo_its_data_sets_say_what_to_run(
 
 
 @pytest.mark.slow
-def test_a_data_set_is_written_whole_or_not_at_all(
-    modules: dict[str, ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sources = modules["sources"]
-    monkeypatch.setattr(sources, "DATA", tmp_path)
-    monkeypatch.setattr(sources, "_commit", lambda: 12 * "0")
+def test_a_data_set_is_written_whole_or_not_at_all(sources, tmp_path):
     good = "neuronmm plan --model Qwen3-0.6B --tokens 1"
     bad = "neuronmm plan --model nothing --tokens 1"
     with pytest.raises(RuntimeError, match=f"{bad} failed with exit code 2: .*must be a directory"):
@@ -168,43 +142,30 @@ def test_a_data_set_is_written_whole_or_not_at_all(
     assert {row["M"] for row in run["document"]} == {1}
 
 
-def test_the_front_is_what_no_point_beats(modules: dict[str, ModuleType]) -> None:
-    selection = modules["selection"]
-    points = [
-        selection.Tradeoff("fp8", ratio, speed, excess)
-        for ratio, speed, excess in (
-            (0.1, 1, 1),
-            (0.2, 2, 2),
-            (0.3, 2, 3),
-            (0.4, 1.5, 2),
-            (0.5, 3, 9),
-        )
-    ]
+def test_the_front_is_what_no_point_beats(modules):
+    selection = modules.selection
+    numbers = [(0.1, 1, 1), (0.2, 2, 2), (0.3, 2, 3), (0.4, 1.5, 2), (0.5, 3, 9)]
+    points = [selection.Tradeoff("fp8", *each) for each in numbers]
     assert [point.ratio for point in selection.front(points)] == [0.1, 0.2, 0.5]
     assert selection.front([]) == []
 
 
-def test_a_page_without_its_blocks_is_refused(modules: dict[str, ModuleType]) -> None:
+def test_a_page_without_its_blocks_is_refused(modules):
     block = "<!-- results: written by `make results` -->\n<!-- /results -->"
     for text in ("", block[:-1], 2 * block, block.replace("results:", "others:")):
         with pytest.raises(ValueError, match=r"README\.md must have the blocks \['results'\]"):
-            modules["blocks"].filled("README.md", text)
+            modules.blocks.filled("README.md", text)
 
 
-def test_a_tree_with_changes_makes_no_data(
-    modules: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sources = modules["sources"]
+def test_a_tree_with_changes_makes_no_data(sources, monkeypatch):
     monkeypatch.setattr(sources, "_commit", lambda: "0123456789ab-dirty")
     with pytest.raises(ValueError, match="the work tree is of 0123456789ab-dirty; commit first"):
         sources.make(sources.datasets()["cpu"])
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=lambda shape: shape.name)
-def test_the_gallerys_commands_are_the_programs(
-    modules: dict[str, ModuleType], shape: object, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for line in modules["gallery"].commands(shape):
+def test_the_gallerys_commands_are_the_programs(modules, shape, capsys):
+    for line in modules.gallery.commands(shape):
         options = shlex.split(line)[1:]
         calibration = options.index("--calibration") + 1
         options[calibration] = "no such file"
@@ -213,18 +174,15 @@ def test_the_gallerys_commands_are_the_programs(
         assert "no such file" in capsys.readouterr().err
 
 
-def test_an_unknown_data_set_is_one_line() -> None:
-    command = (sys.executable, EXAMPLE, "--data", "nothing")
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert "invalid choice: 'nothing'" in done.stderr
-    assert "Traceback" not in done.stderr
+def test_an_unknown_data_set_is_one_line(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["results", "--data", "nothing"])
+    with pytest.raises(SystemExit, match="2"):
+        runpy.run_path(str(EXAMPLE), run_name="__main__")
+    assert "invalid choice: 'nothing'" in capsys.readouterr().err
 
 
-def test_a_data_set_that_was_written_does_not_refuse_the_next(
-    modules: dict[str, ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sources = modules["sources"]
+def test_a_data_set_that_was_written_does_not_refuse_the_next(modules, tmp_path, monkeypatch):
+    sources = modules.sources
     data = tmp_path / "docs" / "results"
     data.mkdir(parents=True)
     files = [tmp_path / "code.py", data / "one.json"]

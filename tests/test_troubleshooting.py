@@ -64,16 +64,16 @@ def quoted() -> list[str]:
 
 
 @pytest.mark.parametrize("line", quoted())
-def test_quoted_lines_are_in_the_source(line: str) -> None:
+def test_quoted_lines_are_in_the_source(line):
     assert PREFIX.match(line)
     assert is_message(PREFIX.sub("", line, count=1), own_messages()), line
 
 
-def test_the_page_quotes_many() -> None:
+def test_the_page_quotes_many():
     assert len(quoted()) >= 30
 
 
-def test_what_is_not_in_the_source_is_found() -> None:
+def test_what_is_not_in_the_source_is_found():
     source = "raise ValueError(f'{name} must be at least {least} tokens, got {found}; use more')"
     known = messages(source)
     assert known[0] == ["", " must be at least ", " tokens, got ", "; use more"]

@@ -26,14 +26,14 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def test_the_notebook_is_made_of_the_page() -> None:
+def test_the_notebook_is_made_of_the_page():
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     nbformat.validate(notebook)
     assert notebook == notebook_of(PAGE.read_text()), "run: python examples/tutorial"
     assert [cell.outputs for cell in notebook.cells if cell.cell_type == "code"] == [[]] * 5
 
 
-def test_a_notebook_holds_all_of_its_page() -> None:
+def test_a_notebook_holds_all_of_its_page():
     blocks = "```python\nx = 1\n\ny = 2\n```\n\n```python\nx\n```\n"
     page = f"# T\n\nSay:\n\n```bash\nls\n```\n\n{blocks}End.\n"
     notebook = notebook_of(page)
@@ -46,7 +46,7 @@ def test_a_notebook_holds_all_of_its_page() -> None:
 
 
 @pytest.mark.slow
-def test_the_notebook_runs_and_draws(place: Path) -> None:
+def test_the_notebook_runs_and_draws(place):
     assert (place / "tutorial.png").read_bytes().startswith(b"\x89PNG")
     notebook = nbformat.read(place / "run.ipynb", as_version=4)
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
@@ -65,9 +65,7 @@ def test_the_notebook_runs_and_draws(place: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_commands_run_on_what_the_notebook_made(
-    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_commands_run_on_what_the_notebook_made(place, monkeypatch, capsys):
     monkeypatch.chdir(place)
     monkeypatch.setattr(generate, "in_own_process", lambda what, function, *a: function(*a))
     shown = {}
