@@ -29,7 +29,9 @@ DESCENT_TOKENS = 2048
 MANY_WEIGHTS = 2**27
 """Elements from which a descent has half as many tokens: a trace has an instruction a tile."""
 DECODED_TOKENS = 64
-"""Up to so many, decode is the quicker kernel wherever it fits."""
+"""Up to so many, decode is the quicker kernel wherever it fits, but of `FEW_WEIGHTS`."""
+FEW_WEIGHTS = 2**22
+"""Elements up to which both kernels are traced: a launch is as short as its DMAs' latency."""
 FINALISTS = 2
 REPEATED = ("token_block", "layout", "k_block")
 """Candidates of each value of these that are traced with all tokens: what each block repeats."""
@@ -72,7 +74,8 @@ def best_candidate(problem: Problem) -> tuple[Candidate, float]:
     """What one launch is quickest with, and its regret. Raises ValueError where nothing fits."""
     candidates: list[Candidate] = []
     for phase in ("decode", "prefill") if problem.M <= PARTITIONS else ("prefill",):
-        if not candidates or problem.M > DECODED_TOKENS:
+        small = problem.weight_elements <= FEW_WEIGHTS
+        if not candidates or problem.M > DECODED_TOKENS or small:
             candidates += _candidates(problem, phase)
     if not candidates:
         raise ValueError(f"no plan of {problem} fits SBUF on {problem.target}; split K or N")

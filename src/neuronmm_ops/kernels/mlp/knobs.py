@@ -15,6 +15,7 @@ from neuronmm_ops.kernels.knobs import (
     kept_axis,
     layouts,
     narrower,
+    pairs_of,
     resident_axis,
     widths,
 )
@@ -59,11 +60,10 @@ def prefill(problem: Problem) -> list[Knobs]:
     ]
     axes = [
         hidden,
-        inners,
-        blocks,
+        pairs_of(layouts(problem), inners),
+        pairs_of(layouts(problem), blocks),
         axis("token_tiles", (2, 4)),
         kept_axis,
-        layouts(problem),
         resident,
     ]
 

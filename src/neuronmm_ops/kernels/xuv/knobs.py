@@ -70,8 +70,11 @@ def prefill(problem: Problem) -> list[Knobs]:
     parts.insert(0, {"k_block": 0, **resident[0]})
 
     def in_parts(arguments: Arguments) -> list[Arguments]:
-        whole = [{**part, "banks": arguments["v_banks"]} for part in parts]
-        return pairs_of(token_axis, [*whole, *halves])
+        banks: Arguments = {"banks": arguments["v_banks"]}
+        blocks = pairs_of(token_axis, [*[{**part, **banks} for part in parts], *halves])
+        # a wide block pays where its tokens also meet a block of u together
+        together = [{**one, "tokens": one["token_block"]} for one in token_axis[1:]]
+        return [*blocks, *[{**one, **parts[0], **banks} for one in together]]
 
     def allows(arguments: Arguments) -> bool:
         tokens, width = int(arguments["tokens"]), int(arguments["token_block"])

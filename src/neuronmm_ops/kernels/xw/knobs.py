@@ -46,7 +46,9 @@ def prefill(problem: Problem) -> list[Knobs]:
     token_tiles = axis("token_tiles", (1, 2, 4, 8))
     # groups of 8 tiles fit no layout that leaves TensorE two banks
     ways = pairs_of(layouts(problem), axis("token_tiles", (2, 4)))
-    axes = [pairs_of(token_axis, token_tiles), pairs_of(token_axis, blocks), ways, resident]
+    sizes = pairs_of(token_axis, blocks)
+    sizes = [*sizes, *pairs_of(sizes, axis("token_tiles", (4,)))]
+    axes = [pairs_of(token_axis, token_tiles), sizes, ways, resident]
     found = [Knobs("xw", narrower([start, {**start, "resident": 0}]), axes, allows)]
     if doubled := doubled_layout(problem):
         start = {**start, **doubled, "token_tiles": 1}
