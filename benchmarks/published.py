@@ -18,7 +18,7 @@ from neuronmm_ops.measure.runner import run_all
 
 FIELDS = (
     "name", "fact", "target", "measure", "engine", "group", "naive", "source",
-    "published_ms", "modelled_ms", "documented_ms", "published_share", "modelled_share",
+    "published_ms", "modelled_ms", "range_ms", "documented_ms", "published_share", "modelled_share",
     "error", "errors", "published_bytes", "modelled_bytes", "launches", "launch_us", "refused",
 )  # fmt: skip
 ENGINES = {"TensorE": Engine.TENSOR, "VectorE": Engine.VECTOR, "DMA": Engine.DMA}
@@ -35,11 +35,11 @@ def run(progress: Progress | None = None, workers: int = 1) -> list[dict[str, An
     Returns:
         One row a figure, with `FIELDS`. `modelled_ms` or `modelled_share` is under the first DMA
         model, and so is `error` (relative); `errors` has every model's by name. `group` says what
-        the figure was to the model, as `cases.published.Case`. `documented_ms` leaves the fitted
-        issue of matmuls out. `measure` says what is compared; of a "bound",
-        `modelled_ms` must not exceed what was published, and there is no error: `launch_us` is what
-        is missing by each of its `launches`. `refused` says why a kernel does not run here; its
-        numbers are None.
+        the figure was to the model, as `cases.published.Case`; times that were held out have their
+        `range_ms` over all that is not known. `documented_ms` leaves the fitted issue of matmuls
+        out. `measure` says what is compared; of a "bound", `modelled_ms` must not exceed what was
+        published, and there is no error: `launch_us` is what is missing by each of its `launches`.
+        `refused` says why a kernel does not run here; its numbers are None.
     """
     found = published.cases()
     # several figures are published of one run
@@ -102,6 +102,8 @@ def _simulated(launch: tuple[int, DmaModel]) -> dict[str, float] | str:
     found |= {"time": profile.time_ms, "MFU": profile.mfu, "bytes": float(profile.hbm_bytes)}
     if model == DMA_MODELS[0]:
         found["documented"] = profile.documented_ms
+        if case.group == "held out" and case.measure == "time":
+            found["low"], found["high"] = profile.time_range_ms
     return found | _single(profile)
 
 
@@ -148,6 +150,7 @@ def _row(case: published.Case, outcomes: dict[DmaModel, dict[str, float] | str])
         measure += ", share"
     row["modelled_share" if as_share else "modelled_ms"] = first[measure]
     row["documented_ms"] = first["documented"] if measure == "time" else None
+    row["range_ms"] = [first["low"], first["high"]] if "low" in first else None
     row["modelled_bytes"] = round(first["bytes"]) if measure == "time" else None
     figure = case.published_share or case.published_ms
     assert figure is not None, case

@@ -201,12 +201,16 @@ def held_out() -> str:
     if rows is None:
         return ""
     found = [score for score in scores(rows) if score.group == "held out"]
+    whole = [row for row in rows if row["range_ms"]]
+    inside = [r for r in whole if r["range_ms"][0] <= r["published_ms"] <= r["range_ms"][1]]
     ends = " and ".join(
         f"{score.mean:.0%} (worst {score.worst:+.0%}) under `{score.model}`" for score in found
     )
     return (
         f"On {found[0].figures} times that AWS published of {found[0].facts} kernels and their "
-        f"engines, and that no constant was fitted to, the mean error is {ends}."
+        f"engines, and that no constant was fitted to, the mean error is {ends}. Of the "
+        f"{len(whole)} times of whole kernels {len(inside)} lie in the range of all that is not "
+        "known."
     )
 
 
@@ -249,6 +253,8 @@ def _published_row(row: Row) -> list[str]:
         values = [f"{row[f'{kind}_share']:.1%}" for kind in ("published", "modelled")]
     else:
         values = [f"{ms * 1e3:.3g} us" if of < 0.1 else f"{ms:.4g}" for ms in (of, by)]
+    if row["range_ms"]:
+        values[1] += f" ({span(*row['range_ms'])})"
     return [row["name"], row["group"], row["target"], *values, *ends]
 
 

@@ -13,7 +13,7 @@ from neuronmm_ops.estimate.baselines import matmul, neuronmm
 
 FIELDS = (
     "name", "fact", "target", "measure", "engine", "group", "naive", "source",
-    "published_ms", "modelled_ms", "documented_ms", "published_share", "modelled_share",
+    "published_ms", "modelled_ms", "range_ms", "documented_ms", "published_share", "modelled_share",
     "error", "errors", "published_bytes", "modelled_bytes", "launches", "launch_us", "refused",
 )  # fmt: skip
 QUICK = ("lhs@rhs", "lhsT@rhs", "M=1K", "exp of", "activations", "loads of", "256 channels")

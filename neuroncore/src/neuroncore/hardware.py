@@ -13,6 +13,7 @@ Sources, by the names used below:
 "perf" = Neuron SDK 2.32, NKI performance guide, profiles of trn1 among its figures;
 "profile" = the two profiles of trn2 in "dma": exp of [128,128] and of [4,4096];
 "lnc", "fn" = Neuron SDK, errors NCC_EVRF066 and NCC_EVRF051 of the compiler;
+"explorer" = Neuron SDK, tools/neuron-explorer, summary page and glossary;
 "fit" = a constant fitted here, on the measurement named beside it: the issue of a matmul and, for
 each of the two DMA models, one.
 """
@@ -61,7 +62,8 @@ Feature = Literal[
     "native_transposes", "device_loops", "paired_cores", "bias_numbers",
     "scalar_copies", "gpsimd_random", "random_state", "nonzero_with_count", "range_select",
     "select_reduce",
-    "abs_extremes", "activate2", "all_to_all_v", "bf16_psum", "cross_bank_psum", "exponential",
+    "throttles", "abs_extremes", "activate2", "all_to_all_v", "bf16_psum", "cross_bank_psum",
+    "exponential",
     "float8_e4m3fn", "mx", "priority", "rand2", "tensor_indirection", "vector_random_state",
 ]  # fmt: skip
 """What some generations have and others lack."""
@@ -78,6 +80,7 @@ _FEATURES_TRN2: frozenset[Feature] = frozenset({
     "gpsimd_random",  # rng runs on GpSimdE (isa)
     "random_state",  # rand_get_state and rand_set_state (isa)
     "nonzero_with_count", "range_select", "select_reduce",  # instructions (isa)
+    "throttles",  # TensorE by its use (explorer)
 })  # fmt: skip
 _FEATURES_TRN3 = _FEATURES_TRN2 | frozenset[Feature]({
     "abs_extremes",  # nl.abs_max and nl.abs_min (isa)
@@ -119,6 +122,15 @@ class DmaCosts:
     interval_ns: float
     short_gbps: float
     transpose_share: float
+
+
+@dataclass(frozen=True)
+class Throttle:
+    """TensorE runs at `rate` where it was busy for less than `use` of the last `window_ns`."""
+
+    window_ns: float
+    use: float
+    rate: float
 
 
 @dataclass(frozen=True)
@@ -180,6 +192,14 @@ class Machine:
     """What it has of that which not all generations have."""
     aliases: tuple[str, ...] = ()
     """Other families of instances with these cores."""
+    throttle: Throttle | None = None
+    """What slows TensorE where it is used little; None where that is not modelled."""
+    serial_columns: bool = False
+    """Matmuls on tiles of other columns of the PE array wait for each other."""
+    shared_queues: bool = False
+    """All loads start in one queue, and all stores: not one of each HBM tensor."""
+    meeting_ns: float = 0.0
+    """What a barrier or an exchange of two cores takes beyond its own cost."""
 
     def has(self, feature: Feature) -> bool:
         """Whether it has what not all generations have."""

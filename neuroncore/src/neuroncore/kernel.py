@@ -29,6 +29,7 @@ from neuroncore.profile.profile import Profile
 from neuroncore.timing.edges import Edges, apply_edges, edges_of
 from neuroncore.timing.order import order_to_fit
 from neuroncore.timing.schedule import schedule
+from neuroncore.uncertainty import assuming
 
 Mode = Literal["execute", "trace"]
 
@@ -101,6 +102,7 @@ class RunSettings:
     mode: Mode = "execute"
     model: Model = "calibrated"
     dma_model: DmaModel = "transfers"
+    assume: tuple[str, ...] = ()
     cores_busy: int = 1
     seed: int = 0
     ranks: int | None = None
@@ -141,7 +143,7 @@ def run(
             "made by the installed nki; simulate in an environment without it"
         )
     kernel = kernel if isinstance(kernel, Kernel) else Kernel(kernel)
-    machine = resolve_target(settings.target).under(settings.dma_model)
+    machine = assuming(resolve_target(settings.target).under(settings.dma_model), settings.assume)
     budget = settings.budget or Budget()
     launch = KernelRun(
         machine.with_cores_busy(settings.cores_busy),
@@ -212,6 +214,7 @@ def simulate(
     mode: Mode = "execute",
     model: Model = "calibrated",
     dma_model: DmaModel = "transfers",
+    assume: Sequence[str] = (),
     cores_busy: int = 1,
     seed: int = 0,
     ranks: int | None = None,
@@ -236,6 +239,7 @@ def simulate(
             "stationary_reuse", a what-if, only where the stationary operand changes.
         dma_model: what small DMAs cost, one of `hardware.DMA_MODELS`; the profile has the range of
             all of them.
+        assume: names of `uncertainty.UNCERTAINTIES` whose other end the time is given with.
         cores_busy: NeuronCores of the chip that share its HBM while this one runs.
         seed: of the random number generators of the core.
         ranks: run the kernel on so many ranks, which meet in `nki.collectives`; arguments that
@@ -254,8 +258,8 @@ def simulate(
     Raises NkiValidationError where the kernel breaks a rule, ValueError for bad arguments.
     """
     settings = RunSettings(
-        target, mode, model, dma_model, cores_busy, seed, ranks, follow, uninitialised, capacity,
-        budget,
+        target, mode, model, dma_model, tuple(assume), cores_busy, seed, ranks, follow,
+        uninitialised, capacity, budget,
     )  # fmt: skip
     if args or kwargs:
         return run(kernel, args, kwargs, settings)

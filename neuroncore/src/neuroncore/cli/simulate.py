@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,7 @@ from neuroncore import Budget
 from neuroncore.cli.console import check_output, show_warning
 from neuroncore.cli.parser import add_command
 from neuroncore.hardware import DMA_MODELS, MODELS, resolve_target
+from neuroncore.uncertainty import assuming
 
 if TYPE_CHECKING:
     from neuroncore.cli.runs import LaunchOptions, Run
@@ -73,6 +75,13 @@ def add(commands: Any) -> None:
         default=DMA_MODELS[0],
         help="cost of small DMAs: a queue starts one per interval (default), or "
         "short rows move slowly; the profile has the range of both",
+    )
+    command.add_argument(
+        "--assume",
+        nargs="+",
+        default=[],
+        metavar="NAME",
+        help="take the other end of what is not known: names of the report's last section",
     )
     command.add_argument(
         "--cores-busy",
@@ -168,6 +177,7 @@ def _launch(options: argparse.Namespace) -> LaunchOptions:
             mode="trace" if options.trace_only else "execute",
             model=options.cost_model,
             dma_model=options.dma_model,
+            assume=tuple(options.assume),
             cores_busy=options.cores_busy,
             seed=options.seed,
             budget=Budget(options.max_instructions, options.max_seconds, options.max_bytes),
@@ -188,7 +198,8 @@ def _check(options: argparse.Namespace, kernels: int) -> None:
     from neuroncore.cli.tensors import check_suffix
     from neuroncore.profile import plot
 
-    resolve_target(options.target).with_cores_busy(options.cores_busy)
+    machine = resolve_target(options.target).with_cores_busy(options.cores_busy)
+    assuming(machine, options.assume)
     if options.seed < 0:
         raise ValueError(f"--seed must not be negative, got {options.seed}")
     if options.compare and kernels < 2:
@@ -232,8 +243,11 @@ def _one(run: Run, launch: LaunchOptions, options: argparse.Namespace) -> Any:
             **run.document(),
             "what_would_help": profile.what_would_help,
             "what_if": [entry.document() for entry in profile.what_if],
+            "time_range_ms": list(profile.time_range_ms),
+            "uncertainties": [asdict(end) for end in profile.uncertainties],
         }
-    page = f"{profile}\n\n{report.what_would_help(profile)}"
+    sections = report.what_would_help(profile), report.what_is_uncertain(profile)
+    page = "\n\n".join([str(profile), *sections])
     if run.agreements:
         lines = [f"  {describe(entry)}" for entry in run.agreements]
         page += "\n\n" + "\n".join([f"Values beside {launch.reference} in fp64", *lines])

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from neuroncore.collector import no_collection
 from neuroncore.hardware import DMA_MODELS, DmaModel
 from neuroncore.memory.storage import MemoryRegion
-from neuroncore.profile import metrics, perfetto, plot, report, timeline, what_if
+from neuroncore.profile import metrics, perfetto, plot, report, timeline, uncertain, what_if
 from neuroncore.profile.metrics import (
     CriticalLine,
     EngineUse,
@@ -23,6 +23,7 @@ from neuroncore.profile.metrics import (
     RowBucket,
     TensorTraffic,
 )
+from neuroncore.profile.uncertain import OtherEnd
 from neuroncore.profile.what_if import WhatIf
 from neuroncore.timing.schedule import schedule
 from neuroncore.timing.times import Schedule
@@ -101,6 +102,16 @@ class Profile:
     def time_high_ms(self) -> float:
         """The greatest."""
         return max(self.times_ms.values())
+
+    @cached_property
+    def uncertainties(self) -> tuple[OtherEnd, ...]:
+        """The time at the other end of each of `uncertainty.UNCERTAINTIES`, slowest first."""
+        return uncertain.other_ends(self.launch, self.schedule)
+
+    @cached_property
+    def time_range_ms(self) -> tuple[float, float]:
+        """The time with all ends of `uncertainties` that are quicker, and with all slower ones."""
+        return uncertain.together(self.launch, self.schedule, self.uncertainties)
 
     @cached_property
     def documented_ms(self) -> float:

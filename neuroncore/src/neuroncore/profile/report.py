@@ -47,6 +47,20 @@ def what_would_help(p: Profile) -> str:
     return "\n".join(_fit(lines))
 
 
+def what_is_uncertain(p: Profile) -> str:
+    """A section of its own: it schedules the launch again for each line."""
+    rows = [
+        (milliseconds(end.time_ms), f"{end.time_ms / p.time_ms - 1:+.1%}", end.name, end.otherwise)
+        for end in p.uncertainties
+        if p.time_ms
+    ]
+    low, high = [milliseconds(ms) for ms in p.time_range_ms]
+    lines = ["What is not known (ms modelled, with the other end of each)"]
+    lines += table(("ms", "change", "<name", "<if"), rows) if rows else []
+    lines.append(f"  All together: {low} to {high} ms modelled. --assume NAME gives a whole page.")
+    return "\n".join(_fit(lines))
+
+
 def _fit(lines: Iterable[str]) -> list[str]:
     return [clip(line.rstrip(), WIDTH) for line in lines]
 

@@ -27,7 +27,13 @@ from neuroncore.hardware import (
 )
 from neuroncore.memory import liveness
 from neuroncore.memory.storage import MemoryRegion, Storage
-from neuroncore.timing.resources import Capacity, DmaEngines, pe_cells, shared_ports_of
+from neuroncore.timing.resources import (
+    Capacity,
+    DmaEngines,
+    RecentUse,
+    pe_cells,
+    shared_ports_of,
+)
 from neuroncore.timing.steady import Iterations, Loops
 from neuroncore.timing.times import CoreSchedule, Wait
 from neuroncore.timing.trace import (
@@ -75,6 +81,7 @@ class Placer:
         self.queues: dict[Any, tuple[str, float, int]] = {}
         self.dge_free = [0.0, 0.0]
         self.cells = [0.0] * 16
+        self.recent = RecentUse(machine.throttle) if machine.throttle else None
         self.pe_issue = self.pe_full = 0.0
         self.ports = {"sbuf": [0.0, -1, 0.0, -1], "psum": [0.0, -1, 0.0, -1]}
         # when another engine may use an instruction's result
@@ -191,7 +198,10 @@ class Placer:
                     ready, why, who = self._port(template, ready, why, who)
                 begin_ns = ready
                 if engine == 0:
-                    done = begin_ns + template.ns + self._issue(template, storages)
+                    own_ns = template.ns + self._issue(template, storages)
+                    if self.recent is not None:
+                        own_ns = self.recent.slowed(begin_ns, own_ns)
+                    done = begin_ns + own_ns
                     if template.pe_tile is None:
                         engine_free[0] = done
                         self.pe_full = done
@@ -247,6 +257,8 @@ class Placer:
         """All have come: the instruction ends `ns` after the latest of them came."""
         assert self.barrier is not None
         last, (template, storages, _, _) = self.barrier
+        if template.opcode in ("core_barrier", "sendrecv"):
+            ns += self.machine.meeting_ns
         when = latest + ns
         self.times.barriers[last] = number
         if latest > self.times.end[last]:
@@ -318,9 +330,8 @@ class Placer:
 
     def _tile_free(self, template: InstructionTemplate) -> float:
         assert template.pe_tile is not None
-        return max(
-            [self.pe_issue, self.pe_full, *[self.cells[c] for c in pe_cells(template.pe_tile)]]
-        )
+        cells = pe_cells(template.pe_tile, self.machine.serial_columns)
+        return max([self.pe_issue, self.pe_full, *[self.cells[c] for c in cells]])
 
     def _occupy_tile(self, template: InstructionTemplate, begin: float, done: float) -> None:
         assert template.pe_tile is not None
@@ -360,7 +371,8 @@ class Placer:
         cost = template.dma
         assert cost is not None
         # one queue per HBM tensor and direction: what a compiler's DMA rings come to
-        hbm = id(storages[template.hbm_operand]) if template.hbm_operand >= 0 else 0
+        is_own = template.hbm_operand >= 0 and not self.machine.shared_queues
+        hbm = id(storages[template.hbm_operand]) if is_own else 0
         key = (cost.direction, hbm)
         found = self.queues.get(key)
         if found is None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import heapq
+from collections import deque
 from itertools import pairwise
 from typing import Any
 
-from neuroncore.hardware import DMA_ENGINES, Engine
-from neuroncore.timing.trace import DmaCost, InstructionTemplate
+from neuroncore.hardware import DMA_ENGINES, PARTITIONS, Engine, Throttle
+from neuroncore.timing.trace import DmaCost, InstructionTemplate, on_grid
 
 
 class FreeTime:
@@ -155,9 +156,46 @@ class Capacity:
         ]
 
 
-def pe_cells(tile: tuple[int, int, int, int]) -> list[int]:
-    """Cells of the PE array, 4 x 4 of 32 x 32, that a tile covers."""
+class RecentUse:
+    """How long TensorE was busy of late, which its rate follows."""
+
+    def __init__(self, throttle: Throttle) -> None:
+        self.throttle = throttle
+        # when it was busy, earliest first; those that overlap are one
+        self.spans: deque[tuple[float, float]] = deque()
+
+    def slowed(self, begin: float, ns: float) -> float:
+        """What an instruction of `ns` takes that begins now; it is busy until then."""
+        throttle, spans = self.throttle, self.spans
+        since = begin - throttle.window_ns
+        while spans and spans[0][1] <= since:
+            spans.popleft()
+        busy = sum([min(end, begin) - max(start, since) for start, end in spans])
+        if busy < throttle.use * throttle.window_ns:
+            ns = on_grid(ns / throttle.rate)
+        end = begin + ns
+        if spans and begin <= spans[-1][1]:
+            start, last = spans.pop()
+            spans.append((start, max(last, end)))
+        else:
+            spans.append((begin, end))
+        return ns
+
+    def since(self, start: float) -> Any:
+        """What still counts from a time on, counted from it."""
+        first = start - self.throttle.window_ns
+        return [(max(a, first) - start, b - start) for a, b in self.spans if b > first]
+
+    def shift(self, ns: float) -> None:
+        """Let so much time pass in which it is used as before."""
+        self.spans = deque([(a + ns, b + ns) for a, b in self.spans])
+
+
+def pe_cells(tile: tuple[int, int, int, int], serial_columns: bool = False) -> list[int]:
+    """Cells of the PE array, 4 x 4 of 32 x 32, that a tile covers, or all columns of its rows."""
     row, rows, column, columns = tile
+    if serial_columns:
+        column, columns = 0, PARTITIONS
     return [
         4 * r + c
         for r in range(row // 32, (row + rows) // 32)

@@ -176,6 +176,7 @@ class Iterations:
             {s: self._use(s, at, since) for s in self._storages},
             self._loaded(at, number),
             placer.table,
+            placer.recent and placer.recent.since(floor),
         )
         occupied = [len(found) for found in placer.times.occupied.values()]
         return Mark(number, floor, occupied, state)
@@ -251,6 +252,8 @@ class Iterations:
             placer.queues[key] = name, moved(after), later(number)
         placer.dge_free = [moved(free) for free in placer.dge_free]
         placer.dma.shift(ns)
+        if placer.recent is not None:
+            placer.recent.shift(ns)
         for capacity in placer.capacity.values():
             capacity.shift(ns, count)
         for s, step in self._storages.items():

@@ -1,0 +1,163 @@
+"""What is not known: each end changes what it says, alone and with the others."""
+
+import json
+
+import pytest
+
+import neuroncore as nc
+from neuroncore import isa as nisa
+from neuroncore import language as nl
+from neuroncore.cli import main
+from neuroncore.hardware import MACHINES
+from neuroncore.uncertainty import UNCERTAINTIES, assuming
+
+MATMUL_NS = 512 / 2.4
+"""Of 512 columns on trn2, without issue."""
+
+
+@nc.jit
+def matmuls(x, y, count, tiled=False):
+    """`count` matmuls of resident operands, in turn on the four column groups if asked."""
+    a = nl.ndarray((128, 128), nl.bfloat16)
+    b = nl.ndarray((128, 512), nl.bfloat16)
+    nisa.dma_copy(a, x)
+    nisa.dma_copy(b, y)
+    acc = nl.ndarray((128, 512), nl.float32, nl.psum)
+    for i in range(count):
+        if tiled:
+            group = nl.ds(32 * (i % 4), 32)
+            where = {"tile_position": (0, 32 * (i % 4)), "tile_size": (128, 32)}
+            nisa.nc_matmul(acc[group], a[:, group], b, **where)
+        else:
+            nisa.nc_matmul(acc, a, b)
+
+
+@nc.jit
+def meeting(x):
+    mine, other = [nl.zeros((8, 16), nl.float32) for _ in range(2)]
+    rank = 1 - nl.program_id()
+    nisa.dma_copy(mine, x)
+    nisa.sendrecv(mine, other, rank, rank, 0)
+    out = nl.ndarray((2, 8, 16), nl.float32, nl.shared_hbm)
+    nisa.dma_copy(out[nl.program_id()], mine)
+    return out
+
+
+def profile(count=1, tiled=False, target="trn2", assume=()):
+    x, y = (nc.TensorSpec((128, columns), nl.bfloat16) for columns in (128, 512))
+    run = nc.simulate(matmuls, x, y, count, tiled, mode="trace", target=target, assume=assume)
+    return run.profile
+
+
+def matmul_ns(profile):
+    core = profile.schedule.cores[0]
+    ends = zip(core.issued, core.start, core.end, strict=True)
+    return [end - start for (template, *_), start, end in ends if template.opcode == "nc_matmul"]
+
+
+def test_a_matmul_takes_as_many_cycles_to_issue_as_profiles_say():
+    (ns,) = matmul_ns(profile(assume=("matmul-issue",)))
+    assert ns == pytest.approx(MATMUL_NS + 9.7 / 2.4)
+    assert matmul_ns(profile())[0] == pytest.approx(MATMUL_NS / 0.9092)
+
+
+def test_the_tensor_engine_begins_at_half_its_rate_and_reaches_it_when_it_is_used():
+    usual = matmul_ns(profile(20))
+    slowed = matmul_ns(profile(20, assume=("throttling",)))
+    # half of 3 us is busy after four of twice 234 ns
+    assert slowed == pytest.approx([2 * ns if i < 4 else ns for i, ns in enumerate(usual)])
+
+
+def test_a_throttled_engine_that_waits_is_slow_again():
+    def kernel(x, y):
+        matmuls.func(x, y, 20)
+        late = nl.ndarray((128, 512), nl.bfloat16)
+        for _ in range(16):  # each waits for the one before
+            nisa.dma_copy(late, y)
+        nisa.nc_matmul(nl.ndarray((128, 512), nl.float32, nl.psum), late[:, :128], late)
+
+    x, y = (nc.TensorSpec((128, columns), nl.bfloat16) for columns in (128, 512))
+    options = {"mode": "trace", "target": "trn2", "assume": ("throttling",)}
+    *_, before, last = matmul_ns(nc.simulate(kernel, x, y, **options).profile)
+    assert last == pytest.approx(2 * before)
+
+
+def test_column_groups_wait_for_each_other():
+    side_by_side, serial = [
+        profile(16, tiled=True, assume=assume).time_ms for assume in ((), ("column-groups",))
+    ]
+    whole = sum(matmul_ns(profile(16))) / 1e6
+    assert serial - side_by_side == pytest.approx(whole * 3 / 4, rel=0.15)
+
+
+def test_loads_wait_in_one_queue():
+    own, shared = [profile(assume=assume) for assume in ((), ("dma-queues",))]
+    (first, second), (_, later) = [each.schedule.cores[0].start[:2] for each in (own, shared)]
+    assert later - first == pytest.approx(830)
+    assert second < later
+
+
+def test_two_cores_meet_later():
+    x = nc.TensorSpec((8, 16), nl.float32)
+    early, late = [
+        nc.simulate(meeting[2], x, mode="trace", target="trn2", assume=assume).profile.time_ms
+        for assume in ((), ("core-exchange",))
+    ]
+    assert late - early == pytest.approx(1.3e-3, rel=0.05)
+
+
+def test_the_other_dma_model_and_a_busy_chip_have_options_of_their_own():
+    for name, option in (("dma", {"dma_model": "rows"}), ("hbm", {"cores_busy": 8})):
+        x = nc.TensorSpec((128, 128), nl.bfloat16), nc.TensorSpec((128, 512), nl.bfloat16)
+        run = nc.simulate(matmuls, *x, 1, mode="trace", target="trn2", **option)
+        assert profile(assume=(name,)).time_ms == run.profile.time_ms
+
+
+def test_the_range_holds_every_end():
+    found = profile(40, tiled=True)
+    times = {end.name: end.time_ms for end in found.uncertainties}
+    assert list(times.values()) == sorted(times.values(), reverse=True)
+    assert times["column-groups"] > found.time_ms > times["matmul-issue"]
+    low, high = found.time_range_ms
+    assert low <= min(times.values()) <= max(times.values()) < high
+
+
+@pytest.mark.parametrize("target", MACHINES)
+def test_ends_that_change_nothing_on_a_machine_are_left_out(target):
+    machine = MACHINES[target]
+    names = {end.name for end in profile(target=target).uncertainties}
+    assert names == {u.name for u in UNCERTAINTIES if u.other(machine) != machine}
+    assert ("throttling" in names) == (target != "trn1")
+    assert assuming(machine, [u.name for u in UNCERTAINTIES]).target == target
+
+
+KERNEL = """
+import nki, nki.isa as nisa, nki.language as nl
+
+@nki.jit
+def copy(x):
+    tile = nl.ndarray(x.shape, x.dtype)
+    nisa.dma_copy(tile, x)
+    out = nl.ndarray(x.shape, x.dtype, buffer=nl.shared_hbm)
+    nisa.dma_copy(out, tile)
+    return out
+"""
+
+
+def test_the_command_shows_and_takes_them(tmp_path, capsys):
+    path = tmp_path / "kernel.py"
+    path.write_text(KERNEL)
+    arguments = ["simulate", f"{path}:copy", "--arg", "x=bf16[128,512]", "--target", "trn2"]
+    assert main(arguments) == 0
+    page = capsys.readouterr().out
+    assert "What is not known" in page
+    assert all(u.name in page for u in UNCERTAINTIES if u.name != "dma")
+    assert main([*arguments, "--assume", "hbm", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    low, high = document["time_range_ms"]
+    assert low <= document["time_ms"] <= high
+    assert {end["name"] for end in document["uncertainties"]} >= {"throttling", "column-groups"}
+    assert main([*arguments, "--assume", "weather"]) == 2
+    line = capsys.readouterr().err
+    assert line.count("\n") == 1
+    assert "assume must be of dma, dma-queues" in line
