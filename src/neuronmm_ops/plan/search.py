@@ -30,7 +30,7 @@ MANY_WEIGHTS = 2**27
 """Elements from which a descent has half as many tokens: a trace has an instruction a tile."""
 DECODED_TOKENS = 64
 """Up to so many, decode is the quicker kernel wherever it fits, but of `FEW_WEIGHTS`."""
-FEW_WEIGHTS = 2**22
+FEW_WEIGHTS = 2**23
 """Elements up to which both kernels are traced: a launch is as short as its DMAs' latency."""
 FINALISTS = 2
 REPEATED = ("token_block", "layout", "k_block")

@@ -60,7 +60,7 @@ def prefill(problem: Problem) -> list[Knobs]:
         u_blocks,
         v_blocks,
         pairs_of(axis("token_tiles", (1, 2, 4)), axis("tokens", (512, 1024))),
-        layouts(problem),
+        pairs_of(layouts(problem), axis("token_tiles", (1, 2))),
         resident,
     ]
     starts = narrower([start, {**start, "resident": 0}])
