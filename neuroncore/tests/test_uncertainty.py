@@ -68,6 +68,13 @@ def test_the_tensor_engine_begins_at_half_its_rate_and_reaches_it_when_it_is_use
     assert slowed == pytest.approx([2 * ns if i < 4 else ns for i, ns in enumerate(usual)])
 
 
+def test_what_would_help_knows_of_throttling():
+    assert "throttling" not in {entry.resource for entry in profile(20).what_if}
+    slowed = profile(20, assume=("throttling",))
+    (entry,) = [entry for entry in slowed.what_if if entry.resource == "throttling"]
+    assert entry.time_ms == pytest.approx(profile(20).time_ms)
+
+
 def test_a_throttled_engine_that_waits_is_slow_again():
     def kernel(x, y):
         matmuls.func(x, y, 20)

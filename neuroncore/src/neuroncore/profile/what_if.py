@@ -183,6 +183,10 @@ def _free_queues(launch: KernelRun) -> KernelRun:
     return _relaunch(launch, lambda trace: trace, free)
 
 
+def _free_throttle(launch: KernelRun) -> KernelRun:
+    return _relaunch(launch, lambda trace: trace, replace(launch.machine, throttle=None))
+
+
 def _free_dma_rows(launch: KernelRun) -> KernelRun:
     def change(t: InstructionTemplate) -> InstructionTemplate:
         if t.dma is None:
@@ -281,6 +285,15 @@ _RESOURCES = (
         "fill the PE array (128 rows, 128 stationary and 512 moving columns), compute less",
         _free_engine(Engine.TENSOR),
         _runs_on(Engine.TENSOR),
+    ),
+    _Resource(
+        "throttling",
+        "TensorE ran at its full rate",
+        "keep TensorE busy: load ahead, so that it does not wait",
+        _free_throttle,
+        lambda before, on_path: (
+            before.machine.throttle is not None and any(t.engine is Engine.TENSOR for t in on_path)
+        ),
     ),
     _Resource(
         "VectorE",
