@@ -78,10 +78,11 @@ def add(commands: Any) -> None:
     )
     command.add_argument(
         "--assume",
-        nargs="+",
+        action="append",
         default=[],
         metavar="NAME",
-        help="take the other end of what is not known: names of the report's last section",
+        help="take the other end of what is not known, a name of the report's last section; may be "
+        "given more than once",
     )
     command.add_argument(
         "--cores-busy",
