@@ -172,8 +172,7 @@ def test_every_listed_class_is_a_gated_mlp_in_transformers():
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["Llama", "Mistral", "Qwen2", "Qwen3", "Gemma", "Gemma2", "Gemma3", "Olmo2", "SmolLM3"],
+    "name", ["Llama", "Mistral", "Qwen2", "Qwen3", "Gemma", "Gemma2", "Gemma3", "Olmo2", "SmolLM3"]
 )
 def test_common_classes_compute_what_svd_mlp_computes(name):
     kind = getattr(transformers, f"{name}TextConfig" if name == "Gemma3" else f"{name}Config")

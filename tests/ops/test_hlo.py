@@ -99,7 +99,7 @@ def test_the_custom_call_has_its_fields():
 def test_other_shapes_are_reached_by_reshapes():
     found = instructions_of(module_of("name", CALL, [X, W], [FLAT, W], [RESULT], [OUTPUT]))
     assert [i[2][0].decode() for i in found] == [
-        *("parameter", "parameter", "reshape", "custom-call", "reshape"),
+        *("parameter", "parameter", "reshape", "custom-call", "reshape")
     ]
     assert [packed(i[36][0]) for i in found[2:]] == [[1], [3, 2], [4]]
     assert shape_of(found[-1][3][0])[0] == [2, 3, 300]
@@ -137,7 +137,7 @@ def test_the_config_has_the_documented_form_and_what_distinguishes_the_call():
     config = decoded(launch("xuv", (6, 200), (200, 40), (40, 64)))
     plan = plan_xuv(6, 200, 40, 64, "float32", "trn1")
     assert set(config) == {
-        *("func_name", "grid", "has_collectives", "kernel_version", "klir_binary", "neuronmm"),
+        *("func_name", "grid", "has_collectives", "kernel_version", "klir_binary", "neuronmm")
     }
     assert config["func_name"] == plan.kernel
     assert config["klir_binary"]["binary"].startswith(f"neuronmm_ops.kernels.{plan.kernel}@")

@@ -8,14 +8,7 @@ from pathlib import Path
 import pytest
 import stand_ins
 import torch
-from operands import (
-    OPS,
-    make,
-    mlp_shapes,
-    names_of,
-    shapes_of,
-    split_call,
-)
+from operands import OPS, make, mlp_shapes, names_of, shapes_of, split_call
 from splits import split_plans
 from stand_ins import NeuronMachine
 from torch._dynamo.source import ConstantSource
@@ -24,12 +17,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from neuronmm_ops import kernels, ops, use_impl
 from neuronmm_ops.kernels import nki_kernel, source_fingerprint
-from neuronmm_ops.ops.backends.launch import (
-    call_kernel,
-    launch_here,
-    launch_of,
-    static_shape,
-)
+from neuronmm_ops.ops.backends.launch import call_kernel, launch_here, launch_of, static_shape
 from neuronmm_ops.ops.definitions import SPECS
 from neuronmm_ops.plan import plan_op, plan_xuv, qkv_matrices
 

@@ -14,10 +14,7 @@ from torch_xla import _XLAC
 from neuronmm_ops.ops.backends.xla import TARGET
 
 NAME = r"%?([\w.-]+)"
-API_VERSIONS = {
-    "API_VERSION_STATUS_RETURNING": 2,
-    "API_VERSION_STATUS_RETURNING_UNIFIED": 3,
-}
+API_VERSIONS = {"API_VERSION_STATUS_RETURNING": 2, "API_VERSION_STATUS_RETURNING_UNIFIED": 3}
 
 
 @dataclass(frozen=True)

@@ -75,11 +75,7 @@ def test_a_model_is_one_graph_with_one_call_an_op(device, handler):
 
 @pytest.mark.parametrize(
     ("targets", "dtype", "expected"),
-    [
-        ("mlp", torch.float32, 2),
-        ("attention", torch.float32, 4),
-        ("all-linear", torch.bfloat16, 6),
-    ],
+    [("mlp", torch.float32, 2), ("attention", torch.float32, 4), ("all-linear", torch.bfloat16, 6)],
 )
 def test_a_llama_lowers_to_its_ops(targets, dtype, expected, device):
     model = compressed(targets, dtype=dtype)

@@ -189,10 +189,7 @@ def test_any_shape(lead, sizes, dtype, bias):
 
 @pytest.mark.parametrize(
     ("name", "requires_grad"),
-    [
-        *[(name, True) for name in ("xuv", "xuv with a bias", "xw", "svd_mlp")],
-        ("xuv", False),
-    ],
+    [*[(name, True) for name in ("xuv", "xuv with a bias", "xw", "svd_mlp")], ("xuv", False)],
 )
 def test_opcheck(name, requires_grad, device):
     op, shapes = CALLS[name]
