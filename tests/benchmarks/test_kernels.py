@@ -26,6 +26,7 @@ FIELDS = (
     "published_ms", "published_bytes",
 )  # fmt: skip
 SMALL = ["Qwen3-0.6B"]
+MEASURED = kernels.LaunchTimes((1.0, 2.0), 10, 5, 2, "DMA")
 MLP_KERNELS = ["svd_mlp", "svd_mlp_3xuv", "neuronmm_published_mlp"]
 
 
@@ -137,8 +138,7 @@ def test_three_launches_are_added_and_their_peaks_are_not(rows):
 @pytest.fixture
 def _measured(monkeypatch):
     """No kernel is traced."""
-    measured = kernels.LaunchTimes((1.0, 2.0), 10, 5, 2, "DMA")
-    monkeypatch.setattr(kernels, "measure", lambda candidate: measured)
+    monkeypatch.setattr(kernels, "measure", lambda candidate: MEASURED)
 
 
 @pytest.mark.usefixtures("_measured")
@@ -155,8 +155,8 @@ def test_the_figure_is_of_the_target_that_the_paper_measured_on(monkeypatch):
 @pytest.mark.slow
 def test_rows_of_the_figure_have_what_was_published(monkeypatch):
     """Published kernels are traced; plans, whose search takes minutes, are left out."""
-    trace, planned = kernels.measure, kernels.LaunchTimes((1.0, 2.0), 10, 5, 2, "DMA")
-    monkeypatch.setattr(kernels, "measure", lambda c: trace(c) if c.published else planned)
+    trace = kernels.measure
+    monkeypatch.setattr(kernels, "measure", lambda c: trace(c) if c.published else MEASURED)
     found = kernels.run(tokens=[1024], figure1=True)
     assert [row["kernel"] for row in found] == ["xw", "xuv_unfused", "neuronmm_published", "xuv"]
     published = [(row["published_ms"], row["published_bytes"]) for row in found]
@@ -171,7 +171,10 @@ def test_rows_of_the_figure_have_what_was_published(monkeypatch):
     assert unfused["limit_ms"] == fused["limit_ms"] < found[0]["limit_ms"]
 
 
-def test_kernels_on_factors_of_one_byte():
+def test_kernels_on_factors_of_one_byte(monkeypatch):
+    """Of prefill the rows' names alone matter: their plans are not searched."""
+    trace = kernels.measure
+    monkeypatch.setattr(kernels, "measure", lambda c: trace(c) if c.problem.M == 1 else MEASURED)
     found = kernels.run(SMALL, [1, 512], target="trn2", storage=["fp8", "int8"])
     rows = {(row["kernel"], row["M"], row["K"]): row for row in found}
     for kernel in ("xuv", "svd_mlp"):
@@ -194,8 +197,7 @@ def test_what_has_no_room_is_none(monkeypatch):
     problem = Problem("svd_mlp", 2048, pairs, target="trn1")
     candidate = kernels.KernelChoice(problem, "neuronmm_mlp_up", neuronmm.UP_DEFAULTS)
     assert kernels.measure(candidate) is None
-    monkeypatch.setattr(kernels, "measure", lambda c: None if c.blocks else measured)
-    measured = kernels.LaunchTimes((1.0, 2.0), 10, 5, 2, "DMA")
+    monkeypatch.setattr(kernels, "measure", lambda c: None if c.blocks else MEASURED)
     found = kernels.run(SMALL, [1])
     empty = [row for row in found if row["time_ms"] is None]
     assert {row["kernel"] for row in empty} == {"neuronmm_published", "neuronmm_published_mlp"}
