@@ -66,7 +66,11 @@ def halves(x):
     return y
 
 
-@nc.jit
+def many(x, count=600):
+    """More instructions than a plot draws one by one."""
+    return matmuls(x, count)
+
+
 def matmuls(x, count=64):
     """Of one stationary operand."""
     a, total = tile(x), psum()

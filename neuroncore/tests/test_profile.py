@@ -9,7 +9,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
-from profiled import documented, halves, idle, matmuls, profile_of, tile
+from profiled import documented, halves, idle, many, matmuls, profile_of, tile
 
 import neuroncore as nc
 import neuroncore.isa as nisa
@@ -263,24 +263,18 @@ def test_a_profile_costs_nothing_until_it_is_asked():
     assert repr(fresh).endswith("ms modelled>")
 
 
-@pytest.mark.parametrize("name", ["a.png", "picture"])
-def test_plot(profile, tmp_path, name):
-    profile.plot(tmp_path / name)
-    assert (tmp_path / name).read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+@pytest.mark.parametrize(
+    ("kernel", "columns", "name", "begin"),
+    [(many, 512, "picture", PNG), (halves[2], 1024, "a.png", PNG), (idle, 512, "a.svg", b"<?xml")],
+    ids=["a long trace", "two cores", "none"],
+)
+def test_plot(tmp_path, kernel, columns, name, begin):
+    documented(kernel, (128, columns)).plot(tmp_path / name)
+    assert (tmp_path / name).read_bytes().startswith(begin)
     assert [path.name for path in tmp_path.iterdir()] == [name]
-
-
-def test_plot_of_a_long_trace_of_none_and_of_two_cores(tmp_path):
-    def many(x):
-        a = tile(x)
-        nisa.dma_copy(a, x)
-        for _ in range(2100):
-            nisa.tensor_scalar(a, a, nl.multiply, 2.0)
-        return x
-
-    for kernel, columns in ((many, 512), (idle, 512), (halves[2], 1024)):
-        documented(kernel, (128, columns)).plot(tmp_path / "a.svg")
-        assert (tmp_path / "a.svg").read_text().rstrip().endswith("</svg>")
 
 
 def test_plot_refuses_an_unknown_format_and_leaves_nothing(profile, tmp_path):

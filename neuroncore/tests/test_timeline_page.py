@@ -1,7 +1,6 @@
 """The timeline page: what it holds, that it asks for nothing, and that a browser draws it."""
 
 import base64
-import functools
 import hashlib
 import itertools
 import json
@@ -15,7 +14,7 @@ import numpy as np
 import profiled
 import pytest
 from browser import CHROMIUM, Page, browser
-from profiled import idle, keeps_the_old_file, matmuls, profile_of, tiles
+from profiled import idle, keeps_the_old_file, many, profile_of, tiles
 
 import neuroncore as nc
 from neuroncore.memory.storage import MemoryRegion
@@ -271,8 +270,7 @@ def test_two_cores_and_none_at_all(page, tmp_path):
 @in_a_browser
 def test_a_hundred_thousand_instructions_stay_usable(page, tmp_path):
     path = tmp_path / "many.html"
-    kernel = functools.partial(matmuls.func, count=100_000)
-    profile_of(kernel, (128, 512)).save_timeline(path)
+    profile_of(lambda x: many(x, 100_000), (128, 512)).save_timeline(path)
     assert path.stat().st_size < 4_000_000
     opened(page, path)
     frame_ms = page.run(
