@@ -93,19 +93,17 @@ def test_lnc(machine, target, lnc):
     assert core().source.endswith("lnc: NEURON_LOGICAL_NC_CONFIG")
 
 
+LNC = "NEURON_LOGICAL_NC_CONFIG must be 1, or 2 on trn2 and trn3; got"
+
+
 @pytest.mark.parametrize(
     ("target", "lnc", "words"),
     [
-        *[
-            (
-                target,
-                lnc,
-                f"NEURON_LOGICAL_NC_CONFIG must be 1, or 2 on trn2 and trn3; got '{lnc}' on",
-            )
-            for target, lnc in (
-                *(("trn1", "2"), ("trn2", "3"), ("trn2", "0"), ("trn3", "two"), ("trn2", " ")),
-            )
-        ],
+        ("trn1", "2", f"{LNC} '2' on trn1"),
+        ("trn2", "3", f"{LNC} '3' on trn2"),
+        ("trn2", "0", f"{LNC} '0' on trn2"),
+        ("trn3", "two", f"{LNC} 'two' on trn3"),
+        ("trn2", " ", f"{LNC} ' ' on trn2"),
         ("trn9", "1", r"target must be one of trn1, .*; got 'trn9'"),
     ],
 )
@@ -151,7 +149,7 @@ def test_a_later_line_is_warned_of_once_and_tried(machine, version):
         (
             "0.7.0",
             {"nki/framework/kernel.py": ""},
-            r"nki 0.7.0 must have .*, found none; reinstall",
+            r"nki 0.7.0 must have .*, found none; reinstall it",
         ),
         ("0.7.0", None, "nki is installed without a version; reinstall it"),
     ],
