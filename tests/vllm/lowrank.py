@@ -116,3 +116,14 @@ def greedy(model: Any, prompts: Sequence[Sequence[int]], tokens: int = TOKENS) -
         )
         found.append(out[0, len(prompt) :].tolist())
     return found
+
+
+def written(
+    folder: Path, checkpoints: Mapping[str, Mapping[str, Any]], **run: Any
+) -> tuple[dict[str, dict[str, Any]], dict[str, list[list[int]]]]:
+    """Write a checkpoint of each name; return vLLM's options for it, and Transformers' tokens."""
+    expected = {
+        name: greedy(low_rank(folder / name, **options), PROMPTS)
+        for name, options in checkpoints.items()
+    }
+    return {name: {"model": folder / name, **run} for name in checkpoints}, expected

@@ -1,7 +1,7 @@
 """Weights that take the place of a running model's, and models that draft for another."""
 
 import pytest
-from lowrank import PROMPTS, RANKS, TOKENS, greedy, low_rank
+from lowrank import PROMPTS, RANKS, TOKENS, greedy, low_rank, written
 from offline import generated
 
 pytestmark = pytest.mark.slow
@@ -17,20 +17,14 @@ CHECKPOINTS = {
 def one_process(tmp_path_factory):
     """vLLM's tokens of every run, and Transformers' of every checkpoint."""
     folder = tmp_path_factory.mktemp("checkpoints")
-    expected, runs = {}, {}
+    runs, expected = written(folder, {**CHECKPOINTS, "dense": {"ranks": {}}})
     for name, options in CHECKPOINTS.items():
         own, other = folder / name, folder / f"{name}, another"
-        expected[name] = greedy(low_rank(own, **options), PROMPTS)
         expected[other.name] = greedy(low_rank(other, initializer_range=0.3, **options), PROMPTS)
-        runs[name] = {"model": own, "reload": [other, own, f"+{other}"]}
-    expected["dense"] = greedy(low_rank(folder / "dense", ranks={}), PROMPTS)
+        runs[name]["reload"] = [other, own, f"+{other}"]
     low_rank(folder / "draft")
-    drafts = {
-        "method": "draft_model",
-        "model": str(folder / "draft"),
-        "num_speculative_tokens": 3,
-    }
-    runs["dense"] = {"model": folder / "dense", "speculative_config": drafts}
+    draft = {"method": "draft_model", "model": str(folder / "draft"), "num_speculative_tokens": 3}
+    runs["dense"]["speculative_config"] = draft
     return generated(runs, PROMPTS, TOKENS), expected
 
 

@@ -43,17 +43,11 @@ def test_vllm_takes_the_two_overrides(llama: Path, package: None) -> None:
 
 
 def logits(path: Path) -> torch.Tensor:
-    """Of a prompt and single tokens, by this process's group."""
-    from vllm_neuron_serving import ANSWER, PROMPT, config_of, load, metadata
+    """By this process's group."""
+    from vllm_neuron_serving import config_of, load, logits_of
 
-    model, ids = load(path, config_of(path)), torch.arange(TOKENS) * 7 % 250
-    steps = ((0, PROMPT), *((i, i + 1) for i in range(PROMPT, PROMPT + ANSWER)))
-    blocks = config_of(path).num_hidden_layers
-    made = [
-        model(ids[start:stop], torch.arange(start, stop), metadata(blocks, stop - start))
-        for start, stop in steps
-    ]
-    return torch.cat(made)
+    config = config_of(path)
+    return logits_of(load(path, config), config, torch.arange(TOKENS) * 7 % 250)
 
 
 def with_vllms_group(rank: int, path: Path, tp: int) -> torch.Tensor:
