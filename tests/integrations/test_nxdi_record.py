@@ -33,102 +33,90 @@ def config(*names: str, fields: dict[str, Any] | None = None, **options: Any) ->
     return InferenceConfig(NeuronConfig(**options), **known)
 
 
+def heads(heads: int, kv_heads: int) -> dict[str, Any]:
+    return {"num_attention_heads": heads, "num_key_value_heads": kv_heads}
+
+
+def rope(theta: float | None, scaling: str) -> dict[str, Any]:
+    parameters = {"rope_theta": 5000.0, "rope_type": scaling}
+    return {"rope_parameters": parameters, "rope_theta": theta}
+
+
+def lora(*modules: str) -> dict[str, Any]:
+    return {"lora_config": SimpleNamespace(target_modules=list(modules) or None)}
+
+
+WINDOW, BIAS = {"sliding_window": 4096}, {"mlp_bias": True}
+SEQUENCE = {"sequence_parallel_enabled": True, "tp_degree": 8}
+OPTIONS = [
+    (ATTENTION, "qkv_kernel_enabled", True),
+    (ATTENTION, "qkv_nki_kernel_enabled", True),
+    (ATTENTION, "qkv_kernel_fuse_residual_add", True),
+    (ATTENTION[3:], "out_proj_kernel_enabled", True),
+    (ATTENTION[:1], "attn_block_tkg_nki_kernel_enabled", True),
+    (MLP, "mlp_kernel_enabled", True),
+    (MLP[2:], "quantized_mlp_kernel_enabled", True),
+    (MLP, "quantized", True),
+    (MLP, "activation_quantization_type", "dynamic"),
+    (MLP, "cp_degree", 2),
+    (MLP, "mlp_cp_degree", 2),
+    (MLP, "attention_dp_degree", 2),
+    (MLP, "is_eagle_draft", True),
+    (MLP, "padded_hidden_size", 128),
+    (ATTENTION[:2], "fused_qkv", True),
+]
+
+
 @pytest.mark.parametrize(
-    ("names", "option", "value"),
+    ("names", "fields", "options", "words"),
     [
-        (ATTENTION, "qkv_kernel_enabled", True),
-        (ATTENTION, "qkv_nki_kernel_enabled", True),
-        (ATTENTION, "qkv_kernel_fuse_residual_add", True),
-        (ATTENTION[3:], "out_proj_kernel_enabled", True),
-        (ATTENTION[:1], "attn_block_tkg_nki_kernel_enabled", True),
-        (MLP, "mlp_kernel_enabled", True),
-        (MLP[2:], "quantized_mlp_kernel_enabled", True),
-        (MLP, "quantized", True),
-        (MLP, "activation_quantization_type", "dynamic"),
-        (MLP, "cp_degree", 2),
-        (MLP, "mlp_cp_degree", 2),
-        (MLP, "attention_dp_degree", 2),
-        (MLP, "is_eagle_draft", True),
-        (MLP, "padded_hidden_size", 128),
-        (ATTENTION[:2], "fused_qkv", True),
+        # The rule, what was seen, and the remedy.
+        *(
+            (names, {}, {option: value}, f"{option}.*, got .*; ")
+            for names, option, value in OPTIONS
+        ),
+        ((), {}, SEQUENCE, r"needs neuronmm_divide = one, got both; .*--divide one"),
+        ((), WINDOW, {"seq_len": 512}, r"must be over 512 .* got 512 and sliding_windo"),
+        (MLP, {}, lora("q_proj", "down_proj"), "got target_modules with down_proj; "),
+        ((), BIAS, {"tp_degree": 3}, r"must divide intermediate_size .* got 3 and 176; "),
+        ((), heads(6, 3), {"tp_degree": 2}, r"or be a multiple of them, got 3 and tp = 2; use"),
+        *(
+            ((), rope(*given), {}, "run: neuronmm export nxdi DIR -o OUT")
+            for given in ((10000.0, "default"), (None, "default"), (5000.0, "llama3"))
+        ),
     ],
 )
-def test_an_option_is_refused_in_one_line(names, option, value):
-    with pytest.raises(OptionError) as refused:
-        check_options(config(*names, **{option: value}))
-    message = str(refused.value)
-    assert option in message
-    assert "\n" not in message
-    # The rule, what was seen, and the remedy.
-    assert ", got " in message
-    assert "; " in message
-    check_options(config(*names))
-
-
-def test_kernels_of_what_stays_dense_are_allowed():
-    check_options(config(*MLP, qkv_kernel_enabled=True, out_proj_kernel_enabled=True))
-    check_options(config(*ATTENTION, mlp_kernel_enabled=True))
-    dense = config(fields={"quantization_config": None}, mlp_kernel_enabled=True, cp_degree=2)
-    check_options(dense)
-
-
-def test_sequence_parallelism_needs_whole_second_factors():
-    options = {"sequence_parallel_enabled": True, "tp_degree": 8}
-    with pytest.raises(OptionError, match=r"needs neuronmm_divide = one, got both; .*--divide one"):
-        check_options(config(**options))
-    check_options(config(fields={"neuronmm_divide": "one"}, **options))
-
-
-def test_a_sliding_window_needs_a_longer_graph():
-    window = {"sliding_window": 4096}
-    with pytest.raises(OptionError, match=r"seq_len must be over 512 .* got 512 and sliding_windo"):
-        check_options(config(fields=window, seq_len=512))
-    check_options(config(fields=window, seq_len=1024))
-    check_options(config(fields=window, on_cpu=True))
-    check_options(config(fields={"sliding_window": None}))
-
-
-def test_adapters_of_a_low_rank_layer_are_refused():
-    lora = SimpleNamespace(target_modules=["q_proj", "down_proj"])
-    with pytest.raises(OptionError, match="got target_modules with down_proj; "):
-        check_options(config(*MLP, lora_config=lora))
-    check_options(config(*ATTENTION[1:], lora_config=lora))
-    check_options(config(*MLP, lora_config=SimpleNamespace(target_modules=None)))
-
-
-def test_biases_on_a_side_that_tp_does_not_divide_are_refused():
-    fields = {"mlp_bias": True}
-    with pytest.raises(OptionError, match=r"must divide intermediate_size .* got 3 and 176; "):
-        check_options(config(fields=fields, tp_degree=3))
-    check_options(config(fields=fields, tp_degree=4))
+def test_what_does_not_go_with_low_rank_layers_is_refused(names, fields, options, words):
+    with pytest.raises(OptionError, match=words) as refused:
+        check_options(config(*names, fields=fields, **options))
+    assert "\n" not in str(refused.value)
 
 
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "tp", "is_taken"),
-    [(6, 3, 2, False), (6, 2, 4, True), (6, 6, 4, True), (8, 8, 3, True), (8, 4, 2, True)],
+    ("names", "fields", "options"),
+    [
+        *((names, {}, {}) for names in {names: None for names, _, _ in OPTIONS}),
+        # Kernels of what stays dense, and of dense models.
+        (MLP, {}, {"qkv_kernel_enabled": True, "out_proj_kernel_enabled": True}),
+        (ATTENTION, {}, {"mlp_kernel_enabled": True}),
+        ((), {"quantization_config": None}, {"mlp_kernel_enabled": True, "cp_degree": 2}),
+        ((), {"neuronmm_divide": "one"}, SEQUENCE),
+        ((), WINDOW, {"seq_len": 1024}),
+        ((), WINDOW, {"on_cpu": True}),
+        ((), {"sliding_window": None}, {}),
+        (ATTENTION[1:], {}, lora("q_proj", "down_proj")),
+        (MLP, {}, lora()),
+        ((), BIAS, {"tp_degree": 4}),
+        *(
+            ((), heads(*sizes), {"tp_degree": tp})
+            for *sizes, tp in ((6, 2, 4), (6, 6, 4), (8, 8, 3), (8, 4, 2))
+        ),
+        # A config of Transformers 5 that means the same.
+        ((), rope(5000.0, "default"), {}),
+    ],
 )
-def test_key_value_heads_must_fit(heads, kv_heads, tp, is_taken):
-    fields = {"num_attention_heads": heads, "num_key_value_heads": kv_heads}
-    if is_taken:
-        check_options(config(fields=fields, tp_degree=tp))
-        return
-    with pytest.raises(OptionError, match=r"or be a multiple of them, got 3 and tp = 2; use"):
-        check_options(config(fields=fields, tp_degree=tp))
-
-
-@pytest.mark.parametrize(
-    ("theta", "scaling"), [(10000.0, "default"), (None, "default"), (5000.0, "llama3")]
-)
-def test_a_config_of_transformers_5_is_refused(theta, scaling):
-    fields = {"rope_parameters": {"rope_theta": 5000.0, "rope_type": scaling}}
-    fields["rope_theta"] = theta
-    with pytest.raises(OptionError, match="run: neuronmm export nxdi DIR -o OUT"):
-        check_options(config(fields=fields))
-
-
-def test_a_config_of_transformers_5_that_means_the_same_is_taken():
-    rope = {"rope_theta": 5000.0, "rope_type": "default"}
-    check_options(config(fields={"rope_parameters": rope, "rope_theta": 5000.0}))
+def test_what_goes_with_low_rank_layers_is_taken(names, fields, options):
+    check_options(config(*names, fields=fields, **options))
 
 
 @pytest.mark.parametrize("name", ["lm_head", "model.embed_tokens", "model.layers.0.mlp.fc1"])

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from lowrank import PROMPTS, RANKS, TOKENS, adapted_, greedy, low_rank
+from lowrank import PROMPTS, RANKS, TOKENS, adapted_, greedy, low_rank, written
 from offline import generated
 
 pytestmark = pytest.mark.slow
@@ -39,10 +39,7 @@ CHECKPOINTS = {
 def one_process(tmp_path_factory):
     """The tokens of every checkpoint, from engines that live in one process, and Transformers'."""
     folder = tmp_path_factory.mktemp("checkpoints")
-    expected, runs = {}, {}
-    for name, (options, _) in CHECKPOINTS.items():
-        expected[name] = greedy(low_rank(folder / name, **options), PROMPTS)
-        runs[name] = {"model": folder / name}
+    runs, expected = written(folder, {name: made for name, (made, _) in CHECKPOINTS.items()})
     return generated(runs, PROMPTS, TOKENS), expected
 
 
@@ -67,10 +64,7 @@ def test_weights_that_are_not_packed_are_multiplied_by_the_ops(tmp_path):
         "gelu": ({"family": "gemma2"}, "LowRankGemma2MLP"),
         "dense members": ({"family": "qwen2", "ranks": WITHOUT["members"]}, "Qwen2MLP"),
     }
-    expected, runs = {}, {}
-    for name, (options, _) in checkpoints.items():
-        expected[name] = greedy(low_rank(tmp_path / name, **options), PROMPTS)
-        runs[name] = {"model": tmp_path / name}
+    runs, expected = written(tmp_path, {name: made for name, (made, _) in checkpoints.items()})
     found = generated(runs, PROMPTS, TOKENS, packs=False)
     for name, (_, mlp) in checkpoints.items():
         assert found[name].get("tokens") == expected[name], (name, found[name].get("error"))
