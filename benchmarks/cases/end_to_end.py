@@ -107,7 +107,7 @@ def served() -> list[Served]:
     """All published times of whole models, those per token first."""
     found: list[Served] = []
     for shape, (instance, target, lnc, ranks), prompt, new, first_ms, token_ms in _ROWS:
-        name = f"{shape.name}, {instance}, {ranks} ranks, {prompt} + {new} tokens"
+        name = f"{shape.name}, {instance}, {ranks}, {prompt}+{new}"
         source = TUTORIAL if target == "trn2" else CSV
         common = (name, shape, target, lnc, ranks, prompt, new)
         found.append(Served(*common, "decode", token_ms, source))

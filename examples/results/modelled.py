@@ -169,17 +169,13 @@ def paper_run() -> str:
 
 
 def published() -> str:
-    """Published measurements against the simulated core, and the score of each group."""
+    """The score of each group, the figures that were held out, and the facts of the others."""
     rows = document("published")
     if rows is None:
         return ""
-    header = ["figure", "group", "target", "published", "modelled"]
-    shown = table(
-        [*header, *(f"`{model}`" for model in DMA_MODELS)],
-        [_published_row(row) for row in rows if row["measure"] != "bound" and not row["refused"]],
-    )
+    models = [f"`{model}`" for model in DMA_MODELS]
     scored = table(
-        ["group", "DMA model", "figures", "independent facts", "mean error", "worst"],
+        ["group", "DMA model", "figures", "facts", "mean error", "worst"],
         [
             [
                 score.group,
@@ -192,7 +188,25 @@ def published() -> str:
             for score in scores(rows)
         ],
     )
-    return f"{scored}\n\n{shown}"
+    compared = [row for row in rows if row["error"] is not None]
+    held = table(
+        ["held out, trn2", "published", "modelled", *models],
+        [_published_row(row) for row in compared if row["group"] == "held out"],
+    )
+    known = dict.fromkeys(
+        (row["fact"], row["target"], row["group"]) for row in compared if row["group"] != "held out"
+    )
+    facts = table(
+        ["fact", "target", "group", "figures", *models],
+        [_fact_row(compared, *fact) for fact in known],
+    )
+    return f"{scored}\n\n{held}\n\nThe others by fact, with their mean error:\n\n{facts}"
+
+
+def _fact_row(rows: list[Row], fact: str, target: str, group: str) -> list[str]:
+    of = [row["errors"] for row in rows if (row["fact"], row["group"]) == (fact, group)]
+    means = [sum(abs(errors[model]) for errors in of) / len(of) for model in DMA_MODELS]
+    return [fact, target, group, str(len(of)), *(f"{mean:.1%}" for mean in means)]
 
 
 def held_out() -> str:
@@ -219,31 +233,46 @@ def served() -> str:
     rows = [row for row in document("published") or [] if row["measure"] == "bound"]
     if not rows:
         return ""
+    of: dict[str, dict[str, Row]] = {}
+    for row in rows:
+        name, phase = row["name"].rsplit(": ", 1)
+        of.setdefault(name, {})[phase] = row
+    header = ["model, instance, ranks, tokens"]
+    for phase in ("decode", "prefill"):
+        header += [f"{phase}, ms", "ours"]
     shown = table(
-        ["model, instance", "phase", "published", "modelled", "share", "rest by launch, us"],
+        [*header, "rest, us"],
         [
             [
-                *row["name"].rsplit(": ", 1),
-                number(row["published_ms"]),
-                number(row["modelled_ms"]),
-                f"{row['modelled_ms'] / row['published_ms']:.0%}",
-                number(row["launch_us"]),
+                name,
+                *_beside(phases.get("decode")),
+                *_beside(phases.get("prefill")),
+                number(phases["decode"]["launch_us"]),
             ]
-            for row in rows
+            for name, phases in of.items()
         ],
     )
-    ends: list[str] = []
-    for phase in ("decode", "prefill"):
-        shares = [
-            row["modelled_ms"] / row["published_ms"] for row in rows if row["name"].endswith(phase)
-        ]
-        ends.append(f"{min(shares):.0%} to {max(shares):.0%} of the published time in {phase}")
-    rests = sorted(row["launch_us"] for row in rows if row["name"].endswith("decode"))
-    middle = rests[len(rests) // 2]
+    ends = [
+        f"{min(shares):.0%} to {max(shares):.0%} of the published time in {phase}"
+        for phase in ("decode", "prefill")
+        if (shares := [_share(found[phase]) for found in of.values() if phase in found])
+    ]
+    rests = sorted(found["decode"]["launch_us"] for found in of.values())
     return (
         f"{shown}\n\nOurs are {' and '.join(ends)}. In decode {rests[0]:.1f} to {rests[-1]:.1f} us "
-        f"a launch, {middle:.1f} in the middle, would explain the rest."
+        f"a launch, {rests[len(rests) // 2]:.1f} in the middle, would explain the rest."
     )
+
+
+def _share(row: Row) -> float:
+    return row["modelled_ms"] / row["published_ms"]
+
+
+def _beside(row: Row | None) -> tuple[str, str]:
+    """A published time, and ours with its share of it."""
+    if row is None:
+        return "", ""
+    return number(row["published_ms"]), f"{number(row['modelled_ms'])} ({_share(row):.0%})"
 
 
 def _published_row(row: Row) -> list[str]:
@@ -254,8 +283,8 @@ def _published_row(row: Row) -> list[str]:
     else:
         values = [f"{ms * 1e3:.3g} us" if of < 0.1 else f"{ms:.4g}" for ms in (of, by)]
     if row["range_ms"]:
-        values[1] += f" ({span(*row['range_ms'])})"
-    return [row["name"], row["group"], row["target"], *values, *ends]
+        values[1] += f" ({span(*row['range_ms'], unit='')})"
+    return [row["name"], *values, *ends]
 
 
 def _components() -> list[str]:
