@@ -102,7 +102,7 @@ def _simulated(launch: tuple[int, DmaModel]) -> dict[str, float] | str:
     found |= {"time": profile.time_ms, "MFU": profile.mfu, "bytes": float(profile.hbm_bytes)}
     if model == DMA_MODELS[0]:
         found["documented"] = profile.documented_ms
-        if case.group == "held out" and case.measure == "time":
+        if case.group == "held out":
             found["low"], found["high"] = profile.time_range_ms
     return found | _single(profile)
 
@@ -150,7 +150,8 @@ def _row(case: published.Case, outcomes: dict[DmaModel, dict[str, float] | str])
         measure += ", share"
     row["modelled_share" if as_share else "modelled_ms"] = first[measure]
     row["documented_ms"] = first["documented"] if measure == "time" else None
-    row["range_ms"] = [first["low"], first["high"]] if "low" in first else None
+    if measure == "time" and "low" in first:
+        row["range_ms"] = [first["low"], first["high"]]
     row["modelled_bytes"] = round(first["bytes"]) if measure == "time" else None
     figure = case.published_share or case.published_ms
     assert figure is not None, case

@@ -233,46 +233,42 @@ def served() -> str:
     rows = [row for row in document("published") or [] if row["measure"] == "bound"]
     if not rows:
         return ""
-    of: dict[str, dict[str, Row]] = {}
+    of: dict[str, dict[str, list[Row]]] = {}
     for row in rows:
         name, phase = row["name"].rsplit(": ", 1)
-        of.setdefault(name, {})[phase] = row
-    header = ["model, instance, ranks, tokens"]
-    for phase in ("decode", "prefill"):
-        header += [f"{phase}, ms", "ours"]
+        model = name.rsplit(", ", 1)[0]
+        of.setdefault(model, {}).setdefault(phase, []).append(row)
     shown = table(
-        [*header, "rest, us"],
+        ["model, instance, ranks", "settings", "decode", "rest by launch, us", "prefill"],
         [
             [
-                name,
-                *_beside(phases.get("decode")),
-                *_beside(phases.get("prefill")),
-                number(phases["decode"]["launch_us"]),
+                model,
+                str(len(phases["decode"])),
+                _shares(phases["decode"]),
+                _between([row["launch_us"] for row in phases["decode"]]),
+                _shares(phases.get("prefill", [])),
             ]
-            for name, phases in of.items()
+            for model, phases in of.items()
         ],
     )
-    ends = [
-        f"{min(shares):.0%} to {max(shares):.0%} of the published time in {phase}"
-        for phase in ("decode", "prefill")
-        if (shares := [_share(found[phase]) for found in of.values() if phase in found])
-    ]
-    rests = sorted(found["decode"]["launch_us"] for found in of.values())
+    rests = sorted(row["launch_us"] for phases in of.values() for row in phases["decode"])
     return (
-        f"{shown}\n\nOurs are {' and '.join(ends)}. In decode {rests[0]:.1f} to {rests[-1]:.1f} us "
-        f"a launch, {rests[len(rests) // 2]:.1f} in the middle, would explain the rest."
+        f"{shown}\n\nIn decode {rests[0]:.1f} to {rests[-1]:.1f} us a launch, "
+        f"{rests[len(rests) // 2]:.1f} in the middle, would explain the rest."
     )
 
 
-def _share(row: Row) -> float:
-    return row["modelled_ms"] / row["published_ms"]
+def _shares(rows: list[Row]) -> str:
+    """Our time over the published one."""
+    return _between([100 * row["modelled_ms"] / row["published_ms"] for row in rows], "%")
 
 
-def _beside(row: Row | None) -> tuple[str, str]:
-    """A published time, and ours with its share of it."""
-    if row is None:
-        return "", ""
-    return number(row["published_ms"]), f"{number(row['modelled_ms'])} ({_share(row):.0%})"
+def _between(values: list[float], unit: str = "") -> str:
+    return (
+        "-".join(dict.fromkeys(f"{end:.0f}{unit}" for end in (min(values), max(values))))
+        if values
+        else ""
+    )
 
 
 def _published_row(row: Row) -> list[str]:
