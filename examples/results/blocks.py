@@ -14,7 +14,7 @@ BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"results": lambda: block("docs/")},
     "docs/cli.md": argument_lists(),
     "docs/index.md": {"results": lambda: block("")},
-    "docs/neuroncore.md": {"published": published, "held-out": held_out},
+    "docs/neuroncore.md": {"published": published},
     "docs/tensor-parallel.md": {"traffic": traffic_of_ranks},
     "docs/whole-model.md": {
         "whole": whole,

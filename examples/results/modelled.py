@@ -197,16 +197,15 @@ def published() -> str:
         (row["fact"], row["target"], row["group"]) for row in compared if row["group"] != "held out"
     )
     facts = table(
-        ["fact", "target", "group", "figures", *models],
+        ["fact", "group", models[0]],
         [_fact_row(compared, *fact) for fact in known],
     )
     return f"{scored}\n\n{held}\n\nThe others by fact, with their mean error:\n\n{facts}"
 
 
 def _fact_row(rows: list[Row], fact: str, target: str, group: str) -> list[str]:
-    of = [row["errors"] for row in rows if (row["fact"], row["group"]) == (fact, group)]
-    means = [sum(abs(errors[model]) for errors in of) / len(of) for model in DMA_MODELS]
-    return [fact, target, group, str(len(of)), *(f"{mean:.1%}" for mean in means)]
+    errors = [abs(row["error"]) for row in rows if (row["fact"], row["group"]) == (fact, group)]
+    return [f"{fact} ({target})", group, f"{sum(errors) / len(errors):.1%}"]
 
 
 def held_out() -> str:

@@ -107,7 +107,7 @@ def _sources() -> list[str]:
         "machine, the versions and the commit. `python benchmarks` was `neuronmm bench` at some of "
         "these commits, and their files name it so.",
         table(
-            ["data", "command, with `--json`", "times", "date", "took s", "commit"],
+            ["data", "command, with `--json`", "times", "date", "commit"],
             [_source_row(name, members) for name, members in families.items()],
         ),
         *_versions(),
@@ -132,7 +132,6 @@ def _source_row(name: str, members: list[Dataset]) -> list[str]:
         f"`{first.commands[0]}`" + (f" and {more} more" if more else ""),
         "measured" if first.measured else _kind(name),
         " ".join(sorted({each["date"] for each in told})),
-        f"{sum(each['seconds'] for each in told):,}",
         " ".join(f"`{commit}`" for commit in sorted({each["commit"] for each in told})),
     ]
 
