@@ -3,6 +3,7 @@
 import json
 import math
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -197,9 +198,11 @@ def test_offline_names_the_data_set_and_the_file_to_place(evaluate, tmp_path, na
 )
 def test_bad_files_are_named(evaluate, tmp_path, capfd, name, file, content, reason):
     (tmp_path / file).write_bytes(content)
+    filters = list(warnings.filters)
     with pytest.raises(ValueError, match=rf"{name}: {tmp_path / file} .*{reason}") as caught:
         evaluate(name, seqlen=8, data=tmp_path)
     assert "\n" not in str(caught.value)
+    assert list(warnings.filters) == filters  # also while somebody holds the error
     assert capfd.readouterr() == ("", "")
 
 

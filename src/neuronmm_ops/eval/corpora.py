@@ -128,7 +128,7 @@ def documents_of(
     file = find_file(corpus, data)
     try:
         # `datasets` wants a directory for locks even where it only streams.
-        with tempfile.TemporaryDirectory() as scratch:
+        with tempfile.TemporaryDirectory() as scratch, quiet():
             rows = _rows(functools.partial(load, cache_dir=scratch), file)
             texts = _column(rows, file, corpus.column) if document is None else map(document, rows)
             documents = list(itertools.islice(texts, count))
@@ -181,10 +181,9 @@ def _download(corpus: Corpus, wanted: str) -> Path:
 
 
 def _rows(load: Any, file: Path) -> Iterator[Mapping[str, Any]]:
-    """Yield the rows of a file, which `datasets.load_dataset` reads."""
-    with quiet():
-        # Streaming reads the file as it is: nothing is copied into a cache.
-        yield from load(_builder(file), data_files=str(file), split="train", streaming=True)
+    """Return the rows of a file, which `datasets.load_dataset` reads."""
+    # Streaming reads the file as it is: nothing is copied into a cache.
+    return iter(load(_builder(file), data_files=str(file), split="train", streaming=True))
 
 
 def _column(rows: Iterable[Mapping[str, Any]], file: Path, column: str) -> Iterator[str]:
