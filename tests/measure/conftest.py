@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from measure.models import compressed
+from measured_models import compressed
 from tiny import tiny_directory
 
 

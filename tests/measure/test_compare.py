@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 import torch
-from measure.models import add_token, compressed, computed_dtypes, edit_json, edit_tensor
+from measured_models import add_token, compressed, computed_dtypes, edit_json, edit_tensor
 from tiny import tiny_directory, tiny_model
 
 from neuronmm_ops import CheckpointError, NonFiniteError, hf, token_perplexity

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from measure.models import add_token, computed_dtypes, edit_json, edit_tensor
+from measured_models import add_token, computed_dtypes, edit_json, edit_tensor
 from tiny import tiny_directory, tiny_ids, tiny_model, tiny_tokenizer
 from transformers import AutoModelForCausalLM, CompileConfig, RwkvConfig
 

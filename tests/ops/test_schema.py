@@ -125,6 +125,7 @@ ACTIVATED = [("svd_mlp", name) for name in ACTIVATIONS]
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
 @pytest.mark.parametrize(
     ("case", "lead", "options"),
     [

@@ -72,7 +72,7 @@ def test_a_plan_costs_what_its_kernel_does(op, M, lnc):
     plan = plan_op(op, M, OPS[op], target="trn2", lnc=lnc)
     cost = tracing.traced(plan.problem, plan.kernel, plan.arguments)
     assert plan.times_ms == cost.times_ms
-    assert plan.kernel == (f"{op}_decode" if M == 3 else op)
+    assert plan.kernel in ((op, f"{op}_decode") if M == 3 else (op,))
     assert 0 < plan.sbuf_bytes <= plan.problem.machine.planned_sbuf_bytes
     assert plan.hbm_bytes >= plan.problem.least_bytes * 0.99
 
