@@ -83,10 +83,7 @@ def test_data_are_of_the_commands_and_say_where_they_come_from(modules):
         told = sources.read(path.stem)["provenance"]
         assert set(told) == {"date", "seconds", "machine", "versions", "commit"}
         assert re.fullmatch(r"\d{4}-\d\d-\d\d", told["date"])
-        # Of a tree with changes are two data sets of before `make` refused that: their model is
-        # trained anew, and half an hour of both cores measures it.
-        old = "(-dirty)?" if path.stem in ("methods", "storages") else ""
-        assert re.fullmatch("[0-9a-f]{12}" + old, told["commit"])
+        assert re.fullmatch("[0-9a-f]{12}", told["commit"])
 
 
 def test_a_number_that_changes_in_the_data_changes_the_pages(modules, tmp_path, monkeypatch):
