@@ -9,7 +9,7 @@ from __future__ import annotations
 from neuroncore import isa as nisa
 from neuroncore import jit
 from neuroncore import language as nl
-from neuronmm_ops.estimate.baselines.tiles import COLUMNS, NkiTensor, P, Tiles
+from neuronmm_ops.estimate.baselines.tiles import COLUMNS, NkiTensor, P, Tiles, evict, multiply
 
 BLOCK_M, BLOCK_N = 8 * P, 2 * COLUMNS
 
@@ -20,7 +20,7 @@ def blocked(lhsT: NkiTensor, rhs: NkiTensor, left: int, right: int) -> NkiTensor
 
     A DMA loads `left` columns of lhsT, or `right` of rhs: 128 and 512 in V1, 1,024 each in V2.
     """
-    (K, M), N = lhsT.shape, rhs.shape[1]
+    M, N = lhsT.shape[1], rhs.shape[1]
     out_hbm = nl.ndarray((M, N), dtype=lhsT.dtype, buffer=nl.shared_hbm)
     for m in range(0, M, BLOCK_M):
         a_sb = _rows(lhsT, m, BLOCK_M, left)
@@ -28,11 +28,8 @@ def blocked(lhsT: NkiTensor, rhs: NkiTensor, left: int, right: int) -> NkiTensor
             b_sb = _rows(rhs, n, BLOCK_N, right)
             for i in range(0, BLOCK_M, P):
                 for j in range(0, BLOCK_N, COLUMNS):
-                    acc_psum = nl.ndarray((P, COLUMNS), dtype=nl.float32, buffer=nl.psum)
-                    for k in range(K // P):
-                        a, b = a_sb[k][:, nl.ds(i, P)], b_sb[k][:, nl.ds(j, COLUMNS)]
-                        nisa.nc_matmul(acc_psum, a, b)
-                    _store(out_hbm, acc_psum, m + i, n + j)
+                    acc_psum = multiply(a_sb, i, P, b_sb, j, COLUMNS)
+                    evict(out_hbm, acc_psum, (m + i) // P, (n + j) // COLUMNS)
     return out_hbm
 
 
@@ -54,7 +51,7 @@ def transposing(lhs: NkiTensor, rhs: NkiTensor) -> NkiTensor:
                 b_sb = nl.ndarray((P, COLUMNS), dtype=rhs.dtype)
                 nisa.dma_copy(b_sb, rhs[nl.ds(k, P), nl.ds(n, COLUMNS)])
                 nisa.nc_matmul(acc_psum, turned_sb, b_sb)
-            _store(out_hbm, acc_psum, m, n)
+            evict(out_hbm, acc_psum, m // P, n // COLUMNS)
     return out_hbm
 
 
@@ -68,11 +65,13 @@ def resident(
     nisa.dma_copy(a_sb, lhsT)
     nisa.dma_copy(b_sb, rhs)
     out_hbm = nl.ndarray((P, COLUMNS), dtype=lhsT.dtype, buffer=nl.shared_hbm)
+    sums_psum: Tiles = []
     for K, M, N in tiles:
         acc_psum = nl.ndarray((P, COLUMNS), dtype=nl.float32, buffer=nl.psum)
         for _i in range(count):
             nisa.nc_matmul(acc_psum[0:M, 0:N], a_sb[0:K, 0:M], b_sb[0:K, 0:N])
-    _store(out_hbm, acc_psum, 0, 0)
+        sums_psum.append(acc_psum)
+    evict(out_hbm, sums_psum[-1], 0, 0)
     return out_hbm
 
 
@@ -86,10 +85,3 @@ def _rows(source_hbm: NkiTensor, column: int, columns: int, each: int) -> Tiles:
             nisa.dma_copy(tile_sb[:, nl.ds(c, each)], part_hbm)
         tiles_sb.append(tile_sb)
     return tiles_sb
-
-
-def _store(out_hbm: NkiTensor, acc_psum: NkiTensor, row: int, column: int) -> None:
-    """Round a tile to the output's dtype on VectorE, and store it."""
-    out_sb = nl.ndarray((P, COLUMNS), dtype=out_hbm.dtype)
-    nisa.tensor_copy(out_sb, acc_psum)
-    nisa.dma_copy(out_hbm[nl.ds(row, P), nl.ds(column, COLUMNS)], out_sb)

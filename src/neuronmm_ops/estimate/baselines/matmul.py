@@ -18,9 +18,11 @@ from neuronmm_ops.estimate.baselines.tiles import (
     P,
     Tiles,
     add,
+    evict,
     load_tiles,
     load_transposed,
     multiply,
+    rounded,
     zero_tiles,
 )
 
@@ -38,7 +40,7 @@ def tutorial_tiled(lhsT: NkiTensor, rhs: NkiTensor) -> NkiTensor:
                 nisa.dma_copy(a_sb, lhsT[nl.ds(k * P, P), nl.ds(m * P, P)])
                 nisa.dma_copy(b_sb, rhs[nl.ds(k * P, P), nl.ds(n * COLUMNS, COLUMNS)])
                 nisa.nc_matmul(acc_psum, a_sb, b_sb)
-            _evict(out_hbm, acc_psum, m, n)
+            evict(out_hbm, acc_psum, m, n)
     return out_hbm
 
 
@@ -64,7 +66,7 @@ def _matmul_of_columns(lhsT: NkiTensor, rhs: NkiTensor, tiles: int) -> NkiTensor
             for i in range(tiles):
                 for j in range(tiles):
                     acc_psum = multiply(a_sb[i], 0, P, b_sb[j], 0, COLUMNS)
-                    _evict(out_hbm, acc_psum, m + i, n + j)
+                    evict(out_hbm, acc_psum, m + i, n + j)
     return out_hbm
 
 
@@ -143,7 +145,7 @@ def autotune_lhs_rhs(lhs: NkiTensor, rhs: NkiTensor) -> NkiTensor:
                 b_sb = load_tiles(rhs, k * block, 8, P, n * COLUMNS, COLUMNS)
                 for i in range(8):
                     part_psum = multiply(a_sb, i * P, P, b_sb, 0, COLUMNS)
-                    part_sb = _rounded(part_psum, lhs.dtype)
+                    part_sb = rounded(part_psum, lhs.dtype)
                     add(sums_sb[i][:, nl.ds(n * COLUMNS, COLUMNS)], part_sb)
             for i in range(8):
                 columns = nl.ds(n * COLUMNS, COLUMNS)
@@ -207,7 +209,7 @@ def _column_sums(
                 for i in range(tiles_m):
                     part = multiply(a_sb, i * P, P, b_sb, j * COLUMNS, COLUMNS)
                     if rounds_products:
-                        part = _rounded(part, lhs.dtype)
+                        part = rounded(part, lhs.dtype)
                     add(sums_sb[m * tiles_m + i][j], part)
     return sums_sb
 
@@ -230,16 +232,3 @@ def _load_columns(source: NkiTensor, first: int, count: int, width: int) -> list
     for column in range(first, first + count):
         found_sb.append(load_tiles(source, 0, source.shape[0] // P, P, column * width, width))
     return found_sb
-
-
-def _rounded(part_psum: NkiTensor, dtype: nl.DType) -> NkiTensor:
-    """A PSUM tile in SBUF, rounded to a dtype."""
-    part_sb = nl.ndarray(part_psum.shape, dtype=dtype)
-    nisa.tensor_copy(part_sb, part_psum)
-    return part_sb
-
-
-def _evict(out_hbm: NkiTensor, acc_psum: NkiTensor, m: int, n: int) -> None:
-    """Copy a finished PSUM tile to SBUF and store it."""
-    out_sb = _rounded(acc_psum, out_hbm.dtype)
-    nisa.dma_copy(out_hbm[nl.ds(m * P, P), nl.ds(n * COLUMNS, COLUMNS)], out_sb)
