@@ -1,9 +1,10 @@
-"""Lists of the arguments of `neuronmm` and of `python benchmarks`, from their parsers."""
+"""Lists of the arguments of our commands and of `python benchmarks`, from their parsers."""
 
 import argparse
 from collections.abc import Callable, Iterator
 
 from benchmarks.cli import parser as benchmarks
+from neuroncore.cli import parser as simulators
 from neuronmm_ops.cli import parser
 
 _EVERYWHERE = {"help", "json", "debug"}
@@ -12,7 +13,10 @@ _EVERYWHERE = {"help", "json", "debug"}
 
 def argument_lists() -> dict[str, Callable[[], str]]:
     """A list for each command that has arguments of its own, by a name such as `bench-cpu`."""
-    return dict([*_lists(parser(), ""), *_lists(benchmarks(), "benchmarks")])
+    simulator = dict(_lists(simulators(), "neuroncore"))
+    own = "neuroncore-compare"  # what else it has, neuronmm has, too
+    every = (*_lists(parser(), ""), *_lists(benchmarks(), "benchmarks"))
+    return {**dict(every), own: simulator[own]}
 
 
 def _lists(command: argparse.ArgumentParser, name: str) -> Iterator[tuple[str, Callable[[], str]]]:

@@ -27,8 +27,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "--dtype": {
         "choices": ("auto", "float32", "bfloat16", "float16"),
         "default": "auto",
-        "help": "dtype of the computation (default auto: the checkpoint's if the "
-        "device multiplies it fast, otherwise float32)",
+        "help": "dtype of the computation (default auto: the checkpoint's if fast, else float32)",
     },
     "--device": {"default": "cpu", "help": "cpu (default), cuda, cuda:1, ..."},
     "--target": {"help": "trn1, trn2 or trn3 (default: this machine's or trn2)"},

@@ -121,6 +121,12 @@ def add(commands: Any) -> None:
     command.add_argument(
         "--save", type=Path, metavar="OUT", help="write the outputs: OUT.npy or OUT.safetensors"
     )
+    command.add_argument(
+        "--summary",
+        type=Path,
+        metavar="OUT.json",
+        help="write the profile as neuron-explorer's summary-json, for `neuroncore compare`",
+    )
     command.add_argument("--timeline", type=Path, metavar="OUT.html", help="write a timeline page")
     command.add_argument("--perfetto", type=Path, metavar="OUT.json", help="write a Perfetto trace")
     command.add_argument(
@@ -207,7 +213,8 @@ def _check(options: argparse.Namespace, kernels: int) -> None:
         raise ValueError("--compare takes two kernels or more")
     if not options.compare and kernels > 1:
         raise ValueError(f"got {kernels} kernels; put --compare before them, or name one")
-    files = {name: getattr(options, name) for name in ("save", "timeline", "perfetto", "plot")}
+    names = ("save", "summary", "timeline", "perfetto", "plot")
+    files = {name: getattr(options, name) for name in names}
     for name, path in files.items():
         if path is None:
             continue
@@ -224,6 +231,7 @@ def _check(options: argparse.Namespace, kernels: int) -> None:
 
 
 def _one(run: Run, launch: LaunchOptions, options: argparse.Namespace) -> Any:
+    from neuroncore.cli import lines, summaries
     from neuroncore.cli.reference import check_agreement, describe
     from neuroncore.cli.tensors import save_outputs
     from neuroncore.profile import report
@@ -231,6 +239,8 @@ def _one(run: Run, launch: LaunchOptions, options: argparse.Namespace) -> Any:
     profile = run.profile
     if options.save is not None:
         save_outputs(run.outputs, options.save)
+    if options.summary is not None:
+        summaries.save({**profile.to_json(), "lines": lines.of_profile(profile)}, options.summary)
     if options.timeline is not None:
         profile.save_timeline(options.timeline)
     if options.perfetto is not None:
@@ -242,6 +252,7 @@ def _one(run: Run, launch: LaunchOptions, options: argparse.Namespace) -> Any:
     if options.json:
         return {
             **run.document(),
+            "lines": lines.of_profile(profile),
             "what_would_help": profile.what_would_help,
             "what_if": [entry.document() for entry in profile.what_if],
             "time_range_ms": list(profile.time_range_ms),
