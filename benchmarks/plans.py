@@ -4,7 +4,8 @@ Those that `neuronmm plan` shows by default on each target. After a change of th
 each plan is traced again. Where that gives what was found for it, to the last bit, it is kept, for
 a search follows from the times that it traces and nothing else; otherwise it is searched again, as
 are those that are missing. A change that makes another candidate quicker and leaves the kept one as
-it was is not seen: `--anew` searches all, which takes hours. An interrupted search goes on where it
+it was is not seen: `--anew` searches all, which takes hours. After a change of the clock alone,
+`--retime` keeps all arguments with the times that they now have. An interrupted search goes on where it
 was.
 """
 
@@ -57,8 +58,11 @@ def _of_model(shape: ModelShape, tokens: int, target: str) -> Iterator[Problem]:
         yield Problem("svd_mlp", tokens, mlp_matrices(K, of_mlp, inner, K), target=target)
 
 
-def kept() -> dict[str, dict[str, Any]]:
-    """Shipped plans by key: those of these kernels, and those that these leave unchanged."""
+def kept(retime: bool) -> dict[str, dict[str, Any]]:
+    """Shipped plans by key: those of these kernels, and those that these leave unchanged.
+
+    Where they are to be timed again, all whose arguments still fit, with what they cost now.
+    """
     source, plans = cache.shipped()
     if source == cache.fingerprint():
         return dict(plans)
@@ -66,9 +70,10 @@ def kept() -> dict[str, dict[str, Any]]:
     for problem in problems():
         key = _key(problem)
         earlier = cache.load_earlier(problem, key)
-        if earlier is not None and traced_again(earlier) == earlier:
-            found[key] = plans[key]
-    print(f"{len(found)} of {len(plans)} plans are what they were", file=sys.stderr)
+        again = earlier and traced_again(earlier)
+        if again and (retime or again == earlier):
+            found[key] = cache.entry_of(again)
+    print(f"{len(found)} of {len(plans)} plans are kept", file=sys.stderr)
     return found
 
 
@@ -82,8 +87,11 @@ def write(plans: dict[str, dict[str, Any]]) -> None:
 def main(arguments: list[str] | None = None) -> None:
     """Write the plans, each that is searched as soon as it is found."""
     parser = argparse.ArgumentParser(description="Write plan/plans.json.")
-    parser.add_argument("--anew", action="store_true", help="search all plans, which takes hours")
-    plans = {} if parser.parse_args(arguments).anew else kept()
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument("--anew", action="store_true", help="search all plans, which takes hours")
+    how.add_argument("--retime", action="store_true", help="search none that still fits")
+    options = parser.parse_args(arguments)
+    plans = {} if options.anew else kept(options.retime)
     write(plans)
     for problem in problems():
         key = _key(problem)

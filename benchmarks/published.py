@@ -112,9 +112,10 @@ def _active(profile: Profile, engine: Engine) -> float:
     (core,) = profile.schedule.cores
     engines, start, end = columns(core)
     chosen = engines == engine
-    latency = DMA_SPREAD_NS if engine is Engine.DMA else profile.machine.result_ns[engine]
+    spread = 0.0 if engine is not Engine.DMA else DMA_SPREAD_NS
+    latency = np.array([template.result_ns or spread for template, *_ in core.issued])[chosen]
     order = np.argsort(start[chosen], kind="stable")
-    active = covered(start[chosen][order], end[chosen][order] + latency)
+    active = covered(start[chosen][order], (end[chosen] + latency)[order])
     return min(1.0, active / profile.schedule.time_ns)
 
 
@@ -168,7 +169,7 @@ def _bound(served: end_to_end.Served) -> dict[str, Any]:
         "fact": f"{served.shape.name}, {served.target}, {served.phase}",
         "target": served.target,
         "measure": "bound",
-        "group": "predicted" if served.target == "trn1" else "held out",
+        "group": served.group,
         "naive": False,
         "source": served.source,
         "published_ms": served.published_ms,

@@ -58,6 +58,15 @@ class Served:
         return pass_of(decoder, 1, lengths(self.prompt + 1, self.prompt + self.new - 1))
 
 
+    @property
+    def group(self) -> Literal["predicted", "held out"]:
+        """As `cases.published.Case`: four rows were known while the model was made."""
+        row = self.shape, self.prompt, self.new
+        if self.phase == "decode" and row in _KNOWN[self.ranks]:
+            return "predicted"
+        return "held out"
+
+
 def padded(shape: ModelShape, ranks: int) -> ModelShape:
     """The shape with as many heads, inner features and words as the ranks divide."""
 
@@ -101,6 +110,13 @@ _ROWS: list[tuple[ModelShape, tuple[str, str, int, int], int, int, float | None,
     (_LLAMA_3_70B, _TRN2, 10_000, 1500, 575.68, 19.83),
     (_LLAMA_3_405B, _TRN2, 10_000, 1500, 2441.96, 37.93),
 ]
+
+_KNOWN: dict[int, tuple[tuple[ModelShape, int, int], ...]] = {
+    24: ((_LLAMA_3_70B, 128, 128), (_LLAMA_2_70B, 128, 128)),
+    32: ((_LLAMA_3_70B, 128, 1024), (_LLAMA_2_70B, 128, 128)),
+    64: (),
+}
+"""Rows that were known, by ranks."""
 
 
 def served() -> list[Served]:

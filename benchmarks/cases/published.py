@@ -106,7 +106,7 @@ def _matmuls() -> list[Case]:
         *tutorial,
         Case(
             "lhsT@rhs, hand-tuned 2048^3 bf16", "lhsT@rhs", "trn2", matmul.autotune_transposed_lhs,
-            _SQUARE, AUTOTUNE, measure="MFU", published_share=0.9092, group="fitted",
+            _SQUARE, AUTOTUNE, measure="MFU", published_share=0.9092,
         ),
         Case(
             "lhs@rhs, hand-tuned 2048^3 bf16", "lhs@rhs", "trn2", matmul.autotune_lhs_rhs, _SQUARE,
@@ -269,11 +269,18 @@ def _held_out() -> list[Case]:
             (*operands, mixed, 512), {"TensorE": 0.4532},
         ),
     ]  # fmt: skip
+    known: dict[tuple[str, str], Group] = {
+        # the issue of a matmul, and what PSUM adds to VectorE
+        ("2048 matmuls of resident tiles", "TensorE"): "fitted",
+        ("blocked 4096^3, loads of 1024 columns (V2)", "TensorE"): "fitted",
+        **{(name, "VectorE"): "fitted" for name, *_ in runs},
+        ("tiled 4096^3 (V0)", "TensorE"): "predicted",  # throttling was believed for it
+    }
     return [
         Case(
             f"{name} bf16" + (f": {engine} active" if engine else ""), name, "trn2", kernel,
             arguments, QUERYING, ms, measure="active" if engine else "time", engine=engine or None,
-            group="held out",
+            group=known.get((name, engine), "held out"),
         )
         for name, kernel, arguments, figures in runs
         for engine, ms in figures.items()

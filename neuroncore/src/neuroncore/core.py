@@ -346,7 +346,7 @@ class SimulatedCore:
         template.on_psum = MemoryRegion.psum in memories
         if computes:
             template.ns = on_grid(self.machine.ns(template.engine, template.cycles))
-            template.result_ns = on_grid(self.machine.result_ns[template.engine])
+            template.result_ns = on_grid(self.machine.result_of(template.engine, template.on_psum))
 
 
 def _place(template: InstructionTemplate, operands: Sequence[NkiTensor]) -> None:

@@ -14,8 +14,9 @@ Sources, by the names used below:
 "profile" = the two profiles of trn2 in "dma": exp of [128,128] and of [4,4096];
 "lnc", "fn" = Neuron SDK, errors NCC_EVRF066 and NCC_EVRF051 of the compiler;
 "explorer" = Neuron SDK, tools/neuron-explorer, summary page and glossary;
-"fit" = a constant fitted here, on the measurement named beside it: the issue of a matmul and, for
-each of the two DMA models, one.
+"agentic" = aws-neuron/neuron-agentic-development, profiles of matmuls on trn2;
+"fit" = a constant fitted here, on the measurement named beside it: trn1's issue of a matmul and,
+for each of the two DMA models, one.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ Feature = Literal[
     "native_transposes", "device_loops", "paired_cores", "bias_numbers",
     "scalar_copies", "gpsimd_random", "random_state", "nonzero_with_count", "range_select",
     "select_reduce",
-    "throttles", "abs_extremes", "activate2", "all_to_all_v", "bf16_psum", "cross_bank_psum",
+    "abs_extremes", "activate2", "all_to_all_v", "bf16_psum", "cross_bank_psum",
     "exponential",
     "float8_e4m3fn", "mx", "priority", "rand2", "tensor_indirection", "vector_random_state",
 ]  # fmt: skip
@@ -80,7 +81,6 @@ _FEATURES_TRN2: frozenset[Feature] = frozenset({
     "gpsimd_random",  # rng runs on GpSimdE (isa)
     "random_state",  # rand_get_state and rand_set_state (isa)
     "nonzero_with_count", "range_select", "select_reduce",  # instructions (isa)
-    "throttles",  # TensorE by its use (explorer)
 })  # fmt: skip
 _FEATURES_TRN3 = _FEATURES_TRN2 | frozenset[Feature]({
     "abs_extremes",  # nl.abs_max and nl.abs_min (isa)
@@ -179,7 +179,9 @@ class Machine:
     moving_max: int
     """Largest moving free size of a matmul with an fp32 result (isa: 512, 512, 4096)."""
     matmul_overhead_cycles: float
-    """Issue overhead of a matmul in TensorE cycles: the only fitted number (fit)."""
+    """Issue overhead of a matmul in TensorE cycles."""
+    other_overhead_cycles: float
+    """The same by another published figure."""
     pe_tile: int
     """Rows and columns of TensorE's smallest tile; operands start at its multiples (isa)."""
     fast_modes: bool
@@ -193,7 +195,7 @@ class Machine:
     aliases: tuple[str, ...] = ()
     """Other families of instances with these cores."""
     throttle: Throttle | None = None
-    """What slows TensorE where it is used little; None where that is not modelled."""
+    """What slows TensorE where it is used little; None where nothing does."""
     serial_columns: bool = False
     """Matmuls on tiles of other columns of the PE array wait for each other."""
     shared_queues: bool = False
@@ -252,6 +254,12 @@ class Machine:
     def ns(self, engine: Engine, cycles: float) -> float:
         """Nanoseconds of `cycles` cycles of a compute engine."""
         return cycles / self.clocks_ghz[engine]
+
+    def result_of(self, engine: Engine, on_psum: bool) -> float:
+        """ns from the end of an instruction until another engine may use its result."""
+        if on_psum and engine in (Engine.VECTOR, Engine.SCALAR):
+            return max(self.result_ns[engine], self.ns(engine, PSUM_RESULT_CYCLES))
+        return self.result_ns[engine]
 
     def dma_run_ns(self, run_bytes: int) -> float:
         """Time of one contiguous run of bytes on one DMA engine.
@@ -315,6 +323,12 @@ _LATENCIES_TRN2 = (142.0, 104.2, 297.0, 83.3)
 DMA_SPREAD_NS = 371.0
 """From the first engine's start of a transfer to the last's (profile: 468 of a transfer, 97 of an
 engine). What a profiler shows as active, and part of `DMA_START_NS` here."""
+PSUM_RESULT_CYCLES = 135
+"""Result latency of VectorE and ScalarE at least, in their cycles, where they read or write PSUM
+(agentic: copies of 512 columns out of PSUM are active for 645 to 660)."""
+_THROTTLE = Throttle(window_ns=3000.0, use=0.5, rate=0.5)
+"""TensorE by its use (explorer names it, without figures; agentic: of a kernel that waits for DMAs
+TensorE is active 4.81 ms, for which matmuls at the full rate need 3.0)."""
 DMA_TRANSPOSE_SBUF_SHARE = 0.5
 """Share of the DMA rate that a transpose within SBUF reaches at best (arch, Trainium2)."""
 TABLE_LOAD_NS = 1300.0
@@ -346,12 +360,13 @@ _DMA_TRN3 = _dma_models(830.0, (30.1, 30.1), (0.9, 0.5))
 """Nothing is published: trn2's interval and shares, and its share of the rate for short runs."""
 
 
-def _issue_overhead(published_ms: float, matmuls: int, clock_ghz: float) -> float:
-    """Cycles that a published matmul kernel spends per matmul beyond its 512 columns.
-
-    All of the kernel's gap to the peak is charged to the issue of matmuls: an upper bound.
-    """
-    return published_ms * 1e6 * clock_ghz / matmuls - 512
+_PROFILED_ISSUE = 9.7
+"""Cycles of a matmul beyond its columns (agentic: 521.6 and 521.8 for 512)."""
+_AUTOTUNED_ISSUE = 512 / 0.9092 - 512
+"""The same where all of a kernel's gap to the peak is charged to it, an upper bound: nki-autotune,
+lhsT @ rhs, hand-tuned, 2048 x 2048 x 2048 on trn2, 90.92 % of the peak."""
+_TUTORIAL_ISSUE = 6.97e6 * 2.8 / (32 * 64 * 16) - 512
+"""fit: the same of the matmul tutorial on trn1, blocked M, N and K, [4096,8192] @ [8192,8192]."""
 
 
 TRN1 = Machine(
@@ -370,8 +385,8 @@ TRN1 = Machine(
     links=Links(chips=16, chip_gbps=384 * 1.073741824),  # trn1.32xlarge: 384 GiB/s (hw)
     result_ns=_LATENCIES_TRN1,
     moving_max=512,
-    # fit: matmul tutorial, blocked M, N and K, [4096,8192] @ [8192,8192]
-    matmul_overhead_cycles=_issue_overhead(6.97, 32 * 64 * 16, 2.8),
+    matmul_overhead_cycles=_TUTORIAL_ISSUE,
+    other_overhead_cycles=_PROFILED_ISSUE,  # trn2's
     pe_tile=64,
     fast_modes=False,
     shared_ports=True,
@@ -394,13 +409,14 @@ TRN2 = Machine(
     links=Links(chips=16, chip_gbps=1024.0),  # (hw)
     result_ns=_LATENCIES_TRN2,
     moving_max=512,
-    # fit: nki-autotune lhsT @ rhs, hand-tuned, 2048 x 2048 x 2048: 90.92 % of the peak
-    matmul_overhead_cycles=512 / 0.9092 - 512,
+    matmul_overhead_cycles=_PROFILED_ISSUE,
+    other_overhead_cycles=_AUTOTUNED_ISSUE,
     pe_tile=32,
     fast_modes=True,
     shared_ports=False,
     default_lnc=2,
     features=_FEATURES_TRN2,
+    throttle=_THROTTLE,
 )
 TRN3 = Machine(
     target="trn3",
@@ -420,13 +436,15 @@ TRN3 = Machine(
     links=Links(chips=64, chip_gbps=2048 * 1.073741824),
     result_ns=_LATENCIES_TRN2,
     moving_max=4096,
-    # no published kernel to fit on: taken from trn2
-    matmul_overhead_cycles=TRN2.matmul_overhead_cycles,
+    # nothing is published: taken from trn2
+    matmul_overhead_cycles=_PROFILED_ISSUE,
+    other_overhead_cycles=_AUTOTUNED_ISSUE,
     pe_tile=32,
     fast_modes=True,
     shared_ports=False,
     default_lnc=2,
     features=_FEATURES_TRN3,
+    throttle=_THROTTLE,
 )
 MACHINES: dict[Target, Machine] = {"trn1": TRN1, "trn2": TRN2, "trn3": TRN3}
 

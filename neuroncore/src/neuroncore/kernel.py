@@ -214,7 +214,7 @@ def simulate(
     mode: Mode = "execute",
     model: Model = "calibrated",
     dma_model: DmaModel = "transfers",
-    assume: Sequence[str] = (),
+    assume: str | Sequence[str] = (),
     cores_busy: int = 1,
     seed: int = 0,
     ranks: int | None = None,
@@ -235,11 +235,12 @@ def simulate(
         args: NumPy arrays, CPU torch tensors, compile-time values; `TensorSpec` in trace mode.
         target: "trn1", "trn2" or "trn3"; None as `hardware.resolve_target`.
         mode: "execute" computes values; "trace" computes none, so that full sizes take seconds.
-        model: "calibrated" adds the fitted matmul overhead to the documented costs;
+        model: "calibrated" adds measured issue of matmuls and throttling to documented costs;
             "stationary_reuse", a what-if, only where the stationary operand changes.
         dma_model: what small DMAs cost, one of `hardware.DMA_MODELS`; the profile has the range of
             all of them.
-        assume: names of `uncertainty.UNCERTAINTIES` whose other end the time is given with.
+        assume: those of `uncertainty.UNCERTAINTIES` whose other end the time is given with, by
+            name.
         cores_busy: NeuronCores of the chip that share its HBM while this one runs.
         seed: of the random number generators of the core.
         ranks: run the kernel on so many ranks, which meet in `nki.collectives`; arguments that
@@ -257,8 +258,9 @@ def simulate(
     What runs here but the documentation refuses or leaves undefined is an `NkiWarning`.
     Raises NkiValidationError where the kernel breaks a rule, ValueError for bad arguments.
     """
+    names = (assume,) if isinstance(assume, str) else tuple(assume)
     settings = RunSettings(
-        target, mode, model, dma_model, tuple(assume), cores_busy, seed, ranks, follow,
+        target, mode, model, dma_model, names, cores_busy, seed, ranks, follow,
         uninitialised, capacity, budget,
     )  # fmt: skip
     if args or kwargs:

@@ -10,10 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
-from neuroncore.hardware import DMA_START_NS, Machine, Throttle
-
-_PROFILED_ISSUE_CYCLES = 9.7
-_HALF_RATE = Throttle(window_ns=3000.0, use=0.5, rate=0.5)
+from neuroncore.hardware import DMA_START_NS, Machine
 
 
 @dataclass(frozen=True)
@@ -33,17 +30,6 @@ class Uncertainty:
     otherwise: str
     source: str
     other: Callable[[Machine], Machine]
-
-
-def _issue(machine: Machine) -> Machine:
-    cycles = machine.matmul_overhead_cycles
-    if not machine.has("throttles"):
-        return machine
-    return replace(machine, matmul_overhead_cycles=min(cycles, _PROFILED_ISSUE_CYCLES))
-
-
-def _throttled(machine: Machine) -> Machine:
-    return replace(machine, throttle=_HALF_RATE) if machine.has("throttles") else machine
 
 
 def _late_meetings(machine: Machine) -> Machine:
@@ -68,18 +54,18 @@ UNCERTAINTIES = (
     ),
     Uncertainty(
         "matmul-issue",
-        "the gap of the best kernel to the peak",
-        f"{_PROFILED_ISSUE_CYCLES} cycles a matmul",
-        "nki-autotune's 90.9 % of the peak; profiles of trn2 with 521.7 cycles for 512 columns "
-        "(aws-neuron/neuron-agentic-development)",
-        _issue,
+        "what public figures of the generation say: profiles of trn2, trn1's best kernel",
+        "trn2's best kernel, or trn2's profiles on trn1",
+        "profiles with 521.7 cycles for 512 columns (aws-neuron/neuron-agentic-development); "
+        "nki-autotune's 90.9 % of the peak",
+        lambda machine: replace(machine, matmul_overhead_cycles=machine.other_overhead_cycles),
     ),
     Uncertainty(
         "throttling",
-        "TensorE at its full rate",
-        "half of it where less than half of the last 3 us was used",
+        "TensorE at half its rate where less than half of the last 3 us was used",
+        "always at its full rate",
         "neuron-explorer's summary page and glossary name it (dI/dt), without the figures",
-        _throttled,
+        lambda machine: replace(machine, throttle=None),
     ),
     Uncertainty(
         "column-groups",

@@ -66,7 +66,7 @@ def add(commands: Any) -> None:
         "--cost-model",
         choices=MODELS,
         default="calibrated",
-        help="matmul issue overhead: fitted (default), none, or only where the "
+        help="matmul issue overhead: measured (default), none, or only where the "
         "stationary operand changes",
     )
     command.add_argument(

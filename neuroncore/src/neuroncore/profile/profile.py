@@ -13,7 +13,7 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from neuroncore.collector import no_collection
-from neuroncore.hardware import DMA_MODELS, DmaModel
+from neuroncore.hardware import DMA_MODELS, DmaModel, Machine
 from neuroncore.memory.storage import MemoryRegion
 from neuroncore.profile import metrics, perfetto, plot, report, timeline, uncertain, what_if
 from neuroncore.profile.metrics import (
@@ -51,6 +51,7 @@ class Profile:
         self.schedule = schedule
         self.machine = schedule.machine
         self.lnc = len(schedule.cores)
+        self._times_on = {self.machine: schedule.time_ns / 1e6}
 
     @property
     def target(self) -> str:
@@ -82,16 +83,7 @@ class Profile:
     @cached_property
     def times_ms(self) -> dict[DmaModel, float]:
         """The time under every DMA model; scheduled when asked for."""
-        found: dict[DmaModel, float] = {}
-        for model in DMA_MODELS:
-            if model == self.dma_model:
-                found[model] = self.time_ms
-            else:
-                machine = self.machine.under(model)
-                with no_collection():
-                    again = schedule(self.launch, self.schedule.model, machine)
-                found[model] = again.time_ns / 1e6
-        return found
+        return {model: self._time_on(self.machine.under(model)) for model in DMA_MODELS}
 
     @property
     def time_low_ms(self) -> float:
@@ -106,16 +98,24 @@ class Profile:
     @cached_property
     def uncertainties(self) -> tuple[OtherEnd, ...]:
         """The time at the other end of each of `uncertainty.UNCERTAINTIES`, slowest first."""
-        return uncertain.other_ends(self.launch, self.schedule)
+        return uncertain.other_ends(self.machine, self._time_on)
 
     @cached_property
     def time_range_ms(self) -> tuple[float, float]:
         """The time with all ends of `uncertainties` that are quicker, and with all slower ones."""
-        return uncertain.together(self.launch, self.schedule, self.uncertainties)
+        return uncertain.together(self.machine, self._time_on, self.uncertainties)
+
+    def _time_on(self, machine: Machine) -> float:
+        """The launch scheduled once by the costs of another machine, ms."""
+        if machine not in self._times_on:
+            with no_collection():
+                again = schedule(self.launch, self.model, machine)
+            self._times_on[machine] = again.time_ns / 1e6
+        return self._times_on[machine]
 
     @cached_property
     def documented_ms(self) -> float:
-        """The same without the fitted issue overhead of a matmul; scheduled when asked for."""
+        """The same without issue of matmuls and throttling; scheduled when asked for."""
         if self.model == "documented":
             return self.time_ms
         with no_collection():

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from neuroncore.collector import no_collection
-from neuroncore.timing.schedule import schedule
-from neuroncore.timing.times import Schedule
+from neuroncore.hardware import Machine
 from neuroncore.uncertainty import UNCERTAINTIES, assuming
 
-if TYPE_CHECKING:
-    from neuroncore.core import KernelRun
+TimeOn = Callable[[Machine], float]
+"""ms of the launch on a machine."""
 
 
 @dataclass(frozen=True)
@@ -24,37 +21,32 @@ class OtherEnd:
     time_ms: float
 
 
-def other_ends(launch: KernelRun, before: Schedule) -> tuple[OtherEnd, ...]:
-    """The launch scheduled once for each uncertainty of its machine; what is slowest comes first.
+def other_ends(machine: Machine, time_on: TimeOn) -> tuple[OtherEnd, ...]:
+    """The launch at each other end of a machine's uncertainties; what is slowest comes first.
 
     Those that the machine was given with are left out, and those that change nothing on it.
     """
-    found: list[OtherEnd] = []
-    for each in UNCERTAINTIES:
-        if each.other(before.machine) != before.machine:
-            time_ms = _time_ms(launch, before, [each.name])
-            found.append(OtherEnd(each.name, each.otherwise, time_ms))
+    others = {each: each.other(machine) for each in UNCERTAINTIES}
+    found = [
+        OtherEnd(each.name, each.otherwise, time_on(other))
+        for each, other in others.items()
+        if other != machine
+    ]
     return tuple(sorted(found, key=lambda end: -end.time_ms))
 
 
-def together(launch: KernelRun, before: Schedule, ends: Iterable[OtherEnd]) -> tuple[float, float]:
+def together(machine: Machine, time_on: TimeOn, ends: Iterable[OtherEnd]) -> tuple[float, float]:
     """The launch, ms, with all ends that make it quicker, and with all that make it slower.
 
     At least what one of them makes of it alone: ends may work against each other.
     """
-    as_is = before.time_ns / 1e6
+    as_is = time_on(machine)
     quicker = [end for end in ends if end.time_ms < as_is]
     slower = [end for end in ends if end.time_ms > as_is]
     low, high = [
-        _time_ms(launch, before, [end.name for end in some]) if len(some) > 1 else as_is
-        for some in (quicker, slower)
+        time_on(assuming(machine, [end.name for end in some])) for some in (quicker, slower)
     ]
     return (
         min([low, as_is, *[end.time_ms for end in quicker]]),
         max([high, as_is, *[end.time_ms for end in slower]]),
     )
-
-
-def _time_ms(launch: KernelRun, before: Schedule, names: list[str]) -> float:
-    with no_collection():
-        return schedule(launch, before.model, assuming(before.machine, names)).time_ns / 1e6
