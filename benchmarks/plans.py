@@ -5,8 +5,8 @@ each plan is traced again. Where that gives what was found for it, to the last b
 a search follows from the times that it traces and nothing else; otherwise it is searched again, as
 are those that are missing. A change that makes another candidate quicker and leaves the kept one as
 it was is not seen: `--anew` searches all, which takes hours. After a change of the clock alone,
-`--retime` keeps all arguments with the times that they now have. An interrupted search goes on where it
-was.
+`--retime` keeps all arguments with the times that they now have. An interrupted search goes on
+where it was.
 """
 
 from __future__ import annotations

@@ -7,12 +7,10 @@ from itertools import product
 from statistics import fmean
 from typing import Any, NamedTuple, get_args
 
-import numpy as np
-
 from benchmarks.cases import end_to_end, published
 from neuroncore import NkiValidationError, Profile, simulate
-from neuroncore.hardware import DMA_MODELS, DMA_SPREAD_NS, DmaModel, Engine
-from neuroncore.profile.metrics import columns, covered
+from neuroncore.hardware import DMA_MODELS, DmaModel, Engine
+from neuroncore.profile.metrics import active_ns
 from neuronmm_ops.compress.calibrate import Progress
 from neuronmm_ops.measure.runner import run_all
 
@@ -108,15 +106,9 @@ def _simulated(launch: tuple[int, DmaModel]) -> dict[str, float] | str:
 
 
 def _active(profile: Profile, engine: Engine) -> float:
-    """Share of the time that a profiler shows an engine active: until its results are there."""
+    """Share of the time that a profiler shows an engine active."""
     (core,) = profile.schedule.cores
-    engines, start, end = columns(core)
-    chosen = engines == engine
-    spread = 0.0 if engine is not Engine.DMA else DMA_SPREAD_NS
-    latency = np.array([template.result_ns or spread for template, *_ in core.issued])[chosen]
-    order = np.argsort(start[chosen], kind="stable")
-    active = covered(start[chosen][order], (end[chosen] + latency)[order])
-    return min(1.0, active / profile.schedule.time_ns)
+    return min(1.0, active_ns(core, engine) / profile.schedule.time_ns)
 
 
 def _single(profile: Profile) -> dict[str, float]:

@@ -57,7 +57,6 @@ class Served:
             return pass_of(decoder, self.prompt, {self.prompt: 1.0})
         return pass_of(decoder, 1, lengths(self.prompt + 1, self.prompt + self.new - 1))
 
-
     @property
     def group(self) -> Literal["predicted", "held out"]:
         """As `cases.published.Case`: four rows were known while the model was made."""

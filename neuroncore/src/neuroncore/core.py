@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -50,6 +51,8 @@ class KernelRun:
         follow: what instructions do where documentation and public kernels contradict each other.
         uninitialised: what a read of elements that were never written does; see `simulate`.
         memory_bytes: how much memory values may take on this machine.
+        order: seed of the order in which cores run, as far as they do not wait for each other; None
+            for one after the other.
     """
 
     def __init__(
@@ -62,6 +65,7 @@ class KernelRun:
         follow: Follow = "documentation",
         uninitialised: Uninitialised = "partial",
         memory_bytes: int = sys.maxsize,
+        order: int | None = None,
     ) -> None:
         self.machine = machine
         self.memory_bytes, self.used_bytes = memory_bytes, 0
@@ -73,7 +77,8 @@ class KernelRun:
         self.shared: list[list[Storage]] = [[] for _ in range(ranks)]
         self.layouts: dict[tuple[Any, ...], Layout] = {}
         self.cores = [SimulatedCore(self, i) for i in range(ranks * lnc)]
-        self.turns = Turns(len(self.cores), self._take)
+        draw = None if order is None else random.Random(order)  # noqa: S311 - no secret
+        self.turns = Turns(len(self.cores), self._take, draw)
 
     def run(self, body: Callable[[SimulatedCore], Any]) -> list[Any]:
         """Run `body` once per core and return its results."""
@@ -242,6 +247,8 @@ class SimulatedCore:
         """
         storages = tuple([t.storage for t in operands])
         launch, trace, replay = self.launch, self.trace, self.replay
+        if launch.turns.draw:
+            launch.turns.step(self.number)
         number = len(trace.records) if replay is None else replay.record
         regions, overlaps, writes = template.regions, template.overlaps, template.writes
         placed = operands

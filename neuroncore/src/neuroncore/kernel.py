@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import sys
@@ -25,6 +26,7 @@ from neuroncore.core import Follow, KernelRun, SimulatedCore, Uninitialised, run
 from neuroncore.dtypes import DType
 from neuroncore.hardware import DMA_MODELS, MODELS, DmaModel, Model, resolve_target
 from neuroncore.memory.liveness import CapacityError, CapacityPolicy
+from neuroncore.orders import same_values
 from neuroncore.profile.profile import Profile
 from neuroncore.timing.edges import Edges, apply_edges, edges_of
 from neuroncore.timing.order import order_to_fit
@@ -110,6 +112,7 @@ class RunSettings:
     uninitialised: Uninitialised = "partial"
     capacity: CapacityPolicy = "raise"
     budget: Budget | None = None
+    schedules: int = 0
 
     def __post_init__(self) -> None:
         if self.mode not in ("execute", "trace"):
@@ -124,6 +127,11 @@ class RunSettings:
             raise ValueError(
                 f"follow must be one of {', '.join(get_args(Follow))}; got {self.follow!r}"
             )
+        if self.schedules < 0 or (self.schedules and self.mode == "trace"):
+            raise ValueError(
+                "schedules must be a number of orders to compare values in, and needs them "
+                f'(mode="execute"); got {self.schedules} in mode {self.mode!r}'
+            )
         if self.ranks is not None and (not isinstance(self.ranks, int) or self.ranks < 1):
             raise ValueError(
                 f"ranks must be a positive number of ranks, or None; got {self.ranks!r}"
@@ -136,7 +144,23 @@ def run(
     kwargs: dict[str, Any],
     settings: RunSettings = RunSettings(),
 ) -> Simulation:
-    """Run a kernel and schedule what it issued. See `simulate`."""
+    """Run a kernel, in other orders of its cores too if asked. See `simulate`."""
+    if not settings.schedules:
+        return _run(kernel, args, kwargs, settings)
+    given = copy.deepcopy((args, kwargs))  # a kernel may change its operands
+    found = _run(kernel, args, kwargs, settings)
+    for order in range(settings.schedules):
+        same_values(found, _run(kernel, *copy.deepcopy(given), settings, order), order)
+    return found
+
+
+def _run(
+    kernel: Kernel | Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    settings: RunSettings,
+    order: int | None = None,
+) -> Simulation:
     if type(kernel).__module__.partition(".")[0] == "nki":
         raise TypeError(
             f"the simulated core runs functions and kernels of neuroncore.jit, got {kernel!r}, "
@@ -154,6 +178,7 @@ def run(
         settings.follow,
         settings.uninitialised,
         budget.memory_bytes,
+        order,
     )
     boundaries = [
         Boundary(launch, rank, settings.ranks is not None) for rank in range(launch.ranks)
@@ -222,6 +247,7 @@ def simulate(
     uninitialised: Uninitialised = "partial",
     capacity: CapacityPolicy = "raise",
     budget: Budget | None = None,
+    schedules: int = 0,
     **kwargs: Any,
 ) -> Any:
     """Run a kernel on the simulated NeuronCore.
@@ -254,6 +280,8 @@ def simulate(
             did, to explore: the times are then those of a larger memory.
         budget: instructions, seconds and bytes after which the kernel is stopped; None is
             `Budget()`.
+        schedules: run the kernel so many times more, its cores in other orders that their waiting
+            for each other allows; refused where a value changes: it is a race.
 
     What runs here but the documentation refuses or leaves undefined is an `NkiWarning`.
     Raises NkiValidationError where the kernel breaks a rule, ValueError for bad arguments.
@@ -261,7 +289,7 @@ def simulate(
     names = (assume,) if isinstance(assume, str) else tuple(assume)
     settings = RunSettings(
         target, mode, model, dma_model, names, cores_busy, seed, ranks, follow,
-        uninitialised, capacity, budget,
+        uninitialised, capacity, budget, schedules,
     )  # fmt: skip
     if args or kwargs:
         return run(kernel, args, kwargs, settings)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import random
 import threading
 import time
 from collections.abc import Callable
@@ -43,10 +44,14 @@ class Turns:
     Args:
         count: how many cores.
         taken: called with a core's number, in its thread, whenever its turn begins.
+        draw: chooses who is next, also before each instruction; None for the order of numbers.
     """
 
-    def __init__(self, count: int, taken: Callable[[int], None]) -> None:
+    def __init__(
+        self, count: int, taken: Callable[[int], None], draw: random.Random | None = None
+    ) -> None:
         self._taken = taken
+        self.draw = draw if count > 1 else None
         self._condition = threading.Condition()
         self._running = -1  # nobody before all have started
         self._ended = [False] * count
@@ -122,6 +127,11 @@ class Turns:
             )
         return meeting
 
+    def step(self, me: int) -> None:
+        """Before an instruction, where the order is drawn: any core that can go on is next."""
+        self._pass_turn(me)
+        self._await_turn(me)
+
     def _begin(self) -> None:
         with self._condition:
             self._running = 0
@@ -153,9 +163,10 @@ class Turns:
         count = len(self._ended)
         left = [i % count for i in range(me + 1, me + 1 + count) if not self._ended[i % count]]
         able = [i for i in left if (wait := self._waits[i]) is None or wait.met]
+        choices = able or left
         with self._condition:
-            if left:
-                self._running = (able or left)[0]
+            if choices:
+                self._running = self.draw.choice(choices) if self.draw else choices[0]
             self._condition.notify_all()
 
     def _await_turn(self, me: int) -> None:

@@ -11,7 +11,7 @@ changes a value.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -37,7 +37,13 @@ _Accesses = dict[tuple[Storage, int], dict[_Access, int]]
 
 
 def check_races(first: Trace, second: Trace) -> None:
-    """Note parts of HBM tensors that both cores use between two barriers, and one of them writes.
+    """Note what `races` finds."""
+    for race in races(first, second):
+        note(race)
+
+
+def races(first: Trace, second: Trace) -> Iterator[str]:
+    """Parts of HBM tensors that both cores use between two barriers, and one of them writes.
 
     In trace mode, what an index addresses is unknown and left out, loops' variables excepted.
     """
@@ -48,7 +54,7 @@ def check_races(first: Trace, second: Trace) -> None:
         if found is not None:
             (a, line), (b, other) = found
             verbs = ["writes" if access.writes else "reads" for access in (a, b)]
-            note(
+            yield (
                 f"core 0 {verbs[0]} {storage.describe()} at line {line} where core 1 {verbs[1]} it "
                 f"at line {other} without core_barrier in between; which comes first is undefined"
             )

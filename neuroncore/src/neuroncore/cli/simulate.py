@@ -98,6 +98,13 @@ def add(commands: Any) -> None:
         "--seed", type=int, default=0, help="seed of the random tensors (default 0)"
     )
     command.add_argument(
+        "--schedules",
+        type=int,
+        default=0,
+        metavar="N",
+        help="run it N times more, its cores in other orders; a value that changes is a race",
+    )
+    command.add_argument(
         "--strict", action="store_true", help="exit with 1 if the kernel causes a warning"
     )
     budget = Budget()
@@ -188,6 +195,7 @@ def _launch(options: argparse.Namespace) -> LaunchOptions:
             cores_busy=options.cores_busy,
             seed=options.seed,
             budget=Budget(options.max_instructions, options.max_seconds, options.max_bytes),
+            schedules=options.schedules,
         ),
         lnc=options.lnc,
         reference=reference,

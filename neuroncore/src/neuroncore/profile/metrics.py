@@ -13,7 +13,7 @@ from types import CodeType
 
 import numpy as np
 
-from neuroncore.hardware import DMA_ENGINES, MIN_CYCLES, Engine
+from neuroncore.hardware import DMA_ENGINES, DMA_SPREAD_NS, MIN_CYCLES, Engine
 from neuroncore.memory import liveness
 from neuroncore.memory.storage import MemoryRegion, Storage
 from neuroncore.timing.times import CoreSchedule, Schedule, Wait
@@ -143,6 +143,19 @@ def busy(core: CoreSchedule, schedule: Schedule) -> tuple[EngineUse, ...]:
         EngineUse(name, ns / 1e6, (total - ns) / 1e6, ns / total if total else 0.0)
         for name, ns in zip(names, busy_ns, strict=True)
     )
+
+
+def active_ns(core: CoreSchedule, engine: Engine) -> float:
+    """How long a profiler shows an engine of one core active, or any of the 16 of DMA.
+
+    The union of its instructions, each until its result is there (neuron-explorer; agentic).
+    """
+    spread = DMA_SPREAD_NS if engine is Engine.DMA else 0.0
+    engines, start, end = columns(core)
+    chosen = engines == engine
+    results = np.array([template.result_ns or spread for template, *_ in core.issued])[chosen]
+    order = np.argsort(start[chosen], kind="stable")
+    return covered(start[chosen][order], (end[chosen] + results)[order])
 
 
 def critical_path(schedule: Schedule) -> tuple[CriticalLine, ...]:

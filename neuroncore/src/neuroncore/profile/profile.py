@@ -13,7 +13,7 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from neuroncore.collector import no_collection
-from neuroncore.hardware import DMA_MODELS, DmaModel, Machine
+from neuroncore.hardware import DMA_MODELS, DmaModel, Engine, Machine
 from neuroncore.memory.storage import MemoryRegion
 from neuroncore.profile import metrics, perfetto, plot, report, timeline, uncertain, what_if
 from neuroncore.profile.metrics import (
@@ -282,6 +282,12 @@ class Profile:
     # what it waited for
 
     @cached_property
+    def dma_active_ms(self) -> float:
+        """How long a DMA engine was moving bytes, of the core where it was longest."""
+        cores = self.schedule.cores
+        return max([metrics.active_ns(core, Engine.DMA) for core in cores]) / 1e6
+
+    @cached_property
     def critical_path(self) -> tuple[CriticalLine, ...]:
         """The chain of waits that ends with the last instruction, by source line, longest first.
 
@@ -362,7 +368,7 @@ class Profile:
             *("flops", "tflops", "mfu"),
             *("intensity", "knee", "hbm_bytes", "hbm_read_bytes", "hbm_write_bytes"),
         )
-        dma = ("count", "bytes", "sbuf_bytes", "efficiency")
+        dma = ("count", "active_ms", "bytes", "sbuf_bytes", "efficiency")
         return {
             "modelled": True,
             "kernel": self.kernel_name,

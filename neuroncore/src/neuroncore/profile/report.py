@@ -159,7 +159,9 @@ def _engines(p: Profile) -> list[str]:
             times = milliseconds(use.busy_ms), milliseconds(use.idle_ms), f"{use.share:.1%}"
             rows.append((str(core), use.engine, *times, "█" * full + "·" * (_BAR - full)))
     header = ("core", "<engine", "busy ms", "idle ms", "share", "<")
-    return ["Engines (modelled; DMA is the mean of 16 engines)", *table(header, rows)]
+    active = milliseconds(p.dma_active_ms)
+    title = f"Engines (modelled; DMA is the mean of 16 engines, any moves for {active} ms)"
+    return [title, *table(header, rows)]
 
 
 def _traffic(p: Profile) -> list[str]:
