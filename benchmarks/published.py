@@ -40,10 +40,10 @@ def run(progress: Progress | None = None, workers: int = 1) -> list[dict[str, An
         `refused` says why a kernel does not run here; its numbers are None.
     """
     found = published.cases()
-    # several figures are published of one run
+    # several figures are published of one run, its time first
     launches: dict[tuple[Any, ...], tuple[int, DmaModel]] = {}
     for (number, case), model in product(enumerate(found), DMA_MODELS):
-        launches[case.kernel, case.arguments, case.target, model] = number, model
+        launches.setdefault((case.kernel, case.arguments, case.target, model), (number, model))
     outcomes = run_all("published", _simulated, list(launches.values()), progress, workers)
     of_launch = dict(zip(launches, outcomes, strict=True))
     rows: list[dict[str, Any]] = []

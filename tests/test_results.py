@@ -36,6 +36,15 @@ def sources(modules, tmp_path, monkeypatch):
     return modules.sources
 
 
+def test_times_that_were_held_out_stand_with_their_range(modules):
+    (run,) = modules.sources.read("published")["runs"]
+    times = [
+        row for row in run["document"] if (row["group"], row["measure"]) == ("held out", "time")
+    ]
+    assert len(times) == 5
+    assert all(low < row["modelled_ms"] < high for row in times for low, high in [row["range_ms"]])
+
+
 def test_the_page_is_what_the_data_say(modules):
     assert (ROOT / "docs" / "results.md").read_text() == modules.results_page.results_page()
 
