@@ -150,6 +150,11 @@ def test_json_and_table_of_a_model(bench_model):
     assert any(line[-2:] == [f"{rate:.4g}", f"{weights / 1e9:.3g}"] for line in lines)
     (ours,) = (line for line in table.splitlines() if "  low rank over dense:" in line)
     assert re.search(r"prefill [\d.]+x(?: to [\d.]+x)?, decode [\d.]+x.*, end to end ", ours)
+    assert "(as served " in ours
+    served = dense["phases"]["decode"]["as_served"]
+    times = [f"{served[f'time{end}_ms']:.3g}" for end in ("", "_low", "_high")]
+    row = [f"{dense['phases']['decode']['time_ms']:.3g}", times[0], "-".join(times[1:])]
+    assert ["dense", *row, f"{served['tokens_per_s']:.3g}"] in lines
     assert "collectives" not in table  # no launch of it
     assert "sampling beyond argmax" in table
 
@@ -174,6 +179,7 @@ def test_several_numbers_of_ranks(bench_model):
             prefill = f"{variant['phases']['prefill']['time_ms']:.4g}"
             row = [str(document["tp"]), *variant["name"].split("_"), prefill]
             assert any(line[: len(row)] == row for line in lines)
+        assert f"A token, tp {document['tp']}: modelled, and as served" in shown
 
 
 def test_what_the_layouts_exchange_is_shown(bench_model):

@@ -6,10 +6,13 @@ from typing import Any
 
 from neuroncore.cli.console import show_table, stdout
 from neuronmm_ops.cli.bench_ranks import PHASES, VARIANTS, as_range, show_layouts, show_ranks
+from neuronmm_ops.cli.bench_served import served_range, show_served
 from neuronmm_ops.cli.parser import add_command, add_shape, numbers_of
 from neuronmm_ops.progress import progress_bars
 
-_DESCRIPTION = "prefill and decode of a whole model, by component, dense and low-rank; modelled"
+_DESCRIPTION = (
+    "prefill and decode of a whole model, by component, dense and low-rank; modelled, as served"
+)
 _COMPARED = (*PHASES, "end_to_end")
 _SPEEDUPS = {
     "ours": "low rank over dense",
@@ -94,6 +97,7 @@ def show_model(found: dict[str, Any] | list[dict[str, Any]]) -> None:
         show_ranks(documents)
     else:
         _show_one(document)
+    show_served(documents)
     for each in documents:
         if each["tp"] > 1:
             show_layouts(each)
@@ -114,8 +118,10 @@ def _show_one(document: dict[str, Any]) -> None:
         soft_wrap=True,
     )
     stdout.print("Modelled speed-ups, by what small DMAs are taken to cost:")
+    decodes = {variant["name"]: variant["phases"]["decode"] for variant in variants}
     for name, found in document["speedups"].items():
         phases = [f"{phase.replace('_', ' ')} {as_range(found[phase])}" for phase in _COMPARED]
+        phases[1] += f" (as served {served_range(decodes[found['of']], decodes[found['over']])})"
         stdout.print(f"  {_SPEEDUPS[name]}: {', '.join(phases)}", soft_wrap=True)
 
 

@@ -19,6 +19,7 @@ from neuronmm_ops.estimate.layouts import GROUPS
 from neuronmm_ops.estimate.linears import DTYPE, MLP, Linear, linears, selection
 from neuronmm_ops.estimate.memory import check_capacity, memory_of, weight_bytes
 from neuronmm_ops.estimate.passes import PHASES, fitting
+from neuronmm_ops.estimate.served import LAUNCH_US, as_served, speedup_as_served
 from neuronmm_ops.models import ModelShape, resolve_shape
 from neuronmm_ops.storages import checked, dtype_name
 
@@ -116,8 +117,9 @@ def run(
         under each. `hbm_bytes`, `weight_bytes` and `memory` are of one rank. With tp a phase's
         `layouts` has every way to divide the weights of a layer's component, and
         `published_collectives` its time where no collective is quicker than published ones.
-        `speedups` are over the DMA models. `left_out` names what is not counted, and variants
-        that cannot run.
+        `speedups` are over the DMA models. Decode's phases and speed-ups have `as_served`, with
+        `launch_us` added for each launch and collective (see `served`). `left_out` names what is
+        not counted, and variants that cannot run.
 
     Raises:
         ValueError: an unknown name, a number out of range, or a model that does not fit.
@@ -156,6 +158,7 @@ def run(
         "storage_dense": options.storage_dense,
         "storage_lm_head": options.storage_lm_head,
         "targets": " ".join(_targets(options)),
+        "launch_us": LAUNCH_US._asdict(),
         "variants": rows,
         "speedups": _speedups(rows),
         "left_out": [*LEFT_OUT, *of_ranks, *left_out],
@@ -241,6 +244,7 @@ def _row(
     new: int,
 ) -> dict[str, Any]:
     prefill, decode = phases["prefill"], phases["decode"]
+    decode["as_served"] = as_served(decode, decoder.batch)
     end = {m: prefill["times_ms"][m] + (new - 1) * decode["times_ms"][m] for m in DMA_MODELS}
     return {
         "name": name,
@@ -276,6 +280,7 @@ def _speedups(rows: list[dict[str, Any]]) -> dict[str, Any]:
         | {"end_to_end": row["end_to_end_times_ms"]}
         for row in rows
     }
+    decodes = {row["name"]: row["phases"]["decode"] for row in rows}
     found: dict[str, Any] = {}
     for name, (ours, theirs) in SPEEDUPS.items():
         if ours not in times or theirs not in times:
@@ -288,4 +293,5 @@ def _speedups(rows: list[dict[str, Any]]) -> dict[str, Any]:
                 "high": max(ratios.values()),
                 "by_model": ratios,
             }
+        found[name]["decode"]["as_served"] = speedup_as_served(decodes[ours], decodes[theirs])
     return found

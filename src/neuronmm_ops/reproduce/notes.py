@@ -3,6 +3,8 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from neuronmm_ops.estimate.served import LAUNCH_US
+
 GAMMA = (
     "gamma: drop of the mean accuracy / (speed-up - 1), in %, lower is better; undefined where the "
     "speed-up is at most 1. This is our reading: the paper defines gamma in words alone, and no "
@@ -71,7 +73,9 @@ def _modelled(at: Mapping[str, Any], rows: list[dict[str, Any]]) -> Iterator[str
         "simulated core, with the paper's uniform ranks for the ratio, whatever the method's. "
         "Speed-up: over our own best dense kernels, its range over what small DMAs may cost; "
         "published setting: NeuronMM's kernels over the tutorial matmul that they were compared "
-        "with."
+        "with. As served: tokens/s, and the speed-up of decode, where each launch and collective "
+        f"of a token costs {LAUNCH_US.middle:g} us more ({LAUNCH_US.low:g} to {LAUNCH_US.high:g}), "
+        "which AWS's published times per token have beyond our dense model."
     )
     named = {part for row in rows for part in (row["modelled"] or {}).get("left_out", ())}
     yield from (f"Modelled times leave out {part}." for part in sorted(named))

@@ -114,8 +114,10 @@ def _columns(rows: Sequence[Row]) -> Iterator[tuple[str, Callable[[Row], str]]]:
     if any(row["modelled"] for row in rows):
         yield "ms modelled", lambda row: _number(_modelled(row, "end_to_end_ms"), ".2f")
         yield "tokens/s", lambda row: _number(_modelled(row, "tokens_per_s"), ".1f")
+        yield "as served", _served_rate
         yield "speed-up", lambda row: _number(_modelled(row, "speedup"), ".2f", "x")
         yield "its range", lambda row: _range(_modelled(row, "speedup_range"))
+        yield "decode as served", _served_speedup
         yield "published setting", lambda row: _range(_modelled(row, "published_setting_range"))
         yield "gamma %", lambda row: _gamma(row, "modelled", _modelled(row, "speedup"))
     if any(row["measured"] for row in rows):
@@ -131,6 +133,19 @@ def _bytes(row: Row) -> str:
 
 def _modelled(row: Row, name: str) -> Any:
     return row["modelled"] and row["modelled"][name]
+
+
+def _served_rate(row: Row) -> str:
+    found = _modelled(row, "as_served")
+    if found is None:
+        return ""
+    low, high = found["tokens_per_s_low"], found["tokens_per_s_high"]
+    return f"{found['tokens_per_s']:.1f} ({low:.1f}-{high:.1f})"
+
+
+def _served_speedup(row: Row) -> str:
+    found = _modelled(row, "decode_speedup_as_served")
+    return "" if found is None else f"{found['middle']:.2f}x ({_range(found)})"
 
 
 def _measured(row: Row) -> float | None:

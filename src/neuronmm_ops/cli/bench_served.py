@@ -1,0 +1,56 @@
+"""Tables of `bench model` of decode as served, beside the modelled times."""
+
+from typing import Any
+
+from neuroncore.cli.console import show_table, stdout
+from neuronmm_ops.cli.bench_ranks import VARIANTS
+from neuronmm_ops.estimate.served import LAUNCH_US, as_served, speedup_as_served
+
+_COLUMNS = (
+    *("", "ms", "as\nserved", "range", "tokens/s\nserved"),
+    *("over\ndense", "as\nserved", "range"),
+)
+
+
+def show_served(documents: list[dict[str, Any]]) -> None:
+    """Print a token's time and its ratio to dense, each modelled and as served; a table a tp."""
+    for document in documents:
+        dense, *_ = decodes = [variant["phases"]["decode"] for variant in document["variants"]]
+        names = [VARIANTS[variant["name"]] for variant in document["variants"]]
+        rows = [_times(decode, document["batch"]) for decode in decodes]
+        for row, decode in zip(rows[1:], decodes[1:], strict=True):
+            row += _ratios(decode, dense)
+        cells = [[name, *row] for name, row in zip(names, rows, strict=True)]
+        title = f"A token, tp {document['tp']}: modelled, and as served"
+        show_table(_COLUMNS, cells, left=[""], title=title)
+    stdout.print(
+        f"As served: each launch and collective of a token costs {LAUNCH_US.middle:g} us more "
+        f"({LAUNCH_US.low:g} to {LAUNCH_US.high:g}): what AWS's published times per token have "
+        "beyond our dense model. Prefill has no such column: what is missing there grows with the "
+        "prompt, and launches do not explain it.",
+        soft_wrap=True,
+    )
+
+
+def served_range(of: dict[str, Any], over: dict[str, Any]) -> str:
+    """A speed-up of decode as served, and its range."""
+    found = speedup_as_served(of, over)
+    return f"{found['middle']:.2f}x, {found['low']:.2f}x to {found['high']:.2f}x"
+
+
+def _times(decode: dict[str, Any], batch: int) -> list[str]:
+    served = as_served(decode, batch)
+    return [
+        *(f"{decode['time_ms']:.3g}", f"{served['time_ms']:.3g}"),
+        f"{served['time_low_ms']:.3g}-{served['time_high_ms']:.3g}",
+        f"{served['tokens_per_s']:.3g}",
+    ]
+
+
+def _ratios(decode: dict[str, Any], dense: dict[str, Any]) -> list[str]:
+    served = speedup_as_served(decode, dense)
+    return [
+        f"{dense['time_ms'] / decode['time_ms']:.2f}x",
+        f"{served['middle']:.2f}x",
+        f"{served['low']:.2f}-{served['high']:.2f}",
+    ]
