@@ -15,6 +15,11 @@ def add(commands: Any) -> None:
     description = "published times of NKI kernels compared with the simulated core's"
     add_command(commands, "published", _published, _show_published, description)
 
+    description = (
+        "NeuronMM's figures of block sizes, naive fusion and traffic next to modelled ones"
+    )
+    add_command(commands, "paper", _paper, _show_paper, description)
+
     description = "our NKI kernels compared with NeuronMM's on the simulated core; time is modelled"
     example = "--model Llama-3.2-1B --tokens 1 --target trn2"
     command = add_command(
@@ -81,6 +86,63 @@ def _published_cells(row: dict[str, Any]) -> list[str]:
 def _number(value: float | None, unit: int = 1, spec: str = ".4g") -> str:
     """A number in a unit; nothing for None."""
     return "" if value is None else format(value / unit, spec)
+
+
+def _paper(options: argparse.Namespace) -> list[dict[str, Any]]:
+    from benchmarks import paper
+
+    with progress_bars() as progress:
+        return paper.run(progress)
+
+
+def _show_paper(rows: list[dict[str, Any]]) -> None:
+    from neuroncore.hardware import DMA_MODELS
+
+    stdout.print(
+        f"bfloat16, one core of {rows[0]['target']}. Modelled: ms under each DMA model, GiB, share "
+        "of SBUF, and ratios over the case in the title; in brackets what was published."
+    )
+    for section in dict.fromkeys([row["section"] for row in rows]):
+        own = [row for row in rows if row["section"] == section]
+        told = [n for n, (key, *_) in _PAPER.items() if any(r[f"published_{key}"] for r in own)]
+        cells: list[list[str]] = []
+        for row in own:
+            refused = f": refused, {row['refused']}" if row["refused"] else ""
+            times = [_number((row["times_ms"] or {}).get(model)) for model in DMA_MODELS]
+            times[0] += _bracketed(row["published_time_ms"])
+            values = [_paper_cell(row, *_PAPER[name]) for name in told]
+            cells.append([row["name"] + refused, *times, *values])
+        of, *sizes = [
+            " or ".join(dict.fromkeys([str(row[field]) for row in own if row[field]]))
+            for field in ("against", "M", "K", "r", "N")
+        ]
+        title = f"{section}: M, K, r, N {', '.join(sizes)}; over {of}"
+        show_table(["case", *DMA_MODELS, *told], cells, ["case"], title)
+        stdout.print(f"{own[0]['note']} Source: {own[0]['source']}.\n")
+
+
+_PAPER = {
+    "time": ("time_ratio", 1, ".2f"),
+    "DMA time": ("dma_ratio", 1, ".2f"),
+    "GiB": ("hbm_bytes", 2**30, ".3g"),
+    "traffic": ("hbm_ratio", 1, ".2f"),
+    "SBUF": ("sbuf_share", 1, ".0%"),
+    "spilled MB": ("spill_bytes", 10**6, ".0f"),
+}
+"""Columns of `paper` where anything was published: the field, its unit and its format."""
+
+
+def _paper_cell(row: dict[str, Any], field: str, unit: int, spec: str) -> str:
+    """What is modelled, over the DMA models where they differ, and what was published."""
+    values: list[float | None] = [row.get(field)]
+    if field == "time_ratio" and row["time_ratios"]:
+        values = sorted(row["time_ratios"].values())
+    shown = "-".join(dict.fromkeys([_number(value, unit, spec) for value in values]))
+    return shown + _bracketed(row[f"published_{field}"], unit, spec)
+
+
+def _bracketed(published: float | None, unit: int = 1, spec: str = ".4g") -> str:
+    return "" if published is None else f" ({_number(published, unit, spec)})"
 
 
 def _kernels(options: argparse.Namespace) -> list[dict[str, Any]]:
