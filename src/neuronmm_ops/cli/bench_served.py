@@ -43,7 +43,7 @@ def _times(decode: dict[str, Any], batch: int) -> list[str]:
     return [
         *(f"{decode['time_ms']:.3g}", f"{served['time_ms']:.3g}"),
         f"{served['time_low_ms']:.3g}-{served['time_high_ms']:.3g}",
-        f"{served['tokens_per_s']:.3g}",
+        f"{served['tokens_per_s']:.4g}",
     ]
 
 
