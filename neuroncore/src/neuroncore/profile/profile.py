@@ -109,7 +109,7 @@ class Profile:
         """The launch scheduled once by the costs of another machine, ms."""
         if machine not in self._times_on:
             with no_collection():
-                again = schedule(self.launch, self.model, machine)
+                again = schedule(self.launch, self.schedule.model, machine)
             self._times_on[machine] = again.time_ns / 1e6
         return self._times_on[machine]
 

@@ -81,8 +81,8 @@ class Placer:
         self.queues: dict[Any, tuple[str, float, int]] = {}
         self.dge_free = [0.0, 0.0]
         self.cells = [0.0] * 16
-        is_slowed = machine.throttle and model != "documented"
-        self.recent = RecentUse(machine.throttle) if is_slowed else None
+        throttle = None if model == "documented" else machine.throttle
+        self.recent = RecentUse(throttle) if throttle else None
         self.pe_issue = self.pe_full = 0.0
         self.ports = {"sbuf": [0.0, -1, 0.0, -1], "psum": [0.0, -1, 0.0, -1]}
         # when another engine may use an instruction's result
