@@ -6,6 +6,7 @@ from selection import (
     Row,
     document,
     front,
+    gain_as_served,
     model_name,
     models,
     setting,
@@ -63,7 +64,8 @@ def whole_models() -> list[str]:
         f"Modelled: one {first['target']} core per rank, batch {first['batch']}, a prompt of "
         f"{first['prompt']} tokens, then {first['new']} more; every launch traced on the simulated "
         "core. *Dense* is our best dense bf16 kernels. Speed-ups are ranges over the DMA models. "
-        "The time of a serving stack is excluded. [The gallery](gallery/index.md) has ratio 0.5.",
+        "*As served* is decode [with the cost of launches](whole-model.md#bounds). [The gallery]"
+        "(gallery/index.md) has ratio 0.5.",
         image("results-models.svg", "speed-up of decode and prefill, by model and setting"),
         setting_rows([one for one in found if one["ratio"] == SHOWN_RATIO]),
         *_published(models(SHOWN)),
@@ -75,7 +77,7 @@ def setting_rows(found: list[Row]) -> str:
     """A table of modelled documents, low rank against dense, a row each."""
     head = (
         *("model", "compressed", "prefill ms", "dense", "speed-up"),
-        *("ms/token", "dense", "speed-up", "tokens/s"),
+        *("ms/token", "dense", "speed-up", "as served"),
     )
     return table(head, [_model_row(one) for one in found])
 
@@ -90,7 +92,7 @@ def _model_row(one: Row) -> list[str]:
             number(dense["phases"][phase]["time_ms"]),
             span(speedup["low"], speedup["high"]),
         ]
-    return [*cells, number(own["tokens_per_s"])]
+    return [*cells, gain_as_served(one)]
 
 
 def _published(found: list[Row]) -> list[str]:
@@ -131,7 +133,7 @@ def whole() -> str:
     if first is None:
         return ""
     dense = variant(first, "dense")["phases"]
-    rows = [["nothing (`dense`)", *(number(dense[p]["time_ms"]) for p in PHASES), *[""] * 4]]
+    rows = [["nothing (`dense`)", *(number(dense[p]["time_ms"]) for p in PHASES), *[""] * 5]]
     for ratio, targets, is_one_byte in WHOLE:
         one = document("whole", whole_command(ratio, targets, is_one_byte))
         own = variant(one, "low_rank")["phases"]
@@ -142,10 +144,11 @@ def whole() -> str:
                 + ("every Linear of the layers in fp8" if is_one_byte else "bf16"),
                 *(number(own[p]["time_ms"]) for p in PHASES),
                 *(_span(one["speedups"]["ours"][p]) for p in PHASES),
+                gain_as_served(one),
                 *([_span(one["speedups"][kind]["decode"]) for kind in kinds] or ["", ""]),
             ]
         )
-    head = ["compressed", "prefill ms", "decode ms", "prefill", "decode"]
+    head = ["compressed", "prefill ms", "decode ms", "prefill", "decode", "as served"]
     return table([*head, "of it one byte alone", "and rank at equal storage"], rows)
 
 

@@ -5,8 +5,10 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from sources import PARETO_RATIOS, SHOWN, STORAGES, model_command, read
+from writing import span
 
 from benchmarks.methods import BASELINE, DEFAULT
+from neuronmm_ops.estimate.served import speedup_as_served
 
 Row = dict[str, Any]
 
@@ -129,6 +131,13 @@ def models(name: str) -> list[Row]:
     """The modelled documents of one model."""
     runs = read(f"model_{name}")
     return [run["document"] for run in runs["runs"]] if runs else []
+
+
+def gain_as_served(one: Row) -> str:
+    """The range of decode's speed-up with what a launch costs where models are served."""
+    own, dense = (variant(one, name)["phases"]["decode"] for name in ("low_rank", "dense"))
+    found = speedup_as_served(own, dense)
+    return span(found["low"], found["high"])
 
 
 def setting(found: Row) -> str:

@@ -1,6 +1,6 @@
 """Tables of tensor parallelism: what ranks send and hold, and what low rank gains on them."""
 
-from selection import Row, document, variant
+from selection import Row, document, gain_as_served, variant
 from sources import DIVIDED_MODELS, DIVIDED_RATIOS, divided_command
 from writing import number, span, table
 
@@ -82,7 +82,16 @@ def speedups() -> str:
         for ratio in DIVIDED_RATIOS:
             documents: list[Row] = document("tensor_parallel", divided_command(name, ratio)) or []
             rows += [[name, str(one["tp"]), f"{ratio:g}", *_gains(one)] for one in documents]
-    head = ("model", "tp", "ratio", "dense ms a token", "prefill", "decode", "decode, slow links")
+    head = (
+        "model",
+        "tp",
+        "ratio",
+        "dense ms a token",
+        "prefill",
+        "decode",
+        "as served",
+        "slow links",
+    )
     return table(head, rows) if rows else ""
 
 
@@ -96,5 +105,6 @@ def _gains(one: Row) -> list[str]:
     return [
         number(variant(one, "dense")["phases"]["decode"]["time_ms"]),
         *(span(ours[phase]["low"], ours[phase]["high"]) for phase in ("prefill", "decode")),
+        gain_as_served(one),
         span(min(slow), max(slow)),
     ]

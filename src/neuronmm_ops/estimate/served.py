@@ -14,7 +14,7 @@ class LaunchCost(NamedTuple):
     high: float
 
 
-LAUNCH_US = LaunchCost(6.8, 10.0, 23.5)
+LAUNCH_US = LaunchCost(6.7, 10.0, 23.4)
 """What AWS's published times per token exceed our dense model by, for each of its launches.
 
 Lowest, median and highest of the 16 "bound" rows of decode that `python benchmarks published` has
