@@ -46,6 +46,28 @@ def test_a_race_is_refused_with_both_lines():
     assert f"at line {first + 14}" in str(raised.value)
 
 
+@nc.jit
+def handed_over(x):
+    """The second core reads what the first writes, if that came before."""
+    between = nl.ndarray(x.shape, x.dtype, nl.shared_hbm)
+    out = nl.ndarray(x.shape, x.dtype, nl.shared_hbm)
+    tile = nl.ndarray(x.shape, x.dtype)
+    if nl.program_id() == 0:
+        nisa.dma_copy(tile, x)
+        nisa.dma_copy(between, tile)
+    else:
+        nisa.dma_copy(tile, between)
+        nisa.dma_copy(out, tile)
+    return out
+
+
+@pytest.mark.filterwarnings("ignore::neuroncore.NkiWarning")
+def test_what_was_not_yet_written_is_a_race():
+    assert nc.simulate(handed_over[2], ROWS, target="trn2").outputs.shape == ROWS.shape
+    with pytest.raises(nc.NkiValidationError, match=r"a race: .* not in order \d+: .*written"):
+        nc.simulate(handed_over[2], ROWS, target="trn2", schedules=8)
+
+
 def test_each_run_begins_with_the_operands_as_they_were():
     given = ROWS.copy()
     nc.simulate(swapped[2], given, True, True, target="trn2", schedules=3)

@@ -19,7 +19,7 @@ from threadpoolctl import ThreadpoolController
 from neuroncore import language as nl
 from neuroncore.boundary import Boundary, on_core
 from neuroncore.budget import Budget, within
-from neuroncore.checks.base import note, noted, refuse, wrong_call
+from neuroncore.checks.base import NkiValidationError, note, noted, refuse, wrong_call
 from neuroncore.checks.races import check_races
 from neuroncore.collector import no_collection
 from neuroncore.core import Follow, KernelRun, SimulatedCore, Uninitialised, running
@@ -150,7 +150,13 @@ def run(
     given = copy.deepcopy((args, kwargs))  # a kernel may change its operands
     found = _run(kernel, args, kwargs, settings)
     for order in range(settings.schedules):
-        same_values(found, _run(kernel, *copy.deepcopy(given), settings, order), order)
+        try:
+            other = _run(kernel, *copy.deepcopy(given), settings, order)
+        except NkiValidationError as error:
+            raise NkiValidationError(
+                f"a race: one core after the other it ends, but not in order {order}: {error}"
+            ) from None
+        same_values(found, other, order)
     return found
 
 
