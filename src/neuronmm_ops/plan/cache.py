@@ -24,6 +24,8 @@ from neuronmm_ops.kernels import source_fingerprint
 from neuronmm_ops.kernels.problem import Plan, Problem
 
 SHIPPED = Path(__file__).with_name("plans.json")
+_BESIDE = ("cli", "calibration")
+"""Parts of the core that no plan follows from."""
 _KEPT = [field.name for field in fields(Plan) if field.name not in ("problem", "time_ms")]
 
 
@@ -32,7 +34,7 @@ def fingerprint() -> str:
     """16 hexadecimal digits of what plans follow from: kernels, and the core that times them."""
     root = Path(neuroncore.__file__).parent
     files = [path.relative_to(root) for path in sorted(root.rglob("*.py"))]
-    core = [(root / path).read_bytes() for path in files if path.parts[0] != "cli"]
+    core = [(root / path).read_bytes() for path in files if path.parts[0] not in _BESIDE]
     return hashlib.sha256(source_fingerprint().encode() + b"".join(core)).hexdigest()[:16]
 
 

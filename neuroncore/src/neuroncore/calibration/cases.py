@@ -1,0 +1,187 @@
+"""The microkernels with their sizes: what is measured, and what each time is for."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from importlib.util import module_from_spec, spec_from_file_location
+from types import ModuleType
+from typing import Any
+
+from neuroncore.boundary import TensorSpec
+from neuroncore.calibration import microkernels
+from neuroncore.dtypes import DType, bfloat16, float32
+from neuroncore.hardware import Machine, resolve_target
+from neuroncore.kernel import Kernel
+
+
+@dataclass(frozen=True)
+class Case:
+    """One launch that is timed. Those of a series differ in `count` alone: slopes are used.
+
+    Attributes:
+        series: what is repeated.
+        count: how often; a launch's constant cost is in all counts of a series.
+        function: its name in `microkernels`.
+        operands: shapes and dtypes of its tensors; any values will do, such as zeros.
+        arguments: its compile-time arguments.
+        decides: the name in `uncertainty.UNCERTAINTIES`, or of `fit.CONSTANTS`.
+        lnc: cores of the launch.
+        waits: of each latency that no `Machine` holds, how many follow each other per count.
+    """
+
+    series: str
+    count: int
+    function: str
+    operands: tuple[TensorSpec, ...]
+    arguments: Mapping[str, Any]
+    decides: str
+    lnc: int = 1
+    waits: Mapping[str, int] = field(default_factory=dict[str, int])
+
+    @property
+    def name(self) -> str:
+        """What the measurements name it: `loads-256/128`."""
+        return f"{self.series}/{self.count}"
+
+    @property
+    def kernel(self) -> Callable[..., Any]:
+        """The kernel of the installed NKI, else the simulator's; without its cores."""
+        return getattr(microkernels, self.function)
+
+    @property
+    def simulated(self) -> Kernel:
+        """The kernel for `neuroncore.simulate`, also where NKI is installed, on its cores."""
+        return getattr(_simulated(), self.function)[self.lnc]
+
+
+def cases(target: str) -> list[Case]:
+    """All that a target can run.
+
+    Raises:
+        ValueError: there is no such target.
+    """
+    machine = resolve_target(target)
+    found = [*_loads(), *_matmuls(machine), *_chains()]
+    return [*found, *_two_cores()] if machine.has("paired_cores") else found
+
+
+def _tensor(*shape: int, dtype: DType = bfloat16) -> TensorSpec:
+    return TensorSpec(shape, dtype)
+
+
+def _loads() -> list[Case]:
+    found: list[Case] = []
+    for row, counts in (
+        *((256, (32, 256)), (512, (32, 256)), (1024, (32, 128)), (2048, (16, 64)), (4096, (8, 32))),
+        (16384, (2, 8)),
+    ):
+        for count in counts:
+            x = _tensor(count, 128, 1, row // 2)
+            found.append(_load(f"loads-{row}", count, x, row // 2, "dma"))
+    # many rows a load, so that rows bind and not loads; apart, so that none are one
+    for row in (256, 1024):
+        for count in (8, 32):
+            x = _tensor(count, 128, 4096 // row, row)
+            found.append(_load(f"rows-{row}", count, x, row // 2, "dma"))
+    for row, pitch in ((2048, 4096), (2048, 8192)):
+        for count in (16, 64):
+            x = _tensor(count, 128, 1, pitch // 2)
+            found.append(_load(f"pitch-{pitch}", count, x, row // 2, "dma"))
+    for count in (16, 64):
+        each = (_tensor(count, 128, 128),) * 4
+        found.append(Case("loads-in-turn", count, "loads_in_turn", each, {}, "dma-queues"))
+    for count in (4, 16):
+        x = _tensor(count, 4096, 128)
+        found.append(Case("transposes", count, "transposed_loads", (x,), {}, "transpose_share"))
+    return found
+
+
+def _load(series: str, count: int, x: TensorSpec, width: int, decides: str) -> Case:
+    return Case(series, count, "loads", (x,), {"width": width}, decides)
+
+
+def _matmuls(machine: Machine) -> list[Case]:
+    def made(
+        series: str, function: str, columns: int, count: int, decides: str, **others: int
+    ) -> Case:
+        operands = (_tensor(128, 128), _tensor(128, columns))
+        waits = {"psum_result_ns": 1} if function == "matmuls_in_a_chain" else {}
+        given = {"count": count, **others}
+        return Case(series, count, function, operands, given, decides, waits=waits)
+
+    dense = [
+        made(f"matmuls-{columns}", "matmuls", columns, count, "matmul-issue")
+        for columns, counts in ((64, (256, 3072, 4096, 5120, 6144)), (512, (64, 1024)))
+        for count in counts
+    ]
+    chains = [
+        made(f"chain-{columns}", "matmuls_in_a_chain", columns, count, "throttling")
+        for columns, counts in ((64, (32, 256)), (512, (16, 128, 192, 256)))
+        for count in counts
+    ]
+    groups = [
+        made(*("columns", "matmuls_on_columns", 512, count, "column-groups"), size=machine.pe_tile)
+        for count in (16, 128)
+    ]
+    return [*dense, *chains, *groups]
+
+
+def _chains() -> list[Case]:
+    x = (_tensor(128, 64, dtype=float32),)
+    found = [
+        Case(*("round-trips", count, "round_trips", (_tensor(128, 128),), {"count": count},
+               "round_trip_ns"), waits={"round_trip_ns": 2})
+        for count in (8, 48)
+    ]  # fmt: skip
+    for series, function, options, decides, waits in (
+        ("vector", "vector_chain", {"through_psum": False}, "vector_result_ns", {}),
+        ("vector-psum", "vector_chain", {"through_psum": True}, "psum_result_ns",
+         {"psum_result_ns": 2}),
+        ("scalar", "scalar_chain", {"with_tables": False}, "scalar_result_ns", {}),
+        ("tables", "scalar_chain", {"with_tables": True}, "table_load_ns", {"table_load_ns": 2}),
+    ):  # fmt: skip
+        for count in (32, 384):
+            given = {"count": count, **options}
+            found.append(Case(series, count, function, x, given, decides, waits=waits))
+    return found
+
+
+def _two_cores() -> list[Case]:
+    return [
+        Case(*(series, count, series, (_tensor(128, 64),), {"count": count}, decides), 2, {wait: 1})
+        for series, decides, wait, counts in (
+            ("exchanges", "core-exchange", "round_trip_ns", (8, 48)),
+            ("barriers", "barrier_ns", "barrier_ns", (32, 384)),
+        )
+        for count in counts
+    ]
+
+
+@cache
+def _simulated() -> ModuleType:
+    """The microkernels, bound to the simulator."""
+    if isinstance(microkernels.loads, Kernel):
+        return microkernels
+    spec = spec_from_file_location("neuroncore.calibration._simulated", microkernels.__file__)
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    with _without_nki():
+        spec.loader.exec_module(module)
+    return module
+
+
+@contextmanager
+def _without_nki() -> Generator[None]:
+    """Imports of `nki` fail while the block runs, as if it were not installed."""
+    taken = {name: sys.modules.pop(name) for name in [*sys.modules] if name.split(".")[0] == "nki"}
+    sys.modules["nki"] = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        del sys.modules["nki"]
+        sys.modules.update(taken)

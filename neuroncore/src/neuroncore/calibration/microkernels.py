@@ -1,0 +1,217 @@
+"""NKI kernels that each repeat one thing: its cost is the slope of their times.
+
+Whatever they compute ends in a result, so that no compiler may leave it out. On an instance they
+are the installed NKI's; without one, the simulator's.
+"""
+# pyright: reportMissingImports=false
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from neuroncore import isa as nisa
+    from neuroncore import jit
+    from neuroncore import language as nl
+    from neuroncore.memory.tensor import NkiTensor
+else:
+    try:
+        import nki.isa as nisa
+        import nki.language as nl
+        from nki import jit
+
+        NkiTensor = nl.ndarray
+    except ModuleNotFoundError as error:
+        if error.name not in ("nki", "nki.isa", "nki.language"):
+            raise
+        from neuroncore import isa as nisa
+        from neuroncore import jit
+        from neuroncore import language as nl
+        from neuroncore.memory.tensor import NkiTensor
+
+
+@jit
+def loads(x: NkiTensor, width: int) -> NkiTensor:
+    """x [T, 128, runs, pitch]: T loads of 128 x `runs` rows of `width`, and their firsts."""
+    T, P, runs, _pitch = x.shape
+    tiles_sb = nl.ndarray((P, T, runs, width), dtype=x.dtype, buffer=nl.sbuf)
+    firsts_sb = nl.ndarray((P, T, 1, 1), dtype=x.dtype, buffer=nl.sbuf)
+    out_hbm = nl.ndarray((P, T, 1, 1), dtype=x.dtype, buffer=nl.shared_hbm)
+    for t in range(T):
+        nisa.dma_copy(dst=tiles_sb[:, t, :, :], src=x[t, :, :, 0:width])
+    nisa.tensor_copy(dst=firsts_sb, src=tiles_sb[:, :, 0:1, 0:1])
+    nisa.dma_copy(dst=out_hbm, src=firsts_sb)
+    return out_hbm
+
+
+@jit
+def loads_in_turn(a: NkiTensor, b: NkiTensor, c: NkiTensor, d: NkiTensor) -> NkiTensor:
+    """Four tensors [T, 128, N]: T loads of [128, N] of each in turn, and their firsts."""
+    T, P, N = a.shape
+    tiles_sb = nl.ndarray((P, 4 * T, N), dtype=a.dtype, buffer=nl.sbuf)
+    firsts_sb = nl.ndarray((P, 4 * T, 1), dtype=a.dtype, buffer=nl.sbuf)
+    out_hbm = nl.ndarray((P, 4 * T, 1), dtype=a.dtype, buffer=nl.shared_hbm)
+    for t in range(T):
+        nisa.dma_copy(dst=tiles_sb[:, 4 * t, :], src=a[t, :, :])
+        nisa.dma_copy(dst=tiles_sb[:, 4 * t + 1, :], src=b[t, :, :])
+        nisa.dma_copy(dst=tiles_sb[:, 4 * t + 2, :], src=c[t, :, :])
+        nisa.dma_copy(dst=tiles_sb[:, 4 * t + 3, :], src=d[t, :, :])
+    nisa.tensor_copy(dst=firsts_sb, src=tiles_sb[:, :, 0:1])
+    nisa.dma_copy(dst=out_hbm, src=firsts_sb)
+    return out_hbm
+
+
+@jit
+def transposed_loads(x: NkiTensor) -> NkiTensor:
+    """x [T, N, 128]: T DMA transposes to [128, N], and their firsts."""
+    T, N, P = x.shape
+    tiles_sb = nl.ndarray((P, T, N), dtype=x.dtype, buffer=nl.sbuf)
+    firsts_sb = nl.ndarray((P, T, 1), dtype=x.dtype, buffer=nl.sbuf)
+    out_hbm = nl.ndarray((P, T, 1), dtype=x.dtype, buffer=nl.shared_hbm)
+    for t in range(T):
+        nisa.dma_transpose(dst=tiles_sb[:, t, :], src=x[t, :, :])
+    nisa.tensor_copy(dst=firsts_sb, src=tiles_sb[:, :, 0:1])
+    nisa.dma_copy(dst=out_hbm, src=firsts_sb)
+    return out_hbm
+
+
+@jit
+def round_trips(x: NkiTensor, count: int) -> NkiTensor:
+    """x [128, N]: stored and loaded again `count` times, each after the one before."""
+    tile_sb = nl.ndarray(x.shape, dtype=x.dtype, buffer=nl.sbuf)
+    out_hbm = nl.ndarray((count, x.shape[0], x.shape[1]), dtype=x.dtype, buffer=nl.shared_hbm)
+    nisa.dma_copy(dst=tile_sb, src=x)
+    for i in range(count):
+        nisa.dma_copy(dst=out_hbm[i, :, :], src=tile_sb)
+        nisa.dma_copy(dst=tile_sb, src=out_hbm[i, :, :])
+    return out_hbm
+
+
+@jit
+def matmuls(x: NkiTensor, y: NkiTensor, count: int) -> NkiTensor:
+    """x [128, 128], y [128, N]: the sum of `count` products x.T @ y, back to back."""
+    (P, M), N = x.shape, y.shape[1]
+    x_sb = nl.ndarray((P, M), dtype=x.dtype, buffer=nl.sbuf)
+    y_sb = nl.ndarray((P, N), dtype=y.dtype, buffer=nl.sbuf)
+    sum_sb = nl.ndarray((M, N), dtype=nl.float32, buffer=nl.sbuf)
+    sum_psum = nl.ndarray((M, N), dtype=nl.float32, buffer=nl.psum)
+    out_hbm = nl.ndarray((M, N), dtype=nl.float32, buffer=nl.shared_hbm)
+    nisa.dma_copy(dst=x_sb, src=x)
+    nisa.dma_copy(dst=y_sb, src=y)
+    for i in range(count):
+        nisa.nc_matmul(dst=sum_psum, stationary=x_sb, moving=y_sb, accumulate=i > 0)
+    nisa.tensor_copy(dst=sum_sb, src=sum_psum)
+    nisa.dma_copy(dst=out_hbm, src=sum_sb)
+    return out_hbm
+
+
+@jit
+def matmuls_on_columns(x: NkiTensor, y: NkiTensor, count: int, size: int) -> NkiTensor:
+    """x [128, 128], y [128, N]: as `matmuls`, in turn on each group of `size` PE columns."""
+    (P, M), N = x.shape, y.shape[1]
+    x_sb = nl.ndarray((P, M), dtype=x.dtype, buffer=nl.sbuf)
+    y_sb = nl.ndarray((P, N), dtype=y.dtype, buffer=nl.sbuf)
+    sum_sb = nl.ndarray((M, N), dtype=nl.float32, buffer=nl.sbuf)
+    sum_psum = nl.ndarray((M, N), dtype=nl.float32, buffer=nl.psum)
+    out_hbm = nl.ndarray((M, N), dtype=nl.float32, buffer=nl.shared_hbm)
+    nisa.dma_copy(dst=x_sb, src=x)
+    nisa.dma_copy(dst=y_sb, src=y)
+    for i in range(count):
+        for column in range(0, M, size):
+            nisa.nc_matmul(
+                dst=sum_psum[column : column + size, :],
+                stationary=x_sb[:, column : column + size],
+                moving=y_sb,
+                accumulate=i > 0,
+                tile_position=(0, column),
+                tile_size=(P, size),
+            )
+    nisa.tensor_copy(dst=sum_sb, src=sum_psum)
+    nisa.dma_copy(dst=out_hbm, src=sum_sb)
+    return out_hbm
+
+
+@jit
+def matmuls_in_a_chain(x: NkiTensor, y: NkiTensor, count: int) -> NkiTensor:
+    """x [128, 128], y [128, N]: y = x.T @ y `count` times; VectorE copies each out of PSUM."""
+    (P, M), N = x.shape, y.shape[1]
+    x_sb = nl.ndarray((P, M), dtype=x.dtype, buffer=nl.sbuf)
+    y_sb = nl.ndarray((P, N), dtype=y.dtype, buffer=nl.sbuf)
+    y_psum = nl.ndarray((M, N), dtype=nl.float32, buffer=nl.psum)
+    out_hbm = nl.ndarray((P, N), dtype=y.dtype, buffer=nl.shared_hbm)
+    nisa.dma_copy(dst=x_sb, src=x)
+    nisa.dma_copy(dst=y_sb, src=y)
+    for _i in range(count):
+        nisa.nc_matmul(dst=y_psum, stationary=x_sb, moving=y_sb, accumulate=False)
+        nisa.tensor_copy(dst=y_sb, src=y_psum, engine=nisa.vector_engine)
+    nisa.dma_copy(dst=out_hbm, src=y_sb)
+    return out_hbm
+
+
+@jit
+def vector_chain(x: NkiTensor, count: int, through_psum: bool) -> NkiTensor:
+    """x [128, N] fp32: VectorE halves it `2 * count` times, each time into the other tile."""
+    other = nl.psum if through_psum else nl.sbuf
+    x_sb = nl.ndarray(x.shape, dtype=x.dtype, buffer=nl.sbuf)
+    half = nl.ndarray(x.shape, dtype=x.dtype, buffer=other)
+    out_hbm = nl.ndarray(x.shape, dtype=x.dtype, buffer=nl.shared_hbm)
+    nisa.dma_copy(dst=x_sb, src=x)
+    for _i in range(count):
+        nisa.tensor_scalar(
+            dst=half, data=x_sb, op0=nl.multiply, operand0=0.5, engine=nisa.vector_engine
+        )
+        nisa.tensor_scalar(
+            dst=x_sb, data=half, op0=nl.multiply, operand0=0.5, engine=nisa.vector_engine
+        )
+    nisa.dma_copy(dst=out_hbm, src=x_sb)
+    return out_hbm
+
+
+@jit
+def scalar_chain(x: NkiTensor, count: int, with_tables: bool) -> NkiTensor:
+    """x [128, N] fp32: ScalarE computes two functions in turn, `count` times, each of the last.
+
+    Copies, or with tables exp and square roots, whose tables it loads each time.
+    """
+    first = nl.exp if with_tables else nl.copy
+    second = nl.sqrt if with_tables else nl.copy
+    x_sb = nl.ndarray(x.shape, dtype=x.dtype, buffer=nl.sbuf)
+    other_sb = nl.ndarray(x.shape, dtype=x.dtype, buffer=nl.sbuf)
+    out_hbm = nl.ndarray(x.shape, dtype=x.dtype, buffer=nl.shared_hbm)
+    nisa.dma_copy(dst=x_sb, src=x)
+    for _i in range(count):
+        nisa.activation(dst=other_sb, op=first, data=x_sb)
+        nisa.activation(dst=x_sb, op=second, data=other_sb)
+    nisa.dma_copy(dst=out_hbm, src=x_sb)
+    return out_hbm
+
+
+@jit
+def exchanges(x: NkiTensor, count: int) -> NkiTensor:
+    """x [128, N], two cores: they swap a tile `count` times, each time the one received last."""
+    rank = nl.program_id(0)
+    one_sb = nl.ndarray(x.shape, dtype=x.dtype, buffer=nl.sbuf)
+    two_sb = nl.ndarray(x.shape, dtype=x.dtype, buffer=nl.sbuf)
+    out_hbm = nl.ndarray((2, x.shape[0], x.shape[1]), dtype=x.dtype, buffer=nl.shared_hbm)
+    nisa.dma_copy(dst=one_sb, src=x)
+    for i in range(count):
+        mine_sb = one_sb if i % 2 == 0 else two_sb
+        other_sb = two_sb if i % 2 == 0 else one_sb
+        nisa.sendrecv(
+            src=mine_sb, dst=other_sb, send_to_rank=1 - rank, recv_from_rank=1 - rank, pipe_id=0
+        )
+    nisa.dma_copy(dst=out_hbm[rank, :, :], src=one_sb if count % 2 == 0 else two_sb)
+    return out_hbm
+
+
+@jit
+def barriers(x: NkiTensor, count: int) -> NkiTensor:
+    """x [128, N], two cores: each stores it, then they wait for each other `count` times."""
+    rank = nl.program_id(0)
+    x_sb = nl.ndarray(x.shape, dtype=x.dtype, buffer=nl.sbuf)
+    out_hbm = nl.ndarray((2, x.shape[0], x.shape[1]), dtype=x.dtype, buffer=nl.shared_hbm)
+    nisa.dma_copy(dst=x_sb, src=x)
+    nisa.dma_copy(dst=out_hbm[rank, :, :], src=x_sb)
+    for _i in range(count):
+        nisa.core_barrier(data=out_hbm, cores=(0, 1))
+    return out_hbm
