@@ -21,9 +21,10 @@ from typing import Any, NamedTuple
 from benchmarks.cases import figure1 as paper
 from neuroncore import Kernel, NkiValidationError, TensorSpec
 from neuroncore.dtypes import bfloat16, dtype_of
-from neuroncore.hardware import DMA_MODELS, DmaModel, resolve_target
+from neuroncore.hardware import resolve_target
 from neuronmm_ops.compress.calibrate import Progress
 from neuronmm_ops.estimate.baselines import neuronmm
+from neuronmm_ops.estimate.ends import ENDS, ratios_of, spread, times_at
 from neuronmm_ops.estimate.launches import traced
 from neuronmm_ops.kernels.stages.tiling import PARTITIONS
 from neuronmm_ops.measure.runner import run_all
@@ -91,7 +92,7 @@ class LaunchTimes(NamedTuple):
     """What launches take, under the names of the row's fields."""
 
     times_ms: tuple[float, ...]
-    """Under each of `DMA_MODELS`; what follows is under the first."""
+    """At each of `ENDS`; what follows is at the first."""
     hbm_bytes: int
     sbuf_peak_bytes: int
     psum_peak_banks: int
@@ -285,7 +286,7 @@ def _simulated(
 ) -> LaunchTimes:
     profile = traced(kernel, operands, target, arguments)
     found = [getattr(profile, field) for field in LaunchTimes._fields[1:-1]]
-    return LaunchTimes(tuple([profile.times_ms[model] for model in DMA_MODELS]), *found)
+    return LaunchTimes(times_at(profile), *found)
 
 
 def _published_shapes(candidate: KernelChoice) -> Matrices:
@@ -324,10 +325,11 @@ def _row(entry: Entry, measured: dict[KernelChoice, LaunchTimes | None]) -> dict
         peak_tflops = problem.machine.pe_peak_tflops * problem.lnc
         times = modelled.times_ms
         row |= modelled._asdict()
-        row["times_ms"] = dict(zip(DMA_MODELS, times, strict=True))
-        row |= {"time_ms": times[0], "time_low_ms": min(times), "time_high_ms": max(times)}
+        low, high = spread(times)
+        row["times_ms"] = dict(zip(ENDS, times, strict=True))
+        row |= {"time_ms": times[0], "time_low_ms": low, "time_high_ms": high}
         row["limit_share"] = problem.roofline_ms / times[0]
-        row["limit_share_low"] = problem.roofline_ms / max(times)
+        row["limit_share_low"] = problem.roofline_ms / high
         row["mfu"] = problem.flops / times[0] / 1e9 / peak_tflops
     if entry.model == PAPER and problem.target == paper.TARGET:
         readings = paper.READINGS.get(paper.KERNELS.get(entry.kernel, ""), {})
@@ -339,7 +341,7 @@ def _row(entry: Entry, measured: dict[KernelChoice, LaunchTimes | None]) -> dict
 def _fastest(entry: Entry, measured: dict[KernelChoice, LaunchTimes | None]) -> LaunchTimes | None:
     """The fastest candidate of each part, added; None where none of a part fits.
 
-    Its times are those of the fastest under each DMA model.
+    Its times are those of the fastest at each end.
     """
     found: list[LaunchTimes] = []
     for part in entry.parts:
@@ -354,43 +356,37 @@ def _fastest(entry: Entry, measured: dict[KernelChoice, LaunchTimes | None]) -> 
 # --- summaries
 
 
-def speedup(
-    rows: list[dict[str, Any]], ours: str, theirs: str, regime: str
-) -> dict[DmaModel, float]:
-    """Geometric mean of their modelled time over ours under each DMA model.
+def speedup(rows: list[dict[str, Any]], ours: str, theirs: str, regime: str) -> dict[str, float]:
+    """Geometric mean of their modelled time over ours at each end of what is not known.
 
     Over the shapes that have both; nothing where there are none.
     """
-    ratios = _ratios(rows, ours, theirs, regime)
-    return {
-        model: geometric_mean([ratio[model] for ratio in ratios])
-        for model in (DMA_MODELS if ratios else ())
-    }
+    found = _ratios(rows, ours, theirs, regime)
+    ends = found[0] if found else ()
+    return {end: geometric_mean([ratios[end] for ratios in found]) for end in ends}
 
 
 def least_speedup(rows: list[dict[str, Any]], ours: str, theirs: str, regime: str) -> float:
-    """The least of the shapes and DMA models that `speedup` is the mean over.
+    """The least of the shapes that `speedup` is the mean over, where all is against it.
 
     Raises:
         ValueError: no shape has both.
     """
-    return min([min(ratio.values()) for ratio in _ratios(rows, ours, theirs, regime)])
+    found = _ratios(rows, ours, theirs, regime)
+    return min([spread([*ratios.values()])[0] for ratios in found])
 
 
 def _ratios(
     rows: list[dict[str, Any]], ours: str, theirs: str, regime: str
-) -> list[dict[DmaModel, float]]:
-    """Their time over ours under each DMA model, of each shape that has both."""
-    times: dict[str, dict[tuple[Any, ...], dict[DmaModel, float]]] = {ours: {}, theirs: {}}
+) -> list[dict[str, float]]:
+    """Their time over ours at each end, of each shape that has both."""
+    times: dict[str, dict[tuple[Any, ...], dict[str, float]]] = {ours: {}, theirs: {}}
     for row in rows:
         if row["kernel"] in times and row["time_ms"] is not None and _within(row, regime):
             shape = (row["model"], row["M"], row["K"], row["N"])
             times[row["kernel"]][shape] = row["times_ms"]
     both = sorted(times[ours].keys() & times[theirs].keys())
-    return [
-        {model: times[theirs][shape][model] / times[ours][shape][model] for model in DMA_MODELS}
-        for shape in both
-    ]
+    return [ratios_of(times[ours][shape], times[theirs][shape]) for shape in both]
 
 
 def worst_shares(rows: list[dict[str, Any]]) -> dict[tuple[str, str], dict[str, Any]]:

@@ -227,18 +227,23 @@ def _show_shares(rows: list[dict[str, Any]]) -> None:
 
 
 def _show_speedups(rows: list[dict[str, Any]]) -> None:
-    """Speed-ups over other kernels, each with its range over the DMA models and its least."""
+    """Speed-ups over other kernels, each with its range and its least."""
     from benchmarks import kernels
+    from neuroncore.hardware import DMA_MODELS
+    from neuronmm_ops.estimate.ends import middle, spread
 
     compared = [(*names, kernels.speedup(rows, *names)) for names in kernels.COMPARED]
     found = [(*names, ratios) for *names, ratios in compared if ratios]
     if found:
-        stdout.print("Modelled speed-ups, geometric means, by what small DMAs are taken to cost:")
+        stdout.print(
+            "Modelled speed-ups, geometric means: the middle of both DMA models, and the range of "
+            "all that is not known:"
+        )
     for ours, theirs, regime, ratios in found:
-        low, high = min(ratios.values()), max(ratios.values())
-        models = ", ".join([f"{model} {ratio:.2f}x" for model, ratio in ratios.items()])
+        low, high = spread([*ratios.values()])
+        models = ", ".join([f"{model} {ratios[model]:.2f}x" for model in DMA_MODELS])
         least = kernels.least_speedup(rows, ours, theirs, regime)
         stdout.print(
-            f"{ours} over {theirs}, {regime}: {low:.2f}x to {high:.2f}x ({models}), "
-            f"least {least:.2f}x"
+            f"{ours} over {theirs}, {regime}: {middle(ratios):.2f}x, {low:.2f}x to {high:.2f}x "
+            f"({models}), least {least:.2f}x"
         )

@@ -211,7 +211,7 @@ def _times(shape: ModelShape) -> list[str]:
         f"Modelled: {_cores(shape)}, batch {first['batch']}, a prompt of "
         f"{first['prompt']} tokens, {first['new']} more. Our best dense bf16 kernels: prefill "
         f"{number(prefill)} ms, {number(decode)} ms per token, {number(dense['tokens_per_s'])} "
-        "tokens/s. Speed-ups over that are ranges over the DMA models:",
+        "tokens/s. Speed-ups over that, with the range of all that is not known:",
         setting_rows(found),
         f"```bash\n{command}\n```",
     ]

@@ -14,10 +14,11 @@ from selection import (
     variant,
 )
 from sources import PAPER_RUN, SHOWN, TARGET, WHOLE, read, whole_command
-from writing import number, span, table
+from writing import number, ranged, span, table
 
 from benchmarks.published import scores
 from neuroncore.hardware import DMA_MODELS
+from neuronmm_ops.estimate.ends import compared, ratios_of
 from neuronmm_ops.models import SHAPES
 
 PHASES = ("prefill", "decode")
@@ -63,9 +64,9 @@ def whole_models() -> list[str]:
         "## Whole models",
         f"Modelled: one {first['target']} core per rank, batch {first['batch']}, a prompt of "
         f"{first['prompt']} tokens, then {first['new']} more; every launch traced on the simulated "
-        "core. *Dense* is our best dense bf16 kernels. Speed-ups are ranges over the DMA models. "
-        "*As served* is decode [with the cost of launches](whole-model.md#bounds). [The gallery]"
-        "(gallery/index.md) has ratio 0.5.",
+        "core. *Dense* is our best dense bf16 kernels. Speed-ups have the range of [all that is "
+        "not known](neuroncore.md#what-is-modelled). *As served* is decode [with the cost of "
+        "launches](whole-model.md#bounds). [The gallery](gallery/index.md) has ratio 0.5.",
         image("results-models.svg", "speed-up of decode and prefill, by model and setting"),
         setting_rows([one for one in found if one["ratio"] == SHOWN_RATIO]),
         *_published(models(SHOWN)),
@@ -90,7 +91,7 @@ def _model_row(one: Row) -> list[str]:
         cells += [
             number(own["phases"][phase]["time_ms"]),
             number(dense["phases"][phase]["time_ms"]),
-            span(speedup["low"], speedup["high"]),
+            ranged(speedup),
         ]
     return [*cells, gain_as_served(one)]
 
@@ -106,25 +107,17 @@ def _published(found: list[Row]) -> list[str]:
         "*theirs over theirs* is what the paper states (low rank over a tutorial's dense matmul), "
         "*ours over theirs, dense* adds our kernels. The data of other models have the same.",
         table(
-            ["model", "compressed", "speed-up", *(f"{p}, over the DMA models" for p in PHASES)],
+            ["model", "compressed", "speed-up", *(f"{p}, with what is not known" for p in PHASES)],
             [
                 [
                     *(model_name(one), setting(one), label),
-                    *(_ends(one["speedups"][key][phase]) for phase in PHASES),
+                    *(ranged(one["speedups"][key][phase]) for phase in PHASES),
                 ]
                 for one in compared
                 for key, label in names.items()
             ],
         ),
     ]
-
-
-def _span(speedup: Row) -> str:
-    return span(speedup["low"], speedup["high"])
-
-
-def _ends(speedup: Row) -> str:
-    return f"{speedup['low']:.2f}-{speedup['high']:.2f}x"
 
 
 def whole() -> str:
@@ -143,9 +136,9 @@ def whole() -> str:
                 f"{_TARGETS[targets]}, ratio {ratio:g}, "
                 + ("every Linear of the layers in fp8" if is_one_byte else "bf16"),
                 *(number(own[p]["time_ms"]) for p in PHASES),
-                *(_span(one["speedups"]["ours"][p]) for p in PHASES),
+                *(ranged(one["speedups"]["ours"][p]) for p in PHASES),
                 gain_as_served(one),
-                *([_span(one["speedups"][kind]["decode"]) for kind in kinds] or ["", ""]),
+                *([ranged(one["speedups"][kind]["decode"]) for kind in kinds] or ["", ""]),
             ]
         )
     head = ["compressed", "prefill ms", "decode ms", "prefill", "decode", "as served"]
@@ -166,8 +159,8 @@ def paper_run() -> str:
         return ""
     names = ("published", "ours_over_published", "ours")
     return table(
-        ["speed-up", "range over the DMA models"],
-        [[f"`{name}`", _ends(one["speedups"][name]["end_to_end"])] for name in names],
+        ["speed-up", "with the range of what is not known"],
+        [[f"`{name}`", ranged(one["speedups"][name]["end_to_end"])] for name in names],
     )
 
 
@@ -363,24 +356,25 @@ def clock() -> list[str]:
         theirs = of.get((target, published.get(kernel, ""), M, K))
         if theirs is None or theirs["times_ms"] is None:
             continue
-        ratios = [theirs["times_ms"][model] / row["times_ms"][model] for model in DMA_MODELS]
+        found = compared(row["times_ms"], theirs["times_ms"])
+        ratios = ratios_of(row["times_ms"], theirs["times_ms"])
         lines.append(
             [
                 f"`{kernel}` [{M}, {K}], {target}",
-                _ends({"low": min(ratios), "high": max(ratios)}),
-                *(f"{ratio:.2f}" for ratio in ratios),
+                ranged(found),
+                *(f"{ratios[model]:.2f}" for model in DMA_MODELS),
                 span(row["time_low_ms"], row["time_high_ms"], 4, ""),
             ]
         )
     return [
         "## How far the clock may be wrong",
         "Modelled: our kernels against NeuronMM's published ones at "
-        f"{SHOWN}'s shape, ratio 0.2, under each of the simulated core's "
-        "[two DMA models](neuroncore.md#what-is-modelled). They differ in the cost of small DMAs, "
-        "which public figures do not determine, so a claim is a range.",
+        f"{SHOWN}'s shape, ratio 0.2: the middle of the simulated core's [two DMA models]"
+        "(neuroncore.md#what-is-modelled), which differ in the cost of small DMAs, and the range "
+        "of all that is not known.",
         table(
             [
-                *("op [M, K], target", "speed-up: range over the DMA models"),
+                *("op [M, K], target", "speed-up, with what is not known"),
                 *(f"`{model}`" for model in DMA_MODELS),
                 "our ms",
             ],

@@ -222,11 +222,11 @@ def _models() -> Figure:
         for place, documents in enumerate(found.values()):
             for number, one in enumerate(documents):
                 speedup = one["speedups"]["ours"][phase]
-                low, high = speedup["low"], speedup["high"]
+                middle, low, high = (speedup[end] for end in ("middle", "low", "high"))
                 height = 0.8 / len(documents)
                 y = place + (number - (len(documents) - 1) / 2) * height
                 label = setting(one) if place == 0 else ""
-                axes.barh(y, low, 0.9 * height, color=colors[number], label=label)
+                axes.barh(y, middle, 0.9 * height, color=colors[number], label=label)
                 axes.plot([low, high], [y, y], color="black", linewidth=1)
         axes.axvline(1, color=GREY, linewidth=1)
         axes.set_title(f"{phase}, modelled")

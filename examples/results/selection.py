@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from sources import PARETO_RATIOS, SHOWN, STORAGES, model_command, read
-from writing import span
+from writing import ranged
 
 from benchmarks.methods import BASELINE, DEFAULT
 from neuronmm_ops.estimate.served import speedup_as_served
@@ -134,10 +134,9 @@ def models(name: str) -> list[Row]:
 
 
 def gain_as_served(one: Row) -> str:
-    """The range of decode's speed-up with what a launch costs where models are served."""
+    """Decode's speed-up with what a launch costs where models are served."""
     own, dense = (variant(one, name)["phases"]["decode"] for name in ("low_rank", "dense"))
-    found = speedup_as_served(own, dense)
-    return span(found["low"], found["high"])
+    return ranged(speedup_as_served(own, dense))
 
 
 def setting(found: Row) -> str:

@@ -2,9 +2,10 @@
 
 from selection import Row, document, gain_as_served, variant
 from sources import DIVIDED_MODELS, DIVIDED_RATIOS, divided_command
-from writing import number, span, table
+from writing import number, ranged, table
 
 from neuronmm_ops import aligned_rank
+from neuronmm_ops.estimate.ends import compared
 from neuronmm_ops.models import model_shape
 from neuronmm_ops.parallel.traffic import traffic
 
@@ -100,11 +101,10 @@ def _gains(one: Row) -> list[str]:
         variant(one, name)["phases"]["decode"]["published_collectives"]["times_ms"]
         for name in ("dense", "low_rank")
     )
-    slow = [dense[model] / compressed[model] for model in dense]
     ours = one["speedups"]["ours"]
     return [
         number(variant(one, "dense")["phases"]["decode"]["time_ms"]),
-        *(span(ours[phase]["low"], ours[phase]["high"]) for phase in ("prefill", "decode")),
+        *(ranged(ours[phase]) for phase in ("prefill", "decode")),
         gain_as_served(one),
-        span(min(slow), max(slow)),
+        ranged(compared(compressed, dense)),
     ]

@@ -1,6 +1,7 @@
 """What the generated pages share: tables, numbers as text, and the mark that they are generated."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 MARK = "<!-- Written by `make results` from docs/results/*.json. Do not edit: a test compares. -->"
 
@@ -20,6 +21,12 @@ def span(low: float, high: float, digits: int = 2, unit: str = "x") -> str:
     """A range, or one number where both ends print alike."""
     ends = dict.fromkeys(f"{value:.{digits}f}" for value in (low, high))
     return "-".join(ends) + unit
+
+
+def ranged(speedup: Mapping[str, Any]) -> str:
+    """A speed-up and its range: `middle`, `low` and `high`."""
+    shown, low, high = (f"{speedup[end]:.2f}" for end in ("middle", "low", "high"))
+    return f"{shown}x" if low == high else f"{shown}x ({low}-{high}x)"
 
 
 def number(value: float) -> str:

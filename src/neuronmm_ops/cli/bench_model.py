@@ -8,6 +8,7 @@ from neuroncore.cli.console import show_table, stdout
 from neuronmm_ops.cli.bench_ranks import PHASES, VARIANTS, as_range, show_layouts, show_ranks
 from neuronmm_ops.cli.bench_served import served_range, show_served
 from neuronmm_ops.cli.parser import add_command, add_shape, numbers_of
+from neuronmm_ops.estimate.ends import spread
 from neuronmm_ops.progress import progress_bars
 
 _DESCRIPTION = (
@@ -117,7 +118,10 @@ def _show_one(document: dict[str, Any]) -> None:
         f"{memory['activation_bytes'] / 1e9:.3g} GB.",
         soft_wrap=True,
     )
-    stdout.print("Modelled speed-ups, by what small DMAs are taken to cost:")
+    stdout.print(
+        "Modelled speed-ups, between both DMA models, with the range of all that is not known:",
+        soft_wrap=True,
+    )
     decodes = {variant["name"]: variant["phases"]["decode"] for variant in variants}
     for name, found in document["speedups"].items():
         phases = [f"{phase.replace('_', ' ')} {as_range(found[phase])}" for phase in _COMPARED]
@@ -140,11 +144,11 @@ def _show_phase(title: str, phase: str, variants: list[dict[str, Any]]) -> None:
 
 def _summary(variant: dict[str, Any]) -> list[str]:
     times = [variant["phases"][phase] for phase in PHASES]
-    ends = [ms / 1e3 for ms in variant["end_to_end_times_ms"].values()]
+    ends = [ms / 1e3 for ms in spread([*variant["end_to_end_times_ms"].values()])]
     return [
         VARIANTS[variant["name"]],
         *[_span(each["time_low_ms"], each["time_high_ms"]) for each in times],
-        _span(min(ends), max(ends)),
+        _span(*ends),
         f"{variant['tokens_per_s']:.4g}",
         f"{variant['memory']['weight_bytes'] / 1e9:.3g}",
     ]

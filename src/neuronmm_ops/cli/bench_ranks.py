@@ -3,6 +3,7 @@
 from typing import Any
 
 from neuroncore.cli.console import show_table, stdout
+from neuronmm_ops.estimate.ends import compared
 
 PHASES = {"prefill": "Prefill", "decode": "Decode"}
 VARIANTS = {
@@ -81,15 +82,14 @@ def show_layouts(document: dict[str, Any]) -> None:
 
 
 def as_range(speedup: dict[str, float]) -> str:
-    """A speed-up, or its range where both ends differ in print."""
-    low, high = f"{speedup['low']:.2f}", f"{speedup['high']:.2f}"
-    return f"{low}x" if low == high else f"{low}x to {high}x"
+    """A speed-up, with its range where both ends differ in print."""
+    shown, low, high = (f"{speedup[end]:.2f}" for end in ("middle", "low", "high"))
+    return f"{shown}x" if low == high else f"{shown}x ({low}-{high}x)"
 
 
 def _speedup(dense: dict[str, Any], own: dict[str, Any]) -> dict[str, float]:
-    """The dense time over the own, over the DMA models."""
-    ratios = [dense["times_ms"][model] / ms for model, ms in own["times_ms"].items()]
-    return {"low": min(ratios), "high": max(ratios)}
+    """The dense time over the own."""
+    return compared(own["times_ms"], dense["times_ms"])
 
 
 def _published(*variants_and_phase: Any) -> list[dict[str, Any]]:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from neuroncore import Kernel, Profile, TensorSpec, simulate
 from neuroncore.dtypes import dtype_of
-from neuroncore.hardware import DMA_MODELS
+from neuronmm_ops.estimate.ends import ENDS, times_at
 from neuronmm_ops.estimate.exchange import Collective
 from neuronmm_ops.estimate.layouts import Group, Layout
 from neuronmm_ops.plan import Matrices, Other, plan_op
@@ -58,9 +58,9 @@ class Way(NamedTuple):
 
 
 class PassCost(NamedTuple):
-    """Modelled times under each of `DMA_MODELS`, and the HBM traffic of one rank."""
+    """Modelled times at each of `ENDS`, and the HBM traffic of one rank."""
 
-    times_ms: tuple[float, ...] = (0.0,) * len(DMA_MODELS)
+    times_ms: tuple[float, ...] = (0.0,) * len(ENDS)
     hbm_bytes: float = 0
 
     def plus(self, other: PassCost, times: float = 1) -> PassCost:
@@ -100,8 +100,7 @@ class Tracer:
             profile = traced(
                 launch.kernel, operands, self.target, launch.arguments, self.cores_busy
             )
-            times = tuple([profile.times_ms[model] for model in DMA_MODELS])
-            _traced[key] = PassCost(times, profile.hbm_bytes)
+            _traced[key] = PassCost(times_at(profile), profile.hbm_bytes)
         return _traced[key]
 
     def launches(self, launches: Iterable[KernelLaunch]) -> PassCost:
@@ -112,7 +111,7 @@ class Tracer:
         return total
 
     def quickest(self, ways: Sequence[Way]) -> Way:
-        """The way that is never far from the quickest, whichever DMA model holds."""
+        """The way that is never far from the quickest, whatever holds of what is not known."""
         if len(ways) == 1:
             return ways[0]
         times = [

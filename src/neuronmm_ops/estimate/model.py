@@ -11,10 +11,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from neuroncore import NkiValidationError
-from neuroncore.hardware import DMA_MODELS, resolve_target
+from neuroncore.hardware import resolve_target
 from neuronmm_ops.compress.calibrate import Progress
 from neuronmm_ops.compress.config import SVDConfig
 from neuronmm_ops.estimate.decoder import Decoder, Mlp
+from neuronmm_ops.estimate.ends import ENDS, compared, ratios_of
 from neuronmm_ops.estimate.layouts import GROUPS
 from neuronmm_ops.estimate.linears import DTYPE, MLP, Linear, linears, selection
 from neuronmm_ops.estimate.memory import check_capacity, memory_of, weight_bytes
@@ -113,13 +114,13 @@ def run(
 
     Returns:
         One document. Each of its `variants` has the phases `prefill` and `decode` (a mean token),
-        whose `components` add up to their time; `time_ms` is under the first DMA model, `times_ms`
-        under each. `hbm_bytes`, `weight_bytes` and `memory` are of one rank. With tp a phase's
-        `layouts` has every way to divide the weights of a layer's component, and
-        `published_collectives` its time where no collective is quicker than published ones.
-        `speedups` are over the DMA models. Decode's phases and speed-ups have `as_served`, with
-        `launch_us` added for each launch and collective (see `served`). `left_out` names what is
-        not counted, and variants that cannot run.
+        whose `components` add up to their time; `times_ms` has it at each of `ends.ENDS`, `time_ms`
+        at the first, `time_low_ms` and `time_high_ms` its range. `hbm_bytes`, `weight_bytes` and
+        `memory` are of one rank. With tp a phase's `layouts` has every way to divide the weights of
+        a layer's component, and `published_collectives` its time where no collective is quicker
+        than published ones. `speedups` have a middle, a range and each end (`by_model`). Decode's
+        phases and speed-ups have `as_served`, with `launch_us` added for each launch and collective
+        (see `served`). `left_out` names what is not counted, and variants that cannot run.
 
     Raises:
         ValueError: an unknown name, a number out of range, or a model that does not fit.
@@ -245,7 +246,7 @@ def _row(
 ) -> dict[str, Any]:
     prefill, decode = phases["prefill"], phases["decode"]
     decode["as_served"] = as_served(decode, decoder.batch)
-    end = {m: prefill["times_ms"][m] + (new - 1) * decode["times_ms"][m] for m in DMA_MODELS}
+    end = {m: prefill["times_ms"][m] + (new - 1) * decode["times_ms"][m] for m in ENDS}
     return {
         "name": name,
         "linears": [
@@ -256,7 +257,7 @@ def _row(
         "weight_bytes_by_layout": _weights(decoder),
         "phases": phases,
         "tokens_per_s": 1e3 * decoder.batch / decode["time_ms"],
-        "end_to_end_ms": end[DMA_MODELS[0]],
+        "end_to_end_ms": end[ENDS[0]],
         "end_to_end_times_ms": end,
     }
 
@@ -287,11 +288,7 @@ def _speedups(rows: list[dict[str, Any]]) -> dict[str, Any]:
             continue
         found[name] = {"of": ours, "over": theirs}
         for phase, own in times[ours].items():
-            ratios = {model: times[theirs][phase][model] / own[model] for model in DMA_MODELS}
-            found[name][phase] = {
-                "low": min(ratios.values()),
-                "high": max(ratios.values()),
-                "by_model": ratios,
-            }
+            both = own, times[theirs][phase]
+            found[name][phase] = {**compared(*both), "by_model": ratios_of(*both)}
         found[name]["decode"]["as_served"] = speedup_as_served(decodes[ours], decodes[theirs])
     return found

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from neuroncore.hardware import DMA_MODELS
 from neuronmm_ops.estimate.decoder import Decoder
+from neuronmm_ops.estimate.ends import ENDS, spread
 from neuronmm_ops.estimate.exchange import PUBLISHED_US
 from neuronmm_ops.estimate.launches import PassCost, Way
 from neuronmm_ops.estimate.layouts import DIVIDED, GROUPS, LAYOUTS, Group, Layout
@@ -103,7 +103,7 @@ def pass_of(decoder: Decoder, tokens: int, shares: Mapping[int, float]) -> dict[
         cost = decoder.tracer.launches(way.launches)
         costs[part.component] = costs[part.component].plus(cost, part.times)
         launches[part.component] += part.times * len(way.launches)
-        links = PassCost((way.collectives_ms,) * len(DMA_MODELS))
+        links = PassCost((way.collectives_ms,) * len(ENDS))
         costs["collectives"] = costs["collectives"].plus(links, part.times)
         launches["collectives"] += part.times * len(way.collectives)
         if way.layouts:
@@ -144,11 +144,11 @@ def _layout(decoder: Decoder, way: Way) -> dict[str, Any]:
 
 
 def _fields(cost: PassCost) -> dict[str, Any]:
-    times = cost.times_ms
+    low, high = spread(cost.times_ms) if cost.times_ms[0] else (0.0, 0.0)
     return {
-        "time_ms": times[0],
-        "time_low_ms": min(times),
-        "time_high_ms": max(times),
-        "times_ms": dict(zip(DMA_MODELS, times, strict=True)),
+        "time_ms": cost.times_ms[0],
+        "time_low_ms": low,
+        "time_high_ms": high,
+        "times_ms": dict(zip(ENDS, cost.times_ms, strict=True)),
         "hbm_bytes": round(cost.hbm_bytes),
     }

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from neuronmm_ops.estimate.ends import compared, spread
+
 
 class LaunchCost(NamedTuple):
     """Microseconds that a launch or a collective costs beyond its modelled time."""
@@ -29,19 +31,21 @@ def as_served(decode: Mapping[str, Any], batch: int) -> dict[str, Any]:
     """Times of a token in ms, and tokens per second: at `LAUNCH_US`, and their range.
 
     Args:
-        decode: as `passes.pass_of` returns it: `launches`, and `times_ms` by DMA model.
+        decode: as `passes.pass_of` returns it: `launches`, and `times_ms` by end.
         batch: sequences.
 
     Returns:
-        `time_ms` and `tokens_per_s` are under the first DMA model at the middle cost; those with
-        `_low` and `_high` are over the DMA models and the costs.
+        `time_ms` and `tokens_per_s` are at the first end and the middle cost; those with `_low` and
+        `_high` are over the ends and the costs.
     """
-    times = _times_ms(decode)
-    found = {"": times[0], "_low": min(times), "_high": max(times)}
-    rates = {"": times[0], "_low": max(times), "_high": min(times)}
+    low, middle, high = ([*_times_ms(decode, us).values()] for us in LAUNCH_US)
+    ends = middle[0], spread(low)[0], spread(high)[1]
     return {
-        **{f"time{end}_ms": ms for end, ms in found.items()},
-        **{f"tokens_per_s{end}": 1e3 * batch / ms for end, ms in rates.items()},
+        **{f"time{end}_ms": ms for end, ms in zip(("", "_low", "_high"), ends, strict=True)},
+        **{
+            f"tokens_per_s{end}": 1e3 * batch / ms
+            for end, ms in zip(("", "_high", "_low"), ends, strict=True)
+        },
     }
 
 
@@ -49,15 +53,17 @@ def speedup_as_served(of: Mapping[str, Any], over: Mapping[str, Any]) -> dict[st
     """The time of `over` over that of `of`, each a decode phase: every launch costs both the same.
 
     Returns:
-        `middle` under the first DMA model at the middle cost; `low` and `high` over the DMA models
-        and the costs.
+        `middle` as `ends.compared` at the middle cost; `low` and `high` over the ends and the
+        costs.
     """
-    ratios = [b / a for a, b in zip(_times_ms(of), _times_ms(over), strict=True)]
-    return {"middle": ratios[0], "low": min(ratios), "high": max(ratios)}
+    found = [compared(_times_ms(of, us), _times_ms(over, us)) for us in LAUNCH_US]
+    return {
+        "middle": found[1]["middle"],
+        "low": min([each["low"] for each in found]),
+        "high": max([each["high"] for each in found]),
+    }
 
 
-def _times_ms(decode: Mapping[str, Any]) -> list[float]:
-    """Under each DMA model at each cost; the first model at the middle cost is first."""
-    costs = LAUNCH_US.middle, LAUNCH_US.low, LAUNCH_US.high
-    added = [decode["launches"] * us / 1e3 for us in costs]
-    return [ms + more for ms in decode["times_ms"].values() for more in added]
+def _times_ms(decode: Mapping[str, Any], us: float) -> dict[str, float]:
+    """By end, where every launch costs so much more."""
+    return {end: ms + decode["launches"] * us / 1e3 for end, ms in decode["times_ms"].items()}
