@@ -77,6 +77,19 @@ def test_a_plan_costs_what_its_kernel_does(op, M, lnc):
     assert plan.hbm_bytes >= plan.problem.least_bytes * 0.99
 
 
+@pytest.mark.parametrize(
+    ("op", "M", "matrices", "target", "lnc", "others"),
+    [
+        ("xw", 200, ((2527, 1024),), "trn3", 2, {"layout": "pe", "banks": 6}),
+    ],
+)
+def test_knobs_that_only_help_together_are_found(op, M, matrices, target, lnc, others):
+    plan = plan_op(op, M, matrices, target=target, lnc=lnc)
+    cost = tracing.traced(plan.problem, plan.kernel, {**plan.arguments, **others})
+    ratios = zip(plan.times_ms, cost.times_ms, strict=True)
+    assert max([ms / other_ms for ms, other_ms in ratios]) <= 1.02
+
+
 @pytest.mark.parametrize("target", ["trn1", "trn2", "trn3"])
 def test_plans_leave_a_reserve_that_kernels_may_use(target):
     machine = resolve_target(target)

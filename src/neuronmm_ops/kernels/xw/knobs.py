@@ -45,7 +45,7 @@ def prefill(problem: Problem) -> list[Knobs]:
     allows = partial(fits_groups, problem)
     token_tiles = axis("token_tiles", (1, 2, 4, 8))
     # groups of 8 tiles fit no layout that leaves TensorE two banks
-    ways = pairs_of(layouts(problem), axis("token_tiles", (2, 4)))
+    ways = pairs_of(layouts(problem), axis("token_tiles", (1, 2, 4)))
     sizes = pairs_of(token_axis, blocks)
     sizes = [*sizes, *pairs_of(sizes, axis("token_tiles", (4,)))]
     axes = [pairs_of(token_axis, token_tiles), sizes, ways, resident]
