@@ -62,6 +62,8 @@ def prefill(problem: Problem) -> list[Knobs]:
         pairs_of(axis("token_tiles", (1, 2, 4)), axis("tokens", (512, 1024))),
         pairs_of(layouts(problem), axis("token_tiles", (1, 2))),
         resident,
+        # a narrow block pays where its weights are as wide as they can be
+        pairs_of(token_axis, [{**u_blocks[-1], **v_blocks[-1]}]),
     ]
     starts = narrower([start, {**start, "resident": 0}])
     found = [Knobs("svd_qkv", starts, axes, partial(fits_groups, problem))]
