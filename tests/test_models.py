@@ -56,6 +56,25 @@ def test_unknown_names_are_told_what_is_close(given, near, far):
     assert far not in str(e.value)
 
 
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"model_type": "mixtral", "num_local_experts": 8},
+        {"model_type": "qwen3_moe", "num_experts": 128},
+        {"model_type": "deepseek_v3", "n_routed_experts": 256},
+        {"model_type": "gpt2"},
+    ],
+)
+def test_layers_of_another_kind_have_no_shape(tmp_path, other):
+    """They were taken for one dense gated MLP a layer, without a word."""
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(CONFIG | other))
+    with pytest.raises(ValueError, match=r"gate, up and down projection; got .*; give a config"):
+        resolve_shape(str(path))
+    path.write_text(json.dumps(CONFIG | {"num_experts": 1, "num_local_experts": None}))
+    assert resolve_shape(str(path)).hidden_size == 64
+
+
 def test_shapes_are_found_whatever_the_case():
     assert model_shape("llama-3.2-1b") is SHAPES["Llama-3.2-1B"]
     assert model_shape("Qwen3-4B").projections["q_proj"] == (2560, 4096)

@@ -54,8 +54,15 @@ class ModelShape:
 
 
 _LARGEST_SIZE = 2**24
-_HEAD_NORMS = ("qwen3", "qwen3_moe")
+_HEAD_NORMS = ("qwen3",)
 """Values of `model_type` in the config.json of models that norm each head."""
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+"""Keys of the number of a layer's experts."""
+_UNGATED = (
+    *("bloom", "codegen", "falcon", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gptj", "mpt"),
+    *("nemotron", "opt", "phi", "starcoder2"),
+)
+"""Values of `model_type` of models whose MLPs have two Linears."""
 SHAPES: dict[str, ModelShape] = {
     shape.name: shape
     for shape in (
@@ -111,7 +118,7 @@ def shape_from_config(path: Path) -> ModelShape:
 
     Raises:
         OSError: it cannot be read.
-        ValueError: it is not JSON, or lacks a size.
+        ValueError: it is not JSON, lacks a size, or its MLPs are no gate, up and down projection.
     """
     path = path / "config.json" if path.is_dir() else path
     try:
@@ -120,6 +127,7 @@ def shape_from_config(path: Path) -> ModelShape:
         raise ValueError(f"{path} is not JSON: {error}") from error
     if not isinstance(config, dict):
         raise ValueError(f"{path} must hold one JSON object, as Transformers saves it")
+    _check_mlps(config, path)
     heads = _size(config, "num_attention_heads", path)
     width = _size(config, "hidden_size", path)
     return ModelShape(
@@ -134,6 +142,19 @@ def shape_from_config(path: Path) -> ModelShape:
         tied=config.get("tie_word_embeddings") is True,
         head_norm=config.get("model_type") in _HEAD_NORMS,
     )
+
+
+def _check_mlps(config: dict[str, Any], path: Path) -> None:
+    """Refuse what this shape would describe wrongly."""
+    experts = {key: config[key] for key in _EXPERTS if config.get(key) not in (None, 0, 1)}
+    kind = config.get("model_type")
+    found = [f"{key} {value!r}" for key, value in experts.items()]
+    found += [f"model_type {kind!r}"] if kind in _UNGATED else []
+    if found:
+        raise ValueError(
+            f"{path}: a shape has one MLP a layer of gate, up and down projection; got "
+            f"{', '.join(found)}; give a config.json with such MLPs for an estimate"
+        )
 
 
 def _size(config: dict[str, Any], key: str, path: Path, default: int | None = None) -> int:
