@@ -52,7 +52,7 @@ def names_of(command: argparse.ArgumentParser, prefix: str = "") -> Iterator[str
 
 def test_no_command_is_left_out():
     called = tuple(f"{command} " for command in COMMANDS)
-    for name in names_of(parser()):
+    for name in set(names_of(parser())) - {"compile"}:  # which needs NKI: tests/precompile
         assert any(command.startswith(f"{name} ") for command in called), name
 
 

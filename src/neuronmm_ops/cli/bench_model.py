@@ -7,7 +7,7 @@ from typing import Any
 from neuroncore.cli.console import show_table, stdout
 from neuronmm_ops.cli.bench_ranks import PHASES, VARIANTS, as_range, show_layouts, show_ranks
 from neuronmm_ops.cli.bench_served import served_range, show_served
-from neuronmm_ops.cli.parser import add_command, add_shape, numbers_of
+from neuronmm_ops.cli.parser import add_command, add_shape, add_storages, numbers_of
 from neuronmm_ops.estimate.ends import spread
 from neuronmm_ops.progress import progress_bars
 
@@ -47,20 +47,7 @@ def add(benchmarks: Any) -> None:
         command.add_argument(
             name, dest=dest, type=int, default=default, metavar="N", help=described
         )
-    command.add_argument(
-        "--targets",
-        nargs="+",
-        default=["mlp"],
-        help="the Linears that are low-rank: mlp (default), attention, all-linear, names",
-    )
-    command.add_argument("--storage", help="storage of the targets: fp8 or int8 (default bfloat16)")
-    command.add_argument(
-        "--storage-dense",
-        help="storage of the layers' other Linears: fp8 or int8 (default bfloat16)",
-    )
-    command.add_argument(
-        "--storage-lm-head", help="storage of the output head: fp8 or int8 (default bfloat16)"
-    )
+    add_storages(command)
 
 
 def _model(options: argparse.Namespace) -> dict[str, Any] | list[dict[str, Any]]:

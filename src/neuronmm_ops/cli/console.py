@@ -8,7 +8,12 @@ from time import monotonic
 
 from neuroncore.cli import console
 from neuroncore.cli.console import KernelError, one_line, show_warning, stderr
-from neuronmm_ops.errors import CalibrationWarning, CompressionWarning, WorkerLostError
+from neuronmm_ops.errors import (
+    CalibrationWarning,
+    CompressionWarning,
+    NkiVersionError,
+    WorkerLostError,
+)
 from neuronmm_ops.progress import SECONDS_BETWEEN_LINES
 
 
@@ -67,6 +72,8 @@ def explain(error: BaseException) -> tuple[str, int]:
         )
     if isinstance(error, WorkerLostError):
         return one_line(error), 1
+    if isinstance(error, NkiVersionError):
+        return one_line(error), 2
     if type(error).__name__ == "PanicException":
         return f"a native library gave up ({one_line(error)}); copy the tokenizer's files again", 2
     return console.explain(error)

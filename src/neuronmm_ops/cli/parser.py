@@ -75,6 +75,24 @@ def add_shape(command: argparse.ArgumentParser, note: str = "", **options: Any) 
     command.add_argument("--model", metavar="MODEL", help=described + note, **options)
 
 
+def add_storages(command: argparse.ArgumentParser) -> None:
+    """Add which Linears of a model are low-rank, and how its weights are stored."""
+    command.add_argument(
+        "--targets",
+        nargs="+",
+        default=["mlp"],
+        help="the Linears that are low-rank: mlp (default), attention, all-linear, names",
+    )
+    command.add_argument("--storage", help="storage of the targets: fp8 or int8 (default bfloat16)")
+    command.add_argument(
+        "--storage-dense",
+        help="storage of the layers' other Linears: fp8 or int8 (default bfloat16)",
+    )
+    command.add_argument(
+        "--storage-lm-head", help="storage of the output head: fp8 or int8 (default bfloat16)"
+    )
+
+
 def add_tokens(command: argparse.ArgumentParser, default: list[int], shown: str = "") -> None:
     """Add `--tokens M ...`; read it with `tokens_of`."""
     described = shown or " ".join(map(str, default))

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from neuroncore.hardware import DEFAULT_TARGET, resolve_target
-from neuronmm_ops.kernels.attention.decode import attention_decode
-from neuronmm_ops.kernels.attention.prefill import attention
+from neuronmm_ops.estimate.binding import simulated
 from neuronmm_ops.kernels.attention.units import Shape, problem_of
 from neuronmm_ops.kernels.problem import ITEMSIZES
 from neuronmm_ops.kernels.stages.tiling import PARTITIONS, tiles_in
@@ -97,7 +96,7 @@ def _decode(shape: Shape, head_norm: bool, dtype: str, lnc: int) -> PlannedKerne
         weight,
         weight,
     )
-    kernel = attention_decode if lnc == 1 else attention_decode[lnc]
+    kernel = simulated("attention.decode.attention_decode", lnc)
     return PlannedKernel("attention_decode", kernel, operands, {})
 
 
@@ -109,7 +108,7 @@ def _prefill(shape: Shape, dtype: str, lnc: int, kv_heads: int) -> PlannedKernel
         TensorShape((B, kv_heads, d, M), dtype),
         TensorShape((B, kv_heads, M, d), dtype),
     )
-    kernel = attention if lnc == 1 else attention[lnc]
+    kernel = simulated("attention.prefill.attention", lnc)
     return PlannedKernel("attention", kernel, operands, {})
 
 

@@ -1,0 +1,67 @@
+"""The kernels that a compressed model launches on one core, each once."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from neuroncore import NkiValidationError
+from neuronmm_ops.estimate.launches import KernelLaunch
+from neuronmm_ops.estimate.model import Options, prepared
+
+DECODE_CACHE = 2048
+"""Tokens that the cache of decode's attention holds at least."""
+
+
+def launches_of(model: str, tokens: Sequence[int], options: Options) -> list[dict[str, Any]]:
+    """What the low-rank variant of `bench model` launches, for each number of tokens.
+
+    Args:
+        model: as `models.resolve_shape` takes it.
+        tokens: of a pass; 1 is decode.
+        options: as `estimate.model.run`; one rank, and one sequence.
+
+    Returns:
+        For each launch that differs from the others `components`, `tokens`, and what a driver
+        needs: `module`, `kernel`, `lnc`, `target`, `operands` (shape and dtype, or None) in the
+        kernel's order, and `arguments` by name.
+
+    Raises:
+        ValueError: as `estimate.model.run`.
+        OSError: a config.json that cannot be read.
+    """
+    decoder = prepared(model, options)[0]["low_rank"]
+    found: dict[str, dict[str, Any]] = {}
+    cache = max(DECODE_CACHE, *tokens)
+    for M in dict.fromkeys(tokens):
+        try:
+            parts = decoder.parts(M, {cache if M == 1 else M: 1.0})
+            ways = [(part.component, decoder.tracer.quickest(part.ways)) for part in parts]
+        except NkiValidationError as error:
+            raise ValueError(f"{decoder.whole.name} on {decoder.target}: {error}") from error
+        for component, way in ways:
+            for launch in way.launches:
+                request = _request(launch, decoder.target)
+                row = found.setdefault(
+                    json.dumps(request), {"components": [], "tokens": [], **request}
+                )
+                _add(row["components"], component)
+                _add(row["tokens"], M)
+    return list(found.values())
+
+
+def _request(launch: KernelLaunch, target: str) -> dict[str, Any]:
+    return {
+        "module": launch.kernel.func.__module__,
+        "kernel": launch.kernel.func.__name__,
+        "lnc": launch.kernel.lnc,
+        "target": target,
+        "operands": [each and [list(each.shape), each.dtype] for each in launch.operands],
+        "arguments": launch.arguments,
+    }
+
+
+def _add(values: list[Any], value: Any) -> None:
+    if value not in values:
+        values.append(value)
