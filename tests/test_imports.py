@@ -19,11 +19,11 @@ ROOT = Path(neuronmm_ops.__file__).parent
 MODULES = sorted(ROOT.rglob("*.py"))
 
 # A file may import from the layers below its own. The package root re-exports the core.
-# measure, estimate, hf, recover and eval are one storey; between themselves they import in this
-# order.
+# precompile, measure, estimate, hf, recover and eval are one storey; between themselves they
+# import in this order.
 LAYERS = (
     *("__main__", "cli", "demo", "reproduce", "doctor", "integrations"),
-    *("measure", "estimate", "hf", "recover", "eval"),
+    *("precompile", "measure", "estimate", "hf", "recover", "eval"),
     *("output", "manifest", "checkpoint", "compress", "parallel", "nn", "ops", "plan", "kernels"),
     *("models", "rank", "progress", "processes", "files", "errors", "import_hooks", "storages"),
 )

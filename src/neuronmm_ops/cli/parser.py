@@ -12,7 +12,7 @@ from neuroncore.cli.parser import add_command as add_without_options
 OPTIONS: dict[str, dict[str, Any]] = {
     "model": {
         "metavar": "MODEL",
-        "help": "a Transformers directory, or a hub id such as ORG/NAME",
+        "help": "a Transformers directory, or a hub id ORG/NAME",
     },
     "--text": {"type": Path, "required": True, "metavar": "FILE"},
     "--seqlen": {
@@ -27,7 +27,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "--dtype": {
         "choices": ("auto", "float32", "bfloat16", "float16"),
         "default": "auto",
-        "help": "dtype of the computation (default auto: the checkpoint's if fast, else float32)",
+        "help": "auto (default): the checkpoint's if fast, else float32",
     },
     "--device": {"default": "cpu", "help": "cpu (default), cuda, cuda:1, ..."},
     "--target": {"help": "trn1, trn2 or trn3 (default: this machine's or trn2)"},
@@ -35,7 +35,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "type": int,
         "choices": (1, 2),
         "default": 1,
-        "help": "NeuronCores that share a launch (default 1; 2 on trn2 and trn3)",
+        "help": "NeuronCores of a launch (default 1; 2 on trn2 and trn3)",
     },
 }
 """Arguments that mean the same in several commands."""
@@ -69,9 +69,7 @@ def add_group(commands: Any, name: str, dest: str, description: str, example: st
 
 def add_shape(command: argparse.ArgumentParser, note: str = "", **options: Any) -> None:
     """Add `--model MODEL`: sizes to work with, no weights; `models.resolve_shape` reads it."""
-    described = (
-        "sizes of a model: a name such as Llama-3.2-1B, ORG/NAME, a directory or a config.json"
-    )
+    described = "sizes: a name such as Llama-3.2-1B, ORG/NAME, a directory or a config.json"
     command.add_argument("--model", metavar="MODEL", help=described + note, **options)
 
 
@@ -81,16 +79,14 @@ def add_storages(command: argparse.ArgumentParser) -> None:
         "--targets",
         nargs="+",
         default=["mlp"],
-        help="the Linears that are low-rank: mlp (default), attention, all-linear, names",
+        help="low-rank Linears: mlp (default), attention, all-linear, names",
     )
-    command.add_argument("--storage", help="storage of the targets: fp8 or int8 (default bfloat16)")
+    command.add_argument("--storage", help="their storage: fp8 or int8 (default bfloat16)")
     command.add_argument(
         "--storage-dense",
-        help="storage of the layers' other Linears: fp8 or int8 (default bfloat16)",
+        help="that of the layers' other Linears",
     )
-    command.add_argument(
-        "--storage-lm-head", help="storage of the output head: fp8 or int8 (default bfloat16)"
-    )
+    command.add_argument("--storage-lm-head", help="that of the output head")
 
 
 def add_tokens(command: argparse.ArgumentParser, default: list[int], shown: str = "") -> None:
@@ -101,7 +97,7 @@ def add_tokens(command: argparse.ArgumentParser, default: list[int], shown: str 
         nargs="+",
         default=[str(value) for value in default],
         metavar="M",
-        help=f"tokens of a launch, separated by spaces or commas (default {described})",
+        help=f"tokens of a launch (default {described})",
     )
 
 
