@@ -33,6 +33,7 @@ OPS = {
     "svd_mlp": mlp_matrices(512, (128, 128, 256), 768, 512),
     "svd_qkv": qkv_matrices(512, (256, 128, 128), (768, 256, 256)),
 }
+MLP = ((3269, 1280), (3269, 1280), (1280, 3269))
 QKV = qkv_matrices(3509, (1440, 160, 128), (3509, 877, 877))
 
 
@@ -82,6 +83,7 @@ def test_a_plan_costs_what_its_kernel_does(op, M, lnc):
     ("op", "M", "matrices", "target", "lnc", "others"),
     [
         ("xw", 200, ((2527, 1024),), "trn3", 2, {"layout": "pe", "banks": 6}),
+        ("mlp", 384, MLP, "trn1", 1, {"inner_block": 1024, "block": 2048}),
         ("svd_qkv", 1024, QKV, "trn1", 1, {"token_block": 512, "u_block": 1536, "v_block": 2048}),
     ],
 )

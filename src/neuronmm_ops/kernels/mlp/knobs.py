@@ -62,6 +62,7 @@ def prefill(problem: Problem) -> list[Knobs]:
         hidden,
         pairs_of(layouts(problem), inners),
         pairs_of(layouts(problem), blocks),
+        pairs_of(inners, blocks[-1:]),
         axis("token_tiles", (2, 4)),
         kept_axis,
         resident,
