@@ -13,8 +13,13 @@ import stand_ins
 from outcomes import SCRIPT, caller, process, refused
 from tiny_model import write_tiny
 
+from neuronmm_ops import SVDConfig
 from neuronmm_ops.cli import main
+from neuronmm_ops.compress.record import record_of
+from neuronmm_ops.compress.report import CompressionReport, LayerReport
+from neuronmm_ops.estimate.model import Options
 from neuronmm_ops.kernels.rms_norm.kernel import rms_norm
+from neuronmm_ops.models import resolve_shape
 from neuronmm_ops.precompile import launches
 from neuronmm_ops.precompile import run as precompile
 
@@ -80,6 +85,36 @@ def test_every_kernel_of_a_model(compiler, tmp_path):
 
 def _path(machine: stand_ins.NeuronMachine) -> str:
     return os.pathsep.join([str(machine.root), str(ROOT / "tests"), os.environ["PYTHONPATH"]])
+
+
+def test_a_compressed_directory_has_its_own_ranks(tmp_path):
+    config = {"target": "trn2", "storage": "fp8", "ratio": 0.9}  # neither is the checkpoint's
+    write_tiny(tmp_path)
+    found = {0: 24, 1: 40}
+    shape = resolve_shape(str(tmp_path))
+    layers = [
+        LayerReport(
+            *(f"model.layers.{n}.mlp.{name}", *shape.projections[name], r, False, None, 0.0, 1, 1),
+            storage="int8",
+        )
+        for n, r in found.items()
+        for name in ("gate_proj", "up_proj", "down_proj")
+    ]
+    _record(tmp_path, layers)
+    rows = launches.launches_of(str(tmp_path), [1], Options(**config))
+    mlps = [row["operands"] for row in rows if row["components"] == ["mlp"]]
+    assert [operands[1] for operands in mlps] == [[[256, r], "int8"] for r in found.values()]
+    assert len([row for row in rows if row["components"] == ["qkv"]]) == 1
+    _record(tmp_path, layers[:2])
+    with pytest.raises(ValueError, match="stored alike"):
+        launches.launches_of(str(tmp_path), [1], Options(**config))
+
+
+def _record(directory: Path, layers: list[LayerReport]) -> None:
+    report = CompressionReport(SVDConfig(), tuple(layers), None, {})
+    path = directory / "config.json"
+    config = json.loads(path.read_text()) | {"quantization_config": record_of(report)}
+    path.write_text(json.dumps(config))
 
 
 @pytest.mark.slow
