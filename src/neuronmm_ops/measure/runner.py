@@ -51,7 +51,7 @@ def _results(
         yield from map(measure, items)
         return
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, context, initializer=_follow_parent) as pool:
+    with ProcessPoolExecutor(workers, context, initializer=follow_parent) as pool:
         yield from pool.map(measure, items)
 
 
@@ -89,7 +89,7 @@ def in_own_process(what: str, function: Callable[..., Result], *arguments: Any) 
 
 
 def _send(sender: Connection, function: Callable[..., object], arguments: Sequence[object]) -> None:
-    _follow_parent()
+    follow_parent()
     try:
         sender.send((True, function(*arguments)))
     except Exception as error:
@@ -97,7 +97,7 @@ def _send(sender: Connection, function: Callable[..., object], arguments: Sequen
         sender.send((False, error))
 
 
-def _follow_parent() -> None:
+def follow_parent() -> None:
     """Ignore SIGINT, which the parent handles by ending its workers; exit when the parent dies."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()

@@ -141,21 +141,23 @@ def _call(spec: OpSpec, tensors: Tensors, choices: Options) -> Results:
 
 
 def _kernel_for(plan: Plan) -> Callable[..., Any]:
-    """The kernel of a plan, in `wrap_nki` where there is one.
+    from neuronmm_ops.kernels import kernel_named
 
-    Wrapped once: every wrapper takes a place in a registry. It is given the kernel and then the
-    grid: a kernel that has its grid already loses it there.
+    return on_cores(kernel_named(plan.problem.op, plan.kernel), plan.kernel, plan.problem.lnc)
+
+
+def on_cores(kernel: Any, name: str, lnc: int) -> Callable[..., Any]:
+    """A kernel for device tensors on `lnc` cores, in `wrap_nki` where there is one.
+
+    Wrapped once for each name: every wrapper takes a place in a registry. It is given the kernel
+    and then the grid: a kernel that has its grid already loses it there.
     """
-    from neuronmm_ops.kernels import kernel_named, nki_kernel
-
     wrap_nki = wrapper("wrap_nki")
     if wrap_nki is None:
-        return nki_kernel(plan)
-    key = plan.kernel, plan.problem.lnc
-    if key not in _wrapped:
-        kernel = kernel_named(plan.problem.op, plan.kernel)
-        _wrapped[key] = wrap_nki(kernel)[(plan.problem.lnc,)]
-    return _wrapped[key]
+        return kernel if lnc == 1 else kernel[lnc]
+    if (name, lnc) not in _wrapped:
+        _wrapped[name, lnc] = wrap_nki(kernel)[(lnc,)]
+    return _wrapped[name, lnc]
 
 
 # --- registration --------------------------------------------------------------------------------
