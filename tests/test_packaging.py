@@ -46,6 +46,7 @@ def test_contents(wheel):
     papers = "neuronmm_ops/reproduce/papers"
     assert {f"{papers}/demo.toml", f"{papers}/tasks/demo_ends.yaml"} <= set(names)
     assert "neuronmm_ops/reproduce/published.json" in names
+    assert "neuronmm_ops/device/predictions.json" in names
     demo = ROOT / "src" / "neuronmm_ops" / "demo"
     shipped = [file for file in demo.rglob("*") if file.suffix in (".safetensors", ".json", ".txt")]
     assert {str(file.relative_to(ROOT / "src")) for file in shipped} <= set(names)

@@ -1,11 +1,11 @@
-"""`published` and `kernels`: the simulated core, and our kernels on it, beside published ones."""
+"""`published`, `predictions` and `kernels`: the simulated core, our kernels on it, and others'."""
 
 import argparse
 import os
 from pathlib import Path
 from typing import Any
 
-from neuroncore.cli.console import check_output, show_table, stdout
+from neuroncore.cli.console import check_output, show_fields, show_table, stdout
 from neuronmm_ops.cli.parser import add_command, add_shape, add_tokens, tokens_of
 from neuronmm_ops.progress import progress_bars
 
@@ -14,6 +14,9 @@ def add(commands: Any) -> None:
     """Add the commands to the parser."""
     description = "published times of NKI kernels compared with the simulated core's"
     add_command(commands, "published", _published, _show_published, description)
+
+    description = "predict what neuronmm device-check runs, before anybody measures it"
+    add_command(commands, "predictions", _predictions, show_fields, description)
 
     description = (
         "NeuronMM's figures of block sizes, naive fusion and traffic next to modelled ones"
@@ -66,6 +69,13 @@ def _show_published(rows: list[dict[str, Any]]) -> None:
         for each in published.scores(rows)
     ]
     show_table(columns, found, left=["group", "DMA model"])
+
+
+def _predictions(options: argparse.Namespace) -> dict[str, Any]:
+    from benchmarks import predictions
+
+    with progress_bars() as progress:
+        return predictions.run(progress)
 
 
 def _published_cells(row: dict[str, Any]) -> list[str]:

@@ -18,6 +18,7 @@ ROOT = Path(__file__).parents[2]
 COMPRESSED = f"-o small --calibration text.txt {shlex.join(COMPRESS)} --ratio 0.3"
 COMMANDS = (
     "doctor",
+    "device-check -o checked --minutes 0.1 --simulated",
     "demo --quick",
     f"compress dense {COMPRESSED}",
     f"compress dense {COMPRESSED} --stream --storage int8 --force",

@@ -20,6 +20,7 @@ from neuronmm_ops.cli import (
     compare,
     compress,
     demo,
+    device_check,
     doctor,
     evaluate,
     export,
@@ -78,7 +79,7 @@ def parser() -> argparse.ArgumentParser:
     commands = root.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for module in (
         *(demo, compress, recover, evaluate, compare, generate, inspect, verify, export, reproduce),
-        *(doctor, bench, plan, precompile, simulate, lint),
+        *(doctor, device_check, bench, plan, precompile, simulate, lint),
     ):
         module.add(commands)
     return root

@@ -1,0 +1,138 @@
+"""The record for people: modelled beside measured, row by row."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from statistics import median
+from typing import Any
+
+from neuronmm_ops.device.predictions import frozen
+from neuronmm_ops.device.record import MEASUREMENTS, Finding, Record
+
+SHORT_US = 15.0
+"""Predicted time up to which a row tells what a launch costs: its kernel takes hardly any."""
+
+NOISE = 0.02
+"""Share by which a measured time may be beyond the modelled range and count as inside."""
+
+
+def launch_us(rows: Iterable[Finding]) -> float:
+    """What a launch takes beyond its kernel, us: the median of the short rows, at least 0."""
+    beyond = [
+        row.time_us - row.prediction.time_us
+        for row in rows
+        if row.time_us is not None and row.prediction.time_us <= SHORT_US
+    ]
+    return max(0.0, median(beyond)) if beyond else 0.0
+
+
+def summary(record: Record) -> dict[str, Any]:
+    """The record as one JSON document.
+
+    Returns:
+        `target`, `device`, `versions`, `predicted` (commit and source of the frozen predictions),
+        `launch_us`, `counts` of rows by status, `inside` and `outside`, and `rows`: of each `step`,
+        `name`, `status`, `reason`, `modelled_us`, `range_us` (of the modelled time), `measured_us`
+        (from launch to launch), `kernel_us` (without `launch_us`), `ratio` of that to the modelled
+        time, `inside` (whether any time from `kernel_us` to `measured_us` is in the range),
+        `error_ratio` of the values, and `decides`: uncertainties that it speaks of.
+    """
+    launch = launch_us(record.rows)
+    rows = [_row(row, launch) for row in record.rows]
+    inside = Counter([row["inside"] for row in rows])
+    return {
+        "target": record.target,
+        "device": record.device,
+        "versions": record.versions,
+        "predicted": record.predicted,
+        "launch_us": launch,
+        "counts": dict(Counter([row.status for row in record.rows])),
+        "inside": inside[True],
+        "outside": inside[False],
+        "rows": rows,
+    }
+
+
+def _row(row: Finding, launch: float) -> dict[str, Any]:
+    prediction, measured = row.prediction, row.time_us
+    low, high = prediction.range_us
+    kernel = None if measured is None else max(0.0, measured - launch)
+    is_inside = None
+    if measured is not None and kernel is not None:
+        is_inside = kernel <= high * (1 + NOISE) and measured >= low * (1 - NOISE)
+    return {
+        "step": row.step,
+        "name": row.name,
+        "status": row.status,
+        "reason": row.reason,
+        "modelled_us": prediction.time_us,
+        "range_us": [low, high],
+        "measured_us": measured,
+        "kernel_us": kernel,
+        "ratio": None if kernel is None else kernel / prediction.time_us,
+        "inside": is_inside,
+        "error_ratio": row.error_ratio,
+        "decides": list(prediction.decides),
+    }
+
+
+def text(record: Record, document: dict[str, Any], missing: int) -> str:
+    """The page, in Markdown, of a record and its `summary`."""
+    rows, predicted = document["rows"], record.predicted
+    counts = ", ".join([f"{count} {status}" for status, count in document["counts"].items()])
+    current = "this package's" if frozen().is_current else "an earlier state of this package"
+    parts = [
+        f"# Modelled beside measured: {record.target}, {record.device}",
+        "Times in us. *Modelled* times were frozen before the run, at commit "
+        f"{predicted['commit']} (source {predicted['source']}, {current}). A launch takes "
+        f"{document['launch_us']:.1f} us beyond its kernel, by the rows of at most {SHORT_US:g} "
+        "us; *kernel* is the measured time without it. A row is inside where any time from one to "
+        f"the other lies in the modelled range, give or take {NOISE:.0%}. R is the largest error "
+        "of the values over what the dtype excuses; up to 1.2 is right.",
+        f"{len(rows)} rows: {counts or 'none'}; {document['inside']} inside their range, "
+        f"{document['outside']} outside; {missing} not reached: the same command goes on.",
+        "\n".join([f"- {name} {version}" for name, version in record.versions.items()]),
+    ]
+    for step in dict.fromkeys([row["step"] for row in rows]):
+        own = [row for row in rows if row["step"] == step]
+        timed = [row for row in own if row["measured_us"] is not None]
+        others = [row for row in own if row["reason"]]
+        parts.append(f"## {step.capitalize()}")
+        if timed:
+            columns = (
+                *("row", "modelled", "range", "measured", "kernel", "kernel / modelled"),
+                *("inside", "R", "speaks of"),
+            )
+            parts.append(_table(columns, [_cells(row) for row in timed]))
+        if others:
+            reasons = [(row["name"], row["status"], row["reason"]) for row in others]
+            parts.append(_table(("row", "", "reason"), reasons))
+    parts.append(f"`neuroncore calibrate {MEASUREMENTS}` fits the clock to the microkernels.")
+    return "\n\n".join(parts) + "\n"
+
+
+def _cells(row: dict[str, Any]) -> tuple[str, ...]:
+    low, high = row["range_us"]
+    ratio, error = row["ratio"], row["error_ratio"]
+    return (
+        row["name"],
+        f"{row['modelled_us']:.1f}",
+        f"{low:.1f} to {high:.1f}",
+        f"{row['measured_us']:.1f}",
+        f"{row['kernel_us']:.1f}",
+        f"{ratio:.2f}",
+        "yes" if row["inside"] else "**no**",
+        "" if error is None else f"{error:.2f}",
+        ", ".join(row["decides"]),
+    )
+
+
+def _table(columns: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    head = list(columns)
+    lines = [head, ["---"] * len(head), *[[_cell(each) for each in row] for row in rows]]
+    return "\n".join([f"| {' | '.join(line)} |" for line in lines])
+
+
+def _cell(value: str) -> str:
+    return value.replace("|", "\\|")

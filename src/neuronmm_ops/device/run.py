@@ -1,0 +1,183 @@
+"""`device-check`: the programme on a device, step by step, each row in a bounded time."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from neuroncore.boundary import TensorSpec
+from neuroncore.calibration import cases as microkernels
+from neuronmm_ops.compress.calibrate import Progress
+from neuronmm_ops.device import page
+from neuronmm_ops.device.predictions import Prediction, frozen
+from neuronmm_ops.device.programme import KernelCase, kernel_cases
+from neuronmm_ops.device.record import PAGE, Finding, Record, Step, resume, save
+from neuronmm_ops.device.runners import OpKernel, Runner
+from neuronmm_ops.device.values import op_error_ratio, operands
+from neuronmm_ops.device.worker import Worker
+from neuronmm_ops.doctor import diagnose
+from neuronmm_ops.kernels import source_fingerprint
+from neuronmm_ops.ops.backends.launch import PLANNED
+from neuronmm_ops.ops.definitions import SPECS
+from neuronmm_ops.processes import locked
+
+SHARES: Mapping[Step, float] = {"microkernels": 0.3, "kernels": 0.7}
+"""Of the minutes, in order; what a step leaves is the next one's."""
+ROW_S = 240.0
+"""For a row: compilers take minutes."""
+WRONG = 1.2
+"""`error_ratio` up to which values are right."""
+
+Found = tuple[float, float | None]
+"""us from one launch to the next, and the error ratio where values are compared."""
+
+
+@dataclass(frozen=True)
+class Item:
+    """A row to be: what the worker calls for it, and what was predicted."""
+
+    step: Step
+    name: str
+    lnc: int
+    function: Callable[..., Found]
+    arguments: tuple[Any, ...]
+    prediction: Prediction
+
+
+def run(
+    directory: Path, minutes: float, runner: Runner, progress: Progress | None = None
+) -> dict[str, Any]:
+    """Run what is missing of the programme, and write the record and the page.
+
+    Args:
+        directory: made where it is missing.
+        minutes: for this call; a later one goes on.
+        runner: the device.
+        progress: called with (step, rows done, rows in all).
+
+    Returns:
+        `page.summary` of the record, with `output`, and `missing`, how many rows time did not
+        suffice for.
+
+    Raises:
+        OSError: the directory cannot be written, or another run works in it.
+        ValueError: `minutes` is no positive number, or the directory holds another record.
+    """
+    if not 0 < minutes < math.inf:
+        raise ValueError(f"--minutes must be a number above 0, got {minutes:g}")
+    directory.mkdir(parents=True, exist_ok=True)
+    with locked(directory):
+        record = resume(_new(runner), directory)
+        save(record, directory)
+        items = programme(runner.target)
+        for longer in _measured(record, items, minutes, runner, progress):
+            record = longer
+            save(record, directory)
+        summary = page.summary(record)
+        missing = len(items) - len(record.rows)
+        (directory / PAGE).write_text(page.text(record, summary, missing), encoding="utf-8")
+    return {"output": str(directory), **summary, "missing": missing}
+
+
+def programme(target: str) -> list[Item]:
+    """All rows of a target, step by step, those on one core first."""
+    rows = frozen().rows[target]
+    cases = microkernels.cases(target)
+    items = [
+        Item("microkernels", each.name, each.lnc, measure_small, (each.name,), rows[each.name])
+        for each in sorted(cases, key=lambda case: case.lnc)
+    ]
+    for case in kernel_cases(target):
+        prediction = rows[case.name]
+        call = measure_kernel, (case, prediction)
+        items.append(Item("kernels", case.name, case.problem.lnc, *call, prediction))
+    return items
+
+
+def _new(runner: Runner) -> Record:
+    found = diagnose()
+    versions = {name: version for name, version in found["versions"].items() if version}
+    predicted = {"commit": frozen().commit, "source": frozen().source}
+    return Record(runner.target, runner.name, versions, predicted, found)
+
+
+def _measured(
+    record: Record,
+    items: list[Item],
+    minutes: float,
+    runner: Runner,
+    progress: Progress | None,
+) -> Iterator[Record]:
+    """The record after each row that time suffices for."""
+    worker, deadline = Worker(runner), time.monotonic()
+    try:
+        for step, share in SHARES.items():
+            deadline += 60 * minutes * share
+            own = [item for item in items if item.step == step]
+            for done, item in enumerate(own, 1):
+                if not record.has(step, item.name):
+                    row = _row(item, worker, deadline - time.monotonic())
+                    if row is None:
+                        break
+                    record = record.with_row(row)
+                    yield record
+                if progress is not None:
+                    progress(step, done, len(own))
+    finally:
+        worker.end()
+
+
+def _row(item: Item, worker: Worker, left_s: float) -> Finding | None:
+    """The row of an item; None where the time for its step ends before."""
+    if left_s <= 0:
+        return None
+
+    def failed(status: Any, error: Exception) -> Finding:
+        return Finding(item.step, item.name, status, item.prediction, str(error))
+
+    try:
+        time_us, ratio = worker.call(item.lnc, min(ROW_S, left_s), item.function, *item.arguments)
+    except TimeoutError as error:
+        return None if left_s < ROW_S else failed("late", error)
+    except ChildProcessError as error:
+        return failed("lost", error)
+    except RuntimeError as error:
+        return failed("refused", error)
+    if not (math.isfinite(time_us) and time_us > 0):
+        return failed("refused", ValueError(f"a launch took {time_us:g} us by the clock"))
+    found = Finding(item.step, item.name, "measured", item.prediction, "", time_us, ratio)
+    if ratio is None or ratio <= WRONG:
+        return found
+    reason = f"values are off by {ratio:.3g} times what their dtype excuses"
+    finite = ratio if math.isfinite(ratio) else None
+    return replace(found, status="wrong", reason=reason, error_ratio=finite)
+
+
+def measure_kernel(runner: Runner, case: KernelCase, prediction: Prediction) -> Found:
+    """Launch an op's kernel with the arguments that were predicted."""
+    problem = case.problem
+    spec = SPECS[problem.op]
+    kernel = OpKernel(problem.op, prediction.kernel, problem.lnc)
+    choices = zip(spec.options, spec.defaults, strict=True)
+    given = {name: value for name, value in choices if name not in PLANNED}
+    arguments = {**(prediction.arguments or {}), **given, "fingerprint": source_fingerprint()}
+    tensors = operands(problem)
+    sample = runner.run(kernel, tensors, arguments)
+    return sample.time_us, op_error_ratio(problem, tensors, sample.outputs[0])
+
+
+def measure_small(runner: Runner, name: str) -> Found:
+    """Launch a microkernel, whose values are of no interest."""
+    case = next(each for each in microkernels.cases(runner.target) if each.name == name)
+    tensors = [_zeros(spec) for spec in case.operands]
+    return runner.run(case, tensors, case.arguments).time_us, None
+
+
+def _zeros(spec: TensorSpec) -> torch.Tensor:
+    return torch.zeros(spec.shape, dtype=getattr(torch, str(spec.dtype)))

@@ -1,0 +1,90 @@
+"""Operands of a kernel, and how far its results are from what they must be."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from neuronmm_ops.kernels.problem import Problem
+from neuronmm_ops.ops.definitions import SPECS
+from neuronmm_ops.storages import WeightStorage
+
+ROUNDINGS = 4
+"""On the way to an output: `x @ u`, its product with v, the bias, the output itself."""
+
+
+def operands(problem: Problem) -> list[Tensor | None]:
+    """The op's tensors as its kernel takes them, a missing one None; the same in every run.
+
+    Normal values, weights such that products stay near 1.
+    """
+    spec, generator = SPECS[problem.op], torch.Generator().manual_seed(problem.M + problem.K)
+    dtype = getattr(torch, problem.dtype)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    given: dict[str, Tensor] = {"x": normal(problem.M, problem.K).to(dtype)}
+    for place, shape in zip(spec.factors, problem.matrices, strict=True):
+        name, matrix = spec.operands[place].name, normal(*shape) * shape[0] ** -0.5
+        if problem.storage is None:
+            given[name] = matrix.to(dtype)
+        else:
+            given[name], given[f"{name}_scale"] = _stored(matrix, problem.storage)
+    return [given.get(operand.name) for operand in spec.tensors]
+
+
+def _stored(matrix: Tensor, storage: WeightStorage) -> tuple[Tensor, Tensor]:
+    """A matrix rounded to the nearest numbers of a storage, and its scales."""
+    scale = (storage.magnitudes(matrix) / storage.full).bfloat16().float()
+    return storage.encode(storage.nearest(matrix / storage.spread(scale, len(matrix)))), scale
+
+
+def op_error_ratio(problem: Problem, tensors: Sequence[Tensor | None], result: Tensor) -> float:
+    """`error_ratio` of an op's result [M, N], against its reference on the CPU."""
+    dtype = getattr(torch, problem.dtype)
+    wide = [t.double() if t is not None and t.dtype == dtype else t for t in tensors]
+    return error_ratio(result, _reference(problem.op, wide), _reference(problem.op, tensors))
+
+
+def _reference(op: str, tensors: Sequence[Tensor | None]) -> Tensor:
+    spec = SPECS[op]
+    with torch.inference_mode():
+        result = spec.reference(*spec.joined(tuple(tensors), spec.defaults))
+    assert isinstance(result, Tensor), f"{op} has one result"
+    return result
+
+
+def error_ratio(
+    actual: Tensor, oracle: Tensor, low_precision: Tensor, magnitude: Tensor | None = None
+) -> float:
+    """How far a result is off, as a share of what its dtype excuses; infinite for NaN.
+
+    `max|actual - oracle| / (2 max|low_precision - oracle| + 4 eps max(magnitude))`: the first term
+    is what the dtype costs anyone; the second lets each rounding fall the other way, and matters
+    where the plain composition happens to be exact.
+
+    Args:
+        actual: the result.
+        oracle: the same in fp64, from the same (rounded) operands.
+        low_precision: the plain composition in actual's dtype.
+        magnitude: fp64 sums of absolute values of the terms, which cancellation does not shrink;
+            default `|oracle|`.
+
+    Raises:
+        ValueError: shapes differ.
+    """
+    if not actual.shape == oracle.shape == low_precision.shape:
+        raise ValueError(f"a result must be {list(oracle.shape)}, got {list(actual.shape)}")
+    if actual.numel() == 0:
+        return 0.0
+    scale = float((oracle if magnitude is None else magnitude).abs().max())
+    band = ROUNDINGS * torch.finfo(actual.dtype).eps * scale
+    error = float((actual.double() - oracle).abs().max())
+    allowed = 2 * float((low_precision.double() - oracle).abs().max()) + band
+    if error == 0:
+        return 0.0
+    return error / allowed if allowed > 0 and math.isfinite(error) else math.inf

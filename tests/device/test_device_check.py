@@ -1,0 +1,190 @@
+"""The hour on a device, on simulated ones: what is kept, bounded and compared."""
+
+import json
+import os
+import time
+from dataclasses import replace
+
+import pytest
+import stand_ins
+import torch
+from stand_ins import DirectKernel
+
+from neuroncore.calibration import measurements
+from neuronmm_ops import kernels
+from neuronmm_ops.device import predictions, programme, run, runners
+from neuronmm_ops.device.runners import NeuronDevice, SimulatedDevice
+from neuronmm_ops.device.values import error_ratio, operands
+from neuronmm_ops.ops.definitions import SPECS
+
+SMALL = ("xw of small, M=1, bf16", "xuv of small, M=200, fp8", "svd_mlp of small, M=1, bf16")
+MICRO = ("loads-4096/32", "matmuls-512/64")
+TRN2 = SimulatedDevice("trn2")
+kernel_named = kernels.kernel_named
+
+
+class Faulty(SimulatedDevice):
+    """Refuses a kernel, computes another wrongly, dies of one and hangs in one."""
+
+    def run(self, kernel, tensors, arguments):
+        if kernel.name == "xw_decode":
+            raise ValueError("NCC_EVRF051: float8_e4m3fn\nis not supported")
+        if kernel.name == "xuv":
+            os._exit(7)
+        if kernel.name == "loads-4096/32":
+            time.sleep(600)
+        sample = super().run(kernel, tensors, arguments)
+        return replace_outputs(sample) if kernel.name == "svd_mlp_decode" else sample
+
+
+def replace_outputs(sample):
+    return sample._replace(outputs=(sample.outputs[0] * 1.1,))
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch):
+    """A programme of a few rows."""
+    items = [item for item in run.programme("trn2") if item.name in (*SMALL, *MICRO)]
+    assert len(items) == 5
+    monkeypatch.setattr(run, "programme", lambda target: items)
+
+
+def rows_of(document):
+    return {row["name"]: row for row in document["rows"]}
+
+
+@pytest.mark.parametrize("target", ["trn1", "trn2", "trn3"])
+def test_every_row_was_predicted_and_every_kernel_is_run(target):
+    rows = predictions.frozen().rows[target]
+    cases = programme.kernel_cases(target)
+    names = [case.name for case in cases]
+    micro = [case.name for case in run.microkernels.cases(target)]
+    assert sorted(rows) == sorted({*names, *micro})
+    assert len(names) == len(set(names))
+    phases = {(case.problem.op, rows[case.name].kernel) for case in cases}
+    assert phases == {(op, name) for op in SPECS for name in (op, f"{op}_decode")}
+    for row in rows.values():
+        low, high = row.range_us
+        assert 0 < low <= row.time_us <= high
+
+
+def test_a_kept_prediction_keeps_its_arguments_where_they_fit():
+    case = programme.kernel_cases("trn2")[2]
+    kept = predictions.frozen().rows["trn2"][case.name]
+    assert predictions.predict(case, kept).arguments == kept.arguments
+    useless = replace(kept, arguments={"former": 1})
+    assert predictions.predict(case, useless) == predictions.predict(case)
+
+
+def test_a_dry_run_finds_the_launch_and_a_slower_machine(tmp_path):
+    slow = SimulatedDevice("trn2", {"dma_engine_gbps": 11.5}, launch_us=17.0)
+    document = run.run(tmp_path, 3, slow)
+    assert document["counts"] == {"measured": 5}
+    assert document["launch_us"] == pytest.approx(17, abs=3)
+    rows = rows_of(document)
+    assert rows["loads-4096/32"]["ratio"] > 1.7
+    assert rows["loads-4096/32"]["inside"] is False
+    assert rows["matmuls-512/64"]["inside"] is True
+    assert all(rows[name]["error_ratio"] < 1 for name in SMALL)
+    kept = measurements.read(tmp_path / "measurements.json")
+    assert {row.case: row.time_us for row in kept.rows} == {
+        name: rows[name]["measured_us"] for name in MICRO
+    }
+    page = (tmp_path / "device-check.md").read_text()
+    assert f"{document['outside']} outside; 0 not reached" in page
+    assert "*Modelled* times were frozen" in page
+
+
+def test_a_killed_run_goes_on(tmp_path):
+    def kill(step, done, total):
+        if (step, done) == ("microkernels", 2):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run.run(tmp_path, 3, TRN2, kill)
+    document = run.run(tmp_path, 3, replace(TRN2, launch_us=900.0))
+    beyond = [round(row["measured_us"] - row["modelled_us"]) for row in document["rows"]]
+    assert beyond == [10, 10, 900, 900, 900]
+
+
+def test_what_fails_is_a_row_with_its_reason(tmp_path, monkeypatch):
+    monkeypatch.setattr(run, "ROW_S", 8.0)
+    rows = rows_of(run.run(tmp_path, 3, Faulty("trn2")))
+    names = "loads-4096/32", "matmuls-512/64", *SMALL
+    assert [(rows[name]["status"], rows[name]["reason"]) for name in names] == [
+        ("late", "no answer in 8 s"),
+        ("measured", ""),
+        ("refused", "ValueError: NCC_EVRF051: float8_e4m3fn is not supported"),
+        ("lost", "its process ended with exit code 7"),
+        ("wrong", rows[SMALL[2]]["reason"]),
+    ]
+    assert rows[SMALL[2]]["error_ratio"] > run.WRONG
+    statuses = [row.status for row in measurements.read(tmp_path / "measurements.json").rows]
+    assert statuses == ["skipped", "measured"]
+    assert "| late | no answer in 8 s |" in (tmp_path / "device-check.md").read_text()
+
+
+def test_time_bounds_it(tmp_path):
+    started = time.monotonic()
+    document = run.run(tmp_path, 0.01, Faulty("trn2"))
+    assert (document["rows"], document["missing"]) == ([], 5)
+    assert time.monotonic() - started < 15
+
+
+def test_other_versions_are_another_record(tmp_path):
+    run.run(tmp_path, 1e-6, TRN2)
+    path = tmp_path / "device-check.json"
+    document = json.loads(path.read_text())
+    document["versions"] |= {"nki": "0.6.0"}
+    path.write_text(json.dumps(document))
+    with pytest.raises(ValueError, match=r"is of versions nki 0\.6\.0, this run has nki None"):
+        run.run(tmp_path, 1, TRN2)
+
+
+@pytest.mark.parametrize("offers", ["nki_op", "wrap_nki", "direct"])
+def test_kernels_are_called_as_the_package_offers(offers, tmp_path, monkeypatch):
+    monkeypatch.setattr(kernels, "kernel_named", lambda *name: DirectKernel(kernel_named(*name)))
+    monkeypatch.setattr(runners, "kernel_named", kernels.kernel_named)
+    monkeypatch.setattr(runners, "FEW", 1)
+    monkeypatch.setattr(runners, "MANY", 6)
+    case = programme.kernel_cases("trn2")[0]
+    with stand_ins.neuron_machine(tmp_path, monkeypatch) as machine:
+        machine.nki()
+        machine.torch_neuronx(offers)
+        machine.environment(NEURON_PLATFORM_TARGET_OVERRIDE="trn2")
+        assert runners.device_here() == NeuronDevice("trn2", "neuron")
+        with pytest.raises(ValueError, match="--target trn3 is not this machine's, trn2"):
+            runners.device_here("trn3")
+        on_cpu = NeuronDevice("trn2", "cpu")
+        prediction = predictions.frozen().rows["trn2"][case.name]
+        time_us, ratio = run.measure_kernel(on_cpu, case, prediction)
+    assert time_us > 0
+    assert ratio is not None
+    assert ratio < 1
+
+
+def test_the_process_of_a_device_has_its_cores(monkeypatch):
+    for name in ("NEURON_LOGICAL_NC_CONFIG", "NEURON_PLATFORM_TARGET_OVERRIDE"):
+        monkeypatch.setenv(name, "")
+    monkeypatch.setenv("NEURON_CC_FLAGS", "-O1")
+    monkeypatch.setenv("NEURON_RT_VISIBLE_CORES", "3")
+    NeuronDevice("trn2", "neuron").prepare(2)
+    assert os.environ["NEURON_LOGICAL_NC_CONFIG"] == "2"
+    assert os.environ["NEURON_CC_FLAGS"] == "-O1 --logical-nc-config=2"
+    assert os.environ["NEURON_RT_VISIBLE_CORES"] == "3"
+
+
+def test_values_that_are_no_numbers_are_infinitely_wrong():
+    oracle = torch.ones(3, dtype=torch.float64)
+    plain = torch.ones(3)
+    assert error_ratio(plain, oracle, plain) == 0
+    assert error_ratio(torch.full((3,), float("nan")), oracle, plain) == float("inf")
+    with pytest.raises(ValueError, match=r"must be \[3\], got \[2\]"):
+        error_ratio(plain[:2], oracle, plain)
+
+
+def test_operands_are_the_same_in_every_run():
+    problem = programme.kernel_cases("trn2")[1].problem
+    first, second = operands(problem), operands(problem)
+    for a, b in zip(first, second, strict=True):
+        assert a is b is None or torch.equal(a.float(), b.float())
