@@ -86,7 +86,7 @@ def prefill(problem: Problem) -> list[Knobs]:
         u_blocks,
         v_blocks,
         pairs_of(axis("token_tiles", (1, 2, 4)), axis("tokens", (512, 1024, 2048))),
-        ways,
+        pairs_of(ways, axis("token_tiles", (1, 2))),
         resident,
     ]
     starts = narrower(
