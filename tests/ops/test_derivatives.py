@@ -1,6 +1,8 @@
 """Derivatives of every op in both modes and under torch.func, beside those of plain torch."""
 
+import sys
 from functools import partial
+from types import FrameType
 
 import pytest
 import torch
@@ -118,3 +120,21 @@ def test_a_compiled_tangent():
 
     compiled = torch.compile(tangent, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(x), torch.ones_like(x) @ layer.u @ layer.v)
+
+
+@pytest.mark.parametrize(("is_differentiated", "most"), [(False, 3), (True, 20)])
+def test_a_call_runs_few_functions_of_python(is_differentiated, most):
+    x, u, v = (torch.randn(*s, requires_grad=is_differentiated) for s in ((1, 8), (8, 4), (4, 8)))
+    called: list[tuple[str, str]] = []
+
+    def told(frame: FrameType, event: str, _: object) -> None:
+        if event == "call":
+            called.append((frame.f_code.co_filename, frame.f_code.co_name))
+
+    sys.setprofile(told)
+    try:
+        torch.ops.neuronmm.xuv(x, u, v)
+    finally:
+        sys.setprofile(None)
+    assert 1 <= len([name for file, name in called if "neuronmm_ops" in file]) <= most
+    assert "_signature_from_function" not in [name for _, name in called]

@@ -5,6 +5,7 @@ as much. Derivatives come from plain torch ops, so that a training step under `t
 one graph.
 """
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -105,6 +106,9 @@ def _function(spec: OpSpec) -> type[torch.autograd.Function]:
     def forward(*args: Any) -> Results:
         with torch._C._AutoDispatchBelowAutograd():
             return op(*args)
+
+    # torch asks for it in each call, and else makes it anew
+    forward.__signature__ = inspect.signature(forward)  # type: ignore[attr-defined]
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         tensors, ctx.options = spec.split(inputs)
