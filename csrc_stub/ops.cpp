@@ -3,6 +3,9 @@
 #include <ATen/ATen.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/library.h>
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
 
 #include <algorithm>
 #include <optional>
@@ -18,10 +21,25 @@ using namespace rules;
 
 // --- matmuls ------------------------------------------------------------------------------------
 
-// x [..., K] as rows [M, K], or as a vector [K] where mv is the faster matmul.
+// Whether mm of one row in bfloat16 is faster than mv: with AVX512_BF16 alone, where only mm goes to
+// oneDNN. As streams_by_mv of the Python package.
+bool has_faster_mm() {
+#if defined(__x86_64__)
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  const bool has_amx = __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d >> 24 & 1);
+  const bool has_bf16 = __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 5 & 1);
+  return at::hasMKLDNN() && has_bf16 && !has_amx;
+#else
+  return false;
+#endif
+}
+
+// x [..., K] as rows [M, K], or as a vector [K] where mv is the CPU's faster matmul.
 Tensor flat(const Tensor& x, const Tensor& w) {
+  static const bool is_faster = has_faster_mm();
+  const bool takes_mv = x.is_cpu() && !(is_faster && x.scalar_type() == at::kBFloat16);
   const bool is_vector = x.numel() > 0 && x.numel() == x.size(-1) && w.stride(0) == 1;
-  if (is_vector) return x.reshape({-1});
+  if (is_vector && takes_mv) return x.reshape({-1});
   return x.dim() == 1 ? x.unsqueeze(0) : x.flatten(0, -2);
 }
 

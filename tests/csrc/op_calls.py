@@ -206,6 +206,18 @@ def refusal(op: str, arguments: tuple[Any, ...]) -> str:
     return "no error"
 
 
+def products() -> dict[str, list[str]]:
+    """Return which matmul one row and a matrix along its contraction take, by dtype."""
+    found: dict[str, list[str]] = {}
+    for dtype in DTYPES:
+        x, w = torch.ones(1, 64, dtype=dtype), torch.ones(32, 64, dtype=dtype).t()
+        with torch.profiler.profile() as profile:
+            torch.ops.neuronmm.xw(x, w)
+        names = {event.key for event in profile.key_averages()}
+        found[str(dtype)] = sorted(names & {"aten::mv", "aten::mm"})
+    return found
+
+
 if __name__ == "__main__":
     torch.ops.load_library(sys.argv[1])
     folder = Path(sys.argv[2])
@@ -213,6 +225,6 @@ if __name__ == "__main__":
     for dtype in DTYPES:
         save_file(results(dtype), folder / f"{dtype}.safetensors")
         save_file(one_byte_results(dtype), folder / f"{dtype}-one-byte.safetensors")
-    texts = {"schemas": schemas(), "refusals": refusals()}
+    texts = {"schemas": schemas(), "refusals": refusals(), "products": products()}
     (folder / "texts.json").write_text(json.dumps(texts))
     assert "neuronmm_ops" not in sys.modules

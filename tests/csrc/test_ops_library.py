@@ -16,6 +16,7 @@ from tolerances import assert_close_to_oracle
 from torch import Tensor
 
 import neuronmm_ops  # noqa: F401 registers the ops
+from neuronmm_ops.ops.backends.cpu import streams_by_mv
 
 pytestmark = pytest.mark.slow  # all need the C compiler
 
@@ -36,7 +37,13 @@ def recorded(library: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_schemas_tags_and_errors_are_those_of_the_package(recorded):
     expected = {"schemas": op_calls.schemas(), "refusals": op_calls.refusals()}
     assert "no error" not in expected["refusals"]
-    assert json.loads((recorded / "texts.json").read_text()) == expected
+    found = json.loads((recorded / "texts.json").read_text())
+    assert {key: found[key] for key in expected} == expected
+
+
+def test_one_row_takes_the_matmul_that_it_takes_in_the_package(recorded):
+    expected = {str(d): ["aten::mv" if streams_by_mv(d) else "aten::mm"] for d in op_calls.DTYPES}
+    assert json.loads((recorded / "texts.json").read_text())["products"] == expected
 
 
 @pytest.mark.parametrize("dtype", op_calls.DTYPES, ids=str)
