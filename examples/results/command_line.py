@@ -14,9 +14,9 @@ _EVERYWHERE = {"help", "json", "debug"}
 def argument_lists() -> dict[str, Callable[[], str]]:
     """A list for each command that has arguments of its own, by a name such as `bench-cpu`."""
     simulator = dict(_lists(simulators(), "neuroncore"))
-    own = "neuroncore-compare"  # what else it has, neuronmm has, too
+    own = ("neuroncore-compare", "neuroncore-calibrate")  # what else it has, neuronmm has, too
     every = (*_lists(parser(), ""), *_lists(benchmarks(), "benchmarks"))
-    return {**dict(every), own: simulator[own]}
+    return {**dict(every), **{name: simulator[name] for name in own}}
 
 
 def _lists(command: argparse.ArgumentParser, name: str) -> Iterator[tuple[str, Callable[[], str]]]:

@@ -28,9 +28,9 @@ class Case:
         function: its name in `microkernels`.
         operands: shapes and dtypes of its tensors; any values will do, such as zeros.
         arguments: its compile-time arguments.
-        decides: the name in `uncertainty.UNCERTAINTIES`, or of `fit.CONSTANTS`.
+        decides: the name in `uncertainty.UNCERTAINTIES`, or else of a step of `constants.STEPS`.
         lnc: cores of the launch.
-        waits: of each latency that no `Machine` holds, how many follow each other per count.
+        waits: of each latency in `constants.Clock`, how many follow each other per count.
     """
 
     series: str
@@ -94,9 +94,9 @@ def _loads() -> list[Case]:
     for count in (16, 64):
         each = (_tensor(count, 128, 128),) * 4
         found.append(Case("loads-in-turn", count, "loads_in_turn", each, {}, "dma-queues"))
-    for count in (4, 16):
+    for count in (4, 14, 16):
         x = _tensor(count, 4096, 128)
-        found.append(Case("transposes", count, "transposed_loads", (x,), {}, "transpose_share"))
+        found.append(Case("transposes", count, "transposed_loads", (x,), {}, "transposes"))
     return found
 
 
@@ -109,18 +109,18 @@ def _matmuls(machine: Machine) -> list[Case]:
         series: str, function: str, columns: int, count: int, decides: str, **others: int
     ) -> Case:
         operands = (_tensor(128, 128), _tensor(128, columns))
-        waits = {"psum_result_ns": 1} if function == "matmuls_in_a_chain" else {}
+        waits = ("tensor_result_ns", "psum_result_ns") if function == "matmuls_in_a_chain" else ()
         given = {"count": count, **others}
-        return Case(series, count, function, operands, given, decides, waits=waits)
+        return Case(series, count, function, operands, given, decides, 1, dict.fromkeys(waits, 1))
 
     dense = [
         made(f"matmuls-{columns}", "matmuls", columns, count, "matmul-issue")
-        for columns, counts in ((64, (256, 3072, 4096, 5120, 6144)), (512, (64, 1024)))
+        for columns, counts in ((64, (128, *range(2048, 4097, 256))), (512, (64, 1024)))
         for count in counts
     ]
     chains = [
         made(f"chain-{columns}", "matmuls_in_a_chain", columns, count, "throttling")
-        for columns, counts in ((64, (32, 256)), (512, (16, 128, 192, 256)))
+        for columns, counts in ((64, (32, 640, 768, 896)), (512, (16, 256, 320, 384)))
         for count in counts
     ]
     groups = [
@@ -131,34 +131,44 @@ def _matmuls(machine: Machine) -> list[Case]:
 
 
 def _chains() -> list[Case]:
-    x = (_tensor(128, 64, dtype=float32),)
-    found = [
-        Case(*("round-trips", count, "round_trips", (_tensor(128, 128),), {"count": count},
-               "round_trip_ns"), waits={"round_trip_ns": 2})
-        for count in (8, 48)
-    ]  # fmt: skip
-    for series, function, options, decides, waits in (
-        ("vector", "vector_chain", {"through_psum": False}, "vector_result_ns", {}),
-        ("vector-psum", "vector_chain", {"through_psum": True}, "psum_result_ns",
-         {"psum_result_ns": 2}),
-        ("scalar", "scalar_chain", {"with_tables": False}, "scalar_result_ns", {}),
-        ("tables", "scalar_chain", {"with_tables": True}, "table_load_ns", {"table_load_ns": 2}),
-    ):  # fmt: skip
-        for count in (32, 384):
+    small, copied = _tensor(128, 64), _tensor(128, 64, dtype=float32)
+    found: list[Case] = []
+    for series, function, x, options, counts, waits in (
+        ("round-trips", "round_trips", small, {}, (8, 48, 64), ("round_trip_ns",)),
+        ("vector", "vector_chain", copied, {"through_psum": False}, _MANY, ("vector_result_ns",)),
+        (
+            "psum",
+            "vector_chain",
+            copied,
+            {"through_psum": True},
+            (32, 640, 768),
+            ("psum_result_ns",),
+        ),
+        ("scalar", "scalar_chain", copied, {"with_tables": False}, _MANY, ("scalar_result_ns",)),
+        (
+            *("tables", "scalar_chain", copied, {"with_tables": True}, (16, 128)),
+            ("scalar_result_ns", "table_load_ns"),
+        ),
+    ):
+        for count in counts:
             given = {"count": count, **options}
-            found.append(Case(series, count, function, x, given, decides, waits=waits))
+            of = dict.fromkeys(waits, 2)
+            found.append(Case(series, count, function, (x,), given, series, 1, of))
     return found
 
 
 def _two_cores() -> list[Case]:
     return [
-        Case(*(series, count, series, (_tensor(128, 64),), {"count": count}, decides), 2, {wait: 1})
-        for series, decides, wait, counts in (
-            ("exchanges", "core-exchange", "round_trip_ns", (8, 48)),
-            ("barriers", "barrier_ns", "barrier_ns", (32, 384)),
+        Case(series, count, series, (_tensor(128, 64),), {"count": count}, decides, 2, waits)
+        for series, decides, waits, counts in (
+            ("exchanges", "core-exchange", {"exchange_ns": 1}, (8, 64, 80)),
+            ("barriers", "barriers", {"barrier_ns": 1}, _MANY),
         )
         for count in counts
     ]
+
+
+_MANY = (32, 640)
 
 
 @cache

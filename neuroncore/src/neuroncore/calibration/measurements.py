@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from neuroncore.hardware import MACHINES
 
 FORMAT = "neuroncore-measurements"
 VERSION = 1
+LEAST_US, MOST_US = 0.001, 1e9
 Status = Literal["measured", "refused", "skipped"]
 
 
@@ -102,8 +102,8 @@ def _row(path: Path, number: int, row: Any) -> Row:
             _refuse(path, f"has {where}, {status}, with time_us {time!r:.40}; it must be null")
     elif isinstance(time, bool) or not isinstance(time, int | float):
         _refuse(path, f"has {where} with time_us {time!r:.40}; it must be a number")
-    elif not (time > 0 and math.isfinite(time)):
-        _refuse(path, f"has {where} with time_us {time}; it must be finite and above 0")
+    elif not LEAST_US <= time <= MOST_US:
+        _refuse(path, f"has {where} with time_us {time}; it must be {LEAST_US} to {MOST_US:g}")
     return Row(case, cast(Status, status), time, reason)
 
 

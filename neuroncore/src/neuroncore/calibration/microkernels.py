@@ -180,7 +180,7 @@ def scalar_chain(x: NkiTensor, count: int, with_tables: bool) -> NkiTensor:
     out_hbm = nl.ndarray(x.shape, dtype=x.dtype, buffer=nl.shared_hbm)
     nisa.dma_copy(dst=x_sb, src=x)
     for _i in range(count):
-        nisa.activation(dst=other_sb, op=first, data=x_sb)
+        nisa.activation(dst=other_sb, op=first, data=x_sb, scale=-1.0)  # stays finite
         nisa.activation(dst=x_sb, op=second, data=other_sb)
     nisa.dma_copy(dst=out_hbm, src=x_sb)
     return out_hbm
