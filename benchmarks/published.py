@@ -33,7 +33,7 @@ def run(progress: Progress | None = None, workers: int = 1) -> list[dict[str, An
     Returns:
         One row a figure, with `FIELDS`. `modelled_ms` or `modelled_share` is under the first DMA
         model, and so is `error` (relative); `errors` has every model's by name. `group` says what
-        the figure was to the model, as `cases.published.Case`; times that were held out have their
+        the figure was to the model, as `Evidence` of `cases`; times that were held out have their
         `range_ms` over all that is not known. `documented_ms` leaves the fitted issue of matmuls
         out. `measure` says what is compared; of a "bound", `modelled_ms` must not exceed what was
         published, and there is no error: `launch_us` is what is missing by each of its `launches`.
@@ -129,7 +129,9 @@ def _single(profile: Profile) -> dict[str, float]:
     return found
 
 
-def _row(case: published.Case, outcomes: dict[DmaModel, dict[str, float] | str]) -> dict[str, Any]:
+def _row(
+    case: published.Evidence, outcomes: dict[DmaModel, dict[str, float] | str]
+) -> dict[str, Any]:
     row: dict[str, Any] = {field: getattr(case, field, None) for field in FIELDS}
     values: dict[DmaModel, dict[str, float]] = {}
     for model, outcome in outcomes.items():

@@ -59,7 +59,7 @@ class Served:
 
     @property
     def group(self) -> Literal["predicted", "held out"]:
-        """As `cases.published.Case`: four rows were known while the model was made."""
+        """As `cases.published.Evidence`: four rows were known while the model was made."""
         row = self.shape, self.prompt, self.new
         if self.phase == "decode" and row in _KNOWN[self.ranks]:
             return "predicted"

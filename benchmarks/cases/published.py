@@ -28,7 +28,7 @@ Group = Literal["fitted", "predicted", "held out"]
 
 
 @dataclass(frozen=True)
-class Case:
+class Evidence:
     """One published figure and the run that predicts it.
 
     Attributes:
@@ -64,7 +64,7 @@ class Case:
     naive: bool = False
 
 
-def cases() -> list[Case]:
+def cases() -> list[Evidence]:
     """All published figures."""
     known = [*_matmuls(), *_neuronmm(), *_mamba(), *_profiles(), *_throughput(), *_guide()]
     return [*known, *_held_out()]
@@ -86,7 +86,7 @@ _SHAPE = "[4096,8192]@[8192,8192] bf16"
 _SQUARE = (_matrix(2048, 2048), _matrix(2048, 2048))
 
 
-def _matmuls() -> list[Case]:
+def _matmuls() -> list[Evidence]:
     steps = (
         ("tiled", matmul.tutorial_tiled, 51.80),
         ("hoisted loads", matmul.tutorial_hoisted, 42.96),
@@ -94,7 +94,7 @@ def _matmuls() -> list[Case]:
         ("blocked M,N,K", matmul.tutorial_blocked_k, 6.97),
     )
     tutorial = [
-        Case(
+        Evidence(
             f"matmul, {name} {_SHAPE}", f"tutorial, {name}", "trn1", kernel, _tutorial(), TUTORIAL,
             ms,
             # the last fixed the issue of a matmul, the middle two a queue's interval
@@ -104,18 +104,18 @@ def _matmuls() -> list[Case]:
     ]  # fmt: skip
     return [
         *tutorial,
-        Case(
+        Evidence(
             "lhsT@rhs, hand-tuned 2048^3 bf16", "lhsT@rhs", "trn2", matmul.autotune_transposed_lhs,
             _SQUARE, AUTOTUNE, measure="MFU", published_share=0.9092,
         ),
-        Case(
+        Evidence(
             "lhs@rhs, hand-tuned 2048^3 bf16", "lhs@rhs", "trn2", matmul.autotune_lhs_rhs, _SQUARE,
             AUTOTUNE, 0.2442,
         ),
     ]  # fmt: skip
 
 
-def _neuronmm() -> list[Case]:
+def _neuronmm() -> list[Evidence]:
     """The fused kernel and the unfused pair at the shape of the paper's Figure 1."""
     K, r, N = figure1.SIZES
     fused, unfused = figure1.READINGS["NeuronMM"], figure1.READINGS["NKI XUV"]
@@ -123,7 +123,7 @@ def _neuronmm() -> list[Case]:
     # From 8K tokens on, the outputs of the unfused kernel do not fit in SBUF.
     runs += [("unfused", matmul.unfused_xuv, M, unfused[M]) for M in (2048, 4096)]
     return [
-        Case(
+        Evidence(
             f"{name} X U V, M={M // 1024}K", f"{name} X U V", figure1.TARGET, kernel,
             (_matrix(M, K), _matrix(K, r), _matrix(r, N)),
             figure1.SOURCE, reading.ms, reading.hbm_bytes,
@@ -132,7 +132,7 @@ def _neuronmm() -> list[Case]:
     ]  # fmt: skip
 
 
-def _mamba() -> list[Case]:
+def _mamba() -> list[Evidence]:
     """channels, seq -> time; fp32, state of 16. The tutorial's core is of trn1's generation."""
     runs = (
         ("v1", mamba.mamba_v1, 256, 512, 0.17293),
@@ -145,7 +145,7 @@ def _mamba() -> list[Case]:
         ("v3", mamba.mamba_v3, 4096, 8192, 27.8),
     )
     return [
-        Case(
+        Evidence(
             f"Mamba {version}, {channels} channels, {seq} steps", f"Mamba {version}", "trn1",
             kernel, _scan(channels, seq), MAMBA, ms, naive=version == "v1",
         )
@@ -159,7 +159,7 @@ def _scan(channels: int, seq: int) -> tuple[TensorSpec, ...]:
     return tokens, tokens, _matrix(channels, state, float32), rows, rows
 
 
-def _profiles() -> list[Case]:
+def _profiles() -> list[Evidence]:
     """Single instructions and short chains of them."""
     square, wide = _matrix(128, 128), _matrix(4, 4096)
     figures: list[tuple[str, TensorSpec, str, Measure, int, bool]] = [
@@ -172,7 +172,7 @@ def _profiles() -> list[Case]:
         ("[4,4096]", wide, "table load and activation", "instruction", 1310 + 3714, False),
     ]
     found = [
-        Case(
+        Evidence(
             f"exp of {shape}: {what}", f"exp of {shape}", "trn2", profiles.exponential, (x,), DMA,
             ns / 1e6, measure=measure, group=_group(fixed),
         )
@@ -181,11 +181,11 @@ def _profiles() -> list[Case]:
     blocks = TensorSpec((16, 128, 1024), float32)
     return [
         *found,
-        Case(
+        Evidence(
             "load of [128,1024] fp32: engine, 32 KiB", "load of [128,1024]", "trn1",
             profiles.load_rows, (blocks,), PERFORMANCE, 1810e-6, measure="transfer",
         ),
-        Case(
+        Evidence(
             "dependent activations of [128,1]", "dependent activations", "trn1",
             profiles.dependent_activations, (_matrix(128, 1, float32), 4), PERFORMANCE, 189e-6,
             measure="interval", group="fitted",
@@ -196,14 +196,14 @@ def _profiles() -> list[Case]:
 _LOADS = 32
 
 
-def _throughput() -> list[Case]:
+def _throughput() -> list[Evidence]:
     """DMA throughput by bytes a partition, read off the plot; its peak taken as 368 GB/s."""
     shares = (
         (32, 0.016), (64, 0.029), (128, 0.054), (256, 0.108), (512, 0.211), (1024, 0.423),
         (2048, 0.816), (4096, 0.964), (8192, 0.983), (16384, 0.990),
     )  # fmt: skip
     return [
-        Case(
+        Evidence(
             f"{_LOADS} loads of 128 rows of {size} bytes", "throughput of loads", "trn2",
             profiles.load_rows, (TensorSpec((_LOADS, 128, size // 2), bfloat16),), DMA,
             _LOADS * 128 * size / (share * 368) / 1e6, group=_group(256 <= size <= 1024),
@@ -212,7 +212,7 @@ def _throughput() -> list[Case]:
     ]  # fmt: skip
 
 
-def _guide() -> list[Case]:
+def _guide() -> list[Evidence]:
     """Busy shares of the optimization guide, fp32, trn2."""
     shares: list[tuple[str, Kernel, tuple[int, ...], dict[str, float]]] = [
         ("tiled", matmul.tutorial_tiled, (), {"DMA": 0.9993, "TensorE": 0.8728}),
@@ -226,7 +226,7 @@ def _guide() -> list[Case]:
         ),
     ]
     return [
-        Case(
+        Evidence(
             f"guide, {name} fp32: {engine} active", f"guide, {name}", "trn2", kernel,
             (*_tutorial(float32), *blocks), GUIDE, measure="active", engine=engine,
             published_share=share,
@@ -236,7 +236,7 @@ def _guide() -> list[Case]:
     ]  # fmt: skip
 
 
-def _held_out() -> list[Case]:
+def _held_out() -> list[Evidence]:
     """Profiles of trn2 that AWS published with its skills: times, and what was active how long."""
     large = (_matrix(4096, 4096), _matrix(4096, 4096))
     full, operands = (128, 128, 512), (_matrix(128, 128), _matrix(128, 512))
@@ -277,7 +277,7 @@ def _held_out() -> list[Case]:
         ("tiled 4096^3 (V0)", "TensorE"): "predicted",  # throttling was believed for it
     }
     return [
-        Case(
+        Evidence(
             f"{name} bf16" + (f": {engine} active" if engine else ""), name, "trn2", kernel,
             arguments, QUERYING, ms, measure="active" if engine else "time", engine=engine or None,
             group=known.get((name, engine), "held out"),
