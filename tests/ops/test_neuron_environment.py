@@ -190,6 +190,14 @@ def test_is_installed_imports_no_parent(machine):
     assert not is_installed("no_such_package.part")
 
 
+def test_a_folder_without_init_is_a_package_too(machine):
+    machine.package("part", "1.0", {"part/__init__.py": ""})
+    (machine.root / "part" / "inner").mkdir()
+    (machine.root / "part" / "inner" / "leaf.py").touch()
+    names = ("part.inner.leaf", "part.inner", "part.inner.other", "part.inner.leaf.below")
+    assert [is_installed(name) for name in names] == [True, True, False, False]
+
+
 def test_of_both_packages_one_is_imported(machine):
     """Each registers PrivateUse1 for itself, and the second fails."""
     machine.torch_neuronx("direct")

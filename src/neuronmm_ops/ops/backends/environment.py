@@ -15,7 +15,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from functools import cache
-from importlib.machinery import PathFinder
+from importlib.machinery import ModuleSpec, PathFinder
 from typing import Any, Literal, NamedTuple
 
 from neuroncore.hardware import DetectedTarget, find_target
@@ -174,17 +174,26 @@ def nki_bridge() -> str | None:
 
 def is_installed(module: str) -> bool:
     """Whether a module can be found. Imports none of its parents, as `find_spec` would."""
-    top, *below = module.split(".")
+    name, *below = module.split(".")
     try:
-        spec, name = importlib.util.find_spec(top), top
+        spec = importlib.util.find_spec(name)
     except ValueError:  # a module made by hand, without a spec
         return not below
+    places = _places(spec)
     for part in below:
-        if spec is None:
+        if places is None:
             return False
         name = f"{name}.{part}"
-        spec = PathFinder.find_spec(name, spec.submodule_search_locations or [])
-    return spec is not None
+        try:
+            places = _places(PathFinder.find_spec(name, places))
+        except KeyError:  # a folder without __init__.py, whose parent is not imported
+            places = [os.path.join(place, part) for place in places]
+    return places is not None
+
+
+def _places(spec: ModuleSpec | None) -> list[str] | None:
+    """Where modules below one can be; None where it is not found."""
+    return None if spec is None else list(spec.submodule_search_locations or [])
 
 
 def neuron_package() -> str | None:
