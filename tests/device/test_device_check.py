@@ -12,7 +12,8 @@ from stand_ins import DirectKernel
 
 from neuroncore.calibration import measurements
 from neuronmm_ops import kernels
-from neuronmm_ops.device import predictions, programme, run, runners
+from neuronmm_ops.device import page, predictions, programme, run, runners
+from neuronmm_ops.device.record import Finding
 from neuronmm_ops.device.runners import NeuronDevice, SimulatedDevice
 from neuronmm_ops.device.values import error_ratio, operands
 from neuronmm_ops.ops.definitions import SPECS
@@ -20,6 +21,7 @@ from neuronmm_ops.ops.definitions import SPECS
 SMALL = ("xw of small, M=1, bf16", "xuv of small, M=200, fp8", "svd_mlp of small, M=1, bf16")
 MICRO = ("loads-4096/32", "matmuls-512/64")
 TRN2 = SimulatedDevice("trn2")
+CHAINED = next(c for c in programme.kernel_cases("trn2") if c.name == SMALL[2])
 kernel_named = kernels.kernel_named
 
 
@@ -76,6 +78,7 @@ def test_a_kept_prediction_keeps_its_arguments_where_they_fit():
     assert predictions.predict(case, useless) == predictions.predict(case)
 
 
+@pytest.mark.slow
 def test_a_dry_run_finds_the_launch_and_a_slower_machine(tmp_path):
     slow = SimulatedDevice("trn2", {"dma_engine_gbps": 11.5}, launch_us=17.0)
     document = run.run(tmp_path, 3, slow)
@@ -95,6 +98,7 @@ def test_a_dry_run_finds_the_launch_and_a_slower_machine(tmp_path):
     assert "*Modelled* times were frozen" in page
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on(tmp_path):
     def kill(step, done, total):
         if (step, done) == ("microkernels", 2):
@@ -107,12 +111,13 @@ def test_a_killed_run_goes_on(tmp_path):
     assert beyond == [10, 10, 900, 900, 900]
 
 
+@pytest.mark.slow
 def test_what_fails_is_a_row_with_its_reason(tmp_path, monkeypatch):
-    monkeypatch.setattr(run, "ROW_S", 8.0)
+    monkeypatch.setattr(run, "ROW_S", 20.0)
     rows = rows_of(run.run(tmp_path, 3, Faulty("trn2")))
     names = "loads-4096/32", "matmuls-512/64", *SMALL
     assert [(rows[name]["status"], rows[name]["reason"]) for name in names] == [
-        ("late", "no answer in 8 s"),
+        ("late", "no answer in 20 s"),
         ("measured", ""),
         ("refused", "ValueError: NCC_EVRF051: float8_e4m3fn is not supported"),
         ("lost", "its process ended with exit code 7"),
@@ -121,7 +126,7 @@ def test_what_fails_is_a_row_with_its_reason(tmp_path, monkeypatch):
     assert rows[SMALL[2]]["error_ratio"] > run.WRONG
     statuses = [row.status for row in measurements.read(tmp_path / "measurements.json").rows]
     assert statuses == ["skipped", "measured"]
-    assert "| late | no answer in 8 s |" in (tmp_path / "device-check.md").read_text()
+    assert "| late | no answer in 20 s |" in (tmp_path / "device-check.md").read_text()
 
 
 def test_time_bounds_it(tmp_path):
@@ -141,6 +146,7 @@ def test_other_versions_are_another_record(tmp_path):
         run.run(tmp_path, 1, TRN2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("offers", ["nki_op", "wrap_nki", "direct"])
 def test_kernels_are_called_as_the_package_offers(offers, tmp_path, monkeypatch):
     monkeypatch.setattr(kernels, "kernel_named", lambda *name: DirectKernel(kernel_named(*name)))
@@ -157,10 +163,10 @@ def test_kernels_are_called_as_the_package_offers(offers, tmp_path, monkeypatch)
             runners.device_here("trn3")
         on_cpu = NeuronDevice("trn2", "cpu")
         prediction = predictions.frozen().rows["trn2"][case.name]
-        time_us, ratio = run.measure_kernel(on_cpu, case, prediction)
-    assert time_us > 0
-    assert ratio is not None
-    assert ratio < 1
+        found = run.measure_kernel(on_cpu, case, prediction), run.measure_layers(on_cpu, CHAINED, 3)
+    for time_us, ratio in found:
+        assert time_us > 0
+        assert ratio < 1
 
 
 def test_the_process_of_a_device_has_its_cores(monkeypatch):
@@ -172,6 +178,20 @@ def test_the_process_of_a_device_has_its_cores(monkeypatch):
     assert os.environ["NEURON_LOGICAL_NC_CONFIG"] == "2"
     assert os.environ["NEURON_CC_FLAGS"] == "-O1 --logical-nc-config=2"
     assert os.environ["NEURON_RT_VISIBLE_CORES"] == "3"
+
+
+def test_layers_in_a_graph_are_a_line():
+    kept = predictions.frozen().rows["trn2"][SMALL[2]].times(2)
+    found = []
+    for count in (2, 4, 16):
+        time_us, ratio = run.measure_layers(replace(TRN2, launch_us=20.0), CHAINED, count)
+        assert ratio < 1
+        name = f"{count} of {SMALL[2]}"
+        found.append(Finding("layers", name, "measured", kept, time_us=time_us + 300))
+    line = page.layers(found)
+    assert line["graph_us"] == pytest.approx(300)
+    assert line["layer_us"] == pytest.approx(line["modelled_us"] + 20, rel=0.15)  # other kernels
+    assert page.layers(found[:1]) is None
 
 
 def test_values_that_are_no_numbers_are_infinitely_wrong():

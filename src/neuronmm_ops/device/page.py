@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from statistics import median
+from statistics import linear_regression, median
 from typing import Any
 
 from neuronmm_ops.device.predictions import frozen
@@ -27,16 +27,32 @@ def launch_us(rows: Iterable[Finding]) -> float:
     return max(0.0, median(beyond)) if beyond else 0.0
 
 
+def layers(rows: Iterable[Finding]) -> dict[str, float] | None:
+    """Fit a line to the times of graphs of layers; None where fewer than two were measured.
+
+    Returns:
+        `modelled_us` of a layer, `layer_us`, the slope, and `graph_us`, the intercept.
+    """
+    timed = [row for row in rows if row.step == "layers" and row.time_us is not None]
+    if len(timed) < 2:
+        return None
+    counts = [int(row.name.partition(" ")[0]) for row in timed]
+    slope, intercept = linear_regression(counts, [row.time_us or 0.0 for row in timed])
+    modelled = timed[0].prediction.time_us / counts[0]
+    return {"modelled_us": modelled, "layer_us": slope, "graph_us": intercept}
+
+
 def summary(record: Record) -> dict[str, Any]:
     """The record as one JSON document.
 
     Returns:
         `target`, `device`, `versions`, `predicted` (commit and source of the frozen predictions),
-        `launch_us`, `counts` of rows by status, `inside` and `outside`, and `rows`: of each `step`,
-        `name`, `status`, `reason`, `modelled_us`, `range_us` (of the modelled time), `measured_us`
-        (from launch to launch), `kernel_us` (without `launch_us`), `ratio` of that to the modelled
-        time, `inside` (whether any time from `kernel_us` to `measured_us` is in the range),
-        `error_ratio` of the values, and `decides`: uncertainties that it speaks of.
+        `launch_us`, `layers` (as the function), `counts` of rows by status, `inside` and `outside`,
+        and `rows`: of each `step`, `name`, `status`, `reason`, `modelled_us`, `range_us` (of the
+        modelled time), `measured_us` (from launch to launch), `kernel_us` (without `launch_us`),
+        `ratio` of that to the modelled time, `inside` (whether any time from `kernel_us` to
+        `measured_us` is in the range), `error_ratio` of the values, and `decides`: uncertainties
+        that it speaks of.
     """
     launch = launch_us(record.rows)
     rows = [_row(row, launch) for row in record.rows]
@@ -50,6 +66,7 @@ def summary(record: Record) -> dict[str, Any]:
         "counts": dict(Counter([row.status for row in record.rows])),
         "inside": inside[True],
         "outside": inside[False],
+        "layers": layers(record.rows),
         "rows": rows,
     }
 
@@ -94,6 +111,11 @@ def text(record: Record, document: dict[str, Any], missing: int) -> str:
         f"{document['outside']} outside; {missing} not reached: the same command goes on.",
         "\n".join([f"- {name} {version}" for name, version in record.versions.items()]),
     ]
+    if line := document["layers"]:
+        parts.append(
+            f"In a graph a layer takes {line['layer_us']:.1f} us, *modelled* "
+            f"{line['modelled_us']:.1f}; the graph takes {line['graph_us']:.1f} us besides."
+        )
     for step in dict.fromkeys([row["step"] for row in rows]):
         own = [row for row in rows if row["step"] == step]
         timed = [row for row in own if row["measured_us"] is not None]

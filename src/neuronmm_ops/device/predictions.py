@@ -46,6 +46,12 @@ class Prediction:
     kernel: str = ""
     arguments: Mapping[str, Any] | None = None
 
+    def times(self, count: int) -> Prediction:
+        """The prediction of so many launches, one after the other."""
+        low, high = self.range_us
+        decides = {name: count * us for name, us in self.decides.items()}
+        return Prediction(count * self.time_us, (count * low, count * high), decides)
+
 
 @dataclass(frozen=True)
 class Frozen:

@@ -14,7 +14,7 @@ from neuronmm_ops.files import read_document
 
 FILE, MEASUREMENTS, PAGE = "device-check.json", "measurements.json", "device-check.md"
 FORMAT, VERSION = "neuronmm-device-check", 1
-Step = Literal["microkernels", "kernels"]
+Step = Literal["microkernels", "kernels", "layers"]
 Status = Literal["measured", "wrong", "refused", "late", "lost"]
 """Late: no answer in time. Lost: the process that held the device ended."""
 
@@ -51,7 +51,7 @@ class Record:
         device: how it was reached, `Runner.name`.
         versions: of the packages, by name.
         predicted: commit and source of the frozen predictions.
-        environment: what `doctor` says of the machine.
+        environment: what `doctor` says of the machine, its `instance` type, and `variables`.
         rows: as they came.
     """
 

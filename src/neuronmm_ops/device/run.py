@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -13,6 +14,7 @@ import torch
 
 from neuroncore.boundary import TensorSpec
 from neuroncore.calibration import cases as microkernels
+from neuroncore.hardware import instance_type
 from neuronmm_ops.compress.calibrate import Progress
 from neuronmm_ops.device import page
 from neuronmm_ops.device.predictions import Prediction, frozen
@@ -27,12 +29,19 @@ from neuronmm_ops.ops.backends.launch import PLANNED
 from neuronmm_ops.ops.definitions import SPECS
 from neuronmm_ops.processes import locked
 
-SHARES: Mapping[Step, float] = {"microkernels": 0.3, "kernels": 0.7}
+SHARES: Mapping[Step, float] = {"microkernels": 0.25, "kernels": 0.55, "layers": 0.2}
 """Of the minutes, in order; what a step leaves is the next one's."""
 ROW_S = 240.0
 """For a row: compilers take minutes."""
 WRONG = 1.2
 """`error_ratio` up to which values are right."""
+
+LAYERS = (1, 2, 4, 16)
+LAYER = "svd_mlp of Llama-3.2-1B, M=1, bf16"
+"""What follows itself in a graph: the slope is a layer, the intercept what a graph costs."""
+
+SETTINGS = ("NEURON", "NKI_", "XLA_", "PJRT_")
+"""Environment variables that the record keeps begin so."""
 
 Found = tuple[float, float | None]
 """us from one launch to the next, and the error ratio where values are compared."""
@@ -97,6 +106,11 @@ def programme(target: str) -> list[Item]:
         prediction = rows[case.name]
         call = measure_kernel, (case, prediction)
         items.append(Item("kernels", case.name, case.problem.lnc, *call, prediction))
+    (layer,) = [case for case in kernel_cases(target) if case.name == LAYER]
+    for layers in LAYERS:
+        prediction = rows[LAYER].times(layers)
+        call = measure_layers, (layer, layers)
+        items.append(Item("layers", f"{layers} of {LAYER}", 1, *call, prediction))
     return items
 
 
@@ -104,7 +118,9 @@ def _new(runner: Runner) -> Record:
     found = diagnose()
     versions = {name: version for name, version in found["versions"].items() if version}
     predicted = {"commit": frozen().commit, "source": frozen().source}
-    return Record(runner.target, runner.name, versions, predicted, found)
+    settings = {name: os.environ[name] for name in os.environ if name.startswith(SETTINGS)}
+    machine = {**found, "instance": instance_type(), "variables": settings}
+    return Record(runner.target, runner.name, versions, predicted, machine)
 
 
 def _measured(
@@ -172,10 +188,20 @@ def measure_kernel(runner: Runner, case: KernelCase, prediction: Prediction) -> 
     return sample.time_us, op_error_ratio(problem, tensors, sample.outputs[0])
 
 
+def measure_layers(runner: Runner, case: KernelCase, layers: int) -> Found:
+    """Run an op so many times in a graph, with residuals; all layers read the same weights."""
+    x, *weights = operands(case.problem)
+    assert x is not None
+    tensors = (x / 8, *weights)  # or the sums of many layers would leave bf16's range
+    sample = runner.chain(case.problem.op, tensors, layers)
+    ratio = op_error_ratio(case.problem, tensors, sample.outputs[0], layers)
+    return sample.time_us, ratio
+
+
 def measure_small(runner: Runner, name: str) -> Found:
     """Launch a microkernel, whose values are of no interest."""
     case = next(each for each in microkernels.cases(runner.target) if each.name == name)
-    tensors = [_zeros(spec) for spec in case.operands]
+    tensors = tuple([_zeros(spec) for spec in case.operands])
     return runner.run(case, tensors, case.arguments).time_us, None
 
 

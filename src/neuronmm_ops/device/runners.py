@@ -6,17 +6,19 @@ Both are made in the worker process, from what is pickled here.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from neuroncore import hardware
+from neuroncore.calibration.cases import Case
 from neuroncore.kernel import Kernel, RunSettings
 from neuroncore.kernel import run as simulate
+from neuronmm_ops.device.values import layered
 from neuronmm_ops.doctor import diagnose
 from neuronmm_ops.estimate.served import LAUNCH_US
 from neuronmm_ops.kernels import kernel_named
@@ -24,6 +26,9 @@ from neuronmm_ops.kernels.simulated import simulated_kernel
 from neuronmm_ops.measure.timing import time_paired
 from neuronmm_ops.ops.backends import neuron
 from neuronmm_ops.ops.backends.environment import LNC_VARIABLE, core, xla_route
+from neuronmm_ops.ops.backends.launch import Tensors
+from neuronmm_ops.ops.backends.simulated import last_profile, use_impl
+from neuronmm_ops.ops.definitions import SPECS
 
 FEW, MANY = 10, 60
 """Launches between two reads of a result: the difference of their times has no read in it."""
@@ -39,30 +44,6 @@ class Sample(NamedTuple):
     time_us: float
 
 
-class Launchable(Protocol):
-    """A kernel on `lnc` cores: `calibration.cases.Case` is one."""
-
-    @property
-    def name(self) -> str:
-        """Which no other kernel has."""
-        ...
-
-    @property
-    def lnc(self) -> int:
-        """Cores of the launch."""
-        ...
-
-    @property
-    def kernel(self) -> Any:
-        """That of the installed NKI, without its cores."""
-        ...
-
-    @property
-    def simulated(self) -> Kernel:
-        """That for the simulator, on its cores."""
-        ...
-
-
 @dataclass(frozen=True)
 class OpKernel:
     """A kernel of an op."""
@@ -73,37 +54,17 @@ class OpKernel:
 
     @property
     def kernel(self) -> Any:
-        """As `Launchable`."""
+        """That of the installed NKI, without its cores."""
         return kernel_named(self.op, self.name)
 
     @property
     def simulated(self) -> Kernel:
-        """As `Launchable`."""
+        """That for the simulator, on its cores."""
         return simulated_kernel(self.op, self.name, self.lnc)
 
 
-class Runner(Protocol):
-    """What rows are measured on."""
-
-    @property
-    def name(self) -> str:
-        """As the record calls it."""
-        ...
-
-    @property
-    def target(self) -> str:
-        """trn1, trn2 or trn3."""
-        ...
-
-    def prepare(self, lnc: int) -> None:
-        """Make a fresh process ready for kernels on so many cores."""
-        ...
-
-    def run(
-        self, kernel: Launchable, tensors: Sequence[Tensor | None], arguments: Mapping[str, Any]
-    ) -> Sample:
-        """Launch a kernel on CPU tensors. Raises whatever a compiler or device raises."""
-        ...
+Launchable = OpKernel | Case
+"""A kernel by its `name`, for `lnc` cores: as installed, without them, and as simulated on them."""
 
 
 @dataclass(frozen=True)
@@ -126,13 +87,24 @@ class SimulatedDevice:
         machine = hardware.resolve_target(self.target)
         hardware.MACHINES[machine.target] = replace(machine, **self.constants)
 
-    def run(
-        self, kernel: Launchable, tensors: Sequence[Tensor | None], arguments: Mapping[str, Any]
-    ) -> Sample:
+    def run(self, kernel: Launchable, tensors: Tensors, arguments: Mapping[str, Any]) -> Sample:
         """Simulate a launch, with values. Raises NkiValidationError where it is refused."""
         settings = RunSettings(self.target)
-        done = simulate(kernel.simulated, tuple(tensors), dict(arguments), settings)
+        done = simulate(kernel.simulated, tensors, dict(arguments), settings)
         return Sample(_all(done.outputs), 1e3 * done.profile.time_ms + self.launch_us)
+
+    def chain(self, op: str, tensors: Tensors, layers: int) -> Sample:
+        """Simulate an op, `layered`."""
+        times_ms: list[float] = []
+
+        def call(given: Tensors) -> Tensor:
+            result = call_op(op, given)
+            times_ms.append(last_profile().time_ms)
+            return result
+
+        with use_impl("simulated", self.target):
+            result = layered(call, tensors, layers)
+        return Sample((result,), 1e3 * sum(times_ms) + layers * self.launch_us)
 
 
 @dataclass(frozen=True)
@@ -156,15 +128,28 @@ class NeuronDevice:
         if "--logical-nc-config" not in flags:
             os.environ["NEURON_CC_FLAGS"] = f"{flags} --logical-nc-config={lnc}".strip()
 
-    def run(
-        self, kernel: Launchable, tensors: Sequence[Tensor | None], arguments: Mapping[str, Any]
-    ) -> Sample:
+    def run(self, kernel: Launchable, tensors: Tensors, arguments: Mapping[str, Any]) -> Sample:
         """Launch a kernel many times. Raises what NKI, the compiler or the runtime raises."""
         call = neuron.on_cores(kernel.kernel, kernel.name, kernel.lnc)
+        return self._timed(lambda *given: call(*given, **arguments), tensors)
+
+    def chain(self, op: str, tensors: Tensors, layers: int) -> Sample:
+        """Run a graph of an op, `layered`."""
+
+        def graph(*given: Tensor | None) -> Tensor:
+            return layered(lambda tensors: call_op(op, tensors), given, layers)
+
+        if self.name == "neuron":
+            return self._timed(torch.compile(graph, backend="neuron", dynamic=False), tensors)
+        return self._timed(graph, tensors)
+
+    def _timed(self, call: Callable[..., Any], tensors: Tensors) -> Sample:
+        """The results of a call on the device, and the time from one call to the next."""
+        neuron.call_mode()  # imports what brings the device
         given = [t if t is None else t.to(self._device) for t in tensors]
 
         def launch() -> tuple[Tensor, ...]:
-            results = _all(call(*given, **arguments))
+            results = _all(call(*given))
             self._step()
             return results
 
@@ -198,6 +183,15 @@ class NeuronDevice:
 
             return torch_xla.sync
         return lambda: None
+
+
+Runner = SimulatedDevice | NeuronDevice
+
+
+def call_op(op: str, tensors: Tensors) -> Tensor:
+    """Call an op on all of its tensors, with default choices."""
+    spec = SPECS[op]
+    return getattr(torch.ops.neuronmm, op)(*spec.joined(tensors, spec.defaults))
 
 
 def device_here(target: str | None = None) -> NeuronDevice:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from neuronmm_ops.kernels.problem import Problem
+from neuronmm_ops.ops.backends.launch import Tensors
 from neuronmm_ops.ops.definitions import SPECS
 from neuronmm_ops.storages import WeightStorage
 
@@ -16,7 +17,7 @@ ROUNDINGS = 4
 """On the way to an output: `x @ u`, its product with v, the bias, the output itself."""
 
 
-def operands(problem: Problem) -> list[Tensor | None]:
+def operands(problem: Problem) -> Tensors:
     """The op's tensors as its kernel takes them, a missing one None; the same in every run.
 
     Normal values, weights such that products stay near 1.
@@ -34,7 +35,7 @@ def operands(problem: Problem) -> list[Tensor | None]:
             given[name] = matrix.to(dtype)
         else:
             given[name], given[f"{name}_scale"] = _stored(matrix, problem.storage)
-    return [given.get(operand.name) for operand in spec.tensors]
+    return tuple([given.get(operand.name) for operand in spec.tensors])
 
 
 def _stored(matrix: Tensor, storage: WeightStorage) -> tuple[Tensor, Tensor]:
@@ -43,19 +44,33 @@ def _stored(matrix: Tensor, storage: WeightStorage) -> tuple[Tensor, Tensor]:
     return storage.encode(storage.nearest(matrix / storage.spread(scale, len(matrix)))), scale
 
 
-def op_error_ratio(problem: Problem, tensors: Sequence[Tensor | None], result: Tensor) -> float:
-    """`error_ratio` of an op's result [M, N], against its reference on the CPU."""
+def op_error_ratio(problem: Problem, tensors: Tensors, result: Tensor, layers: int = 0) -> float:
+    """`error_ratio` of an op's result [M, N], or that of so many `layered`, by the CPU's."""
     dtype = getattr(torch, problem.dtype)
-    wide = [t.double() if t is not None and t.dtype == dtype else t for t in tensors]
-    return error_ratio(result, _reference(problem.op, wide), _reference(problem.op, tensors))
+    wide = tuple([t.double() if t is not None and t.dtype == dtype else t for t in tensors])
+    exact, plain = (_reference(problem.op, given, layers) for given in (wide, tensors))
+    return error_ratio(result, exact, plain)
 
 
-def _reference(op: str, tensors: Sequence[Tensor | None]) -> Tensor:
+def _reference(op: str, tensors: Tensors, layers: int) -> Tensor:
     spec = SPECS[op]
+
+    def call(given: Tensors) -> Tensor:
+        result = spec.reference(*spec.joined(given, spec.defaults))
+        assert isinstance(result, Tensor), f"{op} has one result"
+        return result
+
     with torch.inference_mode():
-        result = spec.reference(*spec.joined(tuple(tensors), spec.defaults))
-    assert isinstance(result, Tensor), f"{op} has one result"
-    return result
+        return layered(call, tensors, layers) if layers else call(tensors)
+
+
+def layered(call: Callable[[Tensors], Tensor], tensors: Tensors, layers: int) -> Tensor:
+    """Call an op so many times, x each time what it was and the result, as a decoder's MLP does."""
+    x, *weights = tensors
+    assert x is not None
+    for _ in range(layers):
+        x = x + call((x, *weights))
+    return x
 
 
 def error_ratio(
