@@ -104,13 +104,12 @@ def _published(found: list[Row]) -> list[str]:
     names = {"published": "theirs over theirs", "ours_over_published": "ours over theirs, dense"}
     return [
         f"{SHOWN} against NeuronMM's kernels and its tutorial baseline, traced in the same run: "
-        "*theirs over theirs* is what the paper states (low rank over a tutorial's dense matmul), "
-        "*ours over theirs, dense* adds our kernels. The data of other models have the same.",
+        "*theirs over theirs* is the paper's claim, *ours over theirs, dense* adds our kernels.",
         table(
-            ["model", "compressed", "speed-up", *(f"{p}, with what is not known" for p in PHASES)],
+            ["compressed", "speed-up, with what is not known", *PHASES],
             [
                 [
-                    *(model_name(one), setting(one), label),
+                    *(setting(one), label),
                     *(ranged(one["speedups"][key][phase]) for phase in PHASES),
                 ]
                 for one in compared
@@ -159,7 +158,7 @@ def paper_run() -> str:
         return ""
     names = ("published", "ours_over_published", "ours")
     return table(
-        ["speed-up", "with the range of what is not known"],
+        ["speed-up", "with what is not known"],
         [[f"`{name}`", ranged(one["speedups"][name]["end_to_end"])] for name in names],
     )
 
@@ -306,10 +305,7 @@ def _binding(label: str, phase: Row) -> str:
     whole = phase["time_ms"]
     longest = sorted(phase["components"], key=lambda each: -each["time_ms"])[:2]
     shares = [f"`{each['component']}` {each['time_ms'] / whole:.0%}" for each in longest]
-    return (
-        f"At {label}, {' and '.join(shares)} of the time bind. Compressing the layers' Linears "
-        "does not change the output head, attention with its KV cache, and the norms."
-    )
+    return f"At {label}, {' and '.join(shares)} of the time bind."
 
 
 def figure1() -> list[str]:
@@ -369,9 +365,8 @@ def clock() -> list[str]:
     return [
         "## How far the clock may be wrong",
         "Modelled: our kernels against NeuronMM's published ones at "
-        f"{SHOWN}'s shape, ratio 0.2: the middle of the simulated core's [two DMA models]"
-        "(neuroncore.md#what-is-modelled), which differ in the cost of small DMAs, and the range "
-        "of all that is not known.",
+        f"{SHOWN}'s shape, ratio 0.2: between the [two DMA models]"
+        "(neuroncore.md#what-is-modelled), with the range of all that is not known.",
         table(
             [
                 *("op [M, K], target", "speed-up, with what is not known"),

@@ -109,10 +109,9 @@ def _sources() -> list[str]:
         "`make results` writes this page, its plots, the README's numbers and the gallery from the "
         "files below, in seconds; `make results-data` runs the commands that make the files, for "
         "an hour, and `make results-data DATA=cpu` those of one. Each file names its commands, the "
-        "machine, the versions and the commit. `python benchmarks` was `neuronmm bench` at some of "
-        "these commits, and their files name it so.",
+        "machine, the versions and the commit.",
         table(
-            ["data", "command, with `--json`", "times", "date", "commit"],
+            ["data", "command", "times", "date", "commit"],
             [_source_row(name, members) for name, members in families.items()],
         ),
         *_versions(),
@@ -134,7 +133,7 @@ def _source_row(name: str, members: list[Dataset]) -> list[str]:
     )
     return [
         link,
-        f"`{first.commands[0]}`" + (f" and {more} more" if more else ""),
+        f"`{' '.join(first.commands[0].split()[:3])} ...`" + (f" and {more} more" if more else ""),
         "measured" if first.measured else _kind(name),
         " ".join(sorted({each["date"] for each in told})),
         " ".join(f"`{commit}`" for commit in sorted({each["commit"] for each in told})),

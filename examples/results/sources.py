@@ -62,8 +62,6 @@ DIVIDED_RATIOS = (0.2, 0.5)
 _DEMO = "out/demo/dense --text out/results/held_out.txt --calibration out/demo/calibration.txt"
 EVALUATED_CHARACTERS = 75_000
 """Of the demo's held-out text: some 20,000 tokens, as many as the demo's own report evaluates."""
-FORMER = re.compile(r"^neuronmm bench (?=(methods|storages|kernels|published)\b)")
-"""What `python benchmarks` was in the commands of some files: a file keeps the command that ran."""
 _MODELS = "out/demo/dense out/demo/greedy-0.4"
 _PACKAGES = ("neuronmm-ops", "torch", "transformers", "numpy")
 
@@ -204,7 +202,7 @@ def _plans(name: str) -> Iterator[str]:
 
 
 def read(name: str) -> dict[str, Any] | None:
-    """A data set's file as it was committed, its commands by their present names.
+    """A data set's file as it was committed.
 
     None where there is none.
 
@@ -216,8 +214,6 @@ def read(name: str) -> dict[str, Any] | None:
         return None
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-        for run in found["runs"]:
-            run["command"] = FORMER.sub("python benchmarks ", run["command"])
         commands = [run["command"] for run in found["runs"]]
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(

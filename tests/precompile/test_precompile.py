@@ -169,9 +169,9 @@ def test_another_driver_is_refused(compile_one, compiler):
 @pytest.mark.parametrize(
     ("packages", "words"),
     [
-        ({}, "nki and neuronx-cc not found"),
-        ({"nki": "0.7.0"}, "neuronx-cc, neuronx-cc not found"),
-        ({"nki": "0.0.1", "neuronx_cc": "1.0.post1"}, "nki and neuronx-cc not found"),
+        ({}, "missing: nki, neuronx-cc;"),
+        ({"nki": "0.7.0"}, "missing: neuronx-cc;"),
+        ({"nki": "0.0.1", "neuronx_cc": "1.0.post1"}, "missing: nki, neuronx-cc;"),
         ({"nki": "0.1.0"}, "nki must be 0.3 or later"),
     ],
 )

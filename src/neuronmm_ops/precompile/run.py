@@ -122,7 +122,7 @@ def installed() -> dict[str, str]:
     missing = [name for name, version in found.items() if version is None]
     if missing:
         raise ImportError(
-            f"compile needs nki and neuronx-cc, {' and '.join(missing)} not found; {INSTALL}"
+            f"compile needs nki and neuronx-cc; missing: {', '.join(missing)}; {INSTALL}"
         )
     problem = why_not_compilable()
     if problem:
