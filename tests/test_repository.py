@@ -3,6 +3,7 @@
 import re
 import shlex
 import tomllib
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,13 @@ def jobs() -> dict[str, Any]:
     workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())
     assert workflow["permissions"] == {"contents": "read"}
     return workflow["jobs"]
+
+
+def test_no_two_test_modules_of_a_run_have_one_name():
+    """pytest stops at the second: their folders are no packages. XLA's run is another."""
+    found = [*(ROOT / "tests").rglob("test_*.py"), *(ROOT / "neuroncore/tests").rglob("test_*.py")]
+    names = Counter(path.name for path in found if path.parent.name not in ("xla", "vllm"))
+    assert [name for name, times in names.items() if times > 1] == []
 
 
 def test_ci_calls_targets_of_the_makefile():

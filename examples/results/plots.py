@@ -177,6 +177,10 @@ def _speeds(axes: Axes, speeds: list[tuple[str, float, Row]]) -> None:
         x, y = zip(*points, strict=True)
         axes.plot(x, y, label=f"low rank, {storage}", **LINES[storage])
     axes.axhline(dense, color=GREY, linestyle="--", linewidth=1, label="dense, bf16, our kernels")
+    if (rival := document("rival")) is not None:
+        one_byte = variant(rival, "dense_one_byte")["tokens_per_s"]
+        label = "dense, fp8, with the head"
+        axes.axhline(one_byte, color=RED, linestyle=":", linewidth=1.5, label=label)
     axes.set_ylim(bottom=0)
     axes.set_xlabel("compression ratio (MLP parameters removed)")
     axes.xaxis.set_major_formatter(PercentFormatter(xmax=1, decimals=0))

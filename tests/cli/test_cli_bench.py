@@ -149,7 +149,7 @@ def test_json_and_table_of_a_model(bench_model):
     rate, weights = dense["tokens_per_s"], dense["memory"]["weight_bytes"]
     assert any(line[-2:] == [f"{rate:.4g}", f"{weights / 1e9:.3g}"] for line in lines)
     (ours,) = (line for line in table.splitlines() if "  low rank over dense:" in line)
-    ratio = r"[\d.]+x(?: \([\d.]+-[\d.]+x\))?"
+    ratio = r"[\d.]+x(?: \([\d.]+ to [\d.]+x\))?"
     assert re.search(f"prefill {ratio}, decode {ratio}.*, end to end ", ours)
     assert "(as served " in ours
     served = dense["phases"]["decode"]["as_served"]

@@ -84,7 +84,7 @@ def show_layouts(document: dict[str, Any]) -> None:
 def as_range(speedup: dict[str, float]) -> str:
     """A speed-up, with its range where both ends differ in print."""
     shown, low, high = (f"{speedup[end]:.2f}" for end in ("middle", "low", "high"))
-    return f"{shown}x" if low == high else f"{shown}x ({low}-{high}x)"
+    return f"{shown}x" if low == high else f"{shown}x ({low} to {high}x)"
 
 
 def _speedup(dense: dict[str, Any], own: dict[str, Any]) -> dict[str, float]:

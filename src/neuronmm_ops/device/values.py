@@ -96,10 +96,14 @@ def error_ratio(
         raise ValueError(f"a result must be {list(oracle.shape)}, got {list(actual.shape)}")
     if actual.numel() == 0:
         return 0.0
-    scale = float((oracle if magnitude is None else magnitude).abs().max())
+
+    def largest(values: Tensor) -> float:
+        return float(values.detach().abs().max())
+
+    scale = largest(oracle if magnitude is None else magnitude)
     band = ROUNDINGS * torch.finfo(actual.dtype).eps * scale
-    error = float((actual.double() - oracle).abs().max())
-    allowed = 2 * float((low_precision.double() - oracle).abs().max()) + band
+    error = largest(actual.double() - oracle)
+    allowed = 2 * largest(low_precision.double() - oracle) + band
     if error == 0:
         return 0.0
     return error / allowed if allowed > 0 and math.isfinite(error) else math.inf
