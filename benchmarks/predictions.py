@@ -8,6 +8,7 @@ from typing import Any
 
 from neuroncore import simulate
 from neuroncore.calibration import cases as microkernels
+from neuroncore.calibration.published import Profiled, published
 from neuroncore.hardware import MACHINES
 from neuronmm_ops.compress.calibrate import Progress
 from neuronmm_ops.device import predictions
@@ -28,7 +29,8 @@ def run(progress: Progress | None = None) -> dict[str, Any]:
     found: dict[str, dict[str, Prediction]] = {}
     for target in MACHINES:
         known, cases = before.get(target, {}), kernel_cases(target)
-        own = found[target] = {each.name: _of(each, target) for each in microkernels.cases(target)}
+        small = [*published(target), *microkernels.cases(target)]
+        own = found[target] = {each.name: _of(each, target) for each in small}
         for done, case in enumerate(cases, 1):
             own[case.name] = predictions.predict(case, known.get(case.name))
             if progress is not None:
@@ -42,7 +44,7 @@ def run(progress: Progress | None = None) -> dict[str, Any]:
     return {"file": str(predictions.FILE), "rows": rows, "moved": moved}
 
 
-def _of(case: microkernels.Case, target: str) -> Prediction:
+def _of(case: Profiled | microkernels.Case, target: str) -> Prediction:
     options: dict[str, Any] = {**case.arguments, "target": target, "mode": "trace"}
     return predictions.of_profile(simulate(case.simulated, *case.operands, **options).profile)
 

@@ -9,9 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from benchmarks.baselines import mamba, profiled_matmuls, profiles
+from benchmarks.baselines import mamba, profiles
 from benchmarks.cases import figure1
 from neuroncore import Kernel, TensorSpec
+from neuroncore.calibration import profiled
+from neuroncore.calibration.cases import of_simulator
+from neuroncore.calibration.published import PUBLISHED, TARGET
 from neuroncore.dtypes import DType, bfloat16, float32
 from neuronmm_ops.estimate.baselines import matmul, neuronmm
 
@@ -83,12 +86,13 @@ def _tutorial(dtype: DType = bfloat16) -> tuple[TensorSpec, TensorSpec]:
 
 
 _SHAPE = "[4096,8192]@[8192,8192] bf16"
+_TILED: Kernel = of_simulator(profiled.__name__).tiled
 _SQUARE = (_matrix(2048, 2048), _matrix(2048, 2048))
 
 
 def _matmuls() -> list[Evidence]:
     steps = (
-        ("tiled", matmul.tutorial_tiled, 51.80),
+        ("tiled", _TILED, 51.80),
         ("hoisted loads", matmul.tutorial_hoisted, 42.96),
         ("blocked M,N", matmul.tutorial_blocked, 22.07),
         ("blocked M,N,K", matmul.tutorial_blocked_k, 6.97),
@@ -215,7 +219,7 @@ def _throughput() -> list[Evidence]:
 def _guide() -> list[Evidence]:
     """Busy shares of the optimization guide, fp32, trn2."""
     shares: list[tuple[str, Kernel, tuple[int, ...], dict[str, float]]] = [
-        ("tiled", matmul.tutorial_tiled, (), {"DMA": 0.9993, "TensorE": 0.8728}),
+        ("tiled", _TILED, (), {"DMA": 0.9993, "TensorE": 0.8728}),
         ("hoisted", matmul.tutorial_hoisted, (), {"DMA": 0.9973, "TensorE": 0.9985}),
         ("blocked M,N", matmul.tutorial_blocked, (), {"DMA": 0.9570, "TensorE": 0.9952}),
         (
@@ -238,50 +242,20 @@ def _guide() -> list[Evidence]:
 
 def _held_out() -> list[Evidence]:
     """Profiles of trn2 that AWS published with its skills: times, and what was active how long."""
-    large = (_matrix(4096, 4096), _matrix(4096, 4096))
-    full, operands = (128, 128, 512), (_matrix(128, 128), _matrix(128, 512))
-    mixed = ((128, 32, 512), (128, 128, 64), (32, 128, 512), full)
-    runs: list[tuple[str, Kernel, tuple[Any, ...], dict[str, float]]] = [
-        (
-            "tiled 4096^3 (V0)", matmul.tutorial_tiled, large,
-            {"": 8.602, "DMA": 7.906, "TensorE": 4.806, "VectorE": 0.176},
-        ),
-        (
-            "blocked 4096^3, loads of 128 and 512 columns (V1)", profiled_matmuls.blocked,
-            (*large, 128, 512), {"": 2.451, "DMA": 1.325, "TensorE": 2.163, "VectorE": 0.174},
-        ),
-        (
-            "blocked 4096^3, loads of 1024 columns (V2)", profiled_matmuls.blocked,
-            (*large, 1024, 1024), {"": 1.801, "DMA": 0.819, "TensorE": 1.781, "VectorE": 0.172},
-        ),
-        (
-            "tiled 2048^3, nc_transpose of each tile", profiled_matmuls.transposing, _SQUARE,
-            {"": 0.802, "TensorE": 0.503},
-        ),
-        ("tiled 2048^3", matmul.tutorial_tiled, _SQUARE, {"": 0.608, "TensorE": 0.420}),
-        # active times by the published flops and rates: 34.36 GF at 77.2 TF/s, 13.96 at 30.8
-        (
-            "2048 matmuls of resident tiles", profiled_matmuls.resident, (*operands, (full,), 2048),
-            {"TensorE": 0.4451},
-        ),
-        (
-            "512 matmuls each of M 32, N 64, K 32 and full tiles", profiled_matmuls.resident,
-            (*operands, mixed, 512), {"TensorE": 0.4532},
-        ),
-    ]  # fmt: skip
     known: dict[tuple[str, str], Group] = {
         # the issue of a matmul, and what PSUM adds to VectorE
         ("2048 matmuls of resident tiles", "TensorE"): "fitted",
         ("blocked 4096^3, loads of 1024 columns (V2)", "TensorE"): "fitted",
-        **{(name, "VectorE"): "fitted" for name, *_ in runs},
+        **{(each.name, "VectorE"): "fitted" for each in PUBLISHED},
         ("tiled 4096^3 (V0)", "TensorE"): "predicted",  # throttling was believed for it
     }
     return [
         Evidence(
-            f"{name} bf16" + (f": {engine} active" if engine else ""), name, "trn2", kernel,
-            arguments, QUERYING, ms, measure="active" if engine else "time", engine=engine or None,
-            group=known.get((name, engine), "held out"),
+            f"{each.name} bf16" + (f": {engine} active" if engine else ""), each.name, TARGET,
+            each.simulated, (*each.operands, *each.arguments.values()), QUERYING, ms,
+            measure="active" if engine else "time", engine=engine or None,
+            group=known.get((each.name, engine), "held out"),
         )
-        for name, kernel, arguments, figures in runs
-        for engine, ms in figures.items()
+        for each in PUBLISHED
+        for engine, ms in each.published_ms.items()
     ]  # fmt: skip

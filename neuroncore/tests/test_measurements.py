@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 
 import neuroncore as nc
-from neuroncore.calibration import microkernels
-from neuroncore.calibration.cases import cases
+from neuroncore.calibration import microkernels, profiled
+from neuroncore.calibration.cases import cases, of_simulator
 from neuroncore.calibration.measurements import Measurements, Row, read, write
+from neuroncore.calibration.published import PUBLISHED
 from neuroncore.hardware import MACHINES
 
 GIVEN = Measurements(
@@ -46,8 +47,23 @@ def test_a_kernel_computes(case):
 
 
 @pytest.mark.parametrize("line", ["0.6", "0.7"])
-def test_nki_takes_the_kernels(line):
-    assert not nc.lint(microkernels.__file__, line)
+@pytest.mark.parametrize("module", [microkernels, profiled])
+def test_nki_takes_the_kernels(module, line):
+    assert not nc.lint(module.__file__, line)
+
+
+@pytest.mark.parametrize("module", [microkernels, profiled])
+def test_kernels_of_an_installed_nki_are_simulated_too(module, monkeypatch):
+    monkeypatch.setattr(module, "jit", None)
+    bound = of_simulator.__wrapped__(module.__name__)
+    assert bound is not module
+    assert bound.jit is nc.jit
+
+
+def test_all_that_was_profiled_is_of_a_kernel():
+    assert {each.function for each in PUBLISHED} == {"tiled", "blocked", "transposing", "resident"}
+    for each in PUBLISHED:
+        assert each.simulated is each.kernel is getattr(profiled, each.function)
 
 
 def test_names_are_unique():

@@ -6,9 +6,10 @@ from arrays import bf16, close, exact
 
 import neuroncore as nc
 from benchmarks import published
-from benchmarks.baselines import mamba, profiled_matmuls, profiles
+from benchmarks.baselines import mamba, profiles
 from benchmarks.cases import end_to_end
 from benchmarks.cases import published as cases
+from neuroncore.calibration import profiled
 from neuronmm_ops.estimate.baselines import matmul, neuronmm
 
 FIELDS = (
@@ -22,7 +23,7 @@ QUICK = ("lhs@rhs", "lhsT@rhs", "M=1K", "exp of", "activations", "loads of", "25
 @pytest.mark.parametrize(
     ("kernel", "blocks"),
     [
-        (matmul.tutorial_tiled, ()),
+        (profiled.tiled, ()),
         (matmul.tutorial_hoisted, ()),
         (matmul.tutorial_blocked, ()),
         (matmul.tutorial_blocked_k, (2, 2, 2)),
@@ -40,14 +41,14 @@ def test_profiled_blocks(columns):
     rng = np.random.default_rng(4)
     lhsT, rhs = bf16(rng, 256, 2048), bf16(rng, 256, 1024)
     exact = lhsT.astype(np.float64).T @ rhs.astype(np.float64)
-    close(nc.simulate(profiled_matmuls.blocked, lhsT, rhs, *columns, target="trn2").outputs, exact)
+    close(nc.simulate(profiled.blocked, lhsT, rhs, *columns, target="trn2").outputs, exact)
 
 
 def test_profiled_transposes():
     rng = np.random.default_rng(5)
     lhs, rhs = bf16(rng, 256, 384), bf16(rng, 384, 512)
     exact = lhs.astype(np.float64) @ rhs.astype(np.float64)
-    run = nc.simulate(profiled_matmuls.transposing, lhs, rhs, target="trn2")
+    run = nc.simulate(profiled.transposing, lhs, rhs, target="trn2")
     close(run.outputs, exact)
 
 
@@ -56,7 +57,7 @@ def test_matmuls_of_resident_tiles_add_up():
     lhsT, rhs = bf16(rng, 128, 128), bf16(rng, 128, 512)
     exact = 3 * lhsT.astype(np.float64).T @ rhs.astype(np.float64)
     tiles = ((128, 32, 512), (128, 128, 512))
-    run = nc.simulate(profiled_matmuls.resident, lhsT, rhs, tiles, 3, target="trn2")
+    run = nc.simulate(profiled.resident, lhsT, rhs, tiles, 3, target="trn2")
     close(run.outputs, exact)
 
 

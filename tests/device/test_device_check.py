@@ -13,12 +13,13 @@ from stand_ins import DirectKernel
 from neuroncore.calibration import measurements
 from neuronmm_ops import kernels
 from neuronmm_ops.device import page, predictions, programme, run, runners
-from neuronmm_ops.device.record import Finding
+from neuronmm_ops.device.record import Finding, Record
 from neuronmm_ops.device.runners import NeuronDevice, SimulatedDevice
-from neuronmm_ops.device.values import error_ratio, operands
+from neuronmm_ops.device.values import error_ratio, factors, operands, product_error_ratio
 from neuronmm_ops.ops.definitions import SPECS
 
 SMALL = ("xw of small, M=1, bf16", "xuv of small, M=200, fp8", "svd_mlp of small, M=1, bf16")
+PROFILED = "2048 matmuls of resident tiles"
 MICRO = ("loads-4096/32", "matmuls-512/64")
 TRN2 = SimulatedDevice("trn2")
 CHAINED = next(c for c in programme.kernel_cases("trn2") if c.name == SMALL[2])
@@ -46,8 +47,8 @@ def replace_outputs(sample):
 @pytest.fixture(autouse=True)
 def short(monkeypatch):
     """A programme of a few rows."""
-    items = [item for item in run.programme("trn2") if item.name in (*SMALL, *MICRO)]
-    assert len(items) == 5
+    items = [item for item in run.programme("trn2") if item.name in (PROFILED, *SMALL, *MICRO)]
+    assert len(items) == 6
     monkeypatch.setattr(run, "programme", lambda target: items)
 
 
@@ -61,7 +62,9 @@ def test_every_row_was_predicted_and_every_kernel_is_run(target):
     cases = programme.kernel_cases(target)
     names = [case.name for case in cases]
     micro = [case.name for case in run.microkernels.cases(target)]
-    assert sorted(rows) == sorted({*names, *micro})
+    profiled = [case.name for case in run.published(target)]
+    assert len(profiled) == (6 if target == "trn1" else 7)
+    assert sorted(rows) == sorted({*names, *micro, *profiled})
     assert len(names) == len(set(names))
     phases = {(case.problem.op, rows[case.name].kernel) for case in cases}
     assert phases == {(op, name) for op in SPECS for name in (op, f"{op}_decode")}
@@ -81,21 +84,46 @@ def test_a_kept_prediction_keeps_its_arguments_where_they_fit():
 @pytest.mark.slow
 def test_a_dry_run_finds_the_launch_and_a_slower_machine(tmp_path):
     slow = SimulatedDevice("trn2", {"dma_engine_gbps": 11.5}, launch_us=17.0)
-    document = run.run(tmp_path, 3, slow)
-    assert document["counts"] == {"measured": 5}
+    document = run.run(tmp_path, 10, slow)
+    assert document["counts"] == {"measured": 6}
     assert document["launch_us"] == pytest.approx(17, abs=3)
     rows = rows_of(document)
     assert rows["loads-4096/32"]["ratio"] > 1.7
     assert rows["loads-4096/32"]["inside"] is False
     assert rows["matmuls-512/64"]["inside"] is True
-    assert all(rows[name]["error_ratio"] < 1 for name in SMALL)
+    assert all(rows[name]["error_ratio"] < 1 for name in (PROFILED, *SMALL))
     kept = measurements.read(tmp_path / "measurements.json")
     assert {row.case: row.time_us for row in kept.rows} == {
         name: rows[name]["measured_us"] for name in MICRO
     }
     page = (tmp_path / "device-check.md").read_text()
+    assert "| 445.1 TensorE active |" in page
     assert f"{document['outside']} outside; 0 not reached" in page
     assert "*Modelled* times were frozen" in page
+
+
+@pytest.mark.parametrize(
+    ("name", "published"),
+    [(PROFILED, {"TensorE active": 445.1}), ("tiled 2048^3", {"time": 608})],
+)
+def test_profiled_kernels_are_beside_what_was_published(name, published):
+    time_us, ratio = run.measure_profiled(TRN2, name)
+    assert ratio < 1
+    prediction = predictions.frozen().rows["trn2"][name]
+    row = Finding("profiled", name, "measured", prediction, "", time_us, ratio)
+    for target, expected in (("trn2", published), ("trn3", None)):
+        (found,) = page.summary(Record(target, "simulated", {}, {}, rows=(row,)))["rows"]
+        assert found.get("published_us") == expected
+
+
+@pytest.mark.parametrize("name", [PROFILED, "tiled 2048^3, nc_transpose of each tile"])
+def test_wrong_products_are_found(name):
+    case = page.PROFILED[name]
+    a, b = factors(case)
+    right = (a if case.function == "transposing" else a.T).double() @ b.double()
+    result = (right * case.arguments.get("count", 1)).bfloat16()
+    assert product_error_ratio(case, (a, b), result) < 1
+    assert product_error_ratio(case, (a, b), result * 1.1) > run.WRONG
 
 
 @pytest.mark.slow
@@ -105,16 +133,16 @@ def test_a_killed_run_goes_on(tmp_path):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        run.run(tmp_path, 3, TRN2, kill)
-    document = run.run(tmp_path, 3, replace(TRN2, launch_us=900.0))
+        run.run(tmp_path, 10, TRN2, kill)
+    document = run.run(tmp_path, 10, replace(TRN2, launch_us=900.0))
     beyond = [round(row["measured_us"] - row["modelled_us"]) for row in document["rows"]]
-    assert beyond == [10, 10, 900, 900, 900]
+    assert beyond == [10, 10, 10, 900, 900, 900]
 
 
 @pytest.mark.slow
 def test_what_fails_is_a_row_with_its_reason(tmp_path, monkeypatch):
     monkeypatch.setattr(run, "ROW_S", 20.0)
-    rows = rows_of(run.run(tmp_path, 3, Faulty("trn2")))
+    rows = rows_of(run.run(tmp_path, 10, Faulty("trn2")))
     names = "loads-4096/32", "matmuls-512/64", *SMALL
     assert [(rows[name]["status"], rows[name]["reason"]) for name in names] == [
         ("late", "no answer in 20 s"),
@@ -132,7 +160,7 @@ def test_what_fails_is_a_row_with_its_reason(tmp_path, monkeypatch):
 def test_time_bounds_it(tmp_path):
     started = time.monotonic()
     document = run.run(tmp_path, 0.01, Faulty("trn2"))
-    assert (document["rows"], document["missing"]) == ([], 5)
+    assert (document["rows"], document["missing"]) == ([], 6)
     assert time.monotonic() - started < 15
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from statistics import linear_regression, median
 from typing import Any
 
+from neuroncore.calibration.published import PUBLISHED, TARGET
 from neuronmm_ops.device.predictions import frozen
 from neuronmm_ops.device.record import MEASUREMENTS, Finding, Record
 
@@ -15,6 +16,9 @@ SHORT_US = 15.0
 
 NOISE = 0.02
 """Share by which a measured time may be beyond the modelled range and count as inside."""
+
+
+PROFILED = {each.name: each for each in PUBLISHED}
 
 
 def launch_us(rows: Iterable[Finding]) -> float:
@@ -52,10 +56,11 @@ def summary(record: Record) -> dict[str, Any]:
         modelled time), `measured_us` (from launch to launch), `kernel_us` (without `launch_us`),
         `ratio` of that to the modelled time, `inside` (whether any time from `kernel_us` to
         `measured_us` is in the range), `error_ratio` of the values, and `decides`: uncertainties
-        that it speaks of.
+        that it speaks of. Rows "profiled" on trn2 have `published_us`: by what was published,
+        "time" or an engine's "active".
     """
     launch = launch_us(record.rows)
-    rows = [_row(row, launch) for row in record.rows]
+    rows = [_row(row, launch) | _published(row, record.target) for row in record.rows]
     inside = Counter([row["inside"] for row in rows])
     return {
         "target": record.target,
@@ -94,6 +99,15 @@ def _row(row: Finding, launch: float) -> dict[str, Any]:
     }
 
 
+def _published(row: Finding, target: str) -> dict[str, dict[str, float]]:
+    """What AWS published of a row: its time, or else how long TensorE was active."""
+    case = PROFILED.get(row.name)
+    if row.step != "profiled" or case is None or target != TARGET:
+        return {}
+    engine, ms = next(iter(case.published_ms.items()))
+    return {"published_us": {f"{engine} active" if engine else "time": 1e3 * ms}}
+
+
 def text(record: Record, document: dict[str, Any], missing: int) -> str:
     """The page, in Markdown, of a record and its `summary`."""
     rows, predicted = document["rows"], record.predicted
@@ -126,7 +140,11 @@ def text(record: Record, document: dict[str, Any], missing: int) -> str:
                 *("row", "modelled", "range", "measured", "kernel", "kernel / modelled"),
                 *("inside", "R", "speaks of"),
             )
-            parts.append(_table(columns, [_cells(row) for row in timed]))
+            cells = [_cells(row) for row in timed]
+            if any("published_us" in row for row in timed):
+                columns = (*columns, "published by AWS")
+                cells = [(*line, _figure(row)) for line, row in zip(cells, timed, strict=True)]
+            parts.append(_table(columns, cells))
         if others:
             reasons = [(row["name"], row["status"], row["reason"]) for row in others]
             parts.append(_table(("row", "", "reason"), reasons))
@@ -148,6 +166,11 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
         "" if error is None else f"{error:.2f}",
         ", ".join(row["decides"]),
     )
+
+
+def _figure(row: dict[str, Any]) -> str:
+    figures = row.get("published_us", {}).items()
+    return ", ".join([f"{us:.1f}" + f" {what}" * (what != "time") for what, us in figures])
 
 
 def _table(columns: Iterable[str], rows: Iterable[Iterable[str]]) -> str:

@@ -14,7 +14,7 @@ from neuronmm_ops.files import read_document
 
 FILE, MEASUREMENTS, PAGE = "device-check.json", "measurements.json", "device-check.md"
 FORMAT, VERSION = "neuronmm-device-check", 1
-Step = Literal["microkernels", "kernels", "layers"]
+Step = Literal["profiled", "microkernels", "kernels", "layers"]
 Status = Literal["measured", "wrong", "refused", "late", "lost"]
 """Late: no answer in time. Lost: the process that held the device ended."""
 

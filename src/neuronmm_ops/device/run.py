@@ -14,6 +14,7 @@ import torch
 
 from neuroncore.boundary import TensorSpec
 from neuroncore.calibration import cases as microkernels
+from neuroncore.calibration.published import PUBLISHED, published
 from neuroncore.hardware import instance_type
 from neuronmm_ops.compress.calibrate import Progress
 from neuronmm_ops.device import page
@@ -21,7 +22,7 @@ from neuronmm_ops.device.predictions import Prediction, frozen
 from neuronmm_ops.device.programme import KernelCase, kernel_cases
 from neuronmm_ops.device.record import PAGE, Finding, Record, Step, resume, save
 from neuronmm_ops.device.runners import OpKernel, Runner
-from neuronmm_ops.device.values import op_error_ratio, operands
+from neuronmm_ops.device.values import factors, op_error_ratio, operands, product_error_ratio
 from neuronmm_ops.device.worker import Worker
 from neuronmm_ops.doctor import diagnose
 from neuronmm_ops.kernels import source_fingerprint
@@ -29,7 +30,12 @@ from neuronmm_ops.ops.backends.launch import PLANNED
 from neuronmm_ops.ops.definitions import SPECS
 from neuronmm_ops.processes import locked
 
-SHARES: Mapping[Step, float] = {"microkernels": 0.25, "kernels": 0.55, "layers": 0.2}
+SHARES: Mapping[Step, float] = {
+    "profiled": 0.1,
+    "microkernels": 0.25,
+    "kernels": 0.45,
+    "layers": 0.2,
+}
 """Of the minutes, in order; what a step leaves is the next one's."""
 ROW_S = 240.0
 """For a row: compilers take minutes."""
@@ -99,6 +105,10 @@ def programme(target: str) -> list[Item]:
     rows = frozen().rows[target]
     cases = microkernels.cases(target)
     items = [
+        Item("profiled", each.name, each.lnc, measure_profiled, (each.name,), rows[each.name])
+        for each in reversed(published(target))  # the shortest first
+    ]
+    items += [
         Item("microkernels", each.name, each.lnc, measure_small, (each.name,), rows[each.name])
         for each in sorted(cases, key=lambda case: case.lnc)
     ]
@@ -196,6 +206,14 @@ def measure_layers(runner: Runner, case: KernelCase, layers: int) -> Found:
     sample = runner.chain(case.problem.op, tensors, layers)
     ratio = op_error_ratio(case.problem, tensors, sample.outputs[0], layers)
     return sample.time_us, ratio
+
+
+def measure_profiled(runner: Runner, name: str) -> Found:
+    """Launch a kernel that AWS profiled."""
+    case = next(each for each in PUBLISHED if each.name == name)
+    tensors = factors(case)
+    sample = runner.run(case, tensors, case.arguments)
+    return sample.time_us, product_error_ratio(case, tensors, sample.outputs[0])
 
 
 def measure_small(runner: Runner, name: str) -> Found:

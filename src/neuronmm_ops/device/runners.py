@@ -16,6 +16,7 @@ from torch import Tensor
 
 from neuroncore import hardware
 from neuroncore.calibration.cases import Case
+from neuroncore.calibration.published import Profiled
 from neuroncore.kernel import Kernel, RunSettings
 from neuroncore.kernel import run as simulate
 from neuronmm_ops.device.values import layered
@@ -63,7 +64,7 @@ class OpKernel:
         return simulated_kernel(self.op, self.name, self.lnc)
 
 
-Launchable = OpKernel | Case
+Launchable = OpKernel | Case | Profiled
 """A kernel by its `name`, for `lnc` cores: as installed, without them, and as simulated on them."""
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from neuroncore.calibration.published import Profiled
 from neuronmm_ops.kernels.problem import Problem
 from neuronmm_ops.ops.backends.launch import Tensors
 from neuronmm_ops.ops.definitions import SPECS
@@ -62,6 +63,23 @@ def _reference(op: str, tensors: Tensors, layers: int) -> Tensor:
 
     with torch.inference_mode():
         return layered(call, tensors, layers) if layers else call(tensors)
+
+
+def factors(case: Profiled) -> tuple[Tensor, Tensor]:
+    """The operands of a profiled kernel, the same in every run: its products are near 1."""
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(each.shape, generator=generator) for each in case.operands)
+    return a.bfloat16(), (b * len(b) ** -0.5).bfloat16()
+
+
+def product_error_ratio(case: Profiled, tensors: tuple[Tensor, Tensor], result: Tensor) -> float:
+    """`error_ratio` of a profiled kernel's result, so many times the product of its factors."""
+
+    def product(dtype: torch.dtype) -> Tensor:
+        a, b = (tensor.to(dtype) for tensor in tensors)
+        return ((a if case.function == "transposing" else a.T) @ b) * case.arguments.get("count", 1)
+
+    return error_ratio(result, product(torch.float64), product(torch.bfloat16))
 
 
 def layered(call: Callable[[Tensors], Tensor], tensors: Tensors, layers: int) -> Tensor:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
+from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
 from types import ModuleType
 from typing import Any
@@ -15,7 +16,7 @@ from neuroncore.boundary import TensorSpec
 from neuroncore.calibration import microkernels
 from neuroncore.dtypes import DType, bfloat16, float32
 from neuroncore.hardware import Machine, resolve_target
-from neuroncore.kernel import Kernel
+from neuroncore.kernel import Kernel, jit
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class Case:
     @property
     def simulated(self) -> Kernel:
         """The kernel for `neuroncore.simulate`, also where NKI is installed, on its cores."""
-        return getattr(_simulated(), self.function)[self.lnc]
+        return getattr(of_simulator(microkernels.__name__), self.function)[self.lnc]
 
 
 def cases(target: str) -> list[Case]:
@@ -172,17 +173,18 @@ _MANY = (32, 640)
 
 
 @cache
-def _simulated() -> ModuleType:
-    """The microkernels, bound to the simulator."""
-    if isinstance(microkernels.loads, Kernel):
-        return microkernels
-    spec = spec_from_file_location("neuroncore.calibration._simulated", microkernels.__file__)
+def of_simulator(name: str) -> ModuleType:
+    """A module of kernels, bound to the simulator where it is bound to the installed NKI."""
+    module = import_module(name)
+    if module.jit is jit:
+        return module
+    spec = spec_from_file_location(f"{name}_simulated", module.__file__)
     assert spec is not None
     assert spec.loader is not None
-    module = module_from_spec(spec)
+    bound = module_from_spec(spec)
     with _without_nki():
-        spec.loader.exec_module(module)
-    return module
+        spec.loader.exec_module(bound)
+    return bound
 
 
 @contextmanager

@@ -1,8 +1,8 @@
 """Published matmul kernels, to hold the simulated core's clock against.
 
-The four steps of AWS's matmul tutorial (SDK 2.26, and again in the 2.32 optimisation guide), the
-two hand-tuned kernels of awslabs/nki-autotune, and the unfused pair that NeuronMM
-(arXiv 2510.25977) is compared with.
+The steps of AWS's matmul tutorial (SDK 2.26, and again in the 2.32 optimisation guide) but the
+first, `neuroncore.calibration.profiled.tiled`; the two hand-tuned kernels of awslabs/nki-autotune;
+and the unfused pair that NeuronMM (arXiv 2510.25977) is compared with.
 
 Letters: M rows of the result, K the contraction, N columns of the result.
 """
@@ -25,23 +25,6 @@ from neuronmm_ops.estimate.baselines.tiles import (
     rounded,
     zero_tiles,
 )
-
-
-@jit
-def tutorial_tiled(lhsT: NkiTensor, rhs: NkiTensor) -> NkiTensor:
-    """lhsT [K, M], rhs [K, N] -> [M, N]: one tile at a time, operands loaded for each matmul."""
-    out_hbm = _output(lhsT, rhs)
-    for m in range(lhsT.shape[1] // P):
-        for n in range(rhs.shape[1] // COLUMNS):
-            acc_psum = nl.ndarray((P, COLUMNS), dtype=nl.float32, buffer=nl.psum)
-            for k in range(lhsT.shape[0] // P):
-                a_sb = nl.ndarray((P, P), dtype=lhsT.dtype)
-                b_sb = nl.ndarray((P, COLUMNS), dtype=rhs.dtype)
-                nisa.dma_copy(a_sb, lhsT[nl.ds(k * P, P), nl.ds(m * P, P)])
-                nisa.dma_copy(b_sb, rhs[nl.ds(k * P, P), nl.ds(n * COLUMNS, COLUMNS)])
-                nisa.nc_matmul(acc_psum, a_sb, b_sb)
-            evict(out_hbm, acc_psum, m, n)
-    return out_hbm
 
 
 @jit
