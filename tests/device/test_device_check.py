@@ -12,7 +12,7 @@ from stand_ins import DirectKernel
 
 from neuroncore.calibration import measurements
 from neuronmm_ops import kernels
-from neuronmm_ops.device import page, predictions, programme, run, runners
+from neuronmm_ops.device import model, page, predictions, programme, run, runners
 from neuronmm_ops.device.record import Finding, Record
 from neuronmm_ops.device.runners import NeuronDevice, SimulatedDevice
 from neuronmm_ops.device.values import error_ratio, factors, operands, product_error_ratio
@@ -21,8 +21,10 @@ from neuronmm_ops.ops.definitions import SPECS
 SMALL = ("xw of small, M=1, bf16", "xuv of small, M=200, fp8", "svd_mlp of small, M=1, bf16")
 PROFILED = "2048 matmuls of resident tiles"
 MICRO = ("loads-4096/32", "matmuls-512/64")
+PREFILL, DECODE = run.MODEL.values()
 TRN2 = SimulatedDevice("trn2")
 CHAINED = next(c for c in programme.kernel_cases("trn2") if c.name == SMALL[2])
+WHOLE = run.programme("trn2")
 kernel_named = kernels.kernel_named
 
 
@@ -107,7 +109,7 @@ def test_a_dry_run_finds_the_launch_and_a_slower_machine(tmp_path):
     [(PROFILED, {"TensorE active": 445.1}), ("tiled 2048^3", {"time": 608})],
 )
 def test_profiled_kernels_are_beside_what_was_published(name, published):
-    time_us, ratio = run.measure_profiled(TRN2, name)
+    time_us, ratio, _ = run.measure_profiled(TRN2, name)
     assert ratio < 1
     prediction = predictions.frozen().rows["trn2"][name]
     row = Finding("profiled", name, "measured", prediction, "", time_us, ratio)
@@ -192,7 +194,7 @@ def test_kernels_are_called_as_the_package_offers(offers, tmp_path, monkeypatch)
         on_cpu = NeuronDevice("trn2", "cpu")
         prediction = predictions.frozen().rows["trn2"][case.name]
         found = run.measure_kernel(on_cpu, case, prediction), run.measure_layers(on_cpu, CHAINED, 3)
-    for time_us, ratio in found:
+    for time_us, ratio, _ in found:
         assert time_us > 0
         assert ratio < 1
 
@@ -208,11 +210,50 @@ def test_the_process_of_a_device_has_its_cores(monkeypatch):
     assert os.environ["NEURON_RT_VISIBLE_CORES"] == "3"
 
 
+class Careless(SimulatedDevice):
+    """Forgets what the prompt was."""
+
+    def passes(self, lm, pieces):
+        first, *_ = samples = super().passes(lm, pieces)
+        return [first, *[sample._replace(outputs=first.outputs) for sample in samples[1:]]]
+
+
+@pytest.mark.slow
+def test_a_small_model_is_rows_without_a_prediction(tmp_path, monkeypatch):
+    items = [item for item in WHOLE if item.step == "model"]
+    monkeypatch.setattr(run, "programme", lambda target: items)
+    document = run.run(tmp_path, 40, Careless("trn2"))
+    rows = rows_of(document)
+    assert [rows[name]["status"] for name in (PREFILL, DECODE)] == ["measured", "wrong"]
+    assert rows[PREFILL]["error_ratio"] < 1 < run.WRONG < rows[DECODE]["error_ratio"]
+    assert rows[PREFILL]["measured_us"] > 3 * TRN2.launch_us
+    assert (document["inside"], document["outside"], rows[PREFILL]["modelled_us"]) == (0, 0, None)
+    assert run.run(tmp_path, 1, TRN2)["rows"] == document["rows"]
+    assert f"| {PREFILL} |  |  | " in (tmp_path / "device-check.md").read_text()
+
+
+@pytest.mark.slow
+def test_a_model_is_compiled_for_the_device(monkeypatch):
+    monkeypatch.setitem(runners.COMPILERS, "cpu", "eager")
+    monkeypatch.setattr(runners.neuron, "call_mode", lambda: None)
+    for phase in run.MODEL:
+        found = run.measure_model(NeuronDevice("trn2", "cpu"), phase)
+        assert found.time_us > 0
+        assert (found.error_ratio < 1, found.remark) == (True, "")
+
+
+def test_the_first_token_that_differs_is_told():
+    exact = torch.eye(3)
+    assert model.first_other(exact, exact) == ""
+    told = "token 2 of 3 is 0, on the CPU in float32 1"
+    assert model.first_other(exact[[0, 0, 0]], exact) == told
+
+
 def test_layers_in_a_graph_are_a_line():
     kept = predictions.frozen().rows["trn2"][SMALL[2]].times(2)
     found = []
     for count in (2, 4, 16):
-        time_us, ratio = run.measure_layers(replace(TRN2, launch_us=20.0), CHAINED, count)
+        time_us, ratio, _ = run.measure_layers(replace(TRN2, launch_us=20.0), CHAINED, count)
         assert ratio < 1
         name = f"{count} of {SMALL[2]}"
         found.append(Finding("layers", name, "measured", kept, time_us=time_us + 300))

@@ -45,7 +45,9 @@ def _check(options: argparse.Namespace) -> dict[str, Any]:
 def _show(document: dict[str, Any]) -> None:
     from neuronmm_ops.device.record import PAGE
 
-    told = [row for row in document["rows"] if row["reason"] or row["inside"] is False]
+    told = [
+        row for row in document["rows"] if row["status"] != "measured" or row["inside"] is False
+    ]
     cells = [
         (row["name"], row["status"], *[_number(row[key]) for key in _NUMBERS.values()])
         for row in told

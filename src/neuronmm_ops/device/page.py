@@ -26,7 +26,7 @@ def launch_us(rows: Iterable[Finding]) -> float:
     beyond = [
         row.time_us - row.prediction.time_us
         for row in rows
-        if row.time_us is not None and row.prediction.time_us <= SHORT_US
+        if row.time_us is not None and row.prediction and row.prediction.time_us <= SHORT_US
     ]
     return max(0.0, median(beyond)) if beyond else 0.0
 
@@ -42,7 +42,9 @@ def layers(rows: Iterable[Finding]) -> dict[str, float] | None:
         return None
     counts = [int(row.name.partition(" ")[0]) for row in timed]
     slope, intercept = linear_regression(counts, [row.time_us or 0.0 for row in timed])
-    modelled = timed[0].prediction.time_us / counts[0]
+    first = timed[0].prediction
+    assert first is not None, "layers are predicted"
+    modelled = first.time_us / counts[0]
     return {"modelled_us": modelled, "layer_us": slope, "graph_us": intercept}
 
 
@@ -56,8 +58,9 @@ def summary(record: Record) -> dict[str, Any]:
         modelled time), `measured_us` (from launch to launch), `kernel_us` (without `launch_us`),
         `ratio` of that to the modelled time, `inside` (whether any time from `kernel_us` to
         `measured_us` is in the range), `error_ratio` of the values, and `decides`: uncertainties
-        that it speaks of. Rows "profiled" on trn2 have `published_us`: by what was published,
-        "time" or an engine's "active".
+        that it speaks of. What follows from a prediction is None where there is none. Rows
+        "profiled" on trn2 have `published_us`: by what was published, "time" or an engine's
+        "active".
     """
     launch = launch_us(record.rows)
     rows = [_row(row, launch) | _published(row, record.target) for row in record.rows]
@@ -78,24 +81,25 @@ def summary(record: Record) -> dict[str, Any]:
 
 def _row(row: Finding, launch: float) -> dict[str, Any]:
     prediction, measured = row.prediction, row.time_us
-    low, high = prediction.range_us
-    kernel = None if measured is None else max(0.0, measured - launch)
-    is_inside = None
-    if measured is not None and kernel is not None:
+    kernel = is_inside = ratio = None
+    if measured is not None and prediction is not None:
+        low, high = prediction.range_us
+        kernel = max(0.0, measured - launch)
+        ratio = kernel / prediction.time_us
         is_inside = kernel <= high * (1 + NOISE) and measured >= low * (1 - NOISE)
     return {
         "step": row.step,
         "name": row.name,
         "status": row.status,
         "reason": row.reason,
-        "modelled_us": prediction.time_us,
-        "range_us": [low, high],
+        "modelled_us": prediction and prediction.time_us,
+        "range_us": prediction and list(prediction.range_us),
         "measured_us": measured,
         "kernel_us": kernel,
-        "ratio": None if kernel is None else kernel / prediction.time_us,
+        "ratio": ratio,
         "inside": is_inside,
         "error_ratio": row.error_ratio,
-        "decides": list(prediction.decides),
+        "decides": list(prediction.decides) if prediction else [],
     }
 
 
@@ -153,17 +157,15 @@ def text(record: Record, document: dict[str, Any], missing: int) -> str:
 
 
 def _cells(row: dict[str, Any]) -> tuple[str, ...]:
-    low, high = row["range_us"]
-    ratio, error = row["ratio"], row["error_ratio"]
     return (
         row["name"],
-        f"{row['modelled_us']:.1f}",
-        f"{low:.1f} to {high:.1f}",
-        f"{row['measured_us']:.1f}",
-        f"{row['kernel_us']:.1f}",
-        f"{ratio:.2f}",
-        "yes" if row["inside"] else "**no**",
-        "" if error is None else f"{error:.2f}",
+        _number(row["modelled_us"]),
+        " to ".join([_number(end) for end in row["range_us"] or ()]),
+        _number(row["measured_us"]),
+        _number(row["kernel_us"]),
+        _number(row["ratio"], 2),
+        {True: "yes", False: "**no**", None: ""}[row["inside"]],
+        _number(row["error_ratio"], 2),
         ", ".join(row["decides"]),
     )
 
@@ -171,6 +173,10 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
 def _figure(row: dict[str, Any]) -> str:
     figures = row.get("published_us", {}).items()
     return ", ".join([f"{us:.1f}" + f" {what}" * (what != "time") for what, us in figures])
+
+
+def _number(value: float | None, places: int = 1) -> str:
+    return "" if value is None else f"{value:.{places}f}"
 
 
 def _table(columns: Iterable[str], rows: Iterable[Iterable[str]]) -> str:

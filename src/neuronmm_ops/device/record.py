@@ -14,7 +14,7 @@ from neuronmm_ops.files import read_document
 
 FILE, MEASUREMENTS, PAGE = "device-check.json", "measurements.json", "device-check.md"
 FORMAT, VERSION = "neuronmm-device-check", 1
-Step = Literal["profiled", "microkernels", "kernels", "layers"]
+Step = Literal["profiled", "microkernels", "kernels", "layers", "model"]
 Status = Literal["measured", "wrong", "refused", "late", "lost"]
 """Late: no answer in time. Lost: the process that held the device ended."""
 
@@ -27,16 +27,16 @@ class Finding:
         step: of the programme.
         name: of the row, one of its kind in the step.
         status: "wrong" where it was measured and its values are off.
-        reason: why there is no time, or what is wrong; empty otherwise.
+        reason: why there is no time, what is wrong, or which token differs; empty otherwise.
         time_us: from one launch to the next.
         error_ratio: `values.error_ratio`; None where values are not compared.
-        prediction: the frozen one.
+        prediction: the frozen one; None for a model.
     """
 
     step: Step
     name: str
     status: Status
-    prediction: Prediction
+    prediction: Prediction | None
     reason: str = ""
     time_us: float | None = None
     error_ratio: float | None = None
@@ -136,11 +136,14 @@ def _read(path: Path) -> Record:
 
 
 def _row(row: dict[str, Any]) -> Finding:
-    prediction = Prediction(**row.pop("prediction"))
-    measured = [row[key] for key in ("time_us", "error_ratio") if row[key] is not None]
-    numbers = [prediction.time_us, *prediction.range_us, *measured]
+    given = row.pop("prediction")
+    prediction = None if given is None else Prediction(**given)
+    numbers = [row[key] for key in ("time_us", "error_ratio") if row[key] is not None]
+    if prediction is not None:
+        numbers += [prediction.time_us, *prediction.range_us]
     if (
-        row["status"] not in get_args(Status)
+        (prediction is None) != (row["step"] == "model")
+        or row["status"] not in get_args(Status)
         or row["step"] not in get_args(Step)
         or not all(isinstance(row[key], str) for key in ("name", "reason"))
         or not all(isinstance(each, int | float) for each in numbers)

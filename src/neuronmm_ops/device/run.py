@@ -6,9 +6,11 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from statistics import median
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,12 +19,18 @@ from neuroncore.calibration import cases as microkernels
 from neuroncore.calibration.published import PUBLISHED, published
 from neuroncore.hardware import instance_type
 from neuronmm_ops.compress.calibrate import Progress
-from neuronmm_ops.device import page
+from neuronmm_ops.device import model, page
 from neuronmm_ops.device.predictions import Prediction, frozen
 from neuronmm_ops.device.programme import KernelCase, kernel_cases
 from neuronmm_ops.device.record import PAGE, Finding, Record, Step, resume, save
 from neuronmm_ops.device.runners import OpKernel, Runner
-from neuronmm_ops.device.values import factors, op_error_ratio, operands, product_error_ratio
+from neuronmm_ops.device.values import (
+    error_ratio,
+    factors,
+    op_error_ratio,
+    operands,
+    product_error_ratio,
+)
 from neuronmm_ops.device.worker import Worker
 from neuronmm_ops.doctor import diagnose
 from neuronmm_ops.kernels import source_fingerprint
@@ -33,8 +41,9 @@ from neuronmm_ops.processes import locked
 SHARES: Mapping[Step, float] = {
     "profiled": 0.1,
     "microkernels": 0.25,
-    "kernels": 0.45,
-    "layers": 0.2,
+    "kernels": 0.4,
+    "layers": 0.15,
+    "model": 0.1,
 }
 """Of the minutes, in order; what a step leaves is the next one's."""
 ROW_S = 240.0
@@ -45,12 +54,22 @@ WRONG = 1.2
 LAYERS = (1, 2, 4, 16)
 LAYER = "svd_mlp of Llama-3.2-1B, M=1, bf16"
 """What follows itself in a graph: the slope is a layer, the intercept what a graph costs."""
+MODEL = {
+    "prefill": f"prefill of {model.PROMPT} tokens until its logits are on the CPU",
+    "decode": f"decode of a token, median of {model.NEW}, until its logits are on the CPU",
+}
+"""Rows of the demo model."""
 
 SETTINGS = ("NEURON", "NKI_", "XLA_", "PJRT_")
 """Environment variables that the record keeps begin so."""
 
-Found = tuple[float, float | None]
-"""us from one launch to the next, and the error ratio where values are compared."""
+
+class Found(NamedTuple):
+    """us from one launch to the next, the error ratio where values are compared, and a remark."""
+
+    time_us: float
+    error_ratio: float | None = None
+    remark: str = ""
 
 
 @dataclass(frozen=True)
@@ -62,7 +81,7 @@ class Item:
     lnc: int
     function: Callable[..., Found]
     arguments: tuple[Any, ...]
-    prediction: Prediction
+    prediction: Prediction | None
 
 
 def run(
@@ -121,6 +140,8 @@ def programme(target: str) -> list[Item]:
         prediction = rows[LAYER].times(layers)
         call = measure_layers, (layer, layers)
         items.append(Item("layers", f"{layers} of {LAYER}", 1, *call, prediction))
+    for phase, name in MODEL.items():
+        items.append(Item("model", name, 1, measure_model, (phase,), None))
     return items
 
 
@@ -168,7 +189,8 @@ def _row(item: Item, worker: Worker, left_s: float) -> Finding | None:
         return Finding(item.step, item.name, status, item.prediction, str(error))
 
     try:
-        time_us, ratio = worker.call(item.lnc, min(ROW_S, left_s), item.function, *item.arguments)
+        limit_s = min(ROW_S, left_s)
+        time_us, ratio, remark = worker.call(item.lnc, limit_s, item.function, *item.arguments)
     except TimeoutError as error:
         return None if left_s < ROW_S else failed("late", error)
     except ChildProcessError as error:
@@ -177,7 +199,7 @@ def _row(item: Item, worker: Worker, left_s: float) -> Finding | None:
         return failed("refused", error)
     if not (math.isfinite(time_us) and time_us > 0):
         return failed("refused", ValueError(f"a launch took {time_us:g} us by the clock"))
-    found = Finding(item.step, item.name, "measured", item.prediction, "", time_us, ratio)
+    found = Finding(item.step, item.name, "measured", item.prediction, remark, time_us, ratio)
     if ratio is None or ratio <= WRONG:
         return found
     reason = f"values are off by {ratio:.3g} times what their dtype excuses"
@@ -195,7 +217,7 @@ def measure_kernel(runner: Runner, case: KernelCase, prediction: Prediction) -> 
     arguments = {**(prediction.arguments or {}), **given, "fingerprint": source_fingerprint()}
     tensors = operands(problem)
     sample = runner.run(kernel, tensors, arguments)
-    return sample.time_us, op_error_ratio(problem, tensors, sample.outputs[0])
+    return Found(sample.time_us, op_error_ratio(problem, tensors, sample.outputs[0]))
 
 
 def measure_layers(runner: Runner, case: KernelCase, layers: int) -> Found:
@@ -205,7 +227,19 @@ def measure_layers(runner: Runner, case: KernelCase, layers: int) -> Found:
     tensors = (x / 8, *weights)  # or the sums of many layers would leave bf16's range
     sample = runner.chain(case.problem.op, tensors, layers)
     ratio = op_error_ratio(case.problem, tensors, sample.outputs[0], layers)
-    return sample.time_us, ratio
+    return Found(sample.time_us, ratio)
+
+
+def measure_model(runner: Runner, phase: str) -> Found:
+    """Run the demo model: its logits [passes, V] by the CPU's, its tokens by those in float32."""
+    lm, pieces, own = model.compressed(), model.pieces(), model.PHASES[phase]
+    plain = model.reference(lm, pieces)[own]
+    exact = model.reference(deepcopy(lm).float(), pieces)[own]
+    samples = runner.passes(lm, pieces)[own]
+    actual = torch.cat([sample.outputs[0] for sample in samples])
+    ratio = error_ratio(actual, exact.double(), plain)
+    time_us = median([sample.time_us for sample in samples])
+    return Found(time_us, ratio, model.first_other(actual, exact))
 
 
 def measure_profiled(runner: Runner, name: str) -> Found:
@@ -213,14 +247,14 @@ def measure_profiled(runner: Runner, name: str) -> Found:
     case = next(each for each in PUBLISHED if each.name == name)
     tensors = factors(case)
     sample = runner.run(case, tensors, case.arguments)
-    return sample.time_us, product_error_ratio(case, tensors, sample.outputs[0])
+    return Found(sample.time_us, product_error_ratio(case, tensors, sample.outputs[0]))
 
 
 def measure_small(runner: Runner, name: str) -> Found:
     """Launch a microkernel, whose values are of no interest."""
     case = next(each for each in microkernels.cases(runner.target) if each.name == name)
     tensors = tuple([_zeros(spec) for spec in case.operands])
-    return runner.run(case, tensors, case.arguments).time_us, None
+    return Found(runner.run(case, tensors, case.arguments).time_us)
 
 
 def _zeros(spec: TensorSpec) -> torch.Tensor:

@@ -6,9 +6,11 @@ Both are made in the worker process, from what is pickled here.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from statistics import median
 from typing import Any, NamedTuple
 
 import torch
@@ -19,12 +21,14 @@ from neuroncore.calibration.cases import Case
 from neuroncore.calibration.published import Profiled
 from neuroncore.kernel import Kernel, RunSettings
 from neuroncore.kernel import run as simulate
+from neuronmm_ops.device import model
 from neuronmm_ops.device.values import layered
 from neuronmm_ops.doctor import diagnose
 from neuronmm_ops.estimate.served import LAUNCH_US
 from neuronmm_ops.kernels import kernel_named
 from neuronmm_ops.kernels.simulated import simulated_kernel
 from neuronmm_ops.measure.timing import time_paired
+from neuronmm_ops.nn import SVDMLP
 from neuronmm_ops.ops.backends import neuron
 from neuronmm_ops.ops.backends.environment import LNC_VARIABLE, core, xla_route
 from neuronmm_ops.ops.backends.launch import Tensors
@@ -36,6 +40,8 @@ FEW, MANY = 10, 60
 ROUNDS = 9
 LIMIT_S = 20.0
 """Of the rounds of one kernel."""
+COMPILERS = {"neuron": "neuron", "xla": "openxla"}
+"""`torch.compile`'s backend of a device."""
 
 
 class Sample(NamedTuple):
@@ -107,6 +113,20 @@ class SimulatedDevice:
             result = layered(call, tensors, layers)
         return Sample((result,), 1e3 * sum(times_ms) + layers * self.launch_us)
 
+    def passes(self, lm: Any, pieces: Sequence[Tensor]) -> list[Sample]:
+        """Simulate the compressed MLPs of a model's `passes`; the rest takes no time."""
+        times_ms: list[float] = []
+        samples: list[Sample] = []
+        for mlp in lm.modules():
+            if isinstance(mlp, SVDMLP):
+                mlp.register_forward_hook(lambda *_: times_ms.append(last_profile().time_ms))
+        with use_impl("simulated", self.target):
+            for logits in model.passes(lm, model.static_cache(lm), pieces):
+                time_us = 1e3 * sum(times_ms) + len(times_ms) * self.launch_us
+                samples.append(Sample((logits,), time_us))
+                times_ms.clear()
+        return samples
+
 
 @dataclass(frozen=True)
 class NeuronDevice:
@@ -143,6 +163,26 @@ class NeuronDevice:
         if self.name == "neuron":
             return self._timed(torch.compile(graph, backend="neuron", dynamic=False), tensors)
         return self._timed(graph, tensors)
+
+    def passes(self, lm: Any, pieces: Sequence[Tensor]) -> list[Sample]:
+        """Run a model's `passes` on the device, each timed until its logits are on the CPU."""
+        neuron.call_mode()  # imports what brings the device
+        lm.to(self._device)
+        lm.tie_weights()  # torch_xla's .to() makes two of a tied weight
+        compiled = torch.compile(lm, backend=COMPILERS[self.name], fullgraph=True, dynamic=False)
+        cache, ids = model.static_cache(lm), [piece.to(self._device) for piece in pieces]
+
+        def run() -> list[Sample]:
+            samples: list[Sample] = []
+            started = time.perf_counter()
+            for logits in model.passes(compiled, cache, ids):
+                samples.append(Sample((logits,), 1e6 * (time.perf_counter() - started)))
+                started = time.perf_counter()
+            return samples
+
+        run()  # compiles
+        rounds = zip(*[run() for _ in range(ROUNDS)], strict=True)
+        return [each[0]._replace(time_us=median([s.time_us for s in each])) for each in rounds]
 
     def _timed(self, call: Callable[..., Any], tensors: Tensors) -> Sample:
         """The results of a call on the device, and the time from one call to the next."""
