@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from neuroncore.calibration import measurements
+from neuroncore.documents import read_json
 from neuroncore.files import replacing
 from neuronmm_ops.device.predictions import Prediction
-from neuronmm_ops.files import read_document
 
 FILE, MEASUREMENTS, PAGE = "device-check.json", "measurements.json", "device-check.md"
 FORMAT, VERSION = "neuronmm-device-check", 1
@@ -120,10 +120,7 @@ def _shown(value: Any, other: Any) -> str:
 
 
 def _read(path: Path) -> Record:
-    try:
-        document = json.loads(read_document(path))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is no JSON document, or is cut off: {error}") from error
+    document = read_json(path)
     if not isinstance(document, dict) or document.pop("format", None) != FORMAT:
         raise ValueError(f'{path} is no record of device-check: "format" must be {FORMAT!r}')
     if (version := document.pop("version", None)) != VERSION:

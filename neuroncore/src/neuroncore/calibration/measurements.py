@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, NoReturn, cast, get_args
 
+from neuroncore.documents import read_json
 from neuroncore.files import replacing
 from neuroncore.hardware import MACHINES
 
@@ -63,10 +64,7 @@ def read(path: Path) -> Measurements:
         OSError: it cannot be read.
         ValueError: it is no such file, or breaks its rules; the message names the file.
     """
-    try:
-        document = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is no JSON document, or is cut off: {error}") from error
+    document = read_json(path)
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         _refuse(path, f'is no file of measurements: "format" must be {FORMAT!r}')
     if document.get("version") != VERSION:

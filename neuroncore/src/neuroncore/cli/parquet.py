@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from neuroncore.cli import lines as source_lines
 from neuroncore.cli.summaries import ENGINES
+from neuroncore.documents import check_regular
 
 if TYPE_CHECKING:
     import numpy as np
@@ -86,6 +87,7 @@ def _table(folder: Path, name: str, columns: tuple[str, ...] = ()) -> Any:
     for path in sorted(folder.glob(f"{name}*.parquet")):
         if not re.fullmatch(rf"{name}(_\d+)?", path.stem):
             continue
+        check_regular(path)
         try:
             with ParquetFile(path) as file:
                 present = [column for column in columns if column in file.schema_arrow.names]

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from neuroncore import __version__
+from neuroncore.documents import read_json
 from neuroncore.files import replacing
 
 ENGINES = {
@@ -165,10 +166,7 @@ def _target(instance_type: str) -> str | None:
 
 
 def _json(path: Path) -> dict[str, Any]:
-    try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is no JSON document, or is cut off: {error}") from error
+    document = read_json(path)
     if not isinstance(document, dict):
         _refuse(path, f"holds a {type(document).__name__} where a profile is an object")
     return document
