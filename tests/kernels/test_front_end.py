@@ -11,7 +11,7 @@ from neuroncore.checks.lint import LINES, lint
 from neuroncore.memory.tensor import NkiTensor
 from neuronmm_ops import kernels
 from neuronmm_ops.kernels import front_end
-from neuronmm_ops.kernels.rms_norm.kernel import rms_norm
+from neuronmm_ops.kernels.rms_norm.prefill import rms_norm
 from neuronmm_ops.kernels.xuv.decode import xuv_decode
 from neuronmm_ops.kernels.xuv.prefill import xuv
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import neuroncore as nc
 from neuronmm_ops.estimate.rms_norm import plan_rms_norm
-from neuronmm_ops.kernels.rms_norm.kernel import rms_norm
+from neuronmm_ops.kernels.rms_norm.prefill import rms_norm
 
 EPS = 1e-5
 

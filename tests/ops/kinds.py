@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from neuronmm_ops.kernels.knobs import Knobs
-from neuronmm_ops.kernels.rms_norm.kernel import Normalization
+from neuronmm_ops.kernels.rms_norm.prefill import Normalization
 from neuronmm_ops.kernels.shim import jit, nisa, nl
 from neuronmm_ops.kernels.stages.tiling import Span
 from neuronmm_ops.ops.definitions import SPECS

@@ -18,7 +18,7 @@ from neuronmm_ops.cli import main
 from neuronmm_ops.compress.record import record_of
 from neuronmm_ops.compress.report import CompressionReport, LayerReport
 from neuronmm_ops.estimate.model import Options
-from neuronmm_ops.kernels.rms_norm.kernel import rms_norm
+from neuronmm_ops.kernels.rms_norm.prefill import rms_norm
 from neuronmm_ops.models import resolve_shape
 from neuronmm_ops.precompile import launches
 from neuronmm_ops.precompile import run as precompile

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from neuroncore.hardware import DEFAULT_TARGET, resolve_target
-from neuronmm_ops.estimate.binding import simulated
 from neuronmm_ops.kernels.attention.units import Shape, problem_of
 from neuronmm_ops.kernels.problem import ITEMSIZES
+from neuronmm_ops.kernels.simulated import simulated_kernel
 from neuronmm_ops.kernels.stages.tiling import PARTITIONS, tiles_in
 from neuronmm_ops.plan import MAX_INSTRUCTIONS
 from neuronmm_ops.plan.launches import PlannedKernel, TensorShape
@@ -96,7 +96,7 @@ def _decode(shape: Shape, head_norm: bool, dtype: str, lnc: int) -> PlannedKerne
         weight,
         weight,
     )
-    kernel = simulated("attention.decode.attention_decode", lnc)
+    kernel = simulated_kernel("attention", "attention_decode", lnc)
     return PlannedKernel("attention_decode", kernel, operands, {})
 
 
@@ -108,7 +108,7 @@ def _prefill(shape: Shape, dtype: str, lnc: int, kv_heads: int) -> PlannedKernel
         TensorShape((B, kv_heads, d, M), dtype),
         TensorShape((B, kv_heads, M, d), dtype),
     )
-    kernel = simulated("attention.prefill.attention", lnc)
+    kernel = simulated_kernel("attention", "attention", lnc)
     return PlannedKernel("attention", kernel, operands, {})
 
 

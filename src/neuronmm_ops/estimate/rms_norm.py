@@ -5,8 +5,8 @@ from __future__ import annotations
 from functools import lru_cache
 
 from neuroncore.hardware import DEFAULT_TARGET
-from neuronmm_ops.estimate.binding import simulated
 from neuronmm_ops.kernels.problem import Problem
+from neuronmm_ops.kernels.simulated import simulated_kernel
 from neuronmm_ops.kernels.stages.tiling import PARTITIONS
 from neuronmm_ops.plan.launches import PlannedKernel, TensorShape, quickest
 
@@ -44,7 +44,7 @@ def _planned(problem: Problem, residual: bool) -> PlannedKernel:
     M, H = problem.M, problem.K
     x, weight = TensorShape((M, H), problem.dtype), TensorShape((H,), problem.dtype)
     operands = (x, x if residual else None, weight)
-    kernel = simulated("rms_norm.kernel.rms_norm", problem.lnc)
+    kernel = simulated_kernel("rms_norm", "rms_norm", problem.lnc)
     # two tiles of x, and of its residual and result, lie beside the weight
     least = (1 + 2 * (2 + residual)) * problem.itemsize * H // problem.machine.planned_sbuf_bytes
     divisors = [parts for parts in range(least + 1, min(H, PARTITIONS) + 1) if H % parts == 0]

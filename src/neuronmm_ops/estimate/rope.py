@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from neuroncore.hardware import DEFAULT_TARGET
 from neuronmm_ops.estimate.attention import check_launch, check_shape
-from neuronmm_ops.estimate.binding import simulated
+from neuronmm_ops.kernels.simulated import simulated_kernel
 from neuronmm_ops.plan.launches import PlannedKernel, TensorShape
 
 BLOCKS = (512, 256, 128)
@@ -58,7 +58,7 @@ def plan_rope(
         weight,
         weight,
     )
-    kernel = simulated("rope.prefill.rope", lnc)
+    kernel = simulated_kernel("rope", "rope", lnc)
     for block in BLOCKS:
         planned = PlannedKernel("rope", kernel, operands, {"block": block})
         if planned.cost(target) is not None:
