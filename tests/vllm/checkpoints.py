@@ -7,7 +7,8 @@ from tiny import tiny_tokenizer
 
 from neuronmm_ops import hf
 
-CONTEXT = 4096  # room for an answer that takes seconds
+# Room for an answer that takes a minute: the rank that is left may go on for ten seconds.
+CONTEXT = 32768
 CHAT = "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}<answer>"
 PROMPTS = ["The quick brown fox", "Zwölf Boxkämpfer", "0123456789", "a", "def f(x):\n    return"]
 

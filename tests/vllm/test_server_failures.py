@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import openai
 import pytest
-from checkpoints import PROMPTS, answers, served
+from checkpoints import CONTEXT, PROMPTS, answers, served
 from vllm_server import STOP_S, Server
 
 pytestmark = pytest.mark.slow
@@ -53,7 +53,7 @@ def complete(server, prompt, tokens=TOKENS, **options):
 
 def killed_during_an_answer(server, title):
     """Kill a process while the server answers; return the client's error and its delay in s."""
-    chunks = iter(complete(server, PROMPTS[0], tokens=4000, stream=True))
+    chunks = iter(complete(server, PROMPTS[0], tokens=CONTEXT - 100, stream=True))
     next(chunks)
     server.named(title)[-1].kill()
     started = time.monotonic()
