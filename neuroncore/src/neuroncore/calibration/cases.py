@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import Any
 
 from neuroncore.boundary import TensorSpec
-from neuroncore.calibration import microkernels
+from neuroncore.calibration import microkernels, shim
 from neuroncore.dtypes import DType, bfloat16, float32
 from neuroncore.hardware import Machine, resolve_target
 from neuroncore.kernel import Kernel, jit
@@ -190,7 +190,8 @@ def of_simulator(name: str) -> ModuleType:
 @contextmanager
 def _without_nki() -> Generator[None]:
     """Imports of `nki` fail while the block runs, as if it were not installed."""
-    taken = {name: sys.modules.pop(name) for name in [*sys.modules] if name.split(".")[0] == "nki"}
+    bound = [n for n in sys.modules if n.split(".")[0] == "nki" or n == shim.__name__]
+    taken = {name: sys.modules.pop(name) for name in bound}
     sys.modules["nki"] = None  # type: ignore[assignment]
     try:
         yield

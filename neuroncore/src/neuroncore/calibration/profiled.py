@@ -4,31 +4,10 @@ Source: aws-neuron/neuron-agentic-development, skills/neuron-nki-profile-queryin
 first kernel, V0, is the first step of AWS's matmul tutorial. On an instance they are the installed
 NKI's; without one, the simulator's.
 """
-# pyright: reportMissingImports=false
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from neuroncore import isa as nisa
-    from neuroncore import jit
-    from neuroncore import language as nl
-    from neuroncore.memory.tensor import NkiTensor
-else:
-    try:
-        import nki.isa as nisa
-        import nki.language as nl
-        from nki import jit
-
-        NkiTensor = nl.ndarray
-    except ModuleNotFoundError as error:
-        if error.name not in ("nki", "nki.isa", "nki.language"):
-            raise
-        from neuroncore import isa as nisa
-        from neuroncore import jit
-        from neuroncore import language as nl
-        from neuroncore.memory.tensor import NkiTensor
+from neuroncore.calibration.shim import NkiTensor, jit, nisa, nl
 
 P = 128
 """Partitions of a tile."""
