@@ -38,7 +38,7 @@ if TYPE_CHECKING:
         NonFiniteError,
     )
     from neuronmm_ops.eval import PerplexityResult, encode_documents, token_perplexity
-    from neuronmm_ops.nn import SVDMLP, SVDLinear
+    from neuronmm_ops.nn import SVDMLP, StoredLinear, SVDLinear
     from neuronmm_ops.ops import last_profile, mlp, svd_mlp, svd_qkv, use_impl, xuv, xw
 
 __version__ = "0.1.0"
@@ -59,6 +59,7 @@ __all__ = [
     "SVDConfig",
     "SVDLinear",
     "SecondMoment",
+    "StoredLinear",
     "__version__",
     "aligned_rank",
     "collect_moments",

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from neuronmm_ops.errors import NonFiniteError
+from neuronmm_ops.nn.nearest import bfloat16, scales_of
 from neuronmm_ops.storages import STORAGES, WeightStorage, checked, dequantized
 
 # Of the mean of H's diagonal, added to it, as GPTQ does: errors must not pile up where calibration
@@ -36,8 +37,6 @@ DAMPING = 1e-7
 MIN_SIGMA = 1e-3
 # Rows and columns that are rounded before their errors are fed back to all others.
 ROWS, COLUMNS = 128, 64
-# Scales are normal bfloat16 numbers, and their products with 240 finite.
-MIN_SCALE, MAX_SCALE = 2.0**-120, 2.0**120
 
 
 class Quantized(NamedTuple):
@@ -92,7 +91,7 @@ def quantize_pair(
     metric = None if metric is None else metric.double()
     ridge = _ridge(moment)
     u, v = _gauge(u, v, moment, ridge, metric)
-    column_scale = _scale(u, stored)
+    column_scale = scales_of(u, stored)
     spread = stored.spread(column_scale, len(u))
     stored_u = stored.nearest(u / spread)
     exact_u, u = u, stored_u * spread
@@ -108,7 +107,7 @@ def quantize_pair(
         row_scale = column_scale
     by = (row_scale / column_scale).view(-1, len(v))[0]
     v, gram = v / by[:, None], by[:, None] * gram * by
-    v_scale = _scale(v, stored)
+    v_scale = scales_of(v, stored)
     spread = stored.spread(v_scale, len(v))
     if metric is None or metric.dim() == 1:
         stored_v = _round_rows(v / spread, _feed(gram), stored)
@@ -122,10 +121,10 @@ def quantize_pair(
 def nearest_pair(u: Tensor, v: Tensor, storage: str) -> Quantized:
     """Round a pair `u[K, r]`, `v[r, N]` to nearest, to compare with; v's rows equally long."""
     u, v, stored = u.double(), v.double(), STORAGES[storage]
-    column_scale = _scale(u, stored)
+    column_scale = scales_of(u, stored)
     row_scale = _row_scale(v, column_scale)
     v = v * (column_scale / row_scale)[:, None]
-    v_scale = _scale(v, stored)
+    v_scale = scales_of(v, stored)
     stored_u, stored_v = stored.nearest(u / column_scale), stored.nearest(v / v_scale)
     return Quantized(
         stored.encode(stored_u), stored.encode(stored_v), row_scale.float(), v_scale.float()
@@ -247,27 +246,10 @@ def _inverse_root(matrix: Tensor) -> Tensor:
     return torch.linalg.cholesky(_symmetric(inverse), upper=True)
 
 
-def _scale(matrix: Tensor, storage: WeightStorage) -> Tensor:
-    """Return scales such that the largest number of each is the storage's; 1 for zeros."""
-    largest = storage.magnitudes(matrix)
-    return _bfloat16(torch.where(largest > 0, largest / storage.full, 1.0), up=True)
-
-
 def _row_scale(v: Tensor, column_scale: Tensor) -> Tensor:
     """Return u's scale: by what v's rows are divided, beside u's columns, to be equally long."""
     length = v.norm(dim=1)
-    return _bfloat16(column_scale * torch.where(length > 0, length, 1.0))
-
-
-def _bfloat16(scale: Tensor, up: bool = False) -> Tensor:
-    """Round to bfloat16 numbers, in the values' own dtype: to nearest, or never to less."""
-    scale = scale.clamp(MIN_SCALE, MAX_SCALE)
-    rounded = scale.bfloat16().to(scale)
-    return (
-        torch.where(rounded < scale, rounded * (1 + 2**-7), rounded).bfloat16().to(scale)
-        if up
-        else rounded
-    )
+    return bfloat16(column_scale * torch.where(length > 0, length, 1.0))
 
 
 def _ridge(moment: Tensor | None) -> float:

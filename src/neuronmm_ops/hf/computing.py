@@ -12,8 +12,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import PreTrainedModel
 
 from neuronmm_ops.hf.loading import load
-from neuronmm_ops.nn import relayout_
-from neuronmm_ops.nn.factors import one_byte_tensors
+from neuronmm_ops.nn import CompressedLinear, relayout_
 from neuronmm_ops.ops.backends.cpu import compute_dtype
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -107,7 +106,7 @@ def dtype_of(dtype: str, model: nn.Module, device: torch.device | None = None) -
 def cast_(model: nn.Module, dtype: torch.dtype) -> None:
     """Cast parameters and saved buffers in place; others, such as RoPE's angles, keep theirs.
 
-    Factors in one byte and their scales stay as they are.
+    Matrices in one byte and their scales stay as they are.
     """
     for _, tensor in _floating(model):
         if is_traceable_wrapper_subclass(tensor):  # a DTensor, whose data cannot be set
@@ -149,7 +148,7 @@ def _floating(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         id(tensor)
         for module in model.modules()
         for tensor in (
-            *one_byte_tensors(module),
+            *(module.one_byte_tensors() if isinstance(module, CompressedLinear) else ()),
             *(module._buffers[name] for name in module._non_persistent_buffers_set),
         )
     }

@@ -1,13 +1,15 @@
-"""SVDMLP: a gated MLP whose three projections are low-rank, run as one op."""
+"""SVDMLP: a gated MLP whose three projections are compressed, run as one op."""
 
-from typing import Self, TypeGuard
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
 from neuronmm_ops.nn.bare import is_bare
+from neuronmm_ops.nn.compressed_linear import CompressedLinear
+from neuronmm_ops.nn.stored_linear import StoredLinear
 from neuronmm_ops.nn.svd_linear import SVDLinear
-from neuronmm_ops.ops import ACTIVATIONS, svd_mlp
+from neuronmm_ops.ops import ACTIVATIONS, mlp, svd_mlp
 
 # Transformers' MLP classes whose forward is exactly down_proj(act_fn(gate_proj(x)) * up_proj(x)).
 # Other classes with the same children compute something else (dropout, activation sparsity).
@@ -48,10 +50,10 @@ _ACTIVATION_CLASSES = {
 class SVDMLP(nn.Module):
     """Gated MLP `down_proj(act(gate_proj(x)) * up_proj(x))`.
 
-    With three low-rank projections of one storage and no biases it is one `neuronmm::svd_mlp`. In
-    every other case (a projection kept dense, a bias, a hook on a projection, factors in fp8 beside
-    others in bfloat16, or computed in another way) each projection is called by itself. Children
-    have Transformers' names, so checkpoints keep their keys.
+    With three low-rank projections of one storage and no biases it is one `neuronmm::svd_mlp`, with
+    three `StoredLinear` one `neuronmm::mlp`. In every other case (one projection is of another kind
+    or storage, a bias, a hook on a projection, another way to compute) each projection is called by
+    itself. Children have Transformers' names, so checkpoints keep their keys.
 
     Args:
         hidden_size: K, also the output size.
@@ -89,7 +91,7 @@ class SVDMLP(nn.Module):
     def from_projections(
         cls, gate: nn.Module, up: nn.Module, down: nn.Module, activation: str
     ) -> Self:
-        """Build an MLP around existing projections, `SVDLinear` or `nn.Linear`, without a copy.
+        """Build an MLP around existing projections, compressed or `nn.Linear`, without a copy.
 
         Raises:
             ValueError: the activation is unknown.
@@ -103,17 +105,19 @@ class SVDMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map x `[..., K]` to `[..., K]`."""
-        gate, up, down = self.gate_proj, self.up_proj, self.down_proj
-        if not (
-            (_is_fusible(gate) and _is_fusible(up) and _is_fusible(down))
-            and gate.precision == up.precision == down.precision
-        ):
-            return down(ACTIVATIONS[self.activation](gate(x)) * up(x))
-        return svd_mlp(
-            *(x, gate.u, gate.v, up.u, up.v, down.u, down.v, self.activation),
-            *(gate.u_scale, gate.v_scale, up.u_scale, up.v_scale, down.u_scale, down.v_scale),
-            gate.compute,
-        )
+        gate: Any = self.gate_proj
+        up: Any = self.up_proj
+        down: Any = self.down_proj
+        if _are_fusible(gate, up, down, SVDLinear):
+            return svd_mlp(
+                *(x, gate.u, gate.v, up.u, up.v, down.u, down.v, self.activation),
+                *(gate.u_scale, gate.v_scale, up.u_scale, up.v_scale, down.u_scale, down.v_scale),
+                gate.compute,
+            )
+        if _are_fusible(gate, up, down, StoredLinear):
+            scales = (gate.w_scale, up.w_scale, down.w_scale)
+            return mlp(x, gate.w, up.w, down.w, None, self.activation, *scales, gate.compute)
+        return down(ACTIVATIONS[self.activation](gate(x)) * up(x))
 
     def extra_repr(self) -> str:
         """Name the activation for `print(model)`."""
@@ -129,10 +133,12 @@ def gated_activation(module: nn.Module) -> str | None:
     return _ACTIVATION_CLASSES.get(name)
 
 
-def _is_fusible(projection: nn.Module) -> TypeGuard[SVDLinear]:
-    """Say whether calling the op instead of the module leaves out nothing the user asked for."""
-    plain = type(projection) is SVDLinear and projection.bias is None
-    return plain and is_bare(projection)
+def _are_fusible(gate: Any, up: Any, down: Any, kind: type[CompressedLinear]) -> bool:
+    """Say whether one op instead of the modules leaves out nothing the user asked for."""
+    return (
+        all(type(p) is kind and p.bias is None and is_bare(p) for p in (gate, up, down))
+        and gate.precision == up.precision == down.precision
+    )
 
 
 def _check_activation(activation: str) -> None:

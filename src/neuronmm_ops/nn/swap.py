@@ -7,15 +7,17 @@ import torch
 from torch import Tensor, nn
 
 from neuronmm_ops.nn.bare import is_bare
+from neuronmm_ops.nn.compressed_linear import CompressedLinear, scale_of
 from neuronmm_ops.nn.dense_linear import DenseLinear, dense_linear
-from neuronmm_ops.nn.factors import check_factors
+from neuronmm_ops.nn.factors import check_factors, check_matrix
 from neuronmm_ops.nn.pair import LinearPair
+from neuronmm_ops.nn.stored_linear import StoredLinear
 from neuronmm_ops.nn.svd_linear import SVDLinear
 from neuronmm_ops.nn.svd_mlp import SVDMLP, gated_activation
 from neuronmm_ops.nn.svd_qkv import fuse_projections_
-from neuronmm_ops.storages import SCALES, size_of
+from neuronmm_ops.storages import size_of, storage_of
 
-# u and v, and the scales of both where they are in one byte.
+# u and v, and the scales of both where they are in one byte; or w in one byte and its scales.
 Factors = tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 
 
@@ -25,34 +27,46 @@ def swap_modules_(model: nn.Module, factors: Mapping[str, Factors]) -> None:
     replacements: dict[str, nn.Module] = {}
     names: dict[nn.Module, str] = {}
     for name, pair in factors.items():
-        if len(pair) not in (2, 4):
-            raise ValueError(
-                f"{name}: factors must be (u, v) or (u, v, u_scale, v_scale), got {len(pair)}"
-            )
-        u, v, *rest = pair
-        u_scale, v_scale = rest or (None, None)
         linear = _linear(model, name)
         if names.setdefault(linear.module, name) != name:
             raise ValueError(
                 f"{names[linear.module]} and {name} are one module; give factors for one name"
             )
-        K, r, N = linear.in_features, u.shape[-1], linear.out_features
-        if u.dim() != 2 or v.dim() != 2 or (size_of(u), size_of(v)) != ((K, r), (r, N)):
-            raise ValueError(
-                f"{name}: u must be [{K}, r] and v [r, {N}], "
-                f"got {list(u.shape)} and {list(v.shape)}"
-            )
-        weight = linear.weight
-        if check_factors(u, v, u_scale, v_scale, name) is None:
-            layer = SVDLinear.from_factors(u.to(weight), v.to(weight), linear.bias)
-            layer.u.requires_grad_(linear.stored.requires_grad)
-            layer.v.requires_grad_(linear.stored.requires_grad)
-        else:
-            u, v = u.to(weight.device), v.to(weight.device)
-            dtype = weight.dtype
-            layer = SVDLinear.from_factors(u, v, linear.bias, u_scale, v_scale, dtype=dtype)
-        replacements[name] = layer
+        replacements[name] = _compressed(name, linear, pair)
     replace_(model, replacements)
+
+
+def is_stored(factors: Factors) -> bool:
+    """Say whether it is one matrix and its scales, not a pair."""
+    return len(factors) == 2 and (
+        storage_of(factors[0].dtype) is not None and storage_of(factors[1].dtype) is None
+    )
+
+
+def _compressed(name: str, linear: DenseLinear, factors: Factors) -> CompressedLinear:
+    """Return the layer that takes a Linear's place."""
+    if len(factors) not in (2, 4):
+        raise ValueError(
+            f"{name}: factors must be (u, v) or (u, v, u_scale, v_scale), got {len(factors)}"
+        )
+    u, v, *rest = factors
+    u_scale, v_scale = rest or (None, None)
+    K, r, N, weight = linear.in_features, u.shape[-1], linear.out_features, linear.weight
+    dtype, device = weight.dtype, weight.device
+    if is_stored(factors):
+        if check_matrix(u, v, name) and size_of(u) != (K, N):
+            raise ValueError(f"{name}: w must be [{K}, {N}], got {list(u.shape)}")
+        return StoredLinear.from_matrix(u.to(device), v, linear.bias, dtype=dtype)
+    if u.dim() != 2 or v.dim() != 2 or (size_of(u), size_of(v)) != ((K, r), (r, N)):
+        raise ValueError(
+            f"{name}: u must be [{K}, r] and v [r, {N}], got {list(u.shape)} and {list(v.shape)}"
+        )
+    if check_factors(u, v, u_scale, v_scale, name) is None:
+        layer = SVDLinear.from_factors(u.to(weight), v.to(weight), linear.bias)
+        layer.u.requires_grad_(linear.stored.requires_grad)
+        layer.v.requires_grad_(linear.stored.requires_grad)
+        return layer
+    return SVDLinear.from_factors(u.to(device), v, linear.bias, u_scale, v_scale, dtype=dtype)
 
 
 def replace_(model: nn.Module, replacements: Mapping[str, nn.Module]) -> None:
@@ -138,7 +152,9 @@ def _fuse_gated_mlp(
 def _carry_over(old: nn.Module, new: nn.Module) -> None:
     """Give `new` the training flag, buffers and hooks of `old`."""
     new.training = old.training
-    placeholders = ("weight", *SCALES) if isinstance(old, (SVDLinear, LinearPair)) else ()
+    placeholders: tuple[str, ...] = ("weight",) if isinstance(old, LinearPair) else ()
+    if isinstance(old, CompressedLinear):
+        placeholders = ("weight", *map(scale_of, old.MATRICES))
     for name, buffer in old.named_buffers(recurse=False):
         if name in placeholders:
             continue
