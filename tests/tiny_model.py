@@ -50,7 +50,7 @@ def components(document, variant, phase):
 def decoder(shape=TINY, **options):
     """A decoder on one core of trn2, dense unless options say otherwise."""
     settings = {"target": "trn2", "lnc": 1, "tp": 1, "batch": 1} | options
-    return Decoder(shape, settings.pop("linears", linears(shape)), **settings)
+    return Decoder.uniform(shape, settings.pop("linears", linears(shape)), **settings)
 
 
 def shapes_of(launch):

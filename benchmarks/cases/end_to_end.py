@@ -52,7 +52,8 @@ class Served:
     def modelled(self) -> dict[str, Any]:
         """Our dense pass, as `pass_of`: a mean token, or the whole prompt."""
         shape = padded(self.shape, self.ranks)
-        decoder = Decoder(shape, linears(shape), self.target, self.lnc, self.ranks, batch=1)
+        ranks: dict[str, Any] = {"target": self.target, "lnc": self.lnc, "tp": self.ranks}
+        decoder = Decoder.uniform(shape, linears(shape), **ranks, batch=1)
         if self.phase == "prefill":
             return pass_of(decoder, self.prompt, {self.prompt: 1.0})
         return pass_of(decoder, 1, lengths(self.prompt + 1, self.prompt + self.new - 1))

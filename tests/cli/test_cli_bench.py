@@ -1,13 +1,13 @@
 """`neuronmm bench`: documents and tables; what it measures is tested in tests/measure."""
 
 import json
-import re
 import shutil
 from typing import Any
 
 import pytest
 import torch
 from outcomes import interrupt, refused
+from safetensors.torch import load_file
 from tiny_model import write_tiny
 
 from neuroncore.cli.console import stdout
@@ -148,16 +148,41 @@ def test_json_and_table_of_a_model(bench_model):
     dense = document["variants"][0]
     rate, weights = dense["tokens_per_s"], dense["memory"]["weight_bytes"]
     assert any(line[-2:] == [f"{rate:.4g}", f"{weights / 1e9:.3g}"] for line in lines)
-    (ours,) = (line for line in table.splitlines() if "  low rank over dense:" in line)
-    ratio = r"[\d.]+x(?: \([\d.]+ to [\d.]+x\))?"
-    assert re.search(f"prefill {ratio}, decode {ratio}.*, end to end ", ours)
-    assert "(as served " in ours
+    for name, label in (
+        ("ours", "over dense"),
+        ("storage", "storage alone"),
+        ("rank", "rank alone"),
+    ):
+        found = document["speedups"][name]
+        each = [
+            *[found[p] for p in ("prefill", "decode", "end_to_end")],
+            found["decode"]["as_served"],
+        ]
+        (at,) = (n for n, line in enumerate(lines) if line[-6:-4] == label.split())
+        assert set(lines[at][-4:]) == {f"{ratio['middle']:.2f}x" for ratio in each}
+        assert set(lines[at + 1]) == {f"{ratio['low']:.2f}-{ratio['high']:.2f}" for ratio in each}
     served = dense["phases"]["decode"]["as_served"]
     times = [f"{served[f'time{end}_ms']:.3g}" for end in ("", "_low", "_high")]
     row = [f"{dense['phases']['decode']['time_ms']:.3g}", times[0], "-".join(times[1:])]
     assert ["dense", *row, f"{served['tokens_per_s']:.4g}"] in lines
     assert "collectives" not in table  # no launch of it
     assert "sampling beyond argmax" in table
+
+
+def test_a_checkpoint_is_taken_as_it_is(run, small):
+    """The demo's model: what it has on disk is told, and no ratio may be given besides."""
+    options = ("bench", "model", "--model", small, "--prompt-tokens", "16", "--new-tokens", "2")
+    document = run(*options, "--json").document()
+    own, page = document["checkpoint"], " ".join(run(*options).page().split())
+    assert own["bytes"] == sum(
+        tensor.nbytes for file in small.glob("*.safetensors") for tensor in load_file(file).values()
+    )
+    assert f"{own['bytes'] / 1e6:.4g} MB of tensors on disk" in page
+    assert f"of rank {own['least_rank']} to {own['greatest_rank']}" in page
+    assert f"{own['matrix_bytes'] / own['dense_matrix_bytes']:.3f} of their dense bytes" in page
+    assert "low rank over dense, 1 byte" in page
+    given = run(*options, "--ratio", "0.2", "--storage-lm-head", "fp8")
+    refused(given, "ranks and storages of its own; leave out ratio, storage-lm-head, or give")
 
 
 def test_ranks_and_two_cores(bench_model):

@@ -27,12 +27,12 @@ from tiny_model import (
 
 from benchmarks.cases import end_to_end
 from neuroncore import NkiValidationError
-from neuronmm_ops.estimate import model
 from neuronmm_ops.estimate.baselines import neuronmm
 from neuronmm_ops.estimate.ends import ENDS, spread
 from neuronmm_ops.estimate.launches import Tracer
 from neuronmm_ops.estimate.linears import MLP, divided, linears, selection
 from neuronmm_ops.estimate.passes import COMPONENTS, POINTS, lengths
+from neuronmm_ops.estimate.subject import SPEEDUPS
 from neuronmm_ops.models import SHAPES
 
 
@@ -50,7 +50,8 @@ def test_document(document, tiny):
     told = []
     again = run(tiny, **SHORT, progress=lambda *step: told.append(step))
     assert again == document
-    assert told == [("model", n, 8) for n in range(1, 9)]
+    steps = 4 * 2 * 3  # qkv, output and mlp of both phases
+    assert told == [("model", n, steps) for n in range(1, steps + 1)]
     assert json.loads(json.dumps(document)) == document
 
 
@@ -170,7 +171,7 @@ def test_one_byte_halves_the_weights(tiny, document, storage):
         half = components(found, name, "decode")["qkv"]["hbm_bytes"]
         whole = components(document, variant, "decode")["qkv"]["hbm_bytes"]
         assert 2 * half - whole == LAYERS * (2 * 4 * QKV + 2 * (H + QKV))
-    assert set(found["speedups"]) == set(model.SPEEDUPS)
+    assert set(found["speedups"]) == set(SPEEDUPS)
 
 
 def test_storage_of_some_linears_leaves_the_others(tiny):

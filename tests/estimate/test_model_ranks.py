@@ -25,9 +25,8 @@ from neuroncore.collectives.links import RankGroup
 from neuroncore.hardware import MACHINES, Machine
 from neuronmm_ops.estimate import model
 from neuronmm_ops.estimate.exchange import PUBLISHED_US
-from neuronmm_ops.estimate.layouts import GROUPS
 from neuronmm_ops.estimate.linears import MLP, divided, linears
-from neuronmm_ops.estimate.memory import weight_bytes
+from neuronmm_ops.estimate.memory import everywhere, weight_bytes
 from neuronmm_ops.estimate.passes import fitting
 from neuronmm_ops.models import SHAPES
 
@@ -65,8 +64,8 @@ def test_a_rank_holds_its_part(tiny):
     replicated = 2 * LAYERS * 3 * RANK * H  # u of gate and up, v of down
     assert two == (one - norms - replicated) / 2 + norms + replicated
     for layout in ("both", "rows"):
-        taken = dict.fromkeys(GROUPS, (layout,))
-        divided = weight_bytes(decoder(tp=2, linears=pairs), taken)
+        of_two = decoder(tp=2, linears=pairs)
+        divided = weight_bytes(of_two, everywhere(of_two, layout))
         assert divided == (one - norms) / 2 + norms
 
 
@@ -158,12 +157,21 @@ def test_a_part_of_the_mlp_is_low_rank(targets, tp):
     assert own.tracer.quickest(ways) in ways
 
 
-def test_weights_of_one_launch_are_stored_alike(tiny):
-    given = SHORT | {"targets": ("down_proj",), "storage": "int8"}
-    words = r"must be stored alike; got gate_proj in bfloat16, .*down_proj in int8; give"
-    with pytest.raises(ValueError, match=words):
-        run(tiny, **given, ratio=0.4)
-    run(tiny, **given, storage_dense="int8", ratio=0.2)
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("targets", [["down_proj"], ["gate_proj"], MLP])
+def test_an_mlp_that_is_not_stored_alike_is_launched_apart(targets, tp):
+    """Every Linear as it is stored, and the gated product between them."""
+    shape = replace(TINY, hidden_size=512, heads=8, kv_heads=4)
+    each = linears(shape, targets, "int8", ratio=0.4)
+    each["up_proj"] = each["up_proj"]._replace(stored="float8_e4m3fn")
+    own = decoder(shape, linears=each, tp=tp)
+    for way in ways_of(own)["mlp"]:
+        kernels = [launch.kernel.func.__name__ for launch in way.launches]
+        assert kernels.count("gated_product") == 1
+        assert not {"mlp", "svd_mlp"} & {name.removesuffix("_decode") for name in kernels}
+        weights = {launch.operands[1].dtype for launch in way.launches if len(launch.operands) > 2}
+        assert weights == {each[name].stored or "bfloat16" for name in MLP}
+    assert tp > 1 or len(way.launches) == 4
 
 
 def test_dense_weights_of_attention_are_stored_apart(tiny):
@@ -269,7 +277,7 @@ def test_layouts_that_do_not_fit_are_not_taken(monkeypatch):
     own = low_rank(tp=2)
     whole, _, memory = fitting(own, 40, 9, lambda _: None)
     assert "sum" in whole.layouts
-    divided_only = weight_bytes(own, dict.fromkeys(GROUPS, ("both",)))
+    divided_only = weight_bytes(own, everywhere(own, "both"))
     room = memory["kv_cache_bytes"] + memory["activation_bytes"] + divided_only
 
     monkeypatch.setattr(Machine, "rank_hbm_bytes", lambda *_: room)

@@ -17,7 +17,7 @@ from neuronmm_ops import SVDConfig
 from neuronmm_ops.cli import main
 from neuronmm_ops.compress.record import record_of
 from neuronmm_ops.compress.report import CompressionReport, LayerReport
-from neuronmm_ops.estimate.model import Options
+from neuronmm_ops.estimate.subject import Options
 from neuronmm_ops.kernels.rms_norm.prefill import rms_norm
 from neuronmm_ops.models import resolve_shape
 from neuronmm_ops.precompile import launches
@@ -89,7 +89,7 @@ def _path(machine: stand_ins.NeuronMachine) -> str:
 
 
 def test_a_compressed_directory_has_its_own_ranks(tmp_path):
-    config = {"target": "trn2", "storage": "fp8", "ratio": 0.9}  # neither is the checkpoint's
+    options = Options(target="trn2")
     write_tiny(tmp_path)
     found = {0: 24, 1: 40}
     shape = resolve_shape(str(tmp_path))
@@ -102,13 +102,16 @@ def test_a_compressed_directory_has_its_own_ranks(tmp_path):
         for name in ("gate_proj", "up_proj", "down_proj")
     ]
     _record(tmp_path, layers)
-    rows = launches.launches_of(str(tmp_path), [1], Options(**config))
+    rows = launches.launches_of(str(tmp_path), [1], options)
     mlps = [row["operands"] for row in rows if row["components"] == ["mlp"]]
     assert [operands[1] for operands in mlps] == [[[256, r], "int8"] for r in found.values()]
     assert len([row for row in rows if row["components"] == ["qkv"]]) == 1
-    _record(tmp_path, layers[:2])
-    with pytest.raises(ValueError, match="stored alike"):
-        launches.launches_of(str(tmp_path), [1], Options(**config))
+    _record(tmp_path, layers[:2])  # down stays as it is, so no launch has all three
+    rows = launches.launches_of(str(tmp_path), [1], options)
+    kernels = {row["kernel"].removesuffix("_decode") for row in rows if "mlp" in row["components"]}
+    assert {"xuv", "gated_product", "xw"} <= kernels
+    with pytest.raises(ValueError, match="leave out storage"):
+        launches.launches_of(str(tmp_path), [1], Options(target="trn2", storage="fp8"))
 
 
 def _record(directory: Path, layers: list[LayerReport]) -> None:

@@ -5,22 +5,22 @@ from dataclasses import fields
 from typing import Any
 
 from neuroncore.cli.console import show_table, stdout
-from neuronmm_ops.cli.bench_ranks import PHASES, VARIANTS, as_range, show_layouts, show_ranks
-from neuronmm_ops.cli.bench_served import served_range, show_served
-from neuronmm_ops.cli.parser import add_command, add_shape, add_storages, numbers_of
+from neuronmm_ops.cli.bench_ranks import PHASES, VARIANTS, show_layouts, show_ranks
+from neuronmm_ops.cli.bench_served import show_served
+from neuronmm_ops.cli.parser import OWN_RANKS, add_command, add_shape, add_storages, numbers_of
 from neuronmm_ops.estimate.ends import spread
 from neuronmm_ops.progress import progress_bars
 
 _DESCRIPTION = (
     "prefill and decode of a whole model, by component, dense and low-rank; modelled, as served"
 )
-_COMPARED = (*PHASES, "end_to_end")
 _SPEEDUPS = {
     "ours": "low rank over dense",
-    "published": "published low rank over published dense",
-    "ours_over_published": "low rank over published dense",
-    "storage": "of it, one byte alone",
-    "rank": "of it, low rank alone",
+    "published": "publ. low rank over publ. dense",
+    "ours_over_published": "low rank over publ. dense",
+    "storage": "of it, storage alone",
+    "rank": "of it, rank alone",
+    "over_one_byte": "low rank over dense, 1 byte",
 }
 
 
@@ -31,7 +31,7 @@ def add(benchmarks: Any) -> None:
     command = add_command(
         benchmarks, "model", _model, show_model, _DESCRIPTION, *options, example=example
     )
-    add_shape(command, required=True)
+    add_shape(command, OWN_RANKS, required=True)
     command.add_argument(
         "--tp",
         default="1",
@@ -53,12 +53,13 @@ def add(benchmarks: Any) -> None:
 def _model(options: argparse.Namespace) -> dict[str, Any] | list[dict[str, Any]]:
     """One document; a list of them with several values of `--tp`."""
     from neuronmm_ops.estimate import model
+    from neuronmm_ops.estimate.subject import Options
 
     ranks = numbers_of("--tp", options.tp)
-    asked = {field.name: getattr(options, field.name) for field in fields(model.Options)}
-    asked |= {"tp": ranks[0], "targets": tuple(options.targets)}
+    asked = {field.name: getattr(options, field.name) for field in fields(Options)}
+    asked |= {"tp": ranks[0], "targets": options.targets and tuple(options.targets)}
     with progress_bars() as progress:
-        documents = model.run_each(options.model, model.Options(**asked), ranks, progress)
+        documents = model.run_each(options.model, Options(**asked), ranks, progress)
     return documents if len(documents) > 1 else documents[0]
 
 
@@ -75,12 +76,7 @@ def show_model(found: dict[str, Any] | list[dict[str, Any]]) -> None:
         "All times are modelled, in ms; decode is a mean token.",
         soft_wrap=True,
     )
-    stdout.print(
-        f"Low rank: ratio {document['ratio']:g} of {document['targets']}, "
-        f"{document['storage'] or 'bf16'}; other Linears {document['storage_dense'] or 'bf16'}, "
-        f"lm_head {document['storage_lm_head'] or 'bf16'}.",
-        soft_wrap=True,
-    )
+    stdout.print(_low_rank(document), soft_wrap=True)
     if len(documents) > 1:
         show_ranks(documents)
     else:
@@ -105,15 +101,37 @@ def _show_one(document: dict[str, Any]) -> None:
         f"{memory['activation_bytes'] / 1e9:.3g} GB.",
         soft_wrap=True,
     )
-    stdout.print(
-        "Modelled speed-ups, between both DMA models, with the range of all that is not known:",
-        soft_wrap=True,
+    cells = [[_SPEEDUPS[name], *_ratios(found)] for name, found in document["speedups"].items()]
+    title = "Speed-ups, modelled: between both DMA models, and the range of all that is not known"
+    show_table(["", "prefill", "decode", "as served", "end to end"], cells, left=[""], title=title)
+
+
+def _ratios(found: dict[str, Any]) -> list[str]:
+    """A speed-up by phase, over its range."""
+    decode = found["decode"]
+    each = (found["prefill"], decode, decode["as_served"], found["end_to_end"])
+    return [f"{ratio['middle']:.2f}x\n{ratio['low']:.2f}-{ratio['high']:.2f}" for ratio in each]
+
+
+def _low_rank(document: dict[str, Any]) -> str:
+    """What the low-rank variant is: of the options, or the checkpoint as it exists."""
+    dense = f"lm_head {document['storage_lm_head'] or 'bf16'}"
+    storage, storage_dense = (document[n] or "bf16" for n in ("storage", "storage_dense"))
+    own = document["checkpoint"]
+    if own is None:
+        return (
+            f"Low rank: ratio {document['ratio']:g} of {document['targets']}, {storage}; other "
+            f"Linears {storage_dense}, {dense}."
+        )
+    ranks = f" of rank {own['least_rank']} to {own['greatest_rank']}" if own["low_rank"] else ""
+    share = own["matrix_bytes"] / own["dense_matrix_bytes"]
+    size = "" if own["bytes"] is None else f"; {own['bytes'] / 1e6:.4g} MB of tensors on disk"
+    return (
+        f"Low rank: the checkpoint's own {own['low_rank']} pairs{ranks}, {storage}, and "
+        f"{own['dense']} of its matrices dense, {storage_dense}; together {share:.3f} of their "
+        f"dense bytes (ratio {document['ratio']:g} of {document['targets']}); {dense}{size}. "
+        f"Dense, 1 byte: all these matrices dense in {own['rival_storage']}."
     )
-    decodes = {variant["name"]: variant["phases"]["decode"] for variant in variants}
-    for name, found in document["speedups"].items():
-        phases = [f"{phase.replace('_', ' ')} {as_range(found[phase])}" for phase in _COMPARED]
-        phases[1] += f" (as served {served_range(decodes[found['of']], decodes[found['over']])})"
-        stdout.print(f"  {_SPEEDUPS[name]}: {', '.join(phases)}", soft_wrap=True)
 
 
 def _show_phase(title: str, phase: str, variants: list[dict[str, Any]]) -> None:

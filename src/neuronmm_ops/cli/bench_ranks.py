@@ -54,7 +54,7 @@ def show_layouts(document: dict[str, Any]) -> None:
     dense, low = variants["dense"], variants["low_rank"]
     columns = ["", "", "exchanged", "wire KB", "links us", "launches us", "us", "MB a rank"]
     for phase, title in PHASES.items():
-        found = [r for r in low["phases"][phase]["layouts"] if "dense" not in _names(r)]
+        found = _shown(low["phases"][phase]["layouts"])
         of_dense = {row["component"]: row for row in dense["phases"][phase]["layouts"]}
         cells: list[list[object] | None] = []
         for component in dict.fromkeys([row["component"] for row in found]):
@@ -96,6 +96,13 @@ def _published(*variants_and_phase: Any) -> list[dict[str, Any]]:
     """What variants take in a phase where collectives are no quicker than published ones."""
     *variants, phase = variants_and_phase
     return [variant["phases"][phase]["published_collectives"] for variant in variants]
+
+
+def _shown(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows of pairs; of a component those of the kind that most layers have."""
+    pairs = [row for row in rows if "dense" not in _names(row)]
+    most = {row["component"]: row for row in sorted(pairs, key=lambda row: row["layers"])}
+    return [row for row in pairs if row["part"] == most[row["component"]]["part"]]
 
 
 def _names(row: dict[str, Any]) -> set[str]:

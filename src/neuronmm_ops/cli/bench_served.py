@@ -32,12 +32,6 @@ def show_served(documents: list[dict[str, Any]]) -> None:
     )
 
 
-def served_range(of: dict[str, Any], over: dict[str, Any]) -> str:
-    """A speed-up of decode as served, and its range."""
-    found = speedup_as_served(of, over)
-    return f"{found['middle']:.2f}x, {found['low']:.2f}-{found['high']:.2f}"
-
-
 def _times(decode: dict[str, Any], batch: int) -> list[str]:
     served = as_served(decode, batch)
     return [

@@ -41,6 +41,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
 """Arguments that mean the same in several commands."""
 LARGEST = 2**20
 """Of tokens or ranks in an option: to plan for more takes minutes, or for ever."""
+OWN_RANKS = "; a compressed directory is taken as it is"
+"""Of `--model`, where ranks and storages can be given."""
 
 
 def add_command(
@@ -74,11 +76,14 @@ def add_shape(command: argparse.ArgumentParser, note: str = "", **options: Any) 
 
 
 def add_storages(command: argparse.ArgumentParser) -> None:
-    """Add which Linears of a model are low-rank, and how its weights are stored."""
+    """Add which Linears of a model are low-rank, and how its weights are stored.
+
+    None of them, nor `--ratio`, has a value where it is not given: a checkpoint has its own.
+    """
+    command.set_defaults(ratio=None)
     command.add_argument(
         "--targets",
         nargs="+",
-        default=["mlp"],
         help="low-rank Linears: mlp (default), attention, all-linear, names",
     )
     command.add_argument("--storage", help="their storage: fp8 or int8 (default bfloat16)")

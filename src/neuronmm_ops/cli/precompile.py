@@ -6,6 +6,7 @@ from typing import Any
 
 from neuroncore.cli.console import one_line, show_table, stdout
 from neuronmm_ops.cli.parser import (
+    OWN_RANKS,
     add_command,
     add_shape,
     add_storages,
@@ -25,7 +26,7 @@ def add(commands: Any) -> None:
     command = add_command(
         commands, "compile", _compile, _show, _DESCRIPTION, *options, example=example
     )
-    add_shape(command, f" (default {_MODEL})", default=_MODEL)
+    add_shape(command, f"{OWN_RANKS} (default {_MODEL})", default=_MODEL)
     add_tokens(command, [1, 2048])
     add_storages(command)
     command.add_argument(
@@ -49,13 +50,13 @@ def _compile(options: argparse.Namespace) -> dict[str, Any]:
     from neuronmm_ops.precompile.run import installed, run
 
     installed()  # what follows imports nki
-    from neuronmm_ops.estimate.model import Options
+    from neuronmm_ops.estimate.subject import Options
 
     tokens = tokens_of(options)
     (seconds, *_) = numbers_of("--timeout", options.timeout, "1800")
     names = ("target", "lnc", "ratio", "storage", "storage_dense", "storage_lm_head")
     asked = {name: getattr(options, name) for name in names}
-    settings = Options(**asked, targets=tuple(options.targets))
+    settings = Options(**asked, targets=options.targets and tuple(options.targets))
     with progress_bars() as progress:
         return run(options.model, tokens, settings, options.output, seconds, progress)
 

@@ -34,10 +34,16 @@ class Linear(NamedTuple):
     stored: str = ""
 
     @property
+    def shapes(self) -> tuple[tuple[int, int], ...]:
+        """Of its matrix, or of both factors."""
+        if self.r is None:
+            return ((self.K, self.N),)
+        return (self.K, self.r), (self.r, self.N)
+
+    @property
     def bytes(self) -> int:
         """Of the weights and their scales."""
-        shapes = [(self.K, self.N)] if self.r is None else [(self.K, self.r), (self.r, self.N)]
-        return sum([matrix_bytes(shape, ITEMSIZE, self.stored) for shape in shapes])
+        return sum([matrix_bytes(shape, ITEMSIZE, self.stored) for shape in self.shapes])
 
 
 def selection(shape: ModelShape, targets: Sequence[str]) -> set[str]:
@@ -77,9 +83,6 @@ def linears(
         stored_dense: the same of the layers' other Linears, and of those without a rank that pays.
         stored_head: the same of the output head.
         ratio: of parameters removed; None leaves all dense.
-
-    Raises:
-        ValueError: gate, up and down, which share a launch, are not stored alike.
     """
     found: dict[str, Linear] = {}
     for name, (K, N) in shape.projections.items():
@@ -87,12 +90,6 @@ def linears(
         r = aligned_rank(K, N, ratio) if ratio is not None and is_selected else None
         is_kept = not is_selected or (ratio is not None and r is None)
         found[name] = Linear(K, N, r, stored_dense if is_kept else stored)
-    if len({found[name].stored for name in MLP}) > 1:
-        raise ValueError(
-            "gate, up and down share a launch and must be stored alike; got "
-            + ", ".join([f"{name} in {found[name].stored or DTYPE}" for name in MLP])
-            + "; give storage and storage_dense one value, or target all three"
-        )
     found[HEAD] = Linear(shape.hidden_size, shape.vocab_size, None, stored_head)
     return found
 

@@ -7,10 +7,12 @@ from types import MappingProxyType
 
 from neuroncore.hardware import resolve_target
 from neuronmm_ops.estimate.decoder import Decoder
+from neuronmm_ops.estimate.layer import PARTS, Part
 from neuronmm_ops.estimate.layouts import GROUPS, Group, Layout, held_bytes
-from neuronmm_ops.estimate.linears import HEAD, ITEMSIZE
+from neuronmm_ops.estimate.linears import ITEMSIZE
 
-Taken = Mapping[Group, Collection[Layout]]
+Taken = Mapping[tuple[int, Group], Collection[Layout]]
+"""Layouts that passes take, by the number of a part of `Decoder.layers` and a group of its."""
 WHOLE: Taken = MappingProxyType({})
 
 
@@ -43,31 +45,39 @@ def memory_of(decoder: Decoder, prompt: int, new: int, taken: Taken = WHOLE) -> 
 def weight_bytes(decoder: Decoder, taken: Taken = WHOLE) -> int:
     """Of all weights on a rank, with their scales, the embedding and the norms.
 
-    A tied output head in one byte is a second copy beside the embedding.
+    A tied output head in one byte, or of a rank, is a second copy beside the embedding.
 
     Args:
         decoder: the model.
-        taken: layouts that passes take, by group; whole factors where a group has none.
+        taken: layouts; whole factors where a group has none.
     """
     whole, own = decoder.whole, decoder.shape
-    H, head = whole.hidden_size, decoder.linears[HEAD]
+    H, head = whole.hidden_size, decoder.head
     total = ITEMSIZE * H * (2 * whole.layers + 1)
     if whole.head_norm:
         total += ITEMSIZE * 2 * whole.head_dim * whole.layers
-    if not whole.tied or head.stored:
+    if not whole.tied or head.stored or head.r:
         total += ITEMSIZE * H * own.vocab_size
-    total += whole.layers * sum([layer_bytes(decoder, g, taken.get(g, ())) for g in GROUPS])
+    for number, part in enumerate(decoder.layers):
+        groups = PARTS[part.component]
+        each = [layer_bytes(part, group, taken.get((number, group), ())) for group in groups]
+        total += part.layers * sum(each)
     return total + head._replace(N=own.vocab_size).bytes
 
 
-def layer_bytes(decoder: Decoder, group: Group, layouts: Collection[Layout]) -> int:
+def everywhere(decoder: Decoder, layout: Layout) -> Taken:
+    """Every group in one layout."""
+    return {
+        (number, group): (layout,)
+        for number, part in enumerate(decoder.layers)
+        for group in PARTS[part.component]
+    }
+
+
+def layer_bytes(part: Part, group: Group, layouts: Collection[Layout]) -> int:
     """Bytes of the weights that a rank holds of one group of a layer's Linears."""
-    return sum(
-        [
-            held_bytes(group, layouts or ("one",), decoder.own(name), decoder.tp)
-            for name in GROUPS[group]
-        ]
-    )
+    own = [part.own(name) for name in GROUPS[group]]
+    return sum([held_bytes(group, layouts or ("one",), each, part.on.tp) for each in own])
 
 
 def fits(memory: Mapping[str, int]) -> bool:

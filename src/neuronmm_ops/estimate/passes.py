@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -12,7 +13,7 @@ from neuronmm_ops.estimate.decoder import Decoder
 from neuronmm_ops.estimate.ends import ENDS, spread
 from neuronmm_ops.estimate.exchange import PUBLISHED_US
 from neuronmm_ops.estimate.launches import PassCost, Way
-from neuronmm_ops.estimate.layouts import DIVIDED, GROUPS, LAYOUTS, Group, Layout
+from neuronmm_ops.estimate.layouts import DIVIDED, LAYOUTS, Group, Layout
 from neuronmm_ops.estimate.memory import Taken, check_capacity, fits, layer_bytes, memory_of
 
 COMPONENTS = ("norm", "qkv", "rope", "attention", "output", "mlp", "lm_head", "collectives")
@@ -41,7 +42,7 @@ def fitting(
         decoder: the model.
         prompt: tokens of each sequence's prompt.
         new: tokens after it.
-        told: called with 1 and 2 when a phase is done.
+        told: called with how many parts of `Decoder.layers` are done, of both phases.
 
     Raises:
         ValueError: the weights fit in no layout.
@@ -53,9 +54,9 @@ def fitting(
     }
     for layouts in (LAYOUTS, DIVIDED, DIVIDED[:2]):
         decoder, phases = replace(decoder, layouts=layouts), dict[str, Any]()
-        for step, phase in enumerate(PHASES, 1):
-            phases[phase] = pass_of(decoder, *passes[phase])
-            told(step)
+        for number, phase in enumerate(PHASES):
+            before = number * len(decoder.layers)
+            phases[phase] = pass_of(decoder, *passes[phase], lambda n, b=before: told(b + n))
         memory = memory_of(decoder, prompt, new, _taken(phases))
         if fits(memory):
             break
@@ -74,22 +75,28 @@ def fitting(
 
 
 def _taken(phases: Mapping[str, Any]) -> Taken:
-    """The layouts of all phases by group."""
+    """The layouts of all phases."""
     rows = [row for phase in phases.values() for row in phase["layouts"] if row["taken"]]
-    found: dict[Group, list[Layout]] = {group: [] for group in GROUPS}
+    found = defaultdict[tuple[int, Group], list[Layout]](list)
     for row in rows:
         for group, layout in row["layouts"].items():
-            found[group].append(layout)
+            found[row["part"], group].append(layout)
     return found
 
 
-def pass_of(decoder: Decoder, tokens: int, shares: Mapping[int, float]) -> dict[str, Any]:
+def pass_of(
+    decoder: Decoder,
+    tokens: int,
+    shares: Mapping[int, float],
+    told: Callable[[int], None] = lambda number: None,
+) -> dict[str, Any]:
     """What one pass takes, in all and by component, and the layouts that ranks may take.
 
     Args:
         decoder: the model.
         tokens: as `Decoder.parts`.
         shares: as its `lengths`.
+        told: called with how many parts of `Decoder.layers` are done.
 
     Raises:
         ValueError: sizes that no kernel is planned for.
@@ -106,11 +113,12 @@ def pass_of(decoder: Decoder, tokens: int, shares: Mapping[int, float]) -> dict[
         links = PassCost((way.collectives_ms,) * len(ENDS))
         costs["collectives"] = costs["collectives"].plus(links, part.times)
         launches["collectives"] += part.times * len(way.collectives)
-        if way.layouts:
-            layouts += [
-                {"component": part.component, "taken": each is way, **_layout(decoder, each)}
-                for each in part.ways
-            ]
+        if part.number is None:
+            continue
+        told(part.number + 1)
+        for each in [each for each in part.ways if each.layouts]:
+            found = _layout(decoder, part.number, each)
+            layouts.append({"component": part.component, "taken": each is way, **found})
     total = PassCost()
     for cost in costs.values():
         total = total.plus(cost)
@@ -127,10 +135,12 @@ def pass_of(decoder: Decoder, tokens: int, shares: Mapping[int, float]) -> dict[
     }
 
 
-def _layout(decoder: Decoder, way: Way) -> dict[str, Any]:
+def _layout(decoder: Decoder, number: int, way: Way) -> dict[str, Any]:
     """One way to divide a component's weights: what a layer takes, and what a rank holds of it."""
-    cost = decoder.tracer.launches(way.launches)
+    cost, part = decoder.tracer.launches(way.launches), decoder.layers[number]
     return {
+        "part": number,
+        "layers": part.layers,
         "layouts": dict(way.layouts),
         "launches": len(way.launches),
         "launches_ms": cost.times_ms[0],
@@ -139,7 +149,7 @@ def _layout(decoder: Decoder, way: Way) -> dict[str, Any]:
         "time_ms": cost.times_ms[0] + way.collectives_ms,
         "wire_bytes": round(sum([each.wire_bytes for each in way.collectives])),
         "hbm_bytes": round(cost.hbm_bytes),
-        "weight_bytes": sum([layer_bytes(decoder, g, (layout,)) for g, layout in way.layouts]),
+        "weight_bytes": sum([layer_bytes(part, g, (layout,)) for g, layout in way.layouts]),
     }
 
 

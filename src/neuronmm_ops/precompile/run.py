@@ -29,7 +29,7 @@ from neuronmm_ops.precompile import driver
 from neuronmm_ops.processes import locked
 
 if TYPE_CHECKING:
-    from neuronmm_ops.estimate.model import Options
+    from neuronmm_ops.estimate.subject import Options
     from neuronmm_ops.progress import Update
 
 INSTALL = (

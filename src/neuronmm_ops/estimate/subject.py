@@ -1,0 +1,208 @@
+"""What `bench model` runs of a model: dense, low-rank and published variants, or a checkpoint's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from neuroncore.hardware import resolve_target
+from neuronmm_ops.compress.config import SVDConfig
+from neuronmm_ops.estimate.decoder import Decoder, Kind
+from neuronmm_ops.estimate.layer import Mlp
+from neuronmm_ops.estimate.linears import HEAD, MLP, Linear, linears, selection
+from neuronmm_ops.estimate.memory import check_capacity, memory_of
+from neuronmm_ops.estimate.recorded import Layers, Recorded, described, recorded
+from neuronmm_ops.models import ModelShape, resolve_shape
+from neuronmm_ops.storages import checked, dtype_name
+
+SPEEDUPS = {
+    "ours": ("low_rank", "dense"),
+    "published": ("published_low_rank", "published_dense"),
+    "ours_over_published": ("low_rank", "published_dense"),
+    "storage": ("dense_one_byte", "dense"),
+    "rank": ("low_rank", "dense_one_byte"),
+}
+"""The variants that each of the speed-ups compares, the faster one first."""
+OVER_ONE_BYTE = "over_one_byte"
+"""In place of `rank`, of a checkpoint without one byte: the dense rival's storage is another."""
+RATIO = 0.2
+MOST_SEQUENCES = 128
+"""Sequences of a batch: a row each in `lm_head` and in decode kernels."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is modelled; a compressed checkpoint has what `ratio` and what follows it say.
+
+    Attributes:
+        target: trn1, trn2 or trn3; None as `hardware.resolve_target`.
+        lnc: NeuronCores that share a launch, and so a rank.
+        tp: ranks of tensor parallel.
+        prompt: tokens of each sequence's prompt.
+        new: tokens generated for each sequence, at least 2: prefill finds the first.
+        batch: sequences, up to 128.
+        ratio: of parameters removed from what `targets` selects; None for `RATIO`.
+        storage: `fp8` or `int8` of what `targets` selects; None for bfloat16.
+        storage_dense: the same of the layers' Linears that stay dense.
+        storage_lm_head: the same of the output head.
+        targets: "mlp" (None), "all-linear" of the layers, or several as `SVDConfig.targets` has
+            them.
+    """
+
+    target: str | None = None
+    lnc: int = 1
+    tp: int = 1
+    prompt: int = 2048
+    new: int = 256
+    batch: int = 1
+    ratio: float | None = None
+    storage: str | None = None
+    storage_dense: str | None = None
+    storage_lm_head: str | None = None
+    targets: str | tuple[str, ...] | None = None
+
+
+class Subject(NamedTuple):
+    """What is modelled of a model.
+
+    Attributes:
+        decoders: what runs, by its name in the document.
+        described: what the document says of `low_rank`.
+        speedups: as `SPEEDUPS`.
+        left_out: why something does not run.
+    """
+
+    decoders: dict[str, Decoder]
+    described: dict[str, Any]
+    speedups: Mapping[str, tuple[str, str]]
+    left_out: list[str]
+
+
+class _Variant(NamedTuple):
+    """One way to run the model, by its name in the document."""
+
+    name: str
+    layers: Layers
+    mlp: Mlp = "ours"
+
+
+def prepared(model: str, options: Options) -> Subject:
+    """What runs here.
+
+    Raises:
+        ValueError: for whatever can be known before the first launch is traced.
+        OSError: a config.json that cannot be read.
+    """
+    shape, machine = resolve_shape(model), resolve_target(options.target)
+    machine.check_lnc(options.lnc)
+    _check(options)
+    found = recorded(model, shape)
+    if found is None:
+        variants, left_out = _uniform(shape, options)
+        about, speedups = _described(options), SPEEDUPS
+    else:
+        _check_own(model, options)
+        variants, left_out = _of_checkpoint(shape, found)
+        about, speedups = described(found), _speedups_of(found)
+    on: dict[str, Any] = {"whole": shape, "target": machine.target, "lnc": options.lnc}
+    on |= {"tp": options.tp, "batch": options.batch}
+    decoders = {v.name: Decoder(**v.layers._asdict(), mlp=v.mlp, **on) for v in variants}
+    dense = decoders["dense"]
+    check_capacity(dense, memory_of(dense, options.prompt, options.new))
+    return Subject(decoders, about, speedups, left_out)
+
+
+def _ratio(options: Options) -> float:
+    return RATIO if options.ratio is None else options.ratio
+
+
+def _targets(options: Options) -> tuple[str, ...]:
+    return SVDConfig(ratio=_ratio(options), targets=options.targets or "mlp").target_list
+
+
+def _described(options: Options) -> dict[str, Any]:
+    return {
+        "ratio": _ratio(options),
+        "storage": options.storage,
+        "storage_dense": options.storage_dense,
+        "storage_lm_head": options.storage_lm_head,
+        "targets": " ".join(_targets(options)),
+        "checkpoint": None,
+    }
+
+
+def _check(options: Options) -> None:
+    prompt, new, batch = options.prompt, options.new, options.batch
+    if prompt < 1:
+        raise ValueError(f"prompt must be at least 1 token, got {prompt}")
+    if new < 2:
+        raise ValueError(f"new must be at least 2 tokens, for prefill finds the first; got {new}")
+    if not 1 <= batch <= MOST_SEQUENCES:
+        raise ValueError(f"batch must be 1 to {MOST_SEQUENCES} sequences, got {batch}")
+    if not 0 < _ratio(options) < 1:
+        raise ValueError(f"ratio must be between 0 and 1, got {options.ratio}")
+
+
+def _check_own(model: str, options: Options) -> None:
+    names = ("ratio", "targets", "storage", "storage_dense", "storage_lm_head")
+    given = [name.replace("_", "-") for name in names if getattr(options, name) is not None]
+    if given:
+        raise ValueError(
+            f"{model} is a compressed checkpoint and has ranks and storages of its own; leave out "
+            f"{', '.join(given)}, or give its config.json to model other ones of its sizes"
+        )
+
+
+def _alike(shape: ModelShape, each: Mapping[str, Linear]) -> Layers:
+    return Layers((Kind(each, shape.layers),), each[HEAD])
+
+
+def _uniform(shape: ModelShape, options: Options) -> tuple[list[_Variant], list[str]]:
+    """Every layer as the options say, beside what was published."""
+    names = [options.storage, options.storage_dense, options.storage_lm_head]
+    stored = [dtype_name(checked(name)) or "" for name in names]
+    ratio, selected = _ratio(options), selection(shape, _targets(options))
+    compressed = linears(shape, selected, *stored, ratio=ratio)
+    if all(linear.r is None for linear in compressed.values()):
+        raise ValueError(
+            f"no Linear of {shape.name} gets a rank that pays at ratio {ratio}: ranks are multiples"
+            " of 128; use a greater ratio or a wider model"
+        )
+    dense = _alike(shape, linears(shape))
+    found = [_Variant("dense", dense), _Variant("low_rank", _alike(shape, compressed))]
+    if any(stored):
+        one_byte = _alike(shape, linears(shape, selected, *stored))
+        found.append(_Variant("dense_one_byte", one_byte))
+    if options.lnc > 1 or options.tp > 1:
+        return found, [
+            "published_dense and published_low_rank: their kernels know one core; --lnc 1 --tp 1"
+        ]
+    found.append(_Variant("published_dense", dense, "published"))
+    low = linears(shape, MLP, ratio=ratio)
+    if low["down_proj"].r is None:
+        return found, [f"published_low_rank: the MLP stays dense at ratio {ratio}"]
+    return [*found, _Variant("published_low_rank", _alike(shape, low), "published")], [
+        "the transposes of weights and activations that the published code asks for"
+    ]
+
+
+def _of_checkpoint(shape: ModelShape, found: Recorded) -> tuple[list[_Variant], list[str]]:
+    """Its layers, beside those of the model while it was dense, and dense in one byte."""
+    dense = _alike(shape, linears(shape))
+    left_out = ["published_dense and published_low_rank: they have one rank in all layers"]
+    if any(each.compute != "x" for each in found.report.layers):
+        left_out.append("activations in fp8, which the checkpoint permits")
+    return [
+        _Variant("dense", dense),
+        _Variant("low_rank", found.own),
+        _Variant("dense_one_byte", found.rival),
+    ], left_out
+
+
+def _speedups_of(found: Recorded) -> dict[str, tuple[str, str]]:
+    """`SPEEDUPS` of a checkpoint; `rank` is at equal storage alone."""
+    speedups = dict(SPEEDUPS)
+    if not any(each.storage for each in found.report.layers):
+        speedups[OVER_ONE_BYTE] = speedups.pop("rank")
+    return speedups
