@@ -27,11 +27,13 @@ from kernels.cases import (
     traced,
 )
 
-from neuroncore import TensorSpec, dtypes, simulate
+from neuroncore import Profile, TensorSpec, dtypes, simulate
 from neuroncore.hardware import TRN1, TRN2, TRN3
+from neuroncore.timing.trace import InstructionTemplate
 from neuronmm_ops.kernels.stages import tiling
 from neuronmm_ops.kernels.xw.decode import xw_decode
 from neuronmm_ops.plan import Problem, mlp_matrices, plan_problem
+from neuronmm_ops.plan.search import knobs_of
 
 FP8, INT8 = LARGEST
 CUT: dict[str, dict[str, Any]] = {
@@ -42,6 +44,10 @@ CUT: dict[str, dict[str, Any]] = {
 CUT["svd_qkv"] = CUT["xuv"]
 SWITCHES = {"xw": "resident", "svd_mlp": "spill", "svd_qkv": "fuse"}
 """What a kernel does in one of two ways."""
+
+
+def forms_of(profile: Profile) -> list[InstructionTemplate]:
+    return [form for core in profile.schedule.cores for form, *_ in core.trace.records]
 
 
 def decode(problem: Problem, *, bias: bool = False, **blocks: Any) -> Case:
@@ -63,6 +69,7 @@ def test_any_size(op, stored, data):
         )
         if op in SWITCHES:
             blocks = blocks | {SWITCHES[op]: data.draw(st.booleans())}
+        blocks = blocks | {"stationary": data.draw(st.booleans())}
     name = data.draw(st.sampled_from(sorted(ACTIVATIONS)))
     check(Case(problem, data.draw(biased(op)), name, blocks, "decode"))
 
@@ -103,6 +110,48 @@ def test_sums_beyond_fp16_are_scaled_before_they_are_rounded(target):
     given = replace(given, x=torch.ones_like(given.x), weights=[same, given.weights[1]])
     exact = composed(case, given, exact=True)
     assert (run(case, given).outputs.double() - exact).abs().max() <= 0.01 * exact.abs().max()
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize(
+    ("M", "dtype", "core", "stored", "blocks"),
+    [
+        (1, "float16", ("trn2", 2), FP8, {}),
+        (5, "bfloat16", ("trn3", 1), INT8, {"dma_cast": 2, "tile_bytes": 512}),
+        (32, "bfloat16", ("trn2", 1), FP8, {"block": 96, "last_block": 64}),
+        (64, "float32", ("trn3", 2), FP8, {"k_chunk": 128}),
+        (128, "bfloat16", ("trn1", 1), "", {}),
+    ],
+)
+def test_stationary_weights(op, M, dtype, core, stored, blocks):
+    matrices = matrices_of(op, 300, (40, 133, 260), (1290, 129, 7), 1100)
+    case = decode(
+        Problem(op, M, matrices, dtype, *core, weight_dtype=stored),
+        bias=op != "svd_mlp",
+        stationary=True,
+        **blocks,
+    )
+    assert not {form.pe_tile for form in forms_of(check(case))} - {None}
+    if core[1] == 2:  # in any order that the cores' waiting allows
+        run(case, drawn(case), schedules=2)
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize(
+    ("M", "options", "offered"),
+    [
+        (1, {"weight_dtype": FP8}, True),
+        (64, {"weight_dtype": INT8, "target": "trn3"}, True),
+        (65, {"weight_dtype": FP8}, False),
+        (1, {}, False),
+        (1, {"weight_dtype": FP8, "target": "trn1"}, False),
+        (1, {"weight_dtype": FP8, "dtype": "float32"}, False),
+    ],
+)
+def test_stationary_weights_are_tried_where_column_groups_matter(op, M, options, offered):
+    matrices = matrices_of(op, 256, (128, 128, 128), (256, 256, 256), 256)
+    starts = [knobs.starts[0] for knobs in knobs_of(Problem(op, M, matrices, **options), "decode")]
+    assert [bool(each.get("stationary")) for each in starts] == [False, True][: 1 + offered]
 
 
 @pytest.mark.parametrize("op", OPS)

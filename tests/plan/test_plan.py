@@ -23,6 +23,7 @@ from neuronmm_ops.plan import (
     plan_xuv,
     plan_xw,
     qkv_matrices,
+    search,
     tracing,
 )
 
@@ -150,6 +151,21 @@ def test_rows_of_fp8_are_doubled_where_that_is_quicker():
     doubled = plan_op("xuv", 1024, matrices, compute="fp8", **fp8)
     assert doubled.arguments["double_row"]
     assert doubled.time_ms < plan_op("xuv", 1024, matrices, **fp8).time_ms
+
+
+@pytest.mark.parametrize("op", ["xuv", "svd_mlp"])
+def test_plans_of_one_byte_weigh_serial_column_groups(op):
+    pair = ((2048, 2048), (2048, 4096))
+    matrices = pair if op == "xuv" else mlp_matrices(1024, (1024,) * 3, 2048, 1024)
+    problem = Problem(op, 4, matrices, target="trn2", weight_dtype="float8_e4m3fn")
+    best, regret = search.best_candidate(problem)
+    assert best.arguments["stationary"]
+    assert regret < 0.05
+    moving, *_ = search.knobs_of(problem, "decode")
+    other, _ = search._chosen(search.descend(problem, moving))
+    (serial_ms,), (other_ms,) = best.cost.serial_ms, other.cost.serial_ms
+    assert serial_ms <= 0.9 * other_ms
+    assert best.cost.times_ms[0] <= 1.05 * other.cost.times_ms[0]
 
 
 def test_the_limit_is_the_slower_of_matmuls_and_bytes():

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from neuroncore.hardware import PARTITIONS, PSUM_BANKS
+from neuroncore.hardware import PARTITIONS, PSUM_BANKS, Engine
 from neuronmm_ops.kernels.stages.tiling import (
     BANK_COLUMNS,
     DOUBLED_BANKS,
@@ -97,10 +97,30 @@ def core_part(problem: Problem, size: int) -> int:
     return core_span(size, 0, problem.lnc).size
 
 
+def waits_for_serial_groups(problem: Problem) -> bool:
+    """Whether a weight tile would take TensorE longer than its load if column groups took turns.
+
+    A [128, 128] tile of one byte moves past few tokens in 128 cycles then, and past several column
+    groups at a time in a part of them.
+    """
+    machine = problem.machine
+    load_ns = PARTITIONS * PARTITIONS / machine.dma_peak_gbps
+    is_slower = machine.ns(Engine.TENSOR, PARTITIONS) > load_ns
+    grouped = column_groups(problem.M, machine.pe_tile) > 1
+    return problem.storage is not None and problem.itemsize == 2 and grouped and is_slower
+
+
 def decode_knobs(
-    problem: Problem, own: Sequence[Arguments] = ({},), axes: Sequence[Axis] = ()
-) -> Knobs:
-    """Knobs of a decode kernel: its own, what they may start from, and those that all have."""
+    problem: Problem,
+    own: Sequence[Arguments] = ({},),
+    axes: Sequence[Axis] = (),
+    stationary: Arguments | None = None,
+) -> list[Knobs]:
+    """Knobs of a decode kernel: its own, what they may start from, and those that all have.
+
+    Where serial column groups would hold it up, also of its form with `stationary` weights, if it
+    has one: its own arguments of that. Others hardly change its time.
+    """
     most = sum_columns(problem)
     N = rounded_up(core_part(problem, problem.N), OUTPUT_UNIT)
     first = {"k_chunk": 1024, "block": min(1024, most), "last_block": min(1024, most)}
@@ -120,7 +140,14 @@ def decode_knobs(
     chunks = sorted({512, 1024, 2048, 4096, *[even(K, size) for size in (1024, 2048, 4096)]})
     casts = [pairs_of(axis("dma_cast", (0, 4, 8, 16)), tiles)] if problem.casts else []
     shared = [*casts, pairs_of(axis("k_chunk", chunks), tiles), pairs]
-    return Knobs(f"{problem.op}_decode", starts, [*axes, *shared])
+    kernel = f"{problem.op}_decode"
+    found = [Knobs(kernel, starts, [*axes, *shared])]
+    if stationary is not None and waits_for_serial_groups(problem):
+        fixed: Arguments = {**first, **stationary, "block": blocks[-1], "stationary": True}
+        ends = axis("last_block", [min(width, lasts[-1]) for width in (1024, 2048)])
+        starts = [{**fixed, **size} for size in narrow]
+        found.append(Knobs(kernel, starts, [pairs_of(ends, tiles[:2])]))
+    return found
 
 
 def inner_blocks(problem: Problem) -> list[int]:

@@ -197,7 +197,7 @@ class Plan:
         time_ms: modelled under the first of `hardware.DMA_MODELS`, the sum over the launches.
         times_ms: the same under each of `hardware.DMA_MODELS`.
         regret: share by which it is slower than the quickest of those traced, in the model where
-            it is most.
+            it is most, or with serial column groups where these would hold decode up.
         hbm_bytes: HBM traffic, all cores and launches.
         sbuf_bytes: peak per partition.
         psum_banks: peak.

@@ -1,8 +1,9 @@
 """The search for a plan: a coordinate descent whose cost of a candidate is the kernel, traced.
 
 A kernel's `knobs.py` says what may vary. What the simulated core refuses does not fit. One trace
-gives the times under every DMA model; the plan that is never far from the quickest is taken. The
-search has no randomness and reads no clock: it finds the same everywhere. All times are modelled.
+gives the times under every DMA model, and with serial column groups where these would hold decode
+up; the plan that is never far from the quickest is taken. The search has no randomness and reads no
+clock: it finds the same everywhere. All times are modelled.
 """
 
 from __future__ import annotations
@@ -85,9 +86,7 @@ def best_candidate(problem: Problem) -> tuple[Candidate, float]:
 def knobs_of(problem: Problem, phase: str) -> Sequence[Knobs]:
     """Knobs of the op's kernels of a phase."""
     module = import_module(f"neuronmm_ops.kernels.{problem.op}.knobs")
-    if not hasattr(module, phase):
-        return []
-    return [module.decode(problem)] if phase == "decode" else module.prefill(problem)
+    return getattr(module, phase)(problem) if hasattr(module, phase) else []
 
 
 def _candidates(problem: Problem, phase: str) -> list[Candidate]:
@@ -158,11 +157,14 @@ def _first(
 
 
 def _chosen(candidates: list[Candidate]) -> tuple[Candidate, float]:
-    """The candidate of least regret, and how much that is; of equal ones the least by `rank`."""
+    """The candidate of least regret, and how much that is; of equal ones the least by `rank`.
+
+    Regret is over the DMA models and over serial column groups, where those are weighed.
+    """
     usual = min([sum(c.cost.times_ms) for c in candidates if c.gain == 1.0], default=math.inf)
     allowed = [c for c in candidates if c.gain == 1.0 or sum(c.cost.times_ms) <= c.gain * usual]
     allowed.sort(key=lambda c: c.rank)
-    number, regret = of_least_regret([c.cost.times_ms for c in allowed])
+    number, regret = of_least_regret([(*c.cost.times_ms, *c.cost.serial_ms) for c in allowed])
     return allowed[number], regret
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from neuroncore import Kernel, NkiValidationError, TensorSpec, simulate
 from neuroncore.dtypes import dtype_of
 from neuroncore.hardware import DMA_MODELS, PARTITIONS
-from neuronmm_ops.kernels.knobs import Arguments
+from neuronmm_ops.kernels.knobs import Arguments, waits_for_serial_groups
 from neuronmm_ops.kernels.problem import Problem
 from neuronmm_ops.kernels.simulated import simulated_kernel
 
@@ -20,7 +20,10 @@ SHORT, LONG = 4, 8
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one launch; names as `Plan`'s. `instructions` are those that a compiler is given."""
+    """Of one launch; names as `Plan`'s. `instructions` are those that a compiler is given.
+
+    `serial_ms` is the first time if column groups take turns, where `waits_for_serial_groups`.
+    """
 
     times_ms: tuple[float, ...]
     hbm_bytes: int
@@ -28,6 +31,7 @@ class Cost:
     psum_banks: int
     bound: str
     instructions: int
+    serial_ms: tuple[float, ...] = ()
 
     def extended(self, longer: Cost, times: int) -> Cost:
         """What `longer` costs with what it has beyond this one so many times more."""
@@ -93,11 +97,14 @@ def traced(problem: Problem, name: str, arguments: Arguments) -> Cost | None:
 
 def _traced(problem: Problem, name: str, arguments: Arguments) -> Cost | None:
     kernel = simulated_kernel(problem.op, name, problem.lnc)
-    return trace(kernel, operands_of(problem, kernel), problem.target, arguments)
+    operands = operands_of(problem, kernel)
+    return trace(
+        kernel, operands, problem.target, arguments, serial=waits_for_serial_groups(problem)
+    )
 
 
 def of_least_regret(times_ms: Sequence[tuple[float, ...]]) -> tuple[int, float]:
-    """The first number whose worst share over the quickest, of all DMA models, is least, and it."""
+    """The first number whose worst share over the quickest, of all ends, is least, and it."""
     quickest = [min(times) for times in zip(*times_ms, strict=True)]
     regrets = [
         max([ms / least for ms, least in zip(times, quickest, strict=True)]) - 1
@@ -107,9 +114,17 @@ def of_least_regret(times_ms: Sequence[tuple[float, ...]]) -> tuple[int, float]:
 
 
 def trace(
-    kernel: Kernel, operands: Sequence[TensorSpec | None], target: str, arguments: Arguments
+    kernel: Kernel,
+    operands: Sequence[TensorSpec | None],
+    target: str,
+    arguments: Arguments,
+    *,
+    serial: bool = False,
 ) -> Cost | None:
-    """What one launch of a kernel costs; None where it is refused, or needs the plans' reserve."""
+    """What one launch of a kernel costs; None where it is refused, or needs the plans' reserve.
+
+    `serial`: `Cost.serial_ms` is wanted, too.
+    """
     options: dict[str, Any] = {**arguments, "target": target, "mode": "trace"}
     try:
         run = simulate(kernel, *operands, **options)
@@ -127,4 +142,5 @@ def trace(
         psum_banks=profile.psum_peak_banks,
         bound="PE" if busy["TensorE"] >= dma_ms else "DMA",
         instructions=profile.stream_instructions,
+        serial_ms=(profile.time_assuming("column-groups"),) if serial else (),
     )

@@ -156,8 +156,12 @@ class Layout:
             return True
         touching = written.intersection(self.overlaps[region])
         box, parts = self.boxes[region], [self.boxes[r] for r in touching]
-        if all(p.exact for p in (box, *parts)):
-            return _fill(box, parts)
+        exact = [p for p in parts if p.exact]
+        # what has holes is written where its whole box is
+        if _fill(box, exact):
+            return True
+        if box.exact and len(exact) == len(parts):
+            return False
         row_bytes = self.row_elements * self.dtype.itemsize
         mask = self.mask(touching, box)
         if box.exact:

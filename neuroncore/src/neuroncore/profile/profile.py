@@ -28,6 +28,7 @@ from neuroncore.profile.what_if import WhatIf
 from neuroncore.timing.schedule import schedule
 from neuroncore.timing.times import Schedule
 from neuroncore.timing.trace import DmaCost, InstructionTemplate
+from neuroncore.uncertainty import assuming
 
 if TYPE_CHECKING:
     from neuroncore.core import KernelRun
@@ -104,6 +105,10 @@ class Profile:
     def time_range_ms(self) -> tuple[float, float]:
         """The time with all ends of `uncertainties` that are quicker, and with all slower ones."""
         return uncertain.together(self.machine, self._time_on, self.uncertainties)
+
+    def time_assuming(self, *names: str) -> float:
+        """The time at the other ends of some `uncertainties`, ms; ValueError for other names."""
+        return self._time_on(assuming(self.machine, names))
 
     def _time_on(self, machine: Machine) -> float:
         """The launch scheduled once by the costs of another machine, ms."""

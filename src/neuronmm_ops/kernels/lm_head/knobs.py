@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from neuronmm_ops.kernels.problem import Problem
 
 
-def decode(problem: Problem) -> Knobs:
+def decode(problem: Problem) -> list[Knobs]:
     """Knobs of `lm_head_decode`. Raises ValueError for more ids than fp32 counts."""
     if problem.N >= NO_ID:
         raise ValueError(f"ids must be below 2^23, got {problem.N}; split w by columns")

@@ -27,7 +27,7 @@ TOKENS = 1024
 """Of a group of PSUM tiles with transposed results."""
 
 
-def decode(problem: Problem) -> Knobs:
+def decode(problem: Problem) -> list[Knobs]:
     """Knobs of `mlp_decode`; two cores exchange the hidden block through HBM."""
     _check(problem)
     inners = axis("inner_block", inner_blocks(problem))

@@ -18,7 +18,6 @@ from neuronmm_ops.kernels.stages.tiling import (
     GroupSpan,
     Span,
     SumTiling,
-    cast_by_dma,
     groups_in_store,
     lanes_of,
     matmul_columns,
@@ -26,7 +25,7 @@ from neuronmm_ops.kernels.stages.tiling import (
     waited_bytes,
     weight_tiles,
 )
-from neuronmm_ops.kernels.stages.weights import DecodeWeight, cast
+from neuronmm_ops.kernels.stages.weights import DecodeWeight
 
 
 class Product(nl.NKIObject):
@@ -202,25 +201,12 @@ class Sums(nl.NKIObject):
         Where it is cast it is multiplied after the next one's casts: all that is `later`. The
         engines that cast also evict, and what they evict waits for TensorE.
         """
-        k, tiles, _ = tile_hbm.shape
-        dtype = self.weight.hbm.dtype
-        every = self.weight.dma_cast if self.weight.casts else 0
-        by_dma = cast_by_dma(self.seen, tiles, every)
+        tiles = tile_hbm.shape[1]
+        by_dma = self.weight.cast_by_dma(self.seen, tiles)
         whole = [Span(0, self.columns.size)]
-        for columns in self.tiling.halves(itemsize(dtype)) if last else whole:
-            own = nl.ds(self.columns.start + columns.start, columns.size)
-            moving: list[NkiTensor] = []
-            if by_dma > 0:
-                cast_sb = nl.ndarray((k, by_dma, columns.size), dtype=self.weight.dtype)
-                nisa.dma_copy(cast_sb, tile_hbm[:, 0:by_dma, own], dge_mode=nisa.dge_mode.none)
-                for j in range(by_dma):
-                    moving.append(cast_sb[:, j, :])
-            if by_dma < tiles:
-                tile_sb = nl.ndarray((k, tiles - by_dma, columns.size), dtype=dtype)
-                nisa.dma_copy(tile_sb, tile_hbm[:, by_dma:tiles, own], dge_mode=nisa.dge_mode.none)
-                for j in range(tiles - by_dma):
-                    j_sb = tile_sb[:, j, :]
-                    moving.append(cast(j_sb, self.weight.dtype) if self.weight.casts else j_sb)
+        for columns in self.tiling.halves(itemsize(self.weight.hbm.dtype)) if last else whole:
+            own = Span(self.columns.start + columns.start, columns.size)
+            moving = self.weight.loaded(tile_hbm, own, by_dma)
             product = Product(self, stationary_sb, moving, columns, self.started)
             if self.weight.casts:
                 if len(later) > 0:

@@ -329,3 +329,56 @@ class SumTiling(NKIObject):
         if len(self.groups) > 1:
             first = self.groups[len(self.groups) // 2].start
         return [Span(0, first), Span(first, self.size - first)]
+
+
+# --- decode with stationary weights
+
+TURNED_TILES = 8
+"""Tiles of 128 columns whose rows in the next weight are read together, in long runs."""
+TURNED_GROUPS = 4
+"""Groups of tiles of the output that lie side by side once they are transposed."""
+
+
+class ColumnTile(NKIObject):
+    """`count` tiles of `rows` columns of a weight, each a stationary operand.
+
+    Column p of tile i is start + p * count + i if they are `strided`, else start + i * rows + p.
+    The sums of tile i are in slot `slot` + i of PSUM.
+    """
+
+    def __init__(self, start: int, rows: int, count: int, strided: bool, slot: int) -> None:
+        self.start = start
+        self.rows = rows
+        self.count = count
+        self.strided = strided
+        self.slot = slot
+
+    def lines(self, M: int) -> int:
+        """Tiles of the output whose M tokens are transposed together."""
+        return min(self.count, PARTITIONS // M)
+
+
+def turned_tiles(columns: Span, M: int) -> list[ColumnTile]:
+    """Columns that are contracted next, as tiles whose sums do not cross a PSUM bank."""
+    return _column_tiles(columns, M, TURNED_TILES, 1, True)
+
+
+def output_tiles(columns: Span, M: int) -> list[ColumnTile]:
+    """Columns of the output, as tiles in whole groups of `ColumnTile.lines`, as `turned_tiles`."""
+    lines = PARTITIONS // M
+    return _column_tiles(columns, M, min(PARTITIONS, TURNED_GROUPS * lines), lines, False)
+
+
+def _column_tiles(columns: Span, M: int, most: int, unit: int, strided: bool) -> list[ColumnTile]:
+    found: list[ColumnTile] = []
+    start, slot, end = columns.start, 0, columns.start + columns.size
+    per = BANK_COLUMNS // M
+    while start < end:
+        rows = min(PARTITIONS, end - start)
+        count = min(most, (end - start) // rows, per - slot % per)
+        if count > unit:
+            count -= count % unit
+        found.append(ColumnTile(start, rows, count, strided, slot))
+        start += rows * count
+        slot += count
+    return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 from neuronmm_ops.kernels.front_end import is_none
 from neuronmm_ops.kernels.shim import NkiTensor, nisa, nl
 from neuronmm_ops.kernels.stages.facts import facts
-from neuronmm_ops.kernels.stages.tiling import cast_shares, lanes_of
+from neuronmm_ops.kernels.stages.tiling import Span, cast_by_dma, cast_shares, lanes_of
 from neuronmm_ops.storages import STORAGES
 
 STORED = tuple([
@@ -56,6 +56,31 @@ class DecodeWeight(nl.NKIObject):
         self.scale = scale
         self.dma_cast = dma_cast
         self.casts = not is_none(scale) and not is_multiplied(hbm, dtype)
+
+    def cast_by_dma(self, seen: int, tiles: int) -> int:
+        """How many of `tiles` K tiles after `seen` others a DMA casts."""
+        return cast_by_dma(seen, tiles, self.dma_cast if self.casts else 0)
+
+    def loaded(self, tile_hbm: NkiTensor, columns: Span, by_dma: int) -> list[NkiTensor]:
+        """Some columns of K tiles [k, tiles, N], in SBUF and as TensorE takes them: [k, columns].
+
+        A DMA casts the first `by_dma` of them, engines the others, where they are cast.
+        """
+        k, tiles, _ = tile_hbm.shape
+        own = nl.ds(columns.start, columns.size)
+        found: list[NkiTensor] = []
+        if by_dma > 0:
+            cast_sb = nl.ndarray((k, by_dma, columns.size), dtype=self.dtype)
+            nisa.dma_copy(cast_sb, tile_hbm[:, 0:by_dma, own], dge_mode=nisa.dge_mode.none)
+            for j in range(by_dma):
+                found.append(cast_sb[:, j, :])
+        if by_dma < tiles:
+            tile_sb = nl.ndarray((k, tiles - by_dma, columns.size), dtype=self.hbm.dtype)
+            nisa.dma_copy(tile_sb, tile_hbm[:, by_dma:tiles, own], dge_mode=nisa.dge_mode.none)
+            for j in range(tiles - by_dma):
+                j_sb = tile_sb[:, j, :]
+                found.append(cast(j_sb, self.dtype) if self.casts else j_sb)
+        return found
 
 
 def check_one_dtype(weights: list[DecodeWeight]) -> None:

@@ -6,8 +6,23 @@ from neuronmm_ops.kernels.front_end import is_none
 from neuronmm_ops.kernels.shim import NkiTensor, jit, nisa, nl
 from neuronmm_ops.kernels.stages.chunks import KChunk, chunks_of
 from neuronmm_ops.kernels.stages.decode import contract, own, project, write_block
+from neuronmm_ops.kernels.stages.stationary import (
+    Turned,
+    TurnedSums,
+    contract_turned,
+    project_turned,
+    scaled,
+    turned,
+    write_turned,
+)
 from neuronmm_ops.kernels.stages.sums import Sums
-from neuronmm_ops.kernels.stages.tiling import PARTITIONS, Span, output_blocks, spans
+from neuronmm_ops.kernels.stages.tiling import (
+    PARTITIONS,
+    Span,
+    output_blocks,
+    spans,
+    turned_tiles,
+)
 from neuronmm_ops.kernels.stages.weights import DecodeWeight, check_one_dtype, lanes_for
 from neuronmm_ops.kernels.svd_mlp.prefill import check_factors, function_of, load_table
 
@@ -37,6 +52,7 @@ def svd_mlp_decode(
     tile_bytes: int = 16384,
     spill: bool = True,
     dma_cast: int = 0,
+    stationary: bool = False,
     fingerprint: str = "",
 ) -> NkiTensor:
     """out = down(act(gate(x)) * up(x)) for up to 128 tokens, every byte of a factor loaded once.
@@ -70,6 +86,8 @@ def svd_mlp_decode(
         spill: act(gate) * up goes through HBM instead of staying in SBUF.
         dma_cast: of weights that are cast, the DMA casts each so-manieth K tile, from the first on,
             and engines the others; 0: engines all.
+        stationary: weights are the stationary operand, which takes as long whatever column groups
+            of TensorE do.
         fingerprint: of all kernels' source, for caches that know one function's alone; not read.
 
     Returns:
@@ -102,10 +120,19 @@ def svd_mlp_decode(
         us.append(DecodeWeight(tensors[2 * n], x.dtype, scales[2 * n], dma_cast))
         vs.append(DecodeWeight(tensors[2 * n + 1], x.dtype, scales[2 * n + 1], dma_cast))
     check_one_dtype([us[0], vs[0], us[1], vs[1], us[2], vs[2]])
-    lanes = lanes_for(us, M)
+    lanes = 0 if stationary else lanes_for(us, M)
     x_chunks = chunks_of(x, own(K), 0, k_chunk, x.dtype, None, lanes)
-    low = project(x_chunks, us[0:2], rank_block, fuse_gate_up, tile_bytes, M)
     inner = own(v_gate.shape[1])
+    blocks = output_blocks(own(v_down.shape[1]), block, last_block)
+    if stationary:
+        turned_low = project_turned(turned(x_chunks), us[0:2], rank_block, tile_bytes, M)
+        h: list[Turned] = []
+        for columns in spans(inner.start, inner.size, inner_block):
+            h.extend(gated_turned(turned_low, vs, columns, M, activation, tile_bytes))
+        d = project_turned(h, [us[2]], rank_block, tile_bytes, M)[0]
+        write_turned(out_hbm, d, vs[2], None, blocks, tile_bytes)
+        return out_hbm
+    low = project(x_chunks, us[0:2], rank_block, fuse_gate_up, tile_bytes, M)
     h_chunks: list[KChunk] = []
     if spill and inner.size > 0:
         dtype = x.dtype if is_none(v_up_scale) else nl.float32
@@ -120,7 +147,6 @@ def svd_mlp_decode(
             up, h_sb = gated(low, vs, columns, M, activation, tile_bytes)
             h_chunks.extend(up.chunks(h_sb))
     d_chunks = project(h_chunks, [us[2]], rank_block, False, tile_bytes, M)[0]
-    blocks = output_blocks(own(v_down.shape[1]), block, last_block)
     for i in range(len(blocks)):
         first, last = i == 0, i + 1 == len(blocks)
         write_block(out_hbm, d_chunks, vs[2], None, blocks[i], tile_bytes, first, last)
@@ -159,3 +185,34 @@ def gated(
         sums_psum = up.psum(part, up.lanes_in(part))
         nisa.tensor_tensor(up.like(h_sb, part), up.like(acts_sb, part), sums_psum, nl.multiply)
     return up, h_sb
+
+
+def gated_turned(
+    low: list[list[Turned]],
+    vs: list[DecodeWeight],
+    columns: Span,
+    M: int,
+    activation: str,
+    tile_bytes: int,
+) -> list[Turned]:
+    """act(gate) * up of some columns of I, as `gated`, but transposed and rounded."""
+    tiles = turned_tiles(columns, M)
+    gate = TurnedSums(vs[0], tiles, M)
+    contract_turned(low[0], gate, tile_bytes, True, False)
+    acts: list[NkiTensor] = []
+    for i in range(len(tiles)):
+        acts_sb = nl.ndarray((tiles[i].rows, tiles[i].count, M), dtype=nl.float32)
+        scaled(acts_sb, gate.psum(tiles[i]), gate.factors(tiles[i]), i)
+        nisa.activation(acts_sb, function_of(activation), acts_sb)
+        acts.append(acts_sb)
+    up = TurnedSums(vs[1], tiles, M)
+    contract_turned(low[1], up, tile_bytes, True, False)
+    found: list[Turned] = []
+    for i in range(len(tiles)):
+        h_sb = nl.ndarray((tiles[i].rows, tiles[i].count, M), dtype=vs[1].dtype)
+        factors_sb = up.factors(tiles[i])
+        if not is_none(factors_sb):
+            nisa.tensor_tensor(acts[i], acts[i], factors_sb, nl.multiply)
+        nisa.tensor_tensor(h_sb, up.psum(tiles[i]), acts[i], nl.multiply)
+        found.append(Turned(tiles[i].start, h_sb))
+    return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from neuroncore.hardware import DMA_SATURATED_BYTES
 from neuronmm_ops.kernels.knobs import (
     DOUBLED_GAIN,
     Arguments,
@@ -34,14 +35,16 @@ TOKEN_TILES = 2
 """Of a group of PSUM tiles of the output."""
 
 
-def decode(problem: Problem) -> Knobs:
+def decode(problem: Problem) -> list[Knobs]:
     """Knobs of `svd_mlp_decode`."""
     most, (gate, up, down) = sum_columns(problem), problem.ranks
     fuse = gate + up <= most
     inners = axis("inner_block", inner_blocks(problem))
     rank_block = even(down if fuse else max(gate, up, down), most)
     start: Arguments = {"rank_block": rank_block, "fuse_gate_up": fuse, **inners[0], "spill": True}
-    return decode_knobs(problem, [start], [inners, axis("spill", (True, False))])
+    wide = [each for each in inners if int(each["inner_block"]) >= DMA_SATURATED_BYTES]
+    stationary = {**start, "fuse_gate_up": False, "spill": False, **[*wide, inners[-1]][0]}
+    return decode_knobs(problem, [start], [inners, axis("spill", (True, False))], stationary)
 
 
 def prefill(problem: Problem) -> list[Knobs]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from neuronmm_ops.kernels.shim import NkiTensor, jit, nl
 from neuronmm_ops.kernels.stages.chunks import chunks_of
 from neuronmm_ops.kernels.stages.decode import own, project, write_block
+from neuronmm_ops.kernels.stages.stationary import project_turned, turned, write_turned
 from neuronmm_ops.kernels.stages.tiling import PARTITIONS, output_blocks
 from neuronmm_ops.kernels.stages.weights import DecodeWeight, check_one_dtype, lanes_for
 from neuronmm_ops.kernels.svd_qkv.prefill import check_biases, check_factors
@@ -47,6 +48,7 @@ def svd_qkv_decode(
     last_block: int = 1024,
     tile_bytes: int = 16384,
     dma_cast: int = 0,
+    stationary: bool = False,
     fingerprint: str = "",
 ) -> NkiTensor:
     """out = [query(x), key(x), value(x)] for up to 128 tokens, every byte of a factor loaded once.
@@ -80,6 +82,8 @@ def svd_qkv_decode(
         tile_bytes: bytes a partition of a weight tile, more where one row is longer.
         dma_cast: of weights that are cast, the DMA casts each so-manieth K tile, from the first on,
             and engines the others; 0: engines all.
+        stationary: weights are the stationary operand, which takes as long whatever column groups
+            of TensorE do.
         fingerprint: of all kernels' source, for caches that know one function's alone; not read.
 
     Returns:
@@ -111,7 +115,18 @@ def svd_qkv_decode(
     check_one_dtype(first_factors)
     check_one_dtype(second_factors)
     check_one_dtype([first_factors[0], second_factors[0]])
-    chunks = chunks_of(x, own(K), 0, k_chunk, x.dtype, None, lanes_for(first_factors, M))
+    lanes = 0 if stationary else lanes_for(first_factors, M)
+    chunks = chunks_of(x, own(K), 0, k_chunk, x.dtype, None, lanes)
+    if stationary:
+        turned_low = project_turned(turned(chunks), first_factors, rank_block, tile_bytes, M)
+        for n in range(3):
+            blocks = output_blocks(own(vs[n].shape[1]), block, last_block if n == 2 else 0)
+            w, own_hbm = second_factors[n], parts_hbm[n]
+            edges = n == 0, n == 2
+            write_turned(
+                own_hbm, turned_low[n], w, biases[n], blocks, tile_bytes, edges[0], edges[1]
+            )
+        return out_hbm
     low = project(chunks, first_factors, rank_block, fuse, tile_bytes, M)
     for n in range(3):
         ends = n == 2

@@ -31,13 +31,13 @@ if TYPE_CHECKING:
 BLOCKS = (512, 1024, 2048)
 
 
-def decode(problem: Problem) -> Knobs:
+def decode(problem: Problem) -> list[Knobs]:
     """Knobs of `svd_qkv_decode`."""
     most, ranks = sum_columns(problem), problem.ranks
     fuse = sum(ranks) <= most
     rank_block = even(max(ranks), most)
     starts = [{"rank_block": rank_block, **each} for each in axis("fuse", (fuse, False))]
-    return decode_knobs(problem, starts, [axis("fuse", (fuse, False))])
+    return decode_knobs(problem, starts, [axis("fuse", (fuse, False))], starts[-1])
 
 
 def prefill(problem: Problem) -> list[Knobs]:

@@ -6,6 +6,7 @@ from neuronmm_ops.kernels.front_end import is_none
 from neuronmm_ops.kernels.shim import NkiTensor, jit, nl
 from neuronmm_ops.kernels.stages.chunks import chunks_of
 from neuronmm_ops.kernels.stages.decode import own, project, write_block
+from neuronmm_ops.kernels.stages.stationary import project_turned, turned, write_turned
 from neuronmm_ops.kernels.stages.tiling import PARTITIONS, check_pair, output_blocks
 from neuronmm_ops.kernels.stages.weights import DecodeWeight, check_one_dtype, lanes_for
 
@@ -24,6 +25,7 @@ def xuv_decode(
     last_block: int = 1024,
     tile_bytes: int = 16384,
     dma_cast: int = 0,
+    stationary: bool = False,
     fingerprint: str = "",
 ) -> NkiTensor:
     """out = (x @ u) @ v + bias for up to 128 tokens, every byte of u and v loaded once.
@@ -45,6 +47,8 @@ def xuv_decode(
         tile_bytes: bytes a partition of a weight tile, more where one row is longer.
         dma_cast: of weights that are cast, the DMA casts each so-manieth K tile, from the first on,
             and engines the others; 0: engines all.
+        stationary: weights are the stationary operand, which takes as long whatever column groups
+            of TensorE do.
         fingerprint: of all kernels' source, for caches that know one function's alone; not read.
 
     Returns:
@@ -70,9 +74,14 @@ def xuv_decode(
     first_factor = DecodeWeight(u, x.dtype, u_scale, dma_cast)
     second_factor = DecodeWeight(v, x.dtype, v_scale, dma_cast)
     check_one_dtype([first_factor, second_factor])
-    x_chunks = chunks_of(x, own(K), 0, k_chunk, x.dtype, None, lanes_for([first_factor], M))
-    xu_chunks = project(x_chunks, [first_factor], rank_block, False, tile_bytes, M)[0]
+    lanes = 0 if stationary else lanes_for([first_factor], M)
+    x_chunks = chunks_of(x, own(K), 0, k_chunk, x.dtype, None, lanes)
     blocks = output_blocks(own(v.shape[1]), block, last_block)
+    if stationary:
+        xu = project_turned(turned(x_chunks), [first_factor], rank_block, tile_bytes, M)[0]
+        write_turned(out_hbm, xu, second_factor, bias, blocks, tile_bytes)
+        return out_hbm
+    xu_chunks = project(x_chunks, [first_factor], rank_block, False, tile_bytes, M)[0]
     for i in range(len(blocks)):
         first, last = i == 0, i + 1 == len(blocks)
         write_block(out_hbm, xu_chunks, second_factor, bias, blocks[i], tile_bytes, first, last)

@@ -37,9 +37,10 @@ if TYPE_CHECKING:
 K_BLOCKS = (512, 1024, 2048)
 
 
-def decode(problem: Problem) -> Knobs:
+def decode(problem: Problem) -> list[Knobs]:
     """Knobs of `xuv_decode`."""
-    return decode_knobs(problem, [{"rank_block": even(problem.ranks[0], sum_columns(problem))}])
+    start: Arguments = {"rank_block": even(problem.ranks[0], sum_columns(problem))}
+    return decode_knobs(problem, [start], stationary=start)
 
 
 def prefill(problem: Problem) -> list[Knobs]:

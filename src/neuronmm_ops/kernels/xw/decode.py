@@ -6,6 +6,7 @@ from neuronmm_ops.kernels.front_end import is_none
 from neuronmm_ops.kernels.shim import NkiTensor, jit, nl
 from neuronmm_ops.kernels.stages.chunks import chunks_of
 from neuronmm_ops.kernels.stages.decode import again, own, write_block
+from neuronmm_ops.kernels.stages.stationary import turned, write_turned
 from neuronmm_ops.kernels.stages.tiling import PARTITIONS, Span, check_pair, output_blocks
 from neuronmm_ops.kernels.stages.weights import DecodeWeight, lanes_for
 
@@ -22,6 +23,7 @@ def xw_decode(
     tile_bytes: int = 16384,
     resident: bool = False,
     dma_cast: int = 0,
+    stationary: bool = False,
     fingerprint: str = "",
 ) -> NkiTensor:
     """out = x @ w + bias for up to 128 tokens, every byte of w loaded once.
@@ -41,6 +43,8 @@ def xw_decode(
         resident: x^T stays in SBUF; else x is loaded and transposed again for each block.
         dma_cast: of weights that are cast, the DMA casts each so-manieth K tile, from the first on,
             and engines the others; 0: engines all.
+        stationary: weights are the stationary operand, which takes as long whatever column groups
+            of TensorE do.
         fingerprint: of all kernels' source, for caches that know one function's alone; not read.
 
     Returns:
@@ -62,10 +66,14 @@ def xw_decode(
     check_pair(K, w.shape[0], w.shape[1], bias.shape[0] if not is_none(bias) else 0)
     out_hbm = nl.ndarray((M, w.shape[1]), dtype=x.dtype, buffer=nl.shared_hbm)
     weight = DecodeWeight(w, x.dtype, w_scale, dma_cast)
-    chunks = chunks_of(x, Span(0, K), 0, k_chunk, x.dtype, None, lanes_for([weight], M))
+    lanes = 0 if stationary else lanes_for([weight], M)
+    chunks = chunks_of(x, Span(0, K), 0, k_chunk, x.dtype, None, lanes)
     blocks = output_blocks(own(w.shape[1]), block, last_block)
+    if stationary:
+        write_turned(out_hbm, turned(chunks), weight, bias, blocks, tile_bytes)
+        return out_hbm
     for i in range(len(blocks)):
-        stationary = chunks if resident else again(chunks)
+        x_chunks = chunks if resident else again(chunks)
         first, last = i == 0, i + 1 == len(blocks)
-        write_block(out_hbm, stationary, weight, bias, blocks[i], tile_bytes, first, last)
+        write_block(out_hbm, x_chunks, weight, bias, blocks[i], tile_bytes, first, last)
     return out_hbm

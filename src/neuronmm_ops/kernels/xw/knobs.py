@@ -25,9 +25,10 @@ if TYPE_CHECKING:
     from neuronmm_ops.kernels.problem import Problem
 
 
-def decode(problem: Problem) -> Knobs:
+def decode(problem: Problem) -> list[Knobs]:
     """Knobs of `xw_decode`."""
-    return decode_knobs(problem, axis("resident", (False,)), [axis("resident", (False, True))])
+    resident = axis("resident", (False, True))
+    return decode_knobs(problem, resident[:1], [resident], resident[1])
 
 
 def prefill(problem: Problem) -> list[Knobs]:
