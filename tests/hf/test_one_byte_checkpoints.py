@@ -35,7 +35,7 @@ from neuronmm_ops.hf import saving
 from neuronmm_ops.hf.computing import cast_, computing_in
 from neuronmm_ops.manifest import tensor_hashes
 from neuronmm_ops.recover import RecoverConfig
-from neuronmm_ops.storages import STORAGES, dtype_name
+from neuronmm_ops.storages import STORAGES, dtype_name, factor_bytes
 
 MLP = ("gate_proj", "up_proj", "down_proj")
 NAME = "model.layers.0.mlp.gate_proj"
@@ -109,7 +109,7 @@ def test_what_the_record_says(saved):
     layers = config_of(directory)["quantization_config"]["layers"]
     layer = next(x for x in layers if x["name"] == NAME)
     assert layer["storage"] == dtype_name(storage)
-    assert layer["bytes"] == 8 * (64 + 176) + 4 * (8 + 176)
+    assert layer["bytes"] == factor_bytes(64, 176, 8, 2, storage)
     assert layer["dense_bytes"] == 64 * 176 * 2
     report = inspect_checkpoint(directory)
     assert {layer.storage for layer in report.layers} == {storage}
@@ -194,19 +194,19 @@ def to_int8(tensors):
 
 
 ASKS = f"{NAME}.{{}}: config.json asks for {{}}, the file has {{}}"
-STORAGE = "storage must be float8_e4m3fn or int8, or null; got "
+STORAGE = "storage must be float8_e4m3fn or int8 or int4, or null; got "
 COMPUTE = "compute must be x, or fp8 with factors in float8_e4m3fn"
 # What is changed, and what is said; {} is how a header names the storage.
 IN_TENSORS = {
     "dtype": (tensor("u", Tensor.bfloat16), ASKS.format("u", "{}", "BF16")),
     "dense": (to_int8, "k_proj.weight is I8 in", "has no quantization_config for it"),
     **{
-        f"{name}, {what}": (tensor(name, change), ASKS.format(name, *said))
+        f"{name}, {what}": (tensor(name, change), f"{NAME}.{name}: config.json asks for", *said)
         for name, size in (("u_scale", 8), ("v_scale", 176))
         for what, change, said in (
-            ("short", lambda scale: scale[:-1], (f"[{size}]", f"[{size - 1}]")),
-            ("dtype", Tensor.bfloat16, ("F32", "BF16")),
-            ("none", lambda scale: None, (f"[{size}]", "none")),
+            ("short", lambda scale: scale[..., :-1], (f"{size}], the file has", f"{size - 1}]")),
+            ("dtype", Tensor.bfloat16, ("F32, the file has BF16",)),
+            ("none", lambda scale: None, (f"{size}], the file has none",)),
         )
     },
 }
@@ -225,7 +225,7 @@ IN_RECORD = [
 def test_tensors_that_do_not_fit_the_record(checkpoint, case):
     (storage, directory), (edit, *words) = checkpoint, IN_TENSORS[case]
     edit_tensors(directory, edit)
-    written = {"fp8": "F8_E4M3", "int8": "I8"}[storage]
+    written = STORAGES[storage].header
     refused(directory, *[word.replace("{}", written) for word in words], by=READERS)
 
 
@@ -238,13 +238,13 @@ def test_malformed_storage(checkpoint, fields, words):
 
 def test_a_record_of_another_storage_or_of_none(checkpoint):
     storage, directory = checkpoint
-    (other,) = set(STORAGES) - {storage}
+    other = "fp8" if storage == "int8" else "int8"
     edit_record(directory, entries(storage=dtype_name(other)))
-    words = "u: config.json asks for", "config and weights are not of"
+    words = ": config.json asks for", "config and weights are not of"
     refused(directory, *words, by=READERS)
     edit_record(directory, lambda record: [layer.pop("storage") for layer in record["layers"]])
-    words = ".u: config.json asks for F64 or F32 or F16 or BF16, the file"
-    refused(directory, words, by=READERS)
+    wanted = "[64, 8]" if storage == "int4" else "F64 or F32 or F16 or BF16"
+    refused(directory, f".u: config.json asks for {wanted}, the file", by=READERS)
 
 
 def test_floats_where_the_record_or_the_scales_are_of_one_byte(tmp_path):
@@ -262,14 +262,18 @@ def test_floats_where_the_record_or_the_scales_are_of_one_byte(tmp_path):
 
 @pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
 def test_scales_that_cannot_be(checkpoint, value):
-    edit_tensors(checkpoint[1], lambda tensors: tensors[f"{NAME}.u_scale"][3].fill_(value))
-    words = f"{NAME}: u_scale must be [8]", f"got {value} at 3", "copy the"
+    edit_tensors(checkpoint[1], lambda tensors: tensors[f"{NAME}.u_scale"][..., 3].fill_(value))
+    words = f"{NAME}: u_scale must be [", f"got {value} at 3", "copy the"
     refused(checkpoint[1], *words, by=LOADERS)
 
 
 def test_values_that_cannot_be(checkpoint):
     storage, directory = checkpoint
-    code, words = {"fp8": (0x7F, "magnitude of nan"), "int8": (0x80, "got -128")}[storage]
+    code, words = {
+        "fp8": (0x7F, "magnitude of nan"),
+        "int8": (0x80, "got -128"),
+        "int4": (0x0F, "got -8"),
+    }[storage]
     v = f"{NAME}.v"
     edit_tensors(directory, lambda tensors: tensors[v].view(torch.uint8)[1, 1].fill_(code))
     refused(directory, f"{NAME}: v must be in", words, by=LOADERS)

@@ -21,6 +21,7 @@ from neuronmm_ops.models import SHAPES
 from neuronmm_ops.plan import Matrices, Plan, Problem, mlp_matrices, qkv_matrices
 from neuronmm_ops.plan.search import descend, knobs_of
 from neuronmm_ops.rank import aligned_rank
+from neuronmm_ops.storages import BY_DTYPE, dequantized
 
 OPS = ("svd_mlp", "svd_qkv", "xuv", "xw")
 DTYPES = ("bfloat16", "float16", "float32")
@@ -30,6 +31,7 @@ CORES = st.sampled_from(LAUNCHES)
 SIZES = st.one_of(st.sampled_from((1, 127, 128, 129, 256)), st.integers(1, 300))
 TOKENS = st.one_of(st.sampled_from((1, 2, 32, 33, 64, 65, 128)), st.integers(1, 128))
 LARGEST = {"float8_e4m3fn": 240.0, "int8": 127.0}
+ROUNDED = (*LARGEST, "int4")
 ACTIVATIONS = {
     "silu": F.silu,
     "gelu": F.gelu,
@@ -99,12 +101,10 @@ def biased(op: str) -> Any:
 
 
 def stored_in(w: Tensor, weight_dtype: str) -> tuple[Tensor, Tensor]:
-    """Weights on the grid of their dtype, a grid a column, rounded to nearest, and its scales."""
-    largest = LARGEST[weight_dtype]
-    scale = (w.abs().amax(0) / largest).bfloat16().float() * 1.01
-    values = (w / scale).clamp(-largest, largest)
-    kind = getattr(torch, weight_dtype)
-    return (values.round() if weight_dtype == "int8" else values).to(kind), scale
+    """Weights of a storage rounded to nearest, and their scales."""
+    stored = BY_DTYPE[weight_dtype]
+    scale = (stored.magnitudes(w) / stored.largest * 1.01).bfloat16().float()
+    return stored.encode(stored.nearest(w / stored.spread(scale, len(w)))), scale
 
 
 def drawn(case: Case) -> Operands:
@@ -156,9 +156,9 @@ def composed(case: Case, given: Operands, *, exact: bool, absolute: bool = False
 
     def product(a: Tensor, n: int) -> Tensor:
         a = rounded_rows(a.to(dtype)).double() if case.doubled else a
-        w = given.weights[n].double()
-        out = a.abs() @ w.abs() if absolute and n in last[case.problem.op] else a @ w
-        return out * given.scales[n].double() if given.scales else out
+        scale = given.scales[n] if given.scales else None
+        w = dequantized(given.weights[n], scale, torch.float64).double()
+        return a.abs() @ w.abs() if absolute and n in last[case.problem.op] else a @ w
 
     def pair(a: Tensor, n: int) -> Tensor:
         return product(rounded(product(a, n)), n + 1)

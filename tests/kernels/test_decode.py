@@ -162,7 +162,7 @@ def test_scales_and_dtypes_must_agree(op):
     wide = [w.bfloat16() for w in given.weights]
     wrong: list[tuple[str, dict[str, Any]]] = [
         ("a weight without a scale must have the dtype of x", {"scales": [None] * len(matrices)}),
-        (r"scale must be \[\d+\], got \[\d+\]", {"scales": [s[:-1] for s in given.scales]}),
+        (r"scales must be \[\d+\], got \[\d+\]", {"scales": [s[:-1] for s in given.scales]}),
         ("a scale is for stored weights, got bfloat16", {"weights": wide}),
     ]
     if op == "xuv":

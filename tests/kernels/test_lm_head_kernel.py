@@ -145,7 +145,7 @@ def test_one_token_is_bound_by_bytes(model, parts, lnc):
     [
         ((129, 8), (8, 9), None, "at most 128 tokens, got 129"),
         ((4, 8), (9, 9), None, "8 features and 9 rows"),
-        ((4, 8), (8, 9), (8,), "scale must be"),
+        ((4, 8), (8, 9), (8,), "scales must be"),
     ],
 )
 def test_bad_operands_are_refused(x, w, scale, message):

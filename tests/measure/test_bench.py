@@ -61,7 +61,7 @@ def test_cpu_rows_of_factors_in_one_byte(storage, monkeypatch):
         assert min(row["stored_ms"], row["stored_speedup"]) > 0
     with pytest.raises(ValueError, match=r"^factors in one byte have no gradients; leave out"):
         cpu.run(cpu.CpuOptions("Tiny", **chosen, storage=storage, backward=True))
-    with pytest.raises(ValueError, match=r"^storage must be fp8 or int8, got 'bf16'$"):
+    with pytest.raises(ValueError, match=r"^storage must be fp8 or int8 or int4, got 'bf16'$"):
         cpu.run(cpu.CpuOptions("Tiny", **chosen, storage="bf16"))
 
 

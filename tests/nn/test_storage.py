@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from neuronmm_ops import SVDMLP, SVDLinear, storages, swap_
 from neuronmm_ops.nn import relayout_
 from neuronmm_ops.nn.factors import check_factors
-from neuronmm_ops.storages import STORAGES
+from neuronmm_ops.storages import STORAGES, dequantized
 
 NAMES = ("u", "v", "u_scale", "v_scale")
 TOLERANCE = {"rtol": 2e-2, "atol": 5e-2}  # of sums in another order, rounded to bfloat16
@@ -24,7 +24,7 @@ BIASED = pytest.mark.parametrize("bias", [True, False])
 
 
 def make_layer(storage: str, bias: bool = True, dtype: torch.dtype = torch.bfloat16) -> SVDLinear:
-    u, v, u_scale, v_scale = random_factors(12, 3, 8, storage)
+    u, v, u_scale, v_scale = random_factors(12, 4, 8, storage)
     given = torch.randn(8).to(dtype) if bias else None
     return SVDLinear.from_factors(u, v, given, u_scale, v_scale, dtype=dtype)
 
@@ -43,22 +43,34 @@ def assert_same_bits(layer: nn.Module, expected: dict[str, Tensor]) -> None:
         assert torch.equal(*bits), name
 
 
+def widened(layer: SVDLinear) -> tuple[Tensor, Tensor]:
+    pairs = (layer.u, layer.u_scale), (layer.v, layer.v_scale)
+    u, v = (dequantized(*pair, torch.float32) for pair in pairs)
+    return u, v
+
+
 def reference(layer: SVDLinear, x: Tensor) -> Tensor:
     """Return the contract: each product's sum in fp32, scaled, then rounded to x's dtype."""
-    h = (x.float() @ layer.u.float() * layer.u_scale).to(x.dtype).float()
-    y = h @ layer.v.float() * layer.v_scale
+    u, v = (
+        dequantized(*each, torch.float32)
+        for each in ((layer.u, layer.u_scale), (layer.v, layer.v_scale))
+    )
+    h = (x.float() @ u).to(x.dtype).float()
+    y = h @ v
     return (y if layer.bias is None else y + layer.bias.float()).to(x.dtype)
 
 
 @STORED
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_constructor(storage, device):
-    layer = SVDLinear(12, 8, 3, device=device, dtype=torch.bfloat16, storage=storage)
+    layer = SVDLinear(12, 8, 4, device=device, dtype=torch.bfloat16, storage=storage)
     assert layer.storage == storage
     assert layer.u.dtype == layer.v.dtype == STORAGES[storage].torch_dtype
     trainable = [name for name, p in layer.named_parameters() if p.requires_grad]
     assert trainable == ["bias"]
-    assert (layer.u_scale.shape, layer.v_scale.shape) == ((3,), (8,))
+    assert (layer.u_scale.shape, layer.v_scale.shape) == tuple(
+        STORAGES[storage].shapes(*s)[1] for s in ((12, 4), (4, 8))
+    )
     assert layer.u_scale.dtype == layer.v_scale.dtype == torch.float32
     assert layer.weight.dtype == layer.bias.dtype == layer.dtype == torch.bfloat16
     assert is_contiguous(layer)
@@ -86,25 +98,27 @@ def test_every_number_survives_its_tensor(storage, K):
     [
         ({"dtype": torch.int8}, "dtype must be a float .* give storage='int8'"),
         ({"dtype": torch.float8_e4m3fn}, "dtype must be a float .* give storage='fp8'"),
-        ({"storage": "fp4"}, "storage must be fp8 or int8, got 'fp4'"),
+        ({"storage": "fp4"}, "storage must be fp8 or int8 or int4, got 'fp4'"),
     ],
     ids=str,
 )
 def test_the_constructor_refuses(options, error):
     with pytest.raises(ValueError, match=error):
-        SVDLinear(12, 8, 3, **options)
+        SVDLinear(12, 8, 4, **options)
 
 
 def test_names_and_bytes():
     dtypes = [storages.dtype_name(name) for name in (*STORAGES, None)]
-    assert dtypes == ["float8_e4m3fn", "int8", None]
-    assert [storages.storage_named(name) for name in dtypes[:2]] == ["fp8", "int8"]
+    assert dtypes == ["float8_e4m3fn", "int8", "int4", None]
+    assert [storages.storage_named(name) for name in dtypes[:3]] == list(STORAGES)
     of_dtypes = [storages.storage_of(d) for d in (torch.int8, torch.bfloat16)]
     assert of_dtypes == [STORAGES["int8"], None]
-    with pytest.raises(ValueError, match=r"must be float8_e4m3fn or int8, or null; got 'fp8'"):
+    with pytest.raises(
+        ValueError, match=r"must be float8_e4m3fn or int8 or int4, or null; got 'fp8'"
+    ):
         storages.storage_named("fp8")
-    assert storages.factor_bytes(12, 8, 3, 2) == 3 * 20 * 2
-    assert storages.factor_bytes(12, 8, 3, 2, "int8") == 3 * 20 + 4 * (3 + 8)
+    assert storages.factor_bytes(12, 8, 4, 2) == 4 * 20 * 2
+    assert storages.factor_bytes(12, 8, 4, 2, "int8") == 4 * 20 + 4 * (4 + 8)
 
 
 @STORED
@@ -120,7 +134,7 @@ def test_it_computes_the_scaled_products(storage, bias, dtype):
 
 @STORED
 def test_from_factors_copies_and_keeps_a_bias_parameter(storage):
-    u, v, u_scale, v_scale = random_factors(12, 3, 8, storage)
+    u, v, u_scale, v_scale = random_factors(12, 4, 8, storage)
     bias = nn.Parameter(torch.zeros(8, dtype=torch.float16))
     layer = SVDLinear.from_factors(u, v, bias, u_scale, v_scale)
     assert layer.bias is bias
@@ -158,7 +172,7 @@ def test_a_cast_leaves_factors_and_scales_alone(storage, cast):
 
 @given(
     st.sampled_from(sorted(STORAGES)),
-    *[st.integers(1, 20)] * 3,
+    *[st.integers(1, 10).map(lambda half: 2 * half)] * 3,
     st.booleans(),
     st.lists(st.sampled_from([torch.float16, torch.float32, torch.bfloat16, torch.float64])),
 )
@@ -185,7 +199,7 @@ def test_a_move_moves_all_of_it(storage):
     assert all(t.is_meta for t in layer.state_dict().values())
     assert (layer.u.dtype, layer.u_scale.dtype) == (STORAGES[storage].torch_dtype, torch.float32)
     source = make_layer(storage)
-    layer = SVDLinear(12, 8, 3, device="meta", storage=storage).to_empty(device="cpu").bfloat16()
+    layer = SVDLinear(12, 8, 4, device="meta", storage=storage).to_empty(device="cpu").bfloat16()
     layer.load_state_dict(source.state_dict())
     assert_same_bits(layer, tensors_of(source))
     assert is_contiguous(layer)
@@ -213,11 +227,11 @@ def test_copies_and_state_dict_round_trips(storage):
     contiguous = {name: t.contiguous() for name, t in layer.state_dict().items()}
     for state in (through_file(layer.state_dict()), load(save(contiguous))):
         for assign in (False, True):
-            fresh = SVDLinear(12, 8, 3, dtype=torch.bfloat16, storage=storage)
+            fresh = SVDLinear(12, 8, 4, dtype=torch.bfloat16, storage=storage)
             fresh.load_state_dict(state, assign=assign)
             assert is_contiguous(fresh)
             assert_same_bits(relayout_(fresh), before)
-            assert (fresh.u.stride(), fresh.v.stride()) == ((1, 12), (1, 3))
+            assert (fresh.u.stride(), fresh.v.stride()) == ((1, len(fresh.u)), (1, len(fresh.v)))
 
 
 def assert_not_loaded(layer: nn.Module, state: dict[str, Tensor], error: str) -> None:
@@ -229,8 +243,8 @@ def assert_not_loaded(layer: nn.Module, state: dict[str, Tensor], error: str) ->
 
 
 def test_loading_another_dtype_is_refused():
-    layers = {storages.dtype_name(name): make_layer(name) for name in STORAGES}
-    layers["bfloat16"] = SVDLinear(12, 8, 3, dtype=torch.bfloat16)
+    layers = {stored.tensor_dtype: make_layer(name) for name, stored in STORAGES.items()}
+    layers["bfloat16"] = SVDLinear(12, 8, 4, dtype=torch.bfloat16)
     for own, layer in layers.items():
         for other in layers.keys() - {own}:
             error = rf"0\.u must be {own}, got {other}; give the layer the storage"
@@ -238,7 +252,7 @@ def test_loading_another_dtype_is_refused():
 
 
 def test_floats_are_loaded_as_before():
-    layer, source = SVDLinear(12, 8, 3), SVDLinear(12, 8, 3, dtype=torch.bfloat16)
+    layer, source = SVDLinear(12, 8, 4), SVDLinear(12, 8, 4, dtype=torch.bfloat16)
     layer.load_state_dict(source.state_dict())
     assert torch.equal(layer.u, source.u.float())
 
@@ -248,8 +262,12 @@ def test_loading_bad_values_is_refused(storage):
     layer = make_layer(storage)
     state = tensors_of(layer, "0.")
     for key, value, error in (
-        ("u_scale", -torch.ones(3), r"0: u_scale must be .* got -1.0 at 0"),
-        ("v_scale", torch.ones(8).bfloat16(), r"0: v_scale must be .* got \[8\] in bfloat16"),
+        (
+            "u_scale",
+            -torch.ones(STORAGES[storage].shapes(12, 4)[1]),
+            r"0: u_scale must be .* got -1.0 at 0",
+        ),
+        ("v_scale", state["0.v_scale"].bfloat16(), r"0: v_scale must be .* in bfloat16"),
         ("v_scale", torch.ones(7), r"size mismatch for 0.v_scale"),
     ):
         assert_not_loaded(layer, state | {f"0.{key}": value}, error)
@@ -260,7 +278,7 @@ def test_loading_bad_values_is_refused(storage):
 
 @STORED
 def test_a_pair_loads_no_factors_in_one_byte(storage):
-    pair = SVDLinear(12, 8, 3).to_pair()
+    pair = SVDLinear(12, 8, 4).to_pair()
     before = tensors_of(pair)
     state = make_layer(storage).state_dict(prefix="0.")
     with pytest.raises(RuntimeError, match=r"0\.u is .*, which a pair of nn.Linear cannot hold"):
@@ -274,7 +292,10 @@ def test_to_linear_is_in_the_models_dtype(storage, bias):
     layer = make_layer(storage, bias)
     linear = layer.to_linear()
     assert (linear.weight.dtype, linear.weight.requires_grad) == (torch.bfloat16, True)
-    u, v = layer.u.float() * layer.u_scale, layer.v.float() * layer.v_scale
+    u, v = (
+        dequantized(*each, torch.float32)
+        for each in ((layer.u, layer.u_scale), (layer.v, layer.v_scale))
+    )
     torch.testing.assert_close(linear.weight, (u @ v).t().bfloat16())
     assert (linear.bias is not None) == bias
 
@@ -288,16 +309,16 @@ def test_a_pair_has_the_values_in_the_models_dtype(storage):
     torch.testing.assert_close(pair(x), layer(x), rtol=1e-4, atol=1e-5)
     back = SVDLinear.from_pair(pair)
     assert (back.storage, back.u_scale, back.u.dtype) == (None, None, torch.float32)
-    assert torch.equal(back.u, layer.u.float() * layer.u_scale)
+    assert torch.equal(back.u, dequantized(layer.u, layer.u_scale, torch.float32))
     assert "u_scale" not in back.state_dict()
 
 
 @STORED
 def test_it_says_what_it_is(storage):
     layer = make_layer(storage)
-    assert repr(layer).endswith(f"effective_ratio={1 - 60 / 96:.3f}, storage={storage})")
+    assert repr(layer).endswith(f"effective_ratio={1 - 80 / 96:.3f}, storage={storage})")
     assert list(layer.state_dict()) == ["u", "v", "bias", "u_scale", "v_scale", "weight"]
-    assert layer.effective_ratio == SVDLinear(12, 8, 3).effective_ratio
+    assert layer.effective_ratio == SVDLinear(12, 8, 4).effective_ratio
     layer.compute = "fp8"
     assert repr(layer).endswith(f"storage={storage}, compute=fp8)")
 
@@ -320,7 +341,7 @@ def test_gradients_of_the_factors_are_refused(storage):
         layer.requires_grad_()
     assert layer.requires_grad_(False) is layer
     assert not layer.bias.requires_grad
-    if storage == "int8":  # torch itself gives it none
+    if storage != "fp8":  # torch itself gives integers none
         return
     layer.u.requires_grad = True
     with pytest.raises(TypeError, match=r"one-byte factors and their scales have no gradient"):
@@ -350,18 +371,18 @@ def test_autocast(storage):
 
 def bad_factors() -> list[tuple[tuple[Tensor | None, ...], str]]:
     def with_scale(index: int, value: float) -> tuple[Tensor, ...]:
-        factors = [tensor.clone() for tensor in random_factors(12, 3, 8, "int8")]
+        factors = [tensor.clone() for tensor in random_factors(12, 4, 8, "int8")]
         factors[index][1] = value
         return tuple(factors)
 
-    u, v, s, t = random_factors(12, 3, 8, "int8")
-    a, b, _, _ = random_factors(12, 3, 8, "fp8")
+    u, v, s, t = random_factors(12, 4, 8, "int8")
+    a, b, _, _ = random_factors(12, 4, 8, "fp8")
     nan, big = (b.view(torch.uint8).clone() for _ in range(2))
     nan[0, 0], big[0, 0] = 0xFF, 0xF8
     low = u.clone()
     low[2, 1] = -128
     rule = r"in float32, positive and finite"
-    u_rule, v_rule = (rf"{n}_scale must be \[{size}\] {rule}" for n, size in (("u", 3), ("v", 8)))
+    u_rule, v_rule = (rf"{n}_scale must be \[{size}\] {rule}" for n, size in (("u", 4), ("v", 8)))
     return [
         (with_scale(2, 0.0), rf"{u_rule}; got 0.0 at 1"),
         (with_scale(3, -2.0), rf"{v_rule}; got -2.0 at 1"),
@@ -375,7 +396,10 @@ def bad_factors() -> list[tuple[tuple[Tensor | None, ...], str]]:
         ((u, b, s, t), r"u and v must have one dtype, got int8 and float8_e4m3fn; quantize"),
         ((u.float(), v, s, t), r"u and v must have one dtype, got float32 and int8; quantize"),
         ((u.float(), v.float(), s, t), r"scales belong to factors in .*, got .* in float32"),
-        ((u.int(), v.int(), s, t), r"u must be bfloat16, .* float8_e4m3fn or int8; got int32"),
+        (
+            (u.int(), v.int(), s, t),
+            r"u must be bfloat16, .* float8_e4m3fn or int8 or uint8; got int32",
+        ),
         ((low, v, s, t), r"u must be in -127..127 .*, got -128"),
         ((a, nan.view(b.dtype), s, t), r"v must be in -240..240.*; got a magnitude of nan"),
         ((a, big.view(b.dtype), s, t), r"v must be in -240..240.*; got a magnitude of 256"),
@@ -396,7 +420,7 @@ def test_bad_factors_are_refused_in_one_line(factors, error):
 def test_swap_takes_scales(storage):
     linear = nn.Linear(12, 8, dtype=torch.bfloat16)
     model = nn.Sequential(linear)
-    factors = random_factors(12, 3, 8, storage)
+    factors = random_factors(12, 4, 8, storage)
     swap_(model, {"0": factors})
     layer = model[0]
     assert (type(layer), layer.storage, layer.dtype) == (SVDLinear, storage, torch.bfloat16)
@@ -409,11 +433,11 @@ def test_swap_takes_scales(storage):
 
 @STORED
 def test_the_largest_values_are_taken(storage):
-    largest = {"fp8": 240.0, "int8": 127.0}[storage]
-    u = torch.full((12, 3), -largest).to(STORAGES[storage].torch_dtype)
-    v = torch.full((3, 8), largest).to(STORAGES[storage].torch_dtype)
-    layer = SVDLinear.from_factors(u, v, None, torch.full((3,), 1e-3), torch.full((8,), 1e-3))
-    assert float(layer.u.float().min()) == -largest
+    stored, sizes = STORAGES[storage], ((12, 4), (4, 8))
+    u, v = (stored.encode(torch.full(size, -float(stored.largest))) for size in sizes)
+    scales = [torch.full(stored.shapes(*size)[1], 1e-3) for size in sizes]
+    layer = SVDLinear.from_factors(u, v, None, *scales)
+    assert float(stored.decode(layer.u, torch.float32).min()) == -stored.largest
 
 
 def test_the_helper_rounds_to_nearest():

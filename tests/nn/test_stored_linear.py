@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from neuronmm_ops import SVDMLP, StoredLinear, SVDLinear, swap_
 from neuronmm_ops.nn import relayout_
-from neuronmm_ops.storages import STORAGES
+from neuronmm_ops.storages import STORAGES, dequantized
 
 STORED = pytest.mark.parametrize("storage", STORAGES)
 ONES = nearest(torch.ones(3, 2), "int8")
@@ -38,9 +38,10 @@ def same(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
 @STORED
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_constructor(storage, device):
+    shapes = STORAGES[storage].shapes(12, 8)
     layer = StoredLinear(12, 8, storage, device=device, dtype=torch.bfloat16)
-    assert (layer.w.shape, layer.w.dtype) == ((12, 8), STORAGES[storage].torch_dtype)
-    assert (layer.w_scale.shape, layer.w_scale.dtype) == ((8,), torch.float32)
+    assert (layer.w.shape, layer.w.dtype) == (shapes[0], STORAGES[storage].torch_dtype)
+    assert (layer.w_scale.shape, layer.w_scale.dtype) == (shapes[1], torch.float32)
     assert layer.weight.dtype == layer.bias.dtype == layer.dtype == torch.bfloat16
     assert [n for n, p in layer.named_parameters() if p.requires_grad] == ["bias"]
     assert list(layer.state_dict()) == ["w", "bias", "w_scale", "weight"]
@@ -55,7 +56,7 @@ def test_constructor(storage, device):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_it_computes_the_scaled_product(storage, bias, dtype):
     layer, x = make(storage, dtype, bias), torch.randn(2, 5, 12).to(dtype)
-    expected = x.float() @ layer.w.float() * layer.w_scale
+    expected = x.float() @ dequantized(layer.w, layer.w_scale, torch.float32)
     expected = expected + layer.bias.float() if bias else expected
     for each in (layer, relayout_(copy.deepcopy(layer))):
         assert each(x).dtype == dtype
@@ -69,7 +70,7 @@ def test_it_computes_the_scaled_product(storage, bias, dtype):
 def test_from_linear_rounds_to_nearest(storage):
     linear = nn.Linear(12, 8)
     layer = StoredLinear.from_linear(linear, storage)
-    step = layer.w_scale[:, None] * (0.5 if storage == "int8" else 8)
+    step = layer.w_scale.view(-1, 8)[0][:, None] * (8 if storage == "fp8" else 0.5)
     assert ((layer.to_linear().weight - linear.weight).abs() <= step).all()
     assert torch.equal(layer.bias, linear.bias)
     assert layer.bias is not linear.bias
@@ -140,7 +141,7 @@ def test_bad_matrices_are_refused_in_one_line(w, scale, error):
     ("make_it", "error"),
     [
         (lambda: StoredLinear(0, 8, "fp8"), "must be at least 1, got 0 and 8"),
-        (lambda: StoredLinear(12, 8, "fp4"), "storage must be fp8 or int8, got 'fp4'"),
+        (lambda: StoredLinear(12, 8, "fp4"), "storage must be fp8 or int8 or int4, got 'fp4'"),
         (
             lambda: StoredLinear(12, 8, "fp8", dtype=torch.int8),
             "dtype must be a float of two bytes",
@@ -182,7 +183,7 @@ def test_loading_what_does_not_fit_is_refused(storage):
         ),
         ({"0.w": layer.w.float()}, r"0\.w must be .*, got float32"),
         ({"0.w_scale": -layer.w_scale}, r"0: w_scale must be .* positive and finite; got -"),
-        ({"0.w_scale": layer.w_scale[:7]}, "size mismatch for 0.w_scale"),
+        ({"0.w_scale": layer.w_scale[..., :7]}, "size mismatch for 0.w_scale"),
     ):
         with pytest.raises(RuntimeError, match=error):
             nn.Sequential(layer).load_state_dict(state | change)

@@ -25,7 +25,7 @@ def add(commands: Any) -> None:
     add_shape(command, " (default Llama-3.2-1B)", default="Llama-3.2-1B")
     add_tokens(command, [1, 8, 64, 512])
     command.add_argument("--backward", action="store_true", help="also time forward and backward")
-    command.add_argument("--storage", help="also time the op on factors in fp8 or int8")
+    command.add_argument("--storage", help="also time the op on factors in fp8, int8 or int4")
 
 
 def _cpu(options: argparse.Namespace) -> list[dict[str, Any]]:

@@ -90,7 +90,7 @@ def _add_allocation(command: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--storage",
-        help="storage of the factors: fp8 or int8 with scales, or bf16 (default:"
+        help="storage of the factors: fp8, int8 or int4 with scales, or bf16 (default:"
         " the model's dtype)",
     )
     group.add_argument("--target", help="trn1, trn2 or trn3, with --budget time")

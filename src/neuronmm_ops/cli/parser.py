@@ -86,7 +86,7 @@ def add_storages(command: argparse.ArgumentParser) -> None:
         nargs="+",
         help="low-rank Linears: mlp (default), attention, all-linear, names",
     )
-    command.add_argument("--storage", help="their storage: fp8 or int8 (default bfloat16)")
+    command.add_argument("--storage", help="their storage: fp8, int8 or int4 (default bfloat16)")
     command.add_argument(
         "--storage-dense",
         help="that of the layers' other Linears",

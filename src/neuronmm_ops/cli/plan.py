@@ -29,7 +29,7 @@ def add(commands: Any) -> None:
         "--tp", type=int, default=1, help="ranks that divide each projection (default 1)"
     )
     command.add_argument("--dtype", default="bfloat16", help="bfloat16, float16 or float32")
-    command.add_argument("--storage", help="storage of the factors: fp8 or int8 (default: --dtype)")
+    command.add_argument("--storage", help="of the factors: fp8, int8 or int4 (default: --dtype)")
     command.add_argument(
         "--compute",
         default="x",

@@ -1,4 +1,4 @@
-"""Rounding a low-rank pair to one byte a number, where it costs the outputs least.
+"""Rounding a low-rank pair to one byte a number or less, where it costs the outputs least.
 
 A pair u v stands for W.T. Inputs have the second moment H `[K, K]`, output errors count by C
 `[N, N]` (the identity where a method has none): an error D `[K, N]` of the product costs
@@ -10,11 +10,12 @@ other, solved for again, absorbs the rest. So
    error to feed back: Σ² is diagonal. Turned by the geometric mean decomposition Σ = Q R Pᵀ (Jiang,
    Hager, Li 2005; R's diagonal is constant), A = P, `uᵀHu = RᵀR`, it costs by the geometric mean,
    which is the least that feedback can reach in any gauge.
-2. *u* is rounded to nearest, each column with its scale.
+2. *u* is rounded to nearest, each column, or group of its rows, with its scale.
 3. *v* is solved for again: `v = (ûᵀHû)⁻¹ ûᵀH W.T`, the same for every C.
 4. *v* is rounded row by row, and each row's error is fed back into the rows to come, as GPTQ
    (arXiv 2210.17323) does with a weight's columns; with a full C, group of columns by group of
-   columns, into the columns to come too.
+   columns, into the columns to come too. The scale of a group of rows is that of what they have
+   become when its first is reached.
 
 `loss(û, v̂) = loss(û, v) + tr((v̂ − v)ᵀ S (v̂ − v) C)`, S = ûᵀHû, exactly, v being that of step 3.
 """
@@ -25,7 +26,7 @@ import torch
 from torch import Tensor
 
 from neuronmm_ops.errors import NonFiniteError
-from neuronmm_ops.nn.nearest import bfloat16, scales_of
+from neuronmm_ops.nn.nearest import bfloat16, nearest, scales_of
 from neuronmm_ops.storages import STORAGES, WeightStorage, checked, dequantized
 
 # Of the mean of H's diagonal, added to it, as GPTQ does: errors must not pile up where calibration
@@ -46,7 +47,7 @@ class Quantized(NamedTuple):
         u: `[K, r]`.
         v: `[r, N]`.
         u_scale: `[r]`, float32, positive, exact in bfloat16; also what v's rows were divided by.
-        v_scale: `[N]`, likewise.
+        v_scale: `[N]`, likewise. Tensors and scales have the shapes of `storages.pair_shapes`.
     """
 
     u: Tensor
@@ -70,7 +71,7 @@ def quantize_pair(
     *,
     folded: bool = False,
 ) -> Quantized:
-    """Round a pair to one byte a number.
+    """Round a pair to the numbers of a storage.
 
     Args:
         u: `[K, r]`.
@@ -103,16 +104,12 @@ def quantize_pair(
     gram = _damped(gram)
     v = v + torch.cholesky_solve(change, torch.linalg.cholesky(gram))
     row_scale = torch.ones_like(column_scale) if folded else _row_scale(v, column_scale)
-    if column_scale.dim() > 1:  # of groups, whose rounding would not be the same factor
-        row_scale = column_scale
-    by = (row_scale / column_scale).view(-1, len(v))[0]
+    by = _of_rows(row_scale / column_scale)
     v, gram = v / by[:, None], by[:, None] * gram * by
-    v_scale = scales_of(v, stored)
-    spread = stored.spread(v_scale, len(v))
     if metric is None or metric.dim() == 1:
-        stored_v = _round_rows(v / spread, _feed(gram), stored)
+        stored_v, v_scale = _round_rows(v, _feed(gram), stored, _whole_scale(v, stored))
     else:
-        stored_v = _round_columns(v, _feed(gram), metric, spread.expand_as(v), stored)
+        stored_v, v_scale = _round_columns(v, _feed(gram), metric, stored)
     return Quantized(
         stored.encode(stored_u), stored.encode(stored_v), row_scale.float(), v_scale.float()
     )
@@ -120,15 +117,10 @@ def quantize_pair(
 
 def nearest_pair(u: Tensor, v: Tensor, storage: str) -> Quantized:
     """Round a pair `u[K, r]`, `v[r, N]` to nearest, to compare with; v's rows equally long."""
-    u, v, stored = u.double(), v.double(), STORAGES[storage]
-    column_scale = scales_of(u, stored)
-    row_scale = _row_scale(v, column_scale)
-    v = v * (column_scale / row_scale)[:, None]
-    v_scale = scales_of(v, stored)
-    stored_u, stored_v = stored.nearest(u / column_scale), stored.nearest(v / v_scale)
-    return Quantized(
-        stored.encode(stored_u), stored.encode(stored_v), row_scale.float(), v_scale.float()
-    )
+    stored_u, column_scale = nearest(u, STORAGES[storage])
+    row_scale = _row_scale(v.double(), column_scale.double())
+    stored_v, v_scale = nearest(v / _of_rows(row_scale / column_scale)[:, None], STORAGES[storage])
+    return Quantized(stored_u, stored_v, row_scale.float(), v_scale)
 
 
 def pair_loss(
@@ -194,50 +186,67 @@ def geometric_mean_turn(sigma: Tensor) -> Tensor:
     return torch.stack([*columns_of_turn, left[0][1]], dim=1)
 
 
-def _round_rows(v: Tensor, feed: Tensor, storage: WeightStorage) -> Tensor:
-    """Round v `[r, N]` to the grid, the last row first, feeding errors back as `_feed` says."""
-    v = v.flip(0)
-    rounded = torch.empty_like(v)
-    for start in range(0, len(v), ROWS):
-        part = slice(start, min(start + ROWS, len(v)))
-        block, inside = v[part].clone(), feed[part, part]
+def _whole_scale(v: Tensor, storage: WeightStorage) -> Tensor | None:
+    """Return the scales of whole columns; None where groups of rows have their own."""
+    return scales_of(v, storage) if storage.group is None else None
+
+
+def _round_rows(
+    v: Tensor, feed: Tensor, storage: WeightStorage, whole: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Round v `[r, N]`, the last row first, feeding errors back as `_feed` says.
+
+    Returns:
+        The numbers and their scales: `whole`, or those of groups of rows, each of what it has
+        become when it is reached.
+    """
+    v = v.clone()
+    rounded, step = torch.empty_like(v), storage.group or ROWS
+    scales: list[Tensor] = []
+    for start in reversed(range(0, len(v), step)):
+        block = v[start : start + step]
+        scale = scales_of(block, storage) if whole is None else whole
+        scales.append(scale)
+        row_scale = _of_rows(scale)
         errors = torch.empty_like(block)
-        for i, row in enumerate(block):
-            rounded[start + i] = storage.nearest(row)
-            errors[i] = row - rounded[start + i]
-            block[i + 1 :].addr_(inside[i, i + 1 :], errors[i], alpha=-1)
-        v[part.stop :].addmm_(feed[part, part.stop :].t(), errors, alpha=-1)
-    return rounded.flip(0)
+        for i in reversed(range(len(block))):
+            rounded[start + i] = storage.nearest(block[i] / row_scale)
+            errors[i] = block[i] - rounded[start + i] * row_scale
+            block[:i].addr_(feed[start + i, start : start + i], errors[i], alpha=-1)
+        v[:start].addmm_(feed[start : start + len(block), :start].t(), errors, alpha=-1)
+    return rounded, torch.cat(scales[::-1]) if whole is None else whole
 
 
 def _round_columns(
-    v: Tensor, feed: Tensor, metric: Tensor, scale: Tensor, storage: WeightStorage
-) -> Tensor:
+    v: Tensor, feed: Tensor, metric: Tensor, storage: WeightStorage
+) -> tuple[Tensor, Tensor]:
     """Round v `[r, N]`, feeding the errors of each group of columns back by C into those to come.
 
-    The group with the largest weights first.
+    The group with the largest weights first. Numbers and scales as `_round_rows` returns them.
     """
     order = metric.diagonal().argsort(descending=True, stable=True)
-    v, scale = v[:, order], scale[:, order]
+    v = v[:, order]
     upper = _inverse_root(metric[order][:, order])
-    rounded = torch.empty_like(v)
+    rounded, scale, whole = torch.empty_like(v), scales_of(v, storage), _whole_scale(v, storage)
     for start in range(0, v.shape[1], COLUMNS):
         part = slice(start, min(start + COLUMNS, v.shape[1]))
-        rounded[:, part] = _round_rows(v[:, part] / scale[:, part], feed, storage)
-        errors = v[:, part] - rounded[:, part] * scale[:, part]
+        own = None if whole is None else whole[part]
+        rounded[:, part], scale[..., part] = _round_rows(v[:, part], feed, storage, own)
+        errors = v[:, part] - rounded[:, part] * storage.spread(scale[..., part], len(v))
         inside = torch.linalg.solve_triangular(upper[part, part], errors, upper=True, left=False)
         v[:, part.stop :].addmm_(inside, upper[part, part.stop :], alpha=-1)
-    return rounded[:, order.argsort()]
+    back = order.argsort()
+    return rounded[:, back], scale[..., back]
 
 
 def _feed(gram: Tensor) -> Tensor:
-    """Return by what each row's error is fed back into those to come, upper triangular.
+    """Return by what each row's error is fed back into those before it, lower triangular.
 
     That minimizes the error that remains, `eᵀ S e` of each column, over real numbers in the place
-    of the rows to come. Rows from the last on, as `_gauge` has ordered them.
+    of the rows to come: from the last on, as `_gauge` has ordered them.
     """
     upper = _inverse_root(gram.flip(0, 1))
-    return upper / upper.diagonal()[:, None]
+    return (upper / upper.diagonal()[:, None]).flip(0, 1)
 
 
 def _inverse_root(matrix: Tensor) -> Tensor:
@@ -247,9 +256,20 @@ def _inverse_root(matrix: Tensor) -> Tensor:
 
 
 def _row_scale(v: Tensor, column_scale: Tensor) -> Tensor:
-    """Return u's scale: by what v's rows are divided, beside u's columns, to be equally long."""
+    """Return u's scale: by what v's rows are divided, beside u's columns, to be equally long.
+
+    Where groups share scales, by a power of two, which is the same for all of a column's.
+    """
     length = v.norm(dim=1)
-    return bfloat16(column_scale * torch.where(length > 0, length, 1.0))
+    length = torch.where(length > 0, length, 1.0)
+    return bfloat16(
+        column_scale * (length if column_scale.dim() == 1 else length.log2().round().exp2())
+    )
+
+
+def _of_rows(scale: Tensor) -> Tensor:
+    """Return the first, or only, scale of each column."""
+    return scale.view(-1, scale.shape[-1])[0]
 
 
 def _ridge(moment: Tensor | None) -> float:

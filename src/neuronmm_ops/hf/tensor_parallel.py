@@ -38,7 +38,13 @@ from neuronmm_ops.nn.svd_mlp import SVDMLP
 from neuronmm_ops.ops import xw
 from neuronmm_ops.parallel import ShardedLinear, ShardedMLP
 from neuronmm_ops.parallel.layers import placed, whole
-from neuronmm_ops.parallel.sharding import Divide, Kind, check_heads, pair_dims
+from neuronmm_ops.parallel.sharding import (
+    Divide,
+    Kind,
+    check_divisible,
+    check_heads,
+    pair_dims,
+)
 from neuronmm_ops.parallel.state import whole_tensor
 from neuronmm_ops.storages import FACTORS, SCALES
 
@@ -124,8 +130,10 @@ class LowRankParallel(TensorParallelLayer):
     def _distributed(
         self, module: nn.Module, name: str, whole: Tensor, mesh: DeviceMesh
     ) -> DTensor:
-        is_low_rank = isinstance(module, SVDLinear)
-        dim = pair_dims(self._kind, self._divide)[name] if is_low_rank else 0
+        dim: int | None = 0
+        if isinstance(module, SVDLinear):
+            check_divisible(f"{name} of a low-rank layer", module.storage)
+            dim = pair_dims(self._kind, self._divide)[name]
         layout: Placement = Replicate() if dim is None else Shard(dim)
         if self._kv_heads is None or name in ("u", "u_scale"):
             return distribute_tensor(whole, mesh, [layout], src_data_rank=None)

@@ -137,8 +137,11 @@ class Problem:
 
     @property
     def casts(self) -> bool:
-        """Whether weights are cast on the chip."""
-        return self.storage is not None and not (self.storage.is_multiplied and self.itemsize == 2)
+        """Whether weights are cast on the chip, where a DMA may do so."""
+        stored = self.storage
+        if stored is None or stored.group is not None:
+            return False
+        return not (stored.is_multiplied and self.itemsize == 2)
 
     @property
     def doubles_rows(self) -> bool:

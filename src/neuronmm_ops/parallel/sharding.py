@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from neuronmm_ops.ops.definitions import SPECS
+from neuronmm_ops.storages import STORAGES
 
 Kind = Literal["column", "row"]
 Divide = Literal["one", "both"]
@@ -65,6 +66,15 @@ def pair_dims(kind: Kind, divide: Divide) -> dict[str, int | None]:
     u, v = (_matrix_dims(cut) for cut in _CUTS[kind, divide])
     scales = {"u_scale": u["w_scale"], "v_scale": v["w_scale"]}
     return {"u": u["w"], "v": v["w"], **scales, "bias": v["bias"]}
+
+
+def check_divisible(name: str, storage: str | None) -> None:
+    """Refuse, with a ValueError, to divide factors of which groups of rows share scales."""
+    if storage is not None and STORAGES[storage].group is not None:
+        raise ValueError(
+            f"{name}: factors in {storage}, whose groups of rows share scales, are not divided "
+            "between ranks; use tp = 1 or another storage"
+        )
 
 
 def part(size: int, rank: int, tp: int, what: str, *, padded: bool = False) -> slice:

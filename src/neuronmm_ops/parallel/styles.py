@@ -13,7 +13,7 @@ from neuronmm_ops.nn import SVDMLP, LinearPair, SVDLinear
 from neuronmm_ops.nn.svd_qkv import QKVProjection
 from neuronmm_ops.parallel.agreement import check_ranks_agree
 from neuronmm_ops.parallel.layers import ShardedLinear, ShardedMLP
-from neuronmm_ops.parallel.sharding import Divide, Kind, pair_dims, part
+from neuronmm_ops.parallel.sharding import Divide, Kind, check_divisible, pair_dims, part
 from neuronmm_ops.storages import storage_of
 
 _REPLACED = (
@@ -146,6 +146,8 @@ def _check_projection(style: str, name: str, module: nn.Module, kind: Kind, tp: 
         raise TypeError(f"{style} divides SVDLinear and nn.Linear, got {found}; {remedy} first")
     if "forward" in vars(module):
         raise TypeError(_REPLACED.format(style=style, name=name or "a layer"))
+    if not isinstance(module, nn.Linear):
+        check_divisible(name or "a layer", module.storage)
     if not name or type(module) is nn.Linear:
         width = module.out_features if kind == "column" else module.in_features
         part(width, 0, tp, f"{name}'s I" if name else "N" if kind == "column" else "K")

@@ -11,6 +11,7 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from neuronmm_ops.storages.fp8 import Fp8
+from neuronmm_ops.storages.int4 import Int4
 from neuronmm_ops.storages.int8 import Int8
 from neuronmm_ops.storages.storage import WeightStorage
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-STORAGES: dict[str, WeightStorage] = {storage.name: storage for storage in (Fp8(), Int8())}
+STORAGES: dict[str, WeightStorage] = {storage.name: storage for storage in (Fp8(), Int8(), Int4())}
 BY_DTYPE = {storage.dtype: storage for storage in STORAGES.values()}
 # Filled by the first call that brings a torch dtype. Not functools.cache: each call of an op asks,
 # and torch.compile warns of a cached function in what it traces.

@@ -21,6 +21,7 @@ class WeightStorage:
         header: the tensor's dtype in safetensors.
         largest: magnitude of a number.
         full: to what the largest entry of each scale is divided before it is rounded.
+        group: rows of a column that share a scale; None: all.
         is_multiplied: whether TensorE multiplies the numbers with 16-bit activations as they are;
             others are cast on the way there.
         computes: what products may be computed in, see `set_compute_`.
@@ -31,6 +32,7 @@ class WeightStorage:
     header: ClassVar[str]
     largest: ClassVar[int]
     full: ClassVar[float]
+    group: ClassVar[int | None] = None
     is_multiplied: ClassVar[bool] = False
     computes: ClassVar[tuple[str, ...]] = ("x",)
 

@@ -18,7 +18,7 @@ from neuronmm_ops.nn.factors import check_stored
 from neuronmm_ops.ops import xuv, xw
 from neuronmm_ops.ops.backends.cpu import name_of
 from neuronmm_ops.ops.spec import FLOAT_DTYPES
-from neuronmm_ops.parallel.sharding import pair_dims, part, part_width, shard
+from neuronmm_ops.parallel.sharding import check_divisible, pair_dims, part, part_width, shard
 from neuronmm_ops.storages import FACTORS, SCALES, pair_shapes, tensor_dtype
 
 Pack = Callable[[Tensor], Callable[[Tensor], Tensor]]
@@ -241,6 +241,8 @@ class Pair(Member):
         pack: Pack | None = None,
     ) -> None:
         assert layer.r is not None
+        if place.kind is not None:
+            check_divisible(layer.name, layer.storage)
         shapes = pair_shapes(layer.K, layer.N, layer.r, layer.storage)
         super().__init__(layer.name, shapes, sections, pack)
         self.place, self.rank = place, layer.r

@@ -20,7 +20,7 @@ from neuronmm_ops.kernels.stages.tiling import (
     lanes_of,
     output_blocks,
 )
-from neuronmm_ops.kernels.stages.weights import DecodeWeight
+from neuronmm_ops.kernels.stages.weights import DecodeWeight, rows_of
 
 LOWEST = -3.4028234663852886e38
 """Of fp32: below every finite logit."""
@@ -191,12 +191,13 @@ def lm_head_decode(
     M, H = x.shape
     V = w.shape[1]
     assert M <= PARTITIONS, f"at most {PARTITIONS} tokens, got {M}; a prompt needs its last alone"
-    check_pair(H, w.shape[0], V, 0)
+    check_pair(H, rows_of(w), V, 0)
     assert V < NO_ID, f"ids must be below 2^23, got {V} columns; split w"
     ids_hbm = nl.ndarray((M,), dtype=nl.int32, buffer=nl.shared_hbm)
     greatest_hbm = nl.ndarray((M,), dtype=nl.float32, buffer=nl.shared_hbm)
     weight = DecodeWeight(w, x.dtype, w_scale, dma_cast)
-    chunks = chunks_of(x, Span(0, H), 0, k_chunk, x.dtype, None, lanes_of(M, facts().pe_tile))
+    lanes = lanes_of(M, facts().pe_tile)
+    chunks = chunks_of(x, Span(0, H), 0, k_chunk, x.dtype, None, lanes, weight.group)
     blocks = output_blocks(own(V), block, last_block)
     parts = 0
     for columns in blocks:
@@ -206,7 +207,7 @@ def lm_head_decode(
     for i in range(len(blocks)):
         first, last = i == 0, i + 1 == len(blocks)
         sums = Sums(weight, blocks[i], M, OUTPUT_UNIT, last, stacked=True)
-        if not is_none(w_scale):
+        if not is_none(weight.scale):
             sums.load_rows(None)
         contract(chunks, [sums], tile_bytes, first, last)
         for n in range(len(sums.parts)):

@@ -15,6 +15,7 @@ from neuronmm_ops.kernels.stages.tiling import (
     Span,
     check_pair,
 )
+from neuronmm_ops.kernels.stages.weights import rows_of
 from neuronmm_ops.kernels.svd_mlp.prefill import gated, load_table
 
 
@@ -22,9 +23,9 @@ def check_matrices(x: NkiTensor, x_up: NkiTensor | None, matrices: Tiles) -> Non
     """Check the sizes of w_gate, w_up and w_down, for x and an x_up."""
     given: Any = x if is_none(x_up) else x_up
     assert given.shape[0] == x.shape[0], f"x has {x.shape[0]} tokens and x_up {given.shape[0]}"
-    sides, inner = [x, given], matrices[2].shape[0]
+    sides, inner = [x, given], rows_of(matrices[2])
     for n in range(2):
-        check_pair(sides[n].shape[1], matrices[n].shape[0], 0, 0)
+        check_pair(sides[n].shape[1], rows_of(matrices[n]), 0, 0)
         check_pair(matrices[n].shape[1], inner, 0, 0)
 
 

@@ -8,6 +8,7 @@ from neuronmm_ops.kernels.stages.facts import facts, transposed_dtype
 from neuronmm_ops.kernels.stages.tiling import (
     PARTITIONS,
     Span,
+    chunk_parts,
     column_groups,
     spans,
     transposes_in_bank,
@@ -114,6 +115,7 @@ class KChunk(nl.NKIObject):
         lanes: columns of a transpose, zero beyond the tokens in the first tile; 0: the tokens only.
         stack: what the activations are transposed with, if any.
         number: in the stack.
+        scaled_rows: of the weight, that share a scale; 0: all.
     """
 
     def __init__(
@@ -127,6 +129,7 @@ class KChunk(nl.NKIObject):
         lanes: int = 0,
         stack: Stack | None = None,
         number: int = 0,
+        scaled_rows: int = 0,
     ) -> None:
         self.start = start
         self.source = source
@@ -139,7 +142,9 @@ class KChunk(nl.NKIObject):
         self.tokens = source.shape[0]
         self.lanes = max(lanes, self.tokens)
         self.size = source.shape[1]
-        # [128, size // 128, lanes] and [size % 128, 1, lanes], those that are not empty
+        self.scaled_rows = scaled_rows
+        self.parts = chunk_parts(self.size, scaled_rows)
+        # [rows, tiles, lanes] of each part
         self.transposed_sb: list[NkiTensor] = []
 
     def transpose(self) -> None:
@@ -153,12 +158,8 @@ class KChunk(nl.NKIObject):
                 self.transposed_sb.append(tiles_sb[:, self.number, :, :])
             return
         tokens_sb = self.source if self.in_sbuf else self.load()
-        tiles = self.size // PARTITIONS
-        whole = tiles * PARTITIONS
-        if tiles > 0:
-            self.transpose_columns(tokens_sb, 0, PARTITIONS, tiles)
-        if whole < self.size:
-            self.transpose_columns(tokens_sb, whole, self.size - whole, 1)
+        for part in self.parts:
+            self.transpose_columns(tokens_sb, part.start, part.rows, part.tiles)
 
     def load(self) -> NkiTensor:
         """Load the activations to the partitions of the group."""
@@ -216,6 +217,7 @@ class KChunk(nl.NKIObject):
             self.lanes,
             self.stack,
             self.number,
+            self.scaled_rows,
         )
 
 
@@ -227,18 +229,21 @@ def chunks_of(
     dtype: nl.DType,
     scale: NkiTensor | None = None,
     lanes: int = 0,
+    scaled_rows: int = 0,
 ) -> list[KChunk]:
     """Columns `part` of activations [M, K] in HBM as K chunks of `width`.
 
-    `start` is the row of the weight that belongs to column 0. `dtype`, `scale` and
-    `lanes` are as in `KChunk`.
+    `start` is the row of the weight that belongs to column 0. `dtype`, `scale`, `lanes` and
+    `scaled_rows` are as in `KChunk`.
     """
     found: list[KChunk] = []
     groups = column_groups(x_hbm.shape[0], facts().pe_tile)
     for s in spans(part.start, part.size, width):
         group = groups - 1 - len(found) % groups
         columns_hbm = x_hbm[:, nl.ds(s.start, s.size)]
-        found.append(KChunk(start + s.start, columns_hbm, False, group, dtype, scale, lanes))
+        at = start + s.start
+        chunk = KChunk(at, columns_hbm, False, group, dtype, scale, lanes, scaled_rows=scaled_rows)
+        found.append(chunk)
     return found
 
 

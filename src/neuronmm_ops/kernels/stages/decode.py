@@ -16,9 +16,9 @@ from neuronmm_ops.kernels.stages.tiling import OUTPUT_UNIT, Span, core_span, spa
 from neuronmm_ops.kernels.stages.weights import DecodeWeight
 
 
-def own(size: int) -> Span:
-    """This core's range of a dimension."""
-    return core_span(size, nl.program_id(0), nl.num_programs(0))
+def own(size: int, group: int = 0) -> Span:
+    """This core's range of a dimension, as `core_span`."""
+    return core_span(size, nl.program_id(0), nl.num_programs(0), group)
 
 
 def contract(

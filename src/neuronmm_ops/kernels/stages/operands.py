@@ -11,6 +11,7 @@ from neuronmm_ops.kernels.front_end import is_none
 from neuronmm_ops.kernels.shim import NkiTensor, nisa, nl
 from neuronmm_ops.kernels.stages.chunks import itemsize
 from neuronmm_ops.kernels.stages.facts import transposed_dtype
+from neuronmm_ops.kernels.stages.half_bytes import HalfBytes
 from neuronmm_ops.kernels.stages.tiling import (
     BANK_COLUMNS,
     KEPT_COLUMNS,
@@ -22,7 +23,13 @@ from neuronmm_ops.kernels.stages.tiling import (
     unit_tiles,
     units_in,
 )
-from neuronmm_ops.kernels.stages.weights import as_read, is_multiplied
+from neuronmm_ops.kernels.stages.weights import (
+    as_read,
+    check_scale,
+    group_of,
+    is_multiplied,
+    rows_of,
+)
 
 Tiles = list[NkiTensor]
 
@@ -39,6 +46,7 @@ class TiledOperand(nl.NKIObject):
             transposed by the "dma" engines or by the "pe".
         split: each group of tokens has tiles of its own.
         dtype: of the tiles, to which DMAs cast; None is that of `source_hbm`.
+        halves: what makes tiles of bytes, of a weight in int4.
     """
 
     def __init__(
@@ -50,8 +58,10 @@ class TiledOperand(nl.NKIObject):
         layout: str = "rows",
         split: bool = False,
         dtype: nl.DType | None = None,
+        halves: HalfBytes | None = None,
     ) -> None:
         self.source_hbm: Any = source_hbm
+        self.halves: Any = halves
         self.dtype = dtype
         self.rows = rows
         self.columns = columns
@@ -93,6 +103,8 @@ class TiledOperand(nl.NKIObject):
 
     def load(self, k: int) -> NkiTensor:
         """Tile k from HBM."""
+        if not is_none(self.halves):
+            return self.unpack(k)
         size = min(PARTITIONS, self.size - k * PARTITIONS)
         rows = nl.ds(self.rows.start + k * PARTITIONS, size)
         columns = nl.ds(self.columns.start, self.width)
@@ -106,6 +118,14 @@ class TiledOperand(nl.NKIObject):
             self.stage(k // STAGED_TILES)
             self.transpose(tile_sb, k)
         return tile_sb
+
+    def unpack(self, k: int) -> NkiTensor:
+        """Tile k of a weight in int4."""
+        size = min(PARTITIONS, self.size - k * PARTITIONS)
+        start = self.rows.start + k * PARTITIONS
+        columns = nl.ds(self.columns.start, self.width)
+        bytes_hbm = self.source_hbm[nl.ds(start // 2, size // 2), columns]
+        return self.halves.tile(bytes_hbm, start, self.columns)
 
     def stage(self, number: int) -> None:
         """Load the token rows of `STAGED_TILES` tiles, where they are not in SBUF."""
@@ -152,18 +172,20 @@ class Weight(nl.NKIObject):
         self.dtype = dtype
         # DMAs cast what TensorE does not multiply as it is
         self.tile_dtype = dtype
+        self.halves: Any = None
         if self.scaled:
+            check_scale(source_hbm, scale_hbm)
             if is_multiplied(source_hbm, dtype):
                 self.tile_dtype = self.source_hbm.dtype
+            if group_of(source_hbm) > 0:  # multiplied before the sum, and nobody else sees them
+                self.halves = HalfBytes(scale_hbm, dtype)
+                self.scaled = False
         else:
             assert itemsize(source_hbm.dtype) > 1, (
                 f"{source_hbm.dtype} weights need scales of their columns; got none"
             )
-        self.size = source_hbm.shape[0]
+        self.size = rows_of(source_hbm)
         self.width = source_hbm.shape[1]
-        if self.scaled:
-            scales = self.scale_hbm.shape[0]
-            assert scales == self.width, f"scales must be [{self.width}], got [{scales}]"
         self.columns_sb: Tiles = []
         self.row_sb: Tiles = []
 
@@ -177,7 +199,8 @@ class Weight(nl.NKIObject):
     def block(self, rows: Span, columns: Span) -> TiledOperand:
         """Some rows and columns; all their tiles stay while they are used."""
         count = tiles_in(rows.size, PARTITIONS)
-        return TiledOperand(self.source_hbm, rows, columns, count, dtype=self.tile_dtype)
+        dtype, halves = self.tile_dtype, self.halves
+        return TiledOperand(self.source_hbm, rows, columns, count, dtype=dtype, halves=halves)
 
     def paired(self, columns: Span) -> PairedWeight:
         """All rows of some columns in fp8, two rows a partition."""

@@ -43,6 +43,7 @@ class TurnedSums(nl.NKIObject):
     """
 
     def __init__(self, weight: DecodeWeight, tiles: list[ColumnTile], M: int) -> None:
+        assert weight.group == 0, "weights in int4 are not stationary; leave stationary out"
         self.weight = weight
         self.tiles = tiles
         self.tokens = M

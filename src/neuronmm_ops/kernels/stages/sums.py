@@ -7,6 +7,8 @@ are multiplied by a row of scales when they are evicted.
 
 from __future__ import annotations
 
+from typing import Any
+
 from neuronmm_ops.kernels.front_end import is_none
 from neuronmm_ops.kernels.shim import NkiTensor, nisa, nl
 from neuronmm_ops.kernels.stages.chunks import KChunk, Stack, evict, itemsize
@@ -37,6 +39,7 @@ class Product(nl.NKIObject):
         moving: [k, columns] of each K tile, in SBUF.
         columns: which of the sums.
         accumulate: the sums have begun.
+        scale_sb: [k, columns of the sums], of `moving` where that is of int4, else None.
     """
 
     def __init__(
@@ -46,7 +49,9 @@ class Product(nl.NKIObject):
         moving: list[NkiTensor],
         columns: Span,
         accumulate: bool,
+        scale_sb: NkiTensor | None,
     ) -> None:
+        self.scale_sb: Any = scale_sb
         self.sums = sums
         self.stationary = stationary
         self.moving = moving
@@ -57,7 +62,11 @@ class Product(nl.NKIObject):
         """Multiply the K tiles."""
         for j in range(len(self.moving)):
             accumulate = self.accumulate or j > 0
-            self.sums.add(self.stationary[:, j, :], self.moving[j], self.columns, accumulate)
+            moving_sb = self.moving[j]
+            if not is_none(self.scale_sb):
+                scale_sb = self.scale_sb[:, nl.ds(self.columns.start, self.columns.size)]
+                moving_sb = self.sums.weight.halves.scaled(moving_sb, scale_sb)
+            self.sums.add(self.stationary[:, j, :], moving_sb, self.columns, accumulate)
 
 
 class Sums(nl.NKIObject):
@@ -173,33 +182,43 @@ class Sums(nl.NKIObject):
         later: list[Product],
     ) -> None:
         """Stream the weight rows of a K chunk in tiles of `weight_tiles`; `later` as `add_tile`."""
-        tiles = chunk.size // PARTITIONS
-        whole = tiles * PARTITIONS
-        ends = last and whole == chunk.size
-        if tiles > 0:
-            rows_hbm = self.weight.hbm[nl.ds(chunk.start, whole), :]
-            rows_hbm = rows_hbm.reshape_dim(0, (PARTITIONS, tiles))
-            row_bytes = self.columns.size * itemsize(self.weight.hbm.dtype)
-            first = first and not self.stacked
-            least = waited_bytes(facts().slow_short_runs) if stage_ends and self.stacked else 0
-            for s in weight_tiles(tiles, row_bytes, tile_bytes, first, ends, least):
+        row_bytes = self.columns.size * itemsize(self.weight.hbm.dtype)
+        first = first and not self.stacked
+        least = waited_bytes(facts().slow_short_runs) if stage_ends and self.stacked else 0
+        per = 2 if self.weight.group > 0 else 1  # rows of a row in HBM
+        for n in range(len(chunk.parts)):
+            part = chunk.parts[n]
+            tiles = part.tiles // per
+            ends = last and n + 1 == len(chunk.parts)
+            at = chunk.start + part.start
+            rows_hbm = self.weight.hbm[nl.ds(at // per, part.rows * tiles), :]
+            rows_hbm = rows_hbm.reshape_dim(0, (part.rows, tiles))
+            scale_sb: NkiTensor | None = None
+            if per > 1:
+                scale_sb = self.weight.halves.scales_of(at, part, self.columns)
+            cut = [Span(0, tiles)]
+            if part.rows == PARTITIONS:
+                cut = weight_tiles(tiles, row_bytes, tile_bytes, first, ends, least)
+            for s in cut:
                 tile_hbm = rows_hbm[:, nl.ds(s.start, s.size), :]
-                stationary_sb = chunk.transposed_sb[0][:, nl.ds(s.start, s.size), :]
+                own = nl.ds(s.start * per, s.size * per)
+                stationary_sb = chunk.transposed_sb[n][:, own, :]
                 last_tile = ends and s.start + s.size == tiles
-                self.add_tile(tile_hbm, stationary_sb, last_tile, later)
-        if whole < chunk.size:
-            rest = nl.ds(chunk.start + whole, chunk.size - whole)
-            stationary_sb = chunk.transposed_sb[len(chunk.transposed_sb) - 1]
-            rest_hbm = self.weight.hbm[rest, :].expand_dim(1)
-            self.add_tile(rest_hbm, stationary_sb, last, later)
+                self.add_tile(tile_hbm, stationary_sb, last_tile, later, scale_sb)
 
     def add_tile(
-        self, tile_hbm: NkiTensor, stationary_sb: NkiTensor, last: bool, later: list[Product]
+        self,
+        tile_hbm: NkiTensor,
+        stationary_sb: NkiTensor,
+        last: bool,
+        later: list[Product],
+        scale_sb: NkiTensor | None = None,
     ) -> None:
         """Load a weight tile [k, tiles, N], the `last` in two halves, and multiply its K tiles.
 
         Where it is cast it is multiplied after the next one's casts: all that is `later`. The
-        engines that cast also evict, and what they evict waits for TensorE.
+        engines that cast also evict, and what they evict waits for TensorE. `scale_sb` [k, N] are
+        the scales of int4, whose tile holds two K tiles in each of `tiles`.
         """
         tiles = tile_hbm.shape[1]
         by_dma = self.weight.cast_by_dma(self.seen, tiles)
@@ -207,7 +226,7 @@ class Sums(nl.NKIObject):
         for columns in self.tiling.halves(itemsize(self.weight.hbm.dtype)) if last else whole:
             own = Span(self.columns.start + columns.start, columns.size)
             moving = self.weight.loaded(tile_hbm, own, by_dma)
-            product = Product(self, stationary_sb, moving, columns, self.started)
+            product = Product(self, stationary_sb, moving, columns, self.started, scale_sb)
             if self.weight.casts:
                 if len(later) > 0:
                     later[len(later) - 1].run()
@@ -320,7 +339,8 @@ class Sums(nl.NKIObject):
                 if i >= s.group:
                     number = i - s.group
             group_sb = self.group(tile_sb, i)
-            chunk = KChunk(start, group_sb, True, 0, dtype, None, self.lanes, stack, number)
+            rows = self.weight.group  # the next weight's, which has the same storage
+            chunk = KChunk(start, group_sb, True, 0, dtype, None, self.lanes, stack, number, rows)
             found.append(chunk)
         return found
 

@@ -69,11 +69,50 @@ def natural_groups(tokens: int, features: int, token_tiles: int, banks: int) -> 
     return found
 
 
-def core_span(size: int, core: int, cores: int) -> Span:
-    """A core's range of a dimension; two cores split at a multiple of 128 if it is large enough."""
+class KPart(NKIObject):
+    """Rows of a K chunk from `start` on: `rows` partitions, each of `tiles` neighbouring rows."""
+
+    def __init__(self, start: int, rows: int, tiles: int) -> None:
+        self.start = start
+        self.rows = rows
+        self.tiles = tiles
+
+
+GROUP_TILES = (128, 64, 32, 16, 8, 4, 2)
+
+
+def chunk_parts(size: int, group: int) -> list[KPart]:
+    """Parts of a K chunk: as many rows a partition as there are, and what is left below 128.
+
+    Where a `group` of 128 rows shares scales, a partition's rows are of one group, and even: two
+    are in a byte.
+    """
+    found: list[KPart] = []
+    if group == 0:
+        tiles = size // PARTITIONS
+        if tiles > 0:
+            found.append(KPart(0, PARTITIONS, tiles))
+        if size > tiles * PARTITIONS:
+            found.append(KPart(tiles * PARTITIONS, size - tiles * PARTITIONS, 1))
+        return found
+    start = 0
+    for tiles in GROUP_TILES:
+        for _ in range((size - start) // (tiles * PARTITIONS)):
+            found.append(KPart(start, PARTITIONS, tiles))
+            start += tiles * PARTITIONS
+    if start < size:
+        found.append(KPart(start, (size - start) // 2, 2))
+    return found
+
+
+def core_span(size: int, core: int, cores: int, group: int = 0) -> Span:
+    """A core's range of a dimension; two cores split at a multiple of 128 if it is large enough.
+
+    They always do where a `group` of 128 shares scales.
+    """
     if cores == 1:
         return Span(0, size)
-    unit = PARTITIONS if size >= 2 * PARTITIONS else 1
+    unit = PARTITIONS if group > 0 or size >= 2 * PARTITIONS else 1
     half = min(size, tiles_in(size, 2 * unit) * unit)
     return Span(0, half) if core == 0 else Span(half, size - half)
 

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from neuronmm_ops.kernels.front_end import is_none
 from neuronmm_ops.kernels.shim import NkiTensor, nisa, nl
 from neuronmm_ops.kernels.stages.facts import facts
-from neuronmm_ops.kernels.stages.tiling import Span, cast_by_dma, cast_shares, lanes_of
+from neuronmm_ops.kernels.stages.half_bytes import HalfBytes
+from neuronmm_ops.kernels.stages.tiling import (
+    Span,
+    cast_by_dma,
+    cast_shares,
+    lanes_of,
+    tiles_in,
+)
 from neuronmm_ops.storages import STORAGES
 
 STORED = tuple([
-    (getattr(nl, storage.tensor_dtype), storage.is_multiplied) for storage in STORAGES.values()
+    (getattr(nl, storage.tensor_dtype), storage.is_multiplied, storage.group or 0)
+    for storage in STORAGES.values()
 ])  # fmt: skip
-"""Dtypes of storages, and whether TensorE multiplies them beside 16-bit activations."""
+"""Dtypes of storages, whether TensorE multiplies them beside 16-bit activations, and the rows that
+share a scale: 0 is all, 128 is of int4, two rows a byte."""
 
 
 def is_multiplied(weight: NkiTensor, dtype: nl.DType) -> bool:
@@ -22,6 +33,29 @@ def is_multiplied(weight: NkiTensor, dtype: nl.DType) -> bool:
             stored = other
     assert stored[0] == weight.dtype, f"a scale is for stored weights, got {weight.dtype}"
     return stored[1] and dtype != nl.float32
+
+
+def group_of(weight: NkiTensor) -> int:
+    """Rows of a weight that share a scale; 0: all, or it has none."""
+    for stored in STORED:
+        if stored[0] == weight.dtype:
+            return stored[2]
+    return 0
+
+
+def rows_of(weight: NkiTensor) -> int:
+    """Rows of the matrix that a weight in HBM stands for: int4 has two in one."""
+    return weight.shape[0] * 2 if group_of(weight) > 0 else weight.shape[0]
+
+
+def check_scale(weight: NkiTensor, scale: NkiTensor) -> None:
+    """Check the shape of a stored weight's scales."""
+    size, columns, group = scale.shape[0], weight.shape[1], group_of(weight)
+    if group == 0:
+        assert size == columns, f"scales must be [{columns}], got [{size}]"
+    else:
+        groups = tiles_in(rows_of(weight), group)
+        assert size == groups, f"scales must be [{groups}, {columns}], got {size} rows"
 
 
 def as_read(weight: NkiTensor) -> NkiTensor:
@@ -37,34 +71,40 @@ class DecodeWeight(nl.NKIObject):
     Args:
         hbm: [K, N], of the dtype of the activations, or of a storage.
         dtype: of the activations.
-        scale: fp32 [N], a factor of each column of a weight in one byte, else None.
+        scale: fp32 [N], a factor of each column of a weight in one byte, or [groups, N] of int4's
+            groups of rows, which `halves` has then; else None.
         dma_cast: of weights that are cast, the DMA casts each so-manieth K tile; 0: none.
     """
 
     def __init__(
         self, hbm: NkiTensor, dtype: nl.DType, scale: NkiTensor | None, dma_cast: int = 0
     ) -> None:
-        columns = hbm.shape[1]
+        self.group = 0
         if is_none(scale):
             assert hbm.dtype == dtype, (
                 f"a weight without a scale must have the dtype of x, {dtype}; got {hbm.dtype}"
             )
         else:
-            assert scale.shape[0] == columns, f"scale must be [{columns}], got [{scale.shape[0]}]"
+            check_scale(hbm, scale)
+            self.group = group_of(hbm)
         self.hbm = as_read(hbm)
         self.dtype = dtype
-        self.scale = scale
+        # scales of groups are multiplied before the sum, and nobody else sees them
+        self.halves: Any = HalfBytes(scale, dtype) if self.group > 0 else None
+        self.scale = None if self.group > 0 else scale
         self.dma_cast = dma_cast
         self.casts = not is_none(scale) and not is_multiplied(hbm, dtype)
+        self.rows = rows_of(hbm)
 
     def cast_by_dma(self, seen: int, tiles: int) -> int:
         """How many of `tiles` K tiles after `seen` others a DMA casts."""
-        return cast_by_dma(seen, tiles, self.dma_cast if self.casts else 0)
+        return cast_by_dma(seen, tiles, self.dma_cast if self.casts and self.group == 0 else 0)
 
     def loaded(self, tile_hbm: NkiTensor, columns: Span, by_dma: int) -> list[NkiTensor]:
         """Some columns of K tiles [k, tiles, N], in SBUF and as TensorE takes them: [k, columns].
 
-        A DMA casts the first `by_dma` of them, engines the others, where they are cast.
+        A DMA casts the first `by_dma` of them, engines the others, where they are cast. Of int4
+        those are two of each in HBM, and have yet to be `scaled`.
         """
         k, tiles, _ = tile_hbm.shape
         own = nl.ds(columns.start, columns.size)
@@ -79,7 +119,11 @@ class DecodeWeight(nl.NKIObject):
             nisa.dma_copy(tile_sb, tile_hbm[:, by_dma:tiles, own], dge_mode=nisa.dge_mode.none)
             for j in range(tiles - by_dma):
                 j_sb = tile_sb[:, j, :]
-                found.append(cast(j_sb, self.dtype) if self.casts else j_sb)
+                if self.group > 0:
+                    for shift in (0, 4):
+                        found.append(self.halves.numbers(j_sb, shift))
+                else:
+                    found.append(cast(j_sb, self.dtype) if self.casts else j_sb)
         return found
 
 

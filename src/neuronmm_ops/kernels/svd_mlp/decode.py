@@ -121,8 +121,9 @@ def svd_mlp_decode(
         vs.append(DecodeWeight(tensors[2 * n + 1], x.dtype, scales[2 * n + 1], dma_cast))
     check_one_dtype([us[0], vs[0], us[1], vs[1], us[2], vs[2]])
     lanes = 0 if stationary else lanes_for(us, M)
-    x_chunks = chunks_of(x, own(K), 0, k_chunk, x.dtype, None, lanes)
-    inner = own(v_gate.shape[1])
+    group, up_scale = us[0].group, vs[1].scale
+    x_chunks = chunks_of(x, own(K, group), 0, k_chunk, x.dtype, None, lanes, group)
+    inner = own(v_gate.shape[1], group)
     blocks = output_blocks(own(v_down.shape[1]), block, last_block)
     if stationary:
         turned_low = project_turned(turned(x_chunks), us[0:2], rank_block, tile_bytes, M)
@@ -135,13 +136,14 @@ def svd_mlp_decode(
     low = project(x_chunks, us[0:2], rank_block, fuse_gate_up, tile_bytes, M)
     h_chunks: list[KChunk] = []
     if spill and inner.size > 0:
-        dtype = x.dtype if is_none(v_up_scale) else nl.float32
+        dtype = x.dtype if is_none(up_scale) else nl.float32
         h_hbm = nl.ndarray((M, inner.size), dtype=dtype, buffer=nl.private_hbm)
         for columns in spans(inner.start, inner.size, inner_block):
             up, h_sb = gated(low, vs, columns, M, activation, tile_bytes)
             up.store(h_hbm, inner.start, h_sb)
         part = Span(0, inner.size)
-        h_chunks = chunks_of(h_hbm, part, inner.start, k_chunk, x.dtype, v_up_scale, lanes)
+        start = inner.start
+        h_chunks = chunks_of(h_hbm, part, start, k_chunk, x.dtype, up_scale, lanes, group)
     if not spill:
         for columns in spans(inner.start, inner.size, inner_block):
             up, h_sb = gated(low, vs, columns, M, activation, tile_bytes)

@@ -32,6 +32,7 @@ from neuronmm_ops.kernels.stages.tiling import (
     tiles_in,
     transposed_groups,
 )
+from neuronmm_ops.kernels.stages.weights import rows_of
 from neuronmm_ops.kernels.svd_mlp.doubled import gated_rounded
 
 
@@ -47,11 +48,11 @@ def check_factors(K: int, factors: Tiles) -> None:
     gate, up, down = factors[0:2], factors[2:4], factors[4:6]
     inner = gate[1].shape[1]
     for pair in [gate, up]:
-        check_pair(K, pair[0].shape[0], 0, 0)
-        check_pair(pair[0].shape[1], pair[1].shape[0], 0, 0)
+        check_pair(K, rows_of(pair[0]), 0, 0)
+        check_pair(pair[0].shape[1], rows_of(pair[1]), 0, 0)
     check_pair(up[1].shape[1], inner, 0, 0)
-    check_pair(inner, down[0].shape[0], 0, 0)
-    check_pair(down[0].shape[1], down[1].shape[0], 0, 0)
+    check_pair(inner, rows_of(down[0]), 0, 0)
+    check_pair(down[0].shape[1], rows_of(down[1]), 0, 0)
 
 
 def gated(

@@ -116,7 +116,8 @@ def svd_qkv_decode(
     check_one_dtype(second_factors)
     check_one_dtype([first_factors[0], second_factors[0]])
     lanes = 0 if stationary else lanes_for(first_factors, M)
-    chunks = chunks_of(x, own(K), 0, k_chunk, x.dtype, None, lanes)
+    group = first_factors[0].group
+    chunks = chunks_of(x, own(K, group), 0, k_chunk, x.dtype, None, lanes, group)
     if stationary:
         turned_low = project_turned(turned(chunks), first_factors, rank_block, tile_bytes, M)
         for n in range(3):

@@ -16,13 +16,14 @@ from neuronmm_ops.kernels.stages.double_row import (
 from neuronmm_ops.kernels.stages.operands import TiledOperand, Weight, fp8
 from neuronmm_ops.kernels.stages.prefill import TokenBlocks, keep_scales, project, write_rows
 from neuronmm_ops.kernels.stages.tiling import Span, check_pair
+from neuronmm_ops.kernels.stages.weights import rows_of
 
 
 def check_factors(K: int, us: list[NkiTensor], vs: list[NkiTensor]) -> None:
     """Check the sizes of u and v of query, key and value, for x of K features."""
     for i in range(len(us)):
-        check_pair(K, us[i].shape[0], 0, 0)
-        check_pair(us[i].shape[1], vs[i].shape[0], 0, 0)
+        check_pair(K, rows_of(us[i]), 0, 0)
+        check_pair(us[i].shape[1], rows_of(vs[i]), 0, 0)
 
 
 def check_biases(vs: list[NkiTensor], biases: list[NkiTensor | None]) -> None:

@@ -8,7 +8,7 @@ from neuronmm_ops.kernels.stages.chunks import chunks_of
 from neuronmm_ops.kernels.stages.decode import own, project, write_block
 from neuronmm_ops.kernels.stages.stationary import project_turned, turned, write_turned
 from neuronmm_ops.kernels.stages.tiling import PARTITIONS, check_pair, output_blocks
-from neuronmm_ops.kernels.stages.weights import DecodeWeight, check_one_dtype, lanes_for
+from neuronmm_ops.kernels.stages.weights import DecodeWeight, check_one_dtype, lanes_for, rows_of
 
 
 @jit
@@ -68,14 +68,14 @@ def xuv_decode(
     """
     M, K = x.shape
     assert M <= PARTITIONS, f"at most {PARTITIONS} tokens, got {M}; use xuv"
-    check_pair(K, u.shape[0], u.shape[1], 0)
-    check_pair(u.shape[1], v.shape[0], v.shape[1], bias.shape[0] if not is_none(bias) else 0)
+    check_pair(K, rows_of(u), u.shape[1], 0)
+    check_pair(u.shape[1], rows_of(v), v.shape[1], bias.shape[0] if not is_none(bias) else 0)
     out_hbm = nl.ndarray((M, v.shape[1]), dtype=x.dtype, buffer=nl.shared_hbm)
     first_factor = DecodeWeight(u, x.dtype, u_scale, dma_cast)
     second_factor = DecodeWeight(v, x.dtype, v_scale, dma_cast)
     check_one_dtype([first_factor, second_factor])
-    lanes = 0 if stationary else lanes_for([first_factor], M)
-    x_chunks = chunks_of(x, own(K), 0, k_chunk, x.dtype, None, lanes)
+    lanes, group = 0 if stationary else lanes_for([first_factor], M), first_factor.group
+    x_chunks = chunks_of(x, own(K, group), 0, k_chunk, x.dtype, None, lanes, group)
     blocks = output_blocks(own(v.shape[1]), block, last_block)
     if stationary:
         xu = project_turned(turned(x_chunks), [first_factor], rank_block, tile_bytes, M)[0]

@@ -8,7 +8,7 @@ from neuronmm_ops.kernels.stages.chunks import chunks_of
 from neuronmm_ops.kernels.stages.decode import again, own, write_block
 from neuronmm_ops.kernels.stages.stationary import turned, write_turned
 from neuronmm_ops.kernels.stages.tiling import PARTITIONS, Span, check_pair, output_blocks
-from neuronmm_ops.kernels.stages.weights import DecodeWeight, lanes_for
+from neuronmm_ops.kernels.stages.weights import DecodeWeight, lanes_for, rows_of
 
 
 @jit
@@ -33,9 +33,10 @@ def xw_decode(
 
     Args:
         x: [M, K].
-        w: [K, N], dtype of x, or float8_e4m3fn of values up to 240, or int8.
+        w: [K, N], dtype of x, or float8_e4m3fn of values up to 240, or int8; or int4, [K / 2, N].
         bias: [N], dtype of x, or None.
-        w_scale: [N], float32, a factor of each column of a w in one byte, else None.
+        w_scale: [N], float32, a factor of each column of a w in one byte; of int4
+            [ceil(K / 128), N], of each 128 rows; else None.
         k_chunk: columns of x that are transposed together.
         block: columns of w whose sums are in PSUM together.
         last_block: columns of the last block.
@@ -63,11 +64,11 @@ def xw_decode(
     """
     M, K = x.shape
     assert M <= PARTITIONS, f"at most {PARTITIONS} tokens, got {M}; use xw"
-    check_pair(K, w.shape[0], w.shape[1], bias.shape[0] if not is_none(bias) else 0)
+    check_pair(K, rows_of(w), w.shape[1], bias.shape[0] if not is_none(bias) else 0)
     out_hbm = nl.ndarray((M, w.shape[1]), dtype=x.dtype, buffer=nl.shared_hbm)
     weight = DecodeWeight(w, x.dtype, w_scale, dma_cast)
     lanes = 0 if stationary else lanes_for([weight], M)
-    chunks = chunks_of(x, Span(0, K), 0, k_chunk, x.dtype, None, lanes)
+    chunks = chunks_of(x, Span(0, K), 0, k_chunk, x.dtype, None, lanes, weight.group)
     blocks = output_blocks(own(w.shape[1]), block, last_block)
     if stationary:
         write_turned(out_hbm, turned(chunks), weight, bias, blocks, tile_bytes)

@@ -92,9 +92,10 @@ def xw(
 
     Args:
         x: [M, K].
-        w: [K, N], dtype of x, float8_e4m3fn of values up to 240, or int8.
+        w: [K, N], dtype of x, float8_e4m3fn of values up to 240, or int8; or int4, [K / 2, N].
         bias: [N] or None.
-        w_scale: [N], fp32, of w's columns where w has one byte; else None.
+        w_scale: [N], fp32, of w's columns where w has one byte; of int4 [ceil(K / 128), N], of each
+            128 rows; else None.
         token_block: tokens whose x^T is in SBUF at a time.
         layout: "dma" or "pe" transposes x.
         resident: x^T tiles of 128 rows that stay in SBUF; the rest is loaded again per group.
