@@ -62,7 +62,8 @@ DIVIDED_RATIOS = (0.2, 0.5)
 _DEMO = "out/demo/dense --text out/results/held_out.txt --calibration out/demo/calibration.txt"
 EVALUATED_CHARACTERS = 75_000
 """Of the demo's held-out text: some 20,000 tokens, as many as the demo's own report evaluates."""
-_MODELS = "out/demo/dense out/demo/greedy-0.4"
+DENSE, COMPRESSED = "out/demo/dense", "out/demo/greedy-0.4"
+"""The models of the README's numbers."""
 _PACKAGES = ("neuronmm-ops", "torch", "transformers", "numpy")
 
 
@@ -107,10 +108,11 @@ def datasets() -> dict[str, Dataset]:
         Dataset("cpu", (f"neuronmm bench cpu --model {SHOWN}",), 3, measured=True),
         Dataset(
             "generate",
-            (f"neuronmm bench generate {_MODELS} --prompt-tokens 384",),
+            (f"neuronmm bench generate {DENSE} {COMPRESSED} --prompt-tokens 384",),
             3,
             measured=True,
         ),
+        Dataset("configuration", tuple(_configuration()), 4),
         Dataset("pareto", tuple(_pareto()), 2),
         Dataset("published", ("python benchmarks published",), 2),
         Dataset("whole", tuple(_whole()), 6),
@@ -151,6 +153,27 @@ def parameters(shape: ModelShape) -> int:
 def end_parameters(shape: ModelShape) -> int:
     """Of the embedding and the output head."""
     return shape.vocab_size * shape.hidden_size * (1 if shape.tied else 2)
+
+
+def evaluate_command(directory: str) -> str:
+    """The command that measures the perplexity of a model on the text of all tables."""
+    return f"neuronmm eval {directory} --text out/results/held_out.txt --dtype float32"
+
+
+def of_checkpoint() -> str:
+    """The command that models the README's checkpoint."""
+    return (
+        f"neuronmm bench model --model {COMPRESSED} --target {TARGET} --prompt-tokens 384 "
+        "--new-tokens 64"
+    )
+
+
+def _configuration() -> Iterator[str]:
+    yield evaluate_command(DENSE)
+    yield evaluate_command(COMPRESSED)
+    yield of_checkpoint()
+    for storage in STORAGES:
+        yield model_command(SHOWN, 0.4, storage, "mlp")
 
 
 def _pareto() -> Iterator[str]:

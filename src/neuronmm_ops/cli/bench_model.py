@@ -18,8 +18,8 @@ _SPEEDUPS = {
     "ours": "low rank over dense",
     "published": "publ. low rank over publ. dense",
     "ours_over_published": "low rank over publ. dense",
-    "storage": "of it, storage alone",
-    "rank": "of it, rank alone",
+    "storage": "dense, 1 byte: storage alone",
+    "rank": "low rank over it: rank alone",
     "over_one_byte": "low rank over dense, 1 byte",
 }
 
