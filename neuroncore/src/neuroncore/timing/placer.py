@@ -172,8 +172,11 @@ class Placer:
                     when, by = self._allocate(s, use, i)
                     if when > ready:
                         ready, why, who = when, 3, by
+                written_by = use.written_by
+                if not (writing or written_by):  # an input holds nobody up
+                    continue
                 if use.latest > ready and not (engine == 0 and use.latest_engine == 0):
-                    written_by, read_by = use.written_by, use.read_by
+                    read_by = use.read_by
                     for region in overlaps[operand]:
                         other = written_by.get(region)
                         if other is not None:
@@ -195,7 +198,7 @@ class Placer:
                 begin_ns, done, why, who = self._transfer(i, template, storages, ready, why, who)
                 seen = done + DMA_DONE_NS
             else:
-                if shared_ports and engine <= 3:
+                if shared_ports and 0 < engine <= 3:
                     ready, why, who = self._port(template, ready, why, who)
                 begin_ns = ready
                 if engine == 0:
@@ -332,7 +335,7 @@ class Placer:
     def _tile_free(self, template: InstructionTemplate) -> float:
         assert template.pe_tile is not None
         cells = pe_cells(template.pe_tile, self.machine.serial_columns)
-        return max([self.pe_issue, self.pe_full, *[self.cells[c] for c in cells]])
+        return max(self.pe_issue, self.pe_full, *map(self.cells.__getitem__, cells))
 
     def _occupy_tile(self, template: InstructionTemplate, begin: float, done: float) -> None:
         assert template.pe_tile is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
@@ -163,22 +164,33 @@ class RecentUse:
         self.throttle = throttle
         # when it was busy, earliest first; those that overlap are one
         self.spans: deque[tuple[float, float]] = deque()
+        self.busy = 0.0  # their sum, exact: times are on a grid
 
     def slowed(self, begin: float, ns: float) -> float:
         """What an instruction of `ns` takes that begins now; it is busy until then."""
         throttle, spans = self.throttle, self.spans
         since = begin - throttle.window_ns
         while spans and spans[0][1] <= since:
-            spans.popleft()
-        busy = sum([min(end, begin) - max(start, since) for start, end in spans])
+            start, last = spans.popleft()
+            self.busy -= last - start
+        last = begin
+        busy = self.busy
+        if spans:
+            start, last = spans[0][0], spans[-1][1]
+            if start < since:
+                busy -= since - start
+            if last > begin:
+                busy -= last - begin
         if busy < throttle.use * throttle.window_ns:
             ns = on_grid(ns / throttle.rate)
         end = begin + ns
-        if spans and begin <= spans[-1][1]:
-            start, last = spans.pop()
-            spans.append((start, max(last, end)))
+        if spans and begin <= last:
+            if end > last:
+                spans[-1] = spans[-1][0], end
+                self.busy += end - last
         else:
             spans.append((begin, end))
+            self.busy += ns
         return ns
 
     def since(self, start: float) -> Any:
@@ -191,16 +203,19 @@ class RecentUse:
         self.spans = deque([(a + ns, b + ns) for a, b in self.spans])
 
 
-def pe_cells(tile: tuple[int, int, int, int], serial_columns: bool = False) -> list[int]:
+@lru_cache(maxsize=256)
+def pe_cells(tile: tuple[int, int, int, int], serial_columns: bool = False) -> tuple[int, ...]:
     """Cells of the PE array, 4 x 4 of 32 x 32, that a tile covers, or all columns of its rows."""
     row, rows, column, columns = tile
     if serial_columns:
         column, columns = 0, PARTITIONS
-    return [
-        4 * r + c
-        for r in range(row // 32, (row + rows) // 32)
-        for c in range(column // 32, (column + columns) // 32)
-    ]
+    return tuple(
+        [
+            4 * r + c
+            for r in range(row // 32, (row + rows) // 32)
+            for c in range(column // 32, (column + columns) // 32)
+        ]
+    )
 
 
 def shared_ports_of(template: InstructionTemplate) -> list[tuple[str, int]]:
