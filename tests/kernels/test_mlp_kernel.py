@@ -54,6 +54,22 @@ def planned(problem: Problem) -> Case:
     return Case(problem, blocks=plan.arguments, phase=plan.phase)
 
 
+@pytest.mark.parametrize(
+    ("M", "up", "core", "stored"),
+    [
+        (1, 129, ("trn2", 2), "float8_e4m3fn"),
+        (33, 0, ("trn3", 2), ""),
+        (5, 40, ("trn2", 1), "int8"),
+    ],
+)
+def test_decode_with_stationary_weights(M, up, core, stored):
+    problem = problem_of(M, (300, 1290, 700), up, "float16", core, stored)
+    case = Case(problem, blocks={"stationary": True, "inner_block": 1024}, phase="decode")
+    check(case)
+    if core[1] == 2:  # in any order that the cores' waiting allows
+        run(case, drawn(case), schedules=2)
+
+
 @settings(max_examples=8)
 @given(
     M=TOKENS, sizes=st.tuples(SIZES, SIZES, SIZES), up=UP, core=CORES,

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from neuroncore.hardware import PARTITIONS, PSUM_BANKS, Engine
+from neuroncore.hardware import DMA_SATURATED_BYTES, PARTITIONS, PSUM_BANKS, Engine
 from neuronmm_ops.kernels.stages.tiling import (
     BANK_COLUMNS,
     DOUBLED_BANKS,
@@ -156,6 +156,13 @@ def inner_blocks(problem: Problem) -> list[int]:
     width = rounded_up(core_part(problem, problem.inner), PARTITIONS)
     bank = sum_columns(problem) // SUM_BANKS
     return sorted({min(count * bank, width) for count in range(1, SUM_BANKS + 1)})
+
+
+def stationary_inner(problem: Problem) -> Arguments:
+    """As `inner_blocks`, the one with stationary weights: rows of one byte that DMAs move well."""
+    blocks = inner_blocks(problem)
+    wide = [block for block in blocks if block >= DMA_SATURATED_BYTES]
+    return {"inner_block": [*wide, blocks[-1]][0]}
 
 
 # --- prefill

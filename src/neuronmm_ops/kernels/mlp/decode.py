@@ -7,9 +7,17 @@ from neuronmm_ops.kernels.mlp.prefill import check_matrices
 from neuronmm_ops.kernels.shim import NkiTensor, jit, nisa, nl
 from neuronmm_ops.kernels.stages.chunks import KChunk, chunks_of
 from neuronmm_ops.kernels.stages.decode import own, write_block
-from neuronmm_ops.kernels.stages.tiling import PARTITIONS, Span, core_span, output_blocks, spans
+from neuronmm_ops.kernels.stages.stationary import Turned, turned, write_turned
+from neuronmm_ops.kernels.stages.tiling import (
+    PARTITIONS,
+    Span,
+    core_span,
+    output_blocks,
+    spans,
+    turned_tiles,
+)
 from neuronmm_ops.kernels.stages.weights import DecodeWeight, check_one_dtype, lanes_for, rows_of
-from neuronmm_ops.kernels.svd_mlp.decode import gated
+from neuronmm_ops.kernels.svd_mlp.decode import gated, gated_turned
 from neuronmm_ops.kernels.svd_mlp.prefill import load_table
 
 
@@ -31,6 +39,7 @@ def mlp_decode(
     tile_bytes: int = 16384,
     spill: bool = True,
     dma_cast: int = 0,
+    stationary: bool = False,
     fingerprint: str = "",
 ) -> NkiTensor:
     """out = (act(x @ w_gate) * (x_up @ w_up)) @ w_down, x_up by default x, for up to 128 tokens.
@@ -57,6 +66,8 @@ def mlp_decode(
         spill: act(gate) * up goes through HBM instead of staying in SBUF; of one core only.
         dma_cast: of weights that are cast, the DMA casts each so-manieth K tile, from the first on,
             and engines the others; 0: engines all.
+        stationary: weights are the stationary operand, which takes as long whatever column groups
+            of TensorE do; of one core, act(gate) * up stays in SBUF.
         fingerprint: of all kernels' source, for caches that know one function's alone; not read.
 
     Returns:
@@ -85,13 +96,20 @@ def mlp_decode(
     for n in range(3):
         weights.append(DecodeWeight(tensors[n], x.dtype, scales[n], dma_cast))
     check_one_dtype(weights)
-    lanes = lanes_for(weights, M)
+    lanes = 0 if stationary else lanes_for(weights, M)
     group = weights[0].group
     x_chunks = chunks_of(x, Span(0, K), 0, k_chunk, x.dtype, None, lanes, group)
     sides = [x_chunks, x_chunks]
     if not is_none(x_up):
         up_part = Span(0, x_up.shape[1])
         sides[1] = chunks_of(x_up, up_part, 0, k_chunk, x.dtype, None, lanes, group)
+    blocks = output_blocks(own(w_down.shape[1]), block, last_block)
+    if stationary:
+        x_turned = turned(sides[0])
+        both = [x_turned, x_turned if is_none(x_up) else turned(sides[1])]
+        h = hidden_turned(both, weights, inner_block, M, activation, tile_bytes)
+        write_turned(out_hbm, h, weights[2], None, blocks, tile_bytes)
+        return out_hbm
     two = nl.num_programs(0) > 1
     up_scale = weights[1].scale
     h_dtype = x.dtype if is_none(up_scale) else nl.float32
@@ -113,8 +131,39 @@ def mlp_decode(
     if len(h_hbm) > 0:
         part = core_span(I, 1 - nl.program_id(0), 2, group) if two else Span(0, I)
         h_chunks.extend(chunks_of(h_hbm[0], part, 0, k_chunk, x.dtype, up_scale, lanes, group))
-    blocks = output_blocks(own(w_down.shape[1]), block, last_block)
     for i in range(len(blocks)):
         first, last = i == 0, i + 1 == len(blocks)
         write_block(out_hbm, h_chunks, weights[2], None, blocks[i], tile_bytes, first, last)
     return out_hbm
+
+
+def hidden_turned(
+    sides: list[list[Turned]],
+    weights: list[DecodeWeight],
+    inner_block: int,
+    M: int,
+    activation: str,
+    tile_bytes: int,
+) -> list[Turned]:
+    """act(gate) * up, transposed; two cores exchange what they have made through HBM, [I, M]."""
+    I = weights[0].hbm.shape[1]  # noqa: E741 - the shape letter
+    inner = own(I)
+    found: list[Turned] = []
+    for columns in spans(inner.start, inner.size, inner_block):
+        found.extend(gated_turned(sides, weights, columns, M, activation, tile_bytes))
+    if nl.num_programs(0) == 1:
+        return found
+    h_hbm = nl.ndarray((I, M), dtype=weights[0].dtype, buffer=nl.shared_hbm)
+    for own_part in found:
+        rows, count, _ = own_part.sb.shape
+        part_hbm = h_hbm[nl.ds(own_part.start, rows * count), :].reshape_dim(0, (rows, count))
+        nisa.dma_copy(part_hbm, own_part.sb, dge_mode=nisa.dge_mode.none)
+    nisa.core_barrier(h_hbm, (0, 1))
+    other = core_span(I, 1 - nl.program_id(0), 2)
+    for tile in turned_tiles(other, M):
+        tile_sb = nl.ndarray((tile.rows, tile.count, M), dtype=weights[0].dtype)
+        tile_hbm = h_hbm[nl.ds(tile.start, tile.rows * tile.count), :]
+        tile_hbm = tile_hbm.reshape_dim(0, (tile.rows, tile.count))
+        nisa.dma_copy(tile_sb, tile_hbm, dge_mode=nisa.dge_mode.none)
+        found.append(Turned(tile.start, tile_sb))
+    return found

@@ -17,6 +17,7 @@ from neuronmm_ops.kernels.knobs import (
     narrower,
     pairs_of,
     resident_axis,
+    stationary_inner,
     widths,
 )
 
@@ -32,7 +33,9 @@ def decode(problem: Problem) -> list[Knobs]:
     _check(problem)
     inners = axis("inner_block", inner_blocks(problem))
     spills = axis("spill", (True, False) if problem.lnc == 1 else (True,))
-    return decode_knobs(problem, [{**inners[0], "spill": True}], [inners, spills])
+    start: Arguments = {**inners[0], "spill": True}
+    stationary = {**stationary_inner(problem), "spill": problem.lnc == 2}
+    return decode_knobs(problem, [start], [inners, spills], stationary)
 
 
 def prefill(problem: Problem) -> list[Knobs]:

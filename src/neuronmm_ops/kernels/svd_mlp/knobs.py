@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from neuroncore.hardware import DMA_SATURATED_BYTES
 from neuronmm_ops.kernels.knobs import (
     DOUBLED_GAIN,
     Arguments,
@@ -21,6 +20,7 @@ from neuronmm_ops.kernels.knobs import (
     narrower,
     pairs_of,
     resident_axis,
+    stationary_inner,
     sum_columns,
     widths,
 )
@@ -42,8 +42,8 @@ def decode(problem: Problem) -> list[Knobs]:
     inners = axis("inner_block", inner_blocks(problem))
     rank_block = even(down if fuse else max(gate, up, down), most)
     start: Arguments = {"rank_block": rank_block, "fuse_gate_up": fuse, **inners[0], "spill": True}
-    wide = [each for each in inners if int(each["inner_block"]) >= DMA_SATURATED_BYTES]
-    stationary = {**start, "fuse_gate_up": False, "spill": False, **[*wide, inners[-1]][0]}
+    inner = stationary_inner(problem)
+    stationary: Arguments = {**start, "fuse_gate_up": False, "spill": False, **inner}
     return decode_knobs(problem, [start], [inners, axis("spill", (True, False))], stationary)
 
 
