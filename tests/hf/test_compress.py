@@ -6,10 +6,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from small import compress
-from stored import config_of
+from stored import assert_same_bits, config_of
 from tiny import tiny_directory, tiny_ids, tiny_model
 
 from neuronmm_ops import SVDConfig, hf
+from neuronmm_ops.compress import compare as comparing
+from neuronmm_ops.compress.compare import with_uniform_whitening
 from neuronmm_ops.compress.source import LayersInMemory, Task
 from neuronmm_ops.hf import compress as compress_function
 from neuronmm_ops.nn import dense_linears
@@ -165,3 +167,31 @@ def test_text_is_needed_but_for_plain(dense, tmp_path):
         hf.compress(dense, None, None, tmp_path / "out")
     plain = SVDConfig(block=8, method="plain")
     assert hf.compress(dense, plain, None, tmp_path / "out").calibration is None
+
+
+@pytest.mark.parametrize("taken", [0, 1])
+def test_of_two_configs_the_nearer_is_written(taken, dense, tmp_path, monkeypatch):
+    """The checkpoint and its record are those of that config alone, by all blocks."""
+    config = SVDConfig(ratio=0.3, block=8)
+    both = with_uniform_whitening(config)
+    losses = iter([1.0, 2.0] if taken == 0 else [2.0, 1.0])
+    monkeypatch.setattr(comparing, "divergence", lambda *_: next(losses))
+    report = compress(dense, tmp_path / "out", config, compare=True)
+    assert report.config == both[taken]
+    assert report.calibration["samples"] == 16
+    compress(dense, tmp_path / "again", both[taken])
+    written = [load_file(tmp_path / name / "model.safetensors") for name in ("out", "again")]
+    assert_same_bits(*written)
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "message"),
+    [
+        ({}, {"stream": True}, "leave --stream out.*got --stream"),
+        ({"method": "plain", "importance": "error"}, {}, "other than plain: got plain"),
+        ({"budget": "bytes"}, {}, "uniform knows no budget in bytes"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused(config, options, message, dense, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        compress(dense, tmp_path / "out", SVDConfig(block=8, **config), compare=True, **options)

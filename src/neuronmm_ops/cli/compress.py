@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 # Options of the command that are keyword arguments of `hf.compress`; others are SVDConfig's fields.
 KEYWORDS = (
     *("samples", "seqlen", "order", "dtype", "device", "force", "max_shard_size", "stream"),
+    "compare",
 )
 
 
@@ -64,6 +65,11 @@ def add(commands: Any) -> None:
         "--stream",
         action="store_true",
         help="hold one layer in memory at a time; repeat the command to resume after a kill",
+    )
+    command.add_argument(
+        "--compare",
+        action="store_true",
+        help="try uniform whitening too, and take what diverges less on text kept apart",
     )
     command.add_argument(
         "--force", action="store_true", help="replace OUT if it is a compressed checkpoint"

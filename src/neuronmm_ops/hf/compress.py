@@ -12,6 +12,7 @@ from neuronmm_ops.checkpoint import read_config
 from neuronmm_ops.compress import CompressionReport, SVDConfig, workers
 from neuronmm_ops.compress.batches import check_ids
 from neuronmm_ops.compress.calibrate import Progress
+from neuronmm_ops.compress.compare import nearest, with_uniform_whitening
 from neuronmm_ops.compress.pipeline import compress_layers
 from neuronmm_ops.compress.source import LayersInMemory
 from neuronmm_ops.eval import block_length
@@ -44,6 +45,7 @@ def compress(
     force: bool = False,
     max_shard_size: int | str = DEFAULT_SHARD_SIZE,
     stream: bool = False,
+    compare: bool = False,
     progress: Progress | None = None,
 ) -> CompressionReport:
     """Compress a model and write it as a Transformers directory that `hf.load` takes.
@@ -71,10 +73,12 @@ def compress(
         stream: hold one decoder layer in memory at a time, and go on where a killed run of the same
             has stopped: what it has done is beside the output, in `.NAME.stream`. Files of weights
             are no larger than a layer.
+        compare: try uniform whitening (SVD-LLM) at as many parameters too, and take what diverges
+            less from the dense model on blocks kept apart; the report has the config taken.
         progress: called with (stage, done, total); stages are load, gradients (where a method or
             its importance needs them), calibrate, factorize, probe (importance `perplexity`), drift
-            (method `drift`), quantize (of one-byte storage, after a second calibrate) and save.
-            Where moments fill memory, calibrate and factorize take turns; streamed, factorize
+            (method `drift`), quantize (of one-byte storage, after a second calibrate), compare and
+            save. Where moments fill memory, calibrate and factorize take turns; streamed, factorize
             and quantize calibrate too.
 
     Returns:
@@ -106,6 +110,12 @@ def compress(
         raise ValueError("--stream runs in one process; start it without torchrun")
     if stream:
         check_streamable(config)
+    if compare and (stream or not config.needs_calibration):
+        raise ValueError(
+            "compare holds two models and runs calibration text; leave --stream out, and use a "
+            f"method other than plain: got {'--stream' if stream else config.method}"
+        )
+    candidates = with_uniform_whitening(config) if compare else ()
     tell("load", 0, 1)
     directory = local_directory(model)
     if read_config(directory).get("quantization_config") is not None:
@@ -126,6 +136,10 @@ def compress(
         taken = sum(len(batch) for batch in batches)
         calibration = {"order": order, "samples": taken, "seqlen": seqlen}
         blocks = CalibrationSource.of(text_path, text, samples, seqlen, order)
+
+    if candidates and batches:
+        with computing_in(loaded, compute):
+            config, _ = nearest(loaded, candidates, batches, progress)
 
     dense_bytes = sum(parameter.nbytes for parameter in loaded.parameters())
 
