@@ -1,4 +1,4 @@
-"""`methods` and `storages`: the perplexity that compression costs."""
+"""`methods`, `storages` and `divergence`: what compression costs a model."""
 
 import argparse
 from itertools import product
@@ -24,6 +24,8 @@ def add(commands: Any) -> None:
         default=[0.2],
         help="fractions of parameters to remove (default 0.2)",
     )
+    description = "divergence by method, at equal kept parameters, beside dense one byte"
+    add_command(commands, "divergence", _divergence, _show_divergence, description)
 
 
 def _add(commands: Any, *command_and_options: Any) -> argparse.ArgumentParser:
@@ -142,3 +144,39 @@ def _paired_excess(row: dict[str, Any]) -> list[str]:
     quotients = row["excess_quotient"], row["quotient_error"], row["kl_quotient"]
     shown = ["" if quotient is None else f"{quotient:.3f}" for quotient in quotients]
     return [f"{row['excess_log_ppl']:.5f}", *shown]
+
+
+def _divergence(_: argparse.Namespace) -> list[dict[str, Any]]:
+    transformers_models()
+    from benchmarks import divergence
+
+    with progress_bars() as progress:
+        return divergence.run(progress)
+
+
+def _show_divergence(rows: list[dict[str, Any]]) -> None:
+    """Print a table of the divergences of each text."""
+    stdout.print(
+        "All Linears of the layers. Below, the divergence from the dense model's predictions in "
+        "nats a token, that as a multiple of what whiten with uniform ranks adds, and what the "
+        "cross entropy grows by, with standard errors over tokens."
+    )
+    columns = ["ratio", "method", "bytes", "KL", "±", "quotient", "growth", "±"]
+    for trial, text in dict.fromkeys((row["trial"], row["text"]) for row in rows):
+        found = [row for row in rows if (row["trial"], row["text"]) == (trial, text)]
+        title = f"{trial}, {text}, dense {found[0]['dense_ce']:.3f} nats"
+        show_table(columns, [_apart(row) for row in found], left=["method"], title=title)
+
+
+def _apart(row: dict[str, Any]) -> list[object]:
+    quotient = row["kl_quotient"]
+    return [
+        f"{row['ratio']:g}",
+        _candidate(row),
+        f"{row['bytes']:.3f}",
+        f"{row['kl']:.5f}",
+        f"{row['kl_error']:.5f}",
+        "" if quotient is None else f"{quotient:.2f}x",
+        f"{row['ce'] - row['dense_ce']:.5f}",
+        f"{row['ce_error']:.5f}",
+    ]

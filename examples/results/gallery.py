@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
+from divergence import divergence_page
 from modelled import setting_rows
 from selection import Row, document, models
 from sources import PROMPT, RATIOS, TARGET, datasets, end_parameters, parameters, ranks
@@ -23,7 +24,7 @@ PLANNED_RATIO = 0.2
 def gallery() -> dict[str, str]:
     """The pages by their files' names."""
     pages = {f"{shape.name}.md": model_page(shape) for shape in SHAPES.values()}
-    return {"index.md": index_page(), **pages}
+    return {"index.md": index_page(), "divergence.md": divergence_page(), **pages}
 
 
 def index_page() -> str:

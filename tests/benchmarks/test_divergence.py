@@ -1,0 +1,63 @@
+"""On the model on which compression hurts: what is claimed of the default there, and of itself."""
+
+import pytest
+
+from benchmarks import divergence
+from benchmarks.facts import Facts
+
+CONVERGED = divergence.TRIALS["converged"]
+FIELDS = (
+    *("method", "allocation", "importance", "ratio", "effective_ratio", "bytes", "text", "tokens"),
+    *("dense_ce", "ce", "ce_error", "kl", "kl_error", "kl_quotient"),
+)
+
+
+@pytest.fixture(scope="module")
+def rows():
+    """The baseline and the default, on 4,000 tokens."""
+    texts = {path.stem: path.read_text()[:15_000] for path in CONVERGED.texts}
+    calibration = CONVERGED.calibration.read_text()
+    candidates = divergence.CANDIDATES[:2]
+    return divergence.measure(CONVERGED.model, texts, calibration, (0.2, 0.4), candidates)
+
+
+def of(rows, method, ratio):
+    return next(row for row in rows if (row["method"], row["ratio"]) == (method, ratio))
+
+
+def test_the_model_is_converged(rows):
+    """What it does not predict is chance: whom or what the next line is about."""
+    row, facts = of(rows, "dense int8", 0.0), Facts()
+    text = CONVERGED.texts[0].read_text()[:15_000]
+    chance = sum(facts.entropy(domain(line)) for line in text.split("\n\n"))
+    assert row["dense_ce"] * row["tokens"] < 1.2 * chance
+
+
+def domain(line):
+    return "roads" if line.startswith("from") else "people"
+
+
+@pytest.mark.parametrize("ratio", [0.2, 0.4])
+def test_the_default_is_never_worse_than_svd_llm(rows, ratio):
+    ours, theirs = (of(rows, method, ratio) for method in ("kfac", "whiten"))
+    assert ours["effective_ratio"] >= theirs["effective_ratio"]
+    assert ours["kl"] < theirs["kl"]
+    assert ours["kl_quotient"] == pytest.approx(ours["kl"] / theirs["kl"])
+
+
+def test_compression_hurts(rows):
+    assert of(rows, "whiten", 0.2)["ce"] - of(rows, "whiten", 0.2)["dense_ce"] > 0.3
+
+
+def test_rows_say_what_they_are_of(rows):
+    assert {tuple(row) for row in rows} == {FIELDS}
+    assert len(rows) == 2 + 2 * 2
+    for storage in ("int8", "fp8"):
+        row = of(rows, f"dense {storage}", 0.0)
+        assert row["bytes"] == pytest.approx(0.51, abs=0.02)
+        assert 0 < row["kl"] < of(rows, "whiten", 0.4)["kl"]
+
+
+def test_facts_are_those_of_the_seed():
+    first, second = (Facts().documents("people", 3, 1) for _ in range(2))
+    assert first == second != Facts().documents("people", 3, 2)
