@@ -65,7 +65,7 @@ CANDIDATES = (
 """The baseline is the first: those with one budget remove no less than it does."""
 
 
-class Text(NamedTuple):
+class Evaluated(NamedTuple):
     """Blocks of tokens, and the dense model's log-probabilities `[T - 1, V]` of each."""
 
     blocks: list[Tensor]
@@ -93,9 +93,7 @@ def measure(
     ratios: Sequence[float] = RATIOS,
     candidates: Sequence[SVDConfig] = CANDIDATES,
     tokens: int = 16_384,
-    seqlen: int | None = None,
     block: int = 8,
-    device: str = "cpu",
     progress: Progress | None = None,
 ) -> list[dict[str, Any]]:
     """Compress all Linears of a trained model's layers by each candidate and compare predictions.
@@ -107,9 +105,7 @@ def measure(
         ratios: nominal, of uniform ranks; what these remove is the ratio of one common budget.
         candidates: what to compare, `BASELINE` first.
         tokens: to calibrate on, in whole blocks.
-        seqlen: tokens of a block; default the smaller of 2048 and the model's limit.
         block: ranks are multiples of it.
-        device: to compute on.
         progress: told `("divergence", models done, models in all)`.
 
     Returns:
@@ -121,22 +117,18 @@ def measure(
         `kl_quotient`, by the baseline's.
 
     Raises:
-        ValueError: the calibration text is shorter than one block, a text than two tokens, or a
-            block longer than the model takes.
+        ValueError: the calibration text is shorter than one block, a text than two tokens.
         CheckpointError: the directory cannot be loaded.
     """
     from neuronmm_ops import hf
-    from neuronmm_ops.hf.computing import check_device
 
-    place = check_device(device)
     tokenizer = hf.load_tokenizer(directory)
-    dense = hf.load_computing(directory, "float32", place).eval()
-    seqlen = block_length(dense, seqlen)
+    dense = hf.load_computing(directory, "float32").eval()
+    seqlen = block_length(dense, None)
     known = {
         name: _text(dense, encode_documents(tokenizer, [t]), seqlen) for name, t in texts.items()
     }
     batches = hf.calibration_batches(tokenizer, calibration, tokens // seqlen, seqlen)
-    batches = [batch.to(place) for batch in batches]
     rows: list[dict[str, Any]] = []
     configs = [replace(config, block=block, targets=TARGETS) for config in candidates]
     total = len(STORAGES) + len(ratios) * len(candidates)
@@ -212,15 +204,14 @@ def _log_probabilities(model: nn.Module, block: Tensor) -> Tensor:
     return F.log_softmax(model(block[None]).logits[0, :-1], -1)
 
 
-def _text(dense: nn.Module, ids: Tensor, seqlen: int) -> Text:
-    place = next(dense.parameters()).device
-    blocks = [block.to(place) for block in ids.split(seqlen) if len(block) >= 2]
+def _text(dense: nn.Module, ids: Tensor, seqlen: int) -> Evaluated:
+    blocks = [block for block in ids.split(seqlen) if len(block) >= 2]
     if not blocks:
         raise ValueError(f"a text must have at least 2 tokens, got {len(ids)}; use a longer text")
-    return Text(blocks, [_log_probabilities(dense, block) for block in blocks])
+    return Evaluated(blocks, [_log_probabilities(dense, block) for block in blocks])
 
 
-def _measured(model: nn.Module, text: Text) -> dict[str, Any]:
+def _measured(model: nn.Module, text: Evaluated) -> dict[str, Any]:
     """Compare a model with the dense one, token by token."""
     losses, grown, apart = list[Tensor](), list[Tensor](), list[Tensor]()
     for block, expected in zip(text.blocks, text.expected, strict=True):

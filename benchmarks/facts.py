@@ -18,7 +18,7 @@ MILES = range(10, 100)
 _CONSONANTS, _VOWELS = "bdfgklmnprstvz", "aeiou"
 
 
-class Facts:
+class FactTables:
     """The tables, and documents that state what they hold."""
 
     def __init__(self) -> None:

@@ -17,7 +17,7 @@ from train import TrainConfig, trained
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 sys.path.append(str(Path(__file__).parents[2]))
-from benchmarks.facts import DOMAINS, Facts
+from benchmarks.facts import DOMAINS, FactTables
 from neuronmm_ops.eval import DOCUMENT_SEPARATOR
 
 TARGET = Path(__file__).parents[2] / "benchmarks" / "converged"
@@ -45,7 +45,7 @@ TEXTS = {
 
 def documents(counts: tuple[int, int], seed: int) -> list[str]:
     """Of both domains in any order."""
-    facts = Facts()
+    facts = FactTables()
     drawn = [
         document
         for offset, (domain, count) in enumerate(zip(DOMAINS, counts, strict=True))

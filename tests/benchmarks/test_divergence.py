@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks import divergence
-from benchmarks.facts import Facts
+from benchmarks.facts import FactTables
 
 CONVERGED = divergence.TRIALS["converged"]
 FIELDS = (
@@ -27,7 +27,7 @@ def of(rows, method, ratio):
 
 def test_the_model_is_converged(rows):
     """What it does not predict is chance: whom or what the next line is about."""
-    row, facts = of(rows, "dense int8", 0.0), Facts()
+    row, facts = of(rows, "dense int8", 0.0), FactTables()
     text = CONVERGED.texts[0].read_text()[:15_000]
     chance = sum(facts.entropy(domain(line)) for line in text.split("\n\n"))
     assert row["dense_ce"] * row["tokens"] < 1.2 * chance
@@ -59,5 +59,5 @@ def test_rows_say_what_they_are_of(rows):
 
 
 def test_facts_are_those_of_the_seed():
-    first, second = (Facts().documents("people", 3, 1) for _ in range(2))
-    assert first == second != Facts().documents("people", 3, 2)
+    first, second = (FactTables().documents("people", 3, 1) for _ in range(2))
+    assert first == second != FactTables().documents("people", 3, 2)
