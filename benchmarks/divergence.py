@@ -53,6 +53,7 @@ CHARACTERS = 40_000
 """Of each text: some 10,000 tokens."""
 RATIOS = (0.05, 0.1, 0.2, 0.4, 0.6, 0.8)
 TARGETS = "all-linear"
+ONE_BYTE = ("fp8", "int8")
 CANDIDATES = (
     BASELINE,
     DEFAULT,
@@ -131,7 +132,7 @@ def measure(
     batches = hf.calibration_batches(tokenizer, calibration, tokens // seqlen, seqlen)
     rows: list[dict[str, Any]] = []
     configs = [replace(config, block=block, targets=TARGETS) for config in candidates]
-    total = len(STORAGES) + len(ratios) * len(candidates)
+    total = len(ONE_BYTE) + len(ratios) * len(candidates)
     for done, (labels, model) in enumerate(_models(dense, ratios, configs, batches), start=1):
         rows += [{**labels, "text": name, **_measured(model, text)} for name, text in known.items()]
         if progress:
@@ -154,7 +155,7 @@ def _models(
     batches: Sequence[Tensor],
 ) -> Iterator[tuple[dict[str, Any], nn.Module]]:
     """Yield labels and a model: dense ones in each storage, then the compressed ones."""
-    for storage in STORAGES:
+    for storage in ONE_BYTE:
         model, share = _rounded(dense, storage)
         labels = {"method": f"dense {storage}", "allocation": None, "importance": None}
         yield {**labels, "ratio": 0.0, "effective_ratio": 0.0, "bytes": share}, model
