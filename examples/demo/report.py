@@ -10,6 +10,7 @@ from results import BASELINE, OURS, RECOVERED, Results, told_ratio
 from trainium import FUSED_TOKENS, LARGE, TARGET, FusedRun, OnTrainium
 
 from neuroncore.files import replacing
+from neuronmm_ops.estimate.ends import spread
 
 
 def write_report(results: Results, path: Path) -> None:
@@ -125,8 +126,8 @@ def _trainium(found: OnTrainium, figure: str) -> str:
             f"{times.model}, {times.layers} layers",
             "decode" if times.tokens == 1 else "prefill",
             f"{times.tokens:,}",
-            _range(*times.dense_ms),
-            _range(*times.low_rank_ms),
+            _range(*spread(times.dense_ms)),
+            _range(*spread(times.low_rank_ms)),
             "–".join(dict.fromkeys(f"{end:.2f}" for end in times.speedups)),
             f"{times.dense_bytes / 1e6:,.1f}",
             f"{times.low_rank_bytes / 1e6:,.1f}",
@@ -144,12 +145,13 @@ def _trainium(found: OnTrainium, figure: str) -> str:
 <div class="scroll">{_rows(head, rows)}</div>
 <p class="note"><b>Modelled, never run on a device</b>: the kernels traced on the simulated
 NeuronCore, one core of {_text(TARGET)}, bfloat16, all MLPs of the model one after the other, and
-nothing else of it. Ranges are over two models of what small DMAs cost. Dense: the quicker of one
-launch an MLP and one a projection. Compressed at a nominal ratio of {ratio}: one launch an MLP
-where all three of its projections are low-rank, otherwise one a projection, with the demo's own
-ranks, and NeuronMM's rule for {_text(LARGE)}. A layer of this demo's size waits for the latency of
-its DMAs whatever its bytes, so low rank wins little there or nothing; one of a real model waits for
-bytes in decode and for the matmuls in prefill. Made by <code>make demo</code>; for other shapes:
+nothing else of it. Ranges are of all that is not known of its clock, taken to multiply. Dense: the
+quicker of one launch an MLP and one a projection. Compressed at a nominal ratio of {ratio}: one
+launch an MLP where all three of its projections are low-rank, otherwise one a projection, with the
+demo's own ranks, and NeuronMM's rule for {_text(LARGE)}. A layer of this demo's size waits for the
+latency of its DMAs whatever its bytes, so low rank wins little there or nothing; one of a
+real model waits for bytes in decode and for the matmuls in prefill. Made by <code>make demo</code>;
+for other shapes:
 <code>neuronmm plan --model {_text(LARGE)} --ratio {found.ratio:g}</code>, and
 for whole models <code>neuronmm bench model</code>.</p>
 {_fused(found.fused)}"""

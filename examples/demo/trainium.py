@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import neuronmm_ops as nm
 from benchmarks.kernels import KernelChoice, measure
 from neuroncore import Profile, simulate
+from neuronmm_ops.estimate.ends import spread
 from neuronmm_ops.kernels import nki_kernel
 from neuronmm_ops.models import model_shape
 from neuronmm_ops.plan import Problem, mlp_matrices, plan_svd_mlp
@@ -44,7 +45,7 @@ class MlpTimes:
         model: its name.
         layers: how many there are.
         tokens: rows of x; 1 is decode.
-        dense_ms: under each of `hardware.DMA_MODELS`.
+        dense_ms: at each of `estimate.ends.ENDS`.
         low_rank_ms: likewise.
         dense_bytes: HBM traffic.
         low_rank_bytes: likewise.
@@ -62,9 +63,8 @@ class MlpTimes:
 
     @property
     def speedups(self) -> tuple[float, float]:
-        """The least and the greatest over the DMA models."""
-        ratios = [d / c for d, c in zip(self.dense_ms, self.low_rank_ms, strict=True)]
-        return min(ratios), max(ratios)
+        """The least and the greatest, over all that is not known."""
+        return spread([d / c for d, c in zip(self.dense_ms, self.low_rank_ms, strict=True)])
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ def _ranks(mlp: Any) -> Ranks:
 
 
 class _Cost(NamedTuple):
-    """Launches that follow each other: times under each DMA model, and HBM traffic."""
+    """Launches that follow each other: times at each of `ENDS`, and HBM traffic."""
 
     times_ms: tuple[float, ...]
     hbm_bytes: int

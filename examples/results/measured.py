@@ -57,6 +57,13 @@ def quality() -> list[str]:
     ]
 
 
+def excess_share(value: float, ratio: float) -> tuple[float, Row]:
+    """An excess over that of SVD-LLM at a ratio, and the row of that."""
+    rows = {(method_label(row), row["ratio"]): row for row in document("methods")[1:]}
+    baseline = rows["SVD-LLM", ratio]
+    return value / baseline["excess_log_ppl"], baseline
+
+
 def excess(value: float) -> str:
     """As the tables have it."""
     return f"{value:.4f}"

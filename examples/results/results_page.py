@@ -3,20 +3,12 @@
 from collections.abc import Iterable
 from typing import Any
 
-from measured import cpu, forward, generation, quality
+from measured import cpu, generation, quality
 from modelled import clock, figure1, pareto, whole_models
-from selection import Row, document, gain_as_served, method_label, setting
-from sources import SHOWN, Dataset, datasets, machine_of, model_command, read
-from writing import MARK, page, ranged, span, table
+from sources import Dataset, datasets, read
+from writing import MARK, page, table
 
 from neuronmm_ops.models import SHAPES
-
-README_RATIO = 0.4
-"""Of the demo's model, in the README's first number."""
-EARLIER_SHARE = 0.66
-"""The first number of the data of 2026-11-22: threads make each training another model."""
-README_SETTING = (0.2, "fp8", "all-linear")
-"""Of the large model, in its second."""
 
 
 def results_page() -> str:
@@ -27,8 +19,8 @@ def results_page() -> str:
         "Every number comes from a file that a command wrote, and is either *measured* or "
         "*modelled* (kernels traced on the simulated core, never run on a device). [Where the "
         "numbers come from](#where-the-numbers-come-from) has the commands, [benchmarks]"
-        "(benchmarks.md) the method, and [the gallery](gallery/index.md) a page per model.",
-        *_three_numbers(),
+        "(benchmarks.md) the method, [the gallery](gallery/index.md) a page per model, [the first "
+        "page](index.md) the numbers of one model.",
         *quality(),
         *pareto(),
         *whole_models(),
@@ -38,62 +30,6 @@ def results_page() -> str:
         *generation(),
         *_sources(),
     )
-
-
-def three_numbers() -> list[str]:
-    """The README's numbers, those whose data are there."""
-    found: list[str] = []
-    rows = {
-        (row["ratio"], method_label(row)): row
-        for row in document("methods") or []
-        if row["method"] != "dense"
-    }
-    if rows:
-        default, baseline = rows[README_RATIO, "default"], rows[README_RATIO, "SVD-LLM"]
-        share = default["excess_log_ppl"] / baseline["excess_log_ppl"]
-        found.append(
-            f"**{share:.2f}x** the excess log-perplexity of SVD-LLM with uniform ranks, with "
-            f"{default['effective_ratio']:.1%} instead of {baseline['effective_ratio']:.1%} of the "
-            f"MLP parameters removed (*measured*, the demo's model; {EARLIER_SHARE:.2f}x after "
-            "another training)"
-        )
-    one = document(f"model_{SHOWN}", model_command(SHOWN, *README_SETTING))
-    if one:
-        speedup = one["speedups"]["ours"]["decode"]
-        found.append(
-            f"**{speedup['middle']:.2f}x** the tokens per second of our best dense "
-            f"bf16 kernels: decode of all of {SHOWN}, {setting(one)} (*modelled*, one "
-            f"{one['target']} core, batch 1; {span(speedup['low'], speedup['high'])} "
-            f"over all that is not known){_rivals(one)}; {gain_as_served(one)} with what a launch "
-            "costs where dense models were served"
-        )
-    on_cpu = [row for row in forward() if (row["op"], row["M"]) == ("svd_mlp", 1)]
-    if on_cpu:
-        row = max(on_cpu, key=lambda row: row["r"])
-        found.append(
-            f"**{row['speedup']:.2f}x** a dense MLP of {SHOWN}'s shape, one token at rank "
-            f"{row['r']}, on a CPU (*measured*, {machine_of('cpu')}, {row['dtype']}); both "
-            "as Transformers multiplies: a dense weight that oneDNN packs is faster than both"
-        )
-    return found
-
-
-def _rivals(one: Row) -> str:
-    """What one byte and rank each give of it, and what dense weights in one byte give."""
-    storage, rank = (one["speedups"][kind]["decode"] for kind in ("storage", "rank"))
-    ends = f"; dense weights in fp8 give {ranged(storage)}, "
-    rival = document("rival")
-    if rival is not None:
-        whole = rival["speedups"]["storage"]["decode"]
-        ends += (
-            f"and {ranged(whole)} with the output head in fp8 as well, which "
-            "this package does not store yet; "
-        )
-    return ends + f"rank adds {ranged(rank)} at equal storage"
-
-
-def _three_numbers() -> list[str]:
-    return ["\n".join(f"- {line}." for line in three_numbers())]
 
 
 # --- where from
