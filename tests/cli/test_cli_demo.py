@@ -28,6 +28,8 @@ def test_dense_stands_beside_low_rank_and_its_rivals(run, tmp_path, monkeypatch,
     assert size["low rank int8"] < size["dense int8"] < size["low rank"] < size["dense"]
     assert rows["low rank"]["effective_ratio"] == pytest.approx(0.4, abs=0.03)
     assert 0 < document["modelled"]["op_ms"] < document["modelled"]["dense_ms"]
+    ends = document["modelled"]["speedup"]
+    assert ends["low"] <= ends["middle"] <= ends["high"]
     assert document["timed"]["threads"] == 1
 
     names = {"calibration.txt", "held_out.txt", "dense"}

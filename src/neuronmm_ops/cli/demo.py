@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from neuroncore.cli.console import show_table, stdout
+from neuronmm_ops.cli.bench_ranks import as_range
 from neuronmm_ops.cli.library import transformers_models
 from neuronmm_ops.cli.parser import add_command
 from neuronmm_ops.progress import progress_bars
@@ -96,5 +97,7 @@ def _show(document: dict[str, Any]) -> None:
 
 
 def _times(times: dict[str, Any]) -> str:
-    speedup = times["dense_ms"] / times["op_ms"]
-    return f"dense {times['dense_ms']:.3g} ms, low rank {times['op_ms']:.3g} ms ({speedup:.2f}x)"
+    """Times of a matrix, and their ratio, with its range where it is modelled."""
+    speedup = times["speedup"]
+    shown = f"{speedup:.2f}x" if isinstance(speedup, float) else as_range(speedup)
+    return f"dense {times['dense_ms']:.3g} ms, low rank {times['op_ms']:.3g} ms: {shown}"

@@ -14,10 +14,12 @@ from torch import Tensor
 from neuronmm_ops.compress import CompressionReport, SVDConfig
 from neuronmm_ops.compress.calibrate import Progress
 from neuronmm_ops.compress.targets import select_targets
+from neuronmm_ops.estimate.ends import ENDS, compared
+from neuronmm_ops.estimate.launches import Tracer, of_op
+from neuronmm_ops.estimate.linears import DTYPE
 from neuronmm_ops.eval import encode_documents, token_perplexity
 from neuronmm_ops.measure import cpu
 from neuronmm_ops.ops.backends.cpu import compute_dtype
-from neuronmm_ops.plan import plan_xuv, plan_xw
 
 # The default block of 128 is for real models: here it would leave one rank to choose.
 BLOCK = 16
@@ -61,7 +63,8 @@ def run(
         each way at each ratio, with `model`, `ratio`, `effective_ratio`, `bytes` of the MLPs,
         `ppl_token` and `excess_log_ppl` (ln of the perplexity less ln of the dense model's);
         `tokens` of the text; `timed`: a row of `measure.cpu.run`, measured here; `modelled`:
-        `dense_ms` and `op_ms` of that matrix on one core of `target`, never run there.
+        `dense_ms` and `op_ms` of that matrix on one core of `target`, never run there, and
+        `speedup` with all that is not known, as `ends.compared`.
     """
     from neuronmm_ops import hf
 
@@ -114,8 +117,17 @@ def _round_to_int8_(weight: Tensor) -> int:
 def _modelled(timed: dict[str, Any]) -> dict[str, Any]:
     """Return the times of the timed matrix on one NeuronCore."""
     M, K, r, N = (timed[name] for name in "MKrN")
-    dense, low_rank = plan_xw(M, K, N, target=TARGET), plan_xuv(M, K, r, N, target=TARGET)
-    return {"target": TARGET, "dense_ms": dense.time_ms, "op_ms": low_rank.time_ms}
+    dense, low_rank = (
+        Tracer(TARGET).launches(of_op(op, M, matrices, DTYPE, TARGET, 1)).times_ms
+        for op, matrices in (("xw", ((K, N),)), ("xuv", ((K, r), (r, N))))
+    )
+    both = dict(zip(ENDS, low_rank, strict=True)), dict(zip(ENDS, dense, strict=True))
+    return {
+        "target": TARGET,
+        "dense_ms": dense[0],
+        "op_ms": low_rank[0],
+        "speedup": compared(*both),
+    }
 
 
 @contextmanager
