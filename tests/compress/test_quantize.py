@@ -239,6 +239,10 @@ def test_what_is_not_finite_is_refused(which, value):
     ("change", "text"),
     [
         ({"storage": "fp4"}, "storage must be fp8 or int8 or int4, got 'fp4'"),
+        (
+            {"storage": "int4", "u": torch.ones(4, 3), "v": torch.ones(3, 3)},
+            "int4 packs two rows in a byte: features and ranks must be even, got 3",
+        ),
         ({"u": torch.ones(4, 3)}, "u must be [4, r] and v [r, 3], got [4, 3] and [2, 3]"),
         ({"v": torch.ones(2, 4)}, "u must be [4, r] and v [r, 3], got [4, 2] and [2, 4]"),
         ({"moment": torch.eye(3)}, "the moment must be [4, 4], got [3, 3]"),

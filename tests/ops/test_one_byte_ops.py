@@ -12,6 +12,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from neuronmm_ops import ops
+from neuronmm_ops.nn.nearest import nearest
 from neuronmm_ops.ops.backends import cpu_one_byte
 from neuronmm_ops.ops.backends.launch import DTYPE_NAMES
 from neuronmm_ops.ops.definitions import SPECS
@@ -247,3 +248,34 @@ def test_one_scale_of_several_that_is_missing_is_named():
     call.pop("v_key_scale")
     with pytest.raises(ValueError, match=r"^svd_qkv: factors in .* no v_key_scale; pass it$"):
         ops.svd_qkv(**call)
+
+
+def int4_call(op: str) -> dict[str, Tensor]:
+    """Operands of 3 tokens with factors in int4, of even sizes; one has more rows than a group."""
+    spec = SPECS[op]
+    names = {name for operand in spec.operands for name in operand.sizes if not name.isdigit()}
+    sizes = {name: 6 + 2 * n for n, name in enumerate(sorted(names))} | {"K": 140}
+    tensors: dict[str, Tensor] = {}
+    for operand, shape in zip(spec.operands, spec.shapes(sizes, (3,)), strict=True):
+        tensors[operand.name] = torch.randn(shape) / 8
+        if operand.role == "factor":
+            stored = nearest(tensors[operand.name], STORAGES["int4"])
+            tensors[operand.name], tensors[f"{operand.name}_scale"] = stored
+    return tensors
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_int4(op):
+    tensors = int4_call(op)
+    if op in PLAIN:
+        assert_right(op, tensors)
+    overload = getattr(torch.ops.neuronmm, op).default
+    torch.library.opcheck(overload, (), tensors, test_utils=CHECKS)
+    scale = next(name for name in tensors if name.endswith("_scale"))
+    with pytest.raises(ValueError, match=f"{scale} must have shape"):
+        overload(**tensors | {scale: tensors[scale][0]})
+
+
+def test_int4_packs_two_rows():
+    with pytest.raises(ValueError, match=r"int4 packs two rows in a byte: .* got 5; use another"):
+        nearest(torch.ones(5, 4), STORAGES["int4"])

@@ -11,6 +11,7 @@ from torch import Tensor
 from neuronmm_ops.parallel.sharding import (
     DIVIDES,
     KINDS,
+    check_divisible,
     check_heads,
     exchanges,
     pair_dims,
@@ -26,6 +27,12 @@ PARTS_OF_A_PAIR = {
     ("row", "one"): {"u": 0, "v": None, "u_scale": None, "v_scale": None, "bias": None},
     ("row", "both"): {"u": 0, "v": 1, "u_scale": None, "v_scale": 0, "bias": 0},
 }
+
+
+def test_scales_of_groups_are_not_divided():
+    check_divisible("layer", "int8")
+    with pytest.raises(ValueError, match=r"^layer: factors in int4, .* use tp = 1 or another"):
+        check_divisible("layer", "int4")
 
 
 def test_dims_of_a_pair():

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from neuronmm_ops.errors import NonFiniteError
 from neuronmm_ops.nn.nearest import bfloat16, nearest, scales_of
-from neuronmm_ops.storages import STORAGES, WeightStorage, checked, dequantized
+from neuronmm_ops.storages import STORAGES, WeightStorage, checked, dequantized, pair_shapes
 
 # Of the mean of H's diagonal, added to it, as GPTQ does: errors must not pile up where calibration
 # saw little, nor the product leave there what it was.
@@ -309,6 +309,7 @@ def _check(
         raise ValueError(f"the moment must be [{K}, {K}], got {list(moment.shape)}")
     if metric is not None and metric.shape not in ((N, N), (N,)):
         raise ValueError(f"the metric must be [{N}, {N}] or [{N}], got {list(metric.shape)}")
+    pair_shapes(K, N, len(v), storage)  # or it says why a storage has none
     named = {"u": u, "v": v, "weight": target, "second moment": moment, "metric": metric}
     for name, tensor in named.items():
         if tensor is not None and not torch.isfinite(tensor).all():

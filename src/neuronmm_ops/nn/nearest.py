@@ -28,6 +28,7 @@ def bfloat16(scale: Tensor, up: bool = False) -> Tensor:
 
 def nearest(matrix: Tensor, storage: WeightStorage) -> tuple[Tensor, Tensor]:
     """Return a matrix `[K, N]` rounded to nearest, as the storage holds it, and its scales."""
+    storage.shapes(*matrix.shape)  # or it says why it has none
     wide = matrix.double()
     scale = scales_of(wide, storage)
     numbers = storage.nearest(wide / storage.spread(scale, len(wide)))
