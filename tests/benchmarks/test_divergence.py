@@ -4,6 +4,7 @@ import pytest
 
 from benchmarks import divergence
 from benchmarks.facts import FactTables
+from neuronmm_ops import SVDConfig
 
 CONVERGED = divergence.TRIALS["converged"]
 FIELDS = (
@@ -12,13 +13,17 @@ FIELDS = (
 )
 
 
-@pytest.fixture(scope="module")
-def rows():
-    """The baseline and the default, on 4,000 tokens."""
+def measured(ratios, candidates):
+    """On 4,000 tokens."""
     texts = {path.stem: path.read_text()[:15_000] for path in CONVERGED.texts}
     calibration = CONVERGED.calibration.read_text()
-    candidates = divergence.CANDIDATES[:2]
-    return divergence.measure(CONVERGED.model, texts, calibration, (0.2, 0.4), candidates)
+    return divergence.measure(CONVERGED.model, texts, calibration, ratios, candidates)
+
+
+@pytest.fixture(scope="module")
+def rows():
+    """The baseline and the default."""
+    return measured((0.2, 0.4), divergence.CANDIDATES[:2])
 
 
 def of(rows, method, ratio):
@@ -47,6 +52,14 @@ def test_the_default_is_never_worse_than_svd_llm(rows, ratio):
 
 def test_compression_hurts(rows):
     assert of(rows, "whiten", 0.2)["ce"] - of(rows, "whiten", 0.2)["dense_ce"] > 0.3
+
+
+def test_where_much_is_removed_errors_are_to_be_followed():
+    """There the default is worse than SVD-LLM, and the same metric with drift is not."""
+    candidates = (*divergence.CANDIDATES[:2], SVDConfig(method="kfac-drift"))
+    found = measured((0.6,), candidates)
+    assert of(found, "kfac-drift", 0.6)["kl"] < 0.9 * of(found, "whiten", 0.6)["kl"]
+    assert of(found, "kfac-drift", 0.6)["kl"] < 0.8 * of(found, "kfac", 0.6)["kl"]
 
 
 def test_rows_say_what_they_are_of(rows):

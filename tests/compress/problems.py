@@ -51,7 +51,7 @@ def gradient_of(method: str, w: Tensor) -> Tensor | None:
     """Return output gradients' mean outer product [N, N] for kfac, [N, K] for zero-sum."""
     generator = torch.Generator().manual_seed(3)
     N, K = w.shape
-    if method == "kfac":
+    if "kfac" in method:
         g = torch.randn(50, N, dtype=torch.float64, generator=generator)
         return g.t() @ g / 50
     return torch.randn(N, K, dtype=torch.float64, generator=generator)
@@ -73,9 +73,11 @@ def loss_of(method: str, w: Tensor, x: Tensor, u: Tensor, v: Tensor) -> Tensor:
     lost = (difference if method == "plain" else x @ difference).square().sum()
     if method == "drift":
         return lost + ridge_of(x) * difference.square().sum()
-    if method == "kfac":
-        c = damped_gradient(w)
-        return torch.trace(difference.t() @ (x.t() @ x) @ difference @ c) / len(x)
+    if "kfac" in method:
+        c, gram = damped_gradient(w), x.t() @ x
+        if method == "kfac-drift":
+            gram = gram + ridge_of(x) * torch.eye(len(gram)).double()
+        return torch.trace(difference.t() @ gram @ difference @ c) / len(x)
     return lost
 
 

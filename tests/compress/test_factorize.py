@@ -49,12 +49,19 @@ def published_drift(w: Tensor, x: Tensor, rank: int) -> Tensor:
     return w.t() @ vh[:rank].t() @ vh[:rank]
 
 
+def published_kfac_drift(w: Tensor, x: Tensor, rank: int) -> Tensor:
+    """The same with the ridge of `drift`: where nothing drifted, its regression is W."""
+    rows = torch.cat([x, ridge_of(x).sqrt() * torch.eye(x.shape[1]).double()])
+    return published_kfac(w, rows, rank)
+
+
 PUBLISHED = {
     "plain": published_plain,
     "whiten": published_whiten,
     "swift": published_swift,
     "drift": published_drift,
     "kfac": published_kfac,
+    "kfac-drift": published_kfac_drift,
     "zero-sum": published_whiten,
 }
 

@@ -17,12 +17,12 @@ LINEARS = {str(shape): DenseLinear(nn.Linear(*shape)) for shape in ((4, 6), (6, 
 @pytest.mark.parametrize("method", METHODS)
 def test_losses_are_the_factorization_s_per_token(method):
     w, x = problem(9, 6)
-    # `drift` follows what is compressed before, so that its ranks are chosen by `swift`.
-    first = "swift" if method == "drift" else method
+    # Drift follows what is compressed before, so that its ranks are chosen by another's losses.
+    first = {"drift": "swift", "kfac-drift": "kfac"}.get(method, method)
     moment, gradient = moment_of(first, w, x), gradient_of(method, w)
     nested = Nested.of("name", w, SVDConfig(method=method), moment, gradient, 4)
     expected = factored(first, w, x, moment, 4)
-    tokens = 1 if method in ("plain", "kfac") else len(x)
+    tokens = 1 if first in ("plain", "kfac") else len(x)
     torch.testing.assert_close(nested.spectrum, expected.spectrum / tokens)
     assert (nested.scores is not None) == (method == "zero-sum")
     for rank in range(1, 5):
@@ -55,8 +55,9 @@ def test_what_each_method_needs_of_each_linear():
     assert sides["whiten"] == dict.fromkeys(LINEARS, "input")
     smaller = {"(4, 6)": "input", "(6, 4)": "output", "(5, 5)": "output"}
     assert sides["swift"] == sides["drift"] == smaller
+    assert sides["kfac"] == sides["kfac-drift"]
     kinds = {name: gradient_kinds(SVDConfig(method=name), LINEARS) for name in METHODS}
-    assert kinds["kfac"] == dict.fromkeys(LINEARS, "moment")
+    assert kinds["kfac"] == kinds["kfac-drift"] == dict.fromkeys(LINEARS, "moment")
     assert kinds["zero-sum"] == dict.fromkeys(LINEARS, "weight")
     assert kinds["swift"] == kinds["drift"] == dict.fromkeys(LINEARS, "scale")
     by_error = SVDConfig(method="swift", importance="error")

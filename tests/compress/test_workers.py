@@ -85,6 +85,7 @@ CASES = {
     "plain": Case({"method": "plain"}),
     "zero-sum": Case({"method": "zero-sum"}),
     "drift": Case({"method": "drift", "targets": "all-linear"}),
+    "kfac-drift": Case({"method": "kfac-drift", "targets": "all-linear"}),
     "perplexity": Case({"method": "swift", "importance": "perplexity"}),
     "masked": Case({}, masked),
     "masked-drift": Case({"method": "drift"}, masked),

@@ -40,7 +40,9 @@ def add(commands: Any) -> None:
         metavar="compression.json",
         help="repeat a recorded run; other options override it",
     )
-    command.add_argument("--method", help="kfac (default), swift, whiten, drift, zero-sum or plain")
+    command.add_argument(
+        "--method", help="kfac (default), kfac-drift, swift, whiten, drift, zero-sum or plain"
+    )
     command.add_argument(
         "--calibration", type=Path, metavar="FILE.txt", help="UTF-8 text; plain needs none"
     )

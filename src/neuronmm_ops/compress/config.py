@@ -35,7 +35,8 @@ class SVDConfig:
         method: `plain` (SVD of the weight), `whiten` (SVD-LLM), `swift` (the same optimum as
             `whiten` from eigenvectors of the output covariance; needs no inverse), `kfac` (output
             errors weighed by the loss's gradient), `drift` (regression towards the dense outputs
-            from the inputs that compressed layers produce), `zero-sum` (ZS-SVD).
+            from the inputs that compressed layers produce), `kfac-drift` (that by kfac's weights),
+            `zero-sum` (ZS-SVD).
         allocation: `greedy`, one budget for all matrices, spent where it avoids most loss; or
             `uniform`, the paper's rule for each matrix. With `zero-sum`, `greedy` is that method's
             own order.

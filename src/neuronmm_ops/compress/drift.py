@@ -12,7 +12,7 @@ from neuronmm_ops.compress.calibrate import Progress, eval_mode, fast_products
 from neuronmm_ops.compress.factorization import SecondMoment
 from neuronmm_ops.compress.factorize import check_finite, factorize
 from neuronmm_ops.compress.layers import LayerStack
-from neuronmm_ops.compress.methods import drift
+from neuronmm_ops.compress.methods import METHODS, drift, kfac
 from neuronmm_ops.compress.quantize import quantize_pair
 from neuronmm_ops.compress.workers import Factors
 from neuronmm_ops.nn.dense_linear import DenseLinear, as_dense_linear
@@ -27,6 +27,7 @@ def follow_drift(
     batches: Sequence[Batch],
     progress: Progress | None = None,
     storage: str | None = None,
+    gradients: Mapping[str, Tensor] | None = None,
 ) -> tuple[dict[str, Factors], dict[str, float]]:
     """Return factors of the same ranks, each found from what the ones before it produce.
 
@@ -43,6 +44,7 @@ def follow_drift(
         batches: token ids, or mappings of the model's arguments.
         progress: told `("drift", layers done, layers in all)`.
         storage: `fp8` or `int8`, to which each pair is rounded before the next is found.
+        gradients: what `collect_gradients` says of each Linear, for a method that needs it.
 
     Raises:
         NonFiniteError: a factor in the weight's dtype is NaN or Inf.
@@ -51,6 +53,8 @@ def follow_drift(
     batches = workers.share(batches)
     stack = LayerStack(model)
     pairs, losses = dict(factors), dict.fromkeys(factors, 0.0)
+    gradients = gradients or {}
+    has_metric = METHODS[method].gradient is not None
     with eval_mode(model), fast_products(model):
         dense = [stack.first_input(batch) for batch in batches]
         drifted = list(dense)
@@ -67,13 +71,15 @@ def follow_drift(
                 lost: dict[str, float] = {}
                 for name in (name for name in group if owners[name] == workers.index()):
                     weight, rank = linears[name].weight, factors[prefix + name][0].shape[1]
-                    result = factorize(weight, method, moment, rank, cross=cross)
+                    gradient = gradients[prefix + name] if has_metric else None
+                    result = factorize(weight, method, moment, rank, cross=cross, gradient=gradient)
                     u, v = (f.to(weight.dtype) for f in result.truncate(rank))
                     check_finite(prefix + name, u, v, "compress the model in a wider dtype")
                     local[name], lost[name] = (u, v), result.relative_loss(rank)
                     if storage:
                         target, ridged = drift.regression(weight, moment.matrix, cross)
-                        local[name] = quantize_pair(u, v, storage, target, ridged)
+                        metric = None if gradient is None else kfac.damped(gradient)
+                        local[name] = quantize_pair(u, v, storage, target, ridged, metric)
                 swapped = workers.exchange(local, owners, linears)
                 pairs |= {prefix + name: pair for name, pair in swapped.items()}
                 losses |= {prefix + n: loss for n, loss in workers.gather_names(lost).items()}

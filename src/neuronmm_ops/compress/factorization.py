@@ -110,6 +110,7 @@ class Method(NamedTuple):
         gradient: maps K and N to the kind of gradient that `factor` needs; None for none.
         is_loss: whether the spectrum is in units of the model's loss, comparable between layers.
         follows_drift: whether `factor` needs `cross`: layers are then factored one after another.
+        ranks_by: of a method that follows drift, the method by whose losses ranks are bought.
         by_scores: whether `greedy` buys ranks by the factorization's scores, so that losses of
             layers need not be comparable.
     """
@@ -120,3 +121,4 @@ class Method(NamedTuple):
     is_loss: bool = False
     follows_drift: bool = False
     by_scores: bool = False
+    ranks_by: str = "swift"

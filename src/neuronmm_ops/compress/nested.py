@@ -91,7 +91,8 @@ def known_to_all(local: Mapping[str, Nested], names: Iterable[str]) -> dict[str,
 def first_method(config: SVDConfig) -> str:
     """Return the method of the factors that ranks are allocated by."""
     # What a compressed prefix will do is not known before its ranks are.
-    return "swift" if METHODS[config.method].follows_drift else config.method
+    method = METHODS[config.method]
+    return method.ranks_by if method.follows_drift else config.method
 
 
 def moment_sides(config: SVDConfig, linears: Mapping[str, DenseLinear]) -> dict[str, Side]:

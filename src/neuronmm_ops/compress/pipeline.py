@@ -110,7 +110,7 @@ def compress_layers(
     factors = workers.exchange(local, workers.spread(linears), linears)
     if follows_drift:
         factors, losses = follow_drift(
-            model, config.method, factors, batches, progress, config.one_byte
+            model, config.method, factors, batches, progress, config.one_byte, gradients
         )
     parameters = dense_parameters(model)
     report = CompressionReport(

@@ -8,7 +8,7 @@ A new method is a file here that defines `METHOD`, and its line in `METHODS`.
 """
 
 from neuronmm_ops.compress.factorization import Method
-from neuronmm_ops.compress.methods import drift, kfac, plain, swift, whiten, zero_sum
+from neuronmm_ops.compress.methods import drift, kfac, kfac_drift, plain, swift, whiten, zero_sum
 
 METHODS: dict[str, Method] = {
     "plain": plain.METHOD,
@@ -16,5 +16,6 @@ METHODS: dict[str, Method] = {
     "swift": swift.METHOD,
     "drift": drift.METHOD,
     "kfac": kfac.METHOD,
+    "kfac-drift": kfac_drift.METHOD,
     "zero-sum": zero_sum.METHOD,
 }

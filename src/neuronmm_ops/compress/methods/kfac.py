@@ -44,7 +44,7 @@ def _factor(w: Tensor, statistics: Statistics, rank: int) -> Factorization:
     moment = statistics.moment
     find = _from_outputs if moment.side == "output" else _from_inputs
     u, v, spectrum = find(w, c, moment, rank)
-    u, v = _balanced(u, v)
+    u, v = balanced(u, v)
     # Per token, as C is: the loss does not grow with the calibration set.
     return Factorization(u, v, spectrum.flip(0).clamp_min(0) / max(1, moment.tokens))
 
@@ -72,7 +72,7 @@ def _from_inputs(w: Tensor, c: Tensor, moment: SecondMoment, rank: int) -> Found
     return m @ t, (w @ t).t().contiguous(), spectrum
 
 
-def _balanced(u: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def balanced(u: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Give u's columns and v's rows equal lengths: gradients are small, their inverses large."""
     tiny = torch.finfo(u.dtype).tiny
     scale = (v.norm(dim=1).clamp_min(tiny) / u.norm(dim=0).clamp_min(tiny)).sqrt()
