@@ -91,6 +91,7 @@ def both(dense: Path, config: SVDConfig = CONFIG, **options: Any) -> Compression
         ("bloom", "swift", {"allocation": "uniform"}),
         ("llama", "plain", {"storage": "fp8", "budget": "bytes"}),
         ("llama", "kfac", {"storage": "int8"}),
+        ("llama", "swift", {"storage": "int4"}),
         ("qwen3", "swift", {"storage": "fp8"}),
         ("gpt2", "kfac", {"storage": "fp8", "budget": "bytes"}),
         ("opt", "zero-sum", {"storage": "int8", "budget": "bytes"}),
