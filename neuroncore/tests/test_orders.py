@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import torch
 
 import neuroncore as nc
 from neuroncore import isa as nisa
@@ -35,6 +36,12 @@ def swapped(x, waits, change=False):
 def test_a_kernel_that_waits_has_the_same_values_in_all_orders():
     run = nc.simulate(swapped[2], ROWS, True, target="trn2", schedules=8)
     np.testing.assert_array_equal(run.outputs, ROWS[::-1])
+
+
+def test_orders_of_bfloat16_tensors_are_compared_by_their_bits():
+    given = torch.from_numpy(ROWS).bfloat16()
+    run = nc.simulate(swapped[2], given, True, target="trn2", schedules=2)
+    assert torch.equal(run.outputs, given.flip(0))
 
 
 @pytest.mark.filterwarnings("ignore::neuroncore.NkiWarning")

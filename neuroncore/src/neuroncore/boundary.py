@@ -74,9 +74,9 @@ class Boundary:
                     f'argument {name} is a TensorSpec without values; use mode="trace" or an array'
                 )
             return self._storage(name, tuple(value.shape), dtypes.dtype_of(value.dtype))
-        if type(value).__module__.partition(".")[0] == "torch" and hasattr(value, "data_ptr"):
+        if is_torch(value):
             self.torch = True
-            value = _torch_array(name, value)
+            value = torch_array(name, value)
         if isinstance(value, np.ndarray):
             return self._array(name, value if own else value.copy())
         return value
@@ -173,7 +173,12 @@ def on_core(core: SimulatedCore, value: Any) -> Any:
     return value
 
 
-def _torch_array(name: str, tensor: Any) -> np.ndarray:
+def is_torch(value: Any) -> bool:
+    """Whether a value is a torch tensor; torch need not be installed."""
+    return type(value).__module__.partition(".")[0] == "torch" and hasattr(value, "data_ptr")
+
+
+def torch_array(name: str, tensor: Any) -> np.ndarray:
     """A CPU torch tensor's memory as an array; bfloat16 and fp8 through their bits."""
     if tensor.device.type != "cpu":
         raise ValueError(

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from neuroncore.boundary import is_torch, torch_array
 from neuroncore.checks.base import refuse
 from neuroncore.checks.races import races
 
@@ -42,4 +43,4 @@ def same_values(found: Simulation, other: Simulation, order: int) -> None:
 def _arrays(outputs: Any) -> list[np.ndarray]:
     if isinstance(outputs, tuple | list):
         return [array for output in outputs for array in _arrays(output)]
-    return [np.asarray(outputs)]
+    return [torch_array("output", outputs) if is_torch(outputs) else np.asarray(outputs)]
