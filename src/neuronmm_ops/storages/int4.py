@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+GROUP = 128
 ZERO = 8
 """What a half byte holds for 0."""
 
@@ -23,7 +24,7 @@ class Int4(WeightStorage):
     """Half a byte a number, multiplied by its scale on the way to TensorE."""
 
     name, dtype, header = "int4", "int4", "U8"
-    largest, full, group = 7, 7.0, 128
+    largest, full, group = 7, 7.0, GROUP
 
     @property
     def tensor_dtype(self) -> str:
@@ -37,7 +38,7 @@ class Int4(WeightStorage):
                 f"int4 packs two rows in a byte: features and ranks must be even, got {K}; "
                 "use another storage"
             )
-        return (K // 2, *N), (-(-K // self.group), *N)
+        return (K // 2, *N), (-(-K // GROUP), *N)
 
     def size(self, rows: int, *columns: int) -> tuple[int, ...]:
         """Return `(2 rows, N)`."""
@@ -62,11 +63,11 @@ class Int4(WeightStorage):
         """Return the largest magnitude of each group of rows."""
         import torch
 
-        return torch.stack([rows.abs().amax(0) for rows in matrix.split(self.group)])
+        return torch.stack([rows.abs().amax(0) for rows in matrix.split(GROUP)])
 
     def spread(self, scale: Tensor, K: int) -> Tensor:
         """Return a scale for every number."""
-        return scale.repeat_interleave(self.group, 0)[:K]
+        return scale.repeat_interleave(GROUP, 0)[:K]
 
     def why_not(self, tensor: Tensor) -> str | None:
         """Refuse -8."""

@@ -174,11 +174,11 @@ class Weight(nl.NKIObject):
         self.tile_dtype = dtype
         self.halves: Any = None
         if self.scaled:
-            check_scale(source_hbm, scale_hbm)
+            check_scale(source_hbm, self.scale_hbm)
             if is_multiplied(source_hbm, dtype):
                 self.tile_dtype = self.source_hbm.dtype
             if group_of(source_hbm) > 0:  # multiplied before the sum, and nobody else sees them
-                self.halves = HalfBytes(scale_hbm, dtype)
+                self.halves = HalfBytes(self.scale_hbm, dtype)
                 self.scaled = False
         else:
             assert itemsize(source_hbm.dtype) > 1, (

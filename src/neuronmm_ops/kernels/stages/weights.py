@@ -90,8 +90,11 @@ class DecodeWeight(nl.NKIObject):
         self.hbm = as_read(hbm)
         self.dtype = dtype
         # scales of groups are multiplied before the sum, and nobody else sees them
-        self.halves: Any = HalfBytes(scale, dtype) if self.group > 0 else None
-        self.scale = None if self.group > 0 else scale
+        self.halves: Any = None
+        self.scale = scale
+        if not is_none(scale) and self.group > 0:
+            self.halves = HalfBytes(scale, dtype)
+            self.scale = None
         self.dma_cast = dma_cast
         self.casts = not is_none(scale) and not is_multiplied(hbm, dtype)
         self.rows = rows_of(hbm)
