@@ -81,7 +81,7 @@ def test_it_is_frozen():
 
 
 BAD = [
-    ("storage", "int4", ValueError, "storage must be one of bf16, fp8, int8; got 'int4'"),
+    ("storage", "int3", ValueError, "storage must be one of bf16, fp8, int8, int4; got 'int3'"),
     ("ratio", 0, ValueError, "ratio must be in (0, 1), the fraction of parameters removed; got 0"),
     ("ratio", 1.0, ValueError, "got 1.0"),
     ("ratio", -0.1, ValueError, "got -0.1"),

@@ -69,6 +69,18 @@ class Int4(WeightStorage):
         """Return a scale for every number."""
         return scale.repeat_interleave(GROUP, 0)[:K]
 
+    def dequantize(self, tensor: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the matrix `[K, N]`, rounded once: a number has few bits, its product is fp32."""
+        import torch
+
+        shape = (len(tensor), 2, *tensor.shape[1:])
+        numbers = torch.empty(shape, dtype=dtype, device=tensor.device)
+        numbers[:, 0], numbers[:, 1] = tensor & 15, tensor >> 4
+        numbers = numbers.flatten(0, 1).sub_(ZERO)
+        for rows, factor in zip(numbers.split(self.group), scale, strict=True):
+            rows.mul_(factor)
+        return numbers
+
     def why_not(self, tensor: Tensor) -> str | None:
         """Refuse -8."""
         if not bool(((tensor & 15 == 0) | (tensor < 16)).any()):
