@@ -188,7 +188,7 @@ def test_kernels_on_factors_of_one_byte(monkeypatch):
             assert 0.5 < row["hbm_bytes"] / given["hbm_bytes"] < 0.53, "and scales"
         assert rows[stored[1], 512, 1024]["compute"] == "fp8"
         assert (stored[1], 1, 1024) not in rows, "decode waits for bytes"
-    with pytest.raises(ValueError, match=r"^storage must be of fp8, int8; got 'fp4'$"):
+    with pytest.raises(ValueError, match=r"^storage must be of fp8, int8, int4; got 'fp4'$"):
         kernels.run(SMALL, [1], storage=["fp4"])
 
 
