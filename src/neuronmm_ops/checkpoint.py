@@ -3,7 +3,8 @@
 A checkpoint is a Transformers directory whose `quantization_config` entry is
 `{"quant_method": "neuronmm", "format_version": 1, ...CompressionReport}` and whose safetensors
 hold `<layer>.u` `[K, r]` and `<layer>.v` `[r, N]`, and a `<layer>.weight` `[0]` (see `SVDLinear`);
-of factors in one byte also `<layer>.u_scale` `[r]` and `<layer>.v_scale` `[N]`.
+of factors in one byte also `<layer>.u_scale` `[r]` and `<layer>.v_scale` `[N]`. A dense layer in
+one byte has `<layer>.w` `[K, N]` and `<layer>.w_scale` `[N]` in their place.
 What cannot be read or does not fit raises CheckpointError.
 """
 
@@ -206,7 +207,7 @@ def check_tensors(headers: Mapping[str, TensorHeader], layers: Iterable[LayerRep
     for layer in layers:
         for tensor, expected in _expected(layer).items():
             found = headers.get(tensor)
-            if layer.dense and (found is None or found.shape == expected[::-1]):
+            if not layer.is_replaced and (found is None or found.shape == expected[::-1]):
                 continue  # a tied weight, stored under its other name, or one of GPT-2, [K, N]
             if found is None or found.shape != expected:
                 actual = f"the file has {'none' if found is None else list(found.shape)}"
@@ -220,24 +221,25 @@ def check_tensors(headers: Mapping[str, TensorHeader], layers: Iterable[LayerRep
                     f"{tensor}: config.json asks for {' or '.join(allowed)}, the file has "
                     f"{found.dtype}; config and weights are not of the same checkpoint"
                 )
-        scale = f"{layer.name}.u_scale"
+        scale = f"{layer.name}.{'w' if layer.dense else 'u'}_scale"
         if layer.storage is None and scale in headers:
             raise CheckpointError(
-                f"{scale}: the file has scales, config.json says nothing of factors in one byte; "
+                f"{scale}: the file has scales, config.json says nothing of numbers in one byte; "
                 "config and weights are not of the same checkpoint"
             )
 
 
 def are_renamed(headers: Mapping[str, TensorHeader], layers: Iterable[LayerReport]) -> bool:
-    """Say whether the factors are all there, under other names.
+    """Say whether the replaced layers' matrices are all there, under other names.
 
     Transformers renames some architectures' tensors on saving, and back on loading.
     """
-    expected = {n: shape for layer in layers if layer.r for n, shape in _expected(layer).items()}
-    factors = {n: shape for n, shape in expected.items() if n.endswith((".u", ".v"))}
-    stored = [(n[-2:], header.shape) for n, header in headers.items() if n.endswith((".u", ".v"))]
-    same = Counter(stored) == Counter((n[-2:], shape) for n, shape in factors.items())
-    return same and not set(factors) & set(headers)
+    ends = (".u", ".v", ".w")
+    replaced = [_expected(layer) for layer in layers if layer.is_replaced]
+    matrices = {n: size for each in replaced for n, size in each.items() if n.endswith(ends)}
+    stored = [(n[-2:], header.shape) for n, header in headers.items() if n.endswith(ends)]
+    same = Counter(stored) == Counter((n[-2:], shape) for n, shape in matrices.items())
+    return same and not set(matrices) & set(headers)
 
 
 # --- helpers
@@ -256,7 +258,10 @@ def _kernels(value: object, name: str = "") -> Iterator[tuple[str, str]]:
 def _expected(layer: LayerReport) -> dict[str, tuple[int, ...]]:
     """The tensors that the layer is stored as, and their shapes."""
     if layer.r is None:
-        return {f"{layer.name}.weight": (layer.N, layer.K)}
+        if layer.storage is None:
+            return {f"{layer.name}.weight": (layer.N, layer.K)}
+        w, w_scale = STORAGES[layer.storage].shapes(layer.K, layer.N)
+        return {f"{layer.name}.w": w, f"{layer.name}.w_scale": w_scale}
     shapes = pair_shapes(layer.K, layer.N, layer.r, layer.storage)
     return {f"{layer.name}.{name}": shape for name, shape in shapes.items()}
 

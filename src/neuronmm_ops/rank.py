@@ -3,6 +3,8 @@
 import math
 from collections.abc import Iterable
 
+from neuronmm_ops.storages import dtype_name, factor_bytes, matrix_bytes
+
 # Blocks are multiples of this.
 STEP = 8
 
@@ -47,3 +49,10 @@ def largest_block(sizes: Iterable[tuple[int, int]], ratio: float, alpha: float =
 def parameter_count(K: int, N: int, r: int | None) -> int:
     """Return the parameters of a pair `u[K, r]`, `v[r, N]`, or of the dense matrix for None."""
     return K * N if r is None else r * (K + N)
+
+
+def pair_bytes(K: int, N: int, r: int | None, itemsize: int, storage: str | None) -> int:
+    """Return the bytes of a pair of rank r, or for None of the dense matrix, scales included."""
+    if r is None:
+        return matrix_bytes((K, N), itemsize, dtype_name(storage))
+    return factor_bytes(K, N, r, itemsize, storage)

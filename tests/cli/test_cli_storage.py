@@ -62,7 +62,7 @@ def test_eval_with_rounded_activations(run, stored, text):
     assert found["fp8"] != found["x"]
     assert found["fp8"] == pytest.approx(found["x"], rel=0.05)
     outcome = run("eval", stored / "int8", *options, "--compute", "fp8")
-    refused(outcome, "compute fp8 needs layers with factors in float8_e4m3fn")
+    refused(outcome, "compute fp8 needs layers stored in float8_e4m3fn")
 
 
 @STORED
@@ -70,7 +70,7 @@ def test_eval_with_rounded_activations(run, stored, text):
 def test_training_and_compressing_again_are_refused(storage, method, run, stored, text, tmp_path):
     out, model = ("-o", tmp_path / "out"), stored / storage
     outcome = run("recover", model, "--data", text, "--method", method, *out)
-    refused(outcome, "its factors are in one byte", DTYPES[storage], "compressed without storage")
+    refused(outcome, "its matrices are in one byte", DTYPES[storage], "compressed without storage")
     outcome = run("compress", model, *out, "--method", "plain", "--block", "8")
     refused(outcome, "is compressed or quantized already")
     assert list(tmp_path.iterdir()) == []

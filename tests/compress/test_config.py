@@ -56,6 +56,7 @@ def test_the_document():
         "tokens": 1,
         "layer_ratios": {},
         "storage": None,
+        "head_storage": None,
     }
 
 
@@ -82,7 +83,8 @@ def test_it_is_frozen():
 
 BAD = [
     ("storage", "int3", ValueError, "storage must be one of bf16, fp8, int8, int4; got 'int3'"),
-    ("ratio", 0, ValueError, "ratio must be in (0, 1), the fraction of parameters removed; got 0"),
+    ("ratio", 0, ValueError, "removed, or 0 with storage fp8 or int8 or int4; got 0"),
+    ("head_storage", "bf16", ValueError, "head_storage must be one of fp8, int8, int4; got 'bf16'"),
     ("ratio", 1.0, ValueError, "got 1.0"),
     ("ratio", -0.1, ValueError, "got -0.1"),
     ("ratio", 20, ValueError, "got 20"),

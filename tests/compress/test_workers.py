@@ -3,6 +3,7 @@
 import json
 import sys
 from collections.abc import Callable
+from functools import reduce
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,8 +17,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from toys import causal_lm, relative_error, token_batches
 
-from neuronmm_ops import SVDConfig, SVDLinear, compress_
+from neuronmm_ops import SVDConfig, compress_
 from neuronmm_ops.compress import calibrate, workers
+from neuronmm_ops.compress.record import compressed_layers
 from neuronmm_ops.nn.dense_linear import DenseLinear, dense_linear
 from neuronmm_ops.storages import dequantized
 
@@ -96,7 +98,8 @@ CASES = {
     # With room for one moment each worker keeps another Linear's in the first pass.
     "turns": Case(WHITEN, lambda: signed("+-+-"), Turns, moment_bytes=8 * 32**2),
     "int8": Case({"targets": "all-linear", "storage": "int8"}),
-    "fp8-plain": Case({"method": "plain", "storage": "fp8", "budget": "bytes"}),
+    "fp8-plain": Case({"method": "plain", "storage": "fp8", "budget": "bytes", "ratio": 0.8}),
+    "int8-dense": Case({"ratio": 0, "storage": "int8"}),
     "fp8-drift": Case({"method": "drift", "storage": "fp8"}),
     "bfloat16": Case({"method": "kfac"}, model=lambda: causal_lm().bfloat16()),
 }
@@ -151,13 +154,13 @@ def outcome_of(case: Case) -> tuple[dict[str, Tensor], dict[str, Any]]:
         )
     finally:
         calibrate.MAX_MOMENT_BYTES = before
-    layers = {n: m for n, m in model.named_modules() if isinstance(m, SVDLinear)}
+    layers = compressed_layers(model)
     assert layers
-    factors = {
-        n: [dequantized(m.u, m.u_scale, torch.float32), dequantized(m.v, m.v_scale, torch.float32)]
+    matrices = {
+        n: [dequantized(*pair, torch.float32).float() for pair in m.scaled()]
         for n, m in layers.items()
     }
-    return {n: (u @ v).detach() for n, (u, v) in factors.items()}, {
+    return {n: reduce(torch.matmul, each).detach().clone() for n, each in matrices.items()}, {
         **report.to_dict(),
         "stages": stages,
     }

@@ -135,7 +135,7 @@ def test_a_budget_of_time_asks_for_the_dense_models_room():
     config = SVDConfig(budget="time", target="trn2", block=8)
     linears = dense_linears(tiny_model().model.layers[0].mlp)
     dtypes, limits = dict.fromkeys(linears, torch.float32), dict.fromkeys(linears, 8)
-    assert Task(config, linears, dtypes, limits, {}, ()).bytes_saved() == 0
+    assert Task(config, linears, dtypes, limits, {}, (), {}, []).bytes_saved() == 0
 
 
 def test_shards(dense, tmp_path):

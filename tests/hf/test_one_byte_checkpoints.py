@@ -162,7 +162,7 @@ def test_compute_survives_saving(tmp_path):
 
 def test_compute_needs_fp8():
     for model in (one_byte("int8"), tiny_model()):
-        with pytest.raises(ValueError, match="compute fp8 needs layers with factors in float8_e4"):
+        with pytest.raises(ValueError, match="compute fp8 needs layers stored in float8_e4"):
             set_compute_(model, "fp8")
         set_compute_(model, "x")
     with pytest.raises(ValueError, match="compute must be one of x, fp8; got 'int8'"):
@@ -195,7 +195,7 @@ def to_int8(tensors):
 
 ASKS = f"{NAME}.{{}}: config.json asks for {{}}, the file has {{}}"
 STORAGE = "storage must be float8_e4m3fn or int8 or int4, or null; got "
-COMPUTE = "compute must be x, or fp8 with factors in float8_e4m3fn"
+COMPUTE = "compute must be x, or fp8 with numbers in float8_e4m3fn"
 # What is changed, and what is said; {} is how a header names the storage.
 IN_TENSORS = {
     "dtype": (tensor("u", Tensor.bfloat16), ASKS.format("u", "{}", "BF16")),
@@ -217,7 +217,6 @@ IN_RECORD = [
     ({"compute": "int8"}, COMPUTE),
     ({"storage": "int8", "compute": "fp8"}, COMPUTE),
     ({"compute": None}, COMPUTE),
-    ({"r": None, "dense": True}, "storage is of factors, and must be null for a dense layer"),
 ]
 
 
@@ -245,6 +244,11 @@ def test_a_record_of_another_storage_or_of_none(checkpoint):
     edit_record(directory, lambda record: [layer.pop("storage") for layer in record["layers"]])
     wanted = "[64, 8]" if storage == "int4" else "F64 or F32 or F16 or BF16"
     refused(directory, f".u: config.json asks for {wanted}, the file", by=READERS)
+
+
+def test_a_record_of_dense_layers_in_one_byte(checkpoint):
+    edit_record(checkpoint[1], entries(r=None, dense=True))
+    refused(checkpoint[1], "w: config.json asks for [", "the file has none", by=READERS)
 
 
 def test_floats_where_the_record_or_the_scales_are_of_one_byte(tmp_path):
@@ -288,7 +292,7 @@ def test_saving_bad_values_is_refused(tmp_path):
 
 
 def test_a_report_of_another_storage_is_not_saved(tmp_path):
-    with pytest.raises(ValueError, match="report must list exactly the model's SVDLinears"):
+    with pytest.raises(ValueError, match="report must list exactly the model's compressed layers"):
         hf.save(one_byte("fp8"), tmp_path / "out", attached_report(one_byte("int8")))
 
 
@@ -382,7 +386,7 @@ def test_lora_beside_the_factors(storage, tmp_path):
         else:
             assert parameter.grad is None, name
     logits = adapted(tiny_ids(1)).logits
-    with pytest.raises(ValueError, match=r"cannot be merged into factors in one byte.*to_pairs"):
+    with pytest.raises(ValueError, match=r"cannot be merged into numbers in one byte.*to_pairs"):
         adapted.merge_adapter()
     torch.testing.assert_close(adapted(tiny_ids(1)).logits, logits)  # dense layers may be merged
     with warnings.catch_warnings():
@@ -419,7 +423,7 @@ def test_pairs_are_in_the_models_dtype(storage, tmp_path):
 @pytest.mark.parametrize("method", ["distill", "lora"])
 def test_recovery_is_refused(saved, method, tmp_path):
     config = RecoverConfig(method=method, minutes=0.01)
-    words = rf"its factors are in one byte .*{dtype_name(saved[0])}"
+    words = rf"its matrices are in one byte .*{dtype_name(saved[0])}"
     with pytest.raises(ValueError, match=words):
         hf.recover(saved[2], "some text " * 99, tmp_path / "out", config)
     assert list(tmp_path.iterdir()) == []

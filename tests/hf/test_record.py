@@ -87,7 +87,7 @@ def test_a_layer_that_was_made_dense_again_is_no_longer_recorded(tmp_path):
 
 
 def test_a_dense_model_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="records no low-rank layer; see compress_"):
+    with pytest.raises(ValueError, match="records no compressed layer; see compress_"):
         hf.save(tiny_model(), tmp_path / "out")
 
 

@@ -98,9 +98,10 @@ def _add_allocation(command: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--storage",
-        help="storage of the factors: fp8, int8 or int4 with scales, or bf16 (default:"
-        " the model's dtype)",
+        help="storage of the targets, dense ones too: fp8, int8 or int4 with scales, or bf16 "
+        "(default: the model's dtype); with --ratio 0 all stay dense",
     )
+    group.add_argument("--head-storage", help="storage of the output head: fp8, int8 or int4")
     group.add_argument("--target", help="trn1, trn2 or trn3, with --budget time")
     group.add_argument(
         "--tokens",

@@ -90,7 +90,7 @@ def _evaluate(options: argparse.Namespace) -> dict[str, Any]:
     if options.tasks and launched() > 1:
         raise ValueError("--tasks runs in one process; start it without torchrun, or use --text")
     hf = transformers_models()
-    from neuronmm_ops.compress.record import low_rank_layers, set_compute_
+    from neuronmm_ops.compress.record import compressed_layers, set_compute_
     from neuronmm_ops.ops.backends.cpu import name_of
 
     texts = {str(file): hf.read_text(file) for file in files}
@@ -99,7 +99,7 @@ def _evaluate(options: argparse.Namespace) -> dict[str, Any]:
         if options.compute is not None:
             set_compute_(model, options.compute)
         tokenizer = hf.load_tokenizer(source)
-    computes = {layer.compute for layer in low_rank_layers(model).values()}
+    computes = {layer.compute for layer in compressed_layers(model).values()}
     with progress_bars() as progress:
         perplexities = _perplexities(model, tokenizer, texts, options, progress)
         tasks = _tasks(model, tokenizer, options, progress)

@@ -12,7 +12,7 @@ from itertools import accumulate, pairwise
 
 from torch import Tensor
 
-from neuronmm_ops.storages import factor_bytes
+from neuronmm_ops.rank import pair_bytes
 
 Rank = int | None  # None: dense
 Cost = Callable[[str, Rank], float]
@@ -31,7 +31,7 @@ class Matrix:
         max_ratio: at most this fraction is.
         scores: `[R]`, signed first-order changes of the model's loss, for `zero_sum`.
         itemsize: bytes of a number of the dense matrix, 1 to count parameters.
-        storage: of factors in one byte, `fp8` or `int8`; None for those of `itemsize`.
+        storage: `fp8` or `int8`, of what it becomes, dense or a pair; None for `itemsize`.
     """
 
     K: int
@@ -44,11 +44,14 @@ class Matrix:
     itemsize: int = 1
     storage: str | None = None
 
+    @property
+    def given(self) -> int:
+        """What it takes before anything is done, dense and without a storage."""
+        return self.K * self.N * self.itemsize
+
     def size(self, rank: Rank) -> int:
         """Return what a rank takes, in parameters or bytes as `itemsize` and `storage` say."""
-        if rank is None:
-            return self.K * self.N * self.itemsize
-        return factor_bytes(self.K, self.N, rank, self.itemsize, self.storage)
+        return pair_bytes(self.K, self.N, rank, self.itemsize, self.storage)
 
     def ranks(self, block: int) -> list[Rank]:
         """Return what it may become, ascending: multiples of `block`, then None for dense.
@@ -60,7 +63,7 @@ class Matrix:
             rank for rank in range(block, min(self.K, self.N) + 1, block) if self.size(rank) < dense
         ]
         every = [*pairs, None]
-        removed = {rank: 1 - self.size(rank) / dense for rank in every}
+        removed = {rank: 1 - self.size(rank) / self.given for rank in every}
         inside = [r for r in every if self.min_ratio <= removed[r] <= self.max_ratio]
         middle = (self.min_ratio + self.max_ratio) / 2
         return inside or [min(every, key=lambda rank: abs(removed[rank] - middle))]

@@ -76,15 +76,20 @@ def allocate(
     if config.allocation == "uniform":
         return {n: config.rank(m.K, m.N, (m.min_ratio, m.max_ratio)) for n, m in matrices.items()}
 
-    def cost(name: str, rank: Rank) -> float:
+    stored = dtype_name(config.one_byte) or ""
+
+    def time(name: str, rank: Rank, stored: str = stored) -> float:
         matrix, dtype = matrices[name], name_of(dtypes[name])
-        if config.budget != "time":
-            return matrix.size(rank)
-        stored = dtype_name(config.one_byte) or ""
         return time_us(matrix.K, matrix.N, rank, config.tokens, dtype, config.target, stored)
 
+    def cost(name: str, rank: Rank) -> float:
+        return time(name, rank) if config.budget == "time" else matrices[name].size(rank)
+
+    def given(name: str) -> float:
+        return time(name, None, "") if config.budget == "time" else matrices[name].given
+
     shared = {name: m for name, m in matrices.items() if shares_budget(config, name)}
-    budget = (1 - config.ratio) * sum(cost(name, None) for name in shared)
+    budget = (1 - config.ratio) * sum(map(given, shared))
     buy = zero_sum if METHODS[config.method].by_scores else greedy
     ranks = buy(shared, cost, budget, config.block)
     return {n: ranks[n] if n in ranks else m.ranks(config.block)[0] for n, m in matrices.items()}
@@ -102,12 +107,12 @@ def time_us(
         N: columns.
         rank: of the pair, or None.
         M: tokens.
-        dtype: of x and of the dense matrix.
+        dtype: of x.
         target: `trn1`, `trn2` or `trn3`.
-        stored: the dtype of factors in one byte; empty for `dtype`.
+        stored: the dtype of matrices in one byte; empty for `dtype`.
     """
     if rank is None:
-        return 1e3 * plan_xw(M, K, N, dtype, target).time_ms
+        return 1e3 * plan_xw(M, K, N, dtype, target, weight_dtype=stored).time_ms
 
     def planned_us(planned: int) -> float:
         return 1e3 * plan_xuv(M, K, planned, N, dtype, target, weight_dtype=stored).time_ms

@@ -27,7 +27,7 @@ class SVDConfig:
 
     Args:
         ratio: nominal compression ratio, the fraction of the replaced matrices' parameters that is
-            *removed*, in (0, 1).
+            *removed*, in (0, 1); 0 keeps all matrices dense, to store them in a `storage`.
         block: ranks are multiples of it; itself a multiple of 8. 128 is the kernels' tile.
         alpha: rounding threshold of the rank rule, in [0, 1]; 0.5 rounds to nearest.
         targets: which Linears: a preset (`mlp`, `attention`, `all-linear`), module names (whole
@@ -51,9 +51,11 @@ class SVDConfig:
         layer_ratios: target (as in `targets`) to a ratio of its own for every layer it selects,
             which then takes no part in the common budget (0 keeps it dense); or to the smallest and
             largest ratio it may get. The first that selects a layer holds.
-        storage: of the factors: `fp8` (e4m3 up to 240) or `int8`, one byte a number and a scale a
-            column; `bf16`, which the replaced Linears must have; None for their dtype, whatever it
-            is.
+        storage: of the targets' matrices, factors and those that stay dense: `fp8` (e4m3 up to
+            240) or `int8`, one byte a number and a scale a column; `bf16`, which the replaced
+            Linears must have; None for their dtype, whatever it is.
+        head_storage: of the output head, `fp8` or `int8`, which stays dense and is rounded to
+            nearest; None leaves it as it is.
 
     Raises:
         ValueError: a value is outside its range.
@@ -72,6 +74,7 @@ class SVDConfig:
     tokens: int = 1
     layer_ratios: Mapping[str, LayerRatio] | tuple[tuple[str, LayerRatio], ...] = ()
     storage: str | None = None
+    head_storage: str | None = None
 
     def __post_init__(self) -> None:
         """Check every field; one bare target and a tuple of it are the same config."""
@@ -79,9 +82,10 @@ class SVDConfig:
             value = getattr(self, name)
             if not isinstance(value, (int, float)) or isinstance(value, bool):
                 raise TypeError(f"{name} must be a number, got {value!r}")
-        if not 0 < self.ratio < 1:
+        if not 0 <= self.ratio < 1 or (self.ratio == 0 and self.storage not in ONE_BYTE):
             raise ValueError(
-                f"ratio must be in (0, 1), the fraction of parameters removed; got {self.ratio}"
+                "ratio must be in (0, 1), the fraction of parameters removed, or 0 with storage "
+                f"{' or '.join(ONE_BYTE)}; got {self.ratio}"
             )
         if not isinstance(self.block, int) or isinstance(self.block, bool):
             raise TypeError(f"block must be an integer, got {self.block!r}")
@@ -95,6 +99,7 @@ class SVDConfig:
             ("importance", (None, *IMPORTANCES)),
             ("budget", BUDGETS),
             ("storage", (None, *STORAGES)),
+            ("head_storage", (None, *ONE_BYTE)),
         ):
             value = getattr(self, name)
             if value not in allowed:

@@ -11,8 +11,8 @@ from neuronmm_ops.compress.config import SVDConfig
 from neuronmm_ops.compress.report import LayerReport, LeftDense
 from neuronmm_ops.compress.targets import ALL_LINEAR, Selection, names_in, output_head, preset_of
 from neuronmm_ops.errors import CompressionWarning
+from neuronmm_ops.nn.compressed_linear import CompressedLinear
 from neuronmm_ops.nn.dense_linear import dense_linear
-from neuronmm_ops.nn.svd_linear import SVDLinear
 from neuronmm_ops.rank import largest_block
 
 # A compression that reaches a smaller share of the promised parameters is warned of.
@@ -77,6 +77,8 @@ def warn_of_coverage(
         ranks: of the found Linears; None for one that stays dense.
         stacklevel: as in `warnings.warn`, of the caller.
     """
+    if config.ratio == 0:
+        return
     reached = {f"{name}.weight" for name, rank in ranks.items() if rank is not None}
     message = _little(model, config, selection, reached) if reached else _nothing(config, selection)
     if message:
@@ -84,8 +86,9 @@ def warn_of_coverage(
 
 
 def _nothing(config: SVDConfig, selection: Selection) -> str:
+    what = "gets a rank" if config.one_byte else "is compressed"
     return (
-        f"nothing is compressed: at ratio {config.ratio} no rank that is a multiple of "
+        f"nothing {what}: at ratio {config.ratio} no rank that is a multiple of "
         f"{config.block} is smaller than any of the {len(selection.linears)} targeted matrices; "
         f"{_remedy(config, selection)}"
     )
@@ -124,7 +127,7 @@ def _promised(model: nn.Module, config: SVDConfig) -> dict[str, int]:
     left_out = {
         id(parameter)
         for module in model.modules()
-        if module is head or isinstance(module, (nn.Embedding, SVDLinear))
+        if module is head or isinstance(module, (nn.Embedding, CompressedLinear))
         for parameter in module.parameters()
     }
     return {

@@ -13,10 +13,10 @@ from neuronmm_ops.compress.factorization import SecondMoment
 from neuronmm_ops.compress.factorize import check_finite, factorize
 from neuronmm_ops.compress.layers import LayerStack
 from neuronmm_ops.compress.methods import METHODS, drift, kfac
-from neuronmm_ops.compress.quantize import quantize_pair
+from neuronmm_ops.compress.quantize import quantize_matrix, quantize_pair
 from neuronmm_ops.compress.workers import Factors
 from neuronmm_ops.nn.dense_linear import DenseLinear, as_dense_linear
-from neuronmm_ops.nn.swap import swap_modules_
+from neuronmm_ops.nn.swap import is_stored, swap_modules_
 
 
 @torch.no_grad()
@@ -40,10 +40,11 @@ def follow_drift(
     Args:
         model: a decoder, still dense; left as it was.
         method: one that needs `cross`.
-        factors: of every Linear to compress, which stand for it until its own are found.
+        factors: of every Linear to compress, which stand for it until its own are found; one
+            matrix and its scales where it stays dense.
         batches: token ids, or mappings of the model's arguments.
         progress: told `("drift", layers done, layers in all)`.
-        storage: `fp8` or `int8`, to which each pair is rounded before the next is found.
+        storage: of `STORAGES`, to which each is rounded before the next is found.
         gradients: what `collect_gradients` says of each Linear, for a method that needs it.
 
     Raises:
@@ -70,7 +71,13 @@ def follow_drift(
                 local: dict[str, Factors] = {}
                 lost: dict[str, float] = {}
                 for name in (name for name in group if owners[name] == workers.index()):
-                    weight, rank = linears[name].weight, factors[prefix + name][0].shape[1]
+                    weight, first = linears[name].weight, factors[prefix + name]
+                    if is_stored(first):
+                        assert storage is not None
+                        target, ridged = drift.regression(weight, moment.matrix, cross)
+                        local[name], lost[name] = quantize_matrix(target, storage, ridged), 0.0
+                        continue
+                    rank = first[0].shape[1]
                     gradient = gradients[prefix + name] if has_metric else None
                     result = factorize(weight, method, moment, rank, cross=cross, gradient=gradient)
                     u, v = (f.to(weight.dtype) for f in result.truncate(rank))

@@ -17,17 +17,24 @@ from neuronmm_ops.compress.drift import follow_drift
 from neuronmm_ops.compress.importance import weights_of
 from neuronmm_ops.compress.methods import METHODS
 from neuronmm_ops.compress.nested import Nested, gradient_kinds, known_to_all, moment_sides
-from neuronmm_ops.compress.quantize import Quantized
+from neuronmm_ops.compress.quantize import Quantized, QuantizedMatrix
 from neuronmm_ops.compress.record import attach, dense_parameters
 from neuronmm_ops.compress.report import CompressionReport, LayerReport, provenance_of
-from neuronmm_ops.compress.rounding import output_metrics, round_pair, rounding_sides
+from neuronmm_ops.compress.rounding import (
+    output_metrics,
+    round_matrix,
+    round_pair,
+    rounding_sides,
+)
 from neuronmm_ops.compress.source import LayersInMemory, LayerSource, Task
 from neuronmm_ops.compress.targets import Selection, select_targets
 from neuronmm_ops.compress.workers import Factors
 from neuronmm_ops.errors import CalibrationWarning
 from neuronmm_ops.nn.dense_linear import DenseLinear
+from neuronmm_ops.nn.nearest import nearest
 from neuronmm_ops.nn.swap import swap_modules_
 from neuronmm_ops.ops.backends.cpu import name_of
+from neuronmm_ops.storages import STORAGES
 
 # With fewer tokens for each input feature, second moments are mostly noise (users of similar
 # packages report perplexities in the thousands from 8 samples).
@@ -43,6 +50,8 @@ def compress_(
     dtypes: Mapping[str, torch.dtype] | None = None,
 ) -> CompressionReport:
     """Replace the model's targeted Linears by low-rank pairs, in place.
+
+    With a `storage` those that stay dense are replaced too, by `StoredLinear`s.
 
     Nothing is replaced before the last factor is found, so an error leaves the model as it was.
     Until then the factors of the largest ranks that the allocation may choose are held, at most as
@@ -85,16 +94,20 @@ def compress_layers(
     """
     model, progress = source.model, source.progress
     selection = select_targets(model, config)
-    dtypes = {n: m.weight.dtype for n, m in selection.linears.items()} | dict(source.dtypes)
+    found = {**selection.linears, **selection.head}.items()
+    dtypes = {name: linear.weight.dtype for name, linear in found} | dict(source.dtypes)
     check_storage(config, selection.linears, dtypes)
-    limits = rank_limits(config, selection.linears, dtypes)
+    stored, targets = selection.storages(config), selection.linears | selection.head
+    limits = rank_limits(config, selection.linears, dtypes) | dict.fromkeys(selection.head)
     warn_of_coverage(model, config, selection, limits, stacklevel=4)  # no_grad's wrapper is one
     largest = _without_dense(limits)
     linears = {name: selection.linears[name] for name in largest}
     check_budget(config, linears, dtypes)
-    batches = _batches(model, config, calibration) if linears else []
+    batches = _batches(model, config, calibration) if linears or config.one_byte else []
     kinds = gradient_kinds(config, linears)
-    source.prepare(Task(config, selection.linears, dtypes, largest, kinds, batches))
+    head = list(selection.head)
+    task = Task(config, targets, dtypes, largest, kinds, batches, stored, head)
+    source.prepare(task)
 
     gradients = source.gradients() if kinds else {}
     nested = _factorize(source, config, linears, largest, gradients)
@@ -103,11 +116,13 @@ def compress_layers(
     bought = _without_dense(ranks)
     losses = {name: nested[name].relative_loss(rank) for name, rank in bought.items()}
     follows_drift = METHODS[config.method].follows_drift
-    if config.one_byte and not follows_drift:
-        local = _quantize(source, config, linears, bought, gradients, dtypes)
+    local = _truncated(nested, bought, dtypes if config.one_byte else {})
+    if follows_drift:  # which rounds what is in a layer
+        dense = [name for name in stored if ranks[name] is None]
+        local |= {n: nearest(targets[n].weight.t(), STORAGES[stored[n]]) for n in dense}
     else:
-        local = _truncated(nested, bought, dtypes if config.one_byte else {})
-    factors = workers.exchange(local, workers.spread(linears), linears)
+        local |= _quantize(source, task, ranks, gradients)
+    factors = workers.exchange(local, workers.spread(task.replaced), task.replaced)
     if follows_drift:
         factors, losses = follow_drift(
             model, config.method, factors, batches, progress, config.one_byte, gradients
@@ -115,7 +130,7 @@ def compress_layers(
     parameters = dense_parameters(model)
     report = CompressionReport(
         config=config,
-        layers=tuple(_layer_reports(selection, limits, ranks, losses, dtypes, config.one_byte)),
+        layers=tuple(_layer_reports(selection, limits, ranks, losses, dtypes, stored)),
         calibration=describe_batches(batches) if batches else None,
         provenance=provenance_of(model),
         model_parameters=parameters,
@@ -147,24 +162,35 @@ def _factorize(
 
 def _quantize(
     source: LayerSource,
-    config: SVDConfig,
-    linears: Mapping[str, DenseLinear],
-    ranks: Mapping[str, int],
+    task: Task,
+    ranks: Mapping[str, Rank],
     gradients: Mapping[str, Tensor],
-    dtypes: Mapping[str, torch.dtype],
 ) -> dict[str, Factors]:
-    """Return this worker's factors of the ranks that were bought, in one byte.
+    """Return this worker's matrices that are to be in one byte, of pairs and dense ones.
 
     Inputs' moments are taken a second time: ranks are known only after the first, when the moments
     are gone, and for some methods those were of the outputs.
     """
-    for name, weight, moment in source.measured("quantize", rounding_sides(config, ranks), ranks):
-        u, v = source.factors(name)
-        pair = _as_stored(u[:, : ranks[name]], v[: ranks[name]], dtypes[name])
-        metric = output_metrics(config, {name: linears[name]}, gradients).get(name)
-        rounded = round_pair(name, config, pair, weight, moment, metric)
-        source.keep("quantize", name, rounded._asdict())
-    return {name: Quantized(**tensors) for name, tensors in source.kept("quantize").items()}
+    config, dtypes, is_first = task.config, task.dtypes, not task.limits
+    inside = [name for name in task.stored if name not in task.head]
+    for part, sides in ((inside, rounding_sides(config, inside)), (task.head, {})):
+        for name, weight, moment in source.measured("quantize", sides, part) if part else ():
+            if is_first and moment is not None:
+                warn_if_few(moment.tokens, task.replaced, stacklevel=6)
+            is_first = False
+            rank = ranks[name]
+            if rank is None:
+                rounded = round_matrix(name, task.stored[name], weight, moment)
+            else:
+                u, v = source.factors(name)
+                pair = _as_stored(u[:, :rank], v[:rank], dtypes[name])
+                metric = output_metrics(config, {name: task.targets[name]}, gradients).get(name)
+                rounded = round_pair(name, config, pair, weight, moment, metric)
+            source.keep("quantize", name, rounded._asdict())
+    return {
+        name: Quantized(**tensors) if "u" in tensors else QuantizedMatrix(**tensors)
+        for name, tensors in source.kept("quantize").items()
+    }
 
 
 def _truncated(
@@ -197,6 +223,8 @@ def rank_limits(
             matrix = matrix_of(config, name, linear, dtypes[name], torch.zeros(0))
             ranks = matrix.ranks(config.block)
             limits[name] = max((rank for rank in ranks if rank is not None), default=None)
+        if config.ratio == 0 and ratio_bounds(config, name) == (0.0, 1.0):
+            limits[name] = None
     return limits
 
 
@@ -275,17 +303,19 @@ def _layer_reports(
     ranks: Mapping[str, Rank],
     losses: Mapping[str, float],
     dtypes: Mapping[str, torch.dtype],
-    storage: str | None,
+    stored: Mapping[str, str],
 ) -> Iterator[LayerReport]:
     """Yield the report of every targeted layer, those that stay dense with the reason."""
-    for name, linear in selection.linears.items():
+    for name, linear in (selection.linears | selection.head).items():
         reason = None
-        if limits[name] is None:
+        if name in selection.head:
+            reason = "the output head stays dense"
+        elif limits[name] is None:
             reason = "no aligned rank is smaller than the dense matrix"
         elif ranks[name] is None:
             reason = "the allocation keeps it dense"
-        loss, dtype = losses.get(name, 0.0), dtypes[name]
-        yield LayerReport.of(name, linear, ranks[name], loss, reason, storage, dtype)
+        loss, storage = losses.get(name, 0.0), stored.get(name)
+        yield LayerReport.of(name, linear, ranks[name], loss, reason, storage, dtypes[name])
     for name, (linear, reason) in selection.kept.items():
         yield LayerReport.of(name, linear, None, 0.0, reason, None, dtypes.get(name))
 

@@ -20,6 +20,7 @@ other, solved for again, absorbs the rest. So
 `loss(û, v̂) = loss(û, v) + tr((v̂ − v)ᵀ S (v̂ − v) C)`, S = ûᵀHû, exactly, v being that of step 3.
 """
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -58,6 +59,18 @@ class Quantized(NamedTuple):
     def widened(self, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
         """Return `u[K, r]` and `v[r, N]` with their scales multiplied in."""
         return dequantized(self.u, self.u_scale, dtype), dequantized(self.v, self.v_scale, dtype)
+
+
+class QuantizedMatrix(NamedTuple):
+    """A matrix in a storage: `W.T ≈ w w_scale`.
+
+    Attributes:
+        w: `[K, N]`.
+        w_scale: `[N]`, float32, positive, exact in bfloat16.
+    """
+
+    w: Tensor
+    w_scale: Tensor
 
 
 @torch.no_grad()
@@ -113,6 +126,36 @@ def quantize_pair(
     return Quantized(
         stored.encode(stored_u), stored.encode(stored_v), row_scale.float(), v_scale.float()
     )
+
+
+@torch.no_grad()
+def quantize_matrix(target: Tensor, storage: str, moment: Tensor | None = None) -> QuantizedMatrix:
+    """Round a dense matrix to one byte a number.
+
+    Row by row, those first whose inputs are largest, and each row's error is fed back into the rows
+    to come, as GPTQ does. Without a moment there is nothing to feed back by: to nearest.
+
+    Args:
+        target: `[K, N]`, `W.T`.
+        storage: of `STORAGES`.
+        moment: H `[K, K]`, of the inputs, in any unit; None is the identity.
+
+    Raises:
+        ValueError: the storage is unknown.
+        NonFiniteError: a number is NaN or Inf.
+    """
+    stored = _finite(storage, {"weight": target, "second moment": moment})
+    target = target.double()
+    if moment is None:
+        return QuantizedMatrix(*nearest(target, stored))
+    scale = scales_of(target, stored)
+    spread = stored.spread(scale, len(target)).expand_as(target)
+    moment = moment.double() + _ridge(moment) * torch.eye(len(moment)).to(target)
+    # Rounding starts with the last row.
+    order = moment.diagonal().argsort(stable=True)
+    feed = _feed(_damped(moment[order][:, order]))
+    numbers = _round_rows(target[order] / spread[order], feed, stored)
+    return QuantizedMatrix(stored.encode(numbers[order.argsort()]), scale.float())
 
 
 def nearest_pair(u: Tensor, v: Tensor, storage: str) -> Quantized:
@@ -299,7 +342,6 @@ def _check(
     metric: Tensor | None,
 ) -> WeightStorage:
     """Return the storage of that name, once all arguments are valid."""
-    checked(storage)
     K, N = target.shape
     if u.dim() != 2 or v.dim() != 2 or (len(u), v.shape[1]) != (K, N) or u.shape[1] != len(v):
         raise ValueError(
@@ -311,6 +353,12 @@ def _check(
         raise ValueError(f"the metric must be [{N}, {N}] or [{N}], got {list(metric.shape)}")
     pair_shapes(K, N, len(v), storage)  # or it says why a storage has none
     named = {"u": u, "v": v, "weight": target, "second moment": moment, "metric": metric}
+    return _finite(storage, named)
+
+
+def _finite(storage: str, named: Mapping[str, Tensor | None]) -> WeightStorage:
+    """Return the storage of that name, once nothing that is rounded to it is NaN or Inf."""
+    checked(storage)
     for name, tensor in named.items():
         if tensor is not None and not torch.isfinite(tensor).all():
             raise NonFiniteError(

@@ -1,4 +1,4 @@
-"""The record of a model's low-rank layers: what its config.json says of them.
+"""The record of a model's compressed layers: what its config.json says of them.
 
 `compress_` and `swap_` put it into the model's config, as `quantization_config`, so that any later
 `save_pretrained` (a Trainer's, `push_to_hub`'s) writes a checkpoint that can be loaded.
@@ -13,6 +13,7 @@ from torch import nn
 from neuronmm_ops.compress.coverage import still_dense
 from neuronmm_ops.compress.report import CompressionReport, LayerReport, provenance_of
 from neuronmm_ops.errors import CheckpointError
+from neuronmm_ops.nn.compressed_linear import CompressedLinear
 from neuronmm_ops.nn.svd_linear import SVDLinear
 from neuronmm_ops.nn.swap import Factors, shared_weights, swap_modules_
 from neuronmm_ops.rank import parameter_count
@@ -67,15 +68,15 @@ def attached_report(model: nn.Module) -> CompressionReport | None:
 def attach(model: nn.Module, report: CompressionReport) -> None:
     """Put the report into the config of a Transformers model; other models have no such place.
 
-    Low-rank layers of an earlier run, which the report does not list, stay recorded, and what that
-    left dense where it still is.
+    Layers that an earlier run has replaced and the report does not list stay recorded, and what
+    that left dense where it still is.
     """
     config = getattr(model, "config", None)
     if not callable(getattr(config, "save_pretrained", None)):
         return
     previous = attached_report(model)
     known = {layer.name for layer in report.layers}
-    others = {name: m for name, m in low_rank_layers(model).items() if name not in known}
+    others = {name: m for name, m in compressed_layers(model).items() if name not in known}
     if others:
         recorded = {layer.name: layer for layer in previous.layers} if previous else {}
         earlier = (
@@ -90,7 +91,7 @@ def attach(model: nn.Module, report: CompressionReport) -> None:
 
 
 def swap_(model: nn.Module, factors: Mapping[str, Factors]) -> None:
-    """Replace Linears by `SVDLinear`s, in place, and gated MLPs around them by `SVDMLP`s.
+    """Replace Linears by `SVDLinear`s or `StoredLinear`s, in place, and gated MLPs by `SVDMLP`s.
 
     Bias, buffers, hooks, dtype, device, training flag and requires_grad are those of the replaced
     module. A Linear used at several places is replaced at all of them by one SVDLinear. A
@@ -100,7 +101,7 @@ def swap_(model: nn.Module, factors: Mapping[str, Factors]) -> None:
     Args:
         model: any module that contains the Linears.
         factors: qualified name of the Linear to `(u[K, r], v[r, N])`; in float8_e4m3fn or int8 to
-            `(u, v, u_scale[r], v_scale[N])`.
+            `(u, v, u_scale[r], v_scale[N])`, or where it stays dense `(w[K, N], w_scale[N])`.
 
     Raises:
         ValueError: a name is no `nn.Linear` of the model, two names are the same one, factors or
@@ -118,7 +119,7 @@ def swap_(model: nn.Module, factors: Mapping[str, Factors]) -> None:
     swapped = {model.get_submodule(name) for name in factors}
     layers = tuple(
         LayerReport.of(name, layer, layer.rank, loss=None)
-        for name, layer in low_rank_layers(model).items()
+        for name, layer in compressed_layers(model).items()
         if layer in swapped
     )
     if layers:
@@ -130,11 +131,11 @@ def set_compute_(model: nn.Module, compute: str) -> None:
     """Say what the model's products may be computed in, in place; its config records it.
 
     `fp8` is a permission to round activations, too: token by token to e4m3, before each product of
-    a layer whose factors are in fp8. NeuronCores from trn2 on then multiply twice as fast in
+    a layer that is stored in fp8. NeuronCores from trn2 on then multiply twice as fast in
     prefill. Accuracy changes, measure it; the CPU computes the same. `x` takes it back.
 
     Args:
-        model: with layers whose factors are in fp8; others stay as they are.
+        model: with layers that are stored in fp8; others stay as they are.
         compute: `fp8` or `x`, the dtype of the activations.
 
     Raises:
@@ -144,12 +145,12 @@ def set_compute_(model: nn.Module, compute: str) -> None:
         raise ValueError(f"compute must be one of {', '.join(COMPUTES)}; got {compute!r}")
     layers = [
         layer
-        for layer in low_rank_layers(model).values()
+        for layer in compressed_layers(model).values()
         if layer.storage and "fp8" in STORAGES[layer.storage].computes
     ]
     if compute != "x" and not layers:
         raise ValueError(
-            f"compute {compute} needs layers with factors in float8_e4m3fn, the model has none; "
+            f"compute {compute} needs layers stored in float8_e4m3fn, the model has none; "
             "compress it with storage fp8"
         )
     for layer in layers:
@@ -170,6 +171,11 @@ def rewrite_record(model: nn.Module, change: Callable[[LayerReport], LayerReport
 def low_rank_layers(model: nn.Module) -> dict[str, SVDLinear]:
     """Return the model's `SVDLinear`s by name."""
     return {name: m for name, m in model.named_modules() if isinstance(m, SVDLinear)}
+
+
+def compressed_layers(model: nn.Module) -> dict[str, CompressedLinear]:
+    """Return the model's `SVDLinear`s and `StoredLinear`s by name."""
+    return {name: m for name, m in model.named_modules() if isinstance(m, CompressedLinear)}
 
 
 def dense_parameters(model: nn.Module) -> int:

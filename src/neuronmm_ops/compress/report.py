@@ -11,15 +11,15 @@ import torch
 from torch import nn
 
 from neuronmm_ops.compress.config import SVDConfig
+from neuronmm_ops.nn.compressed_linear import CompressedLinear
 from neuronmm_ops.nn.dense_linear import DenseLinear
-from neuronmm_ops.nn.svd_linear import SVDLinear
-from neuronmm_ops.rank import parameter_count
-from neuronmm_ops.storages import STORAGES, dtype_name, factor_bytes, storage_named
+from neuronmm_ops.rank import pair_bytes, parameter_count
+from neuronmm_ops.storages import STORAGES, dtype_name, storage_named
 
 
 @dataclass(frozen=True)
 class LayerReport:
-    """One targeted Linear.
+    """One targeted Linear, or the output head where it has a storage.
 
     Attributes:
         name: qualified name in the model.
@@ -32,8 +32,8 @@ class LayerReport:
             for `plain`), in [0, 1]; 0 for a dense layer, None for factors from elsewhere.
         bytes: of its matrices as they are now, scales included, without bias.
         dense_bytes: of the dense matrix.
-        storage: of its factors in one byte, `fp8` or `int8`; None for the model's dtype. In
-            config.json it is the dtype's name.
+        storage: of its factors, or its dense matrix, in one byte, `fp8` or `int8`; None for the
+            model's dtype. In config.json it is the dtype's name.
         compute: `x`, or `fp8` where activations may be rounded to fp8, too, see `set_compute_`.
     """
 
@@ -55,6 +55,11 @@ class LayerReport:
         return parameter_count(self.K, self.N, self.r)
 
     @property
+    def is_replaced(self) -> bool:
+        """Whether another module than the dense Linear stands there."""
+        return self.r is not None or self.storage is not None
+
+    @property
     def bits_per_weight(self) -> float:
         """Bits that are stored for each entry of the dense matrix."""
         return 8 * self.bytes / (self.K * self.N)
@@ -63,7 +68,7 @@ class LayerReport:
     def of(
         cls,
         name: str,
-        layer: DenseLinear | SVDLinear,
+        layer: DenseLinear | CompressedLinear,
         r: int | None,
         loss: float | None,
         reason: str | None = None,
@@ -72,7 +77,7 @@ class LayerReport:
     ) -> Self:
         """Describe the layer once it has rank `r` and that storage, or stays dense for None.
 
-        A low-rank layer's storage, and what it computes in, are its own. Bytes are of `dtype`,
+        A compressed layer's storage, and what it computes in, are its own. Bytes are of `dtype`,
         default the layer's.
         """
         K, N, itemsize = (
@@ -81,12 +86,10 @@ class LayerReport:
             (dtype or layer.weight.dtype).itemsize,
         )
         dense_bytes, compute = K * N * itemsize, "x"
-        if r is None:
-            return cls(name, K, N, r, True, reason, loss, dense_bytes, dense_bytes)
-        if isinstance(layer, SVDLinear):
+        if isinstance(layer, CompressedLinear):
             storage, compute = layer.storage, layer.compute
-        size = factor_bytes(K, N, r, itemsize, storage)
-        return cls(name, K, N, r, False, reason, loss, size, dense_bytes, storage, compute)
+        size = pair_bytes(K, N, r, itemsize, storage)
+        return cls(name, K, N, r, r is None, reason, loss, size, dense_bytes, storage, compute)
 
     def takes(self, compute: str) -> bool:
         """Say whether the layer's products may be computed so: `x`, and what its storage says."""
@@ -95,7 +98,7 @@ class LayerReport:
         )
 
     def dequantized(self) -> Self:
-        """Describe the layer with its factors in the model's dtype."""
+        """Describe the layer with its matrices in the model's dtype."""
         itemsize = self.dense_bytes // (self.K * self.N)
         size = self.parameters * itemsize
         return replace(self, bytes=size, storage=None, compute="x")
@@ -141,14 +144,9 @@ class LayerReport:
                 checked = replace(self, storage=storage_named(self.storage))
             except ValueError as error:
                 raise ValueError(f"{self.name}: {error}") from None
-            if self.dense:
-                raise ValueError(
-                    f"{self.name}: storage is of factors, and must be null for a dense layer; "
-                    f"got {self.storage!r}"
-                )
         if not checked.takes(self.compute):
             raise ValueError(
-                f"{self.name}: compute must be x, or fp8 with factors in float8_e4m3fn; "
+                f"{self.name}: compute must be x, or fp8 with numbers in float8_e4m3fn; "
                 f"got {self.compute!r} and storage {self.storage!r}"
             )
         return checked

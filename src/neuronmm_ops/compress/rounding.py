@@ -1,6 +1,6 @@
-"""Rounding the factors of one layer to one byte, by what the config's method knows of it."""
+"""Rounding the matrices of one layer to one byte, by what the config's method knows of it."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from torch import Tensor
 
@@ -9,7 +9,12 @@ from neuronmm_ops.compress.factorization import SecondMoment, Side
 from neuronmm_ops.compress.factorize import check_finite
 from neuronmm_ops.compress.methods import METHODS, kfac
 from neuronmm_ops.compress.nested import first_method, gradient_kinds
-from neuronmm_ops.compress.quantize import Quantized, quantize_pair
+from neuronmm_ops.compress.quantize import (
+    Quantized,
+    QuantizedMatrix,
+    quantize_matrix,
+    quantize_pair,
+)
 from neuronmm_ops.errors import NonFiniteError
 from neuronmm_ops.nn.dense_linear import DenseLinear
 
@@ -48,6 +53,19 @@ def round_pair(
     return pair
 
 
+def round_matrix(
+    name: str, storage: str, weight: Tensor, moment: SecondMoment | None
+) -> QuantizedMatrix:
+    """Round the weight `[N, K]` of a layer that stays dense, as `round_pair` does a pair.
+
+    By the inputs alone: measured, the outputs' metric wins 2 % where it takes N / 64 times as long.
+    """
+    try:
+        return quantize_matrix(weight.t(), storage, None if moment is None else moment.matrix)
+    except NonFiniteError as error:
+        raise NonFiniteError(f"{name}: {error}") from None
+
+
 def output_metrics(
     config: SVDConfig, linears: Mapping[str, DenseLinear], gradients: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
@@ -56,6 +74,6 @@ def output_metrics(
     return {n: kfac.damped(gradients[n]) for n, kind in kinds.items() if kind in OUTPUT_KINDS}
 
 
-def rounding_sides(config: SVDConfig, names: Mapping[str, object]) -> dict[str, Side]:
+def rounding_sides(config: SVDConfig, names: Iterable[str]) -> dict[str, Side]:
     """Return the side of the second moment that rounding needs; empty where the method has none."""
     return dict.fromkeys(names, "input") if METHODS[first_method(config)].side else {}

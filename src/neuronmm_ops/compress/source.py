@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -17,6 +17,7 @@ from neuronmm_ops.compress.factorization import Gradient, SecondMoment, Side
 from neuronmm_ops.compress.gradients import collect_gradients
 from neuronmm_ops.errors import NonFiniteError
 from neuronmm_ops.nn.dense_linear import DenseLinear
+from neuronmm_ops.rank import pair_bytes
 from neuronmm_ops.storages import factor_bytes
 
 
@@ -25,11 +26,13 @@ class Task(NamedTuple):
 
     Attributes:
         config: how.
-        targets: every Linear that the config selects, by name.
+        targets: every Linear that the config selects, by name, and a head that is stored.
         dtypes: of each while it is dense, as stored.
         limits: the largest rank of each that may get one.
         kinds: the gradient statistic of each that needs one.
         batches: of calibration; none where nothing is calibrated.
+        stored: the storage of each that has one.
+        head: the name of an output head that is stored, and in no layer; else none.
     """
 
     config: SVDConfig
@@ -38,6 +41,14 @@ class Task(NamedTuple):
     limits: Mapping[str, int]
     kinds: Mapping[str, Gradient]
     batches: Sequence[Batch]
+    stored: Mapping[str, str]
+    head: Sequence[str]
+
+    @property
+    def replaced(self) -> dict[str, DenseLinear]:
+        """The Linears that have a result: those that may get a rank, and all in a storage."""
+        wanted = self.limits.keys() | self.stored.keys()
+        return {name: linear for name, linear in self.targets.items() if name in wanted}
 
     @property
     def linears(self) -> dict[str, DenseLinear]:
@@ -47,6 +58,11 @@ class Task(NamedTuple):
     def bytes_saved(self) -> int:
         """Return the least bytes that the checkpoint shrinks by; a budget of time promises none."""
         saved = 0
+        for name in self.stored.keys() - self.limits.keys():
+            linear, itemsize = self.targets[name], self.dtypes[name].itemsize
+            size = linear.in_features, linear.out_features
+            saved += pair_bytes(*size, None, itemsize, None)
+            saved -= pair_bytes(*size, None, itemsize, self.stored[name])
         for name, linear in self.linears.items():
             K, N, itemsize = linear.in_features, linear.out_features, self.dtypes[name].itemsize
             if not shares_budget(self.config, name):
@@ -63,7 +79,7 @@ class LayerSource(ABC):
     """A model whose layers are compressed, wherever their values are.
 
     Results are named sets of tensors, kept by stage: `factorize`, the fields of a `Nested`; and
-    `quantize`, those of a `Quantized`.
+    `quantize`, those of a `Quantized` or a `QuantizedMatrix`.
 
     Args:
         model: dense; values may be on the meta device.
@@ -96,7 +112,7 @@ class LayerSource(ABC):
 
     @abstractmethod
     def measured(
-        self, stage: str, sides: Mapping[str, Side], ranks: Mapping[str, int]
+        self, stage: str, sides: Mapping[str, Side], names: Collection[str]
     ) -> Iterator[tuple[str, Tensor, SecondMoment | None]]:
         """Yield name, weight `[N, K]` and moment of every Linear whose result this worker lacks.
 
@@ -105,7 +121,7 @@ class LayerSource(ABC):
         Args:
             stage: told to `progress`.
             sides: of the moments; empty where none is needed.
-            ranks: of the Linears that are wanted.
+            names: of the Linears that are wanted.
         """
 
     @abstractmethod
@@ -152,7 +168,7 @@ class LayersInMemory(LayerSource):
                     f"{name}: weight must be finite, got NaN or Inf; the checkpoint is damaged"
                 )
         self._check_room(-task.bytes_saved())
-        self._task, self._owners = task, workers.spread(task.linears)
+        self._task, self._owners = task, workers.spread(task.replaced)
 
     def gradients(self) -> Mapping[str, Tensor]:
         """Run the whole model forward and backward."""
@@ -160,12 +176,12 @@ class LayersInMemory(LayerSource):
         return collect_gradients(self.model, task.kinds, task.batches, self.progress)
 
     def measured(
-        self, stage: str, sides: Mapping[str, Side], ranks: Mapping[str, int]
+        self, stage: str, sides: Mapping[str, Side], names: Collection[str]
     ) -> Iterator[tuple[str, Tensor, SecondMoment | None]]:
         """Run the whole model; yield the Linears that this worker owns."""
-        batches, linears = self._task.batches, self._task.linears
-        local = [name for name in ranks if self._owners[name] == workers.index()]
-        for name, moment in moments_or_none(self.model, sides, ranks, batches, self.progress):
+        batches, linears = self._task.batches, self._task.targets
+        local = [name for name in names if self._owners[name] == workers.index()]
+        for name, moment in moments_or_none(self.model, sides, names, batches, self.progress):
             if name in local:
                 yield name, linears[name].weight, moment
                 if self.progress:

@@ -1,6 +1,7 @@
 """The Linears of a model that a config's targets select."""
 
 import re
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from torch import nn
@@ -40,10 +41,23 @@ _IN_ATTENTION_ALONE = frozenset({"q_proj", "k_proj", "v_proj", "o_proj", "qkv_pr
 
 
 class Selection(NamedTuple):
-    """The linear layers to compress, by name, and those that match a target but must stay dense."""
+    """The linear layers that a config means.
+
+    Attributes:
+        linears: to compress, by name.
+        kept: that match a target but must stay as they are, with the reason.
+        head: the output head where it has a storage of its own, else none.
+    """
 
     linears: dict[str, DenseLinear]
-    kept: dict[str, tuple[DenseLinear, str]]  # with the reason
+    kept: dict[str, tuple[DenseLinear, str]]
+    head: dict[str, DenseLinear]
+
+    def storages(self, config: SVDConfig) -> dict[str, str]:
+        """Return the storage of every layer that is to have one, by name."""
+        one_byte, head = config.one_byte, config.head_storage
+        stored = dict.fromkeys(self.linears, one_byte) if one_byte else {}
+        return stored | (dict.fromkeys(self.head, head) if head else {})
 
 
 def select_targets(model: nn.Module, config: SVDConfig) -> Selection:
@@ -53,7 +67,8 @@ def select_targets(model: nn.Module, config: SVDConfig) -> Selection:
     another module (a tied head) never.
 
     Raises:
-        ValueError: no layer is selected, or the model is of a kind that is not supported.
+        ValueError: no layer is selected, the model is of a kind that is not supported, or has no
+            output head that could be stored by itself.
     """
     if any(type(module).__name__ == "RwkvModel" for module in model.modules()):
         raise ValueError(
@@ -68,7 +83,7 @@ def select_targets(model: nn.Module, config: SVDConfig) -> Selection:
     for name, linear in candidates.items():
         matched = [target for target in config.target_list if matches(target, name)]
         is_named = any(target in (name, name.rpartition(".")[2]) for target in matched)
-        if not matched or (linear.module is head and not is_named):
+        if not matched or (linear.module is head and (config.head_storage or not is_named)):
             continue
         if name in shared:
             kept[name] = linear, f"shares its weight with {shared[name]}"
@@ -78,7 +93,28 @@ def select_targets(model: nn.Module, config: SVDConfig) -> Selection:
             linears[name] = linear
     if not linears:
         raise ValueError(_nothing_matches(model, config, candidates, kept))
-    return Selection(linears, kept)
+    return Selection(
+        linears, kept, _stored_head(head, candidates, shared) if config.head_storage else {}
+    )
+
+
+def _stored_head(
+    head: nn.Module | None, candidates: Mapping[str, DenseLinear], shared: Mapping[str, str]
+) -> dict[str, DenseLinear]:
+    found = {name: linear for name, linear in candidates.items() if linear.module is head}
+    if not found:
+        got = "none" if head is None else type(head).__name__
+        raise ValueError(
+            f"head_storage needs an output head that is an nn.Linear, got {got}; leave it out"
+        )
+    (name,) = found
+    if name in shared:
+        raise ValueError(
+            f"head_storage needs a head with a weight of its own, {name} shares it with "
+            f"{shared[name]}; leave it out, or save the model with tie_word_embeddings false and a "
+            "copy of the weight first"
+        )
+    return found
 
 
 def _is_read_by_its_parent(model: nn.Module, name: str) -> bool:

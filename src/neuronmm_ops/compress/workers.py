@@ -17,7 +17,7 @@ from neuronmm_ops.errors import WorkerLostError
 from neuronmm_ops.nn.dense_linear import DenseLinear
 
 T = TypeVar("T")
-# u and v, and their scales where they are in one byte.
+# u and v, and their scales where they are in one byte; or one matrix in one byte and its scales.
 Factors = tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor, Tensor]
 
 _depth = 0  # blocks of `together` that are open
@@ -124,7 +124,8 @@ def exchange(
 
     Args:
         local: name to `(u[K, r], v[r, N])`, and where they are in one byte their scales, of the
-            Linears that this worker owns; without those that stay dense.
+            Linears that this worker owns, or `(w[K, N], its scales)`; without those that stay as
+            they are.
         owners: of every Linear the worker that has its factors.
         linears: every Linear, on the device of its factors.
     """

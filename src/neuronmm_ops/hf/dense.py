@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from neuronmm_ops.compress.record import low_rank_layers
+from neuronmm_ops.compress.record import compressed_layers
 from neuronmm_ops.errors import CheckpointError
 from neuronmm_ops.hf.computing import load_on
 from neuronmm_ops.hf.loading import HUB_ID, load_tokenizer
@@ -28,7 +28,7 @@ def load_dense(
     if not str(name) or not (Path(name).exists() or HUB_ID.fullmatch(str(name))):
         raise CheckpointError(f"the dense model {str(name)!r} is not here; {remedy}")
     dense = load_on(name, device).requires_grad_(False)
-    if low_rank_layers(dense):
+    if compressed_layers(dense):
         raise CheckpointError(f"{name} is compressed itself; {remedy}")
     difference = _difference(compressed, dense)
     if difference is not None:
@@ -47,10 +47,10 @@ def load_dense(
 def _difference(compressed: nn.Module, dense: nn.Module) -> str | None:
     """Name the first parameter that should be the same and is not."""
     found = dict(dense.named_parameters())
-    layers = low_rank_layers(compressed)
-    factors = {f"{name}.{factor}" for name in layers for factor in ("u", "v")}
+    layers = compressed_layers(compressed)
+    replaced = {f"{name}.{matrix}" for name, layer in layers.items() for matrix in layer.MATRICES}
     shapes = {f"{n}.weight": (m.out_features, m.in_features) for n, m in layers.items()}
-    kept = {n: p for n, p in compressed.named_parameters() if n not in factors}
+    kept = {n: p for n, p in compressed.named_parameters() if n not in replaced}
     shapes |= {name: tuple(parameter.shape) for name, parameter in kept.items()}
     for name in sorted(shapes.keys() ^ found.keys()):
         return f"{name} is in one of them alone"

@@ -19,10 +19,9 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 
 from neuronmm_ops.checkpoint import check_float, read_config, read_headers, weight_files
 from neuronmm_ops.compress.factorize import is_finite
-from neuronmm_ops.compress.record import is_record, low_rank_layers
+from neuronmm_ops.compress.record import compressed_layers, is_record
 from neuronmm_ops.errors import CheckpointError, NonFiniteError, WorkerLostError
 from neuronmm_ops.manifest import check_weights
-from neuronmm_ops.nn.factors import check_factors
 from neuronmm_ops.ops.backends.cpu import name_of
 
 # The first Transformers whose plans cut DTensors.
@@ -59,7 +58,7 @@ def load(
         CheckpointError: files are missing, damaged, malformed or not what `manifest.json` says,
             the model is an encoder-decoder,
             or its parameters are not exactly those in the files (Transformers would draw missing
-            ones at random, and leave others out, with a warning), or factors in one byte or their
+            ones at random, and leave others out, with a warning), or numbers in one byte or their
             scales hold what they must not.
         ImportError: tp is more than 1, and Transformers is too old for that.
         NonFiniteError: a parameter is NaN or Inf.
@@ -113,7 +112,7 @@ def load_exactly(kind: Any, path: Path, **options: Any) -> tuple[PreTrainedModel
 
 @torch.no_grad()
 def check_values(model: PreTrainedModel, remedy: str) -> None:
-    """Refuse values that are not finite, and one-byte factors or scales that cannot be.
+    """Refuse values that are not finite, and one-byte numbers or scales that cannot be.
 
     Values on the meta device are not looked at.
 
@@ -121,10 +120,10 @@ def check_values(model: PreTrainedModel, remedy: str) -> None:
         NonFiniteError: a parameter or a saved buffer, dense ones too, holds NaN or Inf.
         CheckpointError: a one-byte factor or a scale holds what it must not.
     """
-    for name, layer in low_rank_layers(model).items():
-        if layer.storage is not None and not layer.u.is_meta:
+    for name, layer in compressed_layers(model).items():
+        if layer.storage is not None:
             try:
-                check_factors(layer.u, layer.v, layer.u_scale, layer.v_scale, name)
+                layer.check_values(name)
             except ValueError as error:
                 raise CheckpointError(f"{error}; or {remedy}") from None
     names: dict[Tensor, str] = {}  # what is tied is read once

@@ -1,4 +1,4 @@
-"""LoRA beside low-rank layers whose factors are in one byte; imports peft."""
+"""LoRA beside layers that are stored in one byte; imports peft."""
 
 import warnings
 from typing import Any, NoReturn
@@ -6,8 +6,8 @@ from typing import Any, NoReturn
 from peft.tuners.lora import Linear
 
 MERGE = (
-    "LoRA cannot be merged into factors in one byte, which would be rounded anew; keep the adapter "
-    "beside them, or adapt and merge after hf.to_pairs(model), which has the factors as nn.Linear"
+    "LoRA cannot be merged into numbers in one byte, which would be rounded anew; keep the adapter "
+    "beside them, or adapt and merge after hf.to_pairs(model), which has them as nn.Linear"
 )
 
 

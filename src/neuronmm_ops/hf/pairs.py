@@ -7,10 +7,12 @@ from typing import Any, TypeVar
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from neuronmm_ops.compress.record import low_rank_layers, rewrite_record
+from neuronmm_ops.compress.record import compressed_layers, rewrite_record
 from neuronmm_ops.compress.report import LayerReport
 from neuronmm_ops.errors import missing_extra
+from neuronmm_ops.nn.compressed_linear import CompressedLinear
 from neuronmm_ops.nn.pair import LinearPair
+from neuronmm_ops.nn.stored_linear import StoredLinear
 from neuronmm_ops.nn.svd_linear import SVDLinear
 from neuronmm_ops.nn.swap import replace_
 
@@ -21,22 +23,25 @@ M = TypeVar("M", bound=nn.Module)
 def to_pairs(model: M) -> M:
     """Put a `LinearPair` in the place of every `SVDLinear`, in place; return the model.
 
+    A `StoredLinear` becomes an `nn.Linear`.
+
     The logits are the same within rounding. The children `u` and `v` are ordinary `nn.Linear`,
     which peft, torchao, bitsandbytes and pruning know. The factors' memory is shared with no
     copy. `save_pretrained` writes the same checkpoint as before while both are plain Linears.
 
-    Factors in one byte are multiplied by their scales and rounded to the model's dtype, which takes
+    Numbers in one byte are multiplied by their scales and rounded to the model's dtype, which takes
     memory; they stay in that, and the model's config says so.
 
     Raises:
-        ValueError: the model has no low-rank layer, or is divided among ranks.
+        ValueError: the model has no compressed layer, or is divided among ranks.
     """
-    layers = low_rank_layers(model)
+    layers = compressed_layers(model)
     if not layers:
         raise ValueError("the model has no SVDLinear; compress it first, see compress_")
-    if any(isinstance(layer.u, DTensor) for layer in layers.values()):
+    if any(isinstance(matrix, DTensor) for m in layers.values() for matrix, _ in m.scaled()):
         raise ValueError("the model is divided among ranks; load it in one process for pairs")
-    replace_(model, {name: layer.to_pair() for name, layer in layers.items()})
+    plain = {name: _plain(layer) for name, layer in layers.items()}
+    replace_(model, plain)
     if any(layer.storage is not None for layer in layers.values()):
         rewrite_record(model, LayerReport.dequantized)
     return model
@@ -60,6 +65,13 @@ def from_pairs(model: M) -> M:
     return model
 
 
+def _plain(layer: CompressedLinear) -> nn.Module:
+    if isinstance(layer, SVDLinear):
+        return layer.to_pair()
+    assert isinstance(layer, StoredLinear)
+    return layer.to_linear()
+
+
 def lora_config(
     model: nn.Module,
     target_modules: str | Sequence[str] = ALL_LINEAR,
@@ -71,14 +83,14 @@ def lora_config(
     peft adapts parameters by `target_parameters`: that is where the factors are named. Merging
     leaves the `SVDLinear`s as they were, each one op. peft allows no dropout there.
 
-    Factors in one byte stay as they are: the adapter stands beside the whole layer, and cannot be
+    Layers in one byte stay as they are: the adapter stands beside the whole layer, and cannot be
     merged. peft's file of such an adapter does not say how to load it; give this config again:
     `PeftModel.from_pretrained(model, directory, config=hf.lora_config(model, ...))`.
 
     Args:
-        model: with low-rank layers.
+        model: with compressed layers.
         target_modules: as peft takes it: `all-linear`, a regular expression for the whole name,
-            or names or last components of names; of low-rank layers, Linears or both.
+            or names or last components of names; of compressed layers, Linears or both.
         factors: which ones: `u`, `v` or both; of no meaning for those in one byte.
         options: of `LoraConfig`, such as `r` and `lora_alpha`.
 
@@ -93,23 +105,23 @@ def lora_config(
     modules = {
         name: module
         for name, module in model.named_modules()
-        if isinstance(module, (SVDLinear, nn.Linear))
+        if isinstance(module, (CompressedLinear, nn.Linear))
         and _is_meant(name, target_modules, is_head=module is head)
     }
-    low_rank = [name for name, module in modules.items() if isinstance(module, SVDLinear)]
-    if not low_rank:
+    compressed = {n: m for n, m in modules.items() if isinstance(m, CompressedLinear)}
+    if not compressed:
         raise ValueError(f"target_modules {target_modules!r} names no SVDLinear of the model")
-    stored = [name for name in low_rank if modules[name].storage is not None]
-    parameters = [f"{n}.{factor}" for n in low_rank if n not in stored for factor in factors]
+    low_rank = [name for name, layer in compressed.items() if layer.storage is None]
+    parameters = [f"{name}.{factor}" for name in low_rank for factor in factors]
     config = require_peft().LoraConfig(
-        target_modules=sorted(modules.keys() - set(low_rank) | set(stored)),
+        target_modules=sorted(modules.keys() - set(low_rank)),
         target_parameters=parameters or None,
         **options,
     )
-    if stored:
+    if len(low_rank) < len(compressed):
         from neuronmm_ops.hf.lora import LoraBeside
 
-        config._register_custom_module({SVDLinear: LoraBeside})
+        config._register_custom_module({CompressedLinear: LoraBeside})
     return config
 
 

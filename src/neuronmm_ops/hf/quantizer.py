@@ -13,12 +13,14 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from neuronmm_ops.checkpoint import check_float, check_tensors, read_config, read_headers
-from neuronmm_ops.compress.record import QUANT_METHOD, low_rank_layers, record_of, report_of
+from neuronmm_ops.compress.record import QUANT_METHOD, compressed_layers, record_of, report_of
 from neuronmm_ops.compress.report import CompressionReport, LayerReport
 from neuronmm_ops.compress.targets import names_in
 from neuronmm_ops.errors import CheckpointError
 from neuronmm_ops.hf.loading import check_can_divide, check_values, is_divided, model_names
+from neuronmm_ops.nn.compressed_linear import CompressedLinear
 from neuronmm_ops.nn.dense_linear import dense_linear
+from neuronmm_ops.nn.stored_linear import StoredLinear
 from neuronmm_ops.nn.svd_linear import SVDLinear
 from neuronmm_ops.nn.swap import replace_
 
@@ -44,7 +46,7 @@ class NeuronMMConfig(QuantizationConfigMixin):
 
 
 class NeuronMMQuantizer(HfQuantizer):
-    """Puts meta `SVDLinear`s and `SVDMLP`s in place before the weights are read."""
+    """Puts compressed layers and `SVDMLP`s on `meta` in place before the weights are read."""
 
     def __init__(self, config: QuantizationConfigMixin, **kwargs: Any) -> None:
         super().__init__(config, **kwargs)
@@ -65,7 +67,7 @@ class NeuronMMQuantizer(HfQuantizer):
         layers = _by_name(model, self.report.layers)
         replace_(
             model,
-            {name: _meta_layer(model, name, layer) for name, layer in layers.items() if layer.r},
+            {n: _meta_layer(model, n, layer) for n, layer in layers.items() if layer.is_replaced},
         )
         if is_divided(model):
             _tensor_parallel().plan_(model)
@@ -74,8 +76,7 @@ class NeuronMMQuantizer(HfQuantizer):
             read_config(Path(checkpoint_files[0]).parent)  # refuses weights of other files
             headers = read_headers(Path(file) for file in checkpoint_files)
             named = {name: headers[key] for key, name in model_names(model, headers).items()}
-            low_rank = [replace(layer, name=name) for name, layer in layers.items() if layer.r]
-            check_tensors(named, low_rank)
+            check_tensors(named, [replace(each, name=name) for name, each in layers.items()])
             check_float(headers)
 
     def _process_model_after_weight_loading(
@@ -83,10 +84,10 @@ class NeuronMMQuantizer(HfQuantizer):
     ) -> PreTrainedModel:
         if is_divided(model):
             _tensor_parallel().finish_(model)
-        for layer in low_rank_layers(model).values():
+        for layer in compressed_layers(model).values():
             if layer.storage is not None:  # the loader lets every float ask for gradients
-                layer.u.requires_grad_(False)
-                layer.v.requires_grad_(False)
+                for matrix, _ in layer.scaled():
+                    matrix.requires_grad_(False)
         if not is_divided(model):
             check_values(model, "copy the checkpoint again or compress the model again")
         # Transformers neither trains nor casts a model with this flag.
@@ -142,7 +143,7 @@ def _by_name(model: PreTrainedModel, layers: Iterable[LayerReport]) -> dict[str,
     return named
 
 
-def _meta_layer(model: PreTrainedModel, name: str, layer: LayerReport) -> SVDLinear:
+def _meta_layer(model: PreTrainedModel, name: str, layer: LayerReport) -> CompressedLinear:
     module = model.get_submodule(name)
     linear = dense_linear(module)
     if linear is None:
@@ -152,9 +153,11 @@ def _meta_layer(model: PreTrainedModel, name: str, layer: LayerReport) -> SVDLin
             f"{name}: config.json asks for [K, N] = {[layer.K, layer.N]}, the architecture has "
             f"{[linear.in_features, linear.out_features]}"
         )
-    assert layer.r is not None
-    has_bias = linear.bias is not None
-    dtype = linear.weight.dtype
-    made = SVDLinear(layer.K, layer.N, layer.r, has_bias, "meta", dtype, layer.storage)
+    has_bias, dtype = linear.bias is not None, linear.weight.dtype
+    if layer.r is None:
+        assert layer.storage is not None
+        made = StoredLinear(layer.K, layer.N, layer.storage, has_bias, "meta", dtype)
+    else:
+        made = SVDLinear(layer.K, layer.N, layer.r, has_bias, "meta", dtype, layer.storage)
     made.compute = layer.compute
     return made

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from neuronmm_ops.compress.batches import check_ids, fingerprint
-from neuronmm_ops.compress.record import attached_report, low_rank_layers
+from neuronmm_ops.compress.record import attached_report, compressed_layers, low_rank_layers
 from neuronmm_ops.compress.report import CompressionReport
 from neuronmm_ops.errors import CheckpointError, NonFiniteError
 from neuronmm_ops.eval import block_length, encode_documents
@@ -73,7 +73,7 @@ def recover(
             state on disk is of another run.
         FileExistsError: the target exists and may not be replaced.
         OSError: the target cannot be written.
-        ValueError: an argument is out of range, the text is too short, or factors are in one byte.
+        ValueError: an argument is out of range, the text is too short, or matrices are in one byte.
         NonFiniteError: a factor, the loss or a gradient is NaN or Inf. What was best until then
             is written first, if it is better than the start.
     """
@@ -124,13 +124,13 @@ def recover(
 
 
 def _check_trainable(model: str | Path, student: PreTrainedModel) -> None:
-    """Refuse factors in one byte: what training adds to them would be rounded away or anew."""
-    for name, layer in low_rank_layers(student).items():
+    """Refuse layers in one byte: what training adds to them would be rounded away or anew."""
+    for name, layer in compressed_layers(student).items():
         if layer.storage is not None:
             raise ValueError(
-                f"{model} cannot be recovered, its factors are in one byte ({name}: "
+                f"{model} cannot be recovered, its matrices are in one byte ({name}: "
                 f"{dtype_name(layer.storage)}); recover the model compressed without storage, or "
-                "train an adapter beside the factors, see hf.lora_config"
+                "train an adapter beside them, see hf.lora_config"
             )
 
 

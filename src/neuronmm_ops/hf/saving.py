@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from neuronmm_ops.checkpoint import INDEX, SINGLE, weight_files
-from neuronmm_ops.compress.record import attach, attached_report, low_rank_layers
+from neuronmm_ops.compress.record import attach, attached_report, compressed_layers
 from neuronmm_ops.compress.report import CompressionReport, LayerReport
 from neuronmm_ops.compress.targets import names_in
 from neuronmm_ops.errors import CheckpointError
@@ -42,7 +42,7 @@ def save(
     origin: Origin | None = None,
     values: CompressedTensors | None = None,
 ) -> None:
-    """Write a model with low-rank layers as a Transformers directory.
+    """Write a model with compressed layers as a Transformers directory.
 
     Everything is written to a sibling directory, loaded back and compared with the model, and
     renamed at the end: a killed or failed run leaves the target as it was. Load it with
@@ -165,27 +165,27 @@ def verify(
 
 
 def _record(model: PreTrainedModel, report: CompressionReport | None) -> None:
-    """Put the report into the model's config; refuse it where it has other low-rank layers."""
+    """Put the report into the model's config; refuse it where it has other compressed layers."""
     recorded = attached_report(model)
     source = report or recorded
     if source is None:
-        raise ValueError("the model's config records no low-rank layer; see compress_ and swap_")
-    own = low_rank_layers(model)
+        raise ValueError("the model's config records no compressed layer; see compress_ and swap_")
+    own = compressed_layers(model)
     kinds = {name: (module.rank, module.storage) for name, module in own.items()}
     layers = _by_name(model, recorded.layers if recorded else ())
     # Layers that were replaced after they were recorded are left out.
     layers = {
         name: layer
         for name, layer in layers.items()
-        if layer.r is None or (layer.r, layer.storage) == kinds.get(name)
+        if not layer.is_replaced or (layer.r, layer.storage) == kinds.get(name)
     }
     layers |= _by_name(model, report.layers if report else ())
-    reported = {n: (layer.r, layer.storage) for n, layer in layers.items() if layer.r is not None}
+    reported = {n: (each.r, each.storage) for n, each in layers.items() if each.is_replaced}
     odd = sorted(name for name, _ in reported.items() ^ kinds.items())
     if odd or not layers:
         raise ValueError(
-            f"report must list exactly the model's SVDLinears, see {odd[0] if odd else 'none'}; "
-            "use the report of the run that compressed this model"
+            f"report must list exactly the model's compressed layers, see "
+            f"{odd[0] if odd else 'none'}; use the report of the run that compressed this model"
         )
     named = tuple(
         replace(layer, name=name, compute=own[name].compute if name in own else "x")

@@ -33,6 +33,7 @@ from transformers.distributed.tensor_parallel import TensorParallelLayer
 from neuronmm_ops.errors import CheckpointError, NonFiniteError, WorkerLostError
 from neuronmm_ops.hf.loading import check_all_finite
 from neuronmm_ops.nn.factors import check_stored
+from neuronmm_ops.nn.stored_linear import StoredLinear
 from neuronmm_ops.nn.svd_linear import SVDLinear
 from neuronmm_ops.nn.svd_mlp import SVDMLP
 from neuronmm_ops.ops import xw
@@ -188,8 +189,9 @@ def plan_(model: PreTrainedModel) -> None:
     """Let the model's plan cut its low-rank layers, and give each rank whole heads.
 
     Raises:
-        ValueError: the model is to be divided in another way, too, the ranks cannot divide the
-            heads, or a rule gives low-rank layers a style that is not known for them.
+        ValueError: the model is to be divided in another way, too, holds dense layers in one byte,
+            the ranks cannot divide the heads, or a rule gives low-rank layers a style that is not
+            known for them.
     """
     config: Any = model.config
     tp = config.distributed_config.tp_size
@@ -200,6 +202,12 @@ def plan_(model: PreTrainedModel) -> None:
                 f"tp must be the only division of a compressed checkpoint, got {other} = {size}; "
                 "give tp_size, the number of processes, alone"
             )
+    stored = next((n for n, m in model.named_modules() if isinstance(m, StoredLinear)), None)
+    if stored is not None:
+        raise ValueError(
+            f"ranks divide pairs in one byte and no dense layers, {stored} is dense in one byte; "
+            "load the model in one process, or compress without --storage"
+        )
     for style in _LAYOUTS:
         STYLES.register(PREFIX + style, LowRankParallel(style, "both"))
         STYLES.register(f"{PREFIX}{style}_one", LowRankParallel(style, "one"))

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Self
@@ -18,7 +18,7 @@ from neuronmm_ops.compress.factorize import gradient_shape
 from neuronmm_ops.compress.gradients import MAX_TOKENS
 from neuronmm_ops.compress.methods import METHODS
 from neuronmm_ops.compress.pipeline import describe_batches
-from neuronmm_ops.compress.record import low_rank_layers
+from neuronmm_ops.compress.record import compressed_layers
 from neuronmm_ops.compress.report import provenance_of
 from neuronmm_ops.compress.source import LayerSource, Task
 from neuronmm_ops.hf.streaming.checkpoint import Checkpoint
@@ -28,7 +28,8 @@ from neuronmm_ops.hf.streaming.work import Work, working_in
 from neuronmm_ops.hf.streaming.writing import CompressedTensors
 from neuronmm_ops.nn.dense_linear import as_dense_linear
 from neuronmm_ops.ops.backends.cpu import name_of
-from neuronmm_ops.storages import FACTORS, SCALES, factor_bytes
+from neuronmm_ops.rank import pair_bytes
+from neuronmm_ops.storages import FACTORS, factor_bytes
 
 # Of each stage the names of a layer's results, and of the hidden states that enter a layer.
 _KEPT = {"factorize": ("layer", "states"), "quantize": ("rounded", "again")}
@@ -101,7 +102,10 @@ class LayersOnDisk(LayerSource):
             BlockingIOError: another run works in the directory.
         """
         self._task = task
-        self._layer_of = {name: self._sweep.layer_of(name) for name in task.limits}
+        self._layer_of = {
+            name: len(self._sweep) if name in task.head else self._sweep.layer_of(name)
+            for name in task.replaced
+        }
         self._batches = [batch for batch in task.batches if isinstance(batch, Tensor)]
         if not self._directory.exists():
             self._check_room(self._work_bytes() - task.bytes_saved())
@@ -115,25 +119,28 @@ class LayersOnDisk(LayerSource):
         return _Gradients(self._work, layer_of, self._device)
 
     def measured(
-        self, stage: str, sides: Mapping[str, Side], ranks: Mapping[str, int]
+        self, stage: str, sides: Mapping[str, Side], names: Collection[str]
     ) -> Iterator[tuple[str, Tensor, SecondMoment | None]]:
         """Sweep forward; yield the Linears of the layers that are not done."""
         kept, states = _KEPT[stage]
-        count = 1 + max((self._layer_of[name] for name in ranks), default=-1)
+        if set(names) <= set(self._task.head):
+            yield from self._measured_head(f"{kept}-{len(self._sweep)}", names)
+            return
+        count = 1 + max((self._layer_of[name] for name in names), default=-1)
         batches = self._batches if sides else ()
         for index in range(count):
             if not self._work.has(f"{kept}-{index}"):
                 if batches and index == 0:
                     self._embed(states)
-                names = [name for name in ranks if self._layer_of[name] == index]
+                inside = [name for name in names if self._layer_of[name] == index]
                 self._results = {}
                 with self._sweep.running(), self._sweep.layer(index) as layer:
                     leaving = f"{states}-{index + 1}" if index + 1 < count else None
                     run = _StreamedLayer(
                         self._sweep, index, layer, self._work, f"{states}-{index}", leaving
                     )
-                    of_layer: dict[str, Side] = {n: sides[n] for n in names if n in sides}
-                    for name, moment in _moments(run, of_layer, names, len(batches)):
+                    of_layer: dict[str, Side] = {n: sides[n] for n in inside if n in sides}
+                    for name, moment in _moments(run, of_layer, inside, len(batches)):
                         linear = as_dense_linear(self.model.get_submodule(name))
                         yield name, linear.weight, moment
                 # Last: it says that the layer is done.
@@ -141,6 +148,18 @@ class LayersOnDisk(LayerSource):
                 self._progress(stage, index + 1, count)
             self._work.drop(f"{states}-{index}")
         self._work.drop(states)
+
+    def _measured_head(
+        self, kept: str, names: Collection[str]
+    ) -> Iterator[tuple[str, Tensor, SecondMoment | None]]:
+        """Yield the output head, behind the last layer, if it is not done."""
+        if self._work.has(kept):
+            return
+        self._results = {}
+        with self._sweep.with_ends():
+            for name in names:
+                yield name, as_dense_linear(self.model.get_submodule(name)).weight, None
+        self._work.save(kept, self._results)
 
     def keep(self, stage: str, name: str, tensors: Mapping[str, Tensor]) -> None:
         """Keep a Linear's result until its layer is done; float factors in the dtype stored."""
@@ -150,14 +169,14 @@ class LayersOnDisk(LayerSource):
             self._results[f"{name}.{leaf}"] = tensor.to(dtype) if is_float else tensor
 
     def kept(self, stage: str) -> dict[str, dict[str, Tensor]]:
-        """Return all results; factors and scales, which may not fit into memory, without values."""
+        """Return all results; matrices and scales, which may not fit into memory, are on `meta`."""
         results: dict[str, dict[str, Tensor]] = {}
         for index in sorted(set(self._layer_of.values())):
             name = f"{_KEPT[stage][0]}-{index}"
             for key, tensor in (self._work.load(name) if self._work.has(name) else {}).items():
                 layer, _, leaf = key.rpartition(".")
-                is_large = leaf in (*FACTORS, *SCALES)
-                tensor = torch.empty_like(tensor, device="meta") if is_large else tensor.clone()
+                is_small = leaf in ("spectrum", "scores")
+                tensor = tensor.clone() if is_small else torch.empty_like(tensor, device="meta")
                 results.setdefault(layer, {})[leaf] = tensor
         return results
 
@@ -169,9 +188,9 @@ class LayersOnDisk(LayerSource):
 
     def values(self) -> CompressedTensors:
         """Return the compressed model's tensors, each read when it is asked for."""
-        stage = "quantize" if self._task.config.one_byte else "factorize"
-        ranks = {name: layer.rank for name, layer in low_rank_layers(self.model).items()}
-        sets = {name: f"{_KEPT[stage][0]}-{self._layer_of[name]}" for name in ranks}
+        ranks = {name: layer.rank for name, layer in compressed_layers(self.model).items()}
+        stages = {name: "quantize" if name in self._task.stored else "factorize" for name in ranks}
+        sets = {name: f"{_KEPT[stages[name]][0]}-{self._layer_of[name]}" for name in ranks}
         layers = [self._sweep.stack[index] for index in range(len(self._sweep))]
         largest = max(sum(p.nbytes for p in layer.parameters()) for layer in layers)
         return CompressedTensors(self._checkpoint, self._work, sets, ranks, largest)
@@ -188,10 +207,12 @@ class LayersOnDisk(LayerSource):
         for name, linear in task.linears.items():
             K, N, rank = linear.in_features, linear.out_features, task.limits[name]
             total += factor_bytes(K, N, rank, task.dtypes[name].itemsize) + 16 * min(K, N)
-            if task.config.one_byte:
-                total += factor_bytes(K, N, rank, 1, task.config.one_byte)
             if name in task.kinds:
                 total += 8 * torch.Size(gradient_shape(task.kinds[name], K, N)).numel()
+        for name, storage in task.stored.items():
+            linear = task.targets[name]
+            size = linear.in_features, linear.out_features
+            total += max(pair_bytes(*size, r, 1, storage) for r in (None, task.limits.get(name)))
         tokens = sum(batch.numel() for batch in self._batches)
         hidden = self._sweep.width * 4
         if task.kinds:
@@ -203,7 +224,7 @@ class LayersOnDisk(LayerSource):
         """Return all that what is kept depends on, the values of the model's weights too."""
         config_json = (self._checkpoint.directory / "config.json").read_bytes()
         values = {
-            "format": 3,
+            "format": 4,
             "model": self._sha256,
             "config.json": hashlib.sha256(config_json).hexdigest(),
             "SVDConfig": self._task.config.to_dict(),

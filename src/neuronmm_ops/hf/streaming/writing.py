@@ -15,7 +15,6 @@ from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from neuronmm_ops.checkpoint import INDEX, SINGLE
 from neuronmm_ops.hf.streaming.checkpoint import Checkpoint
 from neuronmm_ops.hf.streaming.work import Work
-from neuronmm_ops.storages import FACTORS, SCALES
 
 
 class CompressedTensors(Mapping[str, Tensor]):
@@ -23,9 +22,9 @@ class CompressedTensors(Mapping[str, Tensor]):
 
     Args:
         checkpoint: the dense one.
-        work: with the factors of every low-rank layer, by name, of its rank or a larger one.
-        sets: name of each low-rank layer to the kept set that it is in.
-        ranks: of the low-rank layers.
+        work: with the matrices of every compressed layer, by name, of its rank or a larger one.
+        sets: name of each compressed layer to the kept set that it is in.
+        ranks: of the compressed layers; None of one that stays dense.
         layer_bytes: of the largest layer, the most that one file of weights is to hold.
     """
 
@@ -34,7 +33,7 @@ class CompressedTensors(Mapping[str, Tensor]):
         checkpoint: Checkpoint,
         work: Work,
         sets: Mapping[str, str],
-        ranks: Mapping[str, int],
+        ranks: Mapping[str, int | None],
         layer_bytes: int,
     ) -> None:
         self._checkpoint, self._work = checkpoint, work
@@ -45,9 +44,9 @@ class CompressedTensors(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         """Read a tensor; `CheckpointError` where its file is gone."""
         layer, _, leaf = name.rpartition(".")
-        if layer not in self._ranks or leaf not in (*FACTORS, *SCALES, "weight"):
+        if layer not in self._ranks or leaf == "bias":
             return self._checkpoint.read(name)
-        if leaf == "weight":  # SVDLinear's placeholder
+        if leaf == "weight":  # the placeholder
             return torch.empty(0, dtype=self._checkpoint.dtype(name))
         factor = self._work.tensor(self._sets[layer], name)
         rank = self._ranks[layer]

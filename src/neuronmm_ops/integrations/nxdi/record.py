@@ -67,10 +67,15 @@ def named_layers(layers: Iterable[LayerReport]) -> dict[str, LayerReport]:
     """Return the low-rank ones of a record's layers by NxD Inference's names.
 
     Raises:
-        CheckpointError: one is no projection of attention or MLP.
+        CheckpointError: one is no projection of attention or MLP, or dense in one byte.
     """
     found: dict[str, LayerReport] = {}
     for layer in layers:
+        if layer.dense and layer.storage is not None:
+            raise CheckpointError(
+                f"NxD Inference takes pairs in one byte and no dense layers, {layer.name} is dense "
+                f"in {layer.storage}; compress without --storage"
+            )
         match = _NAME.fullmatch(layer.name)
         if layer.r is not None and match is None:
             raise CheckpointError(

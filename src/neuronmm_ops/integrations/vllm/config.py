@@ -22,6 +22,7 @@ from vllm.model_executor.models.utils import WeightsMapper
 from neuronmm_ops.checkpoint import INDEX, SINGLE, inspect_checkpoint
 from neuronmm_ops.compress.record import QUANT_METHOD, report_of
 from neuronmm_ops.compress.report import CompressionReport, LayerReport
+from neuronmm_ops.errors import CheckpointError
 from neuronmm_ops.integrations.vllm.linear import LowRankLinearMethod, remember_parent
 from neuronmm_ops.manifest import check_weights
 
@@ -31,6 +32,9 @@ class VllmNeuronMMConfig(QuantizationConfig):
 
     Args:
         report: the record.
+
+    Raises:
+        CheckpointError: a dense layer is in one byte.
     """
 
     # vLLM leaves out tensors that look like scales of its cache, and v's scales would.
@@ -38,6 +42,12 @@ class VllmNeuronMMConfig(QuantizationConfig):
 
     def __init__(self, report: CompressionReport) -> None:
         super().__init__()
+        dense = next((each for each in report.layers if each.dense and each.storage), None)
+        if dense is not None:
+            raise CheckpointError(
+                f"vLLM takes pairs in one byte and no dense layers, {dense.name} is dense in "
+                f"{dense.storage}; compress without --storage"
+            )
         # By vLLM's names; the layers keep the checkpoint's.
         self.layers = {layer.name: layer for layer in report.layers if layer.r is not None}
         # Under which prefix vLLM builds the model: "draft_model" for one that drafts.
