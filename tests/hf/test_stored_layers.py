@@ -88,8 +88,8 @@ def test_loaded_models_compute_the_same_and_save_again(made, tmp_path):
 @pytest.mark.parametrize(
     ("edit", "words"),
     [
-        (lambda t: t.pop(f"{NAME}.w_scale"), "config.json asks for [176], the file has none"),
-        (lambda t: t[f"{NAME}.w_scale"].zero_(), "w_scale must be [176] in float32, positive"),
+        (lambda t: t.pop(f"{NAME}.w_scale"), "w_scale: config.json asks for ["),
+        (lambda t: t[f"{NAME}.w_scale"].zero_(), "in float32, positive"),
         (lambda t: t.update({f"{NAME}.w": t[f"{NAME}.w"][:8]}), "the file has [8, 176]"),
         (lambda t: t.update({f"{NAME}.w": t[f"{NAME}.w"].float()}), "the file has F32"),
     ],

@@ -132,8 +132,9 @@ def quantize_pair(
 def quantize_matrix(target: Tensor, storage: str, moment: Tensor | None = None) -> QuantizedMatrix:
     """Round a dense matrix to one byte a number.
 
-    Row by row, those first whose inputs are largest, and each row's error is fed back into the rows
-    to come, as GPTQ does. Without a moment there is nothing to feed back by: to nearest.
+    Row by row, where no rows share scales those first whose inputs are largest, and each row's
+    error is fed back into the rows to come, as GPTQ does. Without a moment it is rounded to
+    nearest.
 
     Args:
         target: `[K, N]`, `W.T`.
@@ -148,13 +149,13 @@ def quantize_matrix(target: Tensor, storage: str, moment: Tensor | None = None) 
     target = target.double()
     if moment is None:
         return QuantizedMatrix(*nearest(target, stored))
-    scale = scales_of(target, stored)
-    spread = stored.spread(scale, len(target)).expand_as(target)
     moment = moment.double() + _ridge(moment) * torch.eye(len(moment)).to(target)
-    # Rounding starts with the last row.
+    # Rounding starts with the last row; rows that share scales stay together.
     order = moment.diagonal().argsort(stable=True)
+    if stored.group is not None:
+        order = order.sort().values
     feed = _feed(_damped(moment[order][:, order]))
-    numbers = _round_rows(target[order] / spread[order], feed, stored)
+    numbers, scale = _round_rows(target[order], feed, stored, _whole_scale(target, stored))
     return QuantizedMatrix(stored.encode(numbers[order.argsort()]), scale.float())
 
 
