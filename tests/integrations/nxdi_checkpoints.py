@@ -69,7 +69,7 @@ def make(
         directory: the target.
         model_type: of config.json.
         dense: ends of the names of layers that stay dense.
-        storage: of the factors, `fp8`, `int8`, or None for dtype.
+        storage: of the factors and of these, `fp8`, `int8`, or None for dtype.
         dtype: of the rest.
         overrides: of SIZES, and `attention_bias`, `mlp_bias`.
     """
@@ -98,7 +98,17 @@ def make(
             if _has_bias(config, member):
                 tensors[f"{name}.bias"] = random(N, scale=0.3)
             if any(name.endswith(end) for end in dense):
-                tensors[f"{name}.weight"] = random(N, K, scale=K**-0.5)
+                weight = random(N, K, scale=K**-0.5)
+                if storage is None:
+                    tensors[f"{name}.weight"] = weight
+                    continue
+                stored = _stored({"w": weight.t()}, storage)
+                tensors |= {f"{name}.{key}": t.contiguous() for key, t in stored.items()}
+                tensors[f"{name}.weight"] = torch.empty(0, dtype=dtype)
+                size = K * N
+                layers.append(
+                    LayerReport(name, K, N, None, True, None, None, size, size, storage=storage)
+                )
                 continue
             r = RANKS[member]
             pair = {"u": random(K, r, scale=K**-0.5), "v": random(r, N, scale=r**-0.5)}

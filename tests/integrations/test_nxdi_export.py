@@ -59,16 +59,19 @@ def test_the_config_is_of_transformers_4(made, theta, scaling, tmp_path):
 
 @pytest.mark.parametrize("storage", ["fp8", "int8"])
 def test_one_byte_factors_are_multiplied_out_with_a_note(storage, tmp_path):
-    source = make(tmp_path / "in", storage=storage, dtype=torch.bfloat16)
+    source = make(tmp_path / "in", dense=("down_proj",), storage=storage, dtype=torch.bfloat16)
     found = export(source, tmp_path / "out")
     assert found.dtype == "bfloat16"
-    assert found.notes[0].startswith("14 layers had factors in one byte; they are multiplied out")
+    assert found.notes[0].startswith(f"14 layers were in {storage}; they are multiplied out")
     original, written = tensors_of(source), tensors_of(tmp_path / "out")
-    assert set(written) == {name for name in original if not name.endswith("_scale")}
+    assert set(written) == {name for name in original if not name.endswith(("_scale", ".w"))}
     assert {tensor.dtype for tensor in written.values()} == {torch.bfloat16}
     name = "model.layers.0.mlp.up_proj.v"
     wanted = original[name].float() * original[f"{name}_scale"]
     assert torch.equal(written[name], wanted.bfloat16())
+    name = "model.layers.0.mlp.down_proj.w"
+    wanted = original[name].float() * original[f"{name}_scale"]
+    assert torch.equal(written[f"{name}eight"], wanted.bfloat16().t())
     layer = inspect_checkpoint(tmp_path / "out").layers[0]
     assert (layer.storage, layer.bytes) == (None, layer.parameters * 2)
 

@@ -127,6 +127,14 @@ def test_a_low_rank_layer_that_is_no_projection_is_refused(name):
         low_rank_layers(config(fields={"quantization_config": record}))
 
 
+def test_what_is_dense_in_a_storage_is_to_be_exported():
+    name = "model.layers.0.mlp.up_proj"
+    layer = LayerReport(name, 64, 260, None, True, None, None, 1, 1, storage="int8")
+    record = record_of(CompressionReport(None, (layer,), None, {}))
+    with pytest.raises(CheckpointError, match=f"{name} is dense in int8.*export nxdi DIR"):
+        low_rank_layers(config(fields={"quantization_config": record}))
+
+
 def test_a_newer_format_is_refused():
     record = {**config().quantization_config, "format_version": 2}
     with pytest.raises(CheckpointError, match="format_version must be 1, got 2"):

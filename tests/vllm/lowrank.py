@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from quantized import quantized
+from quantized import nearest, quantized
 from safetensors.torch import save_file
 from tiny import FAMILIES, tiny_model, tiny_tokenizer
 from torch import nn
@@ -47,6 +47,7 @@ def low_rank(
     dtype: torch.dtype = torch.float32,
     ranks: Mapping[str, int] = RANKS,
     storage: str | None = None,
+    dense: str | None = None,
     compute: str = "x",
     **sizes: Any,
 ) -> Any:
@@ -58,6 +59,7 @@ def low_rank(
         dtype: of the parameters.
         ranks: of the layers, by the last part of their names; others stay dense.
         storage: of the factors.
+        dense: storage of the layers of `RANKS` that `ranks` leaves dense.
         compute: as in `set_compute_`.
         sizes: other than `SIZES`.
     """
@@ -73,6 +75,8 @@ def low_rank(
             layer = SVDLinear.from_linear(module, min(rank, *module.weight.shape))
             u, v = layer.u.detach(), layer.v.detach()
             factors[name] = (u, v) if storage is None else quantized(u, v, storage)
+        elif dense is not None and name.rpartition(".")[2] in RANKS:
+            factors[name] = nearest(module.weight.detach().t(), dense)
     swap_(model, factors)
     if compute != "x":
         set_compute_(model, compute)

@@ -31,6 +31,16 @@ CHECKPOINTS = {
     "every bias": ({"attention_bias": True, "mlp_bias": True}, "LlamaMLP"),
     "fp8": ({"storage": "fp8"}, "LowRankLlamaMLP"),
     "int8": ({"family": "qwen2", "storage": "int8"}, "LowRankQwen2MLP"),
+    "dense in fp8": ({"ranks": WITHOUT["mlp"], "storage": "fp8", "dense": "fp8"}, "LlamaMLP"),
+    "dense members in int4": (
+        {
+            "family": "qwen2",
+            "ranks": {"q_proj": 42, "up_proj": 56},
+            "storage": "int4",
+            "dense": "int4",
+        },
+        "Qwen2MLP",
+    ),
     "fp8, computed in fp8": ({"storage": "fp8", "compute": "fp8"}, "LowRankLlamaMLP"),
 }
 

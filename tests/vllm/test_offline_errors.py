@@ -127,7 +127,10 @@ def test_any_checkpoint_is_checked_when_it_is_loaded(errors, name):
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        ("a low-rank head", "lm_head: vLLM's ParallelLMHead takes no low-rank factors; leave it"),
+        (
+            "a low-rank head",
+            "lm_head: vLLM's ParallelLMHead takes no low-rank factors and",
+        ),
         ("three ranks", "must be divisible by tensor parallel size"),
         ("another divide", "neuronmm_divide must be one or both, got 'neither'"),
     ],

@@ -9,6 +9,7 @@ pytestmark = pytest.mark.slow
 BOTH = {"tensor_parallel_size": 2}
 ONE = {**BOTH, "additional_config": {"neuronmm_divide": "one"}}
 MEMBERS = {name: RANKS[name] for name in ("q_proj", "v_proj", "o_proj", "up_proj", "down_proj")}
+FEW = {name: RANKS[name] for name in ("q_proj", "up_proj")}
 # What each checkpoint is, options of vLLM, and the class that its MLPs have.
 RUNS = {
     "biases, dense members, one kv head": (
@@ -17,6 +18,11 @@ RUNS = {
         "LlamaMLP",
     ),
     "one factor divided": ({"family": "qwen2", "storage": "int8"}, ONE, "LowRankQwen2MLP"),
+    "dense members in int8": (
+        {"family": "qwen2", "ranks": FEW, "storage": "int8", "dense": "int8"},
+        BOTH,
+        "Qwen2MLP",
+    ),
     "compiled": (
         {"family": "qwen3", "storage": "fp8"},
         {**BOTH, "enforce_eager": False},

@@ -2,8 +2,8 @@
 
 NxD Inference has Transformers 4.57, which takes another rope_theta from a config.json of
 Transformers 5 and does not know its tokenizer class. The directory written here is one that it
-reads right, of one dtype, factors in one byte multiplied out; it stays a compressed checkpoint, and
-the classes of `models` make NxD Inference's tensors of it for the tp that they are told.
+reads right, of one dtype, what is in a storage multiplied out; it stays a compressed checkpoint,
+and the classes of `models` make NxD Inference's tensors of it for the tp that they are told.
 """
 
 import shutil
@@ -193,10 +193,11 @@ def _changes(
 ) -> Iterator[str]:
     """Say what differs from the checkpoint."""
     one_byte = [layer for layer in report.layers if layer.storage is not None]
+    storages = {layer.storage for layer in one_byte if layer.storage is not None}
     if one_byte:
         yield (
-            f"{len(one_byte)} layers had factors in one byte; they are multiplied out to {dtype}, "
-            "for NxD Inference casts what it loads"
+            f"{len(one_byte)} layers were in {' and '.join(sorted(storages))}; they are multiplied "
+            f"out to {dtype}, for NxD Inference casts what it loads"
         )
     others = {header.dtype for header in headers.values() if header.dtype in _NAMES}
     found = sorted(_NAMES[name] for name in others if _NAMES[name] != dtype)

@@ -69,15 +69,21 @@ def write_weights(
     shard_bytes: int,
 ) -> int:
     """Write the weights, one file in memory at a time; return their bytes."""
-    scales = tuple(f".{name}" for name in SCALES)
+    # Dense matrices in a storage, by the names that they get.
+    stored = {f"{name}eight": name for name in headers if name.endswith(".w")}
+    scales = tuple(f".{name}" for name in (*SCALES, "w", "w_scale"))
     names = [name for name in headers if not name.endswith(scales)]
+    sizes = {name: headers[stored.get(name, name)] for name in names}
     shards = _shards(
-        {name: tensor_bytes(headers[name], dtype.itemsize) for name in names}, shard_bytes
+        {name: tensor_bytes(header, dtype.itemsize) for name, header in sizes.items()}, shard_bytes
     )
     total, weight_map = 0, dict[str, str]()
     for index, shard in enumerate(shards, 1):
         file = SINGLE if len(shards) == 1 else f"model-{index:05}-of-{len(shards):05}.safetensors"
-        tensors = {name: _read(headers, name) for name in shard}
+        tensors = {
+            name: _read(headers, stored[name]).t() if name in stored else _read(headers, name)
+            for name in shard
+        }
         tensors = {
             name: (t.to(dtype) if t.is_floating_point() else t).contiguous()
             for name, t in tensors.items()

@@ -54,28 +54,30 @@ def low_rank_layers(config: Any) -> dict[str, LayerReport]:
     Empty where the model is not compressed.
 
     Raises:
-        CheckpointError: the record cannot be read, is of a newer format, or lists a layer that is
-            no projection of attention or MLP.
+        CheckpointError: the record cannot be read, is of a newer format, lists a layer that is no
+            projection of attention or MLP, or one that is dense in a storage.
     """
     record = getattr(config, "quantization_config", None)
     if not is_record(record):
         return {}
-    return named_layers(report_of(record).layers)
+    layers = report_of(record).layers
+    stored = next((each for each in layers if each.r is None and each.is_replaced), None)
+    if stored is not None:
+        raise CheckpointError(
+            f"{stored.name} is dense in {stored.storage}, which NxD Inference does not read; "
+            "run: neuronmm export nxdi DIR -o OUT"
+        )
+    return named_layers(layers)
 
 
 def named_layers(layers: Iterable[LayerReport]) -> dict[str, LayerReport]:
     """Return the low-rank ones of a record's layers by NxD Inference's names.
 
     Raises:
-        CheckpointError: one is no projection of attention or MLP, or dense in one byte.
+        CheckpointError: one is no projection of attention or MLP.
     """
     found: dict[str, LayerReport] = {}
     for layer in layers:
-        if layer.dense and layer.storage is not None:
-            raise CheckpointError(
-                f"NxD Inference takes pairs in one byte and no dense layers, {layer.name} is dense "
-                f"in {layer.storage}; compress without --storage"
-            )
         match = _NAME.fullmatch(layer.name)
         if layer.r is not None and match is None:
             raise CheckpointError(

@@ -22,7 +22,6 @@ from vllm.model_executor.models.utils import WeightsMapper
 from neuronmm_ops.checkpoint import INDEX, SINGLE, inspect_checkpoint
 from neuronmm_ops.compress.record import QUANT_METHOD, report_of
 from neuronmm_ops.compress.report import CompressionReport, LayerReport
-from neuronmm_ops.errors import CheckpointError
 from neuronmm_ops.integrations.vllm.linear import LowRankLinearMethod, remember_parent
 from neuronmm_ops.manifest import check_weights
 
@@ -32,9 +31,6 @@ class VllmNeuronMMConfig(QuantizationConfig):
 
     Args:
         report: the record.
-
-    Raises:
-        CheckpointError: a dense layer is in one byte.
     """
 
     # vLLM leaves out tensors that look like scales of its cache, and v's scales would.
@@ -42,14 +38,8 @@ class VllmNeuronMMConfig(QuantizationConfig):
 
     def __init__(self, report: CompressionReport) -> None:
         super().__init__()
-        dense = next((each for each in report.layers if each.dense and each.storage), None)
-        if dense is not None:
-            raise CheckpointError(
-                f"vLLM takes pairs in one byte and no dense layers, {dense.name} is dense in "
-                f"{dense.storage}; compress without --storage"
-            )
         # By vLLM's names; the layers keep the checkpoint's.
-        self.layers = {layer.name: layer for layer in report.layers if layer.r is not None}
+        self.layers = {layer.name: layer for layer in report.layers if layer.is_replaced}
         # Under which prefix vLLM builds the model: "draft_model" for one that drafts.
         self.root: str | None = None
 
@@ -118,8 +108,9 @@ class VllmNeuronMMConfig(QuantizationConfig):
         for name, record in self.layers.items():
             if any(path and f"{name}.".startswith(f"{path}.") for path in paths):
                 raise ValueError(
-                    f"{record.name}: vLLM's {type(layer).__name__} takes no low-rank factors; "
-                    "leave it dense: compress again with targets that leave it out"
+                    f"{record.name}: vLLM's {type(layer).__name__} takes no low-rank factors "
+                    "and no storage; compress again with targets, or --head-storage, that leave it "
+                    "as it is"
                 )
         return None
 

@@ -1,7 +1,8 @@
 """What one rank holds of a vLLM linear layer, and how it gets there. Imports no vLLM.
 
 A layer of vLLM stands for one or more layers of the checkpoint, its members: `qkv_proj` for
-`q_proj`, `k_proj` and `v_proj`. A member is a low-rank pair, or has stayed dense.
+`q_proj`, `k_proj` and `v_proj`. A member is a low-rank pair, or has stayed dense: in a storage, or
+in the model's dtype.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,10 +20,12 @@ from neuronmm_ops.ops import xuv, xw
 from neuronmm_ops.ops.backends.cpu import name_of
 from neuronmm_ops.ops.spec import FLOAT_DTYPES
 from neuronmm_ops.parallel.sharding import check_divisible, pair_dims, part, part_width, shard
-from neuronmm_ops.storages import FACTORS, SCALES, pair_shapes, tensor_dtype
+from neuronmm_ops.storages import FACTORS, SCALES, STORAGES, pair_shapes, tensor_dtype
 
 Pack = Callable[[Tensor], Callable[[Tensor], Tensor]]
 """Makes the product with a weight `[N, K]`, which need not be kept."""
+STORED = ("w", "w_scale")
+"""A dense member's tensors in a storage."""
 MISMATCH = "config and weights are not of the same checkpoint"
 REMEDY = "copy the checkpoint again or compress the model again"
 
@@ -204,6 +207,66 @@ class Dense(Member):
     def packable(self) -> Sequence[str]:
         """Return the weight's name."""
         return ("weight",)
+
+
+class Stored(Member):
+    """A rank's part of a member that has stayed dense, in a storage.
+
+    Args:
+        layer: what the record says of it.
+        place: where it is cut.
+        sections: that the columns of its result consist of.
+
+    Attributes:
+        w: `[K, N]` as the storage has it, or this rank's rows or columns.
+        w_scale: `[N]` of its columns, or as the storage has them, in float32.
+        compute: `x`, or `fp8` where activations may be rounded to that.
+    """
+
+    w: Tensor
+    w_scale: Tensor
+
+    def __init__(self, layer: LayerReport, place: Shard, sections: Sequence[ColumnSection]) -> None:
+        assert layer.storage is not None
+        if place.kind is not None:
+            check_divisible(layer.name, layer.storage)
+        storage = STORAGES[layer.storage]
+        shapes = dict(zip(STORED, storage.shapes(layer.K, layer.N), strict=True))
+        super().__init__(layer.name, shapes, sections, None)
+        self.place, self.compute = place, layer.compute
+        for key, dtype in zip(STORED, (storage.torch_dtype, torch.float32), strict=True):
+            shape = self.cut(key, torch.empty(shapes[key], device="meta")).shape
+            value = torch.empty(tuple(reversed(shape)), dtype=dtype)  # as a pair's
+            value = value.permute(*reversed(range(value.dim())))
+            setattr(self, key, nn.Parameter(value, requires_grad=False))
+
+    def dtypes(self, key: str) -> tuple[torch.dtype, ...]:
+        """Return the dtype that the weight, or its scale, must have in the checkpoint."""
+        return (getattr(self, key).dtype,)
+
+    def cut(self, key: str, whole: Tensor) -> Tensor:
+        """Return this rank's part of the weight or its scale."""
+        kind, _, rank, tp = self.place
+        if kind == "column":
+            return self._columns(whole, whole.dim() - 1)
+        if kind == "row" and key == "w":
+            return shard(whole, 0, rank, tp, f"the rows of {self.name}")
+        return whole
+
+    def check(self) -> None:
+        """Check that all values are possible."""
+        try:
+            check_stored(self.w, self.w_scale, f"{self.name}: w")
+        except ValueError as error:
+            raise CheckpointError(f"{error}; or {REMEDY}") from None
+
+    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """Return this rank's columns `[..., width]` for x `[..., K]`, or its part of the sum."""
+        return xw(x, self.w, bias, self.w_scale, self.compute)
+
+    def packable(self) -> Sequence[str]:
+        """Return nothing: the weight has a scale."""
+        return ()
 
 
 class Pair(Member):

@@ -1,4 +1,4 @@
-"""How vLLM's linear layers hold low-rank pairs and multiply by them."""
+"""How vLLM's linear layers hold low-rank pairs, or a storage's numbers, and multiply by them."""
 
 # vLLM is not installed where types are checked.
 # pyright: reportMissingImports=false, reportUntypedBaseClass=false
@@ -23,7 +23,14 @@ from vllm.model_executor.model_loader.weight_utils import initialize_single_dumm
 from neuronmm_ops.compress.report import LayerReport
 from neuronmm_ops.errors import CheckpointError
 from neuronmm_ops.integrations.vllm import packing
-from neuronmm_ops.integrations.vllm.factors import MISMATCH, Dense, Member, Pair
+from neuronmm_ops.integrations.vllm.factors import (
+    MISMATCH,
+    STORED,
+    Dense,
+    Member,
+    Pair,
+    Stored,
+)
 from neuronmm_ops.integrations.vllm.mlp import fuse_
 from neuronmm_ops.integrations.vllm.places import Shard, joined, member_sections, split_gathered
 from neuronmm_ops.parallel.sharding import DIVIDES, Kind
@@ -35,11 +42,11 @@ _SHARDS = {"q": 0, "k": 1, "v": 2}
 
 
 class LowRankLinearMethod(LinearMethodBase):
-    """Linear layers at least one member of which is a low-rank pair.
+    """Linear layers at least one member of which is a low-rank pair, or in a storage.
 
     Args:
         names: of the layer's members, as the checkpoint has them.
-        layers: what the record says of each; None for one that has stayed dense.
+        layers: what the record says of each; None for one that is as it was.
     """
 
     def __init__(self, names: Sequence[str], layers: Sequence[LayerReport | None]) -> None:
@@ -73,8 +80,9 @@ class LowRankLinearMethod(LinearMethodBase):
         self.is_dummy = config.load_config.load_format == "dummy"
         self.is_fusible = config.lora_config is None
         self.tp_size = 1 if isinstance(layer, ReplicatedLinear) else layer.tp_size
-        # vLLM would sum the result, which is wider than [M, r].
-        self.reduces = self.tp_size > 1 and getattr(layer, "reduce_results", False)
+        # vLLM would sum the result, which is wider than [M, r] of a pair.
+        is_pair = any(record is not None and record.r is not None for record in self.layers)
+        self.reduces = self.tp_size > 1 and is_pair and getattr(layer, "reduce_results", False)
         if self.reduces:
             layer.reduce_results = False
         self.place = self._place(layer, config)
@@ -93,12 +101,16 @@ class LowRankLinearMethod(LinearMethodBase):
                     f"{name}: config.json asks for [K, N] = {[record.K, record.N]}, the "
                     f"architecture has {sizes}; {MISMATCH}"
                 )
-            self.members.append(Pair(record, self.place, own, params_dtype, pack))
+            if record.r is None:
+                self.members.append(Stored(record, self.place, own))
+            else:
+                self.members.append(Pair(record, self.place, own, params_dtype, pack))
         # No children of the layer: vLLM's reloading handles a module with its own tensors alone.
         layer.members = tuple(self.members)
         storage = next(record.storage for record in self.layers if record is not None)
-        dtypes = dict.fromkeys(FACTORS, tensor_dtype(storage, params_dtype))
-        dtypes |= {**dict.fromkeys(SCALES, torch.float32), "weight": params_dtype}
+        matrix, scale = STORED
+        dtypes = dict.fromkeys((*FACTORS, matrix), tensor_dtype(storage, params_dtype))
+        dtypes |= {**dict.fromkeys((*SCALES, scale), torch.float32), "weight": params_dtype}
         for key, dtype in dtypes.items():
             entry = nn.Parameter(torch.empty(0, dtype=dtype), requires_grad=False)
             entry.weight_loader = self._loader(key)  # pyright: ignore  (as vLLM's have)
@@ -184,9 +196,11 @@ class LowRankLinearMethod(LinearMethodBase):
         """Map x `[..., K]` to `[..., N]`, or to this rank's columns or partial sums of it."""
         members = self.members
         if self.place.kind == "row":
-            (pair,) = cast(list[Pair], members)
+            (member,) = members
+            if not isinstance(member, Pair):
+                return member.product(x, bias)  # vLLM adds the parts
             own = layer.bias if self.reduces and not layer.skip_bias_add else bias
-            return self.finished(pair.low(x), own)
+            return self.finished(member.low(x), own)
         widths = [member.width for member in members]
         biases = [None] * len(members) if bias is None else bias.split(widths)
         if self.place.gathers:
