@@ -231,7 +231,8 @@ class Stored(Member):
         if place.kind is not None:
             check_divisible(layer.name, layer.storage)
         storage = STORAGES[layer.storage]
-        shapes = dict(zip(STORED, storage.shapes(layer.K, layer.N), strict=True))
+        shapes: dict[str, tuple[int, ...]] = {}
+        shapes.update(zip(STORED, storage.shapes(layer.K, layer.N), strict=True))
         super().__init__(layer.name, shapes, sections, None)
         self.place, self.compute = place, layer.compute
         for key, dtype in zip(STORED, (storage.torch_dtype, torch.float32), strict=True):
