@@ -167,9 +167,9 @@ def _models(dense: nn.Module, config: SVDConfig, batches: Sequence[Tensor]) -> A
     for storage in STORAGES:
         model = copy.deepcopy(dense)
         equal = replace(config, storage=storage, budget="bytes")
-        compress_(model, equal, batches, dtypes=dtypes)
-        factors = {n: (layer.u, layer.v) for n, layer in low_rank_layers(model).items()}
-        size = {"bytes": _bytes(factors, storage), "dense_bytes": dense_bytes}
+        report = compress_(model, equal, batches, dtypes=dtypes)
+        stored = sum(layer.bytes for layer in report.layers)
+        size = {"bytes": stored, "dense_bytes": dense_bytes}
         labels = {"storage": storage, "equal": "bytes", "rounding": ROUNDINGS[0]}
         yield labels, model, size
 

@@ -65,7 +65,7 @@ inline void check_scales(const char* op, const Tensor& x, const Tensor& factor,
   const bool needed = is_one_byte(factor.scalar_type());
   for (const auto& [name, scale] : scales) {
     TORCH_CHECK_VALUE(scale.has_value() == needed, op,
-                      ": factors in torch.float8_e4m3fn or torch.int8 have scales, others have "
+                      ": factors in torch.float8_e4m3fn or torch.int8 or torch.uint8 have scales, others have "
                       "none, got factors in ",
                       dtype_name(factor), " and ", needed ? "no " : "", name,
                       needed ? "; pass it" : "; leave it out");

@@ -61,8 +61,8 @@ def test_storages(run, corpus):
     labels = [(row["storage"], row["equal"], row["rounding"]) for row in rows[::2]]
     assert labels == [
         ("bf16", "ranks", "native"),
-        *((storage, "ranks", how) for storage in ("fp8", "int8") for how in storages.ROUNDINGS),
-        *((storage, "bytes", "feedback") for storage in ("fp8", "int8")),
+        *((storage, "ranks", how) for storage in storages.STORAGES for how in storages.ROUNDINGS),
+        *((storage, "bytes", "feedback") for storage in storages.STORAGES),
     ]
     assert {row["text"] for row in rows} == {str(corpus[2]), str(corpus[4])}
     by_label = dict(zip(labels, rows[::2], strict=True))
@@ -75,7 +75,7 @@ def test_storages(run, corpus):
     assert shown.count(head) == 2
     for name in ("near", "far"):
         assert ["ratio", "0.4,", name] in shown
-    assert sum(line[1:2] in (["ranks"], ["bytes"]) for line in shown) == 2 * 9
+    assert sum(line[1:2] in (["ranks"], ["bytes"]) for line in shown) == 2 * 13
 
 
 def test_the_table_of_published_figures(run, monkeypatch):

@@ -61,6 +61,8 @@ def test_of_committed_documents(show, file, monkeypatch):
     document = read(file.stem)
     assert document is not None
     for run in document["runs"]:
+        if run["command"].startswith("neuronmm eval"):
+            continue  # says lines, without tasks
         show(run["command"].removeprefix("neuronmm "), run["document"])
 
 

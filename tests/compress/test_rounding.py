@@ -119,12 +119,13 @@ def test_a_matrix_counts_bytes_and_scales():
 def test_a_budget_of_time_knows_the_storage():
     options = {"ratio": 0.3, "budget": "time", "target": "trn2", "method": "swift", "block": 16}
     curve, sizes, ranks = torch.arange(1024, 0, -1).double(), (1024, 2048), {}
-    for storage in (None, *STORAGES):
+    one_byte = {n: each for n, each in STORAGES.items() if each.group is None}  # int4 is slower
+    for storage in (None, *one_byte):
         matrices = {"gate": Matrix(*sizes, curve, itemsize=2, storage=storage)}
         config = SVDConfig(**options, storage=storage)
         ranks[storage] = allocate(config, matrices, {"gate": torch.bfloat16})["gate"]
     native = time_us(*sizes, 512, 1, "bfloat16", "trn2")
-    for name, storage in STORAGES.items():
+    for name, storage in one_byte.items():
         assert time_us(*sizes, 512, 1, "bfloat16", "trn2", storage.dtype) < native
         dense = time_us(*sizes, None, 1, "bfloat16", "trn2", storage.dtype)
         assert dense < time_us(*sizes, None, 1, "bfloat16", "trn2")

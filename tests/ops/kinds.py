@@ -153,7 +153,7 @@ def install(monkeypatch):
     for spec in KINDS:
         kernel, start = KERNELS[spec.name]
         knobs = Knobs(f"{spec.name}_decode", [start], [])
-        members = {"knobs": ("decode", lambda _, knobs=knobs: knobs)}
+        members = {"knobs": ("decode", lambda _, knobs=knobs: [knobs])}
         members |= {"decode": (knobs.kernel, kernel), "": ("__path__", [])}
         for name, (member, value) in members.items():
             module = ModuleType(f"neuronmm_ops.kernels.{spec.name}.{name}".rstrip("."))

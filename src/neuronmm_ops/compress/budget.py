@@ -120,7 +120,7 @@ def time_us(
     # an allocation asks for hundreds of ranks, and a plan takes a second: some are planned
     step = -(-min(K, N) // (PLANNED_RANKS * PARTITIONS)) * PARTITIONS
     least, share = divmod(rank, step)
-    low = planned_us(max(1, least * step))
+    low = planned_us(max(2, least * step))  # int4 has no odd rank
     if not share:
         return low
     return low + share / step * (planned_us((least + 1) * step) - low)

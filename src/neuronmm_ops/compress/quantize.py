@@ -343,6 +343,7 @@ def _check(
     metric: Tensor | None,
 ) -> WeightStorage:
     """Return the storage of that name, once all arguments are valid."""
+    checked(storage)
     K, N = target.shape
     if u.dim() != 2 or v.dim() != 2 or (len(u), v.shape[1]) != (K, N) or u.shape[1] != len(v):
         raise ValueError(

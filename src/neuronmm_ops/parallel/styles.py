@@ -181,7 +181,8 @@ def _distributed(
     tensor: Tensor, mesh: DeviceMesh, placement: Placement, source: int | None
 ) -> DTensor:
     """Divide a tensor, in the memory order that it has."""
-    if storage_of(tensor.dtype) is not None:  # gloo and older NCCL send no fp8, but bytes
+    is_sent = tensor.dtype is torch.uint8 or storage_of(tensor.dtype) is None
+    if not is_sent:  # gloo and older NCCL send no fp8, but bytes
         sent = _distributed(tensor.view(torch.uint8), mesh, placement, source)
         return DTensor.from_local(
             sent.to_local().view(tensor.dtype),
