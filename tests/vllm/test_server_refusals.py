@@ -45,8 +45,8 @@ MISMATCH = "config and weights are not of the same checkpoint"
 CASES = {
     newer_format: "format_version must be 1, got 2; the checkpoint was written by another version "
     "of neuronmm-ops",
-    unknown_storage: "model.layers.0.self_attn.q_proj: storage must be float8_e4m3fn or int8 or int4, or "
-    "null; got 'fp4'",
+    unknown_storage: "model.layers.0.self_attn.q_proj: storage must be float8_e4m3fn or int8 or "
+    "int4, or null; got 'fp4'",
     other_ranks: "model.layers.0.self_attn.q_proj.u: config.json asks for [128, 33], the file has "
     f"[128, 41]; {MISMATCH}",
     missing_member: "model.layers.1.self_attn.k_proj.v: config.json asks for [23, 64], the file "
