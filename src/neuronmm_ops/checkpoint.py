@@ -9,6 +9,7 @@ What cannot be read or does not fit raises CheckpointError.
 """
 
 import json
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -34,6 +35,7 @@ _LARGEST = {
 }
 # Of a record: Transformers copies and prints each of them several times before it looks for one.
 _MOST_LAYERS = 20_000
+_IN_STACK = re.compile(r"\.\d+\.")
 
 
 # --- the directory
@@ -239,8 +241,9 @@ def are_renamed(headers: Mapping[str, TensorHeader], layers: Iterable[LayerRepor
     matrices = {n: size for each in replaced for n, size in each.items() if n.endswith(ends)}
     stored = [(n[-2:], header.shape) for n, header in headers.items() if n.endswith(ends)]
     same = Counter(stored) == Counter((n[-2:], shape) for n, shape in matrices.items())
-    # an output layer may keep its name; a layer that the files have not is an error
-    return same and len(set(matrices) & set(headers)) < len(matrices) / 2
+    # Beside renamed stacks of layers an output layer keeps its name, as a classifier does.
+    in_stacks = {name for name in matrices if _IN_STACK.search(name)} or set(matrices)
+    return same and not in_stacks & set(headers)
 
 
 # --- helpers
