@@ -70,7 +70,7 @@ def write_weights(
 ) -> int:
     """Write the weights, one file in memory at a time; return their bytes."""
     # Dense matrices in a storage, by the names that they get.
-    stored = {f"{name}eight": name for name in headers if name.endswith(".w")}
+    stored = {f"{n.removesuffix('.w')}.weight": n for n in headers if n.endswith(".w")}
     scales = tuple(f".{name}" for name in (*SCALES, "w", "w_scale"))
     names = [name for name in headers if not name.endswith(scales)]
     sizes = {name: headers[stored.get(name, name)] for name in names}

@@ -237,9 +237,7 @@ class Stored(Member):
         self.place, self.compute = place, layer.compute
         for key, dtype in zip(STORED, (storage.torch_dtype, torch.float32), strict=True):
             shape = self.cut(key, torch.empty(shapes[key], device="meta")).shape
-            value = torch.empty(tuple(reversed(shape)), dtype=dtype)  # as a pair's
-            value = value.permute(*reversed(range(value.dim())))
-            setattr(self, key, nn.Parameter(value, requires_grad=False))
+            setattr(self, key, _along_contraction(shape, dtype))
 
     def dtypes(self, key: str) -> tuple[torch.dtype, ...]:
         """Return the dtype that the weight, or its scale, must have in the checkpoint."""
@@ -319,9 +317,7 @@ class Pair(Member):
             stored = torch.float32 if key in SCALES else tensor_dtype(layer.storage, dtype)
             if key == "u":
                 self.low_width = shape[1]
-            # Along the contraction, as after nn.relayout_().
-            value = torch.empty(tuple(reversed(shape)), dtype=stored)
-            setattr(self, key, nn.Parameter(value.t(), requires_grad=False))
+            setattr(self, key, _along_contraction(shape, stored))
 
     def dtypes(self, key: str) -> tuple[torch.dtype, ...]:
         """Return which dtypes a factor, or its scale, may have in the checkpoint."""
@@ -390,6 +386,11 @@ class Pair(Member):
             columns = slice(_length(part(self.shapes["v"][1], rank, tp, "N", padded=True)))
         v = self.v[: self.rank, columns]
         return self.u[:, r], v, self.u_scale[r], self.v_scale[columns]
+
+
+def _along_contraction(shape: torch.Size, dtype: torch.dtype) -> nn.Parameter:
+    """An empty matrix `[K, N]` stored along K, as after `nn.relayout_`; or a scale `[N]`."""
+    return nn.Parameter(torch.empty(tuple(reversed(shape)), dtype=dtype).t(), requires_grad=False)
 
 
 def _added(y: Tensor, bias: Tensor | None) -> Tensor:
