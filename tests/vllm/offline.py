@@ -10,7 +10,9 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 TIMEOUT_S = 900
@@ -39,20 +41,20 @@ def generated(
     prompts: Sequence[Sequence[int]],
     tokens: int,
     check_headers: bool = True,
-    packs: bool = True,
     **settings: str,
 ) -> dict[str, Any]:
     """Return what `vllm.LLM(**options)` gives for each run, all of them in one process.
 
     Args:
-        runs: options by the name of the run, `model` among them; `adapter` is a directory, and
-            `reload` are checkpoints whose weights then take the place of the model's, in turn: by
-            vLLM's `reload_weights`, and after a `+` by the model's own `load_weights`.
+        runs: options by the name of the run, `model` among them; `adapter` is a directory; without
+            `packs` the ops multiply by the weights as they are, as on a GPU; and `reload` are
+            checkpoints whose weights then take the place of the model's, in turn: by vLLM's
+            `reload_weights`, after a `+` by the model's own `load_weights`, and after a `~` by
+            `reload_weights` of an engine that has slept at level 2.
         prompts: of token ids.
         tokens: to generate after each.
         check_headers: whether the config may check a local checkpoint before it is loaded; not so
             for one that vLLM loads from elsewhere.
-        packs: whether weights may be packed for the CPU; otherwise the ops multiply by them.
         settings: of the environment.
 
     Returns:
@@ -64,7 +66,6 @@ def generated(
         "prompts": [list(prompt) for prompt in prompts],
         "tokens": tokens,
         "check_headers": check_headers,
-        "packs": packs,
     }
     with tempfile.TemporaryDirectory() as folder:
         given, results = Path(folder, "runs.json"), Path(folder, "results.json")
@@ -113,10 +114,8 @@ def main(given: str, results: str) -> None:
         from neuronmm_ops.integrations.vllm.config import VllmNeuronMMConfig
 
         VllmNeuronMMConfig.maybe_update_config = lambda *args, **options: None
-    if not asked["packs"]:
-        from neuronmm_ops.integrations.vllm import packing
+    from neuronmm_ops.integrations.vllm import packing
 
-        packing.packs = lambda: False
     found: dict[str, Any] = {}
     engines = {}
     sampling = SamplingParams(temperature=0, max_tokens=asked["tokens"], ignore_eos=True)
@@ -133,6 +132,7 @@ def main(given: str, results: str) -> None:
 
     for name, options in asked["runs"].items():
         adapter, reload = options.pop("adapter", None), options.pop("reload", ())
+        packing.packs = partial(bool, options.pop("packs", True))
         try:
             engine = LLM(**options)
         except Exception as error:
@@ -155,9 +155,61 @@ def reloaded(engine: Any, path: str) -> Any:
         tensors = load_file(Path(path[1:], "model.safetensors"))
         engine.apply_model(lambda model: model.load_weights(tensors.items()))
     else:
-        engine.collective_rpc("reload_weights", kwargs={"weights_path": path})
+        if path.startswith("~"):
+            sleep(engine)
+        engine.collective_rpc("reload_weights", kwargs={"weights_path": path.lstrip("~")})
     engine.reset_prefix_cache()
     return engine
+
+
+def sleep(engine: Any) -> None:
+    """Put an engine to sleep at level 2 and wake it: its weights are lost.
+
+    A CPU's worker ignores this, so it runs what a GPU's does, with a stand-in for the allocator.
+    """
+    from unittest import mock
+
+    import torch
+    from vllm.device_allocator.sleep_mode_backend import SleepModeBackend
+    from vllm.v1.worker.gpu_worker import Worker
+
+    class Forgetful(SleepModeBackend):
+        def suspend(self, level: int = 1) -> None:
+            for tensor in tensors_below(worker.model_runner.model):
+                tensor.untyped_storage().fill_(255)  # NaN in every float dtype
+
+        def resume(self, tags: list[str] | None = None) -> None:
+            pass
+
+    worker = engine.llm_engine.model_executor.driver_worker.worker
+    worker._sleep_mode_backend = Forgetful()
+    with mock.patch.multiple(
+        torch.accelerator, synchronize=lambda: None, get_memory_info=lambda: (0, 0)
+    ):
+        Worker.sleep(worker, 2)
+        Worker.wake_up(worker)
+
+
+def tensors_below(root: Any) -> list[Any]:
+    """Every tensor of a module and of what it holds: members, methods, closures; no KV caches."""
+    from torch import Tensor, nn
+    from vllm.model_executor.layers.linear import LinearMethodBase
+
+    found, ahead = {}, [root]
+    while ahead:
+        each = ahead.pop()
+        if id(each) in found:
+            continue
+        found[id(each)] = each
+        if isinstance(each, nn.Module | LinearMethodBase):
+            ahead += [value for name, value in vars(each).items() if name != "kv_cache"]
+        elif isinstance(each, dict):
+            ahead += each.values()
+        elif isinstance(each, tuple | list):
+            ahead += each
+        elif isinstance(each, FunctionType):
+            ahead += [cell.cell_contents for cell in each.__closure__ or ()]
+    return [each for each in found.values() if isinstance(each, Tensor) and each.is_cpu]
 
 
 def classes_of(model: Any) -> list[str]:

@@ -74,8 +74,9 @@ def test_weights_that_are_not_packed_are_multiplied_by_the_ops(tmp_path):
         "gelu": ({"family": "gemma2"}, "LowRankGemma2MLP"),
         "dense members": ({"family": "qwen2", "ranks": WITHOUT["members"]}, "Qwen2MLP"),
     }
-    runs, expected = written(tmp_path, {name: made for name, (made, _) in checkpoints.items()})
-    found = generated(runs, PROMPTS, TOKENS, packs=False)
+    made = {name: options for name, (options, _) in checkpoints.items()}
+    runs, expected = written(tmp_path, made, packs=False)
+    found = generated(runs, PROMPTS, TOKENS)
     for name, (_, mlp) in checkpoints.items():
         assert found[name].get("tokens") == expected[name], (name, found[name].get("error"))
         assert mlp in found[name]["modules"][0]

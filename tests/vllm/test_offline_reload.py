@@ -10,6 +10,7 @@ MEMBERS = {name: RANKS[name] for name in ("q_proj", "v_proj", "o_proj", "up_proj
 CHECKPOINTS = {
     "packed": {"attention_bias": True, "mlp_bias": True, "ranks": MEMBERS},
     "in place": {"family": "qwen2", "storage": "int8"},
+    "not packed": {"ranks": MEMBERS},
 }
 
 
@@ -21,7 +22,8 @@ def one_process(tmp_path_factory):
     for name, options in CHECKPOINTS.items():
         own, other = folder / name, folder / f"{name}, another"
         expected[other.name] = greedy(low_rank(other, initializer_range=0.3, **options), PROMPTS)
-        runs[name]["reload"] = [other, own, f"+{other}"]
+        runs[name]["reload"] = [other, own, f"+{other}", f"~{own}", f"~{other}"]
+    runs["not packed"]["packs"] = False
     low_rank(folder / "draft")
     draft = {"method": "draft_model", "model": str(folder / "draft"), "num_speculative_tokens": 3}
     runs["dense"]["speculative_config"] = draft
@@ -34,7 +36,7 @@ def test_tokens_are_those_of_the_weights_loaded_last(one_process, name):
     assert found[name].get("tokens") == expected[name], found[name].get("error")
     another = expected[f"{name}, another"]
     assert another != expected[name]
-    assert found[name]["reloaded"] == [another, expected[name], another]
+    assert found[name]["reloaded"] == [another, expected[name], another, expected[name], another]
 
 
 def test_a_low_rank_draft_changes_no_token(one_process):
