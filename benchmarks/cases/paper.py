@@ -5,10 +5,11 @@ Letters: M tokens, K input features, r rank, N output features; bfloat16.
 
 from typing import NamedTuple
 
+from benchmarks.baselines import matmul
 from benchmarks.baselines.spilled import tutorial_spilled
 from benchmarks.cases import figure1
 from neuroncore import Kernel
-from neuronmm_ops.estimate.baselines import matmul, neuronmm
+from neuronmm_ops.estimate.baselines import neuronmm
 
 _SUMMARY = "arXiv 2510.25977v3, quoted by github.com/AmitSubhash/3brown1blue"
 BLOCKS, FUSION, TRAFFIC = "block sizes", "naive fusion", "traffic"

@@ -9,14 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from benchmarks.baselines import mamba, profiles
+from benchmarks.baselines import mamba, matmul, profiles
 from benchmarks.cases import figure1
 from neuroncore import Kernel, TensorSpec
 from neuroncore.calibration import profiled
 from neuroncore.calibration.cases import of_simulator
 from neuroncore.calibration.published import PUBLISHED, TARGET
 from neuroncore.dtypes import DType, bfloat16, float32
-from neuronmm_ops.estimate.baselines import matmul, neuronmm
+from neuronmm_ops.estimate.baselines import neuronmm
 
 TUTORIAL = "AWS matmul tutorial, SDK 2.26"
 GUIDE = "AWS kernel optimization guide, SDK 2.32"

@@ -9,10 +9,11 @@ from outcomes import Run
 
 import neuroncore as nc
 from benchmarks import paper
+from benchmarks.baselines import matmul
 from benchmarks.baselines.spilled import tutorial_spilled
 from benchmarks.cases import paper as cases
 from neuroncore.hardware import DMA_MODELS
-from neuronmm_ops.estimate.baselines import matmul, neuronmm
+from neuronmm_ops.estimate.baselines import neuronmm
 
 FULL = {(case.section, case.name): case for case in cases.cases()}
 

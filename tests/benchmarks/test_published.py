@@ -6,11 +6,11 @@ from arrays import bf16, close, exact
 
 import neuroncore as nc
 from benchmarks import published
-from benchmarks.baselines import mamba, profiles
+from benchmarks.baselines import mamba, matmul, profiles
 from benchmarks.cases import end_to_end
 from benchmarks.cases import published as cases
 from neuroncore.calibration import profiled
-from neuronmm_ops.estimate.baselines import matmul, neuronmm
+from neuronmm_ops.estimate.baselines import neuronmm
 
 FIELDS = (
     "name", "fact", "target", "measure", "engine", "group", "naive", "source",

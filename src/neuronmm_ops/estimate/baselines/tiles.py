@@ -73,16 +73,3 @@ def multiply(
 def add(total_sb: NkiTensor, part: NkiTensor) -> None:
     """Add a product in PSUM or SBUF to a sum in SBUF, rounded to the sum's dtype."""
     nisa.tensor_tensor(total_sb, total_sb, part, nl.add)
-
-
-def rounded(part_psum: NkiTensor, dtype: nl.DType) -> NkiTensor:
-    """A PSUM tile in SBUF, rounded to a dtype."""
-    part_sb = nl.ndarray(part_psum.shape, dtype=dtype)
-    nisa.tensor_copy(part_sb, part_psum)
-    return part_sb
-
-
-def evict(out_hbm: NkiTensor, acc_psum: NkiTensor, m: int, n: int) -> None:
-    """Copy the finished PSUM tile in row m and column n of tiles to SBUF and store it."""
-    out_sb = rounded(acc_psum, out_hbm.dtype)
-    nisa.dma_copy(out_hbm[nl.ds(m * P, P), nl.ds(n * COLUMNS, COLUMNS)], out_sb)
