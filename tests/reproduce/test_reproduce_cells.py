@@ -9,9 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from reproductions import WITH_TASK, workplace
 
+import neuronmm_ops
 from neuronmm_ops.reproduce.cells import Cell, key_of, open_store
 from neuronmm_ops.reproduce.config import load
-from neuronmm_ops.reproduce.plan import Study, plan
+from neuronmm_ops.reproduce.plan import MODELLED_BY, Study, plan
 from neuronmm_ops.reproduce.texts import read_training_text
 
 VALUES = st.dictionaries(st.text(max_size=5), st.integers() | st.text(max_size=5) | st.none())
@@ -128,3 +129,8 @@ def test_a_malformed_data_set_is_one_line(tmp_path, content):
 def test_a_missing_data_set_names_the_file_to_place(tmp_path):
     with pytest.raises(ValueError, match=r"place one there as .*wikitext2-train\.parquet"):
         read_training_text("wikitext2-train", tmp_path)
+
+
+def test_the_code_that_modelled_times_follow_from_is_there():
+    root = Path(neuronmm_ops.__file__).parent
+    assert [name for name in MODELLED_BY if not (root / name).exists()] == []

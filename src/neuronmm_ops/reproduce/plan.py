@@ -29,10 +29,7 @@ from neuronmm_ops.storages import STORAGES as ONE_BYTE
 
 MODEL_PACKAGES = ("neuronmm-ops", "torch", "transformers", "tokenizers")
 # The code that modelled times follow from, beside the simulator's.
-MODELLED_BY = (
-    *("estimate", "plan", "kernels", "models.py"),
-    *("compress/rank.py", "compress/targets.py"),
-)
+MODELLED_BY = ("estimate", "plan", "kernels", "models.py", "rank.py", "compress/targets.py")
 
 
 @dataclass(frozen=True)
