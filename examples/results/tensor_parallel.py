@@ -6,8 +6,10 @@ from writing import number, ranged, table
 
 from neuronmm_ops import aligned_rank
 from neuronmm_ops.estimate.ends import compared
-from neuronmm_ops.models import model_shape
-from neuronmm_ops.parallel.traffic import traffic
+from neuronmm_ops.estimate.exchange import Collectives
+from neuronmm_ops.estimate.layouts import GROUPS, Layout, exchanged, held_bytes
+from neuronmm_ops.estimate.linears import Linear, divided
+from neuronmm_ops.models import ModelShape, model_shape
 
 _TERMS = {"all_reduce": "sum", "all_gather": "gather", "reduce_scatter": "scattered sum"}
 _LAYOUTS = ("sum", "one", "both", "rows")
@@ -18,20 +20,29 @@ def traffic_of_ranks() -> str:
     rows: list[list[str]] = []
     for name in ("Llama-3.1-8B", "Llama-3.1-70B", "Qwen3-8B"):
         shape = model_shape(name)
-        ranks = {each: aligned_rank(K, N, 0.2) for each, (K, N) in shape.projections.items()}
-        pairs = {each: r for each, r in ranks.items() if r is not None}
         for tp in (2, 8, 32):
-            sent_and_held = [
-                (f"{row.wire_bytes / 1e6:.2f}", f"{row.weight_bytes / 1e9:.2f}")
-                for row in traffic(shape, pairs, tp)
-            ]
-            rows.append([name, str(tp), *(cell for pair in sent_and_held for cell in pair)])
+            pairs = [_sent_and_held(shape, layout, tp) for layout in ("dense", "one", "both")]
+            rows.append([name, str(tp), *(cell for pair in pairs for cell in pair)])
     head = [
         f"{layout}: {value}"
         for layout in ("dense", "`one`", "`both`")
         for value in ("sends, MB", "holds, GB")
     ]
     return table(["model", "tp", *head], rows)
+
+
+def _sent_and_held(shape: ModelShape, layout: Layout, tp: int) -> tuple[str, str]:
+    """MB that a rank sends for a token, and GB of the layers' weights that it holds."""
+    own, links = divided(shape, tp).projections, Collectives("trn2", 1, tp)
+    sent = held = 0.0
+    for group, names in GROUPS.items():
+        ranks = {name: aligned_rank(*shape.projections[name], 0.2) for name in names}
+        every = [Linear(*own[n], None if layout == "dense" else r) for n, r in ranks.items()]
+        r = sum(linear.r or 0 for linear in every)
+        exchange = exchanged(links, group, layout, 1, r, every[0].N)
+        sent += sum(each.wire_bytes for each in exchange)
+        held += sum(held_bytes(group, [layout], linear, tp) for linear in every)
+    return f"{shape.layers * sent / 1e6:.2f}", f"{shape.layers * held / 1e9:.2f}"
 
 
 def layouts() -> str:

@@ -41,15 +41,24 @@ def test_shards_are_those_of_the_package(group, divide, K, r, N, tp):
     assert factors(group, divide, own_of(group, K, N, r, tp), tp) == wanted
 
 
-@given(
-    st.sampled_from(list(GROUPS)), st.sampled_from(["dense", "one", "both"]), SIZES, SIZES, RANKS
-)
-def test_bytes_on_the_wire_are_those_of_the_package(group, layout, r, N, tp):
-    r = min(r, N)
-    sent = exchanged(Collectives("trn2", 1, tp), group, layout, 5, r, N)
-    rank, divide = (None, "both") if layout == "dense" else (r, layout)
-    wanted = sharding.wire_bytes(kind_of(group), N, rank, tp, divide)
-    assert sum(each.wire_bytes for each in sent) == pytest.approx(5 * wanted)
+def test_bytes_on_the_wire():
+    """Llama-3.1-8B's down projection, and gate and up, in bfloat16 on 8 ranks, for a token."""
+
+    def sent(group, layout, r, N, tp=8):
+        exchange = exchanged(Collectives("trn2", 1, tp), group, layout, 1, r, N)
+        return sum(each.wire_bytes for each in exchange)
+
+    K, r, inner = 4096, 2560, 14336
+    reduced, gathered = 2 * 7 / 8 * 2, 7 / 8 * 2
+    assert sent("down", "dense", 0, K) == sent("down", "sum", r, K) == reduced * K
+    assert sent("down", "one", r, K) == reduced * r
+    assert sent("down", "both", r, K) == reduced * r + gathered * K
+    assert sent("down", "rows", r, K) == gathered * r + reduced * K
+    assert sent("gate_up", "both", 2 * r, inner) == gathered * 2 * r
+    assert sent("gate_up", "rows", 2 * r, inner) == reduced * 2 * r
+    assert sent("gate_up", "one", 2 * r, inner) == sent("gate_up", "dense", 0, inner) == 0
+    assert sent("down", "both", r, K, tp=1) == 0
+    assert sent("gate_up", "both", 5, 8, tp=2) == 3 * 2  # 5 is padded to 6
 
 
 @given(SIZES, SIZES, SIZES, RANKS)

@@ -1,4 +1,4 @@
-"""Which part of a pair each rank holds, and what the ranks send."""
+"""Which part of a pair each rank holds."""
 
 import itertools
 
@@ -13,12 +13,10 @@ from neuronmm_ops.parallel.sharding import (
     KINDS,
     check_divisible,
     check_heads,
-    exchanges,
     pair_dims,
     part,
     part_width,
     shard,
-    wire_bytes,
 )
 
 PARTS_OF_A_PAIR = {
@@ -84,8 +82,6 @@ def test_parts_are_those_of_dtensor(size, tp):
     [
         (lambda: pair_dims("rows", "one"), "^kind must be column or row"),
         (lambda: pair_dims("row", "none"), "^divide must be one or both"),
-        (lambda: wire_bytes("rows", 4, 2, 2, "one"), "^kind must be"),
-        (lambda: wire_bytes("row", 4, 2, 2, "none"), "^divide must be"),
         (
             lambda: part(10, 0, 3, "I"),
             "^tp must divide I, got I = 10 and tp = 3; use a tp that divides 10$",
@@ -127,20 +123,3 @@ def test_parts_and_heads():
     assert part(12, 2, 3, "I") == slice(8, 12)
     assert check_heads(32, 8, 8) == check_heads(32, 8, 4) == check_heads(6, 3, 3) == 1
     assert check_heads(32, 8, 32) == 4
-
-
-def test_bytes_on_the_wire():
-    """Llama-3.1-8B's down projection and gate and up in bfloat16 on 8 ranks."""
-    K, r = 4096, 2560
-    reduced, gathered = 2 * 7 / 8 * 2, 7 / 8 * 2
-    assert wire_bytes("row", K, None, 8) == reduced * K
-    assert wire_bytes("row", K, r, 8, "one") == reduced * r
-    assert wire_bytes("row", K, r, 8, "both") == reduced * r + gathered * K
-    assert wire_bytes("row", K, 5000, 8, "one") == reduced * K
-    assert wire_bytes("column", 14336, (r, r), 8, "both") == gathered * 2 * r
-    assert wire_bytes("column", 14336, 2 * r, 8, "one") == 0
-    assert wire_bytes("column", 14336, None, 8) == 0
-    assert wire_bytes("row", K, r, 1) == 0
-    assert wire_bytes("column", 8, 5, 2, itemsize=4) == 3 * 4  # 5 is padded to 6
-    assert wire_bytes("column", 8, (5, 7), 2, itemsize=4) == (3 + 4) * 4
-    assert exchanges("row", K, r) == (("all_reduce", (r,)), ("all_gather", (K,)))

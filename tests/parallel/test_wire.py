@@ -7,8 +7,10 @@ from ranks import run
 from torch import nn
 from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
 
+from neuronmm_ops.estimate.exchange import Collectives
+from neuronmm_ops.estimate.layouts import exchanged
 from neuronmm_ops.parallel import SVDColumnwise, SVDMLPParallel, SVDRowwise
-from neuronmm_ops.parallel.sharding import DIVIDES, exchanges, part, wire_bytes
+from neuronmm_ops.parallel.sharding import DIVIDES, part
 
 pytestmark = pytest.mark.slow
 M, K, N = 6, 24, 36
@@ -23,21 +25,23 @@ def counted(rank: int, tp: int) -> dict[str, tuple[float, float, int, int]]:
         parallelize_module(layer, mesh(), style)
         with Sent() as sent:
             layer(values(M, K)[:, width])
-        expected = sum(M * wire_bytes(kind, n, r, tp, divide, 4) for kind, n, r, divide in formulas)
-        collectives = sum(len(exchanges(kind, n, r, divide)) for kind, n, r, divide in formulas)
-        found[case] = (sent.bytes, expected, len(sent.collectives), collectives)
+        links = Collectives("trn2", 1, tp)
+        expected = [each for formula in formulas for each in exchanged(links, *formula)]
+        wire_bytes = 2 * sum(each.wire_bytes for each in expected)  # in float32, not in bfloat16
+        found[case] = (sent.bytes, wire_bytes, len(sent.collectives), len(expected))
 
     whole, own = slice(None), part(K, rank, tp, "K")
     dense = nn.Linear(K, N)
-    count("dense row", dense, RowwiseParallel(), own, ("row", N, None, "both"))
+    count("dense row", dense, RowwiseParallel(), own, ("down", "dense", M, 0, N))
     for divide in DIVIDES:
         for r in (10, 12):
-            column, row = ("column", N, r, divide), ("row", N, r, divide)
+            column, row = ("gate_up", divide, M, r, N), ("down", divide, M, r, N)
             count(f"column {divide} {r}", linear(K, N, r), SVDColumnwise(divide), whole, column)
             count(f"row {divide} {r}", linear(K, N, r), SVDRowwise(divide), own, row)
-        count(f"wide {divide}", linear(K, 8, 11), SVDRowwise(divide), own, ("row", 8, 11, divide))
-        both = ("column", 30, (10, 7), divide), ("row", K, 9, divide)
-        count(f"mlp {divide}", mlp(K, 30, (10, 7, 9)), SVDMLPParallel(divide), whole, *both)
+        wide = ("down", "sum" if divide == "one" else divide, M, 11, 8)
+        count(f"wide {divide}", linear(K, 8, 11), SVDRowwise(divide), own, wide)
+        both = ("gate_up", divide, M, 36, 30), ("down", divide, M, 9, K)
+        count(f"mlp {divide}", mlp(K, 30, (24, 12, 9)), SVDMLPParallel(divide), whole, *both)
     return found
 
 

@@ -39,6 +39,9 @@ class Collective(NamedTuple):
 class Collectives:
     """Collectives of all ranks of one model; one rank has none.
 
+    In a ring: an all-reduce of n bytes sends `2 (tp - 1) / tp * n`, and either half of it, a gather
+    or a scattered sum, half (https://github.com/NVIDIA/nccl-tests, doc/PERFORMANCE.md).
+
     Attributes:
         target: trn1, trn2 or trn3.
         lnc: NeuronCores of a rank.

@@ -1,4 +1,4 @@
-"""Which part of a low-rank layer each rank holds, and what the ranks send. Plain torch.
+"""Which part of a low-rank layer each rank holds. Plain torch.
 
 A layer is `column` (queries, keys, values, gate, up: every rank has x and makes a part of N) or
 `row` (attention's output, down: every rank has a part of K and the ranks' sums are the result).
@@ -7,8 +7,7 @@ other is whole on every rank; with `both` the ranks exchange `x @ u` `[M, r]` an
 1 / tp of both. Parts are `ceil(size / tp)` wide, as DTensor's are.
 """
 
-from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -28,24 +27,6 @@ _CUTS: dict[tuple[Kind, Divide], tuple[str | None, str | None]] = {
     ("row", "one"): ("K", None),
     ("row", "both"): ("K", "N"),
 }
-
-
-class Exchange(NamedTuple):
-    """A collective of the ranks for M tokens.
-
-    Attributes:
-        collective: `all_reduce` or `all_gather`.
-        widths: of the whole matrices `[M, width]` that share it.
-    """
-
-    collective: Literal["all_reduce", "all_gather"]
-    widths: tuple[int, ...]
-
-    def wire_bytes(self, tp: int, itemsize: int = 2) -> float:
-        """Return what one of tp ranks sends for a token, in a ring."""
-        if self.collective == "all_gather":
-            return (tp - 1) * sum(part_width(width, tp) for width in self.widths) * itemsize
-        return 2 * (tp - 1) / tp * sum(self.widths) * itemsize
 
 
 def pair_dims(kind: Kind, divide: Divide) -> dict[str, int | None]:
@@ -160,58 +141,6 @@ def check_heads(heads: int, kv_heads: int, tp: int) -> int:
             f"tp = {tp}; use another tp"
         )
     return max(1, tp // kv_heads)
-
-
-def exchanges(
-    kind: Kind, N: int, r: int | Sequence[int] | None, divide: Divide = "both"
-) -> tuple[Exchange, ...]:
-    """Return what the ranks of a layer exchange, in order.
-
-    Args:
-        kind: `column` or `row`.
-        N: columns of the result.
-        r: the rank, or those of column layers that share a gather; None for a dense layer.
-        divide: which factors the ranks divide.
-
-    Raises:
-        ValueError: kind or divide is unknown.
-    """
-    _check_layout(kind, divide)
-    ranks = (r,) if isinstance(r, int) else tuple(r or ())
-    if kind == "column":
-        return (Exchange("all_gather", ranks),) if ranks and divide == "both" else ()
-    if not ranks:
-        return (Exchange("all_reduce", (N,)),)
-    if divide == "both":
-        return Exchange("all_reduce", ranks), Exchange("all_gather", (N,))
-    return (Exchange("all_reduce", (min(sum(ranks), N),)),)
-
-
-def wire_bytes(
-    kind: Kind,
-    N: int,
-    r: int | Sequence[int] | None,
-    tp: int,
-    divide: Divide = "both",
-    itemsize: int = 2,
-) -> float:
-    """Return the bytes that one rank sends for a token in ring collectives.
-
-    A ring's all-reduce of n elements sends `2 (tp - 1) / tp * n`, its all-gather of n (all parts
-    with their zeros) `(tp - 1) / tp * n`: https://github.com/NVIDIA/nccl-tests, doc/PERFORMANCE.md.
-
-    Args:
-        kind: `column` or `row`.
-        N: columns of the result.
-        r: the rank, or those of column layers that share a gather; None for a dense layer.
-        tp: ranks.
-        divide: which factors the ranks divide.
-        itemsize: bytes of an element.
-
-    Raises:
-        ValueError: kind or divide is unknown.
-    """
-    return sum((each.wire_bytes(tp, itemsize) for each in exchanges(kind, N, r, divide)), 0.0)
 
 
 def _matrix_dims(cut: str | None) -> dict[str, int | None]:
