@@ -1,9 +1,7 @@
 """Commands on checkpoints whose factors are in one byte."""
 
 import pytest
-import torch
 from outcomes import refused
-from safetensors.torch import load_file
 
 from neuronmm_ops import SVDConfig, hf
 
@@ -63,26 +61,3 @@ def test_eval_with_rounded_activations(run, stored, text):
     assert found["fp8"] == pytest.approx(found["x"], rel=0.05)
     outcome = run("eval", stored / "int8", *options, "--compute", "fp8")
     refused(outcome, "compute fp8 needs layers stored in float8_e4m3fn")
-
-
-@STORED
-@pytest.mark.parametrize("method", ["distill", "lora"])
-def test_training_and_compressing_again_are_refused(storage, method, run, stored, text, tmp_path):
-    out, model = ("-o", tmp_path / "out"), stored / storage
-    outcome = run("recover", model, "--data", text, "--method", method, *out)
-    refused(outcome, "its matrices are in one byte", DTYPES[storage], "compressed without storage")
-    outcome = run("compress", model, *out, "--method", "plain", "--block", "8")
-    refused(outcome, "is compressed or quantized already")
-    assert list(tmp_path.iterdir()) == []
-
-
-@STORED
-def test_the_values_are_what_compress_found(storage, stored):
-    tensors = load_file(stored / storage / "model.safetensors")
-    factors = {name: t for name, t in tensors.items() if name.endswith((".u", ".v"))}
-    assert factors
-    for name, factor in factors.items():
-        assert str(factor.dtype) == f"torch.{DTYPES[storage]}"
-        scale = tensors[f"{name}_scale"]
-        assert torch.equal(scale, scale.bfloat16().float())
-        assert scale.shape == (factor.shape[1],)

@@ -1,7 +1,6 @@
 """`compress_` into one byte: what is stored, by which methods, and at what ranks."""
 
 import copy
-import json
 
 import pytest
 import torch
@@ -151,11 +150,3 @@ def test_any_module_and_a_bias(storage):
     layers = [m for m in model.modules() if isinstance(m, SVDLinear)]
     assert layers
     assert any(layer.bias is bias for layer in layers)
-
-
-def test_the_record_says_the_storage():
-    model = causal_lm()
-    compress_(model, SVDConfig(**SMALL, storage="int8"), token_batches())
-    record = json.loads(json.dumps(model.config.quantization_config))
-    assert record["svd_config"]["storage"] == "int8"
-    assert {x["storage"] for x in record["layers"]} <= {"int8", None}

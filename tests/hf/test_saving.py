@@ -50,13 +50,6 @@ def test_force_replaces_and_leaves_nothing_behind(save, target, tmp_path):
     assert (target / "model.safetensors").exists()
 
 
-def test_a_file_is_never_replaced(save, tmp_path):
-    (tmp_path / "out").write_text("precious")
-    with pytest.raises(FileExistsError, match="no directory"):
-        save(force=True)
-    assert (tmp_path / "out").read_text() == "precious"
-
-
 def test_too_little_room_is_seen_before_writing(save, tmp_path, monkeypatch):
     usage = shutil._ntuple_diskusage(10**9, 10**9 - 1000, 1000)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
