@@ -21,10 +21,10 @@ from torch.distributed.tensor.debug import CommDebugMode
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.distributed import DistributedConfig
 
-from neuronmm_ops import SVDLinear, hf, swap_
+from neuronmm_ops import SVDConfig, SVDLinear, compress_, hf, swap_
 from neuronmm_ops.hf import loading, quantizer, tensor_parallel
 from neuronmm_ops.parallel import ShardedMLP
-from neuronmm_ops.parallel.sharding import pair_dims, part
+from neuronmm_ops.parallel.sharding import matrix_dims, pair_dims, part
 
 pytestmark = pytest.mark.slow
 PRELOADED += ["neuronmm_ops.hf", "tiny", "transformers.models.llama.modeling_llama"]
@@ -60,6 +60,31 @@ def phi3() -> PreTrainedModel:
     return AutoModelForCausalLM.from_config(getattr(transformers, kind)(**options)).eval()
 
 
+def stored(storage: str, **config: Any) -> PreTrainedModel:
+    """A model of pairs, dense layers and a head in a storage."""
+    model = tiny_model("qwen2", tied=False, **config)
+    names = (
+        *(f"model.layers.0.mlp.{name}" for name in GATED),
+        "k_proj",
+        "model.layers.1.self_attn.o_proj",
+    )
+    options = {
+        "targets": "all-linear",
+        "method": "plain",
+        "block": 8,
+        "layer_ratios": dict.fromkeys(names, 0),
+    }
+    compress_(model, SVDConfig(ratio=0.4, storage=storage, head_storage=storage, **options))
+    return with_biases(model)
+
+
+WIDE = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "head_dim": 64,
+}  # two groups of 128 a rank, at least
+
+
 # A rank that 2 divides and 4 does not, one that neither does, I that 4 does not divide.
 MODELS: dict[str, Callable[[], Any]] = {
     "llama, MLP": lambda: swapped(tiny_model(), *GATED, rank=6),
@@ -73,10 +98,13 @@ MODELS: dict[str, Callable[[], Any]] = {
     "gemma2": lambda: swapped(tiny_model("gemma2"), *GATED),
     "llama, fp8": lambda: swap_quantized_(tiny_model(), "fp8", *ALL),
     "llama, int8": lambda: swap_quantized_(tiny_model(), "int8", *GATED),
+    "stored, fp8": lambda: stored("fp8"),
+    "stored, int8": lambda: stored("int8", intermediate_size=171),
+    "stored, int4": lambda: stored("int4", **WIDE),
     "phi3": lambda: swapped(phi3(), "qkv_proj", "o_proj", "gate_up_proj", "down_proj"),
 }
 # What four ranks divide otherwise than two: the ranks, I, or the key/value heads.
-ON_FOUR = ("llama, MLP", "llama, all", "llama, odd", "qwen2", "llama, fp8", "phi3")
+ON_FOUR = ("llama, MLP", "llama, all", "llama, odd", "qwen2", "llama, fp8", "stored, fp8", "phi3")
 
 
 class Found(NamedTuple):
@@ -155,7 +183,8 @@ def cut_dim(key: str, shape: torch.Size) -> int | None:
         return None
     if leaf == "weight":
         return 1 if kind == "row" else 0
-    return pair_dims(kind, "both")[leaf]
+    storage = "int4" if leaf.endswith("scale") and len(shape) == 2 else "int8"
+    return {**pair_dims(kind, "both", storage), **matrix_dims(kind, storage)}[leaf]
 
 
 def expected_parts(key: str, shape: torch.Size, tp: int) -> list[int]:
@@ -163,7 +192,7 @@ def expected_parts(key: str, shape: torch.Size, tp: int) -> list[int]:
     dim, size = cut_dim(key, shape), shape.numel()
     if dim is None:
         return [size] * tp
-    if tp > KV_HEADS and re.search(r"\.[kv]_proj\.(v|v_scale|bias|weight)$", key):
+    if tp > KV_HEADS and re.search(r"\.[kv]_proj\.(v|v_scale|w|w_scale|bias|weight)$", key):
         return [size // KV_HEADS] * tp
     parts = [part(shape[dim], rank, tp, key, padded=True) for rank in range(tp)]
     return [(own.stop - own.start) * size // shape[dim] for own in parts]
@@ -191,7 +220,7 @@ def test_what_ranks_save_is_the_checkpoint(root, divided):
 
 def test_gate_and_up_share_an_exchange(divided):
     for name, ranks in divided[1].items():
-        fused = {"mistral, mixed": 0, "phi3": 0}.get(name, 2)
+        fused = {"mistral, mixed": 0, "phi3": 0}.get(name, 1 if "stored" in name else 2)
         assert [rank.fused for rank in ranks] == [fused] * len(ranks), name
 
 
@@ -264,6 +293,7 @@ BROKEN: dict[str, tuple[str, Callable[[dict[str, Tensor]], Any], str]] = {
     ),
     "nan": ("llama, MLP", ruined(f"{GATE}.v"), f"{GATE}.v must be finite"),
     "scale": ("llama, fp8", ruined(f"{GATE}.u_scale", -1), f"{GATE}: u_scale must be"),
+    "dense scale": ("stored, fp8", ruined(f"{DOWN}.w_scale", -1), f"{DOWN}: w_scale must be"),
     **{
         f"nan in {name} of {source}": (
             source,

@@ -2,13 +2,13 @@
 
 import torch
 import torch.distributed as dist
-from quantized import quantize_
+from quantized import nearest, quantize_
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from neuronmm_ops import SVDMLP, SVDLinear
+from neuronmm_ops import SVDMLP, StoredLinear, SVDLinear
 
 FUNCTIONAL = torch.ops._c10d_functional
 
@@ -44,6 +44,22 @@ def mlp(
     torch.manual_seed(K + inner)
     layer = SVDMLP(K, inner, ranks, activation, dtype=dtype)
     return quantize_(layer, storage) if storage else layer
+
+
+def stored(
+    K: int, N: int, bias: bool, storage: str, dtype: torch.dtype = torch.float32
+) -> StoredLinear:
+    """A dense layer in a storage, the same on every rank."""
+    torch.manual_seed(K + N)
+    w, vector = torch.randn(K, N) / K**0.5, torch.randn(N, dtype=dtype) if bias else None
+    return StoredLinear.from_matrix(*nearest(w, storage), vector, dtype=dtype)
+
+
+def stored_mlp(K: int, inner: int, storage: str, dtype: torch.dtype = torch.float32) -> SVDMLP:
+    """An MLP of them."""
+    shapes = ((K, inner), (K, inner), (inner, K))
+    layers = [stored(*shape, False, storage, dtype) for shape in shapes]
+    return SVDMLP.from_projections(*layers, "silu")
 
 
 def values(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:

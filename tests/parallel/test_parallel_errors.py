@@ -70,11 +70,11 @@ REPLACED = (
     "does; remove its hooks first, or load the model on one device"
 )
 EXPECTED = {
-    "embedding": "TypeError: SVDColumnwise divides SVDLinear and nn.Linear, got Embedding; "
-    "unwrap or replace it first",
-    "pair": "TypeError: SVDRowwise divides SVDLinear and nn.Linear, got LinearPair; "
-    "SVDLinear.from_pair first",
-    "twice": "TypeError: SVDColumnwise divides an SVDLinear once, got one that is divided already",
+    "embedding": "TypeError: SVDColumnwise divides SVDLinear, StoredLinear and nn.Linear, got "
+    "Embedding; unwrap or replace it first",
+    "pair": "TypeError: SVDRowwise divides SVDLinear, StoredLinear and nn.Linear, got "
+    "LinearPair; SVDLinear.from_pair first",
+    "twice": "TypeError: SVDColumnwise divides a layer once, got one that is divided already",
     "mlp twice": "TypeError: SVDMLPParallel divides an SVDMLP once, "
     "got one that is divided already",
     "no mlp": "TypeError: SVDMLPParallel divides an SVDMLP, got SVDLinear; "
@@ -87,8 +87,8 @@ EXPECTED = {
     "K": "ValueError: tp must divide K, got K = 25 and tp = 2; use a tp that divides 25",
     "I": "ValueError: tp must divide up_proj's I, got up_proj's I = 33 and tp = 2; "
     "use a tp that divides 33",
-    "wrapped": "TypeError: SVDMLPParallel divides SVDLinear and nn.Linear, got up_proj of type "
-    "Sequential; unwrap or replace it first",
+    "wrapped": "TypeError: SVDMLPParallel divides SVDLinear, StoredLinear and nn.Linear, got "
+    "up_proj of type Sequential; unwrap or replace it first",
     "grid": "ValueError: the mesh must have one dimension, got 2 (dp, tp); "
     "give the one of tensor parallelism: mesh['tp']",
     "r": f"{SAME} r 10 on rank 0 and 11 on rank 1{ONCE}",

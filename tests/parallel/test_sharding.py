@@ -11,8 +11,9 @@ from torch import Tensor
 from neuronmm_ops.parallel.sharding import (
     DIVIDES,
     KINDS,
-    check_divisible,
+    check_groups,
     check_heads,
+    matrix_dims,
     pair_dims,
     part,
     part_width,
@@ -27,15 +28,26 @@ PARTS_OF_A_PAIR = {
 }
 
 
-def test_scales_of_groups_are_not_divided():
-    check_divisible("layer", "int8")
-    with pytest.raises(ValueError, match=r"^layer: factors in int4, .* use tp = 1 or another"):
-        check_divisible("layer", "int4")
+def test_groups_that_share_scales_stay_whole():
+    for storage, kind, K in (("int8", "row", 200), ("int4", "column", 200), ("int4", "row", 256)):
+        check_groups("layer", storage, kind, K, 2)
+    with pytest.raises(ValueError, match=r"^layer: .* groups of 128 rows .*, got 384 rows and tp"):
+        check_groups("layer", "int4", "row", 384, 2)
 
 
 def test_dims_of_a_pair():
     found = {key: pair_dims(*key) for key in itertools.product(KINDS, DIVIDES)}
     assert found == PARTS_OF_A_PAIR
+    for key, dims in found.items():
+        grouped = {**dims, "u_scale": dims["u"], "v_scale": dims["v"]}
+        assert pair_dims(*key, "int4") == grouped
+
+
+def test_dims_of_a_dense_layer():
+    assert matrix_dims("column", "fp8") == {"w": 1, "w_scale": 0, "bias": 0}
+    assert matrix_dims("column", "int4") == {"w": 1, "w_scale": 1, "bias": 0}
+    assert matrix_dims("row", "int8") == {"w": 0, "w_scale": None, "bias": None}
+    assert matrix_dims("row", "int4") == {"w": 0, "w_scale": 0, "bias": None}
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from parallel.divided import Sent, linear, mesh, mlp, values
+from parallel.divided import Sent, linear, mesh, mlp, stored, stored_mlp, values
 from ranks import run
 from tolerances import assert_close_to_oracle
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
-from neuronmm_ops import SVDLinear
+from neuronmm_ops import StoredLinear, SVDLinear
 from neuronmm_ops.parallel import (
     ShardedMLP,
     SVDColumnwise,
@@ -22,6 +22,7 @@ from neuronmm_ops.parallel import (
     full_state_dict,
 )
 from neuronmm_ops.parallel.sharding import DIVIDES, part
+from neuronmm_ops.storages import dequantized
 
 pytestmark = pytest.mark.slow
 SHAPE = (2, 5)
@@ -49,12 +50,16 @@ def doubled(layer: nn.Module) -> nn.Module:
     """The layer in fp64, factors of one byte multiplied out."""
     layer = copy.deepcopy(layer)
     for name, module in list(layer.named_modules()):
+        wide: nn.Module | None = None
         if isinstance(module, SVDLinear) and module.storage:
-            pair = module.to_pair()
-            wide = SVDLinear.from_pair(pair)
-            for key in ("u", "v"):
-                factor, scale = getattr(module, key), getattr(module, f"{key}_scale")
-                getattr(wide, key).data = factor.double() * scale
+            wide = SVDLinear.from_pair(module.to_pair())
+            for key, (factor, scale) in zip(module.MATRICES, module.scaled(), strict=True):
+                getattr(wide, key).data = dequantized(factor, scale, torch.float64)
+        elif isinstance(module, StoredLinear):
+            wide = module.to_linear()
+            wide.weight.data = dequantized(module.w, module.w_scale, torch.float64).t()
+            wide.weight.requires_grad_(False)
+        if wide is not None:
             if not name:
                 return wide.double()
             parent, _, attribute = name.rpartition(".")
@@ -115,6 +120,30 @@ def every_layer(rank: int, tp: int) -> None:
             gathers = divide == "both" and tp > 1
             assert sent(layer, SVDMLPParallel, 24, None, None) == exchanges + gathers
             assert isinstance(layer, ShardedMLP)
+
+
+def every_dense_layer(rank: int, tp: int) -> None:
+    """In int4 rows are cut between groups of 128."""
+    for dtype, storage in (*KINDS[2:], (torch.float32, "int4"), (torch.bfloat16, "int4")):
+        K, N = 256 * tp if storage == "int4" else 24, 36
+        columns, rows = part(N, rank, tp, "N"), part(K, rank, tp, "K")
+        x, grad = values(*SHAPE, K, dtype=dtype), values(*SHAPE, N, dtype=dtype, seed=1)
+        for bias in (True, False):
+            for style, own in ((SVDColumnwise(), (columns, None)), (SVDRowwise(), (None, rows))):
+                layer = stored(K, N, bias, storage, dtype)
+                assert_equal_to_one_process(layer, style, x, grad, *own)
+        layer = stored_mlp(K, K if storage == "int4" else 30, storage, dtype)
+        assert_equal_to_one_process(layer, SVDMLPParallel(), x, x, None, None)
+        if storage == "int4":
+            for kind in (SVDColumnwise(), SVDRowwise()):
+                own = (columns, None) if isinstance(kind, SVDColumnwise) else (None, rows)
+                pair = linear(K, N, 10, True, storage, dtype)
+                assert_equal_to_one_process(pair, kind, x, grad, *own)
+
+
+@pytest.mark.parametrize("tp", [1, 2, 3])
+def test_dense_layers_in_a_storage(tp):
+    run(every_dense_layer, tp, tp)
 
 
 @pytest.mark.parametrize("tp", [1, 2, 3, 4])

@@ -1,10 +1,11 @@
 """Transformers' tensor parallelism of compressed checkpoints: each rank loads its parts alone.
 
 A model's plan maps names of its layers, `model.layers.*.mlp.gate_proj`, to styles, `colwise`. A
-rule covers the layers of all depths, low-rank or dense. So `plan_` gives it the style
-`lowrank_colwise`, which cuts low-rank layers as `parallel.sharding` says, and leaves dense ones to
-the style that was there. Parameters are DTensors of the whole shapes: Transformers reads what a
-rank needs of them, and puts them together on saving. Calls work on the rank's own parts.
+rule covers the layers of all depths, compressed or not. So `plan_` gives it the style
+`lowrank_colwise`, which cuts compressed layers, pairs and dense ones in a storage, as
+`parallel.sharding` says, and leaves others to the style that was there. Parameters are DTensors of
+the whole shapes: Transformers reads what a rank needs of them, and puts them together on saving.
+Calls work on the rank's own parts.
 
 A plan of one's own may name `lowrank_colwise_one` and its like, which divide one factor alone.
 """
@@ -32,22 +33,14 @@ from transformers.distributed.tensor_parallel import TensorParallelLayer
 
 from neuronmm_ops.errors import CheckpointError, NonFiniteError, WorkerLostError
 from neuronmm_ops.hf.loading import check_all_finite
+from neuronmm_ops.nn.compressed_linear import CompressedLinear, scale_of
 from neuronmm_ops.nn.factors import check_stored
-from neuronmm_ops.nn.stored_linear import StoredLinear
-from neuronmm_ops.nn.svd_linear import SVDLinear
 from neuronmm_ops.nn.svd_mlp import SVDMLP
 from neuronmm_ops.ops import xw
-from neuronmm_ops.parallel import ShardedLinear, ShardedMLP
-from neuronmm_ops.parallel.layers import placed, whole
-from neuronmm_ops.parallel.sharding import (
-    Divide,
-    Kind,
-    check_divisible,
-    check_heads,
-    pair_dims,
-)
+from neuronmm_ops.parallel import ShardedLinear, ShardedMLP, ShardedStored
+from neuronmm_ops.parallel.layers import Divided, divided_, part_dims, placed, whole
+from neuronmm_ops.parallel.sharding import Divide, Kind, check_groups, check_heads
 from neuronmm_ops.parallel.state import whole_tensor
-from neuronmm_ops.storages import FACTORS, SCALES
 
 PREFIX = "lowrank_"
 REMEDY = "copy the checkpoint again or compress the model again"
@@ -69,12 +62,12 @@ _HEADS_DIM = "kv_heads"
 
 
 class LowRankParallel(TensorParallelLayer):
-    """A style of Transformers' plans for low-rank layers; it leaves dense ones to another.
+    """A style of Transformers' plans for compressed layers; it leaves others to another.
 
     Args:
-        style: of the dense ones, one of Transformers'.
+        style: of the others, one of Transformers'.
         divide: which factors the ranks divide.
-        kv_heads: of keys and values, where several ranks have the same head, low-rank or dense;
+        kv_heads: of keys and values, where several ranks have the same head, compressed or not;
             else None.
     """
 
@@ -89,7 +82,7 @@ class LowRankParallel(TensorParallelLayer):
     def validate_param(
         self, module: nn.Module, param: str, mesh: DeviceMesh, parameter_name: str | None = None
     ) -> None:
-        """Let the style of dense layers look at one."""
+        """Let the style of other layers look at one."""
         if self._is_left(module):
             self._dense.validate_param(module, param, mesh, parameter_name)
 
@@ -107,24 +100,28 @@ class LowRankParallel(TensorParallelLayer):
         """Make the layer one that ranks hold together; its scales are buffers, no parameters."""
         if self._is_left(module):
             return self._dense.install_forward(module, mesh)
-        if not isinstance(module, SVDLinear):
+        if not isinstance(module, CompressedLinear):
             module.__class__ = _HeadsOfLinear
+            module.mesh = mesh  # pyright: ignore  (of the class above)
         else:
-            for name in SCALES:
+            for name in map(scale_of, module.MATRICES):
                 whole = module._buffers.get(name)
                 if whole is not None:
                     module._buffers[name] = self._distributed(module, name, whole, mesh)
-            module.__class__ = ShardedLinear if self._kv_heads is None else _HeadsOfPair
-            assert isinstance(module, ShardedLinear)
-            module.kind, module.divide = self._kind, self._divide
-        module.mesh = mesh  # pyright: ignore  (of the classes above)
+            divided_(module, mesh, self._kind, self._divide)
+            if self._kv_heads is not None:
+                module.__class__ = _HEADS_OF[type(module)]
         if self._is_whole:
             module.forward = partial(_call_whole, module.forward, mesh)
         return module
 
+    def check(self, name: str, layer: CompressedLinear, tp: int) -> None:
+        """Refuse, with a ValueError, a layer that tp ranks cannot divide so."""
+        check_groups(name, layer.storage, self._kind, layer.in_features, tp)
+
     def _is_left(self, module: nn.Module) -> bool:
-        """Say whether the module is one for the style of dense layers."""
-        if isinstance(module, SVDLinear):
+        """Say whether the module is one for the style of other layers."""
+        if isinstance(module, CompressedLinear):
             return False
         return self._kv_heads is None or type(module) is not nn.Linear
 
@@ -132,9 +129,8 @@ class LowRankParallel(TensorParallelLayer):
         self, module: nn.Module, name: str, whole: Tensor, mesh: DeviceMesh
     ) -> DTensor:
         dim: int | None = 0
-        if isinstance(module, SVDLinear):
-            check_divisible(f"{name} of a low-rank layer", module.storage)
-            dim = pair_dims(self._kind, self._divide)[name]
+        if isinstance(module, CompressedLinear):
+            dim = part_dims(module, self._kind, self._divide)[name]
         layout: Placement = Replicate() if dim is None else Shard(dim)
         if self._kv_heads is None or name in ("u", "u_scale"):
             return distribute_tensor(whole, mesh, [layout], src_data_rank=None)
@@ -151,6 +147,21 @@ class _HeadsOfPair(ShardedLinear):
         h = whole(self.low(self.distributed(x)))
         local = h.to_local(grad_placements=[Partial()])
         return xw(local, own(self.v), own(self.bias), own(self.v_scale), self.compute)
+
+
+class _HeadsOfStored(ShardedStored):
+    """Dense keys or values in a storage, likewise."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map x `[..., K]` to this rank's head `[..., N / kv_heads]`."""
+        local = self.distributed(x).to_local(grad_placements=[Partial()])
+        return xw(local, own(self.w), own(self.bias), own(self.w_scale), self.compute)
+
+
+_HEADS_OF: dict[type[nn.Module], type[Divided]] = {
+    ShardedLinear: _HeadsOfPair,
+    ShardedStored: _HeadsOfStored,
+}
 
 
 class _HeadsOfLinear(nn.Linear):
@@ -186,11 +197,11 @@ def _call_whole(forward: Callable[[Tensor], Tensor], mesh: DeviceMesh, x: Tensor
 
 
 def plan_(model: PreTrainedModel) -> None:
-    """Let the model's plan cut its low-rank layers, and give each rank whole heads.
+    """Let the model's plan cut its compressed layers, and give each rank whole heads.
 
     Raises:
-        ValueError: the model is to be divided in another way, too, holds dense layers in one byte,
-            the ranks cannot divide the heads, or a rule gives low-rank layers a style that is not
+        ValueError: the model is to be divided in another way, too, the ranks cannot divide the
+            heads or the groups of a storage, or a rule gives compressed layers a style that is not
             known for them.
     """
     config: Any = model.config
@@ -202,29 +213,28 @@ def plan_(model: PreTrainedModel) -> None:
                 f"tp must be the only division of a compressed checkpoint, got {other} = {size}; "
                 "give tp_size, the number of processes, alone"
             )
-    stored = next((n for n, m in model.named_modules() if isinstance(m, StoredLinear)), None)
-    if stored is not None:
-        raise ValueError(
-            f"ranks divide pairs in one byte and no dense layers, {stored} is dense in one byte; "
-            "load the model in one process, or compress without --storage"
-        )
     for style in _LAYOUTS:
         STYLES.register(PREFIX + style, LowRankParallel(style, "both"))
         STYLES.register(f"{PREFIX}{style}_one", LowRankParallel(style, "one"))
     plan: dict[str, str] = model.tp_plan
-    low_rank = {_rule(n) for n, module in model.named_modules() if isinstance(module, SVDLinear)}
+    compressed = {n: m for n, m in model.named_modules() if isinstance(m, CompressedLinear)}
+    rules = {_rule(name) for name in compressed}
     kv_heads = _shared_heads(model, plan, tp)
     for rule, style in plan.items():
         if kv_heads is not None and style == "colwise" and rule.endswith((_KEYS, _VALUES)):
             plan[rule] = f"{PREFIX}{style}_{kv_heads}_heads"
             STYLES.register(plan[rule], LowRankParallel(style, "both", kv_heads))
-        elif rule in low_rank and style in _LAYOUTS:
+        elif rule in rules and style in _LAYOUTS:
             plan[rule] = PREFIX + style
-        elif rule in low_rank and _cuts(style):
+        elif rule in rules and _cuts(style):
             raise ValueError(
                 f"tp_plan must give low-rank layers one of {', '.join(_LAYOUTS)}, it gives {rule} "
                 f"{style!r}; compress the model without them"
             )
+    for name, layer in compressed.items():
+        style = STYLES.get(plan.get(_rule(name)))
+        if isinstance(style, LowRankParallel):
+            style.check(name, layer, tp)
 
 
 def _shared_heads(model: PreTrainedModel, plan: Mapping[str, str], tp: int) -> int | None:
@@ -257,7 +267,7 @@ def _mesh_of_heads(mesh: DeviceMesh, kv_heads: int) -> DeviceMesh:
 
 
 def _cuts(style: str) -> bool:
-    """Say whether a style cuts parameters; others leave them whole, and low-rank layers as well."""
+    """Say whether a style cuts parameters; others leave these whole, in compressed layers too."""
     known = STYLES.get(style)
     return type(known).shard_param is not TensorParallelLayer.shard_param
 
@@ -276,13 +286,13 @@ def finish_(model: PreTrainedModel) -> None:
     Raises:
         CheckpointError: a part holds what it must not, on this rank or another.
         NonFiniteError: a part of a parameter is NaN or Inf.
-        ValueError: a plan gave a low-rank layer a style of dense ones.
+        ValueError: a plan gave a compressed layer a style of others.
         WorkerLostError: another rank has ended.
     """
     problem: Exception | None = None
     try:
         for name, module in model.named_modules():
-            if isinstance(module, SVDLinear):
+            if isinstance(module, CompressedLinear):
                 _finish_layer(name, module)
             if type(module) is SVDMLP:
                 _share_gather_(module)
@@ -311,12 +321,12 @@ def check_parts(model: PreTrainedModel, remedy: str, problem: Exception | None =
     _agree(problem, model.device)
 
 
-def _finish_layer(name: str, layer: SVDLinear) -> None:
-    for scale in SCALES:  # the loader makes parameters of DTensors
+def _finish_layer(name: str, layer: CompressedLinear) -> None:
+    for scale in map(scale_of, layer.MATRICES):  # the loader makes parameters of DTensors
         value = layer._parameters.pop(scale, None)
         if value is not None:
             layer.register_buffer(scale, value.detach())
-    if isinstance(layer.u, DTensor) and not isinstance(layer, ShardedLinear):
+    if isinstance(layer.scaled()[0][0], DTensor) and not isinstance(layer, Divided):
         styles = " or ".join(PREFIX + style for style in ("colwise", "rowwise"))
         raise ValueError(
             f"tp_plan gives {name}, a low-rank layer, a style of dense ones; give it {styles}, or "
@@ -336,11 +346,11 @@ def _share_gather_(mlp: SVDMLP) -> None:
         mlp.mesh = layers[0].mesh
 
 
-def _check_parts(name: str, layer: SVDLinear) -> None:
-    """Check what a rank has of one-byte factors; a part of u need not fit the part of v."""
+def _check_parts(name: str, layer: CompressedLinear) -> None:
+    """Check what a rank has of a layer in a storage; a part of u need not fit the part of v."""
     try:
-        for key, scale in zip(FACTORS, SCALES, strict=True):
-            check_stored(own(getattr(layer, key)), own(getattr(layer, scale)), f"{name}: {key}")
+        for key, (matrix, scale) in zip(layer.MATRICES, layer.scaled(), strict=True):
+            check_stored(own(matrix), own(scale), f"{name}: {key}")
     except ValueError as error:
         raise CheckpointError(f"{error}; or {REMEDY}") from None
 
@@ -365,7 +375,8 @@ def _agree(problem: Exception | None, device: torch.device) -> None:
 
 
 def _shares_heads(module: nn.Module | None) -> bool:
-    tensor = getattr(module, "v", getattr(module, "weight", None))
+    is_compressed = isinstance(module, CompressedLinear)
+    tensor = module.scaled()[-1][0] if is_compressed else getattr(module, "weight", None)
     names = tensor.device_mesh.mesh_dim_names if isinstance(tensor, DTensor) else None
     return _HEADS_DIM in (names or ())
 

@@ -16,7 +16,7 @@ from torch.autograd import forward_ad
 from neuronmm_ops.ops.definitions import SPECS
 from neuronmm_ops.ops.products import rows
 from neuronmm_ops.ops.spec import FLOAT_DTYPES, Operand, OpSpec, Options, Results
-from neuronmm_ops.storages import dequantized, storage_of
+from neuronmm_ops.storages import dequantized, size_of, storage_of
 
 LIBRARY = torch.library.Library("neuronmm", "FRAGMENT")
 AUTOCAST_KEYS = {
@@ -215,7 +215,7 @@ def _gradients(spec: OpSpec) -> Callable[..., tuple[Tensor | None, ...]]:
         x, integers = given[0], saved[activations + weights :][: len(spec.integers)]
         scales = saved[activations + weights + len(integers) :]
         for place, scale in zip(spec.factors, scales, strict=False):
-            given[place] = dequantized(given[place], scale, x.dtype)
+            given[place] = _dequantized(given[place], scale, x.dtype)
         grad_rows = [rows(grad) for grad in grads]
         values = [
             given[place] if given[place] is None or place in spec.weights else rows(given[place])
@@ -242,6 +242,24 @@ def _gradients(spec: OpSpec) -> Callable[..., tuple[Tensor | None, ...]]:
         return tuple(result)
 
     return gradients
+
+
+def _dequantized(matrix: Any, scale: Any, dtype: torch.dtype) -> Any:
+    """Return a factor `[K, N]` in `dtype`; of a DTensor in groups of rows each rank's part."""
+    storage = storage_of(matrix.dtype)
+    if storage is None or storage.group is None or not hasattr(matrix, "placements"):
+        return dequantized(matrix, scale, dtype)
+    from torch.distributed.tensor import DTensor  # imported by whoever made one
+
+    scale = scale.redistribute(placements=matrix.placements)
+    like = torch.empty(size_of(matrix), device="meta")
+    return DTensor.from_local(
+        dequantized(matrix.to_local(), scale.to_local(), dtype),
+        *(matrix.device_mesh, matrix.placements),
+        run_check=False,
+        shape=like.shape,
+        stride=like.stride(),
+    )
 
 
 def _autocast(spec: OpSpec, key: str) -> Callable[..., Results]:

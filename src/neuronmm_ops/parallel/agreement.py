@@ -7,12 +7,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from neuronmm_ops.nn import SVDLinear
+from neuronmm_ops.nn.compressed_linear import CompressedLinear
+from neuronmm_ops.nn.stored_linear import StoredLinear
 from neuronmm_ops.ops.backends.cpu import name_of
 from neuronmm_ops.ops.spec import FLOAT_DTYPES
 from neuronmm_ops.storages import STORAGES
 
-_KINDS = ("another module", "SVDLinear", "nn.Linear")
+_KINDS = ("another module", "SVDLinear", "nn.Linear", "StoredLinear")
 _STORAGES = ("the dtype's", *STORAGES)
 # What is compared, and the words of those that are sent as a number.
 _TRAITS: dict[str, tuple[str, ...] | None] = {
@@ -58,10 +59,11 @@ def check_ranks_agree(
 
 def _traits(module: nn.Module | None) -> list[int]:
     """The values of `_TRAITS`."""
-    if isinstance(module, SVDLinear):
-        sizes = (module.in_features, module.out_features, module.rank)
+    if isinstance(module, CompressedLinear):
+        kind = 3 if isinstance(module, StoredLinear) else 1
+        sizes = (module.in_features, module.out_features, module.rank or 0)
         storage = 0 if module.storage is None else _STORAGES.index(module.storage)
-        return [1, *sizes, int(module.bias is not None), storage, _dtype(module.dtype)]
+        return [kind, *sizes, int(module.bias is not None), storage, _dtype(module.dtype)]
     if isinstance(module, nn.Linear):
         sizes = (module.in_features, module.out_features, 0)
         return [2, *sizes, int(module.bias is not None), 0, _dtype(module.weight.dtype)]

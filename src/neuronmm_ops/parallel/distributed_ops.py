@@ -52,7 +52,10 @@ def shardings(spec: OpSpec) -> Callable[..., list[Sharding]]:
 def _placements(spec: OpSpec, cut: Cut, dims: list[int | None]) -> list[Placement | None]:
     """How each tensor of a call lies on the ranks for a cut, None for one that is missing."""
     placements: list[Placement | None] = []
+    named = dict(zip((operand.name for operand in spec.tensors), cut.dims, strict=True))
     for operand, dim, count in zip(spec.tensors, cut.dims, dims, strict=True):
+        if operand.role == "scale" and count != len(operand.sizes):  # of groups of a factor's rows
+            dim = named[operand.name.removesuffix("_scale")]
         if count is None:
             placements.append(None)
         elif dim is not None:

@@ -1,7 +1,7 @@
-"""Low-rank layers whose factors are DTensors: each rank of a mesh holds its part.
+"""Layers whose matrices are DTensors: each rank of a mesh holds its part.
 
-`y = high(whole(low(x)))`: `low` is `x @ u`, `whole` the exchange of [M, r] between ranks, `high`
-the product with v. Which factors are cut, and so what is exchanged, their placements say.
+Of a pair `y = high(whole(low(x)))`: `low` is `x @ u`, `whole` the exchange of [M, r] between ranks,
+`high` the product with v. Which factors are cut, and so what is exchanged, their placements say.
 """
 
 from typing import TypeGuard, cast
@@ -12,21 +12,22 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from neuronmm_ops.nn import SVDMLP, SVDLinear
+from neuronmm_ops.nn import SVDMLP, StoredLinear, SVDLinear
 from neuronmm_ops.nn.bare import is_bare
+from neuronmm_ops.nn.compressed_linear import CompressedLinear
 from neuronmm_ops.ops import mlp, xuv, xw
-from neuronmm_ops.parallel.sharding import Divide, Kind, part, part_width
+from neuronmm_ops.parallel.sharding import Divide, Kind, matrix_dims, pair_dims, part, part_width
 
 
-class ShardedLinear(SVDLinear):
-    """An `SVDLinear` that the ranks of a mesh hold together; styles make it of one.
+class Divided(CompressedLinear):
+    """A layer that the ranks of a mesh hold together; styles make it of a whole one.
 
     Its parameters are DTensors of the whole shapes; a state dict's are, too.
 
     Attributes:
         mesh: of one dimension.
         kind: `column` or `row`.
-        divide: which factors are cut, `one` or `both`.
+        divide: which factors of a pair are cut, `one` or `both`.
     """
 
     mesh: DeviceMesh
@@ -44,17 +45,19 @@ class ShardedLinear(SVDLinear):
             A DTensor `[..., N]`; or of a column layer this rank's columns `[..., N_i]`, of a row
             layer the whole.
         """
-        given = self.distributed(x)
-        if self.kind == "column" and self.divide == "one":
-            y = xuv(given, *self.factors, self.bias, *self.scales, self.compute)
-        elif self.adds_results:
-            y = whole(xuv(given, *self.factors, None, *self.scales, self.compute))
-            y = y if self.bias is None else y + self.bias
-        else:
-            y = self.high(whole(self.low(given)))
+        y = self.product(self.distributed(x))
         result = Shard(y.dim() - 1) if self.kind == "column" else Replicate()
         y = placed(y, result)
         return y if isinstance(x, DTensor) else y.to_local()
+
+    def product(self, x: DTensor) -> Tensor:
+        """Return y `[..., N]` of x `[..., K]` as `distributed` returns it."""
+        raise NotImplementedError
+
+    def with_bias(self, y: Tensor) -> Tensor:
+        """Return the ranks' sum, and the bias once."""
+        y = whole(y)
+        return y if self.bias is None else y + self.bias
 
     def distributed(self, x: Tensor) -> DTensor:
         """Return x as a DTensor `[..., K]`, whole for a column layer, else cut in K.
@@ -87,6 +90,33 @@ class ShardedLinear(SVDLinear):
             x.contiguous(), self.mesh, [placement], run_check=False, shape=shape, stride=stride
         )
 
+    def extra_repr(self) -> str:
+        """Describe sizes and the layout for `print(model)`."""
+        divide = "" if self.rank is None else f", divide={self.divide}"
+        return f"{super().extra_repr()}, {self.kind}{divide}, tp={self.mesh.size()}"
+
+
+class ShardedStored(Divided, StoredLinear):
+    """A divided `StoredLinear`: the ranks of a row layer add their results."""
+
+    def product(self, x: DTensor) -> Tensor:
+        """Return y `[..., N]`."""
+        if self.kind == "column":
+            return xw(x, self.w, self.bias, self.w_scale, self.compute)
+        return self.with_bias(xw(x, self.w, None, self.w_scale, self.compute))
+
+
+class ShardedLinear(Divided, SVDLinear):
+    """A divided `SVDLinear`."""
+
+    def product(self, x: DTensor) -> Tensor:
+        """Return y `[..., N]`."""
+        if self.kind == "column" and self.divide == "one":
+            return xuv(x, *self.factors, self.bias, *self.scales, self.compute)
+        if self.adds_results:
+            return self.with_bias(xuv(x, *self.factors, None, *self.scales, self.compute))
+        return self.high(whole(self.low(x)))
+
     @property
     def adds_results(self) -> bool:
         """Whether ranks add their results, which are narrower than `x @ u` where r >= N."""
@@ -110,11 +140,6 @@ class ShardedLinear(SVDLinear):
     def high(self, low: Tensor) -> Tensor:
         """Return `low @ v + bias` `[..., N]` of a DTensor."""
         return xw(low, settled(self.v), self.bias, self.v_scale, self.compute)
-
-    def extra_repr(self) -> str:
-        """Describe sizes and the layout for `print(model)`."""
-        layout = f"{self.kind}, divide={self.divide}, tp={self.mesh.size()}"
-        return f"{super().extra_repr()}, {layout}"
 
 
 class ShardedMLP(SVDMLP):
@@ -151,6 +176,22 @@ class ShardedMLP(SVDMLP):
             *(gate.v_scale, up.v_scale, down.u_scale, gate.compute),
         )
         return placed(down.high(whole(low)), Replicate()).to_local()
+
+
+def part_dims(layer: CompressedLinear, kind: Kind, divide: Divide) -> dict[str, int | None]:
+    """Return the dimension in which each tensor of a layer is cut, None where it is whole."""
+    if isinstance(layer, SVDLinear):
+        return pair_dims(kind, divide, layer.storage)
+    assert layer.storage is not None
+    return matrix_dims(kind, layer.storage)
+
+
+def divided_(layer: nn.Module, mesh: DeviceMesh, kind: Kind, divide: Divide) -> Divided:
+    """Make a layer, whose tensors are DTensors, one that ranks hold together, in place."""
+    layer.__class__ = ShardedLinear if issubclass(type(layer), SVDLinear) else ShardedStored
+    assert isinstance(layer, Divided)
+    layer.mesh, layer.kind, layer.divide = mesh, kind, divide
+    return layer
 
 
 def _is_fusible(projection: nn.Module) -> TypeGuard[ShardedLinear]:

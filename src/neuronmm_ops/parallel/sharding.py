@@ -29,12 +29,13 @@ _CUTS: dict[tuple[Kind, Divide], tuple[str | None, str | None]] = {
 }
 
 
-def pair_dims(kind: Kind, divide: Divide) -> dict[str, int | None]:
+def pair_dims(kind: Kind, divide: Divide, storage: str | None = None) -> dict[str, int | None]:
     """Return the dimension in which each tensor of a pair is cut, None where it is whole.
 
     Args:
         kind: `column` or `row`.
         divide: `one` or `both`.
+        storage: of the factors; where rows share scales in groups, these are cut as the factor.
 
     Returns:
         By the names of a state dict: `u` `[K, r]`, `v` `[r, N]`, `u_scale` `[r]`, `v_scale` `[N]`,
@@ -44,17 +45,28 @@ def pair_dims(kind: Kind, divide: Divide) -> dict[str, int | None]:
         ValueError: kind or divide is unknown.
     """
     _check_layout(kind, divide)
-    u, v = (_matrix_dims(cut) for cut in _CUTS[kind, divide])
+    u, v = (_matrix_dims(cut, storage) for cut in _CUTS[kind, divide])
     scales = {"u_scale": u["w_scale"], "v_scale": v["w_scale"]}
     return {"u": u["w"], "v": v["w"], **scales, "bias": v["bias"]}
 
 
-def check_divisible(name: str, storage: str | None) -> None:
-    """Refuse, with a ValueError, to divide factors of which groups of rows share scales."""
-    if storage is not None and STORAGES[storage].group is not None:
+def matrix_dims(kind: Kind, storage: str) -> dict[str, int | None]:
+    """Return likewise of a dense layer: `w` `[K, N]`, `w_scale` `[N]`, `bias` `[N]`.
+
+    Raises:
+        ValueError: kind is unknown.
+    """
+    _check_layout(kind, "one")
+    return _matrix_dims("N" if kind == "column" else "K", storage)
+
+
+def check_groups(name: str, storage: str | None, kind: Kind, K: int, tp: int) -> None:
+    """Refuse, with a ValueError, to cut groups of rows that share scales."""
+    group = None if storage is None else STORAGES[storage].group
+    if kind == "row" and group is not None and K % (group * tp):
         raise ValueError(
-            f"{name}: factors in {storage}, whose groups of rows share scales, are not divided "
-            "between ranks; use tp = 1 or another storage"
+            f"{name}: tp must divide the groups of {group} rows that share scales in {storage}, "
+            f"got {K} rows and tp = {tp}; use another tp or storage"
         )
 
 
@@ -143,14 +155,18 @@ def check_heads(heads: int, kv_heads: int, tp: int) -> int:
     return max(1, tp // kv_heads)
 
 
-def _matrix_dims(cut: str | None) -> dict[str, int | None]:
+def _matrix_dims(cut: str | None, storage: str | None) -> dict[str, int | None]:
     """In which dimension, counted from 0, each tensor of an `xw` is cut."""
     spec = SPECS["xw"]
     dims = (None,) * len(spec.tensors) if cut is None else spec.cut(cut).dims
-    return {
+    found = {
         operand.name: None if dim is None else dim + len(operand.sizes)
         for operand, dim in zip(spec.tensors, dims, strict=True)
+        if operand.role != "activation"
     }
+    if storage is not None and STORAGES[storage].group is not None:
+        found["w_scale"] = found["w"]
+    return found
 
 
 def _check_layout(kind: str, divide: str) -> None:

@@ -9,11 +9,12 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 from torch.distributed.tensor.placement_types import Placement
 
-from neuronmm_ops.nn import SVDMLP, LinearPair, SVDLinear
+from neuronmm_ops.nn import SVDMLP, LinearPair, StoredLinear, SVDLinear
+from neuronmm_ops.nn.compressed_linear import CompressedLinear
 from neuronmm_ops.nn.svd_qkv import QKVProjection
 from neuronmm_ops.parallel.agreement import check_ranks_agree
-from neuronmm_ops.parallel.layers import ShardedLinear, ShardedMLP
-from neuronmm_ops.parallel.sharding import Divide, Kind, check_divisible, pair_dims, part
+from neuronmm_ops.parallel.layers import Divided, ShardedMLP, divided_, part_dims
+from neuronmm_ops.parallel.sharding import Divide, Kind, check_groups, pair_dims, part
 from neuronmm_ops.storages import storage_of
 
 _REPLACED = (
@@ -136,19 +137,20 @@ def _tp(mesh: DeviceMesh) -> int:
 
 def _check_projection(style: str, name: str, module: nn.Module, kind: Kind, tp: int) -> None:
     """Refuse what cannot be divided; a projection of an MLP has a `name`, and any I will do."""
-    if isinstance(module, ShardedLinear):
-        raise TypeError(f"{style} divides an SVDLinear once, got one that is divided already")
-    if not (
-        type(module) is SVDLinear or type(module) is QKVProjection or type(module) is nn.Linear
-    ):
+    if isinstance(module, Divided):
+        raise TypeError(f"{style} divides a layer once, got one that is divided already")
+    if type(module) not in (SVDLinear, StoredLinear, QKVProjection, nn.Linear):
         found = f"{name} of type {type(module).__name__}" if name else type(module).__name__
         remedy = "SVDLinear.from_pair" if isinstance(module, LinearPair) else "unwrap or replace it"
-        raise TypeError(f"{style} divides SVDLinear and nn.Linear, got {found}; {remedy} first")
+        raise TypeError(
+            f"{style} divides SVDLinear, StoredLinear and nn.Linear, got {found}; {remedy} first"
+        )
     if "forward" in vars(module):
         raise TypeError(_REPLACED.format(style=style, name=name or "a layer"))
-    if not isinstance(module, nn.Linear):
-        check_divisible(name or "a layer", module.storage)
+    if isinstance(module, CompressedLinear):
+        check_groups(name or "a layer", module.storage, kind, module.in_features, tp)
     if not name or type(module) is nn.Linear:
+        assert isinstance(module, (nn.Linear, CompressedLinear))
         width = module.out_features if kind == "column" else module.in_features
         part(width, 0, tp, f"{name}'s I" if name else "N" if kind == "column" else "K")
 
@@ -156,12 +158,12 @@ def _check_projection(style: str, name: str, module: nn.Module, kind: Kind, tp: 
 def _divided(
     module: nn.Module, mesh: DeviceMesh, kind: Kind, divide: Divide, source: int | None
 ) -> nn.Module:
-    """Make an SVDLinear a ShardedLinear, in place; torch divides an nn.Linear."""
-    if not isinstance(module, SVDLinear):
+    """Divide a compressed layer, in place; torch divides an nn.Linear."""
+    if not isinstance(module, CompressedLinear):
         style = ColwiseParallel() if kind == "column" else RowwiseParallel()
         style.src_data_rank = source
         return style._apply(module, mesh)
-    for name, dim in pair_dims(kind, divide).items():
+    for name, dim in part_dims(module, kind, divide).items():
         tensor = getattr(module, name)
         if tensor is None:
             continue
@@ -171,10 +173,7 @@ def _divided(
             setattr(module, name, nn.Parameter(local, requires_grad=tensor.requires_grad))
         else:
             module._buffers[name] = local
-    module.__class__ = ShardedLinear
-    assert isinstance(module, ShardedLinear)
-    module.mesh, module.kind, module.divide = mesh, kind, divide
-    return module
+    return divided_(module, mesh, kind, divide)
 
 
 def _distributed(

@@ -19,7 +19,7 @@ from neuronmm_ops.nn.factors import check_stored
 from neuronmm_ops.ops import xuv, xw
 from neuronmm_ops.ops.backends.cpu import name_of
 from neuronmm_ops.ops.spec import FLOAT_DTYPES
-from neuronmm_ops.parallel.sharding import check_divisible, pair_dims, part, part_width, shard
+from neuronmm_ops.parallel.sharding import pair_dims, part, part_width, shard
 from neuronmm_ops.storages import FACTORS, SCALES, STORAGES, pair_shapes, tensor_dtype
 
 Pack = Callable[[Tensor], Callable[[Tensor], Tensor]]
@@ -229,7 +229,7 @@ class Stored(Member):
     def __init__(self, layer: LayerReport, place: Shard, sections: Sequence[ColumnSection]) -> None:
         assert layer.storage is not None
         if place.kind is not None:
-            check_divisible(layer.name, layer.storage)
+            _check_undivided(layer)
         storage = STORAGES[layer.storage]
         shapes: dict[str, tuple[int, ...]] = {}
         shapes.update(zip(STORED, storage.shapes(layer.K, layer.N), strict=True))
@@ -304,7 +304,7 @@ class Pair(Member):
     ) -> None:
         assert layer.r is not None
         if place.kind is not None:
-            check_divisible(layer.name, layer.storage)
+            _check_undivided(layer)
         shapes = pair_shapes(layer.K, layer.N, layer.r, layer.storage)
         super().__init__(layer.name, shapes, sections, pack)
         self.place, self.rank = place, layer.r
@@ -386,6 +386,15 @@ class Pair(Member):
             columns = slice(_length(part(self.shapes["v"][1], rank, tp, "N", padded=True)))
         v = self.v[: self.rank, columns]
         return self.u[:, r], v, self.u_scale[r], self.v_scale[columns]
+
+
+def _check_undivided(layer: LayerReport) -> None:
+    """Refuse, with a ValueError, to divide a layer whose groups of rows share scales."""
+    if layer.storage is not None and STORAGES[layer.storage].group is not None:
+        raise ValueError(
+            f"{layer.name}: factors in {layer.storage}, whose groups of rows share scales, are not "
+            "divided between vLLM's ranks; use tp = 1 or another storage"
+        )
 
 
 def _along_contraction(shape: torch.Size, dtype: torch.dtype) -> nn.Parameter:
