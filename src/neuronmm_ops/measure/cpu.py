@@ -187,7 +187,7 @@ def _makers(case: Comparison) -> dict[str, Callable[[], nn.Module]]:
             made: nn.Module = SVDLinear(K, N, r, bias=False, dtype=dtype, storage=storage)
         else:
             made = SVDMLP(K, N, (r, r, r), dtype=dtype, storage=storage)
-        return relayout_(made)  # as `neuronmm generate` has it
+        return relayout_(made)
 
     makers = {"dense": lambda: layer(linear), "two_gemm": lambda: layer(pair), "op": op}
     if case.storage is not None:

@@ -29,6 +29,7 @@ from neuronmm_ops.manifest import installed_versions
 from neuronmm_ops.measure.generation import Alone, Timing, alone, checked, timed
 from neuronmm_ops.measure.runner import in_own_process
 from neuronmm_ops.measure.timing import MIN_ROUNDS, cpu_name
+from neuronmm_ops.nn import pack_
 from neuronmm_ops.ops.backends.cpu import name_of
 
 PROMPT = 512
@@ -211,6 +212,8 @@ def _ready(
     """Load a model and generate once in each of its modes, so that what is paid once is paid."""
     model = load_on(directory, ids.device)
     cast_(model, dtype)
+    if ids.is_cpu:
+        pack_(model)
     for _, is_compiled in keys:
         checked(model, str(directory), ids, new, is_compiled)
     return model

@@ -24,6 +24,7 @@ from neuronmm_ops.compress.batches import check_ids
 from neuronmm_ops.errors import NonFiniteError
 from neuronmm_ops.hf.computing import AUTO, cast_, dtype_of, load_on
 from neuronmm_ops.hf.generate import FiniteLogits, check_length
+from neuronmm_ops.nn import pack_
 
 STATUS = Path("/proc/self/status")
 MAX_REASON = 200
@@ -177,6 +178,8 @@ def alone(
     model = load_on(directory, device)
     dtype = dtype or dtype_of(AUTO, model)
     cast_(model, dtype)
+    if device.type == "cpu":
+        pack_(model)  # as `neuronmm generate` has it
     ids = ids.to(device)
     start = time.perf_counter()
     try:

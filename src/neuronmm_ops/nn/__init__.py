@@ -3,6 +3,7 @@
 from neuronmm_ops.nn.compressed_linear import CompressedLinear
 from neuronmm_ops.nn.dense_linear import DenseLinear, dense_linear, dense_linears
 from neuronmm_ops.nn.layout import relayout_
+from neuronmm_ops.nn.packed_linear import PackedLinear, pack_
 from neuronmm_ops.nn.pair import LinearPair
 from neuronmm_ops.nn.stored_linear import StoredLinear
 from neuronmm_ops.nn.svd_linear import SVDLinear
@@ -14,10 +15,12 @@ __all__ = [
     "CompressedLinear",
     "DenseLinear",
     "LinearPair",
+    "PackedLinear",
     "SVDLinear",
     "StoredLinear",
     "dense_linear",
     "dense_linears",
+    "pack_",
     "relayout_",
     "shared_weights",
     "swap_modules_",

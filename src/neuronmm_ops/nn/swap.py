@@ -74,7 +74,7 @@ def replace_(model: nn.Module, replacements: Mapping[str, nn.Module]) -> None:
     places = _places(model)
     for name, new in replacements.items():
         old = model.get_submodule(name)
-        _carry_over(old, new)
+        carry_over(old, new)
         for parent, attribute in places[old]:
             setattr(parent, attribute, new)
     parents = {name.rpartition(".")[0] for name in replacements}
@@ -144,12 +144,12 @@ def _fuse_gated_mlp(
         mlp.get_submodule("down_proj"),
         activation,
     )
-    _carry_over(mlp, fused)
+    carry_over(mlp, fused)
     for parent, attribute in places[mlp]:
         setattr(parent, attribute, fused)
 
 
-def _carry_over(old: nn.Module, new: nn.Module) -> None:
+def carry_over(old: nn.Module, new: nn.Module) -> None:
     """Give `new` the training flag, buffers and hooks of `old`."""
     new.training = old.training
     placeholders: tuple[str, ...] = ("weight",) if isinstance(old, LinearPair) else ()

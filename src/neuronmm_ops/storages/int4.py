@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 from neuronmm_ops.storages.storage import WeightStorage
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import torch
     from torch import Tensor
 
@@ -86,6 +88,26 @@ class Int4(WeightStorage):
         if not bool(((tensor & 15 == 0) | (tensor < 16)).any()):
             return None
         return "must be in -7..7 (scales are symmetric), got -8"
+
+    def packed(self, tensor: Tensor, scale: Tensor) -> Callable[[Tensor], Tensor] | None:
+        """Read four bits a number and widen them in registers; for multiples of 16 columns."""
+        import torch
+        import torch.nn.functional as F
+
+        K, N = self.size(*tensor.shape)
+        if N % 16:
+            return None
+        missing = -K % GROUP
+        numbers = F.pad(self.decode(tensor, torch.int32) + ZERO, (0, 0, 0, missing))
+        halves = torch.ops.aten._convert_weight_to_int4pack_for_cpu(numbers.t().contiguous(), 1)
+        zeros = torch.zeros_like(scale)
+        scales = torch.stack([scale, zeros], -1).bfloat16()  # exact: they are bfloat16 numbers
+
+        def product(a: Tensor) -> Tensor:
+            a = F.pad(a, (0, missing))
+            return torch.ops.aten._weight_int4pack_mm_for_cpu(a, halves, GROUP, scales)
+
+        return product
 
     def widened(self, tensor: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return the matrix itself: sums over groups cannot be scaled."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import torch
     from torch import Tensor
 
@@ -93,6 +95,12 @@ class WeightStorage:
 
     def sums(self, a: Tensor, tensor: Tensor) -> Tensor | None:
         """Return `a @ numbers` in the dtype of a, where a kernel of torch's is the fastest."""
+        return None
+
+    def packed(self, tensor: Tensor, scale: Tensor) -> Callable[[Tensor], Tensor] | None:
+        """Return the product `[M, N]` with bfloat16 `[M, K]`, by a kernel of torch's that has an
+        order of its own; the tensor need not be kept. None where there is none.
+        """
         return None
 
     def widened(self, tensor: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,132 @@
+"""PackedLinear: a linear layer for inference on this CPU, and the swap to it."""
+
+from collections.abc import Sequence
+from typing import Any, NoReturn, Self, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from neuronmm_ops.nn.compressed_linear import CompressedLinear
+from neuronmm_ops.nn.dense_linear import dense_linear
+from neuronmm_ops.nn.layout import relayout_
+from neuronmm_ops.nn.swap import carry_over, shared_weights
+from neuronmm_ops.ops.backends.cpu_packed import Product, packed
+from neuronmm_ops.ops.backends.simulated import active_impl
+
+M = TypeVar("M", bound=nn.Module)
+
+
+class PackedLinear(nn.Module):
+    """A linear layer whose matrices are kept in the order alone that this CPU's kernels read.
+
+    It has neither parameters to train nor to save, and is neither cast nor moved.
+
+    Args:
+        layer: the Linear or compressed layer that it stands for; its bias is taken, not copied.
+        products: with each of its matrices, in turn.
+
+    Attributes:
+        in_features: K.
+        out_features: N.
+        rank: of a pair; None of one matrix.
+        storage: of the matrices, or None.
+        bias: `[N]` or None.
+        weight: `[0]`, a placeholder of the model's dtype.
+    """
+
+    weight: Tensor
+
+    def __init__(self, layer: Any, products: Sequence[Product]) -> None:
+        super().__init__()
+        sizes: Any = layer if isinstance(layer, CompressedLinear) else dense_linear(layer)
+        self.in_features, self.out_features = sizes.in_features, sizes.out_features
+        self.rank, self.storage = getattr(layer, "rank", None), getattr(layer, "storage", None)
+        self.register_buffer("weight", layer.weight.detach().new_empty(0))
+        self.bias = layer.bias
+        self._products = tuple(products)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map x `[..., K]` to `[..., N]`."""
+        if active_impl() == "simulated":
+            raise RuntimeError(
+                "a packed layer runs on this CPU alone, not simulated; load the model anew, "
+                "without pack_"
+            )
+        *first, last = self._products
+        for product in first:
+            x = product(x, None)
+        return last(x, self.bias)
+
+    def _save_to_state_dict(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, *args: Any
+    ) -> NoReturn:
+        raise ValueError("a packed model cannot be saved; save it before pack_")
+
+    def _load_from_state_dict(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, *args: Any
+    ) -> NoReturn:
+        raise ValueError("a packed model cannot load weights; load them before pack_")
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        result = fn(self.weight)
+        if (result.dtype, result.device) != (self.weight.dtype, self.weight.device):
+            raise ValueError(
+                f"a packed model stays {self.weight.dtype} on its CPU, got {result.dtype} on "
+                f"{result.device}; cast and move it before pack_"
+            )
+        return self
+
+    def extra_repr(self) -> str:
+        """Describe sizes and storage for `print(model)`."""
+        rank = "" if self.rank is None else f", rank={self.rank}"
+        storage = "" if self.storage is None else f", storage={self.storage}"
+        sizes = f"in_features={self.in_features}, out_features={self.out_features}"
+        return f"{sizes}{rank}, bias={self.bias is not None}{storage}"
+
+
+@torch.no_grad()
+def pack_(model: M) -> M:
+    """Keep the matrices of a model as this CPU's kernels read them; return the model.
+
+    Those of Linears and compressed layers in bfloat16, where the CPU has units for it, and in int4
+    with bfloat16 activations. bfloat16 takes the memory that it took, and its results stay as they
+    are, bit for bit; int4's are rounded as bfloat16's are. Other compressed layers are laid out by
+    `relayout_`, and a weight that another module holds, too, stays. For inference: the model can no
+    longer be trained, saved, cast or moved.
+
+    Raises:
+        ValueError: `model` is itself a layer, which nothing holds.
+    """
+    if _matrices(model) is not None:
+        raise ValueError("pack_ takes a module that holds layers, got a layer; wrap it")
+    shared = shared_weights(model)
+    made: dict[nn.Module, nn.Module] = {}
+    for path, parent in list(model.named_modules()):
+        for name, layer in list(parent.named_children()):
+            if layer not in made and f"{path}.{name}".lstrip(".") not in shared:
+                made[layer] = _packed(layer)
+            setattr(parent, name, made.get(layer, layer))
+    return relayout_(model)
+
+
+def _packed(layer: nn.Module) -> nn.Module:
+    """Return what takes a layer's place: itself where it has no quicker order."""
+    products: list[Product] = []
+    for matrix, scale in _matrices(layer) or ():
+        product = packed(matrix, scale, layer.weight.dtype)  # pyright: ignore  (a Tensor)
+        if product is None:
+            return layer
+        products.append(product)
+    if not products:
+        return layer
+    new = PackedLinear(layer, products)
+    carry_over(layer, new)
+    return new
+
+
+def _matrices(layer: nn.Module) -> Sequence[tuple[Tensor, Tensor | None]] | None:
+    """Return the matrices `[K, N]` that a layer multiplies by, with scales; None of any other."""
+    if isinstance(layer, CompressedLinear):
+        return layer.scaled() if layer.compute == "x" else ()
+    linear = dense_linear(layer)
+    return None if linear is None or "forward" in vars(layer) else ((linear.weight.t(), None),)
