@@ -10,6 +10,7 @@ from operands import DTYPES, PLAIN, generators, leading, magnitude_of, one_byte_
 from tolerances import assert_close_to_oracle
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from neuronmm_ops import ops
 from neuronmm_ops.nn.nearest import nearest
@@ -96,6 +97,32 @@ def test_every_code_of_fp8_is_widened_exactly():
     for dtype in (torch.bfloat16, torch.float32, torch.float64):
         wide, factor = STORAGES["fp8"].widened(codes, torch.ones(1), dtype)
         assert torch.equal(wide.double() * factor, codes.double())
+
+
+class Made(TorchDispatchMode):
+    """Dtypes of the matrices of a size that are made below it."""
+
+    def __init__(self, numel: int) -> None:
+        super().__init__()
+        self.numel, self.dtypes = numel, set[torch.dtype]()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        if isinstance(made, Tensor) and made.numel() == self.numel:
+            self.dtypes.add(made.dtype)
+        return made
+
+
+@pytest.mark.parametrize("storage", ["fp8", "int8"])
+@pytest.mark.parametrize(
+    ("dtype", "multiplied_in"), [(torch.bfloat16, torch.bfloat16), (torch.float16, torch.float32)]
+)
+def test_other_devices_widen_no_further_than_they_must(storage, dtype, multiplied_in):
+    x, scale = torch.empty(3, 64, dtype=dtype, device="meta"), torch.empty(48, device="meta")
+    w = torch.empty(64, 48, dtype=STORAGES[storage].torch_dtype, device="meta")
+    with Made(w.numel()) as made:
+        assert cpu_one_byte.scaled_mm(x, w, scale).dtype == dtype
+    assert made.dtypes == {multiplied_in}
 
 
 def test_float16_does_not_overflow_between_the_products():

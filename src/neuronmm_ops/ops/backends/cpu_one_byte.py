@@ -33,15 +33,16 @@ def scaled_mm(a: Tensor, w: Tensor, scale: Tensor, bias: Tensor | None = None) -
     storage = storage_of(w.dtype)
     assert storage is not None
     K, N = storage.size(*w.shape)
+    # float16 would overflow before the scale is applied.
+    is_wide = a.dtype == torch.float16 or (a.is_cpu and a.dtype in SLOW_DTYPES)
+    multiplied_in = _wide(a) if is_wide else a.dtype
     if not a.is_cpu or a.shape[1] != K:
-        wide, factor = storage.widened(w, scale, _wide(a))
-        return _finished(a.to(_wide(a)) @ wide, factor, bias, a.dtype)
+        wide, factor = storage.widened(w, scale, multiplied_in)
+        return _finished(a.to(multiplied_in) @ wide, factor, bias, a.dtype)
     sums = storage.sums(a, w)
     if sums is not None:
         return _finished(sums, scale, bias, a.dtype)
     y = a.new_empty(len(a), N)
-    # float16 would overflow before the scale is applied.
-    multiplied_in = _wide(a) if a.dtype in SLOW_DTYPES or a.dtype == torch.float16 else a.dtype
     given = a.to(multiplied_in)
     size = max(_STRIP // max(K, 1), _MIN_STRIP)
     scales = scale.split(size, -1)
