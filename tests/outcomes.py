@@ -66,16 +66,18 @@ def process(*arguments: object, stdout: int | IO[str] = subprocess.PIPE) -> Outc
     return Outcome(result.returncode, result.stdout or "", result.stderr)
 
 
-def refused(outcome: Outcome, *words: str) -> None:
-    """Exit code 2, nothing on stdout, one line on stderr that holds the words."""
-    assert outcome.code == 2, outcome
-    assert outcome.out == ""
-    lines = outcome.err.strip().splitlines()
-    assert len(lines) == 1, outcome.err
-    assert lines[0].startswith(("neuron", "python benchmarks"))
-    assert "Traceback" not in outcome.err
+def failed(outcome: Outcome, code: int, *words: str) -> None:
+    """Nothing on stdout, one line on stderr that holds the words."""
+    assert (outcome.code, outcome.out) == (code, ""), outcome
+    (line,) = outcome.err.strip().splitlines()
+    assert line.startswith(("neuron", "python benchmarks"))
     for word in words:
-        assert word in lines[0]
+        assert word in line, line
+
+
+def refused(outcome: Outcome, *words: str) -> None:
+    """The input was wrong."""
+    failed(outcome, 2, *words)
 
 
 def interrupt(*_: object, **__: object) -> None:

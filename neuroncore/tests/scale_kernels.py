@@ -1,10 +1,4 @@
-"""Kernels that scale a tensor, their references, and what `neuroncore simulate` says of them."""
-
-import json
-from typing import Any
-
-import pytest
-from outcomes import Outcome
+"""Kernels that scale a tensor, and their references."""
 
 KERNELS = """\
 import functools
@@ -67,16 +61,3 @@ def decorated(x):
     return x * 2.0
 """
 X = ("--arg", "x=f32[128,1024]", "--target", "trn2")
-
-
-def document(outcome: Outcome) -> Any:
-    assert outcome.code == 0, outcome.err
-    return json.loads(outcome.out, parse_constant=lambda name: pytest.fail(name))
-
-
-def failed(outcome: Outcome, code: int, *words: str) -> None:
-    assert (outcome.code, outcome.out) == (code, ""), outcome
-    (line,) = outcome.err.strip().splitlines()
-    assert line.startswith("neuroncore")
-    for word in words:
-        assert word in line, line

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 from outcomes import Run, refused
-from scale_kernels import document
 
 MEASURED = {
     "total_time": 2e-5,
@@ -57,7 +56,7 @@ def profile(simulate: Run, file, tmp_path):
     """What `simulate --json` printed of `scale`, and its file."""
     done = simulate(f"{file}:scale", "--arg", "x=f32[128,1024]", "--target", "trn2", "--json")
     (tmp_path / "profile.json").write_text(done.out)
-    return tmp_path / "profile.json", document(done)
+    return tmp_path / "profile.json", done.document()
 
 
 def fields(found: dict[str, Any]) -> dict[str, tuple[Any, ...]]:
@@ -165,7 +164,7 @@ def test_two_cores(run, simulate, file, tmp_path):
     """Active times are means of the cores, instructions sums."""
     target = tmp_path / "two.json"
     command = (f"{file}:scale", "--arg", "x=f32[128,1024]", "--target", "trn2", "--lnc", 2)
-    ours = document(simulate(*command, "--summary", target, "--json"))
+    ours = simulate(*command, "--summary", target, "--json").document()
     (written,) = json.loads(target.read_text()).values()
     assert written["num_physical_cores"] == 2
     mean = sum(core["engines"][1]["busy_ms"] for core in ours["cores"]) / 2e3

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from scale_kernels import document, failed
+from outcomes import failed
 from tolerances import assert_close_to_oracle
 
 import neuroncore as nc
@@ -100,12 +100,12 @@ def test_the_page(run):
 
 def test_json_is_the_profile(run):
     command = (f"{EXAMPLE}:matmul", *ARGUMENTS, "--json")
-    found = document(run(*command, "--cost-model", "documented"))
+    found = run(*command, "--cost-model", "documented").document()
     assert (found["kernel"], found["model"], found["lnc"]) == ("matmul", "documented", 1)
     assert found["modelled"] is True
     assert found["flops"] == 2 * 256 * 512 * 1024
     assert found["hbm_bytes"] == 2 * (256 * 512 + 256 * 1024 + 512 * 1024)
-    traced, executed = (document(run(*command, *mode)) for mode in (("--trace-only",), ()))
+    traced, executed = (run(*command, *mode).document() for mode in (("--trace-only",), ()))
     assert (traced.pop("mode"), executed.pop("mode")) == ("trace", "execute")
     assert traced == executed
 
@@ -137,7 +137,7 @@ def test_values_prints_and_helpers_beside_the_file(run, file):
     assert outcome.code == 0, outcome.err
     assert outcome.out.startswith("scale 2.5 act silu\ncopy on trn2")
     outcome = run(f"{file}:copy", *arguments, "--json")
-    assert document(outcome)["kernel"] == "copy"
+    assert outcome.document()["kernel"] == "copy"
     assert "scale 2.5" in outcome.err
     assert run(f"{file}:plain", "--arg", "x=int8[4,4]").code == 0  # a function without nki.jit
 
@@ -152,7 +152,7 @@ def test_imports_of_the_simulator_by_its_own_name(run, tmp_path):
 
 
 def test_two_cores(run, file):
-    found = document(run(f"{file}:halves", "--arg", "x=bf16[128,512]", "--lnc", 2, "--json"))
+    found = run(f"{file}:halves", "--arg", "x=bf16[128,512]", "--lnc", 2, "--json").document()
     assert (found["lnc"], len(found["cores"])) == (2, 2)
     assert found["hbm_bytes"] == 2 * 128 * 512 * 2
 

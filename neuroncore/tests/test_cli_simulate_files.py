@@ -7,7 +7,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 import safetensors.numpy
-from scale_kernels import X, document, failed
+from outcomes import failed
+from scale_kernels import X
 
 # --- tensors in files
 
@@ -27,7 +28,7 @@ def test_inputs_and_outputs_of_files(simulate, file, tmp_path, dtype, suffix):
         safetensors.numpy.save_file({"a": x, "b": np.zeros(3, np.float32)}, source)
         given = f"x={source}:a"
     before = source.read_bytes()
-    done = document(simulate(f"{file}:scale", "--arg", given, "--save", target, "--json"))
+    done = simulate(f"{file}:scale", "--arg", given, "--save", target, "--json").document()
     assert done["hbm_bytes"] == 2 * x.nbytes
     read = (
         np.load if suffix == ".npy" else lambda path: safetensors.numpy.load_file(path)["output0"]
@@ -84,7 +85,7 @@ def test_trace_only_reads_the_header_alone(simulate, file, tmp_path):
         safetensors.numpy.save_file({"x": values(dtype)}, tmp_path / "x.safetensors")
         for name in ("x.npy", "x.safetensors"):
             command = (f"{file}:scale", "--arg", f"x={tmp_path / name}", "--trace-only", "--json")
-            (x, _) = document(simulate(*command))["tensors"]
+            (x, _) = simulate(*command).document()["tensors"]
             assert (x["shape"], x["dtype"]) == ([128, 1024], short)
 
 
@@ -170,7 +171,7 @@ def test_a_directory_that_is_read_only(simulate, file, tmp_path):
 
 def test_agreement_is_shown_and_in_the_document(simulate, file):
     command = (f"{file}:scale", "--arg", "x=bf16[128,1024]", "--arg", "by=1.7")
-    found = document(simulate(*command, "--reference", f"{file}:reference", "--json"))
+    found = simulate(*command, "--reference", f"{file}:reference", "--json").document()
     (entry,) = found["agreement"]
     assert entry["agrees"]
     assert 0 < entry["max_error"] <= entry["allowed"] < entry["largest"]

@@ -4,7 +4,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from scale_kernels import KERNELS, X, document, failed
+from outcomes import failed
+from scale_kernels import KERNELS, X
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "kernels" / "matmul.py"
 SIZES = ("--arg", "lhsT=bf16[256,512]", "--arg", "rhs=bf16[256,1024]", "--target", "trn2")
@@ -17,10 +18,10 @@ def test_comparison_is_two_profiles_and_their_ratios(simulate, tmp_path):
     other = tmp_path / "other.py"
     other.write_text(EXAMPLE.read_text().replace("rows=4, columns=2", "rows=2, columns=1"))
     command = ("--compare", f"{EXAMPLE}:matmul", f"{other}:matmul", *SIZES, "--trace-only")
-    found = document(simulate(*command, "--json"))
+    found = simulate(*command, "--json").document()
     first, second = found["kernels"]
     assert (first["file"], second["file"]) == ("matmul.py:matmul", "other.py:matmul")
-    alone = document(simulate(f"{EXAMPLE}:matmul", *SIZES, "--trace-only", "--json"))
+    alone = simulate(f"{EXAMPLE}:matmul", *SIZES, "--trace-only", "--json").document()
     assert first["time_ms"] == alone["time_ms"]
     assert set(found["ratios"][0].values()) <= {1.0, None}
     ratio = found["ratios"][1]
@@ -35,7 +36,7 @@ def test_comparison_is_two_profiles_and_their_ratios(simulate, tmp_path):
 
 def test_compared_kernels_take_the_arguments_that_they_know(simulate, file):
     command = ("--compare", f"{file}:scale", f"{file}:in_place", *X)
-    found = document(simulate(*command, "--arg", "by=2.0", "--json"))
+    found = simulate(*command, "--arg", "by=2.0", "--json").document()
     assert [k["kernel"] for k in found["kernels"]] == ["scale", "in_place"]
     failed(simulate(*command, "--arg", "z=2"), 2, "none of the kernels has a parameter z")
     failed(simulate(*command[:3]), 2, "kernels.py:scale", "--arg x")
@@ -44,7 +45,7 @@ def test_compared_kernels_take_the_arguments_that_they_know(simulate, file):
 def test_compared_values(simulate, file):
     reference = ("--reference", f"{file}:reference")
     command = ("--compare", f"{file}:scale", f"{file}:in_place", f"{file}:anything", *X)
-    found = document(simulate(*command, *reference, "--json"))
+    found = simulate(*command, *reference, "--json").document()
     assert [k["agreement"][0]["agrees"] for k in found["kernels"]] == [True] * 3
     page = simulate(*command, "--reference", f"{file}:wrong").out
     assert page.count("too large") == 3
@@ -55,7 +56,7 @@ def test_compared_values(simulate, file):
 
 def test_sweep_is_sorted_and_says_what_was_refused(simulate):
     command = (f"{EXAMPLE}:matmul", *SIZES, "--trace-only", "--sweep", "rows=1,2,3,4")
-    found = document(simulate(*command, "--sweep", "columns=1,2", "--json"))
+    found = simulate(*command, "--sweep", "columns=1,2", "--json").document()
     points = found["points"]
     assert len(points) == 8
     ran = [p for p in points if p["refused"] is None]
@@ -73,14 +74,14 @@ def test_sweep_is_sorted_and_says_what_was_refused(simulate):
 
 def test_a_swept_point_is_the_run_with_that_value(simulate):
     command = (f"{EXAMPLE}:matmul", *SIZES, "--trace-only", "--json")
-    (point,) = document(simulate(*command, "--sweep", "rows=2"))["points"]
-    alone = document(simulate(*command, "--arg", "rows=2"))
+    (point,) = simulate(*command, "--sweep", "rows=2").document()["points"]
+    alone = simulate(*command, "--arg", "rows=2").document()
     for name in ("time_ms", "bound", "instructions", "hbm_bytes", "sbuf_peak_bytes"):
         assert point[name] == alone[name], name
 
 
 def test_a_constant_of_the_file_is_swept_with_what_follows_from_it(simulate, file):
-    found = document(simulate(f"{file}:scale", *X, "--sweep", "BLOCK=64,128,96", "--json"))
+    found = simulate(f"{file}:scale", *X, "--sweep", "BLOCK=64,128,96", "--json").document()
     counts = {p["values"]["BLOCK"]: p.get("instructions") for p in found["points"]}
     assert counts == {"64": 12, "128": 6, "96": None}  # WIDTH is four times BLOCK
     place = f"[kernels.py:{KERNELS[: KERNELS.index('assert x')].count(chr(10)) + 1}]"
@@ -92,7 +93,7 @@ def test_a_constant_takes_any_plain_value(simulate, tmp_path):
     text = text.replace("4 * BLOCK", "TILES[0]").replace("by=2.0", "by=BY")
     (tmp_path / "kernels.py").write_text("from __future__ import annotations\n" + text)
     command = (f"{tmp_path / 'kernels.py'}:scale", *X, "--json")
-    found = document(simulate(*command, "--sweep", "TILES=(256,),(512,)", "--sweep", "BY=inf,-1"))
+    found = simulate(*command, "--sweep", "TILES=(256,),(512,)", "--sweep", "BY=inf,-1").document()
     assert [p["refused"] for p in found["points"]] == [None] * 4
     assert {p["values"]["TILES"]: p["instructions"] for p in found["points"]} == {
         "(256,)": 12,
@@ -102,9 +103,9 @@ def test_a_constant_takes_any_plain_value(simulate, tmp_path):
 
 def test_tensors_and_texts_are_swept_too(simulate, file):
     shapes = ("--sweep", "x=f32[128,512],bf16[64,1024]")
-    found = document(simulate(f"{file}:scale", "--target", "trn2", *shapes, "--json"))
+    found = simulate(f"{file}:scale", "--target", "trn2", *shapes, "--json").document()
     assert {p["values"]["x"] for p in found["points"]} == {"f32[128,512]", "bf16[64,1024]"}
-    found = document(simulate(f"{file}:scale", *X, "--sweep", "extra='a,b',(1,2),none", "--json"))
+    found = simulate(f"{file}:scale", *X, "--sweep", "extra='a,b',(1,2),none", "--json").document()
     assert [p["values"]["extra"] for p in found["points"]] == ["'a,b'", "(1,2)", "none"]
 
 
@@ -153,7 +154,7 @@ def test_two_kernels_without_the_option(simulate, file):
 
 def test_the_timeline_page_is_written(simulate, tmp_path):
     page = tmp_path / "page.html"
-    found = document(simulate(f"{EXAMPLE}:matmul", *SIZES, "--timeline", page, "--json"))
+    found = simulate(f"{EXAMPLE}:matmul", *SIZES, "--timeline", page, "--json").document()
     assert found["what_would_help"] in page.read_text()
     assert found["what_if"][0]["time_ms"] <= found["time_ms"]
     assert "What would help" in simulate(f"{EXAMPLE}:matmul", *SIZES).out

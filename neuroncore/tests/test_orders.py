@@ -3,11 +3,12 @@
 import numpy as np
 import pytest
 import torch
+from outcomes import refused
+from scale_kernels import X
 
 import neuroncore as nc
 from neuroncore import isa as nisa
 from neuroncore import language as nl
-from neuroncore.cli import main
 
 ROWS = np.arange(256, dtype=np.float32).reshape(2, 128)
 
@@ -93,24 +94,6 @@ def test_what_has_no_orders(kernel, options, line):
         nc.simulate(kernel, ROWS, True, target="trn2", **options)
 
 
-KERNEL = """
-import nki, nki.isa as nisa, nki.language as nl
-
-@nki.jit
-def copy(x):
-    tile = nl.ndarray(x.shape, x.dtype)
-    nisa.dma_copy(tile, x)
-    out = nl.ndarray(x.shape, x.dtype, buffer=nl.shared_hbm)
-    nisa.dma_copy(out, tile)
-    return out
-"""
-
-
-def test_the_command_takes_them_for_two_cores(tmp_path, capsys):
-    path = tmp_path / "kernel.py"
-    path.write_text(KERNEL)
-    arguments = ["simulate", f"{path}:copy", "--arg", "x=f32[128,512]", "--target", "trn2"]
-    assert main([*arguments, "--schedules", "2"]) == 2
-    line = capsys.readouterr().err
-    assert line.count("\n") == 1
-    assert "the kernel runs on one" in line
+def test_the_command_takes_them_for_two_cores(simulate, file):
+    outcome = simulate(f"{file}:scale", *X, "--schedules", 2)
+    refused(outcome, "the kernel runs on one")

@@ -1,13 +1,12 @@
 """What is not known: each end changes what it says, alone and with the others."""
 
-import json
-
 import pytest
+from outcomes import refused
+from scale_kernels import X
 
 import neuroncore as nc
 from neuroncore import isa as nisa
 from neuroncore import language as nl
-from neuroncore.cli import main
 from neuroncore.hardware import MACHINES
 from neuroncore.uncertainty import UNCERTAINTIES, assuming
 
@@ -139,33 +138,13 @@ def test_ends_that_change_nothing_on_a_machine_are_left_out(target):
     assert assuming(machine, [u.name for u in UNCERTAINTIES]).target == target
 
 
-KERNEL = """
-import nki, nki.isa as nisa, nki.language as nl
-
-@nki.jit
-def copy(x):
-    tile = nl.ndarray(x.shape, x.dtype)
-    nisa.dma_copy(tile, x)
-    out = nl.ndarray(x.shape, x.dtype, buffer=nl.shared_hbm)
-    nisa.dma_copy(out, tile)
-    return out
-"""
-
-
-def test_the_command_shows_and_takes_them(tmp_path, capsys):
-    path = tmp_path / "kernel.py"
-    path.write_text(KERNEL)
-    arguments = ["simulate", f"{path}:copy", "--arg", "x=bf16[128,512]", "--target", "trn2"]
-    assert main(arguments) == 0
-    page = capsys.readouterr().out
+def test_the_command_shows_and_takes_them(simulate, file):
+    command = (f"{file}:scale", *X)
+    page = simulate(*command).page()
     assert "What is not known" in page
     assert all(u.name in page for u in UNCERTAINTIES if u.name != "dma")
-    assert main([*arguments, "--assume", "hbm", "--json"]) == 0
-    document = json.loads(capsys.readouterr().out)
-    low, high = document["time_range_ms"]
-    assert low <= document["time_ms"] <= high
-    assert {end["name"] for end in document["uncertainties"]} >= {"throttling", "column-groups"}
-    assert main([*arguments, "--assume", "weather"]) == 2
-    line = capsys.readouterr().err
-    assert line.count("\n") == 1
-    assert "assume must be of dma, dma-queues" in line
+    found = simulate(*command, "--assume", "hbm", "--json").document()
+    low, high = found["time_range_ms"]
+    assert low <= found["time_ms"] <= high
+    assert {end["name"] for end in found["uncertainties"]} >= {"throttling", "column-groups"}
+    refused(simulate(*command, "--assume", "weather"), "assume must be of dma, dma-queues")
