@@ -52,7 +52,7 @@ def bench_generate(run, monkeypatch):
 
 def test_defaults_are_those_of_the_function():
     options = parser().parse_args(["bench", "generate", "DIR"])
-    sizes = (options.prompt_tokens, options.new_tokens, options.batch_size)
+    sizes = (options.prompt, options.new, options.batch)
     found = (*sizes, options.rounds, options.device)
     assert found == (generate.PROMPT, generate.NEW, 1, generate.ROUNDS, "cpu")
 

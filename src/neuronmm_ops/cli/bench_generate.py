@@ -5,7 +5,7 @@ from typing import Any
 
 from neuroncore.cli.console import show_table, stdout
 from neuronmm_ops.cli.library import transformers_models
-from neuronmm_ops.cli.parser import add_command
+from neuronmm_ops.cli.parser import add_command, add_numbers
 from neuronmm_ops.progress import progress_bars
 
 HELP = "time to first token, time per token and memory of models that generate here, measured"
@@ -21,19 +21,13 @@ def add(benchmarks: Any) -> None:
         metavar="DIR",
         help="models; the others are compared with the first",
     )
-    for name, default, described in (
-        ("prompt-tokens", 512, "tokens of a prompt"),
-        ("new-tokens", 64, "tokens that follow it"),
-        ("batch-size", 1, "sequences"),
-        ("rounds", 7, "timing rounds; fewer if they take more than a minute"),
-    ):
-        command.add_argument(
-            f"--{name}",
-            type=int,
-            default=default,
-            metavar="N",
-            help=f"{described} (default {default})",
-        )
+    add_numbers(
+        command,
+        ("--prompt-tokens", "prompt", 512, "tokens of a prompt"),
+        ("--new-tokens", "new", 64, "tokens that follow it"),
+        ("--batch-size", "batch", 1, "sequences"),
+        ("--rounds", "rounds", 7, "timing rounds; fewer if they take more than a minute"),
+    )
     command.add_argument("--compile", action="store_true", help="also measure with torch.compile")
 
 
@@ -42,16 +36,9 @@ def _run(options: argparse.Namespace) -> list[dict[str, Any]]:
     from neuronmm_ops.measure import generate
 
     with progress_bars() as progress:
-        return generate.run(
-            options.directories,
-            prompt=options.prompt_tokens,
-            new=options.new_tokens,
-            batch=options.batch_size,
-            compile=options.compile,
-            rounds=options.rounds,
-            device=options.device,
-            progress=progress,
-        )
+        names = ("prompt", "new", "batch", "compile", "rounds", "device")
+        asked = {name: getattr(options, name) for name in names}
+        return generate.run(options.directories, **asked, progress=progress)
 
 
 def _show(rows: list[dict[str, Any]]) -> None:
@@ -68,7 +55,7 @@ def _show(rows: list[dict[str, Any]]) -> None:
         show_table(columns, map(_compared, compared), left=["model"], title=title)
     for row in rows:
         if row["failed"]:
-            stdout.print(f"{_name(row)}: not measured, {row['failed']}", soft_wrap=True)
+            stdout.print(f"{_name(row)}: not measured, {row['failed']}")
     first = rows[0]
     versions = ", ".join(f"{name} {value}" for name, value in first["versions"].items())
     rounds = min(row["rounds"] for row in rows if row["rounds"])
@@ -80,7 +67,7 @@ def _show(rows: list[dict[str, Any]]) -> None:
         f"computed in {first['compute_dtype']} on {first['device']} ({first['device_name']}), "
         f"threads: {first['threads']}; {versions}",
     ):
-        stdout.print(line, soft_wrap=True)
+        stdout.print(line)
 
 
 def _name(row: dict[str, Any]) -> str:

@@ -7,7 +7,14 @@ from typing import Any
 from neuroncore.cli.console import show_table, stdout
 from neuronmm_ops.cli.bench_ranks import PHASES, VARIANTS, show_layouts, show_ranks
 from neuronmm_ops.cli.bench_served import show_served
-from neuronmm_ops.cli.parser import OWN_RANKS, add_command, add_shape, add_storages, numbers_of
+from neuronmm_ops.cli.parser import (
+    OWN_RANKS,
+    add_command,
+    add_numbers,
+    add_shape,
+    add_storages,
+    numbers_of,
+)
 from neuronmm_ops.estimate.ends import spread
 from neuronmm_ops.progress import progress_bars
 
@@ -38,15 +45,12 @@ def add(benchmarks: Any) -> None:
         metavar="N[,N]",
         help="tensor-parallel ranks; several numbers as 8,32 (default 1)",
     )
-    for name, dest, default, described in (
+    add_numbers(
+        command,
         ("--prompt-tokens", "prompt", 2048, "tokens of a prompt"),
         ("--new-tokens", "new", 256, "tokens that follow it"),
         ("--batch-size", "batch", 1, "sequences"),
-    ):
-        described += f" (default {default})"
-        command.add_argument(
-            name, dest=dest, type=int, default=default, metavar="N", help=described
-        )
+    )
     add_storages(command)
 
 
@@ -73,10 +77,9 @@ def show_model(found: dict[str, Any] | list[dict[str, Any]]) -> None:
     stdout.print(
         f"{document['model']} on {document['target']}, lnc {document['lnc']}, tp {tp}: "
         f"{document['batch']} x {document['prompt']} tokens, then {document['new']} new ones. "
-        "All times are modelled, in ms; decode is a mean token.",
-        soft_wrap=True,
+        "All times are modelled, in ms; decode is a mean token."
     )
-    stdout.print(_low_rank(document), soft_wrap=True)
+    stdout.print(_low_rank(document))
     if len(documents) > 1:
         show_ranks(documents)
     else:
@@ -85,7 +88,7 @@ def show_model(found: dict[str, Any] | list[dict[str, Any]]) -> None:
     for each in documents:
         if each["tp"] > 1:
             show_layouts(each)
-    stdout.print("Left out: " + "; ".join(document["left_out"]) + ".", soft_wrap=True)
+    stdout.print("Left out: " + "; ".join(document["left_out"]) + ".")
 
 
 def _show_one(document: dict[str, Any]) -> None:
@@ -98,8 +101,7 @@ def _show_one(document: dict[str, Any]) -> None:
     stdout.print(
         f"Bytes are of one rank, which has {memory['capacity_bytes'] / 2**30:.0f} GiB; besides "
         f"weights a KV cache of {memory['kv_cache_bytes'] / 1e9:.3g} GB and activations of "
-        f"{memory['activation_bytes'] / 1e9:.3g} GB.",
-        soft_wrap=True,
+        f"{memory['activation_bytes'] / 1e9:.3g} GB."
     )
     cells = [[_SPEEDUPS[name], *_ratios(found)] for name, found in document["speedups"].items()]
     title = "Speed-ups, modelled: between both DMA models, and the range of all that is not known"

@@ -69,15 +69,13 @@ def show_layouts(document: dict[str, Any]) -> None:
     ratios = [f"{phase} {as_range(_speedup(*_published(dense, low, phase)))}" for phase in PHASES]
     stdout.print(
         f"With no collective under {least:g} us, the least that nccom-test's published examples "
-        f"show for 32 ranks, low rank over dense is: {', '.join(ratios)}.",
-        soft_wrap=True,
+        f"show for 32 ranks, low rank over dense is: {', '.join(ratios)}."
     )
     weights = [f"{n} {b / 1e9:.3g}" for n, b in low["weight_bytes_by_layout"].items()]
     stdout.print(
         f"Weights of a rank, GB: dense {dense['memory']['weight_bytes'] / 1e9:.3g}; low rank with "
         f"every pair in one layout: {', '.join(weights)}; as taken, of both phases: "
-        f"{low['memory']['weight_bytes'] / 1e9:.3g}.",
-        soft_wrap=True,
+        f"{low['memory']['weight_bytes'] / 1e9:.3g}."
     )
 
 

@@ -27,8 +27,7 @@ def show_served(documents: list[dict[str, Any]]) -> None:
         f"As served: each launch and collective of a token costs {LAUNCH_US.middle:g} us more "
         f"({LAUNCH_US.low:g} to {LAUNCH_US.high:g}): what AWS's published times per token have "
         "beyond our dense model. Prefill has no such column: what is missing there grows with the "
-        "prompt, and launches do not explain it.",
-        soft_wrap=True,
+        "prompt, and launches do not explain it."
     )
 
 

@@ -77,7 +77,7 @@ def _show(rows: list[dict[str, Any]]) -> None:
         f"blocks of {dense['seqlen']} tokens, computed in {dense['compute_dtype']} on "
         f"{dense['device']}, threads: {dense['threads']}; {versions}",
     ):
-        stdout.print(line, soft_wrap=True)
+        stdout.print(line)
 
 
 def _show_models(

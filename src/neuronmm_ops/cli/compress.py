@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from neuroncore.cli.console import stdout
 from neuronmm_ops.cli.inspect import show_summary, summary
 from neuronmm_ops.cli.library import transformers_models
-from neuronmm_ops.cli.parser import OPTIONS, add_command
+from neuronmm_ops.cli.parser import OPTIONS, add_command, add_output
 from neuronmm_ops.progress import progress_bars
 
 if TYPE_CHECKING:
@@ -30,9 +30,7 @@ def add(commands: Any) -> None:
         commands, "compress", _compress, _show, description, *options, example=example
     )
     command.add_argument("model", nargs="?", **OPTIONS["model"])
-    command.add_argument(
-        "-o", "--output", type=Path, required=True, metavar="OUT", help="the new directory"
-    )
+    add_output(command, "the new directory")
     command.add_argument(
         "--from",
         dest="recorded",

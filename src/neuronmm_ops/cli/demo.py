@@ -12,7 +12,7 @@ from typing import Any
 from neuroncore.cli.console import show_table, stdout
 from neuronmm_ops.cli.bench_ranks import as_range
 from neuronmm_ops.cli.library import transformers_models
-from neuronmm_ops.cli.parser import add_command
+from neuronmm_ops.cli.parser import add_command, add_output
 from neuronmm_ops.progress import progress_bars
 
 QUICK, RATIOS = (0.4,), (0.2, 0.4, 0.6)
@@ -25,13 +25,7 @@ def add(commands: Any) -> None:
     command.add_argument(
         "--quick", action="store_true", help="one ratio, in half a minute, instead of three"
     )
-    command.add_argument(
-        "-o",
-        "--output",
-        type=Path,
-        metavar="OUT",
-        help="keep the models and texts in this new directory",
-    )
+    add_output(command, "keep the models and texts in this new directory", required=False)
 
 
 def _demo(options: argparse.Namespace) -> dict[str, Any]:
@@ -89,11 +83,9 @@ def _show(document: dict[str, Any]) -> None:
         f"{shape}, modelled on one {modelled['target']} core, never run: {_times(modelled)}",
         "int8 alone is the better bargain here; low rank goes below it, and multiplies less",
     ):
-        stdout.print(line, soft_wrap=True)
+        stdout.print(line)
     if (output := document["output"]) is not None:
-        stdout.print(
-            f"next: neuronmm generate {output}/low-rank-0.4 --prompt 'Return the'", soft_wrap=True
-        )
+        stdout.print(f"next: neuronmm generate {output}/low-rank-0.4 --prompt 'Return the'")
 
 
 def _times(times: dict[str, Any]) -> str:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from neuroncore.cli.console import show_table, stdout
-from neuronmm_ops.cli.parser import add_command
+from neuronmm_ops.cli.parser import add_command, add_output
 from neuronmm_ops.progress import progress_bars
 
 
@@ -14,14 +14,7 @@ def add(commands: Any) -> None:
     description = "run the kernels on this machine's device: values, and times beside modelled ones"
     example = "-o checked --minutes 60"
     command = add_command(commands, "device-check", _check, _show, description, example=example)
-    command.add_argument(
-        "-o",
-        "--output",
-        type=Path,
-        required=True,
-        metavar="OUT",
-        help="directory of the results; the same command goes on with what is missing",
-    )
+    add_output(command, "directory of the results; the same command goes on with what is missing")
     command.add_argument(
         "--minutes", type=float, default=60.0, help="after which nothing more starts (default 60)"
     )
@@ -61,8 +54,7 @@ def _show(document: dict[str, Any]) -> None:
         f"{counts or 'no row'}, {document['missing']} not reached; {document['inside']} inside the "
         f"modelled range, {document['outside']} outside; a launch takes "
         f"{document['launch_us']:.1f} us beyond its kernel on the {document['device']} "
-        f"{document['target']}; see {Path(document['output']) / PAGE}",
-        soft_wrap=True,
+        f"{document['target']}; see {Path(document['output']) / PAGE}"
     )
 
 

@@ -1,6 +1,7 @@
 """`eval`: accuracy of a model: perplexity on texts and the papers' data sets, lm-eval's tasks."""
 
 import argparse
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -145,14 +146,7 @@ def _perplexities(
     for name, text in texts.items():
         ids = accuracy.encode_documents(tokenizer, [text])
         result = accuracy.token_perplexity(model, ids, options.seqlen, progress)
-        rows.append(
-            {
-                "text": name,
-                "ppl_token": result.ppl_token,
-                "tokens": result.tokens,
-                "seqlen": result.seqlen,
-            }
-        )
+        rows.append({"text": name, **asdict(result)})
     return rows
 
 

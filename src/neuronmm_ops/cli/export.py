@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from neuroncore.cli.console import stdout
-from neuronmm_ops.cli.parser import add_command, add_group
+from neuronmm_ops.cli.parser import add_command, add_group, add_output
 
 
 def add(commands: Any) -> None:
@@ -16,14 +16,7 @@ def add(commands: Any) -> None:
     example = "small -o nxdi --tp 8"
     command = add_command(engines, "nxdi", _export, _show, described, example=example)
     command.add_argument("model", type=Path, metavar="DIR", help="a compressed checkpoint")
-    command.add_argument(
-        "-o",
-        "--output",
-        type=Path,
-        required=True,
-        metavar="OUT",
-        help="the new directory; replaces only an earlier export",
-    )
+    add_output(command, "the new directory; replaces only an earlier export")
     command.add_argument("--tp", type=int, default=1, help="ranks, one per NeuronCore (default 1)")
     command.add_argument(
         "--divide",
@@ -49,10 +42,9 @@ def _export(options: argparse.Namespace) -> dict[str, Any]:
 def _show(document: dict[str, Any]) -> None:
     stdout.print(
         f"wrote {document['output']}: {document['low_rank']} low-rank layers, "
-        f"{document['dtype']}, {document['bytes'] / 1e6:.1f} MB",
-        soft_wrap=True,
+        f"{document['dtype']}, {document['bytes'] / 1e6:.1f} MB"
     )
     for note in document["notes"]:
-        stdout.print(f"note: {note}", soft_wrap=True)
+        stdout.print(f"note: {note}")
     stdout.print("on the machine with NxD Inference (not tested on hardware), first run:")
-    stdout.print(document["command"], soft_wrap=True)
+    stdout.print(document["command"])

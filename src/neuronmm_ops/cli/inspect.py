@@ -86,8 +86,7 @@ def show_summary(document: dict[str, Any]) -> None:
     stdout.print(
         f"targeted layers: nominal ratio {document['ratio']:.3f}, effective "
         f"{document['effective_ratio']:.3f}: {document['dense_bytes'] / 1e6:.1f} MB -> "
-        f"{document['bytes'] / 1e6:.1f} MB",
-        soft_wrap=True,
+        f"{document['bytes'] / 1e6:.1f} MB"
     )
     if has_storage:
         stdout.print("bits: stored for each weight of the dense matrix, scales included")
@@ -100,13 +99,12 @@ def show_summary(document: dict[str, Any]) -> None:
     for left in document["left_dense"]:
         stdout.print(
             f"left dense: {left['name']}, {left['share']:.1%} of the model's parameters "
-            f"({left['reason']})",
-            soft_wrap=True,
+            f"({left['reason']})"
         )
     if document.get("verified"):
         stdout.print("weights are what manifest.json says (SHA-256)")
     for line in _record_lines(document):
-        stdout.print(line, soft_wrap=True)
+        stdout.print(line)
     for run in document.get("recovery", ()):
         show_recovery(run)
 
@@ -118,8 +116,7 @@ def show_recovery(run: dict[str, Any]) -> None:
         change = f"{run['held_out_ppl_before']:.4f}, not improved: the factors are the start's"
     stdout.print(
         f"recovered by {run['config']['method']}: held-out perplexity {change}, "
-        f"{run['steps']} steps, {run['tokens']} tokens, {run['minutes']:.1f} minutes",
-        soft_wrap=True,
+        f"{run['steps']} steps, {run['tokens']} tokens, {run['minutes']:.1f} minutes"
     )
 
 

@@ -69,6 +69,22 @@ def add_group(commands: Any, name: str, dest: str, description: str, example: st
     return group.add_subparsers(dest=dest, required=True, metavar=dest.upper())
 
 
+def add_output(command: argparse.ArgumentParser, described: str, required: bool = True) -> None:
+    """Add `-o OUT`, a path to write."""
+    command.add_argument(
+        "-o", "--output", type=Path, required=required, metavar="OUT", help=described
+    )
+
+
+def add_numbers(command: argparse.ArgumentParser, *options: tuple[str, str, int, str]) -> None:
+    """Add options of one number each: name, attribute, default, and what it counts."""
+    for name, dest, default, described in options:
+        described += f" (default {default})"
+        command.add_argument(
+            name, dest=dest, type=int, default=default, metavar="N", help=described
+        )
+
+
 def add_shape(command: argparse.ArgumentParser, note: str = "", **options: Any) -> None:
     """Add `--model MODEL`: sizes to work with, no weights; `models.resolve_shape` reads it."""
     described = "sizes: a name such as Llama-3.2-1B, ORG/NAME, a directory or a config.json"

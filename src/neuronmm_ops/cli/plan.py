@@ -173,7 +173,7 @@ def _show(rows: list[dict[str, Any]]) -> None:
     stdout.print(f"The longest plan has {longest['instructions']:,} instructions{launches}.")
     for tokens in dict.fromkeys([row["M"] for row in losing]):
         names = ", ".join([row["projection"] for row in losing if row["M"] == tokens])
-        stdout.print(f"Low rank does not pay at M = {tokens}: {names}", soft_wrap=True)
+        stdout.print(f"Low rank does not pay at M = {tokens}: {names}")
 
 
 def speedup_range(low: float, high: float) -> str:

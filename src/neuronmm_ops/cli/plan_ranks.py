@@ -117,6 +117,5 @@ def show_rank_rows(rows: list[dict[str, Any]]) -> None:
     stdout.print(
         f"Modelled times of one of {rows[0]['tp']} ranks on {rows[0]['target']}: a launch of the "
         "pair, or one of each factor with the exchange between them; dense with its own exchange. "
-        "`bench model --tp` has whole layers, whose projections share launches.",
-        soft_wrap=True,
+        "`bench model --tp` has whole layers, whose projections share launches."
     )

@@ -1,13 +1,13 @@
 """`compile`: a model's kernels through NKI's compiler, before a device is rented."""
 
 import argparse
-from pathlib import Path
 from typing import Any
 
 from neuroncore.cli.console import one_line, show_table, stdout
 from neuronmm_ops.cli.parser import (
     OWN_RANKS,
     add_command,
+    add_output,
     add_shape,
     add_storages,
     add_tokens,
@@ -29,14 +29,7 @@ def add(commands: Any) -> None:
     add_shape(command, f"{OWN_RANKS} (default {_MODEL})", default=_MODEL)
     add_tokens(command, [1, 2048])
     add_storages(command)
-    command.add_argument(
-        "-o",
-        "--output",
-        type=Path,
-        required=True,
-        metavar="OUT",
-        help="directory of what is compiled; the same command resumes a killed run",
-    )
+    add_output(command, "directory of what is compiled; the same command resumes a killed run")
     command.add_argument(
         "--timeout",
         default="1800",
@@ -87,7 +80,5 @@ def _show(document: dict[str, Any]) -> None:
     title = f"{document['model']} on {document['target']}, lnc {document['lnc']}; {versions}"
     show_table(columns, cells, left=[name for name in columns if name != "s"], title=title)
     for row in refused:
-        stdout.print(
-            f"{row['kernel']}: {one_line(row['message'])}; {row['remedy']}", soft_wrap=True
-        )
+        stdout.print(f"{row['kernel']}: {one_line(row['message'])}; {row['remedy']}")
     stdout.print(f"{len(rows) - len(refused)} compiled, {len(refused)} refused.")

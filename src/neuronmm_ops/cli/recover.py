@@ -6,7 +6,7 @@ from typing import Any
 
 from neuronmm_ops.cli.inspect import show_recovery
 from neuronmm_ops.cli.library import transformers_models
-from neuronmm_ops.cli.parser import add_command
+from neuronmm_ops.cli.parser import add_command, add_output
 from neuronmm_ops.progress import progress_bars
 
 
@@ -18,9 +18,7 @@ def add(commands: Any) -> None:
         commands, "recover", _recover, _show, description, "--device", example=example
     )
     command.add_argument("model", metavar="DIR", help="a compressed checkpoint")
-    command.add_argument(
-        "-o", "--output", type=Path, required=True, metavar="OUT", help="the new directory"
-    )
+    add_output(command, "the new directory")
     command.add_argument(
         "--data",
         type=Path,

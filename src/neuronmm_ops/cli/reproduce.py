@@ -1,12 +1,11 @@
 """`reproduce`: the papers' tables, from one TOML file."""
 
 import argparse
-from pathlib import Path
 from typing import Any
 
 from neuroncore.cli.console import show_table, stderr, stdout
 from neuronmm_ops.cli.library import transformers_models
-from neuronmm_ops.cli.parser import add_command
+from neuronmm_ops.cli.parser import add_command, add_output
 from neuronmm_ops.progress import progress_bars
 
 
@@ -21,12 +20,10 @@ def add(commands: Any) -> None:
         metavar="FILE.toml",
         help="a TOML file, or the name of one in the package",
     )
-    command.add_argument(
-        "-o",
-        "--output",
-        type=Path,
-        metavar="OUT",
-        help="directory of results and checkpoints; the same command resumes a killed run",
+    add_output(
+        command,
+        "directory of results and checkpoints; the same command resumes a killed run",
+        required=False,
     )
     command.add_argument("--list", action="store_true", help="name the shipped files")
     command.set_defaults(exit_code=_exit_code)
@@ -45,9 +42,7 @@ def _reproduce(options: argparse.Namespace) -> dict[str, Any]:
     from neuronmm_ops.reproduce.run import run
 
     with progress_bars() as progress:
-        document = run(
-            asked, options.output, progress, lambda line: stderr.print(line, soft_wrap=True)
-        )
+        document = run(asked, options.output, progress, stderr.print)
     return {"output": str(options.output), **document}
 
 
@@ -58,7 +53,7 @@ def _exit_code(document: dict[str, Any]) -> int:
 def _show(document: dict[str, Any]) -> None:
     if "shipped" in document:
         for name, title in document["shipped"].items():
-            stdout.print(f"{name:16} {title}", soft_wrap=True)
+            stdout.print(f"{name:16} {title}")
         return
     from neuronmm_ops.reproduce.render import sections
 
@@ -66,7 +61,7 @@ def _show(document: dict[str, Any]) -> None:
         left = section.columns if section.is_text else section.columns[:1]
         show_table(section.columns, section.rows, left=left, title=section.title)
         for note in section.notes:
-            stdout.print(note, soft_wrap=True)
+            stdout.print(note)
     counts = {state: count for state, count in document["counts"].items() if count}
     parts = ", ".join(f"{count} {state}" for state, count in counts.items() if state != "cells")
-    stdout.print(f"{counts['cells']} cells: {parts}; {document['output']}", soft_wrap=True)
+    stdout.print(f"{counts['cells']} cells: {parts}; {document['output']}")

@@ -35,6 +35,5 @@ def _show(document: dict[str, Any]) -> None:
     made = f"made by {document['made_by']}" + (f" of {source['path']}" if source else "")
     stdout.print(
         f"{document['dir']}: {document['files']} files and {document['tensors']} tensors are what "
-        f"manifest.json says; {made}; weights SHA-256 {document['weights_sha256']}",
-        soft_wrap=True,
+        f"manifest.json says; {made}; weights SHA-256 {document['weights_sha256']}"
     )

@@ -125,12 +125,7 @@ def perplexity(
         return {**rows[0], "compute_dtype": name_of(model.dtype)}
     ids = encode_documents(tokenizer, [hf.read_text(text)])
     result = token_perplexity(model, ids, seqlen, progress)
-    return {
-        "ppl_token": result.ppl_token,
-        "tokens": result.tokens,
-        "seqlen": result.seqlen,
-        "compute_dtype": name_of(model.dtype),
-    }
+    return {**asdict(result), "compute_dtype": name_of(model.dtype)}
 
 
 def task(

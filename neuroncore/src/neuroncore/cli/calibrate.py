@@ -42,9 +42,9 @@ def _calibrate(options: argparse.Namespace) -> dict[str, Any]:
 
 def _show(document: dict[str, Any]) -> None:
     versions = "".join([f", {name} {text}" for name, text in document["versions"].items()])
-    stdout.print(f"{document['measurements']}: {document['target']}{versions}", soft_wrap=True)
+    stdout.print(f"{document['measurements']}: {document['target']}{versions}")
     launch = f"A launch costs {document['launch_us']:.4g} us beyond its kernel (median)."
-    stdout.print(launch, soft_wrap=True)
+    stdout.print(launch)
     show_table(
         ["constant", "before", "after", "+-", "of what"],
         [

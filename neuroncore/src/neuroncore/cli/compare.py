@@ -114,7 +114,7 @@ def _show(document: dict[str, Any]) -> None:
     kind = "modelled" if document["other_is_simulation"] else other
     paths = f"{document['profile']} (modelled) next to {document['other']} ({kind})"
     on = f"{document['kernel'] or 'a kernel'} on {document['target']}"
-    stdout.print(f"{on}: {paths}; ratios are modelled to {other}", soft_wrap=True)
+    stdout.print(f"{on}: {paths}; ratios are modelled to {other}")
     rows: list[list[str]] = []
     for entry in document["fields"]:
         scale, unit = (1e3, ", ms") if entry["name"].endswith("_time") else (1, "")
@@ -123,7 +123,7 @@ def _show(document: dict[str, Any]) -> None:
     lines = document["lines"]
     if not lines:
         text = "No lines to compare: `simulate --json` and a directory of parquet of a kernel "
-        stdout.print(text + "compiled under NKI_DEBUG_INFO=True name them.", soft_wrap=True)
+        stdout.print(text + "compiled under NKI_DEBUG_INFO=True name them.")
         return
     rows = [
         [

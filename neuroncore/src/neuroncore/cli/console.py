@@ -60,9 +60,9 @@ class _Console:
         # markup=False: names and messages hold square brackets of their own.
         return Piped(stderr=self._is_error, markup=False, highlight=False)
 
-    def print(self, shown: object, soft_wrap: bool = False) -> None:
-        """Print what is printable of a text, and other objects as rich does."""
-        self._console.print(printable(shown), soft_wrap=soft_wrap)
+    def print(self, shown: object) -> None:
+        """Print what is printable of a text, whose lines a terminal breaks; tables as rich does."""
+        self._console.print(printable(shown), soft_wrap=isinstance(shown, str))
 
     def status(self, line: str) -> "Status":
         """Show what is printable of a text while a block runs."""
@@ -132,7 +132,7 @@ def check_output(path: Path) -> None:
 
 def show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
     """Print a warning, as `warnings.showwarning` does, on one line of stderr."""
-    stderr.print(f"warning: {one_line(message)}", soft_wrap=True)
+    stderr.print(f"warning: {one_line(message)}")
 
 
 @contextlib.contextmanager

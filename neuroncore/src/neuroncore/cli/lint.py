@@ -50,6 +50,6 @@ def _show(document: dict[str, Any]) -> None:
     for found in document["findings"]:
         place = "{path}:{line}:{column}: {severity} {rule}".format_map(found)
         text = one_line(f"{place}: {found['message']}; {found['remedy']}")
-        stdout.print(text, soft_wrap=True)
+        stdout.print(text)
     count = len(document["findings"])
     stdout.print(f"{count or 'no'} finding{'s' * (count != 1)} (NKI {document['nki']})")
