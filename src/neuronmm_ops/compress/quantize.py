@@ -26,19 +26,23 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from neuronmm_ops.compress.feedback import (
+    damped,
+    feed_of,
+    of_rows,
+    ridge_of,
+    round_columns,
+    round_rows,
+    rounded,
+    symmetric,
+    whole_scale,
+)
 from neuronmm_ops.errors import NonFiniteError
 from neuronmm_ops.nn.nearest import bfloat16, nearest, scales_of
 from neuronmm_ops.storages import STORAGES, WeightStorage, checked, dequantized, pair_shapes
 
-# Of the mean of H's diagonal, added to it, as GPTQ does: errors must not pile up where calibration
-# saw little, nor the product leave there what it was.
-MOMENT_DAMPING = 1e-2
-# Of the mean of a Gram matrix's diagonal, added to it to be inverted.
-DAMPING = 1e-7
 # Singular values below this share of the largest count as it: no gauge makes more of them.
 MIN_SIGMA = 1e-3
-# Rows and columns that are rounded before their errors are fed back to all others.
-ROWS, COLUMNS = 128, 64
 
 
 class Quantized(NamedTuple):
@@ -103,7 +107,7 @@ def quantize_pair(
     u, v, target = u.double(), v.double(), target.double()
     moment = None if moment is None else moment.double()
     metric = None if metric is None else metric.double()
-    ridge = _ridge(moment)
+    ridge = ridge_of(moment)
     u, v = _gauge(u, v, moment, ridge, metric)
     column_scale = scales_of(u, stored)
     spread = stored.spread(column_scale, len(u))
@@ -114,15 +118,15 @@ def quantize_pair(
     gram = hu.t() @ u + ridge * (u.t() @ u)
     # Towards the target as H says, and where that says nothing towards what the product was.
     change = hu.t() @ target - (gram - ridge * (u.t() @ exact_u)) @ v
-    gram = _damped(gram)
+    gram = damped(gram)
     v = v + torch.cholesky_solve(change, torch.linalg.cholesky(gram))
     row_scale = torch.ones_like(column_scale) if folded else _row_scale(v, column_scale)
-    by = _of_rows(row_scale / column_scale)
+    by = of_rows(row_scale / column_scale)
     v, gram = v / by[:, None], by[:, None] * gram * by
     if metric is None or metric.dim() == 1:
-        stored_v, v_scale = _round_rows(v, _feed(gram), stored, _whole_scale(v, stored))
+        stored_v, v_scale = round_rows(v, feed_of(gram), stored, whole_scale(v, stored))
     else:
-        stored_v, v_scale = _round_columns(v, _feed(gram), metric, stored)
+        stored_v, v_scale = round_columns(v, feed_of(gram), metric, stored)
     return Quantized(
         stored.encode(stored_u), stored.encode(stored_v), row_scale.float(), v_scale.float()
     )
@@ -130,11 +134,10 @@ def quantize_pair(
 
 @torch.no_grad()
 def quantize_matrix(target: Tensor, storage: str, moment: Tensor | None = None) -> QuantizedMatrix:
-    """Round a dense matrix to one byte a number.
+    """Round a dense matrix to one byte a number or less.
 
-    Row by row, where no rows share scales those first whose inputs are largest, and each row's
-    error is fed back into the rows to come, as GPTQ does. Without a moment it is rounded to
-    nearest.
+    Row by row, those first whose inputs are largest, and each row's error is fed back into the rows
+    to come, as GPTQ does. Without a moment it is rounded to nearest.
 
     Args:
         target: `[K, N]`, `W.T`.
@@ -146,24 +149,17 @@ def quantize_matrix(target: Tensor, storage: str, moment: Tensor | None = None) 
         NonFiniteError: a number is NaN or Inf.
     """
     stored = _finite(storage, {"weight": target, "second moment": moment})
-    target = target.double()
     if moment is None:
-        return QuantizedMatrix(*nearest(target, stored))
-    moment = moment.double() + _ridge(moment) * torch.eye(len(moment)).to(target)
-    # Rounding starts with the last row; rows that share scales stay together.
-    order = moment.diagonal().argsort(stable=True)
-    if stored.group is not None:
-        order = order.sort().values
-    feed = _feed(_damped(moment[order][:, order]))
-    numbers, scale = _round_rows(target[order], feed, stored, _whole_scale(target, stored))
-    return QuantizedMatrix(stored.encode(numbers[order.argsort()]), scale.float())
+        return QuantizedMatrix(*nearest(target.double(), stored))
+    numbers, scale = rounded(target, stored, moment)
+    return QuantizedMatrix(stored.encode(numbers), scale.float())
 
 
 def nearest_pair(u: Tensor, v: Tensor, storage: str) -> Quantized:
     """Round a pair `u[K, r]`, `v[r, N]` to nearest, to compare with; v's rows equally long."""
     stored_u, column_scale = nearest(u, STORAGES[storage])
     row_scale = _row_scale(v.double(), column_scale.double())
-    stored_v, v_scale = nearest(v / _of_rows(row_scale / column_scale)[:, None], STORAGES[storage])
+    stored_v, v_scale = nearest(v / of_rows(row_scale / column_scale)[:, None], STORAGES[storage])
     return Quantized(stored_u, stored_v, row_scale.float(), v_scale)
 
 
@@ -187,11 +183,11 @@ def _gauge(
     Rows are orthonormal by C's diagonal: an error fed back along columns meets no more of it.
     """
     weights = None if metric is None else metric if metric.dim() == 1 else metric.diagonal()
-    gram = _damped(u.t() @ (u if moment is None else moment @ u) + ridge * (u.t() @ u))
-    outer = _symmetric((v if weights is None else v * weights) @ v.t())
+    gram = damped(u.t() @ (u if moment is None else moment @ u) + ridge * (u.t() @ u))
+    outer = symmetric((v if weights is None else v * weights) @ v.t())
     # Both well conditioned: H may be singular, and v's rows dependent.
     low = torch.linalg.cholesky(gram)
-    spectrum, vectors = torch.linalg.eigh(_symmetric(low.t() @ outer @ low))
+    spectrum, vectors = torch.linalg.eigh(symmetric(low.t() @ outer @ low))
     sigma = spectrum.flip(0).clamp_min(0).sqrt()
     if not float(sigma[0]) > 0:
         return u, v
@@ -230,75 +226,6 @@ def geometric_mean_turn(sigma: Tensor) -> Tensor:
     return torch.stack([*columns_of_turn, left[0][1]], dim=1)
 
 
-def _whole_scale(v: Tensor, storage: WeightStorage) -> Tensor | None:
-    """Return the scales of whole columns; None where groups of rows have their own."""
-    return scales_of(v, storage) if storage.group is None else None
-
-
-def _round_rows(
-    v: Tensor, feed: Tensor, storage: WeightStorage, whole: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Round v `[r, N]`, the last row first, feeding errors back as `_feed` says.
-
-    Returns:
-        The numbers and their scales: `whole`, or those of groups of rows, each of what it has
-        become when it is reached.
-    """
-    v = v.clone()
-    rounded, step = torch.empty_like(v), storage.group or ROWS
-    scales: list[Tensor] = []
-    for start in reversed(range(0, len(v), step)):
-        block = v[start : start + step]
-        scale = scales_of(block, storage) if whole is None else whole
-        scales.append(scale)
-        row_scale = _of_rows(scale)
-        errors = torch.empty_like(block)
-        for i in reversed(range(len(block))):
-            rounded[start + i] = storage.nearest(block[i] / row_scale)
-            errors[i] = block[i] - rounded[start + i] * row_scale
-            block[:i].addr_(feed[start + i, start : start + i], errors[i], alpha=-1)
-        v[:start].addmm_(feed[start : start + len(block), :start].t(), errors, alpha=-1)
-    return rounded, torch.cat(scales[::-1]) if whole is None else whole
-
-
-def _round_columns(
-    v: Tensor, feed: Tensor, metric: Tensor, storage: WeightStorage
-) -> tuple[Tensor, Tensor]:
-    """Round v `[r, N]`, feeding the errors of each group of columns back by C into those to come.
-
-    The group with the largest weights first. Numbers and scales as `_round_rows` returns them.
-    """
-    order = metric.diagonal().argsort(descending=True, stable=True)
-    v = v[:, order]
-    upper = _inverse_root(metric[order][:, order])
-    rounded, scale, whole = torch.empty_like(v), scales_of(v, storage), _whole_scale(v, storage)
-    for start in range(0, v.shape[1], COLUMNS):
-        part = slice(start, min(start + COLUMNS, v.shape[1]))
-        own = None if whole is None else whole[part]
-        rounded[:, part], scale[..., part] = _round_rows(v[:, part], feed, storage, own)
-        errors = v[:, part] - rounded[:, part] * storage.spread(scale[..., part], len(v))
-        inside = torch.linalg.solve_triangular(upper[part, part], errors, upper=True, left=False)
-        v[:, part.stop :].addmm_(inside, upper[part, part.stop :], alpha=-1)
-    back = order.argsort()
-    return rounded[:, back], scale[..., back]
-
-
-def _feed(gram: Tensor) -> Tensor:
-    """Return by what each row's error is fed back into those before it, lower triangular.
-
-    That minimizes the error that remains, `eᵀ S e` of each column, over real numbers in the place
-    of the rows to come: from the last on, as `_gauge` has ordered them.
-    """
-    upper = _inverse_root(gram.flip(0, 1))
-    return (upper / upper.diagonal()[:, None]).flip(0, 1)
-
-
-def _inverse_root(matrix: Tensor) -> Tensor:
-    """Return the upper triangular U with `A⁻¹ = UᵀU`."""
-    inverse = torch.cholesky_inverse(torch.linalg.cholesky(matrix))
-    return torch.linalg.cholesky(_symmetric(inverse), upper=True)
-
-
 def _row_scale(v: Tensor, column_scale: Tensor) -> Tensor:
     """Return u's scale: by what v's rows are divided, beside u's columns, to be equally long.
 
@@ -309,29 +236,6 @@ def _row_scale(v: Tensor, column_scale: Tensor) -> Tensor:
     return bfloat16(
         column_scale * (length if column_scale.dim() == 1 else length.log2().round().exp2())
     )
-
-
-def _of_rows(scale: Tensor) -> Tensor:
-    """Return the first, or only, scale of each column."""
-    return scale.view(-1, scale.shape[-1])[0]
-
-
-def _ridge(moment: Tensor | None) -> float:
-    """Return what is added to H's diagonal; 1 to that of a layer whose inputs are all zero."""
-    if moment is None:
-        return MOMENT_DAMPING
-    return MOMENT_DAMPING * float(moment.diagonal().mean()) or 1.0
-
-
-def _damped(gram: Tensor) -> Tensor:
-    """Return a Gram matrix such that it has a Cholesky factor: columns may be zero or dependent."""
-    mean = float(gram.diagonal().mean())
-    damping = DAMPING * mean if mean > 0 else 1.0
-    return _symmetric(gram) + damping * torch.eye(len(gram)).to(gram)
-
-
-def _symmetric(matrix: Tensor) -> Tensor:
-    return (matrix + matrix.t()) / 2
 
 
 def _check(
