@@ -127,14 +127,15 @@ def measure(
     dense = hf.load_computing(directory, "float32").eval()
     seqlen = block_length(dense, None)
     known = {
-        name: _text(dense, encode_documents(tokenizer, [t]), seqlen) for name, t in texts.items()
+        name: evaluated(dense, encode_documents(tokenizer, [t]), seqlen)
+        for name, t in texts.items()
     }
     batches = hf.calibration_batches(tokenizer, calibration, tokens // seqlen, seqlen)
     rows: list[dict[str, Any]] = []
     configs = [replace(config, block=block, targets=TARGETS) for config in candidates]
     total = len(ONE_BYTE) + len(ratios) * len(candidates)
     for done, (labels, model) in enumerate(_models(dense, ratios, configs, batches), start=1):
-        rows += [{**labels, "text": name, **_measured(model, text)} for name, text in known.items()]
+        rows += [{**labels, "text": name, **measured(model, text)} for name, text in known.items()]
         if progress:
             progress("divergence", done, total)
     baseline = {
@@ -205,15 +206,16 @@ def _log_probabilities(model: nn.Module, block: Tensor) -> Tensor:
     return F.log_softmax(model(block[None]).logits[0, :-1], -1)
 
 
-def _text(dense: nn.Module, ids: Tensor, seqlen: int) -> Evaluated:
+def evaluated(dense: nn.Module, ids: Tensor, seqlen: int) -> Evaluated:
+    """Return what the dense model predicts of a text; ValueError where it has no two tokens."""
     blocks = [block for block in ids.split(seqlen) if len(block) >= 2]
     if not blocks:
         raise ValueError(f"a text must have at least 2 tokens, got {len(ids)}; use a longer text")
     return Evaluated(blocks, [_log_probabilities(dense, block) for block in blocks])
 
 
-def _measured(model: nn.Module, text: Evaluated) -> dict[str, Any]:
-    """Compare a model with the dense one, token by token."""
+def measured(model: nn.Module, text: Evaluated) -> dict[str, Any]:
+    """Compare a model with the dense one, token by token: the fields of `measure` from `tokens`."""
     losses, grown, apart = list[Tensor](), list[Tensor](), list[Tensor]()
     for block, expected in zip(text.blocks, text.expected, strict=True):
         found = _log_probabilities(model.eval(), block)

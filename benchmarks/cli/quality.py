@@ -1,4 +1,4 @@
-"""`methods`, `storages` and `divergence`: what compression costs a model."""
+"""`methods`, `storages`, `divergence` and `residuals`: what compression costs a model."""
 
 import argparse
 from itertools import product
@@ -26,6 +26,8 @@ def add(commands: Any) -> None:
     )
     description = "divergence by method, at equal kept parameters, beside dense one byte"
     add_command(commands, "divergence", _divergence, _show_divergence, description)
+    description = "divergence by bytes: coarse matrices with a low-rank correction, beside dense"
+    add_command(commands, "residuals", _residuals, _show_residuals, description)
 
 
 def _add(commands: Any, *command_and_options: Any) -> argparse.ArgumentParser:
@@ -179,4 +181,40 @@ def _apart(row: dict[str, Any]) -> list[object]:
         "" if quotient is None else f"{quotient:.2f}x",
         f"{row['ce'] - row['dense_ce']:.5f}",
         f"{row['ce_error']:.5f}",
+    ]
+
+
+def _residuals(_: argparse.Namespace) -> list[dict[str, Any]]:
+    transformers_models()
+    from benchmarks import residuals
+
+    with progress_bars() as progress:
+        return residuals.run(progress)
+
+
+def _show_residuals(rows: list[dict[str, Any]]) -> None:
+    """Print a table of each model and text, ordered by bytes."""
+    stdout.print(
+        "All Linears of the layers. Below, bytes as a share of bfloat16's, scales included; the "
+        "divergence from the dense model's predictions in nats a token with its standard error, "
+        "and as a multiple of what the best of dense int2, int3, int4, int5, int8 and fp8 has at "
+        "as many bytes, log-linear between them."
+    )
+    columns = ["what", "bytes", "KL", "±", "quotient"]
+    for trial, text in dict.fromkeys((row["trial"], row["text"]) for row in rows):
+        found = [row for row in rows if (row["trial"], row["text"]) == (trial, text)]
+        cells = [_residual(row) for row in sorted(found, key=lambda row: row["bytes"])]
+        show_table(columns, cells, left=["what"], title=f"{trial}, {text}")
+
+
+def _residual(row: dict[str, Any]) -> list[object]:
+    from benchmarks.residuals import label
+
+    quotient = row["quotient"]
+    return [
+        label(row),
+        f"{row['bytes']:.3f}",
+        f"{row['kl']:.5f}",
+        f"{row['kl_error']:.5f}",
+        "" if quotient is None else f"{quotient:.2f}x",
     ]
