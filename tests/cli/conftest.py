@@ -38,13 +38,3 @@ def forked(tmp_path_factory: pytest.TempPathFactory) -> Run:
         return Outcome(*outcome)
 
     return call
-
-
-@pytest.fixture
-def caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Data sets are looked for in an empty cache, and nowhere else."""
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "datasets")
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    # lm-eval asks for it, and it runs programs for two seconds.
-    monkeypatch.setattr("torch.utils.collect_env.get_pretty_env_info", str)
