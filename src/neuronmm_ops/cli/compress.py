@@ -23,7 +23,7 @@ KEYWORDS = (
 
 def add(commands: Any) -> None:
     """Add the command to the parser."""
-    description = "replace Linears by factors"
+    description = "make a model smaller: low-rank factors replace its Linears"
     options = ("--ratio", "--seqlen", "--dtype", "--device")
     example = "model -o small --ratio 0.3 --calibration train.txt"
     command = add_command(

@@ -12,7 +12,7 @@ from neuronmm_ops.progress import progress_bars
 
 def add(commands: Any) -> None:
     """Add the command to the parser."""
-    description = "train the factors of a compressed model for some minutes or steps"
+    description = "train a compressed model's factors, to win back quality"
     example = "small --data train.txt --minutes 10 -o recovered"
     command = add_command(
         commands, "recover", _recover, _show, description, "--device", example=example

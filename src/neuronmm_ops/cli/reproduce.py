@@ -11,7 +11,7 @@ from neuronmm_ops.progress import progress_bars
 
 def add(commands: Any) -> None:
     """Add the command to the parser."""
-    description = "accuracy, times and gamma of a model by every method, as the papers' tables"
+    description = "the papers' tables: accuracy, times, and quality lost for speed (gamma)"
     example = "demo -o out/reproduce"
     command = add_command(commands, "reproduce", _reproduce, _show, description, example=example)
     command.add_argument(

@@ -12,7 +12,7 @@ def add(commands: Any) -> None:
     """Add the command to the parser."""
     described = "compare every file and tensor of a checkpoint with its manifest"
     command = add_command(commands, "verify", _verify, _show, described, example="small")
-    command.add_argument("model", type=Path, metavar="DIR", help="a directory that we wrote")
+    command.add_argument("model", type=Path, metavar="DIR", help="a directory that neuronmm wrote")
 
 
 def _verify(options: argparse.Namespace) -> dict[str, Any]:
