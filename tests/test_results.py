@@ -51,7 +51,8 @@ def test_the_page_is_what_the_data_say(modules):
 
 def test_the_gallery_is_what_the_data_say(modules):
     pages = modules.gallery.gallery()
-    assert set(pages) == {"index.md", "divergence.md", *(f"{name}.md" for name in SHAPES)}
+    quality = {"divergence.md", "residuals.md"}
+    assert set(pages) == {"index.md", *quality, *(f"{name}.md" for name in SHAPES)}
     committed = {path.name: path.read_text() for path in (ROOT / "docs/gallery").glob("*")}
     assert committed == pages
 

@@ -5,6 +5,7 @@ from typing import Any
 
 from divergence import divergence_page
 from modelled import setting_rows
+from residuals import residuals_page
 from selection import Row, document, models
 from sources import PROMPT, RATIOS, TARGET, datasets, end_parameters, parameters, ranks
 from writing import MARK, count, number, page, span, table
@@ -24,7 +25,8 @@ PLANNED_RATIO = 0.2
 def gallery() -> dict[str, str]:
     """The pages by their files' names."""
     pages = {f"{shape.name}.md": model_page(shape) for shape in SHAPES.values()}
-    return {"index.md": index_page(), "divergence.md": divergence_page(), **pages}
+    quality = {"divergence.md": divergence_page(), "residuals.md": residuals_page()}
+    return {"index.md": index_page(), **quality, **pages}
 
 
 def index_page() -> str:

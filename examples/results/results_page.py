@@ -78,7 +78,8 @@ def _source_row(name: str, members: list[Dataset]) -> list[str]:
 
 def _kind(name: str) -> str:
     """Whether the times of a data set that measures none of this machine's are modelled."""
-    return "none" if name in ("methods", "storages") else "modelled"
+    quality = ("methods", "storages", "divergence", "residuals")
+    return "none" if name in quality else "modelled"
 
 
 def _versions() -> list[str]:
