@@ -6,12 +6,13 @@ import math
 import re
 import shutil
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from stored import config_of, edit_tensors, tensors_of
+from stored import assert_same_bits, config_of, edit_tensors, tensors_of
 from tiny import tiny_directory, tiny_model, tiny_tokenizer
 
 from neuronmm_ops import CompressionReport, SVDConfig, SVDLinear, hf
@@ -26,6 +27,8 @@ from neuronmm_ops.manifest import verify
 from neuronmm_ops.recover import RecoverConfig, Training
 from neuronmm_ops.recover.data import hold_out
 from neuronmm_ops.recover.losses import Distillation, NextToken
+from neuronmm_ops.recover.rounding import round_, unround_
+from neuronmm_ops.storages import STORAGES, dequantized
 
 pytestmark = pytest.mark.filterwarnings("ignore::neuronmm_ops.CalibrationWarning")
 WORDS = ("quick brown fox", "lazy dog", "sphinx of black quartz", "judge my vow", "pack my box")
@@ -65,6 +68,17 @@ def compressed(dense: Path, path: Path) -> Path:
 def small(dense, tmp_path_factory):
     with pytest.warns(match="calibration has"):
         return compressed(dense, tmp_path_factory.mktemp("small") / "small")
+
+
+@pytest.fixture(scope="module", params=STORAGES)
+def rounded(request, dense, tmp_path_factory):
+    """A checkpoint of pairs, dense layers and a head in a storage."""
+    path = tmp_path_factory.mktemp(request.param) / "rounded"
+    ratios = {"q_proj": 0, "down_proj": 0}
+    options = {"targets": "all-linear", "method": "plain", "layer_ratios": ratios}
+    config = SVDConfig(ratio=0.7, block=8, storage=request.param, **options)
+    hf.compress(dense, config, None, path)
+    return path
 
 
 def perplexity(directory: Path, ids: torch.Tensor) -> float:
@@ -343,3 +357,40 @@ def test_gradient_checkpointing_where_memory_is_short(small, monkeypatch):
     assert scarce[1] < 0.8 * plenty[1]
     for one, other in zip(plenty[2], scarce[2], strict=True):
         torch.testing.assert_close(one, other)
+
+
+def test_rounded_factors_are_trained_and_stay_rounded(rounded, dense, tmp_path):
+    out = tmp_path / "out"
+    config = replace(CONFIG, steps=40, learning_rate=None)
+    entry = hf.recover(rounded, TEXT, out, config, dense=dense).provenance["recovery"][-1]
+    assert entry["improved"]
+    assert entry["held_out_ppl_after"] < 0.95 * entry["held_out_ppl_before"]
+    ids = encode_documents(tiny_tokenizer(), [TEXT])
+    assert perplexity(out, ids) < perplexity(rounded, ids)
+    factors = {f"{n}.{key}" for n in low_rank_layers(hf.load(rounded)) for key in ("u", "v")}
+    assert changed(rounded, out) <= factors
+    verify(out)
+
+
+def test_rounding_is_exact_at_the_start_and_its_gradient_straight(rounded):
+    layer = next(iter(low_rank_layers(hf.load(rounded)).values()))
+    before = {name: tensor.clone() for name, tensor in layer.state_dict().items()}
+    x = torch.randn(5, layer.in_features)
+    expected = layer(x)
+    unround_(layer)
+    torch.testing.assert_close(layer(x), expected, rtol=1e-5, atol=1e-5)
+    layer.v.data += 0.3  # less than half a step of the integers
+    layer(x).sum().backward()
+    grad = (x @ dequantized(before["u"], before["u_scale"], torch.float32)).sum(0)[:, None]
+    scale = STORAGES[layer.storage].spread(before["v_scale"], layer.rank)
+    inside = layer.v.abs() <= STORAGES[layer.storage].largest
+    torch.testing.assert_close(layer.v.grad[inside], (grad * scale)[inside], rtol=1e-4, atol=1e-5)
+    assert not layer.v.grad[~inside].any()
+    layer.v.data -= 0.3
+    round_(layer)
+    assert_same_bits(layer.state_dict(), before)
+
+
+def test_adapters_are_not_merged_into_what_is_rounded(rounded, tmp_path):
+    with pytest.raises(ValueError, match=r"^method lora merges .* use method distill"):
+        hf.recover(rounded, TEXT, tmp_path / "out", RecoverConfig(method="lora"))

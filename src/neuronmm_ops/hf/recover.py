@@ -49,6 +49,8 @@ def recover(
 ) -> CompressionReport:
     """Train a compressed model's factors and write it as a directory of the same kind.
 
+    Factors in a storage are rounded to it at each step, and stay in it; dense layers are frozen.
+
     A share of the text is held out; the checkpoint with the lowest loss on it is what is written,
     at worst the start. The state lies in the directory `OUTPUT.recovery` until the output is
     written: after a kill the same call goes on from there.
@@ -73,7 +75,8 @@ def recover(
             state on disk is of another run.
         FileExistsError: the target exists and may not be replaced.
         OSError: the target cannot be written.
-        ValueError: an argument is out of range, the text is too short, or matrices are in one byte.
+        ValueError: an argument is out of range, the text is too short, or adapters are to be merged
+            into factors in a storage.
         NonFiniteError: a factor, the loss or a gradient is NaN or Inf. What was best until then
             is written first, if it is better than the start.
     """
@@ -92,7 +95,8 @@ def recover(
             f"{model} is not compressed: it has no low-rank layer to train; "
             f"make one with: neuronmm compress {model} -o OUT"
         )
-    _check_trainable(model, student)
+    if config.method == "lora":
+        _check_mergeable(model, student)
     needed = sum(parameter.nbytes for parameter in student.parameters())
     check_target(target, force, source, needed)
     seqlen = block_length(student, config.seqlen, least=2)
@@ -123,14 +127,14 @@ def recover(
     return report
 
 
-def _check_trainable(model: str | Path, student: PreTrainedModel) -> None:
-    """Refuse layers in one byte: what training adds to them would be rounded away or anew."""
+def _check_mergeable(model: str | Path, student: PreTrainedModel) -> None:
+    """Refuse layers in a storage: what an adapter adds to them would be rounded anew."""
     for name, layer in compressed_layers(student).items():
         if layer.storage is not None:
             raise ValueError(
-                f"{model} cannot be recovered, its matrices are in one byte ({name}: "
-                f"{dtype_name(layer.storage)}); recover the model compressed without storage, or "
-                "train an adapter beside them, see hf.lora_config"
+                f"method lora merges adapters into factors, those of {model} are rounded ({name}: "
+                f"{dtype_name(layer.storage)}); use method distill, or train an adapter beside "
+                "them, see hf.lora_config"
             )
 
 

@@ -21,8 +21,10 @@ from neuronmm_ops.progress import Update
 from neuronmm_ops.recover.config import RecoverConfig
 from neuronmm_ops.recover.data import Windows
 from neuronmm_ops.recover.losses import Distillation, NextToken
+from neuronmm_ops.recover.rounding import round_, unround_
 from neuronmm_ops.recover.state import StateFile
 from neuronmm_ops.recover.training import Outcome, Training
+from neuronmm_ops.storages import storage_of
 
 
 @dataclass(frozen=True)
@@ -71,8 +73,8 @@ def train_factors(
 ) -> Trained:
     """Train the low-rank layers in place; where that does not help, leave them as they were.
 
-    The factors are held in fp32 while they are trained, and have the model's dtype again
-    afterwards.
+    The factors are held in fp32 while they are trained, those in a storage rounded to it for every
+    product, and have the model's dtype or storage again afterwards. Dense layers stay as they are.
 
     Args:
         model: with low-rank layers.
@@ -120,7 +122,8 @@ def train_factors(
             )
             outcome = training.run(progress)
         for name, factor in _parameters(model).items():
-            factor.data = factor.data.to(start[name].dtype).to(compute)
+            if storage_of(factor.dtype) is None:
+                factor.data = factor.data.to(start[name].dtype).to(compute)
         loss = held_out_loss()
         # The start in another order of its factors rounds to another loss: no step, no gain.
         improved = outcome.position.best_step > 0 and loss < outcome.position.start_loss
@@ -140,11 +143,16 @@ def _compute_dtype(model: PreTrainedModel) -> torch.dtype:
 @contextmanager
 def _widened(model: PreTrainedModel, config: RecoverConfig) -> Generator[list[PhaseParameters]]:
     """Give the factors, in fp32, as the parameters of one phase."""
+    stored = [layer for layer in low_rank_layers(model).values() if layer.storage is not None]
+    for layer in stored:
+        unround_(layer)
     factors = _parameters(model)
     for factor in factors.values():
         factor.data = factor.data.float()
         factor.requires_grad_(True)
     yield [factors]
+    for layer in stored:
+        round_(layer)
 
 
 def _parameters(model: PreTrainedModel) -> dict[str, torch.nn.Parameter]:
