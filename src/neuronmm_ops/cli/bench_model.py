@@ -119,7 +119,7 @@ def _low_rank(document: dict[str, Any]) -> str:
     """What the low-rank variant is: of the options, or the checkpoint as it exists."""
     dense = f"lm_head {document['storage_lm_head'] or 'bf16'}"
     storage, storage_dense = (document[n] or "bf16" for n in ("storage", "storage_dense"))
-    own = document.get("checkpoint")
+    own = document["checkpoint"]
     if own is None:
         return (
             f"Low rank: ratio {document['ratio']:g} of {document['targets']}, {storage}; other "

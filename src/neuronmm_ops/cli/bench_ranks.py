@@ -97,13 +97,10 @@ def _published(*variants_and_phase: Any) -> list[dict[str, Any]]:
 
 
 def _shown(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows of pairs; of a component those of the kind that most layers have.
-
-    Documents that were made before layers could differ have one kind.
-    """
+    """The rows of pairs; of a component those of the kind that most layers have."""
     pairs = [row for row in rows if "dense" not in _names(row)]
-    most = {row["component"]: row for row in sorted(pairs, key=lambda row: row.get("layers", 0))}
-    return [row for row in pairs if row.get("part") == most[row["component"]].get("part")]
+    most = {row["component"]: row for row in sorted(pairs, key=lambda row: row["layers"])}
+    return [row for row in pairs if row["part"] == most[row["component"]]["part"]]
 
 
 def _names(row: dict[str, Any]) -> set[str]:
