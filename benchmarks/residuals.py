@@ -49,12 +49,12 @@ class Grid(WeightStorage):
     Only rounded to, never stored: no kernel reads it.
     """
 
-    group: ClassVar[int] = 128
     bits: ClassVar[int]
+    rows: ClassVar[int]
 
     def shapes(self, K: int, *N: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return the bytes and the scales that a matrix `[K, N]` would take."""
-        return (-(-K * self.bits // 8), *N), (-(-K // self.group), *N)
+        return (-(-K * self.bits // 8), *N), (-(-K // self.rows), *N)
 
     def nearest(self, numbers: Tensor) -> Tensor:
         """Round to -0.5, 0.5, 1.5, ..."""
@@ -62,16 +62,22 @@ class Grid(WeightStorage):
 
     def magnitudes(self, matrix: Tensor) -> Tensor:
         """Return the largest magnitude of each group of rows."""
-        return torch.stack([rows.abs().amax(0) for rows in matrix.split(self.group)])
+        return torch.stack([rows.abs().amax(0) for rows in matrix.split(self.rows)])
 
     def spread(self, scale: Tensor, K: int) -> Tensor:
         """Return a scale for every number."""
-        return scale.repeat_interleave(self.group, 0)[:K]
+        return scale.repeat_interleave(self.rows, 0)[:K]
 
 
 def grid(bits: int, group: int = 128) -> WeightStorage:
     """Return a grid by its bits and the rows that share a scale."""
-    fields = {"name": f"int{bits}", "bits": bits, "group": group, "full": (2**bits - 1) / 2}
+    fields = {
+        "name": f"int{bits}",
+        "bits": bits,
+        "group": group,
+        "rows": group,
+        "full": (2**bits - 1) / 2,
+    }
     return type(f"Int{bits}", (Grid,), fields)()
 
 
@@ -219,7 +225,7 @@ def _candidates(
         each = {name: found(*layer) for name, layer in layers.items()}
         model = copy.deepcopy(dense)
         for name, (matrix, _) in each.items():
-            model.get_submodule(name).weight.data.copy_(matrix.t())
+            model.get_parameter(f"{name}.weight").data.copy_(matrix.t())
         return RoundedModel(
             NO_LABELS | labels, model, sum(found[1] for found in each.values()) / size
         )
@@ -253,7 +259,8 @@ def _with_pair(asked: Correction, matrix: Tensor, moment: SecondMoment) -> Found
 
     Of a matrix that has less than the rank asked for, U V has all.
     """
-    rank = min(asked.rank, *matrix.shape)
+    K, N = matrix.shape
+    rank = min(asked.rank, K, N)
 
     def approximated(missing: Tensor) -> tuple[Tensor, Tensor]:
         u, v = factorize(missing.t(), "whiten", moment, rank).truncate(rank)
@@ -267,4 +274,4 @@ def _with_pair(asked: Correction, matrix: Tensor, moment: SecondMoment) -> Found
         lost = pair_loss(u, v, matrix - q, moment.matrix, None)
         if lost < least:
             least, best = lost, q + u @ v
-    return best, size + factor_bytes(*matrix.shape, rank, 2, FACTORS)
+    return best, size + factor_bytes(K, N, rank, 2, FACTORS)
