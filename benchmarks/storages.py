@@ -153,7 +153,7 @@ def _models(dense: nn.Module, config: SVDConfig, batches: Sequence[Tensor]) -> A
                 if how == "nearest"
                 else round_pair(
                     name,
-                    replace(config, storage=storage),
+                    storage,
                     pairs[name],
                     linears[name].weight,
                     moment,

@@ -1,11 +1,11 @@
-"""Of two configs the one that is nearer to the dense model, by text that neither has seen."""
+"""Of configs the one that is nearest to the dense model, by text that neither has seen."""
 
 import pytest
 import torch
 from tiny import tiny_ids, tiny_model
 
 from neuronmm_ops import NonFiniteError, SVDConfig
-from neuronmm_ops.compress.compare import divergence, nearest, with_uniform_whitening
+from neuronmm_ops.compress.compare import candidates, described, divergence, nearest
 
 pytestmark = pytest.mark.filterwarnings("ignore::neuronmm_ops.CalibrationWarning")
 MILD, HARSH = (SVDConfig(ratio=ratio, block=8, targets="all-linear") for ratio in (0.2, 0.6))
@@ -24,14 +24,18 @@ def test_the_nearer_is_taken_and_the_model_left_as_it_was(configs):
 
 
 def test_svd_llm_removes_as_much():
-    ours, theirs = with_uniform_whitening(SVDConfig(ratio=0.3, block=8, importance="error"))
+    model = tiny_model()
+    config = SVDConfig(ratio=0.3, block=8, importance="error")
+    ours, refined, theirs = candidates(model, config, {})
+    assert (ours, refined.method) == (config, "kfac-drift")
     assert (theirs.method, theirs.allocation, theirs.ratio) == ("whiten", "uniform", ours.ratio)
     for size in ((64, 176), (64, 64), (128, 512)):
         K, N = size
         rank = theirs.rank(K, N)
         assert rank is None or rank * (K + N) <= 0.7 * K * N
-    with pytest.raises(ValueError, match="uniform knows no budget in bytes"):
-        with_uniform_whitening(SVDConfig(budget="bytes"))
+    assert described((ours, theirs), [0.5, 0.25]) == (
+        "kfac greedy without storage 0.5; whiten uniform without storage 0.25 (taken)"
+    )
 
 
 def test_what_cannot_be_compared_is_refused():

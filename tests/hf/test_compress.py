@@ -11,7 +11,7 @@ from tiny import tiny_directory, tiny_ids, tiny_model
 
 from neuronmm_ops import SVDConfig, hf
 from neuronmm_ops.compress import compare as comparing
-from neuronmm_ops.compress.compare import with_uniform_whitening
+from neuronmm_ops.compress.compare import candidates
 from neuronmm_ops.compress.source import LayersInMemory, Task
 from neuronmm_ops.hf import compress as compress_function
 from neuronmm_ops.nn import dense_linears
@@ -169,17 +169,18 @@ def test_text_is_needed_but_for_plain(dense, tmp_path):
     assert hf.compress(dense, plain, None, tmp_path / "out").calibration is None
 
 
-@pytest.mark.parametrize("taken", [0, 1])
-def test_of_two_configs_the_nearer_is_written(taken, dense, tmp_path, monkeypatch):
+@pytest.mark.parametrize("taken", [0, 2])
+def test_of_configs_the_nearest_is_written(taken, dense, tmp_path, monkeypatch):
     """The checkpoint and its record are those of that config alone, by all blocks."""
     config = SVDConfig(ratio=0.3, block=8)
-    both = with_uniform_whitening(config)
-    losses = iter([1.0, 2.0] if taken == 0 else [2.0, 1.0])
+    every = candidates(hf.load(dense), config, {})
+    losses = iter([float(index != taken) for index in range(3)])
     monkeypatch.setattr(comparing, "divergence", lambda *_: next(losses))
     report = compress(dense, tmp_path / "out", config, compare=True)
-    assert report.config == both[taken]
+    assert report.config == every[taken]
+    assert report.provenance["compared"].split("; ")[taken].endswith(" 0 (taken)")
     assert report.calibration["samples"] == 16
-    compress(dense, tmp_path / "again", both[taken])
+    compress(dense, tmp_path / "again", every[taken])
     written = [load_file(tmp_path / name / "model.safetensors") for name in ("out", "again")]
     assert_same_bits(*written)
 
@@ -189,7 +190,7 @@ def test_of_two_configs_the_nearer_is_written(taken, dense, tmp_path, monkeypatc
     [
         ({}, {"stream": True}, "leave --stream out.*got --stream"),
         ({"method": "plain", "importance": "error"}, {}, "other than plain: got plain"),
-        ({"budget": "bytes"}, {}, "uniform knows no budget in bytes"),
+        ({"budget": "bytes", "storage": "auto"}, {"stream": True}, "auto cannot be streamed"),
     ],
 )
 def test_what_cannot_be_compared_is_refused(config, options, message, dense, tmp_path):

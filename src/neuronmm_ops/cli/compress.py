@@ -69,7 +69,8 @@ def add(commands: Any) -> None:
     command.add_argument(
         "--compare",
         action="store_true",
-        help="try uniform whitening too, and take what diverges less on text kept apart",
+        help="try uniform whitening, kfac-drift and, for auto, dense storages too, and take what "
+        "diverges least on text kept apart",
     )
     command.add_argument(
         "--force", action="store_true", help="replace OUT if it is a compressed checkpoint"
@@ -92,12 +93,14 @@ def _add_allocation(command: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--budget",
-        help="what --ratio is a fraction of: parameters (default), bytes or modelled time",
+        help="what --ratio is a fraction of: parameters (default), bytes (of --storage auto) or "
+        "modelled time",
     )
     group.add_argument(
         "--storage",
-        help="storage of the targets, dense ones too: fp8, int8 or int4 with scales, or bf16 "
-        "(default: the model's dtype); with --ratio 0 all stay dense",
+        help="storage of the targets, dense ones too: fp8, int8 or int4 with scales, bf16, or "
+        "auto, what the budget buys best for each (default: the model's dtype); with --ratio 0 all "
+        "stay dense",
     )
     group.add_argument("--head-storage", help="storage of the output head: fp8, int8 or int4")
     group.add_argument("--target", help="trn1, trn2 or trn3, with --budget time")
@@ -139,13 +142,15 @@ def layer_ratio(text: str) -> tuple[str, "LayerRatio"]:
 def _compress(options: argparse.Namespace) -> dict[str, Any]:
     if options.model is None and options.recorded is None:
         raise ValueError("MODEL is needed: a Transformers directory or a hub id; or use --from")
-    from neuronmm_ops.compress.config import SVDConfig
+    from neuronmm_ops.compress.config import AUTO, SVDConfig
 
     named = {name: value for name, value in vars(options).items() if value is not None}
     choices = {name: named[name] for name in SVDConfig.__dataclass_fields__ if name in named}
     keywords = {name: named[name] for name in KEYWORDS if name in named}
     model, text, run = options.model, options.calibration, None
     if options.recorded is None:
+        if choices.get("storage") == AUTO:
+            choices = {"budget": "bytes", **choices}
         config = SVDConfig(**choices)
     else:
         run = transformers_models().read_run(options.recorded)

@@ -58,15 +58,17 @@ class Matrix:
 
         Where no multiple lies within the bounds, the nearest to them does.
         """
-        dense = self.size(None)
-        pairs: list[Rank] = [
-            rank for rank in range(block, min(self.K, self.N) + 1, block) if self.size(rank) < dense
-        ]
-        every = [*pairs, None]
+        every = self.smaller_ranks(block)
         removed = {rank: 1 - self.size(rank) / self.given for rank in every}
         inside = [r for r in every if self.min_ratio <= removed[r] <= self.max_ratio]
         middle = (self.min_ratio + self.max_ratio) / 2
         return inside or [min(every, key=lambda rank: abs(removed[rank] - middle))]
+
+    def smaller_ranks(self, block: int) -> list[Rank]:
+        """Return the multiples of `block` that take less than the dense matrix, then None."""
+        dense = self.size(None)
+        ranks = range(block, min(self.K, self.N) + 1, block)
+        return [*(rank for rank in ranks if self.size(rank) < dense), None]
 
     def loss(self, rank: Rank) -> float:
         """Return the weighted loss of a rank."""
@@ -95,7 +97,7 @@ def greedy(
     steps = [
         (slope, name, index)
         for name, matrix in matrices.items()
-        for slope, index in _steps(costs[name], [matrix.loss(rank) for rank in options[name]])
+        for slope, index in hull_steps(costs[name], [matrix.loss(rank) for rank in options[name]])
     ]
     # Stable: of equal slopes the model's first layer, and a matrix's smaller rank, come first.
     for _, name, index in sorted(steps, key=lambda step: -step[0]):
@@ -163,14 +165,19 @@ def _offers(
     }
     least = sum(c[0] for c in costs.values())
     if least > budget:
-        raise ValueError(
-            f"no allocation meets the budget of {budget:.6g}: the smallest ranks, one block each, "
-            f"cost {least:.6g}; use a smaller ratio or a smaller block"
-        )
+        raise no_allocation(budget, least)
     return options, costs
 
 
-def _steps(costs: list[float], losses: list[float]) -> list[tuple[float, int]]:
+def no_allocation(budget: float, least: float) -> ValueError:
+    """Return the error of a budget below the `least` that matrices can cost."""
+    return ValueError(
+        f"no allocation meets the budget of {budget:.6g}: the smallest ranks, one block each, "
+        f"cost {least:.6g}; use a smaller ratio or a smaller block"
+    )
+
+
+def hull_steps(costs: list[float], losses: list[float]) -> list[tuple[float, int]]:
     """Return (loss avoided per cost, index of the option) of every option but the first.
 
     Between two corners of the lower convex hull each has the slope of the hull.

@@ -1,6 +1,7 @@
 """What ranks cost in parameters, bytes or modelled time, and the ranks that one budget buys."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -8,11 +9,14 @@ from torch import Tensor
 from neuroncore.hardware import PARTITIONS
 from neuronmm_ops.compress.allocate import Matrix, Rank, greedy, zero_sum
 from neuronmm_ops.compress.config import SVDConfig
+from neuronmm_ops.compress.measured import Losses
 from neuronmm_ops.compress.methods import METHODS
+from neuronmm_ops.compress.mixed import Choice, Cost, Offer, buy, choices_of
 from neuronmm_ops.compress.targets import matches
 from neuronmm_ops.nn.dense_linear import DenseLinear
 from neuronmm_ops.ops.backends.cpu import name_of
 from neuronmm_ops.plan import plan_xuv, plan_xw
+from neuronmm_ops.rank import pair_bytes
 from neuronmm_ops.storages import dtype_name
 
 PLANNED_RANKS = 8
@@ -75,26 +79,107 @@ def allocate(
     """
     if config.allocation == "uniform":
         return {n: config.rank(m.K, m.N, (m.min_ratio, m.max_ratio)) for n, m in matrices.items()}
-
-    stored = dtype_name(config.one_byte) or ""
-
-    def time(name: str, rank: Rank, stored: str = stored) -> float:
-        matrix, dtype = matrices[name], name_of(dtypes[name])
-        return time_us(matrix.K, matrix.N, rank, config.tokens, dtype, config.target, stored)
-
-    def cost(name: str, rank: Rank) -> float:
-        return time(name, rank) if config.budget == "time" else matrices[name].size(rank)
-
-    def given(name: str) -> float:
-        return time(name, None, "") if config.budget == "time" else matrices[name].given
-
+    cost = _cost(config, matrices, dtypes)
     shared = {name: m for name, m in matrices.items() if shares_budget(config, name)}
-    budget = (1 - config.ratio) * sum(map(given, shared))
     buy = zero_sum if METHODS[config.method].by_scores else greedy
-    ranks = buy(shared, cost, budget, config.block)
+    ranks = buy(
+        shared,
+        lambda name, rank: cost(name, Choice(rank, config.one_byte)),
+        _budget(config, shared, cost),
+        config.block,
+    )
     return {n: ranks[n] if n in ranks else m.ranks(config.block)[0] for n, m in matrices.items()}
 
 
+def choose(
+    config: SVDConfig,
+    matrices: Mapping[str, Matrix],
+    dtypes: Mapping[str, torch.dtype],
+    losses: Mapping[str, Losses] | None,
+) -> dict[str, Choice]:
+    """Return every matrix's rank and storage, for storage `auto`.
+
+    A matrix with a ratio of its own becomes what loses least and removes no less than that.
+
+    Args:
+        config: budget and ratio.
+        matrices: by name, as `matrix_of` makes them.
+        dtypes: of each matrix, dense.
+        losses: of each matrix, measured; None where costs alone are of interest.
+
+    Raises:
+        ValueError: the cheapest choices cost more than the budget.
+    """
+    cost = _cost(config, matrices, dtypes)
+
+    def offer(name: str, choice: Choice) -> Offer:
+        loss = losses[name].of(matrices[name], choice) if losses else 0.0
+        return Offer(choice, cost(name, choice), loss)
+
+    offers = {
+        name: [offer(name, choice) for choice in choices_of(matrix, config.block)]
+        for name, matrix in matrices.items()
+    }
+    shared = {name: each for name, each in offers.items() if shares_budget(config, name)}
+    bought = buy(shared, _budget(config, shared, cost))
+    return {
+        name: bought[name] if name in bought else min(each, key=lambda o: (o.loss, o.cost)).choice
+        for name, each in offers.items()
+    }
+
+
+def is_within(
+    config: SVDConfig,
+    other: SVDConfig,
+    linears: Mapping[str, DenseLinear],
+    dtypes: Mapping[str, torch.dtype],
+) -> bool:
+    """Say whether what needs no losses to be chosen costs no more than another config's budget.
+
+    Args:
+        config: with a budget.
+        other: with allocation `uniform`, or with ratio 0 and a storage.
+        linears: the targets, by name.
+        dtypes: of each, dense.
+    """
+    matrices = {
+        name: matrix_of(config, name, linear, dtypes[name], torch.zeros(0))
+        for name, linear in linears.items()
+        if shares_budget(config, name)
+    }
+    cost, spent = _cost(config, matrices, dtypes), 0.0
+    for name, matrix in matrices.items():
+        bounds = matrix.min_ratio, matrix.max_ratio
+        rank = other.rank(matrix.K, matrix.N, bounds) if other.ratio else None
+        spent += cost(name, Choice(rank, other.one_byte))
+    return spent <= _budget(config, matrices, cost)
+
+
+def _cost(
+    config: SVDConfig, matrices: Mapping[str, Matrix], dtypes: Mapping[str, torch.dtype]
+) -> Cost:
+    """Return what a matrix, by name, costs as a choice, in the unit of the budget."""
+
+    def time(name: str, choice: Choice) -> float:
+        matrix, dtype = matrices[name], name_of(dtypes[name])
+        size, stored = (matrix.K, matrix.N, choice.rank), dtype_name(choice.storage) or ""
+        return time_us(*size, config.tokens, dtype, config.target, stored)
+
+    def size(name: str, choice: Choice) -> float:
+        matrix = matrices[name]
+        if config.budget == "parameters":
+            return matrix.size(choice.rank)
+        return pair_bytes(matrix.K, matrix.N, choice.rank, matrix.itemsize, choice.storage)
+
+    return time if config.budget == "time" else size
+
+
+def _budget(config: SVDConfig, names: Iterable[str], cost: Cost) -> float:
+    """Return what matrices may cost together, a share of what they do before anything is done."""
+    return (1 - config.ratio) * sum(cost(name, Choice(None, None)) for name in names)
+
+
+@cache  # many layers are of one shape
 def time_us(
     K: int, N: int, rank: Rank, M: int, dtype: str, target: str | None, stored: str = ""
 ) -> float:

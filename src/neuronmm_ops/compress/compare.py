@@ -1,34 +1,62 @@
-"""Two ways to the same number of parameters, and which of them is nearer to the dense model.
+"""Several ways to the same cost, and which of them is nearest to the dense model.
 
 Losses of single matrices, added up, may mislead: where much is removed from a model that spares
-nothing, uniform ranks may do better than ranks of one budget. What a model predicts says so.
+nothing, uniform ranks may do better than ranks of one budget, or one storage than many. What a
+model predicts says so.
 """
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import islice
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from neuronmm_ops.compress.budget import is_within
 from neuronmm_ops.compress.calibrate import Progress, eval_mode, fast_products
 from neuronmm_ops.compress.config import SVDConfig
+from neuronmm_ops.compress.mixed import storages_of
 from neuronmm_ops.compress.pipeline import compress_
+from neuronmm_ops.compress.targets import select_targets
 from neuronmm_ops.errors import NonFiniteError
+from neuronmm_ops.storages import STORAGES
 
 # One calibration block in so many is kept apart to compare by.
 EVERY = 8
 
 
-def with_uniform_whitening(config: SVDConfig) -> tuple[SVDConfig, SVDConfig]:
-    """Return the config, and SVD-LLM's that removes as much or more: its ranks round down.
+def candidates(
+    model: nn.Module, config: SVDConfig, dtypes: Mapping[str, torch.dtype]
+) -> list[SVDConfig]:
+    """Return the config, and others that cost no more.
 
-    Raises:
-        ValueError: the budget is not of parameters.
+    Of method `kfac`, `kfac-drift`; of storage `auto`, each storage that is within the budget with
+    all matrices dense; and uniform whitening, SVD-LLM's, whose ranks round down.
+
+    Args:
+        model: dense.
+        config: what was asked for.
+        dtypes: of the Linears' weights as they will be stored.
     """
-    uniform = {"method": "whiten", "allocation": "uniform", "importance": None, "alpha": 0.0}
-    return config, replace(config, **uniform)
+    found, linears = [config], select_targets(model, config).linears
+    if config.method == "kfac" and config.allocation == "greedy":
+        found.append(replace(config, method="kfac-drift"))
+    plain = replace(config, budget="parameters", target=None, tokens=1, storage=config.one_byte)
+    if config.is_mixed:
+        fitting = set.intersection(
+            *(set(storages_of(each.in_features, each.out_features)) for each in linears.values())
+        )
+        whole = [replace(plain, ratio=0, storage=name) for name in STORAGES if name in fitting]
+        found += [each for each in whole if is_within(config, each, linears, dtypes)]
+    uniform = replace(plain, method="whiten", allocation="uniform", importance=None, alpha=0.0)
+    if config.budget == "parameters":
+        return [*found, uniform]
+    steps = [config.ratio + step / 20 for step in range(20)]
+    ratios = (replace(uniform, ratio=ratio) for ratio in steps if ratio < 1)
+    within = (each for each in ratios if is_within(config, each, linears, dtypes))
+    return [*found, *islice(within, 1)]
 
 
 def nearest(
@@ -36,6 +64,7 @@ def nearest(
     configs: Sequence[SVDConfig],
     batches: Sequence[Tensor],
     progress: Progress | None = None,
+    dtypes: Mapping[str, torch.dtype] | None = None,
 ) -> tuple[SVDConfig, list[float]]:
     """Return the config whose compressed model predicts most as the dense one does.
 
@@ -47,6 +76,7 @@ def nearest(
         configs: to compare; of equals the first is taken.
         batches: token ids `[B, T]`.
         progress: told `("compare", configs done, configs in all)`.
+        dtypes: as of `compress_`.
 
     Returns:
         The config, and every config's mean divergence in nats a token.
@@ -64,11 +94,21 @@ def nearest(
     found: list[float] = []
     for config in configs:
         candidate = copy.deepcopy(model)
-        compress_(candidate, config, rest)
+        compress_(candidate, config, rest, dtypes=dtypes)
         found.append(divergence(model, candidate, apart))
         if progress:
             progress("compare", len(found), len(configs))
     return configs[found.index(min(found))], found
+
+
+def described(configs: Sequence[SVDConfig], divergences: Sequence[float]) -> str:
+    """Return what was compared in a line, with each divergence; the nearest is marked."""
+    least = divergences.index(min(divergences))
+    return "; ".join(
+        f"{config.method} {config.allocation} {config.storage or 'without storage'} {found:.3g}"
+        + (" (taken)" if index == least else "")
+        for index, (config, found) in enumerate(zip(configs, divergences, strict=True))
+    )
 
 
 @torch.no_grad()

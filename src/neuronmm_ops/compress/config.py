@@ -16,7 +16,8 @@ FORMAT_VERSION = 2
 ALLOCATIONS = ("greedy", "uniform")
 IMPORTANCES = ("gradient", "error", "perplexity")
 BUDGETS = ("parameters", "bytes", "time")
-STORAGES = ("bf16", *ONE_BYTE)
+AUTO = "auto"
+STORAGES = ("bf16", *ONE_BYTE, AUTO)
 # Of one layer: its ratio, or the smallest and the largest that it may get.
 LayerRatio = float | tuple[float, float]
 
@@ -53,7 +54,8 @@ class SVDConfig:
             largest ratio it may get. The first that selects a layer holds.
         storage: of the targets' matrices, factors and those that stay dense: `fp8` (e4m3 up to
             240) or `int8`, one byte a number and a scale a column; `bf16`, which the replaced
-            Linears must have; None for their dtype, whatever it is.
+            Linears must have; None for their dtype, whatever it is; `auto` for what the budget, of
+            bytes or time, buys best for each matrix, dense ones too.
         head_storage: of the output head, `fp8` or `int8`, which stays dense and is rounded to
             nearest; None leaves it as it is.
 
@@ -116,11 +118,17 @@ class SVDConfig:
             raise ValueError(f"tokens are of budget time, got {self.tokens} and {self.budget}")
         if self.budget != "parameters" and self.allocation == "uniform":
             raise ValueError(f"allocation uniform knows no budget in {self.budget}; use greedy")
+        if self.is_mixed and (self.budget == "parameters" or self.method in ("plain", "zero-sum")):
+            raise ValueError(
+                "storage auto compares measured losses for each byte or microsecond: use budget "
+                "bytes or time, and a method other than plain and zero-sum; got "
+                f"{self.budget} and {self.method}"
+            )
         if self.importance and not self._compares_losses:
             raise ValueError(
-                "importance compares losses of matrices, which method zero-sum and allocation "
-                f"uniform do not; leave it out, or use another: got {self.importance!r}, "
-                f"{self.method} and {self.allocation}"
+                "importance compares losses of matrices, which method zero-sum, allocation "
+                "uniform and storage auto do not; leave it out, or use another: got "
+                f"{self.importance!r}, {self.method} and {self.allocation}"
             )
         if self.target is not None:
             object.__setattr__(self, "target", resolve_target(self.target).target)
@@ -144,6 +152,11 @@ class SVDConfig:
         return self.storage if self.storage in ONE_BYTE else None
 
     @property
+    def is_mixed(self) -> bool:
+        """Whether the budget chooses the storage of each matrix."""
+        return self.storage == AUTO
+
+    @property
     def weighs_by(self) -> str | None:
         """The importance in effect; None where losses need no weight."""
         if not self._compares_losses:
@@ -155,7 +168,8 @@ class SVDConfig:
 
     @property
     def _compares_losses(self) -> bool:
-        return self.allocation == "greedy" and not METHODS[self.method].by_scores
+        is_greedy = self.allocation == "greedy" and not METHODS[self.method].by_scores
+        return is_greedy and not self.is_mixed
 
     @property
     def needs_calibration(self) -> bool:

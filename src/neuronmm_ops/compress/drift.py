@@ -26,7 +26,7 @@ def follow_drift(
     factors: Mapping[str, Factors],
     batches: Sequence[Batch],
     progress: Progress | None = None,
-    storage: str | None = None,
+    stored: Mapping[str, str] | None = None,
     gradients: Mapping[str, Tensor] | None = None,
 ) -> tuple[dict[str, Factors], dict[str, float]]:
     """Return factors of the same ranks, each found from what the ones before it produce.
@@ -44,7 +44,7 @@ def follow_drift(
             matrix and its scales where it stays dense.
         batches: token ids, or mappings of the model's arguments.
         progress: told `("drift", layers done, layers in all)`.
-        storage: of `STORAGES`, to which each is rounded before the next is found.
+        stored: the storage of each that has one: it is rounded before the next is found.
         gradients: what `collect_gradients` says of each Linear, for a method that needs it.
 
     Raises:
@@ -54,7 +54,7 @@ def follow_drift(
     batches = workers.share(batches)
     stack = LayerStack(model)
     pairs, losses = dict(factors), dict.fromkeys(factors, 0.0)
-    gradients = gradients or {}
+    gradients, stored = gradients or {}, stored or {}
     has_metric = METHODS[method].gradient is not None
     with eval_mode(model), fast_products(model):
         dense = [stack.first_input(batch) for batch in batches]
@@ -72,8 +72,8 @@ def follow_drift(
                 lost: dict[str, float] = {}
                 for name in (name for name in group if owners[name] == workers.index()):
                     weight, first = linears[name].weight, factors[prefix + name]
-                    if is_stored(first):
-                        assert storage is not None
+                    storage = stored.get(prefix + name)
+                    if storage and is_stored(first):
                         target, ridged = drift.regression(weight, moment.matrix, cross)
                         local[name], lost[name] = quantize_matrix(target, storage, ridged), 0.0
                         continue

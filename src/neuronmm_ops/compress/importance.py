@@ -87,13 +87,9 @@ def probe(
         dense = _mean_loss(model, rows)
         for name, (u, v) in factors.items():
             linear = as_dense_linear(model.get_submodule(name))
-            weight = linear.stored.data
-            try:
-                product = (u.to(weight) @ v.to(weight)).contiguous()
-                linear.stored.data = product if linear.is_transposed else product.t()
+            weight = linear.weight
+            with linear.computing(u.to(weight) @ v.to(weight)):
                 added[name] = _mean_loss(model, rows) - dense
-            finally:
-                linear.stored.data = weight
             if progress:
                 progress("probe", len(added), len(factors))
     return added

@@ -7,15 +7,17 @@ import torch
 from torch import Tensor, nn
 
 from neuronmm_ops.compress import workers
-from neuronmm_ops.compress.allocate import Rank
+from neuronmm_ops.compress.allocate import Matrix, Rank
 from neuronmm_ops.compress.batches import Batch, check_batches, count_tokens, fingerprint
-from neuronmm_ops.compress.budget import allocate, matrix_of, ratio_bounds
+from neuronmm_ops.compress.budget import allocate, choose, matrix_of, ratio_bounds
 from neuronmm_ops.compress.calibrate import Progress
 from neuronmm_ops.compress.config import SVDConfig
 from neuronmm_ops.compress.coverage import left_dense, warn_of_coverage
 from neuronmm_ops.compress.drift import follow_drift
 from neuronmm_ops.compress.importance import weights_of
+from neuronmm_ops.compress.measured import Divergence, Losses, losses_of
 from neuronmm_ops.compress.methods import METHODS
+from neuronmm_ops.compress.mixed import largest_rank, probed_ranks
 from neuronmm_ops.compress.nested import Nested, gradient_kinds, known_to_all, moment_sides
 from neuronmm_ops.compress.quantize import Quantized, QuantizedMatrix
 from neuronmm_ops.compress.record import attach, dense_parameters
@@ -112,20 +114,27 @@ def compress_layers(
     gradients = source.gradients() if kinds else {}
     nested = _factorize(source, config, linears, largest, gradients)
     weights = weights_of(model, config, linears, nested, gradients, batches, progress)
-    ranks = limits | choose_ranks(config, linears, nested, weights, dtypes)
+    matrices = matrices_of(config, linears, nested, weights, dtypes)
+    if config.is_mixed:
+        measured = _measure_losses(source, task, gradients)
+        chosen = choose(config, matrices, dtypes, measured)
+        stored = stored | {n: c.storage for n, c in chosen.items() if c.storage}
+        ranks = limits | {name: choice.rank for name, choice in chosen.items()}
+    else:
+        ranks = limits | allocate(config, matrices, dtypes)
     bought = _without_dense(ranks)
     losses = {name: nested[name].relative_loss(rank) for name, rank in bought.items()}
     follows_drift = METHODS[config.method].follows_drift
-    local = _truncated(nested, bought, dtypes if config.one_byte else {})
+    local = _truncated(nested, bought, {name: dtypes[name] for name in stored})
     if follows_drift:  # which rounds what is in a layer
         dense = [name for name in stored if ranks[name] is None]
         local |= {n: nearest(targets[n].weight.t(), STORAGES[stored[n]]) for n in dense}
     else:
-        local |= _quantize(source, task, ranks, gradients)
+        local |= _quantize(source, task, stored, ranks, gradients)
     factors = workers.exchange(local, workers.spread(task.replaced), task.replaced)
     if follows_drift:
         factors, losses = follow_drift(
-            model, config.method, factors, batches, progress, config.one_byte, gradients
+            model, config.method, factors, batches, progress, stored, gradients
         )
     parameters = dense_parameters(model)
     report = CompressionReport(
@@ -160,9 +169,30 @@ def _factorize(
     return known_to_all({name: Nested(**tensors) for name, tensors in kept.items()}, linears)
 
 
+def _measure_losses(
+    source: LayerSource, task: Task, gradients: Mapping[str, Tensor]
+) -> dict[str, Losses]:
+    """Return what each Linear loses, measured with it alone replaced.
+
+    Inputs' moments are taken a second time: those of some methods are of the outputs.
+    """
+    config, linears = task.config, task.linears
+    divergence = Divergence(source.model, task.batches)
+    sides = rounding_sides(config, linears)
+    for name, weight, moment in source.measured("measure", sides, linears):
+        assert moment is not None
+        metric = output_metrics(config, {name: linears[name]}, gradients).get(name)
+        ranks = probed_ranks(task.limits[name], config.block)
+        pair = source.factors(name)
+        losses = losses_of(name, weight, pair, ranks, moment, metric, divergence)
+        source.keep("measure", name, losses._asdict())
+    return workers.gather_names({n: Losses(**each) for n, each in source.kept("measure").items()})
+
+
 def _quantize(
     source: LayerSource,
     task: Task,
+    stored: Mapping[str, str],
     ranks: Mapping[str, Rank],
     gradients: Mapping[str, Tensor],
 ) -> dict[str, Factors]:
@@ -172,7 +202,7 @@ def _quantize(
     are gone, and for some methods those were of the outputs.
     """
     config, dtypes, is_first = task.config, task.dtypes, not task.limits
-    inside = [name for name in task.stored if name not in task.head]
+    inside = [name for name in stored if name not in task.head]
     for part, sides in ((inside, rounding_sides(config, inside)), (task.head, {})):
         for name, weight, moment in source.measured("quantize", sides, part) if part else ():
             if is_first and moment is not None:
@@ -180,12 +210,12 @@ def _quantize(
             is_first = False
             rank = ranks[name]
             if rank is None:
-                rounded = round_matrix(name, task.stored[name], weight, moment)
+                rounded = round_matrix(name, stored[name], weight, moment)
             else:
                 u, v = source.factors(name)
                 pair = _as_stored(u[:, :rank], v[:rank], dtypes[name])
                 metric = output_metrics(config, {name: task.targets[name]}, gradients).get(name)
-                rounded = round_pair(name, config, pair, weight, moment, metric)
+                rounded = round_pair(name, stored[name], pair, weight, moment, metric)
             source.keep("quantize", name, rounded._asdict())
     return {
         name: Quantized(**tensors) if "u" in tensors else QuantizedMatrix(**tensors)
@@ -219,6 +249,9 @@ def rank_limits(
         if config.allocation == "uniform":
             bounds = ratio_bounds(config, name)
             limits[name] = config.rank(linear.in_features, linear.out_features, bounds)
+        elif config.is_mixed:
+            matrix = matrix_of(config, name, linear, dtypes[name], torch.zeros(0))
+            limits[name] = largest_rank(matrix, config.block)
         else:
             matrix = matrix_of(config, name, linear, dtypes[name], torch.zeros(0))
             ranks = matrix.ranks(config.block)
@@ -228,22 +261,21 @@ def rank_limits(
     return limits
 
 
-def choose_ranks(
+def matrices_of(
     config: SVDConfig,
     linears: Mapping[str, DenseLinear],
     nested: Mapping[str, Nested],
     weights: Mapping[str, float],
     dtypes: Mapping[str, torch.dtype],
-) -> dict[str, Rank]:
-    """Return the ranks that the config's budget buys."""
-    matrices = {
+) -> dict[str, Matrix]:
+    """Return what the allocation knows of every Linear that may get a rank."""
+    return {
         name: matrix_of(
             *(config, name, linears[name], dtypes[name]),
             *(each.spectrum, weights[name], each.scores),
         )
         for name, each in nested.items()
     }
-    return allocate(config, matrices, dtypes)
 
 
 def check_storage(
@@ -261,13 +293,17 @@ def check_storage(
 def check_budget(
     config: SVDConfig, linears: Mapping[str, DenseLinear], dtypes: Mapping[str, torch.dtype]
 ) -> None:
-    """Raise ValueError where no ranks meet the budget, before any of the work is done."""
+    """Raise ValueError where nothing meets the budget, before any of the work is done."""
     unknown = {
         name: Nested(None, None, losses, losses)
         for name, linear in linears.items()
         for losses in [torch.zeros(min(linear.in_features, linear.out_features))]
     }
-    choose_ranks(config, linears, unknown, dict.fromkeys(unknown, 1.0), dtypes)
+    matrices = matrices_of(config, linears, unknown, dict.fromkeys(unknown, 1.0), dtypes)
+    if config.is_mixed:
+        choose(config, matrices, dtypes, None)
+    else:
+        allocate(config, matrices, dtypes)
 
 
 def _batches(

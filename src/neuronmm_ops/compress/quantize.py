@@ -167,7 +167,11 @@ def pair_loss(
     u: Tensor, v: Tensor, target: Tensor, moment: Tensor | None, metric: Tensor | None
 ) -> float:
     """Return `tr(Dᵀ H D C)` of the error D of a pair, as `quantize_pair` takes H and C."""
-    error = u.double() @ v.double() - target.double()
+    return error_loss(u.double() @ v.double() - target.double(), moment, metric)
+
+
+def error_loss(error: Tensor, moment: Tensor | None, metric: Tensor | None) -> float:
+    """Return `tr(Dᵀ H D C)` of an error D `[K, N]`, fp64, as `quantize_pair` takes H and C."""
     left = error if moment is None else moment.double() @ error
     if metric is None:
         return float((error * left).sum())

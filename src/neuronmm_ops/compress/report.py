@@ -203,8 +203,8 @@ class CompressionReport:
         calibration: `{"tokens", "batches", "sha256"}`, from `hf.compress` also `{"order",
             "samples", "seqlen"}`; or None when the method needs none.
         provenance: model id and versions of the libraries, from `hf.compress` also
-            `compute_dtype`, from `hf.recover` `recovery`, a list with an entry a run. There is no
-            seed: the method is deterministic.
+            `compute_dtype` and `compared`, from `hf.recover` `recovery`, a list with an entry a
+            run. There is no seed: the method is deterministic.
         model_parameters: of the whole model while it was dense, tied ones counted once; None in
             records that do not say.
         left_dense: what the presets among the targets stand for and `layers` does not list, such
@@ -237,17 +237,20 @@ class CompressionReport:
         removed = sum(layer.K * layer.N - layer.parameters for layer in self.layers)
         return removed / self.model_parameters
 
-    def with_run(self, calibration: Mapping[str, Any], compute_dtype: str) -> Self:
+    def with_run(
+        self, calibration: Mapping[str, Any], compute_dtype: str, compared: Mapping[str, str]
+    ) -> Self:
         """Return the report with what `hf.compress` knows besides.
 
         Args:
             calibration: options of the calibration, added where there was one.
             compute_dtype: name of the dtype that was computed in.
+            compared: `compared`, what `compare.described` says, or nothing.
         """
         return replace(
             self,
             calibration=self.calibration and {**self.calibration, **calibration},
-            provenance={**self.provenance, "compute_dtype": compute_dtype},
+            provenance={**self.provenance, "compute_dtype": compute_dtype, **compared},
         )
 
     def to_dict(self) -> dict[str, Any]:

@@ -24,7 +24,7 @@ OUTPUT_KINDS = ("diagonal", "moment")
 
 def round_pair(
     name: str,
-    config: SVDConfig,
+    storage: str,
     factors: tuple[Tensor, Tensor],
     weight: Tensor,
     moment: SecondMoment | None,
@@ -36,17 +36,16 @@ def round_pair(
 
     Args:
         name: of the layer.
-        config: with a storage of one byte.
+        storage: of `STORAGES`.
         factors: `u[K, r]`, `v[r, N]`.
         weight: which they stand for.
         moment: of the inputs; None where the method knows none.
         metric: of the outputs, as `output_metrics` gives it.
         folded: as `quantize_pair` takes it.
     """
-    assert config.one_byte is not None
     matrix = None if moment is None else moment.matrix
     try:
-        pair = quantize_pair(*factors, config.one_byte, weight.t(), matrix, metric, folded=folded)
+        pair = quantize_pair(*factors, storage, weight.t(), matrix, metric, folded=folded)
     except NonFiniteError as error:
         raise NonFiniteError(f"{name}: {error}") from None
     check_finite(name, pair.u_scale, pair.v_scale, "compress the model in a wider dtype")

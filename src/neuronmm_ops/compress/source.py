@@ -31,7 +31,7 @@ class Task(NamedTuple):
         limits: the largest rank of each that may get one.
         kinds: the gradient statistic of each that needs one.
         batches: of calibration; none where nothing is calibrated.
-        stored: the storage of each that has one.
+        stored: the storage of each that has one, as far as it is known before the ranks are.
         head: the name of an output head that is stored, and in no layer; else none.
     """
 
@@ -79,7 +79,7 @@ class LayerSource(ABC):
     """A model whose layers are compressed, wherever their values are.
 
     Results are named sets of tensors, kept by stage: `factorize`, the fields of a `Nested`; and
-    `quantize`, those of a `Quantized` or a `QuantizedMatrix`.
+    `measure`, those of a `Losses`; and `quantize`, those of a `Quantized` or a `QuantizedMatrix`.
 
     Args:
         model: dense; values may be on the meta device.

@@ -12,7 +12,7 @@ from neuronmm_ops.checkpoint import read_config
 from neuronmm_ops.compress import CompressionReport, SVDConfig, workers
 from neuronmm_ops.compress.batches import check_ids
 from neuronmm_ops.compress.calibrate import Progress
-from neuronmm_ops.compress.compare import nearest, with_uniform_whitening
+from neuronmm_ops.compress.compare import candidates, described, nearest
 from neuronmm_ops.compress.pipeline import compress_layers
 from neuronmm_ops.compress.source import LayersInMemory
 from neuronmm_ops.eval import block_length
@@ -73,13 +73,15 @@ def compress(
         stream: hold one decoder layer in memory at a time, and go on where a killed run of the same
             has stopped: what it has done is beside the output, in `.NAME.stream`. Files of weights
             are no larger than a layer.
-        compare: try uniform whitening (SVD-LLM) at as many parameters too, and take what diverges
-            less from the dense model on blocks kept apart; the report has the config taken.
+        compare: try what else costs no more too, see `compare.candidates`, and take what diverges
+            least from the dense model on blocks kept apart; the report has the config taken, and
+            its provenance every divergence in nats a token as `compared`.
         progress: called with (stage, done, total); stages are load, gradients (where a method or
-            its importance needs them), calibrate, factorize, probe (importance `perplexity`), drift
-            (method `drift`), quantize (of one-byte storage, after a second calibrate), compare and
-            save. Where moments fill memory, calibrate and factorize take turns; streamed, factorize
-            and quantize calibrate too.
+            its importance needs them), calibrate, factorize, probe (importance `perplexity`),
+            measure (storage `auto`, after a second calibrate), drift (method `drift`), quantize (of
+            one-byte storage, after one more calibrate), compare and save. Where moments fill
+            memory, calibrate and factorize take turns; streamed, factorize and quantize calibrate
+            too.
 
     Returns:
         What `compress_` reports, with the calibration's order, samples and seqlen, and the
@@ -115,7 +117,6 @@ def compress(
             "compare holds two models and runs calibration text; leave --stream out, and use a "
             f"method other than plain: got {'--stream' if stream else config.method}"
         )
-    candidates = with_uniform_whitening(config) if compare else ()
     tell("load", 0, 1)
     directory = local_directory(model)
     if read_config(directory).get("quantization_config") is not None:
@@ -137,9 +138,13 @@ def compress(
         calibration = {"order": order, "samples": taken, "seqlen": seqlen}
         blocks = CalibrationSource.of(text_path, text, samples, seqlen, order)
 
-    if candidates and batches:
+    dtypes = {name: linear.weight.dtype for name, linear in dense_linears(loaded).items()}
+    compared: dict[str, str] = {}
+    if compare and batches:
+        configs = candidates(loaded, config, dtypes)
         with computing_in(loaded, compute):
-            config, _ = nearest(loaded, candidates, batches, progress)
+            config, divergences = nearest(loaded, configs, batches, progress, dtypes)
+        compared = {"compared": described(configs, divergences)}
 
     dense_bytes = sum(parameter.nbytes for parameter in loaded.parameters())
 
@@ -166,12 +171,11 @@ def compress(
             stack.enter_context(layers)
             computing = nullcontext()
         else:
-            dtypes = {name: linear.weight.dtype for name, linear in dense_linears(loaded).items()}
             layers = LayersInMemory(loaded, progress, dtypes, check_room)
             computing = computing_in(loaded, compute)
         with computing:
             report = compress_layers(layers, config, batches)
-        report = report.with_run(calibration, name_of(compute))
+        report = report.with_run(calibration, name_of(compute), compared)
         tell("save", 0, 1)
         values = layers.values() if isinstance(layers, LayersOnDisk) else None
         size = shard_bytes if values is None else min(shard_bytes, values.layer_bytes)

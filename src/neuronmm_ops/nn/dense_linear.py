@@ -1,5 +1,7 @@
 """Which modules are linear layers, and the weight of each as `nn.Linear` would hold it."""
 
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -47,6 +49,17 @@ class DenseLinear:
     def out_features(self) -> int:
         """N."""
         return self.weight.shape[0]
+
+    @contextmanager
+    def computing(self, matrix: Tensor) -> Generator[None]:
+        """Let the module compute `y = x @ matrix`, `[K, N]`, for a block."""
+        weight = self.stored.data
+        try:
+            given = matrix.to(weight).contiguous()
+            self.stored.data = given if self.is_transposed else given.t()
+            yield
+        finally:
+            self.stored.data = weight
 
 
 def dense_linear(module: nn.Module) -> DenseLinear | None:

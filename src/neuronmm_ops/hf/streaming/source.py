@@ -42,6 +42,11 @@ def check_streamable(config: SVDConfig) -> None:
             f"method {config.method} cannot be streamed: it runs dense and compressed layers side "
             "by side; use another method, or compress without --stream"
         )
+    if config.is_mixed:
+        raise ValueError(
+            "storage auto cannot be streamed: it measures the whole model; use one storage, or "
+            "compress without --stream"
+        )
     if config.weighs_by == "perplexity":
         raise ValueError(
             "importance perplexity cannot be streamed: each probe runs the whole model; use "
