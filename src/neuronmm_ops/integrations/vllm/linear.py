@@ -107,7 +107,14 @@ class LowRankLinearMethod(LinearMethodBase):
                 self.members.append(Pair(record, self.place, own, params_dtype, pack))
         # No children of the layer: vLLM's reloading handles a module with its own tensors alone.
         layer.members = tuple(self.members)
-        storage = next(record.storage for record in self.layers if record is not None)
+        storages = {record.storage for record in self.layers if record is not None}
+        if len(storages) > 1:
+            named = ", ".join(sorted(name or "the model's dtype" for name in storages))
+            raise CheckpointError(
+                f"{', '.join(self.names)}: vLLM needs one storage for layers of one input, got "
+                f"{named}; compress with one --storage instead of auto, or load with Transformers"
+            )
+        (storage,) = storages
         matrix, scale = STORED
         dtypes = dict.fromkeys((*FACTORS, matrix), tensor_dtype(storage, params_dtype))
         dtypes |= {**dict.fromkeys((*SCALES, scale), torch.float32), "weight": params_dtype}
