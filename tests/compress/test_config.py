@@ -82,7 +82,7 @@ def test_it_is_frozen():
 
 
 BAD = [
-    ("storage", "int3", ValueError, "storage must be one of bf16, fp8, int8, int4, auto; got 'int3'"),
+    ("storage", "int3", ValueError, "must be one of bf16, fp8, int8, int4, auto; got 'int3'"),
     ("ratio", 0, ValueError, "removed, or 0 with storage fp8 or int8 or int4; got 0"),
     ("head_storage", "bf16", ValueError, "head_storage must be one of fp8, int8, int4; got 'bf16'"),
     ("ratio", 1.0, ValueError, "got 1.0"),
