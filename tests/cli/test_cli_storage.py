@@ -4,6 +4,7 @@ import pytest
 from outcomes import refused
 
 from neuronmm_ops import SVDConfig, hf
+from neuronmm_ops.compress.record import compressed_layers
 
 DTYPES = {"fp8": "float8_e4m3fn", "int8": "int8"}
 STORED = pytest.mark.parametrize("storage", DTYPES)
@@ -61,3 +62,22 @@ def test_eval_with_rounded_activations(run, stored, text):
     assert found["fp8"] == pytest.approx(found["x"], rel=0.05)
     outcome = run("eval", stored / "int8", *options, "--compute", "fp8")
     refused(outcome, "compute fp8 needs layers stored in float8_e4m3fn")
+
+
+def test_a_storage_for_each_matrix(run, dense, text, tmp_path):
+    """Made, inspected, verified, loaded, and made again from its record."""
+    options = ("--samples", "16", "--seqlen", "64", "--block", "8", "--targets", "all-linear")
+    out = tmp_path / "out"
+    auto = ("--storage", "auto", "--ratio", "0.6", "--calibration", text, *options)
+    run("compress", dense, "-o", out, *auto, *DTYPE).page()
+    document = run("inspect", out, "--json").document()
+    assert document["config"]["budget"] == "bytes"
+    assert len({layer["storage"] for layer in document["layers"]}) > 1
+    assert document["bytes"] <= 0.4 * document["dense_bytes"]
+    run("verify", out).page()
+    model = hf.load(out)
+    assert {layer.storage for layer in compressed_layers(model).values()} - {None}
+    again = run("compress", "--from", out / "compression.json", "-o", tmp_path / "b", "--json")
+    assert again.document()["same_weights"]
+    refused(run("compress", dense, "-o", tmp_path / "c", *auto, "--stream"), "cannot be streamed")
+    refused(run("compress", dense, "-o", tmp_path / "c", *auto, "--ratio", "0.99"), "budget of")
