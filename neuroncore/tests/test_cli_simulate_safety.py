@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -185,6 +186,17 @@ def test_a_kernel_that_sleeps_is_stopped(simulate, kernels, options, end):
     done = simulate(f"{kernels}:sleeps", *X, "--max-seconds", 0.2, *options)
     assert (done.code, done.out) == (1, "")
     assert done.err.endswith(f"(--max-seconds){end}\n")
+
+
+def test_a_kernel_that_sleeps_in_the_background_is_stopped(simulate, kernels):
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as a shell's `&` has it
+    try:
+        done = simulate(f"{kernels}:sleeps", *X, "--max-seconds", 0.2)
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    assert done.code == 1
+    assert done.err.endswith(f"(--max-seconds) [harmful.py:{line_of('time.sleep(')}]\n")
 
 
 @pytest.mark.parametrize("option", ["instructions", "seconds", "bytes"])

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import signal
+import threading
+import time
+from collections.abc import Generator
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -149,7 +154,7 @@ def _simulate(options: argparse.Namespace) -> Any:
     places = [place_of(text) for text in options.kernels]
     _check(options, len(places))
     launch = _launch(options)
-    with contained(is_quiet=options.json), as_nki():
+    with contained(is_quiet=options.json), as_nki(), _awakened(options.max_seconds):
         if options.compare:
             document = kernel_runs.compare(places, launch)
             _warn(options, [w for kernel in document["kernels"] for w in kernel["warnings"]])
@@ -162,6 +167,29 @@ def _simulate(options: argparse.Namespace) -> Any:
         run = kernel_runs.run(places[0], launch)
     _warn(options, run.warnings)
     return _one(run, launch, options)
+
+
+@contextlib.contextmanager
+def _awakened(seconds: float) -> Generator[None]:
+    """Let a budget's SIGINT end a kernel's sleep in a process that ignores it: in the background.
+
+    Before these seconds nothing but Ctrl-C sends one, and that stays ignored.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        yield
+        return
+    end = time.monotonic() + seconds
+
+    def interrupt(*_: object) -> None:
+        if time.monotonic() >= end:
+            raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def _warn(options: argparse.Namespace, warnings: list[dict[str, Any]]) -> None:
