@@ -21,7 +21,7 @@ SIZES = (
     (SHAPES["Llama-3.2-1B"], (1, 512), 128),
 )
 """Each with its tokens, of decode and of prefill, and the block of its ranks."""
-STORED = {"bf16": "", "fp8": STORAGES["fp8"].dtype}
+STORED = {"bf16": "", **{name: STORAGES[name].dtype for name in ("fp8", "int8")}}
 LOW_RANK = ("xuv", "svd_qkv", "svd_mlp")
 OPS = ("xw", "mlp", *LOW_RANK)
 
