@@ -145,7 +145,9 @@ def _compress(options: argparse.Namespace) -> dict[str, Any]:
     from neuronmm_ops.compress.config import AUTO, SVDConfig
 
     named = {name: value for name, value in vars(options).items() if value is not None}
-    choices = {name: named[name] for name in SVDConfig.__dataclass_fields__ if name in named}
+    choices: dict[str, Any] = {
+        name: named[name] for name in SVDConfig.__dataclass_fields__ if name in named
+    }
     keywords = {name: named[name] for name in KEYWORDS if name in named}
     model, text, run = options.model, options.calibration, None
     if options.recorded is None:

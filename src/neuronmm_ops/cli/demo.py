@@ -85,7 +85,8 @@ def _show(document: dict[str, Any]) -> None:
     ):
         stdout.print(line)
     if (output := document["output"]) is not None:
-        stdout.print(f"next: neuronmm generate {output}/low-rank-0.4 --prompt 'Return the'")
+        following = f"next: neuronmm generate {output}/low-rank-0.4 --prompt 'Return the'"
+        stdout.print(following, is_whole=True)
 
 
 def _times(times: dict[str, Any]) -> str:

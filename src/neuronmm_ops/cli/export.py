@@ -47,4 +47,4 @@ def _show(document: dict[str, Any]) -> None:
     for note in document["notes"]:
         stdout.print(f"note: {note}")
     stdout.print("on the machine with NxD Inference (not tested on hardware), first run:")
-    stdout.print(document["command"])
+    stdout.print(document["command"], is_whole=True)

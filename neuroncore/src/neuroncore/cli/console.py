@@ -60,9 +60,14 @@ class _Console:
         # markup=False: names and messages hold square brackets of their own.
         return Piped(stderr=self._is_error, markup=False, highlight=False)
 
-    def print(self, shown: object) -> None:
-        """Print what is printable of a text, whose lines a terminal breaks; tables as rich does."""
-        self._console.print(printable(shown), soft_wrap=isinstance(shown, str))
+    def print(self, shown: object, is_whole: bool = False) -> None:
+        """Print what is printable of a text, and other objects as rich does.
+
+        A text's lines are broken between words where people read them, unless they are to be copied
+        (`is_whole`); those of errors and of what is piped are left whole.
+        """
+        is_read = self._console.is_terminal and not (self._is_error or is_whole)
+        self._console.print(printable(shown), soft_wrap=isinstance(shown, str) and not is_read)
 
     def status(self, line: str) -> "Status":
         """Show what is printable of a text while a block runs."""
