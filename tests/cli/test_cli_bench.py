@@ -180,7 +180,7 @@ def test_a_checkpoint_is_taken_as_it_is(run, small):
     assert f"{own['bytes'] / 1e6:.4g} MB of tensors on disk" in page
     assert f"of rank {own['least_rank']} to {own['greatest_rank']}" in page
     assert f"{own['matrix_bytes'] / own['dense_matrix_bytes']:.3f} of their dense bytes" in page
-    assert "low rank over dense, 1 byte" in page
+    assert "low rank over dense, stored" in page
     given = run(*options, "--ratio", "0.2", "--storage-lm-head", "fp8")
     refused(given, "ranks and storages of its own; leave out ratio, storage-lm-head, or give")
 

@@ -25,9 +25,9 @@ _SPEEDUPS = {
     "ours": "low rank over dense",
     "published": "publ. low rank over publ. dense",
     "ours_over_published": "low rank over publ. dense",
-    "storage": "dense, 1 byte: storage alone",
+    "storage": "dense, stored: storage alone",
     "rank": "low rank over it: rank alone",
-    "over_one_byte": "low rank over dense, 1 byte",
+    "over_one_byte": "low rank over dense, stored",
 }
 
 
@@ -132,7 +132,7 @@ def _low_rank(document: dict[str, Any]) -> str:
         f"Low rank: the checkpoint's own {own['low_rank']} pairs{ranks}, {storage}, and "
         f"{own['dense']} of its matrices dense, {storage_dense}; together {share:.3f} of their "
         f"dense bytes (ratio {document['ratio']:g} of {document['targets']}); {dense}{size}. "
-        f"Dense, 1 byte: all these matrices dense in {own['rival_storage']}."
+        f"Dense, stored: all these matrices dense in {own['rival_storage']}."
     )
 
 

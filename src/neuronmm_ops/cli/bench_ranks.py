@@ -9,7 +9,7 @@ PHASES = {"prefill": "Prefill", "decode": "Decode"}
 VARIANTS = {
     "dense": "dense",
     "low_rank": "low rank",
-    "dense_one_byte": "dense, 1 byte",
+    "dense_one_byte": "dense, stored",
     "published_dense": "publ. dense",
     "published_low_rank": "publ. low rank",
 }
