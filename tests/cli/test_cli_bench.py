@@ -138,7 +138,7 @@ def test_json_and_table_of_a_model(bench_model):
     table = bench_model("--storage", "int8").page()
     lines = [line.split() for line in table.splitlines()]
     assert "modelled" in table.splitlines()[0]
-    names = ["dense", "low", "rank", "dense,", "1", "byte"]
+    names = ["dense", "low", "rank", "dense,", "stored"]
     names += ["publ.", "dense", "publ.", "low", "rank"]
     assert ["Prefill", *names] in lines
     assert ["Decode", *names] in lines
