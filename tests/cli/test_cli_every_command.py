@@ -27,6 +27,7 @@ COMMANDS = (
     "verify small",
     "recover small -o distilled --data text.txt --seqlen 64 --steps 3",
     "recover small -o adapted --data text.txt --seqlen 64 --steps 3 --method lora",
+    "quantize distilled -o rounded --storage int8 --calibration text.txt --seqlen 64 --samples 4",
     "eval distilled --text text.txt --seqlen 64",
     "compare adapted distilled --text text.txt --seqlen 64 --plot compare.png",
     "generate distilled --prompt The --new-tokens 3",

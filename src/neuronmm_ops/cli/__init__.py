@@ -28,6 +28,7 @@ from neuronmm_ops.cli import (
     inspect,
     plan,
     precompile,
+    quantize,
     recover,
     reproduce,
     verify,
@@ -78,7 +79,8 @@ def parser() -> argparse.ArgumentParser:
     root.add_argument("--version", action="version", version=f"neuronmm-ops {__version__}")
     commands = root.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for module in (
-        *(demo, compress, recover, evaluate, compare, generate, inspect, verify, export, reproduce),
+        *(demo, compress, recover, quantize, evaluate, compare, generate),
+        *(inspect, verify, export, reproduce),
         *(doctor, device_check, bench, plan, precompile, simulate, lint),
     ):
         module.add(commands)

@@ -24,7 +24,7 @@ from neuronmm_ops.compress.batches import (
 )
 from neuronmm_ops.compress.factorization import SecondMoment, Side
 from neuronmm_ops.errors import NonFiniteError
-from neuronmm_ops.nn.dense_linear import as_dense_linear
+from neuronmm_ops.nn.dense_linear import as_dense_linear, dense_linear
 from neuronmm_ops.ops.backends.cpu import WideProducts, compute_dtype
 
 # The moments of one pass over the calibration data take at most this much memory.
@@ -273,7 +273,8 @@ def _passes(model: nn.Module, sides: Mapping[str, Side], names: set[str]) -> int
     """Return in how many passes these moments fit at most: what they will share is not known."""
     passes = used = 0
     for name in (name for name in sides if name in names):
-        linear = as_dense_linear(model.get_submodule(name))
+        module: Any = model.get_submodule(name)
+        linear = dense_linear(module) or module  # a pair has its sizes itself
         size = _bytes(linear.in_features if sides[name] == "input" else linear.out_features)
         if passes == 0 or used + size > MAX_MOMENT_BYTES:
             passes, used = passes + 1, 0

@@ -10,6 +10,7 @@ from neuronmm_ops.hf.generate import generate_text
 from neuronmm_ops.hf.loading import load, load_tokenizer
 from neuronmm_ops.hf.pairs import from_pairs, lora_config, to_pairs
 from neuronmm_ops.hf.provenance import CompressionRun, read_run
+from neuronmm_ops.hf.quantize import quantize
 from neuronmm_ops.hf.quantizer import NeuronMMConfig, NeuronMMQuantizer
 from neuronmm_ops.hf.recover import recover
 from neuronmm_ops.hf.saving import save
@@ -27,6 +28,7 @@ __all__ = [
     "load_computing",
     "load_tokenizer",
     "lora_config",
+    "quantize",
     "read_run",
     "read_text",
     "recover",
