@@ -23,6 +23,7 @@ from neuronmm_ops.hf.loading import load_tokenizer, local_directory
 from neuronmm_ops.hf.provenance import RUN_FILE, read_run
 from neuronmm_ops.manifest import check_weights, installed_versions
 from neuronmm_ops.measure.speed import PairedSpeed, TimedPhase, paired_speed
+from neuronmm_ops.nn import pack_
 from neuronmm_ops.ops.backends.cpu import name_of
 from neuronmm_ops.progress import in_notebook, named, progress_bars
 
@@ -84,7 +85,7 @@ def run(
         raise CheckpointError(f"{dense} is compressed or quantized; give the dense model")
     ids = _encoded(texts, dense, paths)
 
-    base: Any = load_computing(dense, dtype, device)
+    base: Any = _packed(load_computing(dense, dtype, device))
     seqlen = block_length(base, seqlen, least=2)
     with progress_bars() if progress is None and in_notebook() else nullcontext(progress) as tell:
         setting = _Setting(base, ids, seqlen, rounds, tell)
@@ -154,6 +155,7 @@ class _Setting:
         """Load a checkpoint, measure it, and let go of it."""
         model: Any = load_on(path, self.base.device)
         cast_(model, self.base.dtype)
+        model = _packed(model)
         ppl = self.perplexities(model, path)
         speed = paired_speed(
             self.base,
@@ -188,6 +190,11 @@ class _Setting:
             "threads": torch.get_num_threads(),
             "versions": installed_versions("neuronmm-ops", "torch", "transformers"),
         }
+
+
+def _packed(model: Any) -> Any:
+    """Return the model as `neuronmm generate` runs it."""
+    return pack_(model) if model.device.type == "cpu" else model
 
 
 def _dense_row(
