@@ -227,8 +227,8 @@ def test_recovery_and_storages(reproduce, paper):
         *("plain 0.3", "plain 0.3 recovered", "plain 0.3 int8"),
     ]
     assert document["left_out"] == [
-        "svd-llm 0.3 int8 recovered: factors in one byte are not trained",
-        "plain 0.3 int8 recovered: factors in one byte are not trained",
+        "svd-llm 0.3 int8 recovered: factors in one byte are not recovered here",
+        "plain 0.3 int8 recovered: factors in one byte are not recovered here",
     ]
     _, native, recovered, one_byte, *_ = document["rows"]
     assert recovered["recovered"]

@@ -113,7 +113,9 @@ class _Planner:
             if self.asked.recovery is None:
                 continue
             if storage in ONE_BYTE:
-                left_out.append(f"{variant.name} recovered: factors in one byte are not trained")
+                left_out.append(
+                    f"{variant.name} recovered: factors in one byte are not recovered here"
+                )
             else:
                 variants.append(self._recovered(variant))
         texts = self.calibration, self.recovery
