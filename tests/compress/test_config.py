@@ -33,6 +33,7 @@ configs = st.builds(
 
 @given(configs)
 @example(SVDConfig(method="swift", importance="perplexity"))
+@example(SVDConfig(budget="time", target="trn2", tokens={1: 0.8, 2048: 1}))
 def test_json_round_trip(config):
     again = SVDConfig.from_json(config.to_json())
     assert again == config
@@ -112,6 +113,14 @@ BAD = [
     ("target", "trn2", ValueError, "no other budget has one; got budget parameters and target"),
     ("tokens", 0, ValueError, "tokens must be a positive integer, got 0"),
     ("tokens", True, ValueError, "got True"),
+    ("tokens", [[1, 0.8]], ValueError, "must be a positive integer, got [[1, 0.8]]"),
+    ("tokens", {}, ValueError, "tokens must have at least one count"),
+    ("tokens", {0: 0.8}, ValueError, "must be a positive integer, got {0: 0.8}"),
+    *(
+        ("tokens", {1: weight}, ValueError, "must be counts that differ, each with a positive")
+        for weight in (0, -1, math.nan, math.inf, "1", True, None)
+    ),
+    ("tokens", {1: 1, "1": 1}, ValueError, "must be counts that differ"),
     ("layer_ratios", {"mlp": 1.0}, ValueError, "of mlp must be a number in [0, 1), or two such"),
     ("layer_ratios", {"mlp": (0.5, 0.2)}, ValueError, "in order; got (0.5, 0.2)"),
     ("layer_ratios", {"mlp": "half"}, ValueError, "got 'half'"),

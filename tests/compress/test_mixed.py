@@ -15,7 +15,7 @@ from neuronmm_ops.compress.compare import candidates, divergence
 from neuronmm_ops.compress.measured import Divergence, Losses
 from neuronmm_ops.compress.mixed import Choice, Offer, buy, choices_of
 from neuronmm_ops.nn import dense_linears
-from neuronmm_ops.storages import STORAGES
+from neuronmm_ops.storages import STORAGES, dtype_name
 
 pytestmark = pytest.mark.filterwarnings("ignore::neuronmm_ops.CalibrationWarning")
 AUTO = SVDConfig(ratio=0.6, block=8, targets="all-linear", storage="auto", budget="bytes")
@@ -150,23 +150,30 @@ def test_matrices_without_a_rank_are_rounded():
     assert share(report) <= 0.6
 
 
-def test_time_is_a_cost_too(monkeypatch):
-    """Here a launch of a pair takes its rank, of a dense matrix 60, of int8 half."""
-    spent = {}
+@pytest.mark.parametrize(
+    ("tokens", "taken"), [({1: 0.8, 2048: 0.2}, "int8"), ({1: 8, 2048: 32}, "fp8"), (1, "int8")]
+)
+def test_time_is_a_cost_too(monkeypatch, tokens, taken):
+    """Here a launch of a pair takes its rank, of a dense matrix 60, of int8 or fp8 half."""
 
     def time_us(K, N, rank, M, dtype, target, stored):
-        return (60 if rank is None else rank) * (0.5 if stored == "int8" else 1.0)
+        halved = dtype_name("int8" if M == 1 else "fp8")
+        return (60 if rank is None else rank) * (0.5 if stored == halved else 1.0)
 
     monkeypatch.setattr(budget, "time_us", time_us)
     model = causal_lm(**WIDER)
-    config = SVDConfig(
-        ratio=0.5, block=8, targets="all-linear", storage="auto", budget="time", target="trn2"
-    )
+    changed = {"ratio": 0.4, "targets": "mlp", "budget": "time", "target": "trn2"}
+    config = SVDConfig(**{**AUTO.__dict__, **changed, "tokens": tokens})
     report = compress_(model, config, token_batches(10))
-    for layer in report.layers:
-        spent[layer.name] = time_us(layer.K, layer.N, layer.r, 1, "", "", layer.storage)
-    assert {layer.storage for layer in report.layers} == {"int8"}
-    assert sum(spent.values()) <= 30 * len(report.layers)
+    assert {layer.storage for layer in report.layers} - {None} == {taken}
+    weights = config.token_weights
+    spent = [
+        weight * time_us(layer.K, layer.N, layer.r, M, "", "", dtype_name(layer.storage))
+        for layer in report.layers
+        for M, weight in weights
+    ]
+    budget_us = 0.6 * 60 * len(report.layers) * sum(weight for _, weight in weights)
+    assert sum(spent) <= budget_us * (1 + 1e-9)
 
 
 @pytest.mark.parametrize(

@@ -74,7 +74,7 @@ WRONG: dict[str, tuple[tuple[str, ...], dict[str, tuple[str, ...]]]] = {
             "--importance": ("", "x", "-1"),
             "--budget": ("", "time", "bits"),
             "--storage": ("", "int3", "fp16", "bf16"),
-            "--tokens": ("0", "-1", "x"),
+            "--tokens": ("0", "-1", "x", "1:", ":1", "1:0", "1:inf", "1:1,1:1", "0:1", ","),
             "--target": ("trn9", "", "trn2"),
             "--layer-ratio": ("", "x", "x=", "=0.5", "x=2", "x=nan", "x=.5:.2", "x=-1:1", "(=.5"),
             "--max-shard-size": ("", "0", "5", "5XB", "-5GB", "nanGB", "1e3GB", "GB"),

@@ -12,7 +12,7 @@ from neuronmm_ops.cli.parser import OPTIONS, add_command, add_output
 from neuronmm_ops.progress import progress_bars
 
 if TYPE_CHECKING:
-    from neuronmm_ops.compress.config import LayerRatio
+    from neuronmm_ops.compress.config import LayerRatio, Tokens
 
 # Options of the command that are keyword arguments of `hf.compress`; others are SVDConfig's fields.
 KEYWORDS = (
@@ -106,9 +106,10 @@ def _add_allocation(command: argparse.ArgumentParser) -> None:
     group.add_argument("--target", help="trn1, trn2 or trn3, with --budget time")
     group.add_argument(
         "--tokens",
-        type=int,
+        type=token_weights,
         metavar="M",
-        help="tokens of a launch, with --budget time (default 1: decoding)",
+        help="tokens of a launch, with --budget time (default 1: decoding), or weights of several: "
+        "1:0.8,2048:0.2",
     )
     group.add_argument(
         "--layer-ratio",
@@ -137,6 +138,21 @@ def layer_ratio(text: str) -> tuple[str, "LayerRatio"]:
     if not pattern or ends is None:
         raise argparse.ArgumentTypeError(f"must be PATTERN=R or PATTERN=LO:HI; got {text!r}")
     return pattern, ends if colon else ends[0]
+
+
+def token_weights(text: str) -> "Tokens":
+    """Read `M`, or `M:WEIGHT,M:WEIGHT`.
+
+    Raises:
+        ArgumentTypeError: it is neither.
+    """
+    pairs = [part.split(":") for part in text.split(",")]
+    try:
+        if len(pairs) == len(pairs[0]) == 1:
+            return int(text)
+        return tuple((int(count), float(weight)) for count, weight in pairs)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be M or M:WEIGHT,M:WEIGHT; got {text!r}") from None
 
 
 def _compress(options: argparse.Namespace) -> dict[str, Any]:

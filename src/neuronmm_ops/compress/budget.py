@@ -163,7 +163,10 @@ def _cost(
     def time(name: str, choice: Choice) -> float:
         matrix, dtype = matrices[name], name_of(dtypes[name])
         size, stored = (matrix.K, matrix.N, choice.rank), dtype_name(choice.storage) or ""
-        return time_us(*size, config.tokens, dtype, config.target, stored)
+        return sum(
+            weight * time_us(*size, tokens, dtype, config.target, stored)
+            for tokens, weight in config.token_weights
+        )
 
     def size(name: str, choice: Choice) -> float:
         matrix = matrices[name]

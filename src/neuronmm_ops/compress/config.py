@@ -1,6 +1,7 @@
 """SVDConfig: what to compress, how far, and by which method."""
 
 import json
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -20,6 +21,8 @@ AUTO = "auto"
 STORAGES = ("bf16", *ONE_BYTE, AUTO)
 # Of one layer: its ratio, or the smallest and the largest that it may get.
 LayerRatio = float | tuple[float, float]
+# Of a launch: how many, or the weight of each of several numbers of them.
+Tokens = int | Mapping[int, float] | tuple[tuple[int, float], ...]
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,8 @@ class SVDConfig:
         budget: what `ratio` is a fraction of: `parameters`, `bytes`, or `time`, which is modelled
             for `tokens` tokens on a `target`.
         target: `trn1`, `trn2` or `trn3`, for budget `time`.
-        tokens: M, for budget `time` alone; 1 is decoding.
+        tokens: M, for budget `time` alone; 1 is decoding. Or several, each with the weight of a
+            launch of so many in the sum that is the cost: `{1: 0.8, 2048: 0.2}`.
         layer_ratios: target (as in `targets`) to a ratio of its own for every layer it selects,
             which then takes no part in the common budget (0 keeps it dense); or to the smallest and
             largest ratio it may get. The first that selects a layer holds.
@@ -73,7 +77,7 @@ class SVDConfig:
     importance: str | None = None
     budget: str = "parameters"
     target: str | None = None
-    tokens: int = 1
+    tokens: Tokens = 1
     layer_ratios: Mapping[str, LayerRatio] | tuple[tuple[str, LayerRatio], ...] = ()
     storage: str | None = None
     head_storage: str | None = None
@@ -107,8 +111,7 @@ class SVDConfig:
             if value not in allowed:
                 choices = ", ".join(str(choice) for choice in allowed if choice)
                 raise ValueError(f"{name} must be one of {choices}; got {value!r}")
-        if not isinstance(self.tokens, int) or isinstance(self.tokens, bool) or self.tokens < 1:
-            raise ValueError(f"tokens must be a positive integer, got {self.tokens!r}")
+        object.__setattr__(self, "tokens", _checked_tokens(self.tokens))
         if (self.budget == "time") != (self.target is not None):
             raise ValueError(
                 "budget time needs a target (trn1, trn2 or trn3), and no other budget has one; "
@@ -145,6 +148,12 @@ class SVDConfig:
         """The layer ratios as pairs."""
         assert isinstance(self.layer_ratios, tuple)
         return self.layer_ratios
+
+    @property
+    def token_weights(self) -> tuple[tuple[int, float], ...]:
+        """The numbers of tokens of a launch, each with its weight."""
+        assert not isinstance(self.tokens, Mapping)
+        return ((self.tokens, 1.0),) if isinstance(self.tokens, int) else self.tokens
 
     @property
     def one_byte(self) -> str | None:
@@ -202,6 +211,9 @@ class SVDConfig:
             **asdict(self),
             "targets": list(self.target_list),
             "layer_ratios": dict(self.ratio_list),
+            "tokens": self.tokens
+            if isinstance(self.tokens, int)
+            else {str(count): weight for count, weight in self.token_weights},
         }
 
     @classmethod
@@ -282,3 +294,29 @@ def _checked_ratio(name: str, ratio: Any) -> LayerRatio:
         )
     low, high = map(float, ends)
     return (low, high) if is_pair else low
+
+
+def _checked_tokens(tokens: Any) -> Tokens:
+    """Return a count, or pairs of counts and weights, of which a JSON document has text and all."""
+    if not isinstance(tokens, (Mapping, tuple)):
+        return _checked_count(tokens, tokens)
+    pairs = cast(Iterable[Any], tokens.items() if isinstance(tokens, Mapping) else tokens)
+    checked: dict[int, float] = {}
+    for count, weight in pairs:
+        is_text = isinstance(count, str) and count.isdecimal()
+        number = _checked_count(int(count) if is_text else count, tokens)
+        is_number = isinstance(weight, (int, float)) and not isinstance(weight, bool)
+        if not is_number or not 0 < weight < math.inf or number in checked:
+            raise ValueError(
+                f"tokens must be counts that differ, each with a positive weight; got {tokens!r}"
+            )
+        checked[number] = float(weight)
+    if not checked:
+        raise ValueError("tokens must have at least one count, got none")
+    return tuple(checked.items())
+
+
+def _checked_count(count: Any, tokens: Any) -> int:
+    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+        raise ValueError(f"tokens must be a positive integer, got {tokens!r}")
+    return count
