@@ -1,4 +1,4 @@
-"""What factors in one byte cost: one model at equal ranks, and at equal bytes.
+"""What a storage costs: one model dense, and low rank at equal ranks and at equal bytes.
 
 Dense weights and native factors are bfloat16 numbers and everything is computed in float32, so that
 what differs is the rounding of the weights alone. Tokens are paired: every model predicts the same.
@@ -25,6 +25,7 @@ from neuronmm_ops.compress.rounding import output_metrics, round_pair, rounding_
 from neuronmm_ops.compress.targets import select_targets
 from neuronmm_ops.errors import NonFiniteError
 from neuronmm_ops.eval import block_length, encode_documents
+from neuronmm_ops.nn.dense_linear import DenseLinear
 from neuronmm_ops.nn.swap import Factors, swap_modules_
 from neuronmm_ops.storages import STORAGES, factor_bytes
 
@@ -59,8 +60,9 @@ def run(
         progress: told `("storages", models done, models in all)`.
 
     Returns:
-        For each ratio, model and text: `ratio`, `storage` (`bf16`, `fp8`, `int8`), `equal`
-        (`ranks`, those of bf16, or `bytes`), `rounding` (of `ROUNDINGS`; `native` of bf16),
+        For each ratio, model and text: `ratio` (0 of dense matrices), `storage` (`bf16`, or of
+        `STORAGES`), `equal` (`ranks`, those of bf16, or `bytes`; None of dense matrices),
+        `rounding` (of `ROUNDINGS`; `native` of bf16),
         `bytes` of the targeted matrices, `dense_bytes`, `text`, `tokens`, `dense_ppl_token`,
         `ppl_token`, `excess_log_ppl`, `excess_quotient` (by that of bf16 factors), `quotient_error`
         (the standard error of it, over paired tokens), `kl` (the mean divergence of the dense
@@ -85,21 +87,21 @@ def run(
     batches = hf.calibration_batches(tokenizer, calibration, samples, seqlen)
     batches = [batch.to(place) for batch in batches]
     rows: list[dict[str, Any]] = []
-    models = len(ratios) * (1 + len(STORAGES) * (len(ROUNDINGS) + 1))
-    for ratio in ratios:
-        base = replace(config, ratio=ratio, storage=None)
-        native: dict[str, Tensor] = {}
-        for labels, model, size in _models(dense, base, batches):
+    configs = [replace(config, ratio=ratio, storage=None) for ratio in ratios]
+    groups = [_dense_models(dense, config, batches)]
+    groups += [_models(dense, each, batches) for each in configs]
+    models = len(STORAGES) + len(ratios) * (1 + len(STORAGES) * (len(ROUNDINGS) + 1))
+    for group in groups:
+        native: dict[str, tuple[float, Tensor]] = {}
+        for labels, model, size in group:
             for name, blocks in ids.items():
                 found, losses = _measured(dense, model, blocks)
-                reference = native.setdefault(name, losses)
-                rows.append({"ratio": ratio, **labels, **size, "text": name, **found})
-                rows[-1] |= _quotient(losses, reference)
+                if labels["storage"] == "bf16":
+                    native[name] = found["kl"], losses
+                quotients = _quotients(found["kl"], losses, native.get(name))
+                rows.append({**labels, **size, "text": name, **found, **quotients})
             if progress:
                 progress("storages", len(rows) // len(ids), models)
-    for row in rows:
-        first = next(r for r in rows if (r["ratio"], r["text"]) == (row["ratio"], row["text"]))
-        row["kl_quotient"] = row["kl"] / first["kl"] if first["kl"] > 0 else None
     return rows
 
 
@@ -108,6 +110,27 @@ def _blocks(name: str, ids: Tensor, seqlen: int) -> list[Tensor]:
     if not blocks:
         raise ValueError(f"{name} must have at least 2 tokens, got {len(ids)}; use a longer text")
     return blocks
+
+
+def _dense_models(dense: nn.Module, config: SVDConfig, batches: Sequence[Tensor]) -> Any:
+    """Yield labels, a model of dense matrices in each storage, and its sizes."""
+    for storage in STORAGES:
+        labels = {"ratio": 0.0, "storage": storage, "equal": None, "rounding": ROUNDINGS[0]}
+        stored = replace(config, ratio=0.0, storage=storage)
+        yield labels, *_compressed(dense, stored, batches)
+
+
+def _compressed(dense: nn.Module, config: SVDConfig, batches: Sequence[Tensor]) -> Any:
+    """Return a model as `compress_` makes it of bfloat16 weights, and its sizes."""
+    model = copy.deepcopy(dense)
+    linears = select_targets(dense, config).linears
+    report = compress_(model, config, batches, dtypes=dict.fromkeys(linears, torch.bfloat16))
+    stored = sum(layer.bytes for layer in report.layers)
+    return model, {"bytes": stored, "dense_bytes": _dense_bytes(linears)}
+
+
+def _dense_bytes(linears: Mapping[str, DenseLinear]) -> int:
+    return sum(2 * m.in_features * m.out_features for m in linears.values())
 
 
 def _models(dense: nn.Module, config: SVDConfig, batches: Sequence[Tensor]) -> Any:
@@ -121,12 +144,11 @@ def _models(dense: nn.Module, config: SVDConfig, batches: Sequence[Tensor]) -> A
         for name, layer in low_rank_layers(model).items()
     }
     chosen = {name: linears[name] for name in pairs}
-    dense_bytes = sum(2 * m.in_features * m.out_features for m in linears.values())
 
     def swapped(factors: Mapping[str, Factors], storage: str | None) -> Any:
         model = copy.deepcopy(dense)
         swap_modules_(model, factors)
-        return model, {"bytes": _bytes(factors, storage), "dense_bytes": dense_bytes}
+        return model, {"bytes": _bytes(factors, storage), "dense_bytes": _dense_bytes(linears)}
 
     def _bytes(factors: Mapping[str, Factors], storage: str | None) -> int:
         total = 0
@@ -138,7 +160,9 @@ def _models(dense: nn.Module, config: SVDConfig, batches: Sequence[Tensor]) -> A
                 total += 2 * K * N
         return total
 
-    yield {"storage": "bf16", "equal": "ranks", "rounding": "native"}, *swapped(pairs, None)
+    ratio = {"ratio": config.ratio}
+    labels = {**ratio, "storage": "bf16", "equal": "ranks", "rounding": "native"}
+    yield labels, *swapped(pairs, None)
     rounded: dict[tuple[str, str], dict[str, Factors]] = {
         (storage, how): {} for storage in STORAGES for how in ROUNDINGS
     }
@@ -162,16 +186,12 @@ def _models(dense: nn.Module, config: SVDConfig, batches: Sequence[Tensor]) -> A
                 )
             )
     for (storage, how), factors in rounded.items():
-        labels = {"storage": storage, "equal": "ranks", "rounding": how}
+        labels = {**ratio, "storage": storage, "equal": "ranks", "rounding": how}
         yield labels, *swapped(factors, storage)
     for storage in STORAGES:
-        model = copy.deepcopy(dense)
+        labels = {**ratio, "storage": storage, "equal": "bytes", "rounding": ROUNDINGS[0]}
         equal = replace(config, storage=storage, budget="bytes")
-        report = compress_(model, equal, batches, dtypes=dtypes)
-        stored = sum(layer.bytes for layer in report.layers)
-        size = {"bytes": stored, "dense_bytes": dense_bytes}
-        labels = {"storage": storage, "equal": "bytes", "rounding": ROUNDINGS[0]}
-        yield labels, model, size
+        yield labels, *_compressed(dense, equal, batches)
 
 
 @torch.inference_mode()
@@ -202,15 +222,19 @@ def _measured(
     }, losses
 
 
-def _quotient(losses: Tensor, native: Tensor) -> dict[str, float | None]:
-    """Return the excess as a multiple of that of native factors, and its standard error."""
-    excess = float(native.mean())
-    if excess <= 0:
-        return {"excess_quotient": None, "quotient_error": None}
-    quotient = float(losses.mean()) / excess
-    # Of a quotient of means over the same tokens, to first order.
-    spread = float((losses - quotient * native).std())
-    return {
-        "excess_quotient": quotient,
-        "quotient_error": spread / math.sqrt(len(losses)) / excess,
-    }
+def _quotients(
+    kl: float, losses: Tensor, native: tuple[float, Tensor] | None
+) -> dict[str, float | None]:
+    """Return the excess and the KL as multiples of those of native factors, where there are some.
+
+    And the excess's standard error.
+    """
+    excess, error, divergence = None, None, None
+    if native is not None and (of_native := float(native[1].mean())) > 0:
+        excess = float(losses.mean()) / of_native
+        # Of a quotient of means over the same tokens, to first order.
+        spread = float((losses - excess * native[1]).std())
+        error = spread / math.sqrt(len(losses)) / of_native
+    if native is not None and native[0] > 0:
+        divergence = kl / native[0]
+    return {"excess_quotient": excess, "quotient_error": error, "kl_quotient": divergence}

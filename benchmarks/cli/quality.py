@@ -15,7 +15,7 @@ def add(commands: Any) -> None:
     """Add the commands to the parser."""
     description = "perplexity by method and ratio"
     _add(commands, "methods", _methods, show_methods, description, "--dtype")
-    description = "perplexity by storage, at equal ranks and equal bytes"
+    description = "perplexity by storage, dense, at equal ranks and at equal bytes"
     storages = _add(commands, "storages", _storages, _show_storages, description)
     storages.add_argument(
         "--ratio",
@@ -128,7 +128,7 @@ def _show_storages(rows: list[dict[str, Any]]) -> None:
     stdout.print(
         f"Dense perplexity: {dense}. Below, what ln of it grows by, and that as a multiple of what "
         "factors in bf16 add at the ratio, with its standard error over paired tokens; then the "
-        "divergence from the dense model's predictions, as such a multiple."
+        "divergence from the dense model's predictions in nats, and as such a multiple."
     )
     left = ["storage", "equal", "rounding"]
     for ratio, text in product(dict.fromkeys([row["ratio"] for row in rows]), texts):
@@ -137,15 +137,16 @@ def _show_storages(rows: list[dict[str, Any]]) -> None:
             if cells and cells[-1] and row["storage"] != cells[-1][0]:
                 cells.append(None)
             size = f"{row['bytes'] / row['dense_bytes']:.3f}"
-            cells.append([*(row[label] for label in left), size, *_paired_excess(row)])
+            cells.append([*(row[label] or "" for label in left), size, *_paired_excess(row)])
         title = f"ratio {ratio:g}, {Path(text).stem}"
-        show_table([*left, "bytes", "excess", "quotient", "±", "KL"], cells, left, title)
+        columns = [*left, "bytes", "excess", "quotient", "±", "KL", "quotient"]
+        show_table(columns, cells, left, title)
 
 
 def _paired_excess(row: dict[str, Any]) -> list[str]:
     quotients = row["excess_quotient"], row["quotient_error"], row["kl_quotient"]
-    shown = ["" if quotient is None else f"{quotient:.3f}" for quotient in quotients]
-    return [f"{row['excess_log_ppl']:.5f}", *shown]
+    excess, error, divergence = ["" if each is None else f"{each:.3f}" for each in quotients]
+    return [f"{row['excess_log_ppl']:.5f}", excess, error, f"{row['kl']:.5f}", divergence]
 
 
 def _divergence(_: argparse.Namespace) -> list[dict[str, Any]]:

@@ -1,6 +1,6 @@
 """Sections of docs/results.md of what is modelled: whole models and kernels."""
 
-from measured import excess
+from measured import excess, ratio_label
 from plots import image
 from selection import (
     Row,
@@ -10,7 +10,6 @@ from selection import (
     model_name,
     models,
     setting,
-    tradeoff_models,
     tradeoffs,
     variant,
 )
@@ -43,24 +42,16 @@ def pareto() -> list[str]:
             ["ratio", "storage", f"{SHOWN}, tokens/s, modelled", "demo, excess, measured", "front"],
             [
                 [
-                    f"{point.ratio:g}",
+                    ratio_label(point.ratio),
                     point.storage,
                     number(point.tokens_per_s),
                     excess(point.excess),
                     "yes" if point in best else "",
                 ]
                 for point in points
-            ]
-            + _dense_rival(),
+            ],
         ),
     ]
-
-
-def _dense_rival() -> list[list[str]]:
-    """The row of dense MLPs in fp8, whose quality `benchmarks storages` does not measure."""
-    found = [one for storage, _, one in tradeoff_models() if storage == "fp8"]
-    rates = [number(variant(one, "dense_one_byte")["tokens_per_s"]) for one in found[:1]]
-    return [["0, dense", "fp8", rate, "not measured", ""] for rate in rates]
 
 
 def whole_models() -> list[str]:
@@ -73,10 +64,11 @@ def whole_models() -> list[str]:
         "## Whole models",
         f"Modelled: one {first['target']} core per rank, batch {first['batch']}, a prompt of "
         f"{first['prompt']} tokens, then {first['new']} more; every launch traced on the simulated "
-        "core. Speed-ups are over our best dense bf16 kernels, with the range of [all that is "
-        "not known](neuroncore.md#what-is-modelled). *Storage* is dense in one byte, *rank* low "
-        "rank over that, both in decode; *as served* is decode [with the cost of "
-        "launches](whole-model.md#bounds). [The gallery](gallery/index.md) has ratio 0.5.",
+        "core. Speed-ups are over our best dense bf16 kernels (diamonds: dense in the storage), "
+        "with the range of [all that is not known](neuroncore.md#what-is-modelled). *Storage* is "
+        "dense in one byte, *rank* low rank over that, both in decode; *as served* is decode "
+        "[with the cost of launches](whole-model.md#bounds). [The gallery](gallery/index.md) has "
+        "ratio 0.5.",
         image("results-models.svg", "speed-up of decode and prefill, by model and setting"),
         setting_rows([one for one in found if one["ratio"] == SHOWN_RATIO]),
         *_published(models(SHOWN)),

@@ -32,9 +32,11 @@ from matplotlib.ticker import FuncFormatter, PercentFormatter
 
 IMAGES = DATA.with_name("images")
 # Okabe and Ito's palette, told apart under every common colour blindness; shapes differ too.
-BLUE, ORANGE, GREEN, RED, PINK, GREY = (
-    *("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#5a6472"),
+BLUE, ORANGE, GREEN, RED, PINK, SKY, GREY = (
+    *("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#5a6472"),
 )
+HOLLOW: dict[str, Any] = {"linestyle": "", "markerfacecolor": "white", "markersize": 7}
+"""Of dense matrices in a storage: what low rank must beat."""
 LINES: dict[str, dict[str, Any]] = {
     "plain, uniform": {"color": RED, "marker": "s"},
     "SVD-LLM": {"color": ORANGE, "marker": "^"},
@@ -45,7 +47,13 @@ LINES: dict[str, dict[str, Any]] = {
     "fp8, equal bytes": {"color": GREEN, "marker": "D", "linestyle": "--"},
     "int8, equal ranks": {"color": PINK, "marker": "v"},
     "int8, equal bytes": {"color": PINK, "marker": "v", "linestyle": "--"},
+    "int4, equal ranks": {"color": SKY, "marker": "P"},
+    "int4, equal bytes": {"color": SKY, "marker": "P", "linestyle": "--"},
+    "dense, fp8": {"color": GREEN, "marker": "D", **HOLLOW},
+    "dense, int8": {"color": PINK, "marker": "v", **HOLLOW},
+    "dense, int4": {"color": SKY, "marker": "P", **HOLLOW},
 }
+DENSE = [label for label in LINES if label.startswith("dense, ")]
 STYLE: dict[Any, Any] = {
     "font.size": 9,
     "axes.spines.top": False,
@@ -121,7 +129,7 @@ def _summary() -> Figure:
 
 def _cost(axes: Axes) -> None:
     chosen = [each for each in methods() if each.label in LINES]
-    chosen += [each for each in storages() if each.label == "fp8, equal ranks"]
+    chosen += [each for each in storages() if each.label in ("fp8, equal ranks", *DENSE)]
     _lines(axes, chosen)
     excesses = [each.excess for each in chosen]
     axes.set_ylim(min([0, *excesses]) - SMALLEST / 4, 2 * max(excesses))
@@ -190,8 +198,12 @@ def _speeds(axes: Axes, speeds: list[tuple[str, float, Row]]) -> None:
 def _pareto() -> Figure:
     figure, axes = plt.subplots(figsize=(6.4, 4), layout="constrained")
     points = tradeoffs()
+    for point in (point for point in points if not point.ratio):
+        style = {**LINES[point.storage], "marker": "*", "markersize": 11, "linestyle": ""}
+        label = f"dense, {point.storage}"
+        axes.plot([point.tokens_per_s], [point.excess], label=label, **style)
     for storage in dict.fromkeys(point.storage for point in points):
-        own = [point for point in points if point.storage == storage]
+        own = [point for point in points if point.storage == storage and point.ratio]
         x, y = [p.tokens_per_s for p in own], [p.excess for p in own]
         axes.plot(x, y, label=f"low rank, {storage}", **LINES[storage])
         for point in own:
@@ -205,8 +217,6 @@ def _pareto() -> Figure:
     best = front(points)
     x, y = [point.tokens_per_s for point in best], [point.excess for point in best]
     axes.plot(x, y, color=GREY, linewidth=6, alpha=0.25, zorder=0, label="Pareto front")
-    dense = variant(tradeoff_models()[0][2], "dense")["tokens_per_s"]
-    axes.plot([dense], [0], color=GREY, marker="*", markersize=11, linestyle="", label="dense")
     _excess_axis(axes)
     axes.set_ylabel("excess log-perplexity of the demo's model, measured")
     axes.set_xlabel(f"decode of {SHOWN} on a trn2 core, tokens/s, modelled")
@@ -216,7 +226,10 @@ def _pareto() -> Figure:
 
 
 def _models() -> Figure:
-    """Speed-ups over our own dense kernels, a group a model, a bar a setting."""
+    """Speed-ups over our own dense kernels, a group a model, a bar a setting.
+
+    Dense matrices in the setting's storage are marked on its bar.
+    """
     found = {name: models(name) for name in SHAPES if models(name)}
     figure, panels = plt.subplots(
         1, 2, figsize=(9, 0.9 + 0.45 * len(found)), sharey=True, layout="constrained"
@@ -229,9 +242,11 @@ def _models() -> Figure:
                 middle, low, high = (speedup[end] for end in ("middle", "low", "high"))
                 height = 0.8 / len(documents)
                 y = place + (number - (len(documents) - 1) / 2) * height
-                label = setting(one) if place == 0 else ""
-                axes.barh(y, middle, 0.9 * height, color=colors[number], label=label)
+                axes.barh(y, middle, 0.9 * height, color=colors[number], label=setting(one))
                 axes.plot([low, high], [y, y], color="black", linewidth=1)
+                if stored := one["speedups"].get("storage"):
+                    label = f"dense, {one['storage']}"
+                    axes.plot(stored[phase]["middle"], y, "dk", label=label, **HOLLOW)
         axes.axvline(1, color=GREY, linewidth=1)
         axes.set_title(f"{phase}, modelled")
         axes.set_xlabel("speed-up over our dense bf16")
@@ -239,7 +254,8 @@ def _models() -> Figure:
     panels[0].set_yticks(range(len(found)), list(found))
     panels[0].invert_yaxis()
     handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels))
+    shown = dict(zip(labels, handles, strict=True))
+    figure.legend(shown.values(), shown.keys(), loc="outside lower center", ncols=len(shown))
     return figure
 
 

@@ -34,8 +34,8 @@ class Tradeoff:
     """A modelled model beside the measured quality of another one at its ratio and storage.
 
     Attributes:
-        storage: of the factors.
-        ratio: nominal, of both.
+        storage: of the factors, or of the dense MLPs.
+        ratio: nominal, of both; 0 of dense MLPs.
         tokens_per_s: modelled, of `SHOWN`.
         excess: measured, of the demo's model.
     """
@@ -77,11 +77,11 @@ def methods() -> list[Quality]:
 
 
 def storages() -> list[Quality]:
-    """The default in each storage as `compress` rounds it, at equal ranks and at equal bytes."""
+    """Each storage as `compress` rounds it: dense, at equal ranks and at equal bytes."""
     rows = document("storages") or []
     return [
         Quality(
-            row["storage"] + ("" if row["storage"] == "bf16" else f", equal {row['equal']}"),
+            _storage_label(row),
             row["ratio"],
             row["bytes"] / row["dense_bytes"],
             row["excess_log_ppl"],
@@ -91,15 +91,28 @@ def storages() -> list[Quality]:
     ]
 
 
+def _storage_label(row: Row) -> str:
+    if row["ratio"] == 0:
+        return f"dense, {row['storage']}"
+    return row["storage"] + ("" if row["storage"] == "bf16" else f", equal {row['equal']}")
+
+
 def tradeoffs() -> list[Tradeoff]:
-    """Every modelled ratio and storage that has a measured quality."""
+    """Every modelled ratio and storage that has a measured quality, those of dense MLPs first."""
     excess = {(each.label, each.ratio): each.excess for each in storages()}
+    excess |= {("dense, bf16", 0.0): 0.0}
     labels = {"bf16": "bf16", "fp8": "fp8, equal ranks"}
-    return [
-        Tradeoff(storage, ratio, variant(found, "low_rank")["tokens_per_s"], excess[key])
-        for storage, ratio, found in tradeoff_models()
-        if (key := (labels[storage], ratio)) in excess
-    ]
+    found = dict[tuple[str, float], Tradeoff]()
+    for storage, ratio, one in tradeoff_models():
+        rival = "dense" if storage == "bf16" else "dense_one_byte"
+        for name, own, label in (
+            (rival, 0.0, f"dense, {storage}"),
+            ("low_rank", ratio, labels[storage]),
+        ):
+            if (label, own) in excess:
+                speed = variant(one, name)["tokens_per_s"]
+                found[storage, own] = Tradeoff(storage, own, speed, excess[label, own])
+    return sorted(found.values(), key=lambda each: each.ratio > 0)
 
 
 def tradeoff_models() -> list[tuple[str, float, Row]]:

@@ -60,20 +60,26 @@ def test_storages(run, corpus):
     rows, shown = measured(run, "storages", *corpus, "--ratio", "0.4", "--block", "8")
     labels = [(row["storage"], row["equal"], row["rounding"]) for row in rows[::2]]
     assert labels == [
+        *((storage, None, "feedback") for storage in storages.STORAGES),
         ("bf16", "ranks", "native"),
         *((storage, "ranks", how) for storage in storages.STORAGES for how in storages.ROUNDINGS),
         *((storage, "bytes", "feedback") for storage in storages.STORAGES),
     ]
     assert {row["text"] for row in rows} == {str(corpus[2]), str(corpus[4])}
     by_label = dict(zip(labels, rows[::2], strict=True))
-    native, ours = by_label[labels[0]], by_label["int8", "ranks", "feedback"]
+    native, ours = by_label["bf16", "ranks", "native"], by_label["int8", "ranks", "feedback"]
+    dense = by_label["int8", None, "feedback"]
+    assert (dense["ratio"], dense["excess_quotient"], dense["kl_quotient"]) == (0, None, None)
+    assert native["bytes"] / 2 < dense["bytes"] < 0.53 * dense["dense_bytes"]
+    assert 0 < dense["kl"] < ours["kl"]
     assert native["kl_quotient"] == 1
     assert ours["bytes"] < native["bytes"] < native["dense_bytes"]
     assert by_label["fp8", "bytes", "feedback"]["bytes"] <= 0.6 * native["dense_bytes"]
     assert ours["kl"] < by_label["int8", "ranks", "nearest"]["kl"]
-    head = ["storage", "equal", "rounding", "bytes", "excess", "quotient", "±", "KL"]
-    assert shown.count(head) == 2
+    head = ["storage", "equal", "rounding", "bytes", "excess", "quotient", "±", "KL", "quotient"]
+    assert shown.count(head) == 4
     for name in ("near", "far"):
+        assert ["ratio", "0,", name] in shown
         assert ["ratio", "0.4,", name] in shown
     assert sum(line[1:2] in (["ranks"], ["bytes"]) for line in shown) == 2 * 13
 
