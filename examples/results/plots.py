@@ -199,7 +199,12 @@ def _pareto() -> Figure:
     figure, axes = plt.subplots(figsize=(6.4, 4), layout="constrained")
     points = tradeoffs()
     for point in (point for point in points if not point.ratio):
-        style = {**LINES[point.storage], "marker": "*", "markersize": 11, "linestyle": ""}
+        style: dict[str, Any] = {
+            **LINES[point.storage],
+            "marker": "*",
+            "markersize": 11,
+            "linestyle": "",
+        }
         label = f"dense, {point.storage}"
         axes.plot([point.tokens_per_s], [point.excess], label=label, **style)
     for storage in dict.fromkeys(point.storage for point in points):
