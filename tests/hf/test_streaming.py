@@ -89,10 +89,17 @@ def both(dense: Path, config: SVDConfig = CONFIG, **options: Any) -> Compression
         ("opt, projected", "kfac", {"targets": "mlp"}),
         ("falcon", "kfac", {}),
         ("bloom", "swift", {"allocation": "uniform"}),
+        ("llama", "kfac-drift", {}),
+        ("gemma2", "drift", {}),
+        ("opt, projected", "kfac-drift", {"targets": "mlp"}),
+        ("falcon", "kfac-drift", {"allocation": "uniform"}),
         ("llama", "plain", {"storage": "fp8", "budget": "bytes", "ratio": 0.8}),
         ("llama", "kfac", {"storage": "int8"}),
         ("llama", "swift", {"storage": "int4"}),
         ("qwen3", "swift", {"storage": "fp8"}),
+        ("llama", "kfac-drift", {"storage": "int4"}),
+        ("gpt2", "kfac-drift", {"storage": "fp8", "budget": "bytes", "ratio": 0.8}),
+        ("llama, untied", "kfac-drift", {"storage": "int8", "head_storage": "fp8"}),
         ("llama, untied", "plain", {"head_storage": "int8"}),
         ("llama, untied", "kfac", {"storage": "int8", "head_storage": "fp8"}),
         ("gpt2", "kfac", {"storage": "fp8", "budget": "bytes", "ratio": 0.8}),
@@ -162,10 +169,20 @@ def stop_at(monkeypatch: pytest.MonkeyPatch, number: int) -> list[str]:
     return saved
 
 
-@pytest.mark.parametrize(("kind", "storage"), [("llama", None), ("falcon", None), ("llama", "fp8")])
-def test_a_run_that_was_stopped_anywhere_goes_on(kind, storage, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("llama", {}),
+        ("falcon", {}),
+        ("llama", {"storage": "fp8"}),
+        ("falcon", {"method": "kfac-drift"}),
+        ("llama, untied", {"method": "drift", "storage": "int8", "head_storage": "int8"}),
+    ],
+    ids=str,
+)
+def test_a_run_that_was_stopped_anywhere_goes_on(kind, options, tmp_path, monkeypatch):
     dense, target = directory_of(tmp_path / "dense", kind), tmp_path / "streamed"
-    config = replace(CONFIG, storage=storage)
+    config = replace(CONFIG, **options)
     with monkeypatch.context() as patch:
         everything = stop_at(patch, -1)
         compress(dense, tmp_path / "whole", config)

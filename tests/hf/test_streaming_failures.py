@@ -209,8 +209,6 @@ def test_a_weight_that_is_not_finite_is_named(tmp_path):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"method": "drift"}, "method drift cannot be streamed"),
-        ({"method": "kfac-drift"}, "method kfac-drift cannot be streamed"),
         ({"method": "swift", "importance": "perplexity"}, "importance perplexity cannot be"),
         ({"targets": ("mlp", "lm_head")}, "lm_head is in none of model.layers"),
         ({"ratio": 0.95, "block": 40}, "no allocation meets the budget"),

@@ -4,8 +4,8 @@ The model's own forward makes masks and positions, so that every architecture's 
 layers the one that is to run is given hidden states that the caller holds, and others are skipped.
 """
 
-from collections.abc import Generator
-from contextlib import contextmanager
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ class LayerStack:
         model: with an `nn.ModuleList` of layers whose first argument are hidden states.
 
     Attributes:
+        model: as given.
         name: of the list in the model, such as `model.layers`.
 
     Raises:
@@ -33,12 +34,12 @@ class LayerStack:
         if not lists:
             raise ValueError(
                 f"{type(model).__name__} has no list of layers to go through one by one; "
-                "use a method other than drift, and do not stream"
+                "use method kfac, and do not stream"
             )
         # The list of layers holds more than those of one layer's experts or branches.
         sizes = {n: sum(p.numel() for p in m.parameters()) for n, m in lists.items()}
         self.name = max(sizes, key=lambda name: sizes[name])
-        self._model = model
+        self.model = model
         self._layers = lists[self.name]
         self._returns_tuple: bool | None = None
 
@@ -47,6 +48,18 @@ class LayerStack:
 
     def __getitem__(self, index: int) -> nn.Module:
         return self._layers[index]
+
+    def index_of(self, name: str) -> int | None:
+        """Return the number of the layer that a module is in, by its name; None where in none."""
+        prefix = f"{self.name}."
+        if not name.startswith(prefix):
+            return None
+        return int(name.removeprefix(prefix).partition(".")[0])
+
+    def depth_of(self, names: Iterable[str]) -> int:
+        """Return how many layers there are up to the last that one of the modules is in."""
+        indices = [self.index_of(name) for name in names]
+        return max((index + 1 for index in indices if index is not None), default=0)
 
     @property
     def has_run(self) -> bool:
@@ -68,10 +81,35 @@ class LayerStack:
         self._returns_tuple = isinstance(output, (tuple, list))
         return _states(output)
 
+    def inputs(
+        self, index: int, batch: Batch, hidden: Tensor, layer: nn.Module, names: Sequence[str]
+    ) -> dict[str, Tensor]:
+        """Return what Linears of `layer`, in the place of layer `index`, are given, in order.
+
+        It is run no further than they need; one that is not called is left out.
+        """
+        inputs: dict[str, Tensor] = {}
+
+        def record(name: str, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
+            (inputs[name],) = args or kwargs.values()
+            if len(inputs) == len(names):
+                raise _Stop(None)
+
+        with ExitStack() as stack:
+            for name in names:
+                hook = layer.get_submodule(name).register_forward_pre_hook(
+                    lambda _, args, kwargs, name=name: record(name, args, kwargs), with_kwargs=True
+                )
+                stack.callback(hook.remove)
+            self._stopped_at(
+                index, batch, lambda _, *args, **kwargs: layer(hidden, *args, **kwargs)
+            )
+        return inputs
+
     def finish(self, batch: Batch, hidden: Tensor) -> Any:
         """Return the model's output where `hidden` `[B, T, H]` leaves the last layer."""
         with self._replaced(lambda *_, **__: self._as_output(hidden)):
-            return call_model(self._model, batch)
+            return call_model(self.model, batch)
 
     def _stopped_at(self, index: int, batch: Batch, call: Any) -> Any:
         """Return what `call` returns, given what the model calls layer `index` with."""
@@ -81,10 +119,10 @@ class LayerStack:
 
         with self._replaced(lambda states, *_, **__: self._as_output(states), {index: stop}):
             try:
-                call_model(self._model, batch)
+                call_model(self.model, batch)
             except _Stop as stopped:
                 return stopped.output
-        raise ValueError(f"{self.name}.{index} is not called by {type(self._model).__name__}")
+        raise ValueError(f"{self.name}.{index} is not called by {type(self.model).__name__}")
 
     def _as_output(self, hidden: Tensor) -> Any:
         return (hidden, None) if self._returns_tuple else hidden

@@ -13,13 +13,11 @@ from neuronmm_ops.compress.budget import allocate, choose, matrix_of, ratio_boun
 from neuronmm_ops.compress.calibrate import Progress
 from neuronmm_ops.compress.config import SVDConfig
 from neuronmm_ops.compress.coverage import left_dense, warn_of_coverage
-from neuronmm_ops.compress.drift import follow_drift
+from neuronmm_ops.compress.drift import drifting_names, factors_of, follow_drift
 from neuronmm_ops.compress.importance import weights_of
 from neuronmm_ops.compress.measured import Divergence, Losses, losses_of
-from neuronmm_ops.compress.methods import METHODS
 from neuronmm_ops.compress.mixed import largest_rank, probed_ranks
 from neuronmm_ops.compress.nested import Nested, gradient_kinds, known_to_all, moment_sides
-from neuronmm_ops.compress.quantize import Quantized, QuantizedMatrix
 from neuronmm_ops.compress.record import attach, dense_parameters
 from neuronmm_ops.compress.report import CompressionReport, LayerReport, provenance_of
 from neuronmm_ops.compress.rounding import (
@@ -33,10 +31,8 @@ from neuronmm_ops.compress.targets import Selection, select_targets
 from neuronmm_ops.compress.workers import Factors
 from neuronmm_ops.errors import CalibrationWarning
 from neuronmm_ops.nn.dense_linear import DenseLinear
-from neuronmm_ops.nn.nearest import nearest
 from neuronmm_ops.nn.swap import swap_modules_
 from neuronmm_ops.ops.backends.cpu import name_of
-from neuronmm_ops.storages import STORAGES
 
 # With fewer tokens for each input feature, second moments are mostly noise (users of similar
 # packages report perplexities in the thousands from 8 samples).
@@ -109,6 +105,7 @@ def compress_layers(
     kinds = gradient_kinds(config, linears)
     head = list(selection.head)
     task = Task(config, targets, dtypes, largest, kinds, batches, stored, head)
+    drifting = drifting_names(model, task)
     source.prepare(task)
 
     gradients = source.gradients() if kinds else {}
@@ -124,18 +121,16 @@ def compress_layers(
         ranks = limits | allocate(config, matrices, dtypes)
     bought = _without_dense(ranks)
     losses = {name: nested[name].relative_loss(rank) for name, rank in bought.items()}
-    follows_drift = METHODS[config.method].follows_drift
-    local = _truncated(nested, bought, {name: dtypes[name] for name in stored})
-    if follows_drift:  # which rounds what is in a layer
-        dense = [name for name in stored if ranks[name] is None]
-        local |= {n: nearest(targets[n].weight.t(), STORAGES[stored[n]]) for n in dense}
-    else:
-        local |= _quantize(source, task, stored, ranks, gradients)
+    apart = [name for name in task.replaced if name not in drifting]
+    bought_apart = {name: bought[name] for name in apart if name in bought}
+    stored_apart = {name: stored[name] for name in apart if name in stored}
+    local = _truncated(nested, bought_apart, {name: dtypes[name] for name in stored})
+    local |= _quantize(source, task, stored_apart, ranks, gradients)
     factors = workers.exchange(local, workers.spread(task.replaced), task.replaced)
-    if follows_drift:
-        factors, losses = follow_drift(
-            model, config.method, factors, batches, progress, stored, gradients
-        )
+    if drifting:
+        left = {n: ranks[n] for n in drifting if ranks[n] is not None or n in stored}
+        found, lost = follow_drift(source, config.method, left, stored, gradients)
+        factors, losses = factors | found, losses | lost
     parameters = dense_parameters(model)
     report = CompressionReport(
         config=config,
@@ -217,10 +212,7 @@ def _quantize(
                 metric = output_metrics(config, {name: task.targets[name]}, gradients).get(name)
                 rounded = round_pair(name, stored[name], pair, weight, moment, metric)
             source.keep("quantize", name, rounded._asdict())
-    return {
-        name: Quantized(**tensors) if "u" in tensors else QuantizedMatrix(**tensors)
-        for name, tensors in source.kept("quantize").items()
-    }
+    return {name: factors_of(tensors) for name, tensors in source.kept("quantize").items()}
 
 
 def _truncated(

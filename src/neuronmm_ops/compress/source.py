@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -11,10 +11,12 @@ from torch import Tensor, nn
 from neuronmm_ops.compress import workers
 from neuronmm_ops.compress.batches import Batch
 from neuronmm_ops.compress.budget import shares_budget
-from neuronmm_ops.compress.calibrate import Progress, moments_or_none
+from neuronmm_ops.compress.calibrate import Progress, fast_products, moments_or_none
 from neuronmm_ops.compress.config import SVDConfig
 from neuronmm_ops.compress.factorization import Gradient, SecondMoment, Side
 from neuronmm_ops.compress.gradients import collect_gradients
+from neuronmm_ops.compress.layers import LayerStack
+from neuronmm_ops.compress.side_by_side import SideBySide
 from neuronmm_ops.errors import NonFiniteError
 from neuronmm_ops.nn.dense_linear import DenseLinear
 from neuronmm_ops.rank import pair_bytes
@@ -79,7 +81,8 @@ class LayerSource(ABC):
     """A model whose layers are compressed, wherever their values are.
 
     Results are named sets of tensors, kept by stage: `factorize`, the fields of a `Nested`; and
-    `measure`, those of a `Losses`; and `quantize`, those of a `Quantized` or a `QuantizedMatrix`.
+    `measure`, those of a `Losses`; and `quantize`, those of a `Quantized` or a `QuantizedMatrix`;
+    and `drift`, those, or u and v, with the relative `loss`.
 
     Args:
         model: dense; values may be on the meta device.
@@ -125,12 +128,23 @@ class LayerSource(ABC):
         """
 
     @abstractmethod
+    def side_by_side(self, names: Collection[str]) -> Generator[SideBySide]:
+        """Yield every layer up to the last that holds one of the Linears, if it is not done.
+
+        Before taking the next one, replace its Linears in the copy, and call `keep` for each.
+        Where the copy is left differs from the dense layer, what enters the next ones does.
+        """
+
+    @abstractmethod
     def keep(self, stage: str, name: str, tensors: Mapping[str, Tensor]) -> None:
         """Keep a Linear's result."""
 
     @abstractmethod
     def kept(self, stage: str) -> dict[str, dict[str, Tensor]]:
-        """Return this worker's results by name; factors and scales may be on the meta device."""
+        """Return this worker's results by name; factors and scales may be on the meta device.
+
+        Of stage `drift` every worker has all.
+        """
 
     @abstractmethod
     def factors(self, name: str) -> tuple[Tensor, Tensor]:
@@ -186,6 +200,21 @@ class LayersInMemory(LayerSource):
                 yield name, linears[name].weight, moment
                 if self.progress:
                     self.progress(stage, len(self._kept[stage]), len(local))
+
+    def side_by_side(self, names: Collection[str]) -> Generator[SideBySide]:
+        """Run layer after layer over this worker's batches."""
+        stack, batches = LayerStack(self.model), workers.share(self._task.batches)
+        with fast_products(self.model):
+            entering = [stack.first_input(batch) for batch in batches]
+        states = [(hidden, hidden) for hidden in entering]
+        count = stack.depth_of(names)
+        for index in range(count):
+            paths = [(batch, *both) for batch, both in zip(batches, states, strict=True)]
+            layer = SideBySide(stack, index, lambda paths=paths: paths)
+            yield layer
+            states = list(layer.outputs()) if index + 1 < count else []
+            if self.progress:
+                self.progress("drift", index + 1, count)
 
     def keep(self, stage: str, name: str, tensors: Mapping[str, Tensor]) -> None:
         """Keep a Linear's result in memory."""

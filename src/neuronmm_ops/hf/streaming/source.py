@@ -2,8 +2,9 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -11,6 +12,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from neuronmm_ops.compress.batches import Batch
 from neuronmm_ops.compress.calibrate import Progress, collect_moments
 from neuronmm_ops.compress.config import SVDConfig
 from neuronmm_ops.compress.factorization import SecondMoment, Side
@@ -20,6 +22,7 @@ from neuronmm_ops.compress.methods import METHODS
 from neuronmm_ops.compress.pipeline import describe_batches
 from neuronmm_ops.compress.record import compressed_layers
 from neuronmm_ops.compress.report import provenance_of
+from neuronmm_ops.compress.side_by_side import SideBySide
 from neuronmm_ops.compress.source import LayerSource, Task
 from neuronmm_ops.hf.streaming.checkpoint import Checkpoint
 from neuronmm_ops.hf.streaming.gradients import sweep_gradients
@@ -32,16 +35,15 @@ from neuronmm_ops.rank import pair_bytes
 from neuronmm_ops.storages import FACTORS, factor_bytes
 
 # Of each stage the names of a layer's results, and of the hidden states that enter a layer.
-_KEPT = {"factorize": ("layer", "states"), "quantize": ("rounded", "again")}
+_KEPT = {
+    "factorize": ("layer", "states"),
+    "quantize": ("rounded", "again"),
+    "drift": ("drift", "paths"),
+}
 
 
 def check_streamable(config: SVDConfig) -> None:
     """Raise ValueError where a config needs the whole model at once."""
-    if METHODS[config.method].follows_drift:
-        raise ValueError(
-            f"method {config.method} cannot be streamed: it runs dense and compressed layers side "
-            "by side; use another method, or compress without --stream"
-        )
     if config.is_mixed:
         raise ValueError(
             "storage auto cannot be streamed: it measures the whole model; use one storage, or "
@@ -66,8 +68,8 @@ class LayersOnDisk(LayerSource):
         device: to compute on.
         work: the work directory.
         model_sha256: of the checkpoint.
-        progress: called with (stage, done, total); of stages `factorize` and `quantize` with
-            layers, those that a run before has done being left out.
+        progress: called with (stage, done, total); of stages `factorize`, `drift` and `quantize`
+            with layers, those that a run before has done being left out.
         check_room: as of `LayerSource`; not called where a run goes on.
 
     Raises:
@@ -166,11 +168,42 @@ class LayersOnDisk(LayerSource):
                 yield name, as_dense_linear(self.model.get_submodule(name)).weight, None
         self._work.save(kept, self._results)
 
+    def side_by_side(self, names: Collection[str]) -> Generator[SideBySide]:
+        """Sweep forward; yield the layers that are not done."""
+        kept, paths = _KEPT["drift"]
+        sweep, count = self._sweep, self._sweep.stack.depth_of(names)
+        for index in range(count):
+            if not self._work.has(f"{kept}-{index}"):
+                if index == 0:
+                    self._embed(paths)
+                self._results = {}
+                with sweep.running(), sweep.layer(index):
+                    if index > 0:
+                        sweep.run_once(next(self._paths(index))[1])
+                    layer = SideBySide(sweep.stack, index, partial(self._paths, index))
+                    yield layer
+                    leaving = layer.outputs() if index + 1 < count else ()
+                    for number, (dense, seen) in enumerate(leaving):
+                        both = {"dense": dense, "drifted": seen}
+                        self._work.save(f"{paths}-{index + 1}-{number}", both)
+                # Last: it says that the layer is done.
+                self._work.save(f"{kept}-{index}", self._results)
+                self._progress("drift", index + 1, count)
+            self._work.drop(f"{paths}-{index}")
+        self._work.drop(paths)
+
+    def _paths(self, index: int) -> Iterator[tuple[Batch, Tensor, Tensor]]:
+        for number in range(len(self._batches)):
+            kept = self._work.load(f"{_KEPT['drift'][1]}-{index}-{number}")
+            states = self._sweep.states(kept)  # one where both paths begin
+            yield self._sweep.inputs(states[0]), states[0], states[-1]
+
     def keep(self, stage: str, name: str, tensors: Mapping[str, Tensor]) -> None:
         """Keep a Linear's result until its layer is done; float factors in the dtype stored."""
         dtype = self._task.dtypes[name]
+        is_rounded = stage != "factorize" and name in self._task.stored
         for leaf, tensor in tensors.items():
-            is_float = stage == "factorize" and leaf in FACTORS
+            is_float = leaf in FACTORS and not is_rounded
             self._results[f"{name}.{leaf}"] = tensor.to(dtype) if is_float else tensor
 
     def kept(self, stage: str) -> dict[str, dict[str, Tensor]]:
@@ -180,7 +213,7 @@ class LayersOnDisk(LayerSource):
             name = f"{_KEPT[stage][0]}-{index}"
             for key, tensor in (self._work.load(name) if self._work.has(name) else {}).items():
                 layer, _, leaf = key.rpartition(".")
-                is_small = leaf in ("spectrum", "scores")
+                is_small = leaf in ("spectrum", "scores", "loss")
                 tensor = tensor.clone() if is_small else torch.empty_like(tensor, device="meta")
                 results.setdefault(layer, {})[leaf] = tensor
         return results
@@ -194,11 +227,18 @@ class LayersOnDisk(LayerSource):
     def values(self) -> CompressedTensors:
         """Return the compressed model's tensors, each read when it is asked for."""
         ranks = {name: layer.rank for name, layer in compressed_layers(self.model).items()}
-        stages = {name: "quantize" if name in self._task.stored else "factorize" for name in ranks}
-        sets = {name: f"{_KEPT[stages[name]][0]}-{self._layer_of[name]}" for name in ranks}
+        sets = {
+            name: f"{_KEPT[self._last_stage(name)][0]}-{self._layer_of[name]}" for name in ranks
+        }
         layers = [self._sweep.stack[index] for index in range(len(self._sweep))]
         largest = max(sum(p.nbytes for p in layer.parameters()) for layer in layers)
         return CompressedTensors(self._checkpoint, self._work, sets, ranks, largest)
+
+    def _last_stage(self, name: str) -> str:
+        """Return the stage whose result takes a Linear's place."""
+        if METHODS[self._task.config.method].follows_drift and name not in self._task.head:
+            return "drift"
+        return "quantize" if name in self._task.stored else "factorize"
 
     def _embed(self, states: str) -> None:
         """Keep the hidden states that enter the first layer."""
@@ -211,7 +251,10 @@ class LayersOnDisk(LayerSource):
         task, total = self._task, 0
         for name, linear in task.linears.items():
             K, N, rank = linear.in_features, linear.out_features, task.limits[name]
-            total += factor_bytes(K, N, rank, task.dtypes[name].itemsize) + 16 * min(K, N)
+            factors = factor_bytes(K, N, rank, task.dtypes[name].itemsize)
+            total += factors + 16 * min(K, N)
+            if self._last_stage(name) == "drift" and name not in task.stored:
+                total += factors
             if name in task.kinds:
                 total += 8 * torch.Size(gradient_shape(task.kinds[name], K, N)).numel()
         for name, storage in task.stored.items():
@@ -220,10 +263,11 @@ class LayersOnDisk(LayerSource):
             total += max(pair_bytes(*size, r, 1, storage) for r in (None, task.limits.get(name)))
         tokens = sum(batch.numel() for batch in self._batches)
         hidden = self._sweep.width * 4
+        paths = 1 + METHODS[task.config.method].follows_drift
         if task.kinds:
             # Of the gradient rows, what enters each layer and its gradient.
             total += 2 * (len(self._sweep) + 1) * min(tokens, MAX_TOKENS) * hidden
-        return total + (2 * tokens * hidden if METHODS[task.config.method].side else 0)
+        return total + (2 * paths * tokens * hidden if METHODS[task.config.method].side else 0)
 
     def _run(self) -> dict[str, Any]:
         """Return all that what is kept depends on, the values of the model's weights too."""

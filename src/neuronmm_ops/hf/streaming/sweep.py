@@ -59,13 +59,13 @@ class Sweep:
 
     def layer_of(self, name: str) -> int:
         """Return the number of the layer that a module is in; raise ValueError where in none."""
-        prefix = f"{self.stack.name}."
-        if not name.startswith(prefix):
+        index = self.stack.index_of(name)
+        if index is None:
             raise ValueError(
                 f"{name} is in none of {self.stack.name}, which are all that is streamed; leave it "
                 "out of the targets, or compress without --stream"
             )
-        return int(name.removeprefix(prefix).partition(".")[0])
+        return index
 
     @contextmanager
     def layer(self, index: int) -> Generator["NamedLayer"]:
@@ -110,22 +110,23 @@ class Sweep:
     def run(self, index: int, hidden: Tensor) -> Tensor:
         """Return what a layer makes of hidden states `[B, T, H]`."""
         if index > 0:
-            self._run_once(hidden)
-        return self.stack.run(index, self._inputs(hidden), hidden)
+            self.run_once(hidden)
+        return self.stack.run(index, self.inputs(hidden), hidden)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits `[B, T, V]` of what leaves the last layer, `[B, T, H]`."""
-        self._run_once(hidden)
-        return self.stack.finish(self._inputs(hidden), hidden).logits
+        self.run_once(hidden)
+        return self.stack.finish(self.inputs(hidden), hidden).logits
 
-    def _run_once(self, hidden: Tensor) -> None:
+    def run_once(self, hidden: Tensor) -> None:
         """Let the stack learn what layers return, where a run goes on behind the first one."""
         if not self.stack.has_run:
             token = hidden[:1, :1].detach()
             with self.layer(0), torch.no_grad():
-                self.stack.run(0, self._inputs(token), token)
+                self.stack.run(0, self.inputs(token), token)
 
-    def _inputs(self, hidden: Tensor) -> dict[str, Tensor]:
+    def inputs(self, hidden: Tensor) -> dict[str, Tensor]:
+        """Return a batch that makes the masks and positions of hidden states `[B, T, H]`."""
         # Masks and positions depend on the shape alone: the embedding's values are not needed.
         return {"inputs_embeds": hidden.new_zeros(*hidden.shape[:2], self._embedding.shape[1])}
 

@@ -18,7 +18,8 @@ from neuronmm_ops.processes import locked
 
 STATE = "state.json"
 OURS = re.compile(
-    r"(state\.json|(states|rows|upstream|gradients|layer|again|rounded)-[\d-]+\.safetensors)(\.tmp)?"
+    r"(state\.json|"
+    r"(states|rows|upstream|gradients|layer|again|rounded|paths|drift)-[\d-]+\.safetensors)(\.tmp)?"
 )
 
 
