@@ -16,6 +16,7 @@ from tiny import tiny_directory
 
 from neuronmm_ops import SVDConfig, compress_, hf
 from neuronmm_ops.cli import main
+from neuronmm_ops.storages import STORAGES
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 XLA = EXAMPLES / "xla_llama.py"  # runs in tests/xla
@@ -62,7 +63,8 @@ def test_demo_makes_its_report_and_uses_its_cache(tmp_path):
 
     page = report.read_text()
     assert page.count("<svg") + page.count("<img") >= 3
-    for method in ("plain", "SVD-LLM", "greedy", "recovered"):
+    rivals = [f"dense, {storage}" for storage in STORAGES]
+    for method in ("dense", *rivals, "plain", "SVD-LLM", "greedy", "recovered"):
         assert f"<td>{method}</td>" in page
     assert "http" not in page.replace("http://www.w3.org", "")
     assert "On Trainium (modelled)" in page

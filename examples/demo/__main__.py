@@ -25,7 +25,7 @@ from corpus import Corpus, load_corpus
 from measure import sample_text
 from points import KeptPoints
 from report import write_report
-from results import BASELINE, OURS, RECOVERED, Point, Results, told_ratio
+from results import BASELINE, OURS, RECOVERED, Point, Results, Rival, told_ratio
 from rich.console import Console
 from rich.table import Table
 from train import QUICK, RECORD, TrainConfig, dtype_name, trained, training_dtype
@@ -39,6 +39,7 @@ from neuronmm_ops.measure.speed import PairedSpeed, paired_speed
 from neuronmm_ops.measure.timing import cpu_name
 from neuronmm_ops.progress import progress_bars
 from neuronmm_ops.recover import RecoverConfig
+from neuronmm_ops.storages import STORAGES
 
 METHODS = {
     "plain": SVDConfig(method="plain", allocation="uniform"),
@@ -140,6 +141,14 @@ def run(plan: Plan, corpus: Corpus, dense_dir: Path, kept: KeptPoints, page: Pat
         batches = list(calibration.split(8)) if config.needs_calibration else None
         return model, compress_(model, config, calibration=batches)
 
+    def rival(storage: str) -> Rival:
+        model = load()
+        layers = compress_(
+            model, SVDConfig(ratio=0.0, storage=storage), calibration.split(8)
+        ).layers
+        share = sum(each.bytes for each in layers) / sum(2 * each.K * each.N for each in layers)
+        return Rival(storage, share, token_perplexity(model, held_out, seqlen=seqlen).ppl_token)
+
     # The one that is also trained, and whose kernels run on the simulated core.
     ours = functools.cache(lambda ratio: compressed(OURS, ratio))
 
@@ -184,6 +193,7 @@ def run(plan: Plan, corpus: Corpus, dense_dir: Path, kept: KeptPoints, page: Pat
         results = Results(
             dense_ppl=token_perplexity(dense, held_out, seqlen=seqlen).ppl_token,
             dense_sample=sample_text(dense, tokenizer, PROMPT, new_tokens=plan.sample_tokens),
+            rivals=tuple(rival(storage) for storage in STORAGES),
             prompt=PROMPT,
             block=BLOCK,
             points=(),
@@ -227,12 +237,14 @@ def _ranks(compression: CompressionReport) -> tuple[int | None, ...]:
 def summary_table(results: Results) -> Table:
     """The numbers that matter most, for the terminal."""
     table = Table(title=f"Dense perplexity {results.dense_ppl:.2f}")
-    for column in ("ratio", "effective", "method", "perplexity", "prefill", "decode"):
+    for column in ("ratio", "bytes", "method", "perplexity", "prefill", "decode"):
         table.add_column(column, justify="left" if column == "method" else "right")
+    for rival in results.rivals:
+        table.add_row("", f"{rival.bytes:.1%}", f"dense, {rival.storage}", f"{rival.ppl:.2f}")
     for point in results.points:
         table.add_row(
             f"{point.ratio:.0%}",
-            f"{point.compression.effective_ratio:.1%}",
+            f"{1 - point.compression.effective_ratio:.1%}",
             point.method,
             f"{point.ppl:.2f}",
             f"{point.speed.speedup('prefill'):.2f}×",

@@ -33,6 +33,8 @@ METHOD_STYLE: dict[str, dict[str, Any]] = {
     "greedy": {"color": "#0072B2", "marker": "o"},
     "recovered": {"color": "#009E73", "marker": "D"},
 }
+RIVALS = {"fp8": "D", "int8": "v", "int4": "P"}
+"""Markers of dense MLPs in a storage."""
 STYLE: dict[Any, Any] = {
     "font.family": "DejaVu Sans",
     "font.size": 10,
@@ -78,6 +80,10 @@ def _perplexity_figure(results: Results) -> Figure:
         x = [point.compression.effective_ratio for point in points]
         y = [point.ppl for point in points]
         axes.plot(x, y, label=method, **METHOD_STYLE[method])
+    for rival in results.rivals:
+        style: dict[str, Any] = {"color": INK, "linestyle": "", "marker": RIVALS[rival.storage]}
+        label = f"dense, {rival.storage}"
+        axes.plot([1 - rival.bytes], [rival.ppl], label=label, markerfacecolor="white", **style)
     axes.axhline(results.dense_ppl, color=INK, linestyle="--", linewidth=1.2)
     axes.annotate(
         f"dense {results.dense_ppl:.1f}",
@@ -96,6 +102,7 @@ def _perplexity_figure(results: Results) -> Figure:
     axes.set_ylim(bottom=results.dense_ppl * 0.85)
     axes.set_ylabel("perplexity, held-out text (log)")
     _ratio_axis(axes)
+    axes.set_xlabel("bytes of the MLPs removed, of two a number")
     axes.legend(loc="upper left")
     return figure
 

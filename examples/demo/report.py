@@ -35,13 +35,14 @@ def _page(results: Results, figures: dict[str, str]) -> str:
 
 <h2>Perplexity</h2>
 <div class="single">
-{_figure(figures["ppl"], "Perplexity against compression ratio, by method")}
+{_figure(figures["ppl"], "Perplexity against bytes removed, by method, beside dense storages")}
 </div>
 <p class="note">Lower is better. <b>plain</b> truncates the SVD of each weight, <b>SVD-LLM</b>
 keeps what each layer puts out on calibration text; both give every matrix the rank of NeuronMM's
 rule. <b>greedy</b>, the default, weighs output errors by what they do to the model's loss, and
 spends one budget of ranks where it avoids most of it. <b>recovered</b> is greedy with its factors
-trained towards the dense model ({_text(results.provenance["recovery"])}).
+trained towards the dense model ({_text(results.provenance["recovery"])}). <b>dense, fp8</b>,
+<b>int8</b> and <b>int4</b> keep every matrix and round it: the rivals to beat.
 Token perplexity over non-overlapping blocks of {_text(results.provenance["perplexity block"])}:
 the tokenizer and text are this demo's, so the values compare with nothing outside this page. So
 short a training leaves more of the MLPs unused than a real model's; expect real ones to lose more
@@ -51,7 +52,8 @@ at the same ratio.</p>
 <h2>All numbers</h2>
 <div class="scroll">{_table(results)}</div>
 <p class="note">Nominal ratio: what was asked for. Effective: what ranks in whole blocks of
-{results.block} removed. Excess: the logarithm of the perplexity less that of the dense model's.
+{results.block} removed. Bytes: of the MLPs, of theirs at two bytes a number. Excess:
+the logarithm of the perplexity less that of the dense model's.
 Speedups are medians of paired runs;
 tokens/s of a compressed model are the dense model's times the speedup.</p>
 
@@ -107,6 +109,7 @@ def _summary(results: Results) -> str:
     by_key = {(point.method, point.ratio): point for point in results.points}
     ratio = told_ratio(results.points)
     plain, baseline, ours = (by_key[name, ratio] for name in ("plain", BASELINE, OURS))
+    rivals = [f"{each.ppl:.1f} in {each.storage} ({each.bytes:.0%})" for each in results.rivals]
     return _text(
         f"With {ours.compression.effective_ratio:.0%} of its MLP parameters removed, the model's "
         f"perplexity goes from {results.dense_ppl:.1f} to {ours.ppl:.1f}. SVD-LLM with one rank "
@@ -116,6 +119,7 @@ def _summary(results: Results) -> str:
             if (recovered := by_key.get((RECOVERED, ratio)))
             else "None of them is trained afterwards."
         )
+        + f" Rounded instead, all MLPs dense: {', '.join(rivals)} of the bytes."
     )
 
 
@@ -185,6 +189,7 @@ def _table(results: Results) -> str:
         "method",
         "nominal ratio",
         "effective ratio",
+        "bytes",
         "ranks",
         "perplexity",
         "excess",
@@ -196,13 +201,17 @@ def _table(results: Results) -> str:
     )
     prefill = dense_speed(results, "prefill")
     decode = dense_speed(results, "decode")
-    rows = [
+    rows: list[tuple[str, ...]] = [
         (
-            *("dense", "0 %", "0 %", "–"),
+            *("dense", "0 %", "0 %", "100 %", "–"),
             *(f"{results.dense_ppl:.2f}", "0", "–"),
             *(f"{prefill:,.0f}", "1.00", f"{decode:,.0f}", "1.00"),
         )
     ]
+    for rival in results.rivals:
+        quality = f"{rival.ppl:.2f}", f"{results.excess(rival):.4f}"
+        share = f"{100 * rival.bytes:.1f} %"
+        rows.append((f"dense, {rival.storage}", "0 %", "0 %", share, "–", *quality, *("–",) * 5))
     for point in results.points:
         layers = point.compression.layers
         ranks = sorted({layer.r for layer in layers if layer.r is not None})
@@ -217,6 +226,7 @@ def _table(results: Results) -> str:
                 point.method,
                 f"{point.ratio:.0%}".replace("%", " %"),
                 f"{100 * point.compression.effective_ratio:.1f} %",
+                f"{100 - 100 * point.compression.effective_ratio:.1f} %",
                 rank_text,
                 f"{point.ppl:.2f}",
                 f"{results.excess(point):.4f}",

@@ -27,12 +27,23 @@ class Point:
 
 
 @dataclass(frozen=True)
+class Rival:
+    """The dense model with its MLPs in a storage: what low rank must beat."""
+
+    storage: str
+    bytes: float
+    """Of the MLPs, as a share of theirs at two bytes a number."""
+    ppl: float
+
+
+@dataclass(frozen=True)
 class Results:
     """All that the report shows."""
 
     dense_ppl: float
     dense_sample: str
     """What the model wrote after `prompt`; likewise in each point."""
+    rivals: tuple[Rival, ...]
     prompt: str
     block: int
     """Ranks are multiples of it."""
@@ -45,7 +56,7 @@ class Results:
     """None until all points are measured."""
     provenance: dict[str, str]
 
-    def excess(self, point: Point) -> float:
+    def excess(self, point: Point | Rival) -> float:
         """ln of the perplexity less ln of the dense model's."""
         return math.log(point.ppl) - math.log(self.dense_ppl)
 

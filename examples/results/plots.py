@@ -123,7 +123,7 @@ def _summary() -> Figure:
     )
     for panel, axes in zip(drawn, panels[0], strict=True):
         panel(axes)
-        axes.legend()
+        axes.legend(ncols=2)
     return figure
 
 
@@ -132,7 +132,7 @@ def _cost(axes: Axes) -> None:
     chosen += [each for each in storages() if each.label in ("fp8, equal ranks", *DENSE)]
     _lines(axes, chosen)
     excesses = [each.excess for each in chosen]
-    axes.set_ylim(min([0, *excesses]) - SMALLEST / 4, 2 * max(excesses))
+    axes.set_ylim(min([0, *excesses]) - SMALLEST / 4, 50 * max(excesses))  # room for the legend
     axes.set_title("What it costs: the demo's model, measured")
 
 
