@@ -15,6 +15,7 @@ from neuronmm_ops.compress.compare import candidates, divergence
 from neuronmm_ops.compress.measured import Divergence, Losses
 from neuronmm_ops.compress.mixed import Choice, Offer, buy, choices_of
 from neuronmm_ops.nn import dense_linears
+from neuronmm_ops.plan import plan_op
 from neuronmm_ops.storages import STORAGES, dtype_name
 
 pytestmark = pytest.mark.filterwarnings("ignore::neuronmm_ops.CalibrationWarning")
@@ -174,6 +175,26 @@ def test_time_is_a_cost_too(monkeypatch, tokens, taken):
     ]
     budget_us = 0.6 * 60 * len(report.layers) * sum(weight for _, weight in weights)
     assert sum(spent) <= budget_us * (1 + 1e-9)
+
+
+def test_a_budget_of_modelled_time_is_met_by_the_plans_of_what_was_bought():
+    """At these widths pairs are quicker than dense matrices, in whatever storage."""
+    tokens, (hidden, inner) = {1: 0.9, 8: 0.1}, (512, 1024)
+    model = causal_lm(hidden_size=hidden, intermediate_size=inner, num_hidden_layers=1)
+    changed = {"ratio": 0.1, "block": 128, "targets": "up_proj", "budget": "time", "target": "trn2"}
+    config = SVDConfig(**{**AUTO.__dict__, **changed, "tokens": tokens})
+    report = compress_(model, config, token_batches(2), dtypes=in_bfloat16(model))
+
+    def planned_us(K, N, r, storage):
+        matrices, stored = ((K, N),) if r is None else ((K, r), (r, N)), dtype_name(storage)
+        op = "xw" if r is None else "xuv"
+        times = {M: plan_op(op, M, matrices, target="trn2", weight_dtype=stored) for M in tokens}
+        return 1e3 * sum(weight * times[M].time_ms for M, weight in tokens.items())
+
+    spent = sum(planned_us(each.K, each.N, each.r, each.storage) for each in report.layers)
+    dense = sum(planned_us(each.K, each.N, None, None) for each in report.layers)
+    assert 0.8 * dense < spent <= 0.9 * dense
+    assert any(layer.r for layer in report.layers)
 
 
 @pytest.mark.parametrize(
