@@ -29,18 +29,18 @@ def quality() -> list[str]:
     )
     storage_rows = document("storages")
     storages_table = table(
-        ["ratio", "storage", "at equal", "bytes", "excess", "KL, nats"],
+        ["ratio", "storage", "bytes", "excess", "KL, nats"],
         [
             [
                 ratio_label(row["ratio"]),
                 row["storage"],
-                row["equal"] or "",
                 f"{row['bytes'] / row['dense_bytes']:.3f}",
                 excess(row["excess_log_ppl"]),
                 f"{row['kl']:.5f}",
             ]
             for row in storage_rows
-            if row["rounding"] in ("native", "feedback") and row["ratio"] in TABLED_RATIOS
+            if row["rounding"] in ("native", "feedback")
+            and (row["equal"] != "bytes" and row["ratio"] in TABLED_RATIOS)
         ],
     )
     return [
@@ -51,8 +51,8 @@ def quality() -> list[str]:
         image("results-quality.svg", "excess log-perplexity against bytes, by method and storage"),
         "Excess by method and nominal ratio; ranks are whole blocks, so effective ratios differ:",
         methods_table,
-        "Dense and the default by storage, rounded as `compress` does; bytes are the MLPs', "
-        "relative to dense bf16:",
+        "Dense and the default by storage, at the ranks of bf16, rounded as `compress` does; bytes "
+        "are the MLPs', relative to dense bf16:",
         storages_table,
     ]
 

@@ -5,7 +5,6 @@ from plots import image
 from selection import (
     Row,
     document,
-    front,
     gain_as_served,
     model_name,
     models,
@@ -31,7 +30,6 @@ def pareto() -> list[str]:
     points = tradeoffs()
     if not points:
         return []
-    best = front(points)
     return [
         "## Tokens per second against quality",
         f"**Two models**: tokens/s are {SHOWN}'s, modelled on one {TARGET} core (MLPs compressed, "
@@ -39,14 +37,13 @@ def pareto() -> list[str]:
         "measured. The loss of the large model is unknown.",
         image("results-pareto.svg", "modelled tokens per second against measured quality"),
         table(
-            ["ratio", "storage", f"{SHOWN}, tokens/s, modelled", "demo, excess, measured", "front"],
+            ["ratio", "storage", f"{SHOWN}, tokens/s, modelled", "demo, excess, measured"],
             [
                 [
                     ratio_label(point.ratio),
                     point.storage,
                     number(point.tokens_per_s),
                     excess(point.excess),
-                    "yes" if point in best else "",
                 ]
                 for point in points
             ],
