@@ -121,6 +121,38 @@ def test_drift_needs_layers():
         )
 
 
+class Expert(nn.Module):
+    """Sees the tokens that its router gives it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up_proj = nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        chosen = x[..., 0] > 0
+        return torch.zeros_like(x).masked_scatter(chosen[..., None], self.up_proj(x[chosen]))
+
+
+def test_drift_needs_the_same_tokens_on_both_paths():
+    model = causal_lm()
+    model.model.layers[1].mlp = Expert()
+    dense = {name: value.clone() for name, value in model.state_dict().items()}
+    config = SVDConfig(ratio=0.5, block=8, method="drift", targets="all-linear")
+    with pytest.raises(ValueError, match=r"layers\.1\.mlp\.up_proj is not given the same tokens"):
+        compress_(model, config, BATCHES)
+    torch.testing.assert_close(model.state_dict(), dense, rtol=0, atol=0)
+
+
+def test_drift_rounds_what_is_in_no_layer():
+    model = causal_lm(tie_word_embeddings=False)
+    kind = {"method": "drift", "allocation": "uniform", "storage": "int8"}
+    config = SVDConfig(ratio=0.4, block=8, targets=("mlp", "lm_head"), **kind)
+    report = compress_(model, config, BATCHES)
+    (head,) = (layer for layer in report.layers if layer.name == "lm_head")
+    assert head.storage == "int8"
+    assert {value.dtype for value in (model.lm_head.u, model.lm_head.v)} == {torch.int8}
+
+
 def test_dead_channels_and_one_document():
     """Inputs that are always zero, and fewer tokens than features."""
     model = causal_lm(**WIDER)
