@@ -39,7 +39,6 @@ MISTAKES: dict[str, list[tuple[str, ...]]] = {
         ("--max-shard-size 0GB", "a size such as 5GB"),
         ("--storage fp4", "storage must be one of bf16, fp8, int8"),
         ("--storage bf16 --stream", "storage bf16 needs Linears in bfloat16"),
-        ("--stream --method drift", "drift cannot be streamed", "without --stream"),
         ("--frobnicate", "unrecognized arguments"),
         ("--budget time --target trn9", "trn9"),
         ("--tokens many", "M or M:WEIGHT,M:WEIGHT; got 'many'"),
