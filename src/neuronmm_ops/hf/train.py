@@ -3,8 +3,9 @@
 import math
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from time import monotonic
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from neuronmm_ops.eval import token_perplexity
 from neuronmm_ops.hf.adapters import PhaseParameters, adapted
 from neuronmm_ops.hf.computing import AUTO, cast_, computing_in, dtype_of
 from neuronmm_ops.hf.memory import save_memory_
+from neuronmm_ops.hf.samples import samples
 from neuronmm_ops.ops.backends.cpu import name_of
 from neuronmm_ops.progress import Update
 from neuronmm_ops.recover.config import RecoverConfig
@@ -25,6 +27,10 @@ from neuronmm_ops.recover.rounding import round_, unround_
 from neuronmm_ops.recover.state import StateFile
 from neuronmm_ops.recover.training import Outcome, Training
 from neuronmm_ops.storages import storage_of
+
+# Of the time, or of the tokens of the steps: text that the dense model writes beside the given.
+SAMPLED_SHARE = 0.1
+MOST_SAMPLES = 1 << 20  # tokens, of a time budget
 
 
 @dataclass(frozen=True)
@@ -78,7 +84,7 @@ def train_factors(
 
     Args:
         model: with low-rank layers.
-        dense: to distill from; None for the loss of the next token.
+        dense: to distill from, also on text that it writes; None for the loss of the next token.
         ids: `[T]`, to train on.
         held_out: `[B, seqlen]`.
         config: what to do.
@@ -103,6 +109,7 @@ def train_factors(
     if dense is not None:
         cast_(dense, compute)
         objective = Distillation(model, dense, config.hidden_weight)
+        ids, config = _with_samples(dense, ids, seqlen, config)
     windows = Windows(ids, seqlen, max(1, config.batch_tokens // seqlen), config.seed)
     start = _factors(model)
     model.requires_grad_(False)
@@ -132,6 +139,20 @@ def train_factors(
             for name, factor in _parameters(model).items():
                 factor.data.copy_(start[name])
     return Trained(outcome, improved, loss, held_out.numel(), name_of(compute))
+
+
+def _with_samples(
+    dense: PreTrainedModel, ids: Tensor, seqlen: int, config: RecoverConfig
+) -> tuple[Tensor, RecoverConfig]:
+    """Return the text with samples of the dense model, and the config with the time left."""
+    if config.steps:
+        tokens = int(SAMPLED_SHARE * config.batch_tokens * config.steps)
+        written = samples(dense, ids, seqlen, tokens, float("inf"), config.seed)
+        return torch.cat([ids, written]), config
+    began, seconds = monotonic(), 60 * SAMPLED_SHARE * config.minutes
+    written = samples(dense, ids, seqlen, MOST_SAMPLES, seconds, config.seed)
+    left = config.minutes - (monotonic() - began) / 60
+    return torch.cat([ids, written]), replace(config, minutes=left)
 
 
 def _compute_dtype(model: PreTrainedModel) -> torch.dtype:
