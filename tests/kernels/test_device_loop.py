@@ -46,9 +46,10 @@ def test_a_loop_computes_what_the_unrolled_kernel_does(op, stored, M, launch, la
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize(("target", "lnc", "M"), [("trn2", 1, 4096), ("trn3", 2, 8200)])
 def test_a_loop_takes_as_long_as_the_unrolled_kernel(op, target, lnc, M):
-    plan = plan_op(op, M, SIZES[op], "bfloat16", target, lnc, 1, device_loop=True)
-    # not plan_op: a shipped plan may be of an earlier search
-    whole = find_plan(plan.problem, MAX_INSTRUCTIONS, device_loop=False)
+    # not plan_op: a kept plan may be of an earlier search
+    problem = Problem(op, M, SIZES[op], "bfloat16", target, lnc)
+    plan = find_plan(problem, 1, device_loop=True)
+    whole = find_plan(problem, MAX_INSTRUCTIONS, device_loop=False)
     assert plan.arguments == {**whole.arguments, "device_loop": True}
     assert plan.launches == (M,)
     looped, unrolled = traced(plan), traced(whole)
