@@ -23,6 +23,8 @@ from neuronmm_ops.plan.tracing import Cost, of_least_regret, traced
 
 EFFORT = 300_000
 """Instructions traced in rounds over all knobs, up to which there is another."""
+WORTH = 0.001
+"""Share of a candidate's time that a round must gain for another to follow."""
 SHORT_MS = 0.008
 """A launch takes about as long whatever runs: below, the first arguments that fit are taken."""
 DESCENT_TOKENS = 2048
@@ -127,9 +129,10 @@ def descend(problem: Problem, knobs: Knobs) -> list[Candidate]:
     best = _first(knobs.starts, candidate)
     if best is None:
         return []
-    before = None
-    while best is not before and max(best.cost.times_ms) > SHORT_MS:
+    gained = math.inf
+    while gained > WORTH * best.rank[0] and max(best.cost.times_ms) > SHORT_MS:
         before, best = best, _round(knobs, best, candidate)
+        gained = before.rank[0] - best.rank[0]
         if sum([each.cost.instructions for each in met.values() if each]) > EFFORT:
             break
     return [each for each in met.values() if each]
