@@ -9,7 +9,6 @@ clock: it finds the same everywhere. All times are modelled.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -35,9 +34,8 @@ DECODED_TOKENS = 64
 """Up to so many, decode is the quicker kernel wherever it fits, but of `FEW_WEIGHTS`."""
 FEW_WEIGHTS = 2**23
 """Elements up to which both kernels are traced: a launch is as short as its DMAs' latency."""
-FINALISTS = 2
 REPEATED = ("token_block", "layout", "k_block")
-"""Candidates of each value of these that are traced with all tokens: what each block repeats."""
+"""What each block of tokens repeats: the best candidate of each value is traced with all tokens."""
 NEAR = 1.1
 """Times of the best, beyond which a candidate is no finalist."""
 
@@ -98,15 +96,13 @@ def _candidates(problem: Problem, phase: str) -> list[Candidate]:
     met = sorted(_met(replace(problem, M=tokens), phase), key=lambda c: c.rank)
     if tokens == problem.M:
         return met
-    blocks = Counter[object]()
-    found: list[Candidate] = []
+    found: dict[object, Candidate] = {}
     for each in met:
         kind = each.gain, *[each.arguments.get(name) for name in REPEATED]
-        blocks[kind] += 1
-        is_finalist = blocks[kind] <= FINALISTS and each.rank[0] <= NEAR * met[0].rank[0]
+        is_finalist = kind not in found and each.rank[0] <= NEAR * met[0].rank[0]
         if is_finalist and (cost := traced(problem, each.kernel, each.arguments)):
-            found.append(replace(each, cost=cost))
-    return found
+            found[kind] = replace(each, cost=cost)
+    return list(found.values())
 
 
 @lru_cache(maxsize=64)
