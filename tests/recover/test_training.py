@@ -98,6 +98,21 @@ def test_a_rate_that_is_too_high_is_lowered():
     assert toy.held_out() == outcome.position.best_loss
 
 
+@pytest.mark.parametrize(
+    ("losses", "rate"),
+    [
+        ([1.5] * 6 + [0.9] * 14, 1.0),  # rounding's
+        ([1.8] + [0.9] * 19, 0.25),  # more than twice the perplexity
+        ([0.9] * 10 + [1.1] + [0.9] * 9, 0.25),
+    ],
+)
+def test_a_loss_may_rise_before_it_falls(losses, rate):
+    told = iter([1.0, *losses])
+    config = RecoverConfig(steps=60, learning_rate=0.01)
+    position = Toy().training(config, evaluate=lambda: next(told)).run().position
+    assert (position.rate, position.best_loss) == (rate, 0.9)
+
+
 def test_a_relative_rate_does_not_depend_on_the_scale(monkeypatch):
     monkeypatch.setattr(module, "MAX_NORM", 1e9)  # clipping does
     changes = []
