@@ -135,22 +135,22 @@ def run(plan: Plan, corpus: Corpus, dense_dir: Path, kept: KeptPoints, page: Pat
     dense = load()
     speeds: dict[tuple[int | None, ...], PairedSpeed] = {}
 
-    def compressed(method: str, ratio: float) -> tuple[LlamaForCausalLM, CompressionReport]:
+    def compressed(config: SVDConfig) -> tuple[LlamaForCausalLM, CompressionReport]:
         model = load()
-        config = replace(METHODS[method], ratio=ratio, block=BLOCK)
         batches = list(calibration.split(8)) if config.needs_calibration else None
         return model, compress_(model, config, calibration=batches)
 
+    def low_rank(method: str, ratio: float) -> tuple[LlamaForCausalLM, CompressionReport]:
+        return compressed(replace(METHODS[method], ratio=ratio, block=BLOCK))
+
     def rival(storage: str) -> Rival:
-        model = load()
-        layers = compress_(
-            model, SVDConfig(ratio=0.0, storage=storage), calibration.split(8)
-        ).layers
+        model, compression = compressed(SVDConfig(ratio=0.0, storage=storage))
+        layers = compression.layers
         share = sum(each.bytes for each in layers) / sum(2 * each.K * each.N for each in layers)
         return Rival(storage, share, token_perplexity(model, held_out, seqlen=seqlen).ppl_token)
 
     # The one that is also trained, and whose kernels run on the simulated core.
-    ours = functools.cache(lambda ratio: compressed(OURS, ratio))
+    ours = functools.cache(lambda ratio: low_rank(OURS, ratio))
 
     def recovered(ratio: float) -> tuple[LlamaForCausalLM, CompressionReport]:
         model, compression = ours(ratio)
@@ -174,7 +174,7 @@ def run(plan: Plan, corpus: Corpus, dense_dir: Path, kept: KeptPoints, page: Pat
         if method == RECOVERED:
             model, compression = recovered(ratio)
         else:
-            model, compression = ours(ratio) if method == OURS else compressed(method, ratio)
+            model, compression = ours(ratio) if method == OURS else low_rank(method, ratio)
         tell("perplexity")
         ppl = token_perplexity(model, held_out, seqlen=seqlen).ppl_token
         tell("speed")
