@@ -71,14 +71,6 @@ def test_a_changed_pair_keeps_its_own_keys_and_is_not_turned_back(change, words)
         SVDLinear.from_pair(pair)
 
 
-def test_a_final_pruning_is_kept():
-    pair = SVDLinear(8, 6, 3).to_pair()
-    prune.l1_unstructured(pair[0], "weight", amount=0.5)
-    prune.remove(pair[0], "weight")
-    layer = SVDLinear.from_pair(pair)
-    assert int((layer.u == 0).sum()) == 12
-
-
 def test_shapes_that_do_not_fit():
     with pytest.raises(ValueError, match="u must give what v takes, got 3 and 4 features"):
         LinearPair(nn.Linear(8, 3, bias=False), nn.Linear(4, 6))

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from quantized import nearest
+from stored import assert_same_bits
 from torch import Tensor, nn
 
 from neuronmm_ops import SVDMLP, StoredLinear, SVDLinear, swap_
@@ -12,7 +13,6 @@ from neuronmm_ops.nn import relayout_
 from neuronmm_ops.storages import STORAGES, dequantized
 
 STORED = pytest.mark.parametrize("storage", STORAGES)
-ONES = nearest(torch.ones(3, 2), "int8")
 CASTS = (torch.float16, torch.float32, torch.float64)
 
 
@@ -24,15 +24,8 @@ def make(storage: str, dtype: torch.dtype = torch.bfloat16, bias: bool = True) -
     )
 
 
-def bits(module: nn.Module) -> dict[str, Tensor]:
-    state = module.state_dict()
-    return {
-        n: t.detach().contiguous().flatten().view(torch.uint8).clone() for n, t in state.items()
-    }
-
-
-def same(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
-    return left.keys() == right.keys() and all(torch.equal(left[n], right[n]) for n in left)
+def copied(module: nn.Module) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in module.state_dict().items()}
 
 
 @STORED
@@ -79,16 +72,15 @@ def test_from_linear_rounds_to_nearest(storage):
 @STORED
 def test_casts_moves_and_copies_keep_every_bit(storage):
     layer = make(storage)
-    before = bits(layer)
+    before = copied(layer)
     for dtype in CASTS:
         layer = copy.deepcopy(layer).to(dtype)
         assert layer.weight.dtype == layer.bias.dtype == dtype
         fresh = StoredLinear(12, 8, storage, dtype=dtype)
         fresh.load_state_dict(layer.state_dict())
         layer = fresh
-        assert same(
-            {n: bits(layer)[n] for n in ("w", "w_scale")}, {n: before[n] for n in ("w", "w_scale")}
-        )
+        kept = {name: layer.state_dict()[name] for name in ("w", "w_scale")}
+        assert_same_bits(kept, {name: before[name] for name in kept})
     moved = make(storage).to("meta", torch.float16)
     assert all(t.is_meta for t in moved.state_dict().values())
     assert (moved.w.dtype, moved.w_scale.dtype) == (layer.w.dtype, torch.float32)
@@ -173,7 +165,7 @@ def test_not_finite_weights_are_refused(storage):
 @STORED
 def test_loading_what_does_not_fit_is_refused(storage):
     layer = make(storage)
-    before = bits(layer)
+    before = copied(layer)
     other = make(next(name for name in STORAGES if name != storage))
     state = layer.state_dict(prefix="0.")
     for change, error in (
@@ -187,7 +179,7 @@ def test_loading_what_does_not_fit_is_refused(storage):
     ):
         with pytest.raises(RuntimeError, match=error):
             nn.Sequential(layer).load_state_dict(state | change)
-        assert same(bits(layer), before)
+        assert_same_bits(layer.state_dict(), before)
 
 
 @STORED
