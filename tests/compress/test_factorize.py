@@ -8,7 +8,7 @@ from problems import SHAPES, damped_gradient, factored, loss_of, moment_of, prob
 from tolerances import assert_same_in_fp64
 from torch import Tensor
 
-from neuronmm_ops import SVDConfig, factorize
+from neuronmm_ops import SVDConfig
 from neuronmm_ops.compress.factorize import moment_side
 from neuronmm_ops.compress.methods import METHODS
 
@@ -108,7 +108,7 @@ def test_factors_are_nested(method, shape):
         assert_same_in_fp64(part.spectrum, full.spectrum)
 
 
-@pytest.mark.parametrize("method", ["whiten", "swift"])
+@pytest.mark.parametrize("method", ["whiten", "swift", "drift"])
 def test_a_shared_moment_is_decomposed_once(monkeypatch, method):
     calls = []
     cholesky = torch.linalg.cholesky_ex
@@ -116,11 +116,11 @@ def test_a_shared_moment_is_decomposed_once(monkeypatch, method):
     (gate, x), (up, _) = problem(9, 6), problem(9, 6, seed=1)
     moment = moment_of(method, gate, x)
     for w in (gate, up):
-        u, v = factorize(w, method, moment).truncate(3)
+        u, v = factored(method, w, x, moment).truncate(3)
         assert_same_in_fp64(u @ v, PUBLISHED[method](w, x, 3))
     assert len(calls) == 1
     moment.add(torch.eye(6), 6)
-    factorize(gate, method, moment)
+    factored(method, gate, x, moment)
     assert len(calls) == 2
 
 

@@ -55,7 +55,7 @@ def test_whiten_is_damped_on_singular_inputs(kind, shape):
 
 @WIDE_AND_TALL
 @pytest.mark.parametrize("kind", SINGULAR)
-@pytest.mark.parametrize("method", ["kfac", "drift", "zero-sum"])
+@pytest.mark.parametrize("method", ["kfac", "kfac-drift", "drift", "zero-sum"])
 def test_every_method_is_finite_on_singular_inputs(method, kind, shape):
     w, x = singular(kind, *shape)
     factors = factored(method, w, x)
@@ -98,6 +98,30 @@ def test_drift_regresses_from_the_inputs_that_are_there(shape):
         assert objective(u, v) - best == pytest.approx(factors.loss(rank), rel=1e-6)
         other = factorize(w, "swift", moment_of("swift", w, seen)).truncate(rank)
         assert objective(u, v) < objective(*other)
+
+
+@WIDE_AND_TALL
+@pytest.mark.parametrize("is_wide", [False, True])
+def test_kfac_drift_is_the_svd_in_both_metrics(monkeypatch, shape, is_wide):
+    """W_r = R⁻ᵀ [Rᵀ B]_r L⁻¹, B = W (XᵀX̂ + ridge) L⁻ᵀ."""
+    w, x = problem(*shape, tokens=60)
+    seen = x + 0.3 * torch.randn(x.shape, dtype=torch.float64)
+    moment, gradient = SecondMoment("input", seen.t() @ seen, len(seen)), gradient_of("kfac", w)
+    if is_wide and shape[0] > shape[1]:
+        monkeypatch.setattr(kfac, "MAX_FULL", 4)
+        gradient = gradient.diagonal()
+    factors = factorize(w, "kfac-drift", moment, cross=x.t() @ seen, gradient=gradient)
+    ridge, c = ridge_of(seen) * torch.eye(shape[1]).double(), kfac.damped(gradient)
+    left = torch.linalg.cholesky(seen.t() @ seen + ridge)
+    right = torch.linalg.cholesky(c if c.dim() == 2 else torch.diag(c))
+    b = w @ (x.t() @ seen + ridge) @ torch.linalg.inv(left).t()
+    p, sigma, qh = torch.linalg.svd(right.t() @ b, full_matrices=False)
+    assert_same_in_fp64(factors.spectrum, sigma.square() / len(x))
+    for rank in range(1, min(shape) + 1):
+        middle = p[:, :rank] @ torch.diag(sigma[:rank]) @ qh[:rank]
+        expected = torch.linalg.inv(right.t()) @ middle @ torch.linalg.inv(left)
+        u, v = factors.truncate(rank)
+        assert_same_in_fp64(u @ v, expected.t())
 
 
 @WIDE_AND_TALL

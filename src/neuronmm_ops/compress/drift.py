@@ -106,7 +106,7 @@ class _Find:
             rank, storage = self._ranks[whole], self._stored.get(whole)
             target, ridged, gradient = weight.t(), None, None
             if storage:
-                target, ridged = drift.regression(weight, moment.matrix, cross)
+                target, ridged = drift.regression(weight, moment, cross)
             if rank is None:
                 assert storage
                 local[name], lost[name] = quantize_matrix(target, storage, ridged), 0.0

@@ -13,7 +13,6 @@ from neuronmm_ops.compress.factorization import (
     Factorization,
     Gradient,
     Method,
-    SecondMoment,
     Side,
     Statistics,
 )
@@ -40,30 +39,36 @@ def _gradient(K: int, N: int) -> Gradient:
 
 
 def _factor(w: Tensor, statistics: Statistics, rank: int) -> Factorization:
-    c = damped(statistics.gradient)
-    moment = statistics.moment
-    find = _from_outputs if moment.side == "output" else _from_inputs
-    u, v, spectrum = find(w, c, moment, rank)
-    u, v = balanced(u, v)
-    # Per token, as C is: the loss does not grow with the calibration set.
-    return Factorization(u, v, spectrum.flip(0).clamp_min(0) / max(1, moment.tokens))
+    moment, c = statistics.moment, damped(statistics.gradient)
+    if moment.side == "output":
+        found = from_outputs(w, c, moment.matrix, rank)
+    else:
+        found = from_inputs(w, c, moment.root("damped", damped_cholesky), rank)
+    return factorization(found, moment.tokens)
 
 
-def _from_outputs(w: Tensor, c: Tensor, moment: SecondMoment, rank: int) -> Found:
-    """P are eigenvectors of Rᵀ YᵀY R `[N, N]`; W_r = R⁻ᵀ P Pᵀ Rᵀ W."""
+def factorization(found: Found, tokens: int) -> Factorization:
+    """Return what was found, of one scale, with losses per token, as C is."""
+    u, v, spectrum = found
+    # The loss does not grow with the calibration set.
+    return Factorization(*_balanced(u, v), spectrum.flip(0).clamp_min(0) / max(1, tokens))
+
+
+def from_outputs(w: Tensor, c: Tensor, outputs: Tensor, rank: int) -> Found:
+    """P are eigenvectors of Rᵀ YᵀY R, `outputs` YᵀY `[N, N]`; W_r = R⁻ᵀ P Pᵀ Rᵀ W."""
     r = damped_cholesky(c)
-    spectrum, vectors = torch.linalg.eigh(r.t() @ moment.matrix @ r)
+    spectrum, vectors = torch.linalg.eigh(r.t() @ outputs @ r)
     p = vectors.flip(1)[:, :rank]
     v = torch.linalg.solve_triangular(r.t(), p, upper=True).t()
     return w.t() @ (r @ p), v.contiguous(), spectrum
 
 
-def _from_inputs(w: Tensor, c: Tensor, moment: SecondMoment, rank: int) -> Found:
+def from_inputs(w: Tensor, c: Tensor, factor: Tensor, rank: int) -> Found:
     """With M = Wᵀ C W, Lᵀ M L = B Σ² Bᵀ and T = L B Σ⁻¹ `[K, r]`, W_r = W T Tᵀ M.
 
-    P of the other form is Rᵀ W T, so that neither R nor its inverse is needed.
+    `factor` is L `[K, K]`. P of the other form is Rᵀ W T, so that neither R nor its inverse is
+    needed.
     """
-    factor = moment.root("damped", damped_cholesky)
     m = w.t() @ (c @ w if c.dim() == 2 else c[:, None] * w)
     spectrum, b = torch.linalg.eigh(factor.t() @ m @ factor)
     least = max(MIN_EIGENVALUE * float(spectrum[-1]), torch.finfo(spectrum.dtype).tiny)
@@ -72,7 +77,7 @@ def _from_inputs(w: Tensor, c: Tensor, moment: SecondMoment, rank: int) -> Found
     return m @ t, (w @ t).t().contiguous(), spectrum
 
 
-def balanced(u: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def _balanced(u: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Give u's columns and v's rows equal lengths: gradients are small, their inverses large."""
     tiny = torch.finfo(u.dtype).tiny
     scale = (v.norm(dim=1).clamp_min(tiny) / u.norm(dim=0).clamp_min(tiny)).sqrt()
